@@ -16,7 +16,7 @@
 // k = (lane % 4) * 16 bytes: as the B operand of two m16n8k16 products that is a permutation of k, and the A operand reads
 // the staged x at the same places, so no data is rearranged. Where a unit has parts, row p of A is x for part p. Partial sums
 // of a unit from all warps meet in shared memory, M::REDUCE_BATCH units at a time; four lanes of a warp add up one unit, two
-// rows each.
+// rows each. Of codes a warp adds up eight units at once.
 //
 // So which granule a warp reads where is known when this is compiled.
 //
@@ -48,8 +48,8 @@ struct MatVec {
                 "no group reaches over the end of a batch of sums");
   static constexpr bool SINGLE_PASS = CHUNKS == 1 && G::UNITS <= UNITS_PER_WARP;
   // Operands of codes are made before the input is there, if a warp takes all its units at once and has registers for them.
-  static constexpr int AHEAD_WORDS_MAX = 64;
-  static constexpr bool AHEAD = SINGLE_PASS && Weights::OPERAND_WORDS > 0 && UNITS_PER_WARP * WARP_GRANULES * Weights::OPERAND_WORDS <= AHEAD_WORDS_MAX;
+  static constexpr int AHEAD_WORDS = UNITS_PER_WARP * WARP_GRANULES * Weights::OPERAND_WORDS;
+  static constexpr bool AHEAD = SINGLE_PASS && AHEAD_WORDS > 0 && AHEAD_WORDS <= Weights::AHEAD_MAX;
   typedef typename Weights::template Held<AHEAD> Held; // of a granule, by a lane
 
   // Pairs of packets of this warp's granules, for each lane.
@@ -97,16 +97,15 @@ struct MatVec {
     }
   }
 
-  // Block h of a lane's half of granule j of the staged x, as pairs in the order of k.
+  // What is taken from the sums of codes without groups, and the power of two that all sums are multiplied by.
+  struct Input {
+    float taken = 0.f, factor = 1.f;
+  };
+
+  // Block h of a lane's half of granule j of the staged x: the two pairs that the first product meets, then those of the second.
   static __device__ __forceinline__ uint4 staged_half(const Context<M>& c, int j, int h) {
     const int block = j * Weights::BLOCKS + c.lane() / 16 * Weights::HALF_BLOCKS + h;
-    const uint4 x = *reinterpret_cast<const uint4*>(c.stage() + block * PART_BYTES + (c.lane() % 4) * LANE_BYTES);
-    uint4 pairs = make_uint4(x.x, x.z, x.y, x.w); // see operand_byte
-    if constexpr (Weights::Codes::X_SHIFT != 0) {
-      constexpr u32 power = (127 + Weights::Codes::X_SHIFT) << 7, both = power << 16 | power;
-      pairs = make_uint4(bf16_pair_mul(pairs.x, both), bf16_pair_mul(pairs.y, both), bf16_pair_mul(pairs.z, both), bf16_pair_mul(pairs.w, both));
-    }
-    return pairs;
+    return *reinterpret_cast<const uint4*>(c.stage() + block * PART_BYTES + (c.lane() % 4) * LANE_BYTES);
   }
   // The products of block h of both halves of a granule.
   static __device__ __forceinline__ void product(float (&first)[4], float (&second)[4], const Held& b, int h, const uint4 x) {
@@ -116,11 +115,29 @@ struct MatVec {
   }
   // Of a product the sum that this lane has of its row, over its half.
   static __device__ __forceinline__ float half_of(const Context<M>& c, const float (&d)[4]) { return c.lane() % 4 < 2 ? d[0] : d[2]; }
-  static __device__ __forceinline__ void add_up(float (&d)[4], const uint4 x) {
-    constexpr u32 one = Weights::F16 ? 0x3c003c00u : 0x3f803f80u;
-    const uint4 ones = make_uint4(one, one, one, one);
-    mma<Weights::F16>(d, ones, x.x, x.y);
-    mma<Weights::F16>(d, ones, x.z, x.w);
+  // Adds to `d` sums of x, of codes that are 1, in the blocks of granule j. Column n of B is 16 of k: the pairs of a block that the
+  // first product meets, or the second. Lane t of four has columns 2t and 2t + 1, so d[0] and d[1] are the sums of a block of its half.
+  static __device__ __forceinline__ void add_up(const Context<M>& c, float (&d)[4], int j, bool mine) {
+    const int n = c.lane() / 4, block = Weights::BLOCKS == 4 ? n / 2 : n / 4;
+    const u8* piece = c.stage() + (j * Weights::BLOCKS + block) * PART_BYTES + c.lane() % 4 * LANE_BYTES + n % 2 * (LANE_BYTES / 2);
+    const uint2 x = mine ? *reinterpret_cast<const uint2*>(piece) : make_uint2(0, 0);
+    const u32 one = 0x00010001u;
+    mma<false>(d, make_uint4(one, one, one, one), x.x, x.y);
+  }
+  static __device__ __forceinline__ float sum_of(const float (&d)[4]) { return d[0] + float(1 << Weights::SECOND_SHIFT) * d[1]; }
+  // The sums of x of the groups of granule j that this lane has products of, over its half.
+  static __device__ __forceinline__ void group_sums(const Context<M>& c, int j, bool mine, float* sums) {
+    float d[4] = {};
+    add_up(c, d, j, mine);
+    const float own = sum_of(d);
+    if constexpr (Weights::LANE_GROUPS == 2) {
+      const float other = __shfl_xor_sync(~0u, own, 1);
+      sums[0] = c.lane() % 2 == 0 ? own : other;
+      sums[1] = c.lane() % 2 == 0 ? other : own;
+    } else {
+      sums[0] = own;
+      if constexpr (Weights::BLOCKS == 4) sums[0] += __shfl_xor_sync(~0u, sums[0], 1);
+    }
   }
 
   // Codes of UNITS_PER_WARP units against granule j of x: products by the values of codes, and by scales where there are groups.
@@ -138,21 +155,17 @@ struct MatVec {
 #pragma unroll
           for (int h = 0; h < Weights::HALF_BLOCKS; h++) product(s[u].products[0], s[u].products[1], b[u][i], h, x[h]);
       } else {
+        float sums[LANE_GROUPS];
+        if constexpr (Weights::SUMS_X) group_sums(c, j, mine, sums);
 #pragma unroll
         for (int g = 0; g < LANE_GROUPS; g++) {
-          float sum_x[4] = {};
-          if constexpr (Weights::SUMS_X)
-#pragma unroll
-            for (int h = 0; h < BLOCKS; h++) add_up(sum_x, x[g * BLOCKS + h]);
-          // Columns of one half of x are the same, and all rows of ones.
-          const float taken = G::ZEROS ? 0.f : -Weights::OFFSET_OF_ALL * sum_x[0];
 #pragma unroll
           for (int u = 0; u < UNITS_PER_WARP; u++) {
-            float d[4] = {taken, taken, taken, taken};
+            float d[4] = {};
 #pragma unroll
             for (int h = 0; h < BLOCKS; h++) product(d, d, b[u][i], g * BLOCKS + h, x[g * BLOCKS + h]);
             float y = half_of(c, d);
-            if constexpr (G::ZEROS) y -= Weights::offset(b[u][i], g) * sum_x[0];
+            if constexpr (Weights::SUMS_X) y -= Weights::offset(b[u][i], g) * sums[g];
             s[u].lane += Weights::scale(b[u][i], g) * y;
           }
         }
@@ -183,16 +196,12 @@ struct MatVec {
     }
   }
 
-  // What is taken from the sums of codes without groups, and the power of two that all sums are multiplied by.
-  struct Input {
-    float taken = 0.f, factor = 1.f;
-  };
   // Makes fp16 of the x that this warp staged, times a power of two of its own; and adds it up, where it has to.
   static __device__ __forceinline__ Input prepare(const Context<M>& c) {
     Input input;
     if constexpr (Weights::CODED && STAGE_BF16<M>) {
       constexpr int GRANULES = ceil_div(UNIT_GRANULES, M::WARPS); // of this warp
-      constexpr int SHIFT = Weights::Codes::OPERAND_SHIFT - Weights::Codes::X_SHIFT;
+      constexpr int SHIFT = Weights::Codes::OPERAND_SHIFT - Weights::X_SHIFT;
       input.factor = __uint_as_float(u32(127 + SHIFT) << 23);
       if constexpr (Weights::F16) {
         // A granule is eight pieces of 16 bytes: a warp takes four granules at a time.
@@ -225,15 +234,14 @@ struct MatVec {
         __syncwarp();
       }
       if constexpr (!Weights::GROUPED && Weights::SUMS_X) {
-        float sum_x[2][4] = {};
+        static_assert(Weights::BLOCKS == 2, "a lane has the sums of its half");
+        float d[2][4] = {};
 #pragma unroll
         for (int i = 0; i < GRANULES; i++) {
           const int j = i * M::WARPS + c.warp();
-          const bool mine = (i + 1) * M::WARPS <= UNIT_GRANULES || j < UNIT_GRANULES;
-#pragma unroll
-          for (int h = 0; h < Weights::HALF_BLOCKS; h++) add_up(sum_x[i % 2], mine ? staged_half(c, j, h) : make_uint4(0, 0, 0, 0));
+          add_up(c, d[i % 2], j, (i + 1) * M::WARPS <= UNIT_GRANULES || j < UNIT_GRANULES);
         }
-        input.taken = Weights::OFFSET * (sum_x[0][0] + sum_x[1][0]);
+        input.taken = Weights::OFFSET * (sum_of(d[0]) + sum_of(d[1]));
       }
     }
     return input;
@@ -294,6 +302,10 @@ struct MatVec {
     }
   }
 
+  // A warp of codes takes whole chunks, so that where they end is known when this is compiled. Of the last chunk of a task it also reads
+  // what lies after its end in the slot: bytes of an earlier chunk, whose sums are not stored.
+  static constexpr bool WHOLE_CHUNKS = Weights::CODED && CHUNKS == 1 && (SINGLE_PASS || UNITS_PER_WARP % CHUNK_UNITS == 0);
+
   // Hands out the chunks of a task: a warp gives a chunk back as soon as it has its part of it in registers.
   struct Stream {
     const u8* slot;
@@ -301,6 +313,12 @@ struct MatVec {
     int left; // units of the task that no read has begun
     // The granules from `first` on of the next UNITS_PER_WARP units, as many as are left.
     __device__ __forceinline__ void read(Context<M>& c, int first, Held (&b)[UNITS_PER_WARP][WARP_GRANULES]) {
+      if constexpr (WHOLE_CHUNKS)
+        read_chunks(c, b);
+      else
+        read_units(c, first, b);
+    }
+    __device__ __forceinline__ void read_units(Context<M>& c, int first, Held (&b)[UNITS_PER_WARP][WARP_GRANULES]) {
 #pragma unroll
       for (int u = 0; u < UNITS_PER_WARP; u++) {
         if (UNITS_PER_WARP > 1 && left == 0) return;
@@ -321,6 +339,23 @@ struct MatVec {
         }
       }
     }
+    __device__ __forceinline__ void read_chunks(Context<M>& c, Held (&b)[UNITS_PER_WARP][WARP_GRANULES]) {
+#pragma unroll
+      for (int u0 = 0; u0 < UNITS_PER_WARP; u0 += CHUNK_UNITS) {
+        if (u0 > 0 && left <= 0) return;
+        const u8* from = ring_take(c, c.ring) + c.warp() * Weights::BYTES + c.lane() * LANE_BYTES;
+#pragma unroll
+        for (int u = u0; u < u0 + CHUNK_UNITS && u < UNITS_PER_WARP; u++)
+#pragma unroll
+          for (int i = 0; i < WARP_GRANULES; i++) {
+            const u8* at = from + ((u - u0) * UNIT_GRANULES + i * M::WARPS) * Weights::BYTES;
+            b[u][i] = exists(c, 0, i) ? Weights::template read<AHEAD>(at, c.lane()) : Held{};
+          }
+        ring_release(c, c.ring);
+        c.ring.next();
+        left -= CHUNK_UNITS;
+      }
+    }
   };
 
   // What the end of a task needs of its entry, loaded before the input is there.
@@ -328,17 +363,37 @@ struct MatVec {
     u32 lo, out, residual, bias, row_scales;
   };
 
+  // Scales of the rows of a unit that a lane ends: its own two, and of gated units the two of up.
+  struct RowScales {
+    float2 own, up;
+  };
+  // Of the units from u0 on that this warp ends at once, which are below `end`: a lane that has none of its own ends the warp's first
+  // again. Loaded before the products, for they come from L2 at best.
+  static __device__ __forceinline__ RowScales row_scales(const Context<M>& c, const Ends& e, int u0, int end) {
+    RowScales scales = {};
+    if constexpr (Weights::ROW_SCALES) {
+      const int own = u0 + c.warp() + c.lane() / 4 * M::WARPS, r = c.lane() % 4 * 2;
+      const int local = own < end ? own : min(u0 + c.warp(), end - 1);
+      const float* of_unit = c.template constant<float>(e.row_scales) + (int(e.lo) + local) * OPERAND_ROWS;
+      scales.own = __ldg(reinterpret_cast<const float2*>(of_unit + r));
+      if constexpr (G::EPILOGUE == Epilogue::GATED) scales.up = __ldg(reinterpret_cast<const float2*>(of_unit + (r + 4) % OPERAND_ROWS));
+    }
+    return scales;
+  }
+
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
+    constexpr int X_SHIFT = Weights::X_SHIFT, SECOND_SHIFT = Weights::SECOND_SHIFT;
     const int units = int(uniform(e.hi - e.lo));
     const Ends ends{e.lo, e.out, e.residual, e.bias, e.row_scales};
     Stream stream{nullptr, 0, units};
     Held b[UNITS_PER_WARP][WARP_GRANULES] = {};
     stream.read(c, 0, b);
+    RowScales scales = row_scales(c, ends, 0, min(M::REDUCE_BATCH, units));
     float squares = 0.f;
     static_assert(!G::OWN_INPUT || G::NORM != Norm::LAYER, "the variance of a LayerNorm is that of packets");
     if constexpr (G::NORM == Norm::LAYER) {
       // The mean has to be known before anything is staged.
-      stage_block<M, G::K, G::NORM, true, Weights::PAD>(c, e, G::EPS);
+      stage_block<M, G::K, G::NORM, true, Weights::PAD, X_SHIFT, SECOND_SHIFT>(c, e, G::EPS);
     } else {
       constexpr int COUNT = G::POLL_BATCH;
       const u32 first = u32(c.lane()) / GRANULE_PAIRS * M::WARPS + c.warp();
@@ -346,7 +401,8 @@ struct MatVec {
       float unused = 0.f;
 #pragma unroll 1
       for (int q = 0; q < PAIRS; q += COUNT)
-        squares += stage_pairs<M, G::K, G::NORM, true, COUNT, PAIR_STEP, G::OWN_INPUT, Weights::PAD>(c, e, k0 + q * PAIR_STEP, unused);
+        squares += stage_pairs<M, G::K, G::NORM, true, COUNT, PAIR_STEP, G::OWN_INPUT, Weights::PAD, X_SHIFT, SECOND_SHIFT>(
+            c, e, k0 + q * PAIR_STEP, unused);
       __syncwarp();
     }
     const Input input = prepare(c);
@@ -380,32 +436,38 @@ struct MatVec {
       }
       c.barrier();
       c.stamp(2);
+      // A unit of codes is four lanes of a warp, so that a warp ends eight at once; of plain weights each is one warp's.
+      constexpr int AT_ONCE = Weights::CODED ? 8 : 1;
 #pragma unroll 1
-      for (int u = c.warp(); u < n; u += M::WARPS) {
+      for (int u1 = c.warp(); u1 < n; u1 += M::WARPS * AT_ONCE) {
         if constexpr (G::NORM == Norm::RMS)
           if (u0 == 0) factor = rms_factor<M, G::K>(c, G::EPS);
-        if (G::EPILOGUE == Epilogue::LOGITS || c.lane() < 4)
-          epilogue(c, ends, u0 + u, int(ends.lo) + u0 + u, partial + u * (M::WARPS * OPERAND_ROWS), factor, best, best_row);
-        if (M::REDUCE_BATCH <= M::WARPS || G::UNITS <= M::WARPS) break;
+        if constexpr (Weights::ROW_SCALES && M::REDUCE_BATCH > M::WARPS * AT_ONCE)
+          if (u1 >= M::WARPS * AT_ONCE) scales = row_scales(c, ends, u0 + u1 - c.warp(), u0 + n);
+        const int own = AT_ONCE > 1 ? u1 + c.lane() / 4 * M::WARPS : u1;
+        const bool mine = AT_ONCE > 1 ? own < n : c.lane() < 4;
+        const int u = mine ? own : u1;
+        if (G::EPILOGUE == Epilogue::LOGITS || mine)
+          epilogue(c, ends, u0 + u, int(ends.lo) + u0 + u, partial + u * (M::WARPS * OPERAND_ROWS), factor, scales, best, best_row);
+        if (M::REDUCE_BATCH <= M::WARPS * AT_ONCE || G::UNITS <= M::WARPS * AT_ONCE) break;
       }
       c.batch ^= 1;
+      if constexpr (Weights::ROW_SCALES)
+        if (u0 + M::REDUCE_BATCH < units) scales = row_scales(c, ends, u0 + M::REDUCE_BATCH, min(u0 + 2 * M::REDUCE_BATCH, units));
     }
     if constexpr (G::EPILOGUE == Epilogue::LOGITS) publish_best(c, e, best, best_row);
   }
 
   // Rows `r` and `r + 1` of a unit, summed over warps and parts.
   static __device__ __forceinline__ float2 rows(const Context<M>& c, const Ends& e, const float* partial, int unit, int r,
-                                                float factor) {
+                                                float factor, float2 scale) {
     float2 y = make_float2(0.f, 0.f);
 #pragma unroll
     for (int w = 0; w < M::WARPS * K_PARTS; w++) {
       const float2 v = *reinterpret_cast<const float2*>(partial + w * G::UNIT_ROWS + r);
       y.x += v.x, y.y += v.y;
     }
-    if constexpr (Weights::ROW_SCALES) {
-      const float2 scale = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.row_scales) + unit * G::UNIT_ROWS + r));
-      y.x *= scale.x, y.y *= scale.y;
-    }
+    if constexpr (Weights::ROW_SCALES) y.x *= scale.x, y.y *= scale.y;
     if constexpr (G::NORM == Norm::RMS) y.x *= factor, y.y *= factor;
     if constexpr (G::BIAS) {
       const float2 bias = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.bias) + unit * G::UNIT_ROWS + r));
@@ -417,19 +479,19 @@ struct MatVec {
   // By four lanes, two rows each; of gated and of smaller units fewer lanes have all there is. Logits by all lanes, over and
   // over: the noise is a call, which some lanes of a warp must not make alone.
   static __device__ __forceinline__ void epilogue(Context<M>& c, const Ends& e, int local, int unit, const float* partial,
-                                                  float factor, float& best, int& best_row) {
+                                                  float factor, const RowScales& scales, float& best, int& best_row) {
     const int r = c.lane() % 4 * 2;
     if constexpr (G::EPILOGUE == Epilogue::GATED) {
       // Rows 0..3 are gate, rows 4..7 up.
       const int col = unit * 4 + r;
       if (r < 4 && col < G::ROWS / 2) {
-        const float2 gate = rows(c, e, partial, unit, r, factor), up = rows(c, e, partial, unit, r + 4, factor);
+        const float2 gate = rows(c, e, partial, unit, r, factor, scales.own), up = rows(c, e, partial, unit, r + 4, factor, scales.up);
         publish_columns<G::ROWS / 2>(c, e.out, col, activate<G::ACT>(gate.x) * up.x, activate<G::ACT>(gate.y) * up.y);
       }
     } else {
       if (K_PARTS > 1 && r >= G::UNIT_ROWS) return;
       const int row = unit * G::UNIT_ROWS + r;
-      float2 y = rows(c, e, partial, unit, r, factor);
+      float2 y = rows(c, e, partial, unit, r, factor, scales.own);
       if constexpr (G::EPILOGUE == Epilogue::LOGITS) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -439,7 +501,7 @@ struct MatVec {
           if (c.p.inverse_temperature > 0.f && !filters(c.p))
             score = mul_add(v, c.p.inverse_temperature, noise(c.p.seed, c.position + 1, u32(row + i)));
           if (row + i < G::ROWS) {
-            if (c.p.logits && c.lane() < 4) c.p.logits[u64(c.tag - c.p.tag) * G::ROWS + row + i] = v;
+            if (c.p.logits && (Weights::CODED || c.lane() < 4)) c.p.logits[u64(c.tag - c.p.tag) * G::ROWS + row + i] = v;
             argmax_take(best, best_row, score, row + i);
           }
         }

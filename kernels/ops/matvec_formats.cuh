@@ -6,14 +6,14 @@
 // On tensor cores codes are the A operand. Rows 0..7 are the first half of the k of a granule, rows 8..15 the second half; columns 0..3
 // of B are x of the first half, columns 4..7 x of the second. One product then covers 8 rows of 32 of k, and a lane reads half of x.
 // A lane has the sum of row lane / 4: of the first half if lane % 4 < 2, else of the second; so it needs the scales of one half only.
-//   int8   fp16: its bits under the exponent of 1024 are 1152 + q
+//   int8   bf16: the byte, shifted up by 128; a bf16 below 2^-125 counts in steps of 2^-133
+//   int4   bf16: the bits, in the same steps. Pairs 1 and 3 of four lie four bits higher: they are 16 times as large, and meet x / 16
 //   e4m3   fp16: one conversion from sm_89 on; before, its bits moved are the value * 2^-8, subnormals included
-//   int4   bf16: its bits under the exponent of 128 are 128 + q
-//   e2m1   bf16: its bits moved are the value * 2^-126; x is multiplied by 2^100
+//   e2m1   bf16: its bits moved are the value * 2^-126
 // All are exact. What is added to a value is taken from the sum of a group (or of all k, where there are none) as `offset * sum(x)`,
-// which a product with ones finds; powers of two are taken from the sum of a unit. x of fp16 products is staged as fp16, times a power
-// of two for each warp that brings its largest value to 2^12 .. 2^13: nothing overflows, and values 2^-26 of the largest are exact.
-// x of e2m1 overflows from 2^28 on.
+// which a product with ones finds; powers of two are taken from the sum of a unit. x of bf16 products is staged times 2^64 (2^100 for e2m1),
+// so it overflows from 2^64 (2^28) on. x of fp16 products is staged as fp16, times a power of two for each warp that brings its largest
+// value to 2^12 .. 2^13: nothing overflows, and values 2^-26 of the largest are exact.
 //
 // Without tensor cores a lane multiplies the values themselves, in fp32. Scales are applied to sums in fp32: of groups after each
 // group, of rows once.
@@ -73,21 +73,26 @@ __device__ __forceinline__ float f16_value(u32 bits) {
 
 __device__ __forceinline__ u32 word_of(const uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// Codes of a lane: `eight` of a block of 32 of k as pairs of an operand, in the order of k, and `value`, the i-th of them in fp32.
-// An operand is (value + OFFSET) * 2^-OPERAND_SHIFT, and meets x * 2^X_SHIFT.
+// Codes of a lane: `eight` of a block of 32 of k as pairs of an operand, and `value`, the i-th of them in fp32. Pairs 0 and 2 of k come
+// first, then 1 and 3, as x is staged (`operand_byte`). An operand is (value + OFFSET) * 2^-OPERAND_SHIFT, and meets x * 2^X_SHIFT; of pairs
+// 1 and 3 the one is multiplied by 2^SECOND_SHIFT, the other divided by it. AHEAD_MAX: registers for operands that are made before the input
+// is there; more would spill (as compiled for sm_80 and sm_90a), and sooner where an operand takes more steps to make.
 template <Code C>
 struct Decode;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int AHEAD_REGISTERS = 64;
+#else
+constexpr int AHEAD_REGISTERS = 96;
+#endif
 
 template <>
 struct Decode<Code::INT8> {
-  static constexpr int BITS = 8, OPERAND_SHIFT = 0, X_SHIFT = 0;
-  static constexpr bool F16 = true;
-  static constexpr float OFFSET = 1152.f, ZERO = 0.f;
+  static constexpr int BITS = 8, OPERAND_SHIFT = 133, X_SHIFT = 64, SECOND_SHIFT = 0, AHEAD_MAX = AHEAD_REGISTERS;
+  static constexpr bool F16 = false;
+  static constexpr float OFFSET = 128.f, ZERO = 0.f;
   static __device__ __forceinline__ uint4 eight(const uint4 codes, int block) {
     const u32 lo = word_of(codes, 2 * block) ^ 0x80808080u, hi = word_of(codes, 2 * block + 1) ^ 0x80808080u;
-    const u32 exponent = 0x64646464u;
-    return make_uint4(permute(lo, exponent, 0x4140), permute(lo, exponent, 0x4342), permute(hi, exponent, 0x4140),
-                      permute(hi, exponent, 0x4342));
+    return make_uint4(permute(lo, 0, 0x4140), permute(hi, 0, 0x4140), permute(lo, 0, 0x4342), permute(hi, 0, 0x4342));
   }
   static __device__ __forceinline__ float value(const uint4 codes, int block, int i) {
     return float(int(word_of(codes, 2 * block + i / 4) << (24 - i % 4 * 8)) >> 24);
@@ -97,7 +102,7 @@ struct Decode<Code::INT8> {
 
 template <>
 struct Decode<Code::E4M3> {
-  static constexpr int BITS = 8, X_SHIFT = 0;
+  static constexpr int BITS = 8, X_SHIFT = 0, SECOND_SHIFT = 0, AHEAD_MAX = AHEAD_REGISTERS;
   static constexpr bool F16 = true;
   static constexpr float OFFSET = 0.f, ZERO = 0.f;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
@@ -117,7 +122,7 @@ struct Decode<Code::E4M3> {
 #endif
   static __device__ __forceinline__ uint4 eight(const uint4 codes, int block) {
     uint4 pairs;
-    four(word_of(codes, 2 * block), pairs.x, pairs.y), four(word_of(codes, 2 * block + 1), pairs.z, pairs.w);
+    four(word_of(codes, 2 * block), pairs.x, pairs.z), four(word_of(codes, 2 * block + 1), pairs.y, pairs.w);
     return pairs;
   }
   static __device__ __forceinline__ float value(const uint4 codes, int block, int i) {
@@ -129,13 +134,12 @@ struct Decode<Code::E4M3> {
 
 template <>
 struct Decode<Code::INT4> {
-  static constexpr int BITS = 4, OPERAND_SHIFT = 0, X_SHIFT = 0;
+  static constexpr int BITS = 4, OPERAND_SHIFT = 133, X_SHIFT = 64, SECOND_SHIFT = 4, AHEAD_MAX = AHEAD_REGISTERS;
   static constexpr bool F16 = false;
-  static constexpr float OFFSET = 128.f, ZERO = 8.f;
+  static constexpr float OFFSET = 0.f, ZERO = 8.f;
   static __device__ __forceinline__ uint4 eight(const uint4 codes, int block) {
-    const u32 w = word_of(codes, block);
-    const auto pair = [w](int p) { return ((w >> 4 * p) & 0x000f000fu) | 0x43004300u; };
-    return make_uint4(pair(0), pair(1), pair(2), pair(3));
+    const u32 w = word_of(codes, block), high = w >> 8;
+    return make_uint4(w & 0x000f000fu, high & 0x000f000fu, w & 0x00f000f0u, high & 0x00f000f0u);
   }
   static __device__ __forceinline__ float value(const uint4 codes, int block, int i) {
     return float(word_of(codes, block) >> (i / 2 * 4 + i % 2 * 16) & 15);
@@ -145,10 +149,11 @@ struct Decode<Code::INT4> {
 
 template <>
 struct Decode<Code::E2M1> {
-  static constexpr int BITS = 4, OPERAND_SHIFT = 126, X_SHIFT = 100;
+  static constexpr int BITS = 4, OPERAND_SHIFT = 126, X_SHIFT = 100, SECOND_SHIFT = 0, AHEAD_MAX = 64;
   static constexpr bool F16 = false;
   static constexpr float OFFSET = 0.f, ZERO = 0.f;
-  static __device__ __forceinline__ uint4 eight(const uint4 codes, int block) {
+  // In the order of k.
+  static __device__ __forceinline__ uint4 in_order(const uint4 codes, int block) {
     const u32 w = word_of(codes, block);
     // Sign to the top, exponent and mantissa to the lowest bit of the one and the highest of the other.
     const auto pair = [w](int p) {
@@ -156,6 +161,10 @@ struct Decode<Code::E2M1> {
       return (sign & 0x80008000u) | (rest & 0x01c001c0u);
     };
     return make_uint4(pair(0), pair(1), pair(2), pair(3));
+  }
+  static __device__ __forceinline__ uint4 eight(const uint4 codes, int block) {
+    const uint4 pairs = in_order(codes, block);
+    return make_uint4(pairs.x, pairs.z, pairs.y, pairs.w);
   }
   static __device__ __forceinline__ float value(const uint4 codes, int block, int i) {
     const u32 code = word_of(codes, block) >> (i / 2 * 4 + i % 2 * 16);
@@ -185,8 +194,8 @@ struct Either<false, A, B> {
 template <class M, class G, class = int>
 struct Coding {
   static constexpr bool CODED = false, GROUPED = false, ROW_SCALES = false;
-  static constexpr int BITS = ElemOf<M::WEIGHT>::BYTES * 8, BYTES = GRANULE_BYTES, PAD = 32;
-  static constexpr int OPERAND_WORDS = 0;
+  static constexpr int BITS = ElemOf<M::WEIGHT>::BYTES * 8, BYTES = GRANULE_BYTES, PAD = 32, X_SHIFT = 0, SECOND_SHIFT = 0;
+  static constexpr int OPERAND_WORDS = 0, AHEAD_MAX = 0;
   template <bool>
   using Held = uint4;
   template <bool>
@@ -212,13 +221,14 @@ struct Coding<M, G, decltype(int(G::CODE))> {
   static constexpr int LANE_GROUPS = TENSOR && GROUPS > 1 ? GROUPS / 2 : GROUPS;
   static constexpr float OFFSET = TENSOR ? Codes::OFFSET : 0.f;
   // Whether something is taken from sums for the values that no zero point changes, and for zero points that are stored.
-  static constexpr bool SUMS_X = TENSOR ? OFFSET != 0.f || G::ZEROS : GROUPED && (Codes::ZERO != 0.f || G::ZEROS);
+  static constexpr bool SUMS_X = G::ZEROS || (TENSOR ? OFFSET + Codes::ZERO != 0.f : GROUPED && Codes::ZERO != 0.f);
   static constexpr bool F16 = TENSOR && Codes::F16;
+  static constexpr int X_SHIFT = TENSOR ? Codes::X_SHIFT : 0, SECOND_SHIFT = TENSOR ? Codes::SECOND_SHIFT : 0;
   // What is taken from the values of all groups, where none stores a zero point.
   static constexpr float OFFSET_OF_ALL = OFFSET + Codes::ZERO;
 
   // Registers of a granule's operands.
-  static constexpr int OPERAND_WORDS = TENSOR ? BLOCKS * 4 : 0;
+  static constexpr int OPERAND_WORDS = TENSOR ? BLOCKS * 4 : 0, AHEAD_MAX = Codes::AHEAD_MAX;
   // What a lane holds of a granule: its codes, or operands, if they are made AHEAD of the input; scales and zero points of its groups,
   // in the words that they were loaded in.
   template <bool AHEAD>

@@ -76,7 +76,7 @@ template <>
 struct RowsOperand<Code::E2M1> {
   static constexpr int OFFSET = 0;
   static constexpr float FACTOR = 0x1p62f;
-  static __device__ __forceinline__ uint4 eight(const uint4 codes, int block) { return Decode<Code::E2M1>::eight(codes, block); }
+  static __device__ __forceinline__ uint4 eight(const uint4 codes, int block) { return Decode<Code::E2M1>::in_order(codes, block); }
   static __device__ __forceinline__ uint4 input(const uint4 x) { return times_power(x, ROWS_X_SHIFT, ROWS_X_SHIFT); }
   static __device__ __forceinline__ uint2 constant(u32) { return make_uint2(0, 0); }
 };

@@ -24,6 +24,12 @@ __device__ __forceinline__ void stage_store(u8* at, float a, float b) {
   else
     *reinterpret_cast<float2*>(at) = make_float2(a, b);
 }
+// x * 2^SHIFT.
+template <int SHIFT>
+__device__ __forceinline__ float shifted(float x) {
+  if constexpr (SHIFT == 0) return x;
+  return x * __uint_as_float(u32(127 + SHIFT) << 23);
+}
 
 // Pairs of packets that a thread waits for at once: each round of waiting costs a trip to L2.
 constexpr int STAGE_PAIRS_MAX = 8;
@@ -60,11 +66,13 @@ __device__ __forceinline__ void unpack_pair(u64 a, u64 b, float* x) {
 }
 
 // Waits, by whole warps, for COUNT pairs of packets of this thread, at elements k0 + i * STEP (multiples of a pair) below K, or,
-// OWN, reads as many values of the residual that this block has all of; stages x * weight and returns the sum of squares.
-template <class M, int K, Norm N, bool STORE, int COUNT, int STEP, bool OWN = false, int PAD = 32>
+// OWN, reads as many values of the residual that this block has all of; stages x * weight and returns the sum of squares. What is staged is
+// multiplied by 2^SHIFT; of each four values the second two are divided by 2^SECOND.
+template <class M, int K, Norm N, bool STORE, int COUNT, int STEP, bool OWN = false, int PAD = 32, int SHIFT = 0, int SECOND = 0>
 __device__ __forceinline__ float stage_pairs(Context<M>& c, const Entry& e, u32 k0, float& sum) {
   constexpr int PER_PACKET = Wire<M>::PER_PACKET, PER_PAIR = 2 * PER_PACKET;
   static_assert(STEP % 8 == 0, "the pairs of a thread are staged at constant distances");
+  static_assert(SECOND == 0 || PER_PAIR == 4, "a pair of packets begins at a multiple of four");
   const float* weight = c.template constant<float>(e.norm_weight) + k0;
   u8* const to = staged_at(c, k0);
   bool active[COUNT];
@@ -119,7 +127,13 @@ __device__ __forceinline__ float stage_pairs(Context<M>& c, const Entry& e, u32 
     if constexpr (STORE && N != Norm::LAYER) {
       if (k0 + i * STEP < round_up(K, PAD)) {
 #pragma unroll
-        for (int j = 0; j < PER_PAIR; j += 2) stage_store<M>(to + i * STEP * STAGE_ELEM<M> + j * 4, x[j], x[j + 1]);
+        for (int j = 0; j < PER_PAIR; j += 2) {
+          u8* const at = to + i * STEP * STAGE_ELEM<M> + j * 4;
+          if (j % 4 == 0)
+            stage_store<M>(at, shifted<SHIFT>(x[j]), shifted<SHIFT>(x[j + 1]));
+          else
+            stage_store<M>(at, shifted<SHIFT - SECOND>(x[j]), shifted<SHIFT - SECOND>(x[j + 1]));
+        }
       }
     }
   }
@@ -128,7 +142,7 @@ __device__ __forceinline__ float stage_pairs(Context<M>& c, const Entry& e, u32 
 
 // LayerNorm: the mean first, then the variance around it, for a difference of squares would cancel. All packets have been
 // seen by the block; they are read again. Ends with a block barrier.
-template <class M, int K, int PAD = 32>
+template <class M, int K, int PAD = 32, int SHIFT = 0, int SECOND = 0>
 __device__ __forceinline__ void stage_layer_norm(Context<M>& c, const Entry& e, float eps) {
   constexpr int THREADS = M::WARPS * 32, PER_PACKET = Wire<M>::PER_PACKET;
   const float* weight = c.template constant<float>(e.norm_weight);
@@ -155,22 +169,25 @@ __device__ __forceinline__ void stage_layer_norm(Context<M>& c, const Entry& e, 
         x[j] = (v - mean) * factor * weight[k + j] + (e.norm_bias != ~0u ? bias[k + j] : 0.f);
       }
     }
-    stage_store<M>(staged_at(c, k), x[0], x[1]);
+    if (SECOND != 0 && k / 2 % 2 != 0)
+      stage_store<M>(staged_at(c, k), shifted<SHIFT - SECOND>(x[0]), shifted<SHIFT - SECOND>(x[1]));
+    else
+      stage_store<M>(staged_at(c, k), shifted<SHIFT>(x[0]), shifted<SHIFT>(x[1]));
   }
   c.barrier();
 }
 
 // Reads all K values from packet `e.x` on, by all threads, for their statistics (and, for LayerNorm, to stage them); ends
 // with a block barrier.
-template <class M, int K, Norm N, bool STORE, int PAD = 32>
+template <class M, int K, Norm N, bool STORE, int PAD = 32, int SHIFT = 0, int SECOND = 0>
 __device__ __forceinline__ void stage_block(Context<M>& c, const Entry& e, float eps) {
   constexpr int THREADS = M::WARPS * 32, PER_PAIR = 2 * Wire<M>::PER_PACKET;
   constexpr int PASSES = ceil_div(K, THREADS * PER_PAIR), COUNT = PASSES < STAGE_PAIRS_MAX ? PASSES : STAGE_PAIRS_MAX;
   float sum = 0.f, squares = 0.f;
 #pragma unroll 1
   for (int g = 0; g < PASSES; g += COUNT)
-    squares += stage_pairs<M, K, N, STORE, COUNT, THREADS * PER_PAIR, false, PAD>(c, e, (g * THREADS + c.tid()) * PER_PAIR, sum);
+    squares += stage_pairs<M, K, N, STORE, COUNT, THREADS * PER_PAIR, false, PAD, SHIFT, SECOND>(c, e, (g * THREADS + c.tid()) * PER_PAIR, sum);
   if constexpr (N != Norm::NONE) put_statistic(c, 0, N == Norm::LAYER ? sum : squares);
   c.barrier();
-  if constexpr (N == Norm::LAYER) stage_layer_norm<M, K, PAD>(c, e, eps);
+  if constexpr (N == Norm::LAYER) stage_layer_norm<M, K, PAD, SHIFT, SECOND>(c, e, eps);
 }

@@ -335,16 +335,16 @@ fn each_shows(test: &str, source: &str, edits: &[Edit]) {
 /// An op that computes something else differs in its own cases.
 #[test]
 fn an_op_that_computes_something_else_is_found() {
-    let formats = "ops/matvec_formats.cuh";
+    let [matvec, formats, stage] = ["ops/matvec.cuh", "ops/matvec_formats.cuh", "runtime/stage.cuh"];
     // Edits of one program concern different cases.
-    let programs: [&[Edit]; 4] = [
+    let programs: [&[Edit]; 5] = [
         &[
             (formats, "ZERO = 8.f", "ZERO = 7.f", "codes-int4-128"),
             (formats, "<< (24 - i % 4 * 8)) >> 24", "<< (24 - i % 4 * 8) >> 24)", "codes-int8-rows"),
-            (formats, "OFFSET = 1152.f", "OFFSET = 1024.f", "tensor-int8-rows"),
+            (formats, "OFFSET = 128.f", "OFFSET = 127.f", "tensor-int8-rows"),
             (formats, "OPERAND_SHIFT = 8;", "OPERAND_SHIFT = 7;", "tensor-e4m3-rows"),
             (formats, "held.codes[block] = made_here(", "held.codes[0] = made_here(", "tensor-int8-ahead"),
-            ("ops/matvec.cuh", "y.x *= factor, y.y *= factor;", "y.x *= factor;", "matvec-rms-ragged"),
+            (matvec, "y.x *= factor, y.y *= factor;", "y.x *= factor;", "matvec-rms-ragged"),
             ("ops/norm_add.cuh", "own[i] += G::SCALE *", "own[i] += ", "norm_add-owned"),
             (
                 "ops/attention.cuh",
@@ -353,9 +353,28 @@ fn an_op_that_computes_something_else_is_found() {
                 "attention-halves",
             ),
         ],
-        &[("runtime/stage.cuh", "round_up(K, PAD)) {", "round_up(K, 32)) {", "codes-mxfp4")],
-        &[("ops/matvec.cuh", "u32 exponent = 266 -", "u32 exponent = 270 -", "tensor-e4m3-blocks")],
-        &[("ops/matvec.cuh", "c.lane() % 4 < 2 ? d[0] : d[2]", "d[0]", "tensor-int4-128")],
+        &[
+            (stage, "round_up(K, PAD)) {", "round_up(K, 32)) {", "codes-mxfp4"),
+            (matvec, "? own < n :", "? own < n && c.lane() < 4 :", "tensor-e2m1-logits"),
+        ],
+        &[
+            (matvec, "u32 exponent = 266 -", "u32 exponent = 270 -", "tensor-e4m3-blocks"),
+            (matvec, "sums[1] = c.lane() % 2 == 0 ? other : own;", "sums[1] = own;", "tensor-int4-32-zeros"),
+        ],
+        &[
+            (
+                stage,
+                "shifted<SHIFT - SECOND>(x[j]), shifted<SHIFT - SECOND>(x[j + 1])",
+                "shifted<SHIFT>(x[j]), shifted<SHIFT>(x[j + 1])",
+                "tensor-int4-64-zeros",
+            ),
+            (stage, "SECOND != 0 && k / 2 % 2 != 0", "false", "tensor-int4-layer-bf16"),
+            (matvec, "of_unit + (r + 4) % OPERAND_ROWS", "of_unit + r", "tensor-int8-gated-bf16"),
+            (matvec, "((u - u0) * UNIT_GRANULES + i * M::WARPS)", "(i * M::WARPS)", "tensor-e2m1-whole-chunks"),
+            (matvec, "if (u1 >= M::WARPS * AT_ONCE) scales =", "if (false) scales =", "tensor-int8-batches"),
+            (matvec, "if (u0 + M::REDUCE_BATCH < units) scales =", "if (false) scales =", "tensor-e4m3-batches"),
+        ],
+        &[(matvec, "c.lane() % 4 < 2 ? d[0] : d[2]", "d[0]", "tensor-int4-128")],
     ];
     for edits in programs {
         each_shows("an_op_that_computes_something_else_is_found", "ops.cc", edits);
