@@ -313,7 +313,12 @@ struct MatVec {
     int left; // units of the task that no read has begun
     // The granules from `first` on of the next UNITS_PER_WARP units, as many as are left.
     __device__ __forceinline__ void read(Context<M>& c, int first, Held (&b)[UNITS_PER_WARP][WARP_GRANULES]) {
-      if constexpr (WHOLE_CHUNKS) return read_chunks(c, b);
+      if constexpr (WHOLE_CHUNKS)
+        read_chunks(c, b);
+      else
+        read_units(c, first, b);
+    }
+    __device__ __forceinline__ void read_units(Context<M>& c, int first, Held (&b)[UNITS_PER_WARP][WARP_GRANULES]) {
 #pragma unroll
       for (int u = 0; u < UNITS_PER_WARP; u++) {
         if (UNITS_PER_WARP > 1 && left == 0) return;
