@@ -467,7 +467,7 @@ fn cache_scheme(keys: &mut Keys<'_>) -> bool {
     inner.off(&["dynamic", "group_size", "block_structure", "actorder"]);
     for (key, expected) in [("num_bits", Value::from(8)), ("symmetric", Value::from(true))] {
         if inner.get(key) != Some(&expected) {
-            inner.bad(key, &expected.to_string());
+            inner.bad(key, expected.to_string());
         }
     }
     for (key, expected) in [("type", "float"), ("strategy", "tensor")] {
