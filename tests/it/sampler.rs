@@ -227,7 +227,7 @@ fn cases(rounds: usize, larger: bool) -> Vec<Case> {
 /// there is no compiler.
 fn run(kernels: &Path, cases: &[Case]) -> Option<(usize, usize, Option<String>)> {
     let folder = tempfile::tempdir().unwrap();
-    let mut program = compiled("sampler.cc", kernels, folder.path())?;
+    let mut program = compiled("sampler.cc", "-O1", kernels, folder.path())?;
     let input: Vec<u8> = cases.iter().flat_map(|case| case.bytes.iter().copied()).collect();
     let mut child = program.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let mut stdin = child.stdin.take().unwrap();
