@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Installs maturin, numpy and pytest from PyPI into target/python, builds the wheel with the profile and the folder of `cargo test
-# --workspace`, and tests what users install. Needs Python 3.11; the wheel needs 3.9. Arguments are those of pytest; with `--install` it ends
-# after the first.
+# --workspace`, and tests what users install. Needs Python 3.11; the wheel needs 3.9. Arguments are those of pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -22,8 +21,6 @@ if [[ ! -d $tools/maturin-$maturin.dist-info || ! -d $tools/numpy-$numpy.dist-in
     mv "$partial" "$tools"
     chmod 755 "$tools"
 fi
-
-if [[ ${1:-} == --install ]]; then exit; fi
 
 # The program is what the package is compared with. Named beside the extension, its packages have the features of the whole workspace:
 # none is compiled twice.

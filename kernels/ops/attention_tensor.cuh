@@ -76,8 +76,9 @@ struct AttentionTensor {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const uint4 a = q(2 * j + half), b = Decode<Code::E4M3>::eight(codes, half);
-      mma<true>(products.low, a, b.x, b.y);
-      mma<true>(products.high, a, b.z, b.w);
+      // Pairs 0 and 2 of k come first, see Decode.
+      mma<true>(products.low, a, b.x, b.z);
+      mma<true>(products.high, a, b.y, b.w);
     }
   }
   // Codes meet queries, and weights, as value * 2^-OPERAND_SHIFT.

@@ -6,6 +6,9 @@ use crate::pages::Pool;
 use crate::rows::{Guard, Request, Row, SequenceId, Shape};
 use serde::Serialize;
 
+/// Logits of a row, and the tokens that its steps decided.
+type Decided = (Vec<f32>, Vec<u32>);
+
 /// Sequences that decode together. The last one has more rows than the smallest kernel.
 const BATCHES: [usize; 4] = [2, 5, 16, 33];
 /// Rows of the chunks that a text is cut into. More than a kernel has are several launches.
@@ -132,7 +135,7 @@ impl All<'_, '_> {
         rows: &[(SequenceId, u32)],
         tokens: &[u32],
         steps: u32,
-    ) -> Result<Vec<(Vec<f32>, Vec<u32>)>, CheckError> {
+    ) -> Result<Vec<Decided>, CheckError> {
         for &(sequence, position) in rows {
             self.pool.reserve(sequence, position + steps).expect("pages for every position of the check");
         }

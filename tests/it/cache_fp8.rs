@@ -247,7 +247,7 @@ fn a_manifest_asks_for_it_and_perplexity_stays() {
     let place = Place::new();
     let plain = manifest_text(&format!("path:{}", fixture("tinystories-llama").display()), 256);
     place.write("plain.toml", &plain);
-    place.write("m.toml", &plain.replace("weights = \"fp32\"", "weights = \"fp32\"\ncache = \"fp8\""));
+    place.write("m.toml", plain.replace("weights = \"fp32\"", "weights = \"fp32\"\ncache = \"fp8\""));
     let text = fs::read_to_string(fixture("tinystories-llama/heldout.txt")).unwrap();
     place.write("short.txt", &text[..1500]);
     let score = |manifest: &str| place.run(&format!("perplexity {manifest} short.txt --json")).code(0).json();
@@ -270,7 +270,7 @@ fn names_of_types_are_told_apart() {
         ("cache = \"e4m3\"", "expected `fp32`, `bf16` or `fp8`, found `e4m3`"),
         ("activations = \"fp8\"", "expected `fp32` or `bf16`, found `fp8`"),
     ] {
-        place.write("m.toml", &text.replace("weights = \"fp32\"", &format!("weights = \"fp32\"\n{line}")));
+        place.write("m.toml", text.replace("weights = \"fp32\"", &format!("weights = \"fp32\"\n{line}")));
         place.run("build m.toml").refused(&[expected]);
     }
 }

@@ -1064,8 +1064,8 @@ fn launches_are_queued_while_others_run() {
     let proven = prove(derive(large.schedule(), &target, Form::Steps, 16).unwrap(), &large, &target).unwrap();
     let words = || session_of(&device, &small, None).unwrap();
     let other = words();
-    let waves =
-        StepsSession::load(&device, &proven, IMAGE, Trace::Off, STEPS_MAX, other.pack(), Some(other.cache())).unwrap();
+    let pack = sizes(&device, &large, proven.plan().rows, other.vocab());
+    let waves = StepsSession::load(&device, &proven, IMAGE, Trace::Off, STEPS_MAX, pack, Some(other.cache())).unwrap();
     let one = one_row_beside(&device, &model, &other);
     let kernels: [(Vec<Box<dyn RowLauncher>>, u32); 3] =
         [(vec![Box::new(words())], 3), (vec![Box::new(waves)], 3), (vec![Box::new(one), Box::new(other)], 1)];

@@ -368,7 +368,7 @@ fn numbers(s: &Schedule) -> Result<(), Fault> {
     let precision = [p.precision.weights, p.precision.cache, p.precision.wire];
     // Only what is cached may have 8 bits.
     let narrow = p.precision.cache == DType::E4m3;
-    if precision.iter().enumerate().any(|(i, d)| !floats.contains(d) && !(i == 1 && narrow)) {
+    if precision.iter().enumerate().any(|(i, d)| !(floats.contains(d) || i == 1 && narrow)) {
         return malformed("numbers that are none");
     }
     Ok(())
@@ -1081,7 +1081,7 @@ fn teams(grid: GridId, a: &Attention, s: &Schedule, target: &Target) -> Option<u
         && warps % each == 0
         && a.head_dim <= 256
         // A warp reads whole 128 bytes of a row; or all of one of 64.
-        && (u64::from(a.head_dim) * precision.cache.bytes() as u64 % (128 * u64::from(each)) == 0
+        && ((u64::from(a.head_dim) * precision.cache.bytes() as u64).is_multiple_of(128 * u64::from(each))
             || (a.head_dim, each, precision.cache) == (64, 1, DType::E4m3));
     // Halves of a head that turn against each other lie in the same lanes.
     let turned = match (a.rotary, a.interleaved) {

@@ -6,6 +6,7 @@ use monobloc::dtype::DType;
 use monobloc::ir::op::{Access, MatVec, Op, Role};
 use monobloc::ir::program::{Content, Home, Part, Rows, Second, Space, VectorPart};
 use monobloc::ir::schedule::{Mechanism, Regime, Run, Schedule, Scope, SmemKind, Source, Task, Wait};
+use monobloc::ir::table::TableHome;
 use monobloc::ir::{BufferId, EventId, GridId, LayerId, SmId, TableId, TaskId};
 use monobloc::model::graph::{RopeId, RowView, TensorId};
 use monobloc::target::{Target, TargetKind};
@@ -535,7 +536,11 @@ fn access(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Enti
         2 => operand.role = Role::ALL[random.below(22)],
         _ => operand.cols.only_j = [None, Some(0), Some(1)][random.below(3)],
     }
-    (*operand != was).then(|| vec![Entity::Grid(g)])
+    let is_changed = *operand != was;
+    // Values of a table that lie in the buffer are checked where the table is declared.
+    let of_tables = (0u32..).zip(&s.program.tables).filter(|(_, table)| table.home == TableHome::Device(was.buffer));
+    let tables = of_tables.map(|(t, _)| Entity::Table(TableId::from(t as usize)));
+    is_changed.then(|| tables.chain([Entity::Grid(g)]).collect())
 }
 
 fn attribute(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
