@@ -182,7 +182,7 @@ impl All<'_, '_> {
             // Other places in each step.
             let mut order: Vec<usize> = (0..texts.len()).collect();
             order.rotate_left(step as usize * 3 % texts.len());
-            // The last launch goes on by itself with the token that was given last.
+            // In the last launch, the steps after the first take the tokens that the rows decided.
             let (steps, token) = if step < STEPS { (1, step) } else { (STEPS, STEPS - 1) };
             let at = |&n: &usize| (sequences[n], texts[n].history.len() as u32 + step);
             for part in order.chunks(most) {

@@ -241,7 +241,7 @@ pub struct Build {
 ///
 /// Builds what is not built yet, then listens until SIGTERM or Ctrl-C, and lets open requests finish. Requests run together
 /// in the steps of one engine. On a target of kind `cpu`, and on a GPU with `batch_invariant` in the manifest, a request gets the
-/// same tokens whatever runs beside it. docs/serve.md has the endpoints.
+/// same tokens with any other requests. docs/serve.md has the endpoints.
 #[derive(Debug, Args)]
 #[command(
     verbatim_doc_comment,

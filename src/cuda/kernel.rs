@@ -26,7 +26,7 @@ const LEAVE_MARGIN: Duration = Duration::from_secs(2);
 const TIMED: u64 = 3;
 
 /// A function on a device, and the words by which its launches are watched. Launches end in the order in which they were queued.
-pub(super) struct Watched {
+pub struct Watched {
     pub stream: Stream,
     pub shape: LaunchShape,
     function: Function,

@@ -4,13 +4,13 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::driver::Device;
+use super::kernel::Watched;
 use super::memory::DeviceBuffer;
 use super::rows::{
     FirstToken, RowInput, RowLauncher, RowsLaunched, encode_rows, fits, may_queue, only_fills, out_of_range,
 };
 use super::sampler::{Asked, SamplerSession};
 use super::session::{Session, SessionError};
-use super::stream::Event;
 use crate::codegen::abi::Queues;
 use crate::codegen::emit::Trace;
 use crate::rows::{Shape, Tables};
@@ -184,16 +184,8 @@ impl RowLauncher for OneRowSession {
         Ok(RowsLaunched { device_us: launched.device_us, steps: ran, tokens })
     }
 
-    fn last_end(&self) -> Option<&Event> {
-        self.session.last_end()
-    }
-
-    fn follow(&mut self, end: &Event) -> Result<(), SessionError> {
-        self.session.follow(end)
-    }
-
-    fn gap_us(&self) -> Result<f64, SessionError> {
-        self.session.gap_us()
+    fn watched(&self) -> &Watched {
+        self.session.watched()
     }
 
     fn logits(&self, _row: u32) -> Result<Vec<f32>, SessionError> {

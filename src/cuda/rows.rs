@@ -116,14 +116,21 @@ pub trait RowLauncher {
     /// No launch is queued; what the driver refuses.
     fn last_step(&mut self) -> Result<Option<Vec<Vec<u32>>>, SessionError>;
 
+    /// The stream of its launches, and how long they took.
+    fn watched(&self) -> &Watched;
+
     /// The end of the launch that was queued last.
-    fn last_end(&self) -> Option<&Event>;
+    fn last_end(&self) -> Option<&Event> {
+        self.watched().last_end()
+    }
 
     /// Lets the launches that follow wait for the end of a launch of another kernel, which may still run. They see what it wrote.
     ///
     /// # Errors
     /// What the driver refuses.
-    fn follow(&mut self, end: &Event) -> Result<(), SessionError>;
+    fn follow(&mut self, end: &Event) -> Result<(), SessionError> {
+        Ok(self.watched().stream.follow(end)?)
+    }
 
     /// Waits for the oldest queued launch.
     ///
@@ -149,7 +156,9 @@ pub trait RowLauncher {
     ///
     /// # Errors
     /// Fewer than two launches; what the driver refuses.
-    fn gap_us(&self) -> Result<f64, SessionError>;
+    fn gap_us(&self) -> Result<f64, SessionError> {
+        self.watched().gap_us()
+    }
 
     /// Logits of a row in the last step of the last launch that asked for them.
     ///
@@ -533,16 +542,8 @@ impl RowLauncher for RowsSession {
         Ok(RowsLaunched { device_us, steps: reported.saturating_sub(1), tokens })
     }
 
-    fn last_end(&self) -> Option<&Event> {
-        self.kernel.watched.last_end()
-    }
-
-    fn follow(&mut self, end: &Event) -> Result<(), SessionError> {
-        Ok(self.kernel.watched.stream.follow(end)?)
-    }
-
-    fn gap_us(&self) -> Result<f64, SessionError> {
-        self.kernel.watched.gap_us()
+    fn watched(&self) -> &Watched {
+        &self.kernel.watched
     }
 
     fn logits(&self, row: u32) -> Result<Vec<f32>, SessionError> {

@@ -1,11 +1,11 @@
 //! Owns `Session`: a kernel with all its device memory; loaded once, launched many times, always watched.
 
 use super::driver::{Device, DriverError};
-use super::kernel::{Kernel, first_buffer, vocab};
+use super::kernel::{Kernel, Watched, first_buffer, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::rows::choose_now;
 use super::sampler::{Asked, Next, SamplerSession};
-use super::stream::{Event, Stream};
+use super::stream::Stream;
 use crate::codegen::abi::{EOS_MAX, PagedParams, Params, Queues};
 use crate::codegen::emit::Trace;
 use crate::error::Fault;
@@ -401,19 +401,9 @@ impl Session {
         self.kernel.watched.await_last_step(timeout, || Ok(self.mailbox.load(0)? >= count))
     }
 
-    /// As [`Watched::last_end`](super::kernel::Watched::last_end).
-    pub(super) fn last_end(&self) -> Option<&Event> {
-        self.kernel.watched.last_end()
-    }
-
-    /// As [`Stream::follow`].
-    pub(super) fn follow(&self, end: &Event) -> Result<(), SessionError> {
-        Ok(self.kernel.watched.stream.follow(end)?)
-    }
-
-    /// As [`Watched::gap_us`](super::kernel::Watched::gap_us).
-    pub(super) fn gap_us(&self) -> Result<f64, SessionError> {
-        self.kernel.watched.gap_us()
+    /// The stream of its launches, and how long they took.
+    pub(super) fn watched(&self) -> &Watched {
+        &self.kernel.watched
     }
 
     /// The token that the last launch decided for `position`, where a launch may continue.

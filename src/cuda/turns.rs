@@ -5,7 +5,7 @@
 //! begins after the one before has ended.
 
 use super::driver::Device;
-use super::kernel::{Kernel, vocab};
+use super::kernel::{Kernel, Watched, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::rows::{
     FirstToken, RowInput, RowLauncher, RowsLaunched, Steps, choose_now, encode_rows, fits, only_fills, out_of_range,
@@ -13,7 +13,6 @@ use super::rows::{
 };
 use super::sampler::{Asked, SamplerSession};
 use super::session::SessionError;
-use super::stream::Event;
 use crate::codegen::abi::{Params, Queues, Row, RowsParams};
 use crate::codegen::emit::Trace;
 use crate::ir::layout::WORD_ROWS;
@@ -267,16 +266,8 @@ impl RowLauncher for TurnsSession {
         self.flying.map(|_| None).ok_or(SessionError::NotQueued)
     }
 
-    fn last_end(&self) -> Option<&Event> {
-        self.kernel.watched.last_end()
-    }
-
-    fn follow(&mut self, end: &Event) -> Result<(), SessionError> {
-        Ok(self.kernel.watched.stream.follow(end)?)
-    }
-
-    fn gap_us(&self) -> Result<f64, SessionError> {
-        self.kernel.watched.gap_us()
+    fn watched(&self) -> &Watched {
+        &self.kernel.watched
     }
 
     fn finish(&mut self) -> Result<RowsLaunched, SessionError> {

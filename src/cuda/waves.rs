@@ -433,7 +433,7 @@ impl RowLauncher for StepsSession {
         if self.flying.len() > 1 || !has_tokens {
             return Ok(None);
         }
-        // Each row is told by a block of its own, in any order.
+        // One block for each row writes its token. Blocks finish in any order.
         let is_told = || -> Result<bool, DriverError> {
             for step in (1..steps).rev() {
                 for row in 0..rows {
@@ -468,16 +468,8 @@ impl RowLauncher for StepsSession {
         Ok(RowsLaunched { device_us, steps, tokens })
     }
 
-    fn last_end(&self) -> Option<&Event> {
-        self.loaded.watched.last_end()
-    }
-
-    fn follow(&mut self, end: &Event) -> Result<(), SessionError> {
-        Ok(self.loaded.watched.stream.follow(end)?)
-    }
-
-    fn gap_us(&self) -> Result<f64, SessionError> {
-        self.loaded.watched.gap_us()
+    fn watched(&self) -> &Watched {
+        &self.loaded.watched
     }
 
     fn logits(&self, row: u32) -> Result<Vec<f32>, SessionError> {

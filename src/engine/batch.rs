@@ -402,8 +402,8 @@ impl<S: Stepper> Engine<S> {
         Ok(())
     }
 
-    /// A launch beside the only one that flies, where one of both reads a prompt alone. None of its rows depends on the one that flies, and
-    /// none takes pages from another request.
+    /// A launch to queue while the only other one runs, if one of the two reads a prompt alone. No row of it depends on the launch that runs,
+    /// or takes pages from another request.
     fn launch_beside(&mut self, events: &mut Vec<Event>) -> Option<(Launch, Flying)> {
         if self.flying.len() > 1 || self.bounds.alone.is_none() {
             return None;

@@ -67,6 +67,12 @@ impl DeviceStepper {
         DeviceStepper { rows_max: self.rows_max.max(rows_max), ..self }
     }
 
+    /// The smallest session with as many rows, or the last one: the guard refuses more rows than it has, unless a launch has parts.
+    fn session_for(&self, rows: usize) -> usize {
+        let smallest = self.sessions.iter().position(|session| session.shape().rows as usize >= rows);
+        smallest.unwrap_or(self.sessions.len() - 1)
+    }
+
     /// The kernel of a launch.
     fn kernel(&self, launch: &Launch) -> Result<Kernel, Fault> {
         let rows = launch.rows.len();
@@ -76,9 +82,7 @@ impl DeviceStepper {
         {
             return Ok(before.kernel);
         }
-        // The guard judges that the largest has as many.
-        let smallest = self.sessions.iter().position(|session| session.shape().rows as usize >= rows);
-        let of_rows = Kernel::Rows(smallest.unwrap_or(self.sessions.len() - 1));
+        let of_rows = Kernel::Rows(self.session_for(rows));
         let is_alone = self.waves.is_some() && self.bounds().alone.is_some_and(|alone| launch.is(alone));
         let kernel = if is_alone { Kernel::Waves } else { of_rows };
         match (before.map(|before| before.kernel), kernel) {
@@ -234,10 +238,7 @@ impl Stepper for DeviceStepper {
         let mut said = self.collect_part(&flying)?;
         while flying.part.end < flying.rows.len() {
             let from = flying.part.end;
-            // Of the last rows a smaller kernel may have as many.
-            let left = flying.rows.len() - from;
-            let smallest = self.sessions.iter().position(|session| session.shape().rows as usize >= left);
-            flying.kernel = Kernel::Rows(smallest.unwrap_or(self.sessions.len() - 1));
+            flying.kernel = Kernel::Rows(self.session_for(flying.rows.len() - from));
             self.queue(&mut flying, from, vec![])?;
             if flying.is_guided {
                 self.choose(&flying)?;

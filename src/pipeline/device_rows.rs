@@ -523,23 +523,8 @@ pub fn bench_rows(
         let checked = check_rows(validated, pack.clone(), parameters, session)?;
         for &position in &manifest.decode.time_positions {
             for &rows in &of_kernel {
-                let mut decoding = Decoding::at(session, rows, position, STEPS)?;
-                let took = Took::Steps(time_rows(session, &mut decoding, position)?);
-                on_found(FoundOfRows::Own(&RowsTimed { rows, kernel, position, checked: checked.figures(), took }))?;
-                let mut own = || time_launch(session, &mut decoding, position);
-                let versus = &mut |versus: &Versus| on_found(FoundOfRows::Versus(versus));
-                programs.against(Work::Step { rows, position }, STEPS, &mut own, versus)?;
-                if let Some(took) = time_gaps(session, rows, position)? {
-                    on_found(FoundOfRows::Own(&RowsTimed {
-                        rows,
-                        kernel,
-                        position,
-                        checked: checked.figures(),
-                        took,
-                    }))?;
-                }
-                let took = Took::Sampled(time_sampled(session, &mut sampler, rows, position)?);
-                on_found(FoundOfRows::Own(&RowsTimed { rows, kernel, position, checked: checked.figures(), took }))?;
+                let of = (rows, kernel, position, checked.figures());
+                bench_steps(session, &mut sampler, of, &mut programs, on_found)?;
             }
         }
         if chunks.contains(&kernel) {
@@ -560,6 +545,29 @@ pub fn bench_rows(
         }
     }
     Ok(())
+}
+
+/// Times steps alone, against baselines, between launches, and with the sampler. `of` has the rows of a step and of the kernel, the position,
+/// and what was checked.
+pub(super) fn bench_steps(
+    session: &mut dyn RowLauncher,
+    sampler: &mut SamplerSession,
+    (rows, kernel, position, checked): (u32, u32, u32, check::Figures),
+    programs: &mut Programs<'_>,
+    on_found: &mut dyn FnMut(FoundOfRows<'_>) -> Result<(), Fault>,
+) -> Result<(), Fault> {
+    let timed = |took| RowsTimed { rows, kernel, position, checked, took };
+    let mut decoding = Decoding::at(session, rows, position, STEPS)?;
+    let took = Took::Steps(time_rows(session, &mut decoding, position)?);
+    on_found(FoundOfRows::Own(&timed(took)))?;
+    let mut own = || time_launch(session, &mut decoding, position);
+    let versus = &mut |versus: &Versus| on_found(FoundOfRows::Versus(versus));
+    programs.against(Work::Step { rows, position }, STEPS, &mut own, versus)?;
+    if let Some(took) = time_gaps(session, rows, position)? {
+        on_found(FoundOfRows::Own(&timed(took)))?;
+    }
+    let took = Took::Sampled(time_sampled(session, sampler, rows, position)?);
+    on_found(FoundOfRows::Own(&timed(took)))
 }
 
 /// Times prompts of each length, alone and against baselines. `of` has the rows of a chunk and of the kernel, and what was checked.
@@ -660,11 +668,7 @@ impl Decoding {
 }
 
 /// The same steps of `decoding` from `position` on, again and again: microseconds of a step of each launch, ascending.
-pub(super) fn time_rows(
-    session: &mut dyn RowLauncher,
-    decoding: &mut Decoding,
-    position: u32,
-) -> Result<Vec<f64>, Fault> {
+fn time_rows(session: &mut dyn RowLauncher, decoding: &mut Decoding, position: u32) -> Result<Vec<f64>, Fault> {
     for _ in 0..WARM_UP {
         time_launch(session, decoding, position)?;
     }
@@ -675,7 +679,7 @@ pub(super) fn time_rows(
 }
 
 /// Microseconds of a step of one launch from `position` on.
-pub(super) fn time_launch(session: &mut dyn RowLauncher, decoding: &mut Decoding, position: u32) -> Result<f64, Fault> {
+fn time_launch(session: &mut dyn RowLauncher, decoding: &mut Decoding, position: u32) -> Result<f64, Fault> {
     let (tables, inputs) = decoding.launch(position, STEPS)?;
     Ok(session.run_whole(tables, inputs, false)?.device_us / f64::from(STEPS))
 }
@@ -685,7 +689,7 @@ pub(super) fn time_launch(session: &mut dyn RowLauncher, decoding: &mut Decoding
 ///
 /// # Errors
 /// What the device refuses; launches that were queued ahead and decided other tokens.
-pub(super) fn time_gaps(session: &mut dyn RowLauncher, rows: u32, position: u32) -> Result<Option<Took>, Fault> {
+fn time_gaps(session: &mut dyn RowLauncher, rows: u32, position: u32) -> Result<Option<Took>, Fault> {
     let mut decoding = Decoding::at(session, rows, position, STEPS)?;
     let (mut waited_us, mut queued_us) = (vec![], vec![]);
     let positions = || (position..position + STEPS).step_by(GAP_STEPS as usize);

@@ -20,14 +20,13 @@ use crate::target::{Target, TargetKind};
 use crate::validate::Validated;
 use crate::waves::{Alike, Proven, STEP_ROWS_MAX, STEP_ROWS_MIN, derive_alike, prove_alike};
 
-use super::bench::{Programs, Versus, Work};
+use super::bench::Programs;
 use super::chain::Chain;
 use super::compile::Cubin;
 use super::device_rows::{
-    Asked, Decoding, FoundOfRows, Reader, RowsTimed, STEPS, Took, bench_prompts, place_kernel, prove_kernel, rows_of,
-    time_gaps, time_launch, time_rows,
+    Asked, FoundOfRows, Reader, RowsTimed, STEPS, Took, bench_prompts, bench_steps, place_kernel, prove_kernel, rows_of,
 };
-use super::device_sampler::{sampler_source, time_sampled};
+use super::device_sampler::sampler_source;
 use super::device_waves::waves_source;
 use super::execute::upload_pack;
 use super::stages::{BuildContext, Generated};
@@ -218,18 +217,7 @@ impl Kernels {
             for &rows in rows {
                 let at = all.iter().position(|kernel| *kernel >= rows).unwrap_or(largest);
                 let (session, kernel, checked) = (&mut self.sessions[at], all[at], self.checked[at].figures());
-                let timed = |took| RowsTimed { rows, kernel, position, checked, took };
-                let mut decoding = Decoding::at(session, rows, position, STEPS)?;
-                let took = Took::Steps(time_rows(session, &mut decoding, position)?);
-                on_found(FoundOfRows::Own(&timed(took)))?;
-                let mut own = || time_launch(session, &mut decoding, position);
-                let versus = &mut |versus: &Versus| on_found(FoundOfRows::Versus(versus));
-                programs.against(Work::Step { rows, position }, STEPS, &mut own, versus)?;
-                if let Some(took) = time_gaps(session, rows, position)? {
-                    on_found(FoundOfRows::Own(&timed(took)))?;
-                }
-                let took = Took::Sampled(time_sampled(session, sampler, rows, position)?);
-                on_found(FoundOfRows::Own(&timed(took)))?;
+                bench_steps(session, sampler, (rows, kernel, position, checked), programs, on_found)?;
             }
         }
         let chunks = if chunks.is_empty() { &all[largest..] } else { chunks };
