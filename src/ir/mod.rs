@@ -43,8 +43,8 @@
 //!   clears it in the other phase, for the next step, even in a step in which its row takes no part and stores none. A word
 //!   orders what depends on it and nothing else.
 //! - **Streams that wait.** A run whose source the step chooses, such as the weights of an expert, names the event after
-//!   which the choice is there. The loader polls that event before it begins the run, and nothing after the run is loaded
-//!   before. The choice is clamped to its table's bound.
+//!   which the choice is there. The event is packets or words: the loader polls the choice itself before it begins the run, and
+//!   nothing after the run is loaded before. The choice is clamped to its table's bound.
 //! - **Devices.** The SMs of a machine may belong to several devices. A packet is stored into the memory of each device
 //!   that has the buffer, and an SM polls the memory of its own device; every access to words that cross devices is of
 //!   scope `system` and one address, so that no half of a packet is seen. Tags are unique, so packets that cross need no

@@ -659,6 +659,10 @@ fn both_judges_know_a_stream_that_waits_for_what_the_step_chooses() {
                 let runs = s.regimes[0].streams[1].iter_mut().filter(|run| run.after.is_some());
                 runs.for_each(|run| run.after = Some(EventId::from(other)));
             }),
+            ("a counter in place of the choice", Rule::StreamAfter, &[Kind::Invisible], |s| {
+                let after = s.regimes[0].streams[1].iter().find_map(|run| run.after).expect("a run that waits");
+                s.regimes[0].events[after.index()].mechanism = Mechanism::Counter;
+            }),
             ("more experts than weights", Rule::Table, &[Kind::OutOfBounds], |s| {
                 let route = grid(s, "route");
                 s.program.grids[route.index()].op = Op::Route { experts: 5 };

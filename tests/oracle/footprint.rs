@@ -829,7 +829,8 @@ fn occupancy(s: &Schedule, target: &Target) -> Result<(), Fault> {
     if m.target != target.name {
         return no("made for another target");
     }
-    if m.sms > spec.sm_count {
+    // A device has as many blocks as any other, or one more.
+    if m.sms.div_ceil(m.devices.max(1)) > spec.sm_count {
         // The blocks beyond the last SM start when others end, and those wait for them.
         return no("more blocks than SMs");
     }

@@ -794,7 +794,9 @@ fn runtime_index(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<V
     if what == 2 {
         let cache = *of(Role::HistoryK).first()?;
         p.context_max += 1;
-        return Some(vec![Entity::Schedule, Entity::Buffer(cache)]);
+        // Tables bound positions by it.
+        let tables = (0..p.tables.len()).map(|t| Entity::Table(TableId::from(t)));
+        return Some(tables.chain([Entity::Schedule, Entity::Buffer(cache)]).collect());
     }
     let b = buffers[pick(random, &buffers)?];
     p.buffers[b.index()].rows -= 1;
@@ -1067,6 +1069,11 @@ fn words_or_packets(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Optio
 fn page_sizes(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
     let paged: Vec<usize> = (0..s.program.buffers.len()).filter(|&b| s.program.buffers[b].paging.is_some()).collect();
     let b = paged[pick(random, &paged)?];
+    let rows = |of: usize| s.program.buffers[of].paging.map_or(0, |paging| paging.rows);
+    // A second mutation of this kind may give all caches the same pages again: smaller ones, with nothing wrong.
+    if paged.iter().all(|&other| other == b || rows(other) == rows(b) / 2) {
+        return None;
+    }
     let buffer = &mut s.program.buffers[b];
     let paging = buffer.paging.as_mut()?;
     paging.rows /= 2;
