@@ -336,6 +336,23 @@ pub(super) fn uploaded(device: &Device, stream: &Stream, bytes: &[u8]) -> Result
     Ok(buffer)
 }
 
+/// Memory with a pattern that no kernel writes: a value that is read before it is written shows.
+pub(super) fn poisoned(device: &Device, stream: &Stream, bytes: u64) -> Result<DeviceBuffer, DriverError> {
+    let mut buffer = device.alloc(bytes.max(16))?;
+    buffer.poison(stream)?;
+    Ok(buffer)
+}
+
+/// The cache arena that a kernel is given, or one of its own.
+pub(super) fn cache_or_own(
+    cache: Option<Arc<DeviceBuffer>>,
+    device: &Device,
+    stream: &Stream,
+    bytes: u64,
+) -> Result<Arc<DeviceBuffer>, DriverError> {
+    cache.map_or_else(|| poisoned(device, stream, bytes).map(Arc::new), Ok)
+}
+
 /// The buffer of the first operand with a role.
 pub(super) fn first_buffer(program: &Program, role: Role) -> Option<BufferId> {
     program.grids.iter().find_map(|grid| grid.operand(role)).map(|operand| operand.buffer)

@@ -1,7 +1,7 @@
 //! Owns `RowsSession`: a kernel for several rows with its device memory, launched with tables that a guard has judged.
 
 use super::driver::Device;
-use super::kernel::{Kernel, Watched, vocab};
+use super::kernel::{Kernel, Watched, cache_or_own, poisoned, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::sampler::{Asked, Next, SamplerSession};
 use super::session::{SessionError, Stamped};
@@ -259,17 +259,9 @@ impl RowsSession {
         let shape = Shape::of(program).expect("validate: a kernel for rows has tables");
         let padded = shape.rows.next_multiple_of(WORD_ROWS);
         let exchange = device.alloc(tables.exchange_bytes.max(16))?;
-        let cache = match cache {
-            Some(cache) => cache,
-            None => {
-                let mut cache = device.alloc(tables.cache_bytes.max(16))?;
-                cache.poison(stream)?;
-                Arc::new(cache)
-            }
-        };
+        let cache = cache_or_own(cache, device, stream, tables.cache_bytes)?;
         let vocab = vocab(program);
-        let mut logits = device.alloc((u64::from(padded) * u64::from(vocab) * 4).max(16))?;
-        logits.poison(stream)?;
+        let logits = poisoned(device, stream, u64::from(padded) * u64::from(vocab) * 4)?;
         let mailbox = || device.alloc_mapped((steps_max as usize + 1) * padded as usize + 1);
         // A table for each step that is a kernel of its own.
         let rows = u64::from(steps_max.max(1)) * u64::from(padded);

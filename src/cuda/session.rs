@@ -1,7 +1,7 @@
 //! Owns `Session`: a kernel with all its device memory; loaded once, launched many times, always watched.
 
 use super::driver::{Device, DriverError};
-use super::kernel::{Kernel, Watched, first_buffer, vocab};
+use super::kernel::{Kernel, Watched, cache_or_own, first_buffer, poisoned, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::rows::choose_now;
 use super::sampler::{Asked, Next, SamplerSession};
@@ -294,18 +294,10 @@ impl Session {
         let mut exchange = device.alloc(tables.exchange_bytes.max(16))?;
         // Tag 0 is never published, so memory of zeros holds no packet.
         exchange.zero(stream)?;
-        let cache = match cache {
-            Some(cache) => cache,
-            None => {
-                let mut cache = device.alloc(tables.cache_bytes.max(16))?;
-                cache.poison(stream)?;
-                Arc::new(cache)
-            }
-        };
+        let cache = cache_or_own(cache, device, stream, tables.cache_bytes)?;
         let program = &schedule.program;
         let vocab = vocab(program);
-        let mut logits = device.alloc((u64::from(steps_max) * u64::from(vocab) * 4).max(16))?;
-        logits.poison(stream)?;
+        let logits = poisoned(device, stream, u64::from(steps_max) * u64::from(vocab) * 4)?;
         let candidates =
             first_buffer(program, Role::Candidates).expect("validate: a program without candidates has no select");
         let session = Session {

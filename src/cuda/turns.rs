@@ -5,7 +5,7 @@
 //! begins after the one before has ended.
 
 use super::driver::Device;
-use super::kernel::{Kernel, Watched, vocab};
+use super::kernel::{Kernel, Watched, cache_or_own, poisoned, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::rows::{
     FirstToken, RowInput, RowLauncher, RowsLaunched, Steps, choose_now, encode_rows, fits, only_fills, out_of_range,
@@ -80,17 +80,9 @@ impl TurnsSession {
         let turns = shape.rows.div_ceil(kernel_rows);
         // The last turn has room for as many rows as the kernel lays out.
         let rows_max = u64::from((turns - 1) * kernel_rows + padded);
-        let cache = match cache {
-            Some(cache) => cache,
-            None => {
-                let mut cache = device.alloc(tables.cache_bytes.max(16))?;
-                cache.poison(stream)?;
-                Arc::new(cache)
-            }
-        };
+        let cache = cache_or_own(cache, device, stream, tables.cache_bytes)?;
         let vocab = vocab(program);
-        let mut logits = device.alloc((rows_max * u64::from(vocab) * 4).max(16))?;
-        logits.poison(stream)?;
+        let logits = poisoned(device, stream, rows_max * u64::from(vocab) * 4)?;
         let mut session = TurnsSession {
             exchange: device.alloc(tables.exchange_bytes.max(16))?,
             // A table for each step that is a kernel of its own.

@@ -2,7 +2,7 @@
 //! runs steps of many rows over one.
 
 use super::driver::{Device, DriverError};
-use super::kernel::{Watched, uploaded, vocab};
+use super::kernel::{Watched, cache_or_own, poisoned, uploaded, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::rows::{
     RowInput, RowLauncher, RowsLaunched, Steps, choose_now, encode_rows, fits, given, may_queue, only_fills,
@@ -88,14 +88,7 @@ impl Loaded {
         // Columns that pad the input of a product stay what they are here.
         let mut work = device.alloc(plan.work_bytes())?;
         work.zero(stream)?;
-        let cache = match cache {
-            Some(cache) => cache,
-            None => {
-                let mut cache = device.alloc(schedule.arena_bytes(Space::Cache).max(16))?;
-                cache.poison(stream)?;
-                Arc::new(cache)
-            }
-        };
+        let cache = cache_or_own(cache, device, stream, schedule.arena_bytes(Space::Cache))?;
         let stamp_words = if trace == Trace::On { m.sms as usize * plan.waves.len() * STAMP_WORDS } else { 0 };
         let sequences = match plan.form {
             Form::Chunk => 1,
@@ -320,8 +313,7 @@ impl StepsSession {
     ) -> Result<StepsSession, SessionError> {
         let loaded = Loaded::load(device, proven, cubin, trace, steps_max, pack, cache)?;
         let (rows, stream) = (loaded.shape.rows, &loaded.watched.stream);
-        let mut logits = device.alloc((u64::from(rows) * u64::from(loaded.vocab) * 4).max(16))?;
-        logits.poison(stream)?;
+        let logits = poisoned(device, stream, u64::from(rows) * u64::from(loaded.vocab) * 4)?;
         stream.synchronize()?;
         let mailbox = || device.alloc_mapped((steps_max as usize + 1) * rows as usize + 1);
         let (mailboxes, flying) = ([mailbox()?, mailbox()?], VecDeque::new());

@@ -5,27 +5,21 @@ use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
-use monobloc::candidate::Candidate;
 use monobloc::dtype::{DType, Precision};
 use monobloc::interp::{Arithmetic, Input, Interp, Options, Order};
 use monobloc::ir::layout::placed_bytes;
-use monobloc::ir::parse::parse;
-use monobloc::ir::print::print;
 use monobloc::ir::program::Space;
 use monobloc::ir::schedule::Schedule;
-use monobloc::lower::lower;
 use monobloc::model::cache_scales::cache_scales;
 use monobloc::model::config::{Imported, import, import_config_only};
 use monobloc::pack::pack;
 use monobloc::reference::Session;
-use monobloc::schedule::schedule;
-use monobloc::target::Target;
-use monobloc::validate::validate;
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
 
 use crate::cli_support::{Place, manifest_text};
+use crate::formats::{place_with, run};
 use crate::support::{Goldens, checkpoints, fixture};
 
 const FP32: Precision = Precision { weights: DType::F32, cache: DType::F32, wire: DType::F32 };
@@ -42,23 +36,8 @@ fn ids_of(name: &str) -> Vec<u32> {
     Goldens::open(&format!("families/{name}")).ids("input_ids")
 }
 
-/// A schedule on a few workers that the proof has accepted, and that its text gives again.
 fn place(imported: &Imported, precision: Precision, context_max: u32, splits: u32) -> Schedule {
-    let target = Target::builtin("cpu").unwrap();
-    let mut candidate = Candidate::default_for(&imported.graph, &target, precision).for_context(context_max);
-    (candidate.splits, candidate.split_from) = (splits, 6);
-    let program = lower(&imported.graph, "test", precision, context_max, &candidate).unwrap();
-    let schedule = schedule(program, &target, &candidate).unwrap();
-    if let Err(refused) = validate(schedule.clone(), &target) {
-        panic!("{refused:?}");
-    }
-    assert!(parse(&print(&schedule)).unwrap() == schedule, "its text gives another schedule");
-    schedule
-}
-
-fn run(imported: &Imported, schedule: &Schedule, options: Options, ids: &[u32]) -> Vec<f32> {
-    let pack = Arc::new(pack(schedule, &imported.graph, &imported.weights).unwrap());
-    Interp::new(schedule, pack, options).unwrap().logits(ids).unwrap().concat()
+    place_with(imported, precision, context_max, |candidate| (candidate.splits, candidate.split_from) = (splits, 6))
 }
 
 fn referred(imported: &Imported, cache: DType, ids: &[u32]) -> Vec<f32> {

@@ -37,10 +37,20 @@ const LOGITS_TOLERANCE: f32 = 3e-4;
 const FP32: Precision = Precision { weights: DType::F32, cache: DType::F32, wire: DType::F32 };
 const BF16: Precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
 
-/// A schedule on a few workers that the proof has accepted, and that its text gives again.
 fn place(imported: &Imported, precision: Precision, context_max: u32) -> Schedule {
+    place_with(imported, precision, context_max, |_| ())
+}
+
+/// A schedule on a few workers that the proof has accepted, and that its text gives again. `turn` turns knobs of the default candidate.
+pub fn place_with(
+    imported: &Imported,
+    precision: Precision,
+    context_max: u32,
+    turn: impl FnOnce(&mut Candidate),
+) -> Schedule {
     let target = Target::builtin("cpu").unwrap();
-    let candidate = Candidate::default_for(&imported.graph, &target, precision).for_context(context_max);
+    let mut candidate = Candidate::default_for(&imported.graph, &target, precision).for_context(context_max);
+    turn(&mut candidate);
     let program = lower(&imported.graph, "test", precision, context_max, &candidate).unwrap();
     let schedule = schedule(program, &target, &candidate).unwrap();
     if let Err(refused) = validate(schedule.clone(), &target) {
@@ -50,7 +60,8 @@ fn place(imported: &Imported, precision: Precision, context_max: u32) -> Schedul
     schedule
 }
 
-fn run(imported: &Imported, schedule: &Schedule, options: Options, ids: &[u32]) -> Vec<f32> {
+/// Logits after each of `ids`.
+pub fn run(imported: &Imported, schedule: &Schedule, options: Options, ids: &[u32]) -> Vec<f32> {
     let pack = Arc::new(pack(schedule, &imported.graph, &imported.weights).unwrap());
     Interp::new(schedule, pack, options).unwrap().logits(ids).unwrap().concat()
 }
