@@ -6,10 +6,12 @@
 //! the reference is then the interpreter in f64. The cost of a prompt of that length decides which way is taken.
 
 mod alike;
+mod codes;
 mod rows;
 mod waves;
 
 pub use alike::{Alike, POSITIONS as ALIKE_POSITIONS, SEQUENCES as ALIKE_SEQUENCES, check_alike};
+pub use codes::{OneRow, compare_codes, stores_codes};
 pub use rows::check_rows;
 pub use waves::{POSITIONS as WAVES_POSITIONS, check_waves};
 
@@ -137,6 +139,11 @@ impl Checked {
 pub enum CheckError {
     #[error("position {position}: {what}: expected at most {expected:e}, found {found:e}")]
     Wrong { position: u32, what: &'static str, expected: f64, found: f64, figures: Figures },
+    #[error(
+        "position {position}: layer {layer}: norm of how far {what} are from their codes by their norm: expected at most {expected:e}, \
+         found {found:e}"
+    )]
+    Cached { position: u32, layer: u32, what: &'static str, expected: f64, found: f64, figures: Figures },
     #[error("position {position}: expected token {expected} as the most likely one, found {found}")]
     Argmax { position: u32, expected: u32, found: u32, figures: Figures },
     #[error("position {position}: logit {index} is {value}")]
@@ -169,6 +176,7 @@ impl CheckError {
     pub fn figures(&self) -> Option<Figures> {
         let figures = match self {
             CheckError::Wrong { figures, .. }
+            | CheckError::Cached { figures, .. }
             | CheckError::Argmax { figures, .. }
             | CheckError::NotFinite { figures, .. }
             | CheckError::OrderMatters { figures, .. }
@@ -385,7 +393,8 @@ pub fn compare_cpu(subject: &Subject<'_>, expected: &Expected, fast: &mut Interp
 }
 
 /// Compares a device with the interpreter in f64; every launch runs twice into poisoned logits and must give the same
-/// bits, and what the device selects must be the arg-max of what it computed.
+/// bits, and what the device selects must be the arg-max of what it computed. Where the device [`stores_codes`], the interpreter takes
+/// them, so what is expected is different for each kernel.
 ///
 /// `steps_max` is what the session was loaded with. `on_step` hears of each of [`expect_steps`].
 ///
@@ -397,10 +406,12 @@ pub fn check_cuda(
     steps_max: u32,
     on_step: &dyn Fn(),
 ) -> Result<Checked, CheckError> {
-    let expected = expect_cuda(subject, on_step);
-    expected
-        .and_then(|expected| compare_cuda(subject, &expected, session, steps_max))
-        .map_err(|error| blamed(subject, error))
+    let checked = if stores_codes(subject.validated.schedule().program.precision) {
+        codes::check_codes(subject, session, steps_max, on_step)
+    } else {
+        expect_cuda(subject, on_step).and_then(|expected| compare_cuda(subject, &expected, session, steps_max))
+    };
+    checked.map_err(|error| blamed(subject, error))
 }
 
 /// Expected logits for a device: from the interpreter in f64. `on_step` hears of each of [`expect_steps`].
@@ -429,7 +440,7 @@ pub fn expect_cuda(subject: &Subject<'_>, on_step: &dyn Fn()) -> Result<Expected
     Ok(Expected { rows })
 }
 
-/// Compares a device with the expected logits. See [`check_cuda`].
+/// Compares a device that stores no codes with the expected logits. See [`check_cuda`].
 ///
 /// # Errors
 /// See [`CheckError`]; a session that hung is lost.

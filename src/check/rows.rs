@@ -1,6 +1,7 @@
 //! Compares what runs steps of several rows with the interpreter, which executes the schedule that it was made of with the same rows.
 
-use super::{CheckError, Checked, Judge, Tolerance, check_ids};
+use super::codes::{self, DeviceCaches, stores_codes};
+use super::{CheckError, Checked, Judge, check_ids};
 use crate::cuda::rows::{RowLauncher, given};
 use crate::interp::{Interp, Options, Pack, StepResult};
 use crate::pages::Pool;
@@ -31,7 +32,9 @@ pub fn check_rows(
     let schedule = validated.schedule();
     let interp = Interp::new(schedule, pack, Options::fast())?;
     let shape = *session.shape();
-    let judge = Judge::new(Tolerance::of_device(schedule.program.precision));
+    let precision = schedule.program.precision;
+    let judge = Judge::new(codes::tolerance(precision));
+    let caches = stores_codes(precision).then(|| DeviceCaches::new(schedule, &interp));
     let vocab = interp.vocab() as u32;
     // Two sequences at least, so that the pages of one are no neighbours.
     let count = shape.rows.max(2).min(shape.sequences);
@@ -40,7 +43,7 @@ pub fn check_rows(
     let positions = affordable.clamp(2, POSITIONS_MAX + more).min(u64::from(shape.context_max)) as u32;
     let of_interp = Shape::of(&schedule.program).expect("validate: a kernel for rows has tables");
     let guards = [of_interp, shape].map(Guard::new);
-    let mut both = Both { pool: Pool::new(shape), guards, interp, session, judge, vocab };
+    let mut both = Both { pool: Pool::new(shape), guards, interp, caches, session, judge, vocab };
     let ids = check_ids(vocab, positions * count);
     let sequences: Vec<SequenceId> = (0..count).map(|_| both.pool.open().expect("a sequence for each row")).collect();
     for (position, tokens) in (0..positions).zip(ids.chunks(count as usize)) {
@@ -72,6 +75,8 @@ struct Both<'a> {
     /// Of the interpreter, and of the device.
     guards: [Guard; 2],
     interp: Interp,
+    /// Where the device stores codes, which the interpreter takes.
+    caches: Option<DeviceCaches>,
     session: &'a mut dyn RowLauncher,
     judge: Judge,
     vocab: u32,
@@ -89,10 +94,10 @@ impl Both<'_> {
         let wants_logits = rows.iter().any(|row| row.wants_logits);
         let positions: Vec<u32> = rows.iter().map(|row| row.position).collect();
         let request = Request { rows, steps: 1, edits: self.pool.take_edits() };
-        let expected = self.expected(&request, tokens)?;
         self.session.poison_logits()?;
         let admitted = self.guards[1].admit(&request).expect("pages of the pool keep all facts");
         let launched = self.session.run_whole(admitted, &given(tokens), wants_logits)?;
+        let expected = self.expected(&request, tokens)?;
         if !wants_logits {
             return Ok(());
         }
@@ -108,20 +113,40 @@ impl Both<'_> {
         Ok(())
     }
 
-    /// What the interpreter has of a step: logits of each row that wants them.
+    /// What the interpreter has of a step that the device has executed: logits of each row that wants them.
     fn expected(&mut self, request: &Request, tokens: &[u32]) -> Result<Vec<Vec<f32>>, CheckError> {
-        let of_interp = &mut self.guards[0];
-        let most = of_interp.shape().rows as usize;
+        let most = self.guards[0].shape().rows as usize;
         let mut expected: Vec<Vec<f32>> = vec![vec![]; tokens.len()];
         let mut edits = request.edits.clone();
         for (part, (rows, tokens)) in request.rows.chunks(most).zip(tokens.chunks(most)).enumerate() {
+            let codes = match &self.caches {
+                Some(caches) => Some(self.interp.take_codes(rows.len(), self.codes_of(caches, rows)?)),
+                None => None,
+            };
             let request = Request { rows: rows.to_vec(), steps: 1, edits: std::mem::take(&mut edits) };
-            let admitted = of_interp.admit(&request).expect("pages of the pool keep all facts");
+            let admitted = self.guards[0].admit(&request).expect("pages of the pool keep all facts");
             let keep = |step: &StepResult<'_>| {
                 expected[part * most + step.row] = step.logits.to_vec();
             };
             self.interp.launch_rows(admitted, tokens, keep)?;
+            if let (Some(caches), Some(codes)) = (&self.caches, codes) {
+                let positions: Vec<u32> = rows.iter().map(|row| row.position).collect();
+                caches.compare(&self.judge, &codes, &positions)?;
+            }
         }
         Ok(expected)
+    }
+
+    /// What the device stored for rows: of each cache their codes, one row after another.
+    fn codes_of(&self, caches: &DeviceCaches, rows: &[Row]) -> Result<Vec<Vec<u8>>, CheckError> {
+        let page_rows = self.session.shape().page_rows;
+        let mut all: Vec<Vec<u8>> = self.interp.caches().iter().map(|_| vec![]).collect();
+        for row in rows {
+            let page = self.pool.page(row.sequence, row.position / page_rows).expect("a page that was reserved");
+            let at = u64::from(page.0) * u64::from(page_rows) + u64::from(row.position % page_rows);
+            let codes = caches.read(at, row.position, &|at, bytes| self.session.read_cache(at, bytes))?;
+            all.iter_mut().zip(codes).for_each(|(all, codes)| all.extend(codes));
+        }
+        Ok(all)
     }
 }

@@ -1,7 +1,8 @@
 //! Owns `RowsSession`: a kernel for several rows with its device memory, launched with tables that a guard has judged.
 
 use super::driver::Device;
-use super::kernel::{Kernel, Watched, cache_or_own, poisoned, vocab};
+pub use super::kernel::Watched;
+use super::kernel::{Kernel, cache_or_own, poisoned, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::sampler::{Asked, Next, SamplerSession};
 use super::session::{SessionError, Stamped};

@@ -572,7 +572,7 @@ impl Session {
     }
 
     /// 16-bit values of the cache arena, from byte `at` on.
-    pub(super) fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError> {
+    pub(crate) fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError> {
         Ok(self.cache.download(&self.kernel.watched.stream, at, bytes / 2)?)
     }
 

@@ -695,7 +695,7 @@ impl<R: Real> Engine for Adversary<R> {
 
     fn selected(&mut self, position: u32, row: usize) -> Option<u32> {
         let parts = &self.plan.regimes[self.previous_regime].parts;
-        let rows = &StepRows { position, rows: vec![] };
+        let rows = &StepRows { position, rows: vec![], device: None };
         let mut memory = Direct { memory: &self.memory, private: &mut [], rows };
         ops::best_candidate(&self.plan.candidates.row(row), parts, &mut memory)
     }
@@ -708,6 +708,13 @@ impl<R: Real> Engine for Adversary<R> {
         let cols = self.memory.caches[cache].cols();
         self.memory.caches[cache].append(row, 0, values);
         self.tags.caches[cache][row * cols..(row + 1) * cols].fill(true);
+    }
+
+    fn read_cache(&self, cache: usize, row: usize) -> Vec<u8> {
+        let (cache, mut bytes) = (&self.memory.caches[cache], vec![]);
+        // SAFETY: one thread, and nothing is appended while the row is read.
+        unsafe { cache.copy_rows(row..row + 1, 0, cache.cols(), &mut bytes) };
+        bytes
     }
 
     fn reset(&mut self) {

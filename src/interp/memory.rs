@@ -1,5 +1,6 @@
 //! Owns the memory a schedule's tasks touch: arenas for exchange, output and cache buffers, and how ops reach them.
 
+use super::device_codes::DeviceCodes;
 use super::kernel::HistoryRows;
 use super::ops::Input;
 use crate::dtype::DType;
@@ -125,6 +126,8 @@ pub struct StepRows {
     /// The largest of its rows.
     pub position: u32,
     pub rows: Vec<StepRow>,
+    /// Keys and values that it takes in place of its own.
+    pub device: Option<Arc<DeviceCodes>>,
 }
 
 /// A row of a step: a token of a sequence at a position.

@@ -14,6 +14,7 @@
 
 mod adversary;
 mod coded;
+mod device_codes;
 mod kernel;
 mod memory;
 mod ops;
@@ -24,9 +25,10 @@ mod text;
 mod threads;
 
 pub use adversary::Violation;
+pub use device_codes::DeviceCodes;
 pub use kernel::Isa;
 pub use ops::Input;
-pub use plan::{PlanError, cache_buffers};
+pub use plan::{CacheShape, PlanError, cache_buffers};
 pub use synthetic::{CacheKind, cache_code, cache_value};
 
 use crate::error::Fault;
@@ -241,6 +243,9 @@ trait Engine: Send {
     /// A whole row of a cache, by index into the plan's caches.
     fn write_cache(&mut self, cache: usize, row: usize, values: &[f32]);
 
+    /// The bytes of a whole row of a cache.
+    fn read_cache(&self, cache: usize, row: usize) -> Vec<u8>;
+
     fn reset(&mut self);
 }
 
@@ -255,6 +260,8 @@ pub struct Interp {
     last_row: usize,
     /// Of a program with tables that decodes one text: its pages.
     text: Option<Text>,
+    /// What the next launch takes in place of its own keys and values.
+    device: Option<Arc<DeviceCodes>>,
 }
 
 impl fmt::Debug for Interp {
@@ -278,7 +285,31 @@ impl Interp {
                 Box::new(adversary::Adversary::<f64>::new(plan.clone(), pack, isa, seed))
             }
         };
-        Ok(Interp { plan, engine, position: 0, selectable: false, last_row: 0, text: None })
+        Ok(Interp { plan, engine, position: 0, selectable: false, last_row: 0, text: None, device: None })
+    }
+
+    /// The caches, keys and values of each layer in turn.
+    pub fn caches(&self) -> &[CacheShape] {
+        &self.plan.caches
+    }
+
+    /// A row of a cache, by index into [`Interp::caches`], as steps left it: the bytes of its columns in the type of the cache.
+    ///
+    /// # Panics
+    /// If there is no such row.
+    pub fn read_cache(&self, cache: usize, row: usize) -> Vec<u8> {
+        self.engine.read_cache(cache, row)
+    }
+
+    /// Lets the next launch, which is to be of one step, take the codes that a device stored for its rows in place of its own keys and
+    /// values. `codes` has those of each of [`Interp::caches`], (`rows`, cols). The result keeps what the step would have rounded.
+    ///
+    /// # Panics
+    /// If these are not the codes of `rows` rows of every cache.
+    pub fn take_codes(&mut self, rows: usize, codes: Vec<Vec<u8>>) -> Arc<DeviceCodes> {
+        let device = Arc::new(DeviceCodes::new(&self.plan.caches, rows, codes));
+        self.device = Some(device.clone());
+        device
     }
 
     /// The position that the next step decodes.
@@ -399,7 +430,11 @@ impl Interp {
         self.selectable = true;
         let row = |position, input| StepRow { position, input, before: 0, wants_logits: true, pages: None };
         let rows = |(position, &input)| vec![row(position, input)];
-        let steps = (*position..).zip(inputs).map(|at| StepRows { position: at.0, rows: rows(at) }).collect();
+        let device = self.device.take();
+        let steps = (*position..)
+            .zip(inputs)
+            .map(|at| StepRows { position: at.0, rows: rows(at), device: device.clone() })
+            .collect();
         self.engine.launch(steps, &mut |step| {
             *position = step.position + 1;
             on_step(&step)
@@ -451,12 +486,14 @@ impl Interp {
             })
         });
         let mut rows: Vec<StepRow> = first.collect();
+        let device = self.device.take();
         let step = |step: u32| {
             for (row, &token) in rows.iter_mut().zip(tokens) {
                 row.input = if step == 0 { Input::Token(token) } else { Input::Selected };
                 row.position += u32::from(step > 0);
             }
-            StepRows { position: rows.iter().map(|row| row.position).max().unwrap_or(0), rows: rows.clone() }
+            let position = rows.iter().map(|row| row.position).max().unwrap_or(0);
+            StepRows { position, rows: rows.clone(), device: device.clone() }
         };
         let steps = (0..tables.steps()).map(step).collect();
         self.selectable = false;

@@ -425,8 +425,13 @@ fn key_and_value<R: Real>(
         rotate(rope, op.interleaved, &mut s.k);
     }
     load(memory, &current.v.row(row), &mut s.load, &mut s.v);
-    for (values, scale) in [&mut s.k, &mut s.v].into_iter().zip(a.cache_scales) {
-        values.iter_mut().for_each(|v| *v = R::of(round_to_cache(a.cache_dtype, scale, v.to_f32())));
+    let caches = a.cache_scales.into_iter().zip([a.keys, a.values]);
+    for (values, (scale, columns)) in [&mut s.k, &mut s.v].into_iter().zip(caches) {
+        if let Some(device) = &step.rows.device {
+            device.take(row, columns, scale, values);
+        } else {
+            values.iter_mut().for_each(|v| *v = R::of(round_to_cache(a.cache_dtype, scale, v.to_f32())));
+        }
     }
 }
 

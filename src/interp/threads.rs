@@ -112,7 +112,7 @@ impl<R: Real> Threads<R> {
             plan.regimes.iter().map(|r| r.events.iter().map(|_| Counter(AtomicU64::new(0))).collect()).collect();
         let threads = threads.clamp(1, plan.sms.max(1));
         let sm = |_| Mutex::new(Sm { private: vec![0; plan.private_words], serial: 0, cursor: 0 });
-        let rows = Arc::new(StepRows { position: 0, rows: vec![] });
+        let rows = Arc::new(StepRows { position: 0, rows: vec![], device: None });
         let order = StepOrder { serial: 0, rows, epoch: 0, previous_regime: 0 };
         let shared = Arc::new(Shared {
             memory: Memory::new(plan.exchange_words, plan.output_words, caches),
@@ -556,7 +556,7 @@ impl<R: Real> Engine for Threads<R> {
 
     fn selected(&mut self, position: u32, row: usize) -> Option<u32> {
         let parts = &self.shared.plan.regimes[self.previous_regime].parts;
-        let rows = &StepRows { position, rows: vec![] };
+        let rows = &StepRows { position, rows: vec![], device: None };
         let mut memory = Direct { memory: &self.shared.memory, private: &mut [], rows };
         ops::best_candidate(&self.shared.plan.candidates.row(row), parts, &mut memory)
     }
@@ -567,6 +567,13 @@ impl<R: Real> Engine for Threads<R> {
 
     fn write_cache(&mut self, cache: usize, row: usize, values: &[f32]) {
         self.shared.memory.caches[cache].append(row, 0, values);
+    }
+
+    fn read_cache(&self, cache: usize, row: usize) -> Vec<u8> {
+        let (cache, mut bytes) = (&self.shared.memory.caches[cache], vec![]);
+        // SAFETY: no step runs while the engine is borrowed, and what steps appended happened before they ended.
+        unsafe { cache.copy_rows(row..row + 1, 0, cache.cols(), &mut bytes) };
+        bytes
     }
 
     fn reset(&mut self) {
@@ -629,7 +636,11 @@ mod tests {
 
     fn one(position: u32, token: u32) -> StepRows {
         let input = Input::Token(token);
-        StepRows { position, rows: vec![StepRow { position, input, before: 0, wants_logits: true, pages: None }] }
+        StepRows {
+            position,
+            rows: vec![StepRow { position, input, before: 0, wants_logits: true, pages: None }],
+            device: None,
+        }
     }
 
     fn is_matvec(task: &TaskPlan) -> bool {

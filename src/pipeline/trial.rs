@@ -11,7 +11,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::abba::{self, Limits, Round};
 use crate::candidate::Candidate;
-use crate::check::{self, CheckError, Checked, Expected, Figures, compare_cpu, compare_cuda, expect_cpu, expect_cuda};
+use crate::check::{self, CheckError, Checked, Expected, Figures, check_cuda, compare_cpu, compare_cuda};
+use crate::check::{expect_cpu, expect_cuda};
 use crate::cuda::driver::{Device, DeviceIdentity};
 use crate::cuda::session::Session;
 use crate::error::Fault;
@@ -114,6 +115,7 @@ pub fn serve(
         device: None,
         expected: None,
         weights: Resident::default(),
+        host_weights: Resident::default(),
         seats: vec![],
     };
     for line in jobs {
@@ -171,6 +173,8 @@ struct Child<'a> {
     expected: Option<Expected>,
     /// The weights of every seat.
     weights: Resident,
+    /// Those of the interpreter beside a device whose cache has codes.
+    host_weights: Resident,
     seats: Vec<Seat<'a>>,
 }
 
@@ -248,27 +252,30 @@ impl<'a> Child<'a> {
         if let Some(Seat { checked: Some(checked), .. }) = self.seat(knobs) {
             return Ok((checked.figures(), false));
         }
-        if self.expected.is_none() {
+        let by_codes = self.found.is_some() && check::stores_codes(self.context.manifest.precision);
+        if self.expected.is_none() && !by_codes {
             self.expected = Some(self.expect()?);
         }
-        let context = self.context;
-        let expected =
-            self.expected.as_ref().ok_or_else(|| Fault::internal("what is expected was made and is gone"))?;
+        let steps_max = self.context.manifest.decode.steps_per_launch;
         let seat = self.seats.iter_mut().find(|seat| seat.knobs == knobs);
         let seat = seat.ok_or_else(|| Fault::internal("a candidate was loaded and is gone"))?;
         let started = Instant::now();
         let empty: Pack = std::sync::Arc::new([0u8; 0]);
         let pack = match &seat.on {
             On::Cpu(pack) => pack.clone(),
+            // The interpreter takes the codes of this very candidate.
+            On::Device(_) if by_codes => self.host_weights.pack(&seat.chain)?,
             // A comparison with what is expected reads no weights on the host.
             On::Device(_) => empty,
         };
         let subject = check_subject(&seat.chain, pack, self.positions)?;
-        let checked = match &mut seat.on {
-            On::Cpu(pack) => Interp::new(subject.validated.schedule(), pack.clone(), Options::fast())
+        let checked = match (&mut seat.on, &self.expected) {
+            (On::Cpu(pack), Some(expected)) => Interp::new(subject.validated.schedule(), pack.clone(), Options::fast())
                 .map_err(CheckError::from)
                 .and_then(|mut fast| compare_cpu(&subject, expected, &mut fast)),
-            On::Device(session) => compare_cuda(&subject, expected, session, context.manifest.decode.steps_per_launch),
+            (On::Device(session), Some(expected)) => compare_cuda(&subject, expected, session, steps_max),
+            (On::Device(session), None) => check_cuda(&subject, session, steps_max, &|| {}),
+            (On::Cpu(_), None) => return Err(Fault::internal("what is expected was made and is gone").into()),
         };
         match checked {
             Ok(checked) => {

@@ -7,6 +7,7 @@ mod bench;
 mod build;
 mod cache_fp8;
 mod chat;
+mod check_codes;
 mod cli;
 mod cli_errors;
 mod cli_support;

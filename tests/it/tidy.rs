@@ -72,6 +72,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
             "cuda",
             "dtype",
             "error",
+            "format",
             "interp",
             "ir",
             "model",

@@ -1,0 +1,299 @@
+//! Compares a device whose cache has codes of fp8 with the interpreter.
+//!
+//! Rounding to e4m3 makes of a last bit of bf16 a step of 6 to 12 % in every tenth code or so, and every layer builds on the codes of
+//! those before: two right kernels that add up in another order differ by as much as two of three roundings cost. A bound that is wide
+//! enough for that finds no faults. So the codes that the device stored are read back, and compared in two ways:
+//!
+//! 1. *Each step of the interpreter takes the device's codes in place of its own keys and values*, and what it would have rounded says
+//!    whether they are right: a device that computed `y` stored a code that `y` is rounded to, so the interpreter's own `x` is no
+//!    further from all that is rounded to this code than from `y`.
+//! 2. *Logits* then differ by the arithmetic alone, as with a cache in bf16, and are held to that tolerance.
+
+use std::ops::ControlFlow;
+
+use super::{
+    CheckError, Checked, FILL_SEED, Figures, Judge, Subject, Tolerance, check_ids, filled_rows, reader_of, split,
+};
+use super::{PROMPT_COST_MAX, check_selection, device_logits, fill_device_cache, twice};
+use crate::cuda::session::{Session, SessionError};
+use crate::dtype::{DType, Precision};
+use crate::format::{E4M3_MAX, e4m3};
+use crate::interp::{CacheKind, CacheShape, DeviceCodes, Input, Interp, Options};
+use crate::ir::op::{Op, Role};
+use crate::ir::schedule::Schedule;
+use crate::ir::variant::swizzled_piece;
+
+/// Vectors of a layer that are rounded to bf16, about: what a layer adds to the error of those after it.
+const ROUNDED_PER_LAYER: f64 = 10.0;
+/// Most relative error of a number of 8 bits, and so of a vector of them.
+const BF16_ERROR: f64 = 1.0 / 512.0;
+
+/// Whether a device with this cache is compared by the codes that it stores.
+pub fn stores_codes(precision: Precision) -> bool {
+    precision.cache == DType::E4m3
+}
+
+/// Of logits, where both sides have the same codes: the cache adds no error of its own.
+pub(super) fn tolerance(precision: Precision) -> Tolerance {
+    let cache = if stores_codes(precision) { precision.wire } else { precision.cache };
+    Tolerance::of_device(Precision { cache, ..precision })
+}
+
+/// Of keys and values of a layer before they are rounded to codes, norm by norm: errors of vectors that were rounded before add up as
+/// independent ones do.
+fn before_rounding(tolerance: Tolerance, layer: u32) -> f64 {
+    let vectors = ROUNDED_PER_LAYER * f64::from(layer + 1);
+    tolerance.error_rel_l2.min(BF16_ERROR * vectors.sqrt())
+}
+
+/// How far `x` is from all that is rounded to `code`, both in units of the scale. NaN of a code that is no number.
+fn away(code: u8, x: f64) -> f64 {
+    let value = |size: u8| f64::from(e4m3(size));
+    let size = code & 0x7f;
+    let x = if code & 0x80 == 0 { x } else { -x };
+    // Codes of zero have either sign, and the largest one stands for all that is larger.
+    let least = if size == 0 { -value(1) / 2.0 } else { (value(size - 1) + value(size)) / 2.0 };
+    let most = if value(size) >= f64::from(E4M3_MAX) { f64::INFINITY } else { (value(size) + value(size + 1)) / 2.0 };
+    if value(size).is_nan() { f64::NAN } else { (least - x).max(x - most).max(0.0) }
+}
+
+/// A cache of a device.
+struct OfDevice {
+    /// Of its first byte in the arena.
+    at: u64,
+    rows: u64,
+    heads: u32,
+    head_dim: u32,
+    row_bytes: u32,
+    swizzled: bool,
+}
+
+/// The caches of a device, in the order of those of the interpreter.
+pub(super) struct DeviceCaches {
+    shapes: Vec<CacheShape>,
+    places: Vec<OfDevice>,
+}
+
+impl DeviceCaches {
+    /// Those of the schedule that `interp` executes.
+    pub fn new(schedule: &Schedule, interp: &Interp) -> DeviceCaches {
+        let shapes = interp.caches().to_vec();
+        let place = |shape: &CacheShape| {
+            let attention = schedule.program.grids.iter().find_map(|grid| match &grid.op {
+                Op::Attention(a) => {
+                    let reads = |role| grid.operand(role).is_some_and(|operand| operand.buffer == shape.buffer);
+                    (reads(Role::HistoryK) || reads(Role::HistoryV)).then_some(a)
+                }
+                _ => None,
+            });
+            let attention = attention.expect("interp: a cache is that of an attention");
+            let heads = attention.kv_heads();
+            OfDevice {
+                at: schedule.placement[shape.buffer.index()].expect("validate: a cache has a place"),
+                rows: shape.rows as u64,
+                heads,
+                head_dim: attention.head_dim,
+                row_bytes: shape.cols as u32 / heads,
+                swizzled: reader_of(schedule, shape.buffer).is_some_and(|variant| variant.swizzled),
+            }
+        };
+        DeviceCaches { places: shapes.iter().map(place).collect(), shapes }
+    }
+
+    /// The codes of a row of every cache, by column, where the row holds `position` of its sequence. `read` gives 16-bit words of the
+    /// arena from a byte on.
+    ///
+    /// # Errors
+    /// Those of `read`.
+    pub fn read(
+        &self,
+        row: u64,
+        position: u32,
+        read: &dyn Fn(u64, usize) -> Result<Vec<u16>, SessionError>,
+    ) -> Result<Vec<Vec<u8>>, SessionError> {
+        let of_cache = |place: &OfDevice| {
+            let mut codes = vec![];
+            for head in 0..place.heads {
+                let first = place.at + (u64::from(head) * place.rows + row) * u64::from(place.row_bytes);
+                let bytes: Vec<u8> =
+                    read(first, place.row_bytes as usize)?.into_iter().flat_map(u16::to_le_bytes).collect();
+                let pieces = (0..place.row_bytes / 16).map(|piece| {
+                    let lies = if place.swizzled { swizzled_piece(position, piece, place.row_bytes) } else { piece };
+                    &bytes[lies as usize * 16..][..16]
+                });
+                codes.extend(pieces.flatten());
+            }
+            Ok(codes)
+        };
+        self.places.iter().map(of_cache).collect()
+    }
+
+    /// Whether the codes of the rows of a step are right, given what the interpreter would have rounded. `positions` are those of its rows.
+    ///
+    /// # Errors
+    /// The first head of a row whose codes are too far away.
+    pub fn compare(&self, judge: &Judge, codes: &DeviceCodes, positions: &[u32]) -> Result<(), CheckError> {
+        for (row, &position) in positions.iter().enumerate() {
+            for (cache, (shape, place)) in self.shapes.iter().zip(&self.places).enumerate() {
+                let allowed = before_rounding(judge.tolerance, shape.layer);
+                let (computed, codes) = (codes.computed(cache, row), codes.codes(cache, row));
+                let found = place.most_away(shape, &computed, codes);
+                // A NaN is no smaller than the bound.
+                if found.is_nan() || found > allowed {
+                    let (kind, layer, figures) = (shape.kind, shape.layer, judge.figures);
+                    let what = if kind == CacheKind::Key { "keys" } else { "values" };
+                    return Err(CheckError::Cached { position, layer, what, expected: allowed, found, figures });
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl OfDevice {
+    /// Of the heads of a row: the most that they are away from their codes, norm by norm. That of a head is not taken as smaller than
+    /// that of an average one: what a row before them had as errors is in all heads alike.
+    fn most_away(&self, shape: &CacheShape, computed: &[f32], codes: &[u8]) -> f64 {
+        let pitch = self.row_bytes as usize;
+        let of_head = |head: usize| {
+            let columns = head * pitch..head * pitch + self.head_dim as usize;
+            let scale = f64::from(shape.scale_of(columns.start as u32).unwrap_or(1.0));
+            let units = computed[columns.clone()].iter().map(|&x| f64::from(x) / scale);
+            let sums = units.zip(&codes[columns]).map(|(x, &code)| [away(code, x).powi(2), x * x]);
+            let [away, norm] = sums.fold([0.0; 2], |[a, b], [c, d]| [a + c, b + d]);
+            // Scales differ from head to head.
+            [away, norm].map(|squares| squares * scale * scale)
+        };
+        let heads: Vec<[f64; 2]> = (0..self.heads as usize).map(of_head).collect();
+        let average = heads.iter().map(|[_, norm]| norm).sum::<f64>() / heads.len().max(1) as f64;
+        let relative = |&[away, norm]: &[f64; 2]| if away == 0.0 { 0.0 } else { (away / norm.max(average)).sqrt() };
+        heads.iter().map(relative).fold(0.0, super::worst)
+    }
+}
+
+/// A kernel for one row, as the check drives it.
+pub trait OneRow {
+    /// Logits of the `wanted` positions, and after them the outputs of an op alone, where `ids` are decoded from position `first` on.
+    /// `figures` are those of the positions before.
+    ///
+    /// # Errors
+    /// What the device refuses; other bits in a second run.
+    fn decode(
+        &mut self,
+        figures: Figures,
+        ids: &[u32],
+        first: u32,
+        wanted: &[u32],
+    ) -> Result<Vec<Vec<f32>>, CheckError>;
+
+    /// Puts the values of [`Interp::fill_cache`] into rows `0..rows` of all caches, with [`FILL_SEED`].
+    ///
+    /// # Errors
+    /// What the device refuses.
+    fn fill(&mut self, rows: u32) -> Result<(), CheckError>;
+
+    /// 16-bit words of the cache arena, from byte `at` on.
+    ///
+    /// # Errors
+    /// What the device refuses.
+    fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError>;
+}
+
+struct OnDevice<'a> {
+    subject: &'a Subject<'a>,
+    session: &'a mut Session,
+    steps_max: u32,
+}
+
+impl OneRow for OnDevice<'_> {
+    fn decode(
+        &mut self,
+        figures: Figures,
+        ids: &[u32],
+        first: u32,
+        wanted: &[u32],
+    ) -> Result<Vec<Vec<f32>>, CheckError> {
+        let (session, vocab, steps_max) = (&mut *self.session, self.subject.graph.vocab, self.steps_max);
+        twice(figures, wanted, || {
+            let mut rows = device_logits(session, ids, first, steps_max, vocab, wanted)?;
+            if let Some(last) = rows.last_mut() {
+                for output in self.subject.outputs() {
+                    last.extend(session.exchanged(*output)?);
+                }
+            }
+            Ok(rows)
+        })
+    }
+
+    fn fill(&mut self, rows: u32) -> Result<(), CheckError> {
+        Ok(fill_device_cache(self.session, self.subject.validated.schedule(), FILL_SEED, rows)?)
+    }
+
+    fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError> {
+        self.session.read_cache(at, bytes)
+    }
+}
+
+/// Compares a device with the interpreter in f64, which takes the device's codes. See [`super::check_cuda`].
+pub(super) fn check_codes(
+    subject: &Subject<'_>,
+    session: &mut Session,
+    steps_max: u32,
+    on_step: &dyn Fn(),
+) -> Result<Checked, CheckError> {
+    let checked = compare_codes(subject, &mut OnDevice { subject, session, steps_max }, on_step)?;
+    let (vocab, context_max) = (subject.graph.vocab, subject.validated.schedule().program.context_max);
+    check_selection(session, vocab, steps_max, context_max, checked.figures)?;
+    Ok(checked)
+}
+
+/// Compares what a kernel for one row computes at all positions of `subject`. `on_step` hears of each of [`super::expect_steps`].
+///
+/// # Errors
+/// See [`CheckError`]; the first fault ends the comparison.
+pub fn compare_codes(
+    subject: &Subject<'_>,
+    device: &mut dyn OneRow,
+    on_step: &dyn Fn(),
+) -> Result<Checked, CheckError> {
+    let (schedule, vocab) = (subject.validated.schedule(), subject.graph.vocab);
+    let mut interp = Interp::new(schedule, subject.pack.clone(), Options::spec())?;
+    let caches = DeviceCaches::new(schedule, &interp);
+    let mut judge = Judge::new(tolerance(schedule.program.precision));
+    let (prompted, filled) = split(subject, PROMPT_COST_MAX);
+    let prompt = prompted.last().map(|_| (0, prompted, true));
+    let filled = filled.iter().map(|position| (filled_rows(*position), std::slice::from_ref(position), false));
+    for (first, wanted, is_prompt) in prompt.into_iter().chain(filled) {
+        let ids = check_ids(vocab, wanted.last().map_or(0, |last| last + 1));
+        interp.reset();
+        if first > 0 {
+            device.fill(first)?;
+            interp.fill_cache(FILL_SEED, first)?;
+        }
+        let found = device.decode(judge.figures, &ids, first, wanted)?;
+        let mut found = wanted.iter().zip(found).peekable();
+        for (position, &id) in (first..).zip(&ids[first as usize..]) {
+            let codes = caches.read(u64::from(position), position, &|at, bytes| device.read_cache(at, bytes))?;
+            let codes = interp.take_codes(1, codes);
+            let mut expected = step(&mut interp, id)?;
+            caches.compare(&judge, &codes, &[position])?;
+            if let Some((_, found)) = found.next_if(|(wanted, _)| **wanted == position) {
+                subject.outputs().iter().for_each(|output| expected.extend(interp.exchanged(*output)));
+                judge.compare_row(vocab, position, &expected, &found)?;
+            }
+            if is_prompt || wanted.contains(&position) {
+                on_step();
+            }
+        }
+    }
+    Ok(Checked { figures: judge.figures })
+}
+
+fn step(interp: &mut Interp, id: u32) -> Result<Vec<f32>, CheckError> {
+    let mut logits = vec![];
+    interp.launch(&[Input::Token(id)], |step| {
+        step.logits.copy_to(&mut logits);
+        ControlFlow::Continue(())
+    })?;
+    Ok(logits)
+}

@@ -1,0 +1,368 @@
+//! The check of devices whose cache has codes of fp8, with an interpreter in place of the device: what a right kernel may do in another
+//! order passes, and each fault of a kernel is refused by the comparison that is to find it.
+
+use std::ops::ControlFlow;
+use std::sync::Arc;
+
+use monobloc::candidate::Candidate;
+use monobloc::check::{CheckError, Checked, FILL_SEED, Figures, OneRow, Subject, check_rows, compare_codes};
+use monobloc::cuda::memory::DeviceBuffer;
+use monobloc::cuda::rows::{FirstToken, RowInput, RowLauncher, RowsLaunched, Watched};
+use monobloc::cuda::sampler::{Asked, SamplerSession};
+use monobloc::cuda::session::SessionError;
+use monobloc::defaults::rows::{Room, place_one_row, place_rows};
+use monobloc::dtype::{DType, Precision};
+use monobloc::format::{e4m3, to_e4m3};
+use monobloc::interp::{CacheShape, Input, Interp, Options, Pack};
+use monobloc::ir::GridId;
+use monobloc::ir::op::{Op, Role};
+use monobloc::ir::schedule::Schedule;
+use monobloc::ir::variant::swizzled_piece;
+use monobloc::lower::lower;
+use monobloc::model::config::{Imported, import_config_only};
+use monobloc::pack::pack;
+use monobloc::rows::{Shape, Tables};
+use monobloc::sample::argmax;
+use monobloc::schedule::schedule;
+use monobloc::target::Target;
+use monobloc::validate::{Validated, validate};
+
+const BF16: Precision = Precision { weights: DType::Bf16, cache: DType::E4m3, wire: DType::Bf16 };
+const FP32: Precision = Precision { weights: DType::F32, cache: DType::E4m3, wire: DType::F32 };
+/// Two KV heads of 64 dimensions, which tensor cores take, so that rows of the cache are swizzled.
+const CONFIG: &str = r#"{"architectures":["LlamaForCausalLM"],"model_type":"llama","hidden_size":128,"intermediate_size":192,
+    "num_hidden_layers":2,"num_attention_heads":4,"num_key_value_heads":2,"head_dim":64,"vocab_size":320,"rms_norm_eps":1e-5,
+    "rope_theta":10000.0,"max_position_embeddings":256,"hidden_act":"silu","tie_word_embeddings":false}"#;
+const CONTEXT_MAX: u32 = 128;
+
+fn model() -> (Imported, Target) {
+    (import_config_only(CONFIG, 3).unwrap(), Target::builtin("h200").unwrap())
+}
+
+/// One row over a cache of its own, or several over pages.
+fn place(imported: &Imported, target: &Target, precision: Precision, rows: u32) -> Validated {
+    let candidate = Candidate::default_for(&imported.graph, target, precision).for_context(CONTEXT_MAX);
+    let placed = if rows == 0 {
+        let program = lower(&imported.graph, "test", precision, CONTEXT_MAX, &candidate).unwrap();
+        schedule(program, target, &candidate).unwrap()
+    } else {
+        let room = Room { rows, sequences: rows.max(2), positions: 1024 };
+        let place = if rows == 1 { place_one_row } else { place_rows };
+        place(&imported.graph, "test", precision, CONTEXT_MAX, target, &candidate, room).unwrap()
+    };
+    validate(placed, target).unwrap_or_else(|rejected| panic!("{rejected}"))
+}
+
+/// Scales of keys and values in a pack, by KV head, layer by layer.
+fn change_scales(schedule: &Schedule, bytes: &mut [u8], change: impl Fn(&mut [[f32; 2]])) {
+    let before = bytes.to_vec();
+    for grid in &schedule.program.grids {
+        let Some(scales) = grid.operand(Role::CacheScales) else { continue };
+        let Op::Attention(attention) = &grid.op else { panic!("scales of another op") };
+        let at = schedule.placement[scales.buffer.index()].unwrap() as usize;
+        let bytes = &mut bytes[at..at + 8 * attention.kv_heads() as usize];
+        let value = |bytes: &[u8]| f32::from_le_bytes(bytes.try_into().unwrap());
+        let mut scales: Vec<[f32; 2]> = bytes.chunks(8).map(|pair| [value(&pair[..4]), value(&pair[4..])]).collect();
+        change(&mut scales);
+        let changed = scales.iter().flatten().flat_map(|scale| scale.to_le_bytes());
+        bytes.iter_mut().zip(changed).for_each(|(byte, changed)| *byte = changed);
+    }
+    assert!(bytes != before, "the pack has these scales anyway");
+}
+
+/// What a device stores of a row, where it computed these bytes of its columns.
+type Store = fn(&CacheShape, &[u8]) -> Vec<u8>;
+
+fn as_computed(_: &CacheShape, bytes: &[u8]) -> Vec<u8> {
+    bytes.to_vec()
+}
+
+/// The arena of a device, beside the interpreter that computes in its place.
+struct Fake {
+    schedule: Schedule,
+    interp: Interp,
+    /// As the check has them: an interpreter with a cache in fp32 has no scales.
+    shapes: Vec<CacheShape>,
+    arena: Vec<u8>,
+    store: Store,
+    logits: Vec<Vec<f32>>,
+    shape: Option<Shape>,
+}
+
+impl Fake {
+    /// `schedule` is the one that is checked, `computes` what the device executes.
+    fn new(
+        schedule: &Schedule,
+        computes: &Schedule,
+        pack: Pack,
+        shapes: &Interp,
+        options: Options,
+        store: Store,
+    ) -> Fake {
+        let bytes = schedule
+            .program
+            .buffers
+            .iter()
+            .zip(&schedule.placement)
+            .filter_map(|(buffer, place)| Some((*place)? + u64::from(buffer.rows) * u64::from(buffer.cols)));
+        Fake {
+            arena: vec![0xff; bytes.max().unwrap() as usize],
+            interp: Interp::new(computes, pack, options).unwrap(),
+            shapes: shapes.caches().to_vec(),
+            logits: vec![],
+            shape: Shape::of(&schedule.program),
+            schedule: schedule.clone(),
+            store,
+        }
+    }
+
+    /// Copies a row of the cache to where a kernel has it.
+    fn keep(&mut self, row: usize, position: u32) {
+        for (cache, shape) in self.shapes.iter().enumerate() {
+            let codes = (self.store)(shape, &self.interp.read_cache(cache, row));
+            let grids = (0..).map(GridId).zip(&self.schedule.program.grids);
+            let reads =
+                |role, grid: &monobloc::ir::program::Grid| grid.operand(role).is_some_and(|o| o.buffer == shape.buffer);
+            let (id, _) = grids
+                .into_iter()
+                .find(|(_, grid)| reads(Role::HistoryK, grid) || reads(Role::HistoryV, grid))
+                .expect("an attention over each cache");
+            let variant = self.schedule.attention_variant(id).unwrap();
+            let pitch = variant.pitch as usize;
+            let at = self.schedule.placement[shape.buffer.index()].unwrap() as usize;
+            for (head, codes) in codes.chunks(pitch).enumerate() {
+                let row = at + (head * shape.rows + row) * pitch;
+                for (piece, codes) in codes.chunks(16).enumerate() {
+                    let swizzled = swizzled_piece(position, piece as u32, pitch as u32) as usize;
+                    let piece = if variant.swizzled { swizzled } else { piece };
+                    self.arena[row + piece * 16..][..16].copy_from_slice(codes);
+                }
+            }
+        }
+    }
+
+    fn words(&self, at: u64, bytes: usize) -> Vec<u16> {
+        let words = self.arena[at as usize..][..bytes].chunks_exact(2);
+        words.map(|word| u16::from_le_bytes([word[0], word[1]])).collect()
+    }
+}
+
+impl OneRow for Fake {
+    fn decode(&mut self, _: Figures, ids: &[u32], first: u32, wanted: &[u32]) -> Result<Vec<Vec<f32>>, CheckError> {
+        self.interp.seek(first).unwrap();
+        let inputs: Vec<Input> = ids[first as usize..].iter().copied().map(Input::Token).collect();
+        let mut logits = vec![];
+        self.interp.launch(&inputs, |step| {
+            if wanted.contains(&step.position) {
+                logits.push(step.logits.to_vec());
+            }
+            ControlFlow::Continue(())
+        })?;
+        (first..ids.len() as u32).for_each(|position| self.keep(position as usize, position));
+        Ok(logits)
+    }
+
+    fn fill(&mut self, rows: u32) -> Result<(), CheckError> {
+        self.interp.reset();
+        Ok(self.interp.fill_cache(FILL_SEED, rows)?)
+    }
+
+    fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError> {
+        Ok(self.words(at, bytes))
+    }
+}
+
+impl RowLauncher for Fake {
+    fn shape(&self) -> &Shape {
+        self.shape.as_ref().unwrap()
+    }
+    fn vocab(&self) -> u32 {
+        self.interp.vocab() as u32
+    }
+    fn steps_max(&self) -> u32 {
+        1
+    }
+    fn run_whole(&mut self, tables: Tables<'_>, inputs: &[RowInput], _: bool) -> Result<RowsLaunched, SessionError> {
+        let page_rows = tables.shape().page_rows;
+        let of_row = |(row, of): (usize, &monobloc::rows::Row)| {
+            let page = tables.pages(row).nth((of.position / page_rows) as usize).unwrap();
+            ((page * page_rows + of.position % page_rows) as usize, of.position)
+        };
+        let rows: Vec<(usize, u32)> = tables.rows().iter().enumerate().map(of_row).collect();
+        let tokens: Vec<u32> = inputs
+            .iter()
+            .map(|input| if let FirstToken::Given(token) = input.first { token } else { panic!() })
+            .collect();
+        let mut logits = vec![vec![]; rows.len()];
+        self.interp.launch_rows(tables, &tokens, |step| logits[step.row] = step.logits.to_vec()).unwrap();
+        rows.iter().for_each(|&(row, position)| self.keep(row, position));
+        let decided = logits.iter().map(|logits| argmax(logits).unwrap_or(0)).collect();
+        self.logits = logits;
+        Ok(RowsLaunched { device_us: 1.0, steps: 1, tokens: vec![tokens, decided] })
+    }
+    fn logits(&self, row: u32) -> Result<Vec<f32>, SessionError> {
+        Ok(self.logits[row as usize].clone())
+    }
+    fn poison_logits(&mut self) -> Result<(), SessionError> {
+        self.logits.clear();
+        Ok(())
+    }
+    fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError> {
+        Ok(self.words(at, bytes))
+    }
+    fn cache(&self) -> Arc<DeviceBuffer> {
+        unreachable!()
+    }
+    fn pack(&self) -> Arc<DeviceBuffer> {
+        unreachable!()
+    }
+    fn queue(&mut self, _: Tables<'_>, _: &[RowInput], _: bool) -> Result<(), SessionError> {
+        unreachable!()
+    }
+    fn queue_steps(
+        &mut self,
+        _: Tables<'_>,
+        _: &[RowInput],
+        _: Option<(&mut SamplerSession, &[Asked<'_>])>,
+    ) -> Result<(), SessionError> {
+        unreachable!()
+    }
+    fn choose(&mut self, _: &mut SamplerSession, _: &[Asked<'_>]) -> Result<(), SessionError> {
+        unreachable!()
+    }
+    fn last_step(&mut self) -> Result<Option<Vec<Vec<u32>>>, SessionError> {
+        unreachable!()
+    }
+    fn watched(&self) -> &Watched {
+        unreachable!()
+    }
+    fn finish(&mut self) -> Result<RowsLaunched, SessionError> {
+        unreachable!()
+    }
+}
+
+/// What a fake device does: in which arithmetic, with which pack, and what it stores.
+struct Device {
+    options: Options,
+    /// In place of codes it computes with keys and values as they are.
+    unrounded: bool,
+    change: Option<fn(&mut [[f32; 2]])>,
+    store: Store,
+}
+
+fn right() -> Device {
+    Device { options: Options::fast(), unrounded: false, change: None, store: as_computed }
+}
+
+/// Checks a kernel for `rows` rows, or for one row over a cache of its own (0), of which `device` is made.
+fn checked(precision: Precision, rows: u32, device: &Device) -> Result<Checked, CheckError> {
+    let (imported, target) = model();
+    let validated = place(&imported, &target, precision, rows);
+    let schedule = validated.schedule();
+    let packed = pack(schedule, &imported.graph, &imported.weights).unwrap();
+    let right: Pack = Arc::new(packed.clone());
+    let of_interp = Interp::new(schedule, right.clone(), Options::fast()).unwrap();
+    let plain = Precision { cache: DType::F32, ..precision };
+    let unrounded = device.unrounded.then(|| place(&imported, &target, plain, rows));
+    let (computes, of_device) = match (&unrounded, device.change) {
+        (Some(unrounded), _) => {
+            let schedule = unrounded.schedule();
+            (schedule, Arc::new(pack(schedule, &imported.graph, &imported.weights).unwrap()) as Pack)
+        }
+        (None, None) => (schedule, right.clone()),
+        (None, Some(change)) => {
+            let mut bytes = packed;
+            change_scales(schedule, &mut bytes, change);
+            (schedule, Arc::new(bytes) as Pack)
+        }
+    };
+    let mut fake = Fake::new(schedule, computes, of_device, &of_interp, device.options, device.store);
+    if rows > 0 {
+        return check_rows(&validated, right, imported.graph.parameter_count(), &mut fake);
+    }
+    let subject = Subject {
+        validated: &validated,
+        target: &target,
+        graph: &imported.graph,
+        weights: &imported.weights,
+        pack: right,
+        positions: &[0, 1, 9, 40],
+        alone: None,
+    };
+    compare_codes(&subject, &mut fake, &|| {})
+}
+
+/// Kernels for one row, for one row over pages, and for eight.
+const KERNELS: [u32; 3] = [0, 1, 8];
+
+#[test]
+fn a_right_device_passes_whatever_its_order_of_sums() {
+    for rows in KERNELS {
+        for options in [Options::fast(), Options::spec()] {
+            for (precision, error_max) in [(BF16, 0.02), (FP32, 1e-5)] {
+                let found = checked(precision, rows, &Device { options, ..right() });
+                let figures = found.unwrap_or_else(|error| panic!("{rows} rows, {precision:?}: {error}")).figures();
+                assert!(figures.positions >= 4 && figures.error_rel_l2 < error_max, "{rows} rows: {figures:?}");
+            }
+        }
+    }
+}
+
+/// The codes of a row in the order of its columns.
+fn changed(bytes: &[u8], change: impl Fn(usize, u8) -> u8) -> Vec<u8> {
+    bytes.iter().enumerate().map(|(i, &code)| change(i, code)).collect()
+}
+
+#[test]
+fn codes_that_are_not_those_of_the_computed_values_are_refused() {
+    let scales = |change| Device { change: Some(change), ..right() };
+    let stores = |store| Device { store, ..right() };
+    let faults = [
+        ("scales twice as large", scales(|all| all.iter_mut().flatten().for_each(|scale| *scale *= 2.0))),
+        ("keys and values changed places", scales(|all| all.iter_mut().for_each(|scales| scales.swap(0, 1)))),
+        ("the scale of one head", scales(|all| all[1][1] *= 4.0)),
+        ("the order of a pair", stores(|_, bytes| changed(bytes, |i, _| bytes[i ^ 1]))),
+        ("another head", stores(|_, bytes| changed(bytes, |i, _| bytes[i ^ 64]))),
+        ("the half of a head", stores(|_, bytes| changed(bytes, |i, _| bytes[i ^ 32]))),
+        ("one dimension of a head", stores(|_, bytes| changed(bytes, |i, code| if i == 70 { 0 } else { code }))),
+        ("signs", stores(|_, bytes| changed(bytes, |_, code| code & 0x7f))),
+        ("no numbers", stores(|_, bytes| changed(bytes, |i, code| if i == 5 { 0x7f } else { code }))),
+    ];
+    for rows in KERNELS {
+        for precision in [BF16, FP32] {
+            for (name, device) in &faults {
+                let error = checked(precision, rows, device).expect_err(name);
+                assert!(
+                    matches!(error, CheckError::Cached { position: 0, layer: 0, .. }),
+                    "{rows} rows: {name}: {error}"
+                );
+            }
+        }
+    }
+}
+
+/// The bytes of a cache in fp32 as codes, by `code` of the value in units of the scale.
+fn coded(shape: &CacheShape, bytes: &[u8], code: fn(f32) -> u8) -> Vec<u8> {
+    let values = bytes.chunks(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap()));
+    (0..).zip(values).map(|(column, value)| code(value / shape.scale_of(column).unwrap())).collect()
+}
+
+#[test]
+fn a_device_that_cuts_codes_off_or_attends_to_other_values_is_refused() {
+    let towards_zero = |shape: &CacheShape, bytes: &[u8]| {
+        coded(shape, bytes, |value| {
+            let code = to_e4m3(value);
+            code - u8::from(e4m3(code).abs() > value.abs())
+        })
+    };
+    let nearest = |shape: &CacheShape, bytes: &[u8]| coded(shape, bytes, to_e4m3);
+    // Pages of a cache in fp32 have fewer rows, so this is a kernel without pages.
+    for precision in [BF16, FP32] {
+        let error =
+            checked(precision, 0, &Device { unrounded: true, store: towards_zero, ..right() }).expect_err("cut off");
+        assert!(matches!(error, CheckError::Cached { position: 0, .. }), "{error}");
+    }
+    // Its codes are right, and its own attention does not read them: outputs of the first layer are others.
+    let error = checked(FP32, 0, &Device { unrounded: true, store: nearest, ..right() }).expect_err("other values");
+    assert!(matches!(error, CheckError::Cached { position: 0, layer: 1, .. }), "{error}");
+}
