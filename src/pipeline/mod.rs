@@ -68,7 +68,6 @@ pub use trial::serve;
 use crate::cache::Cache;
 use crate::candidate::Candidate;
 use crate::digest::Digest;
-use crate::dtype::DType;
 use crate::error::Fault;
 use crate::manifest::Manifest;
 use crate::measure::Measurement;
@@ -118,16 +117,8 @@ impl Prepared {
 /// Imports, lowers, schedules and proves; every stage through the cache.
 ///
 /// # Errors
-/// Faults of the source, a default candidate that does not fit the target, a full disk; a cache in fp8 on a GPU.
+/// Faults of the source, a default candidate that does not fit the target, a full disk.
 pub fn prepare(workspace: &Workspace, manifest: &Manifest, target: &Target) -> Result<Prepared, Fault> {
-    // No kernel with such a cache has passed the check (docs/perf-log.md, entry 26).
-    if target.kind == TargetKind::Cuda && manifest.precision.cache == DType::E4m3 {
-        let message = format!(
-            "`precision.cache` is \"fp8\", which no GPU has computed within tolerance: target `{}`",
-            target.name
-        );
-        return Err(Fault::input(message).with_remedy("leave `cache` out, or run the model on the target `cpu`"));
-    }
     let model = import_stage(workspace, manifest)?;
     let host = Host::new(workspace);
     let chain = Chain::chosen(BuildContext::new(workspace, manifest, target, &model)?, &host)?;

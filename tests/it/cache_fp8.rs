@@ -241,17 +241,6 @@ fn a_manifest_asks_for_it_and_perplexity_stays() {
     assert_eq!(place.run("generate moved --ids 1,2,3 --max-tokens 8").code(0).stdout, told);
 }
 
-/// A kernel that did not pass the check is not run.
-#[test]
-fn no_gpu_runs_it_yet() {
-    let place = Place::new();
-    let text = manifest_text(&format!("path:{}", fixture("tinystories-llama").display()), 256);
-    let text = text.replace("record = \"cpu\"", "record = \"h200\"");
-    place.write("m.toml", text.replace("weights = \"fp32\"", "weights = \"bf16\"\ncache = \"fp8\""));
-    let answer = place.run("generate m.toml --ids 1,2,3");
-    answer.refused(&["`precision.cache` is \"fp8\"", "target `h200`", "leave `cache` out"]);
-}
-
 #[test]
 fn names_of_types_are_told_apart() {
     let place = Place::new();
