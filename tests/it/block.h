@@ -2,7 +2,11 @@
 // Warps meet at shuffles and at __syncwarp, the block at its barrier; a fiber runs on until it has to wait.
 #pragma once
 
+// The checked `longjmp` takes a jump to another stack for an error.
+#undef _FORTIFY_SOURCE
+
 #include <cmath>
+#include <csetjmp>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -82,29 +86,52 @@ static void (*thread_body)(int);
 #endif
 alignas(1024) unsigned char smem[SMEM_BYTES];
 
-static int next_of(int from) {
-  for (int i = 1; i <= threads; i++)
-    if (!finished[(from + i) % threads]) return (from + i) % threads;
-  return -1;
-}
-static void yield() {
-  const int from = current;
-  current = next_of(from);
-  if (current != from) swapcontext(&contexts[from], &contexts[current]);
-}
 // Where a number of threads meet, again and again.
 struct Meeting {
   int expected, arrived;
   unsigned round;
-  void meet() {
-    const unsigned now = round;
-    if (++arrived == expected) {
-      arrived = 0;
-      round++;
-    }
-    while (round == now) yield();
-  }
+  void meet();
 };
+// What a thread waits for: the end of a round.
+static struct {
+  const Meeting* meeting;
+  unsigned round;
+} awaited_rounds[THREADS_MAX];
+
+// The next thread that can run. Those that wait for others are passed over: with them, a meeting of a warp would cost a turn of every thread.
+static int next_of(int from) {
+  for (int i = 1; i <= threads; i++) {
+    const int thread = (from + i) % threads;
+    const auto& waits = awaited_rounds[thread];
+    if (!finished[thread] && !(waits.meeting && waits.meeting->round == waits.round)) return thread;
+  }
+  return -1;
+}
+// A context begins a thread. From then on its place is kept by `_setjmp`, which makes no system call as `swapcontext` does.
+static bool begun[THREADS_MAX];
+static jmp_buf places[THREADS_MAX];
+static void go_on(int thread) {
+  current = thread;
+  if (begun[thread]) _longjmp(places[thread], 1);
+  begun[thread] = true;
+  setcontext(&contexts[thread]);
+}
+void Meeting::meet() {
+  if (++arrived == expected) {
+    arrived = 0;
+    round++;
+    return;
+  }
+  const int from = current;
+  awaited_rounds[from] = {this, round};
+  const int next = next_of(from);
+  if (next < 0) {
+    std::fprintf(stderr, "every thread waits for another one\n");
+    std::exit(1);
+  }
+  if (!_setjmp(places[from])) go_on(next);
+  awaited_rounds[from] = {nullptr, 0};
+}
 static Meeting block_meeting, warp_meetings[THREADS_MAX / 32];
 static unsigned long long lanes[2][THREADS_MAX];
 static int turns[THREADS_MAX];
@@ -139,11 +166,19 @@ static unsigned __ballot_sync(unsigned, bool value) {
   return bits;
 }
 
-// The value of fp16 bits, and the nearest fp16 of a float, ties to even.
-static float f16_of(unsigned bits) {
+// The value of fp16 bits by their definition, the same out of a table, and the nearest fp16 of a float, ties to even.
+static float f16_defined(unsigned bits) {
   const unsigned e = bits >> 10 & 31, m = bits & 1023;
   const float size = e == 0 ? std::ldexp(float(m), -24) : e == 31 ? (m ? NAN : INFINITY) : std::ldexp(float(1024 + m), int(e) - 25);
   return bits & 0x8000 ? -size : size;
+}
+static float f16_of(unsigned bits) {
+  static const std::vector<float> values = [] {
+    std::vector<float> all(1 << 16);
+    for (unsigned of = 0; of < all.size(); of++) all[of] = f16_defined(of);
+    return all;
+  }();
+  return values[bits];
 }
 static unsigned f16_bits(float value) {
   const unsigned sign = std::signbit(value) ? 0x8000 : 0;
@@ -159,35 +194,37 @@ static float element(const unsigned* registers, int i, bool f16) {
   if (f16) return f16_of(registers[i / 2] >> i % 2 * 16 & 0xffff);
   return bits_to_float(i % 2 ? registers[i / 2] & 0xffff0000u : registers[i / 2] << 16);
 }
-static unsigned operands[2][THREADS_MAX][6];
+// What the lanes have of both matrices of a product: 8 elements of one, 4 of the other.
+static float operands[2][THREADS_MAX][12];
 // mma.m16n8k16 of bf16 or fp16, by a whole warp: PTX ISA, "Matrix Fragments for mma.m16n8k16". Sums are added in the order of k.
 static void emulated_product(float& d0, float& d1, float& d2, float& d3, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
                              unsigned b1, bool f16 = false) {
   const int turn = turns[current]++ & 1, first = current / 32 * 32, lane = current % 32;
   const unsigned mine[6] = {a0, a1, a2, a3, b0, b1};
-  std::memcpy(operands[turn][current], mine, sizeof mine);
+  for (int i = 0; i < 12; i++) operands[turn][current][i] = element(mine, i, f16);
   __syncwarp();
   float* const sums[4] = {&d0, &d1, &d2, &d3};
   for (int i = 0; i < 4; i++) {
     const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-    for (int k = 0; k < 16; k++) {
-      const unsigned* a = operands[turn][first + row % 8 * 4 + k % 8 / 2];
-      const unsigned* b = operands[turn][first + column * 4 + k % 8 / 2];
-      *sums[i] += element(a, (row / 8 + k / 8 * 2) * 2 + k % 2, f16) * element(b + 4, k / 8 * 2 + k % 2, f16);
-    }
+    const float(*const a)[12] = operands[turn] + first + row % 8 * 4;
+    const float(*const b)[12] = operands[turn] + first + column * 4;
+    float sum = *sums[i];
+    for (int k = 0; k < 16; k++) sum += a[k % 8 / 2][(row / 8 + k / 8 * 2) * 2 + k % 2] * b[k % 8 / 2][8 + k / 8 * 2 + k % 2];
+    *sums[i] = sum;
   }
 }
+static unsigned addresses[2][THREADS_MAX];
 // ldmatrix.x4.trans: lane l names row l % 8 of matrix l / 8, and gets rows l % 4 * 2 and the next of column l / 4 of each.
 template <class V>
 static void emulated_load_transposed(unsigned address, V& v) {
   const int turn = turns[current]++ & 1, first = current / 32 * 32, lane = current % 32;
-  operands[turn][current][0] = address;
+  addresses[turn][current] = address;
   __syncwarp();
   unsigned words[4];
   for (int matrix = 0; matrix < 4; matrix++) {
     unsigned short halves[2];
     for (int i = 0; i < 2; i++)
-      std::memcpy(&halves[i], smem + operands[turn][first + matrix * 8 + lane % 4 * 2 + i][0] + lane / 4 * 2, 2);
+      std::memcpy(&halves[i], smem + addresses[turn][first + matrix * 8 + lane % 4 * 2 + i] + lane / 4 * 2, 2);
     words[matrix] = halves[0] | unsigned(halves[1]) << 16;
   }
   v = V{words[0], words[1], words[2], words[3]};
@@ -196,8 +233,12 @@ static void emulated_load_transposed(unsigned address, V& v) {
 static void thread_main(int thread) {
   thread_body(thread);
   finished[thread] = true;
-  current = next_of(thread);
-  setcontext(current < 0 ? &main_context : &contexts[current]);
+  const int next = next_of(thread);
+  if (next >= 0) go_on(next);
+  // Threads that are left wait for one that has ended.
+  for (int other = 0; other < threads; other++)
+    if (!finished[other]) std::abort();
+  setcontext(&main_context);
 }
 // Runs `body` by all threads of a block of `count`, to its end.
 static void run_block(void (*body)(int), int count = THREADS) {
@@ -211,15 +252,15 @@ static void run_block(void (*body)(int), int count = THREADS) {
   ran = true;
   for (int thread = 0; thread < threads; thread++) {
     turns[thread] = 0;
-    finished[thread] = false;
+    finished[thread] = begun[thread] = false;
+    awaited_rounds[thread] = {nullptr, 0};
     getcontext(&contexts[thread]);
     contexts[thread].uc_stack.ss_sp = stacks.data() + size_t(thread) * STACK_BYTES;
     contexts[thread].uc_stack.ss_size = STACK_BYTES;
     contexts[thread].uc_link = &main_context;
     makecontext(&contexts[thread], reinterpret_cast<void (*)()>(thread_main), 1, thread);
   }
-  current = 0;
-  setcontext(&contexts[0]);
+  go_on(0);
 }
 
 #include "core/types.cuh"

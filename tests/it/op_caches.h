@@ -1,6 +1,8 @@
 // Caches of each type as attention keeps them, and shapes of attention over them.
 #pragma once
 
+#include <algorithm>
+
 // As tensor cores take it.
 template <class H, int WARPS_PER_HEAD_, bool PREFETCH>
 struct Swizzled : H {
@@ -23,13 +25,21 @@ static std::vector<float> scales_of(int kv_heads) {
   for (int i = 0; i < 2 * kv_heads; i++) scales.push_back(M::CACHE == Elem::FP8 ? 0.3f + 0.17f * i : 1.f);
   return scales;
 }
+// What the codes of e4m3 up to the largest one stand for, in ascending order.
+static std::vector<double> e4m3_sizes() {
+  std::vector<double> sizes;
+  for (int code = 0; code <= 0x7e; code++) sizes.push_back(code < 8 ? std::ldexp(code, -9) : std::ldexp(8 + code % 8, code / 8 - 10));
+  return sizes;
+}
 // The nearest e4m3 code by search, ties to the even one.
 static u8 nearest_e4m3(double v) {
-  const auto value = [](int code) { return code < 8 ? std::ldexp(code, -9) : std::ldexp(8 + code % 8, code / 8 - 10); };
-  int best = 0;
-  for (int code = 1; code <= 0x7e; code++) {
-    const double further = std::fabs(value(code) - std::fabs(v)) - std::fabs(value(best) - std::fabs(v));
-    if (further < 0 || (further == 0 && code % 2 == 0)) best = code;
+  static const std::vector<double> sizes = e4m3_sizes();
+  const double size = std::fabs(v);
+  // The first code that is not below, and the one before.
+  int best = int(std::lower_bound(sizes.begin(), sizes.end() - 1, size) - sizes.begin());
+  if (best > 0) {
+    const double further = std::fabs(sizes[best - 1] - size) - std::fabs(sizes[best] - size);
+    if (further < 0 || (further == 0 && best % 2 == 1)) best--;
   }
   return u8(best | (std::signbit(v) ? 0x80 : 0));
 }
