@@ -1,6 +1,6 @@
 // Owns what a launch of waves gets, what a block keeps in shared memory and what a thread carries.
 //
-// A wave is what one grid of the program does for all rows of a launch: of a prompt chunk, or of a step (M::STEPS). Between two waves all
+// A wave is what one grid of the program does for all rows of a launch: of a prompt chunk, or of a step or a tail (M::STEPS). Between two waves all
 // blocks meet, so a wave reads what earlier waves wrote wherever it lies. Weights are written by none: a loader brings those of the
 // next wave before the blocks meet.
 #pragma once
@@ -64,8 +64,9 @@ struct WaveParams {
   u32 row_count; // rows of the launch
   u32 position; // of the first row
   u32 steps; // of the launch
+  const float* taken; // of a tail: residual of the rows of the chunk before it
 };
-static_assert(sizeof(WaveParams) == 136, "the host fills this struct");
+static_assert(sizeof(WaveParams) == 144, "the host fills this struct");
 
 template <class M>
 struct WaveState {

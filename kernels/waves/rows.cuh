@@ -1,4 +1,5 @@
-// rows: what a wave does to each row alone. Embeds the token, or adds a branch to the residual; then the norm of the sum.
+// rows: what a wave does to each row alone. Embeds the token, adds a branch to the residual, or takes the residual of a row of the chunk
+// before (TAKE); then the norm of the sum.
 // With ROW_PARTS parts of the columns several blocks share a row. None has the whole norm then: each leaves the sum of its squares, and the
 // product divides by the norm (WaveMatMul).
 //
@@ -178,7 +179,9 @@ struct WaveRows {
         for (int k = 0; k < 8; k++) x[i][k] *= G::EMBED_SCALE;
       });
     } else {
-      each([&](int i, int col) { load8(residual + col, x[i]); });
+      const float* from = residual;
+      if constexpr (G::TAKE) from = c.p.taken + u64(__ldg(&c.p.rows[row].from)) * H;
+      each([&](int i, int col) { load8(from + col, x[i]); });
     }
     if constexpr (G::BRANCH) {
       Held y = {};
@@ -204,7 +207,7 @@ struct WaveRows {
         for (int k = 0; k < 8; k++) x[i][k] += G::BRANCH_SCALE * y[i][k];
       });
     }
-    if ((G::EMBED || G::BRANCH) && live)
+    if ((G::EMBED || G::BRANCH || G::TAKE) && live)
       each([&](int i, int col) {
         *reinterpret_cast<float4*>(residual + col) = make_float4(x[i][0], x[i][1], x[i][2], x[i][3]);
         *reinterpret_cast<float4*>(residual + col + 4) = make_float4(x[i][4], x[i][5], x[i][6], x[i][7]);

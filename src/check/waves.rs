@@ -1,13 +1,15 @@
-//! Compares a kernel of waves with a kernel for rows that was checked, over one cache.
+//! Compares kernels of waves with a kernel for rows that was checked, over one cache.
 
 use super::{CheckError, Checked, Figures, Judge, Tolerance, check_ids, worst};
 use crate::cuda::rows::{RowLauncher, given};
-use crate::cuda::waves::WavesSession;
+use crate::cuda::waves::{Last, WavesSession};
 use crate::ir::op::{Op, Role};
 use crate::ir::program::{Operand, Program};
 use crate::ir::schedule::Schedule;
 use crate::pages::Pool;
 use crate::rows::{Guard, Request, Row, SequenceId, Shape};
+use crate::sample::argmax;
+use std::ops::Range;
 
 /// Tokens of the chunks that the kernel of waves reads: some blocks of rows, whole and not, and one row.
 const CHUNKS: [u32; 5] = [200, 1, 440, 300, 100];
@@ -26,7 +28,9 @@ pub const POSITIONS: u32 = {
 };
 
 /// Reads one text with both kernels, each into pages of its own, and compares the keys and values of every position in every layer, and
-/// the logits of the token after them. `rows` was checked before (`judged`), and both sessions share pack and cache.
+/// the logits of the token after them. If chunks have a tail, one is read again up to that token: its keys, values and logits are compared
+/// with the same ones, and the token that the tail decides with its logits. `rows` was checked before (`judged`), and both sessions share
+/// pack and cache.
 ///
 /// # Errors
 /// The first position that is out of tolerance, or what a device refuses.
@@ -68,12 +72,12 @@ pub fn check_waves(
         }
         let request = request(by_waves, position, tokens.len(), false);
         let tables = guard.admit(&request).expect("pages of the pool keep all facts");
-        waves.read(tables, &tokens)?;
+        waves.read(tables, &tokens, Last::Nothing)?;
         position += tokens.len() as u32;
     }
     let mut judge = Judge::new(Tolerance::of_device(program.precision));
     judge.figures = Figures {
-        error_rel_l2: compare_caches(schedule, &shape, rows, &pool, [by_rows, by_waves], position)?,
+        error_rel_l2: compare_caches(schedule, &shape, rows, &pool, [by_rows, by_waves], 0..position)?,
         ..judged.figures
     };
     let mut after = |sequence: SequenceId| -> Result<Vec<f32>, CheckError> {
@@ -84,6 +88,23 @@ pub fn check_waves(
     };
     let (expected, found) = (after(by_rows)?, after(by_waves)?);
     judge.compare_row(vocab, position, &expected, &found)?;
+    if waves.decides() {
+        let count = ids.len().min(CHUNKS[CHUNKS.len() - 1] as usize);
+        let first = ids.len() - count;
+        let row = |at: usize| Row { sequence: by_waves, position: at as u32, wants_logits: at + 1 == ids.len() };
+        let request = Request { rows: (first..ids.len()).map(row).collect(), steps: 1, edits: vec![] };
+        let tables = guard.admit(&request).expect("pages of the pool keep all facts");
+        waves.poison_logits()?;
+        let [row] = given(next)[..] else { panic!("one token") };
+        let read = waves.read(tables, &ids[first..], Last::Token { row, with_logits: true })?;
+        let found = waves.logits()?;
+        judge.compare_row(vocab, position, &expected, &found)?;
+        if read.token != argmax(&found) {
+            let (expected, found) = (argmax(&found).unwrap_or(0), read.token.unwrap_or(0));
+            return Err(CheckError::Argmax { position, expected, found, figures: judge.figures });
+        }
+        compare_caches(schedule, &shape, rows, &pool, [by_rows, by_waves], position..position + 1)?;
+    }
     Ok(Checked { figures: judge.figures })
 }
 
@@ -102,20 +123,20 @@ fn caches(program: &Program, placement: &[Option<u64>]) -> Vec<(u64, u64, u64)> 
     appended.flatten().filter_map(place).collect()
 }
 
-/// Keys and values of positions `0..positions` of two sequences, in every layer: the largest relative difference of a position.
+/// Keys and values of positions of two sequences, in every layer: the largest relative difference of a position.
 fn compare_caches(
     schedule: &Schedule,
     shape: &Shape,
     session: &dyn RowLauncher,
     pool: &Pool,
     sequences: [SequenceId; 2],
-    positions: u32,
+    positions: Range<u32>,
 ) -> Result<f64, CheckError> {
     let pool_rows = u64::from(shape.pages) * u64::from(shape.page_rows);
     let mut most = 0.0;
     for (place, heads, row_bytes) in caches(&schedule.program, &schedule.placement) {
-        for block in 0..positions.div_ceil(shape.page_rows) {
-            let rows = (positions - block * shape.page_rows).min(shape.page_rows) as usize;
+        for block in positions.start / shape.page_rows..positions.end.div_ceil(shape.page_rows) {
+            let rows = (positions.end - block * shape.page_rows).min(shape.page_rows) as usize;
             let mut sums = vec![(0.0f64, 0.0f64); rows];
             for head in 0..heads {
                 let of = |sequence: SequenceId| {

@@ -135,6 +135,8 @@ kernel_struct! {
         position: u32,
         /// of the launch
         steps: u32,
+        /// of a tail: residual of the rows of the chunk before it
+        taken: u64 = "const float*",
     }
 }
 
@@ -261,8 +263,9 @@ fn rows_members(
         _ => unreachable!("prove: rows are divided over rows"),
     };
     let prefixed = |of: &str| of.lines().fold(String::new(), |s, line| s + &renamed(line) + "\n");
+    let take = matches!(sum, Some(Sum::Taken));
     let mut s = format!(
-        "int HIDDEN = {hidden}\nint ROW_PARTS = {row_parts}\nbool EMBED = {embed}\nfloat EMBED_SCALE = {}\nbool BRANCH = {}\nint BRANCH_PARTS = {}\nfloat BRANCH_SCALE = {}\nbool OUT = {}\n",
+        "int HIDDEN = {hidden}\nint ROW_PARTS = {row_parts}\nbool TAKE = {take}\nbool EMBED = {embed}\nfloat EMBED_SCALE = {}\nbool BRANCH = {}\nint BRANCH_PARTS = {}\nfloat BRANCH_SCALE = {}\nbool OUT = {}\n",
         Float(embed_scale),
         branch.is_some(),
         branch.map_or(0, |(branch, ..)| parts_of(plan, branch)),
@@ -299,7 +302,7 @@ fn machine_members(proven: &Proven<'_>, trace: Trace) -> Vec<String> {
         format!("int LOADER_WARPS = {}", m.loader_warps),
         format!("int REGISTERS = {}", m.registers),
         format!("int LOADER_REGISTERS = {}", m.loader_registers),
-        format!("bool STEPS = {}", plan.form == Form::Steps),
+        format!("bool STEPS = {}", plan.form.decides()),
         format!("int BLOCK_ROWS = {}", plan.block_rows),
         format!("int WEIGHT_SLOTS = {}", m.weights.slots),
         format!("int WEIGHT_BYTES = {}", m.weights.slot_bytes),
@@ -340,6 +343,7 @@ pub fn emit(proven: &Proven<'_>, target: &Target, trace: Trace) -> KernelSource 
     let does = match plan.form {
         Form::Chunk => format!("reads prompt chunks of up to {} tokens", plan.rows),
         Form::Steps => format!("runs steps of up to {} rows", plan.rows),
+        Form::Tail => format!("decides what follows up to {} rows of a prompt chunk", plan.rows),
     };
     line!("// Kernel of `{}` for `{}` that {does}.", program.name, target.name);
     line!(

@@ -27,7 +27,7 @@ const TIMED: u64 = 3;
 
 /// A function on a device, and the words by which its launches are watched. Launches end in the order in which they were queued.
 pub struct Watched {
-    pub stream: Stream,
+    pub stream: Arc<Stream>,
     pub shape: LaunchShape,
     function: Function,
     _module: Module,
@@ -51,6 +51,19 @@ impl Watched {
         shape: LaunchShape,
         registers: u32,
     ) -> Result<Watched, SessionError> {
+        Watched::load_on(device, Arc::new(device.stream()?), cubin, entry, shape, registers)
+    }
+
+    /// As [`Watched::load`], for launches on a stream that others may use, too: launches follow one another in the order in which they
+    /// were queued there.
+    pub fn load_on(
+        device: &Device,
+        stream: Arc<Stream>,
+        cubin: &[u8],
+        entry: &str,
+        shape: LaunchShape,
+        registers: u32,
+    ) -> Result<Watched, SessionError> {
         let module = device.load(cubin)?;
         let function = device.function(&module, entry, shape.smem_dynamic_bytes)?;
         // Warps that ask for more registers than the launch has would wait for ever.
@@ -59,7 +72,7 @@ impl Watched {
             return Err(SessionError::Registers { needed: registers, found });
         }
         Ok(Watched {
-            stream: device.stream()?,
+            stream,
             report: device.alloc_mapped(shape.grid as usize * 8)?,
             abort: device.alloc_mapped(1)?,
             started: [device.event()?, device.event()?, device.event()?],

@@ -1,5 +1,5 @@
-//! Owns kernels of waves with their device memory: `WavesSession` reads prompt chunks of one sequence into a shared cache, `StepsSession`
-//! runs steps of many rows over one.
+//! Owns kernels of waves with their device memory: `WavesSession` reads prompt chunks of one sequence into a shared cache and decides what
+//! follows the last one, `StepsSession` runs steps of many rows over one.
 
 use super::driver::{Device, DriverError};
 use super::kernel::{Watched, cache_or_own, poisoned, uploaded, vocab};
@@ -10,7 +10,7 @@ use super::rows::{
 };
 use super::sampler::{Asked, SamplerSession};
 use super::session::{SessionError, Stuck};
-use super::stream::{Event, LaunchShape};
+use super::stream::{Event, LaunchShape, Stream};
 use super::tables::{LaunchTables, Placed};
 use crate::codegen::abi::Row;
 use crate::codegen::emit::Trace;
@@ -18,7 +18,7 @@ use crate::codegen::waves::{ENTRY_POINT, WaveParams, encode};
 use crate::ir::program::Space;
 use crate::rows::{Shape, Tables, runs};
 use crate::trace::STAMP_WORDS;
-use crate::waves::{Form, Proven};
+use crate::waves::{Form, Proven, WithTail};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,7 +29,7 @@ const STEP_TIMEOUT: Duration = Duration::from_millis(20);
 /// In a mailbox: no token yet.
 const UNSAID: u32 = u32::MAX;
 
-/// A kernel of waves on a device, of either form.
+/// A kernel of waves on a device, of any form.
 struct Loaded {
     watched: Watched,
     shape: Shape,
@@ -44,6 +44,8 @@ struct Loaded {
     shares: DeviceBuffer,
     records: DeviceBuffer,
     work: DeviceBuffer,
+    /// Of a tail: where the residual of a chunk is.
+    taken: u64,
     tables: LaunchTables,
     stamps: DeviceBuffer,
     /// Words of the stamps of a step; 0 without them.
@@ -60,6 +62,14 @@ struct Wanted {
     mailbox: u64,
 }
 
+/// What a kernel of waves has in common with other kernels of the model.
+struct Shared {
+    pack: Arc<DeviceBuffer>,
+    /// `None`: it has a cache of its own.
+    cache: Option<Arc<DeviceBuffer>>,
+    stream: Arc<Stream>,
+}
+
 impl Loaded {
     fn load(
         device: &Device,
@@ -67,8 +77,7 @@ impl Loaded {
         cubin: &[u8],
         trace: Trace,
         steps_max: u32,
-        pack: Arc<DeviceBuffer>,
-        cache: Option<Arc<DeviceBuffer>>,
+        Shared { pack, cache, stream }: Shared,
     ) -> Result<Loaded, SessionError> {
         let (plan, schedule) = (proven.plan(), proven.validated().schedule());
         let program = &schedule.program;
@@ -82,7 +91,7 @@ impl Loaded {
             cluster: 1,
         };
         let registers = 32 * (m.warps * m.registers + m.loader_warps * m.loader_registers);
-        let watched = Watched::load(device, cubin, ENTRY_POINT, launch, registers)?;
+        let watched = Watched::load_on(device, stream, cubin, ENTRY_POINT, launch, registers)?;
         let tables = encode(proven);
         let stream = &watched.stream;
         // Columns that pad the input of a product stay what they are here.
@@ -92,7 +101,7 @@ impl Loaded {
         let stamp_words = if trace == Trace::On { m.sms as usize * plan.waves.len() * STAMP_WORDS } else { 0 };
         let sequences = match plan.form {
             Form::Chunk => 1,
-            Form::Steps => u64::from(plan.rows),
+            Form::Steps | Form::Tail => u64::from(plan.rows),
         };
         let loaded = Loaded {
             shape,
@@ -107,6 +116,7 @@ impl Loaded {
             shares: uploaded(device, stream, bytemuck::cast_slice(&tables.shares))?,
             records: uploaded(device, stream, bytemuck::cast_slice(&tables.records))?,
             work,
+            taken: 0,
             // Rows and a count for each step that is a kernel of its own.
             tables: LaunchTables::new(
                 device,
@@ -154,6 +164,7 @@ impl Loaded {
             row_count: rows.len() as u32,
             position: rows.first().map_or(0, |row| row.position),
             steps,
+            taken: self.taken,
         }
     }
 
@@ -168,11 +179,36 @@ impl Loaded {
     }
 }
 
-/// A kernel of waves that reads chunks.
+/// A kernel of waves that reads chunks, and maybe its tail.
 pub struct WavesSession {
     loaded: Loaded,
-    /// Chunks that are queued or being read; at most two.
-    flying: usize,
+    /// On the same stream.
+    tail: Option<StepsSession>,
+    /// Chunks that are queued or being read, oldest first, and whether a tail follows each; at most two.
+    flying: VecDeque<bool>,
+    /// The chunk that was queued last has a tail.
+    ends_with_tail: bool,
+}
+
+/// What the last row of a chunk is for.
+pub enum Last<'a> {
+    /// Its keys and values.
+    Nothing,
+    /// The token that the kernel decides after it, by the temperature and seed of a row.
+    Token { row: RowInput, with_logits: bool },
+    /// Its logits, and what a sampler chooses from them: row 0 is asked.
+    Sampled(&'a mut SamplerSession, &'a [Asked<'a>]),
+    /// The same, once [`WavesSession::choose`] has queued the sampler.
+    Unchosen,
+}
+
+/// What a chunk left.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ChunkRead {
+    /// Device time of the chunk and of its tail.
+    pub device_us: f64,
+    /// What the kernel decided after the last row.
+    pub token: Option<u32>,
 }
 
 impl WavesSession {
@@ -189,8 +225,30 @@ impl WavesSession {
         pack: Arc<DeviceBuffer>,
         cache: Arc<DeviceBuffer>,
     ) -> Result<WavesSession, SessionError> {
-        let loaded = Loaded::load(device, proven, cubin, trace, 1, pack, Some(cache))?;
-        Ok(WavesSession { loaded, flying: 0 })
+        let shared = Shared { pack, cache: Some(cache), stream: Arc::new(device.stream()?) };
+        let loaded = Loaded::load(device, proven, cubin, trace, 1, shared)?;
+        Ok(WavesSession { loaded, tail: None, flying: VecDeque::new(), ends_with_tail: false })
+    }
+
+    /// As [`WavesSession::load`], with the tail that was proven after the plan of chunks. `cubins`: of the chunk, and of the tail.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn load_with_tail(
+        device: &Device,
+        proven: &WithTail<'_>,
+        cubins: [&[u8]; 2],
+        trace: Trace,
+        pack: Arc<DeviceBuffer>,
+        cache: Arc<DeviceBuffer>,
+    ) -> Result<WavesSession, SessionError> {
+        let [chunk, tail] = cubins;
+        let session = WavesSession::load(device, proven.chunk(), chunk, trace, pack, cache)?;
+        let Loaded { pack, cache, watched, work, .. } = &session.loaded;
+        let shared = Shared { pack: pack.clone(), cache: Some(cache.clone()), stream: watched.stream.clone() };
+        let taken = work.address() + proven.taken();
+        let tail = StepsSession::load_on(device, proven.tail(), tail, trace, 1, shared, taken)?;
+        Ok(WavesSession { tail: Some(tail), ..session })
     }
 
     /// What bounds the tables of a launch; its rows are those of a chunk at most.
@@ -198,50 +256,74 @@ impl WavesSession {
         &self.loaded.shape
     }
 
+    /// Whether the last row of a chunk may be for more than its keys and values.
+    pub fn decides(&self) -> bool {
+        self.tail.is_some()
+    }
+
     /// Reads a chunk of one sequence and waits: keys and values of its tokens are in the cache when this returns. `tables` has a row for
-    /// each token, at consecutive positions, and none wants logits. Returns the time on the device, in microseconds.
+    /// each token, at consecutive positions. The last one wants logits where it is for more than keys and values, and no other does.
     ///
     /// # Errors
-    /// Tables of another shape, or of several sequences; tokens beyond the vocabulary; a launch that gave up, after which the positions are
-    /// not written.
-    pub fn read(&mut self, tables: Tables<'_>, tokens: &[u32]) -> Result<f64, SessionError> {
-        self.launch(&tables, tokens)?;
-        let device_us = self.finish()?;
+    /// Tables of another shape, or of several sequences; tokens beyond the vocabulary; a last row that nothing decides after; a launch that
+    /// gave up, after which the positions are not written.
+    pub fn read(&mut self, tables: Tables<'_>, tokens: &[u32], last: Last<'_>) -> Result<ChunkRead, SessionError> {
+        self.launch(&tables, tokens, last)?;
+        let read = self.finish()?;
         tables.finish(1);
-        Ok(device_us)
+        Ok(read)
     }
 
     /// Queues the reading of a chunk and returns at once. Its positions count as written for later launches, which
-    /// [`follow`](WavesSession::last_end) it on the device. A second chunk can be queued before the first one was waited for.
+    /// [`follow`](WavesSession::last_end) it on the device. A second chunk can be queued before the first one was waited for; of two, one
+    /// has a tail.
     ///
     /// # Errors
-    /// As [`WavesSession::read`]; two chunks that were not waited for.
-    pub fn queue(&mut self, tables: Tables<'_>, tokens: &[u32]) -> Result<(), SessionError> {
-        self.launch(&tables, tokens)?;
+    /// As [`WavesSession::read`]; two chunks, or one with a tail, that were not waited for.
+    pub fn queue(&mut self, tables: Tables<'_>, tokens: &[u32], last: Last<'_>) -> Result<(), SessionError> {
+        self.launch(&tables, tokens, last)?;
         tables.finish(1);
         Ok(())
     }
 
-    fn launch(&mut self, tables: &Tables<'_>, tokens: &[u32]) -> Result<(), SessionError> {
-        if self.flying == 2 {
+    fn launch(&mut self, tables: &Tables<'_>, tokens: &[u32], last: Last<'_>) -> Result<(), SessionError> {
+        let ends = !matches!(last, Last::Nothing);
+        if self.flying.len() == 2 || ends && self.flying.contains(&true) {
             return Err(SessionError::NotFinished);
         }
         let loaded = &mut self.loaded;
         if !fits(&loaded.shape, tables, tokens.len()) || tables.steps() != 1 || runs(tables.rows()).count() != 1 {
             return Err(out_of_range(tables));
         }
-        if tables.rows().iter().any(|row| row.wants_logits) {
+        let wanting = tables.rows().iter().rev().position(|row| row.wants_logits);
+        let wanted = tables.rows().iter().filter(|row| row.wants_logits).count();
+        if (wanting, wanted) != if ends { (Some(0), 1) } else { (None, 0) } || ends && self.tail.is_none() {
             return Err(SessionError::NoLogits);
         }
-        let encoded = encode_rows(tables, &given(tokens), &[], loaded.vocab)?;
-        loaded.launch(encoded, Wanted { steps: 1, only_fills: true, logits: 0, mailbox: 0 })?;
-        self.flying += 1;
+        let (rows, pages) = encode_rows(tables, &given(tokens), &[], loaded.vocab)?;
+        let of_tail = rows.last().map(|row| Row { token: -1, from: rows.len() as u32 - 1, first: 0, ..*row });
+        let pages_of_tail = pages.clone();
+        loaded.launch((rows, pages), Wanted { steps: 1, only_fills: true, logits: 0, mailbox: 0 })?;
+        if let (true, Some(tail), Some(row)) = (ends, &mut self.tail, of_tail) {
+            tail.end_chunk(row, pages_of_tail, last)?;
+        }
+        self.flying.push_back(ends);
+        self.ends_with_tail = ends;
         Ok(())
     }
 
-    /// The end of the chunk that was queued last.
+    /// Queues the sampler after the chunk that was queued last, with [`Last::Unchosen`].
+    ///
+    /// # Errors
+    /// No such chunk; what the driver refuses.
+    pub fn choose(&mut self, sampler: &mut SamplerSession, asked: &[Asked<'_>]) -> Result<(), SessionError> {
+        self.tail.as_mut().ok_or(SessionError::NotQueued)?.choose(sampler, asked)
+    }
+
+    /// The end of the chunk that was queued last, with its tail.
     pub fn last_end(&self) -> Option<&Event> {
-        self.loaded.watched.last_end()
+        let tail = self.tail.as_ref().filter(|_| self.ends_with_tail).map(|tail| &tail.loaded);
+        tail.unwrap_or(&self.loaded).watched.last_end()
     }
 
     /// As [`RowLauncher::follow`].
@@ -252,13 +334,34 @@ impl WavesSession {
         Ok(self.loaded.watched.stream.follow(end)?)
     }
 
-    /// Waits for the oldest queued chunk: its time on the device, in microseconds.
+    /// Waits for the oldest queued chunk and its tail.
     ///
     /// # Errors
     /// No chunk is queued, or its launch gave up.
-    pub fn finish(&mut self) -> Result<f64, SessionError> {
-        self.flying = self.flying.checked_sub(1).ok_or(SessionError::NotQueued)?;
-        self.loaded.finish(1)
+    pub fn finish(&mut self) -> Result<ChunkRead, SessionError> {
+        let ends = self.flying.pop_front().ok_or(SessionError::NotQueued)?;
+        let chunk = self.loaded.finish(1);
+        // The tail of a chunk that gave up has run, too: what it has left is not looked at.
+        let tail = self.tail.as_mut().filter(|_| ends).map(RowLauncher::finish).transpose();
+        let (chunk_us, tail) = (chunk?, tail?);
+        let token = tail.as_ref().and_then(|tail| tail.tokens.last()?.first().copied());
+        Ok(ChunkRead { device_us: chunk_us + tail.map_or(0.0, |tail| tail.device_us), token })
+    }
+
+    /// Logits after the last row of the last chunk that asked for them.
+    ///
+    /// # Errors
+    /// A chunk without a tail; one that was not waited for; what the driver refuses.
+    pub fn logits(&self) -> Result<Vec<f32>, SessionError> {
+        self.tail.as_ref().ok_or(SessionError::NoLogits)?.logits(0)
+    }
+
+    /// As [`RowLauncher::poison_logits`].
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn poison_logits(&mut self) -> Result<(), SessionError> {
+        self.tail.as_mut().map_or(Ok(()), RowLauncher::poison_logits)
     }
 
     /// Stamps of the last launch, `[sms][waves][STAMP_WORDS]`; none if the kernel was compiled without.
@@ -311,13 +414,81 @@ impl StepsSession {
         pack: Arc<DeviceBuffer>,
         cache: Option<Arc<DeviceBuffer>>,
     ) -> Result<StepsSession, SessionError> {
-        let loaded = Loaded::load(device, proven, cubin, trace, steps_max, pack, cache)?;
+        let shared = Shared { pack, cache, stream: Arc::new(device.stream()?) };
+        StepsSession::load_on(device, proven, cubin, trace, steps_max, shared, 0)
+    }
+
+    /// `taken`: of a tail, the address of the residual that it takes.
+    fn load_on(
+        device: &Device,
+        proven: &Proven<'_>,
+        cubin: &[u8],
+        trace: Trace,
+        steps_max: u32,
+        shared: Shared,
+        taken: u64,
+    ) -> Result<StepsSession, SessionError> {
+        let loaded = Loaded { taken, ..Loaded::load(device, proven, cubin, trace, steps_max, shared)? };
         let (rows, stream) = (loaded.shape.rows, &loaded.watched.stream);
         let logits = poisoned(device, stream, u64::from(rows) * u64::from(loaded.vocab) * 4)?;
         stream.synchronize()?;
         let mailbox = || device.alloc_mapped((steps_max as usize + 1) * rows as usize + 1);
         let (mailboxes, flying) = ([mailbox()?, mailbox()?], VecDeque::new());
         Ok(StepsSession { mailboxes, next_mailbox: 0, logits, decided: 0, flying, steps_max, loaded })
+    }
+
+    /// As a tail: queues what follows the last row of a chunk, after the chunk. `row` says which of its rows that is.
+    fn end_chunk(&mut self, row: Row, pages: Vec<u32>, last: Last<'_>) -> Result<(), SessionError> {
+        match last {
+            Last::Nothing => Ok(()),
+            Last::Token { row: RowInput { inverse_temperature, seed, .. }, with_logits } => {
+                let (seed_low, seed_high) = (seed as u32, (seed >> 32) as u32);
+                let row = Row { inverse_temperature, seed_low, seed_high, ..row };
+                self.queue_encoded((vec![row], pages), 1, false, with_logits)
+            }
+            Last::Sampled(sampler, asked) => self.queue_each((vec![row], pages), 1, Some((sampler, asked))),
+            Last::Unchosen => self.queue_each((vec![row], pages), 1, None),
+        }
+    }
+
+    /// Queues a launch whose rows and pages were judged.
+    fn queue_encoded(
+        &mut self,
+        encoded: (Vec<Row>, Vec<u32>),
+        steps: u32,
+        only_fills: bool,
+        with_logits: bool,
+    ) -> Result<(), SessionError> {
+        let rows = encoded.0.len();
+        let logits = if with_logits { self.logits.address() } else { 0 };
+        let mailbox = self.next_mailbox;
+        self.mailboxes[mailbox].fill(UNSAID);
+        let tokens = if only_fills { 0 } else { self.mailboxes[mailbox].address() };
+        self.loaded.launch(encoded, Wanted { steps, only_fills, logits, mailbox: tokens })?;
+        self.flies(Flying { rows, steps, has_tokens: !only_fills, is_unchosen: false, mailbox });
+        Ok(())
+    }
+
+    /// The same, each step as a kernel of its own before the sampler.
+    fn queue_each(
+        &mut self,
+        (rows, pages): (Vec<Row>, Vec<u32>),
+        steps: u32,
+        choosing: Option<(&mut SamplerSession, &[Asked<'_>])>,
+    ) -> Result<(), SessionError> {
+        let loaded = &mut self.loaded;
+        let placed = loaded.tables.upload(&rows_of_steps(&rows, steps), &pages)?;
+        let mailbox = self.next_mailbox;
+        let (logits, tokens) = (self.logits.address(), self.mailboxes[mailbox].address());
+        let params = loaded.params(&rows, placed, Wanted { steps: 1, only_fills: false, logits, mailbox: tokens });
+        let all = Steps { rows: placed.rows, row_count: rows.len(), steps };
+        let (is_unchosen, watched) = (choosing.is_none(), &loaded.watched);
+        queue_each(watched, all, logits, choosing, |step, rows| {
+            let (arrived, position) = (placed.count(step), params.position + step);
+            watched.queue(&WaveParams { rows, arrived, position, ..params })
+        })?;
+        self.flies(Flying { rows: rows.len(), steps, has_tokens: false, is_unchosen, mailbox });
+        Ok(())
     }
 
     /// Notes what the next launch will find of one that was queued.
@@ -373,13 +544,7 @@ impl RowLauncher for StepsSession {
         let only_fills = only_fills(&tables, inputs, with_logits)?;
         let decided = vec![true; self.decided];
         let encoded = encode_rows(&tables, inputs, &decided, self.loaded.vocab)?;
-        let logits = if with_logits { self.logits.address() } else { 0 };
-        let mailbox = self.next_mailbox;
-        self.mailboxes[mailbox].fill(UNSAID);
-        let tokens = if only_fills { 0 } else { self.mailboxes[mailbox].address() };
-        self.loaded.launch(encoded, Wanted { steps, only_fills, logits, mailbox: tokens })?;
-        let rows = inputs.len();
-        self.flies(Flying { rows, steps, has_tokens: !only_fills, is_unchosen: false, mailbox });
+        self.queue_encoded(encoded, steps, only_fills, with_logits)?;
         tables.finish(steps);
         Ok(())
     }
@@ -391,25 +556,15 @@ impl RowLauncher for StepsSession {
         choosing: Option<(&mut SamplerSession, &[Asked<'_>])>,
     ) -> Result<(), SessionError> {
         may_queue(self.flying.iter().map(|_| false), inputs, true)?;
-        let (steps, loaded) = (tables.steps(), &mut self.loaded);
+        let (steps, loaded) = (tables.steps(), &self.loaded);
         if !fits(&loaded.shape, &tables, inputs.len()) || steps > self.steps_max {
             return Err(out_of_range(&tables));
         }
         if only_fills(&tables, inputs, true)? {
             return Err(SessionError::NoLogits);
         }
-        let (rows, pages) = encode_rows(&tables, inputs, &[], loaded.vocab)?;
-        let placed = loaded.tables.upload(&rows_of_steps(&rows, steps), &pages)?;
-        let mailbox = self.next_mailbox;
-        let (logits, tokens) = (self.logits.address(), self.mailboxes[mailbox].address());
-        let params = loaded.params(&rows, placed, Wanted { steps: 1, only_fills: false, logits, mailbox: tokens });
-        let all = Steps { rows: placed.rows, row_count: rows.len(), steps };
-        let (is_unchosen, watched) = (choosing.is_none(), &loaded.watched);
-        queue_each(watched, all, logits, choosing, |step, rows| {
-            let (arrived, position) = (placed.count(step), params.position + step);
-            watched.queue(&WaveParams { rows, arrived, position, ..params })
-        })?;
-        self.flies(Flying { rows: inputs.len(), steps, has_tokens: false, is_unchosen, mailbox });
+        let encoded = encode_rows(&tables, inputs, &[], loaded.vocab)?;
+        self.queue_each(encoded, steps, choosing)?;
         tables.finish(steps);
         Ok(())
     }

@@ -594,15 +594,17 @@ impl<S: Stepper> Engine<S> {
         if decoding == 0 { left } else { left.min(self.limits.chunk_rows as usize) }
     }
 
-    /// Rows of the prompt of a choice that a launch of their own may read: all but the last token, which decides one.
+    /// Rows of the prompt of a choice that a launch of their own may read. Where others decode, the last token decides one in a step of
+    /// theirs: it costs them less there.
     fn alone(&self, running: &Running, decoding: usize) -> usize {
-        let Some(Alone { least, most }) = self.bounds.alone else { return 0 };
+        let Some(Alone { least, most, decides }) = self.bounds.alone else { return 0 };
         if decoding > 0 && running.left() <= STEPS_BESIDE * self.chunk_rows(decoding) {
             return 0;
         }
         let most = if decoding == 0 { most } else { most.min(self.limits.chunk_rows) };
         let (choice, from) = (&running.choice, running.submitted);
-        let count = running.left().saturating_sub(1).min(most as usize);
+        let others = usize::from(!decides || decoding > 0);
+        let count = running.left().saturating_sub(others).min(most as usize);
         let wants_nothing = choice.scores_prompt.is_none() || choice.scored >= choice.prompt_count();
         if count >= least as usize && wants_nothing && want(choice, from, &self.bounds) == Want::Nothing {
             count
@@ -628,8 +630,8 @@ impl<S: Stepper> Engine<S> {
         }
         let running = self.running.get_mut(&id)?;
         let row = |position: usize| {
-            let token = Some(running.choice.tokens[position]);
-            LaunchRow { sequence: running.sequence, position: position as u32, token, want: Want::Nothing }
+            let (token, want) = (Some(running.choice.tokens[position]), want(&running.choice, position, &self.bounds));
+            LaunchRow { sequence: running.sequence, position: position as u32, token, want }
         };
         let rows = (from..from + count).map(row).collect();
         let flying = (from..from + count).map(|position| (id, running.run, position)).collect();

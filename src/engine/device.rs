@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::stepper::{Alone, Bounds, Launch, LaunchRow, Said, Stepper, Want, admit};
 use crate::cuda::rows::{FirstToken, RowInput, RowLauncher};
 use crate::cuda::sampler::{Asked, SamplerSession, decided};
-use crate::cuda::waves::WavesSession;
+use crate::cuda::waves::{Last, WavesSession};
 use crate::error::Fault;
 use crate::rows::{Edit, Guard, Shape};
 use crate::sample::TokenSet;
@@ -17,7 +17,7 @@ use crate::waves::CHUNK_MIN;
 pub struct DeviceStepper {
     /// Ascending by rows, over one cache.
     sessions: Vec<Box<dyn RowLauncher>>,
-    /// Reads long chunks of one prompt into the same cache.
+    /// Reads long chunks of one prompt into the same cache, and maybe decides what follows one.
     waves: Option<WavesSession>,
     sampler: Option<SamplerSession>,
     guard: Guard,
@@ -131,10 +131,36 @@ impl DeviceStepper {
         }
     }
 
+    /// Queues a chunk of a prompt, and what its last row wants.
+    fn queue_chunk(&mut self, flying: &Flying, tokens: &[u32], edits: Vec<Edit>) -> Result<(), Fault> {
+        let (Some(waves), Some(row)) = (&mut self.waves, flying.rows.last()) else { return Err(no_waves()) };
+        let tables = admit(&mut self.guard, &flying.rows, 1, edits)?;
+        let token = |with_logits| Last::Token { row: input(0, row, 1, false), with_logits };
+        let asked: Vec<Asked<'_>> = asked(0, row, None).into_iter().collect();
+        let last = match (&row.want, &mut self.sampler) {
+            (Want::Nothing, _) => Last::Nothing,
+            (Want::Logits, _) => token(true),
+            (Want::Token(_), _) => token(false),
+            (Want::Choice(_), Some(_)) if flying.is_guided => Last::Unchosen,
+            (Want::Choice(_), Some(sampler)) => Last::Sampled(sampler, &asked),
+            (Want::Choice(_), None) => return Err(Fault::internal("a row wants a choice, and there is no sampler")),
+        };
+        Ok(waves.queue(tables, tokens, last)?)
+    }
+
     /// Queues the sampler after the part of a launch that is queued or runs, with what grammars allow.
     fn choose(&mut self, flying: &Flying) -> Result<(), Fault> {
-        let (Kernel::Rows(session), Some(sampler)) = (flying.kernel, &mut self.sampler) else {
+        let Some(sampler) = &mut self.sampler else {
             return Err(Fault::internal("ids are allowed for a launch without a sampler"));
+        };
+        let session = match (flying.kernel, &mut self.waves) {
+            (Kernel::Rows(session), _) => session,
+            (Kernel::Waves, Some(waves)) => {
+                let last = flying.rows.last().zip(flying.allowed.last());
+                let asked = last.and_then(|(row, allowed)| asked(0, row, allowed.as_ref()));
+                return Ok(waves.choose(sampler, asked.as_slice())?);
+            }
+            (Kernel::Waves, None) => return Err(no_waves()),
         };
         let rows = (0..).zip(&flying.rows[flying.part.clone()]).zip(&flying.allowed[flying.part.clone()]);
         let asked: Vec<Asked<'_>> = rows.filter_map(|((at, row), allowed)| asked(at, row, allowed.as_ref())).collect();
@@ -147,16 +173,20 @@ impl DeviceStepper {
 
     /// Waits for the part of a launch that is queued or runs.
     fn collect_part(&mut self, flying: &Flying) -> Result<Vec<Said>, Fault> {
-        let session = match (flying.kernel, &mut self.waves) {
-            (Kernel::Rows(session), _) => &mut self.sessions[session],
+        // The tokens of each step after the given one, and the row that has the first of each: of a chunk the last row alone has one.
+        let (tokens, first) = match (flying.kernel, &mut self.waves) {
+            (Kernel::Rows(session), _) => (self.sessions[session].finish()?.tokens.into_iter().skip(1).collect(), 0),
             (Kernel::Waves, Some(waves)) => {
-                waves.finish()?;
-                return Ok(vec![Said::Nothing; flying.part.len()]);
+                let told = waves.finish()?.token.map(|token| vec![token]);
+                (told.into_iter().collect::<Vec<_>>(), flying.part.len() - 1)
             }
             (Kernel::Waves, None) => return Err(no_waves()),
         };
-        let tokens = session.finish()?.tokens;
-        let vocab = session.vocab();
+        let vocab = self.sessions[0].vocab();
+        let logits = |at: u32| match (flying.kernel, &self.waves) {
+            (Kernel::Rows(session), _) => Ok::<_, Fault>(self.sessions[session].logits(at)?),
+            (Kernel::Waves, waves) => Ok(waves.as_ref().ok_or_else(no_waves)?.logits()?),
+        };
         let mut asked = 0;
         let mut choices = |row: &LaunchRow, logprobs: Option<u32>| {
             let Some(sampler) = &self.sampler else { return Err(Fault::internal("answers without a sampler")) };
@@ -171,11 +201,10 @@ impl DeviceStepper {
         let said = (0u32..).zip(&flying.rows[flying.part.clone()]).map(|(at, row)| {
             Ok(match &row.want {
                 Want::Nothing => Said::Nothing,
-                Want::Logits => Said::Logits(session.logits(at)?),
+                Want::Logits => Said::Logits(logits(at)?),
                 Want::Choice(chooser) => Said::Choices(choices(row, chooser.request().logprobs())?),
                 Want::Token(_) if flying.is_sampled => Said::Choices(choices(row, None)?),
-                // The first token of a launch was given.
-                Want::Token(_) => Said::Tokens(tokens.iter().skip(1).map(|step| step[at as usize]).collect()),
+                Want::Token(_) => Said::Tokens(tokens.iter().map(|step| step[at as usize - first]).collect()),
             })
         });
         said.collect()
@@ -187,7 +216,11 @@ impl Stepper for DeviceStepper {
         let largest = &self.sessions[self.sessions.len() - 1];
         let shape = Shape { rows: self.rows_max, ..*largest.shape() };
         let (vocab, steps_max) = (largest.vocab(), largest.steps_max());
-        let alone = self.waves.as_ref().map(|waves| Alone { least: CHUNK_MIN, most: waves.shape().rows });
+        let alone = self.waves.as_ref().map(|waves| Alone {
+            least: CHUNK_MIN,
+            most: waves.shape().rows,
+            decides: waves.decides(),
+        });
         let choices = self.sampler.as_ref().map(SamplerSession::logprobs_max);
         Bounds { shape, chunk_max: shape.rows, alone, vocab, steps_max, choices }
     }
@@ -201,12 +234,9 @@ impl Stepper for DeviceStepper {
         let is_sampled = rows.iter().any(|row| matches!(row.want, Want::Choice(_)));
         let part = 0..rows.len();
         let mut flying = Flying { kernel, rows, steps, is_sampled, is_guided, allowed: vec![], part };
-        match (kernel, &mut self.waves) {
-            (Kernel::Rows(_), _) => self.queue(&mut flying, 0, edits)?,
-            (Kernel::Waves, Some(waves)) => {
-                waves.queue(admit(&mut self.guard, &flying.rows, steps, edits)?, &tokens)?
-            }
-            (Kernel::Waves, None) => return Err(no_waves()),
+        match kernel {
+            Kernel::Rows(_) => self.queue(&mut flying, 0, edits)?,
+            Kernel::Waves => self.queue_chunk(&flying, &tokens, edits)?,
         }
         self.flying.push_back(flying);
         Ok(())

@@ -110,22 +110,27 @@ impl Launch {
     }
 }
 
-/// Rows of one sequence, at consecutive positions and wanting nothing, that have a launch of their own. While it runs, another launch may be
-/// submitted, and it may be submitted while another one runs, if no row of that one wants logits or a choice.
+/// Rows of one sequence, at consecutive positions and wanting nothing, that have a launch of their own; the last one may want something.
+/// While it runs, another launch may be submitted, and it may be submitted while another one runs, if no row of both wants logits or a choice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Alone {
     /// Fewer are read as fast in an ordinary launch.
     pub least: u32,
     pub most: u32,
+    /// The last row may want whatever a row of another launch may want.
+    pub decides: bool,
 }
 
 impl Launch {
     /// Whether it has the form of `alone`.
     pub fn is(&self, alone: Alone) -> bool {
         let Some(first) = self.rows.first() else { return false };
-        let same = |row: &LaunchRow| row.sequence == first.sequence && row.want == Want::Nothing;
+        let last = self.rows.len() - 1;
+        let same = |(at, row): (usize, &LaunchRow)| {
+            row.sequence == first.sequence && (row.want == Want::Nothing || alone.decides && at == last)
+        };
         let count = (alone.least as usize..=alone.most as usize).contains(&self.rows.len());
-        count && self.steps == 1 && self.rows.iter().all(same)
+        count && self.steps == 1 && self.rows.iter().enumerate().all(same)
     }
 }
 

@@ -459,36 +459,44 @@ fn launches_that_are_queued_ahead_change_no_token() {
     }
 }
 
-/// Chunks that are read alone have more rows than other launches, and leave out the last token of a prompt.
+/// Chunks that are read alone have more rows than other launches. The last token of a prompt decides one there, or is left out.
 #[test]
 fn long_prompts_are_read_alone() {
-    let alone = Alone { least: 8, most: 20 };
     let storms = [(None, false, 20, true), (None, true, 9, true), (Some(9), true, 20, false)];
-    for (window, is_deep, chunk_rows, is_plain) in storms {
+    for (decides, (window, is_deep, chunk_rows, is_plain)) in
+        [false, true].into_iter().flat_map(|decides| storms.map(|storm| (decides, storm)))
+    {
+        let alone = Alone { least: 8, most: 20, decides };
         let mut toy = Toy::new(Shape { window, ..SHAPE }, 4, is_deep);
         toy.bounds.alone = Some(alone);
         let (_, log, figures, _) = storm_over(toy, Limits { chunk_rows, steps_max: 4, ..LIMITS }, 6, is_plain);
         let long = log.iter().filter(|launch| launch.is(alone)).count();
         assert!(long > 100 && (window.is_some() || figures.preemptions > 0), "{long} of {}, {figures:?}", log.len());
         assert!(log.iter().any(|launch| launch.is(alone) && launch.rows.len() > SHAPE.rows as usize));
+        let last = |launch: &Launch| launch.rows.last().is_some_and(|row| row.want != Want::Nothing);
+        assert_eq!(log.iter().any(|launch| launch.is(alone) && last(launch)), decides);
         // Beside a launch that runs; in the other storms launches go on from it.
         assert!(is_deep || figures.queued_ahead > 100, "{figures:?}");
     }
 }
 
-/// Beside rows that decode, a prompt that fits into three of their steps takes rows of these; a longer one is read alone.
+/// Beside rows that decode, a prompt that fits into three of their steps takes rows of these; a longer one is read alone, and its last token
+/// takes a row of a step.
 #[test]
 fn short_prompts_take_rows_of_the_steps_of_others() {
-    let shape = Shape { rows: 64, sequences: 20, context_max: 512, page_rows: 64, pages: 60, window: None };
+    let shape = Shape { rows: 64, sequences: 20, context_max: 1024, page_rows: 64, pages: 60, window: None };
     let limits = Limits { chunk_rows: 512, steps_max: 1, ..LIMITS };
-    for (decoding, prompt, expected) in [
-        (4, 128, vec![64, 64, 12, 5]),
-        (4, 180, vec![64, 64, 64, 5]),
-        (4, 181, vec![180, 5, 5]),
-        (0, 128, vec![127, 1]),
+    for (decoding, prompt, decides, expected) in [
+        (4, 128, false, vec![64, 64, 12, 5]),
+        (4, 180, false, vec![64, 64, 64, 5]),
+        (4, 181, false, vec![180, 5, 5]),
+        (4, 181, true, vec![180, 5, 5]),
+        (0, 128, false, vec![127, 1]),
+        (0, 128, true, vec![128, 1]),
+        (0, 600, true, vec![512, 88, 1]),
     ] {
         let mut toy = Toy::new(shape, 64, false);
-        toy.bounds.alone = Some(Alone { least: 64, most: 512 });
+        toy.bounds.alone = Some(Alone { least: 64, most: 512, decides });
         let mut engine = Engine::new(toy, limits).unwrap();
         let mut events = vec![];
         for at in 0..decoding {
@@ -512,7 +520,7 @@ fn short_prompts_take_rows_of_the_steps_of_others() {
 #[test]
 fn who_decodes_has_every_second_launch_beside_long_prompts() {
     let mut toy = Toy::new(Shape { pages: 80, ..SHAPE }, 4, false);
-    let alone = Alone { least: 8, most: 10 };
+    let alone = Alone { least: 8, most: 10, decides: false };
     toy.bounds.alone = Some(alone);
     let mut engine = Engine::new(toy, Limits { chunk_rows: 10, ..LIMITS }).unwrap();
     let mut events = vec![];
@@ -620,7 +628,7 @@ fn the_first_token_waits_for_its_prompt_alone() {
     let shape = Shape { rows: 64, sequences: 11, context_max: 1024, page_rows: 64, pages: 60, window: None };
     for (rows, chunked) in [(64, vec![(64, 1)]), (32, vec![(32, 1), (32, 1)])] {
         let mut toy = Toy::new(Shape { rows, ..shape }, rows, false);
-        toy.bounds.alone = Some(Alone { least: 64, most: 512 });
+        toy.bounds.alone = Some(Alone { least: 64, most: 512, decides: false });
         let mut engine = Engine::new(toy, Limits { chunk_rows: 512, steps_max: 5, ..LIMITS }).unwrap();
         let found = [16, 64, 100, 512, 513, 1000].map(|prompt| launches_to_the_first_token(&mut engine, prompt));
         let expected = [

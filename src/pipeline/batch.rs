@@ -27,7 +27,7 @@ use super::chain::{Chain, Host};
 use super::device_rows::{one_row_kernel, rows_source};
 use super::device_sampler::sampler_source;
 use super::device_steps::{StepsKernel, StepsKernels};
-use super::device_waves::{plan_waves, waves_source};
+use super::device_waves::plan_prompts;
 use super::execute::{Devices, upload_pack};
 use super::invariant;
 use super::stages::place_rows;
@@ -108,8 +108,8 @@ struct Fastest {
     one_row: Option<(Arc<Validated>, Vec<u8>)>,
     /// Ascending by rows, over one cache.
     several: Vec<(StepsKernel, Vec<u8>)>,
-    /// The kernel of waves over the pages of the first of them.
-    waves: Option<Vec<u8>>,
+    /// The kernels of waves over the pages of the first of them: of chunks, and of their tail. None: there are no waves.
+    waves: Vec<Vec<u8>>,
 }
 
 /// Sessions of steps, ascending by rows, and the one that reads long chunks.
@@ -130,10 +130,11 @@ impl Fastest {
             let cache = sessions.first().map(|session| session.cache());
             sessions.push(kernel.load(device, target, cubin, steps_max, Arc::clone(pack), cache)?);
         }
-        let waves = match (waves, sessions.first()) {
-            (Some(cubin), Some(first)) => {
-                let proven = plan_waves(target, &several[0].0.validated)?;
-                Some(WavesSession::load(device, &proven, cubin, Trace::Off, first.pack(), first.cache())?)
+        let cubins: Vec<&[u8]> = waves.iter().map(Vec::as_slice).collect();
+        let waves = match sessions.first() {
+            Some(first) if !cubins.is_empty() => {
+                let plan = plan_prompts(target, &several[0].0.validated)?;
+                Some(plan.load(device, &cubins, first.pack(), first.cache())?)
             }
             _ => None,
         };
@@ -206,8 +207,8 @@ impl Prepared {
         for kernel in &kernels {
             sources.push(kernel.source(&chain.context, Trace::Off)?);
         }
-        match plan_waves(&self.target, &kernels[0].validated) {
-            Ok(proven) => sources.push(waves_source(&chain.context, &proven, Trace::Off)),
+        match plan_prompts(&self.target, &kernels[0].validated) {
+            Ok(plan) => sources.extend(plan.sources(&chain.context)),
             Err(fault) if fault.tier == Tier::Input => {
                 workspace.report.note(&format!("prompts are read beside other rows: {}", fault.message));
             }
@@ -217,8 +218,8 @@ impl Prepared {
         let Some(sampler) = cubins.next() else { return Err(Fault::internal("a sampler without a cubin")) };
         let one_row = one_row.into_iter().zip(cubins.by_ref()).next();
         let several = kernels.into_iter().zip(cubins.by_ref()).collect();
-        // That of waves is the last one.
-        let kernels = Kernels::Fastest(Fastest { one_row, several, waves: cubins.next() });
+        // Those of waves are the last ones.
+        let kernels = Kernels::Fastest(Fastest { one_row, several, waves: cubins.collect() });
         let (target, steps_max) = (self.target.clone(), serving.steps_max);
         let on_device = OnDevice { device, target, kernels, sampler, steps_max };
         Ok(Batched { validated: largest, pack: chain.pack()?, on_device: Some(Arc::new(on_device)) })

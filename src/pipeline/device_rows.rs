@@ -13,7 +13,7 @@ use crate::cuda::one_row::OneRowSession;
 use crate::cuda::rows::{FirstToken, RowInput, RowLauncher, RowsSession, given};
 use crate::cuda::sampler::SamplerSession;
 use crate::cuda::session::Session;
-use crate::cuda::waves::{StepsSession, WavesSession};
+use crate::cuda::waves::{Last, StepsSession, WavesSession};
 use crate::defaults::rows::{PROMPT_ROWS, Room, STEP_ROWS, kernel_rows, place_one_row, place_rows};
 use crate::error::{Fault, Tier};
 use crate::ir::schedule::Schedule;
@@ -161,22 +161,32 @@ impl Reader<'_> {
     ) -> Result<(), Fault> {
         let mut position = 0;
         while position < ids.len() {
-            // The kernel of waves has no logits.
-            let left = ids.len() - position - usize::from(matches!(wanted, Wanted::Last));
+            // Without a tail the kernel of waves has no logits.
+            let is_decided = self.waves.as_ref().is_some_and(|waves| waves.decides());
+            let others = usize::from(matches!(wanted, Wanted::Last) && !is_decided);
+            let left = ids.len() - position - others;
             let waves =
                 self.waves.as_mut().filter(|_| left >= CHUNK_MIN as usize && !matches!(wanted, Wanted::Each(_)));
             let most = waves.as_ref().map_or(self.rows.shape(), |waves| waves.shape()).rows as usize;
             let count = if waves.is_some() { left.min(most) } else { (ids.len() - position).min(most) };
             let tokens = &ids[position..position + count];
             let is_last = position + count == ids.len();
-            let wants_logits = matches!(wanted, Wanted::Each(_)) || matches!(wanted, Wanted::Last) && is_last;
+            let decides = matches!(wanted, Wanted::Last) && is_last;
+            let wants_logits = matches!(wanted, Wanted::Each(_)) || decides;
             let positions = (position as u32..).take(count);
-            let rows = positions.clone().map(|position| Row { sequence, position, wants_logits }).collect();
+            let row = |position| {
+                // Of a chunk of waves the last one alone.
+                let wants_logits = wants_logits && (waves.is_none() || position as usize + 1 == ids.len());
+                Row { sequence, position, wants_logits }
+            };
+            let rows = positions.clone().map(row).collect();
             let request = Request { rows, steps: 1, edits: std::mem::take(&mut edits) };
             let tables = guard.admit(&request).map_err(|refused| Fault::internal(refused.to_string()))?;
             match waves {
                 Some(waves) => {
-                    waves.read(tables, tokens)?;
+                    let [row] = given(&[0])[..] else { return Err(Fault::internal("a row without its input")) };
+                    let last = if decides { Last::Token { row, with_logits: true } } else { Last::Nothing };
+                    waves.read(tables, tokens, last)?;
                 }
                 None => {
                     self.rows.run_whole(tables, &given(tokens), wants_logits)?;

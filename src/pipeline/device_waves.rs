@@ -1,4 +1,4 @@
-//! Owns the kernel that reads long prompt chunks: its plan, its proof, and loading it beside a kernel for rows.
+//! Owns the kernels that read long prompt chunks and decide what follows: their plans and proofs, and loading them beside a kernel for rows.
 
 use super::chain::Chain;
 use super::device_rows::{place_kernel, prove_kernel, rows_of};
@@ -9,8 +9,9 @@ use crate::check::{Checked, check_ids, check_waves};
 use crate::codegen::emit::Trace;
 use crate::codegen::waves::{emit, encode};
 use crate::cuda::driver::Device;
+use crate::cuda::memory::DeviceBuffer;
 use crate::cuda::rows::RowLauncher;
-use crate::cuda::waves::WavesSession;
+use crate::cuda::waves::{Last, WavesSession};
 use crate::defaults::rows::Room;
 use crate::digest::Digest;
 use crate::error::Fault;
@@ -21,7 +22,9 @@ use crate::rows::{Guard, Request, Row};
 use crate::target::Target;
 use crate::trace::{Span, wave_spans};
 use crate::validate::Validated;
-use crate::waves::{CHUNK_ROWS, Form, Plan, Proven, Refused, Wave, derive, prove};
+use crate::waves::{
+    CHUNK_ROWS, Form, Plan, Proven, Refused, TAIL_ROWS, Violation, Wave, WithTail, derive, prove, prove_tail,
+};
 use std::sync::Arc;
 
 /// Plans and proves the kernel of waves over the pack and the pages of a kernel for rows.
@@ -30,6 +33,62 @@ use std::sync::Arc;
 /// What kernels of waves cannot do of the model or on the target. A plan that is not proven is a fault of this program.
 pub(super) fn plan_waves<'a>(target: &Target, rows: &'a Validated) -> Result<Proven<'a>, Fault> {
     proven(derive_chunks(rows.schedule(), target), rows, target)
+}
+
+/// How prompts are read in waves.
+pub(super) enum PromptPlan<'a> {
+    /// In chunks; why nothing decides after them.
+    Chunks(Proven<'a>, Refused),
+    /// In chunks, and what follows the last one is decided after it.
+    WithTail(WithTail<'a>),
+}
+
+impl<'a> PromptPlan<'a> {
+    /// Of chunks, then of the tail.
+    pub fn all(&self) -> Vec<&Proven<'a>> {
+        match self {
+            PromptPlan::Chunks(chunk, _) => vec![chunk],
+            PromptPlan::WithTail(both) => vec![both.chunk(), both.tail()],
+        }
+    }
+
+    /// The source of each, to compile.
+    pub fn sources(&self, context: &BuildContext<'_>) -> Vec<Generated> {
+        self.all().into_iter().map(|proven| waves_source(context, proven, Trace::Off)).collect()
+    }
+
+    /// Loads what [`PromptPlan::sources`] were compiled to. `pack` and `cache` are those of the kernel for rows.
+    ///
+    /// # Errors
+    /// What the device refuses.
+    pub fn load(
+        &self,
+        device: &Device,
+        cubins: &[&[u8]],
+        pack: Arc<DeviceBuffer>,
+        cache: Arc<DeviceBuffer>,
+    ) -> Result<WavesSession, Fault> {
+        let off = Trace::Off;
+        match (self, cubins) {
+            (PromptPlan::Chunks(chunk, _), [cubin]) => Ok(WavesSession::load(device, chunk, cubin, off, pack, cache)?),
+            (PromptPlan::WithTail(both), &[chunk, tail]) => {
+                Ok(WavesSession::load_with_tail(device, both, [chunk, tail], off, pack, cache)?)
+            }
+            _ => Err(Fault::internal("kernels of waves without their cubins")),
+        }
+    }
+}
+
+/// As [`plan_waves`], with the tail where there is one.
+///
+/// # Errors
+/// As [`plan_waves`].
+pub(super) fn plan_prompts<'a>(target: &Target, rows: &'a Validated) -> Result<PromptPlan<'a>, Fault> {
+    let chunk = plan_waves(target, rows)?;
+    match derive(rows.schedule(), target, Form::Tail, TAIL_ROWS) {
+        Ok(tail) => prove_tail(tail, chunk, target).map(PromptPlan::WithTail).map_err(unproven),
+        Err(refused) => Ok(PromptPlan::Chunks(chunk, refused)),
+    }
 }
 
 /// Why a kernel of waves cannot read prompts, or its plan.
@@ -48,10 +107,12 @@ pub(super) fn plan_steps<'a>(target: &Target, validated: &'a Validated, rows: u3
 
 fn proven<'a>(plan: Result<Plan, Refused>, rows: &'a Validated, target: &Target) -> Result<Proven<'a>, Fault> {
     let plan = plan.map_err(|refused| Fault::input(format!("no kernel of waves: {refused}")))?;
-    prove(plan, rows, target).map_err(|violations| {
-        let all: Vec<String> = violations.iter().map(ToString::to_string).collect();
-        Fault::internal(format!("a plan of waves is not proven: {}", all.join("; ")))
-    })
+    prove(plan, rows, target).map_err(unproven)
+}
+
+fn unproven(violations: Vec<Violation>) -> Fault {
+    let all: Vec<String> = violations.iter().map(ToString::to_string).collect();
+    Fault::internal(format!("a plan of waves is not proven: {}", all.join("; ")))
 }
 
 /// The source of a proven plan, to compile.
@@ -70,7 +131,7 @@ pub(super) fn waves_digests(target: &Target, rows: &Validated) -> Result<[Digest
     Ok([Digest::of(&source), encode(&proven).digest()])
 }
 
-/// Makes and loads the kernel of waves beside `rows`, the session of `validated` that was checked (`judged`), and checks it against that.
+/// Makes and loads the kernels of waves beside `rows`, the session of `validated` that was checked (`judged`), and checks them against that.
 ///
 /// # Errors
 /// As [`plan_waves`]; what compiler or device refuse; keys or values that differ.
@@ -81,9 +142,10 @@ pub(super) fn waves_beside(
     judged: &Checked,
     rows: &mut dyn RowLauncher,
 ) -> Result<(WavesSession, Checked), Fault> {
-    let proven = plan_waves(chain.context.target, validated)?;
-    let cubin = chain.compile(&waves_source(&chain.context, &proven, Trace::Off))?;
-    let mut waves = WavesSession::load(device, &proven, &cubin.bytes, Trace::Off, rows.pack(), rows.cache())?;
+    let plan = plan_prompts(chain.context.target, validated)?;
+    let cubins = chain.compile_all(&plan.sources(&chain.context))?;
+    let cubins: Vec<&[u8]> = cubins.iter().map(|cubin| cubin.bytes.as_slice()).collect();
+    let mut waves = plan.load(device, &cubins, rows.pack(), rows.cache())?;
     let checked = check_waves(validated.schedule(), judged, rows, &mut waves)?;
     Ok((waves, checked))
 }
@@ -122,7 +184,7 @@ pub(super) fn trace_waves(
             let rows = (at..at + chunk.len() as u32).map(row).collect();
             let request = Request { rows, steps: 1, edits: std::mem::take(&mut edits) };
             let tables = guard.admit(&request).map_err(|refused| Fault::internal(refused.to_string()))?;
-            device_us = waves.read(tables, chunk)?;
+            device_us = waves.read(tables, chunk, Last::Nothing)?.device_us;
             at += chunk.len() as u32;
         }
     }

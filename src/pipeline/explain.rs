@@ -22,7 +22,7 @@ use super::Workspace;
 use super::chain::{Chain, Host, NotMade, Stage};
 use super::device_rows::{place_prompt_kernel, prove_kernel};
 use super::device_steps::{StepsKernel, StepsKernels};
-use super::device_waves::{plan_steps, plan_waves};
+use super::device_waves::{PromptPlan, plan_prompts, plan_steps};
 use super::import_stage;
 use super::invariant;
 use super::keys::{self, Keyed};
@@ -168,10 +168,12 @@ pub fn show(workspace: &Workspace, manifest: &Manifest, target: &Target, stage: 
             needs_kernel(target, stage)?;
             Ok(emit(&prompt_batch(&context)?, target, Trace::Off).text)
         }
-        "waves" => Ok(plan_waves(target, &prompt_batch(&context)?)?.plan().to_string()),
+        "waves" => Ok(waves_text(&plan_prompts(target, &prompt_batch(&context)?)?)),
         "waves-source" => {
             needs_kernel(target, stage)?;
-            Ok(waves::emit(&plan_waves(target, &prompt_batch(&context)?)?, target, Trace::Off).text)
+            let validated = prompt_batch(&context)?;
+            let plan = plan_prompts(target, &validated)?;
+            Ok(plan.all().into_iter().map(|proven| waves::emit(proven, target, Trace::Off).text).collect())
         }
         "steps" => {
             let StepsKernel { validated, rows, .. } = steps_batch(&context)?;
@@ -204,6 +206,15 @@ fn steps_batch(context: &BuildContext<'_>) -> Result<StepsKernel, Fault> {
 fn alike_schedule(context: &BuildContext<'_>) -> Result<Validated, Fault> {
     let positions = u64::from(context.manifest.decode.context_max);
     invariant::schedule(context, &context.candidate(), Room { rows: 0, sequences: 1, positions })
+}
+
+/// The plan of chunks, and that of the tail or why there is none.
+fn waves_text(plan: &PromptPlan<'_>) -> String {
+    let mut out: String = plan.all().into_iter().map(|proven| proven.plan().to_string()).collect();
+    if let PromptPlan::Chunks(_, refused) = plan {
+        let _ = writeln!(out, "no tail: {refused}");
+    }
+    out
 }
 
 fn needs_kernel(target: &Target, stage: &str) -> Result<(), Fault> {

@@ -95,7 +95,7 @@ fn derive_like(
     let program = &schedule.program;
     let (block_rows, inputs, weights, scratch_bytes) = match form {
         Form::Chunk => (CHUNK_BLOCK_ROWS, chunk_inputs(program), Ring { slots: 0, slot_bytes: 0 }, 0),
-        Form::Steps => {
+        Form::Steps | Form::Tail => {
             let most = super::STEP_ROWS_MAX;
             if ![16, 32, 64].contains(&rows) {
                 return Err(Refused::Rows { rows, most });
@@ -128,7 +128,8 @@ fn derive_like(
         published: None,
     };
     let last = program.last_append();
-    for (g, grid) in program.grids.iter().enumerate() {
+    let first = if form == Form::Tail { b.take_residual()? } else { 0 };
+    for (g, grid) in program.grids.iter().enumerate().skip(first) {
         let ends = form == Form::Chunk && Some(GridId::from(g)) == last;
         b.grid(GridId::from(g), grid, ends)?;
         if ends {
@@ -383,13 +384,32 @@ impl Builder<'_> {
         let residual = self.work("residual", Layout::Rows(DType::F32), cols);
         self.residual = Some(residual);
         self.published = Some(out);
-        let candidates = match self.plan.form {
-            Form::Chunk => None,
-            Form::Steps => Some(self.candidates()),
-        };
+        let candidates = self.plan.form.decides().then(|| self.candidates());
         let sum = Some(Sum::Embed { table, scale, candidates });
         self.push(id, Action::Rows { residual, sum, out: None }, WHOLE_ROWS);
         Ok(())
+    }
+
+    /// Begins with the residual that a chunk leaves: that after the last sum before the last append. The first grid after that sum.
+    fn take_residual(&mut self) -> Result<usize, Refused> {
+        let before = &self.program.grids[..self.program.last_append().map_or(0, |last| last.index())];
+        let sums = |grid: &Grid| match &grid.op {
+            Op::Embed { .. } | Op::NormAdd { .. } => true,
+            Op::MatVec(m) => matches!(m.epilogue, Epilogue::Residual { .. }),
+            _ => false,
+        };
+        let first = before.iter().rposition(sums).map_or(0, |sum| sum + 1);
+        let published = before[..first].last().and_then(|grid| self.cols(grid, Role::Out));
+        let Some((out, cols)) = published else {
+            return refused(&self.program.grids[first], "the residual", "a sum that is published");
+        };
+        if !cols.is_multiple_of(8) {
+            return refused(&self.program.grids[first], "the width", "whole pieces of 8 values");
+        }
+        let residual = self.work("residual", Layout::Rows(DType::F32), cols);
+        (self.residual, self.published) = (Some(residual), Some(out));
+        self.push(GridId::from(first), Action::Rows { residual, sum: Some(Sum::Taken), out: None }, WHOLE_ROWS);
+        Ok(first)
     }
 
     /// What every block decides of each row.
@@ -432,9 +452,7 @@ impl Builder<'_> {
             |wave: &Wave| matches!(wave.action, Action::Rows { sum: Some(Sum::Branch { norm: Some(_), .. }), .. });
         let parts = match norm {
             Some(NormOf { norm, bias: None, .. })
-                if norm.is_factor()
-                    && self.plan.form == Form::Steps
-                    && !self.plan.waves.last().is_some_and(sums_whole) =>
+                if norm.is_factor() && self.plan.form.decides() && !self.plan.waves.last().is_some_and(sums_whole) =>
             {
                 self.row_parts(m.k)
             }
@@ -512,7 +530,7 @@ impl Builder<'_> {
                 let of_blocks = (1..=rows / block_rows).map(|blocks| matrix.chunk_shape(longest(blocks)));
                 of_blocks.max_by_key(|shape| shape.pass)
             }
-            Form::Steps => {
+            Form::Steps | Form::Tail => {
                 let groups = match self.order_of(self.plan.waves.len()) {
                     Some(Sums::Product { groups, .. }) => Some(groups),
                     _ => None,
@@ -537,7 +555,7 @@ impl Builder<'_> {
                 }
                 Ok(Written::Out(self.work("branch", Layout::Parts(parts), m.rows)))
             }
-            Epilogue::Logits { .. } if self.plan.form == Form::Steps => Ok(Written::Best(self.candidates())),
+            Epilogue::Logits { .. } if self.plan.form.decides() => Ok(Written::Best(self.candidates())),
             Epilogue::Logits { .. } => refused(grid, "the output", "no logits before the last append"),
             Epilogue::Store | Epilogue::Act(_) | Epilogue::Gated(_) => {
                 if !cols.is_multiple_of(2) {
@@ -575,7 +593,7 @@ impl Builder<'_> {
                 self.push(id, Action::Append { x, queries }, WHOLE_ROWS);
                 Some(queries)
             }
-            Form::Steps => None,
+            Form::Steps | Form::Tail => None,
         };
         if is_last {
             return Ok(());

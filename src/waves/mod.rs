@@ -5,8 +5,8 @@
 //! *wave* is what one grid of the program does for all rows of a launch, or a part of that. All SMs meet between two waves.
 //!
 //! A plan is made of the proven schedule of a kernel for rows. It computes the same program over the same pack, the same cache and the same
-//! pages. A plan of steps computes all of it. One of chunks ends with the last grid that appends to the cache: what comes after a chunk is
-//! another kernel's.
+//! pages. A plan of steps computes all of it. One of chunks ends with the last grid that appends to the cache. A *tail* is the rest of
+//! the program for a few rows of a chunk: a launch of its own that follows the chunk on its stream.
 //!
 //! # What orders memory
 //!
@@ -26,6 +26,12 @@
 //! A launch of several steps goes through its waves as often, and counts on. What a step decides lies in a buffer of activations like any
 //! other: its last wave writes it, and the first wave of the next step reads it.
 //!
+//! A tail begins with the residual that the chunk left: its first wave takes that of its rows out of the arena of the chunk, where no wave of
+//! the tail writes. The chunk has ended, so everything that it wrote is visible. The residual there is what the program has after the last
+//! sum before the last append ([`prove_tail`] compares both): the rest of the program follows from it and from the cache. A tail therefore
+//! makes the keys and values of its rows in the last layer again, and appends them where the chunk did, from sums in another order. Attention
+//! of the tail reads earlier positions alone, and launches after it see what it wrote last.
+//!
 //! # In which order numbers are added up
 //!
 //! Sums of floating-point numbers depend on their order. Each wave of a plan declares its order ([`Sums`]), and [`prove`] compares that with
@@ -39,7 +45,7 @@ mod print;
 mod prove;
 
 pub use derive::{Refused, derive, derive_alike};
-pub use prove::{Alike, Proven, Violation, prove, prove_alike};
+pub use prove::{Alike, Proven, Violation, WithTail, prove, prove_alike, prove_tail};
 
 use crate::define_id;
 use crate::dtype::DType;
@@ -61,6 +67,8 @@ pub const CHUNK_ROWS: u32 = 512;
 pub const CHUNK_MIN: u32 = 64;
 /// Rows that a product of a chunk has at once.
 pub const CHUNK_BLOCK_ROWS: u32 = 128;
+/// Rows of a tail: a sequence has one row that decides.
+pub const TAIL_ROWS: u32 = 16;
 /// Rows of a step at most.
 pub const STEP_ROWS_MAX: u32 = 64;
 /// Rows of a step that are worth waves: of fewer, tasks that wait for single words are faster.
@@ -73,6 +81,15 @@ pub enum Form {
     Chunk,
     /// Steps of rows of any sequences: each row goes on with what it decided.
     Steps,
+    /// What a chunk leaves out, for a few of its rows: each decides a token.
+    Tail,
+}
+
+impl Form {
+    /// Whether the rows of a launch decide tokens: they are one block, each of any sequence.
+    pub fn decides(self) -> bool {
+        self != Form::Chunk
+    }
 }
 
 /// Registers of a lane that a product has for sums, at most. Of codes whose scales are of groups the sums of a group come on top.
@@ -251,6 +268,8 @@ pub enum Sum {
     Embed { table: BufferId, scale: f32, candidates: Option<WorkId> },
     /// A branch is added, normalised or as it is. It may be sums of parts.
     Branch { branch: WorkId, norm: Option<NormOf>, scale: f32 },
+    /// It becomes that of a row of the chunk before, which is in another arena.
+    Taken,
 }
 
 /// The input of a product: the residual, normalised or as it is.
@@ -337,13 +356,13 @@ impl Action {
     pub fn accesses(&self) -> (Vec<WorkId>, Vec<WorkId>) {
         match *self {
             Action::Rows { residual, sum, out } => {
-                let sets = matches!(sum, Some(Sum::Embed { .. }));
+                let sets = matches!(sum, Some(Sum::Embed { .. } | Sum::Taken));
                 let mut reads = if sets { vec![] } else { vec![residual] };
                 let mut writes = if sum.is_some() { vec![residual] } else { vec![] };
                 match sum {
                     Some(Sum::Branch { branch, .. }) => reads.push(branch),
                     Some(Sum::Embed { candidates, .. }) => reads.extend(candidates),
-                    None => {}
+                    Some(Sum::Taken) | None => {}
                 }
                 writes.extend(out.map(|out| out.to));
                 writes.extend(out.and_then(|out| out.squares));

@@ -12,6 +12,7 @@ impl fmt::Display for Plan {
             match self.form {
                 Form::Chunk => "chunk",
                 Form::Steps => "steps",
+                Form::Tail => "tail",
             },
             self.rows,
             m.target,
@@ -40,6 +41,7 @@ impl fmt::Display for Plan {
                     match sum {
                         Some(Sum::Embed { table, .. }) => write!(f, " embed={table}")?,
                         Some(Sum::Branch { branch, .. }) => write!(f, " branch={branch}")?,
+                        Some(Sum::Taken) => write!(f, " taken")?,
                         None => {}
                     }
                     if let Some(out) = out {

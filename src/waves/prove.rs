@@ -42,6 +42,16 @@ impl fmt::Display for Violation {
 pub struct Proven<'a> {
     plan: Plan,
     validated: &'a Validated,
+    left: Option<Left>,
+}
+
+/// The residual that a plan leaves of each row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Left {
+    residual: WorkId,
+    /// The exchange in which the program has the same, and the grid that has written that: the last one to change the residual.
+    exchange: BufferId,
+    grid: GridId,
 }
 
 impl<'a> Proven<'a> {
@@ -59,12 +69,67 @@ impl<'a> Proven<'a> {
 /// # Errors
 /// The rules that it breaks.
 pub fn prove<'a>(plan: Plan, validated: &'a Validated, target: &Target) -> Result<Proven<'a>, Vec<Violation>> {
+    prove_after(plan, validated, target, None)
+}
+
+/// A proven plan of chunks with a proven tail. There is no other way to make one.
+#[derive(Debug, Clone)]
+pub struct WithTail<'a> {
+    chunk: Proven<'a>,
+    tail: Proven<'a>,
+    taken: u64,
+}
+
+impl<'a> WithTail<'a> {
+    pub fn chunk(&self) -> &Proven<'a> {
+        &self.chunk
+    }
+
+    pub fn tail(&self) -> &Proven<'a> {
+        &self.tail
+    }
+
+    /// Where the tail finds the residual of row 0 of the chunk in the arena of the chunk: a byte. Rows follow one another, in fp32.
+    pub fn taken(&self) -> u64 {
+        self.taken
+    }
+}
+
+/// Proves a tail of a proven plan of chunks: it is the rest of the program, for the pack and the caches of that plan, and begins with the
+/// residual that the chunk leaves.
+///
+/// # Errors
+/// The rules that the tail breaks, alone or after that plan.
+pub fn prove_tail<'a>(tail: Plan, chunk: Proven<'a>, target: &Target) -> Result<WithTail<'a>, Vec<Violation>> {
+    let violation = |what: &str| Err(vec![Violation { rule: "tail", wave: None, what: what.to_string() }]);
+    let (Form::Chunk, Some(left)) = (chunk.plan.form, chunk.left) else {
+        return violation("expected a plan of chunks before it");
+    };
+    if tail.form != Form::Tail {
+        return violation("expected a plan of a tail");
+    }
+    let tail = prove_after(tail, chunk.validated, target, Some(left))?;
+    // Waves of a chunk that come after its last sum write nothing there: the residual is written by sums alone, in place.
+    let taken = chunk.plan.work[left.residual.index()].place;
+    Ok(WithTail { chunk, tail, taken })
+}
+
+/// `before`: what the chunk has left that a tail follows.
+fn prove_after<'a>(
+    plan: Plan,
+    validated: &'a Validated,
+    target: &Target,
+    before: Option<Left>,
+) -> Result<Proven<'a>, Vec<Violation>> {
     let mut judge = Judge {
         plan: &plan,
         validated,
+        before,
         found: vec![],
         holds: BTreeMap::new(),
         residual: None,
+        grid: GridId(0),
+        left: None,
         candidates: None,
         decides: false,
     };
@@ -75,8 +140,8 @@ pub fn prove<'a>(plan: Plan, validated: &'a Validated, target: &Target) -> Resul
     if judge.found.is_empty() {
         judge.waves();
     }
-    let found = judge.found;
-    if found.is_empty() { Ok(Proven { plan, validated }) } else { Err(found) }
+    let (found, left) = (judge.found, judge.left);
+    if found.is_empty() { Ok(Proven { plan, validated, left }) } else { Err(found) }
 }
 
 /// Proven plans of steps of one schedule that add up in one order: a row has the same bits in all of them, whatever other rows its launch
@@ -151,10 +216,15 @@ enum Value {
 struct Judge<'a> {
     plan: &'a Plan,
     validated: &'a Validated,
+    /// Of a tail: what it begins with.
+    before: Option<Left>,
     found: Vec<Violation>,
     holds: BTreeMap<WorkId, Value>,
     /// The residual of activations, and the exchange in which the program has the same.
     residual: Option<(WorkId, BufferId)>,
+    /// The grid at hand, and what the residual is after the last one that changed it.
+    grid: GridId,
+    left: Option<Left>,
     /// Where the first wave of a step reads what the step before decided.
     candidates: Option<WorkId>,
     /// A product has written that.
@@ -181,7 +251,7 @@ impl Judge<'_> {
         let moves = [most, least].iter().all(|n| n.is_multiple_of(8) && (24..=248).contains(n)) && least <= each;
         let row_bytes = match self.plan.form {
             Form::Chunk => 16,
-            Form::Steps => 16 * u64::from(self.plan.rows),
+            Form::Steps | Form::Tail => 16 * u64::from(self.plan.rows),
         };
         let ring = |ring: Ring| u64::from(ring.slots) * u64::from(ring.slot_bytes);
         let rest = u64::from(m.scratch_bytes) + u64::from(m.state_bytes);
@@ -211,7 +281,7 @@ impl Judge<'_> {
         let (rows, block) = (self.plan.rows, self.plan.block_rows);
         let whole = match self.plan.form {
             Form::Chunk => block == CHUNK_BLOCK_ROWS && rows > 0 && rows.is_multiple_of(block),
-            Form::Steps => block == rows && (16..=STEP_ROWS_MAX).contains(&rows) && rows.is_power_of_two(),
+            Form::Steps | Form::Tail => block == rows && (16..=STEP_ROWS_MAX).contains(&rows) && rows.is_power_of_two(),
         };
         if !whole {
             self.violate("machine", None, "expected whole blocks of rows, and of steps one");
@@ -251,21 +321,26 @@ impl Judge<'_> {
         }
     }
 
-    /// `order`: the waves are those of the grids of the program, in order; of a chunk up to the last append.
+    /// `order`: the waves are those of the grids of the program, in order; of a chunk up to the last append, of a tail from the grid on
+    /// that follows the last sum of its chunk.
     fn waves(&mut self) {
         let (plan, validated) = (self.plan, self.validated);
         let program = &validated.schedule().program;
         let Some(last) = program.last_append() else {
             return self.violate("order", None, "the program appends nothing");
         };
-        let mut next = 0;
-        let ends = match plan.form {
-            Form::Chunk => Some(last),
-            Form::Steps => None,
-        };
+        let (mut next, mut begins) = (0, 0);
+        if plan.form == Form::Tail {
+            match self.take() {
+                Ok(first) => (next, begins) = (1, first),
+                Err(what) => return self.violate("order", Some(0), what),
+            }
+        }
+        let ends = (plan.form == Form::Chunk).then_some(last);
         let count = ends.map_or(program.grids.len(), |last| last.index() + 1);
-        for (g, grid) in program.grids.iter().enumerate().take(count) {
+        for (g, grid) in program.grids.iter().enumerate().take(count).skip(begins) {
             let id = GridId::from(g);
+            self.grid = id;
             let first = next;
             while plan.waves.get(next).is_some_and(|wave| wave.grid == id) {
                 next += 1;
@@ -288,9 +363,31 @@ impl Judge<'_> {
             self.order_of_sums(w, wave);
         }
         // What a step decided is read by the first wave of the next one: its last wave writes it, all of it, and nothing else does.
-        if plan.form == Form::Steps && !self.decides {
+        if plan.form.decides() && !self.decides {
             self.violate("order", None, "steps without logits");
         }
+    }
+
+    /// The first wave of a tail: rows whose residual is that which the chunk left. The first grid of the rest of the program.
+    fn take(&mut self) -> Result<usize, String> {
+        let no = |what: &str| Err(what.to_string());
+        let Some(Left { exchange, grid, .. }) = self.before else { return no("a tail without its chunk") };
+        let Some(wave) = self.plan.waves.first() else { return no("no wave") };
+        self.in_bounds(0, wave);
+        if !self.found.is_empty() {
+            return no("expected rows that take a residual");
+        }
+        let Action::Rows { residual, sum: Some(Sum::Taken), out } = wave.action else {
+            return no("expected rows that take a residual");
+        };
+        let first = grid.index() + 1;
+        if wave.grid.index() != first {
+            return Err(format!("expected the grid after {grid}, the last sum of the chunk"));
+        }
+        self.layout(residual, Layout::Rows(DType::F32), self.cols(exchange))?;
+        self.residual = Some((residual, exchange));
+        self.rows_end(wave, out)?;
+        Ok(first)
     }
 
     /// `bounds`: what a wave names is there. `in-place`: it writes nothing that it reads, apart from its residual.
@@ -357,7 +454,7 @@ impl Judge<'_> {
                     return no("expected rows that embed");
                 };
                 self.candidates = candidates;
-                if candidates.is_some() != (self.plan.form == Form::Steps) || first != 0 {
+                if candidates.is_some() != self.plan.form.decides() || first != 0 {
                     return no("expected the first wave, and candidates of steps alone");
                 }
                 if let Some(candidates) = candidates {
@@ -372,7 +469,7 @@ impl Judge<'_> {
                     return no("another table or scale");
                 }
                 self.layout(residual, Layout::Rows(DType::F32), cols)?;
-                self.residual = Some((residual, out_of));
+                self.becomes(residual, out_of);
                 self.rows_end(wave, out)
             }
             (Op::NormAdd { norm, scale, everywhere: false, width }, [wave]) => {
@@ -486,7 +583,7 @@ impl Judge<'_> {
                     _ => return no("expected attention after the append, but in the last layer"),
                 }
             }
-            (Form::Steps, [wave]) => {
+            (Form::Steps | Form::Tail, [wave]) => {
                 let Action::AttendRow { x, out, tile } = wave.action else {
                     return no("expected attention of rows");
                 };
@@ -533,8 +630,12 @@ impl Judge<'_> {
         let squares = out.and_then(|out| out.squares);
         let parts = squares.map_or(1, |id| self.plan.work[id.index()].cols);
         self.over(wave, Over::Rows { parts })?;
-        let (Some(Input { to, norm, .. }), Some((residual, exchange))) = (out, self.residual) else { return Ok(()) };
-        let cols = self.plan.work[residual.index()].cols;
+        let cols = self.residual.map_or(0, |(residual, _)| self.plan.work[residual.index()].cols);
+        // A lane has 8 columns at a time.
+        if !cols.is_multiple_of(8) {
+            return Err(format!("rows of {cols} columns, which are no whole pieces of 8"));
+        }
+        let (Some(Input { to, norm, .. }), Some((_, exchange))) = (out, self.residual) else { return Ok(()) };
         self.layout(to, Layout::Operand, cols)?;
         let takes = |grid: &Grid| match &grid.op {
             Op::MatVec(m) => {
@@ -557,7 +658,7 @@ impl Judge<'_> {
             return Err("squares of a norm that wants more than a factor".to_string());
         };
         let even = (1..=8).contains(&parts) && cols.is_multiple_of(8 * parts);
-        if branch_is_whole || !even || self.plan.form != Form::Steps {
+        if branch_is_whole || !even || !self.plan.form.decides() {
             return Err(format!("{parts} parts of a row that is whole, or that they do not share evenly"));
         }
         self.holds.insert(to, Value::Weighted(exchange, norm));
@@ -633,7 +734,12 @@ impl Judge<'_> {
                 self.holds.insert(out, Value::Exchange(to));
                 Ok(())
             }
-            (Epilogue::Logits { .. }, Written::Best(best)) if parts == 1 && self.plan.form == Form::Steps => {
+            (Epilogue::Logits { .. }, Written::Best(best)) if parts == 1 && self.plan.form.decides() => {
+                // A tail has one step: nothing of it reads them before the host is told.
+                if self.plan.form == Form::Tail {
+                    self.layout(best, Layout::Candidates, self.plan.machine.sms)?;
+                    self.candidates = Some(best);
+                }
                 if self.candidates != Some(best) || self.decides || w + 1 != self.plan.waves.len() {
                     return Err("candidates that the next step does not read".to_string());
                 }
@@ -687,7 +793,7 @@ impl Judge<'_> {
             (pass > 96, "more units of a pass than lanes copy".to_string()),
             // Warps of steps leave their sums there, those of at least one unit at once.
             (
-                self.plan.form == Form::Steps && 8 * tiles / rows * 512 > u64::from(machine.scratch_bytes),
+                self.plan.form.decides() && 8 * tiles / rows * 512 > u64::from(machine.scratch_bytes),
                 "sums of warps that no scratch holds".to_string(),
             ),
             (self.plan.form == Form::Chunk && k > 1, "groups of k of a chunk, which has no scratch".to_string()),
@@ -707,8 +813,14 @@ impl Judge<'_> {
         if self.residual.map(|(id, _)| id) != Some(residual) {
             return Err("another residual".to_string());
         }
-        self.residual = Some((residual, exchange));
+        self.becomes(residual, exchange);
         Ok(())
+    }
+
+    /// The residual is what the grid at hand has left in `exchange`.
+    fn becomes(&mut self, residual: WorkId, exchange: BufferId) {
+        self.residual = Some((residual, exchange));
+        self.left = Some(Left { residual, exchange, grid: self.grid });
     }
 
     fn holds(&self, id: WorkId, expected: Value) -> Result<(), String> {

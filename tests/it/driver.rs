@@ -18,13 +18,13 @@ use monobloc::codegen::emit::Trace;
 use monobloc::cuda::driver::{Device, DriverError};
 use monobloc::cuda::memory::DeviceBuffer;
 use monobloc::cuda::one_row::OneRowSession;
-use monobloc::cuda::rows::{FirstToken, RowInput, RowLauncher, RowsSession};
+use monobloc::cuda::rows::{FirstToken, RowInput, RowLauncher, RowsSession, given};
 use monobloc::cuda::sampler::SamplerSession;
 use monobloc::cuda::self_test::self_test;
 use monobloc::cuda::session::{Session, SessionError};
 use monobloc::cuda::stream::{Argument, LaunchShape, Wait};
 use monobloc::cuda::turns::TurnsSession;
-use monobloc::cuda::waves::{StepsSession, WavesSession};
+use monobloc::cuda::waves::{Last, StepsSession, WavesSession};
 use monobloc::defaults::rows::{Room, place_one_row, place_rows};
 use monobloc::dtype::Precision;
 use monobloc::engine::{Ask, Bounds, ChoiceId, DeviceStepper, End, Engine, Event, Figures, Limits, RequestId, Stepper};
@@ -40,12 +40,12 @@ use monobloc::pipeline::speculative::{OneRow, Verifier, decide_on_device};
 use monobloc::pipeline::text_steps::TextSteps;
 use monobloc::random::Random;
 use monobloc::rows::{Edit, Guard, PageId, Request, Row, SequenceId, Shape};
-use monobloc::sample::{self, Penalties, RequestSettings, SampleSettings, TokenCounts, TokenSet};
+use monobloc::sample::{self, Penalties, RequestSettings, SampleSettings, TokenCounts, TokenSet, argmax};
 use monobloc::schedule::schedule;
 use monobloc::speculate::{Draft, Speculated, Speculation};
 use monobloc::target::Target;
 use monobloc::validate::{Validated, validate};
-use monobloc::waves::{Form, Proven, derive, derive_alike, prove, prove_alike};
+use monobloc::waves::{Form, Proven, TAIL_ROWS, WithTail, derive, derive_alike, prove, prove_alike, prove_tail};
 
 use super::nvrtc::nvrtc;
 use super::proof_support::{BF16, FP32};
@@ -585,26 +585,89 @@ fn long_prompts_on_a_device_are_read_alone() {
     const NAME: &str = "long_prompts_on_a_device_are_read_alone";
     if !is_child() {
         let Some(text) = with_fake_driver(NAME, "") else { return };
-        assert!(text.matches("a chunk of ").count() >= 8, "{text}");
+        assert!(text.matches("a chunk of ").count() >= 24, "{text}");
+        assert!(text.matches("a tail").count() > 12, "{text}");
+        // Of a tail alone: its token is the sampler's.
+        assert!(text.contains("a tail\nstep 0 of a sampler for 1 rows"), "{text}");
         assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
         return;
     }
     let device = Device::open(0).unwrap();
-    let figures = requests_alone_and_together(stepper_with_waves(&device), 100, 60);
-    assert!(figures.prefix_hits > 0, "{figures:?}");
+    for (has_tail, is_sampled) in [(false, false), (true, false), (true, true)] {
+        let figures = requests_alone_and_together(stepper_with_waves(&device, has_tail, is_sampled), 100, 60);
+        assert!(figures.prefix_hits > 0, "{figures:?}");
+    }
+    for is_sampled in [false, true] {
+        lone_prompts(stepper_with_waves(&device, true, is_sampled));
+    }
 }
 
-/// What a stepper of the fake has of a model with wide heads: kernels for 1, 8 and 16 rows, and one for long chunks.
-fn stepper_with_waves(device: &Device) -> DeviceStepper {
+/// Long prompts of lone requests, which choose in every way: each gets what the fake decides for it.
+fn lone_prompts(stepper: DeviceStepper) {
+    let vocab = stepper.bounds().vocab;
+    let limits = Limits { running_max: 4, waiting_max: 100, chunk_rows: 512, steps_max: STEPS_MAX };
+    let mut engine = Engine::new(stepper, limits).unwrap();
+    let warm = SampleSettings { temperature: 0.7, seed: 7, ..SampleSettings::greedy() };
+    let plain = |sampling| RequestSettings { ignore_eos: true, ..RequestSettings::plain(sampling) };
+    let penalties = Penalties { repetition: 1.2, presence: 0.0, frequency: 0.3 };
+    for (at, (settings, grammar)) in (0..).zip([
+        (plain(SampleSettings::greedy()), None),
+        (plain(warm), None),
+        (plain(SampleSettings { top_k: Some(5), ..warm }), None),
+        (RequestSettings { penalties, ..plain(warm) }, None),
+        (RequestSettings { logprobs: Some(2), ..plain(warm) }, None),
+        (plain(SampleSettings::greedy()), Some(lists(vocab))),
+    ]) {
+        let prompt: Vec<u32> = (0..90 + at).map(|i| (i * i + at * 3) % 100).collect();
+        let request = settings.resolve(vocab, &[]).unwrap();
+        let mut guide = grammar.as_ref().map(Grammar::begin);
+        let (choices, mut events) = (vec![request.clone()], vec![]);
+        let ask = Ask { prompt: prompt.clone(), tokens_max: 3, choices, scores_prompt: None, grammar, deadline: None };
+        engine.submit(ask).unwrap();
+        while !engine.is_idle() {
+            engine.turn(Duration::ZERO, &mut events).unwrap_or_else(|fault| panic!("{fault}"));
+        }
+        let (mut tokens, mut counts) = (prompt.clone(), TokenCounts::new(&prompt));
+        for _ in 0..3 {
+            let allowed = guide.as_mut().map(|guide| guide.allowed().unwrap());
+            let next = next_of_fake(&tokens, &request, &counts, allowed, vocab);
+            tokens.push(next);
+            counts.push(next);
+            if guide.as_mut().is_some_and(|guide| guide.push(next).unwrap()) {
+                break;
+            }
+        }
+        let decided = events.iter().filter_map(|event| match event {
+            Event::Token { decided, .. } => Some(decided.token),
+            _ => None,
+        });
+        assert_eq!(decided.collect::<Vec<_>>(), tokens[prompt.len()..], "request {at}");
+    }
+}
+
+/// Kernels of waves that read chunks and decide after the last one, over the pages of `small`.
+fn with_tail<'a>(small: &'a Validated, target: &Target) -> WithTail<'a> {
+    let [chunk, tail] = [(Form::Chunk, 512), (Form::Tail, TAIL_ROWS)]
+        .map(|(form, rows)| derive(small.schedule(), target, form, rows).unwrap());
+    prove_tail(tail, prove(chunk, small, target).unwrap(), target).unwrap()
+}
+
+/// What a stepper of the fake has of a model with wide heads: kernels for 1, 8 and 16 rows, and one for long chunks, maybe with a tail.
+fn stepper_with_waves(device: &Device, has_tail: bool, is_sampled: bool) -> DeviceStepper {
     let (model, target) = (Model::of_wide_heads(), fake_target());
     let [small, large] = [8, 16].map(|rows| model.kernel(rows));
-    let plan = derive(small.schedule(), &target, Form::Chunk, 512).unwrap();
-    let proven = prove(plan, &small, &target).unwrap();
+    let proven = with_tail(&small, &target);
     let session = session_of(device, &small, None).unwrap();
     let larger = session_of(device, &large, Some(session.cache())).unwrap();
-    let waves = WavesSession::load(device, &proven, IMAGE, Trace::Off, session.pack(), session.cache()).unwrap();
+    let (pack, cache, off) = (session.pack(), session.cache(), Trace::Off);
+    let waves = match has_tail {
+        true => WavesSession::load_with_tail(device, &proven, [IMAGE, IMAGE], off, pack, cache),
+        false => WavesSession::load(device, proven.chunk(), IMAGE, off, pack, cache),
+    };
     let one = one_row_beside(device, &model, &session);
-    DeviceStepper::new(vec![Box::new(one), Box::new(session), Box::new(larger)], Some(waves), None).unwrap()
+    let sampler = SamplerSession::load(device, IMAGE, session.vocab(), 16, STEPS_MAX).unwrap();
+    let sessions: Vec<Box<dyn RowLauncher>> = vec![Box::new(one), Box::new(session), Box::new(larger)];
+    DeviceStepper::new(sessions, Some(waves.unwrap()), is_sampled.then_some(sampler)).unwrap()
 }
 
 /// A request alone runs on the kernel for one row, and goes on there after it ran beside others: without and with the sampler.
@@ -643,7 +706,8 @@ fn a_first_token_waits_for_the_launches_of_its_prompt_alone() {
     if !is_child() {
         let Some(text) = with_fake_driver(NAME, "") else { return };
         let launch = |line: &str| {
-            let at = line.find("a chunk of ").or_else(|| line.find(" steps of ").map(|at| at - 1))?;
+            let of_prompt = line.find("a chunk of ").or_else(|| line.find("a tail"));
+            let at = of_prompt.or_else(|| line.find(" steps of ").map(|at| at - 1))?;
             Some(line[at..].to_string())
         };
         let found: Vec<String> = text.lines().filter_map(launch).collect();
@@ -655,22 +719,28 @@ fn a_first_token_waits_for_the_launches_of_its_prompt_alone() {
             vec!["a chunk of 199", "1 steps of one row"],
             // A second token: a launch that is queued while the first one is decided, and the rest.
             vec!["a chunk of 69", "1 steps of one row", "3 steps of one row", "1 steps of one row"],
+            // With a tail, the last token of a prompt is no step.
+            vec![of_16, "a chunk of 64", "a tail", "a chunk of 100", "a tail", "a chunk of 200", "a tail"],
+            vec!["a chunk of 70", "a tail", "4 steps of one row"],
         ];
         assert_eq!(found, expected.concat(), "{text}");
         return;
     }
-    let stepper = stepper_with_waves(&Device::open(0).unwrap());
-    let vocab = stepper.bounds().vocab;
-    let limits = Limits { running_max: 4, waiting_max: 100, chunk_rows: 512, steps_max: STEPS_MAX };
-    let mut engine = Engine::new(stepper, limits).unwrap();
-    let settings = RequestSettings { ignore_eos: true, ..RequestSettings::plain(SampleSettings::greedy()) };
-    let request = settings.resolve(vocab, &[]).unwrap();
-    for (prompt, tokens_max) in [(16, 1), (64, 1), (100, 1), (200, 1), (70, 5)] {
-        let prompt: Vec<u32> = (0..prompt).map(|at| (at * at + prompt) % 100).collect();
-        let (choices, mut events) = (vec![request.clone()], vec![]);
-        engine.submit(Ask { prompt, tokens_max, choices, scores_prompt: None, grammar: None, deadline: None }).unwrap();
-        while !engine.is_idle() {
-            engine.turn(Duration::ZERO, &mut events).unwrap_or_else(|fault| panic!("{fault}"));
+    for has_tail in [false, true] {
+        let stepper = stepper_with_waves(&Device::open(0).unwrap(), has_tail, false);
+        let vocab = stepper.bounds().vocab;
+        let limits = Limits { running_max: 4, waiting_max: 100, chunk_rows: 512, steps_max: STEPS_MAX };
+        let mut engine = Engine::new(stepper, limits).unwrap();
+        let settings = RequestSettings { ignore_eos: true, ..RequestSettings::plain(SampleSettings::greedy()) };
+        let request = settings.resolve(vocab, &[]).unwrap();
+        for (prompt, tokens_max) in [(16, 1), (64, 1), (100, 1), (200, 1), (70, 5)] {
+            let prompt: Vec<u32> = (0..prompt).map(|at| (at * at + prompt) % 100).collect();
+            let (choices, mut events) = (vec![request.clone()], vec![]);
+            let ask = Ask { prompt, tokens_max, choices, scores_prompt: None, grammar: None, deadline: None };
+            engine.submit(ask).unwrap();
+            while !engine.is_idle() {
+                engine.turn(Duration::ZERO, &mut events).unwrap_or_else(|fault| panic!("{fault}"));
+            }
         }
     }
 }
@@ -949,7 +1019,7 @@ fn chunks_that_waves_cannot_read_are_refused() {
     let both = [chunk(a, 64), chunk(b, 64)].concat();
     let ids: Vec<u32> = (0..128).collect();
     let mut refused = |request: &Request, tokens: &[u32], expected: &str| {
-        let error = waves.read(guard.admit(request).unwrap(), tokens).unwrap_err();
+        let error = waves.read(guard.admit(request).unwrap(), tokens, Last::Nothing).unwrap_err();
         assert!(error.to_string().contains(expected), "{error}");
     };
     refused(&request(both, false, 1), &ids, "do not fit");
@@ -958,12 +1028,43 @@ fn chunks_that_waves_cannot_read_are_refused() {
     refused(&request(chunk(a, 1), true, 2), &ids[..1], "do not fit");
     refused(&request(chunk(a, 128), false, 1), &[512; 128], "token 512 is not below the vocabulary of 512");
     for sequence in [a, b] {
-        waves.queue(guard.admit(&request(chunk(sequence, 128), false, 1)).unwrap(), &ids).unwrap();
+        waves.queue(guard.admit(&request(chunk(sequence, 128), false, 1)).unwrap(), &ids, Last::Nothing).unwrap();
     }
-    let error = waves.queue(guard.admit(&request(chunk(b, 128), false, 1)).unwrap(), &ids).unwrap_err();
+    let error = waves.queue(guard.admit(&request(chunk(b, 128), false, 1)).unwrap(), &ids, Last::Nothing).unwrap_err();
     assert!(matches!(error, SessionError::NotFinished), "{error}");
     waves.finish().and_then(|_| waves.finish()).unwrap();
     assert!(matches!(waves.finish(), Err(SessionError::NotQueued)));
+    // Without a tail nothing decides after a chunk.
+    let [row] = given(&[0])[..] else { unreachable!() };
+    let last = || Last::Token { row, with_logits: true };
+    let ends = |request: Request| {
+        let last = request.rows.len() - 1;
+        let row = |(at, row): (usize, &Row)| Row { wants_logits: at == last, ..*row };
+        Request { rows: request.rows.iter().enumerate().map(row).collect(), ..request }
+    };
+    let error = waves.read(guard.admit(&ends(request(chunk(b, 128), false, 1))).unwrap(), &ids, last()).unwrap_err();
+    assert!(matches!(error, SessionError::NoLogits), "{error}");
+    let proven = with_tail(&small, &target);
+    let (pack, cache) = (session.pack(), session.cache());
+    let mut waves = WavesSession::load_with_tail(&device, &proven, [IMAGE, IMAGE], Trace::Off, pack, cache).unwrap();
+    // The last row alone decides, and says so.
+    for (request, last) in [
+        (request(chunk(b, 128), true, 1), last()),
+        (request(chunk(b, 128), false, 1), last()),
+        (ends(request(chunk(b, 128), false, 1)), Last::Nothing),
+    ] {
+        let error = waves.read(guard.admit(&request).unwrap(), &ids, last).unwrap_err();
+        assert!(matches!(error, SessionError::NoLogits), "{error}");
+    }
+    // Tails share the memory of logits: two cannot fly, and the logits of one that flies cannot be read.
+    waves.queue(guard.admit(&ends(request(chunk(a, 128), false, 1))).unwrap(), &ids, last()).unwrap();
+    let tables = guard.admit(&ends(request(chunk(b, 128), false, 1))).unwrap();
+    assert!(matches!(waves.queue(tables, &ids, last()), Err(SessionError::NotFinished)));
+    assert!(matches!(waves.logits(), Err(SessionError::NotFinished)));
+    waves.queue(guard.admit(&request(chunk(b, 128), false, 1)).unwrap(), &ids, Last::Nothing).unwrap();
+    let (first, second) = (waves.finish().unwrap(), waves.finish().unwrap());
+    assert_eq!((first.token, second.token), (argmax(&waves.logits().unwrap()), None));
+    assert!(first.token.is_some());
 }
 
 /// Lists of numbers, over a vocabulary in which few ids have bytes.
@@ -1074,7 +1175,7 @@ fn launches_are_queued_while_others_run() {
         let figures = plain_requests_come_and_go(stepper, running_max, 12);
         assert!(figures.queued_ahead > 10, "{figures:?}");
     }
-    let figures = plain_requests_come_and_go(stepper_with_waves(&device), 2, 150);
+    let figures = plain_requests_come_and_go(stepper_with_waves(&device, false, false), 2, 150);
     assert!(figures.queued_ahead > 10, "{figures:?}");
 }
 

@@ -317,9 +317,38 @@ typedef struct {
     Address pack, cache, work, waves, shares, records, rows, pages, arrived, report, abort, stamps, logits, mailbox;
     uint64_t timeout_ns;
     uint32_t wave_count, row_count, position, steps;
+    Address taken;
 } WaveParams;
+// The chunk that was read last, for its tail.
+static struct { Address work; uint32_t position, row_count, tokens[512]; } last_chunk;
+// Of a tail the residual, as which the fake takes tokens, is in the arena of the chunk before it.
+static void tail_kernel(const WaveParams *p) {
+    const uint32_t *sizes = inside(p->pack, 20);
+    uint32_t blocks = sizes[0], page_rows = sizes[1], pages = sizes[2], vocab = sizes[4];
+    uint32_t *cache = inside(p->cache, 4ull * pages * page_rows), *mailbox = inside(p->mailbox, 4 * (1 + 2 * 16));
+    const Row *rows = inside(p->rows, p->row_count * sizeof(Row));
+    inside(p->waves, 64ull * p->wave_count);
+    inside(p->taken, 4ull * p->row_count);
+    require(*(uint32_t *)inside(p->arrived, 4) == 0, "the count of a tail does not begin at 0");
+    require(p->steps == 1 && p->row_count == 1 && p->timeout_ns > 0 && p->position == rows[0].position, "the parameters of a tail");
+    require(p->taken >= last_chunk.work && p->work != last_chunk.work, "a tail takes the residual of another arena, or has that of its chunk");
+    require(rows[0].token == -1 && rows[0].sequence == 0 && rows[0].first == 0 && rows[0].steps == 1, "the row of a tail");
+    require(rows[0].from + 1 == last_chunk.row_count && rows[0].position == last_chunk.position + rows[0].from, "a row that the chunk does not end with");
+    uint32_t position = rows[0].position;
+    const uint32_t *table = inside(p->pages, 4ull * blocks);
+    require(position / page_rows < blocks && table[position / page_rows] < pages, "a row outside the tables");
+    cache[table[position / page_rows] * page_rows + position % page_rows] = last_chunk.tokens[rows[0].from];
+    uint64_t h = NO_TOKENS;
+    for (uint32_t at = 0; at <= position; at++)
+        h = with_token(h, cache[table[at / page_rows] * page_rows + at % page_rows], vocab);
+    float *logits = p->logits ? (float *)inside(p->logits, 4ull * vocab) : NULL;
+    mailbox[1 + 16] = chosen(h, rows[0].seed, position + 1, rows[0].inverse_temperature, vocab, logits);
+    *(uint32_t *)inside(p->arrived, 4) = 1;
+    printf("a tail\n");
+}
 static void waves_kernel(const Call *call) {
     const WaveParams *p = call->argument[0];
+    if (p->taken) { tail_kernel(p); return; }
     const uint32_t *sizes = inside(p->pack, 20);
     uint32_t blocks = sizes[0], page_rows = sizes[1], pages = sizes[2], padded = sizes[3], vocab = sizes[4];
     uint32_t *cache = inside(p->cache, 4ull * pages * page_rows);
@@ -361,10 +390,13 @@ static void waves_kernel(const Call *call) {
         if (!mailbox) break;
     }
     *(uint32_t *)inside(p->arrived, 4) = 1;
-    if (mailbox)
+    if (mailbox) {
         printf("%u steps of %u rows in waves\n", p->steps, p->row_count);
-    else
+    } else {
+        last_chunk.work = p->work, last_chunk.position = p->position, last_chunk.row_count = p->row_count;
+        memcpy(last_chunk.tokens, next, sizeof next);
         printf("a chunk of %u\n", p->row_count);
+    }
 }
 // The sampler, on the tables that the host made.
 typedef struct {

@@ -27,7 +27,8 @@ use monobloc::target::Target;
 use monobloc::validate::{Validated, validate};
 use monobloc::waves::{
     Action, Division, DivisionId, Form, Input, Layout, NormOf, Over, Plan, Proven, Refused, Ring, Share, Sum, Sums,
-    Target as Written, Violation, Warps, Wave, Work, WorkId, derive, derive_alike, prove, prove_alike,
+    Target as Written, Violation, Warps, Wave, WithTail, Work, WorkId, derive, derive_alike, prove, prove_alike,
+    prove_tail,
 };
 
 use safetensors::Dtype;
@@ -109,10 +110,25 @@ fn small() -> Target {
     target
 }
 
-/// A plan that was derived, and its proof.
+/// A plan that was derived, and its proof. A tail is proven after chunks of 256 rows.
 fn proven<'a>(validated: &'a Validated, target: &Target, form: Form, rows: u32) -> Result<Proven<'a>, Refused> {
+    if form == Form::Tail {
+        return Ok(with_tail(validated, target, 256, rows)?.tail().clone());
+    }
     let plan = derive(validated.schedule(), target, form, rows)?;
     Ok(prove(plan, validated, target).unwrap_or_else(|violations| panic!("{}", listed(&violations))))
+}
+
+/// Chunks of so many rows, and a tail of so many.
+fn with_tail<'a>(validated: &'a Validated, target: &Target, chunk: u32, rows: u32) -> Result<WithTail<'a>, Refused> {
+    let tail = derive(validated.schedule(), target, Form::Tail, rows)?;
+    let chunk = proven(validated, target, Form::Chunk, chunk)?;
+    Ok(prove_tail(tail, chunk, target).unwrap_or_else(|violations| panic!("{}", listed(&violations))))
+}
+
+/// Why there is no plan, as if it were the first layer's: a tail has the last one alone.
+fn of_first_layer(refused: &Refused) -> String {
+    (1..9).fold(refused.to_string(), |text, layer| text.replace(&format!(".{layer}`"), ".0`"))
 }
 
 fn listed(violations: &[Violation]) -> String {
@@ -120,15 +136,17 @@ fn listed(violations: &[Violation]) -> String {
 }
 
 /// Every form of a launch.
-const FORMS: [(Form, u32); 4] = [(Form::Chunk, 512), (Form::Steps, 16), (Form::Steps, 32), (Form::Steps, 64)];
+const FORMS: [(Form, u32); 5] =
+    [(Form::Chunk, 512), (Form::Steps, 16), (Form::Steps, 32), (Form::Steps, 64), (Form::Tail, 16)];
 
-/// What of the plans of a model can be told in a line each, or why there are none. Who has a plan of chunks has all of steps.
+/// What of the plans of a model can be told in a line each, or why there are none. Who has a plan of chunks has a tail, and all of steps.
 fn decided(name: &str, graph: &ModelGraph) -> String {
     let target = h200();
     let validated = kernel(graph, &target);
     let plans = FORMS.map(|(form, rows)| proven(&validated, &target, form, rows));
     if let Err(refused) = &plans[0] {
-        assert!(plans.iter().all(|plan| plan.as_ref().err() == Some(refused)), "{name}: {refused}");
+        let (tail, others) = plans.split_last().unwrap();
+        assert!(others.iter().all(|plan| plan.as_ref().err() == Some(refused)) && tail.is_err(), "{name}: {refused}");
         return format!("{name}: {refused}\n");
     }
     let mut lines = String::new();
@@ -199,6 +217,12 @@ fn the_text_of_a_plan_is_what_it_was() {
     // Branches with norms of their own, and products that add to the residual.
     let steps = of("families/gemma3", Form::Steps, 32) + &of("families/qwen3", Form::Steps, 32);
     blessed("waves_plan_steps.txt", &steps);
+    // After a branch with a norm, after a product that adds, and after the embedding.
+    let tails: String = ["families/gemma3", "families/qwen3"].map(|name| of(name, Form::Tail, 16)).concat();
+    let one_layer = Toy { layers: 1, heads: 2, kv_heads: 1, dim: 64, ..TOY }.graph();
+    let validated = kernel(&one_layer, &target);
+    let tail = proven(&validated, &target, Form::Tail, 16).unwrap();
+    blessed("waves_plan_tail.txt", &(tails + &tail.plan().to_string()));
 }
 
 /// Each block finds its own shares, for every number of blocks of rows, as `Shares` of waves/context.cuh looks for them.
@@ -246,6 +270,9 @@ fn kernels_of_waves_compile() {
         ("families/gemma3", "h200", Trace::Off, FORMS[2]),
         ("families/qwen3", "h100", Trace::On, FORMS[1]),
         ("families/starcoder2", "b200", Trace::Off, FORMS[3]),
+        ("families/gemma3", "h200", Trace::Off, FORMS[4]),
+        ("families/qwen3", "h100", Trace::Off, FORMS[4]),
+        ("families/starcoder2", "b200", Trace::On, FORMS[4]),
     ] {
         let target = Target::builtin(record).unwrap();
         let validated = kernel(&wide(name).graph, &target);
@@ -268,6 +295,8 @@ fn kernels_of_waves_of_codes_compile() {
         (named("int4:32"), "h200", FORMS[2]),
         (zeros, "h100", FORMS[1]),
         (named("fp8"), "h200", FORMS[3]),
+        (named("int4:32"), "h200", FORMS[4]),
+        (named("mxfp4"), "b200", FORMS[4]),
     ] {
         let target = Target::builtin(record).unwrap();
         let plan =
@@ -325,7 +354,7 @@ fn a_cache_in_fp8_has_no_plan() {
     let precision = Precision { cache: DType::E4m3, ..BF16 };
     let validated = kernel_in(&wide("families/llama-gqa").graph, &h200(), precision);
     for (form, rows) in FORMS {
-        let refused = derive(validated.schedule(), &h200(), form, rows).unwrap_err().to_string();
+        let refused = of_first_layer(&derive(validated.schedule(), &h200(), form, rows).unwrap_err());
         assert_eq!(refused, "the cache of `attn.0`: expected keys and values in bf16");
     }
 }
@@ -336,7 +365,7 @@ fn every_format_of_codes_has_a_plan_and_fp32_has_none() {
     let wider = kernel_in(&wide("families/llama-gqa").graph, &h200(), FP32);
     for (form, rows) in FORMS {
         let refused = derive(wider.schedule(), &h200(), form, rows).unwrap_err();
-        assert_eq!(refused.to_string(), "weights of `qkv.0`: expected bf16, or codes");
+        assert_eq!(of_first_layer(&refused), "weights of `qkv.0`: expected bf16, or codes");
     }
     let formats: Vec<_> = NAMED.into_iter().filter(|(_, format)| !format.is_plain()).collect();
     assert!(formats.len() > 4);
@@ -391,10 +420,10 @@ fn every_plan_that_is_derived_is_proven() {
         let mut target = h200();
         target.spec.sm_count = one_of(&[1, 2, 3, 5, 16, 78, 132]);
         let validated = kernel(&toy.graph(), &target);
-        let form = [Form::Chunk, Form::Steps][one_of(&[0, 1]) as usize];
+        let form = [Form::Chunk, Form::Steps, Form::Tail][one_of(&[0, 1, 2]) as usize];
         let rows = match form {
             Form::Chunk => one_of(&[1, 128, 300, 512, 1000]),
-            Form::Steps => one_of(&[16, 32, 64]),
+            Form::Steps | Form::Tail => one_of(&[16, 32, 64]),
         };
         match proven(&validated, &target, form, rows) {
             Ok(proven) => {
@@ -407,13 +436,18 @@ fn every_plan_that_is_derived_is_proven() {
                     let imported = Imported { graph, weights, header_bytes_read, config_text, notes };
                     let text = tokens(&imported, 19);
                     let program = &validated.schedule().program;
+                    if form == Form::Tail {
+                        let both = with_tail(&validated, &target, 256, rows).unwrap();
+                        run_tail(&imported, &both, &text, &[19], at);
+                        continue;
+                    }
                     let found =
                         execute(program, &imported, proven.plan(), &[&text[..7], &text[7..16], &text[16..]], at);
                     let difference = difference(&expected(&imported, &text), &found);
                     assert!(difference < TOLERANCE, "{toy:?}: {difference:e}");
                 }
             }
-            Err(refused) => refusals.push(refused.to_string()),
+            Err(refused) => refusals.push(of_first_layer(&refused)),
         }
     }
     refusals.sort();
@@ -424,6 +458,7 @@ fn every_plan_that_is_derived_is_proven() {
         "the output of `gate_up.0`: expected an even number of columns",
         "the output of `o.0`: expected one that is published",
         "the width of `embed`: expected whole pieces of 8 values",
+        "the width of `qkv.0`: expected whole pieces of 8 values",
     ];
     for refused in &refusals {
         assert!(known.contains(&refused.as_str()), "{refused}");
@@ -494,7 +529,7 @@ impl Mutants<'_> {
         }
         let slots = self.of.machine.weights.slots + self.of.machine.inputs.slots;
         // The last one is eight bytes less than the state of a block has.
-        let of_rows = if self.of.form == Form::Steps { 8 * self.of.rows } else { 8 };
+        let of_rows = if self.of.form.decides() { 8 * self.of.rows } else { 8 };
         for n in [0, 256, u32::MAX, 24 + 16 * slots + 32 * self.of.machine.warps + 168 + of_rows] {
             self.add(format!("{n} bytes of state"), wrong, |p| p.machine.state_bytes = n);
         }
@@ -509,9 +544,14 @@ impl Mutants<'_> {
         for n in [0, 1, 8, self.of.block_rows / 2, self.of.block_rows * 2, u32::MAX] {
             self.add(format!("blocks of {n} rows"), wrong, |p| p.block_rows = n);
         }
-        self.add("another form", wrong, |p| {
-            p.form = if p.form == Form::Chunk { Form::Steps } else { Form::Chunk };
-        });
+        for form in [Form::Chunk, Form::Steps, Form::Tail] {
+            let rule = match (self.of.form, form) {
+                (Form::Tail, _) => Some("tail"),
+                (_, Form::Chunk) | (Form::Chunk, _) => wrong,
+                _ => None,
+            };
+            self.add(format!("as {form:?}"), rule, |p| p.form = form);
+        }
     }
 
     fn arena(&mut self) {
@@ -854,7 +894,7 @@ impl Mutants<'_> {
         let Action::Rows { residual, sum: Some(Sum::Embed { table, scale, candidates }), out } =
             self.of.waves[0].action
         else {
-            panic!("rows that embed")
+            return;
         };
         let (id, place) = (WorkId(self.of.work.len() as u32), self.of.work_bytes().next_multiple_of(256));
         let new = Work { name: "other".to_string(), layout: Layout::Candidates, cols: self.of.machine.sms, place };
@@ -886,7 +926,7 @@ impl Mutants<'_> {
     }
 
     fn rows_attributes(&mut self, w: usize, residual: WorkId, sum: Option<Sum>, out: Option<Input>) {
-        let wrong = Some("order");
+        let (wrong, of, program) = (Some("order"), self.of, self.program);
         let mut with = |name: &str, rule, sum, out| {
             self.add(format!("w{w}: {name}"), rule, |p| p.waves[w].action = Action::Rows { residual, sum, out });
         };
@@ -911,7 +951,22 @@ impl Mutants<'_> {
                     }
                 }
             }
+            Some(Sum::Taken) => {
+                let embed = |grid: &&Grid| matches!(grid.op, Op::Embed { .. });
+                let table = program.grids.iter().find(embed).and_then(|grid| grid.operand(Role::Table));
+                let table = table.expect("a table").buffer;
+                for candidates in [None, of.candidates()] {
+                    let sum = Some(Sum::Embed { table, scale: 1.0, candidates });
+                    with("an embedding", wrong, sum, out);
+                }
+                let branch = of.work.iter().position(|work| matches!(work.layout, Layout::Parts(_)));
+                let branch = WorkId(branch.expect("a branch") as u32);
+                with("a branch", wrong, Some(Sum::Branch { branch, norm: None, scale: 1.0 }), out);
+            }
             None => {}
+        }
+        if sum != Some(Sum::Taken) {
+            with("the residual of a chunk", wrong, Some(Sum::Taken), out);
         }
         with("no sum", wrong, None, out);
         match out {
@@ -1024,7 +1079,7 @@ fn works(action: &mut Action) -> Vec<&mut WorkId> {
             let branch = match sum {
                 Some(Sum::Branch { branch, .. }) => Some(branch),
                 Some(Sum::Embed { candidates, .. }) => candidates.as_mut(),
-                None => None,
+                Some(Sum::Taken) | None => None,
             };
             let written = out.iter_mut().flat_map(|out| [&mut out.to].into_iter().chain(&mut out.squares));
             [residual].into_iter().chain(branch).chain(written).collect()
@@ -1069,16 +1124,25 @@ fn judge_mutants(name: &str, target: &Target, form: Form, rows: u32) -> usize {
     mutants.parts();
     mutants.addends();
     mutants.candidates();
-    let text = tokens(&imported, if form == Form::Chunk { 140 } else { rows + 3 });
+    let text = tokens(&imported, if form == Form::Steps { rows + 3 } else { 140 });
     let keys_and_values = expected(&imported, &text);
     let count = mutants.made.len();
+    let chunk = proven(&validated, target, Form::Chunk, 256).unwrap();
     for Mutant { name: what, rule, plan } in mutants.made {
-        match prove(plan.clone(), &validated, target) {
+        let judged = match form {
+            Form::Tail => prove_tail(plan.clone(), chunk.clone(), target).map(Some),
+            Form::Chunk | Form::Steps => prove(plan.clone(), &validated, target).map(|_| None),
+        };
+        match judged {
             Err(violations) => {
                 let named = rule.is_none_or(|rule| violations.iter().any(|violation| violation.rule == rule));
                 assert!(named, "{name}, {what}: expected `{}`, found\n{}", rule.unwrap(), listed(&violations));
             }
-            Ok(_) => {
+            Ok(Some(both)) => {
+                assert_eq!(rule, None, "{name}, a tail, {what}: proven");
+                run_tail(&imported, &both, &text, &[10, 140], 1);
+            }
+            Ok(None) => {
                 assert_eq!(rule, None, "{name}, {form:?} of {rows}, {what}: proven");
                 let most = if form == Form::Chunk { text.len() } else { rows as usize };
                 let chunks: Vec<&[u32]> = text.chunks(most).collect();
@@ -1205,6 +1269,16 @@ fn a_wrong_plan_of_steps_has_no_proof() {
     assert!(count > 3000, "{count} mutants");
 }
 
+/// After a norm of a branch and after a product that adds, with heads in parts and whole.
+#[test]
+fn a_wrong_tail_has_no_proof() {
+    let mut count = 0;
+    for (name, target) in [("families/gemma3", small()), ("families/qwen3", small()), ("families/qwen3", h200())] {
+        count += judge_mutants(name, &target, Form::Tail, 16);
+    }
+    assert!(count > 1000, "{count} mutants");
+}
+
 // ---- the second judge -------------------------------------------------------------------------------------------------
 
 fn tokens(imported: &Imported, count: u32) -> Vec<u32> {
@@ -1317,6 +1391,80 @@ fn a_proven_plan_of_steps_decides_what_its_model_does() {
     assert!(models >= 40, "{models} models");
 }
 
+/// Reads a text in chunks that end at `ends`. After each, rows at its end decide: one after the first chunk, one more after each other one.
+/// They decide what the model does, and keys and values stay those of the model.
+fn run_tail(imported: &Imported, both: &WithTail<'_>, text: &[u32], ends: &[usize], seed: u64) {
+    let (chunk, program) = (both.chunk().plan(), &both.tail().validated().schedule().program);
+    let mut executor = Executor::new(program, imported, chunk, &[text.len()], seed);
+    let mut session = Session::new(&imported.graph, &imported.weights);
+    let decided: Vec<u32> = text.iter().map(|&token| argmax(&session.step(token))).collect();
+    let mut begin = 0;
+    for (more, &end) in ends.iter().enumerate() {
+        let row = |position| Row { sequence: 0, position, first: First::Given(text[position]) };
+        executor.launch(&(begin..end).map(row).collect::<Vec<_>>(), 1);
+        let row = |position: usize| Row { sequence: 0, position, first: First::Decided(position - begin) };
+        let rows: Vec<Row> = (begin.max(end - 1 - more)..end).map(row).collect();
+        let found = executor.end(both.tail().plan(), both.taken(), &rows);
+        let expected: Vec<Option<u32>> = rows.iter().map(|row| Some(decided[row.position])).collect();
+        assert_eq!(found, expected, "rows up to {end}");
+        begin = end;
+    }
+    let difference = difference(&expected(imported, text), &executor.cached(0));
+    assert!(difference < TOLERANCE, "{difference:e}");
+}
+
+#[test]
+fn a_proven_tail_decides_what_its_model_does() {
+    let mut models = 0u64;
+    let variants = ["gemma-bias", "granite-bias", "qwen3-bias-swa", "smollm3-window"];
+    let variants = variants.map(|name| format!("variants/{name}"));
+    for name in checkpoints("families").into_iter().chain(variants) {
+        let (_folder, imported) = stored(&wide(&name));
+        let text = tokens(&imported, 150);
+        for target in [small(), h200()] {
+            let validated = kernel(&imported.graph, &target);
+            let Ok(both) = with_tail(&validated, &target, 256, 16) else { continue };
+            // A chunk of one row, of more than a block, and the rest; so the last rows of a chunk are in either block.
+            run_tail(&imported, &both, &text, &[1, 134, 150], 3 + models);
+            models += 1;
+        }
+    }
+    assert!(models >= 40, "{models} models");
+}
+
+/// What is no tail of a plan, of plans that are proven each.
+#[test]
+fn a_tail_is_proven_after_its_chunk_alone() {
+    let target = h200();
+    let graph = wide("families/qwen3").graph;
+    let validated = kernel(&graph, &target);
+    let mut longer = graph.clone();
+    longer.layers.push(graph.layers[0].clone());
+    let other = kernel(&longer, &target);
+    let tail = derive(validated.schedule(), &target, Form::Tail, 16).unwrap();
+    let of = |form, rows| proven(&validated, &target, form, rows).unwrap();
+    let chunk = of(Form::Chunk, 256);
+    // A tail that begins a layer early: the residual that it takes is not there any more.
+    let per_layer = tail.waves[1..].iter().position(|wave| matches!(wave.action, Action::Rows { .. })).unwrap();
+    let mut early = tail.clone();
+    early.waves.iter_mut().for_each(|wave| wave.grid.0 -= per_layer as u32);
+    let violations = |tail: &Plan, before: Proven<'_>| prove_tail(tail.clone(), before, &target).unwrap_err();
+    for (violations, expected) in [
+        (prove(tail.clone(), &validated, &target).unwrap_err(), "`order`: wave 0: a tail without its chunk"),
+        (violations(&tail, of(Form::Steps, 32)), "`tail`: expected a plan of chunks before it"),
+        (violations(&tail, of(Form::Tail, 16)), "`tail`: expected a plan of chunks before it"),
+        (violations(chunk.plan(), chunk.clone()), "`tail`: expected a plan of a tail"),
+        (violations(&early, chunk.clone()), "`order`: wave 0: expected the grid after g"),
+        (violations(&tail, proven(&other, &target, Form::Chunk, 256).unwrap()), "`order`: wave 0: expected the grid"),
+    ] {
+        assert!(violations[0].to_string().starts_with(expected), "{expected}: {}", listed(&violations));
+    }
+    // Chunks of any number of rows leave the same.
+    for rows in [128, 512] {
+        prove_tail(tail.clone(), of(Form::Chunk, rows), &target).unwrap_or_else(|found| panic!("{}", listed(&found)));
+    }
+}
+
 /// The executor sees what a plan leaves out, does too early, or does twice.
 #[test]
 fn a_wrong_plan_computes_something_else() {
@@ -1378,6 +1526,8 @@ fn given(tokens: &[u32]) -> Vec<Result<u32, u32>> {
 /// What a generated kernel has left.
 struct Ran {
     cache: Vec<u8>,
+    /// Its arena.
+    work: Vec<u8>,
     /// Of steps the tokens of each row: those that each step began with, and what the last one decided.
     tokens: Vec<i32>,
     /// Of the last step of each launch the logits of each row, as bits.
@@ -1386,6 +1536,17 @@ struct Ran {
 
 /// Runs the generated kernel for this CPU. `None` without a compiler. `pages` has the page of each block of positions of each sequence.
 fn run_kernel(imported: &Imported, proven: &Proven<'_>, launches: &[Launch], pages: &[u32]) -> Option<Ran> {
+    run_kernel_after(imported, proven, launches, pages, None)
+}
+
+/// The same of a tail. `before`: what its chunk has left, and where its residual begins in that arena.
+fn run_kernel_after(
+    imported: &Imported,
+    proven: &Proven<'_>,
+    launches: &[Launch],
+    pages: &[u32],
+    before: Option<(&Ran, u64)>,
+) -> Option<Ran> {
     let (schedule, tables) = (proven.validated().schedule(), encode(proven));
     let folder = tempfile::tempdir().unwrap();
     let put = |name: &str, bytes: &[u8]| fs::write(folder.path().join(name), bytes).unwrap();
@@ -1396,6 +1557,10 @@ fn run_kernel(imported: &Imported, proven: &Proven<'_>, launches: &[Launch], pag
     put("shares", bytemuck::cast_slice(&tables.shares));
     put("records", bytemuck::cast_slice(&tables.records));
     put("pages", bytemuck::cast_slice(pages));
+    if let Some((chunk, taken)) = before {
+        put("before", &chunk.cache);
+        put("taken", &chunk.work[taken as usize..]);
+    }
     let rows: Vec<abi::Row> = launches.iter().flat_map(|(rows, _)| rows.iter().copied()).collect();
     put("rows", bytemuck::cast_slice(&rows));
     put("pack", &pack(schedule, &imported.graph, &imported.weights).unwrap());
@@ -1415,7 +1580,7 @@ fn run_kernel(imported: &Imported, proven: &Proven<'_>, launches: &[Launch], pag
         read(name).chunks_exact(4).map(|bytes| u32::from_le_bytes(bytes.try_into().unwrap())).collect()
     };
     let tokens = words("tokens").into_iter().map(|token| token as i32).collect();
-    Some(Ran { cache: read("cache"), tokens, logits: words("logits") })
+    Some(Ran { cache: read("cache"), work: read("work"), tokens, logits: words("logits") })
 }
 
 /// Keys and values of each layer and position, out of the bytes of the cache.
@@ -1439,6 +1604,23 @@ fn cached(schedule: &Schedule, bytes: &[u8], page_of: &[u32], positions: usize) 
         _ => None,
     });
     layers.collect()
+}
+
+/// Fills keys and values of some positions in the last layer with NaN.
+fn spoil_last_layer(schedule: &Schedule, bytes: &mut [u8], page_of: &[u32], positions: std::ops::Range<usize>) {
+    let shape = Shape::of(&schedule.program).unwrap();
+    let (page_rows, pool_rows) = (shape.page_rows as usize, (shape.page_rows * shape.pages) as usize);
+    let grid = &schedule.program.grids[schedule.program.last_append().unwrap().index()];
+    let Op::Attention(a) = &grid.op else { panic!("attention") };
+    let row_bytes = a.head_dim as usize * 2;
+    for role in [Role::AppendK, Role::AppendV] {
+        let place = schedule.placement[grid.operand(role).unwrap().buffer.index()].unwrap() as usize;
+        for (head, position) in (0..a.kv_heads() as usize).flat_map(|head| positions.clone().map(move |at| (head, at)))
+        {
+            let row = head * pool_rows + page_of[position / page_rows] as usize * page_rows + position % page_rows;
+            bytes[place + row * row_bytes..][..row_bytes].fill(0xff);
+        }
+    }
 }
 
 /// The largest difference of keys or values of a position by their norm, as a device is judged.
@@ -1524,6 +1706,59 @@ fn a_generated_kernel_of_steps_decides_what_its_model_does() {
             let error = worst_position(&expected, &cached(validated.schedule(), &cache, of_sequence, known));
             assert!(error < 0.03, "{name}: {error:e}");
         }
+    }
+}
+
+/// The same of a chunk and its tail: the last rows of a chunk of two blocks decide, out of pages in no order.
+#[test]
+fn a_generated_tail_decides_what_its_model_does() {
+    const NAME: &str = "a_generated_tail_decides_what_its_model_does";
+    let codes = |weights, embed| FormatPlan { embed: Some(named(embed)), ..all(named(weights)) };
+    for (name, plan) in [
+        ("families/gemma3", FormatPlan::default()),
+        ("families/qwen3", codes("int4:32", "int8")),
+        ("families/starcoder2", FormatPlan::default()),
+    ] {
+        let ((_folder, imported), target) = (stored(&wide(name)), small());
+        let imported = rounded(imported, &plan);
+        let validated = kernel(&imported.graph, &target);
+        let both = with_tail(&validated, &target, 256, 16).unwrap();
+        let shape = Shape::of(&validated.schedule().program).unwrap();
+        let page_of: Vec<u32> = (0..shape.blocks()).map(|block| (block * 7 + 5) % shape.pages).collect();
+        let text = tokens(&imported, 142);
+        let (some, rest) = text.split_at(11);
+        let launches = [(rows_of(0, 0, &given(some)), 1), (rows_of(0, 11, &given(rest)), 1)];
+        let Some(chunk) = run_kernel(&imported, both.chunk(), &launches, &page_of) else {
+            return skipped(NAME, "C++ compiler", "`c++`");
+        };
+        let (count, last) = (3, rest.len() as u32);
+        let from: Vec<Result<u32, u32>> = (last - count..last).map(Err).collect();
+        let rows = [(rows_of(0, text.len() as u32 - count, &from), 1)];
+        // The tail makes the keys and values of its rows in the last layer again.
+        let first = text.len() - count as usize;
+        let mut before = Ran { cache: chunk.cache.clone(), ..chunk };
+        spoil_last_layer(validated.schedule(), &mut before.cache, &page_of, first..text.len());
+        let before = Some((&before, both.taken()));
+        let tail = run_kernel_after(&imported, both.tail(), &rows, &page_of, before).expect("a compiler, as before");
+        let mut session = Session::new(&imported.graph, &imported.weights);
+        let all: Vec<Vec<f32>> = text.iter().map(|&token| session.step(token)).collect();
+        let vocab = imported.graph.vocab as usize;
+        for (row, expected) in all[first..].iter().enumerate() {
+            let found: Vec<f32> =
+                tail.logits[row * vocab..][..vocab].iter().map(|bits| f32::from_bits(*bits)).collect();
+            let norm = |values: &mut dyn Iterator<Item = f32>| values.map(|v| v * v).sum::<f32>().sqrt();
+            let error =
+                norm(&mut expected.iter().zip(&found).map(|(e, f)| e - f)) / norm(&mut expected.iter().copied());
+            assert!(error < 0.05, "{name}, row {row}: {error:e}");
+            // The tokens of the only step, which are not there, and what it decided.
+            let [begun, decided] = [0, count as usize].map(|at| tail.tokens[at + row]);
+            assert_eq!((begun, decided), (-1, argmax(&found) as i32), "{name}, row {row}");
+        }
+        let error = worst_position(
+            &expected(&imported, &text),
+            &cached(validated.schedule(), &tail.cache, &page_of, text.len()),
+        );
+        assert!(error < 0.03, "{name}: {error:e}");
     }
 }
 

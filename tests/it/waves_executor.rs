@@ -2,7 +2,7 @@
 //!
 //! All SMs finish a wave before the next one begins. Within a wave their shares run in any order. Activations lie where the plan puts
 //! them, as values of fp64 that nothing rounds; those that were not written are NaN. So are keys and values. From one step to the next
-//! nothing stays but the candidates.
+//! nothing stays but the candidates. A tail has an arena of its own, and finds that of the chunk before it as the chunk left it.
 
 use std::collections::BTreeMap;
 
@@ -34,7 +34,7 @@ pub struct Row {
 #[derive(Debug, Clone, Copy)]
 pub enum First {
     Given(u32),
-    /// What this row decided in the last step of the launch before.
+    /// What this row decided in the last step of the launch before. Of a tail: this row of the chunk.
     Decided(usize),
 }
 
@@ -57,6 +57,8 @@ struct Step<'a> {
     imported: &'a Imported,
     plan: &'a Plan,
     arena: Vec<f64>,
+    /// Of a tail: the arena of the chunk, from the residual of its first row on.
+    taken: &'a [f64],
     /// Token, sequence and position of each row. A token that is not there yet is what row `from` decided.
     rows: Vec<(Result<u32, usize>, usize, usize)>,
     /// The tokens that the rows had.
@@ -104,20 +106,11 @@ impl<'a> Executor<'a> {
                 imported: self.imported,
                 plan: self.plan,
                 arena: self.kept(),
+                taken: &[],
                 rows,
                 tokens: vec![None; count],
             };
-            for wave in &self.plan.waves {
-                let division = &self.plan.divisions[wave.division.index()];
-                let blocks = count.div_ceil(self.plan.block_rows as usize);
-                let of_sms = division.shares[blocks - 1].iter().enumerate();
-                let mut shares: Vec<_> =
-                    of_sms.flat_map(|(sm, shares)| shares.iter().map(move |share| (sm, *share))).collect();
-                for i in (1..shares.len()).rev() {
-                    shares.swap(i, self.random.below(i + 1));
-                }
-                now.wave(wave, &shares, &mut self.caches);
-            }
+            now.run(&mut self.caches, &mut self.random);
             tokens.push(now.tokens.clone());
             if step + 1 == steps && self.plan.form == Form::Steps {
                 tokens.push((0..count).map(|row| now.decided(row)).collect());
@@ -125,6 +118,25 @@ impl<'a> Executor<'a> {
             self.arena = now.arena;
         }
         tokens
+    }
+
+    /// Runs a tail after a launch of a chunk, whose residual begins at byte `taken`. Returns what its rows decided.
+    pub fn end(&mut self, tail: &Plan, taken: u64, rows: &[Row]) -> Vec<Option<u32>> {
+        let from = |row: &Row| match row.first {
+            First::Decided(from) => (Err(from), row.sequence, row.position),
+            First::Given(_) => panic!("a row of a tail with a token"),
+        };
+        let mut now = Step {
+            program: self.program,
+            imported: self.imported,
+            plan: tail,
+            arena: vec![f64::NAN; tail.work_bytes() as usize / 2],
+            taken: &self.arena[taken as usize / 2..],
+            rows: rows.iter().map(from).collect(),
+            tokens: vec![None; rows.len()],
+        };
+        now.run(&mut self.caches, &mut self.random);
+        (0..rows.len()).map(|row| now.decided(row)).collect()
     }
 
     /// What stays from one step to the next.
@@ -215,6 +227,22 @@ fn attended(a: &Attention, q: &[f64], seen: &[(Vec<f64>, Vec<f64>)]) -> Vec<f64>
 }
 
 impl Step<'_> {
+    /// All waves in order; the shares of each in any order.
+    fn run(&mut self, caches: &mut Caches, random: &mut Random) {
+        let plan = self.plan;
+        for wave in &plan.waves {
+            let division = &plan.divisions[wave.division.index()];
+            let blocks = self.rows.len().div_ceil(plan.block_rows as usize);
+            let of_sms = division.shares[blocks - 1].iter().enumerate();
+            let mut shares: Vec<_> =
+                of_sms.flat_map(|(sm, shares)| shares.iter().map(move |share| (sm, *share))).collect();
+            for i in (1..shares.len()).rev() {
+                shares.swap(i, random.below(i + 1));
+            }
+            self.wave(wave, &shares, caches);
+        }
+    }
+
     fn grid(&self, id: GridId) -> &Grid {
         &self.program.grids[id.index()]
     }
@@ -393,6 +421,11 @@ impl Step<'_> {
                         None => x.fill(f32::NAN),
                     }
                     x.into_iter().map(|v| f64::from(v) * f64::from(scale)).collect()
+                }
+                Some(Sum::Taken) => {
+                    let Err(from) = self.rows[row].0 else { panic!("a row of no chunk") };
+                    let value = |col| self.taken.get((from * cols + col) * 2).copied().unwrap_or(f64::NAN);
+                    (0..cols).map(value).collect()
                 }
                 _ => self.read(residual, row),
             };

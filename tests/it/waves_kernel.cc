@@ -1,14 +1,17 @@
 // A generated kernel of waves, run block by block on a CPU (waves_block.h): what a device does between two meetings of all blocks, each
 // block does here alone, the last one first. Reads its tables, its pack and the rows of its launches from files of the working folder, and
-// writes the cache, the tokens of each step, and the logits of each launch: see tests/it/waves.rs.
+// writes the cache, its arena, the tokens of each step, and the logits of each launch: see tests/it/waves.rs. A tail finds the cache and the
+// residual of its chunk in files, too.
 
 #include "waves_block.h"
 #include "generated.cuh"
 
+// Nothing where there is no such file.
 template <class T>
-static std::vector<T> contents(const char* name) {
+static std::vector<T> contents(const char* name, bool must = true) {
   std::FILE* file = std::fopen(name, "rb");
-  require(file, name);
+  require(file || !must, name);
+  if (!file) return {};
   std::fseek(file, 0, SEEK_END);
   std::vector<T> all(std::ftell(file) / sizeof(T));
   std::rewind(file);
@@ -41,6 +44,11 @@ int main(int count, char** arguments) {
   constants = contents<u8>("pack");
   work.assign(std::atoll(arguments[1]), 0);
   cache.assign(std::atoll(arguments[2]), 0xff);
+  const std::vector<u8> before = contents<u8>("before", false);
+  require(before.empty() || before.size() == cache.size(), "the cache of a chunk");
+  if (!before.empty()) cache = before;
+  const std::vector<float> taken = contents<float>("taken", false);
+  params.taken = taken.data();
   params.pack = constants.data(), params.work = work.data(), params.cache = cache.data();
   params.shares = shares.data(), params.records = records.data(), params.pages = pages.data();
   params.rows = rows.data();
@@ -71,6 +79,7 @@ int main(int count, char** arguments) {
     require(file && std::fwrite(from, 1, bytes, file) == bytes && std::fclose(file) == 0, name);
   };
   put("cache", cache.data(), cache.size());
+  put("work", work.data(), work.size());
   put("tokens", all_tokens.data(), all_tokens.size() * sizeof(i32));
   put("logits", all_logits.data(), all_logits.size() * sizeof(float));
 }
