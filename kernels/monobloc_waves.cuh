@@ -4,6 +4,7 @@
 #include "waves/context.cuh"
 #include "waves/ring.cuh"
 #include "waves/rows.cuh"
+#include "waves/warpgroup.cuh"
 #include "waves/matmul.cuh"
 #include "waves/attention.cuh"
 #include "waves/kernel.cuh"

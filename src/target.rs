@@ -86,6 +86,8 @@ pub struct Spec {
     /// Whether the consumers of kernels for rows take registers of the loader (`setmaxnreg`). sm_120a has the instruction, too, but there
     /// NVRTC 13.0 spills more in kernels that use it: 160 bytes a thread at Llama-3.2-1B, none without.
     pub register_reallocation: bool,
+    /// Whether four warps multiply together (`wgmma`), which sm_90a alone has.
+    pub warpgroup_mma: bool,
 }
 
 impl Measured {
@@ -262,6 +264,7 @@ impl Target {
             dot,
             cluster_max,
             register_reallocation,
+            warpgroup_mma,
         } = spec;
         let fields = [
             ("name", name.clone()),
@@ -278,6 +281,7 @@ impl Target {
             ("spec.dot", dot.to_string()),
             ("spec.cluster_max", cluster_max.to_string()),
             ("spec.register_reallocation", register_reallocation.to_string()),
+            ("spec.warpgroup_mma", warpgroup_mma.to_string()),
         ];
         fields.iter().map(|(field, value)| format!("target.{field} {value}\n")).collect()
     }
@@ -337,6 +341,7 @@ impl TargetRecord {
             dot,
             cluster_max,
             register_reallocation,
+            warpgroup_mma,
         } = spec;
         let device_names: Vec<String> = device_names.iter().map(|name| quoted(name)).collect();
         let mut lines = vec![
@@ -358,6 +363,7 @@ impl TargetRecord {
             format!("dot = \"{dot}\""),
             format!("cluster_max = {cluster_max}"),
             format!("register_reallocation = {register_reallocation}"),
+            format!("warpgroup_mma = {warpgroup_mma}"),
         ];
         let Measured { provenance, read_bytes_per_s, hop_idle_us, hop_loaded_us, sm_bandwidth_min_ratio } = measured;
         if *measured != Measured::default() {
@@ -402,6 +408,7 @@ fn read_spec(fields: &mut Fields<'_>, kind: Option<TargetKind>) -> Option<Spec> 
     let dot = fields.required("dot", |f, key| f.choice(key, &DotMechanism::NAMES));
     let cluster_max = fields.required("cluster_max", |f, key| f.integer_u32(key, 1..=16));
     let reallocation = fields.required("register_reallocation", Fields::flag);
+    let warpgroup = fields.required("warpgroup_mma", Fields::flag);
 
     let (source, arch, copy, dot, cluster_max) = (source?, arch?, copy?, dot?, cluster_max?);
     if source.get_ref().trim().is_empty() {
@@ -437,6 +444,11 @@ fn read_spec(fields: &mut Fields<'_>, kind: Option<TargetKind>) -> Option<Spec> 
         let label = "expected an architecture that ends in `a` or `f`, which `register_reallocation` needs";
         fields.refuse(arch.span(), format!("no register reallocation on {found}"), label);
     }
+    let warpgroup_mma = warpgroup?.into_inner();
+    if warpgroup_mma && arch.get_ref() != "sm_90a" {
+        let label = "expected `sm_90a`, which `warpgroup_mma` needs";
+        fields.refuse(arch.span(), format!("no products by warpgroups on {found}"), label);
+    }
     Some(Spec {
         source: source.into_inner(),
         arch: arch.into_inner(),
@@ -452,6 +464,7 @@ fn read_spec(fields: &mut Fields<'_>, kind: Option<TargetKind>) -> Option<Spec> 
         dot: dot.into_inner(),
         cluster_max: cluster_max.into_inner(),
         register_reallocation,
+        warpgroup_mma,
     })
 }
 
@@ -622,7 +635,7 @@ error: unknown key `sm_cnt` in `spec`
 8 | sm_cnt = 132
   | ^^^^^^ expected `arch`, `cluster_max`, `copy`, `device_names`, `dot`, `l2_bytes`, `memory_bytes`, \
              `memory_bytes_per_s`, `register_reallocation`, `registers_per_sm`, `sm_count`, \
-             `smem_bytes_per_block_max`, `source` or `threads_per_block_max`
+             `smem_bytes_per_block_max`, `source`, `threads_per_block_max` or `warpgroup_mma`
   |
   = help: did you mean `sm_count`?"
         );
@@ -735,6 +748,7 @@ error: unknown key `sm_cnt` in `spec`
             |t| t.spec.dot = DotMechanism::Fma,
             |t| t.spec.cluster_max += 1,
             |t| t.spec.register_reallocation = false,
+            |t| t.spec.warpgroup_mma = false,
         ];
         for (i, change) in matters.into_iter().enumerate() {
             assert!(turned(change), "change {i} did not turn the key");

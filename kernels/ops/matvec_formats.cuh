@@ -180,6 +180,12 @@ __device__ __forceinline__ uint4 made_here(uint4 v) {
 #endif
   return v;
 }
+__device__ __forceinline__ int made_here(int v) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+r"(v));
+#endif
+  return v;
+}
 
 template <bool, class A, class B>
 struct Either {

@@ -363,7 +363,7 @@ struct WaveAttend {
       const float factor = __fdividef(1.f, sum);
 #pragma unroll
       for (int n = 0; n < T::VALUE_TILES; n++)
-        *reinterpret_cast<u32*>(out + OperandPlace<H::QUERY_COLS, M::BLOCK_ROWS>::at(row, head * G::DIM + n * 8 + t * 2)) =
+        *reinterpret_cast<u32*>(out + WaveOperand<M, H::QUERY_COLS>::at(row, head * G::DIM + n * 8 + t * 2)) =
             bf16_pair(r.o[n][2 * h] * factor, r.o[n][2 * h + 1] * factor);
     }
   }
@@ -544,7 +544,7 @@ struct WaveAttendRow {
     }
     u8* out = c.template work<u8>(e.out);
     const auto put = [&](int query, int col, float a, float b) {
-      *reinterpret_cast<u32*>(out + OperandPlace<H::QUERY_COLS, M::BLOCK_ROWS>::at(int(task.row), (task.head + query) * G::DIM + col)) = bf16_pair(a, b);
+      *reinterpret_cast<u32*>(out + WaveOperand<M, H::QUERY_COLS>::at(int(task.row), (task.head + query) * G::DIM + col)) = bf16_pair(a, b);
     };
     if (count == 1) {
       // One team has it all.

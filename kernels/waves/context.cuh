@@ -240,19 +240,25 @@ __device__ __forceinline__ u32 wave_sequence(const WaveParams& p, u32 row) {
   return M::STEPS ? __ldg(&p.rows[row].sequence) : 0;
 }
 
-// The input of a product, as its lanes read it: 64 columns of all rows of a block lie side by side, 16 KiB of bf16 where those are 128
-// rows. In them 16 rows by 32 columns are 1 KiB, of which a lane reads 16 bytes twice: columns 8 t to 8 t + 3 of the rows g and g + 8 (t = lane % 4, g = lane / 4), then the
-// next four. A pair of columns of the one row, the same of the other, and so on: registers of an operand as they stand. Columns that pad the
-// last block stay zero.
-template <int COLS, int BLOCK_ROWS>
+// The input of a product, as it is read: 64 columns of all rows of a block lie side by side, 16 KiB of bf16 where those are 128 rows.
+// By warps: 16 rows by 32 columns are 1 KiB, of which a lane reads 16 bytes twice: columns 8 t to 8 t + 3 of the rows g and g + 8
+// (t = lane % 4, g = lane / 4), then the next four. A pair of columns of the one row, the same of the other, and so on: registers of an
+// operand as they stand. By warpgroups (WARPGROUPS): 32 columns of all rows lie side by side, and of 8 rows of those four core matrices of
+// WarpgroupOperand. Matrix q has the columns 8 t + 2 q and the next, in the order of t: a lane with 16 bytes of a row of a
+// matrix has the same columns of them in its words. Columns that pad the last block stay zero.
+template <int COLS, int BLOCK_ROWS, bool WARPGROUPS>
 struct OperandPlace {
   static constexpr u32 BLOCK_BYTES = BLOCK_ROWS * 128, BLOCKS = u32(ceil_div(COLS, 128)) * 2;
-  static constexpr u32 TILE_BYTES = 2048, SPAN_BYTES = 1024, HALF_BYTES = 512; // of 16 rows: 64 columns, 32, and half of those
+  static constexpr u32 TILE_BYTES = 2048, SPAN_BYTES = WARPGROUPS ? BLOCK_BYTES / 2 : 1024, HALF_BYTES = 512; // of 16 rows: 64 columns, 32, and half of those
   static __device__ __forceinline__ u64 block(u32 row_block, u32 block) { return (u64(row_block) * BLOCKS + block) * BLOCK_BYTES; }
   // Of `col` and the next column; `col` is even.
   static __device__ __forceinline__ u64 at(int row, int col) {
-    const u32 lane = u32(row % 8) * 4 + u32(col % 32 / 8);
-    return block(u32(row) / BLOCK_ROWS, u32(col) / 64) + u32(row % BLOCK_ROWS / 16) * TILE_BYTES + u32(col % 64 / 32) * SPAN_BYTES +
-           u32(col % 8 / 4) * HALF_BYTES + lane * 16 + u32(col % 4 / 2) * 8 + u32(row % 16 / 8) * 4;
+    const u64 of_block = block(u32(row) / BLOCK_ROWS, u32(col) / 64);
+    const u32 g = u32(row % 8), t = u32(col % 32 / 8), q = u32(col % 8 / 2), span = u32(col % 64 / 32);
+    if constexpr (WARPGROUPS) return of_block + span * SPAN_BYTES + u32(row % BLOCK_ROWS / 8) * 512 + q * 128 + g * 16 + t * 4;
+    return of_block + u32(row % BLOCK_ROWS / 16) * TILE_BYTES + span * SPAN_BYTES + q / 2 * HALF_BYTES + (g * 4 + t) * 16 + q % 2 * 8 + u32(row % 16 / 8) * 4;
   }
 };
+// Of the machine.
+template <class M, int COLS>
+using WaveOperand = OperandPlace<COLS, M::BLOCK_ROWS, M::WARPGROUPS>;

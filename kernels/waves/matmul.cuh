@@ -15,6 +15,10 @@
 // up what they have at the end. A lane loads 16 bytes of row lane / 4 of W, and the same k of rows lane / 4 and
 // lane / 4 + 8 of x: as operands of m16n8k16 they are a permutation of k that both sides share (rows/matvec.cuh). Codes become operands as in
 // rows/matvec_codes.cuh; the input of each of their chunks is made to meet them by every warp that reads it.
+//
+// By warpgroups (M::WARPGROUPS, plain weights): W is the left operand, in registers, and x the right one, in shared memory, where no warp
+// reads it again for each of its units. Both share the same permutation of k. A warpgroup has all rows of the block, or half of them, and
+// of a tile of units two each warp; a pass is a few whole tiles. Sums are turned, and end as those of warps do.
 #pragma once
 
 // Codes of a matrix as operands; plain weights are operands as they lie.
@@ -56,7 +60,8 @@ struct WaveMatMul {
   static constexpr int GRANULE_K = K_PARTS * (PART_BYTES * 8 / Coding<M, G>::BITS), GRANULE = Coding<M, G>::BYTES;
   static constexpr int UNIT_GRANULES = ceil_div(G::K, GRANULE_K), UNITS = ceil_div(G::ROWS, G::UNIT_ROWS);
   static constexpr u32 UNIT_BYTES = UNIT_GRANULES * GRANULE;
-  typedef OperandPlace<G::K, M::BLOCK_ROWS> X;
+  typedef WaveOperand<M, G::K> X;
+  static constexpr bool WIDE = M::WARPGROUPS;
   // Spans of 32 of k: of a granule, of a chunk of either ring, and of what both have in common, a step of the loop.
   static constexpr int GRANULE_SPANS = GRANULE_K / 32;
   static constexpr int X_SPANS = M::INPUT_BYTES / (M::BLOCK_ROWS * 64), W_SPANS = G::CHUNK * GRANULE_SPANS, STEP = X_SPANS < W_SPANS ? X_SPANS : W_SPANS;
@@ -67,18 +72,22 @@ struct WaveMatMul {
   // Granules of a part of k: whole blocks of 64 columns.
   static constexpr int ALIGN = GRANULE_K >= 64 ? 1 : 64 / GRANULE_K, PART_GRANULES = round_up(ceil_div(UNIT_GRANULES, G::SPLITS), ALIGN);
   static constexpr int UNIT_PITCH = G::CHUNK * GRANULE; // of a unit in a slot
+  // By warpgroups: rows of one, and units of a tile, of which each warp has two side by side.
+  static constexpr int GROUP_ROWS = M::BLOCK_ROWS / ROW_GROUPS, TILE_UNITS = 2 * UNIT_GROUPS, PASS_TILES = ceil_div(PASS, TILE_UNITS);
+  static_assert(!WIDE || (!Codes::CODED && K_PARTS == 1 && K_GROUPS == 1 && !M::STEPS && STEP == 2 && X_STEPS == 1 && W_STEPS == 1), "what warpgroups multiply");
+  static_assert(!WIDE || PASS_TILES * TILE_UNITS * UNIT_PITCH <= M::WEIGHT_BYTES, "a slot holds a chunk of whole tiles");
   static_assert(M::WARPS == ROW_GROUPS * UNIT_GROUPS * K_GROUPS, "each warp has a place");
   static_assert(STEP % 2 == 0 && X_SPANS % STEP == 0 && W_SPANS % STEP == 0 && STEP % GRANULE_SPANS == 0, "steps are whole blocks of 64 columns");
   static_assert(WARP_GRANULES > 0 && STEP_GRANULES % K_GROUPS == 0, "groups of k have as many granules of each step");
   static_assert(MOST * UNIT_GROUPS * UNIT_PITCH <= M::WEIGHT_BYTES, "a slot holds a chunk");
 
-  // Units of a share in passes of nearly equal length. A share lies in one part of k.
+  // Units of a share in passes of nearly equal length, or of whole tiles. A share lies in one part of k.
   struct Passes {
     u32 lo, hi, count, part, granules;
     __device__ __forceinline__ explicit Passes(const Share& s)
         : lo(s.lo % UNITS), hi(lo + (s.hi - s.lo)), count((s.hi - s.lo + PASS - 1) / PASS), part(s.lo / UNITS),
           granules(min(u32(PART_GRANULES), UNIT_GRANULES - part * PART_GRANULES)) {}
-    __device__ __forceinline__ u32 first(u32 pass) const { return lo + (hi - lo) * pass / count; }
+    __device__ __forceinline__ u32 first(u32 pass) const { return WIDE ? min(lo + PASS * pass, hi) : lo + (hi - lo) * pass / count; }
   };
 
   // ---- the loader ----------------------------------------------------------------------------------------------------
@@ -306,7 +315,7 @@ struct WaveMatMul {
   static __device__ __forceinline__ void put(const WaveContext<M>& c, const Wave& e, int row, int col, float a, float b) {
     static_assert(COLS % 2 == 0, "columns are stored in pairs");
     u8* out = c.template work<u8>(e.out);
-    *reinterpret_cast<u32*>(out + (G::PLAIN ? (u64(row) * COLS + col) * 2 : OperandPlace<COLS, M::BLOCK_ROWS>::at(row, col))) = bf16_pair(a, b);
+    *reinterpret_cast<u32*>(out + (G::PLAIN ? (u64(row) * COLS + col) * 2 : WaveOperand<M, COLS>::at(row, col))) = bf16_pair(a, b);
   }
   static __device__ __forceinline__ void logits(const WaveContext<M>& c, bool live, int row, int id, float2 y, float& best, int& best_id) {
     const WaveParams& p = c.p;
@@ -440,6 +449,118 @@ struct WaveMatMul {
       }
     }
   }
+  // Words of a span of a granule of the two units that a warp has of a tile.
+  static __device__ __forceinline__ void load_tile(const u8* w, int span, int tile, bool exists, const Warp& at, uint4 (&a)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      a[i] = *reinterpret_cast<const uint4*>(w + (tile * TILE_UNITS + at.units_at * 2 + i) * UNIT_PITCH + span * GRANULE + at.lane * 16);
+      // What no chunk brought need not be a number.
+      if (!exists) a[i] = make_uint4(0, 0, 0, 0);
+    }
+  }
+  static __device__ __forceinline__ void multiply_tile(const u8* x, const uint4 (&a)[2], float (&d)[GROUP_ROWS / 2]) {
+    const u64 first = WarpgroupOperand::at(x), second = WarpgroupOperand::next(first, 2 * WarpgroupOperand::CORE_BYTES);
+    warpgroup_begin();
+    warpgroup_product<GROUP_ROWS>(d, a[0].x, a[1].x, a[0].y, a[1].y, first);
+    warpgroup_product<GROUP_ROWS>(d, a[0].z, a[1].z, a[0].w, a[1].w, second);
+    warpgroup_commit();
+  }
+  // N tiles by a warpgroup. Words of a tile are loaded two products ahead, so that one is always waiting while another one runs; a chunk is left
+  // once the products of the next one have begun.
+  template <int N>
+  static __device__ __forceinline__ void pass_wide(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here) {
+    const Warp at(c);
+    float d[N][GROUP_ROWS / 2] = {};
+    // Products of a chunk, and as many chunks as it takes for each to find its words in the same registers again.
+    constexpr int AHEAD = 2, PRODUCTS = 2 * N, BUFFERS = PRODUCTS % 3 ? 4 : 3, CHUNKS = PRODUCTS % BUFFERS ? 2 : 1;
+    uint4 a[BUFFERS][2];
+    int left = int(passes.granules); // one at least
+    bool begun = false;
+    RingCursor<InputRing<M>> inputs = c.inputs;
+    RingCursor<WeightRing<M>> weights = c.weights;
+    const u8 *x = nullptr, *w = nullptr;
+    wave_take_pair(c, inputs, weights, x, w);
+    const u8* next_x = x;
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) load_tile(w, i / N, i % N, i < N || left > 1, at, a[i]);
+    do {
+#pragma unroll
+      for (int i = 0; i < CHUNKS * PRODUCTS; i++) {
+        constexpr int LAST = PRODUCTS - 1;
+        const int at_chunk = i % PRODUCTS, ahead = (at_chunk + AHEAD) % PRODUCTS;
+        multiply_tile(x + at.tiles_at * 16 * 64 + at_chunk / N * X::SPAN_BYTES, a[i % BUFFERS], d[at_chunk % N]);
+        warpgroup_await<1>();
+        if (at_chunk == 0) {
+          if (begun) wave_release_pair(c, c.inputs, c.weights);
+          begun = true;
+        }
+        const bool of_next = at_chunk + AHEAD >= PRODUCTS;
+        const int there = of_next ? left - STEP_GRANULES : left;
+        if (there > 0) {
+          if (of_next && ahead == 0) {
+            inputs.next();
+            weights.next();
+            wave_take_pair(c, inputs, weights, next_x, w);
+          }
+          load_tile(w, ahead / N, ahead % N, ahead < N || there > 1, at, a[(i + AHEAD) % BUFFERS]);
+        }
+        if (at_chunk == LAST) {
+          left -= STEP_GRANULES;
+          x = next_x;
+          if (left <= 0) break;
+        }
+      }
+    } while (left > 0);
+    warpgroup_await<0>();
+    wave_release_pair(c, c.inputs, c.weights);
+    float none = 0.f;
+    int no_id = 0;
+    // Computed anew: what follows from the lane would be kept in registers throughout the loop, which has none to spare.
+    const int lane = made_here(at.lane);
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const u32 unit = u32(n * TILE_UNITS + at.units_at * 2 + i);
+        if (unit >= here) continue;
+#pragma unroll
+        for (int j = 0; j < GROUP_ROWS / 8; j++)
+          finish(c, e, passes.part, first + unit, int(share.row) + at.tiles_at * 16 + j * 8 + lane / 4, lane % 4, transposed(d[n][4 * j + 2 * i], d[n][4 * j + 2 * i + 1]), none, no_id);
+      }
+  }
+  // Of a chunk, fewer units have code of their own: what is not there costs as much as what is. Steps are rather bound by how soon
+  // their instructions arrive.
+  static __device__ __forceinline__ void run_warps(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here, Best& best) {
+    if (M::STEPS)
+      pass<MOST>(c, e, share, passes, first, here, best);
+    else if (here <= UNIT_GROUPS)
+      pass<1>(c, e, share, passes, first, here, best);
+    else if (here <= 2 * UNIT_GROUPS)
+      pass<MOST < 2 ? MOST : 2>(c, e, share, passes, first, here, best);
+    else if (here <= 4 * UNIT_GROUPS)
+      pass<MOST < 4 ? MOST : 4>(c, e, share, passes, first, here, best);
+    else
+      pass<MOST>(c, e, share, passes, first, here, best);
+  }
+  // By warps that have no unit of a pass: chunks are theirs to leave, too.
+  static __device__ __forceinline__ void pass_idle(WaveContext<M>& c, const Passes& passes) {
+#pragma unroll 1
+    for (int left = int(passes.granules); left > 0; left -= STEP_GRANULES) {
+      const u8 *x = nullptr, *w = nullptr;
+      wave_take_pair(c, c.inputs, c.weights, x, w);
+      wave_release_pair(c, c.inputs, c.weights);
+    }
+  }
+  static __device__ __forceinline__ void run_wide(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here) {
+    const u32 tiles = (here + TILE_UNITS - 1) / TILE_UNITS;
+    // All four warps of a warpgroup multiply, or none.
+    if (u32(Warp(c).units_at / 4 * 8) >= here) return pass_idle(c, passes);
+    if constexpr (PASS_TILES > 2)
+      if (tiles > 2) return pass_wide<PASS_TILES>(c, e, share, passes, first, here);
+    if constexpr (PASS_TILES > 1)
+      if (tiles > 1) return pass_wide<2>(c, e, share, passes, first, here);
+    pass_wide<1>(c, e, share, passes, first, here);
+  }
   static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
     const HeldShares<M> shares(c.p);
     if constexpr (G::NORM_PARTS > 0) {
@@ -465,18 +586,10 @@ struct WaveMatMul {
 #pragma unroll 1
       for (u32 i = 0; i < passes.count; i++) {
         const u32 first = passes.first(i), here = passes.first(i + 1) - first;
-        // Of a chunk, fewer units have code of their own: what is not there costs as much as what is. Steps are rather bound by how soon
-        // their instructions arrive.
-        if (M::STEPS)
-          pass<MOST>(c, e, share, passes, first, here, best);
-        else if (here <= UNIT_GROUPS)
-          pass<1>(c, e, share, passes, first, here, best);
-        else if (here <= 2 * UNIT_GROUPS)
-          pass<MOST < 2 ? MOST : 2>(c, e, share, passes, first, here, best);
-        else if (here <= 4 * UNIT_GROUPS)
-          pass<MOST < 4 ? MOST : 4>(c, e, share, passes, first, here, best);
+        if constexpr (WIDE)
+          run_wide(c, e, share, passes, first, here);
         else
-          pass<MOST>(c, e, share, passes, first, here, best);
+          run_warps(c, e, share, passes, first, here, best);
       }
     }
     if constexpr (G::EPILOGUE == Epilogue::LOGITS) tell_best(c, e, Warp(c), best);

@@ -87,9 +87,10 @@ struct WaveRows {
     }
   }
 
-  // Warps of a row, so that a lane has 64 columns at most, and columns that a group of warps has at once.
+  // Warps of a row, so that a lane has few columns, and columns that a group of warps has at once. A block has about four rows of a chunk:
+  // with two warps or more for each, all warps have something.
   static constexpr int PARTS = G::ROW_PARTS, PART_COLS = round_up(ceil_div(H, PARTS), 8);
-  static constexpr int LANE_COLS = M::STEPS ? 8 : 64, WANTED = ceil_div(PART_COLS, 32 * LANE_COLS);
+  static constexpr int LANE_COLS = M::STEPS ? 8 : 32, WANTED = ceil_div(PART_COLS, 32 * LANE_COLS);
   static_assert(PARTS == 1 || G::BRANCH_NORM == Norm::NONE, "a branch is normalised by one block");
   static_assert(PARTS == 1 || !G::OUT || G::NORM == Norm::RMS, "the factor of a norm is all that is left to the product");
   static constexpr int WARPS = WANTED <= 1 ? 1 : WANTED <= 2 ? 2 : WANTED <= 4 ? 4 : WANTED <= 8 ? 8 : M::WARPS, STRIDE_LANES = WARPS * 32, STRIDE = STRIDE_LANES * 8, GROUPS = M::WARPS / WARPS;
@@ -239,7 +240,7 @@ struct WaveRows {
           apply<G::NORM>(c, n, e.norm_weight, e.norm_bias, col, x[i]);
         }
 #pragma unroll
-        for (int k = 0; k < 8; k += 2) *reinterpret_cast<u32*>(out + OperandPlace<H, M::BLOCK_ROWS>::at(row, col + k)) = bf16_pair(x[i][k], x[i][k + 1]);
+        for (int k = 0; k < 8; k += 2) *reinterpret_cast<u32*>(out + WaveOperand<M, H>::at(row, col + k)) = bf16_pair(x[i][k], x[i][k + 1]);
       });
     }
   }

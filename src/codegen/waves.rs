@@ -14,7 +14,7 @@ use crate::ir::{BufferId, GridId};
 use crate::rows::Shape;
 use crate::target::Target;
 use crate::waves::{
-    Action, Form, Input, Layout, NormOf, Over, Plan, Proven, Sum, Target as Written, Wave as PlanWave, WorkId,
+    Action, Form, Input, Layout, NormOf, Over, Plan, Products, Proven, Sum, Target as Written, Wave as PlanWave, WorkId,
 };
 use bytemuck::Zeroable;
 use std::fmt::Write;
@@ -303,6 +303,7 @@ fn machine_members(proven: &Proven<'_>, trace: Trace) -> Vec<String> {
         format!("int REGISTERS = {}", m.registers),
         format!("int LOADER_REGISTERS = {}", m.loader_registers),
         format!("bool STEPS = {}", plan.form.decides()),
+        format!("bool WARPGROUPS = {}", m.products == Products::Warpgroups),
         format!("int BLOCK_ROWS = {}", plan.block_rows),
         format!("int WEIGHT_SLOTS = {}", m.weights.slots),
         format!("int WEIGHT_BYTES = {}", m.weights.slot_bytes),

@@ -422,6 +422,7 @@ mod tests {
                 dot: DotMechanism::Mma,
                 cluster_max: 8,
                 register_reallocation: true,
+                warpgroup_mma: true,
             },
         }
     }

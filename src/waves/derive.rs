@@ -1,8 +1,8 @@
 //! From the schedule of a kernel for rows to a plan of waves.
 
 use super::{
-    Action, CHUNK_BLOCK_ROWS, Division, DivisionId, Form, Input, Layout, Machine, NormOf, Over, Plan, Ring, Share, Sum,
-    Sums, Target as Written, Warps, Wave, Work, WorkId, sums_max,
+    Action, CHUNK_BLOCK_ROWS, Division, DivisionId, Form, Input, Layout, Machine, NormOf, Over, Plan, Products, Ring,
+    Share, Sum, Sums, Target as Written, WIDE_UNITS, Warps, Wave, Work, WorkId, sums_max,
 };
 use crate::dtype::DType;
 use crate::format::Format;
@@ -107,6 +107,7 @@ fn derive_like(
         target: target.name.clone(),
         sms: spec.sm_count,
         warps: WARPS,
+        products: products(program, target, form),
         loader_warps: LOADER_WARPS,
         registers: REGISTERS,
         loader_registers: LOADER_REGISTERS,
@@ -160,12 +161,26 @@ fn chunk_inputs(program: &Program) -> Ring {
     Ring { slots: CHUNK_INPUT_BYTES / slot_bytes, slot_bytes }
 }
 
+/// Warpgroups multiply plain weights whose units are eight rows of one part of k.
+fn products(program: &Program, target: &Target, form: Form) -> Products {
+    let plain = |grid: &Grid| match &grid.op {
+        Op::MatVec(m) => program.format_of(grid) == Format::plain(DType::Bf16) && m.parts() == 1,
+        _ => true,
+    };
+    let of_chunk = program.last_append().map_or(0, |last| last.index());
+    if form == Form::Chunk && target.spec.warpgroup_mma && program.grids[..of_chunk].iter().all(plain) {
+        Products::Warpgroups
+    } else {
+        Products::Warps
+    }
+}
+
 /// Bytes of the largest chunk of weights of any wave.
 fn weight_bytes(program: &Program, plan: &Plan) -> u32 {
     let of_wave = |wave: &Wave| match (&wave.action, &program.grids[wave.grid.index()].op) {
         (Action::MatMul { pass, chunk, warps, .. }, Op::MatVec(m)) => {
             let format = program.format_of(&program.grids[wave.grid.index()]);
-            pass.next_multiple_of(warps.units) * chunk * format.granule_bytes(m.k)
+            plan.machine.products.padded(*pass, *warps) * chunk * format.granule_bytes(m.k)
         }
         _ => 0,
     };
@@ -187,8 +202,8 @@ struct Matrix {
     granule_spans: u32,
     granules: u32,
     granule_bytes: u32,
-    /// Registers of a lane for sums, at most.
-    sums_max: u32,
+    /// Whether sums of a group of weights have registers of their own.
+    grouped: bool,
 }
 
 impl Matrix {
@@ -198,7 +213,7 @@ impl Matrix {
             granule_spans: granule_k / 32,
             granules: m.k.div_ceil(granule_k),
             granule_bytes: format.granule_bytes(m.k),
-            sums_max: sums_max(format.groups.is_some()),
+            grouped: format.groups.is_some(),
         }
     }
 
@@ -215,9 +230,22 @@ impl Matrix {
     /// How a chunk is multiplied: 64 of k of the units of a pass, or a granule of more.
     fn chunk_shape(&self, longest: u32) -> Shape {
         let warps = Warps { rows: 2, units: 4, k: 1 };
-        let most = self.sums_max / (CHUNK_BLOCK_ROWS / 16 / warps.rows * 4) * warps.units;
+        let most = sums_max(Products::Warps, self.grouped) / (CHUNK_BLOCK_ROWS / 16 / warps.rows * 4) * warps.units;
         let pass = longest.div_ceil(longest.div_ceil(most).max(1)).max(1);
         Shape { pass, chunk: (2 / self.granule_spans).max(1), warps }
+    }
+
+    /// The same by warpgroups. A tile of all of them is 16 units for all rows, or 8 where each has half of the rows: then every weight is
+    /// read twice, which costs about an eighth.
+    fn wide_shape(&self, longest: u32) -> Shape {
+        let shapes = [Warps { rows: 1, units: 8, k: 1 }, Warps { rows: 2, units: 4, k: 1 }].map(|warps| {
+            let tile = WIDE_UNITS * warps.units;
+            let units = longest.max(1).next_multiple_of(tile);
+            let most = sums_max(Products::Warpgroups, false) / (CHUNK_BLOCK_ROWS / warps.rows / 2) * tile;
+            (units * (7 + warps.rows), Shape { pass: units.min(most), chunk: (2 / self.granule_spans).max(1), warps })
+        });
+        let [all, halves] = shapes;
+        if halves.0 < all.0 { halves.1 } else { all.1 }
     }
 
     /// How a block of `rows` rows of a step multiplies `longest` units or fewer, by the bytes that warps read of shared memory. `groups`:
@@ -235,7 +263,7 @@ impl Matrix {
             if groups.is_some_and(|groups| groups != warps.k) {
                 continue;
             }
-            let by_sums = self.sums_max / (tiles / by_rows * 4) * by_units;
+            let by_sums = sums_max(Products::Warps, self.grouped) / (tiles / by_rows * 4) * by_units;
             // The least of k that a chunk may have is 64, or a granule.
             let least = (2 / self.granule_spans).max(1);
             let most = by_sums.min(STEP_WEIGHT_BYTES / (least * self.granule_bytes) / by_units * by_units);
@@ -527,8 +555,11 @@ impl Builder<'_> {
         let parts = if let Over::Units { parts, .. } = over { parts } else { 1 };
         match form {
             Form::Chunk => {
-                let of_blocks = (1..=rows / block_rows).map(|blocks| matrix.chunk_shape(longest(blocks)));
-                of_blocks.max_by_key(|shape| shape.pass)
+                let mut lengths = (1..=rows / block_rows).map(longest);
+                match machine.products {
+                    Products::Warps => lengths.map(|units| matrix.chunk_shape(units)).max_by_key(|shape| shape.pass),
+                    Products::Warpgroups => lengths.next_back().map(|units| matrix.wide_shape(units)),
+                }
             }
             Form::Steps | Form::Tail => {
                 let groups = match self.order_of(self.plan.waves.len()) {

@@ -92,9 +92,35 @@ impl Form {
     }
 }
 
+/// Who multiplies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Products {
+    /// Each warp for itself (`mma.sync`): both operands are in registers.
+    Warps,
+    /// Four warps together (`wgmma`): weights are in registers, the input is read from shared memory without a warp.
+    Warpgroups,
+}
+
+impl Products {
+    /// The units that a slot has room for, of a pass of `pass`: whole tiles of all warps.
+    fn padded(self, pass: u32, warps: Warps) -> u32 {
+        match self {
+            Products::Warps => pass.next_multiple_of(warps.units),
+            Products::Warpgroups => pass.next_multiple_of(WIDE_UNITS * warps.units),
+        }
+    }
+}
+
+/// Units that a warp of a warpgroup has side by side: rows of a tile of 16.
+const WIDE_UNITS: u32 = 2;
+
 /// Registers of a lane that a product has for sums, at most. Of codes whose scales are of groups the sums of a group come on top.
-fn sums_max(grouped: bool) -> u32 {
-    if grouped { 64 } else { 112 }
+fn sums_max(products: Products, grouped: bool) -> u32 {
+    match products {
+        Products::Warpgroups => 128,
+        Products::Warps if grouped => 64,
+        Products::Warps => 112,
+    }
 }
 
 /// Waves in order, and who does what in each.
@@ -119,6 +145,7 @@ pub struct Machine {
     /// Blocks, one an SM.
     pub sms: u32,
     pub warps: u32,
+    pub products: Products,
     pub loader_warps: u32,
     /// Of a consumer and of a loader thread, after registers moved.
     pub registers: u32,

@@ -1,6 +1,6 @@
 //! The text of a plan, for people.
 
-use super::{Action, Form, Over, Plan, Sum, Sums, Target, Warps};
+use super::{Action, Form, Over, Plan, Products, Sum, Sums, Target, Warps};
 use std::fmt;
 
 impl fmt::Display for Plan {
@@ -8,7 +8,7 @@ impl fmt::Display for Plan {
         let m = &self.machine;
         writeln!(
             f,
-            "waves {} rows={} target={} sms={} warps={}+{} registers={}/{} weights={}x{} inputs={}x{} scratch={}",
+            "waves {} rows={} target={} sms={} warps={}+{}{} registers={}/{} weights={}x{} inputs={}x{} scratch={}",
             match self.form {
                 Form::Chunk => "chunk",
                 Form::Steps => "steps",
@@ -19,6 +19,10 @@ impl fmt::Display for Plan {
             m.sms,
             m.warps,
             m.loader_warps,
+            match m.products {
+                Products::Warps => "",
+                Products::Warpgroups => " products=warpgroups",
+            },
             m.registers,
             m.loader_registers,
             m.weights.slots,

@@ -5,8 +5,8 @@
 //! The rest is what the rules below say. They believe nothing that [`super::derive`] computed.
 
 use super::{
-    Action, CHUNK_BLOCK_ROWS, Division, Form, Input, Layout, NormOf, Over, Plan, Ring, STEP_ROWS_MAX, Share, Sum, Sums,
-    Target as Written, Warps, Wave, WorkId, sums_max,
+    Action, CHUNK_BLOCK_ROWS, Division, Form, Input, Layout, NormOf, Over, Plan, Products, Ring, STEP_ROWS_MAX, Share,
+    Sum, Sums, Target as Written, Warps, Wave, WorkId, sums_max,
 };
 use crate::dtype::DType;
 use crate::format::Format;
@@ -265,6 +265,14 @@ impl Judge<'_> {
             (!capable, "a target without bulk copies, tensor cores or registers that move"),
             (m.sms == 0 || m.sms > spec.sm_count, "more blocks than SMs, which would wait for each other for ever"),
             (m.warps != 8 || m.loader_warps != 4, "expected 8 warps and a loader of 4"),
+            (
+                m.products == Products::Warpgroups && !spec.warpgroup_mma,
+                "products by warpgroups, which the target lacks",
+            ),
+            (
+                m.products == Products::Warpgroups && self.plan.form != Form::Chunk,
+                "products of steps by warpgroups, which add up in another order than warps",
+            ),
             (threads > u64::from(spec.threads_per_block_max), "too many threads"),
             (registers > each * threads, "more registers than the launch gives, for which warps would wait for ever"),
             (!moves || most < each, "registers that do not move from the loader to consumers in steps of 8"),
@@ -757,6 +765,7 @@ impl Judge<'_> {
     /// What is wrong with how a block multiplies. A step of the loop is what a chunk of inputs and one of weights have in common.
     fn ring_of(&self, m: &MatVec, format: Format, product: Product) -> Vec<String> {
         let Product { pass, chunk, warps: Warps { rows, units, k }, parts } = product;
+        let wide = self.plan.machine.products == Products::Warpgroups;
         let (block, machine) = (u64::from(self.plan.block_rows), &self.plan.machine);
         let [pass, chunk, rows, units, k, parts] = [pass, chunk, rows, units, k, parts].map(u64::from);
         let spans = granule_spans(m, format);
@@ -768,8 +777,11 @@ impl Judge<'_> {
         let tiles = block / 16;
         let (of_inputs, of_weights) = (u64::from(machine.inputs.slot_bytes) / (block * 64), chunk * spans);
         let step = of_inputs.min(of_weights);
-        let padded = pass.next_multiple_of(units);
-        let sums = sums_max(format.groups.is_some());
+        // A warp of a warpgroup has two units of each tile.
+        let tile = if wide { 2 * units } else { units };
+        let padded = pass.next_multiple_of(tile);
+        let sums = sums_max(self.plan.machine.products, format.groups.is_some());
+        let of_lane = if wide { block / rows / 2 * (padded / tile) } else { tiles / rows * (padded / units) * 4 };
         let bytes = padded.saturating_mul(chunk).saturating_mul(u64::from(format.granule_bytes(m.k)));
         let part = u64::from(part_granules(m, format, product.parts));
         let whole = step >= 2
@@ -788,7 +800,17 @@ impl Judge<'_> {
                 bytes > u64::from(machine.weights.slot_bytes),
                 format!("{bytes} bytes of a pass of {pass} units, which no slot holds"),
             ),
-            (tiles / rows * (padded / units) * 4 > u64::from(sums), format!("more than {sums} sums of a lane")),
+            (of_lane > u64::from(sums), format!("more than {sums} sums of a lane")),
+            (
+                wide && (step != 2 || of_inputs != 2 || of_weights != 2 || spans != 1 || !format.is_plain()),
+                "expected chunks of 64 of k of plain units of eight rows, which warpgroups multiply".to_string(),
+            ),
+            (
+                wide && !([(1, 8), (2, 4)].contains(&(rows, units)) && k == 1),
+                "expected warpgroups that share rows or units".to_string(),
+            ),
+            // Only the last pass of a share may end within a tile.
+            (wide && pass != padded, format!("a pass of {pass} units, which is no whole tiles of {tile}")),
             // The loader has a lane for each unit of a pass.
             (pass > 96, "more units of a pass than lanes copy".to_string()),
             // Warps of steps leave their sums there, those of at least one unit at once.

@@ -213,6 +213,26 @@ static void emulated_product(float& d0, float& d1, float& d2, float& d3, unsigne
     *sums[i] = sum;
   }
 }
+// wgmma with A in registers, by one of its four warps: B lies as core matrices of 8 columns by 8 of k, `along_k` and `along_columns` apart.
+template <int N>
+static void emulated_warpgroup_product(float (&d)[N / 2], unsigned a0, unsigned a1, unsigned a2, unsigned a3, const unsigned char* b,
+                                       unsigned along_k, unsigned along_columns) {
+  const int lane = current % 32;
+  for (int j = 0; j < N / 8; j++) {
+    unsigned words[2]; // column lane / 4, pair lane % 4 of both eights of k
+    for (int half = 0; half < 2; half++)
+      std::memcpy(&words[half], b + half * along_k + j * along_columns + lane / 4 * 16 + lane % 4 * 4, 4);
+    emulated_product(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3], a0, a1, a2, a3, words[0], words[1]);
+  }
+}
+// Two 8 x 8 matrices of 16 bits, transposed by movmatrix: the halves of fp32 values, of which a lane has a pair of a row.
+static float2 emulated_transpose(float a, float b) {
+  const int turn = turns[current]++ & 1, first = current / 32 * 32, lane = current % 32;
+  operands[turn][current][0] = a, operands[turn][current][1] = b;
+  __syncwarp();
+  const auto of_row = [&](int row) { return operands[turn][first + row * 4 + lane / 8][lane / 4 % 2]; };
+  return {of_row(lane % 4 * 2), of_row(lane % 4 * 2 + 1)};
+}
 static unsigned addresses[2][THREADS_MAX];
 // ldmatrix.x4.trans: lane l names row l % 8 of matrix l / 8, and gets rows l % 4 * 2 and the next of column l / 4 of each.
 template <class V>

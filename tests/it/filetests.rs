@@ -193,6 +193,7 @@ fn cpu() -> Target {
             dot: DotMechanism::Fma,
             cluster_max: 1,
             register_reallocation: false,
+            warpgroup_mma: false,
         },
     }
 }

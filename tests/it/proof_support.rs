@@ -194,6 +194,7 @@ pub fn cpu() -> Target {
             dot: DotMechanism::Fma,
             cluster_max: 1,
             register_reallocation: false,
+            warpgroup_mma: false,
         },
     }
 }
@@ -213,6 +214,7 @@ pub fn h200() -> Target {
             dot: DotMechanism::Mma,
             cluster_max: 8,
             register_reallocation: true,
+            warpgroup_mma: true,
             ..cpu().spec
         },
     }

@@ -122,6 +122,7 @@ static void wave_release_pair(WaveContext<M>& c, RingCursor<A>& a, RingCursor<B>
 }
 
 #include "waves/rows.cuh"
+#include "waves/warpgroup.cuh"
 #include "waves/matmul.cuh"
 #include "waves/attention.cuh"
 

@@ -7,10 +7,10 @@
 
 // ---- a block and its memory -------------------------------------------------------------------------------------------
 
-template <bool STEPS_, int ROWS_, int INPUT_KIB, int WEIGHT_KIB, u32 PAGE = 64>
+template <bool STEPS_, int ROWS_, int INPUT_KIB, int WEIGHT_KIB, u32 PAGE = 64, bool WIDE = false>
 struct Machine {
   static constexpr int SMS = 40, WARPS = 8, LOADER_WARPS = 4, INPUT_SLOTS = 3, WEIGHT_SLOTS = 2, INPUT_BYTES = INPUT_KIB << 10, WEIGHT_BYTES = WEIGHT_KIB << 10;
-  static constexpr bool STEPS = STEPS_;
+  static constexpr bool STEPS = STEPS_, WARPGROUPS = WIDE;
   static constexpr int BLOCK_ROWS = ROWS_, INPUT_AT = WEIGHT_SLOTS * WEIGHT_BYTES, SCRATCH_AT = 0, SCRATCH_BYTES = STEPS ? 32 << 10 : 0;
   static constexpr int DIVISIONS = 1, STATE_AT = 64 << 10, STATE_BYTES = 1 << 14, STAGE_AT = 0, HEADS_AT = 0, REDUCE_AT = 0;
   static constexpr int REDUCE_BATCH = 1, ROWS = 8, REGISTERS = 216, LOADER_REGISTERS = 72, STAMPS_MAX = 0, VOCAB = 30;
@@ -22,6 +22,7 @@ struct Machine {
 };
 template <int INPUT_KIB, int WEIGHT_KIB, u32 PAGE = 64>
 using ChunkMachine = Machine<false, 128, INPUT_KIB, WEIGHT_KIB, PAGE>;
+using WideMachine = Machine<false, 128, 16, 32, 64, true>;
 template <int ROWS, u32 PAGE = 64>
 using StepMachine = Machine<true, ROWS, 16, 16, PAGE>;
 // The block that runs: others are left out.
@@ -55,13 +56,18 @@ template <class M>
 static u32 blocks(u32 rows) { return (rows + M::BLOCK_ROWS - 1) / M::BLOCK_ROWS; }
 template <class M, int COLS>
 static u32 operand(u32 rows) {
-  typedef OperandPlace<COLS, M::BLOCK_ROWS> Place;
+  typedef WaveOperand<M, COLS> Place;
   return activations(size_t(blocks<M>(rows)) * Place::BLOCKS * Place::BLOCK_BYTES);
 }
 // The place of a column of an operand as waves/context.cuh defines it, computed here without that code.
 template <class M, int COLS>
 static u8* operand_at(u32 at, u32 row, u32 col) {
   const u32 tiles = (COLS + 127) / 128 * 2, lane = row % 8 * 4 + col % 32 / 8, of = M::BLOCK_ROWS;
+  // Core matrices: 8 rows of 16 bytes, a pair of columns of each 8.
+  if (M::WARPGROUPS) {
+    const size_t core = (size_t(row / of) * tiles + col / 64) * (of * 128) + col % 64 / 32 * (of * 64) + row % of / 8 * 512 + col % 8 / 2 * 128;
+    return work.data() + size_t(at) * OFFSET_BYTES + core + row % 8 * 16 + col % 32 / 8 * 4 + col % 2 * 2;
+  }
   const size_t piece = (size_t(row / of) * tiles + col / 64) * (of * 128) + row % of / 16 * 2048 + col % 64 / 32 * 1024 + col % 8 / 4 * 512 + lane * 16;
   return work.data() + size_t(at) * OFFSET_BYTES + piece + col % 4 / 2 * 8 + row % 16 / 8 * 4 + col % 2 * 2;
 }
@@ -113,10 +119,15 @@ static void run() {
 template <int H, bool E, bool B, bool O, Norm N, Norm BN = Norm::NONE>
 struct Rowwise {
   static constexpr int HIDDEN = H;
-  static constexpr bool EMBED = E, BRANCH = B, OUT = O;
+  static constexpr bool EMBED = E, TAKE = false, BRANCH = B, OUT = O;
   static constexpr float EMBED_SCALE = 1.5f, BRANCH_SCALE = 0.25f, EPS = 1e-5f, BRANCH_EPS = 1e-6f;
   static constexpr Norm NORM = N, BRANCH_NORM = BN;
   static constexpr int BRANCH_PARTS = 0, ROW_PARTS = 1;
+};
+// Rows of a launch before.
+template <class G>
+struct Taking : G {
+  static constexpr bool TAKE = true;
 };
 // Several blocks share a row.
 template <class G, int N>
@@ -149,6 +160,8 @@ static void rowwise(const char* name, const char* out_name, u32 rows, u32 step =
   wave.residual = activations(size_t(whole) * H * 4);
   wave.branch = activations(size_t(whole) * H * (PARTS > 0 ? 4 * PARTS : 2));
   wave.out = operand<M, H>(rows);
+  std::vector<float> taken(before.size());
+  params.taken = taken.data();
   std::vector<i32> tokens, mailbox(1 + (params.steps + 1) * M::BLOCK_ROWS, -9), told = mailbox;
   if (M::STEPS) params.mailbox = mailbox.data();
   const auto best_of = [&](u32 row) {
@@ -175,7 +188,10 @@ static void rowwise(const char* name, const char* out_name, u32 rows, u32 step =
       tokens.push_back(at.token);
     }
     for (int i = 0; i < H; i++) {
-      if (!G::EMBED) std::memcpy(plain_at(wave.residual, row, i, H, 4), &before[size_t(row) * H + i], 4);
+      if (G::TAKE)
+        taken[size_t(at.from) * H + i] = before[size_t(row) * H + i];
+      else if (!G::EMBED)
+        std::memcpy(plain_at(wave.residual, row, i, H, 4), &before[size_t(row) * H + i], 4);
       const float y = branch[size_t(row) * H + i];
       if (PARTS == 0) narrow(y, reinterpret_cast<bf16*>(plain_at(wave.branch, row, i, H, 2)));
       // Parts of very different sizes that are exact, and add up to it.
@@ -232,7 +248,7 @@ static void rowwise(const char* name, const char* out_name, u32 rows, u32 step =
   if (G::OUT)
     report(out_name, out, found_out);
   else
-    require(untouched(work.data() + size_t(wave.out) * OFFSET_BYTES, (OperandPlace<H, M::BLOCK_ROWS>::BLOCK_BYTES)), "an output that the wave does not have");
+    require(untouched(work.data() + size_t(wave.out) * OFFSET_BYTES, (WaveOperand<M, H>::BLOCK_BYTES)), "an output that the wave does not have");
 }
 
 // ---- matmul -------------------------------------------------------------------------------------------------------------
@@ -704,8 +720,8 @@ int main(int count, char**) {
   // A row by one warp, by two, by four and by eight.
   rowwise<Rowwise<200, true, false, true, Norm::RMS>>("rows-embed", "rows-embed-bf16", 37);
   rowwise<Rowwise<256, false, true, true, Norm::RMS, Norm::RMS>>("rows-branch", "rows-branch-bf16", 130);
-  rowwise<Rowwise<2304, false, true, true, Norm::LAYER, Norm::LAYER>>("rows-layer-2-warps", "rows-layer-2-warps-bf16", 11);
-  rowwise<Rowwise<4104, true, false, true, Norm::LAYER>>("rows-embed-4-warps", "rows-embed-4-warps-bf16", 5);
+  rowwise<Rowwise<1104, false, true, true, Norm::LAYER, Norm::LAYER>>("rows-layer-2-warps", "rows-layer-2-warps-bf16", 11);
+  rowwise<Rowwise<2312, true, false, true, Norm::LAYER>>("rows-embed-4-warps", "rows-embed-4-warps-bf16", 5);
   rowwise<Rowwise<8200, false, true, true, Norm::RMS, Norm::LAYER>>("rows-8-warps", "rows-8-warps-bf16", 3);
   rowwise<Rowwise<64, false, false, true, Norm::NONE>>("rows-as-they-are", "rows-as-they-are-bf16", 9);
   rowwise<Rowwise<72, false, true, false, Norm::NONE>>("rows-sum-alone", "", 9);
@@ -721,6 +737,15 @@ int main(int count, char**) {
   matmul<Product<50, 192, Epilogue::STORE, 5, 4, true, true>>("matmul-units-of-4-bf16", 70);
   matmul<Product<26, 384, Epilogue::ACT, 7, 2, true, false>>("matmul-units-of-2-bf16", 65);
   matmul<Product<34, 640, Epilogue::STORE, 28, 2, false, true>>("matmul-units-of-2-long-bf16", 3);
+  // By warpgroups: tiles of 16 units for all rows, or of 8 for half of them; passes of one to four tiles, the last ones shorter.
+  rowwise<Rowwise<256, false, true, true, Norm::RMS>, WideMachine>("wide-rows", "wide-rows-bf16", 130);
+  matmul<WideMachine, By<Product<40, 200, Epilogue::STORE, 16, 8, true, true>, 1, 8, 1, 2>>("wide-store-bf16", 37);
+  matmul<WideMachine, By<Product<264, 96, Epilogue::STORE, 32, 8, false, false>, 1, 8, 1, 2>>("wide-store-operand-bf16", 130);
+  matmul<WideMachine, By<Product<1138, 160, Epilogue::ACT, 32, 8, true, false, Act::GELU_TANH>, 2, 4, 1, 2>>("wide-act-bf16", 128);
+  matmul<WideMachine, By<Product<388, 64, Epilogue::GATED, 32>, 1, 8, 1, 2>>("wide-gated-bf16", 100);
+  matmul<WideMachine, By<Product<92, 544, Epilogue::GATED, 24, 8, true, true, Act::GELU_TANH>, 2, 4, 1, 2>>("wide-gated-bias-bf16", 129);
+  matmul<WideMachine, By<Product<200, 712, Epilogue::RESIDUAL, 8>, 2, 4, 1, 2>>("wide-residual", 131);
+  matmul<WideMachine, By<Product<541, 40, Epilogue::RESIDUAL, 16, 8, true>, 1, 8, 1, 2>>("wide-residual-odd", 5);
   // Codes: a chunk is a granule; of scales of groups, of rows, of both, with zero points; of k that ends within a granule.
   typedef By<Product<44, 200, Epilogue::RESIDUAL, 4, 8, true>, 2, 4, 1, 1> Sum;
   typedef By<Product<92, 328, Epilogue::GATED, 16>, 2, 4, 1, 1> Gate;
@@ -737,6 +762,7 @@ int main(int count, char**) {
   typedef Heads<4, 2, 2, 64, 64, false, HeadNorm::HEAD, 0, 1> Halves;
   const HeadNorm none = HeadNorm::NONE, head = HeadNorm::HEAD;
   // From the start, after a history that ends within a tile, and in rows of two blocks.
+  attention<WideMachine, Tiled<Halves, 64, none, none>>("wide-attention-bf16", {{0, 0}, {0, 1}, {0, 2}});
   for (const auto& at : {std::pair<u32, u32>{0, 37}, {61, 130}, {100, 1}}) attention<Tiled<Halves, 64, none, none>, 16, 64>("attention-halves-bf16", at.first, at.second);
   attention<Capped<Tiled<Heads<4, 4, 4, 64, 0, false, HeadNorm::HEAD, 24, 1>, 32, head, head>>, 8, 32>("attention-window-cap-bf16", 75, 70);
   attention<Tiled<Heads<3, 3, 3, 64, 64, true, HeadNorm::HEAD, 50, 1>, 16, head, none>, 4, 32>("attention-pairs-3-bf16", 40, 40);
@@ -758,6 +784,7 @@ int main(int count, char**) {
   rowwise<SumsOf<Rowwise<72, false, true, false, Norm::NONE>, 3>, S64>("steps-addend-alone", "", 33);
   rowwise<Rowwise<1032, false, true, true, Norm::LAYER, Norm::LAYER>, S16>("steps-branch", "steps-branch-bf16", 16);
   // Parts of rows: of one warp, of several, and with two pieces a lane.
+  rowwise<Taking<Rowwise<264, false, false, true, Norm::RMS>>, S16>("steps-taken", "steps-taken-bf16", 11);
   rowwise<RowsIn<Rowwise<256, true, false, true, Norm::RMS>, 4>, S32>("steps-embed-4", "steps-embed-4-bf16", 29, 1);
   rowwise<RowsIn<SumsOf<Rowwise<1600, false, true, true, Norm::RMS>, 2>, 2>, S64>("steps-addend-2", "steps-addend-2-bf16", 64);
   rowwise<RowsIn<Rowwise<12288, false, true, true, Norm::RMS>, 3>, S16>("steps-branch-3", "steps-branch-3-bf16", 5);

@@ -1,0 +1,89 @@
+// Owns products by four warps at once (wgmma, sm_90a): D(64 x N) += A(64 x 16) B(16 x N), bf16 operands, fp32 sums.
+//
+// A is in registers: warp w of the four has rows 16 w to 16 w + 15, a lane those of mma.m16n8k16. B is in shared memory: core matrices of
+// 8 columns by 16 bytes of k, those that follow each other along k CORE_BYTES apart, along columns COLUMNS_BYTES. Of lane l, d[4 j] and
+// d[4 j + 1] are columns 8 j + l % 4 * 2 and the next of row l / 4, d[4 j + 2] and d[4 j + 3] those of row l / 4 + 8 (PTX ISA, "Asynchronous
+// warpgroup level matrix instructions").
+//
+// Products run on while a warp goes on. Between warpgroup_begin and warpgroup_await neither the operands in registers nor the sums may be
+// touched, and B may not be overwritten.
+#pragma once
+
+struct WarpgroupOperand {
+  static constexpr u32 CORE_BYTES = 128, COLUMNS_BYTES = 512;
+  // B where it begins, as the instruction wants it: not swizzled.
+  static __device__ __forceinline__ u64 at(const u8* from) {
+#ifndef __CUDA_ARCH__
+    return u64(from - smem); // tests of ops on a CPU
+#else
+    return u64(CORE_BYTES >> 4) << 16 | u64(COLUMNS_BYTES >> 4) << 32 | (smem_address(from) & 0x3ffff) >> 4;
+#endif
+  }
+  // `bytes` further on.
+  static __device__ __forceinline__ u64 next(u64 at, u32 bytes) {
+#ifndef __CUDA_ARCH__
+    return at + bytes;
+#else
+    return at + (bytes >> 4);
+#endif
+  }
+};
+
+// After the last write of operands and sums in registers.
+__device__ __forceinline__ void warpgroup_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+}
+// The products since the last call are a group.
+__device__ __forceinline__ void warpgroup_commit() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
+// Until at most LEFT groups are under way.
+template <int LEFT>
+__device__ __forceinline__ void warpgroup_await() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+#endif
+}
+
+#define MONOBLOC_SUMS4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define MONOBLOC_SUMS16(i) MONOBLOC_SUMS4(i), MONOBLOC_SUMS4(i + 4), MONOBLOC_SUMS4(i + 8), MONOBLOC_SUMS4(i + 12)
+template <int N>
+__device__ __forceinline__ void warpgroup_product(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+  static_assert(N == 64 || N == 128, "columns that there is an instruction for");
+#ifndef __CUDA_ARCH__
+  emulated_warpgroup_product<N>(d, a0, a1, a2, a3, smem + b, WarpgroupOperand::CORE_BYTES, WarpgroupOperand::COLUMNS_BYTES); // tests of ops on a CPU
+#elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  if constexpr (N == 128)
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,"
+        "%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,"
+        "%59,%60,%61,%62,%63},{%64,%65,%66,%67},%68,1,1,1,0;"
+        : MONOBLOC_SUMS16(0), MONOBLOC_SUMS16(16), MONOBLOC_SUMS16(32), MONOBLOC_SUMS16(48)
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
+  else
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,"
+        "%24,%25,%26,%27,%28,%29,%30,%31},{%32,%33,%34,%35},%36,1,1,1,0;"
+        : MONOBLOC_SUMS16(0), MONOBLOC_SUMS16(16)
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
+#endif
+}
+#undef MONOBLOC_SUMS16
+#undef MONOBLOC_SUMS4
+
+// The transpose of 8 x 8 values, of which a lane has columns l % 4 * 2 and the next of row l / 4, before and after: as halves of 16 bits.
+__device__ __forceinline__ float2 transposed(float a, float b) {
+#ifndef __CUDA_ARCH__
+  return emulated_transpose(a, b); // tests of ops on a CPU
+#else
+  const u32 first = __float_as_uint(a), second = __float_as_uint(b);
+  u32 low = __byte_perm(first, second, 0x5410), high = __byte_perm(first, second, 0x7632);
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(low));
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(high));
+  return make_float2(__uint_as_float(__byte_perm(low, high, 0x5410)), __uint_as_float(__byte_perm(low, high, 0x7632)));
+#endif
+}
