@@ -39,11 +39,12 @@ pub(super) fn tolerance(precision: Precision) -> Tolerance {
     Tolerance::of_device(Precision { cache, ..precision })
 }
 
-/// Of keys and values of a layer before they are rounded to codes, norm by norm: errors of vectors that were rounded before add up as
-/// independent ones do.
+/// Of keys and values of a layer before they are rounded to codes, norm by norm. Errors of the vectors of one layer add up as independent
+/// ones do. Those of layers need not: a later one may amplify what it is given, as attention does where values of many positions cancel,
+/// so they are added up. No layer may be further off than logits.
 fn before_rounding(tolerance: Tolerance, layer: u32) -> f64 {
-    let vectors = ROUNDED_PER_LAYER * f64::from(layer + 1);
-    tolerance.error_rel_l2.min(BF16_ERROR * vectors.sqrt())
+    let of_layer = BF16_ERROR * ROUNDED_PER_LAYER.sqrt();
+    tolerance.error_rel_l2.min(of_layer * f64::from(layer + 1))
 }
 
 /// How far `x` is from all that is rounded to `code`, both in units of the scale. NaN of a code that is no number.
