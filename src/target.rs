@@ -666,6 +666,7 @@ error: unknown key `sm_cnt` in `spec`
             ("\"sm_90a\"", "\"sm_\"", "not a CUDA architecture"),
             ("\"sm_90a\"", "\"\"", "not a CUDA architecture"),
             ("\"sm_90a\"", "\"sm_90\"", "no register reallocation on `sm_90`"),
+            ("\"sm_90a\"", "\"sm_100a\"", "no products by warpgroups on `sm_100a`"),
             ("\"sm_90a\"", "\"sm_80\"", "`bulk` needs more than `sm_80` has|expected `sm_90` or later for `bulk`"),
             ("\"sm_90a\"", "\"sm_80\"", "a cluster needs more than `sm_80` has"),
             ("\"sm_90a\"", "\"sm_75\"", "`mma` needs more than `sm_75` has"),
@@ -733,7 +734,7 @@ error: unknown key `sm_cnt` in `spec`
             change(&mut other);
             other.key_text() != key
         };
-        let matters: [fn(&mut Target); 14] = [
+        let matters: [fn(&mut Target); 15] = [
             |t| t.name.push('x'),
             |t| t.kind = TargetKind::Cpu,
             |t| t.spec.arch.push('x'),
