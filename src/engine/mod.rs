@@ -15,8 +15,8 @@
 //!   first; beside decoding rows they take at most `chunk_rows` together, which bounds what they delay. A stepper may read long chunks of one
 //!   prompt faster alone: then the oldest such prompt has launches of its own. If the stepper can decide what follows the last token there,
 //!   that token is part of them; else, and where others decode, it is a row of the step after them. Where others decode, what is left of a
-//!   prompt is read beside them if it fits into three of their steps. Otherwise a chunk of at most `chunk_rows` tokens is read alone, and they
-//!   have every second launch.
+//!   prompt shares their steps if three of these have room for it. Otherwise launches alternate: a chunk of the prompt, of at most `chunk_rows`
+//!   tokens, and a step of the others.
 //! - **Steps.** A launch has one step, with one exception: if no prompt is computed, the stepper chooses the tokens of all rows, all
 //!   requests have their first token, and none has a grammar, it has up to `steps_max` steps. Tokens are told at the end of a launch, so
 //!   a first token never waits for others. A request that arrives waits for at most `steps_max` steps before it is looked at. A launch

@@ -217,9 +217,14 @@ impl Matrix {
         }
     }
 
+    /// The least granules that a chunk may have: 64 of k, or one that is longer.
+    fn least_chunk(&self) -> u32 {
+        (2 / self.granule_spans).max(1)
+    }
+
     /// Granules of a part of k: whole blocks of 64 columns.
     fn part(&self, parts: u32) -> u32 {
-        self.granules.div_ceil(parts).next_multiple_of((2 / self.granule_spans).max(1))
+        self.granules.div_ceil(parts).next_multiple_of(self.least_chunk())
     }
 
     /// Whether each of `parts` parts has something.
@@ -232,7 +237,7 @@ impl Matrix {
         let warps = Warps { rows: 2, units: 4, k: 1 };
         let most = sums_max(Products::Warps, self.grouped) / (CHUNK_BLOCK_ROWS / 16 / warps.rows * 4) * warps.units;
         let pass = longest.div_ceil(longest.div_ceil(most).max(1)).max(1);
-        Shape { pass, chunk: (2 / self.granule_spans).max(1), warps }
+        Shape { pass, chunk: self.least_chunk(), warps }
     }
 
     /// The same by warpgroups. A tile of all of them is 16 units for all rows, or 8 where each has half of the rows: then every weight is
@@ -242,7 +247,7 @@ impl Matrix {
             let tile = WIDE_UNITS * warps.units;
             let units = longest.max(1).next_multiple_of(tile);
             let most = sums_max(Products::Warpgroups, false) / (CHUNK_BLOCK_ROWS / warps.rows / 2) * tile;
-            (units * (7 + warps.rows), Shape { pass: units.min(most), chunk: (2 / self.granule_spans).max(1), warps })
+            (units * (7 + warps.rows), Shape { pass: units.min(most), chunk: self.least_chunk(), warps })
         });
         let [all, halves] = shapes;
         if halves.0 < all.0 { halves.1 } else { all.1 }
@@ -264,8 +269,7 @@ impl Matrix {
                 continue;
             }
             let by_sums = sums_max(Products::Warps, self.grouped) / (tiles / by_rows * 4) * by_units;
-            // The least of k that a chunk may have is 64, or a granule.
-            let least = (2 / self.granule_spans).max(1);
+            let least = self.least_chunk();
             let most = by_sums.min(STEP_WEIGHT_BYTES / (least * self.granule_bytes) / by_units * by_units);
             if most == 0 {
                 continue;

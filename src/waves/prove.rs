@@ -743,7 +743,7 @@ impl Judge<'_> {
                 Ok(())
             }
             (Epilogue::Logits { .. }, Written::Best(best)) if parts == 1 && self.plan.form.decides() => {
-                // A tail has one step: nothing of it reads them before the host is told.
+                // A tail has one step, so none of its waves reads what its head decides.
                 if self.plan.form == Form::Tail {
                     self.layout(best, Layout::Candidates, self.plan.machine.sms)?;
                     self.candidates = Some(best);

@@ -77,7 +77,7 @@ fn as_computed(_: &CacheShape, bytes: &[u8]) -> Vec<u8> {
     bytes.to_vec()
 }
 
-/// The arena of a device, beside the interpreter that computes in its place.
+/// A device: its cache arena, and an interpreter that computes what the device would.
 struct Fake {
     schedule: Schedule,
     interp: Interp,

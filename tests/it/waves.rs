@@ -119,7 +119,7 @@ fn proven<'a>(validated: &'a Validated, target: &Target, form: Form, rows: u32) 
     Ok(prove(plan, validated, target).unwrap_or_else(|violations| panic!("{}", listed(&violations))))
 }
 
-/// Chunks of so many rows, and a tail of so many.
+/// A proven plan of chunks of `chunk` rows with a tail of `rows` rows.
 fn with_tail<'a>(validated: &'a Validated, target: &Target, chunk: u32, rows: u32) -> Result<WithTail<'a>, Refused> {
     let tail = derive(validated.schedule(), target, Form::Tail, rows)?;
     let chunk = proven(validated, target, Form::Chunk, chunk)?;
