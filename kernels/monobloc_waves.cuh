@@ -5,6 +5,7 @@
 #include "waves/ring.cuh"
 #include "waves/rows.cuh"
 #include "waves/warpgroup.cuh"
+#include "waves/warpgroup_codes.cuh"
 #include "waves/matmul.cuh"
 #include "waves/attention.cuh"
 #include "waves/kernel.cuh"

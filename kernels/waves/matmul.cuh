@@ -16,9 +16,10 @@
 // lane / 4 + 8 of x: as operands of m16n8k16 they are a permutation of k that both sides share (rows/matvec.cuh). Codes become operands as in
 // rows/matvec_codes.cuh; the input of each of their chunks is made to meet them by every warp that reads it.
 //
-// By warpgroups (M::WARPGROUPS, plain weights): W is the left operand, in registers, and x the right one, in shared memory, where no warp
-// reads it again for each of its units. Both share the same permutation of k. A warpgroup has all rows of the block, or half of them, and
-// of a tile of units two each warp; a pass is a few whole tiles. Sums are turned, and end as those of warps do.
+// By warpgroups (M::WARPGROUPS): W is the left operand, in registers, and x the right one, in shared memory, where no warp reads it again
+// for each of its units. Both share the same permutation of k. A warpgroup has all rows of the block, or half of them, and of a tile of
+// units two each warp; a pass is a few whole tiles. Sums are turned, and end as those of warps do. Codes become operands as in
+// warpgroup_codes.cuh; the input stays as it is.
 #pragma once
 
 // Codes of a matrix as operands; plain weights are operands as they lie.
@@ -26,14 +27,17 @@ template <class M, class G, class = int>
 struct WaveCodes {
   static constexpr bool CODED = false, GROUPED = false, ROW_SCALES = false;
   static constexpr float FACTOR = 1.f;
+  static constexpr int GROUPS = 1;
 };
 template <class M, class G>
 struct WaveCodes<M, G, decltype(int(G::CODE))> {
   typedef Coding<M, G> Weights;
   typedef RowsOperand<G::CODE> Operand;
   typedef RowsHeld<M, G, 2> Held; // of the two columns of a lane
+  typedef WideOperand<G::CODE> Wide;
+  typedef RowsHeld<M, G, 1> WideHeld; // of the row of a lane
   static constexpr bool CODED = true, GROUPED = Weights::GROUPED, ROW_SCALES = Weights::ROW_SCALES;
-  static constexpr float FACTOR = Operand::FACTOR;
+  static constexpr float FACTOR = M::WARPGROUPS ? 1.f : Operand::FACTOR;
   static constexpr int OFFSET = Operand::OFFSET + int(Weights::Codes::ZERO);
   static constexpr bool SUMS_X = G::ZEROS || OFFSET != 0;
   static constexpr int GROUPS = Weights::GROUPS, GROUP_BLOCKS = Weights::GROUP_BLOCKS;
@@ -74,7 +78,8 @@ struct WaveMatMul {
   static constexpr int UNIT_PITCH = G::CHUNK * GRANULE; // of a unit in a slot
   // By warpgroups: rows of one, and units of a tile, of which each warp has two side by side.
   static constexpr int GROUP_ROWS = M::BLOCK_ROWS / ROW_GROUPS, TILE_UNITS = 2 * UNIT_GROUPS, PASS_TILES = ceil_div(PASS, TILE_UNITS);
-  static_assert(!WIDE || (!Codes::CODED && K_PARTS == 1 && K_GROUPS == 1 && !M::STEPS && STEP == 2 && X_STEPS == 1 && W_STEPS == 1), "what warpgroups multiply");
+  static_assert(!WIDE || (K_PARTS == 1 && K_GROUPS == 1 && !M::STEPS && X_STEPS == 1 && W_STEPS == 1), "what warpgroups multiply");
+  static_assert(!WIDE || (Codes::CODED ? STEP_GRANULES == 1 : STEP == 2), "a chunk is a granule of codes, or 64 of k");
   static_assert(!WIDE || PASS_TILES * TILE_UNITS * UNIT_PITCH <= M::WEIGHT_BYTES, "a slot holds a chunk of whole tiles");
   static_assert(M::WARPS == ROW_GROUPS * UNIT_GROUPS * K_GROUPS, "each warp has a place");
   static_assert(STEP % 2 == 0 && X_SPANS % STEP == 0 && W_SPANS % STEP == 0 && STEP % GRANULE_SPANS == 0, "steps are whole blocks of 64 columns");
@@ -458,10 +463,12 @@ struct WaveMatMul {
       if (!exists) a[i] = make_uint4(0, 0, 0, 0);
     }
   }
+  // FIRST: nothing is in the sums yet.
+  template <bool FIRST = false>
   static __device__ __forceinline__ void multiply_tile(const u8* x, const uint4 (&a)[2], float (&d)[GROUP_ROWS / 2]) {
     const u64 first = WarpgroupOperand::at(x), second = WarpgroupOperand::next(first, 2 * WarpgroupOperand::CORE_BYTES);
     warpgroup_begin();
-    warpgroup_product<GROUP_ROWS>(d, a[0].x, a[1].x, a[0].y, a[1].y, first);
+    warpgroup_product<GROUP_ROWS, FIRST>(d, a[0].x, a[1].x, a[0].y, a[1].y, first);
     warpgroup_product<GROUP_ROWS>(d, a[0].z, a[1].z, a[0].w, a[1].w, second);
     warpgroup_commit();
   }
@@ -513,6 +520,11 @@ struct WaveMatMul {
     } while (left > 0);
     warpgroup_await<0>();
     wave_release_pair(c, c.inputs, c.weights);
+    finish_tiles<N>(c, e, share, passes, first, here, at, d);
+  }
+  template <int N>
+  static __device__ __forceinline__ void finish_tiles(const WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here,
+                                                      const Warp& at, const float (&d)[N][GROUP_ROWS / 2]) {
     float none = 0.f;
     int no_id = 0;
     // Computed anew: what follows from the lane would be kept in registers throughout the loop, which has none to spare.
@@ -527,6 +539,60 @@ struct WaveMatMul {
         for (int j = 0; j < GROUP_ROWS / 8; j++)
           finish(c, e, passes.part, first + unit, int(share.row) + at.tiles_at * 16 + j * 8 + lane / 4, lane % 4, transposed(d[n][4 * j + 2 * i], d[n][4 * j + 2 * i + 1]), none, no_id);
       }
+  }
+  // The same of codes. A chunk is a granule of each unit, and is left when its products have ended: without that ptxas has them wait for each
+  // other (C7513). Operands of a span are made while the products of the one before run. Sums of a group are scaled before they are added up.
+  template <int N>
+  static __device__ __forceinline__ void pass_wide_codes(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here) {
+    const Warp at(c);
+    constexpr bool GROUPED = Codes::GROUPED;
+    constexpr int SUMS = GROUP_ROWS / 2, RUNS = GROUPED ? Codes::GROUPS : 1, RUN_SPANS = GRANULE_SPANS / RUNS;
+    float d[N][SUMS] = {}, own[GROUPED ? SUMS : 1] = {};
+    uint4 a[2][2];
+    int left = int(passes.granules); // one at least
+    do {
+      const u8 *x = nullptr, *w = nullptr;
+      wave_take_pair(c, c.inputs, c.weights, x, w);
+      const u8* input = x + at.tiles_at * 16 * 64;
+#pragma unroll
+      for (int n = 0; n < N; n++) {
+        typename Codes::WideHeld held[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) held[i].read(w + (n * TILE_UNITS + at.units_at * 2 + i) * UNIT_PITCH, at.lane, at.lane / 4);
+#pragma unroll
+        for (int run = 0; run < RUNS; run++) {
+          u32 zeros[2];
+#pragma unroll
+          for (int i = 0; i < 2; i++) zeros[i] = Codes::Wide::zero(G::ZEROS ? held[i].zero(0, run) : Codes::Weights::Codes::ZERO);
+#pragma unroll
+          for (int s = 0; s < RUN_SPANS; s++) {
+            const int span = run * RUN_SPANS + s;
+            uint4(&now)[2] = a[span % 2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) now[i] = Codes::Wide::template eight<G::ZEROS>(held[i].codes, span, zeros[i]);
+            if constexpr (!GROUPED)
+              multiply_tile(input + span * X::SPAN_BYTES, now, d[n]);
+            else if (s == 0)
+              multiply_tile<true>(input + span * X::SPAN_BYTES, now, own);
+            else
+              multiply_tile(input + span * X::SPAN_BYTES, now, own);
+            warpgroup_await<1>();
+          }
+          if constexpr (GROUPED) {
+            warpgroup_await<0>();
+            if (n == N - 1 && run == RUNS - 1) wave_release_pair(c, c.inputs, c.weights);
+#pragma unroll
+            for (int k = 0; k < SUMS; k++) d[n][k] += held[k / 2 % 2].scale(0, run) * own[k];
+          }
+        }
+      }
+      if constexpr (!GROUPED) {
+        warpgroup_await<0>();
+        wave_release_pair(c, c.inputs, c.weights);
+      }
+      left -= STEP_GRANULES;
+    } while (left > 0);
+    finish_tiles<N>(c, e, share, passes, first, here, at, d);
   }
   // Of a chunk, fewer units have code of their own: what is not there costs as much as what is. Steps are rather bound by how soon
   // their instructions arrive.
@@ -556,10 +622,17 @@ struct WaveMatMul {
     // All four warps of a warpgroup multiply, or none.
     if (u32(Warp(c).units_at / 4 * 8) >= here) return pass_idle(c, passes);
     if constexpr (PASS_TILES > 2)
-      if (tiles > 2) return pass_wide<PASS_TILES>(c, e, share, passes, first, here);
+      if (tiles > 2) return pass_tiles<PASS_TILES>(c, e, share, passes, first, here);
     if constexpr (PASS_TILES > 1)
-      if (tiles > 1) return pass_wide<2>(c, e, share, passes, first, here);
-    pass_wide<1>(c, e, share, passes, first, here);
+      if (tiles > 1) return pass_tiles<2>(c, e, share, passes, first, here);
+    pass_tiles<1>(c, e, share, passes, first, here);
+  }
+  template <int N>
+  static __device__ __forceinline__ void pass_tiles(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here) {
+    if constexpr (Codes::CODED)
+      pass_wide_codes<N>(c, e, share, passes, first, here);
+    else
+      pass_wide<N>(c, e, share, passes, first, here);
   }
   static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
     const HeldShares<M> shares(c.p);

@@ -59,12 +59,13 @@ pub const ROWS_HEADERS: [(&str, &str); 9] = [
 ];
 
 /// The headers that only kernels of waves include.
-pub const WAVES_HEADERS: [(&str, &str); 8] = [
+pub const WAVES_HEADERS: [(&str, &str); 9] = [
     ("monobloc_waves.cuh", include_str!("../../kernels/monobloc_waves.cuh")),
     ("waves/context.cuh", include_str!("../../kernels/waves/context.cuh")),
     ("waves/ring.cuh", include_str!("../../kernels/waves/ring.cuh")),
     ("waves/rows.cuh", include_str!("../../kernels/waves/rows.cuh")),
     ("waves/warpgroup.cuh", include_str!("../../kernels/waves/warpgroup.cuh")),
+    ("waves/warpgroup_codes.cuh", include_str!("../../kernels/waves/warpgroup_codes.cuh")),
     ("waves/matmul.cuh", include_str!("../../kernels/waves/matmul.cuh")),
     ("waves/attention.cuh", include_str!("../../kernels/waves/attention.cuh")),
     ("waves/kernel.cuh", include_str!("../../kernels/waves/kernel.cuh")),

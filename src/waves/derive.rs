@@ -2,7 +2,7 @@
 
 use super::{
     Action, CHUNK_BLOCK_ROWS, Division, DivisionId, Form, Input, Layout, Machine, NormOf, Over, Plan, Products, Ring,
-    Share, Sum, Sums, Target as Written, WIDE_UNITS, Warps, Wave, Work, WorkId, sums_max,
+    Share, Sum, Sums, Target as Written, WIDE_UNITS, Warps, Wave, Work, WorkId, sums_max, wide_tiles_max,
 };
 use crate::dtype::DType;
 use crate::format::Format;
@@ -161,14 +161,20 @@ fn chunk_inputs(program: &Program) -> Ring {
     Ring { slots: CHUNK_INPUT_BYTES / slot_bytes, slot_bytes }
 }
 
-/// Warpgroups multiply plain weights whose units are eight rows of one part of k.
+/// Warpgroups multiply units of eight rows of one part of k. A chunk of theirs is a whole slot of inputs, so all matrices have chunks of as
+/// much of k.
 fn products(program: &Program, target: &Target, form: Form) -> Products {
-    let plain = |grid: &Grid| match &grid.op {
-        Op::MatVec(m) => program.format_of(grid) == Format::plain(DType::Bf16) && m.parts() == 1,
-        _ => true,
-    };
     let of_chunk = program.last_append().map_or(0, |last| last.index());
-    if form == Form::Chunk && target.spec.warpgroup_mma && program.grids[..of_chunk].iter().all(plain) {
+    let mut matrices = program.grids[..of_chunk].iter().filter_map(|grid| match &grid.op {
+        Op::MatVec(m) => Some((m, program.format_of(grid))),
+        _ => None,
+    });
+    let chunk_k = |format: Format| format.granule_k().max(64);
+    let longest = matrices.clone().map(|(_, format)| chunk_k(format)).max().unwrap_or(0);
+    let wide = |(m, format): (&MatVec, Format)| {
+        (!format.is_plain() || format == Format::plain(DType::Bf16)) && m.parts() == 1 && chunk_k(format) == longest
+    };
+    if form == Form::Chunk && target.spec.warpgroup_mma && matrices.all(wide) {
         Products::Warpgroups
     } else {
         Products::Warps
@@ -235,7 +241,7 @@ impl Matrix {
     /// How a chunk is multiplied: 64 of k of the units of a pass, or a granule of more.
     fn chunk_shape(&self, longest: u32) -> Shape {
         let warps = Warps { rows: 2, units: 4, k: 1 };
-        let most = sums_max(Products::Warps, self.grouped) / (CHUNK_BLOCK_ROWS / 16 / warps.rows * 4) * warps.units;
+        let most = sums_max(self.grouped) / (CHUNK_BLOCK_ROWS / 16 / warps.rows * 4) * warps.units;
         let pass = longest.div_ceil(longest.div_ceil(most).max(1)).max(1);
         Shape { pass, chunk: self.least_chunk(), warps }
     }
@@ -246,7 +252,7 @@ impl Matrix {
         let shapes = [Warps { rows: 1, units: 8, k: 1 }, Warps { rows: 2, units: 4, k: 1 }].map(|warps| {
             let tile = WIDE_UNITS * warps.units;
             let units = longest.max(1).next_multiple_of(tile);
-            let most = sums_max(Products::Warpgroups, false) / (CHUNK_BLOCK_ROWS / warps.rows / 2) * tile;
+            let most = wide_tiles_max(CHUNK_BLOCK_ROWS / warps.rows, self.grouped) * tile;
             (units * (7 + warps.rows), Shape { pass: units.min(most), chunk: self.least_chunk(), warps })
         });
         let [all, halves] = shapes;
@@ -268,7 +274,7 @@ impl Matrix {
             if groups.is_some_and(|groups| groups != warps.k) {
                 continue;
             }
-            let by_sums = sums_max(Products::Warps, self.grouped) / (tiles / by_rows * 4) * by_units;
+            let by_sums = sums_max(self.grouped) / (tiles / by_rows * 4) * by_units;
             let least = self.least_chunk();
             let most = by_sums.min(STEP_WEIGHT_BYTES / (least * self.granule_bytes) / by_units * by_units);
             if most == 0 {

@@ -114,13 +114,15 @@ impl Products {
 /// Units that a warp of a warpgroup has side by side: rows of a tile of 16.
 const WIDE_UNITS: u32 = 2;
 
-/// Registers of a lane that a product has for sums, at most. Of codes whose scales are of groups the sums of a group come on top.
-fn sums_max(products: Products, grouped: bool) -> u32 {
-    match products {
-        Products::Warpgroups => 128,
-        Products::Warps if grouped => 64,
-        Products::Warps => 112,
-    }
+/// Registers of a lane that a product of warps has for sums, at most. Of codes whose scales are of groups the sums of a group come on top.
+fn sums_max(grouped: bool) -> u32 {
+    if grouped { 64 } else { 112 }
+}
+
+/// Tiles that a warpgroup has sums of, at most, where it multiplies so many rows. Sums of a group of codes take the place of a tile.
+fn wide_tiles_max(rows: u32, grouped: bool) -> u32 {
+    const LANE_SUMS: u32 = 128;
+    (LANE_SUMS / (rows / 2).max(1)).saturating_sub(grouped.into())
 }
 
 /// Waves in order, and who does what in each.

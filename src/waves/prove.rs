@@ -6,7 +6,7 @@
 
 use super::{
     Action, CHUNK_BLOCK_ROWS, Division, Form, Input, Layout, NormOf, Over, Plan, Products, Ring, STEP_ROWS_MAX, Share,
-    Sum, Sums, Target as Written, Warps, Wave, WorkId, sums_max,
+    Sum, Sums, Target as Written, Warps, Wave, WorkId, sums_max, wide_tiles_max,
 };
 use crate::dtype::DType;
 use crate::format::Format;
@@ -780,8 +780,13 @@ impl Judge<'_> {
         // A warp of a warpgroup has two units of each tile.
         let tile = if wide { 2 * units } else { units };
         let padded = pass.next_multiple_of(tile);
-        let sums = sums_max(self.plan.machine.products, format.groups.is_some());
-        let of_lane = if wide { block / rows / 2 * (padded / tile) } else { tiles / rows * (padded / units) * 4 };
+        let grouped = format.groups.is_some();
+        let sums_of = |tiles: u64| block / rows / 2 * tiles;
+        let (sums, of_lane) = if wide {
+            (sums_of(wide_tiles_max((block / rows) as u32, grouped).into()), sums_of(padded / tile))
+        } else {
+            (sums_max(grouped).into(), tiles / rows * (padded / units) * 4)
+        };
         let bytes = padded.saturating_mul(chunk).saturating_mul(u64::from(format.granule_bytes(m.k)));
         let part = u64::from(part_granules(m, format, product.parts));
         let whole = step >= 2
@@ -800,10 +805,11 @@ impl Judge<'_> {
                 bytes > u64::from(machine.weights.slot_bytes),
                 format!("{bytes} bytes of a pass of {pass} units, which no slot holds"),
             ),
-            (of_lane > u64::from(sums), format!("more than {sums} sums of a lane")),
+            (of_lane > sums, format!("more than {sums} sums of a lane")),
             (
-                wide && (step != 2 || of_inputs != 2 || of_weights != 2 || spans != 1 || !format.is_plain()),
-                "expected chunks of 64 of k of plain units of eight rows, which warpgroups multiply".to_string(),
+                wide && (of_inputs != of_weights || of_weights != spans.max(2) || m.parts() != 1),
+                "expected chunks of 64 of k, or of a granule that is longer, of units of eight rows, which warpgroups multiply"
+                    .to_string(),
             ),
             (
                 wide && !([(1, 8), (2, 4)].contains(&(rows, units)) && k == 1),

@@ -158,7 +158,7 @@ const CASES_OF_ROWS: [(&str, usize); 85] = [
     ("attention-lanes-window", 5),
     ("attention-lanes-centred", 5),
 ];
-const CASES_OF_WAVES: [(&str, usize); 109] = [
+const CASES_OF_WAVES: [(&str, usize); 118] = [
     ("rows-embed", 1),
     ("rows-embed-bf16", 1),
     ("rows-branch", 1),
@@ -201,6 +201,15 @@ const CASES_OF_WAVES: [(&str, usize); 109] = [
     ("codes-int4-32-gated-bf16", 1),
     ("codes-mxfp4", 1),
     ("codes-e2m1-both", 1),
+    ("wide-int8-rows", 1),
+    ("wide-int8-32-zeros", 1),
+    ("wide-e4m3-rows", 1),
+    ("wide-e4m3-128-both-bf16", 1),
+    ("wide-int4-128-gated-bf16", 1),
+    ("wide-int4-64-zeros", 1),
+    ("wide-int4-32-gated-bf16", 1),
+    ("wide-mxfp4", 1),
+    ("wide-e2m1-rows", 1),
     ("wide-attention-bf16", 1),
     ("attention-halves-bf16", 3),
     ("attention-window-cap-bf16", 1),
@@ -503,6 +512,19 @@ fn an_op_of_waves_that_computes_something_else_is_found() {
             "wide-gated-bf16",
         ),
         ("waves/matmul.cuh", "if (!exists) a[i] = make_uint4(0, 0, 0, 0);", "", "wide-residual"),
+        // Of codes: sums that go on from the group before, scales of the other unit and of another group, a bit of the exponent that is
+        // left, a zero point that is not taken, and one of another code.
+        ("waves/matmul.cuh", "multiply_tile<true>(input", "multiply_tile(input", "wide-int4-64-zeros"),
+        ("waves/matmul.cuh", "held[k / 2 % 2].scale(0, run)", "held[k % 2].scale(0, run)", "wide-int4-128-gated-bf16"),
+        ("waves/matmul.cuh", ".scale(0, run) *", ".scale(0, 0) *", "wide-mxfp4"),
+        ("waves/warpgroup_codes.cuh", "(halves & 0x00800080u) |", "", "wide-int8-rows"),
+        ("waves/warpgroup_codes.cuh", "ZEROS ? bf16_pair_sub(value, zero) : value", "value", "wide-int8-32-zeros"),
+        (
+            "waves/warpgroup_codes.cuh",
+            "bf16_pair(128.f + point, 128.f + point)",
+            "bf16_pair(136.f, 136.f)",
+            "wide-int4-32-gated-bf16",
+        ),
         ("waves/matmul.cuh", "y.x += b.x, y.y += b.y;", "y.x += b.x;", "matmul-store-bf16"),
         ("waves/matmul.cuh", "old.x + G::SCALE * y.x", "old.x + y.x", "matmul-residual"),
         ("waves/matmul.cuh", "activate<G::ACT>(y.x) * up.x", "y.x * up.x", "matmul-gated-bf16"),

@@ -26,8 +26,8 @@ use monobloc::rows::Shape;
 use monobloc::target::Target;
 use monobloc::validate::{Validated, validate};
 use monobloc::waves::{
-    Action, Division, DivisionId, Form, Input, Layout, NormOf, Over, Plan, Proven, Refused, Ring, Share, Sum, Sums,
-    Target as Written, Violation, Warps, Wave, WithTail, Work, WorkId, derive, derive_alike, prove, prove_alike,
+    Action, Division, DivisionId, Form, Input, Layout, NormOf, Over, Plan, Products, Proven, Refused, Ring, Share, Sum,
+    Sums, Target as Written, Violation, Warps, Wave, WithTail, Work, WorkId, derive, derive_alike, prove, prove_alike,
     prove_tail,
 };
 
@@ -377,16 +377,32 @@ fn every_format_of_codes_has_a_plan_and_fp32_has_none() {
             plan.unwrap_or_else(|refused| panic!("{name}, {form:?} of {rows}: {refused}"));
         }
         let proven = proven(&validated, &h200(), Form::Chunk, 512).unwrap();
+        assert_eq!(proven.plan().machine.products, Products::Warpgroups, "{name}");
         // Sums of groups take registers of their own: passes are shorter, and one of as many units as plain weights have is refused.
         let mut plan = proven.plan().clone();
         for wave in &mut plan.waves {
-            if let Action::MatMul { pass, .. } = &mut wave.action {
-                *pass = 17;
+            if let Action::MatMul { pass, warps, .. } = &mut wave.action {
+                (*pass, *warps) = (32, Warps { rows: 1, units: 8, k: 1 });
             }
         }
         plan.machine.weights = Ring { slots: 2, slot_bytes: 64 << 10 };
         let judged = prove(plan, &validated, &h200());
         assert_eq!(judged.is_err(), format.groups.is_some(), "{name}");
+    }
+}
+
+/// Warpgroups take a whole slot of inputs at once, so all matrices of a chunk have granules of as much of k, or 64.
+#[test]
+fn warpgroups_multiply_layers_of_two_formats_where_their_chunks_are_as_long() {
+    let layers = |format: &str| FormatPlan { layers: [(0, named(format))].into(), ..all(named("int8")) };
+    for (format, products) in
+        [("fp8", Products::Warpgroups), ("bf16", Products::Warpgroups), ("int4:128", Products::Warps)]
+    {
+        let coded = rounded(wide("families/llama-gqa"), &layers(format));
+        let validated = kernel(&coded.graph, &h200());
+        let proven =
+            proven(&validated, &h200(), Form::Chunk, 512).unwrap_or_else(|refused| panic!("{format}: {refused}"));
+        assert_eq!(proven.plan().machine.products, products, "int8 and {format}");
     }
 }
 

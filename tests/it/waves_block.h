@@ -123,6 +123,7 @@ static void wave_release_pair(WaveContext<M>& c, RingCursor<A>& a, RingCursor<B>
 
 #include "waves/rows.cuh"
 #include "waves/warpgroup.cuh"
+#include "waves/warpgroup_codes.cuh"
 #include "waves/matmul.cuh"
 #include "waves/attention.cuh"
 

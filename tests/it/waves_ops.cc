@@ -23,6 +23,8 @@ struct Machine {
 template <int INPUT_KIB, int WEIGHT_KIB, u32 PAGE = 64>
 using ChunkMachine = Machine<false, 128, INPUT_KIB, WEIGHT_KIB, PAGE>;
 using WideMachine = Machine<false, 128, 16, 32, 64, true>;
+// For codes of which a granule is 128 of k.
+using LongWideMachine = Machine<false, 128, 32, 32, 64, true>;
 template <int ROWS, u32 PAGE = 64>
 using StepMachine = Machine<true, ROWS, 16, 16, PAGE>;
 // The block that runs: others are left out.
@@ -759,6 +761,19 @@ int main(int count, char**) {
   matmul<CodedAs<Gate, Code::INT4, 32, ScaleCode::F16, true, false>>("codes-int4-32-gated-bf16", 100);
   matmul<CodedAs<Sum, Code::E2M1, 32, ScaleCode::E8M0, false, false>>("codes-mxfp4", 64);
   matmul<CodedAs<Long, Code::E2M1, 64, ScaleCode::E4M3, false, true>>("codes-e2m1-both", 16);
+  // Codes by warpgroups.
+  typedef By<Product<264, 200, Epilogue::RESIDUAL, 32, 8, true>, 1, 8, 1, 1> WideRows;
+  typedef By<Product<404, 328, Epilogue::GATED, 24>, 2, 4, 1, 1> WideGate;
+  typedef By<Product<200, 256, Epilogue::RESIDUAL, 16>, 1, 8, 1, 1> WideLong;
+  matmul<WideMachine, CodedAs<WideRows, Code::INT8, 0, ScaleCode::NONE, false, true>>("wide-int8-rows", 37);
+  matmul<WideMachine, CodedAs<WideLong, Code::INT8, 32, ScaleCode::F32, true, false>>("wide-int8-32-zeros", 130);
+  matmul<WideMachine, CodedAs<WideRows, Code::E4M3, 0, ScaleCode::NONE, false, true>>("wide-e4m3-rows", 70);
+  matmul<WideMachine, CodedAs<WideGate, Code::E4M3, 128, ScaleCode::BF16, false, true>>("wide-e4m3-128-both-bf16", 5);
+  matmul<LongWideMachine, CodedAs<WideGate, Code::INT4, 128, ScaleCode::F16, false, false>>("wide-int4-128-gated-bf16", 129);
+  matmul<LongWideMachine, CodedAs<WideLong, Code::INT4, 64, ScaleCode::BF16, true, false>>("wide-int4-64-zeros", 37);
+  matmul<LongWideMachine, CodedAs<WideGate, Code::INT4, 32, ScaleCode::F16, true, false>>("wide-int4-32-gated-bf16", 100);
+  matmul<LongWideMachine, CodedAs<WideLong, Code::E2M1, 32, ScaleCode::E8M0, false, false>>("wide-mxfp4", 64);
+  matmul<LongWideMachine, CodedAs<WideRows, Code::E2M1, 0, ScaleCode::NONE, false, true>>("wide-e2m1-rows", 16);
   typedef Heads<4, 2, 2, 64, 64, false, HeadNorm::HEAD, 0, 1> Halves;
   const HeadNorm none = HeadNorm::NONE, head = HeadNorm::HEAD;
   // From the start, after a history that ends within a tile, and in rows of two blocks.

@@ -1,0 +1,75 @@
+// Owns how codes become the left operand of products by warpgroups. ops/matvec_formats.cuh has the formats and where their codes lie.
+//
+// Operands are the values themselves less their zero points, in the order of k: every one of them is a bf16. So the input is what it is for
+// plain weights, nothing is taken from sums afterwards, and sums of groups need only their scales.
+//   int4   a nibble in the mantissa of 128 is 128 + its value; 128 and the zero point are taken from that
+//   int8   the same of the lower seven bits; 128 is taken from that and, where the highest bit is set, another 128
+//   e4m3   bits moved are the value * 2^-120
+//   e2m1   bits moved are the value * 2^-126
+#pragma once
+
+// a - b of pairs of bf16.
+__device__ __forceinline__ u32 bf16_pair_sub(u32 a, u32 b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  u32 r;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+#else
+  return bf16_pair(bf16_lo(a) - bf16_lo(b), bf16_hi(a) - bf16_hi(b));
+#endif
+}
+
+// `eight`: the eight codes of a lane in a block of 32 of k. `zero`: what it takes for a zero point.
+template <Code C>
+struct WideOperand;
+
+constexpr u32 BF16_128_PAIR = 0x43004300;
+
+template <>
+struct WideOperand<Code::INT4> {
+  static __device__ __forceinline__ u32 zero(float point) { return bf16_pair(128.f + point, 128.f + point); }
+  template <bool>
+  static __device__ __forceinline__ uint4 eight(const uint4 codes, int block, u32 zero) {
+    const u32 w = word_of(codes, block);
+    const auto pair = [&](int p) { return bf16_pair_sub((w >> 4 * p & 0x000f000fu) | BF16_128_PAIR, zero); };
+    return make_uint4(pair(0), pair(1), pair(2), pair(3));
+  }
+};
+
+template <>
+struct WideOperand<Code::INT8> {
+  static __device__ __forceinline__ u32 zero(float point) { return bf16_pair(point, point); }
+  template <bool ZEROS>
+  static __device__ __forceinline__ uint4 eight(const uint4 codes, int block, u32 zero) {
+    const auto pair = [&](u32 halves) {
+      const u32 value = bf16_pair_sub((halves & 0x007f007fu) | BF16_128_PAIR, (halves & 0x00800080u) | BF16_128_PAIR);
+      return ZEROS ? bf16_pair_sub(value, zero) : value;
+    };
+    const u32 lo = word_of(codes, 2 * block), hi = word_of(codes, 2 * block + 1);
+    return make_uint4(pair(permute(lo, 0, 0x4140)), pair(permute(lo, 0, 0x4342)), pair(permute(hi, 0, 0x4140)), pair(permute(hi, 0, 0x4342)));
+  }
+};
+
+template <>
+struct WideOperand<Code::E4M3> {
+  static __device__ __forceinline__ u32 zero(float) { return 0; }
+  template <bool>
+  static __device__ __forceinline__ uint4 eight(const uint4 codes, int block, u32) {
+    constexpr u32 POWER = u32(127 + 120) << 7, PAIR = POWER << 16 | POWER;
+    // Bytes in the upper halves of a pair.
+    const auto pair = [](u32 tops) { return bf16_pair_mul((tops & 0x80008000u) | (tops >> 4 & 0x07f007f0u), PAIR); };
+    const u32 lo = word_of(codes, 2 * block), hi = word_of(codes, 2 * block + 1);
+    return make_uint4(pair(permute(lo, 0, 0x1404)), pair(permute(lo, 0, 0x3424)), pair(permute(hi, 0, 0x1404)), pair(permute(hi, 0, 0x3424)));
+  }
+};
+
+template <>
+struct WideOperand<Code::E2M1> {
+  static __device__ __forceinline__ u32 zero(float) { return 0; }
+  template <bool>
+  static __device__ __forceinline__ uint4 eight(const uint4 codes, int block, u32) {
+    constexpr u32 POWER = u32(127 + 126) << 7, PAIR = POWER << 16 | POWER;
+    const uint4 bits = Decode<Code::E2M1>::in_order(codes, block);
+    return make_uint4(bf16_pair_mul(bits.x, PAIR), bf16_pair_mul(bits.y, PAIR), bf16_pair_mul(bits.z, PAIR), bf16_pair_mul(bits.w, PAIR));
+  }
+};
