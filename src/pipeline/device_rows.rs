@@ -20,6 +20,7 @@ use crate::ir::schedule::Schedule;
 use crate::manifest::Manifest;
 use crate::pages::Pool;
 use crate::rows::{Edit, Guard, PageId, Request, Row, SequenceId, Shape, Tables};
+use crate::sample::Sampler;
 use crate::target::Target;
 use crate::text::one_of;
 use crate::trace::{Span, Stamps, spans};
@@ -31,7 +32,7 @@ use super::chain::{Chain, Host};
 use super::compile::Cubin;
 use super::device_sampler::{sampler_source, time_sampled};
 use super::device_steps::{StepsKernel, StepsKernels, step_rows_for};
-use super::device_waves::{derive_chunks, named_spans, plan_steps, plan_waves, waves_beside, waves_source};
+use super::device_waves::{derive_chunks, named_spans, plan_prompts, plan_steps, waves_beside, waves_source};
 use super::execute::upload_pack;
 use super::invariant;
 use super::stages::{BuildContext, Generated};
@@ -128,10 +129,15 @@ type OnRow<'a> = &'a mut dyn FnMut(u32, &[f32]);
 /// The results of a prompt beyond its rows of the cache.
 enum Wanted<'a> {
     Nothing,
-    /// The logits after the last token, on the device.
-    Last,
+    /// The token that follows the last one, decided by the temperature and seed of a row. Logits are on the device.
+    Last(RowInput),
     /// The logits after each token are told.
     Each(OnRow<'a>),
+}
+
+/// A row of a prompt that decides by a temperature and a seed; greedy where the first is 0.
+fn deciding(inverse_temperature: f32, seed: u64) -> RowInput {
+    RowInput { first: FirstToken::Given(0), steps: 1, inverse_temperature, seed }
 }
 
 /// What reads prompts: a kernel for rows, and for long chunks a kernel of waves over the same cache, where there is one.
@@ -158,12 +164,13 @@ impl Reader<'_> {
         mut edits: Vec<Edit>,
         ids: &[u32],
         mut wanted: Wanted<'_>,
-    ) -> Result<(), Fault> {
+    ) -> Result<Option<u32>, Fault> {
         let mut position = 0;
+        let mut follows = None;
         while position < ids.len() {
             // Without a tail the kernel of waves has no logits.
             let is_decided = self.waves.as_ref().is_some_and(|waves| waves.decides());
-            let others = usize::from(matches!(wanted, Wanted::Last) && !is_decided);
+            let others = usize::from(matches!(wanted, Wanted::Last(_)) && !is_decided);
             let left = ids.len() - position - others;
             let waves =
                 self.waves.as_mut().filter(|_| left >= CHUNK_MIN as usize && !matches!(wanted, Wanted::Each(_)));
@@ -171,8 +178,11 @@ impl Reader<'_> {
             let count = if waves.is_some() { left.min(most) } else { (ids.len() - position).min(most) };
             let tokens = &ids[position..position + count];
             let is_last = position + count == ids.len();
-            let decides = matches!(wanted, Wanted::Last) && is_last;
-            let wants_logits = matches!(wanted, Wanted::Each(_)) || decides;
+            let deciding = match &wanted {
+                Wanted::Last(row) if is_last => Some(*row),
+                _ => None,
+            };
+            let wants_logits = matches!(wanted, Wanted::Each(_)) || deciding.is_some();
             let positions = (position as u32..).take(count);
             let row = |position| {
                 // Of a chunk of waves the last one alone.
@@ -184,12 +194,16 @@ impl Reader<'_> {
             let tables = guard.admit(&request).map_err(|refused| Fault::internal(refused.to_string()))?;
             match waves {
                 Some(waves) => {
-                    let [row] = given(&[0])[..] else { return Err(Fault::internal("a row without its input")) };
-                    let last = if decides { Last::Token { row, with_logits: true } } else { Last::Nothing };
-                    waves.read(tables, tokens, last)?;
+                    let last = deciding.map_or(Last::Nothing, |row| Last::Token { row, with_logits: true });
+                    follows = waves.read(tables, tokens, last)?.token;
                 }
                 None => {
-                    self.rows.run_whole(tables, &given(tokens), wants_logits)?;
+                    let mut inputs = given(tokens);
+                    if let (Some(last), Some(row)) = (inputs.last_mut(), deciding) {
+                        *last = RowInput { first: last.first, ..row };
+                    }
+                    let launched = self.rows.run_whole(tables, &inputs, wants_logits)?;
+                    follows = launched.tokens.get(1).and_then(|decided| decided.get(count - 1)).copied();
                 }
             }
             if let Wanted::Each(on_row) = &mut wanted {
@@ -199,7 +213,7 @@ impl Reader<'_> {
             }
             position += count;
         }
-        Ok(())
+        Ok(follows)
     }
 }
 
@@ -216,8 +230,8 @@ pub(super) struct PrefillParts {
     pub cubin: Vec<u8>,
     /// Version of the compiler.
     pub nvrtc: String,
-    /// The kernel of waves over the pages of `validated`; or why there is none.
-    pub waves: Result<Vec<u8>, String>,
+    /// The kernels of waves over the pages of `validated`, as [`PromptPlan::all`] lists them; or why there are none.
+    pub waves: Result<Vec<Vec<u8>>, String>,
 }
 
 impl Prefill {
@@ -235,9 +249,9 @@ impl Prefill {
         let validated = prove_kernel(&chain.context, placed)?;
         beside_one_row(chain, &validated)?;
         let mut sources = vec![rows_source(&chain.context, &validated, Trace::Off)];
-        let none = match plan_waves(chain.context.target, &validated) {
-            Ok(proven) => {
-                sources.push(waves_source(&chain.context, &proven, Trace::Off));
+        let none = match plan_prompts(chain.context.target, &validated) {
+            Ok(plan) => {
+                sources.extend(plan.sources(&chain.context));
                 String::new()
             }
             Err(fault) if fault.tier == Tier::Input => fault.message,
@@ -247,28 +261,30 @@ impl Prefill {
         let Some(Cubin { bytes, nvrtc, .. }) = cubins.next() else {
             return Err(Fault::internal("a source that was compiled has no cubin"));
         };
-        let waves = cubins.next().map(|cubin| cubin.bytes).ok_or(none);
+        let waves: Vec<Vec<u8>> = cubins.map(|cubin| cubin.bytes).collect();
+        let waves = if waves.is_empty() { Err(none) } else { Ok(waves) };
         Ok(PrefillParts { validated, cubin: bytes, nvrtc, waves })
     }
 
-    /// Loads kernels that [`Prefill::made`] made beside `one`, the session of the kernel for one row. `queues` are those of the schedule.
+    /// Loads kernels that [`Prefill::made`] made beside `one`, the session of the kernel for one row. `queues` are those of the schedule,
+    /// `waves` the kernels of waves, or none.
     ///
     /// # Errors
-    /// What the device refuses.
+    /// What the device refuses; other kernels of waves than the plan has.
     pub fn of(
         device: &Device,
         target: &Target,
         queues: &Queues<'_>,
         cubin: &[u8],
-        waves: Option<&[u8]>,
+        waves: &[&[u8]],
         one: &Session,
     ) -> Result<Prefill, Fault> {
         let rows = RowsSession::load(device, queues, cubin, Trace::Off, 1, one.pack(), Some(one.cache()))?;
-        let load = |cubin: &[u8]| -> Result<WavesSession, Fault> {
-            let proven = plan_waves(target, queues.validated())?;
-            Ok(WavesSession::load(device, &proven, cubin, Trace::Off, one.pack(), one.cache())?)
-        };
-        Ok(Prefill { waves: waves.map(load).transpose()?, rows })
+        if waves.is_empty() {
+            return Ok(Prefill { waves: None, rows });
+        }
+        let plan = plan_prompts(target, queues.validated())?;
+        Ok(Prefill { waves: Some(plan.load(device, waves, one.pack(), one.cache())?), rows })
     }
 
     /// Makes and loads the kernels beside `one`, the session of `prepared`; why there are none otherwise.
@@ -281,8 +297,9 @@ impl Prefill {
         if let Err(reason) = &waves {
             workspace.report.note(&format!("prompts are read in short chunks: {reason}"));
         }
-        let waves = waves.ok();
-        Prefill::of(device, &prepared.target, &workspace.queues(&validated)?, &cubin, waves.as_deref(), one)
+        let waves = waves.unwrap_or_default();
+        let waves: Vec<&[u8]> = waves.iter().map(Vec::as_slice).collect();
+        Prefill::of(device, &prepared.target, &workspace.queues(&validated)?, &cubin, &waves, one)
     }
 
     fn reader(&mut self) -> Reader<'_> {
@@ -294,24 +311,46 @@ impl Prefill {
         self.reader().shape()
     }
 
-    /// Writes the cache of positions `0..ids.len()`; with `on_row`, tells the logits after each.
+    /// Writes the cache of positions `0..ids.len()`, and tells the logits after each.
     ///
     /// # Errors
     /// What the device refuses; a launch that gave up.
-    pub fn read(&mut self, ids: &[u32], on_row: Option<OnRow<'_>>) -> Result<(), Fault> {
+    pub fn read(&mut self, ids: &[u32], on_row: OnRow<'_>) -> Result<(), Fault> {
         let mut text = OneText::new(self.shape());
-        self.read_into(&mut text, ids, on_row.map_or(Wanted::Nothing, Wanted::Each))
+        self.read_into(&mut text, ids, Wanted::Each(on_row)).map(|_| ())
     }
 
-    /// Writes the first `ids.len()` positions of `text`, whose guard has as many rows as [`Prefill::shape`] or more.
+    /// Writes the cache of positions `0..ids.len()`: the token that `sampler` chooses after the last one. `None`: it may leave ids out, by top-k
+    /// or top-p. These kernels do not have that, and the host takes longer for it than a step of the kernel for one row, so the last token is not
+    /// read.
     ///
     /// # Errors
-    /// As [`Prefill::read`].
-    pub(super) fn read_text(&mut self, text: &mut OneText, ids: &[u32]) -> Result<(), Fault> {
-        self.read_into(text, ids, Wanted::Nothing)
+    /// What the device refuses; a launch that gave up.
+    pub fn decide(&mut self, ids: &[u32], sampler: &Sampler) -> Result<Option<u32>, Fault> {
+        let mut text = OneText::new(self.shape());
+        self.decide_text(&mut text, ids, sampler)
     }
 
-    fn read_into(&mut self, text: &mut OneText, ids: &[u32], wanted: Wanted<'_>) -> Result<(), Fault> {
+    /// As [`Prefill::decide`], for the first positions of `text`, whose guard has as many rows as [`Prefill::shape`] or more.
+    ///
+    /// # Errors
+    /// As [`Prefill::decide`].
+    pub(super) fn decide_text(
+        &mut self,
+        text: &mut OneText,
+        ids: &[u32],
+        sampler: &Sampler,
+    ) -> Result<Option<u32>, Fault> {
+        if sampler.is_filtered() {
+            let others = &ids[..ids.len().saturating_sub(1)];
+            return self.read_into(text, others, Wanted::Nothing).map(|_| None);
+        }
+        let (inverse_temperature, seed) = sampler.temperature_of_rows();
+        let decided = self.read_into(text, ids, Wanted::Last(deciding(inverse_temperature, seed)))?;
+        decided.map(Some).ok_or_else(|| Fault::internal("a prompt decided no token"))
+    }
+
+    fn read_into(&mut self, text: &mut OneText, ids: &[u32], wanted: Wanted<'_>) -> Result<Option<u32>, Fault> {
         let edits = std::mem::take(&mut text.edits);
         self.reader().read(&mut text.guard, OneText::SEQUENCE, edits, ids, wanted)
     }
@@ -610,7 +649,7 @@ fn time_prompt(reader: &mut Reader<'_>, ids: &[u32]) -> Result<f64, Fault> {
     let sequence = reserved.map_err(|error| Fault::internal(error.to_string()))?;
     let edits = pool.take_edits();
     let begun = Instant::now();
-    reader.read(&mut guard, sequence, edits, ids, Wanted::Last)?;
+    reader.read(&mut guard, sequence, edits, ids, Wanted::Last(deciding(0.0, 0)))?;
     Ok(begun.elapsed().as_secs_f64() * 1e3)
 }
 

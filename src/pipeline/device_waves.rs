@@ -74,7 +74,12 @@ impl<'a> PromptPlan<'a> {
             (PromptPlan::WithTail(both), &[chunk, tail]) => {
                 Ok(WavesSession::load_with_tail(device, both, [chunk, tail], off, pack, cache)?)
             }
-            _ => Err(Fault::internal("kernels of waves without their cubins")),
+            _ => {
+                let (found, expected) = (cubins.len(), self.all().len());
+                Err(Fault::input(format!(
+                    "{found} kernels of waves for prompts: expected {expected}, for chunks and their tail"
+                )))
+            }
         }
     }
 }
@@ -121,14 +126,17 @@ pub(super) fn waves_source(context: &BuildContext<'_>, proven: &Proven<'_>, trac
     Generated::of(source)
 }
 
-/// Digests of what an exported kernel of waves was compiled from, and of all that it walks.
+/// Of each exported kernel of waves that reads prompts, in the order of [`PromptPlan::all`]: digests of what it was compiled from, and of all
+/// that it walks.
 ///
 /// # Errors
 /// As [`plan_waves`].
-pub(super) fn waves_digests(target: &Target, rows: &Validated) -> Result<[Digest; 2], Fault> {
-    let proven = plan_waves(target, rows)?;
-    let source = source_bytes(emit(&proven, target, Trace::Off))?;
-    Ok([Digest::of(&source), encode(&proven).digest()])
+pub(super) fn prompt_digests(target: &Target, rows: &Validated) -> Result<Vec<[Digest; 2]>, Fault> {
+    let digests = |proven: &Proven<'_>| {
+        let source = source_bytes(emit(proven, target, Trace::Off))?;
+        Ok([Digest::of(&source), encode(proven).digest()])
+    };
+    plan_prompts(target, rows)?.all().into_iter().map(digests).collect()
 }
 
 /// Makes and loads the kernels of waves beside `rows`, the session of `validated` that was checked (`judged`), and checks them against that.

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use super::chain::{Chain, Host};
 use super::compile::Cubin;
 use super::device_rows::{Prefill, PrefillParts};
-use super::device_waves::waves_digests;
+use super::device_waves::prompt_digests;
 use super::exported::{
     CompiledParts, Does, FORMAT, FileFacts, INDEX, Index, KernelParts, MODEL, PrecisionNames, SEAL, TargetParts,
 };
@@ -178,9 +178,12 @@ fn write_target(
                     same_weights(validated, &prompt)?;
                     let compiled = self::compiled(&chain, &prompt, &nvrtc)?;
                     kernels.push(folder.kernel(name, Does::Prompt, &prompt, Some((compiled, &cubin)))?);
-                    if let Ok(cubin) = waves {
-                        let compiled = compiled_of(waves_digests(target, &prompt)?, &nvrtc);
-                        kernels.push(folder.kernel(name, Does::Waves, &prompt, Some((compiled, &cubin)))?);
+                    if let Ok(cubins) = waves {
+                        let all = Does::PROMPTS.into_iter().zip(prompt_digests(target, &prompt)?).zip(&cubins);
+                        for ((does, digests), cubin) in all {
+                            let compiled = compiled_of(digests, &nvrtc);
+                            kernels.push(folder.kernel(name, does, &prompt, Some((compiled, cubin)))?);
+                        }
                     }
                 }
                 Err(reason) => {

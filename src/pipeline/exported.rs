@@ -5,7 +5,7 @@
 //! export.b3              digest of export.json
 //! model/                 config.json and what the tokenizer reads
 //! targets/NAME.toml      record of a target
-//! NAME/KERNEL.mkir       schedule; KERNEL is `text`, `prompt`, `waves` or `batch`, or with `batch_invariant` `steps32` or `steps64`
+//! NAME/KERNEL.mkir       schedule; KERNEL is `text`, `prompt`, `waves`, `tail` or `batch`, or with `batch_invariant` `steps32` or `steps64`
 //! NAME/KERNEL.cubin      its kernel, of a CUDA target
 //! weights-DIGEST.pack    weights, for every kernel that names it
 //! ```
@@ -25,7 +25,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::device_waves::waves_digests;
+use super::device_waves::prompt_digests;
 use super::invariant;
 use super::stages::{map_file, source_bytes};
 use crate::codegen::abi::Queues;
@@ -48,7 +48,7 @@ pub(super) const SEAL: &str = "export.b3";
 /// The folder with the files of the tokenizer.
 pub(super) const MODEL: &str = "model";
 /// Version of the layout of the folder. A folder of another one is refused.
-pub(super) const FORMAT: u32 = 2;
+pub(super) const FORMAT: u32 = 3;
 
 /// An index has some hundred bytes for each file.
 const INDEX_BYTES_MAX: u64 = 16 << 20;
@@ -117,6 +117,8 @@ pub(super) enum Does {
     Prompt,
     /// Reads long chunks of a prompt. Its schedule is that of `Prompt`.
     Waves,
+    /// Decides what follows the last one of those. Its schedule is that of `Prompt`.
+    Tail,
     /// Decodes several sequences a step.
     Batch,
     /// Steps of up to 32 rows that add up as those of up to 64 do, on a device. They read prompts, too.
@@ -125,11 +127,15 @@ pub(super) enum Does {
 }
 
 impl Does {
+    /// What reads prompts in waves, in the order of their plans.
+    pub const PROMPTS: [Does; 2] = [Does::Waves, Does::Tail];
+
     pub fn name(self) -> &'static str {
         match self {
             Does::Text => "text",
             Does::Prompt => "prompt",
             Does::Waves => "waves",
+            Does::Tail => "tail",
             Does::Batch => "batch",
             Does::Steps32 => "steps32",
             Does::Steps64 => "steps64",
@@ -141,7 +147,7 @@ impl Does {
         match self {
             Does::Steps32 => Some(32),
             Does::Steps64 => Some(64),
-            Does::Text | Does::Prompt | Does::Waves | Does::Batch => None,
+            Does::Text | Does::Prompt | Does::Waves | Does::Tail | Does::Batch => None,
         }
     }
 }
@@ -328,8 +334,13 @@ impl Folder {
         compiled: &CompiledParts,
         place: &str,
     ) -> Result<Vec<u8>, Fault> {
-        let [source, queues] = match (does, does.alike_rows()) {
-            (Does::Waves, _) => waves_digests(target, validated)?,
+        let of_prompts = Does::PROMPTS.iter().position(|of| *of == does);
+        let [source, queues] = match (of_prompts, does.alike_rows()) {
+            (Some(at), _) => {
+                let digests = prompt_digests(target, validated)?;
+                let foreign = || self.foreign(&format!("`{place}` has no kernel of `{}` here", does.name()));
+                *digests.get(at).ok_or_else(foreign)?
+            }
             (_, Some(rows)) => invariant::digests(target, validated, rows)?,
             _ => [Digest::of(&source_bytes(validated, target)?), Queues::of(validated).digest()],
         };

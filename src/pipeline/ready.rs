@@ -167,9 +167,10 @@ fn runner<'a>(report: &'a Report, exported: &'a Exported, target: &'a Target) ->
         let Some(Kernel { validated: rows, cubin: Some(cubin) }) = kernel(Does::Prompt)? else {
             return Err(Fault::input("the export has no kernel for them"));
         };
-        // Its schedule is that of the kernel for rows.
-        let waves = kernel(Does::Waves)?.and_then(|kernel| kernel.cubin);
-        Prefill::of(device, target, &Queues::of(&rows), &cubin, waves.as_deref(), one)
+        // Their schedule is that of the kernel for rows.
+        let waves = Does::PROMPTS.map(kernel).into_iter().collect::<Result<Vec<_>, Fault>>()?;
+        let waves: Vec<&[u8]> = waves.iter().flatten().filter_map(|kernel| kernel.cubin.as_deref()).collect();
+        Prefill::of(device, target, &Queues::of(&rows), &cubin, &waves, one)
     });
     let on = On::Device { session: Box::new(session), prefill, verifier, steps_max };
     Ok(Runner { place, context_max, vocab, cached: vec![], on })

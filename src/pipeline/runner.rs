@@ -242,7 +242,7 @@ impl Runner<'_> {
                 if ids.len() >= Prefill::PROMPT_MIN
                     && let Some(prefill) = prefill.get(session)
                 {
-                    return prefill.read(ids, Some(on_row));
+                    return prefill.read(ids, on_row);
                 }
                 session.start(ids, &[])?;
                 let mut position = 0;
@@ -340,16 +340,14 @@ impl Runner<'_> {
             On::Device { session, prefill, steps_max, .. } => {
                 refuse_beyond_kernels(request)?;
                 session.sample(*request.sampler());
-                let mut from = reused;
-                // The last token of the prompt is decoded by the kernel for one row, which goes on from there.
-                if reads_in_chunks(prompt, reused)
-                    && let Some(prefill) = prefill.get(session)
-                {
-                    from = prompt.len() - 1;
-                    prefill.read(&prompt[..from], None)?;
+                let prefill = if reads_in_chunks(prompt, reused) { prefill.get(session) } else { None };
+                let (mut from, mut first) = (reused as u32, None);
+                if let Some(prefill) = prefill {
+                    // Where it decides nothing, the kernel for one row reads the last token.
+                    (from, first) = (prompt.len() as u32 - 1, prefill.decide(prompt, request.sampler())?);
                 }
-                let bounds = Bounds { from: from as u32, steps_max: *steps_max, count };
-                decide_on_device(session, prompt, bounds, &kernel_ends(request), &mut |token| {
+                let bounds = Bounds { from, steps_max: *steps_max, count };
+                go_on_device(session, (prompt, first), bounds, &kernel_ends(request), &mut |token| {
                     tell(&Decided { token, logprob: None, top: vec![] })
                 })?
             }
@@ -538,6 +536,24 @@ struct Bounds {
     steps_max: u32,
     /// Tokens to decide, at most.
     count: usize,
+}
+
+/// As [`decide_on_device`]; `first`: what was chosen after the prompt, of which the cache has all then.
+fn go_on_device(
+    session: &mut Session,
+    (prompt, first): (&[u32], Option<u32>),
+    bounds: Bounds,
+    eos: &[u32],
+    tell: &mut dyn FnMut(u32) -> ControlFlow<()>,
+) -> Result<Vec<u32>, SessionError> {
+    let Some(first) = first else { return decide_on_device(session, prompt, bounds, eos, tell) };
+    let mut tokens = vec![first];
+    if tell(first).is_continue() && bounds.count > 1 {
+        let text = [prompt, &[first]].concat();
+        let bounds = Bounds { from: prompt.len() as u32, count: bounds.count - 1, ..bounds };
+        tokens.extend(decide_on_device(session, &text, bounds, eos, tell)?);
+    }
+    Ok(tokens)
 }
 
 /// Lets the device choose, and tells each token while the launch that decided it still runs.

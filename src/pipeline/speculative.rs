@@ -151,7 +151,8 @@ pub fn decide_on_device(
 ) -> Result<Vec<u32>, Fault> {
     let shape = *verifier.rows.shape();
     refuse_rows(speculation, shape.rows, "")?;
-    let (mut text, first) = read_prompt(&mut one, shape, prefill, prompt)?;
+    // `moved`: whether the kernel for one row needs the new position.
+    let (mut text, first, mut moved) = read_prompt(&mut one, (shape, &verifier.sampler), prefill, prompt)?;
     let mut sequence = prompt.to_vec();
     let end = prompt.len() + count;
     let mut take = |sequence: &mut Vec<u32>, chosen: &[u32]| {
@@ -161,8 +162,6 @@ pub fn decide_on_device(
         })
     };
     let mut stopped = take(&mut sequence, &[first]);
-    // Whether the kernel for one row needs the new position.
-    let mut moved = false;
     while !stopped && sequence.len() < end {
         let (position, last) = (sequence.len() as u32 - 1, sequence[sequence.len() - 1]);
         let left = end - sequence.len();
@@ -185,20 +184,23 @@ pub fn decide_on_device(
     Ok(sequence.split_off(prompt.len()))
 }
 
-/// Reads the prompt into the cache, with `prefill` where it is given. The text of which that is written, and the token that follows.
+/// Reads the prompt into the cache, with `prefill` where it is given. The text of which that is written, the token that follows, and whether
+/// another kernel than `one` decided it.
 fn read_prompt(
     one: &mut OneRow<'_>,
-    shape: Shape,
+    (shape, sampler): (Shape, &Sampler),
     mut prefill: Option<&mut Prefill>,
     prompt: &[u32],
-) -> Result<(OneText, u32), Fault> {
+) -> Result<(OneText, u32, bool), Fault> {
     let rows = prefill.as_mut().map_or(0, |prefill| prefill.shape().rows);
     let mut text = OneText::new(Shape { rows: shape.rows.max(rows), ..shape });
     one.session.start(prompt, one.ends)?;
     let mut position = 0;
     if let Some(prefill) = prefill {
+        if let Some(first) = prefill.decide_text(&mut text, prompt, sampler)? {
+            return Ok((text, first, true));
+        }
         position = prompt.len() - 1;
-        prefill.read_text(&mut text, &prompt[..position])?;
     }
     let mut decided = vec![];
     while position < prompt.len() {
@@ -208,5 +210,5 @@ fn read_prompt(
     }
     // The tokens before the last one are those of the prompt.
     let first = decided.pop().ok_or_else(|| Fault::internal("a prompt decided no token"))?;
-    Ok((text, first))
+    Ok((text, first, false))
 }

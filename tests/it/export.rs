@@ -230,8 +230,8 @@ fn parts_that_do_not_belong_together_are_refused() {
         export.edit(|edited| *edited = index.clone());
     };
     refused(
-        &|index| index["format"] = json!(3),
-        "has format 3, written by monobloc 0.1.0; this monobloc reads format 2",
+        &|index| index["format"] = json!(2),
+        "has format 2, written by monobloc 0.1.0; this monobloc reads format 3",
     );
     refused(&|index| index["surprise"] = json!(2), "is no index of an export: unknown field `surprise`");
     refused(&|index| index["vocab"] = json!(7), "is for another model, or for weights in another layout");
@@ -278,13 +278,16 @@ fn an_export_has_the_kernel_of_long_prompts() {
     let index = export.index();
     let kernels = index["targets"][0]["kernels"].as_array().expect("kernels");
     let does: Vec<&str> = kernels.iter().filter_map(|kernel| kernel["does"].as_str()).collect();
-    assert_eq!(does, ["text", "prompt", "waves"]);
-    let [prompt, waves] = [&kernels[1], &kernels[2]].map(|kernel| kernel["compiled"].clone());
-    assert!(prompt["source"] != waves["source"] && prompt["queues"] != waves["queues"]);
+    assert_eq!(does, ["text", "prompt", "waves", "tail"]);
+    let [prompt, waves, tail] = [1, 2, 3].map(|at| kernels[at]["compiled"].clone());
+    for (a, b) in [(&prompt, &waves), (&waves, &tail), (&prompt, &tail)] {
+        assert!(a["source"] != b["source"] && a["queues"] != b["queues"]);
+    }
     // Waves are derived from the schedule of the kernel for prompts.
     let schedule =
         |kernel: &Value| fs::read(export.path(kernel["schedule"].as_str().expect("a path"))).expect("a schedule");
     assert_eq!(schedule(&kernels[1]), schedule(&kernels[2]));
+    assert_eq!(schedule(&kernels[1]), schedule(&kernels[3]));
 }
 
 #[test]
