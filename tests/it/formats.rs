@@ -266,6 +266,71 @@ fn what_is_not_modelled_is_refused_by_name() {
     );
 }
 
+/// The checkpoint of `mxfp4` under the names and with the config that ModelOpt gives the same bytes.
+fn mxfp4_of_modelopt(quantised: serde_json::Value, edit: impl Fn(&str, &mut Vec<u8>)) -> tempfile::TempDir {
+    let folder = edited("quantised/mxfp4", edit);
+    let place = folder.path().join("config.json");
+    let mut config: serde_json::Value = serde_json::from_slice(&fs::read(&place).unwrap()).unwrap();
+    config["quantization_config"] = quantised;
+    fs::write(&place, config.to_string()).unwrap();
+    let place = folder.path().join("model.safetensors");
+    let bytes = fs::read(&place).unwrap();
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    let renamed = tensors.tensors().into_iter().map(|(name, view)| (name.replace("weight_packed", "weight"), view));
+    let whole = safetensors::serialize(renamed.collect::<Vec<_>>(), None).unwrap();
+    fs::write(&place, whole).unwrap();
+    folder
+}
+
+/// ModelOpt is not what made these bytes, but it has the same layout: no checkpoint of its own is small enough to keep here.
+#[test]
+fn mxfp4_of_modelopt_is_that_of_compressed_tensors_under_other_names() {
+    let config = |algo: &str| {
+        json!({ "quant_method": "modelopt", "quant_algo": algo, "ignore": ["lm_head"], "kv_cache_scheme": null,
+                "producer": { "name": "modelopt", "version": "0.47.0" } })
+    };
+    let goldens = Goldens::open("quantised/mxfp4");
+    let (ids, want) = (goldens.ids("input_ids"), goldens.floats("logits"));
+    let plain = |_: &str, _: &mut Vec<u8>| {};
+    for (algo, note) in [("mxfp4", "fp4 (dynamic), unless"), ("W4A8_MXFP4_FP8", "fp8 (static)")] {
+        let folder = mxfp4_of_modelopt(config(algo), plain);
+        let found = logits(folder.path(), &ids).expect(algo);
+        assert!(max_difference(&found, &want) < LOGITS_TOLERANCE, "{algo}");
+        let notes = import(folder.path()).unwrap().notes;
+        assert!(notes.iter().any(|found| found.contains(note)), "{algo}: {notes:?}");
+    }
+    // Nibbles the other way round, and scales of other groups.
+    for part in ["0.mlp.down_proj.weight_packed", "0.mlp.down_proj.weight_scale"] {
+        let turned = |tensor: &str, data: &mut Vec<u8>| match tensor.ends_with(part) {
+            true if part.ends_with("scale") => data.rotate_left(1),
+            true => data.iter_mut().for_each(|byte| *byte = byte.rotate_left(4)),
+            false => {}
+        };
+        let found = logits(mxfp4_of_modelopt(config("mxfp4"), turned).path(), &ids).expect(part);
+        assert!(max_difference(&found, &want) > 1e-3, "{part}");
+    }
+    let groups = |size: u32| {
+        let mut config = config("W4A8_MXFP4_FP8");
+        let weights = json!({ "dynamic": false, "num_bits": 4, "type": "float", "group_size": size });
+        config["config_groups"] = json!({ "group_0": { "targets": ["Linear"], "weights": weights } });
+        config
+    };
+    assert!(import(mxfp4_of_modelopt(groups(32), plain).path()).is_ok());
+    let without_groups = {
+        let mut config = config("NVFP4");
+        config["group_size"] = json!(16);
+        config
+    };
+    for (config, why) in [
+        (groups(16), "weights`: expected floats of 4 bits in groups of 32"),
+        (config("MXFP8"), "quant_algo`: expected NVFP4, W4A16_NVFP4, mxfp4 or W4A8_MXFP4_FP8"),
+        (without_groups, "config_groups`: expected an object of groups"),
+    ] {
+        let refused = import(mxfp4_of_modelopt(config, plain).path()).unwrap_err().to_string();
+        assert!(refused.contains(why), "{refused}");
+    }
+}
+
 #[test]
 fn activations_that_stay_as_they_are_are_named() {
     for (name, note) in [

@@ -564,37 +564,51 @@ fn weights_scheme(keys: &mut Keys<'_>, format: &str) -> Option<Scheme> {
     scheme
 }
 
+/// Linears of 4 bits as ModelOpt exports them: two codes in a byte of `weight`, the first one in the low nibble. Of NVFP4, `weight_scale` in e4m3
+/// for 16 columns times `weight_scale_2`. Of MXFP4, `weight_scale` in e8m0 for 32 columns; ModelOpt writes no `config_groups` for these, and their
+/// name in lower case where activations are not fp8 (`modelopt/torch/export/convert_hf_config.py`, `quant_utils.py` and
+/// `quantization/qtensor/mxfp4_tensor.py` of NVIDIA/Model-Optimizer).
 fn modelopt(mut keys: Keys<'_>) -> Option<Quantisation> {
-    if keys.text("quant_algo") != Some("NVFP4") {
-        keys.bad("quant_algo", "NVFP4");
-    }
+    let (mx, asked) = match keys.text("quant_algo") {
+        Some("NVFP4") => (false, Some("fp4 (static)")),
+        Some("W4A16_NVFP4") => (false, None),
+        Some("mxfp4" | "MXFP4") => (true, Some("fp4 (dynamic), unless its recipe left them as they are")),
+        Some("W4A8_MXFP4_FP8") => (true, Some("fp8 (static)")),
+        _ => {
+            keys.bad("quant_algo", "NVFP4, W4A16_NVFP4, mxfp4 or W4A8_MXFP4_FP8");
+            (false, None)
+        }
+    };
+    let group_k: u32 = if mx { 32 } else { 16 };
     keys.neutral(&["producer"]);
     keys.off(&["kv_cache_scheme"]);
     let ignore: Vec<Target> = keys.names("ignore").into_iter().map(glob).collect();
     let mut targets = vec![];
-    if let Some(Value::Object(map)) = keys.get("config_groups") {
-        for (name, group) in map {
-            let Some(group) = group.as_object() else {
-                keys.bad("config_groups", "an object for each group");
-                continue;
-            };
-            let mut inner = Keys::new(format!("{KEY}.config_groups.{name}"), group, keys.reasons);
-            inner.neutral(&["input_activations"]);
-            let weights = inner.get("weights");
-            let is = |key: &str, value: Value| weights.and_then(|w| w.get(key)) == Some(&value);
-            if !is("num_bits", 4.into()) || !is("group_size", 16.into()) || !is("type", "float".into()) {
-                inner.bad("weights", "floats of 4 bits in groups of 16");
+    match keys.get("config_groups") {
+        Some(Value::Object(map)) => {
+            for (name, group) in map {
+                let Some(group) = group.as_object() else {
+                    keys.bad("config_groups", "an object for each group");
+                    continue;
+                };
+                let mut inner = Keys::new(format!("{KEY}.config_groups.{name}"), group, keys.reasons);
+                inner.neutral(&["input_activations"]);
+                let weights = inner.get("weights");
+                let is = |key: &str, value: Value| weights.and_then(|w| w.get(key)) == Some(&value);
+                if !is("num_bits", 4.into()) || !is("group_size", group_k.into()) || !is("type", "float".into()) {
+                    inner.bad("weights", &format!("floats of 4 bits in groups of {group_k}"));
+                }
+                let named = inner.names("targets");
+                targets.extend(named.into_iter().filter_map(|name| target(name, "targets", &mut inner)));
+                inner.end();
             }
-            let named = inner.names("targets");
-            targets.extend(named.into_iter().filter_map(|name| target(name, "targets", &mut inner)));
-            inner.end();
         }
-    } else {
-        keys.bad("config_groups", "an object of groups");
+        None if mx => targets.push(Target::Linear),
+        _ => keys.bad("config_groups", "an object of groups"),
     }
     keys.end();
-    let groups = vec![(targets, Scheme::Fp4 { mx: false, modelopt: true })];
-    let notes = vec![activations("fp4 (static)")];
+    let groups = vec![(targets, Scheme::Fp4 { mx, modelopt: true })];
+    let notes = asked.map(activations).into_iter().collect();
     Some(Quantisation { method: Method::CompressedTensors { groups, ignore }, notes, cache_scales: false })
 }
 
