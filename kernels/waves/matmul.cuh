@@ -27,7 +27,6 @@ template <class M, class G, class = int>
 struct WaveCodes {
   static constexpr bool CODED = false, GROUPED = false, ROW_SCALES = false;
   static constexpr float FACTOR = 1.f;
-  static constexpr int GROUPS = 1;
 };
 template <class M, class G>
 struct WaveCodes<M, G, decltype(int(G::CODE))> {
