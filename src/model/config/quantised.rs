@@ -596,7 +596,7 @@ fn modelopt(mut keys: Keys<'_>) -> Option<Quantisation> {
                 let weights = inner.get("weights");
                 let is = |key: &str, value: Value| weights.and_then(|w| w.get(key)) == Some(&value);
                 if !is("num_bits", 4.into()) || !is("group_size", group_k.into()) || !is("type", "float".into()) {
-                    inner.bad("weights", &format!("floats of 4 bits in groups of {group_k}"));
+                    inner.bad("weights", format!("floats of 4 bits in groups of {group_k}"));
                 }
                 let named = inner.names("targets");
                 targets.extend(named.into_iter().filter_map(|name| target(name, "targets", &mut inner)));
