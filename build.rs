@@ -11,8 +11,11 @@ fn main() {
     for path in ["build.rs", "build", "src", "kernels", "Cargo.lock"] {
         println!("cargo::rerun-if-changed={path}");
     }
-    let root = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo says where the package is"));
-    let codes = sources::digests(&root, &compiler()).unwrap_or_else(|reason| panic!("{reason}"));
+    let path = |name: &str| PathBuf::from(std::env::var_os(name).expect("cargo says where the packages are"));
+    let [root, core] = ["CARGO_MANIFEST_DIR", "DEP_MONOBLOC_CORE_ROOT"].map(path);
+    println!("cargo::rerun-if-changed={}", core.join("src").display());
+    let codes = sources::digests(sources::Roots { monobloc: &root, core: &core }, &compiler())
+        .unwrap_or_else(|reason| panic!("{reason}"));
     for code in codes {
         println!("cargo::rustc-env=MONOBLOC_CODE_{}={}", code.stage.to_uppercase(), code.digest);
     }
@@ -22,7 +25,9 @@ fn main() {
 fn compiler() -> String {
     let variable = |name: &str| std::env::var(name).unwrap_or_default();
     let version = Command::new(variable("RUSTC")).arg("-vV").output().map(|output| output.stdout).unwrap_or_default();
-    let names = ["TARGET", "OPT_LEVEL", "CARGO_CFG_TARGET_FEATURE", "CARGO_ENCODED_RUSTFLAGS"];
+    // The interpreter is in the other package, which may be optimised in another way.
+    let levels = ["OPT_LEVEL", "DEP_MONOBLOC_CORE_OPT_LEVEL"].map(variable);
+    let names = ["TARGET", "CARGO_CFG_TARGET_FEATURE", "CARGO_ENCODED_RUSTFLAGS"];
     let asserts = std::env::var_os("CARGO_CFG_DEBUG_ASSERTIONS").is_some();
-    format!("{} {:?} {asserts}", String::from_utf8_lossy(&version), names.map(variable))
+    format!("{} {:?} {levels:?} {asserts}", String::from_utf8_lossy(&version), names.map(variable))
 }

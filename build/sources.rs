@@ -1,4 +1,4 @@
-//! Owns the digest of the code of each stage: which files of the crate the code reaches, and what they say.
+//! Owns the digest of the code of each stage: which files of the two crates the code reaches, and what they say.
 //!
 //! The build script embeds these digests and the keys of the stages name them, so a changed line changes the keys of the
 //! stages that it can reach and no others, and no version number has to be raised by hand. A stage names the modules that make its
@@ -11,6 +11,26 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
+
+/// Paths of the package `monobloc-core` begin with it, wherever its sources lie.
+const CORE: &str = "core/";
+
+/// Where the sources of the packages lie. Modules of both have one tree, because `monobloc` exports those of the other one.
+#[derive(Clone, Copy)]
+pub struct Roots<'a> {
+    pub monobloc: &'a Path,
+    pub core: &'a Path,
+}
+
+impl Roots<'_> {
+    /// The file of a path that [`module_files`] gave, or that is relative to one.
+    fn file(&self, path: &str) -> PathBuf {
+        match path.strip_prefix(CORE) {
+            Some(path) => self.core.join(path),
+            None => self.monobloc.join(path),
+        }
+    }
+}
 
 /// A stage, and where its code begins.
 pub struct Stage {
@@ -87,19 +107,19 @@ pub struct Code {
     pub stage: &'static str,
     /// 64 hex digits.
     pub digest: String,
-    /// Relative to the package, with `/`.
+    /// Relative to the package `monobloc`, with `/`; of the other one with [`CORE`] before.
     pub files: BTreeSet<String>,
     /// Names and versions of packages.
     pub packages: BTreeSet<String>,
 }
 
-/// Reads the package in `root` and hashes the code of every stage. `compiler` says how figures are compiled.
+/// Reads the packages and hashes the code of every stage. `compiler` says how figures are compiled.
 ///
 /// # Errors
 /// A file that cannot be read, and a path whose module is not found: nothing may be left out without a word.
-pub fn digests(root: &Path, compiler: &str) -> Result<Vec<Code>, String> {
-    let tree = Tree::read(root)?;
-    let lock = Lock::read(&fs::read_to_string(root.join("Cargo.lock")).unwrap_or_default());
+pub fn digests(roots: Roots, compiler: &str) -> Result<Vec<Code>, String> {
+    let tree = Tree::read(roots)?;
+    let lock = Lock::read(&fs::read_to_string(roots.monobloc.join("Cargo.lock")).unwrap_or_default());
     STAGES.iter().map(|stage| code(stage, &tree, &lock, compiler)).collect()
 }
 
@@ -139,13 +159,13 @@ fn code(stage: &'static Stage, tree: &Tree, lock: &Lock, compiler: &str) -> Resu
     Ok(Code { stage: stage.name, digest, files: files.keys().map(|path| path.to_string()).collect(), packages })
 }
 
-/// The modules of the crate, by path: `codegen::emit`.
+/// The modules of the crates, by path: `codegen::emit`.
 struct Tree {
     modules: BTreeMap<String, Source>,
 }
 
 struct Source {
-    /// Relative to the package.
+    /// As in [`Code::files`].
     path: String,
     /// Without comments and unit tests.
     code: String,
@@ -158,11 +178,11 @@ struct Source {
 }
 
 impl Tree {
-    fn read(root: &Path) -> Result<Tree, String> {
+    fn read(roots: Roots) -> Result<Tree, String> {
         let mut tokens: BTreeMap<String, Vec<Token>> = BTreeMap::new();
         let mut modules = BTreeMap::new();
-        for (module, path) in module_files(root)? {
-            let text = fs::read_to_string(root.join(&path)).map_err(|error| format!("{path}: {error}"))?;
+        for (module, path) in module_files(roots)? {
+            let text = fs::read_to_string(roots.file(&path)).map_err(|error| format!("{path}: {error}"))?;
             let (code, found) = lex(&text);
             let source = Source { path, code, uses: BTreeSet::new(), included: vec![], outside: BTreeSet::new() };
             modules.insert(module.clone(), source);
@@ -192,10 +212,10 @@ impl Tree {
             for name in included(tokens) {
                 let path = normal(&folder.join(&name));
                 // Records and configs are data: what is used of them is in the keys themselves.
-                if !["src/", "kernels/"].iter().any(|code| path.starts_with(code)) {
+                if !["src/", "core/src/", "kernels/"].iter().any(|code| path.starts_with(code)) {
                     continue;
                 }
-                let bytes = fs::read(root.join(&path)).map_err(|error| format!("{path}: {error}"))?;
+                let bytes = fs::read(roots.file(&path)).map_err(|error| format!("{path}: {error}"))?;
                 source.included.push((path, bytes));
             }
         }
@@ -209,26 +229,28 @@ impl Tree {
 
     fn module<'t>(&'t self, name: &str) -> Result<(&'t str, &'t Source), String> {
         let found = self.modules.get_key_value(name).map(|(name, source)| (name.as_str(), source));
-        found.ok_or_else(|| format!("no module `{name}` in src"))
+        found.ok_or_else(|| format!("no module `{name}`"))
     }
 }
 
 /// Every module below `src` with its file; files that hold unit tests alone are left out.
-fn module_files(root: &Path) -> Result<Vec<(String, String)>, String> {
+fn module_files(roots: Roots) -> Result<Vec<(String, String)>, String> {
     let mut found = vec![];
-    let mut folders = vec![PathBuf::from("src")];
+    let mut folders = vec!["src".to_string(), format!("{CORE}src")];
     while let Some(folder) = folders.pop() {
-        let failed = |error| format!("{}: {error}", folder.display());
-        for entry in fs::read_dir(root.join(&folder)).map_err(failed)? {
+        let failed = |error| format!("{folder}: {error}");
+        for entry in fs::read_dir(roots.file(&folder)).map_err(failed)? {
             let name = entry.map_err(failed)?.file_name().to_string_lossy().into_owned();
-            let path = folder.join(&name);
-            if root.join(&path).is_dir() {
+            let path = format!("{folder}/{name}");
+            if roots.file(&path).is_dir() {
                 folders.push(path);
             } else if name.ends_with(".rs") && name != "tests.rs" {
-                let path = path.to_string_lossy().replace('\\', "/");
-                let module = path.trim_start_matches("src/").trim_end_matches(".rs").trim_end_matches("/mod");
-                let module = if module == "lib" { "" } else { module };
-                found.push((module.replace('/', "::"), path));
+                let inside = path.trim_start_matches(CORE).trim_start_matches("src/");
+                let module = inside.trim_end_matches(".rs").trim_end_matches("/mod");
+                // The roots of the crates say which modules there are, and nothing else.
+                if module != "lib" {
+                    found.push((module.replace('/', "::"), path));
+                }
             }
         }
     }

@@ -1,44 +1,21 @@
 #![doc = include_str!("ARCHITECTURE.md")]
 
+// Modules of the crate `core`, which are first in the order.
+pub use monobloc_core::{
+    abba, candidate, defaults, define_id, digest, dtype, error, fields, files, format, id, interp, ir, lower, model,
+    pack, pages, random, reference, rows, sample, schedule, target, text, validate, waves,
+};
+
 // Pipeline order; a module uses only modules above it (tests/it/tidy.rs holds the exact matrix).
-pub mod dtype;
-pub mod error;
-pub mod format;
-pub mod id;
-
-pub mod digest;
-pub mod fields;
-pub mod files;
-pub mod random;
-pub mod text;
-
 pub mod manifest;
-pub mod model;
-pub mod sample;
-pub mod target;
 pub mod tokenizer;
 
 pub mod grammar;
 pub mod speculate;
 
-pub mod candidate;
-pub mod ir;
-pub mod pages;
-pub mod rows;
-
-pub mod defaults;
-pub mod interp;
-pub mod lower;
-pub mod pack;
-pub mod reference;
-pub mod schedule;
-pub mod validate;
-pub mod waves;
-
 pub mod codegen;
 pub mod trace;
 
-pub mod abba;
 pub mod check;
 pub mod cuda;
 pub mod engine;

@@ -870,15 +870,12 @@ record = \"cpu\"
     #[test]
     fn a_duplicate_target_is_pointed_at() {
         assert_eq!(
-            refusal(&with(
-                "record = \"cpu\"",
-                "record = \"cpu\"\n\n[[target]]\nrecord = \"manifests/targets/cpu.toml\""
-            )),
+            refusal(&with("record = \"cpu\"", "record = \"cpu\"\n\n[[target]]\nrecord = \"core/targets/cpu.toml\"")),
             "duplicate target `cpu`
   --> some/tiny.toml:14:10
    |
-14 | record = \"manifests/targets/cpu.toml\"
-   |          ^^^^^^^^^^^^^^^^^^^^^^^^^^^^ expected a name that no other target has, found that of `cpu`"
+14 | record = \"core/targets/cpu.toml\"
+   |          ^^^^^^^^^^^^^^^^^^^^^^^ expected a name that no other target has, found that of `cpu`"
         );
     }
 

@@ -1,4 +1,4 @@
-// Owns sampling's arithmetic: src/sample.rs specifies it to the bit, so every operation is rounded by itself (no contraction to
+// Owns sampling's arithmetic: core/src/sample specifies it to the bit, so every operation is rounded by itself (no contraction to
 // fma), and no library function takes part. Decimals name the fp32 coefficients of that file exactly.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Owns how a matvec reads its weights: the granules of each format, codes to operands, scales to sums. `src/format.rs` has the layout.
+// Owns how a matvec reads its weights: the granules of each format, codes to operands, scales to sums. `core/src/format.rs` has the layout.
 //
 // A granule is 512 bytes of codes, then the scales and zero points of its groups, row by row. A lane has 16 bytes of codes of row
 // lane / 4: of every 32 of k the eight from (lane % 4) * 8 on, as of bf16 weights. So codes meet the staged x at the same places.

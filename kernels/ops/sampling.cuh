@@ -1,4 +1,4 @@
-// sampling: the token among those that top-k and top-p admit, as src/sample.rs specifies it.
+// sampling: the token among those that top-k and top-p admit, as core/src/sample specifies it.
 //
 // logits (VOCAB)   of the step before, in memory; published after the release of that step
 // candidates       best logit of each task of the head, in `scratch`: the k-th of them is below no more than k logits

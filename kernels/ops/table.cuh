@@ -1,6 +1,6 @@
 // A row of the table of embeddings, for the ops that look one up.
 //
-// table (VOCAB, HIDDEN)  2 or 4 bytes a value; or ROW_BYTES a row: codes, scales of groups, zero points, the row's scale (src/format.rs)
+// table (VOCAB, HIDDEN)  2 or 4 bytes a value; or ROW_BYTES a row: codes, scales of groups, zero points, the row's scale (core/src/format.rs)
 #pragma once
 
 // A row of the table: operator[] has the value of a column.

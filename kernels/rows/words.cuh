@@ -6,7 +6,7 @@
 //
 // A buffer of words has two phases, which steps use in turn. Who owns a word of a step stores it and clears the same word of the
 // other phase, for the step after. Words of rows that take no part are not stored, but cleared all the same: the row may have taken
-// part in the step before, and take part in the step after. Two facts make that sound (src/ir/mod.rs, "words"):
+// part in the step before, and take part in the step after. Two facts make that sound (core/src/ir/mod.rs, "words"):
 // - the step before is read: every SM has seen all candidates of that step, and each SM publishes its own after its last read;
 // - the cleared word is seen before the next step reads: the clear lies before this step's release, the read after the next
 //   step's acquire. So a reader finds all ones or the value of its own step, never one of two steps before.

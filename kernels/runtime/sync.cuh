@@ -1,4 +1,4 @@
-// The only file that waits or signals. The memory model is the one of src/ir/mod.rs:
+// The only file that waits or signals. The memory model is the one of core/src/ir/mod.rs:
 //
 // - A packet is 8 bytes: 32 bits of payload below, the tag of the step above. It is stored and loaded as one
 //   single-copy-atomic word, so a reader that sees the tag has the payload; nothing else is ordered by it.

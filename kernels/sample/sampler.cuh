@@ -1,4 +1,4 @@
-// sampler: the token of each row from its logits, exactly as src/sample specifies it for a request.
+// sampler: the token of each row from its logits, exactly as core/src/sample specifies it for a request.
 //
 // logits (ROWS, VOCAB)  what a launch of a kernel for rows left in memory; this kernel starts after it on the same stream
 // answers (ROWS)        token, and what its log-probabilities are computed from

@@ -7,14 +7,14 @@ use std::path::Path;
 use tempfile::TempDir;
 
 use crate::cli_support::{Answer, Place};
-use crate::sources::{STAGES, digests};
+use crate::sources::{self, Code, Roots, STAGES};
 
-/// A copy of the package's code, to edit.
+/// A copy of the packages' code, to edit.
 fn copy() -> TempDir {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let folder = tempfile::tempdir().unwrap();
     fs::copy(root.join("Cargo.lock"), folder.path().join("Cargo.lock")).unwrap();
-    for part in ["src", "kernels"] {
+    for part in ["src", "core/src", "kernels"] {
         for entry in walkdir::WalkDir::new(root.join(part)) {
             let entry = entry.unwrap();
             let to = folder.path().join(entry.path().strip_prefix(root).unwrap());
@@ -25,6 +25,10 @@ fn copy() -> TempDir {
         }
     }
     folder
+}
+
+fn digests(root: &Path, compiler: &str) -> Result<Vec<Code>, String> {
+    sources::digests(Roots { monobloc: root, core: &root.join("core") }, compiler)
 }
 
 fn codes(root: &Path) -> BTreeMap<&'static str, String> {
@@ -54,15 +58,15 @@ fn with_a_line(text: &str) -> String {
 
 #[test]
 fn a_changed_line_changes_the_keys_of_what_it_reaches() {
-    let lower = changed("src/lower.rs", with_a_line);
+    let lower = changed("core/src/lower.rs", with_a_line);
     assert!(lower.contains(&"schedule") && lower.contains(&"campaign"), "{lower:?}");
     assert!(lower.contains(&"pack") && !lower.contains(&"import") && !lower.contains(&"source"), "{lower:?}");
-    let validate = changed("src/validate/races.rs", with_a_line);
+    let validate = changed("core/src/validate/races.rs", with_a_line);
     assert!(validate.contains(&"schedule") && !validate.contains(&"import"), "{validate:?}");
-    let interp = changed("src/interp/threads.rs", with_a_line);
+    let interp = changed("core/src/interp/threads.rs", with_a_line);
     assert_eq!(interp, ["check", "measure", "expect", "campaign"]);
     assert_eq!(changed("src/search/propose.rs", with_a_line), ["campaign"]);
-    let families = changed("src/model/config/families.rs", with_a_line);
+    let families = changed("core/src/model/config/families.rs", with_a_line);
     assert!(families.contains(&"import") && !families.contains(&"schedule"), "{families:?}");
     let kernel = changed("kernels/ops/norm_add.cuh", |text| format!("{text}\n// More.\n"));
     assert!(kernel.contains(&"source") && !kernel.contains(&"schedule"), "{kernel:?}");
@@ -78,9 +82,12 @@ fn a_changed_line_elsewhere_changes_no_key() {
     for path in ["src/cli/build.rs", "src/cli/generate.rs", "src/report.rs", "src/page.rs", "src/cuda/calibrate.rs"] {
         assert_eq!(changed(path, with_a_line), none, "{path}");
     }
-    assert_eq!(changed("src/lower.rs", |text| text.replacen("\nuse ", "\n// A word.\n/* Two. */\nuse ", 1)), none);
+    assert_eq!(changed("core/src/lower.rs", |text| text.replacen("\nuse ", "\n// A word.\n/* Two. */\nuse ", 1)), none);
     let test = "#[cfg(test)]\nmod tests {";
-    assert_eq!(changed("src/pack.rs", |text| text.replacen(test, &format!("{test}\n    const A: u8 = 1;"), 1)), none);
+    assert_eq!(
+        changed("core/src/pack.rs", |text| text.replacen(test, &format!("{test}\n    const A: u8 = 1;"), 1)),
+        none
+    );
 }
 
 #[test]
@@ -112,16 +119,16 @@ fn a_stage_reaches_the_code_that_makes_it() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let codes: BTreeMap<_, _> = digests(root, "").unwrap().into_iter().map(|code| (code.stage, code)).collect();
     for (stage, file) in [
-        ("import", "src/model/config/rope.rs"),
-        ("schedule", "src/lower/alone.rs"),
-        ("schedule", "src/validate/proxies.rs"),
-        ("schedule", "src/ir/op.rs"),
+        ("import", "core/src/model/config/rope.rs"),
+        ("schedule", "core/src/lower/alone.rs"),
+        ("schedule", "core/src/validate/proxies.rs"),
+        ("schedule", "core/src/ir/op.rs"),
         ("source", "kernels/runtime/sync.cuh"),
-        ("pack", "src/model/synthetic.rs"),
+        ("pack", "core/src/model/synthetic.rs"),
         ("check", "src/codegen/abi.rs"),
-        ("check", "src/interp/kernel.rs"),
-        ("measure", "src/abba.rs"),
-        ("pack", "src/ir/layout.rs"),
+        ("check", "core/src/interp/kernel.rs"),
+        ("measure", "core/src/abba.rs"),
+        ("pack", "core/src/ir/layout.rs"),
         ("expect", "src/pipeline/trial.rs"),
     ] {
         assert!(codes[stage].files.contains(file), "{stage} does not reach {file}: {:?}", codes[stage].files);

@@ -12,7 +12,7 @@ use monobloc::model::config::schema_table;
 use monobloc::target::Target;
 
 /// What each module may import from the crate. A file of a module may have a row of its own, which then replaces the
-/// module's. Groups of `src/lib.rs` are layers: a row names its own layer and those above it in that file.
+/// module's. Groups of `core/src/lib.rs` and then of `src/lib.rs` are layers: a row names its own layer and those before it.
 const IMPORTS: &[(&str, &[&str])] = &[
     ("dtype", &[]),
     ("error", &[]),
@@ -128,11 +128,11 @@ const WIRING: &[&str] = &["cli", "embed", "lib", "main", "pipeline"];
 
 /// Files outside `src/cuda` that may hold `unsafe`, each for one thing.
 const UNSAFE: &[(&str, &str)] = &[
-    ("src/interp/adversary.rs", "reads rows of the cache arena"),
-    ("src/interp/kernel.rs", "vector loads"),
-    ("src/interp/memory.rs", "the cache arena: rows read as plain slices while others are written"),
-    ("src/interp/threads.rs", "reads rows of the cache arena"),
-    ("src/model/weights.rs", "maps weight files"),
+    ("core/src/interp/adversary.rs", "reads rows of the cache arena"),
+    ("core/src/interp/kernel.rs", "vector loads"),
+    ("core/src/interp/memory.rs", "the cache arena: rows read as plain slices while others are written"),
+    ("core/src/interp/threads.rs", "reads rows of the cache arena"),
+    ("core/src/model/weights.rs", "maps weight files"),
     ("src/pipeline/stages.rs", "maps packs of the cache"),
     ("src/cli/terminal.rs", "ends a process without its destructors"),
 ];
@@ -239,9 +239,16 @@ fn none(faults: Vec<String>) {
     assert!(faults.is_empty(), "\n{}", faults.join("\n"));
 }
 
-/// Modules of `src/lib.rs` by layer: a blank line begins the next one.
+/// Files of both packages.
+fn code(endings: &[&str]) -> Vec<Source> {
+    let mut found = sources("core/src", endings);
+    found.extend(sources("src", endings));
+    found
+}
+
+/// Modules of `core/src/lib.rs` and `src/lib.rs` by layer: a blank line begins the next one.
 fn layers() -> BTreeMap<String, usize> {
-    let text = read("src/lib.rs");
+    let text = read("core/src/lib.rs") + "\n" + &read("src/lib.rs");
     let mut layers = BTreeMap::new();
     for (layer, group) in text.split("\n\n").enumerate() {
         let names = group.lines().filter_map(|line| line.trim().strip_prefix("pub mod ")?.strip_suffix(';'));
@@ -252,7 +259,8 @@ fn layers() -> BTreeMap<String, usize> {
 
 /// `src/cuda/session.rs` is the module `cuda` and the file `cuda/session`.
 fn module_of(path: &str) -> (&str, &str) {
-    let file = path.trim_start_matches("src/").trim_end_matches(".rs").trim_end_matches("/mod");
+    let file =
+        path.trim_start_matches("core/").trim_start_matches("src/").trim_end_matches(".rs").trim_end_matches("/mod");
     (file.split('/').next().unwrap_or(file), file)
 }
 
@@ -281,7 +289,7 @@ fn imports(text: &str) -> Vec<(usize, String)> {
 #[test]
 fn a_module_imports_only_what_the_matrix_allows() {
     let mut faults = vec![];
-    for source in sources("src", &[".rs"]).iter().filter(|source| !source.path.ends_with("/tests.rs")) {
+    for source in code(&[".rs"]).iter().filter(|source| !source.path.ends_with("/tests.rs")) {
         let (module, file) = module_of(&source.path);
         if WIRING.contains(&module) {
             continue;
@@ -353,7 +361,7 @@ fn circle(
 #[test]
 fn no_modules_import_each_other_in_a_circle() {
     let mut edges: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
-    for source in sources("src", &[".rs"]).iter().filter(|source| !source.path.ends_with("/tests.rs")) {
+    for source in code(&[".rs"]).iter().filter(|source| !source.path.ends_with("/tests.rs")) {
         let (module, _) = module_of(&source.path);
         let own = edges.entry(module.to_string()).or_default();
         own.extend(imports(&source.text).into_iter().map(|(_, name)| name).filter(|name| name != module));
@@ -413,7 +421,7 @@ const LONG_ONE_IN: usize = 100;
 #[test]
 fn long_functions_are_few() {
     let (mut all, mut long) = (0, vec![]);
-    for Source { path, text } in sources("src", &[".rs"]) {
+    for Source { path, text } in code(&[".rs"]) {
         for (line, name, length) in function_lengths(&text) {
             all += 1;
             if length > LONG_LINES {
@@ -432,7 +440,7 @@ fn long_functions_are_few() {
 #[test]
 fn a_file_says_what_it_owns() {
     let mut faults = vec![];
-    for folder in ["src", "tests/it", "tests/device", "tests/bench", "bindings"] {
+    for folder in ["src", "core", "tests/it", "tests/device", "tests/bench", "bindings"] {
         for source in sources(folder, &[".rs"]) {
             // The crate's own head is a file of its own.
             let starts = source.text.starts_with("//! ") || source.path == "src/lib.rs";
@@ -458,6 +466,7 @@ fn nothing_is_left_for_later_and_no_path_is_of_one_machine() {
     let mut all = vec![];
     for (folder, endings) in [
         ("src", &[".rs", ".md", ".cu"][..]),
+        ("core", &[".rs", ".toml"]),
         ("kernels", &[".cuh", ".cu"]),
         ("tests/it", &[".rs", ".c"]),
         ("tests/device", &[".rs"]),
@@ -504,7 +513,7 @@ fn nothing_is_left_for_later_and_no_path_is_of_one_machine() {
 #[test]
 fn unsafe_stays_where_it_is_named() {
     let mut faults = vec![];
-    for source in sources("src", &[".rs"]) {
+    for source in code(&[".rs"]) {
         let named = UNSAFE.iter().any(|(path, _)| *path == source.path);
         let uses = code_lines(&source.text).filter(|(_, line)| has_word(line, "unsafe"));
         let lines: Vec<usize> = uses.map(|(line, _)| line).collect();
@@ -516,8 +525,12 @@ fn unsafe_stays_where_it_is_named() {
         }
     }
     // That each block says why it is sound is a lint.
-    let manifest = read("Cargo.toml");
-    assert!(manifest.contains("undocumented_unsafe_blocks = \"warn\""), "the lint that asks for SAFETY is gone");
+    for path in ["Cargo.toml", "core/Cargo.toml"] {
+        assert!(
+            read(path).contains("undocumented_unsafe_blocks = \"warn\""),
+            "{path}: the lint that asks for SAFETY is gone"
+        );
+    }
     none(faults);
 }
 
@@ -525,7 +538,7 @@ fn unsafe_stays_where_it_is_named() {
 const STREAMS: &[(&str, &str, &str)] = &[
     ("src/cli/terminal.rs", "", "the one way of text to stdout and stderr, which escapes it"),
     ("src/report.rs", "io::stderr()", "lines of a build, whose names are escaped where they enter"),
-    ("src/text.rs", "is_terminal()", "asks whether there is a terminal"),
+    ("core/src/text.rs", "is_terminal()", "asks whether there is a terminal"),
     ("src/search/transfer.rs", "println!", "figures of a test"),
     ("src/cli/session.rs", "serve_tokens", "answers a parent process in JSON"),
     ("src/cli/tune.rs", "serve", "answers a parent process in JSON"),
@@ -536,7 +549,7 @@ const STREAMS: &[(&str, &str, &str)] = &[
 fn text_reaches_a_terminal_in_one_way() {
     let mut faults = vec![];
     let mut used = vec![false; STREAMS.len()];
-    for source in sources("src", &[".rs"]).iter().filter(|source| !source.path.ends_with("/tests.rs")) {
+    for source in code(&[".rs"]).iter().filter(|source| !source.path.ends_with("/tests.rs")) {
         let end = source.text.find("#[cfg(test)]\nmod tests").unwrap_or(source.text.len());
         for (line, code) in code_lines(&source.text[..end]) {
             if !["print!(", "println!(", "io::stdout()", "io::stderr()", "error.print()"]
@@ -664,7 +677,7 @@ fn blessed(path: &str, expected: &str) {
 fn the_table_of_families_is_that_of_the_importer() {
     let head = "# What the importer does with every key of `config.json`
 
-Generated from the importer's schema (`src/model/config/schema.rs`, `families.rs`) by `BLESS=1 cargo test --test it tidy`.
+Generated from the importer's schema (`core/src/model/config/schema.rs`, `families.rs`) by `BLESS=1 cargo test --test it tidy`.
 
 A key is *modelled*: what it says reaches the model graph; or *neutral*: it does not change the logits while it has the
 stated value. Every other key, and every other value of a neutral key, refuses the import with the key's name: a model

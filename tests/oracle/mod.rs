@@ -1,7 +1,7 @@
 //! A judge of schedules that shares no code with `validate`: it executes them.
 //!
 //! `validate` argues with clocks and covers and never runs anything. This one plays the memory model at the head of
-//! `src/ir/mod.rs` as a machine: blocks that wait, read and publish, loaders that run ahead, bytes that remember who
+//! `core/src/ir/mod.rs` as a machine: blocks that wait, read and publish, loaders that run ahead, bytes that remember who
 //! wrote them. What it calls unsafe comes with an execution that goes wrong; what it calls safe after an exhaustive
 //! exploration has none, for the positions that were explored.
 //!

@@ -10,7 +10,7 @@ use super::*;
 use crate::dtype::Precision;
 
 fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures").join(name)
 }
 
 fn all_fixtures() -> Vec<PathBuf> {

@@ -617,7 +617,7 @@ mod tests {
     const STALL: Duration = Duration::from_millis(50);
 
     fn place() -> (Schedule, Pack) {
-        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/families/llama-gqa");
+        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/families/llama-gqa");
         let imported = import(&model).unwrap();
         let target = Target::builtin("h200").unwrap();
         let precision = Precision { weights: DType::F32, cache: DType::F32, wire: DType::F32 };

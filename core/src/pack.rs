@@ -652,7 +652,7 @@ mod tests {
     }
 
     fn fixture(name: &str) -> Imported {
-        import(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/families").join(name)).unwrap()
+        import(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/families").join(name)).unwrap()
     }
 
     fn value(dtype: DType, bytes: &[u8]) -> f32 {

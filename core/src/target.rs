@@ -13,17 +13,17 @@ use crate::text::{Rejection, Style, nearest, one_of};
 
 /// Records that travel inside the binary, in the order in which lists show them.
 const BUILTIN_RECORDS: [(&str, &str); 11] = [
-    ("cpu", include_str!("../manifests/targets/cpu.toml")),
-    ("t4", include_str!("../manifests/targets/t4.toml")),
-    ("a100", include_str!("../manifests/targets/a100.toml")),
-    ("a10g", include_str!("../manifests/targets/a10g.toml")),
-    ("l4", include_str!("../manifests/targets/l4.toml")),
-    ("l40s", include_str!("../manifests/targets/l40s.toml")),
-    ("rtx4090", include_str!("../manifests/targets/rtx4090.toml")),
-    ("rtx5090", include_str!("../manifests/targets/rtx5090.toml")),
-    ("h100", include_str!("../manifests/targets/h100.toml")),
-    ("h200", include_str!("../manifests/targets/h200.toml")),
-    ("b200", include_str!("../manifests/targets/b200.toml")),
+    ("cpu", include_str!("../targets/cpu.toml")),
+    ("t4", include_str!("../targets/t4.toml")),
+    ("a100", include_str!("../targets/a100.toml")),
+    ("a10g", include_str!("../targets/a10g.toml")),
+    ("l4", include_str!("../targets/l4.toml")),
+    ("l40s", include_str!("../targets/l40s.toml")),
+    ("rtx4090", include_str!("../targets/rtx4090.toml")),
+    ("rtx5090", include_str!("../targets/rtx5090.toml")),
+    ("h100", include_str!("../targets/h100.toml")),
+    ("h200", include_str!("../targets/h200.toml")),
+    ("b200", include_str!("../targets/b200.toml")),
 ];
 
 /// A record is a screenful; a larger file is something else.
@@ -40,7 +40,7 @@ pub struct Target {
     pub spec: Spec,
 }
 
-/// A target record, `manifests/targets/NAME.toml`. Vendor figures and measured figures never share a field.
+/// A target record, `core/targets/NAME.toml`. Vendor figures and measured figures never share a field.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TargetRecord {
     pub target: Target,
@@ -573,8 +573,7 @@ mod tests {
 
     #[test]
     fn every_record_file_is_built_in() {
-        let files =
-            std::fs::read_dir("manifests/targets").expect("the records").map(|file| file.expect("an entry").path());
+        let files = std::fs::read_dir("targets").expect("the records").map(|file| file.expect("an entry").path());
         let mut stems: Vec<String> =
             files.map(|path| path.file_stem().expect("a stem").to_string_lossy().into()).collect();
         let mut names: Vec<&str> = Target::builtin_names().collect();

@@ -598,7 +598,7 @@ mod tests {
     /// Every schedule that breaks this rule today breaks others, too, which are looked at before it.
     #[test]
     fn a_task_that_is_left_out_before_one_that_fills_the_cache_is_refused() {
-        let text = include_str!("../../tests/filetests/validate/proven-two-rows.mkir");
+        let text = include_str!("../../../tests/filetests/validate/proven-two-rows.mkir");
         let mut schedule = crate::ir::parse::parse(text).unwrap();
         let found = |schedule: &Schedule| {
             let mut found = Found::default();

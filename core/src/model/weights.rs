@@ -1114,7 +1114,7 @@ mod tests {
     /// A file changed in any one byte of its header is imported or refused; it never panics or allocates at will.
     #[test]
     fn damaged_headers_never_panic() {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/variants/llama-defaults");
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/variants/llama-defaults");
         let whole = std::fs::read(folder.join(SINGLE_FILE)).unwrap();
         let header_end = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
         let dir = tempfile::tempdir().unwrap();

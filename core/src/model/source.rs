@@ -537,7 +537,7 @@ mod tests {
         }
 
         fn model_files() -> Vec<(&'static str, Vec<u8>)> {
-            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/families/llama-gqa");
+            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/families/llama-gqa");
             let read = |name: &str| fs::read(folder.join(name)).unwrap();
             vec![
                 ("config.json", read("config.json")),
@@ -598,7 +598,7 @@ mod tests {
 
         #[test]
         fn shards_are_fetched_by_their_index() {
-            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/variants/olmo2-bias");
+            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/variants/olmo2-bias");
             let files: Vec<(String, Vec<u8>)> = fs::read_dir(folder)
                 .unwrap()
                 .map(|e| e.unwrap())

@@ -397,7 +397,7 @@ mod tests {
     /// tests/fixtures/make_sampling.py says which of its steps are those of transformers.
     #[test]
     fn sets_and_logits_are_those_of_transformers() {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/sampling.json");
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/sampling.json");
         let text = std::fs::read_to_string(path).expect("the fixture");
         let goldens: serde_json::Value = serde_json::from_str(&text).expect("JSON");
         let cases = goldens["cases"].as_array().expect("cases");
