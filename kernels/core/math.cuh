@@ -1,8 +1,8 @@
 // Owns warp reductions, activation functions and the tensor-core dot product.
 #pragma once
 
-// A value that is the same in all lanes, so that the compiler knows it: it takes branches on it, and all that is under them,
-// for the whole warp, and need not gather lanes again before votes, shuffles and products.
+// Tells the compiler that a value is the same in all lanes. It then takes branches on the value for the whole warp, and need not
+// bring lanes together again before votes, shuffles and products.
 __device__ __forceinline__ u32 uniform(u32 v) { return __shfl_sync(~0u, v, 0); }
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
@@ -30,8 +30,8 @@ __device__ __forceinline__ u32 warp_max(u32 v) {
 #endif
 }
 
-// Tensor-core sums D(16 x 8) += A(16 x 16) B(16 x 8), bf16 operands, fp32 sums. Of lane l, d0 and d1 are columns l % 4 * 2 and the
-// next of row l / 4, d2 and d3 those of row l / 4 + 8.
+// Tensor-core sums D(16 x 8) += A(16 x 16) B(16 x 8), bf16 operands, fp32 sums. Lane l has columns l % 4 * 2
+// and l % 4 * 2 + 1: those of row l / 4 are d0 and d1, those of row l / 4 + 8 are d2 and d3.
 __device__ __forceinline__ void tensor_product(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 #ifndef __CUDA_ARCH__
   emulated_product(d0, d1, d2, d3, a0, a1, a2, a3, b0, b1); // tests of ops on a CPU
@@ -42,7 +42,7 @@ __device__ __forceinline__ void tensor_product(float& d0, float& d1, float& d2, 
 #endif
 }
 
-// The same of fp16 operands, or of bf16 ones. Words of A: rows 0..7, rows 8..15, the same of the second eight of k.
+// The same product, of fp16 or bf16 operands. Words of A: rows 0..7, rows 8..15, then both for the second eight of k.
 template <bool F16>
 __device__ __forceinline__ void mma(float (&d)[4], const uint4 a, u32 b0, u32 b1) {
   if constexpr (!F16) {
@@ -58,10 +58,10 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint4 a, u32 b0, u32 b1
   }
 }
 
-// Sums of which only 8 rows are wanted (row g, of lane / 4 == g, is one token or one query head), so rows 8..15 serve as a second
-// k: four words (x, y, z, w) of a row of W or of K meet the words of the vector in the order (x, z, y, w). The first product adds
-// x and y to the low rows, the second z and w to the high rows of another set of sums; the other halves are never read. No
-// register is moved, and none is zero.
+// Products where only rows 0..7 of A are wanted: row lane / 4 is one token or one query head. So rows 8..15 carry a second slice of k.
+// B has four words (x, y, z, w) of a row of W or of K, A the words of the vector in the order (x, z, y, w). The first product adds
+// x and y to the low rows, the second adds z and w to the high rows of another set of sums; the other halves are never read. So no
+// register is moved, and none holds zeros.
 struct Products {
   float low[4], high[4];
   __device__ __forceinline__ float sum(int column) const { return low[column] + high[2 + column]; }
@@ -70,13 +70,13 @@ struct Products {
     tensor_product(high[0], high[1], high[2], high[3], a.x, a.y, a.z, a.w, b.z, b.w);
   }
 };
-// Byte of a vector's pair of elements `k`, `k + 1` (k even) in that order: within 16 bytes the middle words change places.
+// Byte of the elements `k` and `k + 1` (k even) of a vector in that order: the middle two words of every 16 bytes change places.
 __device__ __forceinline__ u32 operand_byte(u32 k) {
   const u32 word = k / 2 % 4;
   return k / 8 * 16 + ((word & 1) << 1 | word >> 1) * 4;
 }
 
-// One product with rows 8..15 of A zero and their sums scratch.
+// One product of 8 rows: rows 8..15 of A are zeros, and their sums are not used.
 __device__ __forceinline__ void mma_rows8(float& d0, float& d1, u32 a0, u32 a2, u32 b0, u32 b1) {
 #ifndef __CUDA_ARCH__
   float unused0 = 0.f, unused1 = 0.f;
@@ -89,7 +89,7 @@ __device__ __forceinline__ void mma_rows8(float& d0, float& d1, u32 a0, u32 a2, 
 #endif
 }
 
-// The same of fp16 operands.
+// The same, of fp16 operands.
 __device__ __forceinline__ void mma_rows8_f16(float& d0, float& d1, u32 a0, u32 a2, u32 b0, u32 b1) {
 #ifndef __CUDA_ARCH__
   float unused0 = 0.f, unused1 = 0.f;
@@ -102,7 +102,8 @@ __device__ __forceinline__ void mma_rows8_f16(float& d0, float& d1, u32 a0, u32 
 #endif
 }
 
-// e^x within 2 units of the last place where the result is normal, 0 below; e^-inf is 0.
+// e^x; 0 where the result would not be normal, so e^-inf is 0. The error is at most about 2 + |x| units of the last place: the
+// product x * log2(e) is rounded.
 __device__ __forceinline__ float exp_fast(float x) {
 #ifdef __CUDA_ARCH__
   float y;

@@ -1,8 +1,8 @@
-// Owns sampling's arithmetic: src/sample.rs specifies it to the bit, so every operation is rounded by itself (no contraction to
-// fma), and no library function takes part. Decimals name the fp32 coefficients of that file exactly.
+// Owns sampling's arithmetic. src/sample specifies it to the bit, so every operation is rounded by itself (no contraction to
+// fma), and no library function takes part. Decimals name the fp32 coefficients of src/sample/noise.rs exactly.
 #pragma once
 
-// Philox4x32 with 10 rounds: four random words of (c[0] .. c[3]), in place. Rounds are unrolled where it is called for many ids.
+// Philox4x32 with 10 rounds: four random words of (c[0] .. c[3]), in place. Callers with many ids unroll the rounds.
 template <int UNROLL = 1>
 __device__ __forceinline__ void philox(u32 (&c)[4], u32 k0, u32 k1) {
 #pragma unroll UNROLL
@@ -71,7 +71,7 @@ __device__ __forceinline__ float exponential(u32 x) {
 }
 __device__ __forceinline__ float gumbel(u32 x) { return -ln_f32(exponential(x)); }
 
-// Noise of an id for the token at `position` of sequence 0. Out of line: greedy decoding passes by the calls.
+// Noise of an id for the token at `position` of sequence 0. Out of line: greedy decoding does not call it, and keeps its registers.
 __device__ __noinline__ float noise(u64 seed, u32 position, u32 id) {
   u32 words[4] = {position, 0u, id / 4, 0u};
   philox(words, u32(seed), u32(seed >> 32));
@@ -86,7 +86,7 @@ __device__ __forceinline__ u64 weight_of(float score, float score_max) {
   return u64(__fmul_rn(ratio, 1099511627776.f));
 }
 
-// The place of an id in the order of ranking, as an integer: score first, then the lower id. 0: never chosen.
+// Rank of an id: the larger, the better. The score decides, then the lower id. 0: never chosen.
 __device__ __forceinline__ u64 rank_of(float score, u32 id) {
   if (!(score > -__uint_as_float(0x7f800000u))) return 0;
   const u32 bits = __float_as_uint(__fadd_rn(score, 0.f));

@@ -14,12 +14,12 @@ struct bf16 {
   u16 bits;
 };
 
-// A code of a cached key or value: sign, 4 bits of exponent with bias 7, 3 of mantissa; all ones are no number.
+// A code of a cached key or value: sign, 4 bits of exponent with bias 7, 3 bits of mantissa. All ones after the sign is a NaN.
 struct e4m3 {
   u8 bits;
 };
 
-// Element types of weights, cache and wire, as the generated configuration names them; FP8 of caches alone.
+// Element types of weights, cache and wire, as the generated configuration names them. Only caches are FP8.
 enum class Elem : int { F32, BF16, FP8 };
 
 template <Elem E>
@@ -44,10 +44,10 @@ __device__ __forceinline__ float bf16_lo(u32 pair) { return __uint_as_float(pair
 __device__ __forceinline__ float bf16_hi(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 __device__ __forceinline__ float widen(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 __device__ __forceinline__ float widen(float v) { return v; }
-// Its bits moved are the value * 2^-120, subnormals included.
+// The bits of a code, moved to these places of an fp32, are its value * 2^-120; this holds for subnormals, too.
 __device__ __forceinline__ float widen(e4m3 v) { return __uint_as_float(u32(v.bits & 0x80) << 24 | u32(v.bits & 0x7f) << 20) * 0x1p120f; }
 
-// Round to nearest even. Every value here is finite or infinite; a NaN keeps its sign and becomes quiet.
+// Rounds to nearest even. Any NaN becomes 0x7fff: rows/words.cuh relies on that.
 __device__ __forceinline__ u32 bf16_pair(float lo, float hi) {
 #if __CUDA_ARCH__ >= 800
   u32 pair;
@@ -63,7 +63,7 @@ __device__ __forceinline__ u32 bf16_pair(float lo, float hi) {
 __device__ __forceinline__ void narrow(float v, float* to) { *to = v; }
 __device__ __forceinline__ void narrow(float v, bf16* to) { to->bits = u16(bf16_pair(v, 0.f)); }
 
-// The nearest codes, ties to the even ones; beyond 448 those of 448.
+// Rounds to the nearest codes, ties to even. Values beyond 448 become 448; a NaN stays one.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 __device__ __forceinline__ u32 e4m3_pair(float lo, float hi) {
   u16 pair;
@@ -75,7 +75,7 @@ __device__ __forceinline__ u32 e4m3_code(float v) {
   const u32 sign = __float_as_uint(v) >> 24 & 0x80u, size = __float_as_uint(v) & 0x7fffffffu;
   if (size > 0x7f800000u) return sign | 0x7fu;
   if (size >= 0x43e00000u) return sign | 0x7eu; // 448
-  // Below 2^-6 codes count in 2^-9, as the last bits of numbers from 2^14 on do.
+  // Below 2^-6 codes count in steps of 2^-9, as fp32 does from 2^14 on: adding 2^14 rounds to such a step.
   if (size < 0x3c800000u) return sign | (__float_as_uint(__fadd_rn(__uint_as_float(size), 16384.f)) - 0x46800000u);
   return sign | (((size + 0x7ffffu + (size >> 20 & 1u)) >> 20) - (120u << 3));
 }

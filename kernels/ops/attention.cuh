@@ -1,5 +1,5 @@
-// attention: q/k norm, RoPE, cache append, and softmax(scale * q K^T) V over one share of the history and, in the share
-// that ends it, the current position.
+// attention: q/k norm, RoPE, cache append, and softmax(scale * q K^T) V over one share of the history (one of SPLITS KV splits). The
+// last share also has the current position.
 //
 // q (QUERIES, DIM), k, v (DIM)   packets; k and v are read by the last share only
 // K, V (cache rows, PITCH)   cache of one KV head, DIM of each row in use; rows of the share arrive through the ring, K and V chunk in turn
@@ -67,7 +67,7 @@ struct Attention {
   };
 
   // This lane's pairs of row `position` of the table: cos of every pair, then sin. Loaded before q arrives: the row is
-  // new in every step, so it comes from memory, after the stream.
+  // new in every step, so it comes from device memory, where it queues with the stream's copies.
   static __device__ __forceinline__ Angles angles(const Context<M>& c, const Entry& e) {
     Angles a;
     const float* row = c.template constant<float>(e.rope) + u64(c.position) * G::ROTARY;
@@ -115,7 +115,7 @@ struct Attention {
     }
   }
 
-  // One head's packets into shared memory, by one warp.
+  // One warp brings one head from its packets to shared memory.
   static __device__ __forceinline__ void fetch(Context<M>& c, const Entry& e, float* to, int col) {
     constexpr int PACKETS = G::DIM / PER_PACKET, N = ceil_div(PACKETS, 32);
     bool active[N];
@@ -202,7 +202,7 @@ struct Attention {
     c.barrier(); // the next task may stage where the records are, or fetch other heads
   }
 
-  // The current position's score, after the records of all warps; its value is the one in shared memory.
+  // Stores the current position's score after the records of all warps. Its value stays where `fetch` left it.
   static __device__ __forceinline__ void score_current(const Context<M>& c, const CacheScales<M, G>& scales, int h) {
     float dot = 0.f;
     for (int d = c.lane(); d < G::DIM; d += 32) dot += q_head(c, h)[d] * key(c)[d];
@@ -215,7 +215,7 @@ struct Attention {
     const int g = c.lane() / 4, t = c.lane() % 4;
     // Rows of the product beyond QUERIES are never read.
     const u8* q = q_operand(c, g < QUERIES ? g : 0) + t * 16;
-    // Kept in registers as long as the sums leave room for them.
+    // Queries are kept in registers if the sums leave room for them.
     constexpr bool KEEP = G::DIM <= 128;
     uint4 qa[KEEP ? HEAD_GRANULES : 1];
     if constexpr (KEEP)

@@ -9,21 +9,21 @@
 // assumes  a share without rows has a maximum of -inf and sums of zero; the last share has the current position
 //
 // M = max m_s;  out[d] = sum_s exp(m_s - M) o_s[d] / sum_s exp(m_s - M) l_s.  Warps take the shares in turn, lanes the
-// dimensions, so that a record is read as it lies; what the warps have meets in shared memory as it does in attention.
+// dimensions, so that a record is read as it lies. The warps' results meet in shared memory, as in attention.
 #pragma once
 
 template <class M, class G>
 struct AttentionMerge {
-  // The head as attention would end it that had not been split.
+  // One head, as if attention had not been split.
   struct Whole : G {
     static constexpr int HEADS_PER_TASK = 1, SPLITS = 1;
   };
   static constexpr int MERGING = M::WARPS < G::SPLITS ? M::WARPS : G::SPLITS; // warps that have a share
   typedef AttentionRecords<M, Whole, MERGING> Records;
   static constexpr int RECORD = Records::RECORD, STRIDE = G::HEADS_PER_TASK * RECORD;
-  // What a lane reads of a share, by two packets: its state, and the lane's dimensions.
+  // Pairs of packets that a lane reads of a share: the share's state, then the lane's dimensions.
   static constexpr int BLOCKS = ceil_div(G::DIM, 64), SHARE_PAIRS = 1 + BLOCKS;
-  // Shares of a warp, and how many at once: no more than registers hold.
+  // Shares of a warp, and how many of them registers hold at once.
   static constexpr int WARP_SHARES = ceil_div(G::SPLITS, M::WARPS), SHARES_HELD = SHARE_PAIRS < 12 ? 12 / SHARE_PAIRS : 1;
   static constexpr int SHARES = WARP_SHARES < SHARES_HELD ? WARP_SHARES : SHARES_HELD, N = SHARES * SHARE_PAIRS;
 

@@ -4,8 +4,8 @@
 // HEAD: RMS of each head, gains shared. CENTRED: LayerNorm of each head with gains of its own. PROJECTION: RMS of all heads.
 enum class HeadNorm : int { NONE, HEAD, CENTRED, PROJECTION };
 
-// What the codes of keys and values of a KV head are multiplied by, where a cache has codes. Products are of codes; so scores and sums are
-// scaled, and the position's own key and value are rounded as those of the cache.
+// Scales of the keys and values of a KV head in an fp8 cache. Products take codes without scales, so scores and sums are scaled; the
+// current position's key and value are rounded like those of the cache.
 template <class M, class G>
 struct CacheScales {
   static constexpr bool FP8 = M::CACHE == Elem::FP8;
@@ -37,7 +37,7 @@ struct AttentionRecords {
   static constexpr int QUERIES = G::HEADS_PER_TASK;
   static constexpr int HEADER = 2; // maximum and sum, before the sums of each dimension
   static constexpr int RECORD = HEADER + G::DIM;
-  // Lanes of a power of two that hold the states of all records.
+  // Lanes, a power of two, that hold the states of all records.
   static constexpr int LANES = N > 16 ? 32 : N > 8 ? 16 : N > 4 ? 8 : N > 2 ? 4 : N;
   static_assert(N <= 32, "a warp merges the records");
 
@@ -45,8 +45,8 @@ struct AttentionRecords {
     return c.scratch() + (n * QUERIES + h) * RECORD;
   }
 
-  // Merges the warps and the current position; a warp takes up to 64 dimensions of a head. `value` gives
-  // two dimensions of the current position's value, `take` gets a head, a dimension, the maximum, the sum and two dimensions.
+  // Merges the records of warps and the current position; a warp takes up to 64 dimensions of a head. `value` returns two dimensions of
+  // the current position's value. `take` gets a head, a dimension, the maximum, the sum, and the sums of two dimensions.
   template <class V, class T>
   static __device__ __forceinline__ void merge(const Context<M>& c, bool last, V value, T take) {
     constexpr int BLOCKS = ceil_div(G::DIM, 64);

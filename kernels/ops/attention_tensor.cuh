@@ -1,21 +1,21 @@
-// attention by tensor cores where whole heads are rotated (or none), a norm is over each head at most, the wire is bf16, and the cache
-// bf16 or fp8. See attention.cuh for operands, and for all other cases.
+// attention on tensor cores, for a bf16 wire and a bf16 or fp8 cache, if RoPE rotates whole heads (or nothing) and a norm, if any, is
+// over single heads. See attention.cuh for operands, and for all other cases.
 //
-// A head goes from its packets to shared memory in one warp, each lane the packets that it needs for a rotation. The current
+// One warp brings a head from its packets to shared memory; each lane takes the packets that it rotates together. The current
 // position's key and value never travel through the cache: they are one more record of the merge.
 //
-// Rows of these caches are swizzled: the 16-byte pieces of each 128 bytes change places by `swizzle(position)`, so that eight
-// lanes that read one piece of eight rows, or half the pieces of two, meet in no bank of shared memory.
+// Rows of these caches are swizzled: the 16-byte pieces of each 128 bytes change places by `swizzle(position)`. So eight lanes that
+// read one piece of eight rows, or four pieces of two rows, use different banks of shared memory.
 //
-// Codes of fp8 become fp16 operands, which hold them exactly (`Decode<Code::E4M3>`); queries and weights of values are fp16 then, queries
-// clamped to its range. A lane reads 16 codes of a key: of every 64 dimensions those from lane % 4 * 16 on. Loaded transposed, a
-// word of values has two dimensions of two rows: those of even dimensions are one operand, those of odd ones another.
+// Codes of fp8 become fp16 operands, which hold them exactly (`Decode<Code::E4M3>`); queries and weights of values are then fp16, too,
+// and queries are clamped to its range. A lane reads 16 codes of a key: of every 64 dimensions those from lane % 4 * 16 on. A word of
+// values, loaded transposed, has two dimensions of two rows: the even dimensions go to one operand, the odd ones to another.
 #pragma once
 
-// What the place of a 16-byte piece of a row is combined with (exclusive or): other places for any eight rows in turn, and the
-// other half of 128 bytes for every second row.
+// The place of a 16-byte piece in its 128 bytes is XORed with this: it differs between eight neighbouring rows, and neighbours use
+// different halves of the 128 bytes.
 __device__ __forceinline__ constexpr u32 swizzle(u32 position) { return (position & 1) << 2 | (position >> 1 & 3); }
-// The same where a row has ROW bytes: of two rows in 128 bytes, each keeps its half.
+// The same for rows of ROW bytes. Two rows of 64 bytes share 128, and each keeps its half.
 template <int ROW>
 __device__ __forceinline__ constexpr u32 swizzle_of(u32 position) {
   return ROW == 64 ? position >> 1 & 3 : swizzle(position);
@@ -29,18 +29,18 @@ struct AttentionTensor {
   static constexpr int ELEM = ElemOf<M::CACHE>::BYTES;
   static constexpr int HEAD_GRANULES = G::DIM / 32;           // granules of a query
   static constexpr int KEY_PARTS = G::DIM * ELEM / 64;        // 64 bytes of a key, 16 a lane
-  // Warps that share the tiles of large heads, each for its part of the dimensions of V: sums of 256 dimensions would take all
-  // registers. All of them compute the scores.
+  // Warps that share a tile if heads are large. Each takes a part of the dimensions of V, because sums of 256 dimensions would need
+  // all registers; each computes all scores.
   static constexpr int WARPS_PER_HEAD = G::WARPS_PER_HEAD;
   static constexpr int WARP_TEAMS = M::WARPS / WARPS_PER_HEAD;
   static constexpr int VALUE_TILES = G::DIM / WARPS_PER_HEAD / 8;
   static constexpr int ROW = G::PITCH * ELEM; // bytes of a cache row
   typedef CacheScales<M, G> Scales;
   typedef AttentionRecords<M, G, WARP_TEAMS> Records;
-  // Queries stay in registers, and values are loaded before the softmax, where sums leave room for them.
+  // Whether queries stay in registers and values are loaded before the softmax: the sums must leave room for both.
   static constexpr bool PREFETCH_V = G::PREFETCH_V;
   static constexpr bool HALVES = G::ROTARY > 0 && !G::INTERLEAVED; // a pair is dimension d and d + DIM / 2
-  // No norm of heads, or one that knows no other head.
+  // No norm, or an RMS norm of single heads whose gains all heads share.
   static constexpr bool shared(HeadNorm norm) { return norm == HeadNorm::NONE || norm == HeadNorm::HEAD; }
   static constexpr bool CACHED = M::CACHE == Elem::BF16 ||
                                  (FP8 && (G::DIM == 64 ? WARPS_PER_HEAD == 1 : G::DIM % (128 * WARPS_PER_HEAD) == 0));
@@ -56,8 +56,8 @@ struct AttentionTensor {
     return reinterpret_cast<u8*>(c.heads()) + row * (G::DIM * 2);
   }
 
-  // This lane's part of the queries as an operand. It has 16 bytes of each granule; of fp8 keys it has 16 dimensions at once, so 32 bytes
-  // of two granules.
+  // This lane's part of the queries as an operand: 16 bytes of each granule. Its part of an fp8 key is 16 neighbouring dimensions, so there
+  // it has 32 bytes of every second granule.
   struct Queries {
     const u8* at;
     uint4 held[PREFETCH_V ? HEAD_GRANULES : 1];
@@ -71,7 +71,7 @@ struct AttentionTensor {
     }
   };
 
-  // Adds the products of queries with 16 codes of a key for each lane: part `j` of it.
+  // Adds the products of queries with part `j` of a key, 16 codes for each lane.
   static __device__ __forceinline__ void add_codes(Products& products, const Queries& q, int j, const uint4 codes) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -105,10 +105,10 @@ struct AttentionTensor {
       mma_rows8_f16(d[0], d[1], p0, p2, odd[0] & low, odd[1] & high);
     }
   }
-  // Leaves the sums of codes of a warp in its record, from the dimensions of its part on.
+  // Stores a warp's sums of fp8 values at `sums`, the place of its dimensions in its record.
   static __device__ __forceinline__ void store_sums(float* sums, int t, const Scales& scales, const float (&o)[VALUE_TILES][2]) {
     const auto sum = [&](float x) { return scales.sum(x * OPERAND_SCALE); };
-    // Of 16 dimensions, columns of the first tile are even ones.
+    // Of every 16 dimensions the first tile has the even ones, the second the odd ones.
 #pragma unroll
     for (int n = 0; n < VALUE_TILES; n += 2) {
       *reinterpret_cast<float2*>(sums + n * 8 + t * 4) = make_float2(sum(o[n][0]), sum(o[n + 1][0]));
@@ -116,18 +116,18 @@ struct AttentionTensor {
     }
   }
 
-  // The tiles of a warp: 16 rows each, in turn with the other teams, through pairs of chunks. The last warps begin: the first
-  // ones fetch heads.
+  // Walks a warp's tiles of 16 rows through pairs of chunks, K and V. Teams take tiles in turn; the last team begins, because the
+  // first warps fetch heads.
   struct Walk {
     static constexpr int TILES = G::CHUNK_ROWS / 16; // of a whole pair
-    int left; // rows of the share from the pair at hand on
-    int tile; // the next one of this warp, counted from the pair at hand
+    int left; // rows of the share from the current pair on
+    int tile; // the next one of this warp, counted from the current pair
     u32 key_at, value_at; // where this lane reads in a tile, for the first granule
     const u8 *keys, *values;
 
     __device__ __forceinline__ Walk(const Context<M>& c, u32 start, u32 end)
         : left(int(end - start)), tile(WARP_TEAMS - 1 - c.warp() / WARPS_PER_HEAD), keys(nullptr), values(nullptr) {
-      // Lane / 4 is a row of keys, its piece lane % 4 of four; lane % 16 one of values, its piece the first or the second of two.
+      // A lane reads piece lane % 4 of row lane / 4 of keys, and piece lane / 16 of row lane % 16 of values.
       key_at = c.lane() / 4 * ROW + (c.lane() % 4 ^ swizzle_of<ROW>(start + c.lane() / 4)) * 16;
       value_at = c.lane() % 16 * ROW + (c.lane() / 16 ^ swizzle_of<ROW>(start + c.lane() % 16)) * 16;
     }
@@ -135,22 +135,22 @@ struct AttentionTensor {
     __device__ __forceinline__ uint4 key(int n, int j) const {
       return *reinterpret_cast<const uint4*>(keys + (tile * 16 + n * 8) * ROW + j / 2 * 128 + (key_at ^ j % 2 * 64));
     }
-    // Transposed 8 x 8 blocks of V, of 16 bits each: the first and second 8 rows at byte n * 32 on, then at n * 32 + 16 on, of the part
-    // of this warp.
+    // Transposed 8 x 8 blocks of V, elements of 16 bits, from this warp's part of the dimensions: the first and the second 8 rows at byte
+    // n * 32, then both at byte n * 32 + 16.
     __device__ __forceinline__ uint4 value(const Context<M>& c, int n) const {
       uint4 b;
       const u8* from = values + tile * 16 * ROW + c.warp() % WARPS_PER_HEAD * (VALUE_TILES * 8 * ELEM);
       load_transposed(smem_address(from) + n / 4 * 128 + (value_at ^ n % 4 * 32), b);
       return b;
     }
-    // Waits for the pair at hand, if there is one.
+    // Waits for the current pair, if there is one.
     __device__ __forceinline__ void take(Context<M>& c) {
       if (left <= 0) return;
       RingCursor<M> at = c.ring;
       at.next();
       ring_take_pair(c, c.ring, at, keys, values);
     }
-    // Whether `tile` is one, in this pair or a later one.
+    // Goes on to the pair that has `tile`. False: the share has no such tile.
     __device__ __forceinline__ bool find(Context<M>& c) {
       while (left > 0) {
         if (tile < TILES && tile * 16 < left) return true;
@@ -177,8 +177,8 @@ struct AttentionTensor {
 #endif
   }
 
-  // What a lane needs of a head besides its packets: loaded before they arrive. Packet n of a lane is packet n * 32 + lane of
-  // the head; of rotated halves the partner of a packet is PACKETS / 2 packets on, in the same lane or in lane ^ 16.
+  // What a lane needs of a head besides its packets; loaded before they arrive. Packet n of a lane is packet n * 32 + lane of
+  // the head. If halves are rotated, a packet's partner is PACKETS / 2 packets on: in the same lane, or in lane ^ 16.
   static constexpr int PACKETS = G::DIM / 2, N = PACKETS / 32;
   static constexpr int ANGLES = HALVES && N > 1 ? N / 2 : N;
   struct Constants {
@@ -211,7 +211,7 @@ struct AttentionTensor {
     }
   }
 
-  // A head from its packets to shared memory, by one warp: norm, RoPE, rounded.
+  // One warp brings a head from its packets to shared memory: norm, RoPE, rounding.
   static __device__ __forceinline__ void head(Context<M>& c, const Entry& e, const Scales& scales, int i, int row) {
     Constants k;
     load(c, e, row, k);
@@ -265,7 +265,7 @@ struct AttentionTensor {
       }
     }
   }
-  // Queries of models stay far below: an infinite one would make no number of a score.
+  // Clamps a query to the range of fp16, because an infinite one would make its score a NaN. Queries of models stay far below.
   static __device__ __forceinline__ float in_f16(float x) { return fminf(fmaxf(x, -65504.f), 65504.f); }
   static __device__ __forceinline__ void rotate(float& lo, float& hi, float cosine, float sine) {
     const float x = lo;
@@ -280,11 +280,11 @@ struct AttentionTensor {
     const Scales scales(c, e, u32(i) * QUERIES / G::GROUP);
     u32 start, end;
     history_share(c.position, G::WINDOW, G::SPLITS, j, start, end);
-    // A page is looked up here: at the end of the task all warps would wait for it.
+    // The page is looked up early: at the end of the task all warps would wait for it.
     u32 paged = 0;
     if constexpr (is_paged<M>()) paged = cache_row<M>(c.p, c.position);
     Walk walk(c, start, end);
-    // The first pair, not more: who frees slots has to come this far.
+    // Only the first pair: slots for later ones may be freed only after warps have passed this point.
     walk.take(c);
 #pragma unroll 1
     for (int row = c.warp(); row < QUERIES + (last ? 2 : 0); row += M::WARPS) {
@@ -400,7 +400,7 @@ struct AttentionTensor {
     c.barrier(); // the next task may stage where the records are, or load other angles
   }
 
-  // The current position's scores, after the records of all teams.
+  // Stores the current position's scores after the records of all teams.
   static __device__ __forceinline__ void current(const Context<M>& c, const Scales& scales, const Queries& q) {
     const int g = c.lane() / 4, t = c.lane() % 4;
     Products product = {};

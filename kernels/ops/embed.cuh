@@ -1,10 +1,10 @@
 // embed: residual[i] = scale * table[token][i]; publishes it.
 //
 // table (VOCAB, HIDDEN)  one row of it (table.cuh)
-// residual               fp32, the columns this block owns, or, REPLICATED, all of them
-// out (HIDDEN)           packets; none REPLICATED
+// residual               fp32, the columns this block owns; all of them if REPLICATED
+// out (HIDDEN)           packets; none if REPLICATED
 //
-// owner    of a column: the block with its unit of 8; REPLICATED every block writes all columns for itself
+// owner    of a column: the block with its unit of 8; if REPLICATED, every block writes all columns for itself
 // moves    one row of the table; HIDDEN values out in all
 // assumes  `select` of this step has put the token into shared memory
 #pragma once

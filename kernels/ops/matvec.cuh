@@ -3,8 +3,8 @@
 // x (K)          packets, or, OWN_INPUT, the residual; staged in shared memory as bf16 (tensor cores) or fp32
 // W              codes and scales as matvec_formats.cuh has them, or plain weights:
 //                units of 8 rows, streamed: per unit UNIT_GRANULES granules of 512 bytes, a granule is 8 rows x 64 bytes of k;
-//                of 4 or 2 rows: a granule is as many rows x 2 or 4 parts of 64 bytes, the rows of the first part first
-// out            STORE, ACT: a column a row; GATED: 4 columns a unit from 4 gate and 4 up rows
+//                units of 4 or 2 rows: a granule is 2 or 4 parts of k, each 64 bytes of every row, part by part
+// out            STORE, ACT: a column for each row; GATED: 4 columns for each unit, from 4 gate and 4 up rows
 //                RESIDUAL: the fp32 sum stays in the block, its rounded copy travels; LOGITS: best (value, row)
 //
 // owner    of a unit: one task. Its rows are added up by the warp whose number is the unit's within its batch, modulo WARPS
@@ -13,15 +13,15 @@
 //
 // Warps take the granules of a unit in turn (split k): warp w always reads the slices of k whose granule is w modulo WARPS,
 // so it stages them itself and waits for no other packets. A lane of a warp loads 16 bytes of row lane / 4 at
-// k = (lane % 4) * 16 bytes: as the B operand of two m16n8k16 products that is a permutation of k, and the A operand reads
-// the staged x at the same places, so no data is rearranged. Where a unit has parts, row p of A is x for part p. Partial sums
-// of a unit from all warps meet in shared memory, M::REDUCE_BATCH units at a time; four lanes of a warp add up one unit, two
-// rows each. Of codes a warp adds up eight units at once.
+// k = (lane % 4) * 16 bytes. As the B operand of two m16n8k16 products these bytes are a permutation of k; the A operand reads
+// the staged x at the same places, so no data is rearranged. If a unit has parts, row p of A is x for part p. The warps' partial
+// sums meet in shared memory, M::REDUCE_BATCH units at a time; four lanes of a warp add up one unit, two rows each. With codes a
+// warp adds up eight units at once.
 //
-// So which granule a warp reads where is known when this is compiled.
+// Which granules a warp reads, and where, is therefore known at compile time.
 //
-// Serial instructions between two hops are what a step is made of, so everything that can be is a constant, warps stay
-// together, and what does not depend on x (the first weights) is done before x is there.
+// Between two hops a step is serial instructions. So everything that can be a constant is one, warps do not diverge, and work
+// that does not depend on x (loading the first weights) comes before the wait for x.
 #pragma once
 
 enum class Epilogue : u32 { STORE, ACT, GATED, RESIDUAL, LOGITS };
@@ -42,7 +42,7 @@ struct MatVec {
   static_assert(CHUNKS == 1 ? CHUNK % UNIT_GRANULES == 0 : CHUNK % M::WARPS == 0, "chunks as codegen/emit.rs lays them out");
   // Granules of a chunk that one warp reads for one unit.
   static constexpr int WARP_GRANULES = ceil_div(CHUNKS == 1 ? UNIT_GRANULES : CHUNK, M::WARPS);
-  // Units whose weights a warp holds at once: all of a short task, so that nothing is between its input and its sums.
+  // Units whose weights a warp holds at once: all of a short task, so that it loads nothing between its input and its sums.
   static constexpr int UNITS_PER_WARP = G::UNITS_PER_WARP;
   static_assert(UNITS_PER_WARP == 1 || (CHUNKS == 1 && (G::UNITS <= M::REDUCE_BATCH || M::REDUCE_BATCH % UNITS_PER_WARP == 0)),
                 "no group reaches over the end of a batch of sums");
@@ -59,7 +59,7 @@ struct MatVec {
   // Elements between two pairs of a lane.
   static constexpr int PAIR_STEP = 32 / GRANULE_PAIRS * M::WARPS * GRANULE_K;
 
-  // A warp's sums of a unit. Two sets of products, for a product waits for the sum that it adds to.
+  // A warp's sums of a unit. Two sets of products, because a product waits for the sum that it adds to.
   static constexpr int SETS = STAGE_BF16<M> && WARP_GRANULES > 1 ? 2 : 1;
   struct PlainSums {
     Products products[SETS];
@@ -73,8 +73,8 @@ struct MatVec {
   };
   typedef typename Either<Weights::CODED, CodeSums, PlainSums>::type Sums;
 
-  // Granule j of the staged x, as this lane's part of the operand. All rows of A are the same token, and the rows of a part the
-  // same: lanes of other rows load what others load, which costs nothing, and their sums are not read.
+  // This lane's part of granule j of the staged x, as an operand. All rows of A are the same token, so rows of the same part are
+  // equal: loading them again costs nothing, and their sums are not read.
   static __device__ __forceinline__ uint4 staged(const Context<M>& c, int j) {
     return *reinterpret_cast<const uint4*>(c.stage() + (j * K_PARTS + c.lane() / 4 % K_PARTS) * PART_BYTES + (c.lane() % 4) * LANE_BYTES);
   }
@@ -97,7 +97,7 @@ struct MatVec {
     }
   }
 
-  // What is taken from the sums of codes without groups, and the power of two that all sums are multiplied by.
+  // What is subtracted from the sums of codes without groups, and the power of two that all sums are multiplied by.
   struct Input {
     float taken = 0.f, factor = 1.f;
   };
@@ -113,10 +113,10 @@ struct MatVec {
     mma<Weights::F16>(first, make_uint4(lo.x, hi.x, lo.y, hi.y), x.x, x.y);
     mma<Weights::F16>(second, make_uint4(lo.z, hi.z, lo.w, hi.w), x.z, x.w);
   }
-  // Of a product the sum that this lane has of its row, over its half.
+  // This lane's sum of its row in a product, over its half of k.
   static __device__ __forceinline__ float half_of(const Context<M>& c, const float (&d)[4]) { return c.lane() % 4 < 2 ? d[0] : d[2]; }
-  // Adds to `d` sums of x, of codes that are 1, in the blocks of granule j. Column n of B is 16 of k: the pairs of a block that the
-  // first product meets, or the second. Lane t of four has columns 2t and 2t + 1, so d[0] and d[1] are the sums of a block of its half.
+  // Adds the sums of x over the blocks of granule j to `d`: products with codes that are all 1. Column n of B is 16 of k: the pairs of a
+  // block that the first product meets, or the second. Lane t of four has columns 2t and 2t + 1: the sums of one block of its half.
   static __device__ __forceinline__ void add_up(const Context<M>& c, float (&d)[4], int j, bool mine) {
     const int n = c.lane() / 4, block = Weights::BLOCKS == 4 ? n / 2 : n / 4;
     const u8* piece = c.stage() + (j * Weights::BLOCKS + block) * PART_BYTES + c.lane() % 4 * LANE_BYTES + n % 2 * (LANE_BYTES / 2);
@@ -125,7 +125,7 @@ struct MatVec {
     mma<false>(d, make_uint4(one, one, one, one), x.x, x.y);
   }
   static __device__ __forceinline__ float sum_of(const float (&d)[4]) { return d[0] + float(1 << Weights::SECOND_SHIFT) * d[1]; }
-  // The sums of x of the groups of granule j that this lane has products of, over its half.
+  // Sums of x for those groups of granule j that this lane has products of: the groups of its half.
   static __device__ __forceinline__ void group_sums(const Context<M>& c, int j, bool mine, float* sums) {
     float d[4] = {};
     add_up(c, d, j, mine);
@@ -140,7 +140,7 @@ struct MatVec {
     }
   }
 
-  // Codes of UNITS_PER_WARP units against granule j of x: products by the values of codes, and by scales where there are groups.
+  // Multiplies the codes of UNITS_PER_WARP units with granule j of x, and the sums of groups, if there are any, with their scales.
   static __device__ __forceinline__ void multiply_codes(const Context<M>& c, const Held (&b)[UNITS_PER_WARP][WARP_GRANULES], int i, int j,
                                                         bool mine, Sums (&s)[UNITS_PER_WARP]) {
     constexpr int LANE_GROUPS = Weights::LANE_GROUPS;
@@ -196,7 +196,7 @@ struct MatVec {
     }
   }
 
-  // Makes fp16 of the x that this warp staged, times a power of two of its own; and adds it up, where it has to.
+  // Where the format needs it: turns the x that this warp staged into fp16, times a power of two of its own, and sums x up.
   static __device__ __forceinline__ Input prepare(const Context<M>& c) {
     Input input;
     if constexpr (Weights::CODED && STAGE_BF16<M>) {
@@ -222,7 +222,7 @@ struct MatVec {
             most = most > lo ? most : lo, most = most > hi ? most : hi;
           }
         }
-        // Bits of floats of one sign are in the order of their values. 2^12 over the power of two of the largest, if it has an inverse.
+        // Bits of floats of one sign are in the order of their values. The power is 2^12 over that of the largest value, but has an inverse.
         const u32 exponent = 266 - (warp_max(most) >> 23), up = exponent < 253 ? exponent : 253;
         const float power = __uint_as_float(up << 23);
         input.factor *= __uint_as_float((254 - up) << 23);
@@ -247,7 +247,7 @@ struct MatVec {
     return input;
   }
 
-  // A warp's partial sums of the 8 rows of a unit, or of the rows of each part.
+  // Stores a warp's partial sums of the 8 rows of a unit, or of the rows of each part.
   static __device__ __forceinline__ void put_partial(const Context<M>& c, float* to, const Sums& s, const Input& input) {
     if constexpr (Weights::CODED) {
       float v = s.lane;
@@ -260,7 +260,7 @@ struct MatVec {
       v += __shfl_xor_sync(~0u, v, 2);
       if (c.lane() % 4 == 0) to[c.lane() / 4] = v;
     } else if constexpr (STAGE_BF16<M>) {
-      // Lane t of row p of the product holds columns 2t and 2t + 1 of B against part p; they are of one part.
+      // Lane t of row p of the product has columns 2t and 2t + 1 of B, times part p of x. Both columns belong to one part.
       float2 y = make_float2(s.products[0].sum(0), s.products[0].sum(1));
       if constexpr (SETS == 2) y.x += s.products[1].sum(0), y.y += s.products[1].sum(1);
       if (c.lane() / 4 == c.lane() % 4 * 2 / G::UNIT_ROWS) *reinterpret_cast<float2*>(to + c.lane() % 4 * 2) = y;
@@ -272,8 +272,8 @@ struct MatVec {
     }
   }
 
-  // Whether this warp has an i-th granule from granule `first` on: the last ones of a unit may not be enough for all. What is known
-  // when this is compiled needs no predicate.
+  // Whether this warp has an i-th granule from granule `first` on: a unit's last granules may be fewer than warps. An answer that is
+  // known at compile time needs no predicate.
   static __device__ __forceinline__ bool exists(const Context<M>& c, int first, int i) {
     const bool whole = CHUNKS == 1 ? (i + 1) * M::WARPS <= UNIT_GRANULES : UNIT_GRANULES % CHUNK == 0;
     return whole || first + i * M::WARPS + c.warp() < UNIT_GRANULES;
@@ -285,8 +285,8 @@ struct MatVec {
 #pragma unroll
     for (int i = 0; i < WARP_GRANULES; i++) {
       const int j = first + i * M::WARPS + c.warp();
-      // Where it may be the last of a unit only, a product by zeros costs less than one that some warps leave out, and what that does
-      // to its sums. Of several chunks the last one leaves out more.
+      // Multiplying by zeros costs less than a branch that only some warps take. A unit's last chunk of several may lack more than one
+      // granule, so there they are skipped.
       const bool mine = exists(c, first, i);
       if (CHUNKS > 1 && !mine) continue;
       if constexpr (Weights::CODED) {
@@ -302,16 +302,16 @@ struct MatVec {
     }
   }
 
-  // A warp of codes takes whole chunks, so that where they end is known when this is compiled. Of the last chunk of a task it also reads
-  // what lies after its end in the slot: bytes of an earlier chunk, whose sums are not stored.
+  // With codes a warp takes whole chunks, so that their ends are known at compile time. In the slot of a task's last chunk it also reads
+  // what follows that chunk: bytes of an earlier one, whose sums are not stored.
   static constexpr bool WHOLE_CHUNKS = Weights::CODED && CHUNKS == 1 && (SINGLE_PASS || UNITS_PER_WARP % CHUNK_UNITS == 0);
 
-  // Hands out the chunks of a task: a warp gives a chunk back as soon as it has its part of it in registers.
+  // Reads the chunks of a task. A warp releases a chunk as soon as its part is in registers.
   struct Stream {
     const u8* slot;
     int held; // units of the current chunk that were read
     int left; // units of the task that no read has begun
-    // The granules from `first` on of the next UNITS_PER_WARP units, as many as are left.
+    // Reads the granules from `first` on of the next UNITS_PER_WARP units, or of as many as are left.
     __device__ __forceinline__ void read(Context<M>& c, int first, Held (&b)[UNITS_PER_WARP][WARP_GRANULES]) {
       if constexpr (WHOLE_CHUNKS)
         read_chunks(c, b);
@@ -363,12 +363,12 @@ struct MatVec {
     u32 lo, out, residual, bias, row_scales;
   };
 
-  // Scales of the rows of a unit that a lane ends: its own two, and of gated units the two of up.
+  // Scales of the two rows of a unit that a lane completes; of gated units also those of the two up rows.
   struct RowScales {
     float2 own, up;
   };
-  // Of the units from u0 on that this warp ends at once, which are below `end`: a lane that has none of its own ends the warp's first
-  // again. Loaded before the products, for they come from L2 at best.
+  // Loads them for the units that this warp completes at once, from u0 up to `end`. A lane without a unit loads those of the warp's first.
+  // Called before the products, because the scales come from L2 at best.
   static __device__ __forceinline__ RowScales row_scales(const Context<M>& c, const Ends& e, int u0, int end) {
     RowScales scales = {};
     if constexpr (Weights::ROW_SCALES) {
@@ -436,7 +436,7 @@ struct MatVec {
       }
       c.barrier();
       c.stamp(2);
-      // A unit of codes is four lanes of a warp, so that a warp ends eight at once; of plain weights each is one warp's.
+      // Four lanes complete a unit. A warp takes eight units of codes at once, or one of plain weights.
       constexpr int AT_ONCE = Weights::CODED ? 8 : 1;
 #pragma unroll 1
       for (int u1 = c.warp(); u1 < n; u1 += M::WARPS * AT_ONCE) {
@@ -476,8 +476,8 @@ struct MatVec {
     return y;
   }
 
-  // By four lanes, two rows each; of gated and of smaller units fewer lanes have all there is. Logits by all lanes, over and
-  // over: the noise is a call, which some lanes of a warp must not make alone.
+  // Four lanes take two rows each; gated and smaller units need fewer lanes. For logits all lanes repeat what those four do: the
+  // noise is a call, which some lanes of a warp must not make alone.
   static __device__ __forceinline__ void epilogue(Context<M>& c, const Ends& e, int local, int unit, const float* partial,
                                                   float factor, const RowScales& scales, float& best, int& best_row) {
     const int r = c.lane() % 4 * 2;
@@ -496,7 +496,7 @@ struct MatVec {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           const float v = softcap((i == 0 ? y.x : y.y) * G::SCALE, G::SOFTCAP);
-          // By chance among all ids: the noise makes it an arg-max, too. It belongs to the token that this step decides.
+          // With noise, sampling among all ids is an arg-max, too. The noise belongs to the token that this step decides.
           float score = v;
           if (c.p.inverse_temperature > 0.f && !filters(c.p))
             score = mul_add(v, c.p.inverse_temperature, noise(c.p.seed, c.position + 1, u32(row + i)));

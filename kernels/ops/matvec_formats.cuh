@@ -8,12 +8,12 @@
 // A lane has the sum of row lane / 4: of the first half if lane % 4 < 2, else of the second; so it needs the scales of one half only.
 //   int8   bf16: the byte, shifted up by 128; a bf16 below 2^-125 counts in steps of 2^-133
 //   int4   bf16: the bits, in the same steps. Pairs 1 and 3 of four lie four bits higher: they are 16 times as large, and meet x / 16
-//   e4m3   fp16: one conversion from sm_89 on; before, its bits moved are the value * 2^-8, subnormals included
-//   e2m1   bf16: its bits moved are the value * 2^-126
-// All are exact. What is added to a value is taken from the sum of a group (or of all k, where there are none) as `offset * sum(x)`,
-// which a product with ones finds; powers of two are taken from the sum of a unit. x of bf16 products is staged times 2^64 (2^100 for e2m1),
-// so it overflows from 2^64 (2^28) on. x of fp16 products is staged as fp16, times a power of two for each warp that brings its largest
-// value to 2^12 .. 2^13: nothing overflows, and values 2^-26 of the largest are exact.
+//   e4m3   fp16: one conversion from sm_89 on; on older GPUs its bits, moved, are the value * 2^-8, subnormals included
+//   e2m1   bf16: its bits, moved, are the value * 2^-126
+// All are exact. An offset of the operands is subtracted from the sum of a group (without groups: of all k) as `offset * sum(x)`, and
+// sum(x) is a product with ones. The sum of a unit is multiplied by the power of two. x of bf16 products is staged times 2^64 (2^100 for
+// e2m1), so it overflows from 2^64 (2^28) on. x of fp16 products is staged as fp16, times a power of two for each warp that brings its
+// largest value to 2^12 .. 2^13: nothing overflows, and values 2^-26 of the largest are exact.
 //
 // Without tensor cores a lane multiplies the values themselves, in fp32. Scales are applied to sums in fp32: of groups after each
 // group, of rows once.
@@ -73,10 +73,10 @@ __device__ __forceinline__ float f16_value(u32 bits) {
 
 __device__ __forceinline__ u32 word_of(const uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// Codes of a lane: `eight` of a block of 32 of k as pairs of an operand, and `value`, the i-th of them in fp32. Pairs 0 and 2 of k come
-// first, then 1 and 3, as x is staged (`operand_byte`). An operand is (value + OFFSET) * 2^-OPERAND_SHIFT, and meets x * 2^X_SHIFT; of pairs
-// 1 and 3 the one is multiplied by 2^SECOND_SHIFT, the other divided by it. AHEAD_MAX: registers for operands that are made before the input
-// is there; more would spill (as compiled for sm_80 and sm_90a), and sooner where an operand takes more steps to make.
+// How a lane's codes become numbers. `eight`: those in a block of 32 of k, as pairs of an operand; `value`: the i-th of them in fp32. Pairs
+// 0 and 2 of k come first, then 1 and 3, as x is staged (`operand_byte`). An operand is (value + OFFSET) * 2^-OPERAND_SHIFT, and meets
+// x * 2^X_SHIFT; in pairs 1 and 3 the operand is 2^SECOND_SHIFT times as large, and x is divided by that. AHEAD_MAX: registers for operands
+// that are made before the input is there. More would spill (as compiled for sm_80 and sm_90a); operands of more steps spill earlier.
 template <Code C>
 struct Decode;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -115,7 +115,7 @@ struct Decode<Code::E4M3> {
 #else
   static constexpr int OPERAND_SHIFT = 8;
   static __device__ __forceinline__ void four(u32 word, u32& lo, u32& hi) {
-    // Bytes to the tops of the halves; then four bits of exponent and three of mantissa one place down.
+    // Moves bytes to the tops of the halves, then exponent (4 bits) and mantissa (3 bits) down by one.
     const auto pair = [](u32 p) { return (p & 0x80008000u) | (p >> 1 & 0x3f803f80u); };
     lo = pair(permute(word, 0, 0x1404)), hi = pair(permute(word, 0, 0x3424));
   }
@@ -152,10 +152,10 @@ struct Decode<Code::E2M1> {
   static constexpr int BITS = 4, OPERAND_SHIFT = 126, X_SHIFT = 100, SECOND_SHIFT = 0, AHEAD_MAX = 64;
   static constexpr bool F16 = false;
   static constexpr float OFFSET = 0.f, ZERO = 0.f;
-  // In the order of k.
+  // `eight` in the order of k.
   static __device__ __forceinline__ uint4 in_order(const uint4 codes, int block) {
     const u32 w = word_of(codes, block);
-    // Sign to the top, exponent and mantissa to the lowest bit of the one and the highest of the other.
+    // The sign goes to the top, two bits to the low end of the bf16's exponent, and one to the top of its mantissa.
     const auto pair = [w](int p) {
       const u32 sign = p == 3 ? w : w << (12 - 4 * p), rest = p == 0 ? w << 6 : p == 1 ? w << 2 : w >> (4 * p - 6);
       return (sign & 0x80008000u) | (rest & 0x01c001c0u);
@@ -173,7 +173,7 @@ struct Decode<Code::E2M1> {
   static __device__ __forceinline__ float zero(u32) { return 0.f; }
 };
 
-// The same value, which the compiler must not compute later.
+// Returns `v`. The compiler must compute it here, not later.
 __device__ __forceinline__ uint4 made_here(uint4 v) {
 #ifdef __CUDA_ARCH__
   asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
@@ -196,7 +196,7 @@ struct Either<false, A, B> {
   typedef B type;
 };
 
-// What a matvec of configuration G reads. Of plain weights, as they have always been read.
+// How a matvec of configuration G reads its weights. This one: plain weights.
 template <class M, class G, class = int>
 struct Coding {
   static constexpr bool CODED = false, GROUPED = false, ROW_SCALES = false;
@@ -208,7 +208,7 @@ struct Coding {
   static __device__ __forceinline__ uint4 read(const u8* lane_at, int) { return *reinterpret_cast<const uint4*>(lane_at); }
 };
 
-// Bytes of a scale, and the one that the lowest bits of a word hold.
+// Bytes of a scale, and the value of the scale in the lowest bits of a word.
 template <ScaleCode C>
 constexpr int SCALE_BYTES_OF = C == ScaleCode::F32 ? 4 : C == ScaleCode::F16 || C == ScaleCode::BF16 ? 2 : 1;
 template <ScaleCode C>
@@ -217,7 +217,7 @@ __device__ __forceinline__ float scale_value(u32 bits) {
   if constexpr (C == ScaleCode::F16) return f16_value(bits & 0xffff);
   if constexpr (C == ScaleCode::BF16) return __uint_as_float(bits << 16);
   const u32 code = bits & 0xff;
-  // Zero is half of the least power of two that fp32 holds in full.
+  // Code 0 is 2^-127, half of the smallest normal number of fp32.
   if constexpr (C == ScaleCode::E8M0) return __uint_as_float(code == 0 ? 1u << 22 : code << 23);
   return __uint_as_float((code & 0x80) << 24 | (code & 0x7f) << 20) * 0x1p120f;
 }
@@ -234,17 +234,17 @@ struct Coding<M, G, decltype(int(G::CODE))> {
   // Groups of a row in a granule, and operands of one group in it.
   static constexpr int GROUPS = GROUPED ? ceil_div(PAD, G::GROUP_K > 0 ? G::GROUP_K : 1) : 1, GROUP_BLOCKS = BLOCKS / GROUPS;
   static constexpr int SCALE_BYTES = SCALE_BYTES_OF<G::SCALE_CODE>;
-  // Tensor cores leave a lane the sums of half of a granule, without them it has those of all of it.
+  // With tensor cores a lane has the sums of half of a granule, without them those of all of it.
   static constexpr bool TENSOR = STAGE_BF16<M>;
   static constexpr int HALF_BLOCKS = BLOCKS / 2;
   // Groups of a row that a lane has sums of.
   static constexpr int LANE_GROUPS = TENSOR && GROUPS > 1 ? GROUPS / 2 : GROUPS;
   static constexpr float OFFSET = TENSOR ? Codes::OFFSET : 0.f;
-  // Whether something is taken from sums for the values that no zero point changes, and for zero points that are stored.
+  // Whether offsets or zero points are subtracted from sums, which takes sums of x.
   static constexpr bool SUMS_X = G::ZEROS || (TENSOR ? OFFSET + Codes::ZERO != 0.f : GROUPED && Codes::ZERO != 0.f);
   static constexpr bool F16 = TENSOR && Codes::F16;
   static constexpr int X_SHIFT = TENSOR ? Codes::X_SHIFT : 0, SECOND_SHIFT = TENSOR ? Codes::SECOND_SHIFT : 0;
-  // What is taken from the values of all groups, where none stores a zero point.
+  // What is subtracted from the values of all groups, if no zero points are stored.
   static constexpr float OFFSET_OF_ALL = OFFSET + Codes::ZERO;
 
   // Registers of a granule's operands.
@@ -298,7 +298,7 @@ struct Coding<M, G, decltype(int(G::CODE))> {
   }
 
   static __device__ __forceinline__ float scale_of(u32 bits) { return scale_value<G::SCALE_CODE>(bits); }
-  // Scale of the lane's g-th group, and what is taken from its values.
+  // Scale of the lane's g-th group, and what is subtracted from its values.
   template <bool AHEAD>
   static __device__ __forceinline__ float scale(const Held<AHEAD>& held, int g) {
     return scale_of(held.scales[g * SCALE_BYTES / 4] >> g * SCALE_BYTES % 4 * 8);

@@ -1,15 +1,15 @@
-// norm_add: residual[i] += scale * y[i] * rsqrt(mean(y^2) + eps) * weight[i]; publishes the sum, or, REPLICATED, does not.
+// norm_add: residual[i] += scale * y[i] * rsqrt(mean(y^2) + eps) * weight[i]; publishes the sum, unless REPLICATED.
 //
-// y (WIDTH)         packets of all owners: for the statistics, and the own columns again for the values
-// residual          fp32, the columns this block owns, or, REPLICATED, all of them
-// out (WIDTH)       packets; none REPLICATED
+// y (WIDTH)         packets of all owners: all columns for the statistics, this block's columns again for the values
+// residual          fp32, the columns this block owns; all of them if REPLICATED
+// out (WIDTH)       packets; none if REPLICATED
 //
-// owner    of a column: the block with its unit of 8; REPLICATED every block
+// owner    of a column: the block with its unit of 8; every block if REPLICATED
 // moves    all WIDTH values of y into every block, for the statistics; the own columns once more, out again
 // assumes  RMS norm: y is published by its owners without the norm
 //
-// REPLICATED every block adds up all columns for itself. It has seen all of them for the statistics, and a matvec over the
-// sum finds it in shared memory instead of waiting for an exchange.
+// If REPLICATED, every block adds up all columns for itself. It has read all of them for the statistics anyway, and a matvec over
+// the sum finds it in shared memory instead of waiting for an exchange.
 #pragma once
 
 template <class M, class G>

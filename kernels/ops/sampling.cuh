@@ -1,33 +1,33 @@
-// sampling: the token among those that top-k and top-p admit, as src/sample.rs specifies it.
+// sampling: the token among those that top-k and top-p admit, as src/sample specifies it.
 //
 // logits (VOCAB)   of the step before, in memory; published after the release of that step
-// candidates       best logit of each task of the head, in `scratch`: the k-th of them is below no more than k logits
+// candidates       best logit of each task of the head, in `scratch`: at least k logits reach the k-th best of them
 //
-// Every block decides by itself and all decide the same: the sums are of integers, so their order does not matter. What may
-// be admitted is gathered in shared memory, in one pass over the logits for top-k and in two for top-p, where it fits; else
-// each pass reads them all. A cut is found three bits at a time, by seven sums over what lies above seven thresholds.
+// Every block decides by itself and all decide the same: the sums are of integers, so their order does not matter. The ids that
+// may be admitted are gathered in shared memory if they fit, in one pass over the logits for top-k and in two for top-p; if not,
+// each pass reads all logits. A cut is found three bits at a time, by seven sums over what lies above seven thresholds.
 //
-// Out of line, and given nothing of the context but copies: what greedy decoding keeps in registers stays there.
+// Functions are out of line and get only copies from the context, so that greedy decoding keeps its values in registers.
 #pragma once
 
 template <class M, class G>
 struct Sampling {
   static constexpr int THREADS = M::WARPS * 32;
   static constexpr int THRESHOLDS = 7;
-  static constexpr int LOADS_IN_FLIGHT = 8; // ids of a thread whose logits are on their way at once
+  static constexpr int LOADS_IN_FLIGHT = 8; // ids whose logits a thread loads at once
   // Scratch: candidates, sums of the warps, two words, the list.
   static constexpr int SUMS_AT = round_up(G::PARTS * 4, 16), WORDS_AT = SUMS_AT + M::WARPS * THRESHOLDS * 8;
   static constexpr int LIST_AT = WORDS_AT + 16, LIST_MAX = (M::SCRATCH_BYTES - LIST_AT) / 8;
   static_assert(LIST_MAX > 0, "no room for a single id");
 
-  // What an id adds to a sum, and by what it is compared with a threshold.
+  // What an id adds to a sum, and what of it is compared with a threshold.
   enum class Measure {
     COUNT,  // 1, by its score
     WEIGHT, // its probability, by its score
     TIES,   // 1 where it has the score of `key`, by its id
   };
 
-  // The ids that are looked through, those of a list or all of them, and how.
+  // The ids that a search looks through (a list, or all), and how it measures them.
   struct Query {
     const u64* list; // or null
     const float* logits;
@@ -38,12 +38,12 @@ struct Sampling {
 
     __device__ __forceinline__ u64 rank(int i) const { return list ? list[i] : rank_of(score(i), u32(i)); }
     __device__ __forceinline__ float score(int i) const { return __fmul_rn(__ldcg(logits + i), inverse_temperature); }
-    // Every THREADS-th from `first` on; 0 where there is none. Loads that follow one another without a wait between them.
+    // Every THREADS-th rank from `first` on; 0 past the end. No load waits for another.
     __device__ __forceinline__ void load(int first, u64 (&ranks)[LOADS_IN_FLIGHT]) const {
 #pragma unroll
       for (int n = 0; n < LOADS_IN_FLIGHT; n++) ranks[n] = first + n * THREADS < count ? rank(first + n * THREADS) : 0;
     }
-    // The same of the scores of all ids; -inf where there is none.
+    // The same for the scores of all ids; -inf past the end.
     __device__ __forceinline__ void load_scores(int first, float (&scores)[LOADS_IN_FLIGHT]) const {
 #pragma unroll
       for (int n = 0; n < LOADS_IN_FLIGHT; n++) scores[n] = first + n * THREADS < G::VOCAB ? score(first + n * THREADS) : NEGATIVE_INFINITY;
@@ -120,7 +120,7 @@ struct Sampling {
       u32 digit = 0;
 #pragma unroll
       for (int j = 0; j < THRESHOLDS; j++) digit += sums[j] >= need ? 1 : 0;
-      // Above the last threshold of a digit lies what lay above the cut before it; the first digit has but three.
+      // The largest digit has no threshold above it, so the sum above the cut stays. (The first digit has two bits: three thresholds.)
 #pragma unroll
       for (int j = 0; j < THRESHOLDS; j++)
         if (u32(j) == digit) cut.above = sums[j];
@@ -128,8 +128,8 @@ struct Sampling {
     }
     return cut;
   }
-  // The rank of the last id of the shortest prefix of the order whose sum reaches `need`. Equal scores add the same, so how
-  // many of them belong to it is a division; of those, the lowest ids.
+  // Among ids in the order of ranks, the last one of the shortest prefix whose sum reaches `need`. Equal scores add the same, so a
+  // division tells how many of them the prefix has; it has those with the lowest ids.
   static __device__ __noinline__ u64 find_last(Query q, u64 need) {
     const Cut cut = find_cut(q, need);
     const u64 score = u64(cut.at) << 32, each = q.add(score);
@@ -140,7 +140,7 @@ struct Sampling {
     return score | find_cut(q, wanted).at;
   }
 
-  // What top-k and top-p admit, or a little more, in `list`; false where it does not fit. Of all logits, LOADS_IN_FLIGHT at a time.
+  // Lists the ids with scores from `least` on: those that top-k or top-p admits, or a few more. False: they do not fit.
   static __device__ __noinline__ bool gather(const Query q, float least, u64* list, u32* count) {
 #pragma unroll 1
     for (int first = q.thread; first < G::VOCAB; first += LOADS_IN_FLIGHT * THREADS) {
@@ -156,8 +156,8 @@ struct Sampling {
     consumer_barrier<THREADS>();
     return *count <= LIST_MAX;
   }
-  // The probability of all ids, and a score so low that those from it on hold what top-p admits, or -inf. It goes down by
-  // steps of e^2 from the best: where a model knows what to say, one of them is enough.
+  // The sum of the weights of all ids; and a score such that the ids from it on include all that top-p admits, or -inf. It is the first
+  // of six steps below the best score, each a factor of e^2 in probability: if a model is confident, the first is enough.
   struct Bound {
     u64 all;
     float least;
@@ -186,8 +186,8 @@ struct Sampling {
   }
   static __device__ __forceinline__ float step_below(float score_max, int j) { return __fsub_rn(score_max, 2.f * float(j + 1)); }
 
-  // The token, for all threads. `best`: the largest logit of all. The k-th best task of the head bounds the k-th logit from
-  // below, so with k of no more than the tasks one pass gathers what top-k may admit.
+  // Returns the token to all threads. `best`: the largest logit of all. The k-th best task of the head bounds the k-th logit from
+  // below, so if k is at most the number of tasks, one pass gathers what top-k may admit.
   static __device__ __noinline__ int choose(const Params& p, u32 row, u32 position, float best, int thread) {
     const float* logits = p.logits + u64(row) * G::VOCAB;
     Query q{nullptr, logits, p.inverse_temperature, __fmul_rn(best, p.inverse_temperature), G::VOCAB, thread, Measure::COUNT, 0};
@@ -246,7 +246,7 @@ struct Sampling {
     consumer_barrier<THREADS>();
 #pragma unroll 1
     for (int w = 0; w < M::WARPS; w++) argmax_take(value, id, values[w], ids[w]);
-    // What was read is the next task's stage.
+    // The next task stages where this was read.
     consumer_barrier<THREADS>();
     return id;
   }

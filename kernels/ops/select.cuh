@@ -1,14 +1,14 @@
-// select: token = prompt[p] while p < prompt_len, else the arg-max over the candidates of the previous step; or, where top-k or
-// top-p admit some ids alone, the choice among those (sampling.cuh).
+// select: token = prompt[p] while p < prompt_len, else the arg-max over the arg-max pairs of the previous step; or, if top-k or
+// top-p is set, the choice among the ids that they admit (sampling.cuh).
 //
-// candidates (2 * PARTS)  packets of the previous step: value bits, row; published after the release of that step
+// candidates (2 * PARTS)  arg-max pairs of the previous step as packets: value bits, row; published after the release of that step
 // token                   shared memory of this block; every block decides the same
 //
 // owner    every block for itself; the first one reports to the host
 // moves    2 * PARTS packets into every block, and the logits where a filter needs them
-// assumes  each block published its candidates after the release of its step; here each polling thread acquires
+// assumes  each block published its pair after the release of its step; here each polling thread acquires
 //
-// One thread a candidate: all of them in one round trip. Ends with a block barrier.
+// One thread takes one pair, so one round trip brings all of them. Ends with a block barrier.
 #pragma once
 
 template <class M, class G>
@@ -50,7 +50,7 @@ struct Select {
       warp_argmax(value, row);
       if (filtered) row = chosen;
       if (c.lane() == 0) {
-        // Where no logit was a number there is no row, and the next step reads a row of the table all the same.
+        // If no logit was a number, no row was chosen; `embed` needs a valid row of the table all the same.
         const int token = given ? c.p.prompt[c.position] : min(row, G::VOCAB - 1);
         bool stop = c.lost();
         if (!given)

@@ -1,17 +1,17 @@
 // attention of one row of the step: q/k norm, RoPE, cache append, and softmax(scale * q K^T) V over the history of its sequence and
 // the rows of its sequence in this step, up to itself.
 //
-// q, k, v (ROWS, ..)   words; q of the own row, k and v of all rows of its sequence from the first of the step to the own one
+// q, k, v (ROWS, ..)   words; q of the task's row, k and v of the rows of its sequence, from the first in the step to this one
 // K, V                 pages of one KV head, through the ring: a K and a V chunk in turn, no chunk reaches beyond its page
-// out                  QUERIES * DIM columns of the own row
+// out                  QUERIES * DIM columns of the task's row
 //
 // owner    of QUERIES query heads of a row: one task; the one with the first query head of a KV head appends the row to its page
 // moves    2 * PITCH values for each position before the step; (QUERIES + 2 * rows of the sequence) * DIM values of q, k and v
 // assumes  rows of a sequence are neighbours at ascending positions; positions before the first of them are in the cache,
 //          acquired with the step
 //
-// Keys of the step's own rows never travel through the cache: every task rounds them as they are appended, and takes them as one
-// more tile after the history.
+// Keys and values of the step never travel through the cache: every task rounds them as they will be appended, and takes them as
+// tiles after the history.
 #pragma once
 
 // What a task knows of its row.
@@ -34,8 +34,8 @@ struct OwnRow {
   __device__ __forceinline__ int history() const { return begin < before ? int(before - begin) : 0; }
 };
 
-// The history of the row through pairs of chunks. Of tiles of TILE rows each of `teams` takes its turn: f(keys and values of the
-// chunk, its place in the history, first row of the tile in it, its rows). Returns the turn after the last one.
+// Walks the history of the row through pairs of chunks. `teams` teams take its tiles of TILE rows in turn, and call f(keys and values
+// of the chunk, its place in the history, first row of the tile in it, rows of the chunk). Returns the turn after the last one.
 template <int TILE, class M, class G, class F>
 __device__ __forceinline__ int walk_history(Context<M>& c, const OwnRow<M>& own, int teams, int team, F f) {
   int turn = 0;
@@ -76,7 +76,7 @@ struct RowsAttentionTensor {
   static __device__ __forceinline__ u8* keys(const Context<M>& c) { return query_at(c, QUERIES); }
   static __device__ __forceinline__ u8* values(const Context<M>& c) { return keys(c) + OWN_ROWS * ROW; }
 
-  // Heads from their words to shared memory, 16 bytes a lane, so several heads a warp: norm, RoPE, rounded.
+  // Brings heads from their words to shared memory: norm, RoPE, rounding. A lane takes 16 bytes, so a warp takes several heads.
   static constexpr int PIECES = G::DIM / 8, LANES = PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32, HEADS_AT_ONCE = 32 / LANES;
   static __device__ __forceinline__ void heads(Context<M>& c, const Entry& e, const OwnRow<M>& own, const Scales& scales, int i) {
     const int lane = c.lane() % LANES, kv = i * QUERIES / G::GROUP, all = QUERIES + 2 * own.count;
@@ -91,7 +91,7 @@ struct RowsAttentionTensor {
       const u8* from = x + W::at(live ? row : 0, live ? head * G::DIM + lane * 8 : 0);
       uint4 v[1] = {make_uint4(0, 0, 0, 0)};
       load_piece(from, live, v[0]);
-      // Of halves a lane has 8 dimensions of one half, and turns them with those of the lane PIECES / 2 on.
+      // If halves are rotated, a lane has 8 dimensions of one half, and the lane PIECES / 2 on has their partners.
       float cosine[8], sine[8], weight[8];
       const float* angle = c.template constant<float>(e.rope) + u64(own.before + of) * G::DIM;
       if constexpr (G::ROTARY > 0)
@@ -195,7 +195,7 @@ struct RowsAttentionTensor {
       }
     top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
     top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-    // A tile of which nothing is seen changes nothing.
+    // A tile of which no row is seen changes nothing.
     const float shift = top > NEGATIVE_INFINITY ? top : 0.f, shrink = exp_fast(r.m - shift);
     r.m = top;
     r.l *= shrink;
@@ -247,7 +247,7 @@ struct RowsAttentionTensor {
     int turn = walk_history<16, M, G>(c, own, WARP_TEAMS, team, [&](const u8* k, const u8* v, int at, int row, int chunk) {
       tile(c, scales, q, k + row * ROW, v + row * ROW, int(own.start - own.begin) - at - row, chunk - row, r);
     });
-    // Rows of a window may begin inside the own ones.
+    // A window may begin inside the rows of the step.
     for (int at = 0; at < (M::ROWS > OWN_TILE ? own.count : 1); at += OWN_TILE, turn++)
       if (turn % WARP_TEAMS == team)
         tile(c, scales, q, keys(c) + at * ROW, values(c) + at * ROW, int(own.start) - int(own.before) - at, own.count - at, r);

@@ -58,14 +58,14 @@ __device__ __forceinline__ u32 pool_row(const u32* pages, u32 sequence, u32 posi
   return page * M::PAGE_ROWS + position % M::PAGE_ROWS;
 }
 
-// Rows that a warp multiplies at most: a tile of an operand. Warps share the rows of a step, and those of the same rows share k.
+// Most rows that a warp multiplies: a tile of an operand. Warps share the rows of a step, and warps with the same rows share k.
 constexpr int WARP_ROWS = 16;
 template <class M>
 constexpr int ROW_GROUPS = ceil_div(M::ROWS, WARP_ROWS);
 template <class M>
 constexpr int K_GROUPS = M::WARPS / ROW_GROUPS<M>;
 
-// Statistics of rows, from the lanes of a warp that hold parts of row lane / 4 of its own (and of 8 more); valid after the next barrier.
+// Leaves a warp's part of the statistics of its rows; valid after the next barrier. A lane has parts of row lane / 4 (and lane / 4 + 8).
 template <class M, int GROUPS>
 __device__ __forceinline__ void put_row_statistic(const Context<M>& c, int which, const float (&value)[GROUPS]) {
 #pragma unroll
@@ -99,7 +99,7 @@ struct RowsChunks {
       slot[0] = ring_take(c, first);
     }
   }
-  // Once all lanes have read what they want.
+  // Called when all lanes have read what they need.
   __device__ __forceinline__ void release(Context<M>& c) {
     if constexpr (AT_ONCE == 2)
       ring_release_pair(c, first, c.ring, !lone);

@@ -22,12 +22,12 @@ __device__ __forceinline__ void consume_rows(const RowsParams& p) {
       c.stamp(0);
       c.begin_task();
       const u32 now = op;
-      op = uniform(c.queue()[i + 1 < count ? i + 1 : i].op); // so that the next task begins with its jump
+      op = uniform(c.queue()[i + 1 < count ? i + 1 : i].op); // loaded early, so that the next task can jump at once
       D::run(c, now, c.queue()[i]);
       c.stamp(3);
       c.task++;
       if (i == 0 && uniform(c.state().stop)) {
-        // The tokens that ended the rows are reported all the same; in the queue of block 0 that is the next task.
+        // Block 0 still reports the tokens that ended the rows: that is the next task of its queue.
         c.in_step = 1;
         if (c.sm() == 0) D::select_and_report(c, c.queue()[1]);
         return;
@@ -36,7 +36,7 @@ __device__ __forceinline__ void consume_rows(const RowsParams& p) {
     c.tag++;
   }
   if (p.fills) return;
-  // The tokens that follow the last step, for the host: block 0 selects and reports once more.
+  // Block 0 selects and reports once more, so that the host gets the tokens that follow the last step.
   if (c.sm() == 0)
     for (u32 i = 0; i < 2; i++) {
       c.in_step = int(i);
@@ -50,7 +50,7 @@ __device__ __forceinline__ void persistent_rows(const RowsParams& p) {
   static_assert(sizeof(RowsState<M>) <= M::STATE_BYTES, "the state part of the shared-memory map is too small");
   if (threadIdx.x < sizeof(RowsState<M>::active) / 4) rows_state<M>().active[threadIdx.x] = 0;
   begin_block<M>(p);
-  // The launch has given as many registers to each thread as there are for all, and consumers want more.
+  // The launch gave every thread the same number of registers. The loader hands some of its own to the consumers.
   if (uniform(threadIdx.x / 32) >= u32(M::WARPS)) {
 #if __CUDA_ARCH__ >= 900
     if constexpr (M::LOADER_REGISTERS > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(M::LOADER_REGISTERS));

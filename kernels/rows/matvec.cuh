@@ -1,18 +1,18 @@
 // matvec of rows: y = W norm(x) + bias for each row of the step, then the epilogue.
 //
 // x (ROWS, K)    words; every warp loads its own granules of k into registers
-// W              units as in ops/matvec.cuh, streamed by blocks of k: of PASS units at a time, the first block of each, then the second
-// out            STORE, ACT: a column a row of W; GATED: 4 columns a unit; RESIDUAL: the fp32 sum stays in the block, its
-//                rounded copy travels; LOGITS: best (value, id) of each row
+// W              units as in ops/matvec.cuh, streamed by blocks of k: PASS units at a time, the first block of each, then the second
+// out            STORE, ACT: a column for each row of W; GATED: 4 columns for each unit; RESIDUAL: the fp32 sum stays in the block,
+//                its rounded copy travels; LOGITS: best (value, id) of each row
 //
 // owner    of a unit: one task. A unit's sums are added up by as many threads as it has pairs of columns, times ROWS
 // moves    UNIT_GRANULES * GRANULE_BYTES of the stream for each unit; all values of x into every block, once for each pass
-// assumes  rows of W past ROWS and k past K are zeros in the pack; who publishes x fills its last piece
+// assumes  rows of W past ROWS and k past K are zeros in the pack; the publisher of x fills its last piece
 //
-// A warp has 16 rows of the step; of up to 16 every warp has all. Warps of the same rows take the granules of a block of k in turn
-// (split k), as with one row. A lane loads 16 bytes of row lane / 4 of W, and the same 16 bytes of k of rows lane / 4 and lane / 4 + 8
-// of x: as operands of m16n8k16 they are a permutation of k that both sides share.
-// The input of a block of k is held in registers while the warp multiplies it with that block of all units of the pass.
+// A warp takes 16 rows of the step; if the step has no more, every warp takes all. Warps with the same rows take the granules of a
+// block of k in turn (split k), as with one row. A lane loads 16 bytes of row lane / 4 of W, and the same 16 bytes of k of rows lane / 4
+// and lane / 4 + 8 of x: as operands of m16n8k16 they are a permutation of k that both sides share.
+// A warp holds the input of a block of k in registers while it multiplies it with that block of all units of the pass.
 #pragma once
 
 template <class M, class G>
@@ -26,7 +26,7 @@ struct RowsMatVecShape {
   static constexpr int BLOCKS = ceil_div(UNIT_GRANULES, BLOCK);
   static constexpr int WARP_GRANULES = ceil_div(BLOCK, K_GROUPS<M>);
   static constexpr int THREADS = M::WARPS * 32;
-  // Threads of the sums of a unit, and units whose sums meet at once.
+  // Threads that complete a unit, and units that are completed at once.
   static constexpr int PAIRS = G::UNIT_ROWS / 2, UNIT_THREADS = M::ROWS * 4, BATCH = THREADS / UNIT_THREADS;
   static_assert(BATCH > 0 && THREADS % UNIT_THREADS == 0, "a thread has one row");
   // Sums of a unit: [group of k][row][column]
@@ -36,7 +36,7 @@ struct RowsMatVecShape {
   static __device__ __forceinline__ int k_group(const Context<M>& c) { return ROW_GROUPS<M> == 1 ? c.warp() : c.warp() / ROW_GROUPS<M>; }
   // Place of its i-th granule in a block.
   static __device__ __forceinline__ int in_block(const Context<M>& c, int i) { return i * K_GROUPS<M> + k_group(c); }
-  // Whether this warp has an i-th granule of a block. What is known when this is compiled needs no predicate.
+  // Whether this warp has an i-th granule of a block. An answer that is known at compile time needs no predicate.
   static __device__ __forceinline__ bool exists(const Context<M>& c, int block, int i) {
     const int at = in_block(c, i);
     const bool in = (i + 1) * K_GROUPS<M> <= BLOCK || at < BLOCK;
@@ -44,7 +44,7 @@ struct RowsMatVecShape {
   }
 };
 
-// What becomes of sums: by thread, which has the columns 2 * pair and 2 * pair + 1 of units of one row.
+// Completes sums. A thread has one row of the step, and the columns 2 * pair and 2 * pair + 1 of units.
 template <class M, class G>
 struct RowsEpilogue {
   typedef RowsMatVecShape<M, G> S;
@@ -56,7 +56,7 @@ struct RowsEpilogue {
       : row(c.tid() / 4 % M::ROWS), pair(c.tid() % 4), unit_of_batch(c.tid() / S::UNIT_THREADS), factor(1.f), best(NEGATIVE_INFINITY),
         best_id(0x7fffffff) {}
 
-  // After the first barrier of a task.
+  // Called after the first barrier of a task.
   __device__ __forceinline__ void load_factor(const Context<M>& c) {
     if constexpr (G::NORM == Norm::RMS) factor = rsqrtf(row_statistic(c, 1, row) * (1.f / G::K) + G::EPS);
   }
@@ -83,7 +83,7 @@ struct RowsEpilogue {
       y.x += b.x, y.y += b.y;
     }
   }
-  // The sums of `n` units from unit `first` on (unit `first - e.lo` of the task) that lie in `sums`.
+  // Completes the sums in `sums`: of `n` units from unit `first` on (unit `first - e.lo` of the task).
   __device__ __forceinline__ void run(Context<M>& c, const Entry& e, const float* sums, int first, int n) {
     if (unit_of_batch >= n) return;
     const int unit = first + unit_of_batch;
@@ -136,7 +136,7 @@ struct RowsEpilogue {
       argmax_take(best, best_id, score, id + i);
     }
   }
-  // The best (value, id) of each row to all SMs, after everything that this block wrote in the step.
+  // Publishes the best (value, id) of each row, after everything that this block wrote in the step.
   __device__ __forceinline__ void publish_best(Context<M>& c, const Entry& e) {
     RowsState<M>& state = rows_state<M>();
 #pragma unroll
@@ -145,7 +145,7 @@ struct RowsEpilogue {
       const int i = __shfl_xor_sync(~0u, best_id, o);
       argmax_take(best, best_id, v, i);
     }
-    // Warps of 8 rows each: of M::ROWS rows, the warps w, w + M::ROWS / 8, .. have the same ones.
+    // Here a warp has 8 rows, and the warps w, w + M::ROWS / 8, .. have the same ones.
     if (pair == 0) {
       state.best[c.warp()][row] = best;
       state.best_index[c.warp()][row] = best_id;
@@ -170,7 +170,7 @@ struct RowsEpilogue {
   }
 };
 
-// Blocks of k that a warp keeps for all passes.
+// A warp keeps its whole input for all passes if k has at most this many blocks.
 constexpr int RESIDENT_BLOCKS = 2;
 
 // Tensor cores: words of bf16, and weights of bf16 or codes.
@@ -178,16 +178,16 @@ template <class M, class G>
 struct RowsMatVecTensor {
   typedef RowsMatVecShape<M, G> S;
   typedef Words<M, G::K> W;
-  // Parts of 32 of k of a granule. Each is of other columns of the products if units have fewer rows; the sums of codes are of all k.
+  // Parts of a granule, 32 of k each. If units have fewer rows, each part has columns of its own in a product; sums of codes are over all k.
   static constexpr int GROUPS = M::ROWS < WARP_ROWS ? 1 : 2, K_PARTS = S::GRANULE_K / 32, SUM_PARTS = S::K_PARTS, WARP_GRANULES = S::WARP_GRANULES;
   // Pieces of the input that a lane holds: of each granule and part, of each group of 8 rows of its warp.
   static constexpr int N = WARP_GRANULES * K_PARTS * GROUPS;
   static constexpr int PASS = G::PASS;
-  // Units that are multiplied at once: a product waits for the one before it in its sums, so sums of two units take turns. Of 8 rows
-  // two units are one product; for 16 rows only moved registers hold the chunks of two.
+  // Units that are multiplied at once. A product waits for the one before it on the same sums, so those of two units alternate. With 8
+  // rows two units are one product; with 16 rows two fit only if the loader's registers are moved to the consumers.
   static constexpr int AT_ONCE = GROUPS == 1 || M::LOADER_REGISTERS > 0 ? 2 : 1, TURNS = ceil_div(PASS, AT_ONCE);
-  // Sums of a unit and part of k that a lane has. 16 rows are the rows of a product and the unit its columns; 8 rows are the columns,
-  // and two units the rows.
+  // Sums that a lane has of a unit and part of k. 16 rows of the step are the rows of a product, and the unit its columns; 8 rows are
+  // its columns, and two units its rows.
   static constexpr int LANE_SUMS = 2 * GROUPS;
   typedef RowsCodes<M, G, S, N, AT_ONCE> Codes;
   typedef typename Codes::Input Input;
@@ -299,7 +299,7 @@ struct RowsMatVecTensor {
     }
   }
 
-  // The chunks at hand, of `AT_ONCE` units or of a lone one that stands for both, times the block of the input in `a`.
+  // Multiplies the next chunks, of `AT_ONCE` units or of a lone one that stands for both, with the block of the input in `a`.
   static __device__ __forceinline__ void multiply(Context<M>& c, int block, bool lone, const uint4 (&a)[N], float (&d)[AT_ONCE][SUM_PARTS][LANE_SUMS]) {
     RowsChunks<M, AT_ONCE> chunks(c, lone);
     uint4 w[AT_ONCE][WARP_GRANULES];
@@ -337,7 +337,7 @@ struct RowsMatVecTensor {
     else
       multiply(c, block, lone, a, d);
   }
-  // A warp's sums of a unit to shared memory: [row][column], of each column the part of k that it belongs to.
+  // Stores a warp's sums of a unit in shared memory, [row][column]; a column takes the sums of its own part of k.
   static __device__ __forceinline__ void put(const Context<M>& c, float* to, const float (&d)[SUM_PARTS][LANE_SUMS]) {
     const int g = c.lane() / 4, t = c.lane() % 4, column = GROUPS == 2 ? t * 2 : g;
 #pragma unroll
@@ -357,12 +357,12 @@ struct RowsMatVecTensor {
     }
   }
 
-  // Of a short k a warp keeps all of the input for every pass; of a long one it has a block and the next one. Straight code that a
-  // task runs once is fetched once for each task: passes are loops, and few units long.
+  // If k is short, a warp keeps its whole input for all passes; else it has a block and the next one. Passes are loops of few units:
+  // straight code that a task runs only once would be fetched again for each task.
   static constexpr bool RESIDENT = S::BLOCKS <= RESIDENT_BLOCKS;
   static constexpr int DEPTH = RESIDENT ? S::BLOCKS : 2;
 
-  // What a pass of `here` units, from unit `first` of the task on, leaves in registers: to shared memory, and what becomes of it.
+  // Brings the sums of a pass from registers to shared memory and completes them: of `here` units, from unit `first` of the task on.
   static __device__ __forceinline__ void end_pass(Context<M>& c, const Entry& e, RowsEpilogue<M, G>& epilogue, const float (&d)[TURNS][AT_ONCE][SUM_PARTS][LANE_SUMS],
                                                   int first, int here) {
 #pragma unroll
@@ -427,7 +427,7 @@ struct RowsMatVecTensor {
               if (AT_ONCE * u < here) add(c, block, AT_ONCE * u + 1 >= here, a[i], inputs[i], d[u]);
             if (block + DEPTH < S::BLOCKS) issue(c, x, block + DEPTH, active, a[i]);
           }
-        // Later passes add the same squares again, which nothing reads.
+        // Later passes add the same squares again; nothing reads those.
         if constexpr (G::NORM == Norm::RMS)
           if (first == 0) put_row_statistic<M, GROUPS>(c, 1, squares);
         if (first + PASS < units)
@@ -442,7 +442,7 @@ struct RowsMatVecTensor {
   }
 };
 
-// Everything else: rows of fp32 in shared memory, a block of k at a time.
+// All other types: rows of fp32 in shared memory, a block of k at a time.
 template <class M, class G>
 struct RowsMatVecLanes {
   typedef RowsMatVecShape<M, G> S;
@@ -452,7 +452,7 @@ struct RowsMatVecLanes {
 
   static __device__ __forceinline__ float* staged(const Context<M>& c, int row) { return reinterpret_cast<float*>(c.stage()) + row * BLOCK_K; }
 
-  // Values k0 .. of a block of all rows to shared memory; by all threads, ends with a block barrier.
+  // All threads bring a block of k, of all rows, to shared memory. Ends with a block barrier.
   static __device__ __forceinline__ void fetch(Context<M>& c, const u8* x, int block) {
     const int first = block * BLOCK_K / W::PIECE_COLS, pieces = BLOCK_K / W::PIECE_COLS;
     c.barrier();
@@ -484,7 +484,7 @@ struct RowsMatVecLanes {
       if (c.lane() == 0) sums[row] += sum;
     }
   }
-  // Statistics of the rows in [0] of the state: mean, then 1 / deviation.
+  // Leaves the statistics of the rows in the state, under group 0: the mean (0 without LayerNorm), and 1 / deviation.
   static __device__ __forceinline__ void statistics(Context<M>& c, const u8* x) {
     float* mean = rows_state<M>().stat[c.task & 1][0][0];
     float* square = rows_state<M>().stat[c.task & 1][1][0];
@@ -522,7 +522,7 @@ struct RowsMatVecLanes {
     }
     c.barrier();
   }
-  // A lane's part of a granule of values, which begins at `first` in the block.
+  // Adds a lane's part of a granule of plain weights, which begins at element `first` of the block.
   static __device__ __forceinline__ void add_values(const Context<M>& c, const uint4 b, int first, float (&d)[M::ROWS]) {
     float w[LANE_K];
     const u32 word[4] = {b.x, b.y, b.z, b.w};

@@ -1,22 +1,22 @@
 // Owns how a matvec of rows reads and multiplies codes. ops/matvec_formats.cuh has the formats and where their codes lie.
 //
-// Operands of tensor cores are bf16. The bits of a code are put where they are its value times a power of two:
+// Operands of tensor cores are bf16. The bits of a code are placed so that they are its value times a power of two:
 //   int8, int4   the code itself, as an integer below 2^8: the lowest bits of a bf16 count in steps of 2^-133, through all subnormals
 //                and the first binade. Codes of int8 are shifted up by 128 for that
 //   e4m3         bits moved into a bf16 are the value * 2^-120, subnormals included
 //   e2m1         the value * 2^-126
-// x is multiplied by 2^64 instead, and its sums by what remains; x overflows from 2^64 on. Every product is exact.
+// To make up for that, x is multiplied by 2^64 and the sums by the rest; x overflows from 2^64 on. Every product is exact.
 //
-// Words of codes are taken apart with few instructions, so operands have another order than k, or another power of two. What has to be
-// done for that is done to x, once for each block of k: `Operand::input`.
+// Few instructions unpack a word of codes, so operands may have another order than k, or another power of two. x is changed to match,
+// once for each block of k: `Operand::input`.
 //
-// Offsets of codes (128 of int8, 8 of int4, zero points) are taken from sums as `offset * sum(x)` of a group. Products of a group begin
-// at that value, negative; the sums of x are products with a constant code. Scales of groups are applied to the fp32 sums of a group.
+// Offsets of codes (128 of int8, 8 of int4, zero points) are subtracted from sums as `offset * sum(x)` of a group: a group's sums start at
+// minus that value. sum(x) is a product with a constant code. Scales of groups are applied to the fp32 sums of a group.
 #pragma once
 
 // How codes become operands. `eight`: the eight codes of a lane in a block of 32 of k; `input`: x of the same, to meet them.
-// `constant`: the operand of eight times the same integer, of which the second half is as the first. FACTOR: what sums of products are
-// multiplied by.
+// `constant`: the first half of the operand for eight codes that are the same integer; the second half is equal. FACTOR: what sums of
+// products are multiplied by.
 template <Code C>
 struct RowsOperand;
 
@@ -142,10 +142,10 @@ struct RowsCodes<M, G, S, PIECES, AT_ONCE, decltype(int(G::CODE))> {
   static constexpr bool SUMS_X = G::ZEROS || OFFSET != 0;
   // Parts of a block of k whose sums are taken by themselves: groups, or, where there are none, the block.
   static constexpr int RUNS = Weights::GROUPED ? WARP_GRANULES * Weights::GROUPS : 1, RUN_BLOCKS = WARP_GRANULES * BLOCKS / RUNS;
-  // A product waits for the one before it in its sums: two sets of sums take turns where there is only one product at a time.
+  // A product waits for the one before it on the same sums, so two sets alternate if there is only one product at a time.
   static constexpr int SETS = GROUPS == 1 || AT_ONCE == 1 ? 2 : 1;
 
-  // Of each run, what is taken from its sums, or, where zero points are stored, the sum of x that they are multiplied by.
+  // For each run, what is subtracted from its sums; or, if zero points are stored, the sum of x to multiply them by.
   struct Input {
     float taken[RUNS][LANE_ROWS];
   };
@@ -159,8 +159,8 @@ struct RowsCodes<M, G, S, PIECES, AT_ONCE, decltype(int(G::CODE))> {
     tensor_product(d[0], d[1], d[2], d[3], a.x, a.y, a.z, a.w, b0, b1);
   }
 
-  // Makes operands of a block of x, and adds it up. Of a tile, words of both pieces are brought together as products take them: four
-  // registers side by side.
+  // Turns a block of x into operands, and sums it up. For a tile, the words of both pieces are interleaved as a product takes them, in
+  // four neighbouring registers.
   static __device__ __forceinline__ void prepare(uint4 (&x)[PIECES], Input& input) {
 #pragma unroll
     for (int i = 0; i < PIECES; i++) x[i] = Operand::input(x[i]);
@@ -193,7 +193,7 @@ struct RowsCodes<M, G, S, PIECES, AT_ONCE, decltype(int(G::CODE))> {
     }
   }
 
-  // The chunks at hand, of `AT_ONCE` units or of a lone one that stands for both, times a block of x.
+  // Multiplies the next chunks, of `AT_ONCE` units or of a lone one that stands for both, with a block of x.
   static __device__ __forceinline__ void multiply(Context<M>& c, int block, bool lone, const uint4 (&x)[PIECES], const Input& input,
                                                   float (&d)[AT_ONCE][1][LANE_SUMS]) {
     RowsChunks<M, AT_ONCE> chunks(c, lone);

@@ -1,8 +1,8 @@
 // Owns the stream of a kernel for rows: blocks of k of several units in turn, and pages of the cache.
 //
-// A thread that copies in bulk takes 0.4 us for a chunk of any size. Of more than 16 rows chunks are small, so several threads, each of a warp of
-// its own, copy chunks in turn. A slot is always filled by the same one: a barrier knows the parity of a phase, so who does not see
-// every phase of a slot could take one for another.
+// A thread that copies in bulk takes 0.4 us for a chunk of any size. With more than 16 rows chunks are small, so several threads, each in a
+// warp of its own, copy chunks in turn. Each slot belongs to one of them: a barrier tells only the parity of a phase, so a thread that
+// misses phases of a slot could take one for another.
 #pragma once
 
 // Threads that copy chunks in turn.
@@ -31,7 +31,7 @@ struct RowsLoader : Loader<M> {
     } else {
       static_assert(M::SLOTS % COPIERS<M> == 0, "a slot belongs to one thread");
       if (turn == part) {
-        // Of all copies in flight this thread has its part; the first one that has not landed is COPIERS chunks before its next.
+        // This thread may have its part of all copies in flight; they are COPIERS chunks apart.
         constexpr u32 CAP = ceil_div(M::FLIGHT_HIGH, int(COPIERS<M>));
         while (flying >= CAP) {
           if (!this->wait(&state.full[oldest.slot], oldest.use, 1, tag, WaitKind::RING_FULL)) return false;
@@ -48,7 +48,7 @@ struct RowsLoader : Loader<M> {
     return true;
   }
 
-  // Until the first task of the block has acquired the step. False: leave.
+  // Waits until the first task of the block has acquired the step. False: leave.
   __device__ __forceinline__ bool await_step(u32 tag) {
     u32 polls = 0, seen;
     while (seen = handed_over_step(&state.acquired_tag), i32(seen - tag) < 0) {
@@ -76,7 +76,7 @@ struct RowsLoader : Loader<M> {
         if (r + 1 < last) next = p.runs[r + 1];
         if (next.bytes && tid == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.pack + u64(next.source) * OFFSET_BYTES));
         if (run.bytes) {
-          // Of `pass` units at a time the first block of k of each, then the second, and so on.
+          // `splits` units at a time: the first block of k of each, then the second, and so on.
           const u32 unit = run.block_bytes, units = run.bytes / unit;
           const u8* weights = p.pack + u64(run.source) * OFFSET_BYTES;
           for (u32 u0 = 0; u0 < units; u0 += run.splits) {
@@ -94,7 +94,7 @@ struct RowsLoader : Loader<M> {
           if (!await_step(tag)) return finish();
           acquired = true;
         }
-        // Of rows of one sequence the first one's position ends the history of all.
+        // The position of a sequence's first row ends the history of all its rows.
         const u32 row = run.splits;
         if (!takes_part<M>(row)) continue;
         const Row& mine = p.rows[row];

@@ -1,22 +1,22 @@
-// select: the token of each row: given by the host in the first step of a launch, else the arg-max over the candidates of the
+// select: the token of each row: given by the host in the first step of a launch, else the arg-max over the arg-max pairs of the
 // step before; and which rows take part in the step.
 //
-// candidates (ROWS, 2 * PARTS)  packets of the step before: value bits, id; published after the release of that step
+// candidates (ROWS, 2 * PARTS)  arg-max pairs of the step before as packets: value bits, id; published after the release of that step
 // token                         shared memory of this block; every block decides the same
 //
 // owner    every block for itself; the first one reports to the host
 // moves    2 * PARTS packets of each row into every block
-// assumes  each block published its candidates after the release of its step; here each polling thread acquires
+// assumes  each block published its pairs after the release of its step; here each polling thread acquires
 //
-// A row that decides an id that ends it takes no part in the step, nor in later ones: every block sees the same candidates,
-// so it leaves on all SMs in the same step. Ends with a block barrier.
+// A row whose token ends it takes no part in this step or later ones. Every block sees the same pairs, so the row leaves on all SMs
+// in the same step. Ends with a block barrier.
 #pragma once
 
 template <class M, class G>
 struct RowsSelect {
   static constexpr int SHARES = ceil_div(G::PARTS, 32);
 
-  // By a warp: what row `from` of the step before decided.
+  // The token that row `from` of the step before decided. Called by whole warps.
   static __device__ __forceinline__ int decided(Context<M>& c, const Entry& e, u32 from) {
     const u32 tag = c.tag - 1;
     const u64* packets = c.p.exchange + e.x + ((tag & 1) * M::ROWS + from) * round_up(2 * G::PARTS, 2);
@@ -31,7 +31,7 @@ struct RowsSelect {
     for (int i = 0; i < SHARES; i++)
       if (active[i]) argmax_take(value, id, __uint_as_float(u32(a[i])), int(u32(b[i])));
     warp_argmax(value, id);
-    // Where no logit was a number there is no id, and the next step reads a row of the table all the same.
+    // If no logit was a number, no id was chosen; `embed` needs a valid row of the table all the same.
     return min(id, G::VOCAB - 1);
   }
 
@@ -123,7 +123,7 @@ struct RowsNormAdd {
 #pragma unroll 1
       for (int first = 0; first < W::PIECES; first += 32 * HELD) {
         uint4 v[HELD];
-        // 32 pieces on are the same place 8 spans on.
+        // The piece 32 on has the same place in its span, 8 spans on.
         constexpr u32 STRIDE = 32 / W::SPAN_PIECES * W::SPAN_BYTES;
         const u8* base = y + W::piece_at(row, first + c.lane());
 #pragma unroll

@@ -4,15 +4,15 @@
 // nothing is there yet, so a reader's load is its wait. No value has these bits: conversion to bf16 writes a NaN as 0x7fff,
 // and an fp32 value with these bits is stored as 0x7fffffff.
 //
-// A buffer of words has two phases, which steps use in turn. Who owns a word of a step stores it and clears the same word of the
-// other phase, for the step after. Words of rows that take no part are not stored, but cleared all the same: the row may have taken
+// A buffer of words has two phases, which steps use in turn. The owner of a word stores it, and clears the same word of the other
+// phase for the step after. Words of rows that take no part are not stored, but cleared all the same: the row may have taken
 // part in the step before, and take part in the step after. Two facts make that sound (src/ir/mod.rs, "words"):
-// - the step before is read: every SM has seen all candidates of that step, and each SM publishes its own after its last read;
-// - the cleared word is seen before the next step reads: the clear lies before this step's release, the read after the next
-//   step's acquire. So a reader finds all ones or the value of its own step, never one of two steps before.
+// - reads of the step before are over: the SM has seen all arg-max pairs of that step, and each SM publishes its own after its last read;
+// - the clear is visible before the next step reads: it lies before this step's release, the read after the next step's acquire.
+//   So a reader finds all ones or the value of its own step, never one of two steps before.
 //
-// Layout: 8 rows by 64 bytes at a time, row by row, as the lanes of a warp read them: 16 bytes each, 8 lanes a cache line. Every SM reads
-// what one of them stores.
+// Layout: 8 rows by 64 bytes at a time, row by row, as the lanes of a warp read them: 16 bytes each, 8 lanes a cache line. Reads
+// matter more than stores: every SM reads what one SM stores.
 #pragma once
 
 constexpr u32 NO_WORD = ~0u;
@@ -52,7 +52,7 @@ __device__ __forceinline__ void publish_word(const Context<M>& c, u8* to, u32 at
 }
 
 // Publishes columns `col` (even) and `col + 1` of a row that takes part, and clears those of the other phase. Readers take whole
-// pieces, so who has the last column fills the rest of its piece with zeros.
+// pieces, so the owner of the last column fills the rest of its piece with zeros.
 template <int COLS, class M>
 __device__ __forceinline__ void publish_pair(const Context<M>& c, u32 buffer, int row, int col, float a, float b, bool takes_part = true) {
   typedef Words<M, COLS> W;
@@ -71,7 +71,7 @@ __device__ __forceinline__ void publish_pair(const Context<M>& c, u32 buffer, in
     if (col + 2 >= COLS)
       for (int rest = col + 2; rest < W::PIECES * W::PIECE_COLS; rest += 2) store(rest, 0.f, 0.f);
 }
-// The same of a row that takes no part.
+// The same for a row that takes no part: it only clears.
 template <int COLS, class M>
 __device__ __forceinline__ void clear_pair(const Context<M>& c, u32 buffer, int row, int col) {
   publish_pair<COLS>(c, buffer, row, col, 0.f, 0.f, false);

@@ -5,7 +5,7 @@ enum class Copy : int { PLAIN, CP_ASYNC, BULK };
 enum class Dot : int { FMA, MMA };
 
 constexpr int EOS_MAX = 8;
-constexpr int STAMP_WORDS = 5; // of a task: four moments, and the time before chunks that had not landed
+constexpr int STAMP_WORDS = 5; // of a task: four moments, and the time that it waited for chunks
 
 struct Params {
   const u8* pack; // weights and constants
@@ -80,8 +80,8 @@ struct State {
   u64 full[M::SLOTS];
   u64 empty[M::SLOTS];
   float stat[2][2][M::WARPS]; // [task parity][sum, sum of squares][warp]
-  // [of candidates, of logits][warp]: warps without candidates pass their wait at once, and put theirs while the first warp
-  // may still read those of the task before.
+  // [of select, of the head][warp]. Two: in `select` a warp without arg-max pairs does not wait, so it may store while the first
+  // warp still reads what the head left.
   float best[2][M::WARPS];
   int best_index[2][M::WARPS];
   u32 acquired_tag;          // step whose cache the loader may read: see `hand_over_step`
@@ -110,7 +110,7 @@ struct RingCursor {
   }
 };
 
-// Thread-wide view of a block.
+// What a thread carries from task to task.
 template <class M>
 struct Context {
   const Params& p;
@@ -120,12 +120,12 @@ struct Context {
   u32 task;           // tasks executed since the launch began: parity of `stat`
   int in_step;        // place of the running task in the queue
   u32 patience;       // polls of a wait before it looks at the clock
-  u32 starved_ns;     // traced builds: time of this task before chunks that had not landed
+  u32 starved_ns;     // traced builds: time that this task waited for chunks
 
   int thread, warp_index;
 
-  // At the start of every task. The compiler must take the thread for new, or it computes what all ops derive from it
-  // before the loop over tasks, and keeps that in registers throughout.
+  // Called at the start of every task. Reloads tid: otherwise the compiler would compute the addresses of all ops before the
+  // loop over tasks, and keep them in registers throughout.
   __device__ __forceinline__ void begin_task() { asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread)); warp_index = int(uniform(u32(thread) / 32)); }
   __device__ __forceinline__ int tid() const { return thread; }
   __device__ __forceinline__ int warp() const { return warp_index; }

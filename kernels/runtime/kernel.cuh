@@ -1,7 +1,7 @@
-// The persistent loop: warp roles, the queue of each step, the end of a launch. Dispatch is generated.
+// The persistent loop: warp roles, the queue of each step, the end of a launch. The dispatch over ops is generated.
 #pragma once
 
-// Copies this block's queue of the regime of `position` to shared memory, by all consumers. Returns its length.
+// All consumers copy this block's queue, in the regime of `position`, to shared memory. Returns its number of tasks.
 template <class M>
 __device__ __forceinline__ u32 load_queue(const Context<M>& c, u32 position) {
   const u32 queue = (position >= M::SPLIT_FROM ? M::SMS : 0) + blockIdx.x;
@@ -35,12 +35,12 @@ __device__ __forceinline__ void consume(const Params& p) {
       c.stamp(0);
       c.begin_task();
       const u32 now = op;
-      op = uniform(c.queue()[i + 1 < count ? i + 1 : i].op); // so that the next task begins with its jump
+      op = uniform(c.queue()[i + 1 < count ? i + 1 : i].op); // loaded early, so that the next task can jump at once
       D::run(c, now, c.queue()[i]);
       c.stamp(3);
       c.task++;
       if (i == 0 && uniform(c.state().stop)) {
-        // The token that ended the sequence is reported all the same; in the queue of block 0 that is the next task.
+        // Block 0 still reports the token that ended the sequence: that is the next task of its queue.
         c.in_step = 1;
         if (c.sm() == 0) D::select_and_report(c, c.queue()[1]);
         return;
@@ -49,7 +49,7 @@ __device__ __forceinline__ void consume(const Params& p) {
     c.position++;
     c.tag++;
   }
-  // The token that follows the last step, for the host: block 0 selects and reports once more.
+  // Block 0 selects and reports once more, so that the host gets the token that follows the last step.
   if (c.sm() == 0)
     for (u32 i = 0; i < 2; i++) {
       c.in_step = int(i);
@@ -58,7 +58,7 @@ __device__ __forceinline__ void consume(const Params& p) {
     }
 }
 
-// Barriers of the ring and the watchdog, by all threads of a block.
+// Initialises the ring's barriers and the watchdog. All threads of a block call it.
 template <class M>
 __device__ __forceinline__ void begin_block(const Params& p) {
   State<M>& state = block_state<M>();

@@ -1,7 +1,7 @@
 // Owns the queue entry: what one task needs at run time, 64 bytes. `codegen/abi.rs` declares it, and the test there writes the text of it here.
 //
 // Offsets into the exchange arena are packets (8 bytes); offsets into constants and caches are in OFFSET_BYTES. A block
-// copies its queue to shared memory once a launch (and once more where the regime changes): a fetch for each task would sit
+// copies its queue to shared memory once for each launch (and again if the regime changes): a fetch for each task would lie
 // on the critical path of every hop.
 #pragma once
 

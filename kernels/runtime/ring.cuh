@@ -1,8 +1,8 @@
 // Owns the ring between loader and consumers: who fills which slot with what, and when.
 //
-// The loader walks the SM's stream in order. It waits for free slots, and before the first history chunk of a step until this
-// block has acquired the step. How many copies it keeps in flight depends on how many slots are free: every poll of the
-// consumers waits for the bytes already requested, so a well filled ring asks for little (docs: perf log, "capped loads").
+// The loader walks the SM's stream in order. It waits for a free slot for each chunk; and before the first history chunk of a step,
+// it waits until this block has acquired the step. A poll of the consumers waits for all bytes that were requested before it, so the
+// loader keeps few copies in flight while many slots are full (docs/perf-log.md).
 #pragma once
 
 template <class M>
@@ -21,7 +21,7 @@ __device__ __forceinline__ const u8* ring_take(Context<M>& c, const RingCursor<M
   c.end_starving(begun);
   return block_memory() + at.slot * M::SLOT_BYTES;
 }
-// Waits for two chunks, with one look where both are there.
+// Waits for two chunks. If both are there, one look is enough.
 template <class M>
 __device__ __forceinline__ void ring_take_pair(Context<M>& c, const RingCursor<M>& a, const RingCursor<M>& b, const u8*& first,
                                                const u8*& second) {
@@ -37,7 +37,7 @@ __device__ __forceinline__ void ring_take_pair(Context<M>& c, const RingCursor<M
   first = block_memory() + a.slot * M::SLOT_BYTES;
   second = block_memory() + b.slot * M::SLOT_BYTES;
 }
-// Once by each warp.
+// Each warp calls it once for each chunk.
 template <class M>
 __device__ __forceinline__ void ring_release(Context<M>& c, const RingCursor<M>& at) {
   __syncwarp();
@@ -58,7 +58,7 @@ struct Loader {
   State<M>& state;
   int tid; // within the loader warps
   RingCursor<M> oldest; // the first copy that has not landed
-  u32 flying;           // copies that have not
+  u32 flying;           // copies in flight
   bool lost;
 #if __CUDA_ARCH__ >= 900
   u64 policy;
@@ -104,8 +104,8 @@ struct Loader {
     copy_piece(at, 0, from, bytes);
     issued(at);
   }
-  // A chunk of the history of one KV head, whose rows in the cache begin at `head`: in a cache of one sequence `offset` bytes from there,
-  // else a piece in each page.
+  // Copies a chunk of the history of one KV head, whose cache rows begin at `head`. In a cache of one sequence the chunk lies `offset`
+  // bytes from there; in a pool, each page has a piece of it.
   __device__ __forceinline__ void copy_history(const RingCursor<M>& at, const u8* head, u32 row, u64 offset, u32 bytes, u32 row_bytes) {
     if constexpr (is_paged<M>()) {
       announce(at, bytes);
@@ -120,7 +120,7 @@ struct Loader {
       copy(at, head + offset, bytes);
     }
   }
-  // Before the first piece of a chunk: the bytes of all.
+  // Called before the first piece of a chunk, with the bytes of all pieces.
   __device__ __forceinline__ void announce(const RingCursor<M>& at, u32 bytes) {
     if constexpr (M::COPY == Copy::BULK) {
 #if __CUDA_ARCH__ >= 900
@@ -162,7 +162,7 @@ struct Loader {
       }
     }
   }
-  // After the last piece of a chunk.
+  // Called after the last piece of a chunk.
   __device__ __forceinline__ void issued(const RingCursor<M>& at) {
     u64* full = &state.full[at.slot];
     if constexpr (M::COPY == Copy::CP_ASYNC) {

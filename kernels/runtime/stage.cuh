@@ -1,7 +1,7 @@
 // Owns the input of a matvec: packets in, a normalised vector in shared memory and its statistics out.
 //
 // The staged vector is bf16 where tensor cores read it and fp32 otherwise. With an RMS norm the vector is x * weight, and
-// the factor rsqrt(mean(x^2) + eps) is applied after the dot product, so that no thread waits for the statistics of all.
+// the factor rsqrt(mean(x^2) + eps) is applied after the dot product, so that no thread waits for the mean before it multiplies.
 #pragma once
 
 enum class Norm : u32 { NONE, RMS, LAYER };
@@ -9,8 +9,8 @@ enum class Norm : u32 { NONE, RMS, LAYER };
 template <class M>
 constexpr bool STAGE_BF16 = M::WEIGHT == Elem::BF16 && M::DOT == Dot::MMA;
 
-// Where elements `k`, `k + 1` (k even) of the staged vector lie; `k + 2`, `k + 3` lie 8 bytes on where k is a multiple of 4,
-// and k + 8n is 8n STAGE_ELEM bytes on.
+// Place of the elements `k` and `k + 1` (k even) of the staged vector. `k + 2` is 8 bytes on if 4 divides k; `k + 8n` is
+// 8n STAGE_ELEM bytes on.
 template <class M>
 constexpr int STAGE_ELEM = STAGE_BF16<M> ? 2 : 4;
 template <class M>
@@ -31,10 +31,10 @@ __device__ __forceinline__ float shifted(float x) {
   return x * __uint_as_float(u32(127 + SHIFT) << 23);
 }
 
-// Pairs of packets that a thread waits for at once: each round of waiting costs a trip to L2.
+// Pairs of packets that a thread waits for in one round. Each round costs a trip to L2.
 constexpr int STAGE_PAIRS_MAX = 8;
 
-// Statistics that every warp left: valid after the next block barrier.
+// Leaves a warp's part of a statistic, for `block_sum` after the next block barrier.
 template <class M>
 __device__ __forceinline__ void put_statistic(const Context<M>& c, int which, float value) {
   value = warp_sum(value);
@@ -65,9 +65,9 @@ __device__ __forceinline__ void unpack_pair(u64 a, u64 b, float* x) {
   }
 }
 
-// Waits, by whole warps, for COUNT pairs of packets of this thread, at elements k0 + i * STEP (multiples of a pair) below K, or,
-// OWN, reads as many values of the residual that this block has all of; stages x * weight and returns the sum of squares. What is staged is
-// multiplied by 2^SHIFT; of each four values the second two are divided by 2^SECOND.
+// Waits, by whole warps, for COUNT pairs of packets of this thread, at elements k0 + i * STEP (multiples of a pair) below K. With OWN it
+// reads these elements of the residual instead, of which the block then has all columns. With STORE it stages x * weight, times 2^SHIFT,
+// and divides the second two of every four values by 2^SECOND. Returns the sum of squares; LayerNorm also adds x to `sum`.
 template <class M, int K, Norm N, bool STORE, int COUNT, int STEP, bool OWN = false, int PAD = 32, int SHIFT = 0, int SECOND = 0>
 __device__ __forceinline__ float stage_pairs(Context<M>& c, const Entry& e, u32 k0, float& sum) {
   constexpr int PER_PACKET = Wire<M>::PER_PACKET, PER_PAIR = 2 * PER_PACKET;
@@ -81,7 +81,7 @@ __device__ __forceinline__ float stage_pairs(Context<M>& c, const Entry& e, u32 
 #pragma unroll
   for (int i = 0; i < COUNT; i++) {
     active[i] = k0 + i * STEP < K;
-    // Before the wait, so that the weights are there when the packets are. Past the end lies other constant memory.
+    // Loaded before the wait, so that the weights are there when the packets are. Not past the end, where other constants lie.
     if constexpr (STORE && N == Norm::RMS) {
       if constexpr (PER_PAIR == 4) {
         float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -101,7 +101,7 @@ __device__ __forceinline__ float stage_pairs(Context<M>& c, const Entry& e, u32 
   for (int i = 0; i < COUNT; i++) {
     float x[PER_PAIR];
     if constexpr (OWN) {
-      // Of a pair that reaches beyond K the rest is read, for the residual is whole units, and dropped.
+      // A pair may reach beyond K: the residual has whole units, so the rest is read, and then replaced by zeros.
       float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
       const float* own = c.residual() + k0 + i * STEP;
       if constexpr (PER_PAIR == 4) {
@@ -123,7 +123,7 @@ __device__ __forceinline__ float stage_pairs(Context<M>& c, const Entry& e, u32 
       if constexpr (N == Norm::LAYER) sum += x[j];
       if constexpr (STORE && N == Norm::RMS) x[j] *= w[i][j];
     }
-    // Past the end packets read as zeros, so the rest of the last granule becomes zeros.
+    // Packets past the end read as zeros, so the rest of the last granule becomes zeros.
     if constexpr (STORE && N != Norm::LAYER) {
       if (k0 + i * STEP < round_up(K, PAD)) {
 #pragma unroll
@@ -140,8 +140,8 @@ __device__ __forceinline__ float stage_pairs(Context<M>& c, const Entry& e, u32 
   return squares;
 }
 
-// LayerNorm: the mean first, then the variance around it, for a difference of squares would cancel. All packets have been
-// seen by the block; they are read again. Ends with a block barrier.
+// LayerNorm: the mean first, then the variance around it, because a difference of squares would cancel. The block has waited for
+// all packets, so they are only read again. Ends with a block barrier.
 template <class M, int K, int PAD = 32, int SHIFT = 0, int SECOND = 0>
 __device__ __forceinline__ void stage_layer_norm(Context<M>& c, const Entry& e, float eps) {
   constexpr int THREADS = M::WARPS * 32, PER_PACKET = Wire<M>::PER_PACKET;
@@ -177,8 +177,8 @@ __device__ __forceinline__ void stage_layer_norm(Context<M>& c, const Entry& e, 
   c.barrier();
 }
 
-// Reads all K values from packet `e.x` on, by all threads, for their statistics (and, for LayerNorm, to stage them); ends
-// with a block barrier.
+// All threads read all K values from packet `e.x` on, for the statistics. With STORE, and for LayerNorm, the values are staged, too.
+// Ends with a block barrier.
 template <class M, int K, Norm N, bool STORE, int PAD = 32, int SHIFT = 0, int SECOND = 0>
 __device__ __forceinline__ void stage_block(Context<M>& c, const Entry& e, float eps) {
   constexpr int THREADS = M::WARPS * 32, PER_PAIR = 2 * Wire<M>::PER_PACKET;

@@ -2,14 +2,14 @@
 //
 // - A packet is 8 bytes: 32 bits of payload below, the tag of the step above. It is stored and loaded as one
 //   single-copy-atomic word, so a reader that sees the tag has the payload; nothing else is ordered by it.
-// - `release_step` and `acquire_step` fence once a step around the candidates, which every SM reads: what a step wrote to the
+// - `release_step` and `acquire_step` fence once a step around the arg-max pairs, which every SM reads: what a step wrote to the
 //   cache is visible to the next step on every SM. `hand_over_step` passes that on to the loader, and `fence_history` to its
 //   bulk copies.
 // - Consumer warps of a block meet at one named barrier; ring slots are handed over through mbarriers.
-// - Every wait is bounded: after `deadline_ns` it records what it waited for, raises the abort word, and all leave.
+// - Every wait is bounded: after `deadline_ns` it records what it waited for, raises the abort word, and all SMs leave.
 #pragma once
 
-// One for the block, in shared memory: waits are everywhere and should not keep it in registers.
+// One for each block, in shared memory: every wait needs it, and it should not take registers.
 struct Watchdog {
   u32* report;         // host-visible, 8 words an SM: state, step, task, event, observed, expected, kind, -
   volatile u32* abort; // device-wide abort word, also written by the host
@@ -18,14 +18,14 @@ struct Watchdog {
 
 enum class WaitKind : u32 { PACKET = 1, RING_FULL = 2, RING_EMPTY = 3, HISTORY = 4, WAVE = 5 };
 
-// Who waits: the entry is looked at only when a wait is given up. Null: the loader.
+// Who waits. The entry is read only when a wait is given up; null: the loader waits.
 struct WaitSite {
   u32 step;
   const Entry* entry;
 };
 
-// The waits of a thread of the consumers, as ops hand them on. Made where it is used: a place in shared memory and two constants
-// cost no register, a copy that is kept would.
+// What a consumer's wait needs. Ops make one for each wait: its addresses in shared memory cost no register then, and a copy that
+// is kept between waits would.
 struct Waiter {
   u32& patience; // polls of a wait before it looks at the clock
   const Watchdog* dog;
@@ -38,12 +38,12 @@ __device__ __forceinline__ u64 global_ns() {
   return t;
 }
 
-// What a thread still waits for: how often it polls before it looks at the clock and the abort word. Every wait of a launch
-// that is lost polls once and goes on, so that all threads run to the end of the step and leave together.
+// Values of a thread's patience: polls before it looks at the clock and the abort word. Once a launch is lost, every wait polls
+// once and goes on, so that all threads run to the end of the step and leave together.
 constexpr u32 POLLS_BETWEEN_CHECKS = 4096;
 constexpr u32 POLLS_WHEN_LOST = 1;
 
-// True: leave, the launch is lost. Out of line: no wait should keep in registers what only this needs.
+// True: leave, the launch is lost. Out of line, so that what only this needs takes no registers of the waits.
 __device__ __noinline__ bool wait_expired(const Watchdog* w, WaitSite at, WaitKind kind, u32 observed, u32 expected,
                                           bool done) {
   if (*w->abort) return true;
@@ -103,10 +103,10 @@ __device__ __forceinline__ bool fresh(u64 packet, u32 tag) { return u32(packet >
 
 // What a lane holds in place of a packet that it does not wait for.
 __device__ __forceinline__ u64 no_packet(u32 tag) { return u64(tag) << 32; }
-// N pairs of packets at `base + offset(i)`, for the `active` ones; returns when all lanes have all of theirs. The others
-// read as zeros. By whole warps: lanes that leave a loop one by one meet again only at the price of a second wait. Where
-// they are many, the first pair is waited for alone: polling all of a long vector from every SM takes bandwidth of L2 from
-// the weights. FEW SMs that wait for something of their own save the round instead.
+// Waits until all lanes have the `active` ones of N pairs of packets at `base + offset(i)`; the others read as zeros. By whole
+// warps: lanes that leave a loop one by one would meet again only at the price of a second wait. From three pairs on, the first
+// is awaited alone: if every SM polled all of a long vector, the weights would lose L2 bandwidth. FEW: only a few SMs wait for
+// these packets, so they poll all pairs and save that round.
 template <int N, bool FEW = false, class Offset>
 __device__ __forceinline__ void await_pairs(const u64* base, Offset offset, const bool (&active)[N], u32 tag, u64 (&a)[N],
                                             u64 (&b)[N], Waiter w) {
@@ -134,7 +134,7 @@ __device__ __forceinline__ void await_pairs(const u64* base, Offset offset, cons
     }
   }
 }
-// N packets, likewise.
+// The same for N single packets.
 template <int N>
 __device__ __forceinline__ void await_packets(const u64* const (&from)[N], const bool (&active)[N], u32 tag, u32 (&payload)[N],
                                               Waiter w) {
@@ -162,7 +162,7 @@ __device__ __forceinline__ void await_packets(const u64* const (&from)[N], const
 }
 
 // ---- words ------------------------------------------------------------------------------------------------------
-// See rows/words.cuh. A vector of words is as many accesses in no order; each word is single-copy atomic on its own.
+// See rows/words.cuh. An access to a vector of words is one access to each of them, in no order; each is single-copy atomic.
 
 __device__ __forceinline__ void store_word(u32* to, u32 word) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
@@ -181,9 +181,9 @@ __device__ __forceinline__ void load_piece(const u8* from, bool active, uint4& v
 // Whether every word of a piece is there.
 __device__ __forceinline__ bool whole(const uint4 v) { return max(max(v.x, v.y), max(v.z, v.w)) != ~0u; }
 
-// Waits, by whole warps, until every piece is whole that was loaded from `base + offset(i)`; pieces that a lane does not want are
-// zeros. All that is missing is loaded again and again: one piece polled alone and the rest fetched after it would be a second trip
-// to L2 in every exchange.
+// Waits, by whole warps, until every piece of `v` is whole. The caller has loaded them from `base + offset(i)`, and set those that a
+// lane does not want to zeros. Every round loads all missing pieces: polling one piece and fetching the rest after it would cost a
+// second trip to L2 in every exchange.
 template <int N, class Offset>
 __device__ __forceinline__ void await_pieces(const u8* base, Offset offset, uint4 (&v)[N], Waiter w) {
   u32 left = w.patience;
@@ -205,7 +205,7 @@ __device__ __forceinline__ void await_pieces(const u8* base, Offset offset, uint
     for (int i = 0; i < N; i++) load_piece(base + offset(i), !whole(v[i]), v[i]);
   }
 }
-// One word, likewise.
+// The same for N words; those that are not `active` read as zeros.
 template <int N, class Offset>
 __device__ __forceinline__ void await_words(const u8* base, Offset offset, const bool (&active)[N], u32 (&v)[N], Waiter w) {
   u32 left = w.patience;
@@ -239,7 +239,7 @@ __device__ __forceinline__ void await_words(const u8* base, Offset offset, const
 #define ONE_SIDED_FENCES 0
 #endif
 
-// Before the candidates of a step are published, by the thread that publishes them: everything this block wrote in the step
+// Called by the thread that publishes the arg-max pairs of a step, before it does so: everything this block wrote in the step
 // becomes visible with them. The thread has passed a block barrier since the last write of other warps.
 __device__ __forceinline__ void release_step() {
 #if ONE_SIDED_FENCES
@@ -248,7 +248,7 @@ __device__ __forceinline__ void release_step() {
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
 #endif
 }
-// By each thread that polled candidates, after its last poll and before a block barrier. The thread that polled has to fence:
+// Called by each thread that polled arg-max pairs, after its last poll and before a block barrier. That thread has to fence:
 // a fence of another thread after the barrier is no acquire. On sm_90 an acquire waits for nothing.
 __device__ __forceinline__ void acquire_step() {
 #if ONE_SIDED_FENCES
@@ -257,20 +257,20 @@ __device__ __forceinline__ void acquire_step() {
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
 #endif
 }
-// Hands the acquired step to the loader: by one thread, after the block barrier after `acquire_step`. A word that only grows
-// and no mbarrier: a loader that skips steps without history could not tell the parity of one step from that of two before.
+// Hands the acquired step to the loader. One thread calls it, after the block barrier that follows `acquire_step`. It is a word that
+// only grows, not an mbarrier: a loader that skips steps without history could not tell the parity of a step from that of two before.
 __device__ __forceinline__ void hand_over_step(u32* word, u32 tag) {
   asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(smem_address(word)), "r"(tag) : "memory");
 }
-// By each thread of the loader.
+// The last step that was handed over. Each thread of the loader calls it.
 __device__ __forceinline__ u32 handed_over_step(const u32* word) {
   u32 tag;
   asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(tag) : "r"(smem_address(word)) : "memory");
   return tag;
 }
-// Then, by the thread that copies in bulk: rows of the cache that ordinary stores wrote are read by another proxy. The fence has
-// to be in this thread, between what it acquired and the copy: one where the rows were written, or in the thread that hands
-// the step over, is not on the path.
+// Called after that by the thread that copies in bulk: the copies read through another proxy what ordinary stores wrote to the cache.
+// The fence has to be in this thread, between its acquire and the copy. A fence where the rows were written, or in the thread that
+// hands the step over, is not on this path.
 __device__ __forceinline__ void fence_history() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.global;" ::: "memory");
@@ -280,12 +280,12 @@ __device__ __forceinline__ void fence_history() {
 // ---- waves ------------------------------------------------------------------------------------------------------
 // See waves/context.cuh. Each block adds one to a count after each wave, so wave w begins when the count is w * SMS.
 
-// By one thread, after the block barrier after the last write of the wave.
+// Called by one thread, after the block barrier that follows the last write of the wave.
 __device__ __forceinline__ void end_wave(u32* arrived) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrived) : "memory");
 }
-// By whole warps: what any block wrote in the waves before is there. Other warps of a block have it after a block barrier; a lane that
-// copies in bulk needs `fence_history` of its own.
+// Whole warps wait until all blocks have ended the waves before this one; they then see what those wrote. Other warps of the block see
+// it after a block barrier; a lane that copies in bulk needs a `fence_history` of its own.
 template <int SMS>
 __device__ __forceinline__ void await_waves(const u32* arrived, u32 wave, Waiter w) {
   u32 left = w.patience;
@@ -308,17 +308,17 @@ __device__ __forceinline__ void consumer_barrier() {
   asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
 }
 
-// A place of its own in a list of this block, for each thread that asks. Orders nothing.
+// Gives each calling thread a place of its own in a list of this block. Orders nothing.
 __device__ __forceinline__ u32 take_place(u32* count) { return atomicAdd(count, 1u); }
-// The first of `count` places, and sums and maxima of several threads or blocks. They order nothing: who reads the result waits at a
-// barrier of the block, or runs in a later launch on the stream.
+// Takes `count` places and returns the first; adds to a sum; raises a maximum: of several threads or blocks. They order nothing: a reader
+// of the result waits at a barrier of the block, or runs in a later launch on the stream.
 __device__ __forceinline__ u32 take_places(u32* taken, u32 count) { return atomicAdd(taken, count); }
 __device__ __forceinline__ void add_to(u32* sum, u32 value) { atomicAdd(sum, value); }
 __device__ __forceinline__ void add_to(u64* sum, u64 value) { atomicAdd(sum, value); }
 __device__ __forceinline__ void raise_to(u64* most, u64 value) { atomicMax(most, value); }
 
-// Counts this block among those that share sums, after a barrier of the block: how many were counted before. One thread calls it. Sums
-// that blocks added before they counted themselves are seen by the block that is counted last, after its next barrier.
+// Counts this block among those that share sums, and returns how many were counted before. One thread calls it, after a barrier of the
+// block. The block that is counted last sees, after its next barrier, all sums that blocks added before they were counted.
 __device__ __forceinline__ u32 count_block(u32* blocks) {
   __threadfence();
   const u32 before = atomicAdd(blocks, 1u);
@@ -326,8 +326,8 @@ __device__ __forceinline__ u32 count_block(u32* blocks) {
   return before;
 }
 
-// A launch may start while the one before it on the stream still runs, if the host asks for that and all blocks of the one before have
-// called the first. The second returns when that one has ended, and what it wrote is there. Both do nothing otherwise.
+// If the host asks for it, a launch may start while the launch before it on the stream still runs: when all blocks of that one have
+// called `let_next_start`. `wait_for_previous` returns when that one has ended and its writes are visible. Otherwise both do nothing.
 __device__ __forceinline__ void let_next_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -349,7 +349,7 @@ struct Slot;
 template <>
 struct Slot<true> {
   static __device__ __forceinline__ void init(u64* word, u32) { *reinterpret_cast<u32*>(word) = 0; }
-  // One arrival of a thread whose earlier shared-memory accesses are to be seen first.
+  // One arrival, which releases the thread's earlier accesses to shared memory.
   static __device__ __forceinline__ void arrive(u64* word) {
     asm volatile("red.release.cta.shared.add.u32 [%0], 1;" ::"r"(smem_address(word)) : "memory");
   }
@@ -397,9 +397,9 @@ struct Slot<false> {
 };
 #endif
 
-// By the thread that copies in bulk, between its wait for an empty slot and the copy. The wait orders what the consumers read
-// there before this thread, and no access of another proxy: without the fence a bulk copy may land before an ordinary read
-// that came first. The fence at the consumers would do as well, but there it would be on the path of every product.
+// Called by the thread that copies in bulk, between its wait for an empty slot and the copy. The wait orders the consumers' reads
+// before ordinary accesses of this thread, but not before accesses of another proxy: without the fence a bulk copy could overwrite
+// the slot before an earlier read is done. The consumers could fence instead, but that would delay every product.
 __device__ __forceinline__ void fence_empty_slot() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -420,8 +420,8 @@ __device__ __forceinline__ void copy_in_bulk(u8* to, const u8* from, u32 bytes, 
 #endif
 }
 
-// By whole warps. What follows a look in vain is out of line, for slots are waited for at many places. Returns the patience that is
-// left: by value, or it would lie in memory throughout.
+// Whole warps wait for a slot after a first look in vain. Out of line, because ops wait for slots at many places. Returns the thread's
+// patience: a reference to it would force it into memory.
 template <bool COUNTERS>
 __device__ __noinline__ u32 await_slot_longer(u64* word, u32 use, u32 arrivals, u32 patience, const Watchdog* dog, WaitSite at,
                                               WaitKind kind) {

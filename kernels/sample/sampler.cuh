@@ -51,7 +51,7 @@ struct Sampler {
     for (int o = 16; o; o >>= 1) value += __shfl_xor_sync(~0u, value, o);
     return value;
   }
-  // The largest of both values of all threads, and the sum of all, for all threads.
+  // Maxima over all threads of two values or of one, and the sum of a value. All threads get the results.
   static __device__ __noinline__ void block_max(u64& a, u64& b, int thread) {
     const int lane = thread % 32;
     a = warp_most(a);
@@ -108,11 +108,11 @@ struct Sampler {
           logits(p.logits + u64(p.rows[at].row) * p.vocab + first) {}
   };
   static __device__ __forceinline__ u64 seed_of(const SampleRow& row) { return u64(row.seed_high) << 32 | row.seed_low; }
-  // How far a score is from the best one, at most 0. Equal ones first: infinities.
+  // Distance of a score from the best one, at most 0. Equality comes first, because the difference of infinities is a NaN.
   static __device__ __forceinline__ float distance(float score, float score_max) {
     return score == score_max ? 0.f : __fsub_rn(score, score_max);
   }
-  // The bucket of such a score; SAMPLE_BUCKETS: it is never chosen, or not a number.
+  // The bucket of a score at this distance; SAMPLE_BUCKETS: it is never chosen, or not a number.
   static __device__ __forceinline__ u32 bucket_at(float distance) {
     const float below = fminf(-distance, 64.f);
     // Both products are exact.
@@ -126,7 +126,7 @@ struct Sampler {
 
   // ---- adjust -----------------------------------------------------------------------------------------------------
 
-  // The place of a logit among all, -inf after the others. 0: not a number.
+  // Rank of a logit: the larger, the better; -inf is the lowest. 0: not a number.
   static __device__ __forceinline__ u64 raw_rank(float logit, u32 id) {
     if (logit != logit) return 0;
     const u32 bits = __float_as_uint(__fadd_rn(logit, 0.f));
@@ -154,7 +154,8 @@ struct Sampler {
     return logit;
   }
 
-  // Every THREADS-th entry of a list from `from` on, and what changes the logits of those in a part. An id stands once in each list.
+  // `load` takes every THREADS-th entry of a list from `from` on; `change` applies entries to the logits of a part. A list has an id at
+  // most once.
   static __device__ __forceinline__ void load(const uint2* edits, u32 from, u32 count, uint2 (&entries)[EDITS]) {
 #pragma unroll
     for (int n = 0; n < EDITS; n++) entries[n] = from + n * THREADS < count ? __ldcg(edits + from + n * THREADS) : make_uint2(~0u, 0u);
@@ -178,16 +179,16 @@ struct Sampler {
     barrier();
   }
 
-  // Brings the logits of a part to shared memory, and changes them as the request says. A thread then finds its own ids, four at
-  // `4 * (n * THREADS + thread)`, without a barrier. The largest logit of this thread as the model computed it; -inf: none is a number.
-  // WIDE loads four logits at a time where the vocabulary allows it. They take registers, which a caller with values of its own would save.
+  // Brings the logits of a part to shared memory, and changes them as the request says. A thread may then read its own ids, four at
+  // `4 * (n * THREADS + thread)`, without a barrier. Returns the thread's largest logit as the model computed it; -inf: none is a number.
+  // WIDE loads four logits at a time if the vocabulary allows it. That takes registers that some callers need for values of their own.
   template <bool WIDE>
   static __device__ __noinline__ float stage(const SamplerParams& p, const Part part, int thread) {
     const SampleRow& row = p.rows[part.at];
     float* logits = data<float>();
     const uint2 *banned = p.edits + row.edits, *biased = banned + row.banned, *seen = biased + row.biased;
     const bool is_banned = p.step < row.banned_steps && row.banned > 0, is_penalised = row.flags & SAMPLE_PENALTIES;
-    // On their way together with the logits.
+    // Loaded together with the logits.
     uint2 first_seen[EDITS];
     load(seen, u32(thread), is_penalised ? row.seen : 0, first_seen);
     float most = NEGATIVE_INFINITY;
@@ -203,7 +204,7 @@ struct Sampler {
         const int at = 4 * (n * THREADS + thread);
         if (at >= part.count) break;
         reinterpret_cast<float4*>(logits + at)[0] = quads[n];
-        // The larger one if one is no number.
+        // If one operand is a NaN, fmaxf returns the other.
         most = fmaxf(fmaxf(most, fmaxf(quads[n].x, quads[n].y)), fmaxf(quads[n].z, quads[n].w));
       }
     } else {
@@ -290,7 +291,7 @@ struct Sampler {
       return bucket < SAMPLE_BUCKETS && ((bucket >= first && bucket <= last) || bucket == k_bucket);
     }
   };
-  // Leaves zeros in the buckets of the row.
+  // Zeroes the buckets of the row for the next launch.
   static __device__ __forceinline__ Cuts find_cuts(const SamplerParams& p, u32 at, int thread) {
     const SampleRow& row = p.rows[at];
     const bool by_weight = row.flags & SAMPLE_TOP_P, by_count = row.flags & SAMPLE_TOP_K;
@@ -373,8 +374,8 @@ struct Sampler {
   }
 
   // Whether an id with this random word may reach `bound`, a sum of score and noise that another id has; -inf: all may. The noise is
-  // -ln(-ln(1 - u)) <= -ln(u) for u > x / 2^32. 2 % are far more than the errors of both exponentials and of the sums, where these are
-  // below 2^14.
+  // -ln(-ln(1 - u)) <= -ln(u) for u > x / 2^32. The margin of 2 % is far more than the errors of both exponentials, and of the sums if
+  // they are below 2^14.
   static __device__ __forceinline__ bool may_reach(u32 x, float score, float bound) {
     return __uint2float_rn(x) * 2.3283064365386963e-10f <= 1.02f * exp_fast(score - bound);
   }
@@ -383,7 +384,7 @@ struct Sampler {
     return probable(row, score, most) ? rank_of(__fadd_rn(score, gumbel(x)), id) : 0;
   }
 
-  // What each bucket has of a part: ids, weights, the best s + noise. Rows without a filter have one bucket.
+  // Adds a part to the buckets: ids, weights, the best s + noise. A row without filters needs only the best s + noise of all.
   static __device__ __forceinline__ void measure(const SamplerParams& p, const Part& part, float most, float bound, int thread) {
     const SampleRow& row = p.rows[part.at];
     const bool by_weight = row.flags & SAMPLE_TOP_P, by_count = row.flags & SAMPLE_TOP_K;
@@ -402,7 +403,7 @@ struct Sampler {
       for (int i = 0; i < 4; i++) in[i] = bucket_of(scores[i], most);
       if (by_weight) {
         u64 weights[4];
-        // As weight_of, without branches, so that the four run side by side: that of e^-30 is 0, too.
+        // The same as weight_of, without branches, so that the four run side by side: e^-30 has a weight of 0, too.
 #pragma unroll
         for (int i = 0; i < 4; i++) weights[i] = u64(__fmul_rn(exp_inline(fmaxf(distance(scores[i], most), -30.f)), 1099511627776.f));
 #pragma unroll
@@ -486,14 +487,14 @@ struct Sampler {
       float* bound = reinterpret_cast<float*>(results());
       if (thread < 32) {
         const float sum = __fadd_rn(score_of(best), noise(seed_of(row), row.position + p.step, id_of(best)));
-        // Of sums that are larger nothing is known.
+        // `may_reach` allows for the rounding of smaller sums only.
         if (thread == 0) *bound = fabsf(sum) < 16384.f ? sum : NEGATIVE_INFINITY;
       }
       barrier();
       measure(p, part, score_of(best), *bound, thread);
     }
     if (is_greedy && !has_logprobs) return settle(p, part.at, best, thread);
-    // Sums of this block count before the block does.
+    // All threads add their sums before the block counts itself.
     u32* done = reinterpret_cast<u32*>(results() + 8);
     barrier();
     if (thread == 0) *done = count_block(&totals.done);
@@ -510,7 +511,7 @@ struct Sampler {
     u32 count, first, last;
     float most;
     bool by_weight; // else each adds 1
-    // Every THREADS-th from `at` on; 0 where there is none. All loads are on their way at once.
+    // Every THREADS-th rank from `at` on, loaded at once; 0 past the end and outside the buckets.
     __device__ __forceinline__ void load(u32 at, u64 (&ranks)[LOADS]) const {
 #pragma unroll
       for (int n = 0; n < LOADS; n++) ranks[n] = at + n * THREADS < count ? __ldcg(list + at + n * THREADS) : 0;
@@ -539,7 +540,7 @@ struct Sampler {
     u64 least = 1, most = ~0ull;
     u64 *ranks = data<u64>(), *adds = ranks + THREADS, *found = results();
     for (;;) {
-      u64 lowest = 0, highest = 0, inside = 0; // `lowest` inverted, so that the largest counts
+      u64 lowest = 0, highest = 0, inside = 0; // `lowest` is inverted, so that a maximum finds it
       q.each(thread, [&](u64 rank) {
         if (rank < least || rank > most) return;
         inside++;
@@ -738,7 +739,7 @@ struct Sampler {
     return winner_at_cut(p, at, cuts, most, cuts.chosen, thread);
   }
 
-  // Answers for a row, and leaves what the row found as the next launch begins with it.
+  // Answers for a row, and zeroes its totals for the next launch.
   static __device__ __noinline__ void settle(const SamplerParams& p, u32 at, u64 best, int thread) {
     const u32 flags = p.rows[at].flags;
     SampleTotals& totals = p.totals[at];
