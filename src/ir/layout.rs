@@ -1,7 +1,7 @@
 //! Owns where bytes lie: units and granules of weights, chunks of the ring, cache rows, places in arenas, shared memory.
 //!
-//! Everyone who writes or reads such bytes asks here: scheduling, packing, code generation and the interpreter. Only the
-//! validator keeps arithmetic of its own, because it judges what this module decides.
+//! Scheduling, packing, code generation and the interpreter all ask this module for it. Only the validator keeps arithmetic
+//! of its own, because it judges what this module decides.
 
 use super::op::{Epilogue, HISTORY_ALIGN, MatVec, Op, PARTIAL_HEADER, Role, UNIT_ROWS};
 use super::program::{Buffer, Program, Rows, Space};
@@ -29,8 +29,8 @@ impl MatVec {
         }
     }
 
-    /// Whether units of a matrix may have `rows` rows: of plain weights, where a unit is columns of the output and nothing else, and
-    /// k is whole granules.
+    /// Whether units may have `rows` rows. Fewer than 8 are for plain weights, if a unit is only columns of the output and its k is
+    /// whole granules.
     pub fn takes_unit_rows(&self, rows: u32, format: Format) -> bool {
         rows == UNIT_ROWS
             || matches!(rows, 2 | 4)
@@ -55,7 +55,7 @@ impl MatVec {
     }
 }
 
-/// A matrix as it lies in the pack: its units one after another, in the order of its rows, each whole along k; then, where its
+/// A matrix as it lies in the pack: its units one after another, in the order of its rows, each whole along k; then, if its
 /// format has them, the fp32 scales of all rows of all units.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Matrix {
@@ -88,7 +88,7 @@ pub fn matrices(program: &Program) -> Vec<Option<Matrix>> {
     for grid in &program.grids {
         let (Op::MatVec(m), Some(weight)) = (&grid.op, grid.operand(Role::Weight)) else { continue };
         let Some(buffer) = program.buffers.get(weight.buffer.index()) else { continue };
-        // Of a matrix that is looked up, the parts follow one another.
+        // The parts that a table chooses among follow one another.
         let parts = match weight.rows {
             Rows::Lookup(table) => program.tables.get(table.index()).map_or(1, |table| table.bound),
             _ => 1,
@@ -129,8 +129,8 @@ pub fn streamed_bytes(schedule: &Schedule) -> Vec<u64> {
     streams.iter().map(|stream| stream.iter().map(bytes).sum()).collect()
 }
 
-/// Granules of a chunk when a unit is `unit` granules of `granule` bytes: whole units where a slot holds one, else equal parts of a
-/// unit, each with as many granules for every one of `warps` warps. A chunk that ended inside a second unit would put
+/// Granules of a chunk when a unit is `unit` granules of `granule` bytes: whole units if a slot holds one, else equal parts of a
+/// unit that give each of `warps` warps the same number of granules. A chunk that ended inside a second unit would add
 /// instructions between two exchanges.
 pub fn chunk_granules(unit: u32, granule: u32, slot_bytes: u32, warps: u32) -> u32 {
     let (unit, slot, warps) = (unit.max(1), (slot_bytes / granule.max(1)).max(1), warps.max(1));
@@ -142,16 +142,16 @@ pub fn chunk_granules(unit: u32, granule: u32, slot_bytes: u32, warps: u32) -> u
     unit.div_ceil(unit.div_ceil(most)).next_multiple_of(warps).min(most)
 }
 
-/// Granules that no chunk reaches beyond: those of a unit, where a slot does not hold one, else those of a task of `units`.
+/// Granules of a block, which no chunk crosses: one unit if it does not fit a slot, else all `units` of a task.
 pub fn block_granules(unit: u32, granule: u32, slot_bytes: u32, units: u32) -> u32 {
     let unit = unit.max(1);
     if unit <= (slot_bytes / granule.max(1)).max(1) { unit.saturating_mul(units.max(1)) } else { unit }
 }
 
-/// Rows of a step that a warp of a kernel for rows multiplies at most: a tile of a tensor core's operand.
+/// Most rows of a step that a warp of a kernel for rows multiplies: a tile of a tensor core's operand.
 pub const WARP_ROWS: u32 = 16;
 
-/// Groups of warps of a kernel for `rows` that share k: the warps of a group have other rows each.
+/// Groups of warps that divide k, in a kernel for `rows`. The warps of one group have the same k and different rows.
 fn k_groups(rows: u32, warps: u32) -> u32 {
     (warps / rows.div_ceil(WARP_ROWS).max(1)).max(1)
 }
@@ -161,23 +161,23 @@ fn k_groups(rows: u32, warps: u32) -> u32 {
 pub struct BlockLimits {
     /// Rows of a step.
     pub rows: u32,
-    /// Bytes of a weight that is no code, where lanes multiply: the input is in shared memory then. `None`: tensor cores multiply, and
-    /// it is in registers.
+    /// Lanes multiply, the input is in shared memory, and a plain weight has this many bytes. `None`: tensor cores multiply, and the
+    /// input is in registers.
     pub lanes: Option<u32>,
     pub slot_bytes: u32,
     pub warps: u32,
 }
 
 impl MatVec {
-    /// Granules of a block of k of a kernel for rows: a chunk of the stream, and what a warp holds of its input at once. Blocks are equal,
-    /// and have as many granules for every group of warps that shares k where there are enough.
+    /// Granules of a block of k of a kernel for rows: a chunk of the stream, and the part of its input that a warp holds at once. Blocks
+    /// are equal. If there are enough granules, a block gives every group of warps along k the same number.
     pub fn block_of_k(&self, format: Format, limits: BlockLimits) -> u32 {
         let BlockLimits { rows, lanes, slot_bytes, warps } = limits;
         let (unit, warps) = (self.granules(format).max(1), k_groups(rows, warps));
         let held = match lanes {
             _ if format.is_plain() => BLOCK_GRANULES / rows.div_ceil(WARP_ROWS).max(1) / self.parts(),
             None => BLOCK_VALUES / rows.next_multiple_of(WORD_ROWS) / format.granule_k(),
-            // The k of as many weights as a slot would hold.
+            // As much of k as a slot would hold of plain weights.
             Some(bytes) => slot_bytes / (UNIT_ROWS * bytes) / format.granule_k(),
         };
         let slot = (slot_bytes / format.granule_bytes(self.k)).min(held).max(1);
@@ -189,9 +189,9 @@ impl MatVec {
     }
 }
 
-/// Granules of values in a block of k at most, of one part and up to 16 rows: 4 of each of 8 warps are 32 registers of a lane for 16 rows.
+/// Most granules of plain weights in a block of k, of one part and up to 16 rows: 4 for each of 8 warps are 32 registers of a lane.
 const BLOCK_GRANULES: u32 = 32;
-/// Of codes, input values of all rows in a block of k at most: 32 registers of each lane of 8 warps.
+/// Most input values of all rows in a block of k of codes: 32 registers of each lane of 8 warps.
 pub const BLOCK_VALUES: u32 = 16 << 10;
 
 /// Cache rows of a chunk: as many tiles of the history as a slot holds.
@@ -231,12 +231,11 @@ pub fn place_align(bytes: u64) -> u64 {
     bytes.checked_next_multiple_of(PLACE_ALIGN_BYTES).unwrap_or(u64::MAX)
 }
 
-/// Rows whose words lie together, and bytes of a row that do.
+/// A span of words has this many rows, and `SPAN_BYTES` of each.
 pub const WORD_ROWS: u32 = 8;
 const SPAN_BYTES: u32 = 64;
 
-/// Bytes of one phase of `rows` rows of `cols` words' worth of `dtype`: 8 rows by 64 bytes at a time, row by row
-/// (`kernels/rows/words.cuh`).
+/// Bytes of one phase of words that hold `rows` rows of `cols` values of `dtype`, span by span (`kernels/rows/words.cuh`).
 pub fn words_bytes(rows: u32, cols: u32, dtype: DType) -> u64 {
     let spans = (u64::from(cols) * dtype.bytes() as u64).div_ceil(u64::from(SPAN_BYTES));
     u64::from(rows.next_multiple_of(WORD_ROWS)) * spans * u64::from(SPAN_BYTES)
@@ -302,8 +301,8 @@ pub struct SmemNeeds {
     pub heads_per_task: u32,
     /// Records of a query head that meet at the end of attention.
     pub records: u32,
-    /// Units of 8 columns of the residual that a block has at most, of all rows of the step. Scratch is that of one row: a
-    /// task takes its rows one after another.
+    /// Most units of 8 columns of the residual in one block, for all rows of the step. Scratch is sized for one row, because
+    /// a task takes its rows one after another.
     pub residual_units: u32,
     pub precision: Precision,
     /// Whether tensor cores compute the dot products.
@@ -335,10 +334,10 @@ pub struct RowNeeds {
 pub const OWN_TILE: u32 = 16;
 
 impl SmemNeeds {
-    /// The parts that differ where a step has rows: `stage`, `sums`, `heads`, `state`.
+    /// The parts that differ in a kernel for several rows: `stage`, `sums`, `heads`, `state`.
     fn of_rows(&self, n: RowNeeds) -> [u32; 4] {
         let stage = n.rows * n.block_k * 4;
-        // Two batches of sums of as many units as the threads of the consumers have columns for.
+        // Two batches of sums. A batch has as many units as the consumer threads have columns for.
         let batch = (self.consumer_warps * 32 / (n.rows * 4)).max(1);
         let sums = 2 * batch * k_groups(n.rows, self.consumer_warps) * n.rows * UNIT_ROWS * 4;
         let heads = if n.tensor_attention {
@@ -346,7 +345,7 @@ impl SmemNeeds {
         } else {
             (self.heads_per_task + 2 * n.rows) * self.head_dim * 4
         };
-        // What rows take part, their tokens, two statistics and the best logit of each warp.
+        // Which rows take part, their tokens, two statistics and the best logit of each warp.
         let state = RING_SLOTS_MAX * 16 + self.consumer_warps * 64 + 512;
         [stage, sums, heads, state + 16 + n.rows * 4 + self.consumer_warps * n.rows * 24]
     }
@@ -361,17 +360,17 @@ pub fn smem_map(n: &SmemNeeds) -> Vec<SmemPart> {
         _ => n.k_max.next_multiple_of(32) * 4,
     };
     // Two batches of partial sums, so that a warp may start the next batch while others still add up this one. Attention
-    // stages nothing: the state of each team of warps and of the current position (maximum, sum, accumulators) takes both places,
-    // and in a merge the state of each warp.
+    // stages nothing, so both places hold its records (maximum, sum, accumulators): one for each team of warps and one for the
+    // current position; in a merge, one for each warp.
     let sums = 2 * n.reduce_batch * n.consumer_warps * UNIT_ROWS * 4;
     let attention = n.records * n.heads_per_task * (n.head_dim + PARTIAL_HEADER) * 4;
-    // Where a token is drawn: the best logit of each SM, seven sums of each warp, and ids, of which few are enough.
+    // For sampling: the best logit of each SM, seven sums of each warp, and a list of ids, of which few are enough.
     let sampling = n.sms * 4 + n.consumer_warps * 56 + 64;
     let merge = n.consumer_warps * (n.head_dim + PARTIAL_HEADER) * 4;
     let scratch = attention.max(merge).max(sampling);
     // q of a task, k, v, in fp32, and q once more as the tensor cores take it.
     let heads = (n.heads_per_task + 2) * n.head_dim * 4 + n.heads_per_task * n.head_dim.next_multiple_of(32) * 2;
-    // Ring barriers, what each warp carries from task to task and its statistics, token, watchdog.
+    // Ring barriers; what each warp carries from task to task, and its statistics; token, watchdog.
     let state = RING_SLOTS_MAX * 16 + n.consumer_warps * 64 + 512;
     let [stage_bytes, sums, heads, state] = n.rows.map_or([stage_bytes, sums, heads, state], |rows| n.of_rows(rows));
     let parts = [
@@ -380,7 +379,7 @@ pub fn smem_map(n: &SmemNeeds) -> Vec<SmemPart> {
         (SmemKind::Reduce, sums.max(scratch.saturating_sub(stage_bytes.next_multiple_of(128)))),
         (SmemKind::Heads, heads),
         (SmemKind::Residual, n.residual_units * UNIT_ROWS * 4),
-        // The queue of this SM, read once a launch.
+        // The queue of this SM, copied once for each launch, and where the regime changes.
         (SmemKind::Queue, n.queue_max.saturating_mul(QUEUE_ENTRY_BYTES)),
         (SmemKind::State, state),
     ];

@@ -28,9 +28,9 @@
 //!   other warps of the SM still finish the one before. Inside each op a block barrier lies between what one warp writes
 //!   and another one reads, also where the other one reads it in a later task.
 //! - **Loader order.** The loader of an SM copies the chunk runs of its stream in order into a ring of slots. It waits for a
-//!   free slot, and before the first history of a step for the first task of its SM's queue in that step, which acquires what
-//!   earlier steps appended. It may run ahead of the queue by the ring's capacity, across task and step boundaries. It reads
-//!   weights (never written) and cache rows of positions before `p` of the step it loads for.
+//!   free slot; and before the first history chunk of a step, it waits until the first task of its SM's queue in that step is
+//!   done, which acquires what earlier steps appended. It may run ahead of the queue by the ring's capacity, across task and
+//!   step boundaries. It reads weights (never written) and cache rows of positions before `p` of the step it loads for.
 //! - **Events.** An event is "the columns `lo..hi` of a buffer were published in this step by `count` tasks". A task waits
 //!   for its events before it reads any operand but streams and constants, and signals after its last write.
 //!   A *carried* event is waited for in the step after it was signalled.
@@ -39,7 +39,7 @@
 //!   before it is not made visible. `fenced`: packets after a release fence, followed by an acquire fence at the reader;
 //!   orders all memory. `counter`: release add, acquire poll; orders all memory.
 //!   `words`: of a buffer of words, each 4 bytes and single-copy atomic. All ones say that nothing is there yet, and no value has
-//!   these bits, so the reader's poll is the wait. Such a buffer has two phases, which steps use in turn. Who owns a word
+//!   these bits, so the reader's poll is the wait. Such a buffer has two phases, which steps use in turn. The owner of a word
 //!   clears it in the other phase, for the next step, even in a step in which its row takes no part and stores none. A word
 //!   orders what depends on it and nothing else.
 //! - **Streams that wait.** A run whose source the step chooses, such as the weights of an expert, names the event after
@@ -49,7 +49,7 @@
 //!   that has the buffer, and an SM polls the memory of its own device; every access to words that cross devices is of
 //!   scope `system` and one address, so that no half of a packet is seen. Tags are unique, so packets that cross need no
 //!   fence, and they order nothing else. Cache rows and other plain memory stay on the device of the task that wrote them.
-//! - **Scopes.** An event names how far its accesses reach: all who signal it and all who wait for it.
+//! - **Scopes.** An event names how far its accesses reach: to all SMs whose tasks signal it or wait for it.
 //! - **Two orders.** *Dependency order* (queue order and every event) decides deadlock and whether a write may overwrite
 //!   what an earlier read needed. *Visibility order* (queue order, `fenced` and `counter` events) decides whether plain
 //!   memory written on one SM may be read on another.
@@ -81,7 +81,7 @@
 //!   `words-unseen` asks for both edges. Kernel launches order everything else, and the host fills the words with ones before
 //!   the first launch and after one that ended early.
 //! - **A step is released and acquired.** Writer: block barrier, then one thread executes `fence.release.gpu` and stores the
-//!   step's packets (the candidates). Reader: each thread that polls them executes `fence.acquire.gpu` after its last poll,
+//!   step's packets (the arg-max pairs). Reader: each thread that polls them executes `fence.acquire.gpu` after its last poll,
 //!   then comes a block barrier. Fence and store, load and fence are a release and an acquire pattern (8.8), which
 //!   synchronise (8.9.4) because the fence is in the thread of the access. A fence of another thread after the barrier
 //!   would be no acquire. Barriers extend the order to the other threads of both blocks (8.9.5). Before sm_90, and

@@ -5,28 +5,28 @@ use crate::model::graph::{Act, NormKind, QkNormSpan};
 /// What a task does. Sizes are elements; every op is pure compute over its declared operands.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Op {
-    /// token = prompt[p] while p is inside the prompt, else the arg-max over all candidates of the previous step.
+    /// token = prompt[p] while p is inside the prompt, else the arg-max over all arg-max pairs of the previous step.
     /// One task per SM, so that every SM knows the token and the stop condition without another hop.
     Select,
     /// Hands the token of this step to the host.
     Report,
-    /// `out` = the index of the largest of `x`, of equal ones the first: the expert of this step, for a table of choices.
+    /// `out` = the index of the largest value of `x` (the first of equal ones): the expert of this step, for a table of choices.
     Route { experts: u32 },
-    /// `residual[i] = x[i] = scale * table[token][i]`. One launch index is 8 columns; `everywhere`, it is a whole row, one for each
-    /// SM, and nothing is published.
+    /// `residual[i] = x[i] = scale * table[token][i]`. One launch index is 8 columns. If `everywhere`, it is a whole row, each SM
+    /// has one, and nothing is published.
     Embed { scale: f32, everywhere: bool },
     /// `y = W norm(x)`, then the epilogue. One launch index is a unit of W: 8 rows, or 4 or 2.
     MatVec(MatVec),
     /// RoPE, cache append and attention over the history and the rows of the sequence in this step, up to the task's own.
-    /// Launch index `i`: a group of query heads that share a KV head; `j`: a share of the history.
+    /// Launch index `i`: a group of query heads that share a KV head; `j`: a share of the history, one of the KV splits.
     Attention(Attention),
     /// Merges the partial attention of all shares of one query head.
     /// The record of head `h`, share `s` starts at column `((h / g) * splits + s) * g * r + (h % g) * r` with
     /// `g = heads_per_task` and `r = head_dim + PARTIAL_HEADER`, and holds the running maximum, the running sum, and
     /// `head_dim` sums not yet divided by it.
     AttentionMerge { head_dim: u32, splits: u32, heads_per_task: u32 },
-    /// `residual += scale * norm(y)`; publishes the sum. One launch index is 8 columns; `everywhere`, it is all of them, one for
-    /// each SM, and nothing is published: an SM that has seen all of `y` needs no other to add it up.
+    /// `residual += scale * norm(y)`; publishes the sum. One launch index is 8 columns. If `everywhere`, it is all columns, each
+    /// SM has one, and nothing is published: every SM reads all of `y` for the norm anyway, so it can add all of it up.
     NormAdd { norm: NormAttr, width: u32, scale: f32, everywhere: bool },
 }
 
@@ -37,7 +37,7 @@ pub struct MatVec {
     pub k: u32,
     /// Applied to the input by every task: its statistics come from the packets the task reads anyway.
     pub norm: Option<NormAttr>,
-    /// The input is the residual that its SM has all of (`everywhere`), and no exchange.
+    /// The input is not an exchange, but the residual, of which the SM has all columns (`everywhere`).
     pub own_input: bool,
     pub epilogue: Epilogue,
     /// Rows of a unit, [`UNIT_ROWS`] or a part of them: see [`MatVec::takes_unit_rows`].
@@ -51,7 +51,7 @@ pub struct NormAttr {
 }
 
 impl NormAttr {
-    /// Whether it multiplies each value by its weight and by one factor of the row, and takes nothing away.
+    /// Whether it only multiplies each value, by its weight and by one factor of the row, and subtracts nothing.
     pub fn is_factor(&self) -> bool {
         self.kind == NormKind::Rms
     }
@@ -67,7 +67,7 @@ pub enum Epilogue {
     Gated(Act),
     /// `residual += scale * y; out = residual`
     Residual { scale: f32 },
-    /// `logits = softcap?(scale * y)`, and the task's best (value, row) as a candidate.
+    /// `logits = softcap?(scale * y)`, and the task's arg-max pair.
     Logits { scale: f32, softcap: Option<f32> },
 }
 
@@ -201,9 +201,9 @@ impl Attention {
     }
 }
 
-/// Rows of a share of the history: the k extent of one bf16 tensor-core step over probabilities.
+/// Shares of the history are multiples of this many rows: the k extent of one bf16 tensor-core product with probabilities.
 pub const HISTORY_ALIGN: u32 = 16;
-/// Output rows of one unit of a `MatVec`: the n extent of `mma.m16n8k16`. Units of 4 or 2 rows fill it with as many parts of k.
+/// Output rows of one unit of a `MatVec`: the n extent of `mma.m16n8k16`. Units of 4 or 2 rows fill it with 2 or 4 parts of k.
 pub const UNIT_ROWS: u32 = 8;
 /// Floats of one partial attention record beside the head: running maximum and sum.
 pub const PARTIAL_HEADER: u32 = 2;
@@ -384,7 +384,7 @@ impl Op {
                             need(Role::Weight, Stream),
                             may(Role::Bias, Read),
                             need(Role::Residual, Update),
-                            // A parallel block does not publish the sum: it is not read before the MLP's own sum.
+                            // A parallel block does not publish this sum: only the MLP's sum, added to it, is read.
                             may(Role::Out, Write),
                         ]
                     }
@@ -453,7 +453,7 @@ impl Op {
         }
     }
 
-    /// Whether every SM has one task of it, which does all of it for that SM.
+    /// Whether every SM has a task of its own that does the whole op for that SM.
     pub fn everywhere(&self) -> bool {
         matches!(self, Op::Select | Op::Embed { everywhere: true, .. } | Op::NormAdd { everywhere: true, .. })
     }

@@ -588,7 +588,7 @@ impl<'a> Parser<'a> {
         Ok(SmemPart { kind, offset, bytes })
     }
 
-    /// How the tasks of a grid after `last` are done.
+    /// `g3 units=..`: a grid after `last`, and its variant.
     fn variant(&mut self, last: Option<GridId>) -> Parsed<(GridId, Variant)> {
         let start = self.at;
         let grid = GridId(self.id("g")?);

@@ -50,7 +50,7 @@ use std::fmt::{self, Write};
 /// The version of the text form that [`print()`] writes and [`super::parse::parse`] reads.
 pub const VERSION: u32 = 2;
 
-/// What stands before a fault on the line that is guilty of it.
+/// Precedes a fault, at the end of the line that is guilty of it.
 pub const FAULT: &str = "; error: ";
 
 /// Buffers named on one `place` line.
@@ -463,7 +463,7 @@ fn write_task(out: &mut String, id: TaskId, task: &Task, comment: Option<&String
     out.push('\n');
 }
 
-/// What ends the line of each task of a grid.
+/// The comment at the end of the line of each task of a grid.
 fn grid_comment(grid: &Grid) -> String {
     let op = grid.op.name();
     if grid.name == op { format!(" ; {op}") } else { format!(" ; {op} {}", Escaped(&grid.name)) }
@@ -492,7 +492,7 @@ fn write_number(out: &mut String, before: &str, number: u32) {
     out.push_str(std::str::from_utf8(&digits[at..]).expect("digits are ASCII"));
 }
 
-/// Ends a line with the name of a buffer, where there is such a buffer.
+/// Ends a line with the name of a buffer, if there is such a buffer.
 fn write_buffer_comment(out: &mut String, program: &Program, id: BufferId) -> fmt::Result {
     if let Some(buffer) = program.buffers.get(id.index()) {
         write!(out, " ; {}", Escaped(&buffer.name))?;

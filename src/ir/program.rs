@@ -33,7 +33,7 @@ pub struct Buffer {
     pub cols: u32,
     /// Copies used in turn, one a step: 2 lets a step write while late readers of the previous step still read.
     pub phases: u32,
-    /// Of an exchange: values travel as words, in two phases, and who writes a word clears it for the next step. Otherwise as packets.
+    /// Whether values of an exchange travel as words, in two phases: their owner clears them for the next step. If not, as packets.
     pub words: bool,
     /// Where the rows of a cache lie; `None`: row `p` is position `p` of the only sequence.
     pub paging: Option<Paging>,
@@ -121,7 +121,7 @@ pub enum Content {
     Tensor(TensorId),
     /// cos then sin of every position: row p is `[cos(p f_0) .. cos(p f_n-1), sin(p f_0) ..] * scale`.
     RopeTable(RopeId),
-    /// Scales of the cached keys and values of a layer, for each KV head that of its keys, then that of its values
+    /// Scales of the cached keys and values of a layer: for each KV head, the scale of its keys, then that of its values
     /// ([`crate::model::cache_scales`]).
     CacheScales(LayerId),
 }
@@ -175,7 +175,7 @@ impl LayerOp {
     }
 }
 
-/// What of the model a grid does.
+/// Which part of the model a grid computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Site {
     pub op: LayerOp,
@@ -202,7 +202,7 @@ pub struct Grid {
     /// Launch extent: units, head groups, SMs.
     pub n: u32,
     pub second: Second,
-    /// A third launch axis, the rows of the step: every task takes one row. Otherwise a task takes all of them.
+    /// Whether the rows of the step are a third launch axis: then a task takes one row. If not, it takes all of them.
     pub per_row: bool,
     pub operands: Vec<Operand>,
 }
@@ -251,7 +251,7 @@ pub enum Rows {
     Token,
     /// Weight rows of the launch range; `cols` are then units of the stream.
     Units,
-    /// The same of one of the equal parts of the buffer, which the table chooses in the step: as many as its bound.
+    /// As [`Rows::Units`], of the part of the buffer that the table chooses in the step. The parts are equal, as many as its bound.
     Lookup(TableId),
 }
 
@@ -348,7 +348,7 @@ impl Program {
         self.grids.iter().rposition(appends).map(GridId::from)
     }
 
-    /// The format of the matrix that a grid streams; plain weights where it streams none.
+    /// The format of the matrix that a grid streams; that of plain weights if it streams none.
     pub fn format_of(&self, grid: &Grid) -> Format {
         let weight = grid.operand(Role::Weight).and_then(|o| self.buffers.get(o.buffer.index()));
         weight.map_or(Format::plain(self.precision.weights), Buffer::format)

@@ -27,13 +27,13 @@ pub struct Machine {
     pub target: String,
     /// Participating SMs: one block each.
     pub sms: u32,
-    /// Devices that the SMs are divided among: as many consecutive SMs each.
+    /// Devices that the SMs are divided among. Each has the same number of consecutive SMs.
     pub devices: u32,
     /// Warps that execute tasks.
     pub consumer_warps: u32,
     /// Warps that fill the ring.
     pub loader_warps: u32,
-    /// Of a consumer thread; of a loader thread, too, unless registers move.
+    /// Registers of a consumer thread; also those of a loader thread, unless registers move.
     pub registers_per_thread: u32,
     /// What a loader thread keeps after it gave registers to the consumers (`setmaxnreg`); 0: none move.
     pub loader_registers: u32,
@@ -51,9 +51,9 @@ pub struct Ring {
     pub slot_bytes: u32,
     /// Arrivals that free a slot: the consumer warps.
     pub arrivals: u32,
-    /// Copies not yet landed, at most, while at least `flight_free` slots are free ...
+    /// Most copies in flight while at least `flight_free` slots are free ...
     pub flight_high: u32,
-    /// ... and otherwise: a poll waits for every byte already requested.
+    /// ... and otherwise. Fewer are better then, because a poll waits for every byte already requested.
     pub flight_low: u32,
     pub flight_free: u32,
 }
@@ -158,7 +158,7 @@ pub struct Event {
     pub proxy: bool,
 }
 
-/// How far the accesses of an event reach: it includes everyone who signals it and everyone who waits for it.
+/// How far the accesses of an event reach: it includes the SMs of all tasks that signal it or wait for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Scope {
     /// The SM itself.
@@ -189,7 +189,7 @@ pub enum Mechanism {
     Packets,
     Fenced,
     Counter,
-    /// Words that say themselves whether they are there; of buffers of words, and of these only.
+    /// A word shows by itself whether its value is there. For buffers of words, and for these only.
     Words,
 }
 
@@ -263,7 +263,7 @@ impl Schedule {
         &self.regimes[after.saturating_sub(1)]
     }
 
-    /// Units of the longest task, for each grid: of all grids with the same op, so that layers with other shares share one kernel.
+    /// Units of the longest task for each grid, over all grids with the same op: layers share one kernel, however they are divided.
     pub fn longest_tasks(&self) -> Vec<u32> {
         let grids = &self.program.grids;
         let mut own = vec![1; grids.len()];
@@ -272,7 +272,7 @@ impl Schedule {
                 *most = task.hi.saturating_sub(task.lo).max(*most);
             }
         }
-        // By a key: a comparison of each op with each would be most of the proof of a deep model.
+        // By a key: comparing each op with each would take most of the time of a deep model's proof.
         let ops: Vec<OpKey> = grids.iter().map(|grid| grid.op.key()).collect();
         let mut longest: HashMap<&OpKey, u32> = HashMap::new();
         for (op, own) in ops.iter().zip(own) {

@@ -11,7 +11,7 @@ use std::ops::Range;
 
 /// Registers of a lane that hold weights, with the scales and zero points of their groups, unless a candidate says otherwise.
 const HELD_REGISTERS: u32 = 48;
-/// More would leave fewer registers than the sums and the staging of the input take.
+/// More would leave too few registers for the sums and the staging of the input.
 const HELD_REGISTERS_MAX: u32 = 96;
 /// Pairs of packets that a thread waits for at once unless a candidate says otherwise: each round of waiting costs a trip to L2, each
 /// pair four registers.
@@ -31,14 +31,14 @@ pub enum Variant {
     Attention(AttentionVariant),
 }
 
-/// Of a matvec.
+/// How the tasks of a matvec are done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct MatVecVariant {
     /// Units of the longest task of any grid with this op, so that layers share one kernel.
     pub units: u32,
     /// Granules of a chunk; the last one of a block may be shorter.
     pub chunk: u32,
-    /// Granules that no chunk reaches beyond: those of a unit, where a unit is several chunks, else those of the longest task.
+    /// Granules that no chunk reaches beyond: those of a unit if a unit is several chunks, else those of the longest task.
     pub block: u32,
     /// Units whose weights a warp holds in registers at once.
     pub units_per_warp: u32,
@@ -51,7 +51,7 @@ pub struct MatVecVariant {
     pub pass: u32,
 }
 
-/// Of attention.
+/// How the tasks of an attention are done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct AttentionVariant {
     /// Warps that share the tiles of a head, each for its part of the dimensions of V. On tensor cores only.
@@ -65,15 +65,15 @@ pub struct AttentionVariant {
 }
 
 impl MatVecVariant {
-    /// The chunk of which `done` bytes of a task's weights of `total` bytes were streamed before: where it lies in them, and how many
-    /// bytes it has.
+    /// The chunk that comes after `done` of the `total` bytes of a task's weights were streamed: its range of bytes in these
+    /// weights.
     pub fn chunk_at(&self, done: u64, total: u64) -> Range<u64> {
         let [chunk, block] = [self.chunk, self.block].map(|n| u64::from(n.max(1)) * u64::from(self.granule));
         if self.pass == 0 {
             let end = (done / block + 1) * block;
             return done..done + chunk.min(end.min(total).saturating_sub(done));
         }
-        // A block is a unit here. Whole passes, then whole chunks of all units of a pass, then units.
+        // A block is a unit here. A task is passes; a pass is chunks of k, each for all units of the pass in turn.
         let pass = block * u64::from(self.pass);
         let first = done / pass * pass;
         let units = ((total.saturating_sub(first)) / block).clamp(1, u64::from(self.pass));
@@ -86,7 +86,7 @@ impl MatVecVariant {
 }
 
 impl AttentionVariant {
-    /// Of attention on `warps` warps, as a candidate asks for it.
+    /// The variant of an attention on `warps` warps, as a candidate asks for it.
     pub fn of(
         a: &Attention,
         precision: Precision,
@@ -99,7 +99,7 @@ impl AttentionVariant {
         AttentionVariant { warps_per_head, prefetch_v, swizzled, pitch: cache_pitch(a.head_dim, precision.cache) }
     }
 
-    /// The same with the numbers that the rules give.
+    /// The same, with the numbers that the rules give.
     pub fn by_rule(a: &Attention, precision: Precision, tensor_cores: bool, warps: u32) -> AttentionVariant {
         let (warps_per_head, prefetch_v) = (warps_per_head_rule(a.head_dim), prefetch_v_rule(a.head_dim));
         AttentionVariant::of(a, precision, tensor_cores, warps, warps_per_head, prefetch_v)
@@ -113,7 +113,7 @@ impl AttentionVariant {
     }
 }
 
-/// How the tasks of a matvec lie in registers: what decides its variants.
+/// What the tasks of a matvec need of registers, which limits its variants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RegisterTiling {
     /// Granules of a unit that one warp reads, of one chunk at a time.
@@ -131,7 +131,7 @@ pub struct RegisterTiling {
 }
 
 impl RegisterTiling {
-    /// Of a matvec over a matrix of `format` whose longest task has `units`, in chunks of `chunk` granules.
+    /// That of a matvec over a matrix of `format` whose longest task has `units`, in chunks of `chunk` granules.
     pub fn of(
         m: &MatVec,
         machine: &Machine,
@@ -206,8 +206,8 @@ impl RegisterTiling {
     }
 }
 
-/// Registers of a lane for a granule: its 16 bytes of weights; of codes also scales and zero points of the groups that it has sums of, which
-/// are half of them on tensor cores (`matvec_formats.cuh`).
+/// Registers of a lane for a granule: its 16 bytes of weights; for codes also the scales and zero points of the groups that it has sums
+/// of, which are half of them on tensor cores (`matvec_formats.cuh`).
 fn granule_registers(format: Format) -> u32 {
     let groups = format.granule_groups().div_ceil(2);
     let of_groups = |g: Groups| (groups * g.scale.bytes()).div_ceil(4) + u32::from(g.zeros);
@@ -225,14 +225,14 @@ pub fn kernel_refuses(format: Format, precision: Precision) -> Option<String> {
     }
     match format.groups {
         Some(groups) if groups.k < 32 => Some("groups of 32 weights or more".to_string()),
-        // The zero point is taken from the sums of groups.
+        // The zero point is subtracted from the sums of groups.
         None if format.code == Code::Int4 => Some("scales of groups".to_string()),
         _ => None,
     }
 }
 
-/// Threads of the loader of a kernel for `rows` that copy chunks in turn, where chunks are copied in bulk: one of each of its warps for more
-/// than 16 rows (`rows/ring.cuh`). Each has slots of its own.
+/// Loader threads of a kernel for `rows` that copy chunks in turn, if chunks are copied in bulk: for more than 16 rows, one of each loader
+/// warp (`rows/ring.cuh`). Each has slots of its own.
 pub fn chunk_copiers(rows: u32) -> u32 {
     if rows > WARP_ROWS { ROWS_LOADER_WARPS } else { 1 }
 }
@@ -240,21 +240,21 @@ pub fn chunk_copiers(rows: u32) -> u32 {
 /// Warps of the loader of a kernel for rows whose registers move.
 const ROWS_LOADER_WARPS: u32 = 4;
 
-/// Whether a kernel for rows multiplies on tensor cores: words are their operands as they lie, as weights that are no codes are.
+/// Whether a kernel for rows multiplies on tensor cores. Words and plain weights are their operands as they lie, so both must be bf16.
 pub fn rows_on_tensor_cores(precision: Precision, tensor_cores: bool) -> bool {
     tensor_cores && precision.weights == DType::Bf16 && precision.wire == DType::Bf16
 }
 
-/// Bytes of a weight that is no code, where the lanes of a kernel for rows multiply; `None`: tensor cores do.
+/// Bytes of a plain weight if the lanes of a kernel for rows multiply; `None`: tensor cores do.
 pub fn lanes_of_rows(precision: Precision, tensor_cores: bool) -> Option<u32> {
     let lanes = !rows_on_tensor_cores(precision, tensor_cores);
     lanes.then_some(precision.weights.bytes() as u32)
 }
 
-/// Units of a pass of a kernel for `rows` at most. On tensor cores a lane holds a sum of each unit and part of k for every 4 of its rows,
-/// and two blocks of its input: more than these would spill, and `moved` says that it has the loader's registers, too. Without tensor
-/// cores a lane holds one sum of each row. Of codes it also holds scales and the sums of its input, and each unit is many more
-/// instructions, which are fetched once for each task.
+/// Most units of a pass of a kernel for `rows`; more would spill. On tensor cores a lane holds a sum of each unit and part of k for every
+/// 4 of its rows, and two blocks of its input; if registers are `moved`, it has some of the loader's, too. Without tensor cores a lane
+/// holds one sum of each row. With codes it also holds scales and the sums of its input, and each unit takes many more instructions,
+/// which are fetched once for each task.
 pub fn rows_pass_max(
     format: Format,
     precision: Precision,
@@ -280,7 +280,7 @@ pub fn rows_pass_max(
 }
 
 /// Pairs of packets that hold the input of one granule of units of `parts` parts. The lanes of a warp take whole granules in turn, so
-/// that no more than 32 can be (`matvec.cuh`).
+/// there can be at most 32 (`matvec.cuh`).
 pub fn granule_pairs(parts: u32, format: Format, precision: Precision) -> u32 {
     format.granule_k() * parts / pair_values(precision)
 }
@@ -304,19 +304,19 @@ pub fn warps_per_head_rule(head_dim: u32) -> u32 {
     if head_dim <= TEAM_DIM { 1 } else { 2 }
 }
 
-/// Unless a candidate says otherwise, queries and values wait in registers where the sums of a warp leave room for them.
+/// Unless a candidate says otherwise, queries and values wait in registers if the sums of a warp leave room for them.
 pub fn prefetch_v_rule(head_dim: u32) -> bool {
     head_dim <= TEAM_DIM
 }
 
-/// Bytes of a cache row whose pieces of 16 bytes change places where rows are swizzled.
+/// In swizzled rows of a cache, the pieces of 16 bytes of each of these many bytes change places.
 const SWIZZLED_BYTES: u32 = 128;
 
-/// Where piece `piece` (16 bytes) of the cache row of `position` lies in it, where rows of `row_bytes` are swizzled; `swizzle_of` of
+/// Where piece `piece` (16 bytes) of the cache row of `position` lies in that row, if rows of `row_bytes` are swizzled; `swizzle_of` of
 /// `attention_tensor.cuh`.
 pub fn swizzled_piece(position: u32, piece: u32, row_bytes: u32) -> u32 {
     let within = position >> 1 & 3;
-    // Of two rows in the same 128 bytes, each keeps its half.
+    // Two rows of 64 bytes share 128, and each keeps its half.
     piece ^ if row_bytes < SWIZZLED_BYTES { within } else { (position & 1) << 2 | within }
 }
 
@@ -328,7 +328,7 @@ impl Attention {
         let (dim, team) = (self.head_dim, warps_per_head.max(1));
         let alone = |norm: &Option<super::op::QkNormAttr>| norm.is_none_or(|n| n.span == QkNormSpan::Head);
         let halves = self.rotary > 0 && !self.interleaved;
-        // The part of a row that a warp reads is whole where pieces change places; rows of 64 bytes are a case of their own.
+        // Pieces change places only inside the part of a row that one warp reads; rows of 64 bytes are a case of their own.
         let row_bytes = dim.saturating_mul(cache.bytes() as u32);
         let shared = row_bytes.is_multiple_of(SWIZZLED_BYTES.saturating_mul(team));
         (cache == DType::Bf16 && shared || cache == DType::E4m3 && (shared || dim == 64 && team == 1))
@@ -373,7 +373,7 @@ mod tests {
     use super::*;
     use crate::format::ScaleCode;
 
-    /// A task of six units, of each of which a lane reads four granules: qkv of Llama-3.1-8B in codes of 4 bits on 132 SMs.
+    /// A task of six units, where a lane reads four granules of each: qkv of Llama-3.1-8B in codes of 4 bits on 132 SMs.
     fn tiling(format: Format) -> RegisterTiling {
         RegisterTiling { granules: 4, registers: granule_registers(format), of_chunk: 1, units: 6, batch: 8, pairs: 8 }
     }
