@@ -1,4 +1,4 @@
-//! Groups 1 and 2, several devices: buffers lie where those who touch them look, and events reach that far.
+//! Groups 1 and 2, several devices: buffers lie where the tasks that touch them look, and events reach that far.
 //!
 //! An SM stores packets into the memory of any device, and polls its own device's memory. Plain memory never crosses: what
 //! a task appends or hands out stays where the task runs.
@@ -76,7 +76,7 @@ pub(super) fn reach(schedule: &Schedule, grids: &Grids, all: &[Owners], writes: 
     }
 }
 
-/// The scope of an event includes all who signal it and all who wait for it; words that cross devices are of all devices.
+/// The scope of an event includes all tasks that signal it or wait for it; that of words that cross devices is all devices.
 pub(super) fn scopes(schedule: &Schedule, owners: &[Owners], found: &mut Found) {
     let mut crossed: Vec<Option<Entity>> = vec![None; schedule.program.buffers.len()];
     for (r, (regime, owners)) in (0..).zip(schedule.regimes.iter().zip(owners)) {
@@ -94,7 +94,7 @@ pub(super) fn scopes(schedule: &Schedule, owners: &[Owners], found: &mut Found) 
             }
         }
     }
-    // Every access to such a word is of one scope, or halves of it may be seen.
+    // All accesses to such a word must have one scope, or a reader may see half of it.
     for (r, regime) in (0..).zip(&schedule.regimes) {
         for (e, event) in (0..).zip(&regime.events) {
             let Event { buffer, scope, mechanism, .. } = event;

@@ -41,7 +41,7 @@ pub(super) fn check(schedule: &Schedule, grids: &Grids, writes: &[Writes], found
     joins
 }
 
-/// Packets have tags and what a counter announces has none: all events about a buffer, in all regimes, are of one kind.
+/// Packets have tags, and values that a counter announces have none, so all events about a buffer, in all regimes, are of one kind.
 fn mechanisms(schedule: &Schedule, found: &mut Found) {
     let mut first: Vec<Option<(Mechanism, Entity)>> = vec![None; schedule.program.buffers.len()];
     for (b, buffer) in (0..).zip(&schedule.program.buffers) {
@@ -83,7 +83,7 @@ fn mechanisms(schedule: &Schedule, found: &mut Found) {
     }
 }
 
-/// What the tasks of a regime make of one event.
+/// How the tasks of a regime use one event.
 #[derive(Clone)]
 struct Signals {
     /// Tasks that write any of its columns; `None`: its columns make no sense.
@@ -144,7 +144,7 @@ fn check_regime(
         let Some(producers) = signals.producers else { continue };
         let id = EventId(e);
         if signals.signalled < producers {
-            // The search is long, and for entries that are kept only.
+            // The search takes long, so it is done only for violations that are kept.
             let all = if found.full(Rule::MissingSignal) { vec![] } else { self::producers(event, grids, writes) };
             let silent = all.iter().find(|task| !regime.tasks[task.index()].signals.contains(&id));
             let at = silent.map_or(Entity::Event(r, id), |&task| Entity::Task(r, task));
@@ -185,7 +185,7 @@ fn check_regime(
     state.iter().map(|s| s.waits).collect()
 }
 
-/// A loader waits before a run whose source is chosen in the step, for the choice, and before no other.
+/// A loader waits before each run whose source the step chooses, for that choice, and before no other run.
 fn check_after(r: u32, run: &Run, regime: &Regime, grids: &Grids, state: &mut [Signals], found: &mut Found) {
     let task = &regime.tasks[run.task.index()];
     let lookup = grids.lookups(task.grid).first();
@@ -210,8 +210,8 @@ fn check_after(r: u32, run: &Run, regime: &Regime, grids: &Grids, state: &mut [S
     let (event, signals) = (&regime.events[id.index()], &mut state[id.index()]);
     signals.waits += 1;
     let covers = event.buffer == flow.buffer && flow.span(task).is_some_and(|s| event.lo <= s.0 && s.1 <= event.hi);
-    // The loader takes the choice from the word that it polls. A counter says that a choice is there and is not it, and packets of other
-    // columns may be overwritten before they are polled.
+    // The loader takes the choice from the word that it polls. A counter says that a choice is there, but does not contain it; packets of
+    // other columns may be overwritten before they are polled.
     let exact = event.mechanism != Mechanism::Counter && flow.span(task) == Some((event.lo, event.hi));
     let ordered = !event.carried && signals.signalled > 0 && signals.last_grid < task.grid;
     if !(covers && exact && ordered) {

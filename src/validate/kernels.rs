@@ -1,7 +1,7 @@
 //! Group 7, CUDA targets: what `kernels/` takes for granted. The language can say more, and the interpreter runs more.
 //!
-//! Code generation prints and decides nothing, so what the kernels cannot do must end here. Each rule names the place
-//! that relies on it; where that place learns more, the rule goes.
+//! Code generation prints and decides nothing, so whatever the kernels cannot do must be refused here. Each rule names the
+//! place that relies on it; if that place learns to do more, the rule goes.
 
 use std::collections::BTreeSet;
 
@@ -24,8 +24,8 @@ use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 /// Extents that queue entries and stream runs hold in 16 and 32 bits.
 const SHARES_MAX: u32 = 1 << 16;
 const RUN_BYTES_MAX: u64 = 1 << 31;
-/// Rows of a step that kernels take: one tile of a tensor core's operand where every warp has all rows, and four where tensor cores
-/// multiply, and warps have a tile each.
+/// Rows of a tile of a tensor core's operand. If every warp has all rows of a step, there is one tile; if tensor cores multiply and each
+/// warp has one tile of rows, there may be four.
 const TILE_ROWS: u32 = 16;
 const ROWS_MAX: u32 = 64;
 /// Bytes of a queue entry in the `queue` part of shared memory.
@@ -67,7 +67,7 @@ impl Rules<'_> {
         }
     }
 
-    /// What the kernels do one of: a row, a sequence, a device.
+    /// Rows, sequences and devices.
     fn steps(&mut self, schedule: &Schedule, target: &Target) {
         let Schedule { program, machine, .. } = schedule;
         if program.rows > 1 {
@@ -99,7 +99,7 @@ impl Rules<'_> {
         }
     }
 
-    /// rows/ring.cuh: of more than a tile of rows each warp of the loader copies in turn, into slots of its own.
+    /// rows/ring.cuh: with more than a tile of rows the warps of the loader copy in turn, each into slots of its own.
     fn copiers(&mut self, schedule: &Schedule, target: &Target) {
         let Schedule { program, machine, .. } = schedule;
         let (slots, owners) = (machine.ring.slots, machine.loader_warps.max(1));
@@ -307,8 +307,8 @@ impl Rules<'_> {
                 }
                 Op::Attention(a) => {
                     self.attention(at, grid, a);
-                    // norm_add.cuh reads its own columns again while it publishes, so that only who reads all of what it
-                    // publishes knows that it has read. Every op but this one reads all columns.
+                    // norm_add.cuh reads its own columns again while it publishes. So only a task that reads everything
+                    // that it publishes knows that it has read. Every op but this one reads all columns.
                     let q = grid.operand(Role::Q).map(|o| o.buffer);
                     let sum = (0..).zip(&program.grids).find(|(_, g)| {
                         matches!(g.op, Op::NormAdd { .. }) && g.operand(Role::Out).map(|o| o.buffer) == q
@@ -336,7 +336,7 @@ impl Rules<'_> {
                 ("expected the residual as its own input, found another buffer".to_string(), witness.collect())
             });
         }
-        // matvec.cuh, norm_add.cuh: no barrier is after the sums of owners, and none before an own input.
+        // matvec.cuh, norm_add.cuh: no barrier lies between the sums of owners and the reads of an own input.
         let owner = (0..)
             .zip(&program.grids)
             .find(|(_, grid)| grid.operand(Role::Residual).is_some() && !grid.op.everywhere())
@@ -368,7 +368,7 @@ impl Rules<'_> {
             let witness = reports.iter().map(|&at| note(at, "reports")).collect();
             (format!("expected one report, found {}", reports.len()), witness)
         });
-        // select.cuh reads as many candidates as the first head has.
+        // select.cuh reads as many arg-max pairs as the first head has tasks.
         self.expect_with(heads.len() == 1, Entity::Schedule, || {
             let heads: Vec<Witness> = heads.iter().map(|&at| note(at, "makes logits")).collect();
             (format!("expected one head, found {}", heads.len()), heads)
@@ -451,7 +451,7 @@ impl Rules<'_> {
                 }
                 _ => {}
             }
-            // select.cuh and matvec.cuh take the candidates of even and odd steps in turn, as words are; nothing else has copies.
+            // select.cuh and matvec.cuh have a copy of arg-max pairs for even and odd steps, as words have; nothing else has copies.
             let phases = if operand.role == Role::Candidates || buffer.words { 2 } else { 1 };
             self.expect_with(buffer.phases == phases, at, || {
                 let message = format!("expected {phases} phases of `{role}`, found {}", buffer.phases);
@@ -490,7 +490,7 @@ impl Rules<'_> {
         self.expect(regimes <= 2, Entity::Schedule, || format!("expected at most 2 regimes, found {regimes}"));
         for (r, regime) in (0..).zip(&schedule.regimes) {
             for (e, event) in (0..).zip(&regime.events) {
-                // sync.cuh fences once a step, around the candidates.
+                // sync.cuh fences once a step, around the arg-max pairs.
                 let mechanism = match event.carried {
                     true => Mechanism::Fenced,
                     false if program.buffers[event.buffer.index()].words => Mechanism::Words,
@@ -558,7 +558,7 @@ impl Rules<'_> {
                 format!("expected `ring` at 0, found {}", ring.offset)
             });
         }
-        // context.cuh: what stages nothing uses both as one.
+        // context.cuh: an op that stages nothing uses both as one.
         if let (Some((_, stage)), Some((i, reduce))) = (part(SmemKind::Stage), part(SmemKind::Reduce)) {
             let end = u64::from(stage.offset) + u64::from(stage.bytes);
             self.expect(u64::from(reduce.offset) == end, Entity::SmemPart(i), || {

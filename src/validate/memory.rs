@@ -11,11 +11,11 @@ use crate::ir::schedule::{Machine, Schedule, SmemKind};
 use crate::ir::{BufferId, GridId, SmId};
 use crate::target::{DotMechanism, Target, TargetKind};
 
-/// Fewer registers than this a compiler cannot work with.
+/// A compiler cannot work with fewer registers than this.
 const REGISTERS_MIN: u32 = 24;
-/// What vector loads, tensor-core operands and bulk copies need of an address in shared memory, bytes.
+/// Alignment in shared memory that vector loads, tensor-core operands and bulk copies need, bytes.
 const ALIGN: u64 = 16;
-/// Places in arenas are told to the kernel in this unit, bytes.
+/// Unit in which the kernel gets places in arenas, bytes.
 const PLACE_ALIGN: u64 = 256;
 /// The staged input is padded with zeros to whole granules of the narrowest weights.
 const STAGE_VALUES: u64 = 32;
@@ -46,7 +46,7 @@ pub(super) fn machine(machine: &Machine, target: &Target, found: &mut Found) {
         }
         let (each, kept) = (machine.registers_per_thread, machine.loader_registers);
         if kept > 0 {
-            // A warpgroup moves registers, in steps of 8 a thread; what the launch gave is all there is.
+            // Registers move by whole warpgroups, in steps of 8 for each thread; there are no more than the launch gave.
             let loaders = threads - consumers;
             let given = u64::from(spec.registers_per_sm) / threads.max(1) / 8 * 8 * threads;
             let total = consumers * u64::from(each) + loaders * u64::from(kept);
@@ -148,13 +148,13 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
                 // One record of each warp.
                 scratch = scratch.max(warps.saturating_mul((u64::from(*head_dim) + 2) * 4));
             }
-            // Everywhere, a sum is held in registers.
+            // An `everywhere` sum is held in registers.
             Op::Select | Op::Report | Op::Route { .. } | Op::Embed { .. } | Op::NormAdd { .. } => {}
         }
     }
     if for_rows {
-        // Two batches of sums, of as many units as the threads have four pairs of columns of every row for: of each row from every
-        // warp that has it, where each has 16.
+        // Two batches of sums. A batch has a thread for each of a unit's four pairs of columns, in every row; a row's sums come from all
+        // warps that have it, and a warp has 16 rows.
         let batch = (warps * 32 / (padded * 4)).max(1);
         reduce = 2 * batch * (warps / padded.div_ceil(16).max(1)) * padded * u64::from(UNIT_ROWS) * 4;
     }
@@ -167,11 +167,11 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
     reduce = reduce.max(scratch);
     let (residual, owner) = residual(schedule, grids);
     let ring = u64::from(machine.ring.slots) * u64::from(machine.ring.slot_bytes);
-    // Two barriers of 8 bytes a slot; of each warp what it carries from task to task, its norm statistics and its best
-    // candidate; token, stop and watchdog.
+    // Two barriers of 8 bytes for each slot; for each warp what it carries from task to task, its norm statistics and its
+    // arg-max pairs; token, stop and watchdog.
     let mut state = u64::from(machine.ring.slots) * 16 + warps * 56 + 128;
     if for_rows {
-        // Who takes part, tokens; two statistics of two tasks and the best (value, id) of each warp and row.
+        // Which rows take part, tokens; two statistics of two tasks and the best (value, id) of each warp and row.
         state += padded.div_ceil(32) * 4 + padded * 4 + warps * padded * 24;
     }
     for (kind, least) in [
@@ -202,8 +202,7 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
     }
 }
 
-/// Bytes of the fp32 columns that the largest owner keeps, from its lowest to its highest in whole units, and who that
-/// is.
+/// Bytes of the fp32 columns that the largest owner keeps, from its lowest to its highest in whole units; and that SM.
 fn residual(schedule: &Schedule, grids: &Grids) -> (u64, Option<Entity>) {
     let buffers = &schedule.program.buffers;
     let mut spans = vec![(u32::MAX, 0u32); buffers.len()];
@@ -238,7 +237,7 @@ fn residual(schedule: &Schedule, grids: &Grids) -> (u64, Option<Entity>) {
 }
 
 /// Bytes of the units of each matrix, by buffer, and the grid that streams it first: rows padded to whole units, k to whole
-/// granules of 8 rows of 64 bytes, of which a unit of fewer rows fills each with several parts of k.
+/// granules of 8 rows of 64 bytes. A unit of fewer rows fills a granule with several parts of k.
 fn matrices(schedule: &Schedule, found: &mut Found) -> Vec<u64> {
     let program = &schedule.program;
     let mut matrices: Vec<Option<(u64, u64, GridId)>> = vec![None; program.buffers.len()];
@@ -276,7 +275,7 @@ fn matrices(schedule: &Schedule, found: &mut Found) -> Vec<u64> {
     let bytes = |(matrix, buffer): (Option<(u64, u64, GridId)>, &Buffer)| {
         let (units, unit, _) = matrix?;
         let units_bytes = units.saturating_mul(unit);
-        // A scale of 4 bytes for each row of each unit, from a place on.
+        // A scale of 4 bytes for each row of each unit, from an aligned place on.
         let scales = units.saturating_mul(rows(buffer) * 4);
         Some(if scales == 0 {
             units_bytes

@@ -22,11 +22,11 @@
 //!    read, in program order on the SM that owns it, or by every SM for itself.
 //! 2. **Events** (`events`). An event is signalled once by each task that writes any of its columns, by no other, and
 //!    its count says how many those are; each wait asks for exactly that count. Every exchange region read is covered
-//!    by the reader's own waits, and who waits by packets reads them: the poll is the wait. Events about one buffer are
-//!    all counters or all packets. An event is carried where program order reads before it writes (the candidates), and
-//!    only there; the first step of a regime finds the events it carries in the regime before.
-//!    The scope of an event includes all who signal it and wait for it; all events about words that cross devices are of
-//!    scope `system` (`devices`).
+//!    by the reader's own waits, and a task that waits by packets reads them: the poll is the wait. Events about one buffer
+//!    are all counters or all packets. An event is carried where program order reads before it writes (the arg-max pairs),
+//!    and only there; the first step of a regime finds the events it carries in the regime before.
+//!    The scope of an event includes all tasks that signal it or wait for it; all events about words that cross devices are
+//!    of scope `system` (`devices`).
 //! 3. **Free of deadlock** (`order`, `variants`). Queues, loaders and the events of a step have no cycle; a witness is the
 //!    cycle. The consumers of an SM and its loader are two chains: a task comes after the loader's beginning of its run, a run
 //!    after the event that it waits for, and a run after the task that frees its slot. The stream
@@ -43,7 +43,7 @@
 //! 6. **Proxies** (`proxies`). Where the target copies in bulk, an append reaches the loader through a proxy fence, which
 //!    the loader makes when it takes over from the first task of its queue. No other task is asked for one.
 //!
-//! A CUDA target has kernels that can do less than the language says; what is proven is at last compared with what they
+//! The kernels of a CUDA target can do less than the language says, so the last group compares the schedule with what they
 //! take for granted (`kernels`).
 //!
 //! # Rows and tables
@@ -63,8 +63,8 @@
 //!   else of the step before.
 //! - The loader brings in chunks of the history of a step only after the first task of its SM's queue in that step is
 //!   done; it may bring in weights at any time.
-//! - A task has read its exchange operands before the first of its packets can be seen. What it writes besides may land
-//!   later: a packet vouches for itself, and only an event that orders memory for more.
+//! - A task has read its exchange operands before the first of its packets can be seen. Its other writes may land later:
+//!   seeing a packet says nothing of them, unless the event orders memory.
 //! - A carried event is the same object in all regimes whose carried events have its buffer and columns.
 //! - A step's phase of a buffer is its position, the largest of its rows, modulo the buffer's phases. Of words it is the number of
 //!   steps before it modulo two, counted on from launch to launch.
@@ -96,8 +96,8 @@
 //!   whole (`uncovered`).
 //! - *What the host reads* is made by grids that have no alternatives.
 //!
-//! Several kernels may have one cache: those of an artefact, each with a proof of its own. What regimes must agree on, they must agree
-//! on, too, and [`share_caches`] proves it.
+//! The kernels of an artefact share one cache, and each has a proof of its own. They must agree on the same things as regimes, and
+//! [`share_caches`] proves that they do.
 //!
 //! # Why a few steps are all steps
 //!
@@ -114,21 +114,21 @@
 //!   sees all that it wrote, then by induction it knows and sees all older steps. Pairs two steps apart and more are
 //!   ordered, and two steps of each regime have all pairs one step apart. Both orders are needed: packets that no task
 //!   reads may land late, and only visibility says that they have landed. Otherwise the run is `1 + phases` steps long.
-//! - *Words.* Who owns a word clears it in step `s` in the other phase, which step `s - 1` wrote and step `s + 1` will, be its row part of
-//!   step `s` or not: so every row can be judged as if it took part in every step. So
-//!   the clear is judged as a write of a buffer with one phase: after all readers of step `s - 1`. And each SM must see, after
+//! - *Words.* The owner of a word clears it in step `s` in the other phase, which step `s - 1` wrote and step `s + 1` will write, whether or
+//!   not its row takes part in step `s`. So every row is judged as if it took part in every step, and
+//!   the clear as a write of a buffer with one phase: after all readers of step `s - 1`. And each SM must see, after
 //!   the first task of a step, everything that the step before wrote (`words-unseen`), so that it reads all ones or the new
 //!   value and never the one of two steps before. That is asked of whole steps: what it implies for single words is
 //!   more than they need, and every schedule of ours has it.
-//! - *Launches that only fill the cache* execute of their one step the tasks of grids up to the last one that appends. The rule
-//!   `kernel-rows` asks that they come first in every queue and stream and wait for no others, so they are ordered as in a whole
-//!   step. What they leave out clears no words: the host fills all words with ones before the next whole step.
-//! - *Histories and outputs* are written whole in every step, so pairs one step apart are enough: who appends a column
+//! - *Launches that only fill the cache* have one step, and execute only its tasks of grids up to the last one that appends. The rule
+//!   `kernel-rows` asks that these come first in every queue and stream and wait for no others, so they are ordered as in a whole
+//!   step. The tasks left out clear no words: the host fills all words with ones before the next whole step.
+//! - *Histories and outputs* are written whole in every step, so pairs one step apart are enough: a task that appends a column
 //!   reads its history in the same step, and so has seen the append of the step before.
 //!
 //! # Rules that the language has no words for
 //!
-//! The memory model of exchanges (PTX) asks for more than today's schedules can say. Each needs its words first:
+//! The memory model of exchanges (PTX) has more rules than today's schedules can express. Each of these needs new words first:
 //!
 //! - *Access width*: one width of word for all accesses to a buffer. Today the mechanism decides it, and
 //!   `mixed-mechanism` keeps it one; needs widths of their own.
@@ -170,7 +170,7 @@ use crate::text::Span;
 use std::fmt;
 
 /// A schedule with a proof. Only [`validate`] makes one.
-// Transparent, so that `tests/bench/mutants.rs` can run what is not proven without a door in the library.
+// Transparent, so that `tests/bench/mutants.rs` can run unproven schedules although the library has no way to make them `Validated`.
 #[derive(Debug, Clone, PartialEq)]
 #[repr(transparent)]
 pub struct Validated {
@@ -232,7 +232,7 @@ pub struct Violation {
     pub entity: Entity,
     /// Expected before found.
     pub message: String,
-    /// What else takes part, in the order of the story: the tasks of a cycle, the two ends of an unordered pair.
+    /// What else takes part, in a reader's order: the tasks of a cycle, the two ends of an unordered pair.
     pub witness: Vec<Witness>,
 }
 
@@ -288,7 +288,7 @@ impl fmt::Display for Entity {
 }
 
 /// Where an entity that a violation of `rule` names is written: an SM on its queue, or on its stream where the rule is
-/// about its order. What the text does not have is where the program begins.
+/// about its order. An entity without a line is at the first line of the program.
 pub fn line_of(entity: Entity, rule: Rule, lines: &Lines) -> Span {
     let regime = |r: u32| lines.regimes.get(r as usize);
     let span = match entity {
@@ -426,7 +426,7 @@ rules! {
     /// Words without two phases, or of values that may look like no word; events about them that are not `words`, and `words` about
     /// anything else.
     Words "words" 2;
-    /// The scope of an event leaves out who signals it or waits for it, or is not that of words that cross devices.
+    /// The scope of an event leaves out a task that signals it or waits for it, or is not that of words that cross devices.
     Scope "scope" 2;
     /// A run does not wait for the choice of its source, or waits for something else.
     StreamAfter "stream-after" 2;
@@ -493,7 +493,7 @@ rules! {
     Kernel "kernel" 7;
     /// Not what the kernels of a CUDA target for one row, or for several rows, take for granted.
     KernelRows "kernel-rows" 7;
-    /// They synchronise within one device.
+    /// More than one device: the kernels of a CUDA target synchronise within one.
     KernelScope "kernel-scope" 7;
 }
 
@@ -528,7 +528,7 @@ pub fn check(schedule: &Schedule, target: &Target) -> Vec<Violation> {
     found.finish()
 }
 
-/// The contract again, as code.
+/// The groups in the order of the contract at the head of this file.
 fn judge(schedule: &Schedule, target: &Target, found: &mut Found) {
     wellformed::structure(schedule, found);
     if found.any() {

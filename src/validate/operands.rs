@@ -10,7 +10,7 @@ use crate::ir::{BufferId, GridId};
 use crate::model::graph::{NormKind, QkNormSpan, RowView};
 use std::collections::BTreeMap;
 
-/// What the start of a KV head in a cache row is a multiple of, bytes.
+/// A KV head in a cache row starts at a multiple of these bytes.
 const CACHE_HEAD_BYTES: u32 = 16;
 
 /// Query heads of one attention task: the rows of one half of a tensor-core operand.
@@ -86,7 +86,7 @@ fn check_buffer(id: BufferId, buffer: &Buffer, found: &mut Found) {
         }
     }
     let Some(content) = &buffer.content else { return };
-    // Of weights the packer makes units of rows; a constant lies as it is read.
+    // The packer turns weights into units of rows; a constant lies as it is read.
     if (space == Space::Weight) != matches!(content, Content::Rows { .. }) && space.immutable() {
         let expected =
             if space == Space::Weight { "rows" } else { "vectors, a tensor, a rope table or scales of a cache" };
@@ -232,7 +232,7 @@ fn launch_extents(id: GridId, grid: &Grid, program: &Program, sms: u32, found: &
         Op::Attention(a) => Some(a.head_groups()),
         Op::NormAdd { width, .. } => Some(width.div_ceil(UNIT_ROWS)),
         Op::Embed { .. } => Some(table_width(grid, program).div_ceil(UNIT_ROWS)),
-        // Its heads: judged by the records that it reads, and what else writes its output.
+        // The number of its heads is judged by the records that it reads, and by what else writes its output.
         Op::AttentionMerge { .. } => None,
     };
     if let Some(n) = n.filter(|&n| n != grid.n) {
@@ -328,7 +328,7 @@ fn check_grid(id: GridId, grid: &Grid, program: &Program, found: &mut Found) {
     }
 }
 
-/// What fills the immutable operands of a grid is of the kind that their roles read, and as much of it.
+/// Each immutable operand of a grid has content of the kind and size that its role reads.
 fn contents(id: GridId, grid: &Grid, program: &Program, found: &mut Found) {
     let rows_of_matvec = match &grid.op {
         Op::MatVec(m) => Some((m.rows, if matches!(m.epilogue, Epilogue::Gated(_)) { GATED_INTERLEAVE } else { 1 })),
@@ -352,7 +352,7 @@ fn contents(id: GridId, grid: &Grid, program: &Program, found: &mut Found) {
             Role::NormWeight | Role::NormBias | Role::QNormWeight | Role::KNormWeight | Role::Bias => {
                 ("vectors", matches!(content, Content::Vectors { .. }))
             }
-            // In the wrong space, which is judged.
+            // In the wrong space, which is judged elsewhere.
             _ => continue,
         };
         expect(fits, &|| format!("{kind} as its content, found {}", kind_of(content)));
@@ -439,7 +439,7 @@ fn check_operand(id: GridId, grid: &Grid, operand: &Operand, want: &Want, progra
         }
     };
     let positions = |found: &mut Found| {
-        // Of pages, the table decides how far they reach (`tables`).
+        // How far pages reach is judged with their table (`tables`).
         if buffer.rows < context_max && buffer.paging.is_none() {
             found.add_with(Rule::OutOfBounds, at, || {
                 let message = format!("`{role}` reaches row {}, {name} has {} rows", context_max - 1, buffer.rows);
@@ -549,7 +549,7 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
     let token = private(DType::I32, Cols::all(1));
     match &grid.op {
         Op::Select => match role {
-            // All of them; how many is the head's affair, and judged there.
+            // All arg-max pairs; their number is judged with the head.
             Role::Candidates => Some(exchange(DType::I32, Cols::all(program.buffers[operand.buffer.index()].cols))),
             Role::Token => Some(token),
             _ => None,
@@ -622,7 +622,7 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
             let all = if program.rows == 1 { Rows::One } else { Rows::All };
             let of_step = |cols| Want { rows: all, ..exchange(wire, cols) };
             let projection = |norm: &Option<QkNormAttr>| norm.is_some_and(|n| matches!(n.span, QkNormSpan::Projection));
-            // Gains of a task's own heads may lie anywhere among those of all heads: it is handed all of them.
+            // A task's heads may be any of all heads, so it gets the gains of all.
             let norm_weight = |norm: &Option<QkNormAttr>, all_heads: u32| {
                 norm.map(|n| match n.span {
                     QkNormSpan::Head => vector(Cols::all(a.head_dim)),
@@ -643,7 +643,7 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
                     cols: Cols::all(a.rotary),
                     extent: Extent::Positions,
                 }),
-                // Those of keys and of values of the KV head, beside each other.
+                // The KV head's scale of keys and its scale of values, side by side.
                 Role::CacheScales => (cache == DType::E4m3).then(|| {
                     vector(Cols { stride: 2, div: a.group / a.heads_per_task, limit: 2 * a.kv_heads(), ..Cols::all(2) })
                 }),
@@ -696,7 +696,7 @@ enum Meaning {
     },
 }
 
-/// An exchange buffer means one thing to all who touch it. Types cannot tell: fp32 activations and fp32 records are
+/// An exchange buffer means one thing to all grids that touch it. Types cannot tell: fp32 activations and fp32 records are
 /// alike.
 fn meanings(id: GridId, grid: &Grid, program: &Program, uses: &mut [Option<(Meaning, GridId)>], found: &mut Found) {
     for operand in &grid.operands {
@@ -725,7 +725,7 @@ fn meanings(id: GridId, grid: &Grid, program: &Program, uses: &mut [Option<(Mean
     }
 }
 
-/// The token indexes the table: it is a row of the head that won, so the table must have as many rows.
+/// The token is the winning row of the head and indexes the table, so the table must have as many rows.
 fn tokens_in_table(program: &Program, found: &mut Found) {
     let heads = (0..).zip(&program.grids).filter_map(|(g, grid)| match &grid.op {
         Op::MatVec(MatVec { rows, epilogue: Epilogue::Logits { .. }, .. }) => Some((GridId(g), *rows)),
@@ -748,7 +748,7 @@ fn tokens_in_table(program: &Program, found: &mut Found) {
     }
 }
 
-/// A residual is made by the SMs that own its columns, or by every SM for itself. Where all SMs have a column, what one of them
+/// A residual is made by the SMs that own its columns, or by every SM for itself. If all SMs have a column, what only one of them
 /// adds to it is missing on the others.
 fn makers_of_sums(program: &Program, found: &mut Found) {
     let mut first: BTreeMap<BufferId, (GridId, bool)> = BTreeMap::new();

@@ -12,8 +12,8 @@ use crate::ir::{EventId, GridId, SmId, TaskId};
 /// Carried events point from one step to the next, so steps one after another are free of deadlock if each step is.
 ///
 /// The loader of an SM is a chain of its own: it begins its runs in order, each after the event that the run waits for and
-/// with a slot for its first chunk. A task that streams comes after the beginning of its run; the other chunks follow, for
-/// slots hold chunks of this task alone, which it consumes, or those of later tasks, and then all of this one are there.
+/// with a slot for its first chunk. A task that streams comes after the beginning of its run. Its other chunks follow: if
+/// slots hold only chunks of this task, it consumes them; if they hold some of later tasks, all of its own are there.
 pub(super) fn sort(r: u32, regime: &Regime, owners: &Owners, machine: &Machine, found: &mut Found) -> Vec<TaskId> {
     let sms = regime.queues.len();
     let slots = machine.ring.slots as usize;
@@ -84,7 +84,8 @@ pub(super) fn sort(r: u32, regime: &Regime, owners: &Owners, machine: &Machine, 
     order
 }
 
-/// Follows from one stuck SM: the task at its head, the event it waits for, a producer that has not run, that one's SM.
+/// Walks from a stuck SM to the task at its head, the event that this waits for, a producer that has not run, and its SM, until
+/// an SM comes again.
 fn cycle(r: u32, regime: &Regime, owners: &Owners, missing: &[u32], next: &[u32], begun: &[usize]) -> Vec<Witness> {
     let mut producer: Vec<Option<TaskId>> = vec![None; regime.events.len()];
     for (t, task) in (0..).zip(&regime.tasks) {
@@ -102,7 +103,7 @@ fn cycle(r: u32, regime: &Regime, owners: &Owners, missing: &[u32], next: &[u32]
         at[sm] = Some(path.len());
         let step = head(sm).and_then(|task| {
             let waits = regime.tasks[task.index()].waits.iter().map(|w| w.event);
-            // Its own waits, else what keeps its loader.
+            // What the task waits for; if all of that is there, what its loader waits for.
             let after = regime.streams[sm].get(begun[sm]).and_then(|run| run.after);
             let event = waits.chain(after).find(|e| missing[e.index()] > 0)?;
             Some((sm, task, event, producer[event.index()]?))
@@ -217,7 +218,7 @@ fn stream(r: u32, s: usize, schedule: &Schedule, regime: &Regime, found: &mut Fo
                 }
             }
             (Op::Attention(a), Source::History { rows }) => {
-                // From head to head: what a copy brings in is whole rows with their padding.
+                // From head to head, because a copy brings in whole rows with their padding.
                 let pitch = grid.operand(Role::HistoryK).map_or(a.head_dim, |o| o.cols.stride);
                 let row = u64::from(pitch) * program.precision.cache.bytes() as u64;
                 if rows == 0 || rows % HISTORY_ALIGN != 0 || u64::from(rows) * row > u64::from(slot_bytes) {

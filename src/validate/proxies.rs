@@ -5,7 +5,7 @@ use super::{Entity, Found, Rule, Witness, note};
 use crate::ir::BufferId;
 use crate::ir::schedule::Schedule;
 
-/// The fence belongs into the thread that copies, after it has taken over what the first task of its SM's queue acquired.
+/// The fence belongs in the thread that copies, after it has taken over what the first task of its SM's queue acquired.
 /// A task after the first hands nothing to its loader: its fence would be on no path to a copy.
 pub(super) fn threads(schedule: &Schedule, found: &mut Found) {
     for (r, regime) in (0..).zip(&schedule.regimes) {

@@ -215,7 +215,7 @@ impl<'a> Run<'a> {
                     }
                 }
             }
-            // What its loader waited for came before it, too. The consumers see no memory by that.
+            // What its loader waited for came before the task, too, but shows the consumers no memory.
             if let Some(event) = joins.after[id.index()]
                 && let Some(slot) = slots[event.index()]
             {
@@ -331,7 +331,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// After the first task of an SM's queue it reads words: it must see that the step before has cleared them.
+    /// After the first task of its queue an SM may read words: it must see by then that the step before has cleared them.
     fn words(&self, s: usize, sm: usize, found: &mut Found) {
         let visible = &self.visibility[sm * self.sms..][..self.sms];
         if settled(visible, self.base(s)) {
@@ -352,7 +352,7 @@ impl<'a> Run<'a> {
         });
     }
 
-    /// What task `id` on `sm` overwrites in step `s` is read, and written, before.
+    /// What task `id` on `sm` overwrites in step `s` must have been written, and read, before.
     fn overwrites(&mut self, s: usize, id: TaskId, sm: usize, knows_all: &mut bool, found: &mut Found) {
         let task = &self.regime(s).tasks[id.index()];
         for flow in self.facts.grids.writes(task.grid) {
@@ -402,9 +402,9 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// A packet is seen by those who read it, and says nothing of other packets of its task: packets without a reader may land
-    /// late, over what another SM has written since. Within a regime a column has the same writer in every step, and
-    /// stores of one SM to one place keep their order, so only a change of regime can show it.
+    /// Only a packet's readers know that it has landed, and it says nothing of other packets of its task. So a packet without a
+    /// reader may land late, over what another SM has written since. Within a regime a column has the same writer in every step,
+    /// and stores of one SM to one place keep their order, so only a change of regime can show it.
     fn landed(&mut self, s: usize, q: usize, buffer: BufferId, region: Region, sm: usize, found: &mut Found) {
         let (r, before, facts) = (self.steps[s].regime, self.steps[q].regime, self.facts);
         for write in facts.writes[before].overlapping(buffer, region.lo, region.hi) {

@@ -77,13 +77,13 @@ struct Extends<'a> {
     name: String,
     keys: Place,
     values: Place,
-    /// However its heads and its history are shared out.
+    /// Without the numbers that say how heads and history are divided among tasks.
     attention: Attention,
     /// Gains of the norms of q and k, and the rope table.
     constants: [Option<&'a Content>; 3],
     /// The weights and biases that make its keys, and its values: the layer.
     sources: [Vec<&'a Content>; 2],
-    /// Of a row: swizzled, elements from one head to the next.
+    /// Whether its rows are swizzled, and elements from one head to the next.
     layout: Option<(bool, u32)>,
 }
 

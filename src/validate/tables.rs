@@ -1,7 +1,7 @@
-//! Group 1, tables: what values that are known at run time are, and whether their facts are enough for what uses them.
+//! Group 1, tables: values that are known only at run time, and whether their declared facts are enough for their uses.
 //!
-//! The later groups take a row of a cache for its sequence and position, and what a row reads of a cache for rows that its
-//! step does not append. That holds in memory because of four facts, so each must be declared where it is used.
+//! The later groups identify a cache row with its sequence and position, and assume that a row reads only cache rows that
+//! its step does not append. Four facts make that true in memory, so each must be declared where it is used.
 
 use super::{Entity, Found, Rule, note};
 use crate::ir::op::{Epilogue, Op, Role, UNIT_ROWS};
@@ -32,7 +32,7 @@ pub(super) fn check(program: &Program, found: &mut Found) {
     }
 }
 
-/// What is looked up is one of the choices of a step of one row, and begins with a unit.
+/// A lookup takes one of the choices of a step of one row, and the chosen part begins with a unit.
 fn lookups(program: &Program, found: &mut Found) {
     for (g, grid) in (0..).zip(&program.grids) {
         for operand in &grid.operands {
@@ -89,7 +89,7 @@ fn check_table(id: TableId, table: &Table, program: &Program, found: &mut Found)
     let first = program.table(*holds).map_or(id, |(first, _)| first);
     let (expected_rows, expected_cols) = match holds {
         Holds::Sequences | Holds::Positions => (program.rows, 1),
-        // Rows are the sequences, columns are judged where it pages a cache.
+        // A row for each sequence; the columns are judged with the caches that it pages.
         Holds::Pages => (program.table(Holds::Sequences).map_or(1, |(_, table)| table.bound), *cols),
         Holds::Choices => (1, 1),
     };
@@ -147,8 +147,8 @@ fn check_paging(id: BufferId, buffer: &Buffer, program: &Program, found: &mut Fo
         });
         return;
     };
-    // An entry is a block of positions. The facts say of one size of blocks that pages are distinct and filled, and whoever looks a
-    // page up knows one size.
+    // An entry is a block of positions. The facts that pages are distinct and filled are about one size of blocks, and every lookup of
+    // a page assumes one size.
     let mut paged = (0..).zip(&program.buffers).filter_map(|(b, buffer)| Some((b, buffer.paging?)));
     if let Some((first, of_first)) = paged.find(|(_, other)| other.table == paging.table)
         && of_first.rows != paging.rows

@@ -110,10 +110,10 @@ fn matvec(
     if u64::from(granule) != bytes {
         found.add(Rule::Variant, Entity::Grid(at), || format!("expected granules of {bytes} bytes, found {granule}"));
     }
-    // Of a step of several rows a block of k may be fewer granules than there are warps.
+    // In a step of several rows a block of k may be fewer granules than there are warps.
     let least = if pass > 0 { 1 } else { warps };
     if slot < least {
-        // `order` holds that of granules without scales.
+        // `order` judges the same for granules without scales.
         found.add_with(Rule::RingShape, Entity::Machine, || {
             let message =
                 format!("expected a granule of {bytes} bytes in a slot for each of {least} warps, found {slot}");
@@ -127,8 +127,8 @@ fn matvec(
         });
     }
     if pass > 0 {
-        // Blocks of k of one unit: as equal as granules for every warp allow. Of more than 16 rows, for every group
-        // of warps that have all of them.
+        // Blocks of k of one unit, as equal as whole granules for every warp allow; with more than 16 rows, for every
+        // group of warps that together have all rows.
         let slot = slot.min(block_max(schedule, target, grid, parts, granule_k)).max(1);
         let warps = (warps / u64::from(schedule.program.rows).div_ceil(16)).max(1);
         let warps = if slot < warps { 1 } else { warps };
@@ -144,7 +144,7 @@ fn matvec(
         }
         return;
     }
-    // Whole units where a slot holds one; else parts of a unit, as equal as granules for every warp allow.
+    // Whole units if a slot holds one; else parts of a unit, as equal as whole granules for every warp allow.
     let (chunks, blocks) = if unit <= slot {
         (slot / unit * unit, unit.saturating_mul(u64::from(units)))
     } else {
@@ -160,8 +160,9 @@ fn matvec(
     }
 }
 
-/// Granules of a block of k that a kernel for rows holds the input of: 32 of values, with one part of k. Of codes, on tensor cores, as
-/// many as leave 16 Ki values of all rows; otherwise the k of as many weights as a slot would hold.
+/// Most granules of a block of k of a kernel for rows, which holds the input of a block at once. Of plain weights: 32, divided by the tiles
+/// of 16 rows and by the parts of k. Of codes: on tensor cores, as many as 16 Ki values of all rows fill; otherwise as much of k as a slot
+/// would hold of values.
 fn block_max(schedule: &Schedule, target: &Target, grid: &Grid, parts: u64, granule_k: u64) -> u64 {
     let Schedule { program, machine, .. } = schedule;
     let weight = grid.operand(Role::Weight).map(|o| &program.buffers[o.buffer.index()]);
@@ -185,7 +186,7 @@ fn attention(at: GridId, grid: &Grid, variant: &AttentionVariant, found: &mut Fo
             (message, vec![note(Entity::Buffer(keys.buffer), "has rows of its KV heads side by side")])
         });
     }
-    // How many there may be is up to `swizzled`: the other path gives every warp all dimensions, whatever this says.
+    // Only the swizzled path limits the number: the other one gives every warp all dimensions, whatever this says.
     if variant.warps_per_head == 0 {
         found.add(Rule::Variant, Entity::Grid(at), || "expected `warps_per_head` of 1 or more, found 0".to_string());
     }

@@ -185,7 +185,7 @@ pub(super) struct Flow {
     pub buffer: BufferId,
     pub access: Access,
     pub cols: Cols,
-    /// It touches the task's row of the step alone.
+    /// It touches only the task's own row of the step.
     own: bool,
     rows: RowsOf,
 }
@@ -291,7 +291,7 @@ impl Grids {
             let mut ends = [0; CLASSES];
             for (class, end) in ends.iter_mut().enumerate() {
                 for operand in &grid.operands {
-                    // The entry of a table that chooses, beside what it chooses.
+                    // A lookup reads the entry of its table, besides the part that the entry chooses.
                     if let Rows::Lookup(table) = operand.rows
                         && let TableHome::Device(buffer) = program.tables[table.index()].home
                         && class == CLASSES - 1
@@ -634,7 +634,7 @@ fn uncovered(
 struct Touched {
     hi: u32,
     writer: TaskId,
-    /// Of those that read it since it was written, the last one in program order.
+    /// The last task in program order that read it since it was written.
     reader: Option<TaskId>,
 }
 
@@ -709,7 +709,7 @@ pub(super) fn privates(schedule: &Schedule, grids: &Grids, found: &mut Found) {
                                         f.access.writes() && span.is_some_and(|(from, to)| from < hi && covered < to)
                                     })
                                 };
-                                // Who writes them on another SM, or too late: one of each queue tells the story.
+                                // Tasks that write them on another SM, or too late: one of each queue is enough.
                                 let queues = regime.queues.iter().enumerate();
                                 let elsewhere = queues.flat_map(|(sm, queue)| queue.iter().map(move |t| (sm, *t)));
                                 let witness = elsewhere
@@ -732,7 +732,7 @@ pub(super) fn privates(schedule: &Schedule, grids: &Grids, found: &mut Found) {
                         }
                         last.insert((buffer, lo), Touched { hi, writer: id, reader: None });
                     } else if let Some(&(from, first)) = parts.first() {
-                        // Read as one, so that the next reader finds one. Where it ends inside a part, all of that counts as read.
+                        // Merged, so that the next reader finds one interval. A part that is read only partly counts as read in full.
                         let mut whole = Touched { reader: read(first.reader), ..first };
                         for (from, part) in &parts[1..] {
                             last.remove(&(buffer, *from));
