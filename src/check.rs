@@ -75,7 +75,7 @@ pub struct Tolerance {
 }
 
 impl Tolerance {
-    /// fp32 differs from f64 by rounding in another order alone (the goldens of the test models are within 3e-4). bf16
+    /// fp32 differs from f64 only by rounding in another order (the goldens of the test models are within 3e-4). bf16
     /// has 8 bits: a relative error of 0.2 % in each of some ten rounded vectors of a layer, over tens of layers.
     pub fn of(precision: Precision) -> Tolerance {
         let Precision { weights, cache, wire } = precision;
@@ -87,7 +87,7 @@ impl Tolerance {
         }
     }
 
-    /// Of a device in fp32, whose errors are relative to the whole vector.
+    /// The tolerance of a device. In fp32 it is tighter: the error of the whole vector, relative to its norm.
     pub fn of_device(precision: Precision) -> Tolerance {
         let tolerance = Tolerance::of(precision);
         Tolerance {
@@ -314,7 +314,7 @@ impl Expected {
 /// Compares the interpreter's fast path with the reference, then with hostile orders of the same schedule.
 ///
 /// If the precision is bf16 and the checkpoint's is not, the reference keeps the checkpoint's own weights, so that the
-/// rounding of weights counts as error too. `on_step` hears of each of [`expect_steps`].
+/// rounding of weights counts as error too. `on_step` is called for each of [`expect_steps`].
 ///
 /// # Errors
 /// See [`CheckError`]; the first fault ends the check.
@@ -329,14 +329,14 @@ pub fn check_cpu(subject: &Subject<'_>, on_step: &dyn Fn()) -> Result<Checked, C
     check().map_err(|error| blamed(subject, error))
 }
 
-/// Steps that are computed for the logits that are expected, of a device or of the interpreter: most of the time of a check.
+/// Steps that are computed for the expected logits, of a device or of the interpreter; they take most of the time of a check.
 pub fn expect_steps(subject: &Subject<'_>, device: bool) -> u64 {
     let (prompted, filled) = split(subject, if device { PROMPT_COST_MAX } else { REFERENCE_COST_MAX });
     prompted.last().map_or(0, |&last| u64::from(last) + 1) + filled.len() as u64
 }
 
 /// Expected logits for the interpreter's fast path: from the reference, and from the interpreter in f64 at deep positions.
-/// `on_step` hears of each of [`expect_steps`].
+/// `on_step` is called for each of [`expect_steps`].
 ///
 /// # Errors
 /// Faults of the interpreter.
@@ -396,7 +396,7 @@ pub fn compare_cpu(subject: &Subject<'_>, expected: &Expected, fast: &mut Interp
 /// bits, and what the device selects must be the arg-max of what it computed. Where the device [`stores_codes`], the interpreter takes
 /// them, so what is expected is different for each kernel.
 ///
-/// `steps_max` is what the session was loaded with. `on_step` hears of each of [`expect_steps`].
+/// `steps_max` is what the session was loaded with. `on_step` is called for each of [`expect_steps`].
 ///
 /// # Errors
 /// See [`CheckError`]; a session that hung is lost.
@@ -414,7 +414,7 @@ pub fn check_cuda(
     checked.map_err(|error| blamed(subject, error))
 }
 
-/// Expected logits for a device: from the interpreter in f64. `on_step` hears of each of [`expect_steps`].
+/// Expected logits for a device: from the interpreter in f64. `on_step` is called for each of [`expect_steps`].
 ///
 /// # Errors
 /// Faults of the interpreter.
@@ -682,7 +682,7 @@ pub(crate) fn fill_device_cache(
     Ok(())
 }
 
-/// The cache row of one KV head, its values by their column; swizzled as that of a position.
+/// The cache row of one KV head, with `value` of each column; `swizzled`: the position whose swizzle the row has.
 fn write_row(dtype: DType, swizzled: Option<u32>, out: &mut [u8], value: impl Fn(u32) -> f32) {
     const PIECE: usize = 16;
     let row_bytes = out.len() as u32;

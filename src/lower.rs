@@ -20,8 +20,8 @@ use crate::model::graph::{
     self, Layer, Linear, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, RopeId, RowView, TensorId,
 };
 
-/// Lowers `graph` to grids of tasks. The candidate decides what the program holds (split attention, candidates per SM);
-/// where tasks run is `schedule`'s business.
+/// Lowers `graph` to grids of tasks. The candidate decides what the program has (split attention, the number of arg-max
+/// pairs); `schedule` decides where tasks run.
 pub fn lower(
     graph: &ModelGraph,
     name: &str,
@@ -43,7 +43,7 @@ pub struct Batch {
     pub pages: u32,
     /// Positions of a page.
     pub page_rows: u32,
-    /// Activations travel as words, as the kernels for rows have them.
+    /// Activations travel as words, as the kernels for rows need them.
     pub words: bool,
 }
 
@@ -91,7 +91,7 @@ struct Builder<'a> {
 
 /// What a step begins with.
 struct Start {
-    /// Candidates of a step: tasks of the head.
+    /// Arg-max pairs of a step: one for each task of the head.
     parts: u32,
     candidates: BufferId,
     residual: BufferId,
@@ -215,7 +215,7 @@ impl<'a> Builder<'a> {
         Ok((b, Start { parts, candidates, residual, logits, ropes, x, everywhere }))
     }
 
-    /// Logits and candidates of what the layers left in `x`.
+    /// Logits and arg-max pairs of what the layers left in `x`.
     fn end(mut self, x: BufferId, start: &Start) -> Program {
         let (graph, parts) = (self.graph, start.parts);
         let logits = self.write(Role::Logits, start.logits, Cols::blocks(UNIT_ROWS, graph.vocab));
@@ -277,7 +277,7 @@ impl Builder<'_> {
         Operand { access: Access::Write, ..self.read(role, buffer, cols) }
     }
 
-    /// The same of the row that a task takes.
+    /// The operand, of the row that a task takes alone.
     fn own(&self, operand: Operand) -> Operand {
         let rows = if operand.rows == Rows::All { Rows::Own } else { operand.rows };
         Operand { rows, ..operand }
@@ -329,7 +329,7 @@ impl Builder<'_> {
         id
     }
 
-    /// Launch extent of what touches the residual outside a matvec, and the columns of a launch index.
+    /// Launch extent of an op that touches the residual outside a matvec, and the columns of a launch index.
     fn sum_shape(&self, everywhere: bool) -> (u32, Cols) {
         let hidden = self.graph.hidden;
         if everywhere {
@@ -428,7 +428,7 @@ impl Builder<'_> {
         let (hidden, residual) = (self.graph.hidden, start.residual);
         let qkv = self.qkv(&format!("qkv.{l}"), Some(Site::of_layer(LayerOp::Qkv, l)), layer, x);
         let attn = self.attention(l, layer, qkv, &start.ropes)?;
-        // The sum after attention travels only where the MLP reads it, and where not every SM makes it.
+        // The sum after attention is exchanged only if the MLP reads it and not every SM makes it.
         let x2 = (!layer.parallel && !start.everywhere).then(|| self.exchange(&format!("x2.{l}"), hidden));
         let sum = Sum { residual, out: x2, scale: layer.residual_scale, hidden };
         let site = Site::of_layer(LayerOp::O, l);
@@ -620,11 +620,11 @@ impl Builder<'_> {
         let append = Cols { first: true, only_j: last, ..history };
         let mut operands = vec![
             self.own(self.read(Role::Q, buffers.qkv, q)),
-            // Of every row: those of the sequence before the task's own are keys that it sees, too.
+            // Keys of all rows: a task also sees those of its sequence's earlier rows.
             self.read(Role::K, buffers.qkv, k),
             self.read(Role::V, buffers.qkv, head_kv(q_cols + kv_cols)),
         ];
-        // Of all constants, only the scales are those of the KV head.
+        // Unlike the other constants, scales are read for one KV head alone.
         let of_head = Cols { stride: 2, div: per_kv, limit: 2 * op.kv_heads(), ..Cols::all(2) };
         operands.extend(constants.iter().cloned().map(|operand| match operand.role {
             Role::CacheScales => Operand { cols: of_head, ..operand },
@@ -687,7 +687,7 @@ pub fn format_of(graph: &ModelGraph, linears: &[&Linear], precision: Precision) 
 /// SMs that units are sized for, whatever a candidate or a GPU has: the pack is the same for all of them.
 const BALANCED_SMS: u32 = 132;
 
-/// Rows of the units of a matvec: the most, `least` at least, that leave the longest share of [`BALANCED_SMS`] shortest.
+/// Rows of the units of a matvec: the largest number, from `least` on, that makes the longest share among [`BALANCED_SMS`] shortest.
 fn unit_rows(op: &MatVec, format: Format, precision: Precision, least: u32) -> u32 {
     let longest = |rows: u32| op.rows.div_ceil(rows).div_ceil(BALANCED_SMS).saturating_mul(rows);
     let lanes = |rows: u32| granule_pairs(UNIT_ROWS / rows, format, precision) <= LANES;
@@ -721,8 +721,8 @@ pub fn finest_unit_rows(graph: &ModelGraph, precision: Precision, least: u32) ->
     all.map(|(op, format)| unit_rows(&op, format, precision, least)).min().unwrap_or(UNIT_ROWS)
 }
 
-/// Why sums cannot be made by every SM; `None`: they can. All branches are normalised before they are added, so that every SM that adds
-/// has seen all of them anyway; kernels take RMS norms there, and hold all of a branch in registers.
+/// Why sums cannot be made by every SM; `None`: they can. All branches must be normalised before they are added: for the norm, every SM
+/// reads a whole branch anyway. Kernels take RMS norms there, and hold a whole branch in registers.
 pub fn refuses_everywhere(graph: &ModelGraph, precision: Precision, consumer_warps: u32) -> Option<String> {
     let rms = |norm: &Norm| norm.kind == NormKind::Rms && norm.weight.is_some() && norm.bias.is_none();
     let fits = |l: &Layer| {

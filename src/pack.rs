@@ -4,9 +4,9 @@
 //! the order of its rows, each whole along k. A unit of a matvec is `granules(k)` granules of 512 bytes; a granule is
 //! row-major, 8 rows of 64 bytes of k. Rows past the end of the linear and k past the end of a row are zero.
 //!
-//! A matrix of codes has the scales of its groups in its granules ([`crate::format`]), and those of its rows behind its units.
+//! A matrix of codes has the scales of its groups in its granules ([`crate::format`]), and those of its rows after its units.
 //!
-//! No candidate has a say in it: schedules of one model and precision read the same pack, on any number of SMs.
+//! Of a candidate, only the knob `unit_rows` changes it: schedules of one model and precision read the same pack, on any number of SMs.
 
 use crate::dtype::DType;
 use crate::error::Fault;
@@ -139,7 +139,7 @@ fn zeros(bytes: u64) -> Result<Vec<u8>, PackError> {
 #[derive(Clone, Copy)]
 enum PartOf {
     Units(Matrix),
-    /// Of the matrix.
+    /// The scales of the rows of this matrix.
     RowScales(Matrix),
     Constant,
 }
@@ -283,7 +283,7 @@ fn checked_row(
     Err(PackError::Row { buffer: id, name: b.name.clone(), row, tensor: graph.tensor(view.tensor).name.clone(), rows })
 }
 
-/// Fills units from `first` on of a matrix; `out` is whole units.
+/// Fills the units of a matrix from `first` on; `out` is whole units.
 fn pack_units(
     schedule: &Schedule,
     graph: &ModelGraph,
@@ -371,7 +371,7 @@ fn stored_as(
     Ok(())
 }
 
-/// Codes and scales that are no numbers would be something else to a kernel.
+/// Refuses codes and scales that are no numbers: a kernel would read other values in them.
 fn numbers(
     id: BufferId,
     buffer: &Buffer,
@@ -402,8 +402,8 @@ fn numbers(
     }
 }
 
-/// Spreads the codes, scales and zero points of row `r` over the granules of its unit. Past the end of the row codes are zero
-/// points, so that they are worth nothing with any input.
+/// Spreads the codes, scales and zero points of row `r` over the granules of its unit. Codes past the end of the row are zero
+/// points, so that they add nothing, whatever the input is.
 fn put_codes(format: Format, cols: u32, row: &CodedRow, r: usize, unit: &mut [u8]) {
     let (granule_k, row_bytes) = (format.granule_k() as usize, GRANULE_ROW_BYTES as usize);
     let places: Vec<(usize, u32)> = (0..granule_k).map(|k| format.place(k)).collect();
@@ -694,7 +694,7 @@ mod tests {
             let grid = &schedule.program.grids[task.grid.index()];
             let Op::MatVec(m) = &grid.op else { panic!("{} streams weights", grid.name) };
             let (cols, unit_rows) = (m.k as usize, m.unit_rows);
-            // A granule is 8 rows of 64 bytes; where a unit has fewer, rows of the next parts of k follow.
+            // A granule is 8 rows of 64 bytes; if a unit has fewer, its rows of the next parts of k follow.
             let parts = 8 / unit_rows as usize;
             let unit_bytes = cols.div_ceil(granule_k * parts) * 512;
             assert_eq!((lo, hi), (task.lo, task.hi), "{}", grid.name);

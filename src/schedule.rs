@@ -59,7 +59,7 @@ fn check_formats(program: &Program, target: &Target) -> Result<(), Infeasible> {
     Ok(())
 }
 
-/// Slots against the granules of the program: those of codes are longer than [`GRANULE_BYTES`], because their scales lie in them. Of steps of
+/// Slots against the granules of the program: those of codes are longer than [`GRANULE_BYTES`], because their scales lie in them. In steps of
 /// several rows a block of k may be fewer granules than there are warps.
 fn check_slots(program: &Program, c: &Candidate) -> Result<(), Infeasible> {
     if for_rows(program) {
@@ -131,7 +131,7 @@ fn resolve_matvecs(schedule: &mut Schedule, target: &Target, c: &Candidate) -> R
             turned.extend((value != units_per_warp).then_some(knob));
             units_per_warp = value;
         }
-        // Of a short input there is less to wait for than of a long one.
+        // A short input may have fewer pairs than the candidate asks for.
         let poll_batch = c.poll_pairs.min(tiling.pairs());
         turned.extend((poll_batch != tiling.poll_batch_rule()).then_some("poll_pairs"));
         let variant = MatVecVariant { units, chunk, block, units_per_warp, poll_batch, granule, pass: 0 };
@@ -142,7 +142,7 @@ fn resolve_matvecs(schedule: &mut Schedule, target: &Target, c: &Candidate) -> R
     }
     let asked = LayerOp::ALL.into_iter().filter_map(|op| c.units_per_warp(op)).filter(|(_, units)| *units > 0);
     for (knob, value) in asked.chain(Some(("poll_pairs", c.poll_pairs)).filter(|(_, n)| *n != POLL_BATCH)) {
-        // A search would try the same kernel again.
+        // Without this a search would try one kernel twice.
         if !turned.contains(&knob) {
             let expected = "another value: with this one the kernel does what it does by itself".to_string();
             return Err(Infeasible::Knob { knob, value, expected });
@@ -175,7 +175,7 @@ fn check_memory(schedule: &Schedule, target: &Target) -> Result<(), Infeasible> 
     Ok(())
 }
 
-/// What of a candidate needs no program to be judged. `head_units`: the units of 8 rows of the output matrix.
+/// Judges those knobs of a candidate that need no program for it. `head_units`: the units of 8 rows of the output matrix.
 ///
 /// # Errors
 /// The first knob that is out of its range, or does not fit another one.
@@ -396,7 +396,8 @@ fn takes_part(program: &Program, c: &Candidate, grid: &Grid, split: bool) -> boo
     }
 }
 
-/// Who computes which units of each matvec: the same in every regime. Streams are balanced for the first regime; where that one's attention is not split, some SMs stream a history that others do not.
+/// Which SM computes which units of each matvec; the same in every regime. Streams are balanced for the first regime. If attention is not
+/// split in it, some SMs stream a history and others do not.
 fn divide(program: &Program, c: &Candidate, split: bool) -> Vec<Vec<Share>> {
     // Streamed bytes so far on each SM, times what a byte costs there.
     let mut load = vec![0u64; c.sms as usize];
@@ -426,8 +427,8 @@ fn divide(program: &Program, c: &Candidate, split: bool) -> Vec<Vec<Share>> {
     out
 }
 
-/// The grids in program order, but a matvec of larger units before the one whose output it reads: between the two waits of a layer an
-/// SM streams both, so who has a large unit more of the one should have some small ones less of the other.
+/// The grids in program order, except that a matvec of larger units comes before the one whose output it reads. Between the two waits of a
+/// layer an SM streams both, so an SM with one more large unit of the one should have fewer small units of the other.
 fn coarse_first(program: &Program) -> Vec<usize> {
     let unit = |g: usize| match &program.grids[g].op {
         Op::MatVec(m) => Some(m.unit_bytes(program.format_of(&program.grids[g]))),
@@ -454,8 +455,8 @@ fn byte_costs(c: &Candidate) -> Vec<u64> {
     (0..c.sms).map(|sm| if light.contains(&sm) { spared } else { 1000 }).collect()
 }
 
-/// Rows of history that a task is taken to read when streams are balanced, for they grow with the position. Few: a step at a
-/// short position, or in the split regime, should not pay for the ones in between.
+/// Rows of history that a task is assumed to read when streams are balanced; in truth they grow with the position. Few, so that
+/// steps at short positions, and those of the split regime, do not pay for those in between.
 fn typical_rows(program: &Program, c: &Candidate, a: &Attention) -> u64 {
     let position = c.split_from.min(program.context_max) / 4;
     u64::from(a.window.map_or(position, |w| w.min(position)) / a.splits.max(1))
@@ -521,13 +522,13 @@ struct Share {
     row: u32,
 }
 
-/// Divides the units of a matvec that owns no residual: every SM gets as many as the longest share has, and what is too many is
-/// taken back where most is streamed. An SM that reads history, or one unit more of a wide k, or is spared, reads less of these.
+/// Divides the units of a matvec that owns no residual. Every SM first gets as many as the longest share has; the surplus is then
+/// taken back from the SMs that stream most. So an SM that reads history, has one more unit of a wide k, or is spared, gets fewer.
 fn unit_shares(program: &Program, grid: &Grid, m: &MatVec, load: &[u64], cost: &[u64]) -> Vec<Share> {
     let (n, sms, unit) = (grid.n as usize, load.len(), m.unit_bytes(program.format_of(grid)));
-    // Every block publishes a candidate at the end of a step, or it would not release what it wrote to the cache.
+    // Every block must publish an arg-max pair at the end of a step, or it would not release what it wrote to the cache.
     let least = usize::from(matches!(m.epilogue, Epilogue::Logits { .. }));
-    // SMs as fast as the others count as one, so that these have room for what spared ones leave.
+    // An SM counts by its speed, one that is not spared as 1, so that the others have room for what spared ones leave.
     let speed: u64 = cost.iter().map(|cost| 1_000_000 / cost).sum();
     let most = (n as u64 * 1000).div_ceil(speed) as usize;
     let mut count = vec![most; sms];
@@ -644,7 +645,7 @@ fn derive_events(program: &Program, r: &mut Regime, mechanism: Mechanism, target
                 for &task in &producers {
                     r.tasks[task.index()].signals.push(id);
                 }
-                // The candidates end a step: they are read in the next one, and carry all of this step's plain memory.
+                // The arg-max pairs end a step: the next one reads them, and their event orders all plain memory of this step.
                 let carried = operand.role == Role::Candidates;
                 r.events.push(Event {
                     buffer: operand.buffer,

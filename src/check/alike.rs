@@ -11,11 +11,11 @@ type Decided = (Vec<f32>, Vec<u32>);
 
 /// Sequences that decode together. The last one has more rows than the smallest kernel.
 const BATCHES: [usize; 4] = [2, 5, 16, 33];
-/// Rows of the chunks that a text is cut into. More than a kernel has are several launches.
+/// Rows of the chunks that a text is cut into. A chunk with more rows than a kernel is several launches.
 const CHUNKS: [usize; 4] = [1, 7, 16, 64];
 /// Sequences of the check.
 pub const SEQUENCES: u32 = 33;
-/// Positions of a sequence of the check at most: some tiles of attention, and the end of one.
+/// Most positions of a sequence of the check: some tiles of attention, and the end of one.
 pub const POSITIONS: u32 = 150;
 /// Tokens that are given after a history, and then steps of one launch that go on by themselves.
 const STEPS: u32 = 4;
@@ -31,9 +31,9 @@ pub struct Alike {
     pub compared: u64,
 }
 
-/// Compares the logits of rows, and the tokens that they decide, with those of the same rows alone: of a text that is read row by row with
-/// those of the text in chunks, and of sequences alone with those of several that decode together. Histories have many lengths, and
-/// rows other places in each step. `kernels` are ascending by rows, and have one cache; rows alone are those of the first of them.
+/// Compares the logits of rows, and the tokens that they decide, with those of the same rows alone: a text that is read row by row with the
+/// same text in chunks, and sequences alone with several that decode together. Histories have many lengths, and a row changes its place
+/// from step to step. `kernels` are ascending by rows, and share one cache; rows alone run on the first of them.
 ///
 /// # Errors
 /// The first row with other bits; what the device refuses.

@@ -1,12 +1,13 @@
 //! Compares a device whose cache has codes of fp8 with the interpreter.
 //!
-//! Rounding to e4m3 makes of a last bit of bf16 a step of 6 to 12 % in every tenth code or so, and every layer builds on the codes of
-//! those before: two right kernels that add up in another order differ by as much as two of three roundings cost. A bound that is wide
-//! enough for that finds no faults. So the codes that the device stored are read back, and compared in two ways:
+//! If two values differ in the last bit of a bf16, rounding to e4m3 makes that a step of 6 to 12 % in about every tenth code, and every
+//! layer builds on the codes of those before. So two right kernels that add up in different orders differ by about two thirds of what
+//! the rounding costs, and a bound that is wide enough for that finds no faults. The check therefore reads the codes that the device
+//! stored, and compares in two ways:
 //!
-//! 1. *Each step of the interpreter takes the device's codes in place of its own keys and values*, and what it would have rounded says
-//!    whether they are right: a device that computed `y` stored a code that `y` is rounded to, so the interpreter's own `x` is no
-//!    further from all that is rounded to this code than from `y`.
+//! 1. *Each step of the interpreter takes the device's codes in place of its own keys and values.* The values `x` that it would have
+//!    rounded say whether the codes are right: a device that computed `y` stored the code of `y`, so `x` is no further from the nearest
+//!    value with this code than from `y`.
 //! 2. *Logits* then differ by the arithmetic alone, as with a cache in bf16, and are held to that tolerance.
 
 use std::ops::ControlFlow;
@@ -23,7 +24,7 @@ use crate::ir::op::{Op, Role};
 use crate::ir::schedule::Schedule;
 use crate::ir::variant::swizzled_piece;
 
-/// Vectors of a layer that are rounded to bf16, about: what a layer adds to the error of those after it.
+/// About how many vectors of a layer are rounded to bf16: these errors reach the layers after it.
 const ROUNDED_PER_LAYER: f64 = 10.0;
 /// Most relative error of a number of 8 bits, and so of a vector of them.
 const BF16_ERROR: f64 = 1.0 / 512.0;
@@ -33,26 +34,26 @@ pub fn stores_codes(precision: Precision) -> bool {
     precision.cache == DType::E4m3
 }
 
-/// Of logits, where both sides have the same codes: the cache adds no error of its own.
+/// The tolerance of logits if both sides have the same codes: the cache adds no error of its own.
 pub(super) fn tolerance(precision: Precision) -> Tolerance {
     let cache = if stores_codes(precision) { precision.wire } else { precision.cache };
     Tolerance::of_device(Precision { cache, ..precision })
 }
 
-/// Of keys and values of a layer before they are rounded to codes, norm by norm. Errors of the vectors of one layer add up as independent
-/// ones do. Those of layers need not: a later one may amplify what it is given, as attention does where values of many positions cancel,
-/// so they are added up. No layer may be further off than logits.
+/// The tolerance of a layer's keys and values before they are rounded to codes, norm of the error by norm. Errors of the vectors of one
+/// layer add up as independent ones do. Errors of different layers need not, because a layer may amplify its input (attention does, if
+/// values of many positions cancel), so they are summed. No layer may be further off than logits.
 fn before_rounding(tolerance: Tolerance, layer: u32) -> f64 {
     let of_layer = BF16_ERROR * ROUNDED_PER_LAYER.sqrt();
     tolerance.error_rel_l2.min(of_layer * f64::from(layer + 1))
 }
 
-/// How far `x` is from all that is rounded to `code`, both in units of the scale. NaN of a code that is no number.
+/// Distance from `x` to the nearest value that rounds to `code`, both in units of the scale. NaN for a code that is no number.
 fn away(code: u8, x: f64) -> f64 {
     let value = |size: u8| f64::from(e4m3(size));
     let size = code & 0x7f;
     let x = if code & 0x80 == 0 { x } else { -x };
-    // Codes of zero have either sign, and the largest one stands for all that is larger.
+    // Zero has two codes, one of each sign, and the largest code stands for all larger values.
     let least = if size == 0 { -value(1) / 2.0 } else { (value(size - 1) + value(size)) / 2.0 };
     let most = if value(size) >= f64::from(E4M3_MAX) { f64::INFINITY } else { (value(size) + value(size + 1)) / 2.0 };
     if value(size).is_nan() { f64::NAN } else { (least - x).max(x - most).max(0.0) }
@@ -60,7 +61,7 @@ fn away(code: u8, x: f64) -> f64 {
 
 /// A cache of a device.
 struct OfDevice {
-    /// Of its first byte in the arena.
+    /// Its first byte in the arena.
     at: u64,
     rows: u64,
     heads: u32,
@@ -101,8 +102,8 @@ impl DeviceCaches {
         DeviceCaches { places: shapes.iter().map(place).collect(), shapes }
     }
 
-    /// The codes of a row of every cache, by column, where the row holds `position` of its sequence. `read` gives 16-bit words of the
-    /// arena from a byte on.
+    /// The codes of a row of every cache, by column; the row holds `position` of its sequence. `read` returns 16-bit words of the arena
+    /// from a byte on.
     ///
     /// # Errors
     /// Those of `read`.
@@ -152,8 +153,8 @@ impl DeviceCaches {
 }
 
 impl OfDevice {
-    /// Of the heads of a row: the most that they are away from their codes, norm by norm. That of a head is not taken as smaller than
-    /// that of an average one: what a row before them had as errors is in all heads alike.
+    /// The largest distance of a head of the row from its codes, norm by norm. The norm of a head counts as at least that of an average
+    /// head, because errors of the layer's input are equally large in all heads.
     fn most_away(&self, shape: &CacheShape, computed: &[f32], codes: &[u8]) -> f64 {
         let pitch = self.row_bytes as usize;
         let of_head = |head: usize| {
@@ -248,7 +249,7 @@ pub(super) fn check_codes(
     Ok(checked)
 }
 
-/// Compares what a kernel for one row computes at all positions of `subject`. `on_step` hears of each of [`super::expect_steps`].
+/// Compares what a kernel for one row computes at all positions of `subject`. `on_step` is called for each of [`super::expect_steps`].
 ///
 /// # Errors
 /// See [`CheckError`]; the first fault ends the comparison.

@@ -1,4 +1,4 @@
-//! Compares what runs steps of several rows with the interpreter, which executes the schedule that it was made of with the same rows.
+//! Compares kernels that run steps of several rows with the interpreter, which executes the schedule they were made of with the same rows.
 
 use super::codes::{self, DeviceCaches, stores_codes};
 use super::{CheckError, Checked, Judge, check_ids};
@@ -11,7 +11,7 @@ use crate::validate::Validated;
 
 /// Multiplications that the interpreter may take: some seconds on a server.
 const COST_MAX: u64 = 400_000_000_000;
-/// Positions that are compared of each sequence, at most: beyond one tile of attention ...
+/// Most positions that are compared of each sequence: beyond one tile of attention ...
 const POSITIONS_MAX: u64 = 20;
 /// ... and in steps of one row as many beyond this many pages: there a chunk of the history may lie in several.
 const ONE_ROW_PAGES: u64 = 2;
@@ -75,7 +75,7 @@ struct Both<'a> {
     /// Of the interpreter, and of the device.
     guards: [Guard; 2],
     interp: Interp,
-    /// Where the device stores codes, which the interpreter takes.
+    /// The caches of a device that stores codes, which the interpreter takes.
     caches: Option<DeviceCaches>,
     session: &'a mut dyn RowLauncher,
     judge: Judge,
@@ -113,7 +113,7 @@ impl Both<'_> {
         Ok(())
     }
 
-    /// What the interpreter has of a step that the device has executed: logits of each row that wants them.
+    /// The interpreter's logits for a step that the device has executed, of each row that wants them.
     fn expected(&mut self, request: &Request, tokens: &[u32]) -> Result<Vec<Vec<f32>>, CheckError> {
         let most = self.guards[0].shape().rows as usize;
         let mut expected: Vec<Vec<f32>> = vec![vec![]; tokens.len()];

@@ -1,5 +1,5 @@
-//! Owns the bytes a launch uploads beside the weights: queue entries and stream runs. `kernels/` has declarations that are made of the
-//! structs here; a test compares them, and `BLESS=1` writes them.
+//! Owns the bytes a launch uploads beside the weights: queue entries and stream runs. The structs here are the source of the declarations
+//! in `kernels/`; a test compares them, and `BLESS=1` writes them.
 
 use super::emit::classes;
 use super::kernel_struct::kernel_struct;
@@ -197,7 +197,7 @@ pub struct Tables {
     pub entry_index: Vec<u32>,
     pub runs: Vec<StreamRun>,
     pub run_index: Vec<u32>,
-    /// Of each queue, how many of its entries and runs a launch executes that only fills the cache.
+    /// For each queue, how many of its entries and runs a launch executes if it only fills the cache.
     pub fills: Vec<[u32; 2]>,
     /// Bytes of the exchange, cache and output arenas.
     pub exchange_bytes: u64,

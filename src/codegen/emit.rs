@@ -195,7 +195,7 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
     }
 }
 
-/// What a kernel knows of its pages, and one for rows of its rows; nothing where one sequence has the cache.
+/// Members for the pages of a kernel, and, in one for rows, for its rows; none if one sequence has the whole cache.
 fn rows_members(schedule: &Schedule) -> Vec<String> {
     let program = &schedule.program;
     let Some(shape) = Shape::of(program) else { return vec![] };
@@ -220,7 +220,7 @@ fn rows_members(schedule: &Schedule) -> Vec<String> {
     ]
 }
 
-/// The columns of the residual from the first to the last that a block has, of the block with most: one row of it follows another.
+/// Columns of the residual from the first to the last of a block, in the block with most: the distance from one row to the next.
 fn residual_cols(schedule: &Schedule) -> u32 {
     let of_queue = |regime: &Regime, queue: &[TaskId]| {
         let owned = queue.iter().filter_map(|id| {
@@ -267,7 +267,7 @@ pub(super) fn act(act: Act) -> &'static str {
     }
 }
 
-/// C++ template and configuration members of a grid; `rows`: the cache rows of its chunks, where it is an attention.
+/// C++ template and configuration members of a grid; `rows`: the cache rows of its chunks, if it is an attention.
 fn class_of(schedule: &Schedule, id: GridId, grid: &Grid, rows: u32) -> (&'static str, String) {
     let program = &schedule.program;
     match &grid.op {
@@ -307,7 +307,7 @@ pub(super) fn vocab(program: &Program) -> u32 {
     logits.map_or(0, |o| program.buffers[o.buffer.index()].cols)
 }
 
-/// Candidates of one step: tasks of the head.
+/// Arg-max pairs of one step: one for each task of the head.
 fn parts(program: &Program) -> u32 {
     program
         .grids
@@ -348,7 +348,7 @@ fn matvec_members(schedule: &Schedule, id: GridId, grid: &Grid, m: &MatVec) -> S
     s
 }
 
-/// What becomes of the products of a matrix.
+/// Members that say what is done with the products of a matrix.
 pub(super) fn epilogue_members(epilogue: Epilogue) -> String {
     let (epilogue, activation, scale) = match epilogue {
         Epilogue::Store => ("STORE", None, 1.0),
@@ -364,7 +364,7 @@ pub(super) fn epilogue_members(epilogue: Epilogue) -> String {
     )
 }
 
-/// How a matrix of codes is read; nothing of plain weights.
+/// Members that say how a matrix of codes is read; none for plain weights.
 pub(super) fn coding_members(format: Format, k: u32) -> String {
     match code_members(format) {
         members if members.is_empty() => members,
@@ -372,7 +372,7 @@ pub(super) fn coding_members(format: Format, k: u32) -> String {
     }
 }
 
-/// What codes and scales are; nothing of plain weights.
+/// Members that say what codes and scales are; none for plain weights.
 fn code_members(format: Format) -> String {
     let Format { code, groups, row_scales } = format;
     let code = match code {
@@ -398,7 +398,7 @@ fn code_members(format: Format) -> String {
     )
 }
 
-/// Members of a table of codes; none of one of values.
+/// Members of a table of codes; none for a table of values.
 pub(super) fn table_members(table: &Buffer) -> String {
     let Some(format) = table.coded else { return String::new() };
     let TableRow { scales, zeros, row_scale, bytes } = format.table_row(table.cols);

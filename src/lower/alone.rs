@@ -13,14 +13,14 @@ use crate::ir::op::{Epilogue, Op, Role, UNIT_ROWS};
 use crate::ir::program::{Cols, LayerOp, Program, Second, Site, Space};
 use crate::model::graph::ModelGraph;
 
-/// The graph of a model of which one op is to be looked at: the same, with no more rows of the head than a step needs to end, 8 for
-/// each of `sms` SMs, unless the head is that op.
+/// Prepares the graph of a model for one op alone. Unless that op is the head, the head keeps only the rows that a step needs to end:
+/// 8 for each of `sms` SMs.
 pub fn graph_of(op: LayerOp, graph: &mut ModelGraph, sms: u32) {
     if op != LayerOp::Head {
         graph.vocab = graph.vocab.min(UNIT_ROWS * sms);
         graph.head.rows = graph.vocab;
     }
-    // A model of its own, wherever models are told apart.
+    // Named as a model of its own, so that its trials and keys are not those of the whole model.
     graph.family = format!("{}:{}", graph.family, op.name());
 }
 
@@ -89,12 +89,12 @@ pub fn lower_alone(
     Ok(b.end(x, &start))
 }
 
-/// The buffers that hold what an op makes, in the order of layers. None of the head: that is the logits.
+/// The buffers that hold what an op makes, in the order of layers. None for the head, which makes the logits.
 pub fn outputs(op: LayerOp, program: &Program) -> Vec<BufferId> {
     let mut found = vec![];
     for grid in &program.grids {
         let own = grid.site.is_some_and(|site| site.op == op);
-        // Partial results are the op's own affair.
+        // Partial results are no outputs of the op.
         let whole = !matches!(&grid.op, Op::Attention(a) if a.splits > 1);
         let out = grid.operand(Role::Out).map(|o| o.buffer).filter(|_| own && whole);
         let exchanged = |id: &BufferId| program.buffers.get(id.index()).is_some_and(|b| b.space == Space::Exchange);
