@@ -14,14 +14,14 @@ use crate::pages::Pool;
 use crate::rows::{PageId, SequenceId, Shape};
 use crate::sample::{Decided, Logprobs, Request, SampleError, TokenCounts, TokenSet};
 
-/// Beside decoding rows, the rest of a prompt takes this many of their steps at most. A longer one is read alone, where the stepper can.
+/// While others decode, the rest of a prompt shares at most this many of their steps. A longer one is read alone, if the stepper can.
 const STEPS_BESIDE: usize = 3;
 
 /// A request, in the order of arrival.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(pub u64);
 
-/// One of the continuations that a request asks for. Older ones are less.
+/// One of the continuations that a request asks for. The order is by age, the oldest first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ChoiceId {
     pub request: RequestId,
@@ -69,7 +69,7 @@ pub enum Event {
         id: ChoiceId,
         cached: u32,
     },
-    /// The next tokens of the prompt, from the second one on: the first follows nothing.
+    /// Log-probabilities of the next tokens of the prompt, from the second one on: the first follows nothing.
     Prompt {
         id: ChoiceId,
         scored: Vec<Decided>,
@@ -144,9 +144,9 @@ struct Choice {
     scores_prompt: Option<u32>,
     /// The prompt, then what was decided.
     tokens: Vec<u32>,
-    /// Shared with the launch that goes on from them.
+    /// The counts of `tokens`, shared with the launch that goes on from them.
     counts: Arc<TokenCounts>,
-    /// What may come next, where there is a grammar and the choice has run. A preemption leaves it as it is.
+    /// What may come next, if there is a grammar and the choice has run. A preemption leaves it as it is.
     guide: Option<Guide>,
     /// Tokens of the prompt whose log-probabilities were told, and the first one, which has none.
     scored: usize,
@@ -307,7 +307,7 @@ impl<S: Stepper> Engine<S> {
         if needed > shape.pages {
             return Err(Refused::Pages { positions, needed, pages: shape.pages });
         }
-        // What could run has not been looked at yet: it counts as waiting until the next turn.
+        // Choices that could run count as waiting until the next turn looks at them.
         let free = (self.limits.running_max as usize).saturating_sub(self.running.len());
         if self.waiting.len() + ask.choices.len() > self.limits.waiting_max + free {
             return Err(Refused::Busy { waiting: self.waiting.len() });
@@ -483,7 +483,7 @@ impl<S: Stepper> Engine<S> {
         Some((launch, flying))
     }
 
-    /// Positions of at most `positions` that a choice holds pages for at a time: the window of a launch's rows, where there is one.
+    /// Positions, of at most `positions`, that a choice holds pages for at a time: fewer than all if attention has a window.
     fn held_at_once(&self, positions: u32) -> u32 {
         let Shape { window, rows, page_rows, .. } = self.bounds.shape;
         let rows = rows.max(self.bounds.alone.map_or(0, |alone| alone.most));
@@ -520,7 +520,7 @@ impl<S: Stepper> Engine<S> {
                 return;
             };
             for &page in &found {
-                // Kept pages of fewer positions than the context has: both were looked at.
+                // Cannot fail: these pages are kept, and have fewer positions than the context.
                 let _ = self.pool.share(sequence, page);
                 self.prefixes.touch(page);
             }
@@ -530,7 +530,7 @@ impl<S: Stepper> Engine<S> {
                 self.figures.prefix_queries += choice.tokens.len() as u64;
                 self.figures.prefix_hits += computed as u64;
                 events.push(Event::Began { id, cached: computed as u32 });
-                // Not earlier: it takes memory, and a queue is longer than a batch.
+                // Not earlier: a guide takes memory, and more choices wait than run.
                 choice.guide = choice.ask.grammar.as_ref().map(Grammar::begin);
             }
             self.runs += 1;
@@ -576,7 +576,7 @@ impl<S: Stepper> Engine<S> {
         if self.has_pages(steps) { steps } else { 1 }
     }
 
-    /// Whether those that decode have pages for `steps` more steps, without any from another request.
+    /// Whether the choices that decode have pages for `steps` more steps, without any from another request.
     fn has_pages(&self, steps: u32) -> bool {
         let page_rows = self.bounds.shape.page_rows;
         // Positions below those that were submitted have pages.
@@ -594,8 +594,8 @@ impl<S: Stepper> Engine<S> {
         if decoding == 0 { left } else { left.min(self.limits.chunk_rows as usize) }
     }
 
-    /// Rows of the prompt of a choice that a launch of their own may read. Where others decode, the last token decides one in a step of
-    /// theirs: it costs them less there.
+    /// Rows of the prompt of a choice that a launch of their own may read. If others decode, the prompt's last token takes a row of a
+    /// step of theirs, which costs them less.
     fn alone(&self, running: &Running, decoding: usize) -> usize {
         let Some(Alone { least, most, decides }) = self.bounds.alone else { return 0 };
         if decoding > 0 && running.left() <= STEPS_BESIDE * self.chunk_rows(decoding) {
@@ -618,7 +618,7 @@ impl<S: Stepper> Engine<S> {
         self.running.values().filter(|running| running.left() <= 1).count()
     }
 
-    /// A launch that reads the oldest long prompt alone. Where others decode, they have every second launch.
+    /// A launch that reads the oldest long prompt alone. If others decode, every second launch is theirs.
     fn launch_alone(&mut self, events: &mut Vec<Event>) -> Option<(Launch, Flying)> {
         let decoding = self.decoding();
         let may = decoding == 0 || !self.was_alone;
@@ -704,7 +704,7 @@ impl<S: Stepper> Engine<S> {
         loop {
             let Some(running) = self.running.get(&id) else { return false };
             let sequence = running.sequence;
-            // Rows that fly read what the first of them sees.
+            // The first row in flight still reads the pages that it sees; older ones may go.
             let _ = self.pool.drop_behind(sequence, running.computed as u32);
             if self.pool.reserve(sequence, positions).is_ok() {
                 return true;
@@ -733,13 +733,13 @@ impl<S: Stepper> Engine<S> {
     }
 
     fn close(&mut self, running: &Running) {
-        // The end of a text is wanted less often than its beginning: used earlier.
+        // In reverse, so that the end of a text counts as used earlier: it is wanted less often than the beginning.
         for block in (0..running.offered as u32).rev() {
             if let Some(page) = self.pool.page(running.sequence, block) {
                 self.prefixes.touch(page);
             }
         }
-        // It is open.
+        // Cannot fail: the sequence is open.
         let _ = self.pool.close(running.sequence);
     }
 

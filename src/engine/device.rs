@@ -21,7 +21,7 @@ pub struct DeviceStepper {
     waves: Option<WavesSession>,
     sampler: Option<SamplerSession>,
     guard: Guard,
-    /// Rows of a launch, at most. Those of more than the last session has are queued in parts, one after another.
+    /// Most rows of a launch. One of more rows than the last session has is queued in parts, one after another.
     rows_max: u32,
     /// Launches that were not collected, oldest first. A second one goes on from the first on the same kernel, or one of them reads a prompt.
     flying: VecDeque<Flying>,
@@ -34,9 +34,9 @@ struct Flying {
     /// The sampler chooses its tokens, and for some of its rows a grammar says which ids may come next.
     is_sampled: bool,
     is_guided: bool,
-    /// What grammars allow its rows, once that was told.
+    /// What grammars allow its rows, once [`Stepper::allow`] was called.
     allowed: Vec<Option<TokenSet>>,
-    /// The rows that are queued or run. Where these are not all, no other launch is queued.
+    /// The rows that are queued or run. If these are not all, no other launch is queued.
     part: Range<usize>,
 }
 

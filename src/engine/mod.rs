@@ -30,7 +30,7 @@
 //!   cancelled, stays in the queued launch: what it decides there is thrown away. No other launch is submitted before both were
 //!   collected, so its pages are written by no other request before.
 //! - **Beside a prompt.** While a launch reads a prompt alone, the next one is queued: it has what is ready, and depends on nothing that the
-//!   host has to know. In the same way a prompt is queued behind the launch that decodes. This needs that all running requests get their
+//!   host has to know. In the same way a prompt is queued after the launch that decodes. This needs that all running requests get their
 //!   tokens from the kernel, that none has ended since, and pages without any from another request.
 //! - **Prefixes.** A full page of tokens is found again by the hash of all tokens up to its end. The least recently used page that
 //!   no request holds makes room. Other choices of a request wait until the first one has written their common prompt.

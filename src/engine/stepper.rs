@@ -14,7 +14,7 @@ pub struct Bounds {
     pub shape: Shape,
     /// Rows of one sequence in a launch, at consecutive positions.
     pub chunk_max: u32,
-    /// Where a launch of rows of one sequence alone reads a prompt faster than rows beside others.
+    /// If a launch of rows of one sequence alone reads a prompt faster than rows beside others: such launches.
     pub alone: Option<Alone>,
     /// Logits of a row; every token is below.
     pub vocab: u32,
@@ -181,9 +181,9 @@ pub trait Stepper {
     /// What ends the engine.
     fn allow(&mut self, allowed: Vec<Option<TokenSet>>) -> Result<(), Fault>;
 
-    /// Waits until the only launch that was not collected has begun its last step, or has ended. Of each of its rows, the tokens of the steps
-    /// before the last one. Then a launch with the same rows may be submitted before this one is collected: each row goes on from it.
-    /// `None`: this stepper takes none.
+    /// Waits until the only launch that was not collected has begun its last step, or has ended. Returns, for each of its rows, the tokens of
+    /// the steps before the last one. Then a launch with the same rows may be submitted before this one is collected: each row goes on from
+    /// it. `None`: this stepper takes no such launch.
     ///
     /// # Errors
     /// What ends the engine.

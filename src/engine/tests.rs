@@ -30,12 +30,12 @@ struct Toy {
     bounds: Bounds,
     is_deep: bool,
     table: Table,
-    /// Of each page its tokens.
+    /// The tokens of each page.
     pages: Vec<Vec<Option<u32>>>,
     queued: VecDeque<Queued>,
     /// What each row of the launch that was executed last decided; `None`: nothing.
     decided: Vec<Option<u32>>,
-    /// Draws what a device may do: tell of no token before the end, or take no launch ahead. `None`: it does neither.
+    /// Draws what a device may do: report no token before the end, or take no launch ahead. `None`: it does neither.
     moods: Option<Random>,
     log: Vec<Launch>,
     /// The launch that fails.
@@ -674,7 +674,7 @@ fn a_launch_is_queued_while_the_one_before_runs() {
     assert_eq!(engine.figures().queued_ahead, 3);
 }
 
-/// It is in the launch that follows those that are queued when it arrives, and they have no more steps left than a launch may have.
+/// A request that arrives is in the launch that follows those that are queued then, and these have no more steps left than a launch may have.
 #[test]
 fn who_arrives_waits_for_no_more_steps_than_before() {
     for steps_max in [2, 3, 4, 5] {
