@@ -19,7 +19,7 @@ use crate::ir::schedule::{Machine, Schedule};
 use crate::ir::{BufferId, EventId, SmId, TaskId};
 use crate::trace::STAMP_WORDS;
 
-/// What the host waits beyond the deadline that a kernel keeps itself, and then for a kernel that was told to leave.
+/// How long the host waits beyond the deadline that a kernel keeps itself; and again, after it has told the kernel to leave.
 const LAUNCH_MARGIN: Duration = Duration::from_secs(1);
 const LEAVE_MARGIN: Duration = Duration::from_secs(2);
 /// Launches whose times are known: the one that is waited for, the one before it, and the one that is queued after it.
@@ -100,7 +100,7 @@ impl Watched {
 
     /// Before the first of several kernels that are waited for together.
     pub fn begin(&self) -> Result<(), SessionError> {
-        // The words of a launch that runs are its own: one that is queued after it leaves, too, where it gives up.
+        // A launch that runs still uses the words. One that is queued after it shares them: if the first gives up, both leave.
         if !self.is_busy() {
             self.abort.store(0, 0)?;
             self.report.fill(0);
@@ -170,7 +170,7 @@ impl Watched {
         Ok(self.started[slot].elapsed_us(&self.ended[slot])?)
     }
 
-    /// What the device was idle before the launch that was waited for last, in microseconds: from the end of the launch before it.
+    /// How long the device was idle before the launch that was waited for last, since the end of the launch before it, in microseconds.
     ///
     /// # Errors
     /// Fewer than two launches.
@@ -278,7 +278,7 @@ impl Kernel {
         })
     }
 
-    /// Where the device has, of each SM, the entries and runs of a launch that only fills the cache.
+    /// Device address of each SM's numbers of entries and runs in a launch that only fills the cache.
     pub fn fills(&self) -> u64 {
         self.tables.fills.address()
     }
@@ -342,14 +342,14 @@ impl DeviceTables {
     }
 }
 
-/// A buffer with these bytes. None is empty: the device has no memory of no bytes.
+/// A buffer with these bytes. It has at least 16, because a device has no memory of 0 bytes.
 pub(super) fn uploaded(device: &Device, stream: &Stream, bytes: &[u8]) -> Result<DeviceBuffer, SessionError> {
     let mut buffer = device.alloc(bytes.len().max(16) as u64)?;
     buffer.upload(stream, 0, bytes)?;
     Ok(buffer)
 }
 
-/// Memory with a pattern that no kernel writes: a value that is read before it is written shows.
+/// Memory with a pattern that no kernel writes, so that a value that is read before it is written is noticed.
 pub(super) fn poisoned(device: &Device, stream: &Stream, bytes: u64) -> Result<DeviceBuffer, DriverError> {
     let mut buffer = device.alloc(bytes.max(16))?;
     buffer.poison(stream)?;

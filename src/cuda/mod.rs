@@ -2,8 +2,9 @@
 //! is here; `tests/it/tidy.rs` lists the few files beside it.
 //!
 //! `nvrtc` and `cubin` run on any machine that has the compiler library. The rest needs a driver, loads it when it is
-//! first used, and says `NoDriverLib` where there is none. Only `kernel` and the sessions over it (`session` for one row, `rows`
-//! for several) know schedules: they upload the tables of a proven one. `sampler` chooses tokens from the logits that `rows` leaves. The other files take source and bytes, and give bytes and numbers.
+//! first used, and says `NoDriverLib` if there is none. Only `kernel` and the files that launch kernels of schedules (`session` and
+//! `one_row` for one row, `rows` and `turns` for several, `waves`) know schedules: they upload the tables of a proven one. `sampler`
+//! chooses tokens from the logits that a launch leaves. The other files take source and bytes, and give bytes and numbers.
 
 mod api;
 pub mod arch;

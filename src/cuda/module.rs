@@ -82,7 +82,7 @@ impl Device {
             result => result?,
         }
         let smem_static_bytes = attribute(api, handle, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?;
-        // The driver judges what fits beside static shared memory: it knows what it keeps for itself.
+        // The driver decides what fits beside static shared memory, because it knows what it keeps for itself.
         let asked = smem_dynamic_bytes.min(i32::MAX as u32) as c_int;
         // SAFETY: a live function; the value is checked by the driver.
         match unsafe { call!(api, cuFuncSetAttribute(handle, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, asked)) }

@@ -74,10 +74,10 @@ impl Nvml {
             driver_release: symbol(&library, "nvmlSystemGetDriverVersion")?,
             clock: symbol(&library, "nvmlDeviceGetClockInfo")?,
             clock_max: symbol(&library, "nvmlDeviceGetMaxClockInfo")?,
-            // Deprecated since 13.0, so that its absence must not cost the clocks.
+            // Deprecated since 13.0, so the clocks must not depend on it.
             temperature: symbol(&library, "nvmlDeviceGetTemperature"),
             power: symbol(&library, "nvmlDeviceGetPowerUsage")?,
-            // Renamed in driver 535; the old name still exists, and is taken where the new one does not.
+            // Renamed in driver 535; the old name still exists, and is used if the new one does not.
             throttle: symbol(&library, "nvmlDeviceGetCurrentClocksEventReasons")
                 .or_else(|| symbol(&library, "nvmlDeviceGetCurrentClocksThrottleReasons"))?,
         };

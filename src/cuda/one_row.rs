@@ -24,7 +24,7 @@ pub struct OneRowSession {
     flying: VecDeque<Flying>,
     /// What the last launch decided for the step after it, if it was waited for.
     decided: Option<u32>,
-    /// Of the last launch, whose logits can be read: those of its last step.
+    /// The last step of the last launch: its logits can be read.
     logits_step: u32,
 }
 
@@ -81,7 +81,7 @@ impl OneRowSession {
             FirstToken::Given(token) => token,
             FirstToken::Decided(row) => self.decided.ok_or(SessionError::Undecided { row })?,
         };
-        // Where the launch before ended, its arg-max pairs decide the token once more.
+        // If the launch begins where the one before ended, the arg-max pairs of that one decide the token once more.
         if self.session.decided_at(position)? != Some(token) {
             self.session.go_on(position, token)?;
         }

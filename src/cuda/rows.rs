@@ -60,8 +60,8 @@ pub trait RowLauncher {
     /// Inputs that do not fit the tables, or that end before the last step; a launch that was not finished.
     fn queue(&mut self, tables: Tables<'_>, inputs: &[RowInput], with_logits: bool) -> Result<(), SessionError>;
 
-    /// As [`RowLauncher::queue`], with the logits of every row, from which `sampler` chooses the tokens of the rows that are `asked`: where
-    /// the launch has several steps, of all its rows. Each step is a kernel of its own, the sampler runs between two of them, and the
+    /// As [`RowLauncher::queue`], with the logits of every row, from which `sampler` chooses the tokens of the rows that are `asked`: all
+    /// rows, if the launch has several steps. Each step is a kernel of its own, the sampler runs between two of them, and the
     /// host waits for nothing before the end. [`SamplerSession::answer`] has the tokens after [`RowLauncher::finish`].
     ///
     /// # Errors
@@ -153,7 +153,7 @@ pub trait RowLauncher {
         self.finish()
     }
 
-    /// What the device was idle before the launch that was waited for last, in microseconds.
+    /// How long the device was idle before the launch that was waited for last, in microseconds.
     ///
     /// # Errors
     /// Fewer than two launches; what the driver refuses.
@@ -187,8 +187,8 @@ pub struct RowsLaunched {
     pub device_us: f64,
     /// Steps that ran: their positions are written.
     pub steps: u32,
-    /// Nothing where no row wanted logits, or a sampler chose. Else of each step that ran, and of the step after the last one: the token
-    /// of each row.
+    /// The token of each row, for each step that ran and for the step after the last one. Empty if no row wanted logits, or a sampler
+    /// chose.
     pub tokens: Vec<Vec<u32>>,
 }
 
@@ -203,7 +203,7 @@ struct Flying {
     is_sampled: bool,
     /// The sampler is not queued yet.
     is_unchosen: bool,
-    /// Of its tokens.
+    /// Which mailbox has its tokens.
     mailbox: usize,
     timeout: Duration,
 }
@@ -223,14 +223,14 @@ pub struct RowsSession {
     exchange: DeviceBuffer,
     tables: LaunchTables,
     logits: DeviceBuffer,
-    /// Of two launches, in turns.
+    /// Those of two launches, used in turn.
     mailboxes: [MappedBuffer; 2],
     next_mailbox: usize,
     /// Rows of a step, as the kernel lays them out.
     padded: u32,
-    /// Of the first step of the next launch.
+    /// Tag of the first step of the next launch.
     tag: u32,
-    /// Of each row, whether the exchange holds what it decided in the last step, once the queued launches have ended.
+    /// For each row, whether the exchange holds what it decided in the last step, once the queued launches have ended.
     decided: Vec<bool>,
     /// The last launch only filled the cache.
     filled: bool,
@@ -402,8 +402,8 @@ impl RowsSession {
         if !fits(&self.shape, tables, inputs.len()) || steps > self.steps_max {
             return Err(out_of_range(tables));
         }
-        // Tags never repeat: a packet of 2^32 steps ago would pass for a current one. And what launches that only fill the cache leave
-        // out has not cleared its words.
+        // Tags never repeat: a packet of 2^32 steps ago would pass for a current one. And tasks that a launch leaves out, because it
+        // only fills the cache, have not cleared their words.
         if self.tags_end(steps) || self.filled && !only_fills {
             if !self.flying.is_empty() {
                 return Err(SessionError::NotFinished);
@@ -719,7 +719,7 @@ pub(super) fn encode_rows(
 /// Whether a launch ends when the cache has its rows.
 ///
 /// # Errors
-/// A launch that ends there, of which logits are wanted or that begins with what another decided.
+/// A launch that ends there although its logits are wanted, or although it begins with what another decided.
 pub(super) fn only_fills(tables: &Tables<'_>, inputs: &[RowInput], with_logits: bool) -> Result<bool, SessionError> {
     let only_fills = tables.rows().iter().all(|row| !row.wants_logits);
     if only_fills && (with_logits || inputs.iter().any(|input| !matches!(input.first, FirstToken::Given(_)))) {
@@ -728,7 +728,7 @@ pub(super) fn only_fills(tables: &Tables<'_>, inputs: &[RowInput], with_logits: 
     Ok(only_fills)
 }
 
-/// Of each row, whether it took part in the last of `steps` steps, as the kernel decides it. `tokens` are those of each step that ran,
+/// For each row, whether it took part in the last of `steps` steps, as the kernel decides it. `tokens` are those of each step that ran,
 /// and of the step after the last one.
 fn took_part_last(inputs: &[RowInput], tokens: &[Vec<u32>], steps: u32, eos: &[u32]) -> Vec<bool> {
     let ended = |row: usize| tokens.iter().take(steps as usize).skip(1).any(|step| eos.contains(&step[row]));

@@ -14,12 +14,12 @@ use bytemuck::Zeroable;
 /// How the tokens of one row of a launch are chosen.
 #[derive(Debug, Clone, Copy)]
 pub struct Asked<'a> {
-    /// Of the launch.
+    /// Its row of the launch.
     pub row: u32,
-    /// Of the first token in its sequence.
+    /// Position of the first token in its sequence.
     pub position: u32,
     pub sampler: &'a Sampler,
-    /// What is asked beyond the sampler, and the tokens so far.
+    /// What the request asks for beyond the sampler, and the tokens so far.
     pub request: Option<(&'a Request, &'a TokenCounts)>,
     /// The ids that may be chosen; `None`: all.
     pub allowed: Option<&'a TokenSet>,
@@ -220,7 +220,7 @@ impl SamplerSession {
         SAMPLE_TOP_MAX as u32
     }
 
-    /// Copies the tables of a launch of `steps` steps to the device, and waits for the copies alone. No step of the sampler may run.
+    /// Copies the tables of a launch of `steps` steps to the device, and waits only for the copies. No step of the sampler may run.
     ///
     /// # Errors
     /// What the driver refuses.

@@ -31,7 +31,7 @@ pub struct Stuck {
     pub kind: StuckOn,
     pub observed: u32,
     pub expected: u32,
-    /// The grid of the task, where there is one.
+    /// The grid of the task, if there is one.
     pub grid: Option<String>,
 }
 
@@ -169,7 +169,7 @@ pub struct Session {
     next: Option<u32>,
     steps_max: u32,
     vocab: u32,
-    /// Where the cache is a pool of pages.
+    /// Set if the cache is a pool of pages.
     pages: Option<Pages>,
 }
 
@@ -279,7 +279,7 @@ impl Session {
         Session::load_over(device, queues, cubin, trace, steps_max, pack, None)
     }
 
-    /// As [`Session::load_sharing`], over `cache` where it is given.
+    /// As [`Session::load_sharing`], over `cache` if it is given.
     pub(super) fn load_over(
         device: &Device,
         queues: &Queues<'_>,
@@ -347,7 +347,7 @@ impl Session {
         Ok(())
     }
 
-    /// Makes `token` that of `position`, where the next launch begins: another kernel over the same cache wrote the positions before it.
+    /// Sets the token of `position`, where the next launch begins: another kernel over the same cache wrote the positions before it.
     pub fn go_on(&mut self, position: u32, token: u32) -> Result<(), SessionError> {
         let context_max = self.kernel.schedule.program.context_max;
         if position >= context_max {
@@ -372,7 +372,7 @@ impl Session {
         self.choosing = Choosing { inverse_temperature, seed, ..Choosing::of(&Sampler::greedy()) };
     }
 
-    /// Where the pool has the sequence that the next launches go on with; `pages` has the page of each block.
+    /// Says where the pool has the sequence that the next launches go on with; `pages` has the page of each block.
     pub(super) fn place(&mut self, pages: Vec<u32>) -> Result<(), SessionError> {
         if let Some(placed) = self.pages.as_mut().filter(|placed| placed.on_host != pages) {
             placed.current = 1 - placed.current;
@@ -433,7 +433,7 @@ impl Session {
         Ok(timeout.as_millis() as u64)
     }
 
-    /// What a launch passes that begins with the next tag; the caller fills in position and steps.
+    /// Parameters of a launch that begins with the next tag; the caller fills in position and steps.
     fn params(&self, timeout: Duration, with_logits: bool) -> Result<Params, SessionError> {
         let Choosing { inverse_temperature, seed, top_k, top_p_q32, is_filtered } = self.choosing;
         Ok(Params {
@@ -576,7 +576,7 @@ impl Session {
         Ok(self.cache.download(&self.kernel.watched.stream, at, bytes / 2)?)
     }
 
-    /// Logits of a step.
+    /// Logits of one row.
     pub(super) fn vocab(&self) -> u32 {
         self.vocab
     }
@@ -622,11 +622,11 @@ impl Session {
         self.next = None;
     }
 
-    /// The step before a fresh start published arg-max pairs that are not used; readers wait for them all the same.
+    /// Publishes arg-max pairs in place of the step before a fresh start. They are not used, but readers wait for them all the same.
     fn arm_candidates(&mut self) -> Result<(), SessionError> {
         let tag = self.tag - 1;
         if tag == 0 {
-            // Tag 0 is what memory of zeros holds.
+            // Memory of zeros has tag 0.
             self.tag += 1;
             return self.arm_candidates();
         }

@@ -5,12 +5,12 @@ use super::memory::DeviceBuffer;
 use super::stream::Stream;
 use crate::codegen::abi::Row;
 
-/// What follows in a table begins at a multiple of this.
+/// Each part of the tables begins at a multiple of these bytes.
 const ALIGN: usize = 256;
 /// Bytes between the counts of two kernels of a launch.
 const COUNT_BYTES: u64 = 16;
 
-/// The tables of two launches in turns: of one that runs, and of the one that is queued after it.
+/// The tables of two launches, used in turn: of one that runs, and of the one that is queued after it.
 pub(super) struct LaunchTables {
     /// Copies while a kernel runs on another stream.
     copies: Stream,
@@ -54,7 +54,7 @@ impl LaunchTables {
         })
     }
 
-    /// Copies the tables of a launch, and waits for the copy alone. The launch before the one before has ended: its tables are replaced.
+    /// Copies the tables of a launch, and waits only for the copy. They replace those of the launch two before, which must have ended.
     ///
     /// # Errors
     /// What the driver refuses.

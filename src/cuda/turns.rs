@@ -20,7 +20,7 @@ use crate::rows::{Shape, Tables};
 use bytemuck::Zeroable;
 use std::sync::Arc;
 
-/// What is queued or runs.
+/// A launch that is queued or runs.
 #[derive(Clone, Copy)]
 struct Flying {
     rows: usize,
@@ -35,7 +35,7 @@ struct Flying {
 /// A kernel for several rows on a device, for launches of more rows.
 pub struct TurnsSession {
     kernel: Kernel,
-    /// Of a launch.
+    /// That of a launch.
     shape: Shape,
     /// Rows of the kernel, and those of a step as it lays them out.
     kernel_rows: u32,
@@ -45,7 +45,7 @@ pub struct TurnsSession {
     rows: DeviceBuffer,
     pages: DeviceBuffer,
     logits: DeviceBuffer,
-    /// Of each turn one after another: a count, and the tokens of each step.
+    /// For each turn, one after another: a count, and the tokens of each step.
     mailbox: MappedBuffer,
     tag: u32,
     /// What each row decided in the last launch; nothing after one that decided nothing.
@@ -144,7 +144,7 @@ impl TurnsSession {
         let only_fills = only_fills(tables, inputs, with_logits)?;
         let (rows, pages) = encode_rows(tables, &self.told(inputs), &[], self.vocab)?;
         let rows = in_turns(rows, self.kernel_rows);
-        // Tags never repeat, and launches that only fill the cache leave words behind.
+        // Tags never repeat, and launches that only fill the cache leave words uncleared.
         let last = u64::from(self.tag) + u64::from(steps) * u64::from(turns) + 2;
         if last > u64::from(u32::MAX) || self.filled && !only_fills {
             self.begin_words()?;

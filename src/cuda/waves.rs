@@ -44,7 +44,7 @@ struct Loaded {
     shares: DeviceBuffer,
     records: DeviceBuffer,
     work: DeviceBuffer,
-    /// Of a tail: where the residual of a chunk is.
+    /// For a tail: device address of the residual of a chunk.
     taken: u64,
     tables: LaunchTables,
     stamps: DeviceBuffer,
@@ -140,7 +140,7 @@ impl Loaded {
         self.watched.launch(&self.params(&rows, placed, wanted))
     }
 
-    /// Of a launch of `rows`, whose tables are `placed`.
+    /// The parameters of a launch of `rows`, whose tables are `placed`.
     fn params(&self, rows: &[Row], placed: Placed, wanted: Wanted) -> WaveParams {
         let Wanted { steps, only_fills, logits, mailbox } = wanted;
         let (report, abort) = self.watched.watch_words();
@@ -182,7 +182,7 @@ impl Loaded {
 /// A kernel of waves that reads chunks, and maybe its tail.
 pub struct WavesSession {
     loaded: Loaded,
-    /// On the same stream.
+    /// Its tail, on the same stream.
     tail: Option<StepsSession>,
     /// Chunks that are queued or being read, oldest first, and whether a tail follows each; at most two.
     flying: VecDeque<bool>,
@@ -230,7 +230,7 @@ impl WavesSession {
         Ok(WavesSession { loaded, tail: None, flying: VecDeque::new(), ends_with_tail: false })
     }
 
-    /// As [`WavesSession::load`], with the tail that was proven after the plan of chunks. `cubins`: of the chunk, and of the tail.
+    /// As [`WavesSession::load`], with the tail that was proven after the plan of chunks. `cubins`: that of chunks, and that of the tail.
     ///
     /// # Errors
     /// What the driver refuses.
@@ -262,7 +262,7 @@ impl WavesSession {
     }
 
     /// Reads a chunk of one sequence and waits: keys and values of its tokens are in the cache when this returns. `tables` has a row for
-    /// each token, at consecutive positions. The last one wants logits where it is for more than keys and values, and no other does.
+    /// each token, at consecutive positions. The last one wants logits if it is for more than keys and values; no other does.
     ///
     /// # Errors
     /// Tables of another shape, or of several sequences; tokens beyond the vocabulary; a last row that nothing decides after; a launch that
@@ -341,7 +341,7 @@ impl WavesSession {
     pub fn finish(&mut self) -> Result<ChunkRead, SessionError> {
         let ends = self.flying.pop_front().ok_or(SessionError::NotQueued)?;
         let chunk = self.loaded.finish(1);
-        // The tail of a chunk that gave up has run, too: what it has left is not looked at.
+        // If the chunk gave up, its tail has run all the same; its result is ignored.
         let tail = self.tail.as_mut().filter(|_| ends).map(RowLauncher::finish).transpose();
         let (chunk_us, tail) = (chunk?, tail?);
         let token = tail.as_ref().and_then(|tail| tail.tokens.last()?.first().copied());
@@ -376,7 +376,7 @@ impl WavesSession {
 /// A kernel of waves that runs steps.
 pub struct StepsSession {
     loaded: Loaded,
-    /// Host-visible tokens of each row: of each step, and of the one after the last; of two launches, in turns.
+    /// Host-visible tokens of each row, for each step and for the one after the last. Those of two launches, used in turn.
     mailboxes: [MappedBuffer; 2],
     next_mailbox: usize,
     logits: DeviceBuffer,
@@ -395,7 +395,7 @@ struct Flying {
     has_tokens: bool,
     /// The sampler has still to be queued.
     is_unchosen: bool,
-    /// Of its tokens.
+    /// Which mailbox has its tokens.
     mailbox: usize,
 }
 
@@ -418,7 +418,7 @@ impl StepsSession {
         StepsSession::load_on(device, proven, cubin, trace, steps_max, shared, 0)
     }
 
-    /// `taken`: of a tail, the address of the residual that it takes.
+    /// `taken`: for a tail, the address of the residual that it takes.
     fn load_on(
         device: &Device,
         proven: &Proven<'_>,
