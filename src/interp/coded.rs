@@ -70,7 +70,7 @@ fn scale(format: Format, granule: &[u8], r: usize, group: usize) -> (f32, f32) {
     }
 }
 
-/// Multiplies each row by its scale, fp32 in the order of rows; nothing where there are none.
+/// Multiplies each row by its scale (fp32, in the order of rows); does nothing if there are none.
 pub fn scale_rows<R: Real>(scales: &[u8], y: &mut [R]) {
     for (y, scale) in y.iter_mut().zip(scales.as_chunks::<4>().0) {
         *y = *y * R::of(f32::from_le_bytes(*scale));

@@ -1,8 +1,8 @@
 //! Owns the codes of keys and values that a device stored for the rows of a step: the step takes them in place of its own.
 //!
-//! Rounding to few bits makes of a difference in the last bit of bf16 one of 6 to 12 % in some of the codes, and each layer builds on
-//! the codes of those before. A step that takes the codes of the device has its keys and values in every layer, so what it computes
-//! differs by the arithmetic between two roundings alone. What it would have rounded is kept: it says whether the codes are right.
+//! If two values differ in the last bit of a bf16, rounding to few bits makes that 6 to 12 % in some of the codes, and each layer builds
+//! on the codes of those before. A step that takes the codes of the device has its keys and values in every layer, so it differs only
+//! by the arithmetic between two roundings. The values that it would have rounded are kept: they say whether the codes are right.
 
 use super::memory::CacheColumns;
 use super::plan::CacheShape;
@@ -59,7 +59,7 @@ impl DeviceCodes {
         row.iter().map(|bits| f32::from_bits(bits.load(Ordering::Relaxed))).collect()
     }
 
-    /// Keeps the values that a step computed for `columns` of a row, and puts there what the device has, of codes in units of `scale`.
+    /// Keeps the values that a step computed for `columns` of a row, and replaces them by the device's: codes in units of `scale`.
     pub(super) fn take<R: Real>(&self, row: usize, columns: CacheColumns, scale: f32, values: &mut [R]) {
         let OfCache { cols, codes, computed } = &self.caches[columns.cache];
         let range = row * cols + columns.first..row * cols + columns.first + columns.len;

@@ -87,8 +87,8 @@ pub enum HistoryRows<'a> {
 }
 
 impl HistoryRows<'_> {
-    /// Rows of `dim` values from row `first` on as fp32, as many as `out` has room for. Where they lie is asked once for all of
-    /// them: a history is read twice for each head.
+    /// Rows of `dim` values from row `first` on as fp32, as many as `out` has room for. One call finds out once where all of
+    /// them lie, because a history is read twice for each head.
     pub fn read(&self, first: usize, dim: usize, out: &mut [f32]) {
         match *self {
             HistoryRows::F32 { data, stride } => {
@@ -152,7 +152,7 @@ pub fn unit_f32<const PARTS: usize>(isa: Isa, w: &[u8], x: &[f32]) -> [f32; ROWS
     }
 }
 
-/// The same of bf16 rows; `x` in the order of [`permute_bf16`], `GRANULE_K_BF16` values for each part of a granule.
+/// The same for bf16 rows; `x` in the order of [`permute_bf16`], `GRANULE_K_BF16` values for each part of a granule.
 pub fn unit_bf16<const PARTS: usize>(isa: Isa, w: &[u8], x: &[f32]) -> [f32; ROWS] {
     assert!(
         w.len().is_multiple_of(GRANULE) && x.len() >= w.len() / GRANULE * PARTS * GRANULE_K_BF16,
@@ -656,7 +656,7 @@ mod avx512 {
                     unsafe {
                         let row = w.as_ptr().add(g * GRANULE + pair * PAIR * GRANULE_ROW);
                         let x = x.as_ptr().add((g * PARTS + part) * granule_k);
-                        // As there: lines of the next block, which may lie after the weights.
+                        // As in `avx2::unit_rows`: lines of the next block, which may lie after the weights.
                         let next = row.wrapping_add(BLOCK_GRANULES * GRANULE);
                         _mm_prefetch::<_MM_HINT_T0>(next.cast());
                         _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(GRANULE_ROW).cast());

@@ -71,7 +71,7 @@ pub struct CacheColumns {
 
 /// How an op reaches its operands. Values are fp32 in the op's hands; a store rounds to the type of the buffer.
 pub trait Access {
-    /// Whether what was loaded once in a step may be used again: not where every load is to be judged.
+    /// Whether what was loaded once in a step may be used again. Not if every load is to be judged.
     fn trusted(&self) -> bool;
     fn load(&mut self, region: &Region, out: &mut [f32]);
     fn store(&mut self, region: &Region, values: &[f32]);
@@ -217,7 +217,7 @@ pub struct Cache {
     data: CacheData,
     cols: usize,
     rows: usize,
-    /// In fp8, of the columns of each KV head; otherwise empty.
+    /// In fp8, the scale of each KV head's columns; otherwise empty.
     scales: Vec<f32>,
 }
 
@@ -342,7 +342,7 @@ impl Cache {
     }
 }
 
-/// Four bytes, or what is left of them.
+/// Four bytes as a little-endian word; bytes that are missing are zeros.
 pub fn word(bytes: &[u8]) -> u32 {
     let mut word = [0; 4];
     word[..bytes.len()].copy_from_slice(bytes);

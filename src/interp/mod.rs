@@ -4,13 +4,14 @@
 //! orders: `threads`, where worker threads stand in for SMs, and `adversary`, one thread that interleaves the SMs as badly
 //! as the events allow. The same schedule gives the same fp32 bits in both orders, with any number of threads and any
 //! seed, because every sum has one fixed order. Attention without KV splits sums over keys in ascending positions, in blocks
-//! that are counted from the first position that a row sees. Keys of the step's own rows and keys of the cache lie in one
-//! row of values for that, so a row's bits do not depend on where a prompt was cut, or on the other rows of its step. `plan` resolves a schedule once, so that a task costs well under 1 µs
-//! beside its arithmetic.
+//! that are counted from the first position that a row sees, whether a key is of the step or from the cache. So a row's bits
+//! do not depend on where a prompt was cut, or on the other rows of its step.
+//!
+//! `plan` resolves a schedule once, so that a task costs well under 1 µs beside its arithmetic.
 //!
 //! What a device rounds is rounded here: exchange buffers to their type, keys and values to the cache's type (for the
-//! current position too). What it is not: a tensor core multiplies bf16 by bf16, so a device also rounds the staged input
-//! of a matvec; here it stays fp32.
+//! current position too). With one exception: a tensor core multiplies bf16 by bf16, so a device also rounds the staged
+//! input of a matvec; here it stays fp32.
 
 mod adversary;
 mod coded;
@@ -198,7 +199,7 @@ pub struct StepResult<'a> {
     pub position: u32,
     /// The token that was decoded at this position: the input, or what the schedule selected.
     pub token: u32,
-    /// None of a row that wants none.
+    /// None for a row that wants none.
     pub logits: Logits<'a>,
 }
 
@@ -226,7 +227,7 @@ impl Logits<'_> {
 
 /// One way of executing a plan.
 trait Engine: Send {
-    /// Runs steps one after another; tells of each row of each step, and stops early if `on_step` says so.
+    /// Runs steps one after another; calls `on_step` for each row of each step, and stops early if that says so.
     fn launch(
         &mut self,
         steps: Vec<StepRows>,
@@ -506,8 +507,8 @@ impl Interp {
         Ok(())
     }
 
-    /// The token that follows, unless the caller chooses another: the arg-max over the candidates of the last step, of equal
-    /// logits the lowest id.
+    /// The token that follows, unless the caller chooses another: the arg-max over the arg-max pairs of the last step, the
+    /// lowest id of equal logits.
     pub fn selected(&mut self) -> Option<u32> {
         if self.selectable { self.engine.selected(self.position, self.last_row) } else { None }
     }

@@ -21,7 +21,7 @@ pub struct Step<'a> {
     pub rows: &'a StepRows,
     /// Different for every step executed, also if a position is decoded again.
     pub serial: u64,
-    /// Ordinals whose candidates the previous step wrote.
+    /// Ordinals whose arg-max pairs the previous step wrote.
     pub previous_parts: &'a [u32],
 }
 
@@ -103,7 +103,7 @@ impl<R: Real> Scratch<R> {
     }
 }
 
-/// Executes one task: one row of the step, or all of them one after another. Of a row that the launch does not have it does
+/// Executes one task: one row of the step, or all of them one after another. For a row that the launch does not have, it does
 /// nothing.
 pub fn run<R: Real>(
     task: &TaskPlan,
@@ -151,7 +151,7 @@ fn run_row<R: Real>(
             memory.store(residual, &s.load);
             out.iter().for_each(|out| memory.store(out, &s.load));
         }
-        // Of all rows at once.
+        // `run` does it for all rows at once.
         Work::MatVec(_) => {}
         // It reads keys of other rows, too.
         Work::Attention(a) => attention(step, row, a, stream, memory.memory, s),
@@ -177,7 +177,7 @@ fn table_values(pack: &[u8], t: &Table, token: u32, first: usize, len: usize, ou
     }
 }
 
-/// The better of two candidates: the larger logit, and of equal ones the lower row.
+/// The better of two arg-max pairs: the larger logit, and of equal ones the lower row.
 fn better(a: (f32, u32), b: (f32, u32)) -> (f32, u32) {
     if b.0 > a.0 || (b.0 == a.0 && b.1 < a.1) { b } else { a }
 }
@@ -210,7 +210,7 @@ fn load<R: Real>(memory: &mut impl Access, region: &Region, words: &mut Vec<f32>
     out.extend(words.iter().map(|&v| R::of(v)));
 }
 
-/// Normalises `x` as far as it goes before a dot product, and returns what the result is multiplied by.
+/// Does the part of a norm of `x` that comes before a dot product, and returns what the result is multiplied by.
 ///
 /// RMS statistics commute with a dot product, so a device applies the gain before and the statistic after it; the mean
 /// of a LayerNorm does not.
@@ -302,7 +302,7 @@ fn mat_vec<R: Real>(step: &Step<'_>, m: &plan::MatVec, weights: &[u8], memory: &
     }
 }
 
-/// What a matvec makes of the products of one row.
+/// The epilogue of a matvec, for the products of one row.
 fn epilogue<R: Real>(step: &Step<'_>, m: &plan::MatVec, y: &mut [R], memory: &mut impl Access, values: &mut Vec<f32>) {
     if let Some(bias) = &m.bias {
         y.iter_mut().zip(&step.plan.constants[bias.clone()]).for_each(|(y, b)| *y = *y + R::of(*b));

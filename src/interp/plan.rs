@@ -71,7 +71,7 @@ pub struct Plan {
     pub ring: Ring,
     pub logits: Region,
     pub candidates: Region,
-    /// By buffer: all of it, where it is an exchange buffer.
+    /// By buffer: all of it, if it is an exchange buffer.
     pub exchanges: Vec<Option<Region>>,
     pub regimes: Vec<RegimePlan>,
 }
@@ -85,7 +85,7 @@ pub struct CacheShape {
     pub cols: usize,
     pub layer: u32,
     pub kind: CacheKind,
-    /// In fp8, of each KV head.
+    /// In fp8, the scale of each KV head.
     pub scales: Vec<f32>,
 }
 
@@ -108,7 +108,7 @@ pub struct RegimePlan {
     pub queues: Vec<Vec<TaskPlan>>,
     /// One stream per SM.
     pub streams: Vec<Vec<StreamRun>>,
-    /// Ordinals whose candidates a step of this regime writes.
+    /// Ordinals whose arg-max pairs a step of this regime writes.
     pub parts: Vec<u32>,
     /// By the number of a launch's rows: signals of the tasks of rows that it does not have.
     pub absent: Vec<Vec<(EventId, u32)>>,
@@ -192,7 +192,7 @@ pub struct MatVec {
     pub unit_rows: usize,
     /// Bytes of the pack.
     pub weight: Range<usize>,
-    /// The same of the scales of its rows; empty where there are none.
+    /// The same for the scales of its rows; empty if there are none.
     pub row_scales: Range<usize>,
     pub bias: Option<Range<usize>>,
     pub epilogue: Epilogue,
@@ -216,7 +216,7 @@ pub struct Attention {
     /// Range of [`Plan::constants`] that holds the table, `rotary` values a row.
     pub rope: Option<Range<usize>>,
     pub cache_dtype: DType,
-    /// Of keys and of values in fp8.
+    /// Scales of keys and of values in fp8.
     pub cache_scales: [f32; 2],
     pub keys: CacheColumns,
     pub values: CacheColumns,
@@ -226,7 +226,7 @@ pub struct Attention {
 pub struct Current {
     pub k: Region,
     pub v: Region,
-    /// Where this task appends keys and values; `None` where another task of the same KV head does.
+    /// Where this task appends keys and values; `None`: another task of the same KV head does.
     pub append: Option<(CacheColumns, CacheColumns)>,
 }
 

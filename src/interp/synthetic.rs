@@ -10,7 +10,7 @@ pub enum CacheKind {
     Value,
 }
 
-/// Of a cache in fp8, a generated value is this many times as many units of the scale: about as large as the code of a real key.
+/// In a cache in fp8, a generated value is multiplied by this, in units of the scale: it is then about as large as a real key.
 const FP8_UNITS: f32 = 8.0;
 
 /// The code of a generated value in a cache in fp8.

@@ -63,7 +63,7 @@ impl Interp {
             };
             let after = &rest[tokens.len()..];
             let position = self.position;
-            // Pages behind a window are kept: the text may go on from any of its positions.
+            // Pages that left the window are kept: the text may go on from any of its positions.
             text.pool.reserve(text.sequence, position + tokens.len() as u32)?;
             // The last one before a choice, or before the caller chooses.
             let chosen_after = after.first().is_none_or(|next| *next == Input::Selected);

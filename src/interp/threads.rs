@@ -27,7 +27,7 @@ const SPINS_OWN: u32 = 64;
 /// Polls before a thread yields its core between two looks: if no other thread wants it, and if one does.
 const SPINS: u32 = 256;
 const SPINS_CROWDED: u32 = 2;
-/// A thread that has its core to itself has it back sooner; how many yields it remembers that it has not.
+/// A thread that has its core to itself gets it back sooner than this. After a slower yield it assumes for this many yields that it has not.
 const YIELD_ALONE: Duration = Duration::from_micros(10);
 const YIELDS_CROWDED: u32 = 1000;
 /// Polls of a thread that has no step to run before it parks: tens of microseconds, what a host needs between steps.
@@ -202,7 +202,7 @@ impl Worker {
 #[derive(Default)]
 struct Patience {
     spins: u32,
-    /// Yields that are left of the time in which the thread takes its core for one that others want.
+    /// Yields that are left for which the thread assumes that others want its core.
     crowded: u32,
 }
 
