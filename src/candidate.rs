@@ -7,8 +7,7 @@ use crate::ir::variant::{POLL_BATCH, REDUCE_BATCH, prefetch_v_rule, warps_per_he
 use std::fmt;
 use thiserror::Error;
 
-/// More shares than this are no candidate of any length of context: each is a task of every layer, and takes memory before
-/// anything is known of it.
+/// Most KV splits, for any length of context: each is a task of every layer, and takes memory before anything is known of it.
 pub const SPLITS_MAX: u32 = 1024;
 
 /// Every knob that lowering, scheduling and the kernels of ops may turn. Two candidates that differ give different artefacts or
@@ -27,7 +26,7 @@ pub struct Candidate {
     pub flight_free: u32,
     /// Query heads of one attention task while the history is not split.
     pub heads_per_task: u32,
-    /// Shares of the history in the split regime; 1: never split.
+    /// KV splits in the split regime; 1: never split.
     pub splits: u32,
     /// First position of the split regime.
     pub split_from: u32,
@@ -41,8 +40,8 @@ pub struct Candidate {
     pub sum_units: u32,
     /// Pairs of packets that a thread waits for at once.
     pub poll_pairs: u32,
-    /// Units whose weights a warp holds in registers at once, of each matvec of a layer (`up`: with the gate, where there is
-    /// one) and of the head; 0: as many as the rule of `ir::variant::RegisterTiling` says.
+    /// Units whose weights a warp holds in registers at once, for each matvec of a layer (`up`: with the gate, if there is
+    /// one) and for the head; 0: as many as the rule of `ir::variant::RegisterTiling` says.
     pub hold_qkv: u32,
     pub hold_o: u32,
     pub hold_up: u32,
@@ -52,7 +51,7 @@ pub struct Candidate {
     pub attention_team: u32,
     /// 1: queries stay in registers and values are loaded before the softmax.
     pub attention_ahead: u32,
-    /// Rows of the smallest units of a matvec: 8, or 4 or 2 where shares become shorter by it.
+    /// Rows of the smallest units of a matvec: 8; or 4 or 2, used if they make the longest share shorter.
     pub unit_rows: u32,
     /// 1: every SM adds normalised branches up for itself; 0: the SM that owns the columns does, and publishes.
     pub sums_everywhere: u32,
@@ -84,7 +83,8 @@ impl Number for Mechanism {
     }
 }
 
-/// Written out once: what a candidate is destructured into and made of, so that a new knob does not compile until it is here.
+/// The fields of a candidate, written out once. The code destructures it and builds it from this list, so a new knob does not
+/// compile until it is here.
 macro_rules! knobs {
     ($($variant:ident $knob:ident)*) => {
         /// A knob of a candidate; as a number it is the place in [`Values`].
@@ -188,8 +188,8 @@ impl Candidate {
         }
     }
 
-    /// What a text is read over: each knob that was added since the first trials were written as kernels were before there was
-    /// the knob, for heads of `head_dim`. The knobs of the first trials are in every text.
+    /// The candidate over which a text is read. Each knob that is younger than the first trials has the value that kernels used
+    /// before there was the knob, for heads of `head_dim`. The knobs of the first trials are in every text.
     pub fn of_first(head_dim: u32) -> Candidate {
         Candidate {
             light_eighth: 0,

@@ -18,7 +18,7 @@ use crate::lower::{
 use crate::model::graph::{Layer, Linear, ModelGraph};
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 
-/// More shares of the history than this would make the merge longer than the history it saves.
+/// With more KV splits than this the merge would take longer than the reads that they save.
 pub const SPLITS_DEFAULT_MAX: u32 = 32;
 
 impl Candidate {
@@ -79,7 +79,7 @@ impl Candidate {
         }
     }
 
-    /// The same for contexts of at most so many positions, which are not shared between more than pays the merge.
+    /// The same for contexts of at most `context_max` positions: no more KV splits than pay for their merge.
     pub fn for_context(self, context_max: u32) -> Candidate {
         // A share of fewer positions is read in the time that another share takes to merge (docs/perf-log.md).
         const SHARE_LEAST: u32 = 128;
@@ -87,17 +87,18 @@ impl Candidate {
     }
 }
 
-/// Shares of the history that give every SM one where `groups` tasks read it whole: no more than a merge is worth, nor than records
-/// of as many values as 32 heads of 128 dimensions have.
+/// KV splits that occupy every SM, if `groups` tasks would read the whole history. Capped by what a merge is worth, and by the size of
+/// the records: that of 32 splits of heads of 128 dimensions.
 pub fn default_splits(groups: u32, sms: u32, head_dim: u32) -> u32 {
     const RECORDS: u32 = SPLITS_DEFAULT_MAX * (128 + PARTIAL_HEADER);
     let most = (RECORDS / (head_dim + PARTIAL_HEADER)).clamp(1, SPLITS_DEFAULT_MAX);
     (sms / groups.max(1)).clamp(1, most)
 }
 
-/// 16 KiB; where units of the model's width would waste a third of such a slot or be cut by it, 32 KiB, or whole units where
-/// those would waste a third of that, if five have room: a unit in one chunk has no wait inside, and a ring runs ahead by what
-/// is in its slots. Two units where a layer streams for about as long as its hops take (docs/perf-log.md).
+/// 16 KiB. If units of the model's width would waste a third of such a slot or not fit it, 32 KiB, or the whole units in 32 KiB if
+/// they would waste a third of that; both only if a unit fits 32 KiB and five such slots have room. A unit in one chunk has no wait
+/// inside, and a ring runs ahead by what is in its slots. Two units if a layer streams for about as long as its hops take
+/// (docs/perf-log.md).
 fn default_slot_bytes(graph: &ModelGraph, precision: Precision, sms: u32, room: u64) -> u32 {
     const SLOT: u32 = 16384;
     let unit = width_unit_bytes(graph, precision);
@@ -132,7 +133,7 @@ fn up_rows(layer: &Layer) -> u32 {
     layer.mlp.gate.as_ref().map_or(0, |gate| gate.rows) + layer.mlp.up.rows
 }
 
-/// All SMs, or a few less where these have equal shares of every matvec of a layer, in units of 8 rows or halves of them: no SM
+/// All SMs; or a few less, if these then have equal shares of every matvec of a layer, in units of 8 rows or halves of them: no SM
 /// waits for one with more, and fewer SMs exchange (docs/perf-log.md).
 fn even_sms(graph: &ModelGraph, sms: u32) -> u32 {
     let Some(layer @ Layer { attn, mlp, .. }) = graph.layers.first() else { return sms };
@@ -143,9 +144,9 @@ fn even_sms(graph: &ModelGraph, sms: u32) -> u32 {
     even(UNIT_ROWS).or_else(|| even(UNIT_ROWS / 2)).unwrap_or(sms)
 }
 
-/// Bytes of a layer for an SM from which streaming takes much longer than hops: 15 us at the read peak of an H200.
+/// From this many bytes of a layer for each SM on, streaming takes much longer than hops: 15 us at the read peak of an H200.
 const STREAM_BOUND: u64 = 512 << 10;
-/// Bytes of a layer for an SM that stream for less time than its five hops take, 7.5 us, but not for much less.
+/// With these bytes of a layer for each SM, streaming takes less time than the layer's five hops, 7.5 us, but not much less.
 const BALANCED: std::ops::Range<u64> = 192 << 10..256 << 10;
 
 /// Bytes of weights that an SM streams for the first layer.
@@ -177,9 +178,10 @@ struct Flight {
 }
 
 impl Flight {
-    /// Of a well filled ring about 32 KiB, at which memory still streams at its rate and a poll waits least; one copy, and 64 KiB of an
-    /// emptier ring, where a layer streams for less time than its five hops take; 64 KiB, and never more, where it streams for much longer and
-    /// slots hold whole units (docs/perf-log.md). All slots for codes of 4 bits: a prototype lost 7 % of a step of Llama-3.2-1B with fewer.
+    /// Copies in flight, by how long a layer streams (docs/perf-log.md). For less time than its five hops take: 64 KiB while many slots
+    /// are free, else one copy. For much longer, with slots of whole units: always 64 KiB. Otherwise four copies, and about 32 KiB in a
+    /// well filled ring: memory then still streams at its rate, and polls wait least. Codes of 4 bits: all slots; a prototype lost 7 % of
+    /// a step of Llama-3.2-1B with fewer.
     fn for_layer(graph: &ModelGraph, precision: Precision, sms: u32, slot_bytes: u32, slots: u32) -> Flight {
         const IN_FLIGHT: u32 = 32768;
         let bytes = layer_bytes(graph, precision, sms);
@@ -196,10 +198,10 @@ impl Flight {
     }
 }
 
-/// Two units of up at once, a gate's and its up's, where a layer streams for long and the rule of `ir::variant::RegisterTiling` holds
-/// one; 0, the rule, elsewhere (docs/perf-log.md), and for codes, of which nothing was measured.
+/// Two units of up at once, with their gates, if a layer streams for long and the rule of `ir::variant::RegisterTiling` holds one. Else 0,
+/// the rule (docs/perf-log.md); also for codes, for which nothing was measured.
 fn default_hold_up(graph: &ModelGraph, precision: Precision, warps: u32, sms: u32, slot_bytes: u32) -> u32 {
-    // Eight granules of each: registers for as many more are free.
+    // With up to eight granules of each, registers for as many more are free.
     const UNIT_GRANULES: std::ops::RangeInclusive<u32> = 7..=8;
     if !up_format(graph, precision).is_plain() {
         return 0;
@@ -228,8 +230,8 @@ pub fn fixed_smem_bytes(
     let dim = graph.layers.iter().map(|l| l.attn.head_dim).max().unwrap_or(0);
     let mma = target.spec.dot == DotMechanism::Mma;
     let attention: Vec<Attention> = graph.layers.iter().map(|l| attention_of(graph, &l.attn)).collect();
-    // Tasks of the longest queue: its share of split attention and its merge, rounded up, and what every SM has one of in a layer and
-    // in a step.
+    // Tasks of the longest queue: its part of split attention and of the merge, rounded up, and the tasks that every SM has once in a
+    // layer and once in a step.
     let shares = |a: &Attention| a.head_groups() * default_splits(a.head_groups(), sms, a.head_dim) + a.heads;
     let posts = |l: &Layer| [&l.attn_post_norm, &l.mlp_post_norm].into_iter().flatten().count() as u32;
     let whole_tasks: u32 = graph.layers.iter().map(|l| 4 + posts(l)).sum();

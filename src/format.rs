@@ -1,5 +1,5 @@
-//! Owns `Format`: how the weights of a matrix are coded, and the bytes of its granules. Everyone who writes, reads or sizes a matrix
-//! asks here; only the validator keeps arithmetic of its own.
+//! Owns `Format`: how the weights of a matrix are coded, and the bytes of its granules. All code that writes, reads or sizes a matrix
+//! asks this module; only the validator keeps arithmetic of its own.
 //!
 //! A weight is `row_scale * scale * (value(code) - zero)`: a code for each weight, a scale (and a zero point) for each group of
 //! consecutive k of a row, and a scale for the whole row. A format without scales stores the values themselves.
@@ -30,7 +30,7 @@ pub struct Format {
     pub code: Code,
     /// Scales along k; `None`: there are none.
     pub groups: Option<Groups>,
-    /// A scale (fp32) for each row, behind the units of the matrix.
+    /// A scale (fp32) for each row, after the units of the matrix.
     pub row_scales: bool,
 }
 
@@ -131,7 +131,7 @@ pub struct TableRow {
     pub bytes: u64,
 }
 
-/// Bytes that a row of a table begins at a multiple of.
+/// A row of a table begins at a multiple of these bytes.
 const TABLE_ROW_ALIGN: u64 = 16;
 
 impl ScaleCode {
@@ -246,7 +246,7 @@ impl Format {
         CODE_BYTES as usize + (row * self.granule_groups() as usize + group) * bytes
     }
 
-    /// The same of its zero point.
+    /// The same for its zero point.
     pub fn zero_at(self, row: usize, group: usize) -> usize {
         self.scale_at(ROWS as usize, 0) + row * self.granule_groups() as usize + group
     }
@@ -302,13 +302,13 @@ impl Format {
 /// What a manifest asks for: formats of matrices, by the names of [`NAMED`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct FormatPlan {
-    /// Of all linears and the head; `None`: as they are stored, values in the type of the precision.
+    /// That of all linears and the head; `None`: as they are stored, values in the type of the precision.
     pub weights: Option<Format>,
-    /// Of the head, if it differs; a plain one: as it is stored.
+    /// That of the head, if it differs; a plain one: as it is stored.
     pub head: Option<Format>,
-    /// Of the embedding; `None`, or a plain one: as it is stored. `weights` says nothing of it.
+    /// That of the embedding; `None`, or a plain one: as it is stored. `weights` does not apply to it.
     pub embed: Option<Format>,
-    /// Of all linears of a layer, as of the head.
+    /// Those of single layers, for all linears of the layer; as for the head.
     pub layers: BTreeMap<u32, Format>,
 }
 
@@ -395,7 +395,7 @@ pub fn e4m3(code: u8) -> f32 {
 /// Largest value of e4m3.
 pub const E4M3_MAX: f32 = 448.0;
 
-/// The nearest e4m3 code, ties to the even one; beyond the largest value that value.
+/// The nearest e4m3 code, ties to the even one. Values beyond the largest become the largest.
 pub fn to_e4m3(value: f32) -> u8 {
     let sign = if value.is_sign_negative() { 0x80 } else { 0 };
     let size = value.abs();

@@ -122,7 +122,7 @@ pub struct Subject<'a> {
     pub validated: &'a Validated,
     pub graph: &'a ModelGraph,
     pub target: &'a Target,
-    /// Of a device of the target's kind, if it was measured: no step is faster than its bytes arrive.
+    /// Read bandwidth of a device of the target's kind, if it was measured: no step is faster than its bytes arrive.
     pub read_bytes_per_s: Option<f64>,
     /// Ascending; each leaves room for a launch.
     pub positions: &'a [u32],
@@ -251,7 +251,7 @@ impl<'a> Timer<'a> {
         timed(&self.subject, self.position, self.steps, samples_us, clocks)
     }
 
-    /// Times every position of the subject; `on_position` hears of each that is done.
+    /// Times every position of the subject; `on_position` is called after each.
     ///
     /// # Errors
     /// As [`Timer::prepare`].

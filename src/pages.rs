@@ -6,7 +6,7 @@
 use crate::rows::{Edit, PageId, SequenceId, Shape};
 use thiserror::Error;
 
-/// Why the pool cannot do what it was asked for. It is as it was before.
+/// Why the pool cannot do what it was asked for. The pool did not change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum PoolError {
     #[error("all {sequences} sequences are open")]
@@ -28,7 +28,7 @@ pub enum PoolError {
 struct Held {
     /// Blocks whose pages left the window.
     dropped: u32,
-    /// Pages of the blocks from there on.
+    /// Pages of the blocks after those.
     pages: Vec<PageId>,
 }
 
@@ -47,7 +47,7 @@ pub struct Pool {
     /// For each page, the sequences that hold it.
     holders: Vec<u32>,
     sequences: Vec<Option<Held>>,
-    /// Of each page, whether it is kept for sequences to come.
+    /// For each page, whether it is kept for sequences to come.
     kept: Vec<bool>,
     /// Kept pages that no open sequence holds.
     idle: u32,

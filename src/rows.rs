@@ -1,7 +1,7 @@
 //! Owns the tables that the host writes for a launch: its rows, and the pages of their sequences.
 //!
 //! The proof of a program with tables uses the facts that the tables declare ([`crate::ir::table`]), so they must hold
-//! before a kernel reads them. A [`Request`] is plain data that anybody can write. [`Guard`] judges it and gives out
+//! before a kernel reads them. A [`Request`] is plain data that any code can make. [`Guard`] judges it and gives out
 //! [`Tables`], which only this module makes. The guard keeps what earlier launches established, so it looks at the rows of
 //! a launch, the pages that it writes, and the entries that changed; never at a whole history.
 
@@ -162,7 +162,7 @@ impl Refused {
 struct Held {
     /// Positions below are written ...
     filled: u32,
-    /// ... but for those in this many blocks, whose pages left the window.
+    /// ... except those in the first blocks, as many as this, whose pages left the window.
     dropped: u32,
 }
 
@@ -170,12 +170,12 @@ struct Held {
 #[derive(Debug, Clone)]
 pub struct Guard {
     shape: Shape,
-    /// Of each block of each sequence its page, or [`NO_PAGE`].
+    /// The page of each block of each sequence, or [`NO_PAGE`].
     table: Vec<u32>,
     sequences: Vec<Held>,
     /// For each page, the blocks that hold it.
     holders: Vec<u32>,
-    /// Of each page, its rows that are written, from the first on.
+    /// For each page, how many of its rows are written, from the first on.
     written: Vec<u32>,
     /// The launch that had a row of each sequence, and that wrote each page, last.
     sequence_seen: Vec<u64>,

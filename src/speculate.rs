@@ -34,7 +34,7 @@ const NONE: u32 = u32::MAX;
 pub struct NgramLookup {
     /// For each pair of tokens, the last position of its second token.
     last: HashMap<[u32; NGRAM_MIN], u32>,
-    /// Of each token of the text but the last, where the pair that it ends occurred before; [`NONE`]: nowhere.
+    /// For each token of the text but the last, where the pair that it ends occurred before; [`NONE`]: nowhere.
     before: Vec<u32>,
 }
 
@@ -133,7 +133,7 @@ impl Speculation<'_> {
         Speculation { draft, most, counts: Speculated::default(), misses: 0, pause: 0, launches: 0 }
     }
 
-    /// Tokens of a proposal, at most.
+    /// Most tokens of a proposal.
     pub fn most(&self) -> usize {
         self.most
     }

@@ -97,7 +97,7 @@ pub fn spans(schedule: &Schedule, stamps: Stamps<'_>) -> Result<Vec<Span>, Trace
                         return Err(TraceError::Missing { sm, step, task, stamp });
                     }
                 }
-                // What an op leaves out takes no time: inputs that only its sums mark were waited for until then.
+                // A part without a stamp takes no time. If only the sums have a stamp, inputs were waited for until then.
                 let inputs = match (inputs, sums) {
                     (0, 0) => begin,
                     (0, sums) => sums,
@@ -133,8 +133,8 @@ pub fn spans(schedule: &Schedule, stamps: Stamps<'_>) -> Result<Vec<Span>, Trace
     Ok(spans)
 }
 
-/// Reads the stamps of a launch of waves, `[sms][waves][STAMP_WORDS]`: SM by SM, in order. Of each wave `names` has what it does, and
-/// its grid. All of a wave after the wait for the one before is computing, but for what it starved.
+/// Reads the stamps of a launch of waves, `[sms][waves][STAMP_WORDS]`: SM by SM, in order. `names` says of each wave what it does, and
+/// its grid. After its wait for the wave before, a wave computes, except while it starves.
 ///
 /// # Errors
 /// Words that are no whole number of SMs, a wave that was not executed, a clock that runs backwards.

@@ -14,14 +14,14 @@ use crate::model::graph::{Layer, ModelGraph};
 use crate::schedule::schedule;
 use crate::target::{DotMechanism, Target, TargetKind};
 
-/// Rows of the kernel that reads prompts at most, and positions of a chunk: 64 are not faster (docs/perf-log.md, entry 21).
+/// Most rows of the kernel that reads prompts, and positions of a prompt chunk: 64 are not faster (docs/perf-log.md, entry 21).
 pub const PROMPT_ROWS: u32 = 32;
 
-/// Rows of the steps that every model has on a CUDA target, ascending. Which kernels run them is another question.
+/// Rows of the steps that every model has on a CUDA target, ascending. [`kernel_rows`] does not say which kernels run them.
 pub const STEP_ROWS: [u32; 4] = [8, 16, 32, 64];
 
-/// Rows of the kernels whose tasks wait for words, of a model on a target; ascending. More than 16 want tensor cores, whose warps share the
-/// rows, and weights that are no codes; some may not fit a target's shared memory.
+/// Rows of the kernels whose tasks wait for words, of a model on a target; ascending. More than 16 need tensor cores, whose warps share the
+/// rows, and plain weights; some may not fit a target's shared memory.
 pub fn kernel_rows(graph: &ModelGraph, precision: Precision, target: &Target) -> &'static [u32] {
     let plain = formats(graph, precision).all(|(format, _)| format.is_plain());
     match plain && rows_on_tensor_cores(precision, target.spec.dot == DotMechanism::Mma) {
@@ -30,15 +30,15 @@ pub fn kernel_rows(graph: &ModelGraph, precision: Precision, target: &Target) ->
     }
 }
 
-/// Bytes of a slot, the first that fits: a block of k of a unit of values, or a part of one on GPUs with little shared memory.
+/// Bytes of a slot; the first that fits counts: a block of k of a unit of plain weights, or a part of one on GPUs with little shared memory.
 const SLOT_BYTES: [u32; 3] = [16 << 10, 8 << 10, 4 << 10];
-/// Slots that a ring of the largest begins with, and how many copies are in flight while few and while many of them are full; of
-/// smaller slots as many bytes. Few: the input of rows comes through the same L2 as their weights (docs/perf-log.md, entry 17).
+/// Slots of a ring with slots of the largest size, and copies in flight while few and while many of them are full; with smaller
+/// slots, as many bytes. Few copies: the input of rows comes through the same L2 as their weights (docs/perf-log.md, entry 17).
 const RING_SLOTS: u32 = 12;
 const FLIGHT_HIGH: u32 = 3;
 const FLIGHT_LOW: u32 = 2;
 const FLIGHT_FREE: u32 = 4;
-/// Slots of a ring at least, before a kernel is said not to fit.
+/// Fewest slots of a ring; with fewer a kernel does not fit.
 const RING_SLOTS_MIN: u32 = 4;
 
 /// How many sequences and positions a kernel for rows has memory for.
@@ -110,7 +110,7 @@ impl Slots {
 }
 
 /// The candidate of a kernel for rows, from that of one row: the same units, without what only one row can have. A chunk is a
-/// block of k, so slots are no larger; a task takes all query heads of a KV head, for there are tasks enough.
+/// block of k, so slots are no larger; a task takes all query heads of a KV head, because there are enough tasks.
 fn candidate(base: &Candidate, graph: &ModelGraph, slots: &Slots, slot_bytes: u32, ring_slots: u32) -> Candidate {
     let group = graph.layers.iter().map(|layer| layer.attn.heads / layer.attn.kv_heads.max(1)).min().unwrap_or(1);
     Candidate {

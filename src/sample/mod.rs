@@ -33,10 +33,10 @@
 //! The noise of an id depends on (seed, position, id) alone: position is the index of the chosen token in its own
 //! sequence, and the second word of the counter is always 0. So neither the number of threads, nor the slot of a sequence
 //! in a batch, nor the other sequences there, nor a repeated step changes it. Two requests with one seed therefore have the
-//! same noise: who wants several continuations of one prompt gives each a seed of its own.
+//! same noise, so a client that wants several continuations of one prompt gives each a seed of its own.
 //! Top-p sums integers, whose order does not matter: a kernel may use
-//! atomics, buckets of scores, or a binary search over the score instead of a sort. Among equal scores at the edge of top-p each adds the
-//! same w, so the count of ids to keep there is one division.
+//! atomics, buckets of scores, or a binary search over the score instead of a sort. Equal scores at the edge of top-p add equal w, so
+//! one division gives the number of ids to keep there.
 //!
 //! Sources of the definitions:
 //!

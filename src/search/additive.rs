@@ -93,8 +93,8 @@ struct Row {
     noise: f64,
 }
 
-/// Indices into [`KNOBS`](super::space::KNOBS). Of all knobs the shares of the history alone do what they do in proportion to the
-/// position (`flywheel/corpus/h200.csv.zst`: turned alone, 3 % at position 1900 and nothing at 32; all others do the same at both).
+/// Indices into [`KNOBS`](super::space::KNOBS). Only the effect of the KV splits grows in proportion to the position
+/// (`flywheel/corpus/h200.csv.zst`: turned alone, 3 % at position 1900 and nothing at 32; other knobs have one effect at both).
 const SPLITS: usize = Knob::Splits as usize;
 const SLOT_BYTES: usize = Knob::SlotBytes as usize;
 /// Ring slots, copies in flight, and the free slots from which `flight_high` applies: their bytes decide their effect.
