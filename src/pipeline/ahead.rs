@@ -8,7 +8,7 @@ use crate::candidate::Candidate;
 use super::chain::{Chain, Host};
 use super::stages::BuildContext;
 
-/// Candidates that are made before anybody asks for them.
+/// Candidates that are made before the search asks for them.
 #[derive(Default)]
 pub(super) struct Ahead<'a> {
     queue: Mutex<Queue<'a>>,
@@ -46,8 +46,8 @@ impl Drop for Making<'_, '_> {
 }
 
 impl<'a> Ahead<'a> {
-    /// The candidate, if a thread made it or is making it. `candidates` is what is asked next, probably; what was waiting
-    /// is stale now, and so is what was made and is not among them.
+    /// The candidate, if a thread made it or is making it. `candidates` will probably be asked for next: what was waiting is
+    /// dropped, and so is what was made and is not among them.
     pub fn take(&self, candidate: &Candidate, candidates: &[Candidate]) -> Option<Chain<'a>> {
         let knobs = candidate.to_string();
         let mut queue = self.lock();

@@ -1,4 +1,4 @@
-//! Owns `CampaignArena`: candidates made through the chain, run by a child process, and told to the user's trials.
+//! Owns `CampaignArena`: candidates are made through the chain, run by a child process, and recorded in the user's trials.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -27,13 +27,13 @@ const DEADLINE_COLD: Duration = Duration::from_secs(900);
 const DEADLINE_WARM: Duration = Duration::from_secs(120);
 const DEADLINE_FACTOR: u32 = 10;
 
-/// Time that is not the search's.
+/// Time that a campaign spent outside of the search itself.
 #[derive(Default)]
 pub(super) struct Spent {
     /// Lowering, placing, proving and compiling, or waiting for a thread that does.
     pub made: Duration,
     pub child: Duration,
-    /// Of the child: check and measure.
+    /// Check and measure, in the child.
     pub measured: Duration,
     /// The full check of the best, at the end.
     pub checked: Duration,
@@ -88,14 +88,14 @@ impl CampaignArena<'_> {
 
     /// Appends the rows of a trial. `against` says whether it took turns with the incumbent.
     fn append(&self, chain: &Chain<'_>, asked: Asked, evidence: &Evidence, against: bool) -> Result<Vec<Trial>, Fault> {
-        // What was never placed ran on nothing.
+        // A candidate that was never placed ran on no hardware.
         let hardware = chain.made().0.map(|_| self.hardware);
         let row = TrialRow { chain, hardware, asked: Some(asked) };
         let rows = evidence.verdicts.iter().map(|verdict| {
             let position = verdict.timing().map(|timing| timing.position);
             let incumbent = match position {
                 Some(position) => self.incumbent_rows.get(&position),
-                // A trial without times still says what it was up against.
+                // A trial without times still names the incumbent that it was compared with.
                 None => self.incumbent_rows.values().next(),
             };
             let mut verdict = verdict.clone();

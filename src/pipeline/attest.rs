@@ -2,13 +2,13 @@
 //!
 //! The cache sees a damaged byte, because every entry ends with a line that seals it. It does not see an entry that was
 //! edited and sealed anew. So a stage that makes a part of a kernel also stores its digest in a separate entry, the link. A part that
-//! differs is refused before any of it reaches a device or an interpreter, and a part without a link is made again. Queues are no part that is stored: what is uploaded is encoded from a schedule that was proven in this process,
-//! and compared with what was encoded when it was proven first.
+//! differs is refused before any of it reaches a device or an interpreter, and a part without a link is made again. Queues are not
+//! stored: they are encoded from a schedule that was proven in this process, and compared with the digest of its first proof.
 //!
-//! Not promised without a key: who can write the cache can replace a part and its link. Then the schedule is still proven
-//! anew, and a launch still has a deadline, but a schedule or cubin that computes something else is noticed by `check` alone,
-//! which only `build` runs. With a key (`cache::Key`) every entry, links among them, is sealed with it, and what was made
-//! without it is not found at all.
+//! Not promised without a key: a user who can write the cache can replace a part and its link. Then the schedule is still proven
+//! anew, and a launch still has a deadline, but only `check` notices a schedule or cubin that computes something else, and only
+//! `build` runs it. With a key (`cache::Key`) every entry, links among them, is sealed with it, and what was made without it is
+//! not found at all.
 
 use std::fmt;
 
@@ -96,7 +96,7 @@ impl Workspace {
     /// Whether an entry has its link; an entry that is no part of a kernel needs none.
     ///
     /// # Errors
-    /// What was vouched for is another entry.
+    /// The link names another entry.
     pub(super) fn linked(&self, keyed: &Keyed, entry: &Entry) -> Result<bool, Fault> {
         if !PARTS.contains(&keyed.stage) {
             return Ok(true);
@@ -111,8 +111,8 @@ impl Workspace {
         }
     }
 
-    /// Says what the stage makes under this key. Said before the entry can be seen where that is possible: a process that
-    /// is killed in between costs the next one a stage.
+    /// Stores the link of what the stage makes under this key; if possible, before the entry can be seen. A process that is
+    /// killed in between costs the next one a stage.
     pub(super) fn attest(&self, keyed: &Keyed, content: Digest) -> Result<(), Fault> {
         if PARTS.contains(&keyed.stage) {
             self.put_link(keyed.stage, &keyed.key, content)?;

@@ -14,7 +14,7 @@ use thiserror::Error;
 use super::line_child::{LineChild, NoAnswer, shell};
 use crate::error::Fault;
 
-/// The baseline that comes with monobloc; it runs in whatever `python3` is, so a virtual environment decides.
+/// The baseline that comes with monobloc. It runs in the `python3` of the environment.
 const TORCH_SCRIPT: &str = include_str!("torch_decode.py");
 
 #[derive(Debug, Error)]

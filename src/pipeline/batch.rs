@@ -40,7 +40,7 @@ pub(super) const PAGE_ROWS: u32 = 16;
 const RUNNING_MAX: u32 = 8;
 const CHUNK_ROWS: u32 = 8;
 const CHUNK_ROWS_DEVICE: u32 = waves::CHUNK_ROWS;
-/// Rows of a step that decodes and reads prompts, at most: in waves 64 rows take 1.3 to 1.5 times as long as 16 (docs/perf-log.md, entry 23).
+/// Most rows of a step that decodes and reads prompts: in waves 64 rows take 1.3 to 1.5 times as long as 16 (docs/perf-log.md, entry 23).
 const MIXED_ROWS: u32 = 64;
 /// Default number of contexts in the interpreter's cache.
 const CPU_CONTEXTS: u32 = 4;
@@ -76,7 +76,7 @@ impl Serving {
 /// Proven schedules of several rows with their weights. It starts any number of steppers, one after another.
 #[derive(Clone)]
 pub struct Batched {
-    /// Of a device, the schedule of the kernel for most rows.
+    /// On a device, the schedule of the kernel for most rows.
     validated: Arc<Validated>,
     pack: Pack,
     on_device: Option<Arc<OnDevice>>,
@@ -327,8 +327,8 @@ fn rounded(positions: u64) -> u64 {
     positions >> digits.saturating_sub(3) << digits.saturating_sub(3)
 }
 
-/// Sequences that run, and those in whose rows of the page table kept pages lie: as many as there are contexts in the cache, and one
-/// for pages that do not end with a context.
+/// Sequences that run, and those whose rows of the page table name kept pages: one for each context that the cache holds, and one more for
+/// pages beyond them.
 fn sequences(running_max: u32, positions: u64, context_max: u64) -> u32 {
     running_max + positions.div_ceil(context_max.max(1)) as u32 + 1
 }

@@ -60,13 +60,13 @@ impl std::fmt::Display for Baseline {
 /// What is to be timed, and for how long.
 pub struct Request {
     pub baselines: Vec<Baseline>,
-    /// Of each comparison at each position.
+    /// Those of each comparison at each position.
     pub limits: Limits,
     /// How long a program may take for one answer.
     pub baseline_timeout: Duration,
 }
 
-/// What stands before any figure.
+/// What is said before any figure.
 pub struct Subject {
     pub target: String,
     /// `NVIDIA H200`, or the model of the CPU.
@@ -298,7 +298,7 @@ pub fn serve(
                     None => json!({ "error": format!("expected a position up to {room}") }),
                 }
             }
-            // As many steps as a launch has here, whatever the other side's launch has: it is a time per step.
+            // A time per step, so the number of steps of a launch may differ from the other side's.
             Some("time") => json!({ "us_per_step": timer.launch()? }),
             _ => json!({ "error": "expected `open`, `prepare` or `time`" }),
         })?;

@@ -63,12 +63,12 @@ pub struct Tuned {
     pub trials: u32,
     /// Measured by this run, the default and the last comparison included.
     pub ran: u32,
-    /// Latency of the best by the default's: exactly 1 for the default, `None` where the two were not timed in turns. As
+    /// Latency of the best divided by the default's: exactly 1 for the default, `None` if the two were not timed in turns. As
     /// `status` and `report` read it from the rows.
     pub against_default: Option<RatioInterval>,
     /// Time of each trial outside of building, checking and timing candidates; `None` if none ran.
     pub search_ms_per_trial: Option<f64>,
-    /// Of each trial, loading and packing in the child; `None` where none ran.
+    /// Time of loading and packing in the child, for each trial; `None` if none ran.
     pub load_ms_per_trial: Option<f64>,
 }
 
@@ -193,7 +193,7 @@ fn finish(
             .with_remedy("its verdict is a row of the trials; `monobloc build` checks it in full"));
     };
     let checking = Instant::now();
-    // An op alone was compared in its trials with all that there is to compare it with.
+    // There is no further comparison for an op alone: its trials made all of them.
     let checked = if told.op.is_none() { fully_checked(told, &best, &default) } else { Ok(()) };
     spent.checked = checking.elapsed();
     let best = match checked {

@@ -141,7 +141,7 @@ pub(super) struct Chain<'a> {
     looks: bool,
     schedule: OnceCell<Arc<StoredSchedule>>,
     source: OnceCell<Generated>,
-    /// The fault is [`NotMade::NoCompiler`]'s.
+    /// The fault is that of [`NotMade::NoCompiler`].
     cubin: OnceCell<Result<Box<Cubin>, Fault>>,
     /// `None` for a pack that is never stored.
     pack: OnceCell<Option<Entry>>,
@@ -207,7 +207,7 @@ impl<'a> Chain<'a> {
         }
     }
 
-    /// What executes it, once there is something to execute.
+    /// The hardware that executes it, once there is something to execute.
     fn ready(&self) -> Result<Hardware, NotMade> {
         self.schedule()?;
         if self.context.target.kind == TargetKind::Cuda {

@@ -29,7 +29,7 @@ pub(super) struct Cubin {
     pub digest: Digest,
     pub resources: Resources,
     pub nvrtc: String,
-    /// Of this build; `None` if it was in the cache.
+    /// Time that this build took for it; `None` if it was in the cache.
     pub compile_ms: Option<f64>,
 }
 
@@ -142,7 +142,7 @@ pub(super) struct Found {
 /// Finds the cubin of a source. Without a compiler, the one that was made last from the same source will do.
 ///
 /// # Errors
-/// [`NotMade::NoCompiler`] where there is neither, which only some callers mind.
+/// [`NotMade::NoCompiler`] if there is neither; some callers can go on without a cubin.
 pub(super) fn find_cubin(
     context: &BuildContext<'_>,
     compiler: &Compiler<'_>,

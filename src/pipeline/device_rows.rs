@@ -123,7 +123,7 @@ fn load_launcher(
     kernel.load(device, chain.context.target, &cubin.bytes, steps_max, pack, cache)
 }
 
-/// Told the logits after each position.
+/// Called with each position and the logits after it.
 type OnRow<'a> = &'a mut dyn FnMut(u32, &[f32]);
 
 /// The results of a prompt beyond its rows of the cache.
@@ -131,11 +131,11 @@ enum Wanted<'a> {
     Nothing,
     /// The token that follows the last one, decided by the temperature and seed of a row. Logits are on the device.
     Last(RowInput),
-    /// The logits after each token are told.
+    /// The logits after each token, for a function.
     Each(OnRow<'a>),
 }
 
-/// A row of a prompt that decides by a temperature and a seed; greedy where the first is 0.
+/// A row of a prompt that decides by a temperature and a seed; greedy if the inverse temperature is 0.
 fn deciding(inverse_temperature: f32, seed: u64) -> RowInput {
     RowInput { first: FirstToken::Given(0), steps: 1, inverse_temperature, seed }
 }
@@ -185,7 +185,7 @@ impl Reader<'_> {
             let wants_logits = matches!(wanted, Wanted::Each(_)) || deciding.is_some();
             let positions = (position as u32..).take(count);
             let row = |position| {
-                // Of a chunk of waves the last one alone.
+                // In a chunk of waves only the last row.
                 let wants_logits = wants_logits && (waves.is_none() || position as usize + 1 == ids.len());
                 Row { sequence, position, wants_logits }
             };
@@ -360,7 +360,7 @@ impl Prefill {
 /// its guard has judged are all that write it.
 pub(super) struct OneText {
     guard: Guard,
-    /// What the next launch tells the guard of the pages.
+    /// Changes of the page table that the next launch gives to the guard.
     edits: Vec<Edit>,
 }
 
@@ -433,7 +433,7 @@ fn beside_one_row(chain: &Chain<'_>, validated: &Validated) -> Result<(), Fault>
 
 /// What a benchmark of rows found at one number of rows.
 pub struct RowsTimed {
-    /// Of a prompt: the rows of a chunk.
+    /// Rows of a step; for a prompt, those of a chunk.
     pub rows: u32,
     /// Rows of the kernel.
     pub kernel: u32,
@@ -448,8 +448,8 @@ pub enum Took {
     Steps(Vec<f64>),
     /// The same with a sampler between two steps, which chooses by top-p and penalties for every row.
     Sampled(Vec<f64>),
-    /// What the device is idle between two launches, microseconds: each waited for before the next one is queued, and each followed by one
-    /// that was queued while it ran; ascending.
+    /// How long the device is idle between two launches, microseconds, ascending: if each is waited for before the next one is queued, and if
+    /// the next one is queued while it runs.
     Gaps { waited_us: Vec<f64>, queued_us: Vec<f64> },
     /// A prompt of so many tokens, milliseconds each time; ascending.
     Prompt { tokens: u32, ms: Vec<f64> },
@@ -780,9 +780,9 @@ fn time_gaps(session: &mut dyn RowLauncher, rows: u32, position: u32) -> Result<
     Ok(Some(Took::Gaps { waited_us, queued_us }))
 }
 
-/// Runs what runs steps of `rows` with time stamps: as many sequences decode up to `position`, and then `steps` steps, once after
-/// `warm_up` launches like it. Of a kernel with fewer rows one launch is traced, and the user is told. The kernel is not checked: `bench
-/// --rows` does that.
+/// Traces steps of `rows` rows: as many sequences decode up to `position`, and then `steps` steps with time stamps, after `warm_up`
+/// launches like it. If the kernel has fewer rows, one of its launches is traced, and the user is told. The kernel is not checked:
+/// `bench --rows` does that.
 ///
 /// # Errors
 /// As [`bench_rows`]; more rows than a step has.

@@ -26,8 +26,8 @@ pub(super) struct StepsKernel {
     /// The proven schedule whose pack, caches and pages it has.
     pub validated: Arc<Validated>,
     pub rows: u32,
-    /// A plan of waves that is derived from the schedule, for that many rows. Else the kernel of the schedule; where it has fewer rows, in
-    /// several launches that follow one another.
+    /// Whether a plan of waves runs them, derived from the schedule for that many rows. If not, the kernel of the schedule does; if that has
+    /// fewer rows, in several launches one after another.
     pub by_waves: bool,
 }
 
@@ -109,7 +109,7 @@ impl<'a> StepsKernels<'a> {
     }
 }
 
-/// Which kernel runs steps of `room.rows` rows, of those with `kernels` rows, ascending, that `place` places and proves.
+/// The kernel that runs steps of `room.rows` rows, among those with `kernels` rows (ascending) that `place` places and proves.
 ///
 /// # Errors
 /// Why the smallest kernel does not fit; a plan of waves that is not proven.

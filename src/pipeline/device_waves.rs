@@ -37,14 +37,14 @@ pub(super) fn plan_waves<'a>(target: &Target, rows: &'a Validated) -> Result<Pro
 
 /// How prompts are read in waves.
 pub(super) enum PromptPlan<'a> {
-    /// In chunks; why nothing decides after them.
+    /// In chunks; and why there is no tail that decides after them.
     Chunks(Proven<'a>, Refused),
     /// In chunks, and what follows the last one is decided after it.
     WithTail(WithTail<'a>),
 }
 
 impl<'a> PromptPlan<'a> {
-    /// Of chunks, then of the tail.
+    /// The plan of chunks, then that of the tail.
     pub fn all(&self) -> Vec<&Proven<'a>> {
         match self {
             PromptPlan::Chunks(chunk, _) => vec![chunk],
@@ -84,7 +84,7 @@ impl<'a> PromptPlan<'a> {
     }
 }
 
-/// As [`plan_waves`], with the tail where there is one.
+/// As [`plan_waves`], with the tail if there is one.
 ///
 /// # Errors
 /// As [`plan_waves`].
@@ -126,8 +126,8 @@ pub(super) fn waves_source(context: &BuildContext<'_>, proven: &Proven<'_>, trac
     Generated::of(source)
 }
 
-/// Of each exported kernel of waves that reads prompts, in the order of [`PromptPlan::all`]: digests of what it was compiled from, and of all
-/// that it walks.
+/// For each exported kernel of waves that reads prompts, in the order of [`PromptPlan::all`]: digests of what it was compiled from, and of
+/// all that it walks.
 ///
 /// # Errors
 /// As [`plan_waves`].

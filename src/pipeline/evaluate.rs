@@ -37,7 +37,7 @@ pub(super) fn evaluate(chain: &Chain<'_>) -> Result<Measurement, NotMade> {
         let started = Instant::now();
         let measurement = executor.measure(&mut session, &checked)?;
         let took_ms = started.elapsed().as_secs_f64() * 1e3;
-        // Before the entry: a row that is there twice is a repetition, a row that is lost is lost.
+        // Before the entry is stored: a process killed in between then repeats the row, and does not lose it.
         executor.row().append(check_ms, Some(took_ms), verdicts(checked.figures(), &measurement))?;
         Ok::<_, Fault>(measurement.to_entry())
     })?;

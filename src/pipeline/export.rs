@@ -241,7 +241,7 @@ fn compiled(chain: &Chain<'_>, validated: &Validated, nvrtc: &str) -> Result<Com
     })
 }
 
-/// Of the digests of a source and of what its kernel walks.
+/// The parts of a kernel, from the digests of its source and of what it walks.
 fn compiled_of(digests: [Digest; 2], nvrtc: &str) -> CompiledParts {
     let [source, queues] = digests.map(|digest| digest.to_string());
     CompiledParts { cubin: String::new(), source, queues, nvrtc: nvrtc.to_string() }

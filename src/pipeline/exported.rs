@@ -14,9 +14,9 @@
 //! The source of a kernel is generated again and compared with the source that the cubin was compiled from, so a cubin runs only if
 //! this version of monobloc would compile the same one. Queues and the layout of the weights are compared likewise.
 //!
-//! Not promised: who can write the folder can replace a file and its digest. Then the schedule is still proven, and a launch still has
-//! a deadline, but a cubin or weights that compute something else are not noticed. The digest of `export.json`, which `export` prints,
-//! names all of it.
+//! Not promised: a user who can write the folder can replace a file and its digest. Then the schedule is still proven, and a launch still
+//! has a deadline, but a cubin or weights that compute something else are not noticed. The digest of `export.json`, which `export`
+//! prints, names all of it.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -102,7 +102,7 @@ pub(super) struct TargetParts {
     /// Its knobs.
     pub candidate: String,
     pub pack: String,
-    /// Of [`identity`]: where the weights lie in the pack.
+    /// From [`identity`]: where the weights lie in the pack.
     pub pack_identity: String,
     pub kernels: Vec<KernelParts>,
 }

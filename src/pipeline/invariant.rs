@@ -165,7 +165,7 @@ pub(super) fn bench(
     rows.iter().try_for_each(|&rows| kernel_rows(rows).map(drop))?;
     let last = manifest.decode.time_positions.iter().max().copied().unwrap_or(0) + STEPS + 1;
     let longest = prompts.iter().max().copied().unwrap_or(0);
-    // Pages are whole thereby, and one sequence more than those that decode has room for a prompt.
+    // Rounded, so that pages are whole and one sequence more than those that decode has room for a prompt.
     let of_each = last.max(ALIKE_POSITIONS).next_multiple_of(256);
     let sequences = STEP_ROWS_MAX.max(ALIKE_SEQUENCES);
     let positions = u64::from(sequences) * u64::from(of_each) + u64::from(longest.next_multiple_of(256));

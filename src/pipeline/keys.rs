@@ -311,7 +311,7 @@ impl KeyPart for SubjectKey<'_> {
 pub struct CheckKey<'a> {
     pub subject: &'a SubjectKey<'a>,
     pub positions: &'a [u32],
-    /// Sizes the launches of a device; the interpreter does not care, and it costs a check to change it.
+    /// Sizes the launches of a device, so a change costs a check there; `None` for the interpreter, which does not use it.
     pub steps_per_launch: Option<u32>,
 }
 

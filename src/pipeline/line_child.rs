@@ -1,7 +1,7 @@
 //! Owns a child process that answers lines: one goes in, one comes back before a deadline, or the child is ended.
 //!
 //! `worker` speaks it with the child that serves trials and with a program that proposes, `baseline` with a program that is
-//! timed beside ours. A question and its answer are one JSON object each; what they say is the business of those two.
+//! timed beside ours. A question and its answer are one JSON object each; those two decide what they say.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::process::ExitStatusExt;
@@ -12,11 +12,11 @@ use std::time::{Duration, Instant};
 
 /// A line longer than this is no answer.
 const LINE_BYTES_MAX: u64 = 64 << 20;
-/// Between two looks at whether the user wants to stop.
+/// Pause between two looks at whether the user wants to stop.
 const LOOK: Duration = Duration::from_millis(50);
 /// Time for a child to end by itself after it closed its stdout.
 const GRACE: Duration = Duration::from_secs(2);
-/// How much of a child's stderr is kept for its obituary.
+/// How much of a child's stderr is kept for the message about its end.
 const SAID_BYTES_MAX: usize = 4096;
 
 /// A running child. It ends with this value.

@@ -5,14 +5,15 @@
 //!                                          \-> pack (weights) -------/
 //! ```
 //!
-//! `chain` is the order: a command asks it for the artefact that it needs. `keys` says what each stage depends on, `stages` and `compile` make what
-//! needs no execution, `stored` says how they keep it, `evaluate` checks and measures, `rows` tells the corpus. `runner` decodes for commands (`speculative` with proposed tokens), `batch` makes steps of several rows for a server,
-//! `invariant` has the kernels whose rows have the bits that they have alone, and `text_steps` decodes one text by them,
-//! `campaign` searches (`search_start` says from where, `arena` makes and times, `ahead` makes before it is asked, `proposer` is a program that proposes),
-//! `status` says how searches went, `bench` times beside baselines (`baseline` is one in another process), `tokens` runs a tokenizer where it can do
-//! no harm, `trace` says where a step's time goes, `explain` answers why something would run. `export` writes a folder that a model runs
-//! from, `exported` reads and checks one, `ready` is a model from either. `worker`, `proposer` and `baseline` speak to their
-//! processes through `line_child`.
+//! `chain` is the order: a command asks it for the artefact that it needs. `keys` says what each stage depends on, `stages` and
+//! `compile` make what needs no execution, `stored` says how they keep it, `evaluate` checks and measures, `rows` appends to the
+//! corpus. `runner` decodes for commands (`speculative` with proposed tokens), `batch` makes steps of several rows for a server,
+//! `invariant` has the kernels whose rows have the bits that they have alone, and `text_steps` decodes one text by them.
+//! `campaign` searches (`search_start` says from where, `arena` makes and times, `ahead` makes candidates early, `proposer` is a
+//! program that proposes), `status` says how searches went, `bench` times beside baselines (`baseline` is one in another process).
+//! `tokens` runs a tokenizer where it can do no harm, `trace` says where a step's time goes, `explain` answers why something would
+//! run. `export` writes a folder that a model runs from, `exported` reads and checks one, `ready` is a model from a manifest or
+//! from an export. `worker`, `proposer` and `baseline` speak to their processes through `line_child`.
 //!
 //! A warm build imports the headers and looks every stage up. It parses and proves a schedule only when something is to
 //! be executed or compiled: the proof belongs to the bytes that are used, so it is made again from what was loaded.
@@ -169,7 +170,7 @@ impl BuildReport {
     }
 }
 
-/// Runs every stage of every target of the manifest that this machine can run. The summary is the caller's to tell.
+/// Runs every stage of every target of the manifest that this machine can run. The caller prints the summary.
 ///
 /// # Errors
 /// Those of [`build_each`], and the faults of targets, after the others were built.

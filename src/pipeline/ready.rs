@@ -148,7 +148,7 @@ fn runner<'a>(report: &'a Report, exported: &'a Exported, target: &'a Target) ->
     let pack = upload_pack(&device, &validated, &pack)?;
     let session = Session::load_sharing(&device, &Queues::of(&validated), &cubin, Trace::Off, steps_max, pack)?;
     let beside = Arc::clone(&validated);
-    // Of an export the kernel that reads prompts verifies: mostly it has more rows than a proposal needs.
+    // In an export the kernel that reads prompts also verifies: mostly it has more rows than a proposal needs.
     let verifier = LazyVerifier::new(device.clone(), move |device, one, rows| {
         let Some(Kernel { validated, cubin: Some(cubin) }) = exported.kernel_beside(target, Does::Prompt, &beside)?
         else {
@@ -167,7 +167,7 @@ fn runner<'a>(report: &'a Report, exported: &'a Exported, target: &'a Target) ->
         let Some(Kernel { validated: rows, cubin: Some(cubin) }) = kernel(Does::Prompt)? else {
             return Err(Fault::input("the export has no kernel for them"));
         };
-        // Their schedule is that of the kernel for rows.
+        // Kernels of waves have the schedule of the kernel for rows.
         let waves = Does::PROMPTS.map(kernel).into_iter().collect::<Result<Vec<_>, Fault>>()?;
         let waves: Vec<&[u8]> = waves.iter().flatten().filter_map(|kernel| kernel.cubin.as_deref()).collect();
         Prefill::of(device, target, &Queues::of(&rows), &cubin, &waves, one)

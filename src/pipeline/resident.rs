@@ -19,7 +19,7 @@ use super::stages::memory_pack;
 pub(super) struct Resident(Option<Loaded>);
 
 struct Loaded {
-    /// From [`identity`]. Layouts of two candidates may differ, because a knob changes them.
+    /// From [`identity`]. The packs of two candidates may differ, because the knob `unit_rows` changes them.
     id: [u8; 32],
     on: On,
 }

@@ -33,7 +33,7 @@ use super::{Prepared, Workspace};
 /// Tokens of a prompt in one step of the CPU, unless the manifest says otherwise.
 const CHUNK_ROWS: u32 = 16;
 
-/// Between two looks at the tokens of a running launch: well below the time of a token that a person sees.
+/// Pause between two looks at the tokens of a running launch; a person does not notice such a delay.
 const POLL: Duration = Duration::from_micros(200);
 
 /// End-of-sequence ids that a kernel takes.
@@ -358,8 +358,8 @@ impl Runner<'_> {
     }
 
     /// Continues `prompt` as [`Runner::answer`] does, with steps that verify what `speculation` proposes. On a CPU, and with
-    /// `batch_invariant`, the tokens are the same. Otherwise a device computes proposed tokens with another kernel, whose sums have another order. So where two tokens are about equally
-    /// probable, the other one may be chosen. Nothing of the sequence before is used again.
+    /// `batch_invariant`, the tokens are the same. Otherwise a device computes proposed tokens with another kernel, whose sums have another
+    /// order: if two tokens are about equally probable, it may choose the other one. Nothing of the sequence before is used again.
     ///
     /// # Errors
     /// As [`Runner::answer`]; proposals of more tokens than a step has rows for; on a device, why there is no kernel that verifies.
@@ -448,7 +448,7 @@ fn stop_at_end<'a>(
     }
 }
 
-/// The ids that end a request as a kernel takes them; where there are more, the host alone looks for them.
+/// The ids that end a request, for a kernel; none if there are more than it takes, and then only the host looks for them.
 fn kernel_ends(request: &Request) -> Vec<u32> {
     let ends = request.end_ids();
     if ends.len() <= EOS_MAX { ends } else { vec![] }

@@ -1,4 +1,5 @@
-//! Owns what a search of a target starts from: its space, what the corpora know, its seeds, and the cost model's guess.
+//! Owns what a search of a target starts from: its space, what the corpora know, warm starts from single ops, and the cost model's
+//! guess.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +18,7 @@ use super::stages::{BuildContext, graph_alone};
 /// What the corpora say, about this campaign and others.
 pub(super) struct Known {
     pub groups: Vec<Group>,
-    /// What was found for ops of this model alone.
+    /// Warm starts: what was found for ops of this model alone.
     pub seeds: Vec<Candidate>,
     /// Rows of another space of knobs.
     pub stale: usize,
@@ -75,13 +76,13 @@ impl Known {
     }
 }
 
-/// Leaves out what teaches nothing here: of whole steps a single op learns as little as they do of it.
+/// Leaves out trials that teach nothing here: a search of one op learns nothing from whole steps, nor the other way round.
 pub(super) fn keep_kin(context: &BuildContext<'_>, trials: &mut Vec<Trial>) {
     let op = context.op.map(LayerOp::name);
     trials.retain(|trial| trial.facts().model.op() == op);
 }
 
-/// The default with what searches of single ops of this model kept: each by itself, and all of it.
+/// The default with the knobs that searches of single ops of this model kept: one candidate for each op, and one with all of them.
 pub(super) fn seeds_of_ops(context: &BuildContext<'_>, trials: &[Trial]) -> Vec<Candidate> {
     if context.op.is_some() {
         return vec![];

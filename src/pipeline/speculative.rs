@@ -33,7 +33,7 @@ pub(super) fn decide_on_cpu(
 ) -> Result<Vec<u32>, Fault> {
     let shape = *interp.text_shape().ok_or_else(|| Fault::internal("a text without tables"))?;
     refuse_rows(speculation, shape.rows, ", or raise `decode.chunk_max`")?;
-    // Pages for proposed tokens may be missing where those for the text are not.
+    // The pages may suffice for the text, but not for proposed tokens after it.
     let positions_max = (shape.pages as usize * shape.page_rows as usize).min(shape.context_max as usize);
     interp.reset();
     let mut logits = logits_after(interp, prompt)?;
@@ -184,8 +184,8 @@ pub fn decide_on_device(
     Ok(sequence.split_off(prompt.len()))
 }
 
-/// Reads the prompt into the cache, with `prefill` where it is given. The text of which that is written, the token that follows, and whether
-/// another kernel than `one` decided it.
+/// Reads the prompt into the cache, with `prefill` if it is given. Returns the text with what is written of it, the token that follows, and
+/// whether another kernel than `one` decided it.
 fn read_prompt(
     one: &mut OneRow<'_>,
     (shape, sampler): (Shape, &Sampler),

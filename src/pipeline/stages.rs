@@ -102,7 +102,7 @@ impl Workspace {
 /// A model that was imported, with the names it has in keys.
 pub(super) struct Model {
     pub imported: Imported,
-    /// Of a model from the hub.
+    /// The commit of a model from the hub.
     pub commit: Option<String>,
     pub keyed: Keyed,
     /// Digest of the graph's text: what the next stage keys on.
@@ -173,7 +173,7 @@ pub(super) fn load_model(workspace: &Workspace, manifest: &Manifest) -> Result<M
     let graph_text = graph_text(&imported.graph);
     let (positions_max, context_max) = (imported.graph.positions_max, manifest.decode.context_max);
     if context_max > positions_max {
-        // A note says why there are no more, where the config has more.
+        // If the config has more positions, a note says why the model has fewer.
         let why = imported.notes.first().map_or("the positions that the model was made for", String::as_str);
         let message = format!("`decode.context_max` is {context_max}, expected at most {positions_max}: {why}");
         return Err(Fault::input(message).with_remedy(format!("set `decode.context_max` to {positions_max} or less")));
@@ -401,7 +401,7 @@ pub(super) struct StoredSchedule {
 }
 
 impl StoredSchedule {
-    /// A schedule that is in the cache, before anybody has parsed it.
+    /// A schedule that is in the cache, and that this process has not parsed yet.
     pub fn of_entry(candidate: Candidate, entry: Entry) -> StoredSchedule {
         StoredSchedule { candidate, content: entry.content(), entry, validated: OnceLock::new() }
     }
@@ -452,7 +452,7 @@ pub(super) fn place_rows(
     batch: &Batch,
 ) -> Result<StoredSchedule, Fault> {
     let Manifest { precision, decode, .. } = context.manifest;
-    // Where a history is split depends on how its prompt was cut; a row is to have the bits that it has alone.
+    // Splits of a history depend on how its prompt was cut, and a row must have the bits that it has alone.
     let candidate = Candidate { splits: 1, ..candidate.clone() };
     let target = context.target;
     let (code, graph, context_max) = (keys::code(keys::SCHEDULE), context.graph, decode.context_max);

@@ -67,7 +67,7 @@ pub fn ranked_now(workspace: &Workspace, manifest: &Manifest, target: &Target) -
     let context = BuildContext::new(workspace, manifest, target, &model)?;
     let own = shape(&context, &model.imported.graph);
     let mut histories = histories(&Corpus::known(&workspace.trials)?.trials);
-    // Of any context: a prediction is of one position.
+    // Campaigns of any context, because a prediction is for one position.
     histories.retain(|history| history.model == own && history.machine.target == target.name);
     Ok(ranked(&histories, |entry| {
         let logs =
@@ -94,7 +94,7 @@ pub struct Next {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Region {
     pub name: String,
-    /// Of a step, the mean over SMs.
+    /// Its time in a step, the mean over SMs.
     pub us: f64,
     /// The part of it that waits for other SMs.
     pub wait_us: f64,

@@ -51,7 +51,7 @@ pub(super) fn cubin<'b>(bytes: &'b [u8], place: &str) -> Result<(&'b [u8], Resou
 }
 
 /// Reads `bytes` as the content of an entry of `stage`, as the users of such an entry do, and tells only whether they
-/// can be read. For those who try hostile bytes; schedules and candidates have parsers that are public.
+/// can be read. For tests with hostile bytes; schedules and candidates have parsers that are public.
 ///
 /// # Errors
 /// Bytes that no such entry has, and a stage that keeps something else.

@@ -11,7 +11,7 @@ use crate::speculate::Speculation;
 use super::device_rows::OneText;
 use super::speculative::refuse_rows;
 
-/// Told each token; `Break` ends the text.
+/// Called with each token; `Break` ends the text.
 type Tell<'a> = &'a mut dyn FnMut(&Decided) -> ControlFlow<()>;
 
 /// Kernels over the cache of one text. Every launch is a part of the text: rows at consecutive positions in one step, or one row in several.

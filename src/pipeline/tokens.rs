@@ -2,8 +2,8 @@
 //!
 //! A tokenizer and its chat template are programs of strangers: a template may double a string in a loop, and forty
 //! normalisers may each put two letters in the place of one. The engines below count instructions at best, and no bytes. So
-//! they run in a child whose memory and processor time the kernel bounds, with what is asked in mind; the parent waits for no
-//! answer longer than that. What passes a bound costs the child, and is an error that names the file.
+//! they run in a child whose memory and processor time the operating system bounds, according to the question; the parent
+//! waits for no answer longer than that. A question that passes a bound ends the child, and is an error that names the file.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -35,7 +35,7 @@ const SECONDS: u64 = 60;
 const BYTES_PER_SECOND: u64 = 32 << 10;
 /// Time to compile a grammar: what people write takes milliseconds, and the table of a large vocabulary, which is made once, seconds.
 const GRAMMAR_SECONDS: u64 = 15;
-/// Ids for each byte of text, at most; every tokenizer that reads what was written makes fewer.
+/// Most ids for each byte of text; tokenizers of real text make fewer.
 const IDS_PER_BYTE: usize = 8;
 
 /// What the child is asked, a line each.
@@ -350,7 +350,7 @@ impl Tokens {
         }
     }
 
-    /// What a tokenizer did that has no process any more.
+    /// The fault of a question during which the child ended.
     fn spent(&self, ask: &Ask, what: &str) -> Fault {
         if let Ask::Grammar { .. } = ask {
             return Fault::input(format!("what is asked of the text {what}")).with_remedy("ask for something simpler");
@@ -534,9 +534,9 @@ struct Watch {
 
 impl Watch {
     const RESTING: u64 = u64::MAX;
-    /// Between two looks.
+    /// Pause between two looks.
     const LOOK: Duration = Duration::from_millis(200);
-    /// Beyond the deadline of the parent, who knows better what to say.
+    /// How much later than the parent's deadline: the parent has the better message.
     const GRACE: Duration = Duration::from_secs(5);
 
     fn start() -> Watch {

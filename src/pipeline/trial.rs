@@ -138,8 +138,8 @@ pub fn serve(
     Ok(())
 }
 
-/// The manifest's own, and the deepest that is timed: a candidate decides where attention begins to be split, and nothing may
-/// be timed in a regime that was not checked.
+/// The manifest's own positions, and the deepest that is timed: a candidate decides where attention begins to be split, and only
+/// regimes that were checked may be timed.
 fn checked_positions(manifest: &Manifest) -> Vec<u32> {
     let decode = &manifest.decode;
     let mut positions: Vec<u32> = decode.check_positions.iter().chain(decode.time_positions.last()).copied().collect();
@@ -173,7 +173,7 @@ struct Child<'a> {
     expected: Option<Expected>,
     /// The weights of every seat.
     weights: Resident,
-    /// Those of the interpreter beside a device whose cache has codes.
+    /// The weights of the interpreter, if a device's cache has codes.
     host_weights: Resident,
     seats: Vec<Seat<'a>>,
 }
@@ -285,7 +285,7 @@ impl<'a> Child<'a> {
             }
             Err(error) => {
                 let answer = failed(&error, Some(started.elapsed().as_secs_f64() * 1e3));
-                // What hung or crashed takes its context with it, and what is wrong is not wanted again.
+                // A kernel that hung or crashed has destroyed its context, and a wrong one is not needed again.
                 self.seats.retain(|seat| seat.knobs != knobs);
                 Err(Ended::Verdict(answer))
             }
@@ -299,7 +299,7 @@ impl<'a> Child<'a> {
         let chain = Chain::new(context, self.host, context.default_candidate());
         let schedule = chain.schedule().map_err(Fault::from)?.content;
         let positions = self.positions;
-        // The reference knows models alone; an op alone is compared with the interpreter, as a device is.
+        // The reference knows only whole models; an op alone is compared with the interpreter, as a device is.
         let device = self.found.is_some() || context.op.is_some();
         let (code, graph) = (keys::code(keys::EXPECT), context.graph);
         let keyed = ExpectKey { code, schedule, graph, weights: &weights, positions, device }.keyed();

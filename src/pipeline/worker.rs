@@ -57,7 +57,7 @@ impl<'a> Worker<'a> {
         let answer = serde_json::from_str(&line);
         let sound = matches!(&answer, Ok(Answer::Timed { .. } | Answer::Failed { failure: Failure::Fail, .. }));
         if !sound {
-            // Whatever crashed or hung may have taken the context of the process with it.
+            // A kernel that crashed or hung may have destroyed the context of the process.
             self.running = None;
         }
         Ok(answer.map_or_else(
