@@ -28,7 +28,7 @@ pub struct Session<'a> {
     weights: &'a Weights,
     /// Per layer; rows of keys (after norm and rotation) and values, one per position, `[kv_heads * head_dim]` each.
     caches: Vec<Cache>,
-    /// Of a cache in fp8, by layer and KV head: the scale of its keys, and of its values.
+    /// For a cache in fp8, by layer and KV head: the scale of its keys, and that of its values.
     scales: Option<Vec<Vec<[f32; 2]>>>,
     position: u32,
 }

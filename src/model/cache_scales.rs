@@ -1,7 +1,7 @@
 //! Owns the scales of a cache in fp8: one for the keys and one for the values of each KV head of a layer.
 //!
-//! A cached key or value `x` is the e4m3 code nearest to `x / scale`, ties to the even one, beyond 448 that of 448; it is read as
-//! `code * scale`. A step reads its own keys and values with the same rounding.
+//! A cached key or value `x` is the e4m3 code nearest to `x / scale`, ties to the even one; beyond 448 it is the code of 448. It is read
+//! as `code * scale`. A step reads its own keys and values with the same rounding.
 //!
 //! The scales are those of the checkpoint, where it has some. Otherwise they follow from the weights, so that nothing has to be
 //! measured and the same model always has the same ones: no key or value can be larger than the norms and weights before it allow, and
@@ -18,7 +18,7 @@ use crate::model::weights::Weights;
 /// Powers of two that a scale may be, by exponent: far beyond what weights lead to, and normal in fp32, as their inverses are.
 const EXPONENTS: std::ops::RangeInclusive<i32> = -100..=100;
 
-/// The scales of a layer, for each KV head that of its keys, then that of its values. 1 where nothing bounds a head.
+/// The scales of a layer: for each KV head the scale of its keys, then that of its values. 1 if nothing bounds a head.
 ///
 /// # Panics
 /// If the graph has no such layer.
@@ -42,7 +42,7 @@ pub fn cache_scales(graph: &ModelGraph, weights: &Weights, layer: usize) -> Vec<
         None => projected(&attn.k),
     };
     let turned = attn.rope.map_or(1.0, |rope| {
-        // A rotation makes of a pair a vector of the same length, times the scale of the table.
+        // A rotation keeps the length of a pair, times the scale of the table.
         let pair = if attn.k_norm.is_some() { 1.0 } else { std::f64::consts::SQRT_2 };
         pair * f64::from(graph.ropes[rope.index()].scale.abs()).max(1.0)
     });

@@ -33,9 +33,9 @@ const OPTIONAL_FILES: [&str; 5] = [
 
 /// A large file takes another process this long at most; then its lock is an error.
 const LOCK_WAIT: Duration = Duration::from_secs(30 * 60);
-/// Between two tries to take a lock.
+/// Pause between two tries to take a lock.
 const LOCK_LOOK: Duration = Duration::from_millis(200);
-/// Between two reports that a lock is waited for.
+/// Pause between two reports that a lock is waited for.
 const LOCK_TOLD: Duration = Duration::from_secs(5);
 /// Redirects of one request. The hub sends one or two; the Python client stops at 30.
 const REDIRECTS_MAX: usize = 10;
@@ -198,7 +198,7 @@ impl Hub<'_> {
     /// Asks for the first byte of a file. The answer names the tag, the commit and the size.
     fn metadata(&self, commit: &str, name: &str, url: &str) -> Result<Metadata, SourceError> {
         let answer = |detail| SourceError::Answer { what: name.to_string(), detail };
-        // Of the endpoint alone: a storage host that the answer leads to has tags of its own.
+        // Only what the endpoint says: a storage host that the answer leads to has tags of its own.
         let mut said = None;
         let response = self.get(name, url, Some("bytes=0-0".to_string()), true, &mut |response| {
             let text = |name: &str| Some(response.headers().get(name)?.to_str().ok()?.to_string());
@@ -256,7 +256,7 @@ impl Hub<'_> {
         }
     }
 
-    /// One request for the bytes from `at` on. `received` hears how long the file is.
+    /// One request for the bytes from `at` on. `received` is called after each write, with the length that the file has then.
     fn receive_rest(
         &self,
         name: &str,
@@ -274,7 +274,7 @@ impl Hub<'_> {
         let response = self.get(name, url, Some(format!("bytes={at}-")), false, &mut |_| {})?;
         let response = self.accept(name, response)?;
         if response.status() != StatusCode::PARTIAL_CONTENT {
-            // The range was not heard: this is the file from its beginning.
+            // The server ignored the range: this is the file from its beginning.
             file.set_len(0).map_err(failed)?;
             at = file.seek(SeekFrom::Start(0)).map_err(failed)?;
         }
@@ -298,8 +298,8 @@ impl Hub<'_> {
         }
     }
 
-    /// Sends a request and follows redirects. `seen` hears of every answer of the endpoint itself. `short`: the answer is
-    /// small, and late as a whole when it comes in drops.
+    /// Sends a request and follows redirects. `seen` is called with every answer of the endpoint itself. `short`: the answer is
+    /// small, and all of it has one deadline.
     fn get(
         &self,
         what: &str,
@@ -417,7 +417,7 @@ fn join(base: &Uri, location: &str) -> Option<Uri> {
         .then_some(uri)
 }
 
-/// The size of the whole file: after the slash of `content-range`, or `content-length` where the range was not heard.
+/// The size of the whole file: after the slash of `content-range`, or `content-length` if the server ignored the range.
 fn total_bytes(response: &Response<Body>) -> Option<u64> {
     let text = |name| response.headers().get(name)?.to_str().ok();
     match text(header::CONTENT_RANGE) {

@@ -326,7 +326,7 @@ pub fn shards_of(index: &[u8]) -> Result<BTreeSet<String>, serde_json::Error> {
 /// The key of a header that names no tensor.
 const METADATA: &str = "__metadata__";
 
-/// Reads what a name in an object stands for.
+/// Reads the value of a name in an object.
 trait Entry<'de>: Sized {
     fn read<A: MapAccess<'de>>(name: &str, map: &mut A) -> Result<Self, A::Error>;
 }
@@ -392,7 +392,8 @@ fn short<E: serde::de::Error>(name: &str) -> Result<(), E> {
     Err(E::custom(format!("expected names of at most {NAME_BYTES_MAX} bytes, found one of {bytes}: `{start}...`")))
 }
 
-/// Reads a JSON value of at most so many values, itself and those inside it: ten bytes of text are a value of thirty.
+/// Reads a JSON value of at most so many values, itself and those inside it. Bounded, because a value in memory takes more bytes than
+/// its text.
 struct Few<'n>(&'n mut usize);
 
 impl Few<'_> {

@@ -325,7 +325,7 @@ struct Special {
 }
 
 impl Special {
-    /// Puts the ids into the graph, and what has to be said of them after the other notes.
+    /// Puts the ids into the graph, and appends the notes about them.
     fn apply(self, graph: &mut ModelGraph, mut notes: Vec<String>) -> Vec<String> {
         (graph.bos, graph.eos) = (self.bos, self.eos);
         notes.extend(self.note);

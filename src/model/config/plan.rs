@@ -33,7 +33,7 @@ pub struct Plan {
     pub qk_norm: Option<QkNormSpan>,
     pub qkv_bias: bool,
     pub o_bias: bool,
-    /// Of every projection of the MLP.
+    /// Whether every projection of the MLP has a bias.
     pub mlp_bias: bool,
     pub act: Act,
     pub gated: bool,

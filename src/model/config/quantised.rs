@@ -202,7 +202,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// Refuses what was not asked for.
+    /// Refuses keys that were not asked for.
     fn end(self) {
         let unknown = self.map.keys().filter(|key| !self.asked.contains(key.as_str()));
         for key in unknown {
@@ -264,7 +264,7 @@ fn layers(scheme: Scheme, skip: Vec<Skip>, notes: Vec<String>) -> Option<Quantis
     Some(Quantisation { method: Method::Layers { scheme, skip, head: false }, notes, cache_scales: false })
 }
 
-/// What is said where a checkpoint asks for quantised activations.
+/// The note for a checkpoint that asks for quantised activations.
 fn activations(what: &str) -> String {
     format!("the checkpoint asks for activations in {what}; here they stay as they are: weights alone are quantised")
 }
@@ -450,7 +450,7 @@ fn compressed_tensors(mut keys: Keys<'_>) -> Option<Quantisation> {
     Some(Quantisation { method: Method::CompressedTensors { groups, ignore }, notes, cache_scales })
 }
 
-/// What is said of a checkpoint with scales for its cache.
+/// The note for a checkpoint with scales for its cache.
 const CACHE_NOTE: &str =
     "the checkpoint has scales for keys and values in fp8: `cache = \"fp8\"` of `[precision]` uses them";
 
@@ -564,9 +564,9 @@ fn weights_scheme(keys: &mut Keys<'_>, format: &str) -> Option<Scheme> {
     scheme
 }
 
-/// Linears of 4 bits as ModelOpt exports them: two codes in a byte of `weight`, the first one in the low nibble. Of NVFP4, `weight_scale` in e4m3
-/// for 16 columns times `weight_scale_2`. Of MXFP4, `weight_scale` in e8m0 for 32 columns; ModelOpt writes no `config_groups` for these, and their
-/// name in lower case where activations are not fp8 (`modelopt/torch/export/convert_hf_config.py`, `quant_utils.py` and
+/// Linears of 4 bits as ModelOpt exports them: two codes in a byte of `weight`, the first one in the low nibble. NVFP4 has `weight_scale` in
+/// e4m3 for 16 columns, times `weight_scale_2`. MXFP4 has `weight_scale` in e8m0 for 32 columns; ModelOpt writes no `config_groups` for it,
+/// and its name in lower case if activations are not fp8 (`modelopt/torch/export/convert_hf_config.py`, `quant_utils.py` and
 /// `quantization/qtensor/mxfp4_tensor.py` of NVIDIA/Model-Optimizer).
 fn modelopt(mut keys: Keys<'_>) -> Option<Quantisation> {
     let (mx, asked) = match keys.text("quant_algo") {
