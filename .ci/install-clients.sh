@@ -20,7 +20,7 @@ if [[ ! -d $folder/openai-$openai.dist-info || ! -d $folder/lm_eval-$lm_eval.dis
     mkdir -p target
     partial=$(mktemp -d "$PWD/target/clients.XXXXXX")
     trap 'rm -rf "$partial"' EXIT
-    install=(python3 -m pip install --quiet --disable-pip-version-check --target "$partial")
+    install=(python3 -m pip install --quiet --no-compile --disable-pip-version-check --target "$partial")
     "${install[@]}" "openai==$openai" "${needed[@]}" "${readers[@]}" >&2
     "${install[@]}" --no-deps "lm-eval==$lm_eval" "llama-benchy==$benchy" >&2
     rm -rf "$folder"

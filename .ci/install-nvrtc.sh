@@ -13,7 +13,7 @@ if [[ ! -d $folder/nvidia_cuda_nvrtc-$version.dist-info ]]; then
     mkdir -p target
     partial=$(mktemp -d "$PWD/target/nvrtc.XXXXXX")
     trap 'rm -rf "$partial"' EXIT
-    python3 -m pip install --quiet --disable-pip-version-check --no-deps --target "$partial" \
+    python3 -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --target "$partial" \
         "nvidia-cuda-nvrtc==$version" >&2
     rm -rf "$folder"
     mv "$partial" "$folder"
