@@ -190,28 +190,39 @@ static unsigned f16_bits(float value) {
 }
 
 // What a lane has of a bf16 or an fp16 matrix: element `i` of the 8 that four registers hold.
-static float element(const unsigned* registers, int i, bool f16) {
+static inline __attribute__((always_inline)) float element(const unsigned* registers, int i, bool f16) {
   if (f16) return f16_of(registers[i / 2] >> i % 2 * 16 & 0xffff);
   return bits_to_float(i % 2 ? registers[i / 2] & 0xffff0000u : registers[i / 2] << 16);
 }
-// What the lanes have of both matrices of a product: 8 elements of one, 4 of the other.
-static float operands[2][THREADS_MAX][12];
-// mma.m16n8k16 of bf16 or fp16, by a whole warp: PTX ISA, "Matrix Fragments for mma.m16n8k16". Sums are added in the order of k.
+// A product of a warp: both matrices, and what is added up. Rows of eight columns are vectors of the compiler, which adds each column by itself.
+typedef float Columns __attribute__((vector_size(32)));
+struct WarpProduct {
+  float a[16][16];
+  Columns b[16], d[16];
+  int stored; // lanes
+};
+static WarpProduct products[2][THREADS_MAX / 32];
+// mma.m16n8k16 of bf16 or fp16, by a whole warp: PTX ISA, "Matrix Fragments for mma.m16n8k16". Sums are added in the order of k. The last
+// lane that has stored its part multiplies for all.
 static void emulated_product(float& d0, float& d1, float& d2, float& d3, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
                              unsigned b1, bool f16 = false) {
-  const int turn = turns[current]++ & 1, first = current / 32 * 32, lane = current % 32;
-  const unsigned mine[6] = {a0, a1, a2, a3, b0, b1};
-  for (int i = 0; i < 12; i++) operands[turn][current][i] = element(mine, i, f16);
-  __syncwarp();
+  WarpProduct& p = products[turns[current]++ & 1][current / 32];
+  const int lane = current % 32, group = lane / 4, pair = lane % 4 * 2;
+  const unsigned a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};
   float* const sums[4] = {&d0, &d1, &d2, &d3};
-  for (int i = 0; i < 4; i++) {
-    const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-    const float(*const a)[12] = operands[turn] + first + row % 8 * 4;
-    const float(*const b)[12] = operands[turn] + first + column * 4;
-    float sum = *sums[i];
-    for (int k = 0; k < 16; k++) sum += a[k % 8 / 2][(row / 8 + k / 8 * 2) * 2 + k % 2] * b[k % 8 / 2][8 + k / 8 * 2 + k % 2];
-    *sums[i] = sum;
+  for (int i = 0; i < 8; i++) p.a[group + i / 2 % 2 * 8][pair + i / 4 * 8 + i % 2] = element(a, i, f16);
+  for (int i = 0; i < 4; i++) p.b[pair + i / 2 * 8 + i % 2][group] = element(b, i, f16);
+  for (int i = 0; i < 4; i++) p.d[group + i / 2 * 8][pair + i % 2] = *sums[i];
+  if (++p.stored == 32) {
+    p.stored = 0;
+    for (int row = 0; row < 16; row++) {
+      Columns sum = p.d[row];
+      for (int k = 0; k < 16; k++) sum += p.a[row][k] * p.b[k];
+      p.d[row] = sum;
+    }
   }
+  __syncwarp();
+  for (int i = 0; i < 4; i++) *sums[i] = p.d[group + i / 2 * 8][pair + i % 2];
 }
 // wgmma with A in registers, by one of its four warps: B lies as core matrices of 8 columns by 8 of k, `along_k` and `along_columns` apart.
 template <int N>
@@ -225,12 +236,13 @@ static void emulated_warpgroup_product(float (&d)[N / 2], unsigned a0, unsigned 
     emulated_product(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3], a0, a1, a2, a3, words[0], words[1]);
   }
 }
+static float transposed_pairs[2][THREADS_MAX][2];
 // Two 8 x 8 matrices of 16 bits, transposed by movmatrix: the halves of fp32 values, of which a lane has a pair of a row.
 static float2 emulated_transpose(float a, float b) {
   const int turn = turns[current]++ & 1, first = current / 32 * 32, lane = current % 32;
-  operands[turn][current][0] = a, operands[turn][current][1] = b;
+  transposed_pairs[turn][current][0] = a, transposed_pairs[turn][current][1] = b;
   __syncwarp();
-  const auto of_row = [&](int row) { return operands[turn][first + row * 4 + lane / 8][lane / 4 % 2]; };
+  const auto of_row = [&](int row) { return transposed_pairs[turn][first + row * 4 + lane / 8][lane / 4 % 2]; };
   return {of_row(lane % 4 * 2), of_row(lane % 4 * 2 + 1)};
 }
 static unsigned addresses[2][THREADS_MAX];

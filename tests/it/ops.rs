@@ -293,7 +293,7 @@ fn kernels() -> PathBuf {
 fn run(source: &str, kernels: &Path, arguments: &[&str]) -> Option<Vec<(String, f64)>> {
     let folder = tempfile::tempdir().unwrap();
     // To optimise it takes two or three times as long as to compile it and run it once.
-    let output = compiled(source, "-O0", kernels, folder.path())?.args(arguments).output().unwrap();
+    let output = compiled(source, &["-O0"], kernels, folder.path())?.args(arguments).output().unwrap();
     assert!(output.status.success(), "{:?}: {}", output.status, String::from_utf8_lossy(&output.stderr));
     let text = String::from_utf8(output.stdout).unwrap();
     let lines = text.lines().map(|line| {

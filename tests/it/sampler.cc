@@ -123,8 +123,11 @@ int main() {
   Head head;
   while (std::fread(&head, sizeof head, 1, stdin) == 1) {
     if (head.size == 0) run<Small>(head);
+// Those with a mutant are small, and compiled for each mutant.
+#ifndef SMALL_ALONE
     if (head.size == 1) run<Middle>(head);
     if (head.size == 2) run<Whole>(head);
+#endif
   }
 }
 #endif

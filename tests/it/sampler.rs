@@ -3,7 +3,7 @@
 //!
 //! Needs a C++ compiler, and says so where there is none. NVRTC compiles the sampler for every record.
 
-use std::io::Write;
+use std::io::{BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
@@ -223,51 +223,61 @@ fn cases(rounds: usize, larger: bool) -> Vec<Case> {
     cases
 }
 
-/// Runs cases with the kernels of a folder: the tokens and the rows without one that are as expected, and the first that is not. `None`:
-/// there is no compiler.
-fn run(kernels: &Path, cases: &[Case]) -> Option<(usize, usize, Option<String>)> {
+/// Runs cases with the kernels of a folder, until one differs: the tokens and the rows without one that are as expected, and the first that
+/// is not. `None`: there is no compiler.
+fn run(kernels: &Path, arguments: &[&str], cases: &[Case]) -> Option<(usize, usize, Option<String>)> {
     let folder = tempfile::tempdir().unwrap();
-    let mut program = compiled("sampler.cc", "-O1", kernels, folder.path())?;
+    let mut program = compiled("sampler.cc", &[&["-O1"], arguments].concat(), kernels, folder.path())?;
     let input: Vec<u8> = cases.iter().flat_map(|case| case.bytes.iter().copied()).collect();
     let mut child = program.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let mut stdin = child.stdin.take().unwrap();
     let writer = std::thread::spawn(move || stdin.write_all(&input));
-    let output = child.wait_with_output().unwrap();
-    // A program that ends early leaves cases unread.
-    let written = writer.join().unwrap();
-    if !output.status.success() || written.is_err() {
-        return Some((0, 0, Some(format!("{:?}", output.status))));
-    }
-    let size = size_of::<SampleAnswer>();
-    let mut answers = output.stdout.chunks_exact(size).map(bytemuck::pod_read_unaligned::<SampleAnswer>);
+    let mut stdout = BufReader::new(child.stdout.take().unwrap());
     let (mut tokens, mut none) = (0, 0);
+    let differs = first_difference(cases, &mut stdout, &mut tokens, &mut none);
+    if differs.is_none() {
+        assert_eq!(stdout.bytes().next().transpose().unwrap(), None, "more answers than cases");
+    } else {
+        // Its other answers decide nothing.
+        child.kill().unwrap();
+    }
+    let status = child.wait().unwrap();
+    let written = writer.join().unwrap();
+    assert!(differs.is_some() || (status.success() && written.is_ok()), "{status:?}, {written:?}");
+    Some((tokens, none, differs))
+}
+
+/// Compares answers as the program gives them, and counts those that are as expected. A program that ends early differs, too.
+fn first_difference(cases: &[Case], answers: &mut impl Read, tokens: &mut usize, none: &mut usize) -> Option<String> {
     for (n, case) in cases.iter().enumerate() {
         let mut ended = vec![false; case.settings.len()];
         for (step, of_step) in case.expected.iter().enumerate() {
             for (at, (expected, position)) in of_step.iter().enumerate() {
-                let answer = answers.next().expect("an answer for each row and step");
+                let mut bytes = [0; size_of::<SampleAnswer>()];
+                if let Err(error) = answers.read_exact(&mut bytes) {
+                    return Some(format!("case {n}: {error}"));
+                }
                 if ended[at] {
                     continue;
                 }
+                let answer: SampleAnswer = bytemuck::pod_read_unaligned(&bytes);
                 let found = decided(&answer, *position, case.vocab, case.logprobs[at]);
                 let same = match (&found, expected) {
                     (Ok(found), Ok(expected)) => agree(found, expected),
                     (found, expected) => found == expected,
                 };
                 if !same {
-                    let differs = format!(
+                    return Some(format!(
                         "case {n}, kind {}, vocab {}, step {step}, row {at}: {found:?}\n{expected:?}\n{:?}",
                         case.kind, case.vocab, case.settings[at]
-                    );
-                    return Some((tokens, none, Some(differs)));
+                    ));
                 }
                 ended[at] = expected.is_err();
-                if expected.is_ok() { tokens += 1 } else { none += 1 }
+                *(if expected.is_ok() { &mut *tokens } else { &mut *none }) += 1;
             }
         }
     }
-    assert_eq!(answers.next(), None);
-    Some((tokens, none, None))
+    None
 }
 
 fn kernels() -> PathBuf {
@@ -276,7 +286,7 @@ fn kernels() -> PathBuf {
 
 #[test]
 fn the_sampler_chooses_what_a_request_chooses() {
-    let Some((tokens, none, differs)) = run(&kernels(), &cases(150, true)) else {
+    let Some((tokens, none, differs)) = run(&kernels(), &[], &cases(150, true)) else {
         const NAME: &str = "the_sampler_chooses_what_a_request_chooses";
         return skipped(NAME, "C++ compiler", "`c++` compiles kernels for this CPU");
     };
@@ -325,7 +335,7 @@ fn a_sampler_that_chooses_something_else_is_found() {
             }
             std::fs::write(copy, text).unwrap();
         }
-        let Some((_, _, differs)) = run(folder.path(), &cases) else {
+        let Some((_, _, differs)) = run(folder.path(), &["-DSMALL_ALONE"], &cases) else {
             const NAME: &str = "a_sampler_that_chooses_something_else_is_found";
             return skipped(NAME, "C++ compiler", "`c++` compiles kernels for this CPU");
         };

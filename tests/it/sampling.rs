@@ -18,12 +18,12 @@ const SCRATCH_KB: [u32; 3] = [1, 4, 16];
 const AT_HEAD: u32 = 0;
 const FUNCTIONS: u32 = 2;
 
-/// A program of this folder over the kernels of a folder, compiled for this CPU at a level such as `-O1`, which changes no number. `None`:
-/// there is no compiler.
-pub fn compiled(source: &str, level: &str, kernels: &Path, folder: &Path) -> Option<Command> {
+/// A program of this folder over the kernels of a folder, compiled for this CPU with more arguments, such as a level: no level changes a
+/// number. `None`: there is no compiler.
+pub fn compiled(source: &str, arguments: &[&str], kernels: &Path, folder: &Path) -> Option<Command> {
     let program = folder.join("block");
     let mut compiler = Command::new("c++");
-    compiler.args(["-std=c++17", level, "-ffp-contract=off", "-w", "-I"]).arg(kernels);
+    compiler.args(["-std=c++17", "-ffp-contract=off", "-w"]).args(arguments).arg("-I").arg(kernels);
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it").join(source);
     let output = compiler.arg(source).arg("-o").arg(&program).output().ok()?;
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -66,7 +66,7 @@ fn case(scratch_kb: u32, position: u32, seed: u64, sampler: &Sampler, logits: &[
 fn the_kernels_choose_what_is_specified() {
     let folder = tempfile::tempdir().unwrap();
     let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
-    let Some(mut program) = compiled("block.cc", "-O1", &kernels, folder.path()) else {
+    let Some(mut program) = compiled("block.cc", &["-O1"], &kernels, folder.path()) else {
         return skipped("the_kernels_choose_what_is_specified", "C++ compiler", "`c++` compiles kernels for this CPU");
     };
     let filters: [(Option<u32>, Option<f32>); 14] = [
