@@ -521,7 +521,8 @@ pub struct Logits {
 Examples:
   monobloc export tinystories --out tinystories.export
   monobloc generate tinystories.export --prompt \"Once upon a time\"
-  monobloc export manifests/smollm.toml --target h200 --out smollm.export"
+  monobloc export manifests/smollm.toml --target h200 --max-batch 32 --out smollm.export
+  monobloc serve smollm.export"
 )]
 pub struct Export {
     /// Manifest whose model is exported
@@ -532,6 +533,13 @@ pub struct Export {
     /// Target to export; repeat it for several [default: every target of the manifest]
     #[arg(long, value_name = "NAME")]
     pub target: Vec<String>,
+    /// Requests that a server of the export runs at a time, at most [default: the manifest's `sequences_max`, else 8]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub max_batch: Option<u32>,
+    /// Tokens that the cache of a server of the export holds for all requests together [default: the manifest's `cache_pages`, else
+    /// four contexts; on a GPU what fits into its memory beside the weights]
+    #[arg(long, value_name = "N")]
+    pub cache_tokens: Option<u32>,
     /// Print what was written as one JSON object
     #[arg(long)]
     pub json: bool,

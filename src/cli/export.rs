@@ -21,8 +21,9 @@ pub fn export(session: &Session, asked: &Export) -> Result<Outcome, Fault> {
     let workspace = session.workspace(if asked.json { Talk::Nothing } else { Talk::Work })?;
     // What is there so far is removed on the way out.
     let _deferred = interrupt::defer();
-    // Exports have steps of several rows for the CPU alone.
-    let serving = Serving::of_manifest(&manifest, TargetKind::Cpu, 1);
+    let sizes = Serving::of_manifest(&manifest, TargetKind::Cpu, 1);
+    let running_max = asked.max_batch.unwrap_or(sizes.running_max);
+    let serving = Serving { running_max, cache_tokens: asked.cache_tokens, ..sizes };
     let Some(written) = pipeline::export(&workspace, &manifest, &asked.out, &serving, &interrupt::asked)? else {
         return Ok(Outcome::Interrupted);
     };

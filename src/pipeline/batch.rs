@@ -2,16 +2,10 @@
 
 use std::sync::Arc;
 
-use crate::codegen::abi::Queues;
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
-use crate::cuda::memory::DeviceBuffer;
-use crate::cuda::one_row::OneRowSession;
-use crate::cuda::rows::RowLauncher;
-use crate::cuda::sampler::SamplerSession;
-use crate::cuda::waves::WavesSession;
 use crate::defaults::rows::{PROMPT_ROWS, Room, STEP_ROWS};
-use crate::engine::{CpuStepper, DeviceStepper, Stepper};
+use crate::engine::{CpuStepper, Stepper};
 use crate::error::{Fault, Tier};
 use crate::interp::{Options, Pack};
 use crate::ir::layout::{cache_row_bytes, pack_bytes};
@@ -30,6 +24,7 @@ use super::device_steps::{StepsKernel, StepsKernels};
 use super::device_waves::plan_prompts;
 use super::execute::{Devices, upload_pack};
 use super::invariant;
+use super::served::{Code, Fastest, Kernels, Served, alike_rows};
 use super::stages::place_rows;
 use super::{Prepared, Workspace};
 
@@ -73,6 +68,14 @@ impl Serving {
     }
 }
 
+impl Serving {
+    /// The same requests on a device, for kernels that are made now and loaded by servers with any number of steps: they read prompts in
+    /// long chunks.
+    pub(super) fn on_device(&self) -> Serving {
+        Serving { chunk_rows: CHUNK_ROWS_DEVICE, ..*self }
+    }
+}
+
 /// Proven schedules of several rows with their weights. It starts any number of steppers, one after another.
 #[derive(Clone)]
 pub struct Batched {
@@ -86,65 +89,8 @@ pub struct Batched {
 struct OnDevice {
     device: Device,
     target: Target,
-    kernels: Kernels,
-    /// The kernel that chooses tokens.
-    sampler: Vec<u8>,
+    served: Served,
     steps_max: u32,
-}
-
-/// What runs the steps of a device.
-enum Kernels {
-    Fastest(Fastest),
-    /// Those that add up in one order, ascending by rows. A launch has up to `rows` rows, in parts if no kernel has as many.
-    Alike {
-        cubins: Vec<Vec<u8>>,
-        rows: u32,
-    },
-}
-
-/// For each step the fastest kernel.
-struct Fastest {
-    /// For steps of one row, over the cache of the others.
-    one_row: Option<(Arc<Validated>, Vec<u8>)>,
-    /// Ascending by rows, over one cache.
-    several: Vec<(StepsKernel, Vec<u8>)>,
-    /// The kernels of waves over the pages of the first of them: of chunks, and of their tail. None: there are no waves.
-    waves: Vec<Vec<u8>>,
-}
-
-/// Sessions of steps, ascending by rows, and the one that reads long chunks.
-type Sessions = (Vec<Box<dyn RowLauncher>>, Option<WavesSession>);
-
-impl Fastest {
-    /// Loads the kernels over one cache.
-    fn load(
-        &self,
-        device: &Device,
-        target: &Target,
-        steps_max: u32,
-        pack: &Arc<DeviceBuffer>,
-    ) -> Result<Sessions, Fault> {
-        let Fastest { one_row, several, waves } = self;
-        let mut sessions: Vec<Box<dyn RowLauncher>> = vec![];
-        for (kernel, cubin) in several {
-            let cache = sessions.first().map(|session| session.cache());
-            sessions.push(kernel.load(device, target, cubin, steps_max, Arc::clone(pack), cache)?);
-        }
-        let cubins: Vec<&[u8]> = waves.iter().map(Vec::as_slice).collect();
-        let waves = match sessions.first() {
-            Some(first) if !cubins.is_empty() => {
-                let plan = plan_prompts(target, &several[0].0.validated)?;
-                Some(plan.load(device, &cubins, first.pack(), first.cache())?)
-            }
-            _ => None,
-        };
-        if let (Some((validated, cubin)), Some(first)) = (one_row, sessions.first()) {
-            let (queues, pack, cache) = (Queues::of(validated), first.pack(), Some(first.cache()));
-            let one = OneRowSession::load(device, &queues, cubin, steps_max, pack, cache)?;
-            sessions.insert(0, Box::new(one));
-        }
-        Ok((sessions, waves))
-    }
 }
 
 /// Whether this machine has what runs a target.
@@ -160,7 +106,9 @@ impl Prepared {
     pub(super) fn rows_max(&self, serving: &Serving) -> Result<u32, Fault> {
         match self.target.kind {
             TargetKind::Cpu => Ok(serving.running_max + serving.chunk_rows),
-            TargetKind::Cuda if invariant::is_asked(&self.manifest, &self.target) => Ok(alike_rows(serving)),
+            TargetKind::Cuda if invariant::is_asked(&self.manifest, &self.target) => {
+                Ok(alike_rows(serving.running_max))
+            }
             TargetKind::Cuda => Ok(step_rows_of(serving)?.last().copied().unwrap_or(0)),
         }
     }
@@ -178,10 +126,33 @@ impl Prepared {
         };
         let device = Device::open(found.ordinal)?;
         let free = device.memory_free_bytes()?.saturating_sub(pack_bytes(self.validated.schedule()));
-        if invariant::is_asked(&self.manifest, &self.target) {
-            return self.batched_alike(&chain, device, serving, free);
+        let served = self.served(&chain, serving, free)?;
+        Ok(Batched::of_device(served, chain.pack()?, device, &self.target, serving.steps_max))
+    }
+
+    /// Proves and compiles the kernels of a server, for a device with `free_bytes` of memory beside the weights.
+    ///
+    /// # Errors
+    /// A batch or a cache that does not fit the target; no compiler and no cubin.
+    pub(super) fn served(&self, chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<Served, Fault> {
+        match invariant::is_asked(&self.manifest, &self.target) {
+            true => self.served_alike(chain, serving, free_bytes),
+            false => self.served_fastest(chain, serving, free_bytes),
         }
-        let kernels = self.kernels(&chain, serving, free)?;
+    }
+
+    /// Refuses sizes that were asked for and that no kernel of a server can have.
+    ///
+    /// # Errors
+    /// More requests than a step has rows; more cached tokens than `free_bytes` of memory beside the weights have room for.
+    pub(super) fn refuse_sizes(&self, serving: &Serving, free_bytes: u64) -> Result<(), Fault> {
+        self.rows_max(serving)?;
+        serving.cache_tokens.map_or(Ok(()), |_| self.room(1, serving, free_bytes).map(drop))
+    }
+
+    fn served_fastest(&self, chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<Served, Fault> {
+        let workspace = chain.context.workspace;
+        let kernels = self.kernels(chain, serving, free_bytes)?;
         let Some(largest) = kernels.last().map(|kernel| kernel.validated.clone()) else {
             return Err(Fault::internal("no kernel for several rows"));
         };
@@ -189,7 +160,7 @@ impl Prepared {
         if let Some(differs) = kernels.iter().find_map(|kernel| share_caches(&kernel.validated, &largest).err()) {
             return Err(Fault::internal(format!("kernels for different numbers of rows: {differs}")));
         }
-        let one_row = one_row_beside(&chain, self.room(1, serving, free)?, &largest)?;
+        let one_row = one_row_beside(chain, self.room(1, serving, free_bytes)?, &largest)?;
         let of_one = one_row.iter().map(|_| "1".to_string());
         let rows: Vec<String> = of_one.chain(kernels.iter().map(|kernel| kernel.rows.to_string())).collect();
         workspace.report.note(&format!(
@@ -214,45 +185,37 @@ impl Prepared {
             }
             Err(fault) => return Err(fault),
         }
-        let mut cubins = chain.compile_all(&sources)?.into_iter().map(|cubin| cubin.bytes);
-        let Some(sampler) = cubins.next() else { return Err(Fault::internal("a sampler without a cubin")) };
-        let one_row = one_row.into_iter().zip(cubins.by_ref()).next();
-        let several = kernels.into_iter().zip(cubins.by_ref()).collect();
+        let mut codes = chain.compile_all(&sources)?.into_iter().map(Code::of);
+        let Some(sampler) = codes.next() else { return Err(Fault::internal("a sampler without a cubin")) };
+        let one_row = one_row.into_iter().zip(codes.by_ref()).next();
+        let several = kernels.into_iter().zip(codes.by_ref()).collect();
         // Those of waves are the last ones.
-        let kernels = Kernels::Fastest(Fastest { one_row, several, waves: cubins.collect() });
-        let (target, steps_max) = (self.target.clone(), serving.steps_max);
-        let on_device = OnDevice { device, target, kernels, sampler, steps_max };
-        Ok(Batched { validated: largest, pack: chain.pack()?, on_device: Some(Arc::new(on_device)) })
+        let kernels = Kernels::Fastest(Fastest { one_row, several, waves: codes.collect() });
+        Ok(Served { validated: largest, running_max: serving.running_max, sampler, kernels })
     }
 
-    /// As [`Prepared::batched`], with kernels that add up in one order, on a device that has `free_bytes` left beside the weights.
-    fn batched_alike(
-        &self,
-        chain: &Chain<'_>,
-        device: Device,
-        serving: &Serving,
-        free_bytes: u64,
-    ) -> Result<Batched, Fault> {
+    /// The same with kernels that add up in one order.
+    fn served_alike(&self, chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<Served, Fault> {
         let room = self.room(0, serving, free_bytes)?;
         let validated = Arc::new(invariant::schedule(&chain.context, &chain.candidate, room)?);
         let shape = self.served_shape(&validated)?;
         let alike = invariant::plan(&self.target, &validated)?;
-        let rows: Vec<String> = alike.plans().iter().map(|proven| proven.plan().rows.to_string()).collect();
+        let rows: Vec<u32> = alike.plans().iter().map(|proven| proven.plan().rows).collect();
+        let names: Vec<String> = rows.iter().map(u32::to_string).collect();
         chain.context.workspace.report.note(&format!(
             "{}: kernels for {} rows that add up in one order, cache of {} tokens in pages of {}",
             self.target.name,
-            rows.join(", "),
+            names.join(", "),
             u64::from(shape.pages) * u64::from(shape.page_rows),
             shape.page_rows
         ));
         let mut sources = vec![sampler_source(&self.target)];
         sources.extend(invariant::sources(&chain.context, &alike));
-        let mut cubins = chain.compile_all(&sources)?.into_iter().map(|cubin| cubin.bytes);
-        let Some(sampler) = cubins.next() else { return Err(Fault::internal("a sampler without a cubin")) };
-        let kernels = Kernels::Alike { cubins: cubins.collect(), rows: alike_rows(serving) };
-        let (target, steps_max) = (self.target.clone(), serving.steps_max);
-        let on_device = OnDevice { device, target, kernels, sampler, steps_max };
-        Ok(Batched { validated, pack: chain.pack()?, on_device: Some(Arc::new(on_device)) })
+        let mut codes = chain.compile_all(&sources)?.into_iter().map(Code::of);
+        let Some(sampler) = codes.next() else { return Err(Fault::internal("a sampler without a cubin")) };
+        let kernels =
+            Kernels::Alike { validated: Arc::clone(&validated), kernels: rows.into_iter().zip(codes).collect() };
+        Ok(Served { validated, running_max: serving.running_max, sampler, kernels })
     }
 
     /// What bounds the tables of a server's steps.
@@ -333,11 +296,6 @@ fn sequences(running_max: u32, positions: u64, context_max: u64) -> u32 {
     running_max + positions.div_ceil(context_max.max(1)) as u32 + 1
 }
 
-/// Rows of a launch of kernels that add up in one order: whole launches of the one for most rows, with a row for each running request.
-fn alike_rows(serving: &Serving) -> u32 {
-    serving.running_max.max(1).next_multiple_of(waves::STEP_ROWS_MAX)
-}
-
 /// Adds what runs steps of more rows than those before it, in a server of `running_max` requests.
 fn add(kernels: &mut Vec<StepsKernel>, kernel: StepsKernel, running_max: u32) {
     let smaller = kernels.last().map_or(0, |smaller| smaller.rows);
@@ -380,6 +338,13 @@ impl Batched {
         Batched { validated, pack, on_device: None }
     }
 
+    /// Steps of a device.
+    pub(super) fn of_device(served: Served, pack: Pack, device: Device, target: &Target, steps_max: u32) -> Batched {
+        let validated = Arc::clone(&served.validated);
+        let on_device = OnDevice { device, target: target.clone(), served, steps_max };
+        Batched { validated, pack, on_device: Some(Arc::new(on_device)) }
+    }
+
     /// The proven schedule.
     pub(super) fn validated(&self) -> &Arc<Validated> {
         &self.validated
@@ -393,26 +358,8 @@ impl Batched {
         let Some(on_device) = &self.on_device else {
             return Ok(Box::new(CpuStepper::new(self.validated.schedule(), self.pack.clone(), Options::fast())?));
         };
-        let OnDevice { device, target, kernels, sampler, steps_max } = on_device.as_ref();
-        let pack = upload_pack(device, &self.validated, &self.pack)?;
-        let ((sessions, waves), rows): (Sessions, u32) = match kernels {
-            Kernels::Fastest(fastest) => (fastest.load(device, target, *steps_max, &pack)?, 0),
-            Kernels::Alike { cubins, rows } => {
-                let cubins = cubins.iter().map(Vec::as_slice);
-                let sessions = invariant::load(device, target, &self.validated, cubins, *steps_max, &pack)?;
-                ((sessions.into_iter().map(|session| Box::new(session) as Box<dyn RowLauncher>).collect(), None), *rows)
-            }
-        };
-        let sampler = match sessions.last() {
-            Some(largest) => {
-                let (vocab, rows) = (largest.vocab(), largest.shape().rows);
-                Some(SamplerSession::load(device, sampler, vocab, rows, *steps_max).map_err(Fault::from)?)
-            }
-            None => None,
-        };
-        let stepper = DeviceStepper::new(sessions, waves, sampler)
-            .ok_or_else(|| Fault::internal("no kernel for several rows"))?;
-        Ok(Box::new(stepper.with_rows(rows)))
+        let OnDevice { device, target, served, steps_max } = on_device.as_ref();
+        served.stepper(device, target, *steps_max, &upload_pack(device, &self.validated, &self.pack)?)
     }
 }
 

@@ -3,16 +3,23 @@
 use crate::codegen::sampler::emit;
 use crate::cuda::rows::RowLauncher;
 use crate::cuda::sampler::{Asked, SamplerSession, decided};
+use crate::digest::Digest;
 use crate::error::Fault;
 use crate::sample::{Penalties, Request, RequestSettings, SampleSettings, TokenCounts};
 use crate::target::Target;
 
 use super::device_rows::{Decoding, LAUNCHES, STEPS};
 use super::stages::Generated;
+use super::stored::source_bytes;
 
 /// The source of a target's sampler, to compile.
 pub(super) fn sampler_source(target: &Target) -> Generated {
     Generated::of(emit(target))
+}
+
+/// Digest of what an exported sampler was compiled from.
+pub(super) fn sampler_digest(target: &Target) -> Result<Digest, Fault> {
+    Ok(Digest::of(&source_bytes(emit(target))?))
 }
 
 /// Tokens that a request of a measurement has seen: some thousand ids are a long text.

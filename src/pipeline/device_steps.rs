@@ -11,14 +11,15 @@ use crate::cuda::rows::{RowLauncher, RowsSession};
 use crate::cuda::turns::TurnsSession;
 use crate::cuda::waves::StepsSession;
 use crate::defaults::rows::{Room, STEP_ROWS, kernel_rows};
+use crate::digest::Digest;
 use crate::error::{Fault, Tier};
 use crate::target::Target;
 use crate::validate::Validated;
 use crate::waves::STEP_ROWS_MIN;
 
 use super::device_rows::{place_kernel, prove_kernel, rows_source};
-use super::device_waves::{plan_steps, waves_source};
-use super::stages::{BuildContext, Generated};
+use super::device_waves::{plan_steps, waves_digests, waves_source};
+use super::stages::{BuildContext, Generated, source_bytes};
 
 /// What runs steps of up to `rows` rows.
 #[derive(Debug, Clone)]
@@ -46,6 +47,17 @@ impl StepsKernel {
             return Ok(rows_source(context, &self.validated, trace));
         }
         Ok(waves_source(context, &plan_steps(context.target, &self.validated, self.rows)?, trace))
+    }
+
+    /// Digests of what an exported kernel was compiled from, and of all that it walks.
+    ///
+    /// # Errors
+    /// As [`StepsKernel::source`].
+    pub fn digests(&self, target: &Target) -> Result<[Digest; 2], Fault> {
+        if self.by_waves {
+            return waves_digests(target, &plan_steps(target, &self.validated, self.rows)?);
+        }
+        Ok([Digest::of(&source_bytes(&self.validated, target)?), Queues::of(&self.validated).digest()])
     }
 
     /// Loads what [`StepsKernel::source`] was compiled to, without time stamps. `pack` and, if it is given, `cache` are shared with other

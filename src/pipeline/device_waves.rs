@@ -132,11 +132,13 @@ pub(super) fn waves_source(context: &BuildContext<'_>, proven: &Proven<'_>, trac
 /// # Errors
 /// As [`plan_waves`].
 pub(super) fn prompt_digests(target: &Target, rows: &Validated) -> Result<Vec<[Digest; 2]>, Fault> {
-    let digests = |proven: &Proven<'_>| {
-        let source = source_bytes(emit(proven, target, Trace::Off))?;
-        Ok([Digest::of(&source), encode(proven).digest()])
-    };
-    plan_prompts(target, rows)?.all().into_iter().map(digests).collect()
+    plan_prompts(target, rows)?.all().into_iter().map(|proven| waves_digests(target, proven)).collect()
+}
+
+/// The same of one kernel of waves.
+pub(super) fn waves_digests(target: &Target, proven: &Proven<'_>) -> Result<[Digest; 2], Fault> {
+    let source = source_bytes(emit(proven, target, Trace::Off))?;
+    Ok([Digest::of(&source), encode(proven).digest()])
 }
 
 /// Makes and loads the kernels of waves beside `rows`, the session of `validated` that was checked (`judged`), and checks them against that.

@@ -4,22 +4,28 @@ use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use super::chain::{Chain, Host};
 use super::compile::Cubin;
 use super::device_rows::{Prefill, PrefillParts};
+use super::device_sampler::sampler_digest;
+use super::device_steps::StepsKernel;
 use super::device_waves::prompt_digests;
 use super::exported::{
-    CompiledParts, Does, FORMAT, FileFacts, INDEX, Index, KernelParts, MODEL, PrecisionNames, SEAL, TargetParts,
+    CompiledParts, Does, FORMAT, FileFacts, INDEX, Index, KernelParts, MODEL, PrecisionNames, SEAL, SamplerParts,
+    ServedParts, StepsParts, TargetParts,
 };
 use super::invariant;
+use super::served::{Fastest, Kernels, Served};
 use super::stages::{BuildContext, source_bytes, write_pack};
 use super::{Prepared, Serving, Workspace, prepare};
 use crate::codegen::abi::Queues;
 use crate::defaults::rows::Room;
 use crate::digest::Digest;
-use crate::error::Fault;
+use crate::error::{Fault, Tier};
 use crate::files::{self, folder_of};
+use crate::ir::layout::pack_bytes;
 use crate::ir::print::print;
 use crate::manifest::Manifest;
 use crate::model::source::{Resolved, Source, resolve};
@@ -43,7 +49,7 @@ pub struct Written {
 }
 
 /// Builds what is not built yet, and writes all targets of the manifest into the new folder `out`. `serving` sizes the steps of several
-/// rows on the CPU. `None`: `stop` said so, and there is no folder.
+/// rows. `None`: `stop` said so, and there is no folder.
 ///
 /// # Errors
 /// A folder that is there already, a target that cannot be built here, a full disk. Then there is no folder.
@@ -157,6 +163,10 @@ fn write_target(
     let written = TargetRecord { target: target.clone(), measured: manifest.measured(target) };
     folder.put(&record, written.to_toml().as_bytes())?;
     let mut kernels = vec![];
+    let served = match target.kind {
+        TargetKind::Cpu => None,
+        TargetKind::Cuda => write_served(workspace, prepared, &chain, serving, folder)?,
+    };
     match target.kind {
         TargetKind::Cpu => {
             let text = prepared.text_on_cpu(&chain)?;
@@ -169,28 +179,7 @@ fn write_target(
         TargetKind::Cuda if invariant::is_asked(manifest, target) => {
             kernels = alike_kernels(&chain, validated, folder)?;
         }
-        TargetKind::Cuda => {
-            let cubin = chain.cubin()?.ok_or_else(|| Fault::internal("a target with a kernel has no cubin"))?;
-            let compiled = compiled(&chain, validated, &cubin.nvrtc)?;
-            kernels.push(folder.kernel(name, Does::Text, validated, Some((compiled, &cubin.bytes)))?);
-            match Prefill::made(&chain) {
-                Ok(PrefillParts { validated: prompt, cubin, nvrtc, waves }) => {
-                    same_weights(validated, &prompt)?;
-                    let compiled = self::compiled(&chain, &prompt, &nvrtc)?;
-                    kernels.push(folder.kernel(name, Does::Prompt, &prompt, Some((compiled, &cubin)))?);
-                    if let Ok(cubins) = waves {
-                        let all = Does::PROMPTS.into_iter().zip(prompt_digests(target, &prompt)?).zip(&cubins);
-                        for ((does, digests), cubin) in all {
-                            let compiled = compiled_of(digests, &nvrtc);
-                            kernels.push(folder.kernel(name, does, &prompt, Some((compiled, cubin)))?);
-                        }
-                    }
-                }
-                Err(reason) => {
-                    workspace.report.note(&format!("{name}: prompts are read one token a step: {}", reason.message));
-                }
-            }
-        }
+        TargetKind::Cuda => kernels = text_kernels(workspace, prepared, &chain, folder)?,
     }
     let layout = Digest::from_bytes(identity(validated.schedule()));
     let pack = format!("weights-{}.pack", layout.short());
@@ -211,7 +200,96 @@ fn write_target(
         }
     }
     let (candidate, pack_identity) = (candidate.to_string(), layout.to_string());
-    Ok(Some(TargetParts { name: name.clone(), record, candidate, pack, pack_identity, kernels }))
+    Ok(Some(TargetParts { name: name.clone(), record, candidate, pack, pack_identity, kernels, served }))
+}
+
+/// The kernels that decode one text on a device, each the fastest for what it does.
+fn text_kernels(
+    workspace: &Workspace,
+    prepared: &Prepared,
+    chain: &Chain<'_>,
+    folder: &mut Folder<'_>,
+) -> Result<Vec<KernelParts>, Fault> {
+    let Prepared { target, validated, .. } = prepared;
+    let (name, mut kernels) = (&target.name, vec![]);
+    let cubin = chain.cubin()?.ok_or_else(|| Fault::internal("a target with a kernel has no cubin"))?;
+    let compiled = compiled(chain, validated, &cubin.nvrtc)?;
+    kernels.push(folder.kernel(name, Does::Text, validated, Some((compiled, &cubin.bytes)))?);
+    match Prefill::made(chain) {
+        Ok(PrefillParts { validated: prompt, cubin, nvrtc, waves }) => {
+            same_weights(validated, &prompt)?;
+            let compiled = self::compiled(chain, &prompt, &nvrtc)?;
+            kernels.push(folder.kernel(name, Does::Prompt, &prompt, Some((compiled, &cubin)))?);
+            if let Ok(cubins) = waves {
+                let all = Does::PROMPTS.into_iter().zip(prompt_digests(target, &prompt)?).zip(&cubins);
+                for ((does, digests), cubin) in all {
+                    let compiled = compiled_of(digests, &nvrtc);
+                    kernels.push(folder.kernel(name, does, &prompt, Some((compiled, cubin)))?);
+                }
+            }
+        }
+        Err(reason) => {
+            workspace.report.note(&format!("{name}: prompts are read one token a step: {}", reason.message));
+        }
+    }
+    Ok(kernels)
+}
+
+/// The kernels of a server on a device that has nothing but the model in its memory. `None`: there are none, and the user is told why.
+fn write_served(
+    workspace: &Workspace,
+    prepared: &Prepared,
+    chain: &Chain<'_>,
+    serving: &Serving,
+    folder: &mut Folder<'_>,
+) -> Result<Option<ServedParts>, Fault> {
+    let Prepared { target, validated, .. } = prepared;
+    let free = target.spec.memory_bytes.saturating_sub(pack_bytes(validated.schedule()));
+    prepared.refuse_sizes(serving, free)?;
+    let Served { running_max, sampler, kernels, .. } = match prepared.served(chain, &serving.on_device(), free) {
+        Ok(served) => served,
+        Err(fault) if fault.tier == Tier::Input => {
+            workspace
+                .report
+                .note(&format!("{}: the export has no kernels for `serve`: {}", target.name, fault.message));
+            return Ok(None);
+        }
+        Err(fault) => return Err(fault),
+    };
+    let cubin = format!("{}/sampler.cubin", target.name);
+    folder.put(&cubin, &sampler.bytes)?;
+    let sampler = SamplerParts { cubin, source: sampler_digest(target)?.to_string(), nvrtc: sampler.nvrtc };
+    let (mut steps, mut prompts) = (vec![], vec![]);
+    let mut schedules = vec![];
+    match kernels {
+        Kernels::Fastest(Fastest { one_row, several, waves }) => {
+            let alone = one_row.map(|(validated, code)| (StepsKernel { validated, rows: 1, by_waves: false }, code));
+            // Kernels of waves for prompts are those of the first kernel for several rows.
+            let of_prompts = match several.first() {
+                Some((first, _)) if !waves.is_empty() => prompt_digests(target, &first.validated)?,
+                _ => vec![],
+            };
+            for (kernel, code) in alone.into_iter().chain(several) {
+                same_weights(validated, &kernel.validated)?;
+                let compiled = compiled_of(kernel.digests(target)?, &code.nvrtc);
+                steps.push(folder.steps(&target.name, &kernel, compiled, &code.bytes, &mut schedules)?);
+            }
+            for ((does, digests), code) in Does::PROMPTS.into_iter().zip(of_prompts).zip(waves) {
+                let cubin = format!("{}/serve-{}.cubin", target.name, does.name());
+                folder.put(&cubin, &code.bytes)?;
+                prompts.push(CompiledParts { cubin, ..compiled_of(digests, &code.nvrtc) });
+            }
+        }
+        Kernels::Alike { validated: of_alike, kernels } => {
+            same_weights(validated, &of_alike)?;
+            for (rows, code) in kernels {
+                let compiled = compiled_of(invariant::digests(target, &of_alike, rows)?, &code.nvrtc);
+                let kernel = StepsKernel { validated: Arc::clone(&of_alike), rows, by_waves: true };
+                steps.push(folder.steps(&target.name, &kernel, compiled, &code.bytes, &mut schedules)?);
+            }
+        }
+    }
+    Ok(Some(ServedParts { running_max, sampler, steps, prompts }))
 }
 
 /// The kernels that add up in one order.
@@ -309,6 +387,31 @@ impl Folder<'_> {
             }
         };
         Ok(KernelParts { does, schedule, compiled })
+    }
+
+    /// A kernel of a server. `schedules` are those that were written for it, and their paths: several kernels may have the same.
+    fn steps(
+        &mut self,
+        target: &str,
+        kernel: &StepsKernel,
+        compiled: CompiledParts,
+        bytes: &[u8],
+        schedules: &mut Vec<(Arc<Validated>, String)>,
+    ) -> Result<StepsParts, Fault> {
+        let StepsKernel { validated, rows, by_waves } = kernel;
+        let place = |ending: &str| format!("{target}/serve-{rows}.{ending}");
+        let schedule = match schedules.iter().find(|(of, _)| Arc::ptr_eq(of, validated)) {
+            Some((_, path)) => path.clone(),
+            None => {
+                let path = place("mkir");
+                self.put(&path, print(validated.schedule()).as_bytes())?;
+                schedules.push((Arc::clone(validated), path.clone()));
+                path
+            }
+        };
+        let cubin = place("cubin");
+        self.put(&cubin, bytes)?;
+        Ok(StepsParts { rows: *rows, by_waves: *by_waves, schedule, compiled: CompiledParts { cubin, ..compiled } })
     }
 
     /// Writes a file of `length` bytes, which `fill` gives one after another. False: the user asked to stop.

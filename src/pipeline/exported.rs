@@ -6,7 +6,8 @@
 //! model/                 config.json and what the tokenizer reads
 //! targets/NAME.toml      record of a target
 //! NAME/KERNEL.mkir       schedule; KERNEL is `text`, `prompt`, `waves`, `tail` or `batch`, or with `batch_invariant` `steps32` or `steps64`
-//! NAME/KERNEL.cubin      its kernel, of a CUDA target
+//! NAME/serve-N.mkir      of a CUDA target: schedule of a kernel of a server, for steps of N rows
+//! NAME/KERNEL.cubin      its kernel, of a CUDA target; those of a server are `serve-N`, `serve-waves`, `serve-tail` and `sampler`
 //! weights-DIGEST.pack    weights, for every kernel that names it
 //! ```
 //!
@@ -25,8 +26,11 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use super::device_sampler::sampler_digest;
+use super::device_steps::StepsKernel;
 use super::device_waves::prompt_digests;
 use super::invariant;
+use super::served::{Code, Fastest, Kernels, Served, alike_rows};
 use super::stages::{map_file, source_bytes};
 use crate::codegen::abi::Queues;
 use crate::digest::Digest;
@@ -48,7 +52,7 @@ pub(super) const SEAL: &str = "export.b3";
 /// The folder with the files of the tokenizer.
 pub(super) const MODEL: &str = "model";
 /// Version of the layout of the folder. A folder of another one is refused.
-pub(super) const FORMAT: u32 = 3;
+pub(super) const FORMAT: u32 = 4;
 
 /// An index has some hundred bytes for each file.
 const INDEX_BYTES_MAX: u64 = 16 << 20;
@@ -105,6 +109,43 @@ pub(super) struct TargetParts {
     /// From [`identity`]: where the weights lie in the pack.
     pub pack_identity: String,
     pub kernels: Vec<KernelParts>,
+    /// What decodes several requests on a device. `None`: the target is a CPU, or has no kernels for several rows.
+    pub served: Option<ServedParts>,
+}
+
+/// The kernels of a server on a device. With `batch_invariant`, all of `steps` are by waves and add up in one order.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct ServedParts {
+    /// Requests that run at a time, at most.
+    pub running_max: u32,
+    pub sampler: SamplerParts,
+    /// Ascending by rows, over one cache. That of one row is a kernel for one row over the pages of the others.
+    pub steps: Vec<StepsParts>,
+    /// Kernels of waves for prompts, over the schedule of the first of `steps` that has several rows: of chunks, then of their tail.
+    pub prompts: Vec<CompiledParts>,
+}
+
+/// The kernel that chooses tokens. It depends on no schedule.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct SamplerParts {
+    pub cubin: String,
+    /// Digest of the source that the cubin was compiled from.
+    pub source: String,
+    /// Version of the compiler.
+    pub nvrtc: String,
+}
+
+/// What runs steps of up to `rows` rows of several requests.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct StepsParts {
+    pub rows: u32,
+    /// The kernel is a plan of waves that is derived from the schedule.
+    pub by_waves: bool,
+    pub schedule: String,
+    pub compiled: CompiledParts,
 }
 
 /// What a kernel is for.
@@ -267,9 +308,24 @@ impl Exported {
     pub(super) fn kernel(&self, target: &Target, does: Does) -> Result<Option<Kernel>, Fault> {
         let parts = self.parts(target)?;
         let Some(kernel) = parts.kernels.iter().find(|kernel| kernel.does == does) else { return Ok(None) };
-        let folder = &self.folder;
-        let place = folder.dir.join(&kernel.schedule).display().to_string();
-        let text = String::from_utf8(folder.read(&kernel.schedule)?)
+        let validated = self.proven(target, &kernel.schedule)?;
+        let place = self.folder.dir.join(&kernel.schedule).display().to_string();
+        let cubin = match (&kernel.compiled, target.kind) {
+            (None, TargetKind::Cpu) => None,
+            (Some(compiled), TargetKind::Cuda) => {
+                let made = self.folder.digests(&validated, target, does, &place)?;
+                Some(self.folder.cubin(compiled, made, &place)?)
+            }
+            _ => return Err(Fault::input(format!("`{place}` does not fit the kind of target `{}`", target.name))),
+        };
+        Ok(Some(Kernel { validated: Arc::new(validated), cubin }))
+    }
+
+    /// The schedule at a path of the index, proven, for the model and the weights of the export.
+    fn proven(&self, target: &Target, path: &str) -> Result<Validated, Fault> {
+        let (folder, parts) = (&self.folder, self.parts(target)?);
+        let place = folder.dir.join(path).display().to_string();
+        let text = String::from_utf8(folder.read(path)?)
             .map_err(|_| Fault::input(format!("`{place}` is no text, expected a schedule")))?;
         let parsed = parse(&text).map_err(|error| folder.foreign(&format!("`{place}` cannot be read: {error}")))?;
         let validated = validate(parsed, target).map_err(|rejected| {
@@ -285,12 +341,95 @@ impl Exported {
         {
             return Err(folder.foreign(&format!("`{place}` is for another model, or for weights in another layout")));
         }
-        let cubin = match (&kernel.compiled, target.kind) {
-            (None, TargetKind::Cpu) => None,
-            (Some(compiled), TargetKind::Cuda) => Some(folder.cubin(&validated, target, does, compiled, &place)?),
-            _ => return Err(Fault::input(format!("`{place}` does not fit the kind of target `{}`", target.name))),
+        Ok(validated)
+    }
+
+    /// The kernels of a server on a device, each schedule with a proof of this process; `None`: the export has none.
+    ///
+    /// # Errors
+    /// As [`Exported::kernel`]; kernels that cannot share a cache.
+    pub(super) fn served(&self, target: &Target) -> Result<Option<Served>, Fault> {
+        let Some(parts) = &self.parts(target)?.served else { return Ok(None) };
+        let folder = &self.folder;
+        let mut proven: BTreeMap<&str, Arc<Validated>> = BTreeMap::new();
+        for StepsParts { schedule, .. } in &parts.steps {
+            if !proven.contains_key(schedule.as_str()) {
+                proven.insert(schedule, Arc::new(self.proven(target, schedule)?));
+            }
+        }
+        let Some(largest) = parts.steps.last().map(|steps| Arc::clone(&proven[steps.schedule.as_str()])) else {
+            return Err(folder.foreign("a server without kernels"));
         };
-        Ok(Some(Kernel { validated: Arc::new(validated), cubin }))
+        for validated in proven.values() {
+            share_caches(validated, &largest).map_err(|differs| folder.foreign(&differs.to_string()))?;
+        }
+        let of_one = |steps: &StepsParts| proven[steps.schedule.as_str()].schedule().program.rows == 1;
+        let ascend = parts.steps.windows(2).all(|pair| pair[0].rows < pair[1].rows);
+        if !ascend || parts.steps.iter().any(|steps| of_one(steps) != (steps.rows == 1)) {
+            return Err(folder.foreign("kernels of a server for other numbers of rows"));
+        }
+        let is_alike = invariant::is_asked(&self.manifest, target);
+        let mut steps = vec![];
+        for StepsParts { rows, by_waves, schedule, compiled } in &parts.steps {
+            let (validated, place) = (Arc::clone(&proven[schedule.as_str()]), folder.dir.join(schedule));
+            let kernel = StepsKernel { validated, rows: *rows, by_waves: *by_waves };
+            let made = if is_alike {
+                invariant::digests(target, &kernel.validated, *rows)?
+            } else {
+                kernel.digests(target)?
+            };
+            let bytes = folder.cubin(compiled, made, &place.display().to_string())?;
+            steps.push((kernel, Code { bytes, nvrtc: compiled.nvrtc.clone() }));
+        }
+        let SamplerParts { cubin, source, nvrtc } = &parts.sampler;
+        if sampler_digest(target)?.to_string() != *source {
+            return Err(folder.foreign("the sampler has another source here"));
+        }
+        let sampler = Code { bytes: folder.read(cubin)?, nvrtc: nvrtc.clone() };
+        let kernels = match is_alike {
+            true => Kernels::Alike {
+                validated: Arc::clone(&largest),
+                kernels: steps.into_iter().map(|(kernel, code)| (kernel.rows, code)).collect(),
+            },
+            false => Kernels::Fastest(self.fastest(target, steps, &parts.prompts)?),
+        };
+        Ok(Some(Served { validated: largest, running_max: parts.running_max, sampler, kernels }))
+    }
+
+    /// Rows of a launch of the kernels of a server on a device, at most; `None`: the export has none.
+    ///
+    /// # Errors
+    /// A target that the export does not have.
+    pub(super) fn step_rows(&self, target: &Target) -> Result<Option<u32>, Fault> {
+        let Some(ServedParts { running_max, steps, .. }) = &self.parts(target)?.served else { return Ok(None) };
+        Ok(match invariant::is_asked(&self.manifest, target) {
+            true => Some(alike_rows(*running_max)),
+            false => steps.last().map(|steps| steps.rows),
+        })
+    }
+
+    /// Of kernels for steps, and of those for prompts.
+    fn fastest(
+        &self,
+        target: &Target,
+        mut several: Vec<(StepsKernel, Code)>,
+        prompts: &[CompiledParts],
+    ) -> Result<Fastest, Fault> {
+        let alone = several.first().is_some_and(|(kernel, _)| kernel.rows == 1).then(|| several.remove(0));
+        let one_row = alone.map(|(kernel, code)| (kernel.validated, code));
+        let Some((first, _)) = several.first() else {
+            return Err(self.folder.foreign("a server without kernels for several rows"));
+        };
+        let made = if prompts.is_empty() { vec![] } else { prompt_digests(target, &first.validated)? };
+        if made.len() != prompts.len() {
+            return Err(self.folder.foreign(&format!("{} kernels for prompts of a server", prompts.len())));
+        }
+        let waves = prompts.iter().zip(made).map(|(compiled, made)| {
+            let bytes = self.folder.cubin(compiled, made, &compiled.cubin)?;
+            Ok(Code { bytes, nvrtc: compiled.nvrtc.clone() })
+        });
+        let waves = waves.collect::<Result<Vec<Code>, Fault>>()?;
+        Ok(Fastest { one_row, several, waves })
     }
 
     /// [`Exported::kernel`] for a kernel over the cache of `one`.
@@ -325,25 +464,22 @@ impl Exported {
 }
 
 impl Folder {
-    /// The cubin that was compiled from what this version would compile.
-    fn cubin(
-        &self,
-        validated: &Validated,
-        target: &Target,
-        does: Does,
-        compiled: &CompiledParts,
-        place: &str,
-    ) -> Result<Vec<u8>, Fault> {
+    /// Digests of what this version would compile for a kernel, and of what that walks.
+    fn digests(&self, validated: &Validated, target: &Target, does: Does, place: &str) -> Result<[Digest; 2], Fault> {
         let of_prompts = Does::PROMPTS.iter().position(|of| *of == does);
-        let [source, queues] = match (of_prompts, does.alike_rows()) {
+        match (of_prompts, does.alike_rows()) {
             (Some(at), _) => {
                 let digests = prompt_digests(target, validated)?;
                 let foreign = || self.foreign(&format!("`{place}` has no kernel of `{}` here", does.name()));
-                *digests.get(at).ok_or_else(foreign)?
+                digests.get(at).copied().ok_or_else(foreign)
             }
-            (_, Some(rows)) => invariant::digests(target, validated, rows)?,
-            _ => [Digest::of(&source_bytes(validated, target)?), Queues::of(validated).digest()],
-        };
+            (_, Some(rows)) => invariant::digests(target, validated, rows),
+            _ => Ok([Digest::of(&source_bytes(validated, target)?), Queues::of(validated).digest()]),
+        }
+    }
+
+    /// A cubin, if it was compiled from what this version would compile.
+    fn cubin(&self, compiled: &CompiledParts, [source, queues]: [Digest; 2], place: &str) -> Result<Vec<u8>, Fault> {
         if source.to_string() != compiled.source {
             return Err(self.foreign(&format!("the kernel of `{place}` has another source here")));
         }

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use crate::candidate::Candidate;
 use crate::check::{ALIKE_POSITIONS, ALIKE_SEQUENCES, Checked, check_alike, check_rows};
 use crate::codegen::emit::Trace;
-use crate::codegen::waves::{emit, encode};
 use crate::cuda::driver::Device;
 use crate::cuda::memory::DeviceBuffer;
 use crate::cuda::rows::RowLauncher;
@@ -27,10 +26,9 @@ use super::device_rows::{
     Asked, FoundOfRows, Reader, RowsTimed, STEPS, Took, bench_prompts, bench_steps, place_kernel, prove_kernel, rows_of,
 };
 use super::device_sampler::sampler_source;
-use super::device_waves::waves_source;
+use super::device_waves::{waves_digests, waves_source};
 use super::execute::upload_pack;
 use super::stages::{BuildContext, Generated};
-use super::stored::source_bytes;
 
 /// Rows of the kernels, ascending. A step runs on the smallest that has room for it.
 pub(super) const KERNEL_ROWS: [u32; 2] = [STEP_ROWS_MIN, STEP_ROWS_MAX];
@@ -106,9 +104,7 @@ pub(super) fn with_rows<'a, 'b>(alike: &'b Alike<'a>, rows: u32) -> Result<&'b P
 /// As [`plan`] and [`with_rows`].
 pub(super) fn digests(target: &Target, validated: &Validated, rows: u32) -> Result<[Digest; 2], Fault> {
     let alike = plan(target, validated)?;
-    let proven = with_rows(&alike, rows)?;
-    let source = source_bytes(emit(proven, target, Trace::Off))?;
-    Ok([Digest::of(&source), encode(proven).digest()])
+    waves_digests(target, with_rows(&alike, rows)?)
 }
 
 /// A schedule, and the kernels of its plans.

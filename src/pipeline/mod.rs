@@ -45,6 +45,7 @@ mod resident;
 mod rows;
 mod runner;
 mod search_start;
+mod served;
 pub mod speculative;
 mod stages;
 pub mod status;

@@ -8,6 +8,7 @@ use super::execute::{self, Devices, upload_pack};
 use super::exported::{Does, Exported, Kernel};
 use super::invariant;
 use super::runner::{LazyPrefill, LazyVerifier, On, Runner};
+use super::served::Served;
 use super::{Prepared, Serving, Workspace, prepare};
 use crate::codegen::abi::Queues;
 use crate::codegen::emit::Trace;
@@ -17,6 +18,8 @@ use crate::cuda::session::Session;
 use crate::cuda::turns::TurnsSession;
 use crate::error::Fault;
 use crate::interp::{Interp, Options};
+use crate::ir::layout::pack_bytes;
+use crate::ir::program::Space;
 use crate::lower::Batch;
 use crate::manifest::Manifest;
 use crate::report::Report;
@@ -114,7 +117,10 @@ impl Ready {
     pub fn rows_max(&self, serving: &Serving) -> Result<u32, Fault> {
         match &self.from {
             From::Built { prepared, .. } => prepared.rows_max(serving),
-            From::Exported { .. } => Ok(serving.running_max + serving.chunk_rows),
+            From::Exported { exported, target, .. } => Ok(match exported.step_rows(target)? {
+                Some(rows) => rows,
+                None => serving.running_max + serving.chunk_rows,
+            }),
         }
     }
 
@@ -208,24 +214,59 @@ fn invariant_runner<'a>(exported: &'a Exported, target: &'a Target) -> Result<Ru
 fn batched(exported: &Exported, target: &Target, serving: &Serving) -> Result<Batched, Fault> {
     let none = || {
         Fault::input(format!("the export has no steps of several rows on target `{}`", target.name))
-            .with_remedy("name a target of the kind `cpu` by `--target`, or the manifest that was exported")
+            .with_remedy("name another target with `--target`, or the manifest that was exported")
     };
-    let Kernel { validated, .. } = exported.kernel(target, Does::Batch)?.ok_or_else(none)?;
-    if target.kind != TargetKind::Cpu {
-        return Err(none());
+    if target.kind == TargetKind::Cuda {
+        return batched_on_device(exported, target, serving, exported.served(target)?.ok_or_else(none)?);
     }
+    let Kernel { validated, .. } = exported.kernel(target, Does::Batch)?.ok_or_else(none)?;
     let shape = Shape::of(&validated.schedule().program)
         .ok_or_else(|| Fault::input("the steps of several rows of the export have one row"))?;
     let Batch { rows, sequences, pages, .. } = cpu_batch(serving, &exported.manifest().decode);
     for (what, asked, most) in
         [("rows", rows, shape.rows), ("sequences", sequences, shape.sequences), ("pages", pages, shape.pages)]
     {
-        if asked > most {
-            let message = format!("the export has steps of at most {most} {what}, {asked} are asked for");
-            return Err(Fault::input(message)
-                .with_remedy("ask for fewer requests, prompt tokens or cached tokens, or export the model again"));
-        }
+        refuse_more(what, asked.into(), most.into())?;
     }
     let pack = exported.pack(target, &validated)?;
     Ok(Batched::of_cpu(validated, pack))
+}
+
+fn refuse_more(what: &str, asked: u64, most: u64) -> Result<(), Fault> {
+    if asked <= most {
+        return Ok(());
+    }
+    let message = format!("the export has steps of at most {most} {what}, {asked} are asked for");
+    Err(Fault::input(message)
+        .with_remedy("ask for fewer requests, prompt tokens or cached tokens, or export the model again"))
+}
+
+/// The kernels of an export for a server, on the device of their target.
+///
+/// # Errors
+/// More requests or cached tokens than the export has room for; a device without room for that.
+fn batched_on_device(
+    exported: &Exported,
+    target: &Target,
+    serving: &Serving,
+    served: Served,
+) -> Result<Batched, Fault> {
+    let schedule = served.validated.schedule();
+    let shape = Shape::of(&schedule.program).ok_or_else(|| Fault::internal("rows without tables"))?;
+    let tokens = u64::from(shape.pages) * u64::from(shape.page_rows);
+    refuse_more("requests", serving.running_max.into(), served.running_max.into())?;
+    refuse_more("cached tokens", serving.cache_tokens.unwrap_or(0).into(), tokens)?;
+    let (device, _) = device_of(target)?;
+    let (needed, free) = (pack_bytes(schedule) + schedule.arena_bytes(Space::Cache), device.memory_free_bytes()?);
+    if needed > free {
+        let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+        return Err(Fault::environment(format!(
+            "weights and a cache of {tokens} tokens take {:.1} GiB of device memory, {:.1} GiB are free",
+            gib(needed),
+            gib(free)
+        ))
+        .with_remedy("free memory of the device, or export the model again with fewer `--cache-tokens`"));
+    }
+    let pack = exported.pack(target, &served.validated)?;
+    Ok(Batched::of_device(served, pack, device, target, serving.steps_max))
 }

@@ -4,13 +4,14 @@ use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::sync::OnceLock;
 
 use monobloc::cache::Cache;
 use monobloc::cuda::nvrtc::Nvrtc;
 use monobloc::digest::Digest;
 use monobloc::error::{Fault, Tier};
 use monobloc::manifest::Manifest;
-use monobloc::pipeline::{Exported, Ready, Serving, Workspace, export};
+use monobloc::pipeline::{Exported, Ready, Serving, Workspace, export as export_model};
 use monobloc::report::Report;
 use serde_json::{Value, json};
 
@@ -53,7 +54,7 @@ fn workspace(folder: &Path) -> Workspace {
 fn write(folder: &Path, record: &str, model: &str, out: &Path, stop: bool) -> Result<bool, Fault> {
     let workspace = workspace(folder);
     let manifest = manifest(folder, record, model);
-    Ok(export(&workspace, &manifest, out, &SERVING, &|| stop)?.is_some())
+    Ok(export_model(&workspace, &manifest, out, &SERVING, &|| stop)?.is_some())
 }
 
 impl Export {
@@ -230,8 +231,8 @@ fn parts_that_do_not_belong_together_are_refused() {
         export.edit(|edited| *edited = index.clone());
     };
     refused(
-        &|index| index["format"] = json!(2),
-        "has format 2, written by monobloc 0.1.0; this monobloc reads format 3",
+        &|index| index["format"] = json!(3),
+        "has format 3, written by monobloc 0.1.0; this monobloc reads format 4",
     );
     refused(&|index| index["surprise"] = json!(2), "is no index of an export: unknown field `surprise`");
     refused(&|index| index["vocab"] = json!(7), "is for another model, or for weights in another layout");
@@ -259,24 +260,51 @@ const SMALL: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "ll
 "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 512, "max_position_embeddings": 1024,
 "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": true, "torch_dtype": "bfloat16"}"#;
 
-#[test]
-fn an_export_has_the_kernel_of_long_prompts() {
-    if nvrtc("an_export_has_the_kernel_of_long_prompts").is_none() || Nvrtc::load().is_err() {
-        return;
+/// An export of a small model for a device; `None` without a compiler. Kernels are compiled once for all tests.
+fn on_device(test: &str) -> Option<Export> {
+    if nvrtc(test).is_none() || Nvrtc::load().is_err() {
+        return None;
     }
+    static WRITTEN: OnceLock<Export> = OnceLock::new();
+    let written = WRITTEN.get_or_init(|| {
+        let folder = tempfile::tempdir().expect("a folder");
+        let config = folder.path().join("config.json");
+        fs::write(&config, SMALL).expect("written");
+        let text = MANIFEST.replace("path:MODEL", &format!("synthetic:{}", config.display())).replace("RECORD", "h200");
+        let manifest = Manifest::parse(&text, &folder.path().join("m.toml")).unwrap_or_else(|error| panic!("{error}"));
+        let (workspace, out) = (workspace(folder.path()), folder.path().join("export"));
+        let written = export_model(&workspace, &manifest, &out, &ON_DEVICE, &|| false);
+        assert!(written.unwrap_or_else(|fault| panic!("{fault}")).is_some());
+        Export { folder }
+    });
     let folder = tempfile::tempdir().expect("a folder");
-    let config = folder.path().join("config.json");
-    fs::write(&config, SMALL).expect("written");
-    let text = MANIFEST.replace("path:MODEL", &format!("synthetic:{}", config.display())).replace("RECORD", "h200");
-    let manifest = Manifest::parse(&text, &folder.path().join("m.toml")).unwrap_or_else(|error| panic!("{error}"));
-    let workspace = workspace(folder.path());
-    let out = folder.path().join("export");
-    assert!(
-        export(&workspace, &manifest, &out, &SERVING, &|| false).unwrap_or_else(|fault| panic!("{fault}")).is_some()
-    );
-    let export = Export { folder };
+    let files = written.files();
+    for file in &files {
+        let to = folder.path().join("export").join(file);
+        fs::create_dir_all(to.parent().expect("a folder")).expect("a folder");
+        fs::copy(written.path(file), to).expect("copied");
+    }
+    Some(Export { folder })
+}
+
+/// Nine requests want steps of 16 rows, and prompts beside them steps of 64.
+const ON_DEVICE: Serving = Serving { running_max: 9, chunk_rows: 2, steps_max: 1, cache_tokens: Some(4096) };
+
+/// How far this machine takes a part of an export: to the device, which it does not have.
+#[track_caller]
+fn taken<T>(loaded: Result<T, Fault>) -> Result<(), Fault> {
+    match loaded.map(drop) {
+        Err(fault) if fault.message.contains("has no device here") => Ok(()),
+        other => other,
+    }
+}
+
+#[test]
+fn an_export_has_the_kernels_of_long_prompts_and_of_a_server() {
+    let Some(export) = on_device("an_export_has_the_kernels_of_long_prompts_and_of_a_server") else { return };
     let index = export.index();
-    let kernels = index["targets"][0]["kernels"].as_array().expect("kernels");
+    let target = &index["targets"][0];
+    let kernels = target["kernels"].as_array().expect("kernels");
     let does: Vec<&str> = kernels.iter().filter_map(|kernel| kernel["does"].as_str()).collect();
     assert_eq!(does, ["text", "prompt", "waves", "tail"]);
     let [prompt, waves, tail] = [1, 2, 3].map(|at| kernels[at]["compiled"].clone());
@@ -288,33 +316,97 @@ fn an_export_has_the_kernel_of_long_prompts() {
         |kernel: &Value| fs::read(export.path(kernel["schedule"].as_str().expect("a path"))).expect("a schedule");
     assert_eq!(schedule(&kernels[1]), schedule(&kernels[2]));
     assert_eq!(schedule(&kernels[1]), schedule(&kernels[3]));
+
+    let served = &target["served"];
+    assert_eq!(served["running_max"], json!(9));
+    let steps = served["steps"].as_array().expect("steps");
+    let of = |key: &str| steps.iter().map(|steps| steps[key].clone()).collect::<Vec<Value>>();
+    assert_eq!(of("rows"), [1, 8, 16, 32, 64].map(|rows| json!(rows)));
+    assert_eq!(of("by_waves"), [false, false, false, true, true].map(|by| json!(by)));
+    let schedules = ["1", "8", "16", "8", "8"].map(|rows| json!(format!("h200/serve-{rows}.mkir")));
+    assert_eq!(of("schedule"), schedules);
+    assert_eq!(served["prompts"].as_array().map(Vec::len), Some(2), "chunks and their tail");
 }
 
 #[test]
 fn a_cubin_runs_only_if_this_version_would_compile_it() {
-    if nvrtc("a_cubin_runs_only_if_this_version_would_compile_it").is_none() || Nvrtc::load().is_err() {
-        return;
+    let Some(export) = on_device("a_cubin_runs_only_if_this_version_would_compile_it") else { return };
+    let serve = |serving: Serving| {
+        let exported = Exported::open(&export.path(""))?;
+        let target = exported.manifest().targets[0].clone();
+        taken(Ready::exported(Report::quiet(), exported, &target)?.batched(&serving))
+    };
+    let run = || taken(export.load());
+    assert_eq!((run(), serve(ON_DEVICE)), (Ok(()), Ok(())), "what was exported is accepted as far as this machine can");
+    let more = serve(Serving { running_max: 10, ..ON_DEVICE }).expect_err("more than there is room for");
+    assert_eq!(more.message, "the export has steps of at most 9 requests, 10 are asked for");
+    let more = serve(Serving { cache_tokens: Some(5000), ..ON_DEVICE }).expect_err("more than there is room for");
+    assert!(more.message.contains("cached tokens, 5000 are asked for"), "{more}");
+
+    let out = export.folder.path().join("other");
+    let write = |running_max, cache_tokens| {
+        let manifest = manifest(export.folder.path(), "h200", "tinystories-llama");
+        let serving = Serving { running_max, cache_tokens, ..ON_DEVICE };
+        export_model(&workspace(export.folder.path()), &manifest, &out, &serving, &|| false)
+    };
+    for (fault, expected) in
+        [(write(65, None), "`--max-batch` is 65"), (write(8, Some(u32::MAX)), "tokens does not fit")]
+    {
+        let fault = fault.map(drop).expect_err(expected);
+        assert!(fault.message.contains(expected) && fault.remedy.is_some(), "{fault}");
+        assert!(!out.exists());
     }
-    let export = Export::of("h200");
+
     let index = export.index();
-    let kernels = index["targets"][0]["kernels"].as_array().expect("kernels");
-    let does: Vec<&str> = kernels.iter().filter_map(|kernel| kernel["does"].as_str()).collect();
-    assert_eq!(does, ["text", "prompt"]);
-    // Without a device of its kind this is where it ends.
-    let no_device = |fault: Fault| fault.message.contains("has no device here");
-    assert!(export.load().err().is_none_or(no_device), "what was exported is accepted as far as this machine can");
-    for (part, expected) in [("source", "has another source here"), ("queues", "has other queues here")] {
-        export.edit(|index| index["targets"][0]["kernels"][0]["compiled"][part] = json!("0"));
-        let fault = export.refused();
-        assert!(fault.message.contains(expected) && fault.message.contains("monobloc 0.1.0 wrote it"), "{fault}");
+    let refused = |loads: &dyn Fn() -> Result<(), Fault>, change: &dyn Fn(&mut Value), expected: &str| {
+        export.edit(|index| change(&mut index["targets"][0]));
+        let fault = loads().expect_err(expected);
+        assert!(fault.message.contains(expected), "{fault}");
         export.edit(|edited| *edited = index.clone());
+    };
+    let serves = || serve(ON_DEVICE);
+    for (part, expected) in [("source", "has another source here"), ("queues", "has other queues here")] {
+        refused(&run, &|target| target["kernels"][0]["compiled"][part] = json!("0"), expected);
+        for at in 0..5 {
+            refused(&serves, &|target| target["served"]["steps"][at]["compiled"][part] = json!("0"), expected);
+        }
+        for at in 0..2 {
+            refused(&serves, &|target| target["served"]["prompts"][at][part] = json!("0"), expected);
+        }
     }
-    export.edit(|index| index["targets"][0]["kernels"][0]["compiled"] = Value::Null);
-    assert!(export.refused().message.contains("does not fit the kind of target `h200`"));
-    export.edit(|edited| *edited = index.clone());
-    let cubin = fs::read(export.path("h200/text.cubin")).expect("a cubin");
-    let mut changed = cubin.clone();
-    changed[cubin.len() / 2] ^= 4;
-    fs::write(export.path("h200/text.cubin"), changed).expect("written");
-    assert!(export.refused().message.contains("text.cubin` is not what was exported"));
+    refused(&serves, &|target| target["served"]["sampler"]["source"] = json!("0"), "has another source here");
+    // Kernels that are not what the index says, and parts that are missing.
+    refused(&serves, &|target| target["served"]["steps"][1]["rows"] = json!(1), "monobloc 0.1.0 wrote it");
+    refused(&serves, &|target| target["served"]["steps"][2]["by_waves"] = json!(true), "has another source here");
+    refused(&serves, &|target| target["served"]["steps"] = json!([]), "a server without kernels");
+    refused(
+        &serves,
+        &|target| target["served"]["prompts"].as_array_mut().expect("two").truncate(1),
+        "1 kernels for prompts",
+    );
+    refused(&serves, &|target| target["served"] = Value::Null, "has no steps of several rows on target `h200`");
+    // A schedule over other pages.
+    refused(
+        &serves,
+        &|target| {
+            let other = target["kernels"][1].clone();
+            target["served"]["steps"][1]["schedule"] = other["schedule"].clone();
+            target["served"]["steps"][1]["compiled"] = other["compiled"].clone();
+        },
+        "monobloc 0.1.0 wrote it",
+    );
+    refused(&run, &|target| target["kernels"][0]["compiled"] = Value::Null, "does not fit the kind of target `h200`");
+    for (loads, file) in [
+        (&run as &dyn Fn() -> Result<(), Fault>, "h200/text.cubin"),
+        (&serves, "h200/serve-32.cubin"),
+        (&serves, "h200/sampler.cubin"),
+    ] {
+        let cubin = fs::read(export.path(file)).expect("a cubin");
+        let mut changed = cubin.clone();
+        changed[cubin.len() / 2] ^= 4;
+        fs::write(export.path(file), changed).expect("written");
+        let fault = loads().expect_err("a changed cubin");
+        assert!(fault.message.contains(&format!("{file}` is not what was exported")), "{fault}");
+        fs::write(export.path(file), cubin).expect("written");
+    }
 }
