@@ -278,11 +278,11 @@ __device__ __forceinline__ void fence_history() {
 }
 
 // ---- waves ------------------------------------------------------------------------------------------------------
-// See waves/context.cuh. Each block adds one to a count after each wave, so wave w begins when the count is w * SMS.
+// See waves/context.cuh. Each block adds to a count the waves that it ended, so wave w begins when the count is w * SMS.
 
-// By one thread, after the block barrier after the last write of the wave.
-__device__ __forceinline__ void end_wave(u32* arrived) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrived) : "memory");
+// By one thread, after the block barrier after the last write of the waves.
+__device__ __forceinline__ void end_waves(u32* arrived, u32 count) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(arrived), "r"(count) : "memory");
 }
 // By whole warps: what any block wrote in the waves before is there. Other warps of a block have it after a block barrier; a lane that
 // copies in bulk needs `fence_history` of its own.

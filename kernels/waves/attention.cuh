@@ -1,11 +1,13 @@
 // Attention over the cache up to each row's own position: softmax(scale * q K^T) V. Of a prompt chunk it has two waves: `WaveAppend` norms
 // and rotates the heads, and appends keys and values to the cache; `WaveAttend` attends, for tiles of 16 rows of a head. Of a step it has
-// one: `WaveAttendRow` does both, for the heads of one row that share a KV head.
+// one: `WaveAttendRow` does both, for the heads of one row that share a KV head. A long history is cut into KV splits, which blocks may take
+// apart; `WaveMerge` is a second wave then, and adds them up.
 //
 // qkv (rows, ..)  q, k and v of all heads: bf16 row by row, or PARTS sums of fp32, (PARTS, rows, ..)
 // q   (rows, ..)  of a chunk, bf16 row by row: normed, rotated. Of a step they stay in shared memory
 // K, V            pages of one KV head, through the ring of inputs: K and V of TILE positions side by side
 // out (rows, ..)  bf16, as products read it
+// left (rows, SPLITS_MOST, HEADS, DIM + 2)  of a step, fp32: what a KV split leaves of a head. The largest score, the sum, and the values
 //
 // owner    of a row of a head: one warp in the first wave and of a chunk; of a step the warps of a block, which take tiles in turn
 // assumes  positions before those of a launch's step are in the cache. Rows of one sequence lie side by side, at consecutive positions;
@@ -205,8 +207,9 @@ struct WaveTiles {
     const u32 bytes = min(u32(TILE), end - at) * ROW;
     const u8* from = H::pool(l.p, l.lane == 0 ? e.k_cache : e.v_cache, kv) + u64(H::pool_row(l.p, sequence, at)) * ROW;
     u8* slot = l.free_slot();
-    if (M::STEPS)
-      l.meet_last_step();
+    // A block may end the wave after this one at once (WaveContext::ends), so that both count.
+    if constexpr (M::STEPS)
+      l.meet_last_step(G::SPLITS_MOST > 1 ? 2 : 1);
     else
       l.meet();
     if (l.lane < 2) l.copy(slot + l.lane * (TILE * ROW), from, bytes);
@@ -369,19 +372,145 @@ struct WaveAttend {
   }
 };
 
+// How histories are cut into KV splits, and which block has which. All of it follows from the positions of the rows, so all blocks find the same,
+// and no block waits for another one.
+//
+// The history of a row begins with the tile of the first position that it sees, and is cut at multiples of SPLIT from there. So the order in
+// which a row adds up follows from its own position alone. Whether blocks take whole rows or splits follows from all rows: a block with whole
+// rows adds up the same numbers in the same order.
+template <class M, class G>
+struct WaveSplits {
+  typedef WaveHeads<M, G> H;
+  static constexpr int QUERIES = G::HEADS_PER_TASK, LEFT = QUERIES * (G::DIM + 2);
+  static constexpr u32 MOST = G::SPLITS_MOST, SPLIT = MOST > 1 ? G::SPLIT : M::CONTEXT_MAX + 8, GROUPS = G::HEADS / QUERIES;
+  static_assert(MOST == 1 || SPLIT % G::TILE == 0, "a split has whole tiles");
+
+  static __device__ __forceinline__ u32 begin(u32 position) { return H::seen_from(position) / G::TILE * G::TILE; }
+  // Splits of the row at `position`. Its own position is in the last one.
+  static __device__ __forceinline__ u32 count(u32 position) {
+    const u32 length = position - begin(position);
+    return MOST == 1 || length <= SPLIT ? 1 : (length + SPLIT - 1) / SPLIT;
+  }
+  // By whole warps: whether blocks take splits. They do if the longest row has at least a split more than a block has on average: below that,
+  // the wave that adds up costs more than it saves.
+  static __device__ __forceinline__ bool divided(const WaveParams& p, u32 step, int lane) {
+    if constexpr (MOST == 1) return false;
+    u32 all = 0, most = 0;
+#pragma unroll
+    for (u32 row = u32(lane); row < M::BLOCK_ROWS; row += 32) {
+      const u32 position = row < p.row_count ? wave_position<M>(p, step, row) : 0, length = position - begin(position);
+      all += length, most = length > most ? length : most;
+    }
+    if (!__any_sync(~0u, most > SPLIT)) return false;
+#pragma unroll
+    for (int o = 16; o; o >>= 1) {
+      const u32 other = __shfl_xor_sync(~0u, most, o);
+      all += __shfl_xor_sync(~0u, all, o), most = other > most ? other : most;
+    }
+    return u64(most - min(most, SPLIT)) * M::SMS > u64(all) * GROUPS;
+  }
+  // What split `split` of a row leaves, from the first head of a task on.
+  static __device__ __forceinline__ float* left(const WaveParams& p, const Wave& e, u32 row, u32 split, int head) {
+    return reinterpret_cast<float*>(p.work + u64(e.branch) * OFFSET_BYTES) + ((u64(row) * MOST + split) * G::HEADS + u32(head)) * (G::DIM + 2);
+  }
+
+  // All splits of a launch, by whole warps: first those that others of their row follow, in order of rows; then the last ones, which are shorter,
+  // in order of an eighth of their length. Blocks take them in turn.
+  struct Deal {
+    const WaveParams& p;
+    u32 step, lane, more[2], before, full; // splits before the last one: of two rows of a lane, of rows before these, of all rows
+    __device__ __forceinline__ Deal(const WaveParams& p, u32 step, int of_lane) : p(p), step(step), lane(u32(of_lane)) {
+#pragma unroll
+      for (u32 i = 0; i < 2; i++) more[i] = is_live(2 * lane + i) ? count(position(2 * lane + i)) - 1 : 0;
+      u32 upto = more[0] + more[1];
+#pragma unroll
+      for (int o = 1; o < 32; o *= 2) {
+        const u32 other = __shfl_up_sync(~0u, upto, o);
+        if (lane >= u32(o)) upto += other;
+      }
+      before = upto - more[0] - more[1];
+      full = __shfl_sync(~0u, upto, 31);
+    }
+    __device__ __forceinline__ bool is_live(u32 row) const { return row < p.row_count; }
+    __device__ __forceinline__ u32 position(u32 row) const { return wave_position<M>(p, step, row); }
+    // Splits of all rows, of each group of heads.
+    __device__ __forceinline__ u32 items() const { return (full + p.row_count) * GROUPS; }
+    // Those of this block.
+    __device__ __forceinline__ u32 of_block() const { return (items() + M::SMS - 1 - blockIdx.x) / M::SMS; }
+    __device__ __forceinline__ WaveItem operator[](u32 n) const {
+      const u32 at = n / GROUPS, group = n % GROUPS;
+      if (at < full) {
+        const bool is_mine = at >= before && at - before < more[0] + more[1];
+        const u32 of = at - before, second = of >= more[0];
+        const u32 mine = (2 * lane + second) << 24 | (of - (second ? more[0] : 0));
+        const u32 found = __shfl_sync(~0u, mine, __ffs(__ballot_sync(~0u, is_mine)) - 1);
+        return WaveItem{found >> 24, group, found & 0xffffff, 1};
+      }
+      u32 eighths[2], rank = at - full;
+#pragma unroll
+      for (u32 i = 0; i < 2; i++) {
+        const u32 row = 2 * lane + i;
+        eighths[i] = ~0u;
+        if (is_live(row)) {
+          const u32 length = position(row) - begin(position(row)) - more[i] * SPLIT;
+          eighths[i] = min(length / (SPLIT / 8), 7u);
+        }
+      }
+      u32 row = 0;
+#pragma unroll 1
+      for (u32 eighth = 8; eighth-- > 0;) {
+        const u32 evens = __ballot_sync(~0u, eighths[0] == eighth), odds = __ballot_sync(~0u, eighths[1] == eighth);
+        const u32 even_count = u32(__popc(evens)), here = even_count + u32(__popc(odds));
+        if (rank < here) {
+          const u32 below = (1u << lane) - 1;
+          const bool is_even = eighths[0] == eighth && u32(__popc(evens & below)) == rank, is_odd = eighths[1] == eighth && even_count + u32(__popc(odds & below)) == rank;
+          const u32 from = __ballot_sync(~0u, is_even || is_odd);
+          row = __shfl_sync(~0u, 2 * lane + u32(is_odd), __ffs(from) - 1);
+          break;
+        }
+        rank -= here;
+      }
+      return WaveItem{row, group, count(position(row)) - 1, 1};
+    }
+  };
+
+  // By all warps of a block: adds up what the splits of a row left of the heads of a task, in their order.
+  static __device__ __forceinline__ void merge(WaveContext<M>& c, const Wave& e, u32 row, u32 group, u32 splits) {
+    const int head = int(group) * QUERIES;
+#pragma unroll 1
+    for (int i = c.tid(); i < QUERIES * G::DIM / 2; i += M::WARPS * 32) {
+      const int query = i / (G::DIM / 2), col = i % (G::DIM / 2) * 2;
+      const float* at = left(c.p, e, row, 0, head + query);
+      float top = NEGATIVE_INFINITY, all = 0.f, x = 0.f, y = 0.f;
+      // Every product and sum is rounded: a compiler that fused some in one place and not in another would give a row other bits.
+#pragma unroll 4
+      for (u32 s = 0; s < splits; s++, at += G::HEADS * (G::DIM + 2)) {
+        const float2 of = *reinterpret_cast<const float2*>(at), v = *reinterpret_cast<const float2*>(at + 2 + col);
+        const float now = fmaxf(top, of.x), shrink = exp_fast(__fsub_rn(top, now)), weight = exp_fast(__fsub_rn(of.x, now));
+        top = now;
+        all = mul_add(weight, of.y, __fmul_rn(all, shrink));
+        x = mul_add(weight, v.x, __fmul_rn(x, shrink)), y = mul_add(weight, v.y, __fmul_rn(y, shrink));
+      }
+      const float factor = __fdividef(1.f, all);
+      *reinterpret_cast<u32*>(c.template work<u8>(e.out) + WaveOperand<M, H::QUERY_COLS>::at(int(row), (head + query) * G::DIM + col)) = bf16_pair(x * factor, y * factor);
+    }
+  }
+};
+
 // The heads of a row that share a KV head are the rows of a tile. The cache holds positions of earlier steps. Keys and values of this step,
 // those of the row and of rows before it in its sequence, are made here from what the product left, by every task that sees them; the
 // one with the first heads of a KV head appends those of its own row. So no task waits for another.
 //
 // A row has the same bits wherever its prompt was cut and whatever rows its step has. Its own position is a tile of its own, which comes
-// first. Tiles of the positions before it begin at multiples of STEP, and each holds the bits that the cache has or will have of them: the
-// tile in which the step begins is put together of both. Which team has a tile, and in which order teams add up, follows from the row's
-// position alone.
+// first in its KV split. Tiles of the positions before it begin at multiples of STEP, and each holds the bits that the cache has or will have of
+// them: the tile in which the step begins is put together of both. Which team has a tile, and in which order teams and splits add up, follows
+// from the row's position alone.
 template <class M, class G>
 struct WaveAttendRow {
   typedef WaveHeads<M, G> H;
   typedef WavePieces<M, G> P;
   typedef WaveTiles<M, G> T;
+  typedef WaveSplits<M, G> S;
   static constexpr int QUERIES = T::QUERIES, TILE = T::TILE, STEP = T::STEP, ROW = H::ROW;
   static_assert(QUERIES <= 16, "a tile has 16 rows");
   static_assert(G::GROUP % QUERIES == 0, "tasks have whole parts of the heads of a KV head");
@@ -389,7 +518,7 @@ struct WaveAttendRow {
   // same place what teams of warps leave of a row: of each head the largest score, the sum, and the values.
   static constexpr int QUERY_BYTES = G::DIM * 2 + 16, OWN_BYTES = round_up(QUERIES * QUERY_BYTES + 2 * ROW, 128);
   static constexpr int TASKS_MOST = M::SCRATCH_BYTES / 4 / OWN_BYTES, TASKS = TASKS_MOST < 1 ? 1 : TASKS_MOST < int(SHARES_HELD) ? TASKS_MOST : int(SHARES_HELD);
-  static constexpr int AFTER_OWN = TASKS * OWN_BYTES, LEFT = QUERIES * (G::DIM + 2), ROOM = (M::SCRATCH_BYTES - AFTER_OWN) / 4 / LEFT;
+  static constexpr int AFTER_OWN = TASKS * OWN_BYTES, LEFT = S::LEFT, ROOM = (M::SCRATCH_BYTES - AFTER_OWN) / 4 / LEFT;
   static constexpr int TEAM = T::TEAM, TEAMS = M::WARPS / TEAM;
   static constexpr int TAKERS = ROOM < TEAMS ? ROOM : TEAMS; // teams that take STEPs in turn
   static constexpr int ALONE = TILE < 64 ? 64 : TILE; // positions that one team has alone
@@ -398,12 +527,18 @@ struct WaveAttendRow {
   static_assert(AFTER_OWN + 2 * STEP * ROW <= M::SCRATCH_BYTES, "new positions have room");
 
   struct Task {
-    // The ring has positions from `begin` to `end`: all before this one, or whole STEPs before the first of `lead` rows of the step.
-    u32 row, sequence, position, lead, begin, end;
+    // Of the history positions from `begin` to `limit`. The ring has those up to `end`: all, or whole STEPs before the first of `lead` rows of the step.
+    u32 row, sequence, position, lead, begin, limit, end, split;
     int head;
-    __device__ __forceinline__ Task(const Share& share, u32 sequence, u32 position)
-        : row(share.row), sequence(sequence), position(position), lead(wave_state<M>().leads[share.row]), begin(H::seen_from(position) / TILE * TILE),
-          end(lead == 0 ? position : (position - lead) / STEP * STEP), head(int(share.lo) * QUERIES) {}
+    bool is_last, is_whole; // the last split, which has the own position; the only one
+    __device__ __forceinline__ Task(const WaveItem& item, u32 sequence, u32 position)
+        : row(item.row), sequence(sequence), position(position), lead(wave_state<M>().leads[item.row]), split(item.split), head(int(item.group) * QUERIES) {
+      const u32 count = S::count(position);
+      is_last = split + 1 == count, is_whole = count == 1;
+      begin = S::begin(position) + (S::MOST > 1 ? split * S::SPLIT : 0);
+      limit = is_last ? position : begin + S::SPLIT;
+      end = lead == 0 ? limit : min(limit, (position - lead) / STEP * STEP);
+    }
   };
   static __device__ __forceinline__ u8* scratch(u32 at) { return reinterpret_cast<u8*>(wave_scratch<M>()) + at; }
   static __device__ __forceinline__ float* left() { return reinterpret_cast<float*>(scratch(AFTER_OWN)); }
@@ -411,50 +546,103 @@ struct WaveAttendRow {
   template <class R>
   static __device__ __forceinline__ void load(WaveLoader<M, R>& l, const Wave& e) {
     if constexpr (R::FIRST == 0) {
+      if (S::divided(l.p, l.step, l.lane)) {
+        const typename S::Deal deal(l.p, l.step, l.lane);
+#pragma unroll 1
+        for (u32 n = blockIdx.x; n < deal.items(); n += M::SMS) {
+          const WaveItem item = deal[n];
+          load_splits(l, e, item);
+        }
+        return;
+      }
       const Shares<M> shares(l.p, e.division);
+#pragma unroll 1
       for (u32 s = 0; s < shares.count; s++) {
         const Share share = shares[s];
-        if (share.row >= l.p.row_count) continue;
-        const Task task(share, wave_sequence<M>(share.row), wave_position<M>(l.p, l.step, share.row));
-        for (u32 at = task.begin; at < task.end; at += TILE) T::load_chunk(l, e, task.sequence, task.head / G::GROUP, at, task.end);
+        if (share.row < l.p.row_count) load_splits(l, e, WaveItem{share.row, share.lo, 0, S::count(wave_position<M>(l.p, l.step, share.row))});
       }
+    }
+  }
+  template <class R>
+  static __device__ __forceinline__ void load_splits(WaveLoader<M, R>& l, const Wave& e, WaveItem item) {
+#pragma unroll 1
+    for (; item.splits > 0; item.split++, item.splits--) {
+      const Task task(item, wave_sequence<M>(item.row), wave_position<M>(l.p, l.step, item.row));
+#pragma unroll 1
+      for (u32 at = task.begin; at < task.end; at += TILE) T::load_chunk(l, e, task.sequence, task.head / G::GROUP, at, task.end);
     }
   }
 
   static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
+    WaveState<M>& state = wave_state<M>();
+    const bool divided = S::divided(c.p, c.step, c.lane());
     const HeldShares<M> shares(c.p);
-    u32 turns = 0;
+    u32 turns = 0, count = shares.count;
+    if (divided) count = typename S::Deal(c.p, c.step, c.lane()).of_block();
 #pragma unroll 1
-    for (u32 s = 0; s < shares.count; s += TASKS) {
+    for (u32 s = 0; s < count; s += TASKS) {
       if (s > 0) c.barrier();
-      prepare(c, e, shares, s);
+      const u32 tasks = min(u32(TASKS), count - s);
+      if (u32(c.warp()) < tasks) {
+        const u32 n = s + u32(c.warp());
+        WaveItem item;
+        if (divided) {
+          item = typename S::Deal(c.p, c.step, c.lane())[blockIdx.x + n * M::SMS];
+        } else {
+          const Share share = shares[n];
+          item = WaveItem{share.row, share.lo, 0, share.row < c.p.row_count ? S::count(wave_position<M>(c.p, c.step, share.row)) : 0};
+        }
+        if (c.lane() == 0) state.items[c.warp()] = item;
+      }
+      // Whole rows are known to all warps.
+      if (divided) c.barrier();
+      const auto item_of = [&](u32 i) {
+        if (divided) return state.items[i];
+        const Share share = shares.of_lane(s + i);
+        return WaveItem{share.row, share.lo, 0, 0};
+      };
+      prepare(c, e, tasks, item_of);
       c.barrier();
 #pragma unroll 1
-      for (u32 i = s; i < min(s + TASKS, shares.count); i++) {
-        const Share share = shares[i];
-        // Consumers know the place of a row alone; its pages are the loader's.
-        if (share.row < c.p.row_count) one(c, e, Task(share, 0, wave_position<M>(c.p, c.step, share.row)), scratch((i - s) * OWN_BYTES), turns);
+      for (u32 i = 0; i < tasks; i++) {
+        // What does not change is read again for each split: no register holds it meanwhile.
+#pragma unroll 1
+        for (u32 more = 0; more < uniform(state.items[i].splits); more++) {
+          const WaveItem& held = state.items[i];
+          const WaveItem item = {uniform(held.row), uniform(held.group), uniform(held.split) + more, 0};
+          // Consumers know the place of a row alone; its pages are the loader's.
+          one(c, e, Task(item, 0, wave_position<M>(c.p, c.step, item.row)), scratch(i * OWN_BYTES), turns);
+        }
+        const WaveItem& held = state.items[i];
+        if (S::MOST > 1 && held.splits > 1) S::merge(c, e, uniform(held.row), uniform(held.group), uniform(held.splits));
       }
     }
+    if constexpr (S::MOST > 1) {
+      // The wave that adds up has the shares of this one; if there is nothing to add up, it ends with this one.
+      if (!divided && c.wave + 1 < c.p.wave_count) c.ends = 2;
+      if (divided && c.tid() == 0) state.next_division = e.division;
+    }
   }
-  // Queries, keys and values of the own rows of tasks from `first` on.
-  static __device__ __forceinline__ void prepare(WaveContext<M>& c, const Wave& e, const HeldShares<M>& shares, u32 first) {
+  // Queries, keys and values of the own rows of the tasks at hand.
+  template <class F>
+  static __device__ __forceinline__ void prepare(WaveContext<M>& c, const Wave& e, u32 count, F item_of) {
     constexpr int HEADS = QUERIES + 2, STRIDE = M::WARPS * P::HEADS_AT_ONCE;
-    const int tasks = int(min(u32(TASKS), shares.count - first));
+    const int tasks = int(count);
 #pragma unroll 1
     for (int from = c.warp() * P::HEADS_AT_ONCE; from < tasks * HEADS; from += STRIDE) {
       const int n = from + c.lane() / P::LANES, task = min(n / HEADS, tasks - 1), own = n % HEADS;
-      const Share share = shares.of_lane(first + u32(task));
-      const int first_head = int(share.lo) * QUERIES, kv = first_head / G::GROUP;
-      const bool live = n < tasks * HEADS && share.row < c.p.row_count;
-      const typename P::Place at(c, live ? int(share.row) : 0, own < QUERIES ? first_head + own : G::HEADS + (own - QUERIES) * H::KV_HEADS + kv, live);
+      const WaveItem item = item_of(u32(task));
+      const int first_head = int(item.group) * QUERIES, kv = first_head / G::GROUP;
+      const bool live = n < tasks * HEADS && item.row < c.p.row_count;
+      const typename P::Place at(c, live ? int(item.row) : 0, own < QUERIES ? first_head + own : G::HEADS + (own - QUERIES) * H::KV_HEADS + kv, live);
       typename P::Piece v;
       P::head_piece(c, e, at, v);
       const uint4 w = P::turned(c, e, at, v);
       if (!at.live) continue;
       const u32 to = own < QUERIES ? own * QUERY_BYTES : QUERIES * QUERY_BYTES + (own - QUERIES) * ROW;
       *reinterpret_cast<uint4*>(scratch(u32(task) * OWN_BYTES + to) + at.lane * 16) = w;
-      if (at.kind != 0 && first_head % G::GROUP == 0) P::append(c, e, at, w);
+      // A row has one first split of its first heads.
+      if (at.kind != 0 && first_head % G::GROUP == 0 && item.split == 0) P::append(c, e, at, w);
     }
   }
   // Keys and values of `count` positions from `first` on, a multiple of STEP: those of earlier steps from the cache, those of this step as
@@ -488,10 +676,10 @@ struct WaveAttendRow {
   }
   static __device__ __forceinline__ void one(WaveContext<M>& c, const Wave& e, const Task& task, const u8* own, u32& turns) {
     const int lane = c.lane(), g = lane / 4, t = lane % 4, team = c.warp() / TEAM, part = c.warp() % TEAM;
-    const int position = int(task.position), start = int(H::seen_from(task.position)), begin = int(task.begin), end = int(task.end);
+    const int limit = int(task.limit), start = int(H::seen_from(task.position)), begin = int(task.begin), end = int(task.end);
     // A short history is one team's, and needs no merge. Of a longer one teams take STEPs in turn, so that all of them work on what few slots
     // hold. The first of them has the row's own position, too.
-    const u32 first = turns % TAKERS, count = opaque(position - begin > ALONE ? u32(TAKERS) : 1);
+    const u32 first = turns % TAKERS, count = opaque(!task.is_whole || limit - begin > ALONE ? u32(TAKERS) : 1);
     turns += count;
     // The place of this team among those of the row, and whether it has a turn. Others only pass chunks on, and are free for the next row.
     const u32 place = opaque((u32(team) + TAKERS - first) % TAKERS);
@@ -502,7 +690,7 @@ struct WaveAttendRow {
     const u8 *low = head + (takes && g < QUERIES ? g : 0) * QUERY_BYTES, *high = head + (takes && g + 8 < QUERIES ? g + 8 : 0) * QUERY_BYTES;
     // One place for all tiles: its instructions arrive once. First the position of the row itself, then STEPs of the history.
     const typename T::Queries queries(low, high);
-    bool is_own = takes && place == 0;
+    bool is_own = takes && place == 0 && task.is_last;
 #pragma unroll 1
     for (int chunk = begin, at = begin; is_own || chunk < end;) {
       const u8 *keys = own + QUERIES * QUERY_BYTES, *values = keys + ROW;
@@ -522,8 +710,8 @@ struct WaveAttendRow {
     }
     if (task.lead > 0) {
 #pragma unroll 1
-      for (int at = max(begin, end); at < position; at += STEP) {
-        const int there = min(STEP, position - at), from = start - at;
+      for (int at = max(begin, end); at < limit; at += STEP) {
+        const int there = min(STEP, limit - at), from = start - at;
         c.barrier();
         gather(c, e, task, u32(at), u32(there));
         c.barrier();
@@ -583,9 +771,34 @@ struct WaveAttendRow {
         const float2 v = *reinterpret_cast<const float2*>(of + 2 + col);
         all += weight * of[1], x += weight * v.x, y += weight * v.y;
       }
-      const float factor = __fdividef(1.f, all);
-      put(query, col, x * factor, y * factor);
+      if (task.is_whole) {
+        const float factor = __fdividef(1.f, all);
+        put(query, col, x * factor, y * factor);
+      } else {
+        float* to = S::left(c.p, e, task.row, task.split, task.head + query);
+        if (col == 0) *reinterpret_cast<float2*>(to) = make_float2(top, all);
+        *reinterpret_cast<float2*>(to + 2 + col) = make_float2(x, y);
+      }
     }
     c.barrier();
+  }
+};
+
+// After `WaveAttendRow` whose blocks took splits: adds up those of each row that has several.
+template <class M, class G>
+struct WaveMerge {
+  typedef WaveSplits<M, G> S;
+
+  template <class R>
+  static __device__ __forceinline__ void load(WaveLoader<M, R>&, const Wave&) {}
+  static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
+    const HeldShares<M> shares(c.p);
+#pragma unroll 1
+    for (u32 s = 0; s < shares.count; s++) {
+      const Share share = shares[s];
+      if (share.row >= c.p.row_count) continue;
+      const u32 splits = S::count(wave_position<M>(c.p, c.step, share.row));
+      if (splits > 1) S::merge(c, e, share.row, share.lo, splits);
+    }
   }
 };

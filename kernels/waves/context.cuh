@@ -12,7 +12,7 @@ struct alignas(16) Wave {
   u32 x; // work arena: what it reads
   u32 out; // work arena: what it writes
   u32 residual; // work arena
-  u32 branch; // work arena: what is added to the residual
+  u32 branch; // work arena: what is added to the residual; of attention what KV splits leave
   u32 weight; // matrix
   union { u32 norm_weight, q_norm; }; // norm weight of the output, or of q
   union { u32 norm_bias, k_norm; }; // norm bias of the output, or norm weight of k
@@ -21,7 +21,7 @@ struct alignas(16) Wave {
   u32 branch_bias; // its bias
   union { u32 k_cache, squares; }; // cache; or work arena: sums of squares of parts of rows, for a norm
   u32 v_cache; // cache
-  u32 next_division; // division of the wave after it; of the last one, of the first
+  u32 next_division; // division of the next wave that is never left out; of the last one, of the first
   u32 row_scales; // of a matrix of codes
 };
 static_assert(sizeof(Wave) == 64, "the host fills this struct");
@@ -43,6 +43,11 @@ struct alignas(16) ShareRecord {
   Share held[SHARES_HELD]; // the first of them
 };
 static_assert(sizeof(ShareRecord) == 80, "the host fills this struct");
+
+// KV splits of a row, of a group of heads that a task has: so many, from `split` on.
+struct alignas(16) WaveItem {
+  u32 row, group, split, splits;
+};
 
 struct WaveParams {
   const u8* pack; // weights and constants
@@ -81,6 +86,7 @@ struct WaveState {
   // Of a step: where each row is before the first step, and which row of the page table it has.
   u32 positions[M::STEPS ? M::BLOCK_ROWS : 1], sequences[M::STEPS ? M::BLOCK_ROWS : 1];
   u32 leads[M::STEPS ? M::BLOCK_ROWS : 1]; // rows before it of the same sequence
+  WaveItem items[M::STEPS ? SHARES_HELD : 1]; // that attention has at hand
   float factors[M::STEPS ? M::BLOCK_ROWS : 1]; // of the norm of a product's input
 };
 template <class M>
@@ -190,18 +196,20 @@ struct WaveContext {
   RingCursor<InputRing<M>> inputs; // next chunks to consume
   RingCursor<WeightRing<M>> weights;
   u32 step, wave;
+  u32 ends; // waves that this one ends: with those after it that have nothing to do
   u32 patience;
   u32 starved_ns; // traced builds: time of this wave before chunks that had not landed
   int thread, warp_index;
 
   __device__ __forceinline__ explicit WaveContext(const WaveParams& p)
-      : p(p), inputs{0, 0}, weights{0, 0}, step(0), wave(0), patience(POLLS_BETWEEN_CHECKS), starved_ns(0), thread(int(threadIdx.x)), warp_index(int(uniform(threadIdx.x / 32))) {}
+      : p(p), inputs{0, 0}, weights{0, 0}, step(0), wave(0), ends(1), patience(POLLS_BETWEEN_CHECKS), starved_ns(0), thread(int(threadIdx.x)), warp_index(int(uniform(threadIdx.x / 32))) {}
   // At the start of every wave: the thread is taken for new, or what all ops derive from it is kept in registers throughout.
   __device__ __forceinline__ void begin_wave(u32 s, u32 i) {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     warp_index = int(uniform(u32(thread) / 32));
     step = s;
     wave = i;
+    ends = 1;
   }
   __device__ __forceinline__ int tid() const { return thread; }
   __device__ __forceinline__ int warp() const { return warp_index; }

@@ -19,7 +19,7 @@ __device__ __forceinline__ void consume_waves(const WaveParams& p) {
   WaveContext<M> c(p);
   for (u32 s = 0; s < p.steps; s++)
 #pragma unroll 1
-    for (u32 i = 0; i < p.wave_count; i++) {
+    for (u32 i = 0; i < p.wave_count; i += c.ends) {
       c.begin_wave(s, i);
       c.stamp(0);
       c.await_others(s * p.wave_count + i);
@@ -27,7 +27,12 @@ __device__ __forceinline__ void consume_waves(const WaveParams& p) {
       D::run(c, uniform(wave_state<M>().wave.op), wave_state<M>().wave);
       c.barrier();
       c.stamp(3);
-      if (c.tid() == 0) end_wave(p.arrived);
+      if (c.tid() == 0) end_waves(p.arrived, c.ends);
+      if constexpr (M::TRACE)
+        for (; c.wave + 1 < i + c.ends;) {
+          c.wave++;
+          c.stamp(0), c.stamp(1), c.stamp(3);
+        }
     }
   // What the last step decided, for the host.
   if constexpr (M::STEPS)

@@ -102,8 +102,9 @@ struct WaveLoader {
   }
   // Before a copy of what the waves before this one wrote.
   __device__ __forceinline__ void meet() { meet(step * p.wave_count + wave); }
-  // Before a copy of what this wave wrote in the step before.
-  __device__ __forceinline__ void meet_last_step() { meet(step == 0 ? 0 : (step - 1) * p.wave_count + wave + 1); }
+  // Before a copy of what this wave wrote in the step before. A block may have ended `at_once` waves with it: the count of one wave could be
+  // reached by half of the blocks.
+  __device__ __forceinline__ void meet_last_step(u32 at_once) { meet(step == 0 ? 0 : (step - 1) * p.wave_count + wave + at_once); }
   __device__ __forceinline__ void meet(u32 waves) {
     if (met >= waves) return;
     await_waves<M::SMS>(p.arrived, waves, waiter());

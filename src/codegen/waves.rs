@@ -14,7 +14,8 @@ use crate::ir::{BufferId, GridId};
 use crate::rows::Shape;
 use crate::target::Target;
 use crate::waves::{
-    Action, Form, Input, Layout, NormOf, Over, Plan, Products, Proven, Sum, Target as Written, Wave as PlanWave, WorkId,
+    Action, Form, Input, Layout, NormOf, Over, Plan, Products, Proven, Splits, Sum, Target as Written,
+    Wave as PlanWave, WorkId,
 };
 use bytemuck::Zeroable;
 use std::fmt::Write;
@@ -36,7 +37,7 @@ kernel_struct! {
         out: u32,
         /// work arena
         residual: u32,
-        /// work arena: what is added to the residual
+        /// work arena: what is added to the residual; of attention what KV splits leave
         branch: u32,
         /// matrix
         weight: u32,
@@ -54,7 +55,7 @@ kernel_struct! {
         k_cache: u32 as [k_cache, squares],
         /// cache
         v_cache: u32,
-        /// division of the wave after it; of the last one, of the first
+        /// division of the next wave that is never left out; of the last one, of the first
         next_division: u32,
         /// of a matrix of codes
         row_scales: u32,
@@ -232,12 +233,27 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
         (Action::Attend { tile, .. }, Op::Attention(a)) => {
             ("WaveAttend", format!("{}int TILE = {tile}\n", attention_members(schedule, wave.grid, a, 0)))
         }
-        (Action::AttendRow { x, tile, .. }, Op::Attention(a)) => {
-            let (members, parts) = (attention_members(schedule, wave.grid, a, 0), parts_of(plan, *x));
-            ("WaveAttendRow", format!("{members}int TILE = {tile}\nint PARTS = {parts}\n"))
+        (&Action::AttendRow { x, tile, splits, .. }, Op::Attention(a)) => {
+            let (members, parts) = (attention_members(schedule, wave.grid, a, 0), parts_of(plan, x));
+            let splits = splits_members(splits);
+            ("WaveAttendRow", format!("{members}int TILE = {tile}\nint PARTS = {parts}\n{splits}"))
+        }
+        (&Action::Merge { splits, .. }, Op::Attention(a)) => {
+            let tile = plan.waves.iter().find_map(|of| match of.action {
+                Action::AttendRow { tile, .. } if of.grid == wave.grid => Some(tile),
+                _ => None,
+            });
+            let tile = tile.expect("prove: splits are those of attention of the same grid");
+            let members = attention_members(schedule, wave.grid, a, 0);
+            ("WaveMerge", format!("{members}int TILE = {tile}\n{}", splits_members(Some(splits))))
         }
         _ => unreachable!("prove: waves are those of the ops of their grids"),
     }
+}
+
+fn splits_members(splits: Option<Splits>) -> String {
+    let (positions, most) = splits.map_or((0, 1), |splits| (splits.positions, splits.most));
+    format!("u32 SPLIT = {positions}\nu32 SPLITS_MOST = {most}\n")
 }
 
 /// Members of a wave of rows.
@@ -411,10 +427,11 @@ pub fn encode(proven: &Proven<'_>) -> WaveTables {
     let plan = proven.plan();
     let (_, of_wave) = classes(proven);
     let matrices = matrices(&proven.validated().schedule().program);
-    let next = plan.waves.iter().cycle().skip(1);
-    let entries = plan.waves.iter().zip(&of_wave).zip(next).map(|((wave, &class), next)| {
+    let entries = (0..).zip(plan.waves.iter().zip(&of_wave)).map(|(w, (wave, &class))| {
+        let mut after = plan.waves.iter().cycle().skip(w + 1);
+        let next = after.find(|wave| !matches!(wave.action, Action::Merge { .. }));
         let entry = entry(proven, &matrices, wave, class);
-        Wave { next_division: next.division.0, ..entry }
+        Wave { next_division: next.map_or(0, |next| next.division.0), ..entry }
     });
     let waves = entries.collect();
     let mut tables = WaveTables { waves, shares: vec![], records: vec![] };
@@ -511,6 +528,10 @@ fn entry(proven: &Proven<'_>, matrices: &[Option<Matrix>], wave: &PlanWave, clas
         Action::Append { x, queries: out } | Action::AttendRow { x, out, .. } => Wave {
             x: work(x),
             out: work(out),
+            branch: match wave.action {
+                Action::AttendRow { splits: Some(splits), .. } => work(splits.left),
+                _ => NONE,
+            },
             norm_weight: of(Role::QNormWeight),
             norm_bias: of(Role::KNormWeight),
             table: of(Role::Rope),
@@ -518,6 +539,7 @@ fn entry(proven: &Proven<'_>, matrices: &[Option<Matrix>], wave: &PlanWave, clas
             v_cache: of(Role::AppendV),
             ..none
         },
+        Action::Merge { out, splits } => Wave { out: work(out), branch: work(splits.left), ..none },
         Action::Attend { queries, out, .. } => {
             Wave { x: work(queries), out: work(out), k_cache: of(Role::HistoryK), v_cache: of(Role::HistoryV), ..none }
         }

@@ -106,7 +106,7 @@ pub(super) fn rows_source(context: &BuildContext<'_>, validated: &Validated, tra
 ///
 /// # Errors
 /// What compiler or device refuse; a plan of waves that is not proven.
-fn load_launcher(
+pub(super) fn load_launcher(
     chain: &Chain<'_>,
     device: &Device,
     kernel: &StepsKernel,
@@ -448,6 +448,8 @@ pub enum Took {
     Steps(Vec<f64>),
     /// The same with a sampler between two steps, which chooses by top-p and penalties for every row.
     Sampled(Vec<f64>),
+    /// Steps whose first row is at the position and the others are at another one, microseconds; ascending.
+    Ragged { others: u32, step_us: Vec<f64> },
     /// What the device is idle between two launches, microseconds: each waited for before the next one is queued, and each followed by one
     /// that was queued while it ran; ascending.
     Gaps { waited_us: Vec<f64>, queued_us: Vec<f64> },
@@ -659,6 +661,8 @@ pub(super) struct Decoding {
     sequences: Vec<SequenceId>,
     edits: Vec<Edit>,
     inputs: Vec<RowInput>,
+    /// Positions that all sequences but the first are behind that.
+    behind: u32,
 }
 
 impl Decoding {
@@ -667,20 +671,42 @@ impl Decoding {
     /// # Errors
     /// What the device refuses; a launch that gave up.
     pub(super) fn at(session: &mut dyn RowLauncher, rows: u32, position: u32, steps: u32) -> Result<Decoding, Fault> {
+        Decoding::with_others(session, rows, (position, position), steps)
+    }
+
+    /// The same with all sequences but the first at `others`. What the first is ahead is read as a prompt.
+    ///
+    /// # Errors
+    /// As [`Decoding::at`].
+    pub(super) fn with_others(
+        session: &mut dyn RowLauncher,
+        rows: u32,
+        (position, others): (u32, u32),
+        steps: u32,
+    ) -> Result<Decoding, Fault> {
         let shape: Shape = *session.shape();
         let mut pool = Pool::new(shape);
-        let opened = |pool: &mut Pool| {
+        let mut opened = |row: u32| {
             let sequence = pool.open()?;
-            pool.reserve(sequence, position + steps + 1)?;
+            pool.reserve(sequence, if row == 0 { position } else { others } + steps + 1)?;
             Ok(sequence)
         };
         let sequences: Vec<_> = (0..rows)
-            .map(|_| opened(&mut pool))
+            .map(&mut opened)
             .collect::<Result<_, crate::pages::PoolError>>()
             .map_err(|error| Fault::internal(format!("the pool has no room for {rows} sequences: {error}")))?;
         let inputs = given(&(1..=rows).collect::<Vec<_>>());
-        let mut decoding = Decoding { guard: Guard::new(shape), sequences, edits: pool.take_edits(), inputs };
-        let mut at = 0;
+        let (guard, behind) = (Guard::new(shape), position - others);
+        let mut decoding = Decoding { guard, sequences, edits: pool.take_edits(), inputs, behind };
+        for at in (0..behind).step_by(shape.rows as usize) {
+            let count = shape.rows.min(behind - at);
+            let row = |position| Row { sequence: decoding.sequences[0], position, wants_logits: false };
+            let rows = (at..at + count).map(row).collect();
+            let request = Request { rows, steps: 1, edits: std::mem::take(&mut decoding.edits) };
+            let tables = decoding.guard.admit(&request).map_err(|refused| Fault::internal(refused.to_string()))?;
+            session.run_whole(tables, &given(&check::check_ids(session.vocab(), count)), false)?;
+        }
+        let mut at = behind;
         while at < position {
             let steps = session.steps_max().min(position - at);
             let (tables, inputs) = decoding.launch(at, steps)?;
@@ -707,17 +733,35 @@ impl Decoding {
 
     /// The tables of a launch of `steps` steps from position `from`.
     pub(super) fn launch(&mut self, from: u32, steps: u32) -> Result<(Tables<'_>, &[RowInput]), Fault> {
+        self.launch_some(from, steps, self.rows())
+    }
+
+    /// The same of the first `count` sequences. The first one is at `from`.
+    pub(super) fn launch_some(
+        &mut self,
+        from: u32,
+        steps: u32,
+        count: u32,
+    ) -> Result<(Tables<'_>, &[RowInput]), Fault> {
         self.inputs.iter_mut().for_each(|input| input.steps = steps);
-        let row = |&sequence| Row { sequence, position: from, wants_logits: true };
-        let rows = self.sequences.iter().map(row).collect();
+        let behind = self.behind;
+        let row = |(row, &sequence)| {
+            let position = if row == 0 { from } else { from - behind };
+            Row { sequence, position, wants_logits: true }
+        };
+        let rows = self.sequences.iter().take(count as usize).enumerate().map(row).collect();
         let request = Request { rows, steps, edits: std::mem::take(&mut self.edits) };
         let tables = self.guard.admit(&request).map_err(|refused| Fault::internal(refused.to_string()))?;
-        Ok((tables, &self.inputs))
+        Ok((tables, &self.inputs[..count as usize]))
     }
 }
 
 /// The same steps of `decoding` from `position` on, again and again: microseconds of a step of each launch, ascending.
-fn time_rows(session: &mut dyn RowLauncher, decoding: &mut Decoding, position: u32) -> Result<Vec<f64>, Fault> {
+pub(super) fn time_rows(
+    session: &mut dyn RowLauncher,
+    decoding: &mut Decoding,
+    position: u32,
+) -> Result<Vec<f64>, Fault> {
     for _ in 0..WARM_UP {
         time_launch(session, decoding, position)?;
     }

@@ -2,7 +2,8 @@
 
 use super::{
     Action, CHUNK_BLOCK_ROWS, Division, DivisionId, Form, Input, Layout, Machine, NormOf, Over, Plan, Products, Ring,
-    Share, Sum, Sums, Target as Written, WIDE_UNITS, Warps, Wave, Work, WorkId, sums_max, wide_tiles_max,
+    SPLIT_BYTES, SPLITS_LEFT_BYTES, Share, Splits, Sum, Sums, Target as Written, WIDE_UNITS, Warps, Wave, Work, WorkId,
+    sums_max, wide_tiles_max,
 };
 use crate::dtype::DType;
 use crate::format::Format;
@@ -58,7 +59,15 @@ const STEP_COST_BYTES: u32 = 32 << 10;
 /// # Errors
 /// What kernels of waves cannot do of the program or on the target.
 pub fn derive(schedule: &Schedule, target: &Target, form: Form, rows: u32) -> Result<Plan, Refused> {
-    derive_like(schedule, target, form, rows, None)
+    derive_like(schedule, target, form, rows, Asked { order: None, split: None })
+}
+
+/// As [`derive`], with KV splits of `split` positions: a power of two, and whole tiles.
+///
+/// # Errors
+/// As [`derive`].
+pub fn derive_split(schedule: &Schedule, target: &Target, form: Form, rows: u32, split: u32) -> Result<Plan, Refused> {
+    derive_like(schedule, target, form, rows, Asked { order: None, split: Some(split) })
 }
 
 /// Plans of steps of up to each of `rows` rows, ascending, that add up in one order: that of the plan for most rows. A plan for fewer is
@@ -70,20 +79,24 @@ pub fn derive_alike(schedule: &Schedule, target: &Target, rows: &[u32]) -> Resul
     let Some((&most, fewer)) = rows.split_last() else { return Ok(vec![]) };
     let largest = derive(schedule, target, Form::Steps, most)?;
     let order = largest.order();
-    let alike = |&rows: &u32| derive_like(schedule, target, Form::Steps, rows, Some(&order)).ok();
+    let asked = Asked { order: Some(&order), split: None };
+    let alike = |&rows: &u32| derive_like(schedule, target, Form::Steps, rows, asked).ok();
     let mut plans: Vec<Plan> = fewer.iter().filter_map(alike).filter(|plan| plan.order() == order).collect();
     plans.push(largest);
     Ok(plans)
 }
 
-/// As [`derive`]; where an order is given, its parts and groups are taken.
-fn derive_like(
-    schedule: &Schedule,
-    target: &Target,
-    form: Form,
-    rows: u32,
-    order: Option<&[Sums]>,
-) -> Result<Plan, Refused> {
+/// What is not free.
+#[derive(Clone, Copy)]
+struct Asked<'a> {
+    /// The order of the sums of each wave.
+    order: Option<&'a [Sums]>,
+    /// Positions of a KV split.
+    split: Option<u32>,
+}
+
+/// As [`derive`]; where an order is given, its parts, groups and splits are taken.
+fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, asked: Asked<'_>) -> Result<Plan, Refused> {
     let spec = &target.spec;
     let lacks = |lacks| Err(Refused::Target { target: target.name.clone(), lacks });
     if target.kind != TargetKind::Cuda || spec.copy != CopyMechanism::Bulk || spec.dot != DotMechanism::Mma {
@@ -122,7 +135,7 @@ fn derive_like(
         program,
         schedule,
         plan,
-        order,
+        asked,
         overs: vec![],
         inputs: BTreeMap::new(),
         residual: None,
@@ -312,8 +325,7 @@ struct Builder<'a> {
     program: &'a Program,
     schedule: &'a Schedule,
     plan: Plan,
-    /// The order of the sums of each wave, if it is not free.
-    order: Option<&'a [Sums]>,
+    asked: Asked<'a>,
     /// Over what each wave is divided.
     overs: Vec<Over>,
     /// Where each exchange of the program that is no sum lies.
@@ -358,7 +370,7 @@ impl Builder<'_> {
 
     /// The order that a wave of this number has to have, if it is not free.
     fn order_of(&self, wave: usize) -> Option<Sums> {
-        self.order.and_then(|order| order.get(wave).copied())
+        self.asked.order.and_then(|order| order.get(wave).copied())
     }
 
     /// Divides the waves, now that it is certain over what.
@@ -380,9 +392,14 @@ impl Builder<'_> {
                 Sums::Product { parts, granules: matrix.part(parts), groups: warps.k }
             }
             (&Action::Attend { tile, .. } | &Action::AttendRow { tile, .. }, _, Op::Attention(a)) => {
+                let split = match wave.action {
+                    Action::AttendRow { splits, .. } => splits.map(|splits| splits.positions),
+                    _ => None,
+                };
                 let scratch_bytes = self.plan.machine.scratch_bytes;
-                Sums::History { tile, heads: a.heads_per_task, scratch_bytes }
+                Sums::History { tile, heads: a.heads_per_task, scratch_bytes, split }
             }
+            (Action::Merge { splits, .. }, ..) => Sums::Splits { positions: splits.positions },
             _ => Sums::Heads,
         }
     }
@@ -652,12 +669,46 @@ impl Builder<'_> {
         };
         let to = self.work("attended", Layout::Operand, cols);
         self.inputs.insert(out, to);
-        let (action, rows) = match appended {
-            Some(queries) => (Action::Attend { queries, out: to, tile }, WARPS / a.heads_per_task * 16),
-            None => (Action::AttendRow { x, out: to, tile }, 1),
-        };
-        self.push(id, action, Over::Heads { n: a.head_groups(), rows });
+        let n = a.head_groups();
+        if let Some(queries) = appended {
+            let rows = WARPS / a.heads_per_task * 16;
+            self.push(id, Action::Attend { queries, out: to, tile }, Over::Heads { n, rows });
+            return Ok(());
+        }
+        let splits = self.splits(a, tile);
+        self.push(id, Action::AttendRow { x, out: to, tile, splits }, Over::Heads { n, rows: 1 });
+        if let Some(splits) = splits {
+            self.push(id, Action::Merge { out: to, splits }, Over::Heads { n, rows: 1 });
+        }
         Ok(())
+    }
+
+    /// How histories are cut, if one can be longer than a split.
+    fn splits(&mut self, a: &Attention, tile: u32) -> Option<Splits> {
+        // A history begins with a whole tile.
+        let longest = a.window.map_or(u32::MAX, |window| window.saturating_add(tile)).min(self.program.context_max);
+        let cols = a.heads * (a.head_dim + 2);
+        let left = |positions: u32| {
+            let most = longest.div_ceil(positions);
+            (most, u64::from(self.plan.rows) * u64::from(most) * u64::from(cols) * 4)
+        };
+        let of_order = match self.order_of(self.plan.waves.len()) {
+            Some(Sums::History { split, .. }) => Some(split?),
+            _ => None,
+        };
+        let row_bytes = cache_row_bytes(a.head_dim, self.program.precision.cache);
+        let mut positions = of_order.or(self.asked.split).unwrap_or_else(|| {
+            let mut positions = tile;
+            while 4 * positions * row_bytes <= SPLIT_BYTES {
+                positions *= 2;
+            }
+            positions
+        });
+        while of_order.is_none() && left(positions).1 > SPLITS_LEFT_BYTES && positions < longest {
+            positions *= 2;
+        }
+        let (most, _) = left(positions);
+        (most > 1).then(|| Splits { positions, most, left: self.work("left", Layout::Splits(most), cols) })
     }
 }
 

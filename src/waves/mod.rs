@@ -23,6 +23,10 @@
 //! are at consecutive positions, and that no other sequence reads their pages). What it reads was therefore written by an earlier step, so
 //! the loader waits for the end of the same wave of the step before, and asks for history while earlier waves of its step run.
 //!
+//! A wave that finds nothing to do is ended with the wave before it: every block adds two at once, and meets no other one between them. Whether
+//! it has something to do follows from the table of rows, which is the same for all blocks. While blocks add two, the count of one wave may be
+//! reached by half of them, so who waits for such a wave waits for both.
+//!
 //! A launch of several steps goes through its waves as often, and counts on. What a step decides lies in a buffer of activations like any
 //! other: its last wave writes it, and the first wave of the next step reads it.
 //!
@@ -31,6 +35,16 @@
 //! sum before the last append ([`prove_tail`] compares both): the rest of the program follows from it and from the cache. A tail therefore
 //! makes the keys and values of its rows in the last layer again, and appends them where the chunk did, from sums in another order. Attention
 //! of the tail reads earlier positions alone, and launches after it see what it wrote last.
+//!
+//! # Histories of many lengths
+//!
+//! A wave of attention of a step has shares of rows and heads. If one row has a long history and others have short ones, few SMs would read it
+//! while the others wait. So a history is cut into KV splits ([`Splits`]): at multiples of a number of positions, from the first tile on that
+//! the row sees. If the longest row has more than a split above what an SM has on average, SMs take single splits: all of them in an order
+//! that follows from the table of rows, dealt out in turn. That is a partition for every table: item `n` is that of SM `n mod sms`. Each split
+//! leaves its largest scores, sums and values in a place of its own, row by split by head. The wave after it ([`Action::Merge`]) adds them
+//! up, and is left out if SMs took whole rows. An SM with a whole row adds up the same numbers in the same order by itself. So the
+//! bits of a row follow from its own position, and the division from all rows: both are computed on the device, in each step.
 //!
 //! # In which order numbers are added up
 //!
@@ -44,7 +58,7 @@ mod derive;
 mod print;
 mod prove;
 
-pub use derive::{Refused, derive, derive_alike};
+pub use derive::{Refused, derive, derive_alike, derive_split};
 pub use prove::{Alike, Proven, Violation, WithTail, prove, prove_alike, prove_tail};
 
 use crate::define_id;
@@ -73,6 +87,16 @@ pub const TAIL_ROWS: u32 = 16;
 pub const STEP_ROWS_MAX: u32 = 64;
 /// Rows of a step that are worth waves: of fewer, tasks that wait for single words are faster.
 pub const STEP_ROWS_MIN: u32 = 32;
+
+/// Bytes of keys and values of a KV head that a split has: about 10 us of what an SM reads while all SMs do. Its end, where warps add up,
+/// takes less time than the ring holds copies for.
+const SPLIT_BYTES: u32 = 256 << 10;
+/// Splits that the longest history of a step has beyond what an SM has on average, from which on waves are faster for few rows, too. That many of
+/// one KV head take one SM about as long in all layers as a step of few rows takes longer in waves (docs/perf-log.md, entry 26). Estimated
+/// from rates, not measured.
+const RAGGED_SPLITS: u32 = 4;
+/// Bytes that splits may leave, at most: of longer contexts, splits are longer.
+const SPLITS_LEFT_BYTES: u64 = 256 << 20;
 
 /// What a launch is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -196,6 +220,8 @@ pub enum Layout {
     Parts(u32),
     /// A score and an id of each row and block (a column), 8 bytes.
     Candidates,
+    /// What up to so many KV splits of each row leave, fp32: row by row, split by split.
+    Splits(u32),
 }
 
 impl Work {
@@ -205,7 +231,9 @@ impl Work {
         match self.layout {
             Layout::Rows(dtype) => (rows * cols).saturating_mul(dtype.bytes() as u64),
             Layout::Operand => rows.saturating_mul(cols.next_multiple_of(128) * 2),
-            Layout::Parts(parts) => (rows * cols).saturating_mul(4).saturating_mul(u64::from(parts)),
+            Layout::Parts(count) | Layout::Splits(count) => {
+                (rows * cols).saturating_mul(4).saturating_mul(u64::from(count))
+            }
             Layout::Candidates => (rows * cols).saturating_mul(8),
         }
     }
@@ -230,8 +258,22 @@ pub enum Sums {
     Product { parts: u32, granules: u32, groups: u32 },
     /// Heads alone: the lanes of one have all of it.
     Heads,
-    /// Tiles of so many positions. Heads of a task and the scratch decide how many teams of warps take them in turn.
-    History { tile: u32, heads: u32, scratch_bytes: u32 },
+    /// Tiles of so many positions. Heads of a task and the scratch decide how many teams of warps take them in turn. Where histories are cut,
+    /// each split of so many positions is added up alone.
+    History { tile: u32, heads: u32, scratch_bytes: u32, split: Option<u32> },
+    /// KV splits of so many positions, the earliest first.
+    Splits { positions: u32 },
+}
+
+/// How the histories of a step are cut into KV splits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Splits {
+    /// Positions of a split: whole tiles.
+    pub positions: u32,
+    /// Splits of a row, at most.
+    pub most: u32,
+    /// What splits leave of each head: the largest score, the sum, and the values.
+    pub left: WorkId,
 }
 
 /// A vector of the pack that scales or shifts.
@@ -267,8 +309,10 @@ pub enum Action {
     /// Of a chunk: attention over the cache, in tiles of `tile` positions.
     Attend { queries: WorkId, out: WorkId, tile: u32 },
     /// Of a step: both. Of the cache it reads positions of earlier steps alone; those of its own step are made from `x`, which may be sums of
-    /// parts.
-    AttendRow { x: WorkId, out: WorkId, tile: u32 },
+    /// parts. Without `splits` no history is cut.
+    AttendRow { x: WorkId, out: WorkId, tile: u32, splits: Option<Splits> },
+    /// Of a step whose histories are divided among SMs: adds up what the splits of a row left. Else it is left out.
+    Merge { out: WorkId, splits: Splits },
 }
 
 /// What a matrix product writes.
@@ -338,7 +382,37 @@ pub struct Share {
     pub hi: u32,
 }
 
+/// What a plan of steps gains where histories differ in length.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ragged {
+    /// Positions of a split.
+    pub split: u32,
+    /// Tasks of each row that one SM has if rows are not divided.
+    pub tasks: u32,
+    pub sms: u32,
+}
+
+impl Ragged {
+    /// Whether rows at `positions` are faster in waves than on a kernel whose SMs have whole rows, also if that has fewer rows.
+    pub fn gains(&self, positions: &[u32]) -> bool {
+        let all: u64 = positions.iter().map(|&position| u64::from(position)).sum();
+        let longest = positions.iter().map(|&position| u64::from(position)).max().unwrap_or(0);
+        let of_sm = all * u64::from(self.tasks) / u64::from(self.sms.max(1));
+        longest > of_sm + u64::from(RAGGED_SPLITS) * u64::from(self.split)
+    }
+}
+
 impl Plan {
+    /// What the plan gains where histories differ in length; `None` if no history is cut.
+    pub fn ragged(&self) -> Option<Ragged> {
+        self.waves.iter().find_map(|wave| match (&wave.action, self.divisions.get(wave.division.index())?.over) {
+            (Action::AttendRow { splits: Some(splits), .. }, Over::Heads { n, .. }) => {
+                Some(Ragged { split: splits.positions, tasks: n, sms: self.machine.sms })
+            }
+            _ => None,
+        })
+    }
+
     /// Bytes of the arena of activations.
     pub fn work_bytes(&self) -> u64 {
         self.work.iter().map(|work| work.place.saturating_add(work.bytes(self.rows))).max().unwrap_or(0)
@@ -378,6 +452,7 @@ impl Action {
             Action::Append { .. } => "append",
             Action::Attend { .. } => "attend",
             Action::AttendRow { .. } => "attend-row",
+            Action::Merge { .. } => "merge",
         }
     }
 
@@ -408,7 +483,10 @@ impl Action {
             }
             Action::Append { x, queries } => (vec![x], vec![queries]),
             Action::Attend { queries, out, .. } => (vec![queries], vec![out]),
-            Action::AttendRow { x, out, .. } => (vec![x], vec![out]),
+            Action::AttendRow { x, out, splits, .. } => {
+                (vec![x], [out].into_iter().chain(splits.map(|splits| splits.left)).collect())
+            }
+            Action::Merge { out, splits } => (vec![splits.left], vec![out]),
         }
     }
 }

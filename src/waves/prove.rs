@@ -6,7 +6,7 @@
 
 use super::{
     Action, CHUNK_BLOCK_ROWS, Division, Form, Input, Layout, NormOf, Over, Plan, Products, Ring, STEP_ROWS_MAX, Share,
-    Sum, Sums, Target as Written, Warps, Wave, WorkId, sums_max, wide_tiles_max,
+    Splits, Sum, Sums, Target as Written, Warps, Wave, WorkId, sums_max, wide_tiles_max,
 };
 use crate::dtype::DType;
 use crate::format::Format;
@@ -251,7 +251,7 @@ impl Judge<'_> {
         let moves = [most, least].iter().all(|n| n.is_multiple_of(8) && (24..=248).contains(n)) && least <= each;
         let row_bytes = match self.plan.form {
             Form::Chunk => 16,
-            Form::Steps | Form::Tail => 16 * u64::from(self.plan.rows),
+            Form::Steps | Form::Tail => 64 + 16 * u64::from(self.plan.rows),
         };
         let ring = |ring: Ring| u64::from(ring.slots) * u64::from(ring.slot_bytes);
         let rest = u64::from(m.scratch_bytes) + u64::from(m.state_bytes);
@@ -280,7 +280,7 @@ impl Judge<'_> {
             (!is_ring(m.weights) || !is_ring(m.inputs), "expected 2 slots at least, of whole cache lines"),
             (!m.scratch_bytes.is_multiple_of(128), "expected scratch of whole cache lines"),
             // A watchdog of 24 bytes, two barriers for each slot, eight statistics of each warp, a wave of 64 bytes with a record of 80,
-            // and of steps four words of each row.
+            // and of steps four words of each row and the four items of attention that a block has at hand.
             (u64::from(m.state_bytes) < 24 + 16 * slots + 32 * warps + 176 + row_bytes, "too little room for barriers"),
         ];
         for (_, what) in wrong.into_iter().filter(|(wrong, _)| *wrong) {
@@ -431,10 +431,15 @@ impl Judge<'_> {
                 granules.map(|granules| Sums::Product { parts, granules, groups: warps.k })
             }
             (Action::Append { .. }, ..) => Some(Sums::Heads),
-            (&Action::Attend { tile, .. } | &Action::AttendRow { tile, .. }, _, Op::Attention(a)) => {
+            (&Action::Attend { tile, .. }, _, Op::Attention(a)) => {
                 let scratch_bytes = self.plan.machine.scratch_bytes;
-                Some(Sums::History { tile, heads: a.heads_per_task, scratch_bytes })
+                Some(Sums::History { tile, heads: a.heads_per_task, scratch_bytes, split: None })
             }
+            (&Action::AttendRow { tile, splits, .. }, _, Op::Attention(a)) => {
+                let (scratch_bytes, split) = (self.plan.machine.scratch_bytes, splits.map(|splits| splits.positions));
+                Some(Sums::History { tile, heads: a.heads_per_task, scratch_bytes, split })
+            }
+            (Action::Merge { splits, .. }, ..) => Some(Sums::Splits { positions: splits.positions }),
             // Another rule says what is wrong with it.
             _ => None,
         };
@@ -541,7 +546,8 @@ impl Judge<'_> {
         }
     }
 
-    /// Of a chunk an append, and attention unless it is the last one. Of a step one wave that does both.
+    /// Of a chunk an append, and attention unless it is the last one. Of a step one wave that does both, and one that adds up splits if
+    /// histories are cut.
     fn attention(
         &mut self,
         id: GridId,
@@ -591,10 +597,11 @@ impl Judge<'_> {
                     _ => return no("expected attention after the append, but in the last layer"),
                 }
             }
-            (Form::Steps | Form::Tail, [wave]) => {
-                let Action::AttendRow { x, out, tile } = wave.action else {
+            (Form::Steps | Form::Tail, [wave, rest @ ..]) => {
+                let Action::AttendRow { x, out, tile, splits } = wave.action else {
                     return no("expected attention of rows");
                 };
+                self.splits(a, (out, tile, splits), wave, rest)?;
                 heads(self, x)?;
                 // What it appends is what it reads in the next step.
                 let same = |append, history| Ok::<_, &str>(buffer(append)? == buffer(history)?);
@@ -614,6 +621,43 @@ impl Judge<'_> {
         }
         self.holds.insert(out, Value::Exchange(buffer(Role::Out)?));
         Ok(())
+    }
+
+    /// How the histories of attention `(out, tile, splits)` are cut, and the waves after that attention: one that adds up what splits leave, if
+    /// there are any.
+    ///
+    /// Every split of every row has a place of its own, and every item of the deal one SM: the kernel deals items among `sms` blocks by their
+    /// number. Both waves have the same splits and the same shares, so both ask the same question of the table of rows: which rows have
+    /// several. All blocks ask it, and none asks anything else, so all leave the second wave out or none does.
+    fn splits(
+        &self,
+        a: &Attention,
+        (out, tile, splits): (WorkId, u32, Option<Splits>),
+        attends: &Wave,
+        rest: &[Wave],
+    ) -> Result<(), String> {
+        let no = |what: &str| Err(what.to_string());
+        let (Some(splits), [merge]) = (splits, rest) else {
+            return if splits.is_none() && rest.is_empty() {
+                Ok(())
+            } else {
+                no("expected a wave that adds up splits after those, and no other one")
+            };
+        };
+        if merge.action != (Action::Merge { out, splits }) || merge.division != attends.division {
+            return no("expected a wave that adds up the splits of the wave before it");
+        }
+        let Splits { positions, most, left } = splits;
+        // The kernel sorts last splits by eighths of their length.
+        if tile == 0 || !positions.is_multiple_of(tile) || positions < 8 {
+            return no("splits that are no whole tiles");
+        }
+        let context = self.validated.schedule().program.context_max;
+        let longest = a.window.map_or(context, |window| window.saturating_add(tile).min(context));
+        if u64::from(positions) * u64::from(most) < u64::from(longest) || most < 2 || most >= 1 << 24 {
+            return Err(format!("{most} splits of {positions} positions, of histories of up to {longest}"));
+        }
+        self.layout(left, Layout::Splits(most), a.heads * (a.head_dim + 2))
     }
 
     /// Of attention of a row in a step: a warp has its heads, and scratch what they leave there. `row`: bytes of the cache.

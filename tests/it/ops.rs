@@ -158,7 +158,7 @@ const CASES_OF_ROWS: [(&str, usize); 85] = [
     ("attention-lanes-window", 5),
     ("attention-lanes-centred", 5),
 ];
-const CASES_OF_WAVES: [(&str, usize); 118] = [
+const CASES_OF_WAVES: [(&str, usize); 126] = [
     ("rows-embed", 1),
     ("rows-embed-bf16", 1),
     ("rows-branch", 1),
@@ -277,8 +277,24 @@ const CASES_OF_WAVES: [(&str, usize); 118] = [
     ("steps-128-of-8-bf16", 1),
     ("steps-256-bf16", 1),
     ("steps-16-of-16-bf16", 1),
+    ("splits-halves-bf16", 1),
+    ("splits-whole-rows-bf16", 1),
+    ("splits-window-bf16", 1),
+    ("splits-window-cap-bf16", 1),
+    ("splits-128-bf16", 1),
+    ("splits-128-of-8-bf16", 1),
+    ("splits-256-bf16", 1),
+    ("splits-16-of-16-bf16", 1),
 ];
-const CASES_OF_BITS: [(&str, usize); 4] = [("same-halves", 1), ("same-window", 1), ("same-128", 1), ("same-256", 1)];
+const CASES_OF_BITS: [(&str, usize); 7] = [
+    ("same-halves", 1),
+    ("same-window", 1),
+    ("same-128", 1),
+    ("same-256", 1),
+    ("same-splits", 1),
+    ("same-splits-128", 1),
+    ("same-splits-window", 1),
+];
 /// Largest difference over the largest value: of sums in fp32, of sums from which a larger offset was taken, and of results rounded to
 /// bf16 (half of 2^-7 of a value).
 const FP32: f64 = 1e-6;
@@ -596,6 +612,16 @@ fn a_step_of_waves_that_computes_something_else_is_found() {
         ("waves/context.cuh", "state.leads[row] = lead;", "state.leads[row] = 0;", "steps-halves-bf16"),
         (attention, "(is_new ? back : 0)", "(is_new ? back - 1 : 0)", "steps-halves-bf16"),
         (attention, "first_head % G::GROUP == 0", "first_head % G::GROUP == 1", "steps-halves-bf16"),
+        // The last split is not added up, splits of a row share a place, one lacks its last position, and each has the row's own position.
+        (attention, "for (u32 s = 0; s < splits; s++", "for (u32 s = 0; s + 1 < splits; s++", "splits-128-of-8-bf16"),
+        (attention, "(u64(row) * MOST + split) * G::HEADS", "(u64(row) * MOST) * G::HEADS", "splits-halves-bf16"),
+        (
+            attention,
+            "limit = is_last ? position : begin + S::SPLIT;",
+            "limit = is_last ? position : begin + S::SPLIT - 1;",
+            "splits-256-bf16",
+        ),
+        (attention, "place == 0 && task.is_last", "place == 0", "splits-16-of-16-bf16"),
         (
             "waves/context.cuh",
             "wave_state<M>().positions[row] + step",

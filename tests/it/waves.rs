@@ -26,9 +26,9 @@ use monobloc::rows::Shape;
 use monobloc::target::Target;
 use monobloc::validate::{Validated, validate};
 use monobloc::waves::{
-    Action, Division, DivisionId, Form, Input, Layout, NormOf, Over, Plan, Products, Proven, Refused, Ring, Share, Sum,
-    Sums, Target as Written, Violation, Warps, Wave, WithTail, Work, WorkId, derive, derive_alike, prove, prove_alike,
-    prove_tail,
+    Action, Division, DivisionId, Form, Input, Layout, NormOf, Over, Plan, Products, Proven, Ragged, Refused, Ring,
+    Share, Splits, Sum, Sums, Target as Written, Violation, Warps, Wave, WithTail, Work, WorkId, derive, derive_alike,
+    derive_split, prove, prove_alike, prove_tail,
 };
 
 use safetensors::Dtype;
@@ -126,6 +126,24 @@ fn with_tail<'a>(validated: &'a Validated, target: &Target, chunk: u32, rows: u3
     Ok(prove_tail(tail, chunk, target).unwrap_or_else(|violations| panic!("{}", listed(&violations))))
 }
 
+/// The same of steps or a tail with KV splits of so many positions.
+fn proven_in_splits<'a>(
+    validated: &'a Validated,
+    target: &Target,
+    form: Form,
+    rows: u32,
+    split: u32,
+) -> (Proven<'a>, Option<WithTail<'a>>) {
+    let plan = derive_split(validated.schedule(), target, form, rows, split).unwrap();
+    assert!(plan.waves.iter().any(|wave| matches!(wave.action, Action::Merge { .. })), "no history is cut");
+    if form == Form::Tail {
+        let chunk = proven(validated, target, Form::Chunk, 256).unwrap();
+        let both = prove_tail(plan, chunk, target).unwrap_or_else(|violations| panic!("{}", listed(&violations)));
+        return (both.tail().clone(), Some(both));
+    }
+    (prove(plan, validated, target).unwrap_or_else(|violations| panic!("{}", listed(&violations))), None)
+}
+
 /// Why there is no plan, as if it were the first layer's: a tail has the last one alone.
 fn of_first_layer(refused: &Refused) -> String {
     (1..9).fold(refused.to_string(), |text, layer| text.replace(&format!(".{layer}`"), ".0`"))
@@ -217,6 +235,10 @@ fn the_text_of_a_plan_is_what_it_was() {
     // Branches with norms of their own, and products that add to the residual.
     let steps = of("families/gemma3", Form::Steps, 32) + &of("families/qwen3", Form::Steps, 32);
     blessed("waves_plan_steps.txt", &steps);
+    // Histories in KV splits.
+    let validated = kernel(&wide("families/qwen3").graph, &target);
+    let (splits, _) = proven_in_splits(&validated, &target, Form::Steps, 32, 128);
+    blessed("waves_plan_splits.txt", &splits.plan().to_string());
     // After a branch with a norm, after a product that adds, and after the embedding.
     let tails: String = ["families/gemma3", "families/qwen3"].map(|name| of(name, Form::Tail, 16)).concat();
     let one_layer = Toy { layers: 1, heads: 2, kv_heads: 1, dim: 64, ..TOY }.graph();
@@ -233,6 +255,7 @@ fn tables_hold_the_shares_of_a_plan() {
     for (form, rows) in FORMS {
         tables_hold_shares(&proven(&validated, &target, form, rows).unwrap());
     }
+    tables_hold_shares(&proven_in_splits(&validated, &target, Form::Steps, 32, 64).0);
 }
 
 fn tables_hold_shares(proven: &Proven<'_>) {
@@ -254,8 +277,11 @@ fn tables_hold_shares(proven: &Proven<'_>) {
             }
         }
     }
-    let next = tables.waves.iter().cycle().skip(1);
-    for ((wave, entry), next) in plan.waves.iter().zip(&tables.waves).zip(next) {
+    for (w, (wave, entry)) in plan.waves.iter().zip(&tables.waves).enumerate() {
+        let after = |by: usize| (w + by) % plan.waves.len();
+        // A wave that adds up may be left out.
+        let may_skip = matches!(plan.waves[after(1)].action, Action::Merge { .. });
+        let next = &tables.waves[after(if may_skip { 2 } else { 1 })];
         assert_eq!((wave.division.0, next.division), (entry.division, entry.next_division));
     }
 }
@@ -279,6 +305,14 @@ fn kernels_of_waves_compile() {
         let source = emit(&proven(&validated, &target, form, rows).unwrap(), &target, trace);
         let compiled = nvrtc.compile(&source).unwrap_or_else(|error| panic!("{name} on {record}: {error}"));
         assert!(!compiled.log.contains("warning"), "{name} on {record}: {}", compiled.log);
+    }
+    // Histories in KV splits.
+    for (record, trace, (form, rows)) in [("h200", Trace::On, FORMS[3]), ("b200", Trace::Off, FORMS[4])] {
+        let target = Target::builtin(record).unwrap();
+        let validated = kernel(&wide("families/gemma3").graph, &target);
+        let (splits, _) = proven_in_splits(&validated, &target, form, rows, 64);
+        let compiled = nvrtc.compile(&emit(&splits, &target, trace)).unwrap_or_else(|error| panic!("{record}: {error}"));
+        assert!(!compiled.log.contains("warning"), "splits on {record}: {}", compiled.log);
     }
 }
 
@@ -674,9 +708,22 @@ impl Mutants<'_> {
                         self.add(format!("w{w} in tiles of {tile}"), wrong, |p| p.waves[w].action = action);
                     }
                 }
-                Action::AttendRow { x, out, .. } => {
+                Action::Merge { out, splits } => {
+                    for splits in other_splits(splits) {
+                        let action = Action::Merge { out, splits };
+                        self.add(format!("w{w} with {splits:?}"), wrong, |p| p.waves[w].action = action);
+                    }
+                    let action = Action::Merge { out: splits.left, splits };
+                    self.add(format!("w{w} in place"), Some("in-place"), |p| p.waves[w].action = action);
+                }
+                Action::AttendRow { x, out, tile: now, splits } => {
+                    let others = splits.iter().flat_map(|splits| other_splits(*splits)).map(Some);
+                    for splits in others.chain(splits.map(|_| None)).collect::<Vec<_>>() {
+                        let action = Action::AttendRow { x, out, tile: now, splits };
+                        self.add(format!("w{w} with {splits:?}"), wrong, |p| p.waves[w].action = action);
+                    }
                     for tile in [0, 8, 24, 48, 1024, u32::MAX - 15] {
-                        let action = Action::AttendRow { x, out, tile };
+                        let action = Action::AttendRow { x, out, tile, splits };
                         self.add(format!("w{w} in tiles of {tile}"), wrong, |p| p.waves[w].action = action);
                     }
                     let apart = [Action::Append { x, queries: out }, Action::Attend { queries: x, out, tile: 16 }];
@@ -684,7 +731,7 @@ impl Mutants<'_> {
                         let what = format!("w{w} as {}", action.name());
                         self.add(what, wrong, |p| p.waves[w].action = action);
                     }
-                    let action = Action::AttendRow { x, out: x, tile: 16 };
+                    let action = Action::AttendRow { x, out: x, tile: 16, splits };
                     self.add(format!("w{w} in place"), Some("in-place"), |p| p.waves[w].action = action);
                 }
             }
@@ -698,11 +745,50 @@ impl Mutants<'_> {
                 Sums::Row { parts: 1 },
                 Sums::Product { parts: 1, granules: 2, groups: 1 },
                 Sums::Heads,
-                Sums::History { tile: 16, heads: 1, scratch_bytes: 0 },
+                Sums::History { tile: 16, heads: 1, scratch_bytes: 0, split: None },
+                Sums::Splits { positions: 16 },
             ];
             let wrong = others.into_iter().chain(other_orders(self.of.waves[w].sums));
             for sums in wrong.filter(|sums| *sums != self.of.waves[w].sums).collect::<Vec<_>>() {
                 self.add(format!("w{w} in order({sums})"), Some("sums"), |p| p.waves[w].sums = sums);
+            }
+        }
+    }
+
+    /// Splits whose places are shared by two rows or two splits, and those that both waves have and that are too few or no whole tiles.
+    fn splits(&mut self) {
+        let wrong = Some("order");
+        let waves = self.of.waves.iter().enumerate();
+        let merges = waves.filter_map(|(w, wave)| match wave.action {
+            Action::Merge { splits, .. } => Some((w, splits)),
+            _ => None,
+        });
+        for (w, now) in merges.collect::<Vec<_>>() {
+            let left = now.left.index();
+            for (most, rule) in [(0, wrong), (1, wrong), (now.most - 1, wrong), (now.most + 1, None)] {
+                let name = format!("places of w{w} for {most} splits");
+                self.add(name, rule, |p| p.work[left].layout = Layout::Splits(most));
+            }
+            self.add(format!("places of w{w} for a column less"), wrong, |p| p.work[left].cols -= 1);
+            let rows = Layout::Rows(DType::F32);
+            self.add(format!("places of w{w} for rows alone"), wrong, |p| p.work[left].layout = rows);
+            let Splits { positions, most, .. } = now;
+            for (positions, most, rule) in [
+                (positions, most - 1, "order"),
+                (positions / 2, most, "order"),
+                (positions - 1, most, "order"),
+                (0, most, "order"),
+                (2 * positions, most, "sums"),
+            ] {
+                self.add(format!("w{w}: {most} splits of {positions} in both waves"), Some(rule), |p| {
+                    for wave in &mut p.waves[w - 1..=w] {
+                        if let Action::AttendRow { splits: Some(splits), .. } | Action::Merge { splits, .. } =
+                            &mut wave.action
+                        {
+                            (splits.positions, splits.most) = (positions, most);
+                        }
+                    }
+                });
             }
         }
     }
@@ -1105,8 +1191,20 @@ fn works(action: &mut Action) -> Vec<&mut WorkId> {
         }
         Action::Append { x, queries } => vec![x, queries],
         Action::Attend { queries, out, .. } => vec![queries, out],
-        Action::AttendRow { x, out, .. } => vec![x, out],
+        Action::AttendRow { x, out, splits, .. } => {
+            [x, out].into_iter().chain(splits.as_mut().map(|splits| &mut splits.left)).collect()
+        }
+        Action::Merge { out, splits } => vec![out, &mut splits.left],
     }
+}
+
+/// Splits of which one number is another one.
+fn other_splits(splits: Splits) -> Vec<Splits> {
+    let Splits { positions, most, .. } = splits;
+    let lengths = [0, 1, positions / 2, positions - 1, positions + 1, 2 * positions, u32::MAX];
+    let counts = [0, 1, most - 1, most + 1, 2 * most, u32::MAX];
+    let lengths = lengths.into_iter().map(|positions| Splits { positions, ..splits });
+    lengths.chain(counts.into_iter().map(|most| Splits { most, ..splits })).filter(|other| *other != splits).collect()
 }
 
 fn other_norms(norm: NormOf) -> Vec<NormOf> {
@@ -1125,10 +1223,19 @@ fn other_norms(norm: NormOf) -> Vec<NormOf> {
 
 /// Every mutant of a plan either has no proof, or computes the same: two judges for one question. Returns how many there are.
 fn judge_mutants(name: &str, target: &Target, form: Form, rows: u32) -> usize {
+    judge_mutants_in(name, target, form, rows, None)
+}
+
+/// `split`: positions of a KV split, if histories are cut.
+fn judge_mutants_in(name: &str, target: &Target, form: Form, rows: u32, split: Option<u32>) -> usize {
     let imported = wide(name);
     let validated = kernel(&imported.graph, target);
     let program = &validated.schedule().program;
-    let of = proven(&validated, target, form, rows).unwrap().plan().clone();
+    let of = match split {
+        None => proven(&validated, target, form, rows).unwrap(),
+        Some(split) => proven_in_splits(&validated, target, form, rows, split).0,
+    };
+    let of = of.plan().clone();
     let mut mutants = Mutants { of: &of, program, made: vec![] };
     mutants.machine(target.spec.sm_count);
     mutants.arena();
@@ -1136,11 +1243,12 @@ fn judge_mutants(name: &str, target: &Target, form: Form, rows: u32) -> usize {
     mutants.operands();
     mutants.attributes();
     mutants.sums();
+    mutants.splits();
     mutants.divisions();
     mutants.parts();
     mutants.addends();
     mutants.candidates();
-    let text = tokens(&imported, if form == Form::Steps { rows + 3 } else { 140 });
+    let text = tokens(&imported, if form == Form::Steps && split.is_none() { rows + 3 } else { 140 });
     let keys_and_values = expected(&imported, &text);
     let count = mutants.made.len();
     let chunk = proven(&validated, target, Form::Chunk, 256).unwrap();
@@ -1190,10 +1298,14 @@ fn other_orders(sums: Sums) -> Vec<Sums> {
             all(&[parts, granules, groups]).into_iter().map(of).collect()
         }
         Sums::Heads => vec![],
-        Sums::History { tile, heads, scratch_bytes } => {
-            let of = |n: Vec<u32>| Sums::History { tile: n[0], heads: n[1], scratch_bytes: n[2] };
-            all(&[tile, heads, scratch_bytes]).into_iter().map(of).collect()
+        Sums::History { tile, heads, scratch_bytes, split } => {
+            let of = |n: Vec<u32>| Sums::History { tile: n[0], heads: n[1], scratch_bytes: n[2], split };
+            let others = [None, Some(0), Some(1), split.map(|split| 2 * split)].map(|of| (of, split));
+            let others = others.into_iter().filter(|(of, split)| of != split);
+            let splits = others.map(|(split, _)| Sums::History { tile, heads, scratch_bytes, split });
+            all(&[tile, heads, scratch_bytes]).into_iter().map(of).chain(splits).collect()
         }
+        Sums::Splits { positions } => all(&[positions]).into_iter().map(|n| Sums::Splits { positions: n[0] }).collect(),
     }
 }
 
@@ -1229,6 +1341,31 @@ fn steps_of_32_and_64_rows_can_add_up_in_one_order() {
         }
     }
     assert!(models > 20 && differ > 10, "{models} models, {differ} of which have another order");
+}
+
+/// Few rows run in waves where one history is much longer than the others, and not where all are long: there every SM has a row.
+#[test]
+fn waves_gain_where_one_history_is_much_longer() {
+    let ragged = Ragged { split: 1024, tasks: 8, sms: 132 };
+    let with = |long: u32, short: u32, others: usize| [vec![long], vec![short; others]].concat();
+    for (positions, gains) in [
+        (with(100_000, 300, 7), true),
+        (with(300, 100_000, 1), true),
+        (with(5000, 300, 15), true),
+        (with(4000, 300, 7), false),
+        (with(20_000, 20_000, 15), false),
+        (vec![300; 16], false),
+        (vec![], false),
+    ] {
+        assert_eq!(ragged.gains(&positions), gains, "{positions:?}");
+    }
+    // A plan says what its own is.
+    let target = h200();
+    let validated = kernel(&wide("families/qwen3").graph, &target);
+    let whole = derive(validated.schedule(), &target, Form::Steps, 32).unwrap();
+    assert_eq!(whole.ragged(), None, "contexts of 512 are one split");
+    let (cut, _) = proven_in_splits(&validated, &target, Form::Steps, 32, 64);
+    assert_eq!(cut.plan().ragged(), Some(Ragged { split: 64, tasks: 2, sms: 132 }));
 }
 
 /// What is no set of plans in one order, of plans that are proven each.
@@ -1283,6 +1420,14 @@ fn a_wrong_plan_of_steps_has_no_proof() {
         count += judge_mutants(name, &target, Form::Steps, rows);
     }
     assert!(count > 3000, "{count} mutants");
+}
+
+/// With histories in KV splits: the wave that adds up is dropped, comes first or twice, adds up other splits, or splits share their places.
+#[test]
+fn a_wrong_plan_in_splits_has_no_proof() {
+    let steps = judge_mutants_in("families/qwen3", &small(), Form::Steps, 32, Some(64));
+    let tail = judge_mutants_in("families/qwen3", &small(), Form::Tail, 16, Some(64));
+    assert!(steps > 800 && tail > 400, "{steps} mutants of steps, {tail} of a tail");
 }
 
 /// After a norm of a branch and after a product that adds, with heads in parts and whole.
@@ -1405,6 +1550,73 @@ fn a_proven_plan_of_steps_decides_what_its_model_does() {
         }
     }
     assert!(models >= 40, "{models} models");
+}
+
+/// Steps and a tail whose histories are cut, of windows of more than a split, too: whether SMs take splits or whole rows in a step.
+#[test]
+fn a_proven_plan_in_splits_computes_its_model() {
+    let window = Toy { heads: 2, kv_heads: 1, dim: 64, context: 512, window: Some(100), ..TOY };
+    let toy = |toy: Toy| {
+        let graph = toy.graph();
+        let weights = Weights::synthetic(&graph, 5);
+        Imported { weights, graph, header_bytes_read: 0, config_text: String::new(), notes: vec![] }
+    };
+    for (imported, split) in [(wide("families/gemma3"), 64), (wide("families/qwen3"), 128), (toy(window), 64)] {
+        let target = small();
+        let validated = kernel(&imported.graph, &target);
+        let (steps, _) = proven_in_splits(&validated, &target, Form::Steps, 64, split);
+        let text = tokens(&imported, 270);
+        let keys_and_values = expected(&imported, &text);
+        // Lengths of a split less one, a split, one more, and of several.
+        for (seed, cuts) in [(1, vec![63, 1, 1, 62, 1, 64, 64, 14]), (2, vec![64, 64, 1, 63, 64, 14])] {
+            let mut rest = text.as_slice();
+            let mut chunks = vec![];
+            for cut in cuts {
+                let (chunk, after) = rest.split_at(cut);
+                chunks.push(chunk);
+                rest = after;
+            }
+            assert!(rest.is_empty());
+            let found = execute(&validated.schedule().program, &imported, steps.plan(), &chunks, seed);
+            let difference = difference(&keys_and_values, &found);
+            assert!(difference < TOLERANCE, "{}, seed {seed}: {difference:e}", imported.graph.family);
+        }
+        let (_, both) = proven_in_splits(&validated, &target, Form::Tail, 16, split);
+        for seed in 1..4 {
+            run_tail(&imported, both.as_ref().unwrap(), &text[..200], &[10, 129, 200], seed);
+        }
+    }
+}
+
+/// The executor sees what a plan in splits leaves out, does too early, or does in places of other splits.
+#[test]
+fn a_wrong_plan_in_splits_computes_something_else() {
+    let ((_folder, imported), target) = (stored(&wide("families/qwen3")), small());
+    let validated = kernel(&imported.graph, &target);
+    let program = &validated.schedule().program;
+    let of = proven_in_splits(&validated, &target, Form::Steps, 64, 64).0.plan().clone();
+    let text = tokens(&imported, 200);
+    let keys_and_values = expected(&imported, &text);
+    let chunks: Vec<&[u32]> = text.chunks(40).collect();
+    let differs = |plan: &Plan| difference(&keys_and_values, &execute(program, &imported, plan, &chunks, 5));
+    assert!(differs(&of) < TOLERANCE);
+    let merge = of.waves.iter().position(|wave| matches!(wave.action, Action::Merge { .. })).unwrap();
+    let Action::Merge { splits, .. } = of.waves[merge].action else { unreachable!() };
+    let mut mutants = Mutants { of: &of, program, made: vec![] };
+    mutants.add("no merge", None, |p| drop(p.waves.remove(merge)));
+    mutants.add("a merge before its attention", None, |p| p.waves.swap(merge - 1, merge));
+    mutants.add("a merge after the product", None, |p| p.waves.swap(merge, merge + 1));
+    mutants.add("a merge of longer splits", None, |p| {
+        let Action::Merge { splits, .. } = &mut p.waves[merge].action else { unreachable!() };
+        splits.positions *= 2;
+    });
+    mutants.add("rows that share places", None, |p| {
+        p.work[splits.left.index()].layout = Layout::Splits(1);
+    });
+    for Mutant { name, plan, .. } in mutants.made {
+        let found = differs(&plan);
+        assert!(found > 1e-4, "{name}: {found:e}");
+    }
 }
 
 /// Reads a text in chunks that end at `ends`. After each, rows at its end decide: one after the first chunk, one more after each other one.
@@ -1548,6 +1760,8 @@ struct Ran {
     tokens: Vec<i32>,
     /// Of the last step of each launch the logits of each row, as bits.
     logits: Vec<u32>,
+    /// How many waves each wave ended, itself included.
+    ended: Vec<u32>,
 }
 
 /// Runs the generated kernel for this CPU. `None` without a compiler. `pages` has the page of each block of positions of each sequence.
@@ -1596,7 +1810,7 @@ fn run_kernel_after(
         read(name).chunks_exact(4).map(|bytes| u32::from_le_bytes(bytes.try_into().unwrap())).collect()
     };
     let tokens = words("tokens").into_iter().map(|token| token as i32).collect();
-    Some(Ran { cache: read("cache"), work: read("work"), tokens, logits: words("logits") })
+    Some(Ran { cache: read("cache"), work: read("work"), tokens, logits: words("logits"), ended: words("ended") })
 }
 
 /// Keys and values of each layer and position, out of the bytes of the cache.
@@ -1844,6 +2058,64 @@ fn a_generated_kernel_of_steps_gives_a_row_the_bits_that_it_has_alone() {
             at += launched;
         }
     }
+}
+
+/// The same where histories are cut, and blocks take splits in some steps and whole rows in others: a row alone, beside a short one, and beside
+/// as many as the SMs have work of.
+#[test]
+fn a_generated_kernel_in_splits_gives_a_row_the_bits_that_it_has_alone() {
+    const NAME: &str = "a_generated_kernel_in_splits_gives_a_row_the_bits_that_it_has_alone";
+    let ((_folder, imported), target) = (stored(&wide("families/qwen3")), small());
+    let validated = kernel(&imported.graph, &target);
+    let (proven, _) = proven_in_splits(&validated, &target, Form::Steps, 64, 64);
+    let shape = Shape::of(&validated.schedule().program).unwrap();
+    let blocks = shape.blocks();
+    let pages: Vec<u32> = (0..3 * blocks).map(|block| (block * 7 + 5) % shape.pages).collect();
+    let text = tokens(&imported, 150);
+    let (read, last) = text.split_at(148);
+    let mut launches: Vec<Launch> = vec![];
+    // Three sequences read it in other cuts. Then each has two rows, of which the last one decides and goes on.
+    for (sequence, cut) in [(0, 64), (1, 37), (2, 50)] {
+        let chunks = (0..).step_by(cut).zip(read.chunks(cut));
+        launches.extend(chunks.map(|(at, tokens)| (rows_of(sequence, at, &given(tokens)), 1)));
+    }
+    let ends = |sequence| rows_of(sequence, 148, &given(last));
+    let alone = launches.len();
+    launches.push((ends(0), 1));
+    launches.push(([ends(1), rows_of(2, 0, &given(&text[..1]))].concat(), 1));
+    // Positions that were there before, which get the same keys and values.
+    let many = rows_of(0, 80, &given(&text[80..140]));
+    launches.push(([ends(2), many].concat(), 1));
+    let Some(Ran { logits, ended, cache, .. }) = run_kernel(&imported, &proven, &launches, &pages) else {
+        return skipped(NAME, "C++ compiler", "`c++`");
+    };
+    // Waves of a launch that were left out: none where blocks took splits.
+    let merges = proven.plan().waves.iter().filter(|wave| matches!(wave.action, Action::Merge { .. })).count();
+    let mut ended = ended.iter();
+    let mut skips = |_: &Launch| {
+        let (mut waves, mut left_out) = (0, 0);
+        while waves < proven.plan().waves.len() {
+            let of_one = *ended.next().expect("waves of a launch") as usize;
+            (waves, left_out) = (waves + of_one, left_out + of_one - 1);
+        }
+        left_out
+    };
+    let skips: Vec<usize> = launches.iter().map(&mut skips).collect();
+    assert_eq!(skips[alone..], [0, 0, merges], "who took splits");
+    let vocab = imported.graph.vocab as usize;
+    let mut of_rows = logits.chunks_exact(vocab);
+    let logits: Vec<Vec<&[u32]>> =
+        launches.iter().map(|(rows, _)| of_rows.by_ref().take(rows.len()).collect()).collect();
+    for launch in [alone + 1, alone + 2] {
+        assert!(logits[launch][..2] == logits[alone][..2], "{NAME}: launch {launch}");
+    }
+    let of = |sequence: usize| {
+        let of_sequence = &pages[sequence * blocks as usize..][..blocks as usize];
+        cached(validated.schedule(), &cache, of_sequence, text.len())
+    };
+    assert!(of(1)[1][0][140..] == of(0)[1][0][140..], "{NAME}: keys of the second layer");
+    let error = worst_position(&expected(&imported, &text), &of(0));
+    assert!(error < 0.03, "{error:e}");
 }
 
 /// Rows alone on the kernel for 32 rows, and cut elsewhere and beside others on that for 64: keys, values and tokens are the same.

@@ -29,6 +29,8 @@ static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCurso
 #include "rows/context.cuh"
 #include "rows/words.cuh"
 #include "rows/matvec_codes.cuh"
+static int __popc(unsigned v) { return __builtin_popcount(v); }
+static int __ffs(unsigned v) { return __builtin_ffs(int(v)); }
 template <int>
 static void await_waves(const u32*, u32, Waiter) { std::abort(); }
 static bool __any_sync(unsigned, bool v) {
@@ -100,7 +102,7 @@ struct WaveLoader {
     ring_of<R>().landed[chunk_of(at)] += bytes;
   }
   void meet() { met = true; }
-  void meet_last_step() { met_last_step = true; }
+  void meet_last_step(u32) { met_last_step = true; }
 };
 template <class M, class R>
 static const u8* wave_take(WaveContext<M>&, const RingCursor<R>& at) {
@@ -129,7 +131,8 @@ static void wave_release_pair(WaveContext<M>& c, RingCursor<A>& a, RingCursor<B>
 
 static WaveParams params;
 static Wave wave;
-static u32 step_at_hand;
+static u32 step_at_hand, wave_at_hand;
+static u32 ended; // waves that the threads of the last block ended with `wave`, all alike
 static u32 used[2] = {RING_BYTES, RING_BYTES}; // bytes of each ring that a wave has written
 
 template <class M, class Op, class R>
@@ -145,7 +148,10 @@ static void consume(int thread) {
   c.warp_index = thread / 32;
   c.step = step_at_hand;
   c.await_others(0);
+  c.wave = wave_at_hand;
   Op::run(c, wave_state<M>().wave);
+  require(ended == 0 || ended == c.ends, "threads end other waves");
+  ended = c.ends;
   rings[0].taken[thread] = c.inputs.use * M::INPUT_SLOTS + c.inputs.slot;
   rings[1].taken[thread] = c.weights.use * M::WEIGHT_SLOTS + c.weights.slot;
 }
@@ -173,6 +179,7 @@ static void run_wave() {
   fill<M, Op, InputRing<M>>();
   fill<M, Op, WeightRing<M>>();
   used[0] = rings[0].filled * M::INPUT_BYTES, used[1] = rings[1].filled * M::WEIGHT_BYTES;
+  ended = 0;
   run_block(consume<M, Op>, M::WARPS * 32);
   for (const Ring& ring : rings)
     for (int i = 0; i < M::WARPS * 32; i++) require(ring.taken[i] == ring.filled, "a warp left out a chunk");

@@ -1,6 +1,6 @@
 // A generated kernel of waves, run block by block on a CPU (waves_block.h): what a device does between two meetings of all blocks, each
 // block does here alone, the last one first. Reads its tables, its pack and the rows of its launches from files of the working folder, and
-// writes the cache, its arena, the tokens of each step, and the logits of each launch: see tests/it/waves.rs. A tail finds the cache and the
+// writes the cache, its arena, the tokens of each step, how many waves each wave ended, and the logits of each launch: see tests/it/waves.rs. A tail finds the cache and the
 // residual of its chunk in files, too.
 
 #include "waves_block.h"
@@ -53,6 +53,7 @@ int main(int count, char** arguments) {
   params.shares = shares.data(), params.records = records.data(), params.pages = pages.data();
   params.rows = rows.data();
   std::vector<i32> all_tokens;
+  std::vector<u32> all_ended;
   std::vector<float> all_logits;
   for (int launch = 3; launch + 1 < count; launch += 2) {
     params.row_count = u32(std::atoi(arguments[launch])), params.steps = u32(std::atoi(arguments[launch + 1]));
@@ -62,12 +63,19 @@ int main(int count, char** arguments) {
     std::vector<float> logits(Machine::STEPS ? size_t(params.row_count) * Machine::VOCAB : 0);
     if (Machine::STEPS) params.mailbox = mailbox.data(), params.logits = logits.data();
     for (step_at_hand = 0; step_at_hand < params.steps; step_at_hand++)
-      for (const Wave& now : waves)
+      for (wave_at_hand = 0; wave_at_hand < waves.size();) {
+        u32 all = 0;
         for (u32 sm = Machine::SMS; sm-- > 0;) {
           blockIdx.x = sm;
-          wave = now;
+          wave = waves[wave_at_hand];
           run_wave<Machine, Any>();
+          require(all == 0 || all == ended, "blocks leave out other waves");
+          all = ended;
+          require(wave_state<Machine>().next_division == waves[(wave_at_hand + all) % waves.size()].division, "shares of another wave than the next");
         }
+        all_ended.push_back(all);
+        wave_at_hand += all;
+      }
     if (Machine::STEPS) run_block(tell_last, 32);
     for (u32 step = 0; Machine::STEPS && step <= params.steps; step++)
       for (u32 row = 0; row < params.row_count; row++) all_tokens.push_back(mailbox[1 + step * Machine::BLOCK_ROWS + row]);
@@ -81,5 +89,6 @@ int main(int count, char** arguments) {
   put("cache", cache.data(), cache.size());
   put("work", work.data(), work.size());
   put("tokens", all_tokens.data(), all_tokens.size() * sizeof(i32));
+  put("ended", all_ended.data(), all_ended.size() * sizeof(u32));
   put("logits", all_logits.data(), all_logits.size() * sizeof(float));
 }
