@@ -523,6 +523,7 @@ struct WaveAttendRow {
   static constexpr int TAKERS = ROOM < TEAMS ? ROOM : TEAMS; // teams that take STEPs in turn
   static constexpr int ALONE = TILE < 64 ? 64 : TILE; // positions that one team has alone
   static_assert(TAKERS > 0, "a team's part of a row meets those of others");
+  static_assert(TASKS <= M::WARPS, "a warp finds each task at hand");
   // A tile of one position is read as whole STEPs all the same.
   static_assert(AFTER_OWN + 2 * STEP * ROW <= M::SCRATCH_BYTES, "new positions have room");
 

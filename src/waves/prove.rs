@@ -1,7 +1,8 @@
 //! The proof of a plan: it computes the program of a proven schedule, without a race and without a deadlock.
 //!
 //! A deadlock is excluded by form: all SMs execute all waves in order, each adds one to the count after each, and waits for counts of
-//! earlier waves only. Within an SM the loader fills chunks in the order in which consumers take them, and both walk the same shares.
+//! earlier waves only. If attention of a step left nothing to add up, each adds two instead and leaves the next wave out: all do or none,
+//! because it follows from the table of rows. Within an SM the loader fills chunks in the order in which consumers take them, and both walk the same shares.
 //! The rest is what the rules below say. They believe nothing that [`super::derive`] computed.
 
 use super::{
@@ -250,7 +251,7 @@ impl Judge<'_> {
         let registers = (warps * most).saturating_add(loader_warps * least).saturating_mul(32);
         let moves = [most, least].iter().all(|n| n.is_multiple_of(8) && (24..=248).contains(n)) && least <= each;
         let row_bytes = match self.plan.form {
-            Form::Chunk => 16,
+            Form::Chunk => 32,
             Form::Steps | Form::Tail => 64 + 16 * u64::from(self.plan.rows),
         };
         let ring = |ring: Ring| u64::from(ring.slots) * u64::from(ring.slot_bytes);
@@ -280,7 +281,7 @@ impl Judge<'_> {
             (!is_ring(m.weights) || !is_ring(m.inputs), "expected 2 slots at least, of whole cache lines"),
             (!m.scratch_bytes.is_multiple_of(128), "expected scratch of whole cache lines"),
             // A watchdog of 24 bytes, two barriers for each slot, eight statistics of each warp, a wave of 64 bytes with a record of 80,
-            // and of steps four words of each row and the four items of attention that a block has at hand.
+            // and of steps four words of each row and the four items of attention that a block has at hand; of chunks one of each.
             (u64::from(m.state_bytes) < 24 + 16 * slots + 32 * warps + 176 + row_bytes, "too little room for barriers"),
         ];
         for (_, what) in wrong.into_iter().filter(|(wrong, _)| *wrong) {
@@ -654,7 +655,7 @@ impl Judge<'_> {
         }
         let context = self.validated.schedule().program.context_max;
         let longest = a.window.map_or(context, |window| window.saturating_add(tile).min(context));
-        if u64::from(positions) * u64::from(most) < u64::from(longest) || most < 2 || most >= 1 << 24 {
+        if u64::from(positions) * u64::from(most) < u64::from(longest) || !(2..1 << 24).contains(&most) {
             return Err(format!("{most} splits of {positions} positions, of histories of up to {longest}"));
         }
         self.layout(left, Layout::Splits(most), a.heads * (a.head_dim + 2))

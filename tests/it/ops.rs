@@ -622,6 +622,8 @@ fn a_step_of_waves_that_computes_something_else_is_found() {
             "splits-256-bf16",
         ),
         (attention, "place == 0 && task.is_last", "place == 0", "splits-16-of-16-bf16"),
+        // History is copied when half of the blocks have ended the wave of the step before.
+        (attention, "meet_last_step(G::SPLITS_MOST > 1 ? 2 : 1)", "meet_last_step(1)", "splits-whole-rows-bf16"),
         (
             "waves/context.cuh",
             "wave_state<M>().positions[row] + step",

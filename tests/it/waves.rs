@@ -311,7 +311,8 @@ fn kernels_of_waves_compile() {
         let target = Target::builtin(record).unwrap();
         let validated = kernel(&wide("families/gemma3").graph, &target);
         let (splits, _) = proven_in_splits(&validated, &target, form, rows, 64);
-        let compiled = nvrtc.compile(&emit(&splits, &target, trace)).unwrap_or_else(|error| panic!("{record}: {error}"));
+        let compiled =
+            nvrtc.compile(&emit(&splits, &target, trace)).unwrap_or_else(|error| panic!("{record}: {error}"));
         assert!(!compiled.log.contains("warning"), "splits on {record}: {}", compiled.log);
     }
 }

@@ -3,6 +3,8 @@
 // copy is checked: where it comes from, how it is aligned, and that the bytes of a chunk are as many as consumers wait for.
 #pragma once
 
+#include <algorithm>
+
 #define SMEM_BYTES (16 << 20)
 #include "block.h"
 #include "runtime/queue.cuh"
@@ -74,6 +76,7 @@ static u32 chunk_of(const RingCursor<R>& at) {
 }
 template <class R>
 static u8* slot_of(const RingCursor<R>& at) { return block_memory() + RINGS_AT + (R::FIRST == 0 ? 0 : RING_BYTES) + chunk_of(at) * R::SLOT_BYTES; }
+static u32 met_at_once; // waves of the step before that the loader waits for from `wave` on, before it copies history
 template <class M, class R>
 struct WaveLoader {
   const WaveParams& p;
@@ -102,7 +105,10 @@ struct WaveLoader {
     ring_of<R>().landed[chunk_of(at)] += bytes;
   }
   void meet() { met = true; }
-  void meet_last_step(u32) { met_last_step = true; }
+  void meet_last_step(u32 at_once) {
+    met_last_step = true;
+    met_at_once = std::min(met_at_once, at_once);
+  }
 };
 template <class M, class R>
 static const u8* wave_take(WaveContext<M>&, const RingCursor<R>& at) {
@@ -133,6 +139,7 @@ static WaveParams params;
 static Wave wave;
 static u32 step_at_hand, wave_at_hand;
 static u32 ended; // waves that the threads of the last block ended with `wave`, all alike
+static bool is_early; // whether history was copied before all blocks had ended the waves that wrote it
 static u32 used[2] = {RING_BYTES, RING_BYTES}; // bytes of each ring that a wave has written
 
 template <class M, class Op, class R>
@@ -176,11 +183,14 @@ static void run_wave() {
   WaveState<M>& state = wave_state<M>();
   state.next_division = wave.division;
   for (u32 row = 0; M::STEPS && row < params.row_count; row++) place_row<M>(params, row);
+  met_at_once = ~0u;
   fill<M, Op, InputRing<M>>();
   fill<M, Op, WeightRing<M>>();
   used[0] = rings[0].filled * M::INPUT_BYTES, used[1] = rings[1].filled * M::WEIGHT_BYTES;
   ended = 0;
   run_block(consume<M, Op>, M::WARPS * 32);
+  // Blocks that end so many waves at once make up the count of the first one before all have written what it appends.
+  is_early = is_early || met_at_once < ended;
   for (const Ring& ring : rings)
     for (int i = 0; i < M::WARPS * 32; i++) require(ring.taken[i] == ring.filled, "a warp left out a chunk");
 }

@@ -70,6 +70,7 @@ int main(int count, char** arguments) {
           wave = waves[wave_at_hand];
           run_wave<Machine, Any>();
           require(all == 0 || all == ended, "blocks leave out other waves");
+          require(!is_early, "history is copied before it is written");
           all = ended;
           require(wave_state<Machine>().next_division == waves[(wave_at_hand + all) % waves.size()].division, "shares of another wave than the next");
         }

@@ -593,7 +593,8 @@ static void attention(const char* name, const std::vector<At>& places, u32 step 
   }
 
   const int k_at = G::HEADS * G::DIM, v_at = k_at + KV * G::DIM;
-  std::vector<double> expected = {double(divided)}, found = {double(took_splits)};
+  std::vector<double> expected = {double(divided), 0.}, found = {double(took_splits), double(is_early)};
+  is_early = false;
   const auto angles = [&](u32 of) { return std::vector<float>(table.begin() + of * G::DIM, table.end()); };
   const auto row_of = [&](u32 of) { return std::vector<float>(qkv.begin() + size_t(of) * COLS, qkv.begin() + size_t(of + 1) * COLS); };
   std::vector<std::vector<double>> all_keys(8 * M::CONTEXT_MAX * KV), all_values(all_keys.size());
