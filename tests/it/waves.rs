@@ -1604,7 +1604,9 @@ fn a_wrong_plan_in_splits_computes_something_else() {
     let merge = of.waves.iter().position(|wave| matches!(wave.action, Action::Merge { .. })).unwrap();
     let Action::Merge { splits, .. } = of.waves[merge].action else { unreachable!() };
     let mut mutants = Mutants { of: &of, program, made: vec![] };
-    mutants.add("no merge", None, |p| drop(p.waves.remove(merge)));
+    mutants.add("no merge", None, |p| {
+        p.waves.remove(merge);
+    });
     mutants.add("a merge before its attention", None, |p| p.waves.swap(merge - 1, merge));
     mutants.add("a merge after the product", None, |p| p.waves.swap(merge, merge + 1));
     mutants.add("a merge of longer splits", None, |p| {
