@@ -19,7 +19,7 @@ use crate::waves::STEP_ROWS_MIN;
 
 use super::device_rows::{place_kernel, prove_kernel, rows_source};
 use super::device_waves::{plan_steps, waves_digests, waves_source};
-use super::stages::{BuildContext, Generated, source_bytes};
+use super::stages::{BuildContext, Generated, kernel_digests};
 
 /// What runs steps of up to `rows` rows.
 #[derive(Debug, Clone)]
@@ -57,7 +57,7 @@ impl StepsKernel {
         if self.by_waves {
             return waves_digests(target, &plan_steps(target, &self.validated, self.rows)?);
         }
-        Ok([Digest::of(&source_bytes(&self.validated, target)?), Queues::of(&self.validated).digest()])
+        kernel_digests(&self.validated, target)
     }
 
     /// Loads what [`StepsKernel::source`] was compiled to, without time stamps. `pack` and, if it is given, `cache` are shared with other

@@ -18,9 +18,8 @@ use super::exported::{
 };
 use super::invariant;
 use super::served::{Fastest, Kernels, Served};
-use super::stages::{BuildContext, source_bytes, write_pack};
+use super::stages::{BuildContext, kernel_digests, write_pack};
 use super::{Prepared, Serving, Workspace, prepare};
-use crate::codegen::abi::Queues;
 use crate::defaults::rows::Room;
 use crate::digest::Digest;
 use crate::error::{Fault, Tier};
@@ -310,13 +309,7 @@ fn alike_kernels(chain: &Chain<'_>, one_row: &Validated, folder: &mut Folder<'_>
 }
 
 fn compiled(chain: &Chain<'_>, validated: &Validated, nvrtc: &str) -> Result<CompiledParts, Fault> {
-    let source = source_bytes(validated, chain.context.target)?;
-    Ok(CompiledParts {
-        cubin: String::new(),
-        source: Digest::of(&source).to_string(),
-        queues: Queues::of(validated).digest().to_string(),
-        nvrtc: nvrtc.to_string(),
-    })
+    Ok(compiled_of(kernel_digests(validated, chain.context.target)?, nvrtc))
 }
 
 /// The parts of a kernel, from the digests of its source and of what it walks.

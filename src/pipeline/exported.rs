@@ -31,8 +31,7 @@ use super::device_steps::StepsKernel;
 use super::device_waves::prompt_digests;
 use super::invariant;
 use super::served::{Code, Fastest, Kernels, Served, alike_rows};
-use super::stages::{map_file, source_bytes};
-use crate::codegen::abi::Queues;
+use super::stages::{kernel_digests, map_file};
 use crate::digest::Digest;
 use crate::error::{Fault, Tier};
 use crate::files::{self, read_bytes, read_text};
@@ -474,7 +473,7 @@ impl Folder {
                 digests.get(at).copied().ok_or_else(foreign)
             }
             (_, Some(rows)) => invariant::digests(target, validated, rows),
-            _ => Ok([Digest::of(&source_bytes(validated, target)?), Queues::of(validated).digest()]),
+            _ => kernel_digests(validated, target),
         }
     }
 

@@ -10,6 +10,7 @@ use memmap2::Mmap;
 use crate::cache::{CacheError, Entry, Outcome};
 use crate::candidate::{Candidate, Infeasible, KNOB_NAMES};
 use crate::codegen::KernelSource;
+use crate::codegen::abi::Queues;
 use crate::codegen::emit::{Trace, emit};
 use crate::digest::Digest;
 use crate::error::{Fault, Tier};
@@ -511,6 +512,11 @@ impl Generated {
 
 pub(super) fn source_bytes(validated: &Validated, target: &Target) -> Result<Vec<u8>, Fault> {
     stored::source_bytes(emit(validated, target, Trace::Off))
+}
+
+/// Of the kernel of a schedule: digests of what it is compiled from, and of all that it walks.
+pub(super) fn kernel_digests(validated: &Validated, target: &Target) -> Result<[Digest; 2], Fault> {
+    Ok([Digest::of(&source_bytes(validated, target)?), Queues::of(validated).digest()])
 }
 
 pub(super) fn stored_source(entry: &Entry) -> Result<KernelSource, Fault> {
