@@ -288,9 +288,9 @@ impl Model {
 
     /// Runs one step with the next tokens of several sequences. Returns the logits that its parts want, `[wanted, vocab]` in their order.
     ///
-    /// The logits of a part do not depend on the other parts of its step; on the target `cpu`, and with `batch_invariant`, they are
-    /// the same bits. No token is chosen. All parts together have at most [`Facts::rows_max`] tokens, and a sequence has one part. A
-    /// step that is refused changes no sequence.
+    /// The logits of a part do not depend on the other parts of its step: in no bit on the target `cpu` and with `batch_invariant`,
+    /// otherwise up to rounding. No token is chosen. All parts together have at most [`Facts::rows_max`] tokens, and a sequence has
+    /// one part. A step that is refused changes no sequence.
     pub fn step(&self, parts: Vec<StepPart>) -> Waiting<Vec<f32>> {
         self.ask(move |loaded| loaded.with_steps(|steps| steps.step(&parts)))
     }

@@ -47,7 +47,7 @@ const fn knob(name: &'static str, grid: Grid, on_cpu: bool, on_cuda: bool, meani
 }
 
 impl Knob {
-    /// Whether a search of `op` alone changes it. On `cpu`, where an op has few knobs, the KV splits are one of them.
+    /// Whether a search of `op` alone changes it. On `cpu` it also changes `sms`, the number of shares of the work.
     pub fn reaches(&self, op: LayerOp, kind: TargetKind) -> bool {
         self.ops.contains(&op.name()) || (kind == TargetKind::Cpu && self.name == "sms")
     }
