@@ -1,4 +1,4 @@
-//! The proof under attack: figures and tables of `docs/proof-report.md`.
+//! Attacks the proof: prints figures and tables of `docs/proof-report.md`.
 //!
 //! `cargo bench --bench proof` runs all parts on all cores, `-- scale` those that are named: `population` (or a number of
 //! schedules in place of 120,000), `scale`, `load`. With `write` among the words each part also replaces its table in the report.
@@ -73,7 +73,7 @@ fn root(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
 }
 
-/// Replaces what stands between `<!-- name -->` and `<!-- /name -->` in the report.
+/// Replaces the text between `<!-- name -->` and `<!-- /name -->` in the report.
 fn replace(name: &str, text: &str) {
     let path = root("docs/proof-report.md");
     let page = fs::read_to_string(&path).expect("the report");
@@ -264,7 +264,7 @@ fn measure(text: &mut String, placed: &Schedule, target: &Target, verdict: &str)
     let _ = fs::write("/proc/self/clear_refs", "5");
     let resident = status_bytes("VmRSS");
     let runs = (1_000_000 / tasks).clamp(3, 5);
-    // The time that a thread had is known to some milliseconds.
+    // The processor time of a thread has a resolution of some milliseconds.
     let times = (200_000 / tasks).max(1);
     let mut seconds: Vec<f64> = (0..runs)
         .map(|_| {

@@ -1,4 +1,4 @@
-//! Plans of waves: which models have one, that a wrong one has no proof, and that a proven one computes its model.
+//! Tests plans of waves: which models have one, that a wrong one has no proof, and that a proven one computes its model.
 
 use std::fs;
 use std::path::Path;
@@ -807,7 +807,7 @@ impl Mutants<'_> {
                 *read.expect("the operand") = id;
             });
             self.matmul_to(w, id, new, wrong);
-            // Of a chunk, parts that everybody knows of: there is no room for those of several blocks.
+            // In a chunk, parts that all readers know: there is no room for those of several blocks.
             if self.of.form == Form::Chunk && layout == Layout::Rows(DType::Bf16) {
                 let writers = self.of.waves.iter().enumerate().filter_map(|(w, wave)| match wave.action {
                     Action::MatMul { target: Written::Out(to), .. } if to == out => Some((w, wave.division)),
@@ -996,7 +996,7 @@ impl Mutants<'_> {
                 let squares = if input.squares.is_some() { None } else { Some(WorkId(0)) };
                 with("another norm of parts", None, sum, Some(Input { squares, ..input }));
             }
-            // A product overwrites it before anything reads it, but its norm may name anything.
+            // A product overwrites it before it is read, but its norm may name any buffer.
             None => {
                 let inputs = self.of.waves.iter().filter_map(|wave| match wave.action {
                     Action::Rows { out, .. } => out,
@@ -1085,7 +1085,7 @@ struct Product {
     warps: Warps,
 }
 
-/// What becomes of a share.
+/// A change of a share, with its name.
 type Change = (&'static str, fn(&mut Share));
 
 /// The buffers that an action names.
@@ -1231,7 +1231,7 @@ fn steps_of_32_and_64_rows_can_add_up_in_one_order() {
     assert!(models > 20 && differ > 10, "{models} models, {differ} of which have another order");
 }
 
-/// What is no set of plans in one order, of plans that are proven each.
+/// Plans that are proven alone, but together are no set with one order of sums.
 #[test]
 fn plans_in_other_orders_are_not_proven_together() {
     let target = h200();
@@ -1448,7 +1448,7 @@ fn a_proven_tail_decides_what_its_model_does() {
     assert!(models >= 40, "{models} models");
 }
 
-/// What is no tail of a plan, of plans that are proven each.
+/// Plans that are proven alone, but of which one is no tail of the other.
 #[test]
 fn a_tail_is_proven_after_its_chunk_alone() {
     let target = h200();
@@ -1475,7 +1475,7 @@ fn a_tail_is_proven_after_its_chunk_alone() {
     ] {
         assert!(violations[0].to_string().starts_with(expected), "{expected}: {}", listed(&violations));
     }
-    // Chunks of any number of rows leave the same.
+    // The result does not depend on the number of rows of a chunk.
     for rows in [128, 512] {
         prove_tail(tail.clone(), of(Form::Chunk, rows), &target).unwrap_or_else(|found| panic!("{}", listed(&found)));
     }
@@ -1502,7 +1502,7 @@ fn a_wrong_plan_computes_something_else() {
         }
     }
     for d in 0..of.divisions.len() {
-        // One that has rows of the text.
+        // A share that has rows of the text.
         mutants.add(format!("a share of d{d} dropped"), None, |p| {
             let has = |share: &Share| share.row < text.len() as u32;
             let mut shares = p.divisions[d].shares[1].iter_mut();
@@ -1539,14 +1539,14 @@ fn given(tokens: &[u32]) -> Vec<Result<u32, u32>> {
     tokens.iter().map(|token| Ok(*token)).collect()
 }
 
-/// What a generated kernel has left.
+/// The memory after a run of a generated kernel.
 struct Ran {
     cache: Vec<u8>,
-    /// Its arena.
+    /// The arena.
     work: Vec<u8>,
-    /// Of steps the tokens of each row: those that each step began with, and what the last one decided.
+    /// For steps, the tokens of each row: those with which each step began, and those that the last one decided.
     tokens: Vec<i32>,
-    /// Of the last step of each launch the logits of each row, as bits.
+    /// The logits of each row in the last step of each launch, as bits.
     logits: Vec<u32>,
 }
 
@@ -1555,7 +1555,7 @@ fn run_kernel(imported: &Imported, proven: &Proven<'_>, launches: &[Launch], pag
     run_kernel_after(imported, proven, launches, pages, None)
 }
 
-/// The same of a tail. `before`: what its chunk has left, and where its residual begins in that arena.
+/// As [`run_kernel`], for a tail. `before`: the memory after its chunk, and the begin of its residual in that arena.
 fn run_kernel_after(
     imported: &Imported,
     proven: &Proven<'_>,
@@ -1599,7 +1599,7 @@ fn run_kernel_after(
     Some(Ran { cache: read("cache"), work: read("work"), tokens, logits: words("logits") })
 }
 
-/// Keys and values of each layer and position, out of the bytes of the cache.
+/// Keys and values of each layer and position, from the bytes of the cache.
 fn cached(schedule: &Schedule, bytes: &[u8], page_of: &[u32], positions: usize) -> Vec<[Rows; 2]> {
     let shape = Shape::of(&schedule.program).unwrap();
     let (page_rows, pool_rows) = (shape.page_rows as usize, (shape.page_rows * shape.pages) as usize);
@@ -1673,7 +1673,7 @@ fn a_generated_kernel_computes_keys_and_values_of_its_model() {
     }
 }
 
-/// The same of steps: two texts are read at once, and go on together.
+/// The same for steps: two texts are read at once, and decode together.
 #[test]
 fn a_generated_kernel_of_steps_decides_what_its_model_does() {
     const NAME: &str = "a_generated_kernel_of_steps_decides_what_its_model_does";
@@ -1725,7 +1725,7 @@ fn a_generated_kernel_of_steps_decides_what_its_model_does() {
     }
 }
 
-/// The same of a chunk and its tail: the last rows of a chunk of two blocks decide, out of pages in no order.
+/// The same for a chunk and its tail: the last rows of a chunk of two blocks decide, with pages in random order.
 #[test]
 fn a_generated_tail_decides_what_its_model_does() {
     const NAME: &str = "a_generated_tail_decides_what_its_model_does";
@@ -1778,7 +1778,7 @@ fn a_generated_tail_decides_what_its_model_does() {
     }
 }
 
-/// A row's logits, keys and values have the same bits alone and beside others, and wherever its prompt was cut.
+/// A row's logits, keys and values have the same bits alone and beside others, with any chunks of its prompt.
 #[test]
 fn a_generated_kernel_of_steps_gives_a_row_the_bits_that_it_has_alone() {
     const NAME: &str = "a_generated_kernel_of_steps_gives_a_row_the_bits_that_it_has_alone";
