@@ -87,7 +87,7 @@ pub const COLUMNS: [Column; 70] = [
     column(
         "proposer",
         "text",
-        "`default`, `prior`, `explore`, `local`, `external` or `seed`: who asked for this point",
+        "who proposed the candidate: `default`, `prior`, `explore`, `local` or `external`; `seed` is accepted, and no search writes it",
     ),
     column("incumbent", "digest", "trial_id of the row it was timed against in the same process; may be empty"),
     column(
@@ -229,7 +229,7 @@ pub struct Point {
     pub predicted_us: Option<f64>,
 }
 
-/// Who asked for the point.
+/// Who proposed the candidate. No search writes `Seed`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Proposer {
     Default,

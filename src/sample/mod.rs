@@ -31,9 +31,9 @@
 //!
 //! The reason for this form: the Gumbel-max trick turns sampling into an arg-max, a reduction that a greedy kernel already has.
 //! The noise of an id depends on (seed, position, id) alone: position is the index of the chosen token in its own
-//! sequence, and the second word of the counter is always 0. So neither the number of threads, nor the slot of a sequence
+//! sequence, and the second word of the counter is always 0. So neither the number of threads, nor the row of a sequence
 //! in a batch, nor the other sequences there, nor a repeated step changes it. Two requests with one seed therefore have the
-//! same noise, so a client that wants several continuations of one prompt gives each a seed of its own.
+//! same noise, so a client that wants several continuations of one prompt gives each its own seed.
 //! Top-p sums integers, whose order does not matter: a kernel may use
 //! atomics, buckets of scores, or a binary search over the score instead of a sort. Equal scores at the edge of top-p add equal w, so
 //! one division gives the number of ids to keep there.

@@ -206,7 +206,7 @@ fn load() -> String {
         ms[ms.len() / 2]
     });
     let mut table = format!(
-        "Llama-3.1-8B on {} SMs, {tasks} tasks, a schedule of {:.1} MB of text; one core of {}; time is what it had of it, medians of 9.\n\n\
+        "Llama-3.1-8B on {} SMs, {tasks} tasks, a schedule of {:.1} MB of text; one core of {}; processor time, medians of 9.\n\n\
          | what | time |\n| --- | --- |\n",
         candidate.sms,
         text.len() as f64 / 1e6,
@@ -217,7 +217,7 @@ fn load() -> String {
         "parse",
         "prove",
         "encode the queues, digest every byte",
-        "print what was proven, and find the link of its queues by the digest",
+        "print the proven schedule, and find the link of its queues by the digest",
     ];
     for (name, ms) in names.iter().zip(medians) {
         let _ = writeln!(table, "| {name} | {ms:.1} ms |");
@@ -233,7 +233,7 @@ fn scale() -> String {
     target.spec.smem_bytes_per_block_max = 64 << 20;
     target.spec.sm_count = 148;
     let mut text = format!(
-        "One core of {}; time is what the proof had of it, the median of up to 5 runs. Memory is what the proof takes beside the schedule, at its peak.\n\n\
+        "One core of {}; processor time, the median of up to 5 runs. Memory is the peak of the proof, without the schedule.\n\n\
          | tasks | queues | regimes | verdict | time | a task | memory |\n\
          | --- | --- | --- | --- | --- | --- | --- |\n",
         cpu_model()
