@@ -552,9 +552,9 @@ pub struct Export {
 /// [steps] (the difference of its logit to the second largest one).
 ///
 /// In fp32, no logit may differ by more than 3e-4, and the greedy tokens have to be equal. If anything is bf16, the
-/// norm of all differences divided by the norm of all logits may be at most 1.5 times that of `logits_bf16`, or 0.04 without
-/// it. Greedy tokens then have to be equal up to the first one whose margin is below twice the largest difference. Exit
-/// code 1: they differ.
+/// norm of all differences divided by the norm of all logits may be at most 1.5 times that of `logits_bf16`, or 0.04
+/// without it. Greedy tokens then have to be equal up to the first one whose margin is below twice the largest
+/// difference. Exit code 1: they differ.
 #[derive(Debug, Args)]
 #[command(
     verbatim_doc_comment,
@@ -588,8 +588,8 @@ pub struct Compare {
 ///
 /// Builds and checks the kernel first: a kernel with wrong numbers gets no figure. Whole launches are timed, on a
 /// device by events around each. A baseline and the kernel run in turns, A B B A. A baseline's ratio is the median over
-/// rounds with a 95 % bootstrap interval: 1.5x means that the baseline takes 1.5 times as long. A time in which the device
-/// cannot read the bytes of a step is withheld.
+/// rounds with a 95 % bootstrap interval: 1.5x means that the baseline takes 1.5 times as long. A time in which the
+/// device cannot read the bytes of a step is withheld.
 ///
 /// A baseline is `torch` (PyTorch's decode step at the shapes of the manifest's config, run by `python3`), a schedule
 /// FILE.mkir for the same model, or the command line of a program; docs/bench.md has its protocol.

@@ -140,7 +140,7 @@ static void __syncwarp() { warp_meetings[current / 32].meet(); }
 template <class T>
 static T value_of(int other, T value) {
   static_assert(sizeof(T) <= 8, "a lane holds 8 bytes");
-  // Two sets: a lane may come to the next exchange before all have read this one.
+  // Two sets, because a lane may reach the next exchange before all lanes have read this one.
   const int turn = turns[current]++ & 1;
   std::memcpy(&lanes[turn][current], &value, sizeof value);
   __syncwarp();

@@ -1173,7 +1173,7 @@ fn launches_are_queued_while_others_run() {
     const NAME: &str = "launches_are_queued_while_others_run";
     if !is_child() {
         let Some(text) = with_fake_driver(NAME, "slow") else { return };
-        let of_line = |line: &str| line.strip_suffix(" launches queued behind one that ran")?.parse::<u32>().ok();
+        let of_line = |line: &str| line.strip_suffix(" launches queued after one that ran")?.parse::<u32>().ok();
         let queued = text.lines().find_map(of_line).expect("a count");
         assert!(queued > 30, "{queued}: {text}");
         for kernel in [" steps of one row", " steps of 3 rows\n", " steps of 3 rows in waves"] {

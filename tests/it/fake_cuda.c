@@ -271,7 +271,7 @@ static void rows_kernel(const Call *call) {
     static uint32_t decided[64], last_tag;
     uint32_t active = ~0u, next[64];
     require(p->row_count >= 1 && p->row_count <= padded && p->timeout_ns > 0, "the parameters of a launch");
-    // A launch that only fills the cache leaves words behind, which no whole step may find.
+    // A launch that only fills the cache does not clear its words, which no whole step may find.
     uint32_t *word = inside(p->exchange, 4);
     require(p->fills ? p->steps == 1 && !p->logits : *word == ~0u, "the words of a launch, or one that fills the cache and does more");
     if (p->fills) *word = 0;
@@ -501,7 +501,7 @@ typedef struct Job {
     uint64_t values[8];
 } Job;
 typedef struct Stream { Job *last; struct Stream *next; } Stream;
-static atomic_int queued_behind; // launches of a kernel behind one of the same kernel that had not ended
+static atomic_int queued_after; // launches of a kernel after one of the same kernel that had not ended
 static Stream *all_streams; // never freed: a destroyed one has no work left
 typedef struct { Job *after; double at_ms; int is_recorded; } Event;
 typedef struct { unsigned id; char pad[4]; union { unsigned number[16]; } value; } Attribute;
@@ -556,7 +556,7 @@ int cuLaunchKernelEx(const Config *config, Kernel *function, void **arguments, v
     if (is_cooperative && config->grid[0] > 2 * SM_COUNT) return TOO_LARGE;
     Call call = {.grid = config->grid[0], .smem = config->smem, .cluster = cluster};
     Job *last = config->stream->last;
-    if (last && !last->is_done && last->run == function->run) queued_behind++;
+    if (last && !last->is_done && last->run == function->run) queued_after++;
     return submit(config->stream, function->run, call, arguments, function->parameters);
 }
 #endif
@@ -637,7 +637,7 @@ int cuEventElapsedTime(float *milliseconds, Event *start, Event *end) {
 int cuDevicePrimaryCtxRelease_v2(int device) {
     int count = 0;
     for (Block *b = blocks; b; b = b->next) count++;
-    printf("%d launches queued behind one that ran\n", queued_behind);
+    printf("%d launches queued after one that ran\n", queued_after);
     printf("released with %d blocks, %d streams, %d events, %d modules left\n", count, streams, events, modules);
     fflush(stdout);
     return device == 40 ? SUCCESS : INVALID_VALUE;

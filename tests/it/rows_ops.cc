@@ -30,7 +30,7 @@ static void await_words(const u8* base, Offset offset, const bool (&active)[N], 
 
 #include "runtime/context.cuh"
 
-// Chunks in the order of the stream lie behind the shared memory of the machine, where `ldmatrix` may read them.
+// Chunks in the order of the stream are after the shared memory of the machine, where `ldmatrix` may read them.
 constexpr int RING_AT = 1 << 18, SLOT_BYTES = 1 << 13, SLOTS = 96;
 static int chunk_count;
 static u8* new_chunk() {
