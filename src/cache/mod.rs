@@ -21,7 +21,7 @@
 //!   A process waits only for the build of the entry that it wants.
 //!
 //! Not promised: that an entry survives a power cut (folders are not synced; a lost rename is a miss), nor that two
-//! builds of one key agree. The first to be published wins, and later ones are told its digest.
+//! builds of one key agree. The first to be published wins, and later ones get its digest.
 
 mod error;
 mod files;
@@ -89,7 +89,7 @@ pub enum Note {
     NoLocks { path: PathBuf, reason: String },
     /// A key is in use, and the only entry there is was made without it.
     Unsigned { stage: String, key: Digest, path: PathBuf },
-    /// The shared folder could not be used; the build goes on without it.
+    /// The shared folder could not be used; the build continues without it.
     Shared { action: &'static str, reason: String },
 }
 

@@ -145,7 +145,7 @@ impl Conversation<'_> {
         if prompt.len() > context_max {
             let message = format!("the conversation has {}, and `context_max` is {context_max}", tokens(prompt.len()));
             return Err(
-                Fault::input(message).with_remedy("/reset begins anew; a manifest may have a larger `context_max`")
+                Fault::input(message).with_remedy("/reset begins a new conversation; a manifest may have a larger `context_max`")
             );
         }
         let mut printer = Printer::new(session, Form::Text, Some(words), true)?;

@@ -88,7 +88,7 @@ pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
     Ok(Outcome::Done)
 }
 
-/// Appends the rows of other files, and tells how many there were.
+/// Appends the rows of other files, and prints how many there were.
 fn merge_told(session: &Session, inputs: &[PathBuf], json: bool) -> Result<(), Fault> {
     let (terminal, path) = (&session.terminal, &session.trials);
     let merged = merge(inputs, path)?;
