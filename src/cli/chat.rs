@@ -144,9 +144,8 @@ impl Conversation<'_> {
         let context_max = manifest.decode.context_max as usize;
         if prompt.len() > context_max {
             let message = format!("the conversation has {}, and `context_max` is {context_max}", tokens(prompt.len()));
-            return Err(
-                Fault::input(message).with_remedy("/reset begins a new conversation; a manifest may have a larger `context_max`")
-            );
+            return Err(Fault::input(message)
+                .with_remedy("/reset begins a new conversation; a manifest may have a larger `context_max`"));
         }
         let mut printer = Printer::new(session, Form::Text, Some(words), true)?;
         runner.make_ready(&prompt, 0)?;
