@@ -264,8 +264,8 @@ impl Model {
         self.ask(move |loaded| loaded.with_steps(|steps| steps.open(key)))
     }
 
-    /// Opens the sequence `key` with the tokens of another one. They share full pages of the cache; the tokens of the last page are
-    /// computed again.
+    /// Opens the sequence `key` with the tokens of another one. They share full pages of the cache; tokens after the last full page
+    /// are computed again.
     pub fn fork(&self, sequence: SequenceKey, key: SequenceKey) -> Waiting<()> {
         self.ask(move |loaded| loaded.with_steps(|steps| steps.fork(sequence, key)))
     }

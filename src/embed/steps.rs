@@ -86,7 +86,7 @@ impl Steps {
         Ok(())
     }
 
-    /// Opens a sequence with the tokens of another one. Full pages are shared; the tokens of the last page are computed again.
+    /// Opens a sequence with the tokens of another one. Full pages are shared; tokens after the last full page are computed again.
     pub fn fork(&mut self, sequence: SequenceKey, key: SequenceKey) -> Result<(), Fault> {
         self.check_room()?;
         let tokens = self.find(sequence)?.tokens.clone();

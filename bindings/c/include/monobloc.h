@@ -204,8 +204,8 @@ bool monobloc_is_eos(const monobloc_model *model, uint32_t token);
 monobloc_status monobloc_sequence_open(const monobloc_model *model, uint64_t *sequence);
 
 /*
- Opens a sequence with the tokens of `from`, and writes its name to `fork`. Both share the full pages of the cache; the tokens of
- the last page are computed again.
+ Opens a sequence with the tokens of `from`, and writes its name to `fork`. Both share the full pages of the cache; tokens after
+ the last full page are computed again.
 
  # Safety
  `model` came from monobloc_open and is not closed; `fork` can be written.

@@ -319,8 +319,8 @@ pub unsafe extern "C" fn monobloc_sequence_open(model: *const monobloc_model, se
     })
 }
 
-/// Opens a sequence with the tokens of `from`, and writes its name to `fork`. Both share the full pages of the cache; the tokens of
-/// the last page are computed again.
+/// Opens a sequence with the tokens of `from`, and writes its name to `fork`. Both share the full pages of the cache; tokens after
+/// the last full page are computed again.
 ///
 /// # Safety
 /// `model` came from monobloc_open and is not closed; `fork` can be written.

@@ -324,7 +324,7 @@ class Sequence:
         return _rows(self._native.prefill(_ids(tokens)), self._vocab)[0]
 
     def fork(self) -> Sequence:
-        """Opens a sequence with the same tokens. Both share full pages of the cache; the tokens of the last page are computed again."""
+        """Opens a sequence with the same tokens. Both share full pages of the cache; tokens after them are computed again."""
         return Sequence(self._native.fork(), self._vocab)
 
     def truncate(self, length: int) -> None:
