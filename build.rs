@@ -1,4 +1,4 @@
-//! Embeds the digest of the code of each stage, which the keys of the cache name: see `build/sources.rs`.
+//! Embeds the digest of the code of each stage, which is a part of the cache's keys: see `build/sources.rs`.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -18,7 +18,7 @@ fn main() {
     }
 }
 
-/// What decides the machine code of this build: figures of the interpreter depend on it.
+/// Everything that decides the machine code of this build, because figures of the interpreter depend on it.
 fn compiler() -> String {
     let variable = |name: &str| std::env::var(name).unwrap_or_default();
     let version = Command::new(variable("RUSTC")).arg("-vV").output().map(|output| output.stdout).unwrap_or_default();

@@ -1,9 +1,9 @@
-//! Owns the digest of the code of each stage: which files of the crate the code reaches, and what they say.
+//! Owns the digest of the code of each stage: the files of the crate that its code uses, and their contents.
 //!
-//! The build script embeds these digests and the keys of the stages name them, so a changed line changes the keys of the
-//! stages that it can reach and no others, and no version number has to be raised by hand. A stage names the modules that make its
-//! result; what they use is found by following every path that begins with `crate`, `self` or `super`. A module that is
-//! reached brings its child modules, the files that it includes as text, and files elsewhere that add methods to its types.
+//! The build script embeds these digests, and they are a part of the keys of the stages. So a changed line changes the keys of
+//! all stages that use it and of no others, and no version number has to be raised by hand. A stage names the modules that
+//! make its result. Modules that they use are found by following every path that begins with `crate`, `self` or `super`. A
+//! module brings its child modules, the files that it includes as text, and files elsewhere that add methods to its types.
 //! The locked versions of the packages that the files name are hashed, too. Comments and unit tests are left out.
 //!
 //! What is not seen: a method that a macro adds to a type, and environment variables that the compiler reads.
@@ -12,18 +12,18 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A stage, and where its code begins.
+/// A stage, and the modules in which its code begins.
 pub struct Stage {
     pub name: &'static str,
-    /// Modules that make the result, followed to everything that they use.
+    /// Modules that make the result; everything that they use is hashed, too.
     modules: &'static [&'static str],
-    /// Modules that put the others together. They are hashed and not followed: they import what all stages need.
+    /// Modules that combine the others. They are hashed but not followed, because they import the code of all stages.
     glue: &'static [&'static str],
     /// Whether the result is a figure of compiled code, such as a latency of the interpreter.
     compiled: bool,
 }
 
-/// Every stage whose code is no part of its other inputs. A cubin is keyed by text and compiler alone.
+/// All stages whose result depends on our code beyond their other inputs. A cubin depends on its source and the compiler alone.
 pub const STAGES: [Stage; 8] = [
     Stage { name: "import", modules: &["model::config"], glue: &["pipeline::stages"], compiled: false },
     Stage {
@@ -39,7 +39,7 @@ pub const STAGES: [Stage; 8] = [
         compiled: false,
     },
     Stage {
-        // Its key does not name the schedule that says where everything lies: the code that makes schedules stands for it.
+        // Its key does not have the schedule, which decides the layout. So it has the code that makes schedules.
         name: "pack",
         modules: &["pack", "model::weights", "lower", "schedule", "validate", "ir::parse"],
         glue: &["pipeline::chain", "pipeline::stages", "pipeline::keys"],
@@ -87,7 +87,7 @@ pub struct Code {
     pub stage: &'static str,
     /// 64 hex digits.
     pub digest: String,
-    /// Relative to the package, with `/`.
+    /// Paths relative to the package, with `/`.
     pub files: BTreeSet<String>,
     /// Names and versions of packages.
     pub packages: BTreeSet<String>,
@@ -96,7 +96,7 @@ pub struct Code {
 /// Reads the package in `root` and hashes the code of every stage. `compiler` says how figures are compiled.
 ///
 /// # Errors
-/// A file that cannot be read, and a path whose module is not found: nothing may be left out without a word.
+/// A file that cannot be read, or a path whose module is not found: nothing may be left out silently.
 pub fn digests(root: &Path, compiler: &str) -> Result<Vec<Code>, String> {
     let tree = Tree::read(root)?;
     let lock = Lock::read(&fs::read_to_string(root.join("Cargo.lock")).unwrap_or_default());
@@ -145,11 +145,11 @@ struct Tree {
 }
 
 struct Source {
-    /// Relative to the package.
+    /// Path relative to the package.
     path: String,
-    /// Without comments and unit tests.
+    /// The text without comments and unit tests.
     code: String,
-    /// Modules that are reached from here.
+    /// Modules that this one uses.
     uses: BTreeSet<String>,
     /// Files that are part of the code as text, with their bytes.
     included: Vec<(String, Vec<u8>)>,
@@ -191,7 +191,7 @@ impl Tree {
             source.outside = outside(tokens);
             for name in included(tokens) {
                 let path = normal(&folder.join(&name));
-                // Records and configs are data: what is used of them is in the keys themselves.
+                // Records and configs are data: the parts that a stage uses are in its key.
                 if !["src/", "kernels/"].iter().any(|code| path.starts_with(code)) {
                     continue;
                 }
@@ -239,7 +239,7 @@ fn join(module: &str, child: &str) -> String {
     if module.is_empty() { child.to_string() } else { format!("{module}::{child}") }
 }
 
-/// A path without `..`, with `/`.
+/// A path with `/` and without `..`.
 fn normal(path: &Path) -> String {
     let mut parts: Vec<String> = vec![];
     for part in path.components() {
@@ -255,7 +255,7 @@ fn normal(path: &Path) -> String {
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Token {
     Name(String),
-    /// What a string literal says, escapes as they are written.
+    /// The content of a string literal, with escapes as they are written.
     Text(String),
     Sign(char),
 }
@@ -342,7 +342,7 @@ fn lex(text: &str) -> (String, Vec<Token>) {
         }
         code.extend(&chars[from..i]);
     }
-    // A line that was only a comment leaves blanks; where it stood is no part of the code.
+    // A line with only a comment leaves blanks, which are removed, because its place is no part of the code.
     let lines: Vec<&str> = code.lines().map(str::trim_end).filter(|line| !line.is_empty()).collect();
     (lines.join("\n"), tokens)
 }
@@ -351,7 +351,7 @@ fn is_path_sign(tokens: &[Token], at: usize) -> bool {
     tokens.get(at).is_some_and(|t| t.is(':')) && tokens.get(at + 1).is_some_and(|t| t.is(':'))
 }
 
-/// Every path that begins with `crate`, `self` or `super`, groups in braces taken apart.
+/// Every path that begins with `crate`, `self` or `super`; groups in braces are expanded.
 fn paths(tokens: &[Token]) -> Vec<Vec<String>> {
     let mut found = vec![];
     for at in 0..tokens.len() {
@@ -403,7 +403,7 @@ fn path_tree(tokens: &[Token], mut at: usize, before: &[String], found: &mut Vec
     }
 }
 
-/// The module that a path names something of.
+/// The module of the item that a path names.
 fn resolve(
     path: &[String],
     module: &str,
@@ -430,7 +430,7 @@ fn resolve(
     }
     match at.is_empty() {
         false => Some(at.join("::")),
-        // Of the crate's root there are only macros.
+        // Items of the crate's root are macros.
         true => macros.get(rest.first()?).cloned(),
     }
 }
@@ -450,7 +450,7 @@ fn defined_macros(all: &BTreeMap<String, Vec<Token>>) -> BTreeMap<String, String
     found
 }
 
-/// Modules that are declared here and are files of their own, those of tests aside.
+/// Modules that are declared here and have their own files, except those of tests.
 fn children(tokens: &[Token]) -> Vec<String> {
     let mut found = vec![];
     for (at, window) in tokens.windows(3).enumerate() {
@@ -484,7 +484,7 @@ fn adds_to(tokens: &[Token], name: &str) -> bool {
     })
 }
 
-/// First names of paths, in lower case as packages have them.
+/// First names of paths, in lower case like names of packages.
 fn outside(tokens: &[Token]) -> BTreeSet<String> {
     let mut found = BTreeSet::new();
     for (at, token) in tokens.iter().enumerate() {
@@ -513,7 +513,7 @@ fn included(tokens: &[Token]) -> Vec<String> {
 
 /// The packages of a `Cargo.lock`.
 struct Lock {
-    /// By name as paths have it: name and version, and the names of what it depends on.
+    /// By the name that paths use: name and version, and the names of its dependencies.
     packages: BTreeMap<String, Vec<(String, Vec<String>)>>,
 }
 
@@ -525,7 +525,7 @@ impl Lock {
                 let line = block.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(" = \""));
                 line.map(|value| value.trim_end_matches('"').to_string()).unwrap_or_default()
             };
-            // The package itself is its own sources.
+            // The package itself is hashed by its sources.
             if field("source").is_empty() {
                 continue;
             }
@@ -538,7 +538,7 @@ impl Lock {
         Lock { packages }
     }
 
-    /// The packages of these names and everything that they depend on, of a package in two versions both.
+    /// The packages with these names and all their dependencies; all versions of a package that is locked more than once.
     fn closure(&self, names: &BTreeSet<&str>) -> BTreeSet<String> {
         let mut next: Vec<&str> = names.iter().copied().collect();
         let mut seen: BTreeSet<&str> = BTreeSet::new();

@@ -29,7 +29,7 @@ pub struct Round {
 }
 
 impl Round {
-    /// How much longer B took than A.
+    /// Time of B divided by the time of A.
     fn ratio(&self) -> f64 {
         (self.b[0] + self.b[1]) / (self.a[0] + self.a[1])
     }

@@ -7,10 +7,10 @@ use crate::ir::variant::{POLL_BATCH, REDUCE_BATCH, prefetch_v_rule, warps_per_he
 use std::fmt;
 use thiserror::Error;
 
-/// Most KV splits, for any length of context: each is a task of every layer, and takes memory before anything is known of it.
+/// Most KV splits, for any length of context: each is a task of every layer, and takes memory before a check could refuse it.
 pub const SPLITS_MAX: u32 = 1024;
 
-/// Every knob that lowering, scheduling and the kernels of ops may turn. Two candidates that differ give different artefacts or
+/// All knobs of lowering, scheduling and the kernels of ops. Two candidates that differ give different artefacts, or
 /// the difference is a bug of the knob.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Candidate {
@@ -20,7 +20,7 @@ pub struct Candidate {
     pub consumer_warps: u32,
     pub ring_slots: u32,
     pub slot_bytes: u32,
-    /// Copies in flight while at least `flight_free` slots are free, and otherwise.
+    /// Most copies in flight while at least `flight_free` slots are free, and otherwise.
     pub flight_high: u32,
     pub flight_low: u32,
     pub flight_free: u32,
@@ -34,9 +34,9 @@ pub struct Candidate {
     pub mechanism: Mechanism,
     /// The eighth of the SMs, in the order of their blocks, that streams less; 0: none.
     pub light_eighth: u32,
-    /// By how much less, percent.
+    /// How much less that eighth streams, percent.
     pub light_percent: u32,
-    /// Units of a matvec whose partial sums meet in one reduction.
+    /// Units of a matvec whose partial sums are reduced at once.
     pub sum_units: u32,
     /// Pairs of packets that a thread waits for at once.
     pub poll_pairs: u32,
@@ -87,7 +87,7 @@ impl Number for Mechanism {
 /// compile until it is here.
 macro_rules! knobs {
     ($($variant:ident $knob:ident)*) => {
-        /// A knob of a candidate; as a number it is the place in [`Values`].
+        /// A knob of a candidate; as a number it is its index in [`Values`].
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
         pub enum Knob {
             $($variant,)*
@@ -139,7 +139,7 @@ knobs! {
     SumsEverywhere sums_everywhere
 }
 
-/// Values of a candidate by knob, in the order of [`KNOB_NAMES`]; `mechanism` by its place in [`Mechanism::ALL`].
+/// Values of a candidate by knob, in the order of [`KNOB_NAMES`]; `mechanism` by its index in [`Mechanism::ALL`].
 pub type Values = [u32; KNOB_NAMES.len()];
 
 /// A candidate that this target or model cannot take: ordinary search feedback, never a fault.
@@ -176,7 +176,7 @@ impl Candidate {
         }
     }
 
-    /// The knob that says how many units a warp holds of the matvec that `op` is, and its value; 0: as many as the rule says.
+    /// The knob for the units that a warp holds of the matvec `op`, and its value; 0: as many as the rule says.
     pub fn units_per_warp(&self, op: LayerOp) -> Option<(&'static str, u32)> {
         match op {
             LayerOp::Qkv => Some(("hold_qkv", self.hold_qkv)),
@@ -188,8 +188,8 @@ impl Candidate {
         }
     }
 
-    /// The candidate over which a text is read. Each knob that is younger than the first trials has the value that kernels used
-    /// before there was the knob, for heads of `head_dim`. The knobs of the first trials are in every text.
+    /// The base for reading the candidate of an old trial. Knobs that are newer than the first trials have the values that kernels
+    /// used before the knob existed, for heads of `head_dim`. The knobs of the first trials are in every text.
     pub fn of_first(head_dim: u32) -> Candidate {
         Candidate {
             light_eighth: 0,
@@ -210,7 +210,7 @@ impl Candidate {
     }
 }
 
-/// One line, `knob=value` in the order of [`KNOB_NAMES`]: what trials store and what `show candidate` prints.
+/// One line, `knob=value` in the order of [`KNOB_NAMES`], as trials store it and `show candidate` prints it.
 impl fmt::Display for Candidate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (at, (name, value)) in KNOB_NAMES.iter().zip(self.values()).enumerate() {

@@ -1,8 +1,8 @@
 //! Owns `Digest`, the key walk, and its two sinks: the hash that names an artefact and the text that explains it.
 //!
-//! A key part describes itself once, to a [`KeySink`]; the same calls feed blake3 and a readable text (the `.why`
+//! A key part writes itself once, to a [`KeySink`]. The same calls feed blake3 and a readable text (the `.why`
 //! stored beside an artefact). Both encodings are injective, so two walks have one digest exactly when they have one
-//! text: a stage that runs again can always name the line that changed.
+//! text. So a stage that runs again can always name the line that changed.
 //!
 //! Key structs are destructured in their walk, so that a new field does not compile until it is keyed:
 //!
@@ -32,12 +32,12 @@
 use std::fmt::{self, Display, Write as _};
 use std::str::FromStr;
 
-/// Text up to this many bytes stands in the `.why` itself; longer text is shown by its length and digest, because a
+/// Text up to this many bytes is shown in the `.why`; longer text is shown by its length and digest, because a
 /// whole kernel source in a key text hides the line that changed.
 const TEXT_BYTES_SHOWN_MAX: usize = 160;
 /// Bytes up to this many are shown in hex: one digest, or one 32-byte setting.
 const BYTES_SHOWN_MAX: usize = 32;
-/// Separates keys from every other use of blake3; a change of the encoding below must change it.
+/// Separates keys from other uses of blake3. It must change if the encoding below changes.
 const KEY_CONTEXT: &str = "monobloc stage key v1";
 
 /// A 256-bit blake3 digest: the key of a stage, or the content of an artefact. Prints as 64 lower-case hex digits.
@@ -58,7 +58,7 @@ impl Digest {
         &self.0
     }
 
-    /// The first 12 digits, for people: 48 bits tell apart everything one cache will hold.
+    /// The first 12 digits, for people: 48 bits distinguish all entries of one cache.
     pub fn short(&self) -> String {
         let mut hex = self.to_string();
         hex.truncate(12);
@@ -81,7 +81,7 @@ impl Digest {
     }
 }
 
-/// Lower case only: one digest has one spelling, so file names and CSV cells compare as text.
+/// Lower case only, so that each digest has one spelling, and file names and CSV cells can be compared as text.
 fn hex_digit(digit: u8) -> Option<u8> {
     match digit {
         b'0'..=b'9' => Some(digit - b'0'),
@@ -116,7 +116,7 @@ impl FromStr for Digest {
     }
 }
 
-/// Text that should have been a digest.
+/// A text that is no digest.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("expected 64 lower-case hex digits, found `{found}`")]
 pub struct DigestParseError {
@@ -124,9 +124,9 @@ pub struct DigestParseError {
     pub found: String,
 }
 
-/// Something that takes part in a key.
+/// A part of a key.
 pub trait KeyPart {
-    /// Describes every input that can change the result of the stage, in a fixed order.
+    /// Writes every input that can change the result of the stage, in a fixed order.
     fn write(&self, key: &mut dyn KeySink);
 }
 
@@ -160,7 +160,7 @@ impl dyn KeySink + '_ {
         self.leaf(name, Leaf::Text(value));
     }
 
-    /// Anything that prints. Its text must tell different values apart (numbers, ids, digests and enums do).
+    /// Any value that prints. Different values must have different texts (numbers, ids, digests and enums have).
     pub fn value(&mut self, name: &str, value: impl Display) {
         self.leaf(name, Leaf::Text(&value.to_string()));
     }
@@ -192,7 +192,7 @@ pub fn key(part: &dyn KeyPart) -> (Digest, String) {
     (Digest::from(sink.hash.hasher.finalize()), sink.why.text)
 }
 
-/// Feeds one walk to both sinks, so that digest and text cannot speak of different walks.
+/// Feeds one walk to both sinks, so that digest and text always belong to the same walk.
 struct BothSinks {
     hash: HashSink,
     why: WhySink,
@@ -343,10 +343,10 @@ pub fn diff_why(old: &str, new: &str) -> Vec<String> {
     changes
 }
 
-/// One line of a key text, with the groups it stands in.
+/// One line of a key text, with the groups that it is in.
 #[derive(Debug, PartialEq, Eq)]
 struct WhyLine<'a> {
-    /// As it stands, with its indentation: what makes two lines equal.
+    /// The whole line with its indentation, by which lines are compared.
     line: &'a str,
     path: String,
     /// None for a list item.
@@ -555,7 +555,7 @@ mod tests {
         assert_eq!(key(&Typed).1, expected);
     }
 
-    /// Few characters, all of them with a meaning in one of the encodings, so that near misses are frequent.
+    /// Text of few characters, each with a meaning in one of the encodings, so that near misses are frequent.
     fn tricky_text() -> impl Strategy<Value = String> {
         prop_oneof![
             "[a0x:=\"\\\\ \n-]{0,4}",
@@ -588,7 +588,7 @@ mod tests {
             prop_assert_eq!(left_key == right_key, diff_why(&left_why, &right_why).is_empty());
         }
 
-        /// The likeliest near miss: one part of a walk changed, moved, dropped or doubled.
+        /// The most likely near miss: one part of a walk is changed, moved, dropped or doubled.
         #[test]
         fn one_change_shows(
             parts in parts(1..4), at in any::<prop::sample::Index>(), how in 0..4, value in tricky_text(),
@@ -610,7 +610,7 @@ mod tests {
             prop_assert_eq!(old_key == new_key, diff_why(&old_why, &new_why).is_empty());
         }
 
-        /// The diff must report a changed line, whatever the two texts are.
+        /// The diff must report a changed line in any two texts.
         #[test]
         fn a_diff_is_empty_only_for_equal_texts(old in "([a-c]\n){0,6}", new in "([a-c]\n){0,6}") {
             prop_assert_eq!(old == new, diff_why(&old, &new).is_empty());

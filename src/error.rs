@@ -1,4 +1,4 @@
-//! Owns the three tiers of failure and the exit code of each; every stage keeps an error enum of its own.
+//! Owns the three tiers of failure, with an exit code for each. Every stage has its own error enum.
 
 use std::fmt;
 
@@ -29,7 +29,7 @@ impl Tier {
 
 /// A failure as the user sees it: what happened and where, and what to do about it.
 ///
-/// Stage errors convert into this at the rim (`cli`); nothing below `cli` prints.
+/// Errors of stages are converted into this for `cli`; no module below `cli` prints.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fault {
     pub tier: Tier,

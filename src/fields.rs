@@ -1,9 +1,9 @@
-//! Owns reading a TOML document field by field: types, ranges and unknown keys, every fault with its place.
+//! Owns reading a TOML document field by field. Reports wrong types, ranges and unknown keys, every fault with its place.
 //!
-//! Manifests and target records are read through this and not through `serde::Deserialize`, because a person repairs
-//! them: all faults are reported at once, each names what was expected before what was found, and an unknown key
-//! names its nearest neighbour. A reader asks for the fields it knows; any other key is unknown, so a
-//! field cannot be accepted and then ignored.
+//! Manifests and target records are read through this module and not through `serde::Deserialize`, because people repair
+//! them. All faults are reported at once. Each names what was expected before what was found, and an unknown key gets the
+//! nearest known one as a suggestion. A reader asks for the fields that it knows; any other key is unknown, so no field is
+//! accepted and then ignored.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;
@@ -15,7 +15,7 @@ use crate::text::{Diagnostic, Span, nearest, one_of};
 
 /// Reads a whole document; `read` asks for its fields.
 ///
-/// `read` returns `None` when it lacks something it needs, which must have left a fault.
+/// `read` returns `None` if a field that it needs is missing or wrong, and has then recorded a fault.
 ///
 /// # Errors
 /// Every fault of the document: syntax alone if there is any, else types, ranges, missing and unknown keys.
@@ -46,7 +46,7 @@ pub struct Fields<'a> {
     span: Span,
     table: &'a DeTable<'a>,
     known: BTreeSet<&'static str>,
-    /// Every key was read, as a number.
+    /// Whether all keys were read as numbers.
     numbered: bool,
     faults: &'a mut Vec<Diagnostic>,
 }
@@ -56,7 +56,7 @@ impl<'a> Fields<'a> {
         Fields { path, span, table, known: BTreeSet::new(), numbered: false, faults }
     }
 
-    /// Reads a field that must be there: `fields.required("source", Fields::text)`.
+    /// Reads a required field: `fields.required("source", Fields::text)`.
     pub fn required<T>(
         &mut self,
         key: &'static str,
@@ -330,24 +330,24 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// What [`is_file_name`] accepts, for errors.
+/// The rule of [`is_file_name`], for errors.
 pub const FILE_NAME_IN_WORDS: &str = "1 to 100 letters, digits, `.`, `_` or `-`, the first not `.` or `-`";
 
-/// Whether a name can be part of a file name on any system, and typed in a shell without quotes.
+/// Whether a name can be part of a file name on any system, and needs no quotes in a shell.
 pub fn is_file_name(name: &str) -> bool {
     name.len() <= 100
         && name.starts_with(|first: char| first.is_ascii_alphanumeric() || first == '_')
         && name.chars().all(|char| char.is_ascii_alphanumeric() || "._-".contains(char))
 }
 
-/// TOML integers have 64 bits and a sign, but people write longer ones; those are out of any range.
+/// TOML integers are signed and have 64 bits. People may write longer ones, which are out of any range.
 fn integer_of(written: &toml::de::DeInteger<'_>) -> Option<i128> {
     i128::from_str_radix(written.as_str(), written.radix()).ok()
 }
 
 fn range_in_words(range: &RangeInclusive<u64>) -> String {
     match *range.end() {
-        // The largest TOML integer is never meant as a bound.
+        // The largest TOML integer stands for "no upper bound".
         end if end >= i64::MAX as u64 => format!("{} or more", range.start()),
         end => format!("{} to {end}", range.start()),
     }
@@ -365,7 +365,7 @@ fn in_words(value: &DeValue<'_>) -> String {
     }
 }
 
-/// A number as written, cut where it would no longer fit a line of an error.
+/// A number as it was written, cut to fit a line of an error.
 fn shortened(number: &str) -> String {
     const CHARS_MAX: usize = 40;
     match number.char_indices().nth(CHARS_MAX) {

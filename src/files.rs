@@ -1,5 +1,5 @@
-//! Owns how a file that a person names is found and read: the rule for relative paths, the bound on its size, and that it is
-//! a regular file.
+//! Owns finding and reading files that people name: the rule for relative paths, the limit on size, and the check for a regular
+//! file.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use crate::error::Fault;
 
-/// Why a named file gave no text.
+/// Why a named file cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
     #[error("no such file or folder: `{}` (tried {})", .raw, tried_list(.tried))]
@@ -42,7 +42,7 @@ impl From<FileError> for Fault {
     }
 }
 
-/// For those who read by way of `std`; what is no failure of the system stays inside and can be taken out again.
+/// For code that reads through `std`. An error that is no failure of the system is kept inside, and can be taken out again.
 impl From<FileError> for io::Error {
     fn from(error: FileError) -> io::Error {
         match error {
@@ -54,20 +54,20 @@ impl From<FileError> for io::Error {
 
 /// The rule of [`find`] in one sentence, for errors and help texts.
 pub const PATH_RULE: &str =
-    "a relative path is looked for in the folder of the file that names it first, then in the current directory";
+    "a relative path is looked up first in the folder of the file that names it, then in the current directory";
 
-/// Finds the file or folder that `raw` names: an absolute path is itself, a relative one is tried against `base_dir`, the
-/// folder of the file that names it, and then against the current directory.
+/// Finds the file or folder that `raw` names. An absolute path is taken as it is. A relative one is looked up in `base_dir`, the
+/// folder of the file that names it, and then in the current directory.
 ///
-/// The folder of the file comes first, so that a manifest means the same wherever it is run. The current directory is for
-/// paths typed there.
+/// The folder of the file comes first, so that a manifest means the same in any current directory. The current directory is for
+/// paths that are typed on a command line.
 ///
 /// # Errors
 /// [`FileError::Missing`] with every place that was tried.
 pub fn find(raw: &str, base_dir: &Path) -> Result<PathBuf, FileError> {
     let mut tried = vec![PathBuf::from(raw)];
     let beside = base_dir.join(raw);
-    // Joining an absolute path yields that path, and "." names the current directory: one place, named once.
+    // Joining an absolute path gives that path, and "." is the current directory: such a place is tried once.
     if beside != tried[0] && base_dir != Path::new(".") {
         tried.insert(0, beside);
     }
@@ -85,8 +85,8 @@ pub fn folder_of(path: &Path) -> PathBuf {
     }
 }
 
-/// Opens a regular file to be read. Whatever else stands at the path is refused at once: a pipe without a writer would
-/// block its reader for ever, and a device may have no end.
+/// Opens a regular file for reading. Anything else at the path is refused at once: a pipe without a writer would block its
+/// reader for ever, and a device may have no end.
 ///
 /// The file is opened first, without waiting, and its type is that of the open handle: no other file can take its place
 /// between the two.
@@ -94,11 +94,11 @@ pub fn open(path: &Path) -> Result<File, FileError> {
     open_with(path, OpenOptions::new().read(true))
 }
 
-/// [`open`] with options of the caller, who appends for example.
+/// As [`open`], with options of the caller, for example to append.
 pub fn open_with(path: &Path, options: &mut OpenOptions) -> Result<File, FileError> {
     let not_regular = |found| FileError::NotRegular { path: path.to_path_buf(), found };
     let failed = |cause: io::Error| match cause.raw_os_error() {
-        // What a socket says, and a pipe that is opened for writing and has no reader.
+        // The error of a socket, and of a pipe that is opened for writing and has no reader.
         Some(libc::ENXIO) => not_regular("a socket, a pipe or a device"),
         Some(libc::EISDIR) => not_regular("a folder"),
         _ => FileError::Read { path: path.to_path_buf(), cause },

@@ -5,8 +5,9 @@
 //! consecutive k of a row, and a scale for the whole row. A format without scales stores the values themselves.
 //!
 //! A granule is 8 rows of 64 bytes of codes, one 16-byte load for each lane of a warp; the scales and zero points of its groups follow
-//! them, row by row. Codes of 8 bits hold 64 of k, codes of 4 bits 128. Within a row lane `t` of four has, of each 32 of k, the
-//! eight from `8 t` on, in one or two words: what a lane has of bf16 weights, so that all formats meet the input at the same places.
+//! them, row by row. A granule covers 64 of k with codes of 8 bits, 128 with codes of 4 bits. In each 32 of k of a row, lane `t` of
+//! four has the eight from `8 t` on, in one or two words. A lane has the same columns of bf16 weights, so all formats use the same
+//! layout of the input.
 
 use crate::dtype::DType;
 use half::{bf16, f16};
@@ -19,9 +20,9 @@ pub const CODE_BYTES: u32 = 512;
 pub const CODE_ROW_BYTES: u32 = 64;
 /// Rows of a granule of codes.
 const ROWS: u32 = 8;
-/// Units begin at multiples of this: places in the pack count in it.
+/// Units begin at multiples of this, the unit of places in the pack; bytes.
 const UNIT_ALIGN: u32 = 256;
-/// Granules, and so what follows their codes, begin at multiples of this: a lane loads 16 bytes.
+/// Granules, and the scales after their codes, begin at multiples of this; bytes: a lane loads 16 bytes.
 const SCALES_ALIGN: u32 = 16;
 
 /// How a matrix stores its weights.
@@ -34,14 +35,14 @@ pub struct Format {
     pub row_scales: bool,
 }
 
-/// What stands for one weight.
+/// The code of one weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Code {
     F32,
     Bf16,
     /// Two's complement.
     Int8,
-    /// 0 to 15; the zero point is 8 where none is stored.
+    /// 0 to 15; the zero point is 8 if none is stored.
     Int4,
     /// OCP 8-bit float without infinities (`float8_e4m3fn`).
     E4m3,
@@ -108,7 +109,7 @@ impl Code {
         }
     }
 
-    /// What is subtracted from the value of a code where no zero point is stored.
+    /// The zero point if none is stored.
     pub fn implied_zero(self) -> f32 {
         if self == Code::Int4 { 8.0 } else { 0.0 }
     }
@@ -119,7 +120,8 @@ impl Code {
     }
 }
 
-/// Where a row of a table of codes has its parts: rows are looked up one by one, so each has all of its own. Bytes from its begin.
+/// Places of the parts of a row in a table of codes; bytes from the row's begin. Rows are looked up one by one, so each has its own
+/// scales.
 ///
 /// Codes lie in the order of the columns, two of 4 bits in a byte with the first in the low half. The scales of groups follow, then their
 /// zero points, then the scale of the row (fp32).
@@ -167,7 +169,7 @@ impl ScaleCode {
         }
     }
 
-    /// Writes a scale; exact for what [`ScaleCode::read`] gave, else rounded to nearest.
+    /// Writes a scale: exactly if [`ScaleCode::read`] gave it, else rounded to nearest.
     pub fn write(self, scale: f32, out: &mut [u8]) {
         match self {
             ScaleCode::F32 => out.copy_from_slice(&scale.to_le_bytes()),
@@ -178,7 +180,7 @@ impl ScaleCode {
         }
     }
 
-    /// The scale as it reads back.
+    /// The scale after it was written and read.
     pub fn round(self, scale: f32) -> f32 {
         let mut bytes = [0; 4];
         let bytes = &mut bytes[..self.bytes() as usize];
@@ -188,7 +190,7 @@ impl ScaleCode {
 }
 
 impl Format {
-    /// Values as they are.
+    /// Weights stored as their values.
     pub fn plain(dtype: DType) -> Format {
         let code = if dtype == DType::F32 { Code::F32 } else { Code::Bf16 };
         Format { code, groups: None, row_scales: false }
@@ -218,13 +220,13 @@ impl Format {
         self.groups.map_or(0, |groups| self.granule_k().div_ceil(groups.k.max(1)))
     }
 
-    /// Bytes of a granule of a matrix of `k` columns: its codes, the scales and zero points of its groups, and as many zeros as let
-    /// each unit begin at a multiple of 256 bytes.
+    /// Bytes of a granule of a matrix of `k` columns: its codes, the scales and zero points of its groups, and padding, so that each
+    /// unit begins at a multiple of 256 bytes.
     pub fn granule_bytes(self, k: u32) -> u32 {
         let Some(groups) = self.groups else { return CODE_BYTES };
         let bytes = ROWS * self.granule_groups() * (groups.scale.bytes() + u32::from(groups.zeros));
         let granules = k.div_ceil(self.granule_k()).max(1);
-        // Of 2, 4, 8 or 16 granules each needs a smaller part of what is missing.
+        // In a unit of 2, 4, 8 or 16 granules, all of them share the padding.
         let shared = 1 << granules.trailing_zeros().min((UNIT_ALIGN / SCALES_ALIGN).trailing_zeros());
         CODE_BYTES + bytes.next_multiple_of(UNIT_ALIGN / shared)
     }
@@ -276,7 +278,7 @@ impl Format {
         })
     }
 
-    /// Why no matrix can have this format; `None`: one can.
+    /// Why no matrix can have this format; `None` if one can.
     pub fn refuses(self) -> Option<String> {
         let Format { code, groups, row_scales } = self;
         let scaled = groups.is_some() || row_scales;
@@ -338,7 +340,7 @@ const fn int4(k: u32) -> Format {
     Format { code: Code::Int4, groups: Some(Groups { k, scale: ScaleCode::F16, zeros: false }), row_scales: false }
 }
 
-/// Formats that a manifest can name: values, and codes that weights are rounded to here.
+/// Formats that a manifest can name: values, and codes to which weights are rounded here.
 pub const NAMED: [(&str, Format); 8] = [
     ("fp32", Format { code: Code::F32, groups: None, row_scales: false }),
     ("bf16", Format { code: Code::Bf16, groups: None, row_scales: false }),
@@ -357,12 +359,12 @@ pub const NAMED: [(&str, Format); 8] = [
     ),
 ];
 
-/// The name in [`NAMED`], or what the format is.
+/// The name in [`NAMED`], or else a description of the format.
 pub fn name_of(format: Format) -> String {
     NAMED.iter().find(|(_, named)| *named == format).map_or(format.to_string(), |(name, _)| name.to_string())
 }
 
-/// Bits of a code of the format that has this name, as [`name_of`] gives it; `None`: no format has.
+/// Bits of a code of the format with this name, as [`name_of`] gives it; `None` for an unknown name.
 pub fn bits_of(name: &str) -> Option<u32> {
     let named = NAMED.iter().find(|(named, _)| *named == name).map(|(_, format)| format.code);
     let code = name.split(' ').next().unwrap_or_default();
@@ -420,7 +422,7 @@ pub fn e2m1(code: u8) -> f32 {
 /// The nearest e2m1 code, ties to the even one.
 pub fn to_e2m1(value: f32) -> u8 {
     let size = value.abs();
-    // Halfway between neighbours; at the odd ones a tie goes down.
+    // Midpoints between neighbours. A tie goes to the even code: down after an even one, up after an odd one.
     let steps = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0];
     let code =
         (0u8..).zip(steps).filter(|&(i, step)| if i % 2 == 0 { size > step } else { size >= step }).count() as u8;
@@ -539,7 +541,7 @@ mod tests {
                 assert!(end <= bytes as usize && bytes < 512 + end as u32 - 512 + 256, "{format} {k}");
             }
         }
-        // What was measured: 528 bytes for 128 of k with a group of 128.
+        // The size that was measured: 528 bytes for 128 of k with a group of 128.
         assert_eq!(Format::by_group(Code::Int4, 128, ScaleCode::F16, false).granule_bytes(2048), 528);
         assert_eq!(Format::by_row(Code::Int8).granule_bytes(100), 512);
     }

@@ -15,7 +15,7 @@ pub const FP32_ERROR_ABS_MAX: f64 = 3e-4;
 /// Most error in bf16, as a multiple of the other implementation's own bf16 error: roundings differ.
 const BF16_ERRORS_MAX: f64 = 1.5;
 
-/// Most relative error in bf16 if the other implementation's own error is not given, and with a cache in fp8, which it has not.
+/// Most relative error in bf16 if the other implementation's own error is not given, and with a cache in fp8, which that one does not have.
 const BF16_ERROR_REL_L2_MAX: f64 = 0.04;
 
 /// Outputs of a checkpoint, from a safetensors file.
@@ -23,10 +23,10 @@ const BF16_ERROR_REL_L2_MAX: f64 = 0.04;
 /// | tensor | shape | type |
 /// | --- | --- | --- |
 /// | `input_ids` | \[positions\] | i64, i32 or u32 |
-/// | `logits` | \[positions, vocab\], after each of the ids | fp32 |
+/// | `logits` | \[positions, vocab\], row i after id i | fp32 |
 /// | `logits_bf16` | the same, computed in bf16; may be absent | fp32, bf16 or fp16 |
-/// | `greedy_ids` | \[steps\], the most probable tokens from there on; may be absent | as `input_ids` |
-/// | `greedy_margin` | \[steps\], by how much each beat the second; may be absent | fp32 |
+/// | `greedy_ids` | \[steps\], the greedy continuation of the ids; may be absent | as `input_ids` |
+/// | `greedy_margin` | \[steps\], difference of its logit to the second largest; may be absent | fp32 |
 ///
 /// Other tensors are not read.
 #[derive(Debug, Clone, PartialEq)]
@@ -37,11 +37,11 @@ pub struct Goldens {
     pub vocab: u32,
     /// `[positions][vocab]`.
     logits: Vec<f32>,
-    /// Relative error of the other implementation's bf16.
+    /// Relative error of the other implementation in bf16.
     bf16_error_rel_l2: Option<f64>,
     /// The greedy continuation of `input_ids`.
     pub greedy_ids: Vec<u32>,
-    /// One a step, or empty.
+    /// One for each step, or empty.
     greedy_margin: Vec<f32>,
 }
 
@@ -99,9 +99,9 @@ impl Goldens {
         })
     }
 
-    /// Positions that a context needs so that everything here can be computed.
+    /// Positions of a context that these goldens need.
     pub fn positions_needed(&self) -> usize {
-        // The last token decided takes no position of its own.
+        // The last token that is decided needs no position.
         self.input_ids.len() + self.greedy_ids.len().saturating_sub(1)
     }
 
@@ -128,13 +128,13 @@ impl Goldens {
             Allowed::Abs(_) => largest.abs(),
             Allowed::RelL2(_) => error_rel_l2,
         };
-        // Two logits that are closer than twice the error may change places; from there on texts differ.
+        // Two logits that are closer than twice the error may change their order; the texts differ from there on.
         let doubt = 2.0 * if exact { FP32_ERROR_ABS_MAX } else { largest.abs() };
         let close = self.greedy_margin.iter().position(|&margin| f64::from(margin) <= doubt);
         let sure = match (close, self.greedy_margin.is_empty()) {
             (Some(step), _) => Some(step),
             (None, false) => Some(self.greedy_ids.len()),
-            // Without margins every decision of fp32 counts, and of bf16 none.
+            // Without margins, every decision counts in fp32, and none in bf16.
             (None, true) => exact.then_some(self.greedy_ids.len()),
         };
         let agree = self.greedy_ids.iter().zip(greedy).take_while(|(expected, found)| expected == found).count();
@@ -146,7 +146,7 @@ impl Goldens {
             steps: self.greedy_ids.len(),
             steps_sure: sure,
             steps_equal: agree,
-            // Not `>`: NaN is no agreement.
+            // Written with `<=`, so that NaN is no agreement.
             agrees: error <= allowed.limit() && logits.len() == self.logits.len() && agree >= sure.unwrap_or(0),
         }
     }
@@ -167,12 +167,12 @@ impl Difference {
     }
 }
 
-/// What may differ.
+/// The difference that is allowed.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Allowed {
-    /// fp32: every logit by so much.
+    /// fp32: for every logit.
     Abs(f64),
-    /// bf16: the norm of all differences, by the norm of all logits.
+    /// bf16: norm of all differences divided by the norm of all logits.
     RelL2(f64),
 }
 
@@ -184,21 +184,21 @@ impl Allowed {
     }
 }
 
-/// How near we came. Prints as one line.
+/// Result of a comparison. Prints as one line.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Comparison {
     /// Rows of logits that were compared.
     pub positions: usize,
     /// The logit that differs most.
     pub largest: Difference,
-    /// Norm of all differences by norm of all expected logits.
+    /// Norm of all differences divided by the norm of all expected logits.
     pub error_rel_l2: f64,
     pub allowed: Allowed,
     /// Tokens that should have been decided.
     pub steps: usize,
-    /// Those of them, from the first on, that cannot change within the error; `None` without margins.
+    /// Number of tokens, from the first on, that cannot change within the error; `None` without margins.
     pub steps_sure: Option<usize>,
-    /// How many were decided alike, from the first on.
+    /// Number of equal tokens, from the first on.
     pub steps_equal: usize,
     pub agrees: bool,
 }
@@ -281,7 +281,7 @@ fn ids(file: &SafeTensors<'_>, name: &'static str, count: usize, vocab: u32) -> 
     values.iter().map(checked).collect()
 }
 
-/// Norm of the difference by norm of what was expected.
+/// Norm of the difference divided by the norm of the expected values.
 fn rel_l2(expected: &[f32], found: &[f32]) -> f64 {
     let pairs = || expected.iter().zip(found).map(|(&e, &f)| (f64::from(e), f64::from(f)));
     let difference: f64 = pairs().map(|(e, f)| (e - f) * (e - f)).sum();
@@ -348,11 +348,11 @@ mod tests {
         let found = |last: f32, greedy: &[u32]| goldens().compare(&[1.0, 2.0, 3.0, 4.0, 5.0, last], greedy, BF16);
         assert!(found(6.149, &[2, 1]).agrees);
         assert!(!found(6.151, &[2, 1]).agrees);
-        // bf16 elsewhere says nothing about a cache in fp8.
+        // The other implementation's error in bf16 does not count for a cache in fp8.
         let fp8 = Precision { cache: DType::E4m3, ..BF16 };
         let found_in_fp8 = |last: f32| goldens().compare(&[1.0, 2.0, 3.0, 4.0, 5.0, last], &[2, 1], fp8);
         assert!(found_in_fp8(6.3).agrees && !found_in_fp8(6.4).agrees);
-        // An error of 0.06 leaves the second decision, by 0.1, in doubt and the first not.
+        // With an error of 0.06, the second decision (margin 0.1) is in doubt; the first is not.
         let near = found(6.06, &[2, 0]);
         assert!(near.agrees && near.to_string().ends_with("; 1 of 2 greedy tokens, 1 beyond doubt"), "{near}");
         assert!(!found(6.06, &[1, 1]).agrees);

@@ -1,11 +1,11 @@
-//! Owns grammars: which tokens may come next, so that a text becomes what its client asked for. The crate llguidance does the work.
+//! Owns grammars: which tokens may come next, so that a text has the form that its client asked for. The crate llguidance does the work.
 //!
-//! A [`Vocabulary`] knows the bytes of every token. It compiles a [`Source`] into a [`Grammar`], and each text has a [`Guide`] of
-//! its own: a set of tokens before each choice, and the chosen token after it. What a guide says depends on its own tokens alone,
-//! so it is the same whatever else runs.
+//! A [`Vocabulary`] knows the bytes of every token. It compiles a [`Source`] into a [`Grammar`], and each text has its own
+//! [`Guide`]. A guide gives a set of tokens before each choice, and takes the chosen token after it. Its sets depend on the tokens of
+//! its own text alone, not on other texts.
 //!
-//! Sources come from strangers. Their size is bounded here, and the work for one token is bounded in units that do not depend on
-//! the machine. The work to compile one is not bounded here: `pipeline::tokens` compiles it first in a process that is.
+//! Sources are not trusted. Their size is bounded here, and the work for one token is bounded in units that do not depend on the
+//! machine. The work to compile a source is not bounded here: `pipeline::tokens` compiles it first in a process with limits.
 
 use std::fmt;
 use std::panic::AssertUnwindSafe;
@@ -22,9 +22,9 @@ use thiserror::Error;
 use crate::error::Fault;
 use crate::sample::TokenSet;
 
-/// Bytes of a source: the largest schemas that people write by hand are half as long.
+/// Most bytes of a source: the largest schemas that people write by hand are half as long.
 pub const SOURCE_BYTES_MAX: usize = 64 << 10;
-/// White space between two tokens of JSON: a blank, or a line break with an indent. Without an end, a weak model prints it for ever.
+/// White space between two tokens of JSON: a blank, or a line break with an indent. Bounded, because a weak model might print it for ever.
 const WHITE_SPACE: &str = r"\x20|\x0A[\x20\x09]{0,32}";
 /// Bounds of one grammar and of one set of tokens. llguidance states the speeds: a core takes 14,000 units of `step_lexer_fuel` or
 /// 20,000 of `step_max_items` in a millisecond, so a set takes 10 ms at most; a lexer state takes 2 KiB.
@@ -33,7 +33,7 @@ const STEP_ITEMS_MAX: usize = 50_000;
 const LEXER_STATES_MAX: usize = 20_000;
 const GRAMMAR_SIZE_MAX: usize = 100_000;
 
-/// What a text has to be.
+/// The form that a text has to have.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Source {
@@ -43,21 +43,21 @@ pub enum Source {
     Lark(String),
 }
 
-/// A text that no token can follow as it was asked for.
+/// A source that cannot be compiled, or a text that cannot be continued.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum GrammarError {
     #[error("expected at most {SOURCE_BYTES_MAX} bytes, found {found}")]
     Size { found: usize },
-    #[error("expected an object as schema")]
+    #[error("expected an object as the schema")]
     NoObject,
-    /// llguidance reads settings of its own there.
+    /// llguidance reads its own settings in this keyword.
     #[error("`x-guidance` is no keyword of JSON schemas")]
     Setting,
     #[error("{reason}")]
     Source { reason: String },
-    #[error("the model names no token that ends its text")]
+    #[error("the model has no token that ends its text")]
     NoEnd,
-    #[error("the tokens of the model make no vocabulary: {reason}")]
+    #[error("the tokens of the model cannot be used as a vocabulary: {reason}")]
     Vocabulary { reason: String },
     #[error("the tokens that may come next cannot be found: {reason}")]
     Step { reason: String },
@@ -69,10 +69,10 @@ impl From<GrammarError> for Fault {
     }
 }
 
-/// A JSON schema that was written by a client, with how its text is laid out.
+/// A client's JSON schema, with the rule for white space added.
 ///
 /// # Errors
-/// One that is no object, has a keyword of llguidance, or is too long.
+/// A schema that is no object, has a keyword of llguidance, or is too long.
 pub fn schema(schema: &Value) -> Result<Value, GrammarError> {
     let mut schema = schema.as_object().ok_or(GrammarError::NoObject)?.clone();
     if schema.contains_key("x-guidance") {
@@ -93,10 +93,10 @@ pub struct Vocabulary {
 }
 
 impl Vocabulary {
-    /// Takes the bytes of each id; an id without bytes is never in a grammar. One of `eos` ends a text.
+    /// Takes the bytes of each id. An id without bytes is never allowed by a grammar. The ids of `eos` end a text.
     ///
     /// # Errors
-    /// A model whose text does not end.
+    /// A model without an id that ends its text.
     pub fn new(tokens: &[Vec<u8>], eos: &[u32]) -> Result<Vocabulary, GrammarError> {
         let &[first, ..] = eos else { return Err(GrammarError::NoEnd) };
         let info = TokRxInfo::new(tokens.len() as u32, first);
@@ -122,7 +122,7 @@ impl Vocabulary {
     /// Compiles a source.
     ///
     /// # Errors
-    /// One that is too long, that no text fits, or that llguidance would only approximate.
+    /// A source that is too long, that no text fits, or that llguidance would only approximate.
     pub fn compile(&self, source: &Source) -> Result<Grammar, GrammarError> {
         let (Source::Json(text) | Source::Lark(text)) = source;
         // Frames of tool calls come on top of the schemas that `schema` has bounded.
@@ -141,7 +141,7 @@ impl Vocabulary {
         if let Some(error) = matcher.get_error() {
             return Err(failed(reason(&error)));
         }
-        // A warning is a schema whose texts are not all of its kind.
+        // llguidance warns if some texts that it allows would not fit the schema.
         match matcher.grammar_warnings().first() {
             Some(warning) => Err(failed(reason(warning))),
             None => Ok(Grammar(Arc::new(matcher))),
@@ -149,7 +149,7 @@ impl Vocabulary {
     }
 }
 
-/// The first line of what llguidance says: the rest is for its developers, unless the first line only announces it.
+/// The first line of an error of llguidance, and its last `error:` line if the first only announces it. The rest is for developers.
 fn reason(said: &str) -> String {
     const CHARACTERS_MAX: usize = 300;
     let first = said.lines().next().unwrap_or_default();
@@ -166,7 +166,7 @@ fn reason(said: &str) -> String {
 pub struct Grammar(Arc<Matcher>);
 
 impl Grammar {
-    /// Begins a text. It shares nothing with others, so that no bound is met sooner or later because of them.
+    /// Begins a text. Guides share no state, so that other texts do not change when a bound is reached.
     pub fn begin(&self) -> Guide {
         Guide { matcher: self.0.deep_clone(), allowed: None }
     }
@@ -178,7 +178,7 @@ impl fmt::Debug for Grammar {
     }
 }
 
-/// What may come next in one text.
+/// The state of one text in its grammar.
 pub struct Guide {
     matcher: Matcher,
     /// The set before the next token, once it was asked for.
@@ -186,7 +186,7 @@ pub struct Guide {
 }
 
 impl Guide {
-    /// The ids that may come next: one at least.
+    /// The ids that may come next; at least one.
     ///
     /// # Errors
     /// More work than a token may take.
@@ -198,7 +198,7 @@ impl Guide {
         self.allowed.as_ref().ok_or_else(|| GrammarError::Step { reason: "there is no set".to_string() })
     }
 
-    /// Takes the token that was chosen. True: the text is complete, and nothing may follow.
+    /// Takes the chosen token. Returns whether the text is complete, so that no token may follow.
     ///
     /// # Errors
     /// A token that may not come next; more work than a token may take.
@@ -248,7 +248,7 @@ mod tests {
         vocabulary().compile(&Source::Json(schema(&serde_json::from_str(text).unwrap())?.to_string()))
     }
 
-    /// A text of tokens that are drawn from those allowed, and whether it came to its end.
+    /// A text of tokens drawn from those allowed, and whether it ended.
     fn draw(guide: &mut Guide, random: &mut Random, tokens_max: usize) -> (Vec<u8>, bool) {
         let mut text = vec![];
         for _ in 0..tokens_max {
@@ -327,7 +327,7 @@ mod tests {
             (r#"{"type": "integer", "minimum": 5, "maximum": 2}"#, ""),
             (r##"{"$ref": "#/nowhere"}"##, ""),
             (r#"{"x-guidance": {}}"#, "`x-guidance` is no keyword of JSON schemas"),
-            ("[]", "expected an object as schema"),
+            ("[]", "expected an object as the schema"),
         ] {
             let error = json_of(text).map(|_| ()).expect_err(text).to_string();
             assert!(error.contains(expected) && !error.is_empty() && !error.contains('\n'), "{text}: {error}");
@@ -338,7 +338,7 @@ mod tests {
 
     #[test]
     fn a_schema_that_takes_too_much_is_refused_or_ends_its_text() {
-        // An automaton of 2^n states, a deep nest, and a product of alternatives.
+        // An automaton of 2^n states, deep nesting, and a product of alternatives.
         let pattern = json!({ "type": "string", "pattern": "^(a|b)*a(a|b){60}$" });
         let nest = (0..50).fold(json!({ "type": "null" }), |inner, _| json!({ "type": "array", "items": inner }));
         let sides =

@@ -1,6 +1,6 @@
 #![doc = include_str!("ARCHITECTURE.md")]
 
-// Pipeline order; a module uses only modules above it (tests/it/tidy.rs holds the exact matrix).
+// In the order of the pipeline: a module uses only modules above it. tests/it/tidy.rs has the exact matrix.
 pub mod dtype;
 pub mod error;
 pub mod format;

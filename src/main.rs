@@ -1,4 +1,4 @@
-//! The `monobloc` binary; [`monobloc::cli`] is what it does.
+//! The `monobloc` binary, which runs [`monobloc::cli`].
 
 use std::process::ExitCode;
 

@@ -52,25 +52,25 @@ use crate::format::{Code, Format, FormatPlan, NAMED};
 use crate::target::{Measured, Target, TargetError, TargetKind, TargetRecord};
 use crate::text::{Diagnostic, Rejection, Style, nearest, one_of};
 
-/// A manifest is a screenful; a larger file is something else.
+/// Largest manifest that is read; a manifest is a screenful.
 const MANIFEST_BYTES_MAX: u64 = 1 << 20;
 
-/// Largest context that queues, cache rows and proofs are sized for.
+/// Largest context; queues, cache rows and proofs are sized for it.
 pub const CONTEXT_MAX: u32 = 1 << 20;
 
-/// Each position is a prompt to run through the reference or a series of timed launches: minutes, not microseconds.
+/// Most positions: each is a prompt for the reference or a series of timed launches, which may take minutes.
 const POSITIONS_COUNT_MAX: usize = 64;
 
 const TARGETS_COUNT_MAX: usize = 64;
 const TRIALS_MAX: u32 = 1_000_000;
 
-/// A week. A search that is to run longer than that can be started again.
+/// Longest search: a week. To search longer, start it again.
 const MINUTES_MAX: f64 = 7.0 * 24.0 * 60.0;
 
 const STEPS_PER_LAUNCH_DEFAULT: u32 = 32;
-/// Rows of a step: every row has its own attention tasks.
+/// Most rows of a step: every row has its own attention tasks.
 pub const ROWS_MAX: u32 = 256;
-/// More pages than any memory holds.
+/// Most pages of the cache: more than any memory holds.
 const CACHE_PAGES_MAX: u32 = 1 << 24;
 const REVISION_DEFAULT: &str = "main";
 const SEARCH_DEFAULT: Search = Search { trials: 0, minutes: 10.0, seed: 0, margin: 0.01 };
@@ -81,7 +81,7 @@ const SCHEMES: [&str; 4] = ["hf:", "path:", "synthetic:", "builtin:"];
 const PRECISIONS: [(&str, DType); 2] = [("fp32", DType::F32), ("bf16", DType::Bf16)];
 const CACHES: [(&str, DType); 3] = [("fp32", DType::F32), ("bf16", DType::Bf16), ("fp8", DType::E4m3)];
 
-/// TOML integers have a sign.
+/// Largest random seed: TOML integers have a sign.
 const SEED_MAX: u64 = i64::MAX as u64;
 
 /// A manifest as it was typed: fields that were left out are absent.
@@ -116,7 +116,7 @@ pub struct PrecisionFile {
     pub weights: Format,
     pub head: Option<Format>,
     pub embed: Option<Format>,
-    /// By number.
+    /// Formats of single layers, by number.
     pub layers: BTreeMap<u32, Format>,
     pub cache: Option<DType>,
     pub activations: Option<DType>,
@@ -162,19 +162,19 @@ pub struct Manifest {
     pub search: Search,
     /// One or more, of different names, in the order of the manifest.
     pub targets: Vec<Target>,
-    /// By name of a target: knobs of its first candidate that differ from the default, `knob=value;...`. Only what knows
+    /// By name of a target: knobs of its first candidate that differ from the default, `knob=value;...`. Only code that knows
     /// knobs can read it.
     pub candidates: BTreeMap<String, String>,
-    /// By name of a target: what its record says was measured on a device of its kind.
+    /// By name of a target: the measured figures of its record.
     pub measured: BTreeMap<String, Measured>,
-    /// Folder of the manifest, the first place where its relative paths are looked for.
+    /// Folder of the manifest, where its relative paths are looked up first.
     pub base_dir: PathBuf,
 }
 
 /// Limits of decoding, and the positions that are checked and timed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Decode {
-    /// Positions that the cache has room for, 1 to [`CONTEXT_MAX`].
+    /// Positions of the longest sequence, 1 to [`CONTEXT_MAX`].
     pub context_max: u32,
     /// Tokens that one launch decodes, 1 to `context_max`.
     pub steps_per_launch: u32,
@@ -186,16 +186,16 @@ pub struct Decode {
     pub sequences_max: Option<u32>,
     /// Tokens of a prompt in one step, 1 to [`ROWS_MAX`].
     pub chunk_max: Option<u32>,
-    /// Pages of the cache, of all sequences together.
+    /// Pages of the cache for all sequences together.
     pub cache_pages: Option<u32>,
-    /// A row's bits may not depend on the other rows of its step, or on where its prompt was cut.
+    /// Whether the bits of a row must not depend on other rows of its step, or on the chunks in which its prompt was read.
     pub batch_invariant: bool,
 }
 
-/// How far to look for a better candidate.
+/// Budget of a search for a better candidate.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Search {
-    /// Candidates to measure beyond the default one; 0 builds the default candidate alone.
+    /// Candidates to measure beyond the default one; with 0 there is no search.
     pub trials: u32,
     /// Time after which no further trial starts; above 0.
     pub minutes: f64,
@@ -346,13 +346,13 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// What its model is called: the last part of its source, without the ending of a config.
+    /// Name of its model: the last part of its source, without the ending of a config.
     pub fn model_name(&self) -> String {
         let last = self.source.rsplit([':', '/']).find(|part| !part.is_empty()).unwrap_or(&self.source);
         last.strip_suffix(".json").unwrap_or(last).to_string()
     }
 
-    /// What was measured on a device of a target's kind; nothing, if no record says.
+    /// Figures measured on a device of the target's kind; all empty if its record has none.
     pub fn measured(&self, target: &Target) -> Measured {
         self.measured.get(&target.name).cloned().unwrap_or_default()
     }
@@ -417,7 +417,7 @@ impl Manifest {
     }
 }
 
-/// Fills in defaults and compares fields with each other; what it finds goes to `faults`, and the manifest that comes
+/// Fills in defaults and compares fields with each other. Adds what is wrong to `faults`; the manifest that comes
 /// back is good only if there are none.
 fn resolve(file: &ManifestFile, path: &Path, faults: &mut Vec<Diagnostic>) -> Result<Manifest, ManifestError> {
     let ManifestFile { name, model, precision, decode, search, targets } = file;
@@ -554,7 +554,7 @@ fn resolve_decode(decode: &DecodeFile, faults: &mut Vec<Diagnostic>) -> Decode {
     }
 }
 
-/// Kernels decide by themselves how many rows a step has.
+/// Refuses sizes of steps on GPUs, where the kernels fix the number of rows.
 fn check_rows(decode: &DecodeFile, targets: &[Target], faults: &mut Vec<Diagnostic>) {
     let Some(target) = targets.iter().find(|target| target.kind == TargetKind::Cuda) else { return };
     let DecodeFile { sequences_max, chunk_max, cache_pages, .. } = decode;
@@ -596,7 +596,7 @@ fn fitting_positions<const N: usize>(positions: [u32; N], last: u32) -> Vec<u32>
     BTreeSet::from(positions).into_iter().filter(|position| *position <= last).collect()
 }
 
-/// What `[[target]]` tables say.
+/// The contents of the `[[target]]` tables.
 #[derive(Default)]
 struct Targets {
     targets: Vec<Target>,
@@ -604,7 +604,7 @@ struct Targets {
     measured: BTreeMap<String, Measured>,
 }
 
-/// The targets with what their records and the manifest say of each.
+/// The targets, with the contents of their records and of the manifest's tables.
 fn resolve_targets(
     files: &[TargetFile],
     base_dir: &Path,

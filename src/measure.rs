@@ -1,7 +1,7 @@
 //! Owns `Measurement`: the time of whole launches of a schedule whose numbers were checked.
 //!
-//! Whole launches of many steps are timed, never single steps of a device: users wait for launches. A latency below the time that the
-//! bytes of a step need at the measured bandwidth cannot be true, and is withheld.
+//! Whole launches of many steps are timed, never single steps of a device, because users wait for launches. No step can take less time
+//! than its bytes need at the measured bandwidth, so a lower latency is withheld.
 
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
@@ -28,7 +28,7 @@ const CPU_BUDGET: Duration = Duration::from_secs(10);
 const DEVICE_BUDGET: Duration = Duration::from_secs(3);
 /// Warm-up launches, not counted: clocks rise, pages and caches fill.
 const WARM_UP: u32 = 3;
-/// More samples do not move the median of a quiet machine; fewer than three have no spread.
+/// Most and fewest samples. More do not change the median of a quiet machine; fewer than three have no spread.
 const CPU_SAMPLES_MAX: usize = 20;
 const DEVICE_SAMPLES_MAX: usize = 50;
 const SAMPLES_MIN: usize = 3;
@@ -68,7 +68,7 @@ pub struct Measurement {
     withheld: Vec<Withheld>,
 }
 
-/// The cached form. It is not `Measurement` itself, or any JSON could become one.
+/// The cached form. A separate type, so that not any JSON can become a `Measurement`.
 #[derive(Serialize, Deserialize)]
 struct Entry {
     timed: Vec<Timed>,
@@ -124,7 +124,7 @@ pub struct Subject<'a> {
     pub target: &'a Target,
     /// Read bandwidth of a device of the target's kind, if it was measured: no step is faster than its bytes arrive.
     pub read_bytes_per_s: Option<f64>,
-    /// Ascending; each leaves room for a launch.
+    /// Positions to time, ascending; each leaves room for a launch.
     pub positions: &'a [u32],
     /// Steps of one launch, from the manifest; the CPU takes fewer if a launch would last too long.
     pub steps_per_launch: u32,

@@ -1,4 +1,4 @@
-//! Owns the report page: campaigns as one HTML file that needs nothing else, no script, no font, no network.
+//! Owns the report page: campaigns as one HTML file without scripts, other files, or the network.
 
 use std::fmt::Write;
 
@@ -12,7 +12,7 @@ pub mod plot;
 use plot::{Axis, Plot, escaped};
 
 const STYLE: &str = include_str!("page/style.css");
-/// Wide enough for 60 trials, narrow enough for half of a page of 1280 pixels.
+/// Size of a plot, pixels: wide enough for 60 trials, narrow enough for half of a page of 1280 pixels.
 const PLOT_SIZE: [f64; 2] = [600.0, 300.0];
 
 /// Writes into a `String`, which does not fail.
@@ -46,7 +46,10 @@ pub fn page(title: &str, histories: &[History]) -> String {
 pub fn study_svg(study: &Study) -> Option<String> {
     let curves = [("cold", mean_curve(&study.cold)), ("warm", mean_curve(&study.warm))];
     let x = Axis::around("trials", curves.iter().flat_map(|(_, curve)| [0.0, curve.len() as f64 - 1.0]))?;
-    let y = Axis::around("latency by the default's, mean over seeds", curves.iter().flat_map(|(_, c)| c.clone()))?;
+    let y = Axis::around(
+        "latency / default's latency, mean over random seeds",
+        curves.iter().flat_map(|(_, c)| c.clone()),
+    )?;
     let mut plot = Plot::new(PLOT_SIZE, x, y);
     for (class, curve) in &curves {
         let points: Vec<(f64, f64)> = (0..).map(f64::from).zip(curve.iter().copied()).collect();
@@ -56,7 +59,7 @@ pub fn study_svg(study: &Study) -> Option<String> {
         }
     }
     let svg = plot.svg(&format!("search curves of cold and warm campaigns, {}", study.name));
-    // A file of its own has no page to take its style from.
+    // Outside of the page, the file needs its own style.
     Some(svg.replacen('\n', &format!("\n<style>\n{STYLE}</style>\n"), 1))
 }
 
@@ -104,8 +107,8 @@ fn campaign(out: &mut String, number: usize, history: &History, open: bool) {
     let plots = [
         ("Search curve", curve(history)),
         ("Latency against floor", floors(history)),
-        ("What each knob did", knobs(history)),
-        ("What the stages of a trial took", timeline(entries)),
+        ("Effect of each knob", knobs(history)),
+        ("Time of the stages of each trial", timeline(entries)),
         ("Cost model against measurement", predictions(history)),
     ];
     for (title, plot) in plots {
@@ -163,7 +166,7 @@ fn curve(history: &History) -> Option<String> {
         .filter_map(|entry| Some((f64::from(entry.number?), history.shown_log_ratio(entry)?.exp(), entry)))
         .collect();
     let x = Axis::around("trial", timed.iter().map(|(number, ..)| *number))?;
-    let y = Axis::around("latency by the default's", timed.iter().map(|(_, ratio, _)| *ratio).chain([1.0]))?;
+    let y = Axis::around("latency / default's latency", timed.iter().map(|(_, ratio, _)| *ratio).chain([1.0]))?;
     let (low, high) = (x.low, x.high);
     let mut plot = Plot::new(PLOT_SIZE, x, y);
     plot.line("even", "the default", &[(low, 1.0), (high, 1.0)]);
@@ -189,7 +192,7 @@ fn curve(history: &History) -> Option<String> {
         }
     }
     Some(
-        plot.svg("latency of each trial by the default's, and of the incumbent")
+        plot.svg("latency of each trial and of the incumbent, divided by the default's")
             + &legend(&[("kept", "kept"), ("reverted", "reverted"), ("failed", "failed")]),
     )
 }
@@ -243,7 +246,7 @@ fn knobs(history: &History) -> Option<String> {
     Some(out)
 }
 
-/// Compile, check and measure of every trial, stacked.
+/// Times of compile, check and measure of every trial, stacked.
 fn timeline(entries: &[Entry]) -> Option<String> {
     let parts = |entry: &Entry| [entry.cost.compile_ms, entry.cost.check_ms, entry.cost.measure_ms];
     let ran: Vec<(f64, [f64; 3])> = entries
@@ -303,7 +306,7 @@ fn table(out: &mut String, history: &History) {
         let class = if entry.is_kept() { " class=\"is-kept\"" } else { "" };
         let who = if entry.proposer == Proposer::Default { "default" } else { entry.proposer.name() };
         put!(out, "<tr{class}><td>{number}</td><td>{who}</td>");
-        // Lines break between knobs, and inside the name of one only where a column is narrower.
+        // Lines break between knobs; inside a knob's name only if the column is narrower than the name.
         let knobs = escaped(&changed(&entry.candidate, &history.default)).replace(';', ";<wbr>");
         put!(out, "<td class=\"knobs\">{knobs}</td>");
         let verdict = if entry.verdict == "ok" {

@@ -1,7 +1,7 @@
-//! Owns the pool of cache pages: which sequence holds which page. It decides; [`crate::rows::Guard`] judges.
+//! Owns the pool of cache pages: which sequence holds which page. [`crate::rows::Guard`] checks its decisions.
 //!
-//! A page is a block of consecutive positions of one sequence, at the same place in every cache. Sequences come and go
-//! between launches without moving a byte. What changed is told as edits of the page table.
+//! A page is a block of consecutive positions of one sequence, at the same place in every cache. Sequences are opened and closed
+//! between launches without moving a byte: the pool only makes edits of the page table.
 
 use crate::rows::{Edit, PageId, SequenceId, Shape};
 use thiserror::Error;
@@ -38,16 +38,16 @@ impl Held {
     }
 }
 
-/// Pages, who holds them, and which are free.
+/// The pages, their holders, and which are free.
 #[derive(Debug, Clone)]
 pub struct Pool {
     shape: Shape,
-    /// Taken from the end.
+    /// Free pages, taken from the end.
     free: Vec<PageId>,
-    /// For each page, the sequences that hold it.
+    /// For each page, the number of sequences that hold it.
     holders: Vec<u32>,
     sequences: Vec<Option<Held>>,
-    /// For each page, whether it is kept for sequences to come.
+    /// For each page, whether it is kept for later sequences.
     kept: Vec<bool>,
     /// Kept pages that no open sequence holds.
     idle: u32,
@@ -67,8 +67,8 @@ impl Pool {
         }
     }
 
-    /// A pool that can keep pages without an open sequence. Its last sequences are never opened: each page has one place in
-    /// their rows of the page table, and lies there while it is kept. So the guard knows what a kept page holds.
+    /// A pool that can keep pages without an open sequence. Its last sequences, the keepers, are never opened. Each page has one
+    /// entry in their rows of the page table while it is kept, so the guard knows its content.
     ///
     /// # Errors
     /// Fewer sequences than it takes to keep every page, and one to open.
@@ -92,12 +92,12 @@ impl Pool {
         self.sequences.len() as u32
     }
 
-    /// Kept pages that no open sequence holds: each can be let go of.
+    /// Kept pages that no open sequence holds, so that each can be freed.
     pub fn idle_pages(&self) -> u32 {
         self.idle
     }
 
-    /// Sequences that hold a page, and one more where it is kept.
+    /// Number of sequences that hold a page, plus one if it is kept.
     pub fn holders(&self, page: PageId) -> u32 {
         self.holders[page.index()]
     }
@@ -108,8 +108,8 @@ impl Pool {
         held.pages.get(block.checked_sub(held.dropped)? as usize).copied()
     }
 
-    /// Keeps a page that an open sequence holds and no longer writes, beyond the end of that sequence. False: it was kept
-    /// before, or this pool keeps nothing.
+    /// Keeps a page, which an open sequence holds and no longer writes, beyond the end of that sequence. Returns false if it is kept
+    /// already, or if this pool keeps nothing.
     pub fn keep(&mut self, page: PageId) -> bool {
         let Some(place) = self.keeper(page) else { return false };
         if std::mem::replace(&mut self.kept[page.index()], true) {
@@ -120,7 +120,7 @@ impl Pool {
         true
     }
 
-    /// Keeps a page no longer. It is free once no open sequence holds it.
+    /// Ends keeping a page. It is free once no open sequence holds it.
     pub fn let_go(&mut self, page: PageId) {
         let Some(place) = self.keeper(page).filter(|_| self.kept[page.index()]) else { return };
         self.kept[page.index()] = false;
@@ -131,7 +131,7 @@ impl Pool {
         self.edits.push(place);
     }
 
-    /// Where a kept page lies in the page table.
+    /// The entry of a kept page in the page table.
     fn keeper(&self, page: PageId) -> Option<Edit> {
         let sequence = self.open_max() + page.0 / self.shape.blocks();
         let block = page.0 % self.shape.blocks();
@@ -141,7 +141,7 @@ impl Pool {
     /// Gives a sequence a kept page as its next block.
     ///
     /// # Errors
-    /// The sequence is not open, the page is not kept, or the context ends before.
+    /// The sequence is not open, the page is not kept, or the context is full.
     pub fn share(&mut self, sequence: SequenceId, page: PageId) -> Result<(), PoolError> {
         let Shape { context_max, page_rows, .. } = self.shape;
         let held = held(&mut self.sequences, sequence)?;
@@ -176,7 +176,7 @@ impl Pool {
         self.free.len() as u32
     }
 
-    /// What changed since the last call, in order.
+    /// Edits since the last call, in order.
     pub fn take_edits(&mut self) -> Vec<Edit> {
         std::mem::take(&mut self.edits)
     }
@@ -184,7 +184,7 @@ impl Pool {
     /// Opens a sequence without pages.
     ///
     /// # Errors
-    /// No sequence is closed.
+    /// All sequences are open.
     pub fn open(&mut self) -> Result<SequenceId, PoolError> {
         let closed = self.sequences.iter().position(Option::is_none);
         let s = closed.ok_or(PoolError::Sequences { sequences: self.shape.sequences })?;
@@ -195,7 +195,7 @@ impl Pool {
     /// Gives a sequence pages for all positions below `positions`.
     ///
     /// # Errors
-    /// The pool has too few free pages, or the context ends before.
+    /// The pool has too few free pages, or the context is shorter.
     pub fn reserve(&mut self, sequence: SequenceId, positions: u32) -> Result<(), PoolError> {
         let Shape { context_max, page_rows, .. } = self.shape;
         if positions > context_max {
@@ -218,7 +218,7 @@ impl Pool {
     /// them. A fork inside a page is refused; its caller forks where the page begins and computes the rest again.
     ///
     /// # Errors
-    /// `positions` ends inside a page, some of its pages are gone, or no sequence is closed.
+    /// `positions` ends inside a page, some of its pages were dropped, or all sequences are open.
     pub fn fork(&mut self, sequence: SequenceId, positions: u32) -> Result<SequenceId, PoolError> {
         let page_rows = self.shape.page_rows;
         if !positions.is_multiple_of(page_rows) {
@@ -327,7 +327,7 @@ mod tests {
         let mut pool = Pool::new(Shape { window: Some(5), ..SHAPE });
         let a = pool.open().unwrap();
         pool.reserve(a, 20).unwrap();
-        // A row at position 11 sees 7 and on, one at position 12 sees 8 and on.
+        // A row at position 11 sees positions from 7 on, one at position 12 from 8 on.
         for (position, free) in [(3, 5), (11, 6), (12, 7), (12, 7)] {
             pool.drop_behind(a, position).unwrap();
             assert_eq!(pool.free_pages(), free, "position {position}");
@@ -339,7 +339,7 @@ mod tests {
 
     #[test]
     fn a_kept_page_outlives_its_sequence() {
-        // 8 blocks a sequence: ten pages are kept by two sequences.
+        // A sequence has 8 blocks, so ten pages need two keepers.
         let shape = Shape { sequences: 4, ..SHAPE };
         assert_eq!(Pool::keeping(SHAPE).map(|pool| pool.open_max()), Ok(1));
         assert_eq!(
@@ -363,7 +363,7 @@ mod tests {
         assert_eq!((pool.free_pages(), pool.idle_pages()), (10, 0));
     }
 
-    /// What the pool decides, over random joins, forks and leaves, the guard admits.
+    /// The guard admits all decisions of the pool, over random opens, forks and closes.
     #[test]
     fn the_guard_admits_what_the_pool_decides() {
         for window in [None, Some(7)] {

@@ -1,8 +1,8 @@
-//! Owns `Random`: pseudo-random numbers, a function of the random seed and the same on every machine. Not for secrets.
+//! Owns `Random`: pseudo-random numbers that depend on the random seed alone, so they are equal on every machine. Not for secrets.
 
 use crate::digest::Digest;
 
-/// Increment of the state: 2^64 by the golden ratio.
+/// Increment of the state: 2^64 divided by the golden ratio.
 pub const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
 
 /// The output function: every bit of the result depends on every bit of `state`.
@@ -33,7 +33,7 @@ impl Random {
         mix(self.0)
     }
 
-    /// A number below `count`; 0 where there is none.
+    /// A number below `count`; 0 if `count` is 0.
     pub fn below(&mut self, count: usize) -> usize {
         ((u128::from(self.word()) * count as u128) >> 64) as usize
     }

@@ -168,7 +168,7 @@ fn step_attention(
     linear(weights, &op.o, &mixed)
 }
 
-/// What a cache in fp8 keeps of `x`: the nearest multiple of `scale` by an e4m3 code, ties to the even code.
+/// The value of `x` after a cache in fp8: the nearest product of `scale` and an e4m3 code, ties to the even code.
 fn through_e4m3(x: f64, scale: f32) -> f64 {
     f64::from(e4m3(to_e4m3((x / f64::from(scale)) as f32))) * f64::from(scale)
 }
@@ -266,7 +266,7 @@ pub fn rope_apply(rope: &Rope, position: u32, head: &mut [f64]) {
     }
 }
 
-/// Extents of attention; query head `h` reads key and value head `h / (heads / kv_heads)`.
+/// Sizes of attention; query head `h` reads key and value head `h / (heads / kv_heads)`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AttentionShape {
     pub heads: usize,

@@ -12,7 +12,7 @@ use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
 use crate::text::printable_line;
 
-/// A stage that took less time prints no line about it.
+/// A stage that took less than this prints no line about its time.
 const TIME_WORTH_TELLING: Duration = Duration::from_secs(1);
 
 const SPINNER_TICK: Duration = Duration::from_millis(100);
@@ -20,7 +20,7 @@ const SPINNER_TICK: Duration = Duration::from_millis(100);
 /// Reports the progress of a build. Shared by reference between threads.
 pub struct Report {
     writer: Mutex<Box<dyn Write + Send>>,
-    /// On a terminal: what is drawn below the lines.
+    /// On a terminal: the progress bars below the lines.
     bars: Option<MultiProgress>,
     /// Whether cached stages print a line.
     tells_cached: bool,
@@ -40,7 +40,7 @@ impl Report {
         Report::new(writer, None)
     }
 
-    /// Says nothing, and still counts: for `--json` and for tests.
+    /// Prints nothing but counts stages: for `--json` and for tests.
     pub fn quiet() -> Report {
         Report::new(Box::new(io::sink()), None)
     }
@@ -50,15 +50,15 @@ impl Report {
         Report { writer: Mutex::new(writer), bars, tells_cached: true, ran, cached }
     }
 
-    /// Counts stages that had nothing to do without a line for each: for commands whose result is not the build.
+    /// Counts cached stages, but prints no line for them: for commands whose result is not the build.
     pub fn without_cached(mut self) -> Report {
         self.tells_cached = false;
         self
     }
 
-    /// Begins a stage that has work to do; `detail` tells this one from others of its name and may be empty.
+    /// Begins a stage that has work to do; `detail` distinguishes stages of one name and may be empty.
     ///
-    /// The stage counts as run when [`Stage::done`] is called; dropped before that, it has failed and is not counted.
+    /// The stage counts as run when [`Stage::done`] is called. If it is dropped before, it has failed and is not counted.
     pub fn stage(&self, name: &str, detail: &str) -> Stage<'_> {
         let title = if detail.is_empty() { plain(name) } else { format!("{}: {}", plain(name), plain(detail)) };
         let spinner = self.bars.as_ref().map(|bars| {
@@ -82,15 +82,15 @@ impl Report {
         }
     }
 
-    /// Begins counting to `total` inside the current stage; `what` names the things counted, as in `trials`.
+    /// Begins counting to `total` inside the current stage; `what` names the things counted, for example `trials`.
     ///
-    /// Plain lines tell of each quarter. A `total` of 0 means that the end is not known: only a terminal shows it.
+    /// Plain lines report each quarter. With a `total` of 0 the end is unknown, and only a terminal shows the count.
     pub fn progress(&self, what: &str, total: u64) -> Progress<'_> {
         self.count(what, total, true)
     }
 
-    /// As [`Report::progress`], for work that has lines of its own, or a few long steps: only a terminal shows the count, with
-    /// the time to go.
+    /// As [`Report::progress`], for work with its own lines or with a few long steps: only a terminal shows the count, with
+    /// the remaining time.
     pub fn bar(&self, what: &str, total: u64) -> Progress<'_> {
         self.count(what, total, false)
     }
@@ -110,7 +110,7 @@ impl Report {
         Progress { report: self, what: plain(what), total, has_lines, done: AtomicU64::new(0), bar }
     }
 
-    /// Prints a note that is neither a stage nor progress: that a check waits for a device, that an entry was corrupt.
+    /// Prints a note that is neither a stage nor progress, for example that a check waits for a device.
     pub fn note(&self, text: &str) {
         self.line(&format!("  note {}", plain(text)));
     }
@@ -145,14 +145,14 @@ impl Report {
         self.line(&format!("{}{}", self.summary(), plain(more)));
     }
 
-    /// A line above whatever is being drawn. A report that cannot be written is no reason to stop a build.
+    /// Prints a line above the bars. If it cannot be written, the build continues.
     fn line(&self, line: &str) {
         let write = || {
             let mut writer = self.writer.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
             let _ = writeln!(writer, "{line}").and_then(|()| writer.flush());
         };
         match &self.bars {
-            // Not `println` of the bars: it pads the line to the width of the terminal and does not end it.
+            // Not with `println` of the bars, which pads the line to the width of the terminal and does not end it.
             Some(bars) => bars.suspend(write),
             None => write(),
         }
@@ -160,7 +160,7 @@ impl Report {
 }
 
 /// A stage at work.
-#[must_use = "a stage that is not told to be done counts as failed"]
+#[must_use = "a stage counts as failed unless `done` is called"]
 pub struct Stage<'r> {
     report: &'r Report,
     title: String,
@@ -169,13 +169,13 @@ pub struct Stage<'r> {
 }
 
 impl Stage<'_> {
-    /// Ends the stage well.
+    /// Ends the stage with success.
     pub fn done(self) {
         let took = self.started.elapsed();
         self.done_in(took);
     }
 
-    /// As [`Stage::done`], for work that began later than it was announced, and took this long.
+    /// As [`Stage::done`], for work that began later than the stage, and took this long.
     pub fn done_in(self, took: Duration) {
         self.report.ran.fetch_add(1, Ordering::Relaxed);
         let time = format!("{:.1} s", took.as_secs_f64());
@@ -201,14 +201,14 @@ pub struct Progress<'r> {
     report: &'r Report,
     what: String,
     total: u64,
-    /// Whether plain lines tell of it.
+    /// Whether plain lines report it.
     has_lines: bool,
     done: AtomicU64,
     bar: Option<ProgressBar>,
 }
 
 impl Progress<'_> {
-    /// Begins with `done` things that an earlier run did: they say nothing about the time to go.
+    /// Begins with `done` things of an earlier run, which do not count for the remaining time.
     pub fn resume(self, done: u64) -> Self {
         if let Some(bar) = &self.bar {
             bar.set_position(done);
@@ -249,7 +249,7 @@ fn stages(count: usize) -> String {
     if count == 1 { "1 stage".to_string() } else { format!("{count} stages") }
 }
 
-/// Names come from files, and a terminal would obey what is in them.
+/// A name with control characters escaped, because names come from files.
 fn plain(text: &str) -> String {
     printable_line(text).into_owned()
 }

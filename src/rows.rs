@@ -20,13 +20,13 @@ define_id!(
     PageId, "page"
 );
 
-/// An entry that no page has.
+/// The entry of a block without a page.
 const NO_PAGE: u32 = u32::MAX;
 
-/// What the tables of a program are bounded by.
+/// The bounds of the tables of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
-    /// Rows of a step, at most.
+    /// Most rows of a step.
     pub rows: u32,
     pub sequences: u32,
     /// Positions run from 0 to `context_max - 1`.
@@ -35,16 +35,16 @@ pub struct Shape {
     pub page_rows: u32,
     /// Pages of the pool.
     pub pages: u32,
-    /// Positions that a row sees at most, its own among them; `None`: all.
+    /// Most positions that a row sees, its own included; `None`: all.
     pub window: Option<u32>,
 }
 
 impl Shape {
-    /// What bounds the tables of `program`; `None`: it has none.
+    /// The bounds of the tables of `program`; `None` if it has no tables.
     pub fn of(program: &Program) -> Option<Shape> {
         let (sequences, pages) = (program.table(Holds::Sequences)?.1, program.table(Holds::Pages)?.1);
         let page_rows = program.buffers.iter().find_map(|buffer| buffer.paging)?.rows;
-        // One layer that sees everything keeps every page.
+        // One layer without a window needs every page.
         let windows = program.grids.iter().filter_map(|grid| match &grid.op {
             Op::Attention(attention) => Some(attention.window),
             _ => None,
@@ -64,16 +64,16 @@ impl Shape {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Row {
     pub sequence: SequenceId,
-    /// In the first step of the launch.
+    /// Position in the first step of the launch.
     pub position: u32,
-    /// Whether the head runs for it. A launch of several steps decides a token after each row, so there every row does.
+    /// Whether the head runs for the row. In a launch of several steps it must, because each step needs the token that follows.
     pub wants_logits: bool,
 }
 
 /// Neighbouring rows of one sequence: a part of a prompt, or the one row of a sequence that decodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run {
-    /// The first of them in the step.
+    /// Index of the first row in the step.
     pub first: usize,
     pub rows: u32,
     pub sequence: SequenceId,
@@ -81,7 +81,7 @@ pub struct Run {
     pub position: u32,
 }
 
-/// The runs of a step's rows, in order. Rows that are no neighbours at consecutive positions are different runs.
+/// The runs of a step's rows, in order. Rows of one run are neighbours at consecutive positions.
 pub fn runs(rows: &[Row]) -> impl Iterator<Item = Run> {
     let mut first = 0;
     std::iter::from_fn(move || {
@@ -102,13 +102,13 @@ pub struct Edit {
     pub page: Option<PageId>,
 }
 
-/// The tables of a launch, as they were asked for: from one row to as many as the program has.
+/// The tables that a caller asks for: one row or more, at most as many as the program has.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Request {
     pub rows: Vec<Row>,
-    /// Steps of the launch: a row goes on to the next position in each.
+    /// Steps of the launch; a row moves to the next position in each.
     pub steps: u32,
-    /// What changed in the page table since the launch before, in order.
+    /// Changes of the page table since the previous launch, in order.
     pub edits: Vec<Edit>,
 }
 
@@ -145,7 +145,7 @@ pub enum Refused {
 }
 
 impl Refused {
-    /// The fact that is broken; `None`: an entry is out of its bound.
+    /// The fact that is broken; `None` if an entry is out of its bound.
     pub fn fact(&self) -> Option<Fact> {
         match self {
             Refused::Consecutive { .. } | Refused::Steps { .. } => Some(Fact::Consecutive),
@@ -157,31 +157,31 @@ impl Refused {
     }
 }
 
-/// What is known of a sequence.
+/// The guard's knowledge of a sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 struct Held {
-    /// Positions below are written ...
+    /// Positions below this are written ...
     filled: u32,
     /// ... except those in the first blocks, as many as this, whose pages left the window.
     dropped: u32,
 }
 
-/// Keeps what launches established about the page table, and judges what the next one asks for.
+/// Keeps the facts that launches established about the page table, and judges the next request.
 #[derive(Debug, Clone)]
 pub struct Guard {
     shape: Shape,
     /// The page of each block of each sequence, or [`NO_PAGE`].
     table: Vec<u32>,
     sequences: Vec<Held>,
-    /// For each page, the blocks that hold it.
+    /// For each page, the number of blocks that hold it.
     holders: Vec<u32>,
     /// For each page, how many of its rows are written, from the first on.
     written: Vec<u32>,
-    /// The launch that had a row of each sequence, and that wrote each page, last.
+    /// For each sequence, the last launch that had a row of it; for each page, the last one that wrote it.
     sequence_seen: Vec<u64>,
     page_seen: Vec<u64>,
     launch: u64,
-    /// What the edits of the present request replaced.
+    /// The entries that the edits of the current request replaced.
     journal: Vec<Replaced>,
 }
 
@@ -215,7 +215,7 @@ impl Guard {
         &self.shape
     }
 
-    /// Takes over the edits of `request` and judges its rows. What is refused changes nothing.
+    /// Applies the edits of `request` and judges its rows. A refused request changes nothing.
     ///
     /// # Errors
     /// The first entry out of its bound, or the first fact that is broken.
@@ -246,7 +246,7 @@ impl Guard {
             let holders = &mut self.holders[old as usize];
             *holders -= 1;
             if *holders == 0 {
-                // The next sequence that takes the page finds another sequence's rows in it.
+                // The page still holds rows of this sequence, which count for no other one.
                 replaced.written = std::mem::take(&mut self.written[old as usize]);
             }
         }
@@ -271,7 +271,7 @@ impl Guard {
         Ok(())
     }
 
-    /// Counts the pages from the end of what is known to be filled on.
+    /// Extends the filled part of a sequence over the written rows of the pages that follow it.
     fn extend(&mut self, s: usize) {
         let (blocks, page_rows) = (self.shape.blocks() as usize, self.shape.page_rows);
         let held = &mut self.sequences[s];
@@ -334,7 +334,7 @@ impl Guard {
                 return Err(Refused::Filled { row, sequence, position, from: dropped * page_rows, to: filled });
             }
         }
-        // Two sequences with one page share it, too; that they both write it says more.
+        // Checked before `unshared`, because two rows that write one page share it, too, and this error says more.
         for (row, page) in self.written_pages(request) {
             let page = page?;
             if std::mem::replace(&mut self.page_seen[page.index()], self.launch) == self.launch {
@@ -357,7 +357,7 @@ impl Guard {
         request: &'a Request,
     ) -> impl Iterator<Item = (usize, Result<PageId, Refused>)> + use<'a> {
         let (blocks, page_rows) = (self.shape.blocks(), self.shape.page_rows);
-        // Collected: the caller changes the guard meanwhile. A launch writes few pages.
+        // Collected, because the caller changes the guard meanwhile. A launch writes few pages.
         let mut pages = Vec::with_capacity(request.rows.len());
         for Run { first: row, rows, sequence, position } in runs(&request.rows) {
             for block in position / page_rows..=(position + (rows - 1) + (request.steps - 1)) / page_rows {
@@ -391,7 +391,7 @@ impl Tables<'_> {
         &self.guard.shape
     }
 
-    /// The pages of row `row`'s sequence, by block: as a kernel reads them, with entries of no page clamped.
+    /// The pages of row `row`'s sequence, by block, as a kernel reads them: entries without a page are clamped.
     pub fn pages(&self, row: usize) -> impl Iterator<Item = u32> {
         let blocks = self.guard.shape.blocks() as usize;
         let first = self.rows[row].sequence.index() * blocks;
@@ -399,7 +399,7 @@ impl Tables<'_> {
         self.guard.table[first..first + blocks].iter().map(move |&page| page.min(most))
     }
 
-    /// Says that the launch ran, and how many of its steps: their positions are written now.
+    /// Records that `steps` steps of the launch ran, so that their positions are written now.
     pub fn finish(self, steps: u32) {
         let Tables { guard, rows, steps: most } = self;
         let (blocks, page_rows) = (guard.shape.blocks(), guard.shape.page_rows);

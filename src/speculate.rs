@@ -1,8 +1,8 @@
-//! Owns proposals of tokens: where they come from, and which of them a step verifies.
+//! Owns speculative decoding: proposals of tokens, and which of them a step verifies.
 //!
 //! A step that verifies decodes the last token and k proposed ones at consecutive positions. After each of these positions the
-//! request chooses a token, as it does without proposals. The choices count up to the first that is not the proposed token, that
-//! one included: the rows after it followed a token that the text does not have.
+//! request chooses a token, as it does without proposals. The choices count up to and including the first that differs from the
+//! proposed token: later rows followed a token that the text does not have.
 //!
 //! The choice after a position is a function of its logits, of the seed and of the position ([`crate::sample`]). So it does not
 //! depend on what was proposed: the same logits give the same text with proposals and without them, greedy or sampled. There is no
@@ -15,16 +15,16 @@ use std::collections::HashMap;
 
 /// Proposes the tokens that may come next: a lookup in the text, or a draft model.
 pub trait Draft {
-    /// At most `most` tokens that may follow `sequence`, the prompt and everything chosen so far; none if there is no good guess. Each
-    /// call for a text has the sequence of the call before and more. A wrong guess costs time and changes no token.
+    /// At most `most` tokens that may follow `sequence`, which is the prompt and all chosen tokens; none if there is no good guess.
+    /// From call to call the sequence of a text only grows. A wrong guess costs time and changes no token.
     fn propose(&mut self, sequence: &[u32], most: usize) -> Vec<u32>;
 }
 
 /// Shortest n-gram that is looked up. One token alone recurs nearly everywhere in a text, and rarely with the same continuation.
 const NGRAM_MIN: usize = 2;
-/// Longer matches are not told apart.
+/// Longest n-gram that is compared; longer matches count as equal.
 const NGRAM_MAX: usize = 16;
-/// Earlier occurrences that are compared, the latest first: bounds the time of a lookup in a text that repeats one pair of tokens.
+/// Most earlier occurrences that are compared, the latest first. Bounds the time of a lookup in a text that repeats one pair of tokens.
 const OCCURRENCES_MAX: usize = 64;
 /// No earlier occurrence.
 const NONE: u32 = u32::MAX;
@@ -34,7 +34,7 @@ const NONE: u32 = u32::MAX;
 pub struct NgramLookup {
     /// For each pair of tokens, the last position of its second token.
     last: HashMap<[u32; NGRAM_MIN], u32>,
-    /// For each token of the text but the last, where the pair that it ends occurred before; [`NONE`]: nowhere.
+    /// For each token of the text except the last, the previous position of the pair that ends with it; [`NONE`]: nowhere.
     before: Vec<u32>,
 }
 
@@ -55,7 +55,7 @@ impl NgramLookup {
         }
     }
 
-    /// Where the longest n-gram ends that also ends the sequence; of equal lengths the latest.
+    /// End of the longest earlier n-gram that equals the end of the sequence; of equal lengths the latest.
     fn longest(&self, sequence: &[u32]) -> Option<usize> {
         let (mut best, mut length_best) = (None, NGRAM_MIN - 1);
         let mut at = self.last.get(sequence.last_chunk()?).copied().unwrap_or(NONE);
@@ -80,7 +80,7 @@ impl Draft for NgramLookup {
         self.index(sequence);
         let Some(end) = self.longest(sequence) else { return vec![] };
         let mut text = sequence[end + 1..].to_vec();
-        // An n-gram that ends less than `most` tokens before the text does is the period of what follows.
+        // If the match ends less than `most` tokens before the end of the text, the text has a period, which is continued.
         let period = text.len();
         (period..most).for_each(|at| text.push(text[at - period]));
         text.truncate(most);
@@ -88,47 +88,47 @@ impl Draft for NgramLookup {
     }
 }
 
-/// Tokens that were proposed to steps, and those of them that were chosen.
+/// Number of tokens that steps verified, and of those that were accepted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Speculated {
     pub proposed: usize,
     pub accepted: usize,
 }
 
-/// What may come next in a text.
+/// The tokens that may come next in a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Proposal {
     pub tokens: Vec<u32>,
-    /// Whether the next step verifies them. Otherwise it is an ordinary one.
+    /// Whether the next step verifies them. Otherwise it is an ordinary step.
     pub is_tried: bool,
 }
 
-/// Misses in a row after which the pause does not grow: 30 tokens.
+/// Failures in a row after which the pause does not grow: 30 tokens.
 const MISSES_MAX: u32 = 5;
-/// Ordinary launches in a row after which a launch does not grow: 8 steps. A wait for a launch may end 0.1 ms late, which is 0.4 % of 8 steps
-/// of Llama-3.1-8B on an H200; and text that begins to repeat itself is noticed after 8 tokens.
+/// Ordinary launches in a row after which a launch does not grow: 8 steps. The wait for a launch may end 0.1 ms late, which is 0.4 %
+/// of 8 steps of Llama-3.1-8B on an H200. Text that begins to repeat itself is noticed after at most 8 tokens.
 const LAUNCHES_GROWING: u32 = 3;
 
 /// Decides which proposals are tried in one text, and counts them.
 ///
-/// A step that verifies takes longer than an ordinary one, so proposals pause after several of them failed. The second failure in a row costs
-/// 2 tokens of pause, the next 6, 14 and 30. During a pause each proposal is still compared with what ordinary steps choose, which
-/// costs nothing; the first one that is right ends the pause.
+/// A step that verifies takes longer than an ordinary one, so proposals pause after failures. The second failure in a row gives a
+/// pause of 2 tokens, the next ones 6, 14 and 30. During a pause each proposal is still compared with the tokens of ordinary
+/// steps, which costs nothing; the first one that is right ends the pause.
 pub struct Speculation<'a> {
     draft: &'a mut dyn Draft,
-    /// Tokens of a proposal.
+    /// Most tokens of a proposal.
     most: usize,
     counts: Speculated,
     /// Failures since a token was last accepted.
     misses: u32,
-    /// Tokens of the pause that are left.
+    /// Remaining tokens of the pause.
     pause: usize,
-    /// Launches since a proposal was last right.
+    /// Ordinary launches since a proposal was last right.
     launches: u32,
 }
 
 impl Speculation<'_> {
-    /// Tokens of `draft`, at most `most` at a time.
+    /// Speculation with proposals of `draft`, at most `most` tokens at a time.
     pub fn new(draft: &mut dyn Draft, most: usize) -> Speculation<'_> {
         Speculation { draft, most, counts: Speculated::default(), misses: 0, pause: 0, launches: 0 }
     }
@@ -142,7 +142,7 @@ impl Speculation<'_> {
         self.counts
     }
 
-    /// What may follow `sequence`, at most `room` tokens.
+    /// Proposes at most `room` tokens that may follow `sequence`.
     pub fn propose(&mut self, sequence: &[u32], room: usize) -> Proposal {
         let most = self.most.min(room);
         let mut tokens = if most > 0 { self.draft.propose(sequence, most) } else { vec![] };
@@ -150,12 +150,13 @@ impl Speculation<'_> {
         Proposal { is_tried: !tokens.is_empty() && self.pause == 0, tokens }
     }
 
-    /// Steps of the next launch if it is an ordinary one: few while proposals are right, because the next one comes after the launch.
+    /// Steps of the next launch if it is an ordinary one: few while proposals are right, because the next proposal has to wait for its
+    /// end.
     pub fn steps(&self) -> u32 {
         1 << self.launches.min(LAUNCHES_GROWING)
     }
 
-    /// Takes what a launch chose after `proposal` was made.
+    /// Takes the tokens that a launch chose after `proposal` was made.
     pub fn learn(&mut self, proposal: &Proposal, chosen: &[u32]) {
         let right = proposal.tokens.iter().zip(chosen).take_while(|(a, b)| a == b).count();
         self.launches = if right > 0 { 0 } else { self.launches.saturating_add(1) };
@@ -190,7 +191,7 @@ mod tests {
         assert_eq!(proposed(&[9, 1, 2, 3, 8, 1, 2, 4, 9, 1, 2], 1), [3]);
         // The latest of equally long matches.
         assert_eq!(proposed(&[8, 1, 2, 3, 7, 1, 2, 4, 9, 1, 2], 1), [4]);
-        // One token alone is no match.
+        // A single token is no match.
         for none in [&[][..], &[1], &[1, 2], &[1, 2, 3, 1], &[1, 2, 3, 4]] {
             assert!(proposed(none, 4).is_empty(), "{none:?}");
         }
@@ -203,7 +204,7 @@ mod tests {
         assert_eq!(proposed(&[1, 2, 3, 1, 2, 3], 7), [1, 2, 3, 1, 2, 3, 1]);
     }
 
-    /// The index grows with the text, and gives what a new one gives.
+    /// The index grows with the text, and gives the same proposals as a new one.
     #[test]
     fn a_text_that_grows_is_indexed_once() {
         let text: Vec<u32> = (0..600u32).map(|i| i.wrapping_mul(2_654_435_761) >> 29).collect();
@@ -215,13 +216,13 @@ mod tests {
             found += usize::from(!tokens.is_empty());
         }
         assert!(found > 400, "{found}");
-        // A shorter text is another one.
+        // A text that became shorter counts as a new one.
         assert_eq!(lookup.propose(&[1, 2, 3, 1, 2], 1), [3]);
         let repeated = vec![5; 10_000];
         assert_eq!(lookup.propose(&repeated, 3), [5; 3]);
     }
 
-    /// Proposes the same tokens always.
+    /// Always proposes the same tokens.
     struct Always(Vec<u32>);
 
     impl Draft for Always {

@@ -1,7 +1,7 @@
 //! Owns `Target`: one GPU (or the CPU) as data, and its record format. Never asks a live device.
 //!
-//! What was measured on a device stands in the record, beside the target. A pass is given a target, so that no schedule, proof or
-//! kernel can depend on a measurement.
+//! Measured figures stand in the record, beside the target. Passes are given the target alone, so that no schedule, proof or kernel
+//! can depend on a measurement.
 
 use std::fmt;
 use std::path::Path;
@@ -11,7 +11,7 @@ use crate::fields::{Fields, read_document};
 use crate::files::{self, FileError};
 use crate::text::{Rejection, Style, nearest, one_of};
 
-/// Records that travel inside the binary, in the order in which lists show them.
+/// Records inside the binary, in the order in which lists show them.
 const BUILTIN_RECORDS: [(&str, &str); 11] = [
     ("cpu", include_str!("../manifests/targets/cpu.toml")),
     ("t4", include_str!("../manifests/targets/t4.toml")),
@@ -26,12 +26,12 @@ const BUILTIN_RECORDS: [(&str, &str); 11] = [
     ("b200", include_str!("../manifests/targets/b200.toml")),
 ];
 
-/// A record is a screenful; a larger file is something else.
+/// Largest record that is read; a record is a screenful.
 const RECORD_BYTES_MAX: u64 = 64 << 10;
 
 const DEVICE_NAMES_MAX: usize = 32;
 
-/// What a kernel is made for: the part of a record that passes are given.
+/// The device that a kernel is made for: the part of a record that passes are given.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Target {
     /// Name of the record: `h200`, `cpu`.
@@ -72,7 +72,7 @@ pub struct Spec {
     pub registers_per_sm: u32,
     pub threads_per_block_max: u32,
     pub l2_bytes: u64,
-    /// Device memory by the data sheet, its GB read as 10^9 bytes. Good for "does it fit" on paper: a driver reports a
+    /// Device memory by the data sheet, with a GB of 10^9 bytes. Good enough to estimate whether a model fits: a driver reports a
     /// few percent more or less.
     pub memory_bytes: u64,
     /// Peak memory bandwidth by the data sheet.
@@ -81,12 +81,12 @@ pub struct Spec {
     pub copy: CopyMechanism,
     /// How a bf16 dot product is computed.
     pub dot: DotMechanism,
-    /// Largest portable thread-block cluster, in blocks; 1 where the hardware has none.
+    /// Largest portable thread-block cluster, in blocks; 1 if the hardware has no clusters.
     pub cluster_max: u32,
-    /// Whether the consumers of kernels for rows take registers of the loader (`setmaxnreg`). sm_120a has the instruction, too, but there
-    /// NVRTC 13.0 spills more in kernels that use it: 160 bytes a thread at Llama-3.2-1B, none without.
+    /// Whether the consumer warps of kernels for rows take registers from the loader warps (`setmaxnreg`). sm_120a has the instruction,
+    /// too, but there NVRTC 13.0 spills more in kernels that use it: 160 bytes a thread at Llama-3.2-1B, none without.
     pub register_reallocation: bool,
-    /// Whether four warps multiply together (`wgmma`), which sm_90a alone has.
+    /// Whether four warps multiply together (`wgmma`), which only sm_90a has.
     pub warpgroup_mma: bool,
 }
 

@@ -1,4 +1,4 @@
-//! Owns source text as people see it: byte spans, caret rendering, and the nearest known word.
+//! Owns text for people: byte spans, errors with carets, escaping for terminals, and the nearest known word.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -10,14 +10,14 @@ use annotate_snippets::{AnnotationKind, Level, Renderer, Snippet};
 /// Bytes of a source text, half open.
 pub type Span = Range<usize>;
 
-/// Most faults rendered for one text; the rest is counted. People fix fewer than this many before they try again.
+/// Most faults rendered for one text; the rest is counted. People fix fewer than this before they try again.
 const FAULTS_RENDERED_MAX: usize = 20;
 
 /// Words longer than this have no nearest word: the distance is quadratic in their length, and such words are no typos.
 const NEAREST_CHARS_MAX: usize = 64;
 
-/// Whether a terminal obeys a character, or shows the text around it in another order: controls (escape sequences begin with
-/// one), marks of bidirectional text, and the line breaks of Unicode.
+/// Whether a terminal interprets a character instead of printing it: control characters (escape sequences begin with one), marks
+/// of bidirectional text, which reorder the text around them, and the line breaks of Unicode.
 fn is_obeyed(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
@@ -37,8 +37,8 @@ fn escaped<'t>(text: &'t str, obeyed: impl Fn(char) -> bool) -> Cow<'t, str> {
     Cow::Owned(safe)
 }
 
-/// Text as it may reach a terminal: line breaks and tabs stay, every other character that a terminal obeys is written as its
-/// number, `\u{1b}`. Applied twice it changes nothing more.
+/// Text that is safe for a terminal. Line breaks and tabs stay; every other character that a terminal interprets is written as its
+/// number, `\u{1b}`. A second application changes nothing.
 pub fn printable(text: &str) -> Cow<'_, str> {
     escaped(text, |c| is_obeyed(c) && c != '\n' && c != '\t')
 }
@@ -48,13 +48,13 @@ pub fn printable_line(text: &str) -> Cow<'_, str> {
     escaped(text, is_obeyed)
 }
 
-/// Text that a model wrote: marks of bidirectional text belong to languages and stay.
+/// As [`printable`], for text that a model wrote: marks of bidirectional text stay, because some languages need them.
 pub fn printable_prose(text: &str) -> Cow<'_, str> {
     escaped(text, |c| c.is_control() && c != '\n' && c != '\t')
 }
 
-/// As [`printable`] for text that was painted here: colours and weights stay. A stranger's text may then use colours, but cannot
-/// hide, move or erase anything.
+/// As [`printable`], for text that was coloured here: colours and weights stay. Text from untrusted files may then use colours, too,
+/// but cannot hide, move or erase anything.
 pub fn printable_painted(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());
     let mut rest = text;
@@ -73,7 +73,7 @@ pub fn printable_painted(text: &str) -> String {
     safe
 }
 
-/// Length of the escape sequence at the start of `text` if all it does is paint: reset, bold, underline, a colour but black.
+/// Length of the escape sequence at the start of `text` if it only changes style: reset, bold, underline, a colour except black.
 fn paint_bytes(text: &str) -> Option<usize> {
     let parameters = text.strip_prefix("\u{1b}[")?;
     let end = parameters.find(|c: char| !c.is_ascii_digit() && c != ';')?;
@@ -84,7 +84,7 @@ fn paint_bytes(text: &str) -> Option<usize> {
     (parameters[end..].starts_with('m') && parameters[..end].split(';').all(paints)).then_some(end + 3)
 }
 
-/// JSON as it may reach a terminal: escaped in the way of JSON, so that it means what it meant.
+/// JSON that is safe for a terminal: escaped by the rules of JSON, so that its meaning does not change.
 pub fn printable_json(text: &str) -> Cow<'_, str> {
     let obeyed = |c| is_obeyed(c) && c != '\n';
     if !text.contains(obeyed) {
@@ -102,7 +102,7 @@ pub enum Style {
 }
 
 impl Style {
-    /// Colours when stderr is a terminal, unless `NO_COLOR` is set to anything (<https://no-color.org>).
+    /// Colours if stderr is a terminal, unless `NO_COLOR` is set (<https://no-color.org>).
     pub fn for_stderr() -> Self {
         let refused = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
         if std::io::stderr().is_terminal() && !refused { Style::Colour } else { Style::Plain }
@@ -114,7 +114,7 @@ impl Style {
 pub struct Diagnostic {
     /// Lower-case fragment, names in backticks.
     pub title: String,
-    /// Where the carets go. Clamped to the text when rendered, so a stale span cannot panic.
+    /// Place of the carets. Clamped to the text when rendered, so a wrong span cannot panic.
     pub span: Span,
     /// Text beside the carets: what was expected, then what was found.
     pub label: String,
@@ -131,7 +131,7 @@ impl Diagnostic {
         self
     }
 
-    /// Renders the fault with the line it is in, without a leading `error: ` (the rim writes that).
+    /// Renders the fault with its line, without a leading `error: `, which `cli` writes.
     ///
     /// `name` is the file as the user called it, `text` its whole content.
     pub fn render(&self, name: &str, text: &str, style: Style) -> String {
@@ -168,7 +168,7 @@ impl Rejection {
         Rejection { name: name.into(), text: text.into(), faults }
     }
 
-    /// Renders the faults one below the other. The first has no leading `error: ` (the rim writes that), the others do.
+    /// Renders the faults one below the other. The first has no leading `error: `, which `cli` writes; the others do.
     pub fn render(&self, style: Style) -> String {
         let mut blocks = Vec::new();
         for (i, fault) in self.faults.iter().take(FAULTS_RENDERED_MAX).enumerate() {
@@ -190,7 +190,7 @@ impl fmt::Display for Rejection {
 
 impl std::error::Error for Rejection {}
 
-/// Moves a span into the text and onto character boundaries; the renderer panics on any other.
+/// Moves a span into the text and to character boundaries; the renderer panics on other spans.
 fn clamp(span: &Span, text: &str) -> Span {
     let floor = |mut at: usize| {
         at = at.min(text.len());
@@ -203,11 +203,12 @@ fn clamp(span: &Span, text: &str) -> Span {
     start..floor(span.end).max(start)
 }
 
-/// The candidate that `word` most likely meant, or none when nothing is near; the earliest wins a tie.
+/// The option that a user who typed `word` most likely meant, or none if no option is near; the earliest wins a tie.
 ///
-/// Near is, ignoring case, one edit (insert, delete, replace, swap neighbours) per three characters of the longer word;
-/// failing that, the only candidate that begins with the word or that the word begins with (three characters at least).
-pub fn nearest<'a>(word: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+/// An option is near if it differs, ignoring case, by at most one edit (insert, delete, replace, swap neighbours) per three
+/// characters of the longer word. If none is, it is the only option that begins with the word or with which the word begins
+/// (three characters at least).
+pub fn nearest<'a>(word: &str, options: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let folded = |word: &str| -> String { word.to_lowercase().chars().take(NEAREST_CHARS_MAX + 1).collect() };
     let wanted = folded(word);
     let wanted_chars = wanted.chars().count();
@@ -216,20 +217,20 @@ pub fn nearest<'a>(word: &str, candidates: impl IntoIterator<Item = &'a str>) ->
     }
     let mut best: Option<(usize, &str)> = None;
     let mut extensions = Vec::new();
-    for candidate in candidates {
-        let known = folded(candidate);
+    for option in options {
+        let known = folded(option);
         let known_chars = known.chars().count();
         // Levenshtein plus swaps of neighbours; no character is edited twice.
         let edits = strsim::osa_distance(&wanted, &known);
         if edits <= wanted_chars.max(known_chars) / 3 && best.is_none_or(|(least, _)| edits < least) {
-            best = Some((edits, candidate));
+            best = Some((edits, option));
         }
         if wanted_chars.min(known_chars) >= 3 && (known.starts_with(&wanted) || wanted.starts_with(&known)) {
-            extensions.push(candidate);
+            extensions.push(option);
         }
     }
     match (best, extensions.as_slice()) {
-        (Some((_, candidate)), _) => Some(candidate),
+        (Some((_, option)), _) => Some(option),
         (None, [only]) => Some(only),
         (None, _) => None,
     }

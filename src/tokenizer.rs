@@ -1,15 +1,15 @@
 //! Owns the conversion between text and token ids: a checkpoint's tokenizer, its chat template, and text from a token stream.
 //!
-//! A checkpoint's folder says how in up to three files: `tokenizer.json` (the `tokenizers` crate reads it whole),
+//! A checkpoint's folder defines it in up to three files: `tokenizer.json` (the `tokenizers` crate reads it whole),
 //! `tokenizer_config.json` (special tokens, whether a text begins with one, chat templates) and `chat_template.jinja`.
 //! The rules by which they combine are those of transformers 5 (`tokenization_utils_tokenizers.py`,
 //! `utils/chat_template_utils.py`), so that ids agree with what the model was trained on. Left out on purpose:
-//! truncation and padding stored in `tokenizer.json`, and `clean_up_tokenization_spaces`, which removes spaces that the
-//! model did write.
+//! truncation and padding stored in `tokenizer.json`, and `clean_up_tokenization_spaces`, which removes spaces that a
+//! model may have written.
 //!
-//! Files come from strangers. Their sizes are bounded, a template's work is bounded, and a panic in the crates below
-//! becomes an error here. Memory is not bounded here, and a template or a normaliser may double a string again and again:
-//! `pipeline::tokens` runs this in a process with bounded memory.
+//! Files are not trusted. Their sizes and the work of a template are bounded, and a panic in the libraries becomes an error
+//! here. Memory is not bounded here, and a template or a normaliser may double a string again and again, so
+//! `pipeline::tokens` runs this module in a process with bounded memory.
 
 mod stops;
 
@@ -34,12 +34,12 @@ use tokenizers::{AddedToken, ModelWrapper};
 const TOKENIZER_BYTES_MAX: u64 = 256 << 20;
 /// Largest `tokenizer_config.json` or `chat_template.jinja` that is read; known ones stay below 1 MiB.
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
-/// Instructions a template may execute; a thousand messages take about 10^5.
+/// Most instructions that a template may execute; a thousand messages take about 10^5.
 const TEMPLATE_FUEL: u64 = 20_000_000;
-/// Largest chat a template may produce.
+/// Largest chat that a template may produce.
 const CHAT_BYTES_MAX: usize = 64 << 20;
 
-/// A tokenizer that cannot be had, or a text, id or conversation that it cannot handle.
+/// A tokenizer that cannot be loaded, or a text, id or conversation that it cannot handle.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenizerError {
     #[error("`{path}` is missing, so text cannot be turned into token ids")]
@@ -63,15 +63,15 @@ pub enum TokenizerError {
     Encode { reason: String },
     #[error("token ids cannot be decoded: {reason}")]
     Decode { reason: String },
-    #[error("`{path}`: the bytes of its tokens cannot be told exactly: {reason}")]
+    #[error("`{path}`: the bytes of its tokens cannot be determined: {reason}")]
     Bytes { path: PathBuf, reason: String },
     #[error("the checkpoint has no chat template")]
     NoChatTemplate,
     #[error("expected a chat template named `default`, found {}", list(.names))]
     NoDefaultTemplate { names: Vec<String> },
-    #[error("the chat template in `{path}` shows a model no tools")]
+    #[error("the chat template in `{path}` does not support tools")]
     NoTools { path: PathBuf },
-    #[error("the chat template in `{path}` writes calls of tools in a form that is not known here")]
+    #[error("the chat template in `{path}` writes calls of tools in an unknown form")]
     CallForm { path: PathBuf },
     #[error("the chat template in `{path}` fails: {reason}")]
     ChatTemplate { path: PathBuf, reason: String },
@@ -103,7 +103,7 @@ impl From<TokenizerError> for Fault {
                 Fault::input(message).with_remedy("leave out what the model has no embedding for")
             }
             TokenizerError::Encode { .. } | TokenizerError::Decode { .. } => Fault::input(message).with_remedy(IDS),
-            TokenizerError::Bytes { .. } => Fault::input(message).with_remedy("ask for text of any form"),
+            TokenizerError::Bytes { .. } => Fault::input(message).with_remedy("ask for text without a grammar"),
             TokenizerError::NoTools { .. } | TokenizerError::CallForm { .. } => {
                 Fault::input(message).with_remedy("ask without tools")
             }
@@ -116,16 +116,16 @@ impl From<TokenizerError> for Fault {
     }
 }
 
-/// One turn of a conversation, as chat templates see it.
+/// One message of a conversation, in the form that chat templates expect.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Message {
-    /// `system`, `user` or `assistant`; a template may know more.
+    /// `system`, `user` or `assistant`; a template may have more.
     pub role: String,
     pub content: String,
     /// The calls of tools in an answer, with their arguments as objects.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tool_calls: Vec<serde_json::Value>,
-    /// Of the result of a tool, the call that it answers, and the name of the tool.
+    /// For the result of a tool: the call that it answers, and the name of the tool.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool_call_id: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -160,7 +160,7 @@ pub struct Tokenizer {
     ends: Option<Ends>,
     /// Named special tokens (`bos_token` ...) that templates may print.
     named: BTreeMap<String, String>,
-    /// Chat templates by name, and the file they are in.
+    /// Chat templates by name, and their file.
     templates: BTreeMap<String, String>,
     templates_path: PathBuf,
     /// The model's vocabulary, once `check_vocab` has compared it.
@@ -183,7 +183,7 @@ impl Tokenizer {
         let bytes = read(&path, TOKENIZER_BYTES_MAX)?.ok_or_else(|| TokenizerError::Missing { path: path.clone() })?;
         let corrupt = |reason| TokenizerError::Corrupt { path: path.clone(), reason };
         let mut backend = guarded(|| tokenizers::Tokenizer::from_bytes(&bytes)).map_err(corrupt)?;
-        // Both are settings of a training run; a prompt is neither cut nor filled.
+        // Both are settings of a training run; a prompt is neither truncated nor padded.
         backend.with_truncation(None).map_err(|error| corrupt(error.to_string()))?;
         backend.with_padding(None);
         if let ModelWrapper::BPE(model) = backend.get_model()
@@ -231,13 +231,13 @@ impl Tokenizer {
         let mut tokens = self.backend.get_vocab(false);
         tokens.retain(|_, id| !self.backend.get_added_vocabulary().get_added_tokens_decoder().contains_key(id));
         let id_max = tokens.values().copied().max().unwrap_or(0);
-        // The lowest id, and of equal ids the lowest token: hash maps have no order of their own.
+        // The lowest id, and of equal ids the lowest token, because hash maps have no stable order.
         if let Some((id, token)) =
             tokens.into_iter().map(|(token, id)| (id, token)).filter(|(id, _)| *id >= vocab).min()
         {
             return Err(TokenizerError::VocabMismatch { path: self.path.clone(), vocab, id_max, id, token });
         }
-        // A model has one vocabulary, however often it is compared.
+        // A second comparison has the same vocabulary, so its result may be ignored.
         let _ = self.vocab.set(vocab);
         Ok(())
     }
@@ -270,7 +270,7 @@ impl Tokenizer {
         guarded(|| self.backend.decode(ids, skip_special)).map_err(|reason| TokenizerError::Decode { reason })
     }
 
-    /// Text of one id as it stands inside of a text, where some decoders print a space that they leave out at the beginning.
+    /// Text of one id inside of a text: some decoders print a space there that they leave out at the beginning.
     pub fn piece(&self, id: u32) -> Result<String, TokenizerError> {
         let alone = self.decode(&[id], false)?;
         let Some(&before) = self.encode("a", false)?.last() else { return Ok(alone) };
@@ -278,12 +278,12 @@ impl Tokenizer {
         Ok(both.strip_prefix(&first).map_or(alone, str::to_owned))
     }
 
-    /// The bytes of each of `vocab` ids as it stands inside of a text; none for special tokens and for ids without a token.
+    /// The bytes of each of `vocab` ids inside of a text; none for special tokens and for ids without a token.
     ///
-    /// The text of ids is the bytes of all of them, one after another. Every id is decoded and compared.
+    /// The text of several ids is the concatenation of their bytes. To make sure, every id is decoded and compared.
     ///
     /// # Errors
-    /// A decoder for which this is not known to hold, a token for which it does not.
+    /// A decoder that is not known to do so, or a token for which it does not.
     pub fn token_bytes(&self, vocab: u32) -> Result<Vec<Vec<u8>>, TokenizerError> {
         let failed = |reason| TokenizerError::Bytes { path: self.path.clone(), reason };
         let bytes_of = Bytes::of(&self.backend).map_err(failed)?;
@@ -315,7 +315,7 @@ impl Tokenizer {
         Stream { tokenizer: self, skip_special, window: Vec::new(), settled: 0, printed: String::new() }
     }
 
-    /// The file that chat templates are taken from.
+    /// The file of the chat templates.
     pub fn chat_template_path(&self) -> &Path {
         &self.templates_path
     }
@@ -330,7 +330,7 @@ impl Tokenizer {
         self.templates.contains_key("default")
     }
 
-    /// The prompt that the checkpoint's template makes of a conversation; `add_generation_prompt` opens the reply.
+    /// The prompt that the checkpoint's template makes of a conversation; `add_generation_prompt` adds the beginning of the reply.
     ///
     /// Templates write the special tokens themselves: encode the result without adding more, or use `encode_chat`.
     /// Some print today's date, in UTC.
@@ -348,7 +348,7 @@ impl Tokenizer {
         self.encode(&self.apply_chat_at(messages, tools, add_generation_prompt, SystemTime::now())?, false)
     }
 
-    /// How the texts of this checkpoint call tools: as its template writes a call that is over.
+    /// The form in which texts of this checkpoint call tools: the form in which its template writes earlier calls.
     ///
     /// # Errors
     /// A template that leaves tools out, or that writes calls in another form.
@@ -364,10 +364,10 @@ impl Tokenizer {
         let call = json!({ "name": "probe_call", "arguments": { "probe": 1 } });
         let calls = vec![json!({ "id": "probe0000", "type": "function", "function": call })];
         let called = Message { tool_calls: calls, ..Message::new("assistant", "") };
-        // A template that refuses it knows no calls.
+        // A template that refuses this conversation does not support calls.
         let written = self.apply_chat_at(&[asked, called], &tools, false, SystemTime::now()).unwrap_or_default();
         let tagged = "<tool_call>\n{\"name\": \"probe_call\", \"arguments\": {\"probe\": 1}}\n</tool_call>";
-        // A tag that is a special token is no part of a text.
+        // If the tag is a special token, it does not occur in generated text.
         let visible = !self.backend.token_to_id("<tool_call>").is_some_and(|id| self.special.contains(&id));
         if written.contains(tagged) && visible {
             Ok(CallForm::Hermes)
@@ -403,7 +403,7 @@ impl Tokenizer {
     }
 }
 
-/// Refuses ids that a model with `vocab` embedding rows has no row for.
+/// Refuses ids for which a model with `vocab` embedding rows has no row.
 pub fn check_ids(ids: &[u32], vocab: u32) -> Result<(), TokenizerError> {
     match ids.iter().position(|&id| id >= vocab) {
         Some(index) => Err(TokenizerError::IdBeyondVocab { id: ids[index], token: None, index, vocab }),
@@ -415,12 +415,12 @@ pub fn check_ids(ids: &[u32], vocab: u32) -> Result<(), TokenizerError> {
 enum Bytes {
     /// Each byte is a character, as in GPT-2; a token with any other character is its own text.
     Level(BTreeMap<char, u8>),
-    /// Texts are put in the place of others; `<0xE6>` is a byte where `fallback` says so.
+    /// Some texts are replaced by others; with `fallback`, `<0xE6>` is a byte.
     Pieces { replaced: Vec<(String, String)>, fallback: bool },
 }
 
 impl Bytes {
-    /// The decoder of a tokenizer; else why it has none that is known here.
+    /// The decoder of a tokenizer, or why it is not supported.
     fn of(backend: &tokenizers::Tokenizer) -> Result<Bytes, String> {
         let decoder = serde_json::to_value(backend.get_decoder()).map_err(|error| error.to_string())?;
         let steps = match decoder.get("decoders").and_then(serde_json::Value::as_array) {
@@ -435,14 +435,14 @@ impl Bytes {
                 "ByteLevel" if steps.len() == 1 => return Ok(Bytes::Level(byte_level())),
                 "Replace" if !fallback && !fused => match (text(&step["pattern"]["String"]), text(&step["content"])) {
                     (Some(from), Some(to)) => replaced.push((from, to)),
-                    _ => return Err("its decoder replaces what no plain text names".to_string()),
+                    _ => return Err("its decoder replaces text by a pattern".to_string()),
                 },
                 "Metaspace" if steps.len() == 1 => {
                     replaced.extend(text(&step["replacement"]).map(|from| (from, " ".to_string())));
                 }
                 "ByteFallback" if !fused => fallback = true,
                 "Fuse" => fused = true,
-                // After `Fuse` it takes from the beginning of the whole text alone.
+                // After `Fuse` it strips the beginning of the whole text only.
                 "Strip" if fused && step["stop"] == 0 => {}
                 _ => return Err(format!("step {at} of its decoder is `{kind}`")),
             }
@@ -468,7 +468,7 @@ impl Bytes {
     }
 }
 
-/// The characters that stand for bytes in GPT-2 (`bytes_to_unicode`): printable ones for themselves, the others from U+0100 on.
+/// The characters that GPT-2 uses for bytes (`bytes_to_unicode`): printable bytes are themselves, the others begin at U+0100.
 fn byte_level() -> BTreeMap<char, u8> {
     let printable = |byte: &u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
     let own = (0..=u8::MAX).filter(printable).map(|byte| (char::from(byte), byte));
@@ -478,32 +478,32 @@ fn byte_level() -> BTreeMap<char, u8> {
 
 /// Text from ids that arrive one by one, printed as early as it is certain.
 ///
-/// What `push` and `finish` return, joined, equals `decode` of all ids. One id may be part of a character, so text is
-/// held back while it ends in what may be an incomplete one, and a decoder may treat the first token specially (it
-/// drops the space that stands before a word), so ids are decoded together with those before them.
+/// The texts that `push` and `finish` return, joined, equal `decode` of all ids. One id may be a part of a character, so text is
+/// held back while it may end in an incomplete one. A decoder may treat the first token specially (it drops the space before
+/// a word), so ids are decoded together with earlier ones.
 ///
-/// One exception: tokenizers with byte fallback (`<0xE6>`) decode a run of bytes all or nothing. Characters of such a
+/// One exception: tokenizers with byte fallback (`<0xE6>`) decode a run of bytes either as a whole or not at all. Characters of such a
 /// run that were printed stay, where `decode` would replace the whole run because a later byte is invalid.
 pub struct Stream<'a> {
     tokenizer: &'a Tokenizer,
     skip_special: bool,
-    /// The newest ids; the first `settled` are there for context and printed completely.
+    /// The newest ids. The first `settled` ones are printed completely, and kept as context.
     window: Vec<u32>,
     settled: usize,
     /// The part of the window's text that is printed.
     printed: String,
 }
 
-/// Text that ends in replacement characters is held back up to this many ids; then all but `INCOMPLETE_MAX` of them
-/// print and the window is cut to its newer half, so that endless garbage costs the same per id as text.
+/// Text that ends in replacement characters is held back up to this number of ids. Then all of these characters except
+/// `INCOMPLETE_MAX` print, and the window is cut to its newer half, so that endless garbage costs the same per id as text.
 const WINDOW_IDS_MAX: usize = 32;
 /// Replacement characters that one incomplete character decodes to: one, or with byte fallback one per byte.
 const INCOMPLETE_MAX: usize = 3;
 
 impl Stream<'_> {
-    /// Takes the next id and returns the text that became certain, often empty or more than the id's own.
+    /// Takes the next id. Returns the text that became certain: often none, or more than the id's own.
     pub fn push(&mut self, id: u32) -> Result<String, TokenizerError> {
-        // `decode` drops these as well; as context they would stand in for a token that prints.
+        // `decode` drops these as well. As context, such an id would be taken for a first token that prints.
         if self.skip_special && self.tokenizer.special.contains(&id) {
             return Ok(String::new());
         }
@@ -513,7 +513,7 @@ impl Stream<'_> {
             if text.ends_with(char::REPLACEMENT_CHARACTER) && self.window.len() <= WINDOW_IDS_MAX {
                 return Ok(String::new());
             }
-            // A run of bytes that was valid so far has become invalid: go on after what is printed.
+            // A run of bytes that was valid so far has become invalid: continue after the printed text.
             self.window.drain(..self.settled);
             self.settled = 0;
             self.printed.clear();
@@ -557,7 +557,7 @@ fn certain_len(text: &str, incomplete_max: usize) -> usize {
     text.len() - trailing * char::REPLACEMENT_CHARACTER.len_utf8()
 }
 
-/// The whole file, or `None` where there is none.
+/// The whole file, or `None` if there is none.
 fn read(path: &Path, bytes_max: u64) -> Result<Option<Vec<u8>>, TokenizerError> {
     let failed = |source| TokenizerError::Read { path: path.to_owned(), source };
     let file = match files::open(path) {
@@ -574,7 +574,7 @@ fn read(path: &Path, bytes_max: u64) -> Result<Option<Vec<u8>>, TokenizerError> 
     Ok(Some(bytes))
 }
 
-/// Runs library code on data from strangers: a panic there is an error here, not the end of the process.
+/// Runs library code on data that is not trusted: a panic there becomes an error here, and does not end the process.
 fn guarded<T>(work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(Ok(value)) => Ok(value),
@@ -595,11 +595,11 @@ fn guarded<T>(work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String>
 struct Config {
     /// In ascending order of the id that the file declares.
     added: Vec<AddedToken>,
-    /// `bos_token`, `eos_token` ... where the file names one.
+    /// `bos_token`, `eos_token` ..., if the file names them.
     named: Vec<(String, AddedToken)>,
     /// Special tokens without a name.
     extra: Vec<AddedToken>,
-    /// `add_bos_token`, `add_eos_token`: `None` where the file is silent on both.
+    /// `add_bos_token`, `add_eos_token`; `None` if the file has neither.
     add_ends: Option<(bool, bool)>,
     templates: BTreeMap<String, String>,
 }
@@ -608,7 +608,7 @@ struct Config {
 const NAMED: [&str; 7] = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
 impl Config {
-    /// Keys that are not used here may hold anything.
+    /// Parses the keys that are used; other keys may have any value.
     fn parse(bytes: &[u8]) -> Result<Config, String> {
         let file: serde_json::Map<String, serde_json::Value> =
             serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
@@ -694,9 +694,9 @@ fn token(value: &serde_json::Value) -> Option<AddedToken> {
     )
 }
 
-/// Adds information that only `tokenizer_config.json` has: flags of added tokens, special tokens.
+/// Adds the information that only `tokenizer_config.json` has: flags of added tokens, special tokens.
 ///
-/// A token that neither file has an id for gets the next free one, as in transformers; `check_vocab` guards its use.
+/// A token without an id in both files gets the next free one, as in transformers; `check_vocab` guards its use.
 fn add_tokens(backend: &mut tokenizers::Tokenizer, config: &Config) -> tokenizers::Result<()> {
     let names: BTreeSet<&str> = config.named.iter().map(|(_, token)| token.content.as_str()).collect();
     let mut known: BTreeSet<String> = backend.get_added_vocabulary().get_vocab().keys().cloned().collect();
@@ -717,7 +717,7 @@ fn add_tokens(backend: &mut tokenizers::Tokenizer, config: &Config) -> tokenizer
 
 /// Renders a chat template in the dialect of transformers: Jinja2 with its options, functions and `tojson`.
 ///
-/// Instructions and output are bounded. Memory is not: a template may double a string and never print it.
+/// Instructions and output are bounded. Memory is not: a template may double a string without printing it.
 fn render(template: &str, context: BTreeMap<&str, Value>, now: SystemTime) -> Result<String, minijinja::Error> {
     let template = without_generation_tags(template);
     let mut env = Environment::new();
@@ -789,7 +789,7 @@ fn without_generation_tags(template: &str) -> String {
 fn to_json(value: &Value, args: Kwargs) -> Result<String, minijinja::Error> {
     let failed = |error: serde_json::Error| minijinja::Error::new(ErrorKind::InvalidOperation, error.to_string());
     let indent: Option<usize> = args.get("indent")?;
-    // The defaults of transformers may be spelled out; other values are refused, not ignored.
+    // The defaults of transformers are accepted; other values are refused, not ignored.
     for name in ["ensure_ascii", "sort_keys"] {
         if args.get::<Option<bool>>(name)? == Some(true) {
             let message = format!("`tojson` with `{name}=true` is not supported");
@@ -830,7 +830,7 @@ impl serde_json::ser::Formatter for Spaced {
     }
 }
 
-/// Python's `strftime` in UTC, English names; the directives that dates in prompts are written with.
+/// Python's `strftime` in UTC with English names, for the directives that prompts use for dates.
 fn strftime(format: &str, now: SystemTime) -> Result<String, minijinja::Error> {
     const MONTHS: [&str; 12] = [
         "January",
@@ -888,7 +888,7 @@ fn strftime(format: &str, now: SystemTime) -> Result<String, minijinja::Error> {
 /// Year, month 1-12 and day 1-31 of a day count since 1970-01-01 (H. Hinnant, "chrono-compatible low-level date
 /// algorithms", `civil_from_days`).
 fn civil(days: u64) -> (u64, u64, u64) {
-    // Years begin in March here, so that the leap day is the last of its year.
+    // Years begin in March in this algorithm, so that the leap day is the last day of its year.
     let shifted = days + 719_468;
     let era_day = shifted % 146_097;
     let era_year = (era_day - era_day / 1460 + era_day / 36_524 - era_day / 146_096) / 365;
@@ -942,7 +942,7 @@ mod tests {
         Tokenizer::load(dir.path()).expect("it loads")
     }
 
-    /// In the manner of Llama 2: spaces as `▁`, bytes as `<0xE6>`, the first space dropped.
+    /// A tokenizer in the manner of Llama 2: spaces as `▁`, bytes as `<0xE6>`, the first space dropped.
     fn byte_fallback() -> Tokenizer {
         let mut vocab = serde_json::Map::new();
         for token in ["<unk>", "<s>"] {

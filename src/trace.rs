@@ -1,4 +1,4 @@
-//! Owns the reading of a traced launch's time stamps: a timeline of every SM, and a table of where a step's time goes.
+//! Owns the evaluation of a traced launch's time stamps: a timeline of every SM, and a table of where a step's time goes.
 //!
 //! The first consumer warp of each SM stamps each of its tasks: when it began, when its inputs had arrived, when its sums
 //! were done, when it ended, and how long it waited for ring slots. So a task's time has four parts
@@ -19,15 +19,15 @@ use serde_json::{Value, json};
 use crate::ir::schedule::Schedule;
 use crate::ir::{EventId, SmId, TaskId};
 
-/// Words of one task: begin, inputs, sums, end, in nanoseconds of the device's clock, and nanoseconds starved. 0 is a stamp
-/// that the op leaves out. `STAMP_WORDS` of kernels/runtime/context.cuh.
+/// Words of one task: begin, inputs, sums and end, in nanoseconds of the device's clock, and the nanoseconds starved. 0 is a stamp
+/// that the op leaves out. Equals `STAMP_WORDS` of kernels/runtime/context.cuh.
 pub const STAMP_WORDS: usize = 5;
 
 /// Stamps of a launch as the device wrote them, `[steps][sms][tasks_max][STAMP_WORDS]`.
 #[derive(Debug, Clone, Copy)]
 pub struct Stamps<'a> {
     pub words: &'a [u64],
-    /// Room for tasks of one SM and step.
+    /// Most tasks of one SM and step for which there is room.
     pub tasks_max: usize,
     /// Position of the first step.
     pub position: u32,
@@ -40,9 +40,9 @@ pub struct Span {
     pub step: u32,
     pub sm: SmId,
     pub task: TaskId,
-    /// Grid without its layer: `gate_up` of `gate_up.3`.
+    /// Name of the grid without its layer: `gate_up` of `gate_up.3`.
     pub kind: String,
-    /// Grid: `gate_up.3`.
+    /// Name of the grid: `gate_up.3`.
     pub grid: String,
     /// The event that the watchdog would name, and its buffer without the layer.
     pub event: Option<(EventId, String)>,
@@ -62,12 +62,12 @@ impl Span {
     }
 }
 
-/// Why stamps give no timeline.
+/// Why there is no timeline.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TraceError {
     #[error("expected {expected} words of stamps, found {found}")]
     Words { expected: usize, found: usize },
-    #[error("{sm}, step {step}: {task} has no {stamp} stamp: the launch did not run to its end")]
+    #[error("{sm}, step {step}: {task} has no {stamp} stamp: the launch did not finish")]
     Missing { sm: SmId, step: u32, task: TaskId, stamp: &'static str },
     #[error("{sm}, step {step}: {task} has stamps out of order")]
     Order { sm: SmId, step: u32, task: TaskId },
@@ -133,8 +133,8 @@ pub fn spans(schedule: &Schedule, stamps: Stamps<'_>) -> Result<Vec<Span>, Trace
     Ok(spans)
 }
 
-/// Reads the stamps of a launch of waves, `[sms][waves][STAMP_WORDS]`: SM by SM, in order. `names` says of each wave what it does, and
-/// its grid. After its wait for the wave before, a wave computes, except while it starves.
+/// Reads the stamps of a launch of waves, `[sms][waves][STAMP_WORDS]`: SM by SM, in order. `names` has the kind and the grid of each
+/// wave. After the wait for the previous wave, a wave computes, except while it starves.
 ///
 /// # Errors
 /// Words that are no whole number of SMs, a wave that was not executed, a clock that runs backwards.
@@ -177,7 +177,7 @@ pub fn wave_spans(names: &[(&str, &str)], steps: u32, words: &[u64]) -> Result<V
     Ok(spans)
 }
 
-/// Times from the first one on.
+/// Shifts all times so that the first one is 0.
 fn from_zero(spans: &mut [Span]) {
     let first = spans.iter().map(|span| span.begin_ns).min().unwrap_or(0);
     for span in spans {
@@ -193,7 +193,7 @@ fn kind(name: &str) -> String {
     parts.join(".")
 }
 
-/// Mean, least and most over SMs, in microseconds of one step.
+/// Mean, minimum and maximum over SMs, in microseconds of one step.
 #[derive(Debug, Clone, Copy, PartialEq, Default, serde::Serialize)]
 pub struct OverSms {
     pub mean_us: f64,
@@ -213,7 +213,7 @@ impl OverSms {
     }
 }
 
-/// Where a step's time goes in tasks of one kind. Every SM counts, also those that have none.
+/// Where a step's time goes in tasks of one kind. SMs without such a task count, too.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct Row {
     pub kind: String,
@@ -236,11 +236,11 @@ pub struct Table {
     pub step_us: f64,
     /// In the order of execution within a step.
     pub rows: Vec<Row>,
-    /// All of them together.
+    /// All rows together.
     pub all: Row,
 }
 
-/// Adds the spans of a launch up by kind. `spans` is what [`spans`] made of one launch.
+/// Adds up the spans of a launch by kind. `spans` is the result of [`spans`] for one launch.
 pub fn table(spans: &[Span], sms: u32, steps: u32) -> Table {
     const PARTS: usize = 5;
     struct Sum {
@@ -352,7 +352,7 @@ mod tests {
         schedule(program, &target, &candidate).unwrap()
     }
 
-    /// Stamps of a launch in which every part of a task lasts what `parts` says, and a gap of 7 ns follows.
+    /// Stamps of a launch in which the parts of every task take the times of `parts`, and a gap of 7 ns follows.
     fn stamped(schedule: &Schedule, position: u32, steps: u32, parts: [u64; 4]) -> (Vec<u64>, usize) {
         let sms = schedule.machine.sms as usize;
         let tasks_max = schedule.regimes.iter().flat_map(|r| &r.queues).map(Vec::len).max().unwrap();
@@ -403,7 +403,7 @@ mod tests {
         let longest = (0..sms as usize).map(queue).fold(0.0, f64::max);
         assert!((table.all.wait.max_us - longest * 0.1).abs() < 1e-9);
         assert!((table.all.starved.max_us - longest * 0.02).abs() < 1e-9);
-        // The last task of a launch has no gap, the others of 7 ns.
+        // The last task of a launch has no gap, the others 7 ns.
         assert!((table.step_us - (longest * 2.0 * 0.467 - 0.007) / 2.0).abs() < 1e-9, "{}", table.step_us);
         let gate_up = table.rows.iter().find(|row| row.kind == "gate_up").unwrap();
         assert_eq!(gate_up.waits_for, ["x2"]);
@@ -436,10 +436,7 @@ mod tests {
         words[0] = 0;
         let error = spans(&schedule, stamps(&words, tasks_max)).unwrap_err();
         let queue = schedule.regime_at(0).queues[0][0];
-        assert_eq!(
-            error.to_string(),
-            format!("sm0, step 0: {queue} has no first stamp: the launch did not run to its end")
-        );
+        assert_eq!(error.to_string(), format!("sm0, step 0: {queue} has no first stamp: the launch did not finish"));
         let error = spans(&schedule, stamps(&words[1..], tasks_max)).unwrap_err();
         assert!(matches!(error, TraceError::Words { .. }));
     }

@@ -1,8 +1,8 @@
 //! Owns `Budget`: an allocator that refuses memory beyond a bound, or after a deadline, while an input is read.
 //!
-//! The tool runs a checkpoint's tokenizer in a process with a bounded address space and a deadline. A fuzzer cannot afford a
-//! process for each input, and would learn nothing of the code in it; so here the same bounds are an allocation that fails
-//! where the process would end, and the failure a panic that the reader's own guard catches.
+//! monobloc runs a checkpoint's tokenizer in a process with a bounded address space and a deadline. A fuzzer cannot afford a
+//! process for each input, and would not see the code in it. So here an allocation fails where that process would end, and
+//! the failure is a panic that the reader's own guard catches.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -11,20 +11,20 @@ use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// Memory of one input. Less than the tool gives, so that a machine runs many fuzzers at once.
+/// Memory for one input. Less than monobloc allows, so that a machine can run many fuzzers at once.
 const BYTES_MAX: usize = 256 << 20;
-/// Time of one input, in which any honest one is long done.
+/// Time for one input, which is ample for any valid one.
 const TIME_MAX: Duration = Duration::from_millis(500);
-/// Allocations between two looks at the clock, and the size of one that is worth a look of its own.
+/// Allocations between two checks of the clock, and the size of an allocation that is checked by itself.
 const LOOK_EVERY: u32 = 1024;
 const LOOK_BYTES: usize = 64 << 10;
 
 pub struct Budget {
     live: AtomicUsize,
-    /// What was there before the input: libraries keep some 200 bytes of each tokenizer for good.
+    /// Bytes allocated before the input: libraries keep some 200 bytes of each tokenizer for good.
     before: AtomicUsize,
     armed: AtomicBool,
-    /// Whether it refused something to this input.
+    /// Whether an allocation of this input was refused.
     refused: AtomicBool,
 }
 
@@ -50,7 +50,7 @@ impl Budget {
         self.armed.store(true, Relaxed);
         let ended = catch_unwind(AssertUnwindSafe(work));
         self.armed.store(false, Relaxed);
-        // An uncaught refusal ends the tool's process, and its parent reports that; any other panic is a finding.
+        // An uncaught refusal would end monobloc's process, which its parent reports. Any other panic is a finding.
         if let Err(panic) = ended
             && !self.refused.load(Relaxed)
         {
@@ -58,7 +58,7 @@ impl Budget {
         }
     }
 
-    /// Whether so many bytes more are beyond the budget. A panic on its way may take what it needs.
+    /// Whether `bytes` more bytes exceed the budget. A panic that is unwinding may allocate what it needs.
     fn is_spent(&self, bytes: usize) -> bool {
         if !self.armed.load(Relaxed) || std::thread::panicking() {
             return false;
@@ -76,7 +76,7 @@ impl Budget {
     }
 }
 
-// SAFETY: every call is the system's allocator's, or the answer that there is no memory, which any allocator may give.
+// SAFETY: every call goes to the system's allocator, or returns null, as any allocator may.
 unsafe impl GlobalAlloc for Budget {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if self.is_spent(layout.size()) {
@@ -89,7 +89,7 @@ unsafe impl GlobalAlloc for Budget {
 
     unsafe fn dealloc(&self, place: *mut u8, layout: Layout) {
         self.live.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: the caller's promise; what is given back was had from the system.
+        // SAFETY: the caller's promise; the memory came from the system.
         unsafe { System.dealloc(place, layout) }
     }
 
@@ -108,7 +108,7 @@ unsafe impl GlobalAlloc for Budget {
         }
         self.live.fetch_add(size, Relaxed);
         self.live.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: the caller's promise; what is moved was had from the system.
+        // SAFETY: the caller's promise; the old memory came from the system.
         unsafe { System.realloc(place, layout, size) }
     }
 }

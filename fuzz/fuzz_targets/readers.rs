@@ -1,4 +1,4 @@
-//! One binary for all targets: `READER=mkir` chooses. One build to ship to a machine that has no compiler.
+//! One binary for all targets; `READER=mkir` chooses one. So a machine without a compiler needs one file.
 #![no_main]
 #![feature(alloc_error_hook)]
 
@@ -12,7 +12,7 @@ use std::sync::OnceLock;
 #[global_allocator]
 static BUDGET: Budget = Budget::new();
 
-/// The reader, and whether its memory and time are bounded from outside, as a process of its own bounds them in the tool.
+/// The reader, and whether its memory and time are bounded here, because monobloc runs it in a bounded process.
 static READER: OnceLock<(Reader, bool)> = OnceLock::new();
 
 fuzz_target!(

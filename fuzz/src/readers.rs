@@ -1,5 +1,5 @@
-//! Every reader of bytes from outside, as functions of bytes: fuzzers call them, and so does a replay in
-//! `cargo test`. None may panic, nor take memory or time that the size of its input does not explain.
+//! Owns all readers of untrusted bytes, as functions of bytes. Fuzzers call them, and a replay in `cargo test` does, too. None
+//! may panic, or take memory or time out of proportion to its input.
 
 use std::cell::{OnceCell, RefCell};
 use std::fs;
@@ -42,17 +42,17 @@ pub fn reader(name: &str) -> Option<Reader> {
     READERS.iter().find(|(n, _)| *n == name).map(|(_, reader)| *reader)
 }
 
-/// Inputs longer than this only take longer.
+/// Longest input; longer ones would only take more time.
 const BYTES_MAX: usize = 1 << 16;
 
 thread_local! {
     static FOLDER: RefCell<Option<tempfile::TempDir>> = const { RefCell::new(None) };
 }
 
-/// The stage of the entry that is written over.
+/// The stage of the entry that is overwritten.
 const STAGE: &str = "fuzz";
 
-/// A cache of this thread with one sound entry, stored once: that waits for a disk, and what is read is what counts.
+/// A cache of this thread with one sound entry. It is stored once, because storing waits for a disk and only reading is tested.
 fn with_entry(work: impl FnOnce(&Cache, &Digest, &Path)) {
     thread_local! {
         static CACHE: OnceCell<(Cache, PathBuf)> = const { OnceCell::new() };
@@ -73,7 +73,7 @@ fn with_entry(work: impl FnOnce(&Cache, &Digest, &Path)) {
     });
 }
 
-/// A folder of this thread, in memory where the machine has such a place.
+/// A folder of this thread, in memory if the machine has such a file system.
 fn in_folder(work: impl FnOnce(&Path)) {
     FOLDER.with_borrow_mut(|folder| {
         let memory = Path::new("/dev/shm");
@@ -102,14 +102,14 @@ fn manifest(data: &[u8]) {
     }
 }
 
-/// A `config.json`; what is accepted must be placed and proven, or say why not.
+/// A `config.json`. An accepted one must be placed and proven, or be refused with a reason.
 fn config(data: &[u8]) {
     let Ok(text) = std::str::from_utf8(data) else { return };
     match import_config_only(text, 0) {
         Err(error) => told(error.into()),
         Ok(imported) => {
             let graph = imported.graph;
-            // The rest is linear in layers, positions and vocabulary, which may be large; small ones show as much.
+            // The rest is linear in layers, positions and vocabulary, so small ones suffice.
             if graph.layers.len() > 8 || graph.vocab > 1 << 16 || graph.hidden > 1 << 13 {
                 return;
             }
@@ -149,7 +149,7 @@ fn weights(data: &[u8]) {
 const LLAMA: &str = r#"{"architectures":["LlamaForCausalLM"],"hidden_size":16,"intermediate_size":16,
     "num_hidden_layers":1,"num_attention_heads":2,"num_key_value_heads":1,"head_dim":8,"vocab_size":16}"#;
 
-/// A schedule's text: what is parsed prints to a text that parses to the same, and gets a verdict.
+/// A schedule's text. If it parses, its printed form must parse to the same schedule, and it must get a verdict.
 fn mkir(data: &[u8]) {
     let Ok(text) = std::str::from_utf8(data) else { return };
     match parse_with_lines(text) {
@@ -190,17 +190,17 @@ fn trials(data: &[u8]) {
     });
 }
 
-/// A sound cubin after the byte that chooses what is read.
+/// A sound cubin, after a byte that chooses the reader.
 const CUBIN: &[u8] = include_bytes!("../corpus/artefact/cubin");
 
-/// What lies beside and in an artefact: the file of an entry, a cubin and its log, a candidate's line, and the content of
-/// entries whose seal is sound.
+/// The parts of an artefact: the file of an entry, a cubin and its log, a candidate's line, and the content of entries whose
+/// seal is sound.
 fn artefact(data: &[u8]) {
     let Some((&kind, data)) = data.split_first() else { return };
     match kind % 4 {
         0 => with_entry(|cache, key, path| {
             let root = cache.root();
-            // Whatever stands there, a damaged file is set aside: it must not pile up from input to input.
+            // Damaged files are set aside; they must not pile up from input to input.
             let (why, aside) = (path.with_extension("why"), root.join("corrupt"));
             for old in [path, &why] {
                 let _ = fs::remove_file(old);
@@ -231,7 +231,7 @@ fn artefact(data: &[u8]) {
                 Candidate::of_values(&[1, 8, 4, 16_384, 4, 2, 2, 1, 1, 0, 0, 0, 5, 8, 8, 0, 0, 0, 0, 0, 1, 1, 8, 0]);
             let Ok(candidate) = Candidate::parse(text, &base) else { return };
             assert_eq!(Candidate::parse(&candidate.to_string(), &base), Ok(candidate.clone()));
-            // Any numbers are a place or an answer.
+            // Any numbers give a schedule or a reason.
             let graph = import_config_only(LLAMA, 0).expect("a model").graph;
             let target = Target::builtin("h200").expect("a record");
             let precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };

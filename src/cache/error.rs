@@ -26,7 +26,7 @@ pub enum CacheError {
 }
 
 impl CacheError {
-    /// Sorts an IO failure into what the user can do about it. `action` is a verb: `write`, `read`, `lock`.
+    /// Sorts an IO failure by what the user can do about it. `action` is a verb: `write`, `read`, `lock`.
     pub fn io(action: &'static str, path: &Path, source: io::Error) -> CacheError {
         let path = path.to_path_buf();
         match source.kind() {

@@ -1,8 +1,8 @@
-//! Owns `FileDigests`: the content digest of a large file, remembered by what the file system says about it.
+//! Owns `FileDigests`: content digests of large files, remembered as long as the file's metadata do not change.
 //!
-//! A file is taken to be unchanged while path, size, mtime, ctime and inode are. The ctime is there because a copy can
-//! keep size and mtime (`cp -p` over the same file); it costs one more hash after a chmod. Not noticed: a change that
-//! keeps all five, which needs the raw disk or a clock set back.
+//! A file counts as unchanged while its path, size, mtime, ctime and inode are unchanged. The ctime is compared because a copy
+//! can keep size and mtime (`cp -p` over the same file); the price is one more hash after a chmod. Not noticed: a change
+//! that keeps all five, which needs access to the raw disk or a clock set back.
 
 use std::fs::{self, File, Metadata, Permissions};
 use std::io;
@@ -20,11 +20,11 @@ use super::key::{self, Key};
 use crate::digest::Digest;
 use crate::files;
 
-/// Read and hashed at once: large enough for blake3 to use every core, small enough to stay in the last cache level.
+/// Bytes read and hashed at a time: large enough for blake3 to use every core, small enough for the last-level cache.
 const READ_BYTES: usize = 8 << 20;
-/// Of that, what one thread reads: one alone copies from the page cache more slowly than all hash.
+/// Bytes that one thread reads at a time: a single reader copies from the page cache more slowly than all cores hash.
 const PIECE_BYTES: usize = 1 << 20;
-/// No record is larger; anything else is not ours.
+/// Largest record; a larger file is not ours.
 const RECORD_BYTES_MAX: u64 = 64 << 10;
 /// The folder of a cache in which files are written before they get their name.
 pub(super) const TEMPORARY: &str = "tmp";
@@ -51,7 +51,7 @@ impl FileDigests {
         FileDigests { memory: Memory::open(root, "files", key) }
     }
 
-    /// blake3 of the content of `path`, from memory if the file is unchanged. A memory that cannot be written is not a
+    /// blake3 of the content of `path`; the remembered one if the file is unchanged. A record that cannot be written is not a
     /// failure: the next call reads the file again. A file that changes while it is read is an error.
     pub fn digest(&self, path: &Path) -> Result<FileDigest, CacheError> {
         let fault = |source| CacheError::io("read", path, source);
@@ -76,7 +76,7 @@ impl FileDigests {
 }
 
 /// blake3 of the first `bytes` bytes. Reads by position, so that a shared descriptor keeps its offset; ordinary reads
-/// rather than a mapping, because a mapped file that shrinks kills the process. `progress` hears each run of bytes.
+/// rather than a mapping, because a mapped file that shrinks kills the process. `progress` is called with each count of bytes.
 pub(super) fn hash_prefix(file: &File, bytes: u64, progress: &mut dyn FnMut(u64)) -> io::Result<Digest> {
     let mut buffer = vec![0u8; READ_BYTES.min(usize::try_from(bytes).unwrap_or(READ_BYTES))];
     let mut hasher = blake3::Hasher::new();
@@ -113,16 +113,16 @@ impl Identity {
         }
     }
 
-    /// Whether a later write would get another time stamp. Within one tick of the file system clock it would not, and
-    /// a remembered digest would then be a lie: kernel ticks are up to 10 ms, and file systems without a fraction of
-    /// a second tick every 1 s or 2 s.
+    /// Whether a later write would get another time stamp. Within one tick of the file system's clock it would get the same one,
+    /// and a remembered digest could be wrong. Kernel ticks take up to 10 ms; file systems that store whole seconds tick every
+    /// 1 s or 2 s.
     fn is_settled(&self, now: SystemTime) -> bool {
         let tick = if self.mtime.1 == 0 { Duration::from_secs(2) } else { Duration::from_millis(20) };
         let newest = self.mtime.max(self.ctime);
         let Ok(since_epoch) = u64::try_from(newest.0) else { return true };
         let newest =
             SystemTime::UNIX_EPOCH + Duration::new(since_epoch, u32::try_from(newest.1).unwrap_or(999_999_999));
-        // A stamp in the future never settles by this clock: such a file is read every time.
+        // A stamp in the future never settles, so such a file is read every time.
         now.duration_since(newest).is_ok_and(|age| age > tick)
     }
 
@@ -172,7 +172,7 @@ impl Memory {
         let _ = fs::remove_file(self.record(name).0);
     }
 
-    /// Every record: its path, and the name it speaks of if it is sound.
+    /// Every record: its path, and if it is sound the name of the file that it is about.
     pub fn records(&self) -> Vec<(PathBuf, Option<String>)> {
         let Ok(folder) = fs::read_dir(&self.folder) else { return Vec::new() };
         let records = folder.flatten().map(|record| {
@@ -198,7 +198,7 @@ pub(super) fn read_framed(path: &Path, key: Option<&Key>, kind: &str, name: &str
     String::from_utf8(text).ok()
 }
 
-/// Replaces a small file whole. Not synced: what these files say can be found out again.
+/// Replaces a small file as a whole. Not synced: the content of these files can be computed again.
 pub(super) fn replace(temporary: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut file = new_temporary(temporary)?;
     io::Write::write_all(&mut file, bytes)?;
@@ -210,7 +210,7 @@ pub(super) fn new_temporary(folder: &Path) -> io::Result<NamedTempFile> {
     fs::create_dir_all(folder)?;
     // Read-only for everyone, the owner too: nothing in a cache is edited in place. The descriptor still writes.
     let file = tempfile::Builder::new().permissions(Permissions::from_mode(0o444)).tempfile_in(folder)?;
-    // Without locks the collector keeps its hands off for an hour instead.
+    // Without locks, the collector keeps the file for an hour instead.
     let _ = file.as_file().lock();
     Ok(file)
 }
@@ -223,7 +223,7 @@ mod tests {
     fn settle(path: &Path) {
         let past = SystemTime::now() - Duration::from_secs(60);
         File::options().write(true).open(path).unwrap().set_times(FileTimes::new().set_modified(past)).unwrap();
-        // The ctime cannot be set: wait for it to leave its tick.
+        // The ctime cannot be set, so wait for the next tick.
         std::thread::sleep(Duration::from_millis(40));
     }
 

@@ -4,9 +4,9 @@
 //! <content>\n// monobloc v1 bytes=00000000000000041233 content=<64 hex> seal=<64 hex>\n
 //! ```
 //!
-//! With a key the seal is a keyed hash, which needs the key. It is a hash over what the file is (its kind and name), the length and the content digest. It stands after
-//! the content, so that content starts at offset 0: text stays readable, a cubin stays an ELF file, a pack can be
-//! mapped page-aligned, and a file that was cut anywhere has no seal. A sound file under the wrong name is refused too.
+//! The seal is a hash over the file's kind and name, its length and the content digest; with a key, a keyed hash. It stands
+//! after the content, so that content starts at offset 0: text stays readable, a cubin stays an ELF file, a pack can be
+//! mapped page-aligned, and a file that was cut anywhere has no seal. A sound file under the wrong name is refused, too.
 
 use std::fmt;
 
@@ -52,7 +52,7 @@ pub fn seal(key: Option<&Key>, kind: &str, name: &str, bytes: u64, content: &Dig
     let mut hasher = match key {
         None => blake3::Hasher::new_derive_key(SEAL_CONTEXT),
         Some(key) => {
-            // A key of this purpose alone, whatever else the secret is used for.
+            // Derived for seals alone, so that other uses of the secret do not share a key with them.
             let derived = blake3::Hasher::new_derive_key(SEAL_CONTEXT).update(key.bytes()).finalize();
             blake3::Hasher::new_keyed(derived.as_bytes())
         }
@@ -65,12 +65,12 @@ pub fn seal(key: Option<&Key>, kind: &str, name: &str, bytes: u64, content: &Dig
     format!("{HEAD}{bytes:020}{CONTENT}{content}{SEAL}{}\n", Digest::from(hasher.finalize()))
 }
 
-/// The content digest that a sealed line states, if the line is sound in every byte. Says nothing about the content.
+/// The content digest that a sealed line states, if every byte of the line is sound. The content is not checked.
 pub fn unseal(key: Option<&Key>, kind: &str, name: &str, bytes: u64, line: &[u8]) -> Result<Digest, Damage> {
     let start = HEAD.len() + 20 + CONTENT.len();
     let stated = line.get(start..start + 64).and_then(|hex| std::str::from_utf8(hex).ok());
     let content = stated.and_then(|hex| Digest::parse(hex).ok()).ok_or(Damage::Seal)?;
-    // One spelling: a sound line is the line we would write.
+    // There is one spelling: a sound line equals the line that we would write.
     if line == seal(key, kind, name, bytes, &content).as_bytes() { Ok(content) } else { Err(Damage::Seal) }
 }
 

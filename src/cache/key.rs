@@ -1,7 +1,7 @@
-//! Owns the key of a cache: a secret that seals entries, so that only its holders can make one that is used.
+//! Owns the key of a cache: a secret that seals entries, so that only holders of the key can make entries that are used.
 //!
-//! Without a key the seal of an entry shows damage alone, because every writer of the folder can seal an entry anew. With a
-//! key the seal is a keyed blake3. Sealed files then lie in folders named after the key (`schedule-v1-k1a2b3c4d`), so a
+//! Without a key, a seal detects damage but no forgery, because everyone who may write the folder can seal an entry anew. With
+//! a key, the seal is a keyed blake3. Sealed files are then in folders named after the key (`schedule-v1-k1a2b3c4d`), so a
 //! process with another key, or with none, neither reads nor disturbs them.
 
 use std::fmt;
@@ -10,10 +10,10 @@ use std::path::Path;
 use super::error::CacheError;
 use crate::files;
 
-/// A key is one short line.
+/// Largest key file that is read; a key is one short line.
 const FILE_BYTES_MAX: u64 = 4096;
 const ID_CONTEXT: &str = "monobloc cache key id v1";
-/// Hex digits of the id. It tells keys apart in names and messages; the seal does not rest on it.
+/// Hex digits of the id. It distinguishes keys in names and messages; the strength of the seal does not depend on it.
 const ID_DIGITS: usize = 8;
 
 /// 32 secret bytes.
@@ -23,7 +23,7 @@ pub struct Key {
     id: String,
 }
 
-/// The id alone: keys are not for logs.
+/// Prints the id alone: keys must not reach logs.
 impl fmt::Debug for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Key({})", self.id)
@@ -59,7 +59,7 @@ impl Key {
     }
 }
 
-/// What follows the name of a folder whose files are sealed with this key.
+/// The end of the name of a folder whose files are sealed with this key.
 pub(super) fn suffix(key: Option<&Key>) -> String {
     key.map(|key| format!("-k{}", key.id)).unwrap_or_default()
 }

@@ -1,9 +1,9 @@
 //! Owns exclusive locks on files that other processes may replace or remove.
 //!
-//! `flock` locks an open file, not a name, so a lock won on a file that has left its name protects nothing. Every lock
-//! here is checked after it was won, and tried again if the name has moved on. The kernel drops a lock when its holder
-//! dies. Locks are given back by `unlock`, not by closing alone: a child process holds a copy of every descriptor from
-//! its fork to its exec, and the lock would live on in it for that moment.
+//! `flock` locks an open file, not a name. If the file was removed or replaced meanwhile, its lock protects nothing. So every
+//! lock is checked after it was taken, and taken again if the name has another file. The kernel releases a lock when its
+//! holder dies. Locks are released by `unlock`, not by closing alone: from its fork to its exec, a child process holds a
+//! copy of every descriptor, and with it the lock.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io;
@@ -12,9 +12,9 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Between two tries; short enough that waiting costs nothing next to a build.
+/// Pause between two tries; short compared with a build.
 const PAUSE_MAX: Duration = Duration::from_millis(50);
-/// Between two calls of `on_wait`, after the first.
+/// Time between two calls of `on_wait`, after the first.
 const REPORT_EVERY: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
@@ -50,9 +50,9 @@ pub fn try_lock(file: File) -> Result<Locked, TryLockError> {
 
 /// How to wait for a lock that another process holds.
 pub enum Wait<'a> {
-    /// In the kernel, which wakes waiters at once: for locks held for milliseconds.
+    /// Waits in the kernel, which wakes waiters at once: for locks held for milliseconds.
     Silently,
-    /// Trying again and again, and telling how long it has been: for locks held while something is built.
+    /// Tries again and again, and reports how long it has waited: for locks held during a build.
     Telling(&'a mut dyn FnMut(Duration)),
 }
 
@@ -79,7 +79,7 @@ pub fn lock_path(
 fn lock_silently(file: &File) -> io::Result<()> {
     loop {
         match file.lock() {
-            // A signal came; its handler decides whether the process goes on.
+            // A signal arrived; its handler decides whether the process continues.
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             result => return result,
         }
@@ -114,16 +114,16 @@ pub fn is_at(file: &File, path: &Path) -> bool {
     }
 }
 
-/// A lock file of its own, removed when the lock is given back.
+/// A lock file that exists for its lock alone; it is removed when the lock is released.
 #[derive(Debug)]
 pub struct LockFile {
     path: PathBuf,
-    /// Unlocked after the removal, when this is dropped.
+    /// Dropped last, so that the lock is released after the removal.
     _file: Locked,
 }
 
 impl LockFile {
-    /// `on_wait` hears how long another process has held it: at once, then about every second.
+    /// `on_wait` is called with the time waited for another process: at once, then about every second.
     pub fn acquire(path: PathBuf, on_wait: &mut dyn FnMut(Duration)) -> Result<LockFile, LockError> {
         let file = lock_path(&path, open_lock_file, Wait::Telling(on_wait))?;
         Ok(LockFile { path, _file: file })
@@ -132,7 +132,7 @@ impl LockFile {
 
 impl Drop for LockFile {
     fn drop(&mut self) {
-        // A waiter that opened this file wins its lock next, sees that the name is gone, and starts over.
+        // A waiter that has this file open gets its lock next, sees that the name is gone, and starts again.
         let _ = fs::remove_file(&self.path);
     }
 }
@@ -147,7 +147,7 @@ pub fn open_lock_file(path: &Path) -> io::Result<File> {
     OpenOptions::new().create(true).truncate(false).write(true).open(path)
 }
 
-/// Who is writing a file, as far as its lock tells.
+/// Whether a process is writing a file, as far as its lock tells.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Holder {
     Free,
@@ -156,7 +156,7 @@ pub enum Holder {
     Unknown,
 }
 
-/// A file that was just created may not be locked yet, and looks free.
+/// Whether a process holds the lock. A file that was just created may not be locked yet, and looks free.
 pub fn holder(path: &Path) -> Holder {
     let Ok(file) = File::open(path) else { return Holder::Unknown };
     match try_lock(file) {

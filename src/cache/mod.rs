@@ -1,4 +1,4 @@
-//! Owns the content-addressed cache: what a stage made, under the key of what it was made from.
+//! Owns the content-addressed cache: results of stages, stored under a key of their inputs.
 //!
 //! ```text
 //! cache/                            CACHEDIR.TAG, .gitignore
@@ -9,19 +9,19 @@
 //!   tmp/  locks/  corrupt/          being written; being built; set aside
 //! ```
 //!
-//! What holds, whatever is killed, full, shared or damaged:
+//! These hold even if a process is killed, a disk is full, a folder is shared, or bytes are damaged:
 //! - An entry appears whole or not at all: temporary name in the same file system, fsync, rename that never replaces.
 //! - Every read is checked against the seal. A damaged entry is set aside in `corrupt/`, and is a miss.
 //!   Entries of [`LARGE_BYTES`] or more are hashed when they are first seen and after any change of their identity;
 //!   [`Cache::verify`] reads every byte.
-//! - A large entry of the shared folder is used directly from the share, once it was hashed, and copied here in the
-//!   background: only the end of the process waits for the copy. With a key it is copied first, and the copy is used.
-//! - With a [`Key`] the seal is one that only its holders can make, and what was sealed otherwise is a miss.
+//! - A large entry of the shared folder is hashed, then used directly from the share and copied here in the
+//!   background; only the end of the process waits for the copy. With a key it is copied first, and the copy is used.
+//! - With a [`Key`], only holders of the key can make a seal, and an entry with another seal is a miss.
 //! - Processes that want one entry build it once: a lock file per entry, released by the kernel when its holder dies.
 //!   A process waits only for the build of the entry that it wants.
 //!
 //! Not promised: that an entry survives a power cut (folders are not synced; a lost rename is a miss), nor that two
-//! builds of one key agree. The first to be published wins, and later ones are told its digest.
+//! builds of one key agree. The first to be published wins, and later ones get its digest.
 
 mod error;
 mod files;
@@ -59,10 +59,11 @@ pub struct Places {
 }
 
 impl Places {
-    /// Names the only three variables the cache reads.
+    /// Variable that names the folder of the cache. The cache reads these three variables and no others.
     pub const ROOT_VARIABLE: &'static str = "MONOBLOC_CACHE_DIR";
+    /// Variable that names the shared folder.
     pub const SHARED_VARIABLE: &'static str = "MONOBLOC_SHARED_CACHE";
-
+    /// Variable that names the file of the key.
     pub const KEY_VARIABLE: &'static str = "MONOBLOC_CACHE_KEY_FILE";
 
     /// `MONOBLOC_CACHE_DIR` in place of `default_root`, `MONOBLOC_SHARED_CACHE` as the folder to share, and the key of
@@ -80,7 +81,7 @@ impl Places {
 /// Something worth telling the user that is not a failure.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Note {
-    /// A damaged entry; it is a miss, and will be built again.
+    /// An entry is damaged. It is a miss, and will be built again.
     SetAside { stage: String, key: Digest, reason: String, moved_to: Option<PathBuf> },
     /// Another process builds the entry. Sent at once, then about every second.
     Waiting { stage: String, key: Digest, waited: Duration },
@@ -88,7 +89,7 @@ pub enum Note {
     NoLocks { path: PathBuf, reason: String },
     /// A key is in use, and the only entry there is was made without it.
     Unsigned { stage: String, key: Digest, path: PathBuf },
-    /// The shared folder could not be used; the build goes on without it.
+    /// The shared folder could not be used; the build continues without it.
     Shared { action: &'static str, reason: String },
 }
 
@@ -120,7 +121,7 @@ impl fmt::Display for Note {
     }
 }
 
-/// How an entry came about.
+/// Where an entry came from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
     /// It was there, here or in the shared folder.
@@ -136,14 +137,14 @@ pub struct Cache {
     store: Store,
     shared: Option<Store>,
     key_file: Option<PathBuf>,
-    /// Entries of which it was said that they have no seal of our key.
+    /// Entries without the seal of our key that were reported already.
     unsigned: Mutex<BTreeSet<PathBuf>>,
     note: Arc<dyn Fn(&Note) + Send + Sync>,
-    /// Large entries on their way from the shared folder, by stage and key.
+    /// Threads that copy large entries from the shared folder, by stage and key.
     copies: Mutex<BTreeMap<(String, Digest), JoinHandle<()>>>,
 }
 
-/// Waits for the copies, so that a process that ends well leaves them whole.
+/// Waits for the copies, so that a process that ends normally completes them.
 impl Drop for Cache {
     fn drop(&mut self) {
         let copies = std::mem::take(self.copies.get_mut().unwrap_or_else(PoisonError::into_inner));
@@ -154,13 +155,13 @@ impl Drop for Cache {
 }
 
 impl Cache {
-    /// Opens or creates the cache in `root`. A folder that cannot be written is fine until something must be stored.
+    /// Opens or creates the cache in `root`. A folder that cannot be written is an error only when something must be stored.
     pub fn open(root: impl Into<PathBuf>) -> Result<Cache, CacheError> {
         Cache::open_places(&Places { root: root.into(), shared: None, key_file: None }, |_| {})
     }
 
-    /// Opens both layers. `note` hears of damage, waiting and a shared folder that fails; it may be called from the
-    /// thread of any call below, and from threads of the cache's own.
+    /// Opens both folders. `note` is called on damage, waiting, and failures of the shared folder; it may be called by the thread
+    /// of any call below, and by the cache's own threads.
     pub fn open_places(places: &Places, note: impl Fn(&Note) + Send + Sync + 'static) -> Result<Cache, CacheError> {
         let Places { root, shared, key_file } = places;
         let key = key_file.as_deref().map(Key::read).transpose()?;
@@ -181,7 +182,7 @@ impl Cache {
         self.store.root()
     }
 
-    /// Where it lives, for another process that is to use the same.
+    /// The places of this cache, for another process that shall use the same ones.
     pub fn places(&self) -> Places {
         Places {
             root: self.root().to_path_buf(),
@@ -190,7 +191,7 @@ impl Cache {
         }
     }
 
-    /// The memory of large input files that lives in this cache.
+    /// The remembered digests of large input files, which are kept in this cache.
     pub fn file_digests(&self) -> FileDigests {
         FileDigests::open(self.store.root(), self.store.key())
     }
@@ -207,7 +208,7 @@ impl Cache {
         Ok(found)
     }
 
-    /// Says once of each entry that it is there without the seal of our key.
+    /// Reports once for each entry that it exists without the seal of our key.
     fn tell_unsigned(&self, stage: &str, key: &Digest) {
         let stores = [Some(&self.store), self.shared.as_ref()];
         let Some(path) = stores.into_iter().flatten().find_map(|store| store.unsigned(stage, key)) else { return };
@@ -216,7 +217,7 @@ impl Cache {
         }
     }
 
-    /// Writes the key text of an entry again if it was lost: an entry without one can be used and not explained. A folder that
+    /// Writes the key text of an entry again if it was lost: an entry without one can be used but not explained. A folder that
     /// cannot be written stays as it is.
     pub fn explain(&self, stage: &str, key: &Digest, why: &str) {
         let _ = self.store.mend_why(stage, key, why);
@@ -227,7 +228,7 @@ impl Cache {
         self.store.key()
     }
 
-    /// Forgets the entry under `key`, here and in the shared folder: the next who wants it builds it.
+    /// Removes the entry under `key`, here and in the shared folder; the next process that needs it builds it.
     pub fn remove(&self, stage: &str, key: &Digest) -> Result<(), CacheError> {
         if let Some(shared) = &self.shared
             && let Err(error) = shared.remove(stage, key)
@@ -237,15 +238,15 @@ impl Cache {
         self.store.remove(stage, key)
     }
 
-    /// Stores `bytes` and returns the digest of what the cache now holds under `key`. That is another digest than the
-    /// one of `bytes` only if the stage is not deterministic and someone else was first.
+    /// Stores `bytes` and returns the digest of what the cache now holds under `key`. It differs from that of `bytes` only if the
+    /// stage is not deterministic and another process stored its result first.
     pub fn put(&self, stage: &str, key: &Digest, why: &str, bytes: &[u8]) -> Result<Digest, CacheError> {
         let content = self.store.put(stage, key, why, bytes)?;
         self.write_through(stage, key, why);
         Ok(content)
     }
 
-    /// Like [`Cache::put`] for what does not fit in memory: `fill` writes the file, in any order.
+    /// Like [`Cache::put`] for content that does not fit in memory: `fill` writes the file, in any order.
     pub fn put_file<E: From<CacheError>>(
         &self,
         stage: &str,
@@ -276,7 +277,7 @@ impl Cache {
         })
     }
 
-    /// Like [`Cache::get_or_build`] for what does not fit in memory.
+    /// Like [`Cache::get_or_build`] for content that does not fit in memory.
     pub fn get_or_build_file<E: From<CacheError>>(
         &self,
         stage: &str,
@@ -330,8 +331,7 @@ impl Cache {
         }
     }
 
-    /// A hit in the shared folder, copied here: at once, or meanwhile if it is large. Whatever goes wrong there is a note
-    /// and a miss.
+    /// A hit in the shared folder, copied here: at once, or in the background if it is large. Any failure is a note and a miss.
     fn get_shared(&self, stage: &str, key: &Digest) -> Option<Entry> {
         let shared = self.shared.as_ref()?;
         let fault = |action, reason: String| (self.note)(&Note::Shared { action, reason });
@@ -358,7 +358,7 @@ impl Cache {
         match self.store.copy_in(stage, key, &why, &entry) {
             Ok(content) if content == entry.content() => self.get_own(stage, key).ok().flatten().or(Some(entry)),
             Ok(_) if large => {
-                // The copy has our seal around content that no holder of the key sealed.
+                // The copy has our seal, but its content was not sealed by a holder of the key.
                 let _ = self.store.remove(stage, key);
                 fault("copy an entry here", format!("`{}` changed while it was copied", entry.path().display()));
                 None
@@ -372,7 +372,7 @@ impl Cache {
         }
     }
 
-    /// Copies an entry of the shared folder here, in a thread of its own, unless one does so already.
+    /// Copies an entry of the shared folder here in the background, unless a thread does so already.
     fn copy_meanwhile(&self, shared: &Store, stage: &str, key: &Digest) {
         let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
         copies.entry((stage.to_string(), *key)).or_insert_with(|| {
@@ -422,8 +422,8 @@ impl Cache {
         self.store.gc(bytes_max, age_min)
     }
 
-    /// Reads every byte and names what is wrong; changes nothing, except that a large entry found damaged is no longer
-    /// remembered as good. `progress` hears (bytes read, bytes in all).
+    /// Reads every byte and reports all problems. Changes nothing, except that a large entry found damaged is no longer
+    /// remembered as good. `progress` is called with (bytes read, bytes in all).
     pub fn verify(&self, progress: &mut dyn FnMut(u64, u64)) -> Result<Vec<Problem>, CacheError> {
         self.store.verify(progress)
     }
@@ -432,7 +432,7 @@ impl Cache {
 #[cfg(test)]
 mod tests;
 
-/// Copies an entry from one folder to another. Where it is gone or damaged within this moment, there is nothing to copy.
+/// Copies an entry from one folder to another, unless it was removed or damaged since it was found.
 fn copy(from: &Store, to: &Store, stage: &str, key: &Digest, why: &str) -> Result<(), CacheError> {
     if let Found::Whole(entry) = from.find(stage, key)? {
         to.copy_in(stage, key, why, &entry)?;

@@ -17,21 +17,21 @@ use super::lock::{self, Holder, LockError, LockFile};
 use crate::digest::Digest;
 use crate::files;
 
-/// Entries of this many bytes or more are not hashed again while their identity is unchanged: 64 MiB take 20 to 40 ms
-/// to hash, a weight pack takes seconds, and a build with no work to do has 300 ms.
+/// Entries of this many bytes or more are not hashed again while their identity is unchanged. The reason: 64 MiB take 20 to
+/// 40 ms to hash, a weight pack takes seconds, and a build with no work to do shall take at most 300 ms.
 pub const LARGE_BYTES: u64 = 64 << 20;
 /// Version of the layout of an entry, in every bucket name: another version is another bucket.
 const BUCKET_VERSION: &str = "-v1";
-/// Key texts have tens of lines; a larger file is not one.
+/// Largest key text that is read; key texts have tens of lines.
 const WHY_BYTES_MAX: u64 = 16 << 20;
-/// Half an entry, or a temporary file whose lock says nothing, was left by a dead process when it is this old.
+/// At this age, half an entry, or a temporary file whose lock says nothing, counts as left by a dead process.
 const REMAINS_AGE: Duration = Duration::from_secs(3600);
 /// A temporary file is locked right after it was created; one that is still unlocked after this is a leftover.
 const UNLOCKED_AGE: Duration = Duration::from_secs(60);
 /// <https://bford.info/cachedir/>: backup programs skip a folder with this file.
 const CACHEDIR_TAG: &str = "Signature: 8a477f597d28d172789f06886806bc55\n\
                             # Everything here can be built again; deleting it costs time only.\n";
-/// The store ignores itself, whatever repository it stands in; a page about it may be tracked.
+/// Keeps the store out of the repository that it is in, except for a page about it.
 const GITIGNORE: &str = "*\n!README.md\n";
 
 /// What the cache holds under one key. The digest was checked when it was read.
@@ -46,7 +46,7 @@ pub struct Entry {
 #[derive(Debug)]
 enum Data {
     Memory(Vec<u8>),
-    /// Open, so that a collector may remove the name meanwhile.
+    /// An open file, so that a collector may remove the name meanwhile.
     File(File),
 }
 
@@ -124,11 +124,11 @@ pub(super) enum Found {
 pub(super) struct Damaged {
     pub path: PathBuf,
     pub reason: Damage,
-    /// Open, to tell it from a sound file that someone publishes at its name meanwhile.
+    /// Open, to distinguish it from a sound file that another process publishes at its name meanwhile.
     file: File,
 }
 
-/// Sizes, for people.
+/// Numbers and sizes of files, for people.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Stats {
     /// By stage, in name order.
@@ -174,9 +174,9 @@ pub enum ProblemKind {
     WhyMissing,
     /// A temporary file that no process is writing.
     Stray,
-    /// A name that the cache did not give.
+    /// A file name that the cache did not make.
     Unknown,
-    /// The disk refuses to read it.
+    /// The disk cannot read it.
     Unreadable(String),
 }
 
@@ -198,7 +198,7 @@ impl fmt::Display for Problem {
 #[derive(Debug, Clone)]
 pub(super) struct Store {
     root: PathBuf,
-    /// Seals everything; names end in its id.
+    /// The key of all seals; names of folders end in its id.
     key: Option<Key>,
     /// Identities of large entries whose every byte was hashed.
     verified: Memory,
@@ -211,7 +211,7 @@ impl Store {
             let path = root.join(name);
             match File::create_new(&path).and_then(|mut file| file.write_all(text.as_bytes())) {
                 Ok(()) => {}
-                // Already there; or a folder that we may only read, which is a fine cache until something is stored.
+                // It exists already; or this process may only read the folder, which suffices until something must be stored.
                 Err(error)
                     if matches!(
                         error.kind(),
@@ -232,7 +232,7 @@ impl Store {
         self.key.as_ref()
     }
 
-    /// The name of an entry, under which it is sealed, too.
+    /// The name of an entry; its seal covers the name, too.
     fn entry_name(&self, stage: &str, key: &Digest) -> String {
         entry_name(&key::suffix(self.key()), stage, key)
     }
@@ -252,13 +252,13 @@ impl Store {
         Entry { content, bytes: length, path: self.entry_path(stage, key), data: Data::Memory(bytes) }
     }
 
-    /// Looks an entry up and checks it. A hit stamps the key text with the time of use: not the entry, whose mtime is
-    /// part of what makes a large one known.
+    /// Looks an entry up and checks it. A hit sets the mtime of the key text to now, as the time of last use. Not that of the
+    /// entry, because the mtime is part of the identity by which a large entry is known.
     pub fn find(&self, stage: &str, key: &Digest) -> Result<Found, CacheError> {
         check_stage(stage)?;
         let found = self.read(&self.entry_name(stage, key), LARGE_BYTES, &mut |_| {})?;
         if matches!(found, Found::Whole(_)) {
-            // Fails on a read-only cache and on another user's file; then the order of use is the order of creation.
+            // Fails in a read-only cache and on another user's file; the order of use is then that of creation.
             let _ = files::open(&self.why_path(stage, key))
                 .map_err(io::Error::from)
                 .and_then(|file| file.set_times(FileTimes::new().set_modified(SystemTime::now())));
@@ -266,10 +266,10 @@ impl Store {
         Ok(found)
     }
 
-    /// Reads and checks the entry called `name`. From `trust_bytes` on, a remembered identity stands for the hash.
+    /// Reads and checks the entry called `name`. From `trust_bytes` on, a remembered identity replaces the hash.
     pub fn read(&self, name: &str, trust_bytes: u64, progress: &mut dyn FnMut(u64)) -> Result<Found, CacheError> {
         let path = self.root.join(name);
-        // Without waiting: a pipe at this name is damage, and its reader would block.
+        // Opened without blocking: a pipe at this name is damage, and opening it would block.
         let file = match File::options().read(true).custom_flags(libc::O_NONBLOCK).open(&path) {
             Ok(file) => file,
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Found::Missing),
@@ -285,18 +285,18 @@ impl Store {
         }
     }
 
-    /// Moves a damaged file into `corrupt/`; returns where to. If it cannot be moved it stays, and every read refuses
-    /// it again.
+    /// Moves a damaged file into `corrupt/`, and returns its new path. If it cannot be moved it stays, and every read refuses it
+    /// again.
     pub fn set_aside(&self, stage: &str, key: &Digest, damaged: &Damaged) -> Option<PathBuf> {
         self.verified.forget(self.entry_name(stage, key).as_bytes());
-        // Someone may have set it aside and built it again since it was read.
+        // Another process may have set it aside and built it again since it was read.
         if !lock::is_at(&damaged.file, &damaged.path) {
             return None;
         }
         self.move_aside(&damaged.path, &format!("{stage}-{}", key.short())).ok()
     }
 
-    /// Moves a file or folder into `corrupt/`, where the collector finds it; returns where to.
+    /// Moves a file or folder into `corrupt/`, where the collector finds it, and returns its new path.
     fn move_aside(&self, path: &Path, called: &str) -> io::Result<PathBuf> {
         let folder = self.root.join("corrupt");
         fs::create_dir_all(&folder)?;
@@ -306,8 +306,8 @@ impl Store {
         Ok(to)
     }
 
-    /// Replaces a small file whole. A folder at its name, or a file at the name of its folder, is moved aside: the cache did not
-    /// make it, and a build must not fail because of it.
+    /// Replaces a small file as a whole. A folder at its name, or a file at the name of its folder, is moved aside: the cache did
+    /// not make it, and a build must not fail because of it.
     fn replace(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
         if let Some(folder) = path.parent()
             && let Err(error) = fs::create_dir_all(folder)
@@ -366,7 +366,7 @@ impl Store {
         file.seek(SeekFrom::Start(bytes)).and_then(|_| file.write_all(line.as_bytes())).map_err(fault)?;
         file.as_file().sync_data().map_err(fault)?;
 
-        // The key text first: an entry that can be seen can be explained.
+        // The key text first, so that every visible entry can be explained.
         let why_path = self.why_path(stage, key);
         if let Some(bucket) = path.parent() {
             fs::create_dir_all(bucket).map_err(|source| CacheError::io("create", bucket, source))?;
@@ -374,7 +374,7 @@ impl Store {
         let framed_why = frame::wrap(self.key(), "why", &format!("{name}.why"), why.as_bytes());
         self.replace(&why_path, &framed_why).map_err(|source| CacheError::io("write", &why_path, source))?;
 
-        // A second try follows a damaged entry that was set aside; a third, one that came back at once.
+        // The second try is for a damaged entry that was set aside, the third for a damaged one that was published again at once.
         for _ in 0..3 {
             let error = match file.persist_noclobber(&path) {
                 Ok(published) => {
@@ -420,7 +420,7 @@ impl Store {
         }
     }
 
-    /// Takes the right to build one entry.
+    /// Takes the lock to build one entry.
     pub fn lock_entry(
         &self,
         stage: &str,
@@ -553,7 +553,7 @@ impl Store {
             let old = metadata.modified().is_ok_and(|stamp| age(stamp) >= age_min);
             report.remains_removed += u64::from(old && fs::remove_file(&path).is_ok());
         }
-        // Folders that were moved there; one that still holds something stays.
+        // Removes folders that were moved there, except those that are not empty.
         for folder in fs::read_dir(self.root.join("corrupt")).into_iter().flatten().flatten() {
             if folder.file_type().is_ok_and(|kind| kind.is_dir()) {
                 remove_empty(&folder.path());
@@ -563,7 +563,7 @@ impl Store {
             report.remains_removed += u64::from(path != lock_path && lock::remove_if_free(&path));
         }
 
-        // Oldest use first. All versions of the layout take part, so that an old one does not stay for ever.
+        // Oldest use first. All versions of the layout are collected, so that an old one does not stay for ever.
         let mut entries: BTreeMap<PathBuf, (SystemTime, u64, Vec<PathBuf>)> = BTreeMap::new();
         for (path, metadata) in self.walk(&self.root)? {
             let in_bucket = path.strip_prefix(&self.root).ok().filter(|name| name.iter().count() == 3);
@@ -575,7 +575,7 @@ impl Store {
             let entry = entries.entry(path.with_extension("")).or_insert((stamp, 0, Vec::new()));
             entry.0 = entry.0.max(stamp);
             entry.1 += metadata.len();
-            // The entry sorts before its key text and is removed first: what can be seen can be explained.
+            // The entry sorts before its key text and is removed first, so that every visible entry can be explained.
             entry.2.push(path);
         }
         let mut by_use: Vec<_> = entries.into_iter().collect();
@@ -602,7 +602,7 @@ impl Store {
         Ok(Some(report))
     }
 
-    /// Drops what is remembered about files that no longer exist.
+    /// Removes records about files that no longer exist.
     fn forget_gone(&self, report: &mut GcReport) {
         for memory in [Memory::open(&self.root, "files", self.key()), self.verified.clone()] {
             for (record, name) in memory.records() {
@@ -659,7 +659,7 @@ impl Store {
                     Ok(Found::Missing) => None,
                     Ok(Found::Whole(_)) => {
                         let why = self.root.join(format!("{name}.why"));
-                        // Both gone by now: collected meanwhile.
+                        // If both are gone by now, another process collected them.
                         (!why.is_file() && path.exists()).then_some(ProblemKind::WhyMissing)
                     }
                     Ok(Found::Damaged(damaged)) => {
@@ -669,7 +669,7 @@ impl Store {
                     Err(error) => Some(ProblemKind::Unreadable(error.to_string())),
                 }
             }
-            // Buckets of another version, and whatever another key sealed, are not ours to judge.
+            // Buckets of another version or another key are not checked.
             [bucket, ..] if is_bucket(bucket) => None,
             [top, ..] if foreign(top) => None,
             _ => Some(ProblemKind::Unknown),
@@ -689,7 +689,7 @@ impl From<io::Error> for ReadFault {
     }
 }
 
-/// Content digest, length, and the content itself where it is small enough to be held.
+/// Content digest, length, and the content itself if it is small enough to be held in memory.
 fn read_checked(
     file: &File,
     key: Option<&Key>,
@@ -707,7 +707,7 @@ fn read_checked(
     };
     if bytes < LARGE_BYTES {
         let mut framed = Vec::with_capacity(usize::try_from(metadata.len()).unwrap_or(0));
-        // Bounded: the file may grow while it is read.
+        // Bounded, because the file may grow while it is read.
         file.take(LARGE_BYTES + SEAL_BYTES as u64).read_to_end(&mut framed)?;
         let (content, digest) = frame::unwrap(key, "entry", name, framed).map_err(ReadFault::Damage)?;
         return Ok((digest, content.len() as u64, Some(content)));
@@ -763,7 +763,7 @@ fn is_bucket(name: &str) -> bool {
     version.is_some_and(|version| !version.is_empty() && version.bytes().all(|digit| digit.is_ascii_digit()))
 }
 
-/// A stage names a folder.
+/// Checks that a stage's name can name a folder.
 fn check_stage(stage: &str) -> Result<(), CacheError> {
     let sound = |c: u8| c.is_ascii_lowercase() || c.is_ascii_digit() || c == b'-' || c == b'_';
     if !stage.is_empty() && stage.len() <= 64 && stage.bytes().all(sound) {

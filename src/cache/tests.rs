@@ -1,4 +1,4 @@
-//! What users of a cache see, and what other processes, kills, full disks and damaged bytes can do to it.
+//! Tests what users of a cache see, also with several processes, kills, full disks and damaged bytes.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, FileTimes, OpenOptions, Permissions};
@@ -23,7 +23,7 @@ fn key_of(number: u32) -> Digest {
     Digest::of(&number.to_le_bytes())
 }
 
-/// Differs from key to key, and is longer for some than one block of the file system.
+/// Content that differs by key; for some keys it is longer than a block of the file system.
 fn content_of(number: u32) -> Vec<u8> {
     number.to_le_bytes().repeat(1 + (number as usize % 5) * 3000)
 }
@@ -40,7 +40,7 @@ fn local(root: &Path) -> Places {
     Places { root: root.to_path_buf(), shared: None, key_file: None }
 }
 
-/// Entries are read-only: what damages one on purpose has to insist.
+/// Damages an entry on purpose; entries are read-only, so permissions change first.
 fn damage(path: &Path, change: impl FnOnce(&File)) {
     fs::set_permissions(path, Permissions::from_mode(0o644)).unwrap();
     change(&OpenOptions::new().read(true).write(true).open(path).unwrap());
@@ -135,7 +135,7 @@ fn a_flipped_bit_or_a_cut_anywhere_is_set_aside_and_built_again() {
     let path = folder.path().join(entry_name("", "program", &key_of(2)));
     build(&cache, 2);
     let whole = fs::read(&path).unwrap();
-    // All of the sealed line, and a sample of the content.
+    // Every byte of the sealed line, and a sample of the content.
     let content = content_of(2).len();
     let places = (0..content).step_by(997).chain(content..whole.len());
     for at in places {
@@ -201,7 +201,7 @@ fn a_lost_key_text_is_mended_or_its_entry_collected() {
     assert_eq!(cache.why("program", &key_of(2)).as_deref(), Some("n = 1\n"));
     let problems = cache.verify(&mut |_, _| {}).unwrap();
     assert_eq!(problems, [Problem { path: entry(3), kind: ProblemKind::WhyMissing }]);
-    // No build uses the third again: there is room for it, and it goes all the same once it is not young any more.
+    // No build uses the third again. It is removed once it is old enough, although there is room for it.
     assert_eq!(cache.gc(1 << 30, Duration::from_secs(100)).unwrap().unwrap().entries_removed, 0);
     age(&entry(3), 1000);
     assert_eq!(cache.gc(1 << 30, Duration::from_secs(100)).unwrap().unwrap().entries_removed, 1);
@@ -356,7 +356,7 @@ fn a_shared_folder_serves_a_second_machine_and_is_never_required() {
     assert_eq!(there.why("program", &key_of(1)).as_deref(), Some("n = 1\n"));
     let large = there.get("pack", &key_of(9)).unwrap().unwrap();
     assert_eq!(large.len(), LARGE_BYTES + 1);
-    assert!(large.path().starts_with(&shared), "what is large is used where it lies");
+    assert!(large.path().starts_with(&shared), "a large entry is used directly from the share");
     drop(there);
     assert_eq!(*notes.lock().unwrap(), []);
     fs::rename(&shared, folder.path().join("gone")).unwrap();
@@ -367,7 +367,7 @@ fn a_shared_folder_serves_a_second_machine_and_is_never_required() {
     fs::remove_dir_all(&shared).unwrap();
     fs::rename(folder.path().join("gone"), &shared).unwrap();
 
-    // Damaged there: refused, and built here.
+    // An entry that is damaged in the share is refused, and built here.
     let (here, _) = noted(&places("here"));
     assert_eq!(build(&here, 2).1, Outcome::Built);
     flip(&shared.join(entry_name("", "program", &key_of(2))), 3);
@@ -376,7 +376,7 @@ fn a_shared_folder_serves_a_second_machine_and_is_never_required() {
     let (third, _) = noted(&places("third"));
     assert_eq!(build(&third, 2).1, Outcome::Cached, "written there again");
 
-    // Not a folder: a warning, and work goes on.
+    // A share that is no folder gives a warning, and work continues.
     let file = folder.path().join("file");
     fs::write(&file, b"").unwrap();
     let (alone, notes) = noted(&Places { root: folder.path().join("alone"), shared: Some(file), key_file: None });
@@ -477,7 +477,7 @@ fn child_process() {
                 };
                 let (entry, _) = cache.get_or_build("race", &key_of(number), "n = 1\n", built).unwrap();
                 assert_eq!(entry.into_bytes().unwrap(), content_of(number));
-                // Everybody also publishes one key without asking, and damages nothing by it.
+                // Every process also publishes one key without a lock, which damages nothing.
                 cache.put("free", &key_of(number), "", &content_of(number)).unwrap();
             }
         }
@@ -510,7 +510,7 @@ fn child_process() {
             assert!(fault.tier == Tier::Environment && fault.to_string().contains("not allowed"), "{fault}");
             let error = cache.put("program", &key_of(2), "", b"x").unwrap_err();
             assert!(matches!(error, CacheError::Denied { .. }), "{error}");
-            // A damaged entry cannot be moved away, and is refused all the same.
+            // A damaged entry that cannot be moved away is still refused.
             assert!(cache.get("program", &key_of(3)).unwrap().is_none());
             no_new_folder(&root);
         }
@@ -530,7 +530,7 @@ fn eight_processes_build_each_entry_once() {
     let root = folder.path().join("cache");
     fs::write(folder.path().join("built.log"), b"").unwrap();
     fs::create_dir(&root).unwrap();
-    // Two start at each place: they meet at once; the others meet them on the way.
+    // Two processes start at each entry, so they meet at once; the others meet them later.
     let children: Vec<Child> = (0..8).map(|n| child(&root, &format!("race {}", n / 2 * 6)).spawn().unwrap()).collect();
     children.into_iter().for_each(finish);
 
@@ -606,7 +606,7 @@ fn a_read_only_cache_serves_what_it_has() {
         || walkdir::WalkDir::new(folder.path()).into_iter().flatten().filter(|item| item.file_type().is_dir());
     let mode =
         |mode| folders().for_each(|item| fs::set_permissions(item.path(), Permissions::from_mode(mode)).unwrap());
-    // Permissions bind everyone but root, so root lends the child another user, and a binary that user can reach.
+    // Permissions do not bind root. So as root, the child runs as another user, with a binary that this user can reach.
     let mut reader = child(&root, "read-only");
     if fs::metadata(folder.path()).unwrap().uid() == 0 {
         let binary = folder.path().join("tests");

@@ -266,18 +266,18 @@ pub struct Serve {
     /// Name that clients call the model by [default: the manifest's]
     #[arg(long, value_name = "NAME")]
     pub served_model_name: Option<String>,
-    /// Requests that run at a time [default: the manifest's `sequences_max`, else 8]
+    /// Maximum number of requests that run at the same time [default: the manifest's `sequences_max`, else 8]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub max_batch: Option<u32>,
-    /// Requests that wait at a time; the next one is refused with status 429
+    /// Maximum number of requests that wait; further ones are refused with status 429
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub max_waiting: u32,
-    /// Prompt tokens of a step in which others decode: more of them read prompts faster and delay the others [default: the
-    /// manifest's `chunk_max`, else 8; on a GPU 512, read in launches of their own]
+    /// Prompt tokens of a step in which other requests decode: more tokens read prompts faster, and delay the other requests
+    /// [default: the manifest's `chunk_max`, else 8; on a GPU 512, read in launches of their own]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub max_chunk: Option<u32>,
-    /// Steps of a launch on a GPU: more is faster, and lets new requests wait longer. With 1, no launch is queued while another
-    /// one runs. The target `cpu` has one
+    /// Steps of a launch on a GPU: more steps are faster, but new requests wait longer. With 1, no launch is queued while another
+    /// one runs. A launch on the target `cpu` always has one step
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub max_steps: u32,
     /// Tokens that the cache holds for all requests together [default: the manifest's `cache_pages`, else four contexts; on a GPU
@@ -316,10 +316,10 @@ Examples:
 pub struct Generate {
     /// Manifest whose model is run, or the folder of an export
     pub manifest: PathBuf,
-    /// Text to continue, with the tokens that begin a text as the tokenizer adds them; `-` reads stdin
+    /// Text to continue, after the tokens that the tokenizer puts before a text; `-` reads stdin
     #[arg(long, value_name = "TEXT", group = "input", allow_hyphen_values = true)]
     pub prompt: Option<String>,
-    /// File of the text to continue
+    /// File with the text to continue
     #[arg(long, value_name = "FILE", group = "input")]
     pub prompt_file: Option<PathBuf>,
     /// Message to answer, put into the checkpoint's chat template; `-` reads stdin
@@ -533,7 +533,7 @@ pub struct Export {
     /// Target to export; repeat it for several [default: every target of the manifest]
     #[arg(long, value_name = "NAME")]
     pub target: Vec<String>,
-    /// Requests that a server of the export runs at a time, at most [default: the manifest's `sequences_max`, else 8]
+    /// Maximum number of requests that a server of the export runs at the same time [default: the manifest's `sequences_max`, else 8]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub max_batch: Option<u32>,
     /// Tokens that the cache of a server of the export holds for all requests together [default: the manifest's `cache_pages`, else
@@ -552,9 +552,9 @@ pub struct Export {
 /// [steps] (the difference of its logit to the second largest one).
 ///
 /// In fp32, no logit may differ by more than 3e-4, and the greedy tokens have to be equal. If anything is bf16, the
-/// norm of all differences divided by the norm of all logits may be 1.5 times that of `logits_bf16`, or 0.04 without
-/// it. Greedy tokens then have to be equal up to the first one whose margin is below twice the largest difference. Exit
-/// code 1: they differ.
+/// norm of all differences divided by the norm of all logits may be at most 1.5 times that of `logits_bf16`, or 0.04
+/// without it. Greedy tokens then have to be equal up to the first one whose margin is below twice the largest
+/// difference. Exit code 1: they differ.
 #[derive(Debug, Args)]
 #[command(
     verbatim_doc_comment,
@@ -587,9 +587,9 @@ pub struct Compare {
 /// Time a manifest's kernel, alone and in turns with baselines
 ///
 /// Builds and checks the kernel first: a kernel with wrong numbers gets no figure. Whole launches are timed, on a
-/// device by events around each. A baseline and the kernel run in turns, A B B A. Its ratio is the median over rounds
-/// with a 95 % bootstrap interval: 1.5x means that the baseline takes 1.5 times as long. A time below what the bytes of
-/// a step need is withheld.
+/// device by events around each. A baseline and the kernel run in turns, A B B A. A baseline's ratio is the median over
+/// rounds with a 95 % bootstrap interval: 1.5x means that the baseline takes 1.5 times as long. A time in which the
+/// device cannot read the bytes of a step is withheld.
 ///
 /// A baseline is `torch` (PyTorch's decode step at the shapes of the manifest's config, run by `python3`), a schedule
 /// FILE.mkir for the same model, or the command line of a program; docs/bench.md has its protocol.
@@ -615,7 +615,7 @@ pub struct Bench {
     /// Positions at which launches begin [default: the manifest's `time_positions`]
     #[arg(long, value_name = "N,N", value_parser = parse_ids)]
     pub position: Option<Ids>,
-    /// Time steps of several rows: for each number, as many sequences decoded together
+    /// Time steps of several rows; each number is a count of sequences that are decoded together
     #[arg(long, value_name = "N,N", value_parser = parse_ids, conflicts_with = "serve")]
     pub rows: Option<Ids>,
     /// Time prompts of these lengths, in tokens, read in chunks
@@ -807,7 +807,7 @@ Examples:
 A machine without CUDA is healthy: the `cpu` target needs nothing. Exit code 1 means that the cache or the trials cannot
 be used.")]
 pub struct Doctor {
-    /// Also test on every device what kernels rely on; about a second each
+    /// Also test every device for the hardware behaviour that kernels rely on; about a second each
     #[arg(long)]
     pub device: bool,
     /// Print one JSON object
@@ -837,7 +837,7 @@ pub enum CacheAction {
     },
     /// Remove the least recently used entries until the cache is below a size; safe while builds run
     Gc {
-        /// Size to come below; K, M, G and T are powers of 1024
+        /// Size that the cache may have afterwards; K, M, G and T are powers of 1024
         #[arg(long, value_name = "SIZE", default_value = "10G", value_parser = parse_bytes)]
         max_size: u64,
         /// Keep what was used within this time: s, m, h, d or w
@@ -909,7 +909,7 @@ pub enum FlywheelAction {
         /// Only trials with this verdict
         #[arg(long, value_name = "VERDICT", value_parser = PossibleValuesParser::new(Verdict::NAMES))]
         verdict: Option<String>,
-        /// As a corpus for others: devices by number, ratios to the default, six digits, and no digest that nothing reads
+        /// Write a corpus for other users: devices by number, ratios to the default, figures of six digits, and only digests that are read
         #[arg(long)]
         share: bool,
         /// File to write instead of stdout; compressed if its name ends in `.csv.zst`
@@ -921,10 +921,10 @@ pub enum FlywheelAction {
     },
     /// Print how well predictions rank measured trials: those of the cost model, and with `--held-out` those of learned models
     Rank {
-        /// Manifests whose campaigns the cost model of today ranks as well; the rows have what it said when they were made
+        /// Also rank the campaigns of these manifests with today's cost model; rows hold the predictions of the time when they were made
         #[arg(value_name = "MANIFEST")]
         manifests: Vec<PathBuf>,
-        /// Hold every campaign out in turn, and say how well models that learned from the others rank it; takes seconds
+        /// Also test learned models: each campaign is ranked by models that are trained on all others; takes seconds
         #[arg(long)]
         held_out: bool,
         /// Print one JSON object
@@ -936,7 +936,7 @@ pub enum FlywheelAction {
         /// Files of trials: campaigns of one model with several seeds, with and without a corpus
         #[arg(required = true, value_name = "FILE")]
         inputs: Vec<PathBuf>,
-        /// Files of the campaigns with a corpus; those of the others had none [default: a campaign had one if it tried a warm start]
+        /// Files of the campaigns that had a corpus; all others had none [default: a campaign had one if it tried a warm start]
         #[arg(long, value_name = "FILE", num_args = 1..)]
         warm: Vec<PathBuf>,
         /// Folder for a plot of each model
@@ -946,7 +946,7 @@ pub enum FlywheelAction {
         #[arg(long)]
         json: bool,
     },
-    /// Append rows of other files that the file of `--trials` lacks
+    /// Append the rows of other files that the file of `--trials` does not have
     Merge {
         /// Files to take rows from
         #[arg(required = true, value_name = "FILE")]
@@ -1069,7 +1069,7 @@ Examples:
   while monobloc next mine.toml; do monobloc tune mine.toml --minutes 10; done"
 )]
 pub struct Next {
-    /// Manifest whose search would go on
+    /// Manifest whose search might continue
     pub manifest: PathBuf,
     /// Target to ask for [default: the manifest's first]
     #[arg(long, value_name = "NAME")]

@@ -1,4 +1,4 @@
-//! Owns `bench`: what was found, as a table that grows line by line, or as one JSON object.
+//! Owns `bench`: prints what was measured, as a table that grows line by line, or as one JSON object.
 
 use std::io::BufRead;
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ use crate::pipeline::bench::{self, Baseline, Compared, Found, Own, Request, Subj
 use crate::pipeline::device_rows::{self, FoundOfRows, RowsTimed, Took};
 use crate::target::Target;
 
-/// Fewer rounds than this have no interval worth the name.
+/// With fewer rounds a bootstrap interval means nothing.
 const ROUNDS_MIN: usize = 3;
 
 pub fn bench(session: &Session, asked: &Bench) -> Result<Outcome, Fault> {
@@ -67,7 +67,7 @@ pub fn bench(session: &Session, asked: &Bench) -> Result<Outcome, Fault> {
     Ok(if whole { Outcome::Done } else { Outcome::No })
 }
 
-/// Steps of several rows, and prompts in chunks: a line for each.
+/// Times steps of several rows and prompts in chunks; prints a line for each.
 fn bench_rows(session: &Session, asked: &Bench, manifest: &Manifest, target: &Target) -> Result<Outcome, Fault> {
     let workspace = session.workspace(if asked.json { Talk::Nothing } else { Talk::Work })?;
     let numbers = |asked: &Option<Ids>| asked.as_ref().map_or(vec![], |ids| ids.0.clone());
@@ -88,7 +88,7 @@ fn bench_rows(session: &Session, asked: &Bench, manifest: &Manifest, target: &Ta
         all["alike"] = json!([]);
     }
     let mut whole = true;
-    // The list that the last of our own figures is in.
+    // The list that has the last figure of our own kernel.
     let mut list = "rows";
     let asked_rows = device_rows::Asked { rows: &rows, prompts: &prompts, chunks: &chunks };
     device_rows::bench_rows(&workspace, manifest, target, asked_rows, &request, &mut |found| {
@@ -195,7 +195,7 @@ fn baseline(word: &str) -> Baseline {
     }
 }
 
-/// Ascending, each once, each with room for a launch: as the manifest's own.
+/// The asked positions under the rules of the manifest's own: ascending, each once, each with room for a launch.
 fn positions_of(manifest: &Manifest, asked: &[u32]) -> Result<Vec<u32>, Fault> {
     let decode = &manifest.decode;
     let last = decode.context_max - decode.steps_per_launch;

@@ -42,7 +42,7 @@ pub fn build(session: &Session, asked: &Build) -> Result<Outcome, Fault> {
 }
 
 enum Built {
-    /// As JSON has it.
+    /// The manifest was built; what was done, as JSON.
     Done(Value),
     Interrupted,
 }
@@ -200,7 +200,7 @@ fn print_explained(session: &Session, explained: &[Explained]) -> Result<(), Fau
     let mut target = None;
     for e in explained {
         if target != Some(&e.target) {
-            // The import is of no target.
+            // The import belongs to no target.
             let heading = if e.target.is_empty() { "every target" } else { &e.target };
             session.terminal.print(&format!("{heading}\n"))?;
             target = Some(&e.target);

@@ -12,7 +12,7 @@ pub const SCHEME: &str = "builtin:";
 pub const NAMES: [&str; 1] = ["tinystories"];
 
 const MANIFEST: &str = include_str!("../../manifests/tinystories.toml");
-/// The path in the repository's manifest, which an installed binary does not have.
+/// The source in the repository's manifest: a path that an installed binary does not have.
 const MANIFEST_SOURCE: &str = "path:../tests/fixtures/tinystories-llama";
 
 macro_rules! files {
@@ -29,7 +29,7 @@ pub fn manifest(name: &Path) -> Option<String> {
     (name == Path::new(NAMES[0])).then(|| MANIFEST.replace(MANIFEST_SOURCE, &format!("{SCHEME}{}", NAMES[0])))
 }
 
-/// The folder of a built-in checkpoint below `root`, written where it is not there or not whole.
+/// The folder of a built-in checkpoint below `root`. Files that are missing or not whole are written.
 ///
 /// # Errors
 /// An unknown name, or a folder that cannot be written.

@@ -10,12 +10,12 @@ use crate::cache::{GcReport, Problem, ProblemKind, StageStats, Stats};
 use crate::error::Fault;
 use crate::report::Report;
 
-/// Less than this is read before a bar could be seen.
+/// A cache with fewer bytes is read before a user could see a progress bar.
 const PROGRESS_BYTES_MIN: u64 = 1 << 30;
 
 pub fn cache(session: &Session, asked: &Cache) -> Result<Outcome, Fault> {
     let (terminal, root) = (&session.terminal, &session.places.root);
-    // Opening creates the folder; a cache that does not exist means a mistyped name.
+    // Opening would create the folder, but a cache that does not exist is most likely a mistyped name.
     if !root.is_dir() {
         return Err(Fault::input(format!("there is no cache at `{}`", root.display()))
             .with_remedy("name it with `--cache`; the first build makes it"));
@@ -77,7 +77,7 @@ fn verify(session: &Session, cache: &crate::cache::Cache, json: bool) -> Result<
         }
     })?;
     drop(progress);
-    // Leftovers of a killed process are never trusted, so they are no damage.
+    // Leftovers of a killed process are never read as entries, so they are no damage.
     let (strays, problems): (Vec<Problem>, Vec<Problem>) =
         found.into_iter().partition(|problem| problem.kind == ProblemKind::Stray);
     let entries: u64 = cache.stats()?.stages.iter().map(|stage| stage.entries).sum();

@@ -1,4 +1,4 @@
-//! Owns `calibrate`: a record with the figures of the device that is here.
+//! Owns `calibrate`: prints or writes a target record with figures measured on a device of this machine.
 
 use std::path::Path;
 

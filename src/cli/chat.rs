@@ -25,9 +25,9 @@ use crate::pipeline::{Runner, Tokens};
 use crate::sample::Request;
 use crate::tokenizer::Message;
 
-/// A longer line is no message.
+/// Longest line that is read as a message.
 const LINE_BYTES_MAX: u64 = 64 << 20;
-/// Length of the history.
+/// Lines that the editor's history keeps.
 const HISTORY_LINES_MAX: usize = 1000;
 
 const HELP: &str = "\
@@ -85,7 +85,7 @@ pub fn chat(session: &Session, asked: &Chat) -> Result<Outcome, Fault> {
     Ok(Outcome::Done)
 }
 
-/// A model, and what was said so far.
+/// A model, and the messages so far.
 struct Conversation<'a> {
     session: &'a Session,
     manifest: &'a Manifest,
@@ -128,7 +128,7 @@ impl Conversation<'_> {
             Ok(answer) => self.messages.push(Message::new("assistant", answer)),
             Err(fault) => {
                 self.messages.pop();
-                // A question that the process of the tokenizer could not answer has ended it.
+                // The tokenizer's process ends if it cannot answer; start another one.
                 self.words = text_tokenizer(self.manifest)?;
                 return Err(fault);
             }
@@ -144,9 +144,8 @@ impl Conversation<'_> {
         let context_max = manifest.decode.context_max as usize;
         if prompt.len() > context_max {
             let message = format!("the conversation has {}, and `context_max` is {context_max}", tokens(prompt.len()));
-            return Err(
-                Fault::input(message).with_remedy("/reset begins anew; a manifest may have a larger `context_max`")
-            );
+            return Err(Fault::input(message)
+                .with_remedy("/reset begins a new conversation; a manifest may have a larger `context_max`"));
         }
         let mut printer = Printer::new(session, Form::Text, Some(words), true)?;
         runner.make_ready(&prompt, 0)?;
@@ -214,7 +213,7 @@ impl Conversation<'_> {
 
 /// Where lines come from.
 enum Lines {
-    /// A person, with an editor and what was typed in earlier chats.
+    /// A terminal: a line editor with the history of earlier chats.
     Editor {
         editor: Box<Editor<(), FileHistory>>,
         history: Option<PathBuf>,
@@ -223,7 +222,7 @@ enum Lines {
 }
 
 impl Lines {
-    /// An editor if a person types and reads. Without one, or where a terminal cannot be driven, lines of stdin as they are.
+    /// An editor if a person types and reads. Otherwise, or if the terminal cannot have an editor, plain lines of stdin.
     fn open(is_read_by_a_person: bool) -> Lines {
         if !io::stdin().is_terminal() || !is_read_by_a_person {
             return Lines::Stdin;

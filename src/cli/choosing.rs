@@ -1,4 +1,4 @@
-//! Owns the options that say how tokens are chosen: from the command line to the settings of a request.
+//! Owns the options that say how tokens are chosen: turns them into the settings of a request.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use crate::manifest::Manifest;
 use crate::sample::{Penalties, RequestSettings, SampleSettings};
 use crate::target::{Target, TargetKind};
 
-/// The settings of a request, with ranges checked, so that a wrong one is known before a model is built.
+/// The settings of a request. Ranges are checked here, so that a wrong value is reported before a model is built.
 ///
 /// # Errors
 /// A number out of its range, an id with two biases.
@@ -47,7 +47,7 @@ pub fn settings(asked: &Choosing) -> Result<RequestSettings, Fault> {
     Ok(settings)
 }
 
-/// Refuses settings that the kernels of a target do not have. With `batch_invariant` the host chooses where they do not.
+/// Refuses settings that the kernels of a target do not support. With `batch_invariant` the host supports them instead.
 ///
 /// # Errors
 /// Such a setting, on a target that is not a CPU.

@@ -14,7 +14,7 @@ use crate::error::Fault;
 use crate::flywheel::Corpus;
 use crate::target::Target;
 
-/// What was found about one part: words for people, the same for programs, and whether it is a fault.
+/// The finding about one part: text for people, JSON for programs, and whether it is a fault.
 struct Finding {
     name: &'static str,
     text: String,
@@ -142,7 +142,7 @@ fn compiler(nvrtc: &Result<Nvrtc, Fault>) -> Finding {
     Finding { name: "nvrtc", text, json, sound: true }
 }
 
-/// A missing part: what it is, what it means, and how to get it.
+/// The finding for a missing part: what is missing, the consequence, and how to get it.
 fn absent(fault: &Fault, consequence: &str) -> (String, Value) {
     let remedy = fault.remedy.iter().map(|remedy| format!("\n{remedy}")).collect::<String>();
     let json = json!({ "found": false, "error": fault.message, "help": fault.remedy });

@@ -19,7 +19,7 @@ pub fn export(session: &Session, asked: &Export) -> Result<Outcome, Fault> {
         manifest.targets.retain(|target| picked.contains(target));
     }
     let workspace = session.workspace(if asked.json { Talk::Nothing } else { Talk::Work })?;
-    // What is there so far is removed on the way out.
+    // With interrupts deferred, a stopped export returns from here and removes its incomplete folder.
     let _deferred = interrupt::defer();
     let sizes = Serving::of_manifest(&manifest, TargetKind::Cpu, 1);
     let running_max = asked.max_batch.unwrap_or(sizes.running_max);

@@ -88,7 +88,7 @@ pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
     Ok(Outcome::Done)
 }
 
-/// Appends the rows of other files, and tells how many there were.
+/// Appends the rows of other files, and prints how many there were.
 fn merge_told(session: &Session, inputs: &[PathBuf], json: bool) -> Result<(), Fault> {
     let (terminal, path) = (&session.terminal, &session.trials);
     let merged = merge(inputs, path)?;
@@ -218,7 +218,7 @@ fn study(session: &Session, studies: &[Study], plots: Option<&Path>, json: bool)
     Ok(Outcome::Done)
 }
 
-/// The cost model's correlations, summed up by what ran, weighted by trials.
+/// Mean correlations of the cost model for each name of what ran, weighted by the number of trials.
 fn by_name(ranked: &[Ranked]) -> Vec<(&str, usize, usize, Option<f64>)> {
     let mut groups: BTreeMap<&str, Vec<&Ranked>> = BTreeMap::new();
     for one in ranked {
@@ -283,7 +283,7 @@ fn tell_broken(session: &Session, broken: &[BrokenRow]) {
     broken.iter().for_each(|row| session.terminal.say(&format!("warning: skipped {row}")));
 }
 
-/// A study as programs read it; ratios are latencies by the default's.
+/// A study as JSON; ratios are latencies divided by the default's.
 fn study_json(study: &Study) -> serde_json::Value {
     let Study { name, cold_best, cold, warm } = study;
     let runs = |runs: &[Run]| -> serde_json::Value {
@@ -296,7 +296,7 @@ fn study_json(study: &Study) -> serde_json::Value {
 /// One row, column by column.
 type Cells = Vec<(&'static str, String)>;
 
-/// The rows as a corpus hands them on: devices are numbered in the order in which they come.
+/// The rows as a corpus shares them: devices are numbered in the order of their first row.
 fn shared<'a>(all: &[Trial], wanted: impl Iterator<Item = &'a Trial>) -> Vec<Cells> {
     let mut ratios: BTreeMap<Digest, f64> = BTreeMap::new();
     for history in histories(all) {

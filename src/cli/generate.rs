@@ -1,4 +1,4 @@
-//! Owns `generate`: from a prompt to token ids, and from decided tokens to text as they come.
+//! Owns `generate`: turns a prompt into token ids, and prints generated tokens as they arrive.
 
 use std::io::Read;
 use std::ops::ControlFlow;
@@ -20,7 +20,7 @@ use crate::sample::{Decided, End, Request, RequestSettings};
 use crate::speculate::{NgramLookup, Speculated, Speculation};
 use crate::tokenizer::{Message, check_ids};
 
-/// Why no further token came.
+/// Why the generation ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stop {
     Eos,
@@ -56,7 +56,7 @@ impl Stop {
     }
 }
 
-/// A prompt of more text than this is no prompt.
+/// Largest text that is read as a prompt.
 const PROMPT_BYTES_MAX: u64 = 64 << 20;
 
 pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
@@ -144,7 +144,7 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
     Ok(if stop == Stop::Interrupted { Outcome::Interrupted } else { Outcome::Done })
 }
 
-/// Continues a prompt with steps that verify up to `most` tokens, which followed the last ones earlier in the text.
+/// Continues a prompt by speculative decoding: a step verifies up to `most` tokens that followed the last tokens earlier in the text.
 fn look_up(
     runner: &mut Runner<'_>,
     most: usize,
@@ -159,7 +159,7 @@ fn look_up(
     Ok((answer, speculation.counts()))
 }
 
-/// What the command line says of the choice of tokens, checked as far as it can be without a model.
+/// The settings for the choice of tokens, checked as far as possible without a model.
 fn settings(asked: &Generate) -> Result<RequestSettings, Fault> {
     let settings = choosing::settings(&asked.choosing)?;
     if settings.min_tokens as usize > asked.max_tokens {
@@ -170,7 +170,7 @@ fn settings(asked: &Generate) -> Result<RequestSettings, Fault> {
     Ok(RequestSettings { ignore_eos: asked.ignore_eos, logprobs: asked.logprobs, ..settings })
 }
 
-/// The ids that are continued, each one of the model.
+/// The ids that are continued. Each is one of the model's vocabulary.
 fn prompt_ids(tokenizer: Option<&mut Tokens>, asked: &Generate, text: &str, vocab: u32) -> Result<Vec<u32>, Fault> {
     let prompt = match tokenizer {
         Some(tokenizer) => {
@@ -187,14 +187,14 @@ fn prompt_ids(tokenizer: Option<&mut Tokens>, asked: &Generate, text: &str, voca
 struct Generated<'a> {
     prompt: &'a [u32],
     ids: &'a [u32],
-    /// `false` where ids went in, and there is no tokenizer.
+    /// `false` if the prompt was given as ids: then there is no tokenizer.
     has_text: bool,
     printed: Printed,
     stop: Stop,
     prompt_s: f64,
     decode_s: f64,
     place: String,
-    /// `None`: nothing was to be proposed.
+    /// `None` without speculative decoding.
     speculated: Option<Speculated>,
 }
 
@@ -218,7 +218,7 @@ impl Generated<'_> {
             ));
             return Ok(());
         }
-        // The lines before have all ids and all text but its end.
+        // With `--jsonl`, earlier lines have all ids and all text except its end.
         let is_whole = form == Form::Kept;
         let text = if is_whole { &printed.text } else { &printed.rest };
         let mut end = json!({
@@ -249,7 +249,7 @@ pub fn tokens(count: usize) -> String {
     super::units::counted(count as u64, "token")
 }
 
-/// What the user gives as text: an argument, a file, or stdin; `None` for ids.
+/// The text of the prompt, from an argument, a file, or stdin; `None` if ids are given.
 fn prompt_text(asked: &Generate) -> Result<Option<String>, Fault> {
     let stdin = || -> Result<String, Fault> {
         let mut bytes = vec![];
@@ -277,7 +277,7 @@ fn encode(tokenizer: &mut Tokens, asked: &Generate, text: &str) -> Result<Vec<u3
     tokenizer.encode_chat(messages, vec![], true)
 }
 
-/// Tokens that can be decided after a prompt: the last of them needs no place in the cache.
+/// Number of tokens that can be generated after a prompt; the last of them needs no place in the cache.
 fn room_after(prompt_count: usize, manifest: &Manifest) -> Result<usize, Fault> {
     let context_max = manifest.decode.context_max as usize;
     if prompt_count == 0 {

@@ -1,4 +1,4 @@
-//! Owns `import --dry-run`: what a checkpoint is, or every reason why it is refused.
+//! Owns `import --dry-run`: prints what a checkpoint is, or every reason why it is refused.
 
 use serde_json::json;
 
@@ -11,7 +11,7 @@ use crate::error::Fault;
 use crate::files::{PATH_RULE, read_text};
 use crate::model::config::{self, ImportError, Imported, Reason, describe, step_cache_bytes, step_weight_bytes};
 
-/// As for a checkpoint's own config.
+/// Largest config that is read; the same bound as for one in a checkpoint.
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
 
 /// Reasons printed; a header may name 100,000 tensors that no family has.
@@ -41,7 +41,7 @@ pub fn import(session: &Session, asked: &Import) -> Result<Outcome, Fault> {
             if asked.json {
                 session.terminal.print_json(&json!({ "accepted": false, "reasons": listed }))?;
             } else {
-                // Where the error of a build shows a screenful. `--json` lists all.
+                // The error of a build shows fewer of them, and `--json` shows all.
                 let shown = listed.iter().take(REASONS_SHOWN);
                 shown.into_iter().try_for_each(|reason| session.terminal.print(&format!("- {reason}\n")))?;
                 if listed.len() > REASONS_SHOWN {

@@ -14,9 +14,9 @@ use crate::manifest::Manifest;
 use crate::model::config;
 use crate::target::Target;
 
-/// The bound of a checkpoint's config.
+/// Largest config that is read; the same bound as for one in a checkpoint.
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
-/// Positions that a new manifest asks for, where the model has as many.
+/// `context_max` of a new manifest, unless the model has fewer positions.
 const CONTEXT: u32 = 2048;
 
 pub fn init(session: &Session, asked: &Init) -> Result<Outcome, Fault> {
@@ -24,7 +24,7 @@ pub fn init(session: &Session, asked: &Init) -> Result<Outcome, Fault> {
     let found = Found::of(source.as_deref(), out)?;
     let targets = if target.is_empty() { vec![target_here()] } else { target.clone() };
     let text = text(&found, &targets);
-    // The manifest has to be valid, and names of targets come from the command line.
+    // Names of targets come from the command line, so the manifest may be invalid.
     Manifest::parse(&text, out).map_err(|error| error.into_fault(session.terminal.style))?;
     if out.exists() && !force {
         return Err(Fault::input(format!("`{}` is already there", out.display()))
@@ -43,7 +43,7 @@ pub fn init(session: &Session, asked: &Init) -> Result<Outcome, Fault> {
     Ok(Outcome::Done)
 }
 
-/// What a manifest says of a model.
+/// What a new manifest says about a model.
 struct Found {
     source: String,
     dtype: &'static str,
@@ -91,7 +91,7 @@ fn from_manifest(place: &Path, out: &Path) -> Result<PathBuf, Fault> {
         .map_err(|error| Fault::environment(format!("the path of `{}` is not known: {error}", place.display())))
 }
 
-/// The record of the first device of this machine that has one, else the interpreter.
+/// Name of the record that describes the first device that has one, else `cpu`.
 fn target_here() -> String {
     let devices = Device::list().unwrap_or_default();
     let describes = |name: &&str| {

@@ -1,7 +1,7 @@
-//! Owns the command line: what can be asked and in which words, and the exit code of every answer.
+//! Owns the command line: its commands, their output, and their exit codes.
 //!
-//! `arguments` is what was typed; each command has a file and turns it into calls of the stages. Results go to stdout,
-//! everything said on the way to stderr. Only this module prints, asks whether there is a terminal, or ends the process.
+//! `arguments` holds the parsed command line. Each command has a file that calls the stages. Results go to stdout; progress,
+//! notes and errors go to stderr. Only this module prints, asks whether there is a terminal, or ends the process.
 
 mod arguments;
 mod bench;
@@ -69,14 +69,14 @@ pub fn run(arguments: impl Iterator<Item = OsString>) -> ExitCode {
     terminal::catch_panics();
     let arguments = match Arguments::try_parse_from(arguments) {
         Ok(arguments) => arguments,
-        // `--help` and `--version` are such errors, too. A reader of stdout that has gone is no failure.
+        // For clap, `--help` and `--version` are such errors, too. A closed stdout is no failure.
         Err(error) => {
             terminal::print_usage(&error);
             return ExitCode::from(if error.use_stderr() { Tier::Input.exit_code() } else { 0 });
         }
     };
     if let Some(jobs) = arguments.global.jobs {
-        // Fails only where threads were made already, and none were.
+        // This fails only if a thread pool exists already, and none does.
         let _ = rayon::ThreadPoolBuilder::new().num_threads(jobs).build_global();
     }
     let session = Session::new(arguments.global);

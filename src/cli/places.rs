@@ -1,7 +1,7 @@
 //! Owns the default places of the cache and the trials: those of the project, else those of the user.
 //!
-//! A project is a folder with a `cache/` that a cache has marked or documented, or with a `flywheel/` of trials; the current
-//! folder and those above it are searched. Outside of a project, the user has one cache and one file of trials:
+//! A project is a folder with a `cache/` of monobloc (its CACHEDIR.TAG or its README.md says so), or with a `flywheel/` of trials.
+//! The current folder and those above it are searched. Outside of a project, the user has one cache and one file of trials:
 //! `$XDG_CACHE_HOME/monobloc` and `$XDG_DATA_HOME/monobloc`. The history of chats is always the user's: `$XDG_STATE_HOME/monobloc`.
 
 use std::env;
@@ -14,7 +14,7 @@ const TRIALS: &str = "flywheel/trials.csv";
 /// The project's cache, or the user's.
 pub fn cache_root() -> PathBuf {
     let says = |file: PathBuf, words: &str| fs::read_to_string(file).is_ok_and(|text| text.contains(words));
-    // What every cache writes into its folder, and the page that a repository may track there.
+    // The tag that every cache writes into its folder, or the page that a repository may track there.
     let is_cache = |folder: &Path| {
         says(folder.join("CACHEDIR.TAG"), "deleting it costs time only")
             || says(folder.join("README.md"), "monobloc cache gc")
@@ -32,12 +32,12 @@ pub fn trials_file() -> PathBuf {
         .unwrap_or_else(|| PathBuf::from(TRIALS))
 }
 
-/// The lines that the user typed into chats, in every project the same file; `None` without a home folder.
+/// The file of lines that the user typed into chats, one for all projects; `None` without a home folder.
 pub fn chat_history() -> Option<PathBuf> {
     Some(user_folder(&USER_STATE)?.join("monobloc/chat-history"))
 }
 
-/// The first of the current folder and those above it in which `name` is what it should be; relative if it is the first.
+/// `name` in the nearest folder, from the current one upward, in which `is` accepts it; relative if that is the current folder.
 fn in_project(name: &str, is: impl Fn(&Path) -> bool) -> Option<PathBuf> {
     if is(Path::new(name)) {
         return Some(PathBuf::from(name));
@@ -46,7 +46,7 @@ fn in_project(name: &str, is: impl Fn(&Path) -> bool) -> Option<PathBuf> {
     current.ancestors().skip(1).map(|folder| folder.join(name)).find(|path| is(path))
 }
 
-/// A folder of the user: the variable that names it, and where it is below the home folder if that is not set.
+/// A folder of the user: the variable that names it, and its place below the home folder if the variable is not set.
 struct UserFolder {
     variable: &'static str,
     below_home: &'static str,

@@ -11,15 +11,15 @@ use crate::tokenizer::{Stopped, certain};
 /// The form of the output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Form {
-    /// Text, streamed; without a tokenizer ids with commas between them.
+    /// Streamed text; without a tokenizer, ids with commas between them.
     Text,
-    /// Kept for one JSON object at the end.
+    /// Nothing yet: the output is kept for one JSON object at the end.
     Kept,
-    /// A JSON object on a line for each token.
+    /// For each token a line with a JSON object.
     Lines,
 }
 
-/// Takes tokens as they are decided, and prints them in one form.
+/// Takes tokens as they are generated, and prints them in one form.
 pub struct Printer<'a> {
     session: &'a Session,
     form: Form,
@@ -27,19 +27,19 @@ pub struct Printer<'a> {
     stream: Option<&'a mut Tokens>,
     /// Everything that was printed, or would have been.
     text: String,
-    /// Log-probabilities of the tokens, where they were asked for.
+    /// Log-probabilities of the tokens, if they were asked for.
     logprobs: Vec<Value>,
     count: usize,
     /// Texts that end the generation, and are not printed.
     stops: &'a [String],
     /// `stops` are ignored before this number of tokens.
     stops_after: usize,
-    /// What may be the beginning of one of `stops`.
+    /// Text not printed yet, because it may be the beginning of one of `stops`.
     pending: String,
 }
 
 impl<'a> Printer<'a> {
-    /// Begins the text of tokens that come one by one; without special tokens if these are `hidden`.
+    /// Begins a text whose tokens arrive one by one. Special tokens are left out if they are `hidden`.
     ///
     /// # Errors
     /// A tokenizer whose process was lost.
@@ -71,10 +71,10 @@ impl<'a> Printer<'a> {
         self
     }
 
-    /// Takes one token; whether it completed a text that ends the generation.
+    /// Takes one token. Returns whether it completed a text that ends the generation.
     ///
     /// # Errors
-    /// An id without a text, a tokenizer that takes more than its share, a stdout that cannot be written.
+    /// An id without a text, a tokenizer past its limits of time or memory, a stdout that cannot be written.
     pub fn token(&mut self, decided: &Decided) -> Result<bool, Fault> {
         let id = decided.token;
         let piece = match &mut self.stream {
@@ -112,7 +112,7 @@ impl<'a> Printer<'a> {
         }
     }
 
-    /// Prints what was held back, unless one of the stop texts came, and ends the line.
+    /// Prints the text that was held back, unless a stop text ended the generation, and ends the line.
     ///
     /// # Errors
     /// As [`Printer::token`].
@@ -137,11 +137,11 @@ impl<'a> Printer<'a> {
 
 /// The output of a [`Printer`].
 pub struct Printed {
-    /// All of it; empty where there is no tokenizer, but for ids printed as text.
+    /// The whole text. Without a tokenizer: the ids if they were printed as text, else empty.
     pub text: String,
-    /// The end of it, which was held back until no more tokens came.
+    /// The end of the text, which was held back until the last token.
     pub rest: String,
-    /// One JSON object a token, where log-probabilities were asked for.
+    /// One JSON object for each token, if log-probabilities were asked for.
     pub logprobs: Vec<Value>,
 }
 

@@ -1,4 +1,4 @@
-//! Owns `perplexity`, `logits` and `compare`: a model run over tokens that are given, and what it made of them.
+//! Owns `perplexity`, `logits` and `compare`: runs a model over given tokens, and reports its logits.
 
 mod formats;
 
@@ -28,7 +28,7 @@ const TEXT_BYTES_MAX: u64 = 256 << 20;
 const GOLDENS_BYTES_MAX: u64 = 4 << 30;
 
 pub fn perplexity(session: &Session, asked: &Perplexity) -> Result<Outcome, Fault> {
-    // Other formats are built from the checkpoint.
+    // Weights in other formats are made from the checkpoint, which an export does not have.
     let given = if asked.formats {
         Given::built(session.manifest(&asked.manifest)?)
     } else {
@@ -93,8 +93,8 @@ pub fn perplexity(session: &Session, asked: &Perplexity) -> Result<Outcome, Faul
     Ok(Outcome::Done)
 }
 
-/// The parts of `count` tokens that are read one after another: each begins with the last token of the part before and
-/// has room for one more token in front of it where the first token is `repeated`. `context_max` is 3 or more.
+/// The windows of `count` tokens that are read one after another. Each begins with the last token of the previous window. If
+/// the text's first token is `repeated`, later windows leave room for it at their front. `context_max` is 3 or more.
 fn windows(count: usize, context_max: usize, repeated: bool) -> impl Iterator<Item = Range<usize>> {
     iter::successors(Some(0..count.min(context_max)), move |last| {
         let start = last.end - 1;
@@ -179,7 +179,7 @@ pub fn compare(session: &Session, asked: &Compare) -> Result<Outcome, Fault> {
     Ok(if compared.agrees { Outcome::Done } else { Outcome::No })
 }
 
-/// What a file of goldens has to hold.
+/// Remedy for a file of goldens with the wrong content.
 const GOLDENS_RULE: &str = "`monobloc compare --help` says what a file of goldens holds";
 
 fn comparison_json(compared: &Comparison, place: &str) -> serde_json::Value {
@@ -210,9 +210,9 @@ struct Tensor {
 }
 
 enum Sink {
-    /// Nothing is at its name before it is whole.
+    /// A regular file: it gets its name only when it is complete.
     Whole(NamedTempFile),
-    /// A pipe or a device: a rename would put a file in its place.
+    /// A pipe or a device, written directly: a rename would replace it by a file.
     Direct(File),
 }
 
@@ -237,7 +237,7 @@ impl Tensor {
         let bytes = rows as u64 * cols as u64 * size_of::<f32>() as u64;
         let mut header =
             json!({ "logits": { "dtype": "F32", "shape": [rows, cols], "data_offsets": [0, bytes] } }).to_string();
-        // Padded, so that the values lie on their own alignment.
+        // Padded, so that the values are aligned.
         header.push_str(&" ".repeat(header.len().next_multiple_of(8) - header.len()));
         let is_special = fs::metadata(path).is_ok_and(|there| !there.is_file());
         let sink = match is_special {
@@ -262,7 +262,7 @@ impl Tensor {
     }
 }
 
-/// A temporary file with the permissions that the user gives new files, instead of those of a secret.
+/// A temporary file with the permissions that the user's umask gives, instead of access for the owner alone.
 fn new_file_in(folder: &Path) -> io::Result<NamedTempFile> {
     tempfile::Builder::new().make_in(folder, |path| File::create_new(path))
 }

@@ -1,4 +1,4 @@
-//! Owns `serve`: it makes the parts of a server, and prints when it listens and when it ends.
+//! Owns `serve`: makes the parts of a server, and prints when it listens and when it ends.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -60,7 +60,7 @@ pub fn serve(session: &Session, asked: &Serve) -> Result<Outcome, Fault> {
     }
 }
 
-/// The target of that name. If none is given, the manifest's first that this machine can run; if there is none, its first.
+/// The target called `name`. Without a name, the manifest's first target that this machine can run, else its first.
 fn target(manifest: &Manifest, name: Option<&str>) -> Result<Target, Fault> {
     let here = manifest.targets.iter().find(|target| pipeline::runs_here(target));
     match (name, here) {

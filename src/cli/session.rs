@@ -28,10 +28,10 @@ pub struct Session {
     quiet: bool,
 }
 
-/// How much a command prints while it works.
+/// What a command prints while it works.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Talk {
-    /// Stages that do work; with `--verbose` the others, too, and with `--quiet` none.
+    /// Stages that do work; with `--verbose` all stages, with `--quiet` none.
     Work,
     Nothing,
 }
@@ -45,7 +45,7 @@ impl Session {
         Session { terminal: Terminal::new(color), places, trials, verbose, quiet }
     }
 
-    /// Opens the cache and what else a build works with.
+    /// Opens the cache and the rest of what a build works with.
     pub fn workspace(&self, talk: Talk) -> Result<Workspace, Fault> {
         Ok(Workspace { cache: self.open_cache()?, report: self.report(talk), trials: self.trials.clone() })
     }
@@ -80,7 +80,7 @@ impl Session {
     }
 
     pub fn open_cache(&self) -> Result<Cache, Fault> {
-        // Notes come from threads that have no report; damage and waiting are said even to the quiet.
+        // Notes come from threads that have no report. They tell of damage and waiting, so `--quiet` does not hide them.
         Ok(Cache::open_places(&self.places, |note| terminal::say(&format!("  note {note}"), Style::Plain))?)
     }
 
@@ -90,7 +90,7 @@ impl Session {
     }
 }
 
-/// Reads what a model is run from: the folder of an export, or what [`resolved_manifest`] takes.
+/// Reads the source of a model: the folder of an export, or what [`resolved_manifest`] takes.
 pub fn read_given(path: &Path, root: &Path, style: Style) -> Result<Given, Fault> {
     match Exported::is_at(path) {
         true => Ok(Given::exported(Exported::open(path)?)),
@@ -98,8 +98,8 @@ pub fn read_given(path: &Path, root: &Path, style: Style) -> Result<Given, Fault
     }
 }
 
-/// Reads a manifest, or the built-in one of that name, and finds what it names on this machine: nothing is created for
-/// a manifest that cannot be built. A built-in model is written below `root`, the folder of the cache.
+/// Reads a manifest, or the built-in one of that name, and finds its files on this machine first: nothing is created for a
+/// manifest that cannot be built. A built-in model is written below `root`, the folder of the cache.
 fn resolved_manifest(path: &Path, root: &Path, style: Style) -> Result<Manifest, Fault> {
     let styled = |error: ManifestError| error.into_fault(style);
     let mut manifest = match builtin::manifest(path) {
@@ -143,7 +143,7 @@ fn read_manifest(path: &Path) -> Result<Result<Manifest, ManifestError>, Fault> 
     Ok(Manifest::load(path))
 }
 
-/// The manifest's target of that name; its first where no name is given.
+/// The manifest's target called `name`; without a name, its first target.
 pub fn pick_target(manifest: &Manifest, name: Option<&str>) -> Result<Target, Fault> {
     let names = || manifest.targets.iter().map(|target| target.name.as_str());
     let Some(name) = name else {
@@ -172,12 +172,12 @@ pub fn tokenizer(manifest: &Manifest) -> Result<Tokens, Fault> {
     tokenizer_of(command, manifest)
 }
 
-/// As [`tokenizer`], by a program that serves the tokenizer of the folder that is its last argument.
+/// As [`tokenizer`], served by `program`, which gets the tokenizer's folder as its last argument.
 pub fn tokenizer_of(program: impl Fn() -> Command + 'static, manifest: &Manifest) -> Result<Tokens, Fault> {
     Tokens::load(program, &tokenizer_dir(manifest)?)
 }
 
-/// As [`tokenizer`], for commands that take text alone: their help does not name `--ids`, which they do not have.
+/// As [`tokenizer`], for commands without `--ids`: the remedies of its faults do not name that option.
 pub fn text_tokenizer(manifest: &Manifest) -> Result<Tokens, Fault> {
     tokenizer(manifest).map_err(|fault| match &fault.remedy {
         Some(remedy) if remedy.contains("`--ids`") => {
@@ -187,7 +187,7 @@ pub fn text_tokenizer(manifest: &Manifest) -> Result<Tokens, Fault> {
     })
 }
 
-/// Answers on stdin and stdout, as the parent of [`tokenizer`] asks.
+/// Serves a tokenizer on stdin and stdout: the child process that [`tokenizer`] starts.
 pub(super) fn serve_tokens(asked: &arguments::Tokens) -> Result<Outcome, Fault> {
     pipeline::serve_tokens(&asked.dir, std::io::stdin().lines(), std::io::stdout().lock())?;
     Ok(Outcome::Done)

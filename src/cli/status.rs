@@ -1,4 +1,4 @@
-//! Owns `status`, `next` and `report`: the results of campaigns, and whether another trial is worth its time.
+//! Owns `status`, `next` and `report`: print the results of campaigns, and whether another trial is worth its time.
 
 use serde_json::{Value, json};
 

@@ -46,7 +46,7 @@ pub fn targets(session: &Session, asked: &Targets) -> Result<Outcome, Fault> {
     Ok(Outcome::Done)
 }
 
-/// A record with the names and the shape that it has in TOML.
+/// A record as JSON, with the names and the structure of its TOML.
 pub fn record_json(record: &TargetRecord) -> Result<Value, Fault> {
     let name = &record.target.name;
     toml::from_str(&record.to_toml()).map_err(|error| Fault::internal(format!("record `{name}`: {error}")))

@@ -1,4 +1,4 @@
-//! Owns how the process speaks: stdout that may close, errors on stderr, colours, panics and interrupts.
+//! Owns the streams of the process: stdout that may close, errors on stderr, colours, panics and interrupts.
 
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::borrow::Cow;
@@ -19,11 +19,11 @@ const RESET: &str = "\x1b[0m";
 
 /// Where a command prints.
 pub struct Terminal {
-    /// Of what goes to stderr.
+    /// Style of stderr.
     pub style: Style,
-    /// Of what goes to stdout.
+    /// Style of stdout.
     pub stdout_style: Style,
-    /// Whether the reader of stdout has gone.
+    /// Whether the reader of stdout has closed it.
     closed: AtomicBool,
 }
 
@@ -37,13 +37,13 @@ impl Terminal {
         Terminal { style, stdout_style, closed: AtomicBool::new(false) }
     }
 
-    /// Prints to stdout at once. What a terminal would obey is escaped: any text here may hold a stranger's. A reader that has gone (`| head`) has what it wanted: nothing more is printed, and the
-    /// command ends as it would have ended.
+    /// Prints to stdout at once. Control characters are escaped, because text from files that are not trusted may be in it. If the
+    /// reader has closed stdout (`| head`), nothing more is printed, and the command ends as usual.
     pub fn print(&self, text: &str) -> Result<(), Fault> {
         self.write(&safe(text, self.stdout_style))
     }
 
-    /// Prints text that a model wrote: to a terminal without what it would obey, to anything else as it is.
+    /// Prints text that a model wrote: to a terminal with control characters escaped, to anything else unchanged.
     pub fn print_generated(&self, text: &str) -> Result<(), Fault> {
         if io::stdout().is_terminal() { self.write(&printable_prose(text)) } else { self.write(text) }
     }
@@ -78,12 +78,12 @@ impl Terminal {
         io::stdout().is_terminal()
     }
 
-    /// Whether printing is in vain.
+    /// Whether the reader of stdout has closed it, so that printing has no effect.
     pub fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Relaxed)
     }
 
-    /// Says something to the user that is no result.
+    /// Prints a message that is no result to stderr.
     pub fn say(&self, text: &str) {
         say(text, self.style);
     }
@@ -103,13 +103,13 @@ impl Terminal {
     }
 }
 
-/// Says something that is no result, for those who have no [`Terminal`].
+/// As [`Terminal::say`], for callers without a [`Terminal`].
 pub fn say(text: &str, style: Style) {
-    // Without stderr there is nowhere to write.
+    // If stderr cannot be written, there is no other place to report it.
     let _ = writeln!(io::stderr().lock(), "{}", safe(text, style));
 }
 
-/// Prints what clap has to say: help to stdout, an error, which repeats what was typed, to stderr.
+/// Prints clap's text: help to stdout, errors to stderr. Escaped, because an error repeats what the user typed.
 pub fn print_usage(error: &clap::Error) {
     let style = if error.use_stderr() { Style::for_stderr() } else { style_for_stdout() };
     let text = match style {
@@ -123,7 +123,7 @@ pub fn print_usage(error: &clap::Error) {
     };
 }
 
-/// The one way of text to a stream of this process.
+/// Text with control characters escaped. All text for a stream passes through here, except that of a model.
 fn safe(text: &str, style: Style) -> Cow<'_, str> {
     match style {
         Style::Plain => printable(text),
@@ -157,18 +157,18 @@ fn fault_text(fault: &Fault, style: Style) -> String {
     text
 }
 
-/// What the last panic said, and where.
+/// Message and place of the last panic.
 static PANIC: Mutex<Option<String>> = Mutex::new(None);
 
-/// Keeps panics from printing: one that a stage catches (a library's, on a stranger's file) is none of the user's
-/// business, and one that reaches [`super::run`] is told as a fault.
+/// Keeps panics from printing. One that a stage catches (a library's, over a file that is not trusted) does not concern the
+/// user, and one that reaches [`super::run`] is reported as a fault.
 pub fn catch_panics() {
     panic::set_hook(Box::new(|info| {
         let payload = info.payload();
         let said = payload.downcast_ref::<String>().map(String::as_str);
         let said = said.or_else(|| payload.downcast_ref::<&str>().copied()).unwrap_or("a panic without a message");
         let place = info.location().map(|place| format!(" at {}:{}", place.file(), place.line())).unwrap_or_default();
-        // There only if the user asks for it: RUST_BACKTRACE.
+        // Captured only if the user asks for it with RUST_BACKTRACE.
         let trace = Backtrace::capture();
         let trace = match trace.status() {
             BacktraceStatus::Captured => format!("\n{trace}"),
@@ -179,23 +179,23 @@ pub fn catch_panics() {
     }));
 }
 
-/// The fault that the last panic is.
+/// The fault for the last panic.
 pub fn panicked() -> Fault {
     let said = PANIC.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
     Fault::internal(said.unwrap_or_else(|| "a panic without a message".to_string()))
 }
 
-/// Ends the process from any thread, without what a process does at its end: the libraries of a driver would give back memory
-/// that other threads still use. The cache and the trials are sound wherever a process ends.
+/// Ends the process from any thread, without exit handlers: those of a driver's libraries would free memory that other
+/// threads still use. The cache and the trials stay sound wherever a process ends.
 pub fn end_at_once(outcome: Outcome) -> ! {
-    // SAFETY: it takes a number and does not return.
+    // SAFETY: `_exit` takes a number and does not return.
     unsafe { libc::_exit(i32::from(outcome.exit_code())) }
 }
 
 pub mod interrupt {
     //! Owns Ctrl-C: it ends the process at once, unless a command has asked to finish by itself.
     //!
-    //! Ending at once loses nothing: the cache and the trials are sound wherever a process is killed.
+    //! Ending at once loses nothing: the cache and the trials stay sound wherever a process is killed.
 
     use std::sync::Mutex;
     use std::sync::atomic::{AtomicBool, Ordering};
@@ -205,12 +205,13 @@ pub mod interrupt {
     use super::end_at_once;
 
     static DEFERRED: AtomicBool = AtomicBool::new(false);
-    /// When the first interrupt came since the last command began to defer them.
+    /// Time of the first interrupt since a command last began to defer them.
     static FIRST: Mutex<Option<Instant>> = Mutex::new(None);
-    /// Programs that pass signals on (`timeout`, a shell's job, a build tool) send the same one to the process and to its group.
+    /// Interrupts within this time count as one: programs that pass signals on (`timeout`, a shell's job, a build tool) send the
+    /// same one to the process and to its group.
     const ONE: Duration = Duration::from_secs(1);
 
-    /// Handles interrupts from now on. Where that fails, the default (death by the signal) stays.
+    /// Handles interrupts from now on. If no handler can be installed, the signal ends the process as usual.
     pub fn install() {
         // The handler has a thread of its own, so it may lock.
         let _ = ctrlc::set_handler(|| {
@@ -227,7 +228,7 @@ pub mod interrupt {
         });
     }
 
-    /// While this lives, the first interrupt only makes [`asked`] true; one that comes later than a second after it ends the process.
+    /// While this lives, the first interrupt only makes [`asked`] true. A further one, more than a second later, ends the process.
     pub struct Deferred(());
 
     /// Begins to defer; interrupts before this are forgotten.
@@ -262,7 +263,7 @@ mod tests {
 
     const CHILD: &str = "MONOBLOC_PANIC_TEST_CHILD";
 
-    /// In a process of its own: the hook is of the whole process, and would silence other tests.
+    /// In a process of its own: the panic hook belongs to the whole process, and would silence other tests.
     #[test]
     fn a_panic_is_told_as_our_fault() {
         if std::env::var_os(CHILD).is_some() {

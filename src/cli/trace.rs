@@ -1,4 +1,4 @@
-//! Owns `trace`: the timeline as a file, and the table as text or JSON.
+//! Owns `trace`: writes the timeline to a file, and prints the table as text or JSON.
 
 use serde_json::json;
 

@@ -21,14 +21,14 @@ use crate::manifest::Manifest;
 use crate::pipeline::{self, Tuned, Tuning, Workspace};
 use crate::target::Target;
 
-/// Trials of a manifest that asks for none: about what a search of the knobs one at a time takes.
+/// Trials if the manifest asks for none: about as many as it takes to try the knobs one at a time.
 pub const TRIALS_DEFAULT: u32 = 40;
 
 pub fn tune(session: &Session, asked: &Tune) -> Result<Outcome, Fault> {
     campaigns(session, asked, None)
 }
 
-/// The same search through its other door: the knobs of one op, which runs alone.
+/// As [`tune`], for the knobs of one op, which runs alone.
 pub fn tune_op(session: &Session, asked: &TuneOp) -> Result<Outcome, Fault> {
     let TuneOp { manifest, op, target, max_trials, minutes, seed, json } = asked;
     let tune = Tune {
@@ -88,7 +88,7 @@ fn campaigns(session: &Session, asked: &Tune, op: Option<LayerOp>) -> Result<Out
     Ok(if interrupted { Outcome::Interrupted } else { Outcome::Done })
 }
 
-/// What is searched, and who proposes beside the search.
+/// What is searched, and the external program that proposes candidates, if there is one.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Search<'a> {
     /// The op that runs alone; `None`: whole steps.
@@ -100,11 +100,11 @@ pub struct Search<'a> {
 pub struct Budget {
     pub trials: u32,
     pub minutes: f64,
-    /// Time after which a trial is given up.
+    /// Time limit of a trial.
     pub trial_timeout: Option<Duration>,
 }
 
-/// Runs a campaign; an interrupt ends it after what is under way was given up.
+/// Runs a campaign. An interrupt abandons the current trial and ends the campaign.
 pub fn search(
     session: &Session,
     workspace: &Workspace,
@@ -132,7 +132,7 @@ pub fn search(
     pipeline::tune(workspace, manifest, target, &tuning)
 }
 
-/// Serves trials. The parent is all that a child lives for: when it is gone, so is the child, whatever it is doing.
+/// Serves trials to the parent process. If the parent ends, the child ends at once, whatever it is doing.
 pub fn trials(session: &Session, asked: &Trials) -> Result<Outcome, Fault> {
     let mut manifest = session.manifest(&asked.manifest)?;
     manifest.search.seed = asked.seed.unwrap_or(manifest.search.seed);
@@ -145,14 +145,14 @@ pub fn trials(session: &Session, asked: &Trials) -> Result<Outcome, Fault> {
                 return;
             }
         }
-        // The parent is gone, and with it the reader of answers.
+        // The parent has ended, so there is no reader of answers.
         end_at_once(Outcome::Done);
     });
     pipeline::serve(&workspace, &manifest, &target, asked.op, jobs.into_iter(), std::io::stdout())?;
     Ok(Outcome::Done)
 }
 
-/// What is said of a best candidate before the default took turns with it.
+/// Note at a best candidate that was not timed in turns with the default yet.
 pub const NO_DUEL: &str = "not compared with the default yet: run the same command again";
 
 /// `2.087 times as fast as the default (2.051 to 2.102)`.
@@ -161,7 +161,7 @@ pub fn speed_text(speed: RatioInterval) -> String {
     format!("{p50:.3} times as fast as the default ({low:.3} to {high:.3})")
 }
 
-/// A ratio as every command prints it.
+/// A ratio as the JSON of every command has it.
 pub fn ratio_json(ratio: Option<RatioInterval>) -> Value {
     ratio.map_or(Value::Null, |RatioInterval { p50, low, high }| json!({ "p50": p50, "low": low, "high": high }))
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::arguments::Ids;
 
-/// `1,2,3`; blanks and one pair of brackets around it are no harm.
+/// `1,2,3`; blanks and one pair of brackets around it are accepted.
 pub fn parse_ids(text: &str) -> Result<Ids, String> {
     let trimmed = text.trim();
     let inner = trimmed.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(trimmed);

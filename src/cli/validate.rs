@@ -1,4 +1,4 @@
-//! Owns `validate`: the verdict about a user's schedule, with each violation on its line.
+//! Owns `validate`: prints the verdict about a user's schedule, with each violation on its line.
 
 use std::path::Path;
 
@@ -16,7 +16,7 @@ use crate::target::{Target, TargetRecord};
 use crate::text::{Diagnostic, Style};
 use crate::validate::{Entity, Rule, Violation, check, line_of};
 
-/// Largest schedule that is read; one of a million tasks has 200 MB.
+/// Largest schedule that is read; a schedule of a million tasks has 200 MB.
 const SCHEDULE_BYTES_MAX: u64 = 1 << 30;
 
 /// Violations shown with their lines; `--json` has all.
@@ -88,7 +88,7 @@ fn own_target(schedule: &Schedule, lines: &Lines, name: &str, text: &str, style:
     })
 }
 
-/// Where violations are written.
+/// Where entities stand in the file, to print violations on their lines.
 struct Place<'a> {
     text: &'a str,
     lines: &'a Lines,

@@ -1,4 +1,4 @@
-//! Owns a thread that takes jobs, and the way back of their answers.
+//! Owns a thread that takes jobs, and returns their answers.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread;
@@ -15,7 +15,7 @@ pub struct Desk<J> {
 pub struct Jobs<J>(Receiver<J>);
 
 impl<J> Jobs<J> {
-    /// Does every job until there can be no more.
+    /// Does jobs until the desk is dropped.
     pub fn run(self, mut job: impl FnMut(J)) {
         for next in self.0 {
             job(next);
@@ -24,10 +24,10 @@ impl<J> Jobs<J> {
 }
 
 impl<J: Send + 'static> Desk<J> {
-    /// Starts a thread with what it works on, which `body` makes.
+    /// Starts a thread that runs `body`, which makes its own state and then takes jobs.
     ///
     /// # Errors
-    /// A limit of threads.
+    /// A limit on threads.
     pub fn start(name: &str, body: impl FnOnce(Jobs<J>) + Send + 'static) -> Result<Desk<J>, Fault> {
         let (jobs, taken) = channel();
         let started = thread::Builder::new().name(name.to_string()).spawn(move || body(Jobs(taken)));
@@ -37,13 +37,13 @@ impl<J: Send + 'static> Desk<J> {
         }
     }
 
-    /// Gives a job. A thread that has panicked takes none: then the job is dropped, and whoever waits is told.
+    /// Gives a job. If the thread has panicked, the job is dropped, and its caller gets a fault.
     pub fn give(&self, job: J) {
         let _ = self.jobs.send(job);
     }
 }
 
-/// Takes the answer of a job.
+/// The end of the channel into which a job gives its answer.
 pub struct Answer<R>(Sender<Result<R, Fault>>);
 
 impl<R> Answer<R> {
@@ -53,7 +53,7 @@ impl<R> Answer<R> {
     }
 }
 
-/// An answer that comes later. Dropping it gives up waiting, and not the job.
+/// An answer that arrives later. Dropping it ends the wait, but not the job.
 pub struct Waiting<R>(Receiver<Result<R, Fault>>);
 
 impl<R> Waiting<R> {
@@ -80,7 +80,7 @@ impl<R> Waiting<R> {
     }
 }
 
-/// What is said of a thread that ended by a panic, which has been printed.
+/// The fault for a thread that ended by a panic. The panic was printed already.
 pub(super) fn lost() -> Fault {
     Fault::internal("the thread of the model has ended by a panic").with_remedy("load the model again")
 }

@@ -1,8 +1,7 @@
-//! Owns a model as another program holds it: the Python package and the C library are made of this.
+//! Owns the API for other programs: a loaded model. The Python package and the C library are built on it.
 //!
-//! A [`Model`] runs in a thread of its own, and its tokenizer in another one. Each takes jobs in the order in which they are asked. So
-//! threads can share a model, a caller can give up waiting, and a panic ends the thread of the model alone: later jobs are answered
-//! with a fault.
+//! A [`Model`] runs in its own thread, and its tokenizer in another one. Each does jobs in the order of the calls. So threads can
+//! share a model, a caller can give up waiting, and a panic ends only the thread of the model: later jobs get a fault.
 
 mod desk;
 mod steps;
@@ -30,14 +29,14 @@ pub use desk::Waiting;
 pub use steps::{SequenceKey, StepPart, Wants};
 pub use stream::{Asked, Piece, Stop, Stream};
 
-/// Contexts that the cache of steps on a device holds, if nothing else is asked for. A server takes the free memory instead, but
-/// here other programs may need it.
+/// Contexts that the cache of steps on a device holds by default. A server takes all free memory instead, but here the rest of
+/// the program may need it.
 const DEVICE_CONTEXTS: u32 = 4;
 
-/// Starts the process of a tokenizer; its last argument, the folder of a checkpoint, is added.
+/// Makes the command of a tokenizer process; the folder of a checkpoint is added as its last argument.
 pub type TokensProgram = Arc<dyn Fn() -> Command + Send + Sync>;
 
-/// How a model is loaded. The sizes are those of steps; `None` is what the manifest or the export says to `serve`.
+/// How a model is loaded. The sizes are those of steps; with `None`, they are those that the manifest or the export gives `serve`.
 #[derive(Clone, Default)]
 pub struct Options {
     /// Name of a target; `None`: the first one.
@@ -48,21 +47,21 @@ pub struct Options {
     pub sequences_max: Option<u32>,
     /// Rows of a step beyond one for each sequence; 1 to 256.
     pub chunk_max: Option<u32>,
-    /// Tokens that the cache holds, of all sequences together.
+    /// Tokens that the cache holds for all sequences together.
     pub cache_tokens: Option<u32>,
-    /// What runs the tokenizer, whose files are not trusted with this process; `None`: token ids only.
+    /// The program that runs the tokenizer, apart from this process because its files are not trusted; `None`: token ids only.
     pub tokens: Option<TokensProgram>,
-    /// Tells on stderr what is built.
+    /// Prints to stderr what is built.
     pub verbose: bool,
 }
 
-/// What does not change while a model is loaded.
+/// Facts of a loaded model, which do not change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Facts {
     /// Name of the manifest.
     pub name: String,
     pub target: String,
-    /// Logits of a position; token ids are below.
+    /// Logits of a position; all token ids are below it.
     pub vocab: u32,
     /// Ids that end a text.
     pub eos: Vec<u32>,
@@ -78,7 +77,7 @@ pub struct Facts {
     pub has_tokenizer: bool,
 }
 
-/// A model that is loaded. Dropping it lets what was asked finish, and frees everything then.
+/// A loaded model. When it is dropped, jobs that were given still finish; then everything is freed.
 pub struct Model {
     facts: Facts,
     on: Desk<ModelJob>,
@@ -93,7 +92,7 @@ type ModelJob = Box<dyn for<'a> FnOnce(&mut Loaded<'a>) + Send>;
 /// A job of the thread of a tokenizer.
 type TextJob = Box<dyn FnOnce(&mut Words) + Send>;
 
-/// What the thread of a model works with. Each part is loaded when it is first needed.
+/// The state of the thread of a model. Each part is loaded when it is first needed.
 struct Loaded<'a> {
     ready: &'a Ready,
     serving: Serving,
@@ -103,7 +102,7 @@ struct Loaded<'a> {
 }
 
 impl<'a> Loaded<'a> {
-    /// What decodes one text.
+    /// The runner, which decodes one text.
     fn runner(&mut self) -> Result<&mut Runner<'a>, Fault> {
         match &mut self.runner {
             Some(runner) => Ok(runner),
@@ -117,7 +116,7 @@ impl<'a> Loaded<'a> {
             Some(steps) => steps,
             none => {
                 let stepper = self.ready.batched(&self.serving)?.stepper()?;
-                // A kernel of that many rows may not fit.
+                // A kernel with `rows_max` rows may not fit, so the engine may have fewer.
                 let rows_max = self.rows_max.min(stepper.bounds().shape.rows);
                 none.insert(Steps::new(stepper, rows_max, self.serving.running_max))
             }
@@ -130,12 +129,12 @@ impl<'a> Loaded<'a> {
     }
 }
 
-/// What the thread of a tokenizer works with.
+/// The state of the thread of a tokenizer.
 struct Words {
     manifest: Manifest,
     program: TokensProgram,
     vocab: u32,
-    /// `None`: none was needed yet.
+    /// `None` until it is first needed.
     tokens: Option<Tokens>,
 }
 
@@ -155,7 +154,7 @@ impl Words {
     }
 }
 
-/// A program has no command line: it passes ids.
+/// Replaces a remedy that names an option of the command line, which a program does not have.
 fn in_a_program(fault: Fault) -> Fault {
     match &fault.remedy {
         Some(remedy) if remedy.contains("`--ids`") => fault.with_remedy("pass token ids"),
@@ -168,7 +167,7 @@ impl Model {
     /// first needed.
     ///
     /// # Errors
-    /// As the command `build` before it compiles anything; parts of an export that are not what was exported; sizes out of range.
+    /// Those of the command `build` before it compiles anything; files of an export that were changed; sizes out of range.
     pub fn load(place: &Path, options: Options) -> Result<Model, Fault> {
         let Options { target, cache, sequences_max, chunk_max, cache_tokens, tokens, verbose } = options;
         let mut places = Places::from_environment(&places::cache_root());
@@ -213,10 +212,10 @@ impl Model {
         Ok(Model { facts, on, text, texts: AtomicU64::new(0) })
     }
 
-    /// As [`Model::load`], in a thread of its own, so that the caller can do something else meanwhile.
+    /// As [`Model::load`], in its own thread, so that the caller can do something else meanwhile.
     ///
     /// # Errors
-    /// A limit of threads.
+    /// A limit on threads.
     pub fn load_apart(place: PathBuf, options: Options) -> Result<Waiting<Model>, Fault> {
         let (answer, waiting) = Waiting::new();
         let desk: Desk<()> = Desk::start("monobloc-load", move |_| answer.give(Model::load(&place, options)))?;
@@ -243,12 +242,12 @@ impl Model {
         })
     }
 
-    /// Ids of a conversation in the chat template of the checkpoint; `reply`: with what begins the model's answer.
+    /// Ids of a conversation in the chat template of the checkpoint; `reply`: with the tokens that begin the model's answer.
     pub fn encode_chat(&self, messages: Vec<Message>, reply: bool) -> Waiting<Vec<u32>> {
         self.ask_text(move |words| words.tokens()?.encode_chat(messages, vec![], reply))
     }
 
-    /// Logits after each of `ids` from position 0 on: `[ids, vocab]`, row by row. No sequence is changed.
+    /// Logits after each of `ids`, which begin at position 0: `[ids, vocab]`, row by row. No sequence is changed.
     pub fn logits(&self, ids: Vec<u32>) -> Waiting<Vec<f32>> {
         let vocab = self.facts.vocab;
         self.ask(move |loaded| {
@@ -265,8 +264,8 @@ impl Model {
         self.ask(move |loaded| loaded.with_steps(|steps| steps.open(key)))
     }
 
-    /// Opens the sequence `key` with the tokens of another one. They share the full pages of the cache; the tokens after them, fewer
-    /// than a page has, are computed again.
+    /// Opens the sequence `key` with the tokens of another one. They share full pages of the cache; tokens after the last full page
+    /// are computed again.
     pub fn fork(&self, sequence: SequenceKey, key: SequenceKey) -> Waiting<()> {
         self.ask(move |loaded| loaded.with_steps(|steps| steps.fork(sequence, key)))
     }
@@ -283,14 +282,15 @@ impl Model {
 
     /// Ends a sequence and frees its pages. One that is not open is no fault.
     pub fn free(&self, sequence: SequenceKey) -> Waiting<()> {
-        // Nothing is loaded for it.
+        // Without loading steps: then no sequence is open.
         self.ask(move |loaded| loaded.steps.as_mut().map_or(Ok(()), |steps| steps.free(sequence)))
     }
 
-    /// Runs one step of the next tokens of several sequences: the logits that its parts want, `[wanted, vocab]` in their order.
+    /// Runs one step with the next tokens of several sequences. Returns the logits that its parts want, `[wanted, vocab]` in their order.
     ///
-    /// A part has the same logits whatever other parts are in its step; on the target `cpu`, and with `batch_invariant`, in every bit. Nothing is chosen. Tokens of
-    /// all parts together are at most [`Facts::rows_max`], and a sequence has one part. What is refused changes no sequence.
+    /// The logits of a part do not depend on the other parts of its step: in no bit on the target `cpu` and with `batch_invariant`,
+    /// otherwise up to rounding. No token is chosen. All parts together have at most [`Facts::rows_max`] tokens, and a sequence has
+    /// one part. A step that is refused changes no sequence.
     pub fn step(&self, parts: Vec<StepPart>) -> Waiting<Vec<f32>> {
         self.ask(move |loaded| loaded.with_steps(|steps| steps.step(&parts)))
     }
@@ -326,7 +326,7 @@ impl Model {
     }
 }
 
-/// What steps are made for: what the manifest says to `serve`, with the sizes that were given in its place.
+/// The sizes of steps: those that the manifest gives `serve`, replaced by those of the options.
 fn serving(
     manifest: &Manifest,
     target: &Target,
@@ -342,7 +342,7 @@ fn serving(
     if cache_tokens == Some(0) {
         return Err(Fault::input("`cache_tokens` is 0, expected a token or more"));
     }
-    // Steps of a caller can have prompt tokens together with other rows, on a device too.
+    // A caller may have prompt tokens together with other rows in a step, on a device, too. So the sizes are those of kind `cpu`.
     let Serving { running_max, chunk_rows, .. } = Serving::of_manifest(manifest, TargetKind::Cpu, 1);
     let contexts = || manifest.decode.context_max.saturating_mul(DEVICE_CONTEXTS);
     Ok(Serving {

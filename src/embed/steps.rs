@@ -1,7 +1,7 @@
-//! Owns steps of several rows for programs with a scheduler of their own: which sequence has which pages, and which rows are refused.
+//! Owns steps of several rows for programs with their own scheduler: which sequence has which pages, and which steps are refused.
 //!
-//! Shared pages are always the first ones of a sequence, and the page that its next token goes into is its own. So no step writes what
-//! another sequence reads.
+//! Shared pages are always the first ones of a sequence, and it owns the page into which its next token goes. So no step writes a page
+//! that another sequence reads.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -59,7 +59,7 @@ pub(super) struct Steps {
     open: BTreeMap<SequenceKey, Open>,
     rows_max: usize,
     sequences_max: usize,
-    /// A launch failed: what pages hold is not known any more.
+    /// A launch failed, so the content of pages is unknown.
     lost: bool,
 }
 
@@ -86,7 +86,7 @@ impl Steps {
         Ok(())
     }
 
-    /// Opens a sequence with the tokens of another one. Full pages are shared; the tokens of the last page are computed again.
+    /// Opens a sequence with the tokens of another one. Full pages are shared; tokens after the last full page are computed again.
     pub fn fork(&mut self, sequence: SequenceKey, key: SequenceKey) -> Result<(), Fault> {
         self.check_room()?;
         let tokens = self.find(sequence)?.tokens.clone();
@@ -124,7 +124,7 @@ impl Steps {
         self.pool.close(id).map_err(ours)
     }
 
-    /// Runs one step: the logits that its parts want, `[wanted, vocab]` in their order.
+    /// Runs one step. Returns the logits that its parts want, `[wanted, vocab]` in their order.
     pub fn step(&mut self, parts: &[StepPart]) -> Result<Vec<f32>, Fault> {
         self.check(parts)?;
         let mut rows = vec![];
@@ -161,7 +161,7 @@ impl Steps {
         Ok(logits)
     }
 
-    /// A sequence of the pool with the first `length` tokens of `sequence`. The page after the last full one is its own.
+    /// A new sequence of the pool with the first `length` tokens of `sequence`. It shares full pages, and owns the page after them.
     fn forked(&mut self, sequence: SequenceKey, length: usize) -> Result<SequenceId, Fault> {
         let page_rows = self.bounds.shape.page_rows as usize;
         let shared = length / page_rows * page_rows;

@@ -18,28 +18,28 @@ use crate::tokenizer::{Stopped, certain};
 pub struct Asked {
     /// One or more tokens.
     pub prompt: Vec<u32>,
-    /// Tokens to decide, at most: the context may end before.
+    /// Most tokens to generate; a full context ends the text earlier.
     pub max_tokens: usize,
     pub settings: RequestSettings,
-    /// Texts that end the generation, and are no part of it. None begins before `settings.min_tokens` tokens.
+    /// Texts that end the generation, and are not part of its text. They are ignored before `settings.min_tokens` tokens.
     pub stop: Vec<String>,
 }
 
 /// The next piece of a stream.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Piece {
-    /// `None`: text that was held back, after the last token.
+    /// `None` for text after the last token, which was held back.
     pub token: Option<Decided>,
     /// Text that became certain. Empty without a tokenizer.
     pub text: String,
 }
 
-/// Why no further token comes.
+/// Why the generation ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stop {
     /// The model ended the text.
     Eos,
-    /// One of the stop texts or stop ids came.
+    /// One of the stop texts or stop ids was generated.
     Stop,
     /// The requested number of tokens, or a full context.
     Length,
@@ -61,18 +61,19 @@ enum Next {
     End(Result<Stop, Fault>),
 }
 
-/// A generation that runs. Dropping it stops the generation at its next token.
+/// A running generation. Dropping it stops the generation at its next token.
 pub struct Stream {
     next: Receiver<Next>,
-    /// The consumer has gone, or a stop text came.
+    /// The consumer dropped the stream, or a stop text was generated.
     stopped: Arc<AtomicBool>,
-    /// Nothing comes any more.
+    /// All pieces were taken, or a fault was returned.
     is_over: bool,
     end: Option<Stop>,
 }
 
 impl Stream {
-    /// Waits for the next piece for this time; `None`: there is none yet. `Some(Ok(None))`: the generation has ended. A fault comes once.
+    /// Waits at most `time` for the next piece; `None`: there is none yet. `Some(Ok(None))`: the generation has ended. A fault is
+    /// returned once.
     pub fn next_for(&mut self, time: Duration) -> Option<Result<Option<Piece>, Fault>> {
         if self.is_over {
             return Some(Ok(None));
@@ -103,9 +104,9 @@ impl Drop for Stream {
 }
 
 impl Model {
-    /// Continues a prompt. Tokens that the prompt shares with the text before it are not decoded again.
+    /// Continues a prompt. Tokens that the prompt shares with the previous text are not decoded again.
     ///
-    /// The stream brings faults of the prompt, too: an id outside the vocabulary, settings out of range, more tokens than the context.
+    /// The stream also returns faults of the prompt: an id outside the vocabulary, settings out of range, more tokens than the context.
     pub fn generate(&self, asked: Asked) -> Stream {
         let (sender, next) = channel();
         let stopped = Arc::new(AtomicBool::new(false));
@@ -151,7 +152,7 @@ impl Model {
     }
 }
 
-/// Refuses a request that cannot be fulfilled, in words without options of the command line.
+/// Refuses a request that cannot be fulfilled. Its faults name no option of the command line, which a program does not have.
 fn check(prompt: &[u32], max_tokens: usize, settings: &RequestSettings, stops: &[String]) -> Result<(), Fault> {
     if prompt.is_empty() {
         return Err(Fault::input("the prompt has no token, expected at least one"));
@@ -166,7 +167,7 @@ fn check(prompt: &[u32], max_tokens: usize, settings: &RequestSettings, stops: &
     }
 }
 
-/// Writes a stream: by the thread of the tokenizer, in the order of the tokens.
+/// Passes tokens to the thread of the tokenizer, which writes the stream in their order.
 struct Pen {
     writer: Arc<Mutex<Writer>>,
     text: Option<Arc<Desk<TextJob>>>,
@@ -193,18 +194,18 @@ impl Pen {
     }
 }
 
-/// The text of a stream, as far as it is known.
+/// The text of a stream so far.
 struct Writer {
     out: Sender<Next>,
     stopped: Arc<AtomicBool>,
-    /// Names the text to the tokenizer.
+    /// The tokenizer's number for the text.
     number: u64,
-    /// Without special tokens.
+    /// Special tokens are left out.
     hidden: bool,
     stops: Vec<String>,
     /// Stops are ignored before this number of tokens.
     stops_after: usize,
-    /// What may be the beginning of a stop text.
+    /// Text that may be the beginning of a stop text.
     pending: String,
     count: usize,
 }
@@ -249,7 +250,7 @@ impl Writer {
         Ok(words.tokens()?.texts(vec![part])?.concat().concat())
     }
 
-    /// Tells a token with the text that is certain; a stop text ends the stream.
+    /// Sends a token with the text that is certain. A stop text ends the stream.
     fn piece(&mut self, token: Option<Decided>, text: &str, last: bool) {
         self.count += usize::from(token.is_some());
         self.pending.push_str(text);

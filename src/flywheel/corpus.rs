@@ -1,9 +1,10 @@
 //! Owns the corpus file: appending rows, reading them back, and merging corpora.
 //!
-//! What was measured for everybody comes with the executable, compressed. The user's file is only ever appended to. A row is one line and one `write(2)` under an exclusive lock, so any number of
-//! processes may append at once. A row that a crash cut is marked by the next writer and reported by every reader; a
-//! row for which the disk has no room is taken back. The reader trusts nothing: a line that is not a whole row of a
-//! known schema is reported with its number and skipped, and never stops the reading of the others.
+//! The executable includes a compressed corpus of shared measurements. The user's file is only ever appended to. A row is one
+//! line and one `write(2)` under an exclusive lock, so any number of processes may append at once. A row that a crash cut is
+//! marked by the next writer and reported by every reader. A row for which the disk has no room is removed again. The reader
+//! trusts nothing: a line that is not a whole row of a known schema is reported with its number and skipped, and the
+//! other lines are still read.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fs::{self, File, OpenOptions};
@@ -20,18 +21,18 @@ use crate::files::{self, FileError};
 
 /// Rows that come with the executable; a folder `corpus/` beside the user's trials takes their place.
 const SHIPPED: &[u8] = include_bytes!("../../flywheel/corpus/h200.csv.zst");
-/// The name in messages.
+/// Name of the built-in corpus in messages.
 const SHIPPED_NAME: &str = "shipped corpus";
-/// Ends the name of a compressed corpus.
+/// End of the file name of a compressed corpus.
 const COMPRESSED: &str = ".csv.zst";
-/// A compressed corpus of more text than this is none: a few bytes can stand for any number of them.
+/// Limit for decompressed text, because a small compressed file can expand to any size.
 const TEXT_BYTES_MAX: u64 = 1 << 30;
-/// As `zstd` calls its best level without more memory for the reader.
+/// The best level of `zstd` that does not need more memory to decompress.
 const COMPRESSION_LEVEL: i32 = 19;
-/// A row takes about 1.5 kB; a longer line is not one.
+/// Longest line that is read as a row; a row takes about 1.5 kB.
 const LINE_BYTES_MAX: usize = 1 << 20;
-/// Ends a line that a crash cut. Before it stand a closing quote, if one is open, and a comma for every column, so that
-/// the line has too many cells for any reader of CSV, and can neither pass for a row nor swallow the next one.
+/// Ends a line that a crash cut. Before this mark the writer adds a closing quote, if one is open, and a comma for every column.
+/// Then the line has too many cells for any reader of CSV, so it can neither pass for a row nor swallow the next one.
 const TORN_MARK: &str = ",torn by a crash";
 
 /// A corpus that cannot be read or written. Broken rows are no error.
@@ -102,7 +103,7 @@ impl fmt::Display for BrokenRow {
     }
 }
 
-/// The trials of one or several files.
+/// The trials of one file or several.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Corpus {
     /// In file order, each id once.
@@ -122,8 +123,8 @@ impl Corpus {
         Ok(reader.finish())
     }
 
-    /// Reads what is known to the owner of `trials`: the corpora in a folder `corpus/` beside that file, or what comes with the
-    /// executable where there is no such folder; then the file itself. Nothing is written to a corpus.
+    /// Reads all rows for the owner of `trials`: first the corpora in the folder `corpus/` beside that file, or the built-in corpus if
+    /// there is no such folder; then the file itself. Nothing is written to a corpus.
     pub fn known(trials: &Path) -> Result<Corpus, CorpusError> {
         let mut reader = Reader::default();
         match corpora(trials) {
@@ -149,7 +150,7 @@ fn is_compressed(path: &Path) -> bool {
     path.file_name().is_some_and(|name| name.to_string_lossy().ends_with(COMPRESSED))
 }
 
-/// The text of a compressed corpus, as it is read.
+/// Decompresses a corpus while it is read.
 fn decompressed<'a>(from: impl Read + 'a) -> Box<dyn BufRead + 'a> {
     match zstd::Decoder::new(from) {
         Ok(decoder) => Box::new(BufReader::with_capacity(1 << 17, decoder.take(TEXT_BYTES_MAX))),
@@ -157,7 +158,7 @@ fn decompressed<'a>(from: impl Read + 'a) -> Box<dyn BufRead + 'a> {
     }
 }
 
-/// A text that cannot be read, for the one reason that there was.
+/// A reader that returns its error once, for a decompressor that cannot be made.
 struct Failing(Option<io::Error>);
 
 impl Read for Failing {
@@ -166,7 +167,7 @@ impl Read for Failing {
     }
 }
 
-/// The text of a corpus as the file of this name has it: compressed if the name ends in `.csv.zst`.
+/// The bytes of a corpus for a file called `name`: compressed if the name ends in `.csv.zst`.
 pub fn encoded(name: &Path, text: &str) -> io::Result<Vec<u8>> {
     match is_compressed(name) {
         true => zstd::encode_all(text.as_bytes(), COMPRESSION_LEVEL),
@@ -183,9 +184,9 @@ pub fn append(path: &Path, trials: &[Trial]) -> Result<(), CorpusError> {
 #[derive(Debug, Clone, PartialEq)]
 pub struct MergeReport {
     pub rows_added: u64,
-    /// Rows of the inputs whose id the output, or an earlier input, has already.
+    /// Rows of the inputs whose id is already in the output or in an earlier input.
     pub duplicates: u64,
-    /// In the inputs and the output; none was copied or removed.
+    /// Broken rows in the inputs and the output; none was copied or removed.
     pub broken: Vec<BrokenRow>,
 }
 
@@ -245,9 +246,9 @@ fn append_locked(path: &Path, rows: impl FnOnce(&File) -> Result<Vec<Trial>, Cor
 }
 
 enum Header {
-    /// Names in file order: rows follow the file, so that its columns may be in any order.
+    /// Names in file order. Appended rows use that order, so a file may have its columns in any order.
     Columns(Vec<String>),
-    /// Nothing yet, or a part of our own first line, left by a crash.
+    /// An empty file, or a part of our own first line, left by a crash.
     Torn,
     Unusable(String),
 }
@@ -264,7 +265,7 @@ fn header(file: &File) -> io::Result<Header> {
     Ok(match columns {
         None => Header::Unusable("is not text".to_string()),
         Some(Err(reason)) => Header::Unusable(reason),
-        // Read, but not appended to: rows of this schema would lose the content of those columns.
+        // Files of schema 1 are read, but not appended to: rows of this schema would lose the content of the columns they lack.
         Some(Ok(columns)) => match ADDED_IN_2.into_iter().find(|added| !columns.iter().any(|name| name == added)) {
             Some(added) => Header::Unusable(format!("lacks {added}: it is of schema 1")),
             None => Header::Columns(columns),
@@ -310,7 +311,7 @@ fn row_line(columns: &[String], trial: &Trial) -> io::Result<String> {
 /// Appends one line, whole or not at all.
 fn write_line(mut file: &File, line: &str) -> io::Result<()> {
     let before = file.metadata()?.len();
-    // One `write(2)` unless the disk takes only a part; writing the rest then gives the reason.
+    // One `write(2)`, unless the disk takes only a part; the write of the rest then fails with the reason.
     file.write_all(line.as_bytes()).or_else(|error| {
         file.set_len(before)?;
         Err(error)
@@ -348,7 +349,7 @@ fn cells(line: &[u8]) -> Option<Vec<String>> {
 struct Reader {
     trials: Vec<Trial>,
     broken: Vec<BrokenRow>,
-    /// Where in `trials` an id is.
+    /// Index of an id in `trials`.
     known: HashMap<Digest, usize>,
     duplicates: u64,
     digests: Vec<u8>,
@@ -397,7 +398,7 @@ impl Reader {
                         Ok(names) => header = Some(FileColumns::of(names)),
                         Err(reason) => {
                             self.broken.push(broken(format!("the header {reason}; none of the rows was read")));
-                            // Read on for the digest alone.
+                            // The rest is read for the digest alone.
                             while lines.next().map_err(fault)?.is_some() {}
                         }
                     }
@@ -430,9 +431,9 @@ impl Reader {
 
 /// The columns of one file.
 struct FileColumns {
-    /// Where each column is.
+    /// Index of each column.
     at: HashMap<String, usize>,
-    /// A newer header has columns of its own, which rows of this schema leave empty.
+    /// Columns that only a newer schema knows; rows of this schema leave them empty.
     unknown: Vec<String>,
 }
 
@@ -449,7 +450,7 @@ fn row(columns: &FileColumns, line: &[u8]) -> Result<Option<Trial>, String> {
     if line.trim_ascii().is_empty() {
         return Ok(None);
     }
-    // Most rows have no quotes, and there are many.
+    // A fast path: most of the many rows have no quotes.
     let plain = std::str::from_utf8(line).ok().filter(|text| !text.contains('"'));
     let quoted = if plain.is_none() { cells(line) } else { None };
     let cells: Vec<&str> = match (plain, &quoted) {
@@ -492,7 +493,7 @@ impl Read for AtStart<'_> {
 
 enum Line {
     Whole(Vec<u8>),
-    /// The last line has no end: it was cut, and even a number in it may be.
+    /// The last line has no end: it was cut, perhaps within a number.
     NoEnd,
     TooLong,
 }
@@ -675,7 +676,7 @@ mod tests {
         assert!(COLUMNS.iter().all(|column| column.name.bytes().all(|c| c.is_ascii_alphanumeric() || c == b'_')));
     }
 
-    /// A crash may cut the file after any byte of the last row: what is before must stay, what is after must follow.
+    /// A crash may cut the file after any byte of the last row. Earlier rows must stay, and later rows must be readable.
     #[test]
     fn a_row_cut_anywhere_is_reported_and_the_next_row_is_whole() {
         let folder = tempfile::tempdir().unwrap();

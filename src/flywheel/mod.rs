@@ -1,8 +1,8 @@
-//! Owns what was measured: the row of one trial, and the append-only file of all of them.
+//! Owns measured results: the row of one trial, and the append-only file of all trials.
 //!
-//! A candidate is unmeasured, a trial is measured. A row says what was tried, on what, and with which result, in raw figures with their
-//! units. Derived figures (tokens per second, share of the floor) are left to the reader. The corpus is advice: deleting it changes how
-//! fast a search gets somewhere, never what is correct.
+//! A candidate is unmeasured, a trial is measured. A row says what was tried, on what, and with which result, in raw figures with
+//! their units. Derived figures (tokens per second, share of the floor) are left to the reader. The corpus is advice: without
+//! it, a search takes more trials, but no result is less correct.
 
 pub mod corpus;
 pub mod trial;

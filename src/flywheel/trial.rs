@@ -17,14 +17,14 @@ use crate::error::Fault;
 pub const SCHEMA: u32 = 3;
 /// Columns of schema 2: the decisions of a search. In older rows they are empty or absent.
 pub const ADDED_IN_2: [&str; 3] = ["campaign", "trial", "decision"];
-/// Columns that came with schema 3, for people who group rows. All but a ratio can be told from other columns, so they may be
-/// missing from the header of an older file that newer rows are appended to.
+/// Columns of schema 3, for people who group rows. Only the ratio cannot be derived from other columns, so they may be missing from
+/// the header of an older file to which newer rows are appended.
 pub const ADDED_IN_3: [&str; 3] = ["model", "op", "ratio_vs_default"];
 /// Longest text of a cell; a candidate of 60 knobs takes about 1000 bytes.
 const TEXT_BYTES_MAX: usize = 8192;
 /// Digits of a digest that was shortened: 64 bits.
 const SHORT_DIGITS: usize = 16;
-/// A longer reason is cut: the row points at artefacts that say more.
+/// Longest text of a reason; the rest is cut, because the row names artefacts that say more.
 const DETAIL_CHARS_MAX: usize = 500;
 
 /// One column, as the documentation shows it.
@@ -87,7 +87,7 @@ pub const COLUMNS: [Column; 70] = [
     column(
         "proposer",
         "text",
-        "`default`, `prior`, `explore`, `local`, `external` or `seed`: who asked for this point",
+        "who proposed the candidate: `default`, `prior`, `explore`, `local` or `external`; `seed` is accepted, and no search writes it",
     ),
     column("incumbent", "digest", "trial_id of the row it was timed against in the same process; may be empty"),
     column(
@@ -122,7 +122,7 @@ pub const COLUMNS: [Column; 70] = [
     column(
         "ratio_vs_default",
         "ratio",
-        "latency by the default's: ratios chained through `incumbent`, 1 for the default; empty outside of searches",
+        "latency divided by the default's: ratios chained through `incumbent`, 1 for the default; empty outside of searches",
     ),
     column("bytes_per_step", "bytes", "bytes a step has to move at that position"),
     column(
@@ -146,7 +146,7 @@ pub const COLUMNS: [Column; 70] = [
     column("smem_bytes", "bytes", "shared memory of a block, static and dynamic"),
 ];
 
-/// What was tried, and on what. The same for every position that one candidate is timed at.
+/// What was tried, and on what. The same for all positions at which one candidate is timed.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Facts {
     /// Digest of the code of the stages and the search.
@@ -180,7 +180,7 @@ pub struct ModelShape {
 }
 
 impl ModelShape {
-    /// The op that ran alone; `None`: whole steps did.
+    /// The op that ran alone; `None` for whole steps.
     pub fn op(&self) -> Option<&str> {
         self.family.split_once(':').map(|(_, op)| op)
     }
@@ -229,7 +229,7 @@ pub struct Point {
     pub predicted_us: Option<f64>,
 }
 
-/// Who asked for the point.
+/// Who proposed the candidate. No search writes `Seed`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Proposer {
     Default,
@@ -397,13 +397,13 @@ pub struct Timing {
     pub latency_us_p50: f64,
     pub latency_us_p90: f64,
     pub ratio: Option<RatioInterval>,
-    /// Latency by the default's, chained; `None` outside of searches and in rows of older schemas.
+    /// Latency divided by the default's, chained; `None` outside of searches and in rows of older schemas.
     pub ratio_vs_default: Option<f64>,
     pub bytes_per_step: u64,
     pub floor_us: Option<f64>,
     pub clock_sm_mhz: Option<u32>,
     pub clock_mem_mhz: Option<u32>,
-    /// Empty if it was not read, `none` if there was none.
+    /// Reasons for throttling while timing; `none` if there were none, empty if they were not read.
     pub throttle: String,
 }
 
@@ -416,20 +416,20 @@ pub struct RatioInterval {
 }
 
 impl RatioInterval {
-    /// The ratio of what is compared with itself.
+    /// The ratio of a candidate to itself.
     pub const ONE: RatioInterval = RatioInterval { p50: 1.0, low: 1.0, high: 1.0 };
 
-    /// The ratio of the two taken the other way round.
+    /// The ratio with both sides exchanged.
     pub fn inverse(self) -> RatioInterval {
         RatioInterval { p50: 1.0 / self.p50, low: 1.0 / self.high, high: 1.0 / self.low }
     }
 
-    /// Geometric means of medians and bounds; `None` of none. The bounds of a mean lie within the means of the bounds.
+    /// Geometric means of medians and bounds; `None` for an empty list. The true bounds of the mean lie within these means of bounds.
     pub fn mean(all: &[RatioInterval]) -> Option<RatioInterval> {
         let count = all.len() as f64;
         let mean = |of: fn(&RatioInterval) -> f64| (all.iter().map(|ratio| of(ratio).ln()).sum::<f64>() / count).exp();
         (!all.is_empty()).then(|| match all {
-            // Through a logarithm and back, 1 would not always be 1.
+            // Not through a logarithm and back, by which 1 might become another number.
             [one] => *one,
             _ => RatioInterval { p50: mean(|r| r.p50), low: mean(|r| r.low), high: mean(|r| r.high) },
         })
@@ -445,7 +445,7 @@ pub struct RowFault {
 }
 
 impl From<RowFault> for Fault {
-    /// As a raised error this is a row that we built; bad rows in files are reported, never raised.
+    /// Only a row that we built becomes an error; bad rows in files are reported and skipped.
     fn from(fault: RowFault) -> Fault {
         Fault::internal(format!("a trial cannot be written: {fault}"))
     }
@@ -478,8 +478,9 @@ impl Trial {
         Ok(trial)
     }
 
-    /// The row as a corpus hands it on: the device by a number in place of its UUID, the ratio to the default filled in, figures
-    /// that no search reads in six digits, digests that only name the row in sixteen, and those that nothing reads left out.
+    /// The row for a corpus that is shared. The device has a number in place of its UUID, and the ratio to the default is filled in.
+    /// Figures that no search reads have six digits, digests that only identify have sixteen, and digests that are never read are
+    /// left out.
     pub fn cells_to_share(
         &self,
         device: &str,
@@ -494,7 +495,7 @@ impl Trial {
                 "ratio_vs_default" => *cell = optional(ratio_vs_default.map(six_digits)),
                 "candidate_digest" | "source" | "cubin" => cell.clear(),
                 "trial_id" | "incumbent" | "schedule" => cell.truncate(SHORT_DIGITS),
-                // The prior and the ranking read them, to the last bit.
+                // The prior and the ranking read these two, to the last bit.
                 "ratio_vs_incumbent_p50" | "predicted_us" => {}
                 "ratio_low" | "ratio_high" | "floor_us" | "compile_ms" | "check_ms" | "measure_ms"
                 | "error_abs_max" | "error_rel_l2" | "kl_max" | "latency_us_p10" | "latency_us_p50"
@@ -767,7 +768,7 @@ impl Trial {
     }
 }
 
-/// What an id stands for.
+/// The content of which a trial's id is the digest.
 struct Identity<'a> {
     trial: &'a Trial,
     nonce: u64,
@@ -894,7 +895,7 @@ impl Row<'_> {
     fn digest_or_empty(&self, column: &'static str) -> Result<Option<Digest>, RowFault> {
         match self.cell(column)? {
             "" => Ok(None),
-            // Corpora that are handed on may have the first digits alone: enough to tell their rows apart.
+            // Shared corpora may have only the first digits, which are enough to tell rows apart.
             cell if (SHORT_DIGITS..64).contains(&cell.len()) && cell.is_ascii() => {
                 let padded = format!("{cell:0<64}");
                 Digest::parse(&padded).map(Some).or_else(|error| fault(column, error.to_string()))

@@ -354,13 +354,13 @@ impl Plan {
 }
 
 impl TaskPlan {
-    /// Whether it is a task of a row that a launch of so many rows does not have: it signals and does nothing else.
+    /// Whether it is a task of a row that a launch of `rows` rows does not have: it signals and does nothing else.
     pub fn is_absent(&self, rows: usize) -> bool {
         self.row.is_some_and(|row| row >= rows)
     }
 }
 
-/// How often tasks of rows that a launch of so many rows does not have signal each event.
+/// How often each event is signalled by tasks of rows that a launch of `rows` rows does not have.
 fn absent_signals(queues: &[Vec<TaskPlan>], rows: usize) -> Vec<(EventId, u32)> {
     let mut signals: BTreeMap<EventId, u32> = BTreeMap::new();
     for task in queues.iter().flatten().filter(|task| task.is_absent(rows)) {

@@ -62,7 +62,7 @@ pub enum ScaleLayout {
     RowGroups,
     /// Groups x N.
     GroupRows,
-    /// Blocks of so many rows by a group of k.
+    /// Blocks of this number of rows by a group of k.
     Blocks {
         rows: u32,
     },

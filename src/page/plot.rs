@@ -33,7 +33,7 @@ impl Axis {
         Some(Axis { label: label.to_string(), low: low - room, high: high + room, digits: 0 }.with_digits())
     }
 
-    /// The same from 0 on.
+    /// The axis extended to begin at 0.
     pub fn from_zero(self) -> Axis {
         Axis { low: 0.0, ..self }.with_digits()
     }
@@ -66,7 +66,7 @@ pub struct Plot {
     svg: String,
 }
 
-/// What is left of a text when nothing in it can be markup.
+/// A text with the characters of markup escaped.
 pub fn escaped(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }

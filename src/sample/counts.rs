@@ -1,11 +1,11 @@
-//! Owns what a choice knows of the tokens before it, and which ids may come next.
+//! Owns the counts of earlier tokens that a choice needs, and sets of ids that may come next.
 
 use std::collections::HashMap;
 
 /// The tokens of one sequence so far, as penalties and noise need them.
 ///
-/// Plain data: a server that takes a request off the device and computes it again later keeps it, or counts anew from the
-/// prompt and the generated tokens.
+/// Plain data. A server that removes a request from the device and computes it again later keeps the counts, or counts again
+/// from the prompt and the generated tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TokenCounts {
     /// Ids that occur, with the number of times that each was generated.
@@ -27,7 +27,7 @@ impl TokenCounts {
         self.generated += 1;
     }
 
-    /// Tokens that were generated.
+    /// Number of generated tokens.
     pub fn generated(&self) -> u32 {
         self.generated
     }
@@ -43,7 +43,7 @@ impl TokenCounts {
     }
 }
 
-/// A set of token ids, one bit each: what may come next.
+/// A set of token ids, one bit each: those that may come next.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TokenSet(Vec<u32>);
 
@@ -53,7 +53,7 @@ impl TokenSet {
         TokenSet(words)
     }
 
-    /// As [`TokenSet::from_words`] takes them.
+    /// The words of the set, as in [`TokenSet::from_words`].
     pub fn words(&self) -> &[u32] {
         &self.0
     }

@@ -1,9 +1,9 @@
-//! Owns what can be wrong with the settings of a choice, and with logits that no token can be chosen from.
+//! Owns the errors of a choice: wrong settings, and logits from which no token can be chosen.
 
 use super::{TEMPERATURE_MAX, TEMPERATURE_MIN};
 use crate::error::Fault;
 
-/// Settings or logits that no token can be chosen from.
+/// Settings or logits from which no token can be chosen.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum SampleError {
     #[error(
@@ -41,9 +41,9 @@ impl From<SampleError> for Fault {
             SampleError::TopP { .. } => Fault::input(message).with_remedy("leave top-p out to keep every token"),
             SampleError::MinP { .. } => Fault::input(message).with_remedy("leave min-p out to keep every token"),
             SampleError::RepetitionPenalty { .. } => Fault::input(message)
-                .with_remedy("1 changes nothing; 1.1 makes tokens less probable that the text already has"),
+                .with_remedy("1 changes nothing; 1.1 makes tokens that the text already has less probable"),
             SampleError::Penalty { .. } => Fault::input(message)
-                .with_remedy("0 changes nothing; 0.5 makes tokens less probable that were generated before"),
+                .with_remedy("0 changes nothing; 0.5 makes tokens that were generated before less probable"),
             SampleError::LogitBias { .. } => {
                 Fault::input(message).with_remedy("-100 bans a token in practice, 100 forces it")
             }
@@ -53,7 +53,7 @@ impl From<SampleError> for Fault {
             SampleError::NoCandidate { .. } => Fault::internal(message)
                 .with_remedy("the model produced only NaN or -inf; compare with the reference on the same prompt"),
             SampleError::NoneAllowed { .. } => Fault::input(message).with_remedy(
-                "the allowed ids and `min-tokens` exclude each other: allow more ids, or ask for fewer tokens at least",
+                "the allowed ids and `min-tokens` exclude each other: allow more ids, or lower `min-tokens`",
             ),
         }
     }

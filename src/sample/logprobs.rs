@@ -1,4 +1,4 @@
-//! Owns log-probabilities: the log-softmax of logits in f64, for people and clients. They decide nothing.
+//! Owns log-probabilities: the log-softmax of logits in f64, for people and clients. No token is chosen by them.
 
 use super::sampler::in_order;
 
@@ -14,7 +14,7 @@ pub struct Logprobs {
 impl Logprobs {
     /// The log-probability of `token` and of the `top` most probable ids under the softmax of `logits`.
     ///
-    /// `l - l_max - ln(sum(exp(l - l_max)))`, in f64, summed in order of ids. A logit that is NaN has no share.
+    /// `l - l_max - ln(sum(exp(l - l_max)))`, in f64, summed in order of ids. A logit that is NaN adds nothing to the sum.
     pub fn of(logits: &[f32], token: u32, top: usize) -> Logprobs {
         let softmax = LogSoftmax::of(logits);
         let mut ids: Vec<(u32, f32)> = vec![];
@@ -33,9 +33,9 @@ impl Logprobs {
     }
 }
 
-/// The divergence `sum(p ln(p / q))` of Kullback and Leibler, in nats, between the softmax of two rows of logits of the same length.
+/// The Kullback-Leibler divergence `sum(p ln(p / q))`, in nats, between the softmax of two rows of logits of the same length.
 ///
-/// An id that `p` gives no probability has no share; infinite where `q` gives none to an id that `p` has.
+/// An id with probability 0 in `p` adds nothing. Infinite if an id has probability 0 in `q` but not in `p`.
 pub fn divergence(p: &[f32], q: &[f32]) -> f64 {
     let (of_p, of_q) = (LogSoftmax::of(p), LogSoftmax::of(q));
     let terms = p.iter().zip(q).map(|(&p, &q)| {

@@ -1,11 +1,11 @@
-//! Owns the choice of a token from logits, and the specification by which interpreter and device choose the same one.
+//! Owns the choice of a token from logits, and its specification, by which interpreter and device choose the same token.
 //!
 //! Every operation below is a plain fp32 or integer operation with one defined result, so a kernel that follows the
 //! list gives the same token for the same logits, bit for bit. A kernel writes them as `__fadd_rn`, `__fsub_rn`,
 //! `__fmul_rn` and `__fdiv_rn` (never contracted to fma, subnormals kept), and no library function takes part: `logf`
 //! and `expf` differ by ulps between libraries, and one ulp is enough to change a token.
 //!
-//! A [`Request`] takes all steps, in this order; a [`Sampler`] takes those from `score` on, without `min-p`. A step whose
+//! A [`Request`] does all steps, in this order; a [`Sampler`] does those from `score` on, without `min-p`. A step whose
 //! setting is off is left out, so a request that uses none of the others chooses what its sampler chooses.
 //!
 //! ```text
@@ -29,11 +29,11 @@
 //! choice                      argmax of s + g over the admitted ids, ties to the lowest id
 //! ```
 //!
-//! Why these: the Gumbel-max trick turns sampling into an arg-max, which is the reduction a greedy kernel has already.
+//! The reason for this form: the Gumbel-max trick turns sampling into an arg-max, a reduction that a greedy kernel already has.
 //! The noise of an id depends on (seed, position, id) alone: position is the index of the chosen token in its own
-//! sequence, and the second word of the counter is always 0. So neither the number of threads, nor the slot of a sequence
+//! sequence, and the second word of the counter is always 0. So neither the number of threads, nor the row of a sequence
 //! in a batch, nor the other sequences there, nor a repeated step changes it. Two requests with one seed therefore have the
-//! same noise, so a client that wants several continuations of one prompt gives each a seed of its own.
+//! same noise, so a client that wants several continuations of one prompt gives each its own seed.
 //! Top-p sums integers, whose order does not matter: a kernel may use
 //! atomics, buckets of scores, or a binary search over the score instead of a sort. Equal scores at the edge of top-p add equal w, so
 //! one division gives the number of ids to keep there.

@@ -1,4 +1,4 @@
-//! Owns the random numbers of a choice and the two functions that it computes with, each specified to the bit.
+//! Owns the random numbers of a choice, and its exponential and logarithm. Each is specified to the bit.
 
 /// Philox4x32 with 10 rounds: four random words per counter and key.
 ///

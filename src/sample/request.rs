@@ -1,4 +1,4 @@
-//! Owns everything that one request may ask of the choice of its tokens, and the choice itself.
+//! Owns all settings of one request for the choice of its tokens, and the choice itself.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,16 +14,16 @@ use super::sampler::{SampleSettings, Sampler, argmax};
 pub struct RequestSettings {
     /// Temperature, top-k, top-p and seed.
     pub sampling: SampleSettings,
-    /// Keep the ids that are at least this probable, as a part of the most probable one; 0 to 1, 0 is off.
+    /// Keep ids whose probability is at least this fraction of the highest one; 0 to 1, 0 is off.
     pub min_p: f32,
     pub penalties: Penalties,
     /// Added to the logit of an id; -100 to 100.
     pub logit_bias: BTreeMap<u32, f32>,
-    /// Ids that end the request beside those that end the model's text.
+    /// Ids that end the request, besides those that end the model's text.
     pub stop_ids: Vec<u32>,
     /// Tokens before which neither a stop id nor an eos id is chosen.
     pub min_tokens: u32,
-    /// Go on after an eos id.
+    /// Continue after an eos id.
     pub ignore_eos: bool,
     /// `Some(n)`: log-probabilities of the chosen token and of the n most probable ones.
     pub logprobs: Option<u32>,
@@ -32,11 +32,11 @@ pub struct RequestSettings {
 /// Penalties for tokens that occurred before.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Penalties {
-    /// Divides the logit of an id in the prompt or among the generated tokens, multiplies one below 0; above 0, 1 is off.
+    /// For ids in the prompt or among the generated tokens: divides a positive logit, multiplies a negative one. Above 0; 1 is off.
     pub repetition: f32,
-    /// Taken from the logit of an id that was generated; -2 to 2, 0 is off.
+    /// Subtracted from the logit of an id that was generated; -2 to 2, 0 is off.
     pub presence: f32,
-    /// Taken from the logit of an id as often as it was generated; -2 to 2, 0 is off.
+    /// Subtracted from the logit of an id once for each time that it was generated; -2 to 2, 0 is off.
     pub frequency: f32,
 }
 
@@ -60,8 +60,8 @@ impl RequestSettings {
         }
     }
 
-    /// Names of the settings in use that the kernel of a step does not have: a sampler after it honours them, or the host, by
-    /// [`Request::choose`]. Empty: [`Request::sampler`] alone chooses the same tokens.
+    /// Names of the settings in use that the kernel of a step does not support. A sampler after the kernel applies them, or the
+    /// host by [`Request::choose`]. If empty, [`Request::sampler`] alone chooses the same tokens.
     pub fn beyond_kernels(&self) -> Vec<&'static str> {
         let RequestSettings {
             sampling,
@@ -142,23 +142,23 @@ pub struct Request {
     beyond_kernels: Vec<&'static str>,
 }
 
-/// What a request changes of the logits of single ids, at one point of its text. An id stands once in each list.
+/// Changes of a request to the logits of single ids, at one point of its text. An id is at most once in each list.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Adjustments {
-    /// Ids that are not chosen now.
+    /// Ids that must not be chosen now.
     pub banned: Vec<u32>,
-    /// Choices from here on for which that holds.
+    /// Number of choices, this one included, for which `banned` holds.
     pub banned_for: u32,
     pub bias: Vec<(u32, f32)>,
-    /// Ids that a penalty concerns, with the number of times that each was generated.
+    /// Ids to which a penalty applies, with the number of times that each was generated.
     pub seen: Vec<(u32, u32)>,
 }
 
-/// A token, and what was asked about it.
+/// A chosen token, with the log-probabilities that were asked for.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Decided {
     pub token: u32,
-    /// Its log-probability in the model's own distribution; `None` where none was asked for.
+    /// Its log-probability in the model's own distribution; `None` if it was not asked for.
     pub logprob: Option<f64>,
     /// The most probable ids of that distribution with their log-probabilities, as many as were asked for.
     pub top: Vec<(u32, f64)>,
@@ -169,12 +169,12 @@ pub struct Decided {
 pub enum End {
     /// It ends the model's text.
     Eos,
-    /// The request named it.
+    /// It is a stop id of the request.
     StopId,
 }
 
 impl Request {
-    /// What the kernel of a step needs of the request; all of it if [`Request::beyond_kernels`] is empty.
+    /// The part of the request that the kernel of a step applies; all of it if [`Request::beyond_kernels`] is empty.
     pub fn sampler(&self) -> &Sampler {
         &self.sampler
     }
@@ -199,11 +199,11 @@ impl Request {
         self.logprobs
     }
 
-    /// What the steps `mask`, `bias` and those of the penalties change after the tokens of `counts`.
+    /// The changes of the steps `mask`, `bias` and of the penalties, after the tokens of `counts`.
     pub fn adjustments(&self, counts: &TokenCounts) -> Adjustments {
         let banned_for = self.min_tokens.saturating_sub(counts.generated());
         let banned: BTreeSet<u32> = self.eos.iter().chain(&self.stop_ids).copied().filter(|_| banned_for > 0).collect();
-        // Presence and frequency concern generated tokens alone.
+        // Presence and frequency apply to generated tokens alone.
         let concerns = |count: u32| count > 0 || self.penalties.repetition != 1.0;
         let seen = counts.seen().filter(|&(_, count)| self.penalties != Penalties::OFF && concerns(count));
         Adjustments {
@@ -214,13 +214,13 @@ impl Request {
         }
     }
 
-    /// Ids after which the request is over, ascending.
+    /// Ids that end the request, ascending.
     pub fn end_ids(&self) -> Vec<u32> {
         let eos = self.eos.iter().filter(|_| !self.ignore_eos);
         eos.chain(&self.stop_ids).copied().collect::<BTreeSet<u32>>().into_iter().collect()
     }
 
-    /// Whether the request is over after `token`, and why. A stop id is one even where the model's text ends with it.
+    /// Whether `token` ends the request, and why. An id that is both a stop id and an eos id counts as a stop id.
     pub fn end(&self, token: u32) -> Option<End> {
         if self.stop_ids.contains(&token) {
             Some(End::StopId)
@@ -231,11 +231,11 @@ impl Request {
         }
     }
 
-    /// Chooses the token that follows those of `counts` from the model's `logits` `[vocab]`, among the ids of `allowed`; the
-    /// caller counts it. A function of its arguments alone.
+    /// Chooses the token that follows those of `counts` from the model's `logits` `[vocab]`, among the ids of `allowed`. The
+    /// caller adds it to the counts. The result depends on the arguments alone.
     ///
     /// # Errors
-    /// No logit is a number above -inf; or nothing that is allowed has such a logit.
+    /// No logit is a number above -inf, or no allowed id has such a logit.
     pub fn choose(
         &self,
         logits: &[f32],
@@ -261,7 +261,7 @@ impl Request {
         Ok(Decided { token, logprob, top })
     }
 
-    /// The logits after mask, bias and penalties; those of the model where none of them is on.
+    /// The logits after mask, bias and penalties; the model's own if all of them are off.
     fn adjusted<'a>(&self, logits: &'a [f32], counts: &TokenCounts, allowed: Option<&TokenSet>) -> Cow<'a, [f32]> {
         let mut adjusted = Cow::Borrowed(logits);
         if let Some(allowed) = allowed {
@@ -301,7 +301,7 @@ impl Request {
         adjusted
     }
 
-    /// Leaves the ids that are probable enough beside the most probable one, which is always among them.
+    /// Keeps the ids that are probable enough compared with the most probable one, which is always kept.
     fn keep_min_p(&self, admitted: &mut Vec<(u32, f32)>) {
         if self.min_p > 0.0 {
             let most = admitted.iter().map(|&(_, score)| score).fold(f32::NEG_INFINITY, f32::max);
@@ -343,7 +343,7 @@ mod tests {
         (0..24).map(|_| choose(&mut counts)).collect()
     }
 
-    /// Tokens of an independent implementation of the module's head in numpy float32.
+    /// Tokens of an independent implementation of the specification in numpy float32.
     #[test]
     fn choices_are_the_specified_tokens() {
         let penalties = |repetition, presence, frequency| Penalties { repetition, presence, frequency };
@@ -394,7 +394,7 @@ mod tests {
         }
     }
 
-    /// tests/fixtures/make_sampling.py says which of its steps are those of transformers.
+    /// tests/fixtures/make_sampling.py says which steps it takes from transformers.
     #[test]
     fn sets_and_logits_are_those_of_transformers() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/sampling.json");
@@ -458,7 +458,7 @@ mod tests {
         }
     }
 
-    /// Logits after the steps before the score, by hand. Every number is exact in fp32.
+    /// Logits before the step `score`, computed by hand. Every number is exact in fp32.
     #[test]
     fn logits_are_adjusted_as_defined() {
         let raw = [2.0, -2.0, 0.5, 1.0, -0.5, f32::NEG_INFINITY];
@@ -481,11 +481,11 @@ mod tests {
         // A bias comes before the penalties: -2 becomes 2, and is divided.
         let biased = RequestSettings { logit_bias: [(1, 4.0), (5, 100.0)].into(), ..penalties(2.0, 0.0, 0.0) };
         assert_eq!(adjusted(&biased, None), [1.0, 1.0, 0.25, 1.0, -0.5, none]);
-        // Three tokens were generated: before the fourth, ends are masked, whether or not they end the request.
+        // Three tokens were generated. Before the fourth, end ids are masked, whether or not they end the request.
         let waits = |min_tokens| RequestSettings { min_tokens, ignore_eos: true, stop_ids: vec![4], ..off.clone() };
         assert_eq!(adjusted(&waits(4), None), [2.0, -2.0, 0.5, none, none, none]);
         assert_eq!(adjusted(&waits(3), None), raw);
-        // No bias brings back what is not allowed.
+        // No bias makes an id possible that is not allowed.
         let forced = RequestSettings { logit_bias: [(3, 100.0)].into(), ..off.clone() };
         let allowed: TokenSet = [0, 2].into_iter().collect();
         assert_eq!(adjusted(&forced, Some(&allowed)), [2.0, none, 0.5, none, none, none]);
@@ -593,7 +593,7 @@ mod tests {
             "logprobs",
         ];
         assert_eq!(settings.beyond_kernels(), names);
-        // The arg-max has no use for min-p; the host looks for the end.
+        // The arg-max does not need min-p, and the host looks for the end.
         let greedy = RequestSettings { min_p: 0.1, stop_ids: vec![2], ignore_eos: true, ..plain(0.0) };
         assert_eq!(greedy.beyond_kernels(), [] as [&str; 0]);
     }

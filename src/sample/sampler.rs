@@ -1,4 +1,4 @@
-//! Owns the choice of a token by temperature, top-k and top-p: what a kernel can do by itself.
+//! Owns the choice of a token by temperature, top-k and top-p, which a kernel can make by itself.
 
 use super::error::SampleError;
 use super::noise::{exp_f32, gumbel, philox4x32_10};
@@ -17,9 +17,9 @@ pub struct SampleSettings {
     pub seed: u64,
 }
 
-/// Below this the reciprocal amplifies bf16 noise of the logits beyond what fp32 scores resolve; greedy is meant.
+/// Lowest temperature. Below it the reciprocal amplifies bf16 noise of the logits beyond the resolution of fp32 scores; users mean greedy.
 pub const TEMPERATURE_MIN: f32 = 1e-3;
-/// Above this every distribution is flat to fp32 precision.
+/// Highest temperature. Above it every distribution is flat to fp32 precision.
 pub const TEMPERATURE_MAX: f32 = 1e3;
 
 /// Resolved settings: the constants that interpreter and kernel compute with. Made by [`SampleSettings::resolve`].
@@ -32,7 +32,7 @@ pub struct Sampler {
     key: [u32; 2],
 }
 
-/// `top_p_q32` that admits everything.
+/// `top_p_q32` that admits all ids.
 const TOP_P_ALL: u64 = 1 << 32;
 
 impl SampleSettings {
@@ -119,7 +119,7 @@ impl Sampler {
         self.key
     }
 
-    /// The parts of it that kernels for rows take: the factor from logit to score, and the seed; both are 0 when greedy.
+    /// The settings that kernels for rows take: the factor from logit to score, and the seed. Both are 0 when greedy.
     pub fn temperature_of_rows(&self) -> (f32, u64) {
         let [low, high] = self.key;
         if self.greedy { (0.0, 0) } else { (self.inv_temperature, u64::from(high) << 32 | u64::from(low)) }
@@ -153,7 +153,7 @@ impl Sampler {
         best.map(|(_, id)| id)
     }
 
-    /// The ids that top-k and top-p leave, ascending, with their scores `logit * inv_temperature`.
+    /// The ids that top-k and top-p keep, ascending, with their scores `logit * inv_temperature`.
     pub fn admitted(&self, logits: &[f32]) -> Vec<(u32, f32)> {
         let mut ids: Vec<(u32, f32)> = (0..)
             .zip(logits)
@@ -188,7 +188,7 @@ impl Sampler {
     }
 }
 
-/// The id of the largest logit, ties to the lowest id; `None` where no logit is a number above -inf.
+/// The id of the largest logit, ties to the lowest id; `None` if no logit is a number above -inf.
 pub fn argmax(logits: &[f32]) -> Option<u32> {
     let mut best = None;
     let mut top = f32::NEG_INFINITY;
@@ -209,7 +209,7 @@ pub(super) fn in_order(a: &(u32, f32), b: &(u32, f32)) -> Ordering {
 
 /// Unnormalised probability in units of 2^-40, so that sums of it are exact in any order.
 ///
-/// 2^40 leaves 2^23 ids before a u64 sum can overflow, and loses only ids below 1e-12 of the most probable one.
+/// With 2^40, a u64 sum of up to 2^23 ids cannot overflow, and only ids below 1e-12 of the most probable one are lost.
 fn weight(score: f32, score_max: f32) -> u64 {
     // Equal scores first: +inf - +inf would be NaN.
     let ratio = if score == score_max { 1.0 } else { exp_f32(score - score_max) };
@@ -240,7 +240,7 @@ mod tests {
         scores.iter().map(|s| (s - max).exp() / total).collect()
     }
 
-    /// Top-k, then top-p, written as their definitions in f64. Also the gap between the mass at the edge and `top_p`.
+    /// Top-k, then top-p, by their definitions in f64. Also returns the gap between the mass at the edge and `top_p`.
     fn admitted_by_definition(logits: &[f32], temperature: f32, k: usize, top_p: f64) -> (Vec<u32>, f64) {
         let mut order: Vec<usize> = (0..logits.len()).collect();
         order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
@@ -266,7 +266,7 @@ mod tests {
         (0..vocab).map(|i| gumbel(philox4x32_10([i, seed, 7, 7], [1, 2])[0]) * scale).collect()
     }
 
-    /// Tokens of 24 positions, from an independent implementation of the module's head in numpy float32.
+    /// Tokens of 24 positions, from an independent implementation of the specification in numpy float32.
     #[test]
     fn choices_are_the_specified_tokens() {
         // Multiples of 2^-13 in [-4, 4), so that any language makes the same bits.
@@ -326,8 +326,8 @@ mod tests {
         assert!(statistic < 13.8, "chi-square {statistic}, counts {counts:?}");
     }
 
-    /// The place where coarse noise shows: many near-equal ids, where the winner has the smallest of many exponentials,
-    /// and an improbable tail.
+    /// Coarse noise would show here: with many near-equal ids, where the winner has the smallest of many exponentials, and with an
+    /// improbable tail.
     #[test]
     fn a_large_vocabulary_has_neither_a_bias_to_low_ids_nor_a_starved_tail() {
         let sampler = sampler(1.0, None, None);
@@ -385,7 +385,7 @@ mod tests {
         assert_eq!(greedy.choose(&[1.0, f32::INFINITY, f32::INFINITY], 0), Ok(1));
         let none = SampleError::NoCandidate { position: 4, vocab: 2 };
         assert_eq!(greedy.choose(&[f32::NAN, f32::NEG_INFINITY], 4), Err(none));
-        // Filters and seed play no part.
+        // Filters and seed have no effect.
         let filtered = SampleSettings { temperature: 0.0, top_k: Some(2), top_p: Some(0.1), seed: 9 };
         assert_eq!(filtered.resolve().expect("valid settings").choose(&[1.0, 3.0, 2.0, 3.0], 0), Ok(1));
     }
@@ -408,7 +408,7 @@ mod tests {
         assert_eq!(ids(&sampler(1.0, None, Some(0.7)), &steps), [1, 3]);
         assert_eq!(ids(&sampler(1.0, None, Some(0.9)), &steps), [0, 1, 3]);
         assert_eq!(ids(&sampler(1.0, None, Some(0.99)), &steps), [0, 1, 2, 3]);
-        // Of the first two alone the largest holds 0.73.
+        // Among the first two alone, the largest holds 0.73.
         assert_eq!(ids(&sampler(1.0, Some(2), Some(0.7)), &steps), [1]);
         // Temperature comes before top-p: at 2 the largest holds 0.46.
         assert_eq!(ids(&sampler(2.0, None, Some(0.6)), &steps), [1, 3]);

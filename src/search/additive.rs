@@ -40,7 +40,8 @@ const DEEP_SHARE: f64 = 0.1;
 const LOG_MOST: f64 = 0.15;
 /// Most trials of other campaigns to learn from, nearest settings first: the time grows with the third power.
 const ROWS_MAX: usize = 600;
-/// Of these, most trials of any one setting, so that effects of one shape can be told from shared ones; and most of this very setting.
+/// Of these, most trials of any other setting, so that effects of one shape can be told from shared ones; and most of this
+/// campaign's setting.
 const ROWS_OF_SETTING: usize = 100;
 const ROWS_OWN: usize = 300;
 /// Weight of the cost model's log ratio, the standard deviation of that weight, and the bound on the log ratio.
@@ -84,7 +85,7 @@ struct Turn {
 
 /// A trial of an earlier campaign.
 struct Row {
-    /// Whether it has this very setting.
+    /// Whether its setting is that of this campaign.
     own: bool,
     setting: usize,
     turns: Vec<Turn>,
@@ -483,14 +484,17 @@ mod tests {
             let mut additive = Additive::new(&[], &setting(1024), &default(), &[(5, vec![2, 8]), (SPLITS, vec![2, 8])]);
             let mut both = with(5, 2);
             both[SPLITS] = 2;
-            // 5 % faster but for 7 % at depth.
+            // 5 % faster, except for 7 % that grow with the position.
             additive.learn(&both, 0.0, &Logs { mean: 0.02, deep });
             [with(5, 2), with(SPLITS, 2)].map(|values| additive.expected(&values, 0.0).log_ratio)
         };
         let [other, splits] = told(Some(0.07));
         assert!((other + 0.05).abs() < 0.015 && (splits - 0.07).abs() < 0.015, "{other} {splits}");
         let [other, splits] = told(None);
-        assert!((other - splits).abs() < 3e-3, "told nothing, it divides the effect: {other} {splits}");
+        assert!(
+            (other - splits).abs() < 3e-3,
+            "without the part that grows with the position, the effect is divided: {other} {splits}"
+        );
     }
 
     #[test]

@@ -29,7 +29,7 @@ const MEMORY_LATENCY_US: f64 = 1.07;
 const LOADED_BYTES: f64 = 32_768.0;
 /// Exponent of the share of time in which memory is busy, in the delay of a poll.
 const BUSY_EXPONENT: f64 = 1.78;
-/// Instructions of a task between two exchanges that nothing hides, µs: for each task, and for each 1024 of k.
+/// Serial instructions of a task between two exchanges, µs: for each task, and for each 1024 of k.
 const SERIAL_US: f64 = 0.07;
 const SERIAL_US_PER_K: f64 = 0.29;
 /// Extra time compared with eight warps, as a share: with more warps, registers spill; with fewer, less is issued.
@@ -121,7 +121,7 @@ pub fn predict(
             matvec(layer.mlp.up.rows * gates, &layer.mlp.up),
             matvec(layer.mlp.down.rows, &layer.mlp.down),
         ];
-        // Sums over tasks: bytes, and the time of the instructions between their exchanges.
+        // Sums over tasks: their bytes, and the time of the instructions between their exchanges.
         let sums = |tasks: &[(f64, f64, f64, f64)]| {
             tasks.iter().fold((0.0, 0.0), |(b, us), (bytes, chunks, serial, _)| (b + bytes, us + chunks + serial))
         };

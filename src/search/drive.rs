@@ -1,7 +1,7 @@
-//! Owns the loop of a campaign: ask, make, run, judge, record, tell, until there is a reason to stop.
+//! Owns the loop of a campaign: ask the search, build, run, judge, record, tell the search; until there is a reason to stop.
 //!
 //! An [`Arena`] builds and runs candidates: the pipeline with a device in a child process, or a simulated landscape in a test. A trial is
-//! recorded before the search is told of it, so that later campaigns read everything that this one acted on.
+//! recorded before the search learns its result, so that later campaigns read everything that this one acted on.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +18,7 @@ use super::space::Space;
 pub trait Arena {
     /// A candidate that was built.
     type Built;
-    /// What the arena records of a trial beside its times.
+    /// What the arena records about a trial, besides its times.
     type Evidence;
     type Fault;
 
@@ -28,7 +28,7 @@ pub trait Arena {
     /// Faults that end the campaign.
     fn make(&mut self, candidate: &Candidate, ahead: &[Candidate]) -> Result<BuildOutcome<Self::Built>, Self::Fault>;
 
-    /// Checks and times a candidate, in turns with the incumbent where there is one.
+    /// Checks and times a candidate, in turns with the incumbent if there is one.
     ///
     /// # Errors
     /// As [`Arena::make`].
@@ -147,7 +147,7 @@ pub struct Resumed {
     pub compared: Option<u32>,
 }
 
-/// Tells a fresh search the results of the trials so far.
+/// Tells a new search the results of the trials so far.
 pub fn replay(search: &mut Search<'_>, past: &[PastTrial]) -> Resumed {
     let mut resumed = Resumed::default();
     for PastTrial { number, candidate, artefact, proposer, outcome } in past {
@@ -240,7 +240,7 @@ pub fn drive<A: Arena>(
     Ok(driven)
 }
 
-/// What the search asks, unless an external proposer has something new.
+/// The next proposal: of the external proposer if it has a new one, else of the search.
 fn asked<F>(search: &Search<'_>, external: &mut Option<Proposes<'_, F>>) -> Result<Ask, F> {
     let ask = search.ask();
     if let (Some(external), Ask::Try { proposer, .. }) = (external, &ask)

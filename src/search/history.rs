@@ -2,7 +2,7 @@
 //!
 //! Ratios are chained through `incumbent`: they were taken in one process, launch by launch, so they do not drift with
 //! clocks and neighbours as latencies do. A chain of kept trials is biased, because luck helps a candidate to be kept. So
-//! what a campaign found is told by [`Headline`], in the figures of the closing duel between the best and the default.
+//! [`Headline`] gives the result of a campaign in the figures of the closing duel between the best and the default.
 
 use std::collections::BTreeMap;
 
@@ -17,14 +17,14 @@ use super::propose::Outcome;
 #[derive(Debug, Clone, PartialEq)]
 pub struct History {
     pub campaign: Digest,
-    /// With the op, if one ran alone.
+    /// Name of the manifest, with the op if one ran alone.
     pub manifest: String,
     pub model: ModelShape,
-    /// Of the first trial.
+    /// The machine of the first trial.
     pub machine: Machine,
     pub context_max: u32,
     pub seed: u64,
-    /// Digest of the knobs and values that it could choose from.
+    /// Digest of the knobs and values from which it could choose.
     pub space: Digest,
     pub default: Candidate,
     pub entries: Vec<Entry>,
@@ -38,13 +38,13 @@ pub struct Entry {
     pub candidate: Candidate,
     pub proposer: Proposer,
     pub decision: Option<Decision>,
-    /// The column of the first row that is not `ok`, else `ok`.
+    /// The verdict of the first row that is not `ok`, else `ok`.
     pub verdict: &'static str,
     pub detail: String,
     pub check: Option<CheckFigures>,
     /// By position, ascending; empty unless the verdict is `ok`.
     pub timed: Vec<TimedRow>,
-    /// Of the first row; the others have the same.
+    /// Cost of the first row; the others have the same.
     pub cost: Cost,
     pub schedule: Option<Digest>,
     pub utc: String,
@@ -67,7 +67,7 @@ fn mean(of: impl Iterator<Item = f64>) -> Option<f64> {
 }
 
 impl Entry {
-    /// log of latency by the default's, chained through the incumbents, the mean of all positions; `None` where it was
+    /// Log ratio of latency to the default's, chained through the incumbents, mean over all positions; `None` if it was
     /// not timed.
     pub fn log_ratio(&self) -> Option<f64> {
         mean(self.timed.iter().map(|row| row.log_ratio))
@@ -88,7 +88,7 @@ impl Entry {
         self.decision.is_some_and(Decision::is_kept)
     }
 
-    /// The result as a search is told of it.
+    /// The result in the form that a search learns from.
     pub fn outcome(&self) -> Outcome {
         if self.number.is_none() {
             return Outcome::Infeasible;
@@ -102,7 +102,7 @@ impl Entry {
         Outcome::Timed { ratio: log.exp(), kept: self.is_kept(), deep: deep_part(&logs) }
     }
 
-    /// As [`floor_gap`], of all its positions.
+    /// As [`floor_gap`], over all its positions.
     pub fn floor_gap(&self) -> Option<f64> {
         floor_gap(self.timed.iter().map(|row| &row.timing))
     }
@@ -120,7 +120,7 @@ pub fn floor_gap<'a>(timings: impl Iterator<Item = &'a Timing>) -> Option<f64> {
 pub struct Headline<'a> {
     pub best: &'a Entry,
     pub is_default: bool,
-    /// Latency of the best by the default's: exactly 1 for the default; `None` until the two were timed in turns. Over
+    /// Latency of the best divided by the default's: exactly 1 for the default; `None` until the two were timed in turns. Over
     /// several positions, the geometric mean of each bound.
     pub ratio: Option<RatioInterval>,
     /// Ascending.
@@ -162,7 +162,7 @@ impl History {
             let own = own.unwrap_or(&row.timing);
             let ratio = match (is_default, duel) {
                 (true, _) => Some(RatioInterval::ONE),
-                // The duel timed the default by the best.
+                // The duel's ratio is that of the default to the best.
                 (false, Some(_)) => ratio.map(RatioInterval::inverse),
                 (false, None) => None,
             };
@@ -190,7 +190,7 @@ impl History {
         if rest.iter().any(Entry::is_kept) { None } else { self.entries.get(at) }
     }
 
-    /// log of latency by the default's as people are shown it: exactly 0 for the default, whatever led up to it.
+    /// Log ratio of latency to the default's, as it is shown to people: exactly 0 for the default, whatever its chained ratio is.
     pub fn shown_log_ratio(&self, entry: &Entry) -> Option<f64> {
         entry.log_ratio().map(|log| if entry.candidate == self.default { 0.0 } else { log })
     }
@@ -200,7 +200,7 @@ impl History {
         self.entries.iter().rfind(|entry| entry.is_kept())
     }
 
-    /// The default as it was timed first.
+    /// The first timed trial of the default.
     pub fn first(&self) -> Option<&Entry> {
         self.entries.iter().find(|entry| entry.decision == Some(Decision::First))
     }
@@ -232,18 +232,18 @@ impl History {
     }
 }
 
-/// What one knob did in a campaign.
+/// The effect of one knob in a campaign.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Importance {
     pub knob: &'static str,
     /// Pairs of trials that differ in it alone.
     pub pairs: usize,
-    /// Of those pairs, the largest difference of log ratios.
+    /// The largest difference of log ratios in those pairs.
     pub effect: f64,
 }
 
-/// Reads trials into campaigns, in the order of their first rows. Rows of builds without a search belong to none; a
-/// campaign whose default left no row has nothing to be relative to, and is left out.
+/// Reads trials into campaigns, in the order of their first rows. Rows of builds without a search belong to none. A campaign
+/// without a row of its default is left out, because there is nothing to compare with.
 pub fn histories(trials: &[Trial]) -> Vec<History> {
     let mut order: Vec<Digest> = vec![];
     let mut campaigns: BTreeMap<Digest, Vec<&Trial>> = BTreeMap::new();
@@ -272,12 +272,12 @@ fn history(campaign: Digest, rows: &[&Trial]) -> Option<History> {
         default,
         entries: vec![],
     };
-    // log of latency by the default's, of each row.
+    // Log ratio of latency to the default's, of each row.
     let mut relative: BTreeMap<Digest, f64> = BTreeMap::new();
     let mut at = 0;
     while let Some(first) = rows.get(at) {
         let point = &first.facts().point;
-        // Rows of one trial were appended together; of points that do not fit there is one each.
+        // Rows of one trial were appended together; a point that does not fit has one row.
         let same = |row: &&&Trial| {
             let other = &row.facts().point;
             other.trial == point.trial && other.candidate_digest == point.candidate_digest
@@ -401,7 +401,7 @@ mod tests {
         let mut campaign = MadeUp::new();
         campaign.trial(32, [100.0, 200.0], None, Decision::First);
         campaign.trial(16, [50.0, 90.0], Some([0.5, 0.5]), Decision::Faster);
-        // In turns, the two are equal: what was kept was luck. Chained, the default would be twice as fast as itself.
+        // Timed in turns, the two are equal: the gain was noise. By chained ratios, the default would be twice as fast as itself.
         campaign.trial(32, [101.0, 202.0], Some([1.0, 1.0]), Decision::Simpler);
         let history = campaign.history();
         let headline = history.headline().expect("timed");

@@ -1,4 +1,4 @@
-//! Owns the search: which candidate to try next, and what becomes of one that was tried.
+//! Owns the search: which candidate to try next, and whether a tried one is kept.
 //!
 //! - `space`: the knobs and their values.
 //! - `propose`: asks for the next candidate, and is told the results.

@@ -1,4 +1,4 @@
-//! Owns what the corpus teaches: examples from earlier trials, and their predictions for untried points.
+//! Owns the lessons of the corpus: examples from earlier trials, and predictions from them for untried points.
 //!
 //! An example is a trial with its knobs and its latency *relative to the default of its own campaign*, so that "twice the bytes per
 //! slot" carries over from one model to another. [`Additive`] predicts latency; the nearest neighbours that failed predict risk. Rows from
@@ -17,7 +17,7 @@ use super::space::{KNOBS, Space};
 /// Knobs relative to the default: log2 of (value + 1) / (default + 1).
 pub type Moves = [f64; KNOBS.len()];
 
-/// What similarity of two campaigns depends on: model and target.
+/// Model and target of a campaign, which decide how similar two campaigns are.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Setting {
     pub target: String,
@@ -56,7 +56,7 @@ impl Setting {
         (-apart * apart / (2.0 * LAYER_WIDTH * LAYER_WIDTH)).exp()
     }
 
-    /// Squared distance in octaves; `None` between kinds of target, which share no knob's effect.
+    /// Squared distance in octaves; `None` between different kinds of target, where a knob has unrelated effects.
     pub(super) fn distance(&self, other: &Setting) -> Option<f64> {
         if self.target_kind != other.target_kind {
             return None;
@@ -95,7 +95,7 @@ pub struct Group {
     pub examples: Vec<Example>,
 }
 
-/// Examples of a corpus, and the number of trials that are none.
+/// Examples of a corpus, and the number of trials that cannot be examples.
 #[derive(Debug, Clone, Default)]
 pub struct Lessons {
     pub groups: Vec<Group>,
@@ -154,7 +154,7 @@ pub struct Prior {
     /// Trials, failed or not, with the similarity of their setting: of earlier campaigns, and of this one.
     earlier: Rc<Vec<(f64, Example)>>,
     own: Vec<Example>,
-    /// Of both.
+    /// Failures among both.
     failures: usize,
     additive: Additive,
     effects: Effects,

@@ -1,6 +1,6 @@
 //! Owns `Search`: what to try next, as a function of a random seed and of all results so far.
 //!
-//! Ask and tell: [`Search::ask`] changes nothing, and depends only on the random seed and on what was told. A search that is told the
+//! Ask and tell: [`Search::ask`] changes nothing, and depends only on the random seed and on the results told. A search that is told the
 //! rows of an interrupted one therefore resumes it. A copy that is told "reverted" answers what will probably be asked next; that
 //! candidate is compiled ahead.
 //!
@@ -32,7 +32,7 @@ pub struct Limits {
     pub trials: u32,
     /// Reverts in a row after which the search stops.
     pub plateau: u32,
-    /// Stop where the latency is above the floor by no more than this fraction.
+    /// The search stops if the latency is above the floor by no more than this fraction.
     pub floor_gap: f64,
 }
 

@@ -47,12 +47,12 @@ const fn knob(name: &'static str, grid: Grid, on_cpu: bool, on_cuda: bool, meani
 }
 
 impl Knob {
-    /// Whether a search of `op` alone changes it. On `cpu`, where an op has few knobs, the KV splits are one of them.
+    /// Whether a search of `op` alone changes it. On `cpu` it also changes `sms`, the number of shares of the work.
     pub fn reaches(&self, op: LayerOp, kind: TargetKind) -> bool {
         self.ops.contains(&op.name()) || (kind == TargetKind::Cpu && self.name == "sms")
     }
 
-    /// The same, of these ops alone.
+    /// The same knob, for these ops alone.
     const fn of(self, ops: &'static [&'static str]) -> Knob {
         Knob { ops, ..self }
     }
@@ -335,7 +335,7 @@ impl Space {
                     // A smaller size has the same chunks and leaves room for more of them.
                     values.retain(|&slot| slot - chunk_bytes(unit, slot) < slot / SLOT_WASTE);
                 }
-                // From beyond the context it never splits, which `splits = 1` says already.
+                // A first position beyond the context would never split, like `splits = 1`.
                 "split_from" => values.retain(|&from| from < context_max),
                 // Smaller units are used only if they make shares shorter.
                 "unit_rows" => values.retain(|&least| finest_unit_rows(graph, precision, least) == least),
@@ -386,7 +386,7 @@ impl Space {
         &self.knobs
     }
 
-    /// Names the grid of all knobs: rows with another digest come from another space. It is the same for every model and target, so that
+    /// Digest of the grid of all knobs: rows with another digest come from another space. It is the same for every model and target, so that
     /// knowledge carries over.
     pub fn digest() -> Digest {
         Space::digest_of(&KNOBS)
@@ -650,7 +650,7 @@ mod tests {
         let ring = "ring_slots=4;slot_bytes=49152;flight_high=2;flight_low=1;flight_free=2;heads_per_task=3";
         let carried = Candidate::parse(ring, &default).expect("a candidate");
         assert_eq!(space.snap(&carried.values()), Some(carried.clone()));
-        // More slots than there is room for are as many as there is room for.
+        // A count of slots beyond the room is cut to the room.
         let large = Candidate { ring_slots: 9, ..carried.clone() };
         assert_eq!(space.snap(&large.values()), Some(carried));
     }
@@ -672,21 +672,21 @@ mod tests {
         assert_eq!(*held, Candidate { hold_up: 2, ..moved.clone() });
         let program = lower(&graph, "test", BF16, 2048, held).expect("it fits");
         assert!(schedule(program, &target, held).is_ok());
-        // Of a ring of three slots all larger numbers in flight are three.
+        // With three slots, all larger numbers of copies in flight become three.
         let short = Candidate { ring_slots: 3, flight_high: 1, flight_low: 1, ..from };
         let many =
             |c: &&Candidate| c.ring_slots == 3 && c.slot_bytes == 16_384 && (c.flight_high, c.flight_low) == (3, 1);
         assert_eq!(space.neighbours(&short).iter().filter(many).count(), 1);
     }
 
-    /// A knob that turns and changes nothing would be measured for nothing.
+    /// A knob that changes nothing would waste trials.
     #[test]
     fn every_move_of_one_knob_makes_another_schedule() {
         for (config, target, context_max) in
             CONFIGS.iter().flat_map(|c| [("h200", 4096), ("cpu", 4096), ("h200", 300)].map(|(t, n)| (*c, t, n)))
         {
             let mut graph = import_config_only(config, 0).expect("a config of the repository").graph;
-            // Layers are alike: two say what sixteen would.
+            // Layers are alike, so two suffice.
             graph.layers.truncate(2);
             let target = Target::builtin(target).expect("a record");
             let default = Candidate::default_for(&graph, &target, BF16);

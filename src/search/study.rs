@@ -17,7 +17,7 @@ pub struct Study {
     pub warm: Vec<Run>,
 }
 
-/// One campaign.
+/// A campaign of a study.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Run {
     pub seed: u64,
@@ -27,7 +27,7 @@ pub struct Run {
     pub reached: Option<usize>,
 }
 
-/// Whether a campaign tried a warm start: it knew of other campaigns.
+/// Whether a campaign tried a warm start, which needs trials of other campaigns.
 pub fn had_warm_starts(history: &History) -> bool {
     history.entries.iter().any(|entry| entry.proposer == Proposer::Prior)
 }
@@ -84,7 +84,7 @@ fn curve(history: &History) -> Vec<f64> {
 
 /// Median of the trials that runs needed; "never" counts as more than any number. `None` if the median is "never".
 pub fn median_reached(runs: &[Run]) -> Option<usize> {
-    // Far fewer trials than a float counts exactly.
+    // An f64 holds counts of trials exactly.
     middle(runs.iter().map(|run| run.reached.map(|trials| trials as f64))).map(|trials| trials as usize)
 }
 

@@ -1,7 +1,7 @@
-//! A simulated machine that follows the cost model, with arbitrary effects in the knobs that the cost model does not know: it shows what
-//! campaigns of known shapes are worth to shapes that were never tuned.
+//! A simulated machine that follows the cost model, with arbitrary effects for the knobs that the cost model does not know. Tests measure
+//! here how much campaigns of known shapes help shapes that were never tuned.
 //!
-//! The search here does not see the cost model. The figures of this file measure the search and nothing else.
+//! The search does not see the cost model here, so the figures of this file measure the search alone.
 
 use super::cost;
 use super::drive::{Arena, BuildOutcome, RunOutcome, Start, TrialRecord, TrialResult, drive};
@@ -22,7 +22,7 @@ use crate::target::{Target, TargetRecord};
 const BF16: Precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
 const POSITIONS: [u32; 2] = [32, 1024];
 
-/// A machine that follows the cost model, with half a percent of noise. The search does not see the model.
+/// A machine that follows the cost model, with half a percent of noise.
 struct Machine<'a> {
     graph: &'a ModelGraph,
     record: &'a TargetRecord,

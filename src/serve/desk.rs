@@ -49,7 +49,7 @@ pub struct Order {
 /// How tokens become text.
 #[derive(Debug, Clone, Default)]
 pub struct TextSettings {
-    /// Texts that end a choice, and are not part of it.
+    /// Texts that end a choice, and are not part of its text.
     pub stops: Vec<String>,
     /// Stops are ignored before this number of tokens.
     pub min_tokens: u32,
@@ -68,13 +68,13 @@ pub enum Said {
     /// Nothing follows.
     Refused(ApiError),
     Taken(RequestId),
-    /// Tokens of the prompt that were not computed again.
+    /// The choice began to run; with the prompt tokens that were already in the cache.
     Began {
         cached: u32,
     },
     /// Tokens of the prompt, from the second one on.
     Prompt(Vec<ScoredToken>),
-    /// What a token adds to the text, or without a token what the text ends with. `scored` has an entry for the token, or none.
+    /// The text that a token adds; without a token, the end of the text. `scored` has one entry for the token, or none.
     Part {
         text: String,
         token: Option<u32>,
@@ -87,7 +87,7 @@ pub enum Said {
 /// A token as clients see it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ScoredToken {
-    /// One text for all tokens of an id: a reply may have millions of them.
+    /// Shared by all tokens of one id, because a reply may have millions of tokens.
     pub text: Arc<str>,
     pub logprob: f64,
     pub top: Vec<(Arc<str>, f64)>,
@@ -98,7 +98,7 @@ enum Command {
     /// All choices of a request.
     Cancel(RequestId),
     CancelChoice(ChoiceId),
-    /// Ends everything that runs or waits.
+    /// Ends all choices that run or wait.
     CancelAll,
 }
 
@@ -109,7 +109,7 @@ enum Batch {
     Lost(Fault),
 }
 
-/// How the engine is.
+/// State of the engine.
 #[derive(Debug, Clone, Default)]
 pub struct Health {
     /// Why the engine does not run at present.
@@ -119,7 +119,7 @@ pub struct Health {
     pub figures: Figures,
 }
 
-/// What handlers have of the desk.
+/// The part of the desk that handlers use.
 #[derive(Clone)]
 pub struct Desk {
     commands: Sender<Command>,
@@ -129,7 +129,7 @@ pub struct Desk {
 }
 
 impl Desk {
-    /// Starts both threads. `make` makes the engine, in the thread that it runs in.
+    /// Starts both threads. `make` makes the engine, in the thread in which it runs.
     ///
     /// # Errors
     /// Threads that cannot be started.
@@ -224,7 +224,7 @@ fn serve_orders<S: Stepper>(
     let gone = || Fault::internal("the thread that makes text has ended");
     loop {
         let mut events = vec![];
-        // With nothing to do it sleeps until an order comes.
+        // Without work, the engine thread sleeps until a command arrives.
         let first = if engine.is_idle() {
             lock(health).figures = engine.figures();
             match orders.recv() {
@@ -256,15 +256,15 @@ fn serve_orders<S: Stepper>(
     }
 }
 
-/// A request whose text is made.
+/// A request with choices that did not end.
 struct Open {
     order: Box<Order>,
     left: u32,
 }
 
-/// A choice whose text is made.
+/// A choice that did not end.
 struct Text {
-    /// Its number at the tokenizer.
+    /// The tokenizer's number for its text.
     number: u64,
     /// What may be the beginning of a stop.
     pending: String,
@@ -272,7 +272,7 @@ struct Text {
     times: Times,
 }
 
-/// When the parts of a choice came.
+/// Times of the events of a choice.
 #[derive(Debug, Clone, Copy)]
 pub struct Times {
     pub arrived: Instant,
@@ -290,7 +290,7 @@ struct TextThread {
     open: BTreeMap<RequestId, Open>,
     texts: BTreeMap<ChoiceId, Text>,
     numbers: u64,
-    /// Texts that are still begun at the tokenizer.
+    /// Numbers of ended texts that the tokenizer does not know to have ended.
     closing: Vec<u64>,
     /// The model has a tokenizer.
     has_text: bool,
@@ -433,7 +433,7 @@ impl TextThread {
         let (Some(text), Some(open)) = (self.texts.get_mut(&id), self.open.get(&id.request)) else { return };
         text.pending.push_str(rest);
         let Stopped { ready, found } = certain(&text.pending, &open.order.text.stops);
-        // No token follows, so text that could have begun a stop is plain text.
+        // No token follows, so text that looked like the beginning of a stop is plain text.
         let ready = if found { ready } else { text.pending.len() };
         let said: String = text.pending.drain(..ready).collect();
         let reason = if found { Ok("stop") } else { reason };
@@ -526,7 +526,7 @@ mod tests {
     const SHAPE: Shape = Shape { rows: 2, sequences: 6, context_max: 32, page_rows: 4, pages: 32, window: None };
     const LIMITS: Limits = Limits { running_max: 2, waiting_max: 4, chunk_rows: 2, steps_max: 1 };
 
-    /// Decides 7 for ever, but for launches that are marked to fail.
+    /// A stepper that always decides token 7; launches that are marked fail.
     struct Breaks {
         queued: VecDeque<Launch>,
         /// Launches of all steppers until the next failure.
@@ -596,7 +596,7 @@ mod tests {
         assert_eq!(end(order(&desk, 3, TextSettings::default())), (" 7 7 7".to_string(), Ok("length")));
         let stops = |min_tokens| TextSettings { stops: vec!["7 7".to_string()], min_tokens, skip_special: true };
         assert_eq!(end(order(&desk, 9, stops(0))), (" ".to_string(), Ok("stop")));
-        // A text that might have become a stop, and did not.
+        // The text looked like the beginning of a stop, but was none.
         assert_eq!(end(order(&desk, 1, stops(0))), (" 7".to_string(), Ok("length")));
         assert_eq!(end(order(&desk, 9, stops(2))), (" 7 7 ".to_string(), Ok("stop")));
     }
@@ -618,7 +618,7 @@ mod tests {
             }
         }
         assert_eq!(desk.health().over.expect("for good").message, "the device is gone");
-        // What is ordered now has no answer.
+        // A new order gets no answer.
         assert!(order(&desk, 1, TextSettings::default()).blocking_recv().is_none());
     }
 }

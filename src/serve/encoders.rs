@@ -1,4 +1,4 @@
-//! Owns the threads that turn text into tokens for handlers, each with a tokenizer's process of its own.
+//! Owns the threads that turn text into tokens for handlers. Each has its own tokenizer process.
 
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex};
@@ -11,14 +11,14 @@ use super::error::ApiError;
 use crate::error::Fault;
 use crate::pipeline::Tokens;
 
-/// Stack of a thread: compiling a schema recurses for each level of it.
+/// Stack of a thread: the compiler of schemas recurses once for each level of a schema.
 const STACK_BYTES: usize = 16 << 20;
 /// Questions that wait for a thread.
 const WAITING_MAX: usize = 256;
 
 type Job = Box<dyn FnOnce(Result<&mut Tokens, ApiError>) + Send>;
 
-/// What handlers ask of a tokenizer.
+/// Sends questions of handlers to the threads.
 #[derive(Clone)]
 pub struct Encoders {
     jobs: SyncSender<Job>,
@@ -51,7 +51,7 @@ impl Encoders {
     ) -> Result<T, ApiError> {
         let (answer, answered) = oneshot::channel();
         let job = Box::new(move |tokens: Result<&mut Tokens, ApiError>| {
-            // The client went away while the question waited.
+            // The client disconnected while the question waited.
             if answer.is_closed() {
                 return;
             }
@@ -63,7 +63,7 @@ impl Encoders {
                     ApiError { message: error.message.replace(&folder, ""), ..error }
                 })
             });
-            // Or while it was answered.
+            // The client may have disconnected meanwhile.
             let _ = answer.send(asked);
         });
         match self.jobs.try_send(job) {

@@ -1,4 +1,4 @@
-//! Owns what a client is told when it gets no answer: a status, and the error object of the API.
+//! Owns errors that clients receive: a status, and the error object of the API.
 
 use axum::body::Body;
 use axum::http::{Response, StatusCode, header};
@@ -34,7 +34,7 @@ impl ApiError {
         ApiError { param: Some(name.clone()), ..ApiError::bad(format!("`{name}`: {message}")) }
     }
 
-    /// Too many ask at the same time.
+    /// Too many requests at the same time.
     pub fn busy(message: impl Into<String>) -> ApiError {
         ApiError::new(StatusCode::TOO_MANY_REQUESTS, message).with_code("server_busy")
     }
@@ -57,7 +57,7 @@ impl ApiError {
         }
     }
 
-    /// The error object, also what a stream that fails ends with.
+    /// The error object; a stream that fails ends with it, too.
     pub fn object(&self) -> serde_json::Value {
         let ApiError { message, param, code, .. } = self;
         json!({ "error": { "message": message, "type": self.kind(), "param": param, "code": code } })
@@ -93,7 +93,7 @@ impl From<Refused> for ApiError {
 impl From<SampleError> for ApiError {
     fn from(error: SampleError) -> ApiError {
         let message = error.to_string();
-        // The message begins with the name of the option of the command line.
+        // The message begins with the name of a setting, spelled as its option of the command line.
         let Some((setting, rest)) = message.split_once(": ") else { return ApiError::bad(message) };
         match (setting, setting.strip_prefix("logit-bias of ")) {
             (_, Some(id)) => ApiError::field("logit_bias", format!("{id}: {rest}")),
@@ -103,7 +103,7 @@ impl From<SampleError> for ApiError {
     }
 }
 
-/// Faults of a tokenizer: text or messages that it refuses, or its end.
+/// Faults of a tokenizer: it refused the text or messages, or its process ended.
 impl From<Fault> for ApiError {
     fn from(fault: Fault) -> ApiError {
         let status = match fault.tier {
@@ -114,7 +114,7 @@ impl From<Fault> for ApiError {
     }
 }
 
-/// The `finish_reason` of a choice that ended; an error where it has none.
+/// The `finish_reason` of a choice that ended; an error if the API has none for it.
 pub fn finish_reason(end: &End) -> Result<&'static str, ApiError> {
     match end {
         End::Stop => Ok("stop"),

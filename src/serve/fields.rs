@@ -1,7 +1,7 @@
-//! Owns the body of a request as named fields: each is taken once, and what is left over is refused by name.
+//! Owns the body of a request as named fields. Each is taken once; fields that are left over are refused by name.
 //!
-//! Values are read into their own types straight from the bytes of the body, so a hostile body takes a small multiple of its
-//! size at most.
+//! Values are parsed directly from the bytes of the body into their types, so a hostile body takes at most a small multiple
+//! of its size in memory.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -12,7 +12,7 @@ use serde_json::value::RawValue;
 
 use super::error::ApiError;
 
-/// The fields of a JSON object that were not taken.
+/// The fields of a JSON object that were not taken yet.
 #[derive(Debug)]
 pub struct Fields<'a> {
     left: Vec<(String, &'a RawValue)>,
@@ -20,7 +20,7 @@ pub struct Fields<'a> {
 
 impl<'a> Fields<'a> {
     /// # Errors
-    /// What is no JSON object, or names a field twice.
+    /// A body that is no JSON object, or names a field twice.
     pub fn of(body: &'a [u8]) -> Result<Fields<'a>, ApiError> {
         let mut fields: Fields<'a> = serde_json::from_slice(body)
             .map_err(|error| ApiError::bad(in_words(format!("the body is no JSON object: {error}"))))?;
@@ -31,7 +31,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// The value of a field; `None`: it is not there, or null.
+    /// The value of a field; `None` if it is absent or null.
     ///
     /// # Errors
     /// A value of another type, or a long one.
@@ -39,7 +39,7 @@ impl<'a> Fields<'a> {
         self.read(name, FIELD_BYTES_MAX)
     }
 
-    /// The value of a field that may be as long as a body. Its type has to bound what it takes.
+    /// The value of a field that may be as long as a body. Its type has to bound the memory that it takes.
     ///
     /// # Errors
     /// A value of another type.
@@ -47,10 +47,10 @@ impl<'a> Fields<'a> {
         self.read(name, usize::MAX)
     }
 
-    /// The value of a field that has to be there, and may be as long as a body.
+    /// The value of a required field, which may be as long as a body.
     ///
     /// # Errors
-    /// None, or a value of another type.
+    /// A missing field, or a value of another type.
     pub fn need<T: DeserializeOwned>(&mut self, name: &str) -> Result<T, ApiError> {
         self.take_long(name)?.ok_or_else(|| ApiError::field(name, "is missing"))
     }
@@ -65,7 +65,7 @@ impl<'a> Fields<'a> {
         read.map_err(|error| ApiError::field(name, plain(&error)))
     }
 
-    /// Takes a field whose neutral values change nothing.
+    /// Takes a field that the server accepts only with values that change nothing.
     ///
     /// # Errors
     /// Any other value: the server does not support it.
@@ -100,13 +100,13 @@ pub fn unsupported(name: &str) -> ApiError {
     ApiError::field(name, "this server does not support it").with_code("unsupported_parameter")
 }
 
-/// An error without the place in a value that the client wrote on one line.
+/// The text of an error, without line and column.
 fn plain(error: &serde_json::Error) -> String {
     let text = error.to_string();
     in_words(text.split(" at line ").next().unwrap_or_default().to_string())
 }
 
-/// A message without the names of Rust's types.
+/// A message with plain words instead of the names of Rust's types.
 fn in_words(mut text: String) -> String {
     for (rust, words) in [
         ("expected u32", "expected a whole number from 0 to 4294967295"),
@@ -146,7 +146,7 @@ impl<'de, T: Deserialize<'de>, const MOST: usize> Deserialize<'de> for Few<T, MO
 /// The values of a list, of which there are at most `most`.
 ///
 /// # Errors
-/// A longer list, or what reading a value says.
+/// A longer list, or the error of a value.
 pub fn few<'de, T: Deserialize<'de>, A: SeqAccess<'de>>(mut list: A, most: usize) -> Result<Vec<T>, A::Error> {
     let mut values = vec![];
     while let Some(value) = list.next_element()? {
@@ -183,7 +183,7 @@ impl<'de: 'a, 'a> Deserialize<'de> for Fields<'a> {
     }
 }
 
-/// The API has fewer than this.
+/// Largest number of fields; the API has fewer.
 const FIELDS_MAX: usize = 200;
 /// Bytes of a field that is neither a prompt nor messages. Some values take 30 times their bytes of JSON.
 const FIELD_BYTES_MAX: usize = 1 << 20;

@@ -1,4 +1,4 @@
-//! Owns connections: who may connect, how long a peer may take, and how all of it ends.
+//! Owns connections: how many there are, how long a peer may take, and how they end.
 
 use std::future::Future;
 use std::io;
@@ -18,22 +18,22 @@ use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 use tokio::time::{Instant, Sleep, sleep, timeout};
 
-/// Connections at a time; one more is closed at once.
+/// Most connections at a time; a further one is closed at once.
 const CONNECTIONS_MAX: usize = 4096;
-/// A peer gets this long for the head of a request, and to begin one on an open connection.
+/// Time limit for the head of a request, and for an open connection without a request.
 const HEAD_TIME: Duration = Duration::from_secs(30);
-/// If a peer does not read all that was written, it has to read [`WRITE_BYTES`] in this time, or its connection is closed: its request
-/// holds memory and permits that other requests need.
+/// A peer with unread output has to read [`WRITE_BYTES`] in this time, or its connection is closed: its request holds memory and
+/// permits that other requests need.
 const WRITE_TIME: Duration = Duration::from_secs(30);
 const WRITE_BYTES: usize = 2048;
 const HEAD_BYTES_MAX: usize = 64 << 10;
 const HEADERS_MAX: usize = 100;
-/// File descriptors: one for each connection, and those for other files.
+/// File descriptors to ask for: one for each connection, and as many for other files.
 const FILES_MAX: u64 = 2 * CONNECTIONS_MAX as u64;
 /// Pause after a failed accept: the process may be out of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-/// Serves until `stop` is done, then lets open requests finish for at most `grace`. False: some did not.
+/// Serves until `stop` is done, then waits at most `grace` for open requests. Returns false if some did not finish.
 pub async fn serve(listener: TcpListener, router: Router, stop: impl Future<Output = ()>, grace: Duration) -> bool {
     let (stopping, stopped) = watch::channel(false);
     let open = Arc::new(Semaphore::new(CONNECTIONS_MAX));
@@ -59,7 +59,7 @@ pub async fn serve(listener: TcpListener, router: Router, stop: impl Future<Outp
                 .max_buf_size(HEAD_BYTES_MAX)
                 .max_headers(HEADERS_MAX);
             let mut connection = pin!(http.serve_connection(io, TowerToHyperService::new(router)));
-            // An error means that the peer is gone, or did not send HTTP.
+            // An error means that the peer disconnected, or did not send HTTP.
             tokio::select! {
                 _ = connection.as_mut() => return,
                 _ = stopped.wait_for(|stopped| *stopped) => {}
@@ -73,10 +73,10 @@ pub async fn serve(listener: TcpListener, router: Router, stop: impl Future<Outp
     timeout(grace, open.acquire_many(CONNECTIONS_MAX as u32)).await.is_ok()
 }
 
-/// Listens at an address, with as many file descriptors as the system lets this process have.
+/// Listens at an address. Raises the limit of file descriptors as far as needed and allowed.
 ///
 /// # Errors
-/// The system's: the port is taken, the address is not of this machine.
+/// Errors of the system: the port is taken, or the address does not belong to this machine.
 pub async fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
     let most = maximum.map_or(FILES_MAX, |maximum| maximum.min(FILES_MAX));
@@ -85,12 +85,12 @@ pub async fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     TcpListener::bind(address).await
 }
 
-/// A stream whose peer has to read what is written.
+/// A stream that fails if its peer does not read.
 struct Patient<S> {
     stream: S,
-    /// Fires [`WRITE_TIME`] after a write that the peer did not take whole.
+    /// Fires [`WRITE_TIME`] after a write that the peer took only in part.
     stalled: Option<Pin<Box<Sleep>>>,
-    /// Bytes that the peer took since then.
+    /// Bytes that the peer took since that write.
     taken: usize,
 }
 
@@ -99,7 +99,7 @@ impl<S> Patient<S> {
         Patient { stream, stalled: None, taken: 0 }
     }
 
-    /// Judges a write of `asked` bytes.
+    /// Starts, renews or stops the timer after a write of `asked` bytes.
     fn written(
         &mut self,
         context: &mut Context<'_>,

@@ -6,7 +6,7 @@ use std::time::Instant;
 use super::desk::Times;
 use crate::engine::Figures;
 
-/// Upper bounds in seconds: vLLM's, without those that no request of ours reaches.
+/// Upper bounds in seconds: those of vLLM, without the bounds that no request reaches here.
 const FIRST_TOKEN_S: &[f64] =
     &[0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0];
 const TOKEN_S: &[f64] =
@@ -16,7 +16,7 @@ const REQUEST_S: &[f64] = &[
     480.0,
 ];
 
-/// Counts below bounds.
+/// Counts of observations by upper bound.
 #[derive(Debug, Clone)]
 struct Histogram {
     name: &'static str,
@@ -92,14 +92,18 @@ impl Metrics {
             queue: Histogram::new("vllm:request_queue_time_seconds", "Time that a request waits.", REQUEST_S),
             prefill: Histogram::new(
                 "vllm:request_prefill_time_seconds",
-                "Time from there to the first token.",
+                "Time from the start of the computation to the first token.",
                 REQUEST_S,
             ),
-            decode: Histogram::new("vllm:request_decode_time_seconds", "Time from there to the last token.", REQUEST_S),
+            decode: Histogram::new(
+                "vllm:request_decode_time_seconds",
+                "Time from the first token to the last one.",
+                REQUEST_S,
+            ),
         }
     }
 
-    /// A token came; `before` is when the one before it did.
+    /// A token arrived; `before` is the time of the previous token.
     pub fn token(&mut self, times: &Times, before: Option<Instant>) {
         self.generation_tokens += 1;
         let Some(now) = times.last else { return };
@@ -124,15 +128,15 @@ impl Metrics {
         self.request.take(arrived, last);
     }
 
-    /// As Prometheus reads it.
+    /// The figures in the text format of Prometheus.
     pub fn print(&self, figures: &Figures) -> String {
         let label = format!("model_name=\"{}\"", self.model);
         let mut out = String::new();
         let usage = f64::from(figures.pages_used) / f64::from(figures.pages.max(1));
         let gauges = [
-            ("vllm:num_requests_running", "Choices that run.", figures.running as f64),
-            ("vllm:num_requests_waiting", "Choices that wait.", figures.waiting as f64),
-            ("vllm:kv_cache_usage_perc", "Part of the cache's pages that running choices hold; 1 is all.", usage),
+            ("vllm:num_requests_running", "Choices that run now.", figures.running as f64),
+            ("vllm:num_requests_waiting", "Choices that wait to run.", figures.waiting as f64),
+            ("vllm:kv_cache_usage_perc", "Share of the cache's pages that running choices hold, 0 to 1.", usage),
         ];
         for (name, help, value) in gauges {
             head(&mut out, name, help, "gauge");
@@ -141,13 +145,13 @@ impl Metrics {
         let counters = [
             (
                 "vllm:prefix_cache_queries_total",
-                "Prompt tokens that were looked for in the cache.",
+                "Prompt tokens that were looked up in the cache.",
                 figures.prefix_queries,
             ),
-            ("vllm:prefix_cache_hits_total", "Prompt tokens that were found there.", figures.prefix_hits),
-            ("vllm:num_preemptions_total", "Choices that gave their pages back.", figures.preemptions),
+            ("vllm:prefix_cache_hits_total", "Prompt tokens that were found in the cache.", figures.prefix_hits),
+            ("vllm:num_preemptions_total", "Choices that had to give up their pages.", figures.preemptions),
             ("vllm:prompt_tokens_total", "Prompt tokens.", self.prompt_tokens),
-            ("vllm:generation_tokens_total", "Decided tokens.", self.generation_tokens),
+            ("vllm:generation_tokens_total", "Generated tokens.", self.generation_tokens),
             ("monobloc:launches_total", "Launches of the engine.", figures.launches),
             ("monobloc:steps_total", "Steps of all launches.", figures.steps),
             ("monobloc:rows_total", "Rows of all steps.", figures.rows),
@@ -157,7 +161,7 @@ impl Metrics {
             let _ = writeln!(out, "{name}{{{label}}} {value}");
         }
         let name = "vllm:request_success_total";
-        head(&mut out, name, "Choices that ended, by their reason.", "counter");
+        head(&mut out, name, "Choices that ended, by reason.", "counter");
         for (reason, count) in [("stop", self.stopped), ("length", self.at_length), ("abort", self.aborted)] {
             let _ = writeln!(out, "{name}{{{label},finished_reason=\"{reason}\"}} {count}");
         }

@@ -1,10 +1,10 @@
-//! Owns `serve`: a model as a server of the HTTP API of OpenAI.
+//! Owns `serve`: a server of the OpenAI HTTP API for one model.
 //!
 //! | module | owns |
 //! | --- | --- |
 //! | `http` | connections |
 //! | `routes` | endpoints |
-//! | `params`, `fields`, `tools` | requests: settings, fields of a body, functions that a text may call |
+//! | `params`, `fields`, `tools` | requests: settings, fields of a body, functions that the model may call |
 //! | `reply`, `scores`, `error` | replies: text, log-probabilities, refusals |
 //! | `desk` | the engine thread and the text thread |
 //! | `encoders` | threads that tokenize |
@@ -12,7 +12,7 @@
 //!
 //! Only `http`, `routes` and `reply` have async code. It waits for peers and computes nothing.
 //!
-//! Peers are not trusted. Sizes are bounded before memory is taken, every wait has an end, and a request for too much is refused
+//! Peers are not trusted. Sizes are checked before memory is allocated, every wait has an end, and a request for too much is refused
 //! with a status that says so.
 
 mod desk;
@@ -41,7 +41,7 @@ use routes::Server;
 
 pub use desk::StartTokens;
 
-/// Threads that read text, and threads that wait for peers.
+/// Threads that tokenize text, and threads that wait for peers.
 const ENCODERS: usize = 2;
 const HTTP_THREADS: usize = 2;
 /// Time between two checks whether to stop.
@@ -60,7 +60,7 @@ pub struct Model {
     pub context_max: u32,
 }
 
-/// What a user may set.
+/// The settings of a server.
 #[derive(Debug, Clone)]
 pub struct Settings {
     pub address: SocketAddr,
@@ -90,12 +90,12 @@ impl Settings {
 pub enum Ended {
     /// SIGTERM, and every request was answered.
     Terminated,
-    /// `stop` said so.
+    /// `stop` became true.
     Stopped,
 }
 
-/// Serves a model until SIGTERM comes, `stop` says so, or the engine fails for good. `make` makes the engine, and makes it again
-/// when it failed; `ready` is told the address.
+/// Serves a model until SIGTERM arrives, `stop` becomes true, or the engine fails for good. `make` makes the engine, and makes
+/// it again after a failure; `ready` is called with the address.
 ///
 /// # Errors
 /// An address that is taken; an engine that failed three times in ten minutes.

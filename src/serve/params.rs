@@ -11,32 +11,32 @@ use super::fields::Fields;
 use crate::grammar::{self, Source};
 use crate::sample::{Penalties, RequestSettings, SampleSettings};
 
-/// Choices of a request; each waits and runs by itself.
+/// Most choices of a request; each waits and runs by itself.
 const CHOICES_MAX: u32 = 128;
-/// Texts that end a choice, and the bytes of each: every token is compared with all of them.
+/// Most texts that end a choice, and most bytes of each: every token is compared with all of them.
 const STOPS_MAX: usize = 16;
 const STOP_BYTES_MAX: usize = 1024;
-/// Log-probabilities beside a token's own.
+/// Most log-probabilities beside a token's own.
 const LOGPROBS_MAX: u32 = 20;
 const STOP_IDS_MAX: usize = 64;
 const LOGIT_BIAS_MAX: usize = 1024;
-/// Prompts of a request. The number of choices that the server takes at a time is a second bound.
+/// Most prompts of a request. The number of choices that the server takes at a time is a second bound.
 const PROMPTS_MAX: usize = 4096;
 
-/// What both endpoints know.
+/// Settings that both endpoints have.
 #[derive(Debug, Clone)]
 pub struct Params {
     /// `logprobs` and the seed are not set here.
     pub settings: RequestSettings,
-    /// Tokens at most; `None`: the endpoint has a default.
+    /// Most tokens to generate; `None`: the endpoint's default.
     pub tokens_max: Option<u32>,
     /// Choices for each prompt.
     pub choices: u32,
-    /// What `response_format` says that each text is.
+    /// The grammar that `response_format` asks for.
     pub format: Option<Source>,
     pub stops: Vec<String>,
     pub skip_special: bool,
-    /// The reply has the ids of its tokens and of its prompt's.
+    /// The reply has the ids of its tokens and of the prompt's tokens.
     pub token_ids: bool,
     pub stream: bool,
     /// A stream ends with its usage.
@@ -110,7 +110,7 @@ struct StreamOptions {
 
 impl Params {
     /// # Errors
-    /// A field of another type or out of its range, one that asks for what is not done here, a model that is not served.
+    /// A field of another type or out of its range, one that asks for an unsupported feature, a model that is not served.
     pub fn take(fields: &mut Fields<'_>, model: &str) -> Result<Params, ApiError> {
         if let Some(asked) = fields.take::<String>("model")?.filter(|asked| asked != model) {
             let asked: String = asked.chars().take(200).collect();
@@ -170,7 +170,7 @@ impl Params {
         }
         let skip_special = fields.take("skip_special_tokens")?.unwrap_or(true);
         let token_ids = fields.take("return_token_ids")?.unwrap_or(false);
-        // Names the user of the client; nothing here depends on it.
+        // The end user's name has no effect on the reply.
         fields.take::<String>("user")?;
         fields.neutral("store", &["false"])?;
         fields.neutral("service_tier", &["\"auto\"", "\"default\""])?;
@@ -187,7 +187,7 @@ impl Params {
 /// A count of log-probabilities.
 ///
 /// # Errors
-/// More than a reply has.
+/// More than a reply can have.
 pub fn top_logprobs(name: &str, asked: Option<u32>) -> Result<Option<u32>, ApiError> {
     match asked.filter(|count| *count > LOGPROBS_MAX) {
         Some(found) => Err(ApiError::field(name, format!("expected at most {LOGPROBS_MAX}, found {found}"))),
@@ -195,13 +195,13 @@ pub fn top_logprobs(name: &str, asked: Option<u32>) -> Result<Option<u32>, ApiEr
     }
 }
 
-/// A random number that no other request has and that cannot be guessed.
+/// A random seed that cannot be guessed and that, most likely, no other request has.
 pub fn fresh_seed() -> u64 {
     use std::hash::{BuildHasher, Hasher, RandomState};
     RandomState::new().build_hasher().finish()
 }
 
-/// What is continued.
+/// A prompt to continue.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Prompt {
     Text(String),

@@ -1,4 +1,4 @@
-//! Owns replies: what happened to the choices of a request, as one JSON object or as a stream of events.
+//! Owns replies: the choices of a request, as one JSON object or as a stream of events.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -19,10 +19,10 @@ use super::scores::Scores;
 use super::tools::{Call, Piece, Reader};
 use crate::engine::RequestId;
 
-/// Answers that one event of a stream is made of, at most.
+/// Most answers that one event of a stream combines.
 const ANSWERS_AT_ONCE: usize = 64;
 
-/// Which endpoint it is.
+/// The endpoint of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     Chat,
@@ -37,7 +37,7 @@ pub struct Echo {
     pub first: String,
 }
 
-/// What a reply says of its request.
+/// The part of a request that its reply needs.
 #[derive(Debug)]
 pub struct Head {
     pub kind: Kind,
@@ -49,7 +49,7 @@ pub struct Head {
     /// One for each prompt, if the request asks for it.
     pub echoes: Vec<Echo>,
     pub prompt_tokens: u32,
-    /// The ids of each prompt, if the reply has ids of tokens.
+    /// The ids of each prompt, if the reply shall have ids of tokens.
     pub prompt_ids: Option<Vec<Vec<u32>>>,
     pub logprobs: bool,
     /// Finds calls of tools in a text, if the request offers tools.
@@ -76,11 +76,11 @@ impl Drop for Held {
 /// The answers to a request.
 pub struct Reply {
     pub head: Head,
-    /// Answers that came before all requests of the reply were taken.
+    /// Answers that arrived before the engine had taken all requests of the reply.
     pub early: VecDeque<Answer>,
     pub answers: UnboundedReceiver<Answer>,
     pub held: Held,
-    /// Choices that did not end.
+    /// Choices that did not end yet.
     pub left: u32,
 }
 
@@ -131,7 +131,7 @@ pub fn json_text(value: &impl Serialize) -> String {
     serde_json::to_string(value).unwrap_or_else(|_| "null".to_string())
 }
 
-/// A whole reply, as it is written.
+/// A whole reply in the form of its JSON.
 #[derive(Serialize)]
 struct WholeReply<'a> {
     id: &'a str,
@@ -181,7 +181,7 @@ impl Whole {
         }
     }
 
-    /// Of a chat.
+    /// The message of a chat's choice.
     fn message(&self) -> Value {
         let Whole { text, calls, .. } = self;
         if calls.is_empty() {
@@ -197,7 +197,7 @@ impl Reply {
     /// Waits for the end of all choices.
     ///
     /// # Errors
-    /// A choice that ended without a reason that clients know.
+    /// A choice that ended with an error.
     pub async fn whole(mut self) -> Result<Body, ApiError> {
         let count = self.left as usize;
         let empty = || Whole { reader: self.head.reader.clone(), ..Whole::default() };
@@ -295,7 +295,7 @@ impl Reply {
             Kind::Completion => "text_completion",
         };
         let mut prefix = json!({ "id": id, "object": object, "created": created_s, "model": model }).to_string();
-        // The rest of each event follows.
+        // Without the closing brace: the rest of each event follows.
         prefix.pop();
         let choices = self.left as usize;
         Body::new(Events {
@@ -311,18 +311,18 @@ impl Reply {
     }
 }
 
-/// What an event of a stream says of a choice.
+/// The news of a choice in an event of a stream.
 enum Delta<'a> {
     Role,
     Text(&'a str),
-    /// With its place among the calls of the choice.
+    /// A call, with its index among the calls of the choice.
     Call(u32, &'a Call),
     /// The `finish_reason`.
     End(&'static str),
 }
 
 impl<'a> Delta<'a> {
-    /// `calls` counts those that came before.
+    /// `calls` counts the calls of the choice so far.
     fn of(piece: &'a Piece, calls: &mut u32) -> Delta<'a> {
         match piece {
             Piece::Text(text) => Delta::Text(text),
@@ -334,7 +334,7 @@ impl<'a> Delta<'a> {
     }
 }
 
-/// What an event has in addition to its text.
+/// What an event has besides its text.
 #[derive(Default)]
 struct Beside {
     logprobs: Option<String>,
@@ -342,18 +342,18 @@ struct Beside {
     token: Option<u32>,
 }
 
-/// Where the events of a choice are written.
+/// Writes the events of a choice.
 struct Line<'a> {
     prefix: &'a str,
     head: &'a Head,
     index: u32,
-    /// The choice has an event.
+    /// Whether the choice has had an event.
     begun: &'a mut bool,
     out: &'a mut String,
 }
 
 impl Line<'_> {
-    /// Which prompt of the request it continues.
+    /// Index of the prompt that the choice continues.
     fn prompt(&self) -> usize {
         (self.index / self.head.choices) as usize
     }
@@ -375,7 +375,7 @@ impl Line<'_> {
             (Kind::Chat, Delta::End(_)) => json!({ "delta": {} }),
         };
         let body = body.to_string();
-        // Without its braces.
+        // Without the object's braces.
         let body = &body[1..body.len() - 1];
         let logprobs = logprobs.as_deref().unwrap_or("null");
         let reason = if let Delta::End(reason) = delta { Value::from(*reason) } else { Value::Null };
@@ -400,25 +400,25 @@ impl Line<'_> {
     }
 }
 
-/// A stream of events, made as its client reads.
+/// A stream of events, made while its client reads.
 struct Events {
-    /// What every event begins with.
+    /// The text with which every event begins.
     prefix: String,
-    /// Of each choice, the characters of its tokens.
+    /// For each choice, the characters of its tokens so far.
     offsets: Vec<usize>,
     begun: Vec<bool>,
-    /// Of each choice, what finds calls in its text, and how many it found.
+    /// For each choice, the reader that finds calls in its text, and the number of calls so far.
     readers: Vec<Option<Reader>>,
     calls: Vec<u32>,
     usage: Usage,
-    /// What is still to be sent after the last answer.
+    /// Bytes still to be sent after the last answer.
     over: VecDeque<Bytes>,
-    /// `None`: all answers came.
+    /// `None` once all answers have arrived.
     reply: Option<Reply>,
 }
 
 impl Events {
-    /// Takes an answer; whether it was the last one.
+    /// Takes an answer. Returns whether it was the last one.
     fn take(&mut self, answer: Answer, out: &mut String) -> Result<bool, ApiError> {
         let Events { prefix, offsets, begun, readers, calls, usage, reply, .. } = self;
         let Some(Reply { head, left, .. }) = reply else { return Ok(true) };
@@ -456,7 +456,7 @@ impl Events {
                     None if text.is_empty() => vec![],
                     None => vec![Piece::Text(text)],
                 };
-                // A token that adds no text yet still has its probability and its id.
+                // A token that adds no text yet still needs an event for its probability and its id.
                 if pieces.is_empty() && (token.is_some() || !scored.is_empty()) {
                     pieces.push(Piece::Text(String::new()));
                 }
@@ -482,7 +482,7 @@ impl Events {
         Ok(*left == 0)
     }
 
-    /// What a stream ends with, after everything or after an error.
+    /// Adds the end of the stream: the usage and `[DONE]`, or an error.
     fn end(&mut self, error: Option<&ApiError>) {
         if let Some(reply) = self.reply.take() {
             match error {

@@ -1,4 +1,4 @@
-//! Owns the endpoints: what each reads, and what it asks of the desk and of the tokenizer.
+//! Owns the endpoints: each reads a request, and asks the tokenizer and the desk.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -30,32 +30,32 @@ use crate::pipeline::Tokens;
 use crate::sample::{RequestSettings, SampleSettings};
 use crate::tokenizer::Message;
 
-/// Bytes of a body: more than the ids of the largest context take.
+/// Most bytes of a body: more than the ids of the largest context take.
 const BODY_BYTES_MAX: usize = 16 << 20;
-/// Bytes of all large bodies that are read at a time, and of all small ones. They are counted apart, so that slow peers with large
-/// bodies do not block the others.
+/// Most bytes of all large bodies that are read at a time, and of all small ones. The two are counted apart, so that slow peers
+/// with large bodies do not block the others.
 const BODIES_BYTES_MAX: usize = 64 << 20;
 const SMALL_BODY_BYTES: usize = 64 << 10;
-/// A body has to be there after this.
+/// Time limit for reading a body.
 const BODY_TIME: Duration = Duration::from_secs(30);
 /// Default `max_tokens` of a completion, as in the API.
 const COMPLETION_TOKENS: u32 = 16;
 const MESSAGES_MAX: usize = 4096;
-/// Parts of a message.
+/// Most parts of a message.
 const PARTS_MAX: usize = 4096;
-/// Bytes of text for each token of the context. Longer texts are refused before a tokenizer reads them: it takes microseconds for each
-/// byte, and other requests wait for it.
+/// Most bytes of text for each token of the context. Longer texts are refused before a tokenizer reads them, because it takes
+/// microseconds for each byte while other requests wait.
 const TOKEN_BYTES: usize = 64;
 const TEXT_BYTES: usize = 64 << 10;
 
-/// Log-probabilities of all replies that are computed or read at a time. As JSON one takes about 120 bytes, so all take 1 GB at most.
+/// Most log-probabilities of all replies that are computed or read at a time. As JSON one takes about 120 bytes, so all take 1 GB at most.
 const SCORES_MAX: u64 = 1 << 23;
 
-/// What every endpoint has.
+/// The state that all endpoints share.
 pub struct Server {
     pub desk: Desk,
     pub encoders: Encoders,
-    /// Compiles grammars. They have a thread of their own, because compiling can take seconds and texts must not wait for it.
+    /// Compiles grammars, in a thread of its own, because that can take seconds and texts must not wait for it.
     pub grammars: Encoders,
     pub model: Model,
     /// Digest of the key that clients have to send.
@@ -134,13 +134,13 @@ impl Server {
         }
     }
 
-    /// The body of a request of JSON. The permit is for the bytes that it takes.
+    /// The body of a JSON request. The permit is for the memory of the body.
     async fn body(&self, request: Request) -> Result<(Bytes, OwnedSemaphorePermit), ApiError> {
         let (parts, body) = request.into_parts();
         self.authorised(&parts.headers)?;
         let text =
             |name| parts.headers.get(name).and_then(|value: &HeaderValue| value.to_str().ok()).unwrap_or_default();
-        // A page of another site can post a form here without asking, but not JSON.
+        // Browsers let a page of another site post a form here without a preflight request, but not JSON.
         if !text(header::CONTENT_TYPE).to_ascii_lowercase().starts_with("application/json") {
             let message = "expected a body with `Content-Type: application/json`";
             return Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message));
@@ -160,7 +160,7 @@ impl Server {
             Ok(Ok(bytes)) => Ok((bytes, permit)),
             Ok(Err(error)) if error.to_string().contains("length limit") => Err(large()),
             Ok(Err(_)) => Err(ApiError::bad("the body ended early")),
-            Err(_) => Err(ApiError::new(StatusCode::REQUEST_TIMEOUT, "the body did not come in time")),
+            Err(_) => Err(ApiError::new(StatusCode::REQUEST_TIMEOUT, "the body did not arrive in time")),
         }
     }
 
@@ -174,7 +174,7 @@ impl Server {
         Err(ApiError::field(field, message).with_code("context_length_exceeded"))
     }
 
-    /// The same for messages, with all fields that a template may print.
+    /// As [`Server::check_text`], for messages with all fields that a template may print.
     fn check_messages(&self, messages: &[Message]) -> Result<(), ApiError> {
         let bytes = |message: &Message| {
             let Message { role, content, tool_calls, tool_call_id, name } = message;
@@ -333,7 +333,7 @@ fn of_kind(kind: Kind, error: ApiError) -> ApiError {
     }
 }
 
-/// What both endpoints order.
+/// The requests that an endpoint orders, with the extras of their reply.
 struct Asked {
     prompts: Vec<Vec<u32>>,
     echoes: Vec<Echo>,
@@ -354,7 +354,7 @@ fn json_response(value: &Value) -> Response<Body> {
     as_json(Body::from(value.to_string()))
 }
 
-/// Bytes of values as JSON.
+/// Bytes that values take as JSON.
 fn json_bytes(values: &[Value]) -> usize {
     values.iter().map(|value| value.to_string().len()).sum()
 }
@@ -391,7 +391,7 @@ async fn page() -> Response<Body> {
         (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
         (
             header::CONTENT_SECURITY_POLICY,
-            // The page itself has the policy for what it may load.
+            // The page's own policy says what it may load.
             "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
         ),
     ] {
@@ -400,7 +400,7 @@ async fn page() -> Response<Body> {
     response
 }
 
-/// What clients that count tokens themselves want to know, as vLLM names it.
+/// Facts for clients that count tokens themselves, with the names that vLLM uses.
 async fn tokenizer_info(State(server): Shared, headers: HeaderMap) -> Response<Body> {
     if let Err(error) = server.authorised(&headers) {
         return error.response();
@@ -499,14 +499,14 @@ async fn completions(server: Arc<Server>, body: Bytes) -> Answered {
     if params.stream && scores_prompt.is_some() && params.choices > 1 {
         return Err(ApiError::field("n", "a stream repeats the prompt's log-probabilities for one choice only"));
     }
-    // Before the tokenizer does any work for the request.
+    // Taken before the tokenizer does any work for the request.
     let permit = server.reserve(prompts.len(), &params)?;
     let skip_special = params.skip_special;
     let (mut all, mut echoes) = (vec![], vec![]);
     for prompt in prompts {
         match &prompt {
             Prompt::Text(text) => server.check_text("prompt", text.len())?,
-            // Too long: refused when it is ordered, without work of the tokenizer.
+            // A prompt that is too long is refused when it is ordered, without work of the tokenizer.
             Prompt::Ids(ids) if !echo || ids.len() > server.model.context_max as usize => {
                 all.push(ids.clone());
                 continue;
@@ -555,7 +555,7 @@ struct SentMessage {
     _refusal: Option<()>,
     tool_calls: Option<Vec<SentCall>>,
     tool_call_id: Option<String>,
-    /// Of the tool whose result this is.
+    /// Name of the tool whose result this is.
     name: Option<String>,
 }
 
@@ -572,7 +572,7 @@ struct SentCall {
 #[serde(deny_unknown_fields)]
 struct SentCalled {
     name: String,
-    /// JSON, as text.
+    /// A JSON object, as text.
     arguments: String,
 }
 
@@ -603,7 +603,7 @@ impl<'de> Deserialize<'de> for Content {
     }
 }
 
-/// A part of a message. Other fields than these belong to other kinds of parts.
+/// A part of a message. Any other field belongs to another kind of part.
 struct Part {
     kind: String,
     text: Option<String>,

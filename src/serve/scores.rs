@@ -1,5 +1,5 @@
-//! Owns log-probabilities in replies, in the forms of both endpoints. They are written from the tokens themselves: a reply may have
-//! millions, and a copy as JSON values would take fifty times their text.
+//! Owns log-probabilities in replies, in the forms of both endpoints. They are written directly from the tokens: a reply may have
+//! millions, and as JSON values they would take fifty times the memory of their text.
 
 use serde::Serialize;
 use serde::ser::{SerializeMap, Serializer};
@@ -7,7 +7,7 @@ use serde::ser::{SerializeMap, Serializer};
 use super::desk::ScoredToken;
 use super::reply::{Kind, json_text};
 
-/// What JSON has for the logarithm of 0.
+/// Stands for the logarithm of 0, which JSON cannot express.
 const LOGPROB_MIN: f64 = -9999.0;
 
 /// Log-probabilities of a choice, or of some of its tokens.
@@ -15,7 +15,7 @@ pub struct Scores<'a> {
     pub kind: Kind,
     /// The first token of a prompt, which has no log-probability.
     pub first: Option<&'a str>,
-    /// Tokens of the prompt, and those after it.
+    /// Tokens of the prompt, and tokens after the prompt.
     pub scored: [&'a [ScoredToken]; 2],
     /// Where the first token begins in its choice's text, in characters.
     pub offset: usize,
@@ -34,7 +34,7 @@ impl<'a> Scores<'a> {
         self.texts().scan(self.offset, |offset, text| Some(std::mem::replace(offset, *offset + text.chars().count())))
     }
 
-    /// As text of an event; `offset` moves on to the token after these.
+    /// The JSON for an event; `offset` is moved to the token after these.
     pub fn event(self, offset: &mut usize) -> String {
         *offset += self.texts().map(|text| text.chars().count()).sum::<usize>();
         json_text(&self)
@@ -70,7 +70,7 @@ fn finite(logprob: f64) -> f64 {
     logprob.max(LOGPROB_MIN)
 }
 
-/// Values that are made while they are written.
+/// A JSON list whose values are made while it is written.
 struct List<F>(F);
 
 impl<F: Fn() -> I, I: IntoIterator<Item: Serialize>> Serialize for List<F> {
@@ -100,8 +100,8 @@ impl<'a> Entry<'a> {
     }
 }
 
-/// The most probable tokens of a completion by their text, the most probable first; of two tokens with one text the more probable
-/// one. The token itself is always there.
+/// The most probable tokens of a completion by their text, the most probable first. Of two tokens with the same text, it has the
+/// more probable one. The token itself is always included.
 struct Tops<'a>(&'a ScoredToken);
 
 impl Serialize for Tops<'_> {

@@ -1,7 +1,7 @@
 //! Owns tools: the functions that a client offers, the grammar of a text that has to call one, and the calls in a text.
 //!
 //! A checkpoint's chat template shows the model its tools, and says in which form it calls them ([`CallForm`]). A text that has to
-//! call one follows a grammar of that form. Any other text is free: all of it that is not a call is text.
+//! call one follows a grammar of that form. Any other text is free, and its calls are found in it.
 
 use std::fmt::Write as _;
 
@@ -16,7 +16,7 @@ use crate::grammar::{self, Source};
 use crate::tokenizer::CallForm;
 
 const TOOLS_MAX: usize = 128;
-/// Characters of a function's name: those of the API, none of which JSON or a grammar escapes.
+/// Most characters of a function's name. The API allows only characters that neither JSON nor a grammar escapes.
 const NAME_MAX: usize = 64;
 const BEGIN: &str = "<tool_call>";
 const END: &str = "</tool_call>";
@@ -34,15 +34,15 @@ struct Tool {
 /// Which function a text has to call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Choice {
-    /// Any, or none.
+    /// A call of any function, or none.
     Auto,
-    /// At least one.
+    /// At least one call, of any function.
     Required,
-    /// The one of this place.
+    /// A call of the function with this index.
     Named(usize),
 }
 
-/// What a request offers its model.
+/// The functions that a request offers its model.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Tools {
     tools: Vec<Tool>,
@@ -93,7 +93,7 @@ impl Tools {
     /// Reads `tools`, `tool_choice` and `parallel_tool_calls`; `None`: the model is offered nothing.
     ///
     /// # Errors
-    /// A field of another form; what cannot be done.
+    /// A field of another form; a combination that is not supported.
     pub fn take(fields: &mut Fields<'_>) -> Result<Option<Tools>, ApiError> {
         let sent: Vec<SentTool> = fields.take("tools")?.unwrap_or_default();
         let choice: Option<SentChoice> = fields.take("tool_choice")?;
@@ -124,7 +124,7 @@ impl Tools {
             (false, Choice::Auto) => {
                 if let Some(at) = tools.iter().position(|tool| tool.strict) {
                     let name = format!("tools[{at}].function.strict");
-                    let message = "is done where `tool_choice` asks for a call, and not for `auto`";
+                    let message = "is supported only if `tool_choice` asks for a call, not with `auto`";
                     return Err(ApiError::field(name, message).with_code("unsupported_parameter"));
                 }
             }
@@ -133,7 +133,7 @@ impl Tools {
         Ok(Some(Tools { tools, choice, parallel }))
     }
 
-    /// As templates see them.
+    /// The tools in the form that chat templates expect.
     pub fn for_template(&self) -> Vec<Value> {
         let shown = |tool: &Tool| {
             let mut function = json!({ "name": tool.name });
@@ -149,7 +149,7 @@ impl Tools {
         self.tools.iter().map(shown).collect()
     }
 
-    /// The grammar of a text that has to call a function; `None`: it need not.
+    /// The grammar of a text that has to call a function; `None` if it need not.
     ///
     /// # Errors
     /// Parameters that are no schema.
@@ -178,12 +178,12 @@ impl Tools {
         Ok(Some(Source::Lark(lark)))
     }
 
-    /// What ends a text, so that it has one call.
+    /// The stop text with which a text has only one call.
     pub fn stop(&self, form: CallForm) -> Option<String> {
         (self.choice == Choice::Auto && !self.parallel && form == CallForm::Hermes).then(|| END.to_string())
     }
 
-    /// What finds the calls of a text.
+    /// The reader that finds the calls of a text.
     pub fn reader(&self, form: CallForm) -> Reader {
         let names = self.tools.iter().map(|tool| tool.name.clone()).collect();
         let named = matches!(self.choice, Choice::Named(_));
@@ -221,7 +221,7 @@ pub struct Call {
 }
 
 impl Call {
-    /// As replies have it.
+    /// The call in the form of replies.
     pub fn object(&self) -> Value {
         let Call { id, name, arguments } = self;
         json!({ "id": id, "type": "function", "function": { "name": name, "arguments": arguments } })
@@ -235,13 +235,13 @@ pub enum Piece {
     Call(Call),
 }
 
-/// Finds the calls of one text, which comes in parts.
+/// Finds the calls of one text, which arrives in parts.
 #[derive(Debug, Clone)]
 pub struct Reader {
     form: CallForm,
     names: Vec<String>,
     named: bool,
-    /// What may be the beginning of a call, or a call that has no end yet.
+    /// Text that may be the beginning of a call, or a call without an end yet.
     pending: String,
     calls: u32,
 }
@@ -255,13 +255,13 @@ struct Written<'a> {
 }
 
 impl Reader {
-    /// Takes the next part of the text; what is certain of it.
+    /// Takes the next part of the text. Returns the pieces that are certain now.
     pub fn push(&mut self, text: &str) -> Vec<Piece> {
         self.pending.push_str(text);
         let mut pieces = vec![];
         match self.form {
             CallForm::Hermes => while self.next(&mut pieces) {},
-            // The whole text is a call, or none of it.
+            // Either the whole text is a call, or it has none.
             CallForm::Llama3 => {
                 let begun = self.pending.trim_start();
                 if !begun.is_empty() && !begun.starts_with('{') {
@@ -275,7 +275,7 @@ impl Reader {
     /// Returns the rest at the end of the text.
     pub fn finish(&mut self) -> Vec<Piece> {
         let rest = std::mem::take(&mut self.pending);
-        // A stop may have taken the end of a call, and white space between calls is not for people.
+        // A stop may have removed the end of a call, and white space between calls is left out.
         let inner = match self.form {
             CallForm::Hermes => rest.strip_prefix(BEGIN),
             CallForm::Llama3 => Some(rest.as_str()),
@@ -293,7 +293,7 @@ impl Reader {
         if reason == "stop" && self.calls > 0 && !self.named { "tool_calls" } else { reason }
     }
 
-    /// Takes the next piece off the beginning; false: more text has to come first.
+    /// Takes the next piece off the beginning. Returns false if that needs more text.
     fn next(&mut self, pieces: &mut Vec<Piece>) -> bool {
         if let Some(rest) = self.pending.strip_prefix(BEGIN) {
             let Some(end) = rest.find(END) else { return false };
@@ -317,7 +317,7 @@ impl Reader {
         found.is_some()
     }
 
-    /// The call of an offered function that a text is.
+    /// Reads a text as the call of an offered function.
     fn call(&mut self, text: &str) -> Option<Call> {
         let Written { name, arguments } = serde_json::from_str(text).ok()?;
         if !self.names.contains(&name) || !arguments.get().starts_with('{') {
@@ -328,7 +328,7 @@ impl Reader {
     }
 }
 
-/// Bytes of a text before what may belong to a call: white space at its end, then the beginning of [`BEGIN`].
+/// Length of the text that certainly belongs to no call. The rest is white space at its end, then a beginning of [`BEGIN`].
 fn settled(text: &str) -> usize {
     let held = (1..BEGIN.len()).rev().find(|&length| text.ends_with(&BEGIN[..length])).unwrap_or(0);
     text[..text.len() - held].trim_end().len()
@@ -350,7 +350,7 @@ mod tests {
         fields.finish().map(|()| tools)
     }
 
-    /// The pieces of a text that comes character by character; ids are left out.
+    /// The pieces of a text that arrives character by character; ids are left out.
     fn pieces(form: CallForm, text: &str) -> Vec<String> {
         let mut reader = take("").unwrap().unwrap().reader(form);
         let mut pieces: Vec<Piece> = text.chars().flat_map(|c| reader.push(&c.to_string())).collect();
@@ -377,11 +377,11 @@ mod tests {
             (format!("I look.\n{call}\n{call}\n"), vec!["I look.", found, found]),
             (format!("{call}\nDone <b>"), vec![found, "\nDone <b>"]),
             ("no call < here \n".to_string(), vec!["no call < here \n"]),
-            // Not offered, no JSON, cut.
+            // A function that is not offered, a call without JSON, a call that is cut.
             (call.replace("look", "find"), vec![&*call.replace("look", "find").leak()]),
             ("<tool_call>x</tool_call>".to_string(), vec!["<tool_call>x</tool_call>"]),
             (call[..30].to_string(), vec![&call[..30]]),
-            // A stop took its end.
+            // A stop removed its end.
             (call.trim_end_matches(END).to_string(), vec![found]),
         ] {
             assert_eq!(pieces(CallForm::Hermes, &text), expected, "{text}");

@@ -5,11 +5,11 @@
 pub struct Stopped {
     /// Bytes.
     pub ready: usize,
-    /// A text that ends it begins there.
+    /// A stop text begins there.
     pub found: bool,
 }
 
-/// The text up to the first of `stops`; if there is none, all but what may be the beginning of one.
+/// The text up to the first of `stops`; if there is none, all text except what may be the beginning of one.
 pub fn certain(text: &str, stops: &[String]) -> Stopped {
     if let Some(ready) = stops.iter().filter_map(|stop| text.find(stop.as_str())).min() {
         return Stopped { ready, found: true };

@@ -1,10 +1,10 @@
-//! Time that the machine's other work does not count in.
+//! Owns a clock that does not count the time of other work on the machine.
 
 use std::fs;
 use std::sync::OnceLock;
 use std::time::Instant;
 
-/// Seconds that this thread has had a core. Elsewhere than on Linux, seconds.
+/// Seconds of processor time of this thread; wall-clock seconds on systems other than Linux.
 pub fn core_seconds() -> f64 {
     static BEGIN: OnceLock<Instant> = OnceLock::new();
     let begin = BEGIN.get_or_init(Instant::now);

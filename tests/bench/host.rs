@@ -1,7 +1,7 @@
-//! Figures of the host side, as a table: passes and proof, import, interpreter, and builds without work.
+//! Prints figures of the host side as a table: passes and proof, import, interpreter, and builds without work.
 //!
 //! `cargo bench` runs all parts, `cargo bench -- passes import` those that are named: `passes`, `load`, `rows`, `validator`, `import`,
-//! `generate`, `streams`, `builds`. Run it on an idle machine: spinning threads lose most to neighbours. These are figures to look at,
+//! `generate`, `streams`, `builds`. Run it on an idle machine, because spinning threads suffer most from other work. These are figures to look at,
 //! not tests; `docs/host-bench.md` has those of one machine, with their targets.
 
 mod clock;
@@ -67,7 +67,7 @@ fn main() {
 
 fn row(what: &str, figure: &str) {
     println!("| {what} | {figure} |");
-    // A row is shown as soon as it is known, also through a pipe.
+    // Flushed, so that a row is visible at once, also through a pipe.
     std::io::stdout().flush().expect("stdout");
 }
 
@@ -122,7 +122,7 @@ fn place(graph: &ModelGraph, precision: Precision, context_max: u32, target: &Ta
     schedule(lower(graph, "bench", precision, context_max, c).unwrap(), target, c).unwrap()
 }
 
-/// Lower, schedule and validate at the shape of an 8B model, on one core: time is what it had of the core.
+/// Lower, schedule and validate at the shape of an 8B model, on one core, in processor time.
 fn passes() {
     let (manifest, imported) = model("llama-3.1-8b-synthetic");
     let target = &manifest.targets[0];
@@ -151,8 +151,8 @@ fn passes() {
     row("... peak of resident memory, whole process", &mib(status_bytes("VmHWM")));
 }
 
-/// What a process does with a stored schedule before it launches its kernel, on one core: digest, parse, prove, encode. Time is what it had
-/// of the core.
+/// The work of a process on a stored schedule before it launches its kernel, on one core: digest, parse, prove, encode. In processor
+/// time.
 fn load() {
     let (manifest, imported) = model("llama-3.1-8b-synthetic");
     let target = &manifest.targets[0];
@@ -192,7 +192,7 @@ fn load() {
 /// Steps of 16 rows at the shape of an 8B model, and the tables of 64 rows deep in their histories.
 fn rows() {
     let (manifest, imported) = model("llama-3.1-8b-synthetic");
-    // With counters, as the interpreter runs them: kernels have words, and a candidate of their own.
+    // With counters, as for the interpreter; kernels have words and another candidate.
     let target = Target { kind: TargetKind::Cpu, ..manifest.targets[0].clone() };
     let candidate = Candidate::default_for(&imported.graph, &manifest.targets[0], manifest.precision);
     let batch = Batch { rows: 16, sequences: 16, pages: 2048, page_rows: 64, words: false };
@@ -351,7 +351,7 @@ fn bytes_read() -> Option<u64> {
     io.lines().find_map(|line| line.strip_prefix("rchar: ")?.parse().ok())
 }
 
-/// Half a GiB that all cores read in order, a part each.
+/// Half a GiB. All cores read it in order, each a part.
 struct Reader(Vec<u64>);
 
 impl Reader {
@@ -472,7 +472,7 @@ fn generate() {
         let (mut steps, mut reads, mut shares) = (vec![], vec![], vec![]);
         for _ in 0..12 {
             interp.fill_cache(1, position).unwrap();
-            // Steps between two passes over memory, so that both see the same neighbours.
+            // The steps run between two passes over memory, so that both are measured beside the same other work.
             let before = reader.pass();
             let step = median(step_seconds(&mut interp, 8));
             let read = (before + reader.pass()) / 2.0;

@@ -1,10 +1,10 @@
-//! Mutants on a device: schedules that the proof refuses, run all the same under the watchdog, each in a process of its
-//! own, and compared with what the machine of `tests/oracle` predicts.
+//! Runs mutants on a device: schedules that the proof refuses, each in its own process under the watchdog. The outcome is
+//! compared with the prediction of the machine of `tests/oracle`.
 //!
 //! `cargo bench --bench mutants` runs as many mutants of every class as fit 240 seconds, `-- 60` as fit 60, and prints the
 //! table of `docs/proof-report.md`. Without a device it says so and compares nothing.
 //!
-//! How a mutant gets there is told in `tests/oracle/device.rs`.
+//! `tests/oracle/device.rs` explains how a mutant gets onto a device.
 
 #[allow(dead_code)] // The population uses the rest of it.
 #[path = "../oracle/mod.rs"]
@@ -47,7 +47,7 @@ use std::time::{Duration, Instant};
 /// Which weights a mutant gets; passed to the child.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Given {
-    /// Those of the sound schedule: what is broken packs nothing that means anything.
+    /// Those of the sound schedule, because a pack of the broken one would be meaningless.
     Sound,
     /// Packed for the mutant.
     Own,
@@ -58,7 +58,7 @@ impl Given {
 
     fn of(class: &str, prediction: Predicted) -> Given {
         match class {
-            // No queue and no kernel knows the type of the weights: who packs them does.
+            // Only the packer knows the type of the weights; queues and kernels do not.
             "dtype mismatch" => Given::Own,
             _ if prediction == Predicted::Anything => Given::Sound,
             _ => Given::Own,
@@ -76,7 +76,7 @@ const STEPS: u32 = 24;
 const OF_A_CLASS: usize = 7;
 /// Most mutants of a class that are generated: some of them are no change for a device.
 const TRIED: usize = 60;
-/// A child that has not ended by then is killed.
+/// A child that runs longer is killed.
 const DEADLINE: Duration = Duration::from_secs(20);
 
 const CONFIG: &str = r#"{"architectures":["LlamaForCausalLM"],"hidden_size":64,"intermediate_size":96,
@@ -107,22 +107,22 @@ fn bases(target: &Target) -> Vec<Base> {
 struct Case {
     class: &'static str,
     base: usize,
-    /// What the machine says, where it was asked.
+    /// The machine's prediction, if it was asked.
     prediction: Option<Verdict>,
     source: KernelSource,
     broken: Schedule,
-    /// What is encoded: the events of first waits carry what tasks do otherwise.
+    /// The schedule that is encoded: the events of first waits have bits for the changed behaviour of tasks.
     queued: Schedule,
 }
 
 /// Why there is nothing to run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Spared {
-    /// Nothing here to break in this way, or it was not broken by it.
+    /// The class does not apply to this schedule, or did not break it.
     Sound,
-    /// The kernel's text, the queues and the weights are those of the sound schedule, byte for byte.
+    /// The kernel's source, the queues and the weights equal those of the sound schedule, byte for byte.
     SameBytes,
-    /// No queue can say it: the encoder gave up, or constants lie where the pack of the base has others.
+    /// A queue cannot express it: the encoder failed, or constants are at places where the base's pack has others.
     NotEncoded,
 }
 
@@ -138,7 +138,7 @@ fn case(index: usize, bases: &[Base], predict: bool) -> Result<Case, Spared> {
         return Err(Spared::Sound);
     }
     if machine != *target {
-        // The GPU is as it is: more blocks than it has SMs, instead of fewer SMs than blocks.
+        // The GPU cannot change, so there are more blocks than SMs instead of fewer SMs than blocks.
         broken.machine.sms = 8 * target.spec.sm_count;
         for regime in &mut broken.regimes {
             regime.queues.resize(broken.machine.sms as usize, vec![]);
@@ -181,7 +181,7 @@ fn image(given: Given, imported: &Imported, sound: &Schedule, broken: &Schedule)
 
 fn main() {
     let words: Vec<String> = std::env::args().skip(1).filter(|word| !word.starts_with('-')).collect();
-    // A mutant may make code generation panic: that is an outcome, and no news.
+    // A mutant may make code generation panic: that is an outcome, and is not printed.
     std::panic::set_hook(Box::new(|_| {}));
     let result = match words.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["child", folder, index, given] => {
@@ -193,7 +193,7 @@ fn main() {
         _ => Err("expected seconds, or nothing".to_string()),
     };
     if let Err(error) = result {
-        // A child's words go to its parent.
+        // The parent reads a child's output.
         println!("{error}");
         std::process::exit(2);
     }
@@ -214,13 +214,13 @@ fn device() -> Result<(u32, Target), String> {
 /// How a mutant's run ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum End {
-    /// The watchdog told who waits for what.
+    /// The watchdog reported which task waits for what.
     Hang,
     /// Logits differ.
     Mismatch,
-    /// An illegal access, or a kernel that did not leave: the process is lost, and nothing else.
+    /// An illegal access, or a kernel that did not end: only this process is lost.
     Killed,
-    /// The compiler or the driver did not take it.
+    /// The compiler or the driver refused it.
     Refused,
     /// The logits are those of the sound schedule.
     Match,
@@ -238,9 +238,9 @@ const ENDS: [(End, &str); 5] = [
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Predicted {
     Hang,
-    /// A wrong value in some order of events; in others nothing.
+    /// A wrong value in some orders of events, but not in others.
     Race,
-    /// It means nothing: whatever happens, it happens to one process.
+    /// The schedule is meaningless, so any outcome is allowed, in one process.
     Anything,
     Nothing,
 }
@@ -334,7 +334,7 @@ fn parent(budget: Duration) -> Result<(), String> {
             against.push(line);
         }
     }
-    // Once more, with nothing after it.
+    // The sound schedule once more, without a mutant.
     run_child(folder.path(), usize::MAX, Given::Sound)?;
     println!("\n{}", table(&ends));
     println!(
@@ -479,7 +479,7 @@ fn run_child(folder: &Path, index: usize, given: Given) -> Result<(End, String),
     })
 }
 
-/// Runs the sound schedule, then one mutant. Says `sound` when the first was right, then how the second ended.
+/// Runs the sound schedule, then one mutant. Prints `sound` if the first was right, then how the second ended.
 fn child(folder: &Path, index: usize, given: Given) -> Result<(), String> {
     let (ordinal, target) = device()?;
     let bases = bases(&target);
@@ -511,7 +511,7 @@ fn child(folder: &Path, index: usize, given: Given) -> Result<(), String> {
             println!("{name} by {by:.1e}");
         }
         Ok(Err(SessionError::Hung { stuck, .. })) => {
-            // Ids of events carry the bits of hooks.
+            // Ids of events have the bits of hooks.
             let first = stuck.first().map(|s| format!("{}: {:?} at {:?} of step {}", s.sm, s.kind, s.task, s.step));
             println!("hang {}", first.unwrap_or_default());
         }
@@ -519,7 +519,7 @@ fn child(folder: &Path, index: usize, given: Given) -> Result<(), String> {
         Ok(Err(SessionError::Driver(error))) if error.is_crash() => println!("killed: {error}"),
         Ok(Err(error)) => println!("refused: {error}"),
     }
-    // What a lost context holds cannot be given back in order.
+    // Resources of a lost context cannot be freed in order.
     std::process::exit(0);
 }
 
@@ -540,7 +540,7 @@ fn run(
     session.logits(STEPS)
 }
 
-/// Largest difference, by the largest value that was expected; what is no number differs by infinity.
+/// Largest difference divided by the largest expected value; infinite for NaN.
 fn difference(expected: &[f32], found: &[f32]) -> f32 {
     if expected.len() != found.len() {
         return f32::INFINITY;

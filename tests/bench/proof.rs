@@ -1,4 +1,4 @@
-//! The proof under attack: figures and tables of `docs/proof-report.md`.
+//! Attacks the proof: prints figures and tables of `docs/proof-report.md`.
 //!
 //! `cargo bench --bench proof` runs all parts on all cores, `-- scale` those that are named: `population` (or a number of
 //! schedules in place of 120,000), `scale`, `load`. With `write` among the words each part also replaces its table in the report.
@@ -73,7 +73,7 @@ fn root(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
 }
 
-/// Replaces what stands between `<!-- name -->` and `<!-- /name -->` in the report.
+/// Replaces the text between `<!-- name -->` and `<!-- /name -->` in the report.
 fn replace(name: &str, text: &str) {
     let path = root("docs/proof-report.md");
     let page = fs::read_to_string(&path).expect("the report");
@@ -206,7 +206,7 @@ fn load() -> String {
         ms[ms.len() / 2]
     });
     let mut table = format!(
-        "Llama-3.1-8B on {} SMs, {tasks} tasks, a schedule of {:.1} MB of text; one core of {}; time is what it had of it, medians of 9.\n\n\
+        "Llama-3.1-8B on {} SMs, {tasks} tasks, a schedule of {:.1} MB of text; one core of {}; processor time, medians of 9.\n\n\
          | what | time |\n| --- | --- |\n",
         candidate.sms,
         text.len() as f64 / 1e6,
@@ -217,7 +217,7 @@ fn load() -> String {
         "parse",
         "prove",
         "encode the queues, digest every byte",
-        "print what was proven, and find the link of its queues by the digest",
+        "print the proven schedule, and find the link of its queues by the digest",
     ];
     for (name, ms) in names.iter().zip(medians) {
         let _ = writeln!(table, "| {name} | {ms:.1} ms |");
@@ -233,7 +233,7 @@ fn scale() -> String {
     target.spec.smem_bytes_per_block_max = 64 << 20;
     target.spec.sm_count = 148;
     let mut text = format!(
-        "One core of {}; time is what the proof had of it, the median of up to 5 runs. Memory is what the proof takes beside the schedule, at its peak.\n\n\
+        "One core of {}; processor time, the median of up to 5 runs. Memory is the peak of the proof, without the schedule.\n\n\
          | tasks | queues | regimes | verdict | time | a task | memory |\n\
          | --- | --- | --- | --- | --- | --- | --- |\n",
         cpu_model()
@@ -264,7 +264,7 @@ fn measure(text: &mut String, placed: &Schedule, target: &Target, verdict: &str)
     let _ = fs::write("/proc/self/clear_refs", "5");
     let resident = status_bytes("VmRSS");
     let runs = (1_000_000 / tasks).clamp(3, 5);
-    // The time that a thread had is known to some milliseconds.
+    // The processor time of a thread has a resolution of some milliseconds.
     let times = (200_000 / tasks).max(1);
     let mut seconds: Vec<f64> = (0..runs)
         .map(|_| {

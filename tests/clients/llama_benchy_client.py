@@ -13,7 +13,7 @@ import threading
 
 base, model, tokenizer, book, folder = sys.argv[1:]
 book, folder = pathlib.Path(book), pathlib.Path(folder)
-# It keeps the text that it downloads below the home folder. Nothing is asked of the hub.
+# It stores the text that it downloads below the home folder. No request goes to the hub.
 os.environ.update(HOME=str(folder), HF_HUB_OFFLINE="1")
 
 
@@ -40,7 +40,7 @@ options = {
     "emit-progress": str(progress),
 }
 sys.argv = ["llama-benchy", *(word for name, value in options.items() for word in (f"--{name}", value))]
-# The small model knows no capital of France, which the test of coherence asks for.
+# The small model does not know the capital of France, for which the test of coherence asks.
 sys.argv += ["--concurrency", "1", "4", "--exact-tg", "--skip-coherence", "--exit-on-first-fail"]
 main()
 

@@ -11,7 +11,7 @@ import sys
 
 base, model, context, folder = sys.argv[1:]
 folder = pathlib.Path(folder)
-# Nothing is asked of the hub, and nothing is left in the user's folders.
+# No request goes to the hub, and no file stays in the folders of the user.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HOME=str(folder / "hub"))
 
 from lm_eval import evaluator  # noqa: E402

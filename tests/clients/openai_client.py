@@ -30,7 +30,7 @@ for token in scored:
     assert bytes(token.bytes).decode() == token.token
 assert chat.usage.total_tokens == chat.usage.prompt_tokens + chat.usage.completion_tokens
 
-# The same as a stream, and a conversation that goes on with the answer.
+# The same as a stream, and a conversation that continues with the answer.
 stream = client.chat.completions.create(
     model=model, messages=messages, max_tokens=16, temperature=0, stream=True, stream_options={"include_usage": True}
 )
@@ -45,7 +45,7 @@ more = client.chat.completions.create(
 )
 assert more.usage.prompt_tokens > chat.usage.prompt_tokens
 
-# An answer of a type.
+# An answer parsed into a type.
 class Animal(pydantic.BaseModel):
     kind: Literal["fox", "dog"]
 
@@ -53,7 +53,7 @@ class Animal(pydantic.BaseModel):
 parsed = client.chat.completions.parse(model=model, messages=messages, seed=2, max_tokens=220, response_format=Animal)
 assert parsed.choices[0].finish_reason == "stop" and isinstance(parsed.choices[0].message.parsed, Animal), parsed
 
-# Completions: choices, ids, stop, the prompt's own log-probabilities, and what only some servers have.
+# Completions: choices, ids, stop, the prompt's own log-probabilities, and extensions of some servers.
 done = client.completions.create(model=model, prompt="Once upon a time", max_tokens=24, n=2, seed=5, stop=["."])
 assert [c.index for c in done.choices] == [0, 1] and all("." not in c.text for c in done.choices), done
 echo = client.completions.create(model=model, prompt=[0, 300, 301, 302], max_tokens=1, echo=True, logprobs=1)

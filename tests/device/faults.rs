@@ -1,5 +1,5 @@
-//! Faults that no proof can exclude, put into the kernel's text on its way to the compiler: each ends within the
-//! deadline, says what waited for what, and leaves a device that works.
+//! Tests faults that no proof can exclude. They are edited into the kernel's source before it is compiled. Each run ends within
+//! the deadline, reports what waited for what, and leaves a device that works.
 
 use std::io::Read;
 use std::process::{Command, Stdio};
@@ -18,10 +18,10 @@ use crate::support::Goldens;
 use crate::{Gpu, Place, packed, prepared, say};
 
 pub const STEPS: u32 = 64;
-/// A launch of [`STEPS`] gives up after 1.64 s; the host, which waits a second longer, has the last word.
+/// A launch of [`STEPS`] gives up after 1.64 s; the host waits a second longer, and then gives up, too.
 const ENDED_WITHIN: Duration = Duration::from_secs(6);
 
-/// One edit of a header: `to` in place of `from`, which is there once.
+/// One edit of a header: replaces `from`, which occurs once, by `to`.
 pub struct Edit {
     pub header: &'static str,
     pub from: &'static str,
@@ -35,7 +35,7 @@ const DROPPED_PUBLISH: &[Edit] = &[Edit {
     to: "  if (blockIdx.x == 3 && tag == 9) return;\n  u64 word = (u64(tag) << 32) | payload;",
 }];
 
-/// What SM 3 does before its third task of step 9: it sleeps, for 50 ms or for 2.5 s.
+/// SM 3 sleeps before its third task of step 9, for 50 ms or for 2.5 s.
 const fn delay(to: &'static str) -> Edit {
     Edit { header: "runtime/kernel.cuh", from: "      D::run(c, now, c.queue()[i]);", to }
 }
@@ -50,7 +50,7 @@ const LONG_DELAY: &[Edit] = &[delay(
       D::run(c, now, c.queue()[i]);",
 )];
 
-/// What happens to the queue of SM 2 once it lies in shared memory.
+/// Corrupts the queue of SM 2 in shared memory.
 const fn corrupt(to: &'static str) -> Edit {
     Edit { header: "runtime/kernel.cuh", from: "to[i] = from[i];\n  c.barrier();", to }
 }
@@ -98,7 +98,7 @@ fn tokens(session: &mut Session) -> Result<Vec<u32>, SessionError> {
     (prompt.len() as u32..=STEPS).map(|position| session.token(position)).collect()
 }
 
-/// The goldens say the same for as long as a launch lasts.
+/// Asserts that a launch still gives the tokens of the goldens.
 fn is_well(gpu: &Gpu, prepared: &Prepared, after: &str) {
     let found = tokens(&mut session(gpu, prepared, &[])).unwrap_or_else(|error| panic!("after {after}: {error}"));
     assert_eq!(found, Goldens::open("tinystories-llama").ids("greedy_ids")[..found.len()], "after {after}");
@@ -109,7 +109,7 @@ pub fn prepare_small(record: &Target, place: &Place) -> Prepared {
     prepared(&place.workspace(None), &manifest)
 }
 
-/// Needs no GPU: that each fault is still a kernel, wherever NVRTC is.
+/// Needs NVRTC but no GPU: each fault is still a kernel that compiles.
 #[test]
 fn every_fault_is_a_kernel_that_compiles() {
     let place = Place::new();
@@ -130,8 +130,8 @@ fn every_fault_is_a_kernel_that_compiles() {
 }
 
 #[test]
-fn what_never_comes_is_reported_and_the_device_goes_on() {
-    let Some(gpu) = Gpu::here("what_never_comes_is_reported_and_the_device_goes_on") else { return };
+fn a_wait_without_an_end_is_reported_and_the_device_still_works() {
+    let Some(gpu) = Gpu::here("a_wait_without_an_end_is_reported_and_the_device_still_works") else { return };
     let place = Place::new();
     let prepared = prepare_small(&gpu.record, &place);
     is_well(&gpu, &prepared, "nothing");
@@ -174,7 +174,7 @@ fn a_wild_address_costs_one_process() {
         let fault = Fault::from(error);
         assert_ne!(fault.tier, Tier::Input);
         println!("found: {fault}");
-        // The context is lost: what is still held cannot be given back in order.
+        // The context is lost, so its resources cannot be freed in order.
         std::process::exit(7);
     }
     let begun = Instant::now();

@@ -1,4 +1,4 @@
-//! What only a device can show: the generated kernel's numbers, tokens and manners, one test a claim.
+//! Tests that need a device: the generated kernel's numbers, tokens, and behaviour for users. One test for each claim.
 //!
 //! `cargo test --release --test device NAME -- --nocapture` runs one of them on the first device that a builtin record
 //! describes. Without a device, or without NVRTC, each says so and passes; with `MONOBLOC_REQUIRE_GPU=1` it fails.
@@ -28,7 +28,7 @@ use monobloc::pipeline::{Prepared, Runner, Workspace, prepare};
 use monobloc::report::Report;
 use monobloc::target::{CopyMechanism, Spec, Target, TargetRecord};
 
-/// A persistent kernel wants all SMs: tests take turns.
+/// A persistent kernel needs all SMs, so tests take turns.
 static TURN: Mutex<()> = Mutex::new(());
 
 /// Prints a line that the test harness does not hide, for what was measured and what was skipped.
@@ -73,10 +73,10 @@ impl Gpu {
         Ok((device, record, Nvrtc::load().map_err(|error| text(error.into()))?))
     }
 
-    /// Mechanisms that this architecture has: bytes can reach shared memory in each of these ways.
+    /// Copy mechanisms of this architecture.
     fn copies(&self) -> Vec<CopyMechanism> {
         let all = [CopyMechanism::Plain, CopyMechanism::CpAsync, CopyMechanism::Bulk];
-        // Records list the richest that their architecture has.
+        // A record has the most advanced one of its architecture.
         all.into_iter().filter(|copy| *copy as u8 <= self.record.spec.copy as u8).collect()
     }
 }
@@ -157,7 +157,7 @@ fn bits(rows: &[Vec<f32>]) -> Vec<u32> {
     rows.iter().flatten().map(|value| value.to_bits()).collect()
 }
 
-/// Norm of the difference by norm of what was expected.
+/// Norm of the difference divided by the norm of the expected values.
 fn error_rel_l2(expected: &[f32], found: &[f32]) -> f64 {
     assert_eq!(expected.len(), found.len());
     let square = |value: f64| value * value;

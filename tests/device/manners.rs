@@ -1,4 +1,4 @@
-//! What a user meets beside numbers: tokens as they are decided, short ways to the first one, clean memory.
+//! Tests what users notice besides numbers: streamed tokens, a short time to the first one, clean memory accesses.
 
 use std::ops::ControlFlow;
 use std::process::Command;
@@ -39,7 +39,7 @@ fn tokens_stream_out_of_a_running_launch() {
     assert!(moments > 20, "all tokens of a launch arrived at {moments} moments");
 }
 
-/// Prints how long the way from a launch to its first token is beyond the step that decides it.
+/// Prints the time from a launch to its first token, without the step that decides it.
 #[test]
 fn the_way_to_the_first_token_is_measured() {
     let Some(gpu) = Gpu::here("the_way_to_the_first_token_is_measured") else { return };
@@ -80,7 +80,7 @@ fn the_way_to_the_first_token_is_measured() {
     assert!(over.is_finite() && step > 0.0);
 }
 
-/// A machine that has nothing but the shared cache runs no stage, and gives the same tokens.
+/// A machine with only the shared cache runs no stage, and gives the same tokens.
 #[test]
 fn a_new_machine_loads_everything_from_the_shared_cache() {
     let Some(gpu) = Gpu::here("a_new_machine_loads_everything_from_the_shared_cache") else { return };
@@ -107,7 +107,7 @@ fn a_new_machine_loads_everything_from_the_shared_cache() {
     say(&format!("loaded from the shared cache in {:.0} ms", loaded.as_secs_f64() * 1e3));
 }
 
-/// The program, where a toolkit has brought it; else a line that says so.
+/// The path of the sanitizer, if a toolkit is installed; else a line that says so.
 pub fn sanitizer(test: &str) -> Option<&'static str> {
     let installed = ["compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer"];
     let works =
@@ -119,18 +119,18 @@ pub fn sanitizer(test: &str) -> Option<&'static str> {
     found
 }
 
-/// memcheck of the compute sanitizer, where a toolkit has brought it, over every way into shared memory.
+/// memcheck of the compute sanitizer, if a toolkit is installed, with every copy mechanism.
 #[test]
 fn the_compute_sanitizer_finds_nothing() {
     let Some(gpu) = Gpu::here("the_compute_sanitizer_finds_nothing") else { return };
     let Some(sanitizer) = sanitizer("the_compute_sanitizer_finds_nothing") else { return };
     for copy in gpu.copies() {
         let place = Place::new();
-        // Few steps a launch: the sanitizer makes each many times as long, and the deadline stays.
+        // Few steps in a launch: the sanitizer makes each many times as long, but the deadline stays the same.
         place.manifest(&gpu.record, copy, "bf16", "context_max = 64\nsteps_per_launch = 4");
         for sampling in [&[][..], &["--temperature", "1", "--top-k", "20", "--top-p", "0.9"]] {
             let mut command = Command::new(sanitizer);
-            // An API call that fails is an answer to monobloc: it asks for the sizes of parameters until there is none.
+            // Failing API calls are not reported, because monobloc asks for the sizes of parameters until a call fails.
             command.args(["--report-api-errors", "no", "--tool", "memcheck", "--error-exitcode", "86"]);
             command.arg(env!("CARGO_BIN_EXE_monobloc")).args(["generate", "m.toml", "--ids", "0,467,468"]);
             command.args(["--max-tokens", "12", "--ignore-eos"]).args(sampling);

@@ -1,4 +1,4 @@
-//! Logits and tokens of the device against the interpreter and the goldens.
+//! Tests logits and tokens of the device against the interpreter and the goldens.
 
 use std::ops::ControlFlow;
 
@@ -14,7 +14,7 @@ use crate::{Gpu, Place, bits, error_rel_l2, interpreter, logits, prepared, runne
 
 const CONTEXT: &str = "context_max = 512";
 
-/// A whole build, check and measurement included, for every way that bytes can reach shared memory on this device.
+/// A whole build, with check and measurement, for every copy mechanism of this device.
 #[test]
 fn every_way_into_shared_memory_is_checked_and_timed() {
     let Some(gpu) = Gpu::here("every_way_into_shared_memory_is_checked_and_timed") else { return };
@@ -36,7 +36,7 @@ fn every_way_into_shared_memory_is_checked_and_timed() {
     }
 }
 
-/// A position too deep for a prompt is checked after a cache that the host generated, row for row as kernels keep them.
+/// A position too deep for a prompt is checked with a cache that the host generated, in the layout of the kernels.
 #[test]
 fn made_up_caches_are_read_as_they_were_written() {
     let Some(gpu) = Gpu::here("made_up_caches_are_read_as_they_were_written") else { return };
@@ -112,11 +112,11 @@ fn greedy_tokens_are_those_of_transformers() {
     }
 }
 
-/// Each of 512 tokens is the interpreter's own choice after the tokens before it, or a tie within the tolerance.
+/// Each of 512 tokens is the interpreter's own choice after the same earlier tokens, or a tie within the tolerance.
 #[test]
 fn five_hundred_greedy_tokens_do_not_diverge() {
     let Some(gpu) = Gpu::here("five_hundred_greedy_tokens_do_not_diverge") else { return };
-    // What two logits of a model of this size may differ by: bf16 rounds activations, fp32 only sums.
+    // Tolerance of logits at this size of model: bf16 rounds activations, fp32 only sums.
     for (weights, tolerance) in [("fp32", 1e-3), ("bf16", 0.5)] {
         let place = Place::new();
         let workspace = place.workspace(None);
@@ -141,8 +141,8 @@ fn five_hundred_greedy_tokens_do_not_diverge() {
     }
 }
 
-/// Over several launches of 16 steps. Logits differ in the last bits, so a choice could differ where two noisy scores are
-/// that close; over these tokens none is. That equal logits give equal choices is what `check` asks of every build.
+/// Over several launches of 16 steps. Logits differ in the last bits, so a choice could differ if two noisy scores are
+/// that close; for these tokens none are. `check` asserts in every build that equal logits give equal choices.
 #[test]
 fn the_same_seed_gives_the_same_tokens_on_device_and_interpreter() {
     let Some(gpu) = Gpu::here("the_same_seed_gives_the_same_tokens_on_device_and_interpreter") else { return };
@@ -181,7 +181,7 @@ fn the_same_seed_gives_the_same_tokens_on_device_and_interpreter() {
     assert_ne!(all[0], all[1], "another seed");
 }
 
-/// Proposes the tokens of a text that was decided before, every seventh of them wrong.
+/// Proposes the tokens of an earlier text, every seventh of them wrong.
 struct Recorded(Vec<u32>);
 
 impl Draft for Recorded {
@@ -192,8 +192,8 @@ impl Draft for Recorded {
     }
 }
 
-/// Steps that verify run on another kernel than those that decode one token. In fp32 both choose the same tokens; of bf16 it is told how many
-/// differ.
+/// Steps that verify run on another kernel than those that decode one token. In fp32 both choose the same tokens; for bf16 the number of
+/// different tokens is printed.
 #[test]
 fn proposed_tokens_are_chosen_as_without_proposals() {
     let Some(gpu) = Gpu::here("proposed_tokens_are_chosen_as_without_proposals") else { return };
@@ -222,10 +222,10 @@ fn proposed_tokens_are_chosen_as_without_proposals() {
     }
 }
 
-/// A turn of a conversation decodes what is new of it, and gets the tokens that it would get from the beginning.
+/// A turn of a conversation decodes only its new tokens, and gets the same answer as if all were decoded from the beginning.
 #[test]
-fn a_conversation_goes_on_from_the_cache() {
-    let Some(gpu) = Gpu::here("a_conversation_goes_on_from_the_cache") else { return };
+fn a_conversation_continues_from_the_cache() {
+    let Some(gpu) = Gpu::here("a_conversation_continues_from_the_cache") else { return };
     let place = Place::new();
     let workspace = place.workspace(None);
     let manifest =
@@ -243,7 +243,7 @@ fn a_conversation_goes_on_from_the_cache() {
             let expected = fresh.generate(&prompt, 30, &[], &sampling, &mut |_| ControlFlow::Continue(())).unwrap();
             assert_eq!(answer.tokens, expected, "turn {turn}, {sampling:?}");
             reused.push(answer.reused);
-            // The answer loses its end, and another message follows.
+            // The answer is cut, and another message follows.
             prompt.extend(&answer.tokens[..25]);
             prompt.extend([7, 8, 9]);
         }
@@ -251,10 +251,10 @@ fn a_conversation_goes_on_from_the_cache() {
     }
 }
 
-/// Tags of steps are 32 bits. What a session does after 2^32 steps, in launches that end before, at and after the last tag.
+/// Tags of steps have 32 bits. Tests a session after 2^32 steps, in launches that end before, at and after the last tag.
 #[test]
-fn tokens_are_the_same_when_tags_begin_anew() {
-    let Some(gpu) = Gpu::here("tokens_are_the_same_when_tags_begin_anew") else { return };
+fn tokens_are_the_same_when_tags_wrap_around() {
+    let Some(gpu) = Gpu::here("tokens_are_the_same_when_tags_wrap_around") else { return };
     let place = Place::new();
     let prepared = prepare_small(&gpu.record, &place);
     let prompt = Goldens::open("tinystories-llama").ids("prompt_ids.0");

@@ -1,14 +1,14 @@
 //! Races in shared memory, as racecheck of the compute sanitizer looks for them.
 //!
-//! The tool follows barriers and mbarriers from each thread that arrives to each that waits. Three ways in which the kernel
-//! hands memory over are sound by the memory model of PTX and not of that kind, and it reports each access after them:
+//! The tool tracks barriers and mbarriers from each thread that arrives to each that waits. The kernel hands memory over in three
+//! other ways, which are sound by the memory model of PTX, but the tool reports each access after them:
 //! - A warp gives a slot back by one arrival of its first lane, after a `__syncwarp` that orders the reads of the other
-//!   lanes before it. Between lanes that have not parted that is no instruction, so the tool sees one lane arrive.
+//!   lanes before it. Between lanes that have not diverged that is no instruction, so the tool sees one lane arrive.
 //! - Plain copies count fills and releases in words of shared memory, with a fence before each count and after each look.
 //! - `acquired_tag` is stored with release and loaded with acquire; `stop` is a volatile word that carries nothing but itself.
 //!
-//! So it is given a form of the kernel in which every lane arrives, slots are mbarriers whatever the copy, and these words
-//! are atomics. What it reports of that form is a race of something else, or a wait that is missing.
+//! So the tool runs a form of the kernel in which every lane arrives, slots are mbarriers with any copy mechanism, and these
+//! words are atomics. A report about that form is another race, or a missing wait.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -84,7 +84,7 @@ struct State {",
     ),
     context("volatile u32 stop;", "AtomicWord stop;"),
 ];
-/// An entry of the queue is written once more, with what it is anyway, while others read it.
+/// An entry of the queue is written once more, with the same value, while others read it.
 const RACE: &[Edit] = &[kernel(
     "to[i] = from[i];\n  c.barrier();",
     "to[i] = from[i];\n  c.barrier();\n  if (c.tid() == 0 && count > 0) to[0] = from[0];",
@@ -104,7 +104,7 @@ fn proven(record: &Target, copy: CopyMechanism, model: &str, weights: DType) -> 
     (imported, validated, target)
 }
 
-/// Runs the kernel of every model in one form, greedily and by chance. They are compiled together first.
+/// Runs the kernel of every model in one form, greedily and with sampling. They are compiled together first.
 fn run_all(gpu: &Gpu, copy: CopyMechanism, edits: &[&[Edit]]) {
     let compiled = MODELS.par_iter().map(|&(model, weights)| {
         let (imported, validated, target) = proven(&gpu.record, copy, model, weights);
@@ -135,7 +135,7 @@ fn run_all(gpu: &Gpu, copy: CopyMechanism, edits: &[&[Edit]]) {
     }
 }
 
-/// Needs no GPU: that each form is still a kernel, wherever NVRTC is.
+/// Needs NVRTC but no GPU: each form is still a kernel that compiles.
 #[test]
 fn every_form_for_racecheck_compiles() {
     let record = Target::builtin("h200").unwrap();

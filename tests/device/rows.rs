@@ -1,4 +1,4 @@
-//! Kernels for several rows and of waves, of every format: their numbers against the interpreter, on a device.
+//! Tests kernels for several rows and of waves in every format on a device: their numbers against the interpreter.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ const CONFIG: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "l
 "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": true}"#;
 
 /// A benchmark compares first: the logits of every row with the interpreter, the choices of the sampler with those of the host, then keys
-/// and values of every position that waves read with those of the kernel for rows. It ends with an error where they differ.
+/// and values of every position that waves read with those of the kernel for rows. It ends with an error if they differ.
 #[test]
 fn rows_and_waves_of_every_format_compute_what_the_interpreter_does() {
     let Some(gpu) = Gpu::here("rows_and_waves_of_every_format_compute_what_the_interpreter_does") else { return };
@@ -28,7 +28,7 @@ fn rows_and_waves_of_every_format_compute_what_the_interpreter_does() {
         // Those of 32 and 64 rows are run by waves; in fp32 by several launches of the kernel for 16.
         let rows: &[u32] = &[1, 8, 16, 32, 64];
         let asked = Asked { rows, prompts: &[100, 700], chunks: &[] };
-        // Takes turns with steps and prompts, and has nothing to say of 16 rows.
+        // A baseline that takes turns with steps and prompts, but refuses 16 rows.
         let program = r#"while read -r line; do case "$line" in
             *'"open"'*) echo '{"name":"shell","variants":["plain"]}' ;;
             *'"rows":16'*) echo '{"error":"sixteen"}' ;;

@@ -1,4 +1,4 @@
-//! Ops alone: their programs are proven, their outputs are compared, and a wrong weight shows in the outputs.
+//! Tests programs of single ops: they are proven, their outputs are compared, and a wrong weight changes the outputs.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use crate::nvrtc::nvrtc;
 use crate::proof_support::{BF16, FP32};
 use crate::support::fixture;
 
-/// Gated and not; norms before and after branches, of heads and of projections; parallel blocks, biases, windows.
+/// Models with and without a gate; norms before and after branches, over heads and over projections; parallel blocks, biases, windows.
 const MODELS: [&str; 6] = ["llama-gqa", "gemma3", "olmo2", "gpt-neox", "qwen3", "starcoder2"];
 const CONTEXT: u32 = 32;
 
@@ -31,7 +31,7 @@ fn place(imported: &Imported, op: LayerOp, target: &Target) -> Schedule {
 }
 
 #[test]
-fn every_op_alone_is_proven_and_a_wrong_weight_shows_in_what_it_makes() {
+fn every_op_alone_is_proven_and_a_wrong_weight_shows_in_its_outputs() {
     let (cpu, h200) = (Target::builtin("cpu").unwrap(), Target::builtin("h200").unwrap());
     for (model, op) in MODELS.iter().flat_map(|model| LayerOp::ALL.map(|op| (model, op))) {
         let mut imported = import(&fixture("families").join(model)).unwrap();
@@ -62,7 +62,7 @@ fn every_op_alone_is_proven_and_a_wrong_weight_shows_in_what_it_makes() {
         let figures = compared(right).unwrap_or_else(|e| panic!("{model} {op:?}: {e}")).figures();
         assert_eq!(figures.positions, 3, "{model} {op:?}");
 
-        // Not in the head, whose logits would show it anyway.
+        // Not a weight of the head: a wrong one would show in the logits anyway.
         let regime = &placed.regimes[0];
         let of_op = |run: &&monobloc::ir::schedule::Run| {
             let grid = &placed.program.grids[regime.tasks[run.task.index()].grid.index()].name;
@@ -71,7 +71,7 @@ fn every_op_alone_is_proven_and_a_wrong_weight_shows_in_what_it_makes() {
         let wrong = regime.streams[0].iter().rfind(of_op).unwrap();
         let Source::Units { buffer, .. } = wrong.source else { unreachable!("it is weights") };
         let mut broken = bytes;
-        // Another sign and a larger exponent of one weight.
+        // Changes the sign and enlarges the exponent of one weight.
         broken[placed.placement[buffer.index()].unwrap() as usize + 3] ^= 0xc1;
         let error = compared(Arc::new(broken)).expect_err(&format!("{model} {op:?}"));
         assert!(matches!(error, CheckError::Wrong { .. } | CheckError::NotFinite { .. }), "{model} {op:?}: {error}");

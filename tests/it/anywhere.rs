@@ -1,4 +1,4 @@
-//! Commands away from the repository: an installed binary in an empty folder, places of the user, scripts and CI.
+//! Tests commands outside of the repository: an installed binary in an empty folder, the user's folders, scripts and CI.
 
 use std::fs;
 use std::io::Write;
@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use crate::cli_support::{Answer, Place, manifest_text};
 use crate::support::fixture;
 
-/// A folder that is no project, and the home of a user without anything.
+/// A folder that is no project, and an empty home folder.
 struct Away {
     folder: TempDir,
     home: TempDir,
@@ -63,7 +63,7 @@ fn an_empty_folder_is_two_commands_from_its_first_text() {
     assert_eq!(away.files(), ["monobloc.toml"], "the folder is the user's");
     assert!(away.home(".cache/monobloc/CACHEDIR.TAG").is_file());
 
-    // The built-in manifest needs no file at all, and means the same.
+    // The built-in manifest needs no file, and is the same model.
     let named = away.run(&["generate", "tinystories", "--prompt", "Once upon a time", "--max-tokens", "12"]).code(0);
     assert_eq!(named.stdout, told.stdout);
     away.run(&["build", "tinystories"]).code(0);
@@ -98,7 +98,7 @@ fn a_manifest_means_the_same_from_every_folder() {
         let built = Answer::of(&mut command).code(0);
         assert!(built.stderr.starts_with("no work to do"), "{built:#?}");
     }
-    // A project is found from below: its cache was marked by the first build, its trials lie in `flywheel/`.
+    // A project is found from its subfolders, by the cache that the first build marked and by `flywheel/`.
     let mut command = place.command("build m.toml");
     command.current_dir(place.path("sub")).env_remove("MONOBLOC_CACHE_DIR");
     assert!(Answer::of(&mut command).code(0).stderr.starts_with("no work to do"));
@@ -173,7 +173,7 @@ fn several_manifests_are_built_and_the_exit_code_is_of_the_first_fault() {
 }
 
 #[test]
-fn a_fault_of_one_target_stops_no_other_and_is_told_at_the_end() {
+fn a_fault_of_one_target_stops_no_other_and_is_reported_at_the_end() {
     let place = small();
     let text = fs::read_to_string(place.path("m.toml")).unwrap();
     let two =
@@ -184,7 +184,7 @@ fn a_fault_of_one_target_stops_no_other_and_is_told_at_the_end() {
     assert!(built.stderr.contains("target `cpu`: "), "{built:#?}");
 }
 
-/// Without a compiler and a device; a machine with them would complete the build.
+/// Runs without a compiler and a device; a machine with them would complete the build.
 #[test]
 fn what_waits_fails_only_if_completeness_is_asked_for() {
     let place = small();
@@ -240,7 +240,7 @@ fn a_prompt_comes_from_a_pipe_or_a_file_and_a_stop_text_ends_it() {
     let echoed = place.run("generate m.toml --max-tokens 40 --echo --prompt-file prompt.txt").code(0);
     assert_eq!(echoed.stdout, format!("Once upon a time{whole}"));
 
-    // A text from the middle of a word of what comes.
+    // A stop text that begins in the middle of a word.
     let at = whole.find(' ').unwrap() + 3;
     let stop = &whole[at..at + 5];
     let mut command = place.command("generate m.toml --max-tokens 40 --prompt-file prompt.txt --stop");

@@ -1,5 +1,5 @@
-//! A kernel consists of parts that lie in the cache. Here each is edited and sealed again, so that the cache sees no damage;
-//! none may be executed.
+//! Tests edited parts of a kernel in the cache. Each is edited and sealed again, so that the cache detects no damage. No edited
+//! part may be executed.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -37,7 +37,7 @@ struct Place {
 }
 
 impl Place {
-    /// Built for one target.
+    /// A place with a build for one target.
     fn built(record: &str) -> Place {
         let folder = tempfile::tempdir().expect("a folder");
         let model = fixture("families/llama-gqa").display().to_string();
@@ -110,9 +110,9 @@ fn swap(bytes: &mut Vec<u8>, old: &str, new: &str) {
 #[test]
 fn an_edited_schedule_is_refused_whether_it_could_be_proven_or_not() {
     let place = Place::built("cpu");
-    // Still proven: the loader would only be slower.
+    // This schedule can still be proven: only its loader would be slower.
     place.refuses("schedule", |bytes| swap(bytes, "flight_high=4", "flight_high=3"));
-    // A race.
+    // This one has a race.
     place.refuses("schedule", |bytes| swap(bytes, " wait e1>=", " wait e0>="));
     let path = place.entry("schedule");
     place.forge(&path, |bytes| swap(bytes, "flight_high=4", "flight_high=3"));
@@ -138,12 +138,12 @@ fn an_edited_source_or_cubin_is_refused() {
     }
     let place = Place::built("h200");
     place.refuses("source", |bytes| swap(bytes, "__global__", "__global__ "));
-    // Somewhere in the middle: code.
+    // A byte in the middle is code.
     place.refuses("compile", |bytes| {
         let middle = bytes.len() / 2;
         bytes[middle] ^= 4;
     });
-    // Another kernel under its name, whole and sealed.
+    // Another kernel in its place, complete and sealed.
     place.refuses("compile", |bytes| bytes.truncate(bytes.len() - 16));
 }
 

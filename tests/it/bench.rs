@@ -1,4 +1,4 @@
-//! `monobloc bench` as a user meets it: verdict first, ratios, and baselines of every kind that fail in every way.
+//! Tests `monobloc bench`: the check comes first, then ratios, and baselines of every kind that fail in every way.
 
 use crate::cli_support::Place;
 use crate::support::fixture;
@@ -38,7 +38,7 @@ fn a_verdict_stands_before_the_figures_and_baselines_have_ratios() {
     assert!(lines[1].starts_with("checked: 3 positions") && lines[1].ends_with("equal at 3"), "{answer:#?}");
     assert!(lines[2].starts_with("position      0 ") && lines[2].contains("µs a step"), "{answer:#?}");
     assert!(lines[3].contains("sh ") && lines[3].contains("plain: 1000000000.0 µs"), "{answer:#?}");
-    // Any machine beats a baseline that takes a thousand seconds per step, and the printed factor says so.
+    // Any machine is faster than a baseline with a thousand seconds per step, and the printed ratio says so.
     let ratio: f64 = lines[3].split(", ").nth(2).unwrap().split('x').next().unwrap().parse().unwrap();
     assert!(ratio > 100.0, "{answer:#?}");
     assert!(lines[4].starts_with("position      9 "), "{answer:#?}");

@@ -1,4 +1,4 @@
-// The kernels' own text for sampling, run by one block of threads on a CPU. Reads cases from stdin, and writes the token of each to
+// Runs the kernels' source for sampling by one block of threads on a CPU. Reads cases from stdin, and writes the token of each to
 // stdout: see tests/it/sampling.rs.
 
 #include "block.h"
@@ -59,12 +59,12 @@ int main() {
       }
       row = int(sum);
     } else if (now.scratch_kb == 0) {
-      // As the head's epilogue does without filters.
+      // Like the head's epilogue without filters.
       float value = NEGATIVE_INFINITY;
       for (int i = 0; i < Shape::VOCAB; i++)
         argmax_take(value, row, mul_add(logits[i], now.inverse_temperature, noise(now.seed, now.position, u32(i))), i);
     } else {
-      // Best of each part, as `select` leaves them.
+      // The best of each part, in the layout of `select`.
       float* candidates = reinterpret_cast<float*>(smem);
       for (int part = 0; part < Shape::PARTS; part++) {
         candidates[part] = NEGATIVE_INFINITY;

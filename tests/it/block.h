@@ -1,8 +1,8 @@
-// One block of CUDA threads on a CPU: fibers that take turns where they meet, and what the kernels' text needs of CUDA.
-// Warps meet at shuffles and at __syncwarp, the block at its barrier; a fiber runs on until it has to wait.
+// One block of CUDA threads on a CPU: fibers that take turns at synchronisation points, and the parts of CUDA that the kernels' source
+// needs. Warps meet at shuffles and at __syncwarp, the block at its barrier; a fiber runs until it has to wait.
 #pragma once
 
-// The checked `longjmp` takes a jump to another stack for an error.
+// The checked `longjmp` reports a jump to another stack as an error.
 #undef _FORTIFY_SOURCE
 
 #include <cmath>
@@ -32,7 +32,7 @@ static unsigned __float_as_uint(float value) {
   std::memcpy(&bits, &value, 4);
   return bits;
 }
-// The compiler is told not to contract, so each of these is one rounded operation.
+// Contraction is disabled, so each of these is one rounded operation.
 static float __fadd_rn(float a, float b) { return a + b; }
 static float __fsub_rn(float a, float b) { return a - b; }
 static float __fmul_rn(float a, float b) { return a * b; }
@@ -86,7 +86,7 @@ static void (*thread_body)(int);
 #endif
 alignas(1024) unsigned char smem[SMEM_BYTES];
 
-// Where a number of threads meet, again and again.
+// A barrier for a number of threads, used again and again.
 struct Meeting {
   int expected, arrived;
   unsigned round;
@@ -98,7 +98,7 @@ static struct {
   unsigned round;
 } awaited_rounds[THREADS_MAX];
 
-// The next thread that can run. Those that wait for others are passed over: with them, a meeting of a warp would cost a turn of every thread.
+// The next thread that can run. Waiting threads are skipped; otherwise a barrier of a warp would cost a turn of every thread.
 static int next_of(int from) {
   for (int i = 1; i <= threads; i++) {
     const int thread = (from + i) % threads;
@@ -107,7 +107,7 @@ static int next_of(int from) {
   }
   return -1;
 }
-// A context begins a thread. From then on its place is kept by `_setjmp`, which makes no system call as `swapcontext` does.
+// A context begins a thread. Afterwards `_setjmp` saves its state, without the system call of `swapcontext`.
 static bool begun[THREADS_MAX];
 static jmp_buf places[THREADS_MAX];
 static void go_on(int thread) {
@@ -140,7 +140,7 @@ static void __syncwarp() { warp_meetings[current / 32].meet(); }
 template <class T>
 static T value_of(int other, T value) {
   static_assert(sizeof(T) <= 8, "a lane holds 8 bytes");
-  // Two sets: a lane may come to the next exchange before all have read this one.
+  // Two sets, because a lane may reach the next exchange before all lanes have read this one.
   const int turn = turns[current]++ & 1;
   std::memcpy(&lanes[turn][current], &value, sizeof value);
   __syncwarp();
@@ -166,7 +166,7 @@ static unsigned __ballot_sync(unsigned, bool value) {
   return bits;
 }
 
-// The value of fp16 bits by their definition, the same out of a table, and the nearest fp16 of a float, ties to even.
+// The value of fp16 bits by their definition, the same from a table, and the nearest fp16 of a float, ties to even.
 static float f16_defined(unsigned bits) {
   const unsigned e = bits >> 10 & 31, m = bits & 1023;
   const float size = e == 0 ? std::ldexp(float(m), -24) : e == 31 ? (m ? NAN : INFINITY) : std::ldexp(float(1024 + m), int(e) - 25);
@@ -189,12 +189,12 @@ static unsigned f16_bits(float value) {
   return sign | ((exponent + 14) * 1024 + unsigned(std::nearbyint(std::ldexp(size, 10 - exponent))));
 }
 
-// What a lane has of a bf16 or an fp16 matrix: element `i` of the 8 that four registers hold.
+// Element `i` of the 8 elements of a bf16 or fp16 matrix that a lane holds in four registers.
 static inline __attribute__((always_inline)) float element(const unsigned* registers, int i, bool f16) {
   if (f16) return f16_of(registers[i / 2] >> i % 2 * 16 & 0xffff);
   return bits_to_float(i % 2 ? registers[i / 2] & 0xffff0000u : registers[i / 2] << 16);
 }
-// A product of a warp: both matrices, and what is added up. Rows of eight columns are vectors of the compiler, which adds each column by itself.
+// A product of a warp: both matrices, and the sums. Rows of eight columns are vectors of the compiler, which adds each column separately.
 typedef float Columns __attribute__((vector_size(32)));
 struct WarpProduct {
   float a[16][16];
@@ -224,7 +224,7 @@ static void emulated_product(float& d0, float& d1, float& d2, float& d3, unsigne
   __syncwarp();
   for (int i = 0; i < 4; i++) *sums[i] = p.d[group + i / 2 * 8][pair + i % 2];
 }
-// wgmma with A in registers, by one of its four warps: B lies as core matrices of 8 columns by 8 of k, `along_k` and `along_columns` apart.
+// wgmma with A in registers, by one of its four warps. B is stored as core matrices of 8 columns by 8 of k, `along_k` and `along_columns` apart.
 template <int N>
 static void emulated_warpgroup_product(float (&d)[N / 2], unsigned a0, unsigned a1, unsigned a2, unsigned a3, const unsigned char* b,
                                        unsigned along_k, unsigned along_columns) {
@@ -237,7 +237,7 @@ static void emulated_warpgroup_product(float (&d)[N / 2], unsigned a0, unsigned 
   }
 }
 static float transposed_pairs[2][THREADS_MAX][2];
-// Two 8 x 8 matrices of 16 bits, transposed by movmatrix: the halves of fp32 values, of which a lane has a pair of a row.
+// Two 8 x 8 matrices of 16 bits, transposed by movmatrix: the halves of fp32 values. A lane has a pair of values of a row.
 static float2 emulated_transpose(float a, float b) {
   const int turn = turns[current]++ & 1, first = current / 32 * 32, lane = current % 32;
   transposed_pairs[turn][current][0] = a, transposed_pairs[turn][current][1] = b;
@@ -267,12 +267,12 @@ static void thread_main(int thread) {
   finished[thread] = true;
   const int next = next_of(thread);
   if (next >= 0) go_on(next);
-  // Threads that are left wait for one that has ended.
+  // The remaining threads wait for one that has ended.
   for (int other = 0; other < threads; other++)
     if (!finished[other]) std::abort();
   setcontext(&main_context);
 }
-// Runs `body` by all threads of a block of `count`, to its end.
+// Runs `body` by all `count` threads of a block, to its end.
 static void run_block(void (*body)(int), int count = THREADS) {
   thread_body = body;
   threads = count;

@@ -1,4 +1,4 @@
-//! Whole builds into a separate cache: which stages run, after a change of each field, and after damage.
+//! Tests whole builds in a separate cache: which stages run at first, after a change of each field, and after damage.
 
 use std::cell::Cell;
 use std::fs;
@@ -218,7 +218,7 @@ fn a_target_runs_what_depends_on_the_figure_that_changed() {
     assert_eq!(bench.ran(&own), "measure");
     let floor = bench.rows().last().and_then(|row| row.verdict().timing().map(|timing| timing.floor_us));
     assert!(floor.flatten().is_some_and(|floor| floor > 0.0 && floor < 1.0), "{floor:?}");
-    // At this bandwidth a step would take longer than it does: the time is withheld, and the row says why.
+    // With this bandwidth the floor is above the measured time, so the time is withheld, and the row says why.
     record("[measured]\nread_bytes_per_s = 1\n");
     assert_eq!(bench.ran(&own), "measure");
     let rows = bench.rows();
@@ -237,7 +237,7 @@ fn a_change_that_leaves_a_result_as_it_was_stops_there() {
     let spaced = fs::read_to_string(&config).expect("config").replace(':', " : ");
     fs::write(&config, spaced).expect("write");
     assert_eq!(bench.ran(&text), "import");
-    // Another weight of the same shape: the graph is the same, the numbers are not.
+    // Another weight value: the graph stays the same, the logits do not.
     let weights = model.join("model.safetensors");
     let mut bytes = fs::read(&weights).expect("weights");
     let last = bytes.len() - 3;
@@ -330,7 +330,7 @@ fn every_stage_can_be_shown() {
     let fault = shown("source").expect_err("the cpu has no kernel");
     assert_eq!(fault.tier, Tier::Input);
     assert!(shown("schedul").expect_err("unknown").to_string().contains("did you mean `schedule`?"));
-    // The kernel of a GPU that is not here.
+    // The kernel of a GPU that this machine does not have.
     let h200 = monobloc::target::Target::builtin("h200").expect("builtin");
     let source = show(&workspace, &manifest, &h200, "source").unwrap_or_else(|fault| panic!("{fault}"));
     assert!(source.contains("persistent<Machine, Dispatch>"), "{source}");
@@ -347,7 +347,7 @@ fn a_gpu_that_is_absent_is_waited_for_and_everything_else_is_built() {
     let (report, _) = bench.build(&both);
     assert_eq!(report.waiting.len(), 1, "{report:?}");
     assert!(report.waiting[0].starts_with("h200: "), "{report:?}");
-    // import; schedule, pack, check, measure of the CPU; schedule, source, and compile where there is a compiler.
+    // import; schedule, pack, check, measure of the CPU; schedule, source, and with a compiler compile.
     let compiled = usize::from(report.waiting[0].contains("check and measure wait for a device"));
     assert_eq!(report.ran, 7 + compiled, "{report:?}");
     let (report, summary) = bench.build(&both);
@@ -414,7 +414,7 @@ fn a_prepared_model_decodes_what_transformers_decodes() {
     let other = SampleSettings { seed: 6, ..sampling };
     assert_ne!(generate(&ids, 8, &[], &other, 0).expect("another seed"), sampled);
 
-    // The context ends generation: the last token is chosen after the last position.
+    // The context ends the generation: the last token is chosen after the last position.
     assert_eq!(generate(&[1; 47], 100, &[], &greedy, 0).expect("to the end").len(), 2);
     let fault = generate(&[1; 49], 1, &[], &greedy, 0).expect_err("too long");
     assert_eq!((fault.tier, fault.message.as_str()), (Tier::Input, "the prompt has 49 tokens, `context_max` is 48"));
@@ -422,9 +422,9 @@ fn a_prepared_model_decodes_what_transformers_decodes() {
     assert_eq!(generate(&[1_000_000], 1, &[], &greedy, 0).expect_err("no such token").tier, Tier::Input);
 }
 
-/// A longer conversation gets the tokens that it would get from the beginning, and decodes only what is new of it.
+/// A longer conversation gets the same tokens as if it were decoded from the beginning, but decodes only its new tokens.
 #[test]
-fn a_sequence_goes_on_from_what_the_cache_holds() {
+fn a_sequence_continues_from_the_cache() {
     let bench = Bench::new();
     let (workspace, manifest) = (bench.workspace(), bench.manifest(TINY));
     let prepared = prepare(&workspace, &manifest, &manifest.targets[0]).unwrap_or_else(|fault| panic!("{fault}"));
@@ -465,7 +465,7 @@ fn a_sequence_goes_on_from_what_the_cache_holds() {
         assert_eq!((third.reused, &third.tokens[..]), (14, &fresh(&other)[..3]));
         let again = answer(&mut runner, &other, 0);
         assert_eq!((again.reused, &again.tokens), (other.len() - 1, &fresh(&other)));
-        // Logits are decoded from the first position on, and leave no sequence to go on from.
+        // Logits are decoded from the first position on, and leave no sequence that could be continued.
         runner.logits(&ids[..3], &mut |_, _| {}).expect("logits");
         assert_eq!(answer(&mut runner, &other, 0), Answer { reused: 0, ..again });
     }
@@ -501,7 +501,7 @@ fn a_pack_with_one_wrong_weight_does_not_pass_the_check() {
         let subject = Subject { validated, target, graph, weights, pack: Arc::new(bytes), positions, alone: None };
         let steps = Cell::new(0);
         let checked = check_cpu(&subject, &|| steps.set(steps.get() + 1));
-        // Up to the last position, whatever the pack has: the reference reads the checkpoint.
+        // The reference reads the checkpoint, so it computes all positions with any pack.
         assert_eq!((steps.get(), expect_steps(&subject, false)), (21, 21));
         checked
     };
@@ -513,6 +513,6 @@ fn a_pack_with_one_wrong_weight_does_not_pass_the_check() {
     bad[schedule.placement[queries].expect("a place") as usize + 3] ^= 0x40;
     let error = checked(bad).expect_err("bad");
     assert!(matches!(error, CheckError::Wrong { .. } | CheckError::NotFinite { .. }), "{error}");
-    // Position 0 is right for any query, because attention sees one row there. The second position shows the fault.
+    // Position 0 is right with any query, because attention sees one row there. The second position shows the fault.
     assert_eq!(error.figures().map(|figures| figures.positions), Some(2));
 }

@@ -1,4 +1,4 @@
-//! A cache in fp8: scales that no key or value outgrows, the same codes in every order, and what it costs in quality.
+//! Tests a cache in fp8: no key or value is beyond its scale, codes do not depend on the order, and the loss of quality.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -25,7 +25,7 @@ use crate::support::{Goldens, checkpoints, fixture};
 const FP32: Precision = Precision { weights: DType::F32, cache: DType::F32, wire: DType::F32 };
 const CACHE_ALONE: Precision = Precision { cache: DType::E4m3, ..FP32 };
 
-/// Windows, two RoPE tables, norms of q and k over heads and projections, biases, LayerNorm, a parallel block.
+/// Models with windows, two RoPE tables, norms of q and k over heads and projections, biases, LayerNorm, a parallel block.
 const VARIED: [&str; 6] = ["gemma2", "gemma3", "gpt-neox", "olmo2", "qwen3", "llama-bias"];
 
 fn family(name: &str) -> Imported {
@@ -45,7 +45,7 @@ fn referred(imported: &Imported, cache: DType, ids: &[u32]) -> Vec<f32> {
     ids.iter().flat_map(|&id| session.step(id)).collect()
 }
 
-/// Norm of the difference by norm of what was expected.
+/// Norm of the difference divided by the norm of the expected values.
 fn relative(expected: &[f32], found: &[f32]) -> f64 {
     let square = |values: &mut dyn Iterator<Item = f32>| values.map(|v| f64::from(v).powi(2)).sum::<f64>();
     let difference = square(&mut expected.iter().zip(found).map(|(e, f)| e - f));
@@ -78,7 +78,7 @@ fn scales_that_follow_from_weights_hold_every_key_and_value() {
 }
 
 #[test]
-fn schedules_compute_what_the_reference_computes_with_such_a_cache_in_any_order() {
+fn schedules_agree_with_the_reference_with_such_a_cache_in_any_order() {
     for name in VARIED {
         let (imported, ids) = (family(name), ids_of(name));
         let ids = &ids[..12];
@@ -102,7 +102,7 @@ fn schedules_compute_what_the_reference_computes_with_such_a_cache_in_any_order(
 }
 
 #[test]
-fn deep_positions_run_on_a_made_up_cache() {
+fn deep_positions_run_on_a_generated_cache() {
     let imported = family("mistral-swa");
     let schedule = place(&imported, CACHE_ALONE, 128, 3);
     let pack = Arc::new(pack(&schedule, &imported.graph, &imported.weights).unwrap());
@@ -212,7 +212,7 @@ fn scales_of_a_checkpoint_are_used_and_nothing_else_is_taken_for_them() {
         let refused = import(with_scales(0.01, 0.01, 1, set).path()).unwrap_err().to_string();
         assert!(refused.contains(expected), "{key}: {refused}");
     }
-    // Scales that no scheme announces are tensors that nothing reads.
+    // Without a scheme in the config, the tensors of scales are unused.
     let none = |config: &mut Value| config["quantization_config"]["kv_cache_scheme"] = Value::Null;
     let refused = import(with_scales(0.01, 0.01, 1, none).path()).unwrap_err().to_string();
     assert!(refused.contains("self_attn.k_scale"), "{refused}");
@@ -235,7 +235,7 @@ fn a_manifest_asks_for_it_and_perplexity_stays() {
     assert!(ratio != 1.0 && (ratio - 1.0).abs() <= PERPLEXITY_MAX, "{exact} {rounded}");
     let program = place.run("show program m.toml").code(0).stdout;
     assert!(program.contains("cache=fp8"), "{program}");
-    // What was built is run, and nothing is built for another type.
+    // Runs what was built; nothing is built for another type.
     let told = place.run("generate m.toml --ids 1,2,3 --max-tokens 8").code(0).stdout;
     place.run("export m.toml --out moved").code(0);
     assert_eq!(place.run("generate moved --ids 1,2,3 --max-tokens 8").code(0).stdout, told);

@@ -1,4 +1,4 @@
-//! `monobloc chat`, line by line: what a program that drives it sees.
+//! Tests `monobloc chat`, driven line by line by a program.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -65,7 +65,7 @@ fn a_conversation_has_turns_and_decodes_only_what_is_new() {
 fn a_template_that_changes_what_was_said_costs_time_and_no_correctness() {
     let place = Place::new();
     let checkpoint = place.checkpoint("tinystories-llama");
-    // Answers of earlier turns lose everything after their first word, and the system prompt has a place.
+    // This template keeps only the first word of earlier answers, and has a place for the system prompt.
     let template = "{% for m in messages %}<|im_start|>{{ m.role }}: {% if m.role == 'assistant' %}{{ m.content.split(' ')[0] }}\
                     {% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}<|im_start|>assistant: ";
     fs::write(checkpoint.join("chat_template.jinja"), template).unwrap();
@@ -76,7 +76,7 @@ fn a_template_that_changes_what_was_said_costs_time_and_no_correctness() {
     assert_eq!(said[0], ("system".to_string(), "Short.".to_string()));
     let decoded = decoded(&answer);
     assert!(decoded.len() == 2 && decoded[1].0 < decoded[1].1, "the beginning is still there: {answer:#?}");
-    // The same prompt, as a plain text in a process of its own.
+    // The same prompt, as plain text in a separate process.
     let word = said[2].1.split(' ').next().unwrap();
     let text = format!(
         "<|im_start|>system: Short.<|im_end|><|im_start|>user: One day<|im_end|><|im_start|>assistant: {word}<|im_end|>\
@@ -136,7 +136,7 @@ fn lines_typed_on_a_terminal_are_kept_for_the_next_chat() {
     assert!(typed(&["/help\r", "/nope\r", "/quit\r"]).contains("no such command: `/nope`"), "a person types on");
     let kept = fs::read_to_string(place.path("state/monobloc/chat-history")).unwrap();
     assert!(["/help", "/nope", "/quit"].iter().all(|line| kept.lines().any(|kept| kept == *line)), "{kept}");
-    // The key for the line before, three times: `/help`, and then once: `/quit`.
+    // The key for the previous line, three times: `/help`; then once: `/quit`.
     assert!(typed(&["\x1b[A\x1b[A\x1b[A\r", "/quit\r"]).contains("/save FILE"));
 }
 
@@ -144,7 +144,7 @@ fn lines_typed_on_a_terminal_are_kept_for_the_next_chat() {
 fn an_interrupt_stops_the_answer_and_not_the_chat() {
     let place = place(2048);
     place.run("build m.toml").code(0);
-    // Long enough to be interrupted, whatever the model would like to say.
+    // Long enough to be interrupted, with any answer of the model.
     let mut child = place
         .process("chat m.toml --min-tokens 1900 --max-tokens 1900")
         .stdin(Stdio::piped())
@@ -172,7 +172,7 @@ fn an_interrupt_stops_the_answer_and_not_the_chat() {
         let file = format!("{turn}.json");
         writeln!(stdin, "/save {file}").unwrap();
         wait_for("wrote ");
-        // What was said until then is a part of the conversation, and all that was printed.
+        // The text until the interrupt is a part of the conversation, and is all that was printed.
         let said = messages(&place, &file);
         let (role, answer) = said.last().unwrap();
         assert_eq!((said.len(), role.as_str()), (2 * turn + 2, "assistant"));

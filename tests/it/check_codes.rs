@@ -1,5 +1,5 @@
-//! The check of devices whose cache has codes of fp8, with an interpreter in place of the device: what a right kernel may do in another
-//! order passes, and each fault of a kernel is refused by the comparison that is to find it.
+//! Tests the check of devices whose cache has codes of fp8, with an interpreter in place of the device. A correct kernel with another order
+//! of sums passes, and each fault of a kernel is refused by the comparison that is meant to find it.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -70,7 +70,7 @@ fn change_scales(schedule: &Schedule, bytes: &mut [u8], change: impl Fn(&mut [[f
     assert!(bytes != before, "the pack has these scales anyway");
 }
 
-/// What a device stores of a row, where it computed these bytes of its columns.
+/// The bytes that a device stores for a row, from the bytes that it computed for its columns.
 type Store = fn(&CacheShape, &[u8]) -> Vec<u8>;
 
 fn as_computed(_: &CacheShape, bytes: &[u8]) -> Vec<u8> {
@@ -81,7 +81,7 @@ fn as_computed(_: &CacheShape, bytes: &[u8]) -> Vec<u8> {
 struct Fake {
     schedule: Schedule,
     interp: Interp,
-    /// As the check has them: an interpreter with a cache in fp32 has no scales.
+    /// Shapes as the check has them, because an interpreter with a cache in fp32 has no scales.
     shapes: Vec<CacheShape>,
     arena: Vec<u8>,
     store: Store,
@@ -90,7 +90,7 @@ struct Fake {
 }
 
 impl Fake {
-    /// `schedule` is the one that is checked, `computes` what the device executes.
+    /// `schedule` is checked; `computes` is what the device executes.
     fn new(
         schedule: &Schedule,
         computes: &Schedule,
@@ -116,7 +116,7 @@ impl Fake {
         }
     }
 
-    /// Copies a row of the cache to where a kernel has it.
+    /// Copies a row of the cache to its place in a kernel's cache.
     fn keep(&mut self, row: usize, position: u32) {
         for (cache, shape) in self.shapes.iter().enumerate() {
             let codes = (self.store)(shape, &self.interp.read_cache(cache, row));
@@ -241,10 +241,10 @@ impl RowLauncher for Fake {
     }
 }
 
-/// What a fake device does: in which arithmetic, with which pack, and what it stores.
+/// Behaviour of a fake device: its arithmetic, its pack, and what it stores.
 struct Device {
     options: Options,
-    /// In place of codes it computes with keys and values as they are.
+    /// It computes with keys and values that are not rounded to codes.
     unrounded: bool,
     change: Option<fn(&mut [[f32; 2]])>,
     store: Store,
@@ -254,7 +254,7 @@ fn right() -> Device {
     Device { options: Options::fast(), unrounded: false, change: None, store: as_computed }
 }
 
-/// Checks a kernel for `rows` rows, or for one row over a cache of its own (0), of which `device` is made.
+/// Checks `device` with a kernel for `rows` rows; 0: for one row over its own cache.
 fn checked(precision: Precision, rows: u32, device: &Device) -> Result<Checked, CheckError> {
     let (imported, target) = model();
     let validated = place(&imported, &target, precision, rows);
@@ -362,7 +362,7 @@ fn a_device_that_cuts_codes_off_or_attends_to_other_values_is_refused() {
             checked(precision, 0, &Device { unrounded: true, store: towards_zero, ..right() }).expect_err("cut off");
         assert!(matches!(error, CheckError::Cached { position: 0, .. }), "{error}");
     }
-    // Its codes are right, and its own attention does not read them: outputs of the first layer are others.
+    // Its codes are right, but its attention does not read them, so outputs of the first layer differ.
     let error = checked(FP32, 0, &Device { unrounded: true, store: nearest, ..right() }).expect_err("other values");
     assert!(matches!(error, CheckError::Cached { position: 0, layer: 1, .. }), "{error}");
 }

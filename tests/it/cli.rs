@@ -1,4 +1,4 @@
-//! The command line, end to end: what a user types, sees, and gets.
+//! Tests the command line end to end: what a user types and what is printed.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
@@ -203,12 +203,12 @@ fn penalties_biases_and_a_least_length_change_the_choice() {
     assert_eq!(repeated(&ids("--max-tokens 40 --presence-penalty 2 --repetition-penalty 1e6 --ignore-eos")), 0);
     assert_eq!(ids("--max-tokens 5 --logit-bias 77=100 --ignore-eos"), [77; 5]);
     assert!(!ids(&format!("--max-tokens 64 --logit-bias {}=-100", plain[0])).contains(&plain[0]));
-    // The model ends this text by itself, but not before it may.
+    // The model ends this text by itself, but not before `--min-tokens`.
     let end = plain.len();
     assert!(end < 59, "{plain:?}");
     let longer = ids(&format!("--max-tokens 64 --min-tokens {}", end + 5));
     assert!(longer.len() >= end + 5 && longer[..end - 1] == plain[..end - 1], "{longer:?}");
-    // A temperature at which everything is possible, and a min-p that leaves the most probable token alone.
+    // A temperature at which all tokens are possible, and a min-p that keeps only the most probable token.
     assert_eq!(ids("--temperature 5 --seed 3 --min-p 1 --max-tokens 12"), plain[..12]);
     assert_ne!(ids("--temperature 5 --seed 3 --max-tokens 12"), plain[..12]);
 }
@@ -251,7 +251,7 @@ fn proposed_tokens_change_no_text() {
         "--ignore-eos --max-tokens 300",
         "--ignore-eos --max-tokens 300 --temperature 0.5 --seed 3",
         "--ignore-eos --temperature 0.9 --top-k 40 --top-p 0.9 --seed 5",
-        // Two tokens that come often.
+        // Two tokens that become frequent.
         "--ignore-eos --temperature 0.7 --seed 3 --logit-bias 77=11 --logit-bias 15=11",
         "--ignore-eos --temperature 0.6 --seed 6 --min-p 0.05 --repetition-penalty 1.1 --frequency-penalty 0.2 --logprobs 2",
         "--min-tokens 50",
@@ -270,7 +270,7 @@ fn proposed_tokens_change_no_text() {
     }
     assert!(accepted > 20 && proposed > accepted, "{accepted} of {proposed}");
 
-    // Text, and where it ends, while tokens are accepted.
+    // Texts with their stop reasons, while tokens are accepted.
     let text = |more: &str| {
         let mut command = place.command(&format!("generate m.toml --jsonl --max-tokens 24 {more} --stop jjjjjjjjjjjj"));
         let answer = Answer::of(command.args(["--logit-bias", "77=20", "--prompt", "Once upon a time"])).code(0);
@@ -363,8 +363,8 @@ fn perplexity_is_that_of_the_goldens() {
     assert_eq!((&answer["tokens"], &answer["scored"]), (&golden["n_ids"], &golden["n_scored"]));
 }
 
-/// The least and the largest divergence that each format may have from fp32, and by how much perplexity may differ. A format that is
-/// computed wrongly leaves its range upwards; one that is not rounded, or is rounded as another one, leaves it downwards.
+/// For each format the smallest and largest allowed divergence from fp32, and the largest difference of perplexity. A format that is
+/// computed wrongly is above its range; one that is not rounded, or rounded as another format, is below.
 #[test]
 fn perplexity_compares_formats() {
     const EXPECTED: [(&str, f64, [f64; 2], f64); 7] = [
@@ -388,7 +388,7 @@ fn perplexity_compares_formats() {
         assert_eq!(row["format"], name);
         assert!((least..=most).contains(&figure(row, "kl")), "{row}");
         assert!((figure(row, "ppl") / figure(&rows[0], "ppl") - 1.0).abs() <= ppl, "{row}");
-        // Norms, scales of rows, the row of the embedding and the cache come on top.
+        // Norms, scales of rows, the row of the embedding and the cache are added.
         assert!((figure(row, "bytes") / bytes_a_value - bytes).abs() < 0.03, "{row}");
         assert!(figure(row, "us_per_step") > 0.0, "{row}");
     }
@@ -512,7 +512,7 @@ fn a_reader_that_leaves_and_a_full_disk_are_no_panic() {
         (output.status.code().unwrap(), String::from_utf8(output.stderr).unwrap())
     };
     for command in ["schema", "--help", "targets"] {
-        // The reader leaves at once; the status is the one of monobloc.
+        // The reader closes stdout at once; the status is that of monobloc.
         let line = format!("{command} 2>err | true; cat err >&2");
         let (_, said) = shell(&line);
         assert_eq!(said, "", "{command}");
@@ -549,7 +549,7 @@ fn goldens_are_compared_in_one_step_and_damage_is_seen() {
     assert!(answer.stdout.starts_with("agrees at 24 positions: largest difference "), "{answer:#?}");
     assert!(answer.stdout.contains(" 3e-4 allowed; 16 of 16 greedy tokens (cpu interpreter on "), "{answer:#?}");
 
-    // The same checkpoint in bf16 is held to the error of bf16 elsewhere.
+    // The same checkpoint in bf16 must keep the limit from the other implementation's bf16 error.
     let text = fs::read_to_string(place.path("m.toml")).unwrap().replace("fp32", "bf16");
     place.write("bf16.toml", text);
     let answer = place.run(&format!("compare bf16.toml --json --goldens {}", goldens.display())).code(0).json();

@@ -1,4 +1,4 @@
-//! Bad input and failing machines, end to end: each fault is named with its place, and nothing is lost.
+//! Tests bad input and failing machines end to end: each fault is reported with its place, and nothing is lost.
 
 use std::fs::{self, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -207,7 +207,7 @@ fn a_prompt_that_does_not_fit_is_refused() {
 }
 
 #[test]
-fn a_schedule_of_somebody_else_is_judged_and_never_trusted() {
+fn a_schedule_from_a_file_is_proven_and_never_trusted() {
     let place = Place::new();
     place.write("a.mkir", "mkir 2\nprogram \"x\" context_max=64 weights=bf16 cache=bf16 wire=fp33\n");
     place.run("validate a.mkir").refused(&["--> a.mkir:2:", "^"]);
@@ -395,7 +395,7 @@ fn a_killed_build_leaves_nothing_that_a_later_one_trusts() {
     for delay_ms in [5, 20, 40, 80, 120] {
         let mut child = place.process("build m.toml --quiet").spawn().unwrap();
         thread::sleep(Duration::from_millis(delay_ms));
-        // It may be done by now.
+        // It may have ended by now.
         let _ = child.kill();
         child.wait().unwrap();
         if place.path("cache").is_dir() {

@@ -32,7 +32,7 @@ pub fn python_packages() -> PathBuf {
     named.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("target/clients"))
 }
 
-/// A test that needs Python packages is skipped, unless this machine must have them.
+/// Skips a test that needs Python packages, or fails if this machine must have them.
 pub fn without_packages(test: &str, missing: &str) {
     let required = std::env::var_os("MONOBLOC_REQUIRE_PYTHON").is_some_and(|value| value == "1");
     let reason = format!("`{}` has none: run .ci/install-clients.sh", python_packages().display());
@@ -46,7 +46,7 @@ pub struct Place {
 }
 
 impl Place {
-    /// A project, with an empty corpus: what other machines measured would teach its searches.
+    /// A project with an empty corpus, so that its searches do not learn from measurements of other machines.
     pub fn new() -> Place {
         let place = Place { folder: tempfile::tempdir().unwrap() };
         fs::create_dir_all(place.path("flywheel/corpus")).unwrap();
@@ -83,7 +83,7 @@ impl Place {
     /// The binary with these arguments, divided at blanks, in this folder.
     pub fn command(&self, arguments: &str) -> assert_cmd::Command {
         let mut command = assert_cmd::Command::from_std(self.process(arguments));
-        // A command that hangs is a failure that should name itself.
+        // A command that hangs shall fail under its own name.
         command.timeout(Duration::from_secs(300));
         command
     }
@@ -150,7 +150,7 @@ impl Answer {
         self
     }
 
-    /// The answer to bad input: exit code 2, `error: ` first, and no trace of our insides.
+    /// The answer to bad input: exit code 2, `error: ` first, and no internal details.
     #[track_caller]
     pub fn refused(self, expected: &[&str]) -> Answer {
         self.fault(2, expected)

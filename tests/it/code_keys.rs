@@ -1,4 +1,4 @@
-//! Keys follow the code of their stage: an edited line reaches the keys of the stages that use it, and no other.
+//! Tests that keys follow the code of their stage: an edited line changes the keys of the stages that use it, and no others.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -106,7 +106,7 @@ fn figures_of_compiled_code_depend_on_the_compiler_and_results_do_not() {
     assert_eq!(differ, ["check", "measure", "expect", "campaign"]);
 }
 
-/// The lists of `build/sources.rs` are written by hand: these files must be among what they lead to.
+/// The lists of `build/sources.rs` are written by hand; these files must be reached from them.
 #[test]
 fn a_stage_reaches_the_code_that_makes_it() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));

@@ -1,4 +1,4 @@
-//! The rows that come with the binary: what people and programs read of them, and what searches make of them.
+//! Tests the rows in the binary: how people and programs read them, and what searches learn from them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -10,7 +10,7 @@ use monobloc::flywheel::{COLUMNS, Corpus};
 
 use crate::cli_support::{Place, python_packages, without_packages};
 
-/// What is worth downloading with the source.
+/// Largest size of the file, because it is downloaded with the source.
 const BYTES_MAX: u64 = 3_000_000;
 
 fn root() -> &'static Path {
@@ -87,7 +87,7 @@ fn same(found: &str, by: &str) {
     }
 }
 
-/// Python with these modules, from `.ci/install-clients.sh` or of this machine. `None`: it has not, and the test is skipped.
+/// Python with these modules, from `.ci/install-clients.sh` or of this machine. `None` if there is none, and the test is skipped.
 fn python_with(test: &str, modules: &str) -> Option<Command> {
     let python = || {
         let mut python = Command::new("python3");
@@ -125,8 +125,8 @@ fn duckdb_reads_the_corpus_as_the_page_says() {
     same(&String::from_utf8(output.stdout).unwrap(), "duckdb");
 }
 
-/// What a search tries first with these rows, for the shapes of this repository. Another encoding of the same rows must change
-/// none of it; `BLESS=1` writes the file anew where a change of the search is meant.
+/// The first candidates of searches with these rows, for the shapes of this repository. Another encoding of the same rows must not
+/// change them; `BLESS=1` writes the file again after an intended change of the search.
 #[test]
 fn searches_decide_with_the_corpus_as_they_did() {
     let golden = root().join("tests/it/corpus_decisions.txt");

@@ -1,4 +1,4 @@
-//! The driver side, on three machines: one without a driver, one with a fake driver, and a real device.
+//! Tests the code that calls the driver, on three machines: one without a driver, one with a fake driver, and a real device.
 //!
 //! The fake (`fake_cuda.c`) is built with the C compiler and loaded by a child process that runs the same test, because
 //! a process loads one driver. Tests of a real device say so when there is none; with `MONOBLOC_REQUIRE_GPU=1` they fail.
@@ -56,9 +56,9 @@ const CHILD: &str = "MONOBLOC_TEST_CHILD";
 
 /// Enough of a cubin for the fake, which looks kernels up by name.
 const IMAGE: &[u8] = b"\x7fELF0";
-/// The same of the kernel for one row.
+/// The same for the kernel for one row.
 const IMAGE_ONE_ROW: &[u8] = b"\x7fELF1";
-/// The same of that over a pool of pages.
+/// The same for the kernel for one row over a pool of pages.
 const IMAGE_PAGED: &[u8] = b"\x7fELF2";
 const ONE: LaunchShape = LaunchShape { grid: 1, block: 32, smem_dynamic_bytes: 0, cluster: 1 };
 
@@ -269,7 +269,7 @@ fn a_kernel_that_hangs_blocks_neither_the_wait_nor_the_drops() {
 /// Steps of a launch of [`rows_session`].
 const STEPS_MAX: u32 = 4;
 
-/// A model that the fake stands in for: only sizes of its kernels matter.
+/// A model whose kernels the fake replaces: only their sizes matter.
 struct Model {
     graph: ModelGraph,
     precision: Precision,
@@ -352,7 +352,7 @@ impl TextOnFake {
     }
 }
 
-/// Proposes what the fake will choose, some of it wrong, and sometimes nothing.
+/// Proposes the tokens that the fake will choose, some of them wrong, and sometimes none.
 struct Knowing {
     text: Vec<u32>,
     random: Random,
@@ -378,7 +378,7 @@ fn proposed_tokens_on_a_device_change_no_token() {
     if !is_child() {
         let Some(text) = with_fake_driver(NAME, "") else { return };
         assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
-        // Long prompts are decided after a chunk; some have a few tokens left over, which a kernel for rows reads and decides after.
+        // Long prompts are decided after a chunk. Some have a rest of a few tokens, which a kernel for rows reads before it decides.
         let (chunks, tails) = (text.matches("a chunk of ").count(), text.matches("a tail").count());
         assert!(chunks > 8 && tails > 4 && tails <= chunks, "{chunks} chunks, {tails} tails");
         return;
@@ -467,7 +467,7 @@ fn sizes(device: &Device, validated: &Validated, rows: u32, vocab: u32) -> Arc<D
     Arc::new(sizes)
 }
 
-/// What the fake's kernels find in their pack, and the ids of the vocabulary.
+/// The pack that the fake's kernels read, and the ids of the vocabulary.
 fn sizes_of(device: &Device, validated: &Validated) -> (Arc<DeviceBuffer>, u32) {
     let program = &validated.schedule().program;
     let shape = Shape::of(program).unwrap();
@@ -542,7 +542,7 @@ fn requests_on_a_device_get_the_tokens_that_they_have_alone() {
         return;
     }
     let device = Device::open(0).unwrap();
-    // Launches of up to 8 rows run on the one, larger ones on the other: both see what the other wrote.
+    // Launches of up to 8 rows run on one kernel, larger ones on the other; each sees the cache rows of the other.
     let session = rows_session(&device, 8, None).unwrap();
     let larger = rows_session(&device, 16, Some(session.cache())).unwrap();
     let stepper = DeviceStepper::new(vec![Box::new(session), Box::new(larger)], None, None).unwrap();
@@ -552,8 +552,8 @@ fn requests_on_a_device_get_the_tokens_that_they_have_alone() {
     assert!(figures.preemptions > 0 && figures.prefix_hits > 0 && figures.steps > figures.launches, "{figures:?}");
 }
 
-/// Steps of more rows than the kernel has: several launches of it, which find in the cache what those before them wrote. Without and with
-/// the sampler.
+/// Steps with more rows than the kernel has are several launches of it. Later launches read the cache rows of earlier ones. Without and
+/// with the sampler.
 #[test]
 fn steps_of_more_rows_than_the_kernel_has_are_several_launches() {
     const NAME: &str = "steps_of_more_rows_than_the_kernel_has_are_several_launches";
@@ -578,7 +578,7 @@ fn steps_of_more_rows_than_the_kernel_has_are_several_launches() {
     }
 }
 
-/// The same with the sampler: launches have several steps, whatever their rows ask for, and no logits come to the host.
+/// The same with the sampler: launches have several steps with any settings of their rows, and no logits are copied to the host.
 #[test]
 fn the_sampler_of_a_device_chooses_what_requests_choose() {
     const NAME: &str = "the_sampler_of_a_device_chooses_what_requests_choose";
@@ -602,7 +602,7 @@ fn the_sampler_of_a_device_chooses_what_requests_choose() {
     assert!(figures.preemptions > 0 && figures.steps > figures.launches, "{figures:?}");
 }
 
-/// Long chunks of prompts are read by a kernel of its own, into the pages of the others.
+/// A separate kernel reads long chunks of prompts, into the same pages.
 #[test]
 fn long_prompts_on_a_device_are_read_alone() {
     const NAME: &str = "long_prompts_on_a_device_are_read_alone";
@@ -610,7 +610,7 @@ fn long_prompts_on_a_device_are_read_alone() {
         let Some(text) = with_fake_driver(NAME, "") else { return };
         assert!(text.matches("a chunk of ").count() >= 24, "{text}");
         assert!(text.matches("a tail").count() > 12, "{text}");
-        // Of a tail alone: its token is the sampler's.
+        // After a tail alone: the sampler chooses its token.
         assert!(text.contains("a tail\nstep 0 of a sampler for 1 rows"), "{text}");
         assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
         return;
@@ -625,7 +625,7 @@ fn long_prompts_on_a_device_are_read_alone() {
     }
 }
 
-/// Long prompts of lone requests, which choose in every way: each gets what the fake decides for it.
+/// Long prompts of lone requests with all kinds of settings: each gets the tokens that the fake decides for it.
 fn lone_prompts(stepper: DeviceStepper) {
     let vocab = stepper.bounds().vocab;
     let limits = Limits { running_max: 4, waiting_max: 100, chunk_rows: 512, steps_max: STEPS_MAX };
@@ -675,7 +675,7 @@ fn with_tail<'a>(small: &'a Validated, target: &Target) -> WithTail<'a> {
     prove_tail(tail, prove(chunk, small, target).unwrap(), target).unwrap()
 }
 
-/// What a stepper of the fake has of a model with wide heads: kernels for 1, 8 and 16 rows, and one for long chunks, maybe with a tail.
+/// A stepper on the fake for a model with wide heads: kernels for 1, 8 and 16 rows, and one for long chunks, maybe with a tail.
 fn stepper_with_waves(device: &Device, has_tail: bool, is_sampled: bool) -> DeviceStepper {
     let (model, target) = (Model::of_wide_heads(), fake_target());
     let [small, large] = [8, 16].map(|rows| model.kernel(rows));
@@ -693,10 +693,10 @@ fn stepper_with_waves(device: &Device, has_tail: bool, is_sampled: bool) -> Devi
     DeviceStepper::new(sessions, Some(waves.unwrap()), is_sampled.then_some(sampler)).unwrap()
 }
 
-/// A request alone runs on the kernel for one row, and goes on there after it ran beside others: without and with the sampler.
+/// A lone request runs on the kernel for one row, also after it ran beside others: without and with the sampler.
 #[test]
-fn one_row_on_a_device_has_a_kernel_of_its_own() {
-    const NAME: &str = "one_row_on_a_device_has_a_kernel_of_its_own";
+fn one_row_on_a_device_has_its_own_kernel() {
+    const NAME: &str = "one_row_on_a_device_has_its_own_kernel";
     if !is_child() {
         let Some(text) = with_fake_driver(NAME, "") else { return };
         for (launch, least) in
@@ -768,7 +768,7 @@ fn a_first_token_waits_for_the_launches_of_its_prompt_alone() {
     }
 }
 
-/// What the kernel for one row is not given, and tokens that it decided itself.
+/// Launches that the kernel for one row refuses, and launches with tokens that it decided itself.
 #[test]
 fn one_row_over_pages_judges_its_launches() {
     const NAME: &str = "one_row_over_pages_judges_its_launches";
@@ -808,7 +808,7 @@ fn one_row_over_pages_judges_its_launches() {
     for _ in 0..9 {
         text.push(next(&text, one.vocab()));
     }
-    // A launch goes on where the one before ended: with the token that it told, or with what it decided.
+    // A launch continues where the previous one ended: with the token that the host read, or with the one that the device keeps.
     one.queue(guard.admit(&request(&[(0, 0)], 4, true)).unwrap(), &given(7), true).unwrap();
     refused(one.queue(guard.admit(&request(&[(0, 4)], 1, true)).unwrap(), &given(1), false), "not waited for");
     assert!(matches!(one.logits(0), Err(SessionError::NotFinished)));
@@ -838,7 +838,7 @@ fn steps_in_waves_have_the_tokens_of_requests_alone() {
     const NAME: &str = "steps_in_waves_have_the_tokens_of_requests_alone";
     if !is_child() {
         let Some(text) = with_fake_driver(NAME, "") else { return };
-        // Lines of the fake and of the test meet.
+        // Lines of the fake and of the test are mixed.
         for launch in [" rows in waves", "a chunk of ", " of a sampler for "] {
             assert!(text.matches(launch).count() > 20, "{launch}: {text}");
         }
@@ -860,7 +860,7 @@ fn steps_in_waves_have_the_tokens_of_requests_alone() {
     }
 }
 
-/// Kernels in one order: a launch of more rows than the larger one has runs in parts, some of them on the smaller one, without and with the sampler.
+/// Kernels with one order of sums: a launch with more rows than the larger kernel has runs in parts, some on the smaller one, without and with the sampler.
 #[test]
 fn launches_in_parts_have_the_tokens_of_requests_alone() {
     const NAME: &str = "launches_in_parts_have_the_tokens_of_requests_alone";
@@ -916,7 +916,7 @@ fn sessions_in_one_order(
     alike.plans().iter().map(load).collect()
 }
 
-/// One text by kernels in one order: with proposals and without, in chunks of a prompt, by what kernels and what the host chooses.
+/// One text by kernels with one order of sums: with and without proposals, with prompts in chunks, with choices of kernels and of the host.
 #[test]
 fn a_text_by_kernels_in_one_order_has_the_tokens_that_its_request_chooses() {
     const NAME: &str = "a_text_by_kernels_in_one_order_has_the_tokens_that_its_request_chooses";
@@ -947,7 +947,7 @@ fn a_text_by_kernels_in_one_order_has_the_tokens_that_its_request_chooses() {
             _ => {}
         }
         let request = settings.resolve(vocab, &[]).unwrap();
-        // Some go on with the beginning of the text before.
+        // Some begin like the previous text.
         let reused = if case % 3 == 0 { before.len() / 2 } else { 0 };
         let more = (0..1 + random.below(90)).map(|_| random.below(100) as u32);
         let prompt: Vec<u32> = before[..reused].iter().copied().chain(more).collect();
@@ -1013,8 +1013,8 @@ fn a_row_that_shows_that_it_is_not_alone_is_found() {
     }
 }
 
-/// What a kernel of waves is not given: other tables than a chunk of one sequence, tokens that no table of embeddings has, a third
-/// chunk before the first was waited for.
+/// Requests that a kernel of waves refuses: tables that are no chunk of one sequence, tokens beyond the vocabulary, a third chunk before the
+/// first was waited for.
 #[test]
 fn chunks_that_waves_cannot_read_are_refused() {
     const NAME: &str = "chunks_that_waves_cannot_read_are_refused";
@@ -1057,7 +1057,7 @@ fn chunks_that_waves_cannot_read_are_refused() {
     assert!(matches!(error, SessionError::NotFinished), "{error}");
     waves.finish().and_then(|_| waves.finish()).unwrap();
     assert!(matches!(waves.finish(), Err(SessionError::NotQueued)));
-    // Without a tail nothing decides after a chunk.
+    // Without a tail no token is decided after a chunk.
     let [row] = given(&[0])[..] else { unreachable!() };
     let last = || Last::Token { row, with_logits: true };
     let ends = |request: Request| {
@@ -1070,7 +1070,7 @@ fn chunks_that_waves_cannot_read_are_refused() {
     let proven = with_tail(&small, &target);
     let (pack, cache) = (session.pack(), session.cache());
     let mut waves = WavesSession::load_with_tail(&device, &proven, [IMAGE, IMAGE], Trace::Off, pack, cache).unwrap();
-    // The last row alone decides, and says so.
+    // Only the last row may ask for a decision.
     for (request, last) in [
         (request(chunk(b, 128), true, 1), last()),
         (request(chunk(b, 128), false, 1), last()),
@@ -1079,7 +1079,7 @@ fn chunks_that_waves_cannot_read_are_refused() {
         let error = waves.read(guard.admit(&request).unwrap(), &ids, last).unwrap_err();
         assert!(matches!(error, SessionError::NoLogits), "{error}");
     }
-    // Tails share the memory of logits: two cannot fly, and the logits of one that flies cannot be read.
+    // Tails share the memory of logits: only one can be in flight, and its logits cannot be read meanwhile.
     waves.queue(guard.admit(&ends(request(chunk(a, 128), false, 1))).unwrap(), &ids, last()).unwrap();
     let tables = guard.admit(&ends(request(chunk(b, 128), false, 1))).unwrap();
     assert!(matches!(waves.queue(tables, &ids, last()), Err(SessionError::NotFinished)));
@@ -1101,7 +1101,7 @@ fn lists(vocab: u32) -> Grammar {
     Vocabulary::new(&tokens, &[3, 9]).unwrap().compile(&source).unwrap()
 }
 
-/// Random requests, with at most `more` prompt tokens beside those that decode: each gets what the fake decides for it alone.
+/// Random requests, with at most `more` prompt tokens beside those that decode. Each gets the tokens that the fake decides for it alone.
 fn requests_alone_and_together(stepper: DeviceStepper, more: usize, decided_max: usize) -> Figures {
     let Bounds { vocab, shape, .. } = stepper.bounds();
     let page_rows = shape.page_rows as usize;
@@ -1166,14 +1166,14 @@ fn requests_alone_and_together(stepper: DeviceStepper, more: usize, decided_max:
     figures
 }
 
-/// A launch is queued while the one before it runs, on each kind of kernel, and decoding beside the reading of prompts: requests have the
-/// tokens that they have alone, although rows end at tokens that the host did not foresee.
+/// A launch is queued while the previous one runs, on each kind of kernel, also decoding while a prompt is read. Requests get the same
+/// tokens as alone, although rows end at tokens that the host did not foresee.
 #[test]
 fn launches_are_queued_while_others_run() {
     const NAME: &str = "launches_are_queued_while_others_run";
     if !is_child() {
         let Some(text) = with_fake_driver(NAME, "slow") else { return };
-        let of_line = |line: &str| line.strip_suffix(" launches queued behind one that ran")?.parse::<u32>().ok();
+        let of_line = |line: &str| line.strip_suffix(" launches queued after one that ran")?.parse::<u32>().ok();
         let queued = text.lines().find_map(of_line).expect("a count");
         assert!(queued > 30, "{queued}: {text}");
         for kernel in [" steps of one row", " steps of 3 rows\n", " steps of 3 rows in waves"] {
@@ -1202,7 +1202,7 @@ fn launches_are_queued_while_others_run() {
     assert!(figures.queued_ahead > 10, "{figures:?}");
 }
 
-/// At most `running_max` requests at a time, some of which end at a token: each gets what the fake decides for it alone.
+/// At most `running_max` requests at a time, some of which end at a token. Each gets the tokens that the fake decides for it alone.
 fn plain_requests_come_and_go(stepper: DeviceStepper, running_max: u32, prompt_max: usize) -> Figures {
     let vocab = stepper.bounds().vocab;
     let limits = Limits { running_max, waiting_max: 100, chunk_rows: prompt_max as u32, steps_max: STEPS_MAX };
@@ -1262,7 +1262,7 @@ fn an_engine_whose_device_dies_says_so() {
     assert!(fault.message.contains("CUDA_ERROR_ILLEGAL_ADDRESS"), "{fault}");
 }
 
-/// Warps that wait for registers which the block does not have would wait for ever.
+/// Refused, because warps would wait for ever for registers that the block does not have.
 #[test]
 fn a_kernel_with_fewer_registers_than_its_warps_share_is_refused() {
     const NAME: &str = "a_kernel_with_fewer_registers_than_its_warps_share_is_refused";
@@ -1306,7 +1306,7 @@ fn a_launch_goes_on_with_what_the_one_before_decided() {
     assert_eq!(session.finish().unwrap().tokens.concat(), expected[3..8]);
     assert_eq!(session.finish().unwrap_err().to_string(), "a launch was waited for, and none is queued");
     assert_eq!(sample::argmax(&session.logits(0).unwrap()), Some(expected[7]));
-    // The row decides an end in the second step: nothing goes on from there.
+    // The row ends in the second step, so no launch can continue it.
     let eos = [expected[9]];
     let tables = guard.admit(&at(7, 4)).unwrap();
     let launched = session.run(tables, &input(FirstToken::Given(expected[7]), 4), &eos, false).unwrap();
@@ -1317,7 +1317,7 @@ fn a_launch_goes_on_with_what_the_one_before_decided() {
     assert_eq!(refused.unwrap_err().to_string(), "row 0 decided no token in the step before this launch");
 }
 
-/// Rows of several launches of a kernel go on with what they decided, in any order, also when fewer of them are left.
+/// Rows of several launches of a kernel continue with the tokens that they decided, in any order, also if some rows ended.
 #[test]
 fn launches_of_a_kernel_for_fewer_rows_go_on_with_what_they_decided() {
     const NAME: &str = "launches_of_a_kernel_for_fewer_rows_go_on_with_what_they_decided";

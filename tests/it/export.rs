@@ -1,4 +1,4 @@
-//! Exports: a folder runs a model without a manifest, a checkpoint or a cache, and no part of it is used that is not what was exported.
+//! Tests exports: the folder runs a model without a manifest, a checkpoint or a cache, and no changed part of it is used.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -33,7 +33,7 @@ steps_per_launch = 4
 record = \"RECORD\"
 ";
 
-/// An export in a folder of its own, to damage.
+/// An export that a test may damage.
 struct Export {
     folder: tempfile::TempDir,
 }
@@ -97,7 +97,7 @@ impl Export {
         listed.chain(["export.json".to_string(), "export.b3".to_string()]).collect()
     }
 
-    /// Changes the index as one can who may write the folder: the digests fit.
+    /// Changes the index as an attacker with write access can: the digests fit.
     fn edit(&self, change: impl FnOnce(&mut Value)) {
         let mut index = self.index();
         change(&mut index);
@@ -137,7 +137,7 @@ fn commands_run_from_an_export_alone() {
     assert_eq!(written["targets"], json!(["cpu"]));
     let index = fs::read(place.path("m.export/export.json")).expect("an index");
     assert_eq!(written["digest"], Digest::of(&index).to_string());
-    // Nothing is left of what it was made from, and the export may lie anywhere.
+    // The inputs of the export are removed, and the folder may be anywhere.
     fs::remove_dir_all(checkpoint).expect("removed");
     fs::remove_file(place.path("m.toml")).expect("removed");
     fs::remove_dir_all(place.path("cache")).expect("removed");
@@ -202,7 +202,7 @@ fn every_file_is_compared_with_its_digest() {
                 None => fs::remove_file(&path).expect("removed"),
             }
             let fault = export.refused();
-            // A digest that changed says so of what it is the digest of.
+            // If a digest file changed, the message names the file that it belongs to.
             let named = if file == "export.b3" && what != "missing" { "export.json" } else { &file };
             assert!(fault.message.contains(&format!("{named}` is ")), "{file} {what}: {fault}");
             assert_eq!(fault.tier, Tier::Environment, "{file} {what}: {fault}");
@@ -211,7 +211,7 @@ fn every_file_is_compared_with_its_digest() {
         fs::write(&path, sound).expect("written");
     }
     export.load().unwrap_or_else(|fault| panic!("{fault}"));
-    // The tokenizer would take this template.
+    // The tokenizer would accept this template.
     fs::write(export.path("model/chat_template.jinja"), "{{ messages }}").expect("written");
     let fault = export.refused();
     assert!(fault.message.contains("chat_template.jinja` is no part of the export"), "{fault}");
@@ -242,7 +242,7 @@ fn parts_that_do_not_belong_together_are_refused() {
     let outside = |index: &mut Value| index["files"]["../m.toml"] = json!({ "bytes": 1, "digest": "0" });
     refused(&outside, "names `../m.toml`, which is outside of its folder");
 
-    // A race, under a digest that fits.
+    // A schedule with a race, with a digest that fits.
     assert!(schedule.contains(" wait e1>="), "the edit applies");
     export.replace(text, schedule.replacen(" wait e1>=", " wait e0>=", 1).as_bytes());
     let fault = export.refused();
@@ -287,10 +287,10 @@ fn on_device(test: &str) -> Option<Export> {
     Some(Export { folder })
 }
 
-/// Nine requests want steps of 16 rows, and prompts beside them steps of 64.
+/// Nine requests need steps of 16 rows, and together with prompts steps of 64.
 const ON_DEVICE: Serving = Serving { running_max: 9, chunk_rows: 2, steps_max: 1, cache_tokens: Some(4096) };
 
-/// How far this machine takes a part of an export: to the device, which it does not have.
+/// Asserts that loading a part fails only for the device, which this machine does not have.
 #[track_caller]
 fn taken<T>(loaded: Result<T, Fault>) -> Result<(), Fault> {
     match loaded.map(drop) {
@@ -375,7 +375,7 @@ fn a_cubin_runs_only_if_this_version_would_compile_it() {
         }
     }
     refused(&serves, &|target| target["served"]["sampler"]["source"] = json!("0"), "has another source here");
-    // Kernels that are not what the index says, and parts that are missing.
+    // Kernels that differ from the index, and missing parts.
     refused(&serves, &|target| target["served"]["steps"][1]["rows"] = json!(1), "monobloc 0.1.0 wrote it");
     refused(&serves, &|target| target["served"]["steps"][2]["by_waves"] = json!(true), "has another source here");
     refused(&serves, &|target| target["served"]["steps"] = json!([]), "a server without kernels");

@@ -1,11 +1,11 @@
 // A driver with no hardware: the calls of libcuda (and of NVML) that monobloc makes, over host memory and threads.
 //
 // It judges the host side: which calls, in which order, with which sizes and attributes. Kernels are C functions with
-// the effect of the device code of the same name; they say nothing about that code. Every copy must lie inside an
-// allocation, and what is left at the release of the context is reported.
+// the effect of the device code of the same name, and do not test that code. Every copy must be inside an allocation,
+// and allocations that remain when the context is released are reported.
 //
-// FAKE_CUDA=shows cuts | shows others makes a row in waves show that it is not alone.
-// FAKE_CUDA=no-device | stub changes what `cuInit` answers; with FAKE_CUDA=slow the last step of a launch takes some milliseconds; -DOLD leaves out a call that old drivers do not have.
+// FAKE_CUDA=shows cuts | shows others: the logits of a row in waves depend on its chunks, or on other sequences.
+// FAKE_CUDA=no-device | stub changes the result of `cuInit`; with FAKE_CUDA=slow the last step of a launch takes some milliseconds; -DOLD leaves out a call that old drivers do not have.
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -181,7 +181,7 @@ static void clusters(const Call *call) {
     uint32_t *out = WORDS(0, call->grid);
     for (unsigned b = 0; b < call->grid; b++) out[b] = b % call->cluster * 100 + call->cluster;
 }
-// At the beginning of the last step, whose tokens the host has been told.
+// Called at the beginning of the last step, when the host has read the tokens of earlier steps.
 static void in_last_step(void) {
     const char *mode = getenv("FAKE_CUDA");
     if (mode && !strcmp(mode, "slow")) usleep(10000);
@@ -204,7 +204,7 @@ static uint64_t mixed(uint64_t x) {
     x = (x ^ x >> 33) * 0xff51afd7ed558ccdull;
     return x ^ x >> 33;
 }
-// sampler.cc: the sampler's own text, and the choice of a head with temperature.
+// sampler.cc: the sampler's source, and the choice of a head with temperature.
 void sampler_step(uint32_t step, const void *params, uint32_t grid);
 uint32_t choice_at_head(const float *logits, uint32_t vocab, float inverse_temperature, uint64_t seed, uint32_t position);
 
@@ -214,7 +214,7 @@ static uint64_t with_token(uint64_t h, uint32_t token, uint32_t vocab) {
     require(token < vocab, "a row of the cache that was never written is read");
     return (h ^ (token + 1)) * 0x100000001b3ull;
 }
-// The token of `position` after tokens of that hash.
+// The token of `position` after tokens with that hash.
 static uint32_t chosen(uint64_t h, uint64_t seed, uint32_t position, float inverse_temperature, uint32_t vocab, float *logits) {
     static float values[65536];
     uint32_t bits, best_id = 0;
@@ -228,7 +228,7 @@ static uint32_t chosen(uint64_t h, uint64_t seed, uint32_t position, float inver
     }
     return bits == 0 ? best_id : choice_at_head(values, vocab, inverse_temperature, seed, position);
 }
-// The kernel for one row of that model, over a pool of pages; or over pages that lie in the order of their blocks.
+// The kernel for one row of that model, over a pool of pages, or over pages in the order of their blocks.
 static void one_row(const Call *call, int paged) {
     const RowsParams *p = call->argument[0];
     const uint32_t *sizes = inside(p->pack, 20);
@@ -271,7 +271,7 @@ static void rows_kernel(const Call *call) {
     static uint32_t decided[64], last_tag;
     uint32_t active = ~0u, next[64];
     require(p->row_count >= 1 && p->row_count <= padded && p->timeout_ns > 0, "the parameters of a launch");
-    // A launch that only fills the cache leaves words behind, which no whole step may find.
+    // A launch that only fills the cache does not clear its words, which no whole step may find.
     uint32_t *word = inside(p->exchange, 4);
     require(p->fills ? p->steps == 1 && !p->logits : *word == ~0u, "the words of a launch, or one that fills the cache and does more");
     if (p->fills) *word = 0;
@@ -321,7 +321,7 @@ typedef struct {
 } WaveParams;
 // The chunk that was read last, for its tail.
 static struct { Address work; uint32_t position, row_count, tokens[512]; } last_chunk;
-// Of a tail the residual, as which the fake takes tokens, is in the arena of the chunk before it.
+// The residual of a tail, for which the fake uses tokens, is in the arena of the chunk before it.
 static void tail_kernel(const WaveParams *p) {
     const uint32_t *sizes = inside(p->pack, 20);
     uint32_t blocks = sizes[0], page_rows = sizes[1], pages = sizes[2], vocab = sizes[4];
@@ -381,7 +381,7 @@ static void waves_kernel(const Call *call) {
                     h = with_token(h, cache[table[at / page_rows] * page_rows + at % page_rows], vocab);
                 float *logits = p->logits && step + 1 == p->steps ? (float *)inside(p->logits + 4ull * r * vocab, 4ull * vocab) : NULL;
                 decided[r] = chosen(h, rows[r].seed, position + 1, rows[r].inverse_temperature, vocab, logits);
-                // A row that shows that it is not alone: in a chunk of its sequence, or beside other sequences.
+                // Makes a row depend on its chunk, or on other sequences.
                 const char *mode = getenv("FAKE_CUDA");
                 int cut = r > 0 && rows[r - 1].sequence == rows[r].sequence, beside = rows[0].sequence != rows[p->row_count - 1].sequence;
                 if (logits && mode && ((!strcmp(mode, "shows cuts") && cut && p->row_count == 7) || (!strcmp(mode, "shows others") && !cut && beside && p->row_count == 5)))
@@ -488,9 +488,9 @@ int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *count, Kernel *function, in
     return SUCCESS;
 }
 
-// ---- streams: every piece of work has a thread of its own and waits for the piece before it
+// ---- streams: every piece of work has its own thread and waits for the previous piece
 //
-// Copies read their source late, so that memory which is used again too early is found out.
+// Copies read their source late, so that memory which is reused too early is noticed.
 
 typedef struct Job {
     struct Job *before;
@@ -501,7 +501,7 @@ typedef struct Job {
     uint64_t values[8];
 } Job;
 typedef struct Stream { Job *last; struct Stream *next; } Stream;
-static atomic_int queued_behind; // launches of a kernel behind one of the same kernel that had not ended
+static atomic_int queued_after; // launches of a kernel after one of the same kernel that had not ended
 static Stream *all_streams; // never freed: a destroyed one has no work left
 typedef struct { Job *after; double at_ms; int is_recorded; } Event;
 typedef struct { unsigned id; char pad[4]; union { unsigned number[16]; } value; } Attribute;
@@ -556,7 +556,7 @@ int cuLaunchKernelEx(const Config *config, Kernel *function, void **arguments, v
     if (is_cooperative && config->grid[0] > 2 * SM_COUNT) return TOO_LARGE;
     Call call = {.grid = config->grid[0], .smem = config->smem, .cluster = cluster};
     Job *last = config->stream->last;
-    if (last && !last->is_done && last->run == function->run) queued_behind++;
+    if (last && !last->is_done && last->run == function->run) queued_after++;
     return submit(config->stream, function->run, call, arguments, function->parameters);
 }
 #endif
@@ -637,7 +637,7 @@ int cuEventElapsedTime(float *milliseconds, Event *start, Event *end) {
 int cuDevicePrimaryCtxRelease_v2(int device) {
     int count = 0;
     for (Block *b = blocks; b; b = b->next) count++;
-    printf("%d launches queued behind one that ran\n", queued_behind);
+    printf("%d launches queued after one that ran\n", queued_after);
     printf("released with %d blocks, %d streams, %d events, %d modules left\n", count, streams, events, modules);
     fflush(stdout);
     return device == 40 ? SUCCESS : INVALID_VALUE;

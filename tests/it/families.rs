@@ -1,4 +1,4 @@
-//! The importer and the reference against goldens of transformers, for every family.
+//! Tests the importer and the reference against goldens of transformers, for every family.
 
 use std::collections::BTreeMap;
 
@@ -106,8 +106,8 @@ const MODEL_FEATURES: [Feature<ModelGraph>; 9] = [
     ("second rotary table", |g| g.ropes = vec![g.ropes[0].clone(); g.ropes.len()]),
 ];
 
-/// Goldens prove that a feature is computed only if ignoring it changes the logits: for each feature of each family there
-/// is a checkpoint whose logits move by far more than the tolerance when it is ignored.
+/// Goldens prove that a feature is computed only if ignoring it changes the logits. So for each feature of each family there is
+/// a checkpoint whose logits move by far more than the tolerance if the feature is ignored.
 #[test]
 fn ignoring_any_feature_moves_the_logits() {
     let mut most: BTreeMap<(String, &str), f32> = BTreeMap::new();

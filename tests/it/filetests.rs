@@ -1,16 +1,16 @@
 //! Text in, text out: the files under `tests/filetests`.
 //!
-//! The first line of a file names its test and, for `validate`, the target record. A fault stands on the line that is
-//! guilty of it, after `; error: `; a missing fault and an unexpected fault both fail.
-//! `BLESS=1 cargo test --test it filetests` writes what is found into the files; read the diff.
+//! The first line of a file names its test and, for `validate`, the target record. An expected fault is written on the line that
+//! causes it, after `; error: `. A missing fault and an unexpected fault both fail the test.
+//! `BLESS=1 cargo test --test it filetests` writes the actual faults into the files; read the diff.
 //!
-//! - `parse`: the file is read. Without a fault it is in canonical form, so it is also what would be printed.
-//! - `validate`: the schedule is judged. A violation reads `rule: message` on the line of its entity, one of an SM on
-//!   its queue, or on its stream where the rule is about its order. Each rule has a file of its name that trips it;
-//!   files called `proven-` have no violation.
-//! - `lower`: the file is the whole lowering, for two workers of a CPU, of the model below that has the file's name. It
-//!   is proven, too.
-//! - `codegen`: the file is the kernel for the record, of the model and in the type that its first line names.
+//! - `parse`: the file is read. A file without faults is in canonical form: printing gives the same text.
+//! - `validate`: the schedule is judged. A violation reads `rule: message` on the line of its entity; that of an SM on
+//!   the line of its queue, or of its stream if the rule is about the stream's order. Each rule has a file of its name that
+//!   violates it; files called `proven-` have no violation.
+//! - `lower`: the file is the result of lowering the model below with the file's name, for two workers of a CPU. It is
+//!   proven, too.
+//! - `codegen`: the file is the kernel for the record, the model and the type that its first line names.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -317,7 +317,7 @@ fn neox() -> ModelGraph {
     let embed = t.add("embed", &[VOCAB, HIDDEN]);
     let weight = t.add("qkv.weight", &[3 * width, HIDDEN]);
     let bias = t.add("qkv.bias", &[3 * width]);
-    // Heads one after another, each q, k, v.
+    // One head after another, each with q, k, v.
     let qkv = |part: u32| {
         let view = |tensor| RowView { tensor, first: part * HEAD_DIM, block: HEAD_DIM, stride: 3 * HEAD_DIM };
         Linear { weight: view(weight), bias: Some(view(bias)), rows: width, cols: HIDDEN }

@@ -1,5 +1,5 @@
-//! Matrices of codes: checkpoints of the libraries that own the formats, and weights rounded here, through lowering, proof and
-//! interpreter.
+//! Tests matrices of codes: checkpoints of the libraries that own the formats, and weights rounded here, through lowering, proof
+//! and interpreter.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -32,7 +32,7 @@ use serde_json::{Value, json};
 
 use crate::support::{Goldens, checkpoints, fixture, max_difference};
 
-/// As of other checkpoints: fp32 against fp32 in another order (tests/fixtures/README.md).
+/// As for other checkpoints: fp32 against fp32 in another order (tests/fixtures/README.md).
 const LOGITS_TOLERANCE: f32 = 3e-4;
 const FP32: Precision = Precision { weights: DType::F32, cache: DType::F32, wire: DType::F32 };
 const BF16: Precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
@@ -41,7 +41,7 @@ fn place(imported: &Imported, precision: Precision, context_max: u32) -> Schedul
     place_with(imported, precision, context_max, |_| ())
 }
 
-/// A schedule on a few workers that the proof has accepted, and that its text gives again. `turn` turns knobs of the default candidate.
+/// A proven schedule on a few workers that survives printing and parsing. `turn` changes knobs of the default candidate.
 pub fn place_with(
     imported: &Imported,
     precision: Precision,
@@ -143,17 +143,16 @@ fn logits(folder: &Path, ids: &[u32]) -> Option<Vec<f32>> {
     Some(Interp::new(&schedule, pack, Options::fast()).unwrap().logits(ids).unwrap().concat())
 }
 
-/// What an importer could ignore: each part of the first layer's `down_proj` matters, so that none of it is read in another way or
-/// not at all.
+/// An importer could ignore a part, or read it in another way. So each part of the first layer's `down_proj` must change the logits.
 #[test]
 fn every_part_of_a_matrix_of_codes_matters() {
-    // Half of a byte for the other, the bytes of a word in another order, or columns in other groups.
+    // Swaps the halves of bytes, the bytes of words, or the groups of columns.
     let turned = |part: &str, data: &mut Vec<u8>| match part {
         "qzeros" | "weight_zero_point" => data.iter_mut().for_each(|b| *b ^= 0x33),
         "qweight" | "weight_packed" => data.iter_mut().for_each(|b| *b = b.rotate_left(4)),
         "g_idx" | "weight_g_idx" => data.rotate_left(4 * 64),
         _ => {
-            // Scales of two rows, groups or blocks for each other; the only one doubled.
+            // Swaps the scales of two rows, groups or blocks; doubles a single scale.
             let half = data.len() / 2;
             if data.len() > 4 { data.rotate_left(half) } else { data.iter_mut().for_each(|b| *b ^= 1) }
         }
@@ -282,7 +281,7 @@ fn mxfp4_of_modelopt(quantised: serde_json::Value, edit: impl Fn(&str, &mut Vec<
     folder
 }
 
-/// ModelOpt is not what made these bytes, but it has the same layout: no checkpoint of its own is small enough to keep here.
+/// These bytes are not from ModelOpt, but it has the same layout. No checkpoint from ModelOpt is small enough to keep here.
 #[test]
 fn mxfp4_of_modelopt_is_that_of_compressed_tensors_under_other_names() {
     let config = |algo: &str| {
@@ -299,7 +298,7 @@ fn mxfp4_of_modelopt_is_that_of_compressed_tensors_under_other_names() {
         let notes = import(folder.path()).unwrap().notes;
         assert!(notes.iter().any(|found| found.contains(note)), "{algo}: {notes:?}");
     }
-    // Nibbles the other way round, and scales of other groups.
+    // Swapped nibbles, and scales of other groups.
     for part in ["0.mlp.down_proj.weight_packed", "0.mlp.down_proj.weight_scale"] {
         let turned = |tensor: &str, data: &mut Vec<u8>| match tensor.ends_with(part) {
             true if part.ends_with("scale") => data.rotate_left(1),
@@ -343,7 +342,7 @@ fn activations_that_stay_as_they_are_are_named() {
     }
 }
 
-/// 100 of k is no whole granule or group of any format, 61 rows of the head end inside a unit.
+/// 100 of k is no whole number of granules or groups of any format, and 61 rows of the head end inside a unit.
 pub const ODD: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 100,
     "num_attention_heads": 10, "num_key_value_heads": 5, "head_dim": 10, "intermediate_size": 86,
     "num_hidden_layers": 2, "vocab_size": 61, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
@@ -415,8 +414,8 @@ fn overrides_leave_matrices_as_they_are() {
     assert!(found.contains("asks for int8 of tensor") && found.contains("stores as e2m1 by 32 e8m0"), "{found}");
 }
 
-/// The embedding in every format that rounding has, beside a head in every other one, tied and untied: rows are looked up with the values
-/// that rounding gives them, by reference and interpreter, and take as few bytes of the pack as their codes.
+/// The embedding in every format of rounding, with a head in every other one, tied and untied. Reference and interpreter look up rows
+/// with the rounded values, and a row takes only the bytes of its codes in the pack.
 #[test]
 fn an_embedding_has_a_format_of_its_own() {
     let names: Vec<&str> = NAMED.iter().filter(|(_, f)| !f.is_plain()).map(|(name, _)| *name).collect();
@@ -433,7 +432,7 @@ fn an_embedding_has_a_format_of_its_own() {
             let (graph, weights) = (&imported.graph, &imported.weights);
             assert_eq!(graph.formats.get(&graph.embed), Some(&named(name)));
             assert_eq!(graph.formats.get(&graph.head.weight.tensor).copied(), head, "{name}");
-            // Of the values that it had without a format.
+            // From the values that it had without a format.
             let (mut codes, mut values) = (CodedRow::default(), vec![0.0; graph.hidden as usize]);
             plain.weights.read_row_f32(plain.graph.embed, 17, &mut values);
             round_row(named(name), &values, &mut codes);
@@ -459,7 +458,7 @@ fn an_embedding_has_a_format_of_its_own() {
     }
 }
 
-/// A proven schedule of int4 in groups of 32 and of int8 by row, and what is wrong with it after `edit`.
+/// The rules that a proven schedule, of int4 in groups of 32 and of int8 by row, violates after `edit`.
 fn broken(edit: impl Fn(&mut Schedule)) -> Vec<Rule> {
     let plan = FormatPlan {
         weights: Some(Format::by_group(Code::Int4, 32, ScaleCode::F16, false)),
@@ -487,10 +486,10 @@ fn schedules_that_mistake_a_format_are_refused() {
         let Some(Variant::MatVec(variant)) = s.variants.get_mut(&grid) else { panic!("{name} has a variant") };
         edit(variant);
     };
-    // Granules without their scales, and with more.
+    // Granules without their scales, and granules with more scales.
     assert_eq!(broken(|s| matvec(s, "o.0", &|v| v.granule = 512)), [Rule::Variant]);
     assert_eq!(broken(|s| matvec(s, "o.0", &|v| v.granule += 256)), [Rule::Variant]);
-    // Groups that no weight has.
+    // Group sizes that do not exist.
     let groups = |s: &mut Schedule, k| {
         let (id, mut format) = coded(s, "o.0");
         format.groups.as_mut().unwrap().k = k;
@@ -512,7 +511,7 @@ fn schedules_that_mistake_a_format_are_refused() {
         s.placement[other] = Some(end);
     });
     assert!(!over.is_empty(), "two buffers share bytes");
-    // Of constants a table alone may have codes, and none has a format of values.
+    // Among constants only a table may have codes, and none has a format of values.
     let constant = |of_table: bool, format| {
         broken(|s| {
             let kind = |b: &Buffer| {
@@ -530,7 +529,7 @@ fn schedules_that_mistake_a_format_are_refused() {
     assert!(constant(false, NAMED[2].1).contains(&Rule::Format));
 }
 
-/// A kernel that has no sequence for a format is not scheduled, and says what has one.
+/// A format without instructions in a kernel is not scheduled, and the message says which formats have them.
 #[test]
 fn formats_without_a_kernel_are_refused_by_name() {
     let h200 = Target::builtin("h200").unwrap();
@@ -549,7 +548,7 @@ fn formats_without_a_kernel_are_refused_by_name() {
     }
 }
 
-/// The default candidate follows the bytes of a format: it is one that the target takes, and a slot holds a unit of the model's width.
+/// The default candidate follows the bytes of a format: it fits the target, and a slot holds a unit of the model's width.
 #[test]
 fn default_candidates_fit_every_format() {
     let h200 = Target::builtin("h200").unwrap();

@@ -1,4 +1,4 @@
-//! Replays every input in the corpora of the fuzzers, among them the inputs that once broke something.
+//! Replays every input in the corpora of the fuzzers, which include inputs that once caused a failure.
 
 use std::fs;
 use std::path::Path;
@@ -17,7 +17,7 @@ fn no_reader_breaks_on_its_corpus() {
         for input in inputs {
             let bytes = fs::read(&input).expect("an input");
             read(&bytes);
-            // Cut off anywhere, it is another input.
+            // Each prefix is another input.
             for part in 1..8 {
                 read(&bytes[..bytes.len() * part / 8]);
             }

@@ -1,4 +1,4 @@
-//! What a shared cache is trusted with, and what a key takes back: cache/README.md says the same.
+//! Tests how far a shared cache is trusted, with and without a key, as cache/README.md says.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use crate::support::{fixture, forge};
 
 const KEY: &str = "00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff";
 
-/// The logits of a machine with an empty cache of its own, and what it said.
+/// The logits of a machine with an empty local cache, and its messages.
 fn logits(shared: &Path, key: Option<&Path>) -> (Vec<u8>, String) {
     let place = Place::new();
     place.manifest(&fixture("variants/llama-defaults"), 8);
@@ -45,8 +45,8 @@ fn a_forged_schedule_and_its_link_are_used_without_a_key_and_refused_with_one() 
     fs::create_dir(&shared).unwrap();
     let (honest, _) = logits(&shared, None);
 
-    // A writer of the folder replaces the schedule and the link that vouches for it. The schedule is proven like any other: the
-    // proof knows no model.
+    // A writer of the folder replaces the schedule and its link. The schedule can be proven like any other, because the proof does
+    // not know the model.
     let forgeries = schedules(&shared, "schedule-v1");
     for schedule in &forgeries {
         let forged = forge(&shared, schedule, |bytes| {
@@ -62,18 +62,18 @@ fn a_forged_schedule_and_its_link_are_used_without_a_key_and_refused_with_one() 
     let (trusting, said) = logits(&shared, None);
     assert!(trusting != honest, "the documented trust: {said}");
 
-    // With a key, what has none is not used, and said to be there.
+    // With a key, entries without one are not used, and a note names them.
     let key = place.write("key", KEY);
     let (signed, said) = logits(&shared, Some(&key));
     assert!(signed == honest, "{said}");
     assert!(said.contains("cached schedule") && said.contains("is not sealed with the key"), "{said}");
     assert!(said.contains("schedule-v1/") && said.contains("it is built again"), "{said}");
 
-    // The next machine with the key uses what that one made, and says nothing.
+    // The next machine with the key uses these entries without a note.
     let (again, said) = logits(&shared, Some(&key));
     assert!(again == honest && !said.contains("note") && !said.contains("run schedule"), "{said}");
 
-    // The forged entries in the places of the signed ones.
+    // Puts the forged entries in the places of the signed ones.
     for (target, forged) in schedules(&shared, &keyed_bucket(&shared, "schedule")).iter().zip(&forgeries) {
         assert_eq!(target.file_name(), forged.file_name());
         fs::remove_file(target).unwrap();
@@ -83,7 +83,7 @@ fn a_forged_schedule_and_its_link_are_used_without_a_key_and_refused_with_one() 
     assert!(safe == honest, "{said}");
     assert!(said.contains("is damaged: the sealed line is damaged, cut, made without the right key"), "{said}");
 
-    // Another key sees neither.
+    // A process with another key sees neither.
     let other = place.write("other", KEY.replace('0', "f"));
     assert!(logits(&shared, Some(&other)).0 == honest);
 }
@@ -166,7 +166,7 @@ fn a_folder_in_place_of_a_subject_stops_no_command() {
         fs::write(path.join("inside"), "x").unwrap();
     }
     place.run(command).code(0);
-    // And a file in place of the folder that subjects are in.
+    // The same with a file in place of the folder of subjects.
     for folder in fs::read_dir(place.path("cache/subjects")).unwrap() {
         let path = folder.unwrap().path();
         fs::remove_dir_all(&path).unwrap();

@@ -1,4 +1,4 @@
-//! Files of strangers: what is no file, what a terminal would obey, and numbers that no model has.
+//! Tests untrusted files: those that are no regular files, text with control characters, and numbers that no model has.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -51,14 +51,14 @@ fn trials_that_are_no_file_are_refused_at_once() {
         command.timeout(Duration::from_secs(60));
         Answer::of(&mut command).refused(&[&format!("expected a regular file, found {found}"), trials]);
     }
-    // Who appends, too: the row of a build.
+    // Also when a build appends its row.
     place.manifest(&place.checkpoint("variants/llama-defaults"), 8);
     let mut command = place.command("build m.toml --trials trials.csv");
     command.timeout(Duration::from_secs(120));
     Answer::of(&mut command).refused(&["expected a regular file, found a pipe"]);
 }
 
-/// The parent is killed and its end of the pipe lives on in another process: no end of input tells the child.
+/// The parent is killed while another process still holds its end of the pipe, so the child sees no end of input.
 #[test]
 fn a_tokenizer_ends_with_its_parent() {
     let place = Place::new();
@@ -74,7 +74,7 @@ fn a_tokenizer_ends_with_its_parent() {
     let held = parent.stdin.take().unwrap();
     let mut line = String::new();
     BufReader::new(parent.stdout.take().unwrap()).read_line(&mut line).unwrap();
-    // Gone, or dead and not yet collected by the process that inherited it.
+    // Ended, or a zombie that its new parent has not reaped yet.
     let is_dead = || match fs::read_to_string(format!("/proc/{}/stat", line.trim())) {
         Ok(stat) => stat.rsplit_once(") ").unwrap().1.starts_with('Z'),
         Err(_) => true,
@@ -91,8 +91,8 @@ fn a_tokenizer_ends_with_its_parent() {
     drop(held);
 }
 
-/// Every way in which a stranger's text can ask something of a terminal: a sequence, its one-byte form, a bell, and text that
-/// runs backwards.
+/// All kinds of text that a terminal would interpret: an escape sequence, its one-byte form, a bell, and a mark that reverses the
+/// direction of text.
 const EVIL: &str = "e\u{1b}[31m\u{9b}2J\u{7}\u{202e}vil";
 
 #[track_caller]
@@ -101,7 +101,7 @@ fn harmless(mut command: assert_cmd::Command) {
     let said = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
     let obeyed = |c: char| (c.is_control() && c != '\n' && c != '\t') || matches!(c, '\u{202a}'..='\u{202e}');
     assert!(!said.contains(obeyed), "{said:?}");
-    // Shown, and not left out: as `\u{1b}` in text, as `\u001b` in JSON. clap removes the sequence and leaves its one-byte form.
+    // Escaped, not left out: as `\u{1b}` in text, as `\u001b` in JSON. clap removes the sequence and leaves its one-byte form.
     assert!(["\\u{1b}", "\\u001b", "\\u{9b}"].iter().any(|shown| said.contains(shown)), "{said}");
 }
 
@@ -158,8 +158,8 @@ fn no_template_row_or_path_reaches_the_terminal_raw() {
     fs::write(checkpoint.join("chat_template.jinja"), format!("{{{{ raise_exception('{EVIL}') }}}}")).unwrap();
     harmless(place.command("generate m.toml --chat a --max-tokens 1"));
 
-    // A row that was measured, one field of it changed, and a header that names a column twice. A trial of its own: of two rows
-    // of one trial the first counts, and that is the built-in one.
+    // A measured row with one changed field, and a header that names a column twice. The row has its own trial id: of two rows with
+    // one id the first counts, which would be the built-in one.
     let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("flywheel/corpus/h200.csv.zst");
     let text = zstd::Decoder::new(fs::File::open(corpus).unwrap()).unwrap();
     let mut rows = csv::Reader::from_reader(text);
@@ -220,7 +220,7 @@ fn weights_that_no_model_has_are_the_checkpoints_fault() {
             &format!("tensor `{tensor}` has the weight {found} in row 0, column 0"),
             "fetch the checkpoint again",
         ]);
-        // A fault of the checkpoint says nothing about a candidate.
+        // A fault of the checkpoint is no result of a candidate.
         let trials = fs::read_to_string(place.path("flywheel/trials.csv")).unwrap_or_default();
         assert!(trials.lines().count() < 2, "{trials}");
     }

@@ -1,4 +1,4 @@
-//! A small HTTP client: what a server is asked in tests, and what it answers, to the byte.
+//! Owns a small HTTP client for tests, which sends and receives exact bytes.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-/// A test waits no longer for a byte.
+/// Longest time that a test waits for a byte.
 pub const PATIENCE: Duration = Duration::from_secs(600);
 
 #[derive(Debug)]
@@ -44,7 +44,7 @@ pub fn connect(address: SocketAddr) -> TcpStream {
     stream
 }
 
-/// The head and body of a request on a connection of its own.
+/// The head and body of a request that has its own connection.
 pub fn request(method: &str, path: &str, headers: &str, body: &str) -> String {
     let length = body.len();
     format!(

@@ -1,4 +1,4 @@
-//! A hostile hub: where the access token goes, and how a download ends that cannot end well.
+//! Tests a hostile hub: which hosts get the access token, and how downloads fail.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -15,7 +15,7 @@ const TOKEN: &str = "hf_secret_of_this_test";
 
 #[derive(Clone)]
 struct Request {
-    /// With the query.
+    /// Path with the query.
     path: String,
     head: String,
 }
@@ -27,7 +27,7 @@ impl Request {
     }
 }
 
-/// Answers each request with what `answer` writes, on a port of its own, and keeps the requests.
+/// A server on its own port. It answers each request with the text that `answer` writes, and keeps the requests.
 struct Server {
     port: u16,
     requests: Arc<Mutex<Vec<Request>>>,
@@ -77,7 +77,7 @@ fn info(request: &Request, stream: &mut TcpStream) -> Option<std::io::Result<()>
     (request.path == "/api/models/org/m/revision/main").then(|| reply(stream, 200, "", text.as_bytes()))
 }
 
-/// The wanted part of a file, with what a hub says about it.
+/// The wanted part of a file, with the headers of a hub.
 fn part(request: &Request, bytes: &[u8], etag: &str, stream: &mut TcpStream) -> std::io::Result<()> {
     let range = request.header("range").unwrap_or("bytes=0-").trim_start_matches("bytes=").to_string();
     let (first, last) = range.split_once('-').unwrap();
@@ -88,7 +88,7 @@ fn part(request: &Request, bytes: &[u8], etag: &str, stream: &mut TcpStream) -> 
     reply(stream, 206, &head, &bytes[first..end])
 }
 
-/// Imports `hf:org/m` from a hub on that port, the token set.
+/// Imports `hf:org/m` from a hub on that port, with the token set.
 fn build(place: &Place, port: u16) -> Answer {
     place.write("hub.toml", manifest_text("hf:org/m", 8));
     let mut command = place.command("build hub.toml");
@@ -105,7 +105,7 @@ fn the_token_stays_with_the_hub_when_files_are_elsewhere() {
         let name = request.path.trim_start_matches("/stored/").split('?').next().unwrap();
         part(request, &files()[name], "the-storage-has-tags-of-its-own", stream)
     });
-    // Another port is another host, and so is another name of the same one; both are tried.
+    // Another port counts as another host, and so does another name of the same host; both are tried.
     let elsewhere = [format!("http://127.0.0.1:{}", storage.port), format!("http://localhost:{}", storage.port)];
     let hub = Server::start(move |request, stream| {
         if let Some(done) = info(request, stream) {
@@ -125,7 +125,7 @@ fn the_token_stays_with_the_hub_when_files_are_elsewhere() {
     build(&place, hub.port).code(0);
     let (asked, stored) = (hub.requests.lock().unwrap(), storage.requests.lock().unwrap());
     assert!(asked.iter().all(|request| request.header("authorization") == Some(&format!("Bearer {TOKEN}"))));
-    // Of every file the size and the content came from the storage.
+    // The size and the content of every file came from the storage.
     assert_eq!(stored.len(), 2 * files().len());
     for request in stored.iter() {
         assert_eq!(request.header("authorization"), None, "{}", request.head);
@@ -175,7 +175,7 @@ fn refused(
 }
 
 #[test]
-fn redirects_that_lead_nowhere_are_told() {
+fn redirects_that_lead_nowhere_are_reported() {
     refused(|_, stream| reply(stream, 302, "", b""), &["`config.json`", "redirect (status 302) without `location`"]);
     refused(
         |request, stream| reply(stream, 307, &format!("Location: {}\r\n", request.path), b""),
@@ -209,7 +209,7 @@ fn a_silent_hub_is_given_up() {
         },
         &["the download of `config.json` was cut off"],
     );
-    // An answer of which a byte comes now and then.
+    // An answer whose bytes arrive slowly.
     refused(
         |_, stream| {
             for byte in b"HTTP/1.1 200 X\r\nX-Long: ".iter().chain([b'x'; 200].iter()) {

@@ -1,4 +1,4 @@
-//! The interpreter over schedules that lowering makes: goldens of every family, both arithmetics, hostile orders.
+//! Tests the interpreter on schedules that lowering makes: goldens of every family, both arithmetics, adversarial orders.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -147,12 +147,12 @@ fn every_checkpoint_agrees_on_the_default_candidate_of_every_record() {
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
-/// Families that between them have windows, two RoPE tables, both norms, q/k norms of both spans, a parallel block,
+/// Families that together have windows, two RoPE tables, both norms, q/k norms of both spans, a parallel block,
 /// biases, softcaps, plain and gated MLPs.
 const VARIED: [&str; 5] = ["gemma2", "gemma3", "gpt-neox", "olmo2", "llama-bias"];
 
 #[test]
-fn any_number_of_threads_and_any_hostile_order_give_the_same_bits() {
+fn any_number_of_threads_and_any_adversarial_order_give_the_same_bits() {
     for name in VARIED {
         let imported = family(name);
         let ids = &Goldens::open(&format!("families/{name}")).ids("input_ids")[..12];
@@ -239,7 +239,7 @@ fn bf16_stays_within_the_error_of_bf16_eager() {
 }
 
 #[test]
-fn deep_positions_run_on_a_made_up_cache() {
+fn deep_positions_run_on_a_generated_cache() {
     let imported = family("mistral-swa");
     let plan = Plan { splits: 3, split_from: 20, precision: Precision { cache: DType::Bf16, ..FP32 }, ..SMALL };
     let schedule = place(&imported, &plan, 128);
@@ -276,7 +276,7 @@ fn a_caller_may_choose_tokens_and_stop() {
         if left == 0 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     });
     assert_eq!(stopped.unwrap(), greedy[..3]);
-    // Continues from there, and comes back: rows left by later positions are not seen.
+    // Continues from there and goes back: rows of later positions are not seen.
     interp.seek(3).unwrap();
     interp.step(Input::Token(greedy[0])).unwrap();
     assert_eq!(interp.selected(), Some(greedy[1]));
@@ -305,7 +305,7 @@ fn bad_input_is_named() {
     assert_eq!(error, format!("the pack has 100 bytes, expected {}", (*pack).as_ref().len()));
 }
 
-/// Result of hostile orders with several random seeds for a schedule after `change`.
+/// Result of adversarial orders with several random seeds for a schedule after `change`.
 fn verdicts(change: impl Fn(&mut Schedule)) -> Vec<String> {
     let imported = family("llama-gqa");
     let mut schedule = place(&imported, &Plan { sms: 4, ..SMALL }, 64);
@@ -329,7 +329,7 @@ fn grid_task(schedule: &Schedule, grid: &str, sm: usize) -> usize {
 }
 
 #[test]
-fn a_hostile_order_finds_what_a_schedule_does_not_order() {
+fn an_adversarial_order_finds_missing_order_of_a_schedule() {
     assert!(verdicts(|_| ()).iter().all(|v| v == "fine"));
 
     let unwaited = verdicts(|s| {
@@ -346,7 +346,7 @@ fn a_hostile_order_finds_what_a_schedule_does_not_order() {
     });
     assert!(unordered.iter().all(|v| v.contains("before it waited for a carried event")), "{unordered:#?}");
 
-    // One SM whose rows no other SM is told about.
+    // No event tells other SMs about the rows of one SM.
     let unreleased = verdicts(|s| {
         let sm =
             (0..4).find(|&sm| s.regimes[0].queues[sm].len() == s.regimes[0].queues.iter().map(Vec::len).max().unwrap());
@@ -372,7 +372,7 @@ fn a_hostile_order_finds_what_a_schedule_does_not_order() {
 
 #[test]
 fn a_deadlock_says_what_waits_for_what() {
-    // Every SM would multiply by the down projection before it has computed the input.
+    // Every SM multiplies by the down projection before its input was computed.
     let stuck = verdicts(|s| {
         for sm in 0..4 {
             let (up, down) = (grid_task(s, "gate_up.0", sm), grid_task(s, "down.0", sm));

@@ -166,7 +166,7 @@ fn kernels_for_rows_of_codes_compile() {
         assert!(!compiled.log.contains("warning"), "{format} on {record}: {}", compiled.log);
         let resources = cubin::read(&compiled.cubin, &compiled.log).unwrap();
         let spilled = resources.kernels[ENTRY_POINT].spill_store_bytes;
-        // A word that is put aside around calls, as with values. Without moved registers some of the sums are, too.
+        // Words are spilled around calls, as with values. Without moved registers some sums are, too.
         let moved = validated.schedule().machine.loader_registers > 0;
         assert!(!moved || spilled <= 8, "{format} on {record}: {spilled} bytes spilled");
     }
@@ -217,7 +217,7 @@ fn layer_of_qwen3() -> (Target, ModelGraph) {
     (Target::builtin("h200").unwrap(), graph)
 }
 
-/// The host writes cache rows where the kernel reads them.
+/// The host writes cache rows to the places where the kernel reads them.
 #[test]
 fn host_and_kernel_swizzle_cache_rows_alike() {
     let Some(nvrtc) = nvrtc("host_and_kernel_swizzle_cache_rows_alike") else { return };

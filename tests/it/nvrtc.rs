@@ -1,4 +1,4 @@
-//! Compiling with NVRTC: every architecture we ship a record for, the faults a user can meet, and determinism.
+//! Tests compiling with NVRTC: every architecture with a built-in record, the faults a user can meet, and determinism.
 //!
 //! Without NVRTC these tests say so and pass; with `MONOBLOC_REQUIRE_NVRTC=1` they fail.
 
@@ -43,7 +43,7 @@ fn source(arch: &str, text: &str) -> KernelSource {
 
 const ARCHS: [&str; 7] = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"];
 
-/// A known cost: 100 words of shared memory, barrier 3, 64 threads, 16 bytes of parameters, one function called.
+/// A kernel with known resources: 100 words of shared memory, barrier 3, 64 threads, 16 bytes of parameters, one called function.
 const COSTS: &str = r#"
 #include "costs.cuh"
 __device__ __noinline__ int called(const int* p, int k) {
@@ -118,7 +118,7 @@ fn the_calibration_compiles_for_every_architecture_and_copy_mechanism() {
 #[test]
 fn spills_are_counted() {
     let Some(nvrtc) = nvrtc("spills_are_counted") else { return };
-    // 96 loads are all live across a barrier, and 1024 threads leave 64 registers to each.
+    // 96 loaded values are live across a barrier, and with 1024 threads each has only 64 registers.
     let text = r#"
 extern "C" __global__ void __launch_bounds__(1024, 1) spills(float* p) {
     float v[96];
@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) spills(float* p) {
     let spills = &resources.kernels["spills"];
     assert!(spills.registers <= 64, "{spills:?}");
     assert!(spills.spill_store_bytes > 0 && spills.spill_load_bytes >= spills.spill_store_bytes, "{spills:?}");
-    // Slots are used again, so the stack may be smaller than what is stored.
+    // Stack slots are reused, so the stack may be smaller than the stores.
     assert!(spills.stack_bytes > 0, "{spills:?}");
 }
 
@@ -199,7 +199,7 @@ fn the_identity_names_the_release() {
     assert!(nvrtc.options(Arch::parse("sm_90a").unwrap()).contains(&"--gpu-architecture=sm_90a".to_owned()));
 }
 
-/// Runs this test again in a process of its own, because a library that is loaded cannot be found missing.
+/// Runs this test again in a separate process, because a library that is already loaded cannot be missing.
 #[test]
 fn a_named_library_that_is_missing_is_not_replaced_by_another() {
     const CHILD: &str = "MONOBLOC_TEST_CHILD";

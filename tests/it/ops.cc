@@ -1,6 +1,6 @@
-// Ops of the kernels, run by one block of threads on a CPU over random inputs, each against its formula in double precision. Packets
-// and chunks lie in memory before a task begins, so what waits and signals is left out. Prints a line a case: its name, and the
-// largest difference over the largest value expected.
+// Runs ops of the kernels by one block of threads on a CPU over random inputs, and compares each with its formula in double precision.
+// Packets and chunks are in memory before a task begins, so waits and signals are left out. Prints a line for each case: its name, and
+// the largest difference divided by the largest expected value.
 
 #include "block.h"
 #include "runtime/queue.cuh"
@@ -15,7 +15,7 @@ constexpr int RING_AT = 1 << 18, RING_SLOTS = 32;
 static std::vector<std::vector<u8>> chunks;
 template <class M>
 static const u8* ring_take(Context<M>&, const RingCursor<M>& at) {
-  // In shared memory, where `ldmatrix` may read them; more than a task holds at once.
+  // In shared memory, where `ldmatrix` may read them; more chunks than a task holds at once.
   const size_t index = at.use * M::SLOTS + at.slot;
   const std::vector<u8>& chunk = chunks.at(index);
   if (chunk.size() > M::SLOT_BYTES) std::abort();
@@ -57,7 +57,7 @@ struct Machine {
   static constexpr Dot DOT = Dot::FMA;
   static constexpr bool TRACE = false;
 };
-// As tensor cores multiply.
+// A machine with tensor cores.
 struct Tensor : Machine<Elem::BF16> {
   static constexpr Dot DOT = Dot::MMA;
 };
@@ -136,7 +136,7 @@ struct Product {
   static constexpr Epilogue EPILOGUE = E;
   static constexpr Act ACT = Act::SILU;
   static constexpr float EPS = 1e-5f, SCALE = 0.5f, SOFTCAP = E == Epilogue::LOGITS ? 3.f : 0.f;
-  // Granules of a chunk: of whole units, or, 0, half a unit or less.
+  // Granules of a chunk: those of whole units; 0: half a unit or less.
   template <int GRANULES>
   static constexpr int chunk() { return CHUNK_UNITS ? CHUNK_UNITS * GRANULES : ::WARPS; }
 };
@@ -152,14 +152,14 @@ struct Chunked : P {
   static constexpr int CHUNK = P::template chunk<GRANULES>();
 };
 
-// The row of the matrix that a row of a unit is; -1: none. Of gated units the first half of the rows is of the first half of the matrix.
+// The row of the matrix for a row of a unit; -1: none. In gated units, the first half of the rows is from the first half of the matrix.
 template <class G>
 static int row_of(int unit, int row) {
   if (G::EPILOGUE != Epilogue::GATED) return unit * G::UNIT_ROWS + row < G::ROWS ? unit * G::UNIT_ROWS + row : -1;
   return unit * 4 + row % 4 < G::ROWS / 2 ? row / 4 * (G::ROWS / 2) + unit * 4 + row % 4 : -1;
 }
 
-// What the epilogue makes of `y` (ROWS), and what the task left; of a residual both the sum and what travels.
+// The expected output of the epilogue for `y` (ROWS), and the output of the task; for a residual the sum and the published value.
 template <class M, class G>
 static void outcome(const std::vector<double>& y, const std::vector<float>& before, const std::vector<float>& logits,
                     std::vector<double>& expected, std::vector<double>& found) {
@@ -185,7 +185,7 @@ static void outcome(const std::vector<double>& y, const std::vector<float>& befo
   }
 }
 
-// The granules of W (ROWS, K) as the pack has them, cut into chunks.
+// The granules of W (ROWS, K) in the layout of the pack, cut into chunks.
 template <class M, class G>
 static void stream(const std::vector<float>& w) {
   constexpr int PART_K = 64 / ElemOf<M::WEIGHT>::BYTES, PARTS = 8 / G::UNIT_ROWS;
@@ -255,7 +255,7 @@ static void matvec_codes(const char* name) {
     start();
     std::vector<float> x = numbers(state, G::K);
     const std::vector<float> weight = numbers(state, G::K), before = numbers(state, G::ROWS + 8);
-    // Values that fp16 has no room for. Logits are capped, so that they would be equal.
+    // Values beyond the range of fp16. Not for logits, which are capped and would all be equal.
     if (seed == 1 && !LOGITS)
       for (int k = 3; k < G::K; k += 50) x[k] *= 0x1p20f;
     std::vector<float> scales(G::ROWS), row_scales(G::UNITS * 8, 0.f); // of rows of the matrix, and of units
@@ -292,7 +292,7 @@ static void matvec_codes(const char* name) {
       if (G::ROW_SCALES) y[r] *= scales[r];
     }
     outcome<M, G>(y, before, logits, expected, found);
-    // What travels is rounded to bf16, the sum is not.
+    // The published value is rounded to bf16, the sum is not.
     if (G::EPILOGUE == Epilogue::RESIDUAL) expected.erase(expected.begin(), expected.begin() + G::ROWS), found.erase(found.begin(), found.begin() + G::ROWS);
     report(name, expected, found);
   }
@@ -369,7 +369,7 @@ static void attention(const char* name) {
         chunks.clear();
         for (u32 row = begin; row < end; row += G::CHUNK_ROWS)
           for (int kind = 0; kind < 2; kind++) {
-            // What lies past the last row is not a number.
+            // Memory after the last row is NaN.
             chunks.emplace_back(G::CHUNK_ROWS * ROW, 0xff);
             std::memcpy(chunks.back().data(), row_of(kind, kv, row), min(end - row, u32(G::CHUNK_ROWS)) * ROW);
           }
@@ -408,7 +408,7 @@ static void attention(const char* name) {
         expected.push_back(sums[d] / all);
         found.push_back(published<M>(G::SPLITS > 1 ? merged : out, h * G::DIM + d));
       }
-      // What the step appended, by one of the tasks of the group.
+      // The row that the step appended, by one of the tasks of the group.
       for (int d = 0; d < G::DIM; d++) {
         expected.push_back(kept<M>(k[d], scales[2 * kv])), found.push_back(found_in<M, G>(scales[2 * kv], row_of(0, kv, position), position, d));
         expected.push_back(kept<M>(qkv[v_at + kv * G::DIM + d], scales[2 * kv + 1]));
@@ -447,7 +447,7 @@ int main() {
   matvec_codes<B, Coded<Long, Code::INT4, 32, ScaleCode::F16, true, false>>("codes-int4-32-zeros");
   matvec_codes<B, Coded<Ragged, Code::E2M1, 32, ScaleCode::E8M0, false, false>>("codes-mxfp4");
   matvec_codes<B, Coded<Ragged, Code::E2M1, 32, ScaleCode::E4M3, false, true>>("codes-e2m1-both");
-  // On tensor cores x is staged as bf16, so it is exact where no norm multiplies it.
+  // On tensor cores x is staged as bf16, so it is exact without a norm.
   typedef Tensor T;
   typedef Product<21, 200, Norm::NONE, Epilogue::RESIDUAL, 8, 1> Exact;
   matvec_codes<T, Coded<Ragged, Code::INT8, 0, ScaleCode::NONE, false, true>>("tensor-int8-rms-bf16");
@@ -463,17 +463,17 @@ int main() {
   matvec_codes<T, Coded<Long, Code::INT4, 32, ScaleCode::F16, true, false>>("tensor-int4-32-zeros");
   matvec_codes<T, Coded<Pairs<Exact>, Code::E2M1, 32, ScaleCode::E8M0, false, false>>("tensor-mxfp4");
   matvec_codes<T, Coded<Exact, Code::E2M1, 64, ScaleCode::E4M3, false, true>>("tensor-e2m1-both");
-  // Tasks of a single pass, whose operands are made before the input is there.
+  // Tasks of a single pass, whose operands are made before the input arrives.
   typedef Pairs<Product<16, 200, Norm::NONE, Epilogue::RESIDUAL, 8, 1>> Single;
   matvec_codes<T, Coded<Single, Code::INT8, 0, ScaleCode::NONE, false, true>>("tensor-int8-ahead");
   matvec_codes<T, Coded<Single, Code::INT4, 32, ScaleCode::F16, true, false>>("tensor-int4-ahead");
-  // The other ends and inputs of a task.
+  // The other epilogues and inputs of a task.
   matvec_codes<T, Coded<Product<36, 200, Norm::NONE, Epilogue::GATED, 8, 1>, Code::INT8, 0, ScaleCode::NONE, false, true>>("tensor-int8-gated-bf16");
   matvec_codes<T, Coded<Product<21, 200, Norm::LAYER, Epilogue::RESIDUAL, 8, 1>, Code::INT4, 64, ScaleCode::F16, true, false>>("tensor-int4-layer-bf16");
   matvec_codes<T, Coded<Product<45, 200, Norm::NONE, Epilogue::LOGITS, 8, 1>, Code::INT8, 0, ScaleCode::NONE, false, true>>("tensor-int8-logits");
   // Whole chunks at once, of which the last one is shorter.
   matvec_codes<T, Coded<Pairs<Product<37, 200, Norm::NONE, Epilogue::RESIDUAL, 8, 2>>, Code::E2M1, 32, ScaleCode::F16, false, false>>("tensor-e2m1-whole-chunks");
-  // A warp ends more than one unit of a batch, then more than it can at once; 40 units are more than a batch.
+  // A warp finishes more than one unit of a batch, then more than it can at once; 40 units are more than a batch.
   typedef Product<317, 256, Norm::NONE, Epilogue::RESIDUAL, 8, 1> Many;
   matvec_codes<Batches<16>, Coded<Pairs<Many>, Code::E4M3, 0, ScaleCode::NONE, false, true>>("tensor-e4m3-batches");
   matvec_codes<Batches<32>, Coded<Pairs<Many>, Code::INT8, 0, ScaleCode::NONE, false, true>>("tensor-int8-batches");

@@ -1,4 +1,4 @@
-//! The kernels' ops against their formulas: the text that a device runs, compiled for this CPU. `ops.cc` has the cases of kernels for
+//! Tests the kernels' ops against their formulas: the source of the kernels, compiled for this CPU. `ops.cc` has the cases of kernels for
 //! one row, `rows_ops.cc` those of kernels for rows, `waves_ops.cc` those of kernels of waves, all with the formulas in double precision.
 //!
 //! Needs a C++ compiler, and says so where there is none.
@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use crate::sampling::compiled;
 use crate::skipped;
 
-/// Each case, and how often it runs: with other numbers, or at other positions.
+/// Each case, and how often it runs, with different numbers or at different positions.
 const CASES: [(&str, usize); 60] = [
     ("matvec-store-bias", 3),
     ("matvec-rms-ragged", 3),
@@ -279,8 +279,8 @@ const CASES_OF_WAVES: [(&str, usize); 118] = [
     ("steps-16-of-16-bf16", 1),
 ];
 const CASES_OF_BITS: [(&str, usize); 4] = [("same-halves", 1), ("same-window", 1), ("same-128", 1), ("same-256", 1)];
-/// Largest difference over the largest value: of sums in fp32, of sums from which a larger offset was taken, and of results rounded to
-/// bf16 (half of 2^-7 of a value).
+/// Tolerances, as largest difference divided by the largest value: for sums in fp32, for sums from which a larger offset was subtracted,
+/// and for results rounded to bf16 (half of 2^-7 of a value).
 const FP32: f64 = 1e-6;
 const OFFSET: f64 = 1e-5;
 const BF16: f64 = 4e-3;
@@ -292,7 +292,7 @@ fn kernels() -> PathBuf {
 /// Name and largest difference of every run of the cases in `source`, in order. `None`: there is no compiler.
 fn run(source: &str, kernels: &Path, arguments: &[&str]) -> Option<Vec<(String, f64)>> {
     let folder = tempfile::tempdir().unwrap();
-    // To optimise it takes two or three times as long as to compile it and run it once.
+    // Not optimised, because that takes two or three times as long as to compile without and run once.
     let output = compiled(source, &["-O0"], kernels, folder.path())?.args(arguments).output().unwrap();
     assert!(output.status.success(), "{:?}: {}", output.status, String::from_utf8_lossy(&output.stderr));
     let text = String::from_utf8(output.stdout).unwrap();
@@ -317,14 +317,14 @@ fn no_compiler(test: &str) {
     skipped(test, "C++ compiler", "`c++` compiles kernels for this CPU");
 }
 
-/// Every case of `source` ran as often as it should, and computed its formula.
+/// Asserts that every case of `source` ran as often as expected, and computed its formula.
 fn holds(test: &str, source: &str, arguments: &[&str], cases: &[(&str, usize)]) {
     let Some(found) = run(source, &kernels(), arguments) else { return no_compiler(test) };
     let names: Vec<&str> = found.iter().map(|(name, _)| name.as_str()).collect();
     let expected: Vec<&str> = cases.iter().flat_map(|&(name, runs)| std::iter::repeat_n(name, runs)).collect();
     assert_eq!(names, expected);
     for (name, difference) in &found {
-        // Not `>`: a difference that is not a number is one.
+        // Written with `<=`, so that NaN counts as a difference.
         assert!(*difference <= tolerance(name), "{name}: {difference:e}");
     }
 }
@@ -351,10 +351,10 @@ fn attention_of_waves_gives_a_row_the_bits_that_it_has_alone() {
     holds(test, "waves_ops.cc", &["bits"], &CASES_OF_BITS);
 }
 
-/// Text of a header, what stands there instead, and the case that must differ.
+/// A header, a text in it, its replacement, and the case that must differ.
 type Edit = (&'static str, &'static str, &'static str, &'static str);
 
-/// Every one of `edits`, all made at once, shows in its own case.
+/// Asserts that each of `edits`, all made at once, changes its own case.
 fn each_shows(test: &str, source: &str, edits: &[Edit]) {
     let folder = tempfile::tempdir().unwrap();
     for entry in walkdir::WalkDir::new(kernels()) {

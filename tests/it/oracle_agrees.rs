@@ -1,5 +1,5 @@
-//! The judge that executes schedules agrees with the proof: a slice of the population of `docs/proof-report.md`, and faults that
-//! the machine must notice for its silence to mean anything.
+//! Tests that the judge that executes schedules agrees with the proof, on a part of the population of `docs/proof-report.md`; and that
+//! the machine notices faults, without which its silence would mean nothing.
 
 use crate::nvrtc::nvrtc;
 use crate::oracle::Kind;
@@ -63,7 +63,7 @@ fn the_machine_sees_what_is_wrong() {
     goes_wrong(&[Kind::Occupancy], |s| s.machine.smem[1].offset -= 128);
 }
 
-/// What the two judges say about two regimes that are no longer the same attention over the same caches.
+/// Both judges refuse two regimes whose attention is no longer the same over the same caches.
 #[track_caller]
 fn depends_on_the_border(kind: Kind, rule: Rule, base: &Schedule, mutate: impl FnOnce(&mut Schedule)) {
     let mut s = base.clone();
@@ -83,9 +83,9 @@ fn exchange_caches(s: &mut Schedule, a: (&str, [Role; 2]), b: (&str, [Role; 2]))
     }
 }
 
-/// Rows of the history were left by the regime of their positions; the next one finds them.
+/// The regime of a position writes its rows of the history, and the next regime reads them.
 #[test]
-fn what_a_regime_finds_is_what_the_one_before_has_left() {
+fn a_regime_reads_the_rows_of_the_previous_one() {
     const KEYS: [Role; 2] = [Role::HistoryK, Role::AppendK];
     const VALUES: [Role; 2] = [Role::HistoryV, Role::AppendV];
     let (one, two) = (tiny(), toy().0);
@@ -151,7 +151,7 @@ fn a_regime_between_two_alike() {
     assert!(judge(&s, &target, &Effort { states_max: 0, ..EFFORT }).is_unsafe());
 }
 
-/// Records of attention that one regime alone has: as packets they carry the tag of their step, as words nothing clears them there.
+/// Records of attention that only one regime has. As packets they carry the tag of their step; as words the other regime does not clear them.
 #[test]
 fn words_that_one_regime_does_not_clear() {
     let (mut s, target) = (records_of_one_regime(&h200()), beyond_kernels());
@@ -169,10 +169,10 @@ fn words_that_one_regime_does_not_clear() {
     }
 }
 
-/// Attention in two shares on sm0 and sm1, merged on sm2 from position `phases + 2` on and by no SM before; the share of
-/// sm0 moves to sm2 where the merge begins. Records have `phases` copies. Each SM learns by packets that a step of another
-/// is done, and of sm1, which appends to the cache, by a fence.
-fn partials_that_nobody_reads_at_first(moves: bool, all_fenced: bool, phases: u32) -> Schedule {
+/// Attention in two splits on sm0 and sm1, merged on sm2 from position `phases + 2` on and not before. The split of sm0 moves
+/// to sm2 where the merge begins. Records have `phases` copies. SMs learn by packets that a step of another SM is done; for
+/// sm1, which appends to the cache, by a fence.
+fn partials_without_a_reader_at_first(moves: bool, all_fenced: bool, phases: u32) -> Schedule {
     let border = phases + 2;
     let toy = Toy {
         layers: 1,
@@ -198,7 +198,7 @@ fn partials_that_nobody_reads_at_first(moves: bool, all_fenced: bool, phases: u3
     for wait in regime.tasks.iter_mut().flat_map(|t| &mut t.waits).filter(|w| w.event == about_attn) {
         *wait = Wait { event: about_x, count };
     }
-    // The arg-max pair of each SM by an event of its own.
+    // The arg-max pair of each SM has its own event.
     let all = regime.events[0];
     let heads: Vec<usize> =
         (0..regime.tasks.len()).filter(|&t| regime.tasks[t].signals.contains(&EventId(0))).collect();
@@ -272,7 +272,7 @@ fn attention(s: &Schedule, regime: usize, j: u32) -> TaskId {
 
 /// Seeing one packet of a task says nothing about packets without a reader: they may land over later writes.
 #[test]
-fn packets_that_nobody_reads_may_land_late() {
+fn packets_without_a_reader_may_land_late() {
     for phases in [1, 2, 3, 4, 8] {
         late_packets(phases);
     }
@@ -283,12 +283,12 @@ fn late_packets(phases: u32) {
     let target = beyond_kernels();
     let effort = Effort { states_max: 0, ..EFFORT };
     for (moves, all_fenced) in [(false, false), (true, true)] {
-        let s = partials_that_nobody_reads_at_first(moves, all_fenced, phases);
+        let s = partials_without_a_reader_at_first(moves, all_fenced, phases);
         assert_eq!(check(&s, &target), [], "{moves} {all_fenced} {phases}");
         let verdict = judge(&s, &target, &effort);
         assert_eq!(verdict, Verdict::Safe { exhaustive: false }, "{moves} {all_fenced} {phases}");
     }
-    let s = partials_that_nobody_reads_at_first(true, false, phases);
+    let s = partials_without_a_reader_at_first(true, false, phases);
     match judge(&s, &target, &effort) {
         Verdict::Unsafe(fault) => assert_eq!(fault.kind, Kind::Clobbered, "{fault}"),
         safe => panic!("with {phases} phases a store that lands late is not seen: {safe:?}"),
@@ -303,7 +303,7 @@ fn late_packets(phases: u32) {
     }
 }
 
-/// Needs no GPU: the kernel that mutants run on is still one, and hooks of a sound schedule do nothing.
+/// Needs no GPU: the kernel of the mutants still compiles, and the hooks of a sound schedule do nothing.
 #[test]
 fn the_hooks_of_mutants_fit_the_kernels() {
     let (s, target) = (tiny(), h200());
@@ -324,7 +324,7 @@ fn the_hooks_of_mutants_fit_the_kernels() {
         let found = device_form(&broken, &s, &target).1.regimes[0].tasks[id].waits[0].event.0 >> 24;
         assert_eq!(found, expected);
     }
-    // A wait for an event that is signalled after it, in place of the one for its input: it hangs.
+    // The task waits for an event that is signalled after it, instead of the event of its input, so it hangs.
     let mut broken = s.clone();
     let (id, last) = (task(&broken, 0, "o.0", 0).index(), broken.regimes[0].events.len() - 1);
     let count = broken.regimes[0].events[last].count;
@@ -346,7 +346,7 @@ fn both_judges_agree_on_a_slice_of_the_population() {
     assert_eq!(total.unnamed, 0, "{}\n{:?}", outcome.table(), outcome.faults);
     assert!(total.unsafe_ > 500 && total.exhaustive > 50, "{}", outcome.table());
     let random = outcome.classes["random program"];
-    // A queue without its `select` in front, a sum made in two ways: sometimes nothing comes of it.
+    // For example a queue whose `select` is not first, or a sum made in two ways: sometimes that does no harm.
     assert!(random.stricter * 50 <= random.judged, "random programs are rejected where they are unsafe: {random:?}");
 }
 
@@ -375,7 +375,7 @@ fn every_word_is_read_back(schedule: &Schedule, target: &Target) {
             *unread.entry(at % 16).or_insert(0) += 1;
         }
     }
-    // The event that a watchdog would name, and what fills an entry up.
+    // The event that a watchdog would name, and the padding of an entry.
     assert_eq!(unread.keys().copied().collect::<Vec<usize>>(), [2, 9], "{unread:?}");
     for at in 0..sound.runs.len() * 8 {
         let mut tables = sound.clone();

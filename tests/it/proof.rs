@@ -1,4 +1,4 @@
-//! Each rule of the proof is broken by a mutation of a proven schedule, alone, and the story names what was mutated.
+//! Tests that each rule of the proof is broken by a mutation of a proven schedule that breaks no other rule, and that the message names the mutation.
 
 use crate::proof_support::*;
 use monobloc::codegen::abi::Queues;
@@ -49,7 +49,7 @@ fn smem_part(schedule: &Schedule, kind: SmemKind) -> usize {
     schedule.machine.smem.iter().position(|p| p.kind == kind).expect("a part of each kind")
 }
 
-/// A new rule does not compile until a mutation breaks it.
+/// The mutation that breaks a rule. A new rule does not compile until it has one.
 fn case(rule: Rule) -> Case {
     let t = |t| Entity::Task(0, TaskId(t));
     let machine = Entity::Machine;
@@ -88,7 +88,7 @@ fn case(rule: Rule) -> Case {
             (cols.base, cols.limit) = (1, 129);
         }),
         Rule::MixedUse => on_toy(Entity::Grid(GridId(6)), |s, _| {
-            // The records of one head a task instead of two: as many bytes, in another order.
+            // Records of one head for each task instead of two: as many bytes, in another order.
             let Op::AttentionMerge { heads_per_task, .. } = &mut s.program.grids[6].op else { panic!("g6 merges") };
             *heads_per_task = 1;
             operand(s, "attn_merge.0", Role::Partial).cols = Cols::blocks(36, 144);
@@ -97,7 +97,7 @@ fn case(rule: Rule) -> Case {
             let Op::Attention(a) = &mut s.program.grids[4].op else { panic!("g4 is attention") };
             a.window = Some(8);
         }),
-        // Rows of caches that the regime before does not have.
+        // Rows of caches that the previous regime does not have.
         Rule::RegimeAppends => on_toy(Entity::Buffer(BufferId(11)), |s, _| fresh_caches(s, "attn_split.0")),
         // Records of the second regime, which no step of the first one clears.
         Rule::RegimeWords => {
@@ -111,7 +111,7 @@ fn case(rule: Rule) -> Case {
         Rule::TaskWidth => on_toy(t(13), |s, _| s.regimes[0].tasks[13].hi = 2),
         Rule::SelectFirst => on_toy(t(0), |s, _| s.regimes[0].queues[0].swap(0, 1)),
         Rule::Uncovered => on_toy(t(17), |s, _| {
-            // Shares of the residual on each other's SM, weights and all.
+            // Two shares of the residual exchange their SMs, with their weights.
             for r in 0..2 {
                 let (a, b) = (task(s, r, "o.0", 0), task(s, r, "o.0", 1));
                 swap_queued(s, r, a, b);
@@ -125,7 +125,7 @@ fn case(rule: Rule) -> Case {
                 }
             }
         }),
-        // A parallel block adds attention and MLP to the residual; nothing but program order says which first.
+        // A parallel block adds attention and MLP to the residual; only program order says which one first.
         Rule::PrivateOrder => {
             let parallel = Toy { parallel: true, gated: false, ..TOY };
             let s = parallel.schedule(&cpu(), &on_cpu(3));
@@ -209,7 +209,7 @@ fn case(rule: Rule) -> Case {
 
         // A task after the head, for which no task waits, may still read while the next step writes.
         Rule::OverwriteUnread => on_toy(t(53), |s, _| add_extra(s, "head", [0, 0])),
-        // The host's copy of the token moves to another SM with the regime, and the old writer is after its head.
+        // The host's copy of the token moves to another SM with the regime, while the old writer comes after its head.
         Rule::OverwriteUnordered => on_toy(Entity::Task(1, TaskId(4)), |s, _| {
             let report = s.regimes[0].queues[0].remove(1);
             s.regimes[0].queues[0].push(report);
@@ -248,10 +248,10 @@ fn case(rule: Rule) -> Case {
         Rule::MissingProxy => on_toy(t(13), |s, _| s.regimes[0].events[0].proxy = false),
         Rule::FenceThread => on_toy(t(9), |s, _| s.regimes[0].events[1].proxy = true),
         Rule::Kernel => on_toy(Entity::Sm(0, SmId(0)), |s, _| {
-            // The SM that stops looks for the report after the select.
+            // The SM that stops expects the report after the select.
             s.regimes[0].queues[0].swap(1, 2);
         }),
-        // Packets, where a kernel for rows has words.
+        // Packets, although a kernel for rows has words.
         Rule::KernelRows => on_two_rows(Entity::Buffer(BufferId(7)), |_, target| target.kind = TargetKind::Cuda),
         Rule::KernelScope => on_toy(Entity::Event(0, EventId(1)), |s, _| {
             let about = s.regimes[0].events[1].buffer;

@@ -1,4 +1,4 @@
-//! Sums that every SM makes for itself: which models are lowered with them, and what the proof asks of them.
+//! Tests sums that every SM makes for itself: which models are lowered with them, and what the proof requires of them.
 
 use crate::oracle::entries::disagreement;
 use crate::oracle::explore::{Effort, Verdict, judge};
@@ -27,7 +27,7 @@ fn gemma() -> Schedule {
     GEMMA.schedule(&h200(), &everywhere(4))
 }
 
-/// What the machine says about a schedule.
+/// The machine's verdict about a schedule.
 fn ran(schedule: &Schedule) -> Verdict {
     let effort = Effort { steps: 2, states_max: 0, walks: 4, stores: 4, seed: 1 };
     judge(schedule, &h200(), &effort)
@@ -44,9 +44,9 @@ fn grid_op<'a>(schedule: &'a mut Schedule, name: &str) -> &'a mut Op {
     &mut schedule.program.grids[id.index()].op
 }
 
-// ---- Who is lowered so.
+// ---- Which models are lowered so.
 
-/// By default, and where the knob says so.
+/// The default value of the knob, and the reason if the value 1 is infeasible.
 fn by_default_and_asked(graph: &ModelGraph, precision: Precision) -> (u32, Option<Infeasible>) {
     let target = h200();
     let default = Candidate::default_for(graph, &target, precision);
@@ -70,7 +70,7 @@ fn refused(graph: &ModelGraph, precision: Precision, why: &str) {
 }
 
 #[test]
-fn a_model_with_a_norm_behind_every_branch_is_summed_everywhere() {
+fn a_model_with_a_norm_after_every_branch_is_summed_everywhere() {
     for toy in [GEMMA, Toy { precision: FP32, ..GEMMA }] {
         assert_eq!(by_default_and_asked(&toy.graph(), toy.precision), (1, None));
     }
@@ -85,7 +85,7 @@ fn a_branch_without_such_a_norm_is_added_by_owners() {
         |graph| graph.layers[0].mlp_post_norm = None,
         |graph| graph.layers[0].attn_post_norm.as_mut().expect("a norm").kind = NormKind::Layer,
         |graph| graph.layers[1].mlp_post_norm.as_mut().expect("a norm").weight = None,
-        // What reads the residual takes the same norms: the variance of a LayerNorm is that of packets.
+        // Readers of the residual may only have such norms: the variance of a LayerNorm is that of packets.
         |graph| graph.layers[1].mlp_norm.as_mut().expect("a norm").kind = NormKind::Layer,
         |graph| graph.final_norm.kind = NormKind::Layer,
     ];
@@ -107,7 +107,7 @@ fn a_branch_wider_than_the_registers_of_a_block_is_added_by_owners() {
     }
 }
 
-// ---- What is proven, and what it says to a device.
+// ---- Proofs, and the queues of a device.
 
 #[test]
 fn an_own_input_names_no_packets_and_begins_at_column_0() {
@@ -137,8 +137,8 @@ fn an_own_input_names_no_packets_and_begins_at_column_0() {
 }
 
 #[test]
-fn an_own_input_is_read_behind_the_sums_before_it() {
-    // sm1 multiplies before it adds; nothing else makes it wait.
+fn an_own_input_is_read_after_the_sums_before_it() {
+    // sm1 multiplies before it adds; no event makes it wait.
     let schedule = gemma();
     for (sum, reader) in [("o.0.add", "gate_up.0"), ("down.0.add", "qkv.1")] {
         let mut early = schedule.clone();
@@ -176,7 +176,7 @@ fn a_sum_of_owners_is_missing_on_all_others() {
 }
 
 #[test]
-fn sums_of_owners_are_behind_no_barrier() {
+fn sums_of_owners_have_no_barrier_after_them() {
     // One SM owns all columns, so that its own input would be complete; a kernel reads it while slower warps still add.
     let mut schedule = TOY.schedule(&h200(), &on_h200(1));
     let residual = buffer(&schedule, "residual");

@@ -1,4 +1,4 @@
-//! Every way around the validator of the nearest prior system, turned into a test; and what must not be refused.
+//! Tests every known way around the validator of the nearest prior system, and schedules that must not be refused.
 
 use crate::nvrtc::nvrtc;
 use crate::oracle::device::unproven;
@@ -67,10 +67,10 @@ fn every_task_that_reads_what_no_task_writes_is_found() {
     assert_eq!(violations.iter().filter(uncovered).count(), 1, "{}", listed(&violations));
 }
 
-// ---- Deadlocks through the queues of several SMs, which it accepted.
+// ---- Deadlocks through the queues of several SMs, which that validator accepted.
 
 #[test]
-fn a_circle_through_two_queues_is_told_as_one() {
+fn a_circle_through_two_queues_is_reported_as_one() {
     // sm1 would begin with layer 1, which waits for the other SMs, which wait for its part of layer 0.
     let (mut schedule, target) = toy();
     for r in 0..2 {
@@ -103,7 +103,7 @@ fn a_task_that_waits_for_itself_is_refused() {
     assert!(rules.contains(&Rule::Carried), "{rules:?}");
 }
 
-// ---- Sizes, positions and attributes, which it did not look at.
+// ---- Sizes, positions and attributes, which that validator did not check.
 
 #[test]
 fn operands_fit_the_shapes_of_their_buffers() {
@@ -174,12 +174,12 @@ fn machines_that_no_device_is_are_refused() {
     assert_eq!(rules(&schedule, &target), [Rule::SmCount]);
 }
 
-// ---- Parts of outputs, types, immutable buffers and shared memory of other SMs, which it did not look at.
+// ---- Parts of outputs, types, immutable buffers and shared memory of other SMs, which that validator did not check.
 
 #[test]
 fn every_column_of_an_output_has_a_writer() {
     let rules = broken(|s| {
-        // The rest of the units has no owner.
+        // The other units have no owner.
         let id = task(s, 0, "head", 3);
         s.regimes[0].tasks[id.index()].hi -= 1;
     });
@@ -194,7 +194,7 @@ fn every_column_of_an_output_has_a_writer() {
 
 #[test]
 fn types_are_those_that_roles_read() {
-    // fp32 activations where the weights are bf16 is a precision of its own; one buffer of another type is not.
+    // fp32 activations with bf16 weights are a precision; one buffer of another type is not.
     assert_eq!(broken(|s| s.program.buffers[8].dtype = DType::F32), [Rule::DType]);
     assert_eq!(broken(|s| s.program.buffers[16].dtype = DType::F32), [Rule::DType]);
     assert_eq!(broken(|s| s.program.buffers[11].dtype = DType::F16), [Rule::DType]);
@@ -213,14 +213,14 @@ fn writes_to_what_is_immutable_are_refused() {
 
 #[test]
 fn two_grids_that_write_one_buffer_are_refused() {
-    // `down.0` writes where `o.0` has written, and no task writes its own output.
+    // `down.0` writes into the output of `o.0`, and no task writes the output of `down.0`.
     let rules = broken(|s| operand(s, "down.0", Role::Out).buffer = buffer(s, "x2.0"));
     assert_eq!(rules, [Rule::DoubleProducer, Rule::Uncovered]);
 }
 
 #[test]
 fn private_data_of_another_sm_is_not_read() {
-    // The token is where its `select` ran; `report` on an SM whose select comes later reads nothing.
+    // The token is on the SM of its `select`; a `report` on an SM whose select comes later reads nothing.
     let rules = broken(|s| {
         for regime in &mut s.regimes {
             regime.queues[0].swap(0, 1);
@@ -271,7 +271,7 @@ fn places_in_arenas_neither_overlap_nor_end_outside() {
     assert_eq!(place(Some(16), "logits"), [Rule::Placement]);
     assert_eq!(place(Some(0), "v.0"), [Rule::PlacementOverlap]);
     assert_eq!(place(Some(u64::MAX - 255), "x.0"), [Rule::DeviceMemory]);
-    // A place for less than the buffer is: all phases count.
+    // A place that is smaller than all phases of the buffer.
     let doubled = |s: &mut Schedule| {
         let id = buffer(s, "x.0").index();
         s.program.buffers[id].phases = 2;
@@ -327,7 +327,7 @@ fn the_numbers_of_tasks_mean_nothing() {
     );
 }
 
-// ---- What must not be refused.
+// ---- Schedules that must not be refused.
 
 /// Replaces the one event about `x.0` by one for each share of it: readers wait for all of them.
 fn one_event_a_tile(s: &mut Schedule) {
@@ -349,8 +349,7 @@ fn one_event_a_tile(s: &mut Schedule) {
                 task.waits = (0..4).map(|nth| Wait { event: EventId::from(first + nth), count: 1 }).collect();
             }
         }
-        // What is left of the event about all columns: about the first tile, signalled by its producer, waited for by
-        // none.
+        // The event about all columns remains for the first tile: its producer signals it, and no task waits for it.
         regime.events[whole.index()] = regime.events[first];
         let signaller = regime.tasks.iter().position(|t| t.signals == [EventId::from(first)]).expect("the first share");
         regime.tasks[signaller].signals.push(whole);
@@ -362,7 +361,7 @@ fn disjoint_tiles_with_events_of_their_own_are_proven() {
     let (mut schedule, target) = toy();
     one_event_a_tile(&mut schedule);
     assert_eq!(check(&schedule, &target), []);
-    // And such a tile is missed.
+    // Without the wait for one tile, the schedule is refused.
     let reader = task(&schedule, 0, "qkv.0", 2);
     schedule.regimes[0].tasks[reader.index()].waits.remove(2);
     let violations = check(&schedule, &target);
@@ -421,7 +420,7 @@ fn one_copy_of_the_candidates_is_enough_where_every_sm_embeds() {
     assert_eq!(check(&schedule, &beyond_kernels()), []);
 }
 
-// ---- what a rejection is
+// ---- Rejections.
 
 #[test]
 fn a_list_is_bounded_and_counts_the_rest() {
@@ -464,7 +463,7 @@ fn names_of_rules_are_unique_and_kebab_case() {
     assert_eq!(Rule::parse("no-such-rule"), None);
 }
 
-// ---- kernels: what the language says and a GPU would not do
+// ---- Kernels: parts of the language that a GPU's kernels do not support.
 
 #[test]
 fn kernels_refuse_what_they_would_ignore() {
@@ -531,7 +530,7 @@ fn kernels_refuse_what_they_would_ignore() {
     for (i, case) in cases.into_iter().enumerate() {
         assert_eq!(refused(case), [Rule::Kernel], "case {i}");
     }
-    // Keys after values: the interpreter reads what the operands say, attention.cuh what it expects.
+    // Keys after values: the interpreter follows the operands, but attention.cuh expects a fixed order.
     let swapped = |s: &mut Schedule| {
         for name in ["attn.0", "attn_split.0"] {
             let (k, v) = (operand(s, name, Role::K).cols, operand(s, name, Role::V).cols);
@@ -554,7 +553,7 @@ fn one_slot_is_enough_for_weights() {
         (ring.slots, ring.flight_low, ring.flight_high, ring.flight_free) = (1, 1, 1, 1);
         rules(&s, &h200())
     };
-    // A warp gives a chunk back before it takes the next, whether an SM's share is many chunks or one.
+    // A warp gives a chunk back before it takes the next one, with many chunks for each SM and with one.
     assert_eq!(with_one_slot(2), []);
     assert_eq!(with_one_slot(16), []);
 }
@@ -575,10 +574,10 @@ fn every_sm_is_named_by_its_own_queue() {
     );
 }
 
-// ---- What kernels do that the language does not say, looked for by people who wanted to break it.
+// ---- Behaviour of kernels that the language does not express, found by attempts to break the proof.
 
-/// A queue entry adds a column to the place of a buffer in 32 bits: a buffer that begins below the last packet that 32 bits
-/// name and ends beyond it would be read where another one lies.
+/// A queue entry adds a column to the place of a buffer in 32 bits. A buffer that begins below the last packet of 32 bits and ends
+/// beyond it would be read at the place of another buffer.
 #[test]
 fn no_place_ends_where_an_entry_cannot_point() {
     let (schedule, target) = toy();
@@ -586,7 +585,7 @@ fn no_place_ends_where_an_entry_cannot_point() {
     let placed = |place: u64| {
         let mut s = schedule.clone();
         s.placement[last] = Some(place);
-        // Who reads the queues back sees it too.
+        // The judge that reads the queues back notices it, too.
         let wraps = disagreement(&s, &encode(unproven(&s))).is_some_and(|what| what.contains("which wraps"));
         let rules = rules(&s, &target);
         assert_eq!(wraps, !rules.is_empty());
@@ -595,7 +594,7 @@ fn no_place_ends_where_an_entry_cannot_point() {
     // 128 values of 16 bits are 64 packets of 8 bytes.
     assert_eq!(placed((8 << 32) - 512), []);
     assert_eq!(placed((8 << 32) - 256), [Rule::Kernel]);
-    // The last unit of 256 bytes is the word for none.
+    // The number of the last unit of 256 bytes means "none".
     let cached = schedule.program.buffers.iter().position(|b| b.space == Space::Cache).expect("a cache");
     let roomy = Target { spec: monobloc::target::Spec { memory_bytes: 4 << 40, ..target.spec.clone() }, ..target };
     let mut s = schedule.clone();
@@ -603,7 +602,7 @@ fn no_place_ends_where_an_entry_cannot_point() {
     assert_eq!(rules(&s, &roomy), [Rule::Kernel]);
 }
 
-/// A block keeps one residual, from the lowest column that it owns: two buffers of it would lie over one another.
+/// A block keeps one residual, from the lowest column that it owns. Two buffers of it would overlap.
 #[test]
 fn a_second_residual_is_refused_where_kernels_have_one() {
     let (schedule, target) = toy();
@@ -631,7 +630,7 @@ fn a_second_residual_is_refused_where_kernels_have_one() {
     s.program.grids.push(embed);
     for regime in &mut s.regimes {
         for queue in &mut regime.queues {
-            // Right after the first, whose residual it would write over.
+            // Right after the first one, whose residual it would overwrite.
             let at = queue.iter().position(|id| regime.tasks[id.index()].grid == first).expect("an embed");
             let task = monobloc::ir::schedule::Task {
                 grid: again,
@@ -655,7 +654,7 @@ fn a_second_residual_is_refused_where_kernels_have_one() {
     assert!(said.as_ref().is_some_and(|what| what.contains("lies over that of")), "{said:?}");
 }
 
-/// The host reads how many tokens there are from one word: a second writer would set it back.
+/// The host reads the number of tokens from one word, which a second writer would set back.
 #[test]
 fn a_second_report_is_refused_where_kernels_have_one() {
     let (mut s, target) = toy();
@@ -681,7 +680,7 @@ fn a_second_report_is_refused_where_kernels_have_one() {
     assert_eq!(rules(&s, &target), [Rule::Kernel], "{}", listed(&violations));
 }
 
-// ---- What kernels do not compile for.
+// ---- Schedules for which kernels do not compile.
 
 fn does_not_compile(test: &str, schedule: &Schedule) {
     if let Some(nvrtc) = nvrtc(test) {

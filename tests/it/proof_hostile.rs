@@ -1,4 +1,4 @@
-//! Numbers that no one would write: the proof neither panics nor accepts what it should not.
+//! Tests absurd numbers: the proof neither panics on them nor accepts a wrong schedule.
 
 use crate::proof_support::*;
 use monobloc::dtype::DType;
@@ -31,7 +31,7 @@ fn other(random: &mut Random, value: u32) -> u32 {
     }
 }
 
-/// Changes one scalar anywhere in the schedule; says which.
+/// Changes one scalar anywhere in the schedule, and returns its name.
 fn scramble(s: &mut Schedule, random: &mut Random) -> Option<String> {
     let r = random.below(s.regimes.len());
     let said = match random.below(24) {
@@ -258,6 +258,6 @@ fn no_number_makes_the_proof_panic() {
             assert!(!v.message.is_empty(), "round {round}, {said:?}: {v}");
         }
     }
-    // Most numbers matter; a proof that looks away would accept more.
+    // Most numbers matter; a proof that ignored some would accept more.
     assert!(rejected > 9_000, "only {rejected} of 10000 are rejected");
 }

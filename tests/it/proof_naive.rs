@@ -1,6 +1,6 @@
-//! A second judge for order, races and proxies: every position of a text as a graph, closed transitively, every pair of
-//! accesses compared. It shares no code with the proof, takes cubic time, and must agree on thousands of random
-//! mutants.
+//! Tests the proof against a second judge for order, races and proxies. It makes a graph of every position of a text, closes it
+//! transitively, and compares every pair of accesses. It shares no code with the proof, takes cubic time, and must agree on
+//! thousands of random mutants.
 
 use crate::proof_support::*;
 use monobloc::candidate::Candidate;
@@ -102,7 +102,7 @@ impl<'a> Text<'a> {
                                 }
                             }
                         }
-                        // The loader fences what the first task hands over to it.
+                        // The loader fences after the handover from the first task.
                         if pos == 0 && task.waits.iter().any(|w| regime.events[w.event.index()].proxy) {
                             fence = vis.clone();
                         }
@@ -140,7 +140,7 @@ impl<'a> Text<'a> {
         all
     }
 
-    /// What a task does to buffers of a space: buffer, columns, whether it writes, whether it is the loader's.
+    /// Accesses of a task to buffers of a space: buffer, columns, whether it writes, whether the loader does it.
     fn touches(&self, task: &Task, space: Space) -> Vec<(BufferId, u64, u64, bool, bool)> {
         let grid = &self.schedule.program.grids[task.grid.index()];
         let of_space = grid.operands.iter().filter(|o| self.schedule.program.buffers[o.buffer.index()].space == space);
@@ -168,7 +168,7 @@ impl<'a> Text<'a> {
                 for write in self.touches(task, Space::Exchange).iter().filter(|t| t.3) {
                     let phases = self.schedule.program.buffers[write.0.index()].phases as usize;
                     for q in (0..s).filter(|q| (s - q) % phases == 0) {
-                        // The old value's writers and readers of its step, and the next step's that read it late.
+                        // Writers and readers of the old value in its step, and late readers in the next step.
                         for at in [q, q + 1] {
                             for (n, other) in self.tasks(at) {
                                 let late = matches!(self.schedule.program.grids[other.grid.index()].op, Op::Select);
@@ -237,7 +237,7 @@ fn mutate(s: &mut Schedule, random: &mut Random) {
                 }
             }
         }
-        // An unstreamed task to any place of any SM.
+        // Moves a task without a stream to any place of any SM.
         2 => {
             let r = random.below(s.regimes.len());
             let grids = &s.program.grids;
@@ -282,7 +282,7 @@ fn mutate(s: &mut Schedule, random: &mut Random) {
             add_extra(s, after, [sm, sm]);
         }
         _ => {
-            // Heads and shares of attention to other SMs: history is read where it was not appended.
+            // Moves heads and splits of attention to other SMs, which read history that other SMs appended.
             let r = random.below(s.regimes.len());
             let grids = &s.program.grids;
             let attention = |t: &Task| matches!(grids[t.grid.index()].op, Op::Attention(_));
@@ -297,7 +297,7 @@ fn mutate(s: &mut Schedule, random: &mut Random) {
     restream(s);
 }
 
-/// What the second judge looks at.
+/// The rules that the second judge checks.
 const JUDGED: [Rule; 5] =
     [Rule::Deadlock, Rule::OverwriteUnread, Rule::OverwriteUnordered, Rule::HistoryUnordered, Rule::MissingProxy];
 
@@ -312,7 +312,7 @@ fn two_judges_agree_on_random_mutants() {
         let split_from = [1, 3, 6][round % 3];
         // With a narrow residual, half of the SMs own none of it and are less tightly bound to the others.
         let hidden = [64, 16, 24][random.below(3)];
-        // Where every SM has all of it, fewer exchanges order the steps.
+        // If every SM has all of it, fewer exchanges order the steps.
         let everywhere = random.below(3) == 0;
         let toy = Toy { context: 7, hidden, post_norms: everywhere, ..TOY };
         let candidate = Candidate { split_from, sums_everywhere: u32::from(everywhere), ..base.clone() };

@@ -1,4 +1,4 @@
-//! The proof accepts what lowering makes: families, sizes, SMs, splits and mechanisms.
+//! Tests that the proof accepts the schedules that lowering makes: families, sizes, SMs, splits and mechanisms.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -118,8 +118,8 @@ fn a_proven_schedule_comes_back_unchanged() {
     assert_eq!(proven.into_schedule(), schedule);
 }
 
-/// Default candidates of a checkpoint's graph on every record: how many there were, and what has no room in the shared
-/// memory of a block even in bf16.
+/// Proves the default candidates of a checkpoint's graph on every record. Returns how many there were, and those without room in the
+/// shared memory of a block even in bf16.
 fn proven_on_every_record(graph: &ModelGraph, name: &str, context_max: u32) -> (usize, Vec<String>) {
     let (mut count, mut without_room) = (0, vec![]);
     for target in Target::builtin_names().filter_map(Target::builtin) {
@@ -152,8 +152,8 @@ fn proven_on_every_record(graph: &ModelGraph, name: &str, context_max: u32) -> (
     (count, without_room)
 }
 
-/// Steps of 32 and 64 rows are proven wherever they fit, and refused where their kernels would not compute them: codes, half a tile of
-/// rows, slots that several threads fill.
+/// Steps of 32 and 64 rows are proven if they fit, and refused if no kernel could compute them: codes, half a tile of rows, slots that
+/// several threads fill.
 #[test]
 fn many_rows_on_every_record() {
     let config = include_str!("../../manifests/configs/smollm2-135m.json");
@@ -196,7 +196,7 @@ fn many_rows_on_every_record() {
     refused(&place(&coded, &h200, 32).unwrap(), "expected weights that are no codes in steps of 32 rows, found codes");
 }
 
-/// The kernel for one row over pages is proven wherever that over one sequence's cache is, and lies over the pages of kernels for rows.
+/// The kernel for one row over pages is proven if the one over one sequence's cache is, and can use the pages of kernels for rows.
 #[test]
 fn one_row_over_pages_on_every_record() {
     let config = include_str!("../../manifests/configs/smollm2-135m.json");
@@ -229,7 +229,7 @@ fn one_row_over_pages_on_every_record() {
     assert!(count > 10, "{count}");
 }
 
-/// What the kernel for one row knows one of: a size of pages, all tables or none, packets, registers of a thread.
+/// The kernel for one row supports one size of pages, all tables or none, packets only, and a limit of registers of a thread.
 fn knows_one_size_of_pages(mut paged: Schedule, target: &Target) {
     let refused = |schedule: &Schedule, rule: Rule, message: &str| {
         let violations = check(schedule, target);
@@ -254,8 +254,8 @@ fn knows_one_size_of_pages(mut paged: Schedule, target: &Target) {
     refused(&paged, Rule::KernelRows, "expected a table of sequences beside the others, found none");
 }
 
-/// No format is refused for a number of rows: where a record has room for steps of so many rows with values, it has room for them with
-/// codes of every format that its kernels for one row take.
+/// No format is refused for a number of rows: if a record has room for steps of these rows with values, it has room for them with codes
+/// of every format that its kernels for one row support.
 #[test]
 fn every_format_in_rows_on_every_record() {
     let config = include_str!("../../manifests/configs/smollm2-135m.json");

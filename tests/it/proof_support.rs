@@ -19,7 +19,7 @@ use monobloc::schedule::schedule;
 use monobloc::target::{CopyMechanism, DotMechanism, Spec, Target, TargetKind};
 use monobloc::validate::{Rule, Violation, check};
 
-/// A decoder whose every variation that lowering knows is a field.
+/// A decoder with a field for every variation that lowering supports.
 #[derive(Clone, Copy, Debug)]
 pub struct Toy {
     pub layers: u32,
@@ -38,7 +38,7 @@ pub struct Toy {
     pub window: Option<u32>,
     pub rope: bool,
     pub precision: Precision,
-    /// Of all matrices and the head; `None`: values.
+    /// Format of all matrices and the head; `None`: values.
     pub format: Option<Format>,
 }
 
@@ -220,7 +220,7 @@ pub fn h200() -> Target {
     }
 }
 
-/// The H200 without the limits of today's kernels: what the language can say, with bulk copies.
+/// The H200 without the limits of today's kernels: all of the language, with bulk copies.
 pub fn beyond_kernels() -> Target {
     Target { kind: TargetKind::Cpu, ..h200() }
 }
@@ -531,7 +531,8 @@ pub fn over_one_cache() -> [Schedule; 2] {
     [place("one-row", &batch, &one), place("two-rows", &Batch { rows: 2, words: true, ..batch }, &several)]
 }
 
-/// What the last SM of [`words`] clears is released by candidates that order nothing. It appends nothing, so histories are safe.
+/// Changes [`words`] so that the candidates of its last SM order nothing, and its clears are not released. It appends nothing, so
+/// histories are safe.
 pub fn release_nothing_last(s: &mut Schedule) {
     let regime = &mut s.regimes[0];
     let last = EventId(regime.events.len() as u32);

@@ -122,8 +122,8 @@ impl Function {
         Function { name: name.to_owned(), statements, successors }
     }
 
-    /// What holds before each statement on all paths that lead to it: `entry` before the first, `step` what a statement
-    /// makes of it, and of several ways in the least. `None`: no path leads there.
+    /// A data-flow analysis: the state that holds before each statement on all paths to it. `entry` is the state before the first
+    /// statement, `step` gives the state after one, and paths that join take the minimum. `None`: no path leads there.
     pub fn on_all_paths(&self, entry: u8, step: impl Fn(usize, u8) -> u8) -> Vec<Option<u8>> {
         let mut before: Vec<Option<u8>> = vec![None; self.statements.len()];
         let mut open = vec![];
@@ -144,7 +144,7 @@ impl Function {
         before
     }
 
-    /// The first statements after `from`, on any path, that `wanted` names; whether a path ends without one.
+    /// The first statements after `from`, on any path, for which `wanted` holds; and whether a path ends without one.
     pub fn next_after(&self, from: usize, wanted: impl Fn(&Statement) -> bool) -> (BTreeSet<usize>, bool) {
         let (mut found, mut ends) = (BTreeSet::new(), false);
         let mut seen = BTreeSet::new();
@@ -162,8 +162,8 @@ impl Function {
         (found, ends)
     }
 
-    /// Of a kernel with one structure of parameters: offsets in it of the 64-bit words that each register may hold or be
-    /// computed from. What is loaded from other memory is none of these.
+    /// For a kernel with one structure of parameters: the offsets of the 64-bit words in it that each register may hold or be
+    /// computed from. Values loaded from other memory are not tracked.
     pub fn pointers(&self) -> BTreeMap<String, BTreeSet<u32>> {
         let parameter = format!("{}_param_0", self.name);
         let is_wide = |opcode: &str| opcode.ends_with("64");

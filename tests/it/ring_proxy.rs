@@ -1,5 +1,5 @@
-//! What the memory model at the head of `ir` says the kernels execute, looked for in their PTX: on every path, and for every
-//! CUDA record. Each rule is shown to find what it looks for by kernels that lack it.
+//! Tests that the PTX of the kernels has the fences that the memory model at the head of `ir` requires, on every path and for every
+//! CUDA record. Kernels that lack a fence show that each rule finds its fault.
 
 use std::collections::BTreeMap;
 use std::mem::offset_of;
@@ -24,10 +24,10 @@ use crate::support::fixture;
 
 const CUDA_RECORDS: [&str; 10] = ["t4", "a100", "a10g", "l4", "l40s", "rtx4090", "rtx5090", "h100", "h200", "b200"];
 
-/// What an instruction is to the memory model.
+/// The role of an instruction in the memory model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Does {
-    /// Waits on an mbarrier: of a slot.
+    /// Waits on the mbarrier of a slot.
     AwaitSlot,
     CopyInBulk,
     FenceSlot,
@@ -36,12 +36,12 @@ enum Does {
     Acquire,
     Release,
     AcquireRelease,
-    /// Looks at a packet.
+    /// Loads a packet.
     Poll,
     /// Stores a packet.
     Publish,
     BlockBarrier,
-    /// Gives the acquired step to the loader, and takes it there.
+    /// Hands the acquired step to the loader, and takes it over there.
     HandOver,
     TakeOver,
     StoreWeakly,
@@ -51,7 +51,7 @@ enum Does {
 fn does(statement: &Statement, waits: &[String]) -> Does {
     let op = statement.opcode.as_str();
     let starts = |all: &[&str]| all.iter().any(|begin| op.starts_with(begin));
-    // A fence under a predicate is one that some threads leave out.
+    // A fence under a predicate does not count, because some threads skip it.
     match op {
         _ if statement.guarded && starts(&["fence.", "membar."]) => Does::Other,
         "fence.proxy.async.shared::cta" => Does::FenceSlot,
@@ -74,7 +74,7 @@ fn does(statement: &Statement, waits: &[String]) -> Does {
     }
 }
 
-/// What the PTX of a kernel lacks, a line a fault, each beginning with its rule.
+/// Faults of a kernel's PTX, one on each line, beginning with the rule.
 fn faults(ptx: &str, copy: CopyMechanism) -> Vec<String> {
     let functions = functions(ptx);
     let kernel = functions.iter().find(|f| f.name == ENTRY_POINT).expect("the entry point");
@@ -113,7 +113,7 @@ fn copies_in_bulk(kernel: &Function, kinds: &[Does]) -> Vec<String> {
         Does::AwaitSlot | Does::CopyInBulk => 0,
         _ => before,
     });
-    // 0: history was taken over, and no fence since.
+    // 0: the history was taken over, without a fence since then.
     let history = kernel.on_all_paths(1, |at, before| match kinds[at] {
         Does::FenceHistory => 1,
         Does::TakeOver => 0,
@@ -198,7 +198,7 @@ fn memory(functions: &[Function]) -> Vec<String> {
     let exchange = offset_of!(Params, exchange) as u32;
     let mut found = vec![];
     for function in functions {
-        // Functions that are called get logits and lists, and structures of their own.
+        // Called functions get logits, lists and other structures.
         let pointers = if function.name == ENTRY_POINT { function.pointers() } else { BTreeMap::new() };
         for statement in &function.statements {
             let op = statement.opcode.as_str();
@@ -250,7 +250,7 @@ fn every_kernel_has_the_fences_that_the_memory_model_names() {
     });
 }
 
-/// One edit of a header: what stands there, and what stands there instead.
+/// One edit of a header: file, text, and its replacement.
 type Edit = (&'static str, &'static str, &'static str);
 
 const RING: &str = "runtime/ring.cuh";
@@ -282,9 +282,9 @@ const BROKEN: &[(&str, &str, &[Edit], &str)] = &[
     ),
     ("llama-gqa", "h200", &[(SELECT, ACQUIRE, "")], "acquire"),
     ("llama-gqa", "t4", &[(SELECT, ACQUIRE, "")], "acquire"),
-    // By some of the threads that polled.
+    // Executed by some of the threads that polled.
     ("llama-gqa", "h200", &[(SELECT, ACQUIRE, "    if (c.warp() == 0) acquire_step();\n")], "acquire"),
-    // By the thread that hands the step over, after the barrier.
+    // Executed by the thread that hands the step over, after the barrier.
     (
         "llama-gqa",
         "h200",

@@ -1,4 +1,4 @@
-//! Steps of several rows over a paged cache: the interpreter, and what both judges say of them.
+//! Tests steps of several rows over a paged cache: the interpreter, and the verdicts of both judges.
 
 use std::sync::Arc;
 
@@ -41,7 +41,7 @@ const BATCH: Batch = Batch { rows: 2, sequences: 3, pages: 10, page_rows: 4, wor
 const CONTEXT_MAX: u32 = 24;
 const FIRST: [u32; 11] = [1, 403, 407, 261, 378, 432, 383, 286, 261, 376, 298];
 const SECOND: [u32; 4] = [1, 432, 383, 286];
-/// Steps that both go on by themselves.
+/// Steps that both sequences decode after their prompts.
 const STEPS: u32 = 6;
 
 fn place(imported: &Imported, precision: Precision, batch: Option<&Batch>) -> Schedule {
@@ -96,8 +96,8 @@ fn alone(imported: &Imported, precision: Precision, options: Options, prompt: &[
     run
 }
 
-/// Both sequences at once: they begin together, one is done with its prompt long before the other, and the row of each
-/// changes on the way. Pages are taken from both ends of the pool in turn.
+/// Both sequences at once. They begin together, one finishes its prompt long before the other, and they change rows on the
+/// way. Pages are taken from both ends of the pool in turn.
 fn together(imported: &Imported, precision: Precision, options: Options) -> [Run; 2] {
     let schedule = place(imported, precision, Some(&BATCH));
     let mut interp = Interp::new(&schedule, packed(imported, &schedule), options).unwrap();
@@ -154,7 +154,7 @@ fn a_paged_step_of_two_rows_is_two_steps_of_one() {
     }
 }
 
-/// A step of one row over pages: the same tasks, and the same bits, wherever its sequence lies.
+/// A step of one row over pages: the same tasks and the same bits in any pages.
 #[test]
 fn a_paged_step_of_one_row_is_the_step_over_a_cache_of_its_own() {
     let imported = tinystories();
@@ -173,7 +173,7 @@ fn a_paged_step_of_one_row_is_the_step_over_a_cache_of_its_own() {
             (0..).zip(pages[s]).map(page)
         });
         let mut edits: Vec<Edit> = edits.collect();
-        // In turn, a launch of several steps where the text goes on by itself.
+        // The sequences take turns; a launch has several steps after the prompt.
         let prompts: [&[u32]; 2] = [&FIRST, &SECOND];
         let mut runs: [Run; 2] = [vec![], vec![]];
         for at in 0..FIRST.len() {
@@ -194,7 +194,7 @@ fn a_paged_step_of_one_row_is_the_step_over_a_cache_of_its_own() {
 /// Steps of up to 16 rows, for as many sequences.
 const MANY: Batch = Batch { rows: 16, sequences: 16, pages: 96, page_rows: 4, words: false };
 
-/// Sequences served together: each launch takes up to `chunk` tokens of each prompt, then what follows one by one.
+/// Sequences served together: each launch takes up to `chunk` tokens of each prompt, then one decoded token of each.
 fn served(imported: &Imported, precision: Precision, options: Options, prompts: &[&[u32]], chunk: usize) -> Vec<Run> {
     let schedule = place(imported, precision, Some(&MANY));
     let mut interp = Interp::new(&schedule, packed(imported, &schedule), options).unwrap();
@@ -275,8 +275,8 @@ fn a_row_has_the_bits_that_it_has_alone_in_batches_of_2_5_and_16() {
 /// fp32 against fp32 in another order (tests/fixtures/README.md).
 const LOGITS_TOLERANCE: f32 = 3e-4;
 
-/// Windows, softcaps, parallel blocks, post norms, biases, norms of q and k, matrices of codes: in rows and chunks every checkpoint
-/// computes what it computes one position at a time, and that is what transformers compute.
+/// Windows, softcaps, parallel blocks, post norms, biases, norms of q and k, matrices of codes: every checkpoint computes the same in
+/// rows and chunks as one position at a time, and agrees with transformers.
 #[test]
 fn every_checkpoint_has_the_same_bits_in_rows_and_chunks() {
     let options = Options { arithmetic: Arithmetic::Fast, order: Order::Threads(1) };
@@ -340,8 +340,8 @@ struct Open {
     most: usize,
 }
 
-/// Thousands of launches in which sequences join, leave, fork and are given up at any time give each the tokens that it has
-/// alone: decided one after another, or several in one launch.
+/// Thousands of launches in which sequences join, leave, fork and are cancelled at any time. Each text gets the same tokens as
+/// alone, with one step or several in a launch.
 #[test]
 fn a_session_of_joins_forks_and_cancels_decides_what_each_text_decides_alone() {
     const ROWS: usize = 8;
@@ -401,7 +401,7 @@ fn a_session_of_joins_forks_and_cancels_decides_what_each_text_decides_alone() {
                 }
                 _ => {}
             }
-            // Some launches take several steps, of what decodes and has room.
+            // Some launches have several steps, for sequences that decode and have room.
             let steps = if random.below(6) == 0 { 2 + random.below(2) } else { 1 };
             let (mut rows, mut tokens, mut of) = (vec![], vec![], vec![]);
             let first = random.below(open.len().max(1));
@@ -454,7 +454,7 @@ fn a_session_of_joins_forks_and_cancels_decides_what_each_text_decides_alone() {
 }
 
 #[test]
-fn a_text_in_chunks_continues_where_it_is_put() {
+fn a_text_in_chunks_continues_from_any_position() {
     let imported = tinystories();
     for dtype in [DType::F32, DType::Bf16] {
         let precision = Precision { weights: dtype, cache: dtype, wire: dtype };
@@ -470,7 +470,7 @@ fn a_text_in_chunks_continues_where_it_is_put() {
         assert_eq!((text.position(), text.selected()), (expected.position(), expected.selected()));
         let go_on = |_| std::ops::ControlFlow::Continue(());
         assert_eq!(text.greedy(&SECOND, 12, go_on), expected.greedy(&SECOND, 12, go_on));
-        // A text goes on from any position that it has.
+        // A text continues from any of its positions.
         for interp in [&mut text, &mut expected] {
             interp.seek(2).unwrap();
         }
@@ -478,7 +478,7 @@ fn a_text_in_chunks_continues_where_it_is_put() {
         assert_eq!(text.step(input), expected.step(input));
         let chosen = |interp: &mut Interp| interp.generate(&FIRST, 5, |logits| Some(best(logits)));
         assert_eq!(chosen(&mut text), chosen(&mut expected));
-        // A caller that stops inside a chunk goes on after the last row that it saw.
+        // A caller that stops inside a chunk continues after the last row that it saw.
         text.reset();
         let inputs: Vec<Input> = FIRST.iter().copied().map(Input::Token).collect();
         let stop = |step: &monobloc::interp::StepResult<'_>| match step.position {
@@ -542,13 +542,13 @@ fn a_program_with_tables_runs_with_its_own_tables_only() {
     assert_eq!(interp.launch_rows(guard.admit(&again).unwrap(), &[1, 1], |_| ()), Ok(()));
 }
 
-/// Every interleaving where there are few enough of them.
+/// Every interleaving, if there are few enough.
 const EFFORT: Effort = Effort { steps: 3, states_max: 20_000, walks: 8, stores: 40, seed: 1 };
 
-/// What a schedule is broken by, the rule that names it, and what goes wrong when it is run all the same.
+/// A class of mutants: its name, the rule that refuses it, the kinds of fault if it is executed anyway, and the mutation.
 type Class = (&'static str, Rule, &'static [Kind], fn(&mut Schedule));
 
-/// The schedule has a proof, and runs; each class of mutants has none, and goes wrong.
+/// Asserts that the schedule is proven and runs, and that each class of mutants is refused and goes wrong.
 #[track_caller]
 fn both_judges((schedule, target): (Schedule, Target), effort: &Effort, classes: &[Class]) {
     assert_eq!(parse(&print(&schedule)).as_ref(), Ok(&schedule));
@@ -624,7 +624,7 @@ fn both_judges_know_words() {
     );
 }
 
-/// Formats change what is streamed and nothing of who waits for whom.
+/// Formats change the streamed bytes, but no wait.
 #[test]
 fn both_judges_know_words_of_matrices_of_codes() {
     for format in [NAMED[2].1, NAMED[6].1] {
@@ -685,7 +685,7 @@ fn both_judges_know_a_stream_that_waits_for_what_the_step_chooses() {
                 let scores = buffer(s, "scores");
                 s.regimes[0].events.iter_mut().filter(|e| e.buffer == scores).for_each(|e| e.hi = 5);
             }),
-            // Its own loader waits for the choice, after which the queue has it: no event and no queue alone shows it.
+            // Its own loader waits for the choice, which comes later in the queue. Neither the events nor the queue alone show this.
             ("the choice after the expert", Rule::Deadlock, &[Kind::Hang], |s| {
                 let (expert, route) = (task(s, 0, "gate_up.0", 0), task(s, 0, "route", 0));
                 swap_queued(s, 0, expert, route);
@@ -694,7 +694,7 @@ fn both_judges_know_a_stream_that_waits_for_what_the_step_chooses() {
     );
 }
 
-/// A table of pages, two sizes of pages: whoever looks pages up knows one, and would read and write beyond the smaller cache.
+/// One table of pages with two sizes of pages. The lookup knows one size, and would access memory beyond the smaller cache.
 #[test]
 fn both_judges_know_one_size_of_pages() {
     let halves = |s: &mut Schedule| {
@@ -710,7 +710,7 @@ fn both_judges_know_one_size_of_pages() {
     }
 }
 
-/// A block owns columns of the residual by several tasks of a grid: each of its rows begins after all of them.
+/// A block owns columns of the residual by several tasks of a grid. Each row of the block begins after all of its columns.
 #[test]
 fn rows_of_a_residual_do_not_overlap() {
     let (mut s, target) = words();
@@ -739,7 +739,7 @@ fn rows_of_a_residual_do_not_overlap() {
     assert_eq!(cols(&s), "16");
 }
 
-/// What is wrong with the second of two kernels over one cache, alone each of them is proven.
+/// A fault of the second of two kernels over one cache; alone, each kernel is proven.
 type BrokenBeside = (&'static str, &'static str, &'static [Kind], fn(&mut Schedule));
 
 #[test]
@@ -840,7 +840,7 @@ fn both_judges_know_an_event_between_two_devices() {
                 let events = s.regimes[0].events.iter_mut();
                 events.filter(|e| e.buffer == x).for_each(|e| e.scope = Scope::Device);
             }),
-            // Each event by itself would do: its signallers and waiters are on one device. The words are not.
+            // Each event alone would be right, because its signallers and waiters are on one device. The words are not.
             ("words of two scopes", Rule::Scope, &[Kind::Invisible], |s| {
                 let qkv = buffer(s, "qkv.0");
                 let at = s.regimes[0].events.iter().position(|e| e.buffer == qkv).expect("an event");

@@ -1,6 +1,6 @@
-// Ops of kernels for rows, run by one block of threads on a CPU over random inputs, each row against its formula in double
-// precision. Words and chunks lie in memory before a task begins, so what waits and signals is left out; a word that is awaited and
-// was not published ends the program. Prints a line a case: its name, and the largest difference over the largest value expected.
+// Runs ops of kernels for rows by one block of threads on a CPU over random inputs, and compares each row with its formula in double
+// precision. Words and chunks are in memory before a task begins, so waits and signals are left out; a wait for a word that was not
+// published ends the program. Prints a line for each case: its name, and the largest difference divided by the largest expected value.
 
 #include "block.h"
 #include "runtime/queue.cuh"
@@ -30,7 +30,7 @@ static void await_words(const u8* base, Offset offset, const bool (&active)[N], 
 
 #include "runtime/context.cuh"
 
-// Chunks in the order of the stream lie behind the shared memory of the machine, where `ldmatrix` may read them.
+// Chunks in the order of the stream are after the shared memory of the machine, where `ldmatrix` may read them.
 constexpr int RING_AT = 1 << 18, SLOT_BYTES = 1 << 13, SLOTS = 96;
 static int chunk_count;
 static u8* new_chunk() {
@@ -93,7 +93,7 @@ static std::vector<u8> cache;
 
 constexpr u32 OLD_WORD = 0xdeadbeefu; // what the step before left in its phase
 
-// Words of both phases, of which no reader may take any.
+// Words of both phases that no task may read.
 template <class M, int COLS>
 static u32 words() {
   const size_t at = (exchange.size() + 15) / 16 * 16;
@@ -115,7 +115,7 @@ static void put_words(u32 at, int row, const std::vector<float>& values) {
   for (int col = 0; col < W::PIECES * W::PIECE_COLS; col += W::WORD_COLS)
     *word<M, COLS>(at, row, col) = W::WORD_COLS == 2 ? bf16_pair(value(col), value(col + 1)) : __float_as_uint(value(col));
 }
-// Not a number where nothing was published, or where the word of the other phase was not cleared.
+// NaN if nothing was published, or if the word of the other phase was not cleared.
 template <class M, int COLS>
 static float published(u32 at, int row, int col) {
   const int even = col / Words<M, COLS>::WORD_COLS * Words<M, COLS>::WORD_COLS;
@@ -124,8 +124,8 @@ static float published(u32 at, int row, int col) {
   if (Words<M, COLS>::WORD_COLS == 1) return __uint_as_float(found);
   return col % 2 ? bf16_hi(found) : bf16_lo(found);
 }
-// Whether a row that takes no part was left alone, and has `other` in the other phase: nothing, if its words are the task's to clear,
-// which begin with column `first`.
+// Whether a row that takes no part was not changed, and has `other` in the other phase: nothing if the task clears its words, which
+// begin with column `first`.
 template <class M, int COLS>
 static bool left_alone(u32 at, int row, u32 other = NO_WORD, int first = 0) {
   typedef Words<M, COLS> W;
@@ -186,7 +186,7 @@ struct Product {
   static constexpr float EPS = 1e-5f, SCALE = 0.5f, SOFTCAP = E == Epilogue::LOGITS ? 3.f : 0.f;
 };
 
-// The row of the matrix that a row of a unit is, or -1. Of gated units the first half is of the first half of the matrix.
+// The row of the matrix for a row of a unit, or -1. In gated units, the first half is from the first half of the matrix.
 template <class G>
 static int row_of_matrix(int unit, int row) {
   if (G::EPILOGUE == Epilogue::GATED) {
@@ -195,7 +195,7 @@ static int row_of_matrix(int unit, int row) {
   }
   return unit * G::UNIT_ROWS + row < G::ROWS ? unit * G::UNIT_ROWS + row : -1;
 }
-// Granule `j` of a unit, as the pack has it: of the values of W (ROWS, K).
+// Granule `j` of a unit in the layout of the pack, with values of W (ROWS, K).
 template <class M, class G>
 static std::vector<u8> granule_of(u64&, int unit, int j, std::vector<double>& w, ...) {
   typedef RowsMatVecShape<M, G> S;
@@ -212,14 +212,14 @@ static std::vector<u8> granule_of(u64&, int unit, int j, std::vector<double>& w,
       }
   return bytes;
 }
-// The same of random codes, whose values are put into `w`.
+// The same with random codes, whose values are written to `w`.
 template <class M, class G>
 static std::vector<u8> granule_of(u64& state, int unit, int j, std::vector<double>& w, decltype(int(G::CODE))) {
   int rows[8];
   for (int row = 0; row < 8; row++) rows[row] = row_of_matrix<G>(unit, row);
   return random_granule<G>(state, j, rows, w);
 }
-// The chunks of a matrix in the order of `RowsLoader`: of PASS units at a time the first block of k of each.
+// The chunks of a matrix in the order of `RowsLoader`: for PASS units at a time, one block of k of each unit after another.
 template <class M, class G>
 static void stream(u64& state, std::vector<double>& w) {
   typedef RowsMatVecShape<M, G> S;
@@ -280,7 +280,7 @@ static void matvec(const char* name, u64 active) {
       std::vector<double> y(G::ROWS);
       for (int r = 0; r < G::ROWS; r++) {
         y[r] = G::BIAS ? bias[r] : 0.;
-        // As units have them.
+        // In the order of rows in a unit.
         const int half = G::ROWS / 2, unit_row = G::EPILOGUE == Epilogue::GATED ? r % half / 4 * 8 + r % half % 4 + r / half * 4 : r;
         const double scale = Coding<M, G>::ROW_SCALES ? row_scales[unit_row] : 1.;
         for (int k = 0; k < G::K; k++) y[r] += scale * w[size_t(r) * G::K + k] * input[k];
@@ -364,7 +364,7 @@ struct MakeTable {
     return std::vector<double>(table.begin(), table.end());
   }
 };
-// A table of codes: what Format::table_row says of its rows.
+// A table of codes, with rows in the layout of Format::table_row.
 template <int H, Code C, int GROUP, ScaleCode S, bool Z, bool R>
 struct TableAs : Sum<H> {
   static constexpr Code CODE = C;
@@ -435,7 +435,7 @@ static void embed(const char* name, u64 active) {
 struct Choice {
   static constexpr int PARTS = 40, VOCAB = 1000;
 };
-// A row whose best candidate ends it, one that took part no more, one whose steps are over, and the others.
+// A row that ends with its best candidate, one that no longer took part, one whose steps are over, and the others.
 template <class M>
 static void select(const char* name, u64 active) {
   constexpr int STRIDE = 2 * Choice::PARTS;
@@ -475,7 +475,7 @@ static void select(const char* name, u64 active) {
 
 // ---- attention ------------------------------------------------------------------------------------------------------
 
-// Two sequences: five eighths of the rows are of the first, the others of the second, of which the last takes no part.
+// Two sequences: five eighths of the rows belong to the first, the others to the second, whose last row takes no part.
 template <class M, class G>
 static void attention(const char* name) {
   typedef typename ElemOf<M::CACHE>::type C;
@@ -497,7 +497,7 @@ static void attention(const char* name) {
     const size_t cache_bytes = KV * M::POOL_ROWS * G::PITCH * sizeof(C);
     cache.assign(2 * cache_bytes, 0xff);
     entry.k_cache = 0, entry.v_cache = u32(cache_bytes / OFFSET_BYTES);
-    // Where dimension `d` of a row of the cache lies.
+    // The place of dimension `d` of a row of the cache.
     const auto row_of = [&](u32 kind, u32 sequence, u32 position, int kv) {
       const u32 page = pages[sequence * M::BLOCKS + position / M::PAGE_ROWS];
       return cache.data() + kind * cache_bytes + (kv * M::POOL_ROWS + page * M::PAGE_ROWS + position % M::PAGE_ROWS) * G::PITCH * sizeof(C);
@@ -524,7 +524,7 @@ static void attention(const char* name) {
       for (int i = 0; i < TASKS; i++) {
         const u32 sequence = rows[row].sequence, end = starts[sequence];
         chunk_count = 0;
-        // As `RowsLoader` copies them.
+        // In the order of `RowsLoader`.
         for (u32 begin = history_begin(rows[row].position, G::WINDOW); takes(active, row) && begin < end;) {
           const u32 stop = min(begin / G::CHUNK_ROWS * G::CHUNK_ROWS + G::CHUNK_ROWS, end);
           for (u32 kind = 0; kind < 2; kind++) {
@@ -549,7 +549,7 @@ static void attention(const char* name) {
       const u32 sequence = rows[row].sequence, position = rows[row].position, before = starts[sequence];
       const u32 seen = G::WINDOW && position + 1 > G::WINDOW ? position + 1 - G::WINDOW : 0;
       const auto angles = [&](u32 of) { return std::vector<float>(table.begin() + of * G::ROTARY, table.end()); };
-      // A key of the row's own sequence, of the cache or of this step.
+      // A key of the row's own sequence, from the cache or from this step.
       const auto key = [&](u32 of, int kv) {
         std::vector<double> k(keys.begin() + at(sequence, of, kv), keys.begin() + at(sequence, of, kv) + G::DIM);
         if (of >= before) k = prepared<G>(qkv[rows[row].first + of - before], k_at, k_at, KV, kv, k_weight, angles(of), G::K_EPS);
@@ -577,7 +577,7 @@ static void attention(const char* name) {
         }
         for (int d = 0; d < G::DIM; d++) expected.push_back(sums[d] / all), found.push_back(published<M, OUT>(entry.out, row, h * G::DIM + d));
       }
-      // What the step appended.
+      // The rows that the step appended.
       for (int kv = 0; kv < KV; kv++) {
         const std::vector<double> k = key(position, kv);
         for (int d = 0; d < G::DIM; d++) {
@@ -601,7 +601,7 @@ int main() {
   typedef Machine<Elem::BF16, 32, true, 4> Narrow;
   typedef Machine<Elem::F32, 8> F8;
   const u32 some = 0xb6d5;
-  // A short k stays in registers, a long one does not; passes are of one unit, of an odd number, and of more than there are.
+  // A short k stays in registers, a long one does not; passes have one unit, an odd number, or more units than there are.
   matvec<B8, Product<40, 160, Norm::NONE, Epilogue::STORE, 4, 3, 8, true>>("matvec-8-bf16", some & 0xff);
   matvec<B8, Product<44, 200, Norm::RMS, Epilogue::RESIDUAL, 2, 2>>("matvec-8-long-bf16", 0xff);
   matvec<B8, Product<36, 104, Norm::RMS, Epilogue::GATED, 2, 5>>("matvec-8-gated-bf16", some & 0xff);
@@ -629,7 +629,7 @@ int main() {
   matvec<F8, Product<21, 70, Norm::LAYER, Epilogue::ACT, 2, 1>>("matvec-lanes-layer", some & 0xff);
   matvec<F8, Product<36, 64, Norm::RMS, Epilogue::GATED, 2, 2>>("matvec-lanes-gated", 0xff);
   matvec<F8, Product<16, 200, Norm::RMS, Epilogue::RESIDUAL, 4, 2>>("matvec-lanes-residual", some & 0xff);
-  // Codes: without a norm x is exact. Blocks of several granules of a warp and of one, the last one ragged; lone units.
+  // Codes; without a norm x is exact. Blocks with several granules of a warp and with one, the last one shorter; single units.
   typedef Product<44, 200, Norm::NONE, Epilogue::RESIDUAL, 4, 3> Short;
   typedef Product<21, 1000, Norm::NONE, Epilogue::RESIDUAL, 4, 2> Long;
   typedef Product<37, 600, Norm::NONE, Epilogue::RESIDUAL, 2, 5> Single;
@@ -654,7 +654,7 @@ int main() {
   matvec<Moved, CodedAs<Single, Code::INT4, 128, ScaleCode::F16, false, false>>("codes-16-moved-int4-128", some);
   matvec<Moved, CodedAs<Long, Code::INT4, 32, ScaleCode::F32, true, false>>("codes-16-moved-int4-32-zeros", some);
   matvec<Moved, CodedAs<Long, Code::E2M1, 64, ScaleCode::E4M3, false, true>>("codes-16-moved-e2m1-both", 0xffff);
-  // With norms and every other end of a task.
+  // With norms and every other epilogue of a task.
   matvec<B8, CodedAs<Product<36, 200, Norm::RMS, Epilogue::GATED, 4, 3>, Code::INT8, 0, ScaleCode::NONE, false, true>>("codes-8-gated-bf16", 0xff);
   matvec<B16, CodedAs<Product<40, 328, Norm::LAYER, Epilogue::ACT, 2, 2, 8, true>, Code::INT4, 64, ScaleCode::F16, true, false>>("codes-16-layer-bf16", some);
   matvec<Moved, CodedAs<Product<37, 600, Norm::RMS, Epilogue::LOGITS, 2, 4>, Code::INT4, 128, ScaleCode::F16, false, false>>("codes-16-logits-bf16", some);

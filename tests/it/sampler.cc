@@ -1,4 +1,4 @@
-// The sampler's own text, run block by block on a CPU: see tests/it/sampler.rs. Reads launches from stdin, and writes the answers of each
+// Runs the sampler's source block by block on a CPU: see tests/it/sampler.rs. Reads launches from stdin, and writes the answers of each
 // to stdout. With LIBRARY it has no `main`: the fake driver (fake_cuda.c) runs its steps.
 
 #include "block.h"
@@ -20,7 +20,7 @@ static void raise_to(u64* most, u64 value) { *most = value > *most ? value : *mo
 #include "sample/table.cuh"
 #include "sample/sampler.cuh"
 
-// Parts of few ids by one warp, so that every loop and every search takes several turns; and those of the generated kernel.
+// Parts of few ids by one warp, so that every loop and every search has several iterations; and those of the generated kernel.
 struct Small {
   static constexpr int THREADS = 32, PART = 240, SHARED_BYTES = 28672;
 };
@@ -39,7 +39,7 @@ static void body(int thread) {
   if (step_of == 0) Sampler<S>::adjust(params, block_of, thread);
   if (step_of == 1) Sampler<S>::choose(params, block_of, thread);
 }
-// One of the two launches, of which every second one runs its blocks from the last to the first.
+// One of the two launches. Every second one runs its blocks from the last to the first.
 template <class S>
 static void launch(u32 step, u32 grid) {
   step_of = step;
@@ -63,7 +63,7 @@ extern "C" void sampler_step(u32 step, const void* p, u32 grid) {
   guard();
   launch<Library>(step, grid);
 }
-// What a head with temperature chooses.
+// The choice of a head with temperature.
 extern "C" u32 choice_at_head(const float* logits, u32 vocab, float inverse_temperature, u64 seed, u32 position) {
   u64 best = 0;
   for (u32 id = 0; id < vocab; id++) {
@@ -123,7 +123,7 @@ int main() {
   Head head;
   while (std::fread(&head, sizeof head, 1, stdin) == 1) {
     if (head.size == 0) run<Small>(head);
-// Those with a mutant are small, and compiled for each mutant.
+// The small parts are compiled again for each mutant.
 #ifndef SMALL_ALONE
     if (head.size == 1) run<Middle>(head);
     if (head.size == 2) run<Whole>(head);

@@ -1,5 +1,5 @@
-//! The sampler against `sample::Request`: the same source that a device runs, compiled for this CPU, chooses the same tokens from the same
-//! logits, with the same tables that a device gets.
+//! Tests the sampler against `sample::Request`: the source of the kernel, compiled for this CPU, chooses the same tokens from the same
+//! logits, with the tables that a device gets.
 //!
 //! Needs a C++ compiler, and says so where there is none. NVRTC compiles the sampler for every record.
 
@@ -101,14 +101,14 @@ fn settings(random: &mut Random, vocab: usize) -> RequestSettings {
     if random.below(3) == 0 {
         settings.min_tokens = random.below(5) as u32;
         settings.stop_ids = (0..random.below(4)).map(|_| random.below(vocab) as u32).collect();
-        // Of those that a bias makes probable.
+        // Stop ids that a bias makes probable.
         settings.stop_ids.extend(settings.logit_bias.keys().take(1));
     }
     settings.logprobs = [None, None, Some(0), Some(3), Some(20)][random.below(5)];
     settings
 }
 
-/// A launch as sampler.cc reads it, and what each step has to decide for each row of the table.
+/// A launch as sampler.cc reads it, and the token that each step has to decide for each row of the table.
 struct Case {
     bytes: Vec<u8>,
     vocab: u32,
@@ -141,7 +141,7 @@ fn case(size: u32, vocab: usize, kind: usize, random: &mut Random) -> Case {
         (0..random.below(generated_max)).for_each(|_| of_row.push(random.below(vocab.min(30)) as u32));
         counts.push(of_row);
     }
-    // What may come next changes with every token, so a mask is for one step.
+    // The allowed ids change with every token, so a mask is for one step.
     let masks: Vec<Option<TokenSet>> = rows
         .iter()
         .map(|_| {
@@ -180,7 +180,7 @@ fn case(size: u32, vocab: usize, kind: usize, random: &mut Random) -> Case {
         for at in 0..rows.len() {
             let position = counts[at].position();
             let decided = requests[at].choose(&all[step * launch_rows + rows[at]], &counts[at], masks[at].as_ref());
-            // After a row without a token the engine ends its request: what follows is not compared.
+            // After a step without a token the engine ends the request, so later steps are not compared.
             counts[at].push(decided.as_ref().map_or(0, |decided| decided.token));
             of_step.push((decided, position));
         }
@@ -190,7 +190,7 @@ fn case(size: u32, vocab: usize, kind: usize, random: &mut Random) -> Case {
     Case { bytes, vocab: vocab as u32, expected, settings, logprobs, kind }
 }
 
-/// Whether two logarithms are as near as they have to be.
+/// Whether two logarithms are equal within the tolerance.
 fn near(found: f64, expected: f64) -> bool {
     found == expected || (found - expected).abs() < 1e-6 || (found - expected).abs() < 1e-9 * expected.abs()
 }
@@ -223,7 +223,7 @@ fn cases(rounds: usize, larger: bool) -> Vec<Case> {
     cases
 }
 
-/// Runs cases with the kernels of a folder, until one differs: the tokens and the rows without one that are as expected, and the first that
+/// Runs cases with the kernels of a folder until one differs. Returns the number of expected tokens, of expected rows without one, and the first that
 /// is not. `None`: there is no compiler.
 fn run(kernels: &Path, arguments: &[&str], cases: &[Case]) -> Option<(usize, usize, Option<String>)> {
     let folder = tempfile::tempdir().unwrap();
@@ -238,7 +238,7 @@ fn run(kernels: &Path, arguments: &[&str], cases: &[Case]) -> Option<(usize, usi
     if differs.is_none() {
         assert_eq!(stdout.bytes().next().transpose().unwrap(), None, "more answers than cases");
     } else {
-        // Its other answers decide nothing.
+        // Its other answers are not needed.
         child.kill().unwrap();
     }
     let status = child.wait().unwrap();
@@ -294,7 +294,7 @@ fn the_sampler_chooses_what_a_request_chooses() {
     assert!(tokens > 4000 && none > 50, "{tokens} tokens, {none} rows without one");
 }
 
-/// A sampler that computes something else is found: the cases reach what each of these lines is for.
+/// A wrong sampler is found: the cases reach each of these lines.
 #[test]
 fn a_sampler_that_chooses_something_else_is_found() {
     let cases = cases(25, false);
@@ -303,7 +303,7 @@ fn a_sampler_that_chooses_something_else_is_found() {
         ("has && before < need ?", "has && before + adds[thread] < need ?"),
         ("row.top_k - cuts.k_before", "row.top_k - cuts.k_before + 1"),
         ("total = cuts.k_weight + block_sum(sum, thread);", "block_sum(sum, thread);"),
-        // A narrowed search goes on below what it passed.
+        // A narrowed search continues below the buckets that it passed.
         ("need -= found[1];", "need -= found[1] / 2;"),
         // Tokens of earlier steps count.
         ("seen[i + n * THREADS].y++;", ""),

@@ -1,4 +1,4 @@
-//! The kernel's sampling against `sample`: the same source that a device runs, compiled for this CPU, makes the same choices.
+//! Tests the kernel's sampling against `sample`: the source of the kernel, compiled for this CPU, makes the same choices.
 //!
 //! Needs a C++ compiler, and says so where there is none.
 
@@ -14,12 +14,12 @@ use super::skipped;
 const VOCAB: usize = 1000;
 /// Scratch of a block: room for a few ids, for some hundreds, and for all.
 const SCRATCH_KB: [u32; 3] = [1, 4, 16];
-/// In place of it: chosen at the head, without filters; a sum over the bits of the functions.
+/// Other values in its place: the choice at the head, without filters; and a sum over the bits of the functions.
 const AT_HEAD: u32 = 0;
 const FUNCTIONS: u32 = 2;
 
-/// A program of this folder over the kernels of a folder, compiled for this CPU with more arguments, such as a level: no level changes a
-/// number. `None`: there is no compiler.
+/// A program of this folder with the kernels of a folder, compiled for this CPU. `arguments` may have an optimisation level, which changes
+/// no number. `None` without a compiler.
 pub fn compiled(source: &str, arguments: &[&str], kernels: &Path, folder: &Path) -> Option<Command> {
     let program = folder.join("block");
     let mut compiler = Command::new("c++");

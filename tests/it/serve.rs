@@ -1,4 +1,4 @@
-//! The server over real connections: what clients send and get, alone, together and with bad intent.
+//! Tests the server over real connections: requests alone, together, and with bad intent.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::SocketAddr;
@@ -143,7 +143,7 @@ fn a_completion_is_what_generate_prints() {
     assert_ne!(texts[0], texts[2]);
     let text = server.ok("/detokenize", &json!({ "tokens": ids }))["prompt"].clone();
     assert_eq!(text, generated["text"]);
-    // A prompt that was there before is found again: the page is a multiple of 16 tokens.
+    // A repeated prompt is found in the cache: the page is a multiple of 16 tokens.
     let long = PROMPT.repeat(3);
     let first = server.complete(&json!({ "prompt": long, "max_tokens": 4, "temperature": 0 }));
     let again = server.complete(&json!({ "prompt": long, "max_tokens": 4, "temperature": 0 }));
@@ -268,7 +268,7 @@ fn a_reply_has_the_ids_of_its_tokens_where_they_are_asked_for() {
     assert_eq!(json!(streamed_ids(&stream, "token_ids")[0]), generated["ids"]);
     assert_eq!(json!(streamed_ids(&stream, "prompt_token_ids")[0]), generated["prompt_ids"]);
 
-    // Two prompts, two choices of each, a text that is held back where a stop may begin, and the prompt in front of it.
+    // Two prompts, two choices of each, text that is held back because a stop may begin there, and the prompt echoed in front.
     let many = json!({ "prompt": ["One day", "Once"], "max_tokens": 30, "temperature": 0.8, "seed": 3, "n": 2,
         "stop": "little", "echo": true });
     let whole = server.complete(&with(&many, false));
@@ -333,7 +333,7 @@ fn a_prompt_is_scored_as_perplexity_scores_it() {
 }
 
 #[test]
-fn what_is_asked_for_changes_what_comes() {
+fn settings_of_a_request_change_its_text() {
     let server = Server::start("");
     let ids = |extra: Value| {
         let mut body = json!({ "prompt": PROMPT, "max_tokens": 40, "temperature": 0, "logprobs": 0 });
@@ -422,7 +422,7 @@ fn what_is_not_supported_is_refused_by_name() {
     }
     let address = server.address;
     refused(&post(address, "/detokenize", &json!({ "tokens": [5000] })), 400, "tokens");
-    // No path of this machine is told.
+    // The reply has no path of this machine.
     let tool = json!({ "type": "function", "function": { "name": "f" } });
     let shown = refused(&chat(json!({ "messages": user, "tools": [tool] })), 400, "tools");
     assert!(!shown["message"].as_str().unwrap().contains('/'), "{shown}");
@@ -436,7 +436,7 @@ fn what_is_not_supported_is_refused_by_name() {
         let reply = send(address, &request("POST", "/v1/completions", "Content-Type: application/json\r\n", body));
         assert_eq!(reply.status, 400, "{body}: {reply:?}");
     }
-    // All of them left it well.
+    // The server still works after all of them.
     let models = get(address, "/v1/models").json();
     assert_eq!((&models["data"][0]["id"], &models["data"][0]["max_model_len"]), (&json!("tiny"), &json!(256)));
     assert_eq!(get(address, "/v1/models/tiny").json()["id"], "tiny");
@@ -445,11 +445,10 @@ fn what_is_not_supported_is_refused_by_name() {
     assert_eq!(get(address, "/health").status, 200);
 }
 
-/// A request that differs from every other one, and what decides whether two replies are the same: text, reason, and the bits of
-/// every log-probability.
+/// A request that differs from every other one.
 fn one_of_many(at: usize) -> Value {
     let prompts = ["Once upon a time", "The dog", "Lily saw a big red ball", "One day, a boy named Tim", "A"];
-    // A few are long: they need pages while the others come and go.
+    // A few are long, so they need pages while others begin and end.
     let (times, tokens) = if at.is_multiple_of(25) { (4, 60) } else { (1, 2 + at % 7) };
     let guided = at % 10 == 7;
     let (tokens, format) = if guided { (20, "json_object") } else { (tokens, "text") };
@@ -465,6 +464,7 @@ fn one_of_many(at: usize) -> Value {
     })
 }
 
+/// The compared parts of a reply: its text, its reason, and the bits of every log-probability.
 fn said(reply: &Reply) -> (Vec<(String, String)>, Vec<Value>) {
     let scored =
         reply.events().iter().map(|event| event["choices"][0]["logprobs"].clone()).filter(|l| !l.is_null()).collect();
@@ -474,7 +474,7 @@ fn said(reply: &Reply) -> (Vec<(String, String)>, Vec<Value>) {
 #[test]
 fn two_hundred_streams_at_once_are_each_what_they_are_alone() {
     const STREAMS: usize = 200;
-    // A cache that is too small for what could run.
+    // The cache is too small for all requests that could run.
     let server = Server::start("--cache-tokens 384 --max-batch 12");
     let alone: Vec<Reply> = (0..STREAMS).map(|at| post(server.address, "/v1/completions", &one_of_many(at))).collect();
     let begin = Barrier::new(STREAMS);
@@ -552,7 +552,7 @@ fn a_text_is_json_of_its_schema() {
     }));
     assert!(any["choices"][0]["text"].as_str().unwrap().starts_with('{'), "{any}");
     assert_eq!(any["choices"][0]["finish_reason"], "length");
-    // A text that could go on ends where the model ends it.
+    // A text that could continue ends when the model ends it.
     let number = json!({ "type": "json_schema", "json_schema": { "schema": { "enum": [1, 12, 123] } } });
     let body = json!({ "prompt": PROMPT, "max_tokens": 9, "seed": 1, "response_format": number });
     let text = server.complete(&body)["choices"][0]["text"].clone();
@@ -644,7 +644,7 @@ fn tools_are_called_in_the_form_of_the_template() {
             (vec!["wait".to_string()], &json!("stop"))
         );
     }
-    // A result goes back, and the model is shown all of it. It has to call nothing any more.
+    // The result of the call is sent back, and the model sees the whole conversation. It need not call a function again.
     let answer = whole["choices"][0]["message"].clone();
     let id = answer["tool_calls"][0]["id"].clone();
     let result = json!({ "role": "tool", "tool_call_id": id, "content": "It came." });
@@ -654,7 +654,7 @@ fn tools_are_called_in_the_form_of_the_template() {
     let reply = server.ok("/v1/chat/completions", &more);
     assert!(reply["choices"][0]["message"]["content"].is_string(), "{reply}");
     assert!(reply["usage"]["prompt_tokens"].as_u64() > whole["usage"]["prompt_tokens"].as_u64());
-    // Nothing is offered where nothing may be called.
+    // With `none`, the model is offered no functions.
     let none = server.ok(
         "/v1/chat/completions",
         &json!({ "messages": [user], "tools": tools(), "tool_choice": "none", "max_tokens": 2 }),
@@ -681,7 +681,7 @@ fn tools_are_called_in_the_form_of_the_template() {
 }
 
 #[test]
-fn a_client_that_goes_away_leaves_nothing() {
+fn a_client_that_disconnects_leaves_nothing() {
     let server = Server::start("--max-batch 2 --max-waiting 3");
     let long = json!({ "prompt": PROMPT, "max_tokens": 200, "ignore_eos": true, "stream": true, "n": 1 });
     let begin = || {
@@ -707,10 +707,10 @@ fn a_client_that_goes_away_leaves_nothing() {
 }
 
 #[test]
-fn strangers_do_no_harm() {
+fn bad_clients_do_no_harm() {
     let server = Server::start("");
     let address = server.address;
-    // Connections that say nothing, and some that say a little.
+    // Connections that send nothing, and some that send a little.
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
     let _ = setrlimit(Resource::Nofile, Rlimit { current: Some(maximum.map_or(4096, |most| most.min(4096))), maximum });
     let idle: Vec<_> = (0..1000).map(|_| connect(address)).collect();
@@ -732,7 +732,7 @@ fn strangers_do_no_harm() {
     assert_eq!(send(address, &request("GET", "/health", &many, "")).status, 431);
     assert_eq!(send(address, &request("GET", "/health", &format!("X: {}\r\n", "y".repeat(1 << 20)), "")).status, 431);
     assert_eq!(send(address, "what is this\r\n\r\n").status, 400);
-    // Deep, and long without end: refused before anything is made of it.
+    // Deep or endless JSON is refused before it is parsed completely.
     let json =
         |body: &str| send(address, &request("POST", "/v1/completions", "Content-Type: application/json\r\n", body));
     assert_eq!(json(&format!("{{\"prompt\": {}", "[".repeat(1 << 20))).status, 400);
@@ -764,9 +764,9 @@ fn strangers_do_no_harm() {
         assert_eq!(refused(&refusal, 400, "messages")["code"], "context_length_exceeded");
     }
     assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
-    // A name that is no text.
+    // A name that is no UTF-8.
     refused(&get(address, "/v1/models/%ff"), 404, "");
-    // A reader that stops: the others go on.
+    // A client that stops reading does not stop the others.
     let mut stopped = connect(address);
     let body =
         json!({ "prompt": PROMPT, "max_tokens": 200, "ignore_eos": true, "stream": true, "logprobs": 20, "n": 4 });
@@ -809,7 +809,7 @@ fn a_text_does_not_wait_for_a_schema() {
     for stream in &mut schemas {
         stream.write_all(ask.as_bytes()).unwrap();
     }
-    // Two threads for texts take them up, if they do so at all.
+    // Time for the threads of texts to take them, if they do so at all.
     thread::sleep(Duration::from_millis(300));
     assert_eq!(server.complete(&json!({ "prompt": PROMPT, "max_tokens": 2 }))["usage"]["completion_tokens"], 2);
     for stream in &mut schemas {
@@ -869,7 +869,7 @@ fn children(server: &Server) -> Vec<String> {
 
 #[cfg(target_os = "linux")]
 #[test]
-fn a_tokenizer_that_dies_costs_what_it_had() {
+fn a_tokenizer_that_dies_ends_its_requests_only() {
     let server = Server::start("");
     let body = json!({ "prompt": PROMPT, "max_tokens": 150, "ignore_eos": true, "stream": true });
     let mut open = connect(server.address);
@@ -934,7 +934,7 @@ fn lm_eval_scores_what_perplexity_scores() {
         let nll = scored["nll"].as_f64().unwrap() * scored["scored"].as_f64().unwrap();
         json!([text, -nll])
     };
-    // Texts that one context holds: how longer ones are divided is the business of each program.
+    // Texts that fit into one context, because programs divide longer ones differently.
     let scores: Vec<Value> = stories.split("\n\n").take(4).map(score).collect();
     server.place.write("lm-eval/empty", "");
     let folder = server.place.path("lm-eval");

@@ -1,4 +1,4 @@
-//! Shared by several integration tests: fixtures, goldens, distances.
+//! Owns helpers of several integration tests: fixtures, goldens, distances.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ pub fn fixture(name: &str) -> PathBuf {
 pub fn checkpoints(folder: &str) -> Vec<String> {
     let entries = std::fs::read_dir(fixture(folder)).unwrap();
     let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-    // There to be refused.
+    // This fixture exists to be refused.
     names.retain(|name| name != "qwen3-moe");
     names.sort();
     names.iter().map(|name| format!("{folder}/{name}")).collect()
@@ -51,8 +51,8 @@ pub fn max_difference(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, |most, d| if d <= most { most } else { d })
 }
 
-/// Edits an entry of a cache without a key and seals it, as somebody would who has read `src/cache/frame.rs`. Returns the
-/// digest of the new content.
+/// Edits an entry of a cache without a key and seals it, like an attacker who has read `src/cache/frame.rs`. Returns the digest
+/// of the new content.
 pub fn forge(cache: &Path, path: &Path, edit: impl FnOnce(&mut Vec<u8>)) -> Digest {
     let name = path.strip_prefix(cache).expect("a file of the cache").display().to_string();
     let mut bytes = fs::read(path).expect("an entry");

@@ -1,5 +1,5 @@
-//! Rules that no compiler checks: which module may import which, where `unsafe` and waiting may stand, and that the documents agree
-//! with the code.
+//! Tests rules that no compiler checks: which module may import which, where `unsafe` and waiting are allowed, and that the documents
+//! agree with the code.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -30,7 +30,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     // A target is data: it never asks a device.
     ("target", &["error", "fields", "files", "text"]),
     ("tokenizer", &["error", "files"]),
-    // Sets of tokens: knows no model and no text but that of tokens.
+    // Sets of tokens: knows no model, and no text except that of tokens.
     ("grammar", &["error", "sample"]),
     // Token ids in, token ids out.
     ("speculate", &[]),
@@ -89,7 +89,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
         "measure",
         &["abba", "check", "codegen", "cuda", "dtype", "error", "interp", "ir", "model", "pack", "target", "validate"],
     ),
-    // Decides what runs together; knows no clock, no thread and no text.
+    // Decides which requests run together; knows no clock, no thread and no text.
     ("engine", &["cuda", "digest", "error", "grammar", "interp", "ir", "pages", "rows", "sample", "waves"]),
     ("goldens", &["dtype"]),
     ("abba", &["random"]),
@@ -119,14 +119,14 @@ const IMPORTS: &[(&str, &[&str])] = &[
             "target",
         ],
     ),
-    // Peers, threads and text around an engine; what executes it is given to it.
+    // Connections, threads and text around an engine; the caller provides the engine's executor.
     ("serve", &["engine", "error", "grammar", "pipeline", "sample", "tokenizer"]),
 ];
 
 /// Modules that wire the others together and may import any of them.
 const WIRING: &[&str] = &["cli", "embed", "lib", "main", "pipeline"];
 
-/// Files outside `src/cuda` that may hold `unsafe`, each for one thing.
+/// Files outside `src/cuda` that may have `unsafe`, each for one reason.
 const UNSAFE: &[(&str, &str)] = &[
     ("src/interp/adversary.rs", "reads rows of the cache arena"),
     ("src/interp/kernel.rs", "vector loads"),
@@ -157,7 +157,7 @@ const SYNCHRONISES: &[&str] = &[
     "wait_expired",
 ];
 
-/// Where it may stand outside `kernels/runtime/sync.cuh`: file, what the line must contain, why.
+/// Where these words are allowed outside `kernels/runtime/sync.cuh`: file, text that the line must contain, reason.
 const SYNCHRONISES_ELSEWHERE: &[(&str, &str, &str)] = &[
     ("runtime/ring.cuh", "cp.async.bulk", "a copy of the loader, completing on the slot's barrier"),
     ("runtime/ring.cuh", "mbarrier.arrive.expect_tx", "announces the bytes of that copy"),
@@ -407,7 +407,7 @@ fn a_function_is_measured_from_its_first_line_to_its_brace() {
 /// A function above this many lines is long. n2 has 2 % of them.
 const LONG_LINES: usize = 70;
 
-/// Long functions may be one in so many.
+/// At most one function in this many may be long.
 const LONG_ONE_IN: usize = 100;
 
 #[test]
@@ -521,7 +521,7 @@ fn unsafe_stays_where_it_is_named() {
     none(faults);
 }
 
-/// Files that name a stream of the process: file, what the line must contain, why.
+/// Files that name a stream of the process: file, text that the line must contain, reason.
 const STREAMS: &[(&str, &str, &str)] = &[
     ("src/cli/terminal.rs", "", "the one way of text to stdout and stderr, which escapes it"),
     ("src/report.rs", "io::stderr()", "lines of a build, whose names are escaped where they enter"),
@@ -531,7 +531,7 @@ const STREAMS: &[(&str, &str, &str)] = &[
     ("src/cli/tune.rs", "serve", "answers a parent process in JSON"),
 ];
 
-/// A message printed elsewhere could forget to escape what a stranger wrote.
+/// A message that is printed elsewhere might contain untrusted text that is not escaped.
 #[test]
 fn text_reaches_a_terminal_in_one_way() {
     let mut faults = vec![];
@@ -698,7 +698,7 @@ fn the_manifest_reference_is_that_of_the_module() {
     let to = from + 3 + head[from + 3..].find("```").expect("its end") + 3;
     let page = read("docs/manifests.md");
     assert_eq!(marked(&page, "manifest reference"), &head[from..to]);
-    // It is a manifest, too, but for keys that belong to other kinds of source: every key in it is one that is read.
+    // It is a manifest, too, except for keys that belong to other kinds of source: every key in it is read.
     let body = head[from..to].trim_start_matches("```toml").trim_end_matches("```");
     let fits =
         |line: &&str| !["revision", "seed = 0                     # synthetic"].iter().any(|k| line.starts_with(k));

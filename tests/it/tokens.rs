@@ -1,4 +1,4 @@
-//! Tokenizers and chat templates that would take all memory or all time: each is refused, and names its file.
+//! Tests tokenizers and chat templates that would take all memory or all time: each is refused, and the message names its file.
 
 use std::fs;
 
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use crate::cli_support::Place;
 
-/// A checkpoint with this file in place of its own, and what `generate` says to it.
+/// The error of `generate` for a checkpoint with this file replaced.
 fn refused(file: &str, text: &str, input: &str) -> String {
     let place = Place::new();
     let checkpoint = place.checkpoint("tinystories-llama");
@@ -21,7 +21,7 @@ fn refused(file: &str, text: &str, input: &str) -> String {
 #[test]
 fn a_template_that_doubles_a_string_is_refused() {
     for grows in [
-        // No output, and few instructions: neither bound of the engine sees it.
+        // No output and few instructions, so neither bound of the template engine applies.
         "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
         // Captured text is not output.
         "{% set text %}{% for i in range(100000) %}{{ 'x' * 1000000 }}{% endfor %}{% endset %}",

@@ -1,4 +1,4 @@
-//! Campaigns as users see them: kept, interrupted, killed, resumed, warm-started from a corpus, and with failing trials.
+//! Tests campaigns as users see them: kept, interrupted, killed, resumed, warm-started from a corpus, and with failing trials.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -50,7 +50,7 @@ fn numbers(path: &Path) -> Vec<u32> {
 }
 
 #[test]
-fn a_campaign_is_told_resumed_and_reported() {
+fn a_campaign_is_printed_resumed_and_reported() {
     let place = place();
     let trials = place.path("flywheel/trials.csv");
     place.run("next m.toml").code(0);
@@ -78,7 +78,7 @@ fn a_campaign_is_told_resumed_and_reported() {
     assert_eq!((campaign["trials"].as_u64(), campaign["failed"].as_u64()), (Some(5), Some(0)), "{status}");
     assert_eq!(status[0]["built"], place.run("tune m.toml --max-trials 5 --json").code(0).json()[0]["candidate"]);
 
-    // One figure, wherever it is shown; the default is exactly 1.
+    // All commands show one figure; the default is exactly 1.
     let tuned = place.run("tune m.toml --max-trials 5 --json").code(0).json();
     let ratio = &tuned[0]["ratio_against_default"];
     assert_eq!(ratio, &campaign["ratio_against_default"], "{status}");
@@ -147,7 +147,7 @@ fn wait_for_rows(path: &Path, rows: usize) {
 }
 
 #[test]
-fn ctrl_c_keeps_everything_and_the_same_command_goes_on() {
+fn ctrl_c_keeps_everything_and_the_same_command_resumes() {
     let place = place();
     let trials = place.path("flywheel/trials.csv");
     let command = "tune m.toml --max-trials 60";
@@ -248,7 +248,7 @@ fn repository_corpus() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("flywheel/corpus/h200.csv.zst")
 }
 
-/// A child with invented answers: `FAULTS` of them are wrong, late, dead or senseless, by a checksum of the candidate.
+/// A child with invented answers: by a checksum of the candidate, `FAULTS` of them are wrong, late, crashes or nonsense.
 /// `served` has one line for each job, with question and answer.
 /// Without faults, fewer SMs are faster.
 const FAKE: &str = r#"
@@ -383,7 +383,7 @@ fn of_a_thousand_trials_with_faults_none_becomes_the_incumbent_and_no_row_is_los
 }
 
 #[test]
-fn what_one_model_taught_is_tried_first_on_another_and_stale_rows_teach_nothing() {
+fn good_candidates_of_one_model_are_tried_first_on_another_and_stale_rows_are_ignored() {
     let teacher = Fake::new("families/llama-gqa", 0, "none");
     teacher.tune(30);
     let best = histories(&trials_of(&teacher.trials)).pop().unwrap().incumbent().unwrap().candidate.clone();
@@ -403,7 +403,7 @@ fn what_one_model_taught_is_tried_first_on_another_and_stale_rows_teach_nothing(
     let unchanged = fs::read_to_string(pupil.place.path("flywheel/corpus/teacher.csv")).unwrap();
     assert_eq!(unchanged, corpus, "a corpus is read only");
 
-    // Compared with a cold campaign of the same model, which shows what the corpus was worth.
+    // Compared with a cold campaign of the same model, which shows how much the corpus helped.
     let alone = Fake::new("families/qwen2", 1, "none");
     alone.tune(30);
     let study =
@@ -414,13 +414,13 @@ fn what_one_model_taught_is_tried_first_on_another_and_stale_rows_teach_nothing(
     assert!(median.contains(" | 1 | | | ") && median.ends_with(" % |"), "{study}");
     let plot = fs::read_to_string(alone.place.path("plots/m-on-cpu.svg")).unwrap();
     assert_eq!(plot.matches("<polyline").count(), 2, "a curve each");
-    // `--warm` decides which are warm, whatever they tried.
+    // `--warm` decides which campaigns are warm, not the candidates that they tried.
     let said = alone.place.run(&format!("flywheel study {} --warm {}", pupil.trials.display(), alone.trials.display()));
     assert!(said.code(0).stdout.contains("the best of all cold campaigns takes"));
     let lone = alone.place.run(&format!("flywheel study {}", alone.trials.display()));
     lone.refused(&["no cold and warm campaigns of one model", "run `monobloc tune` with several seeds"]);
 
-    // Another grid of knobs: the same rows are of another space.
+    // With another grid of knobs, the same rows belong to another space.
     let space = trials_of(&teacher.trials)[0].facts().point.space.to_string();
     let stale = Fake::new("families/qwen2", 0, "none");
     stale.place.write("flywheel/corpus/teacher.csv", corpus.replace(&space, &space.chars().rev().collect::<String>()));
@@ -432,7 +432,7 @@ fn what_one_model_taught_is_tried_first_on_another_and_stale_rows_teach_nothing(
 }
 
 #[test]
-fn what_was_found_for_an_op_alone_is_tried_first_and_teaches_nothing_else() {
+fn results_of_an_op_alone_are_tried_first_and_have_no_other_effect() {
     let fake = Fake::new("families/llama-gqa", 0, "none");
     let tuned = fake.search(Some(LayerOp::Attention), 30);
     assert!(!tuned.is_default, "{tuned:?}");
@@ -468,7 +468,7 @@ fn an_op_is_tuned_alone_by_its_name() {
 }
 
 #[test]
-fn a_full_disk_stops_a_campaign_that_goes_on_where_there_is_room() {
+fn a_full_disk_stops_a_campaign_which_resumes_when_there_is_room() {
     let place = place();
     place.run("tune m.toml --max-trials 1").code(0);
     let trials = place.path("flywheel/trials.csv");

@@ -1,4 +1,4 @@
-//! Plans of waves: which models have one, that a wrong one has no proof, and that a proven one computes its model.
+//! Tests plans of waves: which models have one, that a wrong one has no proof, and that a proven one computes its model.
 
 use std::fs;
 use std::path::Path;
@@ -79,7 +79,7 @@ fn wide(name: &str) -> Imported {
     import_config_only(&config, 7).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
 
-/// The same with its weights in a file, which is read more often than random weights can be made.
+/// The same with its weights in a file, because reading them again is faster than generating random weights again.
 fn stored(imported: &Imported) -> (tempfile::TempDir, Imported) {
     let folder = tempfile::tempdir().unwrap();
     let bytes = |id: usize| -> Vec<u8> {
@@ -103,7 +103,7 @@ fn stored(imported: &Imported) -> (tempfile::TempDir, Imported) {
     (folder, imported)
 }
 
-/// An H200 of few SMs, so that a share is more than one unit.
+/// An H200 with few SMs, so that a share has more than one unit.
 fn small() -> Target {
     let mut target = h200();
     target.spec.sm_count = 12;
@@ -126,7 +126,7 @@ fn with_tail<'a>(validated: &'a Validated, target: &Target, chunk: u32, rows: u3
     Ok(prove_tail(tail, chunk, target).unwrap_or_else(|violations| panic!("{}", listed(&violations))))
 }
 
-/// Why there is no plan, as if it were the first layer's: a tail has the last one alone.
+/// Why there is no plan, with the first layer's name: a tail has only the last layer.
 fn of_first_layer(refused: &Refused) -> String {
     (1..9).fold(refused.to_string(), |text, layer| text.replace(&format!(".{layer}`"), ".0`"))
 }
@@ -139,7 +139,7 @@ fn listed(violations: &[Violation]) -> String {
 const FORMS: [(Form, u32); 5] =
     [(Form::Chunk, 512), (Form::Steps, 16), (Form::Steps, 32), (Form::Steps, 64), (Form::Tail, 16)];
 
-/// What of the plans of a model can be told in a line each, or why there are none. Who has a plan of chunks has a tail, and all of steps.
+/// A line about each plan of a model, or why there is none. A model with a plan of chunks also has a tail and all plans of steps.
 fn decided(name: &str, graph: &ModelGraph) -> String {
     let target = h200();
     let validated = kernel(graph, &target);
@@ -179,7 +179,7 @@ fn blessed(name: &str, found: &str) {
     assert_eq!(found.lines().count(), expected.lines().count(), "{name}; `BLESS=1` writes what is found");
 }
 
-/// A model that silently loses its kernel, or gains one, changes this file; `BLESS=1` writes it anew.
+/// A model that loses or gains a kernel changes this file; `BLESS=1` writes it again.
 #[test]
 fn models_have_the_plans_that_they_had() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -205,7 +205,7 @@ fn models_have_the_plans_that_they_had() {
     blessed("waves_models.txt", &found);
 }
 
-/// The text of plans of the smallest of them, in which every kind of wave is.
+/// The text of plans of the smallest models that together have every kind of wave.
 #[test]
 fn the_text_of_a_plan_is_what_it_was() {
     let target = h200();
@@ -214,7 +214,7 @@ fn the_text_of_a_plan_is_what_it_was() {
         proven(&validated, &target, form, rows).unwrap().plan().to_string()
     };
     blessed("waves_plan.txt", &of("families/gemma3", Form::Chunk, 512));
-    // Branches with norms of their own, and products that add to the residual.
+    // Branches with their own norms, and products that add to the residual.
     let steps = of("families/gemma3", Form::Steps, 32) + &of("families/qwen3", Form::Steps, 32);
     blessed("waves_plan_steps.txt", &steps);
     // After a branch with a norm, after a product that adds, and after the embedding.
@@ -225,7 +225,7 @@ fn the_text_of_a_plan_is_what_it_was() {
     blessed("waves_plan_tail.txt", &(tails + &tail.plan().to_string()));
 }
 
-/// Each block finds its own shares, for every number of blocks of rows, as `Shares` of waves/context.cuh looks for them.
+/// Each block finds its own shares, for every number of blocks of rows, by the lookup of `Shares` in waves/context.cuh.
 #[test]
 fn tables_hold_the_shares_of_a_plan() {
     let (imported, target) = (wide("families/gemma3"), small());
@@ -248,7 +248,7 @@ fn tables_hold_shares(proven: &Proven<'_>) {
                 let (first, count) = (record.first as usize, record.count as usize);
                 let found: Vec<Share> = tables.shares[first..first + count].iter().map(share).collect();
                 assert_eq!(found, *shares);
-                // The first ones stand in the record, too.
+                // The first ones are in the record, too.
                 let held: Vec<Share> = record.held.iter().take(count).map(share).collect();
                 assert_eq!(held, shares[..count.min(SHARES_HELD)]);
             }
@@ -260,7 +260,7 @@ fn tables_hold_shares(proven: &Proven<'_>) {
     }
 }
 
-/// Both norms, heads of their own norm and windows; biases, LayerNorm and plain activations; with and without time stamps.
+/// Both norms, heads with norms and windows; biases, LayerNorm and plain activations; with and without time stamps.
 #[test]
 fn kernels_of_waves_compile() {
     let Some(nvrtc) = nvrtc("kernels_of_waves_compile") else { return };
@@ -312,7 +312,7 @@ fn kernels_of_waves_of_codes_compile() {
 #[test]
 fn targets_that_cannot_are_refused_by_name() {
     let graph = wide("families/llama-gqa").graph;
-    // A plan is derived from any schedule: that of an H200 does.
+    // A plan can be derived from any schedule, so that of an H200 suffices.
     let validated = kernel(&graph, &h200());
     let plan = derive(validated.schedule(), &h200(), Form::Chunk, 512).unwrap();
     let mut can = vec![];
@@ -359,7 +359,7 @@ fn a_cache_in_fp8_has_no_plan() {
     }
 }
 
-/// Weights that tensor cores do not take as they are.
+/// Weights that have to be converted for tensor cores.
 #[test]
 fn every_format_of_codes_has_a_plan_and_fp32_has_none() {
     let wider = kernel_in(&wide("families/llama-gqa").graph, &h200(), FP32);
@@ -378,7 +378,7 @@ fn every_format_of_codes_has_a_plan_and_fp32_has_none() {
         }
         let proven = proven(&validated, &h200(), Form::Chunk, 512).unwrap();
         assert_eq!(proven.plan().machine.products, Products::Warpgroups, "{name}");
-        // Sums of groups take registers of their own: passes are shorter, and one of as many units as plain weights have is refused.
+        // Sums of groups take more registers, so passes are shorter, and a pass with the units of plain weights is refused.
         let mut plan = proven.plan().clone();
         for wave in &mut plan.waves {
             if let Action::MatMul { pass, warps, .. } = &mut wave.action {
@@ -391,7 +391,7 @@ fn every_format_of_codes_has_a_plan_and_fp32_has_none() {
     }
 }
 
-/// Warpgroups take a whole slot of inputs at once, so all matrices of a chunk have granules of as much of k, or 64.
+/// Warpgroups take a whole slot of inputs at once, so all matrices of a chunk have granules of the same length in k, or of 64.
 #[test]
 fn warpgroups_multiply_layers_of_two_formats_where_their_chunks_are_as_long() {
     let layers = |format: &str| FormatPlan { layers: [(0, named(format))].into(), ..all(named("int8")) };
@@ -484,7 +484,7 @@ fn every_plan_that_is_derived_is_proven() {
 
 // ---- mutants ----------------------------------------------------------------------------------------------------------
 
-/// A wrong plan: what is wrong, the rule that must say so where one is obvious, and the plan.
+/// A wrong plan: its fault, the rule that must find it if one is obvious, and the plan.
 struct Mutant {
     name: String,
     rule: Option<&'static str>,
@@ -523,7 +523,7 @@ impl Mutants<'_> {
             self.add(format!("{n} warps"), wrong, |p| p.machine.warps = n);
             self.add(format!("{n} loader warps"), wrong, |p| p.machine.loader_warps = n + u32::from(n == 4));
         }
-        // Of 168 that each thread has at the launch.
+        // Each thread has 168 registers at the launch.
         for (consumers, loaders) in [(216, 80), (224, 72), (220, 72), (160, 72), (0, 72), (u32::MAX, 72), (216, 176)] {
             self.add(format!("{consumers} and {loaders} registers"), wrong, |p| {
                 (p.machine.registers, p.machine.loader_registers) = (consumers, loaders);
@@ -544,7 +544,7 @@ impl Mutants<'_> {
             self.add(format!("half slots of {name}"), None, |p| ring(p).slot_bytes /= 2);
         }
         let slots = self.of.machine.weights.slots + self.of.machine.inputs.slots;
-        // The last one is eight bytes less than the state of a block has.
+        // The last one is eight bytes less than the state of a block.
         let of_rows = if self.of.form.decides() { 8 * self.of.rows } else { 8 };
         for n in [0, 256, u32::MAX, 24 + 16 * slots + 32 * self.of.machine.warps + 168 + of_rows] {
             self.add(format!("{n} bytes of state"), wrong, |p| p.machine.state_bytes = n);
@@ -629,7 +629,7 @@ impl Mutants<'_> {
         self.add("no waves", wrong, |p| p.waves.clear());
     }
 
-    /// Every buffer that a wave names is another one.
+    /// Replaces every buffer that a wave names by another one.
     fn operands(&mut self) {
         let count = self.of.work.len() as u32;
         for w in 0..self.of.waves.len() {
@@ -707,7 +707,7 @@ impl Mutants<'_> {
         }
     }
 
-    /// Another way to multiply.
+    /// Changes the way in which a wave multiplies.
     fn matmul(&mut self, w: usize, what: &str, rule: Option<&'static str>, change: impl FnOnce(&mut Product)) {
         self.add(format!("w{w}: {what}"), rule, |p| {
             let Action::MatMul { x, squares, target, pass, chunk, warps } = p.waves[w].action else { unreachable!() };
@@ -718,7 +718,7 @@ impl Mutants<'_> {
         });
     }
 
-    /// Passes and chunks that do not fit, and warps that have no place.
+    /// Passes and chunks that do not fit, and warps without work.
     fn product(&mut self, w: usize) {
         let (ring, tiles) = (Some("ring"), self.of.block_rows / 16);
         let Op::MatVec(m) = &self.program.grids[self.of.waves[w].grid.index()].op else { panic!("a product") };
@@ -727,7 +727,7 @@ impl Mutants<'_> {
         for n in [0, 97, 4096, u32::MAX - 7] {
             self.matmul(w, &format!("passes of {n}"), ring, |m| m.pass = n);
         }
-        // None, those that are no whole blocks of 64 columns or share no step with those of inputs, and ones that no slot holds.
+        // No chunk, chunks that are no whole blocks of 64 columns or have no common step with those of inputs, and chunks larger than a slot.
         let inputs = self.of.machine.inputs.slot_bytes / (self.of.block_rows * 64);
         let shares_step = |n: u32| n.is_multiple_of(2) && (n.is_multiple_of(inputs) || inputs.is_multiple_of(n));
         let odd = [1, 3, 5, 6, 7, 10].into_iter().filter(|&n| n % spans == 0 && !shares_step(n)).map(|n| n / spans);
@@ -746,7 +746,7 @@ impl Mutants<'_> {
             let wrong = Warps { rows, units: 8 / rows, k: 1 };
             self.matmul(w, &format!("{rows} groups of rows"), ring, |m| m.warps = wrong);
         }
-        // A step of two granules, of which eight groups get none. Of chunks no number of groups is right: they have no scratch.
+        // With a step of two granules, eight groups get none. In chunks no number of groups is allowed, because they have no scratch.
         self.matmul(w, "more groups of k than granules", ring, |m| {
             (m.pass, m.chunk, m.warps) = (1, (2 / spans).max(1), Warps { rows: 1, units: 1, k: 8 });
         });
@@ -756,7 +756,7 @@ impl Mutants<'_> {
         }
     }
 
-    /// A division of `n` units in `parts` parts: all of it is the first SM's.
+    /// A division of `n` units in `parts` parts that gives all of them to the first SM.
     fn divided(&self, n: u32, parts: u32) -> Division {
         let Plan { rows, block_rows, machine, .. } = self.of;
         let shares = |blocks: u32| {
@@ -775,7 +775,7 @@ impl Mutants<'_> {
         Division { over: Over::Units { n, parts }, shares: (1..=rows / block_rows).map(shares).collect() }
     }
 
-    /// Products in other numbers of parts than what they write and what reads that.
+    /// Products with another number of parts than their outputs and the readers of these.
     fn parts(&mut self) {
         let wrong = Some("order");
         for w in 0..self.of.waves.len() {
@@ -792,7 +792,7 @@ impl Mutants<'_> {
                 });
             }
             let Written::Out(out) = target else { continue };
-            // What is written in parts is read as plain rows, and the other way round.
+            // An output in parts is read as plain rows, and the other way round.
             let Work { layout, cols, .. } = self.of.work[out.index()];
             let other = if parts > 1 { Layout::Rows(DType::Bf16) } else { Layout::Parts(2) };
             if layout == Layout::Operand {
@@ -807,7 +807,7 @@ impl Mutants<'_> {
                 *read.expect("the operand") = id;
             });
             self.matmul_to(w, id, new, wrong);
-            // Of a chunk, parts that everybody knows of: there is no room for those of several blocks.
+            // In a chunk, parts that all readers know: there is no room for those of several blocks.
             if self.of.form == Form::Chunk && layout == Layout::Rows(DType::Bf16) {
                 let writers = self.of.waves.iter().enumerate().filter_map(|(w, wave)| match wave.action {
                     Action::MatMul { target: Written::Out(to), .. } if to == out => Some((w, wave.division)),
@@ -823,7 +823,7 @@ impl Mutants<'_> {
                         p.waves[w].division = DivisionId(p.divisions.len() as u32);
                         p.divisions.push(division);
                     }
-                    // Last in the arena, where there is room for it.
+                    // At the end of the arena, where there is room.
                     p.work[out.index()].place = p.work_bytes().next_multiple_of(256);
                     p.work[out.index()].layout = Layout::Parts(2);
                 });
@@ -860,7 +860,7 @@ impl Mutants<'_> {
         }
     }
 
-    /// What a product writes goes into a buffer that was added.
+    /// A product writes into a buffer that was added.
     fn matmul_to(&mut self, w: usize, id: WorkId, new: Work, rule: Option<&'static str>) {
         self.add(format!("w{w} writes {:?}", new.layout), rule, |p| {
             p.work.push(new);
@@ -869,7 +869,7 @@ impl Mutants<'_> {
         });
     }
 
-    /// What rows add of a product that was left in parts.
+    /// Rows that add the parts of a product.
     fn addends(&mut self) {
         let wrong = Some("order");
         let inputs = self.of.waves.iter().find_map(|wave| match wave.action {
@@ -892,7 +892,7 @@ impl Mutants<'_> {
                 let Action::MatMul { target, .. } = &mut p.waves[w - 1].action else { panic!("the product") };
                 *target = Written::Residual(residual);
             });
-            // Of another product of the same layout: that of the layer before is gone.
+            // The parts of another product with the same layout: those of the previous layer are overwritten.
             self.add(format!("w{w}: before its product"), wrong, |p| p.waves.swap(w - 1, w));
             self.add(format!("w{w}: a wave on"), wrong, |p| {
                 if w + 1 < p.waves.len() {
@@ -904,7 +904,7 @@ impl Mutants<'_> {
         }
     }
 
-    /// What steps decide, and where the next step reads it.
+    /// The decisions of steps, and where the next step reads them.
     fn candidates(&mut self) {
         let wrong = Some("order");
         let Action::Rows { residual, sum: Some(Sum::Embed { table, scale, candidates }), out } =
@@ -935,7 +935,7 @@ impl Mutants<'_> {
         for cols in [self.of.machine.sms - 1, self.of.machine.sms + 1] {
             self.add(format!("candidates of {cols} blocks"), None, |p| p.work[candidates.index()].cols = cols);
         }
-        // Scratch without room for what the warps of a block meet with.
+        // Scratch without room for the values that the warps of a block exchange.
         for n in [0, 128, 512] {
             self.add(format!("{n} bytes of scratch"), None, |p| p.machine.scratch_bytes = n);
         }
@@ -996,7 +996,7 @@ impl Mutants<'_> {
                 let squares = if input.squares.is_some() { None } else { Some(WorkId(0)) };
                 with("another norm of parts", None, sum, Some(Input { squares, ..input }));
             }
-            // A product overwrites it before anything reads it, but its norm may name anything.
+            // A product overwrites it before it is read, but its norm may name any buffer.
             None => {
                 let inputs = self.of.waves.iter().filter_map(|wave| match wave.action {
                     Action::Rows { out, .. } => out,
@@ -1074,7 +1074,7 @@ impl Mutants<'_> {
     }
 }
 
-/// The name of a ring, and where a plan has it.
+/// The name of a ring, and its field in a plan.
 type RingOf = (&'static str, fn(&mut Plan) -> &mut Ring);
 
 /// How a wave multiplies.
@@ -1085,7 +1085,7 @@ struct Product {
     warps: Warps,
 }
 
-/// What becomes of a share.
+/// A change of a share, with its name.
 type Change = (&'static str, fn(&mut Share));
 
 /// The buffers that an action names.
@@ -1123,7 +1123,7 @@ fn other_norms(norm: NormOf) -> Vec<NormOf> {
     ]
 }
 
-/// Every mutant of a plan either has no proof, or computes the same: two judges for one question. Returns how many there are.
+/// Every mutant of a plan either has no proof, or computes the same: two judges for one question. Returns the number of mutants.
 fn judge_mutants(name: &str, target: &Target, form: Form, rows: u32) -> usize {
     let imported = wide(name);
     let validated = kernel(&imported.graph, target);
@@ -1197,7 +1197,7 @@ fn other_orders(sums: Sums) -> Vec<Sums> {
     }
 }
 
-/// Every model that has plans of steps has those for 32 and 64 rows in one order: that of the plan for 64 rows.
+/// Every model with plans of steps has plans for 32 and 64 rows in one order of sums: that of the plan for 64 rows.
 #[test]
 fn steps_of_32_and_64_rows_can_add_up_in_one_order() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -1231,7 +1231,7 @@ fn steps_of_32_and_64_rows_can_add_up_in_one_order() {
     assert!(models > 20 && differ > 10, "{models} models, {differ} of which have another order");
 }
 
-/// What is no set of plans in one order, of plans that are proven each.
+/// Plans that are proven alone, but together are no set with one order of sums.
 #[test]
 fn plans_in_other_orders_are_not_proven_together() {
     let target = h200();
@@ -1240,9 +1240,9 @@ fn plans_in_other_orders_are_not_proven_together() {
     assert_eq!(plans.len(), 3);
     let of = |rows: u32, form| derive(validated.schedule(), &target, form, rows).unwrap();
     let [few, some, most] = [0, 1, 2].map(|at| plans[at].clone());
-    // Rows of a chunk have lanes of their own.
+    // Rows of a chunk have separate lanes.
     let chunk = of(128, Form::Chunk);
-    // Rows are in more parts where fewer of them share the SMs.
+    // Rows have more parts if fewer of them share the SMs.
     let other = of(16, Form::Steps);
     let wave = other.waves.iter().zip(&most.waves).position(|(a, b)| a.sums != b.sums).expect("another order");
     let mut lies = other.clone();
@@ -1329,7 +1329,7 @@ fn a_proven_plan_computes_keys_and_values_of_its_model() {
     assert!(models >= 21, "{models} models");
 }
 
-/// What the reference decides after `text`, again and again, and the keys and values of all but the last one.
+/// The tokens that the reference decides after `text`, one after another, and the keys and values of all tokens except the last.
 fn decoded(imported: &Imported, text: &[u32], count: usize) -> (Vec<u32>, Vec<[Rows; 2]>) {
     let mut session = Session::new(&imported.graph, &imported.weights);
     let (last, before) = text.split_last().unwrap();
@@ -1343,7 +1343,7 @@ fn decoded(imported: &Imported, text: &[u32], count: usize) -> (Vec<u32>, Vec<[R
     (tokens, (0..imported.graph.layers.len()).map(cached).collect())
 }
 
-/// Three sequences of different lengths are read, one of them while the others decode, and go on together for some steps.
+/// Three sequences of different lengths are read, one of them while the others decode; then all decode together for some steps.
 fn run_steps(imported: &Imported, validated: &Validated, plan: &Plan, seed: u64) {
     let program = &validated.schedule().program;
     let texts: Vec<Vec<u32>> = [(11, 3), (2, 40), (6, 7)]
@@ -1407,8 +1407,8 @@ fn a_proven_plan_of_steps_decides_what_its_model_does() {
     assert!(models >= 40, "{models} models");
 }
 
-/// Reads a text in chunks that end at `ends`. After each, rows at its end decide: one after the first chunk, one more after each other one.
-/// They decide what the model does, and keys and values stay those of the model.
+/// Reads a text in chunks that end at `ends`. Rows at the end of each chunk decide: one after the first chunk, one more after each later chunk.
+/// Their tokens, keys and values must be those of the model.
 fn run_tail(imported: &Imported, both: &WithTail<'_>, text: &[u32], ends: &[usize], seed: u64) {
     let (chunk, program) = (both.chunk().plan(), &both.tail().validated().schedule().program);
     let mut executor = Executor::new(program, imported, chunk, &[text.len()], seed);
@@ -1448,7 +1448,7 @@ fn a_proven_tail_decides_what_its_model_does() {
     assert!(models >= 40, "{models} models");
 }
 
-/// What is no tail of a plan, of plans that are proven each.
+/// Plans that are proven alone, but of which one is no tail of the other.
 #[test]
 fn a_tail_is_proven_after_its_chunk_alone() {
     let target = h200();
@@ -1460,7 +1460,7 @@ fn a_tail_is_proven_after_its_chunk_alone() {
     let tail = derive(validated.schedule(), &target, Form::Tail, 16).unwrap();
     let of = |form, rows| proven(&validated, &target, form, rows).unwrap();
     let chunk = of(Form::Chunk, 256);
-    // A tail that begins a layer early: the residual that it takes is not there any more.
+    // A tail that begins a layer early: its residual was overwritten.
     let per_layer = tail.waves[1..].iter().position(|wave| matches!(wave.action, Action::Rows { .. })).unwrap();
     let mut early = tail.clone();
     early.waves.iter_mut().for_each(|wave| wave.grid.0 -= per_layer as u32);
@@ -1475,13 +1475,13 @@ fn a_tail_is_proven_after_its_chunk_alone() {
     ] {
         assert!(violations[0].to_string().starts_with(expected), "{expected}: {}", listed(&violations));
     }
-    // Chunks of any number of rows leave the same.
+    // The result does not depend on the number of rows of a chunk.
     for rows in [128, 512] {
         prove_tail(tail.clone(), of(Form::Chunk, rows), &target).unwrap_or_else(|found| panic!("{}", listed(&found)));
     }
 }
 
-/// The executor sees what a plan leaves out, does too early, or does twice.
+/// The executor notices work that a plan leaves out, does too early, or does twice.
 #[test]
 fn a_wrong_plan_computes_something_else() {
     let ((_folder, imported), target) = (stored(&wide("families/gemma3")), small());
@@ -1502,7 +1502,7 @@ fn a_wrong_plan_computes_something_else() {
         }
     }
     for d in 0..of.divisions.len() {
-        // One that has rows of the text.
+        // A share that has rows of the text.
         mutants.add(format!("a share of d{d} dropped"), None, |p| {
             let has = |share: &Share| share.row < text.len() as u32;
             let mut shares = p.divisions[d].shares[1].iter_mut();
@@ -1526,7 +1526,7 @@ fn a_wrong_plan_computes_something_else() {
 /// Rows of a launch, and its steps.
 type Launch = (Vec<abi::Row>, u32);
 
-/// Rows of a sequence with these tokens, from a position on; those of no token have what `from` decided.
+/// Rows of a sequence with these tokens, from a position on. `Err(from)`: the token that row `from` decided.
 fn rows_of(sequence: u32, position: u32, tokens: &[Result<u32, u32>]) -> Vec<abi::Row> {
     let row = |(position, token): (u32, &Result<u32, u32>)| {
         let (token, from) = token.map_or_else(|from| (-1, from), |token| (token as i32, 0));
@@ -1539,14 +1539,14 @@ fn given(tokens: &[u32]) -> Vec<Result<u32, u32>> {
     tokens.iter().map(|token| Ok(*token)).collect()
 }
 
-/// What a generated kernel has left.
+/// The memory after a run of a generated kernel.
 struct Ran {
     cache: Vec<u8>,
-    /// Its arena.
+    /// The arena.
     work: Vec<u8>,
-    /// Of steps the tokens of each row: those that each step began with, and what the last one decided.
+    /// For steps, the tokens of each row: those with which each step began, and those that the last one decided.
     tokens: Vec<i32>,
-    /// Of the last step of each launch the logits of each row, as bits.
+    /// The logits of each row in the last step of each launch, as bits.
     logits: Vec<u32>,
 }
 
@@ -1555,7 +1555,7 @@ fn run_kernel(imported: &Imported, proven: &Proven<'_>, launches: &[Launch], pag
     run_kernel_after(imported, proven, launches, pages, None)
 }
 
-/// The same of a tail. `before`: what its chunk has left, and where its residual begins in that arena.
+/// As [`run_kernel`], for a tail. `before`: the memory after its chunk, and the begin of its residual in that arena.
 fn run_kernel_after(
     imported: &Imported,
     proven: &Proven<'_>,
@@ -1599,7 +1599,7 @@ fn run_kernel_after(
     Some(Ran { cache: read("cache"), work: read("work"), tokens, logits: words("logits") })
 }
 
-/// Keys and values of each layer and position, out of the bytes of the cache.
+/// Keys and values of each layer and position, from the bytes of the cache.
 fn cached(schedule: &Schedule, bytes: &[u8], page_of: &[u32], positions: usize) -> Vec<[Rows; 2]> {
     let shape = Shape::of(&schedule.program).unwrap();
     let (page_rows, pool_rows) = (shape.page_rows as usize, (shape.page_rows * shape.pages) as usize);
@@ -1673,7 +1673,7 @@ fn a_generated_kernel_computes_keys_and_values_of_its_model() {
     }
 }
 
-/// The same of steps: two texts are read at once, and go on together.
+/// The same for steps: two texts are read at once, and decode together.
 #[test]
 fn a_generated_kernel_of_steps_decides_what_its_model_does() {
     const NAME: &str = "a_generated_kernel_of_steps_decides_what_its_model_does";
@@ -1725,7 +1725,7 @@ fn a_generated_kernel_of_steps_decides_what_its_model_does() {
     }
 }
 
-/// The same of a chunk and its tail: the last rows of a chunk of two blocks decide, out of pages in no order.
+/// The same for a chunk and its tail: the last rows of a chunk of two blocks decide, with pages in random order.
 #[test]
 fn a_generated_tail_decides_what_its_model_does() {
     const NAME: &str = "a_generated_tail_decides_what_its_model_does";
@@ -1778,11 +1778,11 @@ fn a_generated_tail_decides_what_its_model_does() {
     }
 }
 
-/// A row's logits, keys and values have the same bits alone and beside others, and wherever its prompt was cut.
+/// A row's logits, keys and values have the same bits alone and beside others, with any chunks of its prompt.
 #[test]
 fn a_generated_kernel_of_steps_gives_a_row_the_bits_that_it_has_alone() {
     const NAME: &str = "a_generated_kernel_of_steps_gives_a_row_the_bits_that_it_has_alone";
-    // One text, read in cuts by a sequence each. Then each sequence has a row at the next position, beside so many rows less one.
+    // One text, which each sequence reads in other chunks. Then each sequence has a row at the next position, in a step with the given number of rows.
     let cuts = [(1, 1), (7, 2), (16, 5), (64, 16), (33, 33)];
     for name in ["families/gemma3", "families/qwen3"] {
         let ((_folder, imported), mut target) = (stored(&wide(name)), small());
@@ -1900,7 +1900,7 @@ fn generated_kernels_in_one_order_give_rows_the_bits_that_they_have_alone() {
         return skipped(NAME, "C++ compiler", "`c++`");
     };
     let expected = of(&cache);
-    // Of the last launch of each text: its token, and what was decided.
+    // From the last launch of each text: its token, and the decided one.
     let mut at = 0;
     let decided: Vec<&[i32]> = alone
         .iter()

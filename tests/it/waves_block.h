@@ -48,7 +48,7 @@ static void require(bool holds, const char* what) {
 
 // ---- in place of waves/ring.cuh ---------------------------------------------------------------------------------------
 
-// Chunks of a ring lie one after another, however many slots there are, behind everything else of a block.
+// Chunks of a ring are stored one after another, for any number of slots, after all other memory of a block.
 constexpr u32 CHUNKS_MOST = 1024, RINGS_AT = 256 << 10, RING_BYTES = (SMEM_BYTES - RINGS_AT) / 2;
 struct Ring {
   u32 promised[CHUNKS_MOST], landed[CHUNKS_MOST]; // bytes of each chunk

@@ -1,8 +1,8 @@
 //! Executes a plan of waves on the CPU: the second judge of plans, which knows nothing of how they are derived or proven.
 //!
-//! All SMs finish a wave before the next one begins. Within a wave their shares run in any order. Activations lie where the plan puts
-//! them, as values of fp64 that nothing rounds; those that were not written are NaN. So are keys and values. From one step to the next
-//! nothing stays but the candidates. A tail has an arena of its own, and finds that of the chunk before it as the chunk left it.
+//! All SMs finish a wave before the next one begins. Within a wave their shares run in any order. Activations are at the places of the
+//! plan, as fp64 values without rounding; values that were not written are NaN. The same holds for keys and values. From one step to
+//! the next only the candidates stay. A tail has its own arena, and reads the arena that the chunk before it left.
 
 use std::collections::BTreeMap;
 
@@ -15,17 +15,17 @@ use monobloc::random::Random;
 use monobloc::reference::{Session, act, norm_values, rope_apply, softcap, softmax};
 use monobloc::waves::{Action, Form, Layout, NormOf, Over, Plan, Share, Sum, Target, Wave, WorkId};
 
-/// Keys or values of a layer: of each position, all KV heads.
+/// Keys or values of a layer: for each position, all KV heads.
 pub type Rows = Vec<Vec<f64>>;
 
-/// Sums of fp64 in another order, of activations that are up to some thousands.
+/// Tolerance for sums of fp64 in another order, with activations of up to some thousands.
 pub const TOLERANCE: f64 = 1e-9;
 
 /// A row of a launch.
 #[derive(Debug, Clone, Copy)]
 pub struct Row {
     pub sequence: usize,
-    /// In the first step; one more in each step after it.
+    /// Position in the first step; each later step adds one.
     pub position: usize,
     pub first: First,
 }
@@ -34,7 +34,7 @@ pub struct Row {
 #[derive(Debug, Clone, Copy)]
 pub enum First {
     Given(u32),
-    /// What this row decided in the last step of the launch before. Of a tail: this row of the chunk.
+    /// The token that this row decided in the last step of the previous launch. For a tail: this row of the chunk.
     Decided(usize),
 }
 
@@ -57,16 +57,16 @@ struct Step<'a> {
     imported: &'a Imported,
     plan: &'a Plan,
     arena: Vec<f64>,
-    /// Of a tail: the arena of the chunk, from the residual of its first row on.
+    /// For a tail: the arena of the chunk, from the residual of its first row on.
     taken: &'a [f64],
-    /// Token, sequence and position of each row. A token that is not there yet is what row `from` decided.
+    /// Token, sequence and position of each row. `Err(from)`: the token is the one that row `from` decided.
     rows: Vec<(Result<u32, usize>, usize, usize)>,
     /// The tokens that the rows had.
     tokens: Vec<Option<u32>>,
 }
 
 impl<'a> Executor<'a> {
-    /// Caches for sequences of so many positions.
+    /// Caches for sequences of at most `positions` positions.
     pub fn new(
         program: &'a Program,
         imported: &'a Imported,
@@ -87,7 +87,7 @@ impl<'a> Executor<'a> {
         Executor { program, imported, plan, caches, arena, random: Random::new(seed) }
     }
 
-    /// Runs a launch. Returns of every step the tokens that rows began with, and of steps what they decided last.
+    /// Runs a launch. Returns the tokens with which the rows began each step, and the tokens that the last step decided.
     pub fn launch(&mut self, rows: &[Row], steps: usize) -> Vec<Vec<Option<u32>>> {
         let mut tokens = vec![];
         for step in 0..steps {
@@ -120,7 +120,7 @@ impl<'a> Executor<'a> {
         tokens
     }
 
-    /// Runs a tail after a launch of a chunk, whose residual begins at byte `taken`. Returns what its rows decided.
+    /// Runs a tail after a launch of a chunk, whose residual begins at byte `taken`. Returns the tokens that its rows decided.
     pub fn end(&mut self, tail: &Plan, taken: u64, rows: &[Row]) -> Vec<Option<u32>> {
         let from = |row: &Row| match row.first {
             First::Decided(from) => (Err(from), row.sequence, row.position),
@@ -139,7 +139,7 @@ impl<'a> Executor<'a> {
         (0..rows.len()).map(|row| now.decided(row)).collect()
     }
 
-    /// What stays from one step to the next.
+    /// The cells that stay from one step to the next.
     fn kept(&self) -> Vec<f64> {
         let mut arena = vec![f64::NAN; self.arena.len()];
         for work in self.plan.work.iter().filter(|work| work.layout == Layout::Candidates) {
@@ -158,7 +158,7 @@ impl<'a> Executor<'a> {
     }
 }
 
-/// Keys and values that `plan` leaves in the cache of every layer, after it has read `chunks`.
+/// Keys and values in the cache of every layer after `plan` has read `chunks`.
 pub fn execute(program: &Program, imported: &Imported, plan: &Plan, chunks: &[&[u32]], seed: u64) -> Vec<[Rows; 2]> {
     let positions: usize = chunks.iter().map(|chunk| chunk.len()).sum();
     let mut executor = Executor::new(program, imported, plan, &[positions], seed);
@@ -174,7 +174,7 @@ pub fn execute(program: &Program, imported: &Imported, plan: &Plan, chunks: &[&[
     executor.cached(0)
 }
 
-/// What the reference has after it has read the same tokens one by one.
+/// Keys and values of the reference after it has read the same tokens one by one.
 pub fn expected(imported: &Imported, tokens: &[u32]) -> Vec<[Rows; 2]> {
     let mut session = Session::new(&imported.graph, &imported.weights);
     tokens.iter().for_each(|&token| drop(session.step_hidden(token)));
@@ -182,7 +182,7 @@ pub fn expected(imported: &Imported, tokens: &[u32]) -> Vec<[Rows; 2]> {
     (0..imported.graph.layers.len()).map(cached).collect()
 }
 
-/// The largest difference of a key or a value by the largest value of its kind and layer; infinite where one is no number.
+/// The largest difference of a key or a value divided by the largest value of its kind and layer; infinite for NaN.
 pub fn difference(expected: &[[Rows; 2]], found: &[[Rows; 2]]) -> f64 {
     assert_eq!(expected.len(), found.len());
     let mut most = 0.0f64;
@@ -197,7 +197,7 @@ pub fn difference(expected: &[[Rows; 2]], found: &[[Rows; 2]]) -> f64 {
     most
 }
 
-/// In eight sums, which do not wait for each other.
+/// A dot product in eight independent sums.
 fn dot(a: &[f64], b: &[f64]) -> f64 {
     let mut sums = [0.0; 8];
     let ((a8, a), (b8, b)) = (a.as_chunks::<8>(), b.as_chunks::<8>());
@@ -252,7 +252,7 @@ impl Step<'_> {
         share.row as usize..((share.row + share.rows) as usize).min(self.rows.len())
     }
 
-    /// What a row decided: the best candidate of all SMs, of equal ones the first id.
+    /// The token that a row decided: the best candidate of all SMs; of equal ones the first id.
     fn decided(&self, row: usize) -> Option<u32> {
         let id = self.plan.candidates()?;
         let cols = self.plan.work[id.index()].cols as usize;
@@ -260,7 +260,7 @@ impl Step<'_> {
             let at = self.cell(id, row, sm);
             (self.arena[at], self.arena[at + 2])
         };
-        // One that is no number was not written.
+        // A candidate that is NaN was not written.
         let all: Option<Vec<(f64, f64)>> = (0..cols).map(|sm| Some(of(sm)).filter(|of| !of.1.is_nan())).collect();
         let best = all?.into_iter().reduce(|a, b| if b.0 > a.0 || b.0 == a.0 && b.1 < a.1 { b } else { a })?;
         Some(best.1 as u32)
@@ -318,7 +318,7 @@ impl Step<'_> {
         self.put(self.cell(id, row, col), value, if wide { 2 } else { 1 });
     }
 
-    /// A value of so many cells.
+    /// Writes a value that takes `cells` cells.
     fn put(&mut self, at: usize, value: f64, cells: usize) {
         for (i, cell) in self.arena.iter_mut().skip(at).take(cells).enumerate() {
             *cell = if i == 0 { value } else { f64::NAN };
@@ -333,7 +333,7 @@ impl Step<'_> {
         self.program.buffers[id.index()].content.as_ref().expect("a buffer of the pack")
     }
 
-    /// A vector of the pack; of parts that take turns, one after another all the same.
+    /// A vector of the pack. Interleaved parts are returned one after another.
     fn vector(&self, id: BufferId) -> Vec<f32> {
         let Content::Vectors { parts, offset, .. } = self.content(id) else { panic!("{id} is no vector") };
         let of_part = |part: &monobloc::ir::program::VectorPart| -> Vec<f32> {
@@ -363,7 +363,7 @@ impl Step<'_> {
 
     fn wave(&mut self, wave: &Wave, shares: &[(usize, Share)], caches: &mut Caches) {
         let grid = self.grid(wave.grid).clone();
-        // Every block writes the best that it has of every row, also where that is nothing.
+        // Every block writes its best candidate of every row, even if it has none.
         let sms = self.plan.machine.sms as usize;
         let mut best = vec![vec![(f64::NEG_INFINITY, f64::from(i32::MAX)); self.plan.rows as usize]; sms];
         for (sm, share) in shares {
@@ -403,7 +403,7 @@ impl Step<'_> {
         }
     }
 
-    /// `parts`: of a row, of which a share has some.
+    /// `parts`: the parts of a row, of which a share has some.
     fn rows_wave(&mut self, action: &Action, share: &Share, parts: u32) {
         let &Action::Rows { residual, sum, out } = action else { unreachable!() };
         let cols = self.plan.work[residual.index()].cols as usize;
@@ -434,7 +434,7 @@ impl Step<'_> {
                 let branch = norm.map_or(branch.clone(), |norm| self.normed(&norm, &branch));
                 x.iter_mut().zip(branch).for_each(|(x, b)| *x += f64::from(scale) * b);
             }
-            // Another share may or may not have added its part: a norm of those would be one of either.
+            // Another share may or may not have added its part, so a norm over them would be undefined.
             if parts > 1 {
                 x.iter_mut().enumerate().filter(|(col, _)| !own.contains(col)).for_each(|(_, x)| *x = f64::NAN);
             }
@@ -455,7 +455,7 @@ impl Step<'_> {
         }
     }
 
-    /// `best`: of each row, what this SM has found.
+    /// `best`: the best candidate of this SM for each row.
     fn matmul(
         &mut self,
         grid: &Grid,
@@ -474,7 +474,7 @@ impl Step<'_> {
         let length = (m.k.div_ceil(step).div_ceil(parts) * step) as usize;
         let part = (share.lo / n) as usize;
         let of_k = part * length..((part + 1) * length).min(m.k as usize);
-        // What the norm of the input lacks.
+        // The factor that the norm of the input left out.
         let factor = |row: usize| {
             let (Some(squares), Some(norm)) = (squares, m.norm) else { return 1.0 };
             (self.read(squares, row).iter().sum::<f64>() / f64::from(m.k) + f64::from(norm.eps)).sqrt().recip()
@@ -536,7 +536,7 @@ impl Step<'_> {
         }
     }
 
-    /// A head as attention uses it.
+    /// A head after norm and rotation, as attention uses it.
     fn head(&self, grid: &Grid, a: &Attention, key: bool, head: &[f64], position: usize) -> Vec<f64> {
         let (norm, role) = if key { (&a.k_norm, Role::KNormWeight) } else { (&a.q_norm, Role::QNormWeight) };
         let mut head = match norm {
@@ -571,8 +571,8 @@ impl Step<'_> {
         }
     }
 
-    /// The heads of one row that a share has: the cache up to the first position that the row's sequence has in this step, then what `x`
-    /// holds of its rows. Of a KV head the share with its first heads appends.
+    /// Attention of the heads of one row that a share has. It reads the cache up to the first position of the row's sequence in this step,
+    /// then the rows of the step from `x`. The share with the first query heads of a KV head appends.
     fn attend_row(&mut self, grid: &Grid, a: &Attention, x: WorkId, out: WorkId, share: &Share, caches: &mut Caches) {
         let (dim, heads, kv_heads) = (a.head_dim as usize, a.heads as usize, a.kv_heads() as usize);
         for row in self.rows(share) {
@@ -582,7 +582,7 @@ impl Step<'_> {
             let per_task = a.heads_per_task as usize;
             for head in share.lo as usize * per_task..share.hi as usize * per_task {
                 let kv = head / a.group as usize;
-                // Of a row of the step: a head of q, of k or of v.
+                // A head of q, of k or of v of a row of the step.
                 let of = |row: usize, head: usize| self.read(x, row)[head * dim..(head + 1) * dim].to_vec();
                 let new = |row: usize| {
                     let key = self.head(grid, a, true, &of(row, heads + kv), self.rows[row].2);

@@ -1,4 +1,4 @@
-//! Schedules to judge: real lowerings of random shapes and candidates, and programs that no lowering would make.
+//! Owns schedules to judge: real lowerings of random shapes and candidates, and programs that no lowering would make.
 
 use super::explore::Rng;
 use crate::proof_support::{
@@ -24,7 +24,7 @@ use monobloc::model::graph::{Act, ModelGraph, NormKind, QkNormSpan, RowView, Ten
 use monobloc::schedule::schedule;
 use monobloc::target::{CopyMechanism, Target, TargetKind};
 
-/// A schedule, what it was made for, and what it is called.
+/// A schedule, its target, and its name.
 pub struct Base {
     pub name: String,
     pub schedule: Schedule,
@@ -101,8 +101,8 @@ pub fn medium(random: &mut Rng) -> Base {
     placed(random, name, toy, sms)
 }
 
-/// What decoders of one row have not: steps of several rows over pages, with packets, counters or words; weights that the step chooses;
-/// SMs of two devices. Kernels have more limits than the language, and are judged elsewhere.
+/// Features that decoders of one row do not have: steps of several rows over pages, with packets, counters or words; weights that the
+/// step chooses; SMs of two devices. Kernels have more limits than the language, and are judged elsewhere.
 pub fn several(random: &mut Rng) -> Base {
     let on_gpu = random.below(3) != 0;
     let (machine, target) = if on_gpu { (h200(), beyond_kernels()) } else { (cpu(), cpu()) };
@@ -150,7 +150,7 @@ fn placed(random: &mut Rng, name: &str, toy: Toy, sms: u32) -> Base {
     Base { name: name.to_string(), schedule: toy.schedule(&target, &candidate), target }
 }
 
-/// A real lowering: of a checkpoint's graph or of a random shape, on any record, by any candidate. `None`: it does not fit.
+/// A real lowering, of a checkpoint's graph or of a random shape, on any record, with any candidate. `None` if it does not fit.
 pub fn real(random: &mut Rng, graphs: &[(String, ModelGraph)]) -> Option<Base> {
     let names: Vec<&str> = Target::builtin_names().collect();
     let target = Target::builtin(names[random.below(names.len())])?;
@@ -208,8 +208,8 @@ pub fn real(random: &mut Rng, graphs: &[(String, ModelGraph)]) -> Option<Base> {
     Some(Base { name, schedule: placed, target })
 }
 
-/// A random program: matrix products in any wiring over random SMs, with private sums of owners or of every SM, in queues that
-/// mostly follow the program; its events are derived here, not by the scheduler.
+/// A random program: matrix products in any wiring over random SMs, with private sums of owners or of every SM. Queues mostly follow
+/// the program, and events are derived here, not by the scheduler.
 pub fn random_program(random: &mut Rng) -> Base {
     let sms = 1 + random.below(3);
     let hidden = 8 * (1 + random.below(3)) as u32;
@@ -242,7 +242,7 @@ pub fn random_program(random: &mut Rng) -> Base {
         vec![read(Role::Candidates, candidates, Cols::all(2 * sms as u32)), write(Role::Token, token, one)],
     );
     build.grid("report", Op::Report, 1, vec![read(Role::Token, token, one), write(Role::Out, said, one)]);
-    // The residual is made by owners of its columns or by every SM; sometimes one grid sees it otherwise.
+    // The residual is made by owners of its columns or by every SM; sometimes one grid is wrong about it.
     let everywhere = random.below(3) == 0;
     let made = |random: &mut Rng| if random.below(24) == 0 { !everywhere } else { everywhere };
     let sum_shape = |everywhere: bool| {
@@ -293,7 +293,7 @@ pub fn random_program(random: &mut Rng) -> Base {
         }
         vectors.push((out, rows));
     }
-    // Mostly the last one; where every SM has the sum, mostly that.
+    // Mostly the last one; if every SM has the sum, mostly that one.
     let at = if everywhere && random.below(3) > 0 { 0 } else { vectors.len() - 1 };
     let (from, k) = vectors[at];
     let epilogue = Epilogue::Logits { scale: 1.0, softcap: None };
@@ -427,7 +427,7 @@ fn place_randomly(random: &mut Rng, p: Program, sms: usize) -> Base {
         queues: vec![vec![]; sms],
         streams: vec![vec![]; sms],
     };
-    // Whose the parts of the residual are, everywhere the same; sometimes one grid sees it otherwise.
+    // The owners of the parts of the residual, the same everywhere; sometimes one grid is wrong about them.
     let owned = |n: u32, sm: usize| (sm as u32 * n / sms as u32, (sm as u32 + 1) * n / sms as u32);
     for (g, grid) in p.grids.iter().enumerate() {
         let mut cuts: Vec<(usize, u32, u32)> = match grid.op {
@@ -531,7 +531,7 @@ fn place_randomly(random: &mut Rng, p: Program, sms: usize) -> Base {
         _ => None,
     });
     let mut placement: Vec<Option<u64>> = placement.collect();
-    // The pack, where the compiler would have it.
+    // The pack, with the layout of the compiler.
     for (place, packed) in placement.iter_mut().zip(layout::placement(&p)) {
         *place = place.or(packed);
     }
@@ -578,7 +578,7 @@ fn place_randomly(random: &mut Rng, p: Program, sms: usize) -> Base {
         }
     }
     let schedule = Schedule { program: p, machine, variants, placement, regimes: vec![regime] };
-    // What the language says, without the limits of today's kernels.
+    // The whole language, without the limits of today's kernels.
     let mut target = Target { kind: TargetKind::Cpu, ..h200() };
     target.spec.copy = CopyMechanism::Plain;
     Base { name: "random program".to_string(), schedule, target }

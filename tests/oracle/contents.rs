@@ -1,13 +1,12 @@
-//! What is in memory on both sides of a border: a text with contents, run as its positions ask and in the first regime
-//! alone; or by two kernels in turn over one cache, and by the first of them alone.
+//! Compares the contents of memory on both sides of a border between regimes. A text is run with the regimes of its positions, and in
+//! the first regime alone; or by two kernels in turn over one cache, and by the first of them alone.
 //!
-//! A value is a number made of everything that it depends on: the token, the position, what weights are filled from, the
+//! A value is a number made of everything that it depends on: the token, the position, the contents of the weights, the
 //! attributes of ops, the rows of the history. Contributions of history rows are added up, so that attention is the same
-//! number in however many shares it is computed. Where the two runs differ, the text depends on where a regime begins.
+//! number with any number of KV splits. If the two runs differ, the text depends on where a regime begins.
 //!
-//! Steps are run in program order, one task after another. That other orders find the same is for [`super::machine`] to
-//! say. Long texts are run near their beginning, their borders and their end; rows of other positions are left out in
-//! both runs.
+//! Steps are run in program order, one task after another. [`super::machine`] judges whether other orders give the same.
+//! Long texts are run near their beginning, their borders and their end; rows of other positions are left out in both runs.
 
 use super::footprint::pitch;
 use super::machine::share;
@@ -20,12 +19,12 @@ use monobloc::model::graph::QkNormSpan;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Debug;
 
-/// Texts of up to so many positions are run whole.
+/// Longest text that is run whole, in positions.
 const WHOLE: u32 = 10;
 /// Positions on each side of a border.
 const NEAR: u32 = 3;
 
-/// Runs the text of a schedule whose operands are what their ops touch.
+/// Runs the text of a schedule whose operands agree with the accesses of their ops.
 pub fn judge(s: &Schedule) -> Result<(), Fault> {
     if s.regimes.len() < 2 {
         return Ok(());
@@ -47,7 +46,7 @@ pub fn judge(s: &Schedule) -> Result<(), Fault> {
 /// Runs a text by two kernels over one cache in turn, a launch for each position, and by the first of them alone.
 pub fn judge_shared(a: &Schedule, b: &Schedule) -> Result<(), Fault> {
     let positions = positions(a);
-    // Both look up pages in the table of the first: out of order, unless one of them has block `b` in page `b`.
+    // Both look up pages in the table of the first kernel. Pages are out of order, unless one of them has block `b` in page `b`.
     let paged = [a, b].iter().all(|s| s.program.buffers.iter().any(|b| b.paging.is_some()));
     let last = a.program.table(Holds::Pages).filter(|_| paged).map(|(_, table)| table.bound - 1);
     let [first, second, mut alone] =
@@ -104,17 +103,17 @@ struct Cell {
 struct Text<'a> {
     s: &'a Schedule,
     positions: &'a [u32],
-    /// What fills each buffer from the checkpoint.
+    /// For each buffer, the number of its contents from the checkpoint.
     contents: Vec<u64>,
     /// By buffer: columns of all phases, of all SMs.
     cells: Vec<Vec<Cell>>,
     /// By the place of an element in the arena of caches.
     caches: HashMap<u64, Cell>,
-    /// Each step is a launch of its own, so that the host says its token.
+    /// Whether each step is a separate launch, so that the host gives its token.
     launches: bool,
-    /// Of a page table that has block `b` in page `last_page - b`; else it has block `b` in page `b`.
+    /// `Some(last)`: the page table has block `b` in page `last - b`; `None`: in page `b`.
     last_page: Option<u32>,
-    /// What the host sees, by buffer.
+    /// Outputs for the host, by buffer.
     outputs: Vec<Vec<u64>>,
 }
 
@@ -162,7 +161,7 @@ impl<'a> Text<'a> {
         for (g, tasks) in by_grid {
             // All tasks of a product read the same input.
             let mut input = None;
-            // Of a step of several rows the first: its tasks do to it what the others do to theirs.
+            // Only the first row of a step of several: tasks do the same for each row.
             for t in tasks.into_iter().filter(|t| regime.tasks[*t].row == 0) {
                 let sm = owners[t].map_or(0, |sm| sm.index());
                 let grid = &self.s.program.grids[g];
@@ -227,7 +226,7 @@ impl<'a> Text<'a> {
         let follows = !self.launches && step.at > 0 && self.positions[step.at - 1] + 1 == step.position;
         let mut token = mix(u64::from(step.position), 1);
         if follows {
-            // The best of all slots, however rows are shared out among them.
+            // The best of all candidates, with any division of rows among them.
             token = 0;
             for c in 0..self.cols(step, Role::Candidates) {
                 token = token.max(self.read(step, Role::Candidates, c)?);
@@ -280,7 +279,7 @@ impl<'a> Text<'a> {
         let first = kv * pitch(self.s, a) as u32;
         let turned = [said(&(a.rotary, a.interleaved)), self.content(step, Role::Rope), step.position.into()];
         let turned = fold(turned);
-        // Codes are worth what their scales say.
+        // The values of codes depend on their scales.
         let scales = self.content(step, Role::CacheScales);
         // Rows of the share, then the row of this position.
         let mut rows: Vec<u64> = vec![];
@@ -345,7 +344,7 @@ impl<'a> Text<'a> {
             }
         }
         for d in 0..dim {
-            // Maximum, sum and the sums of all dimensions are of the same rows.
+            // Maximum, sum and the sums of all dimensions must come from the same rows.
             let sum = sums[d as usize + 2];
             let of_one = if sums[0] == sum && sums[1] == sum { sum } else { fold(sums.iter().copied()) };
             self.write(step, Role::Out, step.task.lo * dim + d, fold([of_one, d.into()]));
@@ -353,7 +352,7 @@ impl<'a> Text<'a> {
         Ok(())
     }
 
-    /// What fills an immutable operand, as bytes: 0 where it is absent.
+    /// The contents of an immutable operand as a number; 0 if it is absent.
     fn content(&self, step: &Step, role: Role) -> u64 {
         step.grid.operand(role).map_or(0, |o| mix(self.contents[o.buffer.index()], o.cols.base.into()))
     }
@@ -457,7 +456,7 @@ impl<'a> Text<'a> {
 
 /// A task in a step.
 struct Step<'a> {
-    /// Among the steps that are run.
+    /// Index among the steps that are run.
     at: usize,
     position: u32,
     sm: usize,

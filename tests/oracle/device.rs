@@ -1,12 +1,12 @@
-//! What a device is given of a schedule that is not proven: the kernel with hooks, and queues that drive them.
+//! Makes the form in which a schedule that is not proven runs on a device: the kernel with hooks, and queues that drive them.
 //!
-//! There is no door in the library: this file makes a `Validated` of what is none, in one place.
+//! The library has no way to do this: this file makes a `Validated` of an unproven schedule, in one place.
 //!
-//! A device's waits are its polls: counts, signals and waits of a schedule are no data of a queue. So the kernel is compiled
-//! with hooks that make it obey them to the letter. What a task does otherwise than it should travels in the upper bits of
-//! the event of its first wait, which the kernel otherwise only reports: it does not wait (a wait is missing or asks for
-//! too little), waits for what never comes (a wait asks for too much, or for an event that is signalled after it), publishes nothing (a
-//! signal is missing), or takes the step before for this one, or this one for the step before.
+//! A device waits by polling; counts, signals and waits of a schedule are not in its queues. So the kernel is compiled with hooks that
+//! make it follow them exactly. The wrong behaviour of a task is encoded in the upper bits of the event of its first wait, which
+//! the kernel otherwise only reports. A task may not wait (a wait is missing or asks for too little), wait for ever (a wait asks
+//! for too much, or for an event that is signalled after it), publish nothing (a signal is missing), or mistake the previous step
+//! for this one, or this one for the previous step.
 
 use monobloc::codegen::KernelSource;
 use monobloc::codegen::emit::{Trace, emit};
@@ -17,7 +17,7 @@ use monobloc::ir::schedule::{Event, Mechanism, Regime, Schedule, Task, Wait};
 use monobloc::target::Target;
 use monobloc::validate::Validated;
 
-/// What a task does otherwise, as bits above an event's id.
+/// The wrong behaviour of a task, as bits above an event's id.
 const HURRIES: u32 = 1;
 const WAITS_FOR_EVER: u32 = 2;
 const IS_SILENT: u32 = 4;
@@ -25,7 +25,7 @@ const TAKES_THE_STEP_BEFORE: u32 = 8;
 const TAKES_THE_STEP_AFTER: u32 = 16;
 const SHIFT: u32 = 24;
 
-/// The hooks: each `from` is there once.
+/// The hooks: each `from` occurs once.
 const HOOKS: [(&str, &str, &str); 7] = [
     (
         "runtime/sync.cuh",
@@ -65,18 +65,18 @@ const HOOKS: [(&str, &str, &str); 7] = [
     // A hang costs 60 ms: a step takes microseconds.
     ("runtime/kernel.cuh", "global_ns() + p.timeout_ns", "global_ns() + 60000000ull"),
 ];
-/// Fences that the runtime leaves out where the carried events of a mutant say so.
+/// Fences that are left out if the events of a mutant do not have them.
 const PROXY_FENCE: &[&str] = &["fence.proxy.async.global;"];
 const STEP_FENCES: &[&str] = &["fence.release.gpu;", "fence.acquire.gpu;", "fence.acq_rel.gpu;"];
 
 /// An unproven schedule, in the type of a proven one.
 pub fn unproven(schedule: &Schedule) -> &Validated {
-    // SAFETY: `Validated` is `repr(transparent)` over `Schedule`; that it was proven is what this file exists to leave out,
-    // and no memory safety of the host depends on it.
+    // SAFETY: `Validated` is `repr(transparent)` over `Schedule`. It is not proven, which is the purpose of this file; no memory
+    // safety of the host depends on the proof.
     unsafe { &*std::ptr::from_ref(schedule).cast::<Validated>() }
 }
 
-/// The kernel's text with its hooks, and the schedule whose first waits say what tasks do otherwise than in `sound`.
+/// The kernel's source with its hooks, and the schedule whose first waits encode how tasks behave differently than in `sound`.
 pub fn device_form(schedule: &Schedule, sound: &Schedule, target: &Target) -> (KernelSource, Schedule) {
     let mut source = emit(unproven(schedule), target, Trace::Off);
     let header = |source: &mut KernelSource, name: &str, edit: &dyn Fn(&str) -> String| {
@@ -122,7 +122,7 @@ pub fn device_form(schedule: &Schedule, sound: &Schedule, target: &Target) -> (K
     (source, queued)
 }
 
-/// What each task of a regime does otherwise.
+/// The wrong behaviour of each task of a regime.
 fn manners(s: &Schedule, regime: &Regime, sound: Option<&Regime>) -> Vec<u32> {
     let mut signals = vec![0u32; regime.events.len()];
     regime.tasks.iter().flat_map(|t| &t.signals).for_each(|e| signals[e.index()] += 1);
@@ -145,7 +145,7 @@ fn manners(s: &Schedule, regime: &Regime, sound: Option<&Regime>) -> Vec<u32> {
         let mut covered: Vec<(u32, u64, u64)> = vec![];
         for wait in &task.waits {
             let event = &regime.events[wait.event.index()];
-            // What it polls it waits for by itself: not what it writes, nor other columns of what it reads.
+            // It waits by itself for the data that it polls, but not for data that it writes, nor for other columns of its inputs.
             let mut operands = s.program.grids[task.grid.index()].operands.iter();
             let polls = operands.any(|o| {
                 let (lo, hi) = o.cols.range(task.lo, task.hi, task.j);
@@ -162,7 +162,7 @@ fn manners(s: &Schedule, regime: &Regime, sound: Option<&Regime>) -> Vec<u32> {
                     _ => {}
                 }
             }
-            // A signal too many is nothing to who looks at packets.
+            // A surplus signal has no effect on a reader of packets.
             if wait.count >= needs[wait.event.index()] {
                 covered.push((event.buffer.0, event.lo.into(), event.hi.into()));
             }
@@ -194,7 +194,7 @@ fn manners(s: &Schedule, regime: &Regime, sound: Option<&Regime>) -> Vec<u32> {
     all
 }
 
-/// The tasks at the heads of queues when nothing goes on in a step, and what each waits for.
+/// The tasks at the heads of queues when no task of a step can run, and the event that each waits for.
 fn stuck(regime: &Regime) -> Vec<Option<EventId>> {
     let mut signalled = vec![0u32; regime.events.len()];
     let mut next = vec![0usize; regime.queues.len()];

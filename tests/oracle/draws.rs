@@ -1,30 +1,30 @@
-//! Tables that the host may write: any that keep the facts that a program declares, and no others.
+//! Makes tables that the host may write: any that keep the facts that a program declares, and no others.
 //!
-//! The proof argues from facts. This judge makes tables: one that keeps all facts, pages out of order and up to the bound,
-//! and for each fact that is not declared one that breaks it. What then goes wrong is wrong with the program, for the
-//! host owes it no better tables.
+//! The proof argues from facts. This judge makes tables instead: one that keeps all facts, with pages out of order and up to the
+//! bound, and for each fact that is not declared one that breaks it. If a run then goes wrong, the program is wrong, because
+//! the host may write these tables.
 
 use super::{Fault, Kind};
 use monobloc::ir::schedule::Schedule;
 use monobloc::ir::table::{Fact, Holds};
 
-/// What the host wrote for the launch of one window, by row of the step.
+/// The tables of the launch of one window, by row of the step.
 #[derive(Debug, Clone)]
 pub struct Draw {
-    /// In the first step of the window.
+    /// Positions in the first step of the window.
     pub positions: Vec<u32>,
     pub sequences: Vec<u32>,
-    /// Positions below are written.
+    /// Positions below this are written.
     pub filled: Vec<u32>,
-    /// Steps of the launch, at most.
+    /// Most steps of the launch.
     pub steps: u32,
     /// Pages by block of positions, and the rows of a page; `None`: a row for each position.
     pub pages: Option<(Vec<Vec<u32>>, u32)>,
 }
 
 impl Draw {
-    /// Where the history of row `row` ends in the first step: the position of the first of the rows of its sequence that
-    /// lead up to it, one position after the other.
+    /// The end of the history of row `row` in the first step: the position of the first row of its run, which is the rows of one
+    /// sequence at consecutive positions up to this row.
     pub fn past(&self, row: usize) -> u32 {
         let leads = |r: &usize| {
             self.sequences[r - 1] == self.sequences[*r]
@@ -128,7 +128,7 @@ pub fn draws(s: &Schedule, from: u32) -> Result<Vec<Draw>, Fault> {
             draw.filled[1] = from;
             true
         });
-        // One sequence reads as its past what the other one writes.
+        // One sequence reads, as its history, a page that the other one writes.
         broken(declared(Holds::Pages, Fact::Unshared), &|draw, pages| {
             pages[0][0] = pages[1][0];
             draw.positions[1] = from.saturating_sub(each).min(each - 1);

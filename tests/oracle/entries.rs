@@ -1,8 +1,8 @@
-//! What the queues of a proven schedule say to a device, read back as a kernel reads them and compared with the schedule.
+//! Reads the queues of a proven schedule back, as a kernel reads them, and compares them with the schedule.
 //!
-//! Between the proof and the device stand an encoder and numbers of 32 bits. This reads each entry and run again, in 64 bits
-//! and by formulas of its own, and looks for what no longer means what was proven: a place that wraps, a buffer that lies
-//! over another one, an op of other numbers.
+//! Between the proof and the device are an encoder and 32-bit numbers. This judge decodes each entry and run in 64 bits, with its
+//! own formulas, and looks for differences from the proven schedule: a place that wraps, a buffer that overlaps another
+//! one, an op with other numbers.
 
 use super::footprint::unit_bytes;
 use monobloc::codegen::abi::{Entry, NONE, StreamRun, Tables};
@@ -13,7 +13,7 @@ use monobloc::ir::program::{Buffer, Grid, Operand, Space};
 use monobloc::ir::schedule::{Regime, Schedule, SmemKind, Source, Task};
 use std::collections::BTreeMap;
 
-/// The first thing that an entry or a run says otherwise.
+/// The first difference of an entry or a run.
 pub fn disagreement(schedule: &Schedule, tables: &Tables) -> Option<String> {
     Reader { schedule, tables }.queues().err()
 }
@@ -67,7 +67,7 @@ impl Reader<'_> {
                         }
                         None => expect(entry.residual == 0, || here(id, "has a residual".to_string()))?,
                     }
-                    // Read from the first value of the residual on, four at a time, as the whole of a buffer from its first column.
+                    // The input is read from the first value of the residual on, four at a time, so it must be the whole buffer from its first column.
                     if let (Op::MatVec(MatVec { k, own_input: true, .. }), Some(o)) = (&grid.op, grid.operand(Role::X))
                     {
                         let (lo, hi) = o.cols.range(task.lo, task.hi, task.j);
@@ -89,7 +89,7 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// What a launch executes that only fills the cache: everything up to the last append of the step, and nothing that waits for more.
+    /// Checks the queue of a launch that only fills the cache: everything up to the last append of the step, and no task that waits for later ones.
     fn fill(&self, regime: &Regime, sm: usize, queue: usize) -> Said {
         let grids = &self.schedule.program.grids;
         let last = grids.iter().rposition(|grid| matches!(grid.op, Op::Attention(_)));
@@ -155,7 +155,7 @@ impl Reader<'_> {
         expect(end * 8 <= self.tables.exchange_bytes, || format!("ends at packet {end}, beyond the arena"))
     }
 
-    /// One array of fp32 in shared memory for all: whatever a task's buffer is called.
+    /// All residuals of an SM must be one array of fp32 in shared memory, because a kernel has no names of buffers.
     fn residuals(&self, all: &[(monobloc::ir::BufferId, u64, u64, u64)]) -> Said {
         let Some(&(buffer, lo, _, at)) = all.first() else { return Ok(()) };
         let part = self.schedule.machine.smem.iter().find(|part| part.kind == SmemKind::Residual);
@@ -212,7 +212,7 @@ fn units(said: u32, place: Option<u64>) -> Said {
     }
 }
 
-/// Entries of one op number run one piece of code, with everything constant that no entry has.
+/// Entries with one op number run the same code. So everything that entries do not have must be constant among their grids.
 fn same_kernel(a: &Grid, b: &Grid, buffers: &[Buffer]) -> Said {
     let shape = |grid: &Grid| -> Vec<(Role, DType, Option<Format>, u32, u32)> {
         let of = |o: &Operand| {

@@ -1,4 +1,4 @@
-//! Walks of the machine: every interleaving of a small schedule, hostile random ones of a large one.
+//! Walks the machine: every interleaving of a small schedule, adversarial random ones of a large one.
 
 use super::draws::draws;
 use super::machine::{Plan, Poll, State, Window};
@@ -7,16 +7,16 @@ use monobloc::ir::schedule::Schedule;
 use monobloc::target::Target;
 use std::collections::HashSet;
 
-/// What a judgement may cost.
+/// Limits of a judgement.
 #[derive(Debug, Clone, Copy)]
 pub struct Effort {
     /// Steps of a window.
     pub steps: u32,
-    /// States that an exhaustive walk of one window may visit; 0: none is made.
+    /// Most states of an exhaustive walk of one window; 0: no such walk.
     pub states_max: usize,
     /// Random walks of each window.
     pub walks: u32,
-    /// Stores of each window that are made to land as late as they can, one a walk.
+    /// Number of stores of each window that land as late as possible, one for each walk.
     pub stores: usize,
     pub seed: u64,
 }
@@ -25,7 +25,7 @@ pub struct Effort {
 pub enum Verdict {
     /// There is an execution that goes wrong.
     Unsafe(Fault),
-    /// No walk went wrong; `exhaustive`: and there is no other.
+    /// No walk went wrong; `exhaustive`: all walks were tried.
     Safe { exhaustive: bool },
 }
 
@@ -62,7 +62,7 @@ fn walk_all(schedule: &Schedule, target: &Target, effort: &Effort) -> Result<boo
             windows.push(Window::new(&plan, from, steps, &draw)?);
         }
     }
-    // Cheap walks first: most of what is wrong shows at once.
+    // Cheap walks first, because they find most faults.
     let mut random = Rng(effort.seed | 1);
     for window in &mut windows {
         for nth in 0..effort.walks {
@@ -97,7 +97,7 @@ fn walk_all(schedule: &Schedule, target: &Target, effort: &Effort) -> Result<boo
     Ok(exhaustive)
 }
 
-/// Visits every reachable state; false where there are more than `states_max`.
+/// Visits every reachable state; false if there are more than `states_max`.
 pub fn every_interleaving(window: &Window, states_max: usize) -> Result<bool, Fault> {
     let mut seen: HashSet<u128> = HashSet::new();
     let start = window.start();
@@ -126,7 +126,7 @@ pub fn every_interleaving(window: &Window, states_max: usize) -> Result<bool, Fa
     Ok(true)
 }
 
-/// 128 bits of a state: two states that share them are taken for one, which has never been seen to happen.
+/// A 128-bit hash of a state. Two states with one hash would count as one, which was never observed.
 fn hash(state: &State) -> u128 {
     let (mut a, mut b) = (0x9e37_79b9_7f4a_7c15u64, 0xc2b2_ae3d_27d4_eb4fu64);
     for &word in &state.0 {
@@ -148,7 +148,7 @@ impl Rng {
     }
 }
 
-/// One run to the end under a hostile order. Kinds of hostility, by `nth`: any order; one block held back as long as any
+/// One run to the end in an adversarial order. Kinds of orders, by `nth`: any order; one block held back as long as any
 /// other can move; fixed priorities with a few changes; one block held back after it passed its waits, before it reads.
 fn walk(window: &Window, nth: u32, random: &mut Rng) -> Result<(), Fault> {
     // The late store moves when nothing else can.
@@ -164,7 +164,7 @@ fn walk(window: &Window, nth: u32, random: &mut Rng) -> Result<(), Fault> {
     let hold = random.below(total.max(1) as usize) as u32;
     let mut moves = 0usize;
     loop {
-        // Late, and not too late to do harm.
+        // Late, but not so late that it does no harm.
         if window.overtaken(&state) {
             window.apply(&mut state, movers)?;
         }
@@ -180,7 +180,7 @@ fn walk(window: &Window, nth: u32, random: &mut Rng) -> Result<(), Fault> {
             0 => {
                 let i = random.below(movers);
                 priority.swap(0, i);
-                // The rest follows in the order of its places.
+                // The others follow in the order of their places.
                 let j = random.below(movers);
                 priority.swap(movers - 1, j);
             }

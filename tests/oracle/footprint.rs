@@ -1,4 +1,4 @@
-//! What each task touches, from the formula of its op; and what can be judged without running anything.
+//! Derives the accesses of each task from the formula of its op, and judges what needs no execution.
 
 use super::{Fault, Kind};
 use monobloc::dtype::DType;
@@ -17,32 +17,32 @@ use std::collections::{BTreeMap, BTreeSet};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Touch {
     pub buffer: BufferId,
-    /// Row of the step.
+    /// The row of the step.
     pub row: u32,
     pub lo: u32,
     pub hi: u32,
 }
 
-/// What one task reads and writes, by kind of memory.
+/// Reads and writes of one task, by kind of memory.
 #[derive(Debug, Clone, Default)]
 pub struct Foot {
     /// Exchange buffers.
     pub reads: Vec<Touch>,
     pub writes: Vec<Touch>,
-    /// In the shared memory of its SM, in the order of its op.
+    /// Reads in the shared memory of its SM, in the order of its op.
     pub private_reads: Vec<Touch>,
     pub private_writes: Vec<Touch>,
-    /// A cache row of the step's position.
+    /// Writes to the cache row of the step's position.
     pub appends: Vec<Touch>,
-    /// Cache rows before it, brought in by the loader: columns, and which share of how many, under which window.
+    /// Earlier cache rows, which the loader brings in: columns, which of how many KV splits, and the window.
     pub history: Vec<Touch>,
     pub outputs: Vec<Touch>,
-    /// Entries of tables that say what its loader brings in.
+    /// Entries of tables that choose what its loader brings in.
     pub choices: Vec<Touch>,
 }
 
 impl Foot {
-    /// What is left where a launch has `rows` rows.
+    /// The accesses that remain in a launch of `rows` rows.
     pub fn of_rows(&self, rows: u32) -> Foot {
         let of = |touches: &[Touch]| touches.iter().copied().filter(|touch| touch.row < rows).collect();
         Foot {
@@ -60,12 +60,12 @@ impl Foot {
 
 const GRANULE: u64 = 512;
 const GRANULE_ROW: u64 = 64;
-/// Rows of the history that an op takes at once.
+/// Rows of the history that an op processes at once.
 const TILE_ROWS: u32 = 16;
 /// Heads in a cache row begin at multiples of this many bytes, for copies.
 const HEAD_BYTES: u64 = 16;
 
-/// An operand as the op's formula has it.
+/// An operand by the op's formula.
 struct Part {
     role: Role,
     access: Access,
@@ -75,7 +75,7 @@ struct Part {
     /// Columns from the operand's first column on.
     lo: u64,
     hi: u64,
-    /// The whole of the buffer, for what is indexed by a token, a position or a unit.
+    /// The required shape of the whole buffer, if it is indexed by a token, a position or a unit.
     must: Must,
 }
 
@@ -94,14 +94,14 @@ fn malformed<T>(what: impl Into<String>) -> Result<T, Fault> {
     Err(Fault::new(Kind::Malformed, what))
 }
 
-/// Columns that an operand declares for launch indices `lo..hi`, `None` where it is not touched.
+/// Columns that an operand declares for launch indices `lo..hi`; `None` if it is not accessed.
 fn declared(c: &Cols, lo: u32, hi: u32, j: u32) -> Option<(u64, u64)> {
     let div = u64::from(c.div.max(1));
     if c.only_j.is_some_and(|only| only != j) {
         return None;
     }
     let mut range: Option<(u64, u64)> = None;
-    // Columns grow with the index: its first and last value say all.
+    // Columns grow with the index, so its first and last value suffice.
     let (mut first, mut last) = (u64::from(lo), u64::from(hi) - 1);
     if c.first {
         (first, last) = (first.next_multiple_of(div), last / div * div);
@@ -119,7 +119,7 @@ fn declared(c: &Cols, lo: u32, hi: u32, j: u32) -> Option<(u64, u64)> {
     range
 }
 
-/// What a schedule touches, by regime and task; and everything that is wrong without running it.
+/// The accesses of a schedule, by regime and task. The error is the first fault that can be found without running it.
 pub fn footprints(s: &Schedule, target: &Target) -> Result<Vec<Vec<Foot>>, Fault> {
     ids(s)?;
     numbers(s)?;
@@ -147,8 +147,8 @@ pub fn footprints(s: &Schedule, target: &Target) -> Result<Vec<Vec<Foot>>, Fault
     Ok(feet)
 }
 
-/// Each device has a memory of its own: packets are stored into the memories that have the buffer, and polled in one's own;
-/// everything else stays where it was written. A word that another device stores is whole only for accesses of all devices.
+/// Each device has its own memory. Packets are stored into all memories that have the buffer, and polled in the local one;
+/// other data stay where they were written. A word that another device stores is atomic only if its scope is all devices.
 fn devices(s: &Schedule, feet: &[Vec<Foot>]) -> Result<(), Fault> {
     let (sms, devices) = (s.machine.sms, s.machine.devices);
     if devices == 0 || sms % devices != 0 {
@@ -161,7 +161,7 @@ fn devices(s: &Schedule, feet: &[Vec<Foot>]) -> Result<(), Fault> {
         Home::Everywhere => true,
         Home::Sm => false,
     };
-    // Who appends which columns of a cache, and where.
+    // Which device appends which columns of a cache.
     let mut appends: Vec<(Touch, u32)> = vec![];
     let owners: Vec<_> = s.regimes.iter().map(|regime| regime.owners()).collect();
     let at = |r: usize, t: usize| owners[r][t].map_or(0, |sm| device(sm.0));
@@ -279,7 +279,7 @@ fn ids(s: &Schedule) -> Result<(), Fault> {
     Ok(())
 }
 
-/// Numbers that a formula takes.
+/// Checks the numbers that formulas need.
 fn numbers(s: &Schedule) -> Result<(), Fault> {
     let p = &s.program;
     if p.rows == 0 {
@@ -360,7 +360,7 @@ fn numbers(s: &Schedule) -> Result<(), Fault> {
             return malformed(format!("g{g} launches other shares than it has"));
         }
     }
-    // A position is a row: what is 2^32 rows long is nothing that anybody has.
+    // A position is a row, and no memory holds this number of rows.
     if p.context_max >= 1 << 30 {
         return malformed("context_max");
     }
@@ -447,7 +447,7 @@ fn launches(s: &Schedule) -> Result<(), Fault> {
     Ok(())
 }
 
-/// The operands of a task, as the formula of its op has them.
+/// The operands of a task by the formula of its op.
 fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
     let pr = s.program.precision;
     let (lo, hi, j) = (u64::from(task.lo), u64::from(task.hi), u64::from(task.j));
@@ -487,7 +487,7 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
                 Part { rows: Rows::Token, must: Must::Tokens, ..part(Role::Table, Read, Constant, pr.weights, lo, hi) },
                 part(Role::Residual, Write, Private, DType::F32, lo, hi),
             ];
-            // If every SM makes all of it, no SM is told.
+            // If every SM makes all of it, none publishes it.
             parts.extend((!everywhere).then(|| part(Role::Out, Write, Exchange, pr.wire, lo, hi)));
             parts
         }
@@ -549,7 +549,7 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
     }
     .into_iter()
     .map(|mut p| {
-        // What lies in a cache is named below.
+        // Operands in a cache are added below.
         if p.space == Cache && p.rows == Rows::One {
             p.rows = Rows::Current;
         }
@@ -571,7 +571,7 @@ fn attention(s: &Schedule, a: &Attention, i: u64, j: u64) -> Vec<Part> {
     let kv_cols = u64::from(a.heads / a.group) * dim;
     let kv = i * each / u64::from(a.group);
     let pitch = pitch(s, a);
-    // The share that ends at the current position takes it from the projection; the first task of a KV head appends it.
+    // The last split takes the current position from the projection; the first task of a KV head appends it.
     let current = j + 1 == splits;
     let appends = current && (i * each).is_multiple_of(u64::from(a.group));
     let part = |role, access, space, dtype, rows, lo: u64, hi: u64, must| Part {
@@ -608,7 +608,7 @@ fn attention(s: &Schedule, a: &Attention, i: u64, j: u64) -> Vec<Part> {
         parts.push(part(Role::Rope, read, constant, DType::F32, Rows::Current, 0, rotary, Must::Positions));
     }
     if pr.cache == DType::E4m3 {
-        // What codes of keys, and of values, of its KV head are multiplied by.
+        // The scales of codes of keys and of values, for its KV head.
         let (read, constant) = (Access::Read, Space::Constant);
         let (lo, hi) = (2 * kv, 2 * kv + 2);
         parts.push(part(Role::CacheScales, read, constant, DType::F32, Rows::One, lo, hi, Must::Inside));
@@ -628,7 +628,7 @@ fn attention(s: &Schedule, a: &Attention, i: u64, j: u64) -> Vec<Part> {
     parts
 }
 
-/// Roles that an op does without where they are absent.
+/// Roles that an op may lack.
 fn optional(op: &Op, role: Role) -> bool {
     let norms = [Role::NormWeight, Role::NormBias, Role::QNormWeight, Role::KNormWeight];
     let unpublished = matches!(op, Op::MatVec(MatVec { epilogue: Epilogue::Residual { .. }, .. })) && role == Role::Out;
@@ -666,7 +666,7 @@ fn foot(s: &Schedule, grid: &Grid, task: &Task, vocab: u32) -> Result<Foot, Faul
         if part.lo >= part.hi {
             continue;
         }
-        // They fit: compared with the columns of the buffer.
+        // They fit, because they were compared with the columns of the buffer.
         let base = u64::from(operand.cols.base);
         let (lo, hi) = ((base + part.lo) as u32, (base + part.hi) as u32);
         let own = grid.per_row && part.rows != Rows::All;
@@ -691,7 +691,7 @@ fn foot(s: &Schedule, grid: &Grid, task: &Task, vocab: u32) -> Result<Foot, Faul
     Ok(foot)
 }
 
-/// Weights are one of as many parts as the table may name; the writer of the table must name no other.
+/// The weights are one of the parts that the table may name; the writer of the table must not name another one.
 fn chosen(s: &Schedule, grid: &Grid, id: TableId, part: &mut Part, foot: &mut Foot) -> Result<(), Fault> {
     let Some(table) = s.program.tables.get(id.index()) else { return malformed(format!("{id} is no table")) };
     let TableHome::Device(buffer) = table.home else { return malformed(format!("no task chooses {id} in the step")) };
@@ -717,7 +717,7 @@ fn chosen(s: &Schedule, grid: &Grid, id: TableId, part: &mut Part, foot: &mut Fo
     Ok(())
 }
 
-/// An operand against what the op makes of it.
+/// Compares a declared operand with the accesses of the op.
 fn compare(
     part: &Part,
     operand: &Operand,
@@ -744,7 +744,7 @@ fn compare(
     if immutable != buffer.content.is_some() {
         return Err(Fault::new(Kind::Unwritten, format!("`{role}`: content")));
     }
-    // The packer fills an operand in the way of its role, or not at all.
+    // The packer fills an operand according to its role, or not at all.
     let filled = match (&buffer.content, part.role) {
         (None, _) => true,
         (Some(Content::Rows { parts, .. }), Role::Weight) => {
@@ -797,7 +797,7 @@ fn compare(
     Ok(())
 }
 
-/// Bytes mean one thing: fp32 activations and fp32 records of attention look alike, and are not.
+/// Bytes have one meaning: fp32 activations and fp32 records of attention have the same type, but are different data.
 fn meanings(s: &Schedule) -> Result<(), Fault> {
     let mut meaning: BTreeMap<BufferId, (u32, u32, u32, u32)> = BTreeMap::new();
     for grid in &s.program.grids {
@@ -822,7 +822,7 @@ fn meanings(s: &Schedule) -> Result<(), Fault> {
     Ok(())
 }
 
-/// Whether everything can be there at once.
+/// Whether everything fits at once.
 fn occupancy(s: &Schedule, target: &Target) -> Result<(), Fault> {
     let (m, spec) = (&s.machine, &target.spec);
     let no = |what: &str| Err(Fault::new(Kind::Occupancy, what.to_string()));
@@ -857,7 +857,7 @@ fn occupancy(s: &Schedule, target: &Target) -> Result<(), Fault> {
     if r.slots == 0 || r.slot_bytes == 0 || u64::from(r.slot_bytes) % GRANULE != 0 {
         return Err(Fault::new(Kind::Ring, "slots"));
     }
-    // A slot is free when as many warps have left it as are asked for; each warp leaves it once.
+    // A slot is free when the required number of warps have left it; each warp leaves it once.
     if r.arrivals != m.consumer_warps {
         let what = if r.arrivals > m.consumer_warps {
             "slots that are never free"
@@ -866,12 +866,12 @@ fn occupancy(s: &Schedule, target: &Target) -> Result<(), Fault> {
         };
         return Err(Fault::new(Kind::Ring, what));
     }
-    // A chunk of a unit that no slot holds is as many granules for every warp.
+    // A chunk of a unit that is larger than a slot has the same number of granules for every warp.
     if r.slot_bytes / (GRANULE as u32) < r.arrivals {
         return Err(Fault::new(Kind::Ring, "a slot without a granule for every warp"));
     }
-    // While too few slots are free only `flight_low` copies may be on their way; with none the loader never starts
-    // where slots are never free enough.
+    // While too few slots are free, only `flight_low` copies may be in flight. If that is 0 and slots are never free enough, the
+    // loader never starts.
     let starts = if r.flight_free > r.slots { r.flight_low } else { r.flight_high.min(r.flight_low) };
     if starts == 0 {
         return Err(Fault::new(Kind::Hang, "a loader that never asks"));
@@ -879,7 +879,7 @@ fn occupancy(s: &Schedule, target: &Target) -> Result<(), Fault> {
     Ok(())
 }
 
-/// Streams against queues: what the loader brings in is what the next task takes.
+/// Compares streams with queues: the loader must bring in what the next task takes.
 fn streamed(s: &Schedule) -> Result<(), Fault> {
     let ring = |what: String| Err(Fault::new(Kind::Ring, what));
     let slot = u64::from(s.machine.ring.slot_bytes);
@@ -941,8 +941,8 @@ fn piece_cols(buffer: &Buffer) -> u32 {
     16 / buffer.dtype.bytes().clamp(2, 4) as u32
 }
 
-/// Where columns `lo..hi` of a row lie in a phase of words: pieces of 8 rows side by side. Whole words; who has the last column fills
-/// its piece.
+/// The places of columns `lo..hi` of a row in a phase of words, where pieces of 8 rows are side by side. Whole words; the writer of the
+/// last column fills its piece.
 pub fn word_spans(buffer: &Buffer, row: u32, lo: u32, hi: u32) -> Vec<(u64, u64)> {
     let (each, piece) = ((buffer.dtype.bytes() as u64).clamp(2, 4), piece_cols(buffer));
     let pieces = u64::from(buffer.cols.div_ceil(piece));
@@ -963,7 +963,7 @@ pub fn row_bytes(buffer: &Buffer) -> u64 {
     u64::from(buffer.cols).div_ceil(per_packet).next_multiple_of(2) * 8
 }
 
-/// Of the arena that weights and constants share.
+/// Key of the arena that weights and constants share.
 const PACK: u8 = u8::MAX;
 
 /// Bytes of a unit of a matrix: whole granules along k, each 64 bytes of 8 rows, and the scales and zero points of their groups. Units
@@ -989,14 +989,14 @@ pub fn unit_bytes(buffer: &Buffer, m: &MatVec) -> u64 {
     sizes.map(|bytes| bytes * granules).find(|unit| unit % 256 == 0).unwrap_or(u64::MAX)
 }
 
-/// Bytes of the units that some op streams of a matrix, and of the scales of their rows.
+/// Bytes of the units of a matrix that some op streams, and of the scales of their rows.
 fn matrix_bytes(s: &Schedule, b: usize) -> u64 {
     let of_grid = |grid: &Grid| match (&grid.op, grid.operand(Role::Weight)) {
         (Op::MatVec(m), Some(weight)) if weight.buffer.index() == b => {
             let buffer = &s.program.buffers[b];
             let scales = if buffer.coded.is_some_and(|format| format.row_scales) { 8 * 4 } else { 0 };
             let unit = unit_bytes(buffer, m) + scales;
-            // As many times as a table may choose.
+            // One copy for each choice of a table.
             let chosen = match weight.rows {
                 Rows::Lookup(id) => s.program.tables.get(id.index()).map_or(1, |table| u64::from(table.bound)),
                 _ => 1,
@@ -1008,7 +1008,7 @@ fn matrix_bytes(s: &Schedule, b: usize) -> u64 {
     s.program.grids.iter().map(of_grid).max().unwrap_or(0)
 }
 
-/// Bytes of a row of a table of codes: codes, scales and zero points of groups, the scale of the row, each from a whole word on.
+/// Bytes of a row of a table of codes: codes, scales and zero points of groups, the scale of the row, each aligned to a word.
 fn table_row(buffer: &Buffer) -> u64 {
     let Format { code, groups, row_scales } = buffer.format();
     let cols = u64::from(buffer.cols);
@@ -1019,8 +1019,8 @@ fn table_row(buffer: &Buffer) -> u64 {
     16 * bytes.div_ceil(16)
 }
 
-/// Places of buffers. Exchange memory is shadowed while it runs; caches and outputs are written at every position of a
-/// text, so that two in one place are a fault without running.
+/// Checks the places of buffers. Exchange memory is shadowed during a run. Caches and outputs are written at every position of a
+/// text, so two in one place are a fault without a run.
 fn arenas(s: &Schedule, target: &Target) -> Result<(), Fault> {
     let mut total = 0u64;
     let mut extents: Vec<(u8, u64, u64)> = vec![];
@@ -1034,7 +1034,7 @@ fn arenas(s: &Schedule, target: &Target) -> Result<(), Fault> {
         match buffer.space {
             Space::Exchange | Space::Cache | Space::Output => {
                 let Some(place) = place else { return malformed(format!("b{b} has no place")) };
-                // A queue entry holds places in units; the rest is cut off.
+                // A queue entry holds places in units, so a remainder would be lost.
                 if place % if buffer.space == Space::Exchange { 8 } else { 256 } != 0 {
                     return Err(Fault::new(Kind::Stale, format!("b{b} is read elsewhere than at {place}")));
                 }
@@ -1081,10 +1081,10 @@ fn teams(grid: GridId, a: &Attention, s: &Schedule, target: &Target) -> Option<u
         && matches!(precision.cache, DType::Bf16 | DType::E4m3)
         && warps % each == 0
         && a.head_dim <= 256
-        // A warp reads whole 128 bytes of a row; or all of one of 64.
+        // A warp reads whole 128 bytes of a row, or a whole row of 64.
         && ((u64::from(a.head_dim) * precision.cache.bytes() as u64).is_multiple_of(128 * u64::from(each))
             || (a.head_dim, each, precision.cache) == (64, 1, DType::E4m3));
-    // Halves of a head that turn against each other lie in the same lanes.
+    // The two halves of a rotated pair are in the same lanes.
     let turned = match (a.rotary, a.interleaved) {
         (0, _) => true,
         (rotary, true) => rotary == a.head_dim,
@@ -1094,7 +1094,7 @@ fn teams(grid: GridId, a: &Attention, s: &Schedule, target: &Target) -> Option<u
     (fits && turned && alone).then_some(u64::from(warps / each))
 }
 
-/// Shared memory: parts that overlap, are missing, or hold less than what runs in them.
+/// Checks shared memory: parts that overlap, are missing, or are too small for the ops that use them.
 fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
     let m = &s.machine;
     let no = |what: String| Err(Fault::new(Kind::Occupancy, what));
@@ -1128,12 +1128,12 @@ fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
     need("ring", u64::from(m.ring.slots) * u64::from(m.ring.slot_bytes));
     // Sums of 8 units of 8 rows by every warp, twice, so that a batch may begin before the last one is added up.
     let warps = u64::from(m.consumer_warps);
-    // Of a kernel for rows, sums of all rows of as many units as its threads have four pairs of columns for.
+    // In a kernel for rows: sums of all rows, for as many units as its threads have four pairs of columns.
     let for_rows = s.program.buffers.iter().any(|b| b.words);
     let rows = u64::from(s.program.rows).next_multiple_of(8);
     let sums = if for_rows { (warps * 32 / (rows * 4)).max(1) * rows } else { 8 };
     need("reduce", 2 * sums * warps * 8 * 4);
-    // Records of attention lie from the staged input on, which attention has none of, over the sums.
+    // Records of attention begin at the staged input, which attention does not have, and overlap the sums.
     let mut scratch = 0;
     for (g, grid) in s.program.grids.iter().enumerate() {
         match &grid.op {
@@ -1149,7 +1149,7 @@ fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
                 need("stage", if lanes { rows * block * granule * 4 } else { 0 });
             }
             Op::NormAdd { .. } if for_rows => {}
-            // Whole granules of 32 values; the rest is zeros.
+            // Whole granules of 32 values, padded with zeros.
             Op::MatVec(MatVec { k: width, .. }) | Op::NormAdd { width, everywhere: false, .. } => {
                 need("stage", u64::from(*width).next_multiple_of(32) * staged);
             }
@@ -1157,7 +1157,7 @@ fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
                 let (heads, dim) = (u64::from(a.heads_per_task), u64::from(a.head_dim));
                 let tensor = precision.cache == DType::Bf16 && target.spec.dot == DotMechanism::Mma && dim % 8 == 0;
                 let operands = if tensor { heads * dim.div_ceil(32) * 64 } else { 0 };
-                // Of a kernel for rows, queries, and keys and values of the step's own rows: a tile as the cache has them, or in fp32.
+                // In a kernel for rows: queries, and keys and values of the step's own rows, as a tile in the cache's layout or in fp32.
                 let pitch = pitch(s, a) * precision.cache.bytes() as u64;
                 need(
                     "heads",
@@ -1174,7 +1174,7 @@ fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
                 scratch = scratch.max(teams * heads * (dim + 2) * 4 + current);
             }
             Op::AttentionMerge { head_dim, splits, .. } => {
-                // Of each warp that has a share.
+                // For each warp that has a split.
                 scratch = scratch.max(warps.min(u64::from(*splits)) * (u64::from(*head_dim) + 2) * 4);
             }
             Op::Select | Op::Report | Op::Route { .. } | Op::Embed { .. } | Op::NormAdd { .. } => {}
@@ -1193,7 +1193,7 @@ fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
             if target.kind == TargetKind::Cuda {
                 need("queue", queue.len() as u64 * 64);
             }
-            // What an SM keeps of the residual lies side by side from its first column on.
+            // The columns of the residual on an SM are contiguous from its first column on.
             let mut owned: Option<(u32, u32)> = None;
             for id in queue {
                 let task = &regime.tasks[id.index()];

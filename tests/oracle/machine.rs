@@ -2,16 +2,16 @@
 //!
 //! A window of a few steps is laid out in full: every task of every step is an *instance*. A block takes its instances in
 //! order, each in three moves: it passes its waits, it reads, it publishes. A loader makes one move for each run of the
-//! history it brings in, and one for each run whose source the step chooses. What a state holds is what decides the future: how far each block and loader is, what each SM
-//! sees of plain memory, and who wrote each piece of the arenas.
+//! history that it brings in, and one for each run whose source the step chooses. A state holds everything that decides the
+//! future: the progress of each block and loader, the plain memory that each SM sees, and the writer of each piece of the arenas.
 //!
-//! Events by packets are passed in two ways, and a schedule must be right in both: [`Poll::Counts`] waits until as many
-//! tasks have signalled as the wait says, as the interpreter does; [`Poll::Tags`] looks at nothing but the tags that the
-//! polled packets carry, as a device does. And a store need not land when it is made: one of a run may be held back until
-//! its SM releases memory or stores to the same place again.
+//! Waits for events by packets end in two ways, and a schedule must be right in both. [`Poll::Counts`] waits until the number of
+//! tasks in the wait have signalled, like the interpreter. [`Poll::Tags`] looks only at the tags of the polled packets, like a
+//! device. And a store need not land when it is made: one store of a run may be held back until its SM releases memory or
+//! stores to the same place again.
 //!
-//! A word says itself whether it is there: a poll passes whatever the word holds unless it was cleared. Who stores a word of a step
-//! clears it in the other phase, by a store of its own that may land late, too.
+//! A word is its own flag: a poll passes with any value of the word, unless it was cleared. The task that stores a word of a step
+//! also clears it in the other phase, by a separate store, which may land late, too.
 //!
 //! Shadow memory is exact to the byte and stored by *atoms*: the pieces into which the borders of all accesses of the
 //! window cut the arena. All bytes of an atom are always written and read together.
@@ -27,10 +27,10 @@ use monobloc::target::{CopyMechanism, Target};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Steps of a window across a whole regime, at most.
+/// Most steps of a window across a whole regime.
 const LONG: u32 = 16;
 
-/// A schedule whose tasks are known by what they touch.
+/// A schedule with the accesses of its tasks.
 pub struct Plan<'a> {
     pub schedule: &'a Schedule,
     feet: Vec<Vec<Foot>>,
@@ -45,8 +45,8 @@ impl<'a> Plan<'a> {
         Ok(Plan { schedule, feet, bulk: target.spec.copy == CopyMechanism::Bulk })
     }
 
-    /// First positions of windows of `steps` steps that show most: the first of a text, each change of regime, the last
-    /// of a text.
+    /// First positions of the most useful windows of `steps` steps: at the start of a text, at each change of regime, and at the
+    /// end of a text.
     pub fn windows(&self, steps: u32) -> Vec<u32> {
         let most = self.schedule.program.context_max;
         let mut starts = vec![0];
@@ -60,8 +60,8 @@ impl<'a> Plan<'a> {
         starts
     }
 
-    /// What windows of `steps` steps do not show, as longer windows (first position, steps): copies of a buffer that
-    /// come round later, and regimes between two others.
+    /// Longer windows (first position, steps), for faults that windows of `steps` steps cannot show: copies of a buffer that are
+    /// reused later, and regimes between two others.
     pub fn long_windows(&self, steps: u32) -> Vec<(u32, u32)> {
         let s = self.schedule;
         let phases =
@@ -69,7 +69,7 @@ impl<'a> Plan<'a> {
         let mut windows = vec![];
         if phases >= steps {
             windows.push((0, phases + 1));
-            // All steps after a border that overwrite what a step before it has left.
+            // All steps after a border that overwrite data of a step before it.
             let borders = s.regimes[1..].iter().map(|r| r.from_position.saturating_sub(phases));
             windows.extend(borders.map(|from| (from, 2 * phases)));
         }
@@ -83,7 +83,7 @@ impl<'a> Plan<'a> {
     }
 }
 
-/// What events mean nothing.
+/// Refuses events that are meaningless.
 fn events(s: &Schedule) -> Result<(), Fault> {
     let malformed = |what: String| Err(Fault::new(Kind::Malformed, what));
     let mut tagged: BTreeMap<BufferId, bool> = BTreeMap::new();
@@ -103,7 +103,7 @@ fn events(s: &Schedule) -> Result<(), Fault> {
             if *tagged.entry(event.buffer).or_insert(tags) != tags {
                 return malformed(format!("{} is tagged and is not", event.buffer));
             }
-            // A counter runs on from step to step, by as much as its event says.
+            // A counter increases in each step by the count of its event.
             let signals = regime.tasks.iter().flat_map(|t| &t.signals).filter(|s| s.index() == e).count();
             if !tags && signals != event.count as usize {
                 return malformed(format!("e{e} of r{r} counts {} of {signals} signals", event.count));
@@ -113,22 +113,22 @@ fn events(s: &Schedule) -> Result<(), Fault> {
     Ok(())
 }
 
-/// Who wrote a piece of memory: instance and which of its writes, never 0. Odd ones are the parts of a packet that a
-/// write of other columns overwrites with it.
+/// The writer of a piece of memory: the instance and which of its writes, never 0. Odd ids are the parts of a packet that a
+/// write of other columns overwrites.
 type Id = u32;
-const NOBODY: Id = 0;
+const NO_WRITER: Id = 0;
 /// Ids of one instance: up to 7 writes, two each.
 const IDS: u32 = 16;
 
-/// Of the ids of an instance: that of words that it cleared.
+/// Offset of the id of an instance for words that it cleared.
 const CLEARED: u32 = IDS - 1;
 
-/// Whether a word with this id is not there.
+/// Whether a word with this id is cleared.
 fn is_cleared(id: Id) -> bool {
-    id == NOBODY || id % IDS == CLEARED
+    id == NO_WRITER || id % IDS == CLEARED
 }
 
-/// Whether who waits for an event sees more than what the event is about.
+/// Whether a waiter of an event sees more memory than the event's columns.
 fn orders_memory(mechanism: Mechanism) -> bool {
     match mechanism {
         Mechanism::Packets | Mechanism::Words => false,
@@ -140,10 +140,10 @@ fn instance_of(id: Id) -> usize {
     (id / IDS - 1) as usize
 }
 
-/// Atoms, and who writes them.
+/// Atoms, and their writers.
 type Pieces = Vec<(Range<u32>, Id)>;
 
-/// A read of one region: its pieces and who must have written each.
+/// A read of one region: its pieces, and the required writer of each.
 struct Expect {
     pieces: Vec<Piece>,
 }
@@ -163,26 +163,26 @@ struct Instance {
     place: u32,
     step: usize,
     waits: Vec<WaitOn>,
-    /// Index of the event instance; twice where it is signalled twice.
+    /// Index of the event instance; twice if it is signalled twice.
     signals: Vec<u32>,
-    /// Reads by region, and for each piece whether own packets vouch for it.
+    /// Reads by region, and for each piece whether packets that the task polls guarantee it.
     reads: Vec<(u32, Vec<bool>)>,
     writes: Vec<Pieces>,
     private_reads: Vec<(Range<u32>, u32)>,
-    /// What it leaves in shared memory: its step and grid, for tasks of one grid on one SM are one writer.
+    /// Its writer id in shared memory: step and grid, because tasks of one grid on one SM are one writer.
     private_id: u32,
     private_writes: Vec<Range<u32>>,
     outputs: Vec<Range<u32>>,
-    /// What its loader reads.
+    /// The reads of its loader.
     history: Option<History>,
 }
 
 struct WaitOn {
-    /// `None`: no task ever signals it, or nothing ran before.
+    /// `None`: no task ever signals it, or there was no earlier step.
     event: Option<u32>,
     count: u32,
-    /// What a poll looks at: the pieces that hold the tags of its packets, and the step whose tag it waits for. `None`: a
-    /// counter, or nothing ran before.
+    /// The reads of a poll: the pieces that hold the tags of its packets, and the step whose tag it waits for. `None`: a counter, or
+    /// there was no earlier step.
     tags: Option<(Vec<u32>, usize)>,
     /// The pieces are words, which have no tags.
     words: bool,
@@ -194,12 +194,12 @@ struct WaitOn {
 
 /// The chunks of a task whose loader looks at memory that the step or an earlier one made.
 struct History {
-    /// Rows of a history wait for the first task of the step; a chosen source waits for its event, if for any.
+    /// Rows of a history wait for the first task of the step; a chosen source waits for its event, if it has one.
     gated: bool,
     after: Option<WaitOn>,
-    /// Entries of tables that say what to load, as reads are.
+    /// Entries of tables that choose what to load, in the form of reads.
     choices: Vec<(u32, Vec<bool>)>,
-    /// Among such runs of its SM.
+    /// Index among such runs of its SM.
     ordinal: u32,
     chunks: u32,
     /// Chunks of its SM's stream before it.
@@ -211,15 +211,15 @@ struct History {
 /// An event in one step.
 struct EventAt {
     tagged: bool,
-    /// Slot of its clock, where it orders memory.
+    /// Index of its clock, if it orders memory.
     clock: Option<u32>,
-    /// Who signals, and which atoms of its columns they publish.
+    /// The tasks that signal, and the atoms of its columns that they publish.
     by: Vec<(u32, Pieces)>,
 }
 
 /// A window of steps, laid out.
 pub struct Window {
-    /// Chosen by who walks.
+    /// How waits end; the walk chooses it.
     pub poll: Poll,
     /// The store that lands late: an instance, and which of its writes.
     pub late: Option<(usize, usize)>,
@@ -237,13 +237,13 @@ pub struct Window {
     consumed: Vec<Vec<u32>>,
     expects: Vec<Expect>,
     events: Vec<EventAt>,
-    /// For each id: who must read it, and where.
+    /// For each id: the instances that must read it, and where.
     readers: BTreeMap<Id, Vec<(u32, Range<u32>)>>,
     layout: Layout,
     names: Vec<String>,
 }
 
-/// Where what lies in a state.
+/// The layout of a state.
 #[derive(Clone, Copy)]
 struct Layout {
     at: usize,
@@ -279,11 +279,11 @@ const WAIT: u32 = 0;
 const READ: u32 = 1;
 const PUBLISH: u32 = 2;
 
-/// Of the store that lands late: made, and landed.
+/// States of the store that lands late: made, and landed.
 const PENDING: u32 = 1;
 const LANDED: u32 = 2;
 
-/// Cuts a space of addresses at the borders of all that is added; then names ranges of pieces.
+/// Cuts an address space at the borders of all ranges that are added, then names ranges of pieces.
 #[derive(Default)]
 struct Cuts(Vec<u64>);
 
@@ -359,7 +359,7 @@ impl Window {
         let k = s.machine.sms as usize;
         let from = from.max(draw.positions.iter().copied().max().unwrap_or(0));
         let positions: Vec<u32> = (from..s.program.context_max).take(steps.min(draw.steps) as usize).collect();
-        // Rows that the launch does not have are touched by no task.
+        // No task accesses rows that the launch does not have.
         let present = draw.positions.len() as u32;
         let feet: Vec<Vec<Foot>> =
             plan.feet.iter().map(|feet| feet.iter().map(|foot| foot.of_rows(present)).collect()).collect();
@@ -391,7 +391,7 @@ impl Window {
         // Borders.
         let (mut cuts, mut privates, mut outputs, mut caches) =
             (Cuts::default(), Cuts::default(), Cuts::default(), Cuts::default());
-        // A space of its own for each buffer, where addresses are not shadowed by byte of an arena.
+        // A separate space for each buffer, if addresses are not shadowed by byte of an arena.
         let wide = |touch: &Touch| {
             let base = (touch.buffer.index() as u64) << 48 | u64::from(touch.row) << 32;
             (base + u64::from(touch.lo), base + u64::from(touch.hi))
@@ -620,7 +620,7 @@ impl Window {
                             index
                         }
                     };
-                    // Packets vouch for what they carry; what is read without a wait, or after a counter, does not.
+                    // Packets guarantee their own payload; a read without a wait, or after a counter, has no such guarantee.
                     let covers = |piece: &Piece| {
                         let mut at = piece.lo;
                         while at < piece.hi {
@@ -651,7 +651,7 @@ impl Window {
                     let rest = rest.iter().map(|r| (cuts.atoms(r.0, r.1), id(step, t, w) + 1));
                     own.chain(rest).collect()
                 });
-                // Words of the step before are cleared for the step after. All that a task clears may land late together.
+                // Words of the previous step are cleared for the next one. All clears of a task may land late together.
                 let words = foot.writes.iter().filter(|touch| s.program.buffers[touch.buffer.index()].words);
                 let cleared: Pieces = words
                     .flat_map(|touch| spans(plan, touch, before(touch.buffer, step)).0)
@@ -754,7 +754,7 @@ impl Window {
                                         continue;
                                     };
                                     let r = regime_of[at];
-                                    // Who appends these columns of that row.
+                                    // The tasks that append these columns of that row.
                                     let mut covered = touch.lo;
                                     while covered < touch.hi {
                                         let writer = feet[r].iter().enumerate().find_map(|(t, foot)| {
@@ -813,8 +813,8 @@ impl Window {
         2 * self.k + 1
     }
 
-    /// Stores that may land late: writes of exchange memory by tasks that release nothing themselves. Those that somebody
-    /// polls are seen when they land; the others come first.
+    /// Stores that may land late: writes of exchange memory by tasks that release nothing themselves. Stores without a poll come
+    /// first, because polled ones are noticed when they land.
     pub fn stores(&self) -> Vec<(usize, usize)> {
         let unreleased = |i: &&Instance| i.signals.iter().all(|&e| self.events[e as usize].clock.is_none());
         let instances = self.instances.iter().enumerate().filter(|(_, i)| unreleased(i));
@@ -832,20 +832,20 @@ impl Window {
         (0..self.k).all(|sm| state.0[self.layout.at + sm] as usize == self.lanes[sm].len())
     }
 
-    /// Moves made so far by a block, of all it has to make.
+    /// Moves that a block has made, and all its moves.
     pub fn progress(&self, state: &State, sm: usize) -> (u32, u32) {
         let l = &self.layout;
         (state.0[l.at + sm] * 3 + state.0[l.phase + sm], self.lanes[sm].len() as u32 * 3)
     }
 
-    /// Whether the store that is held back has been overtaken: what it will write is older than what is there.
+    /// Whether the store that is held back has been overtaken: its data are older than those in memory.
     pub fn overtaken(&self, state: &State) -> bool {
         let Some((at, write)) = self.late.filter(|_| state.0[self.layout.late] == PENDING) else { return false };
         let step = self.instances[at].step;
         let mut atoms = self.instances[at].writes[write].iter().flat_map(|(range, _)| range.clone());
         atoms.any(|atom| {
             let found = state.0[self.layout.shadow + atom as usize];
-            found != NOBODY && self.instances[instance_of(found)].step > step
+            found != NO_WRITER && self.instances[instance_of(found)].step > step
         })
     }
 
@@ -888,7 +888,7 @@ impl Window {
                 if wait.words {
                     return !is_cleared(found);
                 }
-                found != NOBODY && self.instances[instance_of(found)].step == *step
+                found != NO_WRITER && self.instances[instance_of(found)].step == *step
             });
         }
         if wait.never {
@@ -965,7 +965,7 @@ impl Window {
             let Some(clock) = wait.event.and_then(|e| self.events[e as usize].clock) else { continue };
             join(state, visible, l.clocks + clock as usize * k);
         }
-        // A fence counts in the loader, which takes over from the first task of the queue and from no other.
+        // A fence counts only in the loader, which takes over from the first task of the queue.
         let first = instance.place == self.firsts[instance.sm][instance.step];
         if first && instance.waits.iter().any(|w| w.proxy) {
             join(state, fenced, visible);
@@ -1001,7 +1001,7 @@ impl Window {
             for atom in range.clone() {
                 let found = state.0[l.private + instance.sm * self.private_len() + atom as usize];
                 if found != *id {
-                    let kind = if found == NOBODY { Kind::Unwritten } else { Kind::Stale };
+                    let kind = if found == NO_WRITER { Kind::Unwritten } else { Kind::Stale };
                     let what = format!("{} reads shared memory of another task, step or SM", self.names[at]);
                     return Err(Fault::new(kind, what));
                 }
@@ -1028,7 +1028,7 @@ impl Window {
         Fault::new(Kind::Stale, what)
     }
 
-    /// The store that was held back reaches memory, over whatever is there by now.
+    /// The store that was held back reaches memory, and overwrites its current contents.
     fn land(&self, state: &mut State) -> Result<(), Fault> {
         state.0[self.layout.late] = LANDED;
         let Some((at, write)) = self.late else { return Ok(()) };
@@ -1067,7 +1067,7 @@ impl Window {
             for atom in range.clone() {
                 let cell = l.outputs + atom as usize;
                 let old = state.0[cell];
-                if old != NOBODY {
+                if old != NO_WRITER {
                     let writer = &self.instances[old as usize - 1];
                     if state.0[l.visible + instance.sm * k + writer.sm] <= writer.place && writer.sm != instance.sm {
                         let (new, old) = (&self.names[at], &self.names[old as usize - 1]);
@@ -1078,7 +1078,7 @@ impl Window {
                 state.0[cell] = at as u32 + 1;
             }
         }
-        // Its own writes are visible to itself, and to whom an event tells of them.
+        // Its own writes are visible to itself, and to waiters of an event about them.
         let visible = l.visible + instance.sm * k;
         state.0[visible + instance.sm] = instance.place + 1;
         for &event in &instance.signals {
@@ -1102,13 +1102,13 @@ impl Window {
     /// Pieces of exchange memory by one task.
     fn store(&self, state: &mut State, at: usize, pieces: &Pieces) -> Result<(), Fault> {
         let l = &self.layout;
-        let mut seen = NOBODY;
+        let mut seen = NO_WRITER;
         for (range, id) in pieces {
             for atom in range.clone() {
                 let cell = l.shadow + atom as usize;
                 let old = state.0[cell];
                 state.0[cell] = *id;
-                if old == NOBODY || old == seen || instance_of(old) == at {
+                if old == NO_WRITER || old == seen || instance_of(old) == at {
                     continue;
                 }
                 seen = old;
@@ -1155,7 +1155,7 @@ impl Window {
         Ok(())
     }
 
-    /// Says which task waits for what in a state in which no task can move.
+    /// Describes which task waits for what in a state in which no task can move.
     pub fn hang(&self, state: &State) -> Fault {
         let mut who = vec![];
         for sm in 0..self.k {
@@ -1175,8 +1175,8 @@ fn unwritten(touch: &Touch, task: usize, position: u32) -> Fault {
     Fault::new(Kind::Unwritten, what)
 }
 
-/// Chunks in which the granules of `units` units come: whole units where a slot holds one, else the parts of each unit, as
-/// even as slots allow and as many granules for every warp.
+/// Number of chunks of the granules of `units` units: whole units if a slot holds one, else parts of each unit, as equal as slots
+/// allow, with the same number of granules for every warp.
 fn chunks(granules: u64, units: u32, slot: u32, warps: u32) -> u32 {
     let (slot, warps) = (u64::from(slot.max(1)), u64::from(warps.max(1)));
     let unit = (granules / u64::from(units.max(1))).max(1);
@@ -1189,8 +1189,7 @@ fn chunks(granules: u64, units: u32, slot: u32, warps: u32) -> u32 {
     (unit.div_ceil(part) * u64::from(units)) as u32
 }
 
-/// The history that share `j` reads: rows below `past` of the window that is visible at the position, in shares of whole
-/// tiles.
+/// The history that split `j` reads: rows below `past` of the window that is visible at the position, in splits of whole tiles.
 pub(super) fn share(window: Option<u32>, splits: u32, position: u32, past: u32, j: u32) -> (u32, u32) {
     let first = window.map_or(0, |w| (position + 1).saturating_sub(w));
     let each = past.saturating_sub(first).div_ceil(splits).next_multiple_of(16);
@@ -1199,7 +1198,7 @@ pub(super) fn share(window: Option<u32>, splits: u32, position: u32, past: u32, 
     (start as u32, end as u32)
 }
 
-/// The rows of an event's columns, of those that the launch has.
+/// The rows of an event's columns that the launch has.
 fn about<'a>(s: &'a Schedule, event: &'a Event, present: u32) -> impl Iterator<Item = Touch> + use<'a> {
     let rows = match event.row {
         Some(row) => row..(row + 1).min(present),
@@ -1284,7 +1283,7 @@ fn layout(w: &Window, shadow: usize, privates: usize, outputs: usize, clocks: us
 /// A writer's region: columns, grid, task, and which of its writes.
 type Written = (u32, u32, u32, usize, usize);
 
-/// Who writes what of each buffer in one regime.
+/// The writers of each buffer in one regime.
 struct Writers {
     exchange: BTreeMap<(BufferId, u32), Vec<Written>>,
     private: BTreeMap<(BufferId, u32), Vec<Written>>,
@@ -1311,7 +1310,7 @@ impl Writers {
         writers
     }
 
-    /// The parts of a region by who writes them last before `grid` in program order; `None`: last of all.
+    /// The parts of a region by their last writer before `grid` in program order; `None`: by the last writer of all.
     #[allow(clippy::type_complexity)] // Columns and a writer.
     fn pieces(&self, touch: &Touch, grid: Option<u32>) -> Result<Vec<(u32, u32, Option<(usize, usize)>)>, Fault> {
         let none = vec![];

@@ -1,26 +1,25 @@
 //! A judge of schedules that shares no code with `validate`: it executes them.
 //!
-//! `validate` argues with clocks and covers and never runs anything. This one plays the memory model at the head of
-//! `src/ir/mod.rs` as a machine: blocks that wait, read and publish, loaders that run ahead, bytes that remember who
-//! wrote them. What it calls unsafe comes with an execution that goes wrong; what it calls safe after an exhaustive
-//! exploration has none, for the positions that were explored.
+//! `validate` argues with clocks and covers and never runs anything. This judge simulates the memory model at the head of
+//! `src/ir/mod.rs` as a machine: blocks that wait, read and publish, loaders that run ahead, bytes that remember their
+//! writers. A schedule that it calls unsafe has an execution that goes wrong. One that it calls safe after an exhaustive
+//! exploration has none, for the explored positions.
 //!
-//! - [`footprint`] says what each op touches, from the formulas of the op, and compares it with what operands declare;
-//!   and it judges what needs no execution: what a launch occupies, what streams bring in.
+//! - [`footprint`] derives the accesses of each op from its formulas, and compares them with the declared operands. It also
+//!   judges what needs no execution: the resources of a launch, and the contents of streams.
 //! - [`machine`] is the state and its moves. Memory is shadowed by byte: every byte of the arenas carries the instance of
 //!   the task that wrote it, and a read of any other than the intended one is a fault. Plain memory of other SMs is as
 //!   stale as the fences allow.
-//! - [`contents`] runs a text with real contents, as its positions ask and in the first regime alone: both must compute
-//!   the same.
-//!   So must a text that several kernels over one cache run in turn.
-//! - [`words`] looks for words that a step of another regime has left.
+//! - [`contents`] runs a text with contents, with the regimes of its positions and in the first regime alone: both must compute
+//!   the same. The same holds for a text that several kernels over one cache run in turn.
+//! - [`words`] looks for words that a step of another regime did not clear.
 //! - [`draws`] makes the tables that the host may write.
-//! - [`explore`] walks: all interleavings of small schedules, hostile random ones of large schedules.
-//! - [`entries`] reads back what the queues of a proven schedule say to a device.
-//! - [`device`] gives a device what is not proven, for `tests/bench/mutants.rs`.
+//! - [`explore`] walks: all interleavings of small schedules, adversarial random ones of large schedules.
+//! - [`entries`] reads back the queues of a proven schedule.
+//! - [`device`] prepares unproven schedules for a device, for `tests/bench/mutants.rs`.
 //! - [`mutate`] breaks schedules in named ways, [`population`] judges many of them with both judges.
 //!
-//! It lives below `tests/` because it is no part of the tool: if it shipped, the first judge could start to
+//! It is below `tests/` because it is no part of the product: if it shipped, the first judge could start to
 //! rely on it. The tests in `tests/it` and the benchmarks `tests/bench/proof.rs` and `mutants.rs` include it.
 
 pub mod bases;
@@ -37,10 +36,10 @@ pub mod words;
 
 use std::fmt;
 
-/// What goes wrong.
+/// The kinds of faults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kind {
-    /// It means nothing: an id of nothing, a number that no formula takes, a launch that is missing or doubled.
+    /// Meaningless: an id without an entity, a number that no formula takes, a launch that is missing or doubled.
     Malformed,
     /// An op touches other bytes, or bytes of another type, than its operands say.
     Undeclared,
@@ -48,7 +47,7 @@ pub enum Kind {
     OutOfBounds,
     /// It does not fit the machine: memory, threads, registers, parts of shared memory that overlap.
     Occupancy,
-    /// The ring hands a task chunks that are not its own, or breaks them.
+    /// The ring gives a task wrong or broken chunks.
     Ring,
     /// Blocks that wait for ever.
     Hang,
@@ -58,7 +57,7 @@ pub enum Kind {
     Stale,
     /// A write over bytes that a task has yet to read.
     Clobbered,
-    /// Bytes in memory that are not yet visible to who reads or overwrites them.
+    /// An access to bytes whose write is not yet visible to it.
     Invisible,
     /// A text that depends on where a regime begins.
     Border,

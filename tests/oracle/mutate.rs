@@ -1,4 +1,4 @@
-//! Schedules broken in named ways. A mutation says which entities it touched: a rejection must name one of them.
+//! Breaks schedules in named ways. A mutation returns the entities that it touched: a rejection must name one of them.
 
 use super::explore::Rng;
 use crate::proof_support::as_words;
@@ -12,10 +12,10 @@ use monobloc::model::graph::{RopeId, RowView, TensorId};
 use monobloc::target::{Target, TargetKind};
 use monobloc::validate::{Entity, Violation};
 
-/// Changes a schedule or the machine it is meant for; `None`: there is nothing here to break in this way.
+/// Changes a schedule or its machine; `None` if it cannot be broken in this way.
 pub type Mutate = fn(&mut Schedule, &mut Target, &mut Rng) -> Option<Vec<Entity>>;
 
-/// The ways to break a schedule. What is unsafe in which of them depends on where it hits; the population counts it.
+/// The ways to break a schedule. Whether a mutant is unsafe depends on its place; the population counts both.
 pub const CLASSES: &[(&str, Mutate)] = &[
     ("dropped wait", dropped_wait),
     ("threshold lowered", |s, _, r| threshold(s, r, false)),
@@ -84,7 +84,7 @@ pub const CLASSES: &[(&str, Mutate)] = &[
     ("choice that a run does not wait for", early_choice),
 ];
 
-/// Classes that need more than decoders of one row have.
+/// Classes that need features that decoders of one row do not have.
 pub const SEVERAL: [&str; 6] = [
     "pages of two sizes",
     "fact that is not declared",
@@ -144,7 +144,7 @@ fn threshold(s: &mut Schedule, random: &mut Rng, raised: bool) -> Option<Vec<Ent
     Some(vec![task_at(r, id), event_at(r, wait.event)])
 }
 
-/// One producer less is waited for, consistently: it does not signal, and all counts are lower.
+/// Consistently waits for one producer less: it does not signal, and all counts are lower.
 fn partial_join(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
     let (r, e) = an_event(s, random)?;
     let regime = &mut s.regimes[r];
@@ -200,7 +200,7 @@ fn stray_signal(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Ve
         return None;
     }
     s.regimes[r].tasks[id.index()].signals.push(e);
-    // Half of the time the event says so too.
+    // Half of the time, the event is changed, too.
     if random.below(2) == 0 {
         s.regimes[r].events[e.index()].count += 1;
     }
@@ -220,7 +220,7 @@ fn event_count(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec
     let event = &mut s.regimes[r].events[e.index()];
     let raised = random.below(2) == 0;
     event.count = if raised { event.count + 1 } else { event.count - 1 };
-    // Waits follow, half of the time.
+    // Half of the time, waits are changed, too.
     if random.below(2) == 0 {
         let count = event.count;
         for task in &mut s.regimes[r].tasks {
@@ -254,11 +254,11 @@ fn mechanism(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<E
     let event = &mut s.regimes[r].events[e.index()];
     let was = event.mechanism;
     event.mechanism = Mechanism::ALL[random.below(3)];
-    // The same event where a regime carries it on.
+    // The mutation counts only if the mechanism changed.
     (event.mechanism != was).then(|| vec![event_at(r, e), Entity::Buffer(event.buffer)])
 }
 
-/// Lists the runs of a regime's queues anew.
+/// Lists the runs of a regime's queues again.
 fn restream(s: &mut Schedule, r: usize) {
     let regime = &mut s.regimes[r];
     let runs: Vec<Run> = regime.streams.iter().flatten().copied().collect();
@@ -267,7 +267,7 @@ fn restream(s: &mut Schedule, r: usize) {
     }
 }
 
-/// Swaps two entries of a queue that far apart, in all regimes that have them, streams included.
+/// Swaps two entries of a queue at the distance `apart`, in all regimes that have them, with their streams.
 fn swap_in_queue(s: &mut Schedule, random: &mut Rng, apart: usize) -> Option<Vec<Entity>> {
     let r = random.below(s.regimes.len());
     let sm = random.below(s.regimes[r].queues.len());
@@ -302,7 +302,7 @@ fn swap_in_queue(s: &mut Schedule, random: &mut Rng, apart: usize) -> Option<Vec
             restream(s, other);
         }
     }
-    // Whatever lies between them moves against both.
+    // Entries between them change their order relative to both.
     for t in s.regimes[r].queues[sm][at..=at + apart].iter() {
         touched.push(task_at(r, *t));
     }
@@ -323,7 +323,7 @@ fn queue_cycle(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec
     Some(touched)
 }
 
-/// To a place in another queue, with its stream.
+/// Moves a task to a place in another queue, with its stream.
 fn moved(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
     let (r, id) = a_task(s, random, |_, _| true)?;
     let queues = &mut s.regimes[r].queues;
@@ -346,7 +346,7 @@ fn task_dropped(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Ve
     Some(vec![task_at(r, id)])
 }
 
-/// A launch range without its first or last index, weights and all.
+/// A launch range without its first or last index, and without its weights.
 fn missing_producer(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
     let wide = |r: usize, t: TaskId| {
         let task = &s.regimes[r].tasks[t.index()];
@@ -370,7 +370,7 @@ fn missing_producer(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Optio
     Some(vec![task_at(r, id), Entity::Grid(grid)])
 }
 
-/// An output goes to where another grid of the same width writes.
+/// An output goes to the buffer that another grid of the same width writes.
 fn duplicate_producer(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
     let p = &mut s.program;
     let written = |g: usize| p.grids[g].operand(Role::Out).map(|o| o.buffer);
@@ -457,7 +457,7 @@ fn out_of_bounds(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<V
     Some(vec![Entity::Grid(g), Entity::Buffer(buffer)])
 }
 
-/// More columns than anybody writes, or less written than there are.
+/// More columns than are written, or fewer writes than there are columns.
 fn uncovered(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
     if random.below(2) == 0 {
         let b = a_buffer(s, random, |space| space != Space::Weight)?;
@@ -510,7 +510,7 @@ fn other_buffer(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Ve
     let space = s.program.buffers[was.index()].space;
     let b = a_buffer(s, random, |other| other == space)?;
     let (x, y) = (&s.program.buffers[was.index()], &s.program.buffers[b.index()]);
-    // Of the same shape, so that only what is in it differs.
+    // A buffer of the same shape, so that only the contents differ.
     if b == was || (x.dtype, x.rows, x.cols) != (y.dtype, y.rows, y.cols) {
         return None;
     }
@@ -643,7 +643,7 @@ fn chunk_list(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<
     Some(touched)
 }
 
-/// A run brings in other units, or those of another matrix.
+/// A run streams other units, or those of another matrix.
 fn other_weights(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
     let (r, sm, i) = a_run(s, random, |source| matches!(source, Source::Units { .. }))?;
     let mut touched = run_entities(s, r, sm, i);
@@ -683,7 +683,7 @@ fn flight(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Enti
     Some(vec![Entity::Machine])
 }
 
-/// Fewer copies of what is written before the step before has been read everywhere.
+/// Fewer copies of a buffer that is written before all reads of the previous step are done.
 fn reused(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
     let several: Vec<usize> = (0..s.program.buffers.len()).filter(|&b| s.program.buffers[b].phases > 1).collect();
     let b = several[pick(random, &several)?];
@@ -740,7 +740,7 @@ fn proxy(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entit
     let all: Vec<usize> = (0..s.regimes[r].events.len()).filter(|&e| s.regimes[r].events[e].proxy).collect();
     let e = all[pick(random, &all)?];
     s.regimes[r].events[e].proxy = false;
-    // What fails is the loaders of the regime.
+    // The loaders of the regime fail.
     let mut touched = vec![event_at(r, EventId::from(e))];
     touched.extend((0..s.regimes[r].tasks.len()).map(|t| task_at(r, TaskId::from(t))).filter(|at| match at {
         Entity::Task(r, t) => s.regimes[*r as usize].tasks[t.index()].waits.iter().any(|w| w.event.index() == e),
@@ -837,8 +837,8 @@ fn set_cache(s: &mut Schedule, g: GridId, roles: [Role; 2], buffer: BufferId) {
     operands.iter_mut().filter(|o| roles.contains(&o.role)).for_each(|o| o.buffer = buffer);
 }
 
-/// A place behind everything in the arena of a space.
-fn behind(s: &Schedule, space: Space) -> u64 {
+/// The first free place at the end of the arena of a space.
+fn arena_end(s: &Schedule, space: Space) -> u64 {
     let placed = s.program.buffers.iter().zip(&s.placement).filter(|(b, _)| b.space == space);
     let ends = placed.filter_map(|(b, place)| Some((*place)? + u64::from(b.rows) * u64::from(b.cols) * 16 * 8));
     ends.max().unwrap_or(0).next_multiple_of(1 << 16)
@@ -851,7 +851,7 @@ fn fresh_cache(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec
     for &roles in sides {
         let was = cache_of(s, g, roles)?;
         let fresh = BufferId::from(s.program.buffers.len());
-        s.placement.push(Some(behind(s, Space::Cache)));
+        s.placement.push(Some(arena_end(s, Space::Cache)));
         s.program.buffers.push(s.program.buffers[was.index()].clone());
         set_cache(s, g, roles, fresh);
         touched.extend([was, fresh].map(Entity::Buffer));
@@ -864,7 +864,7 @@ fn keys_as_values(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<
     let (k, v) = (cache_of(s, g, KEYS)?, cache_of(s, g, VALUES)?);
     set_cache(s, g, KEYS, v);
     set_cache(s, g, VALUES, k);
-    // Compared with nothing, it could be any attention.
+    // Sometimes an attribute changes, too. An attention that is compared with no other one may have any.
     if random.below(3) == 0 {
         attribute_of(s, g, random);
     }
@@ -959,10 +959,10 @@ fn result_elsewhere(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Optio
     Some(grids.into_iter().chain([of_a, of_b].map(Entity::Buffer)).collect())
 }
 
-/// Copies of an exchange buffer, with room for them; sometimes what writes it moves with the regime.
+/// Another number of copies of an exchange buffer, with room for them; sometimes its writer moves with the regime.
 fn phases(s: &mut Schedule, target: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
     let b = a_buffer(s, random, |space| space == Space::Exchange)?;
-    s.placement[b.index()] = Some(behind(s, Space::Exchange));
+    s.placement[b.index()] = Some(arena_end(s, Space::Exchange));
     s.program.buffers[b.index()].phases = [1, 2, 3, 4, 5, 8][random.below(6)];
     let mut touched = vec![Entity::Buffer(b)];
     if random.below(2) == 0 {
@@ -1031,7 +1031,7 @@ fn late_proxy(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<
     Some(vec![event_at(r, e)])
 }
 
-/// Words for packets, with what kernels of words keep. Of records of attention, other regimes have none to clear.
+/// Words instead of packets, with the buffers that kernels of words need. Other regimes do not clear the records of attention.
 fn words_of_one_regime(s: &mut Schedule, target: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
     // Kernels for one row have no words.
     target.kind = TargetKind::Cpu;
@@ -1171,7 +1171,7 @@ fn concerns(said: Entity, touched: Entity, s: &Schedule) -> bool {
             r == q
                 && task(q, t).is_some_and(|task| task.waits.iter().any(|w| w.event == e) || task.signals.contains(&e))
         }
-        // Of a regime that came in as a whole.
+        // A regime that was added as a whole.
         (Entity::Task(r, _) | Entity::Event(r, _) | Entity::Sm(r, _), Entity::Regime(q)) => r == q,
         (Entity::Event(r, e), Entity::Grid(g)) => event(r, e).is_some_and(|event| uses(g, event.buffer)),
         (Entity::Sm(r, sm), Entity::Task(q, t)) => {

@@ -1,4 +1,4 @@
-//! Many schedules before both judges, counted by what was done to them.
+//! Judges many schedules with both judges, and counts the results by class of mutation.
 
 use super::bases::{Base, medium, random_program, real, several, small};
 use super::entries::disagreement;
@@ -22,18 +22,18 @@ pub struct Size {
     pub seed: u64,
 }
 
-/// What became of the schedules of one class.
+/// Results for the schedules of one class.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Count {
     pub judged: usize,
-    /// The machine went wrong.
+    /// Found unsafe by the machine.
     pub unsafe_: usize,
     pub rejected: usize,
     /// Unsafe and accepted: must be none.
     pub false_accepts: usize,
-    /// Rejected for what today's kernels cannot do, and for nothing else.
+    /// Rejected only for limits of today's kernels.
     pub kernels: usize,
-    /// Rejected otherwise, and the machine found nothing: the proof asks for more than safety.
+    /// Rejected for other reasons although the machine found no fault: the proof asks for more than safety.
     pub stricter: usize,
     /// Rejections that name nothing that was touched: must be none.
     pub unnamed: usize,
@@ -54,14 +54,14 @@ impl Count {
     }
 }
 
-/// Counts by class, and stories of what must not be.
+/// Counts by class, and descriptions of forbidden results.
 #[derive(Debug, Default)]
 pub struct Outcome {
     pub classes: BTreeMap<String, Count>,
     pub faults: Vec<String>,
 }
 
-/// Stories kept; the counts say how many there were.
+/// Most descriptions that are kept; the counts have all.
 const FAULTS_KEPT: usize = 40;
 
 impl Outcome {
@@ -98,7 +98,7 @@ impl Outcome {
     }
 }
 
-/// What the queues of a proven schedule say to a device, where that is not what was proven.
+/// The first difference between the queues of a proven schedule and the schedule.
 fn said_otherwise(base: &Base) -> Option<String> {
     if base.target.kind != TargetKind::Cuda {
         return None;
@@ -120,7 +120,7 @@ fn one(
     let violations = check(schedule, target);
     let accepted = violations.is_empty();
     let only_kernels = !accepted && violations.iter().all(|v| v.rule == Rule::Kernel);
-    // What is accepted is attacked hardest.
+    // Accepted schedules are attacked hardest.
     let believed = accepted || only_kernels;
     let states_max = match (may_explore, believed) {
         (false, _) => 0,
@@ -192,11 +192,11 @@ pub fn judge_population(size: &Size, graphs: &[(String, ModelGraph)]) -> Outcome
         }
     }
     for nth in 0..size.single + size.double {
-        // Whatever the number of classes, each has small bases and large ones.
+        // With any number of classes, each has small bases and large ones.
         let kind = nth + nth / CLASSES.len();
         let (class, mutate) = CLASSES[nth % CLASSES.len()];
         let has_several = SEVERAL.contains(&class) || kind.is_multiple_of(5);
-        // Tables have many draws: what has several rows runs in random orders.
+        // Tables have many draws, so schedules of several rows run in random orders.
         let may_explore = !kind.is_multiple_of(3) && !has_several;
         let mut base = match (has_several, may_explore) {
             (true, _) => several(&mut random),

@@ -1,4 +1,4 @@
-//! Words on both sides of every border: what a step stores is cleared in the next one, whichever regimes the two belong to.
+//! Judges words on both sides of every border: the next step clears the words of a step, in any two regimes.
 
 use super::footprint::Foot;
 use super::{Fault, Kind};
@@ -9,8 +9,8 @@ use std::collections::BTreeSet;
 /// A word, by its first column: buffer, row of the step, column.
 type Word = (BufferId, u32, u32);
 
-/// Runs three steps of any two regimes in turn: a launch may end in any regime, and the next one may begin in any. Two steps apart the
-/// phase is the same, so what the first step stored must be gone where a task of the third one polls.
+/// Runs three steps of any two regimes in turn, because a launch may end in any regime, and the next one may begin in any. The first
+/// and the third step have the same phase, so words of the first must be cleared where a task of the third one polls.
 pub fn judge(s: &Schedule, feet: &[Vec<Foot>]) -> Result<(), Fault> {
     for (first, second) in (0..feet.len()).flat_map(|a| (0..feet.len()).map(move |b| (a, b))) {
         let mut phases: [BTreeSet<Word>; 2] = Default::default();

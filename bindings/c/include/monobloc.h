@@ -15,13 +15,13 @@
 #include <stdlib.h>
 
 /*
- Version of this interface. It changes if a function or a struct changes what it means; functions and fields at the end of
- monobloc_options may be added without a change.
+ Version of this interface. It changes if the meaning of a function or a struct changes. New functions, and new fields at the end
+ of monobloc_options, do not change it.
  */
 #define MONOBLOC_ABI_VERSION 1
 
 /*
- How a call ended. The numbers are the exit codes of the program.
+ Result of a call. The numbers are the exit codes of the program.
  */
 typedef enum {
   /*
@@ -61,12 +61,12 @@ typedef enum {
 } monobloc_logits_of;
 
 /*
- A model that is open.
+ An open model.
  */
 typedef struct monobloc_model monobloc_model;
 
 /*
- How a model is opened. A field of 0 or NULL has its default.
+ Options for opening a model. A field of 0 or NULL takes its default.
  */
 typedef struct {
   /*
@@ -78,19 +78,19 @@ typedef struct {
    */
   const char *target;
   /*
-   Folder of the cache, for manifests; NULL: as the program has it.
+   Folder of the cache, for manifests; NULL: the default of the program `monobloc`.
    */
   const char *cache;
   /*
-   Sequences that are open at a time, at most; 0: as `monobloc serve`.
+   Most sequences that are open at a time; 0: as `monobloc serve`.
    */
   uint32_t sequences_max;
   /*
-   Tokens of one monobloc_step beyond one for each sequence; 0: as `monobloc serve`.
+   Most tokens of one monobloc_step beyond one for each sequence; 0: as `monobloc serve`.
    */
   uint32_t chunk_max;
   /*
-   Tokens of all sequences together; 0: four contexts, or what the manifest says.
+   Tokens that the cache holds for all sequences together; 0: four contexts, or the value of the manifest.
    */
   uint32_t cache_tokens;
 } monobloc_options;
@@ -138,7 +138,7 @@ const char *monobloc_last_error(void);
 
 /*
  Opens the folder of an export, a manifest, or a built-in model by its name. `options` may be NULL. Writes the model to
- `model`, which monobloc_close() closes; on a fault NULL.
+ `model`, or NULL on a fault. Close the model with monobloc_close().
 
  # Safety
  `place` is a string, `options` NULL or a struct of the size that it names, whose strings are strings; `model` can be written.
@@ -156,7 +156,7 @@ monobloc_status monobloc_open(const char *place,
 void monobloc_close(monobloc_model *model);
 
 /*
- Logits of a position: token ids are below. 0 if `model` is NULL.
+ Logits of a position; all token ids are below it. 0 if `model` is NULL.
 
  # Safety
  `model` is NULL, or came from monobloc_open and is not closed.
@@ -164,7 +164,7 @@ void monobloc_close(monobloc_model *model);
 uint32_t monobloc_vocab(const monobloc_model *model);
 
 /*
- Positions of a sequence, at most. 0 if `model` is NULL.
+ Most positions of a sequence. 0 if `model` is NULL.
 
  # Safety
  `model` is NULL, or came from monobloc_open and is not closed.
@@ -172,7 +172,7 @@ uint32_t monobloc_vocab(const monobloc_model *model);
 uint32_t monobloc_context_max(const monobloc_model *model);
 
 /*
- Tokens of one step, at most. 0 if `model` is NULL.
+ Most tokens of one step. 0 if `model` is NULL.
 
  # Safety
  `model` is NULL, or came from monobloc_open and is not closed.
@@ -180,7 +180,7 @@ uint32_t monobloc_context_max(const monobloc_model *model);
 uint32_t monobloc_rows_max(const monobloc_model *model);
 
 /*
- Sequences that are open at a time, at most. 0 if `model` is NULL.
+ Most sequences that are open at a time. 0 if `model` is NULL.
 
  # Safety
  `model` is NULL, or came from monobloc_open and is not closed.
@@ -196,7 +196,7 @@ uint32_t monobloc_sequences_max(const monobloc_model *model);
 bool monobloc_is_eos(const monobloc_model *model, uint32_t token);
 
 /*
- Opens a sequence without tokens and writes its name to `sequence`. Names are never used again.
+ Opens a sequence without tokens, and writes its name to `sequence`. Names are never used again.
 
  # Safety
  `model` came from monobloc_open and is not closed; `sequence` can be written.
@@ -204,8 +204,8 @@ bool monobloc_is_eos(const monobloc_model *model, uint32_t token);
 monobloc_status monobloc_sequence_open(const monobloc_model *model, uint64_t *sequence);
 
 /*
- Opens a sequence with the tokens of `from` and writes its name to `fork`. Both share the full pages of the cache; the rest is
- computed again.
+ Opens a sequence with the tokens of `from`, and writes its name to `fork`. Both share the full pages of the cache; tokens after
+ the last full page are computed again.
 
  # Safety
  `model` came from monobloc_open and is not closed; `fork` can be written.
@@ -223,7 +223,7 @@ monobloc_status monobloc_sequence_fork(const monobloc_model *model,
 monobloc_status monobloc_sequence_length(const monobloc_model *model, uint64_t sequence, uint32_t *length);
 
 /*
- Forgets the tokens of a sequence from `length` on.
+ Removes the tokens of a sequence from `length` on.
 
  # Safety
  `model` came from monobloc_open and is not closed.
@@ -239,7 +239,7 @@ monobloc_status monobloc_sequence_truncate(const monobloc_model *model, uint64_t
 monobloc_status monobloc_sequence_free(const monobloc_model *model, uint64_t sequence);
 
 /*
- Gives `count` tokens to a sequence, in as many steps as they take. Writes the logits after the last one; `logits_count` is the
+ Appends `count` tokens to a sequence, in as many steps as needed. Writes the logits after the last one; `logits_count` is the
  vocabulary. If `logits` is NULL, nothing is written.
 
  # Safety
@@ -255,10 +255,10 @@ monobloc_status monobloc_prefill(const monobloc_model *model,
 /*
  Runs one step of several sequences, each with its next tokens; a sequence has one row. All rows together have at most
  monobloc_rows_max() tokens. Writes the logits that the rows want, one after another; `logits_count` is their number times the
- vocabulary. If the call fails with MONOBLOC_STATUS_INPUT, no sequence has changed; else all of them are gone.
+ vocabulary. If the call fails with MONOBLOC_STATUS_INPUT, no sequence has changed. After any other failure all sequences are gone.
 
  # Safety
- `model` came from monobloc_open and is not closed; `rows` has `count` values, each with as many tokens as it says; `logits` has room
+ `model` came from monobloc_open and is not closed; `rows` has `count` values, each with `count` tokens; `logits` has room
  for `logits_count`.
  */
 monobloc_status monobloc_step(const monobloc_model *model,
@@ -268,7 +268,7 @@ monobloc_status monobloc_step(const monobloc_model *model,
                               size_t logits_count);
 
 /*
- Writes the logits after each of `count` tokens from position 0 on: `count` rows of the vocabulary. No sequence is changed.
+ Writes the logits after each of `count` tokens, which begin at position 0: `count` rows of the vocabulary. No sequence is changed.
 
  # Safety
  `model` came from monobloc_open and is not closed; `tokens` has `count` values; `logits` has room for `logits_count`.

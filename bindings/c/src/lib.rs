@@ -1,4 +1,4 @@
-//! Owns the C library: `monobloc::embed` behind functions of C. `include/monobloc.h` is generated from this file.
+//! Owns the C library: C functions that call `monobloc::embed`. `include/monobloc.h` is generated from this file.
 //!
 //! No panic crosses a function: it becomes `MONOBLOC_STATUS_INTERNAL`. A null pointer where a value is expected becomes `MONOBLOC_STATUS_INPUT`.
 
@@ -15,11 +15,11 @@ use std::slice;
 use monobloc::embed::{Facts, Model, Options, SequenceKey, StepPart, Wants};
 use monobloc::error::{Fault, Tier};
 
-/// Version of this interface. It changes if a function or a struct changes what it means; functions and fields at the end of
-/// monobloc_options may be added without a change.
+/// Version of this interface. It changes if the meaning of a function or a struct changes. New functions, and new fields at the end
+/// of monobloc_options, do not change it.
 pub const MONOBLOC_ABI_VERSION: u32 = 1;
 
-/// How a call ended. The numbers are the exit codes of the program.
+/// Result of a call. The numbers are the exit codes of the program.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum monobloc_status {
@@ -33,10 +33,10 @@ pub enum monobloc_status {
     Internal = 70,
 }
 
-/// A model that is open.
+/// An open model.
 pub struct monobloc_model(Model);
 
-/// How a model is opened. A field of 0 or NULL has its default.
+/// Options for opening a model. A field of 0 or NULL takes its default.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct monobloc_options {
@@ -44,13 +44,13 @@ pub struct monobloc_options {
     pub size: usize,
     /// Name of a target; NULL: the first one.
     pub target: *const c_char,
-    /// Folder of the cache, for manifests; NULL: as the program has it.
+    /// Folder of the cache, for manifests; NULL: the default of the program `monobloc`.
     pub cache: *const c_char,
-    /// Sequences that are open at a time, at most; 0: as `monobloc serve`.
+    /// Most sequences that are open at a time; 0: as `monobloc serve`.
     pub sequences_max: u32,
-    /// Tokens of one monobloc_step beyond one for each sequence; 0: as `monobloc serve`.
+    /// Most tokens of one monobloc_step beyond one for each sequence; 0: as `monobloc serve`.
     pub chunk_max: u32,
-    /// Tokens of all sequences together; 0: four contexts, or what the manifest says.
+    /// Tokens that the cache holds for all sequences together; 0: four contexts, or the value of the manifest.
     pub cache_tokens: u32,
 }
 
@@ -84,7 +84,7 @@ thread_local! {
     static LAST: RefCell<CString> = RefCell::new(CString::default());
 }
 
-/// Does what a function does; keeps the message where it fails.
+/// Runs the body of a function, and keeps the message if it fails.
 fn call(body: impl FnOnce() -> Result<(), Fault>) -> monobloc_status {
     let fault = match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => return monobloc_status::Ok,
@@ -93,7 +93,7 @@ fn call(body: impl FnOnce() -> Result<(), Fault>) -> monobloc_status {
     };
     let text: Vec<u8> = fault.to_string().into_bytes().into_iter().filter(|&byte| byte != 0).collect();
     let text = CString::new(text).unwrap_or_default();
-    // At the end of a thread there is no place for a message any more.
+    // At the end of a thread, its message is gone already.
     let _ = LAST.try_with(|last| last.try_borrow_mut().map(|mut last| *last = text));
     match fault.tier {
         Tier::Input => monobloc_status::Input,
@@ -107,7 +107,7 @@ fn null(name: &str) -> Fault {
 }
 
 /// # Safety
-/// `text` is NULL or a string of C that lives as long as what is made of it.
+/// `text` is NULL or a C string that lives during the call.
 unsafe fn path(text: *const c_char) -> Option<PathBuf> {
     if text.is_null() {
         return None;
@@ -125,7 +125,7 @@ unsafe fn opened<'a>(model: *const monobloc_model) -> Result<&'a Model, Fault> {
 }
 
 /// # Safety
-/// `values` has `count` values, which nothing changes meanwhile; it may be NULL if that is 0.
+/// `values` has `count` values, which nothing changes meanwhile; it may be NULL if `count` is 0.
 unsafe fn values<'a, T>(name: &str, values: *const T, count: usize) -> Result<&'a [T], Fault> {
     match (values.is_null(), count) {
         (_, 0) => Ok(&[]),
@@ -135,7 +135,7 @@ unsafe fn values<'a, T>(name: &str, values: *const T, count: usize) -> Result<&'
     }
 }
 
-/// Refuses room for another number of logits, before anything is computed.
+/// Refuses a wrong size of the buffer for logits, before anything is computed.
 fn check_room(expected: usize, found: usize) -> Result<(), Fault> {
     match found == expected {
         true => Ok(()),
@@ -143,10 +143,10 @@ fn check_room(expected: usize, found: usize) -> Result<(), Fault> {
     }
 }
 
-/// Writes logits where the caller has room for as many.
+/// Writes logits into the caller's buffer.
 ///
 /// # Safety
-/// `room` has `count` values that nothing else uses; it may be NULL if that is 0.
+/// `room` has `count` values that nothing else uses; it may be NULL if `count` is 0.
 unsafe fn give(logits: &[f32], room: *mut f32, count: usize) -> Result<(), Fault> {
     if logits.len() != count {
         return Err(Fault::internal(format!("{} logits were computed for room of {count}", logits.len())));
@@ -178,7 +178,7 @@ pub extern "C" fn monobloc_last_error() -> *const c_char {
 }
 
 /// Opens the folder of an export, a manifest, or a built-in model by its name. `options` may be NULL. Writes the model to
-/// `model`, which monobloc_close() closes; on a fault NULL.
+/// `model`, or NULL on a fault. Close the model with monobloc_close().
 ///
 /// # Safety
 /// `place` is a string, `options` NULL or a struct of the size that it names, whose strings are strings; `model` can be written.
@@ -241,14 +241,14 @@ unsafe fn read_options(options: *const monobloc_options) -> Result<Options, Faul
 pub unsafe extern "C" fn monobloc_close(model: *mut monobloc_model) {
     call(|| {
         if !model.is_null() {
-            // SAFETY: made by `Box::into_raw`, and nothing else has it any more.
+            // SAFETY: made by `Box::into_raw`, and nothing else uses it.
             drop(unsafe { Box::from_raw(model) });
         }
         Ok(())
     });
 }
 
-/// Logits of a position: token ids are below. 0 if `model` is NULL.
+/// Logits of a position; all token ids are below it. 0 if `model` is NULL.
 ///
 /// # Safety
 /// `model` is NULL, or came from monobloc_open and is not closed.
@@ -258,7 +258,7 @@ pub unsafe extern "C" fn monobloc_vocab(model: *const monobloc_model) -> u32 {
     unsafe { fact(model, |facts| facts.vocab) }
 }
 
-/// Positions of a sequence, at most. 0 if `model` is NULL.
+/// Most positions of a sequence. 0 if `model` is NULL.
 ///
 /// # Safety
 /// `model` is NULL, or came from monobloc_open and is not closed.
@@ -268,7 +268,7 @@ pub unsafe extern "C" fn monobloc_context_max(model: *const monobloc_model) -> u
     unsafe { fact(model, |facts| facts.context_max) }
 }
 
-/// Tokens of one step, at most. 0 if `model` is NULL.
+/// Most tokens of one step. 0 if `model` is NULL.
 ///
 /// # Safety
 /// `model` is NULL, or came from monobloc_open and is not closed.
@@ -278,7 +278,7 @@ pub unsafe extern "C" fn monobloc_rows_max(model: *const monobloc_model) -> u32 
     unsafe { fact(model, |facts| facts.rows_max) }
 }
 
-/// Sequences that are open at a time, at most. 0 if `model` is NULL.
+/// Most sequences that are open at a time. 0 if `model` is NULL.
 ///
 /// # Safety
 /// `model` is NULL, or came from monobloc_open and is not closed.
@@ -305,7 +305,7 @@ unsafe fn fact(model: *const monobloc_model, fact: impl FnOnce(&Facts) -> u32) -
     unsafe { opened(model) }.map_or(0, |model| fact(model.facts()))
 }
 
-/// Opens a sequence without tokens and writes its name to `sequence`. Names are never used again.
+/// Opens a sequence without tokens, and writes its name to `sequence`. Names are never used again.
 ///
 /// # Safety
 /// `model` came from monobloc_open and is not closed; `sequence` can be written.
@@ -319,8 +319,8 @@ pub unsafe extern "C" fn monobloc_sequence_open(model: *const monobloc_model, se
     })
 }
 
-/// Opens a sequence with the tokens of `from` and writes its name to `fork`. Both share the full pages of the cache; the rest is
-/// computed again.
+/// Opens a sequence with the tokens of `from`, and writes its name to `fork`. Both share the full pages of the cache; tokens after
+/// the last full page are computed again.
 ///
 /// # Safety
 /// `model` came from monobloc_open and is not closed; `fork` can be written.
@@ -338,7 +338,7 @@ pub unsafe extern "C" fn monobloc_sequence_fork(
     })
 }
 
-/// Opens a sequence under a new name, and tells it.
+/// Opens a sequence with a new name, and writes the name.
 ///
 /// # Safety
 /// `sequence` is NULL or can be written.
@@ -375,7 +375,7 @@ pub unsafe extern "C" fn monobloc_sequence_length(
     })
 }
 
-/// Forgets the tokens of a sequence from `length` on.
+/// Removes the tokens of a sequence from `length` on.
 ///
 /// # Safety
 /// `model` came from monobloc_open and is not closed.
@@ -399,7 +399,7 @@ pub unsafe extern "C" fn monobloc_sequence_free(model: *const monobloc_model, se
     call(|| unsafe { opened(model) }?.free(SequenceKey(sequence)).wait())
 }
 
-/// Gives `count` tokens to a sequence, in as many steps as they take. Writes the logits after the last one; `logits_count` is the
+/// Appends `count` tokens to a sequence, in as many steps as needed. Writes the logits after the last one; `logits_count` is the
 /// vocabulary. If `logits` is NULL, nothing is written.
 ///
 /// # Safety
@@ -430,10 +430,10 @@ pub unsafe extern "C" fn monobloc_prefill(
 
 /// Runs one step of several sequences, each with its next tokens; a sequence has one row. All rows together have at most
 /// monobloc_rows_max() tokens. Writes the logits that the rows want, one after another; `logits_count` is their number times the
-/// vocabulary. If the call fails with MONOBLOC_STATUS_INPUT, no sequence has changed; else all of them are gone.
+/// vocabulary. If the call fails with MONOBLOC_STATUS_INPUT, no sequence has changed. After any other failure all sequences are gone.
 ///
 /// # Safety
-/// `model` came from monobloc_open and is not closed; `rows` has `count` values, each with as many tokens as it says; `logits` has room
+/// `model` came from monobloc_open and is not closed; `rows` has `count` values, each with `count` tokens; `logits` has room
 /// for `logits_count`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn monobloc_step(
@@ -460,7 +460,7 @@ pub unsafe extern "C" fn monobloc_step(
 }
 
 /// # Safety
-/// The tokens of the row are as many as it says.
+/// `tokens` of the row has `count` values.
 unsafe fn part(row: &monobloc_row) -> Result<StepPart, Fault> {
     let monobloc_row { sequence, tokens, count, logits } = *row;
     let wants = match logits {
@@ -477,7 +477,7 @@ unsafe fn part(row: &monobloc_row) -> Result<StepPart, Fault> {
     Ok(StepPart { sequence: SequenceKey(sequence), tokens: tokens.to_vec(), wants })
 }
 
-/// Positions whose logits a part wants.
+/// Number of positions whose logits a part wants.
 fn wanted(part: &StepPart) -> usize {
     match part.wants {
         Wants::Nothing => 0,
@@ -486,7 +486,7 @@ fn wanted(part: &StepPart) -> usize {
     }
 }
 
-/// Writes the logits after each of `count` tokens from position 0 on: `count` rows of the vocabulary. No sequence is changed.
+/// Writes the logits after each of `count` tokens, which begin at position 0: `count` rows of the vocabulary. No sequence is changed.
 ///
 /// # Safety
 /// `model` came from monobloc_open and is not closed; `tokens` has `count` values; `logits` has room for `logits_count`.

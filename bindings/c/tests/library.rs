@@ -1,4 +1,4 @@
-//! The library as a C program has it: the header, an example that is compiled with `cc`, and what wrong calls get.
+//! Tests the library as a C program uses it: the header, an example that is compiled with `cc`, and the errors of wrong calls.
 
 use std::ffi::{CStr, CString};
 use std::fs;
@@ -50,7 +50,7 @@ fn exported(folder: &Path) -> PathBuf {
     out
 }
 
-/// Where cargo put the shared library: beside this test, or one folder above.
+/// The folder into which cargo puts the shared library: that of this test, or the one above.
 fn library_folder() -> PathBuf {
     let test = std::env::current_exe().expect("this program");
     let folders = test.ancestors().skip(1).take(2);
@@ -174,7 +174,7 @@ fn sequences_fork_go_back_and_end() {
         let mut fork = 0;
         done(monobloc_sequence_fork(model.0, one, &mut fork));
         done(monobloc_sequence_truncate(model.0, one, 20));
-        // The fork has what the sequence had, which goes on elsewhere.
+        // The fork has the tokens of the sequence, which then continues differently.
         let both = model.step(&[(one, &tokens[20..21]), (fork, &tokens[36..])]).expect("a step");
         assert_eq!(both[0], all[20 * model.vocab()..21 * model.vocab()]);
         assert_eq!(both[1], all[36 * model.vocab()..]);
@@ -246,7 +246,7 @@ fn wrong_calls_are_refused_and_the_model_goes_on() {
         let long = [1; 257];
         let said = refused(monobloc_prefill(model.0, one, long.as_ptr(), 257, ptr::null_mut(), 0));
         assert!(said.contains("0 tokens and 257 more are beyond the context of 256"), "{said}");
-        // None of them changed a sequence.
+        // No refused call changed a sequence.
         assert_eq!(model.step(&[(one, &[5])]), model.step(&[(other, &[5])]));
     }
 }

@@ -1,6 +1,6 @@
-//! Owns the extension of the Python package: `monobloc::embed` in types of Python. `package/monobloc/__init__.py` is what users see.
+//! Owns the extension module of the Python package: `monobloc::embed` with Python types. Users call `package/monobloc/__init__.py`.
 //!
-//! Python's lock is released while the threads of a model work. A caller that waits looks for signals, so Ctrl-C raises
+//! The GIL is released while the threads of a model work. A caller that waits checks for signals, so Ctrl-C raises
 //! `KeyboardInterrupt`.
 
 use std::collections::BTreeMap;
@@ -18,12 +18,7 @@ use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::types::PyByteArray;
 
-create_exception!(
-    monobloc,
-    Error,
-    PyException,
-    "What monobloc refuses or cannot do. `remedy` says what helps, if that is known."
-);
+create_exception!(monobloc, Error, PyException, "An error of monobloc. `remedy` says what helps, if that is known.");
 create_exception!(
     monobloc,
     InputError,
@@ -38,7 +33,7 @@ create_exception!(
 );
 create_exception!(monobloc, InternalError, Error, "A fault of monobloc itself: please report it.");
 
-/// Between two looks for signals: a person who presses Ctrl-C does not notice it.
+/// Time between two checks for signals: too short to notice after Ctrl-C.
 const LOOK: Duration = Duration::from_millis(20);
 
 fn raised(py: Python<'_>, fault: &Fault) -> PyErr {
@@ -54,7 +49,7 @@ fn raised(py: Python<'_>, fault: &Fault) -> PyErr {
     }
 }
 
-/// Waits with Python's lock released.
+/// Waits with the GIL released.
 fn wait<R: Send>(py: Python<'_>, mut waiting: Waiting<R>) -> PyResult<R> {
     loop {
         let answer;
@@ -69,7 +64,7 @@ fn wait<R: Send>(py: Python<'_>, mut waiting: Waiting<R>) -> PyResult<R> {
     }
 }
 
-/// Logits in memory of Python, as bytes.
+/// Logits as bytes in Python's memory.
 fn bytes<'py>(py: Python<'py>, values: &[f32]) -> PyResult<Bound<'py, PyByteArray>> {
     PyByteArray::new_with(py, size_of_val(values), |bytes| {
         for (at, value) in bytes.chunks_exact_mut(size_of::<f32>()).zip(values) {
@@ -79,7 +74,7 @@ fn bytes<'py>(py: Python<'py>, values: &[f32]) -> PyResult<Bound<'py, PyByteArra
     })
 }
 
-/// What `load` takes beside the place of the model.
+/// The arguments of `load`, besides the place of the model.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 struct LoadSettings {
@@ -88,7 +83,7 @@ struct LoadSettings {
     sequences_max: Option<u32>,
     chunk_max: Option<u32>,
     cache_tokens: Option<u32>,
-    /// Words of the command that serves the tokenizer of the folder that is its last argument; none: no tokenizer.
+    /// Words of the command that serves the tokenizer; the checkpoint's folder is added as the last one. Empty: no tokenizer.
     tokens: Vec<String>,
     verbose: bool,
 }
@@ -109,7 +104,7 @@ impl LoadSettings {
     }
 }
 
-/// What `generate` takes beside the ids of the prompt.
+/// The arguments of `generate`, besides the ids of the prompt.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 struct GenerateSettings {
@@ -146,7 +141,7 @@ impl GenerateSettings {
     }
 }
 
-/// A model that is loaded.
+/// A loaded model.
 #[pyclass(frozen)]
 struct Model(Arc<embed::Model>);
 
@@ -283,20 +278,20 @@ impl Sequence {
 
 impl Drop for Sequence {
     fn drop(&mut self) {
-        // Nothing waits for the answer: a sequence that was freed before is no fault.
+        // The answer is not awaited: a sequence that was freed before is no fault.
         drop(self.model.free(self.key));
     }
 }
 
-/// A generation that runs; `None`: it was closed.
+/// A running generation; `None` once it is closed.
 #[pyclass(frozen)]
 struct Stream(Mutex<Option<embed::Stream>>);
 
-/// Id, text, log-probability, and the most probable ids with theirs.
+/// Id, text, log-probability, and the most probable ids with their log-probabilities.
 type PieceOfPython = (Option<u32>, String, Option<f64>, Vec<(u32, f64)>);
 
 impl Stream {
-    /// Works with the stream. The lock of Python is not held meanwhile: another thread may wait with the one that this takes.
+    /// Works with the stream. The GIL is released first: a thread that holds it may wait for the stream's lock.
     fn with<R: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut Option<embed::Stream>) -> R + Send) -> R {
         py.detach(|| work(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner)))
     }
@@ -335,7 +330,7 @@ impl Stream {
     }
 }
 
-/// Answers questions of a parent process about the tokenizer of a folder, until there are no more.
+/// Serves the tokenizer of a folder to the parent process, until that closes stdin.
 #[pyfunction]
 fn serve_tokens(py: Python<'_>, folder: PathBuf) -> PyResult<()> {
     let served =

@@ -1,4 +1,4 @@
-"""The package as users have it, on the `cpu` target with the small trained model of the fixtures. Needs no network."""
+"""Tests the package as users call it, on the `cpu` target with the small trained model of the fixtures. Needs no network."""
 
 import ast
 import gc
@@ -20,7 +20,7 @@ import monobloc
 ROOT = pathlib.Path(__file__).parents[3]
 FIXTURE = ROOT / "tests/fixtures/tinystories-llama"
 GOLDENS = json.loads((FIXTURE / "goldens.json").read_text())
-# Those of text that the context holds.
+# Prompts that are plain text and fit into the context.
 PROMPTS = [prompt for prompt in GOLDENS["prompts"] if not prompt["messages"] and prompt["n_ids"] < 400]
 MANIFEST = f"""
 [model]
@@ -50,7 +50,7 @@ def model(place):
 
 @pytest.fixture(scope="session")
 def program(place):
-    """Runs the program of the command line with the cache of the package; returns its stdout."""
+    """Runs the program `monobloc` with the cache of the package; returns its stdout."""
 
     def run(*arguments):
         command = [os.environ["MONOBLOC_BINARY"], "--cache", place / "cache", *arguments]
@@ -124,7 +124,7 @@ def test_generate_returns_the_text_of_the_stream(model):
     text = model.generate("Once upon a time", max_tokens=20)
     assert text == "".join(piece.text for piece in model.stream("Once upon a time", max_tokens=20))
     assert text == model.generate(model.encode("Once upon a time"), max_tokens=20) != ""
-    # A text that ends it may span tokens, and is no part of it.
+    # A stop text may span tokens, and is not part of the generated text.
     stop = text[5:9]
     stream = model.stream("Once upon a time", max_tokens=20, stop=[stop])
     assert "".join(piece.text for piece in stream) == text[: text.index(stop)]
@@ -155,7 +155,7 @@ def test_chat(model):
     assert model.generate(ids, max_tokens=8) != ""
     with pytest.raises(monobloc.InputError, match="1000000"):
         model.decode([1, 10**6])
-    # The tokenizer goes on.
+    # The tokenizer still works.
     assert model.encode_chat(CHAT) == ids
 
 
@@ -170,7 +170,7 @@ def test_a_batch_gives_each_sequence_the_logits_that_it_has_alone(model):
     one, other = ids_of(model, 20), model.encode("One day, Lily went to the park")
     expected = {"one": model.logits(one), "other": model.logits(other)}
     with model.sequence() as a, model.sequence() as b:
-        # A prompt in parts, then a row that decodes beside a prompt.
+        # A prompt in parts, then a row that decodes in one step with a prompt.
         assert np.array_equal(model.step([(a, one[:3])]), expected["one"][2:3])
         got = model.step([(a, one[3:4]), (b, other[:4])], logits="every")
         assert got.dtype == np.float32 and got.shape == (5, model.vocab)
@@ -188,21 +188,21 @@ def test_a_fork_has_the_tokens_of_its_sequence(model):
     ids = ids_of(model, 60)
     expected = model.logits(ids)
     with model.sequence() as a:
-        # Two full pages of 16 and a part of one.
+        # Two full pages of 16 tokens, and a part of a page.
         a.prefill(ids[:37])
         with a.fork() as b:
             assert len(b) == 37
-            # Different tokens in one, those of before in the other.
+            # The fork gets different tokens, the first sequence the same ones as before.
             got = model.step([(a, [7]), (b, ids[37:38])])
             assert np.array_equal(got[1], expected[37]) and not np.array_equal(got[0], expected[37])
-            # Back into a page that both have: the other sequence keeps it.
+            # Truncated into a page that both have: the other sequence keeps it.
             a.truncate(20)
             assert len(a) == 20
             assert np.array_equal(model.step([(a, [9])])[0], model.logits(ids[:20] + [9])[-1])
             assert np.array_equal(model.step([(b, ids[38:40])])[0], expected[39])
             a.truncate(16)
             assert np.array_equal(a.prefill(ids[16:60]), expected[-1])
-            # Back in a page of its own.
+            # Truncated within its own page.
             a.truncate(58)
             assert np.array_equal(model.step([(a, ids[58:])], logits="every"), expected[58:])
         with pytest.raises(monobloc.InputError, match="the sequence has 60 tokens, found a length of 61"):
@@ -297,7 +297,7 @@ def test_errors_are_exceptions_with_the_messages_of_the_program(model, place):
         with pytest.raises(TypeError):
             call()
     assert issubclass(monobloc.InputError, monobloc.Error) and monobloc.InputError("a message").remedy is None
-    # A fault is told once, and ends the stream.
+    # A fault is raised once, and ends the stream.
     stream = model.stream([1], temperature=-1.0)
     with pytest.raises(monobloc.InputError, match="temperature"):
         next(stream)
@@ -329,7 +329,7 @@ def test_an_export_is_the_same_model(model, export, tmp_path):
     assert not (tmp_path / "none").exists()
     with pytest.raises(monobloc.InputError, match="the export has steps of at most 16 rows, 72 are asked for"):
         monobloc.load(export, sequences_max=64).sequence()
-    # It is proven anew when it is loaded.
+    # A schedule is proven again when its export is loaded.
     text = export / "cpu" / "text.mkir"
     sound = text.read_bytes()
     text.write_bytes(sound[:-1] + b" ")
@@ -390,7 +390,7 @@ def test_a_stream_that_is_closed_or_dropped_ends(model, end):
         assert list(stream) == [] and stream.stop is None
     del stream
     gc.collect()
-    # A request after it does not wait for hundreds of tokens.
+    # A later request does not wait for hundreds of tokens.
     assert seconds(lambda: model.generate([3], max_tokens=1)) < whole / 2
 
 
@@ -410,7 +410,7 @@ print(len(model.logits([1, 2])), flush=True)
 
 def test_ctrl_c_ends_a_long_generation(place, model):
     command = [sys.executable, "-c", INTERRUPTED, place / "tiny.toml", place / "cache"]
-    # A background job of a shell ignores the signal, and a child inherits that.
+    # A background job of a shell ignores SIGINT, and its children inherit that.
     heeds = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heeds)
     try:
@@ -423,7 +423,7 @@ def test_ctrl_c_ends_a_long_generation(place, model):
 
 
 def test_the_examples_of_the_page_run(monkeypatch, tmp_path):
-    # The cache of a built-in model is that of the user.
+    # A built-in model uses the user's cache.
     monkeypatch.chdir(tmp_path)
     for variable in ("XDG_CACHE_HOME", "XDG_DATA_HOME"):
         monkeypatch.setenv(variable, str(tmp_path / variable))
@@ -433,7 +433,7 @@ def test_the_examples_of_the_page_run(monkeypatch, tmp_path):
     names = {}
     for example in examples:
         exec(compile(example, "docs/python.md", "exec"), names)
-    # What the page says of them.
+    # The page states this shape.
     assert names["logits"].shape == (2, names["m"].vocab)
     assert (tmp_path / "XDG_CACHE_HOME").exists()
 

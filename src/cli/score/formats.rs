@@ -1,4 +1,4 @@
-//! Owns `perplexity --formats`: one text, predicted with the weights in every format that they can be rounded to.
+//! Owns `perplexity --formats`: predicts one text with the weights in every format that they can be rounded to.
 
 use std::path::Path;
 use std::time::Instant;
@@ -16,10 +16,10 @@ use crate::pipeline::{self, Prepared, Tokens, Workspace};
 use crate::sample::{Logprobs, divergence};
 use crate::target::Target;
 
-/// Logits that are held at a time, to compare predictions.
+/// Logits that are held in memory at a time, to compare predictions.
 const HELD_VALUES: usize = 32 << 20;
 
-/// What is predicted.
+/// The text that is predicted.
 pub struct Text<'a> {
     pub file: &'a Path,
     pub text: &'a str,
@@ -31,7 +31,7 @@ struct Row {
     bytes: u64,
     us_per_step: f64,
     ppl: f64,
-    /// Mean divergence from the first row, nats a token.
+    /// Mean Kullback-Leibler divergence from the first row, nats a token.
     kl: f64,
 }
 
@@ -88,7 +88,7 @@ pub fn compare(
     Ok(Outcome::Done)
 }
 
-/// A model that is run again and again.
+/// The runs of one model, once for each format.
 struct Runs<'a> {
     runner: pipeline::Runner<'a>,
     vocab: u32,

@@ -7,7 +7,7 @@
     for piece in m.stream("Once upon a time", temperature=0.8, seed=7):
         print(piece.text, end="", flush=True)
 
-A model may be used by several threads; what they ask is done in the order in which it is asked.
+Several threads may use one model. It does their calls in order, one after another.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ __all__ = [
     "load",
 ]
 
-# For those that are raised here.
+# Errors that this file raises have no remedy.
 Error.remedy = None
 
-# A checkpoint's tokenizer is not trusted with this process, so it has one of its own. It sees no module of the user.
+# Files of a checkpoint are not trusted, so the tokenizer runs in its own process. That process sees no module of the user.
 _SERVE_TOKENS = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
     "from monobloc._monobloc import serve_tokens; serve_tokens(sys.argv[2])"
@@ -50,20 +50,20 @@ _SERVE_TOKENS = (
 
 
 class Piece(NamedTuple):
-    """What is known next of a text that is generated."""
+    """The next piece of a generated text."""
 
     id: Optional[int]
-    """The token; `None` for text that was held back until no more tokens came."""
+    """The token; `None` for text after the last token, which was held back."""
     text: str
-    """Text that became certain with it, which may be empty."""
+    """Text that became certain with this token; may be empty."""
     logprob: Optional[float]
     """Natural logarithm of its probability, if `logprobs` was given."""
     top: list[tuple[int, float]]
-    """The most probable ids in its place with their log-probabilities, as many as `logprobs` asked for."""
+    """The most probable ids at its position with their log-probabilities, as many as `logprobs` asks for."""
 
 
 class Stream(Iterator[Piece]):
-    """A generation that runs while it is iterated over. It stops when this is closed or no longer referenced."""
+    """A running generation: an iterator of its pieces. The generation stops when this is closed or no longer referenced."""
 
     def __init__(self, native: _monobloc.Stream) -> None:
         self._native = native
@@ -108,7 +108,7 @@ class Model:
 
     @property
     def vocab(self) -> int:
-        """Logits of a position; every token id is below."""
+        """Logits of a position; every token id is below it."""
         return self._native.vocab
 
     @property
@@ -128,12 +128,12 @@ class Model:
 
     @property
     def rows_max(self) -> int:
-        """Tokens of one `step`, at most."""
+        """Most tokens of one `step`."""
         return self._native.rows_max
 
     @property
     def sequences_max(self) -> int:
-        """Sequences that are open at a time, at most."""
+        """Most sequences that are open at a time."""
         return self._native.sequences_max
 
     @property
@@ -152,7 +152,7 @@ class Model:
     def encode_chat(self, messages: Iterable[Mapping[str, str]], *, reply: bool = True) -> list[int]:
         """Token ids of a conversation in the chat template of the checkpoint.
 
-        A message has `role` and `content`. With `reply` the ids end with what begins the model's answer, so they can be
+        A message has `role` and `content`. With `reply` the ids end with the tokens that begin the model's answer, so they can be
         passed to `generate` and `stream`.
         """
         pairs = [(message["role"], message["content"]) for message in messages]
@@ -180,11 +180,11 @@ class Model:
         """Continues a text, or token ids, and returns the text that follows.
 
         The most probable token is taken unless `temperature` is above 0; then the same `seed` gives the same text.
-        Tokens that the prompt shares with the text before it are not computed again. Ctrl-C raises `KeyboardInterrupt`,
+        Tokens that the prompt shares with the previous text are not computed again. Ctrl-C raises `KeyboardInterrupt`,
         and ends the generation at its next token.
 
-        `stop` ends the text where it occurs, and is no part of it. The other arguments are those of `monobloc generate`.
-        Use `stream` for tokens as they come, for log-probabilities, and for models without a tokenizer.
+        The text ends before a text of `stop`. The other arguments are those of `monobloc generate`.
+        Use `stream` for tokens as they arrive, for log-probabilities, and for models without a tokenizer.
         """
         if not self.has_tokenizer:
             raise InputError("this model has no tokenizer, or was loaded without one: use `stream`, which gives ids")
@@ -230,7 +230,7 @@ class Model:
         ignore_eos: bool = False,
         logprobs: Optional[int] = None,
     ) -> Stream:
-        """Continues a text, or token ids: an iterator of `Piece`, one for each token as it is decided.
+        """Continues a text, or token ids. Returns an iterator with a `Piece` for each token as soon as it is generated.
 
         `logprobs=n` adds the log-probability of each token and of the n most probable ones. The other arguments are those
         of `generate`.
@@ -256,7 +256,7 @@ class Model:
         return Stream(self._native.generate(ids, settings))
 
     def logits(self, ids: Iterable[int]) -> Floats:
-        """Logits after each of `ids` from position 0 on: float32 of shape `(ids, vocab)`.
+        """Logits after each of `ids`, which begin at position 0: float32 of shape `(ids, vocab)`.
 
         No sequence is changed. `InputError` if an id is not below `vocab`, or if there are more ids than `context_max`.
         """
@@ -272,7 +272,7 @@ class Model:
         *,
         logits: Union[str, Iterable[str]] = "last",
     ) -> Floats:
-        """Runs one step of several sequences, for programs that schedule and sample by themselves.
+        """Runs one step of several sequences, for programs with their own scheduler and sampler.
 
         Each row is a sequence with its next tokens: one for a sequence that decodes, several for a part of a prompt. A
         sequence has one row in a step, and all rows together have at most `rows_max` tokens. The sequences grow by their
@@ -280,10 +280,10 @@ class Model:
 
         `logits` says which logits are computed, for all rows or for each of them: `"last"`, those after the last token of the
         row; `"every"`, those after each of its tokens; `"none"`. Returns them in the order of the rows: float32 of shape
-        `(count, vocab)`, where count is the number of rows with `"last"`. A row has the same logits whatever other rows are in
-        its step; on the target `cpu` in every bit.
+        `(count, vocab)`, where `count` is the number of positions that the rows ask for. The logits of a row do not depend on the other
+        rows of its step: in no bit on the target `cpu` and with `batch_invariant`, otherwise up to rounding.
 
-        `InputError` says what is refused, and then no sequence has changed. If a step fails for another reason, all
+        After an `InputError` no sequence has changed. If a step fails for another reason, all
         sequences are gone.
         """
         listed = [(sequence, _ids(tokens)) for sequence, tokens in rows]
@@ -320,15 +320,15 @@ class Sequence:
         self.free()
 
     def prefill(self, tokens: Iterable[int]) -> Floats:
-        """Adds any number of tokens, in as many steps as it takes. Returns the logits after the last one: shape `(vocab,)`."""
+        """Appends any number of tokens, in as many steps as needed. Returns the logits after the last one: shape `(vocab,)`."""
         return _rows(self._native.prefill(_ids(tokens)), self._vocab)[0]
 
     def fork(self) -> Sequence:
-        """Opens a sequence with the same tokens. Both share the full pages of the cache; the rest is computed again."""
+        """Opens a sequence with the same tokens. Both share full pages of the cache; tokens after them are computed again."""
         return Sequence(self._native.fork(), self._vocab)
 
     def truncate(self, length: int) -> None:
-        """Forgets the tokens from `length` on, such as those that a draft model guessed wrong."""
+        """Removes the tokens from `length` on, such as wrong guesses of a draft model."""
         self._native.truncate(length)
 
     def free(self) -> None:
@@ -337,7 +337,7 @@ class Sequence:
 
 
 def _ids(ids: Iterable[int]) -> list[int]:
-    """Ids of a list or of a numpy array. A float is refused: it is no id, even if it has no fraction."""
+    """Ids of a list or of a numpy array. A float is refused, even if it has no fraction."""
     return [operator.index(id) for id in ids]
 
 
@@ -362,13 +362,13 @@ def load(
 
     A manifest is built up to the proof of its schedule, with the cache of the command line unless `cache` names another
     folder. An export needs no cache. `target` names a target; the first one is the default. Weights are loaded when they
-    are first needed. Other threads run meanwhile.
+    are first needed. Other threads of the program run meanwhile.
 
     `sequences_max`, `chunk_max` and `cache_tokens` size `Model.step`: open sequences, tokens of a step beyond one for each
     sequence, and tokens of all sequences together. The defaults are those of `monobloc serve`, but on a GPU `cache_tokens`
-    is four contexts. An export can be asked for less than it was written with, and not for more.
+    is four contexts. For an export, these cannot be larger than those with which it was written.
 
-    `tokenizer=False` never starts the tokenizer: token ids only. `verbose` tells on stderr what is built.
+    With `tokenizer=False` the model takes token ids only. `verbose` prints to stderr what is built.
     """
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     settings = {

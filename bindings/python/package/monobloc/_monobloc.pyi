@@ -1,11 +1,11 @@
-"""The extension. Use the package `monobloc`, which has the same in convenient forms."""
+"""The extension module. Use the package `monobloc`, which has a more convenient interface to it."""
 
 from typing import Any, Optional
 
 __version__: str
 
 class Error(Exception):
-    """What monobloc refuses or cannot do."""
+    """An error of monobloc."""
 
     remedy: Optional[str]
     """What helps, if that is known."""
