@@ -779,7 +779,7 @@ struct WaveMerge {
       const int query = i / (G::DIM / 2), col = i % (G::DIM / 2) * 2;
       const float* at = S::left(c.p, e, row, 0, head + query);
       float top = NEGATIVE_INFINITY, all = 0.f, x = 0.f, y = 0.f;
-#pragma unroll 4
+#pragma unroll 8
       for (u32 s = 0; s < splits; s++, at += G::HEADS * (G::DIM + 2)) {
         const float2 of = *reinterpret_cast<const float2*>(at), v = *reinterpret_cast<const float2*>(at + 2 + col);
         const float now = fmaxf(top, of.x), shrink = exp_fast(top - now), weight = exp_fast(of.x - now);

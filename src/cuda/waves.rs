@@ -527,8 +527,8 @@ impl RowLauncher for StepsSession {
         self.steps_max
     }
 
-    fn gains(&self, positions: &[u32]) -> bool {
-        self.loaded.ragged.as_ref().is_some_and(|ragged| ragged.gains(positions))
+    fn gains(&self, positions: &[u32], others: u32) -> bool {
+        self.loaded.ragged.as_ref().is_some_and(|ragged| ragged.gains(positions, others))
     }
 
     fn cache(&self) -> Arc<DeviceBuffer> {

@@ -73,10 +73,11 @@ impl DeviceStepper {
         let smallest = self.sessions.iter().position(|session| session.shape().rows as usize >= positions.len());
         let smallest = smallest.unwrap_or(self.sessions.len() - 1);
         // The kernel for one row divides its history among all SMs.
-        if self.sessions[smallest].shape().rows == 1 {
+        let rows = self.sessions[smallest].shape().rows;
+        if rows == 1 {
             return smallest;
         }
-        let gains = self.sessions[smallest..].iter().position(|session| session.gains(positions));
+        let gains = self.sessions[smallest..].iter().position(|session| session.gains(positions, rows));
         gains.map_or(smallest, |at| smallest + at)
     }
 

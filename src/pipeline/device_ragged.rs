@@ -103,7 +103,8 @@ impl<'a> Both<'a> {
             let both = both.map(|(row, (expected, found))| BothLogits { position: at(row), expected, found });
             let precision = self.chain.context.manifest.precision;
             let checked = check_ragged(precision, &both.collect::<Vec<_>>())?.figures();
-            let gains = self.ragged.gains(&(0..rows as usize).map(at).collect::<Vec<_>>());
+            let positions: Vec<u32> = (0..rows as usize).map(at).collect();
+            let gains = self.ragged.gains(&positions, self.whole.shape().rows);
             for (splits, session) in [(false, &mut self.whole), (true, &mut self.ragged)] {
                 let step_us = time_rows(session.as_mut(), &mut decoding, position)?;
                 let took = Took::Ragged { others, splits, is_served: splits == gains, step_us };

@@ -1,6 +1,6 @@
 //! From the schedule of a kernel for rows to a plan of waves.
 
-use super::ragged::gain_splits;
+use super::ragged::MERGE_SPLITS;
 use super::{
     Action, CHUNK_BLOCK_ROWS, Division, DivisionId, Form, Input, Layout, Machine, NormOf, Over, Plan, Products, Ring,
     Share, Splits, Sum, Sums, Target as Written, WIDE_UNITS, Warps, Wave, Work, WorkId, sums_max, wide_tiles_max,
@@ -729,7 +729,7 @@ impl Builder<'_> {
         let row_bytes = cache_row_bytes(a.head_dim, self.program.precision.cache);
         let (mut positions, least) = match self.asked.cuts {
             Cuts::None => return None,
-            Cuts::Long => (tile << (SPLIT_BYTES / (2 * tile * row_bytes)).max(1).ilog2(), gain_splits(self.plan.rows)),
+            Cuts::Long => (tile << (SPLIT_BYTES / (2 * tile * row_bytes)).max(1).ilog2(), MERGE_SPLITS),
             Cuts::At(positions) => (positions, 1),
         };
         while left(positions).1 > SPLITS_LEFT_BYTES && positions < longest {

@@ -1348,7 +1348,7 @@ fn long_histories_are_cut_where_that_can_gain() {
         let cut = prove(plan, &validated, &target).unwrap_or_else(|violations| panic!("{}", listed(&violations)));
         let ragged = cut.ragged().expect("a plan that cuts histories");
         let mixed: Vec<u32> = std::iter::once(context - 1).chain(vec![100; rows as usize - 1]).collect();
-        assert_eq!([ragged.gains(&mixed), ragged.gains(&[100; 8])], [true, false]);
+        assert_eq!([ragged.gains(&mixed, rows), ragged.gains(&[100; 8], rows)], [true, false]);
         let first = |wave: &Wave| match wave.action {
             Action::AttendRow { splits: Some(splits), .. } => Some((splits.positions, splits.most)),
             _ => None,
@@ -1356,12 +1356,11 @@ fn long_histories_are_cut_where_that_can_gain() {
         Ok(cut.plan().waves.iter().find_map(first).expect("a wave with splits"))
     };
     let short = |context| Err(format!("no history of up to {context} positions is long enough to be cut"));
-    assert_eq!(splits(4096, None, 32), short(4096));
-    assert_eq!(splits(8192, None, 32), Ok((1024, 8)));
-    assert_eq!(splits(8192, None, 64), short(8192));
-    assert_eq!(splits(16_384, None, 64), Ok((1024, 16)));
-    assert_eq!(splits(16_384, Some(8192), 32), Ok((1024, 9)));
-    assert_eq!(splits(16_384, Some(4096), 32), short(16_384));
+    assert_eq!(splits(2048, None, 32), short(2048));
+    assert_eq!(splits(4096, None, 32), Ok((1024, 4)));
+    assert_eq!(splits(8192, None, 64), Ok((1024, 8)));
+    assert_eq!(splits(8192, Some(4096), 32), Ok((1024, 5)));
+    assert_eq!(splits(8192, Some(2048), 32), short(8192));
 }
 
 /// What is no set of plans in one order, of plans that are proven each.
@@ -1423,6 +1422,40 @@ fn a_wrong_plan_of_steps_has_no_proof() {
 fn a_wrong_plan_in_splits_has_no_proof() {
     let count = judge_mutants_in("families/qwen3", &small(), Form::Steps, 32, Some(64));
     assert!(count > 800, "{count} mutants");
+}
+
+/// A tail follows a prompt, which has one history: no kernel of it takes splits.
+#[test]
+fn a_tail_in_splits_has_no_proof() {
+    let target = small();
+    let validated = kernel(&wide("families/qwen3").graph, &target);
+    let mut tail = proven(&validated, &target, Form::Tail, 16).unwrap().plan().clone();
+    let steps = proven_in_splits(&validated, &target, 16, 64);
+    let merge = |wave: &&Wave| matches!(wave.action, Action::Merge { .. });
+    let Some(Action::Merge { splits, .. }) = steps.plan().waves.iter().find(merge).map(|wave| &wave.action) else {
+        panic!("no history is cut")
+    };
+    let left =
+        Work { place: tail.work_bytes().next_multiple_of(256), ..steps.plan().work[splits.left.index()].clone() };
+    let splits = Splits { left: WorkId::from(tail.work.len()), ..*splits };
+    tail.work.push(left);
+    let at = tail.waves.iter().position(|wave| matches!(wave.action, Action::AttendRow { .. })).unwrap();
+    let mut merge = tail.waves[at].clone();
+    let attends = &mut tail.waves[at];
+    let Action::AttendRow { out, splits: of_attends, .. } = &mut attends.action else { unreachable!() };
+    (*of_attends, merge.action, merge.sums) =
+        (Some(splits), Action::Merge { out: *out, splits }, Sums::Splits { positions: splits.positions });
+    if let Sums::History { split, .. } = &mut attends.sums {
+        *split = Some(splits.positions);
+    }
+    tail.waves.insert(at + 1, merge);
+    let chunk = proven(&validated, &target, Form::Chunk, 256).unwrap();
+    let violations = prove_tail(tail, chunk, &target).expect_err("a tail in splits");
+    assert!(
+        violations.len() == 1 && violations[0].what.ends_with("splits of what is no step"),
+        "{}",
+        listed(&violations)
+    );
 }
 
 /// After a norm of a branch and after a product that adds, with heads in parts and whole.
