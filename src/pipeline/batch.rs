@@ -444,6 +444,13 @@ mod tests {
         let [of_8, of_16, ..] = words;
         let waves = [of_8, of_16, (32, &small, By::Waves), (64, &small, By::Waves)];
         assert_eq!(chosen(16, &waves), [8, 16, 32, 64]);
+        // Of those that cut long histories it has one, with a row for each request.
+        let kernels = |of: &[(u32, &Arc<Validated>, By)]| -> Vec<StepsKernel> {
+            of.iter().map(|&(rows, validated, by)| StepsKernel { validated: validated.clone(), rows, by }).collect()
+        };
+        let ragged = |running_max| ragged_rows(running_max, &kernels(&waves));
+        assert_eq!([1, 2, 32, 33, 64].map(ragged), [None, Some(32), Some(32), Some(64), Some(64)]);
+        assert_eq!([ragged_rows(8, &kernels(&words)), ragged_rows(33, &kernels(&waves[..3]))], [None, None]);
     }
 
     #[test]

@@ -391,6 +391,10 @@ fn a_cubin_runs_only_if_this_version_would_compile_it() {
     refused(&serves, &|target| target["served"]["ragged"]["by"] = json!("waves"), long);
     refused(&serves, &|target| target["served"]["steps"][3]["by"] = json!("splits"), long);
     refused(&serves, &|target| target["served"]["ragged"]["schedule"] = json!("other"), "does not list it");
+    export.edit(|index| index["batch_invariant"] = json!(true));
+    let fault = serves().expect_err("rows with other bits on one of the kernels");
+    assert!(fault.message.contains(long), "{fault}");
+    export.edit(|edited| *edited = index.clone());
     refused(&serves, &|target| target["served"]["steps"] = json!([]), "a server without kernels");
     refused(
         &serves,
