@@ -7,11 +7,13 @@
 
 mod alike;
 mod codes;
+mod ragged;
 mod rows;
 mod waves;
 
 pub use alike::{Alike, POSITIONS as ALIKE_POSITIONS, SEQUENCES as ALIKE_SEQUENCES, check_alike};
 pub use codes::{OneRow, compare_codes, stores_codes};
+pub use ragged::{BothLogits, check_ragged};
 pub use rows::check_rows;
 pub use waves::{POSITIONS as WAVES_POSITIONS, check_waves};
 

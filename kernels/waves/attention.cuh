@@ -1,11 +1,13 @@
 // Attention over the cache up to each row's own position: softmax(scale * q K^T) V. Of a prompt chunk it has two waves: `WaveAppend` norms
 // and rotates the heads, and appends keys and values to the cache; `WaveAttend` attends, for tiles of 16 rows of a head. Of a step it has
-// one: `WaveAttendRow` does both, for the heads of one row that share a KV head.
+// one: `WaveAttendRow` does both, for the heads of one row that share a KV head. A kernel for histories of many lengths has two:
+// `WaveAttendSplits` does the same for one KV split of a row, and `WaveMerge` adds splits up.
 //
 // qkv (rows, ..)  q, k and v of all heads: bf16 row by row, or PARTS sums of fp32, (PARTS, rows, ..)
 // q   (rows, ..)  of a chunk, bf16 row by row: normed, rotated. Of a step they stay in shared memory
 // K, V            pages of one KV head, through the ring of inputs: K and V of TILE positions side by side
 // out (rows, ..)  bf16, as products read it
+// left (rows, SPLITS_MOST, HEADS, DIM + 2)  fp32: the largest score, the sum and the values that a KV split leaves of a head
 //
 // owner    of a row of a head: one warp in the first wave and of a chunk; of a step the warps of a block, which take tiles in turn
 // assumes  positions before those of a launch's step are in the cache. Rows of one sequence lie side by side, at consecutive positions;
@@ -369,16 +371,102 @@ struct WaveAttend {
   }
 };
 
+// How histories are cut into KV splits, and which block has which. All blocks compute the same from the positions of the rows, so no block waits
+// for another one, and every split has one block.
+//
+// The history of a row begins with the tile of the first position that it sees, and is cut at multiples of SPLIT from there. So the order in
+// which a row adds up follows from its own position alone. A row with one split needs no merge.
+template <class M, class G>
+struct WaveSplits {
+  typedef WaveHeads<M, G> H;
+  static constexpr int QUERIES = G::HEADS_PER_TASK;
+  static constexpr u32 SPLIT = G::SPLIT, MOST = G::SPLITS_MOST, GROUPS = G::HEADS / QUERIES;
+  static_assert(SPLIT % G::TILE == 0, "a split has whole tiles");
+
+  static __device__ __forceinline__ u32 begin(u32 position) { return H::seen_from(position) / G::TILE * G::TILE; }
+  // Splits of the row at `position`. Its own position is in the last one.
+  static __device__ __forceinline__ u32 count(u32 position) {
+    const u32 length = position - begin(position);
+    return length <= SPLIT ? 1 : (length + SPLIT - 1) / SPLIT;
+  }
+  // What split `split` of a row leaves, from head `head` on.
+  static __device__ __forceinline__ float* left(const WaveParams& p, const Wave& e, u32 row, u32 split, int head) {
+    return reinterpret_cast<float*>(p.work + u64(e.branch) * OFFSET_BYTES) + ((u64(row) * MOST + split) * G::HEADS + u32(head)) * (G::DIM + 2);
+  }
+
+  // All splits of a step. First those that others of their row follow, in order of rows. Then the last one of each row, which is shorter:
+  // the longest first, by an eighth of SPLIT. Blocks take them in turn. Whole warps ask.
+  struct Deal {
+    const WaveParams& p;
+    u32 step, lane, more[2], before, full; // splits before the last one: of two rows of a lane, of rows before these, of all rows
+    __device__ __forceinline__ Deal(const WaveParams& p, u32 step, int of_lane) : p(p), step(step), lane(u32(of_lane)) {
+#pragma unroll
+      for (u32 i = 0; i < 2; i++) more[i] = is_live(2 * lane + i) ? count(position(2 * lane + i)) - 1 : 0;
+      u32 upto = more[0] + more[1];
+#pragma unroll
+      for (int o = 1; o < 32; o *= 2) {
+        const u32 other = __shfl_up_sync(~0u, upto, o);
+        if (lane >= u32(o)) upto += other;
+      }
+      before = upto - more[0] - more[1];
+      full = __shfl_sync(~0u, upto, 31);
+    }
+    __device__ __forceinline__ bool is_live(u32 row) const { return row < p.row_count; }
+    __device__ __forceinline__ u32 position(u32 row) const { return wave_position<M>(p, step, row); }
+    // Splits of all rows, of each group of heads.
+    __device__ __forceinline__ u32 items() const { return (full + p.row_count) * GROUPS; }
+    // Those of this block.
+    __device__ __forceinline__ u32 of_block() const { return (items() + M::SMS - 1 - blockIdx.x) / M::SMS; }
+    __device__ __forceinline__ WaveSplit operator[](u32 n) const {
+      const u32 at = n / GROUPS, group = n % GROUPS;
+      if (at < full) {
+        const bool is_mine = at >= before && at - before < more[0] + more[1];
+        const u32 of = at - before, second = of >= more[0];
+        const u32 mine = (2 * lane + second) << 24 | (of - (second ? more[0] : 0));
+        const u32 found = __shfl_sync(~0u, mine, __ffs(__ballot_sync(~0u, is_mine)) - 1);
+        return WaveSplit{found >> 24, group, found & 0xffffff};
+      }
+      u32 eighths[2], rank = at - full;
+#pragma unroll
+      for (u32 i = 0; i < 2; i++) {
+        const u32 row = 2 * lane + i;
+        eighths[i] = ~0u;
+        if (is_live(row)) {
+          const u32 length = position(row) - begin(position(row)) - more[i] * SPLIT;
+          eighths[i] = min(length / (SPLIT / 8), 7u);
+        }
+      }
+      u32 row = 0;
+#pragma unroll 1
+      for (u32 eighth = 8; eighth-- > 0;) {
+        const u32 evens = __ballot_sync(~0u, eighths[0] == eighth), odds = __ballot_sync(~0u, eighths[1] == eighth);
+        const u32 even_count = u32(__popc(evens)), here = even_count + u32(__popc(odds));
+        if (rank < here) {
+          const u32 below = (1u << lane) - 1;
+          const bool is_even = eighths[0] == eighth && u32(__popc(evens & below)) == rank, is_odd = eighths[1] == eighth && even_count + u32(__popc(odds & below)) == rank;
+          const u32 from = __ballot_sync(~0u, is_even || is_odd);
+          row = __shfl_sync(~0u, 2 * lane + u32(is_odd), __ffs(from) - 1);
+          break;
+        }
+        rank -= here;
+      }
+      return WaveSplit{row, group, count(position(row)) - 1};
+    }
+  };
+};
+
+// What attention of a step does for a task: one row, the heads of a group, and all of the history or, if CUTS, a split of it.
+//
 // The heads of a row that share a KV head are the rows of a tile. The cache holds positions of earlier steps. Keys and values of this step,
 // those of the row and of rows before it in its sequence, are made here from what the product left, by every task that sees them; the
 // one with the first heads of a KV head appends those of its own row. So no task waits for another.
 //
 // A row has the same bits wherever its prompt was cut and whatever rows its step has. Its own position is a tile of its own, which comes
-// first. Tiles of the positions before it begin at multiples of STEP, and each holds the bits that the cache has or will have of them: the
-// tile in which the step begins is put together of both. Which team has a tile, and in which order teams add up, follows from the row's
-// position alone.
-template <class M, class G>
-struct WaveAttendRow {
+// first in its split. Tiles of the positions before it begin at multiples of STEP, and each holds the bits that the cache has or will have of
+// them: the tile in which the step begins is put together of both. Which team has a tile, and in which order teams and splits add up,
+// follows from the row's position alone.
+template <class M, class G, bool CUTS>
+struct WaveAttention {
   typedef WaveHeads<M, G> H;
   typedef WavePieces<M, G> P;
   typedef WaveTiles<M, G> T;
@@ -398,63 +486,53 @@ struct WaveAttendRow {
   static_assert(AFTER_OWN + 2 * STEP * ROW <= M::SCRATCH_BYTES, "new positions have room");
 
   struct Task {
-    // The ring has positions from `begin` to `end`: all before this one, or whole STEPs before the first of `lead` rows of the step.
-    u32 row, sequence, position, lead, begin, end;
+    // Of the history positions from `begin` to `limit`. The ring has those up to `end`: all, or whole STEPs before the first of `lead` rows of
+    // the step.
+    u32 row, sequence, position, lead, split, begin, limit, end;
     int head;
-    __device__ __forceinline__ Task(const Share& share, u32 sequence, u32 position)
-        : row(share.row), sequence(sequence), position(position), lead(wave_state<M>().leads[share.row]), begin(H::seen_from(position) / TILE * TILE),
-          end(lead == 0 ? position : (position - lead) / STEP * STEP), head(int(share.lo) * QUERIES) {}
+    bool is_last, is_only; // the last split, which has the row's own position; the only one
+    __device__ __forceinline__ Task(const WaveSplit& of, u32 sequence, u32 position)
+        : row(of.row), sequence(sequence), position(position), lead(wave_state<M>().leads[of.row]), split(of.split), begin(H::seen_from(position) / TILE * TILE),
+          limit(position), end(lead == 0 ? position : (position - lead) / STEP * STEP), head(int(of.group) * QUERIES), is_last(true), is_only(true) {
+      if constexpr (CUTS) {
+        typedef WaveSplits<M, G> S;
+        const u32 count = S::count(position);
+        is_last = split + 1 == count, is_only = count == 1;
+        begin += split * S::SPLIT;
+        if (!is_last) limit = begin + S::SPLIT;
+        end = min(end, limit);
+      }
+    }
   };
   static __device__ __forceinline__ u8* scratch(u32 at) { return reinterpret_cast<u8*>(wave_scratch<M>()) + at; }
   static __device__ __forceinline__ float* left() { return reinterpret_cast<float*>(scratch(AFTER_OWN)); }
 
+  // What the ring has of a task.
   template <class R>
-  static __device__ __forceinline__ void load(WaveLoader<M, R>& l, const Wave& e) {
-    if constexpr (R::FIRST == 0) {
-      const Shares<M> shares(l.p, e.division);
-      for (u32 s = 0; s < shares.count; s++) {
-        const Share share = shares[s];
-        if (share.row >= l.p.row_count) continue;
-        const Task task(share, wave_sequence<M>(share.row), wave_position<M>(l.p, l.step, share.row));
-        for (u32 at = task.begin; at < task.end; at += TILE) T::load_chunk(l, e, task.sequence, task.head / G::GROUP, at, task.end);
-      }
-    }
+  static __device__ __forceinline__ void load(WaveLoader<M, R>& l, const Wave& e, const WaveSplit& of) {
+    const Task task(of, wave_sequence<M>(of.row), wave_position<M>(l.p, l.step, of.row));
+    for (u32 at = task.begin; at < task.end; at += TILE) T::load_chunk(l, e, task.sequence, task.head / G::GROUP, at, task.end);
   }
-
-  static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
-    const HeldShares<M> shares(c.p);
-    u32 turns = 0;
-#pragma unroll 1
-    for (u32 s = 0; s < shares.count; s += TASKS) {
-      if (s > 0) c.barrier();
-      prepare(c, e, shares, s);
-      c.barrier();
-#pragma unroll 1
-      for (u32 i = s; i < min(s + TASKS, shares.count); i++) {
-        const Share share = shares[i];
-        // Consumers know the place of a row alone; its pages are the loader's.
-        if (share.row < c.p.row_count) one(c, e, Task(share, 0, wave_position<M>(c.p, c.step, share.row)), scratch((i - s) * OWN_BYTES), turns);
-      }
-    }
-  }
-  // Queries, keys and values of the own rows of tasks from `first` on.
-  static __device__ __forceinline__ void prepare(WaveContext<M>& c, const Wave& e, const HeldShares<M>& shares, u32 first) {
+  // Queries, keys and values of the own rows of `tasks` tasks. `split_of` says what each lane's is.
+  template <class F>
+  static __device__ __forceinline__ void prepare(WaveContext<M>& c, const Wave& e, u32 count, F split_of) {
     constexpr int HEADS = QUERIES + 2, STRIDE = M::WARPS * P::HEADS_AT_ONCE;
-    const int tasks = int(min(u32(TASKS), shares.count - first));
+    const int tasks = int(min(u32(TASKS), count));
 #pragma unroll 1
     for (int from = c.warp() * P::HEADS_AT_ONCE; from < tasks * HEADS; from += STRIDE) {
       const int n = from + c.lane() / P::LANES, task = min(n / HEADS, tasks - 1), own = n % HEADS;
-      const Share share = shares.of_lane(first + u32(task));
-      const int first_head = int(share.lo) * QUERIES, kv = first_head / G::GROUP;
-      const bool live = n < tasks * HEADS && share.row < c.p.row_count;
-      const typename P::Place at(c, live ? int(share.row) : 0, own < QUERIES ? first_head + own : G::HEADS + (own - QUERIES) * H::KV_HEADS + kv, live);
+      const WaveSplit of = split_of(u32(task));
+      const int first_head = int(of.group) * QUERIES, kv = first_head / G::GROUP;
+      const bool live = n < tasks * HEADS && of.row < c.p.row_count;
+      const typename P::Place at(c, live ? int(of.row) : 0, own < QUERIES ? first_head + own : G::HEADS + (own - QUERIES) * H::KV_HEADS + kv, live);
       typename P::Piece v;
       P::head_piece(c, e, at, v);
       const uint4 w = P::turned(c, e, at, v);
       if (!at.live) continue;
       const u32 to = own < QUERIES ? own * QUERY_BYTES : QUERIES * QUERY_BYTES + (own - QUERIES) * ROW;
       *reinterpret_cast<uint4*>(scratch(u32(task) * OWN_BYTES + to) + at.lane * 16) = w;
-      if (at.kind != 0 && first_head % G::GROUP == 0) P::append(c, e, at, w);
+      // One task has the first heads of a KV head, in the first split.
+      if (at.kind != 0 && first_head % G::GROUP == 0 && (!CUTS || of.split == 0)) P::append(c, e, at, w);
     }
   }
   // Keys and values of `count` positions from `first` on, a multiple of STEP: those of earlier steps from the cache, those of this step as
@@ -488,10 +566,10 @@ struct WaveAttendRow {
   }
   static __device__ __forceinline__ void one(WaveContext<M>& c, const Wave& e, const Task& task, const u8* own, u32& turns) {
     const int lane = c.lane(), g = lane / 4, t = lane % 4, team = c.warp() / TEAM, part = c.warp() % TEAM;
-    const int position = int(task.position), start = int(H::seen_from(task.position)), begin = int(task.begin), end = int(task.end);
+    const int limit = int(task.limit), start = int(H::seen_from(task.position)), begin = int(task.begin), end = int(task.end);
     // A short history is one team's, and needs no merge. Of a longer one teams take STEPs in turn, so that all of them work on what few slots
     // hold. The first of them has the row's own position, too.
-    const u32 first = turns % TAKERS, count = opaque(position - begin > ALONE ? u32(TAKERS) : 1);
+    const u32 first = turns % TAKERS, count = opaque(!task.is_only || limit - begin > ALONE ? u32(TAKERS) : 1);
     turns += count;
     // The place of this team among those of the row, and whether it has a turn. Others only pass chunks on, and are free for the next row.
     const u32 place = opaque((u32(team) + TAKERS - first) % TAKERS);
@@ -503,6 +581,7 @@ struct WaveAttendRow {
     // One place for all tiles: its instructions arrive once. First the position of the row itself, then STEPs of the history.
     const typename T::Queries queries(low, high);
     bool is_own = takes && place == 0;
+    if constexpr (CUTS) is_own = is_own && task.is_last;
 #pragma unroll 1
     for (int chunk = begin, at = begin; is_own || chunk < end;) {
       const u8 *keys = own + QUERIES * QUERY_BYTES, *values = keys + ROW;
@@ -522,8 +601,8 @@ struct WaveAttendRow {
     }
     if (task.lead > 0) {
 #pragma unroll 1
-      for (int at = max(begin, end); at < position; at += STEP) {
-        const int there = min(STEP, position - at), from = start - at;
+      for (int at = max(begin, end); at < limit; at += STEP) {
+        const int there = min(STEP, limit - at), from = start - at;
         c.barrier();
         gather(c, e, task, u32(at), u32(there));
         c.barrier();
@@ -583,9 +662,133 @@ struct WaveAttendRow {
         const float2 v = *reinterpret_cast<const float2*>(of + 2 + col);
         all += weight * of[1], x += weight * v.x, y += weight * v.y;
       }
-      const float factor = __fdividef(1.f, all);
-      put(query, col, x * factor, y * factor);
+      if (task.is_only) {
+        const float factor = __fdividef(1.f, all);
+        put(query, col, x * factor, y * factor);
+      } else if constexpr (CUTS) {
+        float* to = WaveSplits<M, G>::left(c.p, e, task.row, task.split, task.head + query);
+        if (col == 0) *reinterpret_cast<float2*>(to) = make_float2(top, all);
+        *reinterpret_cast<float2*>(to + 2 + col) = make_float2(x, y);
+      }
     }
     c.barrier();
+  }
+};
+
+// Blocks have whole histories, as a division shares out rows and groups of heads.
+template <class M, class G>
+struct WaveAttendRow {
+  typedef WaveAttention<M, G, false> A;
+
+  template <class R>
+  static __device__ __forceinline__ void load(WaveLoader<M, R>& l, const Wave& e) {
+    if constexpr (R::FIRST == 0) {
+      const Shares<M> shares(l.p, e.division);
+      for (u32 s = 0; s < shares.count; s++) {
+        const Share share = shares[s];
+        if (share.row >= l.p.row_count) continue;
+        A::load(l, e, WaveSplit{share.row, share.lo, 0});
+      }
+    }
+  }
+  static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
+    const HeldShares<M> shares(c.p);
+    u32 turns = 0;
+#pragma unroll 1
+    for (u32 s = 0; s < shares.count; s += A::TASKS) {
+      if (s > 0) c.barrier();
+      A::prepare(c, e, shares.count - s, [&](u32 i) {
+        const Share share = shares.of_lane(s + i);
+        return WaveSplit{share.row, share.lo, 0};
+      });
+      c.barrier();
+#pragma unroll 1
+      for (u32 i = s; i < min(s + A::TASKS, shares.count); i++) {
+        const Share share = shares[i];
+        // Consumers know the place of a row alone; its pages are the loader's.
+        if (share.row < c.p.row_count)
+          A::one(c, e, typename A::Task(WaveSplit{share.row, share.lo, 0}, 0, wave_position<M>(c.p, c.step, share.row)), A::scratch((i - s) * A::OWN_BYTES), turns);
+      }
+    }
+  }
+};
+
+// Blocks have KV splits, as they are dealt out (WaveSplits). Its division is that of the wave after it, which adds them up.
+template <class M, class G>
+struct WaveAttendSplits {
+  typedef WaveAttention<M, G, true> A;
+  typedef typename WaveSplits<M, G>::Deal Deal;
+  static_assert(A::TASKS <= M::WARPS, "a warp finds each task at hand");
+  static_assert(sizeof(WaveState<M>) + A::TASKS * sizeof(WaveSplit) <= M::STATE_BYTES, "the state part has no room for the splits at hand");
+  // The splits that a block has at hand, after its state.
+  static __device__ __forceinline__ WaveSplit* held() { return reinterpret_cast<WaveSplit*>(&wave_state<M>() + 1); }
+
+  template <class R>
+  static __device__ __forceinline__ void load(WaveLoader<M, R>& l, const Wave& e) {
+    if constexpr (R::FIRST == 0) {
+      const Deal deal(l.p, l.step, l.lane);
+#pragma unroll 1
+      for (u32 n = blockIdx.x; n < deal.items(); n += M::SMS) A::load(l, e, deal[n]);
+    }
+  }
+  static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
+    u32 turns = 0;
+    const u32 count = Deal(c.p, c.step, c.lane()).of_block();
+#pragma unroll 1
+    for (u32 s = 0; s < count; s += A::TASKS) {
+      if (s > 0) c.barrier();
+      const u32 tasks = min(u32(A::TASKS), count - s);
+      // Made anew each time: no register holds it while splits are read.
+      if (u32(c.warp()) < tasks) {
+        const WaveSplit of = Deal(c.p, c.step, c.lane())[blockIdx.x + (s + u32(c.warp())) * M::SMS];
+        if (c.lane() == 0) held()[c.warp()] = of;
+      }
+      c.barrier();
+      A::prepare(c, e, tasks, [&](u32 i) { return held()[i]; });
+      c.barrier();
+#pragma unroll 1
+      for (u32 i = 0; i < tasks; i++) {
+        const WaveSplit of = {uniform(held()[i].row), uniform(held()[i].group), uniform(held()[i].split)};
+        A::one(c, e, typename A::Task(of, 0, wave_position<M>(c.p, c.step, of.row)), A::scratch(i * A::OWN_BYTES), turns);
+      }
+    }
+  }
+};
+
+// After `WaveAttendSplits`: adds up what the splits of each row left that has several, in their order.
+template <class M, class G>
+struct WaveMerge {
+  typedef WaveSplits<M, G> S;
+
+  template <class R>
+  static __device__ __forceinline__ void load(WaveLoader<M, R>&, const Wave&) {}
+  static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
+    const HeldShares<M> shares(c.p);
+#pragma unroll 1
+    for (u32 s = 0; s < shares.count; s++) {
+      const Share share = shares[s];
+      if (share.row >= c.p.row_count) continue;
+      const u32 splits = S::count(wave_position<M>(c.p, c.step, share.row));
+      if (splits > 1) merge(c, e, share.row, int(share.lo) * S::QUERIES, splits);
+    }
+  }
+  // All warps, for the heads of a task from `head` on.
+  static __device__ __forceinline__ void merge(WaveContext<M>& c, const Wave& e, u32 row, int head, u32 splits) {
+#pragma unroll 1
+    for (int i = c.tid(); i < S::QUERIES * G::DIM / 2; i += M::WARPS * 32) {
+      const int query = i / (G::DIM / 2), col = i % (G::DIM / 2) * 2;
+      const float* at = S::left(c.p, e, row, 0, head + query);
+      float top = NEGATIVE_INFINITY, all = 0.f, x = 0.f, y = 0.f;
+#pragma unroll 8
+      for (u32 s = 0; s < splits; s++, at += G::HEADS * (G::DIM + 2)) {
+        const float2 of = *reinterpret_cast<const float2*>(at), v = *reinterpret_cast<const float2*>(at + 2 + col);
+        const float now = fmaxf(top, of.x), shrink = exp_fast(top - now), weight = exp_fast(of.x - now);
+        top = now;
+        all = all * shrink + weight * of.y;
+        x = x * shrink + weight * v.x, y = y * shrink + weight * v.y;
+      }
+      const float factor = __fdividef(1.f, all);
+      *reinterpret_cast<u32*>(c.template work<u8>(e.out) + WaveOperand<M, S::H::QUERY_COLS>::at(int(row), (head + query) * G::DIM + col)) = bf16_pair(x * factor, y * factor);
+    }
   }
 };

@@ -12,7 +12,7 @@ struct alignas(16) Wave {
   u32 x; // work arena: what it reads
   u32 out; // work arena: what it writes
   u32 residual; // work arena
-  u32 branch; // work arena: what is added to the residual
+  u32 branch; // work arena: what is added to the residual; of attention what KV splits leave
   u32 weight; // matrix
   union { u32 norm_weight, q_norm; }; // norm weight of the output, or of q
   union { u32 norm_bias, k_norm; }; // norm bias of the output, or norm weight of k
@@ -43,6 +43,11 @@ struct alignas(16) ShareRecord {
   Share held[SHARES_HELD]; // the first of them
 };
 static_assert(sizeof(ShareRecord) == 80, "the host fills this struct");
+
+// A task of attention of a step: KV split `split` of a row, for a group of heads. It is all of the row's history if that is not cut.
+struct WaveSplit {
+  u32 row, group, split;
+};
 
 struct WaveParams {
   const u8* pack; // weights and constants

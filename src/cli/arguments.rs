@@ -603,6 +603,7 @@ Examples:
   monobloc bench manifests/tinystories.toml
   monobloc bench manifests/llama-3.2-1b-synthetic.toml --baseline torch
   monobloc bench manifests/llama-3.2-1b-synthetic.toml --rows 1,8,16 --prompt 512 --baseline torch
+  monobloc bench manifests/llama-3.2-1b-synthetic.toml --rows 8,32 --position 16000 --others 300
   monobloc bench manifests/tinystories.toml --baseline mine.mkir --position 0,32
   monobloc bench manifests/smollm.toml --baseline '../before/monobloc bench manifests/smollm.toml --serve'"
 )]
@@ -618,6 +619,9 @@ pub struct Bench {
     /// Time steps of several rows; each number is a count of sequences that are decoded together
     #[arg(long, value_name = "N,N", value_parser = parse_ids, conflicts_with = "serve")]
     pub rows: Option<Ids>,
+    /// Position of all sequences of `--rows` but the first: steps with and without KV splits
+    #[arg(long, value_name = "N", requires = "rows", conflicts_with_all = ["prompt", "baseline"])]
+    pub others: Option<u32>,
     /// Time prompts of these lengths, in tokens, read in chunks
     #[arg(long, value_name = "N,N", value_parser = parse_ids, conflicts_with = "serve")]
     pub prompt: Option<Ids>,

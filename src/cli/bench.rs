@@ -13,6 +13,7 @@ use crate::error::Fault;
 use crate::manifest::Manifest;
 use crate::measure::Timed;
 use crate::pipeline::bench::{self, Baseline, Compared, Found, Own, Request, Subject, Versus};
+use crate::pipeline::device_ragged::bench_ragged;
 use crate::pipeline::device_rows::{self, FoundOfRows, RowsTimed, Took};
 use crate::target::Target;
 
@@ -84,6 +85,9 @@ fn bench_rows(session: &Session, asked: &Bench, manifest: &Manifest, target: &Ta
             .with_remedy("leave out `--rows` and `--prompt`, or name `torch` or a program"));
     }
     let mut all = json!({ "manifest": manifest.name, "target": target.name, "rows": [], "gaps": [], "sampled": [], "prompts": [] });
+    if asked.others.is_some() {
+        all["ragged"] = json!([]);
+    }
     if manifest.decode.batch_invariant {
         all["alike"] = json!([]);
     }
@@ -91,13 +95,14 @@ fn bench_rows(session: &Session, asked: &Bench, manifest: &Manifest, target: &Ta
     // The list that has the last figure of our own kernel.
     let mut list = "rows";
     let asked_rows = device_rows::Asked { rows: &rows, prompts: &prompts, chunks: &chunks };
-    device_rows::bench_rows(&workspace, manifest, target, asked_rows, &request, &mut |found| {
+    let mut on_found = |found: FoundOfRows<'_>| {
         let line = match found {
             FoundOfRows::Own(timed) => {
                 list = match timed.took {
                     Took::Steps(_) => "rows",
                     Took::Gaps { .. } => "gaps",
                     Took::Sampled(_) => "sampled",
+                    Took::Ragged { .. } => "ragged",
                     Took::Prompt { .. } => "prompts",
                     Took::Alike(_) => "alike",
                 };
@@ -114,7 +119,11 @@ fn bench_rows(session: &Session, asked: &Bench, manifest: &Manifest, target: &Ta
             }
         };
         if asked.json { Ok(()) } else { session.terminal.print(&line) }
-    })?;
+    };
+    match asked.others {
+        Some(others) => bench_ragged(&workspace, manifest, target, &rows, others, &mut on_found)?,
+        None => device_rows::bench_rows(&workspace, manifest, target, asked_rows, &request, &mut on_found)?,
+    }
     if asked.json {
         session.terminal.print_json(&all)?;
     }
@@ -146,6 +155,20 @@ fn rows_line(timed: &RowsTimed) -> (Value, String) {
             let line = format!(
                 "{rows:>3} rows from position {position:>6}: {p50:>8.1} µs a step{how} (p10 {p10:.1}, p90 {p90:.1}), \
                  {tokens_per_s:>7.0} tokens/s; {within}\n"
+            );
+            (json, line)
+        }
+        Took::Ragged { others, splits, is_served, step_us } => {
+            let [p10, p50, p90] = of(step_us);
+            let json = json!({
+                "rows": rows, "kernel_rows": kernel, "position": position, "others": others, "splits": splits,
+                "served": is_served, "checked": checked, "step_us_p10": p10, "step_us_p50": p50, "step_us_p90": p90,
+            });
+            let cut = if *splits { " in KV splits" } else { "" };
+            let served = if *is_served { "; a server takes this kernel" } else { "" };
+            let line = format!(
+                "{rows:>3} rows, one from position {position:>6} and others from {others}, on the kernel for {kernel} rows{cut}: \
+                 {p50:>8.1} µs a step (p10 {p10:.1}, p90 {p90:.1}); {within}{served}\n"
             );
             (json, line)
         }

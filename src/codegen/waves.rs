@@ -14,7 +14,8 @@ use crate::ir::{BufferId, GridId};
 use crate::rows::Shape;
 use crate::target::Target;
 use crate::waves::{
-    Action, Form, Input, Layout, NormOf, Over, Plan, Products, Proven, Sum, Target as Written, Wave as PlanWave, WorkId,
+    Action, Form, Input, Layout, NormOf, Over, Plan, Products, Proven, Splits, Sum, Target as Written,
+    Wave as PlanWave, WorkId,
 };
 use bytemuck::Zeroable;
 use std::fmt::Write;
@@ -36,7 +37,7 @@ kernel_struct! {
         out: u32,
         /// work arena
         residual: u32,
-        /// work arena: what is added to the residual
+        /// work arena: what is added to the residual; of attention what KV splits leave
         branch: u32,
         /// matrix
         weight: u32,
@@ -232,12 +233,29 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
         (Action::Attend { tile, .. }, Op::Attention(a)) => {
             ("WaveAttend", format!("{}int TILE = {tile}\n", attention_members(schedule, wave.grid, a, 0)))
         }
-        (Action::AttendRow { x, tile, .. }, Op::Attention(a)) => {
-            let (members, parts) = (attention_members(schedule, wave.grid, a, 0), parts_of(plan, *x));
-            ("WaveAttendRow", format!("{members}int TILE = {tile}\nint PARTS = {parts}\n"))
+        (&Action::AttendRow { x, tile, splits, .. }, Op::Attention(a)) => {
+            let (members, parts) = (attention_members(schedule, wave.grid, a, 0), parts_of(plan, x));
+            let members = format!("{members}int TILE = {tile}\nint PARTS = {parts}\n");
+            match splits {
+                None => ("WaveAttendRow", members),
+                Some(splits) => ("WaveAttendSplits", members + &splits_members(splits)),
+            }
+        }
+        (&Action::Merge { splits, .. }, Op::Attention(a)) => {
+            let tile = plan.waves.iter().find_map(|of| match of.action {
+                Action::AttendRow { tile, .. } if of.grid == wave.grid => Some(tile),
+                _ => None,
+            });
+            let tile = tile.expect("prove: splits are those of attention of the same grid");
+            let members = attention_members(schedule, wave.grid, a, 0);
+            ("WaveMerge", format!("{members}int TILE = {tile}\n{}", splits_members(splits)))
         }
         _ => unreachable!("prove: waves are those of the ops of their grids"),
     }
+}
+
+fn splits_members(Splits { positions, most, .. }: Splits) -> String {
+    format!("u32 SPLIT = {positions}\nu32 SPLITS_MOST = {most}\n")
 }
 
 /// Members of a wave of rows.
@@ -511,6 +529,10 @@ fn entry(proven: &Proven<'_>, matrices: &[Option<Matrix>], wave: &PlanWave, clas
         Action::Append { x, queries: out } | Action::AttendRow { x, out, .. } => Wave {
             x: work(x),
             out: work(out),
+            branch: match wave.action {
+                Action::AttendRow { splits: Some(splits), .. } => work(splits.left),
+                _ => NONE,
+            },
             norm_weight: of(Role::QNormWeight),
             norm_bias: of(Role::KNormWeight),
             table: of(Role::Rope),
@@ -518,6 +540,7 @@ fn entry(proven: &Proven<'_>, matrices: &[Option<Matrix>], wave: &PlanWave, clas
             v_cache: of(Role::AppendV),
             ..none
         },
+        Action::Merge { out, splits } => Wave { out: work(out), branch: work(splits.left), ..none },
         Action::Attend { queries, out, .. } => {
             Wave { x: work(queries), out: work(out), k_cache: of(Role::HistoryK), v_cache: of(Role::HistoryV), ..none }
         }

@@ -46,6 +46,11 @@ pub trait RowLauncher {
     /// Steps of a launch, at most.
     fn steps_max(&self) -> u32;
 
+    /// Whether rows at these positions are faster here than on a kernel for `others` rows whose SMs have whole histories.
+    fn gains(&self, _positions: &[u32], _others: u32) -> bool {
+        false
+    }
+
     /// The cache arena, to share with a kernel for other numbers of rows whose caches lie at the same places.
     fn cache(&self) -> Arc<DeviceBuffer>;
 

@@ -18,7 +18,7 @@ use crate::codegen::waves::{ENTRY_POINT, WaveParams, encode};
 use crate::ir::program::Space;
 use crate::rows::{Shape, Tables, runs};
 use crate::trace::STAMP_WORDS;
-use crate::waves::{Form, Proven, WithTail};
+use crate::waves::{Form, Proven, Ragged, WithTail};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
@@ -38,6 +38,7 @@ struct Loaded {
     grids: Vec<String>,
     /// Waves of a launch that decides nothing.
     fills: u32,
+    ragged: Option<Ragged>,
     pack: Arc<DeviceBuffer>,
     cache: Arc<DeviceBuffer>,
     waves: DeviceBuffer,
@@ -110,6 +111,7 @@ impl Loaded {
             vocab: vocab(program),
             grids: plan.waves.iter().map(|wave| program.grids[wave.grid.index()].name.clone()).collect(),
             fills: plan.fills() as u32,
+            ragged: proven.ragged(),
             pack,
             cache,
             waves: uploaded(device, stream, bytemuck::cast_slice(&tables.waves))?,
@@ -523,6 +525,10 @@ impl RowLauncher for StepsSession {
 
     fn steps_max(&self) -> u32 {
         self.steps_max
+    }
+
+    fn gains(&self, positions: &[u32], others: u32) -> bool {
+        self.loaded.ragged.as_ref().is_some_and(|ragged| ragged.gains(positions, others))
     }
 
     fn cache(&self) -> Arc<DeviceBuffer> {

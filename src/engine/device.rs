@@ -15,7 +15,7 @@ use crate::waves::CHUNK_MIN;
 /// Queues launches on a device. Greedy choice and temperature are the kernel's. Where a row wants another choice, the sampler chooses
 /// the tokens of all rows.
 pub struct DeviceStepper {
-    /// Ascending by rows, over one cache.
+    /// Ascending by rows, over one cache. Of those with as many rows, the one that cuts long histories follows the other.
     sessions: Vec<Box<dyn RowLauncher>>,
     /// Reads long chunks of one prompt into the same cache, and maybe decides what follows one.
     waves: Option<WavesSession>,
@@ -48,7 +48,7 @@ enum Kernel {
 
 impl DeviceStepper {
     /// A stepper over sessions that nothing was launched on yet, ascending by rows; all have the same cache. A launch runs on the first
-    /// one that has as many rows, or on that of waves. `None`: there is no session.
+    /// one that has as many rows, on one that gains by cutting its histories, or on that of waves. `None`: there is no session.
     pub fn new(
         sessions: Vec<Box<dyn RowLauncher>>,
         waves: Option<WavesSession>,
@@ -67,10 +67,18 @@ impl DeviceStepper {
         DeviceStepper { rows_max: self.rows_max.max(rows_max), ..self }
     }
 
-    /// The smallest session with as many rows, or the last one: the guard refuses more rows than it has, unless a launch has parts.
-    fn session_for(&self, rows: usize) -> usize {
-        let smallest = self.sessions.iter().position(|session| session.shape().rows as usize >= rows);
-        smallest.unwrap_or(self.sessions.len() - 1)
+    /// The session for rows at these positions: the smallest with as many rows, or one that gains by cutting their histories. The last one if
+    /// there are more rows: the guard refuses these, unless a launch has parts.
+    fn session_for(&self, positions: &[u32]) -> usize {
+        let smallest = self.sessions.iter().position(|session| session.shape().rows as usize >= positions.len());
+        let smallest = smallest.unwrap_or(self.sessions.len() - 1);
+        // The kernel for one row divides its history among all SMs.
+        let rows = self.sessions[smallest].shape().rows;
+        if rows == 1 {
+            return smallest;
+        }
+        let gains = self.sessions[smallest..].iter().position(|session| session.gains(positions, rows));
+        gains.map_or(smallest, |at| smallest + at)
     }
 
     /// The kernel of a launch.
@@ -82,7 +90,7 @@ impl DeviceStepper {
         {
             return Ok(before.kernel);
         }
-        let of_rows = Kernel::Rows(self.session_for(rows));
+        let of_rows = Kernel::Rows(self.session_for(&positions(&launch.rows, 0)));
         let is_alone = self.waves.is_some() && self.bounds().alone.is_some_and(|alone| launch.is(alone));
         let kernel = if is_alone { Kernel::Waves } else { of_rows };
         match (before.map(|before| before.kernel), kernel) {
@@ -254,7 +262,10 @@ impl Stepper for DeviceStepper {
 
     fn last_step(&mut self) -> Result<Option<Vec<Vec<u32>>>, Fault> {
         match self.flying.front() {
-            Some(Flying { kernel: Kernel::Rows(session), rows, part, .. }) if part.len() == rows.len() => {
+            // If another kernel is faster for the next launch, that waits until this one was collected.
+            Some(Flying { kernel: Kernel::Rows(session), rows, part, steps, .. })
+                if part.len() == rows.len() && self.session_for(&positions(rows, *steps)) == *session =>
+            {
                 Ok(self.sessions[*session].last_step()?)
             }
             _ => Ok(None),
@@ -268,7 +279,7 @@ impl Stepper for DeviceStepper {
         let mut said = self.collect_part(&flying)?;
         while flying.part.end < flying.rows.len() {
             let from = flying.part.end;
-            flying.kernel = Kernel::Rows(self.session_for(flying.rows.len() - from));
+            flying.kernel = Kernel::Rows(self.session_for(&positions(&flying.rows[from..], 0)));
             self.queue(&mut flying, from, vec![])?;
             if flying.is_guided {
                 self.choose(&flying)?;
@@ -277,6 +288,11 @@ impl Stepper for DeviceStepper {
         }
         Ok(said)
     }
+}
+
+/// Where rows are after so many steps.
+fn positions(rows: &[LaunchRow], steps: u32) -> Vec<u32> {
+    rows.iter().map(|row| row.position.saturating_add(steps)).collect()
 }
 
 /// What the sampler chooses for row `at` of a launch, if anything.

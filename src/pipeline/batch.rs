@@ -20,7 +20,7 @@ use crate::waves;
 use super::chain::{Chain, Host};
 use super::device_rows::{one_row_kernel, rows_source};
 use super::device_sampler::sampler_source;
-use super::device_steps::{StepsKernel, StepsKernels};
+use super::device_steps::{By, StepsKernel, StepsKernels, fitting};
 use super::device_waves::plan_prompts;
 use super::execute::{Devices, upload_pack};
 use super::invariant;
@@ -152,10 +152,12 @@ impl Prepared {
 
     fn served_fastest(&self, chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<Served, Fault> {
         let workspace = chain.context.workspace;
-        let kernels = self.kernels(chain, serving, free_bytes)?;
+        let mut all = StepsKernels::new(&chain.context, &chain.candidate);
+        let kernels = self.kernels(&mut all, serving, free_bytes)?;
         let Some(largest) = kernels.last().map(|kernel| kernel.validated.clone()) else {
             return Err(Fault::internal("no kernel for several rows"));
         };
+        let ragged = self.ragged(&mut all, &kernels, serving, free_bytes)?;
         let shape = self.served_shape(&largest)?;
         if let Some(differs) = kernels.iter().find_map(|kernel| share_caches(&kernel.validated, &largest).err()) {
             return Err(Fault::internal(format!("kernels for different numbers of rows: {differs}")));
@@ -164,9 +166,10 @@ impl Prepared {
         let of_one = one_row.iter().map(|_| "1".to_string());
         let rows: Vec<String> = of_one.chain(kernels.iter().map(|kernel| kernel.rows.to_string())).collect();
         workspace.report.note(&format!(
-            "{}: steps of {} rows, cache of {} tokens in pages of {}",
+            "{}: steps of {} rows{}, cache of {} tokens in pages of {}",
             self.target.name,
             rows.join(", "),
+            ragged.as_ref().map_or(String::new(), |kernel| format!(" ({} also in KV splits)", kernel.rows)),
             u64::from(shape.pages) * u64::from(shape.page_rows),
             shape.page_rows
         ));
@@ -175,7 +178,7 @@ impl Prepared {
         all.into_iter().try_for_each(|validated| workspace.queues(validated).map(drop))?;
         let mut sources = vec![sampler_source(&self.target)];
         sources.extend(one_row.iter().map(|one| rows_source(&chain.context, one, Trace::Off)));
-        for kernel in &kernels {
+        for kernel in kernels.iter().chain(&ragged) {
             sources.push(kernel.source(&chain.context, Trace::Off)?);
         }
         match plan_prompts(&self.target, &kernels[0].validated) {
@@ -189,8 +192,9 @@ impl Prepared {
         let Some(sampler) = codes.next() else { return Err(Fault::internal("a sampler without a cubin")) };
         let one_row = one_row.into_iter().zip(codes.by_ref()).next();
         let several = kernels.into_iter().zip(codes.by_ref()).collect();
+        let ragged = ragged.into_iter().zip(codes.by_ref()).next();
         // Those of waves are the last ones.
-        let kernels = Kernels::Fastest(Fastest { one_row, several, waves: codes.collect() });
+        let kernels = Kernels::Fastest(Fastest { one_row, several, ragged, waves: codes.collect() });
         Ok(Served { validated: largest, running_max: serving.running_max, sampler, kernels })
     }
 
@@ -236,14 +240,34 @@ impl Prepared {
     ///
     /// # Errors
     /// As [`Prepared::batched`].
-    fn kernels(&self, chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<Vec<StepsKernel>, Fault> {
-        let mut all = StepsKernels::new(&chain.context, &chain.candidate);
+    fn kernels(
+        &self,
+        all: &mut StepsKernels<'_>,
+        serving: &Serving,
+        free_bytes: u64,
+    ) -> Result<Vec<StepsKernel>, Fault> {
         let mut kernels = vec![];
         for &rows in step_rows_of(serving)? {
             let kernel = all.of(self.room(rows, serving, free_bytes)?)?;
             add(&mut kernels, kernel, serving.running_max);
         }
         Ok(kernels)
+    }
+
+    /// What runs steps of which few rows have long histories, beside `others`. `None`: no history is long enough, or none of `others` is by
+    /// waves and has as many rows.
+    ///
+    /// # Errors
+    /// A plan that is not proven: a fault of this program.
+    fn ragged(
+        &self,
+        all: &mut StepsKernels<'_>,
+        others: &[StepsKernel],
+        serving: &Serving,
+        free_bytes: u64,
+    ) -> Result<Option<StepsKernel>, Fault> {
+        let Some(rows) = ragged_rows(serving.running_max, others) else { return Ok(None) };
+        fitting(all.ragged(self.room(rows, serving, free_bytes)?))
     }
 
     /// Sequences and positions of a kernel on a device that has `free_bytes` left beside the weights.
@@ -300,12 +324,20 @@ fn sequences(running_max: u32, positions: u64, context_max: u64) -> u32 {
 fn add(kernels: &mut Vec<StepsKernel>, kernel: StepsKernel, running_max: u32) {
     let smaller = kernels.last().map_or(0, |smaller| smaller.rows);
     // Without waves a step of more rows costs as much as several of fewer.
-    if smaller >= running_max.max(PROMPT_ROWS) && !kernel.by_waves {
+    if smaller >= running_max.max(PROMPT_ROWS) && kernel.by == By::Words {
         return;
     }
     // The same kernel in more launches serves fewer rows, too.
-    kernels.pop_if(|last| !kernel.by_waves && Arc::ptr_eq(&last.validated, &kernel.validated));
+    kernels.pop_if(|last| kernel.by == By::Words && Arc::ptr_eq(&last.validated, &kernel.validated));
     kernels.push(kernel);
+}
+
+/// Rows of the kernel that cuts long histories: those of the smallest of `kernels` by waves that has a row for each running request. Launches of
+/// more rows read a prompt beside others, and pass. One kernel is enough: fewer rows lose more with whole histories than with a kernel that has
+/// too many rows. It takes seconds to compile, and device memory for what splits leave. `None`: there is none, or a request is always alone.
+fn ragged_rows(running_max: u32, kernels: &[StepsKernel]) -> Option<u32> {
+    let has_rows = |kernel: &&StepsKernel| kernel.by == By::Waves && kernel.rows >= running_max;
+    kernels.iter().find(has_rows).filter(|_| running_max > 1).map(|kernel| kernel.rows)
 }
 
 /// The numbers of rows for which a server has something that runs them: those up to the first with a row for each running request and rows
@@ -399,18 +431,26 @@ mod tests {
         let target = Target::builtin("h200").expect("a record");
         let proven = validate(parse(text).expect("a schedule"), &target).expect("a proof");
         let [small, large] = [(); 2].map(|()| Arc::new(proven.clone()));
-        let chosen = |running_max: u32, of: &[(u32, &Arc<Validated>, bool)]| {
+        let chosen = |running_max: u32, of: &[(u32, &Arc<Validated>, By)]| {
             let mut kernels = vec![];
-            for &(rows, validated, by_waves) in of {
-                add(&mut kernels, StepsKernel { validated: validated.clone(), rows, by_waves }, running_max);
+            for &(rows, validated, by) in of {
+                add(&mut kernels, StepsKernel { validated: validated.clone(), rows, by }, running_max);
             }
             kernels.iter().map(|kernel| kernel.rows).collect::<Vec<_>>()
         };
-        let words = [(8, &small, false), (16, &large, false), (32, &large, false), (64, &large, false)];
+        let words = [8, 16, 32, 64].map(|rows| (rows, if rows == 8 { &small } else { &large }, By::Words));
         assert_eq!(chosen(16, &words), [8, 32]);
         assert_eq!(chosen(33, &words), [8, 64]);
-        let waves = [(8, &small, false), (16, &large, false), (32, &small, true), (64, &small, true)];
+        let [of_8, of_16, ..] = words;
+        let waves = [of_8, of_16, (32, &small, By::Waves), (64, &small, By::Waves)];
         assert_eq!(chosen(16, &waves), [8, 16, 32, 64]);
+        // Of those that cut long histories it has one, with a row for each request.
+        let kernels = |of: &[(u32, &Arc<Validated>, By)]| -> Vec<StepsKernel> {
+            of.iter().map(|&(rows, validated, by)| StepsKernel { validated: validated.clone(), rows, by }).collect()
+        };
+        let ragged = |running_max| ragged_rows(running_max, &kernels(&waves));
+        assert_eq!([1, 2, 32, 33, 64].map(ragged), [None, Some(32), Some(32), Some(64), Some(64)]);
+        assert_eq!([ragged_rows(8, &kernels(&words)), ragged_rows(33, &kernels(&waves[..3]))], [None, None]);
     }
 
     #[test]

@@ -31,8 +31,8 @@ use super::bench::{self, Programs, Versus, Work};
 use super::chain::{Chain, Host};
 use super::compile::Cubin;
 use super::device_sampler::{sampler_source, time_sampled};
-use super::device_steps::{StepsKernel, StepsKernels, step_rows_for};
-use super::device_waves::{derive_chunks, named_spans, plan_prompts, plan_steps, waves_beside, waves_source};
+use super::device_steps::{By, StepsKernel, StepsKernels, step_rows_for};
+use super::device_waves::{derive_chunks, named_spans, plan_prompts, waves_beside, waves_source};
 use super::execute::upload_pack;
 use super::invariant;
 use super::stages::{BuildContext, Generated};
@@ -106,7 +106,7 @@ pub(super) fn rows_source(context: &BuildContext<'_>, validated: &Validated, tra
 ///
 /// # Errors
 /// What compiler or device refuse; a plan of waves that is not proven.
-fn load_launcher(
+pub(super) fn load_launcher(
     chain: &Chain<'_>,
     device: &Device,
     kernel: &StepsKernel,
@@ -448,6 +448,8 @@ pub enum Took {
     Steps(Vec<f64>),
     /// The same with a sampler between two steps, which chooses by top-p and penalties for every row.
     Sampled(Vec<f64>),
+    /// Steps whose first row is at the position and the others are at `others`, microseconds, ascending.
+    Ragged { others: u32, splits: bool, is_served: bool, step_us: Vec<f64> },
     /// How long the device is idle between two launches, microseconds, ascending: if each is waited for before the next one is queued, and if
     /// the next one is queued while it runs.
     Gaps { waited_us: Vec<f64>, queued_us: Vec<f64> },
@@ -556,7 +558,7 @@ pub fn bench_rows(
         let of_steps = match kernel {
             1 => {
                 let one = one_row_kernel(&chain.context, &chain.candidate, room(kernel))?;
-                StepsKernel { validated: Arc::new(one), rows: 1, by_waves: false }
+                StepsKernel { validated: Arc::new(one), rows: 1, by: By::Words }
             }
             _ => StepsKernels::new(&chain.context, &chain.candidate).of(room(kernel))?,
         };
@@ -659,6 +661,8 @@ pub(super) struct Decoding {
     sequences: Vec<SequenceId>,
     edits: Vec<Edit>,
     inputs: Vec<RowInput>,
+    /// How many positions the first sequence is ahead of all others.
+    ahead: u32,
 }
 
 impl Decoding {
@@ -667,20 +671,42 @@ impl Decoding {
     /// # Errors
     /// What the device refuses; a launch that gave up.
     pub(super) fn at(session: &mut dyn RowLauncher, rows: u32, position: u32, steps: u32) -> Result<Decoding, Fault> {
+        Decoding::with_others(session, rows, (position, position), steps)
+    }
+
+    /// As [`Decoding::at`], with all sequences but the first at `others`. The first one reads what it is ahead as a prompt.
+    ///
+    /// # Errors
+    /// As [`Decoding::at`].
+    pub(super) fn with_others(
+        session: &mut dyn RowLauncher,
+        rows: u32,
+        (position, others): (u32, u32),
+        steps: u32,
+    ) -> Result<Decoding, Fault> {
         let shape: Shape = *session.shape();
         let mut pool = Pool::new(shape);
-        let opened = |pool: &mut Pool| {
+        let mut opened = |row: u32| {
             let sequence = pool.open()?;
-            pool.reserve(sequence, position + steps + 1)?;
+            pool.reserve(sequence, if row == 0 { position } else { others } + steps + 1)?;
             Ok(sequence)
         };
         let sequences: Vec<_> = (0..rows)
-            .map(|_| opened(&mut pool))
+            .map(&mut opened)
             .collect::<Result<_, crate::pages::PoolError>>()
             .map_err(|error| Fault::internal(format!("the pool has no room for {rows} sequences: {error}")))?;
         let inputs = given(&(1..=rows).collect::<Vec<_>>());
-        let mut decoding = Decoding { guard: Guard::new(shape), sequences, edits: pool.take_edits(), inputs };
-        let mut at = 0;
+        let (guard, ahead) = (Guard::new(shape), position - others);
+        let mut decoding = Decoding { guard, sequences, edits: pool.take_edits(), inputs, ahead };
+        for at in (0..ahead).step_by(shape.rows as usize) {
+            let count = shape.rows.min(ahead - at);
+            let row = |position| Row { sequence: decoding.sequences[0], position, wants_logits: false };
+            let rows = (at..at + count).map(row).collect();
+            let request = Request { rows, steps: 1, edits: std::mem::take(&mut decoding.edits) };
+            let tables = decoding.guard.admit(&request).map_err(|refused| Fault::internal(refused.to_string()))?;
+            session.run_whole(tables, &given(&check::check_ids(session.vocab(), count)), false)?;
+        }
+        let mut at = ahead;
         while at < position {
             let steps = session.steps_max().min(position - at);
             let (tables, inputs) = decoding.launch(at, steps)?;
@@ -705,11 +731,15 @@ impl Decoding {
         (0..).zip(&mut self.inputs).for_each(|(row, input)| input.first = FirstToken::Given(token(row)));
     }
 
-    /// The tables of a launch of `steps` steps from position `from`.
+    /// The tables of a launch of `steps` steps. The first sequence is at `from`.
     pub(super) fn launch(&mut self, from: u32, steps: u32) -> Result<(Tables<'_>, &[RowInput]), Fault> {
         self.inputs.iter_mut().for_each(|input| input.steps = steps);
-        let row = |&sequence| Row { sequence, position: from, wants_logits: true };
-        let rows = self.sequences.iter().map(row).collect();
+        let ahead = self.ahead;
+        let row = |(row, &sequence)| {
+            let position = if row == 0 { from } else { from - ahead };
+            Row { sequence, position, wants_logits: true }
+        };
+        let rows = self.sequences.iter().enumerate().map(row).collect();
         let request = Request { rows, steps, edits: std::mem::take(&mut self.edits) };
         let tables = self.guard.admit(&request).map_err(|refused| Fault::internal(refused.to_string()))?;
         Ok((tables, &self.inputs))
@@ -717,7 +747,11 @@ impl Decoding {
 }
 
 /// The same steps of `decoding` from `position` on, again and again: microseconds of a step of each launch, ascending.
-fn time_rows(session: &mut dyn RowLauncher, decoding: &mut Decoding, position: u32) -> Result<Vec<f64>, Fault> {
+pub(super) fn time_rows(
+    session: &mut dyn RowLauncher,
+    decoding: &mut Decoding,
+    position: u32,
+) -> Result<Vec<f64>, Fault> {
     for _ in 0..WARM_UP {
         time_launch(session, decoding, position)?;
     }
@@ -817,8 +851,7 @@ pub(super) fn trace_rows(
     let validated = kernel.validated.as_ref();
     let pack = upload_pack(device, validated, &chain.pack()?)?;
     let cubin = chain.compile(&kernel.source(&chain.context, Trace::On)?)?;
-    if kernel.by_waves {
-        let proven = plan_steps(chain.context.target, validated, kernel.rows)?;
+    if let Some(proven) = kernel.plan(chain.context.target)? {
         let (spans, device_us) = trace_waves(device, &proven, &cubin.bytes, pack, (rows, position, steps), warm_up)?;
         return Ok(Traced { validated: kernel.validated, rows, spans, device_us });
     }

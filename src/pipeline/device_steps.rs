@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+
 use crate::candidate::Candidate;
 use crate::codegen::abi::Queues;
 use crate::codegen::emit::Trace;
@@ -15,10 +17,10 @@ use crate::digest::Digest;
 use crate::error::{Fault, Tier};
 use crate::target::Target;
 use crate::validate::Validated;
-use crate::waves::STEP_ROWS_MIN;
+use crate::waves::{Proven, STEP_ROWS_MIN};
 
 use super::device_rows::{place_kernel, prove_kernel, rows_source};
-use super::device_waves::{plan_steps, waves_digests, waves_source};
+use super::device_waves::{plan_ragged, plan_steps, waves_digests, waves_source};
 use super::stages::{BuildContext, Generated, kernel_digests};
 
 /// What runs steps of up to `rows` rows.
@@ -27,15 +29,37 @@ pub(super) struct StepsKernel {
     /// The proven schedule whose pack, caches and pages it has.
     pub validated: Arc<Validated>,
     pub rows: u32,
-    /// Whether a plan of waves runs them, derived from the schedule for that many rows. If not, the kernel of the schedule does; if that has
-    /// fewer rows, in several launches one after another.
-    pub by_waves: bool,
+    pub by: By,
+}
+
+/// What runs steps, of a schedule.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum By {
+    /// The kernel of the schedule. If it has fewer rows, it runs in several launches one after another.
+    Words,
+    /// A plan of waves that is derived from the schedule for that many rows.
+    Waves,
+    /// A plan of waves that cuts long histories into KV splits.
+    Splits,
 }
 
 impl StepsKernel {
     /// Rows of one launch.
     pub fn launch_rows(&self) -> u32 {
-        if self.by_waves { self.rows } else { self.rows.min(self.validated.schedule().program.rows) }
+        if self.by == By::Words { self.rows.min(self.validated.schedule().program.rows) } else { self.rows }
+    }
+
+    /// The plan of waves; `None`: the kernel of the schedule runs the steps.
+    ///
+    /// # Errors
+    /// As [`plan_steps`].
+    pub fn plan(&self, target: &Target) -> Result<Option<Proven<'_>>, Fault> {
+        match self.by {
+            By::Words => Ok(None),
+            By::Waves => plan_steps(target, &self.validated, self.rows).map(Some),
+            By::Splits => plan_ragged(target, &self.validated, self.rows).map(Some),
+        }
     }
 
     /// The source, to compile.
@@ -43,10 +67,10 @@ impl StepsKernel {
     /// # Errors
     /// A plan of waves that is not proven: a fault of this program.
     pub fn source(&self, context: &BuildContext<'_>, trace: Trace) -> Result<Generated, Fault> {
-        if !self.by_waves {
-            return Ok(rows_source(context, &self.validated, trace));
-        }
-        Ok(waves_source(context, &plan_steps(context.target, &self.validated, self.rows)?, trace))
+        Ok(match self.plan(context.target)? {
+            Some(proven) => waves_source(context, &proven, trace),
+            None => rows_source(context, &self.validated, trace),
+        })
     }
 
     /// Digests of what an exported kernel was compiled from, and of all that it walks.
@@ -54,10 +78,10 @@ impl StepsKernel {
     /// # Errors
     /// As [`StepsKernel::source`].
     pub fn digests(&self, target: &Target) -> Result<[Digest; 2], Fault> {
-        if self.by_waves {
-            return waves_digests(target, &plan_steps(target, &self.validated, self.rows)?);
+        match self.plan(target)? {
+            Some(proven) => waves_digests(target, &proven),
+            None => kernel_digests(&self.validated, target),
         }
-        kernel_digests(&self.validated, target)
     }
 
     /// Loads what [`StepsKernel::source`] was compiled to, without time stamps. `pack` and, if it is given, `cache` are shared with other
@@ -75,8 +99,7 @@ impl StepsKernel {
         cache: Option<Arc<DeviceBuffer>>,
     ) -> Result<Box<dyn RowLauncher>, Fault> {
         let off = Trace::Off;
-        if self.by_waves {
-            let proven = plan_steps(target, &self.validated, self.rows)?;
+        if let Some(proven) = self.plan(target)? {
             return Ok(Box::new(StepsSession::load(device, &proven, cubin, off, steps_max, pack, cache)?));
         }
         let (queues, most) = (Queues::of(&self.validated), (self.rows, steps_max));
@@ -110,6 +133,20 @@ impl<'a> StepsKernels<'a> {
         steps_kernel(target, kernels, room, &mut |room| self.proven(room))
     }
 
+    /// What runs steps of `room.rows` rows of which few have long histories.
+    ///
+    /// # Errors
+    /// Why there is none: no kernel of waves, or no history is long enough.
+    pub fn ragged(&mut self, room: Room) -> Result<StepsKernel, Fault> {
+        let BuildContext { manifest, target, imported, .. } = *self.context;
+        let none = || Fault::internal("a target without kernels for rows");
+        let smallest = kernel_rows(&imported.graph, manifest.precision, target).first().ok_or_else(none)?;
+        let kernel =
+            StepsKernel { validated: self.proven(Room { rows: *smallest, ..room })?, rows: room.rows, by: By::Splits };
+        kernel.plan(target)?;
+        Ok(kernel)
+    }
+
     fn proven(&mut self, room: Room) -> Result<Arc<Validated>, Fault> {
         if let Some((_, found)) = self.proven.iter().find(|(of, _)| *of == room) {
             return found.clone();
@@ -136,12 +173,12 @@ fn steps_kernel(
         && let Some(validated) = fitting(place(Room { rows: smallest, ..room }))?
         && fitting(plan_steps(target, &validated, rows).map(drop))?.is_some()
     {
-        return Ok(StepsKernel { validated, rows, by_waves: true });
+        return Ok(StepsKernel { validated, rows, by: By::Waves });
     }
     let mut refused = Fault::internal("a target without kernels for rows");
     for &of in kernels.iter().rev().filter(|of| **of <= rows) {
         match place(Room { rows: of, ..room }) {
-            Ok(validated) => return Ok(StepsKernel { validated, rows, by_waves: false }),
+            Ok(validated) => return Ok(StepsKernel { validated, rows, by: By::Words }),
             Err(fault) if fault.tier == Tier::Input => refused = fault,
             Err(fault) => return Err(fault),
         }
@@ -150,7 +187,7 @@ fn steps_kernel(
 }
 
 /// `None`: it does not fit the target.
-fn fitting<T>(made: Result<T, Fault>) -> Result<Option<T>, Fault> {
+pub(super) fn fitting<T>(made: Result<T, Fault>) -> Result<Option<T>, Fault> {
     match made {
         Ok(made) => Ok(Some(made)),
         Err(fault) if fault.tier == Tier::Input => Ok(None),
@@ -224,7 +261,7 @@ mod tests {
                         };
                         assert_eq!(kernel.rows, rows, "{at}");
                         assert!(kernel.launch_rows() >= 8, "{at}");
-                        let by = if kernel.by_waves { "waves" } else { "words" };
+                        let by = if kernel.by == By::Waves { "waves" } else { "words" };
                         found.push((name, target.name.clone(), precision == BF16, rows, by, kernel.launch_rows()));
                     }
                 }

@@ -23,7 +23,8 @@ use crate::target::Target;
 use crate::trace::{Span, wave_spans};
 use crate::validate::Validated;
 use crate::waves::{
-    CHUNK_ROWS, Form, Plan, Proven, Refused, TAIL_ROWS, Violation, Wave, WithTail, derive, prove, prove_tail,
+    CHUNK_ROWS, Form, Plan, Proven, Refused, TAIL_ROWS, Violation, Wave, WithTail, derive, derive_ragged, prove,
+    prove_tail,
 };
 use std::sync::Arc;
 
@@ -108,6 +109,14 @@ pub(super) fn derive_chunks(schedule: &Schedule, target: &Target) -> Result<Plan
 /// As [`plan_waves`].
 pub(super) fn plan_steps<'a>(target: &Target, validated: &'a Validated, rows: u32) -> Result<Proven<'a>, Fault> {
     proven(derive(validated.schedule(), target, Form::Steps, rows), validated, target)
+}
+
+/// As [`plan_steps`], and long histories are cut into KV splits.
+///
+/// # Errors
+/// As [`plan_waves`]; no history is long enough.
+pub(super) fn plan_ragged<'a>(target: &Target, validated: &'a Validated, rows: u32) -> Result<Proven<'a>, Fault> {
+    proven(derive_ragged(validated.schedule(), target, rows), validated, target)
 }
 
 fn proven<'a>(plan: Result<Plan, Refused>, rows: &'a Validated, target: &Target) -> Result<Proven<'a>, Fault> {

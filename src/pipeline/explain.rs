@@ -22,7 +22,7 @@ use super::Workspace;
 use super::chain::{Chain, Host, NotMade, Stage};
 use super::device_rows::{place_prompt_kernel, prove_kernel};
 use super::device_steps::{StepsKernel, StepsKernels};
-use super::device_waves::{PromptPlan, plan_prompts, plan_steps};
+use super::device_waves::{PromptPlan, plan_prompts, plan_ragged, plan_steps};
 use super::import_stage;
 use super::invariant;
 use super::keys::{self, Keyed};
@@ -40,7 +40,7 @@ pub struct Explained {
 }
 
 /// What [`show`] prints.
-pub const SHOW_STAGES: [&str; 15] = [
+pub const SHOW_STAGES: [&str; 17] = [
     "manifest",
     "model",
     "program",
@@ -56,6 +56,8 @@ pub const SHOW_STAGES: [&str; 15] = [
     "waves-source",
     "steps",
     "steps-source",
+    "splits",
+    "splits-source",
 ];
 
 /// Says for every stage whether a build would run it, and which line of its key changed. Runs nothing but the import of
@@ -128,7 +130,7 @@ pub fn show(workspace: &Workspace, manifest: &Manifest, target: &Target, stage: 
     if stage == "manifest" {
         return Ok(format!("name {:?}\n{}", manifest.name, manifest.key_text()));
     }
-    if ["rows-source", "waves", "waves-source"].contains(&stage) {
+    if ["rows-source", "waves", "waves-source", "splits", "splits-source"].contains(&stage) {
         invariant::refuse(manifest, target, &format!("kernel for `show {stage}`"), "name `steps` or `steps-source`")?;
     }
     let model = import_stage(workspace, manifest)?;
@@ -183,6 +185,15 @@ pub fn show(workspace: &Workspace, manifest: &Manifest, target: &Target, stage: 
             needs_kernel(target, stage)?;
             let StepsKernel { validated, rows, .. } = steps_batch(&context)?;
             Ok(waves::emit(&plan_steps(target, &validated, rows)?, target, Trace::Off).text)
+        }
+        "splits" => {
+            let StepsKernel { validated, rows, .. } = steps_batch(&context)?;
+            Ok(plan_ragged(target, &validated, rows)?.plan().to_string())
+        }
+        "splits-source" => {
+            needs_kernel(target, stage)?;
+            let StepsKernel { validated, rows, .. } = steps_batch(&context)?;
+            Ok(waves::emit(&plan_ragged(target, &validated, rows)?, target, Trace::Off).text)
         }
         _ => Ok(why_text(&context, &model.keyed)),
     }

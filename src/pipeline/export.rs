@@ -10,7 +10,7 @@ use super::chain::{Chain, Host};
 use super::compile::Cubin;
 use super::device_rows::{Prefill, PrefillParts};
 use super::device_sampler::sampler_digest;
-use super::device_steps::StepsKernel;
+use super::device_steps::{By, StepsKernel};
 use super::device_waves::prompt_digests;
 use super::exported::{
     CompiledParts, Does, FORMAT, FileFacts, INDEX, Index, KernelParts, MODEL, PrecisionNames, SEAL, SamplerParts,
@@ -258,11 +258,11 @@ fn write_served(
     let cubin = format!("{}/sampler.cubin", target.name);
     folder.put(&cubin, &sampler.bytes)?;
     let sampler = SamplerParts { cubin, source: sampler_digest(target)?.to_string(), nvrtc: sampler.nvrtc };
-    let (mut steps, mut prompts) = (vec![], vec![]);
+    let (mut steps, mut ragged, mut prompts) = (vec![], None, vec![]);
     let mut schedules = vec![];
     match kernels {
-        Kernels::Fastest(Fastest { one_row, several, waves }) => {
-            let alone = one_row.map(|(validated, code)| (StepsKernel { validated, rows: 1, by_waves: false }, code));
+        Kernels::Fastest(Fastest { one_row, several, ragged: of_ragged, waves }) => {
+            let alone = one_row.map(|(validated, code)| (StepsKernel { validated, rows: 1, by: By::Words }, code));
             // Kernels of waves for prompts are those of the first kernel for several rows.
             let of_prompts = match several.first() {
                 Some((first, _)) if !waves.is_empty() => prompt_digests(target, &first.validated)?,
@@ -272,6 +272,10 @@ fn write_served(
                 same_weights(validated, &kernel.validated)?;
                 let compiled = compiled_of(kernel.digests(target)?, &code.nvrtc);
                 steps.push(folder.steps(&target.name, &kernel, compiled, &code.bytes, &mut schedules)?);
+            }
+            if let Some((kernel, code)) = of_ragged {
+                let compiled = compiled_of(kernel.digests(target)?, &code.nvrtc);
+                ragged = Some(folder.steps(&target.name, &kernel, compiled, &code.bytes, &mut schedules)?);
             }
             for ((does, digests), code) in Does::PROMPTS.into_iter().zip(of_prompts).zip(waves) {
                 let cubin = format!("{}/serve-{}.cubin", target.name, does.name());
@@ -283,12 +287,12 @@ fn write_served(
             same_weights(validated, &of_alike)?;
             for (rows, code) in kernels {
                 let compiled = compiled_of(invariant::digests(target, &of_alike, rows)?, &code.nvrtc);
-                let kernel = StepsKernel { validated: Arc::clone(&of_alike), rows, by_waves: true };
+                let kernel = StepsKernel { validated: Arc::clone(&of_alike), rows, by: By::Waves };
                 steps.push(folder.steps(&target.name, &kernel, compiled, &code.bytes, &mut schedules)?);
             }
         }
     }
-    Ok(Some(ServedParts { running_max, sampler, steps, prompts }))
+    Ok(Some(ServedParts { running_max, sampler, steps, ragged, prompts }))
 }
 
 /// The kernels that add up in one order.
@@ -391,8 +395,9 @@ impl Folder<'_> {
         bytes: &[u8],
         schedules: &mut Vec<(Arc<Validated>, String)>,
     ) -> Result<StepsParts, Fault> {
-        let StepsKernel { validated, rows, by_waves } = kernel;
-        let place = |ending: &str| format!("{target}/serve-{rows}.{ending}");
+        let &StepsKernel { ref validated, rows, by } = kernel;
+        let name = if by == By::Splits { "-splits" } else { "" };
+        let place = |ending: &str| format!("{target}/serve-{rows}{name}.{ending}");
         let schedule = match schedules.iter().find(|(of, _)| Arc::ptr_eq(of, validated)) {
             Some((_, path)) => path.clone(),
             None => {
@@ -404,7 +409,7 @@ impl Folder<'_> {
         };
         let cubin = place("cubin");
         self.put(&cubin, bytes)?;
-        Ok(StepsParts { rows: *rows, by_waves: *by_waves, schedule, compiled: CompiledParts { cubin, ..compiled } })
+        Ok(StepsParts { rows, by, schedule, compiled: CompiledParts { cubin, ..compiled } })
     }
 
     /// Writes a file of `length` bytes, which `fill` gives one after another. False: the user asked to stop.

@@ -7,7 +7,8 @@
 //! targets/NAME.toml      record of a target
 //! NAME/KERNEL.mkir       schedule; KERNEL is `text`, `prompt`, `waves`, `tail` or `batch`, or with `batch_invariant` `steps32` or `steps64`
 //! NAME/serve-N.mkir      of a CUDA target: schedule of a kernel of a server, for steps of N rows
-//! NAME/KERNEL.cubin      its kernel, of a CUDA target; those of a server are `serve-N`, `serve-waves`, `serve-tail` and `sampler`
+//! NAME/KERNEL.cubin      its kernel, of a CUDA target; those of a server are `serve-N`, `serve-N-splits`, `serve-waves`, `serve-tail` and
+//!                        `sampler`
 //! weights-DIGEST.pack    weights, for every kernel that names it
 //! ```
 //!
@@ -27,7 +28,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::device_sampler::sampler_digest;
-use super::device_steps::StepsKernel;
+use super::device_steps::{By, StepsKernel};
 use super::device_waves::prompt_digests;
 use super::invariant;
 use super::served::{Code, Fastest, Kernels, Served, alike_rows};
@@ -51,7 +52,7 @@ pub(super) const SEAL: &str = "export.b3";
 /// The folder with the files of the tokenizer.
 pub(super) const MODEL: &str = "model";
 /// Version of the layout of the folder. A folder of another one is refused.
-pub(super) const FORMAT: u32 = 4;
+pub(super) const FORMAT: u32 = 5;
 
 /// An index has some hundred bytes for each file.
 const INDEX_BYTES_MAX: u64 = 16 << 20;
@@ -121,6 +122,8 @@ pub(super) struct ServedParts {
     pub sampler: SamplerParts,
     /// Ascending by rows, over one cache. That of one row is a kernel for one row over the pages of the others.
     pub steps: Vec<StepsParts>,
+    /// For steps of which few rows have long histories: as many rows as one of `steps` by waves has. `None` with `batch_invariant`.
+    pub ragged: Option<StepsParts>,
     /// Kernels of waves for prompts, over the schedule of the first of `steps` that has several rows: of chunks, then of their tail.
     pub prompts: Vec<CompiledParts>,
 }
@@ -141,8 +144,7 @@ pub(super) struct SamplerParts {
 #[serde(deny_unknown_fields)]
 pub(super) struct StepsParts {
     pub rows: u32,
-    /// The kernel is a plan of waves that is derived from the schedule.
-    pub by_waves: bool,
+    pub by: By,
     pub schedule: String,
     pub compiled: CompiledParts,
 }
@@ -351,7 +353,7 @@ impl Exported {
         let Some(parts) = &self.parts(target)?.served else { return Ok(None) };
         let folder = &self.folder;
         let mut proven: BTreeMap<&str, Arc<Validated>> = BTreeMap::new();
-        for StepsParts { schedule, .. } in &parts.steps {
+        for StepsParts { schedule, .. } in parts.steps.iter().chain(&parts.ragged) {
             if !proven.contains_key(schedule.as_str()) {
                 proven.insert(schedule, Arc::new(self.proven(target, schedule)?));
             }
@@ -368,15 +370,17 @@ impl Exported {
             return Err(folder.foreign("kernels of a server for other numbers of rows"));
         }
         let is_alike = invariant::is_asked(&self.manifest, target);
+        let cuts = |steps: &StepsParts| steps.by == By::Splits;
+        let beside = |cut: &StepsParts| parts.steps.iter().any(|of| of.by == By::Waves && of.rows == cut.rows);
+        if parts.steps.iter().any(cuts) || parts.ragged.iter().any(|cut| is_alike || !cuts(cut) || !beside(cut)) {
+            return Err(folder.foreign("a kernel of a server for long histories"));
+        }
         let mut steps = vec![];
-        for StepsParts { rows, by_waves, schedule, compiled } in &parts.steps {
+        for &StepsParts { rows, by, ref schedule, ref compiled } in parts.steps.iter().chain(&parts.ragged) {
             let (validated, place) = (Arc::clone(&proven[schedule.as_str()]), folder.dir.join(schedule));
-            let kernel = StepsKernel { validated, rows: *rows, by_waves: *by_waves };
-            let made = if is_alike {
-                invariant::digests(target, &kernel.validated, *rows)?
-            } else {
-                kernel.digests(target)?
-            };
+            let kernel = StepsKernel { validated, rows, by };
+            let made =
+                if is_alike { invariant::digests(target, &kernel.validated, rows)? } else { kernel.digests(target)? };
             let bytes = folder.cubin(compiled, made, &place.display().to_string())?;
             steps.push((kernel, Code { bytes, nvrtc: compiled.nvrtc.clone() }));
         }
@@ -415,6 +419,7 @@ impl Exported {
         prompts: &[CompiledParts],
     ) -> Result<Fastest, Fault> {
         let alone = several.first().is_some_and(|(kernel, _)| kernel.rows == 1).then(|| several.remove(0));
+        let ragged = several.pop_if(|(kernel, _)| kernel.by == By::Splits);
         let one_row = alone.map(|(kernel, code)| (kernel.validated, code));
         let Some((first, _)) = several.first() else {
             return Err(self.folder.foreign("a server without kernels for several rows"));
@@ -428,7 +433,7 @@ impl Exported {
             Ok(Code { bytes, nvrtc: compiled.nvrtc.clone() })
         });
         let waves = waves.collect::<Result<Vec<Code>, Fault>>()?;
-        Ok(Fastest { one_row, several, waves })
+        Ok(Fastest { one_row, several, ragged, waves })
     }
 
     /// [`Exported::kernel`] for a kernel over the cache of `one`.

@@ -27,6 +27,7 @@ pub mod bench;
 mod campaign;
 mod chain;
 mod compile;
+pub mod device_ragged;
 pub mod device_rows;
 mod device_sampler;
 mod device_steps;

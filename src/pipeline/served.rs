@@ -53,6 +53,8 @@ pub(super) struct Fastest {
     pub one_row: Option<(Arc<Validated>, Code)>,
     /// Ascending by rows, over one cache. One at least.
     pub several: Vec<(StepsKernel, Code)>,
+    /// For steps of which few rows have long histories: as many rows as one of `several` has.
+    pub ragged: Option<(StepsKernel, Code)>,
     /// The kernels of waves over the pages of the first of them: of chunks, and of their tail. None: there are no waves.
     pub waves: Vec<Code>,
 }
@@ -109,9 +111,12 @@ impl Fastest {
         steps_max: u32,
         pack: &Arc<DeviceBuffer>,
     ) -> Result<Sessions, Fault> {
-        let Fastest { one_row, several, waves } = self;
+        let Fastest { one_row, several, ragged, waves } = self;
         let mut sessions: Vec<Box<dyn RowLauncher>> = vec![];
-        for (kernel, code) in several {
+        // The one that cuts histories follows the one that does not: a step is on the first that has as many rows, unless another one gains.
+        let cut = ragged.as_ref();
+        let at = cut.map_or(0, |(cut, _)| several.iter().take_while(|(kernel, _)| kernel.rows <= cut.rows).count());
+        for (kernel, code) in several[..at].iter().chain(cut).chain(&several[at..]) {
             let cache = sessions.first().map(|session| session.cache());
             sessions.push(kernel.load(device, target, &code.bytes, steps_max, Arc::clone(pack), cache)?);
         }

@@ -1,8 +1,9 @@
 //! From the schedule of a kernel for rows to a plan of waves.
 
+use super::ragged::MERGE_SPLITS;
 use super::{
     Action, CHUNK_BLOCK_ROWS, Division, DivisionId, Form, Input, Layout, Machine, NormOf, Over, Plan, Products, Ring,
-    Share, Sum, Sums, Target as Written, WIDE_UNITS, Warps, Wave, Work, WorkId, sums_max, wide_tiles_max,
+    Share, Splits, Sum, Sums, Target as Written, WIDE_UNITS, Warps, Wave, Work, WorkId, sums_max, wide_tiles_max,
 };
 use crate::dtype::DType;
 use crate::format::Format;
@@ -26,6 +27,8 @@ pub enum Refused {
     SharedMemory { slots: u32, slot_bytes: u32, target: String },
     #[error("steps of {rows} rows: expected whole tiles of 16, up to {most}")]
     Rows { rows: u32, most: u32 },
+    #[error("no history of up to {context_max} positions is long enough to be cut")]
+    Histories { context_max: u32 },
 }
 
 /// Warps that multiply, and those of the loader, which gives them registers.
@@ -53,12 +56,42 @@ const SPAN_BYTES: u32 = 1024;
 /// Bytes of shared memory that could be read while a step of the loop is begun and ended.
 const STEP_COST_BYTES: u32 = 32 << 10;
 
+/// Bytes of keys and values of a KV head that a KV split has: about 10 us of what an SM reads while all SMs do. Its end, where warps add up,
+/// takes less time than the ring holds copies for.
+const SPLIT_BYTES: u32 = 256 << 10;
+/// Bytes that splits may leave, at most: of longer contexts, splits are longer.
+const SPLITS_LEFT_BYTES: u64 = 256 << 20;
+
 /// A plan of launches of `form` of up to `rows` rows for the program of `schedule`, whose pack, caches and pages it shares.
 ///
 /// # Errors
 /// What kernels of waves cannot do of the program or on the target.
 pub fn derive(schedule: &Schedule, target: &Target, form: Form, rows: u32) -> Result<Plan, Refused> {
-    derive_like(schedule, target, form, rows, None)
+    derive_like(schedule, target, form, rows, Asked { order: None, cuts: Cuts::None })
+}
+
+/// A plan of steps of up to `rows` rows that cuts long histories into KV splits: those for which [`super::Ragged::gains`] can be true.
+///
+/// # Errors
+/// As [`derive`]; no history is long enough.
+pub fn derive_ragged(schedule: &Schedule, target: &Target, rows: u32) -> Result<Plan, Refused> {
+    derive_cut(schedule, target, rows, Cuts::Long)
+}
+
+/// As [`derive_ragged`], with splits of `positions` positions, a power of two and whole tiles. Every history that is longer is cut.
+///
+/// # Errors
+/// As [`derive_ragged`].
+pub fn derive_split(schedule: &Schedule, target: &Target, rows: u32, positions: u32) -> Result<Plan, Refused> {
+    derive_cut(schedule, target, rows, Cuts::At(positions))
+}
+
+fn derive_cut(schedule: &Schedule, target: &Target, rows: u32, cuts: Cuts) -> Result<Plan, Refused> {
+    let plan = derive_like(schedule, target, Form::Steps, rows, Asked { order: None, cuts })?;
+    match plan.waves.iter().any(|wave| matches!(wave.action, Action::Merge { .. })) {
+        true => Ok(plan),
+        false => Err(Refused::Histories { context_max: schedule.program.context_max }),
+    }
 }
 
 /// Plans of steps of up to each of `rows` rows, ascending, that add up in one order: that of the plan for most rows. A plan for fewer is
@@ -70,20 +103,33 @@ pub fn derive_alike(schedule: &Schedule, target: &Target, rows: &[u32]) -> Resul
     let Some((&most, fewer)) = rows.split_last() else { return Ok(vec![]) };
     let largest = derive(schedule, target, Form::Steps, most)?;
     let order = largest.order();
-    let alike = |&rows: &u32| derive_like(schedule, target, Form::Steps, rows, Some(&order)).ok();
+    let asked = Asked { order: Some(&order), cuts: Cuts::None };
+    let alike = |&rows: &u32| derive_like(schedule, target, Form::Steps, rows, asked).ok();
     let mut plans: Vec<Plan> = fewer.iter().filter_map(alike).filter(|plan| plan.order() == order).collect();
     plans.push(largest);
     Ok(plans)
 }
 
+/// What is not free.
+#[derive(Clone, Copy)]
+struct Asked<'a> {
+    /// The order of the sums of each wave.
+    order: Option<&'a [Sums]>,
+    cuts: Cuts,
+}
+
+/// Which histories are cut into KV splits.
+#[derive(Clone, Copy)]
+enum Cuts {
+    None,
+    /// Those of so many splits that SMs with whole ones may take longer.
+    Long,
+    /// Those of more than this many positions, which a split has.
+    At(u32),
+}
+
 /// As [`derive`]; where an order is given, its parts and groups are taken.
-fn derive_like(
-    schedule: &Schedule,
-    target: &Target,
-    form: Form,
-    rows: u32,
-    order: Option<&[Sums]>,
-) -> Result<Plan, Refused> {
+fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, asked: Asked<'_>) -> Result<Plan, Refused> {
     let spec = &target.spec;
     let lacks = |lacks| Err(Refused::Target { target: target.name.clone(), lacks });
     if target.kind != TargetKind::Cuda || spec.copy != CopyMechanism::Bulk || spec.dot != DotMechanism::Mma {
@@ -122,7 +168,7 @@ fn derive_like(
         program,
         schedule,
         plan,
-        order,
+        asked,
         overs: vec![],
         inputs: BTreeMap::new(),
         residual: None,
@@ -312,8 +358,7 @@ struct Builder<'a> {
     program: &'a Program,
     schedule: &'a Schedule,
     plan: Plan,
-    /// The order of the sums of each wave, if it is not free.
-    order: Option<&'a [Sums]>,
+    asked: Asked<'a>,
     /// Over what each wave is divided.
     overs: Vec<Over>,
     /// Where each exchange of the program that is no sum lies.
@@ -358,7 +403,7 @@ impl Builder<'_> {
 
     /// The order that a wave of this number has to have, if it is not free.
     fn order_of(&self, wave: usize) -> Option<Sums> {
-        self.order.and_then(|order| order.get(wave).copied())
+        self.asked.order.and_then(|order| order.get(wave).copied())
     }
 
     /// Divides the waves, now that it is certain over what.
@@ -380,9 +425,14 @@ impl Builder<'_> {
                 Sums::Product { parts, granules: matrix.part(parts), groups: warps.k }
             }
             (&Action::Attend { tile, .. } | &Action::AttendRow { tile, .. }, _, Op::Attention(a)) => {
+                let split = match wave.action {
+                    Action::AttendRow { splits, .. } => splits.map(|splits| splits.positions),
+                    _ => None,
+                };
                 let scratch_bytes = self.plan.machine.scratch_bytes;
-                Sums::History { tile, heads: a.heads_per_task, scratch_bytes }
+                Sums::History { tile, heads: a.heads_per_task, scratch_bytes, split }
             }
+            (Action::Merge { splits, .. }, ..) => Sums::Splits { positions: splits.positions },
             _ => Sums::Heads,
         }
     }
@@ -652,12 +702,45 @@ impl Builder<'_> {
         };
         let to = self.work("attended", Layout::Operand, cols);
         self.inputs.insert(out, to);
-        let (action, rows) = match appended {
-            Some(queries) => (Action::Attend { queries, out: to, tile }, WARPS / a.heads_per_task * 16),
-            None => (Action::AttendRow { x, out: to, tile }, 1),
-        };
-        self.push(id, action, Over::Heads { n: a.head_groups(), rows });
+        let n = a.head_groups();
+        if let Some(queries) = appended {
+            let rows = WARPS / a.heads_per_task * 16;
+            self.push(id, Action::Attend { queries, out: to, tile }, Over::Heads { n, rows });
+            return Ok(());
+        }
+        let splits = self.splits(a, tile);
+        self.push(id, Action::AttendRow { x, out: to, tile, splits }, Over::Heads { n, rows: 1 });
+        if let Some(splits) = splits {
+            self.push(id, Action::Merge { out: to, splits }, Over::Heads { n, rows: 1 });
+        }
         Ok(())
+    }
+
+    /// How the histories of attention are cut, if the plan cuts any and these are long enough.
+    fn splits(&mut self, a: &Attention, tile: u32) -> Option<Splits> {
+        // A history begins with a whole tile.
+        let seen = a.window.unwrap_or(u32::MAX).min(self.program.context_max);
+        let longest = seen.saturating_add(tile).min(self.program.context_max);
+        let cols = a.heads * (a.head_dim + 2);
+        let left = |positions: u32| {
+            let most = longest.div_ceil(positions);
+            (most, u64::from(self.plan.rows) * u64::from(most) * u64::from(cols) * 4)
+        };
+        let row_bytes = cache_row_bytes(a.head_dim, self.program.precision.cache);
+        let (mut positions, least) = match self.asked.cuts {
+            Cuts::None => return None,
+            Cuts::Long => (tile << (SPLIT_BYTES / (2 * tile * row_bytes)).max(1).ilog2(), MERGE_SPLITS),
+            Cuts::At(positions) => (positions, 1),
+        };
+        while left(positions).1 > SPLITS_LEFT_BYTES && positions < longest {
+            positions *= 2;
+        }
+        let (most, _) = left(positions);
+        (seen > least.saturating_mul(positions)).then(|| Splits {
+            positions,
+            most,
+            left: self.work("left", Layout::Splits(most), cols),
+        })
     }
 }
 

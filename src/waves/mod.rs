@@ -32,6 +32,18 @@
 //! makes the keys and values of its rows in the last layer again, and appends them where the chunk did, from sums in another order. Attention
 //! of the tail reads earlier positions alone, and launches after it see what it wrote last.
 //!
+//! # Histories of many lengths
+//!
+//! A wave of attention of a step has shares of rows and heads. If one row has a long history and others have short ones, few SMs read it
+//! while the others wait. A plan made by [`derive_ragged`] cuts histories into KV splits ([`Splits`]) instead: at multiples of a number of
+//! positions, from the first tile on that the row sees. The device orders all splits of a step by the positions of the rows, and deals them
+//! out in turn. That is a partition for every table: split `n` is that of SM `n mod sms`. Each split leaves its largest scores, sums and
+//! values in a place of its own, row by split by head. The wave after it ([`Action::Merge`]) adds them up; a row with one split needs none.
+//!
+//! The bits of a row follow from its own position, but they are others than without splits. The deal and the second wave cost 4 to 16 % of a
+//! step of short histories (docs/perf-log.md, entry 29), so such a kernel stands beside one without splits. The host chooses for each launch
+//! ([`Ragged::gains`]), by the positions in its table.
+//!
 //! # In which order numbers are added up
 //!
 //! Sums of floating-point numbers depend on their order. Each wave of a plan declares its order ([`Sums`]), and [`prove`] compares that with
@@ -43,9 +55,11 @@
 mod derive;
 mod print;
 mod prove;
+mod ragged;
 
-pub use derive::{Refused, derive, derive_alike};
+pub use derive::{Refused, derive, derive_alike, derive_ragged, derive_split};
 pub use prove::{Alike, Proven, Violation, WithTail, prove, prove_alike, prove_tail};
+pub use ragged::Ragged;
 
 use crate::define_id;
 use crate::dtype::DType;
@@ -196,6 +210,8 @@ pub enum Layout {
     Parts(u32),
     /// A score and an id of each row and block (a column), 8 bytes.
     Candidates,
+    /// What up to this many KV splits of each row leave, fp32: row by row, split by split.
+    Splits(u32),
 }
 
 impl Work {
@@ -205,7 +221,9 @@ impl Work {
         match self.layout {
             Layout::Rows(dtype) => (rows * cols).saturating_mul(dtype.bytes() as u64),
             Layout::Operand => rows.saturating_mul(cols.next_multiple_of(128) * 2),
-            Layout::Parts(parts) => (rows * cols).saturating_mul(4).saturating_mul(u64::from(parts)),
+            Layout::Parts(count) | Layout::Splits(count) => {
+                (rows * cols).saturating_mul(4).saturating_mul(u64::from(count))
+            }
             Layout::Candidates => (rows * cols).saturating_mul(8),
         }
     }
@@ -230,8 +248,22 @@ pub enum Sums {
     Product { parts: u32, granules: u32, groups: u32 },
     /// Heads alone: the lanes of one have all of it.
     Heads,
-    /// Tiles of so many positions. Heads of a task and the scratch decide how many teams of warps take them in turn.
-    History { tile: u32, heads: u32, scratch_bytes: u32 },
+    /// Tiles of so many positions. Heads of a task and the scratch decide how many teams of warps take them in turn. Where histories are cut,
+    /// each split of `split` positions is added up alone.
+    History { tile: u32, heads: u32, scratch_bytes: u32, split: Option<u32> },
+    /// KV splits of this many positions, the earliest first.
+    Splits { positions: u32 },
+}
+
+/// How histories are cut into KV splits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Splits {
+    /// Positions of a split: whole tiles.
+    pub positions: u32,
+    /// Splits of a row, at most.
+    pub most: u32,
+    /// What splits leave of each head: the largest score, the sum, and the values.
+    pub left: WorkId,
 }
 
 /// A vector of the pack that scales or shifts.
@@ -267,8 +299,10 @@ pub enum Action {
     /// Of a chunk: attention over the cache, in tiles of `tile` positions.
     Attend { queries: WorkId, out: WorkId, tile: u32 },
     /// Of a step: both. Of the cache it reads positions of earlier steps alone; those of its own step are made from `x`, which may be sums of
-    /// parts.
-    AttendRow { x: WorkId, out: WorkId, tile: u32 },
+    /// parts. With `splits` its tasks are KV splits, and the wave after it merges them.
+    AttendRow { x: WorkId, out: WorkId, tile: u32, splits: Option<Splits> },
+    /// Of a step: adds up what the splits of each row left that has several.
+    Merge { out: WorkId, splits: Splits },
 }
 
 /// What a matrix product writes.
@@ -378,6 +412,7 @@ impl Action {
             Action::Append { .. } => "append",
             Action::Attend { .. } => "attend",
             Action::AttendRow { .. } => "attend-row",
+            Action::Merge { .. } => "merge",
         }
     }
 
@@ -408,7 +443,10 @@ impl Action {
             }
             Action::Append { x, queries } => (vec![x], vec![queries]),
             Action::Attend { queries, out, .. } => (vec![queries], vec![out]),
-            Action::AttendRow { x, out, .. } => (vec![x], vec![out]),
+            Action::AttendRow { x, out, splits, .. } => {
+                (vec![x], [out].into_iter().chain(splits.map(|splits| splits.left)).collect())
+            }
+            Action::Merge { out, splits } => (vec![splits.left], vec![out]),
         }
     }
 }

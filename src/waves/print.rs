@@ -1,6 +1,6 @@
 //! The text of a plan, for people.
 
-use super::{Action, Form, Over, Plan, Products, Sum, Sums, Target, Warps};
+use super::{Action, Form, Over, Plan, Products, Splits, Sum, Sums, Target, Warps};
 use std::fmt;
 
 impl fmt::Display for Plan {
@@ -71,7 +71,15 @@ impl fmt::Display for Plan {
                 Action::Attend { queries, out, tile } => {
                     write!(f, "attend queries={queries} out={out} tile={tile}")?;
                 }
-                Action::AttendRow { x, out, tile } => write!(f, "attend-row x={x} out={out} tile={tile}")?,
+                Action::AttendRow { x, out, tile, splits } => {
+                    write!(f, "attend-row x={x} out={out} tile={tile}")?;
+                    if let Some(Splits { positions, most, left }) = splits {
+                        write!(f, " split={positions} splits={most} left={left}")?;
+                    }
+                }
+                Action::Merge { out, splits: Splits { positions, most, left } } => {
+                    write!(f, "merge left={left} out={out} split={positions} splits={most}")?;
+                }
             }
             writeln!(f, " order({})", wave.sums)?;
         }
@@ -87,9 +95,11 @@ impl fmt::Display for Sums {
                 write!(f, "parts={parts} granules={granules} groups={groups}")
             }
             Sums::Heads => write!(f, "heads"),
-            Sums::History { tile, heads, scratch_bytes } => {
-                write!(f, "tile={tile} heads={heads} scratch={scratch_bytes}")
+            Sums::History { tile, heads, scratch_bytes, split } => {
+                write!(f, "tile={tile} heads={heads} scratch={scratch_bytes}")?;
+                split.map_or(Ok(()), |positions| write!(f, " split={positions}"))
             }
+            Sums::Splits { positions } => write!(f, "splits={positions}"),
         }
     }
 }

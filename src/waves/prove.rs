@@ -1,12 +1,12 @@
 //! The proof of a plan: it computes the program of a proven schedule, without a race and without a deadlock.
 //!
 //! A deadlock is excluded by form: all SMs execute all waves in order, each adds one to the count after each, and waits for counts of
-//! earlier waves only. Within an SM the loader fills chunks in the order in which consumers take them, and both walk the same shares.
-//! The rest is what the rules below say. They believe nothing that [`super::derive`] computed.
+//! earlier waves only. Within an SM the loader fills chunks in the order in which consumers take them, and both walk the same shares, or the
+//! same KV splits. The rest is what the rules below say. They believe nothing that [`super::derive`] computed.
 
 use super::{
-    Action, CHUNK_BLOCK_ROWS, Division, Form, Input, Layout, NormOf, Over, Plan, Products, Ring, STEP_ROWS_MAX, Share,
-    Sum, Sums, Target as Written, Warps, Wave, WorkId, sums_max, wide_tiles_max,
+    Action, CHUNK_BLOCK_ROWS, Division, Form, Input, Layout, NormOf, Over, Plan, Products, Ragged, Ring, STEP_ROWS_MAX,
+    Share, Splits, Sum, Sums, Target as Written, Warps, Wave, WorkId, sums_max, wide_tiles_max,
 };
 use crate::dtype::DType;
 use crate::format::Format;
@@ -61,6 +61,11 @@ impl<'a> Proven<'a> {
 
     pub fn validated(&self) -> &'a Validated {
         self.validated
+    }
+
+    /// For which launches a plan that cuts histories is faster than others; `None`: it cuts none.
+    pub fn ragged(&self) -> Option<Ragged> {
+        Ragged::of(&self.plan, &self.validated.schedule().program)
     }
 }
 
@@ -253,6 +258,8 @@ impl Judge<'_> {
             Form::Chunk => 16,
             Form::Steps | Form::Tail => 16 * u64::from(self.plan.rows),
         };
+        let cuts = self.plan.waves.iter().any(|wave| matches!(wave.action, Action::AttendRow { splits: Some(_), .. }));
+        let split_bytes = if cuts { 48 } else { 0 };
         let ring = |ring: Ring| u64::from(ring.slots) * u64::from(ring.slot_bytes);
         let rest = u64::from(m.scratch_bytes) + u64::from(m.state_bytes);
         let smem = ring(m.weights).saturating_add(ring(m.inputs)).saturating_add(rest);
@@ -280,8 +287,11 @@ impl Judge<'_> {
             (!is_ring(m.weights) || !is_ring(m.inputs), "expected 2 slots at least, of whole cache lines"),
             (!m.scratch_bytes.is_multiple_of(128), "expected scratch of whole cache lines"),
             // A watchdog of 24 bytes, two barriers for each slot, eight statistics of each warp, a wave of 64 bytes with a record of 80,
-            // and of steps four words of each row.
-            (u64::from(m.state_bytes) < 24 + 16 * slots + 32 * warps + 176 + row_bytes, "too little room for barriers"),
+            // of steps four words of each row, and three words of each of the four KV splits that a block has at hand.
+            (
+                u64::from(m.state_bytes) < 24 + 16 * slots + 32 * warps + 176 + row_bytes + split_bytes,
+                "too little room for barriers",
+            ),
         ];
         for (_, what) in wrong.into_iter().filter(|(wrong, _)| *wrong) {
             self.violate("machine", None, what);
@@ -431,10 +441,15 @@ impl Judge<'_> {
                 granules.map(|granules| Sums::Product { parts, granules, groups: warps.k })
             }
             (Action::Append { .. }, ..) => Some(Sums::Heads),
-            (&Action::Attend { tile, .. } | &Action::AttendRow { tile, .. }, _, Op::Attention(a)) => {
+            (&Action::Attend { tile, .. }, _, Op::Attention(a)) => {
                 let scratch_bytes = self.plan.machine.scratch_bytes;
-                Some(Sums::History { tile, heads: a.heads_per_task, scratch_bytes })
+                Some(Sums::History { tile, heads: a.heads_per_task, scratch_bytes, split: None })
             }
+            (&Action::AttendRow { tile, splits, .. }, _, Op::Attention(a)) => {
+                let (scratch_bytes, split) = (self.plan.machine.scratch_bytes, splits.map(|splits| splits.positions));
+                Some(Sums::History { tile, heads: a.heads_per_task, scratch_bytes, split })
+            }
+            (Action::Merge { splits, .. }, ..) => Some(Sums::Splits { positions: splits.positions }),
             // Another rule says what is wrong with it.
             _ => None,
         };
@@ -541,7 +556,8 @@ impl Judge<'_> {
         }
     }
 
-    /// Of a chunk an append, and attention unless it is the last one. Of a step one wave that does both.
+    /// Of a chunk an append, and attention unless it is the last one. Of a step one wave that does both, and one that merges splits if
+    /// histories are cut.
     fn attention(
         &mut self,
         id: GridId,
@@ -591,10 +607,11 @@ impl Judge<'_> {
                     _ => return no("expected attention after the append, but in the last layer"),
                 }
             }
-            (Form::Steps | Form::Tail, [wave]) => {
-                let Action::AttendRow { x, out, tile } = wave.action else {
+            (Form::Steps | Form::Tail, [wave, rest @ ..]) => {
+                let Action::AttendRow { x, out, tile, splits } = wave.action else {
                     return no("expected attention of rows");
                 };
+                self.splits(a, (out, tile, splits), wave, rest)?;
                 heads(self, x)?;
                 // What it appends is what it reads in the next step.
                 let same = |append, history| Ok::<_, &str>(buffer(append)? == buffer(history)?);
@@ -614,6 +631,45 @@ impl Judge<'_> {
         }
         self.holds.insert(out, Value::Exchange(buffer(Role::Out)?));
         Ok(())
+    }
+
+    /// How the histories of attention `(out, tile, splits)` are cut, and the waves after that attention: one that merges splits, if there are any.
+    ///
+    /// Each split of each row has a place of its own. The kernel deals splits out among `sms` blocks by their number, so each has one block, for
+    /// every table of rows. A row with one split is written by the first wave, any other by the second. Both have the same splits, so they agree
+    /// on which rows these are.
+    fn splits(
+        &self,
+        a: &Attention,
+        (out, tile, splits): (WorkId, u32, Option<Splits>),
+        attends: &Wave,
+        rest: &[Wave],
+    ) -> Result<(), String> {
+        let no = |what: &str| Err(what.to_string());
+        let (Some(splits), [merge]) = (splits, rest) else {
+            return if splits.is_none() && rest.is_empty() {
+                Ok(())
+            } else {
+                no("expected splits and a wave that merges them, or neither")
+            };
+        };
+        if self.plan.form != Form::Steps {
+            return no("splits of what is no step");
+        }
+        if merge.action != (Action::Merge { out, splits }) || merge.division != attends.division {
+            return no("expected a wave that merges the splits of the wave before it");
+        }
+        let Splits { positions, most, left } = splits;
+        // The kernel orders last splits by eighths of their length, and a word has the number of a split beside that of a row.
+        if tile == 0 || !positions.is_multiple_of(tile) || positions < 8 {
+            return no("splits that are no whole tiles");
+        }
+        let context = self.validated.schedule().program.context_max;
+        let longest = a.window.map_or(context, |window| window.saturating_add(tile).min(context));
+        if u64::from(positions) * u64::from(most) < u64::from(longest) || !(2..1 << 24).contains(&most) {
+            return Err(format!("{most} splits of {positions} positions, of histories of up to {longest}"));
+        }
+        self.layout(left, Layout::Splits(most), a.heads * (a.head_dim + 2))
     }
 
     /// Of attention of a row in a step: a warp has its heads, and scratch what they leave there. `row`: bytes of the cache.

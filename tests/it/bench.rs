@@ -124,3 +124,17 @@ fn schedules_of_others_and_positions_without_room_are_refused() {
     assert!(answer.code != 0 && !answer.stdout.contains("schedule:"), "{answer:#?}");
     bench(&place, &[], "--position 23").refused(&["position 23 leaves no room", "at most 22"]);
 }
+
+#[test]
+fn histories_of_many_lengths_are_those_of_several_rows_on_a_gpu() {
+    let place = Place::new();
+    for more in ["--others 3", "--rows 2 --others 3 --prompt 5"] {
+        let answer = bench(&place, &[], more);
+        assert!(answer.code == 2 && answer.stderr.contains("--others"), "{answer:#?}");
+    }
+    for more in ["--rows 1,8 --others 3 --position 5", "--rows 8 --others 6 --position 7,5"] {
+        bench(&place, &[], more)
+            .refused(&["`--others` wants `--rows` of 2 and more, and a `--position` that is no smaller"]);
+    }
+    bench(&place, &[], "--rows 8 --others 3 --position 5").refused(&["target `cpu` has no kernels for rows"]);
+}

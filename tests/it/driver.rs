@@ -45,7 +45,9 @@ use monobloc::schedule::schedule;
 use monobloc::speculate::{Draft, Speculated, Speculation};
 use monobloc::target::Target;
 use monobloc::validate::{Validated, validate};
-use monobloc::waves::{Form, Proven, TAIL_ROWS, WithTail, derive, derive_alike, prove, prove_alike, prove_tail};
+use monobloc::waves::{
+    Form, Proven, TAIL_ROWS, WithTail, derive, derive_alike, derive_split, prove, prove_alike, prove_tail,
+};
 
 use super::nvrtc::nvrtc;
 use super::proof_support::{BF16, FP32};
@@ -858,6 +860,67 @@ fn steps_in_waves_have_the_tokens_of_requests_alone() {
         let figures = requests_alone_and_together(stepper, 12, 60);
         assert!(figures.prefix_hits > 0 && figures.steps > figures.launches, "{figures:?}");
     }
+}
+
+/// A long history beside a short one goes over to the kernel that cuts it, as soon as that gains; short ones alone never do. On a slow
+/// device launches are queued ahead before and after.
+#[test]
+fn a_long_history_beside_a_short_one_is_cut() {
+    const NAME: &str = "a_long_history_beside_a_short_one_is_cut";
+    let (model, target) = (Model::of_wide_heads(), fake_target());
+    let validated = model.kernel(16);
+    let plans =
+        [derive(validated.schedule(), &target, Form::Steps, 16), derive_split(validated.schedule(), &target, 16, 64)];
+    let [whole, cut] = plans.map(|plan| prove(plan.unwrap(), &validated, &target).unwrap());
+    if !is_child() {
+        for (mode, cuts) in [("slow", true), ("", false)] {
+            let Some(text) = with_fake_driver(NAME, mode) else { return };
+            let launches = |proven: &Proven<'_>| {
+                text.matches(&format!("of 2 rows in waves ({} a step)", proven.plan().waves.len())).count()
+            };
+            assert!(launches(&whole) > 4 && (launches(&cut) > 4) == cuts, "{mode}: {text}");
+            assert!(cuts || launches(&cut) == 0, "{mode}: {text}");
+            assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        }
+        return;
+    }
+    let device = Device::open(0).unwrap();
+    let words = session_of(&device, &validated, None).unwrap();
+    let sessions = [&whole, &cut].map(|proven| {
+        let pack = sizes(&device, &validated, 16, words.vocab());
+        let session = StepsSession::load(&device, proven, IMAGE, Trace::Off, STEPS_MAX, pack, Some(words.cache()));
+        Box::new(session.unwrap()) as Box<dyn RowLauncher>
+    });
+    let stepper = DeviceStepper::new(sessions.into(), None, None).unwrap();
+    let vocab = words.vocab();
+    let limits = Limits { running_max: 2, waiting_max: 2, chunk_rows: 12, steps_max: STEPS_MAX };
+    let mut engine = Engine::new(stepper, limits).unwrap();
+    // At 184 positions beside one at 39 the long history is two splits above the average of four SMs.
+    let is_short = std::env::var("FAKE_CUDA").is_ok_and(|mode| mode.is_empty());
+    let request = RequestSettings::plain(SampleSettings::greedy()).resolve(vocab, &[]).unwrap();
+    let (mut asked, mut events) = (BTreeMap::new(), vec![]);
+    for (i, length) in [if is_short { 10 } else { 155 }, 10].into_iter().enumerate() {
+        let mut text: Vec<u32> = (0..length).map(|at| (at * 7 + i as u32 * 31) % 100).collect();
+        let prompt = text.clone();
+        for _ in 0..56 {
+            text.push(next_of_fake(&text, &request, &TokenCounts::new(&text), None, vocab));
+        }
+        let choices = vec![request.clone()];
+        let ask = Ask { prompt, tokens_max: 56, choices, scores_prompt: None, grammar: None, deadline: None };
+        asked.insert(engine.submit(ask).unwrap(), text.split_off(length as usize));
+    }
+    while !engine.is_idle() {
+        engine.turn(Duration::ZERO, &mut events).unwrap_or_else(|fault| panic!("{fault}"));
+    }
+    for (request, expected) in &asked {
+        let decided = events.iter().filter_map(|event| match event {
+            Event::Token { id, decided } if id.request == *request => Some(decided.token),
+            _ => None,
+        });
+        assert_eq!(decided.collect::<Vec<_>>(), *expected, "{request:?}");
+    }
+    let figures = engine.figures();
+    assert!(is_short || figures.queued_ahead > 5, "{figures:?}");
 }
 
 /// Kernels with one order of sums: a launch with more rows than the larger kernel has runs in parts, some on the smaller one, without and with the sampler.

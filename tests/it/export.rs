@@ -232,7 +232,7 @@ fn parts_that_do_not_belong_together_are_refused() {
     };
     refused(
         &|index| index["format"] = json!(3),
-        "has format 3, written by monobloc 0.1.0; this monobloc reads format 4",
+        "has format 3, written by monobloc 0.1.0; this monobloc reads format 5",
     );
     refused(&|index| index["surprise"] = json!(2), "is no index of an export: unknown field `surprise`");
     refused(&|index| index["vocab"] = json!(7), "is for another model, or for weights in another layout");
@@ -255,9 +255,9 @@ fn parts_that_do_not_belong_together_are_refused() {
     export.load().unwrap_or_else(|fault| panic!("{fault}"));
 }
 
-/// Heads of 64 in bf16, so that long chunks of a prompt have a kernel.
+/// Heads of 64 in bf16, so that long chunks of a prompt have a kernel, and contexts that are worth KV splits.
 const SMALL: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
-"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 512, "max_position_embeddings": 1024,
+"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 512, "max_position_embeddings": 16384,
 "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": true, "torch_dtype": "bfloat16"}"#;
 
 /// An export of a small model for a device; `None` without a compiler. Kernels are compiled once for all tests.
@@ -271,6 +271,7 @@ fn on_device(test: &str) -> Option<Export> {
         let config = folder.path().join("config.json");
         fs::write(&config, SMALL).expect("written");
         let text = MANIFEST.replace("path:MODEL", &format!("synthetic:{}", config.display())).replace("RECORD", "h200");
+        let text = text.replace("context_max = 256", "context_max = 16384");
         let manifest = Manifest::parse(&text, &folder.path().join("m.toml")).unwrap_or_else(|error| panic!("{error}"));
         let (workspace, out) = (workspace(folder.path()), folder.path().join("export"));
         let written = export_model(&workspace, &manifest, &out, &ON_DEVICE, &|| false);
@@ -288,7 +289,7 @@ fn on_device(test: &str) -> Option<Export> {
 }
 
 /// Nine requests need steps of 16 rows, and together with prompts steps of 64.
-const ON_DEVICE: Serving = Serving { running_max: 9, chunk_rows: 2, steps_max: 1, cache_tokens: Some(4096) };
+const ON_DEVICE: Serving = Serving { running_max: 9, chunk_rows: 2, steps_max: 1, cache_tokens: Some(20_000) };
 
 /// Asserts that loading a part fails only for the device, which this machine does not have.
 #[track_caller]
@@ -322,9 +323,14 @@ fn an_export_has_the_kernels_of_long_prompts_and_of_a_server() {
     let steps = served["steps"].as_array().expect("steps");
     let of = |key: &str| steps.iter().map(|steps| steps[key].clone()).collect::<Vec<Value>>();
     assert_eq!(of("rows"), [1, 8, 16, 32, 64].map(|rows| json!(rows)));
-    assert_eq!(of("by_waves"), [false, false, false, true, true].map(|by| json!(by)));
+    assert_eq!(of("by"), ["words", "words", "words", "waves", "waves"].map(|by| json!(by)));
     let schedules = ["1", "8", "16", "8", "8"].map(|rows| json!(format!("h200/serve-{rows}.mkir")));
     assert_eq!(of("schedule"), schedules);
+    // Nine requests have the kernel for 32 rows, which cuts long histories, too.
+    let ragged = &served["ragged"];
+    assert_eq!([&ragged["rows"], &ragged["by"], &ragged["schedule"]], [&json!(32), &json!("splits"), &schedules[1]]);
+    assert_eq!(ragged["compiled"]["cubin"], json!("h200/serve-32-splits.cubin"));
+    assert!(ragged["compiled"]["source"] != steps[3]["compiled"]["source"]);
     assert_eq!(served["prompts"].as_array().map(Vec::len), Some(2), "chunks and their tail");
 }
 
@@ -340,8 +346,8 @@ fn a_cubin_runs_only_if_this_version_would_compile_it() {
     assert_eq!((run(), serve(ON_DEVICE)), (Ok(()), Ok(())), "what was exported is accepted as far as this machine can");
     let more = serve(Serving { running_max: 10, ..ON_DEVICE }).expect_err("more than there is room for");
     assert_eq!(more.message, "the export has steps of at most 9 requests, 10 are asked for");
-    let more = serve(Serving { cache_tokens: Some(5000), ..ON_DEVICE }).expect_err("more than there is room for");
-    assert!(more.message.contains("cached tokens, 5000 are asked for"), "{more}");
+    let more = serve(Serving { cache_tokens: Some(30_000), ..ON_DEVICE }).expect_err("more than there is room for");
+    assert!(more.message.contains("cached tokens, 30000 are asked for"), "{more}");
 
     let out = export.folder.path().join("other");
     let write = |running_max, cache_tokens| {
@@ -370,6 +376,7 @@ fn a_cubin_runs_only_if_this_version_would_compile_it() {
         for at in 0..5 {
             refused(&serves, &|target| target["served"]["steps"][at]["compiled"][part] = json!("0"), expected);
         }
+        refused(&serves, &|target| target["served"]["ragged"]["compiled"][part] = json!("0"), expected);
         for at in 0..2 {
             refused(&serves, &|target| target["served"]["prompts"][at][part] = json!("0"), expected);
         }
@@ -377,7 +384,17 @@ fn a_cubin_runs_only_if_this_version_would_compile_it() {
     refused(&serves, &|target| target["served"]["sampler"]["source"] = json!("0"), "has another source here");
     // Kernels that differ from the index, and missing parts.
     refused(&serves, &|target| target["served"]["steps"][1]["rows"] = json!(1), "monobloc 0.1.0 wrote it");
-    refused(&serves, &|target| target["served"]["steps"][2]["by_waves"] = json!(true), "has another source here");
+    refused(&serves, &|target| target["served"]["steps"][2]["by"] = json!("waves"), "has another source here");
+    refused(&serves, &|target| target["served"]["ragged"]["rows"] = json!(64), "has another source here");
+    let long = "a kernel of a server for long histories";
+    refused(&serves, &|target| target["served"]["ragged"]["rows"] = json!(16), long);
+    refused(&serves, &|target| target["served"]["ragged"]["by"] = json!("waves"), long);
+    refused(&serves, &|target| target["served"]["steps"][3]["by"] = json!("splits"), long);
+    refused(&serves, &|target| target["served"]["ragged"]["schedule"] = json!("other"), "does not list it");
+    export.edit(|index| index["batch_invariant"] = json!(true));
+    let fault = serves().expect_err("rows with other bits on one of the kernels");
+    assert!(fault.message.contains(long), "{fault}");
+    export.edit(|edited| *edited = index.clone());
     refused(&serves, &|target| target["served"]["steps"] = json!([]), "a server without kernels");
     refused(
         &serves,
@@ -399,6 +416,7 @@ fn a_cubin_runs_only_if_this_version_would_compile_it() {
     for (loads, file) in [
         (&run as &dyn Fn() -> Result<(), Fault>, "h200/text.cubin"),
         (&serves, "h200/serve-32.cubin"),
+        (&serves, "h200/serve-32-splits.cubin"),
         (&serves, "h200/sampler.cubin"),
     ] {
         let cubin = fs::read(export.path(file)).expect("a cubin");

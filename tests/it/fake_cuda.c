@@ -391,7 +391,7 @@ static void waves_kernel(const Call *call) {
     }
     *(uint32_t *)inside(p->arrived, 4) = 1;
     if (mailbox) {
-        printf("%u steps of %u rows in waves\n", p->steps, p->row_count);
+        printf("%u steps of %u rows in waves (%u a step)\n", p->steps, p->row_count, p->wave_count);
     } else {
         last_chunk.work = p->work, last_chunk.position = p->position, last_chunk.row_count = p->row_count;
         memcpy(last_chunk.tokens, next, sizeof next);

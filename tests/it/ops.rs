@@ -158,7 +158,7 @@ const CASES_OF_ROWS: [(&str, usize); 85] = [
     ("attention-lanes-window", 5),
     ("attention-lanes-centred", 5),
 ];
-const CASES_OF_WAVES: [(&str, usize); 118] = [
+const CASES_OF_WAVES: [(&str, usize); 126] = [
     ("rows-embed", 1),
     ("rows-embed-bf16", 1),
     ("rows-branch", 1),
@@ -277,8 +277,24 @@ const CASES_OF_WAVES: [(&str, usize); 118] = [
     ("steps-128-of-8-bf16", 1),
     ("steps-256-bf16", 1),
     ("steps-16-of-16-bf16", 1),
+    ("splits-halves-bf16", 1),
+    ("splits-alike-bf16", 1),
+    ("splits-window-bf16", 1),
+    ("splits-window-cap-bf16", 1),
+    ("splits-128-bf16", 1),
+    ("splits-128-of-8-bf16", 1),
+    ("splits-256-bf16", 1),
+    ("splits-16-of-16-bf16", 1),
 ];
-const CASES_OF_BITS: [(&str, usize); 4] = [("same-halves", 1), ("same-window", 1), ("same-128", 1), ("same-256", 1)];
+const CASES_OF_BITS: [(&str, usize); 7] = [
+    ("same-halves", 1),
+    ("same-window", 1),
+    ("same-128", 1),
+    ("same-256", 1),
+    ("same-splits", 1),
+    ("same-splits-128", 1),
+    ("same-splits-window", 1),
+];
 /// Tolerances, as largest difference divided by the largest value: for sums in fp32, for sums from which a larger offset was subtracted,
 /// and for results rounded to bf16 (half of 2^-7 of a value).
 const FP32: f64 = 1e-6;
@@ -604,4 +620,21 @@ fn a_step_of_waves_that_computes_something_else_is_found() {
         ),
     ];
     each_shows("a_step_of_waves_that_computes_something_else_is_found", "waves_ops.cc", &edits);
+}
+
+/// The same of KV splits. Each edit concerns one case.
+#[test]
+fn splits_that_compute_something_else_are_found() {
+    let edits = [
+        // The last split is not merged, those of a row share a place, one lacks its last position, each has the row's own position, the last one
+        // is never taken, and a row with one split is merged.
+        ("s < splits; s++", "s + (G::DIM == 256) < splits; s++", "splits-256-bf16"),
+        ("* MOST + split)", "* MOST + (G::HEADS == 8 ? 0 : split))", "splits-128-of-8-bf16"),
+        ("limit = begin + S::SPLIT;", "limit = begin + S::SPLIT - (G::WINDOW == 150);", "splits-window-bf16"),
+        ("is_own && task.is_last", "is_own && (task.is_last || QUERIES == 16)", "splits-16-of-16-bf16"),
+        ("count(position(row)) - 1};", "GROUPS == 16 ? 0 : count(position(row)) - 1};", "splits-alike-bf16"),
+        ("if (splits > 1) merge", "if (splits > 1 || G::DIM * G::PARTS == 128) merge", "splits-halves-bf16"),
+    ];
+    let edits = edits.map(|(from, to, case)| ("waves/attention.cuh", from, to, case));
+    each_shows("splits_that_compute_something_else_are_found", "waves_ops.cc", &edits);
 }

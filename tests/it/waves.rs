@@ -26,9 +26,9 @@ use monobloc::rows::Shape;
 use monobloc::target::Target;
 use monobloc::validate::{Validated, validate};
 use monobloc::waves::{
-    Action, Division, DivisionId, Form, Input, Layout, NormOf, Over, Plan, Products, Proven, Refused, Ring, Share, Sum,
-    Sums, Target as Written, Violation, Warps, Wave, WithTail, Work, WorkId, derive, derive_alike, prove, prove_alike,
-    prove_tail,
+    Action, Division, DivisionId, Form, Input, Layout, NormOf, Over, Plan, Products, Proven, Refused, Ring, Share,
+    Splits, Sum, Sums, Target as Written, Violation, Warps, Wave, WithTail, Work, WorkId, derive, derive_alike,
+    derive_ragged, derive_split, prove, prove_alike, prove_tail,
 };
 
 use safetensors::Dtype;
@@ -51,9 +51,14 @@ fn kernel(graph: &ModelGraph, target: &Target) -> Validated {
 }
 
 fn kernel_in(graph: &ModelGraph, target: &Target, precision: Precision) -> Validated {
+    kernel_up_to(512, graph, target, precision)
+}
+
+/// Contexts of up to `context_max` positions.
+fn kernel_up_to(context_max: u32, graph: &ModelGraph, target: &Target, precision: Precision) -> Validated {
     let base = Candidate::default_for(graph, target, precision);
     let room = Room { rows: 8, sequences: 8, positions: 4096 };
-    let placed = place_rows(graph, "waves", precision, graph.positions_max.min(512), target, &base, room);
+    let placed = place_rows(graph, "waves", precision, graph.positions_max.min(context_max), target, &base, room);
     let placed = placed.unwrap_or_else(|reason| panic!("{} on {}: {reason}", graph.family, target.name));
     validate(placed, target).unwrap_or_else(|rejected| panic!("{rejected}"))
 }
@@ -124,6 +129,12 @@ fn with_tail<'a>(validated: &'a Validated, target: &Target, chunk: u32, rows: u3
     let tail = derive(validated.schedule(), target, Form::Tail, rows)?;
     let chunk = proven(validated, target, Form::Chunk, chunk)?;
     Ok(prove_tail(tail, chunk, target).unwrap_or_else(|violations| panic!("{}", listed(&violations))))
+}
+
+/// The same of steps with KV splits of `split` positions.
+fn proven_in_splits<'a>(validated: &'a Validated, target: &Target, rows: u32, split: u32) -> Proven<'a> {
+    let plan = derive_split(validated.schedule(), target, rows, split).unwrap();
+    prove(plan, validated, target).unwrap_or_else(|violations| panic!("{}", listed(&violations)))
 }
 
 /// Why there is no plan, with the first layer's name: a tail has only the last layer.
@@ -217,6 +228,10 @@ fn the_text_of_a_plan_is_what_it_was() {
     // Branches with their own norms, and products that add to the residual.
     let steps = of("families/gemma3", Form::Steps, 32) + &of("families/qwen3", Form::Steps, 32);
     blessed("waves_plan_steps.txt", &steps);
+    // Histories in KV splits.
+    let validated = kernel(&wide("families/qwen3").graph, &target);
+    let splits = proven_in_splits(&validated, &target, 32, 128);
+    blessed("waves_plan_splits.txt", &splits.plan().to_string());
     // After a branch with a norm, after a product that adds, and after the embedding.
     let tails: String = ["families/gemma3", "families/qwen3"].map(|name| of(name, Form::Tail, 16)).concat();
     let one_layer = Toy { layers: 1, heads: 2, kv_heads: 1, dim: 64, ..TOY }.graph();
@@ -233,6 +248,7 @@ fn tables_hold_the_shares_of_a_plan() {
     for (form, rows) in FORMS {
         tables_hold_shares(&proven(&validated, &target, form, rows).unwrap());
     }
+    tables_hold_shares(&proven_in_splits(&validated, &target, 32, 64));
 }
 
 fn tables_hold_shares(proven: &Proven<'_>) {
@@ -279,6 +295,15 @@ fn kernels_of_waves_compile() {
         let source = emit(&proven(&validated, &target, form, rows).unwrap(), &target, trace);
         let compiled = nvrtc.compile(&source).unwrap_or_else(|error| panic!("{name} on {record}: {error}"));
         assert!(!compiled.log.contains("warning"), "{name} on {record}: {}", compiled.log);
+    }
+    // Histories in KV splits.
+    for (record, trace, rows) in [("h200", Trace::On, 64), ("b200", Trace::Off, 32)] {
+        let target = Target::builtin(record).unwrap();
+        let validated = kernel(&wide("families/gemma3").graph, &target);
+        let splits = proven_in_splits(&validated, &target, rows, 64);
+        let compiled =
+            nvrtc.compile(&emit(&splits, &target, trace)).unwrap_or_else(|error| panic!("{record}: {error}"));
+        assert!(!compiled.log.contains("warning"), "splits on {record}: {}", compiled.log);
     }
 }
 
@@ -674,9 +699,22 @@ impl Mutants<'_> {
                         self.add(format!("w{w} in tiles of {tile}"), wrong, |p| p.waves[w].action = action);
                     }
                 }
-                Action::AttendRow { x, out, .. } => {
+                Action::Merge { out, splits } => {
+                    for splits in other_splits(splits) {
+                        let action = Action::Merge { out, splits };
+                        self.add(format!("w{w} with {splits:?}"), wrong, |p| p.waves[w].action = action);
+                    }
+                    let action = Action::Merge { out: splits.left, splits };
+                    self.add(format!("w{w} in place"), Some("in-place"), |p| p.waves[w].action = action);
+                }
+                Action::AttendRow { x, out, tile: now, splits } => {
+                    let others = splits.iter().flat_map(|splits| other_splits(*splits)).map(Some);
+                    for splits in others.chain(splits.map(|_| None)).collect::<Vec<_>>() {
+                        let action = Action::AttendRow { x, out, tile: now, splits };
+                        self.add(format!("w{w} with {splits:?}"), wrong, |p| p.waves[w].action = action);
+                    }
                     for tile in [0, 8, 24, 48, 1024, u32::MAX - 15] {
-                        let action = Action::AttendRow { x, out, tile };
+                        let action = Action::AttendRow { x, out, tile, splits };
                         self.add(format!("w{w} in tiles of {tile}"), wrong, |p| p.waves[w].action = action);
                     }
                     let apart = [Action::Append { x, queries: out }, Action::Attend { queries: x, out, tile: 16 }];
@@ -684,7 +722,7 @@ impl Mutants<'_> {
                         let what = format!("w{w} as {}", action.name());
                         self.add(what, wrong, |p| p.waves[w].action = action);
                     }
-                    let action = Action::AttendRow { x, out: x, tile: 16 };
+                    let action = Action::AttendRow { x, out: x, tile: 16, splits };
                     self.add(format!("w{w} in place"), Some("in-place"), |p| p.waves[w].action = action);
                 }
             }
@@ -698,7 +736,8 @@ impl Mutants<'_> {
                 Sums::Row { parts: 1 },
                 Sums::Product { parts: 1, granules: 2, groups: 1 },
                 Sums::Heads,
-                Sums::History { tile: 16, heads: 1, scratch_bytes: 0 },
+                Sums::History { tile: 16, heads: 1, scratch_bytes: 0, split: None },
+                Sums::Splits { positions: 16 },
             ];
             let wrong = others.into_iter().chain(other_orders(self.of.waves[w].sums));
             for sums in wrong.filter(|sums| *sums != self.of.waves[w].sums).collect::<Vec<_>>() {
@@ -707,7 +746,45 @@ impl Mutants<'_> {
         }
     }
 
-    /// Changes the way in which a wave multiplies.
+    /// Splits whose places are shared by two rows or two splits, and those that both waves have and that are too few or no whole tiles.
+    fn splits(&mut self) {
+        let wrong = Some("order");
+        let waves = self.of.waves.iter().enumerate();
+        let merges = waves.filter_map(|(w, wave)| match wave.action {
+            Action::Merge { splits, .. } => Some((w, splits)),
+            _ => None,
+        });
+        for (w, now) in merges.collect::<Vec<_>>() {
+            let left = now.left.index();
+            for (most, rule) in [(0, wrong), (1, wrong), (now.most - 1, wrong), (now.most + 1, None)] {
+                let name = format!("places of w{w} for {most} splits");
+                self.add(name, rule, |p| p.work[left].layout = Layout::Splits(most));
+            }
+            self.add(format!("places of w{w} for a column less"), wrong, |p| p.work[left].cols -= 1);
+            let rows = Layout::Rows(DType::F32);
+            self.add(format!("places of w{w} for rows alone"), wrong, |p| p.work[left].layout = rows);
+            let Splits { positions, most, .. } = now;
+            for (positions, most, rule) in [
+                (positions, most - 1, "order"),
+                (positions / 2, most, "order"),
+                (positions - 1, most, "order"),
+                (0, most, "order"),
+                (2 * positions, most, "sums"),
+            ] {
+                self.add(format!("w{w}: {most} splits of {positions} in both waves"), Some(rule), |p| {
+                    for wave in &mut p.waves[w - 1..=w] {
+                        if let Action::AttendRow { splits: Some(splits), .. } | Action::Merge { splits, .. } =
+                            &mut wave.action
+                        {
+                            (splits.positions, splits.most) = (positions, most);
+                        }
+                    }
+                });
+            }
+        }
+    }
+
+        /// Changes the way in which a wave multiplies.
     fn matmul(&mut self, w: usize, what: &str, rule: Option<&'static str>, change: impl FnOnce(&mut Product)) {
         self.add(format!("w{w}: {what}"), rule, |p| {
             let Action::MatMul { x, squares, target, pass, chunk, warps } = p.waves[w].action else { unreachable!() };
@@ -1105,8 +1182,20 @@ fn works(action: &mut Action) -> Vec<&mut WorkId> {
         }
         Action::Append { x, queries } => vec![x, queries],
         Action::Attend { queries, out, .. } => vec![queries, out],
-        Action::AttendRow { x, out, .. } => vec![x, out],
+        Action::AttendRow { x, out, splits, .. } => {
+            [x, out].into_iter().chain(splits.as_mut().map(|splits| &mut splits.left)).collect()
+        }
+        Action::Merge { out, splits } => vec![out, &mut splits.left],
     }
+}
+
+/// Splits of which one number is another one.
+fn other_splits(splits: Splits) -> Vec<Splits> {
+    let Splits { positions, most, .. } = splits;
+    let lengths = [0, 1, positions / 2, positions - 1, positions + 1, 2 * positions, u32::MAX];
+    let counts = [0, 1, most - 1, most + 1, 2 * most, u32::MAX];
+    let lengths = lengths.into_iter().map(|positions| Splits { positions, ..splits });
+    lengths.chain(counts.into_iter().map(|most| Splits { most, ..splits })).filter(|other| *other != splits).collect()
 }
 
 fn other_norms(norm: NormOf) -> Vec<NormOf> {
@@ -1125,10 +1214,19 @@ fn other_norms(norm: NormOf) -> Vec<NormOf> {
 
 /// Every mutant of a plan either has no proof, or computes the same: two judges for one question. Returns the number of mutants.
 fn judge_mutants(name: &str, target: &Target, form: Form, rows: u32) -> usize {
+    judge_mutants_in(name, target, form, rows, None)
+}
+
+/// `split`: positions of a KV split, if histories are cut.
+fn judge_mutants_in(name: &str, target: &Target, form: Form, rows: u32, split: Option<u32>) -> usize {
     let imported = wide(name);
     let validated = kernel(&imported.graph, target);
     let program = &validated.schedule().program;
-    let of = proven(&validated, target, form, rows).unwrap().plan().clone();
+    let of = match split {
+        None => proven(&validated, target, form, rows).unwrap(),
+        Some(split) => proven_in_splits(&validated, target, rows, split),
+    };
+    let of = of.plan().clone();
     let mut mutants = Mutants { of: &of, program, made: vec![] };
     mutants.machine(target.spec.sm_count);
     mutants.arena();
@@ -1136,11 +1234,12 @@ fn judge_mutants(name: &str, target: &Target, form: Form, rows: u32) -> usize {
     mutants.operands();
     mutants.attributes();
     mutants.sums();
+    mutants.splits();
     mutants.divisions();
     mutants.parts();
     mutants.addends();
     mutants.candidates();
-    let text = tokens(&imported, if form == Form::Steps { rows + 3 } else { 140 });
+    let text = tokens(&imported, if form == Form::Steps && split.is_none() { rows + 3 } else { 140 });
     let keys_and_values = expected(&imported, &text);
     let count = mutants.made.len();
     let chunk = proven(&validated, target, Form::Chunk, 256).unwrap();
@@ -1190,10 +1289,14 @@ fn other_orders(sums: Sums) -> Vec<Sums> {
             all(&[parts, granules, groups]).into_iter().map(of).collect()
         }
         Sums::Heads => vec![],
-        Sums::History { tile, heads, scratch_bytes } => {
-            let of = |n: Vec<u32>| Sums::History { tile: n[0], heads: n[1], scratch_bytes: n[2] };
-            all(&[tile, heads, scratch_bytes]).into_iter().map(of).collect()
+        Sums::History { tile, heads, scratch_bytes, split } => {
+            let of = |n: Vec<u32>| Sums::History { tile: n[0], heads: n[1], scratch_bytes: n[2], split };
+            let others = [None, Some(0), Some(1), split.map(|split| 2 * split)].map(|of| (of, split));
+            let others = others.into_iter().filter(|(of, split)| of != split);
+            let splits = others.map(|(split, _)| Sums::History { tile, heads, scratch_bytes, split });
+            all(&[tile, heads, scratch_bytes]).into_iter().map(of).chain(splits).collect()
         }
+        Sums::Splits { positions } => all(&[positions]).into_iter().map(|n| Sums::Splits { positions: n[0] }).collect(),
     }
 }
 
@@ -1229,6 +1332,35 @@ fn steps_of_32_and_64_rows_can_add_up_in_one_order() {
         }
     }
     assert!(models > 20 && differ > 10, "{models} models, {differ} of which have another order");
+}
+
+/// A plan cuts histories only where it was asked to and where that can gain: in contexts of more splits than a merge costs, not in windows.
+#[test]
+fn long_histories_are_cut_where_that_can_gain() {
+    let target = h200();
+    let splits = |context: u32, window: Option<u32>, rows: u32| {
+        let graph = Toy { heads: 2, kv_heads: 1, dim: 64, context, window, ..TOY }.graph();
+        let validated = kernel_up_to(context, &graph, &target, BF16);
+        let whole =
+            prove(derive(validated.schedule(), &target, Form::Steps, rows).unwrap(), &validated, &target).unwrap();
+        assert!(whole.ragged().is_none() && whole.plan().waves.iter().all(|wave| wave.action.name() != "merge"));
+        let plan = derive_ragged(validated.schedule(), &target, rows).map_err(|refused| refused.to_string())?;
+        let cut = prove(plan, &validated, &target).unwrap_or_else(|violations| panic!("{}", listed(&violations)));
+        let ragged = cut.ragged().expect("a plan that cuts histories");
+        let mixed: Vec<u32> = std::iter::once(context - 1).chain(vec![100; rows as usize - 1]).collect();
+        assert_eq!([ragged.gains(&mixed, rows), ragged.gains(&[100; 8], rows)], [true, false]);
+        let first = |wave: &Wave| match wave.action {
+            Action::AttendRow { splits: Some(splits), .. } => Some((splits.positions, splits.most)),
+            _ => None,
+        };
+        Ok(cut.plan().waves.iter().find_map(first).expect("a wave with splits"))
+    };
+    let short = |context| Err(format!("no history of up to {context} positions is long enough to be cut"));
+    assert_eq!(splits(2048, None, 32), short(2048));
+    assert_eq!(splits(4096, None, 32), Ok((1024, 4)));
+    assert_eq!(splits(8192, None, 64), Ok((1024, 8)));
+    assert_eq!(splits(8192, Some(4096), 32), Ok((1024, 5)));
+    assert_eq!(splits(8192, Some(2048), 32), short(8192));
 }
 
 /// Plans that are proven alone, but together are no set with one order of sums.
@@ -1283,6 +1415,47 @@ fn a_wrong_plan_of_steps_has_no_proof() {
         count += judge_mutants(name, &target, Form::Steps, rows);
     }
     assert!(count > 3000, "{count} mutants");
+}
+
+/// With histories in KV splits: the wave that adds up is dropped, comes first or twice, adds up other splits, or splits share their places.
+#[test]
+fn a_wrong_plan_in_splits_has_no_proof() {
+    let count = judge_mutants_in("families/qwen3", &small(), Form::Steps, 32, Some(64));
+    assert!(count > 800, "{count} mutants");
+}
+
+/// A tail follows a prompt, which has one history: no kernel of it takes splits.
+#[test]
+fn a_tail_in_splits_has_no_proof() {
+    let target = small();
+    let validated = kernel(&wide("families/qwen3").graph, &target);
+    let mut tail = proven(&validated, &target, Form::Tail, 16).unwrap().plan().clone();
+    let steps = proven_in_splits(&validated, &target, 16, 64);
+    let merge = |wave: &&Wave| matches!(wave.action, Action::Merge { .. });
+    let Some(Action::Merge { splits, .. }) = steps.plan().waves.iter().find(merge).map(|wave| &wave.action) else {
+        panic!("no history is cut")
+    };
+    let left =
+        Work { place: tail.work_bytes().next_multiple_of(256), ..steps.plan().work[splits.left.index()].clone() };
+    let splits = Splits { left: WorkId::from(tail.work.len()), ..*splits };
+    tail.work.push(left);
+    let at = tail.waves.iter().position(|wave| matches!(wave.action, Action::AttendRow { .. })).unwrap();
+    let mut merge = tail.waves[at].clone();
+    let attends = &mut tail.waves[at];
+    let Action::AttendRow { out, splits: of_attends, .. } = &mut attends.action else { unreachable!() };
+    (*of_attends, merge.action, merge.sums) =
+        (Some(splits), Action::Merge { out: *out, splits }, Sums::Splits { positions: splits.positions });
+    if let Sums::History { split, .. } = &mut attends.sums {
+        *split = Some(splits.positions);
+    }
+    tail.waves.insert(at + 1, merge);
+    let chunk = proven(&validated, &target, Form::Chunk, 256).unwrap();
+    let violations = prove_tail(tail, chunk, &target).expect_err("a tail in splits");
+    assert!(
+        violations.len() == 1 && violations[0].what.ends_with("splits of what is no step"),
+        "{}",
+        listed(&violations)
+    );
 }
 
 /// After a norm of a branch and after a product that adds, with heads in parts and whole.
@@ -1405,6 +1578,71 @@ fn a_proven_plan_of_steps_decides_what_its_model_does() {
         }
     }
     assert!(models >= 40, "{models} models");
+}
+
+/// Steps whose histories are cut, of windows of more than a split, too.
+#[test]
+fn a_proven_plan_in_splits_computes_its_model() {
+    let window = Toy { heads: 2, kv_heads: 1, dim: 64, context: 512, window: Some(100), ..TOY };
+    let toy = |toy: Toy| {
+        let graph = toy.graph();
+        let weights = Weights::synthetic(&graph, 5);
+        Imported { weights, graph, header_bytes_read: 0, config_text: String::new(), notes: vec![] }
+    };
+    for (imported, split) in [(wide("families/gemma3"), 64), (wide("families/qwen3"), 128), (toy(window), 64)] {
+        let target = small();
+        let validated = kernel(&imported.graph, &target);
+        let steps = proven_in_splits(&validated, &target, 64, split);
+        let text = tokens(&imported, 270);
+        let keys_and_values = expected(&imported, &text);
+        // Lengths of a split less one, a split, one more, and of several.
+        for (seed, cuts) in [(1, vec![63, 1, 1, 62, 1, 64, 64, 14]), (2, vec![64, 64, 1, 63, 64, 14])] {
+            let mut rest = text.as_slice();
+            let mut chunks = vec![];
+            for cut in cuts {
+                let (chunk, after) = rest.split_at(cut);
+                chunks.push(chunk);
+                rest = after;
+            }
+            assert!(rest.is_empty());
+            let found = execute(&validated.schedule().program, &imported, steps.plan(), &chunks, seed);
+            let difference = difference(&keys_and_values, &found);
+            assert!(difference < TOLERANCE, "{}, seed {seed}: {difference:e}", imported.graph.family);
+        }
+    }
+}
+
+/// The executor sees what a plan in splits leaves out, does too early, or does in places of other splits.
+#[test]
+fn a_wrong_plan_in_splits_computes_something_else() {
+    let ((_folder, imported), target) = (stored(&wide("families/qwen3")), small());
+    let validated = kernel(&imported.graph, &target);
+    let program = &validated.schedule().program;
+    let of = proven_in_splits(&validated, &target, 64, 64).plan().clone();
+    let text = tokens(&imported, 200);
+    let keys_and_values = expected(&imported, &text);
+    let chunks: Vec<&[u32]> = text.chunks(40).collect();
+    let differs = |plan: &Plan| difference(&keys_and_values, &execute(program, &imported, plan, &chunks, 5));
+    assert!(differs(&of) < TOLERANCE);
+    let merge = of.waves.iter().position(|wave| matches!(wave.action, Action::Merge { .. })).unwrap();
+    let Action::Merge { splits, .. } = of.waves[merge].action else { unreachable!() };
+    let mut mutants = Mutants { of: &of, program, made: vec![] };
+    mutants.add("no merge", None, |p| {
+        p.waves.remove(merge);
+    });
+    mutants.add("a merge before its attention", None, |p| p.waves.swap(merge - 1, merge));
+    mutants.add("a merge after the product", None, |p| p.waves.swap(merge, merge + 1));
+    mutants.add("a merge of longer splits", None, |p| {
+        let Action::Merge { splits, .. } = &mut p.waves[merge].action else { unreachable!() };
+        splits.positions *= 2;
+    });
+    mutants.add("rows that share places", None, |p| {
+        p.work[splits.left.index()].layout = Layout::Splits(1);
+    });
+    for Mutant { name, plan, .. } in mutants.made {
+        let found = differs(&plan);
+        assert!(found > 1e-4, "{name}: {found:e}");
+    }
 }
 
 /// Reads a text in chunks that end at `ends`. Rows at the end of each chunk decide: one after the first chunk, one more after each later chunk.
@@ -1844,6 +2082,50 @@ fn a_generated_kernel_of_steps_gives_a_row_the_bits_that_it_has_alone() {
             at += launched;
         }
     }
+}
+
+/// The same where histories are cut: a row alone, beside a short one, and beside many.
+#[test]
+fn a_generated_kernel_in_splits_gives_a_row_the_bits_that_it_has_alone() {
+    const NAME: &str = "a_generated_kernel_in_splits_gives_a_row_the_bits_that_it_has_alone";
+    let ((_folder, imported), target) = (stored(&wide("families/qwen3")), small());
+    let validated = kernel(&imported.graph, &target);
+    let proven = proven_in_splits(&validated, &target, 64, 64);
+    let shape = Shape::of(&validated.schedule().program).unwrap();
+    let blocks = shape.blocks();
+    let pages: Vec<u32> = (0..3 * blocks).map(|block| (block * 7 + 5) % shape.pages).collect();
+    let text = tokens(&imported, 150);
+    let (read, last) = text.split_at(148);
+    let mut launches: Vec<Launch> = vec![];
+    // Three sequences read it in other cuts. Then each has two rows, of which the last one decides and goes on.
+    for (sequence, cut) in [(0, 64), (1, 37), (2, 50)] {
+        let chunks = (0..).step_by(cut).zip(read.chunks(cut));
+        launches.extend(chunks.map(|(at, tokens)| (rows_of(sequence, at, &given(tokens)), 1)));
+    }
+    let ends = |sequence| rows_of(sequence, 148, &given(last));
+    let alone = launches.len();
+    launches.push((ends(0), 1));
+    launches.push(([ends(1), rows_of(2, 0, &given(&text[..1]))].concat(), 1));
+    // Positions that were there before, which get the same keys and values.
+    let many = rows_of(0, 80, &given(&text[80..140]));
+    launches.push(([ends(2), many].concat(), 1));
+    let Some(Ran { logits, cache, .. }) = run_kernel(&imported, &proven, &launches, &pages) else {
+        return skipped(NAME, "C++ compiler", "`c++`");
+    };
+    let vocab = imported.graph.vocab as usize;
+    let mut of_rows = logits.chunks_exact(vocab);
+    let logits: Vec<Vec<&[u32]>> =
+        launches.iter().map(|(rows, _)| of_rows.by_ref().take(rows.len()).collect()).collect();
+    for launch in [alone + 1, alone + 2] {
+        assert!(logits[launch][..2] == logits[alone][..2], "{NAME}: launch {launch}");
+    }
+    let of = |sequence: usize| {
+        let of_sequence = &pages[sequence * blocks as usize..][..blocks as usize];
+        cached(validated.schedule(), &cache, of_sequence, text.len())
+    };
+    assert!(of(1)[1][0][140..] == of(0)[1][0][140..], "{NAME}: keys of the second layer");
+    let error = worst_position(&expected(&imported, &text), &of(0));
+    assert!(error < 0.03, "{error:e}");
 }
 
 /// Rows alone on the kernel for 32 rows, and cut elsewhere and beside others on that for 64: keys, values and tokens are the same.

@@ -29,6 +29,8 @@ static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCurso
 #include "rows/context.cuh"
 #include "rows/words.cuh"
 #include "rows/matvec_codes.cuh"
+static int __popc(unsigned v) { return __builtin_popcount(v); }
+static int __ffs(unsigned v) { return __builtin_ffs(int(v)); }
 template <int>
 static void await_waves(const u32*, u32, Waiter) { std::abort(); }
 static bool __any_sync(unsigned, bool v) {

@@ -13,7 +13,7 @@ use monobloc::ir::{BufferId, GridId};
 use monobloc::model::config::Imported;
 use monobloc::random::Random;
 use monobloc::reference::{Session, act, norm_values, rope_apply, softcap, softmax};
-use monobloc::waves::{Action, Form, Layout, NormOf, Over, Plan, Share, Sum, Target, Wave, WorkId};
+use monobloc::waves::{Action, Form, Layout, NormOf, Over, Plan, Share, Splits, Sum, Target, Wave, WorkId};
 
 /// Keys or values of a layer: for each position, all KV heads.
 pub type Rows = Vec<Vec<f64>>;
@@ -211,13 +211,30 @@ fn operand(grid: &Grid, role: Role) -> BufferId {
     grid.operand(role).unwrap_or_else(|| panic!("{} has no {}", grid.name, role.name())).buffer
 }
 
+/// Positions of each split of a row that sees `first..=position`; `None` if it has one. Its history begins with a whole tile.
+fn cuts(
+    splits: Option<Splits>,
+    first: usize,
+    position: usize,
+    tile: u32,
+) -> Option<Vec<std::ops::RangeInclusive<usize>>> {
+    let (length, begin) = (splits?.positions as usize, first / tile as usize * tile as usize);
+    let count = (position - begin).div_ceil(length);
+    let cut = |split: usize| {
+        let end = if split + 1 == count { position } else { begin + (split + 1) * length - 1 };
+        first.max(begin + split * length)..=end
+    };
+    (count > 1).then(|| (0..count).map(cut).collect())
+}
+
+fn score(a: &Attention, q: &[f64], key: &[f64]) -> f64 {
+    let score = f64::from(a.scale) * dot(q, key);
+    a.softcap.map_or(score, |cap| softcap(f64::from(cap), score))
+}
+
 /// Attention of a query over keys and values.
 fn attended(a: &Attention, q: &[f64], seen: &[(Vec<f64>, Vec<f64>)]) -> Vec<f64> {
-    let score = |(key, _): &(Vec<f64>, Vec<f64>)| {
-        let score = f64::from(a.scale) * dot(q, key);
-        a.softcap.map_or(score, |cap| softcap(f64::from(cap), score))
-    };
-    let mut weights: Vec<f64> = seen.iter().map(score).collect();
+    let mut weights: Vec<f64> = seen.iter().map(|(key, _)| score(a, q, key)).collect();
     softmax(&mut weights);
     let mut y = vec![0.0; q.len()];
     for (weight, (_, value)) in weights.iter().zip(seen) {
@@ -276,6 +293,7 @@ impl Step<'_> {
                 Layout::Rows(DType::F32) => (row * cols + col) * 2,
                 Layout::Rows(_) => row * cols + col,
                 Layout::Parts(_) => self.part_cell(cols, 0, row, col),
+                Layout::Splits(most) => (row * most as usize * cols + col) * 2,
                 Layout::Candidates => (row * cols + col) * 4,
                 Layout::Operand => {
                     let (tiles, rows) = (cols.div_ceil(128) * 2, self.plan.block_rows as usize);
@@ -305,7 +323,9 @@ impl Step<'_> {
                 let value = |part, col| self.arena.get(of(part, col)).copied().unwrap_or(f64::NAN);
                 (0..cols).map(|col| (0..parts as usize).map(|part| value(part, col)).sum()).collect()
             }
-            Layout::Operand | Layout::Candidates => (0..cols).map(|col| self.get(id, row, col)).collect(),
+            Layout::Operand | Layout::Candidates | Layout::Splits(_) => {
+                (0..cols).map(|col| self.get(id, row, col)).collect()
+            }
         }
     }
 
@@ -386,9 +406,10 @@ impl Step<'_> {
                 (&Action::Attend { queries, out, .. }, Op::Attention(a)) => {
                     self.attend(&grid, a, queries, out, share, caches);
                 }
-                (&Action::AttendRow { x, out, .. }, Op::Attention(a)) => {
-                    self.attend_row(&grid, a, x, out, share, caches);
+                (&Action::AttendRow { x, out, tile, splits }, Op::Attention(a)) => {
+                    self.attend_row(&grid, a, (x, out, tile, splits), share, caches);
                 }
+                (&Action::Merge { out, splits }, Op::Attention(a)) => self.merge(a, out, splits, share),
                 _ => panic!("a wave of another op than its grid has"),
             }
         }
@@ -573,13 +594,21 @@ impl Step<'_> {
 
     /// Attention of the heads of one row that a share has. It reads the cache up to the first position of the row's sequence in this step,
     /// then the rows of the step from `x`. The share with the first query heads of a KV head appends.
-    fn attend_row(&mut self, grid: &Grid, a: &Attention, x: WorkId, out: WorkId, share: &Share, caches: &mut Caches) {
+    fn attend_row(
+        &mut self,
+        grid: &Grid,
+        a: &Attention,
+        (x, out, tile, splits): (WorkId, WorkId, u32, Option<Splits>),
+        share: &Share,
+        caches: &mut Caches,
+    ) {
         let (dim, heads, kv_heads) = (a.head_dim as usize, a.heads as usize, a.kv_heads() as usize);
         for row in self.rows(share) {
             let (_, sequence, position) = self.rows[row];
             let lead = (0..row).rev().take_while(|&before| self.rows[before].1 == sequence).count();
             let first = a.window.map_or(0, |window| (position + 1).saturating_sub(window as usize));
             let per_task = a.heads_per_task as usize;
+            let mut left = vec![];
             for head in share.lo as usize * per_task..share.hi as usize * per_task {
                 let kv = head / a.group as usize;
                 // A head of q, of k or of v of a row of the step.
@@ -594,8 +623,15 @@ impl Step<'_> {
                     Some(after) => new(row - lead + after),
                     None => (keys[at][kv * dim..][..dim].to_vec(), values[at][kv * dim..][..dim].to_vec()),
                 };
-                let seen: Vec<_> = (first..=position).map(seen).collect();
-                let y = attended(a, &self.head(grid, a, false, &of(row, head), position), &seen);
+                let q = self.head(grid, a, false, &of(row, head), position);
+                let y = match cuts(splits, first, position, tile) {
+                    Some(cuts) => {
+                        let all: Vec<Vec<_>> = cuts.into_iter().map(|cut| cut.map(seen).collect()).collect();
+                        left.push((row, head, q, all));
+                        None
+                    }
+                    None => Some(attended(a, &q, &(first..=position).map(seen).collect::<Vec<_>>())),
+                };
                 if head.is_multiple_of(a.group as usize) {
                     let (key, value) = new(row);
                     for (role, own) in [(Role::AppendK, key), (Role::AppendV, value)] {
@@ -603,6 +639,67 @@ impl Step<'_> {
                         cache[sequence][position][kv * dim..][..dim].copy_from_slice(&own);
                     }
                 }
+                (head * dim..).zip(y.into_iter().flatten()).for_each(|(col, y)| self.set(out, row, col, y));
+            }
+            for (row, head, q, all) in left {
+                for (split, seen) in all.iter().enumerate() {
+                    self.leave(a, splits.expect("a plan that cuts histories"), (row, split, head), &q, seen);
+                }
+            }
+        }
+    }
+
+    /// What a split leaves of a head. The values are not divided by the sum.
+    fn leave(
+        &mut self,
+        a: &Attention,
+        splits: Splits,
+        (row, split, head): (usize, usize, usize),
+        q: &[f64],
+        seen: &[(Vec<f64>, Vec<f64>)],
+    ) {
+        let scores: Vec<f64> = seen.iter().map(|(key, _)| score(a, q, key)).collect();
+        let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let mut left = vec![0.0; q.len() + 2];
+        left[0] = most;
+        for (score, (_, value)) in scores.iter().zip(seen) {
+            let weight = (score - most).exp();
+            left[1] += weight;
+            left[2..].iter_mut().zip(value).for_each(|(y, v)| *y += weight * v);
+        }
+        for (i, value) in left.into_iter().enumerate() {
+            let at = self.left_cell(a, splits, (row, split, head), i);
+            self.put(at, value, 2);
+        }
+    }
+
+    fn left_cell(&self, a: &Attention, splits: Splits, (row, split, head): (usize, usize, usize), i: usize) -> usize {
+        let per_head = a.head_dim as usize + 2;
+        let cols = self.plan.work[splits.left.index()].cols as usize;
+        self.cell(splits.left, row, 0) + (split * cols + head * per_head + i) * 2
+    }
+
+    /// Rows with one split have their output.
+    fn merge(&mut self, a: &Attention, out: WorkId, splits: Splits, share: &Share) {
+        let dim = a.head_dim as usize;
+        for row in self.rows(share) {
+            let position = self.rows[row].2;
+            let first = a.window.map_or(0, |window| (position + 1).saturating_sub(window as usize));
+            let tile = self.plan.waves.iter().find_map(|wave| match wave.action {
+                Action::AttendRow { tile, splits: Some(of), .. } if of == splits => Some(tile),
+                _ => None,
+            });
+            let Some(cuts) = cuts(Some(splits), first, position, tile.unwrap_or(1)) else { continue };
+            for head in (share.lo * a.heads_per_task) as usize..(share.hi * a.heads_per_task) as usize {
+                let of = |split: usize, i: usize| {
+                    let at = self.left_cell(a, splits, (row, split, head), i);
+                    self.arena.get(at).copied().unwrap_or(f64::NAN)
+                };
+                let most = (0..cuts.len()).map(|split| of(split, 0)).fold(f64::NEG_INFINITY, f64::max);
+                let sum =
+                    |i: usize| -> f64 { (0..cuts.len()).map(|split| (of(split, 0) - most).exp() * of(split, i)).sum() };
+                let all = sum(1);
+                let y: Vec<f64> = (0..dim).map(|col| sum(col + 2) / all).collect();
                 (head * dim..).zip(y).for_each(|(col, y)| self.set(out, row, col, y));
             }
         }

@@ -99,21 +99,32 @@ static bool untouched(const u8* at, u32 bytes) {
 
 // A wave of the only block.
 template <class M, class Op>
-static void run() {
+static void run(u32 sm = SM) {
   params.pack = constants.data();
   params.work = work.data();
   params.cache = cache.data();
   params.shares = shares.data();
   params.rows = rows_at.data();
   params.pages = pages.data();
-  const u32 n = blocks<M>(params.row_count), at = (n - 1) * M::SMS + SM;
-  blockIdx.x = SM;
+  const u32 n = blocks<M>(params.row_count), at = (n - 1) * M::SMS + sm;
+  blockIdx.x = sm;
   records.assign(n * M::SMS, ShareRecord{});
   records[at].count = u32(shares.size());
   std::copy_n(shares.begin(), std::min<size_t>(shares.size(), SHARES_HELD), records[at].held);
   params.records = records.data();
   require(u64(params.pack) % 16 == 0 && u64(params.work) % 16 == 0 && u64(params.shares) % 16 == 0, "vectors that are not aligned");
   run_wave<M, Op>();
+}
+// A wave of all blocks, the last one first. They have the shares in turn.
+template <class M, class Op>
+static void run_all() {
+  const std::vector<Share> of_all = shares;
+  for (u32 sm = M::SMS; sm-- > 0;) {
+    shares.clear();
+    for (size_t i = sm; i < of_all.size(); i += M::SMS) shares.push_back(of_all[i]);
+    run<M, Op>(sm);
+  }
+  shares = of_all;
 }
 
 // ---- rows ---------------------------------------------------------------------------------------------------------------
@@ -467,6 +478,7 @@ static void matmul(const char* name, u32 rows) { matmul<ChunkMachine<32, 46>, G>
 template <class H, int TILE_, HeadNorm Q, HeadNorm K>
 struct Tiled : H {
   static constexpr int PITCH = H::DIM, TILE = TILE_, PARTS = 0;
+  static constexpr u32 SPLITS_MOST = 1;
   static constexpr bool SWIZZLED = true;
   static constexpr HeadNorm Q_NORM = Q, K_NORM = K;
 };
@@ -478,6 +490,22 @@ template <class G, int N>
 struct HeadsOf : G {
   static constexpr int PARTS = N;
 };
+// Histories of up to 1024 positions in KV splits.
+template <class G, u32 N>
+struct CutAt : G {
+  static constexpr u32 SPLIT = N, SPLITS_MOST = 1024 / N;
+};
+// Attention of a step: by the block that has all shares, or in splits by all blocks.
+template <class M, class G>
+static void attend_rows() {
+  if constexpr (G::SPLITS_MOST > 1) {
+    wave.branch = activations(size_t(M::BLOCK_ROWS) * G::SPLITS_MOST * G::HEADS * (G::DIM + 2) * 4);
+    run_all<M, WaveAttendSplits<M, G>>();
+    run_all<M, WaveMerge<M, G>>();
+  } else {
+    run<M, WaveAttendRow<M, G>>();
+  }
+}
 // As `prepared` wants the norm of keys.
 template <class G>
 struct OfKeys : G {
@@ -548,7 +576,7 @@ static void attention(const char* name, const std::vector<At>& places, u32 step 
     wave.out = out;
     for (u32 row = 0; row < whole; row++)
       for (u32 i = 0; i < TASKS; i++) shares.push_back({row, 1, i, i + 1});
-    run<M, WaveAttendRow<M, G>>();
+    attend_rows<M, G>();
   } else {
     wave.out = queries;
     shares = {{0, rows / 2 + 1, 0, 1}, {rows / 2 + 1, whole - rows / 2 - 1, 0, 1}};
@@ -656,7 +684,7 @@ static std::vector<std::vector<u8>> attended(const std::vector<At>& places) {
     }
     for (u32 i = 0; i < TASKS; i++) shares.push_back({row, 1, i, i + 1});
   }
-  run<M, WaveAttendRow<M, G>>();
+  attend_rows<M, G>();
   std::vector<std::vector<u8>> all(rows);
   for (u32 row = 0; row < rows; row++)
     for (int col = 0; col < OUT; col++) {
@@ -714,6 +742,10 @@ static void all_same_bits() {
   same_bits<S64, Tiled<Heads<4, 4, 4, 64, 64, false, HeadNorm::HEAD, 24, 1>, 64, head, none>>("same-window", 128);
   same_bits<StepMachine<64, 32>, HeadsOf<Tiled<Heads<2, 2, 2, 128, 128, true, HeadNorm::HEAD, 0, 1>, 32, head, head>, 1>>("same-128", 203);
   same_bits<S64, Tiled<Heads<4, 4, 4, 256, 256, false, HeadNorm::HEAD, 100, 1>, 16, head, head>>("same-256", 300);
+  // Histories in KV splits, whose borders lie before, within and after the text.
+  same_bits<S64, CutAt<HeadsOf<Tiled<Halves, 64, none, none>, 2>, 128>>("same-splits", 230);
+  same_bits<StepMachine<64, 32>, CutAt<HeadsOf<Tiled<Heads<4, 2, 2, 128, 128, true, HeadNorm::HEAD, 0, 1>, 32, head, head>, 1>, 64>>("same-splits-128", 150);
+  same_bits<S64, CutAt<Tiled<Heads<4, 4, 4, 64, 64, false, HeadNorm::HEAD, 150, 1>, 32, head, none>, 64>>("same-splits-window", 270);
 }
 
 // With an argument what rows have alone and beside others is compared, which takes longer than all formulas.
@@ -847,4 +879,17 @@ int main(int count, char**) {
   attention<S64, HeadsOf<Tiled<Heads<8, 8, 8, 128, 128, false, HeadNorm::HEAD, 300, 1>, 32, none, head>, 2>>("steps-128-of-8-bf16", two, 1);
   attention<S16, Tiled<Heads<4, 4, 4, 256, 256, false, HeadNorm::HEAD, 0, 1>, 16, head, head>>("steps-256-bf16", two);
   attention<S16, Tiled<Heads<16, 16, 16, 64, 64, false, HeadNorm::HEAD, 0, 1>, 64, none, none>>("steps-16-of-16-bf16", few);
+  // Histories in KV splits of 64 positions: of one less than a split, of one, of one more, of several; rows that follow each other across a
+  // border; windows of more than a split; rows of two steps later, which have other splits.
+  const std::vector<At> borders = {{3, 0}, {0, 63}, {5, 64}, {1, 65}, {2, 128}, {7, 999}, {4, 126}, {4, 127}, {4, 128}, {4, 129}, {6, 320}};
+  const std::vector<At> even = {{0, 200}, {1, 201}, {2, 210}, {3, 190}, {4, 200}, {5, 129}, {5, 130}}, one = {{2, 500}};
+  typedef Heads<16, 1, 1, 64, 64, false, HeadNorm::HEAD, 0, 1> Many1;
+  attention<S16, CutAt<HeadsOf<Tiled<Halves, 64, none, none>, 2>, 64>>("splits-halves-bf16", borders);
+  attention<S16, CutAt<Tiled<Many1, 64, none, none>, 64>>("splits-alike-bf16", even);
+  attention<S32, CutAt<Tiled<Heads<4, 4, 4, 64, 64, false, HeadNorm::HEAD, 150, 1>, 64, head, none>, 64>>("splits-window-bf16", borders);
+  attention<S16, Capped<CutAt<Tiled<Heads<6, 3, 3, 64, 0, false, HeadNorm::HEAD, 100, 1>, 32, head, head>, 64>>>("splits-window-cap-bf16", {{1, 40}, {0, 2}, {2, 640}, {2, 641}}, 2);
+  attention<StepMachine<64, 32>, CutAt<HeadsOf<Tiled<Heads<4, 2, 2, 128, 128, true, HeadNorm::HEAD, 0, 1>, 32, head, head>, 1>, 64>>("splits-128-bf16", {{1, 40}, {0, 2}, {2, 64}, {2, 65}, {3, 500}}, 1);
+  attention<S64, CutAt<HeadsOf<Tiled<Heads<8, 8, 8, 128, 128, false, HeadNorm::HEAD, 0, 1>, 32, none, head>, 2>, 128>>("splits-128-of-8-bf16", one);
+  attention<S16, CutAt<Tiled<Heads<4, 4, 4, 256, 256, false, HeadNorm::HEAD, 0, 1>, 16, head, head>, 256>>("splits-256-bf16", two);
+  attention<S16, CutAt<Tiled<Heads<16, 16, 16, 64, 64, false, HeadNorm::HEAD, 0, 1>, 64, none, none>, 64>>("splits-16-of-16-bf16", one);
 }

@@ -1,0 +1,24 @@
+//! Compares a kernel that cuts long histories into KV splits with one that does not.
+
+use super::codes::tolerance;
+use super::{CheckError, Checked, Judge};
+use crate::dtype::Precision;
+
+/// Logits that two kernels have of the same row.
+pub struct BothLogits {
+    pub position: u32,
+    pub expected: Vec<f32>,
+    pub found: Vec<f32>,
+}
+
+/// Compares logits of rows, of which a kernel that was checked has the expected ones.
+///
+/// # Errors
+/// The first row that is out of tolerance.
+pub fn check_ragged(precision: Precision, rows: &[BothLogits]) -> Result<Checked, CheckError> {
+    let mut judge = Judge::new(tolerance(precision));
+    for BothLogits { position, expected, found } in rows {
+        judge.compare_row(expected.len() as u32, *position, expected, found)?;
+    }
+    Ok(Checked { figures: judge.figures })
+}
