@@ -370,6 +370,11 @@ struct Slot<false> {
   static __device__ __forceinline__ void arrive(u64* word) {
     asm volatile("{.reg .b64 s; mbarrier.arrive.shared.b64 s, [%0];}" ::"r"(smem_address(word)) : "memory");
   }
+  // By some lanes of a warp, without a branch.
+  static __device__ __forceinline__ void arrive_if(u64* word, bool arrives) {
+    asm volatile("{.reg .b64 s; .reg .pred p; setp.ne.u32 p, %1, 0; @p mbarrier.arrive.shared.b64 s, [%0];}" ::"r"(smem_address(word)), "r"(u32(arrives))
+                 : "memory");
+  }
   static __device__ __forceinline__ bool reached(u64* word, u32 use, u32) {
     u32 done;
 #if __CUDA_ARCH__ >= 900

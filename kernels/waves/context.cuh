@@ -255,13 +255,13 @@ template <int COLS, int BLOCK_ROWS, bool WARPGROUPS>
 struct OperandPlace {
   static constexpr u32 BLOCK_BYTES = BLOCK_ROWS * 128, BLOCKS = u32(ceil_div(COLS, 128)) * 2;
   static constexpr u32 TILE_BYTES = 2048, SPAN_BYTES = WARPGROUPS ? BLOCK_BYTES / 2 : 1024, HALF_BYTES = 512; // of 16 rows: 64 columns, 32, and half of those
-  static __device__ __forceinline__ u64 block(u32 row_block, u32 block) { return (u64(row_block) * BLOCKS + block) * BLOCK_BYTES; }
+  static __device__ __forceinline__ u32 block(u32 row_block, u32 block) { return (row_block * BLOCKS + block) * BLOCK_BYTES; }
   // Of `col` and the next column; `col` is even.
-  static __device__ __forceinline__ u64 at(int row, int col) {
-    const u64 of_block = block(u32(row) / BLOCK_ROWS, u32(col) / 64);
-    const u32 g = u32(row % 8), t = u32(col % 32 / 8), q = u32(col % 8 / 2), span = u32(col % 64 / 32);
-    if constexpr (WARPGROUPS) return of_block + span * SPAN_BYTES + u32(row % BLOCK_ROWS / 8) * 512 + q * 128 + g * 16 + t * 4;
-    return of_block + u32(row % BLOCK_ROWS / 16) * TILE_BYTES + span * SPAN_BYTES + q / 2 * HALF_BYTES + (g * 4 + t) * 16 + q % 2 * 8 + u32(row % 16 / 8) * 4;
+  static __device__ __forceinline__ u32 at(u32 row, u32 col) {
+    const u32 of_block = block(row / BLOCK_ROWS, col / 64);
+    const u32 g = row % 8, t = col % 32 / 8, q = col % 8 / 2, span = col % 64 / 32;
+    if constexpr (WARPGROUPS) return of_block + span * SPAN_BYTES + row % BLOCK_ROWS / 8 * 512 + q * 128 + g * 16 + t * 4;
+    return of_block + row % BLOCK_ROWS / 16 * TILE_BYTES + span * SPAN_BYTES + q / 2 * HALF_BYTES + (g * 4 + t) * 16 + q % 2 * 8 + row % 16 / 8 * 4;
   }
 };
 // Of the machine.

@@ -74,6 +74,8 @@ struct WaveMatMul {
   static constexpr int PASS = G::PASS, MOST = ceil_div(PASS, UNIT_GROUPS); // units at once at most, of a block and of a warp
   // Granules of a part of k: whole blocks of 64 columns.
   static constexpr int ALIGN = GRANULE_K >= 64 ? 1 : 64 / GRANULE_K, PART_GRANULES = round_up(ceil_div(UNIT_GRANULES, G::SPLITS), ALIGN);
+  // Parts of k are equal, and steps have all of their granules: what a step does is then known at compile time.
+  static constexpr bool EQUAL = PART_GRANULES * G::SPLITS == UNIT_GRANULES, WHOLE = EQUAL && PART_GRANULES % STEP_GRANULES == 0;
   static constexpr int UNIT_PITCH = G::CHUNK * GRANULE; // of a unit in a slot
   // By warpgroups: rows of one, and units of a tile, of which each warp has two side by side.
   static constexpr int GROUP_ROWS = M::BLOCK_ROWS / ROW_GROUPS, TILE_UNITS = 2 * UNIT_GROUPS, PASS_TILES = ceil_div(PASS, TILE_UNITS);
@@ -90,7 +92,7 @@ struct WaveMatMul {
     u32 lo, hi, count, part, granules;
     __device__ __forceinline__ explicit Passes(const Share& s)
         : lo(s.lo % UNITS), hi(lo + (s.hi - s.lo)), count((s.hi - s.lo + PASS - 1) / PASS), part(s.lo / UNITS),
-          granules(min(u32(PART_GRANULES), UNIT_GRANULES - part * PART_GRANULES)) {}
+          granules(EQUAL ? u32(PART_GRANULES) : min(u32(PART_GRANULES), UNIT_GRANULES - part * PART_GRANULES)) {}
     __device__ __forceinline__ u32 first(u32 pass) const { return WIDE ? min(lo + PASS * pass, hi) : lo + (hi - lo) * pass / count; }
   };
 
@@ -155,7 +157,7 @@ struct WaveMatMul {
     const u8* input = x + at.tiles_at * X::TILE_BYTES + at.lane * 16;
     const u8* weights = w + at.units_at * UNIT_PITCH + at.lane * 16;
     // Without a look at each granule the loads of all of them are on their way at once.
-    if (granules >= STEP_GRANULES) {
+    if (WHOLE || granules >= STEP_GRANULES) {
 #pragma unroll
       for (int i = 0; i < WARP_GRANULES; i++) multiply_granule<N>(input, i * K_GROUPS + at.k_at, weights, at.lane, d);
     } else {
@@ -193,7 +195,7 @@ struct WaveMatMul {
   template <int N>
   static __device__ __forceinline__ void multiply_codes(const u8* x, const u8* w, const Warp& at, int granules, float (&d)[ROW_TILES][N][4]) {
 #pragma unroll 1
-    for (int granule = at.k_at; granule < min(granules, STEP_GRANULES); granule += K_GROUPS)
+    for (int granule = at.k_at; granule < (WHOLE ? STEP_GRANULES : min(granules, STEP_GRANULES)); granule += K_GROUPS)
       multiply_granule_codes<N>(x + at.tiles_at * X::TILE_BYTES + at.lane * 16, granule, w + at.units_at * UNIT_PITCH + granule * GRANULE, at.lane, d);
   }
   template <int N>
@@ -319,7 +321,7 @@ struct WaveMatMul {
   static __device__ __forceinline__ void put(const WaveContext<M>& c, const Wave& e, int row, int col, float a, float b) {
     static_assert(COLS % 2 == 0, "columns are stored in pairs");
     u8* out = c.template work<u8>(e.out);
-    *reinterpret_cast<u32*>(out + (G::PLAIN ? (u64(row) * COLS + col) * 2 : WaveOperand<M, COLS>::at(row, col))) = bf16_pair(a, b);
+    *reinterpret_cast<u32*>(out + (G::PLAIN ? (u64(row) * COLS + col) * 2 : u64(WaveOperand<M, COLS>::at(u32(row), u32(col))))) = bf16_pair(a, b);
   }
   static __device__ __forceinline__ void logits(const WaveContext<M>& c, bool live, int row, int id, float2 y, float& best, int& best_id) {
     const WaveParams& p = c.p;
@@ -376,29 +378,33 @@ struct WaveMatMul {
     const Warp at(c);
     float d[ROW_TILES][N][4] = {};
     const int granules = int(passes.granules), steps = ceil_div(granules, STEP_GRANULES);
-    const u8 *x = nullptr, *w = nullptr;
+    // Steps after which a chunk begins in both rings, each with code of its own: a branch costs as much time as several products.
+    constexpr int TURN = X_STEPS > W_STEPS ? X_STEPS : W_STEPS;
+    constexpr bool TURNS = WHOLE && PART_GRANULES / STEP_GRANULES % TURN == 0;
+    WaveChunk<InputRing<M>> x;
+    WaveChunk<WeightRing<M>> w;
+    bool seen = wave_look(c, true, true);
 #pragma unroll 1
-    for (int step = 0; step < steps; step++) {
-      if (step % X_STEPS == 0 && step % W_STEPS == 0)
-        wave_take_pair(c, c.inputs, c.weights, x, w);
-      else if (step % X_STEPS == 0)
-        x = wave_take(c, c.inputs);
-      else
-        w = wave_take(c, c.weights);
-      const u8* input = x + step % X_STEPS * (STEP / 2) * X::BLOCK_BYTES;
-      const u8* weights = w + step % W_STEPS * STEP_GRANULES * GRANULE;
-      const int left = granules - step * STEP_GRANULES;
-      if constexpr (Codes::CODED)
-        multiply_codes<N>(input, weights, at, left, d);
-      else
-        multiply<N>(input, weights, at, left, d);
-      const bool last = step + 1 == steps, x_ends = last || step % X_STEPS == X_STEPS - 1, w_ends = last || step % W_STEPS == W_STEPS - 1;
-      if (x_ends && w_ends)
-        wave_release_pair(c, c.inputs, c.weights);
-      else if (x_ends)
-        wave_release(c, c.inputs);
-      else
-        wave_release(c, c.weights);
+    for (int turn = 0; turn < steps; turn += TURN) {
+#pragma unroll
+      for (int i = 0; i < TURN; i++) {
+        const int step = turn + i;
+        if (!TURNS && i > 0 && step >= steps) break;
+        wave_await(c, seen, i % X_STEPS == 0, i % W_STEPS == 0);
+        if (i % X_STEPS == 0) x.take(c.inputs);
+        if (i % W_STEPS == 0) w.take(c.weights);
+        // Known by the time that the products of this step are under way.
+        seen = wave_look(c, (i + 1) % X_STEPS == 0, (i + 1) % W_STEPS == 0);
+        const u8* input = x.at + i % X_STEPS * (STEP / 2) * X::BLOCK_BYTES;
+        const u8* weights = w.at + i % W_STEPS * STEP_GRANULES * GRANULE;
+        const int left = granules - step * STEP_GRANULES;
+        if constexpr (Codes::CODED)
+          multiply_codes<N>(input, weights, at, left, d);
+        else
+          multiply<N>(input, weights, at, left, d);
+        const bool last = !TURNS && step + 1 == steps;
+        wave_leave(c, x, w, last || i % X_STEPS == X_STEPS - 1, last || i % W_STEPS == W_STEPS - 1);
+      }
     }
     // Factors are there. Where groups of k meet they are, too.
     if (G::NORM_PARTS > 0 && K_GROUPS == 1) c.barrier();
@@ -434,8 +440,8 @@ struct WaveMatMul {
             met[(((i - begin) * ROW_TILES + m) * K_GROUPS + at.k_at) * 32] = make_float4(d[m][i][0], d[m][i][1], d[m][i][2], d[m][i][3]);
         if (K_GROUPS > 1) c.barrier();
 #pragma unroll 1
-        for (int tile = at.k_at; tile < TILES; tile += K_GROUPS) {
-          const int i = begin + tile / ROW_TILES, m = tile % ROW_TILES;
+        for (u32 tile = at.k_at; tile < TILES; tile += K_GROUPS) {
+          const int i = begin + int(tile / ROW_TILES), m = int(tile % ROW_TILES);
           if (i >= N || u32(i * UNIT_GROUPS + at.units_at) >= here) break;
           float4 sum = met[tile * K_GROUPS * 32];
 #pragma unroll

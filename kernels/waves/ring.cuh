@@ -28,6 +28,53 @@ __device__ __forceinline__ void wave_take_pair(WaveContext<M>& c, const RingCurs
   first = block_memory() + A::AT + a.slot * A::SLOT_BYTES;
   second = block_memory() + B::AT + b.slot * B::SLOT_BYTES;
 }
+// The same in three steps, for a loop that asks for its next chunks before it multiplies those that it has: whether the chunks at the cursors
+// are there, of the rings that are asked for; a wait, if not all lanes have seen them; and a chunk that is taken, with the cursor already past it.
+// A chunk that was seen stays there until all warps have left it.
+template <class M>
+__device__ __forceinline__ bool wave_look(const WaveContext<M>& c, bool input, bool weights) {
+  typedef InputRing<M> A;
+  typedef WeightRing<M> B;
+  u64* const full = wave_state<M>().full;
+  bool there = true;
+  if (input) there &= Slot<false>::peek(&full[A::FIRST + c.inputs.slot], c.inputs.use, A::FILLERS);
+  if (weights) there &= Slot<false>::peek(&full[B::FIRST + c.weights.slot], c.weights.use, B::FILLERS);
+  return there;
+}
+template <class M>
+__device__ __forceinline__ void wave_await(WaveContext<M>& c, bool seen, bool input, bool weights) {
+  if (!(input || weights) || __all_sync(~0u, seen)) return;
+  typedef InputRing<M> A;
+  typedef WeightRing<M> B;
+  const u64 begun = M::TRACE && c.tid() == 0 ? global_ns() : 0;
+  u64* const full = wave_state<M>().full;
+  if (input) await_slot_longer<false>(&full[A::FIRST + c.inputs.slot], c.inputs.use, A::FILLERS, c.waiter(), WaitKind::RING_FULL);
+  if (weights) await_slot_longer<false>(&full[B::FIRST + c.weights.slot], c.weights.use, B::FILLERS, c.waiter(), WaitKind::RING_FULL);
+  if constexpr (M::TRACE)
+    if (c.tid() == 0) c.starved_ns += u32(global_ns() - begun);
+}
+template <class R>
+struct WaveChunk {
+  const u8* at = nullptr;
+  int slot = 0;
+  __device__ __forceinline__ void take(RingCursor<R>& cursor) {
+    slot = cursor.slot;
+    at = block_memory() + R::AT + slot * R::SLOT_BYTES;
+    cursor.next();
+  }
+};
+// Once by each warp, after its last read of these chunks.
+template <class M, class A, class B>
+__device__ __forceinline__ void wave_leave(const WaveContext<M>& c, const WaveChunk<A>& input, const WaveChunk<B>& weights, bool leaves_input, bool leaves_weights) {
+  if (!leaves_input && !leaves_weights) return;
+  __syncwarp();
+  u64* const empty = wave_state<M>().empty;
+  const int first = leaves_input ? A::FIRST + input.slot : B::FIRST + weights.slot;
+  if (leaves_input && leaves_weights)
+    Slot<false>::arrive_if(&empty[c.lane() == 0 ? first : B::FIRST + weights.slot], c.lane() < 2);
+  else
+    Slot<false>::arrive_if(&empty[first], c.lane() == 0);
+}
 // Once by each warp, after its last read.
 template <class M, class R>
 __device__ __forceinline__ void wave_release(WaveContext<M>& c, RingCursor<R>& at) {

@@ -580,8 +580,8 @@ fn a_step_of_waves_that_computes_something_else_is_found() {
         (matmul, "sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;", "", "steps-8-groups-bf16"),
         (matmul, " + passes.part * (PART_GRANULES * GRANULE);", ";", "steps-units-of-4-parts"),
         (matmul, "t < PAIRS && part == 0", "t < PAIRS", "steps-parts-32"),
-        (matmul, "step % X_STEPS * (STEP / 2) * X::BLOCK_BYTES", "0", "steps-residual-odd"),
-        (matmul, "step % W_STEPS * STEP_GRANULES * GRANULE", "0", "steps-int4-32-gated-bf16"),
+        (matmul, "i % X_STEPS * (STEP / 2) * X::BLOCK_BYTES", "0", "steps-residual-odd"),
+        (matmul, "i % W_STEPS * STEP_GRANULES * GRANULE", "0", "steps-int4-32-gated-bf16"),
         (matmul, "__ldg(&r->position) + c.step + 1", "__ldg(&r->position) + 1", "steps-logits-32"),
         (
             matmul,

@@ -56,6 +56,7 @@ struct Ring {
   u32 promised[CHUNKS_MOST], landed[CHUNKS_MOST]; // bytes of each chunk
   u32 arrivals[CHUNKS_MOST];                      // warps of the loader that arrived at it
   u32 filled, taken[THREADS_MAX];                 // chunks of the wave, and of each thread
+  u32 seen[THREADS_MAX], left[THREADS_MAX];       // chunks up to which each thread has looked and waited, and those that it has left
 };
 static Ring rings[2]; // inputs, weights
 static std::vector<u8> work, cache;
@@ -113,14 +114,50 @@ template <class M, class A, class B>
 static void wave_take_pair(WaveContext<M>& c, const RingCursor<A>& a, const RingCursor<B>& b, const u8*& first, const u8*& second) {
   first = wave_take(c, a), second = wave_take(c, b);
 }
+static void leave(Ring& ring, u32 chunk) { require(ring.left[current]++ == chunk, "a chunk is left twice, or out of turn"); }
 template <class M, class R>
 static void wave_release(WaveContext<M>&, RingCursor<R>& at) {
   __syncwarp();
+  leave(ring_of<R>(), chunk_of(at));
   at.next();
 }
 template <class M, class A, class B>
 static void wave_release_pair(WaveContext<M>& c, RingCursor<A>& a, RingCursor<B>& b) {
   wave_release(c, a), wave_release(c, b);
+}
+template <class R>
+static bool see(const RingCursor<R>& at) {
+  const u32 chunk = at.use * R::SLOTS + at.slot;
+  Ring& ring = ring_of<R>();
+  if (chunk >= ring.filled) return false;
+  ring.seen[current] = chunk + 1;
+  return true;
+}
+template <class M>
+static bool wave_look(const WaveContext<M>& c, bool input, bool weights) {
+  const bool has_input = !input || see<InputRing<M>>(c.inputs), has_weights = !weights || see<WeightRing<M>>(c.weights);
+  return has_input && has_weights;
+}
+template <class M>
+static void wave_await(WaveContext<M>& c, bool seen, bool input, bool weights) {
+  require(seen || wave_look(c, input, weights), "a chunk is awaited that the loader did not fill");
+}
+template <class R>
+struct WaveChunk {
+  const u8* at = nullptr;
+  u32 chunk = 0;
+  void take(RingCursor<R>& cursor) {
+    chunk = chunk_of(cursor);
+    require(ring_of<R>().seen[current] == chunk + 1, "a chunk is taken that was not awaited");
+    at = slot_of(cursor);
+    cursor.next();
+  }
+};
+template <class M, class A, class B>
+static void wave_leave(const WaveContext<M>&, const WaveChunk<A>& input, const WaveChunk<B>& weights, bool leaves_input, bool leaves_weights) {
+  __syncwarp();
+  if (leaves_input) leave(ring_of<A>(), input.chunk);
+  if (leaves_weights) leave(ring_of<B>(), weights.chunk);
 }
 
 #include "waves/rows.cuh"
@@ -177,5 +214,8 @@ static void run_wave() {
   used[0] = rings[0].filled * M::INPUT_BYTES, used[1] = rings[1].filled * M::WEIGHT_BYTES;
   run_block(consume<M, Op>, M::WARPS * 32);
   for (const Ring& ring : rings)
-    for (int i = 0; i < M::WARPS * 32; i++) require(ring.taken[i] == ring.filled, "a warp left out a chunk");
+    for (int i = 0; i < M::WARPS * 32; i++) {
+      require(ring.taken[i] == ring.filled, "a warp left out a chunk");
+      require(ring.left[i] == ring.filled, "a warp did not leave a chunk");
+    }
 }
