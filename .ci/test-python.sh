@@ -7,11 +7,11 @@ cd "$(dirname "$0")/.."
 folder=$PWD/target/python
 tools=$(.ci/install-python-tools.sh)
 
-# The program is what the package is compared with. Named beside the extension, its packages have the features of the whole workspace:
-# none is compiled twice.
-cargo build --quiet --locked -p monobloc -p monobloc-python --bin monobloc
+# The program is what the package is compared with. It is that of the tests, and with `as-tested` all packages of the wheel have the features that
+# they have there: none is compiled twice.
+cargo test --quiet --locked --workspace --no-run
 rm -rf "$folder/wheels" "$folder/site"
-"$tools/bin/maturin" build --quiet --locked --profile dev \
+"$tools/bin/maturin" build --quiet --locked --profile dev --features as-tested \
     --manifest-path bindings/python/Cargo.toml --compatibility linux --out "$folder/wheels"
 python3 -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --no-index --target "$folder/site" "$folder"/wheels/*.whl
 

@@ -70,6 +70,10 @@ static struct {
   unsigned x = 0;
 } blockIdx, threadIdx;
 
+// Programs with many cases are not optimised; this part of them is, because they spend most of their time in it.
+#pragma GCC push_options
+#pragma GCC optimize("O3")
+
 // ---- threads ------------------------------------------------------------------------------------------------------
 
 // Threads of a block unless a test asks for more, and the most.
@@ -261,6 +265,8 @@ static void emulated_load_transposed(unsigned address, V& v) {
   }
   v = V{words[0], words[1], words[2], words[3]};
 }
+
+#pragma GCC pop_options
 
 static void thread_main(int thread) {
   thread_body(thread);

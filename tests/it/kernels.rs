@@ -180,10 +180,13 @@ fn kernels_of_a_cache_in_fp8_compile() {
     let precision = Precision { cache: DType::E4m3, ..BF16 };
     let llama = include_str!("../../manifests/configs/llama-3.2-1b.json");
     let qwen = include_str!("../../manifests/configs/qwen3-0.6b.json");
+    let mut compiled_for = BTreeSet::new();
     for (i, record) in Target::builtin_names().filter(|name| *name != "cpu").enumerate() {
         let target = Target::builtin(record).unwrap();
         // A T4 has room for 8 rows of small models.
         let config = if record == "t4" { ODD } else { [llama, qwen][i % 2] };
+        // Kernels for two GPUs of one architecture differ in the number of SMs alone.
+        let compiles = compiled_for.insert((target.spec.arch.clone(), config));
         let mut graph = import_config_only(config, 0).unwrap().graph;
         graph.layers.truncate(1);
         let candidate = Candidate::default_for(&graph, &target, precision);
@@ -197,6 +200,9 @@ fn kernels_of_a_cache_in_fp8_compile() {
             let tensor = target.spec.dot == DotMechanism::Mma;
             assert!(source.text.contains("Elem CACHE = Elem::FP8;"), "{record}");
             assert!(source.text.contains(&format!("bool SWIZZLED = {tensor};")), "{record}");
+            if !compiles {
+                continue;
+            }
             let claims = (0..8).map(|position| {
                 let piece = swizzled_piece(position, 0, 64);
                 format!("static_assert(swizzle_of<64>({position}) == {piece} && swizzle_of<128>({position}) == swizzle({position}));\n")

@@ -18,9 +18,9 @@ const SCRATCH_KB: [u32; 3] = [1, 4, 16];
 const AT_HEAD: u32 = 0;
 const FUNCTIONS: u32 = 2;
 
-/// A program of this folder with the kernels of a folder, compiled for this CPU. `arguments` may have an optimisation level, which changes
-/// no number. `None` without a compiler.
-pub fn compiled(source: &str, arguments: &[&str], kernels: &Path, folder: &Path) -> Option<Command> {
+/// A program of this folder, or at an absolute path, with the kernels of a folder, compiled for this CPU. `arguments` may have an optimisation
+/// level, which changes no number. `None` without a compiler.
+pub fn compiled(source: impl AsRef<Path>, arguments: &[&str], kernels: &Path, folder: &Path) -> Option<Command> {
     let program = folder.join("block");
     let mut compiler = Command::new("c++");
     compiler.args(["-std=c++17", "-ffp-contract=off", "-w"]).args(arguments).arg("-I").arg(kernels);

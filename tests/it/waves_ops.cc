@@ -733,8 +733,9 @@ static void same_bits(const char* name, u32 history) {
   report(name, expected, found);
 }
 
+#ifdef SAME_BITS
 // The begin of the text lies within a tile and at its end; several turns of teams; windows that end within the step, and in a step before.
-static void all_same_bits() {
+int main() {
   typedef StepMachine<64> S64;
   typedef Heads<4, 2, 2, 64, 64, false, HeadNorm::HEAD, 0, 1> Halves;
   const HeadNorm none = HeadNorm::NONE, head = HeadNorm::HEAD;
@@ -747,10 +748,9 @@ static void all_same_bits() {
   same_bits<StepMachine<64, 32>, CutAt<HeadsOf<Tiled<Heads<4, 2, 2, 128, 128, true, HeadNorm::HEAD, 0, 1>, 32, head, head>, 1>, 64>>("same-splits-128", 150);
   same_bits<S64, CutAt<Tiled<Heads<4, 4, 4, 64, 64, false, HeadNorm::HEAD, 150, 1>, 32, head, none>, 64>>("same-splits-window", 270);
 }
+#else
 
-// With an argument what rows have alone and beside others is compared, which takes longer than all formulas.
-int main(int count, char**) {
-  if (count > 1) return all_same_bits(), 0;
+int main() {
   // A row by one warp, by two, by four and by eight.
   rowwise<Rowwise<200, true, false, true, Norm::RMS>>("rows-embed", "rows-embed-bf16", 37);
   rowwise<Rowwise<256, false, true, true, Norm::RMS, Norm::RMS>>("rows-branch", "rows-branch-bf16", 130);
@@ -893,3 +893,4 @@ int main(int count, char**) {
   attention<S16, CutAt<Tiled<Heads<4, 4, 4, 256, 256, false, HeadNorm::HEAD, 0, 1>, 16, head, head>, 256>>("splits-256-bf16", two);
   attention<S16, CutAt<Tiled<Heads<16, 16, 16, 64, 64, false, HeadNorm::HEAD, 0, 1>, 64, none, none>, 64>>("splits-16-of-16-bf16", one);
 }
+#endif
