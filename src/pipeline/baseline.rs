@@ -59,7 +59,7 @@ pub(super) struct BaselineProgram {
 pub enum Work {
     /// Decode the token after `position` others in the cache, of `rows` sequences at a time.
     Step { rows: u32, position: u32 },
-    /// Read a prompt of so many tokens into an empty cache, up to the logits after the last one.
+    /// Read a prompt of this many tokens into an empty cache, up to the logits after the last one.
     Prompt { tokens: u32 },
 }
 

@@ -453,7 +453,7 @@ pub enum Took {
     /// How long the device is idle between two launches, microseconds, ascending: if each is waited for before the next one is queued, and if
     /// the next one is queued while it runs.
     Gaps { waited_us: Vec<f64>, queued_us: Vec<f64> },
-    /// A prompt of so many tokens, milliseconds each time; ascending.
+    /// A prompt of this many tokens, milliseconds each time; ascending.
     Prompt { tokens: u32, ms: Vec<f64> },
     /// Nothing: rows of batches and chunks have the bits that they have alone.
     Alike(check::Alike),

@@ -236,7 +236,7 @@ fn refuse_more(what: &str, asked: u64, most: u64) -> Result<(), Fault> {
     if asked <= most {
         return Ok(());
     }
-    let message = format!("the export has steps of at most {most} {what}, {asked} are asked for");
+    let message = format!("the export has room for at most {most} {what}, {asked} are asked for");
     Err(Fault::input(message)
         .with_remedy("ask for fewer requests, prompt tokens or cached tokens, or export the model again"))
 }

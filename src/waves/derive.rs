@@ -122,7 +122,7 @@ struct Asked<'a> {
 #[derive(Clone, Copy)]
 enum Cuts {
     None,
-    /// Those of so many splits that SMs with whole ones may take longer.
+    /// If the longest one has more than `MERGE_SPLITS` splits: only then can they be faster.
     Long,
     /// Those of more than this many positions, which a split has.
     At(u32),

@@ -206,7 +206,7 @@ pub enum Layout {
     /// bf16, as the lanes of a product read it (`OperandPlace` of waves/context.cuh): 64 columns of a block of rows side by side. Columns
     /// that pad the last 128 are zero.
     Operand,
-    /// Sums of so many parts of k, fp32: part by part, row by row.
+    /// Sums of this many parts of k, fp32: part by part, row by row.
     Parts(u32),
     /// A score and an id of each row and block (a column), 8 bytes.
     Candidates,
@@ -242,13 +242,13 @@ pub struct Wave {
 /// The order in which a wave adds up what the bits of a row depend on. It names no row and no SM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Sums {
-    /// Columns of a row in so many parts. All warps of a block add up a part.
+    /// Columns of a row in `parts` parts. All warps of a block add up a part.
     Row { parts: u32 },
-    /// k in so many parts of so many granules; of each part, groups of warps take granules in turn. Groups are added up first, then parts.
+    /// k in `parts` parts of `granules` granules each; of each part, groups of warps take granules in turn. Groups are added up first, then parts.
     Product { parts: u32, granules: u32, groups: u32 },
     /// Heads alone: the lanes of one have all of it.
     Heads,
-    /// Tiles of so many positions. Heads of a task and the scratch decide how many teams of warps take them in turn. Where histories are cut,
+    /// Tiles of `tile` positions. Heads of a task and the scratch decide how many teams of warps take them in turn. Where histories are cut,
     /// each split of `split` positions is added up alone.
     History { tile: u32, heads: u32, scratch_bytes: u32, split: Option<u32> },
     /// KV splits of this many positions, the earliest first.

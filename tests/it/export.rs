@@ -158,7 +158,7 @@ fn commands_run_from_an_export_alone() {
     assert_eq!(format!("{}\n", reply.json()["choices"][0]["text"].as_str().unwrap_or_default()), built.0, "{reply:?}");
     assert!(!place.path("cache").exists(), "no cache is made");
 
-    place.run("serve moved --max-batch 64").refused(&["the export has steps of at most 16 rows, 72 are asked for"]);
+    place.run("serve moved --max-batch 64").refused(&["the export has room for at most 16 rows, 72 are asked for"]);
     place.run("build moved").refused(&["`moved` is an export", "name the manifest"]);
     place.run("perplexity moved story.txt --formats").refused(&["`moved` is an export"]);
     place.run("generate moved --ids 1 --target h200").refused(&["has no target `h200`: expected `cpu`"]);
@@ -345,7 +345,7 @@ fn a_cubin_runs_only_if_this_version_would_compile_it() {
     let run = || taken(export.load());
     assert_eq!((run(), serve(ON_DEVICE)), (Ok(()), Ok(())), "what was exported is accepted as far as this machine can");
     let more = serve(Serving { running_max: 10, ..ON_DEVICE }).expect_err("more than there is room for");
-    assert_eq!(more.message, "the export has steps of at most 9 requests, 10 are asked for");
+    assert_eq!(more.message, "the export has room for at most 9 requests, 10 are asked for");
     let more = serve(Serving { cache_tokens: Some(30_000), ..ON_DEVICE }).expect_err("more than there is room for");
     assert!(more.message.contains("cached tokens, 30000 are asked for"), "{more}");
 
