@@ -1,8 +1,8 @@
-// Owns what a launch of waves gets, what a block keeps in shared memory and what a thread carries.
+// Owns the parameters of a launch of waves, the state of a block in shared memory and that of a thread.
 //
-// A wave is what one grid of the program does for all rows of a launch: of a prompt chunk, or of a step or a tail (M::STEPS). Between two waves all
-// blocks meet, so a wave reads what earlier waves wrote wherever it lies. Weights are written by none: a loader brings those of the
-// next wave before the blocks meet.
+// A wave is the work of one grid of the program for all rows of a launch: a prompt chunk, or a step or a tail (M::STEPS). All blocks meet between
+// two waves, so a wave can read everything that earlier waves wrote. No wave writes weights: a loader copies those of the next wave before
+// the blocks meet.
 #pragma once
 
 // One wave; codegen/waves.rs declares it, and the structs below. Places of the work arena, of constants and of caches are in OFFSET_BYTES.
@@ -26,7 +26,7 @@ struct alignas(16) Wave {
 };
 static_assert(sizeof(Wave) == 64, "the host fills this struct");
 
-// What one block does of a wave: launch indices lo to hi for `rows` rows of the launch.
+// The part of one block in a wave: launch indices lo to hi for `rows` rows of the launch.
 struct alignas(16) Share {
   u32 row; // rows of the launch, from here
   u32 rows; // so many
@@ -34,7 +34,7 @@ struct alignas(16) Share {
   u32 hi; // ... up to here
 };
 static_assert(sizeof(Share) == 16, "the host fills this struct");
-// All that one block has of a division. The first shares stand here, too: they are there as soon as the record is.
+// The shares of one block in a division. The first ones are in the record itself, and arrive with it.
 constexpr u32 SHARES_HELD = 4;
 struct alignas(16) ShareRecord {
   u32 first; // in the list of all shares
@@ -79,7 +79,7 @@ struct WaveState {
   u64 full[M::INPUT_SLOTS + M::WEIGHT_SLOTS];
   u64 empty[M::INPUT_SLOTS + M::WEIGHT_SLOTS];
   float stats[2][4][M::WARPS]; // [parity of the rows at hand][mean and squares of a branch, of the sum][warp]
-  // Of the wave at hand, for consumers, and which shares the next one has.
+  // Of the current wave, for consumers, and the shares of the next one.
   Wave wave;
   ShareRecord record;
   u32 next_division;
@@ -160,7 +160,7 @@ struct HeldShares {
     return i < SHARES_HELD ? *reinterpret_cast<const uint4*>(wave_state<M>().record.held + i) : __ldg(reinterpret_cast<const uint4*>(first + i));
   }
 };
-// By a warp of the consumers: brings what a wave is and what this block has of it. Neither load waits for the other.
+// By a warp of the consumers: loads a wave and the shares of this block in it. Neither load waits for the other.
 template <class M>
 __device__ __forceinline__ void fetch_wave(const WaveParams& p, u32 wave, u32 lane) {
   constexpr u32 WORDS = sizeof(Wave) / 4, RECORD_WORDS = sizeof(ShareRecord) / 4;
@@ -201,7 +201,8 @@ struct WaveContext {
 
   __device__ __forceinline__ explicit WaveContext(const WaveParams& p)
       : p(p), inputs{0, 0}, weights{0, 0}, step(0), wave(0), patience(POLLS_BETWEEN_CHECKS), starved_ns(0), thread(int(threadIdx.x)), warp_index(int(uniform(threadIdx.x / 32))) {}
-  // At the start of every wave: the thread is taken for new, or what all ops derive from it is kept in registers throughout.
+  // At the start of every wave. The compiler must take the thread index for a new value; otherwise it keeps everything that ops derive from it in
+  // registers throughout.
   __device__ __forceinline__ void begin_wave(u32 s, u32 i) {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     warp_index = int(uniform(u32(thread) / 32));
@@ -212,7 +213,7 @@ struct WaveContext {
   __device__ __forceinline__ int warp() const { return warp_index; }
   __device__ __forceinline__ int lane() const { return int(u32(thread) % 32); }
   __device__ __forceinline__ void barrier() const { consumer_barrier<M::WARPS * 32>(); }
-  // Until all blocks have ended so many waves of the launch.
+  // Until all blocks have ended this many waves of the launch.
   __device__ __forceinline__ void await_others(u32 waves) {
     if (warp() == 0 && waves > 0) await_waves<M::SMS>(p.arrived, waves, waiter());
     if (warp() == 1) fetch_wave<M>(p, wave, u32(lane()));
@@ -245,7 +246,7 @@ __device__ __forceinline__ u32 wave_sequence(const WaveParams& p, u32 row) {
   return M::STEPS ? __ldg(&p.rows[row].sequence) : 0;
 }
 
-// The input of a product, as it is read: 64 columns of all rows of a block lie side by side, 16 KiB of bf16 where those are 128 rows.
+// The input of a product, in the order in which it is read: 64 columns of all rows of a block lie side by side, 16 KiB of bf16 for 128 rows.
 // By warps: 16 rows by 32 columns are 1 KiB, of which a lane reads 16 bytes twice: columns 8 t to 8 t + 3 of the rows g and g + 8
 // (t = lane % 4, g = lane / 4), then the next four. A pair of columns of the one row, the same of the other, and so on: registers of an
 // operand as they stand. By warpgroups (WARPGROUPS): 32 columns of all rows lie side by side, and of 8 rows of those four core matrices of

@@ -59,7 +59,7 @@ __device__ __forceinline__ void run_waves(const WaveParams& p) {
   if constexpr (M::STEPS)
     if (threadIdx.x < p.row_count) place_row<M>(p, threadIdx.x);
   __syncthreads();
-  // The launch has given as many registers to each thread as there are for all, and consumers want more.
+  // At launch all threads have the same number of registers. Consumers need more than the loader.
   const u32 warp = uniform(threadIdx.x / 32);
   if (warp >= u32(M::WARPS)) {
 #if __CUDA_ARCH__ >= 900

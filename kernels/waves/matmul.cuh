@@ -74,7 +74,7 @@ struct WaveMatMul {
   static constexpr int PASS = G::PASS, MOST = ceil_div(PASS, UNIT_GROUPS); // units at once at most, of a block and of a warp
   // Granules of a part of k: whole blocks of 64 columns.
   static constexpr int ALIGN = GRANULE_K >= 64 ? 1 : 64 / GRANULE_K, PART_GRANULES = round_up(ceil_div(UNIT_GRANULES, G::SPLITS), ALIGN);
-  // Parts of k are equal, and steps have all of their granules: what a step does is then known at compile time.
+  // EQUAL: all parts of k have the same length. WHOLE: every step has all of its granules, so the work of a step is known at compile time.
   static constexpr bool EQUAL = PART_GRANULES * G::SPLITS == UNIT_GRANULES, WHOLE = EQUAL && PART_GRANULES % STEP_GRANULES == 0;
   static constexpr int UNIT_PITCH = G::CHUNK * GRANULE; // of a unit in a slot
   // By warpgroups: rows of one, and units of a tile, of which each warp has two side by side.
@@ -378,7 +378,7 @@ struct WaveMatMul {
     const Warp at(c);
     float d[ROW_TILES][N][4] = {};
     const int granules = int(passes.granules), steps = ceil_div(granules, STEP_GRANULES);
-    // Steps after which a chunk begins in both rings, each with code of its own: a branch costs as much time as several products.
+    // A turn is the steps until a chunk begins in both rings. Each step of a turn has its own code: a branch costs as much time as several products.
     constexpr int TURN = X_STEPS > W_STEPS ? X_STEPS : W_STEPS;
     constexpr bool TURNS = WHOLE && PART_GRANULES / STEP_GRANULES % TURN == 0;
     WaveChunk<InputRing<M>> x;
@@ -393,7 +393,7 @@ struct WaveMatMul {
         wave_await(c, seen, i % X_STEPS == 0, i % W_STEPS == 0);
         if (i % X_STEPS == 0) x.take(c.inputs);
         if (i % W_STEPS == 0) w.take(c.weights);
-        // Known by the time that the products of this step are under way.
+        // The answer is there when the products of this step are under way.
         seen = wave_look(c, (i + 1) % X_STEPS == 0, (i + 1) % W_STEPS == 0);
         const u8* input = x.at + i % X_STEPS * (STEP / 2) * X::BLOCK_BYTES;
         const u8* weights = w.at + i % W_STEPS * STEP_GRANULES * GRANULE;

@@ -1,7 +1,7 @@
-// Owns the rings of a kernel of waves. The first warp of the loader asks for what earlier waves wrote, the others for weights: a bulk copy
-// costs the warp that asks for it as much time as many bytes take. The warps that fill a slot each arrive once at each chunk, also
-// where they copy nothing: consumers then pass no chunk before all of those have seen its slot free. A barrier knows the parity of a phase,
-// so a warp that is late by a phase could take one for another.
+// Owns the rings of a kernel of waves. The first warp of the loader copies what earlier waves wrote, the others copy weights: to issue a bulk copy
+// takes a warp as long as many bytes take to arrive. The warps that fill a slot each arrive once at each chunk, even if they copy nothing,
+// so consumers pass no chunk before all these warps have seen its slot free. A barrier knows only the parity of a phase: a warp that is
+// late by a phase could take one phase for another.
 #pragma once
 
 // Waits for the chunk at a cursor, by all consumer warps.
@@ -13,7 +13,7 @@ __device__ __forceinline__ const u8* wave_take(WaveContext<M>& c, const RingCurs
     if (c.tid() == 0) c.starved_ns += u32(global_ns() - begun);
   return block_memory() + R::AT + at.slot * R::SLOT_BYTES;
 }
-// Waits for two chunks, with one look where both are there.
+// Waits for two chunks; one look is enough if both are there.
 template <class M, class A, class B>
 __device__ __forceinline__ void wave_take_pair(WaveContext<M>& c, const RingCursor<A>& a, const RingCursor<B>& b, const u8*& first, const u8*& second) {
   const u64 begun = M::TRACE && c.tid() == 0 ? global_ns() : 0;
@@ -28,9 +28,9 @@ __device__ __forceinline__ void wave_take_pair(WaveContext<M>& c, const RingCurs
   first = block_memory() + A::AT + a.slot * A::SLOT_BYTES;
   second = block_memory() + B::AT + b.slot * B::SLOT_BYTES;
 }
-// The same in three steps, for a loop that asks for its next chunks before it multiplies those that it has: whether the chunks at the cursors
-// are there, of the rings that are asked for; a wait, if not all lanes have seen them; and a chunk that is taken, with the cursor already past it.
-// A chunk that was seen stays there until all warps have left it.
+// The same in three steps, for a loop that looks for its next chunks before it multiplies those that it has. `wave_look` says whether the chunks at
+// the cursors are there, for each ring that is asked for. `wave_await` waits if not all lanes have seen them. `WaveChunk::take` takes a chunk and
+// moves the cursor past it. A chunk that was seen stays until all warps have left it.
 template <class M>
 __device__ __forceinline__ bool wave_look(const WaveContext<M>& c, bool input, bool weights) {
   typedef InputRing<M> A;
@@ -114,9 +114,9 @@ struct WaveLoader {
 #endif
   }
   __device__ __forceinline__ Waiter waiter() { return Waiter{patience, &wave_state<M>().dog, WaitSite{wave, nullptr}}; }
-  // The waits of a launch that is lost return at once: nothing more is copied.
+  // In a launch that is lost, waits return at once and nothing more is copied.
   __device__ __forceinline__ bool lost() const { return patience == POLLS_WHEN_LOST; }
-  // In line: with a function that consumers call, too, ptxas gives them no more registers than the loader has.
+  // Inlined: if consumers called the same function, ptxas would give them no more registers than the loader has.
   __device__ __forceinline__ void await_empty() {
     u32 left = patience;
     while (!__all_sync(~0u, Slot<false>::reached(&wave_state<M>().empty[R::FIRST + at.slot], at.use - 1, M::WARPS)))
@@ -131,7 +131,7 @@ struct WaveLoader {
     fence_empty_slot();
     return block_memory() + R::AT + at.slot * R::SLOT_BYTES;
   }
-  // This warp's arrival at the chunk; the first warp says how many bytes all copy, whether or not some have landed before.
+  // This warp's arrival at the chunk. The first warp says how many bytes all warps copy; some may have landed already.
   __device__ __forceinline__ void arrive(u32 bytes) {
     u64* full = &wave_state<M>().full[R::FIRST + at.slot];
     if (lane == 0 && !lost()) {
@@ -157,7 +157,7 @@ struct WaveLoader {
     fence_history();
     met = waves;
   }
-  // No copy may land in shared memory that the block has given up. Consumers have waited for every copy unless the launch is lost.
+  // No copy may land in shared memory after the block has ended. Consumers have waited for every copy unless the launch is lost.
   __device__ __forceinline__ void drain() {
     if (!lost()) return;
     const u64 end = global_ns() + 1000000;

@@ -1,5 +1,5 @@
-// rows: what a wave does to each row alone. Embeds the token, adds a branch to the residual, or takes the residual of a row of the chunk
-// before (TAKE); then the norm of the sum.
+// rows: the work of a wave on each row by itself. Embeds the token, adds a branch to the residual, or takes the residual of a row of the
+// preceding chunk (TAKE); then computes the norm of the sum.
 // With ROW_PARTS parts of the columns several blocks share a row. None has the whole norm then: each leaves the sum of its squares, and the
 // product divides by the norm (WaveMatMul).
 //
@@ -23,7 +23,7 @@ struct Candidate {
   float score;
   i32 id;
 };
-// By a warp: what a row of the step before decided.
+// By a warp: the token that a row decided in the previous step.
 template <class M>
 __device__ __forceinline__ int wave_decided(const WaveContext<M>& c, u32 row) {
   const Candidate* all = c.template work<Candidate>(M::CANDIDATES) + u64(row) * M::SMS;
@@ -36,7 +36,7 @@ __device__ __forceinline__ int wave_decided(const WaveContext<M>& c, u32 row) {
       argmax_take(score, id, __uint_as_float(v.x), int(v.y));
     }
   warp_argmax(score, id);
-  // Where no logit was a number there is no id, and the next step reads a row of the table all the same.
+  // If no logit was a number there is no id, but the next step reads a row of the table in any case.
   return min(id, M::VOCAB - 1);
 }
 
@@ -215,7 +215,7 @@ struct WaveRows {
       });
     if constexpr (G::OUT) {
       u8* out = c.template work<u8>(e.out);
-      // Where a lane has few columns its gains are on their way while warps add up.
+      // If a lane has few columns, its gains are loaded while warps add up.
       constexpr bool EARLY = CHUNKS <= 2 && M::STEPS && G::NORM != Norm::NONE;
       float w[EARLY ? CHUNKS : 1][8], b[EARLY ? CHUNKS : 1][8];
       if constexpr (EARLY) each([&](int i, int col) { load_gains<G::NORM>(c, e.norm_weight, e.norm_bias, col, w[i], b[i]); });

@@ -1,56 +1,56 @@
 //! Owns `Plan`: a kernel that computes wave by wave, long prompt chunks or steps of many rows.
 //!
-//! A step of a few rows is bound by the bytes of its weights, so its tasks wait for single words of each other and weights never
-//! stop. Of more rows, what counts is that an input which reached an SM is multiplied with many weights, and a weight with many rows. A
-//! *wave* is what one grid of the program does for all rows of a launch, or a part of that. All SMs meet between two waves.
+//! A step of a few rows is bound by the bytes of its weights. Its tasks therefore wait for single words of each other, and the stream of weights
+//! never stops. With more rows, each input that an SM has read must be multiplied with many weights, and each weight with many rows. A *wave*
+//! is the work of one grid of the program for all rows of a launch, or a part of that work. All SMs meet between two waves.
 //!
-//! A plan is made of the proven schedule of a kernel for rows. It computes the same program over the same pack, the same cache and the same
-//! pages. A plan of steps computes all of it. One of chunks ends with the last grid that appends to the cache. A *tail* is the rest of
-//! the program for a few rows of a chunk: a launch of its own that follows the chunk on its stream.
+//! A plan is derived from the proven schedule of a kernel for rows. It computes the same program with the same pack, cache and pages. A plan of
+//! steps computes the whole program. A plan of chunks ends with the last grid that appends to the cache. A *tail* computes the rest of the
+//! program for a few rows of a chunk, in a separate launch that follows the chunk on its stream.
 //!
 //! # What orders memory
 //!
-//! Waves are counted. After its last write of a wave an SM's warps pass a block barrier; then one thread adds one to the count
-//! (`red.release.gpu`). Who reads in wave `w` polls the count until it is `w` times the number of SMs (`ld.acquire.gpu`): one warp of the
-//! consumers, then a block barrier; and the loader, in each lane that copies, which then fences the asynchronous proxy. Each addition
-//! is a read-modify-write, so all of them are one release sequence, and the poll acquires what every SM released (PTX ISA 9, 8.8 and
-//! 8.9.4). So a wave sees everything that earlier waves of the launch wrote, by ordinary loads and by bulk copies alike. It waits for
-//! nothing else. The loader brings weights of later waves before that, and no wave writes those.
+//! Waves are counted. After the last write of an SM in a wave, its warps pass a block barrier; then one thread adds one to the count
+//! (`red.release.gpu`). A reader in wave `w` polls the count (`ld.acquire.gpu`) until it is `w` times the number of SMs. One warp of the
+//! consumers polls, and a block barrier follows. The loader polls, too, in each lane that copies, and then fences the asynchronous proxy. Each
+//! addition is a read-modify-write, so all of them are one release sequence, and the poll acquires what every SM released (PTX ISA 9, 8.8 and
+//! 8.9.4). A wave therefore sees everything that earlier waves of the launch wrote, by ordinary loads and by bulk copies. It waits for
+//! nothing else. The loader copies weights of later waves before that, because no wave writes weights.
 //!
-//! Within a wave nothing is ordered between SMs. [`prove`] therefore asks that a wave writes no buffer that it reads, apart from
-//! sums in place, and that the shares of its SMs are disjoint. The cache is both read and written by attention of a step: read at positions
-//! before the first row that its sequence has in the step, and written at those of its rows ([`crate::rows`] guards that rows of a sequence
-//! are at consecutive positions, and that no other sequence reads their pages). What it reads was therefore written by an earlier step, so
-//! the loader waits for the end of the same wave of the step before, and asks for history while earlier waves of its step run.
+//! Within a wave nothing is ordered between SMs. [`prove`] therefore demands that a wave writes no buffer that it reads, except
+//! sums in place, and that the shares of its SMs are disjoint. Attention of a step both reads and writes the cache. It reads positions before
+//! the first row of its sequence in the step, and writes the positions of its rows ([`crate::rows`] guards that rows of a sequence
+//! are at consecutive positions, and that no other sequence reads their pages). An earlier step therefore wrote everything that it reads. The
+//! loader waits only for the end of the same wave in the previous step, and copies history while earlier waves of its step run.
 //!
-//! A launch of several steps goes through its waves as often, and counts on. What a step decides lies in a buffer of activations like any
-//! other: its last wave writes it, and the first wave of the next step reads it.
+//! A launch of several steps runs its waves once for each step, and the count goes on. The tokens that a step decides are activations like any
+//! others: its last wave writes them, and the first wave of the next step reads them.
 //!
-//! A tail begins with the residual that the chunk left: its first wave takes that of its rows out of the arena of the chunk, where no wave of
-//! the tail writes. The chunk has ended, so everything that it wrote is visible. The residual there is what the program has after the last
-//! sum before the last append ([`prove_tail`] compares both): the rest of the program follows from it and from the cache. A tail therefore
-//! makes the keys and values of its rows in the last layer again, and appends them where the chunk did, from sums in another order. Attention
-//! of the tail reads earlier positions alone, and launches after it see what it wrote last.
+//! A tail begins with the residual that the chunk left: its first wave reads the residual of its rows from the arena of the chunk, where no wave
+//! of the tail writes. The chunk has ended, so everything that it wrote is visible. This residual is that of the program after the last
+//! sum before the last append ([`prove_tail`] compares the two); the rest of the program needs only it and the cache. A tail therefore
+//! computes the keys and values of its rows in the last layer again, from sums in another order, and appends them where the chunk did. Attention
+//! of the tail reads only earlier positions, and later launches see what the tail wrote.
 //!
 //! # Histories of many lengths
 //!
 //! A wave of attention of a step has shares of rows and heads. If one row has a long history and others have short ones, few SMs read it
 //! while the others wait. A plan made by [`derive_ragged`] cuts histories into KV splits ([`Splits`]) instead: at multiples of a number of
-//! positions, from the first tile on that the row sees. The device orders all splits of a step by the positions of the rows, and deals them
-//! out in turn. That is a partition for every table: split `n` is that of SM `n mod sms`. Each split leaves its largest scores, sums and
-//! values in a place of its own, row by split by head. The wave after it ([`Action::Merge`]) adds them up; a row with one split needs none.
+//! positions, beginning with the first tile that the row sees. The device orders all splits of a step by the positions of the rows, and deals
+//! them out in turn: SM `n mod sms` has split `n`. That is a partition for every table. Each split writes its largest scores, sums and
+//! values to its own place, by row, split and head. The next wave ([`Action::Merge`]) adds them up; a row with one split needs no merge.
 //!
-//! The bits of a row follow from its own position, but they are others than without splits. The deal and the second wave cost 4 to 16 % of a
-//! step of short histories (docs/perf-log.md, entry 29), so such a kernel stands beside one without splits. The host chooses for each launch
-//! ([`Ragged::gains`]), by the positions in its table.
+//! The bits of a row follow from its own position, but they differ from those without splits. The deal and the second wave cost 4 to 16 % of a
+//! step with short histories (docs/perf-log.md, entry 29), so there is also a kernel without splits. The host chooses one of them for each
+//! launch by the positions in its table ([`Ragged::gains`]).
 //!
 //! # In which order numbers are added up
 //!
 //! Sums of floating-point numbers depend on their order. Each wave of a plan declares its order ([`Sums`]), and [`prove`] compares that with
-//! its own. Of one row of a launch, nothing else that decides its bits differs between plans of steps for different numbers of rows: a row
-//! is a row of a tile of a tensor-core product, whose other rows do not matter. So plans of steps of one schedule with equal orders give a row
-//! the same bits, whatever other rows its launch has ([`prove_alike`]). Not shown here: that the compiler makes the same machine
-//! instructions of the same formula in two kernels. `bench --rows` compares bits on the device.
+//! its own. Nothing else that decides the bits of a row differs between plans of steps for different numbers of rows: a row is one row of a tile
+//! of a tensor-core product, whose other rows do not matter. Plans of steps of one schedule with equal orders therefore give a row
+//! the same bits, whatever other rows its launch has ([`prove_alike`]). One thing is not proven: that the compiler translates the same formula
+//! to the same machine instructions in two kernels. `bench --rows` compares bits on the device.
 
 mod derive;
 mod print;
@@ -75,27 +75,27 @@ define_id!(
     DivisionId, "d"
 );
 
-/// Rows of a chunk at most, unless asked for otherwise.
+/// Most rows of a chunk, unless asked for otherwise.
 pub const CHUNK_ROWS: u32 = 512;
-/// Rows of a chunk that are worth waves: fewer take as long, and kernels for rows read them as fast.
+/// Least rows of a chunk for which waves pay: fewer rows take as long, and kernels for rows read them as fast.
 pub const CHUNK_MIN: u32 = 64;
-/// Rows that a product of a chunk has at once.
+/// Rows that a product of a chunk multiplies at once.
 pub const CHUNK_BLOCK_ROWS: u32 = 128;
 /// Rows of a tail: a sequence has one row that decides.
 pub const TAIL_ROWS: u32 = 16;
-/// Rows of a step at most.
+/// Most rows of a step.
 pub const STEP_ROWS_MAX: u32 = 64;
-/// Rows of a step that are worth waves: of fewer, tasks that wait for single words are faster.
+/// Least rows of a step for which waves pay: with fewer, tasks that wait for single words are faster.
 pub const STEP_ROWS_MIN: u32 = 32;
 
-/// What a launch is.
+/// What a launch computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Form {
     /// A part of the prompt of one sequence: nothing is decided.
     Chunk,
-    /// Steps of rows of any sequences: each row goes on with what it decided.
+    /// Steps of rows of any sequences: each row continues with the token that it decided.
     Steps,
-    /// What a chunk leaves out, for a few of its rows: each decides a token.
+    /// The grids that a chunk leaves out, for a few of its rows: each decides a token.
     Tail,
 }
 
@@ -106,17 +106,17 @@ impl Form {
     }
 }
 
-/// Who multiplies.
+/// Which threads multiply together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Products {
     /// Each warp for itself (`mma.sync`): both operands are in registers.
     Warps,
-    /// Four warps together (`wgmma`): weights are in registers, the input is read from shared memory without a warp.
+    /// Four warps together (`wgmma`): weights are in registers, and the tensor cores read the input from shared memory.
     Warpgroups,
 }
 
 impl Products {
-    /// The units that a slot has room for, of a pass of `pass`: whole tiles of all warps.
+    /// Units for which a slot has room, for a pass of `pass` units: whole tiles of all warps.
     fn padded(self, pass: u32, warps: Warps) -> u32 {
         match self {
             Products::Warps => pass.next_multiple_of(warps.units),
@@ -128,27 +128,27 @@ impl Products {
 /// Units that a warp of a warpgroup has side by side: rows of a tile of 16.
 const WIDE_UNITS: u32 = 2;
 
-/// Registers of a lane that a product of warps has for sums, at most. Of codes whose scales are of groups the sums of a group come on top.
+/// Most registers of a lane for the sums of a product by warps. Codes with scales of groups need more, for the sums of a group.
 fn sums_max(grouped: bool) -> u32 {
     if grouped { 64 } else { 112 }
 }
 
-/// Tiles that a warpgroup has sums of, at most, where it multiplies so many rows. Sums of a group of codes take the place of a tile.
+/// Most tiles whose sums a warpgroup has, if it multiplies this many rows. Sums of a group of codes take the place of a tile.
 fn wide_tiles_max(rows: u32, grouped: bool) -> u32 {
     const LANE_SUMS: u32 = 128;
     (LANE_SUMS / (rows / 2).max(1)).saturating_sub(grouped.into())
 }
 
-/// Waves in order, and who does what in each.
+/// Waves in order, and the work of each SM in each.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Plan {
     pub form: Form,
-    /// Rows of a launch at most: whole blocks.
+    /// Most rows of a launch: whole blocks.
     pub rows: u32,
-    /// Rows that a matrix product has at once.
+    /// Rows that a matrix product multiplies at once.
     pub block_rows: u32,
     pub machine: Machine,
-    /// Activations, in an arena of their own.
+    /// Activations; they have their own arena.
     pub work: Vec<Work>,
     pub waves: Vec<Wave>,
     pub divisions: Vec<Division>,
@@ -210,7 +210,7 @@ pub enum Layout {
     Parts(u32),
     /// A score and an id of each row and block (a column), 8 bytes.
     Candidates,
-    /// What up to this many KV splits of each row leave, fp32: row by row, split by split.
+    /// The results of up to this many KV splits of each row, fp32: row by row, split by split.
     Splits(u32),
 }
 
@@ -239,14 +239,14 @@ pub struct Wave {
     pub sums: Sums,
 }
 
-/// The order in which a wave adds up what the bits of a row depend on. It names no row and no SM.
+/// The order in which a wave adds up everything on which the bits of a row depend. It names no row and no SM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Sums {
     /// Columns of a row in `parts` parts. All warps of a block add up a part.
     Row { parts: u32 },
     /// k in `parts` parts of `granules` granules each; of each part, groups of warps take granules in turn. Groups are added up first, then parts.
     Product { parts: u32, granules: u32, groups: u32 },
-    /// Heads alone: the lanes of one have all of it.
+    /// Sums within a head only, by the lanes that share it.
     Heads,
     /// Tiles of `tile` positions. Heads of a task and the scratch decide how many teams of warps take them in turn. Where histories are cut,
     /// each split of `split` positions is added up alone.
@@ -260,9 +260,9 @@ pub enum Sums {
 pub struct Splits {
     /// Positions of a split: whole tiles.
     pub positions: u32,
-    /// Splits of a row, at most.
+    /// Most splits of a row.
     pub most: u32,
-    /// What splits leave of each head: the largest score, the sum, and the values.
+    /// The results of splits for each head: the largest score, the sum, and the values.
     pub left: WorkId,
 }
 
@@ -280,15 +280,15 @@ pub struct NormOf {
 /// What a wave does. Attributes of matrices and of attention are those of the grid.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Action {
-    /// Each row alone: sets the residual or adds to it, and writes the input of the next product.
+    /// Each row by itself: sets the residual or adds to it, and writes the input of the next product.
     Rows { residual: WorkId, sum: Option<Sum>, out: Option<Input> },
     /// `y = x W^T`, then the epilogue. Either `out` or the residual is written.
     MatMul {
         x: WorkId,
-        /// Where `x` lacks the factor of its norm: sums of squares, from which it follows.
+        /// If `x` lacks the factor of its norm: the sums of squares from which the factor follows.
         squares: Option<WorkId>,
         target: Target,
-        /// Units that a block multiplies at once, at most.
+        /// Most units that a block multiplies at once.
         pass: u32,
         /// Granules of each unit in a chunk of weights.
         chunk: u32,
@@ -298,19 +298,19 @@ pub enum Action {
     Append { x: WorkId, queries: WorkId },
     /// Of a chunk: attention over the cache, in tiles of `tile` positions.
     Attend { queries: WorkId, out: WorkId, tile: u32 },
-    /// Of a step: both. Of the cache it reads positions of earlier steps alone; those of its own step are made from `x`, which may be sums of
+    /// Of a step: both. It reads only positions of earlier steps from the cache, and computes those of its own step from `x`, which may be sums of
     /// parts. With `splits` its tasks are KV splits, and the wave after it merges them.
     AttendRow { x: WorkId, out: WorkId, tile: u32, splits: Option<Splits> },
-    /// Of a step: adds up what the splits of each row left that has several.
+    /// Of a step: adds up the results of the splits of each row that has several.
     Merge { out: WorkId, splits: Splits },
 }
 
 /// What a matrix product writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Target {
-    /// The output, or sums of parts of k of it; of a product that adds to the residual, what it adds.
+    /// The output, or its sums of parts of k; for a product that adds to the residual, the addend.
     Out(WorkId),
-    /// In place: each element by the one share that has it.
+    /// In place: one share writes each element.
     Residual(WorkId),
     /// The best of the logits that a block computes of each row.
     Best(WorkId),
@@ -331,7 +331,7 @@ pub enum Sum {
     Embed { table: BufferId, scale: f32, candidates: Option<WorkId> },
     /// A branch is added, normalised or as it is. It may be sums of parts.
     Branch { branch: WorkId, norm: Option<NormOf>, scale: f32 },
-    /// It becomes that of a row of the chunk before, which is in another arena.
+    /// It becomes the residual of a row of the preceding chunk, which is in another arena.
     Taken,
 }
 
@@ -340,15 +340,15 @@ pub enum Sum {
 pub struct Input {
     pub to: WorkId,
     pub norm: Option<NormOf>,
-    /// `to` is the residual times the norm's weight. Its factor is left to the product: these are sums of squares of parts of each row.
+    /// `to` is the residual times the norm's weight, and the product multiplies by the norm's factor. These are the sums of squares of parts of a row.
     pub squares: Option<WorkId>,
 }
 
-/// Who does what, for each number of blocks of rows that a chunk may have.
+/// The work of each SM, for each number of blocks of rows that a chunk may have.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Division {
     pub over: Over,
-    /// Of each number of blocks, from one on, and of each SM.
+    /// For each number of blocks, from one on, and for each SM.
     pub shares: Vec<Vec<Vec<Share>>>,
 }
 
@@ -394,7 +394,7 @@ impl Plan {
         self.waves.iter().map(|wave| wave.sums).collect()
     }
 
-    /// Where the blocks of a step leave what they decided.
+    /// Where the blocks of a step write what they decided.
     pub fn candidates(&self) -> Option<WorkId> {
         self.waves.iter().find_map(|wave| match wave.action {
             Action::MatMul { target: Target::Best(candidates), .. } => Some(candidates),
@@ -416,7 +416,7 @@ impl Action {
         }
     }
 
-    /// What the wave reads of activations, then what it writes. A residual that is summed in place is both.
+    /// The activations that the wave reads, then those that it writes. A residual that is summed in place is in both.
     pub fn accesses(&self) -> (Vec<WorkId>, Vec<WorkId>) {
         match *self {
             Action::Rows { residual, sum, out } => {
