@@ -240,12 +240,6 @@ struct WaveContext {
   }
 };
 
-// The row of the page table that a row of the launch has.
-template <class M>
-__device__ __forceinline__ u32 wave_sequence(const WaveParams& p, u32 row) {
-  return M::STEPS ? __ldg(&p.rows[row].sequence) : 0;
-}
-
 // The input of a product, in the order in which it is read: 64 columns of all rows of a block lie side by side, 16 KiB of bf16 for 128 rows.
 // By warps: 16 rows by 32 columns are 1 KiB, of which a lane reads 16 bytes twice: columns 8 t to 8 t + 3 of the rows g and g + 8
 // (t = lane % 4, g = lane / 4), then the next four. A pair of columns of the one row, the same of the other, and so on: registers of an

@@ -383,18 +383,18 @@ struct WaveMatMul {
     constexpr bool TURNS = WHOLE && PART_GRANULES / STEP_GRANULES % TURN == 0;
     WaveChunk<InputRing<M>> x;
     WaveChunk<WeightRing<M>> w;
-    bool seen = wave_look(c, true, true);
+    bool seen = wave_look(c, c.inputs, c.weights, true, true);
 #pragma unroll 1
     for (int turn = 0; turn < steps; turn += TURN) {
 #pragma unroll
       for (int i = 0; i < TURN; i++) {
         const int step = turn + i;
         if (!TURNS && i > 0 && step >= steps) break;
-        wave_await(c, seen, i % X_STEPS == 0, i % W_STEPS == 0);
+        wave_await(c, c.inputs, c.weights, seen, i % X_STEPS == 0, i % W_STEPS == 0);
         if (i % X_STEPS == 0) x.take(c.inputs);
         if (i % W_STEPS == 0) w.take(c.weights);
         // The answer is there when the products of this step are under way.
-        seen = wave_look(c, (i + 1) % X_STEPS == 0, (i + 1) % W_STEPS == 0);
+        seen = wave_look(c, c.inputs, c.weights, (i + 1) % X_STEPS == 0, (i + 1) % W_STEPS == 0);
         const u8* input = x.at + i % X_STEPS * (STEP / 2) * X::BLOCK_BYTES;
         const u8* weights = w.at + i % W_STEPS * STEP_GRANULES * GRANULE;
         const int left = granules - step * STEP_GRANULES;

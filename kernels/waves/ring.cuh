@@ -13,45 +13,33 @@ __device__ __forceinline__ const u8* wave_take(WaveContext<M>& c, const RingCurs
     if (c.tid() == 0) c.starved_ns += u32(global_ns() - begun);
   return block_memory() + R::AT + at.slot * R::SLOT_BYTES;
 }
+// The same in three steps, for a loop that looks for its next chunks before it multiplies those that it has. `wave_look` says whether the chunks at
+// two cursors are there, for each ring that is asked for. `wave_await` waits if not all lanes have seen them. `WaveChunk::take` takes a chunk and
+// moves the cursor past it. A chunk that was seen stays until all warps have left it.
+template <class M, class A, class B>
+__device__ __forceinline__ bool wave_look(const WaveContext<M>&, const RingCursor<A>& a, const RingCursor<B>& b, bool first, bool second) {
+  u64* const full = wave_state<M>().full;
+  bool there = true;
+  if (first) there &= Slot<false>::peek(&full[A::FIRST + a.slot], a.use, A::FILLERS);
+  if (second) there &= Slot<false>::peek(&full[B::FIRST + b.slot], b.use, B::FILLERS);
+  return there;
+}
+template <class M, class A, class B>
+__device__ __forceinline__ void wave_await(WaveContext<M>& c, const RingCursor<A>& a, const RingCursor<B>& b, bool seen, bool first, bool second) {
+  if (!(first || second) || __all_sync(~0u, seen)) return;
+  const u64 begun = M::TRACE && c.tid() == 0 ? global_ns() : 0;
+  u64* const full = wave_state<M>().full;
+  if (first) await_slot_longer<false>(&full[A::FIRST + a.slot], a.use, A::FILLERS, c.waiter(), WaitKind::RING_FULL);
+  if (second) await_slot_longer<false>(&full[B::FIRST + b.slot], b.use, B::FILLERS, c.waiter(), WaitKind::RING_FULL);
+  if constexpr (M::TRACE)
+    if (c.tid() == 0) c.starved_ns += u32(global_ns() - begun);
+}
 // Waits for two chunks; one look is enough if both are there.
 template <class M, class A, class B>
 __device__ __forceinline__ void wave_take_pair(WaveContext<M>& c, const RingCursor<A>& a, const RingCursor<B>& b, const u8*& first, const u8*& second) {
-  const u64 begun = M::TRACE && c.tid() == 0 ? global_ns() : 0;
-  u64* const full = wave_state<M>().full;
-  const bool there = Slot<false>::peek(&full[A::FIRST + a.slot], a.use, A::FILLERS) & Slot<false>::peek(&full[B::FIRST + b.slot], b.use, B::FILLERS);
-  if (!__all_sync(~0u, there)) {
-    await_slot_longer<false>(&full[A::FIRST + a.slot], a.use, A::FILLERS, c.waiter(), WaitKind::RING_FULL);
-    await_slot_longer<false>(&full[B::FIRST + b.slot], b.use, B::FILLERS, c.waiter(), WaitKind::RING_FULL);
-  }
-  if constexpr (M::TRACE)
-    if (c.tid() == 0) c.starved_ns += u32(global_ns() - begun);
+  wave_await(c, a, b, wave_look(c, a, b, true, true), true, true);
   first = block_memory() + A::AT + a.slot * A::SLOT_BYTES;
   second = block_memory() + B::AT + b.slot * B::SLOT_BYTES;
-}
-// The same in three steps, for a loop that looks for its next chunks before it multiplies those that it has. `wave_look` says whether the chunks at
-// the cursors are there, for each ring that is asked for. `wave_await` waits if not all lanes have seen them. `WaveChunk::take` takes a chunk and
-// moves the cursor past it. A chunk that was seen stays until all warps have left it.
-template <class M>
-__device__ __forceinline__ bool wave_look(const WaveContext<M>& c, bool input, bool weights) {
-  typedef InputRing<M> A;
-  typedef WeightRing<M> B;
-  u64* const full = wave_state<M>().full;
-  bool there = true;
-  if (input) there &= Slot<false>::peek(&full[A::FIRST + c.inputs.slot], c.inputs.use, A::FILLERS);
-  if (weights) there &= Slot<false>::peek(&full[B::FIRST + c.weights.slot], c.weights.use, B::FILLERS);
-  return there;
-}
-template <class M>
-__device__ __forceinline__ void wave_await(WaveContext<M>& c, bool seen, bool input, bool weights) {
-  if (!(input || weights) || __all_sync(~0u, seen)) return;
-  typedef InputRing<M> A;
-  typedef WeightRing<M> B;
-  const u64 begun = M::TRACE && c.tid() == 0 ? global_ns() : 0;
-  u64* const full = wave_state<M>().full;
-  if (input) await_slot_longer<false>(&full[A::FIRST + c.inputs.slot], c.inputs.use, A::FILLERS, c.waiter(), WaitKind::RING_FULL);
-  if (weights) await_slot_longer<false>(&full[B::FIRST + c.weights.slot], c.weights.use, B::FILLERS, c.waiter(), WaitKind::RING_FULL);
-  if constexpr (M::TRACE)
-    if (c.tid() == 0) c.starved_ns += u32(global_ns() - begun);
 }
 template <class R>
 struct WaveChunk {

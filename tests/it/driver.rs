@@ -912,13 +912,7 @@ fn a_long_history_beside_a_short_one_is_cut() {
     while !engine.is_idle() {
         engine.turn(Duration::ZERO, &mut events).unwrap_or_else(|fault| panic!("{fault}"));
     }
-    for (request, expected) in &asked {
-        let decided = events.iter().filter_map(|event| match event {
-            Event::Token { id, decided } if id.request == *request => Some(decided.token),
-            _ => None,
-        });
-        assert_eq!(decided.collect::<Vec<_>>(), *expected, "{request:?}");
-    }
+    assert_decided(&asked, &events);
     let figures = engine.figures();
     assert!(is_short || figures.queued_ahead > 5, "{figures:?}");
 }
@@ -1265,6 +1259,18 @@ fn launches_are_queued_while_others_run() {
     assert!(figures.queued_ahead > 10, "{figures:?}");
 }
 
+/// Asserts that each request that was asked got exactly its tokens, in order.
+#[track_caller]
+fn assert_decided(asked: &BTreeMap<RequestId, Vec<u32>>, events: &[Event]) {
+    for (request, expected) in asked {
+        let decided = events.iter().filter_map(|event| match event {
+            Event::Token { id, decided } if id.request == *request => Some(decided.token),
+            _ => None,
+        });
+        assert_eq!(decided.collect::<Vec<_>>(), *expected, "{request:?}");
+    }
+}
+
 /// At most `running_max` requests at a time, some of which end at a token. Each gets the tokens that the fake decides for it alone.
 fn plain_requests_come_and_go(stepper: DeviceStepper, running_max: u32, prompt_max: usize) -> Figures {
     let vocab = stepper.bounds().vocab;
@@ -1294,13 +1300,7 @@ fn plain_requests_come_and_go(stepper: DeviceStepper, running_max: u32, prompt_m
         }
         engine.turn(Duration::ZERO, &mut events).unwrap_or_else(|fault| panic!("{fault}"));
     }
-    for (request, expected) in &asked {
-        let decided = events.iter().filter_map(|event| match event {
-            Event::Token { id, decided } if id.request == *request => Some(decided.token),
-            _ => None,
-        });
-        assert_eq!(decided.collect::<Vec<_>>(), *expected, "{request:?}");
-    }
+    assert_decided(&asked, &events);
     engine.figures()
 }
 

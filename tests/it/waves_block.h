@@ -133,14 +133,14 @@ static bool see(const RingCursor<R>& at) {
   ring.seen[current] = chunk + 1;
   return true;
 }
-template <class M>
-static bool wave_look(const WaveContext<M>& c, bool input, bool weights) {
-  const bool has_input = !input || see<InputRing<M>>(c.inputs), has_weights = !weights || see<WeightRing<M>>(c.weights);
-  return has_input && has_weights;
+template <class M, class A, class B>
+static bool wave_look(const WaveContext<M>&, const RingCursor<A>& a, const RingCursor<B>& b, bool first, bool second) {
+  const bool has_first = !first || see(a), has_second = !second || see(b);
+  return has_first && has_second;
 }
-template <class M>
-static void wave_await(WaveContext<M>& c, bool seen, bool input, bool weights) {
-  require(seen || wave_look(c, input, weights), "a chunk is awaited that the loader did not fill");
+template <class M, class A, class B>
+static void wave_await(WaveContext<M>& c, const RingCursor<A>& a, const RingCursor<B>& b, bool seen, bool first, bool second) {
+  require(seen || wave_look(c, a, b, first, second), "a chunk is awaited that the loader did not fill");
 }
 template <class R>
 struct WaveChunk {
