@@ -16,7 +16,7 @@ struct Watchdog {
   u64 deadline_ns;     // globaltimer value after which a wait gives up
 };
 
-enum class WaitKind : u32 { PACKET = 1, RING_FULL = 2, RING_EMPTY = 3, HISTORY = 4, WAVE = 5 };
+enum class WaitKind : u32 { PACKET = 1, RING_FULL = 2, RING_EMPTY = 3, HISTORY = 4, WAVE = 5, PEER = 6 };
 
 // Who waits. The entry is read only when a wait is given up; null: the loader waits.
 struct WaitSite {
@@ -299,6 +299,82 @@ __device__ __forceinline__ void await_waves(const u32* arrived, u32 wave, Waiter
       left = POLLS_BETWEEN_CHECKS;
     }
   }
+}
+
+// ---- pairs of blocks --------------------------------------------------------------------------------------------
+// The two blocks of a cluster store to each other's shared memory. Each store adds its bytes to a barrier of the receiver, as a release at
+// the scope of the cluster, so whoever has seen the phase end and fenced sees what was stored. The fences name shared memory alone, and wait for
+// nothing; those of older toolkits also make L1 forget what it has. The ISA does not say through which proxy `st.async` stores, so each
+// side has a fence of proxies, too.
+
+// Where the other block of the pair has what this one has at `p`.
+__device__ __forceinline__ u32 peer_address(const void* p) {
+  u32 at = 0;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{.reg .u32 r; mov.u32 r, %%cluster_ctarank; xor.b32 r, r, 1; mapa.shared::cluster.u32 %0, %1, r;}" : "=r"(at) : "r"(smem_address(p)));
+#endif
+  return at;
+}
+// Before the first store to memory that the other block has used, of which it said so.
+__device__ __forceinline__ void fence_before_sending() {
+#if ONE_SIDED_FENCES
+  asm volatile("fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster;" ::: "memory");
+#elif __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void send_to_peer(u32 to, float2 v, u32 barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to), "f"(v.x), "f"(v.y), "r"(barrier) : "memory");
+#endif
+}
+__device__ __forceinline__ bool peer_has_sent(u64* word, u32 use) {
+  u32 done = 0;
+#if ONE_SIDED_FENCES
+  asm volatile("{.reg .pred p; mbarrier.try_wait.parity.relaxed.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0,1,0,p;}"
+               : "=r"(done)
+               : "r"(smem_address(word)), "r"(use & 1u)
+               : "memory");
+#elif __CUDA_ARCH__ >= 900
+  asm volatile("{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0,1,0,p;}"
+               : "=r"(done)
+               : "r"(smem_address(word)), "r"(use & 1u)
+               : "memory");
+#endif
+  return done;
+}
+// By each lane, between its wait and its loads of what was sent.
+__device__ __forceinline__ void fence_sent() {
+#if ONE_SIDED_FENCES
+  asm volatile("fence.acquire.sync_restrict::shared::cluster.cluster;" ::: "memory");
+#endif
+}
+// By each lane, after those loads: the other block may store there again once it has heard that this one is that far.
+__device__ __forceinline__ void fence_received() {
+#if ONE_SIDED_FENCES
+  asm volatile("fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster;" ::: "memory");
+#elif __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+}
+// By all threads of both blocks.
+__device__ __forceinline__ void meet_peer() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+
+// Copies 16 bytes of global memory to shared memory without a register, past L1. A thread sees its own copies after `await_copies`, others
+// after a barrier.
+__device__ __forceinline__ void copy_ahead(void* to, const void* from) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(to)), "l"(from) : "memory");
+#endif
+}
+__device__ __forceinline__ void await_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
 }
 
 // ---- block ------------------------------------------------------------------------------------------------------

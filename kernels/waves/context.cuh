@@ -12,7 +12,7 @@ struct alignas(16) Wave {
   u32 x; // work arena: what it reads
   u32 out; // work arena: what it writes
   u32 residual; // work arena
-  u32 branch; // work arena: what is added to the residual; of attention what KV splits leave
+  union { u32 branch, square_parts; }; // work arena: what is added to the residual; of attention what KV splits leave; of a product parts of squares
   u32 weight; // matrix
   union { u32 norm_weight, q_norm; }; // norm weight of the output, or of q
   union { u32 norm_bias, k_norm; }; // norm bias of the output, or norm weight of k
@@ -20,7 +20,7 @@ struct alignas(16) Wave {
   u32 branch_weight; // norm of a branch before it is added
   u32 branch_bias; // its bias
   union { u32 k_cache, squares; }; // cache; or work arena: sums of squares of parts of rows, for a norm
-  u32 v_cache; // cache
+  union { u32 v_cache, squares_out; }; // cache; or work arena: sums of squares that a product leaves
   u32 next_division; // division of the wave after it; of the last one, of the first
   u32 row_scales; // of a matrix of codes
 };
@@ -87,6 +87,7 @@ struct WaveState {
   u32 positions[M::STEPS ? M::BLOCK_ROWS : 1], sequences[M::STEPS ? M::BLOCK_ROWS : 1];
   u32 leads[M::STEPS ? M::BLOCK_ROWS : 1]; // rows before it of the same sequence
   float factors[M::STEPS ? M::BLOCK_ROWS : 1]; // of the norm of a product's input
+  u64 paired; // bytes of sums that the other block of the pair sends
 };
 template <class M>
 __device__ __forceinline__ WaveState<M>& wave_state() {
@@ -197,10 +198,11 @@ struct WaveContext {
   u32 step, wave;
   u32 patience;
   u32 starved_ns; // traced builds: time of this wave before chunks that had not landed
+  u32 exchanges; // with the other block of the pair, so far
   int thread, warp_index;
 
   __device__ __forceinline__ explicit WaveContext(const WaveParams& p)
-      : p(p), inputs{0, 0}, weights{0, 0}, step(0), wave(0), patience(POLLS_BETWEEN_CHECKS), starved_ns(0), thread(int(threadIdx.x)), warp_index(int(uniform(threadIdx.x / 32))) {}
+      : p(p), inputs{0, 0}, weights{0, 0}, step(0), wave(0), patience(POLLS_BETWEEN_CHECKS), starved_ns(0), exchanges(0), thread(int(threadIdx.x)), warp_index(int(uniform(threadIdx.x / 32))) {}
   // At the start of every wave. The compiler must take the thread index for a new value; otherwise it keeps everything that ops derive from it in
   // registers throughout.
   __device__ __forceinline__ void begin_wave(u32 s, u32 i) {

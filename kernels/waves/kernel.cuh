@@ -50,6 +50,7 @@ __device__ __forceinline__ void run_waves(const WaveParams& p) {
       Slot<false>::init(&state.full[i], i < M::INPUT_SLOTS ? InputRing<M>::FILLERS : WeightRing<M>::FILLERS);
       Slot<false>::init(&state.empty[i], M::WARPS);
     }
+    if (M::PAIRS) Slot<false>::init(&state.paired, 1);
     state.dog = Watchdog{p.report, p.abort, global_ns() + p.timeout_ns};
     state.next_division = __ldg(&p.waves[0].division);
 #if __CUDA_ARCH__ >= 900
@@ -59,6 +60,8 @@ __device__ __forceinline__ void run_waves(const WaveParams& p) {
   if constexpr (M::STEPS)
     if (threadIdx.x < p.row_count) place_row<M>(p, threadIdx.x);
   __syncthreads();
+  // No block writes to one that is not there yet, or has gone.
+  if (M::PAIRS) meet_peer();
   // At launch all threads have the same number of registers. Consumers need more than the loader.
   const u32 warp = uniform(threadIdx.x / 32);
   if (warp >= u32(M::WARPS)) {
@@ -76,4 +79,5 @@ __device__ __forceinline__ void run_waves(const WaveParams& p) {
 #endif
     consume_waves<M, D>(p);
   }
+  if (M::PAIRS) meet_peer();
 }

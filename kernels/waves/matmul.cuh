@@ -263,8 +263,8 @@ struct WaveMatMul {
     float score[ROW_TILES][2];
     int id[ROW_TILES][2];
   };
-  // Columns 2 t and 2 t + 1 of a unit, of one row. By all lanes: the noise of a logit is a call, which some lanes of a warp must not make alone.
-  static __device__ __forceinline__ void finish(const WaveContext<M>& c, const Wave& e, u32 part, u32 unit, int row, int t, float2 y, float& best, int& best_id) {
+  // Sums of columns 2 t and 2 t + 1 of a unit, of one row, with everything that belongs to the product. By whole warps.
+  static __device__ __forceinline__ float2 settled(const WaveContext<M>& c, const Wave& e, u32 part, u32 unit, int row, int t, float2 y) {
     // The parts of k of a row lie in lanes side by side.
     if constexpr (K_PARTS == 4) {
       y.x += __shfl_xor_sync(~0u, y.x, 1), y.y += __shfl_xor_sync(~0u, y.y, 1);
@@ -273,7 +273,7 @@ struct WaveMatMul {
       y.x += __shfl_xor_sync(~0u, y.x, 2), y.y += __shfl_xor_sync(~0u, y.y, 2);
     }
     constexpr int PAIRS = G::UNIT_ROWS / 2;
-    if constexpr (G::NORM_PARTS > 0) {
+    if constexpr (G::FACTOR) {
       const float factor = wave_state<M>().factors[row];
       y.x *= factor, y.y *= factor;
     }
@@ -287,6 +287,12 @@ struct WaveMatMul {
         const float2 b = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.bias) + unit * G::UNIT_ROWS + t * 2));
         y.x += b.x, y.y += b.y;
       }
+    return y;
+  }
+  // Columns 2 t and 2 t + 1 of a unit, of one row. By all lanes: the noise of a logit is a call, which some lanes of a warp must not make alone.
+  static __device__ __forceinline__ void finish(const WaveContext<M>& c, const Wave& e, u32 part, u32 unit, int row, int t, float2 y, float& best, int& best_id) {
+    y = settled(c, e, part, unit, row, t, y);
+    constexpr int PAIRS = G::UNIT_ROWS / 2;
     const bool exists = u32(row) < c.p.row_count;
     if constexpr (G::EPILOGUE == Epilogue::GATED) {
       const float2 up = make_float2(__shfl_xor_sync(~0u, y.x, 2), __shfl_xor_sync(~0u, y.y, 2));
@@ -374,8 +380,10 @@ struct WaveMatMul {
   }
 
   template <int N>
-  static __device__ __forceinline__ void pass(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here, Best& best) {
+  static __device__ __forceinline__ void pass(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here, Best& best, bool is_first) {
     const Warp at(c);
+    PairEnds<N> ends;
+    if constexpr (G::PAIRED) ends.ask(c, e, passes.part, first, here, at);
     float d[ROW_TILES][N][4] = {};
     const int granules = int(passes.granules), steps = ceil_div(granules, STEP_GRANULES);
     // A turn is the steps until a chunk begins in both rings. Each step of a turn has its own code: a branch costs as much time as several products.
@@ -406,8 +414,8 @@ struct WaveMatMul {
         wave_leave(c, x, w, last || i % X_STEPS == X_STEPS - 1, last || i % W_STEPS == W_STEPS - 1);
       }
     }
-    // Factors are there. Where groups of k meet they are, too.
-    if (G::NORM_PARTS > 0 && K_GROUPS == 1) c.barrier();
+    if (G::FACTOR && is_first) take_factors(c, e);
+    if constexpr (G::PAIRED) return end_pair<N>(c, e, passes.part, first, here, at, d, ends);
     const int g = at.lane / 4, t = at.lane % 4;
     const auto done = [&](int m, int i, const float4& v) {
       const u32 unit = u32(i * UNIT_GROUPS + at.units_at);
@@ -458,6 +466,135 @@ struct WaveMatMul {
         }
       }
     }
+  }
+  // The end of a PAIRED product. The blocks of a pair have the two parts of k of the same units, and each ends eight rows of every 16: with its own
+  // sums, and those that the other one sends. Groups of k add up in the block first.
+  static constexpr int PAIR_ROWS = M::BLOCK_ROWS / 2;
+  static constexpr int INBOX_BYTES = MOST * UNIT_GROUPS * PAIR_ROWS * 32, SQUARES_BYTES = MOST * UNIT_GROUPS * PAIR_ROWS * 4;
+  static constexpr int PAIR_ROOM = (M::SCRATCH_BYTES - INBOX_BYTES - SQUARES_BYTES) / (M::WARPS * ROW_TILES * 512); // units of a warp at once
+  // The tiles that a warp ends: which units and rows they are, and what is added to there.
+  template <int N>
+  struct PairEnds {
+    static constexpr int ROUND_UNITS = PAIR_ROOM < 1 ? 1 : PAIR_ROOM < N ? PAIR_ROOM : N, TILES = ROW_TILES * ROUND_UNITS, ROUNDS = ceil_div(N, ROUND_UNITS), OWN = ceil_div(TILES, K_GROUPS);
+    float2 old[ROUNDS][OWN], gain[ROUNDS][OWN];
+    struct Tile {
+      int i, m, row, col;
+      u32 unit;
+      bool ends, exists;
+    };
+    static __device__ __forceinline__ Tile tile(const WaveContext<M>& c, u32 part, u32 first, u32 here, const Warp& at, int round, int own) {
+      Tile to;
+      const int n = own * K_GROUPS + at.k_at;
+      to.i = round * ROUND_UNITS + n / ROW_TILES;
+      to.m = n % ROW_TILES;
+      to.unit = u32(to.i * UNIT_GROUPS + at.units_at);
+      to.ends = n < TILES && to.i < N && to.unit < here;
+      to.row = (at.tiles_at + to.m) * 16 + int(part) * 8 + at.lane / 4;
+      to.col = int(first + to.unit) * G::UNIT_ROWS + at.lane % 4 * 2;
+      to.exists = to.ends && at.lane % 4 < G::UNIT_ROWS / 2 && to.col < G::ROWS && u32(to.row) < c.p.row_count;
+      return to;
+    }
+    // On its way while warps multiply.
+    __device__ __forceinline__ void ask(const WaveContext<M>& c, const Wave& e, u32 part, u32 first, u32 here, const Warp& at) {
+#pragma unroll
+      for (int r = 0; r < ROUNDS; r++)
+#pragma unroll
+        for (int n = 0; n < OWN; n++) {
+          const Tile to = tile(c, part, first, here, at, r, n);
+          old[r][n] = make_float2(0.f, 0.f);
+          gain[r][n] = make_float2(1.f, 1.f);
+          if (!to.exists) continue;
+          old[r][n] = *reinterpret_cast<const float2*>(c.template work<float>(e.residual) + u64(to.row) * G::ROWS + to.col);
+          if (G::OUT && e.norm_weight != ~0u) gain[r][n] = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.norm_weight) + to.col));
+        }
+    }
+  };
+  template <int N>
+  static __device__ __forceinline__ void end_pair(WaveContext<M>& c, const Wave& e, u32 part, u32 first, u32 here, const Warp& at, const float (&d)[ROW_TILES][N][4],
+                                                  const PairEnds<N>& ends) {
+    typedef PairEnds<N> E;
+    static_assert(PAIR_ROOM > 0, "a tile of each warp");
+    u8* const scratch = reinterpret_cast<u8*>(wave_scratch<M>());
+    float2* const inbox = reinterpret_cast<float2*>(scratch + M::SCRATCH_BYTES - INBOX_BYTES - SQUARES_BYTES);
+    float* const squares = reinterpret_cast<float*>(scratch + M::SCRATCH_BYTES - SQUARES_BYTES);
+    u64* const paired = &wave_state<M>().paired;
+    const int group = at.tiles_at / ROW_TILES * UNIT_GROUPS + at.units_at, g = at.lane / 4, t = at.lane % 4;
+    const u32 inbox_of_peer = peer_address(inbox), paired_of_peer = peer_address(paired);
+    float4* const met = reinterpret_cast<float4*>(scratch) + group * (E::TILES * K_GROUPS * 32) + at.lane;
+    const auto place = [&](const typename E::Tile& to) { return ((group * N + to.i) * ROW_TILES + to.m) * 32 + at.lane; };
+    if (c.tid() == 0) expect_bytes(paired, here * (PAIR_ROWS * 32));
+    fence_before_sending();
+    float2 own[E::ROUNDS][E::OWN];
+#pragma unroll
+    for (int r = 0; r < E::ROUNDS; r++) {
+      c.barrier();
+#pragma unroll
+      for (int i = r * E::ROUND_UNITS; i < (r + 1) * E::ROUND_UNITS && i < N; i++)
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; m++)
+          met[(((i - r * E::ROUND_UNITS) * ROW_TILES + m) * K_GROUPS + at.k_at) * 32] = make_float4(d[m][i][0], d[m][i][1], d[m][i][2], d[m][i][3]);
+      c.barrier();
+#pragma unroll
+      for (int n = 0; n < E::OWN; n++) {
+        const typename E::Tile to = E::tile(c, part, first, here, at, r, n);
+        if (!to.ends) continue;
+        float4 sum = met[(n * K_GROUPS + at.k_at) * K_GROUPS * 32];
+#pragma unroll
+        for (int k = 1; k < K_GROUPS; k++) {
+          const float4 v = met[((n * K_GROUPS + at.k_at) * K_GROUPS + k) * 32];
+          sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+        }
+        const float2 low = make_float2(sum.x, sum.y), high = make_float2(sum.z, sum.w);
+        own[r][n] = part == 0 ? low : high;
+        send_to_peer(inbox_of_peer + place(to) * 8, part == 0 ? high : low, paired_of_peer);
+      }
+    }
+    await_peer(c);
+#pragma unroll
+    for (int r = 0; r < E::ROUNDS; r++)
+#pragma unroll
+      for (int n = 0; n < E::OWN; n++) {
+        const typename E::Tile to = E::tile(c, part, first, here, at, r, n);
+        if (!to.ends) continue;
+        const float2 sent = inbox[place(to)];
+        const float2 y = settled(c, e, 0, first + to.unit, to.row, t, make_float2(own[r][n].x + sent.x, own[r][n].y + sent.y));
+        const float2 x = make_float2(ends.old[r][n].x + G::SCALE * y.x, ends.old[r][n].y + G::SCALE * y.y);
+        if (to.exists) {
+          *reinterpret_cast<float2*>(c.template work<float>(e.residual) + u64(to.row) * G::ROWS + to.col) = x;
+          if constexpr (G::OUT) put<G::ROWS>(c, e, to.row, to.col, x.x * ends.gain[r][n].x, x.y * ends.gain[r][n].y);
+        }
+        if constexpr (G::OUT) {
+          float square = to.exists ? x.x * x.x + x.y * x.y : 0.f;
+          square += __shfl_xor_sync(~0u, square, 1);
+          square += __shfl_xor_sync(~0u, square, 2);
+          if (t == 0) squares[to.unit * PAIR_ROWS + (at.tiles_at + to.m) * 8 + g] = square;
+        }
+      }
+    fence_received();
+    if constexpr (G::OUT) {
+      c.barrier();
+      leave_squares(c, e, squares, here);
+    }
+  }
+  // The squares of what this block has added to, of each of its rows.
+  static __device__ __forceinline__ void leave_squares(WaveContext<M>& c, const Wave& e, const float* of, u32 units) {
+    if constexpr (G::OUT)
+      if (c.tid() < PAIR_ROWS) {
+        float sum = 0.f;
+        for (u32 unit = 0; unit < units; unit++) sum += of[unit * PAIR_ROWS + c.tid()];
+        const u32 row = c.tid() / 8 * 16 + blockIdx.x % 2 * 8 + c.tid() % 8;
+        c.template work<float>(e.squares_out)[blockIdx.x / 2 * M::BLOCK_ROWS + row] = sum;
+      }
+  }
+  static __device__ __forceinline__ void await_peer(WaveContext<M>& c) {
+    u32 left = c.patience;
+    while (!__all_sync(~0u, peer_has_sent(&wave_state<M>().paired, c.exchanges)))
+      if (--left == 0) {
+        if (give_up(c.waiter(), false, WaitKind::PEER, c.exchanges, M::WARPS)) break;
+        left = POLLS_BETWEEN_CHECKS;
+      }
+    c.exchanges++;
+    fence_sent();
   }
   // Words of a span of a granule of the two units that a warp has of a tile.
   static __device__ __forceinline__ void load_tile(const u8* w, int span, int tile, bool exists, const Warp& at, uint4 (&a)[2]) {
@@ -601,17 +738,17 @@ struct WaveMatMul {
   }
   // Of a chunk, fewer units have code of their own: what is not there costs as much as what is. Steps are rather bound by how soon
   // their instructions arrive.
-  static __device__ __forceinline__ void run_warps(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here, Best& best) {
+  static __device__ __forceinline__ void run_warps(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here, Best& best, bool is_first) {
     if (M::STEPS)
-      pass<MOST>(c, e, share, passes, first, here, best);
+      pass<MOST>(c, e, share, passes, first, here, best, is_first);
     else if (here <= UNIT_GROUPS)
-      pass<1>(c, e, share, passes, first, here, best);
+      pass<1>(c, e, share, passes, first, here, best, is_first);
     else if (here <= 2 * UNIT_GROUPS)
-      pass<MOST < 2 ? MOST : 2>(c, e, share, passes, first, here, best);
+      pass<MOST < 2 ? MOST : 2>(c, e, share, passes, first, here, best, is_first);
     else if (here <= 4 * UNIT_GROUPS)
-      pass<MOST < 4 ? MOST : 4>(c, e, share, passes, first, here, best);
+      pass<MOST < 4 ? MOST : 4>(c, e, share, passes, first, here, best, is_first);
     else
-      pass<MOST>(c, e, share, passes, first, here, best);
+      pass<MOST>(c, e, share, passes, first, here, best, is_first);
   }
   // By warps that have no unit of a pass: chunks are theirs to leave, too.
   static __device__ __forceinline__ void pass_idle(WaveContext<M>& c, const Passes& passes) {
@@ -639,18 +776,39 @@ struct WaveMatMul {
     else
       pass_wide<N>(c, e, share, passes, first, here);
   }
+  // Factors of the norm of the input: sums of squares arrive in scratch while warps multiply. [part][row]
+  static __device__ __forceinline__ void ask_squares(const WaveContext<M>& c, const Wave& e) {
+    static_assert(M::STEPS && M::BLOCK_ROWS % M::WARPS == 0 && M::BLOCK_ROWS <= 32 * M::WARPS, "a warp has the factors of some rows, a block of all");
+    static_assert(M::SQUARE_PARTS * M::BLOCK_ROWS * 4 <= M::SCRATCH_BYTES, "all parts are in scratch");
+    u8* to = reinterpret_cast<u8*>(wave_scratch<M>());
+    const u8* from = c.template work<u8>(e.squares);
+    constexpr int MOST = ceil_div(M::SQUARE_PARTS * M::BLOCK_ROWS / 4, M::WARPS * 32);
+#pragma unroll
+    for (int i = 0; i < MOST; i++) {
+      const u32 at = u32(i * M::WARPS * 32 + c.tid());
+      if (at < e.square_parts * (M::BLOCK_ROWS / 4)) copy_ahead(to + at * 16, from + at * 16);
+    }
+  }
+  static __device__ __forceinline__ void take_factors(const WaveContext<M>& c, const Wave& e) {
+    await_copies();
+    c.barrier();
+    constexpr int ROWS = M::BLOCK_ROWS / M::WARPS, GROUPS = 32 / ROWS, MOST = ceil_div(M::SQUARE_PARTS, GROUPS);
+    const int row = c.warp() * ROWS + c.lane() % ROWS;
+    const float* of = wave_scratch<M>() + row;
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < MOST; i++) {
+      const u32 part = u32(i * GROUPS + c.lane() / ROWS);
+      if (part < e.square_parts) sum += of[part * M::BLOCK_ROWS];
+    }
+#pragma unroll
+    for (int o = ROWS; o < 32; o <<= 1) sum += __shfl_xor_sync(~0u, sum, o);
+    if (c.lane() < ROWS) wave_state<M>().factors[row] = rsqrtf(sum * (1.f / G::K) + G::NORM_EPS);
+    c.barrier();
+  }
   static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
     const HeldShares<M> shares(c.p);
-    if constexpr (G::NORM_PARTS > 0) {
-      static_assert(M::STEPS, "a block has the factors of all rows");
-      if (c.tid() < M::BLOCK_ROWS) {
-        const float* of = c.template work<float>(e.squares) + c.tid() * G::NORM_PARTS;
-        float sum = 0.f;
-#pragma unroll
-        for (int i = 0; i < G::NORM_PARTS; i++) sum += of[i];
-        wave_state<M>().factors[c.tid()] = rsqrtf(sum * (1.f / G::K) + G::NORM_EPS);
-      }
-    }
+    if (G::FACTOR && shares.count > 0) ask_squares(c, e);
     Best best;
     if constexpr (G::EPILOGUE == Epilogue::LOGITS)
 #pragma unroll
@@ -667,9 +825,11 @@ struct WaveMatMul {
         if constexpr (WIDE)
           run_wide(c, e, share, passes, first, here);
         else
-          run_warps(c, e, share, passes, first, here, best);
+          run_warps(c, e, share, passes, first, here, best, s == 0 && i == 0);
       }
     }
     if constexpr (G::EPILOGUE == Epilogue::LOGITS) tell_best(c, e, Warp(c), best);
+    if constexpr (G::PAIRED)
+      if (shares.count == 0) leave_squares(c, e, nullptr, 0);
   }
 };

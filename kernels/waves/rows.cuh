@@ -7,7 +7,7 @@
 // residual (rows, HIDDEN)  fp32, in place
 // branch   (rows, HIDDEN)  residual += BRANCH_SCALE * norm(branch): bf16 row by row, or BRANCH_PARTS sums of fp32, (BRANCH_PARTS, rows, HIDDEN)
 // out      (rows, HIDDEN)  bf16, as products read it: normalised, or of parts times the norm's weight alone
-// squares  (rows, ROW_PARTS)  fp32, of parts
+// squares  (ROW_PARTS, rows)  fp32, of parts
 //
 // owner    of a part of a row: one warp, or several where one would lack registers. Of a step there are fewer rows than blocks: all warps
 // assumes  HIDDEN is whole pieces of 8 columns
@@ -229,7 +229,7 @@ struct WaveRows {
 #pragma unroll
           for (int k = 0; k < 8; k++) squares += x[i][k] * x[i][k];
         squares = row_sum(c, round, 3, squares);
-        if (live && c.tid() % STRIDE_LANES == 0) c.template work<float>(e.squares)[row * PARTS + part] = squares;
+        if (live && c.tid() % STRIDE_LANES == 0) c.template work<float>(e.squares)[part * M::BLOCK_ROWS + row] = squares;
       }
       each([&](int i, int col) {
         if (!live) return;

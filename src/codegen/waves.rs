@@ -37,8 +37,8 @@ kernel_struct! {
         out: u32,
         /// work arena
         residual: u32,
-        /// work arena: what is added to the residual; of attention what KV splits leave
-        branch: u32,
+        /// work arena: what is added to the residual; of attention what KV splits leave; of a product parts of squares
+        branch: u32 as [branch, square_parts],
         /// matrix
         weight: u32,
         /// norm weight of the output, or of q
@@ -53,8 +53,8 @@ kernel_struct! {
         branch_bias: u32,
         /// cache; or work arena: sums of squares of parts of rows, for a norm
         k_cache: u32 as [k_cache, squares],
-        /// cache
-        v_cache: u32,
+        /// cache; or work arena: sums of squares that a product leaves
+        v_cache: u32 as [v_cache, squares_out],
         /// division of the wave after it; of the last one, of the first
         next_division: u32,
         /// of a matrix of codes
@@ -196,24 +196,26 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
             let over = plan.divisions[wave.division.index()].over;
             ("WaveRows", rows_members(&schedule.program, plan, over, *residual, sum.as_ref(), out.as_ref()))
         }
-        (Action::MatMul { squares, target, pass, chunk, warps, .. }, Op::MatVec(m)) => {
-            let norm_parts = squares.map_or(0, |id| plan.work[id.index()].cols);
+        (Action::MatMul { squares, target, then, pass, chunk, warps, .. }, Op::MatVec(m)) => {
+            let factor = squares.is_some();
             let norm_eps = m.norm.filter(|_| squares.is_some()).map_or(0.0, |norm| norm.eps);
             let plain = match target {
                 Written::Out(out) => plan.work[out.index()].layout != Layout::Operand,
-                Written::Residual(_) | Written::Best(_) => true,
+                Written::Residual(_) => then.is_none(),
+                Written::Best(_) => true,
             };
             let splits = match plan.divisions[wave.division.index()].over {
                 Over::Units { parts, .. } => parts,
                 _ => unreachable!("prove: products are divided over units"),
             };
+            let paired = splits > 1 && matches!(target, Written::Residual(_));
             let softcap = match m.epilogue {
                 Epilogue::Logits { softcap, .. } => softcap.unwrap_or(0.0),
                 _ => 0.0,
             };
             let members = format!(
                 "int ROWS = {}\nint K = {}\nint UNIT_ROWS = {}\nint PASS = {pass}\nint CHUNK = {chunk}\nint SPLITS = {splits}\n\
-                 int ROW_GROUPS = {}\nint UNIT_GROUPS = {}\nint K_GROUPS = {}\n{}float SOFTCAP = {}\nbool BIAS = {}\nbool PLAIN = {plain}\nint NORM_PARTS = {norm_parts}\nfloat NORM_EPS = {}\n",
+                 int ROW_GROUPS = {}\nint UNIT_GROUPS = {}\nint K_GROUPS = {}\n{}float SOFTCAP = {}\nbool BIAS = {}\nbool PLAIN = {plain}\nbool PAIRED = {paired}\nbool OUT = {}\nbool FACTOR = {factor}\nfloat NORM_EPS = {}\n",
                 m.rows,
                 m.k,
                 m.unit_rows,
@@ -223,6 +225,7 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
                 epilogue_members(m.epilogue),
                 Float(softcap),
                 grid.operand(Role::Bias).is_some(),
+                then.is_some(),
                 Float(norm_eps),
             );
             ("WaveMatMul", members + &coding_members(schedule.program.format_of(grid), m.k))
@@ -322,6 +325,8 @@ fn machine_members(proven: &Proven<'_>, trace: Trace) -> Vec<String> {
         format!("int LOADER_REGISTERS = {}", m.loader_registers),
         format!("bool STEPS = {}", plan.form.decides()),
         format!("bool WARPGROUPS = {}", m.products == Products::Warpgroups),
+        format!("bool PAIRS = {}", m.pairs),
+        format!("int SQUARE_PARTS = {}", square_parts(plan)),
         format!("int BLOCK_ROWS = {}", plan.block_rows),
         format!("int WEIGHT_SLOTS = {}", m.weights.slots),
         format!("int WEIGHT_BYTES = {}", m.weights.slot_bytes),
@@ -346,6 +351,15 @@ fn machine_members(proven: &Proven<'_>, trace: Trace) -> Vec<String> {
         "Dot DOT = Dot::MMA".to_string(),
         format!("bool TRACE = {}", trace == Trace::On),
     ]
+}
+
+/// Most sums of squares of a row that a product adds up.
+fn square_parts(plan: &Plan) -> u32 {
+    let parts = |wave: &PlanWave| match wave.action {
+        Action::MatMul { squares: Some(squares), .. } => parts_of(plan, squares),
+        _ => 0,
+    };
+    plan.waves.iter().map(parts).max().unwrap_or(0)
 }
 
 /// Prints the kernel of a proven plan.
@@ -509,10 +523,10 @@ fn entry(proven: &Proven<'_>, matrices: &[Option<Matrix>], wave: &PlanWave, clas
                 ..none
             }
         }
-        Action::MatMul { x, squares, target, .. } => {
+        Action::MatMul { x, squares, target, then, .. } => {
             let (out, residual) = match target {
                 Written::Out(out) | Written::Best(out) => (work(out), NONE),
-                Written::Residual(residual) => (NONE, work(residual)),
+                Written::Residual(residual) => (then.map_or(NONE, |then| work(then.to)), work(residual)),
             };
             let row_scales = row_scales(schedule, matrices, grid).unwrap_or(NONE);
             Wave {
@@ -522,7 +536,10 @@ fn entry(proven: &Proven<'_>, matrices: &[Option<Matrix>], wave: &PlanWave, clas
                 weight: of(Role::Weight),
                 row_scales,
                 table: of(Role::Bias),
+                norm_weight: vector(then.and_then(|then| then.norm).and_then(|of| of.weight)),
+                branch: squares.map_or(NONE, |squares| parts_of(plan, squares)),
                 k_cache: squares.map_or(NONE, work),
+                v_cache: then.and_then(|then| then.squares).map_or(NONE, work),
                 ..none
             }
         }

@@ -199,6 +199,7 @@ impl Watched {
                 3 => StuckOn::RingEmpty,
                 4 => StuckOn::History,
                 5 => StuckOn::Wave,
+                6 => StuckOn::Peer,
                 other => StuckOn::Unknown(other),
             },
             grid: None,

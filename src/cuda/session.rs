@@ -43,6 +43,8 @@ pub enum StuckOn {
     History,
     /// The other SMs' end of the wave before.
     Wave,
+    /// The sums of the other block of a pair.
+    Peer,
     Unknown(u32),
 }
 
@@ -51,7 +53,7 @@ impl fmt::Display for Stuck {
         write!(f, "{}: step {}: ", self.sm, self.step)?;
         match (self.task, self.kind) {
             (Some(task), _) => write!(f, "{task}")?,
-            (None, StuckOn::Wave) => f.write_str("a wave")?,
+            (None, StuckOn::Wave | StuckOn::Peer) => f.write_str("a wave")?,
             (None, _) => f.write_str("the loader")?,
         }
         if let Some(grid) = &self.grid {
@@ -67,6 +69,7 @@ impl fmt::Display for Stuck {
             StuckOn::RingEmpty => f.write_str("a free ring slot")?,
             StuckOn::History => f.write_str("the step's cache to be acquired")?,
             StuckOn::Wave => f.write_str("all SMs to end the wave before")?,
+            StuckOn::Peer => f.write_str("the sums of the other block of its pair")?,
             StuckOn::Unknown(kind) => write!(f, "something of kind {kind}")?,
         }
         write!(f, ": expected {}, saw {}", self.expected, self.observed)

@@ -89,7 +89,7 @@ impl Loaded {
             grid: m.sms,
             block: (m.warps + m.loader_warps) * 32,
             smem_dynamic_bytes: plan.smem_bytes(),
-            cluster: 1,
+            cluster: if plan.machine.pairs { 2 } else { 1 },
         };
         let registers = 32 * (m.warps * m.registers + m.loader_warps * m.loader_registers);
         let watched = Watched::load_on(device, stream, cubin, ENTRY_POINT, launch, registers)?;

@@ -154,6 +154,7 @@ fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, aske
         sms: spec.sm_count,
         warps: WARPS,
         products: products(program, target, form),
+        pairs: false,
         loader_warps: LOADER_WARPS,
         registers: REGISTERS,
         loader_registers: LOADER_REGISTERS,
@@ -173,6 +174,7 @@ fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, aske
         inputs: BTreeMap::new(),
         residual: None,
         published: None,
+        cluster_max: spec.cluster_max,
     };
     let last = program.last_append();
     let first = if form == Form::Tail { b.take_residual()? } else { 0 };
@@ -307,7 +309,15 @@ impl Matrix {
 
     /// How a block of `rows` rows of a step multiplies `longest` units or fewer, by the bytes that warps read of shared memory. `groups`:
     /// of k, if their number is not free.
-    fn step_shape(&self, rows: u32, longest: u32, parts: u32, inputs: Ring, groups: Option<u32>) -> Option<Shape> {
+    fn step_shape(
+        &self,
+        rows: u32,
+        longest: u32,
+        parts: u32,
+        inputs: Ring,
+        groups: Option<u32>,
+        paired: bool,
+    ) -> Option<Shape> {
         let (tiles, input_spans) = (rows / 16, inputs.slot_bytes / (rows * 64));
         let part = self.part(parts);
         let mut best: Option<(u32, Shape)> = None;
@@ -334,7 +344,8 @@ impl Matrix {
                 chunk *= 2;
             }
             let step_granules = (chunk * self.granule_spans).min(input_spans) / self.granule_spans;
-            let fits = WARPS * tiles / by_rows * 512 <= STEP_SCRATCH_BYTES;
+            let sent = if paired { padded * pair_bytes(rows) } else { 0 };
+            let fits = WARPS * tiles / by_rows * 512 + sent <= STEP_SCRATCH_BYTES && !(paired && pass < longest);
             if step_granules == 0 || !step_granules.is_multiple_of(warps.k) || !fits || !input_spans.is_multiple_of(2) {
                 continue;
             }
@@ -354,6 +365,11 @@ impl Matrix {
     }
 }
 
+/// Bytes of scratch for each unit and two blocks of a pair: sums of half of the rows, and their squares.
+fn pair_bytes(rows: u32) -> u32 {
+    rows * 16 + rows / 2 * 4
+}
+
 struct Builder<'a> {
     program: &'a Program,
     schedule: &'a Schedule,
@@ -366,6 +382,8 @@ struct Builder<'a> {
     residual: Option<WorkId>,
     /// The exchange that holds what the residual is now.
     published: Option<BufferId>,
+    /// Blocks of a cluster of the target at most.
+    cluster_max: u32,
 }
 
 fn refused<T>(grid: &Grid, what: &'static str, expected: &'static str) -> Result<T, Refused> {
@@ -420,9 +438,10 @@ impl Builder<'_> {
         let grid = &self.program.grids[wave.grid.index()];
         match (&wave.action, over, &grid.op) {
             (Action::Rows { .. }, Over::Rows { parts }, _) => Sums::Row { parts },
-            (Action::MatMul { warps, .. }, Over::Units { parts, .. }, Op::MatVec(m)) => {
+            (Action::MatMul { warps, then, .. }, Over::Units { parts, .. }, Op::MatVec(m)) => {
                 let matrix = Matrix::of(m, self.program.format_of(grid));
-                Sums::Product { parts, granules: matrix.part(parts), groups: warps.k }
+                let squares = if then.is_some() { self.plan.machine.sms / 2 } else { 0 };
+                Sums::Product { parts, granules: matrix.part(parts), groups: warps.k, squares }
             }
             (&Action::Attend { tile, .. } | &Action::AttendRow { tile, .. }, _, Op::Attention(a)) => {
                 let split = match wave.action {
@@ -533,6 +552,14 @@ impl Builder<'_> {
         };
         let to = self.work("normed", Layout::Operand, m.k);
         let norm = m.norm.map(|norm| self.norm_of(grid, norm));
+        let factor = norm.is_some_and(|of| of.norm.is_factor() && of.bias.is_none());
+        if factor && self.ends_in_pairs() {
+            let squares = Some(self.work("squares", Layout::Parts(self.plan.machine.sms / 2), 1));
+            if let Some(Action::MatMul { then, .. }) = self.plan.waves.last_mut().map(|wave| &mut wave.action) {
+                *then = Some(Input { to, norm, squares });
+            }
+            return Ok((to, squares));
+        }
         if !matches!(self.plan.waves.last(), Some(Wave { action: Action::Rows { out: None, .. }, .. })) {
             self.push(id, Action::Rows { residual, sum: None, out: None }, WHOLE_ROWS);
         }
@@ -546,12 +573,19 @@ impl Builder<'_> {
             }
             _ => 1,
         };
-        let squares = (parts > 1).then(|| self.work("squares", Layout::Rows(DType::F32), parts));
+        let squares = (parts > 1).then(|| self.work("squares", Layout::Parts(parts), 1));
         let last = self.plan.waves.last_mut().map(|wave| &mut wave.action);
         if let (Some(Action::Rows { out, .. }), Some(over)) = (last, self.overs.last_mut()) {
             (*out, *over) = (Some(Input { to, norm, squares }), Over::Rows { parts });
         }
         Ok((to, squares))
+    }
+
+    /// Whether the last wave has the residual in pairs of blocks.
+    fn ends_in_pairs(&self) -> bool {
+        let split = matches!(self.overs.last(), Some(Over::Units { parts: 2, .. }));
+        let residual = |wave: &Wave| matches!(wave.action, Action::MatMul { target: Written::Residual(_), .. });
+        split && self.plan.waves.last().is_some_and(residual)
     }
 
     /// Into how many parts SMs can divide each row: all of the same length.
@@ -575,11 +609,13 @@ impl Builder<'_> {
         let matrix = Matrix::of(m, format);
         let parts = self.parts(m, &matrix);
         let over = Over::Units { n: m.units(), parts };
-        let Some(Shape { pass, chunk, warps }) = self.shape(over, &matrix) else {
+        let in_pairs = if self.pairs(m, parts) { self.shape(over, &matrix, true) } else { None };
+        let Some(Shape { pass, chunk, warps }) = in_pairs.or_else(|| self.shape(over, &matrix, false)) else {
             return refused(grid, "units", "as many as shared memory holds");
         };
-        let target = self.target(grid, m, parts)?;
-        self.push(id, Action::MatMul { x, squares, target, pass, chunk, warps }, over);
+        self.plan.machine.pairs |= in_pairs.is_some();
+        let target = self.target(grid, m, parts, in_pairs.is_some())?;
+        self.push(id, Action::MatMul { x, squares, target, then: None, pass, chunk, warps }, over);
         if let (Epilogue::Residual { scale }, Written::Out(branch), Some(residual)) =
             (m.epilogue, target, self.residual)
         {
@@ -587,6 +623,16 @@ impl Builder<'_> {
             self.push(id, Action::Rows { residual, sum, out: None }, WHOLE_ROWS);
         }
         Ok(())
+    }
+
+    /// Whether the two blocks of a pair, which have the parts of k of the same units, can add up by themselves.
+    fn pairs(&self, m: &MatVec, parts: u32) -> bool {
+        self.plan.form.decides()
+            && self.cluster_max >= 2
+            && self.plan.machine.sms.is_multiple_of(2)
+            && parts == 2
+            && matches!(m.epilogue, Epilogue::Residual { .. })
+            && m.rows.is_multiple_of(2)
     }
 
     /// Into how many parts of k a product is divided. A part of the SMs reads a part of the input, and more sums travel.
@@ -606,7 +652,7 @@ impl Builder<'_> {
     }
 
     /// How a block multiplies its units.
-    fn shape(&self, over: Over, matrix: &Matrix) -> Option<Shape> {
+    fn shape(&self, over: Over, matrix: &Matrix, paired: bool) -> Option<Shape> {
         let Plan { form, rows, block_rows, ref machine, .. } = self.plan;
         let longest = |blocks: u32| {
             let of_sm = |shares: &Vec<Share>| shares.iter().map(|s| s.hi - s.lo).max().unwrap_or(0);
@@ -626,12 +672,12 @@ impl Builder<'_> {
                     Some(Sums::Product { groups, .. }) => Some(groups),
                     _ => None,
                 };
-                matrix.step_shape(rows, longest(1), parts, machine.inputs, groups)
+                matrix.step_shape(rows, longest(1), parts, machine.inputs, groups, paired)
             }
         }
     }
 
-    fn target(&mut self, grid: &Grid, m: &MatVec, parts: u32) -> Result<Written, Refused> {
+    fn target(&mut self, grid: &Grid, m: &MatVec, parts: u32, paired: bool) -> Result<Written, Refused> {
         let Some((out, cols)) = self.cols(grid, Role::Out).or_else(|| self.cols(grid, Role::Logits)) else {
             return refused(grid, "the output", "one that is published");
         };
@@ -641,7 +687,7 @@ impl Builder<'_> {
                     return refused(grid, "the sum", "one of the embedding");
                 };
                 self.published = Some(out);
-                if parts == 1 {
+                if parts == 1 || paired {
                     return Ok(Written::Residual(residual));
                 }
                 Ok(Written::Out(self.work("branch", Layout::Parts(parts), m.rows)))
@@ -767,6 +813,14 @@ fn shares(over: Over, blocks: u32, block_rows: u32, sms: u32) -> Vec<Vec<Share>>
         }
         // The SMs of a block of rows and a part of k have all units of the matrix among them: weights are read as often as there are
         // blocks, which L2 serves, and an SM reads no more of its input than its own rows and its own part.
+        // Blocks side by side have the parts of the same units.
+        Over::Units { n, parts } if blocks == 1 && parts > 1 && sms.is_multiple_of(parts) => {
+            for sm in 0..sms {
+                let (lo, hi) = part(n, sm / parts, sms / parts);
+                let from = sm % parts * n;
+                out[sm as usize].push(Share { row: 0, rows: block_rows, lo: from + lo, hi: from + hi });
+            }
+        }
         Over::Units { n, parts } => {
             for i in 0..blocks * parts {
                 let (first, end) = part(sms, i, blocks * parts);

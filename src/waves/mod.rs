@@ -162,6 +162,8 @@ pub struct Machine {
     pub sms: u32,
     pub warps: u32,
     pub products: Products,
+    /// Blocks 2 i and 2 i + 1 are a cluster, and write to each other's shared memory.
+    pub pairs: bool,
     pub loader_warps: u32,
     /// Of a consumer and of a loader thread, after registers moved.
     pub registers: u32,
@@ -245,7 +247,8 @@ pub enum Sums {
     /// Columns of a row in `parts` parts. All warps of a block add up a part.
     Row { parts: u32 },
     /// k in `parts` parts of `granules` granules each; of each part, groups of warps take granules in turn. Groups are added up first, then parts.
-    Product { parts: u32, granules: u32, groups: u32 },
+    /// `squares`: columns of the result of which each pair of blocks leaves the sum of squares, in this many sums; 0 if none.
+    Product { parts: u32, granules: u32, groups: u32, squares: u32 },
     /// Sums within a head only, by the lanes that share it.
     Heads,
     /// Tiles of `tile` positions. Heads of a task and the scratch decide how many teams of warps take them in turn. Where histories are cut,
@@ -288,6 +291,8 @@ pub enum Action {
         /// If `x` lacks the factor of its norm: the sums of squares from which the factor follows.
         squares: Option<WorkId>,
         target: Target,
+        /// Of a product in pairs, which has a whole residual: the input of the next product.
+        then: Option<Input>,
         /// Most units that a block multiplies at once.
         pass: u32,
         /// Granules of each unit in a chunk of weights.
@@ -432,14 +437,17 @@ impl Action {
                 writes.extend(out.and_then(|out| out.squares));
                 (reads, writes)
             }
-            Action::MatMul { x, squares, target, .. } => {
+            Action::MatMul { x, squares, target, then, .. } => {
                 let mut reads = vec![x];
                 reads.extend(squares);
                 let (Target::Out(to) | Target::Best(to) | Target::Residual(to)) = target;
                 if matches!(target, Target::Residual(_)) {
                     reads.push(to);
                 }
-                (reads, vec![to])
+                let mut writes = vec![to];
+                writes.extend(then.map(|then| then.to));
+                writes.extend(then.and_then(|then| then.squares));
+                (reads, writes)
             }
             Action::Append { x, queries } => (vec![x], vec![queries]),
             Action::Attend { queries, out, .. } => (vec![queries], vec![out]),

@@ -1,6 +1,6 @@
 //! The text of a plan, for people.
 
-use super::{Action, Form, Over, Plan, Products, Splits, Sum, Sums, Target, Warps};
+use super::{Action, Form, Input, Over, Plan, Products, Splits, Sum, Sums, Target, Warps};
 use std::fmt;
 
 impl fmt::Display for Plan {
@@ -8,7 +8,7 @@ impl fmt::Display for Plan {
         let m = &self.machine;
         writeln!(
             f,
-            "waves {} rows={} target={} sms={} warps={}+{}{} registers={}/{} weights={}x{} inputs={}x{} scratch={}",
+            "waves {} rows={} target={} sms={} warps={}+{}{} registers={}/{}{} weights={}x{} inputs={}x{} scratch={}",
             match self.form {
                 Form::Chunk => "chunk",
                 Form::Steps => "steps",
@@ -25,6 +25,7 @@ impl fmt::Display for Plan {
             },
             m.registers,
             m.loader_registers,
+            if m.pairs { " pairs" } else { "" },
             m.weights.slots,
             m.weights.slot_bytes,
             m.inputs.slots,
@@ -55,7 +56,7 @@ impl fmt::Display for Plan {
                         }
                     }
                 }
-                Action::MatMul { x, squares, target, pass, chunk, warps: Warps { rows, units, k } } => {
+                Action::MatMul { x, squares, target, then, pass, chunk, warps: Warps { rows, units, k } } => {
                     write!(f, "matmul x={x}")?;
                     if let Some(squares) = squares {
                         write!(f, " squares={squares}")?;
@@ -65,7 +66,14 @@ impl fmt::Display for Plan {
                         Target::Residual(to) => ("residual", to),
                         Target::Best(to) => ("best", to),
                     };
-                    write!(f, " {role}={to} pass={pass} chunk={chunk} warps={rows}x{units}x{k}")?;
+                    write!(f, " {role}={to}")?;
+                    if let Some(Input { to, squares, .. }) = then {
+                        write!(f, " then={to}")?;
+                        if let Some(squares) = squares {
+                            write!(f, " leaves={squares}")?;
+                        }
+                    }
+                    write!(f, " pass={pass} chunk={chunk} warps={rows}x{units}x{k}")?;
                 }
                 Action::Append { x, queries } => write!(f, "append x={x} queries={queries}")?,
                 Action::Attend { queries, out, tile } => {
@@ -91,8 +99,9 @@ impl fmt::Display for Sums {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Sums::Row { parts } => write!(f, "parts={parts}"),
-            Sums::Product { parts, granules, groups } => {
-                write!(f, "parts={parts} granules={granules} groups={groups}")
+            Sums::Product { parts, granules, groups, squares } => {
+                write!(f, "parts={parts} granules={granules} groups={groups}")?;
+                if *squares > 0 { write!(f, " squares={squares}") } else { Ok(()) }
             }
             Sums::Heads => write!(f, "heads"),
             Sums::History { tile, heads, scratch_bytes, split } => {

@@ -197,6 +197,16 @@ pub fn prove_alike<'a>(
             let (few, many) = (first.rows, other.rows);
             return violation(Some(w), format!("order({}) for {few} rows, order({}) for {many}", a.sums, b.sums));
         }
+        // The units of a pair decide which columns each of its sums of squares has.
+        let squares = |wave: &Wave| matches!(wave.sums, Sums::Product { squares: 1.., .. });
+        let of = |plan: &Plan, wave: &Wave| plan.divisions[wave.division.index()].shares.first().map(lo_hi);
+        let mut pairs = first.waves.iter().zip(&other.waves).enumerate();
+        if let Some((w, _)) = pairs.find(|(_, (a, b))| squares(a) && of(first, a) != of(other, b)) {
+            return violation(
+                Some(w),
+                format!("plans for {} and {} rows divide units otherwise", first.rows, other.rows),
+            );
+        }
     }
     Ok(Alike { plans })
 }
@@ -256,7 +266,7 @@ impl Judge<'_> {
         let moves = [most, least].iter().all(|n| n.is_multiple_of(8) && (24..=248).contains(n)) && least <= each;
         let row_bytes = match self.plan.form {
             Form::Chunk => 16,
-            Form::Steps | Form::Tail => 16 * u64::from(self.plan.rows),
+            Form::Steps | Form::Tail => 16 * u64::from(self.plan.rows) + 8,
         };
         let cuts = self.plan.waves.iter().any(|wave| matches!(wave.action, Action::AttendRow { splits: Some(_), .. }));
         let split_bytes = if cuts { 48 } else { 0 };
@@ -285,9 +295,13 @@ impl Judge<'_> {
             (!moves || most < each, "registers that do not move from the loader to consumers in steps of 8"),
             (smem > u64::from(spec.smem_bytes_per_block_max), "too much shared memory"),
             (!is_ring(m.weights) || !is_ring(m.inputs), "expected 2 slots at least, of whole cache lines"),
+            (
+                m.pairs && (spec.cluster_max < 2 || !m.sms.is_multiple_of(2) || !self.plan.form.decides()),
+                "pairs of blocks of a chunk, of an odd number, or of a target without clusters",
+            ),
             (!m.scratch_bytes.is_multiple_of(128), "expected scratch of whole cache lines"),
             // A watchdog of 24 bytes, two barriers for each slot, eight statistics of each warp, a wave of 64 bytes with a record of 80,
-            // of steps four words of each row, and three words of each of the four KV splits that a block has at hand.
+            // of steps four words of each row and a barrier of a pair, and three words of each of the four KV splits that a block has at hand.
             (
                 u64::from(m.state_bytes) < 24 + 16 * slots + 32 * warps + 176 + row_bytes + split_bytes,
                 "too little room for barriers",
@@ -435,10 +449,11 @@ impl Judge<'_> {
         let over = self.plan.divisions.get(wave.division.index()).map(|division| division.over);
         let found = match (&wave.action, over, &grid.op) {
             (Action::Rows { .. }, Some(Over::Rows { parts }), _) => Some(Sums::Row { parts }),
-            (Action::MatMul { warps, .. }, Some(Over::Units { parts, .. }), Op::MatVec(m)) => {
+            (Action::MatMul { warps, then, .. }, Some(Over::Units { parts, .. }), Op::MatVec(m)) => {
                 let format = grid.operand(Role::Weight).map(|weight| program.buffers[weight.buffer.index()].format());
                 let granules = format.map(|format| part_granules(m, format, parts));
-                granules.map(|granules| Sums::Product { parts, granules, groups: warps.k })
+                let squares = if then.is_some() { self.plan.machine.sms / 2 } else { 0 };
+                granules.map(|granules| Sums::Product { parts, granules, groups: warps.k, squares })
             }
             (Action::Append { .. }, ..) => Some(Sums::Heads),
             (&Action::Attend { tile, .. }, _, Op::Attention(a)) => {
@@ -692,15 +707,33 @@ impl Judge<'_> {
     /// The end of a wave of rows: the input that it leaves, which is that of a product of the program.
     fn rows_end(&mut self, wave: &Wave, out: Option<Input>) -> Result<(), String> {
         let squares = out.and_then(|out| out.squares);
-        let parts = squares.map_or(1, |id| self.plan.work[id.index()].cols);
+        let parts = match squares.map(|id| self.plan.work[id.index()].layout) {
+            Some(Layout::Parts(parts)) => parts,
+            _ => 1,
+        };
         self.over(wave, Over::Rows { parts })?;
         let cols = self.residual.map_or(0, |(residual, _)| self.plan.work[residual.index()].cols);
         // A lane has 8 columns at a time.
         if !cols.is_multiple_of(8) {
             return Err(format!("rows of {cols} columns, which are no whole pieces of 8"));
         }
-        let (Some(Input { to, norm, .. }), Some((_, exchange))) = (out, self.residual) else { return Ok(()) };
-        self.layout(to, Layout::Operand, cols)?;
+        let Some(out) = out else { return Ok(()) };
+        if squares.is_some() {
+            // They have the same number of whole pieces of columns.
+            let branch_is_whole =
+                matches!(wave.action, Action::Rows { sum: Some(Sum::Branch { norm: Some(_), .. }), .. });
+            let even = (1..=8).contains(&parts) && cols.is_multiple_of(8 * parts);
+            if branch_is_whole || !even || !self.plan.form.decides() {
+                return Err(format!("{parts} parts of a row that is whole, or that they do not share evenly"));
+            }
+        }
+        self.leaves(out, parts)
+    }
+
+    /// A wave leaves the residual as the input of a product of the program; with squares of `parts` parts of each row, if any.
+    fn leaves(&mut self, Input { to, norm, squares }: Input, parts: u32) -> Result<(), String> {
+        let Some((residual, exchange)) = self.residual else { return Err("no residual".to_string()) };
+        self.layout(to, Layout::Operand, self.plan.work[residual.index()].cols)?;
         let takes = |grid: &Grid| match &grid.op {
             Op::MatVec(m) => {
                 let x = grid.operand(Role::X).map(|x| x.buffer);
@@ -715,18 +748,45 @@ impl Judge<'_> {
             self.holds.insert(to, Value::Normed(exchange, norm));
             return Ok(());
         };
-        // A factor is all that parts of a row lack of an RMS norm. They have the same number of whole pieces of columns.
-        self.layout(squares, Layout::Rows(DType::F32), parts)?;
-        let branch_is_whole = matches!(wave.action, Action::Rows { sum: Some(Sum::Branch { norm: Some(_), .. }), .. });
+        // A factor is all that parts of a row lack of an RMS norm.
+        self.layout(squares, Layout::Parts(parts), 1)?;
         let Some(norm) = norm.filter(|of| of.norm.is_factor() && of.bias.is_none()) else {
             return Err("squares of a norm that wants more than a factor".to_string());
         };
-        let even = (1..=8).contains(&parts) && cols.is_multiple_of(8 * parts);
-        if branch_is_whole || !even || !self.plan.form.decides() {
-            return Err(format!("{parts} parts of a row that is whole, or that they do not share evenly"));
-        }
         self.holds.insert(to, Value::Weighted(exchange, norm));
         self.holds.insert(squares, Value::Squares(exchange));
+        Ok(())
+    }
+
+    /// The two blocks of each pair have the two parts of k of the same units, in one pass, so that each sends the other one sums once, of tiles that
+    /// it has itself; scratch has room for them. The memory of what was sent is used again after all blocks met.
+    fn paired(&self, wave: &Wave, m: &MatVec, product: Product) -> Result<(), String> {
+        let Product { pass, warps, parts, .. } = product;
+        if !self.plan.machine.pairs || parts != 2 || !self.plan.form.decides() || !m.rows.is_multiple_of(2) {
+            return Err("sums of pairs of blocks, which are no pairs or have no two parts".to_string());
+        }
+        let n = m.units();
+        let shares = self.plan.divisions[wave.division.index()].shares.first().map_or(&[][..], Vec::as_slice);
+        for pair in shares.chunks(2) {
+            let units = |sm: usize, part: u32| match pair.get(sm).map(Vec::as_slice) {
+                Some([]) => Some(None),
+                Some([s]) if s.lo / n == part => Some(Some((s.row, s.rows, s.lo % n, s.hi - s.lo))),
+                _ => None,
+            };
+            let (Some(even), Some(odd)) = (units(0, 0), units(1, 1)) else {
+                return Err("a block of a pair without a part of its own".to_string());
+            };
+            if even != odd || even.is_some_and(|(.., units)| units > pass) {
+                return Err("blocks of a pair with other units, or with several passes".to_string());
+            }
+        }
+        let rows = u64::from(self.plan.block_rows);
+        let [padded, by_rows] = [pass.next_multiple_of(warps.units.max(1)), warps.rows.max(1)].map(u64::from);
+        // Sums of groups of k of a unit of each warp; those that were sent; and squares, of half of the rows each.
+        let bytes = 8 * (rows / 16 / by_rows) * 512 + padded * (rows / 2 * 8 * 4 + rows / 2 * 4);
+        if bytes > u64::from(self.plan.machine.scratch_bytes) {
+            return Err("sums of a pair that no scratch holds".to_string());
+        }
         Ok(())
     }
 
@@ -753,7 +813,7 @@ impl Judge<'_> {
 
     fn product(&mut self, grid: &Grid, m: &MatVec, wave: &Wave, w: usize) -> Result<(), String> {
         let program = &self.validated.schedule().program;
-        let Action::MatMul { x, squares, target, pass, chunk, warps } = wave.action else {
+        let Action::MatMul { x, squares, target, then, pass, chunk, warps } = wave.action else {
             return Err("expected a product".to_string());
         };
         let buffer = |role: Role| grid.operand(role).map(|operand| operand.buffer).ok_or("an operand is missing");
@@ -770,9 +830,20 @@ impl Judge<'_> {
         for what in self.ring_of(m, format, Product { pass, chunk, warps, parts }) {
             self.violate("ring", Some(w), what);
         }
+        if then.is_some() && !(parts > 1 && matches!(target, Written::Residual(_))) {
+            return Err("the input of the next product, of a product that has no whole residual in pairs".to_string());
+        }
         match (m.epilogue, target) {
-            (Epilogue::Residual { .. }, Written::Residual(residual)) if parts == 1 => {
-                self.sums(residual, buffer(Role::Out)?, m.rows)
+            (Epilogue::Residual { .. }, Written::Residual(residual)) => {
+                if parts > 1 {
+                    self.paired(wave, m, Product { pass, chunk, warps, parts })?;
+                }
+                self.sums(residual, buffer(Role::Out)?, m.rows)?;
+                match then {
+                    Some(Input { squares: None, .. }) => Err("a norm that no pair of blocks has whole".to_string()),
+                    Some(then) => self.leaves(then, self.plan.machine.sms / 2),
+                    None => Ok(()),
+                }
             }
             (Epilogue::Residual { .. }, Written::Out(out)) if parts > 1 => {
                 self.layout(out, Layout::Parts(parts), m.rows)?;
@@ -952,6 +1023,11 @@ fn part_granules(m: &MatVec, format: Format, parts: u32) -> u32 {
 fn norm_of(grid: &Grid, norm: NormAttr) -> NormOf {
     let of = |role: Role| grid.operand(role).map(|operand| operand.buffer);
     NormOf { norm, weight: of(Role::NormWeight), bias: of(Role::NormBias) }
+}
+
+/// The launch indices of each SM.
+fn lo_hi(shares: &Vec<Vec<Share>>) -> Vec<Vec<(u32, u32)>> {
+    shares.iter().map(|of_sm| of_sm.iter().map(|share| (share.lo, share.hi)).collect()).collect()
 }
 
 /// Whether shares are all of `rows` rows by the launch indices, each once.
