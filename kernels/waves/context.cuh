@@ -18,7 +18,7 @@ struct alignas(16) Wave {
   union { u32 norm_bias, k_norm; }; // norm bias of the output, or norm weight of k
   union { u32 bias, rope, table; }; // by op
   u32 branch_weight; // norm of a branch before it is added
-  u32 branch_bias; // its bias
+  union { u32 branch_bias, boxes; }; // its bias; or boxes of a matrix: the first of three tensor maps
   union { u32 k_cache, squares; }; // cache; or work arena: sums of squares of parts of rows, for a norm
   union { u32 v_cache, squares_out; }; // cache; or work arena: sums of squares that a product leaves
   u32 next_division; // division of the wave after it; of the last one, of the first
@@ -70,8 +70,9 @@ struct WaveParams {
   u32 position; // of the first row
   u32 steps; // of the launch
   const float* taken; // of a tail: residual of the rows of the chunk before it
+  const u8* boxes; // tensor maps, of 128 bytes each
 };
-static_assert(sizeof(WaveParams) == 144, "the host fills this struct");
+static_assert(sizeof(WaveParams) == 152, "the host fills this struct");
 
 template <class M>
 struct WaveState {

@@ -77,6 +77,7 @@ struct WaveMatMul {
   // EQUAL: all parts of k have the same length. WHOLE: every step has all of its granules, so the work of a step is known at compile time.
   static constexpr bool EQUAL = PART_GRANULES * G::SPLITS == UNIT_GRANULES, WHOLE = EQUAL && PART_GRANULES % STEP_GRANULES == 0;
   static constexpr int UNIT_PITCH = G::CHUNK * GRANULE; // of a unit in a slot
+  static constexpr u32 BOX_UNITS = 8;
   // By warpgroups: rows of one, and units of a tile, of which each warp has two side by side.
   static constexpr int GROUP_ROWS = M::BLOCK_ROWS / ROW_GROUPS, TILE_UNITS = 2 * UNIT_GROUPS, PASS_TILES = ceil_div(PASS, TILE_UNITS);
   static_assert(!WIDE || (K_PARTS == 1 && K_GROUPS == 1 && !M::STEPS && X_STEPS == 1 && W_STEPS == 1), "what warpgroups multiply");
@@ -131,12 +132,17 @@ struct WaveMatMul {
   static __device__ __forceinline__ void load_weights(L& l, const Wave& e, const Passes& passes, u32 pass) {
     constexpr int FILLERS = WeightRing<M>::FILLERS;
     const u32 first = passes.first(pass), here = passes.first(pass + 1) - first;
-    const u32 unit = u32(l.part + l.lane * FILLERS); // that this lane copies
+    // A copy takes as long as 1.5 KiB take to arrive, so short pieces come in boxes: all of a pass, or eight units, and the rest one by one.
+    const u32 boxes = !G::BOXED ? 0 : here == PASS || here + 1 == PASS ? 1 : here / BOX_UNITS, box_units = boxes == 1 && here + 1 >= PASS ? here : BOX_UNITS;
+    const u32 box = e.boxes + (here == PASS ? 0 : here + 1 == PASS ? 1 : 2);
+    const u32 unit = boxes * box_units + u32(l.part + l.lane * FILLERS); // that this lane copies
     const u8* from = l.p.pack + u64(e.weight) * OFFSET_BYTES + u64(first + unit) * UNIT_BYTES + passes.part * (PART_GRANULES * GRANULE);
 #pragma unroll 1
     for (u32 at = 0; at < passes.granules; at += G::CHUNK, l.at.next()) {
-      const u32 bytes = min(u32(G::CHUNK), passes.granules - at) * GRANULE;
+      const u32 bytes = (G::BOXED ? u32(G::CHUNK) : min(u32(G::CHUNK), passes.granules - at)) * GRANULE;
       u8* slot = l.free_slot();
+      if (G::BOXED && l.part == 0 && u32(l.lane) < boxes)
+        l.copy_box(slot + l.lane * BOX_UNITS * UNIT_PITCH, box, (passes.part * PART_GRANULES + at) * (GRANULE / 8), first + l.lane * BOX_UNITS);
       if (unit < here) l.copy(slot + unit * UNIT_PITCH, from + at * GRANULE, bytes);
       l.arrive(here * bytes);
     }
@@ -557,7 +563,17 @@ struct WaveMatMul {
         const typename E::Tile to = E::tile(c, part, first, here, at, r, n);
         if (!to.ends) continue;
         const float2 sent = inbox[place(to)];
-        const float2 y = settled(c, e, 0, first + to.unit, to.row, t, make_float2(own[r][n].x + sent.x, own[r][n].y + sent.y));
+        own[r][n].x += sent.x, own[r][n].y += sent.y;
+      }
+    // Before anything is stored that the fence would wait for.
+    fence_received();
+#pragma unroll
+    for (int r = 0; r < E::ROUNDS; r++)
+#pragma unroll
+      for (int n = 0; n < E::OWN; n++) {
+        const typename E::Tile to = E::tile(c, part, first, here, at, r, n);
+        if (!to.ends) continue;
+        const float2 y = settled(c, e, 0, first + to.unit, to.row, t, own[r][n]);
         const float2 x = make_float2(ends.old[r][n].x + G::SCALE * y.x, ends.old[r][n].y + G::SCALE * y.y);
         if (to.exists) {
           *reinterpret_cast<float2*>(c.template work<float>(e.residual) + u64(to.row) * G::ROWS + to.col) = x;
@@ -570,7 +586,6 @@ struct WaveMatMul {
           if (t == 0) squares[to.unit * PAIR_ROWS + (at.tiles_at + to.m) * 8 + g] = square;
         }
       }
-    fence_received();
     if constexpr (G::OUT) {
       c.barrier();
       leave_squares(c, e, squares, here);

@@ -8,7 +8,7 @@ use super::kernel_struct::kernel_struct;
 use super::{Float, HEADERS, KernelSource, ROWS_HEADERS, WAVES_HEADERS};
 use crate::digest::Digest;
 use crate::ir::layout::{Matrix, PLACE_ALIGN_BYTES, matrices};
-use crate::ir::op::{Epilogue, Op, Role};
+use crate::ir::op::{Epilogue, MatVec, Op, Role};
 use crate::ir::program::{Grid, Program};
 use crate::ir::{BufferId, GridId};
 use crate::rows::Shape;
@@ -17,7 +17,7 @@ use crate::waves::{
     Action, Form, Input, Layout, NormOf, Over, Plan, Products, Proven, Splits, Sum, Target as Written,
     Wave as PlanWave, WorkId,
 };
-use bytemuck::Zeroable;
+use bytemuck::{Pod, Zeroable};
 use std::fmt::Write;
 
 /// Name of the kernel's entry point.
@@ -49,8 +49,8 @@ kernel_struct! {
         table: u32 as [bias, rope, table],
         /// norm of a branch before it is added
         branch_weight: u32,
-        /// its bias
-        branch_bias: u32,
+        /// its bias; or boxes of a matrix: the first of three tensor maps
+        branch_bias: u32 as [branch_bias, boxes],
         /// cache; or work arena: sums of squares of parts of rows, for a norm
         k_cache: u32 as [k_cache, squares],
         /// cache; or work arena: sums of squares that a product leaves
@@ -138,6 +138,8 @@ kernel_struct! {
         steps: u32,
         /// of a tail: residual of the rows of the chunk before it
         taken: u64 = "const float*",
+        /// tensor maps, of 128 bytes each
+        boxes: u64 = "const u8*",
     }
 }
 
@@ -148,15 +150,37 @@ pub struct WaveTables {
     pub shares: Vec<Share>,
     /// Of each number of blocks of rows, division and SM, in this order.
     pub records: Vec<ShareRecord>,
+    /// Of each matrix that is copied in boxes three, as `load_weights` of waves/matmul.cuh takes them.
+    pub boxes: Vec<WeightBox>,
 }
+
+/// A box of weights that one copy brings: a piece of each of some units, side by side.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct WeightBox {
+    /// Where the matrix begins in the pack, bytes.
+    pub place: u64,
+    /// Units of the matrix, and bytes of one.
+    pub units: u64,
+    pub unit_bytes: u64,
+    /// Units of a box, and bytes of each unit in it.
+    pub box_units: u32,
+    pub piece_bytes: u32,
+}
+
+/// Most bytes of a piece of a box: 256 elements of 8 bytes.
+pub const PIECE_BYTES_MAX: u32 = 2048;
+/// Units of the smallest box; what is left over is copied unit by unit.
+const BOX_UNITS: u32 = 8;
 
 impl WaveTables {
     /// Of every byte that is uploaded.
     pub fn digest(&self) -> Digest {
-        let parts: [&[u8]; 3] = [
+        let parts: [&[u8]; 4] = [
             bytemuck::cast_slice(&self.waves),
             bytemuck::cast_slice(&self.shares),
             bytemuck::cast_slice(&self.records),
+            bytemuck::cast_slice(&self.boxes),
         ];
         Digest::of(format!("{:?}", parts.map(Digest::of)).as_bytes())
     }
@@ -208,13 +232,14 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
                 Over::Units { parts, .. } => parts,
                 _ => unreachable!("prove: products are divided over units"),
             };
+            let boxed = piece_bytes(&schedule.program, grid, m, *chunk) <= PIECE_BYTES_MAX;
             let paired = splits > 1 && matches!(target, Written::Residual(_));
             let softcap = match m.epilogue {
                 Epilogue::Logits { softcap, .. } => softcap.unwrap_or(0.0),
                 _ => 0.0,
             };
             let members = format!(
-                "int ROWS = {}\nint K = {}\nint UNIT_ROWS = {}\nint PASS = {pass}\nint CHUNK = {chunk}\nint SPLITS = {splits}\n\
+                "int ROWS = {}\nint K = {}\nint UNIT_ROWS = {}\nint PASS = {pass}\nint CHUNK = {chunk}\nbool BOXED = {boxed}\nint SPLITS = {splits}\n\
                  int ROW_GROUPS = {}\nint UNIT_GROUPS = {}\nint K_GROUPS = {}\n{}float SOFTCAP = {}\nbool BIAS = {}\nbool PLAIN = {plain}\nbool PAIRED = {paired}\nbool OUT = {}\nbool FACTOR = {factor}\nfloat NORM_EPS = {}\n",
                 m.rows,
                 m.k,
@@ -449,7 +474,13 @@ pub fn encode(proven: &Proven<'_>) -> WaveTables {
         Wave { next_division: next.division.0, ..entry }
     });
     let waves = entries.collect();
-    let mut tables = WaveTables { waves, shares: vec![], records: vec![] };
+    let mut tables = WaveTables { waves, shares: vec![], records: vec![], boxes: vec![] };
+    for (entry, wave) in tables.waves.iter_mut().zip(&plan.waves) {
+        if let Some(boxes) = boxes_of(proven, wave) {
+            entry.branch_bias = tables.boxes.len() as u32;
+            tables.boxes.extend(boxes);
+        }
+    }
     for blocks in 0..(plan.rows / plan.block_rows) as usize {
         for division in &plan.divisions {
             for shares in &division.shares[blocks] {
@@ -463,6 +494,23 @@ pub fn encode(proven: &Proven<'_>) -> WaveTables {
         }
     }
     tables
+}
+
+/// Bytes of a unit in a chunk.
+fn piece_bytes(program: &Program, grid: &Grid, m: &MatVec, chunk: u32) -> u32 {
+    chunk * program.format_of(grid).granule_bytes(m.k)
+}
+
+/// Boxes of a pass, of a pass of one unit less, and of few units. Pieces that are longer are as fast one by one.
+fn boxes_of(proven: &Proven<'_>, wave: &PlanWave) -> Option<[WeightBox; 3]> {
+    let (schedule, grid) = (proven.validated().schedule(), grid_of(proven, wave.grid));
+    let (Action::MatMul { pass, chunk, .. }, Op::MatVec(m)) = (&wave.action, &grid.op) else { return None };
+    let piece_bytes = piece_bytes(&schedule.program, grid, m, *chunk);
+    let place = schedule.placement[grid.operand(Role::Weight)?.buffer.index()]?;
+    let format = schedule.program.format_of(grid);
+    let unit_bytes = u64::from(m.k.div_ceil(format.granule_k() * m.parts())) * u64::from(format.granule_bytes(m.k));
+    let of = |box_units: u32| WeightBox { place, units: m.units().into(), unit_bytes, box_units, piece_bytes };
+    (piece_bytes <= PIECE_BYTES_MAX).then(|| [of(*pass), of(pass.saturating_sub(1).max(1)), of(BOX_UNITS)])
 }
 
 /// A wave without operands.

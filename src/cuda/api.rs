@@ -10,7 +10,8 @@ use std::sync::OnceLock;
 
 use cudarc::driver::sys::{
     self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute,
-    CUlaunchConfig, CUmodule, CUresult, CUstream, CUuuid,
+    CUlaunchConfig, CUmodule, CUresult, CUstream, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill,
+    CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle, CUuuid,
 };
 
 use super::driver::DriverError;
@@ -92,6 +93,10 @@ driver_calls! {
     cuEventDestroy_v2(CUevent);
     cuEventRecord(CUevent, CUstream);
     cuEventQuery(CUevent);
+    cuTensorMapEncodeTiled(
+        *mut CUtensorMap, CUtensorMapDataType, c_uint, *mut c_void, *const u64, *const u64, *const c_uint,
+        *const c_uint, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill,
+    );
     cuEventElapsedTime(*mut f32, CUevent, CUevent);
 }
 

@@ -23,5 +23,6 @@ pub mod self_test;
 pub mod session;
 pub mod stream;
 mod tables;
+mod tensor_map;
 pub mod turns;
 pub mod waves;

@@ -12,6 +12,7 @@ use super::sampler::{Asked, SamplerSession};
 use super::session::{SessionError, Stuck};
 use super::stream::{Event, LaunchShape, Stream};
 use super::tables::{LaunchTables, Placed};
+use super::tensor_map::tensor_maps;
 use crate::codegen::abi::Row;
 use crate::codegen::emit::Trace;
 use crate::codegen::waves::{ENTRY_POINT, WaveParams, encode};
@@ -44,6 +45,8 @@ struct Loaded {
     waves: DeviceBuffer,
     shares: DeviceBuffer,
     records: DeviceBuffer,
+    /// Tensor maps of weights.
+    boxes: DeviceBuffer,
     work: DeviceBuffer,
     /// For a tail: device address of the residual of a chunk.
     taken: u64,
@@ -95,6 +98,7 @@ impl Loaded {
         let watched = Watched::load_on(device, stream, cubin, ENTRY_POINT, launch, registers)?;
         let tables = encode(proven);
         let stream = &watched.stream;
+        let maps = tensor_maps(device, &tables.boxes, pack.address())?;
         // Columns that pad the input of a product stay what they are here.
         let mut work = device.alloc(plan.work_bytes())?;
         work.zero(stream)?;
@@ -117,6 +121,7 @@ impl Loaded {
             waves: uploaded(device, stream, bytemuck::cast_slice(&tables.waves))?,
             shares: uploaded(device, stream, bytemuck::cast_slice(&tables.shares))?,
             records: uploaded(device, stream, bytemuck::cast_slice(&tables.records))?,
+            boxes: uploaded(device, stream, &maps)?,
             work,
             taken: 0,
             // Rows and a count for each step that is a kernel of its own.
@@ -167,6 +172,7 @@ impl Loaded {
             position: rows.first().map_or(0, |row| row.position),
             steps,
             taken: self.taken,
+            boxes: self.boxes.address(),
         }
     }
 
