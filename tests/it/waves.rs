@@ -734,7 +734,7 @@ impl Mutants<'_> {
         for w in 0..self.of.waves.len() {
             let others = [
                 Sums::Row { parts: 1 },
-                Sums::Product { parts: 1, granules: 2, groups: 1 },
+                Sums::Product { parts: 1, granules: 2, groups: 1, paired: false, squares: 0 },
                 Sums::Heads,
                 Sums::History { tile: 16, heads: 1, scratch_bytes: 0, split: None },
                 Sums::Splits { positions: 16 },
@@ -787,11 +787,13 @@ impl Mutants<'_> {
     /// Changes the way in which a wave multiplies.
     fn matmul(&mut self, w: usize, what: &str, rule: Option<&'static str>, change: impl FnOnce(&mut Product)) {
         self.add(format!("w{w}: {what}"), rule, |p| {
-            let Action::MatMul { x, squares, target, pass, chunk, warps } = p.waves[w].action else { unreachable!() };
-            let mut product = Product { target, pass, chunk, warps };
+            let Action::MatMul { x, squares, target, then, pass, chunk, warps } = p.waves[w].action else {
+                unreachable!()
+            };
+            let mut product = Product { target, then, pass, chunk, warps };
             change(&mut product);
-            let Product { target, pass, chunk, warps } = product;
-            p.waves[w].action = Action::MatMul { x, squares, target, pass, chunk, warps };
+            let Product { target, then, pass, chunk, warps } = product;
+            p.waves[w].action = Action::MatMul { x, squares, target, then, pass, chunk, warps };
         });
     }
 
@@ -1157,6 +1159,7 @@ type RingOf = (&'static str, fn(&mut Plan) -> &mut Ring);
 /// How a wave multiplies.
 struct Product {
     target: Written,
+    then: Option<Input>,
     pass: u32,
     chunk: u32,
     warps: Warps,
@@ -1177,8 +1180,15 @@ fn works(action: &mut Action) -> Vec<&mut WorkId> {
             let written = out.iter_mut().flat_map(|out| [&mut out.to].into_iter().chain(&mut out.squares));
             [residual].into_iter().chain(branch).chain(written).collect()
         }
-        Action::MatMul { x, squares, target: Written::Out(id) | Written::Residual(id) | Written::Best(id), .. } => {
-            [x, id].into_iter().chain(squares).collect()
+        Action::MatMul {
+            x,
+            squares,
+            target: Written::Out(id) | Written::Residual(id) | Written::Best(id),
+            then,
+            ..
+        } => {
+            let written = then.iter_mut().flat_map(|then| [&mut then.to].into_iter().chain(&mut then.squares));
+            [x, id].into_iter().chain(squares).chain(written).collect()
         }
         Action::Append { x, queries } => vec![x, queries],
         Action::Attend { queries, out, .. } => vec![queries, out],
@@ -1284,9 +1294,11 @@ fn other_orders(sums: Sums) -> Vec<Sums> {
     };
     match sums {
         Sums::Row { parts } => all(&[parts]).into_iter().map(|n| Sums::Row { parts: n[0] }).collect(),
-        Sums::Product { parts, granules, groups } => {
-            let of = |n: Vec<u32>| Sums::Product { parts: n[0], granules: n[1], groups: n[2] };
-            all(&[parts, granules, groups]).into_iter().map(of).collect()
+        Sums::Product { parts, granules, groups, paired, squares } => {
+            let of =
+                |n: Vec<u32>| Sums::Product { parts: n[0], granules: n[1], groups: n[2], paired, squares: n[3] };
+            let other = Sums::Product { parts, granules, groups, paired: !paired, squares };
+            all(&[parts, granules, groups, squares]).into_iter().map(of).chain([other]).collect()
         }
         Sums::Heads => vec![],
         Sums::History { tile, heads, scratch_bytes, split } => {
