@@ -414,7 +414,8 @@ struct WaveMatMul {
         wave_leave(c, x, w, last || i % X_STEPS == X_STEPS - 1, last || i % W_STEPS == W_STEPS - 1);
       }
     }
-    if (G::FACTOR && is_first) take_factors(c, e);
+    if constexpr (G::FACTOR)
+      if (is_first) take_factors(c, e);
     if constexpr (G::PAIRED) return end_pair<N>(c, e, passes.part, first, here, at, d, ends);
     const int g = at.lane / 4, t = at.lane % 4;
     const auto done = [&](int m, int i, const float4& v) {
@@ -816,7 +817,8 @@ struct WaveMatMul {
   }
   static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
     const HeldShares<M> shares(c.p);
-    if (G::FACTOR && shares.count > 0) ask_squares(c, e);
+    if constexpr (G::FACTOR)
+      if (shares.count > 0) ask_squares(c, e);
     Best best;
     if constexpr (G::EPILOGUE == Epilogue::LOGITS)
 #pragma unroll

@@ -610,7 +610,7 @@ impl Mutants<'_> {
             for place in [u64::MAX, u64::MAX - 255, 1 << 40] {
                 self.add(format!("a{i} at byte {place}"), Some("arena"), |p| p.work[i].place = place);
             }
-            for cols in [0, 1, work[i].cols - 2, work[i].cols + 1, work[i].cols * 2, u32::MAX] {
+            for cols in [0, 1, work[i].cols.wrapping_sub(2), work[i].cols + 1, work[i].cols * 2, u32::MAX] {
                 self.add(format!("a{i} of {cols} columns"), None, |p| p.work[i].cols = cols);
             }
             let rows = [DType::F32, DType::Bf16, DType::F16, DType::I32].map(Layout::Rows);
@@ -639,7 +639,15 @@ impl Mutants<'_> {
                 self.add(format!("w{w} of grid {grid}"), wrong, |p| p.waves[w].grid = GridId(grid));
             }
             for d in 0..self.of.divisions.len() as u32 {
-                self.add(format!("w{w} divided as d{d}"), wrong, |p| p.waves[w].division = DivisionId(d));
+                // A product that adds can be whole, too; that is another order.
+                let whole = match (&waves[w].action, self.of.divisions[d as usize].over) {
+                    (Action::MatMul { target: Written::Residual(_), then: None, .. }, Over::Units { n, parts: 1 }) => {
+                        matches!(self.of.divisions[waves[w].division.index()].over, Over::Units { n: of, .. } if of == n)
+                    }
+                    _ => false,
+                };
+                let rule = if whole { Some("sums") } else { wrong };
+                self.add(format!("w{w} divided as d{d}"), rule, |p| p.waves[w].division = DivisionId(d));
             }
             self.add(format!("w{w} divided as none"), Some("bounds"), |p| p.waves[w].division = DivisionId(99));
         }
