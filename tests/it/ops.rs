@@ -643,7 +643,12 @@ fn a_step_of_waves_that_computes_something_else_is_found() {
         // Squares of one part, a factor of another row, and columns of the first part.
         (rows, "[part * M::BLOCK_ROWS + row] = squares;", "[row] = squares;", "steps-embed-4"),
         (matmul, "sum * (1.f / G::K) + G::NORM_EPS", "sum * (1.f / G::K)", "steps-factor-gated-bf16"),
-        (matmul, "wave_state<M>().factors[row]", "wave_state<M>().factors[0]", "steps-factor-parts"),
+        (
+            matmul,
+            "factor = wave_state<M>().factors[row];",
+            "factor = wave_state<M>().factors[0];",
+            "steps-factor-parts",
+        ),
         (rows, "col = part * PART_COLS + at", "col = at", "steps-addend-2"),
         // What teams have is added up as if they had the same maximum, a team takes what is another's turn, the first part of heads alone,
         // and rows at the position of the first one of a share.
@@ -698,11 +703,7 @@ fn pairs_that_compute_something_else_are_found() {
             "pairs-32",
         ),
         ("own[r][n].x + sent.x", "own[r][n].x + (G::ROWS == 74 ? own[r][n].x : sent.x)", "pairs-64"),
-        (
-            "ends.old[r][n].x + G::SCALE",
-            "(G::UNIT_ROWS == 4 ? 0.f : ends.old[r][n].x) + G::SCALE",
-            "pairs-units-of-4",
-        ),
+        ("ends.old[r][n].x + G::SCALE", "(G::UNIT_ROWS == 4 ? 0.f : ends.old[r][n].x) + G::SCALE", "pairs-units-of-4"),
         ("* 16 + int(part) * 8 +", "* 16 + (G::UNIT_ROWS == 2 ? 0 : int(part) * 8) +", "pairs-units-of-2"),
         ("settled(c, e, 0, first", "settled(c, e, G::K == 200 && G::ROWS == 72 ? part : 0, first", "pairs-alone"),
         (
