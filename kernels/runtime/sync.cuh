@@ -320,7 +320,7 @@ __device__ __forceinline__ void fence_before_sending() {
 #if ONE_SIDED_FENCES
   asm volatile("fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster;" ::: "memory");
 #elif __CUDA_ARCH__ >= 900
-  asm volatile("fence.proxy.async;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cluster;" ::: "memory");
 #endif
 }
 __device__ __forceinline__ void send_to_peer(u32 to, float2 v, u32 barrier) {
@@ -349,12 +349,12 @@ __device__ __forceinline__ void fence_sent() {
   asm volatile("fence.acquire.sync_restrict::shared::cluster.cluster;" ::: "memory");
 #endif
 }
-// By each lane, after those loads: the other block may store there again once it has heard that this one is that far.
+// By each lane, after its last access to that memory in a wave: the other block may store there once it has heard that the wave has ended.
 __device__ __forceinline__ void fence_received() {
 #if ONE_SIDED_FENCES
   asm volatile("fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster;" ::: "memory");
 #elif __CUDA_ARCH__ >= 900
-  asm volatile("fence.proxy.async;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 // By all threads of both blocks.

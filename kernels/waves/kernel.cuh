@@ -25,6 +25,8 @@ __device__ __forceinline__ void consume_waves(const WaveParams& p) {
       c.await_others(s * p.wave_count + i);
       c.stamp(1);
       D::run(c, uniform(wave_state<M>().wave.op), wave_state<M>().wave);
+      // Whatever a wave did in scratch: in a later one the other block of the pair sends to there.
+      if (M::PAIRS) fence_received();
       c.barrier();
       c.stamp(3);
       if (c.tid() == 0) end_wave(p.arrived);

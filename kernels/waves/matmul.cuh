@@ -420,7 +420,8 @@ struct WaveMatMul {
         wave_leave(c, x, w, last || i % X_STEPS == X_STEPS - 1, last || i % W_STEPS == W_STEPS - 1);
       }
     }
-    if (G::FACTOR && is_first) take_factors(c, e);
+    if constexpr (G::FACTOR)
+      if (is_first) take_factors(c, e);
     if constexpr (G::PAIRED) return end_pair<N>(c, e, passes.part, first, here, at, d, ends);
     const int g = at.lane / 4, t = at.lane % 4;
     const auto done = [&](int m, int i, const float4& v) {
@@ -795,6 +796,7 @@ struct WaveMatMul {
   static __device__ __forceinline__ void ask_squares(const WaveContext<M>& c, const Wave& e) {
     static_assert(M::STEPS && M::BLOCK_ROWS % M::WARPS == 0 && M::BLOCK_ROWS <= 32 * M::WARPS, "a warp has the factors of some rows, a block of all");
     static_assert(M::SQUARE_PARTS * M::BLOCK_ROWS * 4 <= M::SCRATCH_BYTES, "all parts are in scratch");
+    static_assert(!G::PAIRED, "the other block of the pair may send before these are read");
     u8* to = reinterpret_cast<u8*>(wave_scratch<M>());
     const u8* from = c.template work<u8>(e.squares);
     constexpr int MOST = ceil_div(M::SQUARE_PARTS * M::BLOCK_ROWS / 4, M::WARPS * 32);
@@ -807,23 +809,32 @@ struct WaveMatMul {
   static __device__ __forceinline__ void take_factors(const WaveContext<M>& c, const Wave& e) {
     await_copies();
     c.barrier();
-    constexpr int ROWS = M::BLOCK_ROWS / M::WARPS, GROUPS = 32 / ROWS, MOST = ceil_div(M::SQUARE_PARTS, GROUPS);
+    // Lanes of a row share the parts. Every CHAINS-th part is added up by itself, whatever the number of rows of a block is: plans for other
+    // numbers of rows have the same sums.
+    constexpr int ROWS = M::BLOCK_ROWS / M::WARPS, LANES = 32 / ROWS, CHAINS = 16, OWN = CHAINS / LANES;
+    static_assert(OWN > 0, "a lane has a chain");
     const int row = c.warp() * ROWS + c.lane() % ROWS;
     const float* of = wave_scratch<M>() + row;
-    float sum = 0.f;
+    float sums[OWN] = {};
 #pragma unroll
-    for (int i = 0; i < MOST; i++) {
-      const u32 part = u32(i * GROUPS + c.lane() / ROWS);
-      if (part < e.square_parts) sum += of[part * M::BLOCK_ROWS];
+    for (int i = 0; i < ceil_div(M::SQUARE_PARTS, LANES); i++) {
+      const u32 part = u32(i * LANES + c.lane() / ROWS);
+      if (part < e.square_parts) sums[i % OWN] += of[part * M::BLOCK_ROWS];
     }
 #pragma unroll
-    for (int o = ROWS; o < 32; o <<= 1) sum += __shfl_xor_sync(~0u, sum, o);
+    for (int n = OWN / 2; n > 0; n /= 2)
+#pragma unroll
+      for (int i = 0; i < n; i++) sums[i] += sums[i + n];
+    float sum = sums[0];
+#pragma unroll
+    for (int o = 16; o >= ROWS; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
     if (c.lane() < ROWS) wave_state<M>().factors[row] = rsqrtf(sum * (1.f / G::K) + G::NORM_EPS);
     c.barrier();
   }
   static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
     const HeldShares<M> shares(c.p);
-    if (G::FACTOR && shares.count > 0) ask_squares(c, e);
+    if constexpr (G::FACTOR)
+      if (shares.count > 0) ask_squares(c, e);
     Best best;
     if constexpr (G::EPILOGUE == Epilogue::LOGITS)
 #pragma unroll

@@ -438,10 +438,11 @@ impl Builder<'_> {
         let grid = &self.program.grids[wave.grid.index()];
         match (&wave.action, over, &grid.op) {
             (Action::Rows { .. }, Over::Rows { parts }, _) => Sums::Row { parts },
-            (Action::MatMul { warps, then, .. }, Over::Units { parts, .. }, Op::MatVec(m)) => {
+            (Action::MatMul { warps, target, then, .. }, Over::Units { parts, .. }, Op::MatVec(m)) => {
                 let matrix = Matrix::of(m, self.program.format_of(grid));
+                let paired = parts > 1 && matches!(target, Written::Residual(_));
                 let squares = if then.is_some() { self.plan.machine.sms / 2 } else { 0 };
-                Sums::Product { parts, granules: matrix.part(parts), groups: warps.k, squares }
+                Sums::Product { parts, granules: matrix.part(parts), groups: warps.k, paired, squares }
             }
             (&Action::Attend { tile, .. } | &Action::AttendRow { tile, .. }, _, Op::Attention(a)) => {
                 let split = match wave.action {
@@ -627,9 +628,14 @@ impl Builder<'_> {
 
     /// Whether the two blocks of a pair, which have the parts of k of the same units, can add up by themselves.
     fn pairs(&self, m: &MatVec, parts: u32) -> bool {
-        self.plan.form.decides()
+        let asked = self.order_of(self.plan.waves.len());
+        let Plan { form, rows, ref machine, .. } = self.plan;
+        form.decides()
             && self.cluster_max >= 2
-            && self.plan.machine.sms.is_multiple_of(2)
+            && machine.sms.is_multiple_of(2)
+            // The next product has all squares in scratch.
+            && machine.sms / 2 * rows * 4 <= machine.scratch_bytes
+            && !matches!(asked, Some(Sums::Product { paired: false, .. }))
             && parts == 2
             && matches!(m.epilogue, Epilogue::Residual { .. })
             && m.rows.is_multiple_of(2)

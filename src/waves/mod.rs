@@ -247,8 +247,8 @@ pub enum Sums {
     /// Columns of a row in `parts` parts. All warps of a block add up a part.
     Row { parts: u32 },
     /// k in `parts` parts of `granules` granules each; of each part, groups of warps take granules in turn. Groups are added up first, then parts.
-    /// `squares`: columns of the result of which each pair of blocks leaves the sum of squares, in this many sums; 0 if none.
-    Product { parts: u32, granules: u32, groups: u32, squares: u32 },
+    /// `paired`: before bias and scales, by pairs of blocks. `squares`: sums of squares of the result that pairs leave of each row; 0 if none.
+    Product { parts: u32, granules: u32, groups: u32, paired: bool, squares: u32 },
     /// Sums within a head only, by the lanes that share it.
     Heads,
     /// Tiles of `tile` positions. Heads of a task and the scratch decide how many teams of warps take them in turn. Where histories are cut,

@@ -99,8 +99,9 @@ impl fmt::Display for Sums {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Sums::Row { parts } => write!(f, "parts={parts}"),
-            Sums::Product { parts, granules, groups, squares } => {
+            Sums::Product { parts, granules, groups, paired, squares } => {
                 write!(f, "parts={parts} granules={granules} groups={groups}")?;
+                f.write_str(if *paired { " paired" } else { "" })?;
                 if *squares > 0 { write!(f, " squares={squares}") } else { Ok(()) }
             }
             Sums::Heads => write!(f, "heads"),

@@ -449,11 +449,12 @@ impl Judge<'_> {
         let over = self.plan.divisions.get(wave.division.index()).map(|division| division.over);
         let found = match (&wave.action, over, &grid.op) {
             (Action::Rows { .. }, Some(Over::Rows { parts }), _) => Some(Sums::Row { parts }),
-            (Action::MatMul { warps, then, .. }, Some(Over::Units { parts, .. }), Op::MatVec(m)) => {
+            (Action::MatMul { warps, target, then, .. }, Some(Over::Units { parts, .. }), Op::MatVec(m)) => {
                 let format = grid.operand(Role::Weight).map(|weight| program.buffers[weight.buffer.index()].format());
                 let granules = format.map(|format| part_granules(m, format, parts));
+                let paired = parts > 1 && matches!(target, Written::Residual(_));
                 let squares = if then.is_some() { self.plan.machine.sms / 2 } else { 0 };
-                granules.map(|granules| Sums::Product { parts, granules, groups: warps.k, squares })
+                granules.map(|granules| Sums::Product { parts, granules, groups: warps.k, paired, squares })
             }
             (Action::Append { .. }, ..) => Some(Sums::Heads),
             (&Action::Attend { tile, .. }, _, Op::Attention(a)) => {
@@ -722,7 +723,7 @@ impl Judge<'_> {
             // They have the same number of whole pieces of columns.
             let branch_is_whole =
                 matches!(wave.action, Action::Rows { sum: Some(Sum::Branch { norm: Some(_), .. }), .. });
-            let even = (1..=8).contains(&parts) && cols.is_multiple_of(8 * parts);
+            let even = (2..=8).contains(&parts) && cols.is_multiple_of(8 * parts);
             if branch_is_whole || !even || !self.plan.form.decides() {
                 return Err(format!("{parts} parts of a row that is whole, or that they do not share evenly"));
             }
@@ -801,6 +802,11 @@ impl Judge<'_> {
             (Some(Value::Normed(of, norm)), None) => of == input && norm == expected,
             (Some(Value::Weighted(of, norm)), Some(squares)) => {
                 self.holds(squares, Value::Squares(of))?;
+                // All of them are there while the block multiplies.
+                let bytes = self.plan.work[squares.index()].bytes(self.plan.rows);
+                if bytes > u64::from(self.plan.machine.scratch_bytes) {
+                    return Err(format!("{bytes} bytes of squares, which no scratch holds"));
+                }
                 of == input && Some(norm) == expected
             }
             _ => false,
@@ -835,6 +841,9 @@ impl Judge<'_> {
         }
         match (m.epilogue, target) {
             (Epilogue::Residual { .. }, Written::Residual(residual)) => {
+                if parts > 1 && squares.is_some() {
+                    return Err("squares in scratch, where the other block of a pair sends its sums".to_string());
+                }
                 if parts > 1 {
                     self.paired(wave, m, Product { pass, chunk, warps, parts })?;
                 }

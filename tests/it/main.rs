@@ -55,6 +55,7 @@ mod tokens;
 mod tune;
 mod waves;
 mod waves_executor;
+mod waves_pairs;
 
 use std::io::Write;
 

@@ -158,7 +158,7 @@ const CASES_OF_ROWS: [(&str, usize); 85] = [
     ("attention-lanes-window", 5),
     ("attention-lanes-centred", 5),
 ];
-const CASES_OF_WAVES: [(&str, usize); 126] = [
+const CASES_OF_WAVES: [(&str, usize); 147] = [
     ("rows-embed", 1),
     ("rows-embed-bf16", 1),
     ("rows-branch", 1),
@@ -256,6 +256,27 @@ const CASES_OF_WAVES: [(&str, usize); 126] = [
     ("steps-factor-parts", 1),
     ("steps-factor-logits", 1),
     ("steps-factor-int8", 1),
+    ("steps-factor-20-bf16", 1),
+    ("steps-factors-alike", 1),
+    ("pairs-16", 1),
+    ("pairs-16-bf16", 1),
+    ("pairs-32", 1),
+    ("pairs-32-bf16", 1),
+    ("pairs-64", 1),
+    ("pairs-64-bf16", 1),
+    ("pairs-64-units", 1),
+    ("pairs-64-units-bf16", 1),
+    ("pairs-alone", 1),
+    ("pairs-units-of-4", 1),
+    ("pairs-units-of-4-bf16", 1),
+    ("pairs-units-of-2", 1),
+    ("pairs-units-of-2-bf16", 1),
+    ("pairs-int8", 1),
+    ("pairs-int8-bf16", 1),
+    ("pairs-int4-64-zeros", 1),
+    ("pairs-int4-64-zeros-bf16", 1),
+    ("pairs-e4m3", 1),
+    ("pairs-e4m3-bf16", 1),
     ("steps-logits", 1),
     ("steps-logits-8-groups", 1),
     ("steps-logits-32", 1),
@@ -388,8 +409,8 @@ fn with_cases_of(edits: &[Edit], source: &str) -> String {
     format!("{before}\nint main{}\n", main.join("\n"))
 }
 
-/// Asserts that each of `edits`, all made at once, changes its own case.
-fn each_shows(test: &str, source: &str, edits: &[Edit]) {
+/// A folder with the kernels after `edits`, and in it the cases of `source` that these name.
+fn edited(source: &str, edits: &[Edit]) -> (tempfile::TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     for entry in walkdir::WalkDir::new(kernels()) {
         let entry = entry.unwrap();
@@ -408,6 +429,12 @@ fn each_shows(test: &str, source: &str, edits: &[Edit]) {
     }
     let cases = folder.path().join("cases.cc");
     std::fs::write(&cases, with_cases_of(edits, source)).unwrap();
+    (folder, cases)
+}
+
+/// Asserts that each of `edits`, all made at once, changes its own case.
+fn each_shows(test: &str, source: &str, edits: &[Edit]) {
+    let (folder, cases) = edited(source, edits);
     let Some(found) = run(&cases, folder.path(), &[MANY]) else { return no_compiler(test) };
     for (.., case) in edits {
         let differs =
@@ -597,7 +624,7 @@ fn a_step_of_waves_that_computes_something_else_is_found() {
     let edits = [
         // Groups of k that are not added up, weights and a bias of another part of k, the first step of a chunk again and again, the noise
         // of another token, and the last of equal logits.
-        (matmul, "sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;", "", "steps-8-groups-bf16"),
+        (matmul, "v = met[(tile * K_GROUPS + k) * 32];", "v = make_float4(0.f, 0.f, 0.f, 0.f);", "steps-8-groups-bf16"),
         (matmul, " + passes.part * (PART_GRANULES * GRANULE);", ";", "steps-units-of-4-parts"),
         (matmul, "t < PAIRS && part == 0", "t < PAIRS", "steps-parts-32"),
         (matmul, "i % X_STEPS * (STEP / 2) * X::BLOCK_BYTES", "0", "steps-residual-odd"),
@@ -614,9 +641,14 @@ fn a_step_of_waves_that_computes_something_else_is_found() {
         (rows, "c.step > 0 ? u32(row) : __ldg(&r->from)", "u32(row)", "steps-embed"),
         (rows, "1 + c.step * M::BLOCK_ROWS + row] = token", "1 + row] = token", "steps-embed-later"),
         // Squares of one part, a factor of another row, and columns of the first part.
-        (rows, "[row * PARTS + part] = squares;", "[row * PARTS] = squares;", "steps-embed-4"),
+        (rows, "[part * M::BLOCK_ROWS + row] = squares;", "[row] = squares;", "steps-embed-4"),
         (matmul, "sum * (1.f / G::K) + G::NORM_EPS", "sum * (1.f / G::K)", "steps-factor-gated-bf16"),
-        (matmul, "wave_state<M>().factors[row]", "wave_state<M>().factors[0]", "steps-factor-parts"),
+        (
+            matmul,
+            "factor = wave_state<M>().factors[row];",
+            "factor = wave_state<M>().factors[0];",
+            "steps-factor-parts",
+        ),
         (rows, "col = part * PART_COLS + at", "col = at", "steps-addend-2"),
         // What teams have is added up as if they had the same maximum, a team takes what is another's turn, the first part of heads alone,
         // and rows at the position of the first one of a share.
@@ -657,4 +689,67 @@ fn splits_that_compute_something_else_are_found() {
     ];
     let edits = edits.map(|(from, to, case)| ("waves/attention.cuh", from, to, case));
     each_shows("splits_that_compute_something_else_are_found", "waves_ops.cc", &edits);
+}
+
+/// The same of pairs of blocks, and of the sums of squares that they leave. Each edit concerns one case.
+#[test]
+fn pairs_that_compute_something_else_are_found() {
+    let edits = [
+        // Halves of rows the wrong way round, own sums twice, a residual that is not added, rows of the first block in both, a bias in half of the
+        // rows, and a group of k that is left out.
+        (
+            "part == 0 ? high : low, paired_of_peer",
+            "(part == 0) != (G::ROWS == 120) ? high : low, paired_of_peer",
+            "pairs-32",
+        ),
+        ("own[r][n].x + sent.x", "own[r][n].x + (G::ROWS == 74 ? own[r][n].x : sent.x)", "pairs-64"),
+        ("ends.old[r][n].x + G::SCALE", "(G::UNIT_ROWS == 4 ? 0.f : ends.old[r][n].x) + G::SCALE", "pairs-units-of-4"),
+        ("* 16 + int(part) * 8 +", "* 16 + (G::UNIT_ROWS == 2 ? 0 : int(part) * 8) +", "pairs-units-of-2"),
+        ("settled(c, e, 0, first", "settled(c, e, G::K == 200 && G::ROWS == 72 ? part : 0, first", "pairs-alone"),
+        (
+            "n * K_GROUPS + at.k_at) * K_GROUPS + k) * 32]",
+            "n * K_GROUPS + at.k_at) * K_GROUPS + (G::K == 200 && G::ROWS == 44 ? 0 : k)) * 32]",
+            "pairs-int8",
+        ),
+        // Squares in the rows of the other block, and without those of a unit; an input whose weight is left out.
+        ("blockIdx.x % 2 * 8", "(blockIdx.x + (M::BLOCK_ROWS == 16)) % 2 * 8", "pairs-16"),
+        ("unit = 0; unit < units;", "unit = G::ROWS == 150; unit < units;", "pairs-64-units"),
+        (
+            "x.y * ends.gain[r][n].y",
+            "G::K == 712 && G::ROWS == 72 ? x.y : x.y * ends.gain[r][n].y",
+            "pairs-int4-64-zeros-bf16",
+        ),
+        // Squares that a factor leaves out, and sums whose order is that of the rows of a block.
+        ("if (part < e.square_parts)", "if (part + (G::NORM_PARTS == 20) < e.square_parts)", "steps-factor-20-bf16"),
+        ("CHAINS = 16,", "CHAINS = LANES,", "steps-factors-alike"),
+    ];
+    let edits = edits.map(|(from, to, case)| ("waves/matmul.cuh", from, to, case));
+    each_shows("pairs_that_compute_something_else_are_found", "waves_ops.cc", &edits);
+}
+
+/// An exchange that is not whole ends the program with what is wrong with it.
+#[test]
+fn an_exchange_that_is_not_whole_is_found() {
+    let test = "an_exchange_that_is_not_whole_is_found";
+    let send = "send_to_peer(inbox_of_peer + place(to) * 8,";
+    let broken = [
+        (send, "if (to.unit > 0) send_to_peer(inbox_of_peer + place(to) * 8,", "other bytes are sent than are awaited"),
+        (send, "send_to_peer(inbox_of_peer + at.lane * 8,", "sums are sent to one place twice"),
+        (send, "send_to_peer(inbox_of_peer + M::SCRATCH_BYTES + place(to) * 8,", "sums are sent out of scratch"),
+        ("    fence_before_sending();\n", "", "sums are sent before a fence"),
+        ("    fence_sent();\n", "", "no fence after the wait"),
+        ("    await_copies();\n", "", "a copy that no thread awaits"),
+    ];
+    for (from, to, what) in broken {
+        let case = if what.starts_with("a copy") { "steps-factor-20-bf16" } else { "pairs-16" };
+        let (folder, cases) = edited("waves_ops.cc", &[("waves/matmul.cuh", from, to, case)]);
+        let arguments = [MANY, "-I", concat!(env!("CARGO_MANIFEST_DIR"), "/tests/it")];
+        let build = tempfile::tempdir().unwrap();
+        let Some(mut program) = compiled(&cases, &arguments, folder.path(), build.path()) else {
+            return no_compiler(test);
+        };
+        let output = program.output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && text.contains(what), "{from}: expected `{what}`, found `{text}`");
+    }
 }

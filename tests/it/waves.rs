@@ -41,12 +41,12 @@ use crate::skipped;
 use crate::support::{checkpoints, fixture};
 use crate::waves_executor::{Executor, First, Row, Rows, TOLERANCE, difference, execute, expected};
 
-fn h200() -> Target {
+pub fn h200() -> Target {
     Target::builtin("h200").unwrap()
 }
 
 /// The kernel for 8 rows whose pack and pages a kernel of waves shares.
-fn kernel(graph: &ModelGraph, target: &Target) -> Validated {
+pub fn kernel(graph: &ModelGraph, target: &Target) -> Validated {
     kernel_in(graph, target, BF16)
 }
 
@@ -64,7 +64,7 @@ fn kernel_up_to(context_max: u32, graph: &ModelGraph, target: &Target, precision
 }
 
 /// The config of a fixture with heads that tensor cores take, and random weights.
-fn wide(name: &str) -> Imported {
+pub fn wide(name: &str) -> Imported {
     let text = fs::read_to_string(fixture(name).join("config.json")).unwrap();
     let mut config: serde_json::Value = serde_json::from_str(&text).unwrap();
     let own = config["head_dim"].is_u64();
@@ -85,7 +85,7 @@ fn wide(name: &str) -> Imported {
 }
 
 /// The same with its weights in a file, because reading them again is faster than generating random weights again.
-fn stored(imported: &Imported) -> (tempfile::TempDir, Imported) {
+pub fn stored(imported: &Imported) -> (tempfile::TempDir, Imported) {
     let folder = tempfile::tempdir().unwrap();
     let bytes = |id: usize| -> Vec<u8> {
         let id = TensorId::from(id);
@@ -109,14 +109,14 @@ fn stored(imported: &Imported) -> (tempfile::TempDir, Imported) {
 }
 
 /// An H200 with few SMs, so that a share has more than one unit.
-fn small() -> Target {
+pub fn small() -> Target {
     let mut target = h200();
     target.spec.sm_count = 12;
     target
 }
 
 /// A plan that was derived, and its proof. A tail is proven after chunks of 256 rows.
-fn proven<'a>(validated: &'a Validated, target: &Target, form: Form, rows: u32) -> Result<Proven<'a>, Refused> {
+pub fn proven<'a>(validated: &'a Validated, target: &Target, form: Form, rows: u32) -> Result<Proven<'a>, Refused> {
     if form == Form::Tail {
         return Ok(with_tail(validated, target, 256, rows)?.tail().clone());
     }
@@ -142,7 +142,7 @@ fn of_first_layer(refused: &Refused) -> String {
     (1..9).fold(refused.to_string(), |text, layer| text.replace(&format!(".{layer}`"), ".0`"))
 }
 
-fn listed(violations: &[Violation]) -> String {
+pub fn listed(violations: &[Violation]) -> String {
     violations.iter().map(|violation| format!("{violation}\n")).collect()
 }
 
@@ -610,7 +610,7 @@ impl Mutants<'_> {
             for place in [u64::MAX, u64::MAX - 255, 1 << 40] {
                 self.add(format!("a{i} at byte {place}"), Some("arena"), |p| p.work[i].place = place);
             }
-            for cols in [0, 1, work[i].cols - 2, work[i].cols + 1, work[i].cols * 2, u32::MAX] {
+            for cols in [0, 1, work[i].cols.wrapping_sub(2), work[i].cols + 1, work[i].cols * 2, u32::MAX] {
                 self.add(format!("a{i} of {cols} columns"), None, |p| p.work[i].cols = cols);
             }
             let rows = [DType::F32, DType::Bf16, DType::F16, DType::I32].map(Layout::Rows);
@@ -639,7 +639,15 @@ impl Mutants<'_> {
                 self.add(format!("w{w} of grid {grid}"), wrong, |p| p.waves[w].grid = GridId(grid));
             }
             for d in 0..self.of.divisions.len() as u32 {
-                self.add(format!("w{w} divided as d{d}"), wrong, |p| p.waves[w].division = DivisionId(d));
+                // A product that adds can be whole, too; that is another order.
+                let whole = match (&waves[w].action, self.of.divisions[d as usize].over) {
+                    (Action::MatMul { target: Written::Residual(_), then: None, .. }, Over::Units { n, parts: 1 }) => {
+                        matches!(self.of.divisions[waves[w].division.index()].over, Over::Units { n: of, .. } if of == n)
+                    }
+                    _ => false,
+                };
+                let rule = if whole { Some("sums") } else { wrong };
+                self.add(format!("w{w} divided as d{d}"), rule, |p| p.waves[w].division = DivisionId(d));
             }
             self.add(format!("w{w} divided as none"), Some("bounds"), |p| p.waves[w].division = DivisionId(99));
         }
@@ -682,6 +690,7 @@ impl Mutants<'_> {
                     for other in [Written::Out(id), Written::Residual(id), Written::Best(id)] {
                         self.matmul(w, "writes another way", wrong, |m| m.target = other);
                     }
+                    self.then(w);
                     let Action::MatMul { x, .. } = self.of.waves[w].action else { unreachable!() };
                     self.matmul(w, "in place", Some("in-place"), |m| m.target = Written::Out(x));
                     self.add(format!("w{w}: a factor that the input has, or still lacks"), wrong, |p| {
@@ -734,7 +743,7 @@ impl Mutants<'_> {
         for w in 0..self.of.waves.len() {
             let others = [
                 Sums::Row { parts: 1 },
-                Sums::Product { parts: 1, granules: 2, groups: 1 },
+                Sums::Product { parts: 1, granules: 2, groups: 1, paired: false, squares: 0 },
                 Sums::Heads,
                 Sums::History { tile: 16, heads: 1, scratch_bytes: 0, split: None },
                 Sums::Splits { positions: 16 },
@@ -787,11 +796,13 @@ impl Mutants<'_> {
     /// Changes the way in which a wave multiplies.
     fn matmul(&mut self, w: usize, what: &str, rule: Option<&'static str>, change: impl FnOnce(&mut Product)) {
         self.add(format!("w{w}: {what}"), rule, |p| {
-            let Action::MatMul { x, squares, target, pass, chunk, warps } = p.waves[w].action else { unreachable!() };
-            let mut product = Product { target, pass, chunk, warps };
+            let Action::MatMul { x, squares, target, then, pass, chunk, warps } = p.waves[w].action else {
+                unreachable!()
+            };
+            let mut product = Product { target, then, pass, chunk, warps };
             change(&mut product);
-            let Product { target, pass, chunk, warps } = product;
-            p.waves[w].action = Action::MatMul { x, squares, target, pass, chunk, warps };
+            let Product { target, then, pass, chunk, warps } = product;
+            p.waves[w].action = Action::MatMul { x, squares, target, then, pass, chunk, warps };
         });
     }
 
@@ -830,6 +841,75 @@ impl Mutants<'_> {
         if self.of.form == Form::Chunk {
             let wrong = Warps { rows: 2, units: 2, k: 2 };
             self.matmul(w, "groups of k", ring, |m| m.warps = wrong);
+        }
+    }
+
+    /// The input of the next product, left out or left otherwise, and left by a product that has not the residual in pairs.
+    fn then(&mut self, w: usize) {
+        let wrong = Some("order");
+        let Action::MatMul { then, .. } = self.of.waves[w].action else { panic!("a product") };
+        let Some(then) = then else {
+            let others = self.of.waves.iter().filter_map(|wave| match wave.action {
+                Action::MatMul { then, .. } => then,
+                Action::Rows { out, .. } => out,
+                _ => None,
+            });
+            for other in others.collect::<Vec<_>>().into_iter().take(3) {
+                self.matmul(w, "an input of the next product", None, |m| m.then = Some(other));
+            }
+            return;
+        };
+        self.matmul(w, "no input of the next product", wrong, |m| m.then = None);
+        self.matmul(w, "a norm without squares", wrong, |m| m.then = Some(Input { squares: None, ..then }));
+        for norm in then.norm.into_iter().flat_map(other_norms).map(Some).chain([None]) {
+            self.matmul(w, "a norm of no product", wrong, |m| m.then = Some(Input { norm, ..then }));
+        }
+        let Input { to, squares, .. } = then;
+        let Action::MatMul { target: Written::Residual(residual), .. } = self.of.waves[w].action else {
+            panic!("a residual in pairs")
+        };
+        self.matmul(w, "the input over the residual", Some("in-place"), |m| {
+            m.then = Some(Input { to: residual, ..then });
+        });
+        self.matmul(w, "squares over the input", Some("in-place"), |m| {
+            m.then = Some(Input { squares: Some(to), ..then })
+        });
+        // Squares of the same shape that an earlier wave left.
+        let old = self.of.work[squares.expect("squares").index()].clone();
+        let (id, place) = (WorkId::from(self.of.work.len()), self.of.work_bytes().next_multiple_of(256));
+        self.add(format!("w{w}: the next product reads other squares"), wrong, |p| {
+            p.work.push(Work { place, ..old });
+            let Action::MatMul { squares, .. } = &mut p.waves[w + 1].action else { panic!("the next product") };
+            *squares = Some(id);
+        });
+    }
+
+    /// Blocks that are no pairs, or have other parts than their peers.
+    fn pairs(&mut self) {
+        let wrong = Some("order");
+        let waves = self.of.waves.iter().enumerate();
+        let paired =
+            waves.filter_map(|(w, wave)| match (&wave.action, self.of.divisions[wave.division.index()].over) {
+                (&Action::MatMul { target: Written::Residual(_), pass, .. }, Over::Units { n, parts: 2 }) => {
+                    Some((w, wave.division.index(), pass, n))
+                }
+                _ => None,
+            });
+        let paired: Vec<_> = paired.collect();
+        self.add("no pairs", (!paired.is_empty()).then_some("order"), |p| p.machine.pairs = false);
+        for (w, d, pass, n) in paired {
+            for (what, change) in unpaired() {
+                self.add(format!("w{w}: {what}"), wrong, |p| change(&mut p.divisions[d].shares[0], n));
+            }
+            if n > pass {
+                self.add(format!("w{w}: units of several passes"), wrong, |p| {
+                    let rows = p.block_rows;
+                    for (sm, shares) in (0..).zip(&mut p.divisions[d].shares[0]) {
+                        let all = Share { row: 0, rows, lo: sm % 2 * n, hi: (sm % 2 + 1) * n };
+                        *shares = if sm < 2 { vec![all] } else { vec![] };
+                    }
+                });
+            }
         }
     }
 
@@ -1151,12 +1231,47 @@ impl Mutants<'_> {
     }
 }
 
+/// A change of the shares of all SMs of a product of so many units.
+type Regroup = fn(&mut Vec<Vec<Share>>, u32);
+
+/// Divisions of two parts that no pairs of blocks can have.
+pub fn unpaired() -> [(&'static str, Regroup); 5] {
+    [
+        ("parts that are swapped", |all, _| all.chunks_mut(2).for_each(|pair| pair.swap(0, 1))),
+        ("the parts of one pair swapped", |all, _| {
+            let first = all.iter().position(|shares| !shares.is_empty()).expect("a share") / 2 * 2;
+            all.swap(first, first + 1);
+        }),
+        ("both parts in one block", |all, _| {
+            for pair in all.chunks_mut(2) {
+                let other = std::mem::take(&mut pair[1]);
+                pair[0].extend(other);
+            }
+        }),
+        ("other units than the peer has", |all, _| {
+            let busy: Vec<usize> = (1..all.len()).step_by(2).filter(|sm| !all[*sm].is_empty()).collect();
+            all.swap(busy[0], busy[1]);
+        }),
+        ("each part in half of the blocks", |all, n| {
+            let (first, second) = all.concat().into_iter().partition::<Vec<_>, _>(|share| share.lo < n);
+            let half = all.len() / 2;
+            for (part, at) in [(first, 0), (second, half)] {
+                all[at..at + half].fill(vec![]);
+                for (i, share) in part.into_iter().enumerate() {
+                    all[at + i].push(share);
+                }
+            }
+        }),
+    ]
+}
+
 /// The name of a ring, and its field in a plan.
 type RingOf = (&'static str, fn(&mut Plan) -> &mut Ring);
 
 /// How a wave multiplies.
 struct Product {
     target: Written,
+    then: Option<Input>,
     pass: u32,
     chunk: u32,
     warps: Warps,
@@ -1177,8 +1292,15 @@ fn works(action: &mut Action) -> Vec<&mut WorkId> {
             let written = out.iter_mut().flat_map(|out| [&mut out.to].into_iter().chain(&mut out.squares));
             [residual].into_iter().chain(branch).chain(written).collect()
         }
-        Action::MatMul { x, squares, target: Written::Out(id) | Written::Residual(id) | Written::Best(id), .. } => {
-            [x, id].into_iter().chain(squares).collect()
+        Action::MatMul {
+            x,
+            squares,
+            target: Written::Out(id) | Written::Residual(id) | Written::Best(id),
+            then,
+            ..
+        } => {
+            let written = then.iter_mut().flat_map(|then| [&mut then.to].into_iter().chain(&mut then.squares));
+            [x, id].into_iter().chain(squares).chain(written).collect()
         }
         Action::Append { x, queries } => vec![x, queries],
         Action::Attend { queries, out, .. } => vec![queries, out],
@@ -1237,6 +1359,7 @@ fn judge_mutants_in(name: &str, target: &Target, form: Form, rows: u32, split: O
     mutants.splits();
     mutants.divisions();
     mutants.parts();
+    mutants.pairs();
     mutants.addends();
     mutants.candidates();
     let text = tokens(&imported, if form == Form::Steps && split.is_none() { rows + 3 } else { 140 });
@@ -1284,9 +1407,10 @@ fn other_orders(sums: Sums) -> Vec<Sums> {
     };
     match sums {
         Sums::Row { parts } => all(&[parts]).into_iter().map(|n| Sums::Row { parts: n[0] }).collect(),
-        Sums::Product { parts, granules, groups } => {
-            let of = |n: Vec<u32>| Sums::Product { parts: n[0], granules: n[1], groups: n[2] };
-            all(&[parts, granules, groups]).into_iter().map(of).collect()
+        Sums::Product { parts, granules, groups, paired, squares } => {
+            let of = |n: Vec<u32>| Sums::Product { parts: n[0], granules: n[1], groups: n[2], paired, squares: n[3] };
+            let other = Sums::Product { parts, granules, groups, paired: !paired, squares };
+            all(&[parts, granules, groups, squares]).into_iter().map(of).chain([other]).collect()
         }
         Sums::Heads => vec![],
         Sums::History { tile, heads, scratch_bytes, split } => {
@@ -1470,7 +1594,7 @@ fn a_wrong_tail_has_no_proof() {
 
 // ---- the second judge -------------------------------------------------------------------------------------------------
 
-fn tokens(imported: &Imported, count: u32) -> Vec<u32> {
+pub fn tokens(imported: &Imported, count: u32) -> Vec<u32> {
     (0..count).map(|i| (i * i * 7 + i * 13 + 5) % imported.graph.vocab).collect()
 }
 
@@ -1699,7 +1823,9 @@ fn a_tail_is_proven_after_its_chunk_alone() {
     let of = |form, rows| proven(&validated, &target, form, rows).unwrap();
     let chunk = of(Form::Chunk, 256);
     // A tail that begins a layer early: its residual was overwritten.
-    let per_layer = tail.waves[1..].iter().position(|wave| matches!(wave.action, Action::Rows { .. })).unwrap();
+    let grids = validated.schedule().program.grids.iter().enumerate();
+    let attention: Vec<usize> = grids.filter(|(_, grid)| matches!(grid.op, Op::Attention(_))).map(|(g, _)| g).collect();
+    let per_layer = attention[1] - attention[0];
     let mut early = tail.clone();
     early.waves.iter_mut().for_each(|wave| wave.grid.0 -= per_layer as u32);
     let violations = |tail: &Plan, before: Proven<'_>| prove_tail(tail.clone(), before, &target).unwrap_err();

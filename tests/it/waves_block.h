@@ -160,6 +160,99 @@ static void wave_leave(const WaveContext<M>&, const WaveChunk<A>& input, const W
   if (leaves_weights) leave(ring_of<B>(), weights.chunk);
 }
 
+// ---- in place of the pairs of blocks of runtime/sync.cuh -------------------------------------------------------------
+
+// Blocks run one after another, so those of a wave in pairs run twice: what each sends is collected first, and is there the second time. An even
+// block has it from the start, as if the other one was ahead; an odd block when it waits.
+enum class WaitKind : u32 { PEER = 6 };
+enum class Exchange { NONE, SENDS, RECEIVES };
+struct Sent {
+  u32 at, barrier;
+  float2 sums;
+};
+static Exchange exchange = Exchange::NONE;
+static std::vector<Sent> inboxes[256]; // of each block
+static bool exchanged;                 // a block has sent, or waited
+static struct {
+  u32 scratch, end, barrier; // places in shared memory
+  u32 expected;              // bytes
+  bool delivered;
+  bool may_send[THREADS_MAX], has_waited[THREADS_MAX], has_seen[THREADS_MAX];
+} peer;
+static std::vector<Sent>& inbox() { return inboxes[blockIdx.x]; }
+static void deliver() {
+  for (const Sent& sent : inbox()) {
+    require(sent.barrier == peer.barrier, "a store that arrives at another barrier");
+    std::memcpy(smem + sent.at, &sent.sums, sizeof sent.sums);
+  }
+  peer.delivered = true;
+}
+static u32 peer_address(const void* p) { return smem_address(p); }
+static void expect_bytes(u64* barrier, u32 bytes) {
+  require(smem_address(barrier) == peer.barrier && peer.expected == 0 && bytes > 0, "bytes that are expected twice, or elsewhere");
+  peer.expected = bytes;
+}
+static void fence_before_sending() { peer.may_send[current] = true; }
+static void send_to_peer(u32 to, float2 sums, u32 barrier) {
+  require(exchange != Exchange::NONE && peer.may_send[current], "sums are sent before a fence, or in a wave that is not in pairs");
+  require(to >= peer.scratch && to + 8 <= peer.end && to % 8 == 0, "sums are sent out of scratch");
+  if (exchange == Exchange::RECEIVES) return;
+  exchanged = true;
+  inboxes[blockIdx.x ^ 1].push_back({to, barrier, sums});
+}
+static bool peer_has_sent(u64* barrier, u32 use) {
+  require(exchange != Exchange::NONE && smem_address(barrier) == peer.barrier && use == 0, "a wait for something else than the sums of this wave");
+  exchanged = peer.has_waited[current] = true;
+  if (exchange == Exchange::SENDS) return true;
+  require(peer.expected == inbox().size() * 8, "other bytes are sent than are awaited");
+  if (!peer.delivered) deliver();
+  return true;
+}
+static bool give_up(Waiter, bool, WaitKind, u32, u32) { std::abort(); }
+static bool __all_sync(unsigned, bool v) { return !__any_sync(~0u, !v); }
+static void fence_sent() { peer.has_seen[current] = peer.has_waited[current]; }
+static void begin_exchange(u32 scratch, u32 bytes, const void* barrier) {
+  std::memset(&peer, 0, sizeof peer);
+  peer.scratch = scratch, peer.end = scratch + bytes, peer.barrier = smem_address(barrier);
+  if (exchange == Exchange::RECEIVES && blockIdx.x % 2 == 0) deliver();
+}
+static void end_exchange() {
+  for (int i = 0; i < THREADS_MAX; i++) require(peer.has_waited[i] == peer.has_seen[i], "no fence after the wait");
+  if (exchange != Exchange::RECEIVES) return;
+  std::vector<bool> taken(SMEM_BYTES);
+  for (const Sent& sent : inbox()) {
+    require(!taken[sent.at], "sums are sent to one place twice");
+    taken[sent.at] = true;
+  }
+  require(peer.expected == inbox().size() * 8, "sums are sent to a block that does not wait");
+}
+// `all` runs the blocks of a wave.
+template <class F>
+static void run_in_pairs(F all) {
+  const std::vector<u8> before = work;
+  for (std::vector<Sent>& of : inboxes) of.clear();
+  exchange = Exchange::SENDS, exchanged = false;
+  all();
+  if (exchanged) {
+    std::memcpy(work.data(), before.data(), before.size());
+    exchange = Exchange::RECEIVES;
+    all();
+  }
+  exchange = Exchange::NONE;
+}
+
+// Copies land when they are awaited.
+static std::vector<std::pair<void*, const void*>> copies[THREADS_MAX];
+static void copy_ahead(void* to, const void* from) {
+  require(smem_address(to) >= peer.scratch && smem_address(to) + 16 <= peer.end && within(work, static_cast<const u8*>(from), 16), "a copy from or to elsewhere");
+  require(u64(to) % 16 == 0 && u64(from) % 16 == 0, "a copy that is not aligned");
+  copies[current].push_back({to, from});
+}
+static void await_copies() {
+  for (const auto& copy : copies[current]) std::memcpy(copy.first, copy.second, 16);
+  copies[current].clear();
+}
+
 #include "waves/rows.cuh"
 #include "waves/warpgroup.cuh"
 #include "waves/warpgroup_codes.cuh"
@@ -212,7 +305,10 @@ static void run_wave() {
   fill<M, Op, InputRing<M>>();
   fill<M, Op, WeightRing<M>>();
   used[0] = rings[0].filled * M::INPUT_BYTES, used[1] = rings[1].filled * M::WEIGHT_BYTES;
+  begin_exchange(M::SCRATCH_AT, M::SCRATCH_BYTES, &state.paired);
   run_block(consume<M, Op>, M::WARPS * 32);
+  end_exchange();
+  for (const auto& of_thread : copies) require(of_thread.empty(), "a copy that no thread awaits");
   for (const Ring& ring : rings)
     for (int i = 0; i < M::WARPS * 32; i++) {
       require(ring.taken[i] == ring.filled, "a warp left out a chunk");

@@ -13,7 +13,7 @@ use monobloc::ir::{BufferId, GridId};
 use monobloc::model::config::Imported;
 use monobloc::random::Random;
 use monobloc::reference::{Session, act, norm_values, rope_apply, softcap, softmax};
-use monobloc::waves::{Action, Form, Layout, NormOf, Over, Plan, Share, Splits, Sum, Target, Wave, WorkId};
+use monobloc::waves::{Action, Form, Input, Layout, NormOf, Over, Plan, Share, Splits, Sum, Target, Wave, WorkId};
 
 /// Keys or values of a layer: for each position, all KV heads.
 pub type Rows = Vec<Vec<f64>>;
@@ -243,6 +243,25 @@ fn attended(a: &Attention, q: &[f64], seen: &[(Vec<f64>, Vec<f64>)]) -> Vec<f64>
     y
 }
 
+/// The inputs of a part of k, by row, and the matrix with which they are multiplied.
+struct Multiplied {
+    part: usize,
+    inputs: Vec<Vec<f64>>,
+    of_k: std::ops::Range<usize>,
+    tensors: Vec<Part>,
+    /// A row of the matrix.
+    weights: Vec<f32>,
+}
+
+impl Multiplied {
+    /// Products of all rows with row `r` of the matrix.
+    fn with_row(&mut self, step: &Step<'_>, r: u32) -> Vec<f64> {
+        step.matrix_row(&self.tensors, r, &mut self.weights);
+        let weights: Vec<f64> = self.weights[self.of_k.clone()].iter().map(|w| f64::from(*w)).collect();
+        self.inputs.iter().map(|x| dot(x, &weights)).collect()
+    }
+}
+
 impl Step<'_> {
     /// All waves in order; the shares of each in any order.
     fn run(&mut self, caches: &mut Caches, random: &mut Random) {
@@ -307,6 +326,14 @@ impl Step<'_> {
 
     fn part_cell(&self, cols: usize, part: usize, row: usize, col: usize) -> usize {
         ((part * self.plan.rows as usize + row) * cols + col) * 2
+    }
+
+    /// Writes an element of one of several parts.
+    fn put_part(&mut self, id: WorkId, part: usize, row: usize, col: usize, value: f64) {
+        let work = &self.plan.work[id.index()];
+        assert!(matches!(work.layout, Layout::Parts(parts) if part < parts as usize), "part {part} of {}", work.name);
+        let at = self.cell(id, 0, 0) + self.part_cell(work.cols as usize, part, row, col);
+        self.put(at, value, 2);
     }
 
     fn read(&self, id: WorkId, row: usize) -> Vec<f64> {
@@ -385,6 +412,11 @@ impl Step<'_> {
         let grid = self.grid(wave.grid).clone();
         // Every block writes its best candidate of every row, even if it has none.
         let sms = self.plan.machine.sms as usize;
+        if let (&Action::MatMul { target: Target::Residual(_), .. }, Op::MatVec(m)) = (&wave.action, &grid.op)
+            && matches!(self.plan.divisions[wave.division.index()].over, Over::Units { parts: 2.., .. })
+        {
+            return self.pairs(wave, &grid, m, shares);
+        }
         let mut best = vec![vec![(f64::NEG_INFINITY, f64::from(i32::MAX)); self.plan.rows as usize]; sms];
         for (sm, share) in shares {
             match (&wave.action, &grid.op) {
@@ -465,7 +497,7 @@ impl Step<'_> {
             let Some(out) = out else { continue };
             let y = match out.squares {
                 Some(squares) => {
-                    self.set(squares, row, part, x[own.clone()].iter().map(|x| x * x).sum());
+                    self.put_part(squares, part, row, 0, x[own.clone()].iter().map(|x| x * x).sum());
                     let weight = out.norm.and_then(|norm| norm.weight).map(|weight| self.vector(weight));
                     let weight = |col: usize| weight.as_ref().map_or(1.0, |weight| f64::from(weight[col]));
                     x.iter().enumerate().map(|(col, x)| x * weight(col)).collect()
@@ -473,6 +505,111 @@ impl Step<'_> {
                 None => out.norm.map_or(x.clone(), |norm| self.normed(&norm, &x)),
             };
             own.for_each(|col| self.set(out.to, row, col, y[col]));
+        }
+    }
+
+    /// The part of k of a share, for its rows.
+    fn multiplied(
+        &self,
+        grid: &Grid,
+        m: &MatVec,
+        (x, squares): (WorkId, Option<WorkId>),
+        (n, parts): (u32, u32),
+        share: &Share,
+    ) -> Multiplied {
+        let Content::Rows { parts: tensors, .. } = self.content(operand(grid, Role::Weight)).clone() else {
+            panic!("rows")
+        };
+        // Parts of k are whole granules, and whole blocks of 64 columns.
+        let step = (self.program.format_of(grid).granule_k() * m.parts()).max(64);
+        let length = (m.k.div_ceil(step).div_ceil(parts) * step) as usize;
+        let part = (share.lo / n) as usize;
+        let of_k = part * length..((part + 1) * length).min(m.k as usize);
+        let of_k = of_k.start.min(of_k.end)..of_k.end;
+        // The factor that the norm of the input left out.
+        let factor = |row: usize| {
+            let (Some(squares), Some(norm)) = (squares, m.norm) else { return 1.0 };
+            (self.read(squares, row).iter().sum::<f64>() / f64::from(m.k) + f64::from(norm.eps)).sqrt().recip()
+        };
+        let input = |row: usize| self.read(x, row)[of_k.clone()].iter().map(|x| x * factor(row)).collect();
+        let inputs = self.rows(share).map(input).collect();
+        Multiplied { part, inputs, of_k, tensors, weights: vec![0.0; m.k as usize] }
+    }
+
+    /// A product in pairs. Each block has the sums of its own share alone. It sends the other one those of eight rows of every 16, in the order of
+    /// its units, and ends the other eight with what it is sent. Pairs run in any order, and a block sees nothing else of another one.
+    fn pairs(&mut self, wave: &Wave, grid: &Grid, m: &MatVec, shares: &[(usize, Share)]) {
+        let Action::MatMul { x, squares, target: Target::Residual(residual), then, pass, .. } = wave.action else {
+            panic!("a product that adds")
+        };
+        let Over::Units { n, parts } = self.plan.divisions[wave.division.index()].over else {
+            panic!("a product that is not divided over units")
+        };
+        let mut order: Vec<usize> = vec![];
+        for pair in shares.iter().map(|(sm, _)| sm / 2).chain(0..self.plan.machine.sms as usize / 2) {
+            if !order.contains(&pair) {
+                order.push(pair);
+            }
+        }
+        for pair in order {
+            // Of each block its part, its first column, and sums by column and row.
+            let sums = [2 * pair, 2 * pair + 1].map(|sm| {
+                let (_, share) = shares.iter().find(|(of, _)| *of == sm)?;
+                let mut multiplied = self.multiplied(grid, m, (x, squares), (n, parts), share);
+                let first = share.lo % n * m.unit_rows;
+                let end = ((share.lo % n + (share.hi - share.lo).min(pass)) * m.unit_rows).min(m.rows);
+                let all: Vec<Vec<f64>> = (first..end).map(|col| multiplied.with_row(self, col)).collect();
+                Some((multiplied.part, first as usize, all))
+            });
+            for rank in 0..2 {
+                self.end_of_pair(grid, m, (residual, then), (pair, rank), &sums);
+            }
+        }
+    }
+
+    /// `sums`: of both blocks of the pair.
+    fn end_of_pair(
+        &mut self,
+        grid: &Grid,
+        m: &MatVec,
+        (residual, then): (WorkId, Option<Input>),
+        (pair, rank): (usize, usize),
+        sums: &[Option<(usize, usize, Vec<Vec<f64>>)>; 2],
+    ) {
+        let Epilogue::Residual { scale } = m.epilogue else { panic!("a product that adds") };
+        let bias = grid.operand(Role::Bias).map(|bias| self.vector(bias.buffer));
+        let weight = then.and_then(|then| then.norm?.weight).map(|weight| self.vector(weight));
+        let Some((part, first, own)) = &sums[rank] else {
+            // A block without a share leaves zeros.
+            if let Some(squares) = then.and_then(|then| then.squares) {
+                (0..self.rows.len()).filter(|row| row % 16 / 8 == rank).for_each(|row| {
+                    self.put_part(squares, pair, row, 0, 0.0);
+                });
+            }
+            return;
+        };
+        // What the other block does not send is never there: the rows that it ends itself, and units that it does not have.
+        let sent = |at: usize, row: usize| -> f64 {
+            let other = sums[1 - rank].as_ref().filter(|(part, ..)| row % 16 / 8 != *part);
+            other.and_then(|(.., all)| all.get(at)).map_or(f64::NAN, |of_col| of_col[row])
+        };
+        for row in (0..self.rows.len()).filter(|row| row % 16 / 8 == *part) {
+            let mut square = 0.0;
+            for (at, of_col) in own.iter().enumerate() {
+                let col = first + at;
+                let bias = bias.as_ref().map_or(0.0, |bias| f64::from(bias[col]));
+                let y = of_col[row] + sent(at, row) + bias;
+                let sum = self.get(residual, row, col) + f64::from(scale) * y;
+                self.set(residual, row, col, sum);
+                square += sum * sum;
+                if let Some(then) = then {
+                    let weight = weight.as_ref().map_or(1.0, |weight| f64::from(weight[col]));
+                    self.set(then.to, row, col, sum * weight);
+                }
+            }
+            if let Some(squares) = then.and_then(|then| then.squares) {
+                self.put_part(squares, pair, row, 0, square);
+            }
         }
     }
 
@@ -486,32 +623,12 @@ impl Step<'_> {
         share: &Share,
         best: &mut [(f64, f64)],
     ) {
-        let Content::Rows { parts: tensors, .. } = self.content(operand(grid, Role::Weight)).clone() else {
-            panic!("rows")
-        };
         let bias = grid.operand(Role::Bias).map(|bias| self.vector(bias.buffer));
-        // Parts of k are whole granules, and whole blocks of 64 columns.
-        let step = (self.program.format_of(grid).granule_k() * m.parts()).max(64);
-        let length = (m.k.div_ceil(step).div_ceil(parts) * step) as usize;
-        let part = (share.lo / n) as usize;
-        let of_k = part * length..((part + 1) * length).min(m.k as usize);
-        // The factor that the norm of the input left out.
-        let factor = |row: usize| {
-            let (Some(squares), Some(norm)) = (squares, m.norm) else { return 1.0 };
-            (self.read(squares, row).iter().sum::<f64>() / f64::from(m.k) + f64::from(norm.eps)).sqrt().recip()
-        };
-        let input = |row: usize| {
-            let x = self.read(x, row);
-            (row, x[of_k.start.min(of_k.end)..of_k.end].iter().map(|x| x * factor(row)).collect::<Vec<f64>>())
-        };
-        let inputs: Vec<_> = self.rows(share).map(input).collect();
-        let mut weights = vec![0.0; m.k as usize];
-        // Products of all rows with row `r` of the matrix.
+        let mut multiplied = self.multiplied(grid, m, (x, squares), (n, parts), share);
+        let part = multiplied.part;
         let mut product = |step: &Self, r: u32| -> Vec<f64> {
-            step.matrix_row(&tensors, r, &mut weights);
             let bias = bias.as_ref().filter(|_| part == 0).map_or(0.0, |bias| f64::from(bias[r as usize]));
-            let weights: Vec<f64> = weights[of_k.start.min(of_k.end)..of_k.end].iter().map(|w| f64::from(*w)).collect();
-            inputs.iter().map(|(_, x)| dot(x, &weights) + bias).collect()
+            multiplied.with_row(step, r).into_iter().map(|y| y + bias).collect()
         };
         let (cols, per_unit) = match m.epilogue {
             Epilogue::Gated(_) => (m.rows / 2, 4),
@@ -535,15 +652,11 @@ impl Step<'_> {
                 }),
                 _ => {}
             }
-            for ((row, _), y) in inputs.iter().zip(y) {
-                let (row, col) = (*row, col as usize);
+            for (row, y) in self.rows(share).zip(y) {
+                let col = col as usize;
                 match target {
                     Target::Out(out) => match self.plan.work[out.index()].layout {
-                        Layout::Parts(_) => {
-                            let work = &self.plan.work[out.index()];
-                            let at = self.cell(out, 0, 0) + self.part_cell(work.cols as usize, part, row, col);
-                            self.put(at, y, 2);
-                        }
+                        Layout::Parts(_) => self.put_part(out, part, row, col, y),
                         _ => self.set(out, row, col, y),
                     },
                     Target::Residual(id) => self.set(id, row, col, self.get(id, row, col) + y),

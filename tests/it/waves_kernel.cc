@@ -62,12 +62,19 @@ int main(int count, char** arguments) {
     std::vector<float> logits(Machine::STEPS ? size_t(params.row_count) * Machine::VOCAB : 0);
     if (Machine::STEPS) params.mailbox = mailbox.data(), params.logits = logits.data();
     for (step_at_hand = 0; step_at_hand < params.steps; step_at_hand++)
-      for (const Wave& now : waves)
-        for (u32 sm = Machine::SMS; sm-- > 0;) {
-          blockIdx.x = sm;
-          wave = now;
-          run_wave<Machine, Any>();
-        }
+      for (const Wave& now : waves) {
+        const auto all = [&] {
+          for (u32 sm = Machine::SMS; sm-- > 0;) {
+            blockIdx.x = sm;
+            wave = now;
+            run_wave<Machine, Any>();
+          }
+        };
+        if (Machine::PAIRS)
+          run_in_pairs(all);
+        else
+          all();
+      }
     if (Machine::STEPS) run_block(tell_last, 32);
     for (u32 step = 0; Machine::STEPS && step <= params.steps; step++)
       for (u32 row = 0; row < params.row_count; row++) all_tokens.push_back(mailbox[1 + step * Machine::BLOCK_ROWS + row]);

@@ -10,7 +10,8 @@
 template <bool STEPS_, int ROWS_, int INPUT_KIB, int WEIGHT_KIB, u32 PAGE = 64, bool WIDE = false>
 struct Machine {
   static constexpr int SMS = 40, WARPS = 8, LOADER_WARPS = 4, INPUT_SLOTS = 3, WEIGHT_SLOTS = 2, INPUT_BYTES = INPUT_KIB << 10, WEIGHT_BYTES = WEIGHT_KIB << 10;
-  static constexpr bool STEPS = STEPS_, WARPGROUPS = WIDE;
+  static constexpr bool STEPS = STEPS_, WARPGROUPS = WIDE, PAIRS = STEPS;
+  static constexpr int SQUARE_PARTS = STEPS ? SMS / 2 : 0;
   static constexpr int BLOCK_ROWS = ROWS_, INPUT_AT = WEIGHT_SLOTS * WEIGHT_BYTES, SCRATCH_AT = 0, SCRATCH_BYTES = STEPS ? 32 << 10 : 0;
   static constexpr int DIVISIONS = 1, STATE_AT = 64 << 10, STATE_BYTES = 1 << 14, STAGE_AT = 0, HEADS_AT = 0, REDUCE_AT = 0;
   static constexpr int REDUCE_BATCH = 1, ROWS = 8, REGISTERS = 216, LOADER_REGISTERS = 72, STAMPS_MAX = 0, VOCAB = 30;
@@ -245,7 +246,7 @@ static void rowwise(const char* name, const char* out_name, u32 rows, u32 step =
       for (int part = 0; part < ROW_PARTS; part++) {
         double of = 0;
         for (int i = part * (H / ROW_PARTS); i < (part + 1) * (H / ROW_PARTS); i++) of += double(sum[i]) * sum[i];
-        expected.push_back(of / H), found.push_back(float_at(plain_at(squares, row, part, ROW_PARTS, 4)) / H);
+        expected.push_back(of / H), found.push_back(float_at(plain_at(squares, part, row, M::BLOCK_ROWS, 4)) / H);
       }
     }
     for (int i = 0; i < H; i++) out.push_back(normed[i]), found_out.push_back(bf16_at(operand_at<M, H>(wave.out, row, i)));
@@ -275,13 +276,20 @@ struct Product {
   static constexpr float SCALE = 0.5f, SOFTCAP = E == Epilogue::LOGITS ? 3.f : 0.f;
   static constexpr bool BIAS = B, PLAIN = P;
   static constexpr int ROW_GROUPS = 2, UNIT_GROUPS = 4, K_GROUPS = 1, SPLITS = 1, CHUNK = UNIT_ROWS == 8 ? 2 : 1, NORM_PARTS = 0;
+  static constexpr bool FACTOR = false, PAIRED = false, OUT = false;
   static constexpr float NORM_EPS = 0.f;
 };
-// An input that lacks the factor of its norm.
+// An input that lacks the factor of its norm, with squares of N parts.
 template <class P, int N>
 struct Weighted : P {
   static constexpr int NORM_PARTS = N;
+  static constexpr bool FACTOR = true;
   static constexpr float NORM_EPS = 0.125f;
+};
+// In pairs of blocks, maybe with the input of the next product.
+template <class P, bool THEN>
+struct Paired : P {
+  static constexpr bool PAIRED = true, OUT = THEN;
 };
 // How warps share it: groups of rows, of units and of k; granules of a chunk; and parts of k.
 template <class P, int BY_ROWS, int BY_UNITS, int BY_K, int CHUNK_, int SPLITS_ = 1>
@@ -395,11 +403,12 @@ static void matmul(const char* name, u32 rows) {
   if (G::NORM_PARTS > 0) {
     const std::vector<float> squares = numbers(state, size_t(rows) * G::NORM_PARTS);
     wave.squares = activations(size_t(M::BLOCK_ROWS) * G::NORM_PARTS * 4);
+    wave.square_parts = G::NORM_PARTS;
     for (u32 row = 0; row < rows; row++) {
       double sum = 0;
       for (u32 i = 0; i < u32(G::NORM_PARTS); i++) {
         const float of = G::K * (0.5f + std::fabs(squares[row * G::NORM_PARTS + i]));
-        std::memcpy(plain_at(wave.squares, row, i, G::NORM_PARTS, 4), &of, 4);
+        std::memcpy(plain_at(wave.squares, i, row, M::BLOCK_ROWS, 4), &of, 4);
         sum += of;
       }
       factors[row] = 1 / std::sqrt(sum / G::K + G::NORM_EPS);
@@ -472,6 +481,111 @@ static void matmul(const char* name, u32 rows) {
 }
 template <class G>
 static void matmul(const char* name, u32 rows) { matmul<ChunkMachine<32, 46>, G>(name, rows); }
+// By pairs of blocks, of which the last one has no units: the residual, and where the next product's input is left, `out_name` of that and of its
+// squares. `weighted`: the norm has a weight.
+template <class M, class G>
+static void in_pairs(const char* name, const char* out_name, u32 rows, bool weighted = true) {
+  constexpr int COLS = G::ROWS;
+  // The second pair has fewer units than a pass.
+  std::vector<u32> ends{0};
+  while (ends.back() < u32(G::UNITS)) ends.push_back(min(ends.back() + (ends.size() == 2 && G::PASS > 1 ? G::PASS - 1 : G::PASS), u32(G::UNITS)));
+  ends.push_back(G::UNITS);
+  const u32 pairs = u32(ends.size()) - 1;
+  require(pairs < u32(M::SMS / 2), "a pair that leaves nothing");
+  start(rows);
+  u64 state = G::ROWS * 5 + G::K + rows;
+  const std::vector<float> plain = numbers(state, size_t(G::ROWS) * G::K), x = numbers(state, size_t(rows) * G::K), before = numbers(state, size_t(rows) * COLS);
+  std::vector<float> bias = numbers(state, G::UNITS * G::UNIT_ROWS);
+  const std::vector<float> weight = numbers(state, COLS);
+  if (G::BIAS) wave.bias = constant(bias);
+  if (weighted) wave.norm_weight = constant(weight);
+  std::vector<double> w(plain.begin(), plain.end());
+  std::vector<float> by_row(G::ROWS, 1.f);
+  if constexpr (IS_CODED<G>)
+    pack_codes<G>(state, w, by_row);
+  else
+    pack<G>(plain);
+  wave.x = operand<M, G::K>(rows);
+  put_operand<M, G::K>(wave.x, rows, x);
+  wave.residual = activations(size_t(M::BLOCK_ROWS) * COLS * 4);
+  for (u32 row = 0; row < rows; row++) std::memcpy(plain_at(wave.residual, row, 0, COLS, 4), before.data() + size_t(row) * COLS, COLS * 4);
+  wave.out = operand<M, COLS>(rows);
+  wave.squares_out = activations(size_t(M::SMS / 2) * M::BLOCK_ROWS * 4);
+  run_in_pairs([&] {
+    for (u32 sm = 2 * pairs; sm-- > 0;) {
+      const u32 part = sm % 2 * G::UNITS, lo = ends[sm / 2], hi = ends[sm / 2 + 1];
+      shares.clear();
+      if (lo < hi) shares.push_back({0, u32(M::BLOCK_ROWS), part + lo, part + hi});
+      run<M, WaveMatMul<M, G>>(sm);
+    }
+  });
+  std::vector<double> expected, found, out, found_out;
+  for (u32 row = 0; row < u32(M::BLOCK_ROWS); row++) {
+    std::vector<double> squares(pairs);
+    for (int r = 0; r < COLS; r++) {
+      if (row >= rows) {
+        expected.push_back(1), found.push_back(untouched(plain_at(wave.residual, row, r, COLS, 4), 4));
+        continue;
+      }
+      double y = 0;
+      for (int k = 0; k < G::K; k++) y += w[size_t(r) * G::K + k] * x[size_t(row) * G::K + k];
+      if constexpr (IS_CODED<G>)
+        if (G::ROW_SCALES) y *= by_row[r];
+      if (G::BIAS) y += bias[r];
+      const double sum = before[size_t(row) * COLS + r] + G::SCALE * y;
+      expected.push_back(sum), found.push_back(float_at(plain_at(wave.residual, row, r, COLS, 4)));
+      for (u32 pair = 0; pair < pairs; pair++)
+        if (u32(r) / G::UNIT_ROWS >= ends[pair] && u32(r) / G::UNIT_ROWS < ends[pair + 1]) squares[pair] += sum * sum;
+      out.push_back(weighted ? sum * weight[r] : sum), found_out.push_back(bf16_at(operand_at<M, COLS>(wave.out, row, r)));
+    }
+    for (u32 pair = 0; G::OUT && pair < u32(M::SMS / 2); pair++) {
+      const u8* at = plain_at(wave.squares_out, pair, row, M::BLOCK_ROWS, 4);
+      expected.push_back(pair < pairs ? squares[pair] / COLS : 1), found.push_back(pair < pairs ? float_at(at) / COLS : untouched(at, 4));
+    }
+    for (u32 col = row < rows ? COLS : 0; col < u32((COLS + 127) / 128 * 128); col += 2) out.push_back(1), found_out.push_back(untouched(operand_at<M, COLS>(wave.out, row, col), 4));
+  }
+  report(name, expected, found);
+  if (G::OUT)
+    report(out_name, out, found_out);
+  else
+    require(untouched(work.data() + size_t(wave.out) * OFFSET_BYTES, (WaveOperand<M, COLS>::BLOCK_BYTES)), "an output that the wave does not have");
+}
+// Factors alone.
+template <class M, class G>
+struct Factors {
+  template <class R>
+  static void load(WaveLoader<M, R>&, const Wave&) {}
+  static void run(WaveContext<M>& c, const Wave& e) {
+    WaveMatMul<M, G>::ask_squares(c, e);
+    WaveMatMul<M, G>::take_factors(c, e);
+  }
+};
+template <class M, class G>
+static std::vector<double> factors_of(const std::vector<float>& squares) {
+  start(16);
+  wave.squares = activations(size_t(G::NORM_PARTS) * M::BLOCK_ROWS * 4), wave.square_parts = G::NORM_PARTS;
+  for (u32 part = 0; part < u32(G::NORM_PARTS); part++) std::memcpy(plain_at(wave.squares, part, 0, M::BLOCK_ROWS, 4), &squares[part * 16], 64);
+  shares = {{0, u32(M::BLOCK_ROWS), 0, 1}};
+  run<M, Factors<M, G>>();
+  return std::vector<double>(wave_state<M>().factors, wave_state<M>().factors + 16);
+}
+
+// A row has the same factor whatever the number of rows of a block is.
+template <class G>
+static void same_factors(const char* name) {
+  u64 state = 11;
+  std::vector<float> squares = numbers(state, G::NORM_PARTS * 16);
+  for (float& v : squares) v = std::exp(8.f * v);
+  const std::vector<double> few = factors_of<StepMachine<16>, G>(squares), some = factors_of<StepMachine<32>, G>(squares), most = factors_of<StepMachine<64>, G>(squares);
+  std::vector<double> expected, found;
+  for (int row = 0; row < 16; row++) {
+    double sum = 0;
+    for (int part = 0; part < G::NORM_PARTS; part++) sum += squares[part * 16 + row];
+    expected.push_back(1), found.push_back(few[row] * std::sqrt(sum / G::K + G::NORM_EPS));
+    expected.push_back(1), found.push_back(few[row] == some[row] && few[row] == most[row]);
+  }
+  report(name, expected, found);
+}
 
 // ---- attention ----------------------------------------------------------------------------------------------------------
 
@@ -854,6 +968,19 @@ int main() {
   matmul<S32, Weighted<By<Product<72, 200, Epilogue::STORE, 4, 8, true>, 1, 1, 8, 8, 2>, 4>>("steps-factor-parts", 32);
   matmul<S32, Weighted<By<Product<61, 200, Epilogue::LOGITS, 4, 8, true>, 2, 4, 1, 4>, 3>>("steps-factor-logits", 29);
   matmul<S16, CodedAs<Weighted<By<Product<44, 200, Epilogue::RESIDUAL, 4, 8, true>, 1, 4, 2, 2>, 2>, Code::INT8, 0, ScaleCode::NONE, false, true>>("steps-factor-int8", 11);
+  matmul<S64, Weighted<By<Product<92, 328, Epilogue::GATED, 3, 8, true, false>, 4, 2, 1, 2>, 20>>("steps-factor-20-bf16", 64);
+  same_factors<Weighted<By<Product<44, 200, Epilogue::STORE, 8>, 1, 8, 1, 2>, 19>>("steps-factors-alike");
+  // In pairs of blocks: a unit a warp and several; groups of k, of units and of rows; units of 4 and of 2 rows; codes; fewer rows than there are.
+  in_pairs<S16, Paired<By<Product<44, 200, Epilogue::RESIDUAL, 2, 8, true>, 1, 1, 8, 8, 2>, true>>("pairs-16", "pairs-16-bf16", 11);
+  in_pairs<S32, Paired<By<Product<120, 328, Epilogue::RESIDUAL, 6>, 2, 2, 2, 4, 2>, true>>("pairs-32", "pairs-32-bf16", 32);
+  in_pairs<S64, Paired<By<Product<74, 712, Epilogue::RESIDUAL, 4, 8, true>, 4, 1, 2, 4, 2>, true>>("pairs-64", "pairs-64-bf16", 61);
+  in_pairs<S64, Paired<By<Product<150, 136, Epilogue::RESIDUAL, 7>, 2, 4, 1, 2, 2>, true>>("pairs-64-units", "pairs-64-units-bf16", 33, false);
+  in_pairs<S32, Paired<By<Product<72, 200, Epilogue::RESIDUAL, 4, 8, true>, 1, 1, 8, 8, 2>, false>>("pairs-alone", "", 17);
+  in_pairs<S16, Paired<By<Product<50, 328, Epilogue::RESIDUAL, 5, 4, true>, 1, 2, 4, 4, 2>, true>>("pairs-units-of-4", "pairs-units-of-4-bf16", 16);
+  in_pairs<S32, Paired<By<Product<26, 640, Epilogue::RESIDUAL, 5, 2>, 2, 2, 2, 2, 2>, true>>("pairs-units-of-2", "pairs-units-of-2-bf16", 30);
+  in_pairs<S16, CodedAs<Paired<By<Product<44, 200, Epilogue::RESIDUAL, 4, 8, true>, 1, 4, 2, 2, 2>, true>, Code::INT8, 0, ScaleCode::NONE, false, true>>("pairs-int8", "pairs-int8-bf16", 11);
+  in_pairs<S32, CodedAs<Paired<By<Product<72, 712, Epilogue::RESIDUAL, 4, 8, true>, 2, 2, 2, 2, 2>, true>, Code::INT4, 64, ScaleCode::BF16, true, false>>("pairs-int4-64-zeros", "pairs-int4-64-zeros-bf16", 30);
+  in_pairs<S64, CodedAs<Paired<By<Product<72, 200, Epilogue::RESIDUAL, 4>, 2, 2, 2, 2, 2>, true>, Code::E4M3, 0, ScaleCode::NONE, false, true>>("pairs-e4m3", "pairs-e4m3-bf16", 64);
   matmul<S16, By<Product<37, 96, Epilogue::LOGITS, 3>, 1, 8, 1, 2>>("steps-logits", 13);
   matmul<S16, By<Product<37, 200, Epilogue::LOGITS, 2>, 1, 1, 8, 8>>("steps-logits-8-groups", 16);
   matmul<S32, By<Product<61, 200, Epilogue::LOGITS, 4, 8, true>, 2, 4, 1, 4>>("steps-logits-32", 29);

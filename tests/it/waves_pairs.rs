@@ -1,0 +1,185 @@
+//! Tests products in pairs of blocks: which plans have them, what a proof says of pairs that are none, and that such a plan computes something else.
+
+use monobloc::target::Target;
+use monobloc::validate::Validated;
+use monobloc::waves::{
+    Action, Form, Input, Over, Plan, Sums, Target as Written, WorkId, derive, derive_alike, prove, prove_alike,
+};
+
+use crate::waves::{kernel, listed, proven, small, stored, tokens, unpaired, wide};
+use crate::waves_executor::{TOLERANCE, difference, execute, expected};
+
+/// The products in pairs of a plan: wave and division.
+fn paired(plan: &Plan) -> Vec<(usize, usize)> {
+    let waves = plan.waves.iter().enumerate();
+    let all = waves.filter_map(|(w, wave)| match (&wave.action, plan.divisions[wave.division.index()].over) {
+        (Action::MatMul { target: Written::Residual(_), .. }, Over::Units { parts: 2, .. }) => {
+            Some((w, wave.division.index()))
+        }
+        _ => None,
+    });
+    all.collect()
+}
+
+/// The input of the next product that a wave leaves.
+fn then(plan: &mut Plan, w: usize) -> &mut Option<Input> {
+    let Action::MatMul { then, .. } = &mut plan.waves[w].action else { panic!("a product") };
+    then
+}
+
+fn steps(validated: &Validated, rows: u32) -> Plan {
+    proven(validated, &small(), Form::Steps, rows).unwrap().plan().clone()
+}
+
+/// Products are in pairs where a target has clusters and an even number of SMs, in plans of steps and tails. After an RMS norm they leave the next
+/// product's input; after a norm that takes more than a factor they do not.
+#[test]
+fn products_are_in_pairs_where_they_can_be() {
+    let [even, mut odd, mut alone] = [small(), small(), small()];
+    odd.spec.sm_count = 11;
+    alone.spec.cluster_max = 1;
+    for (name, leaves) in [("families/qwen3", true), ("families/starcoder2", false)] {
+        let graph = wide(name).graph;
+        let validated = kernel(&graph, &even);
+        for (form, rows) in [(Form::Steps, 16), (Form::Steps, 32), (Form::Steps, 64), (Form::Tail, 16)] {
+            let mut plan = derive(validated.schedule(), &even, form, rows).unwrap();
+            let all = paired(&plan);
+            assert!(plan.machine.pairs && !all.is_empty(), "{name}, {form:?} of {rows}");
+            for (w, _) in all {
+                assert_eq!(then(&mut plan, w).is_some(), leaves, "{name}, {form:?} of {rows}, w{w}");
+            }
+        }
+        let chunk = derive(validated.schedule(), &even, Form::Chunk, 256).unwrap();
+        assert!(!chunk.machine.pairs && paired(&chunk).is_empty());
+        for target in [&odd, &alone] {
+            let plan = derive(kernel(&graph, target).schedule(), target, Form::Steps, 32).unwrap();
+            assert!(!plan.machine.pairs && paired(&plan).is_empty(), "{name}");
+        }
+    }
+}
+
+/// What a proof says of pairs that are none.
+#[test]
+fn pairs_that_are_none_have_no_proof() {
+    let validated = kernel(&wide("families/qwen3").graph, &small());
+    let of = steps(&validated, 32);
+    let (w, d) = paired(&of)[0];
+    let n = match of.divisions[d].over {
+        Over::Units { n, .. } => n,
+        _ => unreachable!(),
+    };
+    let refused = |plan: Plan, target: &Target| {
+        let violations = prove(plan, &validated, target).map(drop).expect_err("a proof");
+        listed(&violations)
+    };
+    let with = |change: &dyn Fn(&mut Plan)| {
+        let mut plan = of.clone();
+        change(&mut plan);
+        refused(plan, &small())
+    };
+    let mut alone = small();
+    alone.spec.cluster_max = 1;
+    let no_pairs = "`machine`: pairs of blocks of a chunk, of an odd number, or of a target without clusters";
+    let mut found = vec![
+        (refused(of.clone(), &alone), no_pairs),
+        (with(&|p| p.machine.sms = 11), no_pairs),
+        (with(&|p| p.machine.pairs = false), "sums of pairs of blocks, which are no pairs or have no two parts"),
+        // Inbox, squares and the sums of the groups of k of one unit.
+        (with(&|p| p.machine.scratch_bytes = 8 << 10), "sums of a pair that no scratch holds"),
+        (with(&|p| p.machine.scratch_bytes = 128), "that no scratch holds"),
+        (with(&|p| *then(p, w) = None), "expected the input of the product"),
+        (
+            with(&|p| {
+                let squares = then(p, w).unwrap().squares.unwrap();
+                p.work[squares.index()].cols = 2;
+            }),
+            " is Parts(6) of 2 columns",
+        ),
+        (
+            with(&|p| then(p, w).as_mut().unwrap().norm.as_mut().unwrap().norm.eps *= 2.0),
+            "is normalised as no product takes it",
+        ),
+    ];
+    let what = ["a part of its own", "a part of its own", "a part of its own", "other units", "a part of its own"];
+    for ((_, change), what) in unpaired().into_iter().zip(what) {
+        found.push((with(&|p| change(&mut p.divisions[d].shares[0], n)), what));
+    }
+    for (found, expected) in found {
+        assert!(found.contains(expected), "expected `{expected}`, found\n{found}");
+    }
+}
+
+/// Plans for 32 and 64 rows with other units in their pairs, or of which one has no pairs: each is proven, and together they are not.
+#[test]
+fn plans_with_other_pairs_are_not_proven_together() {
+    let target = small();
+    let graph = wide("families/qwen3").graph;
+    let validated = kernel(&graph, &target);
+    let [few, most] = <[Plan; 2]>::try_from(derive_alike(validated.schedule(), &target, &[32, 64]).unwrap()).unwrap();
+    let (w, d) = paired(&most)[0];
+    let mut other = most.clone();
+    // The first pair has the units of the second one.
+    let shares = &mut other.divisions[d].shares[0];
+    (shares.swap(0, 2), shares.swap(1, 3));
+    prove(other.clone(), &validated, &target).unwrap_or_else(|rules| panic!("{}", listed(&rules)));
+    let rules = prove_alike(vec![few.clone(), other], &validated, &target).unwrap_err();
+    let expected = format!("`alike`: wave {w}: plans for 32 and 64 rows divide units otherwise");
+    assert_eq!((rules.len(), rules[0].to_string()), (1, expected));
+    prove_alike(vec![few, most], &validated, &target).unwrap_or_else(|rules| panic!("{}", listed(&rules)));
+
+    // Without squares, too: bias and scales are added to the sums of a pair, and to those of the first part.
+    let validated = kernel(&wide("families/starcoder2").graph, &target);
+    let mut alone = target.clone();
+    alone.spec.cluster_max = 1;
+    let few = derive(validated.schedule(), &alone, Form::Steps, 32).unwrap();
+    let most = derive(validated.schedule(), &target, Form::Steps, 64).unwrap();
+    let in_pairs = |sums: &Sums| matches!(sums, Sums::Product { paired: true, squares: 0, .. });
+    assert!(most.order().iter().any(in_pairs) && !few.order().iter().any(in_pairs));
+    let rules = prove_alike(vec![few, most], &validated, &target).unwrap_err();
+    assert!(rules[0].to_string().starts_with("`alike`: "), "{}", listed(&rules));
+}
+
+/// The executor sees blocks with other parts or units than their peers, and inputs that are not left.
+#[test]
+fn a_wrong_plan_in_pairs_computes_something_else() {
+    let ((_folder, imported), target) = (stored(&wide("families/qwen3")), small());
+    let validated = kernel(&imported.graph, &target);
+    let program = &validated.schedule().program;
+    let of = steps(&validated, 32);
+    let text = tokens(&imported, 75);
+    let keys_and_values = expected(&imported, &text);
+    // Launches of fewer rows than the plan has, too.
+    let chunks: Vec<&[u32]> = text.chunks(29).collect();
+    let differs = |plan: &Plan| difference(&keys_and_values, &execute(program, &imported, plan, &chunks, 5));
+    assert!(differs(&of) < TOLERANCE);
+    let (w, d) = paired(&of)[0];
+    let Over::Units { n, .. } = of.divisions[d].over else { unreachable!() };
+    let mut wrong: Vec<(&str, Plan)> = vec![];
+    let mut add = |name, change: &dyn Fn(&mut Plan)| {
+        let mut plan = of.clone();
+        change(&mut plan);
+        wrong.push((name, plan));
+    };
+    for (name, change) in unpaired() {
+        // A division of its own: other products may have the same one.
+        add(name, &|p| {
+            let mut division = p.divisions[d].clone();
+            change(&mut division.shares[0], n);
+            p.waves[w].division.0 = p.divisions.len() as u32;
+            p.divisions.push(division);
+        });
+    }
+    add("no input of the next product", &|p| *then(p, w) = None);
+    add("no squares", &|p| then(p, w).as_mut().unwrap().squares = None);
+    add("squares of another wave", &|p| {
+        let work = p.work.len();
+        p.work.push(p.work[then(&mut p.clone(), w).unwrap().squares.unwrap().index()].clone());
+        p.work[work].place = p.work_bytes().next_multiple_of(256);
+        then(p, w).as_mut().unwrap().squares = Some(WorkId::from(work));
+    });
+    add("no weight of the norm", &|p| then(p, w).as_mut().unwrap().norm.as_mut().unwrap().weight = None);
+    for (name, plan) in wrong {
+        let found = differs(&plan);
+        assert!(found > 1e-4, "{name}: {found:e}");
+    }
+}
