@@ -782,9 +782,10 @@ impl Judge<'_> {
             }
         }
         let rows = u64::from(self.plan.block_rows);
-        let [padded, by_rows] = [pass.next_multiple_of(warps.units.max(1)), warps.rows.max(1)].map(u64::from);
+        let [pass, by_rows, by_units] = [pass, warps.rows.max(1), warps.units.max(1)].map(u64::from);
+        let padded = pass.next_multiple_of(by_units);
         // Sums of groups of k of a unit of each warp; those that were sent; and squares, of half of the rows each.
-        let bytes = 8 * (rows / 16 / by_rows) * 512 + padded * (rows / 2 * 8 * 4 + rows / 2 * 4);
+        let bytes = 8 * (rows / 16 / by_rows) * 512 + padded.saturating_mul(rows / 2 * 8 * 4 + rows / 2 * 4);
         if bytes > u64::from(self.plan.machine.scratch_bytes) {
             return Err("sums of a pair that no scratch holds".to_string());
         }

@@ -607,8 +607,9 @@ impl Step<'_> {
                     self.set(then.to, row, col, sum * weight);
                 }
             }
+            // The rows of these are those of the place of the block in its pair.
             if let Some(squares) = then.and_then(|then| then.squares) {
-                self.put_part(squares, pair, row, 0, square);
+                self.put_part(squares, pair, row / 16 * 16 + rank * 8 + row % 8, 0, square);
             }
         }
     }
