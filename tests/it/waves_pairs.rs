@@ -2,8 +2,8 @@
 //! which fences the exchange has.
 
 use monobloc::codegen::KernelSource;
-use monobloc::codegen::emit::{ENTRY_POINT, Trace};
-use monobloc::codegen::waves::emit;
+use monobloc::codegen::emit::Trace;
+use monobloc::codegen::waves::{ENTRY_POINT, emit};
 use monobloc::target::Target;
 use monobloc::validate::Validated;
 use monobloc::waves::{
