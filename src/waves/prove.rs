@@ -199,7 +199,8 @@ pub fn prove_alike<'a>(
         }
         // The units of a pair decide which columns each of its sums of squares has.
         let squares = |wave: &Wave| matches!(wave.sums, Sums::Product { squares: 1.., .. });
-        let of = |plan: &Plan, wave: &Wave| plan.divisions[wave.division.index()].shares.first().map(lo_hi);
+        let of =
+            |plan: &Plan, wave: &Wave| plan.divisions[wave.division.index()].shares.first().map(|of_sms| lo_hi(of_sms));
         let mut pairs = first.waves.iter().zip(&other.waves).enumerate();
         if let Some((w, _)) = pairs.find(|(_, (a, b))| squares(a) && of(first, a) != of(other, b)) {
             return violation(
@@ -1045,7 +1046,7 @@ fn norm_of(grid: &Grid, norm: NormAttr) -> NormOf {
 }
 
 /// The launch indices of each SM.
-fn lo_hi(shares: &Vec<Vec<Share>>) -> Vec<Vec<(u32, u32)>> {
+fn lo_hi(shares: &[Vec<Share>]) -> Vec<Vec<(u32, u32)>> {
     shares.iter().map(|of_sm| of_sm.iter().map(|share| (share.lo, share.hi)).collect()).collect()
 }
 

@@ -134,7 +134,8 @@ fn plans_with_other_pairs_are_not_proven_together() {
     let mut other = most.clone();
     // The first pair has the units of the second one.
     let shares = &mut other.divisions[d].shares[0];
-    (shares.swap(0, 2), shares.swap(1, 3));
+    shares.swap(0, 2);
+    shares.swap(1, 3);
     prove(other.clone(), &validated, &target).unwrap_or_else(|rules| panic!("{}", listed(&rules)));
     let rules = prove_alike(vec![few.clone(), other], &validated, &target).unwrap_err();
     let expected = format!("`alike`: wave {w}: plans for 32 and 64 rows divide units otherwise");
@@ -227,9 +228,9 @@ fn faults(ptx: &str) -> Vec<String> {
     for begin in ["membar", "fence.sc", "fence.acq_rel", "fence.release.gpu", "fence.acquire.gpu"] {
         found.extend(all(begin).iter().map(|at| format!("slow: statement {at} is {begin}")));
     }
-    found.extend(all("fence.proxy.async").into_iter().filter_map(|at| {
-        (kernel.statements[at].opcode == "fence.proxy.async").then(|| "slow: a fence of all state spaces".to_owned())
-    }));
+    if all("fence.proxy.async").into_iter().any(|at| kernel.statements[at].opcode == "fence.proxy.async") {
+        found.push("slow: a fence of all state spaces".to_owned());
+    }
     // 1: fenced since the last wave.
     let may_send = kernel.on_all_paths(0, |at, before| match () {
         () if starts(at, MAY_SEND) => 1,
