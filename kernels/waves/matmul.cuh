@@ -6,7 +6,11 @@
 //                RESIDUAL: residual += SCALE * y, in place. With SPLITS parts of k, fp32 sums of each part: (SPLITS, rows, ROWS), RESIDUAL
 //                among them. LOGITS: the best of the block's logits of each row, and the logits where the host wants them
 //
-// With NORM_PARTS the input lacks the factor of its norm, which follows from sums of squares (WaveRows): the product has it last.
+// squares (parts, rows)  fp32. With FACTOR the input lacks the factor of its norm, which follows from these sums (of WaveRows, or of a product in
+//                pairs): the product has it last
+// PAIRED         residual += SCALE * y by the two blocks of a cluster, which have the two parts of k of the same units (end_pair)
+// out      (rows, ROWS)  of PAIRED with OUT: the residual times the weight of the next norm, as products read it, and
+// squares_out (SMS / 2, rows)  fp32: what each pair has added up of the squares of a row; zeros of a pair without units
 //
 // owner    of a unit, a part of k and a block of rows: one block
 // assumes  columns of x past K and rows of W past ROWS are zeros

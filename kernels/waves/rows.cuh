@@ -1,7 +1,7 @@
 // rows: the work of a wave on each row by itself. Embeds the token, adds a branch to the residual, or takes the residual of a row of the
 // preceding chunk (TAKE); then computes the norm of the sum.
 // With ROW_PARTS parts of the columns several blocks share a row. None has the whole norm then: each leaves the sum of its squares, and the
-// product divides by the norm (WaveMatMul).
+// product divides by the norm (WaveMatMul). After a product in pairs of blocks there is no such wave if an RMS norm follows.
 //
 // token    of the first step the host's, or what a row decided before: the arg-max over the candidates of all blocks
 // residual (rows, HIDDEN)  fp32, in place

@@ -98,7 +98,8 @@
 //! - **A slot is empty.** The lanes of a warp meet (`bar.warp.sync` orders their reads), one arrives on the mbarrier, the loader
 //!   waits. That orders the reads before the loader's next generic access and before no bulk copy: the loader executes
 //!   `fence.proxy.async.shared::cta` between the wait and the copy. `ldmatrix` and `cp.async` that is not bulk are generic.
-//! - **Waves** have an order of their own, argued at the head of `crate::waves`: a count that every SM adds to after each wave.
+//! - **Waves** have an order of their own, argued at the head of `crate::waves`: a count that every SM adds to after each wave, and sums that the two
+//!   blocks of a pair send each other.
 //! - **Constants.** Weights, tables and prompts are not written during a launch; only they are read with `ld.global.nc`, which
 //!   is outside the model (8.1).
 

@@ -17,7 +17,7 @@
 //! 8.9.4). A wave therefore sees everything that earlier waves of the launch wrote, by ordinary loads and by bulk copies. It waits for
 //! nothing else. The loader copies weights of later waves before that, because no wave writes weights.
 //!
-//! Within a wave nothing is ordered between SMs. [`prove`] therefore demands that a wave writes no buffer that it reads, except
+//! Within a wave nothing is ordered between SMs, apart from pairs (below). [`prove`] therefore demands that a wave writes no buffer that it reads, except
 //! sums in place, and that the shares of its SMs are disjoint. Attention of a step both reads and writes the cache. It reads positions before
 //! the first row of its sequence in the step, and writes the positions of its rows ([`crate::rows`] guards that rows of a sequence
 //! are at consecutive positions, and that no other sequence reads their pages). An earlier step therefore wrote everything that it reads. The
@@ -31,6 +31,23 @@
 //! sum before the last append ([`prove_tail`] compares the two); the rest of the program needs only it and the cache. A tail therefore
 //! computes the keys and values of its rows in the last layer again, from sums in another order, and appends them where the chunk did. Attention
 //! of the tail reads only earlier positions, and later launches see what the tail wrote.
+//!
+//! # Pairs of blocks
+//!
+//! One thing is ordered within a wave. In a plan with pairs ([`Machine::pairs`]), blocks 2 i and 2 i + 1 are a cluster. A product that adds to the
+//! residual gives them the two parts of k of the same units. Each ends eight rows of every 16, and sends the sums of the other rows to an inbox in
+//! the scratch of the other block. A store (`st.async`) adds its bytes to a barrier of the receiver, as a release at the scope of the cluster.
+//! Each lane of the receiver waits for the barrier (relaxed) and then fences (`fence.acquire.sync_restrict`), so it sees what was
+//! sent. Such a fence concerns shared memory alone, and waits for no store to global memory.
+//!
+//! The inbox is scratch, which both blocks use in other waves, too. After its last access in a wave, each thread fences proxies
+//! (`fence.proxy.async::generic.release`) before the block says that it has ended the wave; a sender fences (`...acquire`) after it has
+//! heard that and before it sends. So a store never overtakes an access of an earlier wave. Within the wave, the receiver uses other scratch until it has
+//! waited.
+//!
+//! Neither block waits for ever: a block sends before it waits, both have equal shares and so the bytes sent are those awaited, and each of the two waits only
+//! in a wave that the other one runs, too ([`prove`] compares their shares). At the start and at the end of a launch a barrier of the cluster sees to it
+//! that no block stores to one that is not there.
 //!
 //! # Histories of many lengths
 //!

@@ -199,7 +199,8 @@ pub fn prove_alike<'a>(
         }
         // The units of a pair decide which columns each of its sums of squares has.
         let squares = |wave: &Wave| matches!(wave.sums, Sums::Product { squares: 1.., .. });
-        let of = |plan: &Plan, wave: &Wave| plan.divisions[wave.division.index()].shares.first().map(lo_hi);
+        let of =
+            |plan: &Plan, wave: &Wave| plan.divisions[wave.division.index()].shares.first().map(|of_sms| lo_hi(of_sms));
         let mut pairs = first.waves.iter().zip(&other.waves).enumerate();
         if let Some((w, _)) = pairs.find(|(_, (a, b))| squares(a) && of(first, a) != of(other, b)) {
             return violation(
@@ -766,6 +767,9 @@ impl Judge<'_> {
         if !self.plan.machine.pairs || parts != 2 || !self.plan.form.decides() || !m.rows.is_multiple_of(2) {
             return Err("sums of pairs of blocks, which are no pairs or have no two parts".to_string());
         }
+        if matches!(wave.action, Action::MatMul { squares: Some(_), .. }) {
+            return Err("squares in scratch, where the other block of a pair sends its sums".to_string());
+        }
         let n = m.units();
         let shares = self.plan.divisions[wave.division.index()].shares.first().map_or(&[][..], Vec::as_slice);
         for pair in shares.chunks(2) {
@@ -782,13 +786,41 @@ impl Judge<'_> {
             }
         }
         let rows = u64::from(self.plan.block_rows);
-        let [padded, by_rows] = [pass.next_multiple_of(warps.units.max(1)), warps.rows.max(1)].map(u64::from);
+        let [pass, by_rows, by_units] = [pass, warps.rows.max(1), warps.units.max(1)].map(u64::from);
+        let padded = pass.next_multiple_of(by_units);
         // Sums of groups of k of a unit of each warp; those that were sent; and squares, of half of the rows each.
-        let bytes = 8 * (rows / 16 / by_rows) * 512 + padded * (rows / 2 * 8 * 4 + rows / 2 * 4);
+        let bytes = 8 * (rows / 16 / by_rows) * 512 + padded.saturating_mul(rows / 2 * 8 * 4 + rows / 2 * 4);
         if bytes > u64::from(self.plan.machine.scratch_bytes) {
             return Err("sums of a pair that no scratch holds".to_string());
         }
         Ok(())
+    }
+
+    /// The last wave leaves the candidates of all rows in `best`.
+    fn decided(&mut self, best: WorkId, w: usize) -> Result<(), String> {
+        // A tail has one step, so none of its waves reads what its head decides.
+        if self.plan.form == Form::Tail {
+            self.layout(best, Layout::Candidates, self.plan.machine.sms)?;
+            self.candidates = Some(best);
+        }
+        if self.candidates != Some(best) || self.decides || w + 1 != self.plan.waves.len() {
+            return Err("candidates that the next step does not read".to_string());
+        }
+        // Each warp leaves a score and an id of each row.
+        if self.plan.machine.warps * 8 * self.plan.rows > self.plan.machine.scratch_bytes {
+            return Err("candidates of warps that no scratch holds".to_string());
+        }
+        self.decides = true;
+        Ok(())
+    }
+
+    /// What a product in pairs leaves for the next one.
+    fn then(&mut self, then: Option<Input>) -> Result<(), String> {
+        match then {
+            Some(Input { squares: None, .. }) => Err("a norm that no pair of blocks has whole".to_string()),
+            Some(then) => self.leaves(then, self.plan.machine.sms / 2),
+            None => Ok(()),
+        }
     }
 
     /// `x` is the input of the product of a grid.
@@ -841,18 +873,11 @@ impl Judge<'_> {
         }
         match (m.epilogue, target) {
             (Epilogue::Residual { .. }, Written::Residual(residual)) => {
-                if parts > 1 && squares.is_some() {
-                    return Err("squares in scratch, where the other block of a pair sends its sums".to_string());
-                }
                 if parts > 1 {
                     self.paired(wave, m, Product { pass, chunk, warps, parts })?;
                 }
                 self.sums(residual, buffer(Role::Out)?, m.rows)?;
-                match then {
-                    Some(Input { squares: None, .. }) => Err("a norm that no pair of blocks has whole".to_string()),
-                    Some(then) => self.leaves(then, self.plan.machine.sms / 2),
-                    None => Ok(()),
-                }
+                self.then(then)
             }
             (Epilogue::Residual { .. }, Written::Out(out)) if parts > 1 => {
                 self.layout(out, Layout::Parts(parts), m.rows)?;
@@ -879,20 +904,7 @@ impl Judge<'_> {
                 Ok(())
             }
             (Epilogue::Logits { .. }, Written::Best(best)) if parts == 1 && self.plan.form.decides() => {
-                // A tail has one step, so none of its waves reads what its head decides.
-                if self.plan.form == Form::Tail {
-                    self.layout(best, Layout::Candidates, self.plan.machine.sms)?;
-                    self.candidates = Some(best);
-                }
-                if self.candidates != Some(best) || self.decides || w + 1 != self.plan.waves.len() {
-                    return Err("candidates that the next step does not read".to_string());
-                }
-                // Each warp leaves a score and an id of each row.
-                if self.plan.machine.warps * 8 * self.plan.rows > self.plan.machine.scratch_bytes {
-                    return Err("candidates of warps that no scratch holds".to_string());
-                }
-                self.decides = true;
-                Ok(())
+                self.decided(best, w)
             }
             _ => Err("another epilogue, or a number of parts that it cannot have".to_string()),
         }
@@ -901,8 +913,8 @@ impl Judge<'_> {
     /// What is wrong with how a block multiplies. A step of the loop is what a chunk of inputs and one of weights have in common.
     fn ring_of(&self, m: &MatVec, format: Format, product: Product) -> Vec<String> {
         let Product { pass, chunk, warps: Warps { rows, units, k }, parts } = product;
-        let wide = self.plan.machine.products == Products::Warpgroups;
         let (block, machine) = (u64::from(self.plan.block_rows), &self.plan.machine);
+        let wide = machine.products == Products::Warpgroups;
         let [pass, chunk, rows, units, k, parts] = [pass, chunk, rows, units, k, parts].map(u64::from);
         let spans = granule_spans(m, format);
         let granules = u64::from(m.k).div_ceil(32 * spans);
@@ -914,9 +926,8 @@ impl Judge<'_> {
         let (of_inputs, of_weights) = (u64::from(machine.inputs.slot_bytes) / (block * 64), chunk * spans);
         let step = of_inputs.min(of_weights);
         // A warp of a warpgroup has two units of each tile.
-        let tile = if wide { 2 * units } else { units };
+        let (tile, grouped) = (if wide { 2 * units } else { units }, format.groups.is_some());
         let padded = pass.next_multiple_of(tile);
-        let grouped = format.groups.is_some();
         let sums_of = |tiles: u64| block / rows / 2 * tiles;
         let (sums, of_lane) = if wide {
             (sums_of(wide_tiles_max((block / rows) as u32, grouped).into()), sums_of(padded / tile))
@@ -1035,7 +1046,7 @@ fn norm_of(grid: &Grid, norm: NormAttr) -> NormOf {
 }
 
 /// The launch indices of each SM.
-fn lo_hi(shares: &Vec<Vec<Share>>) -> Vec<Vec<(u32, u32)>> {
+fn lo_hi(shares: &[Vec<Share>]) -> Vec<Vec<(u32, u32)>> {
     shares.iter().map(|of_sm| of_sm.iter().map(|share| (share.lo, share.hi)).collect()).collect()
 }
 

@@ -158,7 +158,7 @@ const CASES_OF_ROWS: [(&str, usize); 85] = [
     ("attention-lanes-window", 5),
     ("attention-lanes-centred", 5),
 ];
-const CASES_OF_WAVES: [(&str, usize); 147] = [
+const CASES_OF_WAVES: [(&str, usize); 149] = [
     ("rows-embed", 1),
     ("rows-embed-bf16", 1),
     ("rows-branch", 1),
@@ -266,6 +266,8 @@ const CASES_OF_WAVES: [(&str, usize); 147] = [
     ("pairs-64-bf16", 1),
     ("pairs-64-units", 1),
     ("pairs-64-units-bf16", 1),
+    ("pairs-64-rounds", 1),
+    ("pairs-64-rounds-bf16", 1),
     ("pairs-alone", 1),
     ("pairs-units-of-4", 1),
     ("pairs-units-of-4-bf16", 1),

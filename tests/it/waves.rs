@@ -936,14 +936,17 @@ impl Mutants<'_> {
     fn parts(&mut self) {
         let wrong = Some("order");
         for w in 0..self.of.waves.len() {
-            let Wave { action: Action::MatMul { target, .. }, division, .. } = self.of.waves[w].clone() else {
+            let Wave { action: Action::MatMul { target, then, .. }, division, .. } = self.of.waves[w].clone() else {
                 continue;
             };
             let Over::Units { n, parts } = self.of.divisions[division.index()].over else { unreachable!() };
             let DivisionId(next) = DivisionId(self.of.divisions.len() as u32);
             for other in [1, 2, 3].into_iter().filter(|other| *other != parts) {
                 let division = self.divided(n, other);
-                self.add(format!("w{w} in {other} parts, which nothing else knows"), wrong, |p| {
+                // Of a product that adds the whole is the same, in another order.
+                let adds = matches!(target, Written::Residual(_)) && then.is_none() && other == 1;
+                let rule = if adds { Some("sums") } else { wrong };
+                self.add(format!("w{w} in {other} parts, which nothing else knows"), rule, |p| {
                     p.divisions.push(division);
                     p.waves[w].division = DivisionId(next);
                 });

@@ -253,6 +253,9 @@ struct Multiplied {
     weights: Vec<f32>,
 }
 
+/// What a block of a pair has multiplied: its part of k, its first column, and the sums of each column and row.
+type OfBlock = (usize, usize, Vec<Vec<f64>>);
+
 impl Multiplied {
     /// Products of all rows with row `r` of the matrix.
     fn with_row(&mut self, step: &Step<'_>, r: u32) -> Vec<f64> {
@@ -552,8 +555,7 @@ impl Step<'_> {
             }
         }
         for pair in order {
-            // Of each block its part, its first column, and sums by column and row.
-            let sums = [2 * pair, 2 * pair + 1].map(|sm| {
+            let sums: [Option<OfBlock>; 2] = [2 * pair, 2 * pair + 1].map(|sm| {
                 let (_, share) = shares.iter().find(|(of, _)| *of == sm)?;
                 let mut multiplied = self.multiplied(grid, m, (x, squares), (n, parts), share);
                 let first = share.lo % n * m.unit_rows;
@@ -574,7 +576,7 @@ impl Step<'_> {
         m: &MatVec,
         (residual, then): (WorkId, Option<Input>),
         (pair, rank): (usize, usize),
-        sums: &[Option<(usize, usize, Vec<Vec<f64>>)>; 2],
+        sums: &[Option<OfBlock>; 2],
     ) {
         let Epilogue::Residual { scale } = m.epilogue else { panic!("a product that adds") };
         let bias = grid.operand(Role::Bias).map(|bias| self.vector(bias.buffer));
@@ -607,8 +609,9 @@ impl Step<'_> {
                     self.set(then.to, row, col, sum * weight);
                 }
             }
+            // The rows of these are those of the place of the block in its pair.
             if let Some(squares) = then.and_then(|then| then.squares) {
-                self.put_part(squares, pair, row, 0, square);
+                self.put_part(squares, pair, row / 16 * 16 + rank * 8 + row % 8, 0, square);
             }
         }
     }

@@ -975,6 +975,7 @@ int main() {
   in_pairs<S32, Paired<By<Product<120, 328, Epilogue::RESIDUAL, 6>, 2, 2, 2, 4, 2>, true>>("pairs-32", "pairs-32-bf16", 32);
   in_pairs<S64, Paired<By<Product<74, 712, Epilogue::RESIDUAL, 4, 8, true>, 4, 1, 2, 4, 2>, true>>("pairs-64", "pairs-64-bf16", 61);
   in_pairs<S64, Paired<By<Product<150, 136, Epilogue::RESIDUAL, 7>, 2, 4, 1, 2, 2>, true>>("pairs-64-units", "pairs-64-units-bf16", 33, false);
+  in_pairs<S64, Paired<By<Product<160, 328, Epilogue::RESIDUAL, 8>, 1, 4, 2, 2, 2>, true>>("pairs-64-rounds", "pairs-64-rounds-bf16", 60);
   in_pairs<S32, Paired<By<Product<72, 200, Epilogue::RESIDUAL, 4, 8, true>, 1, 1, 8, 8, 2>, false>>("pairs-alone", "", 17);
   in_pairs<S16, Paired<By<Product<50, 328, Epilogue::RESIDUAL, 5, 4, true>, 1, 2, 4, 4, 2>, true>>("pairs-units-of-4", "pairs-units-of-4-bf16", 16);
   in_pairs<S32, Paired<By<Product<26, 640, Epilogue::RESIDUAL, 5, 2>, 2, 2, 2, 2, 2>, true>>("pairs-units-of-2", "pairs-units-of-2-bf16", 30);

@@ -1,11 +1,19 @@
-//! Tests products in pairs of blocks: which plans have them, what a proof says of pairs that are none, and that such a plan computes something else.
+//! Tests products in pairs of blocks: which plans have them, what a proof says of pairs that are none, that such a plan computes something else, and
+//! which fences the exchange has.
 
+use monobloc::codegen::KernelSource;
+use monobloc::codegen::emit::Trace;
+use monobloc::codegen::waves::{ENTRY_POINT, emit};
 use monobloc::target::Target;
 use monobloc::validate::Validated;
 use monobloc::waves::{
     Action, Form, Input, Over, Plan, Sums, Target as Written, WorkId, derive, derive_alike, prove, prove_alike,
 };
 
+use rayon::prelude::*;
+
+use crate::nvrtc::nvrtc;
+use crate::ptx::{Statement, functions};
 use crate::waves::{kernel, listed, proven, small, stored, tokens, unpaired, wide};
 use crate::waves_executor::{TOLERANCE, difference, execute, expected};
 
@@ -84,13 +92,19 @@ fn pairs_that_are_none_have_no_proof() {
         (refused(of.clone(), &alone), no_pairs),
         (with(&|p| p.machine.sms = 11), no_pairs),
         (with(&|p| p.machine.pairs = false), "sums of pairs of blocks, which are no pairs or have no two parts"),
-        // Inbox, squares and the sums of the groups of k of one unit.
-        (with(&|p| p.machine.scratch_bytes = 8 << 10), "sums of a pair that no scratch holds"),
-        (with(&|p| p.machine.scratch_bytes = 128), "that no scratch holds"),
+        // Sums that are sent, and squares, of so many units.
+        (
+            with(&|p| {
+                let Action::MatMul { pass, .. } = &mut p.waves[w].action else { unreachable!() };
+                *pass = 64;
+            }),
+            "sums of a pair that no scratch holds",
+        ),
         (with(&|p| *then(p, w) = None), "expected the input of the product"),
         (
             with(&|p| {
                 let squares = then(p, w).unwrap().squares.unwrap();
+                p.work[squares.index()].place = p.work_bytes().next_multiple_of(256);
                 p.work[squares.index()].cols = 2;
             }),
             " is Parts(6) of 2 columns",
@@ -120,7 +134,8 @@ fn plans_with_other_pairs_are_not_proven_together() {
     let mut other = most.clone();
     // The first pair has the units of the second one.
     let shares = &mut other.divisions[d].shares[0];
-    (shares.swap(0, 2), shares.swap(1, 3));
+    shares.swap(0, 2);
+    shares.swap(1, 3);
     prove(other.clone(), &validated, &target).unwrap_or_else(|rules| panic!("{}", listed(&rules)));
     let rules = prove_alike(vec![few.clone(), other], &validated, &target).unwrap_err();
     let expected = format!("`alike`: wave {w}: plans for 32 and 64 rows divide units otherwise");
@@ -182,4 +197,129 @@ fn a_wrong_plan_in_pairs_computes_something_else() {
         let found = differs(&plan);
         assert!(found > 1e-4, "{name}: {found:e}");
     }
+}
+
+/// Faults of the exchange of a kernel of waves, each with the rule that it breaks.
+fn faults(ptx: &str) -> Vec<String> {
+    let functions = functions(ptx);
+    let kernel = functions.iter().find(|f| f.name == ENTRY_POINT).expect("the entry point");
+    let all = |begin: &str| -> Vec<usize> {
+        (0..kernel.statements.len()).filter(|&at| kernel.statements[at].opcode.starts_with(begin)).collect()
+    };
+    let starts =
+        |at: usize, begin: &str| !kernel.statements[at].guarded && kernel.statements[at].opcode.starts_with(begin);
+    const END: &str = "red.release.gpu.global.add";
+    const SEND: &str = "st.async.shared::cluster.mbarrier::complete_tx::bytes";
+    const WAIT: &str = "mbarrier.try_wait.parity.relaxed.cluster";
+    const MAY_SEND: &str = "fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster";
+    const SEES: &str = "fence.acquire.sync_restrict::shared::cluster.cluster";
+    const RECEIVED: &str = "fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster";
+    let mut found = vec![];
+    for (what, begin) in [("sends", SEND), ("waits", WAIT), ("ends of waves", END)] {
+        if all(begin).is_empty() {
+            found.push(format!("missing: no {what}"));
+        }
+    }
+    // Cluster barriers: no block stores to one that is not there yet, or that has left.
+    if all("barrier.cluster.arrive.release").len() != 2 || all("barrier.cluster.wait.acquire").len() != 2 {
+        found.push("cluster: expected a barrier of the pair at the start and at the end".to_owned());
+    }
+    // A fence that waits for stores to global memory. `wait_expired` alone has one, in a function of its own.
+    for begin in ["membar", "fence.sc", "fence.acq_rel", "fence.release.gpu", "fence.acquire.gpu"] {
+        found.extend(all(begin).iter().map(|at| format!("slow: statement {at} is {begin}")));
+    }
+    if all("fence.proxy.async").into_iter().any(|at| kernel.statements[at].opcode == "fence.proxy.async") {
+        found.push("slow: a fence of all state spaces".to_owned());
+    }
+    // 1: fenced since the last wave.
+    let may_send = kernel.on_all_paths(0, |at, before| match () {
+        () if starts(at, MAY_SEND) => 1,
+        () if kernel.statements[at].opcode.starts_with(END) => 0,
+        () => before,
+    });
+    let unfenced = all(SEND).into_iter().filter(|&at| may_send[at] == Some(0));
+    found.extend(unfenced.map(|at| format!("send: a path to statement {at} has no fence in its wave")));
+    // 1: fenced since the last wait.
+    let received = kernel.on_all_paths(0, |at, before| match () {
+        () if starts(at, RECEIVED) => 1,
+        () if kernel.statements[at].opcode.starts_with(WAIT) || kernel.statements[at].opcode.starts_with(SEND) => 0,
+        () => before,
+    });
+    let unfenced = all(END).into_iter().filter(|&at| received[at] == Some(0));
+    found.extend(unfenced.map(|at| format!("received: a path to statement {at} has no fence after its exchange")));
+    let touches =
+        |s: &Statement| ["ld.shared", "st.shared", "st.async"].iter().any(|begin| s.opcode.starts_with(begin));
+    for at in all(RECEIVED) {
+        let (next, _) = kernel.next_after(at, |s| touches(s) || s.opcode.starts_with("bar"));
+        if next.iter().any(|&next| touches(&kernel.statements[next])) {
+            found.push(format!("received: shared memory is used between the fence of statement {at} and the barrier"));
+        }
+    }
+    for at in all(WAIT) {
+        let sees = |s: &Statement| !s.guarded && s.opcode.starts_with(SEES);
+        let (next, _) = kernel.next_after(at, |s| sees(s) || touches(s));
+        if !next.iter().all(|&next| sees(&kernel.statements[next])) {
+            found.push(format!(
+                "sees: a path from the wait of statement {at} has no fence before shared memory is read"
+            ));
+        }
+    }
+    found
+}
+
+/// The kernel of a plan with pairs, for all SMs.
+fn in_pairs() -> KernelSource {
+    let target = Target::builtin("h200").unwrap();
+    let validated = kernel(&wide("families/qwen3").graph, &target);
+    let proven = proven(&validated, &target, Form::Steps, 32).unwrap();
+    emit(&proven, &target, Trace::Off)
+}
+
+#[test]
+fn an_exchange_has_the_fences_that_its_argument_names() {
+    let Some(nvrtc) = nvrtc("an_exchange_has_the_fences_that_its_argument_names") else { return };
+    let source = in_pairs();
+    let found = faults(&nvrtc.ptx(&source).unwrap());
+    assert!(found.is_empty(), "{}", found.join("\n"));
+}
+
+#[test]
+fn an_exchange_without_one_of_its_fences_is_found() {
+    let Some(nvrtc) = nvrtc("an_exchange_without_one_of_its_fences_is_found") else { return };
+    let (matmul, kernel, sync) = ("waves/matmul.cuh", "waves/kernel.cuh", "runtime/sync.cuh");
+    let broken = [
+        (matmul, "    fence_before_sending();\n", "", "send"),
+        (matmul, "    fence_before_sending();\n", "    if (c.warp() == 0) fence_before_sending();\n", "send"),
+        (matmul, "    fence_sent();\n", "", "sees"),
+        (kernel, "if (M::PAIRS) fence_received();", "", "received"),
+        (
+            kernel,
+            "if (M::PAIRS) fence_received();\n      c.barrier();",
+            "c.barrier();\n      if (M::PAIRS && c.tid() == 32) fence_received();",
+            "received",
+        ),
+        (
+            kernel,
+            "    consume_waves<M, D>(p);\n  }\n  if (M::PAIRS) meet_peer();",
+            "    consume_waves<M, D>(p);\n  }",
+            "cluster",
+        ),
+        (
+            sync,
+            "fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster",
+            "fence.proxy.async",
+            "slow",
+        ),
+        (matmul, "    fence_before_sending();\n", "    fence_before_sending();\n    __threadfence();\n", "slow"),
+    ];
+    let source = in_pairs();
+    broken.into_par_iter().for_each(|(header, from, to, rule)| {
+        let mut source = source.clone();
+        let (_, text) = source.headers.iter_mut().find(|(name, _)| name == header).expect("the header");
+        assert_eq!(text.matches(from).count(), 1, "`{header}` has changed: where is `{from}`?");
+        *text = text.replace(from, to);
+        let found = faults(&nvrtc.ptx(&source).unwrap());
+        let named = found.iter().any(|fault| fault.starts_with(&format!("{rule}:")));
+        assert!(named, "{to}: expected `{rule}`, found {found:?}");
+    });
 }
