@@ -500,6 +500,14 @@ __device__ __forceinline__ void copy_in_bulk(u8* to, const u8* from, u32 bytes, 
                : "memory");
 #endif
 }
+// The same of a box of a tensor map of two dimensions, from element `x` of line `y` on. Elements that do not exist arrive as zeros.
+__device__ __forceinline__ void copy_box_in_bulk(u8* to, const u8* map, u32 x, u32 y, u64* full, u64 policy) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(smem_address(to)),
+               "l"(map), "r"(x), "r"(y), "r"(smem_address(full)), "l"(policy)
+               : "memory");
+#endif
+}
 
 // Whole warps wait for a slot after a first look in vain. Out of line, because ops wait for slots at many places. Returns the thread's
 // patience: a reference to it would force it into memory.

@@ -1,7 +1,8 @@
 // matmul: y = x W^T + bias for blocks of M::BLOCK_ROWS rows, then the epilogue.
 //
 // x (rows, K)    bf16, as `OperandPlace` has it, through the ring of inputs: a chunk is as much of k as a slot holds of a block of rows
-// W              units as in ops/matvec.cuh, through the ring of weights: a chunk is CHUNK granules of all units of a pass
+// W              units as in ops/matvec.cuh, through the ring of weights: a chunk is CHUNK granules of all units of a pass. Of BOXED matrices
+//                boxes of a tensor map bring several units at once
 // out            STORE, ACT: a column a row of W; GATED: 4 columns a unit; as products read it, or row by row (PLAIN).
 //                RESIDUAL: residual += SCALE * y, in place. With SPLITS parts of k, fp32 sums of each part: (SPLITS, rows, ROWS), RESIDUAL
 //                among them. LOGITS: the best of the block's logits of each row, and the logits where the host wants them
@@ -87,6 +88,7 @@ struct WaveMatMul {
   static_assert(!WIDE || (K_PARTS == 1 && K_GROUPS == 1 && !M::STEPS && X_STEPS == 1 && W_STEPS == 1), "what warpgroups multiply");
   static_assert(!WIDE || (Codes::CODED ? STEP_GRANULES == 1 : STEP == 2), "a chunk is a granule of codes, or 64 of k");
   static_assert(!WIDE || PASS_TILES * TILE_UNITS * UNIT_PITCH <= M::WEIGHT_BYTES, "a slot holds a chunk of whole tiles");
+  static_assert(!G::BOXED || UNIT_PITCH <= 2048, "a box has at most 256 elements of 8 bytes side by side");
   static_assert(M::WARPS == ROW_GROUPS * UNIT_GROUPS * K_GROUPS, "each warp has a place");
   static_assert(STEP % 2 == 0 && X_SPANS % STEP == 0 && W_SPANS % STEP == 0 && STEP % GRANULE_SPANS == 0, "steps are whole blocks of 64 columns");
   static_assert(WARP_GRANULES > 0 && STEP_GRANULES % K_GROUPS == 0, "groups of k have as many granules of each step");
@@ -136,19 +138,21 @@ struct WaveMatMul {
   static __device__ __forceinline__ void load_weights(L& l, const Wave& e, const Passes& passes, u32 pass) {
     constexpr int FILLERS = WeightRing<M>::FILLERS;
     const u32 first = passes.first(pass), here = passes.first(pass + 1) - first;
-    // A copy takes as long as 1.5 KiB take to arrive, so short pieces come in boxes: all of a pass, or eight units, and the rest one by one.
-    const u32 boxes = !G::BOXED ? 0 : here == PASS || here + 1 == PASS ? 1 : here / BOX_UNITS, box_units = boxes == 1 && here + 1 >= PASS ? here : BOX_UNITS;
+    // A copy takes as long as 1 KiB takes to arrive, however short it is. So short pieces come in boxes, of all units of a pass or of eight, and what is
+    // left unit by unit. Of a box every piece is whole: at the end of a unit with zeros, at that of a part with what nobody reads.
+    const bool is_pass = G::BOXED && (here == PASS || here + 1 == PASS);
+    const u32 boxes = !G::BOXED ? 0 : is_pass ? 1 : here / BOX_UNITS, boxed = boxes * (is_pass ? here : BOX_UNITS);
     const u32 box = e.boxes + (here == PASS ? 0 : here + 1 == PASS ? 1 : 2);
-    const u32 unit = boxes * box_units + u32(l.part + l.lane * FILLERS); // that this lane copies
+    const u32 unit = boxed + u32(l.part + l.lane * FILLERS); // that this lane copies
     const u8* from = l.p.pack + u64(e.weight) * OFFSET_BYTES + u64(first + unit) * UNIT_BYTES + passes.part * (PART_GRANULES * GRANULE);
 #pragma unroll 1
     for (u32 at = 0; at < passes.granules; at += G::CHUNK, l.at.next()) {
-      const u32 bytes = (G::BOXED ? u32(G::CHUNK) : min(u32(G::CHUNK), passes.granules - at)) * GRANULE;
+      const u32 bytes = min(u32(G::CHUNK), passes.granules - at) * GRANULE;
       u8* slot = l.free_slot();
       if (G::BOXED && l.part == 0 && u32(l.lane) < boxes)
         l.copy_box(slot + l.lane * BOX_UNITS * UNIT_PITCH, box, (passes.part * PART_GRANULES + at) * (GRANULE / 8), first + l.lane * BOX_UNITS);
       if (unit < here) l.copy(slot + unit * UNIT_PITCH, from + at * GRANULE, bytes);
-      l.arrive(here * bytes);
+      l.arrive(boxed * UNIT_PITCH + (here - boxed) * bytes);
     }
   }
 
@@ -533,7 +537,9 @@ struct WaveMatMul {
     const u32 inbox_of_peer = peer_address(inbox), paired_of_peer = peer_address(paired);
     float4* const met = reinterpret_cast<float4*>(scratch) + group * (E::TILES * K_GROUPS * 32) + at.lane;
     const auto place = [&](const typename E::Tile& to) { return ((group * N + to.i) * ROW_TILES + to.m) * 32 + at.lane; };
-    if (c.tid() == 0) expect_bytes(paired, here * (PAIR_ROWS * 32));
+    // A launch that is lost goes on without sums: nothing may be on its way when blocks leave, and a barrier counts few bytes.
+    const bool lost = c.patience == POLLS_WHEN_LOST;
+    if (c.tid() == 0 && !lost) expect_bytes(paired, here * (PAIR_ROWS * 32));
     fence_before_sending();
     float2 own[E::ROUNDS][E::OWN];
 #pragma unroll
@@ -557,7 +563,7 @@ struct WaveMatMul {
         }
         const float2 low = make_float2(sum.x, sum.y), high = make_float2(sum.z, sum.w);
         own[r][n] = part == 0 ? low : high;
-        send_to_peer(inbox_of_peer + place(to) * 8, part == 0 ? high : low, paired_of_peer);
+        if (!lost) send_to_peer(inbox_of_peer + place(to) * 8, part == 0 ? high : low, paired_of_peer);
       }
     }
     await_peer(c);
@@ -568,17 +574,7 @@ struct WaveMatMul {
         const typename E::Tile to = E::tile(c, part, first, here, at, r, n);
         if (!to.ends) continue;
         const float2 sent = inbox[place(to)];
-        own[r][n].x += sent.x, own[r][n].y += sent.y;
-      }
-    // Before anything is stored that the fence would wait for.
-    fence_received();
-#pragma unroll
-    for (int r = 0; r < E::ROUNDS; r++)
-#pragma unroll
-      for (int n = 0; n < E::OWN; n++) {
-        const typename E::Tile to = E::tile(c, part, first, here, at, r, n);
-        if (!to.ends) continue;
-        const float2 y = settled(c, e, 0, first + to.unit, to.row, t, own[r][n]);
+        const float2 y = settled(c, e, 0, first + to.unit, to.row, t, make_float2(own[r][n].x + sent.x, own[r][n].y + sent.y));
         const float2 x = make_float2(ends.old[r][n].x + G::SCALE * y.x, ends.old[r][n].y + G::SCALE * y.y);
         if (to.exists) {
           *reinterpret_cast<float2*>(c.template work<float>(e.residual) + u64(to.row) * G::ROWS + to.col) = x;

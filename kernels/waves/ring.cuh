@@ -138,10 +138,7 @@ struct WaveLoader {
   // A box of a tensor map: from element `x` of unit `y` on. What lies beyond a unit is zeros.
   __device__ __forceinline__ void copy_box(u8* to, u32 box, u32 x, u32 y) {
 #if __CUDA_ARCH__ >= 900
-    if (lost()) return;
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(smem_address(to)),
-                 "l"(p.boxes + box * 128), "r"(x), "r"(y), "r"(smem_address(&wave_state<M>().full[R::FIRST + at.slot])), "l"(hint)
-                 : "memory");
+    if (!lost()) copy_box_in_bulk(to, p.boxes + box * 128, x, y, &wave_state<M>().full[R::FIRST + at.slot], hint);
 #endif
   }
   // Before a copy of what the waves before this one wrote.

@@ -317,7 +317,7 @@ typedef struct {
     Address pack, cache, work, waves, shares, records, rows, pages, arrived, report, abort, stamps, logits, mailbox;
     uint64_t timeout_ns;
     uint32_t wave_count, row_count, position, steps;
-    Address taken;
+    Address taken, boxes;
 } WaveParams;
 // The chunk that was read last, for its tail.
 static struct { Address work; uint32_t position, row_count, tokens[512]; } last_chunk;
@@ -543,6 +543,17 @@ static int submit(Stream *stream, void (*run)(const Call *), Call call, void *co
     pthread_t thread;
     pthread_create(&thread, NULL, run_job, job);
     pthread_detach(thread);
+    return SUCCESS;
+}
+// Refuses what a driver would.
+int cuTensorMapEncodeTiled(unsigned long long *map, int type, unsigned rank, void *address, const unsigned long long *dims, const unsigned long long *strides,
+                           const unsigned *box, const unsigned *steps, int interleave, int swizzle, int promotion, int fill) {
+    BOUND();
+    if (type != 5 || rank != 2 || interleave || swizzle || promotion < 0 || promotion > 3 || fill) return INVALID_VALUE;
+    if ((size_t)address % 16 || strides[0] % 16 || strides[0] < dims[0] * 8 || box[0] * 8 % 16 || steps[0] != 1 || steps[1] != 1) return INVALID_VALUE;
+    for (int i = 0; i < 2; i++)
+        if (!dims[i] || dims[i] > 1ull << 32 || !box[i] || box[i] > 256) return INVALID_VALUE;
+    memset(map, 0, 128);
     return SUCCESS;
 }
 #ifndef OLD

@@ -629,6 +629,9 @@ fn a_step_of_waves_that_computes_something_else_is_found() {
         (matmul, "v = met[(tile * K_GROUPS + k) * 32];", "v = make_float4(0.f, 0.f, 0.f, 0.f);", "steps-8-groups-bf16"),
         (matmul, " + passes.part * (PART_GRANULES * GRANULE);", ";", "steps-units-of-4-parts"),
         (matmul, "t < PAIRS && part == 0", "t < PAIRS", "steps-parts-32"),
+        // Boxes of another part of k, and of the first units again and again.
+        (matmul, "(passes.part * PART_GRANULES + at) * (GRANULE / 8)", "at * (GRANULE / 8)", "steps-parts-32"),
+        (matmul, "(GRANULE / 8), first + l.lane * BOX_UNITS", "(GRANULE / 8), l.lane * BOX_UNITS", "steps-parts-32"),
         (matmul, "i % X_STEPS * (STEP / 2) * X::BLOCK_BYTES", "0", "steps-residual-odd"),
         (matmul, "i % W_STEPS * STEP_GRANULES * GRANULE", "0", "steps-int4-32-gated-bf16"),
         (matmul, "__ldg(&r->position) + c.step + 1", "__ldg(&r->position) + 1", "steps-logits-32"),

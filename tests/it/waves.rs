@@ -7,7 +7,7 @@ use std::process::Command;
 use monobloc::candidate::Candidate;
 use monobloc::codegen::abi;
 use monobloc::codegen::emit::Trace;
-use monobloc::codegen::waves::{self, SHARES_HELD, emit, encode};
+use monobloc::codegen::waves::{self, SHARES_HELD, WaveTables, emit, encode};
 use monobloc::defaults::rows::{Room, place_rows};
 use monobloc::dtype::{DType, Precision};
 use monobloc::format::{Code, Format, FormatPlan, NAMED, ScaleCode};
@@ -251,6 +251,34 @@ fn tables_hold_the_shares_of_a_plan() {
     tables_hold_shares(&proven_in_splits(&validated, &target, 32, 64));
 }
 
+/// Tensor maps of weights are those that a driver makes, and boxes are of whole passes of the matrix of their wave.
+fn boxes_hold_their_matrices(proven: &Proven<'_>, tables: &WaveTables) {
+    let schedule = proven.validated().schedule();
+    let mut boxed = 0;
+    for (wave, entry) in proven.plan().waves.iter().zip(&tables.waves) {
+        let grid = &schedule.program.grids[wave.grid.index()];
+        let (Action::MatMul { pass, chunk, .. }, Op::MatVec(m)) = (&wave.action, &grid.op) else { continue };
+        let format = schedule.program.format_of(grid);
+        let piece_bytes = chunk * format.granule_bytes(m.k);
+        if piece_bytes > 2048 {
+            assert_eq!(entry.branch_bias, u32::MAX, "long pieces are copied one by one");
+            continue;
+        }
+        let first = entry.branch_bias as usize;
+        let boxes = &tables.boxes[first..first + 3];
+        assert_eq!(boxes.iter().map(|of| of.box_units).collect::<Vec<_>>(), [*pass, (pass - 1).max(1), 8]);
+        let unit_bytes = m.k.next_multiple_of(format.granule_k() * m.parts()) / (format.granule_k() * m.parts());
+        for of in boxes {
+            assert_eq!((of.piece_bytes, of.units), (piece_bytes, m.units().into()));
+            assert_eq!(of.unit_bytes, u64::from(unit_bytes * format.granule_bytes(m.k)));
+            assert_eq!(of.place, u64::from(entry.weight) * 256);
+            assert!(of.unit_bytes.is_multiple_of(16) && of.piece_bytes.is_multiple_of(16) && of.box_units <= 256);
+        }
+        boxed += 1;
+    }
+    assert!(boxed > 0);
+}
+
 fn tables_hold_shares(proven: &Proven<'_>) {
     let (plan, tables) = (proven.plan(), encode(proven));
     let (divisions, sms) = (plan.divisions.len(), plan.machine.sms as usize);
@@ -270,6 +298,7 @@ fn tables_hold_shares(proven: &Proven<'_>) {
             }
         }
     }
+    boxes_hold_their_matrices(proven, &tables);
     let next = tables.waves.iter().cycle().skip(1);
     for ((wave, entry), next) in plan.waves.iter().zip(&tables.waves).zip(next) {
         assert_eq!((wave.division.0, next.division), (entry.division, entry.next_division));
@@ -1939,6 +1968,7 @@ fn run_kernel_after(
     put("waves", bytemuck::cast_slice(&tables.waves));
     put("shares", bytemuck::cast_slice(&tables.shares));
     put("records", bytemuck::cast_slice(&tables.records));
+    put("boxes", bytemuck::cast_slice(&tables.boxes));
     put("pages", bytemuck::cast_slice(pages));
     if let Some((chunk, taken)) = before {
         put("before", &chunk.cache);

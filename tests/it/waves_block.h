@@ -64,6 +64,12 @@ static std::vector<u8> work, cache;
 static bool within(const std::vector<u8>& all, const u8* from, u32 bytes) {
   return from >= all.data() && from + bytes <= all.data() + all.size();
 }
+// What a tensor map says: `WeightBox` of src/codegen/waves.rs.
+struct WeightBox {
+  u64 place, units, unit_bytes;
+  u32 box_units, piece_bytes;
+};
+static std::vector<WeightBox> weight_boxes;
 template <class R>
 static Ring& ring_of() { return rings[R::FIRST == 0 ? 0 : 1]; }
 // The chunk of the wave at a cursor, and where it lies.
@@ -101,6 +107,21 @@ struct WaveLoader {
     require(R::FIRST != 0 || (within(work, from, bytes) ? met : met || met_last_step), "a copy of activations before the blocks met");
     std::memcpy(to, from, bytes);
     ring_of<R>().landed[chunk_of(at)] += bytes;
+  }
+  // What lies beyond a unit is zeros, and counts.
+  void copy_box(u8* to, u32 box, u32 x, u32 y) {
+    require(R::FIRST != 0 && box < weight_boxes.size(), "a box that there is not");
+    const WeightBox& of = weight_boxes[box];
+    const u8* slot = slot_of(at);
+    require(u64(to) % 128 == 0 && to >= slot && to + of.box_units * of.piece_bytes <= slot + R::SLOT_BYTES, "a box beyond its slot");
+    require(of.unit_bytes % 16 == 0 && of.piece_bytes % 16 == 0 && of.piece_bytes <= 2048 && of.box_units <= 256, "a box that no tensor map has");
+    for (u32 unit = 0; unit < of.box_units; unit++)
+      for (u32 i = 0; i < of.piece_bytes; i++) {
+        const u64 byte = u64(x) * 8 + i;
+        const bool exists = y + unit < of.units && byte < of.unit_bytes;
+        to[unit * of.piece_bytes + i] = exists ? constants.at(of.place + (y + unit) * of.unit_bytes + byte) : 0;
+      }
+    ring_of<R>().landed[chunk_of(at)] += of.box_units * of.piece_bytes;
   }
   void meet() { met = true; }
   void meet_last_step() { met_last_step = true; }

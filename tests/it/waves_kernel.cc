@@ -39,6 +39,7 @@ int main(int count, char** arguments) {
   const std::vector<Wave> waves = contents<Wave>("waves");
   const std::vector<Share> shares = contents<Share>("shares");
   const std::vector<ShareRecord> records = contents<ShareRecord>("records");
+  weight_boxes = contents<WeightBox>("boxes");
   const std::vector<u32> pages = contents<u32>("pages");
   const std::vector<Row> rows = contents<Row>("rows");
   constants = contents<u8>("pack");

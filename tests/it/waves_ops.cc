@@ -276,7 +276,7 @@ struct Product {
   static constexpr float SCALE = 0.5f, SOFTCAP = E == Epilogue::LOGITS ? 3.f : 0.f;
   static constexpr bool BIAS = B, PLAIN = P;
   static constexpr int ROW_GROUPS = 2, UNIT_GROUPS = 4, K_GROUPS = 1, SPLITS = 1, CHUNK = UNIT_ROWS == 8 ? 2 : 1, NORM_PARTS = 0;
-  static constexpr bool FACTOR = false, PAIRED = false, OUT = false;
+  static constexpr bool FACTOR = false, PAIRED = false, OUT = false, BOXED = true;
   static constexpr float NORM_EPS = 0.f;
 };
 // An input that lacks the factor of its norm, with squares of N parts.
@@ -295,7 +295,16 @@ struct Paired : P {
 template <class P, int BY_ROWS, int BY_UNITS, int BY_K, int CHUNK_, int SPLITS_ = 1>
 struct By : P {
   static constexpr int ROW_GROUPS = BY_ROWS, UNIT_GROUPS = BY_UNITS, K_GROUPS = BY_K, CHUNK = CHUNK_, SPLITS = SPLITS_;
+  static constexpr bool BOXED = CHUNK <= 2;
 };
+// The boxes of the matrix, after one of another.
+template <class M, class G>
+static void put_boxes() {
+  typedef WaveMatMul<M, G> P;
+  const auto of = [](u32 units) { return WeightBox{u64(wave.weight) * OFFSET_BYTES, P::UNITS, P::UNIT_BYTES, units, P::UNIT_PITCH}; };
+  weight_boxes = {WeightBox{}, of(G::PASS), of(G::PASS > 1 ? G::PASS - 1 : 1), of(8)};
+  wave.boxes = 1;
+}
 // The row of the matrix that a row of a unit is, or -1. Of gated units the first half is of the first half of the matrix.
 template <class G>
 static int row_of_matrix(int unit, int row) {
@@ -378,6 +387,7 @@ static void matmul(const char* name, u32 rows) {
   else
     pack<G>(plain);
   const u32 whole = blocks<M>(rows) * M::BLOCK_ROWS;
+  put_boxes<M, G>();
   wave.x = operand<M, G::K>(rows);
   put_operand<M, G::K>(wave.x, rows, x);
   wave.residual = activations(size_t(whole) * COLS * 4);
@@ -505,6 +515,7 @@ static void in_pairs(const char* name, const char* out_name, u32 rows, bool weig
     pack_codes<G>(state, w, by_row);
   else
     pack<G>(plain);
+  put_boxes<M, G>();
   wave.x = operand<M, G::K>(rows);
   put_operand<M, G::K>(wave.x, rows, x);
   wave.residual = activations(size_t(M::BLOCK_ROWS) * COLS * 4);
