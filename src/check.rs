@@ -12,7 +12,7 @@ mod rows;
 mod waves;
 
 pub use alike::{Alike, POSITIONS as ALIKE_POSITIONS, SEQUENCES as ALIKE_SEQUENCES, check_alike};
-pub use codes::{OneRow, compare_codes, stores_codes};
+pub use codes::{DeviceCaches, OneRow, compare_codes, compare_cpu_codes, stores_codes};
 pub use ragged::{BothLogits, check_ragged};
 pub use rows::check_rows;
 pub use waves::{POSITIONS as WAVES_POSITIONS, check_waves};
@@ -313,7 +313,8 @@ impl Expected {
     }
 }
 
-/// Compares the interpreter's fast path with the reference, then with hostile orders of the same schedule.
+/// Compares the interpreter's fast path with the reference, then with hostile orders of the same schedule. If it [`stores_codes`], the
+/// reference takes them.
 ///
 /// If the precision is bf16 and the checkpoint's is not, the reference keeps the checkpoint's own weights, so that the
 /// rounding of weights counts as error too. `on_step` is called for each of [`expect_steps`].
@@ -322,9 +323,13 @@ impl Expected {
 /// See [`CheckError`]; the first fault ends the check.
 pub fn check_cpu(subject: &Subject<'_>, on_step: &dyn Fn()) -> Result<Checked, CheckError> {
     let check = || {
-        let expected = expect_cpu(subject, on_step)?;
-        let mut fast = Interp::new(subject.validated.schedule(), subject.pack.clone(), Options::fast())?;
-        let checked = compare_cpu(subject, &expected, &mut fast)?;
+        let schedule = subject.validated.schedule();
+        let mut fast = Interp::new(schedule, subject.pack.clone(), Options::fast())?;
+        let checked = if stores_codes(schedule.program.precision) {
+            compare_cpu_codes(subject, &mut fast, on_step)?
+        } else {
+            compare_cpu(subject, &expect_cpu(subject, on_step)?, &mut fast)?
+        };
         check_orders(subject, &mut fast, checked.figures)?;
         Ok(checked)
     };
@@ -368,7 +373,7 @@ pub fn expect_cpu(subject: &Subject<'_>, on_step: &dyn Fn()) -> Result<Expected,
     Ok(Expected { rows })
 }
 
-/// Compares the interpreter's fast path with the expected logits.
+/// Compares the interpreter's fast path with the expected logits. One that [`stores_codes`] is compared by [`compare_cpu_codes`].
 ///
 /// # Errors
 /// See [`CheckError`].

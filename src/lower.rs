@@ -93,7 +93,7 @@ struct Builder<'a> {
 struct Start {
     /// Arg-max pairs of a step: one for each task of the head.
     parts: u32,
-    candidates: BufferId,
+    best: BufferId,
     residual: BufferId,
     logits: BufferId,
     ropes: Vec<BufferId>,
@@ -167,7 +167,7 @@ impl<'a> Builder<'a> {
         let head_units = graph.vocab.div_ceil(UNIT_ROWS);
         let parts = candidate.sms.min(head_units);
 
-        let candidates = b.buffer("candidates", Space::Exchange, DType::I32, rows, 2 * parts, 2, None);
+        let best = b.buffer("candidates", Space::Exchange, DType::I32, rows, 2 * parts, 2, None);
         let token = b.buffer("token", Space::Private, DType::I32, rows, 1, 1, None);
         let report = b.buffer("report", Space::Output, DType::I32, rows, 1, 1, None);
         let residual = b.buffer("residual", Space::Private, DType::F32, rows, hidden, 1, None);
@@ -190,7 +190,7 @@ impl<'a> Builder<'a> {
             Op::Select,
             candidate.sms,
             Second::Axis(1),
-            vec![b.read(Role::Candidates, candidates, Cols::all(2 * parts)), b.write(Role::Token, token, Cols::all(1))],
+            vec![b.read(Role::Best, best, Cols::all(2 * parts)), b.write(Role::Token, token, Cols::all(1))],
         );
         b.grid(
             "report",
@@ -212,7 +212,7 @@ impl<'a> Builder<'a> {
             operands.push(b.write(Role::Out, x, cols));
         }
         b.grid("embed", None, Op::Embed { scale: graph.embed_scale, everywhere }, n, Second::Axis(1), operands);
-        Ok((b, Start { parts, candidates, residual, logits, ropes, x, everywhere }))
+        Ok((b, Start { parts, best, residual, logits, ropes, x, everywhere }))
     }
 
     /// Logits and arg-max pairs of what the layers left in `x`.
@@ -220,7 +220,7 @@ impl<'a> Builder<'a> {
         let (graph, parts) = (self.graph, start.parts);
         let logits = self.write(Role::Logits, start.logits, Cols::blocks(UNIT_ROWS, graph.vocab));
         let pair = Cols { stride_j: 2, limit: 2 * parts, ..Cols::all(2) };
-        let candidates = self.write(Role::Candidates, start.candidates, pair);
+        let best = self.write(Role::Best, start.best, pair);
         self.matvec(
             "head",
             Some(Site::HEAD),
@@ -229,7 +229,7 @@ impl<'a> Builder<'a> {
             &[&graph.head],
             Epilogue::Logits { scale: graph.logits_scale, softcap: graph.logits_softcap },
             Second::Ordinal(parts),
-            vec![logits, candidates],
+            vec![logits, best],
         );
         self.program
     }

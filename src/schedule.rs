@@ -646,7 +646,7 @@ fn derive_events(program: &Program, r: &mut Regime, mechanism: Mechanism, target
                     r.tasks[task.index()].signals.push(id);
                 }
                 // The arg-max pairs end a step: the next one reads them, and their event orders all plain memory of this step.
-                let carried = operand.role == Role::Candidates;
+                let carried = operand.role == Role::Best;
                 r.events.push(Event {
                     buffer: operand.buffer,
                     row,

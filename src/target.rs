@@ -88,6 +88,8 @@ pub struct Spec {
     pub register_reallocation: bool,
     /// Whether four warps multiply together (`wgmma`), which only sm_90a has.
     pub warpgroup_mma: bool,
+    /// Whether one instruction converts two codes of e4m3 to fp16, or two fp32 to e4m3 (sm_89 on). Otherwise kernels move bits.
+    pub fp8_cvt: bool,
 }
 
 impl Measured {
@@ -265,6 +267,7 @@ impl Target {
             cluster_max,
             register_reallocation,
             warpgroup_mma,
+            fp8_cvt,
         } = spec;
         let fields = [
             ("name", name.clone()),
@@ -282,6 +285,7 @@ impl Target {
             ("spec.cluster_max", cluster_max.to_string()),
             ("spec.register_reallocation", register_reallocation.to_string()),
             ("spec.warpgroup_mma", warpgroup_mma.to_string()),
+            ("spec.fp8_cvt", fp8_cvt.to_string()),
         ];
         fields.iter().map(|(field, value)| format!("target.{field} {value}\n")).collect()
     }
@@ -342,6 +346,7 @@ impl TargetRecord {
             cluster_max,
             register_reallocation,
             warpgroup_mma,
+            fp8_cvt,
         } = spec;
         let device_names: Vec<String> = device_names.iter().map(|name| quoted(name)).collect();
         let mut lines = vec![
@@ -364,6 +369,7 @@ impl TargetRecord {
             format!("cluster_max = {cluster_max}"),
             format!("register_reallocation = {register_reallocation}"),
             format!("warpgroup_mma = {warpgroup_mma}"),
+            format!("fp8_cvt = {fp8_cvt}"),
         ];
         let Measured { provenance, read_bytes_per_s, hop_idle_us, hop_loaded_us, sm_bandwidth_min_ratio } = measured;
         if *measured != Measured::default() {
@@ -409,6 +415,7 @@ fn read_spec(fields: &mut Fields<'_>, kind: Option<TargetKind>) -> Option<Spec> 
     let cluster_max = fields.required("cluster_max", |f, key| f.integer_u32(key, 1..=16));
     let reallocation = fields.required("register_reallocation", Fields::flag);
     let warpgroup = fields.required("warpgroup_mma", Fields::flag);
+    let fp8_cvt = fields.required("fp8_cvt", Fields::flag);
 
     let (source, arch, copy, dot, cluster_max) = (source?, arch?, copy?, dot?, cluster_max?);
     if source.get_ref().trim().is_empty() {
@@ -425,8 +432,8 @@ fn read_spec(fields: &mut Fields<'_>, kind: Option<TargetKind>) -> Option<Spec> 
             );
         }
     };
-    // What the instruction sets allow (PTX ISA, "Target ISA Notes" of cp.async, cp.async.bulk, mma, setmaxnreg and
-    // barrier.cluster). A record that claims more would fail in NVRTC, or hang on a device.
+    // What the instruction sets allow (PTX ISA, "Target ISA Notes" of cp.async, cp.async.bulk, mma, setmaxnreg,
+    // barrier.cluster and cvt). A record that claims more would fail in NVRTC, or hang on a device.
     match copy.get_ref() {
         CopyMechanism::Plain => {}
         CopyMechanism::CpAsync => needs(copy.span(), "`cp_async`", 80),
@@ -438,6 +445,10 @@ fn read_spec(fields: &mut Fields<'_>, kind: Option<TargetKind>) -> Option<Spec> 
     }
     if *cluster_max.get_ref() > 1 {
         needs(cluster_max.span(), "a cluster", 90);
+    }
+    let fp8_cvt = fp8_cvt?;
+    if *fp8_cvt.get_ref() {
+        needs(fp8_cvt.span(), "`fp8_cvt`", 89);
     }
     let register_reallocation = reallocation?.into_inner();
     if register_reallocation && !arch.get_ref().ends_with(['a', 'f']) {
@@ -465,6 +476,7 @@ fn read_spec(fields: &mut Fields<'_>, kind: Option<TargetKind>) -> Option<Spec> 
         cluster_max: cluster_max.into_inner(),
         register_reallocation,
         warpgroup_mma,
+        fp8_cvt: fp8_cvt.into_inner(),
     })
 }
 
@@ -633,7 +645,7 @@ error: unknown key `sm_cnt` in `spec`
  --> r.toml:8:1
   |
 8 | sm_cnt = 132
-  | ^^^^^^ expected `arch`, `cluster_max`, `copy`, `device_names`, `dot`, `l2_bytes`, `memory_bytes`, \
+  | ^^^^^^ expected `arch`, `cluster_max`, `copy`, `device_names`, `dot`, `fp8_cvt`, `l2_bytes`, `memory_bytes`, \
              `memory_bytes_per_s`, `register_reallocation`, `registers_per_sm`, `sm_count`, \
              `smem_bytes_per_block_max`, `source`, `threads_per_block_max` or `warpgroup_mma`
   |

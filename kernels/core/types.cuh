@@ -63,8 +63,9 @@ __device__ __forceinline__ u32 bf16_pair(float lo, float hi) {
 __device__ __forceinline__ void narrow(float v, float* to) { *to = v; }
 __device__ __forceinline__ void narrow(float v, bf16* to) { to->bits = u16(bf16_pair(v, 0.f)); }
 
-// Rounds to the nearest codes, ties to even. Values beyond 448 become 448; a NaN stays one.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+// Rounds to the nearest codes, ties to even. Values beyond 448 become 448; a NaN stays one. Generated kernels define FP8_CVT if the target
+// record says `fp8_cvt`.
+#ifdef FP8_CVT
 __device__ __forceinline__ u32 e4m3_pair(float lo, float hi) {
   u16 pair;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(hi), "f"(lo));

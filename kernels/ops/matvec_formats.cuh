@@ -105,7 +105,7 @@ struct Decode<Code::E4M3> {
   static constexpr int BITS = 8, X_SHIFT = 0, SECOND_SHIFT = 0, AHEAD_MAX = AHEAD_REGISTERS;
   static constexpr bool F16 = true;
   static constexpr float OFFSET = 0.f, ZERO = 0.f;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#ifdef FP8_CVT
   static constexpr int OPERAND_SHIFT = 0;
   static __device__ __forceinline__ void four(u32 word, u32& lo, u32& hi) {
     asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"

@@ -1,7 +1,7 @@
 // sampling: the token among those that top-k and top-p admit, as src/sample specifies it.
 //
 // logits (VOCAB)   of the step before, in memory; published after the release of that step
-// candidates       best logit of each task of the head, in `scratch`: at least k logits reach the k-th best of them
+// best             best logit of each task of the head, in `scratch`: at least k logits reach the k-th best of them
 //
 // Every block decides by itself and all decide the same: the sums are of integers, so their order does not matter. The ids that
 // may be admitted are gathered in shared memory if they fit, in one pass over the logits for top-k and in two for top-p; if not,
@@ -15,7 +15,7 @@ struct Sampling {
   static constexpr int THREADS = M::WARPS * 32;
   static constexpr int THRESHOLDS = 7;
   static constexpr int LOADS_IN_FLIGHT = 8; // ids whose logits a thread loads at once
-  // Scratch: candidates, sums of the warps, two words, the list.
+  // Scratch: best logits, sums of the warps, two words, the list.
   static constexpr int SUMS_AT = round_up(G::PARTS * 4, 16), WORDS_AT = SUMS_AT + M::WARPS * THRESHOLDS * 8;
   static constexpr int LIST_AT = WORDS_AT + 16, LIST_MAX = (M::SCRATCH_BYTES - LIST_AT) / 8;
   static_assert(LIST_MAX > 0, "no room for a single id");
@@ -199,13 +199,13 @@ struct Sampling {
     }
     consumer_barrier<THREADS>();
     if (p.top_k != 0 && p.top_k <= G::PARTS) {
-      const float* candidates = reinterpret_cast<const float*>(scratch(0));
+      const float* best = reinterpret_cast<const float*>(scratch(0));
       for (int i = thread; i < G::PARTS; i += THREADS) {
         u32 before = 0;
 #pragma unroll 1
         for (int j = 0; j < G::PARTS; j++)
-          before += candidates[j] > candidates[i] || (candidates[j] == candidates[i] && j < i) ? 1 : 0;
-        if (before == p.top_k - 1) words[1] = __float_as_uint(candidates[i]);
+          before += best[j] > best[i] || (best[j] == best[i] && j < i) ? 1 : 0;
+        if (before == p.top_k - 1) words[1] = __float_as_uint(best[i]);
       }
     }
     consumer_barrier<THREADS>();

@@ -1,8 +1,8 @@
 // select: token = prompt[p] while p < prompt_len, else the arg-max over the arg-max pairs of the previous step; or, if top-k or
 // top-p is set, the choice among the ids that they admit (sampling.cuh).
 //
-// candidates (2 * PARTS)  arg-max pairs of the previous step as packets: value bits, row; published after the release of that step
-// token                   shared memory of this block; every block decides the same
+// best (2 * PARTS)  arg-max pairs of the previous step as packets: value bits, row; published after the release of that step
+// token             shared memory of this block; every block decides the same
 //
 // owner    every block for itself; the first one reports to the host
 // moves    2 * PARTS packets into every block, and the logits where a filter needs them

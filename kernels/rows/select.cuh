@@ -1,8 +1,8 @@
 // select: the token of each row: given by the host in the first step of a launch, else the arg-max over the arg-max pairs of the
 // step before; and which rows take part in the step.
 //
-// candidates (ROWS, 2 * PARTS)  arg-max pairs of the step before as packets: value bits, id; published after the release of that step
-// token                         shared memory of this block; every block decides the same
+// best (ROWS, 2 * PARTS)  arg-max pairs of the step before as packets: value bits, id; published after the release of that step
+// token                   shared memory of this block; every block decides the same
 //
 // owner    every block for itself; the first one reports to the host
 // moves    2 * PARTS packets of each row into every block

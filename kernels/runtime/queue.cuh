@@ -15,9 +15,9 @@ struct alignas(16) Entry {
   u32 lo; // launch indices, from here
   u32 hi; // ... up to here
   u32 j; // second index
-  u32 x; // packets of the first exchange operand (x, q, candidates, partial)
+  u32 x; // packets of the first exchange operand (x, q, best, partial)
   u32 out; // packets of the published operand
-  union { u32 aux, cache_scales; }; // packets of a second published operand (candidates of the head); of attention: scales of a cache in fp8, in OFFSET_BYTES
+  union { u32 aux, cache_scales; }; // packets of a second published operand (best of the head); of attention: scales of a cache in fp8, in OFFSET_BYTES
   union { u32 row_scales, row; }; // of a matrix of codes: the scales of its rows, in OFFSET_BYTES; else the row of the step that the task takes
   u32 residual; // first residual value of this block that the task owns
   union { u32 norm_weight, q_norm; }; // norm weight of the input, or of q

@@ -1,55 +1,56 @@
-// Attention over the cache up to each row's own position: softmax(scale * q K^T) V. Of a prompt chunk it has two waves: `WaveAppend` norms
-// and rotates the heads, and appends keys and values to the cache; `WaveAttend` attends, for tiles of 16 rows of a head. Of a step it has
-// one: `WaveAttendRow` does both, for the heads of one row that share a KV head. A kernel for histories of many lengths has two:
-// `WaveAttendSplits` does the same for one KV split of a row, and `WaveMerge` adds splits up.
+// Attention over the cache up to each row's own position: softmax(scale * q K^T) V.
+//   A prompt chunk has two waves. `WaveAppend` norms and rotates the heads, and appends keys and values to the cache. `WaveAttend` attends,
+//   for tiles of 16 rows of a head.
+//   A step has one wave. `WaveAttendRow` does both, for the heads of one row that share a KV head.
+//   A step of a kernel with KV splits has two waves. `WaveAttendSplits` does the same for one KV split of a row. `WaveMerge` adds splits up.
 //
-// qkv (rows, ..)  q, k and v of all heads: bf16 row by row, or PARTS sums of fp32, (PARTS, rows, ..)
-// q   (rows, ..)  of a chunk, bf16 row by row: normed, rotated. Of a step they stay in shared memory
-// K, V            pages of one KV head, through the ring of inputs: K and V of TILE positions side by side
-// out (rows, ..)  bf16, as products read it
-// left (rows, SPLITS_MOST, HEADS, DIM + 2)  fp32: the largest score, the sum and the values that a KV split leaves of a head
+// qkv (rows, ..)  q, k and v of all heads: bf16 row by row, or PARTS sums in fp32, (PARTS, rows, ..)
+// q   (rows, ..)  in a chunk: normed and rotated, bf16 row by row. In a step queries stay in shared memory
+// K, V            pages of one KV head, through the ring of inputs: K of TILE positions, then V of the same positions
+// out (rows, ..)  bf16, in the layout of the input of products
+// left (rows, SPLITS_MOST, HEADS, DIM + 2)  fp32: the results of each KV split for each head: the largest score, the sum, the values
 //
-// owner    of a row of a head: one warp in the first wave and of a chunk; of a step the warps of a block, which take tiles in turn
-// assumes  positions before those of a launch's step are in the cache. Rows of one sequence lie side by side, at consecutive positions;
-//          those of a chunk are all of one sequence. Heads are as in ops/attention_tensor.cuh
+// owner    of a row of a head: one warp in `WaveAppend` and `WaveAttend`; in a step all warps of a block, which take tiles in turn
+// assumes  the cache has all positions before the step. Rows of one sequence are neighbours, at consecutive positions.
+//          All rows of a chunk belong to one sequence. Heads are as in ops/attention_tensor.cuh
 #pragma once
 
 template <class M, class G>
 struct WaveHeads {
   static constexpr int KV_HEADS = G::HEADS / G::GROUP, COLS = (G::HEADS + 2 * KV_HEADS) * G::DIM, QUERY_COLS = G::HEADS * G::DIM;
   static constexpr int ROW = G::PITCH * 2; // bytes of a cache row
-  // Rows of the pool of a KV head of keys or values.
+  // The pool of keys or of values of a KV head.
   static __device__ __forceinline__ u8* pool(const WaveParams& p, u32 cache, int kv) {
     return p.cache + u64(cache) * OFFSET_BYTES + u64(kv) * M::POOL_ROWS * ROW;
   }
-  // Where the cache has the row of `position` of a sequence: a row of the pool.
+  // The row of the pool that holds `position` of a sequence.
   static __device__ __forceinline__ u32 pool_row(const WaveParams& p, u32 sequence, u32 position) { return ::pool_row<M>(p.pages, sequence, position); }
   // The first position that the row at `position` sees.
   static __device__ __forceinline__ u32 seen_from(u32 position) { return G::WINDOW && position + 1 > G::WINDOW ? position + 1 - G::WINDOW : 0; }
 };
 
-// Heads of q, k and v made ready for attention, 16 bytes a lane.
+// Norms and rotates heads of q, k and v for attention, 16 bytes a lane.
 template <class M, class G>
 struct WavePieces {
   typedef WaveHeads<M, G> H;
   typedef AttentionTensor<M, G> One;
   static constexpr bool HALVES = G::ROTARY > 0 && !G::INTERLEAVED;
-  // 16 bytes a lane, so several heads a warp.
+  // A lane has 16 bytes of a head, so a warp has several heads at once.
   static constexpr int PIECES = G::DIM / 8, LANES = PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32, HEADS_AT_ONCE = 32 / LANES;
   static constexpr int HEADS = G::HEADS + 2 * H::KV_HEADS;
-  static constexpr int ROUNDS = G::PARTS > 0 ? 2 : 4; // heads that a lane has on their way at once
+  static constexpr int ROUNDS = G::PARTS > 0 ? 2 : 4; // heads that a lane loads at once
 
-  // The piece of a head that a lane has.
+  // Which piece of which head a lane has.
   struct Place {
-    int lane, row, head, kind; // queries, keys, values
-    bool live;                 // or else the row is one that the launch has, and nothing is stored
+    int lane, row, head, kind; // kind: 0 of queries, 1 of keys, 2 of values
+    bool live;                 // if not, the row still exists, but the lane stores nothing
     u32 position;
-    // `head` counts those of q, then of k, then of v.
+    // `head` counts the heads of q first, then those of k, then those of v.
     __device__ __forceinline__ Place(const WaveContext<M>& c, int row, int head, bool live)
         : lane(c.lane() % LANES), row(row), head(head), kind(head < G::HEADS ? 0 : head < G::HEADS + H::KV_HEADS ? 1 : 2),
           live(live && c.lane() % LANES < PIECES), position(wave_position<M>(c.p, c.step, u32(row))) {}
   };
-  // 8 columns as they were read.
+  // 8 columns as read from memory.
   struct Piece {
     float4 v[G::PARTS > 0 ? 2 * G::PARTS : 1];
   };
@@ -78,7 +79,7 @@ struct WavePieces {
       unpack8(make_uint4(__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w)), y);
     }
   }
-  // The 8 columns of a head, normed and rotated: by whole warps, whose lanes may have heads of different rows.
+  // Norms and rotates 8 columns of a head. Whole warps call it; their lanes may have heads of different rows.
   static __device__ __forceinline__ uint4 turned(const WaveContext<M>& c, const Wave& e, const Place& at, const Piece& piece) {
     const int lane = at.lane, kind = at.kind;
     const bool live = at.live;
@@ -97,7 +98,7 @@ struct WavePieces {
 #pragma unroll
       for (int k = 0; k < 8; k++) y[k] *= factor * (live && norm ? __ldg(weight + k) : 1.f);
     }
-    // Of halves a lane has 8 dimensions of one half, and turns them with those of the lane PIECES / 2 on.
+    // HALVES: a lane has 8 dimensions of one half, and rotates them with the 8 dimensions of the lane PIECES / 2 further.
     const float* angle = c.template constant<float>(e.rope) + u64(position) * G::DIM;
     const bool turns = live && kind < 2;
     if constexpr (HALVES) {
@@ -115,7 +116,7 @@ struct WavePieces {
     }
     return make_uint4(bf16_pair(y[0], y[1]), bf16_pair(y[2], y[3]), bf16_pair(y[4], y[5]), bf16_pair(y[6], y[7]));
   }
-  // A piece of a key or a value, into the cache.
+  // Stores a piece of a key or a value in the cache.
   static __device__ __forceinline__ void append(const WaveContext<M>& c, const Wave& e, const Place& at, const uint4& piece) {
     const int kv = at.head - G::HEADS - (at.kind - 1) * H::KV_HEADS;
     const u32 row = H::pool_row(c.p, wave_sequence<M>(u32(at.row)), at.position);
@@ -163,23 +164,23 @@ struct WaveAppend {
   }
 };
 
-// Tiles of attention: 16 rows of queries, which are rows of a chunk or heads of a row, by positions of a chunk of the ring.
+// Tiles of attention: 16 queries by the positions of a chunk of the ring. The queries are rows of a prompt chunk, or heads of one row of a step.
 template <class M, class G>
 struct WaveTiles {
   typedef WaveHeads<M, G> H;
   typedef AttentionTensor<M, G> One;
   static constexpr int QUERIES = G::HEADS_PER_TASK;
   static constexpr int HEAD_GRANULES = G::DIM / 32, ROW = H::ROW;
-  // Of a step several warps share a tile, each for 64 dimensions of V. All of them compute the scores.
+  // In a step several warps share a tile, each with 64 dimensions of V. Each of them computes all scores.
   static constexpr int TEAM = M::STEPS ? G::DIM / 64 : 1, VALUE_TILES = G::DIM / TEAM / 8;
-  static constexpr int TILE = G::TILE; // positions of a chunk; pages are whole tiles
+  static constexpr int TILE = G::TILE; // positions of a chunk; a page has whole tiles
   static_assert(2 * TILE * ROW <= M::INPUT_BYTES && TILE % 16 == 0 && M::PAGE_ROWS % TILE == 0, "a slot holds keys and values of a tile");
-  // Queries stay in registers where the sums leave room for them.
+  // Queries stay in registers if the sums leave room for them.
   static constexpr bool HOLDS_QUERIES = G::DIM <= (M::STEPS ? 64 : 128);
-  // Positions whose scores are taken at once.
+  // Positions whose scores are computed at once.
   static constexpr int STEP = HOLDS_QUERIES && TILE % 32 == 0 ? 32 : 16, STEP_TILES = STEP / 8;
 
-  // The queries of rows lane / 4 and lane / 4 + 8 of a tile, as operands.
+  // The queries in rows lane / 4 and lane / 4 + 8 of a tile, as operands.
   struct Queries {
     const u8 *first, *second;
     uint4 held[HOLDS_QUERIES ? 2 * HEAD_GRANULES : 1];
@@ -201,7 +202,8 @@ struct WaveTiles {
         load(j, low, high);
     }
   };
-  // Asks for the chunk of TILE positions from `at` on, up to `end`: of a chunk, those that the wave before appended are among them.
+  // Copies up to TILE positions from `at` on, before `end`. In a prompt chunk the previous wave appended some of them, so the loader first waits for
+  // that wave; in a step it waits only for the previous step.
   template <class R>
   static __device__ __forceinline__ void load_chunk(WaveLoader<M, R>& l, const Wave& e, u32 sequence, int kv, u32 at, u32 end) {
     const u32 bytes = min(u32(TILE), end - at) * ROW;
@@ -215,7 +217,7 @@ struct WaveTiles {
     l.arrive(2 * bytes);
     l.at.next();
   }
-  // The running softmax of rows lane / 4 and lane / 4 + 8 of a warp.
+  // The running softmax of rows lane / 4 and lane / 4 + 8 of a tile.
   struct Running {
     float m[2], l[2], o[VALUE_TILES][4];
   };
@@ -225,7 +227,7 @@ struct WaveTiles {
 #pragma unroll
     for (int n = 0; n < VALUE_TILES; n++) r.o[n][0] = r.o[n][1] = r.o[n][2] = r.o[n][3] = 0.f;
   }
-  // STEP positions at `keys` and `values`; row h sees those from lo[h] up to hi[h], and `there` have landed.
+  // Adds STEP positions at `keys` and `values`. Row h sees positions lo[h] to hi[h] - 1. Only the first `there` positions are valid.
   static __device__ __forceinline__ void tile(int lane, const Queries& queries, const u8* keys, const u8* values, const int (&lo)[2], const int (&hi)[2], int there, Running& r) {
     const int t = lane % 4;
     const u32 key_at = lane / 4 * ROW + (lane % 4 ^ swizzle(lane / 4)) * 16;
@@ -257,7 +259,7 @@ struct WaveTiles {
         }
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-      // A tile of which nothing is seen changes nothing.
+      // A tile in which a row sees no position changes nothing.
       const float shift = top > NEGATIVE_INFINITY ? top : 0.f, shrink = exp_fast(r.m[h] - shift);
       r.m[h] = top;
       r.l[h] *= shrink;
@@ -276,7 +278,7 @@ struct WaveTiles {
     const u32 first = smem_address(values);
 #pragma unroll
     for (int k = 0; k < STEP / 16; k++) {
-      // What has not landed is whatever the slot held before; 0 * NaN would spread.
+      // Beyond `there` the slot has older bytes. They are masked, because a NaN among them would survive a weight of 0.
       u32 low = ~0u, high = ~0u;
       if (there < STEP) {
         const int left = there - k * 16;
@@ -302,7 +304,7 @@ struct WaveAttend {
   typedef WaveTiles<M, G> T;
   static constexpr int QUERIES = T::QUERIES, ROW_TILES = M::WARPS / QUERIES, TILE_ROWS = ROW_TILES * 16, TILE = T::TILE, STEP = T::STEP, ROW = H::ROW;
 
-  // Positions that a share reads: from a whole tile on.
+  // The positions that a share reads. The first one is a multiple of TILE.
   static __device__ __forceinline__ u32 begin_of(const WaveParams& p, const Share& s) { return H::seen_from(p.position + s.row) / TILE * TILE; }
   static __device__ __forceinline__ u32 end_of(const WaveParams& p, const Share& s) { return p.position + min(s.row + s.rows, p.row_count); }
 
@@ -330,14 +332,14 @@ struct WaveAttend {
   }
   static __device__ __forceinline__ void one(WaveContext<M>& c, const Wave& e, const Share& share) {
     const int lane = c.lane(), g = lane / 4, t = lane % 4, head = int(share.lo) * QUERIES + c.warp() % QUERIES;
-    // Warps beyond whole groups of heads have no rows, and release what they take.
+    // Warps beyond the last whole group of heads have no rows. They only take and release chunks.
     const int row0 = int(share.row) + c.warp() / QUERIES * 16, end_row = c.warp() < QUERIES * ROW_TILES ? int(min(share.row + share.rows, c.p.row_count)) : 0;
     const bool live = row0 < end_row;
     const u8* query = c.template work<u8>(e.x) + (u64(live ? row0 + g : 0) * H::QUERY_COLS + (live ? head : 0) * G::DIM + t * 8) * 2;
     const typename T::Queries queries(query, query + 8 * (H::QUERY_COLS * 2));
     typename T::Running r;
     T::begin(r);
-    // Positions of the rows of this warp, and from where on each sees.
+    // The positions of the rows of this warp, and the first position that a row sees.
     const int first = int(c.p.position) + row0, last = int(c.p.position) + min(row0 + 16, end_row) - 1;
     const auto start = [](int position) { return int(H::seen_from(u32(position))); };
     const int begin = int(begin_of(c.p, share)), end = int(end_of(c.p, share));
@@ -371,11 +373,11 @@ struct WaveAttend {
   }
 };
 
-// How histories are cut into KV splits, and which block has which. All blocks compute the same from the positions of the rows, so no block waits
-// for another one, and every split has one block.
+// How histories are cut into KV splits, and which block has which split. All blocks compute the same assignment from the positions of the rows.
+// So each split has exactly one block, and no block waits for another one to learn its splits.
 //
-// The history of a row begins with the tile of the first position that it sees, and is cut at multiples of SPLIT from there. So the order in
-// which a row adds up follows from its own position alone. A row with one split needs no merge.
+// The history of a row begins with the tile of the first position that it sees, and is cut every SPLIT positions from there. So the order in
+// which a row adds up depends only on its own position. A row with one split needs no merge.
 template <class M, class G>
 struct WaveSplits {
   typedef WaveHeads<M, G> H;
@@ -384,21 +386,21 @@ struct WaveSplits {
   static_assert(SPLIT % G::TILE == 0, "a split has whole tiles");
 
   static __device__ __forceinline__ u32 begin(u32 position) { return H::seen_from(position) / G::TILE * G::TILE; }
-  // Splits of the row at `position`. Its own position is in the last one.
+  // The number of splits of a row at `position`. The last split has the row's own position.
   static __device__ __forceinline__ u32 count(u32 position) {
     const u32 length = position - begin(position);
     return length <= SPLIT ? 1 : (length + SPLIT - 1) / SPLIT;
   }
-  // What split `split` of a row leaves, from head `head` on.
+  // The results of split `split` of a row, from head `head` on.
   static __device__ __forceinline__ float* left(const WaveParams& p, const Wave& e, u32 row, u32 split, int head) {
     return reinterpret_cast<float*>(p.work + u64(e.branch) * OFFSET_BYTES) + ((u64(row) * MOST + split) * G::HEADS + u32(head)) * (G::DIM + 2);
   }
 
-  // All splits of a step. First those that others of their row follow, in order of rows. Then the last one of each row, which is shorter:
-  // the longest first, by an eighth of SPLIT. Blocks take them in turn. Whole warps ask.
+  // The list of all splits of a step, which blocks take in turn. Full splits come first, in order of rows: all but the last split of each row. Then
+  // come the last splits, the longest first; lengths are compared in eighths of SPLIT. Only whole warps may call it.
   struct Deal {
     const WaveParams& p;
-    u32 step, lane, more[2], before, full; // splits before the last one: of two rows of a lane, of rows before these, of all rows
+    u32 step, lane, more[2], before, full; // full splits: of each of the two rows of this lane, of all rows before them, of all rows
     __device__ __forceinline__ Deal(const WaveParams& p, u32 step, int of_lane) : p(p), step(step), lane(u32(of_lane)) {
 #pragma unroll
       for (u32 i = 0; i < 2; i++) more[i] = is_live(2 * lane + i) ? count(position(2 * lane + i)) - 1 : 0;
@@ -413,9 +415,9 @@ struct WaveSplits {
     }
     __device__ __forceinline__ bool is_live(u32 row) const { return row < p.row_count; }
     __device__ __forceinline__ u32 position(u32 row) const { return wave_position<M>(p, step, row); }
-    // Splits of all rows, of each group of heads.
+    // The length of the list: each split of each row, once for each group of heads.
     __device__ __forceinline__ u32 items() const { return (full + p.row_count) * GROUPS; }
-    // Those of this block.
+    // The number of splits of this block.
     __device__ __forceinline__ u32 of_block() const { return (items() + M::SMS - 1 - blockIdx.x) / M::SMS; }
     __device__ __forceinline__ WaveSplit operator[](u32 n) const {
       const u32 at = n / GROUPS, group = n % GROUPS;
@@ -455,16 +457,16 @@ struct WaveSplits {
   };
 };
 
-// What attention of a step does for a task: one row, the heads of a group, and all of the history or, if CUTS, a split of it.
+// Attention of a task in a step. A task has one row, a group of its heads, and the whole history or, if CUTS, one split of it.
 //
-// The heads of a row that share a KV head are the rows of a tile. The cache holds positions of earlier steps. Keys and values of this step,
-// those of the row and of rows before it in its sequence, are made here from what the product left, by every task that sees them; the
-// one with the first heads of a KV head appends those of its own row. So no task waits for another.
+// The rows of a tile are the heads of a task, which share a KV head. The cache holds positions of earlier steps. A row also sees positions of this
+// step: its own, and those of earlier rows of its sequence. Every task computes the keys and values of these positions itself, from the
+// output of the product, so no task waits for another. The task with the first heads of a KV head appends those of its own row.
 //
-// A row has the same bits wherever its prompt was cut and whatever rows its step has. Its own position is a tile of its own, which comes
-// first in its split. Tiles of the positions before it begin at multiples of STEP, and each holds the bits that the cache has or will have of
-// them: the tile in which the step begins is put together of both. Which team has a tile, and in which order teams and splits add up,
-// follows from the row's position alone.
+// A row has the same bits wherever its prompt was cut and whatever other rows are in its step. Its own position is a separate tile, the
+// first of its split. Tiles of earlier positions begin at multiples of STEP. Each tile has the bits that the cache has or will have: the
+// tile in which the step begins is assembled from cached and new positions. Which team has a tile, and in which order teams and splits add
+// up, depends only on the row's position.
 template <class M, class G, bool CUTS>
 struct WaveAttention {
   typedef WaveHeads<M, G> H;
@@ -473,24 +475,24 @@ struct WaveAttention {
   static constexpr int QUERIES = T::QUERIES, TILE = T::TILE, STEP = T::STEP, ROW = H::ROW;
   static_assert(QUERIES <= 16, "a tile has 16 rows");
   static_assert(G::GROUP % QUERIES == 0, "tasks have whole parts of the heads of a KV head");
-  // Scratch: what some tasks at once have of their own rows (queries, a key, a value); then keys and values of other new positions, and in the
-  // same place what teams of warps leave of a row: of each head the largest score, the sum, and the values.
+  // Scratch: first the queries, the key and the value of the own row of each of TASKS tasks. After them, keys and values of other new positions. The
+  // results of teams of warps use the same place later: for each head the largest score, the sum, and the values.
   static constexpr int QUERY_BYTES = G::DIM * 2 + 16, OWN_BYTES = round_up(QUERIES * QUERY_BYTES + 2 * ROW, 128);
   static constexpr int TASKS_MOST = M::SCRATCH_BYTES / 4 / OWN_BYTES, TASKS = TASKS_MOST < 1 ? 1 : TASKS_MOST < int(SHARES_HELD) ? TASKS_MOST : int(SHARES_HELD);
   static constexpr int AFTER_OWN = TASKS * OWN_BYTES, LEFT = QUERIES * (G::DIM + 2), ROOM = (M::SCRATCH_BYTES - AFTER_OWN) / 4 / LEFT;
   static constexpr int TEAM = T::TEAM, TEAMS = M::WARPS / TEAM;
   static constexpr int TAKERS = ROOM < TEAMS ? ROOM : TEAMS; // teams that take STEPs in turn
-  static constexpr int ALONE = TILE < 64 ? 64 : TILE; // positions that one team has alone
+  static constexpr int ALONE = TILE < 64 ? 64 : TILE; // the longest history that one team reads alone, in positions
   static_assert(TAKERS > 0, "a team's part of a row meets those of others");
-  // A tile of one position is read as whole STEPs all the same.
+  // `tile` reads STEP positions even if only one is there.
   static_assert(AFTER_OWN + 2 * STEP * ROW <= M::SCRATCH_BYTES, "new positions have room");
 
   struct Task {
-    // Of the history positions from `begin` to `limit`. The ring has those up to `end`: all, or whole STEPs before the first of `lead` rows of
-    // the step.
+    // The task has positions `begin` to `limit` of the history. `lead` is the number of earlier rows of the sequence in this step. Positions before
+    // `end` come through the ring: all if `lead` is 0, else the whole STEPs before the first of those rows.
     u32 row, sequence, position, lead, split, begin, limit, end;
     int head;
-    bool is_last, is_only; // the last split, which has the row's own position; the only one
+    bool is_last, is_only; // whether this is the last split of the row, which has its own position; whether it is the only one
     __device__ __forceinline__ Task(const WaveSplit& of, u32 sequence, u32 position)
         : row(of.row), sequence(sequence), position(position), lead(wave_state<M>().leads[of.row]), split(of.split), begin(H::seen_from(position) / TILE * TILE),
           limit(position), end(lead == 0 ? position : (position - lead) / STEP * STEP), head(int(of.group) * QUERIES), is_last(true), is_only(true) {
@@ -507,13 +509,14 @@ struct WaveAttention {
   static __device__ __forceinline__ u8* scratch(u32 at) { return reinterpret_cast<u8*>(wave_scratch<M>()) + at; }
   static __device__ __forceinline__ float* left() { return reinterpret_cast<float*>(scratch(AFTER_OWN)); }
 
-  // What the ring has of a task.
+  // Copies the positions of a task that come through the ring.
   template <class R>
   static __device__ __forceinline__ void load(WaveLoader<M, R>& l, const Wave& e, const WaveSplit& of) {
     const Task task(of, wave_sequence<M>(of.row), wave_position<M>(l.p, l.step, of.row));
     for (u32 at = task.begin; at < task.end; at += TILE) T::load_chunk(l, e, task.sequence, task.head / G::GROUP, at, task.end);
   }
-  // Queries, keys and values of the own rows of `tasks` tasks. `split_of` says what each lane's is.
+  // Computes the queries, key and value of the own row of up to TASKS of `count` tasks. `split_of(i)` is the row, group and split of task i; each lane
+  // asks for its own task.
   template <class F>
   static __device__ __forceinline__ void prepare(WaveContext<M>& c, const Wave& e, u32 count, F split_of) {
     constexpr int HEADS = QUERIES + 2, STRIDE = M::WARPS * P::HEADS_AT_ONCE;
@@ -531,12 +534,12 @@ struct WaveAttention {
       if (!at.live) continue;
       const u32 to = own < QUERIES ? own * QUERY_BYTES : QUERIES * QUERY_BYTES + (own - QUERIES) * ROW;
       *reinterpret_cast<uint4*>(scratch(u32(task) * OWN_BYTES + to) + at.lane * 16) = w;
-      // One task has the first heads of a KV head, in the first split.
+      // Exactly one task appends: the one with the first heads of the KV head, in the first split.
       if (at.kind != 0 && first_head % G::GROUP == 0 && (!CUTS || of.split == 0)) P::append(c, e, at, w);
     }
   }
-  // Keys and values of `count` positions from `first` on, a multiple of STEP: those of earlier steps from the cache, those of this step as
-  // the cache will have them.
+  // Puts keys and values of `count` positions into scratch, from `first` on, a multiple of STEP. Those of earlier steps come from the cache. Those of
+  // this step are computed, with the bits that the cache will have.
   static __device__ __forceinline__ void gather(WaveContext<M>& c, const Wave& e, const Task& task, u32 first, u32 count) {
     const int kv = task.head / G::GROUP;
 #pragma unroll 1
@@ -557,7 +560,7 @@ struct WaveAttention {
       *reinterpret_cast<uint4*>(scratch(AFTER_OWN + n % 2 * (STEP * ROW) + n / 2 * ROW) + piece) = w;
     }
   }
-  // The same number, of which the compiler knows nothing: or else it makes most of `one` twice, for one team and for several.
+  // Returns `v`, but hides its value from the compiler, which would otherwise generate most of `one` twice: for one team and for several.
   static __device__ __forceinline__ u32 opaque(u32 v) {
 #ifdef __CUDA_ARCH__
     asm volatile("" : "+r"(v));
@@ -567,18 +570,18 @@ struct WaveAttention {
   static __device__ __forceinline__ void one(WaveContext<M>& c, const Wave& e, const Task& task, const u8* own, u32& turns) {
     const int lane = c.lane(), g = lane / 4, t = lane % 4, team = c.warp() / TEAM, part = c.warp() % TEAM;
     const int limit = int(task.limit), start = int(H::seen_from(task.position)), begin = int(task.begin), end = int(task.end);
-    // A short history is one team's, and needs no merge. Of a longer one teams take STEPs in turn, so that all of them work on what few slots
-    // hold. The first of them has the row's own position, too.
+    // One team reads a short history alone, without a merge. For a longer history teams take STEPs in turn, so that all of them work on the few
+    // chunks that the ring holds. The first of these teams also has the row's own position.
     const u32 first = turns % TAKERS, count = opaque(!task.is_only || limit - begin > ALONE ? u32(TAKERS) : 1);
     turns += count;
-    // The place of this team among those of the row, and whether it has a turn. Others only pass chunks on, and are free for the next row.
+    // The place of this team among the teams of the row, and whether it takes part. Other teams only release chunks, and are soon free for the next row.
     const u32 place = opaque((u32(team) + TAKERS - first) % TAKERS);
     const bool takes = team < TAKERS && place < count;
     typename T::Running r;
     T::begin(r);
     const u8* head = own + t * 16;
     const u8 *low = head + (takes && g < QUERIES ? g : 0) * QUERY_BYTES, *high = head + (takes && g + 8 < QUERIES ? g + 8 : 0) * QUERY_BYTES;
-    // One place for all tiles: its instructions arrive once. First the position of the row itself, then STEPs of the history.
+    // The row's own position comes first, then STEPs of the history. One loop has both, so that `tile` is inlined here only once.
     const typename T::Queries queries(low, high);
     bool is_own = takes && place == 0;
     if constexpr (CUTS) is_own = is_own && task.is_last;
@@ -626,7 +629,7 @@ struct WaveAttention {
       *reinterpret_cast<u32*>(out + WaveOperand<M, H::QUERY_COLS>::at(int(task.row), (task.head + query) * G::DIM + col)) = bf16_pair(a, b);
     };
     if (count == 1) {
-      // One team has it all.
+      // One team has read the whole history, so nothing is merged.
       if (takes)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -637,7 +640,7 @@ struct WaveAttention {
         }
       return;
     }
-    // [place of a team][head][largest score, sum, values]
+    // Layout: [place of a team][head][largest score, sum, values].
     if (team < TAKERS)
 #pragma unroll
       for (int h = 0; h < 2; h++) {
@@ -675,7 +678,7 @@ struct WaveAttention {
   }
 };
 
-// Blocks have whole histories, as a division shares out rows and groups of heads.
+// Each task reads a whole history. The division of the wave assigns rows and groups of heads to blocks.
 template <class M, class G>
 struct WaveAttendRow {
   typedef WaveAttention<M, G, false> A;
@@ -705,7 +708,7 @@ struct WaveAttendRow {
 #pragma unroll 1
       for (u32 i = s; i < min(s + A::TASKS, shares.count); i++) {
         const Share share = shares[i];
-        // Consumers know the place of a row alone; its pages are the loader's.
+        // Only the loader uses the sequence of a task, to find its pages. So none is passed here.
         if (share.row < c.p.row_count)
           A::one(c, e, typename A::Task(WaveSplit{share.row, share.lo, 0}, 0, wave_position<M>(c.p, c.step, share.row)), A::scratch((i - s) * A::OWN_BYTES), turns);
       }
@@ -713,14 +716,14 @@ struct WaveAttendRow {
   }
 };
 
-// Blocks have KV splits, as they are dealt out (WaveSplits). Its division is that of the wave after it, which adds them up.
+// Each task reads one KV split. `WaveSplits` assigns splits to blocks. The division of the wave is not used here; it is that of `WaveMerge`.
 template <class M, class G>
 struct WaveAttendSplits {
   typedef WaveAttention<M, G, true> A;
   typedef typename WaveSplits<M, G>::Deal Deal;
   static_assert(A::TASKS <= M::WARPS, "a warp finds each task at hand");
   static_assert(sizeof(WaveState<M>) + A::TASKS * sizeof(WaveSplit) <= M::STATE_BYTES, "the state part has no room for the splits at hand");
-  // The splits that a block has at hand, after its state.
+  // The splits of the current tasks of a block. They lie in shared memory after the state.
   static __device__ __forceinline__ WaveSplit* held() { return reinterpret_cast<WaveSplit*>(&wave_state<M>() + 1); }
 
   template <class R>
@@ -738,7 +741,7 @@ struct WaveAttendSplits {
     for (u32 s = 0; s < count; s += A::TASKS) {
       if (s > 0) c.barrier();
       const u32 tasks = min(u32(A::TASKS), count - s);
-      // Made anew each time: no register holds it while splits are read.
+      // The deal is computed again for each group of tasks, so that it occupies no registers while splits are read.
       if (u32(c.warp()) < tasks) {
         const WaveSplit of = Deal(c.p, c.step, c.lane())[blockIdx.x + (s + u32(c.warp())) * M::SMS];
         if (c.lane() == 0) held()[c.warp()] = of;
@@ -755,7 +758,7 @@ struct WaveAttendSplits {
   }
 };
 
-// After `WaveAttendSplits`: adds up what the splits of each row left that has several, in their order.
+// The wave after `WaveAttendSplits`. For each row with several splits, adds up their results, in the order of the splits.
 template <class M, class G>
 struct WaveMerge {
   typedef WaveSplits<M, G> S;
@@ -772,7 +775,7 @@ struct WaveMerge {
       if (splits > 1) merge(c, e, share.row, int(share.lo) * S::QUERIES, splits);
     }
   }
-  // All warps, for the heads of a task from `head` on.
+  // By all warps, for the heads of one task, from `head` on.
   static __device__ __forceinline__ void merge(WaveContext<M>& c, const Wave& e, u32 row, int head, u32 splits) {
 #pragma unroll 1
     for (int i = c.tid(); i < S::QUERIES * G::DIM / 2; i += M::WARPS * 32) {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::builder::PossibleValuesParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-use super::units::{parse_age, parse_bias, parse_bytes, parse_ids, parse_minutes};
+use super::units::{parse_age, parse_bias, parse_bytes, parse_ids, parse_minutes, parse_trials};
 use crate::flywheel::Verdict;
 use crate::lower::LayerOp;
 use crate::pipeline::SHOW_STAGES;
@@ -57,7 +57,7 @@ pub struct Global {
     #[arg(long, global = true, value_name = "DIR")]
     pub cache: Option<PathBuf>,
     /// File of the trials [default: the project's `flywheel/trials.csv`, else the user's]
-    #[arg(long, global = true, value_name = "FILE")]
+    #[arg(long, global = true, value_name = "FILE", value_parser = parse_trials)]
     pub trials: Option<PathBuf>,
     /// Also name the stages that had nothing to do
     #[arg(long, short, global = true, conflicts_with = "quiet")]
@@ -171,7 +171,7 @@ Examples:
   monobloc init ~/models/mine --target h200 --out mine.toml"
 )]
 pub struct Init {
-    /// `hf:OWNER/NAME`, a folder, or a config.json [default: the built-in model `tinystories`]
+    /// `hf:OWNER/NAME`, a folder, a config.json, or a built-in model [default: `tinystories`]
     #[arg(value_name = "SOURCE")]
     pub source: Option<String>,
     /// File to write

@@ -54,10 +54,11 @@ struct Found {
 
 impl Found {
     fn of(source: Option<&str>, out: &Path) -> Result<Found, Fault> {
-        let Some(source) = source else {
-            let source = format!("{}{}", builtin::SCHEME, builtin::NAMES[0]);
+        if let Some(name) = built_in(source) {
+            let source = format!("{}{name}", builtin::SCHEME);
             return Ok(Found { source, dtype: "fp32", context_max: CONTEXT, has_text: true });
-        };
+        }
+        let source = source.unwrap_or_default();
         if source.starts_with("hf:") {
             return Ok(Found { source: source.to_string(), dtype: "bf16", context_max: CONTEXT, has_text: true });
         }
@@ -69,7 +70,10 @@ impl Found {
         } else {
             let remedy = match source.split('/').count() {
                 2 => format!("a model of the hub is named as `hf:{source}`"),
-                _ => "name the folder of a checkpoint, a config.json, or `hf:OWNER/NAME`".to_string(),
+                _ => format!(
+                    "name the folder of a checkpoint, a config.json, `hf:OWNER/NAME`, or the built-in model `{}`",
+                    builtin::NAMES[0]
+                ),
             };
             return Err(Fault::input(format!("no such folder or file: `{source}`")).with_remedy(remedy));
         };
@@ -80,6 +84,17 @@ impl Found {
             has_text: scheme == "path:",
         })
     }
+}
+
+/// The built-in model that is asked for: by default, by its source, or by its name unless a file has that name.
+fn built_in(source: Option<&str>) -> Option<&str> {
+    let Some(source) = source else { return Some(builtin::NAMES[0]) };
+    let name = match source.strip_prefix(builtin::SCHEME) {
+        Some(name) => name,
+        None if Path::new(source).exists() => return None,
+        None => source,
+    };
+    builtin::NAMES.contains(&name).then_some(name)
 }
 
 /// The path for a manifest at `out`: as typed if both are in the current folder, else absolute.

@@ -1,5 +1,6 @@
 //! Owns how sizes, ages and token ids are written on a command line, and how numbers are printed for people.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use super::arguments::Ids;
@@ -61,6 +62,15 @@ pub fn parse_age(text: &str) -> Result<Duration, String> {
 pub fn parse_minutes(text: &str) -> Result<f64, String> {
     let minutes = text.parse::<f64>().ok().filter(|minutes| *minutes > 0.0 && *minutes <= 7.0 * 24.0 * 60.0);
     minutes.ok_or_else(|| format!("expected minutes above 0, such as `30` or `0.5`, found `{text}`"))
+}
+
+/// The file of the trials. A number alone is refused: it is meant to bound a search, and would make a file of that name.
+pub fn parse_trials(text: &str) -> Result<PathBuf, String> {
+    let path = PathBuf::from(text);
+    if text.bytes().all(|byte| byte.is_ascii_digit()) && !path.exists() {
+        return Err(format!("expected a file, found a number; `--max-trials {text}` bounds a search"));
+    }
+    Ok(path)
 }
 
 fn split_unit(text: &str) -> (&str, &str) {

@@ -29,11 +29,11 @@ kernel_struct! {
         hi: u32,
         /// second index
         j: u32,
-        /// packets of the first exchange operand (x, q, candidates, partial)
+        /// packets of the first exchange operand (x, q, best, partial)
         x: u32,
         /// packets of the published operand
         out: u32,
-        /// packets of a second published operand (candidates of the head); of attention: scales of a cache in fp8, in OFFSET_BYTES
+        /// packets of a second published operand (best of the head); of attention: scales of a cache in fp8, in OFFSET_BYTES
         aux_or_scales: u32 as [aux, cache_scales],
         /// of a matrix of codes: the scales of its rows, in OFFSET_BYTES; else the row of the step that the task takes
         row_scales_or_row: u32 as [row_scales, row],
@@ -281,7 +281,7 @@ impl<'a> GridEntry<'a> {
         let first_read = [Role::X, Role::Q, Role::Partial].into_iter().map(packets).find(|&p| p != NONE);
         // An op has at most one of the operands that share a field.
         let either = |roles: &[Role]| roles.iter().map(|&r| constant(r)).find(|&at| at != NONE).unwrap_or(NONE);
-        let reads_candidates = matches!(grid.op, Op::Select);
+        let reads_best = matches!(grid.op, Op::Select);
         let row_scales = row_scales(schedule, matrices, grid);
         let entry = Entry {
             op: class,
@@ -290,12 +290,12 @@ impl<'a> GridEntry<'a> {
             lo: 0,
             hi: 0,
             j: 0,
-            x: if reads_candidates { packets(Role::Candidates) } else { first_read.unwrap_or(NONE) },
+            x: if reads_best { packets(Role::Best) } else { first_read.unwrap_or(NONE) },
             out: packets(Role::Out),
             aux_or_scales: match grid.op {
                 Op::Select => NONE,
                 Op::Attention(_) => constant(Role::CacheScales),
-                _ => packets(Role::Candidates),
+                _ => packets(Role::Best),
             },
             row_scales_or_row: row_scales.unwrap_or(0),
             residual: 0,

@@ -90,7 +90,7 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
         classes.len()
     );
     let rows = program.rows > 1;
-    line!("#include \"{}\"", if rows { "monobloc_rows.cuh" } else { "monobloc.cuh" });
+    line!("{}#include \"{}\"", facts(target), if rows { "monobloc_rows.cuh" } else { "monobloc.cuh" });
     line!();
     line!("struct Machine {{");
     line!("  static constexpr int SMS = {};", m.sms);
@@ -193,6 +193,11 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
             .collect(),
         arch: target.spec.arch.clone(),
     }
+}
+
+/// What the headers must know of a target before they are included. Nothing about the GPU is asked of the compiler.
+pub(super) fn facts(target: &Target) -> &'static str {
+    if target.spec.fp8_cvt { "#define FP8_CVT\n" } else { "" }
 }
 
 /// Members for the pages of a kernel, and, in one for rows, for its rows; none if one sequence has the whole cache.

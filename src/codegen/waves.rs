@@ -2,7 +2,7 @@
 
 use super::abi::{NONE, row_scales};
 use super::emit::{
-    Trace, attention_members, coding_members, elem, epilogue_members, norm_members, table_members, vocab,
+    Trace, attention_members, coding_members, elem, epilogue_members, facts, norm_members, table_members, vocab,
 };
 use super::kernel_struct::kernel_struct;
 use super::{Float, HEADERS, KernelSource, ROWS_HEADERS, WAVES_HEADERS};
@@ -411,7 +411,7 @@ pub fn emit(proven: &Proven<'_>, target: &Target, trace: Trace) -> KernelSource 
         plan.waves.len(),
         classes.len()
     );
-    line!("#include \"monobloc_waves.cuh\"");
+    line!("{}#include \"monobloc_waves.cuh\"", facts(target));
     line!();
     line!("struct Machine {{");
     for member in machine_members(proven, trace) {

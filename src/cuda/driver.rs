@@ -423,6 +423,7 @@ mod tests {
                 cluster_max: 8,
                 register_reallocation: true,
                 warpgroup_mma: true,
+                fp8_cvt: true,
             },
         }
     }

@@ -162,8 +162,8 @@ pub struct Session {
     logits: DeviceBuffer,
     prompt: DeviceBuffer,
     mailbox: MappedBuffer,
-    candidates_packet: u64,
-    candidates_cols: u32,
+    best_packet: u64,
+    best_cols: u32,
     prompt_len: u32,
     eos: Vec<u32>,
     choosing: Choosing,
@@ -301,13 +301,12 @@ impl Session {
         let program = &schedule.program;
         let vocab = vocab(program);
         let logits = poisoned(device, stream, u64::from(steps_max) * u64::from(vocab) * 4)?;
-        let candidates =
-            first_buffer(program, Role::Candidates).expect("validate: a program without candidates has no select");
+        let best = first_buffer(program, Role::Best).expect("validate: a program without arg-max pairs has no select");
         let session = Session {
             mailbox: device.alloc_mapped(program.context_max as usize + 2)?,
             prompt: device.alloc(u64::from(program.context_max) * 4)?,
-            candidates_packet: schedule.placement[candidates.index()].unwrap_or(0) / 8,
-            candidates_cols: program.buffers[candidates.index()].cols,
+            best_packet: schedule.placement[best.index()].unwrap_or(0) / 8,
+            best_cols: program.buffers[best.index()].cols,
             pages: match Shape::of(program) {
                 Some(shape) => Some(Pages::new(device, &shape)?),
                 None => None,
@@ -420,7 +419,7 @@ impl Session {
             if position >= self.prompt_len {
                 return Err(SessionError::NotContinuing { expected: self.next.unwrap_or(0), found: position });
             }
-            self.arm_candidates()?;
+            self.arm_best()?;
         } else if is_filtered && position >= self.prompt_len {
             // The logits that decided this position's token were those of the launch before, which has reported it.
             self.prompt.upload(&self.kernel.watched.stream, u64::from(position) * 4, &[self.token(position)?])?;
@@ -482,7 +481,7 @@ impl Session {
         if steps > TAG_LAST - self.tag {
             self.begin_tags_anew(position)?;
         }
-        self.arm_candidates()?;
+        self.arm_best()?;
         let (timeout, watched) = (timeout(steps), &self.kernel.watched);
         let token_at = |position: u32| self.prompt.address() + u64::from(position) * 4;
         watched.begin()?;
@@ -626,15 +625,15 @@ impl Session {
     }
 
     /// Publishes arg-max pairs in place of the step before a fresh start. They are not used, but readers wait for them all the same.
-    fn arm_candidates(&mut self) -> Result<(), SessionError> {
+    fn arm_best(&mut self) -> Result<(), SessionError> {
         let tag = self.tag - 1;
         if tag == 0 {
             // Memory of zeros has tag 0.
             self.tag += 1;
-            return self.arm_candidates();
+            return self.arm_best();
         }
-        let words = vec![u64::from(tag) << 32; self.candidates_cols as usize];
-        let phase = u64::from(tag & 1) * u64::from(self.candidates_cols.next_multiple_of(2));
-        Ok(self.exchange.upload(&self.kernel.watched.stream, (self.candidates_packet + phase) * 8, &words)?)
+        let words = vec![u64::from(tag) << 32; self.best_cols as usize];
+        let phase = u64::from(tag & 1) * u64::from(self.best_cols.next_multiple_of(2));
+        Ok(self.exchange.upload(&self.kernel.watched.stream, (self.best_packet + phase) * 8, &words)?)
     }
 }

@@ -480,7 +480,7 @@ impl<R: Real> Adversary<R> {
                 let tokens = (0..rows.rows.len()).map(|row| private[token.row(row).at(rows.position)]);
                 launch.tokens[step] = tokens.collect();
             }
-            Work::MatVec(m) if m.candidate.is_some() => {
+            Work::MatVec(m) if m.best.is_some() => {
                 if let Some(out) = &m.out {
                     let mut direct = Direct { memory: &self.memory, private: &mut [], rows };
                     let of_rows = launch.logits[step].iter_mut().enumerate();
@@ -697,7 +697,7 @@ impl<R: Real> Engine for Adversary<R> {
         let parts = &self.plan.regimes[self.previous_regime].parts;
         let rows = &StepRows { position, rows: vec![], device: None };
         let mut memory = Direct { memory: &self.memory, private: &mut [], rows };
-        ops::best_candidate(&self.plan.candidates.row(row), parts, &mut memory)
+        ops::decided(&self.plan.best.row(row), parts, &mut memory)
     }
 
     fn exchanged(&self, at: usize, len: usize) -> Vec<f32> {

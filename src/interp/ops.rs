@@ -136,7 +136,7 @@ fn run_row<R: Real>(
     let of_step = &step.rows.rows[row];
     let memory = &mut OfRow { memory, row };
     match work {
-        Work::Select { candidates, token } => select(step, of_step.input, candidates, token, memory),
+        Work::Select { best, token } => select(step, of_step.input, best, token, memory),
         Work::Report { token, out } => {
             let mut word = [0];
             memory.load_words(token, &mut word);
@@ -183,21 +183,21 @@ fn better(a: (f32, u32), b: (f32, u32)) -> (f32, u32) {
 }
 
 /// Arg-max over the pairs (bits of a logit, row) that the tasks with these ordinals wrote in the previous step.
-pub fn best_candidate(candidates: &Region, parts: &[u32], memory: &mut impl Access) -> Option<u32> {
+pub fn decided(best: &Region, parts: &[u32], memory: &mut impl Access) -> Option<u32> {
     let mut pair = |part: &u32| {
         let mut words = [0; 2];
-        memory.load_previous_words(&candidates.columns(2 * *part as usize, 2), &mut words);
+        memory.load_previous_words(&best.columns(2 * *part as usize, 2), &mut words);
         (f32::from_bits(words[0]), words[1])
     };
     let first = pair(parts.first()?);
     Some(parts[1..].iter().map(pair).fold(first, better).1)
 }
 
-fn select(step: &Step<'_>, input: Input, candidates: &Region, token: &Region, memory: &mut impl Access) {
+fn select(step: &Step<'_>, input: Input, best: &Region, token: &Region, memory: &mut impl Access) {
     let chosen = match input {
         Input::Token(token) => token,
         // The caller excludes a first step without a token.
-        Input::Selected => best_candidate(candidates, step.previous_parts, memory).unwrap_or(0),
+        Input::Selected => decided(best, step.previous_parts, memory).unwrap_or(0),
     };
     memory.store_words(token, &[chosen]);
 }
@@ -260,7 +260,7 @@ fn plain(format: Format) -> Option<DType> {
 /// All rows of the step, or those that want logits: the task's units are read once for all of them.
 fn mat_vec<R: Real>(step: &Step<'_>, m: &plan::MatVec, weights: &[u8], memory: &mut impl Access, s: &mut Scratch<R>) {
     let all = step.rows.rows.iter().enumerate();
-    let rows = all.filter(|(_, row)| m.candidate.is_none() || row.wants_logits).map(|(row, _)| row);
+    let rows = all.filter(|(_, row)| m.best.is_none() || row.wants_logits).map(|(row, _)| row);
     let count = rows.clone().count();
     if count == 0 {
         return;
@@ -334,10 +334,10 @@ fn epilogue<R: Real>(step: &Step<'_>, m: &plan::MatVec, y: &mut [R], memory: &mu
     if let Some(out) = &m.out {
         values.truncate(out.len);
         memory.store(out, values);
-        if let Some(candidate) = &m.candidate {
+        if let Some(pair) = &m.best {
             let rows = out.first as u32..;
-            let best = values.iter().copied().zip(rows).reduce(better).unwrap_or((f32::NEG_INFINITY, 0));
-            memory.store_words(candidate, &[best.0.to_bits(), best.1]);
+            let (logit, row) = values.iter().copied().zip(rows).reduce(better).unwrap_or((f32::NEG_INFINITY, 0));
+            memory.store_words(pair, &[logit.to_bits(), row]);
         }
     }
 }

@@ -70,7 +70,8 @@ pub struct Plan {
     pub constants: Vec<f32>,
     pub ring: Ring,
     pub logits: Region,
-    pub candidates: Region,
+    /// Arg-max pairs of all tasks of the head.
+    pub best: Region,
     /// By buffer: all of it, if it is an exchange buffer.
     pub exchanges: Vec<Option<Region>>,
     pub regimes: Vec<RegimePlan>,
@@ -152,7 +153,7 @@ pub enum StreamBytes {
 }
 
 pub enum Work {
-    Select { candidates: Region, token: Region },
+    Select { best: Region, token: Region },
     Report { token: Region, out: Region },
     Embed { token: Region, table: Table, residual: Region, out: Option<Region>, scale: f32 },
     MatVec(Box<MatVec>),
@@ -199,7 +200,8 @@ pub struct MatVec {
     /// `Out`, or `Logits`.
     pub out: Option<Region>,
     pub residual: Option<Region>,
-    pub candidate: Option<Region>,
+    /// The arg-max pair of the logits in `out`.
+    pub best: Option<Region>,
 }
 
 pub struct Attention {
@@ -305,7 +307,7 @@ impl Plan {
                         for wait in &task.waits {
                             events.get(wait.event.index()).ok_or_else(|| reference(id, wait.event))?;
                         }
-                        if matches!(&work, Work::MatVec(m) if m.candidate.is_some()) {
+                        if matches!(&work, Work::MatVec(m) if m.best.is_some()) {
                             parts.push(task.j);
                         }
                         let waits = task.waits.iter().map(|w| (w.event, w.count)).collect();
@@ -326,7 +328,7 @@ impl Plan {
             let operand = program.grids.iter().find_map(|g| g.operand(role));
             operand.and_then(|o| memory.whole(program, o.buffer)).ok_or(PlanError::Missing { role })
         };
-        let (logits, candidates) = (whole(Role::Logits)?, whole(Role::Candidates)?);
+        let (logits, best) = (whole(Role::Logits)?, whole(Role::Best)?);
         let ids = (0..program.buffers.len()).map(BufferId::from);
         let exchanges = ids.map(|id| memory.whole(program, id).filter(|r| r.place == Place::Exchange)).collect();
         Ok(Plan {
@@ -340,7 +342,7 @@ impl Plan {
             caches: memory.caches,
             constants: memory.constants,
             ring: schedule.machine.ring,
-            candidates,
+            best,
             logits,
             exchanges,
             regimes,
@@ -635,9 +637,7 @@ impl MemoryMap {
     ) -> Result<Work, PlanError> {
         let at = At::new(program, id, task)?;
         Ok(match &at.grid.op {
-            Op::Select => {
-                Work::Select { candidates: self.region(at, Role::Candidates)?, token: self.sized(at, Role::Token, 1)? }
-            }
+            Op::Select => Work::Select { best: self.region(at, Role::Best)?, token: self.sized(at, Role::Token, 1)? },
             Op::Report => Work::Report { token: self.sized(at, Role::Token, 1)?, out: self.sized(at, Role::Out, 1)? },
             Op::Route { .. } => return Err(PlanError::Choice { grid: task.grid }),
             Op::Embed { scale, everywhere: _ } => {
@@ -719,7 +719,7 @@ impl MemoryMap {
             width(id, role, region.len.clamp(least, most), region.len)?;
             Ok::<Region, PlanError>(region)
         };
-        let (out, residual, candidate) = match m.epilogue {
+        let (out, residual, best) = match m.epilogue {
             Epilogue::Store | Epilogue::Act(_) => (Some(partial(Role::Out, values)?), None, None),
             Epilogue::Gated(_) => (Some(partial(Role::Out, values / 2)?), None, None),
             Epilogue::Residual { .. } => {
@@ -728,7 +728,7 @@ impl MemoryMap {
                 (out, Some(residual), None)
             }
             Epilogue::Logits { .. } => {
-                (Some(partial(Role::Logits, values)?), None, Some(self.sized(at, Role::Candidates, 2)?))
+                (Some(partial(Role::Logits, values)?), None, Some(self.sized(at, Role::Best, 2)?))
             }
         };
         let norm = self.norm(at, m.norm, Role::NormWeight, Some(Role::NormBias), k)?;
@@ -749,7 +749,7 @@ impl MemoryMap {
             epilogue,
             out,
             residual,
-            candidate,
+            best,
         })
     }
 

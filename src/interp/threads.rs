@@ -558,7 +558,7 @@ impl<R: Real> Engine for Threads<R> {
         let parts = &self.shared.plan.regimes[self.previous_regime].parts;
         let rows = &StepRows { position, rows: vec![], device: None };
         let mut memory = Direct { memory: &self.shared.memory, private: &mut [], rows };
-        ops::best_candidate(&self.shared.plan.candidates.row(row), parts, &mut memory)
+        ops::decided(&self.shared.plan.best.row(row), parts, &mut memory)
     }
 
     fn exchanged(&self, at: usize, len: usize) -> Vec<f32> {

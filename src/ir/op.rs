@@ -212,7 +212,8 @@ pub const PARTIAL_HEADER: u32 = 2;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Role {
     Token,
-    Candidates,
+    /// The best logit of each task of the head and its id: an arg-max pair.
+    Best,
     Table,
     X,
     NormWeight,
@@ -239,7 +240,7 @@ pub enum Role {
 impl Role {
     pub const ALL: [Role; 23] = [
         Role::Token,
-        Role::Candidates,
+        Role::Best,
         Role::Table,
         Role::X,
         Role::NormWeight,
@@ -266,7 +267,8 @@ impl Role {
     pub fn name(self) -> &'static str {
         match self {
             Role::Token => "token",
-            Role::Candidates => "candidates",
+            // The word that version 2 of the text form has.
+            Role::Best => "candidates",
             Role::Table => "table",
             Role::X => "x",
             Role::NormWeight => "norm_weight",
@@ -361,7 +363,7 @@ impl Op {
         }
         use Access::{Read, Stream, Update, Write};
         match self {
-            Op::Select => const { &[need(Role::Candidates, Read), need(Role::Token, Write)] },
+            Op::Select => const { &[need(Role::Best, Read), need(Role::Token, Write)] },
             Op::Report => const { &[need(Role::Token, Read), need(Role::Out, Write)] },
             Op::Route { .. } => const { &[need(Role::X, Read), need(Role::Out, Write)] },
             Op::Embed { everywhere, .. } => {
@@ -398,7 +400,7 @@ impl Op {
                             need(Role::Weight, Stream),
                             may(Role::Bias, Read),
                             need(Role::Logits, Write),
-                            need(Role::Candidates, Write),
+                            need(Role::Best, Write),
                         ]
                     }
                 }

@@ -452,7 +452,7 @@ impl Rules<'_> {
                 _ => {}
             }
             // select.cuh and matvec.cuh have a copy of arg-max pairs for even and odd steps, as words have; nothing else has copies.
-            let phases = if operand.role == Role::Candidates || buffer.words { 2 } else { 1 };
+            let phases = if operand.role == Role::Best || buffer.words { 2 } else { 1 };
             self.expect_with(buffer.phases == phases, at, || {
                 let message = format!("expected {phases} phases of `{role}`, found {}", buffer.phases);
                 (message, vec![note(Entity::Buffer(operand.buffer), "has them")])

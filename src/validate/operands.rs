@@ -550,7 +550,7 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
     match &grid.op {
         Op::Select => match role {
             // All arg-max pairs; their number is judged with the head.
-            Role::Candidates => Some(exchange(DType::I32, Cols::all(program.buffers[operand.buffer.index()].cols))),
+            Role::Best => Some(exchange(DType::I32, Cols::all(program.buffers[operand.buffer.index()].cols))),
             Role::Token => Some(token),
             _ => None,
         },
@@ -602,7 +602,7 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
                     _ => Some(exchange(wire, Cols::blocks(m.unit_rows, m.rows))),
                 },
                 Role::Logits => Some(output(DType::F32, Cols::blocks(UNIT_ROWS, m.rows))),
-                Role::Candidates => {
+                Role::Best => {
                     let cols = Cols { stride_j: 2, limit: grid.second.extent().saturating_mul(2), ..Cols::all(2) };
                     Some(exchange(DType::I32, cols))
                 }
@@ -685,7 +685,8 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Meaning {
     Activations,
-    Candidates,
+    /// Arg-max pairs.
+    Best,
     /// Entries of a table.
     Choices,
     /// Records of split attention in one layout.
@@ -704,7 +705,7 @@ fn meanings(id: GridId, grid: &Grid, program: &Program, uses: &mut [Option<(Mean
             continue;
         }
         let meaning = match (&grid.op, operand.role) {
-            (_, Role::Candidates) => Meaning::Candidates,
+            (_, Role::Best) => Meaning::Best,
             (Op::Route { .. }, Role::Out) => Meaning::Choices,
             (Op::AttentionMerge { head_dim, splits, heads_per_task }, Role::Partial) => {
                 Meaning::Partial { head_dim: *head_dim, splits: *splits, heads_per_task: *heads_per_task }

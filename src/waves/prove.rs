@@ -1,8 +1,8 @@
-//! The proof of a plan: it computes the program of a proven schedule, without a race and without a deadlock.
+//! The proof of a plan: the plan computes the program of a proven schedule, without a race and without a deadlock.
 //!
-//! A deadlock is excluded by form: all SMs execute all waves in order, each adds one to the count after each, and waits for counts of
-//! earlier waves only. Within an SM the loader fills chunks in the order in which consumers take them, and both walk the same shares, or the
-//! same KV splits. The rest is what the rules below say. They believe nothing that [`super::derive`] computed.
+//! The form of a plan excludes deadlock. All SMs execute all waves in order. Each SM adds one to the count after each wave, and waits only for
+//! counts of earlier waves. Within an SM the loader fills chunks in the order in which consumers take them, because both walk the same shares
+//! or the same KV splits. The rules below check everything else. They trust nothing that [`super::derive`] computed.
 
 use super::{
     Action, CHUNK_BLOCK_ROWS, Division, Form, Input, Layout, NormOf, Over, Plan, Products, Ragged, Ring, STEP_ROWS_MAX,
@@ -37,7 +37,7 @@ impl fmt::Display for Violation {
     }
 }
 
-/// A plan that was proven, and the schedule that it was proven against. There is no other way to make one.
+/// A proven plan, and the schedule that it was proven against. Only [`prove`] makes one.
 #[derive(Debug, Clone)]
 pub struct Proven<'a> {
     plan: Plan,
@@ -45,11 +45,11 @@ pub struct Proven<'a> {
     left: Option<Left>,
 }
 
-/// The residual that a plan leaves of each row.
+/// The residual of each row when a plan has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Left {
     residual: WorkId,
-    /// The exchange in which the program has the same, and the grid that has written that: the last one to change the residual.
+    /// The exchange that holds the same values in the program, and the grid that wrote it: the last one that changes the residual.
     exchange: BufferId,
     grid: GridId,
 }
@@ -63,7 +63,7 @@ impl<'a> Proven<'a> {
         self.validated
     }
 
-    /// For which launches a plan that cuts histories is faster than others; `None`: it cuts none.
+    /// The launches for which a plan that splits histories is faster than other plans. `None` if the plan splits none.
     pub fn ragged(&self) -> Option<Ragged> {
         Ragged::of(&self.plan, &self.validated.schedule().program)
     }
@@ -72,12 +72,12 @@ impl<'a> Proven<'a> {
 /// Proves a plan of the program of `validated` on `target`.
 ///
 /// # Errors
-/// The rules that it breaks.
+/// The rules that the plan breaks.
 pub fn prove<'a>(plan: Plan, validated: &'a Validated, target: &Target) -> Result<Proven<'a>, Vec<Violation>> {
     prove_after(plan, validated, target, None)
 }
 
-/// A proven plan of chunks with a proven tail. There is no other way to make one.
+/// A proven plan of chunks with a proven tail. Only [`prove_tail`] makes one.
 #[derive(Debug, Clone)]
 pub struct WithTail<'a> {
     chunk: Proven<'a>,
@@ -94,17 +94,17 @@ impl<'a> WithTail<'a> {
         &self.tail
     }
 
-    /// Where the tail finds the residual of row 0 of the chunk in the arena of the chunk: a byte. Rows follow one another, in fp32.
+    /// Where the tail reads the residual of the chunk: the byte offset of row 0 in the arena of the chunk. Rows are contiguous, in fp32.
     pub fn taken(&self) -> u64 {
         self.taken
     }
 }
 
-/// Proves a tail of a proven plan of chunks: it is the rest of the program, for the pack and the caches of that plan, and begins with the
-/// residual that the chunk leaves.
+/// Proves a tail of a proven plan of chunks. A tail computes the rest of the program with the pack and the caches of that plan, and begins with
+/// the residual that the chunk leaves.
 ///
 /// # Errors
-/// The rules that the tail breaks, alone or after that plan.
+/// The rules that the tail breaks, by itself or as a successor of that plan.
 pub fn prove_tail<'a>(tail: Plan, chunk: Proven<'a>, target: &Target) -> Result<WithTail<'a>, Vec<Violation>> {
     let violation = |what: &str| Err(vec![Violation { rule: "tail", wave: None, what: what.to_string() }]);
     let (Form::Chunk, Some(left)) = (chunk.plan.form, chunk.left) else {
@@ -114,12 +114,12 @@ pub fn prove_tail<'a>(tail: Plan, chunk: Proven<'a>, target: &Target) -> Result<
         return violation("expected a plan of a tail");
     }
     let tail = prove_after(tail, chunk.validated, target, Some(left))?;
-    // Waves of a chunk that come after its last sum write nothing there: the residual is written by sums alone, in place.
+    // Only sums write the residual, in place. So waves of the chunk after its last sum leave it unchanged.
     let taken = chunk.plan.work[left.residual.index()].place;
     Ok(WithTail { chunk, tail, taken })
 }
 
-/// `before`: what the chunk has left that a tail follows.
+/// `before`: for a tail, the residual that its chunk left.
 fn prove_after<'a>(
     plan: Plan,
     validated: &'a Validated,
@@ -141,7 +141,7 @@ fn prove_after<'a>(
     judge.machine(target);
     judge.arena();
     judge.divisions();
-    // What follows indexes what these rules bound.
+    // The rules for waves use indices that the rules above have checked.
     if judge.found.is_empty() {
         judge.waves();
     }
@@ -149,24 +149,24 @@ fn prove_after<'a>(
     if found.is_empty() { Ok(Proven { plan, validated, left }) } else { Err(found) }
 }
 
-/// Proven plans of steps of one schedule that add up in one order: a row has the same bits in all of them, whatever other rows its launch
-/// has. There is no other way to make one.
+/// Proven plans of steps of one schedule that add up in the same order. A row has the same bits in all of them, whatever other rows are in its
+/// launch. Only [`prove_alike`] makes one.
 #[derive(Debug, Clone)]
 pub struct Alike<'a> {
     plans: Vec<Proven<'a>>,
 }
 
 impl<'a> Alike<'a> {
-    /// Ascending by rows; at least one.
+    /// At least one plan, in ascending order of rows.
     pub fn plans(&self) -> &[Proven<'a>] {
         &self.plans
     }
 }
 
-/// Proves plans of steps of the program of `validated` on `target`, and `alike`: each wave adds up in the same order in all of them.
+/// Proves plans of steps of the program of `validated` on `target`. Also proves the rule `alike`: each wave adds up in the same order in all plans.
 ///
 /// # Errors
-/// The rules that a plan breaks, or the first wave whose order is another one.
+/// The rules that a plan breaks, or the first wave whose order differs.
 pub fn prove_alike<'a>(
     plans: Vec<Plan>,
     validated: &'a Validated,
@@ -178,7 +178,7 @@ pub fn prove_alike<'a>(
     let Some(first) = plans.first().map(Proven::plan) else {
         return violation(None, "no plan".to_string());
     };
-    // Lanes of chunks take other columns than those of steps.
+    // A lane has other columns in chunks than in steps, so its sums have another order.
     if plans.iter().any(|proven| proven.plan().form != Form::Steps) {
         return violation(None, "a plan of chunks".to_string());
     }
@@ -212,38 +212,38 @@ pub fn prove_alike<'a>(
     Ok(Alike { plans })
 }
 
-/// What a buffer of activations holds.
+/// The values in a buffer of activations.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Value {
-    /// What the program has in this exchange.
+    /// The values of this exchange of the program.
     Exchange(BufferId),
-    /// The residual when the program had it in this exchange, normalised.
+    /// The norm of the residual that the program has in this exchange.
     Normed(BufferId, Option<NormOf>),
-    /// The same without the factor of the norm.
+    /// The same, not yet multiplied by the factor of the norm.
     Weighted(BufferId, NormOf),
-    /// Sums of squares of parts of that residual.
+    /// The sums of squares of parts of that residual.
     Squares(BufferId),
     /// The rotated queries of a grid of attention.
     Queries(GridId),
-    /// What a product adds to the residual to make it what the program has in this exchange.
+    /// The output of a product. The residual plus this output is the value of this exchange of the program.
     Addend(BufferId),
 }
 
 struct Judge<'a> {
     plan: &'a Plan,
     validated: &'a Validated,
-    /// Of a tail: what it begins with.
+    /// For a tail: the residual with which it begins.
     before: Option<Left>,
     found: Vec<Violation>,
     holds: BTreeMap<WorkId, Value>,
-    /// The residual of activations, and the exchange in which the program has the same.
+    /// The buffer of the residual, and the exchange that holds the same values in the program.
     residual: Option<(WorkId, BufferId)>,
-    /// The grid at hand, and what the residual is after the last one that changed it.
+    /// The current grid, and the residual after the last grid that changed it.
     grid: GridId,
     left: Option<Left>,
-    /// Where the first wave of a step reads what the step before decided.
+    /// The buffer from which the first wave of a step reads the tokens that the previous step decided.
     candidates: Option<WorkId>,
-    /// A product has written that.
+    /// Whether a product has written that buffer.
     decides: bool,
 }
 
@@ -252,15 +252,15 @@ impl Judge<'_> {
         self.found.push(Violation { rule, wave, what: what.into() });
     }
 
-    /// `machine`: blocks, registers and shared memory are there, and the target does what kernels of waves ask of it.
+    /// `machine`: the target has enough SMs, registers and shared memory, and the features that kernels of waves need.
     fn machine(&mut self, target: &Target) {
         let (m, spec) = (&self.plan.machine, &target.spec);
         let [warps, loader_warps, weights, inputs] =
             [m.warps, m.loader_warps, m.weights.slots, m.inputs.slots].map(u64::from);
         let slots = weights + inputs;
         let threads = (warps + loader_warps) * 32;
-        // What the launch gives each thread, in steps of 8. A thread that wants more waits until others have given it up: for ever, if
-        // all together want more than there is.
+        // Registers of each thread at launch, in steps of 8. A thread that asks for more waits until other threads release some. It waits for ever
+        // if all threads together ask for more than the SM has.
         let each = u64::from(spec.registers_per_sm) / threads.max(1) / 8 * 8;
         let (most, least) = (u64::from(m.registers), u64::from(m.loader_registers));
         let registers = (warps * most).saturating_add(loader_warps * least).saturating_mul(32);
@@ -301,8 +301,8 @@ impl Judge<'_> {
                 "pairs of blocks of a chunk, of an odd number, or of a target without clusters",
             ),
             (!m.scratch_bytes.is_multiple_of(128), "expected scratch of whole cache lines"),
-            // A watchdog of 24 bytes, two barriers for each slot, eight statistics of each warp, a wave of 64 bytes with a record of 80,
-            // of steps four words of each row and a barrier of a pair, and three words of each of the four KV splits that a block has at hand.
+            // 24 bytes for a watchdog, two barriers for each slot, eight statistics for each warp, 64 bytes for a wave and 80 for its record.
+            // Steps add four words for each row, a barrier for the pair, and three words for each of the four KV splits that a block holds at a time.
             (
                 u64::from(m.state_bytes) < 24 + 16 * slots + 32 * warps + 176 + row_bytes + split_bytes,
                 "too little room for barriers",
@@ -321,7 +321,7 @@ impl Judge<'_> {
         }
     }
 
-    /// `arena`: activations lie side by side.
+    /// `arena`: buffers of activations do not overlap.
     fn arena(&mut self) {
         let mut places: Vec<_> = self.plan.work.iter().map(|w| (w.place, w.bytes(self.plan.rows))).collect();
         places.sort_unstable();
@@ -329,13 +329,13 @@ impl Judge<'_> {
         if !apart || places.iter().any(|(place, _)| !place.is_multiple_of(256)) {
             self.violate("arena", None, "buffers of activations overlap, or begin within 256 bytes");
         }
-        // Waves name places by 32 bits, in steps of 256 bytes.
+        // A wave has 32 bits for a place, in units of 256 bytes.
         if self.plan.work_bytes() >= 1 << 40 {
             self.violate("arena", None, "places that a wave cannot name");
         }
     }
 
-    /// `partition`: every launch index of every row is one share's, for every number of blocks of rows.
+    /// `partition`: for every number of blocks of rows, each launch index of each row belongs to exactly one share.
     fn divisions(&mut self) {
         let plan = self.plan;
         for (d, division) in plan.divisions.iter().enumerate() {
@@ -354,8 +354,8 @@ impl Judge<'_> {
         }
     }
 
-    /// `order`: the waves are those of the grids of the program, in order; of a chunk up to the last append, of a tail from the grid on
-    /// that follows the last sum of its chunk.
+    /// `order`: the waves are those of the grids of the program, in order. A chunk ends with the last append. A tail begins with the grid after
+    /// the last sum of its chunk.
     fn waves(&mut self) {
         let (plan, validated) = (self.plan, self.validated);
         let program = &validated.schedule().program;
@@ -395,13 +395,13 @@ impl Judge<'_> {
         for (w, wave) in plan.waves.iter().enumerate() {
             self.order_of_sums(w, wave);
         }
-        // What a step decided is read by the first wave of the next one: its last wave writes it, all of it, and nothing else does.
+        // The first wave of a step reads the tokens that the previous step decided. Only the last wave of a step writes them, and writes them all.
         if plan.form.decides() && !self.decides {
             self.violate("order", None, "steps without logits");
         }
     }
 
-    /// The first wave of a tail: rows whose residual is that which the chunk left. The first grid of the rest of the program.
+    /// Checks the first wave of a tail: rows that take the residual from the chunk. Returns the index of the first grid of the rest of the program.
     fn take(&mut self) -> Result<usize, String> {
         let no = |what: &str| Err(what.to_string());
         let Some(Left { exchange, grid, .. }) = self.before else { return no("a tail without its chunk") };
@@ -423,7 +423,7 @@ impl Judge<'_> {
         Ok(first)
     }
 
-    /// `bounds`: what a wave names is there. `in-place`: it writes nothing that it reads, apart from its residual.
+    /// `bounds`: the buffers and the division of a wave exist. `in-place`: the only buffer that a wave both reads and writes is its residual.
     fn in_bounds(&mut self, w: usize, wave: &Wave) {
         let (reads, writes) = wave.action.accesses();
         let exists = |id: &WorkId| id.index() < self.plan.work.len();
@@ -467,7 +467,7 @@ impl Judge<'_> {
                 Some(Sums::History { tile, heads: a.heads_per_task, scratch_bytes, split })
             }
             (Action::Merge { splits, .. }, ..) => Some(Sums::Splits { positions: splits.positions }),
-            // Another rule says what is wrong with it.
+            // Another rule reports what is wrong with this wave.
             _ => None,
         };
         if let Some(found) = found.filter(|found| *found != wave.sums) {
@@ -481,7 +481,7 @@ impl Judge<'_> {
         if right { Ok(()) } else { Err(format!("{id} is {:?} of {} columns", work.layout, work.cols)) }
     }
 
-    /// The waves of one grid, from `first` on.
+    /// Checks the waves of one grid. `first` is the number of the first one.
     fn grid(&mut self, id: GridId, grid: &Grid, first: usize, waves: &[Wave], is_last: bool) -> Result<(), String> {
         let buffer = |role: Role| grid.operand(role).map(|operand| operand.buffer).ok_or("an operand is missing");
         let no = |what: &str| Err(what.to_string());
@@ -502,7 +502,7 @@ impl Judge<'_> {
                 }
                 let (cols, table_of, out_of) =
                     (self.cols(buffer(Role::Table)?), buffer(Role::Table)?, buffer(Role::Out)?);
-                // Waves of rows take a token's row as bf16, or decode it.
+                // Waves of rows read the row of a token as bf16, or decode it from codes.
                 let buffer = &self.validated.schedule().program.buffers[table_of.index()];
                 let taken = buffer.dtype == DType::Bf16 || buffer.coded.is_some();
                 if !taken || table != table_of || times.to_bits() != scale.to_bits() || self.residual.is_some() {
@@ -532,7 +532,7 @@ impl Judge<'_> {
         }
     }
 
-    /// Maybe rows that norm; a product; and rows that add what it left in parts, if that is an addend.
+    /// Expects optional rows that norm, then a product. If the product leaves an addend in parts, expects rows that add it.
     fn matvec(&mut self, grid: &Grid, m: &MatVec, mut waves: &[Wave], mut first: usize) -> Result<(), String> {
         let no = |what: &str| Err(what.to_string());
         if let [rows, rest @ ..] = waves
@@ -565,7 +565,7 @@ impl Judge<'_> {
         self.rows_end(rows, out)
     }
 
-    /// bf16 row by row, or sums of parts.
+    /// Expects bf16 row by row, or sums of parts.
     fn rows_or_parts(&self, id: WorkId, cols: u32) -> Result<(), String> {
         match self.plan.work[id.index()].layout {
             parts @ Layout::Parts(1..) => self.layout(id, parts, cols),
@@ -573,8 +573,8 @@ impl Judge<'_> {
         }
     }
 
-    /// Of a chunk an append, and attention unless it is the last one. Of a step one wave that does both, and one that merges splits if
-    /// histories are cut.
+    /// In a chunk, expects an append, then attention except in the last layer. In a step, expects one wave that does both, then a wave that merges
+    /// KV splits if histories are split.
     fn attention(
         &mut self,
         id: GridId,
@@ -602,7 +602,7 @@ impl Judge<'_> {
         };
         let program = &self.validated.schedule().program;
         let cache = &program.buffers[buffer(Role::AppendK)?.index()];
-        // A row of a KV head: a multiple of 16 bytes.
+        // Bytes of a row of a KV head, a multiple of 16.
         let row = (a.head_dim * cache.dtype.bytes() as u32).next_multiple_of(16);
         let page = cache.paging.map_or(0, |paging| paging.rows);
         let (wave, out, tile, rows) = match (self.plan.form, waves) {
@@ -630,7 +630,7 @@ impl Judge<'_> {
                 };
                 self.splits(a, (out, tile, splits), wave, rest)?;
                 heads(self, x)?;
-                // What it appends is what it reads in the next step.
+                // The next step reads what this wave appends.
                 let same = |append, history| Ok::<_, &str>(buffer(append)? == buffer(history)?);
                 if !same(Role::AppendK, Role::HistoryK)? || !same(Role::AppendV, Role::HistoryV)? {
                     return no("expected one cache that is read and appended to");
@@ -650,11 +650,11 @@ impl Judge<'_> {
         Ok(())
     }
 
-    /// How the histories of attention `(out, tile, splits)` are cut, and the waves after that attention: one that merges splits, if there are any.
+    /// Checks the KV splits of attention `(out, tile, splits)`, and the waves `rest` after it: one that merges, if there are splits.
     ///
-    /// Each split of each row has a place of its own. The kernel deals splits out among `sms` blocks by their number, so each has one block, for
-    /// every table of rows. A row with one split is written by the first wave, any other by the second. Both have the same splits, so they agree
-    /// on which rows these are.
+    /// Each split of each row has its own place. The kernel assigns splits to the `sms` blocks by their number, so each split has exactly one block
+    /// for every table of rows. The first wave writes the rows that have one split, the second wave writes all others. Both waves have the same
+    /// splits, so they agree on which rows these are.
     fn splits(
         &self,
         a: &Attention,
@@ -677,7 +677,8 @@ impl Judge<'_> {
             return no("expected a wave that merges the splits of the wave before it");
         }
         let Splits { positions, most, left } = splits;
-        // The kernel orders last splits by eighths of their length, and a word has the number of a split beside that of a row.
+        // The kernel compares last splits by eighths of the length of a split, so a split has at least 8 positions. One word holds a row in 8 bits and
+        // the number of a split in 24.
         if tile == 0 || !positions.is_multiple_of(tile) || positions < 8 {
             return no("splits that are no whole tiles");
         }
@@ -689,14 +690,14 @@ impl Judge<'_> {
         self.layout(left, Layout::Splits(most), a.heads * (a.head_dim + 2))
     }
 
-    /// Of attention of a row in a step: a warp has its heads, and scratch what they leave there. `row`: bytes of the cache.
+    /// Attention of a row in a step: the heads of a task fit one tile, and scratch has room for their data. `row`: bytes of a cache row.
     fn row_heads(&self, a: &Attention, row: u32, tile: u32) -> Result<(), String> {
-        // At most 16 heads are the rows of a tile. Of those that share a KV head one task appends.
+        // A tile has 16 rows, one for each head. One of the tasks that share a KV head appends, so no task may have heads of several KV heads.
         if a.heads_per_task > 16 || !a.group.is_multiple_of(a.heads_per_task) {
             return Err("heads of a row that no tile holds, or of several KV heads".to_string());
         }
-        // Scratch holds queries, a key and a value of a row; after those, keys and values of 16 or 32 positions, or what a team of
-        // warps has of the heads: the values, and two statistics of each.
+        // Scratch holds queries, a key and a value of each row. After them, in the same place: keys and values of 16 or 32 positions, or the
+        // results of a team of warps, which are values and two statistics of each head.
         let own = (a.heads_per_task * (a.head_dim * 2 + 16) + 2 * row).next_multiple_of(128);
         let new = 2 * row * if a.head_dim <= 64 && tile.is_multiple_of(32) { 32 } else { 16 };
         let left = a.heads_per_task * (a.head_dim + 2) * 4;
@@ -706,7 +707,7 @@ impl Judge<'_> {
         if fits { Ok(()) } else { Err("heads of a row that no scratch holds".to_string()) }
     }
 
-    /// The end of a wave of rows: the input that it leaves, which is that of a product of the program.
+    /// Checks the input that a wave of rows leaves: it must be the input of a product of the program.
     fn rows_end(&mut self, wave: &Wave, out: Option<Input>) -> Result<(), String> {
         let squares = out.and_then(|out| out.squares);
         let parts = match squares.map(|id| self.plan.work[id.index()].layout) {
@@ -715,7 +716,7 @@ impl Judge<'_> {
         };
         self.over(wave, Over::Rows { parts })?;
         let cols = self.residual.map_or(0, |(residual, _)| self.plan.work[residual.index()].cols);
-        // A lane has 8 columns at a time.
+        // A lane processes 8 columns at a time.
         if !cols.is_multiple_of(8) {
             return Err(format!("rows of {cols} columns, which are no whole pieces of 8"));
         }
@@ -750,7 +751,7 @@ impl Judge<'_> {
             self.holds.insert(to, Value::Normed(exchange, norm));
             return Ok(());
         };
-        // A factor is all that parts of a row lack of an RMS norm.
+        // Blocks that share a row cannot compute a norm that needs more than a factor: the product multiplies by the factor.
         self.layout(squares, Layout::Parts(parts), 1)?;
         let Some(norm) = norm.filter(|of| of.norm.is_factor() && of.bias.is_none()) else {
             return Err("squares of a norm that wants more than a factor".to_string());
@@ -798,7 +799,7 @@ impl Judge<'_> {
 
     /// The last wave leaves the candidates of all rows in `best`.
     fn decided(&mut self, best: WorkId, w: usize) -> Result<(), String> {
-        // A tail has one step, so none of its waves reads what its head decides.
+        // A tail has one step, so none of its waves reads the token that its head decides.
         if self.plan.form == Form::Tail {
             self.layout(best, Layout::Candidates, self.plan.machine.sms)?;
             self.candidates = Some(best);
@@ -806,7 +807,7 @@ impl Judge<'_> {
         if self.candidates != Some(best) || self.decides || w + 1 != self.plan.waves.len() {
             return Err("candidates that the next step does not read".to_string());
         }
-        // Each warp leaves a score and an id of each row.
+        // Each warp leaves a score and an id for each row: 8 bytes.
         if self.plan.machine.warps * 8 * self.plan.rows > self.plan.machine.scratch_bytes {
             return Err("candidates of warps that no scratch holds".to_string());
         }
@@ -823,7 +824,7 @@ impl Judge<'_> {
         }
     }
 
-    /// `x` is the input of the product of a grid.
+    /// Checks that `x`, with `squares` if there are any, is the input of the product of `grid`.
     fn input(&self, grid: &Grid, m: &MatVec, x: WorkId, squares: Option<WorkId>) -> Result<(), String> {
         let input = grid.operand(Role::X).ok_or("an operand is missing")?.buffer;
         self.layout(x, Layout::Operand, m.k)?;
@@ -910,7 +911,7 @@ impl Judge<'_> {
         }
     }
 
-    /// What is wrong with how a block multiplies. A step of the loop is what a chunk of inputs and one of weights have in common.
+    /// The faults in how a block multiplies. A step of the loop covers the k that the shorter of an input chunk and a weight chunk has.
     fn ring_of(&self, m: &MatVec, format: Format, product: Product) -> Vec<String> {
         let Product { pass, chunk, warps: Warps { rows, units, k }, parts } = product;
         let (block, machine) = (u64::from(self.plan.block_rows), &self.plan.machine);
@@ -925,7 +926,7 @@ impl Judge<'_> {
         let tiles = block / 16;
         let (of_inputs, of_weights) = (u64::from(machine.inputs.slot_bytes) / (block * 64), chunk * spans);
         let step = of_inputs.min(of_weights);
-        // A warp of a warpgroup has two units of each tile.
+        // In a warpgroup each warp has two units of each tile.
         let (tile, grouped) = (if wide { 2 * units } else { units }, format.groups.is_some());
         let padded = pass.next_multiple_of(tile);
         let sums_of = |tiles: u64| block / rows / 2 * tiles;
@@ -962,18 +963,18 @@ impl Judge<'_> {
                 wide && !([(1, 8), (2, 4)].contains(&(rows, units)) && k == 1),
                 "expected warpgroups that share rows or units".to_string(),
             ),
-            // Only the last pass of a share may end within a tile.
+            // Every pass has whole tiles, except the last one of a share.
             (wide && pass != padded, format!("a pass of {pass} units, which is no whole tiles of {tile}")),
-            // The loader has a lane for each unit of a pass.
+            // Each lane of three loader warps copies one unit of a pass.
             (pass > 96, "more units of a pass than lanes copy".to_string()),
-            // Warps of steps leave their sums there, those of at least one unit at once.
+            // In steps, warps exchange sums through scratch, which must hold those of at least one unit.
             (
                 self.plan.form.decides() && 8 * tiles / rows * 512 > u64::from(machine.scratch_bytes),
                 "sums of warps that no scratch holds".to_string(),
             ),
             (self.plan.form == Form::Chunk && k > 1, "groups of k of a chunk, which has no scratch".to_string()),
             (parts > 1 && part * (parts - 1) >= granules, "a part of k that is empty".to_string()),
-            // Parts lie a block of rows apart.
+            // The distance between parts is one block of rows.
             (
                 self.plan.form == Form::Chunk && parts > 1,
                 "parts of k of a chunk, which may have several blocks".to_string(),
@@ -982,7 +983,7 @@ impl Judge<'_> {
         wrong.into_iter().filter(|(wrong, _)| *wrong).map(|(_, what)| what).collect()
     }
 
-    /// The residual changes as the program's does, and is now what `exchange` holds there.
+    /// The residual changes as in the program: it now has the values of `exchange`.
     fn sums(&mut self, residual: WorkId, exchange: BufferId, cols: u32) -> Result<(), String> {
         self.layout(residual, Layout::Rows(DType::F32), cols)?;
         if self.residual.map(|(id, _)| id) != Some(residual) {
@@ -992,7 +993,7 @@ impl Judge<'_> {
         Ok(())
     }
 
-    /// The residual is what the grid at hand has left in `exchange`.
+    /// Records that the residual has the values that the current grid left in `exchange`.
     fn becomes(&mut self, residual: WorkId, exchange: BufferId) {
         self.residual = Some((residual, exchange));
         self.left = Some(Left { residual, exchange, grid: self.grid });
@@ -1015,7 +1016,7 @@ impl Judge<'_> {
     }
 }
 
-/// How a block multiplies.
+/// How a block multiplies: fields of [`Action::MatMul`], and the parts of k of its division.
 #[derive(Debug, Clone, Copy)]
 struct Product {
     pass: u32,
@@ -1024,7 +1025,8 @@ struct Product {
     parts: u32,
 }
 
-/// Spans of 32 of k of a granule: four of units of 2 rows and of codes of 4 bits, two of units of 4 rows and of codes of 8 bits.
+/// Length of a granule in spans of 32 of k. It is 4 for units of 2 rows and for codes of 4 bits, 2 for units of 4 rows and for codes of 8 bits,
+/// else 1.
 fn granule_spans(m: &MatVec, format: Format) -> u64 {
     match (format.code.bits(), m.unit_rows) {
         (4, _) | (_, 2) => 4,
@@ -1033,7 +1035,7 @@ fn granule_spans(m: &MatVec, format: Format) -> u64 {
     }
 }
 
-/// Granules of one of `parts` parts of k, which begin at whole blocks of 64 columns.
+/// Granules in one of `parts` parts of k. Each part begins at a multiple of 64 columns.
 fn part_granules(m: &MatVec, format: Format, parts: u32) -> u32 {
     let spans = granule_spans(m, format);
     let granules = u64::from(m.k).div_ceil(32 * spans);
@@ -1050,7 +1052,7 @@ fn lo_hi(shares: &[Vec<Share>]) -> Vec<Vec<(u32, u32)>> {
     shares.iter().map(|of_sm| of_sm.iter().map(|share| (share.lo, share.hi)).collect()).collect()
 }
 
-/// Whether shares are all of `rows` rows by the launch indices, each once.
+/// Checks that the shares cover each launch index of each of `rows` rows exactly once.
 fn partitions(over: Over, rows: u32, block_rows: u32, of_sms: &[Vec<Share>]) -> Result<(), String> {
     let (n, aligned) = match over {
         Over::Rows { parts } => (parts, 1),
@@ -1064,7 +1066,7 @@ fn partitions(over: Over, rows: u32, block_rows: u32, of_sms: &[Vec<Share>]) -> 
     let mut owned = vec![false; tiles * n];
     for share in of_sms.iter().flatten() {
         let Share { row, rows: count, lo, hi } = *share;
-        // Of single rows a share has any number; else one tile.
+        // A share has any number of single rows, or exactly one tile.
         let whole = matches!(over, Over::Rows { .. }) || count == aligned;
         let inside = u64::from(row) + u64::from(count) <= u64::from(rows) && lo < hi && hi as usize <= n;
         if !whole || !inside || count == 0 || !row.is_multiple_of(aligned) {

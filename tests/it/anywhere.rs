@@ -70,6 +70,12 @@ fn an_empty_folder_is_two_commands_from_its_first_text() {
     assert!(away.home(".local/share/monobloc/trials.csv").is_file());
     assert_eq!(away.files(), ["monobloc.toml"]);
     away.run(&["init"]).refused(&["`monobloc.toml` is already there", "--force"]);
+    let wrote = fs::read_to_string(away.folder.path().join("monobloc.toml")).unwrap();
+    // The name and the source of the built-in model mean the same.
+    for name in ["tinystories", "builtin:tinystories"] {
+        away.run(&["init", name, "--force"]).code(0);
+        assert_eq!(fs::read_to_string(away.folder.path().join("monobloc.toml")).unwrap(), wrote, "{name}");
+    }
     away.run(&["init", "--force"]).code(0);
 }
 
@@ -80,6 +86,9 @@ fn what_cannot_be_built_creates_nothing() {
     away.run(&["build", "."]).refused(&["`.` is a folder, expected a manifest"]);
     fs::write(away.folder.path().join("m.toml"), manifest_text("path:no/checkpoint", 64)).unwrap();
     away.run(&["build", "m.toml"]).refused(&["no such file or folder: `no/checkpoint`"]);
+    away.run(&["init", "builtin:tiny"]).refused(&["or the built-in model `tinystories`"]);
+    // A number is taken for a bound of the search far more often than for a file.
+    away.run(&["tune", "m.toml", "--trials", "20"]).refused(&["expected a file", "`--max-trials 20`"]);
     away.run(&["init", "some/thing"]).refused(&["a model of the hub is named as `hf:some/thing`"]);
     assert_eq!(away.files(), ["m.toml"]);
     assert_eq!(fs::read_dir(away.home.path()).unwrap().count(), 0, "no cache for what failed");

@@ -65,11 +65,11 @@ int main() {
         argmax_take(value, row, mul_add(logits[i], now.inverse_temperature, noise(now.seed, now.position, u32(i))), i);
     } else {
       // The best of each part, in the layout of `select`.
-      float* candidates = reinterpret_cast<float*>(smem);
+      float* best = reinterpret_cast<float*>(smem);
       for (int part = 0; part < Shape::PARTS; part++) {
-        candidates[part] = NEGATIVE_INFINITY;
+        best[part] = NEGATIVE_INFINITY;
         for (int i = part * Shape::VOCAB / Shape::PARTS; i < (part + 1) * Shape::VOCAB / Shape::PARTS; i++)
-          candidates[part] = std::fmax(candidates[part], logits[i]);
+          best[part] = std::fmax(best[part], logits[i]);
       }
       run_block(choose_by_all);
       row = tokens[0];

@@ -253,3 +253,18 @@ fn names_of_types_are_told_apart() {
         place.run("build m.toml").refused(&[expected]);
     }
 }
+
+/// Codes of two right computations in bf16 differ. Builds and searches on `cpu` compare them all the same, of whole steps and of one op.
+#[test]
+fn builds_and_searches_check_the_codes_of_the_interpreter() {
+    let place = Place::new();
+    let text = manifest_text(&format!("path:{}", fixture("families/llama-gqa").display()), 64);
+    place.write("m.toml", text.replace("weights = \"fp32\"", "weights = \"bf16\"\ncache = \"fp8\""));
+    place.run("build m.toml").code(0);
+    place.run("tune m.toml --max-trials 2").code(0);
+    place.run("tune-op m.toml attention --max-trials 1").code(0);
+    let stats = place.run("flywheel stats --own --json").code(0).json();
+    let verdicts = stats["verdicts"].as_object().unwrap();
+    assert_eq!(verdicts.keys().collect::<Vec<_>>(), ["ok"], "{stats}");
+    assert!(verdicts["ok"].as_u64().unwrap() >= 5, "{stats}");
+}

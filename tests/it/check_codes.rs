@@ -1,11 +1,13 @@
 //! Tests the check of devices whose cache has codes of fp8, with an interpreter in place of the device. A correct kernel with another order
 //! of sums passes, and each fault of a kernel is refused by the comparison that is meant to find it.
 
+use std::cell::Cell;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use monobloc::candidate::Candidate;
-use monobloc::check::{CheckError, Checked, FILL_SEED, Figures, OneRow, Subject, check_rows, compare_codes};
+use monobloc::check::{CheckError, Checked, DeviceCaches, FILL_SEED, Figures, OneRow, Subject};
+use monobloc::check::{check_cpu, check_rows, compare_codes, expect_steps};
 use monobloc::cuda::memory::DeviceBuffer;
 use monobloc::cuda::rows::{FirstToken, RowInput, RowLauncher, RowsLaunched, Watched};
 use monobloc::cuda::sampler::{Asked, SamplerSession};
@@ -19,13 +21,16 @@ use monobloc::ir::op::{Op, Role};
 use monobloc::ir::schedule::Schedule;
 use monobloc::ir::variant::swizzled_piece;
 use monobloc::lower::lower;
-use monobloc::model::config::{Imported, import_config_only};
+use monobloc::model::config::{Imported, import, import_config_only};
 use monobloc::pack::pack;
 use monobloc::rows::{Shape, Tables};
 use monobloc::sample::argmax;
 use monobloc::schedule::schedule;
 use monobloc::target::Target;
 use monobloc::validate::{Validated, validate};
+
+use crate::formats::ODD;
+use crate::support::{checkpoints, fixture};
 
 const BF16: Precision = Precision { weights: DType::Bf16, cache: DType::E4m3, wire: DType::Bf16 };
 const FP32: Precision = Precision { weights: DType::F32, cache: DType::E4m3, wire: DType::F32 };
@@ -167,8 +172,8 @@ impl OneRow for Fake {
         Ok(self.interp.fill_cache(FILL_SEED, rows)?)
     }
 
-    fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError> {
-        Ok(self.words(at, bytes))
+    fn codes(&self, caches: &DeviceCaches, position: u32) -> Result<Vec<Vec<u8>>, SessionError> {
+        caches.read(u64::from(position), position, &|at, bytes| Ok(self.words(at, bytes)))
     }
 }
 
@@ -365,4 +370,66 @@ fn a_device_that_cuts_codes_off_or_attends_to_other_values_is_refused() {
     // Its codes are right, but its attention does not read them, so outputs of the first layer differ.
     let error = checked(FP32, 0, &Device { unrounded: true, store: nearest, ..right() }).expect_err("other values");
     assert!(matches!(error, CheckError::Cached { position: 0, layer: 1, .. }), "{error}");
+}
+
+/// Checks the interpreter's fast path with a pack that `change` has changed, of whole models and of one op alone.
+fn checked_on_cpu(
+    imported: &Imported,
+    precision: Precision,
+    positions: &[u32],
+    alone: bool,
+    change: impl Fn(&Schedule, &mut Vec<u8>),
+) -> Result<Figures, CheckError> {
+    let target = Target::builtin("cpu").unwrap();
+    let validated = place(imported, &target, precision, 0);
+    let Imported { graph, weights, .. } = imported;
+    let mut bytes = pack(validated.schedule(), graph, weights).unwrap();
+    change(validated.schedule(), &mut bytes);
+    let (pack, alone) = (Arc::new(bytes) as Pack, alone.then(Vec::new));
+    let subject = Subject { validated: &validated, target: &target, graph, weights, pack, positions, alone };
+    let steps = Cell::new(0);
+    let checked = check_cpu(&subject, &|| steps.set(steps.get() + 1))?;
+    assert_eq!(steps.get(), expect_steps(&subject, false));
+    Ok(checked.figures())
+}
+
+#[test]
+fn every_family_passes_the_check_of_the_interpreter_with_such_a_cache() {
+    for name in checkpoints("families") {
+        let imported = import(&fixture(&name)).unwrap();
+        for (precision, error_max) in [(BF16, 0.04), (FP32, 3e-4)] {
+            let found = checked_on_cpu(&imported, precision, &[0, 1, 31, 63], false, |_, _| ());
+            let figures = found.unwrap_or_else(|error| panic!("{name}, {precision:?}: {error}"));
+            assert!(figures.positions == 4 && figures.error_rel_l2 < error_max, "{name}, {precision:?}: {figures:?}");
+        }
+    }
+    // The rows of these heads are padded.
+    let odd = import_config_only(ODD, 3).unwrap();
+    checked_on_cpu(&odd, FP32, &[0, 31], false, |_, _| ()).unwrap_or_else(|error| panic!("{error}"));
+    checked_on_cpu(&odd, FP32, &[0, 31], true, |_, _| ()).unwrap_or_else(|error| panic!("{error}"));
+}
+
+#[test]
+fn a_pack_of_the_interpreter_with_a_fault_is_refused() {
+    let (imported, _) = model();
+    for precision in [BF16, FP32] {
+        let error = checked_on_cpu(&imported, precision, &[0, 9], false, |schedule, bytes| {
+            change_scales(schedule, bytes, |all| all.iter_mut().flatten().for_each(|scale| *scale *= 2.0));
+        });
+        let error = error.expect_err("scales that are not those of the model");
+        assert!(matches!(error, CheckError::Cached { position: 0, layer: 0, what: "keys", .. }), "{error}");
+        // The exponent of one weight: of a query, which changes no code of its layer, and of a key.
+        for row in [0, 4 * 64] {
+            let error = checked_on_cpu(&imported, precision, &[0, 9], false, |schedule, bytes| {
+                let buffers = &schedule.program.buffers;
+                let matrix = buffers.iter().position(|buffer| buffer.name == "qkv.0.weight").unwrap();
+                let bytes_of_row = buffers[matrix].cols as usize * buffers[matrix].dtype.bytes();
+                let at = schedule.placement[matrix].unwrap() as usize + row * bytes_of_row;
+                bytes[at + buffers[matrix].dtype.bytes() - 1] ^= 0x40;
+            });
+            let error = error.expect_err("a weight that is not that of the checkpoint");
+            let layer = u32::from(row == 0);
+            assert!(matches!(error, CheckError::Cached { layer: found, .. } if found == layer), "{row}: {error}");
+        }
+    }
 }

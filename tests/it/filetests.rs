@@ -194,6 +194,7 @@ fn cpu() -> Target {
             cluster_max: 1,
             register_reallocation: false,
             warpgroup_mma: false,
+            fp8_cvt: false,
         },
     }
 }

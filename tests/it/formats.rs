@@ -230,6 +230,11 @@ fn what_is_not_modelled_is_refused_by_name() {
         ),
         (
             "gptq-v2-asym",
+            Box::new(set("quant_method", json!("mxfp4"))),
+            "`mxfp4` stores the experts of gpt-oss in blocks, and mixtures of experts are not supported yet: take a dense model",
+        ),
+        (
+            "gptq-v2-asym",
             Box::new(set("quant_method", json!("hqq"))),
             "method `hqq` is not supported: expected compressed-tensors",
         ),

@@ -173,7 +173,7 @@ fn kernels_for_rows_of_codes_compile() {
 }
 
 /// A cache in fp8 with one row and with eight, on every record: heads of 64 and 128 dimensions by tensor cores, others by lanes. Codes are
-/// converted by instructions from sm_89 on, and by arithmetic before.
+/// converted by instructions where the record says `fp8_cvt`, and by arithmetic elsewhere.
 #[test]
 fn kernels_of_a_cache_in_fp8_compile() {
     let Some(nvrtc) = nvrtc("kernels_of_a_cache_in_fp8_compile") else { return };
@@ -213,6 +213,30 @@ fn kernels_of_a_cache_in_fp8_compile() {
             assert!(!compiled.log.contains("warning"), "{record}: {}", compiled.log);
         }
     }
+}
+
+/// The record of a target decides how codes of fp8 are converted; the architecture does not.
+#[test]
+fn codes_of_fp8_are_converted_as_the_record_says() {
+    let Some(nvrtc) = nvrtc("codes_of_fp8_are_converted_as_the_record_says") else { return };
+    let llama = import_config_only(include_str!("../../manifests/configs/llama-3.2-1b.json"), 0).unwrap();
+    let mut graph = rounded(llama, &all(named("fp8"))).graph;
+    graph.layers.truncate(1);
+    let precision = Precision { cache: DType::E4m3, ..BF16 };
+    let mut claims = vec![];
+    for (record, fp8_cvt) in [("a100", false), ("l4", true), ("l4", false)] {
+        let mut target = Target::builtin(record).unwrap();
+        claims.push((record, target.spec.fp8_cvt));
+        target.spec.fp8_cvt = fp8_cvt;
+        let candidate = Candidate::default_for(&graph, &target, precision);
+        let program = lower(&graph, "fp8", precision, 256, &candidate).unwrap();
+        let validated = validate(schedule(program, &target, &candidate).unwrap(), &target).unwrap();
+        let ptx = nvrtc.ptx(&emit(&validated, &target, Trace::Off)).unwrap_or_else(|error| panic!("{error}"));
+        for (what, instruction) in [("weights", "cvt.rn.f16x2.e4m3x2"), ("cache", "cvt.rn.satfinite.e4m3x2.f32")] {
+            assert_eq!(ptx.contains(instruction), fp8_cvt, "{record}, {fp8_cvt}: {what}");
+        }
+    }
+    assert_eq!(claims, [("a100", false), ("l4", true), ("l4", true)], "the records that are built in");
 }
 
 /// The shape of one layer, and a target with everything that kernels may use.

@@ -178,10 +178,10 @@ static void outcome(const std::vector<double>& y, const std::vector<float>& befo
   if (G::EPILOGUE == Epilogue::RESIDUAL)
     for (int r = 0; r < G::ROWS; r++) expected.push_back(expected[r]), found.push_back(residual<M>()[r]);
   if (G::EPILOGUE == Epilogue::LOGITS) {
-    // The candidate: the best logit, then its row.
-    const u64* candidate = exchange.data() + entry.aux + (TAG & 1) * 2;
-    expected.push_back(expected[best]), found.push_back(__uint_as_float(u32(candidate[0])));
-    expected.push_back(best), found.push_back(u32(candidate[1]));
+    // The arg-max pair: the best logit, then its row.
+    const u64* pair = exchange.data() + entry.aux + (TAG & 1) * 2;
+    expected.push_back(expected[best]), found.push_back(__uint_as_float(u32(pair[0])));
+    expected.push_back(best), found.push_back(u32(pair[1]));
   }
 }
 

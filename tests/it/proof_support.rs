@@ -195,6 +195,7 @@ pub fn cpu() -> Target {
             cluster_max: 1,
             register_reallocation: false,
             warpgroup_mma: false,
+            fp8_cvt: false,
         },
     }
 }
@@ -215,6 +216,7 @@ pub fn h200() -> Target {
             cluster_max: 8,
             register_reallocation: true,
             warpgroup_mma: true,
+            fp8_cvt: true,
             ..cpu().spec
         },
     }

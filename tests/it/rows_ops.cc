@@ -302,13 +302,13 @@ static void matvec(const char* name, u64 active) {
         if (G::EPILOGUE == Epilogue::RESIDUAL) expected.push_back(value), found.push_back(residual<M>(row)[r]);
       }
       if (G::EPILOGUE == Epilogue::LOGITS) {
-        // The candidate: the best of these logits, and where it is.
+        // The arg-max pair: the best of these logits, and where it is.
         const float* all = logits.data() + row * G::ROWS;
         int best = 0;
         for (int r = 1; r < G::ROWS; r++) best = all[r] > all[best] ? r : best;
-        const u64* candidate = exchange.data() + entry.aux + ((tag & 1) * M::ROWS + row) * round_up(2 * G::PARTS, 2) + 2 * entry.j;
-        expected.push_back(all[best]), found.push_back(candidate[0] >> 32 == tag ? __uint_as_float(u32(candidate[0])) : std::nanf(""));
-        expected.push_back(best), found.push_back(candidate[1] >> 32 == tag ? u32(candidate[1]) : std::nanf(""));
+        const u64* pair = exchange.data() + entry.aux + ((tag & 1) * M::ROWS + row) * round_up(2 * G::PARTS, 2) + 2 * entry.j;
+        expected.push_back(all[best]), found.push_back(pair[0] >> 32 == tag ? __uint_as_float(u32(pair[0])) : std::nanf(""));
+        expected.push_back(best), found.push_back(pair[1] >> 32 == tag ? u32(pair[1]) : std::nanf(""));
       }
     }
     report(name, expected, found);
@@ -435,7 +435,7 @@ static void embed(const char* name, u64 active) {
 struct Choice {
   static constexpr int PARTS = 40, VOCAB = 1000;
 };
-// A row that ends with its best candidate, one that no longer took part, one whose steps are over, and the others.
+// A row that ends with its best logit, one that no longer took part, one whose steps are over, and the others.
 template <class M>
 static void select(const char* name, u64 active) {
   constexpr int STRIDE = 2 * Choice::PARTS;

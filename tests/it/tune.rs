@@ -383,6 +383,24 @@ fn of_a_thousand_trials_with_faults_none_becomes_the_incumbent_and_no_row_is_los
 }
 
 #[test]
+fn a_shared_corpus_keeps_the_trials_that_failed() {
+    let fake = Fake::new("families/llama-gqa", 0, "some");
+    fake.tune(60);
+    let verdicts = |path: &Path| -> Vec<(String, &str, String)> {
+        let row = |trial: &Trial| {
+            (trial.facts().point.candidate.clone(), trial.verdict().name(), trial.verdict().detail().to_string())
+        };
+        trials_of(path).iter().map(row).collect()
+    };
+    let own = verdicts(&fake.trials);
+    fake.place.run("flywheel export --own --share --out shared.csv.zst").code(0);
+    assert_eq!(verdicts(&fake.place.path("shared.csv.zst")), own);
+    let names: BTreeSet<&str> = own.iter().map(|(_, verdict, _)| *verdict).collect();
+    assert!(["ok", "fail", "crash"].iter().all(|name| names.contains(name)), "{names:?}");
+    assert!(own.iter().any(|(.., detail)| detail == "error at position 5"), "{own:?}");
+}
+
+#[test]
 fn good_candidates_of_one_model_are_tried_first_on_another_and_stale_rows_are_ignored() {
     let teacher = Fake::new("families/llama-gqa", 0, "none");
     teacher.tune(30);

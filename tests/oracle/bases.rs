@@ -224,8 +224,8 @@ pub fn random_program(random: &mut Rng) -> Base {
         grids: vec![],
     };
     let mut build = Build { p: &mut p, hidden };
-    let candidates = build.buffer("candidates", Space::Exchange, DType::I32, 2 * sms as u32);
-    build.p.buffers[candidates.index()].phases = 1 + random.below(2) as u32;
+    let best = build.buffer("candidates", Space::Exchange, DType::I32, 2 * sms as u32);
+    build.p.buffers[best.index()].phases = 1 + random.below(2) as u32;
     let token = build.buffer("token", Space::Private, DType::I32, 1);
     let residual = build.buffer("residual", Space::Private, DType::F32, hidden);
     let said = build.buffer("said", Space::Output, DType::I32, 1);
@@ -239,7 +239,7 @@ pub fn random_program(random: &mut Rng) -> Base {
         "select",
         Op::Select,
         sms as u32,
-        vec![read(Role::Candidates, candidates, Cols::all(2 * sms as u32)), write(Role::Token, token, one)],
+        vec![read(Role::Best, best, Cols::all(2 * sms as u32)), write(Role::Token, token, one)],
     );
     build.grid("report", Op::Report, 1, vec![read(Role::Token, token, one), write(Role::Out, said, one)]);
     // The residual is made by owners of its columns or by every SM; sometimes one grid is wrong about it.
@@ -299,7 +299,7 @@ pub fn random_program(random: &mut Rng) -> Base {
     let epilogue = Epilogue::Logits { scale: 1.0, softcap: None };
     build.matvec("head", from, k, vocab, true, norm, epilogue, |cols| {
         let slots = Cols { stride_j: 2, limit: 2 * sms as u32, ..Cols::all(2) };
-        vec![write(Role::Logits, logits, cols), write(Role::Candidates, candidates, slots)]
+        vec![write(Role::Logits, logits, cols), write(Role::Best, best, slots)]
     });
     let last = p.grids.len() - 1;
     p.grids[last].second = Second::Ordinal(sms as u32);
@@ -488,7 +488,7 @@ fn place_randomly(random: &mut Rng, p: Program, sms: usize) -> Base {
                         count += 1;
                     }
                 }
-                let carried = operand.role == Role::Candidates;
+                let carried = operand.role == Role::Best;
                 let mechanism = match mechanism {
                     Mechanism::Packets if carried && random.below(4) > 0 => Mechanism::Fenced,
                     other => other,

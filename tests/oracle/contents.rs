@@ -226,10 +226,10 @@ impl<'a> Text<'a> {
         let follows = !self.launches && step.at > 0 && self.positions[step.at - 1] + 1 == step.position;
         let mut token = mix(u64::from(step.position), 1);
         if follows {
-            // The best of all candidates, with any division of rows among them.
+            // The best of all arg-max pairs, with any division of rows among them.
             token = 0;
-            for c in 0..self.cols(step, Role::Candidates) {
-                token = token.max(self.read(step, Role::Candidates, c)?);
+            for c in 0..self.cols(step, Role::Best) {
+                token = token.max(self.read(step, Role::Best, c)?);
             }
         }
         self.write(step, Role::Token, 0, token);
@@ -267,8 +267,8 @@ impl<'a> Text<'a> {
             }
         }
         if matches!(m.epilogue, Epilogue::Logits { .. }) {
-            self.write(step, Role::Candidates, 2 * j, best);
-            self.write(step, Role::Candidates, 2 * j + 1, best);
+            self.write(step, Role::Best, 2 * j, best);
+            self.write(step, Role::Best, 2 * j + 1, best);
         }
         Ok(())
     }
@@ -374,7 +374,7 @@ impl<'a> Text<'a> {
     }
 
     fn cell(&self, step: &Step, role: Role, c: u32) -> Result<Cell, Fault> {
-        let back = u32::from(role == Role::Candidates);
+        let back = u32::from(role == Role::Best);
         let Some((b, at)) = self.index(step, role, c, back) else { return Ok(Cell::default()) };
         let cell = self.cells[b][at];
         if cell.at + back == step.position + 1 {

@@ -106,8 +106,8 @@ impl Reader<'_> {
         expect((entry.lo, entry.hi, entry.j) == (task.lo, task.hi, task.j), || "launches other indices".to_string())?;
         let exchange = |role| grid.operand(role).filter(|o| self.buffer(o).space == Space::Exchange);
         let (x, aux) = match grid.op {
-            Op::Select => (exchange(Role::Candidates), None),
-            _ => ([Role::X, Role::Q, Role::Partial].into_iter().find_map(exchange), exchange(Role::Candidates)),
+            Op::Select => (exchange(Role::Best), None),
+            _ => ([Role::X, Role::Q, Role::Partial].into_iter().find_map(exchange), exchange(Role::Best)),
         };
         for (name, said, operand) in
             [("x", entry.x, x), ("out", entry.out, exchange(Role::Out)), ("aux", entry.aux_or_scales, aux)]

@@ -466,9 +466,9 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
     let vector = |role, lo, hi| part(role, Read, Constant, DType::F32, lo, hi);
     match &grid.op {
         Op::Select => {
-            let all = grid.operand(Role::Candidates).map_or(0, |o| s.program.buffers[o.buffer.index()].cols);
+            let all = grid.operand(Role::Best).map_or(0, |o| s.program.buffers[o.buffer.index()].cols);
             vec![
-                part(Role::Candidates, Read, Exchange, DType::I32, 0, u64::from(all)),
+                part(Role::Best, Read, Exchange, DType::I32, 0, u64::from(all)),
                 part(Role::Token, Write, Private, DType::I32, 0, 1),
             ]
         }
@@ -520,7 +520,7 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
                 }
                 Epilogue::Logits { .. } => {
                     parts.push(part(Role::Logits, Write, Output, DType::F32, from, to));
-                    parts.push(part(Role::Candidates, Write, Exchange, DType::I32, 2 * j, 2 * j + 2));
+                    parts.push(part(Role::Best, Write, Exchange, DType::I32, 2 * j, 2 * j + 2));
                 }
             }
             parts
@@ -806,7 +806,7 @@ fn meanings(s: &Schedule) -> Result<(), Fault> {
                 continue;
             }
             let is = match (&grid.op, operand.role) {
-                (_, Role::Candidates) => (1, 0, 0, 0),
+                (_, Role::Best) => (1, 0, 0, 0),
                 (Op::Route { .. }, Role::Out) => (3, 0, 0, 0),
                 (Op::AttentionMerge { head_dim, splits, heads_per_task }, Role::Partial) => {
                     (2, *head_dim, *splits, *heads_per_task)

@@ -203,7 +203,7 @@ pub fn judge_population(size: &Size, graphs: &[(String, ModelGraph)]) -> Outcome
             (false, true) => small(&mut random),
             (false, false) => medium(&mut random),
         };
-        // In a decoder every SM works between two candidates of any SM, so that one copy is enough.
+        // In a decoder every SM works between two arg-max pairs of any SM, so that one copy is enough.
         if class == REUSED && (nth / CLASSES.len()).is_multiple_of(2) {
             base = random_program(&mut random);
             if !check(&base.schedule, &base.target).is_empty() {

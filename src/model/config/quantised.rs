@@ -237,7 +237,11 @@ pub fn read(config: &Value, reasons: &mut Vec<Reason>) -> Option<Quantisation> {
             return None;
         }
         Some("mxfp4") => {
-            reasons.push(refuse("`mxfp4` with fused experts (gpt-oss) is not supported yet"));
+            reasons.push(refuse(
+                "`mxfp4` stores the experts of gpt-oss in blocks, and mixtures of experts are not supported yet: take a dense \
+                 model, and let `[precision] weights = \"mxfp4\"` round it, or quantise it with llm-compressor \
+                 (`mxfp4-pack-quantized`)",
+            ));
             return None;
         }
         Some(other) => {
