@@ -12,7 +12,7 @@
 //!
 //! and a fifth, the `gap` until the next task of the SM begins. An op without inputs or without sums leaves those stamps out.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Value, json};
 
@@ -129,16 +129,36 @@ pub fn spans(schedule: &Schedule, stamps: Stamps<'_>) -> Result<Vec<Span>, Trace
             }
         }
     }
+    from_zero(std::slice::from_mut(&mut spans));
+    Ok(spans)
+}
+
+/// Stamps of a launch of waves as the device wrote them.
+#[derive(Debug, Clone, Copy)]
+pub struct WaveStamps<'a> {
+    /// The kind and the grid of each wave of a step.
+    pub names: &'a [(&'a str, &'a str)],
+    pub steps: u32,
+    /// `[sms][steps][waves][STAMP_WORDS]`.
+    pub words: &'a [u64],
+}
+
+/// Reads the stamps of launches that followed one another: of each launch SM by SM, in order. Times count from the first stamp of
+/// all. After the wait for the previous wave, a wave computes, except while it starves.
+///
+/// # Errors
+/// Words that are no whole number of SMs, a wave that was not executed, a clock that runs backwards.
+pub fn wave_spans<const N: usize>(launches: [WaveStamps<'_>; N]) -> Result<[Vec<Span>; N], TraceError> {
+    let mut spans = [const { vec![] }; N];
+    for (spans, launch) in spans.iter_mut().zip(launches) {
+        *spans = spans_on_clock(launch)?;
+    }
     from_zero(&mut spans);
     Ok(spans)
 }
 
-/// Reads the stamps of a launch of waves, `[sms][waves][STAMP_WORDS]`: SM by SM, in order. `names` has the kind and the grid of each
-/// wave. After the wait for the previous wave, a wave computes, except while it starves.
-///
-/// # Errors
-/// Words that are no whole number of SMs, a wave that was not executed, a clock that runs backwards.
-pub fn wave_spans(names: &[(&str, &str)], steps: u32, words: &[u64]) -> Result<Vec<Span>, TraceError> {
+/// As [`wave_spans`], with times of the device's clock.
+fn spans_on_clock(WaveStamps { names, steps, words }: WaveStamps<'_>) -> Result<Vec<Span>, TraceError> {
     let of_step = names.len() * STAMP_WORDS;
     let of_sm = of_step * steps as usize;
     if of_sm == 0 || !words.len().is_multiple_of(of_sm) {
@@ -173,14 +193,13 @@ pub fn wave_spans(names: &[(&str, &str)], steps: u32, words: &[u64]) -> Result<V
             });
         }
     }
-    from_zero(&mut spans);
     Ok(spans)
 }
 
 /// Shifts all times so that the first one is 0.
-fn from_zero(spans: &mut [Span]) {
-    let first = spans.iter().map(|span| span.begin_ns).min().unwrap_or(0);
-    for span in spans {
+fn from_zero(launches: &mut [Vec<Span>]) {
+    let first = launches.iter().flatten().map(|span| span.begin_ns).min().unwrap_or(0);
+    for span in launches.iter_mut().flatten() {
         for time in [&mut span.begin_ns, &mut span.inputs_ns, &mut span.sums_ns, &mut span.end_ns] {
             *time -= first;
         }
@@ -285,24 +304,24 @@ pub fn table(spans: &[Span], sms: u32, steps: u32) -> Table {
     };
     let mut order: Vec<(&str, Sum)> = kinds.into_iter().collect();
     order.sort_by_key(|(_, sum)| sum.first_ns);
+    let first = spans.iter().map(|span| span.begin_ns).min().unwrap_or(0);
     let last = spans.iter().map(|span| span.end_ns).max().unwrap_or(0);
     Table {
-        step_us: last as f64 / 1e3 / f64::from(steps.max(1)),
+        step_us: (last - first) as f64 / 1e3 / f64::from(steps.max(1)),
         rows: order.iter().map(|(kind, sum)| row(kind, sum)).collect(),
         all: row("all", &all),
     }
 }
 
-/// The timeline in the Trace Event Format that Perfetto and chrome://tracing open: a thread for each SM, a slice for each
+/// The timeline of launches in the Trace Event Format that Perfetto and chrome://tracing open: a thread for each SM, a slice for each
 /// task, and below it one for each of its parts that took time.
-pub fn perfetto(spans: &[Span], process: &str) -> Value {
+pub fn perfetto<'a>(spans: impl IntoIterator<Item = &'a Span>, process: &str) -> Value {
     let us = |ns: u64| ns as f64 / 1e3;
     let mut events = vec![json!({ "ph": "M", "pid": 1, "name": "process_name", "args": { "name": process } })];
-    let mut named = None;
+    let mut named = BTreeSet::new();
     for span in spans {
         let thread = span.sm.index();
-        if named != Some(thread) {
-            named = Some(thread);
+        if named.insert(thread) {
             let name = span.sm.to_string();
             events.push(json!({ "ph": "M", "pid": 1, "tid": thread, "name": "thread_name", "args": { "name": name } }));
         }
@@ -439,6 +458,36 @@ mod tests {
         assert_eq!(error.to_string(), format!("sm0, step 0: {queue} has no first stamp: the launch did not finish"));
         let error = spans(&schedule, stamps(&words[1..], tasks_max)).unwrap_err();
         assert!(matches!(error, TraceError::Words { .. }));
+    }
+
+    #[test]
+    fn launches_that_follow_one_another_have_one_clock_and_a_table_each() {
+        let names = [("append", "attn.0"), ("matmul", "head")];
+        // Two SMs; a wave waits for 10 ns and computes for 90, of which it starves for 30.
+        let words = |from: u64, waves: u64| -> Vec<u64> {
+            let stamp = |wave: u64| [0, 10, 0, 100, 0].map(|at| from + 100 * wave + at);
+            let of_sm: Vec<u64> = (0..waves).flat_map(stamp).collect();
+            let of_sm = of_sm.iter().enumerate().map(|(at, &word)| if at % STAMP_WORDS == 4 { 30 } else { word });
+            of_sm.clone().chain(of_sm).collect()
+        };
+        let (chunk, tail) = (words(7_000, 2), words(7_600, 1));
+        let launches = [(&names[..], &chunk), (&names[1..], &tail)];
+        let stamps = launches.map(|(names, words)| WaveStamps { names, steps: 1, words });
+        let [chunk, tail] = wave_spans(stamps).unwrap();
+        let times = |spans: &[Span]| spans.iter().map(|span| (span.begin_ns, span.end_ns)).collect::<Vec<_>>();
+        assert_eq!(times(&chunk), [(0, 100), (100, 200), (0, 100), (100, 200)]);
+        assert_eq!(times(&tail), [(600, 700), (600, 700)]);
+        let tables = [&chunk, &tail].map(|spans| table(spans, 2, 1));
+        let steps = tables.each_ref().map(|table| (table.step_us * 1e3).round());
+        assert_eq!(steps, [200.0, 100.0]);
+        let kinds = tables.map(|table| table.rows.into_iter().map(|row| row.kind).collect::<Vec<_>>());
+        assert_eq!(kinds, [vec!["attn append", "head matmul"], vec!["head matmul"]]);
+        let timeline = perfetto(chunk.iter().chain(&tail), "both");
+        let events = timeline["traceEvents"].as_array().unwrap();
+        assert_eq!(events.iter().filter(|event| event["name"] == "thread_name").count(), 2);
+        assert_eq!(events.iter().filter(|event| event["cat"] == "task").count(), 6);
+        let error = wave_spans([WaveStamps { names: &names[1..], steps: 1, words: &[1, 1, 1, 0, 0] }]).unwrap_err();
+        assert_eq!(error.to_string(), "sm0, step 0: t0 has no last stamp: the launch did not finish");
     }
 
     #[test]

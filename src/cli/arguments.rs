@@ -674,7 +674,7 @@ pub struct Trace {
     /// Trace a step of this number of sequences instead of a step of one
     #[arg(long, value_name = "N")]
     pub rows: Option<u32>,
-    /// Trace a prompt chunk of this number of tokens instead of a step
+    /// Trace a prompt chunk of this number of tokens, and the tail that decides the next token, instead of a step
     #[arg(long, value_name = "N", conflicts_with_all = ["rows", "steps"])]
     pub prompt: Option<u32>,
     /// Steps of the traced launch

@@ -213,8 +213,10 @@ pub enum Last<'a> {
 /// What a chunk left.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ChunkRead {
-    /// Device time of the chunk and of its tail.
-    pub device_us: f64,
+    /// Device time of the chunk.
+    pub chunk_us: f64,
+    /// Device time of its tail; 0 without one.
+    pub tail_us: f64,
     /// What the kernel decided after the last row.
     pub token: Option<u32>,
 }
@@ -353,7 +355,7 @@ impl WavesSession {
         let tail = self.tail.as_mut().filter(|_| ends).map(RowLauncher::finish).transpose();
         let (chunk_us, tail) = (chunk?, tail?);
         let token = tail.as_ref().and_then(|tail| tail.tokens.last()?.first().copied());
-        Ok(ChunkRead { device_us: chunk_us + tail.map_or(0.0, |tail| tail.device_us), token })
+        Ok(ChunkRead { chunk_us, tail_us: tail.map_or(0.0, |tail| tail.device_us), token })
     }
 
     /// Logits after the last row of the last chunk that asked for them.
@@ -372,12 +374,20 @@ impl WavesSession {
         self.tail.as_mut().map_or(Ok(()), RowLauncher::poison_logits)
     }
 
-    /// Stamps of the last launch, `[sms][waves][STAMP_WORDS]`; none if the kernel was compiled without.
+    /// Stamps of the last chunk, `[sms][waves][STAMP_WORDS]`; none if the kernel was compiled without.
     ///
     /// # Errors
     /// What the driver refuses.
     pub fn stamps(&self) -> Result<Vec<u64>, SessionError> {
         self.loaded.stamps(1)
+    }
+
+    /// The same of the last tail; `None` if chunks have no tail.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn tail_stamps(&self) -> Result<Option<Vec<u64>>, SessionError> {
+        self.tail.as_ref().map(|tail| tail.stamps(1)).transpose()
     }
 }
 

@@ -182,7 +182,7 @@ impl Prepared {
             sources.push(kernel.source(&chain.context, Trace::Off)?);
         }
         match plan_prompts(&self.target, &kernels[0].validated) {
-            Ok(plan) => sources.extend(plan.sources(&chain.context)),
+            Ok(plan) => sources.extend(plan.sources(&chain.context, Trace::Off)),
             Err(fault) if fault.tier == Tier::Input => {
                 workspace.report.note(&format!("prompts are read beside other rows: {}", fault.message));
             }

@@ -251,7 +251,7 @@ impl Prefill {
         let mut sources = vec![rows_source(&chain.context, &validated, Trace::Off)];
         let none = match plan_prompts(chain.context.target, &validated) {
             Ok(plan) => {
-                sources.extend(plan.sources(&chain.context));
+                sources.extend(plan.sources(&chain.context, Trace::Off));
                 String::new()
             }
             Err(fault) if fault.tier == Tier::Input => fault.message,
@@ -284,7 +284,7 @@ impl Prefill {
             return Ok(Prefill { waves: None, rows });
         }
         let plan = plan_prompts(target, queues.validated())?;
-        Ok(Prefill { waves: Some(plan.load(device, waves, one.pack(), one.cache())?), rows })
+        Ok(Prefill { waves: Some(plan.load(device, waves, Trace::Off, one.pack(), one.cache())?), rows })
     }
 
     /// Makes and loads the kernels beside `one`, the session of `prepared`; why there are none otherwise.
@@ -885,7 +885,8 @@ fn trace_waves(
         let (tables, inputs) = decoding.launch(position, steps)?;
         device_us = session.run_whole(tables, inputs, false)?.device_us;
     }
-    Ok((named_spans(proven, steps, &session.stamps(steps)?)?, device_us))
+    let [spans] = named_spans([(proven, steps, &session.stamps(steps)?)])?;
+    Ok((spans, device_us))
 }
 
 /// A launch with time stamps.

@@ -10,21 +10,23 @@ use crate::codegen::emit::Trace;
 use crate::codegen::waves::{emit, encode};
 use crate::cuda::driver::Device;
 use crate::cuda::memory::DeviceBuffer;
-use crate::cuda::rows::RowLauncher;
-use crate::cuda::waves::{Last, WavesSession};
+use crate::cuda::rows::{RowLauncher, given};
+use crate::cuda::waves::{ChunkRead, Last, WavesSession};
 use crate::defaults::rows::Room;
 use crate::digest::Digest;
 use crate::error::Fault;
+use crate::ir::layout::matrices;
+use crate::ir::op::{Op, Role};
 use crate::ir::program::Space;
 use crate::ir::schedule::Schedule;
 use crate::pages::Pool;
 use crate::rows::{Guard, Request, Row};
 use crate::target::Target;
-use crate::trace::{Span, wave_spans};
+use crate::trace::{Span, WaveStamps, wave_spans};
 use crate::validate::Validated;
 use crate::waves::{
-    CHUNK_ROWS, Form, Plan, Proven, Refused, TAIL_ROWS, Violation, Wave, WithTail, derive, derive_ragged, prove,
-    prove_tail,
+    Action, CHUNK_ROWS, Form, Plan, Proven, Refused, TAIL_ROWS, Violation, Wave, WithTail, derive, derive_ragged,
+    prove, prove_tail,
 };
 use std::sync::Arc;
 
@@ -54,11 +56,11 @@ impl<'a> PromptPlan<'a> {
     }
 
     /// The source of each, to compile.
-    pub fn sources(&self, context: &BuildContext<'_>) -> Vec<Generated> {
-        self.all().into_iter().map(|proven| waves_source(context, proven, Trace::Off)).collect()
+    pub fn sources(&self, context: &BuildContext<'_>, trace: Trace) -> Vec<Generated> {
+        self.all().into_iter().map(|proven| waves_source(context, proven, trace)).collect()
     }
 
-    /// Loads what [`PromptPlan::sources`] were compiled to. `pack` and `cache` are those of the kernel for rows.
+    /// Loads what [`PromptPlan::sources`] were compiled to, with the same `trace`. `pack` and `cache` are those of the kernel for rows.
     ///
     /// # Errors
     /// What the device refuses.
@@ -66,14 +68,16 @@ impl<'a> PromptPlan<'a> {
         &self,
         device: &Device,
         cubins: &[&[u8]],
+        trace: Trace,
         pack: Arc<DeviceBuffer>,
         cache: Arc<DeviceBuffer>,
     ) -> Result<WavesSession, Fault> {
-        let off = Trace::Off;
         match (self, cubins) {
-            (PromptPlan::Chunks(chunk, _), [cubin]) => Ok(WavesSession::load(device, chunk, cubin, off, pack, cache)?),
+            (PromptPlan::Chunks(chunk, _), [cubin]) => {
+                Ok(WavesSession::load(device, chunk, cubin, trace, pack, cache)?)
+            }
             (PromptPlan::WithTail(both), &[chunk, tail]) => {
-                Ok(WavesSession::load_with_tail(device, both, [chunk, tail], off, pack, cache)?)
+                Ok(WavesSession::load_with_tail(device, both, [chunk, tail], trace, pack, cache)?)
             }
             _ => {
                 let (found, expected) = (cubins.len(), self.all().len());
@@ -162,14 +166,30 @@ pub(super) fn waves_beside(
     rows: &mut dyn RowLauncher,
 ) -> Result<(WavesSession, Checked), Fault> {
     let plan = plan_prompts(chain.context.target, validated)?;
-    let cubins = chain.compile_all(&plan.sources(&chain.context))?;
+    let cubins = chain.compile_all(&plan.sources(&chain.context, Trace::Off))?;
     let cubins: Vec<&[u8]> = cubins.iter().map(|cubin| cubin.bytes.as_slice()).collect();
-    let mut waves = plan.load(device, &cubins, rows.pack(), rows.cache())?;
+    let mut waves = plan.load(device, &cubins, Trace::Off, rows.pack(), rows.cache())?;
     let checked = check_waves(validated.schedule(), judged, rows, &mut waves)?;
     Ok((waves, checked))
 }
 
-/// Reads `tokens` tokens of a made-up text from `position` on with time stamps, once after `warm_up` reads like it.
+/// A launch of waves with time stamps.
+pub(super) struct TracedWaves {
+    pub spans: Vec<Span>,
+    pub device_us: f64,
+    /// Bytes that it has to read: the matrices of its waves, and in each layer in which it attends the history before the chunk.
+    pub bytes: u64,
+}
+
+/// A chunk with time stamps, and its tail.
+pub(super) struct TracedChunk {
+    pub chunk: TracedWaves,
+    /// Why there is none.
+    pub tail: Result<TracedWaves, Refused>,
+}
+
+/// Reads `tokens` tokens of a made-up text from `position` on with time stamps, once after `warm_up` reads like it. If there is a tail, it
+/// decides what follows them.
 ///
 /// # Errors
 /// As [`plan_waves`]; what compiler or device refuse.
@@ -179,41 +199,100 @@ pub(super) fn trace_waves(
     tokens: u32,
     position: u32,
     warm_up: u32,
-) -> Result<(Vec<Span>, f64, u32), Fault> {
+) -> Result<TracedChunk, Fault> {
     let rows = rows_of(&chain.context).first().copied().unwrap_or(0);
     let room = Room { rows, sequences: rows, positions: u64::from(rows * (position + tokens).next_multiple_of(256)) };
     let validated = prove_kernel(&chain.context, place_kernel(&chain.context, &chain.candidate, room)?)?;
-    let proven = plan_waves(chain.context.target, &validated)?;
-    let cubin = chain.compile(&waves_source(&chain.context, &proven, Trace::On))?;
+    let plan = plan_prompts(chain.context.target, &validated)?;
+    let cubins = chain.compile_all(&plan.sources(&chain.context, Trace::On))?;
+    let cubins: Vec<&[u8]> = cubins.iter().map(|cubin| cubin.bytes.as_slice()).collect();
     let pack = upload_pack(device, &validated, &chain.pack()?)?;
-    let schedule = validated.schedule();
-    let cache = Arc::new(device.alloc(schedule.arena_bytes(Space::Cache))?);
-    let mut waves = WavesSession::load(device, &proven, &cubin.bytes, Trace::On, pack, cache)?;
-    let shape = *waves.shape();
+    let cache = Arc::new(device.alloc(validated.schedule().arena_bytes(Space::Cache))?);
+    let mut waves = plan.load(device, &cubins, Trace::On, pack, cache)?;
     let ids = check_ids(chain.context.imported.graph.vocab, position + tokens);
-    let mut device_us = 0.0;
-    for _ in 0..=warm_up {
-        let (mut pool, mut guard) = (Pool::new(shape), Guard::new(shape));
-        let opened = pool.open().and_then(|sequence| pool.reserve(sequence, position + tokens).map(|()| sequence));
-        let sequence = opened.map_err(|error| Fault::internal(error.to_string()))?;
-        let mut edits = pool.take_edits();
-        let mut at = 0;
-        for chunk in ids[..position as usize].chunks(shape.rows as usize).chain([&ids[position as usize..]]) {
-            let row = |position| Row { sequence, position, wants_logits: false };
-            let rows = (at..at + chunk.len() as u32).map(row).collect();
-            let request = Request { rows, steps: 1, edits: std::mem::take(&mut edits) };
-            let tables = guard.admit(&request).map_err(|refused| Fault::internal(refused.to_string()))?;
-            device_us = waves.read(tables, chunk, Last::Nothing)?.device_us;
-            at += chunk.len() as u32;
-        }
+    let mut read = read_text(&mut waves, &ids, position)?;
+    for _ in 0..warm_up {
+        read = read_text(&mut waves, &ids, position)?;
     }
-    Ok((named_spans(&proven, 1, &waves.stamps()?)?, device_us, proven.plan().machine.sms))
+    traced(&plan, &waves, read, position)
 }
 
-/// Times of the waves of a plan, from the stamps of `steps` steps.
-pub(super) fn named_spans(proven: &Proven<'_>, steps: u32, stamps: &[u64]) -> Result<Vec<Span>, Fault> {
+/// Reads a text from its beginning: all that comes before `position`, then the rest as one chunk, which is returned.
+fn read_text(waves: &mut WavesSession, ids: &[u32], position: u32) -> Result<ChunkRead, Fault> {
+    let shape = *waves.shape();
+    let (mut pool, mut guard) = (Pool::new(shape), Guard::new(shape));
+    let opened = pool.open().and_then(|sequence| pool.reserve(sequence, ids.len() as u32).map(|()| sequence));
+    let sequence = opened.map_err(|error| Fault::internal(error.to_string()))?;
+    let (mut edits, decides) = (pool.take_edits(), waves.decides());
+    let mut read = |first: usize, end: usize, ends: bool| {
+        let row = |at| Row { sequence, position: at as u32, wants_logits: ends && at + 1 == end };
+        let request = Request { rows: (first..end).map(row).collect(), steps: 1, edits: std::mem::take(&mut edits) };
+        let tables = guard.admit(&request).map_err(|refused| Fault::internal(refused.to_string()))?;
+        let row = given(&ids[end - 1..end]).pop().filter(|_| ends);
+        let last = row.map_or(Last::Nothing, |row| Last::Token { row, with_logits: false });
+        Ok::<ChunkRead, Fault>(waves.read(tables, &ids[first..end], last)?)
+    };
+    let position = position as usize;
+    for first in (0..position).step_by(shape.rows as usize) {
+        read(first, position.min(first + shape.rows as usize), false)?;
+    }
+    read(position, ids.len(), decides)
+}
+
+/// What the stamps of the last chunk and of its tail say.
+fn traced(plan: &PromptPlan<'_>, waves: &WavesSession, read: ChunkRead, position: u32) -> Result<TracedChunk, Fault> {
+    let of = |proven: &Proven<'_>, spans: Vec<Span>, device_us: f64| {
+        let bytes = bytes_to_read(proven, position);
+        TracedWaves { spans, device_us, bytes }
+    };
+    let chunk_stamps = waves.stamps()?;
+    match (plan, waves.tail_stamps()?) {
+        (PromptPlan::WithTail(both), Some(tail_stamps)) => {
+            let launches = [(both.chunk(), 1, &*chunk_stamps), (both.tail(), 1, &*tail_stamps)];
+            let [chunk, tail] = named_spans(launches)?;
+            let tail = Ok(of(both.tail(), tail, read.tail_us));
+            Ok(TracedChunk { chunk: of(both.chunk(), chunk, read.chunk_us), tail })
+        }
+        (PromptPlan::Chunks(proven, refused), None) => {
+            let [chunk] = named_spans([(proven, 1, &*chunk_stamps)])?;
+            Ok(TracedChunk { chunk: of(proven, chunk, read.chunk_us), tail: Err(refused.clone()) })
+        }
+        _ => Err(Fault::internal("the kernels of a prompt are not those of its plan")),
+    }
+}
+
+/// As [`TracedWaves::bytes`], with `history` positions before the chunk.
+fn bytes_to_read(proven: &Proven<'_>, history: u32) -> u64 {
     let program = &proven.validated().schedule().program;
-    let name = |wave: &Wave| (wave.action.name(), program.grids[wave.grid.index()].name.as_str());
-    let names: Vec<_> = proven.plan().waves.iter().map(name).collect();
-    wave_spans(&names, steps, stamps).map_err(|error| Fault::internal(format!("the trace: {error}")))
+    let matrices = matrices(program);
+    let cached = program.precision.cache.bytes() as u64;
+    let of_wave = |wave: &Wave| {
+        let grid = &program.grids[wave.grid.index()];
+        match (&wave.action, &grid.op) {
+            (Action::MatMul { .. }, _) => {
+                let weight = grid.operand(Role::Weight).and_then(|weight| matrices[weight.buffer.index()]);
+                weight.map_or(0, |matrix| matrix.units_bytes())
+            }
+            (Action::Attend { .. } | Action::AttendRow { .. }, Op::Attention(a)) => {
+                let seen = a.window.map_or(history, |window| history.min(window));
+                2 * u64::from(a.kv_heads()) * u64::from(a.head_dim) * u64::from(seen) * cached
+            }
+            _ => 0,
+        }
+    };
+    proven.plan().waves.iter().map(of_wave).sum()
+}
+
+/// Times of the waves of launches that followed one another, from the stamps of their steps.
+pub(super) fn named_spans<const N: usize>(launches: [(&Proven<'_>, u32, &[u64]); N]) -> Result<[Vec<Span>; N], Fault> {
+    let names = launches.map(|(proven, ..)| {
+        let program = &proven.validated().schedule().program;
+        let name = |wave: &Wave| (wave.action.name(), program.grids[wave.grid.index()].name.as_str());
+        proven.plan().waves.iter().map(name).collect::<Vec<_>>()
+    });
+    let stamps = std::array::from_fn(|at| {
+        let (_, steps, words) = launches[at];
+        WaveStamps { names: &names[at], steps, words }
+    });
+    wave_spans::<N>(stamps).map_err(|error| Fault::internal(format!("the trace: {error}")))
 }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::codegen::abi::Queues;
+use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
 use crate::cuda::memory::DeviceBuffer;
 use crate::cuda::one_row::OneRowSession;
@@ -124,7 +125,7 @@ impl Fastest {
         let waves = match sessions.first() {
             Some(first) if !cubins.is_empty() => {
                 let plan = plan_prompts(target, &several[0].0.validated)?;
-                Some(plan.load(device, &cubins, first.pack(), first.cache())?)
+                Some(plan.load(device, &cubins, Trace::Off, first.pack(), first.cache())?)
             }
             _ => None,
         };

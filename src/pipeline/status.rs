@@ -153,6 +153,7 @@ fn hottest(
         let traced = prepare(workspace, manifest, target)?
             .trace(workspace, Asked { rows: None, position, steps: TRACED_STEPS })?;
         regions = traced
+            .launch
             .table
             .rows
             .iter()

@@ -8,10 +8,11 @@ use crate::error::Fault;
 use crate::measure::step_bytes;
 use crate::target::TargetKind;
 use crate::trace::{Span, Stamps, Table, spans, table};
+use crate::waves::Refused;
 
 use super::chain::{Chain, Host};
 use super::device_rows::trace_rows;
-use super::device_waves::trace_waves;
+use super::device_waves::{TracedWaves, trace_waves};
 use super::execute::load_session;
 use super::invariant;
 use super::stages::Generated;
@@ -20,12 +21,28 @@ use super::{Prepared, Workspace};
 /// Launches before the one whose stamps are kept: clocks rise, pages and caches fill.
 const WARM_UP: u32 = 3;
 
-/// What a traced launch was, and what its stamps say.
+/// What was traced.
 pub struct Traced {
     /// `NVIDIA H200`.
     pub hardware: String,
     pub sms: u32,
     pub position: u32,
+    /// Steps, or a prompt chunk.
+    pub launch: TracedLaunch,
+    /// The launch after a prompt chunk that decides the next token, or why the model has none. `None`: steps were traced.
+    pub tail: Option<Result<TracedLaunch, Refused>>,
+}
+
+impl Traced {
+    /// The spans of all launches, on one clock.
+    pub fn spans(&self) -> impl Iterator<Item = &Span> {
+        let tail = self.tail.iter().flatten();
+        self.launch.spans.iter().chain(tail.flat_map(|tail| &tail.spans))
+    }
+}
+
+/// A traced launch, and what its stamps say.
+pub struct TracedLaunch {
     pub steps: u32,
     /// Device time of a step between the events around the launch, stamps included.
     pub step_us: f64,
@@ -37,7 +54,7 @@ pub struct Traced {
     pub table: Table,
 }
 
-impl Traced {
+impl TracedLaunch {
     /// Time of a step in which the memory could have read at its peak and did not; `None` without a peak.
     pub fn memory_idle_us(&self) -> Option<f64> {
         self.floor_us.map(|floor| (self.step_us - floor).max(0.0))
@@ -100,25 +117,28 @@ impl Prepared {
         };
         let sms = spans.iter().map(|span| span.sm.0 + 1).max().unwrap_or(0);
         let bytes_per_step = step_bytes(&validated, &imported.graph, rows, position + steps / 2);
-        Ok(Traced {
-            hardware: found.name.clone(),
-            sms,
-            position,
+        let launch = TracedLaunch {
             steps,
             step_us: device_us / f64::from(steps),
             bytes_per_step,
-            floor_us: manifest.measured(target).read_bytes_per_s.map(|per_s| bytes_per_step as f64 / per_s * 1e6),
+            floor_us: self.floor_us(bytes_per_step),
             table: table(&spans, sms, steps),
             spans,
-        })
+        };
+        Ok(Traced { hardware: found.name.clone(), sms, position, launch, tail: None })
     }
 
-    /// Runs the kernel of waves with time stamps, on a chunk of `tokens` tokens from `position` on.
+    /// Time of `bytes` at the read peak of the target, if that was measured.
+    fn floor_us(&self, bytes: u64) -> Option<f64> {
+        self.manifest.measured(&self.target).read_bytes_per_s.map(|per_s| bytes as f64 / per_s * 1e6)
+    }
+
+    /// Runs the kernels of waves that read prompts with time stamps: on a chunk of `tokens` tokens from `position` on, and on its tail.
     ///
     /// # Errors
     /// As [`Prepared::trace`]; a model or a target that has no kernel of waves.
     pub fn trace_prompt(&self, workspace: &Workspace, tokens: u32, position: u32) -> Result<Traced, Fault> {
-        let Prepared { manifest, target, imported, .. } = self;
+        let Prepared { manifest, target, .. } = self;
         invariant::refuse(manifest, target, "kernel that reads prompts alone", "trace steps with `--rows`")?;
         let (most, context_max) = (crate::waves::CHUNK_ROWS, manifest.decode.context_max);
         if tokens == 0 || tokens > most || u64::from(position) + u64::from(tokens) > u64::from(context_max) {
@@ -134,19 +154,18 @@ impl Prepared {
                 .with_remedy("name a CUDA target of the manifest with `--target`")
         })?;
         let device = Device::open(found.ordinal)?;
-        let (spans, step_us, sms) = trace_waves(&chain, &device, tokens, position, WARM_UP)?;
-        let bytes_per_step = step_bytes(&self.validated, &imported.graph, tokens, position + tokens / 2);
-        Ok(Traced {
-            hardware: found.name.clone(),
-            sms,
-            position,
+        let traced = trace_waves(&chain, &device, tokens, position, WARM_UP)?;
+        let sms = traced.chunk.spans.iter().map(|span| span.sm.0 + 1).max().unwrap_or(0);
+        let launch = |TracedWaves { spans, device_us, bytes }: TracedWaves| TracedLaunch {
             steps: 1,
-            step_us,
-            bytes_per_step,
-            floor_us: manifest.measured(target).read_bytes_per_s.map(|per_s| bytes_per_step as f64 / per_s * 1e6),
+            step_us: device_us,
+            bytes_per_step: bytes,
+            floor_us: self.floor_us(bytes),
             table: table(&spans, sms, 1),
             spans,
-        })
+        };
+        let (chunk, tail) = (launch(traced.chunk), traced.tail.map(launch));
+        Ok(Traced { hardware: found.name.clone(), sms, position, launch: chunk, tail: Some(tail) })
     }
 
     /// The kernel for one row, from `position` on.

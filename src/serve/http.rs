@@ -9,6 +9,10 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use axum::Router;
+use axum::extract::Request;
+use axum::http::StatusCode;
+use axum::middleware::{Next, from_fn};
+use axum::response::Response;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
@@ -17,6 +21,8 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 use tokio::time::{Instant, Sleep, sleep, timeout};
+
+use super::error::ApiError;
 
 /// Most connections at a time; a further one is closed at once.
 const CONNECTIONS_MAX: usize = 4096;
@@ -37,6 +43,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 pub async fn serve(listener: TcpListener, router: Router, stop: impl Future<Output = ()>, grace: Duration) -> bool {
     let (stopping, stopped) = watch::channel(false);
     let open = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    let router = router.layer(from_fn(refuse_long_head));
     let mut stop = pin!(stop);
     loop {
         let accepted = tokio::select! {
@@ -56,7 +63,8 @@ pub async fn serve(listener: TcpListener, router: Router, stop: impl Future<Outp
             let mut http = http1::Builder::new();
             http.timer(TokioTimer::new())
                 .header_read_timeout(HEAD_TIME)
-                .max_buf_size(HEAD_BYTES_MAX)
+                // Of a head that did not end yet: the last read may end a longer one.
+                .max_buf_size(HEAD_BYTES_MAX + 1)
                 .max_headers(HEADERS_MAX);
             let mut connection = pin!(http.serve_connection(io, TowerToHyperService::new(router)));
             // An error means that the peer disconnected, or did not send HTTP.
@@ -71,6 +79,18 @@ pub async fn serve(listener: TcpListener, router: Router, stop: impl Future<Outp
     drop(listener);
     let _ = stopping.send(true);
     timeout(grace, open.acquire_many(CONNECTIONS_MAX as u32)).await.is_ok()
+}
+
+/// Refuses a head that is longer than [`HEAD_BYTES_MAX`].
+async fn refuse_long_head(request: Request, next: Next) -> Response {
+    // Of a header: its name, `: `, its value and the end of the line.
+    let headers = request.headers().iter().map(|(name, value)| name.as_str().len() + value.len() + 4);
+    let line = request.method().as_str().len() + request.uri().to_string().len() + " HTTP/1.1\r\n".len() + 1;
+    if line + headers.sum::<usize>() + 2 <= HEAD_BYTES_MAX {
+        return next.run(request).await;
+    }
+    let message = format!("expected a head of at most {HEAD_BYTES_MAX} bytes");
+    ApiError::new(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, message).with_code("request_too_large").response()
 }
 
 /// Listens at an address. Raises the limit of file descriptors as far as needed and allowed.

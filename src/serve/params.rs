@@ -108,16 +108,23 @@ struct StreamOptions {
     include_usage: bool,
 }
 
+/// Takes the field `model`, which a request may leave out.
+///
+/// # Errors
+/// Another name than that of `model`, which is served.
+pub fn take_model(fields: &mut Fields<'_>, model: &str) -> Result<(), ApiError> {
+    let Some(asked) = fields.take::<String>("model")?.filter(|asked| asked != model) else { return Ok(()) };
+    let asked: String = asked.chars().take(200).collect();
+    let message = format!("`{asked}` is not served here, expected `{model}`");
+    let error = ApiError::field("model", message).with_code("model_not_found");
+    Err(ApiError { status: axum::http::StatusCode::NOT_FOUND, ..error })
+}
+
 impl Params {
     /// # Errors
     /// A field of another type or out of its range, one that asks for an unsupported feature, a model that is not served.
     pub fn take(fields: &mut Fields<'_>, model: &str) -> Result<Params, ApiError> {
-        if let Some(asked) = fields.take::<String>("model")?.filter(|asked| asked != model) {
-            let asked: String = asked.chars().take(200).collect();
-            let message = format!("`{asked}` is not served here, expected `{model}`");
-            let error = ApiError::field("model", message).with_code("model_not_found");
-            return Err(ApiError { status: axum::http::StatusCode::NOT_FOUND, ..error });
-        }
+        take_model(fields, model)?;
         let number = |fields: &mut Fields<'_>, name| fields.take::<f32>(name);
         let sampling = SampleSettings {
             temperature: number(fields, "temperature")?.unwrap_or(1.0),
@@ -173,6 +180,7 @@ impl Params {
         // The end user's name has no effect on the reply.
         fields.take::<String>("user")?;
         fields.neutral("store", &["false"])?;
+        fields.neutral("metadata", &["{}"])?;
         fields.neutral("service_tier", &["\"auto\"", "\"default\""])?;
         let format = fields.take::<ResponseFormat>("response_format")?;
         let format = format.map(ResponseFormat::source).transpose()?.flatten();

@@ -21,7 +21,7 @@ use super::desk::{Answer, Desk, Order, Said, TextSettings, lock};
 use super::encoders::Encoders;
 use super::error::ApiError;
 use super::fields::{Few, Fields, few, unsupported};
-use super::params::{Params, Prompt, Prompts, fresh_seed, top_logprobs, within_grammar};
+use super::params::{Params, Prompt, Prompts, fresh_seed, take_model, top_logprobs, within_grammar};
 use super::reply::{Echo, Head, Held, Kind, Reply};
 use super::tools::{Reader, Tools};
 use crate::engine::Ask;
@@ -706,6 +706,10 @@ async fn chat(server: Arc<Server>, body: Bytes) -> Answered {
         ("function_call", &["\"none\""]),
         ("modalities", &["[\"text\"]"]),
         ("reasoning_effort", &[]),
+        ("audio", &[]),
+        ("prediction", &[]),
+        ("verbosity", &["\"medium\""]),
+        ("web_search_options", &[]),
     ] {
         fields.neutral(name, neutral)?;
     }
@@ -759,7 +763,7 @@ async fn chat(server: Arc<Server>, body: Bytes) -> Answered {
 
 async fn tokenize(server: Arc<Server>, body: Bytes) -> Answered {
     let mut fields = Fields::of(&body)?;
-    fields.neutral("model", &[&*json!(server.model.name).to_string()])?;
+    take_model(&mut fields, &server.model.name)?;
     let prompt: Option<String> = fields.take_long("prompt")?;
     let special = fields.take("add_special_tokens")?.unwrap_or(true);
     let reply = fields.take("add_generation_prompt")?.unwrap_or(true);
@@ -783,7 +787,7 @@ async fn tokenize(server: Arc<Server>, body: Bytes) -> Answered {
 
 async fn detokenize(server: Arc<Server>, body: Bytes) -> Answered {
     let mut fields = Fields::of(&body)?;
-    fields.neutral("model", &[&*json!(server.model.name).to_string()])?;
+    take_model(&mut fields, &server.model.name)?;
     let ids: Vec<u32> = fields.need("tokens")?;
     fields.finish()?;
     let (most, vocab) = ((server.model.context_max as usize).max(TEXT_BYTES), server.model.vocab);

@@ -44,6 +44,7 @@ use monobloc::sample::{self, Penalties, RequestSettings, SampleSettings, TokenCo
 use monobloc::schedule::schedule;
 use monobloc::speculate::{Draft, Speculated, Speculation};
 use monobloc::target::Target;
+use monobloc::trace::STAMP_WORDS;
 use monobloc::validate::{Validated, validate};
 use monobloc::waves::{
     Form, Proven, TAIL_ROWS, WithTail, derive, derive_alike, derive_split, prove, prove_alike, prove_tail,
@@ -1145,6 +1146,44 @@ fn chunks_that_waves_cannot_read_are_refused() {
     let (first, second) = (waves.finish().unwrap(), waves.finish().unwrap());
     assert_eq!((first.token, second.token), (argmax(&waves.logits().unwrap()), None));
     assert!(first.token.is_some());
+}
+
+/// A chunk and its tail are two launches: each has stamps and a device time of its own.
+#[test]
+fn a_chunk_and_its_tail_are_traced() {
+    const NAME: &str = "a_chunk_and_its_tail_are_traced";
+    if !is_child() {
+        with_fake_driver(NAME, "stamps");
+        return;
+    }
+    let device = Device::open(0).unwrap();
+    let (small, target) = (Model::of_wide_heads().kernel(8), fake_target());
+    let proven = with_tail(&small, &target);
+    let session = session_of(&device, &small, None).unwrap();
+    let (pack, cache) = (session.pack(), session.cache());
+    let mut waves = WavesSession::load_with_tail(&device, &proven, [IMAGE, IMAGE], Trace::On, pack, cache).unwrap();
+    let (mut pool, mut guard) = (Pool::new(*waves.shape()), Guard::new(*waves.shape()));
+    let sequence = pool.open().unwrap();
+    pool.reserve(sequence, 100).unwrap();
+    let mut edits = pool.take_edits();
+    let ids: Vec<u32> = (0..100).collect();
+    let [row] = given(&[0])[..] else { unreachable!() };
+    for (ends, last) in [(false, Last::Nothing), (true, Last::Token { row, with_logits: false })] {
+        let row = |position| Row { sequence, position, wants_logits: ends && position == 99 };
+        let request = Request { rows: (0..100).map(row).collect(), steps: 1, edits: std::mem::take(&mut edits) };
+        let read = waves.read(guard.admit(&request).unwrap(), &ids, last).unwrap();
+        assert!(read.chunk_us > 0.0);
+        assert_eq!((read.tail_us > 0.0, read.token.is_some()), (ends, ends));
+    }
+    let stamps = [waves.stamps().unwrap(), waves.tail_stamps().unwrap().unwrap()];
+    let plans = [proven.chunk(), proven.tail()].map(Proven::plan);
+    // The clock of the fake has no gaps: the tail begins when the chunk has ended.
+    let begun = stamps.each_ref().map(|stamps| stamps[0]);
+    assert_eq!(begun[1] - begun[0], 10 * plans[0].waves.len() as u64);
+    for (stamps, plan) in stamps.iter().zip(plans) {
+        assert_eq!(stamps.len(), 4 * plan.waves.len() * STAMP_WORDS);
+        assert_eq!(stamps[stamps.len() - STAMP_WORDS + 3] - stamps[0], 10 * plan.waves.len() as u64);
+    }
 }
 
 /// Lists of numbers, over a vocabulary in which few ids have bytes.

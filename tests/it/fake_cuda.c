@@ -5,6 +5,7 @@
 // and allocations that remain when the context is released are reported.
 //
 // FAKE_CUDA=shows cuts | shows others: the logits of a row in waves depend on its chunks, or on other sequences.
+// FAKE_CUDA=stamps: kernels of waves were compiled with time stamps.
 // FAKE_CUDA=no-device | stub changes the result of `cuInit`; with FAKE_CUDA=slow the last step of a launch takes some milliseconds; -DOLD leaves out a call that old drivers do not have.
 
 #include <pthread.h>
@@ -319,6 +320,16 @@ typedef struct {
     uint32_t wave_count, row_count, position, steps;
     Address taken, boxes;
 } WaveParams;
+// Each wave takes 10 ns on every SM, and waits for its input in the first two of them.
+static void stamp(const WaveParams *p, unsigned grid) {
+    static uint64_t clock_ns = 1000;
+    const char *mode = getenv("FAKE_CUDA");
+    if (!mode || strcmp(mode, "stamps")) return;
+    uint64_t *words = inside(p->stamps, 40ull * grid * p->steps * p->wave_count);
+    for (uint32_t wave = 0; wave < p->steps * p->wave_count; wave++, clock_ns += 10)
+        for (unsigned block = 0; block < grid; block++)
+            memcpy(words + 5 * (block * p->steps * p->wave_count + wave), (uint64_t[]){clock_ns, clock_ns + 2, 0, clock_ns + 10, 0}, 40);
+}
 // The chunk that was read last, for its tail.
 static struct { Address work; uint32_t position, row_count, tokens[512]; } last_chunk;
 // The residual of a tail, for which the fake uses tokens, is in the arena of the chunk before it.
@@ -348,6 +359,7 @@ static void tail_kernel(const WaveParams *p) {
 }
 static void waves_kernel(const Call *call) {
     const WaveParams *p = call->argument[0];
+    stamp(p, call->grid);
     if (p->taken) { tail_kernel(p); return; }
     const uint32_t *sizes = inside(p->pack, 20);
     uint32_t blocks = sizes[0], page_rows = sizes[1], pages = sizes[2], padded = sizes[3], vocab = sizes[4];

@@ -393,14 +393,18 @@ fn what_is_not_supported_is_refused_by_name() {
     ] {
         refused(&complete(body), 400, param);
     }
-    let missing = refused(&complete(json!({ "model": "gpt-4", "prompt": "a" })), 404, "model");
-    assert_eq!((&missing["code"], &missing["type"]), (&json!("model_not_found"), &json!("invalid_request_error")));
+    for (path, what) in [("/v1/completions", "prompt"), ("/tokenize", "prompt"), ("/detokenize", "tokens")] {
+        let missing = refused(&post(server.address, path, &json!({ "model": "gpt-4", what: [5] })), 404, "model");
+        assert_eq!((&missing["code"], &missing["type"]), (&json!("model_not_found"), &json!("invalid_request_error")));
+    }
     let chat = |body: Value| post(server.address, "/v1/chat/completions", &body);
     let user = json!([{ "role": "user", "content": "hi" }]);
     for (body, param) in [
         (json!({ "messages": [] }), "messages"),
         (json!({ "messages": user, "tools": [{ "type": "function" }] }), "tools[0].function"),
         (json!({ "messages": user, "top_logprobs": 3 }), "top_logprobs"),
+        (json!({ "messages": user, "web_search_options": {} }), "web_search_options"),
+        (json!({ "messages": user, "metadata": { "a": "b" } }), "metadata"),
         (
             json!({ "messages": [{ "role": "user", "content": [{ "type": "image_url" }] }] }),
             "messages[0].content[type=image_url]",
@@ -420,6 +424,13 @@ fn what_is_not_supported_is_refused_by_name() {
     ] {
         refused(&chat(body), 400, param);
     }
+    // Some clients send null for each field that they do not use.
+    let unused = json!({
+        "audio": null, "functions": null, "metadata": null, "modalities": null, "prediction": null, "reasoning_effort": null,
+        "service_tier": null, "store": null, "tools": null, "verbosity": null, "web_search_options": null, "user": null,
+        "messages": user, "max_tokens": 1,
+    });
+    assert_eq!(chat(unused).status, 200);
     let address = server.address;
     refused(&post(address, "/detokenize", &json!({ "tokens": [5000] })), 400, "tokens");
     // The reply has no path of this machine.
@@ -731,6 +742,13 @@ fn bad_clients_do_no_harm() {
     let many: String = (0..200).map(|i| format!("X-{i}: y\r\n")).collect();
     assert_eq!(send(address, &request("GET", "/health", &many, "")).status, 431);
     assert_eq!(send(address, &request("GET", "/health", &format!("X: {}\r\n", "y".repeat(1 << 20)), "")).status, 431);
+    // A head of exactly 64 KiB is read, one that has a byte more is not.
+    let head = |bytes: usize| {
+        let without = request("GET", "/health", "X: \r\n", "").len();
+        send(address, &request("GET", "/health", &format!("X: {}\r\n", "y".repeat(bytes - without)), ""))
+    };
+    assert_eq!(head(64 << 10).status, 200);
+    assert_eq!(refused(&head((64 << 10) + 1), 431, "")["code"], "request_too_large");
     assert_eq!(send(address, "what is this\r\n\r\n").status, 400);
     // Deep or endless JSON is refused before it is parsed completely.
     let json =
