@@ -530,7 +530,6 @@ const STREAMS: &[(&str, &str, &str)] = &[
     ("src/cli/tune.rs", "serve", "answers a parent process in JSON"),
 ];
 
-/// A message that is printed elsewhere might contain untrusted text that is not escaped.
 /// CI lints the library as a part of its unit tests (`.ci/lint-and-compile`).
 #[test]
 fn unit_tests_have_all_code_of_the_library() {
@@ -545,6 +544,7 @@ fn unit_tests_have_all_code_of_the_library() {
     none(faults);
 }
 
+/// A message that is printed elsewhere might contain untrusted text that is not escaped.
 #[test]
 fn text_reaches_a_terminal_in_one_way() {
     let mut faults = vec![];
