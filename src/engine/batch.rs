@@ -227,7 +227,8 @@ impl Flying {
 /// Requests over a stepper. Its caller has the clock, and calls [`Engine::turn`] while there is something to do.
 #[derive(Debug)]
 pub struct Engine<S> {
-    pub(super) stepper: S,
+    /// What executes the launches.
+    pub stepper: S,
     bounds: Bounds,
     limits: Limits,
     pool: Pool,

@@ -45,8 +45,6 @@ mod cpu;
 mod device;
 mod prefix;
 mod stepper;
-#[cfg(test)]
-mod tests;
 
 pub use batch::{Ask, ChoiceId, End, Engine, Event, Figures, Limits, Refused, RequestId};
 pub use cpu::CpuStepper;

@@ -19,8 +19,6 @@ pub mod prior;
 pub mod propose;
 pub mod space;
 pub mod study;
-#[cfg(test)]
-mod transfer;
 
 pub use drive::{
     Arena, BuildOutcome, Driven, PastTrial, Proposes, Resumed, RunOutcome, Start, TrialRecord, TrialResult, drive,

@@ -14,6 +14,7 @@ mod cli_support;
 mod code_keys;
 mod corpus;
 mod driver;
+mod engine;
 mod export;
 mod families;
 mod filetests;
@@ -46,6 +47,8 @@ mod ring_proxy;
 mod rows;
 mod sampler;
 mod sampling;
+mod search_drive;
+mod search_transfer;
 mod serve;
 #[path = "../../build/sources.rs"]
 mod sources;

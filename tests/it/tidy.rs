@@ -526,10 +526,23 @@ const STREAMS: &[(&str, &str, &str)] = &[
     ("src/cli/terminal.rs", "", "the one way of text to stdout and stderr, which escapes it"),
     ("src/report.rs", "io::stderr()", "lines of a build, whose names are escaped where they enter"),
     ("src/text.rs", "is_terminal()", "asks whether there is a terminal"),
-    ("src/search/transfer.rs", "println!", "figures of a test"),
     ("src/cli/session.rs", "serve_tokens", "answers a parent process in JSON"),
     ("src/cli/tune.rs", "serve", "answers a parent process in JSON"),
 ];
+
+/// CI lints the library as a part of its unit tests (`.ci/lint-and-compile`).
+#[test]
+fn unit_tests_have_all_code_of_the_library() {
+    let mut faults = vec![];
+    for source in sources("src", &["rs"]) {
+        for (number, line) in code_lines(&source.text) {
+            if line.contains("not(test)") {
+                faults.push(format!("{}:{number}: {line}", source.path));
+            }
+        }
+    }
+    none(faults);
+}
 
 /// A message that is printed elsewhere might contain untrusted text that is not escaped.
 #[test]

@@ -255,8 +255,15 @@ impl fmt::Display for Literal {
     }
 }
 
+/// Far more than any known key has.
+const KEY_BYTES_MAX: usize = 256;
+
 /// The known key closest to a misspelt one, where one is close.
 fn nearest(key: &str, groups: &[&[Entry]]) -> Option<&'static str> {
+    // The distance takes time by the product of the lengths, and a key much longer than every known one has none close.
+    if key.len() > KEY_BYTES_MAX {
+        return None;
+    }
     let known = groups.iter().copied().flatten().map(|entry| entry.key);
     let (distance, best) = known.map(|known| (strsim::levenshtein(key, known), known)).min()?;
     (distance <= (key.len() / 4).max(1)).then_some(best)

@@ -3,21 +3,21 @@
 //!
 //! The search does not see the cost model here, so the figures of this file measure the search alone.
 
-use super::cost;
-use super::drive::{Arena, BuildOutcome, RunOutcome, Start, TrialRecord, TrialResult, drive};
-use super::judge::Rounds;
-use super::prior::{Example, Group, Prior, Setting, moves};
-use super::propose::{Ask, Limits, Outcome, Search, Stop};
-use super::space::{KNOBS, Space};
-use crate::abba::Round;
-use crate::candidate::Candidate;
-use crate::digest::Digest;
-use crate::dtype::{DType, Precision};
-use crate::flywheel::{ModelShape, Proposer};
-use crate::model::config::import_config_only;
-use crate::model::graph::ModelGraph;
-use crate::random::Random;
-use crate::target::{Target, TargetRecord};
+use monobloc::abba::Round;
+use monobloc::candidate::Candidate;
+use monobloc::digest::Digest;
+use monobloc::dtype::{DType, Precision};
+use monobloc::flywheel::{ModelShape, Proposer};
+use monobloc::model::config::import_config_only;
+use monobloc::model::graph::ModelGraph;
+use monobloc::random::Random;
+use monobloc::search::cost;
+use monobloc::search::judge::Rounds;
+use monobloc::search::prior::{Example, Group, Prior, Setting, moves};
+use monobloc::search::propose::{Ask, Limits, Outcome, Search, Stop};
+use monobloc::search::space::{KNOBS, Space};
+use monobloc::search::{Arena, BuildOutcome, RunOutcome, Start, TrialRecord, TrialResult, drive};
+use monobloc::target::{Target, TargetRecord};
 
 const BF16: Precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
 const POSITIONS: [u32; 2] = [32, 1024];

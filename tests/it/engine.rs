@@ -4,13 +4,13 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use super::*;
-use crate::error::Fault;
-use crate::grammar::{self, Grammar, Source, Vocabulary};
-use crate::random::Random;
-use crate::rows::{PageId, SequenceId, Shape};
-use crate::sample::Decided;
-use crate::sample::{Request, RequestSettings, SampleError, SampleSettings, TokenCounts, TokenSet};
+use monobloc::engine::*;
+use monobloc::error::Fault;
+use monobloc::grammar::{self, Grammar, Source, Vocabulary};
+use monobloc::random::Random;
+use monobloc::rows::{PageId, SequenceId, Shape};
+use monobloc::sample::Decided;
+use monobloc::sample::{Request, RequestSettings, SampleError, SampleSettings, TokenCounts, TokenSet};
 
 const VOCAB: u32 = 40;
 
