@@ -267,10 +267,10 @@ fn boxes_hold_their_matrices(proven: &Proven<'_>, tables: &WaveTables) {
         let first = entry.branch_bias as usize;
         let boxes = &tables.boxes[first..first + 3];
         assert_eq!(boxes.iter().map(|of| of.box_units).collect::<Vec<_>>(), [*pass, (pass - 1).max(1), 8]);
-        let unit_bytes = m.k.next_multiple_of(format.granule_k() * m.parts()) / (format.granule_k() * m.parts());
+        let granules = m.k.div_ceil(format.granule_k() * m.parts());
         for of in boxes {
             assert_eq!((of.piece_bytes, of.units), (piece_bytes, m.units().into()));
-            assert_eq!(of.unit_bytes, u64::from(unit_bytes * format.granule_bytes(m.k)));
+            assert_eq!(of.unit_bytes, u64::from(granules * format.granule_bytes(m.k)));
             assert_eq!(of.place, u64::from(entry.weight) * 256);
             assert!(of.unit_bytes.is_multiple_of(16) && of.piece_bytes.is_multiple_of(16) && of.box_units <= 256);
         }
