@@ -364,8 +364,8 @@ struct WaveMatMul {
   }
   // The best of each row of the block, of all its passes and shares.
   static __device__ __forceinline__ void tell_best(WaveContext<M>& c, const Wave& e, const Warp& at, Best& best) {
-    Candidate* met = reinterpret_cast<Candidate*>(wave_scratch<M>()); // [groups of units and k][row]
-    static_assert(M::BLOCK_ROWS * UNIT_GROUPS * K_GROUPS * sizeof(Candidate) <= M::SCRATCH_BYTES, "the best of all groups meet");
+    BestLogit* met = reinterpret_cast<BestLogit*>(wave_scratch<M>()); // [groups of units and k][row]
+    static_assert(M::BLOCK_ROWS * UNIT_GROUPS * K_GROUPS * sizeof(BestLogit) <= M::SCRATCH_BYTES, "the best of all groups meet");
     c.barrier();
 #pragma unroll
     for (int m = 0; m < ROW_TILES; m++)
@@ -380,17 +380,17 @@ struct WaveMatMul {
           argmax_take(score, id, v, i);
         }
         if (at.lane % 4 == 0)
-          met[(at.units_at * K_GROUPS + at.k_at) * M::BLOCK_ROWS + (at.tiles_at + m) * 16 + h * 8 + at.lane / 4] = Candidate{score, id};
+          met[(at.units_at * K_GROUPS + at.k_at) * M::BLOCK_ROWS + (at.tiles_at + m) * 16 + h * 8 + at.lane / 4] = BestLogit{score, id};
       }
     c.barrier();
     if (c.tid() >= M::BLOCK_ROWS) return;
-    Candidate most = met[c.tid()];
+    BestLogit most = met[c.tid()];
 #pragma unroll
     for (int i = 1; i < UNIT_GROUPS * K_GROUPS; i++) {
-      const Candidate v = met[i * M::BLOCK_ROWS + c.tid()];
+      const BestLogit v = met[i * M::BLOCK_ROWS + c.tid()];
       argmax_take(most.score, most.id, v.score, v.id);
     }
-    c.template work<Candidate>(e.out)[u64(c.tid()) * M::SMS + blockIdx.x] = most;
+    c.template work<BestLogit>(e.out)[u64(c.tid()) * M::SMS + blockIdx.x] = most;
   }
 
   template <int N>

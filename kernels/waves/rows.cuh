@@ -3,7 +3,7 @@
 // With ROW_PARTS parts of the columns several blocks share a row. None has the whole norm then: each leaves the sum of its squares, and the
 // product divides by the norm (WaveMatMul). After a product in pairs of blocks there is no such wave if an RMS norm follows.
 //
-// token    of the first step the host's, or what a row decided before: the arg-max over the candidates of all blocks
+// token    of the first step the host's, or what a row decided before: the arg-max over the best logits of all blocks
 // residual (rows, HIDDEN)  fp32, in place
 // branch   (rows, HIDDEN)  residual += BRANCH_SCALE * norm(branch): bf16 row by row, or BRANCH_PARTS sums of fp32, (BRANCH_PARTS, rows, HIDDEN)
 // out      (rows, HIDDEN)  bf16, as products read it: normalised, or of parts times the norm's weight alone
@@ -19,14 +19,14 @@ __device__ __forceinline__ void unpack8(const uint4 v, float (&to)[8]) {
 }
 
 // One block's best score of a row, and its id: of each row SMS of them side by side.
-struct Candidate {
+struct BestLogit {
   float score;
   i32 id;
 };
 // By a warp: the token that a row decided in the previous step.
 template <class M>
 __device__ __forceinline__ int wave_decided(const WaveContext<M>& c, u32 row) {
-  const Candidate* all = c.template work<Candidate>(M::CANDIDATES) + u64(row) * M::SMS;
+  const BestLogit* all = c.template work<BestLogit>(M::BEST) + u64(row) * M::SMS;
   float score = NEGATIVE_INFINITY;
   int id = 0x7fffffff;
 #pragma unroll

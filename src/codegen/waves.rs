@@ -363,7 +363,7 @@ fn machine_members(proven: &Proven<'_>, trace: Trace) -> Vec<String> {
         format!("int STATE_AT = {}", plan.smem_bytes() - m.state_bytes),
         format!("int STATE_BYTES = {}", m.state_bytes),
         format!("int DIVISIONS = {}", plan.divisions.len()),
-        format!("u32 CANDIDATES = {}", plan.candidates().map_or(NONE, |id| work_place(plan, id))),
+        format!("u32 BEST = {}", plan.best().map_or(NONE, |id| work_place(plan, id))),
         format!("int VOCAB = {}", vocab(program)),
         format!("u32 CONTEXT_MAX = {}", program.context_max),
         format!("u32 BLOCKS = {}", shape.blocks()),

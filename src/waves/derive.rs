@@ -492,8 +492,8 @@ impl Builder<'_> {
         let residual = self.work("residual", Layout::Rows(DType::F32), cols);
         self.residual = Some(residual);
         self.published = Some(out);
-        let candidates = self.plan.form.decides().then(|| self.candidates());
-        let sum = Some(Sum::Embed { table, scale, candidates });
+        let best = self.plan.form.decides().then(|| self.best());
+        let sum = Some(Sum::Embed { table, scale, best });
         self.push(id, Action::Rows { residual, sum, out: None }, WHOLE_ROWS);
         Ok(())
     }
@@ -521,8 +521,8 @@ impl Builder<'_> {
     }
 
     /// What every block decides of each row.
-    fn candidates(&mut self) -> WorkId {
-        self.work("candidates", Layout::Candidates, self.plan.machine.sms)
+    fn best(&mut self) -> WorkId {
+        self.work("best", Layout::Best, self.plan.machine.sms)
     }
 
     fn norm_add(&mut self, id: GridId, grid: &Grid, norm: NormAttr, scale: f32) -> Result<(), Refused> {
@@ -698,7 +698,7 @@ impl Builder<'_> {
                 }
                 Ok(Written::Out(self.work("branch", Layout::Parts(parts), m.rows)))
             }
-            Epilogue::Logits { .. } if self.plan.form.decides() => Ok(Written::Best(self.candidates())),
+            Epilogue::Logits { .. } if self.plan.form.decides() => Ok(Written::Best(self.best())),
             Epilogue::Logits { .. } => refused(grid, "the output", "no logits before the last append"),
             Epilogue::Store | Epilogue::Act(_) | Epilogue::Gated(_) => {
                 if !cols.is_multiple_of(2) {

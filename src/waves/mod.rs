@@ -228,7 +228,7 @@ pub enum Layout {
     /// Sums of this many parts of k, fp32: part by part, row by row.
     Parts(u32),
     /// A score and an id of each row and block (a column), 8 bytes.
-    Candidates,
+    Best,
     /// The results of up to this many KV splits of each row, fp32: row by row, split by split.
     Splits(u32),
 }
@@ -243,7 +243,7 @@ impl Work {
             Layout::Parts(count) | Layout::Splits(count) => {
                 (rows * cols).saturating_mul(4).saturating_mul(u64::from(count))
             }
-            Layout::Candidates => (rows * cols).saturating_mul(8),
+            Layout::Best => (rows * cols).saturating_mul(8),
         }
     }
 }
@@ -349,8 +349,8 @@ pub struct Warps {
 /// How a wave of rows changes the residual.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Sum {
-    /// It becomes the embedding of the row's token, times `scale`. After the first step of a launch that is the best of the candidates.
-    Embed { table: BufferId, scale: f32, candidates: Option<WorkId> },
+    /// It becomes the embedding of the row's token, times `scale`. After the first step of a launch the token follows from the best logits of all blocks.
+    Embed { table: BufferId, scale: f32, best: Option<WorkId> },
     /// A branch is added, normalised or as it is. It may be sums of parts.
     Branch { branch: WorkId, norm: Option<NormOf>, scale: f32 },
     /// It becomes the residual of a row of the preceding chunk, which is in another arena.
@@ -417,9 +417,9 @@ impl Plan {
     }
 
     /// Where the blocks of a step write what they decided.
-    pub fn candidates(&self) -> Option<WorkId> {
+    pub fn best(&self) -> Option<WorkId> {
         self.waves.iter().find_map(|wave| match wave.action {
-            Action::MatMul { target: Target::Best(candidates), .. } => Some(candidates),
+            Action::MatMul { target: Target::Best(best), .. } => Some(best),
             _ => None,
         })
     }
@@ -447,7 +447,7 @@ impl Action {
                 let mut writes = if sum.is_some() { vec![residual] } else { vec![] };
                 match sum {
                     Some(Sum::Branch { branch, .. }) => reads.push(branch),
-                    Some(Sum::Embed { candidates, .. }) => reads.extend(candidates),
+                    Some(Sum::Embed { best, .. }) => reads.extend(best),
                     Some(Sum::Taken) | None => {}
                 }
                 writes.extend(out.map(|out| out.to));

@@ -135,7 +135,7 @@ fn prove_after<'a>(
         residual: None,
         grid: GridId(0),
         left: None,
-        candidates: None,
+        best: None,
         decides: false,
     };
     judge.machine(target);
@@ -242,7 +242,7 @@ struct Judge<'a> {
     grid: GridId,
     left: Option<Left>,
     /// The buffer from which the first wave of a step reads the tokens that the previous step decided.
-    candidates: Option<WorkId>,
+    best: Option<WorkId>,
     /// Whether a product has written that buffer.
     decides: bool,
 }
@@ -488,17 +488,16 @@ impl Judge<'_> {
         match (&grid.op, waves) {
             (Op::Select | Op::Report, []) => Ok(()),
             (Op::Embed { scale, everywhere: false }, [wave]) => {
-                let Action::Rows { residual, sum: Some(Sum::Embed { table, scale: times, candidates }), out } =
-                    wave.action
+                let Action::Rows { residual, sum: Some(Sum::Embed { table, scale: times, best }), out } = wave.action
                 else {
                     return no("expected rows that embed");
                 };
-                self.candidates = candidates;
-                if candidates.is_some() != self.plan.form.decides() || first != 0 {
-                    return no("expected the first wave, and candidates of steps alone");
+                self.best = best;
+                if best.is_some() != self.plan.form.decides() || first != 0 {
+                    return no("expected the first wave, and best logits of steps alone");
                 }
-                if let Some(candidates) = candidates {
-                    self.layout(candidates, Layout::Candidates, self.plan.machine.sms)?;
+                if let Some(best) = best {
+                    self.layout(best, Layout::Best, self.plan.machine.sms)?;
                 }
                 let (cols, table_of, out_of) =
                     (self.cols(buffer(Role::Table)?), buffer(Role::Table)?, buffer(Role::Out)?);
@@ -797,19 +796,19 @@ impl Judge<'_> {
         Ok(())
     }
 
-    /// The last wave leaves the candidates of all rows in `best`.
+    /// The last wave leaves the best logits of all rows in `best`.
     fn decided(&mut self, best: WorkId, w: usize) -> Result<(), String> {
         // A tail has one step, so none of its waves reads the token that its head decides.
         if self.plan.form == Form::Tail {
-            self.layout(best, Layout::Candidates, self.plan.machine.sms)?;
-            self.candidates = Some(best);
+            self.layout(best, Layout::Best, self.plan.machine.sms)?;
+            self.best = Some(best);
         }
-        if self.candidates != Some(best) || self.decides || w + 1 != self.plan.waves.len() {
-            return Err("candidates that the next step does not read".to_string());
+        if self.best != Some(best) || self.decides || w + 1 != self.plan.waves.len() {
+            return Err("best logits that the next step does not read".to_string());
         }
         // Each warp leaves a score and an id for each row: 8 bytes.
         if self.plan.machine.warps * 8 * self.plan.rows > self.plan.machine.scratch_bytes {
-            return Err("candidates of warps that no scratch holds".to_string());
+            return Err("best logits of warps that no scratch holds".to_string());
         }
         self.decides = true;
         Ok(())

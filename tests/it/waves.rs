@@ -643,7 +643,7 @@ impl Mutants<'_> {
                 self.add(format!("a{i} of {cols} columns"), None, |p| p.work[i].cols = cols);
             }
             let rows = [DType::F32, DType::Bf16, DType::F16, DType::I32].map(Layout::Rows);
-            let more = [Layout::Operand, Layout::Candidates].into_iter().chain([0, 1, 2, 3, 9].map(Layout::Parts));
+            let more = [Layout::Operand, Layout::Best].into_iter().chain([0, 1, 2, 3, 9].map(Layout::Parts));
             for layout in rows.into_iter().chain(more) {
                 self.add(format!("a{i} as {layout:?}"), None, |p| p.work[i].layout = layout);
             }
@@ -1094,35 +1094,34 @@ impl Mutants<'_> {
     }
 
     /// The decisions of steps, and where the next step reads them.
-    fn candidates(&mut self) {
+    fn best(&mut self) {
         let wrong = Some("order");
-        let Action::Rows { residual, sum: Some(Sum::Embed { table, scale, candidates }), out } =
-            self.of.waves[0].action
+        let Action::Rows { residual, sum: Some(Sum::Embed { table, scale, best }), out } = self.of.waves[0].action
         else {
             return;
         };
         let (id, place) = (WorkId(self.of.work.len() as u32), self.of.work_bytes().next_multiple_of(256));
-        let new = Work { name: "other".to_string(), layout: Layout::Candidates, cols: self.of.machine.sms, place };
-        let sum = |candidates| Some(Sum::Embed { table, scale, candidates });
-        self.add("another buffer of candidates", wrong, |p| {
+        let new = Work { name: "other".to_string(), layout: Layout::Best, cols: self.of.machine.sms, place };
+        let sum = |best| Some(Sum::Embed { table, scale, best });
+        self.add("another buffer of best logits", wrong, |p| {
             p.work.push(new.clone());
             p.waves[0].action = Action::Rows { residual, sum: sum(Some(id)), out };
         });
-        let Some(candidates) = candidates else { return };
-        self.add("no candidates", wrong, |p| p.waves[0].action = Action::Rows { residual, sum: sum(None), out });
+        let Some(best) = best else { return };
+        self.add("no best logits", wrong, |p| p.waves[0].action = Action::Rows { residual, sum: sum(None), out });
         let last = self.of.waves.len() - 1;
-        self.add("candidates that nothing reads", wrong, |p| {
+        self.add("best logits that nothing reads", wrong, |p| {
             p.work.push(new);
             let Action::MatMul { target, .. } = &mut p.waves[last].action else { panic!("a product") };
             *target = Written::Best(id);
         });
         for w in 0..self.of.waves.len() {
             if w != last && matches!(self.of.waves[w].action, Action::MatMul { .. }) {
-                self.matmul(w, "candidates of no logits", wrong, |m| m.target = Written::Best(candidates));
+                self.matmul(w, "best of no logits", wrong, |m| m.target = Written::Best(best));
             }
         }
         for cols in [self.of.machine.sms - 1, self.of.machine.sms + 1] {
-            self.add(format!("candidates of {cols} blocks"), None, |p| p.work[candidates.index()].cols = cols);
+            self.add(format!("best logits of {cols} blocks"), None, |p| p.work[best.index()].cols = cols);
         }
         // Scratch without room for the values that the warps of a block exchange.
         for n in [0, 128, 512] {
@@ -1136,11 +1135,11 @@ impl Mutants<'_> {
             self.add(format!("w{w}: {name}"), rule, |p| p.waves[w].action = Action::Rows { residual, sum, out });
         };
         match sum {
-            Some(Sum::Embed { table, scale, candidates }) => {
-                with("another scale", wrong, Some(Sum::Embed { table, scale: scale * 1.01, candidates }), out);
-                with("no scale", wrong, Some(Sum::Embed { table, scale: f32::NAN, candidates }), out);
+            Some(Sum::Embed { table, scale, best }) => {
+                with("another scale", wrong, Some(Sum::Embed { table, scale: scale * 1.01, best }), out);
+                with("no scale", wrong, Some(Sum::Embed { table, scale: f32::NAN, best }), out);
                 for table in [table.0 + 1, u32::MAX] {
-                    with("another table", wrong, Some(Sum::Embed { table: BufferId(table), scale, candidates }), out);
+                    with("another table", wrong, Some(Sum::Embed { table: BufferId(table), scale, best }), out);
                 }
             }
             Some(Sum::Branch { branch, norm, scale }) => {
@@ -1160,8 +1159,8 @@ impl Mutants<'_> {
                 let embed = |grid: &&Grid| matches!(grid.op, Op::Embed { .. });
                 let table = program.grids.iter().find(embed).and_then(|grid| grid.operand(Role::Table));
                 let table = table.expect("a table").buffer;
-                for candidates in [None, of.candidates()] {
-                    let sum = Some(Sum::Embed { table, scale: 1.0, candidates });
+                for best in [None, of.best()] {
+                    let sum = Some(Sum::Embed { table, scale: 1.0, best });
                     with("an embedding", wrong, sum, out);
                 }
                 let branch = of.work.iter().position(|work| matches!(work.layout, Layout::Parts(_)));
@@ -1318,7 +1317,7 @@ fn works(action: &mut Action) -> Vec<&mut WorkId> {
         Action::Rows { residual, sum, out } => {
             let branch = match sum {
                 Some(Sum::Branch { branch, .. }) => Some(branch),
-                Some(Sum::Embed { candidates, .. }) => candidates.as_mut(),
+                Some(Sum::Embed { best, .. }) => best.as_mut(),
                 Some(Sum::Taken) | None => None,
             };
             let written = out.iter_mut().flat_map(|out| [&mut out.to].into_iter().chain(&mut out.squares));
@@ -1393,7 +1392,7 @@ fn judge_mutants_in(name: &str, target: &Target, form: Form, rows: u32, split: O
     mutants.parts();
     mutants.pairs();
     mutants.addends();
-    mutants.candidates();
+    mutants.best();
     let text = tokens(&imported, if form == Form::Steps && split.is_none() { rows + 3 } else { 140 });
     let keys_and_values = expected(&imported, &text);
     let count = mutants.made.len();

@@ -2,7 +2,7 @@
 //!
 //! All SMs finish a wave before the next one begins. Within a wave their shares run in any order. Activations are at the places of the
 //! plan, as fp64 values without rounding; values that were not written are NaN. The same holds for keys and values. From one step to
-//! the next only the candidates stay. A tail has its own arena, and reads the arena that the chunk before it left.
+//! the next only the best logits stay. A tail has its own arena, and reads the arena that the chunk before it left.
 
 use std::collections::BTreeMap;
 
@@ -142,7 +142,7 @@ impl<'a> Executor<'a> {
     /// The cells that stay from one step to the next.
     fn kept(&self) -> Vec<f64> {
         let mut arena = vec![f64::NAN; self.arena.len()];
-        for work in self.plan.work.iter().filter(|work| work.layout == Layout::Candidates) {
+        for work in self.plan.work.iter().filter(|work| work.layout == Layout::Best) {
             let first = work.place as usize / 2;
             let range = first..first + work.bytes(self.plan.rows) as usize / 2;
             arena[range.clone()].copy_from_slice(&self.arena[range]);
@@ -291,15 +291,15 @@ impl Step<'_> {
         share.row as usize..((share.row + share.rows) as usize).min(self.rows.len())
     }
 
-    /// The token that a row decided: the best candidate of all SMs; of equal ones the first id.
+    /// The token that a row decided: the best logit of all SMs; of equal ones the first id.
     fn decided(&self, row: usize) -> Option<u32> {
-        let id = self.plan.candidates()?;
+        let id = self.plan.best()?;
         let cols = self.plan.work[id.index()].cols as usize;
         let of = |sm| {
             let at = self.cell(id, row, sm);
             (self.arena[at], self.arena[at + 2])
         };
-        // A candidate that is NaN was not written.
+        // A best logit that is NaN was not written.
         let all: Option<Vec<(f64, f64)>> = (0..cols).map(|sm| Some(of(sm)).filter(|of| !of.1.is_nan())).collect();
         let best = all?.into_iter().reduce(|a, b| if b.0 > a.0 || b.0 == a.0 && b.1 < a.1 { b } else { a })?;
         Some(best.1 as u32)
@@ -316,7 +316,7 @@ impl Step<'_> {
                 Layout::Rows(_) => row * cols + col,
                 Layout::Parts(_) => self.part_cell(cols, 0, row, col),
                 Layout::Splits(most) => (row * most as usize * cols + col) * 2,
-                Layout::Candidates => (row * cols + col) * 4,
+                Layout::Best => (row * cols + col) * 4,
                 Layout::Operand => {
                     let (tiles, rows) = (cols.div_ceil(128) * 2, self.plan.block_rows as usize);
                     let block = (row / rows * tiles + col / 64) * rows * 64;
@@ -353,9 +353,7 @@ impl Step<'_> {
                 let value = |part, col| self.arena.get(of(part, col)).copied().unwrap_or(f64::NAN);
                 (0..cols).map(|col| (0..parts as usize).map(|part| value(part, col)).sum()).collect()
             }
-            Layout::Operand | Layout::Candidates | Layout::Splits(_) => {
-                (0..cols).map(|col| self.get(id, row, col)).collect()
-            }
+            Layout::Operand | Layout::Best | Layout::Splits(_) => (0..cols).map(|col| self.get(id, row, col)).collect(),
         }
     }
 
@@ -413,7 +411,7 @@ impl Step<'_> {
 
     fn wave(&mut self, wave: &Wave, shares: &[(usize, Share)], caches: &mut Caches) {
         let grid = self.grid(wave.grid).clone();
-        // Every block writes its best candidate of every row, even if it has none.
+        // Every block writes its best logit of every row, even if it has none.
         let sms = self.plan.machine.sms as usize;
         if let (&Action::MatMul { target: Target::Residual(_), .. }, Op::MatVec(m)) = (&wave.action, &grid.op)
             && matches!(self.plan.divisions[wave.division.index()].over, Over::Units { parts: 2.., .. })
@@ -616,7 +614,7 @@ impl Step<'_> {
         }
     }
 
-    /// `best`: the best candidate of this SM for each row.
+    /// `best`: the best logit of this SM for each row.
     fn matmul(
         &mut self,
         grid: &Grid,

@@ -18,7 +18,7 @@ struct Machine {
   static constexpr Elem WEIGHT = Elem::BF16, CACHE = Elem::BF16, WIRE = Elem::BF16;
   static constexpr Dot DOT = Dot::MMA;
   static constexpr bool TRACE = false;
-  static constexpr u32 CANDIDATES = 0, PAGE_ROWS = PAGE, BLOCKS = 16, PAGES = 8 * BLOCKS, CONTEXT_MAX = PAGE * BLOCKS;
+  static constexpr u32 BEST = 0, PAGE_ROWS = PAGE, BLOCKS = 16, PAGES = 8 * BLOCKS, CONTEXT_MAX = PAGE * BLOCKS;
   static constexpr u64 POOL_ROWS = PAGES * PAGE_ROWS;
 };
 template <int INPUT_KIB, int WEIGHT_KIB, u32 PAGE = 64>
@@ -159,8 +159,8 @@ static void rowwise(const char* name, const char* out_name, u32 rows, u32 step =
   start(rows);
   step_at_hand = step;
   // What all blocks decided of every row, which lies first; of equal ones the least id counts.
-  const size_t candidate_bytes = size_t(M::BLOCK_ROWS) * M::SMS * 8;
-  if (M::STEPS) require(activations(candidate_bytes) == M::CANDIDATES, "candidates lie first");
+  const size_t best_bytes = size_t(M::BLOCK_ROWS) * M::SMS * 8;
+  if (M::STEPS) require(activations(best_bytes) == M::BEST, "best logits lie first");
   u64 state = H + rows;
   const std::vector<float> table = numbers(state, size_t(VOCAB) * H), before = numbers(state, size_t(rows) * H), branch = numbers(state, before.size());
   const std::vector<float> w = numbers(state, H), b = numbers(state, H), bw = numbers(state, H), bb = numbers(state, H);
@@ -181,7 +181,7 @@ static void rowwise(const char* name, const char* out_name, u32 rows, u32 step =
   const auto best_of = [&](u32 row) {
     std::pair<float, int> best{-1e30f, 0};
     for (u32 i = 0; i < u32(M::SMS); i++) {
-      const Candidate v{float(i * 7 % 11 + row % 3 - 3.5f), int((i * 13 + row * 5) % VOCAB)};
+      const BestLogit v{float(i * 7 % 11 + row % 3 - 3.5f), int((i * 13 + row * 5) % VOCAB)};
       std::memcpy(work.data() + (size_t(row) * M::SMS + i) * 8, &v, 8);
       if (v.score > best.first || (v.score == best.first && v.id < best.second)) best = {v.score, v.id};
     }
@@ -476,9 +476,9 @@ static void matmul(const char* name, u32 rows) {
           if (of.inverse_temperature > 0) score = mul_add(score, of.inverse_temperature, noise(u64(of.seed_high) << 32 | of.seed_low, of.position + 3, u32(r)));
           if (score > best) best = score, id = r;
         }
-        Candidate candidate;
-        std::memcpy(&candidate, at, 8);
-        expected.push_back(1), found.push_back(candidate.id == id && candidate.score == best);
+        BestLogit best_logit;
+        std::memcpy(&best_logit, at, 8);
+        expected.push_back(1), found.push_back(best_logit.id == id && best_logit.score == best);
       }
   } else {
     for (u32 row = rows; row < whole; row++)
