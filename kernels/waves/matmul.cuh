@@ -1,33 +1,32 @@
 // matmul: y = x W^T + bias for blocks of M::BLOCK_ROWS rows, then the epilogue.
 //
-// x (rows, K)    bf16, as `OperandPlace` has it, through the ring of inputs: a chunk is as much of k as a slot holds of a block of rows
-// W              units as in ops/matvec.cuh, through the ring of weights: a chunk is CHUNK granules of all units of a pass. Of BOXED matrices
-//                boxes of a tensor map bring several units at once
-// out            STORE, ACT: a column a row of W; GATED: 4 columns a unit; as products read it, or row by row (PLAIN).
-//                RESIDUAL: residual += SCALE * y, in place. With SPLITS parts of k, fp32 sums of each part: (SPLITS, rows, ROWS), RESIDUAL
-//                among them. LOGITS: the best of the block's logits of each row, and the logits where the host wants them
+// x (rows, K)    bf16 in the layout of `OperandPlace`, through the ring of inputs. A chunk is as many columns of a block of rows as a slot holds
+// W              units as in ops/matvec.cuh, through the ring of weights. A chunk is CHUNK granules of all units of a pass; if BOXED, boxes of a tensor
+//                map bring several units at once
+// out            STORE, ACT: one column for each row of W. GATED: 4 columns for each unit. In the layout of operands, or row by row (PLAIN).
+//                RESIDUAL: residual += SCALE * y, in place. With SPLITS parts of k these write the fp32 sums of each part: (SPLITS, rows, ROWS).
+//                LOGITS: the block's best logit of each row, and all logits if the host asks for them
 //
-// squares (parts, rows)  fp32. With FACTOR the input lacks the factor of its norm, which follows from these sums (of WaveRows, or of a product in
-//                pairs): the product has it last
+// squares (parts, rows)  fp32. With FACTOR the input lacks the factor of its norm. The factor follows from these sums, which WaveRows or a product in
+//                pairs has left, and multiplies the result
 // PAIRED         residual += SCALE * y by the two blocks of a cluster, which have the two parts of k of the same units (end_pair)
-// out      (rows, ROWS)  of PAIRED with OUT: the residual times the weight of the next norm, as products read it, and
-// squares_out (SMS / 2, rows)  fp32: what each pair has added up of the squares of a row; zeros of a pair without units
+// out      (rows, ROWS)  if PAIRED and OUT: the residual times the weight of the next norm, in the layout of operands; and
+// squares_out (SMS / 2, rows)  fp32: each pair's sum of squares of a row; zero for a pair without units
 //
 // owner    of a unit, a part of k and a block of rows: one block
 // assumes  columns of x past K and rows of W past ROWS are zeros
 //
-// Warps are ROW_GROUPS groups of rows by UNIT_GROUPS groups of units by K_GROUPS groups that take the granules of k in turn; those add
-// up what they have at the end. A lane loads 16 bytes of row lane / 4 of W, and the same k of rows lane / 4 and
-// lane / 4 + 8 of x: as operands of m16n8k16 they are a permutation of k that both sides share (rows/matvec.cuh). Codes become operands as in
-// rows/matvec_codes.cuh; the input of each of their chunks is made to meet them by every warp that reads it.
+// Warps are divided into ROW_GROUPS groups by rows, UNIT_GROUPS by units, and K_GROUPS that take the granules of k in turn and add up their sums at the
+// end. A lane loads 16 bytes of row lane / 4 of W, and the same columns of rows lane / 4 and lane / 4 + 8 of x. As operands of m16n8k16 these are a
+// permutation of k that both sides share (rows/matvec.cuh). Codes become operands as in rows/matvec_codes.cuh; every warp that reads a chunk of the input
+// rearranges it to match them.
 //
-// By warpgroups (M::WARPGROUPS): W is the left operand, in registers, and x the right one, in shared memory, where no warp reads it again
-// for each of its units. Both share the same permutation of k. A warpgroup has all rows of the block, or half of them, and of a tile of
-// units two each warp; a pass is a few whole tiles. Sums are turned, and end as those of warps do. Codes become operands as in
-// warpgroup_codes.cuh; the input stays as it is.
+// By warpgroups (M::WARPGROUPS): W is the left operand, in registers. x is the right one, in shared memory, so warps do not read it again for each unit.
+// Both share the same permutation of k. A warpgroup has all rows of the block, or half of them; each of its warps has two units of a tile, and a pass is a few
+// whole tiles. Sums are transposed, and then end like those of warps. Codes become operands as in warpgroup_codes.cuh, and the input stays as it is.
 #pragma once
 
-// Codes of a matrix as operands; plain weights are operands as they lie.
+// How codes of a matrix become operands. Plain weights are operands already.
 template <class M, class G, class = int>
 struct WaveCodes {
   static constexpr bool CODED = false, GROUPED = false, ROW_SCALES = false;
@@ -37,22 +36,22 @@ template <class M, class G>
 struct WaveCodes<M, G, decltype(int(G::CODE))> {
   typedef Coding<M, G> Weights;
   typedef RowsOperand<G::CODE> Operand;
-  typedef RowsHeld<M, G, 2> Held; // of the two columns of a lane
+  typedef RowsHeld<M, G, 2> Held; // codes of the two columns of a lane
   typedef WideOperand<G::CODE> Wide;
-  typedef RowsHeld<M, G, 1> WideHeld; // of the row of a lane
+  typedef RowsHeld<M, G, 1> WideHeld; // codes of the row of a lane
   static constexpr bool CODED = true, GROUPED = Weights::GROUPED, ROW_SCALES = Weights::ROW_SCALES;
   static constexpr float FACTOR = M::WARPGROUPS ? 1.f : Operand::FACTOR;
   static constexpr int OFFSET = Operand::OFFSET + int(Weights::Codes::ZERO);
   static constexpr bool SUMS_X = G::ZEROS || OFFSET != 0;
   static constexpr int GROUPS = Weights::GROUPS, GROUP_BLOCKS = Weights::GROUP_BLOCKS;
 
-  // Operands of rows g and g + 8 made to meet codes.
+  // Rearranges the operands of rows g and g + 8 to match codes.
   static __device__ __forceinline__ void meet(uint4& a, uint4& b) {
     const uint4 low = Operand::input(make_uint4(a.x, a.z, b.x, b.z)), high = Operand::input(make_uint4(a.y, a.w, b.y, b.w));
     a = made_here(make_uint4(low.x, high.x, low.y, high.y));
     b = made_here(make_uint4(low.z, high.z, low.w, high.w));
   }
-  // What a column takes from its sums for `sums` of x, as a product with the constant made them.
+  // What is subtracted from the sums of a column. `sums`: x times the constant.
   static __device__ __forceinline__ float taken(const Held& w, int col, int group, float sums) {
     if constexpr (G::ZEROS)
       return (float(OFFSET - int(Weights::Codes::ZERO)) + w.zero(col, group)) * sums;
@@ -70,20 +69,20 @@ struct WaveMatMul {
   static constexpr u32 UNIT_BYTES = UNIT_GRANULES * GRANULE;
   typedef WaveOperand<M, G::K> X;
   static constexpr bool WIDE = M::WARPGROUPS;
-  // Spans of 32 of k: of a granule, of a chunk of either ring, and of what both have in common, a step of the loop.
+  // Spans of 32 columns: of a granule, of a chunk of each ring, and of a step of the loop, which is the shorter of both chunks.
   static constexpr int GRANULE_SPANS = GRANULE_K / 32;
   static constexpr int X_SPANS = M::INPUT_BYTES / (M::BLOCK_ROWS * 64), W_SPANS = G::CHUNK * GRANULE_SPANS, STEP = X_SPANS < W_SPANS ? X_SPANS : W_SPANS;
   static constexpr int X_STEPS = X_SPANS / STEP, W_STEPS = W_SPANS / STEP, STEP_GRANULES = STEP / GRANULE_SPANS;
   static constexpr int ROW_GROUPS = G::ROW_GROUPS, UNIT_GROUPS = G::UNIT_GROUPS, K_GROUPS = G::K_GROUPS, WARP_GRANULES = STEP_GRANULES / K_GROUPS;
   static constexpr int ROW_TILES = M::BLOCK_ROWS / ROW_GROUPS / 16;
-  static constexpr int PASS = G::PASS, MOST = ceil_div(PASS, UNIT_GROUPS); // units at once at most, of a block and of a warp
-  // Granules of a part of k: whole blocks of 64 columns.
+  static constexpr int PASS = G::PASS, MOST = ceil_div(PASS, UNIT_GROUPS); // most units at once, of a block and of a warp
+  // Granules of a part of k. Parts are whole blocks of 64 columns.
   static constexpr int ALIGN = GRANULE_K >= 64 ? 1 : 64 / GRANULE_K, PART_GRANULES = round_up(ceil_div(UNIT_GRANULES, G::SPLITS), ALIGN);
-  // EQUAL: all parts of k have the same length. WHOLE: every step has all of its granules, so the work of a step is known at compile time.
+  // EQUAL: all parts of k have the same length. WHOLE: no step lacks a granule, so the work of a step is known at compile time.
   static constexpr bool EQUAL = PART_GRANULES * G::SPLITS == UNIT_GRANULES, WHOLE = EQUAL && PART_GRANULES % STEP_GRANULES == 0;
   static constexpr int UNIT_PITCH = G::CHUNK * GRANULE; // of a unit in a slot
   static constexpr u32 BOX_UNITS = 8;
-  // By warpgroups: rows of one, and units of a tile, of which each warp has two side by side.
+  // For warpgroups: rows of one, and units of a tile. Each warp has two units of a tile, side by side.
   static constexpr int GROUP_ROWS = M::BLOCK_ROWS / ROW_GROUPS, TILE_UNITS = 2 * UNIT_GROUPS, PASS_TILES = ceil_div(PASS, TILE_UNITS);
   static_assert(!WIDE || (K_PARTS == 1 && K_GROUPS == 1 && !M::STEPS && X_STEPS == 1 && W_STEPS == 1), "what warpgroups multiply");
   static_assert(!WIDE || (Codes::CODED ? STEP_GRANULES == 1 : STEP == 2), "a chunk is a granule of codes, or 64 of k");
@@ -94,7 +93,7 @@ struct WaveMatMul {
   static_assert(WARP_GRANULES > 0 && STEP_GRANULES % K_GROUPS == 0, "groups of k have as many granules of each step");
   static_assert(MOST * UNIT_GROUPS * UNIT_PITCH <= M::WEIGHT_BYTES, "a slot holds a chunk");
 
-  // Units of a share in passes of nearly equal length, or of whole tiles. A share lies in one part of k.
+  // Divides the units of a share into passes of nearly equal length, or of whole tiles. A share lies in one part of k.
   struct Passes {
     u32 lo, hi, count, part, granules;
     __device__ __forceinline__ explicit Passes(const Share& s)
@@ -104,7 +103,7 @@ struct WaveMatMul {
   };
 
   // ---- the loader ----------------------------------------------------------------------------------------------------
-  // Weights are asked for as soon as a slot is free, their input once the blocks have met.
+  // Weights are copied as soon as a slot is free, inputs once all blocks have met.
   template <class R>
   static __device__ __forceinline__ void load(WaveLoader<M, R>& l, const Wave& e) {
     const Shares<M> shares(l.p, e.division);
@@ -138,8 +137,8 @@ struct WaveMatMul {
   static __device__ __forceinline__ void load_weights(L& l, const Wave& e, const Passes& passes, u32 pass) {
     constexpr int FILLERS = WeightRing<M>::FILLERS;
     const u32 first = passes.first(pass), here = passes.first(pass + 1) - first;
-    // A copy takes as long as 1 KiB takes to arrive, however short it is. So short pieces come in boxes, of all units of a pass or of eight, and what is
-    // left unit by unit. Of a box every piece is whole: at the end of a unit with zeros, at that of a part with what nobody reads.
+    // A copy takes as long as 1 KiB takes to arrive, however short it is. So short pieces come in boxes: of all units of a pass, or of eight units and the rest
+    // unit by unit. Every piece of a box has its full length. Beyond the end of a unit it is zeros; beyond the end of a part no warp reads it.
     const bool is_pass = G::BOXED && (here == PASS || here + 1 == PASS);
     const u32 boxes = !G::BOXED ? 0 : is_pass ? 1 : here / BOX_UNITS, boxed = boxes * (is_pass ? here : BOX_UNITS);
     const u32 box = e.boxes + (here == PASS ? 0 : here + 1 == PASS ? 1 : 2);
@@ -165,12 +164,13 @@ struct WaveMatMul {
   };
   static __device__ __forceinline__ const u8* span_at(const u8* input, int span) { return input + span / 2 * X::BLOCK_BYTES + span % 2 * X::SPAN_BYTES; }
 
-  // A step times N units of the warp, which are every UNIT_GROUPS-th one. What lies where a pass has no unit is multiplied, and not stored.
+  // Multiplies a step by the N units of the warp, every UNIT_GROUPS-th of the pass. Where the pass has no unit, whatever lies there is multiplied too, and
+  // not stored.
   template <int N>
   static __device__ __forceinline__ void multiply(const u8* x, const u8* w, const Warp& at, int granules, float (&d)[ROW_TILES][N][4]) {
     const u8* input = x + at.tiles_at * X::TILE_BYTES + at.lane * 16;
     const u8* weights = w + at.units_at * UNIT_PITCH + at.lane * 16;
-    // Without a look at each granule the loads of all of them are on their way at once.
+    // Without a test for each granule all loads are issued at once.
     if (WHOLE || granules >= STEP_GRANULES) {
 #pragma unroll
       for (int i = 0; i < WARP_GRANULES; i++) multiply_granule<N>(input, i * K_GROUPS + at.k_at, weights, at.lane, d);
@@ -193,7 +193,7 @@ struct WaveMatMul {
 #pragma unroll
       for (int n = 0; n < N; n++) {
         uint4 w = *reinterpret_cast<const uint4*>(weights + n * (UNIT_GROUPS * UNIT_PITCH) + granule * GRANULE);
-        // Rows of a granule that are of other parts of k meet zeros.
+        // Rows of a granule that belong to other parts of k are multiplied as zeros.
         if (K_PARTS > 1 && lane / 4 / G::UNIT_ROWS != p) w = make_uint4(0, 0, 0, 0);
 #pragma unroll
         for (int m = 0; m < ROW_TILES; m++)
@@ -272,14 +272,14 @@ struct WaveMatMul {
       return second;
   }
 
-  // What a lane has of rows lane / 4 and lane / 4 + 8 of its tiles: of logits the best.
+  // The best logits that a lane has found, of rows lane / 4 and lane / 4 + 8 of its tiles.
   struct Best {
     float score[ROW_TILES][2];
     int id[ROW_TILES][2];
   };
-  // Sums of columns 2 t and 2 t + 1 of a unit, of one row, with everything that belongs to the product. By whole warps.
+  // Completes the sums of columns 2 t and 2 t + 1 of a unit, of one row: parts of k of a granule, factors, scales and bias. By whole warps.
   static __device__ __forceinline__ float2 settled(const WaveContext<M>& c, const Wave& e, u32 part, u32 unit, int row, int t, float2 y) {
-    // The parts of k of a row lie in lanes side by side.
+    // Lanes side by side have the parts of k of a row.
     if constexpr (K_PARTS == 4) {
       y.x += __shfl_xor_sync(~0u, y.x, 1), y.y += __shfl_xor_sync(~0u, y.y, 1);
     }
@@ -303,7 +303,8 @@ struct WaveMatMul {
       }
     return y;
   }
-  // Columns 2 t and 2 t + 1 of a unit, of one row. By all lanes: the noise of a logit is a call, which some lanes of a warp must not make alone.
+  // Completes and stores columns 2 t and 2 t + 1 of a unit, of one row. By all lanes: the noise of a logit is computed in a function, which all lanes of a warp
+  // must call together.
   static __device__ __forceinline__ void finish(const WaveContext<M>& c, const Wave& e, u32 part, u32 unit, int row, int t, float2 y, float& best, int& best_id) {
     y = settled(c, e, part, unit, row, t, y);
     constexpr int PAIRS = G::UNIT_ROWS / 2;
@@ -362,7 +363,7 @@ struct WaveMatMul {
       if (exists) argmax_take(best, best_id, score, id + i);
     }
   }
-  // The best of each row of the block, of all its passes and shares.
+  // Stores the block's best logit of each row, over all its passes and shares.
   static __device__ __forceinline__ void tell_best(WaveContext<M>& c, const Wave& e, const Warp& at, Best& best) {
     BestLogit* met = reinterpret_cast<BestLogit*>(wave_scratch<M>()); // [groups of units and k][row]
     static_assert(M::BLOCK_ROWS * UNIT_GROUPS * K_GROUPS * sizeof(BestLogit) <= M::SCRATCH_BYTES, "the best of all groups meet");
@@ -400,7 +401,8 @@ struct WaveMatMul {
     if constexpr (G::PAIRED) ends.ask(c, e, passes.part, first, here, at);
     float d[ROW_TILES][N][4] = {};
     const int granules = int(passes.granules), steps = ceil_div(granules, STEP_GRANULES);
-    // A turn is the steps until a chunk begins in both rings. Each step of a turn has its own code: a branch costs as much time as several products.
+    // A turn is the number of steps after which a chunk begins in both rings. Each step of a turn has its own code, because a branch takes as long as several
+    // products.
     constexpr int TURN = X_STEPS > W_STEPS ? X_STEPS : W_STEPS;
     constexpr bool TURNS = WHOLE && PART_GRANULES / STEP_GRANULES % TURN == 0;
     WaveChunk<InputRing<M>> x;
@@ -415,7 +417,7 @@ struct WaveMatMul {
         wave_await(c, c.inputs, c.weights, seen, i % X_STEPS == 0, i % W_STEPS == 0);
         if (i % X_STEPS == 0) x.take(c.inputs);
         if (i % W_STEPS == 0) w.take(c.weights);
-        // The answer is there when the products of this step are under way.
+        // Its result arrives while the products of this step run.
         seen = wave_look(c, c.inputs, c.weights, (i + 1) % X_STEPS == 0, (i + 1) % W_STEPS == 0);
         const u8* input = x.at + i % X_STEPS * (STEP / 2) * X::BLOCK_BYTES;
         const u8* weights = w.at + i % W_STEPS * STEP_GRANULES * GRANULE;
@@ -447,8 +449,8 @@ struct WaveMatMul {
         for (int m = 0; m < ROW_TILES; m++) done(m, i, make_float4(d[m][i][0], d[m][i][1], d[m][i][2], d[m][i][3]));
       }
     } else {
-      // Groups of k have sums of all; each ends every K_GROUPS-th tile of 16 rows by a unit. [group of rows and units][tile][group of k][lane].
-      // Where there is one group of k, what is gained is a loop: its instructions arrive once.
+      // Each group of k has sums of all tiles (16 rows by a unit) and completes every K_GROUPS-th of them. [group of rows and units][tile][group of k][lane].
+      // With one group of k this is done for the sake of the loop: its instructions are fetched once.
       constexpr int ROOM = M::SCRATCH_BYTES / (M::WARPS * ROW_TILES * 512), ROUND_UNITS = ROOM < N ? ROOM : N; // of a warp at once
       static_assert(ROUND_UNITS > 0, "a tile of each warp");
       float4* met = reinterpret_cast<float4*>(wave_scratch<M>()) + (at.tiles_at / ROW_TILES * UNIT_GROUPS + at.units_at) * (ROW_TILES * ROUND_UNITS * K_GROUPS * 32) + at.lane;
@@ -482,12 +484,12 @@ struct WaveMatMul {
       }
     }
   }
-  // The end of a PAIRED product. The blocks of a pair have the two parts of k of the same units, and each ends eight rows of every 16: with its own
-  // sums, and those that the other one sends. Groups of k add up in the block first.
+  // The end of a PAIRED product. The blocks of a pair have the two parts of k of the same units. Each completes eight rows of every 16, from its own sums
+  // and from those that the other block sends. The groups of k of a block add up first.
   static constexpr int PAIR_ROWS = M::BLOCK_ROWS / 2;
   static constexpr int INBOX_BYTES = MOST * UNIT_GROUPS * PAIR_ROWS * 32, SQUARES_BYTES = MOST * UNIT_GROUPS * PAIR_ROWS * 4;
   static constexpr int PAIR_ROOM = (M::SCRATCH_BYTES - INBOX_BYTES - SQUARES_BYTES) / (M::WARPS * ROW_TILES * 512); // units of a warp at once
-  // The tiles that a warp ends: which units and rows they are, and what is added to there.
+  // The tiles that a warp completes: their units and rows, and the residual and the norm's weight there.
   template <int N>
   struct PairEnds {
     static constexpr int ROUND_UNITS = PAIR_ROOM < 1 ? 1 : PAIR_ROOM < N ? PAIR_ROOM : N, TILES = ROW_TILES * ROUND_UNITS, ROUNDS = ceil_div(N, ROUND_UNITS), OWN = ceil_div(TILES, K_GROUPS);
@@ -509,7 +511,7 @@ struct WaveMatMul {
       to.exists = to.ends && at.lane % 4 < G::UNIT_ROWS / 2 && to.col < G::ROWS && u32(to.row) < c.p.row_count;
       return to;
     }
-    // On its way while warps multiply.
+    // Loads both ahead: they arrive while warps multiply.
     __device__ __forceinline__ void ask(const WaveContext<M>& c, const Wave& e, u32 part, u32 first, u32 here, const Warp& at) {
 #pragma unroll
       for (int r = 0; r < ROUNDS; r++)
@@ -537,7 +539,7 @@ struct WaveMatMul {
     const u32 inbox_of_peer = peer_address(inbox), paired_of_peer = peer_address(paired);
     float4* const met = reinterpret_cast<float4*>(scratch) + group * (E::TILES * K_GROUPS * 32) + at.lane;
     const auto place = [&](const typename E::Tile& to) { return ((group * N + to.i) * ROW_TILES + to.m) * 32 + at.lane; };
-    // A launch that is lost goes on without sums: nothing may be on its way when blocks leave, and a barrier counts few bytes.
+    // In a launch that is lost nothing is sent: no store may be on its way when a block ends, and a barrier counts at most 1 MiB.
     const bool lost = c.patience == POLLS_WHEN_LOST;
     if (c.tid() == 0 && !lost) expect_bytes(paired, here * (PAIR_ROWS * 32));
     fence_before_sending();
@@ -592,7 +594,7 @@ struct WaveMatMul {
       leave_squares(c, e, squares, here);
     }
   }
-  // The squares of what this block has added to, of each of its rows.
+  // Stores the sum of squares of this block's columns of the residual, for each of its rows.
   static __device__ __forceinline__ void leave_squares(WaveContext<M>& c, const Wave& e, const float* of, u32 units) {
     if constexpr (G::OUT)
       if (c.tid() < PAIR_ROWS) {
@@ -612,16 +614,16 @@ struct WaveMatMul {
     c.exchanges++;
     fence_sent();
   }
-  // Words of a span of a granule of the two units that a warp has of a tile.
+  // Loads the words of a span of a granule, of the two units that a warp has of a tile.
   static __device__ __forceinline__ void load_tile(const u8* w, int span, int tile, bool exists, const Warp& at, uint4 (&a)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       a[i] = *reinterpret_cast<const uint4*>(w + (tile * TILE_UNITS + at.units_at * 2 + i) * UNIT_PITCH + span * GRANULE + at.lane * 16);
-      // What no chunk brought need not be a number.
+      // Memory that no chunk has filled may hold NaN.
       if (!exists) a[i] = make_uint4(0, 0, 0, 0);
     }
   }
-  // FIRST: nothing is in the sums yet.
+  // FIRST: the sums begin with this product.
   template <bool FIRST = false>
   static __device__ __forceinline__ void multiply_tile(const u8* x, const uint4 (&a)[2], float (&d)[GROUP_ROWS / 2]) {
     const u64 first = WarpgroupOperand::at(x), second = WarpgroupOperand::next(first, 2 * WarpgroupOperand::CORE_BYTES);
@@ -630,13 +632,13 @@ struct WaveMatMul {
     warpgroup_product<GROUP_ROWS>(d, a[0].z, a[1].z, a[0].w, a[1].w, second);
     warpgroup_commit();
   }
-  // N tiles by a warpgroup. Words of a tile are loaded two products ahead, so that one is always waiting while another one runs; a chunk is left
-  // once the products of the next one have begun.
+  // Multiplies N tiles. Words of a tile are loaded two products ahead, so that one product always waits while another runs. A chunk is left when the products
+  // of the next one have begun.
   template <int N>
   static __device__ __forceinline__ void pass_wide(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here) {
     const Warp at(c);
     float d[N][GROUP_ROWS / 2] = {};
-    // Products of a chunk, and as many chunks as it takes for each to find its words in the same registers again.
+    // PRODUCTS of a chunk. After CHUNKS chunks each product has its words in the same registers again.
     constexpr int AHEAD = 2, PRODUCTS = 2 * N, BUFFERS = PRODUCTS % 3 ? 4 : 3, CHUNKS = PRODUCTS % BUFFERS ? 2 : 1;
     uint4 a[BUFFERS][2];
     int left = int(passes.granules); // one at least
@@ -685,7 +687,7 @@ struct WaveMatMul {
                                                       const Warp& at, const float (&d)[N][GROUP_ROWS / 2]) {
     float none = 0.f;
     int no_id = 0;
-    // Computed anew: what follows from the lane would be kept in registers throughout the loop, which has none to spare.
+    // Computed again here: otherwise values that follow from the lane would be kept in registers throughout the loop, which has none to spare.
     const int lane = made_here(at.lane);
 #pragma unroll
     for (int n = 0; n < N; n++)
@@ -698,8 +700,8 @@ struct WaveMatMul {
           finish(c, e, passes.part, first + unit, int(share.row) + at.tiles_at * 16 + j * 8 + lane / 4, lane % 4, transposed(d[n][4 * j + 2 * i], d[n][4 * j + 2 * i + 1]), none, no_id);
       }
   }
-  // The same of codes. A chunk is a granule of each unit, and is left when its products have ended: without that ptxas has them wait for each
-  // other (C7513). Operands of a span are made while the products of the one before run. Sums of a group are scaled before they are added up.
+  // The same for codes. A chunk is a granule of each unit, and is left when its products have ended; otherwise ptxas serialises the products (C7513).
+  // Operands of a span are made while the products of the previous span run. Sums of a group are scaled before they are added up.
   template <int N>
   static __device__ __forceinline__ void pass_wide_codes(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here) {
     const Warp at(c);
@@ -752,8 +754,8 @@ struct WaveMatMul {
     } while (left > 0);
     finish_tiles<N>(c, e, share, passes, first, here, at, d);
   }
-  // Of a chunk, fewer units have code of their own: what is not there costs as much as what is. Steps are rather bound by how soon
-  // their instructions arrive.
+  // In a plan of chunks, passes of fewer units have code of their own, because units that do not exist cost as much as others. Steps have one piece of code: they
+  // are bound by how fast instructions are fetched.
   static __device__ __forceinline__ void run_warps(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here, Best& best, bool is_first) {
     if (M::STEPS)
       pass<MOST>(c, e, share, passes, first, here, best, is_first);
@@ -766,7 +768,7 @@ struct WaveMatMul {
     else
       pass<MOST>(c, e, share, passes, first, here, best, is_first);
   }
-  // By warps that have no unit of a pass: chunks are theirs to leave, too.
+  // For warps without a unit of a pass: they leave chunks, too.
   static __device__ __forceinline__ void pass_idle(WaveContext<M>& c, const Passes& passes) {
 #pragma unroll 1
     for (int left = int(passes.granules); left > 0; left -= STEP_GRANULES) {
@@ -777,7 +779,7 @@ struct WaveMatMul {
   }
   static __device__ __forceinline__ void run_wide(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here) {
     const u32 tiles = (here + TILE_UNITS - 1) / TILE_UNITS;
-    // All four warps of a warpgroup multiply, or none.
+    // Either all four warps of a warpgroup multiply or none.
     if (u32(Warp(c).units_at / 4 * 8) >= here) return pass_idle(c, passes);
     if constexpr (PASS_TILES > 2)
       if (tiles > 2) return pass_tiles<PASS_TILES>(c, e, share, passes, first, here);
@@ -792,7 +794,7 @@ struct WaveMatMul {
     else
       pass_wide<N>(c, e, share, passes, first, here);
   }
-  // Factors of the norm of the input: sums of squares arrive in scratch while warps multiply. [part][row]
+  // For the factors of the input's norm: sums of squares arrive in scratch while warps multiply. [part][row]
   static __device__ __forceinline__ void ask_squares(const WaveContext<M>& c, const Wave& e) {
     static_assert(M::STEPS && M::BLOCK_ROWS % M::WARPS == 0 && M::BLOCK_ROWS <= 32 * M::WARPS, "a warp has the factors of some rows, a block of all");
     static_assert(M::SQUARE_PARTS * M::BLOCK_ROWS * 4 <= M::SCRATCH_BYTES, "all parts are in scratch");
@@ -809,8 +811,8 @@ struct WaveMatMul {
   static __device__ __forceinline__ void take_factors(const WaveContext<M>& c, const Wave& e) {
     await_copies();
     c.barrier();
-    // Lanes of a row share the parts. Every CHAINS-th part is added up by itself, whatever the number of rows of a block is: plans for other
-    // numbers of rows have the same sums.
+    // The lanes of a row share its parts. Every CHAINS-th part belongs to the same sum, for any number of rows of a block. So plans for other numbers of rows
+    // have the same bits.
     constexpr int ROWS = M::BLOCK_ROWS / M::WARPS, LANES = 32 / ROWS, CHAINS = 16, OWN = CHAINS / LANES;
     static_assert(OWN > 0, "a lane has a chain");
     const int row = c.warp() * ROWS + c.lane() % ROWS;

@@ -1,4 +1,4 @@
-//! From the schedule of a kernel for rows to a plan of waves.
+//! Derives a plan of waves from the schedule of a kernel for rows.
 
 use super::ragged::MERGE_SPLITS;
 use super::{
@@ -16,7 +16,7 @@ use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 use std::collections::BTreeMap;
 use thiserror::Error;
 
-/// Why there is no plan. Prompts are then read by kernels for rows.
+/// Why there is no plan. Kernels for rows then read prompts and run steps.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum Refused {
     #[error("target `{target}` {lacks}")]
@@ -31,46 +31,46 @@ pub enum Refused {
     Histories { context_max: u32 },
 }
 
-/// Warps that multiply, and those of the loader, which gives them registers.
+/// Warps that multiply, and warps of the loader. The loader gives registers up, and the others take them.
 const WARPS: u32 = 8;
 const LOADER_WARPS: u32 = 4;
 const REGISTERS: u32 = 216;
 const LOADER_REGISTERS: u32 = 72;
 const SLOTS_MAX: u32 = 8;
 const STATE_BYTES: u32 = 2048;
-/// Positions of a tile of attention at most.
+/// Most positions of a tile of attention.
 const TILE_MAX: u32 = 64;
-/// Bytes of the ring of inputs of a chunk. A slot holds 64 of k of a block of rows or, of some codes, a granule of 128.
+/// Bytes of the ring of inputs in a plan of chunks. A slot holds 64 columns of a block of rows, or 128 if a granule of codes is that long.
 const CHUNK_INPUT_BYTES: u32 = 96 << 10;
-/// Rings and scratch of steps, where smaller ones leave no room for what is on its way: weights arrive while SMs meet.
+/// Rings and scratch of steps. With smaller rings fewer weights could arrive while the SMs meet.
 const STEP_INPUTS: Ring = Ring { slots: 4, slot_bytes: 16 << 10 };
 const STEP_WEIGHT_BYTES: u32 = 16 << 10;
 const STEP_SCRATCH_BYTES: u32 = 32 << 10;
-/// Parts of k that a product of a step may have: four are not faster (docs/perf-log.md, entry 23).
+/// How many parts of k a product of a step may have. Four are not faster (docs/perf-log.md, entry 23).
 const PARTS: [u32; 2] = [1, 2];
-/// Parts of a row at most: a product adds up that many squares of each.
+/// Most parts of a row in a wave of rows. The next product adds up a sum of squares of each.
 const ROW_PARTS_MAX: u32 = 8;
 const WHOLE_ROWS: Over = Over::Rows { parts: 1 };
-/// Bytes of an operand: a span of 32 of k, of 16 rows.
+/// Bytes of an operand of 16 rows and 32 columns.
 const SPAN_BYTES: u32 = 1024;
-/// Bytes of shared memory that could be read while a step of the loop is begun and ended.
+/// What a step of the loop costs besides its products, as bytes of shared memory that could be read in that time.
 const STEP_COST_BYTES: u32 = 32 << 10;
 
-/// Bytes of keys and values of a KV head that a KV split has: about 10 us of what an SM reads while all SMs do. Its end, where warps add up,
-/// takes less time than the ring holds copies for.
+/// Bytes of keys and values of a KV head in a KV split. An SM reads them in about 10 us while all SMs read. At the end of a split warps add up,
+/// and meanwhile the ring has enough copies on their way.
 const SPLIT_BYTES: u32 = 256 << 10;
-/// Bytes that splits may leave, at most: of longer contexts, splits are longer.
+/// Most bytes that splits may leave. For longer contexts the splits are longer.
 const SPLITS_LEFT_BYTES: u64 = 256 << 20;
 
 /// A plan of launches of `form` of up to `rows` rows for the program of `schedule`, whose pack, caches and pages it shares.
 ///
 /// # Errors
-/// What kernels of waves cannot do of the program or on the target.
+/// What kernels of waves cannot do, of this program or on this target.
 pub fn derive(schedule: &Schedule, target: &Target, form: Form, rows: u32) -> Result<Plan, Refused> {
     derive_like(schedule, target, form, rows, Asked { order: None, cuts: Cuts::None })
 }
 
-/// A plan of steps of up to `rows` rows that cuts long histories into KV splits: those for which [`super::Ragged::gains`] can be true.
+/// A plan of steps of up to `rows` rows that cuts into KV splits the histories for which [`super::Ragged::gains`] can be true.
 ///
 /// # Errors
 /// As [`derive`]; no history is long enough.
@@ -78,7 +78,7 @@ pub fn derive_ragged(schedule: &Schedule, target: &Target, rows: u32) -> Result<
     derive_cut(schedule, target, rows, Cuts::Long)
 }
 
-/// As [`derive_ragged`], with splits of `positions` positions, a power of two and whole tiles. Every history that is longer is cut.
+/// As [`derive_ragged`], with splits of `positions` positions: a power of two, and whole tiles. Every longer history is cut.
 ///
 /// # Errors
 /// As [`derive_ragged`].
@@ -94,8 +94,8 @@ fn derive_cut(schedule: &Schedule, target: &Target, rows: u32, cuts: Cuts) -> Re
     }
 }
 
-/// Plans of steps of up to each of `rows` rows, ascending, that add up in one order: that of the plan for most rows. A plan for fewer is
-/// left out if it cannot take that order.
+/// A plan of steps for each number in `rows`, ascending. All add up in the order of the plan for most rows. A plan for fewer rows is left out if it
+/// cannot take that order.
 ///
 /// # Errors
 /// Why there is no plan for most rows.
@@ -110,7 +110,7 @@ pub fn derive_alike(schedule: &Schedule, target: &Target, rows: &[u32]) -> Resul
     Ok(plans)
 }
 
-/// What is not free.
+/// What the caller decides.
 #[derive(Clone, Copy)]
 struct Asked<'a> {
     /// The order of the sums of each wave.
@@ -122,13 +122,13 @@ struct Asked<'a> {
 #[derive(Clone, Copy)]
 enum Cuts {
     None,
-    /// If the longest one has more than `MERGE_SPLITS` splits: only then can they be faster.
+    /// Only if the longest has more than `MERGE_SPLITS` splits: fewer cannot be faster.
     Long,
-    /// Those of more than this many positions, which a split has.
+    /// Those of more positions than this, the positions of a split.
     At(u32),
 }
 
-/// As [`derive`]; where an order is given, its parts and groups are taken.
+/// As [`derive`]. If an order is asked for, the plan takes its parts and groups.
 fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, asked: Asked<'_>) -> Result<Plan, Refused> {
     let spec = &target.spec;
     let lacks = |lacks| Err(Refused::Target { target: target.name.clone(), lacks });
@@ -209,8 +209,8 @@ fn chunk_inputs(program: &Program) -> Ring {
     Ring { slots: CHUNK_INPUT_BYTES / slot_bytes, slot_bytes }
 }
 
-/// Warpgroups multiply units of eight rows of one part of k. A chunk of theirs is a whole slot of inputs, so all matrices have chunks of as
-/// much of k.
+/// How products of a plan multiply. Warpgroups multiply units of eight rows of one part of k. Their chunk is a whole slot of inputs, so the chunks of
+/// all matrices must have equally many columns.
 fn products(program: &Program, target: &Target, form: Form) -> Products {
     let of_chunk = program.last_append().map_or(0, |last| last.index());
     let mut matrices = program.grids[..of_chunk].iter().filter_map(|grid| match &grid.op {
@@ -252,11 +252,11 @@ struct Shape {
 /// A matrix as products see it.
 #[derive(Debug, Clone, Copy)]
 struct Matrix {
-    /// Spans of 32 of k of a granule, granules of a unit, and bytes of one.
+    /// Spans of 32 columns in a granule, granules in a unit, and bytes of a granule.
     granule_spans: u32,
     granules: u32,
     granule_bytes: u32,
-    /// Whether sums of a group of weights have registers of their own.
+    /// Whether a group of weights has its own sums in registers.
     grouped: bool,
 }
 
@@ -271,22 +271,22 @@ impl Matrix {
         }
     }
 
-    /// The least granules that a chunk may have: 64 of k, or one that is longer.
+    /// Fewest granules of a chunk: 64 columns, or one granule that is longer.
     fn least_chunk(&self) -> u32 {
         (2 / self.granule_spans).max(1)
     }
 
-    /// Granules of a part of k: whole blocks of 64 columns.
+    /// Granules of a part of k. Parts are whole blocks of 64 columns.
     fn part(&self, parts: u32) -> u32 {
         self.granules.div_ceil(parts).next_multiple_of(self.least_chunk())
     }
 
-    /// Whether each of `parts` parts has something.
+    /// Whether none of `parts` parts is empty.
     fn divides(&self, parts: u32) -> bool {
         self.part(parts) * (parts - 1) < self.granules
     }
 
-    /// How a chunk is multiplied: 64 of k of the units of a pass, or a granule of more.
+    /// How warps multiply in a plan of chunks: 64 columns of the units of a pass at once, or a granule that is longer.
     fn chunk_shape(&self, longest: u32) -> Shape {
         let warps = Warps { rows: 2, units: 4, k: 1 };
         let most = sums_max(self.grouped) / (CHUNK_BLOCK_ROWS / 16 / warps.rows * 4) * warps.units;
@@ -294,8 +294,8 @@ impl Matrix {
         Shape { pass, chunk: self.least_chunk(), warps }
     }
 
-    /// The same by warpgroups. A tile of all of them is 16 units for all rows, or 8 where each has half of the rows: then every weight is
-    /// read twice, which costs about an eighth.
+    /// The same for warpgroups. Together they multiply a tile of 16 units by all rows, or of 8 units if each has half of the rows. In the second case every
+    /// weight is read twice, which costs about an eighth.
     fn wide_shape(&self, longest: u32) -> Shape {
         let shapes = [Warps { rows: 1, units: 8, k: 1 }, Warps { rows: 2, units: 4, k: 1 }].map(|warps| {
             let tile = WIDE_UNITS * warps.units;
@@ -307,8 +307,8 @@ impl Matrix {
         if halves.0 < all.0 { halves.1 } else { all.1 }
     }
 
-    /// How a block of `rows` rows of a step multiplies `longest` units or fewer, by the bytes that warps read of shared memory. `groups`:
-    /// of k, if their number is not free.
+    /// How a block multiplies `rows` rows of a step by up to `longest` units: the shape for which warps read fewest bytes of shared memory. `groups` is the
+    /// number of groups of k, if it is not free.
     fn step_shape(
         &self,
         rows: u32,
@@ -351,8 +351,8 @@ impl Matrix {
             }
             let passes = longest.div_ceil(pass);
             let spans = part * self.granule_spans;
-            // Of each span: the input by each group of units, the weights by each group of rows. Then what groups of k exchange, and
-            // what each step costs beside that, as bytes.
+            // For each span, each group of units reads the input, and each group of rows reads the weights. Groups of k exchange their sums at the end.
+            // Each step of the loop has a price of its own.
             let each = tiles * SPAN_BYTES * by_units + padded * 512 * by_rows;
             let ends = if warps.k > 1 { 2 * warps.k * tiles * padded * 512 } else { 0 };
             let steps = part.div_ceil(step_granules);
@@ -365,7 +365,7 @@ impl Matrix {
     }
 }
 
-/// Bytes of scratch for each unit and two blocks of a pair: sums of half of the rows, and their squares.
+/// Bytes of scratch that a block of a pair needs for each unit: the sums that the other block sends, of half of the rows, and the squares of its own half.
 fn pair_bytes(rows: u32) -> u32 {
     rows * 16 + rows / 2 * 4
 }
@@ -377,12 +377,12 @@ struct Builder<'a> {
     asked: Asked<'a>,
     /// Over what each wave is divided.
     overs: Vec<Over>,
-    /// Where each exchange of the program that is no sum lies.
+    /// The buffer of each exchange of the program. Exchanges of sums are in the residual instead.
     inputs: BTreeMap<BufferId, WorkId>,
     residual: Option<WorkId>,
-    /// The exchange that holds what the residual is now.
+    /// The exchange of the program that has the current value of the residual.
     published: Option<BufferId>,
-    /// Blocks of a cluster of the target at most.
+    /// Most blocks of a cluster on the target.
     cluster_max: u32,
 }
 
@@ -402,7 +402,7 @@ impl Builder<'_> {
         }
     }
 
-    /// Activations of a name, made at the first use. Layers use the same ones.
+    /// The buffer of activations of this name, made at its first use. All layers use the same buffers.
     fn work(&mut self, name: &str, layout: Layout, cols: u32) -> WorkId {
         let found = self.plan.work.iter().position(|w| w.name == name && w.layout == layout && w.cols == cols);
         WorkId::from(found.unwrap_or_else(|| {
@@ -415,16 +415,16 @@ impl Builder<'_> {
 
     fn push(&mut self, grid: GridId, action: Action, over: Over) {
         self.overs.push(over);
-        // Known once it is certain over what the wave is divided.
+        // `divide` sets both: a later wave can still change how this one is divided.
         self.plan.waves.push(Wave { grid, action, division: DivisionId(0), sums: Sums::Heads });
     }
 
-    /// The order that a wave of this number has to have, if it is not free.
+    /// The order that wave number `wave` must have, if it is not free.
     fn order_of(&self, wave: usize) -> Option<Sums> {
         self.asked.order.and_then(|order| order.get(wave).copied())
     }
 
-    /// Divides the waves, now that it is certain over what.
+    /// Divides the work of each wave among SMs, now that it is known what is divided.
     fn divide(&mut self) {
         for (w, over) in std::mem::take(&mut self.overs).into_iter().enumerate() {
             let division = self.division(over);
@@ -498,7 +498,7 @@ impl Builder<'_> {
         Ok(())
     }
 
-    /// Begins with the residual that a chunk leaves: that after the last sum before the last append. The first grid after that sum.
+    /// Begins a tail with the residual of its chunk, as the last sum before the last append left it. Returns the first grid after that sum.
     fn take_residual(&mut self) -> Result<usize, Refused> {
         let before = &self.program.grids[..self.program.last_append().map_or(0, |last| last.index())];
         let sums = |grid: &Grid| match &grid.op {
@@ -520,7 +520,7 @@ impl Builder<'_> {
         Ok(first)
     }
 
-    /// What every block decides of each row.
+    /// The best logit of each row that each block has found.
     fn best(&mut self) -> WorkId {
         self.work("best", Layout::Best, self.plan.machine.sms)
     }
@@ -538,8 +538,8 @@ impl Builder<'_> {
         Ok(())
     }
 
-    /// The input of a product: what another product or attention wrote, or the residual by way of a wave of rows.
-    /// And where it lacks the factor of its norm, sums of squares.
+    /// The input of a product: what another product or attention wrote, or the residual as a wave of rows or a product in pairs leaves it. If the factor of the
+    /// norm is missing, also the buffer of the sums of squares from which it follows.
     fn input(&mut self, id: GridId, grid: &Grid, m: &MatVec) -> Result<(WorkId, Option<WorkId>), Refused> {
         let Some(x) = self.constant(grid, Role::X) else {
             return refused(grid, "the operands", "an input");
@@ -548,7 +548,7 @@ impl Builder<'_> {
             return Ok((at, None));
         }
         let (Some(residual), true) = (self.residual, self.published == Some(x)) else {
-            // Both branches of a parallel layer read the sum before the first one adds to it.
+            // In a parallel layer both branches read the sum before either adds to it. One residual cannot hold both values.
             return refused(grid, "the input", "the last sum, or what one product or attention wrote");
         };
         let to = self.work("normed", Layout::Operand, m.k);
@@ -582,14 +582,14 @@ impl Builder<'_> {
         Ok((to, squares))
     }
 
-    /// Whether the last wave has the residual in pairs of blocks.
+    /// Whether the last wave is a product whose pairs of blocks add to the residual.
     fn ends_in_pairs(&self) -> bool {
         let split = matches!(self.overs.last(), Some(Over::Units { parts: 2, .. }));
         let residual = |wave: &Wave| matches!(wave.action, Action::MatMul { target: Written::Residual(_), .. });
         split && self.plan.waves.last().is_some_and(residual)
     }
 
-    /// Into how many parts SMs can divide each row: all of the same length.
+    /// Into how many parts of equal length SMs divide each row.
     fn row_parts(&self, cols: u32) -> u32 {
         if let Some(Sums::Row { parts }) = self.order_of(self.plan.waves.len().saturating_sub(1)) {
             return parts;
@@ -626,14 +626,14 @@ impl Builder<'_> {
         Ok(())
     }
 
-    /// Whether the two blocks of a pair, which have the parts of k of the same units, can add up by themselves.
+    /// Whether a product is done in pairs: the two blocks of a pair have the two parts of k of the same units, and add up between them.
     fn pairs(&self, m: &MatVec, parts: u32) -> bool {
         let asked = self.order_of(self.plan.waves.len());
         let Plan { form, rows, ref machine, .. } = self.plan;
         form.decides()
             && self.cluster_max >= 2
             && machine.sms.is_multiple_of(2)
-            // The next product has all squares in scratch.
+            // The next product keeps all sums of squares in scratch.
             && machine.sms / 2 * rows * 4 <= machine.scratch_bytes
             && !matches!(asked, Some(Sums::Product { paired: false, .. }))
             && parts == 2
@@ -641,14 +641,14 @@ impl Builder<'_> {
             && m.rows.is_multiple_of(2)
     }
 
-    /// Into how many parts of k a product is divided. A part of the SMs reads a part of the input, and more sums travel.
+    /// Into how many parts of k a product is divided. With more parts each SM reads less of the input, and more sums must be exchanged.
     fn parts(&self, m: &MatVec, matrix: &Matrix) -> u32 {
         let divisible = matches!(m.epilogue, Epilogue::Store | Epilogue::Residual { .. });
         if self.plan.form == Form::Chunk || !divisible {
             return 1;
         }
         let sms = self.plan.machine.sms;
-        // Bytes of an SM and row: its input, and twice the sums that it has or shares with others.
+        // Bytes that an SM moves for a row: its input, and its sums, which are written and read.
         let bytes = |parts: u32| {
             let sums = if parts > 1 { 8 * (m.rows.div_ceil(sms) * parts) } else { 0 };
             m.k * 2 / parts + sums
@@ -704,7 +704,7 @@ impl Builder<'_> {
                 if !cols.is_multiple_of(2) {
                     return refused(grid, "the output", "an even number of columns");
                 }
-                // What a product reads next lies as products read it; heads and branches are read row by row.
+                // The input of a product has the layout of operands. Heads and branches are stored row by row.
                 let (name, layout) = match m.epilogue {
                     Epilogue::Store if parts > 1 => ("branch", Layout::Parts(parts)),
                     Epilogue::Store => ("branch", Layout::Rows(DType::Bf16)),
@@ -770,7 +770,7 @@ impl Builder<'_> {
 
     /// How the histories of attention are cut, if the plan cuts any and these are long enough.
     fn splits(&mut self, a: &Attention, tile: u32) -> Option<Splits> {
-        // A history begins with a whole tile.
+        // Where a window begins, the whole tile is read.
         let seen = a.window.unwrap_or(u32::MAX).min(self.program.context_max);
         let longest = seen.saturating_add(tile).min(self.program.context_max);
         let cols = a.heads * (a.head_dim + 2);
@@ -817,9 +817,8 @@ fn shares(over: Over, blocks: u32, block_rows: u32, sms: u32) -> Vec<Vec<Share>>
                 out[(i % sms) as usize].push(Share { row: i / parts, rows: 1, lo: i % parts, hi: i % parts + 1 });
             }
         }
-        // The SMs of a block of rows and a part of k have all units of the matrix among them: weights are read as often as there are
-        // blocks, which L2 serves, and an SM reads no more of its input than its own rows and its own part.
-        // Blocks side by side have the parts of the same units.
+        // Some SMs work on each block of rows and part of k, and share all units of the matrix. So each weight is read once for each block of rows, from L2
+        // after the first time, and an SM reads only its own rows and its own part of the input. In a step SMs side by side have the parts of the same units.
         Over::Units { n, parts } if blocks == 1 && parts > 1 && sms.is_multiple_of(parts) => {
             for sm in 0..sms {
                 let (lo, hi) = part(n, sm / parts, sms / parts);
@@ -830,7 +829,7 @@ fn shares(over: Over, blocks: u32, block_rows: u32, sms: u32) -> Vec<Vec<Share>>
         Over::Units { n, parts } => {
             for i in 0..blocks * parts {
                 let (first, end) = part(sms, i, blocks * parts);
-                // Of fewer SMs than blocks, one has several.
+                // If there are fewer SMs than blocks of rows, an SM has several.
                 let end = end.max(first + 1);
                 for sm in first..end {
                     let (lo, hi) = part(n, sm - first, end - first);
@@ -839,13 +838,13 @@ fn shares(over: Over, blocks: u32, block_rows: u32, sms: u32) -> Vec<Vec<Share>>
                 }
             }
         }
-        // One row each: all SMs in turn, so that fewer rows are as even.
+        // Single rows go to the SMs in turn. So the work is even for fewer rows, too.
         Over::Heads { n, rows: 1 } => {
             for i in 0..rows * n {
                 out[(i % sms) as usize].push(Share { row: i / n, rows: 1, lo: i % n, hi: i % n + 1 });
             }
         }
-        // Later rows see more. The longest tiles first, each to the SM with the least so far.
+        // Later rows see longer histories. The longest tiles are given out first, each to the SM with the least work so far.
         Over::Heads { n, rows: tile } => {
             let mut load = vec![0u64; sms as usize];
             for row in (0..rows / tile).rev().map(|t| t * tile) {
