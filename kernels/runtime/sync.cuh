@@ -343,6 +343,22 @@ __device__ __forceinline__ bool peer_has_sent(u64* word, u32 use) {
 #endif
   return done;
 }
+// A look alone.
+__device__ __forceinline__ bool peek_sent(u64* word, u32 use) {
+  u32 done = 0;
+#if ONE_SIDED_FENCES
+  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.relaxed.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0,1,0,p;}"
+               : "=r"(done)
+               : "r"(smem_address(word)), "r"(use & 1u)
+               : "memory");
+#elif __CUDA_ARCH__ >= 900
+  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0,1,0,p;}"
+               : "=r"(done)
+               : "r"(smem_address(word)), "r"(use & 1u)
+               : "memory");
+#endif
+  return done;
+}
 // By each lane, between its wait and its loads of what was sent.
 __device__ __forceinline__ void fence_sent() {
 #if ONE_SIDED_FENCES
@@ -355,6 +371,22 @@ __device__ __forceinline__ void fence_received() {
   asm volatile("fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster;" ::: "memory");
 #elif __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+// One arrival at a barrier of the other block, by a lane that has fenced with `fence_received` what its block has done with shared memory.
+__device__ __forceinline__ void arrive_at_peer(u32 barrier) {
+#if ONE_SIDED_FENCES
+  asm volatile("fence.release.sync_restrict::shared::cta.cluster;\nmbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+#elif __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+#endif
+}
+// A copy to the same place in both blocks; each has its bytes added to its own barrier.
+__device__ __forceinline__ void copy_to_both(u8* to, const u8* from, u32 bytes, u64* full, u64 policy) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%0], [%1], %2, [%3], %4, %5;" ::"r"(smem_address(to)),
+               "l"(from), "r"(bytes), "r"(smem_address(full)), "h"((unsigned short)3), "l"(policy)
+               : "memory");
 #endif
 }
 // By all threads of both blocks.

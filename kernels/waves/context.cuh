@@ -74,11 +74,16 @@ struct WaveParams {
 };
 static_assert(sizeof(WaveParams) == 152, "the host fills this struct");
 
+// Slots of inputs that the blocks of a pair fill together: the same memory, and barriers of its own.
+template <class M>
+constexpr int SHARED_SLOTS = M::PAIRS ? M::INPUT_SLOTS : 0;
+
 template <class M>
 struct WaveState {
   Watchdog dog;
-  u64 full[M::INPUT_SLOTS + M::WEIGHT_SLOTS];
-  u64 empty[M::INPUT_SLOTS + M::WEIGHT_SLOTS];
+  u64 full[M::INPUT_SLOTS + M::WEIGHT_SLOTS + SHARED_SLOTS<M>];
+  u64 empty[M::INPUT_SLOTS + M::WEIGHT_SLOTS + SHARED_SLOTS<M>];
+  u64 free_at_peer[M::PAIRS ? M::INPUT_SLOTS : 1]; // shared slots that the other block of the pair has free
   float stats[2][4][M::WARPS]; // [parity of the rows at hand][mean and squares of a branch, of the sum][warp]
   // Of the current wave, for consumers, and the shares of the next one.
   Wave wave;
@@ -104,10 +109,19 @@ __device__ __forceinline__ float* wave_scratch() {
 template <class M>
 struct InputRing {
   static constexpr int SLOTS = M::INPUT_SLOTS, SLOT_BYTES = M::INPUT_BYTES, AT = M::INPUT_AT, FIRST = 0, FILLERS = 1;
+  static constexpr bool SHARED = false;
+};
+// The ring of inputs for waves in which both blocks of a pair read the same: each copies half of every chunk to both. Other waves take different
+// numbers of chunks in the two blocks, so these have cursors and barriers of their own. The memory is free when all blocks have met.
+template <class M>
+struct SharedRing {
+  static constexpr int SLOTS = M::INPUT_SLOTS, SLOT_BYTES = M::INPUT_BYTES, AT = M::INPUT_AT, FIRST = M::INPUT_SLOTS + M::WEIGHT_SLOTS, FILLERS = 1;
+  static constexpr bool SHARED = true;
 };
 template <class M>
 struct WeightRing {
   static constexpr int SLOTS = M::WEIGHT_SLOTS, SLOT_BYTES = M::WEIGHT_BYTES, AT = 0, FIRST = M::INPUT_SLOTS, FILLERS = M::LOADER_WARPS - 1;
+  static constexpr bool SHARED = false;
 };
 
 // The position of a row in a step. Of a chunk, rows are at consecutive positions.
@@ -195,6 +209,7 @@ template <class M>
 struct WaveContext {
   const WaveParams& p;
   RingCursor<InputRing<M>> inputs; // next chunks to consume
+  RingCursor<SharedRing<M>> shared;
   RingCursor<WeightRing<M>> weights;
   u32 step, wave;
   u32 patience;
@@ -203,7 +218,7 @@ struct WaveContext {
   int thread, warp_index;
 
   __device__ __forceinline__ explicit WaveContext(const WaveParams& p)
-      : p(p), inputs{0, 0}, weights{0, 0}, step(0), wave(0), patience(POLLS_BETWEEN_CHECKS), starved_ns(0), exchanges(0), thread(int(threadIdx.x)), warp_index(int(uniform(threadIdx.x / 32))) {}
+      : p(p), inputs{0, 0}, shared{0, 0}, weights{0, 0}, step(0), wave(0), patience(POLLS_BETWEEN_CHECKS), starved_ns(0), exchanges(0), thread(int(threadIdx.x)), warp_index(int(uniform(threadIdx.x / 32))) {}
   // At the start of every wave. The compiler must take the thread index for a new value; otherwise it keeps everything that ops derive from it in
   // registers throughout.
   __device__ __forceinline__ void begin_wave(u32 s, u32 i) {

@@ -48,10 +48,12 @@ __device__ __forceinline__ void run_waves(const WaveParams& p) {
   static_assert(sizeof(WaveState<M>) <= M::STATE_BYTES, "the state part of the shared-memory map is too small");
   WaveState<M>& state = wave_state<M>();
   if (threadIdx.x == 0) {
-    for (int i = 0; i < M::INPUT_SLOTS + M::WEIGHT_SLOTS; i++) {
-      Slot<false>::init(&state.full[i], i < M::INPUT_SLOTS ? InputRing<M>::FILLERS : WeightRing<M>::FILLERS);
+    for (int i = 0; i < M::INPUT_SLOTS + M::WEIGHT_SLOTS + SHARED_SLOTS<M>; i++) {
+      const bool has_weights = i >= M::INPUT_SLOTS && i < M::INPUT_SLOTS + M::WEIGHT_SLOTS;
+      Slot<false>::init(&state.full[i], has_weights ? WeightRing<M>::FILLERS : InputRing<M>::FILLERS);
       Slot<false>::init(&state.empty[i], M::WARPS);
     }
+    for (int i = 0; i < SHARED_SLOTS<M>; i++) Slot<false>::init(&state.free_at_peer[i], 1);
     if (M::PAIRS) Slot<false>::init(&state.paired, 1);
     state.dog = Watchdog{p.report, p.abort, global_ns() + p.timeout_ns};
     state.next_division = __ldg(&p.waves[0].division);

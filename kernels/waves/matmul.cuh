@@ -56,8 +56,23 @@ struct WaveCodes<M, G, decltype(int(G::CODE))> {
   }
 };
 
+// The ring from which a product takes its input.
+template <class M, bool SHARED>
+struct WaveInputs {
+  typedef InputRing<M> Ring;
+  typedef RingCursor<Ring> Cursor;
+  static __device__ __forceinline__ Cursor& of(WaveContext<M>& c) { return c.inputs; }
+};
+template <class M>
+struct WaveInputs<M, true> {
+  typedef SharedRing<M> Ring;
+  typedef RingCursor<Ring> Cursor;
+  static __device__ __forceinline__ Cursor& of(WaveContext<M>& c) { return c.shared; }
+};
+
 template <class M, class G>
 struct WaveMatMul {
+  typedef WaveInputs<M, G::SHARED> Inputs;
   typedef WaveCodes<M, G> Codes;
   static constexpr int K_PARTS = OPERAND_ROWS / G::UNIT_ROWS;
   static constexpr int GRANULE_K = K_PARTS * (PART_BYTES * 8 / Coding<M, G>::BITS), GRANULE = Coding<M, G>::BYTES;
@@ -120,12 +135,17 @@ struct WaveMatMul {
     const u8* x = l.p.work + u64(e.x) * OFFSET_BYTES + X::block(share.row / M::BLOCK_ROWS, passes.part * (PART_GRANULES * GRANULE_SPANS / 2));
     const u32 spans = round_up(passes.granules * GRANULE_SPANS, 2u);
 #pragma unroll 1
-    for (u32 at = 0; at < spans; at += X_SPANS, l.at.next()) {
+    for (u32 at = 0; at < spans; at += X_SPANS) {
       const u32 bytes = min(u32(X_SPANS), spans - at) * (M::BLOCK_ROWS * 64);
+      if constexpr (G::SHARED) {
+        l.copy_shared(x + u64(at) * (M::BLOCK_ROWS * 64), bytes);
+        continue;
+      }
       u8* slot = l.free_slot();
       l.meet();
       if (l.lane == 0) l.copy(slot, x + u64(at) * (M::BLOCK_ROWS * 64), bytes);
       l.arrive(bytes);
+      l.at.next();
     }
   }
   template <class L>
@@ -395,20 +415,21 @@ struct WaveMatMul {
     // A turn is the steps until a chunk begins in both rings. Each step of a turn has its own code: a branch costs as much time as several products.
     constexpr int TURN = X_STEPS > W_STEPS ? X_STEPS : W_STEPS;
     constexpr bool TURNS = WHOLE && PART_GRANULES / STEP_GRANULES % TURN == 0;
-    WaveChunk<InputRing<M>> x;
+    typename Inputs::Cursor& inputs = Inputs::of(c);
+    WaveChunk<typename Inputs::Ring> x;
     WaveChunk<WeightRing<M>> w;
-    bool seen = wave_look(c, c.inputs, c.weights, true, true);
+    bool seen = wave_look(c, inputs, c.weights, true, true);
 #pragma unroll 1
     for (int turn = 0; turn < steps; turn += TURN) {
 #pragma unroll
       for (int i = 0; i < TURN; i++) {
         const int step = turn + i;
         if (!TURNS && i > 0 && step >= steps) break;
-        wave_await(c, c.inputs, c.weights, seen, i % X_STEPS == 0, i % W_STEPS == 0);
-        if (i % X_STEPS == 0) x.take(c.inputs);
+        wave_await(c, inputs, c.weights, seen, i % X_STEPS == 0, i % W_STEPS == 0);
+        if (i % X_STEPS == 0) x.take(inputs);
         if (i % W_STEPS == 0) w.take(c.weights);
         // The answer is there when the products of this step are under way.
-        seen = wave_look(c, c.inputs, c.weights, (i + 1) % X_STEPS == 0, (i + 1) % W_STEPS == 0);
+        seen = wave_look(c, inputs, c.weights, (i + 1) % X_STEPS == 0, (i + 1) % W_STEPS == 0);
         const u8* input = x.at + i % X_STEPS * (STEP / 2) * X::BLOCK_BYTES;
         const u8* weights = w.at + i % W_STEPS * STEP_GRANULES * GRANULE;
         const int left = granules - step * STEP_GRANULES;

@@ -4,6 +4,16 @@
 // late by a phase could take one phase for another.
 #pragma once
 
+// Waits for what the other block of the pair sends, by whole warps.
+template <class M>
+__device__ __forceinline__ void await_sent(WaveContext<M>& c, u64* word, u32 use) {
+  u32 left = c.patience;
+  while (!__all_sync(~0u, peer_has_sent(word, use)))
+    if (--left == 0) {
+      if (give_up(c.waiter(), false, WaitKind::PEER, use, 0)) return;
+      left = POLLS_BETWEEN_CHECKS;
+    }
+}
 // Waits for the chunk at a cursor, by all consumer warps.
 template <class M, class R>
 __device__ __forceinline__ const u8* wave_take(WaveContext<M>& c, const RingCursor<R>& at) {
@@ -20,19 +30,23 @@ template <class M, class A, class B>
 __device__ __forceinline__ bool wave_look(const WaveContext<M>&, const RingCursor<A>& a, const RingCursor<B>& b, bool first, bool second) {
   u64* const full = wave_state<M>().full;
   bool there = true;
-  if (first) there &= Slot<false>::peek(&full[A::FIRST + a.slot], a.use, A::FILLERS);
+  if (first) there &= A::SHARED ? peek_sent(&full[A::FIRST + a.slot], a.use) : Slot<false>::peek(&full[A::FIRST + a.slot], a.use, A::FILLERS);
   if (second) there &= Slot<false>::peek(&full[B::FIRST + b.slot], b.use, B::FILLERS);
   return there;
 }
 template <class M, class A, class B>
 __device__ __forceinline__ void wave_await(WaveContext<M>& c, const RingCursor<A>& a, const RingCursor<B>& b, bool seen, bool first, bool second) {
-  if (!(first || second) || __all_sync(~0u, seen)) return;
-  const u64 begun = M::TRACE && c.tid() == 0 ? global_ns() : 0;
-  u64* const full = wave_state<M>().full;
-  if (first) await_slot_longer<false>(&full[A::FIRST + a.slot], a.use, A::FILLERS, c.waiter(), WaitKind::RING_FULL);
-  if (second) await_slot_longer<false>(&full[B::FIRST + b.slot], b.use, B::FILLERS, c.waiter(), WaitKind::RING_FULL);
-  if constexpr (M::TRACE)
-    if (c.tid() == 0) c.starved_ns += u32(global_ns() - begun);
+  if (!(first || second)) return;
+  if (!__all_sync(~0u, seen)) {
+    const u64 begun = M::TRACE && c.tid() == 0 ? global_ns() : 0;
+    u64* const full = wave_state<M>().full;
+    if (first && A::SHARED) await_sent(c, &full[A::FIRST + a.slot], a.use);
+    if (first && !A::SHARED) await_slot_longer<false>(&full[A::FIRST + a.slot], a.use, A::FILLERS, c.waiter(), WaitKind::RING_FULL);
+    if (second) await_slot_longer<false>(&full[B::FIRST + b.slot], b.use, B::FILLERS, c.waiter(), WaitKind::RING_FULL);
+    if constexpr (M::TRACE)
+      if (c.tid() == 0) c.starved_ns += u32(global_ns() - begun);
+  }
+  if (first && A::SHARED) fence_sent();
 }
 // Waits for two chunks; one look is enough if both are there.
 template <class M, class A, class B>
@@ -84,16 +98,18 @@ template <class M, class R>
 struct WaveLoader {
   const WaveParams& p;
   RingCursor<R> at;  // next chunk to fill
+  RingCursor<SharedRing<M>> shared; // of those that both blocks of a pair read
   u32 step, wave;
   u32 patience;
   u32 met;           // waves of the launch that all blocks are known to have ended
+  u32 shared_until;  // waves of the launch up to the last one whose slots were shared: until all blocks have ended it, it has their memory
   int part, lane;
 #if __CUDA_ARCH__ >= 900
   u64 hint; // for L2: weights are read once, activations again
 #endif
 
   __device__ __forceinline__ WaveLoader(const WaveParams& p, int part)
-      : p(p), at{0, 0}, step(0), wave(0), patience(POLLS_BETWEEN_CHECKS), met(0), part(part), lane(int(threadIdx.x % 32)) {
+      : p(p), at{0, 0}, shared{0, 0}, step(0), wave(0), patience(POLLS_BETWEEN_CHECKS), met(0), shared_until(0), part(part), lane(int(threadIdx.x % 32)) {
 #if __CUDA_ARCH__ >= 900
     if constexpr (R::FIRST == 0)
       asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(hint));
@@ -106,16 +122,12 @@ struct WaveLoader {
   __device__ __forceinline__ bool lost() const { return patience == POLLS_WHEN_LOST; }
   // Inlined: if consumers called the same function, ptxas would give them no more registers than the loader has.
   __device__ __forceinline__ void await_empty() {
-    u32 left = patience;
-    while (!__all_sync(~0u, Slot<false>::reached(&wave_state<M>().empty[R::FIRST + at.slot], at.use - 1, M::WARPS)))
-      if (--left == 0) {
-        if (give_up(waiter(), false, WaitKind::RING_EMPTY, at.use - 1, M::WARPS)) return;
-        left = POLLS_BETWEEN_CHECKS;
-      }
+    await(at.use - 1, [&] { return Slot<false>::reached(&wave_state<M>().empty[R::FIRST + at.slot], at.use - 1, M::WARPS); });
   }
   // The slot at the cursor, once all consumers have left it. By every warp that fills the ring, for every chunk.
   __device__ __forceinline__ u8* free_slot() {
     if (at.use != 0) await_empty();
+    if (R::FIRST == 0) meet(shared_until);
     fence_empty_slot();
     return block_memory() + R::AT + at.slot * R::SLOT_BYTES;
   }
@@ -134,6 +146,40 @@ struct WaveLoader {
 #if __CUDA_ARCH__ >= 900
     if (!lost()) copy_in_bulk(to, from, bytes, &wave_state<M>().full[R::FIRST + at.slot], hint);
 #endif
+  }
+  // Fills the next shared slot, which both blocks of the pair do in turn: this one copies its half of a chunk to both, once it is free in both.
+  __device__ __forceinline__ void copy_shared(const u8* from, u32 bytes) {
+    typedef SharedRing<M> S;
+    WaveState<M>& state = wave_state<M>();
+    const u32 rank = blockIdx.x % 2, half = bytes / 2;
+    u64* const full = &state.full[S::FIRST + shared.slot];
+    if (shared.use != 0) await(shared.use - 1, [&] { return Slot<false>::reached(&state.empty[S::FIRST + shared.slot], shared.use - 1, M::WARPS); });
+    meet();
+    fence_empty_slot();
+    fence_received();
+    if (lane == 0 && !lost()) {
+      expect_bytes(full, bytes);
+      arrive_at_peer(peer_address(&state.free_at_peer[shared.slot]));
+    }
+    __syncwarp();
+    await(shared.use, [&] { return peer_has_sent(&state.free_at_peer[shared.slot], shared.use); });
+    fence_sent();
+    fence_before_sending();
+#if __CUDA_ARCH__ >= 900
+    if (lane == 0 && !lost()) copy_to_both(block_memory() + S::AT + shared.slot * S::SLOT_BYTES + rank * half, from + rank * half, half, full, hint);
+#endif
+    __syncwarp();
+    shared.next();
+    shared_until = step * p.wave_count + wave + 1;
+  }
+  template <class F>
+  __device__ __forceinline__ void await(u32 use, F reached) {
+    u32 left = patience;
+    while (!__all_sync(~0u, reached()))
+      if (--left == 0) {
+        if (give_up(waiter(), false, WaitKind::RING_EMPTY, use, M::WARPS)) return;
+        left = POLLS_BETWEEN_CHECKS;
+      }
   }
   // A box of a tensor map: from element `x` of unit `y` on. What lies beyond a unit is zeros.
   __device__ __forceinline__ void copy_box(u8* to, u32 box, u32 x, u32 y) {

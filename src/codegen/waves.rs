@@ -220,7 +220,7 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
             let over = plan.divisions[wave.division.index()].over;
             ("WaveRows", rows_members(&schedule.program, plan, over, *residual, sum.as_ref(), out.as_ref()))
         }
-        (Action::MatMul { squares, target, then, pass, chunk, warps, .. }, Op::MatVec(m)) => {
+        (Action::MatMul { squares, target, then, shared, pass, chunk, warps, .. }, Op::MatVec(m)) => {
             let factor = squares.is_some();
             let norm_eps = m.norm.filter(|_| squares.is_some()).map_or(0.0, |norm| norm.eps);
             let plain = match target {
@@ -240,7 +240,7 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
             };
             let members = format!(
                 "int ROWS = {}\nint K = {}\nint UNIT_ROWS = {}\nint PASS = {pass}\nint CHUNK = {chunk}\nbool BOXED = {boxed}\nint SPLITS = {splits}\n\
-                 int ROW_GROUPS = {}\nint UNIT_GROUPS = {}\nint K_GROUPS = {}\n{}float SOFTCAP = {}\nbool BIAS = {}\nbool PLAIN = {plain}\nbool PAIRED = {paired}\nbool OUT = {}\nbool FACTOR = {factor}\nfloat NORM_EPS = {}\n",
+                 int ROW_GROUPS = {}\nint UNIT_GROUPS = {}\nint K_GROUPS = {}\n{}float SOFTCAP = {}\nbool BIAS = {}\nbool PLAIN = {plain}\nbool PAIRED = {paired}\nbool SHARED = {shared}\nbool OUT = {}\nbool FACTOR = {factor}\nfloat NORM_EPS = {}\n",
                 m.rows,
                 m.k,
                 m.unit_rows,

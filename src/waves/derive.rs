@@ -616,7 +616,9 @@ impl Builder<'_> {
         };
         self.plan.machine.pairs |= in_pairs.is_some();
         let target = self.target(grid, m, parts, in_pairs.is_some())?;
-        self.push(id, Action::MatMul { x, squares, target, then: None, pass, chunk, warps }, over);
+        let shared = self.shares_input(over, pass);
+        self.plan.machine.pairs |= shared;
+        self.push(id, Action::MatMul { x, squares, target, then: None, shared, pass, chunk, warps }, over);
         if let (Epilogue::Residual { scale }, Written::Out(branch), Some(residual)) =
             (m.epilogue, target, self.residual)
         {
@@ -639,6 +641,18 @@ impl Builder<'_> {
             && parts == 2
             && matches!(m.epilogue, Epilogue::Residual { .. })
             && m.rows.is_multiple_of(2)
+    }
+
+    /// Whether the blocks of each pair read the same input equally often.
+    fn shares_input(&self, over: Over, pass: u32) -> bool {
+        let Plan { form, rows, block_rows, ref machine, .. } = self.plan;
+        if !form.decides() || self.cluster_max < 2 || !machine.sms.is_multiple_of(2) {
+            return false;
+        }
+        let Over::Units { parts: 1, .. } = over else { return false };
+        let of_sms = shares(over, rows / block_rows, block_rows, machine.sms);
+        let passes = |of_sm: &Vec<Share>| of_sm.iter().map(|s| (s.hi - s.lo).div_ceil(pass)).collect::<Vec<_>>();
+        of_sms.chunks(2).all(|pair| pair.len() == 2 && passes(&pair[0]) == passes(&pair[1]))
     }
 
     /// Into how many parts of k a product is divided. A part of the SMs reads a part of the input, and more sums travel.

@@ -293,6 +293,8 @@ pub enum Action {
         target: Target,
         /// Of a product in pairs, which has a whole residual: the input of the next product.
         then: Option<Input>,
+        /// Both blocks of each pair read the same chunks of `x`, and each copies half of them to both.
+        shared: bool,
         /// Most units that a block multiplies at once.
         pass: u32,
         /// Granules of each unit in a chunk of weights.

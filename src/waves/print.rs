@@ -56,8 +56,8 @@ impl fmt::Display for Plan {
                         }
                     }
                 }
-                Action::MatMul { x, squares, target, then, pass, chunk, warps: Warps { rows, units, k } } => {
-                    write!(f, "matmul x={x}")?;
+                Action::MatMul { x, squares, target, then, shared, pass, chunk, warps: Warps { rows, units, k } } => {
+                    write!(f, "matmul x={x}{}", if *shared { " shared" } else { "" })?;
                     if let Some(squares) = squares {
                         write!(f, " squares={squares}")?;
                     }

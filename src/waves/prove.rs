@@ -256,7 +256,8 @@ impl Judge<'_> {
         let (m, spec) = (&self.plan.machine, &target.spec);
         let [warps, loader_warps, weights, inputs] =
             [m.warps, m.loader_warps, m.weights.slots, m.inputs.slots].map(u64::from);
-        let slots = weights + inputs;
+        // Inputs that pairs share have barriers of their own.
+        let slots = weights + if m.pairs { 2 * inputs } else { inputs };
         let threads = (warps + loader_warps) * 32;
         // What the launch gives each thread, in steps of 8. A thread that wants more waits until others have given it up: for ever, if
         // all together want more than there is.
@@ -266,7 +267,7 @@ impl Judge<'_> {
         let moves = [most, least].iter().all(|n| n.is_multiple_of(8) && (24..=248).contains(n)) && least <= each;
         let row_bytes = match self.plan.form {
             Form::Chunk => 16,
-            Form::Steps | Form::Tail => 16 * u64::from(self.plan.rows) + 8,
+            Form::Steps | Form::Tail => 16 * u64::from(self.plan.rows) + 8 + if m.pairs { 8 * inputs } else { 8 },
         };
         let cuts = self.plan.waves.iter().any(|wave| matches!(wave.action, Action::AttendRow { splits: Some(_), .. }));
         let split_bytes = if cuts { 48 } else { 0 };
@@ -759,6 +760,23 @@ impl Judge<'_> {
         Ok(())
     }
 
+    /// The blocks of each pair read the same chunks of the input, in the same order: each fills half of every slot of both, and waits for the other one
+    /// to say that a slot is free. One block of rows, the whole of k, and as many passes.
+    fn shared(&self, wave: &Wave, product: Product) -> Result<(), String> {
+        let Product { pass, parts, .. } = product;
+        if !self.plan.machine.pairs || parts != 1 || !self.plan.form.decides() {
+            return Err("an input that pairs share, of blocks that are no pairs or have parts of k".to_string());
+        }
+        let shares = self.plan.divisions[wave.division.index()].shares.first().map_or(&[][..], Vec::as_slice);
+        let passes = |of_sm: &Vec<Share>| {
+            of_sm.iter().map(|s| (s.row, s.rows, (s.hi - s.lo).div_ceil(pass.max(1)))).collect::<Vec<_>>()
+        };
+        if !shares.chunks(2).all(|pair| pair.len() == 2 && passes(&pair[0]) == passes(&pair[1])) {
+            return Err("an input that pairs share, of which one block reads more".to_string());
+        }
+        Ok(())
+    }
+
     /// The two blocks of each pair have the two parts of k of the same units, in one pass, so that each sends the other one sums once, of tiles that
     /// it has itself; scratch has room for them. The memory of what was sent is used again after all blocks met.
     fn paired(&self, wave: &Wave, m: &MatVec, product: Product) -> Result<(), String> {
@@ -819,7 +837,7 @@ impl Judge<'_> {
 
     fn product(&mut self, grid: &Grid, m: &MatVec, wave: &Wave, w: usize) -> Result<(), String> {
         let program = &self.validated.schedule().program;
-        let Action::MatMul { x, squares, target, then, pass, chunk, warps } = wave.action else {
+        let Action::MatMul { x, squares, target, then, shared, pass, chunk, warps } = wave.action else {
             return Err("expected a product".to_string());
         };
         let buffer = |role: Role| grid.operand(role).map(|operand| operand.buffer).ok_or("an operand is missing");
@@ -835,6 +853,9 @@ impl Judge<'_> {
         self.over(wave, Over::Units { n: m.units(), parts })?;
         for what in self.ring_of(m, format, Product { pass, chunk, warps, parts }) {
             self.violate("ring", Some(w), what);
+        }
+        if shared {
+            self.shared(wave, Product { pass, chunk, warps, parts })?;
         }
         if then.is_some() && !(parts > 1 && matches!(target, Written::Residual(_))) {
             return Err("the input of the next product, of a product that has no whole residual in pairs".to_string());
