@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 const BYTES_MAX: usize = 256 << 20;
 /// Time for one input, which is ample for any valid one.
 const TIME_MAX: Duration = Duration::from_millis(500);
-/// Allocations between two checks of the clock, and the size of an allocation that is checked by itself.
+/// Allocations between two checks of the clock, and the size from which an allocation is checked on its own.
 const LOOK_EVERY: u32 = 1024;
 const LOOK_BYTES: usize = 64 << 10;
 

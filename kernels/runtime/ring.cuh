@@ -141,10 +141,7 @@ struct Loader {
           : "memory");
 #endif
     } else if constexpr (M::COPY == Copy::CP_ASYNC) {
-#if __CUDA_ARCH__ >= 800
-      for (u32 i = tid * 16; i < bytes; i += THREADS * 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(to + i)), "l"(from + i) : "memory");
-#endif
+      for (u32 i = tid * 16; i < bytes; i += THREADS * 16) copy_ahead(to + i, from + i);
     } else {
       constexpr int UNROLL = 4;
       for (u32 base = 0; base < bytes; base += UNROLL * THREADS * 16) {

@@ -303,7 +303,7 @@ __device__ __forceinline__ void await_waves(const u32* arrived, u32 wave, Waiter
 
 // ---- pairs of blocks --------------------------------------------------------------------------------------------
 // The two blocks of a cluster store to each other's shared memory. Each store adds its bytes to a barrier of the receiver, as a release at
-// the scope of the cluster, so whoever has seen the phase end and fenced sees what was stored. The fences name shared memory alone, and wait for
+// the scope of the cluster, so a thread that has seen the phase end, and has fenced since, sees what was stored. The fences name shared memory alone, and wait for
 // nothing; those of older toolkits also make L1 forget what it has. The ISA does not say through which proxy `st.async` stores, so each
 // side has a fence of proxies, too.
 

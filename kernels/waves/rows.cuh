@@ -1,4 +1,4 @@
-// rows: the work of a wave on each row by itself. Embeds the token, adds a branch to the residual, or takes the residual of a row of the
+// rows: what a wave does with each row on its own. Embeds the token, adds a branch to the residual, or takes the residual of a row of the
 // preceding chunk (TAKE); then computes the norm of the sum.
 // With ROW_PARTS parts of the columns several blocks share a row. None has the whole norm then: each leaves the sum of its squares, and the
 // product divides by the norm (WaveMatMul). After a product in pairs of blocks there is no such wave if an RMS norm follows.

@@ -8,7 +8,7 @@ use super::kernel_struct::kernel_struct;
 use super::{Float, HEADERS, KernelSource, ROWS_HEADERS, WAVES_HEADERS};
 use crate::digest::Digest;
 use crate::ir::layout::{Matrix, PLACE_ALIGN_BYTES, matrices};
-use crate::ir::op::{Epilogue, MatVec, Op, Role};
+use crate::ir::op::{Epilogue, Op, Role};
 use crate::ir::program::{Grid, Program};
 use crate::ir::{BufferId, GridId};
 use crate::rows::Shape;
@@ -169,7 +169,7 @@ pub struct WeightBox {
 }
 
 /// Most bytes of a piece of a box: 256 elements of 8 bytes.
-pub const PIECE_BYTES_MAX: u32 = 2048;
+const PIECE_BYTES_MAX: u32 = 2048;
 /// Units of the smallest box; what is left over is copied unit by unit.
 const BOX_UNITS: u32 = 8;
 
@@ -232,8 +232,7 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
                 Over::Units { parts, .. } => parts,
                 _ => unreachable!("prove: products are divided over units"),
             };
-            let boxed = piece_bytes(&schedule.program, grid, m, *chunk) <= PIECE_BYTES_MAX;
-            let paired = splits > 1 && matches!(target, Written::Residual(_));
+            let (boxed, paired) = (boxes_of(proven, wave).is_some(), target.is_paired(splits));
             let softcap = match m.epilogue {
                 Epilogue::Logits { softcap, .. } => softcap.unwrap_or(0.0),
                 _ => 0.0,
@@ -496,19 +495,13 @@ pub fn encode(proven: &Proven<'_>) -> WaveTables {
     tables
 }
 
-/// Bytes of a unit in a chunk.
-fn piece_bytes(program: &Program, grid: &Grid, m: &MatVec, chunk: u32) -> u32 {
-    chunk * program.format_of(grid).granule_bytes(m.k)
-}
-
 /// Boxes of a pass, of a pass of one unit less, and of few units. Pieces that are longer are as fast one by one.
 fn boxes_of(proven: &Proven<'_>, wave: &PlanWave) -> Option<[WeightBox; 3]> {
     let (schedule, grid) = (proven.validated().schedule(), grid_of(proven, wave.grid));
     let (Action::MatMul { pass, chunk, .. }, Op::MatVec(m)) = (&wave.action, &grid.op) else { return None };
-    let piece_bytes = piece_bytes(&schedule.program, grid, m, *chunk);
     let place = schedule.placement[grid.operand(Role::Weight)?.buffer.index()]?;
     let format = schedule.program.format_of(grid);
-    let unit_bytes = u64::from(m.k.div_ceil(format.granule_k() * m.parts())) * u64::from(format.granule_bytes(m.k));
+    let (unit_bytes, piece_bytes) = (m.unit_bytes(format), chunk * format.granule_bytes(m.k));
     let of = |box_units: u32| WeightBox { place, units: m.units().into(), unit_bytes, box_units, piece_bytes };
     (piece_bytes <= PIECE_BYTES_MAX).then(|| [of(*pass), of(pass.saturating_sub(1).max(1)), of(BOX_UNITS)])
 }

@@ -1,4 +1,4 @@
-//! Owns the choice of a token by temperature, top-k and top-p, which a kernel can make by itself.
+//! Owns the choice of a token by temperature, top-k and top-p, which a kernel can make without the host.
 
 use super::error::SampleError;
 use super::noise::{exp_f32, gumbel, philox4x32_10};

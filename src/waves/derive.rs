@@ -440,7 +440,7 @@ impl Builder<'_> {
             (Action::Rows { .. }, Over::Rows { parts }, _) => Sums::Row { parts },
             (Action::MatMul { warps, target, then, .. }, Over::Units { parts, .. }, Op::MatVec(m)) => {
                 let matrix = Matrix::of(m, self.program.format_of(grid));
-                let paired = parts > 1 && matches!(target, Written::Residual(_));
+                let paired = target.is_paired(parts);
                 let squares = if then.is_some() { self.plan.machine.sms / 2 } else { 0 };
                 Sums::Product { parts, granules: matrix.part(parts), groups: warps.k, paired, squares }
             }
@@ -584,9 +584,10 @@ impl Builder<'_> {
 
     /// Whether the last wave is a product whose pairs of blocks add to the residual.
     fn ends_in_pairs(&self) -> bool {
-        let split = matches!(self.overs.last(), Some(Over::Units { parts: 2, .. }));
-        let residual = |wave: &Wave| matches!(wave.action, Action::MatMul { target: Written::Residual(_), .. });
-        split && self.plan.waves.last().is_some_and(residual)
+        match (self.plan.waves.last().map(|wave| &wave.action), self.overs.last()) {
+            (Some(Action::MatMul { target, .. }), Some(&Over::Units { parts, .. })) => target.is_paired(parts),
+            _ => false,
+        }
     }
 
     /// Into how many parts of equal length SMs divide each row.

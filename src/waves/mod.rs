@@ -338,6 +338,13 @@ pub enum Target {
     Best(WorkId),
 }
 
+impl Target {
+    /// Whether the blocks of a pair add up between them, of a product in `parts` parts of k.
+    pub fn is_paired(self, parts: u32) -> bool {
+        parts > 1 && matches!(self, Target::Residual(_))
+    }
+}
+
 /// How the warps of a block share a product: groups of rows, by groups of units, by groups that take granules of k in turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Warps {

@@ -453,7 +453,7 @@ impl Judge<'_> {
             (Action::MatMul { warps, target, then, .. }, Some(Over::Units { parts, .. }), Op::MatVec(m)) => {
                 let format = grid.operand(Role::Weight).map(|weight| program.buffers[weight.buffer.index()].format());
                 let granules = format.map(|format| part_granules(m, format, parts));
-                let paired = parts > 1 && matches!(target, Written::Residual(_));
+                let paired = target.is_paired(parts);
                 let squares = if then.is_some() { self.plan.machine.sms / 2 } else { 0 };
                 granules.map(|granules| Sums::Product { parts, granules, groups: warps.k, paired, squares })
             }
@@ -868,7 +868,7 @@ impl Judge<'_> {
         for what in self.ring_of(m, format, Product { pass, chunk, warps, parts }) {
             self.violate("ring", Some(w), what);
         }
-        if then.is_some() && !(parts > 1 && matches!(target, Written::Residual(_))) {
+        if then.is_some() && !target.is_paired(parts) {
             return Err("the input of the next product, of a product that has no whole residual in pairs".to_string());
         }
         match (m.epilogue, target) {

@@ -355,6 +355,17 @@ static void pack_codes(u64& state, std::vector<double>& w, std::vector<float>& b
   constants.resize((constants.size() + OFFSET_BYTES - 1) / OFFSET_BYTES * OFFSET_BYTES);
   if constexpr (G::ROW_SCALES) wave.row_scales = constant(scales);
 }
+// The matrix and the input of a product. Of codes `w` becomes their values.
+template <class M, class G>
+static void put_product(u64& state, u32 rows, const std::vector<float>& plain, const std::vector<float>& x, std::vector<double>& w, std::vector<float>& by_row) {
+  if constexpr (IS_CODED<G>)
+    pack_codes<G>(state, w, by_row);
+  else
+    pack<G>(plain);
+  put_boxes<M, G>();
+  wave.x = operand<M, G::K>(rows);
+  put_operand<M, G::K>(wave.x, rows, x);
+}
 static double activated(Act act, double v) {
   if (act == Act::SILU) return v / (1 + std::exp(-v));
   if (act == Act::GELU_ERF) return 0.5 * v * (1 + std::erf(v * std::sqrt(0.5)));
@@ -382,14 +393,8 @@ static void matmul(const char* name, u32 rows) {
   if (G::BIAS) wave.bias = constant(units);
   std::vector<double> w(plain.begin(), plain.end());
   std::vector<float> by_row(G::ROWS, 1.f);
-  if constexpr (IS_CODED<G>)
-    pack_codes<G>(state, w, by_row);
-  else
-    pack<G>(plain);
+  put_product<M, G>(state, rows, plain, x, w, by_row);
   const u32 whole = blocks<M>(rows) * M::BLOCK_ROWS;
-  put_boxes<M, G>();
-  wave.x = operand<M, G::K>(rows);
-  put_operand<M, G::K>(wave.x, rows, x);
   wave.residual = activations(size_t(whole) * COLS * 4);
   const size_t plain_bytes = IS_LOGITS ? size_t(whole) * M::SMS * 8 : size_t(whole) * COLS * (PARTS ? 4 * SPLITS : 2);
   wave.out = PLAIN ? activations(plain_bytes) : operand<M, COLS>(rows);
@@ -511,13 +516,7 @@ static void in_pairs(const char* name, const char* out_name, u32 rows, bool weig
   if (weighted) wave.norm_weight = constant(weight);
   std::vector<double> w(plain.begin(), plain.end());
   std::vector<float> by_row(G::ROWS, 1.f);
-  if constexpr (IS_CODED<G>)
-    pack_codes<G>(state, w, by_row);
-  else
-    pack<G>(plain);
-  put_boxes<M, G>();
-  wave.x = operand<M, G::K>(rows);
-  put_operand<M, G::K>(wave.x, rows, x);
+  put_product<M, G>(state, rows, plain, x, w, by_row);
   wave.residual = activations(size_t(M::BLOCK_ROWS) * COLS * 4);
   for (u32 row = 0; row < rows; row++) std::memcpy(plain_at(wave.residual, row, 0, COLS, 4), before.data() + size_t(row) * COLS, COLS * 4);
   wave.out = operand<M, COLS>(rows);
