@@ -7,11 +7,11 @@
 //                RESIDUAL: residual += SCALE * y, in place. With SPLITS parts of k these write the fp32 sums of each part: (SPLITS, rows, ROWS).
 //                LOGITS: the block's best logit of each row, and all logits if the host asks for them
 //
-// squares (parts, rows)  fp32. With FACTOR the input lacks the factor of its norm. The factor follows from these sums, which WaveRows or a product in
+// squares (rows / 4, parts, 4)  fp32. With FACTOR the input lacks the factor of its norm. The factor follows from these sums, which WaveRows or a product in
 //                pairs has left, and multiplies the result
 // PAIRED         residual += SCALE * y by the two blocks of a cluster, which have the two parts of k of the same units (end_pair)
 // out      (rows, ROWS)  if PAIRED and OUT: the residual times the weight of the next norm, in the layout of operands; and
-// squares_out (SMS / 2, rows)  fp32: each pair's sum of squares of a row; zero for a pair without units
+// squares_out (rows / 4, SMS / 2, 4)  fp32: each pair's sum of squares of a row; zero for a pair without units
 //
 // owner    of a unit, a part of k and a block of rows: one block
 // assumes  columns of x past K and rows of W past ROWS are zeros
@@ -277,6 +277,45 @@ struct WaveMatMul {
     float score[ROW_TILES][2];
     int id[ROW_TILES][2];
   };
+  // The factors of the input's norm follow from sums of squares that blocks have left (`square_at`). A warp has four rows at a time, and a lane every 32nd part of
+  // them: so whatever the number of rows of a block is, a row has the same sum. They are asked for before the products, and arrive meanwhile.
+  struct Squares {
+    static constexpr int ROUNDS = ceil_div(M::BLOCK_ROWS / 4, M::WARPS), PARTS = M::SQUARE_PARTS > 32 ? ceil_div(M::SQUARE_PARTS, 32) : 1;
+    float4 of[ROUNDS][PARTS];
+    static __device__ __forceinline__ u32 first_row(const WaveContext<M>& c, int round) { return u32(round * M::WARPS + c.warp()) * 4; }
+    __device__ __forceinline__ void ask(const WaveContext<M>& c, const Wave& e) {
+      static_assert(M::STEPS && M::BLOCK_ROWS % 4 == 0, "warps have four rows at a time");
+      static_assert(ROUNDS * PARTS <= 8, "a lane holds these while it multiplies");
+      static_assert(!G::PAIRED, "no product in pairs has an input that lacks a factor");
+#pragma unroll
+      for (int r = 0; r < ROUNDS; r++)
+#pragma unroll
+        for (int i = 0; i < PARTS; i++) {
+          const u32 part = u32(i * 32 + c.lane()), row = first_row(c, r);
+          of[r][i] = make_float4(0.f, 0.f, 0.f, 0.f);
+          if (part < e.square_parts && row < M::BLOCK_ROWS)
+            of[r][i] = *reinterpret_cast<const float4*>(c.template work<float>(e.squares) + square_at(e.square_parts, part, row));
+        }
+    }
+    // All warps see the factors after the next barrier.
+    __device__ __forceinline__ void leave_factors(const WaveContext<M>& c) const {
+      const int lane = c.lane();
+#pragma unroll
+      for (int r = 0; r < ROUNDS; r++) {
+        float4 sum = of[r][0];
+#pragma unroll
+        for (int i = 1; i < PARTS; i++) sum.x += of[r][i].x, sum.y += of[r][i].y, sum.z += of[r][i].z, sum.w += of[r][i].w;
+        // Lanes add up in pairs. Of four rows each gives two away, then one of two.
+        const bool last = lane & 16, odd = lane & 8;
+        const float a = (last ? sum.z : sum.x) + __shfl_xor_sync(~0u, last ? sum.x : sum.z, 16), b = (last ? sum.w : sum.y) + __shfl_xor_sync(~0u, last ? sum.y : sum.w, 16);
+        float all = (odd ? b : a) + __shfl_xor_sync(~0u, odd ? a : b, 8);
+#pragma unroll
+        for (int o = 4; o > 0; o >>= 1) all += __shfl_xor_sync(~0u, all, o);
+        const u32 row = first_row(c, r) + lane / 8;
+        if (lane % 8 == 0 && row < M::BLOCK_ROWS) wave_state<M>().factors[row] = rsqrtf(all * (1.f / G::K) + G::NORM_EPS);
+      }
+    }
+  };
   // Completes the sums of columns 2 t and 2 t + 1 of a unit, of one row: parts of k of a granule, factors, scales and bias. By whole warps.
   static __device__ __forceinline__ float2 settled(const WaveContext<M>& c, const Wave& e, u32 part, u32 unit, int row, int t, float2 y) {
     // Lanes side by side have the parts of k of a row.
@@ -395,7 +434,7 @@ struct WaveMatMul {
   }
 
   template <int N>
-  static __device__ __forceinline__ void pass(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here, Best& best, bool is_first) {
+  static __device__ __forceinline__ void pass(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here, Best& best, const Squares& squares, bool is_first) {
     const Warp at(c);
     PairEnds<N> ends;
     if constexpr (G::PAIRED) ends.ask(c, e, passes.part, first, here, at);
@@ -431,7 +470,10 @@ struct WaveMatMul {
       }
     }
     if constexpr (G::FACTOR)
-      if (is_first) take_factors(c, e);
+      if (is_first) {
+        squares.leave_factors(c);
+        if (K_GROUPS == 1) c.barrier(); // groups of k meet in any case
+      }
     if constexpr (G::PAIRED) return end_pair<N>(c, e, passes.part, first, here, at, d, ends);
     const int g = at.lane / 4, t = at.lane % 4;
     const auto done = [&](int m, int i, const float4& v) {
@@ -488,7 +530,10 @@ struct WaveMatMul {
   // and from those that the other block sends. The groups of k of a block add up first.
   static constexpr int PAIR_ROWS = M::BLOCK_ROWS / 2;
   static constexpr int INBOX_BYTES = MOST * UNIT_GROUPS * PAIR_ROWS * 32, SQUARES_BYTES = MOST * UNIT_GROUPS * PAIR_ROWS * 4;
-  static constexpr int PAIR_ROOM = (M::SCRATCH_BYTES - INBOX_BYTES - SQUARES_BYTES) / (M::WARPS * ROW_TILES * 512); // units of a warp at once
+  // Each of the second half of the groups of k leaves its sums, and one of the first half adds its own in place. So scratch has PAIR_SUMS sums of a tile,
+  // and room for PAIR_ROOM units of a warp at once.
+  static constexpr int PAIR_SUMS = K_GROUPS > 1 ? K_GROUPS / 2 : 1;
+  static constexpr int PAIR_ROOM = (M::SCRATCH_BYTES - INBOX_BYTES - SQUARES_BYTES) / (M::WARPS / K_GROUPS * PAIR_SUMS * ROW_TILES * 512);
   // The tiles that a warp completes: their units and rows, and the residual and the norm's weight there.
   template <int N>
   struct PairEnds {
@@ -537,7 +582,7 @@ struct WaveMatMul {
     u64* const paired = &wave_state<M>().paired;
     const int group = at.tiles_at / ROW_TILES * UNIT_GROUPS + at.units_at, g = at.lane / 4, t = at.lane % 4;
     const u32 inbox_of_peer = peer_address(inbox), paired_of_peer = peer_address(paired);
-    float4* const met = reinterpret_cast<float4*>(scratch) + group * (E::TILES * K_GROUPS * 32) + at.lane;
+    float4* const met = reinterpret_cast<float4*>(scratch) + group * (E::TILES * PAIR_SUMS * 32) + at.lane; // [tile][group of k][lane]
     const auto place = [&](const typename E::Tile& to) { return ((group * N + to.i) * ROW_TILES + to.m) * 32 + at.lane; };
     // In a launch that is lost nothing is sent: no store may be on its way when a block ends, and a barrier counts at most 1 MiB.
     const bool lost = c.patience == POLLS_WHEN_LOST;
@@ -546,21 +591,33 @@ struct WaveMatMul {
     float2 own[E::ROUNDS][E::OWN];
 #pragma unroll
     for (int r = 0; r < E::ROUNDS; r++) {
-      c.barrier();
+      if (r > 0) c.barrier();
+      const auto meet = [&](bool adds) {
 #pragma unroll
-      for (int i = r * E::ROUND_UNITS; i < (r + 1) * E::ROUND_UNITS && i < N; i++)
+        for (int i = r * E::ROUND_UNITS; i < (r + 1) * E::ROUND_UNITS && i < N; i++)
 #pragma unroll
-        for (int m = 0; m < ROW_TILES; m++)
-          met[(((i - r * E::ROUND_UNITS) * ROW_TILES + m) * K_GROUPS + at.k_at) * 32] = make_float4(d[m][i][0], d[m][i][1], d[m][i][2], d[m][i][3]);
+          for (int m = 0; m < ROW_TILES; m++) {
+            float4& to = met[(((i - r * E::ROUND_UNITS) * ROW_TILES + m) * PAIR_SUMS + at.k_at % PAIR_SUMS) * 32];
+            float4 sum = make_float4(d[m][i][0], d[m][i][1], d[m][i][2], d[m][i][3]);
+            if (adds) {
+              const float4 v = to;
+              sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+            }
+            to = sum;
+          }
+      };
+      if (K_GROUPS > 1 && at.k_at >= PAIR_SUMS) meet(false);
+      if (K_GROUPS > 1) c.barrier();
+      if (at.k_at < PAIR_SUMS) meet(K_GROUPS > 1);
       c.barrier();
 #pragma unroll
       for (int n = 0; n < E::OWN; n++) {
         const typename E::Tile to = E::tile(c, part, first, here, at, r, n);
         if (!to.ends) continue;
-        float4 sum = met[(n * K_GROUPS + at.k_at) * K_GROUPS * 32];
+        float4 sum = met[(n * K_GROUPS + at.k_at) * PAIR_SUMS * 32];
 #pragma unroll
-        for (int k = 1; k < K_GROUPS; k++) {
-          const float4 v = met[((n * K_GROUPS + at.k_at) * K_GROUPS + k) * 32];
+        for (int k = 1; k < PAIR_SUMS; k++) {
+          const float4 v = met[((n * K_GROUPS + at.k_at) * PAIR_SUMS + k) * 32];
           sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
         }
         const float2 low = make_float2(sum.x, sum.y), high = make_float2(sum.z, sum.w);
@@ -598,10 +655,12 @@ struct WaveMatMul {
   static __device__ __forceinline__ void leave_squares(WaveContext<M>& c, const Wave& e, const float* of, u32 units) {
     if constexpr (G::OUT)
       if (c.tid() < PAIR_ROWS) {
+        // Without a loop of unknown length all are read at once.
         float sum = 0.f;
-        for (u32 unit = 0; unit < units; unit++) sum += of[unit * PAIR_ROWS + c.tid()];
+#pragma unroll
+        for (int unit = 0; unit < MOST * UNIT_GROUPS; unit++) sum += u32(unit) < units ? of[unit * PAIR_ROWS + c.tid()] : 0.f;
         const u32 row = c.tid() / 8 * 16 + blockIdx.x % 2 * 8 + c.tid() % 8;
-        c.template work<float>(e.squares_out)[blockIdx.x / 2 * M::BLOCK_ROWS + row] = sum;
+        c.template work<float>(e.squares_out)[square_at(M::SMS / 2, blockIdx.x / 2, row)] = sum;
       }
   }
   static __device__ __forceinline__ void await_peer(WaveContext<M>& c) {
@@ -756,17 +815,17 @@ struct WaveMatMul {
   }
   // In a plan of chunks, passes of fewer units have code of their own, because units that do not exist cost as much as others. Steps have one piece of code: they
   // are bound by how fast instructions are fetched.
-  static __device__ __forceinline__ void run_warps(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here, Best& best, bool is_first) {
+  static __device__ __forceinline__ void run_warps(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here, Best& best, const Squares& squares, bool is_first) {
     if (M::STEPS)
-      pass<MOST>(c, e, share, passes, first, here, best, is_first);
+      pass<MOST>(c, e, share, passes, first, here, best, squares, is_first);
     else if (here <= UNIT_GROUPS)
-      pass<1>(c, e, share, passes, first, here, best, is_first);
+      pass<1>(c, e, share, passes, first, here, best, squares, is_first);
     else if (here <= 2 * UNIT_GROUPS)
-      pass<MOST < 2 ? MOST : 2>(c, e, share, passes, first, here, best, is_first);
+      pass<MOST < 2 ? MOST : 2>(c, e, share, passes, first, here, best, squares, is_first);
     else if (here <= 4 * UNIT_GROUPS)
-      pass<MOST < 4 ? MOST : 4>(c, e, share, passes, first, here, best, is_first);
+      pass<MOST < 4 ? MOST : 4>(c, e, share, passes, first, here, best, squares, is_first);
     else
-      pass<MOST>(c, e, share, passes, first, here, best, is_first);
+      pass<MOST>(c, e, share, passes, first, here, best, squares, is_first);
   }
   // For warps without a unit of a pass: they leave chunks, too.
   static __device__ __forceinline__ void pass_idle(WaveContext<M>& c, const Passes& passes) {
@@ -794,49 +853,11 @@ struct WaveMatMul {
     else
       pass_wide<N>(c, e, share, passes, first, here);
   }
-  // For the factors of the input's norm: sums of squares arrive in scratch while warps multiply. [part][row]
-  static __device__ __forceinline__ void ask_squares(const WaveContext<M>& c, const Wave& e) {
-    static_assert(M::STEPS && M::BLOCK_ROWS % M::WARPS == 0 && M::BLOCK_ROWS <= 32 * M::WARPS, "a warp has the factors of some rows, a block of all");
-    static_assert(M::SQUARE_PARTS * M::BLOCK_ROWS * 4 <= M::SCRATCH_BYTES, "all parts are in scratch");
-    static_assert(!G::PAIRED, "the other block of the pair may send before these are read");
-    u8* to = reinterpret_cast<u8*>(wave_scratch<M>());
-    const u8* from = c.template work<u8>(e.squares);
-    constexpr int MOST = ceil_div(M::SQUARE_PARTS * M::BLOCK_ROWS / 4, M::WARPS * 32);
-#pragma unroll
-    for (int i = 0; i < MOST; i++) {
-      const u32 at = u32(i * M::WARPS * 32 + c.tid());
-      if (at < e.square_parts * (M::BLOCK_ROWS / 4)) copy_ahead(to + at * 16, from + at * 16);
-    }
-  }
-  static __device__ __forceinline__ void take_factors(const WaveContext<M>& c, const Wave& e) {
-    await_copies();
-    c.barrier();
-    // The lanes of a row share its parts. Every CHAINS-th part belongs to the same sum, for any number of rows of a block. So plans for other numbers of rows
-    // have the same bits.
-    constexpr int ROWS = M::BLOCK_ROWS / M::WARPS, LANES = 32 / ROWS, CHAINS = 16, OWN = CHAINS / LANES;
-    static_assert(OWN > 0, "a lane has a chain");
-    const int row = c.warp() * ROWS + c.lane() % ROWS;
-    const float* of = wave_scratch<M>() + row;
-    float sums[OWN] = {};
-#pragma unroll
-    for (int i = 0; i < ceil_div(M::SQUARE_PARTS, LANES); i++) {
-      const u32 part = u32(i * LANES + c.lane() / ROWS);
-      if (part < e.square_parts) sums[i % OWN] += of[part * M::BLOCK_ROWS];
-    }
-#pragma unroll
-    for (int n = OWN / 2; n > 0; n /= 2)
-#pragma unroll
-      for (int i = 0; i < n; i++) sums[i] += sums[i + n];
-    float sum = sums[0];
-#pragma unroll
-    for (int o = 16; o >= ROWS; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
-    if (c.lane() < ROWS) wave_state<M>().factors[row] = rsqrtf(sum * (1.f / G::K) + G::NORM_EPS);
-    c.barrier();
-  }
   static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
     const HeldShares<M> shares(c.p);
+    Squares squares;
     if constexpr (G::FACTOR)
-      if (shares.count > 0) ask_squares(c, e);
+      if (shares.count > 0) squares.ask(c, e);
     Best best;
     if constexpr (G::EPILOGUE == Epilogue::LOGITS)
 #pragma unroll
@@ -853,7 +874,7 @@ struct WaveMatMul {
         if constexpr (WIDE)
           run_wide(c, e, share, passes, first, here);
         else
-          run_warps(c, e, share, passes, first, here, best, s == 0 && i == 0);
+          run_warps(c, e, share, passes, first, here, best, squares, s == 0 && i == 0);
       }
     }
     if constexpr (G::EPILOGUE == Epilogue::LOGITS) tell_best(c, e, Warp(c), best);

@@ -7,7 +7,7 @@
 // residual (rows, HIDDEN)  fp32, in place
 // branch   (rows, HIDDEN)  residual += BRANCH_SCALE * norm(branch): bf16 row by row, or BRANCH_PARTS sums of fp32, (BRANCH_PARTS, rows, HIDDEN)
 // out      (rows, HIDDEN)  bf16, as products read it: normalised, or of parts times the norm's weight alone
-// squares  (ROW_PARTS, rows)  fp32, of parts
+// squares  (rows / 4, ROW_PARTS, 4)  fp32, of parts
 //
 // owner    of a part of a row: one warp, or several where one would lack registers. Of a step there are fewer rows than blocks: all warps
 // assumes  HIDDEN is whole pieces of 8 columns
@@ -17,6 +17,9 @@ __device__ __forceinline__ void unpack8(const uint4 v, float (&to)[8]) {
   to[0] = bf16_lo(v.x), to[1] = bf16_hi(v.x), to[2] = bf16_lo(v.y), to[3] = bf16_hi(v.y);
   to[4] = bf16_lo(v.z), to[5] = bf16_hi(v.z), to[6] = bf16_lo(v.w), to[7] = bf16_hi(v.w);
 }
+
+// Place of the sum of squares of a part of a row: those of four rows lie side by side, so a warp loads them at once.
+__device__ __forceinline__ u32 square_at(u32 parts, u32 part, u32 row) { return (row / 4 * parts + part) * 4 + row % 4; }
 
 // One block's best score of a row, and its id: of each row SMS of them side by side.
 struct BestLogit {
@@ -229,7 +232,7 @@ struct WaveRows {
 #pragma unroll
           for (int k = 0; k < 8; k++) squares += x[i][k] * x[i][k];
         squares = row_sum(c, round, 3, squares);
-        if (live && c.tid() % STRIDE_LANES == 0) c.template work<float>(e.squares)[part * M::BLOCK_ROWS + row] = squares;
+        if (live && c.tid() % STRIDE_LANES == 0) c.template work<float>(e.squares)[square_at(PARTS, u32(part), u32(row))] = squares;
       }
       each([&](int i, int col) {
         if (!live) return;

@@ -634,8 +634,8 @@ impl Builder<'_> {
         form.decides()
             && self.cluster_max >= 2
             && machine.sms.is_multiple_of(2)
-            // The next product keeps all sums of squares in scratch.
-            && machine.sms / 2 * rows * 4 <= machine.scratch_bytes
+            // Lanes of the next product hold all sums of squares: of four rows at a time, 16 bytes of every 32nd pair.
+            && rows.div_ceil(32) * (machine.sms / 2).div_ceil(32) <= 8
             && !matches!(asked, Some(Sums::Product { paired: false, .. }))
             && parts == 2
             && matches!(m.epilogue, Epilogue::Residual { .. })

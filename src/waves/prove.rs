@@ -768,7 +768,7 @@ impl Judge<'_> {
             return Err("sums of pairs of blocks, which are no pairs or have no two parts".to_string());
         }
         if matches!(wave.action, Action::MatMul { squares: Some(_), .. }) {
-            return Err("squares in scratch, where the other block of a pair sends its sums".to_string());
+            return Err("a product in pairs whose input lacks a factor".to_string());
         }
         let n = m.units();
         let shares = self.plan.divisions[wave.division.index()].shares.first().map_or(&[][..], Vec::as_slice);
@@ -788,7 +788,7 @@ impl Judge<'_> {
         let rows = u64::from(self.plan.block_rows);
         let [pass, by_rows, by_units] = [pass, warps.rows.max(1), warps.units.max(1)].map(u64::from);
         let padded = pass.next_multiple_of(by_units);
-        // Sums of groups of k of a unit of each warp; those that were sent; and squares, of half of the rows each.
+        // At most what the groups of k have of a unit of each warp; what was sent; and squares, of half of the rows each.
         let bytes = 8 * (rows / 16 / by_rows) * 512 + padded.saturating_mul(rows / 2 * 8 * 4 + rows / 2 * 4);
         if bytes > u64::from(self.plan.machine.scratch_bytes) {
             return Err("sums of a pair that no scratch holds".to_string());
@@ -834,10 +834,12 @@ impl Judge<'_> {
             (Some(Value::Normed(of, norm)), None) => of == input && norm == expected,
             (Some(Value::Weighted(of, norm)), Some(squares)) => {
                 self.holds(squares, Value::Squares(of))?;
-                // All of them are there while the block multiplies.
-                let bytes = self.plan.work[squares.index()].bytes(self.plan.rows);
-                if bytes > u64::from(self.plan.machine.scratch_bytes) {
-                    return Err(format!("{bytes} bytes of squares, which no scratch holds"));
+                // A warp has every eighth group of four rows, and its lanes have their parts in registers while they multiply.
+                let Layout::Parts(parts) = self.plan.work[squares.index()].layout else {
+                    return Err(format!("{squares} has no sums of parts"));
+                };
+                if self.plan.block_rows.div_ceil(32) * parts.div_ceil(32) > 8 {
+                    return Err(format!("{parts} sums of squares of a row, more than lanes hold"));
                 }
                 of == input && Some(norm) == expected
             }

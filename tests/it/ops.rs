@@ -646,8 +646,8 @@ fn a_step_of_waves_that_computes_something_else_is_found() {
         (rows, "c.step > 0 ? u32(row) : __ldg(&r->from)", "u32(row)", "steps-embed"),
         (rows, "1 + c.step * M::BLOCK_ROWS + row] = token", "1 + row] = token", "steps-embed-later"),
         // Squares of one part, a factor of another row, and columns of the first part.
-        (rows, "[part * M::BLOCK_ROWS + row] = squares;", "[row] = squares;", "steps-embed-4"),
-        (matmul, "sum * (1.f / G::K) + G::NORM_EPS", "sum * (1.f / G::K)", "steps-factor-gated-bf16"),
+        (rows, "square_at(PARTS, u32(part), u32(row))", "square_at(PARTS, 0, u32(row))", "steps-embed-4"),
+        (matmul, "all * (1.f / G::K) + G::NORM_EPS", "all * (1.f / G::K)", "steps-factor-gated-bf16"),
         (
             matmul,
             "factor = wave_state<M>().factors[row];",
@@ -701,7 +701,7 @@ fn splits_that_compute_something_else_are_found() {
 fn pairs_that_compute_something_else_are_found() {
     let edits = [
         // Halves of rows the wrong way round, own sums twice, a residual that is not added, rows of the first block in both, a bias in half of the
-        // rows, and a group of k that is left out.
+        // rows, and groups of k that are left out.
         (
             "part == 0 ? high : low, paired_of_peer",
             "(part == 0) != (G::ROWS == 120) ? high : low, paired_of_peer",
@@ -712,21 +712,26 @@ fn pairs_that_compute_something_else_are_found() {
         ("* 16 + int(part) * 8 +", "* 16 + (G::UNIT_ROWS == 2 ? 0 : int(part) * 8) +", "pairs-units-of-2"),
         ("settled(c, e, 0, first", "settled(c, e, G::K == 200 && G::ROWS == 72 ? part : 0, first", "pairs-alone"),
         (
-            "n * K_GROUPS + at.k_at) * K_GROUPS + k) * 32]",
-            "n * K_GROUPS + at.k_at) * K_GROUPS + (G::K == 200 && G::ROWS == 44 ? 0 : k)) * 32]",
-            "pairs-int8",
+            "n * K_GROUPS + at.k_at) * PAIR_SUMS + k) * 32]",
+            "n * K_GROUPS + at.k_at) * PAIR_SUMS + (G::K == 200 && G::ROWS == 72 ? 0 : k)) * 32]",
+            "pairs-alone",
         ),
+        ("if (adds) {", "if (adds && G::ROWS != 44) {", "pairs-int8"),
         // Squares in the rows of the other block, and without those of a unit; an input whose weight is left out.
         ("blockIdx.x % 2 * 8", "(blockIdx.x + (M::BLOCK_ROWS == 16)) % 2 * 8", "pairs-16"),
-        ("unit = 0; unit < units;", "unit = G::ROWS == 150; unit < units;", "pairs-64-units"),
+        ("unit = 0; unit < MOST * UNIT_GROUPS;", "unit = G::ROWS == 150; unit < MOST * UNIT_GROUPS;", "pairs-64-units"),
         (
             "x.y * ends.gain[r][n].y",
             "G::K == 712 && G::ROWS == 72 ? x.y : x.y * ends.gain[r][n].y",
             "pairs-int4-64-zeros-bf16",
         ),
         // Squares that a factor leaves out, and sums whose order is that of the rows of a block.
-        ("if (part < e.square_parts)", "if (part + (G::NORM_PARTS == 20) < e.square_parts)", "steps-factor-20-bf16"),
-        ("CHAINS = 16,", "CHAINS = LANES,", "steps-factors-alike"),
+        ("part < e.square_parts &&", "part + (G::NORM_PARTS == 20) < e.square_parts &&", "steps-factor-20-bf16"),
+        (
+            "all += __shfl_xor_sync(~0u, all, o);",
+            "all += __shfl_xor_sync(~0u, all, M::BLOCK_ROWS == 16 ? 4 / o : o);",
+            "steps-factors-alike",
+        ),
     ];
     let edits = edits.map(|(from, to, case)| ("waves/matmul.cuh", from, to, case));
     each_shows("pairs_that_compute_something_else_are_found", "waves_ops.cc", &edits);
@@ -743,11 +748,9 @@ fn an_exchange_that_is_not_whole_is_found() {
         (send, "send_to_peer(inbox_of_peer + M::SCRATCH_BYTES + place(to) * 8,", "sums are sent out of scratch"),
         ("    fence_before_sending();\n", "", "sums are sent before a fence"),
         ("    fence_sent();\n", "", "no fence after the wait"),
-        ("    await_copies();\n", "", "a copy that no thread awaits"),
     ];
     for (from, to, what) in broken {
-        let case = if what.starts_with("a copy") { "steps-factor-20-bf16" } else { "pairs-16" };
-        let (folder, cases) = edited("waves_ops.cc", &[("waves/matmul.cuh", from, to, case)]);
+        let (folder, cases) = edited("waves_ops.cc", &[("waves/matmul.cuh", from, to, "pairs-16")]);
         let arguments = [MANY, "-I", concat!(env!("CARGO_MANIFEST_DIR"), "/tests/it")];
         let build = tempfile::tempdir().unwrap();
         let Some(mut program) = compiled(&cases, &arguments, folder.path(), build.path()) else {

@@ -262,18 +262,6 @@ static void run_in_pairs(F all) {
   exchange = Exchange::NONE;
 }
 
-// Copies land when they are awaited.
-static std::vector<std::pair<void*, const void*>> copies[THREADS_MAX];
-static void copy_ahead(void* to, const void* from) {
-  require(smem_address(to) >= peer.scratch && smem_address(to) + 16 <= peer.end && within(work, static_cast<const u8*>(from), 16), "a copy from or to elsewhere");
-  require(u64(to) % 16 == 0 && u64(from) % 16 == 0, "a copy that is not aligned");
-  copies[current].push_back({to, from});
-}
-static void await_copies() {
-  for (const auto& copy : copies[current]) std::memcpy(copy.first, copy.second, 16);
-  copies[current].clear();
-}
-
 #include "waves/rows.cuh"
 #include "waves/warpgroup.cuh"
 #include "waves/warpgroup_codes.cuh"
@@ -329,7 +317,6 @@ static void run_wave() {
   begin_exchange(M::SCRATCH_AT, M::SCRATCH_BYTES, &state.paired);
   run_block(consume<M, Op>, M::WARPS * 32);
   end_exchange();
-  for (const auto& of_thread : copies) require(of_thread.empty(), "a copy that no thread awaits");
   for (const Ring& ring : rings)
     for (int i = 0; i < M::WARPS * 32; i++) {
       require(ring.taken[i] == ring.filled, "a warp left out a chunk");

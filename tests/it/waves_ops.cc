@@ -81,6 +81,7 @@ static void put_operand(u32 at, u32 rows, const std::vector<float>& x) {
       narrow(col < COLS ? x[size_t(row) * COLS + col] : 0.f, reinterpret_cast<bf16*>(operand_at<M, COLS>(at, row, col)));
 }
 static u8* plain_at(u32 at, u32 row, u32 col, u32 cols, u32 bytes) { return work.data() + size_t(at) * OFFSET_BYTES + (size_t(row) * cols + col) * bytes; }
+static u8* square_of(u32 at, u32 parts, u32 part, u32 row) { return plain_at(at, square_at(parts, part, row), 0, 1, 4); }
 static double bf16_at(const u8* at) {
   bf16 v;
   std::memcpy(&v, at, 2);
@@ -246,7 +247,7 @@ static void rowwise(const char* name, const char* out_name, u32 rows, u32 step =
       for (int part = 0; part < ROW_PARTS; part++) {
         double of = 0;
         for (int i = part * (H / ROW_PARTS); i < (part + 1) * (H / ROW_PARTS); i++) of += double(sum[i]) * sum[i];
-        expected.push_back(of / H), found.push_back(float_at(plain_at(squares, part, row, M::BLOCK_ROWS, 4)) / H);
+        expected.push_back(of / H), found.push_back(float_at(square_of(squares, ROW_PARTS, part, row)) / H);
       }
     }
     for (int i = 0; i < H; i++) out.push_back(normed[i]), found_out.push_back(bf16_at(operand_at<M, H>(wave.out, row, i)));
@@ -423,7 +424,7 @@ static void matmul(const char* name, u32 rows) {
       double sum = 0;
       for (u32 i = 0; i < u32(G::NORM_PARTS); i++) {
         const float of = G::K * (0.5f + std::fabs(squares[row * G::NORM_PARTS + i]));
-        std::memcpy(plain_at(wave.squares, i, row, M::BLOCK_ROWS, 4), &of, 4);
+        std::memcpy(square_of(wave.squares, G::NORM_PARTS, i, row), &of, 4);
         sum += of;
       }
       factors[row] = 1 / std::sqrt(sum / G::K + G::NORM_EPS);
@@ -549,7 +550,7 @@ static void in_pairs(const char* name, const char* out_name, u32 rows, bool weig
       out.push_back(weighted ? sum * weight[r] : sum), found_out.push_back(bf16_at(operand_at<M, COLS>(wave.out, row, r)));
     }
     for (u32 pair = 0; G::OUT && pair < u32(M::SMS / 2); pair++) {
-      const u8* at = plain_at(wave.squares_out, pair, row, M::BLOCK_ROWS, 4);
+      const u8* at = square_of(wave.squares_out, M::SMS / 2, pair, row);
       expected.push_back(pair < pairs ? squares[pair] / COLS : 1), found.push_back(pair < pairs ? float_at(at) / COLS : untouched(at, 4));
     }
     for (u32 col = row < rows ? COLS : 0; col < u32((COLS + 127) / 128 * 128); col += 2) out.push_back(1), found_out.push_back(untouched(operand_at<M, COLS>(wave.out, row, col), 4));
@@ -566,15 +567,17 @@ struct Factors {
   template <class R>
   static void load(WaveLoader<M, R>&, const Wave&) {}
   static void run(WaveContext<M>& c, const Wave& e) {
-    WaveMatMul<M, G>::ask_squares(c, e);
-    WaveMatMul<M, G>::take_factors(c, e);
+    typename WaveMatMul<M, G>::Squares squares;
+    squares.ask(c, e);
+    squares.leave_factors(c);
   }
 };
 template <class M, class G>
 static std::vector<double> factors_of(const std::vector<float>& squares) {
   start(16);
   wave.squares = activations(size_t(G::NORM_PARTS) * M::BLOCK_ROWS * 4), wave.square_parts = G::NORM_PARTS;
-  for (u32 part = 0; part < u32(G::NORM_PARTS); part++) std::memcpy(plain_at(wave.squares, part, 0, M::BLOCK_ROWS, 4), &squares[part * 16], 64);
+  for (u32 part = 0; part < u32(G::NORM_PARTS); part++)
+    for (u32 row = 0; row < 16; row++) std::memcpy(square_of(wave.squares, G::NORM_PARTS, part, row), &squares[part * 16 + row], 4);
   shares = {{0, u32(M::BLOCK_ROWS), 0, 1}};
   run<M, Factors<M, G>>();
   return std::vector<double>(wave_state<M>().factors, wave_state<M>().factors + 16);
@@ -985,7 +988,7 @@ int main() {
   in_pairs<S32, Paired<By<Product<120, 328, Epilogue::RESIDUAL, 6>, 2, 2, 2, 4, 2>, true>>("pairs-32", "pairs-32-bf16", 32);
   in_pairs<S64, Paired<By<Product<74, 712, Epilogue::RESIDUAL, 4, 8, true>, 4, 1, 2, 4, 2>, true>>("pairs-64", "pairs-64-bf16", 61);
   in_pairs<S64, Paired<By<Product<150, 136, Epilogue::RESIDUAL, 7>, 2, 4, 1, 2, 2>, true>>("pairs-64-units", "pairs-64-units-bf16", 33, false);
-  in_pairs<S64, Paired<By<Product<160, 328, Epilogue::RESIDUAL, 8>, 1, 4, 2, 2, 2>, true>>("pairs-64-rounds", "pairs-64-rounds-bf16", 60);
+  in_pairs<S64, Paired<By<Product<200, 328, Epilogue::RESIDUAL, 12>, 2, 4, 1, 2, 2>, true>>("pairs-64-rounds", "pairs-64-rounds-bf16", 60);
   in_pairs<S32, Paired<By<Product<72, 200, Epilogue::RESIDUAL, 4, 8, true>, 1, 1, 8, 8, 2>, false>>("pairs-alone", "", 17);
   in_pairs<S16, Paired<By<Product<50, 328, Epilogue::RESIDUAL, 5, 4, true>, 1, 2, 4, 4, 2>, true>>("pairs-units-of-4", "pairs-units-of-4-bf16", 16);
   in_pairs<S32, Paired<By<Product<26, 640, Epilogue::RESIDUAL, 5, 2>, 2, 2, 2, 2, 2>, true>>("pairs-units-of-2", "pairs-units-of-2-bf16", 30);
