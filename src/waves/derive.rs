@@ -320,7 +320,7 @@ impl Matrix {
     ) -> Option<Shape> {
         let (tiles, input_spans) = (rows / 16, inputs.slot_bytes / (rows * 64));
         let part = self.part(parts);
-        let mut best: Option<(u32, Shape)> = None;
+        let mut best: Option<(u64, Shape)> = None;
         let powers = || [1, 2, 4, 8].into_iter();
         for (by_rows, by_units) in powers().flat_map(|rows| powers().map(move |units| (rows, units))) {
             if by_rows * by_units > WARPS || !tiles.is_multiple_of(by_rows) {
@@ -349,14 +349,15 @@ impl Matrix {
             if step_granules == 0 || !step_granules.is_multiple_of(warps.k) || !fits || !input_spans.is_multiple_of(2) {
                 continue;
             }
-            let passes = longest.div_ceil(pass);
-            let spans = part * self.granule_spans;
+            let [passes, spans] = [longest.div_ceil(pass), part * self.granule_spans].map(u64::from);
             // For each span, each group of units reads the input, and each group of rows reads the weights. Groups of k exchange their sums at the end.
             // Each step of the loop has a price of its own.
             let each = tiles * SPAN_BYTES * by_units + padded * 512 * by_rows;
             let ends = if warps.k > 1 { 2 * warps.k * tiles * padded * 512 } else { 0 };
             let steps = part.div_ceil(step_granules);
-            let cost = passes * (each * spans + ends + steps * STEP_COST_BYTES);
+            // A few SMs with a large vocabulary read more than 4 GiB.
+            let cost =
+                passes * (u64::from(each) * spans + u64::from(ends) + u64::from(steps) * u64::from(STEP_COST_BYTES));
             if best.is_none_or(|(least, _)| cost < least) {
                 best = Some((cost, Shape { pass, chunk, warps }));
             }

@@ -1489,6 +1489,16 @@ fn steps_of_32_and_64_rows_can_add_up_in_one_order() {
     assert!(models > 20 && differ > 10, "{models} models, {differ} of which have another order");
 }
 
+/// The shapes of its head cost more than 32 bits hold.
+#[test]
+fn a_large_vocabulary_has_a_plan_on_few_sms() {
+    let graph = Toy { hidden: 5120, heads: 2, kv_heads: 1, dim: 64, vocab: 262_144, context: 512, ..TOY }.graph();
+    let mut target = h200();
+    target.spec.sm_count = 4;
+    let validated = kernel(&graph, &target);
+    proven(&validated, &target, Form::Steps, 64).unwrap_or_else(|refused| panic!("{refused}"));
+}
+
 /// A plan cuts histories only where it was asked to and where that can gain: in contexts of more splits than a merge costs, not in windows.
 #[test]
 fn long_histories_are_cut_where_that_can_gain() {
