@@ -64,9 +64,9 @@
 //! # In which order numbers are added up
 //!
 //! Sums of floating-point numbers depend on their order. Each wave of a plan declares its order ([`Sums`]), and [`prove`] compares that with
-//! its own. Nothing else that decides the bits of a row differs between plans of steps for different numbers of rows: a row is one row of a tile
-//! of a tensor-core product, whose other rows do not matter. Plans of steps of one schedule with equal orders therefore give a row
-//! the same bits, whatever other rows its launch has ([`prove_alike`]). One thing is not proven: that the compiler translates the same formula
+//! its own. If each wave also reads what the same waves left, nothing else that decides the bits of a row differs between plans of steps for
+//! different numbers of rows: a row is one row of a tile of a tensor-core product, whose other rows do not matter. Such plans of
+//! one schedule therefore give a row the same bits, whatever other rows its launch has ([`prove_alike`]). One thing is not proven: that the compiler translates the same formula
 //! to the same machine instructions in two kernels. `bench --rows` compares bits on the device.
 
 mod derive;

@@ -163,10 +163,11 @@ impl<'a> Alike<'a> {
     }
 }
 
-/// Proves plans of steps of the program of `validated` on `target`. Also proves the rule `alike`: each wave adds up in the same order in all plans.
+/// Proves plans of steps of the program of `validated` on `target`. Also proves the rule `alike`: in all plans each wave adds up in the same order, and
+/// reads what the same waves left.
 ///
 /// # Errors
-/// The rules that a plan breaks, or the first wave whose order differs.
+/// The rules that a plan breaks, or the first wave that differs.
 pub fn prove_alike<'a>(
     plans: Vec<Plan>,
     validated: &'a Validated,
@@ -196,6 +197,12 @@ pub fn prove_alike<'a>(
         if let Some((w, (a, b))) = pairs.find(|(_, (a, b))| a.sums != b.sums) {
             let (few, many) = (first.rows, other.rows);
             return violation(Some(w), format!("order({}) for {few} rows, order({}) for {many}", a.sums, b.sums));
+        }
+        // One product may take a norm, another one the same residual and a factor: the order of all sums would be the same.
+        let mut pairs = sources(first).into_iter().zip(sources(other)).enumerate();
+        if let Some((w, _)) = pairs.find(|(_, (a, b))| a != b) {
+            let what = format!("reads what other waves left for {} rows than for {}", first.rows, other.rows);
+            return violation(Some(w), what);
         }
         // The units of a pair decide which columns each of its sums of squares has.
         let squares = |wave: &Wave| matches!(wave.sums, Sums::Product { squares: 1.., .. });
@@ -1046,6 +1053,18 @@ fn part_granules(m: &MatVec, format: Format, parts: u32) -> u32 {
 fn norm_of(grid: &Grid, norm: NormAttr) -> NormOf {
     let of = |role: Role| grid.operand(role).map(|operand| operand.buffer);
     NormOf { norm, weight: of(Role::NormWeight), bias: of(Role::NormBias) }
+}
+
+/// For each wave, the last wave before it that wrote each of the buffers that it reads. Of the step before there are only its best logits.
+fn sources(plan: &Plan) -> Vec<Vec<Option<usize>>> {
+    let mut wrote = BTreeMap::new();
+    let of_wave = |(w, wave): (usize, &Wave)| {
+        let (reads, writes) = wave.action.accesses();
+        let from = reads.iter().map(|id| wrote.get(id).copied()).collect();
+        wrote.extend(writes.into_iter().map(|id| (id, w)));
+        from
+    };
+    plan.waves.iter().enumerate().map(of_wave).collect()
 }
 
 /// The launch indices of each SM.

@@ -7,7 +7,8 @@ use monobloc::codegen::waves::{ENTRY_POINT, emit};
 use monobloc::target::Target;
 use monobloc::validate::Validated;
 use monobloc::waves::{
-    Action, Form, Input, Over, Plan, Sums, Target as Written, WorkId, derive, derive_alike, prove, prove_alike,
+    Action, Division, DivisionId, Form, Input, Over, Plan, Share, Sums, Target as Written, Wave, Work, WorkId, derive,
+    derive_alike, prove, prove_alike,
 };
 
 use rayon::prelude::*;
@@ -152,6 +153,39 @@ fn plans_with_other_pairs_are_not_proven_together() {
     assert!(most.order().iter().any(in_pairs) && !few.order().iter().any(in_pairs));
     let rules = prove_alike(vec![few, most], &validated, &target).unwrap_err();
     assert!(rules[0].to_string().starts_with("`alike`: "), "{}", listed(&rules));
+}
+
+/// Two plans in one order of sums, with a norm after a product in pairs that one of them does not read: its next product takes a factor.
+#[test]
+fn plans_whose_products_read_other_waves_are_not_proven_together() {
+    let target = small();
+    let validated = kernel(&wide("families/qwen3").graph, &target);
+    let [few, most] = <[Plan; 2]>::try_from(derive_alike(validated.schedule(), &target, &[32, 64]).unwrap()).unwrap();
+    let (w, _) = paired(&most)[0];
+    let with_norm = |mut plan: Plan, is_read: bool| {
+        let (of, grid) = (then(&mut plan, w).unwrap(), plan.waves[w + 1].grid);
+        let Action::MatMul { target: Written::Residual(residual), .. } = plan.waves[w].action else { unreachable!() };
+        let (to, division) = (WorkId::from(plan.work.len()), DivisionId::from(plan.divisions.len()));
+        let place = plan.work_bytes().next_multiple_of(256);
+        plan.work.push(Work { place, ..plan.work[of.to.index()].clone() });
+        let mut shares = vec![vec![]; plan.machine.sms as usize];
+        shares[0].push(Share { row: 0, rows: plan.rows, lo: 0, hi: 1 });
+        plan.divisions.push(Division { over: Over::Rows { parts: 1 }, shares: vec![shares] });
+        let action = Action::Rows { residual, sum: None, out: Some(Input { to, squares: None, ..of }) };
+        plan.waves.insert(w + 1, Wave { grid, action, division, sums: Sums::Row { parts: 1 } });
+        let Action::MatMul { x, squares, .. } = &mut plan.waves[w + 2].action else { unreachable!() };
+        if is_read {
+            (*x, *squares) = (to, None);
+        }
+        plan
+    };
+    let rules = prove_alike(vec![with_norm(few.clone(), true), with_norm(most.clone(), false)], &validated, &target);
+    let expected = format!("`alike`: wave {}: reads what other waves left for 32 rows than for 64", w + 2);
+    assert_eq!(rules.unwrap_err()[0].to_string(), expected);
+    for is_read in [true, false] {
+        let plans = vec![with_norm(few.clone(), is_read), with_norm(most.clone(), is_read)];
+        prove_alike(plans, &validated, &target).unwrap_or_else(|rules| panic!("{}", listed(&rules)));
+    }
 }
 
 /// The executor sees blocks with other parts or units than their peers, and inputs that are not left.
