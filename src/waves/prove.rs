@@ -6,7 +6,7 @@
 
 use super::{
     Action, CHUNK_BLOCK_ROWS, Division, Form, Input, Layout, NormOf, Over, Plan, Products, Ragged, Ring, STEP_ROWS_MAX,
-    Share, Splits, Sum, Sums, Target as Written, Warps, Wave, WorkId, sums_max, wide_tiles_max,
+    Share, Splits, Sum, Sums, Target as Written, Warps, Wave, Work, WorkId, sums_max, wide_tiles_max,
 };
 use crate::dtype::DType;
 use crate::format::Format;
@@ -339,6 +339,11 @@ impl Judge<'_> {
         // A wave has 32 bits for a place, in units of 256 bytes.
         if self.plan.work_bytes() >= 1 << 40 {
             self.violate("arena", None, "places that a wave cannot name");
+        }
+        // Of a byte in the input of a product, too.
+        let wide = |work: &&Work| work.layout == Layout::Operand && work.bytes(self.plan.rows) > u64::from(u32::MAX);
+        if let Some(work) = self.plan.work.iter().find(wide) {
+            self.violate("arena", None, format!("`{}` has 4 GiB or more, expected places of 32 bits", work.name));
         }
     }
 
@@ -876,6 +881,12 @@ impl Judge<'_> {
         self.over(wave, Over::Units { n: m.units(), parts })?;
         for what in self.ring_of(m, format, Product { pass, chunk, warps, parts }) {
             self.violate("ring", Some(w), what);
+        }
+        // A pass begins at the units of the share, times its number, divided by the number of passes.
+        let shares = self.plan.divisions[wave.division.index()].shares.iter().flatten().flatten();
+        let longest = shares.map(|share| u64::from(share.hi - share.lo)).max().unwrap_or(0);
+        if longest * longest.div_ceil(u64::from(pass.max(1))) > u64::from(u32::MAX) {
+            return Err(format!("passes of {pass} of {longest} units, which 32 bits do not divide"));
         }
         if then.is_some() && !target.is_paired(parts) {
             return Err("the input of the next product, of a product that has no whole residual in pairs".to_string());

@@ -1499,6 +1499,30 @@ fn a_large_vocabulary_has_a_plan_on_few_sms() {
     proven(&validated, &target, Form::Steps, 64).unwrap_or_else(|refused| panic!("{refused}"));
 }
 
+/// A kernel counts bytes of an input and units of a share in 32 bits.
+#[test]
+fn plans_whose_numbers_32_bits_do_not_hold_have_no_proof() {
+    let (mut two, mut one) = (h200(), h200());
+    (two.spec.sm_count, one.spec.sm_count) = (2, 1);
+    let toy = Toy { heads: 2, kv_heads: 1, dim: 64, context: 512, intermediate: 65_536, vocab: 600_000, ..TOY };
+    let rules = |plan: Plan, validated: &Validated, target: &Target| {
+        listed(&prove(plan, validated, target).map(drop).err().unwrap_or_default())
+    };
+    // Rows of 128 KiB.
+    let validated = kernel(&toy.graph(), &two);
+    let of = |rows| rules(derive(validated.schedule(), &two, Form::Chunk, rows).unwrap(), &validated, &two);
+    assert_eq!(of(32_640), "");
+    assert_eq!(of(32_768), "`arena`: `act` has 4 GiB or more, expected places of 32 bits\n");
+    // 75,000 units.
+    let validated = kernel(&toy.graph(), &one);
+    let mut plan = derive(validated.schedule(), &one, Form::Steps, 16).unwrap();
+    assert_eq!(rules(plan.clone(), &validated, &one), "");
+    let Some(Action::MatMul { pass, .. }) = plan.waves.last_mut().map(|wave| &mut wave.action) else { unreachable!() };
+    *pass = 1;
+    let found = rules(plan, &validated, &one);
+    assert!(found.contains("passes of 1 of 75000 units, which 32 bits do not divide"), "{found}");
+}
+
 /// A plan cuts histories only where it was asked to and where that can gain: in contexts of more splits than a merge costs, not in windows.
 #[test]
 fn long_histories_are_cut_where_that_can_gain() {
