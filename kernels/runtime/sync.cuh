@@ -500,6 +500,13 @@ __device__ __forceinline__ void copy_in_bulk(u8* to, const u8* from, u32 bytes, 
                : "memory");
 #endif
 }
+// By a thread, before its first copy of a box of this tensor map in a launch. Tensor maps are read by a proxy of their own, which may still know another map that
+// lay there in an earlier launch: the host has stored this one. PTX 8.3 (CUDA 12.3) has the fence.
+__device__ __forceinline__ void see_tensor_map(const u8* map) {
+#if __CUDA_ARCH__ >= 900 && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1203
+  asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
+#endif
+}
 // The same of a box of a tensor map of two dimensions, from element `x` of line `y` on. Elements that do not exist arrive as zeros.
 __device__ __forceinline__ void copy_box_in_bulk(u8* to, const u8* map, u32 x, u32 y, u64* full, u64 policy) {
 #if __CUDA_ARCH__ >= 900

@@ -142,13 +142,15 @@ struct WaveMatMul {
     const bool is_pass = G::BOXED && (here == PASS || here + 1 == PASS);
     const u32 boxes = !G::BOXED ? 0 : is_pass ? 1 : here / BOX_UNITS, boxed = boxes * (is_pass ? here : BOX_UNITS);
     const u32 box = e.boxes + (here == PASS ? 0 : here + 1 == PASS ? 1 : 2);
+    const bool copies_box = G::BOXED && l.part == 0 && u32(l.lane) < boxes;
+    if (copies_box && l.step == 0) l.see_box(box);
     const u32 unit = boxed + u32(l.part + l.lane * FILLERS); // that this lane copies
     const u8* from = l.p.pack + u64(e.weight) * OFFSET_BYTES + u64(first + unit) * UNIT_BYTES + passes.part * (PART_GRANULES * GRANULE);
 #pragma unroll 1
     for (u32 at = 0; at < passes.granules; at += G::CHUNK, l.at.next()) {
       const u32 bytes = min(u32(G::CHUNK), passes.granules - at) * GRANULE;
       u8* slot = l.free_slot();
-      if (G::BOXED && l.part == 0 && u32(l.lane) < boxes)
+      if (copies_box)
         l.copy_box(slot + l.lane * BOX_UNITS * UNIT_PITCH, box, (passes.part * PART_GRANULES + at) * (GRANULE / 8), first + l.lane * BOX_UNITS);
       if (unit < here) l.copy(slot + unit * UNIT_PITCH, from + at * GRANULE, bytes);
       l.arrive(boxed * UNIT_PITCH + (here - boxed) * bytes);

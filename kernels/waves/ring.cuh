@@ -135,6 +135,8 @@ struct WaveLoader {
     if (!lost()) copy_in_bulk(to, from, bytes, &wave_state<M>().full[R::FIRST + at.slot], hint);
 #endif
   }
+  // Before this lane's first copy of a box in the launch.
+  __device__ __forceinline__ void see_box(u32 box) { see_tensor_map(p.boxes + box * 128); }
   // A box of a tensor map: from element `x` of unit `y` on. What lies beyond a unit is zeros.
   __device__ __forceinline__ void copy_box(u8* to, u32 box, u32 x, u32 y) {
 #if __CUDA_ARCH__ >= 900

@@ -4,6 +4,7 @@
 #pragma once
 
 #define SMEM_BYTES (16 << 20)
+#include <algorithm>
 #include "block.h"
 #include "runtime/queue.cuh"
 #include "op_cases.h"
@@ -88,6 +89,7 @@ struct WaveLoader {
   u32 step, wave;
   bool met, met_last_step;
   int part, lane;
+  std::vector<u32> boxes; // that this lane may copy
   u8* free_slot() { return slot_of(at); }
   void arrive(u32 bytes) {
     Ring& ring = ring_of<R>();
@@ -108,9 +110,11 @@ struct WaveLoader {
     std::memcpy(to, from, bytes);
     ring_of<R>().landed[chunk_of(at)] += bytes;
   }
+  void see_box(u32 box) { boxes.push_back(box); }
   // What lies beyond a unit is zeros, and counts.
   void copy_box(u8* to, u32 box, u32 x, u32 y) {
     require(R::FIRST != 0 && box < weight_boxes.size(), "a box that there is not");
+    require(step > 0 || std::find(boxes.begin(), boxes.end(), box) != boxes.end(), "a box whose tensor map was not fenced in the launch");
     const WeightBox& of = weight_boxes[box];
     const u8* slot = slot_of(at);
     require(u64(to) % 128 == 0 && to >= slot && to + of.box_units * of.piece_bytes <= slot + R::SLOT_BYTES, "a box beyond its slot");
@@ -275,7 +279,7 @@ static u32 used[2] = {RING_BYTES, RING_BYTES}; // bytes of each ring that a wave
 
 template <class M, class Op, class R>
 static void load(int thread) {
-  WaveLoader<M, R> loader{params, {0, 0}, step_at_hand, 0, false, false, thread / 32, thread % 32};
+  WaveLoader<M, R> loader{params, {0, 0}, step_at_hand, 0, false, false, thread / 32, thread % 32, {}};
   Op::load(loader, wave);
   ring_of<R>().taken[thread] = loader.at.use * R::SLOTS + loader.at.slot;
 }

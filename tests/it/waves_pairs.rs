@@ -258,6 +258,9 @@ fn faults(ptx: &str) -> Vec<String> {
     if all("barrier.cluster.arrive.release").len() != 2 || all("barrier.cluster.wait.acquire").len() != 2 {
         found.push("cluster: expected a barrier of the pair at the start and at the end".to_owned());
     }
+    if !all("cp.async.bulk.tensor").is_empty() && all("fence.proxy.tensormap::generic.acquire.sys").is_empty() {
+        found.push("maps: no fence before a tensor map is used".to_owned());
+    }
     // A fence that waits for stores to global memory. `wait_expired` alone has one, in a function of its own.
     for begin in ["membar", "fence.sc", "fence.acq_rel", "fence.release.gpu", "fence.acquire.gpu"] {
         found.extend(all(begin).iter().map(|at| format!("slow: statement {at} is {begin}")));
@@ -345,6 +348,7 @@ fn an_exchange_without_one_of_its_fences_is_found() {
             "slow",
         ),
         (matmul, "    fence_before_sending();\n", "    fence_before_sending();\n    __threadfence();\n", "slow"),
+        (matmul, "    if (copies_box && l.step == 0) l.see_box(box);\n", "", "maps"),
     ];
     let source = in_pairs();
     broken.into_par_iter().for_each(|(header, from, to, rule)| {
