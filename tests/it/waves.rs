@@ -30,6 +30,7 @@ use monobloc::waves::{
     Splits, Sum, Sums, Target as Written, Violation, Warps, Wave, WithTail, Work, WorkId, derive, derive_alike,
     derive_ragged, derive_split, prove, prove_alike, prove_tail,
 };
+use waves_executor::{Executor, First, Row, Rows, TOLERANCE, difference, execute, expected};
 
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
@@ -39,7 +40,6 @@ use crate::nvrtc::{compiles, nvrtc, quick};
 use crate::proof_support::{BF16, FP32, TOY, Toy};
 use crate::skipped;
 use crate::support::{checkpoints, fixture};
-use crate::waves_executor::{Executor, First, Row, Rows, TOLERANCE, difference, execute, expected};
 
 pub fn h200() -> Target {
     Target::builtin("h200").unwrap()

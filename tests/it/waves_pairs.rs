@@ -11,13 +11,13 @@ use monobloc::validate::Validated;
 use monobloc::waves::{
     Action, Form, Input, Over, Plan, Sums, Target as Written, WorkId, derive, derive_alike, prove, prove_alike,
 };
+use waves_executor::{TOLERANCE, difference, execute, expected};
 
 use rayon::prelude::*;
 
 use crate::nvrtc::nvrtc;
 use crate::ptx::{Statement, functions};
 use crate::waves::{kernel, listed, proven, small, stored, tokens, unpaired, wide};
-use crate::waves_executor::{TOLERANCE, difference, execute, expected};
 
 /// The products in pairs of a plan: wave and division.
 fn paired(plan: &Plan) -> Vec<(usize, usize)> {
