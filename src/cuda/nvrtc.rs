@@ -156,6 +156,9 @@ struct Api {
     error_string: unsafe extern "C" fn(Status) -> *const c_char,
 }
 
+/// How the file name of the other build begins, which NVIDIA ships beside `libnvrtc.so.N` for the sake of another allocator.
+const ALTERNATIVE: &str = "libnvrtc.alt.so.";
+
 /// `NVRTC_SUCCESS` and `NVRTC_ERROR_COMPILATION` of `nvrtc.h`.
 const SUCCESS: Status = 0;
 const ERROR_COMPILATION: Status = 6;
@@ -166,6 +169,7 @@ pub struct Nvrtc {
     version: NvrtcVersion,
     path: PathBuf,
     supported: BTreeSet<u32>,
+    is_quick: bool,
 }
 
 /// Identity of the library. The version goes into keys; the rest distinguishes two files of one version.
@@ -211,15 +215,32 @@ impl Nvrtc {
         let (api, version, supported) = read_api(&library).map_err(&refuse)?;
         // The 13.0 wheel has no RPATH: unless its builtins are loaded already, the first compilation fails. A toolkit
         // finds them by itself, so their absence here is no fault.
-        let builtins = file.with_file_name(format!("libnvrtc-builtins.so.{version}"));
+        let is_alternative = file.file_name().is_some_and(|name| name.to_string_lossy().starts_with(ALTERNATIVE));
+        let kind = if is_alternative { ".alt" } else { "" };
+        let builtins = file.with_file_name(format!("libnvrtc-builtins{kind}.so.{version}"));
         if builtins.is_file() {
             keep(open(&builtins).map_err(&refuse)?);
         }
         keep(library);
-        let mut nvrtc = Nvrtc { api, version, path: file, supported };
+        let mut nvrtc = Nvrtc { api, version, path: file, supported, is_quick: false };
         // A library that loads and cannot compile (no builtins) must not hide the next place.
         nvrtc.version.patch = nvrtc.probe_patch().map_err(|error| refuse(error.to_string()))?;
         Ok(nvrtc)
+    }
+
+    /// A second compiler that optimises little and takes a third of the time: it finds the same errors of a text and of its PTX, but its
+    /// registers and spills say nothing. `None` if this release has no such option, or no other build lies beside this one.
+    ///
+    /// It is another library because the option changes what later calls of the same library compile (seen with 13.0).
+    pub fn quick(&self) -> Option<Nvrtc> {
+        // NVRTC guide of 12.9, `--Ofast-compile`.
+        if (self.version.major, self.version.minor) < (12, 9) {
+            return None;
+        }
+        let name = self.path.file_name()?.to_str()?.replace("libnvrtc.so.", ALTERNATIVE);
+        let other = self.path.with_file_name(name);
+        let nvrtc = (other != self.path).then(|| Nvrtc::load_at(&other))?.ok()?;
+        Some(Nvrtc { is_quick: true, ..nvrtc })
     }
 
     /// Compiles an empty kernel (30 ms) and reads the compiler's release from the note in its cubin.
@@ -263,7 +284,11 @@ impl Nvrtc {
 
     /// The options that this library is called with; see [`options`].
     pub fn options(&self, arch: Arch) -> Vec<String> {
-        options(self.version, arch)
+        let mut options = options(self.version, arch);
+        if self.is_quick {
+            options.push("--Ofast-compile=max".to_owned());
+        }
+        options
     }
 
     /// Compiles one translation unit to a cubin. Nothing is read from disk: headers come from the source alone.

@@ -394,24 +394,31 @@ fn storm_over(toy: Toy, limits: Limits, pause: u64, is_plain: bool) -> (Vec<Even
         leftovers += usize::from(engine.stepper.queued.front().is_some_and(is_left));
     }
     events.extend(until_idle(&mut engine));
+    let mut events_of: BTreeMap<ChoiceId, Vec<Event>> = BTreeMap::new();
+    for event in &events {
+        let (Event::Began { id, .. } | Event::Prompt { id, .. } | Event::Token { id, .. } | Event::Ended { id, .. }) =
+            event;
+        events_of.entry(*id).or_default().push(event.clone());
+    }
     for (&request, ask) in &asks {
         for choice in 0..ask.choices.len() {
             let id = ChoiceId { request, choice: choice as u32 };
+            let events = events_of.get(&id).map_or(&[][..], Vec::as_slice);
             let (decided, end) = expected(ask, choice, &shape);
-            let found = decided_of(&events, id);
-            match end_of(&events, id) {
+            let found = decided_of(events, id);
+            match end_of(events, id) {
                 Some(End::Cancelled) => assert!(cancelled.contains(&id) && decided.starts_with(&found)),
                 other => assert_eq!((&found, other), (&decided, Some(&end)), "{id:?}: {ask:?}"),
             }
             let prompt: Vec<u32> = events
                 .iter()
                 .filter_map(|event| match event {
-                    Event::Prompt { id: of, scored } if *of == id => Some(scored.iter().map(|scored| scored.token)),
+                    Event::Prompt { scored, .. } => Some(scored.iter().map(|scored| scored.token)),
                     _ => None,
                 })
                 .flatten()
                 .collect();
-            let scores = ask.scores_prompt.is_some() && choice == 0 && end_of(&events, id) != Some(&End::Cancelled);
+            let scores = ask.scores_prompt.is_some() && choice == 0 && end_of(events, id) != Some(&End::Cancelled);
             assert!(!scores || prompt == ask.prompt[1..], "{id:?}");
         }
     }

@@ -57,7 +57,6 @@ mod tidy;
 mod tokens;
 mod tune;
 mod waves;
-mod waves_executor;
 mod waves_pairs;
 
 use std::io::Write;

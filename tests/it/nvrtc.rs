@@ -10,7 +10,7 @@ use monobloc::codegen::KernelSource;
 use monobloc::cuda::arch::Arch;
 use monobloc::cuda::calibrate;
 use monobloc::cuda::cubin;
-use monobloc::cuda::nvrtc::Nvrtc;
+use monobloc::cuda::nvrtc::{Nvrtc, NvrtcError};
 use monobloc::error::{Fault, Tier};
 use monobloc::target::CopyMechanism;
 
@@ -35,6 +35,18 @@ pub fn nvrtc(test: &str) -> Option<&'static Nvrtc> {
             None
         }
     }
+}
+
+/// A compiler that finds the same errors in less time ([`Nvrtc::quick`]), or `nvrtc` itself where there is none.
+pub fn quick(nvrtc: &'static Nvrtc) -> &'static Nvrtc {
+    static QUICK: OnceLock<Option<Nvrtc>> = OnceLock::new();
+    QUICK.get_or_init(|| nvrtc.quick()).as_ref().unwrap_or(nvrtc)
+}
+
+/// Compiles without a warning.
+pub fn compiles(nvrtc: &Nvrtc, source: &KernelSource, what: &str) {
+    let compiled = nvrtc.compile(source).unwrap_or_else(|error| panic!("{what}: {error}"));
+    assert!(!compiled.log.contains("warning"), "{what}: {}", compiled.log);
 }
 
 fn source(arch: &str, text: &str) -> KernelSource {
@@ -150,6 +162,25 @@ fn the_same_source_gives_the_same_bytes_from_any_thread() {
     assert_eq!(nvrtc.compile(&other_name).unwrap().cubin, alone[4].cubin);
     let other_header = KernelSource { headers: vec![("costs.cuh".into(), "#define WORDS 101\n".into())], ..other_name };
     assert_ne!(nvrtc.compile(&other_header).unwrap().cubin, alone[4].cubin);
+}
+
+/// The test of [`Nvrtc::quick`]: it compiles other code with the same errors, and what the whole compiler makes stays the same.
+#[test]
+fn a_quick_compiler_changes_nothing_of_the_whole_one() {
+    let Some(nvrtc) = nvrtc("a_quick_compiler_changes_nothing_of_the_whole_one") else { return };
+    let whole = nvrtc.compile(&costs("sm_90a")).unwrap();
+    let Some(quick) = nvrtc.quick() else {
+        return skipped("a_quick_compiler_changes_nothing_of_the_whole_one", "NVRTC", "there is no other build of it");
+    };
+    assert_ne!(quick.path(), nvrtc.path());
+    assert_ne!(quick.compile(&costs("sm_90a")).unwrap().cubin, whole.cubin);
+    for text in ["int x = ;", "asm volatile(\"no.instruction;\");", "static_assert(sizeof(int) == 8);"] {
+        let wrong = source("sm_90a", &format!("extern \"C\" __global__ void k() {{\n  {text}\n}}"));
+        let [expected, found] = [nvrtc, &quick].map(|nvrtc| nvrtc.compile(&wrong).unwrap_err());
+        assert!(matches!(expected, NvrtcError::Compile { .. }), "{text}: {expected}");
+        assert!(matches!(found, NvrtcError::Compile { .. }), "{text}: {found}");
+    }
+    assert_eq!(nvrtc.compile(&costs("sm_90a")).unwrap().cubin, whole.cubin);
 }
 
 #[test]
