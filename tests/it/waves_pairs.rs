@@ -3,6 +3,7 @@
 
 use std::collections::BTreeSet;
 
+use computed::executor::{TOLERANCE, difference, execute, expected};
 use monobloc::codegen::KernelSource;
 use monobloc::codegen::emit::Trace;
 use monobloc::codegen::waves::{ENTRY_POINT, emit};
@@ -11,7 +12,6 @@ use monobloc::validate::Validated;
 use monobloc::waves::{
     Action, Form, Input, Over, Plan, Sums, Target as Written, WorkId, derive, derive_alike, prove, prove_alike,
 };
-use waves_executor::{TOLERANCE, difference, execute, expected};
 
 use rayon::prelude::*;
 
