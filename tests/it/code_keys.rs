@@ -3,11 +3,12 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
+use std::sync::OnceLock;
 
 use tempfile::TempDir;
 
 use crate::cli_support::{Answer, Place};
-use crate::sources::{STAGES, digests};
+use computed::sources::{STAGES, digests};
 
 /// A copy of the package's code, to edit.
 fn copy() -> TempDir {
@@ -33,8 +34,10 @@ fn codes(root: &Path) -> BTreeMap<&'static str, String> {
 
 /// Stages whose digest changes with an edit of one file.
 fn changed(path: &str, edit: impl Fn(&str) -> String) -> Vec<&'static str> {
+    // The same for all tests: what is copied.
+    static BEFORE: OnceLock<BTreeMap<&'static str, String>> = OnceLock::new();
     let folder = copy();
-    let before = codes(folder.path());
+    let before = BEFORE.get_or_init(|| codes(folder.path()));
     let file = folder.path().join(path);
     let text = fs::read_to_string(&file).unwrap();
     let edited = edit(&text);

@@ -50,8 +50,6 @@ mod sampling;
 mod search_drive;
 mod search_transfer;
 mod serve;
-#[path = "../../build/sources.rs"]
-mod sources;
 mod support;
 mod tidy;
 mod tokens;

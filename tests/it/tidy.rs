@@ -432,7 +432,7 @@ fn long_functions_are_few() {
 #[test]
 fn a_file_says_what_it_owns() {
     let mut faults = vec![];
-    for folder in ["src", "tests/it", "tests/device", "tests/bench", "tests/executor", "bindings"] {
+    for folder in ["src", "tests/it", "tests/device", "tests/bench", "tests/computed", "bindings"] {
         for source in sources(folder, &[".rs"]) {
             // The crate's own head is a file of its own.
             let starts = source.text.starts_with("//! ") || source.path == "src/lib.rs";
@@ -461,7 +461,7 @@ fn nothing_is_left_for_later_and_no_path_is_of_one_machine() {
         ("kernels", &[".cuh", ".cu"]),
         ("tests/it", &[".rs", ".c"]),
         ("tests/device", &[".rs"]),
-        ("tests/executor", &[".rs", ".toml"]),
+        ("tests/computed", &[".rs", ".toml"]),
         ("tests/bench", &[".rs"]),
         ("tests/device", &[".sh"]),
         ("tests/filetests", &[".mkir", ".cu"]),

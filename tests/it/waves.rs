@@ -4,6 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use computed::executor::{Executor, First, Row, Rows, TOLERANCE, difference, execute, expected};
 use monobloc::candidate::Candidate;
 use monobloc::codegen::abi;
 use monobloc::codegen::emit::Trace;
@@ -30,7 +31,6 @@ use monobloc::waves::{
     Splits, Sum, Sums, Target as Written, Violation, Warps, Wave, WithTail, Work, WorkId, derive, derive_alike,
     derive_ragged, derive_split, prove, prove_alike, prove_tail,
 };
-use waves_executor::{Executor, First, Row, Rows, TOLERANCE, difference, execute, expected};
 
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;

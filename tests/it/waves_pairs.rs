@@ -3,6 +3,7 @@
 
 use std::collections::BTreeSet;
 
+use computed::executor::{TOLERANCE, difference, execute, expected};
 use monobloc::codegen::KernelSource;
 use monobloc::codegen::emit::Trace;
 use monobloc::codegen::waves::{ENTRY_POINT, emit};
@@ -12,7 +13,6 @@ use monobloc::waves::{
     Action, Division, DivisionId, Form, Input, Over, Plan, Share, Sums, Target as Written, Wave, Work, WorkId, derive,
     derive_alike, prove, prove_alike,
 };
-use waves_executor::{TOLERANCE, difference, execute, expected};
 
 use rayon::prelude::*;
 
