@@ -2,4 +2,5 @@
 #pragma once
 #include "monobloc.cuh"
 #include "sample/table.cuh"
+#include "sample/block.cuh"
 #include "sample/sampler.cuh"

@@ -21,97 +21,29 @@
 constexpr u32 SAMPLE_BUCKETS = 1024;
 
 template <class S>
-struct Sampler {
-  static constexpr int THREADS = S::THREADS, WARPS = THREADS / 32, PART = S::PART;
-  static constexpr int EACH = SAMPLE_BUCKETS / THREADS;        // buckets of a thread
-  static constexpr int QUADS = ceil_div(PART / 4, THREADS);    // four neighbouring ids of a thread, at most
-  static constexpr int EDITS = 4;                              // entries of a thread that are on their way at once
-  static constexpr int LOADS = 5;                              // values of a thread that are on their way at once
-  // Words of the warps, results of a search, logits of a part, buckets of a part.
-  static constexpr int RESULTS_AT = 256, DATA_AT = 512, BUCKETS_AT = DATA_AT + round_up(PART * 4, 16), SHARED_BYTES = S::SHARED_BYTES;
-  static_assert(WARPS <= 16 && WARPS * 16 <= RESULTS_AT && SAMPLE_BUCKETS % THREADS == 0, "each warp has two words, each thread as many buckets");
+struct Sampler : SampleBlock<S::THREADS, ceil_div(S::PART / 4, S::THREADS), 512> {
+  static constexpr int THREADS = S::THREADS, PART = S::PART;
+  using Block = SampleBlock<THREADS, ceil_div(PART / 4, THREADS), 512>;
+  using typename Block::Part;
+  using Block::results, Block::barrier, Block::block_max, Block::block_sum, Block::block_scan, Block::seed_of, Block::distance, Block::probable;
+  using Block::scores_at, Block::best_of_part, Block::may_reach, Block::noisy_rank, Block::least_sum, Block::raw_weights, Block::answer;
+  using Block::LOADS;
+  template <class T>
+  static __device__ __forceinline__ T* data() {
+    return Block::template data<T>();
+  }
+
+  static constexpr int EACH = SAMPLE_BUCKETS / THREADS; // buckets of a thread
+  // Logits of a part, buckets of a part.
+  static constexpr int BUCKETS_AT = 512 + round_up(PART * 4, 16), SHARED_BYTES = S::SHARED_BYTES;
+  static_assert(SAMPLE_BUCKETS % THREADS == 0, "each thread has as many buckets");
   // Half weights of a part are added up in 32 bits: below 2^20 each, or 2^20 at most.
   static_assert(PART % 16 == 0 && PART < 4096, "four ids are in one word of a mask, and sums of half weights have 32 bits");
-  static_assert(BUCKETS_AT + int(SAMPLE_BUCKETS) * 12 <= SHARED_BYTES && DATA_AT + THREADS * 16 <= BUCKETS_AT + int(SAMPLE_BUCKETS) * 12,
+  static_assert(BUCKETS_AT + int(SAMPLE_BUCKETS) * 12 <= SHARED_BYTES && 512 + THREADS * 16 <= BUCKETS_AT + int(SAMPLE_BUCKETS) * 12,
                 "each step has room for its data");
 
-  static __device__ __forceinline__ u64* words() { return reinterpret_cast<u64*>(block_memory()); }
-  static __device__ __forceinline__ u64* results() { return reinterpret_cast<u64*>(block_memory() + RESULTS_AT); }
-  template <class T>
-  static __device__ __forceinline__ T* data() { return reinterpret_cast<T*>(block_memory() + DATA_AT); }
   static __device__ __forceinline__ u32* buckets() { return reinterpret_cast<u32*>(block_memory() + BUCKETS_AT); }
-  static __device__ __forceinline__ void barrier() { consumer_barrier<THREADS>(); }
-
-  static __device__ __forceinline__ u64 warp_most(u64 value) {
-    const u32 own = u32(value >> 32), high = warp_max(own);
-    return u64(high) << 32 | warp_max(own == high ? u32(value) : 0u);
-  }
-  static __device__ __forceinline__ u64 warp_total(u64 value) {
-#pragma unroll
-    for (int o = 16; o; o >>= 1) value += __shfl_xor_sync(~0u, value, o);
-    return value;
-  }
-  // Maxima over all threads of two values or of one, and the sum of a value. All threads get the results.
-  static __device__ __noinline__ void block_max(u64& a, u64& b, int thread) {
-    const int lane = thread % 32;
-    a = warp_most(a);
-    b = warp_most(b);
-    if (lane == 0) {
-      words()[thread / 32] = a;
-      words()[WARPS + thread / 32] = b;
-    }
-    barrier();
-    a = warp_most(lane < WARPS ? words()[lane] : 0);
-    b = warp_most(lane < WARPS ? words()[WARPS + lane] : 0);
-    barrier();
-  }
-  static __device__ __noinline__ u64 block_max(u64 value, int thread) {
-    const int lane = thread % 32;
-    value = warp_most(value);
-    if (lane == 0) words()[thread / 32] = value;
-    barrier();
-    value = warp_most(lane < WARPS ? words()[lane] : 0);
-    barrier();
-    return value;
-  }
-  static __device__ __noinline__ u64 block_sum(u64 value, int thread) {
-    const int lane = thread % 32;
-    value = warp_total(value);
-    if (lane == 0) words()[thread / 32] = value;
-    barrier();
-    value = warp_total(lane < WARPS ? words()[lane] : 0);
-    barrier();
-    return value;
-  }
-  // The sum of the values of all threads up to this one.
-  static __device__ __noinline__ u64 block_scan(u64 value, int thread) {
-    const int lane = thread % 32, warp = thread / 32;
-#pragma unroll
-    for (int o = 1; o < 32; o <<= 1) {
-      const u64 other = __shfl_up_sync(~0u, value, o);
-      value += lane >= o ? other : 0;
-    }
-    if (lane == 31) words()[warp] = value;
-    barrier();
-    value += warp_total(lane < warp ? words()[lane] : 0);
-    barrier();
-    return value;
-  }
-
-  // A part of a row.
-  struct Part {
-    u32 at, index; // row of the table, part of it
-    int first, count;
-    const float* logits; // (count)
-    __device__ __forceinline__ Part(const SamplerParams& p, u32 block)
-        : at(block / p.parts), index(block % p.parts), first(int(index) * PART), count(min(PART, int(p.vocab) - first)),
-          logits(p.logits + u64(p.rows[at].row) * p.vocab + first) {}
-  };
-  static __device__ __forceinline__ u64 seed_of(const SampleRow& row) { return u64(row.seed_high) << 32 | row.seed_low; }
-  // Distance of a score from the best one, at most 0. Equality comes first, because the difference of infinities is a NaN.
-  static __device__ __forceinline__ float distance(float score, float score_max) {
-    return score == score_max ? 0.f : __fsub_rn(score, score_max);
-  }
+  static __device__ __forceinline__ Part part_of_block(const SamplerParams& p, u32 block) { return Part(p, block / p.parts, block % p.parts, PART); }
   // The bucket of a score at this distance; SAMPLE_BUCKETS: it is never chosen, or not a number.
   static __device__ __forceinline__ u32 bucket_at(float distance) {
     const float below = fminf(-distance, 64.f);
@@ -120,159 +52,20 @@ struct Sampler {
     return -distance < 64.f ? bucket : SAMPLE_BUCKETS;
   }
   static __device__ __forceinline__ u32 bucket_of(float score, float score_max) { return bucket_at(distance(score, score_max)); }
-  static __device__ __forceinline__ bool probable(const SampleRow& row, float score, float score_max) {
-    return !(row.flags & SAMPLE_MIN_P) || score == score_max || exp_f32(__fsub_rn(score, score_max)) >= row.min_p;
-  }
 
   // ---- adjust -----------------------------------------------------------------------------------------------------
 
-  // Rank of a logit: the larger, the better; -inf is the lowest. 0: not a number.
-  static __device__ __forceinline__ u64 raw_rank(float logit, u32 id) {
-    if (logit != logit) return 0;
-    const u32 bits = __float_as_uint(__fadd_rn(logit, 0.f));
-    return u64(bits >> 31 ? ~bits : bits | 0x80000000u) << 32 | u32(~id);
-  }
-  // The most probable ids of a part, in order.
-  static __device__ __noinline__ void top_of_part(const SamplerParams& p, const Part& part, u32 top, int thread) {
-    u64 last = ~0ull;
-#pragma unroll 1
-    for (u32 n = 0; n < top; n++) {
-      u64 best = 0;
-#pragma unroll 4
-      for (int i = thread; i < part.count; i += THREADS) {
-        const u64 rank = raw_rank(__ldcg(part.logits + i), u32(part.first + i));
-        best = rank < last && rank > best ? rank : best;
-      }
-      last = block_max(best, thread);
-      if (thread == 0) p.tops[(u64(part.at) * p.parts + part.index) * SAMPLE_TOP_MAX + n] = last;
-    }
-  }
-  static __device__ __forceinline__ float penalised(const SampleRow& row, float logit, u32 count) {
-    if (row.repetition != 1.f) logit = logit < 0.f ? __fmul_rn(logit, row.repetition) : __fdiv_rn(logit, row.repetition);
-    if (count > 0 && row.frequency != 0.f) logit = __fsub_rn(logit, __fmul_rn(row.frequency, __uint2float_rn(count)));
-    if (count > 0 && row.presence != 0.f) logit = __fsub_rn(logit, row.presence);
-    return logit;
-  }
-
-  // `load` takes every THREADS-th entry of a list from `from` on; `change` applies entries to the logits of a part. A list has an id at
-  // most once.
-  static __device__ __forceinline__ void load(const uint2* edits, u32 from, u32 count, uint2 (&entries)[EDITS]) {
-#pragma unroll
-    for (int n = 0; n < EDITS; n++) entries[n] = from + n * THREADS < count ? __ldcg(edits + from + n * THREADS) : make_uint2(~0u, 0u);
-  }
-  template <class With>
-  static __device__ __forceinline__ void change(const Part& part, const uint2 (&entries)[EDITS], With with) {
-#pragma unroll
-    for (int n = 0; n < EDITS; n++) {
-      const u32 at = entries[n].x - u32(part.first);
-      if (at < u32(part.count)) data<float>()[at] = with(data<float>()[at], entries[n].y);
-    }
-  }
-  template <class With>
-  static __device__ __forceinline__ void change_all(const Part& part, const uint2* edits, u32 from, u32 count, With with) {
-#pragma unroll 1
-    for (u32 i = from; i < count; i += EDITS * THREADS) {
-      uint2 entries[EDITS];
-      load(edits, i, count, entries);
-      change(part, entries, with);
-    }
-    barrier();
-  }
-
-  // Brings the logits of a part to shared memory, and changes them as the request says. A thread may then read its own ids, four at
-  // `4 * (n * THREADS + thread)`, without a barrier. Returns the thread's largest logit as the model computed it; -inf: none is a number.
-  // WIDE loads four logits at a time if the vocabulary allows it. That takes registers that some callers need for values of their own.
-  template <bool WIDE>
-  static __device__ __noinline__ float stage(const SamplerParams& p, const Part part, int thread) {
-    const SampleRow& row = p.rows[part.at];
-    float* logits = data<float>();
-    const uint2 *banned = p.edits + row.edits, *biased = banned + row.banned, *seen = biased + row.biased;
-    const bool is_banned = p.step < row.banned_steps && row.banned > 0, is_penalised = row.flags & SAMPLE_PENALTIES;
-    // Loaded together with the logits.
-    uint2 first_seen[EDITS];
-    load(seen, u32(thread), is_penalised ? row.seen : 0, first_seen);
-    float most = NEGATIVE_INFINITY;
-    if (WIDE && p.vocab % 4 == 0) {
-      float4 quads[QUADS];
-#pragma unroll
-      for (int n = 0; n < QUADS; n++) {
-        const int at = 4 * (n * THREADS + thread);
-        if (at < part.count) quads[n] = __ldcg(reinterpret_cast<const float4*>(part.logits + at));
-      }
-#pragma unroll
-      for (int n = 0; n < QUADS; n++) {
-        const int at = 4 * (n * THREADS + thread);
-        if (at >= part.count) break;
-        reinterpret_cast<float4*>(logits + at)[0] = quads[n];
-        // If one operand is a NaN, fmaxf returns the other.
-        most = fmaxf(fmaxf(most, fmaxf(quads[n].x, quads[n].y)), fmaxf(quads[n].z, quads[n].w));
-      }
-    } else {
-#pragma unroll 4
-      for (int i = thread; i < round_up(part.count, 4); i += THREADS) {
-        const float logit = i < part.count ? __ldcg(part.logits + i) : NEGATIVE_INFINITY;
-        logits[i] = logit;
-        most = fmaxf(most, logit);
-      }
-      barrier();
-    }
-    if (row.flags & SAMPLE_MASK) {
-      const u32* mask = p.masks + u64(part.at) * u32(ceil_div(int(p.vocab), 32));
-#pragma unroll 1
-      for (int at = 4 * thread; at < part.count; at += 4 * THREADS) {
-        const u32 id = u32(part.first + at), bits = __ldcg(mask + id / 32) >> id % 32;
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-          if (!(bits >> i & 1)) logits[at + i] = NEGATIVE_INFINITY;
-      }
-    }
-    // The lists are applied one after the other.
-    if (is_banned || row.biased > 0 || is_penalised) barrier();
-    if (is_banned) change_all(part, banned, u32(thread), row.banned, [](float, u32) { return NEGATIVE_INFINITY; });
-    if (row.biased > 0)
-      change_all(part, biased, u32(thread), row.biased, [](float logit, u32 bias) { return __fadd_rn(logit, __uint_as_float(bias)); });
-    if (is_penalised) {
-      const auto with = [&](float logit, u32 count) { return penalised(row, logit, count); };
-      change(part, first_seen, with);
-      change_all(part, seen, u32(thread) + EDITS * THREADS, row.seen, with);
-    }
-    return most;
-  }
-  // Four scores of a part that was staged.
-  static __device__ __forceinline__ void scores_at(float inverse_temperature, int at, float (&scores)[4]) {
-    const float4 four = reinterpret_cast<const float4*>(data<float>() + at)[0];
-    scores[0] = __fmul_rn(four.x, inverse_temperature);
-    scores[1] = __fmul_rn(four.y, inverse_temperature);
-    scores[2] = __fmul_rn(four.z, inverse_temperature);
-    scores[3] = __fmul_rn(four.w, inverse_temperature);
-  }
-
   static __device__ __forceinline__ void adjust(const SamplerParams& p, u32 block, int thread) {
     let_next_start();
-    const Part part(p, block);
+    const Part part = part_of_block(p, block);
     const SampleRow& row = p.rows[part.at];
-    const float raw_most = stage<true>(p, part, thread);
-    const float inverse_temperature = row.inverse_temperature;
-    float most = NEGATIVE_INFINITY;
-    u32 id = 0;
-#pragma unroll 1
-    for (int at = 4 * thread; at < part.count; at += 4 * THREADS) {
-      float scores[4];
-      scores_at(inverse_temperature, at, scores);
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        if (scores[i] > most) {
-          most = scores[i];
-          id = u32(part.first + at + i);
-        }
-    }
-    u64 best = rank_of(most, id), raw_best = rank_of(raw_most, 0);
+    const float raw_most = Block::template stage<true>(p, part, row.flags & SAMPLE_LOGPROBS ? row.top : 0, thread);
+    u64 best = best_of_part(part, row.inverse_temperature, thread), raw_best = rank_of(raw_most, 0);
     block_max(best, raw_best, thread);
     if (thread == 0) {
       raise_to(&p.totals[part.at].best, best);
       raise_to(&p.totals[part.at].raw_best, raw_best);
     }
-    if (row.flags & SAMPLE_LOGPROBS) top_of_part(p, part, row.top, thread);
   }
 
   // ---- choose -----------------------------------------------------------------------------------------------------
@@ -373,17 +166,6 @@ struct Sampler {
     return cuts;
   }
 
-  // Whether an id with this random word may reach `bound`, a sum of score and noise that another id has; -inf: all may. The noise is
-  // -ln(-ln(1 - u)) <= -ln(u) for u > x / 2^32. The margin of 2 % is far more than the errors of both exponentials, and of the sums if
-  // they are below 2^14.
-  static __device__ __forceinline__ bool may_reach(u32 x, float score, float bound) {
-    return __uint2float_rn(x) * 2.3283064365386963e-10f <= 1.02f * exp_fast(score - bound);
-  }
-  // The rank of s + noise; 0: min-p leaves the id out.
-  static __device__ __noinline__ u64 noisy_rank(const SampleRow& row, u32 x, float score, float most, u32 id) {
-    return probable(row, score, most) ? rank_of(__fadd_rn(score, gumbel(x)), id) : 0;
-  }
-
   // Adds a part to the buckets: ids, weights, the best s + noise. A row without filters needs only the best s + noise of all.
   static __device__ __forceinline__ void measure(const SamplerParams& p, const Part& part, float most, float bound, int thread) {
     const SampleRow& row = p.rows[part.at];
@@ -449,24 +231,9 @@ struct Sampler {
       if (thread % 32 == 0) present[b / 32] = ids;
     }
   }
-  // The sum of the weights of a part's logits as the model computed them.
-  static __device__ __noinline__ void add_raw(const SamplerParams& p, const Part part, float most, int thread) {
-    u64 sum = 0;
-#pragma unroll 1
-    for (int first = thread; first < part.count; first += LOADS * THREADS) {
-      float logits[LOADS];
-#pragma unroll
-      for (int n = 0; n < LOADS; n++)
-        logits[n] = first + n * THREADS < part.count ? __ldcg(part.logits + first + n * THREADS) : NEGATIVE_INFINITY;
-#pragma unroll
-      for (int n = 0; n < LOADS; n++) sum += logits[n] != logits[n] ? 0 : weight_of(logits[n], most);
-    }
-    sum = block_sum(sum, thread);
-    if (thread == 0) add_to(&p.totals[part.at].raw_total, sum);
-  }
 
   static __device__ __forceinline__ void choose(const SamplerParams& p, u32 block, int thread) {
-    const Part part(p, block);
+    const Part part = part_of_block(p, block);
     const SampleRow& row = p.rows[part.at];
     const u32 flags = row.flags;
     const bool is_greedy = flags & SAMPLE_GREEDY, has_logprobs = flags & SAMPLE_LOGPROBS;
@@ -476,19 +243,20 @@ struct Sampler {
     if (!is_greedy) {
       if (flags & (SAMPLE_TOP_K | SAMPLE_TOP_P))
         for (u32 b = thread; b < 3 * SAMPLE_BUCKETS; b += THREADS) buckets()[b] = 0;
-      stage<true>(p, part, thread);
+      Block::template stage<true>(p, part, 0, thread);
     }
     wait_for_previous();
     SampleTotals& totals = p.totals[part.at];
     const u64 best = __ldcg(&totals.best), raw_best = __ldcg(&totals.raw_best);
-    if (has_logprobs && raw_best != 0) add_raw(p, part, score_of(raw_best), thread);
+    if (has_logprobs && raw_best != 0) {
+      const u64 sum = block_sum(raw_weights(p, part, score_of(raw_best), thread), thread);
+      if (thread == 0) add_to(&totals.raw_total, sum);
+    }
     if (!is_greedy && best != 0) {
-      // The best id is admitted in any case: its sum bounds that of the winner.
       float* bound = reinterpret_cast<float*>(results());
       if (thread < 32) {
-        const float sum = __fadd_rn(score_of(best), noise(seed_of(row), row.position + p.step, id_of(best)));
-        // `may_reach` allows for the rounding of smaller sums only.
-        if (thread == 0) *bound = fabsf(sum) < 16384.f ? sum : NEGATIVE_INFINITY;
+        const float sum = least_sum(p, row, best);
+        if (thread == 0) *bound = sum;
       }
       barrier();
       measure(p, part, score_of(best), *bound, thread);
@@ -618,70 +386,6 @@ struct Sampler {
     return least;
   }
 
-  static __device__ __noinline__ void answer(const SamplerParams& p, u32 at, u64 winner, int thread) {
-    SampleRow& row = p.rows[at];
-    const SampleTotals& totals = p.totals[at];
-    SampleAnswer& to = p.answers[at];
-    const u32 token = id_of(winner);
-    const u64 raw_best = __ldcg(&totals.raw_best), raw_total = __ldcg(&totals.raw_total);
-    if (thread == 0) {
-      to.token = token;
-      to.status = winner ? SAMPLE_CHOSEN : raw_best ? SAMPLE_NONE_ALLOWED : SAMPLE_NO_CANDIDATE;
-      // The next launch reads a row of the table of embeddings in any case.
-      if (p.next) p.next[row.row * p.next_stride] = winner ? i32(token) : 0;
-    }
-    if (!winner) return;
-    if (row.flags & SAMPLE_LOGPROBS) {
-      if (thread == 0) {
-        to.logit = __ldcg(p.logits + u64(row.row) * p.vocab + token);
-        to.logit_max = score_of(raw_best);
-        to.total_low = u32(raw_total);
-        to.total_high = u32(raw_total >> 32);
-      }
-      const u64* tops = p.tops + u64(at) * p.parts * SAMPLE_TOP_MAX;
-      u64 last = ~0ull;
-      u32 count = 0;
-#pragma unroll 1
-      for (; count < row.top; count++) {
-        u64 best = 0;
-#pragma unroll 1
-        for (u32 i = thread; i < p.parts * row.top; i += THREADS) {
-          const u64 rank = __ldcg(tops + i / row.top * SAMPLE_TOP_MAX + i % row.top);
-          best = rank < last && rank > best ? rank : best;
-        }
-        last = block_max(best, thread);
-        if (last == 0) break;
-        if (thread == 0) {
-          to.top_ids[count] = id_of(last);
-          to.top_logits[count] = score_of(last);
-        }
-      }
-      if (thread == 0) to.top = count;
-    }
-    if (row.flags & SAMPLE_PENALTIES) {
-      // Counts the token for the steps that follow.
-      uint2* seen = p.edits + row.edits + row.banned + row.biased;
-      const u32 count = row.seen;
-      u64 found = 0;
-#pragma unroll 1
-      for (u32 i = thread; i < count; i += EDITS * THREADS) {
-        uint2 entries[EDITS];
-        load(seen, i, count, entries);
-#pragma unroll
-        for (int n = 0; n < EDITS; n++)
-          if (entries[n].x == token) {
-            seen[i + n * THREADS].y++;
-            found = 1;
-          }
-      }
-      found = block_max(found, thread);
-      if (found == 0 && thread == 0) {
-        seen[count] = make_uint2(token, 1u);
-        row.seen = count + 1;
-      }
-    }
-  }
-
   // Lists the ids of the buckets where filters cut.
   static __device__ __forceinline__ u32 list_cut(const SamplerParams& p, u32 at, const Cuts cuts, float most, int thread) {
     const float inverse_temperature = p.rows[at].inverse_temperature;
@@ -700,8 +404,8 @@ struct Sampler {
     u64* list = p.list + u64(at) * p.vocab;
 #pragma unroll 1
     for (u32 n = 0; n < *part_count; n++) {
-      const Part part(p, at * p.parts + parts[n]);
-      stage<false>(p, part, thread);
+      const Part part(p, at, parts[n], PART);
+      Block::template stage<false>(p, part, 0, thread);
 #pragma unroll 1
       for (int i = 4 * thread; i < part.count; i += 4 * THREADS) {
         float scores[4];
@@ -746,7 +450,7 @@ struct Sampler {
     u64 winner = best;
     if (!(flags & SAMPLE_GREEDY) && best != 0)
       winner = flags & (SAMPLE_TOP_K | SAMPLE_TOP_P) ? admitted_winner(p, at, score_of(best), thread) : __ldcg(&totals.chosen);
-    answer(p, at, winner, thread);
+    answer(p, at, winner, __ldcg(&totals.raw_best), __ldcg(&totals.raw_total), thread);
     barrier();
     if (thread == 0) totals = SampleTotals{};
   }

@@ -72,9 +72,10 @@ pub const WAVES_HEADERS: [(&str, &str); 9] = [
 ];
 
 /// The headers that only the sampler includes.
-pub const SAMPLER_HEADERS: [(&str, &str); 3] = [
+pub const SAMPLER_HEADERS: [(&str, &str); 4] = [
     ("monobloc_sampler.cuh", include_str!("../../kernels/monobloc_sampler.cuh")),
     ("sample/table.cuh", include_str!("../../kernels/sample/table.cuh")),
+    ("sample/block.cuh", include_str!("../../kernels/sample/block.cuh")),
     ("sample/sampler.cuh", include_str!("../../kernels/sample/sampler.cuh")),
 ];
 

@@ -18,6 +18,7 @@ static void wait_for_previous() {}
 static void raise_to(u64* most, u64 value) { *most = value > *most ? value : *most; }
 
 #include "sample/table.cuh"
+#include "sample/block.cuh"
 #include "sample/sampler.cuh"
 
 // Parts of few ids by one warp, so that every loop and every search has several iterations; and those of the generated kernel.
