@@ -4,3 +4,4 @@
 #include "sample/table.cuh"
 #include "sample/block.cuh"
 #include "sample/sampler.cuh"
+#include "sample/cluster.cuh"

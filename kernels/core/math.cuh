@@ -15,6 +15,17 @@ __device__ __forceinline__ float warp_max(float v) {
   return v;
 }
 
+__device__ __forceinline__ u32 warp_sum(u32 v) {
+#if __CUDA_ARCH__ >= 800
+  u32 sum;
+  asm volatile("redux.sync.add.u32 %0, %1, 0xffffffff;" : "=r"(sum) : "r"(v));
+  return sum;
+#else
+#pragma unroll
+  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
+  return v;
+#endif
+}
 __device__ __forceinline__ u32 warp_max(u32 v) {
 #if __CUDA_ARCH__ >= 800
   u32 most;
@@ -111,6 +122,17 @@ __device__ __forceinline__ float exp_fast(float x) {
   return y;
 #else
   return exp2f(x * 1.4426950408889634f); // tests of ops on a CPU
+#endif
+}
+
+// log2(x); -inf of 0. The error is at most 2^-22, relative where |log2(x)| is above 1.
+__device__ __forceinline__ float log2_fast(float x) {
+#ifdef __CUDA_ARCH__
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return log2f(x); // tests of ops on a CPU
 #endif
 }
 

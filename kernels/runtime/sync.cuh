@@ -301,6 +301,39 @@ __device__ __forceinline__ void await_waves(const u32* arrived, u32 wave, Waiter
   }
 }
 
+// ---- clusters ---------------------------------------------------------------------------------------------------
+
+// The barrier of a cluster: each thread of its blocks arrives, then waits until all have. What a thread wrote before it arrived, in any block's
+// shared memory or in global memory, is then visible to those that have waited.
+__device__ __forceinline__ void arrive_at_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void await_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+// Accesses the memory of block `block` of the cluster, at the place that `own` has in this one. All its blocks have to have started, and that
+// one must not have ended: a meeting of the cluster comes before and after.
+__device__ __forceinline__ void store_to_block(u64* own, u32 block, u64 value) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{.reg .u32 at; mapa.shared::cluster.u32 at, %0, %1; st.shared::cluster.u64 [at], %2;}" ::"r"(smem_address(own)), "r"(block), "l"(value)
+               : "memory");
+#endif
+}
+__device__ __forceinline__ u32 load_from_block(const u32* own, u32 block) {
+  u32 value = 0;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{.reg .u32 at; mapa.shared::cluster.u32 at, %1, %2; ld.shared::cluster.u32 %0, [at];}"
+               : "=r"(value)
+               : "r"(smem_address(own)), "r"(block)
+               : "memory");
+#endif
+  return value;
+}
+
 // ---- pairs of blocks --------------------------------------------------------------------------------------------
 // The two blocks of a cluster store to each other's shared memory. Each store adds its bytes to a barrier of the receiver, as a release at
 // the scope of the cluster, so a thread that has seen the phase end, and has fenced since, sees what was stored. The fences name shared memory alone, and wait for
@@ -359,9 +392,8 @@ __device__ __forceinline__ void fence_received() {
 }
 // By all threads of both blocks.
 __device__ __forceinline__ void meet_peer() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-#endif
+  arrive_at_cluster();
+  await_cluster();
 }
 
 // Copies 16 bytes of global memory to shared memory without a register, past L1. A thread sees its own copies after `await_copies`, others

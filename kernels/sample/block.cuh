@@ -21,10 +21,11 @@ struct SampleBlock {
     const u32 own = u32(value >> 32), high = warp_max(own);
     return u64(high) << 32 | warp_max(own == high ? u32(value) : 0u);
   }
+  // By parts of 22 bits, of which 32 have a sum of 27 bits.
   static __device__ __forceinline__ u64 warp_total(u64 value) {
-#pragma unroll
-    for (int o = 16; o; o >>= 1) value += __shfl_xor_sync(~0u, value, o);
-    return value;
+    constexpr u32 PART = (1u << 22) - 1;
+    const u64 low = warp_sum(u32(value) & PART), middle = warp_sum(u32(value >> 22) & PART), high = warp_sum(u32(value >> 44));
+    return low + (middle << 22) + (high << 44);
   }
   // Maxima over all threads of two values or of one, and the sum of a value. All threads get the results.
   static __device__ __noinline__ void block_max(u64& a, u64& b, int thread) {
@@ -84,6 +85,8 @@ struct SampleBlock {
           logits(p.logits + u64(p.rows[at].row) * p.vocab + first) {}
   };
   static __device__ __forceinline__ u64 seed_of(const SampleRow& row) { return u64(row.seed_high) << 32 | row.seed_low; }
+  // Of the token in its sequence.
+  static __device__ __forceinline__ u32 position_of(const SamplerParams& p, const SampleRow& row) { return row.position + p.step; }
   // Distance of a score from the best one, at most 0. Equality comes first, because the difference of infinities is a NaN.
   static __device__ __forceinline__ float distance(float score, float score_max) {
     return score == score_max ? 0.f : __fsub_rn(score, score_max);
@@ -245,23 +248,17 @@ struct SampleBlock {
     }
     return rank_of(most, id);
   }
-  // Whether an id with this random word may reach `bound`, a sum of score and noise that another id has; -inf: all may. The noise is
-  // -ln(-ln(1 - u)) <= -ln(u) for u > x / 2^32. The margin of 2 % is far more than the errors of both exponentials, and of the sums if
-  // they are below 2^14.
-  static __device__ __forceinline__ bool may_reach(u32 x, float score, float bound) {
-    return __uint2float_rn(x) * 2.3283064365386963e-10f <= 1.02f * exp_fast(score - bound);
-  }
   // The rank of s + noise; 0: min-p leaves the id out.
   static __device__ __noinline__ u64 noisy_rank(const SampleRow& row, u32 x, float score, float most, u32 id) {
     return probable(row, score, most) ? rank_of(__fadd_rn(score, gumbel(x)), id) : 0;
   }
 
-  // A sum of score and noise that the winner reaches: that of the best id, which is admitted in any case. -inf: `may_reach` does not allow
-  // for the rounding of such a sum. By a whole warp.
-  static __device__ __forceinline__ float least_sum(const SamplerParams& p, const SampleRow& row, u64 best) {
-    const float sum = __fadd_rn(score_of(best), noise(seed_of(row), row.position + p.step, id_of(best)));
-    return fabsf(sum) < 16384.f ? sum : NEGATIVE_INFINITY;
+  // The sum of score and noise of the best id, as a rank: the winner reaches it, because this id is admitted in any case. By a whole warp.
+  static __device__ __forceinline__ u64 sum_of_best(const SamplerParams& p, const SampleRow& row, u64 best) {
+    return rank_of(__fadd_rn(score_of(best), noise(seed_of(row), position_of(p, row), id_of(best))), id_of(best));
   }
+  // The same as a bound of other sums; -inf: sums of that size round by too much.
+  static __device__ __forceinline__ float bound_of(u64 rank) { return fabsf(score_of(rank)) < 16384.f ? score_of(rank) : NEGATIVE_INFINITY; }
   // The weights of a thread's logits as the model computed them.
   static __device__ __noinline__ u64 raw_weights(const SamplerParams& p, const Part part, float most, int thread) {
     u64 sum = 0;

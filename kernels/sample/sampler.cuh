@@ -1,4 +1,5 @@
-// sampler: the token of each row from its logits, exactly as src/sample specifies it for a request.
+// adjust and choose: the token of each row from its logits, exactly as src/sample specifies it for a request. `ClusterSampler` does the same where a
+// cluster of blocks has room for a row.
 //
 // logits (ROWS, VOCAB)  what a launch of a kernel for rows left in memory; this kernel starts after it on the same stream
 // answers (ROWS)        token, and what its log-probabilities are computed from
@@ -25,8 +26,8 @@ struct Sampler : SampleBlock<S::THREADS, ceil_div(S::PART / 4, S::THREADS), 512>
   static constexpr int THREADS = S::THREADS, PART = S::PART;
   using Block = SampleBlock<THREADS, ceil_div(PART / 4, THREADS), 512>;
   using typename Block::Part;
-  using Block::results, Block::barrier, Block::block_max, Block::block_sum, Block::block_scan, Block::seed_of, Block::distance, Block::probable;
-  using Block::scores_at, Block::best_of_part, Block::may_reach, Block::noisy_rank, Block::least_sum, Block::raw_weights, Block::answer;
+  using Block::results, Block::barrier, Block::block_max, Block::block_sum, Block::block_scan, Block::seed_of, Block::position_of, Block::distance, Block::probable;
+  using Block::scores_at, Block::best_of_part, Block::noisy_rank, Block::sum_of_best, Block::bound_of, Block::raw_weights, Block::answer;
   using Block::LOADS;
   template <class T>
   static __device__ __forceinline__ T* data() {
@@ -166,13 +167,19 @@ struct Sampler : SampleBlock<S::THREADS, ceil_div(S::PART / 4, S::THREADS), 512>
     return cuts;
   }
 
+  // Whether an id with this random word may reach `bound`, a sum of score and noise that another id has; -inf: all may. The noise is
+  // -ln(-ln(1 - u)) <= -ln(u) for u > x / 2^32. The margin of 2 % is far more than the errors of both exponentials, and of the sums if
+  // they are below 2^14.
+  static __device__ __forceinline__ bool may_reach(u32 x, float score, float bound) {
+    return __uint2float_rn(x) * 2.3283064365386963e-10f <= 1.02f * exp_fast(score - bound);
+  }
   // Adds a part to the buckets: ids, weights, the best s + noise. A row without filters needs only the best s + noise of all.
   static __device__ __forceinline__ void measure(const SamplerParams& p, const Part& part, float most, float bound, int thread) {
     const SampleRow& row = p.rows[part.at];
     const bool by_weight = row.flags & SAMPLE_TOP_P, by_count = row.flags & SAMPLE_TOP_K;
     u32 *low = buckets(), *high = low + SAMPLE_BUCKETS, *counts = high + SAMPLE_BUCKETS;
     const u64 seed = seed_of(row), first_bucket = u64(part.at) * SAMPLE_BUCKETS;
-    const u32 position = row.position + p.step;
+    const u32 position = position_of(p, row);
     const float inverse_temperature = row.inverse_temperature;
     u64 chosen = 0;
 #pragma unroll 1
@@ -255,8 +262,8 @@ struct Sampler : SampleBlock<S::THREADS, ceil_div(S::PART / 4, S::THREADS), 512>
     if (!is_greedy && best != 0) {
       float* bound = reinterpret_cast<float*>(results());
       if (thread < 32) {
-        const float sum = least_sum(p, row, best);
-        if (thread == 0) *bound = sum;
+        const float least = bound_of(sum_of_best(p, row, best));
+        if (thread == 0) *bound = least;
       }
       barrier();
       measure(p, part, score_of(best), *bound, thread);
@@ -430,7 +437,7 @@ struct Sampler : SampleBlock<S::THREADS, ceil_div(S::PART / 4, S::THREADS), 512>
     q.each(thread, [&](u64 rank) {
       const float score = score_of(rank);
       if (rank < least || !probable(row, score, most)) return;
-      const u64 noisy = rank_of(__fadd_rn(score, noise(seed, row.position + p.step, id_of(rank))), id_of(rank));
+      const u64 noisy = rank_of(__fadd_rn(score, noise(seed, position_of(p, row), id_of(rank))), id_of(rank));
       winner = noisy > winner ? noisy : winner;
     });
     return block_max(winner, thread);

@@ -90,7 +90,7 @@ struct SamplerParams {
   i32* next; // tokens of the launch that follows, `next_stride` words apart; null: none
   u32 next_stride; // words
   u32 vocab; // ids
-  u32 parts; // blocks of a row: parts of PART ids
+  u32 parts; // blocks of a row
   u32 step; // of the launch
 };
 static_assert(sizeof(SamplerParams) == 120, "the host fills this struct");

@@ -72,11 +72,12 @@ pub const WAVES_HEADERS: [(&str, &str); 9] = [
 ];
 
 /// The headers that only the sampler includes.
-pub const SAMPLER_HEADERS: [(&str, &str); 4] = [
+pub const SAMPLER_HEADERS: [(&str, &str); 5] = [
     ("monobloc_sampler.cuh", include_str!("../../kernels/monobloc_sampler.cuh")),
     ("sample/table.cuh", include_str!("../../kernels/sample/table.cuh")),
     ("sample/block.cuh", include_str!("../../kernels/sample/block.cuh")),
     ("sample/sampler.cuh", include_str!("../../kernels/sample/sampler.cuh")),
+    ("sample/cluster.cuh", include_str!("../../kernels/sample/cluster.cuh")),
 ];
 
 /// A float as a C++ literal that reads back to the same bits.

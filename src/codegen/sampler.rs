@@ -5,8 +5,14 @@ use super::{HEADERS, KernelSource, SAMPLER_HEADERS};
 use crate::target::Target;
 use std::fmt::Write;
 
-/// Names of the entry points, in the order of their launches.
+/// Names of the entry points, in the order of their launches, where clusters do not choose.
 pub const ENTRY_POINTS: [&str; 2] = ["sampler_adjust", "sampler_choose"];
+/// Name of the entry point whose clusters choose for a row each, if the target has clusters of [`CLUSTER_BLOCKS`].
+pub const CLUSTER_ENTRY_POINT: &str = "sampler_decide";
+/// Blocks of a cluster. 16 rows are 128 blocks, so 132 SMs choose for all of them at once.
+pub const CLUSTER_BLOCKS: u32 = 8;
+/// Threads of a block of a cluster. Two blocks of 64 registers a thread fit on an SM.
+pub const CLUSTER_THREADS: u32 = 512;
 /// Threads of a block.
 pub const THREADS: u32 = 256;
 /// Ids of a block: four times four for nearly every thread. A vocabulary of 128256 has 33 parts, so the parts of 4 rows are one block for
@@ -16,6 +22,9 @@ pub const PART: u32 = 3888;
 pub const SHARED_BYTES: u32 = 28672;
 /// Buckets of scores; `SAMPLE_BUCKETS` of sampler.cuh.
 pub const BUCKETS: u32 = 1024;
+/// Shared memory of a block of a cluster before its logits: words of the block, values of the warps of the cluster for two turns, bins of a
+/// search; `ClusterLayout` of cluster.cuh.
+const CLUSTER_DATA_AT: u32 = 512 + 2 * 3 * (CLUSTER_THREADS / 32 * CLUSTER_BLOCKS) * 8 + 1024 * 4;
 /// Most probable ids that an answer has; table.cuh asserts the size of one.
 pub const SAMPLE_TOP_MAX: usize = 20;
 
@@ -176,11 +185,16 @@ kernel_struct! {
         next_stride: u32,
         /// ids
         vocab: u32,
-        /// blocks of a row: parts of PART ids
+        /// blocks of a row
         parts: u32,
         /// of the launch
         step: u32,
     }
+}
+
+/// Shared memory of a block of a cluster that chooses among `vocab` ids: its part begins at a word of a mask.
+pub fn cluster_shared_bytes(vocab: u32) -> u32 {
+    CLUSTER_DATA_AT.saturating_add(vocab.div_ceil(CLUSTER_BLOCKS).next_multiple_of(32).saturating_mul(4))
 }
 
 /// Prints the sampler for a target.
@@ -196,6 +210,15 @@ pub fn emit(target: &Target) -> KernelSource {
             text,
             "\nextern \"C\" __global__ void __launch_bounds__({THREADS}, 4) {entry}(const __grid_constant__ SamplerParams p) {{\n  \
              Sampler<Sizes>::{step}(p, blockIdx.x, threadIdx.x);\n}}\n"
+        );
+    }
+    if target.spec.cluster_max >= CLUSTER_BLOCKS {
+        let _ = write!(
+            text,
+            "\nstruct Clusters {{\n  static constexpr int THREADS = {CLUSTER_THREADS}, BLOCKS = {CLUSTER_BLOCKS}, QUADS = 8;\n}};\n\
+             static_assert(ClusterLayout<Clusters>::DATA_AT == {CLUSTER_DATA_AT}, \"the host asks for so much shared memory\");\n\n\
+             extern \"C\" __global__ void __launch_bounds__({CLUSTER_THREADS}, 2) {CLUSTER_ENTRY_POINT}(const __grid_constant__ SamplerParams p) {{\n  \
+             ClusterSampler<Clusters>::decide(p, blockIdx.x, threadIdx.x);\n}}\n"
         );
     }
     KernelSource {

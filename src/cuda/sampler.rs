@@ -2,11 +2,11 @@
 
 use super::driver::{Device, DriverError};
 use super::memory::{DeviceBuffer, MappedBuffer};
-use super::module::Function;
+use super::module::{Function, Module};
 use super::stream::{Argument, LaunchShape, Stream};
 use crate::codegen::sampler::{
-    BUCKETS, ENTRY_POINTS, PART, SAMPLE_TOP_MAX, SHARED_BYTES, SampleAnswer, SampleEdit, SampleRow, SampleTotals,
-    SamplerParams, THREADS, flag, status,
+    BUCKETS, CLUSTER_BLOCKS, CLUSTER_ENTRY_POINT, CLUSTER_THREADS, ENTRY_POINTS, PART, SAMPLE_TOP_MAX, SHARED_BYTES,
+    SampleAnswer, SampleEdit, SampleRow, SampleTotals, SamplerParams, THREADS, cluster_shared_bytes, flag, status,
 };
 use crate::sample::{Decided, Penalties, Request, SampleError, Sampler, TokenCounts, TokenSet};
 use bytemuck::Zeroable;
@@ -138,21 +138,104 @@ pub fn decided(
     })
 }
 
-/// The sampler on a device, with its memory.
-pub struct SamplerSession {
-    device: Device,
-    functions: [Function; 2],
-    /// Copies tables while a kernel for rows runs on its own stream.
-    copies: Stream,
-    vocab: u32,
-    rows_max: u32,
-    steps_max: u32,
+/// The kernels that choose, and the memory that they alone need.
+enum Form {
+    /// A cluster of blocks chooses for each row.
+    Clusters(Function),
+    /// All blocks of a row share sums in memory: where a device has no such clusters, or a part of the vocabulary does not fit into shared memory.
+    Parts { functions: [Function; 2], sums: Box<Sums> },
+}
+
+/// What the blocks of a row share.
+struct Sums {
     list: DeviceBuffer,
     weights: DeviceBuffer,
     counts: DeviceBuffer,
     bests: DeviceBuffer,
     present: DeviceBuffer,
     totals: DeviceBuffer,
+}
+
+impl Form {
+    /// The form for `rows` rows of `vocab` ids, with its memory.
+    fn load(device: &Device, module: &Module, copies: &Stream, vocab: u32, rows: u64) -> Result<Form, DriverError> {
+        let (identity, cluster_bytes) = (device.identity(), cluster_shared_bytes(vocab));
+        if identity.launches_clusters && cluster_bytes <= identity.smem_bytes_per_block_max {
+            match device.function(module, CLUSTER_ENTRY_POINT, cluster_bytes) {
+                // The record of the target has smaller clusters than its device.
+                Err(DriverError::NoSuchKernel { .. }) => {}
+                function => return Ok(Form::Clusters(function?)),
+            }
+        }
+        let function = |name: &str| device.function(module, name, SHARED_BYTES);
+        let [adjust, choose] = ENTRY_POINTS.map(function);
+        let mut sums = Sums {
+            list: device.alloc(rows * u64::from(vocab) * 8)?,
+            weights: device.alloc(rows * u64::from(BUCKETS) * 8)?,
+            counts: device.alloc(rows * u64::from(BUCKETS) * 4)?,
+            bests: device.alloc(rows * u64::from(BUCKETS) * 8)?,
+            present: device.alloc(rows * u64::from(vocab.div_ceil(PART)) * u64::from(BUCKETS) / 8)?,
+            totals: device.alloc(rows * size_of::<SampleTotals>() as u64)?,
+        };
+        for zero in [&mut sums.weights, &mut sums.counts, &mut sums.bests, &mut sums.totals] {
+            zero.zero(copies)?;
+        }
+        Ok(Form::Parts { functions: [adjust?, choose?], sums: Box::new(sums) })
+    }
+
+    /// Blocks of a row.
+    fn parts(&self, vocab: u32) -> u32 {
+        match self {
+            Form::Clusters(_) => CLUSTER_BLOCKS,
+            Form::Parts { .. } => vocab.div_ceil(PART),
+        }
+    }
+
+    /// Parameters with the addresses of the memory that is of this form alone.
+    fn params(&self) -> SamplerParams {
+        match self {
+            Form::Clusters(_) => SamplerParams::zeroed(),
+            Form::Parts { sums, .. } => SamplerParams {
+                list: sums.list.address(),
+                weights: sums.weights.address(),
+                counts: sums.counts.address(),
+                bests: sums.bests.address(),
+                present: sums.present.address(),
+                totals: sums.totals.address(),
+                ..SamplerParams::zeroed()
+            },
+        }
+    }
+
+    /// Queues a step for `rows` rows of the tables.
+    fn launch(&self, stream: &Stream, params: &SamplerParams, rows: u32) -> Result<(), DriverError> {
+        let grid = rows * params.parts;
+        let arguments = [Argument::Struct(bytemuck::bytes_of(params))];
+        match self {
+            Form::Clusters(decide) => {
+                let smem_dynamic_bytes = cluster_shared_bytes(params.vocab);
+                let shape = LaunchShape { grid, block: CLUSTER_THREADS, smem_dynamic_bytes, cluster: CLUSTER_BLOCKS };
+                stream.launch(decide, &shape, &arguments)
+            }
+            Form::Parts { functions: [adjust, choose], .. } => {
+                let shape = LaunchShape { grid, block: THREADS, smem_dynamic_bytes: SHARED_BYTES, cluster: 1 };
+                stream.launch(adjust, &shape, &arguments)?;
+                // It reads what the first wrote only after it has waited for it.
+                stream.launch_early(choose, &shape, &arguments)
+            }
+        }
+    }
+}
+
+/// The sampler on a device, with its memory.
+pub struct SamplerSession {
+    device: Device,
+    form: Form,
+    /// Copies tables while a kernel for rows runs on its own stream.
+    copies: Stream,
+    vocab: u32,
+    rows_max: u32,
+    steps_max: u32,
     tops: DeviceBuffer,
     rows: DeviceBuffer,
     edits: DeviceBuffer,
@@ -184,35 +267,24 @@ impl SamplerSession {
         steps_max: u32,
     ) -> Result<SamplerSession, DriverError> {
         let module = device.load(cubin)?;
-        let function = |name: &str| device.function(&module, name, SHARED_BYTES);
-        let [adjust, choose] = ENTRY_POINTS.map(function);
+        let copies = device.stream()?;
         let rows = u64::from(rows_max);
-        let parts = u64::from(vocab.div_ceil(PART));
-        let mut session = SamplerSession {
-            functions: [adjust?, choose?],
-            copies: device.stream()?,
+        let form = Form::load(device, &module, &copies, vocab, rows)?;
+        copies.synchronize()?;
+        Ok(SamplerSession {
+            copies,
             vocab,
             rows_max,
             steps_max,
-            list: device.alloc(rows * u64::from(vocab) * 8)?,
-            weights: device.alloc(rows * u64::from(BUCKETS) * 8)?,
-            counts: device.alloc(rows * u64::from(BUCKETS) * 4)?,
-            bests: device.alloc(rows * u64::from(BUCKETS) * 8)?,
-            present: device.alloc(rows * parts * u64::from(BUCKETS) / 8)?,
-            totals: device.alloc(rows * size_of::<SampleTotals>() as u64)?,
-            tops: device.alloc(rows * parts * SAMPLE_TOP_MAX as u64 * 8)?,
+            tops: device.alloc(rows * u64::from(form.parts(vocab)) * SAMPLE_TOP_MAX as u64 * 8)?,
             rows: device.alloc(rows * size_of::<SampleRow>() as u64)?,
             edits: device.alloc(rows * 1024 * size_of::<SampleEdit>() as u64)?,
             masks: device.alloc(rows * u64::from(vocab.div_ceil(32)) * 4)?,
             answers: device.alloc_mapped((rows_max * steps_max) as usize * size_of::<SampleAnswer>() / 4)?,
             device: device.clone(),
+            form,
             row_count: 0,
-        };
-        for zero in [&mut session.weights, &mut session.counts, &mut session.bests, &mut session.totals] {
-            zero.zero(&session.copies)?;
-        }
-        session.copies.synchronize()?;
-        Ok(session)
+        })
     }
 
     /// Most probable ids that an answer may have.
@@ -248,15 +320,8 @@ impl SamplerSession {
             let (offset_bytes, buffer_bytes) = (u64::from(step) * answer_bytes, self.answers.words() as u64 * 4);
             return Err(DriverError::OutOfBounds { offset_bytes, range_bytes: answer_bytes, buffer_bytes });
         }
-        let parts = self.vocab.div_ceil(PART);
         let params = SamplerParams {
             logits,
-            list: self.list.address(),
-            weights: self.weights.address(),
-            counts: self.counts.address(),
-            bests: self.bests.address(),
-            present: self.present.address(),
-            totals: self.totals.address(),
             tops: self.tops.address(),
             rows: self.rows.address(),
             edits: self.edits.address(),
@@ -265,17 +330,11 @@ impl SamplerSession {
             next: next.map_or(0, |next| next.token),
             next_stride: next.map_or(0, |next| next.stride_bytes / 4),
             vocab: self.vocab,
-            parts,
+            parts: self.form.parts(self.vocab),
             step,
+            ..self.form.params()
         };
-        let shape =
-            LaunchShape { grid: self.row_count * parts, block: THREADS, smem_dynamic_bytes: SHARED_BYTES, cluster: 1 };
-        let params = [Argument::Struct(bytemuck::bytes_of(&params))];
-        let [adjust, choose] = &self.functions;
-        stream.launch(adjust, &shape, &params)?;
-        // It reads what the first wrote only after it has waited for it.
-        stream.launch_early(choose, &shape, &params)?;
-        Ok(())
+        self.form.launch(stream, &params, self.row_count)
     }
 
     /// What was chosen for row `at` of the tables in a step, after the stream of the launch was waited for.

@@ -1,4 +1,4 @@
-// One block of CUDA threads on a CPU: fibers that take turns at synchronisation points, and the parts of CUDA that the kernels' source
+// A block of CUDA threads on a CPU, or a cluster of blocks: fibers that take turns at synchronisation points, and the parts of CUDA that the kernels' source
 // needs. Warps meet at shuffles and at __syncwarp, the block at its barrier; a fiber runs until it has to wait.
 #pragma once
 
@@ -62,6 +62,9 @@ struct alignas(8) uint2 {
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
+struct alignas(16) ulonglong2 {
+  unsigned long long x, y;
+};
 static float2 make_float2(float x, float y) { return {x, y}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
@@ -76,15 +79,15 @@ static struct {
 
 // ---- threads ------------------------------------------------------------------------------------------------------
 
-// Threads of a block unless a test asks for more, and the most.
+// Threads of a block unless a test asks for more, and the most of a block or a cluster.
 constexpr int THREADS = 64, WARPS = THREADS / 32, THREADS_MAX = 256;
 constexpr int STACK_BYTES = 1 << 18;
 static ucontext_t main_context, contexts[THREADS_MAX];
 static std::vector<char> stacks(size_t(THREADS_MAX) * STACK_BYTES);
-static int threads, current;
+static int threads, block_threads, current; // of the cluster, of a block, the one that runs
 static bool finished[THREADS_MAX];
 static void (*thread_body)(int);
-// Shared memory of the block, more than a device has.
+// Shared memory of the block, or of all blocks of a cluster: more than a device has.
 #ifndef SMEM_BYTES
 #define SMEM_BYTES (1 << 20)
 #endif
@@ -136,7 +139,7 @@ void Meeting::meet() {
   if (!_setjmp(places[from])) go_on(next);
   awaited_rounds[from] = {nullptr, 0};
 }
-static Meeting block_meeting, warp_meetings[THREADS_MAX / 32];
+static Meeting cluster_meeting, block_meetings[THREADS_MAX / 32], warp_meetings[THREADS_MAX / 32];
 static unsigned long long lanes[2][THREADS_MAX];
 static int turns[THREADS_MAX];
 
@@ -269,7 +272,7 @@ static void emulated_load_transposed(unsigned address, V& v) {
 #pragma GCC pop_options
 
 static void thread_main(int thread) {
-  thread_body(thread);
+  thread_body(thread % block_threads);
   finished[thread] = true;
   const int next = next_of(thread);
   if (next >= 0) go_on(next);
@@ -278,11 +281,14 @@ static void thread_main(int thread) {
     if (!finished[other]) std::abort();
   setcontext(&main_context);
 }
-// Runs `body` by all `count` threads of a block, to its end.
-static void run_block(void (*body)(int), int count = THREADS) {
+// Runs `body` by all `count` threads of each block of a cluster, to its end.
+static void run_block(void (*body)(int), int count = THREADS, int blocks = 1) {
   thread_body = body;
-  threads = count;
-  block_meeting = {threads, 0, 0};
+  threads = count * blocks;
+  if (threads > THREADS_MAX) std::abort();
+  block_threads = count;
+  cluster_meeting = {threads, 0, 0};
+  for (Meeting& block : block_meetings) block = {count, 0, 0};
   for (Meeting& warp : warp_meetings) warp = {32, 0, 0};
   volatile bool ran = false;
   getcontext(&main_context);
@@ -307,5 +313,5 @@ static void run_block(void (*body)(int), int count = THREADS) {
 
 template <int>
 void consumer_barrier() {
-  block_meeting.meet();
+  block_meetings[current / block_threads].meet();
 }

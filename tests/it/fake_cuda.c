@@ -206,7 +206,8 @@ static uint64_t mixed(uint64_t x) {
     return x ^ x >> 33;
 }
 // sampler.cc: the sampler's source, and the choice of a head with temperature.
-void sampler_step(uint32_t step, const void *params, uint32_t grid);
+void sampler_step(uint32_t kernel, const void *params, uint32_t grid);
+uint32_t sampler_bytes(uint32_t vocab);
 uint32_t choice_at_head(const float *logits, uint32_t vocab, float inverse_temperature, uint64_t seed, uint32_t position);
 
 static float logit(uint64_t h, uint32_t id) { return mixed(h ^ id * 0x9e3779b97f4a7c15ull) % 4000 / 500.f; }
@@ -415,26 +416,33 @@ typedef struct {
     Address logits, list, weights, counts, bests, present, totals, tops, rows, edits, masks, answers, next;
     uint32_t next_stride, vocab, parts, step;
 } SamplerParams;
-static void sampler(const Call *call, uint32_t step) {
+static void sampler(const Call *call, uint32_t kernel) {
     const SamplerParams *p = call->argument[0];
     uint32_t rows = call->grid / p->parts;
-    require(p->parts == (p->vocab + 3887) / 3888 && rows > 0, "the blocks of a sampler");
+    require(rows > 0 && call->grid == rows * p->parts, "the blocks of a sampler");
     inside(p->logits, 4ull * p->vocab);
-    inside(p->list, 8ull * rows * p->vocab);
-    inside(p->weights, 8ull * rows * 1024);
-    inside(p->counts, 4ull * rows * 1024);
-    inside(p->bests, 8ull * rows * 1024);
-    inside(p->present, 128ull * rows * p->parts);
-    inside(p->totals, 48ull * rows);
     inside(p->tops, 8ull * rows * p->parts * 20);
     inside(p->rows, 80ull * rows);
     inside(p->answers, 192ull * rows);
     if (p->next) inside(p->next, 4ull * p->next_stride * (rows - 1) + 4);
-    if (step == 1) printf("step %u of a sampler for %u rows\n", p->step, rows);
-    sampler_step(step, p, call->grid);
+    if (kernel == 2) {
+        require(call->cluster == 8 && p->parts == 8, "a cluster for each row");
+        require(call->smem == sampler_bytes(p->vocab), "shared memory for a part of a row");
+    } else {
+        require(p->parts == (p->vocab + 3887) / 3888, "the parts of a row");
+        inside(p->list, 8ull * rows * p->vocab);
+        inside(p->weights, 8ull * rows * 1024);
+        inside(p->counts, 4ull * rows * 1024);
+        inside(p->bests, 8ull * rows * 1024);
+        inside(p->present, 128ull * rows * p->parts);
+        inside(p->totals, 48ull * rows);
+    }
+    if (kernel > 0) printf("step %u of a sampler for %u rows in %s\n", p->step, rows, kernel == 2 ? "clusters" : "parts");
+    sampler_step(kernel, p, call->grid);
 }
 static void sampler_adjust(const Call *call) { sampler(call, 0); }
 static void sampler_choose(const Call *call) { sampler(call, 1); }
+static void sampler_decide(const Call *call) { sampler(call, 2); }
 static void crash(const Call *call) { (void)call; crashed = 1; }
 static void hang(const Call *call) { (void)call; for (;;) pause(); }
 
@@ -452,6 +460,7 @@ static Kernel kernels[] = {
     {"monobloc_waves", waves_kernel, {sizeof(WaveParams)}, 0},
     {"sampler_adjust", sampler_adjust, {sizeof(SamplerParams)}, 0},
     {"sampler_choose", sampler_choose, {sizeof(SamplerParams)}, 0},
+    {"sampler_decide", sampler_decide, {sizeof(SamplerParams)}, 0},
     {"crash", crash, {0}, 0},
     {"hang", hang, {0}, 0},
     {0},
@@ -467,6 +476,8 @@ int cuModuleLoadData(void **module, const char *image) {
 int cuModuleUnload(void *module) { BOUND(); modules--; return module == kernels || module == kernels_one_row || module == kernels_paged ? SUCCESS : INVALID_VALUE; }
 int cuModuleGetFunction(Kernel **function, void *module, const char *name) {
     BOUND();
+    const char *mode = getenv("FAKE_CUDA");
+    if (mode && !strcmp(mode, "no clusters") && !strcmp(name, "sampler_decide")) return NOT_FOUND;
     for (Kernel *k = module; k->name; k++)
         if (!strcmp(k->name, name)) { *function = k; return SUCCESS; }
     return NOT_FOUND;

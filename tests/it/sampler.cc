@@ -3,7 +3,10 @@
 
 #include "block.h"
 
-static u8* block_memory() { return smem; }
+// Shared memory of each block of a cluster.
+constexpr int BLOCKS_MAX = 8, BLOCK_BYTES = SMEM_BYTES / BLOCKS_MAX;
+static u8* memory_of(u32 block) { return smem + block * BLOCK_BYTES; }
+static u8* block_memory() { return memory_of(current / block_threads); }
 static u32 take_places(u32* taken, u32 count) {
   const u32 first = *taken;
   *taken += count;
@@ -15,11 +18,21 @@ static void add_to(T* sum, T value) { *sum += value; }
 static u32 count_block(u32* blocks) { return take_places(blocks, 1); }
 static void let_next_start() {}
 static void wait_for_previous() {}
+static void arrive_at_cluster() {}
+static void await_cluster() { cluster_meeting.meet(); }
+template <class T>
+static T* at_block(const T* own, u32 block) {
+  return reinterpret_cast<T*>(memory_of(block) + (reinterpret_cast<const u8*>(own) - block_memory()));
+}
+static void store_to_block(u64* own, u32 block, u64 value) { *at_block(own, block) = value; }
+static u32 load_from_block(const u32* own, u32 block) { return *at_block(own, block); }
+static bool __any_sync(unsigned, bool value) { return __ballot_sync(~0u, value) != 0; }
 static void raise_to(u64* most, u64 value) { *most = value > *most ? value : *most; }
 
 #include "sample/table.cuh"
 #include "sample/block.cuh"
 #include "sample/sampler.cuh"
+#include "sample/cluster.cuh"
 
 // Parts of few ids by one warp, so that every loop and every search has several iterations; and those of the generated kernel.
 struct Small {
@@ -31,26 +44,56 @@ struct Middle {
 struct Whole {
   static constexpr int THREADS = 256, PART = 3888, SHARED_BYTES = 28672;
 };
+// Clusters: fewer threads than those of the generated kernel.
+struct SmallCluster {
+  static constexpr int THREADS = 32, BLOCKS = 3, QUADS = 1;
+};
+struct WholeCluster {
+  static constexpr int THREADS = 32, BLOCKS = 8, QUADS = 8;
+};
 
 static SamplerParams params;
-static u32 step_of, block_of;
+static u32 block_of;
 
 template <class S>
-static void body(int thread) {
-  if (step_of == 0) Sampler<S>::adjust(params, block_of, thread);
-  if (step_of == 1) Sampler<S>::choose(params, block_of, thread);
+static void adjust(int thread) {
+  Sampler<S>::adjust(params, block_of, thread);
 }
-// One of the two launches. Every second one runs its blocks from the last to the first.
 template <class S>
-static void launch(u32 step, u32 grid) {
-  step_of = step;
-  for (u32 i = 0; i < grid; i++) {
-    block_of = (params.step + step) % 2 ? grid - 1 - i : i;
-    std::memset(smem, 0xff, S::SHARED_BYTES);
-    run_block(body<S>, S::THREADS);
-    for (int at = S::SHARED_BYTES; at < S::SHARED_BYTES + 1024; at++)
-      if (smem[at] != 0x5a) std::abort(); // beyond the memory of the block
+static void choose(int thread) {
+  Sampler<S>::choose(params, block_of, thread);
+}
+template <class S>
+static void decide(int thread) {
+  ClusterSampler<S>::decide(params, block_of + current / S::THREADS, thread);
+}
+// A launch: clusters of blocks of `threads` threads, with so much shared memory each. Every second one runs from the last to the first.
+static void launch(void (*body)(int), u32 clusters, u32 blocks, int threads, u32 shared_bytes, bool backwards) {
+  if (blocks > BLOCKS_MAX || shared_bytes + 1024 > BLOCK_BYTES) std::abort();
+  for (u32 i = 0; i < clusters; i++) {
+    block_of = (backwards ? clusters - 1 - i : i) * blocks;
+    for (u32 b = 0; b < blocks; b++) std::memset(memory_of(b), 0xff, shared_bytes);
+    run_block(body, threads, blocks);
+    for (u32 b = 0; b < blocks; b++)
+      for (u32 at = shared_bytes; at < shared_bytes + 1024; at++)
+        if (memory_of(b)[at] != 0x5a) std::abort(); // beyond the memory of the block
   }
+}
+template <class S>
+static void launch_adjust(u32 grid) {
+  launch(adjust<S>, grid, 1, S::THREADS, S::SHARED_BYTES, params.step % 2);
+}
+template <class S>
+static void launch_choose(u32 grid) {
+  launch(choose<S>, grid, 1, S::THREADS, S::SHARED_BYTES, params.step % 2 == 0);
+}
+template <class S>
+static u32 cluster_bytes(u32 vocab) {
+  return ClusterLayout<S>::DATA_AT + round_up(ceil_div(int(vocab), S::BLOCKS), 32) * 4;
+}
+template <class S>
+static void launch_decide(u32 grid) {
+  launch(decide<S>, grid / S::BLOCKS, S::BLOCKS, S::THREADS, cluster_bytes<S>(params.vocab), params.step % 2);
 }
 static void guard() { std::memset(smem, 0x5a, sizeof smem); }
 
@@ -59,10 +102,18 @@ static void guard() { std::memset(smem, 0x5a, sizeof smem); }
 struct Library {
   static constexpr int THREADS = 32, PART = 3888, SHARED_BYTES = 28672;
 };
-extern "C" void sampler_step(u32 step, const void* p, u32 grid) {
+// Shared memory of a block of the third kernel, as the generated one has it: its exchange has values of 16 warps.
+struct Generated {
+  static constexpr int THREADS = 512, BLOCKS = 8, QUADS = 8;
+};
+extern "C" u32 sampler_bytes(u32 vocab) { return cluster_bytes<Generated>(vocab); }
+// One of the three kernels.
+extern "C" void sampler_step(u32 kernel, const void* p, u32 grid) {
   std::memcpy(&params, p, sizeof params);
   guard();
-  launch<Library>(step, grid);
+  if (kernel == 0) launch_adjust<Library>(grid);
+  if (kernel == 1) launch_choose<Library>(grid);
+  if (kernel == 2) launch_decide<WholeCluster>(grid);
 }
 // The choice of a head with temperature.
 extern "C" u32 choice_at_head(const float* logits, u32 vocab, float inverse_temperature, u64 seed, u32 position) {
@@ -76,7 +127,7 @@ extern "C" u32 choice_at_head(const float* logits, u32 vocab, float inverse_temp
 #else
 
 struct Head {
-  u32 size; // 0: Small, 1: Middle, 2: Whole
+  u32 size; // 0: Small, 1: Middle, 2: Whole, 3: SmallCluster, 4: WholeCluster
   u32 vocab, launch_rows, rows, steps, edits, mask_words;
 };
 template <class T>
@@ -86,13 +137,12 @@ static std::vector<T> read(size_t count) {
   return values;
 }
 
-template <class S>
-static void run(const Head& head) {
+// Launches of a step, one after the other, with `parts` blocks for each row.
+static void run(const Head& head, u32 parts, std::vector<void (*)(u32)> launches) {
   std::vector<float> logits = read<float>(size_t(head.steps) * head.launch_rows * head.vocab);
   std::vector<SampleRow> rows = read<SampleRow>(head.rows);
   std::vector<uint2> edits = read<uint2>(head.edits);
   std::vector<u32> masks = read<u32>(head.mask_words);
-  const u32 parts = ceil_div(head.vocab, S::PART);
   std::vector<u32> counts(head.rows * SAMPLE_BUCKETS), present(head.rows * parts * SAMPLE_BUCKETS / 32, ~0u);
   std::vector<u64> list(head.rows * head.vocab, ~0ull), weights(head.rows * SAMPLE_BUCKETS), bests(head.rows * SAMPLE_BUCKETS);
   std::vector<u64> tops(head.rows * parts * SAMPLE_TOP_MAX, ~0ull);
@@ -104,8 +154,7 @@ static void run(const Head& head) {
     params = SamplerParams{logits.data() + size_t(step) * head.launch_rows * head.vocab, list.data(), weights.data(), counts.data(),
                            bests.data(), present.data(), totals.data(), tops.data(), rows.data(), edits.data(), masks.data(), answers.data() + step * head.rows,
                            step + 1 < head.steps ? next.data() : nullptr, 3, head.vocab, parts, step};
-    launch<S>(0, head.rows * parts);
-    launch<S>(1, head.rows * parts);
+    for (const auto launch : launches) launch(head.rows * parts);
     // The next launch begins with zeros, and with the tokens.
     for (u64 weight : weights) if (weight) std::abort();
     for (u32 count : counts) if (count) std::abort();
@@ -120,14 +169,25 @@ static void run(const Head& head) {
   std::fwrite(answers.data(), sizeof(SampleAnswer), answers.size(), stdout);
 }
 
+template <class S>
+static void run_parts(const Head& head) {
+  run(head, ceil_div(int(head.vocab), S::PART), {launch_adjust<S>, launch_choose<S>});
+}
+template <class S>
+static void run_clusters(const Head& head) {
+  run(head, S::BLOCKS, {launch_decide<S>});
+}
+
 int main() {
   Head head;
   while (std::fread(&head, sizeof head, 1, stdin) == 1) {
-    if (head.size == 0) run<Small>(head);
-// The small parts are compiled again for each mutant.
+    if (head.size == 0) run_parts<Small>(head);
+    if (head.size == 3) run_clusters<SmallCluster>(head);
+// The small parts and clusters are compiled again for each mutant.
 #ifndef SMALL_ALONE
-    if (head.size == 1) run<Middle>(head);
-    if (head.size == 2) run<Whole>(head);
+    if (head.size == 1) run_parts<Middle>(head);
+    if (head.size == 2) run_parts<Whole>(head);
+    if (head.size == 4) run_clusters<WholeCluster>(head);
 #endif
   }
 }

@@ -8,7 +8,9 @@ use std::io::{BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
-use monobloc::codegen::sampler::{ENTRY_POINTS, SampleAnswer, THREADS, emit};
+use monobloc::codegen::sampler::{
+    CLUSTER_BLOCKS, CLUSTER_ENTRY_POINT, CLUSTER_THREADS, ENTRY_POINTS, SampleAnswer, THREADS, emit,
+};
 use monobloc::cuda::cubin;
 use monobloc::cuda::sampler::{Asked, SampleTables, decided};
 use monobloc::random::Random;
@@ -206,7 +208,7 @@ fn agree(found: &Decided, expected: &Decided) -> bool {
     found.token == expected.token && ids(found) == ids(expected) && logprob && tops
 }
 
-/// Cases of every kind: `rounds` of small parts, and one of the others if there are larger ones.
+/// Cases of every kind: `rounds` of small parts and of small clusters, and some of the others if there are larger ones.
 fn cases(rounds: usize, larger: bool) -> Vec<Case> {
     let mut random = Random::new(17);
     let mut cases = vec![];
@@ -215,11 +217,14 @@ fn cases(rounds: usize, larger: bool) -> Vec<Case> {
             // Vocabularies that are no multiple of 4, of 32, or of a part.
             let vocab = [1000, 997, 480, 241, 64, 3, 1][(round + kind) % 7];
             cases.push(case(0, vocab, kind, &mut random));
+            cases.push(case(3, vocab, kind, &mut random));
         }
     }
     for kind in (0..KINDS).filter(|_| larger) {
         cases.push(case(1, 2003, kind, &mut random));
         cases.push(case(2, 4099, kind, &mut random));
+        cases.push(case(4, 4099, kind, &mut random));
+        cases.push(case(4, 9000, kind, &mut random));
     }
     cases
 }
@@ -310,7 +315,7 @@ fn a_sampler_that_chooses_something_else_is_found() {
         ("seen[i + n * THREADS].y++;", ""),
         ("row.seen = count + 1;", ""),
         ("p.step < row.banned_steps", "true"),
-        ("position = row.position + p.step;", "position = row.position;"),
+        ("return row.position + p.step;", "return row.position;"),
         ("<= 1.02f * exp_fast", "<= 0.05f * exp_fast"),
         ("-distance < 64.f ?", "-distance < 4.f ?"),
         ("if (!(bits >> i & 1))", "if (false)"),
@@ -319,7 +324,32 @@ fn a_sampler_that_chooses_something_else_is_found() {
         ("if (cuts.challenger <= cuts.chosen) return", "return"),
         ("for (u32 b = cuts.first; b <= cuts.last &&", "for (u32 b = cuts.first; b < cuts.last &&"),
         ("__ballot_sync(~0u, weight != 0 || count != 0)", "__ballot_sync(~0u, weight != 0)"),
-        ("best + 23.f >= bound", "best + 1.f >= bound"),
+        ("if (!(best + 23.f >= bound)) continue;", "if (!(best + 1.f >= bound)) continue;"),
+        // Clusters: ids above another one, the cuts of both filters, their bounds, and the search for the last id of top-k.
+        ("u32(other_id < id)", "0"),
+        (
+            "const bool has = above.has(scores[i], u32(part.first + at + i));",
+            "const bool has = scores[i] > above.score;",
+        ),
+        ("sum += above.has(scores[i], u32(part.first + at + i))", "sum += scores[i] > above.score"),
+        ("best > NEGATIVE_INFINITY && best + 23.f >= bound", "best > NEGATIVE_INFINITY && best + 1.f >= bound"),
+        ("(22.2007098f - ", "(19.2007098f - "),
+        ("fmaxf(bound, warp_max(sum))", "fmaxf(bound, warp_max(sum) + 0.5f)"),
+        ("above.v[1] >= row.top_k", "above.v[1] > row.top_k"),
+        ("if (above.v[0] + error < need_of(row, least)) return true;", "return above.v[0] < need_of(row, least);"),
+        (
+            "if (above.v[0] >= need_of(row, round.about) + error) return false;",
+            "return above.v[0] < need_of(row, round.about);",
+        ),
+        ("return sums.v[0] < need_of(row, round.kept);", "return sums.v[0] < need_of(row, round.about);"),
+        ("find_kth(p, part, round.turn, thread) - 1", "find_kth(p, part, round.turn, thread)"),
+        ("if (need >= found.v[2]) return lowest;", "if (need >= found.v[2]) return highest;"),
+        ("counts[e] += load_from_block(&bins()[thread * EACH + e], block);", "counts[e] = bins()[thread * EACH + e];"),
+        ("if (admits(p, part, rank, round, thread)) break;", "break;"),
+        (
+            "store_to_block(all + n * ENTRIES + index * WARPS + thread / 32, lane, value)",
+            "all[n * ENTRIES + index * WARPS] = value",
+        ),
     ] {
         let folder = tempfile::tempdir().unwrap();
         let mut found = 0;
@@ -351,7 +381,8 @@ fn the_sampler_compiles_for_every_record() {
     let Some(nvrtc) = nvrtc("the_sampler_compiles_for_every_record") else { return };
     let mut seen = BTreeSet::new();
     for name in Target::builtin_names().filter(|name| *name != "cpu") {
-        let source = emit(&Target::builtin(name).unwrap());
+        let target = Target::builtin(name).unwrap();
+        let source = emit(&target);
         let (_, code) = source.text.split_once('\n').expect("a line that names the GPU");
         // For two GPUs of one architecture it is the same.
         if !seen.insert((source.arch.clone(), code.to_owned())) {
@@ -360,12 +391,17 @@ fn the_sampler_compiles_for_every_record() {
         let compiled = nvrtc.compile(&source).unwrap_or_else(|error| panic!("{name}: {error}"));
         assert!(!compiled.log.contains("warning"), "{name}: {}", compiled.log);
         let resources = cubin::read(&compiled.cubin, &compiled.log).unwrap();
-        for entry in ENTRY_POINTS {
+        let clusters = target.spec.cluster_max >= CLUSTER_BLOCKS;
+        assert_eq!(resources.kernels.contains_key(CLUSTER_ENTRY_POINT), clusters, "{name}");
+        // What is saved of functions that answer or choose for a row, once for each row.
+        let entries = ENTRY_POINTS.map(|entry| (entry, THREADS, 64)).into_iter();
+        for (entry, threads, spilled_max) in
+            entries.chain(clusters.then_some((CLUSTER_ENTRY_POINT, CLUSTER_THREADS, 160)))
+        {
             let kernel = &resources.kernels[entry];
             println!("{name} {entry}: {} registers, {} bytes spilled", kernel.registers, kernel.spill_store_bytes);
-            assert_eq!((kernel.threads_max, kernel.smem_static_bytes), (Some(THREADS), 0), "{name}: {kernel:?}");
-            // What the function that answers for a row saves for its caller, once for each row.
-            assert!(kernel.spill_store_bytes < 64, "{name}: {kernel:?}");
+            assert_eq!((kernel.threads_max, kernel.smem_static_bytes), (Some(threads), 0), "{name}: {kernel:?}");
+            assert!(kernel.spill_store_bytes < spilled_max, "{name}: {kernel:?}");
         }
     }
 }
