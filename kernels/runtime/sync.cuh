@@ -447,6 +447,13 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
+// Drops a line of 128 bytes of global memory: it need not be written from L2, and nothing may read it before it is stored again.
+__device__ __forceinline__ void discard_line(u64 line) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("discard.global.L2 [%0], 128;" ::"l"(line) : "memory");
+#endif
+}
+
 // ---- ring slots -------------------------------------------------------------------------------------------------
 // A slot has a `full` and an `empty` word of 8 bytes each. With COUNTERS they are counts of fills and releases (sm_75 has
 // no mbarriers; any target may choose plain copies); otherwise mbarriers, where `parity` is the low bit of the use.

@@ -312,6 +312,13 @@ struct ClusterSampler : SampleBlock<S::THREADS, S::QUADS, ClusterLayout<S>::DATA
     return chosen;
   }
 
+  // Drops the lines that have logits of the part alone. The block has read them, because it has met others since.
+  static __device__ __forceinline__ void drop(const Part& part, int thread) {
+    const u64 end = u64(part.logits + part.count) / 128 * 128;
+#pragma unroll 1
+    for (u64 line = (u64(part.logits) + 127) / 128 * 128 + 128 * u64(thread); line < end; line += 128 * THREADS) discard_line(line);
+  }
+
   static __device__ __forceinline__ void decide(const SamplerParams& p, u32 block, int thread) {
     arrive_at_cluster();
     wait_for_previous();
@@ -325,6 +332,8 @@ struct ClusterSampler : SampleBlock<S::THREADS, S::QUADS, ClusterLayout<S>::DATA
     const Values bests = combine(part.index, 0, 2, 2, {own, rank_of(raw_most, 0), 0}, thread);
     u64 chosen = bests.v[0], raw_total = 0;
     if (chosen != 0 && (has_logprobs || !(row.flags & SAMPLE_GREEDY))) chosen = winner(p, part, chosen, bests.v[1], raw_total, thread);
+    // The answer for log-probabilities reads a logit again.
+    if (p.drops && !has_logprobs) drop(part, thread);
     if (part.index == 0) answer(p, part.at, chosen, bests.v[1], raw_total, thread);
   }
 };

@@ -92,5 +92,7 @@ struct SamplerParams {
   u32 vocab; // ids
   u32 parts; // blocks of a row
   u32 step; // of the launch
+  u32 drops; // 1: nothing reads the logits of the rows of the table afterwards
+  u32 reserved; // 0
 };
-static_assert(sizeof(SamplerParams) == 120, "the host fills this struct");
+static_assert(sizeof(SamplerParams) == 128, "the host fills this struct");

@@ -189,6 +189,10 @@ kernel_struct! {
         parts: u32,
         /// of the launch
         step: u32,
+        /// 1: nothing reads the logits of the rows of the table afterwards
+        drops: u32,
+        /// 0
+        reserved: u32,
     }
 }
 

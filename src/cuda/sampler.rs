@@ -243,6 +243,7 @@ pub struct SamplerSession {
     answers: MappedBuffer,
     /// Rows of the tables that were uploaded last.
     row_count: u32,
+    keeps_logits: bool,
 }
 
 /// Where the launch after a step reads its tokens.
@@ -284,12 +285,19 @@ impl SamplerSession {
             device: device.clone(),
             form,
             row_count: 0,
+            keeps_logits: false,
         })
     }
 
     /// Most probable ids that an answer may have.
     pub fn logprobs_max(&self) -> u32 {
         SAMPLE_TOP_MAX as u32
+    }
+
+    /// Whether the logits of sampled rows can be read after their tokens were chosen. At first they cannot: a cache line that the sampler has
+    /// read for the last time need not reach memory.
+    pub fn keep_logits(&mut self, keeps: bool) {
+        self.keeps_logits = keeps;
     }
 
     /// Copies the tables of a launch of `steps` steps to the device, and waits only for the copies. No step of the sampler may run.
@@ -332,6 +340,7 @@ impl SamplerSession {
             vocab: self.vocab,
             parts: self.form.parts(self.vocab),
             step,
+            drops: u32::from(!self.keeps_logits),
             ..self.form.params()
         };
         self.form.launch(stream, &params, self.row_count)

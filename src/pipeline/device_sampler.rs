@@ -124,7 +124,9 @@ pub(super) fn time_sampled(
     position: u32,
 ) -> Result<Vec<f64>, Fault> {
     let mut decoding = Decoding::at(session, rows, position, STEPS)?;
+    sampler.keep_logits(true);
     check(session, sampler, &mut decoding, position)?;
+    sampler.keep_logits(false);
     let requests = requests(rows, session.vocab(), |row| usual(u64::from(row)))?;
     decoding.give_tokens(|row| row + 1);
     let mut step_us = vec![];

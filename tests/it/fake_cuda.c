@@ -414,7 +414,7 @@ static void waves_kernel(const Call *call) {
 // The sampler, on the tables that the host made.
 typedef struct {
     Address logits, list, weights, counts, bests, present, totals, tops, rows, edits, masks, answers, next;
-    uint32_t next_stride, vocab, parts, step;
+    uint32_t next_stride, vocab, parts, step, drops, reserved;
 } SamplerParams;
 static void sampler(const Call *call, uint32_t kernel) {
     const SamplerParams *p = call->argument[0];

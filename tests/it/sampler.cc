@@ -26,6 +26,11 @@ static T* at_block(const T* own, u32 block) {
 }
 static void store_to_block(u64* own, u32 block, u64 value) { *at_block(own, block) = value; }
 static u32 load_from_block(const u32* own, u32 block) { return *at_block(own, block); }
+// Who reads a line afterwards finds NaNs.
+static void discard_line(u64 line) {
+  if (line % 128) std::abort();
+  std::memset(reinterpret_cast<void*>(line), 0xff, 128);
+}
 static bool __any_sync(unsigned, bool value) { return __ballot_sync(~0u, value) != 0; }
 static void raise_to(u64* most, u64 value) { *most = value > *most ? value : *most; }
 
@@ -153,7 +158,7 @@ static void run(const Head& head, u32 parts, std::vector<void (*)(u32)> launches
   for (u32 step = 0; step < head.steps; step++) {
     params = SamplerParams{logits.data() + size_t(step) * head.launch_rows * head.vocab, list.data(), weights.data(), counts.data(),
                            bests.data(), present.data(), totals.data(), tops.data(), rows.data(), edits.data(), masks.data(), answers.data() + step * head.rows,
-                           step + 1 < head.steps ? next.data() : nullptr, 3, head.vocab, parts, step};
+                           step + 1 < head.steps ? next.data() : nullptr, 3, head.vocab, parts, step, 1, 0};
     for (const auto launch : launches) launch(head.rows * parts);
     // The next launch begins with zeros, and with the tokens.
     for (u64 weight : weights) if (weight) std::abort();

@@ -346,6 +346,9 @@ fn a_sampler_that_chooses_something_else_is_found() {
         ("if (need >= found.v[2]) return lowest;", "if (need >= found.v[2]) return highest;"),
         ("counts[e] += load_from_block(&bins()[thread * EACH + e], block);", "counts[e] = bins()[thread * EACH + e];"),
         ("if (admits(p, part, rank, round, thread)) break;", "break;"),
+        // Lines with logits of another part or row, or of a token that is reported.
+        ("u64(part.logits + part.count) / 128 * 128", "(u64(part.logits + part.count) + 127) / 128 * 128"),
+        ("if (p.drops && !has_logprobs)", "if (p.drops)"),
         (
             "store_to_block(all + n * ENTRIES + index * WARPS + thread / 32, lane, value)",
             "all[n * ENTRIES + index * WARPS] = value",
