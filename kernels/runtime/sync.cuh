@@ -434,8 +434,9 @@ __device__ __forceinline__ u32 count_block(u32* blocks) {
   return before;
 }
 
-// If the host asks for it, a launch may start while the launch before it on the stream still runs: when all blocks of that one have
-// called `let_next_start`. `wait_for_previous` returns when that one has ended and its writes are visible. Otherwise both do nothing.
+// If the host asks for it, blocks of a launch may start while the launch before it on the stream still runs: once all blocks of that one have called
+// `let_next_start`, or have ended. So all of those have an SM by then: they wait for none that this launch takes, not even in a kernel whose blocks wait
+// for each other. `wait_for_previous` returns when the launch before has ended and its writes are visible. Otherwise both do nothing.
 __device__ __forceinline__ void let_next_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -215,7 +215,8 @@ impl Form {
             Form::Clusters(decide) => {
                 let smem_dynamic_bytes = cluster_shared_bytes(params.vocab);
                 let shape = LaunchShape { grid, block: CLUSTER_THREADS, smem_dynamic_bytes, cluster: CLUSTER_BLOCKS };
-                stream.launch(decide, &shape, &arguments)
+                // It reads what the step wrote only after it has waited for it.
+                stream.launch_early(decide, &shape, &arguments)
             }
             Form::Parts { functions: [adjust, choose], .. } => {
                 let shape = LaunchShape { grid, block: THREADS, smem_dynamic_bytes: SHARED_BYTES, cluster: 1 };
