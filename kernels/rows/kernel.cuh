@@ -48,6 +48,7 @@ __device__ __forceinline__ void consume_rows(const RowsParams& p) {
 template <class M, class D>
 __device__ __forceinline__ void persistent_rows(const RowsParams& p) {
   static_assert(sizeof(RowsState<M>) <= M::STATE_BYTES, "the state part of the shared-memory map is too small");
+  wait_for_previous();
   let_next_start();
   if (threadIdx.x < sizeof(RowsState<M>::active) / 4) rows_state<M>().active[threadIdx.x] = 0;
   begin_block<M>(p);

@@ -80,6 +80,7 @@ __device__ __forceinline__ void begin_block(const Params& p) {
 template <class M, class D>
 __device__ __forceinline__ void persistent(const Params& p) {
   static_assert(sizeof(State<M>) <= M::STATE_BYTES, "the state part of the shared-memory map is too small");
+  wait_for_previous();
   let_next_start();
   begin_block<M>(p);
   if (uniform(threadIdx.x / 32) >= u32(M::WARPS)) {

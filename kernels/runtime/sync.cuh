@@ -436,7 +436,8 @@ __device__ __forceinline__ u32 count_block(u32* blocks) {
 
 // If the host asks for it, blocks of a launch may start while the launch before it on the stream still runs: once all blocks of that one have called
 // `let_next_start`, or have ended. So all of those have an SM by then: they wait for none that this launch takes, not even in a kernel whose blocks wait
-// for each other. `wait_for_previous` returns when the launch before has ended and its writes are visible. Otherwise both do nothing.
+// for each other. `wait_for_previous` returns when the launch before has ended and its writes are visible. Otherwise both do nothing. A launch that waits before it
+// lets the next one start is alone with that one: the launches before it have ended.
 __device__ __forceinline__ void let_next_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

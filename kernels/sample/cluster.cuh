@@ -322,6 +322,7 @@ struct ClusterSampler : SampleBlock<S::THREADS, S::QUADS, ClusterLayout<S>::DATA
   static __device__ __forceinline__ void decide(const SamplerParams& p, u32 block, int thread) {
     arrive_at_cluster();
     wait_for_previous();
+    let_next_start();
     const Part part(p, block / BLOCKS, block % BLOCKS, part_size(p));
     const SampleRow& row = p.rows[part.at];
     const bool has_logprobs = row.flags & SAMPLE_LOGPROBS;

@@ -46,6 +46,7 @@ __device__ __forceinline__ void consume_waves(const WaveParams& p) {
 template <class M, class D>
 __device__ __forceinline__ void run_waves(const WaveParams& p) {
   static_assert(sizeof(WaveState<M>) <= M::STATE_BYTES, "the state part of the shared-memory map is too small");
+  wait_for_previous();
   let_next_start();
   WaveState<M>& state = wave_state<M>();
   if (threadIdx.x == 0) {

@@ -129,6 +129,15 @@ impl Watched {
         Ok(self.stream.launch_cooperative(&self.function, &self.shape, &[argument])?)
     }
 
+    /// The same for step `step` of a launch. Those after the first follow a sampler: their blocks start while it still runs, and wait for its end.
+    pub fn queue_step(&self, step: u32, params: &impl NoUninit) -> Result<(), SessionError> {
+        if step == 0 {
+            return self.queue(params);
+        }
+        let argument = Argument::Struct(bytemuck::bytes_of(params));
+        Ok(self.stream.launch_cooperative_early(&self.function, &self.shape, &[argument])?)
+    }
+
     /// After the last kernel.
     pub fn end(&self) -> Result<(), SessionError> {
         self.ended[self.slot(&self.queued)].record(&self.stream)?;

@@ -474,7 +474,7 @@ impl RowLauncher for RowsSession {
             let params = self.params(timeout, &[], true, mailbox)?;
             let params = Params { steps: 1, tag: self.tag + step, ..params };
             let (pages, row_count) = (placed.pages, inputs.len() as u32);
-            watched.queue(&RowsParams { params, rows, pages, fills: 0, row_count, logits_from: 0 })
+            watched.queue_step(step, &RowsParams { params, rows, pages, fills: 0, row_count, logits_from: 0 })
         })?;
         let (inputs, eos) = (inputs.to_vec(), vec![]);
         let only_fills = false;

@@ -428,7 +428,7 @@ impl Session {
         let timeout = timeout(steps);
         let watched = &self.kernel.watched;
         watched.begin()?;
-        self.queue(Params { position, steps, ..self.params(timeout, with_logits)? })?;
+        self.queue(0, Params { position, steps, ..self.params(timeout, with_logits)? })?;
         watched.end()?;
         self.tag += steps;
         self.next = Some(position + steps);
@@ -454,14 +454,14 @@ impl Session {
         })
     }
 
-    /// Queues the kernel between the `begin` and the `end` of its [`Watched`](super::kernel::Watched).
-    fn queue(&self, params: Params) -> Result<(), SessionError> {
+    /// Queues the kernel between the `begin` and the `end` of its [`Watched`](super::kernel::Watched), as its [`Watched::queue_step`](super::kernel::Watched::queue_step).
+    fn queue(&self, step: u32, params: Params) -> Result<(), SessionError> {
         let watched = &self.kernel.watched;
         match &self.pages {
             Some(Pages { slots, current, .. }) => {
-                watched.queue(&PagedParams { params, pages: slots[*current].address() })
+                watched.queue_step(step, &PagedParams { params, pages: slots[*current].address() })
             }
-            None => watched.queue(&params),
+            None => watched.queue_step(step, &params),
         }
     }
 
@@ -489,7 +489,7 @@ impl Session {
             let (position, tag) = (position + step, self.tag + step);
             let params = self.params(timeout, true)?;
             // The token of each step is given: by the host, then by the sampler.
-            self.queue(Params { position, steps: 1, tag, prompt_len: position + 1, ..params })?;
+            self.queue(step, Params { position, steps: 1, tag, prompt_len: position + 1, ..params })?;
             let Some((sampler, asked)) = &mut choosing else { continue };
             if step == 0 {
                 // While the kernel runs.

@@ -95,6 +95,8 @@ enum Start {
     AfterPrevious,
     /// The same, and all are resident at once.
     Together,
+    /// Once all blocks of the kernel before it have allowed it, and all are resident before they wait for each other.
+    EarlyTogether,
     /// Once all blocks of the kernel before it have allowed it.
     Early,
 }
@@ -163,6 +165,19 @@ impl Stream {
         arguments: &[Argument<'_>],
     ) -> Result<(), DriverError> {
         self.enqueue(function, shape, arguments, Start::Together)
+    }
+
+    /// The same, of a kernel that itself waits for the kernel before it on the stream, by `griddepcontrol.wait`, before its blocks wait for each other.
+    /// Where the device can, its blocks start once all blocks of that kernel have allowed it. Those have their SMs by then and need nothing of
+    /// this kernel, so they end, and then all blocks of this one are resident. A third kernel starts only when all blocks of this one have.
+    pub fn launch_cooperative_early(
+        &self,
+        function: &Function,
+        shape: &LaunchShape,
+        arguments: &[Argument<'_>],
+    ) -> Result<(), DriverError> {
+        let start = if function.can_start_early() { Start::EarlyTogether } else { Start::Together };
+        self.enqueue(function, shape, arguments, start)
     }
 
     /// Launches without that promise; otherwise as `launch_cooperative`.
@@ -328,18 +343,15 @@ fn attributes(cluster: u32, start: Start) -> Vec<CUlaunchAttribute> {
         attribute
     };
     let mut attributes = vec![];
-    match start {
-        Start::AfterPrevious => {}
-        Start::Together => {
-            let mut cooperative = attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE);
-            cooperative.value.cooperative = 1;
-            attributes.push(cooperative);
-        }
-        Start::Early => {
-            let mut early = attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
-            early.value.programmaticStreamSerializationAllowed = 1;
-            attributes.push(early);
-        }
+    if matches!(start, Start::Together | Start::EarlyTogether) {
+        let mut cooperative = attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE);
+        cooperative.value.cooperative = 1;
+        attributes.push(cooperative);
+    }
+    if matches!(start, Start::Early | Start::EarlyTogether) {
+        let mut early = attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
+        early.value.programmaticStreamSerializationAllowed = 1;
+        attributes.push(early);
     }
     if cluster > 1 {
         let mut clusters = attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION);

@@ -240,7 +240,9 @@ impl RowLauncher for TurnsSession {
             (0..turns).try_for_each(|turn| {
                 let of_turn = self.turn(turn, row_count, rows, true, 1)?;
                 let params = Params { tag: self.tag + step * turns + turn, ..of_turn.params };
-                watched.queue(&RowsParams { params, ..of_turn })
+                let params = RowsParams { params, ..of_turn };
+                // The turns after the first follow a step.
+                if turn == 0 { watched.queue_step(step, &params) } else { watched.queue(&params) }
             })
         })?;
         self.flying = Some(Flying { rows: row_count, steps, only_fills: false, is_sampled: true, is_unchosen });

@@ -503,7 +503,7 @@ impl StepsSession {
         let (is_unchosen, watched) = (choosing.is_none(), &loaded.watched);
         queue_each(watched, all, logits, choosing, |step, rows| {
             let (arrived, position) = (placed.count(step), params.position + step);
-            watched.queue(&WaveParams { rows, arrived, position, ..params })
+            watched.queue_step(step, &WaveParams { rows, arrived, position, ..params })
         })?;
         self.flies(Flying { rows: rows.len(), steps, has_tokens: false, is_unchosen, mailbox });
         Ok(())

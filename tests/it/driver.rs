@@ -593,6 +593,7 @@ fn the_sampler_of_a_device_chooses_what_requests_choose() {
             for step in ["step 3 of a sampler for 2 rows", "step 0 of a sampler for 1 rows"] {
                 assert!(text.contains(&format!("{step} in {form}")), "{text}");
             }
+            assert!(text.contains("steps start early after a choice"), "{text}");
             assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
         }
         return;

@@ -524,6 +524,7 @@ typedef struct Job {
     uint64_t values[8];
 } Job;
 typedef struct Stream { Job *last; struct Stream *next; } Stream;
+static atomic_int early_steps;  // steps that may start while the sampler before them runs
 static atomic_int queued_after; // launches of a kernel after one of the same kernel that had not ended
 static Stream *all_streams; // never freed: a destroyed one has no work left
 typedef struct { Job *after; double at_ms; int is_recorded; } Event;
@@ -583,13 +584,21 @@ int cuTensorMapEncodeTiled(unsigned long long *map, int type, unsigned rank, voi
 int cuLaunchKernelEx(const Config *config, Kernel *function, void **arguments, void **extra) {
     BOUND();
     require(extra == NULL, "extra");
-    int is_cooperative = 0, cluster = cluster_of(config);
+    int is_cooperative = 0, is_early = 0, cluster = cluster_of(config);
     for (unsigned i = 0; i < config->attribute_count; i++)
         if (config->attributes[i].id == 2) is_cooperative = config->attributes[i].value.number[0];
+        else if (config->attributes[i].id == 6) is_early = config->attributes[i].value.number[0];
     if (config->smem > (unsigned)function->smem || config->grid[0] % cluster) return INVALID_VALUE;
     if (is_cooperative && config->grid[0] > 2 * SM_COUNT) return TOO_LARGE;
     Call call = {.grid = config->grid[0], .smem = config->smem, .cluster = cluster};
     Job *last = config->stream->last;
+    if (is_early) {
+        // A kernel waits for the one before it alone, and that has to have waited for what was before.
+        int chooses = function->run == sampler_choose || function->run == sampler_decide;
+        int after_choice = last && (last->run == sampler_choose || last->run == sampler_decide);
+        require(chooses ? last && !after_choice : after_choice, "an early launch that follows something else");
+        if (!chooses) early_steps++;
+    }
     if (last && !last->is_done && last->run == function->run) queued_after++;
     return submit(config->stream, function->run, call, arguments, function->parameters);
 }
@@ -672,6 +681,7 @@ int cuDevicePrimaryCtxRelease_v2(int device) {
     int count = 0;
     for (Block *b = blocks; b; b = b->next) count++;
     printf("%d launches queued after one that ran\n", queued_after);
+    if (early_steps > 0) printf("steps start early after a choice\n");
     printf("released with %d blocks, %d streams, %d events, %d modules left\n", count, streams, events, modules);
     fflush(stdout);
     return device == 40 ? SUCCESS : INVALID_VALUE;
