@@ -14,6 +14,9 @@ __device__ __forceinline__ void consume_rows(const RowsParams& p) {
   c.begin_task();
   u32 count = load_queue(c, 0);
   if (p.fills) count = uniform(p.fills[blockIdx.x].x);
+  // Up to here a block reads only what no launch writes. The loader copies weights meanwhile.
+  wait_for_previous();
+  let_next_start();
   for (u32 s = 0; s < p.steps; s++) {
     u32 op = uniform(c.queue()[0].op);
 #pragma unroll 1
@@ -48,8 +51,6 @@ __device__ __forceinline__ void consume_rows(const RowsParams& p) {
 template <class M, class D>
 __device__ __forceinline__ void persistent_rows(const RowsParams& p) {
   static_assert(sizeof(RowsState<M>) <= M::STATE_BYTES, "the state part of the shared-memory map is too small");
-  wait_for_previous();
-  let_next_start();
   if (threadIdx.x < sizeof(RowsState<M>::active) / 4) rows_state<M>().active[threadIdx.x] = 0;
   begin_block<M>(p);
   // The launch gave every thread the same number of registers. The loader hands some of its own to the consumers.

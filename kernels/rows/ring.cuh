@@ -58,6 +58,8 @@ struct RowsLoader : Loader<M> {
         return false;
       }
     }
+    // Consumers have waited before they acquired the step. Rows and the cache are read from here on.
+    wait_for_previous();
     if constexpr (M::COPY == Copy::BULK) fence_history();
     return true;
   }
