@@ -1,4 +1,4 @@
-// Owns warp reductions, activation functions and the tensor-core dot product.
+// Owns warp reductions, approximate and activation functions, the tensor-core dot product, and a store past L1.
 #pragma once
 
 // Tells the compiler that a value is the same in all lanes. It then takes branches on the value for the whole warp, and need not
@@ -122,6 +122,15 @@ __device__ __forceinline__ float exp_fast(float x) {
   return y;
 #else
   return exp2f(x * 1.4426950408889634f); // tests of ops on a CPU
+#endif
+}
+
+// Stores past L1: it need not forget what a kernel reads again and again.
+__device__ __forceinline__ void store_past_l1(float* to, float value) {
+#ifdef __CUDA_ARCH__
+  asm volatile("st.global.L1::no_allocate.f32 [%0], %1;" ::"l"(to), "f"(value));
+#else
+  *to = value; // tests of ops on a CPU
 #endif
 }
 

@@ -51,10 +51,15 @@ struct RowsEpilogue {
   int row, pair, unit_of_batch;
   float factor, best;
   int best_id;
+  // Of the row. Loaded once a task: after the stores of logits of a batch the compiler loads it again, and L1 may have forgotten it.
+  float inverse_temperature = 0.f;
 
   __device__ __forceinline__ explicit RowsEpilogue(const Context<M>& c)
       : row(c.tid() / 4 % M::ROWS), pair(c.tid() % 4), unit_of_batch(c.tid() / S::UNIT_THREADS), factor(1.f), best(NEGATIVE_INFINITY),
-        best_id(0x7fffffff) {}
+        best_id(0x7fffffff) {
+    if constexpr (G::EPILOGUE == Epilogue::LOGITS)
+      if (u32(row) < rows_params(c).row_count) inverse_temperature = rows_params(c).rows[row].inverse_temperature;
+  }
 
   // Called after the first barrier of a task.
   __device__ __forceinline__ void load_factor(const Context<M>& c) {
@@ -122,17 +127,22 @@ struct RowsEpilogue {
   }
   __device__ __forceinline__ void logits(const Context<M>& c, int id, float2 y) {
     const RowsParams& p = rows_params(c);
-    const Row& r = p.rows[row];
     const u32 step = c.tag - p.tag;
+    const float logits[2] = {softcap(y.x * G::SCALE, G::SOFTCAP), softcap(y.y * G::SCALE, G::SOFTCAP)};
+    if (p.logits && step >= p.logits_from) {
+      float* to = p.logits + (u64(step - p.logits_from) * M::ROWS + row) * G::ROWS + id;
+      store_past_l1(to, logits[0]);
+      if (id + 1 < G::ROWS) store_past_l1(to + 1, logits[1]);
+    }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       if (id + i >= G::ROWS) break;
-      const float v = softcap((i == 0 ? y.x : y.y) * G::SCALE, G::SOFTCAP);
-      if (p.logits && step >= p.logits_from) p.logits[(u64(step - p.logits_from) * M::ROWS + row) * G::ROWS + id + i] = v;
-      float score = v;
+      float score = logits[i];
       // The noise belongs to the token that this step decides.
-      if (r.inverse_temperature > 0.f)
-        score = mul_add(v, r.inverse_temperature, noise(u64(r.seed_high) << 32 | r.seed_low, r.position + step + 1, u32(id + i)));
+      if (inverse_temperature > 0.f) {
+        const Row& r = p.rows[row];
+        score = mul_add(score, inverse_temperature, noise(u64(r.seed_high) << 32 | r.seed_low, r.position + step + 1, u32(id + i)));
+      }
       argmax_take(best, best_id, score, id + i);
     }
   }

@@ -392,7 +392,7 @@ struct WaveMatMul {
     for (int i = 0; i < 2; i++) {
       const float v = softcap((i == 0 ? y.x : y.y) * G::SCALE, G::SOFTCAP);
       const bool exists = live && id + i < G::ROWS;
-      if (p.logits && exists && c.step + 1 == p.steps) p.logits[u64(row) * G::ROWS + id + i] = v;
+      if (p.logits && exists && c.step + 1 == p.steps) store_past_l1(p.logits + u64(row) * G::ROWS + id + i, v);
       float score = v;
       // The noise belongs to the token that this step decides.
       if (noisy) {
