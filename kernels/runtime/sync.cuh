@@ -449,6 +449,8 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
+// Asks for a line of 128 bytes of global memory in L2.
+__device__ __forceinline__ void prefetch_line(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
 // Drops a line of 128 bytes of global memory: it need not be written from L2, and nothing may read it before it is stored again.
 __device__ __forceinline__ void discard_line(u64 line) {
 #if __CUDA_ARCH__ >= 800

@@ -321,10 +321,13 @@ struct ClusterSampler : SampleBlock<S::THREADS, S::QUADS, ClusterLayout<S>::DATA
 
   static __device__ __forceinline__ void decide(const SamplerParams& p, u32 block, int thread) {
     arrive_at_cluster();
-    wait_for_previous();
-    let_next_start();
+    // The table is as the host uploaded it, or as the sampler before left it. That has ended, because the step waited for it before it let this
+    // kernel start. So only logits have to be waited for.
     const Part part(p, block / BLOCKS, block % BLOCKS, part_size(p));
     const SampleRow& row = p.rows[part.at];
+    for (u32 entry = 16 * thread; entry < row.banned + row.biased + row.seen; entry += 16 * THREADS) prefetch_line(p.edits + row.edits + entry);
+    wait_for_previous();
+    let_next_start();
     const bool has_logprobs = row.flags & SAMPLE_LOGPROBS;
     const float raw_most = Block::template stage<true>(p, part, has_logprobs ? row.top : 0, thread);
     const u64 own = best_of_part(part, row.inverse_temperature, thread);

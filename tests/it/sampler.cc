@@ -26,6 +26,7 @@ static T* at_block(const T* own, u32 block) {
 }
 static void store_to_block(u64* own, u32 block, u64 value) { *at_block(own, block) = value; }
 static u32 load_from_block(const u32* own, u32 block) { return *at_block(own, block); }
+static void prefetch_line(const void*) {}
 // Who reads a line afterwards finds NaNs.
 static void discard_line(u64 line) {
   if (line % 128) std::abort();
