@@ -364,16 +364,10 @@ __device__ __forceinline__ void meet_peer() {
 #endif
 }
 
-// Copies 16 bytes of global memory to shared memory without a register, past L1. A thread sees its own copies after `await_copies`, others
-// after a barrier.
+// Copies 16 bytes of global memory to shared memory without a register, past L1.
 __device__ __forceinline__ void copy_ahead(void* to, const void* from) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(to)), "l"(from) : "memory");
-#endif
-}
-__device__ __forceinline__ void await_copies() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }
 

@@ -2,6 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use monobloc::codegen::KernelSource;
+
 /// One instruction or directive of a function's body.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Statement {
@@ -225,4 +227,16 @@ fn registers_and_names(text: &str) -> Vec<String> {
 fn offset_of(operands: &str) -> Option<u32> {
     let inside = operands.split_once('[')?.1.split_once(']')?.0;
     inside.split_once('+').map_or(Some(0), |(_, offset)| offset.trim().parse().ok())
+}
+
+/// Replaces a text of a kernel's header that exists once.
+pub fn edit(source: &mut KernelSource, header: &str, from: &str, to: &str) {
+    let (_, text) = source.headers.iter_mut().find(|(name, _)| name == header).expect("the header");
+    assert_eq!(text.matches(from).count(), 1, "`{header}` has changed: where is `{from}`?");
+    *text = text.replace(from, to);
+}
+
+/// The rules that faults name, in the form `rule: what is wrong`.
+pub fn rules(faults: &[String]) -> BTreeSet<&str> {
+    faults.iter().map(|fault| fault.split(':').next().unwrap()).collect()
 }

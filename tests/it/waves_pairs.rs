@@ -1,8 +1,6 @@
 //! Tests products in pairs of blocks: which plans have them, what a proof says of pairs that are none, that such a plan computes something else, and
 //! which fences the exchange has.
 
-use std::collections::BTreeSet;
-
 use computed::executor::{TOLERANCE, difference, execute, expected};
 use monobloc::codegen::KernelSource;
 use monobloc::codegen::emit::Trace;
@@ -17,7 +15,7 @@ use monobloc::waves::{
 use rayon::prelude::*;
 
 use crate::nvrtc::nvrtc;
-use crate::ptx::{Statement, functions};
+use crate::ptx::{Statement, edit, functions, rules};
 use crate::waves::{kernel, listed, proven, small, stored, tokens, unpaired, wide};
 
 /// The products in pairs of a plan: wave and division.
@@ -364,12 +362,9 @@ fn an_exchange_without_one_of_its_fences_is_found() {
     broken.into_par_iter().for_each(|edits| {
         let mut source = source.clone();
         for (header, from, to, _) in edits {
-            let (_, text) = source.headers.iter_mut().find(|(name, _)| name == header).expect("the header");
-            assert_eq!(text.matches(from).count(), 1, "`{header}` has changed: where is `{from}`?");
-            *text = text.replace(from, to);
+            edit(&mut source, header, from, to);
         }
         let found = faults(&nvrtc.ptx(&source).unwrap());
-        let rules: BTreeSet<&str> = found.iter().map(|fault| fault.split(':').next().unwrap()).collect();
-        assert_eq!(rules, edits.iter().map(|(.., rule)| *rule).collect(), "{found:?}");
+        assert_eq!(rules(&found), edits.iter().map(|(.., rule)| *rule).collect(), "{found:?}");
     });
 }
