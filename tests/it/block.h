@@ -79,7 +79,7 @@ static struct {
 // Threads of a block unless a test asks for more, and the most.
 constexpr int THREADS = 64, WARPS = THREADS / 32, THREADS_MAX = 256;
 constexpr int STACK_BYTES = 1 << 18;
-static ucontext_t main_context, contexts[THREADS_MAX];
+static ucontext_t contexts[THREADS_MAX];
 static std::vector<char> stacks(size_t(THREADS_MAX) * STACK_BYTES);
 static int threads, current;
 static bool finished[THREADS_MAX];
@@ -111,9 +111,10 @@ static int next_of(int from) {
   }
   return -1;
 }
-// A context begins a thread. Afterwards `_setjmp` saves its state, without the system call of `swapcontext`.
+// A context begins a thread. Afterwards `_setjmp` saves its state, without the system call of `swapcontext`. Between two blocks a thread waits
+// at the end of the first one, because to begin it again takes system calls, too.
 static bool begun[THREADS_MAX];
-static jmp_buf places[THREADS_MAX];
+static jmp_buf places[THREADS_MAX], main_place;
 static void go_on(int thread) {
   current = thread;
   if (begun[thread]) _longjmp(places[thread], 1);
@@ -269,14 +270,17 @@ static void emulated_load_transposed(unsigned address, V& v) {
 #pragma GCC pop_options
 
 static void thread_main(int thread) {
-  thread_body(thread);
-  finished[thread] = true;
-  const int next = next_of(thread);
-  if (next >= 0) go_on(next);
-  // The remaining threads wait for one that has ended.
-  for (int other = 0; other < threads; other++)
-    if (!finished[other]) std::abort();
-  setcontext(&main_context);
+  for (;;) {
+    thread_body(thread);
+    finished[thread] = true;
+    if (_setjmp(places[thread])) continue;
+    const int next = next_of(thread);
+    if (next >= 0) go_on(next);
+    // The remaining threads wait for one that has ended.
+    for (int other = 0; other < threads; other++)
+      if (!finished[other]) std::abort();
+    _longjmp(main_place, 1);
+  }
 }
 // Runs `body` by all `count` threads of a block, to its end.
 static void run_block(void (*body)(int), int count = THREADS) {
@@ -284,21 +288,17 @@ static void run_block(void (*body)(int), int count = THREADS) {
   threads = count;
   block_meeting = {threads, 0, 0};
   for (Meeting& warp : warp_meetings) warp = {32, 0, 0};
-  volatile bool ran = false;
-  getcontext(&main_context);
-  if (ran) return;
-  ran = true;
   for (int thread = 0; thread < threads; thread++) {
     turns[thread] = 0;
-    finished[thread] = begun[thread] = false;
+    finished[thread] = false;
     awaited_rounds[thread] = {nullptr, 0};
+    if (begun[thread]) continue;
     getcontext(&contexts[thread]);
     contexts[thread].uc_stack.ss_sp = stacks.data() + size_t(thread) * STACK_BYTES;
     contexts[thread].uc_stack.ss_size = STACK_BYTES;
-    contexts[thread].uc_link = &main_context;
     makecontext(&contexts[thread], reinterpret_cast<void (*)()>(thread_main), 1, thread);
   }
-  go_on(0);
+  if (!_setjmp(main_place)) go_on(0);
 }
 
 #include "core/types.cuh"
