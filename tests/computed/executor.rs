@@ -11,6 +11,7 @@ use monobloc::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Ro
 use monobloc::ir::program::{Content, Grid, Part, Program};
 use monobloc::ir::{BufferId, GridId};
 use monobloc::model::config::Imported;
+use monobloc::model::graph::ModelGraph;
 use monobloc::random::Random;
 use monobloc::reference::{Session, act, norm_values, rope_apply, softcap, softmax};
 use monobloc::waves::{Action, Form, Input, Layout, NormOf, Over, Plan, Share, Splits, Sum, Target, Wave, WorkId};
@@ -178,8 +179,13 @@ pub fn execute(program: &Program, imported: &Imported, plan: &Plan, chunks: &[&[
 pub fn expected(imported: &Imported, tokens: &[u32]) -> Vec<[Rows; 2]> {
     let mut session = Session::new(&imported.graph, &imported.weights);
     tokens.iter().for_each(|&token| drop(session.step_hidden(token)));
-    let cached = |layer| session.cached(layer).map(<[Vec<f64>]>::to_vec);
-    (0..imported.graph.layers.len()).map(cached).collect()
+    cached_by(&session, &imported.graph)
+}
+
+/// Keys and values of each layer in a session of the reference.
+pub fn cached_by(session: &Session<'_>, graph: &ModelGraph) -> Vec<[Rows; 2]> {
+    let of = |layer| session.cached(layer).map(<[Vec<f64>]>::to_vec);
+    (0..graph.layers.len()).map(of).collect()
 }
 
 /// The largest difference of a key or a value divided by the largest value of its kind and layer; infinite for NaN.

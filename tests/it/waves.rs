@@ -1,10 +1,11 @@
 //! Tests plans of waves: which models have one, that a wrong one has no proof, and that a proven one computes its model.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use computed::executor::{Executor, First, Row, Rows, TOLERANCE, difference, execute, expected};
+use computed::executor::{Executor, First, Row, Rows, TOLERANCE, cached_by, difference, execute, expected};
 use monobloc::candidate::Candidate;
 use monobloc::codegen::abi;
 use monobloc::codegen::emit::Trace;
@@ -18,8 +19,8 @@ use monobloc::ir::schedule::Schedule;
 use monobloc::ir::variant::swizzled_piece;
 use monobloc::ir::{BufferId, GridId};
 use monobloc::model::config::{Imported, import, import_config_only};
-use monobloc::model::graph::{ModelGraph, QkNormSpan, TensorId};
-use monobloc::model::weights::Weights;
+use monobloc::model::graph::{ModelGraph, QkNormSpan, Tensor, TensorId};
+use monobloc::model::weights::{Checkpoint, Weights};
 use monobloc::pack::pack;
 use monobloc::random::Random;
 use monobloc::reference::{Session, argmax};
@@ -84,11 +85,9 @@ pub fn wide(name: &str) -> Imported {
     import_config_only(&config, 7).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
 
-/// The same with its weights in a file, because reading them again is faster than generating random weights again.
-pub fn stored(imported: &Imported) -> (tempfile::TempDir, Imported) {
-    let folder = tempfile::tempdir().unwrap();
-    let bytes = |id: usize| -> Vec<u8> {
-        let id = TensorId::from(id);
+/// The values of all tensors as the weights of a folder, each tensor by the name that `name_of` gives.
+fn write_values(imported: &Imported, folder: &Path, name_of: impl Fn(TensorId, &Tensor) -> String) {
+    let bytes = |id: TensorId| -> Vec<u8> {
         let mut row = vec![0.0f32; imported.weights.cols(id)];
         let mut bytes = vec![];
         for r in 0..imported.weights.rows(id) {
@@ -97,15 +96,39 @@ pub fn stored(imported: &Imported) -> (tempfile::TempDir, Imported) {
         }
         bytes
     };
-    let tensors: Vec<_> = imported.graph.tensors.iter().enumerate().map(|(id, t)| (t, bytes(id))).collect();
-    let views = tensors.iter().map(|(tensor, bytes)| {
+    let tensors: Vec<_> =
+        (0..).map(TensorId).zip(&imported.graph.tensors).map(|(id, t)| (name_of(id, t), t, bytes(id))).collect();
+    let views = tensors.iter().map(|(name, tensor, bytes)| {
         let shape = tensor.shape.iter().map(|n| *n as usize).collect();
-        (tensor.name.clone(), TensorView::new(Dtype::F32, shape, bytes).unwrap())
+        (name, TensorView::new(Dtype::F32, shape, bytes).unwrap())
     });
-    fs::write(folder.path().join("model.safetensors"), safetensors::serialize(views, None).unwrap()).unwrap();
+    fs::write(folder.join("model.safetensors"), safetensors::serialize(views, None).unwrap()).unwrap();
+}
+
+/// The same with its weights in a file, because reading them again is faster than generating random weights again.
+pub fn stored(imported: &Imported) -> (tempfile::TempDir, Imported) {
+    let folder = tempfile::tempdir().unwrap();
+    write_values(imported, folder.path(), |_, tensor| tensor.name.clone());
     fs::write(folder.path().join("config.json"), &imported.config_text).unwrap();
     let imported = import(folder.path()).unwrap_or_else(|error| panic!("{error}"));
     (folder, imported)
+}
+
+/// The values to which its weights are rounded, in a file: a session reads all weights for each token, and would round them each time.
+fn values_of(imported: &Imported) -> (tempfile::TempDir, Weights) {
+    let folder = tempfile::tempdir().unwrap();
+    // A rounded copy has the name of its tensor.
+    let name_of = |id: TensorId, tensor: &Tensor| format!("{id} {}", tensor.name);
+    write_values(imported, folder.path(), name_of);
+    let named = |(id, tensor): (TensorId, &Tensor)| Tensor {
+        name: name_of(id, tensor),
+        dtype: DType::F32,
+        shape: tensor.shape.clone(),
+    };
+    let tensors: Vec<Tensor> = (0..).map(TensorId).zip(&imported.graph.tensors).map(named).collect();
+    let checkpoint = Checkpoint::open(folder.path()).unwrap_or_else(|errors| panic!("{errors:?}"));
+    let weights = checkpoint.bind(&tensors, BTreeMap::new()).unwrap_or_else(|error| panic!("{error}"));
+    (folder, weights)
 }
 
 /// An H200 with few SMs, so that a share has more than one unit.
@@ -1701,8 +1724,7 @@ fn decoded(imported: &Imported, text: &[u32], count: usize) -> (Vec<u32>, Vec<[R
         let logits = session.step(*tokens.last().unwrap());
         tokens.push(argmax(&logits));
     }
-    let cached = |layer| session.cached(layer).map(<[Vec<f64>]>::to_vec);
-    (tokens, (0..imported.graph.layers.len()).map(cached).collect())
+    (tokens, cached_by(&session, &imported.graph))
 }
 
 /// Three sequences of different lengths are read, one of them while the others decode; then all decode together for some steps.
@@ -1852,7 +1874,7 @@ fn run_tail(imported: &Imported, both: &WithTail<'_>, text: &[u32], ends: &[usiz
         assert_eq!(found, expected, "rows up to {end}");
         begin = end;
     }
-    let difference = difference(&expected(imported, text), &executor.cached(0));
+    let difference = difference(&cached_by(&session, &imported.graph), &executor.cached(0));
     assert!(difference < TOLERANCE, "{difference:e}");
 }
 
@@ -2130,12 +2152,13 @@ fn a_generated_kernel_of_steps_decides_what_its_model_does() {
         let Some(Ran { cache, tokens: told, .. }) = run_kernel(&imported, &proven, &launches, &pages) else {
             return skipped(NAME, "C++ compiler", "`c++`");
         };
+        let (_values, weights) = values_of(&imported);
         let (first, then) = told.split_at(26);
         assert_eq!((then.len(), first[13 + 8], first[13 + 12]), (8, then[0], then[1]), "{name}");
         for (sequence, text) in texts.iter().enumerate() {
             let decided = then.iter().skip(sequence).step_by(2).map(|token| *token as u32);
             let all: Vec<u32> = text.iter().copied().chain(decided).collect();
-            let mut session = Session::new(&imported.graph, &imported.weights);
+            let mut session = Session::new(&imported.graph, &weights);
             for (at, &token) in all.iter().enumerate().take(all.len() - 1) {
                 let logits = session.step(token);
                 if at + 1 >= text.len() {
@@ -2146,10 +2169,11 @@ fn a_generated_kernel_of_steps_decides_what_its_model_does() {
                 }
             }
             let known = text.len() + steps as usize;
-            let expected: Vec<[Rows; 2]> =
-                (0..imported.graph.layers.len()).map(|layer| session.cached(layer).map(<[Vec<f64>]>::to_vec)).collect();
             let of_sequence = &pages[sequence * blocks as usize..][..blocks as usize];
-            let error = worst_position(&expected, &cached(validated.schedule(), &cache, of_sequence, known));
+            let error = worst_position(
+                &cached_by(&session, &imported.graph),
+                &cached(validated.schedule(), &cache, of_sequence, known),
+            );
             assert!(error < 0.03, "{name}: {error:e}");
         }
     }
@@ -2186,7 +2210,8 @@ fn a_generated_tail_decides_what_its_model_does() {
         spoil_last_layer(validated.schedule(), &mut before.cache, &page_of, first..text.len());
         let before = Some((&before, both.taken()));
         let tail = run_kernel_after(&imported, both.tail(), &rows, &page_of, before).expect("a compiler, as before");
-        let mut session = Session::new(&imported.graph, &imported.weights);
+        let (_values, weights) = values_of(&imported);
+        let mut session = Session::new(&imported.graph, &weights);
         let all: Vec<Vec<f32>> = text.iter().map(|&token| session.step(token)).collect();
         let vocab = imported.graph.vocab as usize;
         for (row, expected) in all[first..].iter().enumerate() {
@@ -2201,7 +2226,7 @@ fn a_generated_tail_decides_what_its_model_does() {
             assert_eq!((begun, decided), (-1, argmax(&found) as i32), "{name}, row {row}");
         }
         let error = worst_position(
-            &expected(&imported, &text),
+            &cached_by(&session, &imported.graph),
             &cached(validated.schedule(), &tail.cache, &page_of, text.len()),
         );
         assert!(error < 0.03, "{name}: {error:e}");
