@@ -6,13 +6,11 @@
 //!
 //! `tests/oracle/device.rs` explains how a mutant gets onto a device.
 
-#[allow(dead_code)] // The population uses the rest of it.
-#[path = "../oracle/mod.rs"]
-mod oracle;
-#[allow(dead_code)] // The tests use more of it.
-#[path = "../it/proof_support.rs"]
-mod proof_support;
-
+use computed::oracle::Kind;
+use computed::oracle::device::{device_form, unproven};
+use computed::oracle::explore::{Effort, Rng, Verdict, judge};
+use computed::oracle::mutate::CLASSES;
+use computed::proof_support::{BF16, FP32};
 use monobloc::candidate::Candidate;
 use monobloc::codegen::KernelSource;
 use monobloc::codegen::abi::Queues;
@@ -29,11 +27,6 @@ use monobloc::pack::{PackError, pack};
 use monobloc::schedule::schedule;
 use monobloc::target::Target;
 use monobloc::validate::{check, validate};
-use oracle::Kind;
-use oracle::device::{device_form, unproven};
-use oracle::explore::{Effort, Rng, Verdict, judge};
-use oracle::mutate::CLASSES;
-use proof_support::{BF16, FP32};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::ops::ControlFlow;

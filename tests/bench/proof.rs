@@ -4,14 +4,9 @@
 //! schedules in place of 120,000), `scale`, `load`. With `write` among the words each part also replaces its table in the report.
 
 mod clock;
-#[allow(dead_code)] // Mutants on a device use the rest of it.
-#[path = "../oracle/mod.rs"]
-mod oracle;
-#[allow(dead_code)] // The tests use more of it.
-#[path = "../it/proof_support.rs"]
-mod proof_support;
-
 use clock::core_seconds;
+use computed::oracle::population::{Outcome, Size, judge_population};
+use computed::proof_support::BF16;
 use monobloc::candidate::Candidate;
 use monobloc::codegen::abi::Queues;
 use monobloc::digest::Digest;
@@ -24,8 +19,6 @@ use monobloc::model::graph::ModelGraph;
 use monobloc::schedule::schedule;
 use monobloc::target::Target;
 use monobloc::validate::{check, validate};
-use oracle::population::{Outcome, Size, judge_population};
-use proof_support::BF16;
 use std::fmt::Write;
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -29,9 +29,6 @@ mod interp;
 mod kernels;
 mod nvrtc;
 mod ops;
-#[allow(dead_code)] // Mutants on a device use the rest of it.
-#[path = "../oracle/mod.rs"]
-mod oracle;
 mod oracle_agrees;
 mod proof;
 mod proof_everywhere;
@@ -39,7 +36,6 @@ mod proof_holes;
 mod proof_hostile;
 mod proof_naive;
 mod proof_real;
-mod proof_support;
 mod ptx;
 #[path = "../../fuzz/src/readers.rs"]
 mod readers;
@@ -58,6 +54,8 @@ mod waves;
 mod waves_pairs;
 
 use std::io::Write;
+
+use computed::{oracle, proof_support};
 
 /// Says on the terminal that `test` did not run: the test harness hides what passing tests print by `eprintln!`.
 #[allow(clippy::explicit_write)]

@@ -20,7 +20,7 @@
 //! - [`mutate`] breaks schedules in named ways, [`population`] judges many of them with both judges.
 //!
 //! It is below `tests/` because it is no part of the product: if it shipped, the first judge could start to
-//! rely on it. The tests in `tests/it` and the benchmarks `tests/bench/proof.rs` and `mutants.rs` include it.
+//! rely on it. `tests/computed` includes it, for the tests in `tests/it` and the benchmarks `tests/bench/proof.rs` and `mutants.rs`.
 
 pub mod bases;
 pub mod contents;
