@@ -1,0 +1,155 @@
+//! Tests that no key of a config is accepted and ignored: every key of every fixture is turned to many values. That takes long, so it is not
+//! among the unit tests, which CI does not optimise.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use monobloc::model::config::{ImportError, graph_text, import_config_only, schema_json};
+use monobloc::model::graph::ModelGraph;
+use serde_json::{Map, Value, json};
+
+use crate::support::fixture;
+
+fn all_fixtures() -> Vec<PathBuf> {
+    let folders = ["families", "variants"].into_iter().flat_map(|group| std::fs::read_dir(fixture(group)).unwrap());
+    let folders = folders.map(|entry| entry.unwrap().path()).filter(|path| !path.ends_with("qwen3-moe"));
+    folders.chain([fixture("tinystories-llama")]).collect()
+}
+
+fn config_of(folder: &Path) -> Map<String, Value> {
+    serde_json::from_str(&std::fs::read_to_string(folder.join("config.json")).unwrap()).unwrap()
+}
+
+/// The graph of a config alone.
+fn graph_of(config: &Map<String, Value>) -> Result<ModelGraph, ImportError> {
+    import_config_only(&Value::Object(config.clone()).to_string(), 0).map(|imported| imported.graph)
+}
+
+/// The keys that a family knows, and whether it models each.
+fn keys_of(class: &str) -> BTreeMap<String, bool> {
+    let schema = schema_json();
+    let family = schema["families"].as_array().unwrap().iter().find(|family| family["class"] == class);
+    let own = family.unwrap_or_else(|| panic!("no family {class}"))["keys"].as_array().unwrap();
+    let mut keys = BTreeMap::new();
+    // The first entry of a key counts.
+    for entry in own.iter().chain(schema["every_family"].as_array().unwrap()) {
+        keys.entry(entry["key"].as_str().unwrap().to_string()).or_insert(entry["treatment"] == "modelled");
+    }
+    keys
+}
+
+/// Turns every key of every fixture, and every modelled key that is absent, to many values. What is accepted without
+/// any effect on the graph has to be a neutral key, or one of the few listed here with the reason.
+#[test]
+fn no_key_is_accepted_and_ignored() {
+    let values = [
+        json!(null),
+        json!(true),
+        json!(false),
+        json!(0),
+        json!(1),
+        json!(2),
+        json!(3),
+        json!(48),
+        json!(-1),
+        json!(0.37),
+        json!(1e9),
+        json!(u64::MAX),
+        json!("silu"),
+        json!("gelu"),
+        json!("zzz"),
+        json!([]),
+        json!([1, 0, 1]),
+        json!({}),
+        json!({"rope_type": "linear", "factor": 3.0}),
+        json!({"rope_type": "yarn", "factor": 3.0}),
+        json!({"zzz": 1}),
+    ];
+    let mut accepted = 0;
+    let mut wrong = BTreeSet::new();
+    for folder in all_fixtures() {
+        let config = config_of(&folder);
+        let graph = graph_of(&config).unwrap();
+        let (class, before) = (graph.family.as_str(), graph_text(&graph));
+        let known = keys_of(class);
+        let keys: BTreeSet<&str> = config.keys().chain(known.keys()).map(String::as_str).collect();
+        for key in keys {
+            for value in &values {
+                let mut changed = config.clone();
+                changed.insert(key.to_string(), value.clone());
+                let Ok(graph) = graph_of(&changed) else { continue };
+                accepted += 1;
+                if value.is_null() {
+                    let mut without = config.clone();
+                    without.remove(key);
+                    let absent = graph_of(&without).map(|graph| graph_text(&graph)).ok();
+                    let same = absent.is_some_and(|absent| absent == graph_text(&graph));
+                    // A window or a softcap that is null is none, and null kv heads are as many as query heads,
+                    // whatever the class has where they are absent.
+                    let none =
+                        ["sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "num_key_value_heads"]
+                            .contains(&key);
+                    assert!(same || none || !config.contains_key(key), "{}: {key} = null", folder.display());
+                    continue;
+                }
+                let ignored = known.get(key) == Some(&true) && graph_text(&graph) == before;
+                let equal = config.get(key).is_some_and(|old| old == value || old.as_f64() == value.as_f64());
+                if ignored && !equal && !ineffective(class, key, value, &config) {
+                    wrong.insert(format!("{}: {key} = {value} is accepted and changes nothing", folder.display()));
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+    assert!(accepted > 10_000, "{accepted}");
+}
+
+/// Whether a modelled key rightly has no effect at this value beside the other keys.
+fn ineffective(class: &str, key: &str, value: &Value, config: &Map<String, Value>) -> bool {
+    let given = |key: &str| config.get(key).is_some_and(|v| !v.is_null());
+    let off = |key: &str| config.get(key).is_none_or(|v| v == &json!(false));
+    let kind = |key: &str| config.get(key).and_then(|v| v.get("rope_type").or(v.get("type"))).and_then(Value::as_str);
+    let trained = ["llama3", "yarn", "longrope"];
+    match key {
+        // Ids outside the vocabulary, and what is no id, count as none.
+        "bos_token_id" | "eos_token_id" => true,
+        // Absent keys set to the default of the class.
+        "attention_bias"
+        | "mlp_bias"
+        | "use_parallel_residual"
+        | "use_qkv_bias"
+        | "qk_layernorm"
+        | "use_qk_norm"
+        | "use_bias"
+        | "use_sliding_window"
+        | "tie_word_embeddings"
+        | "hidden_act"
+        | "hidden_activation"
+        | "embedding_multiplier"
+        | "attention_multiplier"
+        | "residual_multiplier"
+        | "logits_scaling"
+        | "no_rope_layer_interval"
+            if !given(key) =>
+        {
+            true
+        }
+        // The trained length ends before it, and the factor is given.
+        "max_position_embeddings" => kind("rope_scaling") == Some("longrope"),
+        "partial_rotary_factor" => value == &json!(1) && !given(key),
+        // An empty object is no object.
+        "rope_scaling" | "rope_parameters" => value == &json!({}) && !given(key),
+        "max_window_layers" => off("use_sliding_window") || given("layer_types"),
+        "sliding_window" if ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM"].contains(&class) => {
+            off("use_sliding_window")
+        }
+        "sliding_window_pattern" => given("layer_types"),
+        "no_rope_layer_interval" => given("no_rope_layers"),
+        "use_sliding_window" => class == "SmolLM3ForCausalLM" && !given("sliding_window"),
+        // Read by three kinds only.
+        "original_max_position_embeddings" => {
+            !kind("rope_scaling").or(kind("rope_parameters")).is_some_and(|kind| trained.contains(&kind))
+        }
+        _ => false,
+    }
+}
