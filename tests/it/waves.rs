@@ -33,6 +33,7 @@ use monobloc::waves::{
     derive_ragged, derive_split, prove, prove_alike, prove_tail,
 };
 
+use rayon::prelude::*;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
@@ -328,13 +329,14 @@ fn tables_hold_shares(proven: &Proven<'_>) {
     }
 }
 
-/// Both norms, heads with norms and windows; biases, LayerNorm and plain activations; with and without time stamps.
+/// Both norms, heads with norms and windows; biases, LayerNorm and plain activations; with and without time stamps. On all cores, here and in the
+/// next test: these are among the last tests, when others no longer keep the cores busy.
 #[test]
 fn kernels_of_waves_compile() {
     let Some(nvrtc) = nvrtc("kernels_of_waves_compile") else { return };
     let quick = quick(nvrtc);
     // Each form is compiled once as users have it.
-    for (name, record, trace, (form, rows), compiler) in [
+    let kernels = [
         ("families/gemma3", "h200", Trace::On, FORMS[0], nvrtc),
         ("families/starcoder2", "b200", Trace::Off, FORMS[0], nvrtc),
         ("families/gemma3", "h200", Trace::Off, FORMS[2], nvrtc),
@@ -343,12 +345,13 @@ fn kernels_of_waves_compile() {
         ("families/gemma3", "h200", Trace::Off, FORMS[4], quick),
         ("families/qwen3", "h100", Trace::Off, FORMS[4], quick),
         ("families/starcoder2", "b200", Trace::On, FORMS[4], nvrtc),
-    ] {
+    ];
+    kernels.into_par_iter().for_each(|(name, record, trace, (form, rows), compiler)| {
         let target = Target::builtin(record).unwrap();
         let validated = kernel(&wide(name).graph, &target);
         let source = emit(&proven(&validated, &target, form, rows).unwrap(), &target, trace);
         compiles(compiler, &source, &format!("{name} on {record}"));
-    }
+    });
     // Histories in KV splits.
     for (record, trace, rows, compiler) in [("h200", Trace::On, 64, nvrtc), ("b200", Trace::Off, 32, quick)] {
         let target = Target::builtin(record).unwrap();
@@ -365,7 +368,7 @@ fn kernels_of_waves_of_codes_compile() {
     let quick = quick(nvrtc);
     let zeros = Format::by_group(Code::Int4, 128, ScaleCode::F16, true);
     // Each format is compiled once as users have it, in chunks or in steps.
-    for (format, record, (form, rows), compiler) in [
+    let kernels = [
         (named("int4:32"), "h200", FORMS[0], nvrtc),
         (zeros, "h100", FORMS[0], quick),
         (named("fp8"), "h200", FORMS[0], quick),
@@ -375,7 +378,8 @@ fn kernels_of_waves_of_codes_compile() {
         (named("fp8"), "h200", FORMS[3], nvrtc),
         (named("int4:32"), "h200", FORMS[4], quick),
         (named("mxfp4"), "b200", FORMS[4], quick),
-    ] {
+    ];
+    kernels.into_par_iter().for_each(|(format, record, (form, rows), compiler)| {
         let target = Target::builtin(record).unwrap();
         let plan =
             FormatPlan { embed: Some(format).filter(|format| !format.groups.is_some_and(|g| g.zeros)), ..all(format) };
@@ -383,7 +387,7 @@ fn kernels_of_waves_of_codes_compile() {
         let validated = kernel(&coded.graph, &target);
         let source = emit(&proven(&validated, &target, form, rows).unwrap(), &target, Trace::Off);
         compiles(compiler, &source, &format!("{format} on {record}"));
-    }
+    });
 }
 
 #[test]
