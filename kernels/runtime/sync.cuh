@@ -78,6 +78,11 @@ __device__ __forceinline__ void publish(u64* to, u32 payload, u32 tag) {
   u64 word = (u64(tag) << 32) | payload;
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
 }
+// Two adjacent packets; each is atomic on its own.
+__device__ __forceinline__ void publish2(u64* to, u32 first, u32 second, u32 tag) {
+  const u64 high = u64(tag) << 32;
+  asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(high | first), "l"(high | second) : "memory");
+}
 // Two adjacent packets, unless a lane is not `active`; each is atomic on its own, which is all that is needed. One
 // predicated instruction: a branch around it would cost more than the load.
 __device__ __forceinline__ void peek2(const u64* from, bool active, u64& a, u64& b) {
@@ -278,24 +283,24 @@ __device__ __forceinline__ void fence_history() {
 }
 
 // ---- waves ------------------------------------------------------------------------------------------------------
-// See waves/context.cuh. Each block adds one to a count after each wave, so wave w begins when the count is w * SMS.
+// See waves/context.cuh. Each block adds one to a count when it comes to a meeting, so n meetings are over when the count is n * SMS.
 
-// Called by one thread, after the block barrier that follows the last write of the wave.
+// Called by one thread, after the block barrier that follows the last write of the wave before the meeting.
 __device__ __forceinline__ void end_wave(u32* arrived) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrived) : "memory");
 }
-// Whole warps wait until all blocks have ended the waves before this one; they then see what those wrote. Other warps of the block see
+// Whole warps wait until all blocks have met so many times; they then see what those wrote before. Other warps of the block see
 // it after a block barrier; a lane that copies in bulk needs a `fence_history` of its own.
 template <int SMS>
-__device__ __forceinline__ void await_waves(const u32* arrived, u32 wave, Waiter w) {
+__device__ __forceinline__ void await_waves(const u32* arrived, u32 meetings, Waiter w) {
   u32 left = w.patience;
   for (;;) {
     u32 count;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(arrived) : "memory");
-    const bool done = count >= wave * SMS;
+    const bool done = count >= meetings * SMS;
     if (__all_sync(~0u, done)) return;
     if (--left == 0) {
-      if (give_up(w, done, WaitKind::WAVE, count, wave * SMS)) return;
+      if (give_up(w, done, WaitKind::WAVE, count, meetings * SMS)) return;
       left = POLLS_BETWEEN_CHECKS;
     }
   }
@@ -368,6 +373,13 @@ __device__ __forceinline__ void meet_peer() {
 __device__ __forceinline__ void copy_ahead(void* to, const void* from) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(to)), "l"(from) : "memory");
+#endif
+}
+
+// Until all of this thread's copies of that kind have landed. Other threads see them after a barrier.
+__device__ __forceinline__ void await_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }
 

@@ -4,7 +4,7 @@
 //   A step has one wave. `WaveAttendRow` does both, for the heads of one row that share a KV head.
 //   A step of a kernel with KV splits has two waves. `WaveAttendSplits` does the same for one KV split of a row. `WaveMerge` adds splits up.
 //
-// qkv (rows, ..)  q, k and v of all heads: bf16 row by row, or PARTS sums in fp32, (PARTS, rows, ..)
+// qkv (rows, ..)  q, k and v of all heads: bf16 row by row, or PARTS sums in fp32, (PARTS, rows, ..); in a step these are packets, of one sum each
 // q   (rows, ..)  in a chunk: normed and rotated, bf16 row by row. In a step queries stay in shared memory
 // K, V            pages of one KV head, through the ring of inputs: K of TILE positions, then V of the same positions
 // out (rows, ..)  bf16, in the layout of the input of products
@@ -50,14 +50,25 @@ struct WavePieces {
         : lane(c.lane() % LANES), row(row), head(head), kind(head < G::HEADS ? 0 : head < G::HEADS + H::KV_HEADS ? 1 : 2),
           live(live && c.lane() % LANES < PIECES), position(wave_position<M>(c.p, c.step, u32(row))) {}
   };
-  // 8 columns as read from memory.
+  // 8 columns as read from memory. By whole warps: the lanes wait for packets together.
   struct Piece {
     float4 v[G::PARTS > 0 ? 2 * G::PARTS : 1];
   };
-  static __device__ __forceinline__ void head_piece(const WaveContext<M>& c, const Wave& e, const Place& at, Piece& piece) {
+  static __device__ __forceinline__ void head_piece(WaveContext<M>& c, const Wave& e, const Place& at, Piece& piece) {
     const u64 from = u64(at.row) * H::COLS + at.head * G::DIM + at.lane * 8;
     const float4 none = make_float4(0.f, 0.f, 0.f, 0.f);
-    if constexpr (G::PARTS > 0) {
+    if constexpr (G::PACKETS) {
+      constexpr int PAIRS = 4 * G::PARTS;
+      u64 first[PAIRS], second[PAIRS];
+      bool active[PAIRS];
+#pragma unroll
+      for (int i = 0; i < PAIRS; i++) active[i] = at.live;
+      const auto offset = [&](int i) { return u64(i / 4) * (M::BLOCK_ROWS * H::COLS) + from + i % 4 * 2; };
+      await_pairs<PAIRS, true>(c.template work<u64>(e.x), offset, active, c.tag_of(c.wave - 1), first, second, c.waiter());
+#pragma unroll
+      for (int i = 0; i < 2 * G::PARTS; i++)
+        piece.v[i] = make_float4(__uint_as_float(u32(first[2 * i])), __uint_as_float(u32(second[2 * i])), __uint_as_float(u32(first[2 * i + 1])), __uint_as_float(u32(second[2 * i + 1])));
+    } else if constexpr (G::PARTS > 0) {
 #pragma unroll
       for (int i = 0; i < 2 * G::PARTS; i++)
         piece.v[i] = at.live ? *reinterpret_cast<const float4*>(c.template work<float>(e.x) + u64(i / 2) * (M::BLOCK_ROWS * H::COLS) + from + i % 2 * 4) : none;
@@ -79,47 +90,68 @@ struct WavePieces {
       unpack8(make_uint4(__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w)), y);
     }
   }
+  // What norms and rotates the columns of a lane. No wave writes it, so a lane can load it before it waits for the columns.
+  struct Turn {
+    static constexpr bool NORMS = G::Q_NORM == HeadNorm::HEAD || G::K_NORM == HeadNorm::HEAD;
+    static constexpr int ANGLES = HALVES ? 8 : 4;
+    float weight[NORMS ? 8 : 1], cosine[ANGLES], sine[ANGLES];
+    bool norms, turns;
+    __device__ __forceinline__ Turn(const WaveContext<M>& c, const Wave& e, const Place& at)
+        : norms(at.kind == 0 ? G::Q_NORM == HeadNorm::HEAD : at.kind == 1 && G::K_NORM == HeadNorm::HEAD), turns(at.live && at.kind < 2) {
+      if constexpr (NORMS) {
+        const float* from = c.template constant<float>(at.kind == 0 ? e.q_norm : e.k_norm) + at.lane * 8;
+#pragma unroll
+        for (int k = 0; k < 8; k++) weight[k] = at.live && norms ? __ldg(from + k) : 1.f;
+      }
+      const float* angle = c.template constant<float>(e.rope) + u64(at.position) * G::DIM + (HALVES ? at.lane % (PIECES / 2) * 8 : at.lane * 4);
+#pragma unroll
+      for (int k = 0; k < ANGLES; k += 4) {
+        float4 low = make_float4(1.f, 1.f, 1.f, 1.f), high = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (G::ROTARY > 0 && turns) {
+          low = __ldg(reinterpret_cast<const float4*>(angle + k));
+          high = __ldg(reinterpret_cast<const float4*>(angle + G::DIM / 2 + k));
+        }
+        cosine[k] = low.x, cosine[k + 1] = low.y, cosine[k + 2] = low.z, cosine[k + 3] = low.w;
+        sine[k] = high.x, sine[k + 1] = high.y, sine[k + 2] = high.z, sine[k + 3] = high.w;
+      }
+    }
+  };
   // Norms and rotates 8 columns of a head. Whole warps call it; their lanes may have heads of different rows.
-  static __device__ __forceinline__ uint4 turned(const WaveContext<M>& c, const Wave& e, const Place& at, const Piece& piece) {
+  static __device__ __forceinline__ uint4 turned(const WaveContext<M>& c, const Place& at, const Turn& by, const Piece& piece) {
     const int lane = at.lane, kind = at.kind;
-    const bool live = at.live;
-    const u32 position = at.position;
     float y[8];
     widen_piece(piece, y);
-    if constexpr (G::Q_NORM == HeadNorm::HEAD || G::K_NORM == HeadNorm::HEAD) {
-      const bool norm = kind == 0 ? G::Q_NORM == HeadNorm::HEAD : kind == 1 && G::K_NORM == HeadNorm::HEAD;
+    if constexpr (Turn::NORMS) {
       float squares = 0.f;
 #pragma unroll
       for (int k = 0; k < 8; k++) squares += y[k] * y[k];
 #pragma unroll
       for (int o = LANES / 2; o; o >>= 1) squares += __shfl_xor_sync(~0u, squares, o);
-      const float factor = norm ? rsqrtf(squares * (1.f / G::DIM) + (kind == 0 ? G::Q_EPS : G::K_EPS)) : 1.f;
-      const float* weight = c.template constant<float>(kind == 0 ? e.q_norm : e.k_norm) + lane * 8;
+      const float factor = by.norms ? rsqrtf(squares * (1.f / G::DIM) + (kind == 0 ? G::Q_EPS : G::K_EPS)) : 1.f;
 #pragma unroll
-      for (int k = 0; k < 8; k++) y[k] *= factor * (live && norm ? __ldg(weight + k) : 1.f);
+      for (int k = 0; k < 8; k++) y[k] *= factor * by.weight[k];
     }
     // HALVES: a lane has 8 dimensions of one half, and rotates them with the 8 dimensions of the lane PIECES / 2 further.
-    const float* angle = c.template constant<float>(e.rope) + u64(position) * G::DIM;
-    const bool turns = live && kind < 2;
     if constexpr (HALVES) {
-      const int partner = c.lane() - lane + (lane + PIECES / 2) % PIECES, from = lane % (PIECES / 2) * 8;
+      const int partner = c.lane() - lane + (lane + PIECES / 2) % PIECES;
       const float sign = lane < PIECES / 2 ? -1.f : 1.f;
 #pragma unroll
       for (int k = 0; k < 8; k++) {
         const float other = __shfl_sync(~0u, y[k], partner);
-        if (turns) y[k] = y[k] * __ldg(angle + from + k) + sign * other * __ldg(angle + G::DIM / 2 + from + k);
+        if (by.turns) y[k] = y[k] * by.cosine[k] + sign * other * by.sine[k];
       }
     } else if constexpr (G::ROTARY > 0) {
 #pragma unroll
       for (int k = 0; k < 8; k += 2)
-        if (turns) One::rotate(y[k], y[k + 1], __ldg(angle + lane * 4 + k / 2), __ldg(angle + G::DIM / 2 + lane * 4 + k / 2));
+        if (by.turns) One::rotate(y[k], y[k + 1], by.cosine[k / 2], by.sine[k / 2]);
     }
     return make_uint4(bf16_pair(y[0], y[1]), bf16_pair(y[2], y[3]), bf16_pair(y[4], y[5]), bf16_pair(y[6], y[7]));
   }
-  // Stores a piece of a key or a value in the cache.
-  static __device__ __forceinline__ void append(const WaveContext<M>& c, const Wave& e, const Place& at, const uint4& piece) {
+  // The row of the cache to which a row of the launch appends.
+  static __device__ __forceinline__ u32 appended_row(const WaveContext<M>& c, const Place& at) { return H::pool_row(c.p, wave_sequence<M>(u32(at.row)), at.position); }
+  // Stores a piece of a key or a value in this row of the cache.
+  static __device__ __forceinline__ void append(const WaveContext<M>& c, const Wave& e, const Place& at, u32 row, const uint4& piece) {
     const int kv = at.head - G::HEADS - (at.kind - 1) * H::KV_HEADS;
-    const u32 row = H::pool_row(c.p, wave_sequence<M>(u32(at.row)), at.position);
     u8* to = H::pool(c.p, at.kind == 1 ? e.k_cache : e.v_cache, kv) + u64(row) * H::ROW;
     *reinterpret_cast<uint4*>(to + (at.lane ^ swizzle(at.position)) * 16) = piece;
   }
@@ -133,7 +165,7 @@ struct WaveAppend {
   template <class R>
   static __device__ __forceinline__ void load(WaveLoader<M, R>&, const Wave&) {}
   static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
-    const HeldShares<M> shares(c.p);
+    const HeldShares<M> shares(c);
     for (u32 s = 0; s < shares.count; s++) {
       const Share share = shares[s];
       const u32 end = min(share.row + share.rows, c.p.row_count);
@@ -152,12 +184,12 @@ struct WaveAppend {
 #pragma unroll
         for (int i = 0; i < P::ROUNDS; i++) {
           const typename P::Place at = place(i);
-          const uint4 w = P::turned(c, e, at, v[i]);
+          const uint4 w = P::turned(c, at, typename P::Turn(c, e, at), v[i]);
           if (!at.live) continue;
           if (at.kind == 0)
             *reinterpret_cast<uint4*>(c.template work<u8>(e.out) + (u64(at.row) * H::QUERY_COLS + at.head * G::DIM + at.lane * 8) * 2) = w;
           else
-            P::append(c, e, at, w);
+            P::append(c, e, at, P::appended_row(c, at), w);
         }
       }
     }
@@ -322,7 +354,7 @@ struct WaveAttend {
   }
 
   static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
-    const HeldShares<M> shares(c.p);
+    const HeldShares<M> shares(c);
 #pragma unroll 1
     for (u32 s = 0; s < shares.count; s++) {
       const Share share = shares[s];
@@ -506,8 +538,8 @@ struct WaveAttention {
       }
     }
   };
-  static __device__ __forceinline__ u8* scratch(u32 at) { return reinterpret_cast<u8*>(wave_scratch<M>()) + at; }
-  static __device__ __forceinline__ float* left() { return reinterpret_cast<float*>(scratch(AFTER_OWN)); }
+  static __device__ __forceinline__ u8* scratch(const WaveContext<M>& c, u32 at) { return reinterpret_cast<u8*>(c.scratch()) + at; }
+  static __device__ __forceinline__ float* left(const WaveContext<M>& c) { return reinterpret_cast<float*>(scratch(c, AFTER_OWN)); }
 
   // Copies the positions of a task that come through the ring.
   template <class R>
@@ -528,14 +560,17 @@ struct WaveAttention {
       const int first_head = int(of.group) * QUERIES, kv = first_head / G::GROUP;
       const bool live = n < tasks * HEADS && of.row < c.p.row_count;
       const typename P::Place at(c, live ? int(of.row) : 0, own < QUERIES ? first_head + own : G::HEADS + (own - QUERIES) * H::KV_HEADS + kv, live);
+      const typename P::Turn by(c, e, at);
+      // Exactly one task appends: the one with the first heads of the KV head, in the first split.
+      const bool appends = at.live && at.kind != 0 && first_head % G::GROUP == 0 && (!CUTS || of.split == 0);
+      const u32 row = appends ? P::appended_row(c, at) : 0;
       typename P::Piece v;
       P::head_piece(c, e, at, v);
-      const uint4 w = P::turned(c, e, at, v);
+      const uint4 w = P::turned(c, at, by, v);
       if (!at.live) continue;
       const u32 to = own < QUERIES ? own * QUERY_BYTES : QUERIES * QUERY_BYTES + (own - QUERIES) * ROW;
-      *reinterpret_cast<uint4*>(scratch(u32(task) * OWN_BYTES + to) + at.lane * 16) = w;
-      // Exactly one task appends: the one with the first heads of the KV head, in the first split.
-      if (at.kind != 0 && first_head % G::GROUP == 0 && (!CUTS || of.split == 0)) P::append(c, e, at, w);
+      *reinterpret_cast<uint4*>(scratch(c, u32(task) * OWN_BYTES + to) + at.lane * 16) = w;
+      if (appends) P::append(c, e, at, row, w);
     }
   }
   // Puts keys and values of `count` positions into scratch, from `first` on, a multiple of STEP. Those of earlier steps come from the cache. Those of
@@ -548,16 +583,17 @@ struct WaveAttention {
       const u32 position = first + u32(n / 2), back = task.position - position;
       const bool exists = n < int(count) * 2, is_new = exists && back <= task.lead;
       const typename P::Place at(c, int(task.row - (is_new ? back : 0)), G::HEADS + n % 2 * H::KV_HEADS + kv, is_new);
+      const typename P::Turn by(c, e, at);
       typename P::Piece v;
       P::head_piece(c, e, at, v);
-      uint4 w = P::turned(c, e, at, v);
+      uint4 w = P::turned(c, at, by, v);
       if (!exists || at.lane >= P::PIECES) continue;
       const u32 piece = (at.lane ^ swizzle(position)) * 16;
       if (!is_new) {
         const u32 row = H::pool_row(c.p, wave_sequence<M>(task.row), position);
         w = *reinterpret_cast<const uint4*>(H::pool(c.p, n % 2 == 0 ? e.k_cache : e.v_cache, kv) + u64(row) * ROW + piece);
       }
-      *reinterpret_cast<uint4*>(scratch(AFTER_OWN + n % 2 * (STEP * ROW) + n / 2 * ROW) + piece) = w;
+      *reinterpret_cast<uint4*>(scratch(c, AFTER_OWN + n % 2 * (STEP * ROW) + n / 2 * ROW) + piece) = w;
     }
   }
   // Returns `v`, but hides its value from the compiler, which would otherwise generate most of `one` twice: for one team and for several.
@@ -610,7 +646,7 @@ struct WaveAttention {
         gather(c, e, task, u32(at), u32(there));
         c.barrier();
         if (takes && (count == 1 || u32(at - begin) / STEP % TAKERS == place) && at + STEP > start) {
-          const u8* keys = scratch(AFTER_OWN);
+          const u8* keys = scratch(c, AFTER_OWN);
           const int lo[2] = {from, from}, hi[2] = {there, there};
           T::tile(lane, typename T::Queries(low, high), keys, keys + STEP * ROW + part * 128, lo, hi, there, r);
         }
@@ -645,7 +681,7 @@ struct WaveAttention {
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         if (g + h * 8 >= QUERIES) continue;
-        float* at = left() + place * LEFT + (g + h * 8) * (G::DIM + 2);
+        float* at = left(c) + place * LEFT + (g + h * 8) * (G::DIM + 2);
         if (t == 0 && part == 0) at[0] = r.m[h], at[1] = sum[h];
 #pragma unroll
         for (int n = 0; n < T::VALUE_TILES; n++) *reinterpret_cast<float2*>(at + 2 + part * 64 + n * 8 + t * 2) = make_float2(r.o[n][2 * h], r.o[n][2 * h + 1]);
@@ -654,7 +690,7 @@ struct WaveAttention {
 #pragma unroll 1
     for (int i = c.tid(); i < QUERIES * G::DIM / 2; i += M::WARPS * 32) {
       const int query = i / (G::DIM / 2), col = i % (G::DIM / 2) * 2;
-      const float* at = left() + query * (G::DIM + 2);
+      const float* at = left(c) + query * (G::DIM + 2);
       float top = NEGATIVE_INFINITY, all = 0.f, x = 0.f, y = 0.f;
 #pragma unroll
       for (int w = 0; w < TAKERS; w++) top = fmaxf(top, at[w * LEFT]);
@@ -695,7 +731,7 @@ struct WaveAttendRow {
     }
   }
   static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
-    const HeldShares<M> shares(c.p);
+    const HeldShares<M> shares(c);
     u32 turns = 0;
 #pragma unroll 1
     for (u32 s = 0; s < shares.count; s += A::TASKS) {
@@ -710,7 +746,7 @@ struct WaveAttendRow {
         const Share share = shares[i];
         // Only the loader uses the sequence of a task, to find its pages. So none is passed here.
         if (share.row < c.p.row_count)
-          A::one(c, e, typename A::Task(WaveSplit{share.row, share.lo, 0}, 0, wave_position<M>(c.p, c.step, share.row)), A::scratch((i - s) * A::OWN_BYTES), turns);
+          A::one(c, e, typename A::Task(WaveSplit{share.row, share.lo, 0}, 0, wave_position<M>(c.p, c.step, share.row)), A::scratch(c, (i - s) * A::OWN_BYTES), turns);
       }
     }
   }
@@ -724,7 +760,7 @@ struct WaveAttendSplits {
   static_assert(A::TASKS <= M::WARPS, "a warp finds each task at hand");
   static_assert(sizeof(WaveState<M>) + A::TASKS * sizeof(WaveSplit) <= M::STATE_BYTES, "the state part has no room for the splits at hand");
   // The splits of the current tasks of a block. They lie in shared memory after the state.
-  static __device__ __forceinline__ WaveSplit* held() { return reinterpret_cast<WaveSplit*>(&wave_state<M>() + 1); }
+  static __device__ __forceinline__ WaveSplit* held(const WaveContext<M>& c) { return reinterpret_cast<WaveSplit*>(&c.state() + 1); }
 
   template <class R>
   static __device__ __forceinline__ void load(WaveLoader<M, R>& l, const Wave& e) {
@@ -744,15 +780,15 @@ struct WaveAttendSplits {
       // The deal is computed again for each group of tasks, so that it occupies no registers while splits are read.
       if (u32(c.warp()) < tasks) {
         const WaveSplit of = Deal(c.p, c.step, c.lane())[blockIdx.x + (s + u32(c.warp())) * M::SMS];
-        if (c.lane() == 0) held()[c.warp()] = of;
+        if (c.lane() == 0) held(c)[c.warp()] = of;
       }
       c.barrier();
-      A::prepare(c, e, tasks, [&](u32 i) { return held()[i]; });
+      A::prepare(c, e, tasks, [&](u32 i) { return held(c)[i]; });
       c.barrier();
 #pragma unroll 1
       for (u32 i = 0; i < tasks; i++) {
-        const WaveSplit of = {uniform(held()[i].row), uniform(held()[i].group), uniform(held()[i].split)};
-        A::one(c, e, typename A::Task(of, 0, wave_position<M>(c.p, c.step, of.row)), A::scratch(i * A::OWN_BYTES), turns);
+        const WaveSplit of = {uniform(held(c)[i].row), uniform(held(c)[i].group), uniform(held(c)[i].split)};
+        A::one(c, e, typename A::Task(of, 0, wave_position<M>(c.p, c.step, of.row)), A::scratch(c, i * A::OWN_BYTES), turns);
       }
     }
   }
@@ -766,7 +802,7 @@ struct WaveMerge {
   template <class R>
   static __device__ __forceinline__ void load(WaveLoader<M, R>&, const Wave&) {}
   static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
-    const HeldShares<M> shares(c.p);
+    const HeldShares<M> shares(c);
 #pragma unroll 1
     for (u32 s = 0; s < shares.count; s++) {
       const Share share = shares[s];

@@ -2,7 +2,7 @@
 //
 // A wave is the work of one grid of the program for all rows of a launch: a prompt chunk, or a step or a tail (M::STEPS). All blocks meet between
 // two waves, so a wave can read everything that earlier waves wrote. No wave writes weights: a loader copies those of the next wave before
-// the blocks meet.
+// the blocks meet. Blocks do not meet between a product and a wave that reads nothing of it but packets: these say themselves when they are there.
 #pragma once
 
 // One wave; codegen/waves.rs declares it, and the structs below. Places of the work arena, of constants and of caches are in OFFSET_BYTES.
@@ -23,8 +23,11 @@ struct alignas(16) Wave {
   union { u32 v_cache, squares_out; }; // cache; or work arena: sums of squares that a product leaves
   u32 next_division; // division of the wave after it; of the last one, of the first
   u32 row_scales; // of a matrix of codes
+  u32 meetings; // of all blocks in the step, before it
+  u32 meets; // 1 if all blocks meet after it, else 0
+  u32 reserved[2]; // 0
 };
-static_assert(sizeof(Wave) == 64, "the host fills this struct");
+static_assert(sizeof(Wave) == 80, "the host fills this struct");
 
 // The part of one block in a wave: launch indices lo to hi for `rows` rows of the launch.
 struct alignas(16) Share {
@@ -58,7 +61,7 @@ struct WaveParams {
   const ShareRecord* records; // [blocks of rows - 1][divisions][SMS]
   const Row* rows; // of the launch
   const u32* pages; // [sequences][M::BLOCKS]; of a chunk there is one sequence
-  u32* arrived; // blocks that ended a wave, counted over all waves of the launch; 0 before it
+  u32* arrived; // blocks that came to a meeting, counted over all meetings of the launch; 0 before it
   u32* report; // host-visible watchdog report, 8 words an SM
   volatile u32* abort; // host-visible
   u64* stamps; // [SMS][steps][waves][STAMP_WORDS] nanoseconds, traced builds only
@@ -71,8 +74,16 @@ struct WaveParams {
   u32 steps; // of the launch
   const float* taken; // of a tail: residual of the rows of the chunk before it
   const u8* boxes; // tensor maps, of 128 bytes each
+  u32 tag; // of packets of the first wave; each wave of the launch has the next one
+  u32 reserved; // 0
 };
-static_assert(sizeof(WaveParams) == 152, "the host fills this struct");
+static_assert(sizeof(WaveParams) == 160, "the host fills this struct");
+
+// A wave and the shares of this block in it.
+struct HeldWave {
+  Wave wave;
+  ShareRecord record;
+};
 
 template <class M>
 struct WaveState {
@@ -80,10 +91,7 @@ struct WaveState {
   u64 full[M::INPUT_SLOTS + M::WEIGHT_SLOTS];
   u64 empty[M::INPUT_SLOTS + M::WEIGHT_SLOTS];
   float stats[2][4][M::WARPS]; // [parity of the rows at hand][mean and squares of a branch, of the sum][warp]
-  // Of the current wave, for consumers, and the shares of the next one.
-  Wave wave;
-  ShareRecord record;
-  u32 next_division;
+  HeldWave now, next; // for consumers; the next one arrives while they run the current one
   // Of a step: where each row is before the first step, and which row of the page table it has.
   u32 positions[M::STEPS ? M::BLOCK_ROWS : 1], sequences[M::STEPS ? M::BLOCK_ROWS : 1];
   u32 leads[M::STEPS ? M::BLOCK_ROWS : 1]; // rows before it of the same sequence
@@ -94,11 +102,17 @@ template <class M>
 __device__ __forceinline__ WaveState<M>& wave_state() {
   return *reinterpret_cast<WaveState<M>*>(block_memory() + M::STATE_AT);
 }
-// Sums of warps that meet in a block.
-template <class M>
-__device__ __forceinline__ float* wave_scratch() {
-  return reinterpret_cast<float*>(block_memory() + M::SCRATCH_AT);
-}
+// The memory of the block, for code that uses it all the time. Its address is kept in a register: otherwise the compiler computes it again before each use,
+// from the place of the block in its cluster, which takes longer than an access.
+struct HeldMemory {
+#ifdef __CUDA_ARCH__
+  u32 at;
+  __device__ __forceinline__ HeldMemory() : at(smem_address(block_memory())) { asm volatile("" : "+r"(at)); }
+  __device__ __forceinline__ u8* memory() const { return static_cast<u8*>(__cvta_shared_to_generic(at)); }
+#else
+  u8* memory() const { return block_memory(); }
+#endif
+};
 
 // The two rings of a block: what waves wrote (inputs of products, histories), and weights.
 template <class M>
@@ -142,40 +156,20 @@ struct Shares {
   }
   __device__ __forceinline__ Share operator[](u32 i) const { return share_of(__ldg(reinterpret_cast<const uint4*>(first + i))); }
 };
-// The same for consumers.
+// By a warp of the consumers: asks for the next wave and the shares of this block in it. They are there when the warp has called `await_copies`.
 template <class M>
-struct HeldShares {
-  const Share* first;
-  const u32 count;
-  __device__ __forceinline__ explicit HeldShares(const WaveParams& p)
-      : first(p.shares + wave_state<M>().record.first), count(uniform(wave_state<M>().record.count)) {}
-  __device__ __forceinline__ Share operator[](u32 i) const {
-    const uint4 v = read(i);
-    return share_of(v);
-  }
-  // Where lanes ask for different ones.
-  __device__ __forceinline__ Share of_lane(u32 i) const {
-    const uint4 v = read(i);
-    return Share{v.x, v.y, v.z, v.w};
-  }
-  __device__ __forceinline__ uint4 read(u32 i) const {
-    return i < SHARES_HELD ? *reinterpret_cast<const uint4*>(wave_state<M>().record.held + i) : __ldg(reinterpret_cast<const uint4*>(first + i));
-  }
-};
-// By a warp of the consumers: loads a wave and the shares of this block in it. Neither load waits for the other.
+__device__ __forceinline__ void fetch_wave(const WaveParams& p, u32 wave, u32 division, u32 lane) {
+  static_assert(sizeof(HeldWave) <= 32 * 16, "a piece a lane");
+  const u32 at = lane * 16;
+  const u8* from = at < sizeof(Wave) ? reinterpret_cast<const u8*>(p.waves + wave) + at : reinterpret_cast<const u8*>(share_record<M>(p, division)) + (at - sizeof(Wave));
+  if (at < sizeof(HeldWave)) copy_ahead(reinterpret_cast<u8*>(&wave_state<M>().next) + at, from);
+}
+// By the same warp, then: the next wave becomes the current one. It always has the same place, so that no register holds where it is.
 template <class M>
-__device__ __forceinline__ void fetch_wave(const WaveParams& p, u32 wave, u32 lane) {
-  constexpr u32 WORDS = sizeof(Wave) / 4, RECORD_WORDS = sizeof(ShareRecord) / 4;
-  static_assert(WORDS <= 32 && RECORD_WORDS <= 32, "a word a lane");
+__device__ __forceinline__ void take_wave(u32 lane) {
   WaveState<M>& state = wave_state<M>();
-  const u32* record = reinterpret_cast<const u32*>(share_record<M>(p, state.next_division));
-  const u32 word = lane < WORDS ? __ldg(reinterpret_cast<const u32*>(p.waves + wave) + lane) : 0;
-  const u32 held = lane < RECORD_WORDS ? __ldg(record + lane) : 0;
+  if (lane < sizeof(HeldWave) / 16) reinterpret_cast<uint4*>(&state.now)[lane] = reinterpret_cast<const uint4*>(&state.next)[lane];
   __syncwarp();
-  if (lane < WORDS) reinterpret_cast<u32*>(&state.wave)[lane] = word;
-  if (lane < RECORD_WORDS) reinterpret_cast<u32*>(&state.record)[lane] = held;
-  __syncwarp();
-  if (lane == 0) state.next_division = state.wave.next_division;
 }
 
 // Before the first wave, by the thread of a row: where it is, and how many rows before it its sequence has in a step.
@@ -194,6 +188,7 @@ __device__ __forceinline__ void place_row(const WaveParams& p, u32 row) {
 template <class M>
 struct WaveContext {
   const WaveParams& p;
+  const HeldMemory held;
   RingCursor<InputRing<M>> inputs; // next chunks to consume
   RingCursor<WeightRing<M>> weights;
   u32 step, wave;
@@ -203,7 +198,7 @@ struct WaveContext {
   int thread, warp_index;
 
   __device__ __forceinline__ explicit WaveContext(const WaveParams& p)
-      : p(p), inputs{0, 0}, weights{0, 0}, step(0), wave(0), patience(POLLS_BETWEEN_CHECKS), starved_ns(0), exchanges(0), thread(int(threadIdx.x)), warp_index(int(uniform(threadIdx.x / 32))) {}
+      : p(p), held(), inputs{0, 0}, weights{0, 0}, step(0), wave(0), patience(POLLS_BETWEEN_CHECKS), starved_ns(0), exchanges(0), thread(int(threadIdx.x)), warp_index(int(uniform(threadIdx.x / 32))) {}
   // At the start of every wave. The compiler must take the thread index for a new value; otherwise it keeps everything that ops derive from it in
   // registers throughout.
   __device__ __forceinline__ void begin_wave(u32 s, u32 i) {
@@ -216,13 +211,33 @@ struct WaveContext {
   __device__ __forceinline__ int warp() const { return warp_index; }
   __device__ __forceinline__ int lane() const { return int(u32(thread) % 32); }
   __device__ __forceinline__ void barrier() const { consumer_barrier<M::WARPS * 32>(); }
-  // Until all blocks have ended this many waves of the launch.
-  __device__ __forceinline__ void await_others(u32 waves) {
-    if (warp() == 0 && waves > 0) await_waves<M::SMS>(p.arrived, waves, waiter());
-    if (warp() == 1) fetch_wave<M>(p, wave, u32(lane()));
+  __device__ __forceinline__ u8* memory() const { return held.memory(); }
+  __device__ __forceinline__ WaveState<M>& state() const { return *reinterpret_cast<WaveState<M>*>(memory() + M::STATE_AT); }
+  __device__ __forceinline__ float* scratch() const { return reinterpret_cast<float*>(memory() + M::SCRATCH_AT); }
+  __device__ __forceinline__ const Wave& current() const { return state().now.wave; }
+  // Before the first wave.
+  __device__ __forceinline__ void fetch_first() const {
+    if (warp() == 1) fetch_wave<M>(p, 0, __ldg(&p.waves[0].division), u32(lane()));
+  }
+  // Before a barrier of the block, after which it may enter the wave that warp 1 has asked for.
+  __device__ __forceinline__ void await_fetched() const {
+    if (warp() == 1) await_copies();
+  }
+  // Begins the next wave once all blocks have met so many times in the launch. Warp 1 asks for wave `then` while warp 0 waits.
+  __device__ __forceinline__ void enter(u32 meetings, u32 then) {
+    if (warp() == 1) {
+      take_wave<M>(u32(lane()));
+      fetch_wave<M>(p, then, current().next_division, u32(lane()));
+    }
+    await_meetings(meetings);
+  }
+  __device__ __forceinline__ void await_meetings(u32 count) {
+    if (count > 0 && warp() == 0) await_waves<M::SMS>(p.arrived, count, waiter());
     barrier();
   }
-  __device__ __forceinline__ Waiter waiter() { return Waiter{patience, &wave_state<M>().dog, WaitSite{wave, nullptr}}; }
+  // The tag of the packets of a wave of this step.
+  __device__ __forceinline__ u32 tag_of(u32 of) const { return p.tag + step * p.wave_count + of; }
+  __device__ __forceinline__ Waiter waiter() { return Waiter{patience, &state().dog, WaitSite{wave, nullptr}}; }
   // Traced builds: 0 wave begins, 1 all blocks ended the one before, 3 wave ends. Costs nothing when off.
   __device__ __forceinline__ void stamp(int k) {
     if constexpr (M::TRACE)
@@ -243,6 +258,27 @@ struct WaveContext {
   }
 };
 
+// The shares of this block in the current wave, for consumers.
+template <class M>
+struct HeldShares {
+  const Share* first;
+  const u32 count;
+  const WaveContext<M>& c;
+  __device__ __forceinline__ explicit HeldShares(const WaveContext<M>& c)
+      : first(c.p.shares + c.state().now.record.first), count(uniform(c.state().now.record.count)), c(c) {}
+  __device__ __forceinline__ Share operator[](u32 i) const {
+    const uint4 v = read(i);
+    return share_of(v);
+  }
+  // Where lanes ask for different ones.
+  __device__ __forceinline__ Share of_lane(u32 i) const {
+    const uint4 v = read(i);
+    return Share{v.x, v.y, v.z, v.w};
+  }
+  __device__ __forceinline__ uint4 read(u32 i) const {
+    return i < SHARES_HELD ? *reinterpret_cast<const uint4*>(c.state().now.record.held + i) : __ldg(reinterpret_cast<const uint4*>(first + i));
+  }
+};
 // The input of a product, in the order in which it is read: 64 columns of all rows of a block lie side by side, 16 KiB of bf16 for 128 rows.
 // By warps: 16 rows by 32 columns are 1 KiB, of which a lane reads 16 bytes twice: columns 8 t to 8 t + 3 of the rows g and g + 8
 // (t = lane % 4, g = lane / 4), then the next four. A pair of columns of the one row, the same of the other, and so on: registers of an

@@ -10,6 +10,7 @@ __device__ __forceinline__ void load_waves(const WaveParams& p, int part) {
     for (u32 i = 0; i < p.wave_count; i++) {
       loader.step = s;
       loader.wave = i;
+      loader.meetings = __ldg(&p.waves[i].meetings);
       D::load(loader, uniform(__ldg(&p.waves[i].op)), p.waves[i]);
     }
   loader.drain();
@@ -17,25 +18,31 @@ __device__ __forceinline__ void load_waves(const WaveParams& p, int part) {
 template <class M, class D>
 __device__ __forceinline__ void consume_waves(const WaveParams& p) {
   WaveContext<M> c(p);
+  c.fetch_first();
+  c.await_fetched();
+  c.barrier();
+  u32 meetings = 0; // that the wave has to wait for; 0 if for none
   for (u32 s = 0; s < p.steps; s++)
 #pragma unroll 1
     for (u32 i = 0; i < p.wave_count; i++) {
       c.begin_wave(s, i);
       c.stamp(0);
-      c.await_others(s * p.wave_count + i);
+      c.enter(meetings, i + 1 == p.wave_count ? 0 : i + 1);
       c.stamp(1);
-      D::run(c, uniform(wave_state<M>().wave.op), wave_state<M>().wave);
+      D::run(c, uniform(c.current().op), c.current());
+      meetings = c.current().meets ? s * M::MEETINGS + c.current().meetings + 1 : 0;
+      c.await_fetched();
       // Whatever a wave did in scratch: in a later one the other block of the pair sends to there.
       if (M::PAIRS) fence_received();
       c.barrier();
       c.stamp(3);
-      if (c.tid() == 0) end_wave(p.arrived);
+      if (meetings > 0 && c.tid() == 0) end_wave(p.arrived);
     }
   // What the last step decided, for the host.
   if constexpr (M::STEPS)
     if (p.mailbox && blockIdx.x == 0) {
       c.begin_wave(p.steps, 0);
-      c.await_others(p.steps * p.wave_count);
+      c.await_meetings(p.steps * M::MEETINGS);
       for (u32 row = c.warp(); row < p.row_count; row += M::WARPS) {
         const int token = wave_decided<M>(c, row);
         if (c.lane() == 0) p.mailbox[1 + p.steps * M::BLOCK_ROWS + row] = token;
@@ -54,7 +61,6 @@ __device__ __forceinline__ void run_waves(const WaveParams& p) {
     }
     if (M::PAIRS) Slot<false>::init(&state.paired, 1);
     state.dog = Watchdog{p.report, p.abort, global_ns() + p.timeout_ns};
-    state.next_division = __ldg(&p.waves[0].division);
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif

@@ -314,7 +314,7 @@ struct WaveMatMul {
 #pragma unroll
         for (int o = 4; o > 0; o >>= 1) all += __shfl_xor_sync(~0u, all, o);
         const u32 row = first_row(c, r) + lane / 8;
-        if (lane % 8 == 0 && row < M::BLOCK_ROWS) wave_state<M>().factors[row] = rsqrtf(all * (1.f / G::K) + G::NORM_EPS);
+        if (lane % 8 == 0 && row < M::BLOCK_ROWS) c.state().factors[row] = rsqrtf(all * (1.f / G::K) + G::NORM_EPS);
       }
     }
   };
@@ -329,7 +329,7 @@ struct WaveMatMul {
     }
     constexpr int PAIRS = G::UNIT_ROWS / 2;
     if constexpr (G::FACTOR) {
-      const float factor = wave_state<M>().factors[row];
+      const float factor = c.state().factors[row];
       y.x *= factor, y.y *= factor;
     }
     if constexpr (Codes::CODED) y.x *= Codes::FACTOR, y.y *= Codes::FACTOR;
@@ -360,7 +360,10 @@ struct WaveMatMul {
     } else {
       const int col = int(unit) * G::UNIT_ROWS + t * 2;
       if (t >= PAIRS || col >= G::ROWS || !exists) return;
-      if constexpr (G::SPLITS > 1) {
+      if constexpr (G::PACKETS) {
+        u64* at = c.template work<u64>(e.out) + (u64(part) * M::BLOCK_ROWS + row) * G::ROWS + col;
+        publish2(at, __float_as_uint(y.x), __float_as_uint(y.y), c.tag_of(c.wave));
+      } else if constexpr (G::SPLITS > 1) {
         float* at = c.template work<float>(e.out) + (u64(part) * M::BLOCK_ROWS + row) * G::ROWS + col;
         *reinterpret_cast<float2*>(at) = y;
       } else if constexpr (G::EPILOGUE == Epilogue::RESIDUAL) {
@@ -406,7 +409,7 @@ struct WaveMatMul {
   }
   // Stores the block's best logit of each row, over all its passes and shares.
   static __device__ __forceinline__ void tell_best(WaveContext<M>& c, const Wave& e, const Warp& at, Best& best) {
-    BestLogit* met = reinterpret_cast<BestLogit*>(wave_scratch<M>()); // [groups of units and k][row]
+    BestLogit* met = reinterpret_cast<BestLogit*>(c.scratch()); // [groups of units and k][row]
     static_assert(M::BLOCK_ROWS * UNIT_GROUPS * K_GROUPS * sizeof(BestLogit) <= M::SCRATCH_BYTES, "the best of all groups meet");
     c.barrier();
 #pragma unroll
@@ -456,8 +459,8 @@ struct WaveMatMul {
         const int step = turn + i;
         if (!TURNS && i > 0 && step >= steps) break;
         wave_await(c, c.inputs, c.weights, seen, i % X_STEPS == 0, i % W_STEPS == 0);
-        if (i % X_STEPS == 0) x.take(c.inputs);
-        if (i % W_STEPS == 0) w.take(c.weights);
+        if (i % X_STEPS == 0) x.take(c, c.inputs);
+        if (i % W_STEPS == 0) w.take(c, c.weights);
         // Its result arrives while the products of this step run.
         seen = wave_look(c, c.inputs, c.weights, (i + 1) % X_STEPS == 0, (i + 1) % W_STEPS == 0);
         const u8* input = x.at + i % X_STEPS * (STEP / 2) * X::BLOCK_BYTES;
@@ -497,7 +500,7 @@ struct WaveMatMul {
       // With one group of k this is done for the sake of the loop: its instructions are fetched once.
       constexpr int ROOM = M::SCRATCH_BYTES / (M::WARPS * ROW_TILES * 512), ROUND_UNITS = ROOM < N ? ROOM : N; // of a warp at once
       static_assert(ROUND_UNITS > 0, "a tile of each warp");
-      float4* met = reinterpret_cast<float4*>(wave_scratch<M>()) + (at.tiles_at / ROW_TILES * UNIT_GROUPS + at.units_at) * (ROW_TILES * ROUND_UNITS * K_GROUPS * 32) + at.lane;
+      float4* met = reinterpret_cast<float4*>(c.scratch()) + (at.tiles_at / ROW_TILES * UNIT_GROUPS + at.units_at) * (ROW_TILES * ROUND_UNITS * K_GROUPS * 32) + at.lane;
 #pragma unroll
       for (int begin = 0; begin < N; begin += ROUND_UNITS) {
         constexpr int TILES = ROW_TILES * ROUND_UNITS;
@@ -578,10 +581,10 @@ struct WaveMatMul {
                                                   const PairEnds<N>& ends) {
     typedef PairEnds<N> E;
     static_assert(PAIR_ROOM > 0, "a tile of each warp");
-    u8* const scratch = reinterpret_cast<u8*>(wave_scratch<M>());
+    u8* const scratch = reinterpret_cast<u8*>(c.scratch());
     float2* const inbox = reinterpret_cast<float2*>(scratch + M::SCRATCH_BYTES - INBOX_BYTES - SQUARES_BYTES);
     float* const squares = reinterpret_cast<float*>(scratch + M::SCRATCH_BYTES - SQUARES_BYTES);
-    u64* const paired = &wave_state<M>().paired;
+    u64* const paired = &c.state().paired;
     const int group = at.tiles_at / ROW_TILES * UNIT_GROUPS + at.units_at, g = at.lane / 4, t = at.lane % 4;
     const u32 inbox_of_peer = peer_address(inbox), paired_of_peer = peer_address(paired);
     float4* const met = reinterpret_cast<float4*>(scratch) + group * (E::TILES * PAIR_SUMS * 32) + at.lane; // [tile][group of k][lane]
@@ -667,7 +670,7 @@ struct WaveMatMul {
   }
   static __device__ __forceinline__ void await_peer(WaveContext<M>& c) {
     u32 left = c.patience;
-    while (!__all_sync(~0u, peer_has_sent(&wave_state<M>().paired, c.exchanges)))
+    while (!__all_sync(~0u, peer_has_sent(&c.state().paired, c.exchanges)))
       if (--left == 0) {
         if (give_up(c.waiter(), false, WaitKind::PEER, c.exchanges, M::WARPS)) break;
         left = POLLS_BETWEEN_CHECKS;
@@ -856,7 +859,7 @@ struct WaveMatMul {
       pass_wide<N>(c, e, share, passes, first, here);
   }
   static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
-    const HeldShares<M> shares(c.p);
+    const HeldShares<M> shares(c);
     Squares squares;
     if constexpr (G::FACTOR)
       if (shares.count > 0) squares.ask(c, e);

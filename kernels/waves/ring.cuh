@@ -8,17 +8,17 @@
 template <class M, class R>
 __device__ __forceinline__ const u8* wave_take(WaveContext<M>& c, const RingCursor<R>& at) {
   const u64 begun = M::TRACE && c.tid() == 0 ? global_ns() : 0;
-  await_slot<false>(&wave_state<M>().full[R::FIRST + at.slot], at.use, R::FILLERS, c.waiter(), WaitKind::RING_FULL);
+  await_slot<false>(&c.state().full[R::FIRST + at.slot], at.use, R::FILLERS, c.waiter(), WaitKind::RING_FULL);
   if constexpr (M::TRACE)
     if (c.tid() == 0) c.starved_ns += u32(global_ns() - begun);
-  return block_memory() + R::AT + at.slot * R::SLOT_BYTES;
+  return c.memory() + R::AT + at.slot * R::SLOT_BYTES;
 }
 // The same in three steps, for a loop that looks for its next chunks before it multiplies those that it has. `wave_look` says whether the chunks at
 // two cursors are there, for each ring that is asked for. `wave_await` waits if not all lanes have seen them. `WaveChunk::take` takes a chunk and
 // moves the cursor past it. A chunk that was seen stays until all warps have left it.
 template <class M, class A, class B>
-__device__ __forceinline__ bool wave_look(const WaveContext<M>&, const RingCursor<A>& a, const RingCursor<B>& b, bool first, bool second) {
-  u64* const full = wave_state<M>().full;
+__device__ __forceinline__ bool wave_look(const WaveContext<M>& c, const RingCursor<A>& a, const RingCursor<B>& b, bool first, bool second) {
+  u64* const full = c.state().full;
   bool there = true;
   if (first) there &= Slot<false>::peek(&full[A::FIRST + a.slot], a.use, A::FILLERS);
   if (second) there &= Slot<false>::peek(&full[B::FIRST + b.slot], b.use, B::FILLERS);
@@ -28,7 +28,7 @@ template <class M, class A, class B>
 __device__ __forceinline__ void wave_await(WaveContext<M>& c, const RingCursor<A>& a, const RingCursor<B>& b, bool seen, bool first, bool second) {
   if (!(first || second) || __all_sync(~0u, seen)) return;
   const u64 begun = M::TRACE && c.tid() == 0 ? global_ns() : 0;
-  u64* const full = wave_state<M>().full;
+  u64* const full = c.state().full;
   if (first) await_slot_longer<false>(&full[A::FIRST + a.slot], a.use, A::FILLERS, c.waiter(), WaitKind::RING_FULL);
   if (second) await_slot_longer<false>(&full[B::FIRST + b.slot], b.use, B::FILLERS, c.waiter(), WaitKind::RING_FULL);
   if constexpr (M::TRACE)
@@ -38,16 +38,17 @@ __device__ __forceinline__ void wave_await(WaveContext<M>& c, const RingCursor<A
 template <class M, class A, class B>
 __device__ __forceinline__ void wave_take_pair(WaveContext<M>& c, const RingCursor<A>& a, const RingCursor<B>& b, const u8*& first, const u8*& second) {
   wave_await(c, a, b, wave_look(c, a, b, true, true), true, true);
-  first = block_memory() + A::AT + a.slot * A::SLOT_BYTES;
-  second = block_memory() + B::AT + b.slot * B::SLOT_BYTES;
+  first = c.memory() + A::AT + a.slot * A::SLOT_BYTES;
+  second = c.memory() + B::AT + b.slot * B::SLOT_BYTES;
 }
 template <class R>
 struct WaveChunk {
   const u8* at = nullptr;
   int slot = 0;
-  __device__ __forceinline__ void take(RingCursor<R>& cursor) {
+  template <class M>
+  __device__ __forceinline__ void take(const WaveContext<M>& c, RingCursor<R>& cursor) {
     slot = cursor.slot;
-    at = block_memory() + R::AT + slot * R::SLOT_BYTES;
+    at = c.memory() + R::AT + slot * R::SLOT_BYTES;
     cursor.next();
   }
 };
@@ -56,7 +57,7 @@ template <class M, class A, class B>
 __device__ __forceinline__ void wave_leave(const WaveContext<M>& c, const WaveChunk<A>& input, const WaveChunk<B>& weights, bool leaves_input, bool leaves_weights) {
   if (!leaves_input && !leaves_weights) return;
   __syncwarp();
-  u64* const empty = wave_state<M>().empty;
+  u64* const empty = c.state().empty;
   const int first = leaves_input ? A::FIRST + input.slot : B::FIRST + weights.slot;
   if (leaves_input && leaves_weights)
     Slot<false>::arrive_if(&empty[c.lane() == 0 ? first : B::FIRST + weights.slot], c.lane() < 2);
@@ -67,14 +68,14 @@ __device__ __forceinline__ void wave_leave(const WaveContext<M>& c, const WaveCh
 template <class M, class R>
 __device__ __forceinline__ void wave_release(WaveContext<M>& c, RingCursor<R>& at) {
   __syncwarp();
-  if (c.lane() == 0) Slot<false>::arrive(&wave_state<M>().empty[R::FIRST + at.slot]);
+  if (c.lane() == 0) Slot<false>::arrive(&c.state().empty[R::FIRST + at.slot]);
   at.next();
 }
 
 template <class M, class A, class B>
 __device__ __forceinline__ void wave_release_pair(WaveContext<M>& c, RingCursor<A>& a, RingCursor<B>& b) {
   __syncwarp();
-  if (c.lane() < 2) Slot<false>::arrive(&wave_state<M>().empty[c.lane() == 0 ? A::FIRST + a.slot : B::FIRST + b.slot]);
+  if (c.lane() < 2) Slot<false>::arrive(&c.state().empty[c.lane() == 0 ? A::FIRST + a.slot : B::FIRST + b.slot]);
   a.next();
   b.next();
 }
@@ -83,17 +84,19 @@ __device__ __forceinline__ void wave_release_pair(WaveContext<M>& c, RingCursor<
 template <class M, class R>
 struct WaveLoader {
   const WaveParams& p;
+  const HeldMemory held;
   RingCursor<R> at;  // next chunk to fill
   u32 step, wave;
+  u32 meetings;      // of all blocks in the step, before the wave
   u32 patience;
-  u32 met;           // waves of the launch that all blocks are known to have ended
+  u32 met;           // meetings of the launch that all blocks are known to have come to
   int part, lane;
 #if __CUDA_ARCH__ >= 900
   u64 hint; // for L2: weights are read once, activations again
 #endif
 
   __device__ __forceinline__ WaveLoader(const WaveParams& p, int part)
-      : p(p), at{0, 0}, step(0), wave(0), patience(POLLS_BETWEEN_CHECKS), met(0), part(part), lane(int(threadIdx.x % 32)) {
+      : p(p), held(), at{0, 0}, step(0), wave(0), meetings(0), patience(POLLS_BETWEEN_CHECKS), met(0), part(part), lane(int(threadIdx.x % 32)) {
 #if __CUDA_ARCH__ >= 900
     if constexpr (R::FIRST == 0)
       asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(hint));
@@ -101,13 +104,14 @@ struct WaveLoader {
       asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(hint));
 #endif
   }
-  __device__ __forceinline__ Waiter waiter() { return Waiter{patience, &wave_state<M>().dog, WaitSite{wave, nullptr}}; }
+  __device__ __forceinline__ WaveState<M>& state() const { return *reinterpret_cast<WaveState<M>*>(held.memory() + M::STATE_AT); }
+  __device__ __forceinline__ Waiter waiter() { return Waiter{patience, &state().dog, WaitSite{wave, nullptr}}; }
   // In a launch that is lost, waits return at once and nothing more is copied.
   __device__ __forceinline__ bool lost() const { return patience == POLLS_WHEN_LOST; }
   // Inlined: if consumers called the same function, ptxas would give them no more registers than the loader has.
   __device__ __forceinline__ void await_empty() {
     u32 left = patience;
-    while (!__all_sync(~0u, Slot<false>::reached(&wave_state<M>().empty[R::FIRST + at.slot], at.use - 1, M::WARPS)))
+    while (!__all_sync(~0u, Slot<false>::reached(&state().empty[R::FIRST + at.slot], at.use - 1, M::WARPS)))
       if (--left == 0) {
         if (give_up(waiter(), false, WaitKind::RING_EMPTY, at.use - 1, M::WARPS)) return;
         left = POLLS_BETWEEN_CHECKS;
@@ -117,11 +121,11 @@ struct WaveLoader {
   __device__ __forceinline__ u8* free_slot() {
     if (at.use != 0) await_empty();
     fence_empty_slot();
-    return block_memory() + R::AT + at.slot * R::SLOT_BYTES;
+    return held.memory() + R::AT + at.slot * R::SLOT_BYTES;
   }
   // This warp's arrival at the chunk. The first warp says how many bytes all warps copy; some may have landed already.
   __device__ __forceinline__ void arrive(u32 bytes) {
-    u64* full = &wave_state<M>().full[R::FIRST + at.slot];
+    u64* full = &state().full[R::FIRST + at.slot];
     if (lane == 0 && !lost()) {
       if (part == 0)
         expect_bytes(full, bytes);
@@ -132,7 +136,7 @@ struct WaveLoader {
   }
   __device__ __forceinline__ void copy(u8* to, const u8* from, u32 bytes) {
 #if __CUDA_ARCH__ >= 900
-    if (!lost()) copy_in_bulk(to, from, bytes, &wave_state<M>().full[R::FIRST + at.slot], hint);
+    if (!lost()) copy_in_bulk(to, from, bytes, &state().full[R::FIRST + at.slot], hint);
 #endif
   }
   // Before this lane's first copy of a box in the launch.
@@ -140,18 +144,18 @@ struct WaveLoader {
   // A box of a tensor map: from element `x` of unit `y` on. What lies beyond a unit is zeros.
   __device__ __forceinline__ void copy_box(u8* to, u32 box, u32 x, u32 y) {
 #if __CUDA_ARCH__ >= 900
-    if (!lost()) copy_box_in_bulk(to, p.boxes + box * 128, x, y, &wave_state<M>().full[R::FIRST + at.slot], hint);
+    if (!lost()) copy_box_in_bulk(to, p.boxes + box * 128, x, y, &state().full[R::FIRST + at.slot], hint);
 #endif
   }
-  // Before a copy of what the waves before this one wrote.
-  __device__ __forceinline__ void meet() { meet(step * p.wave_count + wave); }
-  // Before a copy of what this wave wrote in the step before.
-  __device__ __forceinline__ void meet_last_step() { meet(step == 0 ? 0 : (step - 1) * p.wave_count + wave + 1); }
-  __device__ __forceinline__ void meet(u32 waves) {
-    if (met >= waves) return;
-    await_waves<M::SMS>(p.arrived, waves, waiter());
+  // Before a copy of what waves wrote before the last meeting.
+  __device__ __forceinline__ void meet() { meet(step * M::MEETINGS + meetings); }
+  // Before a copy of what this wave wrote in the step before: until the first meeting after it.
+  __device__ __forceinline__ void meet_last_step() { meet(step == 0 ? 0 : (step - 1) * M::MEETINGS + meetings + 1); }
+  __device__ __forceinline__ void meet(u32 count) {
+    if (met >= count) return;
+    await_waves<M::SMS>(p.arrived, count, waiter());
     fence_history();
-    met = waves;
+    met = count;
   }
   // No copy may land in shared memory after the block has ended. Consumers have waited for every copy unless the launch is lost.
   __device__ __forceinline__ void drain() {

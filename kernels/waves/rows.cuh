@@ -101,7 +101,7 @@ struct WaveRows {
   template <class R>
   static __device__ __forceinline__ void load(WaveLoader<M, R>&, const Wave&) {}
   static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
-    const HeldShares<M> shares(c.p);
+    const HeldShares<M> shares(c);
     u32 round = 0;
     for (u32 s = 0; s < shares.count; s++) {
       const Share share = shares[s];
@@ -118,7 +118,7 @@ struct WaveRows {
   static __device__ __forceinline__ float row_sum(WaveContext<M>& c, u32 round, int which, float v) {
     v = warp_sum(v);
     if constexpr (WARPS == 1) return v;
-    float* stats = wave_state<M>().stats[round][which];
+    float* stats = c.state().stats[round][which];
     if (c.lane() == 0) stats[c.warp()] = v;
     c.barrier();
     v = 0.f;

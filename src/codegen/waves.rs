@@ -59,6 +59,12 @@ kernel_struct! {
         next_division: u32,
         /// of a matrix of codes
         row_scales: u32,
+        /// of all blocks in the step, before it
+        meetings: u32,
+        /// 1 if all blocks meet after it, else 0
+        meets: u32,
+        /// 0
+        reserved: [u32; 2],
     }
 }
 
@@ -114,7 +120,7 @@ kernel_struct! {
         rows: u64 = "const Row*",
         /// [sequences][M::BLOCKS]; of a chunk there is one sequence
         pages: u64 = "const u32*",
-        /// blocks that ended a wave, counted over all waves of the launch; 0 before it
+        /// blocks that came to a meeting, counted over all meetings of the launch; 0 before it
         arrived: u64 = "u32*",
         /// host-visible watchdog report, 8 words an SM
         report: u64 = "u32*",
@@ -140,6 +146,10 @@ kernel_struct! {
         taken: u64 = "const float*",
         /// tensor maps, of 128 bytes each
         boxes: u64 = "const u8*",
+        /// of packets of the first wave; each wave of the launch has the next one
+        tag: u32,
+        /// 0
+        reserved: u32,
     }
 }
 
@@ -233,13 +243,14 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
                 _ => unreachable!("prove: products are divided over units"),
             };
             let (boxed, paired) = (boxes_of(proven, wave).is_some(), target.is_paired(splits));
+            let packets = matches!(target, Written::Out(out) if plan.holds_packets(*out));
             let softcap = match m.epilogue {
                 Epilogue::Logits { softcap, .. } => softcap.unwrap_or(0.0),
                 _ => 0.0,
             };
             let members = format!(
                 "int ROWS = {}\nint K = {}\nint UNIT_ROWS = {}\nint PASS = {pass}\nint CHUNK = {chunk}\nbool BOXED = {boxed}\nint SPLITS = {splits}\n\
-                 int ROW_GROUPS = {}\nint UNIT_GROUPS = {}\nint K_GROUPS = {}\n{}float SOFTCAP = {}\nbool BIAS = {}\nbool PLAIN = {plain}\nbool PAIRED = {paired}\nbool OUT = {}\nbool FACTOR = {factor}\nfloat NORM_EPS = {}\n",
+                 int ROW_GROUPS = {}\nint UNIT_GROUPS = {}\nint K_GROUPS = {}\n{}float SOFTCAP = {}\nbool BIAS = {}\nbool PLAIN = {plain}\nbool PAIRED = {paired}\nbool PACKETS = {packets}\nbool OUT = {}\nbool FACTOR = {factor}\nfloat NORM_EPS = {}\n",
                 m.rows,
                 m.k,
                 m.unit_rows,
@@ -255,14 +266,16 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
             ("WaveMatMul", members + &coding_members(schedule.program.format_of(grid), m.k))
         }
         (Action::Append { .. }, Op::Attention(a)) => {
-            ("WaveAppend", format!("{}int PARTS = 0\n", attention_members(schedule, wave.grid, a, 0)))
+            let members = attention_members(schedule, wave.grid, a, 0);
+            ("WaveAppend", format!("{members}int PARTS = 0\nbool PACKETS = false\n"))
         }
         (Action::Attend { tile, .. }, Op::Attention(a)) => {
             ("WaveAttend", format!("{}int TILE = {tile}\n", attention_members(schedule, wave.grid, a, 0)))
         }
         (&Action::AttendRow { x, tile, splits, .. }, Op::Attention(a)) => {
             let (members, parts) = (attention_members(schedule, wave.grid, a, 0), parts_of(plan, x));
-            let members = format!("{members}int TILE = {tile}\nint PARTS = {parts}\n");
+            let packets = plan.holds_packets(x);
+            let members = format!("{members}int TILE = {tile}\nint PARTS = {parts}\nbool PACKETS = {packets}\n");
             match splits {
                 None => ("WaveAttendRow", members),
                 Some(splits) => ("WaveAttendSplits", members + &splits_members(splits)),
@@ -326,7 +339,7 @@ fn rows_members(
 /// Parts of the sums in a buffer of activations; 0 if it holds no sums.
 fn parts_of(plan: &Plan, id: WorkId) -> u32 {
     match plan.work[id.index()].layout {
-        Layout::Parts(parts) => parts,
+        Layout::Parts(parts) | Layout::Packets(parts) => parts,
         _ => 0,
     }
 }
@@ -362,6 +375,7 @@ fn machine_members(proven: &Proven<'_>, trace: Trace) -> Vec<String> {
         format!("int STATE_AT = {}", plan.smem_bytes() - m.state_bytes),
         format!("int STATE_BYTES = {}", m.state_bytes),
         format!("int DIVISIONS = {}", plan.divisions.len()),
+        format!("u32 MEETINGS = {}", plan.meetings()),
         format!("u32 BEST = {}", plan.best().map_or(NONE, |id| work_place(plan, id))),
         format!("int VOCAB = {}", vocab(program)),
         format!("u32 CONTEXT_MAX = {}", program.context_max),
@@ -468,9 +482,12 @@ pub fn encode(proven: &Proven<'_>) -> WaveTables {
     let (_, of_wave) = classes(proven);
     let matrices = matrices(&proven.validated().schedule().program);
     let next = plan.waves.iter().cycle().skip(1);
+    let mut meetings = 0;
     let entries = plan.waves.iter().zip(&of_wave).zip(next).map(|((wave, &class), next)| {
         let entry = entry(proven, &matrices, wave, class);
-        Wave { next_division: next.division.0, ..entry }
+        let before = meetings;
+        meetings += u32::from(next.meets);
+        Wave { next_division: next.division.0, meetings: before, meets: next.meets.into(), ..entry }
     });
     let waves = entries.collect();
     let mut tables = WaveTables { waves, shares: vec![], records: vec![], boxes: vec![] };
@@ -524,6 +541,9 @@ const NOTHING: Wave = Wave {
     v_cache: NONE,
     next_division: 0,
     row_scales: NONE,
+    meetings: 0,
+    meets: 0,
+    reserved: [0; 2],
 };
 
 /// Where a buffer of activations begins, as waves name it.

@@ -1,5 +1,6 @@
 //! Owns memory that the device can reach: `DeviceBuffer`, `MappedBuffer` and the `Staging` that fills the first.
 
+use std::ops::Range;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -71,21 +72,27 @@ impl DeviceBuffer {
 
     /// Sets every byte to zero, in the order of the stream; returns at once.
     pub fn zero(&mut self, stream: &Stream) -> Result<(), DriverError> {
-        self.fill(stream, 0)
+        self.fill(stream, 0, 0..self.bytes)
+    }
+
+    /// The same for the bytes in `range`.
+    pub fn zero_range(&mut self, stream: &Stream, range: Range<u64>) -> Result<(), DriverError> {
+        self.fill(stream, 0, range)
     }
 
     /// Sets every byte to `POISON`, so that what a kernel did not write is visible; returns at once.
     pub fn poison(&mut self, stream: &Stream) -> Result<(), DriverError> {
-        self.fill(stream, POISON)
+        self.fill(stream, POISON, 0..self.bytes)
     }
 
-    fn fill(&mut self, stream: &Stream, value: u8) -> Result<(), DriverError> {
-        if self.bytes == 0 {
+    fn fill(&mut self, stream: &Stream, value: u8, Range { start, end }: Range<u64>) -> Result<(), DriverError> {
+        assert!(start <= end && end <= self.bytes, "bytes {start} to {end} of a buffer of {}", self.bytes);
+        if start == end {
             return Ok(());
         }
         let api = self.context.bind()?;
-        // SAFETY: the buffer has this many bytes, and the stream is live.
-        unsafe { call!(api, cuMemsetD8Async(self.address, value, self.bytes as usize, stream.handle())) }
+        // SAFETY: the buffer has these bytes, and the stream is live.
+        unsafe { call!(api, cuMemsetD8Async(self.address + start, value, (end - start) as usize, stream.handle())) }
     }
 
     /// Copies `values` to `offset_bytes`, after the work queued in `stream`, and waits for it.

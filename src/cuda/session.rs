@@ -53,7 +53,7 @@ impl fmt::Display for Stuck {
         write!(f, "{}: step {}: ", self.sm, self.step)?;
         match (self.task, self.kind) {
             (Some(task), _) => write!(f, "{task}")?,
-            (None, StuckOn::Wave | StuckOn::Peer) => f.write_str("a wave")?,
+            (None, StuckOn::Packet | StuckOn::Wave | StuckOn::Peer) => f.write_str("a wave")?,
             (None, _) => f.write_str("the loader")?,
         }
         if let Some(grid) = &self.grid {

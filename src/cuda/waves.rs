@@ -19,8 +19,9 @@ use crate::codegen::waves::{ENTRY_POINT, WaveParams, encode};
 use crate::ir::program::Space;
 use crate::rows::{Shape, Tables, runs};
 use crate::trace::STAMP_WORDS;
-use crate::waves::{Form, Proven, Ragged, WithTail};
+use crate::waves::{Form, Layout, Plan, Proven, Ragged, WithTail, Work};
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -51,6 +52,10 @@ struct Loaded {
     /// For a tail: device address of the residual of a chunk.
     taken: u64,
     tables: LaunchTables,
+    /// The tag of the next wave's packets. Memory of zeros has tag 0.
+    tag: u32,
+    /// Bytes of the arena that hold packets.
+    packets: Vec<Range<u64>>,
     stamps: DeviceBuffer,
     /// Words of the stamps of a step; 0 without them.
     stamp_words: usize,
@@ -72,6 +77,12 @@ struct Shared {
     /// `None`: it has a cache of its own.
     cache: Option<Arc<DeviceBuffer>>,
     stream: Arc<Stream>,
+}
+
+/// Where the arena of a plan holds packets.
+fn packets(plan: &Plan) -> Vec<Range<u64>> {
+    let holds = |work: &&Work| matches!(work.layout, Layout::Packets(_));
+    plan.work.iter().filter(holds).map(|work| work.place..work.place + work.bytes(plan.rows)).collect()
 }
 
 impl Loaded {
@@ -124,6 +135,8 @@ impl Loaded {
             boxes: uploaded(device, stream, &maps)?,
             work,
             taken: 0,
+            tag: 1,
+            packets: packets(plan),
             // Rows and a count for each step that is a kernel of its own.
             tables: LaunchTables::new(
                 device,
@@ -144,11 +157,26 @@ impl Loaded {
     /// Uploads tables and launches. The caller has found that they fit.
     fn launch(&mut self, (rows, pages): (Vec<Row>, Vec<u32>), wanted: Wanted) -> Result<(), SessionError> {
         let placed = self.tables.upload(&rows, &pages)?;
-        self.watched.launch(&self.params(&rows, placed, wanted))
+        let tag = self.take_tags(wanted.steps)?;
+        self.watched.launch(&self.params(&rows, placed, tag, wanted))
+    }
+
+    /// The tag of the first wave of a launch of `steps` steps; each wave has the next one. Before tags begin anew, all packets are cleared: one of 2^32 waves
+    /// ago would pass for a current one.
+    fn take_tags(&mut self, steps: u32) -> Result<u32, SessionError> {
+        let waves = steps * self.grids.len() as u32;
+        if waves > u32::MAX - self.tag {
+            for range in &self.packets {
+                self.work.zero_range(&self.watched.stream, range.clone())?;
+            }
+            self.tag = 1;
+        }
+        self.tag += waves;
+        Ok(self.tag - waves)
     }
 
     /// The parameters of a launch of `rows`, whose tables are `placed`.
-    fn params(&self, rows: &[Row], placed: Placed, wanted: Wanted) -> WaveParams {
+    fn params(&self, rows: &[Row], placed: Placed, tag: u32, wanted: Wanted) -> WaveParams {
         let Wanted { steps, only_fills, logits, mailbox } = wanted;
         let (report, abort) = self.watched.watch_words();
         WaveParams {
@@ -173,6 +201,8 @@ impl Loaded {
             steps,
             taken: self.taken,
             boxes: self.boxes.address(),
+            tag,
+            reserved: 0,
         }
     }
 
@@ -455,6 +485,11 @@ impl StepsSession {
         Ok(StepsSession { mailboxes, next_mailbox: 0, logits, decided: 0, flying, steps_max, loaded })
     }
 
+    /// Acts as if `waves` more waves had run, so that a test can reach 2^32 of them without waiting.
+    pub fn age(&mut self, waves: u32) {
+        self.loaded.tag = self.loaded.tag.saturating_add(waves);
+    }
+
     /// As a tail: queues what follows the last row of a chunk, after the chunk. `row` says which of its rows that is.
     fn end_chunk(&mut self, row: Row, pages: Vec<u32>, last: Last<'_>) -> Result<(), SessionError> {
         match last {
@@ -498,12 +533,14 @@ impl StepsSession {
         let placed = loaded.tables.upload(&rows_of_steps(&rows, steps), &pages)?;
         let mailbox = self.next_mailbox;
         let (logits, tokens) = (self.logits.address(), self.mailboxes[mailbox].address());
-        let params = loaded.params(&rows, placed, Wanted { steps: 1, only_fills: false, logits, mailbox: tokens });
+        let tag = loaded.take_tags(steps)?;
+        let params = loaded.params(&rows, placed, tag, Wanted { steps: 1, only_fills: false, logits, mailbox: tokens });
         let all = Steps { rows: placed.rows, row_count: rows.len(), steps };
-        let (is_unchosen, watched) = (choosing.is_none(), &loaded.watched);
+        let (is_unchosen, waves) = (choosing.is_none(), loaded.grids.len() as u32);
+        let watched = &loaded.watched;
         queue_each(watched, all, logits, choosing, |step, rows| {
-            let (arrived, position) = (placed.count(step), params.position + step);
-            watched.queue(&WaveParams { rows, arrived, position, ..params })
+            let (arrived, position, tag) = (placed.count(step), params.position + step, tag + step * waves);
+            watched.queue(&WaveParams { rows, arrived, position, tag, ..params })
         })?;
         self.flies(Flying { rows: rows.len(), steps, has_tokens: false, is_unchosen, mailbox });
         Ok(())

@@ -43,9 +43,14 @@ const TILE_MAX: u32 = 64;
 /// Bytes of the ring of inputs in a plan of chunks. A slot holds 64 columns of a block of rows, or 128 if a granule of codes is that long.
 const CHUNK_INPUT_BYTES: u32 = 96 << 10;
 /// Rings and scratch of steps. With smaller rings fewer weights could arrive while the SMs meet.
-const STEP_INPUTS: Ring = Ring { slots: 4, slot_bytes: 16 << 10 };
+const STEP_INPUT_BYTES: u32 = 16 << 10;
+/// Slots of inputs of a step of up to 32 rows, and of one of 64 rows, whose inputs are twice as long. There is one slot of weights less for it
+/// (docs/perf-log.md, entry 33).
+const STEP_INPUT_SLOTS: [u32; 2] = [4, 5];
 const STEP_WEIGHT_BYTES: u32 = 16 << 10;
 const STEP_SCRATCH_BYTES: u32 = 32 << 10;
+/// Most bytes of heads that a step leaves in packets: more take longer to write and to poll than a meeting takes (docs/perf-log.md, entry 33).
+const PACKET_BYTES_MAX: u64 = 4 << 20;
 /// How many parts of k a product of a step may have. Four are not faster (docs/perf-log.md, entry 23).
 const PARTS: [u32; 2] = [1, 2];
 /// Most parts of a row in a wave of rows. The next product adds up a sum of squares of each.
@@ -146,7 +151,9 @@ fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, aske
             if ![16, 32, 64].contains(&rows) {
                 return Err(Refused::Rows { rows, most });
             }
-            (rows, STEP_INPUTS, Ring { slots: 0, slot_bytes: STEP_WEIGHT_BYTES }, STEP_SCRATCH_BYTES)
+            let slots = STEP_INPUT_SLOTS[usize::from(rows > 32)];
+            let inputs = Ring { slots, slot_bytes: STEP_INPUT_BYTES };
+            (rows, inputs, Ring { slots: 0, slot_bytes: STEP_WEIGHT_BYTES }, STEP_SCRATCH_BYTES)
         }
     };
     let machine = Machine {
@@ -417,7 +424,8 @@ impl Builder<'_> {
     fn push(&mut self, grid: GridId, action: Action, over: Over) {
         self.overs.push(over);
         // `divide` sets both: a later wave can still change how this one is divided.
-        self.plan.waves.push(Wave { grid, action, division: DivisionId(0), sums: Sums::Heads });
+        let meets = !matches!(action, Action::AttendRow { x, .. } if self.plan.holds_packets(x));
+        self.plan.waves.push(Wave { grid, action, division: DivisionId(0), sums: Sums::Heads, meets });
     }
 
     /// The order that wave number `wave` must have, if it is not free.
@@ -617,7 +625,7 @@ impl Builder<'_> {
             return refused(grid, "units", "as many as shared memory holds");
         };
         self.plan.machine.pairs |= in_pairs.is_some();
-        let target = self.target(grid, m, parts, in_pairs.is_some())?;
+        let target = self.target(id, grid, m, parts, in_pairs.is_some())?;
         self.push(id, Action::MatMul { x, squares, target, then: None, pass, chunk, warps }, over);
         if let (Epilogue::Residual { scale }, Written::Out(branch), Some(residual)) =
             (m.epilogue, target, self.residual)
@@ -685,7 +693,7 @@ impl Builder<'_> {
         }
     }
 
-    fn target(&mut self, grid: &Grid, m: &MatVec, parts: u32, paired: bool) -> Result<Written, Refused> {
+    fn target(&mut self, id: GridId, grid: &Grid, m: &MatVec, parts: u32, paired: bool) -> Result<Written, Refused> {
         let Some((out, cols)) = self.cols(grid, Role::Out).or_else(|| self.cols(grid, Role::Logits)) else {
             return refused(grid, "the output", "one that is published");
         };
@@ -706,8 +714,11 @@ impl Builder<'_> {
                 if !cols.is_multiple_of(2) {
                     return refused(grid, "the output", "an even number of columns");
                 }
-                // The input of a product has the layout of operands. Heads and branches are stored row by row.
+                // The input of a product has the layout of operands. Heads and branches are stored row by row. In a step, attention follows heads at once.
                 let (name, layout) = match m.epilogue {
+                    Epilogue::Store if parts > 1 && self.in_packets(id, out, parts) => {
+                        ("heads", Layout::Packets(parts))
+                    }
                     Epilogue::Store if parts > 1 => ("branch", Layout::Parts(parts)),
                     Epilogue::Store => ("branch", Layout::Rows(DType::Bf16)),
                     _ => ("act", Layout::Operand),
@@ -717,6 +728,16 @@ impl Builder<'_> {
                 Ok(Written::Out(to))
             }
         }
+    }
+
+    /// Whether grid `id` of a step leaves this exchange in packets: if the next grid is attention over these heads, and they are few bytes.
+    fn in_packets(&self, id: GridId, exchange: BufferId, parts: u32) -> bool {
+        let next = self.program.grids.get(id.index() + 1);
+        let attends =
+            |grid: &Grid| matches!(grid.op, Op::Attention(_)) && self.constant(grid, Role::Q) == Some(exchange);
+        let cols = self.program.buffers[exchange.index()].cols;
+        let bytes = u64::from(self.plan.rows) * u64::from(cols) * u64::from(parts) * 8;
+        self.plan.form.decides() && bytes <= PACKET_BYTES_MAX && next.is_some_and(attends)
     }
 
     fn attention(&mut self, id: GridId, grid: &Grid, a: &Attention, is_last: bool) -> Result<(), Refused> {

@@ -2,7 +2,8 @@
 //!
 //! A step of a few rows is bound by the bytes of its weights. Its tasks therefore wait for single words of each other, and the stream of weights
 //! never stops. With more rows, each input that an SM has read must be multiplied with many weights, and each weight with many rows. A *wave*
-//! is the work of one grid of the program for all rows of a launch, or a part of that work. All SMs meet between two waves.
+//! is the work of one grid of the program for all rows of a launch, or a part of that work. All SMs meet between two waves, except where the
+//! second one waits for packets of the first (below).
 //!
 //! A plan is derived from the proven schedule of a kernel for rows. It computes the same program with the same pack, cache and pages. A plan of
 //! steps computes the whole program. A plan of chunks ends with the last grid that appends to the cache. A *tail* computes the rest of the
@@ -10,12 +11,11 @@
 //!
 //! # What orders memory
 //!
-//! Waves are counted. After the last write of an SM in a wave, its warps pass a block barrier; then one thread adds one to the count
-//! (`red.release.gpu`). A reader in wave `w` polls the count (`ld.acquire.gpu`) until it is `w` times the number of SMs. One warp of the
+//! Meetings are counted. After the last write of an SM before a meeting, its warps pass a block barrier; then one thread adds one to the count
+//! (`red.release.gpu`). A reader after `n` meetings polls the count (`ld.acquire.gpu`) until it is `n` times the number of SMs. One warp of the
 //! consumers polls, and a block barrier follows. The loader polls, too, in each lane that copies, and then fences the asynchronous proxy. Each
 //! addition is a read-modify-write, so all of them are one release sequence, and the poll acquires what every SM released (PTX ISA 9, 8.8 and
-//! 8.9.4). A wave therefore sees everything that earlier waves of the launch wrote, by ordinary loads and by bulk copies. It waits for
-//! nothing else. The loader copies weights of later waves before that, because no wave writes weights.
+//! 8.9.4). A wave therefore sees everything that was written before the last meeting, by ordinary loads and by bulk copies. The loader copies weights of later waves before that, because no wave writes weights.
 //!
 //! Within a wave nothing is ordered between SMs, apart from pairs (below). [`prove`] therefore demands that a wave writes no buffer that it reads, except
 //! sums in place, and that the shares of its SMs are disjoint. Attention of a step both reads and writes the cache. It reads positions before
@@ -31,6 +31,19 @@
 //! sum before the last append ([`prove_tail`] compares the two); the rest of the program needs only it and the cache. A tail therefore
 //! computes the keys and values of its rows in the last layer again, from sums in another order, and appends them where the chunk did. Attention
 //! of the tail reads only earlier positions, and later launches see what the tail wrote.
+//!
+//! # Packets between two waves
+//!
+//! A meeting takes longer than attention of a step with short histories: each SM waits until all of its stores have arrived, then for all other SMs, and then
+//! loads what it needs. So in a step the product before attention leaves its sums in *packets* ([`Layout::Packets`]), and SMs do not meet between the
+//! two ([`Wave::meets`]). A packet is 8 bytes, a sum and a tag, stored (`st.relaxed.gpu`) and loaded (`ld.relaxed.gpu`) as one single-copy-atomic word:
+//! a reader that sees the tag has the sum. Nothing else is ordered by it, and nothing else has to be. Attention polls the packets of its heads, and all other
+//! memory that it accesses was written before the last meeting, or is its own.
+//!
+//! The tag is the number of the wave that wrote the packet, counted over all launches; the host clears all packets before the count of 32 bits begins anew.
+//! Each SM runs the product before it polls, and no product waits for attention, so all packets arrive. A product may overwrite packets, because all SMs
+//! meet before it, and so all readers of the use before have ended. The two waves overlap on different SMs. So [`prove`] demands that neither writes what
+//! the other one accesses, that SMs meet before the first and after the second, and that packets are read by the wave after the one that wrote them.
 //!
 //! # Pairs of blocks
 //!
@@ -227,6 +240,8 @@ pub enum Layout {
     Operand,
     /// Sums of this many parts of k, fp32: part by part, row by row.
     Parts(u32),
+    /// The same, each sum in a packet: 8 bytes, which are written and read as one. The upper half is a tag, the number of the wave that wrote the packet.
+    Packets(u32),
     /// A score and an id of each row and block (a column), 8 bytes.
     Best,
     /// The results of up to this many KV splits of each row, fp32: row by row, split by split.
@@ -243,6 +258,7 @@ impl Work {
             Layout::Parts(count) | Layout::Splits(count) => {
                 (rows * cols).saturating_mul(4).saturating_mul(u64::from(count))
             }
+            Layout::Packets(count) => (rows * cols).saturating_mul(8).saturating_mul(u64::from(count)),
             Layout::Best => (rows * cols).saturating_mul(8),
         }
     }
@@ -256,6 +272,8 @@ pub struct Wave {
     pub action: Action,
     pub division: DivisionId,
     pub sums: Sums,
+    /// Whether all SMs meet before it. If not, it waits for packets of the wave before it.
+    pub meets: bool,
 }
 
 /// The order in which a wave adds up everything on which the bits of a row depend. It names no row and no SM.
@@ -416,6 +434,16 @@ impl Plan {
     pub fn fills(&self) -> usize {
         let appends = |wave: &Wave| matches!(wave.action, Action::Append { .. } | Action::AttendRow { .. });
         self.waves.iter().rposition(appends).map_or(0, |last| last + 1)
+    }
+
+    /// Meetings of all SMs in a step. The one before the first wave follows the step before.
+    pub fn meetings(&self) -> usize {
+        self.waves.iter().filter(|wave| wave.meets).count()
+    }
+
+    /// Whether a reader of these activations needs no meeting: each value says itself when it is there.
+    pub fn holds_packets(&self, id: WorkId) -> bool {
+        matches!(self.work[id.index()].layout, Layout::Packets(_))
     }
 
     /// The order of all sums, wave by wave.

@@ -89,6 +89,7 @@ impl fmt::Display for Plan {
                     write!(f, "merge left={left} out={out} split={positions} splits={most}")?;
                 }
             }
+            f.write_str(if wave.meets { "" } else { " no-meeting" })?;
             writeln!(f, " order({})", wave.sums)?;
         }
         Ok(())

@@ -308,10 +308,10 @@ impl Judge<'_> {
                 "pairs of blocks of a chunk, of an odd number, or of a target without clusters",
             ),
             (!m.scratch_bytes.is_multiple_of(128), "expected scratch of whole cache lines"),
-            // 24 bytes for a watchdog, two barriers for each slot, eight statistics for each warp, 64 bytes for a wave and 80 for its record.
-            // Steps add four words for each row, a barrier for the pair, and three words for each of the four KV splits that a block holds at a time.
+            // 24 bytes for a watchdog, two barriers for each slot, eight statistics for each warp, 80 bytes for a wave and 80 for its record, and the same
+            // for the next wave. Steps add four words for each row, a barrier for the pair, and three words for each of the four KV splits that a block holds at a time.
             (
-                u64::from(m.state_bytes) < 24 + 16 * slots + 32 * warps + 176 + row_bytes + split_bytes,
+                u64::from(m.state_bytes) < 24 + 16 * slots + 32 * warps + 352 + row_bytes + split_bytes,
                 "too little room for barriers",
             ),
         ];
@@ -406,6 +406,9 @@ impl Judge<'_> {
         }
         for (w, wave) in plan.waves.iter().enumerate() {
             self.order_of_sums(w, wave);
+            if let Err(what) = self.meeting(w, wave) {
+                self.violate("meeting", Some(w), what);
+            }
         }
         // The first wave of a step reads the tokens that the previous step decided. Only the last wave of a step writes them, and writes them all.
         if plan.form.decides() && !self.decides {
@@ -452,6 +455,39 @@ impl Judge<'_> {
         let twice = writes.iter().enumerate().any(|(i, id)| writes[..i].contains(id));
         if reads.iter().any(|id| both(&id)) || twice {
             self.violate("in-place", Some(w), "a buffer is read and written, or written twice");
+        }
+    }
+
+    /// `meeting`: all SMs meet before each wave, except before one that reads nothing of the wave before it but packets. Then the two waves run at the
+    /// same time, and neither writes what the other one accesses. All SMs meet before the first of them and after the second: so packets are written
+    /// again only when all their readers have ended.
+    fn meeting(&self, w: usize, wave: &Wave) -> Result<(), String> {
+        let plan = self.plan;
+        let (reads, writes) = wave.action.accesses();
+        let before = w.checked_sub(1).map(|w| &plan.waves[w]);
+        let (read_before, written_before) = before.map(|wave| wave.action.accesses()).unwrap_or_default();
+        // Packets have the number of the wave before as their tag.
+        let packets: Vec<WorkId> = reads.iter().copied().filter(|id| plan.holds_packets(*id)).collect();
+        if let Some(id) = packets.iter().find(|id| !written_before.contains(id)) {
+            return Err(format!("{id} holds packets of another wave than the one before"));
+        }
+        if wave.meets {
+            return Ok(());
+        }
+        if !matches!(wave.action, Action::AttendRow { .. }) || packets.is_empty() {
+            return Err("expected a meeting before a wave that waits for no packets".to_string());
+        }
+        let meets = |wave: Option<&Wave>| wave.is_some_and(|wave| wave.meets);
+        if !meets(before) || !meets(plan.waves.get(w + 1).or(plan.waves.first())) {
+            return Err(
+                "expected meetings before the wave of the packets, and after the one that reads them".to_string()
+            );
+        }
+        let races = |id: &WorkId| written_before.contains(id) && !packets.contains(id);
+        let overwrites = |id: &WorkId| read_before.contains(id) || written_before.contains(id);
+        match reads.iter().find(|id| races(id)).or(writes.iter().find(|id| overwrites(id))) {
+            Some(id) => Err(format!("{id} is accessed by the wave before, too")),
+            None => Ok(()),
         }
     }
 
@@ -640,7 +676,12 @@ impl Judge<'_> {
                     return no("expected attention of rows");
                 };
                 self.splits(a, (out, tile, splits), wave, rest)?;
-                heads(self, x)?;
+                if let packets @ Layout::Packets(1..) = self.plan.work[x.index()].layout {
+                    self.holds(x, Value::Exchange(x_of))?;
+                    self.layout(x, packets, all)?;
+                } else {
+                    heads(self, x)?;
+                }
                 // The next step reads what this wave appends.
                 let same = |append, history| Ok::<_, &str>(buffer(append)? == buffer(history)?);
                 if !same(Role::AppendK, Role::HistoryK)? || !same(Role::AppendV, Role::HistoryV)? {
@@ -906,7 +947,9 @@ impl Judge<'_> {
             }
             (Epilogue::Store, Written::Out(out)) if parts > 1 => {
                 let to = buffer(Role::Out)?;
-                self.layout(out, Layout::Parts(parts), self.cols(to))?;
+                let packets = self.plan.form.decides() && self.plan.holds_packets(out);
+                let layout = if packets { Layout::Packets(parts) } else { Layout::Parts(parts) };
+                self.layout(out, layout, self.cols(to))?;
                 if !self.cols(to).is_multiple_of(2) {
                     return Err("an odd number of columns".to_string());
                 }

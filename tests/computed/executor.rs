@@ -1,6 +1,6 @@
 //! Executes a plan of waves on the CPU: the second judge of plans, which knows nothing of how they are derived or proven.
 //!
-//! All SMs finish a wave before the next one begins. Within a wave their shares run in any order. Activations are at the places of the
+//! All SMs finish a wave before the next one begins, unless they do not meet between the two. Within a wave their shares run in any order. Activations are at the places of the
 //! plan, as fp64 values without rounding; values that were not written are NaN. The same holds for keys and values. From one step to
 //! the next only the best logits stay. A tail has its own arena, and reads the arena that the chunk before it left.
 
@@ -14,7 +14,9 @@ use monobloc::model::config::Imported;
 use monobloc::model::graph::ModelGraph;
 use monobloc::random::Random;
 use monobloc::reference::{Session, act, norm_values, rope_apply, softcap, softmax};
-use monobloc::waves::{Action, Form, Input, Layout, NormOf, Over, Plan, Share, Splits, Sum, Target, Wave, WorkId};
+use monobloc::waves::{
+    Action, Form, Input, Layout, NormOf, Over, Plan, Share, Splits, Sum, Target, Wave, Work, WorkId,
+};
 
 /// Keys or values of a layer: for each position, all KV heads.
 pub type Rows = Vec<Vec<f64>>;
@@ -275,17 +277,66 @@ impl Step<'_> {
     /// All waves in order; the shares of each in any order.
     fn run(&mut self, caches: &mut Caches, random: &mut Random) {
         let plan = self.plan;
-        for wave in &plan.waves {
-            let division = &plan.divisions[wave.division.index()];
-            let blocks = self.rows.len().div_ceil(plan.block_rows as usize);
-            let of_sms = division.shares[blocks - 1].iter().enumerate();
-            let mut shares: Vec<_> =
-                of_sms.flat_map(|(sm, shares)| shares.iter().map(move |share| (sm, *share))).collect();
-            for i in (1..shares.len()).rev() {
-                shares.swap(i, random.below(i + 1));
+        let mut waves = plan.waves.iter().peekable();
+        while let Some(wave) = waves.next() {
+            match waves.next_if(|next| !next.meets) {
+                Some(next) => self.at_once([wave, next], caches, random),
+                None => self.wave(wave, &self.shares(wave, random), caches),
             }
-            self.wave(wave, &shares, caches);
         }
+    }
+
+    /// The shares of a wave and their SMs, in any order.
+    fn shares(&self, wave: &Wave, random: &mut Random) -> Vec<(usize, Share)> {
+        let division = &self.plan.divisions[wave.division.index()];
+        let blocks = self.rows.len().div_ceil(self.plan.block_rows as usize);
+        let of_sms = division.shares[blocks - 1].iter().enumerate();
+        let mut shares: Vec<_> = of_sms.flat_map(|(sm, shares)| shares.iter().map(move |share| (sm, *share))).collect();
+        for i in (1..shares.len()).rev() {
+            shares.swap(i, random.below(i + 1));
+        }
+        shares
+    }
+
+    /// Two waves between which SMs do not meet. The second waits for packets of the first. Whatever else one of them writes is not a number for the other
+    /// one, and neither is there afterwards what both have written.
+    fn at_once(&mut self, [first, second]: [&Wave; 2], caches: &mut Caches, random: &mut Random) {
+        let same = |a: &f64, b: &f64| a.to_bits() == b.to_bits();
+        let [of_first, of_second] = [first, second].map(|wave| self.shares(wave, random));
+        let before = self.arena.clone();
+        let kept = caches.clone();
+        self.wave(first, &of_first, caches);
+        let after_first = self.arena.clone();
+        let packets = self.packets();
+        for (at, cell) in self.arena.iter_mut().enumerate() {
+            if !same(cell, &before[at]) && !packets.iter().any(|range| range.contains(&at)) {
+                *cell = f64::NAN;
+            }
+        }
+        let seen = self.arena.clone();
+        self.wave(second, &of_second, caches);
+        let after_second = std::mem::replace(&mut self.arena, before.clone());
+        let written = |at: usize| !same(&after_second[at], &seen[at]);
+        for at in (0..self.arena.len()).filter(|at| written(*at)) {
+            self.arena[at] = f64::NAN;
+        }
+        self.wave(first, &of_first, &mut kept.clone());
+        for at in 0..self.arena.len() {
+            let by_first = !same(&after_first[at], &before[at]);
+            self.arena[at] = match (by_first, written(at)) {
+                (true, true) => f64::NAN,
+                (false, true) => after_second[at],
+                // Not a number either, if the first wave has read what the second one wrote.
+                (true, false) => self.arena[at],
+                (false, false) => before[at],
+            };
+        }
+    }
+
+    /// The cells that hold packets.
+    fn packets(&self) -> Vec<std::ops::Range<usize>> {
+        let of = |work: &Work| work.place as usize / 2..(work.place + work.bytes(self.plan.rows)) as usize / 2;
+        self.plan.work.iter().filter(|work| matches!(work.layout, Layout::Packets(_))).map(of).collect()
     }
 
     fn grid(&self, id: GridId) -> &Grid {
@@ -320,7 +371,7 @@ impl Step<'_> {
             + match work.layout {
                 Layout::Rows(DType::F32) => (row * cols + col) * 2,
                 Layout::Rows(_) => row * cols + col,
-                Layout::Parts(_) => self.part_cell(cols, 0, row, col),
+                Layout::Parts(_) | Layout::Packets(_) => self.part_cell(id, 0, row, col),
                 Layout::Splits(most) => (row * most as usize * cols + col) * 2,
                 Layout::Best => (row * cols + col) * 4,
                 Layout::Operand => {
@@ -333,15 +384,19 @@ impl Step<'_> {
             }
     }
 
-    fn part_cell(&self, cols: usize, part: usize, row: usize, col: usize) -> usize {
-        ((part * self.plan.rows as usize + row) * cols + col) * 2
+    /// From the first cell of the buffer on. A packet has four cells, of which the tag takes two.
+    fn part_cell(&self, id: WorkId, part: usize, row: usize, col: usize) -> usize {
+        let work = &self.plan.work[id.index()];
+        let cells = if self.plan.holds_packets(id) { 4 } else { 2 };
+        ((part * self.plan.rows as usize + row) * work.cols as usize + col) * cells
     }
 
     /// Writes an element of one of several parts.
     fn put_part(&mut self, id: WorkId, part: usize, row: usize, col: usize, value: f64) {
         let work = &self.plan.work[id.index()];
-        assert!(matches!(work.layout, Layout::Parts(parts) if part < parts as usize), "part {part} of {}", work.name);
-        let at = self.cell(id, 0, 0) + self.part_cell(work.cols as usize, part, row, col);
+        let holds = matches!(work.layout, Layout::Parts(parts) | Layout::Packets(parts) if part < parts as usize);
+        assert!(holds, "part {part} of {}", work.name);
+        let at = self.cell(id, 0, 0) + self.part_cell(id, part, row, col);
         self.put(at, value, 2);
     }
 
@@ -354,8 +409,8 @@ impl Step<'_> {
                 let first = self.cell(id, row, 0);
                 self.arena[first..first + cols * step].iter().step_by(step).copied().collect()
             }
-            Layout::Parts(parts) => {
-                let of = |part, col| self.cell(id, 0, 0) + self.part_cell(cols, part, row, col);
+            Layout::Parts(parts) | Layout::Packets(parts) => {
+                let of = |part, col| self.cell(id, 0, 0) + self.part_cell(id, part, row, col);
                 let value = |part, col| self.arena.get(of(part, col)).copied().unwrap_or(f64::NAN);
                 (0..cols).map(|col| (0..parts as usize).map(|part| value(part, col)).sum()).collect()
             }
@@ -663,7 +718,7 @@ impl Step<'_> {
                 let col = col as usize;
                 match target {
                     Target::Out(out) => match self.plan.work[out.index()].layout {
-                        Layout::Parts(_) => self.put_part(out, part, row, col, y),
+                        Layout::Parts(_) | Layout::Packets(_) => self.put_part(out, part, row, col, y),
                         _ => self.set(out, row, col, y),
                     },
                     Target::Residual(id) => self.set(id, row, col, self.get(id, row, col) + y),

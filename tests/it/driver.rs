@@ -47,7 +47,7 @@ use monobloc::target::Target;
 use monobloc::trace::STAMP_WORDS;
 use monobloc::validate::{Validated, validate};
 use monobloc::waves::{
-    Form, Proven, TAIL_ROWS, WithTail, derive, derive_alike, derive_split, prove, prove_alike, prove_tail,
+    Form, Layout, Proven, TAIL_ROWS, WithTail, derive, derive_alike, derive_split, prove, prove_alike, prove_tail,
 };
 
 use super::nvrtc::nvrtc;
@@ -285,7 +285,7 @@ impl Model {
 
     /// Heads of 64 in bf16, which kernels of waves take.
     fn of_wide_heads() -> Model {
-        let config = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
+        let config = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2560, "intermediate_size": 256, "head_dim": 64,
             "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 512,
             "max_position_embeddings": 1024, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
             "tie_word_embeddings": true}"#;
@@ -852,10 +852,13 @@ fn steps_in_waves_have_the_tokens_of_requests_alone() {
     let (model, target) = (Model::of_wide_heads(), fake_target());
     let large = model.kernel(16);
     let proven = prove(derive(large.schedule(), &target, Form::Steps, 16).unwrap(), &large, &target).unwrap();
+    assert!(proven.plan().work.iter().any(|work| matches!(work.layout, Layout::Packets(_))));
     for is_sampled in [false, true] {
         let words = session_of(&device, &large, None).unwrap();
         let (pack, cache) = (words.pack(), Some(words.cache()));
-        let steps = StepsSession::load(&device, &proven, IMAGE, Trace::Off, STEPS_MAX, pack, cache).unwrap();
+        let mut steps = StepsSession::load(&device, &proven, IMAGE, Trace::Off, STEPS_MAX, pack, cache).unwrap();
+        // Tags of packets begin anew after some launches.
+        steps.age(u32::MAX - 1000);
         let sampler = SamplerSession::load(&device, IMAGE, steps.vocab(), 16, STEPS_MAX).unwrap();
         let stepper = DeviceStepper::new(vec![Box::new(steps)], None, is_sampled.then_some(sampler)).unwrap();
         let figures = requests_alone_and_together(stepper, 12, 60);

@@ -130,6 +130,15 @@ static void *inside(Address address, size_t bytes) {
     require(b != NULL, "an access outside every allocation");
     return (void *)address;
 }
+// Whether two addresses are in one allocation.
+static int same_block(Address a, Address b) {
+    pthread_mutex_lock(&lock);
+    Block *at = blocks;
+    while (at && !(a >= (Address)at->start && a < (Address)at->start + at->bytes)) at = at->next;
+    int same = at && b >= (Address)at->start && b < (Address)at->start + at->bytes;
+    pthread_mutex_unlock(&lock);
+    return same;
+}
 int cuMemGetInfo_v2(size_t *free_bytes, size_t *total) { BOUND(); *free_bytes = MEMORY / 2; *total = MEMORY; return SUCCESS; }
 int cuMemAlloc_v2(Address *address, size_t bytes) {
     BOUND();
@@ -319,7 +328,21 @@ typedef struct {
     uint64_t timeout_ns;
     uint32_t wave_count, row_count, position, steps;
     Address taken, boxes;
+    uint32_t tag, reserved;
 } WaveParams;
+// No tag is used twice in an arena, unless a part of it was cleared meanwhile.
+static struct { Address work; uint64_t next; } arenas[256];
+static void use_tags(const WaveParams *p) {
+    int i = 0;
+    while (i < 255 && arenas[i].work && arenas[i].work != p->work) i++;
+    require(p->tag > 0 && p->tag >= arenas[i].next, "tags of packets are used again");
+    arenas[i].work = p->work, arenas[i].next = (uint64_t)p->tag + p->steps * p->wave_count;
+    require(arenas[i].next <= 1ull << 32, "tags of packets wrap around");
+}
+static void clear_tags(Address to, size_t bytes) {
+    for (int i = 0; i < 256; i++)
+        if (arenas[i].work && same_block(arenas[i].work, to) && bytes > 0) arenas[i].next = 1;
+}
 // Each wave takes 10 ns on every SM, and waits for its input in the first two of them.
 static void stamp(const WaveParams *p, unsigned grid) {
     static uint64_t clock_ns = 1000;
@@ -338,7 +361,7 @@ static void tail_kernel(const WaveParams *p) {
     uint32_t blocks = sizes[0], page_rows = sizes[1], pages = sizes[2], vocab = sizes[4];
     uint32_t *cache = inside(p->cache, 4ull * pages * page_rows), *mailbox = inside(p->mailbox, 4 * (1 + 2 * 16));
     const Row *rows = inside(p->rows, p->row_count * sizeof(Row));
-    inside(p->waves, 64ull * p->wave_count);
+    inside(p->waves, 80ull * p->wave_count);
     inside(p->taken, 4ull * p->row_count);
     require(*(uint32_t *)inside(p->arrived, 4) == 0, "the count of a tail does not begin at 0");
     require(p->steps == 1 && p->row_count == 1 && p->timeout_ns > 0 && p->position == rows[0].position, "the parameters of a tail");
@@ -360,6 +383,7 @@ static void tail_kernel(const WaveParams *p) {
 static void waves_kernel(const Call *call) {
     const WaveParams *p = call->argument[0];
     stamp(p, call->grid);
+    use_tags(p);
     if (p->taken) { tail_kernel(p); return; }
     const uint32_t *sizes = inside(p->pack, 20);
     uint32_t blocks = sizes[0], page_rows = sizes[1], pages = sizes[2], padded = sizes[3], vocab = sizes[4];
@@ -367,7 +391,7 @@ static void waves_kernel(const Call *call) {
     const Row *rows = inside(p->rows, p->row_count * sizeof(Row));
     uint32_t *mailbox = p->mailbox ? inside(p->mailbox, 4 * (1 + (p->steps + 1) * padded)) : NULL, next[512];
     static uint32_t decided[64];
-    inside(p->waves, 64ull * p->wave_count);
+    inside(p->waves, 80ull * p->wave_count);
     require(*(uint32_t *)inside(p->arrived, 4) == 0, "the count of a launch does not begin at 0");
     require(p->wave_count > 0 && p->timeout_ns > 0 && p->row_count <= 512, "the parameters of a launch");
     require(p->position == rows[0].position && (mailbox || (p->steps == 1 && !p->logits)), "a launch that only fills the cache, and does more");
@@ -609,7 +633,10 @@ static void copy(const Call *call) {
     usleep(2000);
     memcpy((void *)U64(0), (const void *)U64(1), U64(2));
 }
-static void set(const Call *call) { memset((void *)U64(0), (int)U64(1), U64(2)); }
+static void set(const Call *call) {
+    if (U64(1) == 0) clear_tags(U64(0), U64(2));
+    memset((void *)U64(0), (int)U64(1), U64(2));
+}
 static int submit_three(Stream *stream, void (*run)(const Call *), uint64_t to, uint64_t from, uint64_t bytes) {
     return submit(stream, run, (Call){0}, (void *[]){&to, &from, &bytes}, (size_t[8]){8, 8, 8});
 }

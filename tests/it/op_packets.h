@@ -21,6 +21,7 @@ static void missing() {
   std::exit(1);
 }
 static void publish(u64* to, u32 payload, u32 tag) { *to = u64(tag) << 32 | payload; }
+static void publish2(u64* to, u32 first, u32 second, u32 tag) { publish(to, first, tag), publish(to + 1, second, tag); }
 static u64 awaited(const u64* from, bool active, u32 tag) {
   if (active && u32(*from >> 32) != tag) missing();
   return active ? *from : u64(tag) << 32;

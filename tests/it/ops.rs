@@ -158,7 +158,7 @@ const CASES_OF_ROWS: [(&str, usize); 85] = [
     ("attention-lanes-window", 5),
     ("attention-lanes-centred", 5),
 ];
-const CASES_OF_WAVES: [(&str, usize); 149] = [
+const CASES_OF_WAVES: [(&str, usize); 151] = [
     ("rows-embed", 1),
     ("rows-embed-bf16", 1),
     ("rows-branch", 1),
@@ -247,7 +247,8 @@ const CASES_OF_WAVES: [(&str, usize); 149] = [
     ("steps-residual-odd", 1),
     ("steps-parts", 1),
     ("steps-parts-32", 1),
-    ("steps-parts-64", 1),
+    ("steps-packets-32", 1),
+    ("steps-packets-64", 1),
     ("steps-parts-3", 1),
     ("steps-units-of-4-parts", 1),
     ("steps-units-of-2-bf16", 1),
@@ -294,6 +295,7 @@ const CASES_OF_WAVES: [(&str, usize); 149] = [
     ("steps-e2m1-both", 1),
     ("steps-logits-int8", 1),
     ("steps-halves-bf16", 1),
+    ("steps-packets-bf16", 1),
     ("steps-window-bf16", 1),
     ("steps-window-cap-bf16", 1),
     ("steps-128-bf16", 1),
@@ -629,6 +631,14 @@ fn a_step_of_waves_that_computes_something_else_is_found() {
         (matmul, "v = met[(tile * K_GROUPS + k) * 32];", "v = make_float4(0.f, 0.f, 0.f, 0.f);", "steps-8-groups-bf16"),
         (matmul, " + passes.part * (PART_GRANULES * GRANULE);", ";", "steps-units-of-4-parts"),
         (matmul, "t < PAIRS && part == 0", "t < PAIRS", "steps-parts-32"),
+        // A packet with the tag of another wave, and one of another part of k.
+        (matmul, "c.tag_of(c.wave)", "c.tag_of(0)", "steps-packets-32"),
+        (
+            attention,
+            "u64(i / 4) * (M::BLOCK_ROWS * H::COLS) + from + i % 4 * 2",
+            "from + i % 4 * 2",
+            "steps-packets-bf16",
+        ),
         // Boxes of another part of k, and of the first units again and again.
         (matmul, "(passes.part * PART_GRANULES + at) * (GRANULE / 8)", "at * (GRANULE / 8)", "steps-parts-32"),
         (matmul, "(GRANULE / 8), first + l.lane * BOX_UNITS", "(GRANULE / 8), l.lane * BOX_UNITS", "steps-parts-32"),
@@ -648,12 +658,7 @@ fn a_step_of_waves_that_computes_something_else_is_found() {
         // Squares of one part, a factor of another row, and columns of the first part.
         (rows, "square_at(PARTS, u32(part), u32(row))", "square_at(PARTS, 0, u32(row))", "steps-embed-4"),
         (matmul, "all * (1.f / G::K) + G::NORM_EPS", "all * (1.f / G::K)", "steps-factor-gated-bf16"),
-        (
-            matmul,
-            "factor = wave_state<M>().factors[row];",
-            "factor = wave_state<M>().factors[0];",
-            "steps-factor-parts",
-        ),
+        (matmul, "factor = c.state().factors[row];", "factor = wave_state<M>().factors[0];", "steps-factor-parts"),
         (rows, "col = part * PART_COLS + at", "col = at", "steps-addend-2"),
         // What teams have is added up as if they had the same maximum, a team takes what is another's turn, the first part of heads alone,
         // and rows at the position of the first one of a share.

@@ -671,6 +671,7 @@ impl Mutants<'_> {
             }
             let rows = [DType::F32, DType::Bf16, DType::F16, DType::I32].map(Layout::Rows);
             let more = [Layout::Operand, Layout::Best].into_iter().chain([0, 1, 2, 3, 9].map(Layout::Parts));
+            let more = more.chain([0, 1, 2, 3].map(Layout::Packets));
             for layout in rows.into_iter().chain(more) {
                 self.add(format!("a{i} as {layout:?}"), None, |p| p.work[i].layout = layout);
             }
@@ -716,6 +717,35 @@ impl Mutants<'_> {
             self.add("attention of the last layer", wrong, |p| p.waves.push(Wave { action, division, ..last }));
         }
         self.add("no waves", wrong, |p| p.waves.clear());
+    }
+
+    /// Meetings that are left out, and waves that overwrite what the wave before them still accesses.
+    fn meetings(&mut self) {
+        for w in 0..self.of.waves.len() {
+            let meets = self.of.waves[w].meets;
+            let name = if meets { "does not meet" } else { "meets" };
+            self.add(format!("w{w} {name}"), meets.then_some("meeting"), |p| p.waves[w].meets = !meets);
+            if meets {
+                continue;
+            }
+            self.add(format!("w{w} and the one before do not meet"), Some("meeting"), |p| p.waves[w - 1].meets = false);
+            self.add(format!("w{w} and the next one do not meet"), Some("meeting"), |p| p.waves[w + 1].meets = false);
+            // The product after it reads what it writes: that could be the input of the product before it, if it were not still read.
+            let (Action::MatMul { x: input, .. }, Action::AttendRow { out, .. }) =
+                (&self.of.waves[w - 1].action, &self.of.waves[w].action)
+            else {
+                panic!("packets of no product");
+            };
+            let (input, out) = (*input, *out);
+            let of = |id: WorkId| (self.of.work[id.index()].layout, self.of.work[id.index()].cols);
+            if of(input) == of(out) {
+                self.add(format!("w{w} overwrites what the one before reads"), Some("meeting"), |p| {
+                    for wave in &mut p.waves {
+                        works(&mut wave.action).into_iter().filter(|id| **id == out).for_each(|id| *id = input);
+                    }
+                });
+            }
+        }
     }
 
     /// Replaces every buffer that a wave names by another one.
@@ -1411,6 +1441,7 @@ fn judge_mutants_in(name: &str, target: &Target, form: Form, rows: u32, split: O
     mutants.machine(target.spec.sm_count);
     mutants.arena();
     mutants.order();
+    mutants.meetings();
     mutants.operands();
     mutants.attributes();
     mutants.sums();

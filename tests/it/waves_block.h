@@ -34,6 +34,8 @@ static int __popc(unsigned v) { return __builtin_popcount(v); }
 static int __ffs(unsigned v) { return __builtin_ffs(int(v)); }
 template <int>
 static void await_waves(const u32*, u32, Waiter) { std::abort(); }
+static void copy_ahead(void* to, const void* from) { std::memcpy(to, from, 16); }
+static void await_copies() {}
 static bool __any_sync(unsigned, bool v) {
   int any = v;
   for (int o = 16; o; o >>= 1) any |= __shfl_xor_sync(~0u, any, o);
@@ -86,7 +88,7 @@ template <class M, class R>
 struct WaveLoader {
   const WaveParams& p;
   RingCursor<R> at;
-  u32 step, wave;
+  u32 step, wave, meetings;
   bool met, met_last_step;
   int part, lane;
   std::vector<u32> boxes; // that this lane may copy
@@ -171,7 +173,8 @@ template <class R>
 struct WaveChunk {
   const u8* at = nullptr;
   u32 chunk = 0;
-  void take(RingCursor<R>& cursor) {
+  template <class M>
+  void take(const WaveContext<M>&, RingCursor<R>& cursor) {
     chunk = chunk_of(cursor);
     require(ring_of<R>().seen[current] == chunk + 1, "a chunk is taken that was not awaited");
     at = slot_of(cursor);
@@ -274,12 +277,12 @@ static void run_in_pairs(F all) {
 
 static WaveParams params;
 static Wave wave;
-static u32 step_at_hand;
+static u32 step_at_hand, wave_at_hand;
 static u32 used[2] = {RING_BYTES, RING_BYTES}; // bytes of each ring that a wave has written
 
 template <class M, class Op, class R>
 static void load(int thread) {
-  WaveLoader<M, R> loader{params, {0, 0}, step_at_hand, 0, false, false, thread / 32, thread % 32, {}};
+  WaveLoader<M, R> loader{params, {0, 0}, step_at_hand, 0, 0, false, false, thread / 32, thread % 32, {}};
   Op::load(loader, wave);
   ring_of<R>().taken[thread] = loader.at.use * R::SLOTS + loader.at.slot;
 }
@@ -289,8 +292,12 @@ static void consume(int thread) {
   c.thread = thread;
   c.warp_index = thread / 32;
   c.step = step_at_hand;
-  c.await_others(0);
-  Op::run(c, wave_state<M>().wave);
+  c.wave = wave_at_hand;
+  c.fetch_first();
+  c.await_fetched();
+  c.barrier();
+  c.enter(0, 0);
+  Op::run(c, c.current());
   rings[0].taken[thread] = c.inputs.use * M::INPUT_SLOTS + c.inputs.slot;
   rings[1].taken[thread] = c.weights.use * M::WEIGHT_SLOTS + c.weights.slot;
 }
@@ -313,7 +320,6 @@ static void run_wave() {
   params.waves = &wave;
   // What a block does before its first wave.
   WaveState<M>& state = wave_state<M>();
-  state.next_division = wave.division;
   for (u32 row = 0; M::STEPS && row < params.row_count; row++) place_row<M>(params, row);
   fill<M, Op, InputRing<M>>();
   fill<M, Op, WeightRing<M>>();

@@ -53,6 +53,7 @@ int main(int count, char** arguments) {
   params.pack = constants.data(), params.work = work.data(), params.cache = cache.data();
   params.shares = shares.data(), params.records = records.data(), params.pages = pages.data();
   params.rows = rows.data();
+  params.tag = 1;
   std::vector<i32> all_tokens;
   std::vector<float> all_logits;
   for (int launch = 3; launch + 1 < count; launch += 2) {
@@ -63,11 +64,11 @@ int main(int count, char** arguments) {
     std::vector<float> logits(Machine::STEPS ? size_t(params.row_count) * Machine::VOCAB : 0);
     if (Machine::STEPS) params.mailbox = mailbox.data(), params.logits = logits.data();
     for (step_at_hand = 0; step_at_hand < params.steps; step_at_hand++)
-      for (const Wave& now : waves) {
+      for (wave_at_hand = 0; wave_at_hand < waves.size(); wave_at_hand++) {
         const auto all = [&] {
           for (u32 sm = Machine::SMS; sm-- > 0;) {
             blockIdx.x = sm;
-            wave = now;
+            wave = waves[wave_at_hand];
             run_wave<Machine, Any>();
           }
         };
@@ -81,6 +82,7 @@ int main(int count, char** arguments) {
       for (u32 row = 0; row < params.row_count; row++) all_tokens.push_back(mailbox[1 + step * Machine::BLOCK_ROWS + row]);
     all_logits.insert(all_logits.end(), logits.begin(), logits.end());
     params.rows += params.row_count;
+    params.tag += params.steps * params.wave_count;
   }
   const auto put = [](const char* name, const void* from, size_t bytes) {
     std::FILE* file = std::fopen(name, "wb");

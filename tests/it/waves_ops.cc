@@ -44,10 +44,11 @@ static void start(u32 rows, u32 position = 0) {
   params.row_count = rows;
   params.position = position;
   params.steps = 5;
-  step_at_hand = 0;
+  params.tag = 100, params.wave_count = 3;
+  step_at_hand = 0, wave_at_hand = 2;
   rows_at.assign(rows, Row{});
   std::memset(&wave, 0xff, sizeof wave);
-  wave.division = 0;
+  wave.division = wave.next_division = 0;
 }
 // Activations, of which none was written. By their place in steps of OFFSET_BYTES.
 static u32 activations(size_t bytes) {
@@ -82,6 +83,11 @@ static void put_operand(u32 at, u32 rows, const std::vector<float>& x) {
 }
 static u8* plain_at(u32 at, u32 row, u32 col, u32 cols, u32 bytes) { return work.data() + size_t(at) * OFFSET_BYTES + (size_t(row) * cols + col) * bytes; }
 static u8* square_of(u32 at, u32 parts, u32 part, u32 row) { return plain_at(at, square_at(parts, part, row), 0, 1, 4); }
+// Of a sum, alone or in a packet that has this tag.
+template <class G>
+static u8* sum_at(u32 at, u32 row, u32 col, u32 cols) { return plain_at(at, row, col, cols, G::PACKETS ? 8 : 4); }
+static u32 tag_of(u32 of) { return params.tag + step_at_hand * params.wave_count + of; }
+static bool has_tag(const u8* at, u32 tag) { return std::memcmp(at + 4, &tag, 4) == 0; }
 static double bf16_at(const u8* at) {
   bf16 v;
   std::memcpy(&v, at, 2);
@@ -277,8 +283,12 @@ struct Product {
   static constexpr float SCALE = 0.5f, SOFTCAP = E == Epilogue::LOGITS ? 3.f : 0.f;
   static constexpr bool BIAS = B, PLAIN = P;
   static constexpr int ROW_GROUPS = 2, UNIT_GROUPS = 4, K_GROUPS = 1, SPLITS = 1, CHUNK = UNIT_ROWS == 8 ? 2 : 1, NORM_PARTS = 0;
-  static constexpr bool FACTOR = false, PAIRED = false, OUT = false, BOXED = true;
+  static constexpr bool FACTOR = false, PAIRED = false, PACKETS = false, OUT = false, BOXED = true;
   static constexpr float NORM_EPS = 0.f;
+};
+template <class P>
+struct InPackets : P {
+  static constexpr bool PACKETS = true;
 };
 // An input that lacks the factor of its norm, with squares of N parts.
 template <class P, int N>
@@ -397,7 +407,7 @@ static void matmul(const char* name, u32 rows) {
   put_product<M, G>(state, rows, plain, x, w, by_row);
   const u32 whole = blocks<M>(rows) * M::BLOCK_ROWS;
   wave.residual = activations(size_t(whole) * COLS * 4);
-  const size_t plain_bytes = IS_LOGITS ? size_t(whole) * M::SMS * 8 : size_t(whole) * COLS * (PARTS ? 4 * SPLITS : 2);
+  const size_t plain_bytes = IS_LOGITS ? size_t(whole) * M::SMS * 8 : size_t(whole) * COLS * (PARTS ? (G::PACKETS ? 8 : 4) * SPLITS : 2);
   wave.out = PLAIN ? activations(plain_bytes) : operand<M, COLS>(rows);
   for (u32 row = 0; row < rows; row++) std::memcpy(plain_at(wave.residual, row, 0, COLS, 4), before.data() + size_t(row) * COLS, COLS * 4);
   // Of each block and part two shares, of the last block first.
@@ -431,7 +441,7 @@ static void matmul(const char* name, u32 rows) {
     }
   }
   run<M, WaveMatMul<M, G>>();
-  const auto out_at = [&](u32 row, u32 col) { return PLAIN ? plain_at(wave.out, row, col, COLS, PARTS ? 4 : 2) : operand_at<M, COLS>(wave.out, row, col); };
+  const auto out_at = [&](u32 row, u32 col) { return PLAIN ? plain_at(wave.out, row, col, COLS, PARTS ? (G::PACKETS ? 8 : 4) : 2) : operand_at<M, COLS>(wave.out, row, col); };
   // Columns of a part: whole granules, and whole blocks of 64.
   constexpr int BITS = IS_CODED<G> ? 0 : 16;
   int granule_k = BITS ? 8 / G::UNIT_ROWS * 32 : 0;
@@ -457,9 +467,11 @@ static void matmul(const char* name, u32 rows) {
         expected.push_back(value);
         if (IS_LOGITS)
           found.push_back(logits[size_t(row) * G::ROWS + r]);
-        else if (PARTS)
-          found.push_back(float_at(plain_at(wave.out, part * M::BLOCK_ROWS + row, r, COLS, 4)));
-        else
+        else if (PARTS) {
+          const u8* at = sum_at<G>(wave.out, part * M::BLOCK_ROWS + row, r, COLS);
+          found.push_back(float_at(at));
+          if (G::PACKETS) expected.push_back(1), found.push_back(has_tag(at, tag_of(wave_at_hand)));
+        } else
           found.push_back(SUMS ? float_at(plain_at(wave.residual, row, r, COLS, 4)) : bf16_at(out_at(row, r)));
       }
       // Columns that pad an operand.
@@ -490,7 +502,7 @@ static void matmul(const char* name, u32 rows) {
     for (u32 row = rows; row < whole; row++)
       for (u32 col = 0; col < u32(COLS); col++) {
         expected.push_back(1), found.push_back(untouched(SUMS ? plain_at(wave.residual, row, col, COLS, 4) : out_at(row, col), 2));
-        for (int part = 0; PARTS && part < SPLITS; part++) expected.push_back(1), found.push_back(untouched(plain_at(wave.out, part * M::BLOCK_ROWS + row, col, COLS, 4), 4));
+        for (int part = 0; PARTS && part < SPLITS; part++) expected.push_back(1), found.push_back(untouched(sum_at<G>(wave.out, part * M::BLOCK_ROWS + row, col, COLS), 4));
       }
   }
   report(name, expected, found);
@@ -606,7 +618,7 @@ template <class H, int TILE_, HeadNorm Q, HeadNorm K>
 struct Tiled : H {
   static constexpr int PITCH = H::DIM, TILE = TILE_, PARTS = 0;
   static constexpr u32 SPLITS_MOST = 1;
-  static constexpr bool SWIZZLED = true;
+  static constexpr bool SWIZZLED = true, PACKETS = false;
   static constexpr HeadNorm Q_NORM = Q, K_NORM = K;
 };
 template <class H>
@@ -617,6 +629,20 @@ template <class G, int N>
 struct HeadsOf : G {
   static constexpr int PARTS = N;
 };
+template <class G, int N>
+struct PacketsOf : HeadsOf<G, N> {
+  static constexpr bool PACKETS = true;
+};
+// Bytes of a head of q, k or v for each of its columns, and of one that it puts as `part` of x.
+template <class G>
+constexpr size_t HEAD_BYTES = G::PARTS > 0 ? (G::PACKETS ? 8 : 4) * G::PARTS : 2;
+template <class M, class G>
+static void put_head(u32 x, int part, u32 row, u32 col, u32 cols, float of) {
+  u8* at = sum_at<G>(x, part * M::BLOCK_ROWS + row, col, cols);
+  std::memcpy(at, &of, 4);
+  const u32 tag = tag_of(wave_at_hand - 1);
+  if (G::PACKETS) std::memcpy(at + 4, &tag, 4);
+}
 // Histories of up to 1024 positions in KV splits.
 template <class G, u32 N>
 struct CutAt : G {
@@ -686,7 +712,7 @@ static void attention(const char* name, const std::vector<At>& places, u32 step 
         for (u32 d = 0; d < u32(G::DIM); d++) narrow(keys[at(s, of, kv) + d], cell(0, s, of, kv, d)), narrow(values[at(s, of, kv) + d], cell(1, s, of, kv, d));
   const std::vector<u8> cache_before = cache;
   wave.q_norm = constant(q_weight), wave.k_norm = constant(k_weight), wave.rope = constant(table);
-  const u32 whole = blocks<M>(rows) * M::BLOCK_ROWS, x = activations(size_t(whole) * COLS * (G::PARTS > 0 ? 4 * G::PARTS : 2));
+  const u32 whole = blocks<M>(rows) * M::BLOCK_ROWS, x = activations(size_t(whole) * COLS * HEAD_BYTES<G>);
   const u32 queries = activations(size_t(whole) * OUT * 2), out = operand<M, OUT>(rows);
   for (u32 row = 0; row < rows; row++)
     for (int i = 0; i < COLS; i++) {
@@ -694,7 +720,7 @@ static void attention(const char* name, const std::vector<At>& places, u32 step 
       if (G::PARTS == 0) narrow(y, reinterpret_cast<bf16*>(plain_at(x, row, i, COLS, 2)));
       for (int part = 0; part < G::PARTS; part++) {
         const float of = G::PARTS == 1 ? y : part == 0 ? y * 4.f : part == 1 ? y * -3.f : 0.f;
-        std::memcpy(plain_at(x, part * M::BLOCK_ROWS + row, i, COLS, 4), &of, 4);
+        put_head<M, G>(x, part, row, i, COLS, of);
       }
     }
   wave.x = x;
@@ -799,7 +825,7 @@ static std::vector<std::vector<u8>> attended(const std::vector<At>& places) {
   const std::vector<float> q_weight = numbers(state, G::DIM), k_weight = numbers(state, G::DIM), table = numbers(state, M::CONTEXT_MAX * G::DIM);
   wave.q_norm = constant(q_weight), wave.k_norm = constant(k_weight), wave.rope = constant(table);
   wave.k_cache = 0, wave.v_cache = u32(cache.size() / 2 / OFFSET_BYTES);
-  wave.x = activations(size_t(M::BLOCK_ROWS) * COLS * (G::PARTS > 0 ? 4 * G::PARTS : 2)), wave.out = operand<M, OUT>(rows);
+  wave.x = activations(size_t(M::BLOCK_ROWS) * COLS * HEAD_BYTES<G>), wave.out = operand<M, OUT>(rows);
   for (u32 row = 0; row < rows; row++) {
     rows_at[row].sequence = places[row].first, rows_at[row].position = places[row].second;
     state = places[row].first * 100003 + places[row].second + 1;
@@ -807,7 +833,7 @@ static std::vector<std::vector<u8>> attended(const std::vector<At>& places) {
       for (int i = 0; i < COLS; i++) narrow(numbers(state, 1)[0], reinterpret_cast<bf16*>(plain_at(wave.x, row, i, COLS, 2)));
     for (int part = 0; part < G::PARTS; part++) {
       const std::vector<float> of = numbers(state, COLS);
-      std::memcpy(plain_at(wave.x, part * M::BLOCK_ROWS + row, 0, COLS, 4), of.data(), COLS * 4);
+      for (int i = 0; i < COLS; i++) put_head<M, G>(wave.x, part, row, i, COLS, of[i]);
     }
     for (u32 i = 0; i < TASKS; i++) shares.push_back({row, 1, i, i + 1});
   }
@@ -866,7 +892,7 @@ int main() {
   typedef StepMachine<64> S64;
   typedef Heads<4, 2, 2, 64, 64, false, HeadNorm::HEAD, 0, 1> Halves;
   const HeadNorm none = HeadNorm::NONE, head = HeadNorm::HEAD;
-  same_bits<S64, HeadsOf<Tiled<Halves, 64, none, none>, 2>>("same-halves", 75);
+  same_bits<S64, PacketsOf<Tiled<Halves, 64, none, none>, 2>>("same-halves", 75);
   same_bits<S64, Tiled<Heads<4, 4, 4, 64, 64, false, HeadNorm::HEAD, 24, 1>, 64, head, none>>("same-window", 128);
   same_bits<StepMachine<64, 32>, HeadsOf<Tiled<Heads<2, 2, 2, 128, 128, true, HeadNorm::HEAD, 0, 1>, 32, head, head>, 1>>("same-128", 203);
   same_bits<S64, Tiled<Heads<4, 4, 4, 256, 256, false, HeadNorm::HEAD, 100, 1>, 16, head, head>>("same-256", 300);
@@ -972,7 +998,8 @@ int main() {
   matmul<S64, By<Product<41, 80, Epilogue::RESIDUAL, 4, 8, true>, 1, 8, 1, 2>>("steps-residual-odd", 33);
   matmul<S16, By<Product<44, 328, Epilogue::RESIDUAL, 3, 8, true>, 1, 2, 4, 8, 2>>("steps-parts", 9);
   matmul<S32, By<Product<72, 200, Epilogue::STORE, 4, 8, true>, 1, 1, 8, 8, 2>>("steps-parts-32", 32);
-  matmul<S64, By<Product<200, 712, Epilogue::STORE, 7>, 4, 1, 2, 4, 2>>("steps-parts-64", 61);
+  matmul<S32, InPackets<By<Product<72, 200, Epilogue::STORE, 4, 8, true>, 1, 1, 8, 8, 2>>>("steps-packets-32", 29);
+  matmul<S64, InPackets<By<Product<200, 712, Epilogue::STORE, 7>, 4, 1, 2, 4, 2>>>("steps-packets-64", 61);
   matmul<S64, By<Product<200, 712, Epilogue::RESIDUAL, 8>, 2, 4, 1, 2, 3>>("steps-parts-3", 20);
   matmul<S16, By<Product<50, 328, Epilogue::STORE, 3, 4, true>, 1, 1, 8, 8, 2>>("steps-units-of-4-parts", 16);
   matmul<S32, By<Product<26, 384, Epilogue::ACT, 7, 2, true, false>, 2, 2, 2, 2>>("steps-units-of-2-bf16", 30);
@@ -1014,10 +1041,11 @@ int main() {
   // Histories of many lengths, rows that follow each other in one sequence, later steps; queries of a task and of a KV head, windows.
   const std::vector<At> lengths = {{3, 0}, {0, 32}, {5, 63}, {1, 64}, {2, 299}, {7, 999}, {4, 5}, {4, 6}, {4, 7}}, few = {{1, 40}, {0, 2}, {2, 64}, {2, 65}}, two = {{6, 999}, {0, 129}};
   attention<S16, HeadsOf<Tiled<Halves, 64, none, none>, 2>>("steps-halves-bf16", lengths);
+  attention<S16, PacketsOf<Tiled<Halves, 64, none, none>, 2>>("steps-packets-bf16", lengths);
   attention<S32, Tiled<Heads<4, 4, 4, 64, 64, false, HeadNorm::HEAD, 50, 1>, 64, head, none>>("steps-window-bf16", lengths);
   attention<S16, Capped<Tiled<Heads<6, 3, 3, 64, 0, false, HeadNorm::HEAD, 24, 1>, 32, head, head>>>("steps-window-cap-bf16", few, 2);
   attention<StepMachine<16, 32>, HeadsOf<Tiled<Heads<4, 2, 2, 128, 128, true, HeadNorm::HEAD, 0, 1>, 32, head, head>, 1>>("steps-128-bf16", few);
-  attention<S64, HeadsOf<Tiled<Heads<8, 8, 8, 128, 128, false, HeadNorm::HEAD, 300, 1>, 32, none, head>, 2>>("steps-128-of-8-bf16", two, 1);
+  attention<S64, PacketsOf<Tiled<Heads<8, 8, 8, 128, 128, false, HeadNorm::HEAD, 300, 1>, 32, none, head>, 2>>("steps-128-of-8-bf16", two, 1);
   attention<S16, Tiled<Heads<4, 4, 4, 256, 256, false, HeadNorm::HEAD, 0, 1>, 16, head, head>>("steps-256-bf16", two);
   attention<S16, Tiled<Heads<16, 16, 16, 64, 64, false, HeadNorm::HEAD, 0, 1>, 64, none, none>>("steps-16-of-16-bf16", few);
   // Histories in KV splits of 64 positions: of one less than a split, of one, of one more, of several; rows that follow each other across a
@@ -1025,7 +1053,7 @@ int main() {
   const std::vector<At> borders = {{3, 0}, {0, 63}, {5, 64}, {1, 65}, {2, 128}, {7, 999}, {4, 126}, {4, 127}, {4, 128}, {4, 129}, {6, 320}};
   const std::vector<At> even = {{0, 200}, {1, 201}, {2, 210}, {3, 190}, {4, 200}, {5, 129}, {5, 130}}, one = {{2, 500}};
   typedef Heads<16, 1, 1, 64, 64, false, HeadNorm::HEAD, 0, 1> Many1;
-  attention<S16, CutAt<HeadsOf<Tiled<Halves, 64, none, none>, 2>, 64>>("splits-halves-bf16", borders);
+  attention<S16, CutAt<PacketsOf<Tiled<Halves, 64, none, none>, 2>, 64>>("splits-halves-bf16", borders);
   attention<S16, CutAt<Tiled<Many1, 64, none, none>, 64>>("splits-alike-bf16", even);
   attention<S32, CutAt<Tiled<Heads<4, 4, 4, 64, 64, false, HeadNorm::HEAD, 150, 1>, 64, head, none>, 64>>("splits-window-bf16", borders);
   attention<S16, Capped<CutAt<Tiled<Heads<6, 3, 3, 64, 0, false, HeadNorm::HEAD, 100, 1>, 32, head, head>, 64>>>("splits-window-cap-bf16", {{1, 40}, {0, 2}, {2, 640}, {2, 641}}, 2);

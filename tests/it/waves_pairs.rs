@@ -172,7 +172,7 @@ fn plans_whose_products_read_other_waves_are_not_proven_together() {
         shares[0].push(Share { row: 0, rows: plan.rows, lo: 0, hi: 1 });
         plan.divisions.push(Division { over: Over::Rows { parts: 1 }, shares: vec![shares] });
         let action = Action::Rows { residual, sum: None, out: Some(Input { to, squares: None, ..of }) };
-        plan.waves.insert(w + 1, Wave { grid, action, division, sums: Sums::Row { parts: 1 } });
+        plan.waves.insert(w + 1, Wave { grid, action, division, sums: Sums::Row { parts: 1 }, meets: true });
         let Action::MatMul { x, squares, .. } = &mut plan.waves[w + 2].action else { unreachable!() };
         if is_read {
             (*x, *squares) = (to, None);
