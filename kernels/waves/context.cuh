@@ -1,8 +1,8 @@
 // Owns the parameters of a launch of waves, the state of a block in shared memory and that of a thread.
 //
-// A wave is the work of one grid of the program for all rows of a launch: a prompt chunk, or a step or a tail (M::STEPS). All blocks meet between
-// two waves, so a wave can read everything that earlier waves wrote. No wave writes weights: a loader copies those of the next wave before
-// the blocks meet. Blocks do not meet between a product and a wave that reads nothing of it but packets: these say themselves when they are there.
+// A wave is the work of one grid of the program for all rows of a launch: a prompt chunk, or a step or a tail (M::STEPS). Where all blocks
+// meet between two waves, the second one can read everything that earlier waves wrote. They do not meet between a product and a wave that reads nothing of it but
+// packets: these say themselves when they are there. No wave writes weights: a loader copies those of the next wave before the blocks meet.
 #pragma once
 
 // One wave; codegen/waves.rs declares it, and the structs below. Places of the work arena, of constants and of caches are in OFFSET_BYTES.

@@ -1,4 +1,4 @@
-// The loop of a kernel of waves: every block executes every wave, and all blocks meet between two of them. Dispatch is generated.
+// The loop of a kernel of waves: every block executes every wave, and all blocks meet between most of them. Dispatch is generated.
 #pragma once
 
 // D::run(context, op, wave) is the consumers' part of a wave, D::load(loader, op, wave) the loader's.

@@ -1,7 +1,7 @@
 //! The proof of a plan: the plan computes the program of a proven schedule, without a race and without a deadlock.
 //!
-//! The form of a plan excludes deadlock. All SMs execute all waves in order. Each SM adds one to the count after each wave, and waits only for
-//! counts of earlier waves. Within an SM the loader fills chunks in the order in which consumers take them, because both walk the same shares
+//! The form of a plan excludes deadlock. All SMs execute all waves in order. Each SM adds one to the count before each meeting, and waits only for
+//! counts of earlier meetings, or for packets of the wave before, which each SM has executed before it waits. Within an SM the loader fills chunks in the order in which consumers take them, because both walk the same shares
 //! or the same KV splits. The rules below check everything else. They trust nothing that [`super::derive`] computed.
 
 use super::{
@@ -402,7 +402,7 @@ impl Judge<'_> {
             }
         }
         if next != plan.waves.len() {
-            self.violate("order", Some(next), "a wave of no grid, or of one that has passed");
+            return self.violate("order", Some(next), "a wave of no grid, or of one that has passed");
         }
         for (w, wave) in plan.waves.iter().enumerate() {
             self.order_of_sums(w, wave);

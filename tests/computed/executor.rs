@@ -279,9 +279,17 @@ impl Step<'_> {
         let plan = self.plan;
         let mut waves = plan.waves.iter().peekable();
         while let Some(wave) = waves.next() {
+            // If two waves cannot wait for each other, nothing is known of what they write.
+            let mut lost = !wave.meets;
             match waves.next_if(|next| !next.meets) {
-                Some(next) => self.at_once([wave, next], caches, random),
+                Some(next) => {
+                    self.at_once([wave, next], caches, random);
+                    lost |= waves.peek().is_some_and(|third| !third.meets);
+                }
                 None => self.wave(wave, &self.shares(wave, random), caches),
+            }
+            if lost {
+                self.arena.fill(f64::NAN);
             }
         }
     }
