@@ -452,7 +452,7 @@ template <class M, class G>
 struct RowsAttention {
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
     const int row = int(uniform(e.row));
-    if (!takes_part<M>(row)) {
+    if (!takes_part<M>(c, row)) {
       constexpr int COLS = G::HEADS_PER_TASK * G::DIM;
       const int first = int(uniform(e.lo)) * COLS;
       for (int d = c.tid() * 2; d < COLS; d += M::WARPS * 64) clear_pair<G::HEADS * G::DIM>(c, e.out, row, first + d);

@@ -42,9 +42,18 @@ template <class M>
 __device__ __forceinline__ const RowsParams& rows_params(const Context<M>& c) {
   return static_cast<const RowsParams&>(c.p);
 }
+// For code of tasks.
+template <class M>
+__device__ __forceinline__ RowsState<M>& rows_state(const Context<M>& c) {
+  return *reinterpret_cast<RowsState<M>*>(c.memory() + M::STATE_AT);
+}
 template <class M>
 __device__ __forceinline__ bool takes_part(int row) {
   return rows_state<M>().active[row / 32] >> row % 32 & 1;
+}
+template <class M>
+__device__ __forceinline__ bool takes_part(const Context<M>& c, int row) {
+  return rows_state<M>(c).active[row / 32] >> row % 32 & 1;
 }
 // The position of a row in the running step.
 template <class M>
@@ -74,14 +83,14 @@ __device__ __forceinline__ void put_row_statistic(const Context<M>& c, int which
     v += __shfl_xor_sync(~0u, v, 1);
     v += __shfl_xor_sync(~0u, v, 2);
     const int row = c.warp() % ROW_GROUPS<M> * WARP_ROWS + h * 8 + c.lane() / 4;
-    if (c.lane() % 4 == 0) rows_state<M>().stat[c.task & 1][which][c.warp() / ROW_GROUPS<M>][row] = v;
+    if (c.lane() % 4 == 0) rows_state<M>(c).stat[c.task & 1][which][c.warp() / ROW_GROUPS<M>][row] = v;
   }
 }
 template <class M>
 __device__ __forceinline__ float row_statistic(const Context<M>& c, int which, int row) {
   float sum = 0.f;
 #pragma unroll
-  for (int k = 0; k < K_GROUPS<M>; k++) sum += rows_state<M>().stat[c.task & 1][which][k][row];
+  for (int k = 0; k < K_GROUPS<M>; k++) sum += rows_state<M>(c).stat[c.task & 1][which][k][row];
   return sum;
 }
 

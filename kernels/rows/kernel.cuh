@@ -4,7 +4,7 @@
 // D::run(context, op, entry) executes one task.
 template <class M, class D>
 __device__ __forceinline__ void consume_rows(const RowsParams& p) {
-  Context<M> c{p};
+  Context<M> c{p, {}};
   c.tag = p.tag;
   c.position = 0;
   c.ring = RingCursor<M>{0, 0};

@@ -87,7 +87,7 @@ struct RowsEpilogue {
   __device__ __forceinline__ void run(Context<M>& c, const Entry& e, const float* sums, int first, int n) {
     if (unit_of_batch >= n) return;
     const int unit = first + unit_of_batch;
-    const bool takes = takes_part<M>(row);
+    const bool takes = takes_part<M>(c, row);
     const float* mine = sums + unit_of_batch * S::UNIT_SUMS;
     if constexpr (G::EPILOGUE == Epilogue::GATED) {
       const int col = unit * 4 + pair * 2;
@@ -138,7 +138,7 @@ struct RowsEpilogue {
   }
   // Publishes the best (value, id) of each row, after everything that this block wrote in the step.
   __device__ __forceinline__ void publish_best(Context<M>& c, const Entry& e) {
-    RowsState<M>& state = rows_state<M>();
+    RowsState<M>& state = rows_state<M>(c);
 #pragma unroll
     for (int o = 1; o < 4; o <<= 1) {
       const float v = __shfl_xor_sync(~0u, best, o);
@@ -154,7 +154,7 @@ struct RowsEpilogue {
     if (c.warp() == 0) {
       release_step();
       for (int row = c.lane(); row < M::ROWS; row += 32) {
-        if (!takes_part<M>(row)) continue;
+        if (!takes_part<M>(c, row)) continue;
         constexpr int STRIDE = M::ROWS / 8;
         best = NEGATIVE_INFINITY, best_id = 0x7fffffff;
 #pragma unroll
@@ -203,7 +203,7 @@ struct RowsMatVecTensor {
   // The rows of this warp that take part.
   static __device__ __forceinline__ u32 active_rows(const Context<M>& c) {
     const int first = S::row_group(c) * WARP_ROWS;
-    return uniform(rows_state<M>().active[first / 32]) >> first % 32;
+    return uniform(rows_state<M>(c).active[first / 32]) >> first % 32;
   }
   static __device__ __forceinline__ bool wants(const Context<M>& c, int block, int i, u32 active) {
     const int h = i % GROUPS, p = i / GROUPS % K_PARTS, j = i / GROUPS / K_PARTS;
@@ -459,7 +459,7 @@ struct RowsMatVecLanes {
     // Whole warps wait together.
     for (int base = 0; base < pieces * M::ROWS; base += S::THREADS) {
       const int i = base + c.tid(), row = i % M::ROWS, piece = first + i / M::ROWS;
-      const bool in = i < pieces * M::ROWS, want = in && piece < W::PIECES && takes_part<M>(row);
+      const bool in = i < pieces * M::ROWS, want = in && piece < W::PIECES && takes_part<M>(c, row);
       uint4 v[1] = {make_uint4(0, 0, 0, 0)};
       const u8* from = x + W::at(row % M::ROWS, piece * W::PIECE_COLS);
       load_piece(from, want, v[0]);
@@ -486,8 +486,8 @@ struct RowsMatVecLanes {
   }
   // Leaves the statistics of the rows in the state, under group 0: the mean (0 without LayerNorm), and 1 / deviation.
   static __device__ __forceinline__ void statistics(Context<M>& c, const u8* x) {
-    float* mean = rows_state<M>().stat[c.task & 1][0][0];
-    float* square = rows_state<M>().stat[c.task & 1][1][0];
+    float* mean = rows_state<M>(c).stat[c.task & 1][0][0];
+    float* square = rows_state<M>(c).stat[c.task & 1][1][0];
     c.barrier();
     if (c.tid() < M::ROWS) mean[c.tid()] = square[c.tid()] = 0.f;
 #pragma unroll 1
@@ -511,8 +511,8 @@ struct RowsMatVecLanes {
     }
   }
   static __device__ __forceinline__ void normalise(Context<M>& c, const Entry& e, int block) {
-    const float* mean = rows_state<M>().stat[c.task & 1][0][0];
-    const float* factor = rows_state<M>().stat[c.task & 1][1][0];
+    const float* mean = rows_state<M>(c).stat[c.task & 1][0][0];
+    const float* factor = rows_state<M>(c).stat[c.task & 1][1][0];
     const float* weight = c.template constant<float>(e.norm_weight);
     const float* bias = c.template constant<float>(e.norm_bias);
     for (int i = c.tid(); i < M::ROWS * BLOCK_K; i += S::THREADS) {

@@ -37,11 +37,11 @@ struct RowsSelect {
 
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
     const RowsParams& p = rows_params(c);
-    RowsState<M>& state = rows_state<M>();
+    RowsState<M>& state = rows_state<M>(c);
     const u32 step = c.tag - p.tag;
     for (u32 row = c.warp(); row < p.row_count; row += M::WARPS) {
       const Row& r = p.rows[row];
-      if (step > 0 && !takes_part<M>(row)) continue;
+      if (step > 0 && !takes_part<M>(c, row)) continue;
       const bool given = step == 0 && r.token >= 0;
       const int token = given ? r.token : decided(c, e, step == 0 ? r.from : row);
       if (c.lane() == 0) state.token[row] = token;
@@ -55,7 +55,7 @@ struct RowsSelect {
         u32 active = 0;
         for (u32 row = first; row < min(first + 32, p.row_count); row++) {
           const Row& r = p.rows[row];
-          bool goes_on = step < r.steps && (step == 0 || takes_part<M>(row));
+          bool goes_on = step < r.steps && (step == 0 || takes_part<M>(c, row));
           if (step > 0)
             for (u32 i = 0; i < p.eos_count; i++) goes_on = goes_on && state.token[row] != p.eos[i];
           active |= goes_on ? 1u << row % 32 : 0u;
@@ -77,7 +77,7 @@ struct RowsReport {
     const RowsParams& p = rows_params(c);
     const u32 step = c.tag - p.tag;
     if (c.warp() == 0) {
-      for (u32 row = c.lane(); row < p.row_count; row += 32) p.mailbox[1 + step * M::ROWS + row] = rows_state<M>().token[row];
+      for (u32 row = c.lane(); row < p.row_count; row += 32) p.mailbox[1 + step * M::ROWS + row] = rows_state<M>(c).token[row];
       __threadfence_system();
       __syncwarp();
       if (c.lane() == 0) p.mailbox[0] = int(step) + 1;
@@ -93,11 +93,11 @@ struct RowsEmbed {
     const int first = int(uniform(e.lo)) * 8, last = min(int(uniform(e.hi)) * 8, G::HIDDEN), pairs = ceil_div(last - first, 2);
     for (int i = c.tid(); i < pairs * M::ROWS; i += M::WARPS * 32) {
       const int row = i / pairs, col = first + i % pairs * 2;
-      if (!takes_part<M>(row)) {
+      if (!takes_part<M>(c, row)) {
         clear_pair<G::HIDDEN>(c, e.out, row, col);
         continue;
       }
-      const TableRow<M, G> from(c.template constant<u8>(e.table), u32(rows_state<M>().token[row]));
+      const TableRow<M, G> from(c.template constant<u8>(e.table), u32(rows_state<M>(c).token[row]));
       const float a = from[col] * G::SCALE, b = col + 1 < last ? from[col + 1] * G::SCALE : 0.f;
       float* mine = c.residual() + row * M::RESIDUAL_COLS + e.residual + (col - first);
       mine[0] = a;
@@ -118,7 +118,7 @@ struct RowsNormAdd {
     // Warps take rows in turn, lanes pieces.
 #pragma unroll 1
     for (int row = c.warp(); row < M::ROWS; row += M::WARPS) {
-      if (!takes_part<M>(row)) continue;
+      if (!takes_part<M>(c, row)) continue;
       float squares = 0.f;
 #pragma unroll 1
       for (int first = 0; first < W::PIECES; first += 32 * HELD) {
@@ -141,7 +141,7 @@ struct RowsNormAdd {
         }
       }
       squares = warp_sum(squares);
-      if (c.lane() == 0) rows_state<M>().stat[c.task & 1][1][0][row] = squares;
+      if (c.lane() == 0) rows_state<M>(c).stat[c.task & 1][1][0][row] = squares;
     }
     c.stamp(1);
     c.barrier();
@@ -149,11 +149,11 @@ struct RowsNormAdd {
     const int first = int(uniform(e.lo)) * 8, last = min(int(uniform(e.hi)) * 8, G::WIDTH), pairs = ceil_div(last - first, 2);
     for (int i = c.tid(); i < pairs * M::ROWS; i += M::WARPS * 32) {
       const int row = i / pairs, col = first + i % pairs * 2;
-      if (!takes_part<M>(row)) {
+      if (!takes_part<M>(c, row)) {
         clear_pair<G::WIDTH>(c, e.out, row, col);
         continue;
       }
-      const float factor = rsqrtf(rows_state<M>().stat[c.task & 1][1][0][row] * (1.f / G::WIDTH) + G::EPS);
+      const float factor = rsqrtf(rows_state<M>(c).stat[c.task & 1][1][0][row] * (1.f / G::WIDTH) + G::EPS);
       float x[2];
       // The block has waited for these words.
       const u32 word = load_word(reinterpret_cast<const u32*>(y + W::at(row, col)));

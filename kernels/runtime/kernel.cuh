@@ -17,7 +17,7 @@ __device__ __forceinline__ u32 load_queue(const Context<M>& c, u32 position) {
 // D::run(context, op, entry) executes one task.
 template <class M, class D>
 __device__ __forceinline__ void consume(const Params& p) {
-  Context<M> c{p};
+  Context<M> c{p, {}};
   c.tag = p.tag;
   c.position = p.position;
   c.ring = RingCursor<M>{0, 0};

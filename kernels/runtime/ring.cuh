@@ -19,7 +19,7 @@ __device__ __forceinline__ const u8* ring_take(Context<M>& c, const RingCursor<M
   const u64 begun = c.begin_starving();
   await_slot<RING_COUNTERS<M>>(&c.state().full[at.slot], at.use, FULL_ARRIVALS<M>, c.waiter(), WaitKind::RING_FULL);
   c.end_starving(begun);
-  return block_memory() + at.slot * M::SLOT_BYTES;
+  return c.memory() + at.slot * M::SLOT_BYTES;
 }
 // Waits for two chunks. If both are there, one look is enough.
 template <class M>
@@ -34,8 +34,8 @@ __device__ __forceinline__ void ring_take_pair(Context<M>& c, const RingCursor<M
     await_slot_longer<RING_COUNTERS<M>>(&full[b.slot], b.use, FULL_ARRIVALS<M>, c.waiter(), WaitKind::RING_FULL);
   }
   c.end_starving(begun);
-  first = block_memory() + a.slot * M::SLOT_BYTES;
-  second = block_memory() + b.slot * M::SLOT_BYTES;
+  first = c.memory() + a.slot * M::SLOT_BYTES;
+  second = c.memory() + b.slot * M::SLOT_BYTES;
 }
 // Each warp calls it once for each chunk.
 template <class M>

@@ -102,18 +102,6 @@ template <class M>
 __device__ __forceinline__ WaveState<M>& wave_state() {
   return *reinterpret_cast<WaveState<M>*>(block_memory() + M::STATE_AT);
 }
-// The memory of the block, for code that uses it all the time. Its address is kept in a register: otherwise the compiler computes it again before each use,
-// from the place of the block in its cluster, which takes longer than an access.
-struct HeldMemory {
-#ifdef __CUDA_ARCH__
-  u32 at;
-  __device__ __forceinline__ HeldMemory() : at(smem_address(block_memory())) { asm volatile("" : "+r"(at)); }
-  __device__ __forceinline__ u8* memory() const { return static_cast<u8*>(__cvta_shared_to_generic(at)); }
-#else
-  u8* memory() const { return block_memory(); }
-#endif
-};
-
 // The two rings of a block: what waves wrote (inputs of products, histories), and weights.
 template <class M>
 struct InputRing {
