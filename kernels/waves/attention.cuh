@@ -4,7 +4,7 @@
 //   A step has one wave. `WaveAttendRow` does both, for the heads of one row that share a KV head.
 //   A step of a kernel with KV splits has two waves. `WaveAttendSplits` does the same for one KV split of a row. `WaveMerge` adds splits up.
 //
-// qkv (rows, ..)  q, k and v of all heads: bf16 row by row, or PARTS sums in fp32, (PARTS, rows, ..); in a step these are packets, of one sum each
+// qkv (rows, ..)  q, k and v of all heads: bf16 row by row, or PARTS sums in fp32, (PARTS, rows, ..); if PACKETS each sum is a packet
 // q   (rows, ..)  in a chunk: normed and rotated, bf16 row by row. In a step queries stay in shared memory
 // K, V            pages of one KV head, through the ring of inputs: K of TILE positions, then V of the same positions
 // out (rows, ..)  bf16, in the layout of the input of products
@@ -50,10 +50,11 @@ struct WavePieces {
         : lane(c.lane() % LANES), row(row), head(head), kind(head < G::HEADS ? 0 : head < G::HEADS + H::KV_HEADS ? 1 : 2),
           live(live && c.lane() % LANES < PIECES), position(wave_position<M>(c.p, c.step, u32(row))) {}
   };
-  // 8 columns as read from memory. By whole warps: the lanes wait for packets together.
+  // 8 columns as read from memory.
   struct Piece {
     float4 v[G::PARTS > 0 ? 2 * G::PARTS : 1];
   };
+  // By whole warps: the lanes wait for packets together.
   static __device__ __forceinline__ void head_piece(WaveContext<M>& c, const Wave& e, const Place& at, Piece& piece) {
     const u64 from = u64(at.row) * H::COLS + at.head * G::DIM + at.lane * 8;
     const float4 none = make_float4(0.f, 0.f, 0.f, 0.f);

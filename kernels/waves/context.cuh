@@ -61,7 +61,7 @@ struct WaveParams {
   const ShareRecord* records; // [blocks of rows - 1][divisions][SMS]
   const Row* rows; // of the launch
   const u32* pages; // [sequences][M::BLOCKS]; of a chunk there is one sequence
-  u32* arrived; // blocks that came to a meeting, counted over all meetings of the launch; 0 before it
+  u32* arrived; // arrivals of blocks at meetings of the launch; 0 before it
   u32* report; // host-visible watchdog report, 8 words an SM
   volatile u32* abort; // host-visible
   u64* stamps; // [SMS][steps][waves][STAMP_WORDS] nanoseconds, traced builds only
@@ -279,6 +279,7 @@ struct HeldShares {
     return i < SHARES_HELD ? *reinterpret_cast<const uint4*>(c.state().now.record.held + i) : __ldg(reinterpret_cast<const uint4*>(first + i));
   }
 };
+
 // The input of a product, in the order in which it is read: 64 columns of all rows of a block lie side by side, 16 KiB of bf16 for 128 rows.
 // By warps: 16 rows by 32 columns are 1 KiB, of which a lane reads 16 bytes twice: columns 8 t to 8 t + 3 of the rows g and g + 8
 // (t = lane % 4, g = lane / 4), then the next four. A pair of columns of the one row, the same of the other, and so on: registers of an

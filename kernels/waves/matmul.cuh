@@ -4,7 +4,8 @@
 // W              units as in ops/matvec.cuh, through the ring of weights. A chunk is CHUNK granules of all units of a pass; if BOXED, boxes of a tensor
 //                map bring several units at once
 // out            STORE, ACT: one column for each row of W. GATED: 4 columns for each unit. In the layout of operands, or row by row (PLAIN).
-//                RESIDUAL: residual += SCALE * y, in place. With SPLITS parts of k these write the fp32 sums of each part: (SPLITS, rows, ROWS).
+//                RESIDUAL: residual += SCALE * y, in place. With SPLITS parts of k these write the fp32 sums of each part: (SPLITS, rows, ROWS);
+//                if PACKETS each sum is a packet
 //                LOGITS: the block's best logit of each row, and all logits if the host asks for them
 //
 // squares (rows / 4, parts, 4)  fp32. With FACTOR the input lacks the factor of its norm. The factor follows from these sums, which WaveRows or a product in

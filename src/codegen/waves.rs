@@ -120,7 +120,7 @@ kernel_struct! {
         rows: u64 = "const Row*",
         /// [sequences][M::BLOCKS]; of a chunk there is one sequence
         pages: u64 = "const u32*",
-        /// blocks that came to a meeting, counted over all meetings of the launch; 0 before it
+        /// arrivals of blocks at meetings of the launch; 0 before it
         arrived: u64 = "u32*",
         /// host-visible watchdog report, 8 words an SM
         report: u64 = "u32*",

@@ -19,7 +19,7 @@ use crate::codegen::waves::{ENTRY_POINT, WaveParams, encode};
 use crate::ir::program::Space;
 use crate::rows::{Shape, Tables, runs};
 use crate::trace::STAMP_WORDS;
-use crate::waves::{Form, Layout, Plan, Proven, Ragged, WithTail, Work};
+use crate::waves::{Form, Proven, Ragged, WithTail};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
@@ -79,12 +79,6 @@ struct Shared {
     stream: Arc<Stream>,
 }
 
-/// Where the arena of a plan holds packets.
-fn packets(plan: &Plan) -> Vec<Range<u64>> {
-    let holds = |work: &&Work| matches!(work.layout, Layout::Packets(_));
-    plan.work.iter().filter(holds).map(|work| work.place..work.place + work.bytes(plan.rows)).collect()
-}
-
 impl Loaded {
     fn load(
         device: &Device,
@@ -136,7 +130,7 @@ impl Loaded {
             work,
             taken: 0,
             tag: 1,
-            packets: packets(plan),
+            packets: plan.packets(),
             // Rows and a count for each step that is a kernel of its own.
             tables: LaunchTables::new(
                 device,

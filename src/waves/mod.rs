@@ -34,7 +34,7 @@
 //!
 //! # Packets between two waves
 //!
-//! A meeting takes longer than attention of a step with short histories: each SM waits until all of its stores have arrived, then for all other SMs, and then
+//! A meeting takes almost as long as attention of a step with short histories: each SM waits until all of its stores have arrived, then for all other SMs, and then
 //! loads what it needs. So in a step the product before attention leaves its sums in *packets* ([`Layout::Packets`]), and SMs do not meet between the
 //! two ([`Wave::meets`]). A packet is 8 bytes, a sum and a tag, stored (`st.relaxed.gpu`) and loaded (`ld.relaxed.gpu`) as one single-copy-atomic word:
 //! a reader that sees the tag has the sum. Nothing else is ordered by it, and nothing else has to be. Attention polls the packets of its heads, and all other
@@ -95,6 +95,7 @@ use crate::define_id;
 use crate::dtype::DType;
 use crate::ir::op::NormAttr;
 use crate::ir::{BufferId, GridId};
+use std::ops::Range;
 
 define_id!(
     /// A buffer of the activations of a chunk.
@@ -444,6 +445,13 @@ impl Plan {
     /// Whether a reader of these activations needs no meeting: each value says itself when it is there.
     pub fn holds_packets(&self, id: WorkId) -> bool {
         matches!(self.work[id.index()].layout, Layout::Packets(_))
+    }
+
+    /// Bytes of the arena that hold packets.
+    pub fn packets(&self) -> Vec<Range<u64>> {
+        let holds = |work: &&Work| matches!(work.layout, Layout::Packets(_));
+        let bytes = |work: &Work| work.place..work.place + work.bytes(self.rows);
+        self.work.iter().filter(holds).map(bytes).collect()
     }
 
     /// The order of all sums, wave by wave.

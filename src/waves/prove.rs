@@ -642,10 +642,13 @@ impl Judge<'_> {
         }
         let (cols, all) = (a.heads * a.head_dim, (a.heads + 2 * a.kv_heads()) * a.head_dim);
         let x_of = buffer(Role::Q)?;
-        // The input of the wave that appends.
+        // The input of the wave that appends. Only a step has it in packets.
         let heads = |judge: &Self, x: WorkId| {
             judge.holds(x, Value::Exchange(x_of))?;
-            judge.rows_or_parts(x, all)
+            match judge.plan.work[x.index()].layout {
+                packets @ Layout::Packets(1..) if judge.plan.form.decides() => judge.layout(x, packets, all),
+                _ => judge.rows_or_parts(x, all),
+            }
         };
         let program = &self.validated.schedule().program;
         let cache = &program.buffers[buffer(Role::AppendK)?.index()];
@@ -676,12 +679,7 @@ impl Judge<'_> {
                     return no("expected attention of rows");
                 };
                 self.splits(a, (out, tile, splits), wave, rest)?;
-                if let packets @ Layout::Packets(1..) = self.plan.work[x.index()].layout {
-                    self.holds(x, Value::Exchange(x_of))?;
-                    self.layout(x, packets, all)?;
-                } else {
-                    heads(self, x)?;
-                }
+                heads(self, x)?;
                 // The next step reads what this wave appends.
                 let same = |append, history| Ok::<_, &str>(buffer(append)? == buffer(history)?);
                 if !same(Role::AppendK, Role::HistoryK)? || !same(Role::AppendV, Role::HistoryV)? {

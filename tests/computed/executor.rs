@@ -14,9 +14,7 @@ use monobloc::model::config::Imported;
 use monobloc::model::graph::ModelGraph;
 use monobloc::random::Random;
 use monobloc::reference::{Session, act, norm_values, rope_apply, softcap, softmax};
-use monobloc::waves::{
-    Action, Form, Input, Layout, NormOf, Over, Plan, Share, Splits, Sum, Target, Wave, Work, WorkId,
-};
+use monobloc::waves::{Action, Form, Input, Layout, NormOf, Over, Plan, Share, Splits, Sum, Target, Wave, WorkId};
 
 /// Keys or values of a layer: for each position, all KV heads.
 pub type Rows = Vec<Vec<f64>>;
@@ -312,12 +310,12 @@ impl Step<'_> {
         let same = |a: &f64, b: &f64| a.to_bits() == b.to_bits();
         let [of_first, of_second] = [first, second].map(|wave| self.shares(wave, random));
         let before = self.arena.clone();
-        let kept = caches.clone();
+        let mut kept = caches.clone();
         self.wave(first, &of_first, caches);
         let after_first = self.arena.clone();
-        let packets = self.packets();
+        let packets = self.plan.packets();
         for (at, cell) in self.arena.iter_mut().enumerate() {
-            if !same(cell, &before[at]) && !packets.iter().any(|range| range.contains(&at)) {
+            if !same(cell, &before[at]) && !packets.iter().any(|bytes| bytes.contains(&(at as u64 * 2))) {
                 *cell = f64::NAN;
             }
         }
@@ -328,7 +326,7 @@ impl Step<'_> {
         for at in (0..self.arena.len()).filter(|at| written(*at)) {
             self.arena[at] = f64::NAN;
         }
-        self.wave(first, &of_first, &mut kept.clone());
+        self.wave(first, &of_first, &mut kept);
         for at in 0..self.arena.len() {
             let by_first = !same(&after_first[at], &before[at]);
             self.arena[at] = match (by_first, written(at)) {
@@ -339,12 +337,6 @@ impl Step<'_> {
                 (false, false) => before[at],
             };
         }
-    }
-
-    /// The cells that hold packets.
-    fn packets(&self) -> Vec<std::ops::Range<usize>> {
-        let of = |work: &Work| work.place as usize / 2..(work.place + work.bytes(self.plan.rows)) as usize / 2;
-        self.plan.work.iter().filter(|work| matches!(work.layout, Layout::Packets(_))).map(of).collect()
     }
 
     fn grid(&self, id: GridId) -> &Grid {

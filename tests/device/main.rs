@@ -37,6 +37,17 @@ fn say(text: &str) {
     writeln!(std::io::stderr(), "{text}").unwrap();
 }
 
+/// A quick compiler for kernels that nothing runs: it finds the same errors. `None`, and a line, if there is no NVRTC.
+fn quick_nvrtc(test: &str) -> Option<Nvrtc> {
+    match Nvrtc::load() {
+        Ok(nvrtc) => Some(nvrtc.quick().unwrap_or(nvrtc)),
+        Err(error) => {
+            say(&format!("SKIPPED (no NVRTC): compiling in {test}: {error}"));
+            None
+        }
+    }
+}
+
 /// The device of this machine, for one test at a time.
 struct Gpu {
     device: Device,

@@ -104,7 +104,7 @@ fn no_key_is_accepted_and_ignored() {
     assert!(accepted > 10_000, "{accepted}");
 }
 
-/// Whether a modelled key rightly has no effect at this value beside the other keys.
+/// Whether a modelled key is meant to have no effect at this value beside the other keys.
 fn ineffective(class: &str, key: &str, value: &Value, config: &Map<String, Value>) -> bool {
     let given = |key: &str| config.get(key).is_some_and(|v| !v.is_null());
     let off = |key: &str| config.get(key).is_none_or(|v| v == &json!(false));

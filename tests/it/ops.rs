@@ -658,7 +658,7 @@ fn a_step_of_waves_that_computes_something_else_is_found() {
         // Squares of one part, a factor of another row, and columns of the first part.
         (rows, "square_at(PARTS, u32(part), u32(row))", "square_at(PARTS, 0, u32(row))", "steps-embed-4"),
         (matmul, "all * (1.f / G::K) + G::NORM_EPS", "all * (1.f / G::K)", "steps-factor-gated-bf16"),
-        (matmul, "factor = c.state().factors[row];", "factor = wave_state<M>().factors[0];", "steps-factor-parts"),
+        (matmul, "factor = c.state().factors[row];", "factor = c.state().factors[0];", "steps-factor-parts"),
         (rows, "col = part * PART_COLS + at", "col = at", "steps-addend-2"),
         // What teams have is added up as if they had the same maximum, a team takes what is another's turn, the first part of heads alone,
         // and rows at the position of the first one of a share.
