@@ -25,7 +25,8 @@ struct alignas(16) Wave {
   u32 row_scales; // of a matrix of codes
   u32 meetings; // of all blocks in the step, before it
   u32 meets; // 1 if all blocks meet after it, else 0
-  u32 reserved[2]; // 0
+  u32 next_op; // op of the wave after it; of the last one, of the first
+  u32 reserved; // 0
 };
 static_assert(sizeof(Wave) == 80, "the host fills this struct");
 
@@ -193,12 +194,13 @@ struct WaveContext {
   RingCursor<WeightRing<M>> weights;
   u32 step, wave;
   u32 patience;
+  u32 meetings; // of all blocks in the launch, that the next wave waits for; 0 if for none
   u32 starved_ns; // traced builds: time of this wave before chunks that had not landed
   u32 exchanges; // with the other block of the pair, so far
   int thread, warp_index;
 
   __device__ __forceinline__ explicit WaveContext(const WaveParams& p)
-      : p(p), held(), inputs{0, 0}, weights{0, 0}, step(0), wave(0), patience(POLLS_BETWEEN_CHECKS), starved_ns(0), exchanges(0), thread(int(threadIdx.x)), warp_index(int(uniform(threadIdx.x / 32))) {}
+      : p(p), held(), inputs{0, 0}, weights{0, 0}, step(0), wave(0), patience(POLLS_BETWEEN_CHECKS), meetings(0), starved_ns(0), exchanges(0), thread(int(threadIdx.x)), warp_index(int(uniform(threadIdx.x / 32))) {}
   // At the start of every wave. The compiler must take the thread index for a new value; otherwise it keeps everything that ops derive from it in
   // registers throughout.
   __device__ __forceinline__ void begin_wave(u32 s, u32 i) {
@@ -215,6 +217,8 @@ struct WaveContext {
   __device__ __forceinline__ WaveState<M>& state() const { return *reinterpret_cast<WaveState<M>*>(memory() + M::STATE_AT); }
   __device__ __forceinline__ float* scratch() const { return reinterpret_cast<float*>(memory() + M::SCRATCH_AT); }
   __device__ __forceinline__ const Wave& current() const { return state().now.wave; }
+  // How many shares the block has in the wave that it has not entered yet.
+  __device__ __forceinline__ u32 next_shares() const { return uniform(state().next.record.count); }
   // Before the first wave.
   __device__ __forceinline__ void fetch_first() const {
     if (warp() == 1) fetch_wave<M>(p, 0, __ldg(&p.waves[0].division), u32(lane()));
@@ -223,13 +227,24 @@ struct WaveContext {
   __device__ __forceinline__ void await_fetched() const {
     if (warp() == 1) await_copies();
   }
-  // Begins the next wave once all blocks have met so many times in the launch. Warp 1 asks for wave `then` while warp 0 waits.
-  __device__ __forceinline__ void enter(u32 meetings, u32 then) {
+  // Begins the next wave once all blocks have met often enough. Warp 1 asks for the wave after it while warp 0 waits.
+  __device__ __forceinline__ void enter() {
     if (warp() == 1) {
       take_wave<M>(u32(lane()));
-      fetch_wave<M>(p, then, current().next_division, u32(lane()));
+      fetch_following();
     }
     await_meetings(meetings);
+    stamp(1);
+  }
+  // The same for an op that looks at the next wave before it enters: that wave stays in its place until all warps have done so.
+  __device__ __forceinline__ void enter_after_looking() {
+    if (warp() == 1) take_wave<M>(u32(lane()));
+    await_meetings(meetings);
+    if (warp() == 1) fetch_following();
+    stamp(1);
+  }
+  __device__ __forceinline__ void fetch_following() const {
+    fetch_wave<M>(p, wave + 1 == p.wave_count ? 0 : wave + 1, current().next_division, u32(lane()));
   }
   __device__ __forceinline__ void await_meetings(u32 count) {
     if (count > 0 && warp() == 0) await_waves<M::SMS>(p.arrived, count, waiter());

@@ -1,7 +1,7 @@
 // The loop of a kernel of waves: every block executes every wave, and all blocks meet between most of them. Dispatch is generated.
 #pragma once
 
-// D::run(context, op, wave) is the consumers' part of a wave, D::load(loader, op, wave) the loader's.
+// D::run(context, op, wave) is the consumers' part of a wave, D::load(loader, op, wave) the loader's. If D::holds(op), the op enters its wave itself.
 template <class M, class D, class R>
 __device__ __forceinline__ void load_waves(const WaveParams& p, int part) {
   WaveLoader<M, R> loader(p, part);
@@ -21,22 +21,22 @@ __device__ __forceinline__ void consume_waves(const WaveParams& p) {
   c.fetch_first();
   c.await_fetched();
   c.barrier();
-  u32 meetings = 0; // that the wave has to wait for; 0 if for none
+  u32 op = uniform(__ldg(&p.waves[0].op));
   for (u32 s = 0; s < p.steps; s++)
 #pragma unroll 1
     for (u32 i = 0; i < p.wave_count; i++) {
       c.begin_wave(s, i);
       c.stamp(0);
-      c.enter(meetings, i + 1 == p.wave_count ? 0 : i + 1);
-      c.stamp(1);
-      D::run(c, uniform(c.current().op), c.current());
-      meetings = c.current().meets ? s * M::MEETINGS + c.current().meetings + 1 : 0;
+      if (!D::holds(op)) c.enter();
+      D::run(c, op, c.current());
+      op = uniform(c.current().next_op); // known before the block enters that wave
+      c.meetings = c.current().meets ? s * M::MEETINGS + c.current().meetings + 1 : 0;
       c.await_fetched();
       // Whatever a wave did in scratch: in a later one the other block of the pair sends to there.
       if (M::PAIRS) fence_received();
       c.barrier();
       c.stamp(3);
-      if (meetings > 0 && c.tid() == 0) end_wave(p.arrived);
+      if (c.meetings > 0 && c.tid() == 0) end_wave(p.arrived);
     }
   // What the last step decided, for the host.
   if constexpr (M::STEPS)

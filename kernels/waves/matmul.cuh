@@ -176,14 +176,19 @@ struct WaveMatMul {
     // Without a test for each granule all loads are issued at once.
     if (WHOLE || granules >= STEP_GRANULES) {
 #pragma unroll
-      for (int i = 0; i < WARP_GRANULES; i++) multiply_granule<N>(input, i * K_GROUPS + at.k_at, weights, at.lane, d);
+      for (int i = 0; i < WARP_GRANULES; i++) multiply_granule<N>(input, i * K_GROUPS + at.k_at, words_at<N>(weights, i * K_GROUPS + at.k_at), at.lane, d);
     } else {
 #pragma unroll 1
-      for (int granule = at.k_at; granule < granules; granule += K_GROUPS) multiply_granule<N>(input, granule, weights, at.lane, d);
+      for (int granule = at.k_at; granule < granules; granule += K_GROUPS) multiply_granule<N>(input, granule, words_at<N>(weights, granule), at.lane, d);
     }
   }
+  // The words of a lane of a granule of the n-th unit of its warp.
   template <int N>
-  static __device__ __forceinline__ void multiply_granule(const u8* input, int granule, const u8* weights, int lane, float (&d)[ROW_TILES][N][4]) {
+  static __device__ __forceinline__ auto words_at(const u8* weights, int granule) {
+    return [=](int n) { return *reinterpret_cast<const uint4*>(weights + n * (UNIT_GROUPS * UNIT_PITCH) + granule * GRANULE); };
+  }
+  template <int N, class Words>
+  static __device__ __forceinline__ void multiply_granule(const u8* input, int granule, const Words& words, int lane, float (&d)[ROW_TILES][N][4]) {
 #pragma unroll
     for (int p = 0; p < K_PARTS; p++) {
       uint4 a[ROW_TILES], b[ROW_TILES];
@@ -195,7 +200,7 @@ struct WaveMatMul {
       }
 #pragma unroll
       for (int n = 0; n < N; n++) {
-        uint4 w = *reinterpret_cast<const uint4*>(weights + n * (UNIT_GROUPS * UNIT_PITCH) + granule * GRANULE);
+        uint4 w = words(n);
         // Rows of a granule that belong to other parts of k are multiplied as zeros.
         if (K_PARTS > 1 && lane / 4 / G::UNIT_ROWS != p) w = make_uint4(0, 0, 0, 0);
 #pragma unroll
@@ -207,6 +212,47 @@ struct WaveMatMul {
       }
     }
   }
+
+  // The weights of the first chunks of a wave (HELD). They leave the ring before the blocks meet, so that the loader goes on meanwhile.
+  static constexpr int TURN = X_STEPS > W_STEPS ? X_STEPS : W_STEPS; // steps after which a chunk begins in both rings
+  static constexpr int STEP_WORDS = WARP_GRANULES * MOST; // words of 16 bytes that a lane multiplies in a step
+  static_assert(G::HELD == 0 || (M::STEPS && !G::PAIRED && !Codes::CODED && G::HELD * W_STEPS % TURN == 0), "what a warp may hold");
+  struct Held {
+    uint4 words[G::HELD * W_STEPS * STEP_WORDS];
+    __device__ __forceinline__ void take(WaveContext<M>& c) {
+      // Zeros, or else registers without a value would count as in use throughout the kernel.
+      if (c.next_shares() == 0) {
+#pragma unroll
+        for (uint4& word : words) word = make_uint4(0, 0, 0, 0);
+        return;
+      }
+      const Warp at(c);
+      wave_take_many<G::HELD>(c, c.weights, [&](int chunk, const u8* from) {
+        const u8* weights = from + at.units_at * UNIT_PITCH + at.lane * 16;
+#pragma unroll
+        for (int i = 0; i < W_STEPS * WARP_GRANULES; i++)
+#pragma unroll
+          for (int n = 0; n < MOST; n++) words[(chunk * W_STEPS * WARP_GRANULES + i) * MOST + n] = words_at<MOST>(weights, i * K_GROUPS + at.k_at)(n);
+      });
+    }
+    // Multiplies the weights by the first chunks of the input.
+    __device__ __forceinline__ void multiply(WaveContext<M>& c, const Warp& at, float (&d)[ROW_TILES][MOST][4]) const {
+      WaveChunk<InputRing<M>> x;
+      const WaveChunk<WeightRing<M>> none;
+#pragma unroll
+      for (int step = 0; step < G::HELD * W_STEPS; step++) {
+        if (step % X_STEPS == 0) {
+          wave_take(c, c.inputs);
+          x.take(c, c.inputs);
+        }
+        const u8* input = x.at + step % X_STEPS * (STEP / 2) * X::BLOCK_BYTES + at.tiles_at * X::TILE_BYTES + at.lane * 16;
+#pragma unroll
+        for (int i = 0; i < WARP_GRANULES; i++)
+          multiply_granule<MOST>(input, i * K_GROUPS + at.k_at, [&](int n) { return words[step * STEP_WORDS + i * MOST + n]; }, at.lane, d);
+        wave_leave(c, x, none, step % X_STEPS == X_STEPS - 1, false);
+      }
+    }
+  };
 
   // The same of codes. The sums of a group are scaled before they are added up.
   template <int N>
@@ -445,16 +491,20 @@ struct WaveMatMul {
     PairEnds<N> ends;
     if constexpr (G::PAIRED) ends.ask(c, e, passes.part, first, here, at);
     float d[ROW_TILES][N][4] = {};
+    multiply_pass<N>(c, passes, at, 0, d);
+    end_pass<N>(c, e, share, passes, first, here, at, best, squares, is_first, d, ends);
+  }
+  // Multiplies chunks, all but the first `done`, which must be whole turns.
+  template <int N>
+  static __device__ __forceinline__ void multiply_pass(WaveContext<M>& c, const Passes& passes, const Warp& at, int done, float (&d)[ROW_TILES][N][4]) {
     const int granules = int(passes.granules), steps = ceil_div(granules, STEP_GRANULES);
-    // A turn is the number of steps after which a chunk begins in both rings. Each step of a turn has its own code, because a branch takes as long as several
-    // products.
-    constexpr int TURN = X_STEPS > W_STEPS ? X_STEPS : W_STEPS;
+    // Each step of a turn has its own code, because a branch takes as long as several products.
     constexpr bool TURNS = WHOLE && PART_GRANULES / STEP_GRANULES % TURN == 0;
     WaveChunk<InputRing<M>> x;
     WaveChunk<WeightRing<M>> w;
     bool seen = wave_look(c, c.inputs, c.weights, true, true);
 #pragma unroll 1
-    for (int turn = 0; turn < steps; turn += TURN) {
+    for (int turn = done * W_STEPS; turn < steps; turn += TURN) {
 #pragma unroll
       for (int i = 0; i < TURN; i++) {
         const int step = turn + i;
@@ -475,6 +525,10 @@ struct WaveMatMul {
         wave_leave(c, x, w, last || i % X_STEPS == X_STEPS - 1, last || i % W_STEPS == W_STEPS - 1);
       }
     }
+  }
+  template <int N, class Ends>
+  static __device__ __forceinline__ void end_pass(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here, const Warp& at, Best& best, const Squares& squares,
+                                                  bool is_first, const float (&d)[ROW_TILES][N][4], const Ends& ends) {
     if constexpr (G::FACTOR)
       if (is_first) {
         squares.leave_factors(c);
@@ -859,17 +913,44 @@ struct WaveMatMul {
     else
       pass_wide<N>(c, e, share, passes, first, here);
   }
-  static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
+  // The first pass begins with the weights that warps hold. All rows of a step are in one block of rows.
+  static __device__ __forceinline__ void run_held(WaveContext<M>& c, const Wave& e, Best& best) {
+    Held held;
+    held.take(c);
+    c.enter_after_looking();
+    const HeldShares<M> shares(c);
+    if (shares.count == 0) return;
+    Squares squares;
+    if constexpr (G::FACTOR) squares.ask(c, e);
+    Share share = shares[0];
+    Passes passes(share);
+    const Warp at(c);
+    PairEnds<MOST> no_pair;
+    float d[ROW_TILES][MOST][4] = {};
+    held.multiply(c, at, d);
+    int done = G::HELD;
+    for (u32 s = 0, pass = 0;;) {
+      const u32 first = passes.first(pass), here = passes.first(pass + 1) - first;
+      multiply_pass<MOST>(c, passes, at, done, d);
+      end_pass<MOST>(c, e, share, passes, first, here, at, best, squares, done > 0, d, no_pair);
+      done = 0;
+      if (++pass == passes.count) {
+        if (++s == shares.count) return;
+        share = shares[s];
+        passes = Passes(share);
+        pass = 0;
+      }
+#pragma unroll
+      for (int m = 0; m < ROW_TILES; m++)
+#pragma unroll
+        for (int n = 0; n < MOST; n++) d[m][n][0] = d[m][n][1] = d[m][n][2] = d[m][n][3] = 0.f;
+    }
+  }
+  static __device__ __forceinline__ void run_shares(WaveContext<M>& c, const Wave& e, Best& best) {
     const HeldShares<M> shares(c);
     Squares squares;
     if constexpr (G::FACTOR)
       if (shares.count > 0) squares.ask(c, e);
-    Best best;
-    if constexpr (G::EPILOGUE == Epilogue::LOGITS)
-#pragma unroll
-      for (int m = 0; m < ROW_TILES; m++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) best.score[m][h] = NEGATIVE_INFINITY, best.id[m][h] = 0x7fffffff;
     for (u32 s = 0; s < shares.count; s++) {
       const Share share = shares[s];
       if (share.row >= c.p.row_count) continue;
@@ -883,8 +964,20 @@ struct WaveMatMul {
           run_warps(c, e, share, passes, first, here, best, squares, s == 0 && i == 0);
       }
     }
-    if constexpr (G::EPILOGUE == Epilogue::LOGITS) tell_best(c, e, Warp(c), best);
     if constexpr (G::PAIRED)
       if (shares.count == 0) leave_squares(c, e, nullptr, 0);
+  }
+  static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
+    Best best;
+    if constexpr (G::EPILOGUE == Epilogue::LOGITS)
+#pragma unroll
+      for (int m = 0; m < ROW_TILES; m++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) best.score[m][h] = NEGATIVE_INFINITY, best.id[m][h] = 0x7fffffff;
+    if constexpr (G::HELD > 0)
+      run_held(c, e, best);
+    else
+      run_shares(c, e, best);
+    if constexpr (G::EPILOGUE == Epilogue::LOGITS) tell_best(c, e, Warp(c), best);
   }
 };

@@ -18,6 +18,7 @@ use crate::waves::{
     Wave as PlanWave, WorkId,
 };
 use bytemuck::{Pod, Zeroable};
+use std::collections::BTreeSet;
 use std::fmt::Write;
 
 /// Name of the kernel's entry point.
@@ -63,8 +64,10 @@ kernel_struct! {
         meetings: u32,
         /// 1 if all blocks meet after it, else 0
         meets: u32,
+        /// op of the wave after it; of the last one, of the first
+        next_op: u32,
         /// 0
-        reserved: [u32; 2],
+        reserved: u32,
     }
 }
 
@@ -230,7 +233,7 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
             let over = plan.divisions[wave.division.index()].over;
             ("WaveRows", rows_members(&schedule.program, plan, over, *residual, sum.as_ref(), out.as_ref()))
         }
-        (Action::MatMul { squares, target, then, pass, chunk, warps, .. }, Op::MatVec(m)) => {
+        (Action::MatMul { squares, target, then, pass, chunk, warps, held, .. }, Op::MatVec(m)) => {
             let factor = squares.is_some();
             let norm_eps = m.norm.filter(|_| squares.is_some()).map_or(0.0, |norm| norm.eps);
             let plain = match target {
@@ -249,7 +252,7 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
                 _ => 0.0,
             };
             let members = format!(
-                "int ROWS = {}\nint K = {}\nint UNIT_ROWS = {}\nint PASS = {pass}\nint CHUNK = {chunk}\nbool BOXED = {boxed}\nint SPLITS = {splits}\n\
+                "int ROWS = {}\nint K = {}\nint UNIT_ROWS = {}\nint PASS = {pass}\nint CHUNK = {chunk}\nint HELD = {held}\nbool BOXED = {boxed}\nint SPLITS = {splits}\n\
                  int ROW_GROUPS = {}\nint UNIT_GROUPS = {}\nint K_GROUPS = {}\n{}float SOFTCAP = {}\nbool BIAS = {}\nbool PLAIN = {plain}\nbool PAIRED = {paired}\nbool PACKETS = {packets}\nbool OUT = {}\nbool FACTOR = {factor}\nfloat NORM_EPS = {}\n",
                 m.rows,
                 m.k,
@@ -403,7 +406,7 @@ fn square_parts(plan: &Plan) -> u32 {
 /// Prints the kernel of a proven plan.
 pub fn emit(proven: &Proven<'_>, target: &Target, trace: Trace) -> KernelSource {
     let (plan, program) = (proven.plan(), &proven.validated().schedule().program);
-    let (classes, _) = classes(proven);
+    let (classes, of_wave) = classes(proven);
     let m = &plan.machine;
     let mut out = String::new();
     let w = &mut out;
@@ -455,6 +458,11 @@ pub fn emit(proven: &Proven<'_>, target: &Target, trace: Trace) -> KernelSource 
         line!("    }}");
         line!("  }}");
     }
+    let held = plan.waves.iter().enumerate().filter(|(_, wave)| wave.action.held() > 0);
+    let ops: BTreeSet<usize> = held.map(|(w, _)| of_wave[w]).collect();
+    let holds: Vec<String> = ops.iter().map(|op| format!("op == {op}")).collect();
+    let holds = if holds.is_empty() { "false".to_string() } else { holds.join(" || ") };
+    line!("  static __device__ __forceinline__ bool holds(u32 op) {{ return {holds}; }}");
     line!("}};");
     line!();
     let threads = (m.warps + m.loader_warps) * 32;
@@ -483,12 +491,20 @@ pub fn encode(proven: &Proven<'_>) -> WaveTables {
     let matrices = matrices(&proven.validated().schedule().program);
     let next = plan.waves.iter().cycle().skip(1);
     let mut meetings = 0;
-    let entries = plan.waves.iter().zip(&of_wave).zip(next).map(|((wave, &class), next)| {
-        let entry = entry(proven, &matrices, wave, class);
-        let before = meetings;
-        meetings += u32::from(next.meets);
-        Wave { next_division: next.division.0, meetings: before, meets: next.meets.into(), ..entry }
-    });
+    let next_class = of_wave.iter().cycle().skip(1);
+    let entries =
+        plan.waves.iter().zip(&of_wave).zip(next.zip(next_class)).map(|((wave, &class), (next, &next_class))| {
+            let entry = entry(proven, &matrices, wave, class);
+            let before = meetings;
+            meetings += u32::from(next.meets);
+            Wave {
+                next_division: next.division.0,
+                meetings: before,
+                meets: next.meets.into(),
+                next_op: next_class as u32,
+                ..entry
+            }
+        });
     let waves = entries.collect();
     let mut tables = WaveTables { waves, shares: vec![], records: vec![], boxes: vec![] };
     for (entry, wave) in tables.waves.iter_mut().zip(&plan.waves) {
@@ -543,7 +559,8 @@ const NOTHING: Wave = Wave {
     row_scales: NONE,
     meetings: 0,
     meets: 0,
-    reserved: [0; 2],
+    next_op: 0,
+    reserved: 0,
 };
 
 /// Where a buffer of activations begins, as waves name it.

@@ -2,8 +2,9 @@
 
 use super::ragged::MERGE_SPLITS;
 use super::{
-    Action, CHUNK_BLOCK_ROWS, Division, DivisionId, Form, Input, Layout, Machine, NormOf, Over, Plan, Products, Ring,
-    Share, Splits, Sum, Sums, Target as Written, WIDE_UNITS, Warps, Wave, Work, WorkId, sums_max, wide_tiles_max,
+    Action, CHUNK_BLOCK_ROWS, Division, DivisionId, Form, HELD_AND_SUMS_MAX, Input, Layout, Machine, NormOf, Over,
+    Plan, Products, Ring, Share, Splits, Sum, Sums, Target as Written, WIDE_UNITS, Warps, Wave, Work, WorkId, sums_max,
+    wide_tiles_max,
 };
 use crate::dtype::DType;
 use crate::format::Format;
@@ -51,6 +52,8 @@ const STEP_WEIGHT_BYTES: u32 = 16 << 10;
 const STEP_SCRATCH_BYTES: u32 = 32 << 10;
 /// Most bytes of heads that a step leaves in packets: more take longer to write and to poll than a meeting takes (docs/perf-log.md, entry 33).
 const PACKET_BYTES_MAX: u64 = 4 << 20;
+/// Chunks of weights that products hold while blocks meet.
+const HELD_CHUNKS: u32 = 4;
 /// How many parts of k a product of a step may have. Four are not faster (docs/perf-log.md, entry 23).
 const PARTS: [u32; 2] = [1, 2];
 /// Most parts of a row in a wave of rows. The next product adds up a sum of squares of each.
@@ -202,7 +205,40 @@ fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, aske
         return Err(Refused::SharedMemory { slots, slot_bytes, target: target.name.clone() });
     }
     m.weights = Ring { slots, slot_bytes };
+    if form == Form::Steps {
+        hold(program, &mut plan);
+    }
     Ok(plan)
+}
+
+/// Decides which products hold their first chunks of weights: those of whole units, if registers have room. Products of parts of k are slower with it
+/// (docs/perf-log.md, entry 34).
+fn hold(program: &Program, plan: &mut Plan) {
+    let (slots, input_bytes) = (plan.machine.weights.slots, plan.machine.inputs.slot_bytes);
+    for wave in &mut plan.waves {
+        let grid = &program.grids[wave.grid.index()];
+        let Op::MatVec(m) = &grid.op else { continue };
+        let Action::MatMul { pass, chunk, warps, ref mut held, .. } = wave.action else { continue };
+        let division = &plan.divisions[wave.division.index()];
+        if !matches!(division.over, Over::Units { parts: 1, .. }) {
+            continue;
+        }
+        let format = program.format_of(grid);
+        let matrix = Matrix::of(m, format);
+        let of_warp = pass.div_ceil(warps.units);
+        let input_chunks = input_bytes / (plan.block_rows * 64 * matrix.granule_spans) / chunk;
+        let sums = plan.block_rows / 16 / warps.rows * of_warp * 4;
+        *held = if format.is_plain()
+            && HELD_CHUNKS < slots
+            && HELD_CHUNKS.is_multiple_of(input_chunks.max(1))
+            && HELD_CHUNKS * chunk <= matrix.granules
+            && sums + HELD_CHUNKS * (chunk / warps.k) * of_warp * 4 <= HELD_AND_SUMS_MAX
+        {
+            HELD_CHUNKS
+        } else {
+            0
+        };
+    }
 }
 
 /// The ring of inputs of a chunk.
@@ -626,7 +662,7 @@ impl Builder<'_> {
         };
         self.plan.machine.pairs |= in_pairs.is_some();
         let target = self.target(id, grid, m, parts, in_pairs.is_some())?;
-        self.push(id, Action::MatMul { x, squares, target, then: None, pass, chunk, warps }, over);
+        self.push(id, Action::MatMul { x, squares, target, then: None, pass, chunk, warps, held: 0 }, over);
         if let (Epilogue::Residual { scale }, Written::Out(branch), Some(residual)) =
             (m.epilogue, target, self.residual)
         {

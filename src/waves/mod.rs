@@ -159,6 +159,9 @@ impl Products {
 /// Units that a warp of a warpgroup has side by side: rows of a tile of 16.
 const WIDE_UNITS: u32 = 2;
 
+/// Most registers of a lane for its sums and for weights that it holds while blocks meet: more do not fit beside what a wave of products needs.
+const HELD_AND_SUMS_MAX: u32 = 96;
+
 /// Most registers of a lane for the sums of a product by warps. Codes with scales of groups need more, for the sums of a group.
 fn sums_max(grouped: bool) -> u32 {
     if grouped { 64 } else { 112 }
@@ -334,6 +337,8 @@ pub enum Action {
         /// Granules of each unit in a chunk of weights.
         chunk: u32,
         warps: Warps,
+        /// Chunks of weights that warps take into registers before the block enters the wave, so that the loader goes on while blocks meet.
+        held: u32,
     },
     /// Of a chunk: norms and rotates heads, and appends keys and values to the cache.
     Append { x: WorkId, queries: WorkId },
@@ -469,6 +474,14 @@ impl Plan {
 }
 
 impl Action {
+    /// Chunks of weights that warps hold before the block enters the wave.
+    pub fn held(&self) -> u32 {
+        match self {
+            Action::MatMul { held, .. } => *held,
+            _ => 0,
+        }
+    }
+
     /// For readers.
     pub fn name(&self) -> &'static str {
         match self {

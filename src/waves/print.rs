@@ -56,7 +56,7 @@ impl fmt::Display for Plan {
                         }
                     }
                 }
-                Action::MatMul { x, squares, target, then, pass, chunk, warps: Warps { rows, units, k } } => {
+                Action::MatMul { x, squares, target, then, pass, chunk, warps: Warps { rows, units, k }, held } => {
                     write!(f, "matmul x={x}")?;
                     if let Some(squares) = squares {
                         write!(f, " squares={squares}")?;
@@ -74,6 +74,9 @@ impl fmt::Display for Plan {
                         }
                     }
                     write!(f, " pass={pass} chunk={chunk} warps={rows}x{units}x{k}")?;
+                    if *held > 0 {
+                        write!(f, " held={held}")?;
+                    }
                 }
                 Action::Append { x, queries } => write!(f, "append x={x} queries={queries}")?,
                 Action::Attend { queries, out, tile } => {

@@ -5,8 +5,9 @@
 //! or the same KV splits. The rules below check everything else. They trust nothing that [`super::derive`] computed.
 
 use super::{
-    Action, CHUNK_BLOCK_ROWS, Division, Form, Input, Layout, NormOf, Over, Plan, Products, Ragged, Ring, STEP_ROWS_MAX,
-    Share, Splits, Sum, Sums, Target as Written, Warps, Wave, Work, WorkId, sums_max, wide_tiles_max,
+    Action, CHUNK_BLOCK_ROWS, Division, Form, HELD_AND_SUMS_MAX, Input, Layout, NormOf, Over, Plan, Products, Ragged,
+    Ring, STEP_ROWS_MAX, Share, Splits, Sum, Sums, Target as Written, Warps, Wave, Work, WorkId, sums_max,
+    wide_tiles_max,
 };
 use crate::dtype::DType;
 use crate::format::Format;
@@ -904,7 +905,7 @@ impl Judge<'_> {
 
     fn product(&mut self, grid: &Grid, m: &MatVec, wave: &Wave, w: usize) -> Result<(), String> {
         let program = &self.validated.schedule().program;
-        let Action::MatMul { x, squares, target, then, pass, chunk, warps } = wave.action else {
+        let Action::MatMul { x, squares, target, then, pass, chunk, warps, held } = wave.action else {
             return Err("expected a product".to_string());
         };
         let buffer = |role: Role| grid.operand(role).map(|operand| operand.buffer).ok_or("an operand is missing");
@@ -918,7 +919,8 @@ impl Judge<'_> {
             return Err("a product that is not divided over units".to_string());
         };
         self.over(wave, Over::Units { n: m.units(), parts })?;
-        for what in self.ring_of(m, format, Product { pass, chunk, warps, parts }) {
+        let product = Product { pass, chunk, warps, parts };
+        for what in self.ring_of(m, format, product).into_iter().chain(self.held_of(m, format, product, held)) {
             self.violate("ring", Some(w), what);
         }
         // A pass begins at the units of the share, times its number, divided by the number of passes.
@@ -1041,6 +1043,36 @@ impl Judge<'_> {
             ),
         ];
         wrong.into_iter().filter(|(wrong, _)| *wrong).map(|(_, what)| what).collect()
+    }
+
+    /// The fault in the chunks of weights that warps hold while blocks meet. A block takes them if it has a share, whichever it is.
+    fn held_of(&self, m: &MatVec, format: Format, product: Product, held: u32) -> Option<String> {
+        if held == 0 {
+            return None;
+        }
+        let Product { pass, chunk, warps: Warps { rows, units, k }, parts } = product;
+        let (block, machine) = (u64::from(self.plan.block_rows), &self.plan.machine);
+        let [pass, chunk, held, rows, units, k] = [pass, chunk, held, rows, units, k].map(u64::from);
+        let of_inputs = u64::from(machine.inputs.slot_bytes) / (block * 64);
+        let of_weights = chunk.saturating_mul(granule_spans(m, format));
+        let registers = held
+            .saturating_mul(chunk.div_ceil(k.max(1)))
+            .saturating_add(block / 16 / rows.max(1))
+            .saturating_mul(pass.div_ceil(units.max(1)) * 4);
+        let wrong = [
+            (self.plan.form != Form::Steps, "outside a step"),
+            (!format.is_plain(), "that are codes"),
+            (parts > 1, "of a part of k"),
+            (held >= u64::from(machine.weights.slots), "as many as the ring has"),
+            (!held.saturating_mul(of_weights).is_multiple_of(of_inputs.max(1)), "that end inside a chunk of the input"),
+            (
+                held.saturating_mul(chunk) > u64::from(m.k).div_ceil(32 * granule_spans(m, format)),
+                "that are more than a unit has",
+            ),
+            (registers > u64::from(HELD_AND_SUMS_MAX), "that registers have no room for beside the sums"),
+        ];
+        let (_, what) = wrong.into_iter().find(|(wrong, _)| *wrong)?;
+        Some(format!("{held} chunks held {what}"))
     }
 
     /// The residual changes as in the program: it now has the values of `exchange`.

@@ -889,13 +889,13 @@ impl Mutants<'_> {
     /// Changes the way in which a wave multiplies.
     fn matmul(&mut self, w: usize, what: &str, rule: Option<&'static str>, change: impl FnOnce(&mut Product)) {
         self.add(format!("w{w}: {what}"), rule, |p| {
-            let Action::MatMul { x, squares, target, then, pass, chunk, warps } = p.waves[w].action else {
+            let Action::MatMul { x, squares, target, then, pass, chunk, warps, held } = p.waves[w].action else {
                 unreachable!()
             };
-            let mut product = Product { target, then, pass, chunk, warps };
+            let mut product = Product { target, then, pass, chunk, warps, held };
             change(&mut product);
-            let Product { target, then, pass, chunk, warps } = product;
-            p.waves[w].action = Action::MatMul { x, squares, target, then, pass, chunk, warps };
+            let Product { target, then, pass, chunk, warps, held } = product;
+            p.waves[w].action = Action::MatMul { x, squares, target, then, pass, chunk, warps, held };
         });
     }
 
@@ -1370,6 +1370,7 @@ struct Product {
     pass: u32,
     chunk: u32,
     warps: Warps,
+    held: u32,
 }
 
 /// A change of a share, with its name.
