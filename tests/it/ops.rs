@@ -158,7 +158,7 @@ const CASES_OF_ROWS: [(&str, usize); 85] = [
     ("attention-lanes-window", 5),
     ("attention-lanes-centred", 5),
 ];
-const CASES_OF_WAVES: [(&str, usize); 151] = [
+const CASES_OF_WAVES: [(&str, usize); 159] = [
     ("rows-embed", 1),
     ("rows-embed-bf16", 1),
     ("rows-branch", 1),
@@ -258,6 +258,14 @@ const CASES_OF_WAVES: [(&str, usize); 151] = [
     ("steps-factor-logits", 1),
     ("steps-factor-int8", 1),
     ("steps-factor-20-bf16", 1),
+    ("steps-held-bf16", 1),
+    ("steps-held-gated-bf16", 1),
+    ("steps-held-alike", 1),
+    ("steps-held-long-bf16", 1),
+    ("steps-held-all", 1),
+    ("steps-held-units-of-4-bf16", 1),
+    ("steps-held-factor-bf16", 1),
+    ("steps-held-logits", 1),
     ("steps-factors-alike", 1),
     ("pairs-16", 1),
     ("pairs-16-bf16", 1),
@@ -651,6 +659,10 @@ fn a_step_of_waves_that_computes_something_else_is_found() {
             "if (v.score >= most.score) most = v;",
             "steps-logits",
         ),
+        // Held words of the first step again and again, sums that go on from the pass before, and a factor that no row has.
+        (matmul, "words[step * STEP_WORDS + i * MOST + n]", "words[i * MOST + n]", "steps-held-bf16"),
+        (matmul, "d[m][n][0] = d[m][n][1] = d[m][n][2] = d[m][n][3] = 0.f;", "d[m][n][0] = 0.f;", "steps-held-alike"),
+        (matmul, "squares, done > 0, d, no_pair", "squares, false, d, no_pair", "steps-held-factor-bf16"),
         // The first part of a branch alone, a token that another row decided, and one that is told in the place of the first step.
         (rows, "u64(s) * (M::BLOCK_ROWS * H) + col", "col", "steps-addend"),
         (rows, "c.step > 0 ? u32(row) : __ldg(&r->from)", "u32(row)", "steps-embed"),

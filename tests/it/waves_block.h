@@ -60,6 +60,7 @@ struct Ring {
   u32 arrivals[CHUNKS_MOST];                      // warps of the loader that arrived at it
   u32 filled, taken[THREADS_MAX];                 // chunks of the wave, and of each thread
   u32 seen[THREADS_MAX], left[THREADS_MAX];       // chunks up to which each thread has looked and waited, and those that it has left
+  u32 held[THREADS_MAX];                          // chunks that each thread took before it entered the wave
 };
 static Ring rings[2]; // inputs, weights
 static std::vector<u8> work, cache;
@@ -132,9 +133,17 @@ struct WaveLoader {
   void meet() { met = true; }
   void meet_last_step() { met_last_step = true; }
 };
+template <class R>
+static bool see(const RingCursor<R>& at) {
+  const u32 chunk = at.use * R::SLOTS + at.slot;
+  Ring& ring = ring_of<R>();
+  if (chunk >= ring.filled) return false;
+  ring.seen[current] = chunk + 1;
+  return true;
+}
 template <class M, class R>
 static const u8* wave_take(WaveContext<M>&, const RingCursor<R>& at) {
-  require(chunk_of(at) < ring_of<R>().filled, "a chunk is taken that the loader did not fill");
+  require(see(at), "a chunk is taken that the loader did not fill");
   return slot_of(at);
 }
 template <class M, class A, class B>
@@ -148,17 +157,23 @@ static void wave_release(WaveContext<M>&, RingCursor<R>& at) {
   leave(ring_of<R>(), chunk_of(at));
   at.next();
 }
+// Each lane looks for one chunk, and reads all of them once its whole warp has looked.
+template <int N, class M, class R, class Read>
+static void wave_take_many(WaveContext<M>& c, RingCursor<R>& at, const Read& read) {
+  static_assert(N <= R::SLOTS && N <= 32, "the chunks are in the ring at the same time");
+  RingCursor<R> own = at;
+  for (int i = 0; i < min(c.lane(), N - 1); i++) own.next();
+  wave_take(c, own);
+  __syncwarp();
+  for (int i = 0; i < N; i++) {
+    read(i, slot_of(at));
+    wave_release(c, at);
+  }
+  ring_of<R>().held[current] += N;
+}
 template <class M, class A, class B>
 static void wave_release_pair(WaveContext<M>& c, RingCursor<A>& a, RingCursor<B>& b) {
   wave_release(c, a), wave_release(c, b);
-}
-template <class R>
-static bool see(const RingCursor<R>& at) {
-  const u32 chunk = at.use * R::SLOTS + at.slot;
-  Ring& ring = ring_of<R>();
-  if (chunk >= ring.filled) return false;
-  ring.seen[current] = chunk + 1;
-  return true;
 }
 template <class M, class A, class B>
 static bool wave_look(const WaveContext<M>&, const RingCursor<A>& a, const RingCursor<B>& b, bool first, bool second) {
@@ -275,8 +290,19 @@ static void run_in_pairs(F all) {
 #include "waves/matmul.cuh"
 #include "waves/attention.cuh"
 
+// Whether an op enters its wave itself.
+template <class Op>
+struct Holds {
+  static bool in(const Wave&) { return false; }
+};
+template <class M, class G>
+struct Holds<WaveMatMul<M, G>> {
+  static bool in(const Wave&) { return G::HELD > 0; }
+};
+
 static WaveParams params;
 static Wave wave;
+static std::vector<Wave> step_waves; // as a block fetches them: it is told this wave, whichever is next
 static u32 step_at_hand, wave_at_hand;
 static u32 used[2] = {RING_BYTES, RING_BYTES}; // bytes of each ring that a wave has written
 
@@ -296,7 +322,7 @@ static void consume(int thread) {
   c.fetch_first();
   c.await_fetched();
   c.barrier();
-  c.enter(0, 0);
+  if (!Holds<Op>::in(wave)) c.enter();
   Op::run(c, c.current());
   rings[0].taken[thread] = c.inputs.use * M::INPUT_SLOTS + c.inputs.slot;
   rings[1].taken[thread] = c.weights.use * M::WEIGHT_SLOTS + c.weights.slot;
@@ -317,7 +343,8 @@ static void run_wave() {
   // Not a number, until it is written. Of the rings, what the wave before filled.
   std::memset(smem, 0xff, RINGS_AT);
   for (u32 i = 0; i < 2; i++) std::memset(smem + RINGS_AT + i * RING_BYTES, 0xff, used[i]);
-  params.waves = &wave;
+  step_waves.assign(params.wave_count, wave);
+  params.waves = step_waves.data();
   // What a block does before its first wave.
   WaveState<M>& state = wave_state<M>();
   for (u32 row = 0; M::STEPS && row < params.row_count; row++) place_row<M>(params, row);

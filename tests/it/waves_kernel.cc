@@ -24,7 +24,13 @@ static std::vector<T> contents(const char* name, bool must = true) {
 struct Any {
   template <class L>
   static void load(L& l, const Wave& e) { Dispatch::load(l, e.op, e); }
-  static void run(WaveContext<Machine>& c, const Wave& e) { Dispatch::run(c, e.op, e); }
+  // A block knows the op before it enters the wave, and nothing else of it.
+  static void run(WaveContext<Machine>& c, const Wave& e) { Dispatch::run(c, wave.op, e); }
+};
+
+template <>
+struct Holds<Any> {
+  static bool in(const Wave& e) { return Dispatch::holds(e.op); }
 };
 
 // By a warp: what rows decided in the last step.

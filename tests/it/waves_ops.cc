@@ -282,7 +282,7 @@ struct Product {
   static constexpr Act ACT = A;
   static constexpr float SCALE = 0.5f, SOFTCAP = E == Epilogue::LOGITS ? 3.f : 0.f;
   static constexpr bool BIAS = B, PLAIN = P;
-  static constexpr int ROW_GROUPS = 2, UNIT_GROUPS = 4, K_GROUPS = 1, SPLITS = 1, CHUNK = UNIT_ROWS == 8 ? 2 : 1, NORM_PARTS = 0;
+  static constexpr int ROW_GROUPS = 2, UNIT_GROUPS = 4, K_GROUPS = 1, SPLITS = 1, CHUNK = UNIT_ROWS == 8 ? 2 : 1, HELD = 0, NORM_PARTS = 0;
   static constexpr bool FACTOR = false, PAIRED = false, PACKETS = false, OUT = false, BOXED = true;
   static constexpr float NORM_EPS = 0.f;
 };
@@ -307,6 +307,15 @@ template <class P, int BY_ROWS, int BY_UNITS, int BY_K, int CHUNK_, int SPLITS_ 
 struct By : P {
   static constexpr int ROW_GROUPS = BY_ROWS, UNIT_GROUPS = BY_UNITS, K_GROUPS = BY_K, CHUNK = CHUNK_, SPLITS = SPLITS_;
   static constexpr bool BOXED = CHUNK <= 2;
+};
+// Chunks of weights that warps hold before the block enters the wave.
+template <class P, int N>
+struct Holding : P {
+  static constexpr int HELD = N;
+};
+template <int ROWS>
+struct HoldingMachine : StepMachine<ROWS> {
+  static constexpr int WEIGHT_SLOTS = 5;
 };
 // The boxes of the matrix, after one of another.
 template <class M, class G>
@@ -383,6 +392,25 @@ static double activated(Act act, double v) {
   if (act == Act::GELU_TANH) return 0.5 * v * (1 + std::tanh(std::sqrt(2 / M_PI) * (v + 0.044715 * v * v * v)));
   return v > 0 ? v : 0;
 }
+// A wave of the only block, after one without a share: that one holds nothing and, apart from its best logits, leaves nothing.
+template <class M, class G>
+static void run_product() {
+  const auto held = [](u32 chunks) {
+    for (int i = 0; i < M::WARPS * 32; i++) require(rings[1].held[i] == chunks, "a warp holds other chunks than its first ones");
+  };
+  if (G::HELD > 0) {
+    const std::vector<u8> before = work;
+    std::vector<Share> none;
+    std::swap(shares, none);
+    run<M, WaveMatMul<M, G>>();
+    std::swap(shares, none);
+    held(0);
+    require(G::EPILOGUE == Epilogue::LOGITS || work == before, "a block without a share writes");
+    work = before;
+  }
+  run<M, WaveMatMul<M, G>>();
+  held(G::HELD);
+}
 template <class M, class G>
 static void matmul(const char* name, u32 rows) {
   constexpr int COLS = G::EPILOGUE == Epilogue::GATED ? G::ROWS / 2 : G::ROWS, SPLITS = G::SPLITS;
@@ -440,7 +468,7 @@ static void matmul(const char* name, u32 rows) {
       factors[row] = 1 / std::sqrt(sum / G::K + G::NORM_EPS);
     }
   }
-  run<M, WaveMatMul<M, G>>();
+  run_product<M, G>();
   const auto out_at = [&](u32 row, u32 col) { return PLAIN ? plain_at(wave.out, row, col, COLS, PARTS ? (G::PACKETS ? 8 : 4) : 2) : operand_at<M, COLS>(wave.out, row, col); };
   // Columns of a part: whole granules, and whole blocks of 64.
   constexpr int BITS = IS_CODED<G> ? 0 : 16;
@@ -1009,6 +1037,19 @@ int main() {
   matmul<S32, Weighted<By<Product<61, 200, Epilogue::LOGITS, 4, 8, true>, 2, 4, 1, 4>, 3>>("steps-factor-logits", 29);
   matmul<S16, CodedAs<Weighted<By<Product<44, 200, Epilogue::RESIDUAL, 4, 8, true>, 1, 4, 2, 2>, 2>, Code::INT8, 0, ScaleCode::NONE, false, true>>("steps-factor-int8", 11);
   matmul<S64, Weighted<By<Product<92, 328, Epilogue::GATED, 3, 8, true, false>, 4, 2, 1, 2>, 20>>("steps-factor-20-bf16", 64);
+  // Weights held before the block enters: chunks that are shorter than those of inputs, as long, and longer; all chunks of a unit; several passes of
+  // several shares; units of 4 rows; a factor of the first pass.
+  typedef HoldingMachine<16> H16;
+  typedef HoldingMachine<32> H32;
+  typedef HoldingMachine<64> H64;
+  matmul<H16, Holding<By<Product<138, 712, Epilogue::ACT, 2, 8, true, false, Act::GELU_TANH>, 1, 2, 4, 4>, 4>>("steps-held-bf16", 13);
+  matmul<H64, Holding<By<Product<92, 328, Epilogue::GATED, 3, 8, true, false>, 4, 2, 1, 2>, 4>>("steps-held-gated-bf16", 64);
+  matmul<H32, Holding<By<Product<200, 712, Epilogue::RESIDUAL, 4>, 2, 2, 2, 8>, 2>>("steps-held-alike", 29);
+  matmul<H64, Holding<By<Product<44, 328, Epilogue::STORE, 2, 8, true, true>, 1, 2, 4, 8>, 1>>("steps-held-long-bf16", 50);
+  matmul<H32, Holding<By<Product<72, 256, Epilogue::RESIDUAL, 4, 8, true>, 2, 4, 1, 2>, 4>>("steps-held-all", 32);
+  matmul<H16, Holding<By<Product<50, 712, Epilogue::STORE, 3, 4, true>, 1, 1, 8, 8>, 1>>("steps-held-units-of-4-bf16", 16);
+  matmul<H32, Weighted<Holding<By<Product<72, 456, Epilogue::GATED, 4>, 2, 2, 2, 2>, 4>, 4>>("steps-held-factor-bf16", 31);
+  matmul<H32, Weighted<Holding<By<Product<61, 328, Epilogue::LOGITS, 4, 8, true>, 2, 4, 1, 2>, 4>, 3>>("steps-held-logits", 29);
   same_factors<Weighted<By<Product<44, 200, Epilogue::STORE, 8>, 1, 8, 1, 2>, 19>>("steps-factors-alike");
   // In pairs of blocks: a unit a warp and several; groups of k, of units and of rows; units of 4 and of 2 rows; codes; fewer rows than there are.
   in_pairs<S16, Paired<By<Product<44, 200, Epilogue::RESIDUAL, 2, 8, true>, 1, 1, 8, 8, 2>, true>>("pairs-16", "pairs-16-bf16", 11);
