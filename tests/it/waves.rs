@@ -65,14 +65,22 @@ fn kernel_up_to(context_max: u32, graph: &ModelGraph, target: &Target, precision
     validate(placed, target).unwrap_or_else(|rejected| panic!("{rejected}"))
 }
 
+/// Columns of rows at which products have enough chunks to hold four of them.
+const HOLDING_COLS: u32 = 640;
+
 /// The config of a fixture with heads that tensor cores take, and random weights.
 pub fn wide(name: &str) -> Imported {
+    of_width(name, 128)
+}
+
+/// The same with rows of this many columns.
+fn of_width(name: &str, hidden: u32) -> Imported {
     let text = fs::read_to_string(fixture(name).join("config.json")).unwrap();
     let mut config: serde_json::Value = serde_json::from_str(&text).unwrap();
     let own = config["head_dim"].is_u64();
     let (heads, kv) = if own { (6, 2) } else { (2, 1) };
     for (key, value) in [
-        ("hidden_size", 128),
+        ("hidden_size", hidden),
         ("num_attention_heads", heads),
         ("num_key_value_heads", kv),
         ("head_dim", 64),
@@ -191,13 +199,19 @@ fn decided(name: &str, graph: &ModelGraph) -> String {
         let in_parts = plan.divisions.iter().filter(|division| matches!(division.over, Over::Units { parts: 2.., .. }));
         let products = plan.divisions.iter().filter(|division| matches!(division.over, Over::Units { .. }));
         lines += &format!(
-            "{name}: {form:?} of {rows}: {} waves, weights {}, inputs {}, {} of {} divisions in parts\n",
+            "{name}: {form:?} of {rows}: {} waves, weights {}, inputs {}, {} of {} divisions in parts",
             plan.waves.len(),
             ring(plan.machine.weights),
             ring(plan.machine.inputs),
             in_parts.count(),
             products.count()
         );
+        let holding = plan.waves.iter().filter(|wave| wave.action.held() > 0).count();
+        lines += &if holding > 0 {
+            format!(", {holding} of {} waves with held weights\n", plan.waves.len())
+        } else {
+            "\n".to_string()
+        };
     }
     lines
 }
@@ -251,7 +265,10 @@ fn the_text_of_a_plan_is_what_it_was() {
     blessed("waves_plan.txt", &of("families/gemma3", Form::Chunk, 512));
     // Branches with their own norms, and products that add to the residual.
     let steps = of("families/gemma3", Form::Steps, 32) + &of("families/qwen3", Form::Steps, 32);
-    blessed("waves_plan_steps.txt", &steps);
+    // On few SMs, products of whole units hold weights.
+    let validated = kernel(&of_width("families/qwen3", HOLDING_COLS).graph, &small());
+    let holding = proven(&validated, &small(), Form::Steps, 16).unwrap().plan().to_string();
+    blessed("waves_plan_steps.txt", &(steps + &holding));
     // Histories in KV splits.
     let validated = kernel(&wide("families/qwen3").graph, &target);
     let splits = proven_in_splits(&validated, &target, 32, 128);
@@ -326,6 +343,7 @@ fn tables_hold_shares(proven: &Proven<'_>) {
     let next = tables.waves.iter().cycle().skip(1);
     for ((wave, entry), next) in plan.waves.iter().zip(&tables.waves).zip(next) {
         assert_eq!((wave.division.0, next.division), (entry.division, entry.next_division));
+        assert_eq!(next.op, entry.next_op);
     }
 }
 
@@ -352,6 +370,11 @@ fn kernels_of_waves_compile() {
         let source = emit(&proven(&validated, &target, form, rows).unwrap(), &target, trace);
         compiles(compiler, &source, &format!("{name} on {record}"));
     });
+    // Products that hold weights, as users have them.
+    let validated = kernel(&of_width("families/gemma3", HOLDING_COLS).graph, &small());
+    let holding = proven(&validated, &small(), Form::Steps, 32).unwrap();
+    assert!(holding.plan().waves.iter().any(|wave| wave.action.held() > 0));
+    compiles(nvrtc, &emit(&holding, &small(), Trace::On), "a kernel that holds weights");
     // Histories in KV splits.
     for (record, trace, rows, compiler) in [("h200", Trace::On, 64, nvrtc), ("b200", Trace::Off, 32, quick)] {
         let target = Target::builtin(record).unwrap();
@@ -779,6 +802,7 @@ impl Mutants<'_> {
                 }
                 Action::MatMul { target, .. } => {
                     self.product(w);
+                    self.held(w);
                     let (Written::Out(id) | Written::Residual(id) | Written::Best(id)) = target;
                     for other in [Written::Out(id), Written::Residual(id), Written::Best(id)] {
                         self.matmul(w, "writes another way", wrong, |m| m.target = other);
@@ -935,6 +959,25 @@ impl Mutants<'_> {
             let wrong = Warps { rows: 2, units: 2, k: 2 };
             self.matmul(w, "groups of k", ring, |m| m.warps = wrong);
         }
+    }
+
+    /// Held chunks: outside a step, of a part of k, up to the middle of a chunk of the input, as many as the ring has or more, and none.
+    fn held(&mut self, w: usize) {
+        let (ring, Plan { form, block_rows, machine, .. }) = (Some("ring"), self.of);
+        let Wave { action: Action::MatMul { chunk, .. }, division, .. } = self.of.waves[w] else { panic!("a product") };
+        let Op::MatVec(m) = &self.program.grids[self.of.waves[w].grid.index()].op else { panic!("a product") };
+        let Over::Units { parts, .. } = self.of.divisions[division.index()].over else { panic!("a product") };
+        let (spans, inputs) = (8 / m.unit_rows * chunk, machine.inputs.slot_bytes / (block_rows * 64));
+        for n in 1..machine.weights.slots {
+            let wrong = *form != Form::Steps || parts > 1 || !(n * spans).is_multiple_of(inputs);
+            if wrong {
+                self.matmul(w, &format!("{n} chunks held"), ring, |m| m.held = n);
+            }
+        }
+        for n in [machine.weights.slots, 8, u32::MAX] {
+            self.matmul(w, &format!("{n} chunks held"), ring, |m| m.held = n);
+        }
+        self.matmul(w, "nothing held", None, |m| m.held = 0);
     }
 
     /// The input of the next product, left out or left otherwise, and left by a product that has not the residual in pairs.
@@ -1460,13 +1503,26 @@ fn judge_mutants_in(name: &str, target: &Target, form: Form, rows: u32, split: O
     mutants.addends();
     mutants.best();
     let text = tokens(&imported, if form == Form::Steps && split.is_none() { rows + 3 } else { 140 });
-    let keys_and_values = expected(&imported, &text);
-    let count = mutants.made.len();
-    let chunk = proven(&validated, target, Form::Chunk, 256).unwrap();
-    for Mutant { name: what, rule, plan } in mutants.made {
+    judge(name, &imported, &validated, target, mutants, &text)
+}
+
+/// The same of mutants of one plan. Those with a proof compute `text`.
+fn judge(
+    name: &str,
+    imported: &Imported,
+    validated: &Validated,
+    target: &Target,
+    mutants: Mutants<'_>,
+    text: &[u32],
+) -> usize {
+    let Mutants { of: &Plan { form, rows, .. }, program, made } = mutants;
+    let keys_and_values = expected(imported, text);
+    let count = made.len();
+    let chunk = proven(validated, target, Form::Chunk, 256).unwrap();
+    for Mutant { name: what, rule, plan } in made {
         let judged = match form {
             Form::Tail => prove_tail(plan.clone(), chunk.clone(), target).map(Some),
-            Form::Chunk | Form::Steps => prove(plan.clone(), &validated, target).map(|_| None),
+            Form::Chunk | Form::Steps => prove(plan.clone(), validated, target).map(|_| None),
         };
         match judged {
             Err(violations) => {
@@ -1475,13 +1531,13 @@ fn judge_mutants_in(name: &str, target: &Target, form: Form, rows: u32, split: O
             }
             Ok(Some(both)) => {
                 assert_eq!(rule, None, "{name}, a tail, {what}: proven");
-                run_tail(&imported, &both, &text, &[10, 140], 1);
+                run_tail(imported, &both, text, &[10, 140], 1);
             }
             Ok(None) => {
                 assert_eq!(rule, None, "{name}, {form:?} of {rows}, {what}: proven");
                 let most = if form == Form::Chunk { text.len() } else { rows as usize };
                 let chunks: Vec<&[u32]> = text.chunks(most).collect();
-                let found = execute(program, &imported, &plan, &chunks, 1);
+                let found = execute(program, imported, &plan, &chunks, 1);
                 let difference = difference(&keys_and_values, &found);
                 assert!(difference < TOLERANCE, "{name}, {what}: proven, and differs by {difference:e}");
             }
@@ -1670,6 +1726,48 @@ fn a_wrong_plan_of_steps_has_no_proof() {
         count += judge_mutants(name, &target, Form::Steps, rows);
     }
     assert!(count > 3000, "{count} mutants");
+}
+
+/// On few SMs products have whole units. Those of 32 rows hold four chunks. Those of 64 rows hold none, but may hold one.
+#[test]
+fn a_wrong_plan_that_holds_weights_has_no_proof() {
+    let mut count = 0;
+    for (name, rows) in [("families/qwen3", 32), ("families/gemma3", 64)] {
+        let (imported, target) = (of_width(name, HOLDING_COLS), small());
+        let validated = kernel(&imported.graph, &target);
+        let of = proven(&validated, &target, Form::Steps, rows).unwrap().plan().clone();
+        let mut mutants = Mutants { of: &of, program: &validated.schedule().program, made: vec![] };
+        for w in (0..of.waves.len()).filter(|w| matches!(of.waves[*w].action, Action::MatMul { .. })) {
+            mutants.held(w);
+        }
+        mutants.matmul(1, "another chunk held", (rows == 32).then_some("ring"), |m| m.held += 1);
+        count += judge(name, &imported, &validated, &target, mutants, &tokens(&imported, rows + 3));
+    }
+    assert!(count > 90, "{count} mutants");
+}
+
+/// Each rule of held chunks finds what no other rule does.
+#[test]
+fn products_hold_no_other_weights() {
+    let plain = of_width("families/gemma3", HOLDING_COLS);
+    let coded = rounded(of_width("families/gemma3", HOLDING_COLS), &all(named("int8")));
+    for (imported, target, (form, rows), held, what) in [
+        (&plain, small(), (Form::Chunk, 512), 1, "outside a step"),
+        (&coded, small(), (Form::Steps, 32), 4, "that are codes"),
+        (&plain, h200(), (Form::Steps, 32), 1, "of a part of k"),
+        (&plain, small(), (Form::Steps, 32), 8, "as many as the ring has"),
+        (&plain, small(), (Form::Steps, 32), 3, "that end inside a chunk of the input"),
+        (&plain, small(), (Form::Steps, 32), 6, "that are more than a unit has"),
+        (&plain, small(), (Form::Steps, 64), 2, "that registers have no room for beside the sums"),
+    ] {
+        let validated = kernel(&imported.graph, &target);
+        let mut plan = proven(&validated, &target, form, rows).unwrap().plan().clone();
+        let Action::MatMul { held: now, .. } = &mut plan.waves[1].action else { panic!("a product") };
+        *now = held;
+        let violations = prove(plan, &validated, &target).expect_err(what);
+        let text = format!("{held} chunks held {what}");
+        assert!(violations.len() == 1 && violations[0].what == text, "{what}: {}", listed(&violations));
+    }
 }
 
 /// With histories in KV splits: the wave that adds up is dropped, comes first or twice, adds up other splits, or splits share their places.
@@ -2195,16 +2293,19 @@ fn a_generated_kernel_computes_keys_and_values_of_its_model() {
 fn a_generated_kernel_of_steps_decides_what_its_model_does() {
     const NAME: &str = "a_generated_kernel_of_steps_decides_what_its_model_does";
     let codes = |weights, embed| FormatPlan { embed: Some(named(embed)), ..all(named(weights)) };
-    for (name, rows, plan) in [
-        ("families/gemma3", 16, FormatPlan::default()),
-        ("families/qwen3", 32, codes("int4:32", "int8")),
-        ("families/starcoder2", 64, FormatPlan::default()),
-        ("families/llama-gqa", 64, codes("fp8", "mxfp4")),
+    for (name, cols, rows, plan) in [
+        ("families/gemma3", 128, 16, FormatPlan::default()),
+        ("families/qwen3", 128, 32, codes("int4:32", "int8")),
+        ("families/starcoder2", 128, 64, FormatPlan::default()),
+        ("families/llama-gqa", 128, 64, codes("fp8", "mxfp4")),
+        ("families/qwen3", HOLDING_COLS, 32, FormatPlan::default()),
     ] {
-        let ((_folder, imported), target) = (stored(&wide(name)), small());
+        let ((_folder, imported), target) = (stored(&of_width(name, cols)), small());
         let imported = rounded(imported, &plan);
         let validated = kernel(&imported.graph, &target);
         let proven = proven(&validated, &target, Form::Steps, rows).unwrap();
+        let holds = proven.plan().waves.iter().any(|wave| wave.action.held() > 0);
+        assert_eq!(holds, cols == HOLDING_COLS, "{name}");
         let shape = Shape::of(&validated.schedule().program).unwrap();
         let blocks = shape.blocks();
         let pages: Vec<u32> = (0..2 * blocks).map(|block| (block * 7 + 5) % shape.pages).collect();
