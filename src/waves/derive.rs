@@ -197,18 +197,23 @@ fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, aske
     }
     b.divide();
     let mut plan = b.plan;
-    let slot_bytes = weight_bytes(program, &plan).next_multiple_of(1024);
-    let m = &mut plan.machine;
-    let left = spec.smem_bytes_per_block_max.saturating_sub(STATE_BYTES + m.inputs.bytes() + m.scratch_bytes);
-    let slots = (left / slot_bytes.max(1)).min(SLOTS_MAX);
-    if slots < 2 {
-        return Err(Refused::SharedMemory { slots, slot_bytes, target: target.name.clone() });
-    }
-    m.weights = Ring { slots, slot_bytes };
+    plan.machine.weights = weight_ring(program, &plan, target)?;
     if form == Form::Steps {
         hold(program, &mut plan);
     }
     Ok(plan)
+}
+
+/// The ring of weights of a plan: as many slots as its block has room for beside everything else.
+fn weight_ring(program: &Program, plan: &Plan, target: &Target) -> Result<Ring, Refused> {
+    let m = &plan.machine;
+    let slot_bytes = weight_bytes(program, plan).next_multiple_of(1024);
+    let used = STATE_BYTES + m.inputs.bytes() + m.scratch_bytes;
+    let slots = (target.spec.smem_bytes_per_block_max.saturating_sub(used) / slot_bytes.max(1)).min(SLOTS_MAX);
+    if slots < 2 {
+        return Err(Refused::SharedMemory { slots, slot_bytes, target: target.name.clone() });
+    }
+    Ok(Ring { slots, slot_bytes })
 }
 
 /// Decides which products hold their first chunks of weights: those of whole units, if registers have room. Products of parts of k are slower with it
