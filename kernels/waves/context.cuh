@@ -259,7 +259,7 @@ struct WaveContext {
       if (tid() == 0) {
         u64* words = p.stamps + ((u64(blockIdx.x) * p.steps + step) * p.wave_count + wave) * STAMP_WORDS;
         words[k] = global_ns();
-        if (k == 0) starved_ns = 0;
+        if (k <= 1) starved_ns = 0; // until stamp 1 it counts as a wait for other blocks
         if (k == 3) words[4] = starved_ns;
       }
   }
