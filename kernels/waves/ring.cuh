@@ -20,6 +20,7 @@ __device__ __forceinline__ void wave_take_many(WaveContext<M>& c, RingCursor<R>&
   const u64 begun = M::TRACE && c.tid() == 0 ? global_ns() : 0;
   const u32 nth = at.slot + min(u32(c.lane()), u32(N - 1)), wraps = nth >= u32(R::SLOTS) ? 1 : 0, slot = nth - wraps * R::SLOTS;
   await_slot<false>(&c.state().full[R::FIRST + slot], at.use + wraps, R::FILLERS, c.waiter(), WaitKind::RING_FULL);
+  __syncwarp(); // a lane reads chunks that other lanes have looked for
   if constexpr (M::TRACE)
     if (c.tid() == 0) c.starved_ns += u32(global_ns() - begun);
 #pragma unroll

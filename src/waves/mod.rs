@@ -32,6 +32,12 @@
 //! computes the keys and values of its rows in the last layer again, from sums in another order, and appends them where the chunk did. Attention
 //! of the tail reads only earlier positions, and later launches see what the tail wrote.
 //!
+//! # Weights before a meeting
+//!
+//! Weights are never written, so a wave may take them before all SMs have met: the loader copies them as soon as a slot is free, and warps of a product may
+//! take its first chunks into registers (`held`) before their block enters the wave. Their ring is not that of inputs, and an SM counts as having ended the wave before it
+//! takes them. So nobody waits for an SM that waits for weights, and these always arrive.
+//!
 //! # Packets between two waves
 //!
 //! A meeting takes almost as long as attention of a step with short histories: each SM waits until all of its stores have arrived, then for all other SMs, and then
