@@ -41,7 +41,7 @@ struct WaveCodes<M, G, decltype(int(G::CODE))> {
   typedef WideOperand<G::CODE> Wide;
   typedef RowsHeld<M, G, 1> WideHeld; // codes of the row of a lane
   static constexpr bool CODED = true, GROUPED = Weights::GROUPED, ROW_SCALES = Weights::ROW_SCALES;
-  static constexpr float FACTOR = M::WARPGROUPS ? 1.f : Operand::FACTOR;
+  static constexpr float FACTOR = M::WARPGROUPS || G::TILES ? 1.f : Operand::FACTOR;
   static constexpr int OFFSET = Operand::OFFSET + int(Weights::Codes::ZERO);
   static constexpr bool SUMS_X = G::ZEROS || OFFSET != 0;
   static constexpr int GROUPS = Weights::GROUPS, GROUP_BLOCKS = Weights::GROUP_BLOCKS;
@@ -68,7 +68,7 @@ struct WaveMatMul {
   static constexpr int GRANULE_K = K_PARTS * (PART_BYTES * 8 / Coding<M, G>::BITS), GRANULE = Coding<M, G>::BYTES;
   static constexpr int UNIT_GRANULES = ceil_div(G::K, GRANULE_K), UNITS = ceil_div(G::ROWS, G::UNIT_ROWS);
   static constexpr u32 UNIT_BYTES = UNIT_GRANULES * GRANULE;
-  typedef WaveOperand<M, G::K> X;
+  typedef OperandPlace<G::K, M::BLOCK_ROWS, M::WARPGROUPS || G::TILES> X;
   static constexpr bool WIDE = M::WARPGROUPS;
   // Spans of 32 columns: of a granule, of a chunk of each ring, and of a step of the loop, which is the shorter of both chunks.
   static constexpr int GRANULE_SPANS = GRANULE_K / 32;
@@ -92,7 +92,7 @@ struct WaveMatMul {
   static_assert(M::WARPS == ROW_GROUPS * UNIT_GROUPS * K_GROUPS, "each warp has a place");
   static_assert(STEP % 2 == 0 && X_SPANS % STEP == 0 && W_SPANS % STEP == 0 && STEP % GRANULE_SPANS == 0, "steps are whole blocks of 64 columns");
   static_assert(WARP_GRANULES > 0 && STEP_GRANULES % K_GROUPS == 0, "groups of k have as many granules of each step");
-  static_assert(MOST * UNIT_GROUPS * UNIT_PITCH <= M::WEIGHT_BYTES, "a slot holds a chunk");
+  static_assert(G::TILES || MOST * UNIT_GROUPS * UNIT_PITCH <= M::WEIGHT_BYTES, "a slot holds a chunk");
 
   // Divides the units of a share into passes of nearly equal length, or of whole tiles. A share lies in one part of k.
   struct Passes {
@@ -433,7 +433,7 @@ struct WaveMatMul {
   static __device__ __forceinline__ void put(const WaveContext<M>& c, const Wave& e, int row, int col, float a, float b) {
     static_assert(COLS % 2 == 0, "columns are stored in pairs");
     u8* out = c.template work<u8>(e.out);
-    *reinterpret_cast<u32*>(out + (G::PLAIN ? (u64(row) * COLS + col) * 2 : u64(WaveOperand<M, COLS>::at(u32(row), u32(col))))) = bf16_pair(a, b);
+    *reinterpret_cast<u32*>(out + (G::PLAIN ? (u64(row) * COLS + col) * 2 : u64(OperandPlace<COLS, M::BLOCK_ROWS, M::WARPGROUPS || G::OUT_TILES>::at(u32(row), u32(col))))) = bf16_pair(a, b);
   }
   static __device__ __forceinline__ void logits(const WaveContext<M>& c, bool live, int row, int id, float2 y, float& best, int& best_id) {
     const WaveParams& p = c.p;
@@ -801,6 +801,131 @@ struct WaveMatMul {
     wave_release_pair(c, c.inputs, c.weights);
     finish_tiles<N>(c, e, share, passes, first, here, at, d);
   }
+  // ---- tiles of a step ---------------------------------------------------------------------------------------------
+  // As by warpgroups above, but a chunk of the input has X_STEPS chunks of weights, and weights leave the ring before they are multiplied.
+  static __device__ __forceinline__ u32 unit_of_tile(const Warp& at, int tile, int i) { return u32(tile * TILE_UNITS + at.units_at * 2 + i); }
+  static __device__ __forceinline__ const u8* unit_in_slot(const u8* w, const Warp& at, int tile, int i, u32 here) {
+    return w + min(unit_of_tile(at, tile, i), here - 1) * UNIT_PITCH; // a unit that does not exist is another one, whose sums nobody stores
+  }
+  // Plain weights. A chunk is 64 of k.
+  struct TileWords {
+    uint4 of[PASS_TILES][2][2]; // [tile][span][unit]
+    __device__ __forceinline__ void take(WaveContext<M>& c, const Warp& at, u32 here) {
+      const u8* w = wave_take(c, c.weights);
+#pragma unroll
+      for (int n = 0; n < PASS_TILES; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+          for (int span = 0; span < 2; span++) of[n][span][i] = *reinterpret_cast<const uint4*>(unit_in_slot(w, at, n, i, here) + span * GRANULE + at.lane * 16);
+      wave_release(c, c.weights);
+    }
+    __device__ __forceinline__ void multiply(const u8* input, float (&d)[PASS_TILES][GROUP_ROWS / 2]) const {
+#pragma unroll
+      for (int span = 0; span < 2; span++)
+#pragma unroll
+        for (int n = 0; n < PASS_TILES; n++) multiply_tile(input + span * X::SPAN_BYTES, of[n][span], d[n]);
+    }
+  };
+  // Codes. A chunk is a granule.
+  struct TileCodes {
+    typename WaveCodes<M, G>::WideHeld of[PASS_TILES][2];
+    __device__ __forceinline__ void take(WaveContext<M>& c, const Warp& at, u32 here) {
+      const u8* w = wave_take(c, c.weights);
+#pragma unroll
+      for (int n = 0; n < PASS_TILES; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) of[n][i].read(unit_in_slot(w, at, n, i, here), at.lane, at.lane / 4);
+      wave_release(c, c.weights);
+    }
+    __device__ __forceinline__ void multiply(const u8* input, float (&d)[PASS_TILES][GROUP_ROWS / 2]) const {
+      constexpr bool GROUPED = Codes::GROUPED;
+      constexpr int SUMS = GROUP_ROWS / 2, RUNS = GROUPED ? Codes::GROUPS : 1, RUN_SPANS = GRANULE_SPANS / RUNS;
+      uint4 a[3][2];
+#pragma unroll
+      for (int run = 0; run < RUNS; run++) {
+        float own[PASS_TILES][GROUPED ? SUMS : 1] = {};
+        u32 zeros[PASS_TILES][2];
+#pragma unroll
+        for (int n = 0; n < PASS_TILES; n++)
+#pragma unroll
+          for (int i = 0; i < 2; i++) zeros[n][i] = Codes::Wide::zero(G::ZEROS ? of[n][i].zero(0, run) : Codes::Weights::Codes::ZERO);
+        // Products of one tile run while operands of the other are made.
+#pragma unroll
+        for (int k = 0; k < RUN_SPANS * PASS_TILES; k++) {
+          const int n = k % PASS_TILES, s = k / PASS_TILES, span = run * RUN_SPANS + s;
+          uint4(&now)[2] = a[k % 3];
+#pragma unroll
+          for (int i = 0; i < 2; i++) now[i] = Codes::Wide::template eight<G::ZEROS>(of[n][i].codes, span, zeros[n][i]);
+          if constexpr (!GROUPED)
+            multiply_tile(input + span * X::SPAN_BYTES, now, d[n]);
+          else if (s == 0)
+            multiply_tile<true>(input + span * X::SPAN_BYTES, now, own[n]);
+          else
+            multiply_tile(input + span * X::SPAN_BYTES, now, own[n]);
+          warpgroup_await<2>();
+        }
+        warpgroup_await<0>();
+        if constexpr (GROUPED)
+#pragma unroll
+          for (int n = 0; n < PASS_TILES; n++)
+#pragma unroll
+            for (int k = 0; k < SUMS; k++) d[n][k] += of[n][k / 2 % 2].scale(0, run) * own[n][k];
+      }
+    }
+  };
+  static __device__ __forceinline__ void pass_tile(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here, const Squares& squares, bool is_first) {
+    static_assert(W_STEPS == 1 && (Codes::CODED ? STEP_GRANULES == 1 : STEP == 2), "chunks of 64 of k, or a granule of codes");
+    typedef typename Either<Codes::CODED, TileCodes, TileWords>::type Tiles;
+    const Warp at(c);
+    float d[PASS_TILES][GROUP_ROWS / 2] = {};
+    Tiles tiles[2];
+    int left = int(passes.granules);
+    WaveChunk<InputRing<M>> x;
+    const WaveChunk<WeightRing<M>> none;
+    tiles[0].take(c, at, here);
+    constexpr int STEPS = X_STEPS < 2 ? 2 : X_STEPS; // of a turn, so that each has its own words
+    do {
+#pragma unroll
+      for (int i = 0; i < STEPS; i++) {
+        if (i % X_STEPS == 0) {
+          wave_take(c, c.inputs);
+          x.take(c, c.inputs);
+        }
+        tiles[i % 2].multiply(x.at + i % X_STEPS * (STEP / 2) * X::BLOCK_BYTES, d);
+        left -= STEP_GRANULES;
+        if (left > 0) tiles[(i + 1) % 2].take(c, at, here);
+        warpgroup_await<0>();
+        if (i % X_STEPS == X_STEPS - 1 || left <= 0) wave_leave(c, x, none, true, false);
+        if (left <= 0) break;
+      }
+    } while (left > 0);
+    if constexpr (G::FACTOR)
+      if (is_first) {
+        squares.leave_factors(c);
+        c.barrier();
+      }
+    // Through scratch, where each lane finds what it left: so that the end is a loop, whose instructions are fetched once.
+    constexpr int GROUPS = GROUP_ROWS / 8;
+    const int lane = made_here(at.lane);
+    float2* met = reinterpret_cast<float2*>(c.scratch()) + c.warp() * (2 * GROUPS * 32) + lane;
+    static_assert(M::WARPS * 2 * GROUPS * 32 * 8 <= M::SCRATCH_BYTES, "sums of a tile");
+    float best = 0.f;
+    int id = 0;
+#pragma unroll
+    for (int tile = 0; tile < PASS_TILES; tile++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+#pragma unroll
+        for (int j = 0; j < GROUPS; j++) met[(i * GROUPS + j) * 32] = transposed(d[tile][4 * j + 2 * i], d[tile][4 * j + 2 * i + 1]);
+#pragma unroll 1
+      for (int n = 0; n < 2 * GROUPS; n++) {
+        const u32 unit = unit_of_tile(at, tile, n / GROUPS);
+        if (unit >= here) break;
+        finish(c, e, passes.part, first + unit, int(share.row) + n % GROUPS * 8 + lane / 4, lane % 4, met[n * 32], best, id);
+      }
+    }
+  }
   template <int N>
   static __device__ __forceinline__ void finish_tiles(const WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here,
                                                       const Warp& at, const float (&d)[N][GROUP_ROWS / 2]) {
@@ -960,6 +1085,8 @@ struct WaveMatMul {
         const u32 first = passes.first(i), here = passes.first(i + 1) - first;
         if constexpr (WIDE)
           run_wide(c, e, share, passes, first, here);
+        else if constexpr (G::TILES)
+          pass_tile(c, e, share, passes, first, here, squares, s == 0 && i == 0);
         else
           run_warps(c, e, share, passes, first, here, best, squares, s == 0 && i == 0);
       }

@@ -19,6 +19,17 @@ __device__ __forceinline__ u32 bf16_pair_sub(u32 a, u32 b) {
 #endif
 }
 
+// (a & b) | c in one instruction: of two constants the compiler would make two.
+__device__ __forceinline__ u32 and_or(u32 a, u32 b, u32 c) {
+#ifdef __CUDA_ARCH__
+  u32 r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+#else
+  return (a & b) | c;
+#endif
+}
+
 // `eight`: the eight codes of a lane in a block of 32 of k. `zero`: what it takes for a zero point.
 template <Code C>
 struct WideOperand;
@@ -31,7 +42,7 @@ struct WideOperand<Code::INT4> {
   template <bool>
   static __device__ __forceinline__ uint4 eight(const uint4 codes, int block, u32 zero) {
     const u32 w = word_of(codes, block);
-    const auto pair = [&](int p) { return bf16_pair_sub((w >> 4 * p & 0x000f000fu) | BF16_128_PAIR, zero); };
+    const auto pair = [&](int p) { return bf16_pair_sub(and_or(w >> 4 * p, 0x000f000fu, BF16_128_PAIR), zero); };
     return make_uint4(pair(0), pair(1), pair(2), pair(3));
   }
 };

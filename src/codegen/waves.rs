@@ -233,7 +233,7 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
             let over = plan.divisions[wave.division.index()].over;
             ("WaveRows", rows_members(&schedule.program, plan, over, *residual, sum.as_ref(), out.as_ref()))
         }
-        (Action::MatMul { squares, target, then, pass, chunk, warps, held, .. }, Op::MatVec(m)) => {
+        (Action::MatMul { squares, target, then, pass, chunk, warps, tiles, held, .. }, Op::MatVec(m)) => {
             let factor = squares.is_some();
             let norm_eps = m.norm.filter(|_| squares.is_some()).map_or(0.0, |norm| norm.eps);
             let plain = match target {
@@ -252,8 +252,8 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
                 _ => 0.0,
             };
             let members = format!(
-                "int ROWS = {}\nint K = {}\nint UNIT_ROWS = {}\nint PASS = {pass}\nint CHUNK = {chunk}\nint HELD = {held}\nbool BOXED = {boxed}\nint SPLITS = {splits}\n\
-                 int ROW_GROUPS = {}\nint UNIT_GROUPS = {}\nint K_GROUPS = {}\n{}float SOFTCAP = {}\nbool BIAS = {}\nbool PLAIN = {plain}\nbool PAIRED = {paired}\nbool PACKETS = {packets}\nbool OUT = {}\nbool FACTOR = {factor}\nfloat NORM_EPS = {}\n",
+                "int ROWS = {}\nint K = {}\nint UNIT_ROWS = {}\nint PASS = {pass}\nint CHUNK = {chunk}\nbool TILES = {tiles}\nint HELD = {held}\nbool BOXED = {boxed}\nint SPLITS = {splits}\n\
+                 int ROW_GROUPS = {}\nint UNIT_GROUPS = {}\nint K_GROUPS = {}\n{}float SOFTCAP = {}\nbool BIAS = {}\nbool PLAIN = {plain}\nbool PAIRED = {paired}\nbool PACKETS = {packets}\nbool OUT = {}\nbool OUT_TILES = {}\nbool FACTOR = {factor}\nfloat NORM_EPS = {}\n",
                 m.rows,
                 m.k,
                 m.unit_rows,
@@ -264,6 +264,7 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
                 Float(softcap),
                 grid.operand(Role::Bias).is_some(),
                 then.is_some(),
+                then.is_some_and(|then| is_tiles(plan, then.to)),
                 Float(norm_eps),
             );
             ("WaveMatMul", members + &coding_members(schedule.program.format_of(grid), m.k))
@@ -326,17 +327,23 @@ fn rows_members(
     let prefixed = |of: &str| of.lines().fold(String::new(), |s, line| s + &renamed(line) + "\n");
     let take = matches!(sum, Some(Sum::Taken));
     let mut s = format!(
-        "int HIDDEN = {hidden}\nint ROW_PARTS = {row_parts}\nbool TAKE = {take}\nbool EMBED = {embed}\nfloat EMBED_SCALE = {}\nbool BRANCH = {}\nint BRANCH_PARTS = {}\nfloat BRANCH_SCALE = {}\nbool OUT = {}\n",
+        "int HIDDEN = {hidden}\nint ROW_PARTS = {row_parts}\nbool TAKE = {take}\nbool EMBED = {embed}\nfloat EMBED_SCALE = {}\nbool BRANCH = {}\nint BRANCH_PARTS = {}\nfloat BRANCH_SCALE = {}\nbool OUT = {}\nbool OUT_TILES = {}\n",
         Float(embed_scale),
         branch.is_some(),
         branch.map_or(0, |(branch, ..)| parts_of(plan, branch)),
         Float(branch.map_or(1.0, |(_, _, scale)| scale)),
         out.is_some(),
+        out.is_some_and(|out| is_tiles(plan, out.to)),
     );
     s += &table;
     s += &prefixed(&norm_members(branch.and_then(|(_, norm, _)| norm)));
     s += &norm_members(out.and_then(|out| out.norm).map(|norm| norm.norm));
     s
+}
+
+/// Whether warpgroups of a step read a buffer of activations.
+fn is_tiles(plan: &Plan, id: WorkId) -> bool {
+    plan.work[id.index()].layout == Layout::Tiles
 }
 
 /// Parts of the sums in a buffer of activations; 0 if it holds no sums.

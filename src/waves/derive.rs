@@ -3,11 +3,11 @@
 use super::ragged::MERGE_SPLITS;
 use super::{
     Action, CHUNK_BLOCK_ROWS, Division, DivisionId, Form, HELD_AND_SUMS_MAX, Input, Layout, Machine, NormOf, Over,
-    Plan, Products, Ring, Share, Splits, Sum, Sums, Target as Written, WIDE_UNITS, Warps, Wave, Work, WorkId, sums_max,
-    wide_tiles_max,
+    Plan, Products, Ring, Share, Splits, Sum, Sums, TILE_SUMS_MAX, TILE_UNITS, TILE_WARPS, Target as Written,
+    WIDE_UNITS, Warps, Wave, Work, WorkId, sums_max, wide_tiles_max,
 };
 use crate::dtype::DType;
-use crate::format::Format;
+use crate::format::{Code, Format};
 use crate::ir::layout::{PLACE_ALIGN_BYTES, cache_row_bytes, place_align};
 use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, Role};
 use crate::ir::program::{Grid, Program};
@@ -75,7 +75,7 @@ const SPLITS_LEFT_BYTES: u64 = 256 << 20;
 /// # Errors
 /// What kernels of waves cannot do, of this program or on this target.
 pub fn derive(schedule: &Schedule, target: &Target, form: Form, rows: u32) -> Result<Plan, Refused> {
-    derive_like(schedule, target, form, rows, Asked { order: None, cuts: Cuts::None })
+    derive_like(schedule, target, form, rows, Asked { order: None, cuts: Cuts::None, tiles: true })
 }
 
 /// A plan of steps of up to `rows` rows that cuts into KV splits the histories for which [`super::Ragged::gains`] can be true.
@@ -95,7 +95,7 @@ pub fn derive_split(schedule: &Schedule, target: &Target, rows: u32, positions: 
 }
 
 fn derive_cut(schedule: &Schedule, target: &Target, rows: u32, cuts: Cuts) -> Result<Plan, Refused> {
-    let plan = derive_like(schedule, target, Form::Steps, rows, Asked { order: None, cuts })?;
+    let plan = derive_like(schedule, target, Form::Steps, rows, Asked { order: None, cuts, tiles: true })?;
     match plan.waves.iter().any(|wave| matches!(wave.action, Action::Merge { .. })) {
         true => Ok(plan),
         false => Err(Refused::Histories { context_max: schedule.program.context_max }),
@@ -109,9 +109,11 @@ fn derive_cut(schedule: &Schedule, target: &Target, rows: u32, cuts: Cuts) -> Re
 /// Why there is no plan for most rows.
 pub fn derive_alike(schedule: &Schedule, target: &Target, rows: &[u32]) -> Result<Vec<Plan>, Refused> {
     let Some((&most, fewer)) = rows.split_last() else { return Ok(vec![]) };
-    let largest = derive(schedule, target, Form::Steps, most)?;
+    // Whether warpgroups add up tiles of 32 and of 64 rows alike is not known.
+    let free = Asked { order: None, cuts: Cuts::None, tiles: false };
+    let largest = derive_like(schedule, target, Form::Steps, most, free)?;
     let order = largest.order();
-    let asked = Asked { order: Some(&order), cuts: Cuts::None };
+    let asked = Asked { order: Some(&order), ..free };
     let alike = |&rows: &u32| derive_like(schedule, target, Form::Steps, rows, asked).ok();
     let mut plans: Vec<Plan> = fewer.iter().filter_map(alike).filter(|plan| plan.order() == order).collect();
     plans.push(largest);
@@ -124,6 +126,8 @@ struct Asked<'a> {
     /// The order of the sums of each wave.
     order: Option<&'a [Sums]>,
     cuts: Cuts,
+    /// Whether products may be tiles.
+    tiles: bool,
 }
 
 /// Which histories are cut into KV splits.
@@ -185,6 +189,7 @@ fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, aske
         residual: None,
         published: None,
         cluster_max: spec.cluster_max,
+        warpgroup_mma: spec.warpgroup_mma,
     };
     let last = program.last_append();
     let first = if form == Form::Tail { b.take_residual()? } else { 0 };
@@ -223,7 +228,7 @@ fn hold(program: &Program, plan: &mut Plan) {
     for wave in &mut plan.waves {
         let grid = &program.grids[wave.grid.index()];
         let Op::MatVec(m) = &grid.op else { continue };
-        let Action::MatMul { pass, chunk, warps, ref mut held, .. } = wave.action else { continue };
+        let Action::MatMul { pass, chunk, warps, tiles: false, ref mut held, .. } = wave.action else { continue };
         let division = &plan.divisions[wave.division.index()];
         if !matches!(division.over, Over::Units { parts: 1, .. }) {
             continue;
@@ -280,9 +285,10 @@ fn products(program: &Program, target: &Target, form: Form) -> Products {
 /// Bytes of the largest chunk of weights of any wave.
 fn weight_bytes(program: &Program, plan: &Plan) -> u32 {
     let of_wave = |wave: &Wave| match (&wave.action, &program.grids[wave.grid.index()].op) {
-        (Action::MatMul { pass, chunk, warps, .. }, Op::MatVec(m)) => {
+        (Action::MatMul { pass, chunk, warps, tiles, .. }, Op::MatVec(m)) => {
             let format = program.format_of(&program.grids[wave.grid.index()]);
-            plan.machine.products.padded(*pass, *warps) * chunk * format.granule_bytes(m.k)
+            let units = if *tiles { *pass } else { plan.machine.products.padded(*pass, *warps) };
+            units * chunk * format.granule_bytes(m.k)
         }
         _ => 0,
     };
@@ -433,6 +439,7 @@ struct Builder<'a> {
     published: Option<BufferId>,
     /// Most blocks of a cluster on the target.
     cluster_max: u32,
+    warpgroup_mma: bool,
 }
 
 fn refused<T>(grid: &Grid, what: &'static str, expected: &'static str) -> Result<T, Refused> {
@@ -488,6 +495,9 @@ impl Builder<'_> {
         let grid = &self.program.grids[wave.grid.index()];
         match (&wave.action, over, &grid.op) {
             (Action::Rows { .. }, Over::Rows { parts }, _) => Sums::Row { parts },
+            (Action::MatMul { tiles: true, .. }, _, Op::MatVec(m)) => {
+                Sums::Tiles { granules: Matrix::of(m, self.program.format_of(grid)).granules }
+            }
             (Action::MatMul { warps, target, then, .. }, Over::Units { parts, .. }, Op::MatVec(m)) => {
                 let matrix = Matrix::of(m, self.program.format_of(grid));
                 let paired = target.is_paired(parts);
@@ -590,7 +600,7 @@ impl Builder<'_> {
 
     /// The input of a product: what another product or attention wrote, or the residual as a wave of rows or a product in pairs leaves it. If the factor of the
     /// norm is missing, also the buffer of the sums of squares from which it follows.
-    fn input(&mut self, id: GridId, grid: &Grid, m: &MatVec) -> Result<(WorkId, Option<WorkId>), Refused> {
+    fn input(&mut self, id: GridId, grid: &Grid, m: &MatVec, tiles: bool) -> Result<(WorkId, Option<WorkId>), Refused> {
         let Some(x) = self.constant(grid, Role::X) else {
             return refused(grid, "the operands", "an input");
         };
@@ -601,7 +611,7 @@ impl Builder<'_> {
             // In a parallel layer both branches read the sum before either adds to it. One residual cannot hold both values.
             return refused(grid, "the input", "the last sum, or what one product or attention wrote");
         };
-        let to = self.work("normed", Layout::Operand, m.k);
+        let to = self.work("normed", if tiles { Layout::Tiles } else { Layout::Operand }, m.k);
         let norm = m.norm.map(|norm| self.norm_of(grid, norm));
         let factor = norm.is_some_and(|of| of.norm.is_factor() && of.bias.is_none());
         if factor && self.ends_in_pairs() {
@@ -657,17 +667,23 @@ impl Builder<'_> {
         if m.own_input {
             return refused(grid, "the input", "an exchange");
         }
-        let (x, squares) = self.input(id, grid, m)?;
         let matrix = Matrix::of(m, format);
         let parts = self.parts(m, &matrix);
+        let in_tiles = self.tiles(m, format, parts);
+        let (x, squares) = self.input(id, grid, m, in_tiles.is_some())?;
         let over = Over::Units { n: m.units(), parts };
         let in_pairs = if self.pairs(m, parts) { self.shape(over, &matrix, true) } else { None };
-        let Some(Shape { pass, chunk, warps }) = in_pairs.or_else(|| self.shape(over, &matrix, false)) else {
+        let Some(Shape { pass, chunk, warps }) = in_tiles.or(in_pairs).or_else(|| self.shape(over, &matrix, false))
+        else {
             return refused(grid, "units", "as many as shared memory holds");
         };
         self.plan.machine.pairs |= in_pairs.is_some();
         let target = self.target(id, grid, m, parts, in_pairs.is_some())?;
-        self.push(id, Action::MatMul { x, squares, target, then: None, pass, chunk, warps, held: 0 }, over);
+        self.push(
+            id,
+            Action::MatMul { x, squares, target, then: None, pass, chunk, warps, tiles: in_tiles.is_some(), held: 0 },
+            over,
+        );
         if let (Epilogue::Residual { scale }, Written::Out(branch), Some(residual)) =
             (m.epilogue, target, self.residual)
         {
@@ -675,6 +691,31 @@ impl Builder<'_> {
             self.push(id, Action::Rows { residual, sum, out: None }, WHOLE_ROWS);
         }
         Ok(())
+    }
+
+    /// How warpgroups multiply the units of a block in tiles, if they do. It pays for gated products of 64 rows, and for codes of 4 bits of 32 rows: as operands of
+    /// warpgroups these are made once for all rows (docs/perf-log.md, entry 34).
+    fn tiles(&self, m: &MatVec, format: Format, parts: u32) -> Option<Shape> {
+        let Plan { form, rows, block_rows, ref machine, .. } = self.plan;
+        let coded = format.code == Code::Int4;
+        let fits = form == Form::Steps
+            && self.asked.tiles
+            && self.warpgroup_mma
+            && matches!(m.epilogue, Epilogue::Gated(_))
+            && m.norm.is_some()
+            && m.parts() == 1
+            && parts == 1
+            && (format.is_plain() && rows == 64 && m.k.is_multiple_of(64) || coded && rows == 32);
+        if !fits {
+            return None;
+        }
+        let chunk = if coded { 1 } else { 64 / format.granule_k() };
+        let most =
+            (TILE_SUMS_MAX / (rows / 2) * TILE_UNITS).min(STEP_WEIGHT_BYTES / (chunk * format.granule_bytes(m.k)));
+        let of_sm = |shares: &Vec<Share>| shares.iter().map(|s| s.hi - s.lo).max().unwrap_or(0);
+        let over = Over::Units { n: m.units(), parts };
+        let longest = shares(over, 1, block_rows, machine.sms).iter().map(of_sm).max().unwrap_or(0).max(1);
+        Some(Shape { pass: longest.div_ceil(longest.div_ceil(most)), chunk, warps: TILE_WARPS })
     }
 
     /// Whether a product is done in pairs: the two blocks of a pair have the two parts of k of the same units, and add up between them.

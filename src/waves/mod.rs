@@ -165,6 +165,13 @@ impl Products {
 /// Units that a warp of a warpgroup has side by side: rows of a tile of 16.
 const WIDE_UNITS: u32 = 2;
 
+/// How a step multiplies tiles: all eight warps share the rows, and each has two units of a tile.
+const TILE_WARPS: Warps = Warps { rows: 1, units: 8, k: 1 };
+/// Units of a tile.
+const TILE_UNITS: u32 = WIDE_UNITS * TILE_WARPS.units;
+/// Most sums of a lane for tiles. Codes need as many again, for the sums of a group, and both have words of two chunks.
+const TILE_SUMS_MAX: u32 = 32;
+
 /// Most registers of a lane for its sums and for weights that it holds while blocks meet: more do not fit beside what a wave of products needs.
 const HELD_AND_SUMS_MAX: u32 = 96;
 
@@ -248,6 +255,8 @@ pub enum Layout {
     /// bf16, as the lanes of a product read it (`OperandPlace` of waves/context.cuh): 64 columns of a block of rows side by side. Columns
     /// that pad the last 128 are zero.
     Operand,
+    /// The same of a step, as warpgroups read it.
+    Tiles,
     /// Sums of this many parts of k, fp32: part by part, row by row.
     Parts(u32),
     /// The same, each sum in a packet: 8 bytes, which are written and read as one. The upper half is a tag, the number of the wave that wrote the packet.
@@ -264,7 +273,7 @@ impl Work {
         let (rows, cols) = (u64::from(rows), u64::from(self.cols));
         match self.layout {
             Layout::Rows(dtype) => (rows * cols).saturating_mul(dtype.bytes() as u64),
-            Layout::Operand => rows.saturating_mul(cols.next_multiple_of(128) * 2),
+            Layout::Operand | Layout::Tiles => rows.saturating_mul(cols.next_multiple_of(128) * 2),
             Layout::Parts(count) | Layout::Splits(count) => {
                 (rows * cols).saturating_mul(4).saturating_mul(u64::from(count))
             }
@@ -294,6 +303,8 @@ pub enum Sums {
     /// k in `parts` parts of `granules` granules each; of each part, groups of warps take granules in turn. Groups are added up first, then parts.
     /// `paired`: before bias and scales, by pairs of blocks. `squares`: sums of squares of the result that pairs leave of each row; 0 if none.
     Product { parts: u32, granules: u32, groups: u32, paired: bool, squares: u32 },
+    /// k in one part of `granules` granules, by warpgroups of a step.
+    Tiles { granules: u32 },
     /// Sums within a head only, by the lanes that share it.
     Heads,
     /// Tiles of `tile` positions. Heads of a task and the scratch decide how many teams of warps take them in turn. Where histories are cut,
@@ -343,6 +354,8 @@ pub enum Action {
         /// Granules of each unit in a chunk of weights.
         chunk: u32,
         warps: Warps,
+        /// Of a step: whether warpgroups multiply tiles of 16 units. The input then is [`Layout::Tiles`].
+        tiles: bool,
         /// Chunks of weights that warps take into registers before the block enters the wave, so that the loader goes on while blocks meet.
         held: u32,
     },

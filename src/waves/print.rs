@@ -56,7 +56,17 @@ impl fmt::Display for Plan {
                         }
                     }
                 }
-                Action::MatMul { x, squares, target, then, pass, chunk, warps: Warps { rows, units, k }, held } => {
+                Action::MatMul {
+                    x,
+                    squares,
+                    target,
+                    then,
+                    pass,
+                    chunk,
+                    warps: Warps { rows, units, k },
+                    tiles,
+                    held,
+                } => {
                     write!(f, "matmul x={x}")?;
                     if let Some(squares) = squares {
                         write!(f, " squares={squares}")?;
@@ -74,6 +84,7 @@ impl fmt::Display for Plan {
                         }
                     }
                     write!(f, " pass={pass} chunk={chunk} warps={rows}x{units}x{k}")?;
+                    f.write_str(if *tiles { " tiles" } else { "" })?;
                     if *held > 0 {
                         write!(f, " held={held}")?;
                     }
@@ -108,6 +119,7 @@ impl fmt::Display for Sums {
                 f.write_str(if *paired { " paired" } else { "" })?;
                 if *squares > 0 { write!(f, " squares={squares}") } else { Ok(()) }
             }
+            Sums::Tiles { granules } => write!(f, "tiles granules={granules}"),
             Sums::Heads => write!(f, "heads"),
             Sums::History { tile, heads, scratch_bytes, split } => {
                 write!(f, "tile={tile} heads={heads} scratch={scratch_bytes}")?;

@@ -6,8 +6,8 @@
 
 use super::{
     Action, CHUNK_BLOCK_ROWS, Division, Form, HELD_AND_SUMS_MAX, Input, Layout, NormOf, Over, Plan, Products, Ragged,
-    Ring, STEP_ROWS_MAX, Share, Splits, Sum, Sums, Target as Written, Warps, Wave, Work, WorkId, sums_max,
-    wide_tiles_max,
+    Ring, STEP_ROWS_MAX, Share, Splits, Sum, Sums, TILE_SUMS_MAX, TILE_UNITS, TILE_WARPS, Target as Written, Warps,
+    Wave, Work, WorkId, sums_max, wide_tiles_max,
 };
 use crate::dtype::DType;
 use crate::format::Format;
@@ -279,6 +279,7 @@ impl Judge<'_> {
         };
         let cuts = self.plan.waves.iter().any(|wave| matches!(wave.action, Action::AttendRow { splits: Some(_), .. }));
         let split_bytes = if cuts { 48 } else { 0 };
+        let tiles = self.plan.waves.iter().any(|wave| matches!(wave.action, Action::MatMul { tiles: true, .. }));
         let ring = |ring: Ring| u64::from(ring.slots) * u64::from(ring.slot_bytes);
         let rest = u64::from(m.scratch_bytes) + u64::from(m.state_bytes);
         let smem = ring(m.weights).saturating_add(ring(m.inputs)).saturating_add(rest);
@@ -299,6 +300,7 @@ impl Judge<'_> {
                 m.products == Products::Warpgroups && self.plan.form != Form::Chunk,
                 "products of steps by warpgroups, which add up in another order than warps",
             ),
+            (tiles && !spec.warpgroup_mma, "tiles, which warpgroups multiply and the target lacks"),
             (threads > u64::from(spec.threads_per_block_max), "too many threads"),
             (registers > each * threads, "more registers than the launch gives, for which warps would wait for ever"),
             (!moves || most < each, "registers that do not move from the loader to consumers in steps of 8"),
@@ -342,7 +344,9 @@ impl Judge<'_> {
             self.violate("arena", None, "places that a wave cannot name");
         }
         // Of a byte in the input of a product, too.
-        let wide = |work: &&Work| work.layout == Layout::Operand && work.bytes(self.plan.rows) > u64::from(u32::MAX);
+        let wide = |work: &&Work| {
+            matches!(work.layout, Layout::Operand | Layout::Tiles) && work.bytes(self.plan.rows) > u64::from(u32::MAX)
+        };
         if let Some(work) = self.plan.work.iter().find(wide) {
             self.violate("arena", None, format!("`{}` has 4 GiB or more, expected places of 32 bits", work.name));
         }
@@ -499,6 +503,10 @@ impl Judge<'_> {
         let over = self.plan.divisions.get(wave.division.index()).map(|division| division.over);
         let found = match (&wave.action, over, &grid.op) {
             (Action::Rows { .. }, Some(Over::Rows { parts }), _) => Some(Sums::Row { parts }),
+            (Action::MatMul { tiles: true, .. }, Some(Over::Units { parts: 1, .. }), Op::MatVec(m)) => {
+                let format = grid.operand(Role::Weight).map(|weight| program.buffers[weight.buffer.index()].format());
+                format.map(|format| Sums::Tiles { granules: part_granules(m, format, 1) })
+            }
             (Action::MatMul { warps, target, then, .. }, Some(Over::Units { parts, .. }), Op::MatVec(m)) => {
                 let format = grid.operand(Role::Weight).map(|weight| program.buffers[weight.buffer.index()].format());
                 let granules = format.map(|format| part_granules(m, format, parts));
@@ -787,7 +795,9 @@ impl Judge<'_> {
     /// A wave leaves the residual as the input of a product of the program; with squares of `parts` parts of each row, if any.
     fn leaves(&mut self, Input { to, norm, squares }: Input, parts: u32) -> Result<(), String> {
         let Some((residual, exchange)) = self.residual else { return Err("no residual".to_string()) };
-        self.layout(to, Layout::Operand, self.plan.work[residual.index()].cols)?;
+        let tiles = self.plan.work[to.index()].layout == Layout::Tiles;
+        let layout = if tiles { Layout::Tiles } else { Layout::Operand };
+        self.layout(to, layout, self.plan.work[residual.index()].cols)?;
         let takes = |grid: &Grid| match &grid.op {
             Op::MatVec(m) => {
                 let x = grid.operand(Role::X).map(|x| x.buffer);
@@ -876,9 +886,15 @@ impl Judge<'_> {
     }
 
     /// Checks that `x`, with `squares` if there are any, is the input of the product of `grid`.
-    fn input(&self, grid: &Grid, m: &MatVec, x: WorkId, squares: Option<WorkId>) -> Result<(), String> {
+    fn input(
+        &self,
+        grid: &Grid,
+        m: &MatVec,
+        (x, layout): (WorkId, Layout),
+        squares: Option<WorkId>,
+    ) -> Result<(), String> {
         let input = grid.operand(Role::X).ok_or("an operand is missing")?.buffer;
-        self.layout(x, Layout::Operand, m.k)?;
+        self.layout(x, layout, m.k)?;
         let found = self.holds.get(&x).copied();
         let expected = m.norm.map(|norm| norm_of(grid, norm));
         let same = match (found, squares) {
@@ -905,11 +921,11 @@ impl Judge<'_> {
 
     fn product(&mut self, grid: &Grid, m: &MatVec, wave: &Wave, w: usize) -> Result<(), String> {
         let program = &self.validated.schedule().program;
-        let Action::MatMul { x, squares, target, then, pass, chunk, warps, held } = wave.action else {
+        let Action::MatMul { x, squares, target, then, pass, chunk, warps, tiles, held } = wave.action else {
             return Err("expected a product".to_string());
         };
         let buffer = |role: Role| grid.operand(role).map(|operand| operand.buffer).ok_or("an operand is missing");
-        self.input(grid, m, x, squares)?;
+        self.input(grid, m, (x, if tiles { Layout::Tiles } else { Layout::Operand }), squares)?;
         let weights = &program.buffers[buffer(Role::Weight)?.index()];
         let format = weights.format();
         if format.is_plain() && format != Format::plain(DType::Bf16) {
@@ -920,7 +936,8 @@ impl Judge<'_> {
         };
         self.over(wave, Over::Units { n: m.units(), parts })?;
         let product = Product { pass, chunk, warps, parts };
-        for what in self.ring_of(m, format, product).into_iter().chain(self.held_of(m, format, product, held)) {
+        let ring = if tiles { self.tiles_of(m, format, product) } else { self.ring_of(m, format, product) };
+        for what in ring.into_iter().chain(self.held_of(m, format, product, (tiles, held))) {
             self.violate("ring", Some(w), what);
         }
         // A pass begins at the units of the share, times its number, divided by the number of passes.
@@ -1045,8 +1062,53 @@ impl Judge<'_> {
         wrong.into_iter().filter(|(wrong, _)| *wrong).map(|(_, what)| what).collect()
     }
 
+    /// The faults in how warpgroups of a block multiply tiles. Each warp has two units of each tile of a pass; those that do not exist are others, whose sums are
+    /// not stored. A chunk of the input has whole chunks of weights.
+    fn tiles_of(&self, m: &MatVec, format: Format, product: Product) -> Vec<String> {
+        let Product { pass, chunk, warps, parts } = product;
+        let (plan, machine, spans) = (self.plan, &self.plan.machine, granule_spans(m, format));
+        let [block, pass, chunk] = [plan.block_rows, pass, chunk].map(u64::from);
+        let of_inputs = u64::from(machine.inputs.slot_bytes) / (block * 64);
+        let of_weights = chunk.saturating_mul(spans);
+        let bytes = pass.saturating_mul(chunk).saturating_mul(u64::from(format.granule_bytes(m.k)));
+        let sums = block / 2 * pass.div_ceil(u64::from(TILE_UNITS));
+        let wrong = [
+            (plan.form != Form::Steps, "outside a step".to_string()),
+            (![32, 64].contains(&block), format!("of {block} rows, for which there is no instruction")),
+            (warps != TILE_WARPS, "expected two units of a tile for each of 8 warps".to_string()),
+            (parts != 1 || m.parts() != 1, "of parts of k, of a unit or of a granule".to_string()),
+            (!matches!(m.epilogue, Epilogue::Gated(_)), "of a product that is not gated".to_string()),
+            (
+                pass == 0 || sums > u64::from(TILE_SUMS_MAX),
+                format!("expected 1 to {TILE_SUMS_MAX} sums of a lane, found {sums}"),
+            ),
+            (pass > 96, "more units of a pass than lanes copy".to_string()),
+            (
+                if format.is_plain() {
+                    of_weights != 2 || !m.k.is_multiple_of(64)
+                } else {
+                    chunk != 1 || spans % 2 != 0
+                },
+                "expected chunks of 64 of k, or of a granule of codes".to_string(),
+            ),
+            (
+                of_weights == 0 || of_inputs == 0 || !of_inputs.is_multiple_of(of_weights.max(1)),
+                format!("chunks of {of_inputs} spans of the input, which are not whole chunks of {of_weights}"),
+            ),
+            (
+                bytes > u64::from(machine.weights.slot_bytes),
+                format!("{bytes} bytes of a pass of {pass} units, which no slot holds"),
+            ),
+            (
+                u64::from(machine.warps) * block * 64 > u64::from(machine.scratch_bytes),
+                "sums of a tile that no scratch holds".to_string(),
+            ),
+        ];
+        wrong.into_iter().filter(|(wrong, _)| *wrong).map(|(_, what)| format!("tiles: {what}")).collect()
+    }
+
     /// The fault in the chunks of weights that warps hold while blocks meet. A block takes them if it has a share, whichever it is.
-    fn held_of(&self, m: &MatVec, format: Format, product: Product, held: u32) -> Option<String> {
+    fn held_of(&self, m: &MatVec, format: Format, product: Product, (tiles, held): (bool, u32)) -> Option<String> {
         if held == 0 {
             return None;
         }
@@ -1063,6 +1125,7 @@ impl Judge<'_> {
             (self.plan.form != Form::Steps, "outside a step"),
             (!format.is_plain(), "that are codes"),
             (parts > 1, "of a part of k"),
+            (tiles, "of tiles"),
             (held >= u64::from(machine.weights.slots), "as many as the ring has"),
             (!held.saturating_mul(of_weights).is_multiple_of(of_inputs.max(1)), "that end inside a chunk of the input"),
             (

@@ -374,7 +374,7 @@ impl Step<'_> {
                 Layout::Parts(_) | Layout::Packets(_) => self.part_cell(id, 0, row, col),
                 Layout::Splits(most) => (row * most as usize * cols + col) * 2,
                 Layout::Best => (row * cols + col) * 4,
-                Layout::Operand => {
+                Layout::Operand | Layout::Tiles => {
                     let (tiles, rows) = (cols.div_ceil(128) * 2, self.plan.block_rows as usize);
                     let block = (row / rows * tiles + col / 64) * rows * 64;
                     let (lane, half) = (row % 8 * 4 + col % 32 / 8, col % 8 / 4);
@@ -414,7 +414,9 @@ impl Step<'_> {
                 let value = |part, col| self.arena.get(of(part, col)).copied().unwrap_or(f64::NAN);
                 (0..cols).map(|col| (0..parts as usize).map(|part| value(part, col)).sum()).collect()
             }
-            Layout::Operand | Layout::Best | Layout::Splits(_) => (0..cols).map(|col| self.get(id, row, col)).collect(),
+            Layout::Operand | Layout::Tiles | Layout::Best | Layout::Splits(_) => {
+                (0..cols).map(|col| self.get(id, row, col)).collect()
+            }
         }
     }
 
