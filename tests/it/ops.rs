@@ -158,7 +158,7 @@ const CASES_OF_ROWS: [(&str, usize); 85] = [
     ("attention-lanes-window", 5),
     ("attention-lanes-centred", 5),
 ];
-const CASES_OF_WAVES: [(&str, usize); 159] = [
+const CASES_OF_WAVES: [(&str, usize); 177] = [
     ("rows-embed", 1),
     ("rows-embed-bf16", 1),
     ("rows-branch", 1),
@@ -266,6 +266,20 @@ const CASES_OF_WAVES: [(&str, usize); 159] = [
     ("steps-held-units-of-4-bf16", 1),
     ("steps-held-factor-bf16", 1),
     ("steps-held-logits", 1),
+    ("steps-tiles-bf16", 1),
+    ("steps-tiles-few-bf16", 1),
+    ("steps-tiles-one-bf16", 1),
+    ("steps-tiles-factor-bf16", 1),
+    ("steps-tiles-32-bf16", 1),
+    ("steps-tiles-int4-128-bf16", 1),
+    ("steps-tiles-int4-128-zeros-bf16", 1),
+    ("steps-tiles-int4-32-factor-bf16", 1),
+    ("steps-tiles-int4-64-bf16", 1),
+    ("steps-tiles-e4m3-rows-bf16", 1),
+    ("steps-to-tiles", 1),
+    ("steps-to-tiles-bf16", 1),
+    ("steps-to-tiles-4", 1),
+    ("steps-to-tiles-4-bf16", 1),
     ("steps-factors-alike", 1),
     ("pairs-16", 1),
     ("pairs-16-bf16", 1),
@@ -288,6 +302,10 @@ const CASES_OF_WAVES: [(&str, usize); 159] = [
     ("pairs-int4-64-zeros-bf16", 1),
     ("pairs-e4m3", 1),
     ("pairs-e4m3-bf16", 1),
+    ("pairs-to-tiles-64", 1),
+    ("pairs-to-tiles-64-bf16", 1),
+    ("pairs-to-tiles-32", 1),
+    ("pairs-to-tiles-32-bf16", 1),
     ("steps-logits", 1),
     ("steps-logits-8-groups", 1),
     ("steps-logits-32", 1),
@@ -589,9 +607,14 @@ fn an_op_of_waves_that_computes_something_else_is_found() {
         ("waves/matmul.cuh", "if (!exists) a[i] = make_uint4(0, 0, 0, 0);", "", "wide-residual"),
         // Of codes: sums that go on from the group before, scales of the other unit and of another group, a bit of the exponent that is
         // left, a zero point that is not taken, and one of another code.
-        ("waves/matmul.cuh", "multiply_tile<true>(input", "multiply_tile(input", "wide-int4-64-zeros"),
+        (
+            "waves/matmul.cuh",
+            "multiply_tile<true>(input + span * X::SPAN_BYTES, now, own);",
+            "multiply_tile(input + span * X::SPAN_BYTES, now, own);",
+            "wide-int4-64-zeros",
+        ),
         ("waves/matmul.cuh", "held[k / 2 % 2].scale(0, run)", "held[k % 2].scale(0, run)", "wide-int4-128-gated-bf16"),
-        ("waves/matmul.cuh", ".scale(0, run) *", ".scale(0, 0) *", "wide-mxfp4"),
+        ("waves/matmul.cuh", ".scale(0, run) * own[k]", ".scale(0, 0) * own[k]", "wide-mxfp4"),
         ("waves/warpgroup_codes.cuh", "(halves & 0x00800080u) |", "", "wide-int8-rows"),
         ("waves/warpgroup_codes.cuh", "ZEROS ? bf16_pair_sub(value, zero) : value", "value", "wide-int8-32-zeros"),
         (
@@ -650,7 +673,7 @@ fn a_step_of_waves_that_computes_something_else_is_found() {
         // Boxes of another part of k, and of the first units again and again.
         (matmul, "(passes.part * PART_GRANULES + at) * (GRANULE / 8)", "at * (GRANULE / 8)", "steps-parts-32"),
         (matmul, "(GRANULE / 8), first + l.lane * BOX_UNITS", "(GRANULE / 8), l.lane * BOX_UNITS", "steps-parts-32"),
-        (matmul, "i % X_STEPS * (STEP / 2) * X::BLOCK_BYTES", "0", "steps-residual-odd"),
+        (matmul, "input = x.at + i % X_STEPS * (STEP / 2) * X::BLOCK_BYTES", "input = x.at", "steps-residual-odd"),
         (matmul, "i % W_STEPS * STEP_GRANULES * GRANULE", "0", "steps-int4-32-gated-bf16"),
         (matmul, "__ldg(&r->position) + c.step + 1", "__ldg(&r->position) + 1", "steps-logits-32"),
         (
@@ -752,6 +775,59 @@ fn pairs_that_compute_something_else_are_found() {
     ];
     let edits = edits.map(|(from, to, case)| ("waves/matmul.cuh", from, to, case));
     each_shows("pairs_that_compute_something_else_are_found", "waves_ops.cc", &edits);
+}
+
+/// The same of tiles that warpgroups of a step multiply. Each edit concerns one case.
+#[test]
+fn tiles_that_compute_something_else_are_found() {
+    let edits = [
+        // The first chunk of weights of each chunk of the input again and again, another last unit, words of the chunk before, and no factor.
+        (
+            "multiply(x.at + i % X_STEPS *",
+            "multiply(x.at + (G::K == 320 && !G::FACTOR ? 0 : i % X_STEPS) *",
+            "steps-tiles-bf16",
+        ),
+        ("here - 1) * UNIT_PITCH", "here - 1 - (G::PASS == 5)) * UNIT_PITCH", "steps-tiles-few-bf16"),
+        ("tiles[(i + 1) % 2].take", "tiles[(i + (G::K != 448)) % 2].take", "steps-tiles-32-bf16"),
+        (
+            "pass_tile(c, e, share, passes, first, here, squares, s == 0 &&",
+            "pass_tile(c, e, share, passes, first, here, squares, s == (G::K == 320) &&",
+            "steps-tiles-factor-bf16",
+        ),
+        // Units of the first tile in the second, a zero point of the other unit, scales of the first group, rows of other sums, and a factor of
+        // warps.
+        (
+            "unit = unit_of_tile(at, tile, n / GROUPS)",
+            "unit = unit_of_tile(at, G::K == 328 && !G::FACTOR && G::PASS == 24 ? 0 : tile, n / GROUPS)",
+            "steps-tiles-int4-128-bf16",
+        ),
+        (
+            "of[n][i].zero(0, run)",
+            "of[n][G::GROUP_K == 128 ? 1 - i : i].zero(0, run)",
+            "steps-tiles-int4-128-zeros-bf16",
+        ),
+        (
+            "of[n][k / 2 % 2].scale(0, run)",
+            "of[n][k / 2 % 2].scale(0, G::GROUP_K == 32 ? 0 : run)",
+            "steps-tiles-int4-32-factor-bf16",
+        ),
+        (
+            "n % GROUPS * 8 + lane / 4",
+            "(Codes::CODED && GROUPS == 8 ? n % 4 : n % GROUPS) * 8 + lane / 4",
+            "steps-tiles-int4-64-bf16",
+        ),
+        (
+            "M::WARPGROUPS || G::TILES ? 1.f",
+            "M::WARPGROUPS || (G::TILES && !G::ROW_SCALES) ? 1.f",
+            "steps-tiles-e4m3-rows-bf16",
+        ),
+        // The input of warps.
+        ("M::WARPGROUPS || G::OUT_TILES", "M::WARPGROUPS || (G::OUT_TILES && G::ROWS != 74)", "pairs-to-tiles-64-bf16"),
+    ];
+    let of_rows = ("M::WARPGROUPS || G::OUT_TILES", "M::WARPGROUPS", "steps-to-tiles-bf16");
+    let mut edits = edits.map(|(from, to, case)| ("waves/matmul.cuh", from, to, case)).to_vec();
+    edits.push(("waves/rows.cuh", of_rows.0, of_rows.1, of_rows.2));
+    each_shows("tiles_that_compute_something_else_are_found", "waves_ops.cc", &edits);
 }
 
 /// An exchange that is not whole ends the program with what is wrong with it.

@@ -913,13 +913,13 @@ impl Mutants<'_> {
     /// Changes the way in which a wave multiplies.
     fn matmul(&mut self, w: usize, what: &str, rule: Option<&'static str>, change: impl FnOnce(&mut Product)) {
         self.add(format!("w{w}: {what}"), rule, |p| {
-            let Action::MatMul { x, squares, target, then, pass, chunk, warps, held } = p.waves[w].action else {
+            let Action::MatMul { x, squares, target, then, pass, chunk, warps, tiles, held } = p.waves[w].action else {
                 unreachable!()
             };
-            let mut product = Product { target, then, pass, chunk, warps, held };
+            let mut product = Product { target, then, pass, chunk, warps, tiles, held };
             change(&mut product);
-            let Product { target, then, pass, chunk, warps, held } = product;
-            p.waves[w].action = Action::MatMul { x, squares, target, then, pass, chunk, warps, held };
+            let Product { target, then, pass, chunk, warps, tiles, held } = product;
+            p.waves[w].action = Action::MatMul { x, squares, target, then, pass, chunk, warps, tiles, held };
         });
     }
 
@@ -1413,6 +1413,7 @@ struct Product {
     pass: u32,
     chunk: u32,
     warps: Warps,
+    tiles: bool,
     held: u32,
 }
 
@@ -1565,6 +1566,7 @@ fn other_orders(sums: Sums) -> Vec<Sums> {
             let other = Sums::Product { parts, granules, groups, paired: !paired, squares };
             all(&[parts, granules, groups, squares]).into_iter().map(of).chain([other]).collect()
         }
+        Sums::Tiles { granules } => all(&[granules]).into_iter().map(|n| Sums::Tiles { granules: n[0] }).collect(),
         Sums::Heads => vec![],
         Sums::History { tile, heads, scratch_bytes, split } => {
             let of = |n: Vec<u32>| Sums::History { tile: n[0], heads: n[1], scratch_bytes: n[2], split };

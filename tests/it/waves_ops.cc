@@ -63,23 +63,23 @@ static u32 operand(u32 rows) {
   typedef WaveOperand<M, COLS> Place;
   return activations(size_t(blocks<M>(rows)) * Place::BLOCKS * Place::BLOCK_BYTES);
 }
-// The place of a column of an operand as waves/context.cuh defines it, computed here without that code.
-template <class M, int COLS>
+// The place of a column of an operand as waves/context.cuh defines it, computed here without that code. TILES: as warpgroups of a step read it.
+template <class M, int COLS, bool TILES = false>
 static u8* operand_at(u32 at, u32 row, u32 col) {
   const u32 tiles = (COLS + 127) / 128 * 2, lane = row % 8 * 4 + col % 32 / 8, of = M::BLOCK_ROWS;
   // Core matrices: 8 rows of 16 bytes, a pair of columns of each 8.
-  if (M::WARPGROUPS) {
+  if (M::WARPGROUPS || TILES) {
     const size_t core = (size_t(row / of) * tiles + col / 64) * (of * 128) + col % 64 / 32 * (of * 64) + row % of / 8 * 512 + col % 8 / 2 * 128;
     return work.data() + size_t(at) * OFFSET_BYTES + core + row % 8 * 16 + col % 32 / 8 * 4 + col % 2 * 2;
   }
   const size_t piece = (size_t(row / of) * tiles + col / 64) * (of * 128) + row % of / 16 * 2048 + col % 64 / 32 * 1024 + col % 8 / 4 * 512 + lane * 16;
   return work.data() + size_t(at) * OFFSET_BYTES + piece + col % 4 / 2 * 8 + row % 16 / 8 * 4 + col % 2 * 2;
 }
-template <class M, int COLS>
+template <class M, int COLS, bool TILES = false>
 static void put_operand(u32 at, u32 rows, const std::vector<float>& x) {
   for (u32 row = 0; row < rows; row++)
     for (u32 col = 0; col < u32((COLS + 127) / 128 * 128); col++)
-      narrow(col < COLS ? x[size_t(row) * COLS + col] : 0.f, reinterpret_cast<bf16*>(operand_at<M, COLS>(at, row, col)));
+      narrow(col < COLS ? x[size_t(row) * COLS + col] : 0.f, reinterpret_cast<bf16*>(operand_at<M, COLS, TILES>(at, row, col)));
 }
 static u8* plain_at(u32 at, u32 row, u32 col, u32 cols, u32 bytes) { return work.data() + size_t(at) * OFFSET_BYTES + (size_t(row) * cols + col) * bytes; }
 static u8* square_of(u32 at, u32 parts, u32 part, u32 row) { return plain_at(at, square_at(parts, part, row), 0, 1, 4); }
@@ -140,7 +140,7 @@ static void run_all() {
 template <int H, bool E, bool B, bool O, Norm N, Norm BN = Norm::NONE>
 struct Rowwise {
   static constexpr int HIDDEN = H;
-  static constexpr bool EMBED = E, TAKE = false, BRANCH = B, OUT = O;
+  static constexpr bool EMBED = E, TAKE = false, BRANCH = B, OUT = O, OUT_TILES = false;
   static constexpr float EMBED_SCALE = 1.5f, BRANCH_SCALE = 0.25f, EPS = 1e-5f, BRANCH_EPS = 1e-6f;
   static constexpr Norm NORM = N, BRANCH_NORM = BN;
   static constexpr int BRANCH_PARTS = 0, ROW_PARTS = 1;
@@ -158,6 +158,11 @@ struct RowsIn : G {
 template <class G, int N>
 struct SumsOf : G {
   static constexpr int BRANCH_PARTS = N;
+};
+// Leaves the input of a product in tiles.
+template <class G>
+struct ToTiles : G {
+  static constexpr bool OUT_TILES = true;
 };
 // `name` of the residual, `out_name` of what products read.
 template <class G, class M = ChunkMachine<1, 1>>
@@ -256,11 +261,11 @@ static void rowwise(const char* name, const char* out_name, u32 rows, u32 step =
         expected.push_back(of / H), found.push_back(float_at(square_of(squares, ROW_PARTS, part, row)) / H);
       }
     }
-    for (int i = 0; i < H; i++) out.push_back(normed[i]), found_out.push_back(bf16_at(operand_at<M, H>(wave.out, row, i)));
+    for (int i = 0; i < H; i++) out.push_back(normed[i]), found_out.push_back(bf16_at(operand_at<M, H, G::OUT_TILES>(wave.out, row, i)));
   }
   for (u32 row = rows; row < whole; row++) {
     expected.push_back(1), found.push_back(untouched(plain_at(wave.residual, row, 0, H, 4), H * 4));
-    out.push_back(1), found_out.push_back(untouched(operand_at<M, H>(wave.out, row, row % H), 2));
+    out.push_back(1), found_out.push_back(untouched(operand_at<M, H, G::OUT_TILES>(wave.out, row, row % H), 2));
   }
   // In the order in which it was told.
   if (M::STEPS)
@@ -283,7 +288,7 @@ struct Product {
   static constexpr float SCALE = 0.5f, SOFTCAP = E == Epilogue::LOGITS ? 3.f : 0.f;
   static constexpr bool BIAS = B, PLAIN = P;
   static constexpr int ROW_GROUPS = 2, UNIT_GROUPS = 4, K_GROUPS = 1, SPLITS = 1, CHUNK = UNIT_ROWS == 8 ? 2 : 1, HELD = 0, NORM_PARTS = 0;
-  static constexpr bool FACTOR = false, PAIRED = false, PACKETS = false, OUT = false, BOXED = true;
+  static constexpr bool FACTOR = false, PAIRED = false, PACKETS = false, OUT = false, BOXED = true, TILES = false, OUT_TILES = false;
   static constexpr float NORM_EPS = 0.f;
 };
 template <class P>
@@ -307,6 +312,11 @@ template <class P, int BY_ROWS, int BY_UNITS, int BY_K, int CHUNK_, int SPLITS_ 
 struct By : P {
   static constexpr int ROW_GROUPS = BY_ROWS, UNIT_GROUPS = BY_UNITS, K_GROUPS = BY_K, CHUNK = CHUNK_, SPLITS = SPLITS_;
   static constexpr bool BOXED = CHUNK <= 2;
+};
+// In tiles of 16 units, by warpgroups of a step.
+template <class P, int CHUNK_>
+struct InTiles : By<P, 1, 8, 1, CHUNK_> {
+  static constexpr bool TILES = true;
 };
 // Chunks of weights that warps hold before the block enters the wave.
 template <class P, int N>
@@ -384,7 +394,7 @@ static void put_product(u64& state, u32 rows, const std::vector<float>& plain, c
     pack<G>(plain);
   put_boxes<M, G>();
   wave.x = operand<M, G::K>(rows);
-  put_operand<M, G::K>(wave.x, rows, x);
+  put_operand<M, G::K, G::TILES>(wave.x, rows, x);
 }
 static double activated(Act act, double v) {
   if (act == Act::SILU) return v / (1 + std::exp(-v));
@@ -469,7 +479,7 @@ static void matmul(const char* name, u32 rows) {
     }
   }
   run_product<M, G>();
-  const auto out_at = [&](u32 row, u32 col) { return PLAIN ? plain_at(wave.out, row, col, COLS, PARTS ? (G::PACKETS ? 8 : 4) : 2) : operand_at<M, COLS>(wave.out, row, col); };
+  const auto out_at = [&](u32 row, u32 col) { return PLAIN ? plain_at(wave.out, row, col, COLS, PARTS ? (G::PACKETS ? 8 : 4) : 2) : operand_at<M, COLS, G::OUT_TILES>(wave.out, row, col); };
   // Columns of a part: whole granules, and whole blocks of 64.
   constexpr int BITS = IS_CODED<G> ? 0 : 16;
   int granule_k = BITS ? 8 / G::UNIT_ROWS * 32 : 0;
@@ -587,13 +597,13 @@ static void in_pairs(const char* name, const char* out_name, u32 rows, bool weig
       expected.push_back(sum), found.push_back(float_at(plain_at(wave.residual, row, r, COLS, 4)));
       for (u32 pair = 0; pair < pairs; pair++)
         if (u32(r) / G::UNIT_ROWS >= ends[pair] && u32(r) / G::UNIT_ROWS < ends[pair + 1]) squares[pair] += sum * sum;
-      out.push_back(weighted ? sum * weight[r] : sum), found_out.push_back(bf16_at(operand_at<M, COLS>(wave.out, row, r)));
+      out.push_back(weighted ? sum * weight[r] : sum), found_out.push_back(bf16_at(operand_at<M, COLS, G::OUT_TILES>(wave.out, row, r)));
     }
     for (u32 pair = 0; G::OUT && pair < u32(M::SMS / 2); pair++) {
       const u8* at = square_of(wave.squares_out, M::SMS / 2, pair, row);
       expected.push_back(pair < pairs ? squares[pair] / COLS : 1), found.push_back(pair < pairs ? float_at(at) / COLS : untouched(at, 4));
     }
-    for (u32 col = row < rows ? COLS : 0; col < u32((COLS + 127) / 128 * 128); col += 2) out.push_back(1), found_out.push_back(untouched(operand_at<M, COLS>(wave.out, row, col), 4));
+    for (u32 col = row < rows ? COLS : 0; col < u32((COLS + 127) / 128 * 128); col += 2) out.push_back(1), found_out.push_back(untouched(operand_at<M, COLS, G::OUT_TILES>(wave.out, row, col), 4));
   }
   report(name, expected, found);
   if (G::OUT)
@@ -1050,6 +1060,22 @@ int main() {
   matmul<H16, Holding<By<Product<50, 712, Epilogue::STORE, 3, 4, true>, 1, 1, 8, 8>, 1>>("steps-held-units-of-4-bf16", 16);
   matmul<H32, Weighted<Holding<By<Product<72, 456, Epilogue::GATED, 4>, 2, 2, 2, 2>, 4>, 4>>("steps-held-factor-bf16", 31);
   matmul<H32, Weighted<Holding<By<Product<61, 328, Epilogue::LOGITS, 4, 8, true>, 2, 4, 1, 2>, 4>, 3>>("steps-held-logits", 29);
+  // In tiles of 16 units: several shares and passes, with fewer units than a tile and than there are warps; k that ends inside a chunk of the input, of
+  // one chunk, and of a chunk for each chunk of weights; one tile and two; a factor of the first pass; codes, of groups and of rows.
+  typedef Product<404, 320, Epilogue::GATED, 16> Tiles;
+  typedef Product<404, 328, Epilogue::GATED, 24> LongTiles;
+  matmul<S64, InTiles<Tiles, 2>>("steps-tiles-bf16", 61);
+  matmul<S64, InTiles<Product<92, 192, Epilogue::GATED, 5, 8, true, true, Act::GELU_TANH>, 2>>("steps-tiles-few-bf16", 33);
+  matmul<S64, InTiles<Product<12, 64, Epilogue::GATED, 1>, 2>>("steps-tiles-one-bf16", 64);
+  matmul<S64, Weighted<InTiles<Tiles, 2>, 8>>("steps-tiles-factor-bf16", 50);
+  matmul<Machine<true, 32, 16, 64>, InTiles<Product<404, 448, Epilogue::GATED, 32>, 2>>("steps-tiles-32-bf16", 29);
+  matmul<S32, CodedAs<InTiles<LongTiles, 1>, Code::INT4, 128, ScaleCode::F16, false, false>>("steps-tiles-int4-128-bf16", 29);
+  matmul<S32, CodedAs<InTiles<LongTiles, 1>, Code::INT4, 128, ScaleCode::F16, true, false>>("steps-tiles-int4-128-zeros-bf16", 32);
+  matmul<S32, CodedAs<Weighted<InTiles<Product<200, 712, Epilogue::GATED, 7, 8, true>, 1>, 4>, Code::INT4, 32, ScaleCode::F16, true, false>>("steps-tiles-int4-32-factor-bf16", 17);
+  matmul<S64, CodedAs<InTiles<Product<200, 712, Epilogue::GATED, 16>, 1>, Code::INT4, 64, ScaleCode::BF16, false, false>>("steps-tiles-int4-64-bf16", 40);
+  matmul<S32, CodedAs<Weighted<InTiles<LongTiles, 1>, 3>, Code::E4M3, 0, ScaleCode::NONE, false, true>>("steps-tiles-e4m3-rows-bf16", 30);
+  rowwise<ToTiles<Rowwise<1000, true, false, true, Norm::RMS>>, S64>("steps-to-tiles", "steps-to-tiles-bf16", 50);
+  rowwise<RowsIn<ToTiles<Rowwise<256, false, true, true, Norm::RMS>>, 4>, S32>("steps-to-tiles-4", "steps-to-tiles-4-bf16", 29);
   same_factors<Weighted<By<Product<44, 200, Epilogue::STORE, 8>, 1, 8, 1, 2>, 19>>("steps-factors-alike");
   // In pairs of blocks: a unit a warp and several; groups of k, of units and of rows; units of 4 and of 2 rows; codes; fewer rows than there are.
   in_pairs<S16, Paired<By<Product<44, 200, Epilogue::RESIDUAL, 2, 8, true>, 1, 1, 8, 8, 2>, true>>("pairs-16", "pairs-16-bf16", 11);
@@ -1063,6 +1089,8 @@ int main() {
   in_pairs<S16, CodedAs<Paired<By<Product<44, 200, Epilogue::RESIDUAL, 4, 8, true>, 1, 4, 2, 2, 2>, true>, Code::INT8, 0, ScaleCode::NONE, false, true>>("pairs-int8", "pairs-int8-bf16", 11);
   in_pairs<S32, CodedAs<Paired<By<Product<72, 712, Epilogue::RESIDUAL, 4, 8, true>, 2, 2, 2, 2, 2>, true>, Code::INT4, 64, ScaleCode::BF16, true, false>>("pairs-int4-64-zeros", "pairs-int4-64-zeros-bf16", 30);
   in_pairs<S64, CodedAs<Paired<By<Product<72, 200, Epilogue::RESIDUAL, 4>, 2, 2, 2, 2, 2>, true>, Code::E4M3, 0, ScaleCode::NONE, false, true>>("pairs-e4m3", "pairs-e4m3-bf16", 64);
+  in_pairs<S64, ToTiles<Paired<By<Product<74, 712, Epilogue::RESIDUAL, 4, 8, true>, 4, 1, 2, 4, 2>, true>>>("pairs-to-tiles-64", "pairs-to-tiles-64-bf16", 61);
+  in_pairs<S32, ToTiles<CodedAs<Paired<By<Product<72, 712, Epilogue::RESIDUAL, 4, 8, true>, 2, 2, 2, 2, 2>, true>, Code::INT4, 128, ScaleCode::F16, false, false>>>("pairs-to-tiles-32", "pairs-to-tiles-32-bf16", 30);
   matmul<S16, By<Product<37, 96, Epilogue::LOGITS, 3>, 1, 8, 1, 2>>("steps-logits", 13);
   matmul<S16, By<Product<37, 200, Epilogue::LOGITS, 2>, 1, 1, 8, 8>>("steps-logits-8-groups", 16);
   matmul<S32, By<Product<61, 200, Epilogue::LOGITS, 4, 8, true>, 2, 4, 1, 4>>("steps-logits-32", 29);
