@@ -199,6 +199,11 @@ pub fn prove_alike<'a>(
             let (few, many) = (first.rows, other.rows);
             return violation(Some(w), format!("order({}) for {few} rows, order({}) for {many}", a.sums, b.sums));
         }
+        // An instruction for 32 rows may add up in another order than one for 64.
+        if let Some(w) = first.waves.iter().position(|wave| matches!(wave.sums, Sums::Tiles { .. })) {
+            let what = format!("tiles of {} and of {} rows, which may add up in other orders", first.rows, other.rows);
+            return violation(Some(w), what);
+        }
         // One product may take a norm, another one the same residual and a factor: the order of all sums would be the same.
         let mut pairs = sources(first).into_iter().zip(sources(other)).enumerate();
         if let Some((w, _)) = pairs.find(|(_, (a, b))| a != b) {
@@ -1072,6 +1077,7 @@ impl Judge<'_> {
         let of_weights = chunk.saturating_mul(spans);
         let bytes = pass.saturating_mul(chunk).saturating_mul(u64::from(format.granule_bytes(m.k)));
         let sums = block / 2 * pass.div_ceil(u64::from(TILE_UNITS));
+        let steps = of_inputs / of_weights.max(1); // chunks of weights of a chunk of the input
         let wrong = [
             (plan.form != Form::Steps, "outside a step".to_string()),
             (![32, 64].contains(&block), format!("of {block} rows, for which there is no instruction")),
@@ -1094,6 +1100,11 @@ impl Judge<'_> {
             (
                 of_weights == 0 || of_inputs == 0 || !of_inputs.is_multiple_of(of_weights.max(1)),
                 format!("chunks of {of_inputs} spans of the input, which are not whole chunks of {of_weights}"),
+            ),
+            // A warp has the words of two chunks, and takes turns. Code for a chunk of the input begins with the first of them.
+            (
+                steps > 1 && !steps.is_multiple_of(2),
+                format!("{steps} chunks of weights of a chunk of the input, expected one or an even number"),
             ),
             (
                 bytes > u64::from(machine.weights.slot_bytes),
