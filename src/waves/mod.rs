@@ -38,6 +38,12 @@
 //! take its first chunks into registers (`held`) before their block enters the wave. Their ring is not that of inputs, and an SM counts as having ended the wave before it
 //! takes them. So nobody waits for an SM that waits for weights, and these always arrive.
 //!
+//! # Tiles
+//!
+//! A gated product of a step may be multiplied by warpgroups (`tiles`), which read its input from shared memory: warps then do not read it again for each unit,
+//! and make operands of codes once for all rows. The wave before leaves that input in the order of warpgroups ([`Layout::Tiles`]). These sums have another
+//! order than those of warps, and plans in one order ([`prove_alike`]) have none of them.
+//!
 //! # Packets between two waves
 //!
 //! A meeting takes almost as long as attention of a step with short histories: each SM waits until all of its stores have arrived, then for all other SMs, and then

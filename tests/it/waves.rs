@@ -13,7 +13,7 @@ use monobloc::codegen::waves::{self, SHARES_HELD, WaveTables, emit, encode};
 use monobloc::defaults::rows::{Room, place_rows};
 use monobloc::dtype::{DType, Precision};
 use monobloc::format::{Code, Format, FormatPlan, NAMED, ScaleCode};
-use monobloc::ir::op::{Attention, Op, Role};
+use monobloc::ir::op::{Attention, Epilogue, Op, Role};
 use monobloc::ir::program::{Grid, Program, Space};
 use monobloc::ir::schedule::Schedule;
 use monobloc::ir::variant::swizzled_piece;
@@ -67,6 +67,9 @@ fn kernel_up_to(context_max: u32, graph: &ModelGraph, target: &Target, precision
 
 /// Columns of rows at which products have enough chunks to hold four of them.
 const HOLDING_COLS: u32 = 640;
+
+/// Columns of rows that end inside a chunk of the input of tiles.
+const TILES_COLS: u32 = 704;
 
 /// The config of a fixture with heads that tensor cores take, and random weights.
 pub fn wide(name: &str) -> Imported {
@@ -207,13 +210,18 @@ fn decided(name: &str, graph: &ModelGraph) -> String {
             products.count()
         );
         let holding = plan.waves.iter().filter(|wave| wave.action.held() > 0).count();
-        lines += &if holding > 0 {
-            format!(", {holding} of {} waves with held weights\n", plan.waves.len())
-        } else {
-            "\n".to_string()
-        };
+        for (count, what) in [(holding, "waves with held weights"), (tile_waves(plan).len(), "waves of tiles")] {
+            lines += &if count > 0 { format!(", {count} of {} {what}", plan.waves.len()) } else { String::new() };
+        }
+        lines += "\n";
     }
     lines
+}
+
+/// The waves that warpgroups of a step multiply in tiles.
+fn tile_waves(plan: &Plan) -> Vec<usize> {
+    let is_tiles = |w: &usize| matches!(plan.waves[*w].action, Action::MatMul { tiles: true, .. });
+    (0..plan.waves.len()).filter(is_tiles).collect()
 }
 
 fn blessed(name: &str, found: &str) {
@@ -265,6 +273,8 @@ fn the_text_of_a_plan_is_what_it_was() {
     blessed("waves_plan.txt", &of("families/gemma3", Form::Chunk, 512));
     // Branches with their own norms, and products that add to the residual.
     let steps = of("families/gemma3", Form::Steps, 32) + &of("families/qwen3", Form::Steps, 32);
+    // Tiles, after products that add.
+    let steps = steps + &of("families/qwen3", Form::Steps, 64);
     // On few SMs, products of whole units hold weights.
     let validated = kernel(&of_width("families/qwen3", HOLDING_COLS).graph, &small());
     let holding = proven(&validated, &small(), Form::Steps, 16).unwrap().plan().to_string();
@@ -358,6 +368,8 @@ fn kernels_of_waves_compile() {
         ("families/gemma3", "h200", Trace::On, FORMS[0], nvrtc),
         ("families/starcoder2", "b200", Trace::Off, FORMS[0], nvrtc),
         ("families/gemma3", "h200", Trace::Off, FORMS[2], nvrtc),
+        ("families/gemma3", "h200", Trace::Off, FORMS[3], nvrtc),
+        ("families/qwen3", "h100", Trace::On, FORMS[3], quick),
         ("families/qwen3", "h100", Trace::On, FORMS[1], nvrtc),
         ("families/starcoder2", "b200", Trace::Off, FORMS[3], nvrtc),
         ("families/gemma3", "h200", Trace::Off, FORMS[4], quick),
@@ -397,6 +409,7 @@ fn kernels_of_waves_of_codes_compile() {
         (named("fp8"), "h200", FORMS[0], quick),
         (named("mxfp4"), "b200", FORMS[0], nvrtc),
         (named("int4:32"), "h200", FORMS[2], quick),
+        (zeros, "h100", FORMS[2], nvrtc),
         (zeros, "h100", FORMS[1], nvrtc),
         (named("fp8"), "h200", FORMS[3], nvrtc),
         (named("int4:32"), "h200", FORMS[4], quick),
@@ -695,7 +708,8 @@ impl Mutants<'_> {
                 self.add(format!("a{i} of {cols} columns"), None, |p| p.work[i].cols = cols);
             }
             let rows = [DType::F32, DType::Bf16, DType::F16, DType::I32].map(Layout::Rows);
-            let more = [Layout::Operand, Layout::Best].into_iter().chain([0, 1, 2, 3, 9].map(Layout::Parts));
+            let more =
+                [Layout::Operand, Layout::Tiles, Layout::Best].into_iter().chain([0, 1, 2, 3, 9].map(Layout::Parts));
             let more = more.chain([0, 1, 2, 3].map(Layout::Packets));
             for layout in rows.into_iter().chain(more) {
                 self.add(format!("a{i} as {layout:?}"), None, |p| p.work[i].layout = layout);
@@ -803,6 +817,7 @@ impl Mutants<'_> {
                 Action::MatMul { target, .. } => {
                     self.product(w);
                     self.held(w);
+                    self.tiles(w);
                     let (Written::Out(id) | Written::Residual(id) | Written::Best(id)) = target;
                     for other in [Written::Out(id), Written::Residual(id), Written::Best(id)] {
                         self.matmul(w, "writes another way", wrong, |m| m.target = other);
@@ -861,6 +876,7 @@ impl Mutants<'_> {
             let others = [
                 Sums::Row { parts: 1 },
                 Sums::Product { parts: 1, granules: 2, groups: 1, paired: false, squares: 0 },
+                Sums::Tiles { granules: 2 },
                 Sums::Heads,
                 Sums::History { tile: 16, heads: 1, scratch_bytes: 0, split: None },
                 Sums::Splits { positions: 16 },
@@ -912,15 +928,7 @@ impl Mutants<'_> {
 
     /// Changes the way in which a wave multiplies.
     fn matmul(&mut self, w: usize, what: &str, rule: Option<&'static str>, change: impl FnOnce(&mut Product)) {
-        self.add(format!("w{w}: {what}"), rule, |p| {
-            let Action::MatMul { x, squares, target, then, pass, chunk, warps, tiles, held } = p.waves[w].action else {
-                unreachable!()
-            };
-            let mut product = Product { target, then, pass, chunk, warps, tiles, held };
-            change(&mut product);
-            let Product { target, then, pass, chunk, warps, tiles, held } = product;
-            p.waves[w].action = Action::MatMul { x, squares, target, then, pass, chunk, warps, tiles, held };
-        });
+        self.add(format!("w{w}: {what}"), rule, |p| change_product(p, w, change));
     }
 
     /// Passes and chunks that do not fit, and warps without work.
@@ -978,6 +986,36 @@ impl Mutants<'_> {
             self.matmul(w, &format!("{n} chunks held"), ring, |m| m.held = n);
         }
         self.matmul(w, "nothing held", None, |m| m.held = 0);
+    }
+
+    /// A product of warps as tiles, and the other way round: by itself, and with an input that is as it wants it.
+    fn tiles(&mut self, w: usize) {
+        let (wrong, is_tiles) = (Some("order"), tile_waves(self.of).contains(&w));
+        self.matmul(w, "multiplied otherwise", wrong, |m| m.tiles = !is_tiles);
+        if is_tiles {
+            self.add(format!("w{w}: by warps, and its input is for them"), None, |p| {
+                reads_otherwise(p, w, Layout::Operand);
+                change_product(p, w, |m| m.tiles = false);
+            });
+            self.add(format!("w{w}: its input is for warps"), wrong, |p| reads_otherwise(p, w, Layout::Operand));
+            return;
+        }
+        let (x, before) = match (&self.of.waves[w].action, w.checked_sub(1).map(|w| &self.of.waves[w].action)) {
+            (Action::MatMul { x, .. }, Some(Action::Rows { out: Some(Input { to, .. }), .. })) => (*x, *to),
+            (Action::MatMul { x, .. }, Some(Action::MatMul { then: Some(Input { to, .. }), .. })) => (*x, *to),
+            _ => return,
+        };
+        if x == before {
+            self.add(format!("w{w}: its input is for warpgroups"), wrong, |p| reads_otherwise(p, w, Layout::Tiles));
+            // Of a gated product of some numbers of rows this is a plan that computes the same.
+            let program = self.program;
+            self.add(format!("w{w} in tiles"), None, |p| in_tiles(p, program, w));
+            self.add(format!("w{w} in tiles, in the order of warps"), None, |p| {
+                let sums = p.waves[w].sums;
+                in_tiles(p, program, w);
+                p.waves[w].sums = sums;
+            });
+        }
     }
 
     /// The input of the next product, left out or left otherwise, and left by a product that has not the residual in pairs.
@@ -1417,6 +1455,45 @@ struct Product {
     held: u32,
 }
 
+/// Changes how wave `w` multiplies.
+fn change_product(p: &mut Plan, w: usize, change: impl FnOnce(&mut Product)) {
+    let Action::MatMul { x, squares, target, then, pass, chunk, warps, tiles, held } = p.waves[w].action else {
+        panic!("a product")
+    };
+    let mut product = Product { target, then, pass, chunk, warps, tiles, held };
+    change(&mut product);
+    let Product { target, then, pass, chunk, warps, tiles, held } = product;
+    p.waves[w].action = Action::MatMul { x, squares, target, then, pass, chunk, warps, tiles, held };
+}
+
+/// The wave before `w` leaves the input of that product, and of no other one, in `layout`.
+fn reads_otherwise(p: &mut Plan, w: usize, layout: Layout) {
+    let (id, place) = (WorkId::from(p.work.len()), p.work_bytes().next_multiple_of(256));
+    let Action::MatMul { x, .. } = &mut p.waves[w].action else { panic!("a product") };
+    p.work.push(Work { layout, place, ..p.work[x.index()].clone() });
+    *x = id;
+    match &mut p.waves[w - 1].action {
+        Action::Rows { out: Some(Input { to, .. }), .. } | Action::MatMul { then: Some(Input { to, .. }), .. } => {
+            *to = id;
+        }
+        _ => panic!("a wave that leaves the input"),
+    }
+}
+
+/// The product of wave `w` becomes tiles: of up to 16 units, in chunks of 64 of k or of a granule of codes.
+fn in_tiles(p: &mut Plan, program: &Program, w: usize) {
+    let grid = &program.grids[p.waves[w].grid.index()];
+    let Op::MatVec(m) = &grid.op else { panic!("a product") };
+    let granule_k = program.format_of(grid).granule_k() * m.parts();
+    reads_otherwise(p, w, Layout::Tiles);
+    change_product(p, w, |product| {
+        let warps = Warps { rows: 1, units: 8, k: 1 };
+        (product.tiles, product.held, product.warps) = (true, 0, warps);
+        (product.pass, product.chunk) = (product.pass.min(16), (64 / granule_k).max(1));
+    });
+    p.waves[w].sums = Sums::Tiles { granules: m.k.div_ceil(granule_k) };
+}
+
 /// A change of a share, with its name.
 type Change = (&'static str, fn(&mut Share));
 
@@ -1563,10 +1640,14 @@ fn other_orders(sums: Sums) -> Vec<Sums> {
         Sums::Row { parts } => all(&[parts]).into_iter().map(|n| Sums::Row { parts: n[0] }).collect(),
         Sums::Product { parts, granules, groups, paired, squares } => {
             let of = |n: Vec<u32>| Sums::Product { parts: n[0], granules: n[1], groups: n[2], paired, squares: n[3] };
-            let other = Sums::Product { parts, granules, groups, paired: !paired, squares };
-            all(&[parts, granules, groups, squares]).into_iter().map(of).chain([other]).collect()
+            let others =
+                [Sums::Product { parts, granules, groups, paired: !paired, squares }, Sums::Tiles { granules }];
+            all(&[parts, granules, groups, squares]).into_iter().map(of).chain(others).collect()
         }
-        Sums::Tiles { granules } => all(&[granules]).into_iter().map(|n| Sums::Tiles { granules: n[0] }).collect(),
+        Sums::Tiles { granules } => {
+            let other = Sums::Product { parts: 1, granules, groups: 1, paired: false, squares: 0 };
+            all(&[granules]).into_iter().map(|n| Sums::Tiles { granules: n[0] }).chain([other]).collect()
+        }
         Sums::Heads => vec![],
         Sums::History { tile, heads, scratch_bytes, split } => {
             let of = |n: Vec<u32>| Sums::History { tile: n[0], heads: n[1], scratch_bytes: n[2], split };
@@ -1596,7 +1677,9 @@ fn steps_of_32_and_64_rows_can_add_up_in_one_order() {
         let family = &imported.graph.family;
         let plans = derive_alike(validated.schedule(), &target, &[32, 64]).unwrap();
         assert_eq!(plans.iter().map(|plan| plan.rows).collect::<Vec<_>>(), [32, 64], "{family}");
-        assert_eq!(plans[1], largest, "{family}");
+        // None has tiles, and without them this is the plan that is fastest for most rows.
+        assert!(plans.iter().all(|plan| tile_waves(plan).is_empty()), "{family}");
+        assert_eq!(plans[1] == largest, tile_waves(&largest).is_empty(), "{family}");
         let alike =
             prove_alike(plans, &validated, &target).unwrap_or_else(|rules| panic!("{family}: {}", listed(&rules)));
         assert_eq!(alike.plans().len(), 2);
@@ -1770,6 +1853,172 @@ fn products_hold_no_other_weights() {
         let text = format!("{held} chunks held {what}");
         assert!(violations.len() == 1 && violations[0].what == text, "{what}: {}", listed(&violations));
     }
+}
+
+/// Gated products, and no others, are tiles where that pays: plain ones of 64 rows, and codes of 4 bits of 32 rows, on a target with the instruction.
+#[test]
+fn gated_products_are_tiles_where_that_pays() {
+    let plain = wide("families/qwen3");
+    let [int4, int8] = ["int4:32", "int8"].map(|format| rounded(wide("families/qwen3"), &all(named(format))));
+    let not_gated = wide("families/starcoder2");
+    let b200 = Target::builtin("b200").unwrap();
+    for (imported, target, (form, rows), expected) in [
+        (&plain, h200(), (Form::Steps, 64), true),
+        (&plain, small(), (Form::Steps, 64), true),
+        (&plain, h200(), (Form::Steps, 32), false),
+        (&int4, h200(), (Form::Steps, 32), true),
+        (&int4, h200(), (Form::Steps, 64), false),
+        (&int4, h200(), (Form::Steps, 16), false),
+        (&int8, h200(), (Form::Steps, 32), false),
+        (&plain, b200.clone(), (Form::Steps, 64), false),
+        (&int4, b200, (Form::Steps, 32), false),
+        (&not_gated, h200(), (Form::Steps, 64), false),
+        (&plain, h200(), (Form::Chunk, 512), false),
+        (&int4, h200(), (Form::Tail, 16), false),
+    ] {
+        let validated = kernel(&imported.graph, &target);
+        let proven = proven(&validated, &target, form, rows).unwrap();
+        let (waves, program) = (&proven.plan().waves, &validated.schedule().program);
+        let gated: Vec<usize> =
+            (0..waves.len()).filter(|w| expected && is_product(program, &waves[*w], true)).collect();
+        assert_eq!(tile_waves(proven.plan()), gated, "{form:?} of {rows} on {}", target.name);
+    }
+}
+
+/// Tiles of two tiles, of codes. Those of plain weights are among the plans of steps above.
+#[test]
+fn a_wrong_plan_of_tiles_has_no_proof() {
+    let (name, rows, target) = ("families/qwen3", 32, small());
+    let imported = rounded(wide(name), &all(named("int4:32")));
+    let validated = kernel(&imported.graph, &target);
+    let of = proven(&validated, &target, Form::Steps, rows).unwrap().plan().clone();
+    let mut mutants = Mutants { of: &of, program: &validated.schedule().program, made: vec![] };
+    assert_eq!(tile_waves(&of).len(), 2);
+    mutants.attributes();
+    mutants.sums();
+    let count = judge(name, &imported, &validated, &target, mutants, &tokens(&imported, rows + 3));
+    assert!(count > 300, "{count} mutants");
+}
+
+/// Asserts that the plan of a model on `target` after `change` of a wave breaks the rule of tiles `what` in this wave and, if `alone`, no other rule. The wave
+/// is the first one whose product is gated, or is not.
+fn no_tiles(
+    (imported, target, (form, rows)): (&Imported, Target, (Form, u32)),
+    is_gated: bool,
+    change: impl FnOnce(&mut Plan, &Program, usize),
+    (what, alone): (&str, bool),
+) {
+    let validated = kernel(&imported.graph, &target);
+    let program = &validated.schedule().program;
+    let mut plan = proven(&validated, &target, form, rows).unwrap().plan().clone();
+    let w = plan.waves.iter().position(|wave| is_product(program, wave, is_gated)).expect("a product");
+    change(&mut plan, program, w);
+    let violations = prove(plan, &validated, &target).expect_err(what);
+    let named = |of: &Violation| (of.wave, of.rule, of.what.as_str()) == (Some(w), "ring", what);
+    assert!(violations.iter().any(named), "{what}: {}", listed(&violations));
+    assert!(violations.len() == 1 || !alone, "{what}: {}", listed(&violations));
+}
+
+/// Whether a wave multiplies, and its product is gated as asked.
+fn is_product(program: &Program, wave: &Wave, is_gated: bool) -> bool {
+    let Op::MatVec(m) = &program.grids[wave.grid.index()].op else { return false };
+    matches!(wave.action, Action::MatMul { .. }) && matches!(m.epilogue, Epilogue::Gated(_)) == is_gated
+}
+
+/// Products that are no tiles. Of a division in parts, and of a chunk, more than one rule is broken.
+#[test]
+fn other_products_are_no_tiles() {
+    let (plain, odd) = (wide("families/qwen3"), of_width("families/qwen3", 672));
+    for (imported, target, (form, rows), is_gated, what, alone) in [
+        (&plain, small(), (Form::Steps, 16), true, "of 16 rows, for which there is no instruction", true),
+        (&plain, small(), (Form::Chunk, 256), true, "outside a step", false),
+        (&plain, small(), (Form::Chunk, 256), true, "of 128 rows, for which there is no instruction", false),
+        (&plain, small(), (Form::Steps, 64), false, "of a product that is not gated", false),
+        (&plain, h200(), (Form::Steps, 64), false, "of parts of k, of a unit or of a granule", false),
+        (&odd, small(), (Form::Steps, 64), true, "expected chunks of 64 of k, or of a granule of codes", true),
+    ] {
+        no_tiles((imported, target, (form, rows)), is_gated, in_tiles, (&format!("tiles: {what}"), alone));
+    }
+}
+
+/// A change of how a wave multiplies.
+type ChangeOf = fn(&mut Product);
+
+/// Each rule of tiles finds what no other rule does. Waves that are no tiles want another ring and another scratch, too.
+#[test]
+fn products_are_no_other_tiles() {
+    let plain = wide("families/qwen3");
+    let coded = rounded(wide("families/qwen3"), &all(named("int4:32")));
+    let chunks = "expected chunks of 64 of k, or of a granule of codes";
+    let changes: [(_, u32, ChangeOf, _); 6] = [
+        (
+            &plain,
+            64,
+            |m| m.warps = Warps { rows: 2, units: 4, k: 1 },
+            "expected two units of a tile for each of 8 warps",
+        ),
+        (&coded, 32, |m| m.pass = 22, "16896 bytes of a pass of 22 units, which no slot holds"),
+        (&plain, 64, |m| m.pass = 0, "expected 1 to 32 sums of a lane, found 0"),
+        (&plain, 64, |m| m.chunk = 4, chunks),
+        (&plain, 64, |m| m.chunk = 1, chunks),
+        (&coded, 32, |m| m.chunk = 2, chunks),
+    ];
+    for (imported, rows, change, what) in changes {
+        let of = (imported, small(), (Form::Steps, rows));
+        no_tiles(of, true, |p, _, w| change_product(p, w, change), (&format!("tiles: {what}"), true));
+    }
+    let of = || (&plain, small(), (Form::Steps, 64));
+    no_tiles(of(), true, |p, _, w| change_product(p, w, |m| m.held = 4), ("4 chunks held of tiles", true));
+    let larger = |p: &mut Plan, _: &Program, w| {
+        change_product(p, w, |m| m.pass = 17);
+        (p.machine.weights.slots, p.machine.weights.slot_bytes) = (6, 18_432);
+    };
+    no_tiles(of(), true, larger, ("tiles: expected 1 to 32 sums of a lane, found 64", true));
+    // As the waves before want them, too.
+    let three = |p: &mut Plan, program: &Program, w| {
+        (p.machine.inputs.slots, p.machine.inputs.slot_bytes) = (3, 24_576);
+        for before in 0..w {
+            if is_product(program, &p.waves[before], false) {
+                change_product(p, before, |m| m.chunk = 2);
+            }
+        }
+    };
+    let what = "tiles: 3 chunks of weights of a chunk of the input, expected one or an even number";
+    no_tiles(of(), true, three, (what, false));
+    let less = |p: &mut Plan, _: &Program, w| {
+        p.machine.scratch_bytes = 16_384;
+        for wave in &mut p.waves[..w] {
+            if let Sums::History { scratch_bytes, .. } = &mut wave.sums {
+                *scratch_bytes = 16_384;
+            }
+        }
+    };
+    no_tiles(of(), true, less, ("tiles: sums of a tile that no scratch holds", false));
+}
+
+/// A target without the instruction, and plans of tiles for two numbers of rows.
+#[test]
+fn tiles_are_for_their_target_and_their_number_of_rows() {
+    let target = small();
+    let validated = kernel(&wide("families/qwen3").graph, &target);
+    let most = derive(validated.schedule(), &target, Form::Steps, 64).unwrap();
+    let mut without = target.clone();
+    without.spec.warpgroup_mma = false;
+    let violations = prove(most, &validated, &without).unwrap_err();
+    let expected = "`machine`: tiles, which warpgroups multiply and the target lacks
+";
+    assert_eq!(listed(&violations), expected);
+    // In one order, apart from what is not known of tiles.
+    let mut alike = derive_alike(validated.schedule(), &target, &[32, 64]).unwrap();
+    for plan in &mut alike {
+        let program = &validated.schedule().program;
+        in_tiles(plan, program, 4);
+        prove(plan.clone(), &validated, &target).unwrap_or_else(|rules| panic!("{}", listed(&rules)));
+    }
+    let violations = prove_alike(alike, &validated, &target).map(drop).unwrap_err();
+    let expected = "`alike`: wave 4: tiles of 32 and of 64 rows, which may add up in other orders
+";
+    assert_eq!(listed(&violations), expected);
 }
 
 /// With histories in KV splits: the wave that adds up is dropped, comes first or twice, adds up other splits, or splits share their places.
@@ -2295,19 +2544,23 @@ fn a_generated_kernel_computes_keys_and_values_of_its_model() {
 fn a_generated_kernel_of_steps_decides_what_its_model_does() {
     const NAME: &str = "a_generated_kernel_of_steps_decides_what_its_model_does";
     let codes = |weights, embed| FormatPlan { embed: Some(named(embed)), ..all(named(weights)) };
-    for (name, cols, rows, plan) in [
-        ("families/gemma3", 128, 16, FormatPlan::default()),
-        ("families/qwen3", 128, 32, codes("int4:32", "int8")),
-        ("families/starcoder2", 128, 64, FormatPlan::default()),
-        ("families/llama-gqa", 128, 64, codes("fp8", "mxfp4")),
-        ("families/qwen3", HOLDING_COLS, 32, FormatPlan::default()),
+    // With the number of waves of tiles.
+    for (name, cols, rows, plan, tiles) in [
+        ("families/gemma3", 128, 16, FormatPlan::default(), 0),
+        ("families/qwen3", 128, 32, codes("int4:32", "int8"), 2),
+        ("families/starcoder2", 128, 64, FormatPlan::default(), 0),
+        ("families/llama-gqa", 128, 64, codes("fp8", "mxfp4"), 0),
+        ("families/qwen3", HOLDING_COLS, 32, FormatPlan::default(), 0),
+        ("families/qwen3", TILES_COLS, 64, FormatPlan::default(), 2),
+        ("families/gemma3", 640, 32, codes("int4:128", "int8"), 3),
     ] {
         let ((_folder, imported), target) = (stored(&of_width(name, cols)), small());
         let imported = rounded(imported, &plan);
         let validated = kernel(&imported.graph, &target);
         let proven = proven(&validated, &target, Form::Steps, rows).unwrap();
         let holds = proven.plan().waves.iter().any(|wave| wave.action.held() > 0);
-        assert_eq!(holds, cols == HOLDING_COLS, "{name}");
+        assert_eq!(holds, cols == HOLDING_COLS && plan == FormatPlan::default(), "{name}");
+        assert_eq!(tile_waves(proven.plan()).len(), tiles, "{name}");
         let shape = Shape::of(&validated.schedule().program).unwrap();
         let blocks = shape.blocks();
         let pages: Vec<u32> = (0..2 * blocks).map(|block| (block * 7 + 5) % shape.pages).collect();
