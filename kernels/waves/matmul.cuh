@@ -841,7 +841,7 @@ struct WaveMatMul {
     __device__ __forceinline__ void multiply(const u8* input, float (&d)[PASS_TILES][GROUP_ROWS / 2]) const {
       constexpr bool GROUPED = Codes::GROUPED;
       constexpr int SUMS = GROUP_ROWS / 2, RUNS = GROUPED ? Codes::GROUPS : 1, RUN_SPANS = GRANULE_SPANS / RUNS;
-      uint4 a[3][2];
+      uint4 a[2][2];
 #pragma unroll
       for (int run = 0; run < RUNS; run++) {
         float own[PASS_TILES][GROUPED ? SUMS : 1] = {};
@@ -854,7 +854,7 @@ struct WaveMatMul {
 #pragma unroll
         for (int k = 0; k < RUN_SPANS * PASS_TILES; k++) {
           const int n = k % PASS_TILES, s = k / PASS_TILES, span = run * RUN_SPANS + s;
-          uint4(&now)[2] = a[k % 3];
+          uint4(&now)[2] = a[k % 2];
 #pragma unroll
           for (int i = 0; i < 2; i++) now[i] = Codes::Wide::template eight<G::ZEROS>(of[n][i].codes, span, zeros[n][i]);
           if constexpr (!GROUPED)
@@ -863,7 +863,7 @@ struct WaveMatMul {
             multiply_tile<true>(input + span * X::SPAN_BYTES, now, own[n]);
           else
             multiply_tile(input + span * X::SPAN_BYTES, now, own[n]);
-          warpgroup_await<2>();
+          warpgroup_await<1>();
         }
         warpgroup_await<0>();
         if constexpr (GROUPED)
