@@ -400,7 +400,7 @@ struct WaveAttend {
       const float factor = __fdividef(1.f, sum);
 #pragma unroll
       for (int n = 0; n < T::VALUE_TILES; n++)
-        *reinterpret_cast<u32*>(out + WaveOperand<M, H::QUERY_COLS>::at(row, head * G::DIM + n * 8 + t * 2)) =
+        *reinterpret_cast<u32*>(out + OutPlace<M, G, H::QUERY_COLS>::at(row, head * G::DIM + n * 8 + t * 2)) =
             bf16_pair(r.o[n][2 * h] * factor, r.o[n][2 * h + 1] * factor);
     }
   }
@@ -663,7 +663,7 @@ struct WaveAttention {
     }
     u8* out = c.template work<u8>(e.out);
     const auto put = [&](int query, int col, float a, float b) {
-      *reinterpret_cast<u32*>(out + WaveOperand<M, H::QUERY_COLS>::at(int(task.row), (task.head + query) * G::DIM + col)) = bf16_pair(a, b);
+      *reinterpret_cast<u32*>(out + OutPlace<M, G, H::QUERY_COLS>::at(int(task.row), (task.head + query) * G::DIM + col)) = bf16_pair(a, b);
     };
     if (count == 1) {
       // One team has read the whole history, so nothing is merged.
@@ -828,7 +828,7 @@ struct WaveMerge {
         x = x * shrink + weight * v.x, y = y * shrink + weight * v.y;
       }
       const float factor = __fdividef(1.f, all);
-      *reinterpret_cast<u32*>(c.template work<u8>(e.out) + WaveOperand<M, S::H::QUERY_COLS>::at(int(row), (head + query) * G::DIM + col)) = bf16_pair(x * factor, y * factor);
+      *reinterpret_cast<u32*>(c.template work<u8>(e.out) + OutPlace<M, G, S::H::QUERY_COLS>::at(int(row), (head + query) * G::DIM + col)) = bf16_pair(x * factor, y * factor);
     }
   }
 };

@@ -317,3 +317,6 @@ struct OperandPlace {
 // Of the machine.
 template <class M, int COLS>
 using WaveOperand = OperandPlace<COLS, M::BLOCK_ROWS, M::WARPGROUPS>;
+// Of what a wave of configuration G writes: the product that reads it may multiply tiles.
+template <class M, class G, int COLS>
+using OutPlace = OperandPlace<COLS, M::BLOCK_ROWS, M::WARPGROUPS || G::OUT_TILES>;

@@ -76,7 +76,7 @@ struct WaveMatMul {
   static constexpr int X_STEPS = X_SPANS / STEP, W_STEPS = W_SPANS / STEP, STEP_GRANULES = STEP / GRANULE_SPANS;
   static constexpr int ROW_GROUPS = G::ROW_GROUPS, UNIT_GROUPS = G::UNIT_GROUPS, K_GROUPS = G::K_GROUPS, WARP_GRANULES = STEP_GRANULES / K_GROUPS;
   static constexpr int ROW_TILES = M::BLOCK_ROWS / ROW_GROUPS / 16;
-  static constexpr int PASS = G::PASS, MOST = ceil_div(PASS, UNIT_GROUPS); // most units at once, of a block and of a warp
+  static constexpr int PASS = G::PASS, MOST = G::TILES ? 2 * ceil_div(PASS, 2 * UNIT_GROUPS) : ceil_div(PASS, UNIT_GROUPS); // most units at once, of a block and of a warp
   // Granules of a part of k. Parts are whole blocks of 64 columns.
   static constexpr int ALIGN = GRANULE_K >= 64 ? 1 : 64 / GRANULE_K, PART_GRANULES = round_up(ceil_div(UNIT_GRANULES, G::SPLITS), ALIGN);
   // EQUAL: all parts of k have the same length. WHOLE: no step lacks a granule, so the work of a step is known at compile time.
@@ -163,7 +163,8 @@ struct WaveMatMul {
   struct Warp {
     int lane, tiles_at, units_at, k_at;
     __device__ __forceinline__ explicit Warp(const WaveContext<M>& c)
-        : lane(c.lane()), tiles_at(c.warp() / (UNIT_GROUPS * K_GROUPS) * ROW_TILES), units_at(c.warp() / K_GROUPS % UNIT_GROUPS), k_at(c.warp() % K_GROUPS) {}
+        : lane(c.lane()), tiles_at(c.warp() / (UNIT_GROUPS * K_GROUPS) * ROW_TILES),
+          units_at(G::TILES ? c.warp() % UNIT_GROUPS : c.warp() / K_GROUPS % UNIT_GROUPS), k_at(G::TILES ? c.warp() / UNIT_GROUPS : c.warp() % K_GROUPS) {}
   };
   static __device__ __forceinline__ const u8* span_at(const u8* input, int span) { return input + span / 2 * X::BLOCK_BYTES + span % 2 * X::SPAN_BYTES; }
 
@@ -433,7 +434,7 @@ struct WaveMatMul {
   static __device__ __forceinline__ void put(const WaveContext<M>& c, const Wave& e, int row, int col, float a, float b) {
     static_assert(COLS % 2 == 0, "columns are stored in pairs");
     u8* out = c.template work<u8>(e.out);
-    *reinterpret_cast<u32*>(out + (G::PLAIN ? (u64(row) * COLS + col) * 2 : u64(OperandPlace<COLS, M::BLOCK_ROWS, M::WARPGROUPS || G::OUT_TILES>::at(u32(row), u32(col))))) = bf16_pair(a, b);
+    *reinterpret_cast<u32*>(out + (G::PLAIN ? (u64(row) * COLS + col) * 2 : u64(OutPlace<M, G, COLS>::at(u32(row), u32(col))))) = bf16_pair(a, b);
   }
   static __device__ __forceinline__ void logits(const WaveContext<M>& c, bool live, int row, int id, float2 y, float& best, int& best_id) {
     const WaveParams& p = c.p;
@@ -491,7 +492,10 @@ struct WaveMatMul {
     PairEnds<N> ends;
     if constexpr (G::PAIRED) ends.ask(c, e, passes.part, first, here, at);
     float d[ROW_TILES][N][4] = {};
-    multiply_pass<N>(c, passes, at, 0, d);
+    if constexpr (G::TILES)
+      multiply_tiles(c, passes, at, here, d);
+    else
+      multiply_pass<N>(c, passes, at, 0, d);
     end_pass<N>(c, e, share, passes, first, here, at, best, squares, is_first, d, ends);
   }
   // Multiplies chunks, all but the first `done`, which must be whole turns.
@@ -803,7 +807,8 @@ struct WaveMatMul {
   }
   // ---- tiles of a step ---------------------------------------------------------------------------------------------
   // As by warpgroups above, but a chunk of the input has X_STEPS chunks of weights, and weights leave the ring before they are multiplied.
-  static __device__ __forceinline__ u32 unit_of_tile(const Warp& at, int tile, int i) { return u32(tile * TILE_UNITS + at.units_at * 2 + i); }
+  static constexpr int TILE_GRANULES = Codes::CODED ? 1 : 2; // of a group of k, in a chunk
+  static __device__ __forceinline__ u32 unit_of_tile(const Warp& at, int tile, int i) { return u32((tile * 2 + i) * UNIT_GROUPS + at.units_at); }
   static __device__ __forceinline__ const u8* unit_in_slot(const u8* w, const Warp& at, int tile, int i, u32 here) {
     return w + min(unit_of_tile(at, tile, i), here - 1) * UNIT_PITCH; // a unit that does not exist is another one, whose sums nobody stores
   }
@@ -817,7 +822,7 @@ struct WaveMatMul {
 #pragma unroll
         for (int i = 0; i < 2; i++)
 #pragma unroll
-          for (int span = 0; span < 2; span++) of[n][span][i] = *reinterpret_cast<const uint4*>(unit_in_slot(w, at, n, i, here) + span * GRANULE + at.lane * 16);
+          for (int span = 0; span < 2; span++) of[n][span][i] = *reinterpret_cast<const uint4*>(unit_in_slot(w, at, n, i, here) + (at.k_at * TILE_GRANULES + span) * GRANULE + at.lane * 16);
       wave_release(c, c.weights);
     }
     __device__ __forceinline__ void multiply(const u8* input, float (&d)[PASS_TILES][GROUP_ROWS / 2]) const {
@@ -835,7 +840,7 @@ struct WaveMatMul {
 #pragma unroll
       for (int n = 0; n < PASS_TILES; n++)
 #pragma unroll
-        for (int i = 0; i < 2; i++) of[n][i].read(unit_in_slot(w, at, n, i, here), at.lane, at.lane / 4);
+        for (int i = 0; i < 2; i++) of[n][i].read(unit_in_slot(w, at, n, i, here) + at.k_at * GRANULE, at.lane, at.lane / 4);
       wave_release(c, c.weights);
     }
     __device__ __forceinline__ void multiply(const u8* input, float (&d)[PASS_TILES][GROUP_ROWS / 2]) const {
@@ -874,10 +879,10 @@ struct WaveMatMul {
       }
     }
   };
-  static __device__ __forceinline__ void pass_tile(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here, const Squares& squares, bool is_first) {
-    static_assert(W_STEPS == 1 && (Codes::CODED ? STEP_GRANULES == 1 : STEP == 2), "chunks of 64 of k, or a granule of codes");
+  // Leaves sums as products of warps do. Groups of k are whole warpgroups.
+  static __device__ __forceinline__ void multiply_tiles(WaveContext<M>& c, const Passes& passes, const Warp& at, u32 here, float (&sums)[ROW_TILES][MOST][4]) {
+    static_assert(W_STEPS == 1 && STEP_GRANULES == K_GROUPS * TILE_GRANULES, "each group of k has 64 of k of a chunk, or a granule of codes");
     typedef typename Either<Codes::CODED, TileCodes, TileWords>::type Tiles;
-    const Warp at(c);
     float d[PASS_TILES][GROUP_ROWS / 2] = {};
     Tiles tiles[2];
     int left = int(passes.granules);
@@ -892,7 +897,9 @@ struct WaveMatMul {
           wave_take(c, c.inputs);
           x.take(c, c.inputs);
         }
-        tiles[i % 2].multiply(x.at + i % X_STEPS * (STEP / 2) * X::BLOCK_BYTES, d);
+        // The last chunk may have nothing for a group.
+        if (WHOLE || K_GROUPS == 1 || left > at.k_at * TILE_GRANULES)
+          tiles[i % 2].multiply(x.at + (i % X_STEPS * STEP + at.k_at * TILE_GRANULES * GRANULE_SPANS) / 2 * X::BLOCK_BYTES, d);
         left -= STEP_GRANULES;
         if (left > 0) tiles[(i + 1) % 2].take(c, at, here);
         warpgroup_await<0>();
@@ -900,31 +907,16 @@ struct WaveMatMul {
         if (left <= 0) break;
       }
     } while (left > 0);
-    if constexpr (G::FACTOR)
-      if (is_first) {
-        squares.leave_factors(c);
-        c.barrier();
-      }
-    // Through scratch, where each lane finds what it left: so that the end is a loop, whose instructions are fetched once.
-    constexpr int GROUPS = GROUP_ROWS / 8;
-    const int lane = made_here(at.lane);
-    float2* met = reinterpret_cast<float2*>(c.scratch()) + c.warp() * (2 * GROUPS * 32) + lane;
-    static_assert(M::WARPS * 2 * GROUPS * 32 * 8 <= M::SCRATCH_BYTES, "sums of a tile");
-    float best = 0.f;
-    int id = 0;
 #pragma unroll
-    for (int tile = 0; tile < PASS_TILES; tile++) {
+    for (int n = 0; n < PASS_TILES; n++)
 #pragma unroll
       for (int i = 0; i < 2; i++)
 #pragma unroll
-        for (int j = 0; j < GROUPS; j++) met[(i * GROUPS + j) * 32] = transposed(d[tile][4 * j + 2 * i], d[tile][4 * j + 2 * i + 1]);
-#pragma unroll 1
-      for (int n = 0; n < 2 * GROUPS; n++) {
-        const u32 unit = unit_of_tile(at, tile, n / GROUPS);
-        if (unit >= here) break;
-        finish(c, e, passes.part, first + unit, int(share.row) + n % GROUPS * 8 + lane / 4, lane % 4, met[n * 32], best, id);
-      }
-    }
+        for (int m = 0; m < ROW_TILES; m++) {
+          const float2 upper = transposed(d[n][8 * m + 2 * i], d[n][8 * m + 2 * i + 1]), lower = transposed(d[n][8 * m + 4 + 2 * i], d[n][8 * m + 5 + 2 * i]);
+          float(&to)[4] = sums[m][2 * n + i];
+          to[0] = upper.x, to[1] = upper.y, to[2] = lower.x, to[3] = lower.y;
+        }
   }
   template <int N>
   static __device__ __forceinline__ void finish_tiles(const WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here,
@@ -1001,16 +993,18 @@ struct WaveMatMul {
   // In a plan of chunks, passes of fewer units have code of their own, because units that do not exist cost as much as others. Steps have one piece of code: they
   // are bound by how fast instructions are fetched.
   static __device__ __forceinline__ void run_warps(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here, Best& best, const Squares& squares, bool is_first) {
-    if (M::STEPS)
+    if constexpr (M::STEPS) {
       pass<MOST>(c, e, share, passes, first, here, best, squares, is_first);
-    else if (here <= UNIT_GROUPS)
-      pass<1>(c, e, share, passes, first, here, best, squares, is_first);
-    else if (here <= 2 * UNIT_GROUPS)
-      pass<MOST < 2 ? MOST : 2>(c, e, share, passes, first, here, best, squares, is_first);
-    else if (here <= 4 * UNIT_GROUPS)
-      pass<MOST < 4 ? MOST : 4>(c, e, share, passes, first, here, best, squares, is_first);
-    else
-      pass<MOST>(c, e, share, passes, first, here, best, squares, is_first);
+    } else {
+      if (here <= UNIT_GROUPS)
+        pass<1>(c, e, share, passes, first, here, best, squares, is_first);
+      else if (here <= 2 * UNIT_GROUPS)
+        pass<MOST < 2 ? MOST : 2>(c, e, share, passes, first, here, best, squares, is_first);
+      else if (here <= 4 * UNIT_GROUPS)
+        pass<MOST < 4 ? MOST : 4>(c, e, share, passes, first, here, best, squares, is_first);
+      else
+        pass<MOST>(c, e, share, passes, first, here, best, squares, is_first);
+    }
   }
   // For warps without a unit of a pass: they leave chunks, too.
   static __device__ __forceinline__ void pass_idle(WaveContext<M>& c, const Passes& passes) {
@@ -1085,8 +1079,6 @@ struct WaveMatMul {
         const u32 first = passes.first(i), here = passes.first(i + 1) - first;
         if constexpr (WIDE)
           run_wide(c, e, share, passes, first, here);
-        else if constexpr (G::TILES)
-          pass_tile(c, e, share, passes, first, here, squares, s == 0 && i == 0);
         else
           run_warps(c, e, share, passes, first, here, best, squares, s == 0 && i == 0);
       }

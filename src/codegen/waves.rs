@@ -237,7 +237,7 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
             let factor = squares.is_some();
             let norm_eps = m.norm.filter(|_| squares.is_some()).map_or(0.0, |norm| norm.eps);
             let plain = match target {
-                Written::Out(out) => plan.work[out.index()].layout != Layout::Operand,
+                Written::Out(out) => !matches!(plan.work[out.index()].layout, Layout::Operand | Layout::Tiles),
                 Written::Residual(_) => then.is_none(),
                 Written::Best(_) => true,
             };
@@ -264,35 +264,46 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
                 Float(softcap),
                 grid.operand(Role::Bias).is_some(),
                 then.is_some(),
-                then.is_some_and(|then| is_tiles(plan, then.to)),
+                then.map(|then| then.to).or(out_of(target)).is_some_and(|to| is_tiles(plan, to)),
                 Float(norm_eps),
             );
             ("WaveMatMul", members + &coding_members(schedule.program.format_of(grid), m.k))
         }
         (Action::Append { .. }, Op::Attention(a)) => {
             let members = attention_members(schedule, wave.grid, a, 0);
-            ("WaveAppend", format!("{members}int PARTS = 0\nbool PACKETS = false\n"))
+            ("WaveAppend", format!("{members}int PARTS = 0\nbool PACKETS = false\nbool OUT_TILES = false\n"))
         }
-        (Action::Attend { tile, .. }, Op::Attention(a)) => {
-            ("WaveAttend", format!("{}int TILE = {tile}\n", attention_members(schedule, wave.grid, a, 0)))
-        }
-        (&Action::AttendRow { x, tile, splits, .. }, Op::Attention(a)) => {
+        (Action::Attend { tile, .. }, Op::Attention(a)) => (
+            "WaveAttend",
+            format!("{}int TILE = {tile}\nbool OUT_TILES = false\n", attention_members(schedule, wave.grid, a, 0)),
+        ),
+        (&Action::AttendRow { x, tile, splits, out }, Op::Attention(a)) => {
             let (members, parts) = (attention_members(schedule, wave.grid, a, 0), parts_of(plan, x));
             let packets = plan.holds_packets(x);
-            let members = format!("{members}int TILE = {tile}\nint PARTS = {parts}\nbool PACKETS = {packets}\n");
+            let members = format!(
+                "{members}int TILE = {tile}\nint PARTS = {parts}\nbool PACKETS = {packets}\nbool OUT_TILES = {}\n",
+                is_tiles(plan, out)
+            );
             match splits {
                 None => ("WaveAttendRow", members),
                 Some(splits) => ("WaveAttendSplits", members + &splits_members(splits)),
             }
         }
-        (&Action::Merge { splits, .. }, Op::Attention(a)) => {
+        (&Action::Merge { splits, out }, Op::Attention(a)) => {
             let tile = plan.waves.iter().find_map(|of| match of.action {
                 Action::AttendRow { tile, .. } if of.grid == wave.grid => Some(tile),
                 _ => None,
             });
             let tile = tile.expect("prove: splits are those of attention of the same grid");
             let members = attention_members(schedule, wave.grid, a, 0);
-            ("WaveMerge", format!("{members}int TILE = {tile}\n{}", splits_members(splits)))
+            (
+                "WaveMerge",
+                format!(
+                    "{members}int TILE = {tile}\nbool OUT_TILES = {}\n{}",
+                    is_tiles(plan, out),
+                    splits_members(splits)
+                ),
+            )
         }
         _ => unreachable!("prove: waves are those of the ops of their grids"),
     }
@@ -339,6 +350,13 @@ fn rows_members(
     s += &prefixed(&norm_members(branch.and_then(|(_, norm, _)| norm)));
     s += &norm_members(out.and_then(|out| out.norm).map(|norm| norm.norm));
     s
+}
+
+fn out_of(target: &Written) -> Option<WorkId> {
+    match target {
+        Written::Out(out) => Some(*out),
+        _ => None,
+    }
 }
 
 /// Whether warpgroups of a step read a buffer of activations.
