@@ -876,6 +876,8 @@ struct WaveMatMul {
   };
   static __device__ __forceinline__ void pass_tile(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here, const Squares& squares, bool is_first) {
     static_assert(W_STEPS == 1 && (Codes::CODED ? STEP_GRANULES == 1 : STEP == 2), "chunks of 64 of k, or a granule of codes");
+    static_assert(X_STEPS == 1 || X_STEPS % 2 == 0, "a turn begins with the first of two chunks of words");
+    static_assert(PASS * UNIT_PITCH <= M::WEIGHT_BYTES, "a slot holds a chunk");
     typedef typename Either<Codes::CODED, TileCodes, TileWords>::type Tiles;
     const Warp at(c);
     float d[PASS_TILES][GROUP_ROWS / 2] = {};
