@@ -259,7 +259,7 @@ struct WaveContext {
       if (tid() == 0) {
         u64* words = p.stamps + ((u64(blockIdx.x) * p.steps + step) * p.wave_count + wave) * STAMP_WORDS;
         words[k] = global_ns();
-        if (k <= 1) starved_ns = 0; // until stamp 1 it counts as a wait for other blocks
+        if (k == 0) starved_ns = 0;
         if (k == 3) words[4] = starved_ns;
       }
   }
@@ -317,3 +317,6 @@ struct OperandPlace {
 // Of the machine.
 template <class M, int COLS>
 using WaveOperand = OperandPlace<COLS, M::BLOCK_ROWS, M::WARPGROUPS>;
+// Of what a wave of configuration G writes: the product that reads it may multiply tiles.
+template <class M, class G, int COLS>
+using OutPlace = OperandPlace<COLS, M::BLOCK_ROWS, M::WARPGROUPS || G::OUT_TILES>;

@@ -25,6 +25,7 @@
 // By warpgroups (M::WARPGROUPS): W is the left operand, in registers. x is the right one, in shared memory, so warps do not read it again for each unit.
 // Both share the same permutation of k. A warpgroup has all rows of the block, or half of them; each of its warps has two units of a tile, and a pass is a few
 // whole tiles. Sums are transposed, and then end like those of warps. Codes become operands as in warpgroup_codes.cuh, and the input stays as it is.
+// A step multiplies tiles in the same way (TILES).
 #pragma once
 
 // How codes of a matrix become operands. Plain weights are operands already.
@@ -433,7 +434,7 @@ struct WaveMatMul {
   static __device__ __forceinline__ void put(const WaveContext<M>& c, const Wave& e, int row, int col, float a, float b) {
     static_assert(COLS % 2 == 0, "columns are stored in pairs");
     u8* out = c.template work<u8>(e.out);
-    *reinterpret_cast<u32*>(out + (G::PLAIN ? (u64(row) * COLS + col) * 2 : u64(OperandPlace<COLS, M::BLOCK_ROWS, M::WARPGROUPS || G::OUT_TILES>::at(u32(row), u32(col))))) = bf16_pair(a, b);
+    *reinterpret_cast<u32*>(out + (G::PLAIN ? (u64(row) * COLS + col) * 2 : u64(OutPlace<M, G, COLS>::at(u32(row), u32(col))))) = bf16_pair(a, b);
   }
   static __device__ __forceinline__ void logits(const WaveContext<M>& c, bool live, int row, int id, float2 y, float& best, int& best_id) {
     const WaveParams& p = c.p;
@@ -805,7 +806,7 @@ struct WaveMatMul {
   // As by warpgroups above, but a chunk of the input has X_STEPS chunks of weights, and weights leave the ring before they are multiplied.
   static __device__ __forceinline__ u32 unit_of_tile(const Warp& at, int tile, int i) { return u32(tile * TILE_UNITS + at.units_at * 2 + i); }
   static __device__ __forceinline__ const u8* unit_in_slot(const u8* w, const Warp& at, int tile, int i, u32 here) {
-    return w + min(unit_of_tile(at, tile, i), here - 1) * UNIT_PITCH; // a unit that does not exist is another one, whose sums nobody stores
+    return w + min(unit_of_tile(at, tile, i), here - 1) * UNIT_PITCH; // instead of a unit that does not exist the last one, whose sums are not stored again
   }
   // Plain weights. A chunk is 64 of k.
   struct TileWords {

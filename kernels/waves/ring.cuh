@@ -13,16 +13,13 @@ __device__ __forceinline__ const u8* wave_take(WaveContext<M>& c, const RingCurs
     if (c.tid() == 0) c.starved_ns += u32(global_ns() - begun);
   return c.memory() + R::AT + at.slot * R::SLOT_BYTES;
 }
-// Waits for the next N chunks, gives each to `read`, and leaves them. Each lane looks for one.
+// Waits for the next N chunks, gives each to `read`, and leaves them. Each lane looks for one. Before the block enters a wave; so no time counts as starved.
 template <int N, class M, class R, class Read>
 __device__ __forceinline__ void wave_take_many(WaveContext<M>& c, RingCursor<R>& at, const Read& read) {
   static_assert(N <= R::SLOTS && N <= 32, "the chunks are in the ring at the same time");
-  const u64 begun = M::TRACE && c.tid() == 0 ? global_ns() : 0;
   const u32 nth = at.slot + min(u32(c.lane()), u32(N - 1)), wraps = nth >= u32(R::SLOTS) ? 1 : 0, slot = nth - wraps * R::SLOTS;
   await_slot<false>(&c.state().full[R::FIRST + slot], at.use + wraps, R::FILLERS, c.waiter(), WaitKind::RING_FULL);
   __syncwarp(); // a lane reads chunks that other lanes have looked for
-  if constexpr (M::TRACE)
-    if (c.tid() == 0) c.starved_ns += u32(global_ns() - begun);
 #pragma unroll
   for (int i = 0; i < N; i++, at.next()) read(i, c.memory() + R::AT + at.slot * R::SLOT_BYTES);
   __syncwarp();

@@ -243,7 +243,7 @@ struct WaveRows {
           apply<G::NORM>(c, n, e.norm_weight, e.norm_bias, col, x[i]);
         }
 #pragma unroll
-        for (int k = 0; k < 8; k += 2) *reinterpret_cast<u32*>(out + OperandPlace<H, M::BLOCK_ROWS, M::WARPGROUPS || G::OUT_TILES>::at(row, col + k)) = bf16_pair(x[i][k], x[i][k + 1]);
+        for (int k = 0; k < 8; k += 2) *reinterpret_cast<u32*>(out + OutPlace<M, G, H>::at(row, col + k)) = bf16_pair(x[i][k], x[i][k + 1]);
       });
     }
   }

@@ -696,7 +696,7 @@ impl Builder<'_> {
     /// How warpgroups multiply the units of a block in tiles, if they do. It pays for gated products of 64 rows, and for codes of 4 bits of 32 rows: as operands of
     /// warpgroups these are made once for all rows (docs/perf-log.md, entry 34).
     fn tiles(&self, m: &MatVec, format: Format, parts: u32) -> Option<Shape> {
-        let Plan { form, rows, block_rows, ref machine, .. } = self.plan;
+        let Plan { form, rows, .. } = self.plan;
         let coded = format.code == Code::Int4;
         let fits = form == Form::Steps
             && self.asked.tiles
@@ -712,9 +712,7 @@ impl Builder<'_> {
         let chunk = if coded { 1 } else { 64 / format.granule_k() };
         let most =
             (TILE_SUMS_MAX / (rows / 2) * TILE_UNITS).min(STEP_WEIGHT_BYTES / (chunk * format.granule_bytes(m.k)));
-        let of_sm = |shares: &Vec<Share>| shares.iter().map(|s| s.hi - s.lo).max().unwrap_or(0);
-        let over = Over::Units { n: m.units(), parts };
-        let longest = shares(over, 1, block_rows, machine.sms).iter().map(of_sm).max().unwrap_or(0).max(1);
+        let longest = self.longest(Over::Units { n: m.units(), parts }, 1).max(1);
         Some(Shape { pass: longest.div_ceil(longest.div_ceil(most)), chunk, warps: TILE_WARPS })
     }
 
@@ -749,17 +747,19 @@ impl Builder<'_> {
         PARTS.into_iter().filter(possible).min_by_key(|&parts| bytes(parts)).unwrap_or(1)
     }
 
+    /// The longest share of a division, of this many blocks of rows.
+    fn longest(&self, over: Over, blocks: u32) -> u32 {
+        let shares = shares(over, blocks, self.plan.block_rows, self.plan.machine.sms);
+        shares.iter().flatten().map(|share| share.hi - share.lo).max().unwrap_or(0)
+    }
+
     /// How a block multiplies its units.
     fn shape(&self, over: Over, matrix: &Matrix, paired: bool) -> Option<Shape> {
         let Plan { form, rows, block_rows, ref machine, .. } = self.plan;
-        let longest = |blocks: u32| {
-            let of_sm = |shares: &Vec<Share>| shares.iter().map(|s| s.hi - s.lo).max().unwrap_or(0);
-            shares(over, blocks, block_rows, machine.sms).iter().map(of_sm).max().unwrap_or(0)
-        };
         let parts = if let Over::Units { parts, .. } = over { parts } else { 1 };
         match form {
             Form::Chunk => {
-                let mut lengths = (1..=rows / block_rows).map(longest);
+                let mut lengths = (1..=rows / block_rows).map(|blocks| self.longest(over, blocks));
                 match machine.products {
                     Products::Warps => lengths.map(|units| matrix.chunk_shape(units)).max_by_key(|shape| shape.pass),
                     Products::Warpgroups => lengths.next_back().map(|units| matrix.wide_shape(units)),
@@ -770,7 +770,7 @@ impl Builder<'_> {
                     Some(Sums::Product { groups, .. }) => Some(groups),
                     _ => None,
                 };
-                matrix.step_shape(rows, longest(1), parts, machine.inputs, groups, paired)
+                matrix.step_shape(rows, self.longest(over, 1), parts, machine.inputs, groups, paired)
             }
         }
     }

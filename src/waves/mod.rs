@@ -35,8 +35,8 @@
 //! # Weights before a meeting
 //!
 //! Weights are never written, so a wave may take them before all SMs have met: the loader copies them as soon as a slot is free, and warps of a product may
-//! take its first chunks into registers (`held`) before their block enters the wave. Their ring is not that of inputs, and an SM counts as having ended the wave before it
-//! takes them. So nobody waits for an SM that waits for weights, and these always arrive.
+//! take its first chunks into registers (`held`) before their block enters the wave. They have a ring of their own, and always arrive. An SM reports the end of
+//! the wave before it takes them, so no other SM waits meanwhile.
 //!
 //! # Tiles
 //!

@@ -822,9 +822,13 @@ fn tiles_that_compute_something_else_are_found() {
             "steps-tiles-e4m3-rows-bf16",
         ),
         // The input of warps.
-        ("M::WARPGROUPS || G::OUT_TILES", "M::WARPGROUPS || (G::OUT_TILES && G::ROWS != 74)", "pairs-to-tiles-64-bf16"),
+        (
+            "OutPlace<M, G, COLS>",
+            "OperandPlace<COLS, M::BLOCK_ROWS, M::WARPGROUPS || (G::OUT_TILES && G::ROWS != 74)>",
+            "pairs-to-tiles-64-bf16",
+        ),
     ];
-    let of_rows = ("M::WARPGROUPS || G::OUT_TILES", "M::WARPGROUPS", "steps-to-tiles-bf16");
+    let of_rows = ("OutPlace<M, G, H>", "WaveOperand<M, H>", "steps-to-tiles-bf16");
     let mut edits = edits.map(|(from, to, case)| ("waves/matmul.cuh", from, to, case)).to_vec();
     edits.push(("waves/rows.cuh", of_rows.0, of_rows.1, of_rows.2));
     each_shows("tiles_that_compute_something_else_are_found", "waves_ops.cc", &edits);

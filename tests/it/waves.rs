@@ -988,7 +988,7 @@ impl Mutants<'_> {
         self.matmul(w, "nothing held", None, |m| m.held = 0);
     }
 
-    /// A product of warps as tiles, and the other way round: by itself, and with an input that is as it wants it.
+    /// A product of warps as tiles, and the other way round: once alone, and once with an input of the layout that fits.
     fn tiles(&mut self, w: usize) {
         let (wrong, is_tiles) = (Some("order"), tile_waves(self.of).contains(&w));
         self.matmul(w, "multiplied otherwise", wrong, |m| m.tiles = !is_tiles);
