@@ -25,7 +25,7 @@
 // By warpgroups (M::WARPGROUPS): W is the left operand, in registers. x is the right one, in shared memory, so warps do not read it again for each unit.
 // Both share the same permutation of k. A warpgroup has all rows of the block, or half of them; each of its warps has two units of a tile, and a pass is a few
 // whole tiles. Sums are transposed, and then end like those of warps. Codes become operands as in warpgroup_codes.cuh, and the input stays as it is.
-// A step multiplies tiles in the same way (TILES).
+// A step multiplies tiles in the same way (TILES); its warpgroups have units of their own, or share k. Sums then end like those of warps.
 #pragma once
 
 // How codes of a matrix become operands. Plain weights are operands already.
@@ -77,7 +77,8 @@ struct WaveMatMul {
   static constexpr int X_STEPS = X_SPANS / STEP, W_STEPS = W_SPANS / STEP, STEP_GRANULES = STEP / GRANULE_SPANS;
   static constexpr int ROW_GROUPS = G::ROW_GROUPS, UNIT_GROUPS = G::UNIT_GROUPS, K_GROUPS = G::K_GROUPS, WARP_GRANULES = STEP_GRANULES / K_GROUPS;
   static constexpr int ROW_TILES = M::BLOCK_ROWS / ROW_GROUPS / 16;
-  static constexpr int PASS = G::PASS, MOST = ceil_div(PASS, UNIT_GROUPS); // most units at once, of a block and of a warp
+  // Most units at once, of a block and of a warp. Those of a tile come in twos.
+  static constexpr int PASS = G::PASS, MOST = G::TILES ? 2 * ceil_div(PASS, 2 * UNIT_GROUPS) : ceil_div(PASS, UNIT_GROUPS);
   // Granules of a part of k. Parts are whole blocks of 64 columns.
   static constexpr int ALIGN = GRANULE_K >= 64 ? 1 : 64 / GRANULE_K, PART_GRANULES = round_up(ceil_div(UNIT_GRANULES, G::SPLITS), ALIGN);
   // EQUAL: all parts of k have the same length. WHOLE: no step lacks a granule, so the work of a step is known at compile time.
@@ -164,7 +165,8 @@ struct WaveMatMul {
   struct Warp {
     int lane, tiles_at, units_at, k_at;
     __device__ __forceinline__ explicit Warp(const WaveContext<M>& c)
-        : lane(c.lane()), tiles_at(c.warp() / (UNIT_GROUPS * K_GROUPS) * ROW_TILES), units_at(c.warp() / K_GROUPS % UNIT_GROUPS), k_at(c.warp() % K_GROUPS) {}
+        : lane(c.lane()), tiles_at(c.warp() / (UNIT_GROUPS * K_GROUPS) * ROW_TILES),
+          units_at(G::TILES ? c.warp() % UNIT_GROUPS : c.warp() / K_GROUPS % UNIT_GROUPS), k_at(G::TILES ? c.warp() / UNIT_GROUPS : c.warp() % K_GROUPS) {}
   };
   static __device__ __forceinline__ const u8* span_at(const u8* input, int span) { return input + span / 2 * X::BLOCK_BYTES + span % 2 * X::SPAN_BYTES; }
 
@@ -492,7 +494,10 @@ struct WaveMatMul {
     PairEnds<N> ends;
     if constexpr (G::PAIRED) ends.ask(c, e, passes.part, first, here, at);
     float d[ROW_TILES][N][4] = {};
-    multiply_pass<N>(c, passes, at, 0, d);
+    if constexpr (G::TILES)
+      multiply_tiles(c, passes, at, here, d);
+    else
+      multiply_pass<N>(c, passes, at, 0, d);
     end_pass<N>(c, e, share, passes, first, here, at, best, squares, is_first, d, ends);
   }
   // Multiplies chunks, all but the first `done`, which must be whole turns.
@@ -743,13 +748,17 @@ struct WaveMatMul {
       if (!exists) a[i] = make_uint4(0, 0, 0, 0);
     }
   }
-  // FIRST: the sums begin with this product.
+  // Begins to multiply a tile by 32 of k, whose input is at `first`. FIRST: the sums begin with this product.
   template <bool FIRST = false>
-  static __device__ __forceinline__ void multiply_tile(const u8* x, const uint4 (&a)[2], float (&d)[GROUP_ROWS / 2]) {
-    const u64 first = WarpgroupOperand::at(x), second = WarpgroupOperand::next(first, 2 * WarpgroupOperand::CORE_BYTES);
-    warpgroup_begin();
+  static __device__ __forceinline__ void multiply_span(u64 first, const uint4 (&a)[2], float (&d)[GROUP_ROWS / 2]) {
+    const u64 second = WarpgroupOperand::next(first, 2 * WarpgroupOperand::CORE_BYTES);
     warpgroup_product<GROUP_ROWS, FIRST>(d, a[0].x, a[1].x, a[0].y, a[1].y, first);
     warpgroup_product<GROUP_ROWS>(d, a[0].z, a[1].z, a[0].w, a[1].w, second);
+  }
+  template <bool FIRST = false>
+  static __device__ __forceinline__ void multiply_tile(const u8* x, const uint4 (&a)[2], float (&d)[GROUP_ROWS / 2]) {
+    warpgroup_begin();
+    multiply_span<FIRST>(WarpgroupOperand::at(x), a, d);
     warpgroup_commit();
   }
   // Multiplies N tiles. Words of a tile are loaded two products ahead, so that one product always waits while another runs. A chunk is left when the products
@@ -803,46 +812,54 @@ struct WaveMatMul {
     finish_tiles<N>(c, e, share, passes, first, here, at, d);
   }
   // ---- tiles of a step ---------------------------------------------------------------------------------------------
-  // As by warpgroups above, but a chunk of the input has X_STEPS chunks of weights, and weights leave the ring before they are multiplied.
-  static __device__ __forceinline__ u32 unit_of_tile(const Warp& at, int tile, int i) { return u32(tile * TILE_UNITS + at.units_at * 2 + i); }
-  static __device__ __forceinline__ const u8* unit_in_slot(const u8* w, const Warp& at, int tile, int i, u32 here) {
-    return w + min(unit_of_tile(at, tile, i), here - 1) * UNIT_PITCH; // instead of a unit that does not exist the last one, whose sums are not stored again
-  }
-  // Plain weights. A chunk is 64 of k.
+  // As by warpgroups above, but a chunk of the input has X_STEPS chunks of weights, and weights leave the ring before they are multiplied. Of each chunk of
+  // weights a group of k has TILE_GRANULES.
+  static constexpr int TILE_GRANULES = Codes::CODED ? 1 : 2;
+  static __device__ __forceinline__ u32 unit_of_tile(const Warp& at, int tile, int i) { return u32((tile * 2 + i) * UNIT_GROUPS + at.units_at); }
+  // Plain weights. Where the pass has no unit, whatever lies in the slot is multiplied too, and not stored.
   struct TileWords {
     uint4 of[PASS_TILES][2][2]; // [tile][span][unit]
     __device__ __forceinline__ void take(WaveContext<M>& c, const Warp& at, u32 here) {
+      static_assert(PASS_TILES * TILE_UNITS * UNIT_PITCH <= M::WEIGHT_BYTES, "a slot holds a chunk of whole tiles");
       const u8* w = wave_take(c, c.weights);
 #pragma unroll
       for (int n = 0; n < PASS_TILES; n++)
 #pragma unroll
         for (int i = 0; i < 2; i++)
 #pragma unroll
-          for (int span = 0; span < 2; span++) of[n][span][i] = *reinterpret_cast<const uint4*>(unit_in_slot(w, at, n, i, here) + span * GRANULE + at.lane * 16);
+          for (int span = 0; span < 2; span++)
+            of[n][span][i] = *reinterpret_cast<const uint4*>(w + unit_of_tile(at, n, i) * UNIT_PITCH + (at.k_at * TILE_GRANULES + span) * GRANULE + at.lane * 16);
       wave_release(c, c.weights);
     }
-    __device__ __forceinline__ void multiply(const u8* input, float (&d)[PASS_TILES][GROUP_ROWS / 2]) const {
+    // Calls `next` while products run.
+    template <class Next>
+    __device__ __forceinline__ void multiply(const u8* input, float (&d)[PASS_TILES][GROUP_ROWS / 2], const Next& next) const {
 #pragma unroll
       for (int span = 0; span < 2; span++)
 #pragma unroll
         for (int n = 0; n < PASS_TILES; n++) multiply_tile(input + span * X::SPAN_BYTES, of[n][span], d[n]);
+      next();
     }
   };
-  // Codes. A chunk is a granule.
+  // Codes. Instead of a unit that does not exist the last one is multiplied again: whole tiles would need a longer slot.
   struct TileCodes {
     typename WaveCodes<M, G>::WideHeld of[PASS_TILES][2];
     __device__ __forceinline__ void take(WaveContext<M>& c, const Warp& at, u32 here) {
+      static_assert(PASS * UNIT_PITCH <= M::WEIGHT_BYTES, "a slot holds a chunk");
       const u8* w = wave_take(c, c.weights);
 #pragma unroll
       for (int n = 0; n < PASS_TILES; n++)
 #pragma unroll
-        for (int i = 0; i < 2; i++) of[n][i].read(unit_in_slot(w, at, n, i, here), at.lane, at.lane / 4);
+        for (int i = 0; i < 2; i++) of[n][i].read(w + min(unit_of_tile(at, n, i), here - 1) * UNIT_PITCH + at.k_at * GRANULE, at.lane, at.lane / 4);
       wave_release(c, c.weights);
     }
-    __device__ __forceinline__ void multiply(const u8* input, float (&d)[PASS_TILES][GROUP_ROWS / 2]) const {
+    template <class Next>
+    __device__ __forceinline__ void multiply(const u8* input, float (&d)[PASS_TILES][GROUP_ROWS / 2], const Next& next) const {
       constexpr bool GROUPED = Codes::GROUPED;
       constexpr int SUMS = GROUP_ROWS / 2, RUNS = GROUPED ? Codes::GROUPS : 1, RUN_SPANS = GRANULE_SPANS / RUNS;
-      uint4 a[2][2];
+      constexpr int BATCH = RUN_SPANS % 2 ? 1 : 2, BATCHES = RUN_SPANS / BATCH * PASS_TILES; // spans of a tile at once, and how often in a run
+      const u64 x = WarpgroupOperand::at(input);
+      uint4 a[2][BATCH][2];
 #pragma unroll
       for (int run = 0; run < RUNS; run++) {
         float own[PASS_TILES][GROUPED ? SUMS : 1] = {};
@@ -853,17 +870,26 @@ struct WaveMatMul {
           for (int i = 0; i < 2; i++) zeros[n][i] = Codes::Wide::zero(G::ZEROS ? of[n][i].zero(0, run) : Codes::Weights::Codes::ZERO);
         // Products of one tile run while operands of the other are made.
 #pragma unroll
-        for (int k = 0; k < RUN_SPANS * PASS_TILES; k++) {
-          const int n = k % PASS_TILES, s = k / PASS_TILES, span = run * RUN_SPANS + s;
-          uint4(&now)[2] = a[k % 2];
+        for (int k = 0; k < BATCHES; k++) {
+          const int n = k % PASS_TILES, s = k / PASS_TILES * BATCH;
+          if (run * BATCHES + k == RUNS * BATCHES / 2) next();
+          uint4(&now)[BATCH][2] = a[k % 2];
 #pragma unroll
-          for (int i = 0; i < 2; i++) now[i] = Codes::Wide::template eight<G::ZEROS>(of[n][i].codes, span, zeros[n][i]);
-          if constexpr (!GROUPED)
-            multiply_tile(input + span * X::SPAN_BYTES, now, d[n]);
-          else if (s == 0)
-            multiply_tile<true>(input + span * X::SPAN_BYTES, now, own[n]);
-          else
-            multiply_tile(input + span * X::SPAN_BYTES, now, own[n]);
+          for (int b = 0; b < BATCH; b++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) now[b][i] = Codes::Wide::template eight<G::ZEROS>(of[n][i].codes, run * RUN_SPANS + s + b, zeros[n][i]);
+          warpgroup_begin();
+#pragma unroll
+          for (int b = 0; b < BATCH; b++) {
+            const u64 from = WarpgroupOperand::next(x, (run * RUN_SPANS + s + b) * X::SPAN_BYTES);
+            if constexpr (!GROUPED)
+              multiply_span(from, now[b], d[n]);
+            else if (s + b == 0)
+              multiply_span<true>(from, now[b], own[n]);
+            else
+              multiply_span(from, now[b], own[n]);
+          }
+          warpgroup_commit();
           warpgroup_await<1>();
         }
         warpgroup_await<0>();
@@ -875,59 +901,54 @@ struct WaveMatMul {
       }
     }
   };
-  static __device__ __forceinline__ void pass_tile(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here, const Squares& squares, bool is_first) {
-    static_assert(W_STEPS == 1 && (Codes::CODED ? STEP_GRANULES == 1 : STEP == 2), "chunks of 64 of k, or a granule of codes");
+  // Leaves sums as products of warps do. Groups of k are whole warpgroups. Products of a chunk run while the next chunks are looked for.
+  static __device__ __forceinline__ void multiply_tiles(WaveContext<M>& c, const Passes& passes, const Warp& at, u32 here, float (&sums)[ROW_TILES][MOST][4]) {
+    static_assert(W_STEPS == 1 && STEP_GRANULES == K_GROUPS * TILE_GRANULES, "each group of k has 64 of k of a chunk, or a granule of codes");
     static_assert(X_STEPS == 1 || X_STEPS % 2 == 0, "a turn begins with the first of two chunks of words");
-    static_assert(PASS * UNIT_PITCH <= M::WEIGHT_BYTES, "a slot holds a chunk");
     typedef typename Either<Codes::CODED, TileCodes, TileWords>::type Tiles;
-    const Warp at(c);
     float d[PASS_TILES][GROUP_ROWS / 2] = {};
     Tiles tiles[2];
     int left = int(passes.granules);
-    WaveChunk<InputRing<M>> x;
+    WaveChunk<InputRing<M>> x, x_next;
     const WaveChunk<WeightRing<M>> none;
     tiles[0].take(c, at, here);
+    wave_take(c, c.inputs);
+    x_next.take(c, c.inputs);
     constexpr int STEPS = X_STEPS < 2 ? 2 : X_STEPS; // of a turn, so that each has its own words
     do {
 #pragma unroll
       for (int i = 0; i < STEPS; i++) {
-        if (i % X_STEPS == 0) {
-          wave_take(c, c.inputs);
-          x.take(c, c.inputs);
-        }
-        tiles[i % 2].multiply(x.at + i % X_STEPS * (STEP / 2) * X::BLOCK_BYTES, d);
+        if (i % X_STEPS == 0) x = x_next;
+        const auto next = [&]() {
+          if (left > STEP_GRANULES) {
+            tiles[(i + 1) % 2].take(c, at, here);
+            if (i % X_STEPS == X_STEPS - 1) {
+              wave_take(c, c.inputs);
+              x_next.take(c, c.inputs);
+            }
+          }
+        };
+        // The last chunk may have nothing for a group.
+        if (WHOLE || K_GROUPS == 1 || left > at.k_at * TILE_GRANULES)
+          tiles[i % 2].multiply(x.at + (i % X_STEPS * STEP + at.k_at * TILE_GRANULES * GRANULE_SPANS) / 2 * X::BLOCK_BYTES, d, next);
+        else
+          next();
         left -= STEP_GRANULES;
-        if (left > 0) tiles[(i + 1) % 2].take(c, at, here);
         warpgroup_await<0>();
         if (i % X_STEPS == X_STEPS - 1 || left <= 0) wave_leave(c, x, none, true, false);
         if (left <= 0) break;
       }
     } while (left > 0);
-    if constexpr (G::FACTOR)
-      if (is_first) {
-        squares.leave_factors(c);
-        c.barrier();
-      }
-    // Through scratch, where each lane finds what it left: so that the end is a loop, whose instructions are fetched once.
-    constexpr int GROUPS = GROUP_ROWS / 8;
-    const int lane = made_here(at.lane);
-    float2* met = reinterpret_cast<float2*>(c.scratch()) + c.warp() * (2 * GROUPS * 32) + lane;
-    static_assert(M::WARPS * 2 * GROUPS * 32 * 8 <= M::SCRATCH_BYTES, "sums of a tile");
-    float best = 0.f;
-    int id = 0;
 #pragma unroll
-    for (int tile = 0; tile < PASS_TILES; tile++) {
+    for (int n = 0; n < PASS_TILES; n++)
 #pragma unroll
       for (int i = 0; i < 2; i++)
 #pragma unroll
-        for (int j = 0; j < GROUPS; j++) met[(i * GROUPS + j) * 32] = transposed(d[tile][4 * j + 2 * i], d[tile][4 * j + 2 * i + 1]);
-#pragma unroll 1
-      for (int n = 0; n < 2 * GROUPS; n++) {
-        const u32 unit = unit_of_tile(at, tile, n / GROUPS);
-        if (unit >= here) break;
-        finish(c, e, passes.part, first + unit, int(share.row) + n % GROUPS * 8 + lane / 4, lane % 4, met[n * 32], best, id);
-      }
-    }
+        for (int m = 0; m < ROW_TILES; m++) {
+          const float2 upper = transposed(d[n][8 * m + 2 * i], d[n][8 * m + 2 * i + 1]), lower = transposed(d[n][8 * m + 4 + 2 * i], d[n][8 * m + 5 + 2 * i]);
+          float(&to)[4] = sums[m][2 * n + i];
+          to[0] = upper.x, to[1] = upper.y, to[2] = lower.x, to[3] = lower.y;
+        }
   }
   template <int N>
   static __device__ __forceinline__ void finish_tiles(const WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here,
@@ -1004,16 +1025,18 @@ struct WaveMatMul {
   // In a plan of chunks, passes of fewer units have code of their own, because units that do not exist cost as much as others. Steps have one piece of code: they
   // are bound by how fast instructions are fetched.
   static __device__ __forceinline__ void run_warps(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here, Best& best, const Squares& squares, bool is_first) {
-    if (M::STEPS)
+    if constexpr (M::STEPS) {
       pass<MOST>(c, e, share, passes, first, here, best, squares, is_first);
-    else if (here <= UNIT_GROUPS)
-      pass<1>(c, e, share, passes, first, here, best, squares, is_first);
-    else if (here <= 2 * UNIT_GROUPS)
-      pass<MOST < 2 ? MOST : 2>(c, e, share, passes, first, here, best, squares, is_first);
-    else if (here <= 4 * UNIT_GROUPS)
-      pass<MOST < 4 ? MOST : 4>(c, e, share, passes, first, here, best, squares, is_first);
-    else
-      pass<MOST>(c, e, share, passes, first, here, best, squares, is_first);
+    } else {
+      if (here <= UNIT_GROUPS)
+        pass<1>(c, e, share, passes, first, here, best, squares, is_first);
+      else if (here <= 2 * UNIT_GROUPS)
+        pass<MOST < 2 ? MOST : 2>(c, e, share, passes, first, here, best, squares, is_first);
+      else if (here <= 4 * UNIT_GROUPS)
+        pass<MOST < 4 ? MOST : 4>(c, e, share, passes, first, here, best, squares, is_first);
+      else
+        pass<MOST>(c, e, share, passes, first, here, best, squares, is_first);
+    }
   }
   // For warps without a unit of a pass: they leave chunks, too.
   static __device__ __forceinline__ void pass_idle(WaveContext<M>& c, const Passes& passes) {
@@ -1088,8 +1111,6 @@ struct WaveMatMul {
         const u32 first = passes.first(i), here = passes.first(i + 1) - first;
         if constexpr (WIDE)
           run_wide(c, e, share, passes, first, here);
-        else if constexpr (G::TILES)
-          pass_tile(c, e, share, passes, first, here, squares, s == 0 && i == 0);
         else
           run_warps(c, e, share, passes, first, here, best, squares, s == 0 && i == 0);
       }

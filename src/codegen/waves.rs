@@ -237,9 +237,14 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
             let factor = squares.is_some();
             let norm_eps = m.norm.filter(|_| squares.is_some()).map_or(0.0, |norm| norm.eps);
             let plain = match target {
-                Written::Out(out) => plan.work[out.index()].layout != Layout::Operand,
+                Written::Out(out) => !matches!(plan.work[out.index()].layout, Layout::Operand | Layout::Tiles),
                 Written::Residual(_) => then.is_none(),
                 Written::Best(_) => true,
+            };
+            let to = match (then, target) {
+                (Some(then), _) => Some(then.to),
+                (None, Written::Out(out)) => Some(*out),
+                _ => None,
             };
             let splits = match plan.divisions[wave.division.index()].over {
                 Over::Units { parts, .. } => parts,
@@ -264,7 +269,7 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
                 Float(softcap),
                 grid.operand(Role::Bias).is_some(),
                 then.is_some(),
-                then.is_some_and(|then| is_tiles(plan, then.to)),
+                to.is_some_and(|to| is_tiles(plan, to)),
                 Float(norm_eps),
             );
             ("WaveMatMul", members + &coding_members(schedule.program.format_of(grid), m.k))

@@ -3,8 +3,8 @@
 use super::ragged::MERGE_SPLITS;
 use super::{
     Action, CHUNK_BLOCK_ROWS, Division, DivisionId, Form, HELD_AND_SUMS_MAX, Input, Layout, Machine, NormOf, Over,
-    Plan, Products, Ring, Share, Splits, Sum, Sums, TILE_SUMS_MAX, TILE_UNITS, TILE_WARPS, Target as Written,
-    WIDE_UNITS, Warps, Wave, Work, WorkId, sums_max, wide_tiles_max,
+    Plan, Products, Ring, Share, Splits, Sum, Sums, TILE_SUMS_MAX, TILE_WARPS, Target as Written, WIDE_UNITS, Warps,
+    Wave, Work, WorkId, sums_max, wide_tiles_max,
 };
 use crate::dtype::DType;
 use crate::format::{Code, Format};
@@ -287,7 +287,12 @@ fn weight_bytes(program: &Program, plan: &Plan) -> u32 {
     let of_wave = |wave: &Wave| match (&wave.action, &program.grids[wave.grid.index()].op) {
         (Action::MatMul { pass, chunk, warps, tiles, .. }, Op::MatVec(m)) => {
             let format = program.format_of(&program.grids[wave.grid.index()]);
-            let units = if *tiles { *pass } else { plan.machine.products.padded(*pass, *warps) };
+            // Of tiles of plain weights units are read that do not exist, of tiles of codes the last one again.
+            let units = match (tiles, format.is_plain()) {
+                (true, true) => Products::Warpgroups.padded(*pass, *warps),
+                (true, false) => *pass,
+                (false, _) => plan.machine.products.padded(*pass, *warps),
+            };
             units * chunk * format.granule_bytes(m.k)
         }
         _ => 0,
@@ -495,14 +500,11 @@ impl Builder<'_> {
         let grid = &self.program.grids[wave.grid.index()];
         match (&wave.action, over, &grid.op) {
             (Action::Rows { .. }, Over::Rows { parts }, _) => Sums::Row { parts },
-            (Action::MatMul { tiles: true, .. }, _, Op::MatVec(m)) => {
-                Sums::Tiles { granules: Matrix::of(m, self.program.format_of(grid)).granules }
-            }
-            (Action::MatMul { warps, target, then, .. }, Over::Units { parts, .. }, Op::MatVec(m)) => {
+            (&Action::MatMul { warps, target, then, tiles, .. }, Over::Units { parts, .. }, Op::MatVec(m)) => {
                 let matrix = Matrix::of(m, self.program.format_of(grid));
                 let paired = target.is_paired(parts);
                 let squares = if then.is_some() { self.plan.machine.sms / 2 } else { 0 };
-                Sums::Product { parts, granules: matrix.part(parts), groups: warps.k, paired, squares }
+                Sums::Product { parts, granules: matrix.part(parts), groups: warps.k, paired, squares, tiles }
             }
             (&Action::Attend { tile, .. } | &Action::AttendRow { tile, .. }, _, Op::Attention(a)) => {
                 let split = match wave.action {
@@ -669,11 +671,14 @@ impl Builder<'_> {
         }
         let matrix = Matrix::of(m, format);
         let parts = self.parts(m, &matrix);
-        let in_tiles = self.tiles(m, format, parts);
+        // Where there is a norm, the input is left as this product wants it.
+        let left = self.constant(grid, Role::X).filter(|_| m.norm.is_none()).and_then(|x| self.inputs.get(&x));
+        let as_tiles = left.is_none_or(|x| self.plan.work[x.index()].layout == Layout::Tiles);
+        let in_tiles = self.tiles(grid, m).filter(|_| as_tiles);
         let (x, squares) = self.input(id, grid, m, in_tiles.is_some())?;
         let over = Over::Units { n: m.units(), parts };
-        let in_pairs = if self.pairs(m, parts) { self.shape(over, &matrix, true) } else { None };
-        let Some(Shape { pass, chunk, warps }) = in_tiles.or(in_pairs).or_else(|| self.shape(over, &matrix, false))
+        let in_pairs = if self.pairs(m, parts) { in_tiles.or_else(|| self.shape(over, &matrix, true)) } else { None };
+        let Some(Shape { pass, chunk, warps }) = in_pairs.or(in_tiles).or_else(|| self.shape(over, &matrix, false))
         else {
             return refused(grid, "units", "as many as shared memory holds");
         };
@@ -694,26 +699,42 @@ impl Builder<'_> {
     }
 
     /// How warpgroups multiply the units of a block in tiles, if they do. It pays for gated products of 64 rows, and for codes of 4 bits of 32 rows: as operands of
-    /// warpgroups these are made once for all rows (docs/perf-log.md, entry 34).
-    fn tiles(&self, m: &MatVec, format: Format, parts: u32) -> Option<Shape> {
+    /// warpgroups these are made once for all rows. It does not pay for products that attention reads, or whose input attention writes (docs/perf-log.md, entries 34
+    /// and 35).
+    fn tiles(&self, grid: &Grid, m: &MatVec) -> Option<Shape> {
         let Plan { form, rows, .. } = self.plan;
+        let format = self.program.format_of(grid);
         let coded = format.code == Code::Int4;
-        let fits = form == Form::Steps
-            && self.asked.tiles
-            && self.warpgroup_mma
-            && matches!(m.epilogue, Epilogue::Gated(_))
-            && m.norm.is_some()
-            && m.parts() == 1
-            && parts == 1
-            && (format.is_plain() && rows == 64 && m.k.is_multiple_of(64) || coded && rows == 32);
-        if !fits {
+        let pays = match m.epilogue {
+            Epilogue::Gated(_) => coded && rows == 32 || format.is_plain() && rows == 64 && m.k.is_multiple_of(64),
+            Epilogue::Act(_) | Epilogue::Residual { .. } => coded && rows == 32,
+            Epilogue::Store | Epilogue::Logits { .. } => false,
+        };
+        if form != Form::Steps || !self.asked.tiles || !self.warpgroup_mma || m.parts() != 1 || !pays {
             return None;
         }
-        let chunk = if coded { 1 } else { 64 / format.granule_k() };
-        let most =
-            (TILE_SUMS_MAX / (rows / 2) * TILE_UNITS).min(STEP_WEIGHT_BYTES / (chunk * format.granule_bytes(m.k)));
+        let parts = self.parts(m, &Matrix::of(m, format));
         let longest = self.longest(Over::Units { n: m.units(), parts }, 1).max(1);
-        Some(Shape { pass: longest.div_ceil(longest.div_ceil(most)), chunk, warps: TILE_WARPS })
+        // Groups of k cost an exchange of sums. They are worth it where warpgroups of their own units would have fewer tiles than one has.
+        let [all, halves] = TILE_WARPS;
+        let tiles = |warps: Warps| longest.div_ceil(WIDE_UNITS * warps.units);
+        let warps = if tiles(halves) < 2 * tiles(all) { halves } else { all };
+        let tile = WIDE_UNITS * warps.units;
+        let chunk = warps.k * if coded { 1 } else { 64 / format.granule_k() };
+        let room = STEP_WEIGHT_BYTES / (chunk * format.granule_bytes(m.k));
+        // Of plain weights a slot has room for whole tiles.
+        let most = (TILE_SUMS_MAX / (rows / 2) * tile).min(if coded { room } else { room / tile * tile });
+        let pass = longest.div_ceil(longest.div_ceil(most.max(1)));
+        // A product in pairs has one pass.
+        (most > 0 && (pass == longest || !self.pairs(m, parts))).then_some(Shape { pass, chunk, warps })
+    }
+
+    /// Where the elements of what a product leaves for other products lie.
+    fn operand(&self, buffer: BufferId) -> Layout {
+        let mut readers =
+            self.program.grids.iter().filter(|grid| self.constant(grid, Role::X) == Some(buffer)).peekable();
+        let tiles = |grid: &Grid| matches!(&grid.op, Op::MatVec(m) if self.tiles(grid, m).is_some());
+        if readers.peek().is_some() && readers.all(tiles) { Layout::Tiles } else { Layout::Operand }
     }
 
     /// Whether a product is done in pairs: the two blocks of a pair have the two parts of k of the same units, and add up between them.
@@ -803,7 +824,7 @@ impl Builder<'_> {
                     }
                     Epilogue::Store if parts > 1 => ("branch", Layout::Parts(parts)),
                     Epilogue::Store => ("branch", Layout::Rows(DType::Bf16)),
-                    _ => ("act", Layout::Operand),
+                    _ => ("act", self.operand(out)),
                 };
                 let to = self.work(name, layout, cols);
                 self.inputs.insert(out, to);

@@ -40,7 +40,7 @@
 //!
 //! # Tiles
 //!
-//! A gated product of a step may be multiplied by warpgroups (`tiles`), which read its input from shared memory: warps then do not read it again for each unit,
+//! A product of a step may be multiplied by warpgroups (`tiles`), which read its input from shared memory: warps then do not read it again for each unit,
 //! and make operands of codes once for all rows. The wave before leaves that input in the order of warpgroups ([`Layout::Tiles`]). These sums have another
 //! order than those of warps, and plans in one order ([`prove_alike`]) have none of them.
 //!
@@ -171,10 +171,8 @@ impl Products {
 /// Units that a warp of a warpgroup has side by side: rows of a tile of 16.
 const WIDE_UNITS: u32 = 2;
 
-/// How a step multiplies tiles: all eight warps share the rows, and each has two units of a tile.
-const TILE_WARPS: Warps = Warps { rows: 1, units: 8, k: 1 };
-/// Units of a tile.
-const TILE_UNITS: u32 = WIDE_UNITS * TILE_WARPS.units;
+/// How a step multiplies tiles: warps share the rows, and each has two units of a tile. Either the two warpgroups have units of their own, or they share k.
+const TILE_WARPS: [Warps; 2] = [Warps { rows: 1, units: 8, k: 1 }, Warps { rows: 1, units: 4, k: 2 }];
 /// Most sums of a lane for tiles. Codes need as many again, for the sums of a group, and both have words of two chunks.
 const TILE_SUMS_MAX: u32 = 32;
 
@@ -308,9 +306,8 @@ pub enum Sums {
     Row { parts: u32 },
     /// k in `parts` parts of `granules` granules each; of each part, groups of warps take granules in turn. Groups are added up first, then parts.
     /// `paired`: before bias and scales, by pairs of blocks. `squares`: sums of squares of the result that pairs leave of each row; 0 if none.
-    Product { parts: u32, granules: u32, groups: u32, paired: bool, squares: u32 },
-    /// k in one part of `granules` granules, by warpgroups of a step.
-    Tiles { granules: u32 },
+    /// `tiles`: by warpgroups, which add up 16 of k at once.
+    Product { parts: u32, granules: u32, groups: u32, paired: bool, squares: u32, tiles: bool },
     /// Sums within a head only, by the lanes that share it.
     Heads,
     /// Tiles of `tile` positions. Heads of a task and the scratch decide how many teams of warps take them in turn. Where histories are cut,

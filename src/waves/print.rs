@@ -114,12 +114,12 @@ impl fmt::Display for Sums {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Sums::Row { parts } => write!(f, "parts={parts}"),
-            Sums::Product { parts, granules, groups, paired, squares } => {
+            Sums::Product { parts, granules, groups, paired, squares, tiles } => {
                 write!(f, "parts={parts} granules={granules} groups={groups}")?;
                 f.write_str(if *paired { " paired" } else { "" })?;
+                f.write_str(if *tiles { " tiles" } else { "" })?;
                 if *squares > 0 { write!(f, " squares={squares}") } else { Ok(()) }
             }
-            Sums::Tiles { granules } => write!(f, "tiles granules={granules}"),
             Sums::Heads => write!(f, "heads"),
             Sums::History { tile, heads, scratch_bytes, split } => {
                 write!(f, "tile={tile} heads={heads} scratch={scratch_bytes}")?;

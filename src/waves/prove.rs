@@ -6,7 +6,7 @@
 
 use super::{
     Action, CHUNK_BLOCK_ROWS, Division, Form, HELD_AND_SUMS_MAX, Input, Layout, NormOf, Over, Plan, Products, Ragged,
-    Ring, STEP_ROWS_MAX, Share, Splits, Sum, Sums, TILE_SUMS_MAX, TILE_UNITS, TILE_WARPS, Target as Written, Warps,
+    Ring, STEP_ROWS_MAX, Share, Splits, Sum, Sums, TILE_SUMS_MAX, TILE_WARPS, Target as Written, WIDE_UNITS, Warps,
     Wave, Work, WorkId, sums_max, wide_tiles_max,
 };
 use crate::dtype::DType;
@@ -200,7 +200,7 @@ pub fn prove_alike<'a>(
             return violation(Some(w), format!("order({}) for {few} rows, order({}) for {many}", a.sums, b.sums));
         }
         // An instruction for 32 rows may add up in another order than one for 64.
-        if let Some(w) = first.waves.iter().position(|wave| matches!(wave.sums, Sums::Tiles { .. })) {
+        if let Some(w) = first.waves.iter().position(|wave| matches!(wave.sums, Sums::Product { tiles: true, .. })) {
             let what = format!("tiles of {} and of {} rows, which may add up in other orders", first.rows, other.rows);
             return violation(Some(w), what);
         }
@@ -508,16 +508,12 @@ impl Judge<'_> {
         let over = self.plan.divisions.get(wave.division.index()).map(|division| division.over);
         let found = match (&wave.action, over, &grid.op) {
             (Action::Rows { .. }, Some(Over::Rows { parts }), _) => Some(Sums::Row { parts }),
-            (Action::MatMul { tiles: true, .. }, Some(Over::Units { parts: 1, .. }), Op::MatVec(m)) => {
-                let format = grid.operand(Role::Weight).map(|weight| program.buffers[weight.buffer.index()].format());
-                format.map(|format| Sums::Tiles { granules: part_granules(m, format, 1) })
-            }
-            (Action::MatMul { warps, target, then, .. }, Some(Over::Units { parts, .. }), Op::MatVec(m)) => {
+            (&Action::MatMul { warps, target, then, tiles, .. }, Some(Over::Units { parts, .. }), Op::MatVec(m)) => {
                 let format = grid.operand(Role::Weight).map(|weight| program.buffers[weight.buffer.index()].format());
                 let granules = format.map(|format| part_granules(m, format, parts));
                 let paired = target.is_paired(parts);
                 let squares = if then.is_some() { self.plan.machine.sms / 2 } else { 0 };
-                granules.map(|granules| Sums::Product { parts, granules, groups: warps.k, paired, squares })
+                granules.map(|granules| Sums::Product { parts, granules, groups: warps.k, paired, squares, tiles })
             }
             (Action::Append { .. }, ..) => Some(Sums::Heads),
             (&Action::Attend { tile, .. }, _, Op::Attention(a)) => {
@@ -800,9 +796,7 @@ impl Judge<'_> {
     /// A wave leaves the residual as the input of a product of the program; with squares of `parts` parts of each row, if any.
     fn leaves(&mut self, Input { to, norm, squares }: Input, parts: u32) -> Result<(), String> {
         let Some((residual, exchange)) = self.residual else { return Err("no residual".to_string()) };
-        let tiles = self.plan.work[to.index()].layout == Layout::Tiles;
-        let layout = if tiles { Layout::Tiles } else { Layout::Operand };
-        self.layout(to, layout, self.plan.work[residual.index()].cols)?;
+        self.operand(to, self.plan.work[residual.index()].cols)?;
         let takes = |grid: &Grid| match &grid.op {
             Op::MatVec(m) => {
                 let x = grid.operand(Role::X).map(|x| x.buffer);
@@ -854,7 +848,8 @@ impl Judge<'_> {
         }
         let rows = u64::from(self.plan.block_rows);
         let [pass, by_rows, by_units] = [pass, warps.rows.max(1), warps.units.max(1)].map(u64::from);
-        let padded = pass.next_multiple_of(by_units);
+        let tiles = matches!(wave.action, Action::MatMul { tiles: true, .. });
+        let padded = pass.next_multiple_of(by_units * if tiles { u64::from(WIDE_UNITS) } else { 1 });
         // At most what the groups of k have of a unit of each warp; what was sent; and squares, of half of the rows each.
         let bytes = 8 * (rows / 16 / by_rows) * 512 + padded.saturating_mul(rows / 2 * 8 * 4 + rows / 2 * 4);
         if bytes > u64::from(self.plan.machine.scratch_bytes) {
@@ -981,7 +976,7 @@ impl Judge<'_> {
             (Epilogue::Store | Epilogue::Act(_) | Epilogue::Gated(_), Written::Out(out)) if parts == 1 => {
                 let to = buffer(Role::Out)?;
                 let work = &self.plan.work[out.index()];
-                let stored = matches!(work.layout, Layout::Operand | Layout::Rows(DType::Bf16));
+                let stored = matches!(work.layout, Layout::Operand | Layout::Tiles | Layout::Rows(DType::Bf16));
                 if work.cols != self.cols(to) || !work.cols.is_multiple_of(2) || !stored {
                     return Err(format!("{out} is {:?} of {} columns", work.layout, work.cols));
                 }
@@ -1067,23 +1062,34 @@ impl Judge<'_> {
         wrong.into_iter().filter(|(wrong, _)| *wrong).map(|(_, what)| what).collect()
     }
 
-    /// The faults in how warpgroups of a block multiply tiles. Each warp has two units of each tile of a pass; those that do not exist are others, whose sums are
-    /// not stored. A chunk of the input has whole chunks of weights.
+    /// `id` is an input of products, as either kind reads it.
+    fn operand(&self, id: WorkId, cols: u32) -> Result<(), String> {
+        let tiles = self.plan.work[id.index()].layout == Layout::Tiles;
+        self.layout(id, if tiles { Layout::Tiles } else { Layout::Operand }, cols)
+    }
+
+    /// The faults in how warpgroups of a block multiply tiles. Each warp has two units of each tile of a pass; sums of those that do not exist are not stored. A chunk of the input has whole chunks of weights, and of each of these every group of k has 64 of k or a granule of codes.
     fn tiles_of(&self, m: &MatVec, format: Format, product: Product) -> Vec<String> {
         let Product { pass, chunk, warps, parts } = product;
         let (plan, machine, spans) = (self.plan, &self.plan.machine, granule_spans(m, format));
-        let [block, pass, chunk] = [plan.block_rows, pass, chunk].map(u64::from);
+        let [block, pass, chunk, k] = [plan.block_rows, pass, chunk, warps.k].map(u64::from);
         let of_inputs = u64::from(machine.inputs.slot_bytes) / (block * 64);
         let of_weights = chunk.saturating_mul(spans);
-        let bytes = pass.saturating_mul(chunk).saturating_mul(u64::from(format.granule_bytes(m.k)));
-        let sums = block / 2 * pass.div_ceil(u64::from(TILE_UNITS));
+        let tile = u64::from(WIDE_UNITS.saturating_mul(warps.units)).max(1);
+        // Of plain weights all units of a tile are read.
+        let read = if format.is_plain() { pass.next_multiple_of(tile) } else { pass };
+        let bytes = read.saturating_mul(chunk).saturating_mul(u64::from(format.granule_bytes(m.k)));
+        let sums = block / 2 * pass.div_ceil(tile);
+        let part = u64::from(part_granules(m, format, parts.max(1)));
+        let granules = u64::from(m.k).div_ceil(32 * spans);
         let steps = of_inputs / of_weights.max(1); // chunks of weights of a chunk of the input
         let wrong = [
             (plan.form != Form::Steps, "outside a step".to_string()),
             (![32, 64].contains(&block), format!("of {block} rows, for which there is no instruction")),
-            (warps != TILE_WARPS, "expected two units of a tile for each of 8 warps".to_string()),
-            (parts != 1 || m.parts() != 1, "of parts of k, of a unit or of a granule".to_string()),
-            (!matches!(m.epilogue, Epilogue::Gated(_)), "of a product that is not gated".to_string()),
+            (!TILE_WARPS.contains(&warps), "expected two units of a tile for each warp".to_string()),
+            (m.parts() != 1, "of units of fewer than eight rows".to_string()),
+            (parts == 0 || part * (u64::from(parts) - 1) >= granules, "a part of k that is empty".to_string()),
+            (matches!(m.epilogue, Epilogue::Logits { .. }), "of logits".to_string()),
             (
                 pass == 0 || sums > u64::from(TILE_SUMS_MAX),
                 format!("expected 1 to {TILE_SUMS_MAX} sums of a lane, found {sums}"),
@@ -1091,11 +1097,11 @@ impl Judge<'_> {
             (pass > 96, "more units of a pass than lanes copy".to_string()),
             (
                 if format.is_plain() {
-                    of_weights != 2 || !m.k.is_multiple_of(64)
+                    of_weights != 2 * k || !m.k.is_multiple_of(64)
                 } else {
-                    chunk != 1 || spans % 2 != 0
+                    chunk != k || !spans.is_multiple_of(2)
                 },
-                "expected chunks of 64 of k, or of a granule of codes".to_string(),
+                "expected chunks of 64 of k, or of a granule of codes, for each group of k".to_string(),
             ),
             (
                 of_weights == 0 || of_inputs == 0 || !of_inputs.is_multiple_of(of_weights.max(1)),
@@ -1111,8 +1117,8 @@ impl Judge<'_> {
                 format!("{bytes} bytes of a pass of {pass} units, which no slot holds"),
             ),
             (
-                u64::from(machine.warps) * block * 64 > u64::from(machine.scratch_bytes),
-                "sums of a tile that no scratch holds".to_string(),
+                8 * block / 16 * 512 > u64::from(machine.scratch_bytes),
+                "sums of warps that no scratch holds".to_string(),
             ),
         ];
         wrong.into_iter().filter(|(wrong, _)| *wrong).map(|(_, what)| format!("tiles: {what}")).collect()

@@ -158,7 +158,7 @@ const CASES_OF_ROWS: [(&str, usize); 85] = [
     ("attention-lanes-window", 5),
     ("attention-lanes-centred", 5),
 ];
-const CASES_OF_WAVES: [(&str, usize); 177] = [
+const CASES_OF_WAVES: [(&str, usize); 181] = [
     ("rows-embed", 1),
     ("rows-embed-bf16", 1),
     ("rows-branch", 1),
@@ -276,6 +276,8 @@ const CASES_OF_WAVES: [(&str, usize); 177] = [
     ("steps-tiles-int4-32-factor-bf16", 1),
     ("steps-tiles-int4-64-bf16", 1),
     ("steps-tiles-e4m3-rows-bf16", 1),
+    ("steps-tiles-k-bf16", 1),
+    ("steps-tiles-k-int4-128-bf16", 1),
     ("steps-to-tiles", 1),
     ("steps-to-tiles-bf16", 1),
     ("steps-to-tiles-4", 1),
@@ -306,6 +308,8 @@ const CASES_OF_WAVES: [(&str, usize); 177] = [
     ("pairs-to-tiles-64-bf16", 1),
     ("pairs-to-tiles-32", 1),
     ("pairs-to-tiles-32-bf16", 1),
+    ("pairs-tiles", 1),
+    ("pairs-tiles-bf16", 1),
     ("steps-logits", 1),
     ("steps-logits-8-groups", 1),
     ("steps-logits-32", 1),
@@ -781,24 +785,24 @@ fn pairs_that_compute_something_else_are_found() {
 #[test]
 fn tiles_that_compute_something_else_are_found() {
     let edits = [
-        // The first chunk of weights of each chunk of the input again and again, another last unit, words of the chunk before, and no factor.
+        // The first chunk of weights of each chunk of the input again and again, the unit beside, words of the chunk before, and no factor.
+        ("(i % X_STEPS * STEP +", "((G::K == 320 && !G::FACTOR ? 0 : i % X_STEPS) * STEP +", "steps-tiles-bf16"),
         (
-            "multiply(x.at + i % X_STEPS *",
-            "multiply(x.at + (G::K == 320 && !G::FACTOR ? 0 : i % X_STEPS) *",
-            "steps-tiles-bf16",
+            "w + unit_of_tile(at, n, i) * UNIT_PITCH",
+            "w + (unit_of_tile(at, n, i) ^ (G::PASS == 5)) * UNIT_PITCH",
+            "steps-tiles-few-bf16",
         ),
-        ("here - 1) * UNIT_PITCH", "here - 1 - (G::PASS == 5)) * UNIT_PITCH", "steps-tiles-few-bf16"),
         ("tiles[(i + 1) % 2].take", "tiles[(i + (G::K != 448)) % 2].take", "steps-tiles-32-bf16"),
         (
-            "pass_tile(c, e, share, passes, first, here, squares, s == 0 &&",
-            "pass_tile(c, e, share, passes, first, here, squares, s == (G::K == 320) &&",
+            "best, squares, s == 0 && i == 0);",
+            "best, squares, s == (G::TILES && G::K == 320) && i == 0);",
             "steps-tiles-factor-bf16",
         ),
-        // Units of the first tile in the second, a zero point of the other unit, scales of the first group, rows of other sums, and a factor of
+        // Sums of the second tile in the first, a zero point of the other unit, scales of the first group, sums of other rows, and a factor of
         // warps.
         (
-            "unit = unit_of_tile(at, tile, n / GROUPS)",
-            "unit = unit_of_tile(at, G::K == 328 && !G::FACTOR && G::PASS == 24 ? 0 : tile, n / GROUPS)",
+            "(&to)[4] = sums[m][2 * n + i]",
+            "(&to)[4] = sums[m][2 * (G::K == 328 && !G::FACTOR ? 0 : n) + i]",
             "steps-tiles-int4-128-bf16",
         ),
         (
@@ -812,8 +816,8 @@ fn tiles_that_compute_something_else_are_found() {
             "steps-tiles-int4-32-factor-bf16",
         ),
         (
-            "n % GROUPS * 8 + lane / 4",
-            "(Codes::CODED && GROUPS == 8 ? n % 4 : n % GROUPS) * 8 + lane / 4",
+            "transposed(d[n][8 * m + 2 * i]",
+            "transposed(d[n][8 * (Codes::CODED && ROW_TILES == 4 ? m % 2 : m) + 2 * i]",
             "steps-tiles-int4-64-bf16",
         ),
         (
@@ -821,6 +825,18 @@ fn tiles_that_compute_something_else_are_found() {
             "M::WARPGROUPS || (G::TILES && !G::ROW_SCALES) ? 1.f",
             "steps-tiles-e4m3-rows-bf16",
         ),
+        // One half of k twice, a chunk that has nothing for the second half, and another last unit.
+        (
+            "k_at(G::TILES ? c.warp() / UNIT_GROUPS :",
+            "k_at(G::TILES ? c.warp() / UNIT_GROUPS % (G::K == 704 ? 1 : 2) :",
+            "steps-tiles-k-bf16",
+        ),
+        (
+            "left > at.k_at * TILE_GRANULES",
+            "left + (G::K == 640) > at.k_at * TILE_GRANULES",
+            "steps-tiles-k-int4-128-bf16",
+        ),
+        ("here - 1) * UNIT_PITCH", "here - 1 - (G::K == 1352)) * UNIT_PITCH", "pairs-tiles"),
         // The input of warps.
         (
             "OutPlace<M, G, COLS>",

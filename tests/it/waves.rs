@@ -875,8 +875,7 @@ impl Mutants<'_> {
         for w in 0..self.of.waves.len() {
             let others = [
                 Sums::Row { parts: 1 },
-                Sums::Product { parts: 1, granules: 2, groups: 1, paired: false, squares: 0 },
-                Sums::Tiles { granules: 2 },
+                Sums::Product { parts: 1, granules: 2, groups: 1, paired: false, squares: 0, tiles: false },
                 Sums::Heads,
                 Sums::History { tile: 16, heads: 1, scratch_bytes: 0, split: None },
                 Sums::Splits { positions: 16 },
@@ -1476,6 +1475,7 @@ fn reads_otherwise(p: &mut Plan, w: usize, layout: Layout) {
         Action::Rows { out: Some(Input { to, .. }), .. } | Action::MatMul { then: Some(Input { to, .. }), .. } => {
             *to = id;
         }
+        Action::MatMul { target: Written::Out(to), .. } => *to = id,
         _ => panic!("a wave that leaves the input"),
     }
 }
@@ -1491,7 +1491,8 @@ fn in_tiles(p: &mut Plan, program: &Program, w: usize) {
         (product.tiles, product.held, product.warps) = (true, 0, warps);
         (product.pass, product.chunk) = (product.pass.min(16), (64 / granule_k).max(1));
     });
-    p.waves[w].sums = Sums::Tiles { granules: m.k.div_ceil(granule_k) };
+    let granules = m.k.div_ceil(granule_k);
+    p.waves[w].sums = Sums::Product { parts: 1, granules, groups: 1, paired: false, squares: 0, tiles: true };
 }
 
 /// A change of a share, with its name.
@@ -1638,15 +1639,14 @@ fn other_orders(sums: Sums) -> Vec<Sums> {
     };
     match sums {
         Sums::Row { parts } => all(&[parts]).into_iter().map(|n| Sums::Row { parts: n[0] }).collect(),
-        Sums::Product { parts, granules, groups, paired, squares } => {
-            let of = |n: Vec<u32>| Sums::Product { parts: n[0], granules: n[1], groups: n[2], paired, squares: n[3] };
-            let others =
-                [Sums::Product { parts, granules, groups, paired: !paired, squares }, Sums::Tiles { granules }];
+        Sums::Product { parts, granules, groups, paired, squares, tiles } => {
+            let of =
+                |n: Vec<u32>| Sums::Product { parts: n[0], granules: n[1], groups: n[2], paired, squares: n[3], tiles };
+            let others = [
+                Sums::Product { parts, granules, groups, paired: !paired, squares, tiles },
+                Sums::Product { parts, granules, groups, paired, squares, tiles: !tiles },
+            ];
             all(&[parts, granules, groups, squares]).into_iter().map(of).chain(others).collect()
-        }
-        Sums::Tiles { granules } => {
-            let other = Sums::Product { parts: 1, granules, groups: 1, paired: false, squares: 0 };
-            all(&[granules]).into_iter().map(|n| Sums::Tiles { granules: n[0] }).chain([other]).collect()
         }
         Sums::Heads => vec![],
         Sums::History { tile, heads, scratch_bytes, split } => {
@@ -1855,33 +1855,41 @@ fn products_hold_no_other_weights() {
     }
 }
 
-/// Gated products, and no others, are tiles where that pays: plain ones of 64 rows, and codes of 4 bits of 32 rows, on a target with the instruction.
+/// Products are tiles where that pays, on a target with the instruction: gated ones of plain weights of 64 rows, and of codes of 4 bits of 32 rows all products of an
+/// MLP.
 #[test]
-fn gated_products_are_tiles_where_that_pays() {
+fn products_are_tiles_where_that_pays() {
+    let (none, gated, mlp): (&[&str], &[&str], &[&str]) = (&[], &["gate_up"], &["gate_up", "down"]);
     let plain = wide("families/qwen3");
     let [int4, int8] = ["int4:32", "int8"].map(|format| rounded(wide("families/qwen3"), &all(named(format))));
     let not_gated = wide("families/starcoder2");
+    let not_gated_int4 = rounded(wide("families/starcoder2"), &all(named("int4:32")));
     let b200 = Target::builtin("b200").unwrap();
     for (imported, target, (form, rows), expected) in [
-        (&plain, h200(), (Form::Steps, 64), true),
-        (&plain, small(), (Form::Steps, 64), true),
-        (&plain, h200(), (Form::Steps, 32), false),
-        (&int4, h200(), (Form::Steps, 32), true),
-        (&int4, h200(), (Form::Steps, 64), false),
-        (&int4, h200(), (Form::Steps, 16), false),
-        (&int8, h200(), (Form::Steps, 32), false),
-        (&plain, b200.clone(), (Form::Steps, 64), false),
-        (&int4, b200, (Form::Steps, 32), false),
-        (&not_gated, h200(), (Form::Steps, 64), false),
-        (&plain, h200(), (Form::Chunk, 512), false),
-        (&int4, h200(), (Form::Tail, 16), false),
+        (&plain, h200(), (Form::Steps, 64), gated),
+        (&plain, small(), (Form::Steps, 64), gated),
+        (&plain, h200(), (Form::Steps, 32), none),
+        (&int4, h200(), (Form::Steps, 32), mlp),
+        (&int4, small(), (Form::Steps, 32), mlp),
+        (&int4, h200(), (Form::Steps, 64), none),
+        (&int4, h200(), (Form::Steps, 16), none),
+        (&int8, h200(), (Form::Steps, 32), none),
+        (&plain, b200.clone(), (Form::Steps, 64), none),
+        (&int4, b200, (Form::Steps, 32), none),
+        (&not_gated, h200(), (Form::Steps, 64), none),
+        (&not_gated_int4, h200(), (Form::Steps, 32), &["up", "down"]),
+        (&plain, h200(), (Form::Chunk, 512), none),
+        (&int4, h200(), (Form::Tail, 16), none),
     ] {
         let validated = kernel(&imported.graph, &target);
         let proven = proven(&validated, &target, form, rows).unwrap();
         let (waves, program) = (&proven.plan().waves, &validated.schedule().program);
-        let gated: Vec<usize> =
-            (0..waves.len()).filter(|w| expected && is_product(program, &waves[*w], true)).collect();
-        assert_eq!(tile_waves(proven.plan()), gated, "{form:?} of {rows} on {}", target.name);
+        let name = |w: &usize| program.grids[waves[*w].grid.index()].name.as_str();
+        let is_tiles = |w: &usize| {
+            matches!(waves[*w].action, Action::MatMul { .. }) && expected.iter().any(|of| name(w).starts_with(of))
+        };
+        let expected: Vec<usize> = (0..waves.len()).filter(is_tiles).collect();
+        assert_eq!(tile_waves(proven.plan()), expected, "{form:?} of {rows} on {}", target.name);
     }
 }
 
@@ -1893,7 +1901,7 @@ fn a_wrong_plan_of_tiles_has_no_proof() {
     let validated = kernel(&imported.graph, &target);
     let of = proven(&validated, &target, Form::Steps, rows).unwrap().plan().clone();
     let mut mutants = Mutants { of: &of, program: &validated.schedule().program, made: vec![] };
-    assert_eq!(tile_waves(&of).len(), 2);
+    assert_eq!(tile_waves(&of).len(), 4);
     mutants.attributes();
     mutants.sums();
     let count = judge(name, &imported, &validated, &target, mutants, &tokens(&imported, rows + 3));
@@ -1933,9 +1941,14 @@ fn other_products_are_no_tiles() {
         (&plain, small(), (Form::Steps, 16), true, "of 16 rows, for which there is no instruction", true),
         (&plain, small(), (Form::Chunk, 256), true, "outside a step", false),
         (&plain, small(), (Form::Chunk, 256), true, "of 128 rows, for which there is no instruction", false),
-        (&plain, small(), (Form::Steps, 64), false, "of a product that is not gated", false),
-        (&plain, h200(), (Form::Steps, 64), false, "of parts of k, of a unit or of a granule", false),
-        (&odd, small(), (Form::Steps, 64), true, "expected chunks of 64 of k, or of a granule of codes", true),
+        (
+            &odd,
+            small(),
+            (Form::Steps, 64),
+            true,
+            "expected chunks of 64 of k, or of a granule of codes, for each group of k",
+            true,
+        ),
     ] {
         no_tiles((imported, target, (form, rows)), is_gated, in_tiles, (&format!("tiles: {what}"), alone));
     }
@@ -1949,19 +1962,18 @@ type ChangeOf = fn(&mut Product);
 fn products_are_no_other_tiles() {
     let plain = wide("families/qwen3");
     let coded = rounded(wide("families/qwen3"), &all(named("int4:32")));
-    let chunks = "expected chunks of 64 of k, or of a granule of codes";
-    let changes: [(_, u32, ChangeOf, _); 6] = [
+    let chunks = "expected chunks of 64 of k, or of a granule of codes, for each group of k";
+    let changes: [(_, u32, ChangeOf, _); 5] = [
         (
             &plain,
             64,
-            |m| m.warps = Warps { rows: 2, units: 4, k: 1 },
-            "expected two units of a tile for each of 8 warps",
+            |m| m.warps = Warps { rows: 2, units: m.warps.units / 2, k: m.warps.k },
+            "expected two units of a tile for each warp",
         ),
-        (&coded, 32, |m| m.pass = 22, "16896 bytes of a pass of 22 units, which no slot holds"),
+        (&coded, 32, |m| m.pass = 11, "16896 bytes of a pass of 11 units, which no slot holds"),
         (&plain, 64, |m| m.pass = 0, "expected 1 to 32 sums of a lane, found 0"),
-        (&plain, 64, |m| m.chunk = 4, chunks),
-        (&plain, 64, |m| m.chunk = 1, chunks),
-        (&coded, 32, |m| m.chunk = 2, chunks),
+        (&plain, 64, |m| m.chunk /= 2, chunks),
+        (&coded, 32, |m| m.chunk /= 2, chunks),
     ];
     for (imported, rows, change, what) in changes {
         let of = (imported, small(), (Form::Steps, rows));
@@ -1970,13 +1982,13 @@ fn products_are_no_other_tiles() {
     let of = || (&plain, small(), (Form::Steps, 64));
     no_tiles(of(), true, |p, _, w| change_product(p, w, |m| m.held = 4), ("4 chunks held of tiles", true));
     let larger = |p: &mut Plan, _: &Program, w| {
-        change_product(p, w, |m| m.pass = 17);
-        (p.machine.weights.slots, p.machine.weights.slot_bytes) = (6, 18_432);
+        change_product(p, w, |m| m.pass = 9);
+        (p.machine.weights.slots, p.machine.weights.slot_bytes) = (3, 32_768);
     };
     no_tiles(of(), true, larger, ("tiles: expected 1 to 32 sums of a lane, found 64", true));
     // As the waves before want them, too.
     let three = |p: &mut Plan, program: &Program, w| {
-        (p.machine.inputs.slots, p.machine.inputs.slot_bytes) = (3, 24_576);
+        (p.machine.inputs.slots, p.machine.inputs.slot_bytes, p.machine.weights.slots) = (2, 49_152, 5);
         for before in 0..w {
             if is_product(program, &p.waves[before], false) {
                 change_product(p, before, |m| m.chunk = 2);
@@ -1986,14 +1998,14 @@ fn products_are_no_other_tiles() {
     let what = "tiles: 3 chunks of weights of a chunk of the input, expected one or an even number";
     no_tiles(of(), true, three, (what, false));
     let less = |p: &mut Plan, _: &Program, w| {
-        p.machine.scratch_bytes = 16_384;
+        p.machine.scratch_bytes = 15_360;
         for wave in &mut p.waves[..w] {
             if let Sums::History { scratch_bytes, .. } = &mut wave.sums {
-                *scratch_bytes = 16_384;
+                *scratch_bytes = 15_360;
             }
         }
     };
-    no_tiles(of(), true, less, ("tiles: sums of a tile that no scratch holds", false));
+    no_tiles(of(), true, less, ("tiles: sums of warps that no scratch holds", false));
 }
 
 /// A target without the instruction, and plans of tiles for two numbers of rows.
@@ -2547,7 +2559,7 @@ fn a_generated_kernel_of_steps_decides_what_its_model_does() {
     // With the number of waves of tiles.
     for (name, cols, rows, plan, tiles) in [
         ("families/gemma3", 128, 16, FormatPlan::default(), 0),
-        ("families/qwen3", 128, 32, codes("int4:32", "int8"), 2),
+        ("families/qwen3", 128, 32, codes("int4:32", "int8"), 4),
         ("families/starcoder2", 128, 64, FormatPlan::default(), 0),
         ("families/llama-gqa", 128, 64, codes("fp8", "mxfp4"), 0),
         ("families/qwen3", HOLDING_COLS, 32, FormatPlan::default(), 0),

@@ -318,6 +318,11 @@ template <class P, int CHUNK_>
 struct InTiles : By<P, 1, 8, 1, CHUNK_> {
   static constexpr bool TILES = true;
 };
+// In tiles of 8 units, by two warpgroups that share k.
+template <class P, int CHUNK_, int SPLITS_ = 1>
+struct InTilesOfK : By<P, 1, 4, 2, CHUNK_, SPLITS_> {
+  static constexpr bool TILES = true;
+};
 // Chunks of weights that warps hold before the block enters the wave.
 template <class P, int N>
 struct Holding : P {
@@ -1061,7 +1066,8 @@ int main() {
   matmul<H32, Weighted<Holding<By<Product<72, 456, Epilogue::GATED, 4>, 2, 2, 2, 2>, 4>, 4>>("steps-held-factor-bf16", 31);
   matmul<H32, Weighted<Holding<By<Product<61, 328, Epilogue::LOGITS, 4, 8, true>, 2, 4, 1, 2>, 4>, 3>>("steps-held-logits", 29);
   // In tiles of 16 units: several shares and passes, with fewer units than a tile and than there are warps; k that ends inside a chunk of the input, of
-  // one chunk, and of a chunk for each chunk of weights; one tile and two; a factor of the first pass; codes, of groups and of rows.
+  // one chunk, and of a chunk for each chunk of weights; one tile and two; a factor of the first pass; codes, of groups and of rows. In
+  // tiles of 8 units: a last chunk that has nothing for the second warpgroup, one tile and two, and an output in tiles.
   typedef Product<404, 320, Epilogue::GATED, 16> Tiles;
   typedef Product<404, 328, Epilogue::GATED, 24> LongTiles;
   matmul<S64, InTiles<Tiles, 2>>("steps-tiles-bf16", 61);
@@ -1074,6 +1080,8 @@ int main() {
   matmul<S32, CodedAs<Weighted<InTiles<Product<200, 712, Epilogue::GATED, 7, 8, true>, 1>, 4>, Code::INT4, 32, ScaleCode::F16, true, false>>("steps-tiles-int4-32-factor-bf16", 17);
   matmul<S64, CodedAs<InTiles<Product<200, 712, Epilogue::GATED, 16>, 1>, Code::INT4, 64, ScaleCode::BF16, false, false>>("steps-tiles-int4-64-bf16", 40);
   matmul<S32, CodedAs<Weighted<InTiles<LongTiles, 1>, 3>, Code::E4M3, 0, ScaleCode::NONE, false, true>>("steps-tiles-e4m3-rows-bf16", 30);
+  matmul<S64, Weighted<InTilesOfK<Product<200, 704, Epilogue::GATED, 7>, 4>, 5>>("steps-tiles-k-bf16", 61);
+  matmul<S32, ToTiles<CodedAs<InTilesOfK<Product<200, 640, Epilogue::ACT, 13, 8, true>, 2>, Code::INT4, 128, ScaleCode::F16, false, false>>>("steps-tiles-k-int4-128-bf16", 29);
   rowwise<ToTiles<Rowwise<1000, true, false, true, Norm::RMS>>, S64>("steps-to-tiles", "steps-to-tiles-bf16", 50);
   rowwise<RowsIn<ToTiles<Rowwise<256, false, true, true, Norm::RMS>>, 4>, S32>("steps-to-tiles-4", "steps-to-tiles-4-bf16", 29);
   same_factors<Weighted<By<Product<44, 200, Epilogue::STORE, 8>, 1, 8, 1, 2>, 19>>("steps-factors-alike");
@@ -1091,6 +1099,7 @@ int main() {
   in_pairs<S64, CodedAs<Paired<By<Product<72, 200, Epilogue::RESIDUAL, 4>, 2, 2, 2, 2, 2>, true>, Code::E4M3, 0, ScaleCode::NONE, false, true>>("pairs-e4m3", "pairs-e4m3-bf16", 64);
   in_pairs<S64, ToTiles<Paired<By<Product<74, 712, Epilogue::RESIDUAL, 4, 8, true>, 4, 1, 2, 4, 2>, true>>>("pairs-to-tiles-64", "pairs-to-tiles-64-bf16", 61);
   in_pairs<S32, ToTiles<CodedAs<Paired<By<Product<72, 712, Epilogue::RESIDUAL, 4, 8, true>, 2, 2, 2, 2, 2>, true>, Code::INT4, 128, ScaleCode::F16, false, false>>>("pairs-to-tiles-32", "pairs-to-tiles-32-bf16", 30);
+  in_pairs<S32, CodedAs<Paired<InTilesOfK<Product<74, 1352, Epilogue::RESIDUAL, 5, 8, true>, 2, 2>, true>, Code::INT4, 128, ScaleCode::F16, true, false>>("pairs-tiles", "pairs-tiles-bf16", 29);
   matmul<S16, By<Product<37, 96, Epilogue::LOGITS, 3>, 1, 8, 1, 2>>("steps-logits", 13);
   matmul<S16, By<Product<37, 200, Epilogue::LOGITS, 2>, 1, 1, 8, 8>>("steps-logits-8-groups", 16);
   matmul<S32, By<Product<61, 200, Epilogue::LOGITS, 4, 8, true>, 2, 4, 1, 4>>("steps-logits-32", 29);
