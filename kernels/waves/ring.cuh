@@ -4,15 +4,6 @@
 // late by a phase could take one phase for another.
 #pragma once
 
-// Waits for the chunk at a cursor, by all consumer warps.
-template <class M, class R>
-__device__ __forceinline__ const u8* wave_take(WaveContext<M>& c, const RingCursor<R>& at) {
-  const u64 begun = M::TRACE && c.tid() == 0 ? global_ns() : 0;
-  await_slot<false>(&c.state().full[R::FIRST + at.slot], at.use, R::FILLERS, c.waiter(), WaitKind::RING_FULL);
-  if constexpr (M::TRACE)
-    if (c.tid() == 0) c.starved_ns += u32(global_ns() - begun);
-  return c.memory() + R::AT + at.slot * R::SLOT_BYTES;
-}
 // Waits for the next N chunks, gives each to `read`, and leaves them. Each lane looks for one. Before the block enters a wave; so no time counts as starved.
 template <int N, class M, class R, class Read>
 __device__ __forceinline__ void wave_take_many(WaveContext<M>& c, RingCursor<R>& at, const Read& read) {
@@ -25,7 +16,7 @@ __device__ __forceinline__ void wave_take_many(WaveContext<M>& c, RingCursor<R>&
   __syncwarp();
   Slot<false>::arrive_if(&c.state().empty[R::FIRST + slot], c.lane() < N);
 }
-// The same in three steps, for a loop that looks for its next chunks before it multiplies those that it has. `wave_look` says whether the chunks at
+// Takes chunks in three steps, for a loop that looks for its next chunks before it multiplies those that it has. `wave_look` says whether the chunks at
 // two cursors are there, for each ring that is asked for. `wave_await` waits if not all lanes have seen them. `WaveChunk::take` takes a chunk and
 // moves the cursor past it. A chunk that was seen stays until all warps have left it.
 template <class M, class A, class B>
@@ -45,6 +36,16 @@ __device__ __forceinline__ void wave_await(WaveContext<M>& c, const RingCursor<A
   if (second) await_slot_longer<false>(&full[B::FIRST + b.slot], b.use, B::FILLERS, c.waiter(), WaitKind::RING_FULL);
   if constexpr (M::TRACE)
     if (c.tid() == 0) c.starved_ns += u32(global_ns() - begun);
+}
+// Waits for the chunk at a cursor, by all consumer warps.
+template <class M, class R>
+__device__ __forceinline__ const u8* wave_take(WaveContext<M>& c, const RingCursor<R>& at) {
+  // A trace reads no clock for a chunk that is there: a wave may take fifty.
+  if constexpr (M::TRACE)
+    wave_await(c, at, at, wave_look(c, at, at, true, false), true, false);
+  else
+    await_slot<false>(&c.state().full[R::FIRST + at.slot], at.use, R::FILLERS, c.waiter(), WaitKind::RING_FULL);
+  return c.memory() + R::AT + at.slot * R::SLOT_BYTES;
 }
 // Waits for two chunks; one look is enough if both are there.
 template <class M, class A, class B>
