@@ -87,6 +87,7 @@ struct WaveMatMul {
   static constexpr u32 BOX_UNITS = 8;
   // For warpgroups: rows of one, and units of a tile. Each warp has two units of a tile, side by side.
   static constexpr int GROUP_ROWS = M::BLOCK_ROWS / ROW_GROUPS, TILE_UNITS = 2 * UNIT_GROUPS, PASS_TILES = ceil_div(PASS, TILE_UNITS);
+  typedef float TileSums[PASS_TILES][GROUP_ROWS / 2];
   static_assert(!WIDE || (K_PARTS == 1 && K_GROUPS == 1 && !M::STEPS && X_STEPS == 1 && W_STEPS == 1), "what warpgroups multiply");
   static_assert(!WIDE || (Codes::CODED ? STEP_GRANULES == 1 : STEP == 2), "a chunk is a granule of codes, or 64 of k");
   static_assert(!WIDE || PASS_TILES * TILE_UNITS * UNIT_PITCH <= M::WEIGHT_BYTES, "a slot holds a chunk of whole tiles");
@@ -494,8 +495,9 @@ struct WaveMatMul {
     PairEnds<N> ends;
     if constexpr (G::PAIRED) ends.ask(c, e, passes.part, first, here, at);
     float d[ROW_TILES][N][4] = {};
+    TileSums tiles = {};
     if constexpr (G::TILES)
-      multiply_tiles(c, passes, at, here, d);
+      multiply_tiles(c, passes, at, here, 0, tiles, d);
     else
       multiply_pass<N>(c, passes, at, 0, d);
     end_pass<N>(c, e, share, passes, first, here, at, best, squares, is_first, d, ends);
@@ -815,13 +817,16 @@ struct WaveMatMul {
   // As by warpgroups above, but a chunk of the input has X_STEPS chunks of weights, and weights leave the ring before they are multiplied. Of each chunk of
   // weights a group of k has TILE_GRANULES.
   static constexpr int TILE_GRANULES = Codes::CODED ? 1 : 2;
+  // The part of step `step` of a chunk of the input that the group of k of a warp has.
+  static __device__ __forceinline__ const u8* tile_input(const u8* x, const Warp& at, int step) {
+    return x + (step * STEP + at.k_at * TILE_GRANULES * GRANULE_SPANS) / 2 * X::BLOCK_BYTES;
+  }
   static __device__ __forceinline__ u32 unit_of_tile(const Warp& at, int tile, int i) { return u32((tile * 2 + i) * UNIT_GROUPS + at.units_at); }
   // Plain weights. Where the pass has no unit, whatever lies in the slot is multiplied too, and not stored.
   struct TileWords {
     uint4 of[PASS_TILES][2][2]; // [tile][span][unit]
-    __device__ __forceinline__ void take(WaveContext<M>& c, const Warp& at, u32 here) {
+    __device__ __forceinline__ void read(const u8* w, const Warp& at) {
       static_assert(PASS_TILES * TILE_UNITS * UNIT_PITCH <= M::WEIGHT_BYTES, "a slot holds a chunk of whole tiles");
-      const u8* w = wave_take(c, c.weights);
 #pragma unroll
       for (int n = 0; n < PASS_TILES; n++)
 #pragma unroll
@@ -829,11 +834,14 @@ struct WaveMatMul {
 #pragma unroll
           for (int span = 0; span < 2; span++)
             of[n][span][i] = *reinterpret_cast<const uint4*>(w + unit_of_tile(at, n, i) * UNIT_PITCH + (at.k_at * TILE_GRANULES + span) * GRANULE + at.lane * 16);
+    }
+    __device__ __forceinline__ void take(WaveContext<M>& c, const Warp& at, u32) {
+      read(wave_take(c, c.weights), at);
       wave_release(c, c.weights);
     }
     // Calls `next` while products run.
     template <class Next>
-    __device__ __forceinline__ void multiply(const u8* input, float (&d)[PASS_TILES][GROUP_ROWS / 2], const Next& next) const {
+    __device__ __forceinline__ void multiply(const u8* input, TileSums& d, const Next& next) const {
 #pragma unroll
       for (int span = 0; span < 2; span++)
 #pragma unroll
@@ -854,7 +862,7 @@ struct WaveMatMul {
       wave_release(c, c.weights);
     }
     template <class Next>
-    __device__ __forceinline__ void multiply(const u8* input, float (&d)[PASS_TILES][GROUP_ROWS / 2], const Next& next) const {
+    __device__ __forceinline__ void multiply(const u8* input, TileSums& d, const Next& next) const {
       constexpr bool GROUPED = Codes::GROUPED;
       constexpr int SUMS = GROUP_ROWS / 2, RUNS = GROUPED ? Codes::GROUPS : 1, RUN_SPANS = GRANULE_SPANS / RUNS;
       constexpr int BATCH = RUN_SPANS % 2 ? 1 : 2, BATCHES = RUN_SPANS / BATCH * PASS_TILES; // spans of a tile at once, and how often in a run
@@ -901,14 +909,42 @@ struct WaveMatMul {
       }
     }
   };
-  // Leaves sums as products of warps do. Groups of k are whole warpgroups. Products of a chunk run while the next chunks are looked for.
-  static __device__ __forceinline__ void multiply_tiles(WaveContext<M>& c, const Passes& passes, const Warp& at, u32 here, float (&sums)[ROW_TILES][MOST][4]) {
+  // The weights of the first chunks of a wave, as `Held` has them.
+  struct HeldTiles {
+    TileWords chunks[G::HELD];
+    __device__ __forceinline__ void take(WaveContext<M>& c) {
+      if (c.next_shares() == 0) {
+#pragma unroll
+        for (TileWords& words : chunks) words = TileWords{};
+        return;
+      }
+      const Warp at(c);
+      wave_take_many<G::HELD>(c, c.weights, [&](int chunk, const u8* from) { chunks[chunk].read(from, at); });
+    }
+    __device__ __forceinline__ void multiply(WaveContext<M>& c, const Warp& at, TileSums& d) const {
+      WaveChunk<InputRing<M>> x;
+      const WaveChunk<WeightRing<M>> none;
+#pragma unroll
+      for (int step = 0; step < G::HELD; step++) {
+        if (step % X_STEPS == 0) {
+          wave_take(c, c.inputs);
+          x.take(c, c.inputs);
+        }
+        chunks[step].multiply(tile_input(x.at, at, step % X_STEPS), d, [] {});
+        if (step % X_STEPS < X_STEPS - 1) continue;
+        warpgroup_await<0>();
+        wave_leave(c, x, none, true, false);
+      }
+    }
+  };
+  // Multiplies chunks, all but the first `done`, and leaves sums as products of warps do. Groups of k are whole warpgroups. Products of a chunk run while the next
+  // chunks are looked for.
+  static __device__ __forceinline__ void multiply_tiles(WaveContext<M>& c, const Passes& passes, const Warp& at, u32 here, int done, TileSums& d, float (&sums)[ROW_TILES][MOST][4]) {
     static_assert(W_STEPS == 1 && STEP_GRANULES == K_GROUPS * TILE_GRANULES, "each group of k has 64 of k of a chunk, or a granule of codes");
     static_assert(X_STEPS == 1 || X_STEPS % 2 == 0, "a turn begins with the first of two chunks of words");
     typedef typename Either<Codes::CODED, TileCodes, TileWords>::type Tiles;
-    float d[PASS_TILES][GROUP_ROWS / 2] = {};
     Tiles tiles[2];
-    int left = int(passes.granules);
+    int left = int(passes.granules) - done * STEP_GRANULES;
     WaveChunk<InputRing<M>> x, x_next;
     const WaveChunk<WeightRing<M>> none;
     tiles[0].take(c, at, here);
@@ -930,7 +966,7 @@ struct WaveMatMul {
         };
         // The last chunk may have nothing for a group.
         if (WHOLE || K_GROUPS == 1 || left > at.k_at * TILE_GRANULES)
-          tiles[i % 2].multiply(x.at + (i % X_STEPS * STEP + at.k_at * TILE_GRANULES * GRANULE_SPANS) / 2 * X::BLOCK_BYTES, d, next);
+          tiles[i % 2].multiply(tile_input(x.at, at, i % X_STEPS), d, next);
         else
           next();
         left -= STEP_GRANULES;
@@ -1066,7 +1102,7 @@ struct WaveMatMul {
   }
   // The first pass begins with the weights that warps hold. All rows of a step are in one block of rows.
   static __device__ __forceinline__ void run_held(WaveContext<M>& c, const Wave& e, Best& best) {
-    Held held;
+    typename Either<G::TILES, HeldTiles, Held>::type held;
     held.take(c);
     c.enter_after_looking();
     const HeldShares<M> shares(c);
@@ -1078,11 +1114,18 @@ struct WaveMatMul {
     const Warp at(c);
     PairEnds<MOST> no_pair;
     float d[ROW_TILES][MOST][4] = {};
-    held.multiply(c, at, d);
+    TileSums tiles = {};
+    if constexpr (G::TILES)
+      held.multiply(c, at, tiles);
+    else
+      held.multiply(c, at, d);
     int done = G::HELD;
     for (u32 s = 0, pass = 0;;) {
       const u32 first = passes.first(pass), here = passes.first(pass + 1) - first;
-      multiply_pass<MOST>(c, passes, at, done, d);
+      if constexpr (G::TILES)
+        multiply_tiles(c, passes, at, here, done, tiles, d);
+      else
+        multiply_pass<MOST>(c, passes, at, done, d);
       end_pass<MOST>(c, e, share, passes, first, here, at, best, squares, done > 0, d, no_pair);
       done = 0;
       if (++pass == passes.count) {
@@ -1095,6 +1138,10 @@ struct WaveMatMul {
       for (int m = 0; m < ROW_TILES; m++)
 #pragma unroll
         for (int n = 0; n < MOST; n++) d[m][n][0] = d[m][n][1] = d[m][n][2] = d[m][n][3] = 0.f;
+#pragma unroll
+      for (int n = 0; n < PASS_TILES; n++)
+#pragma unroll
+        for (float& sum : tiles[n]) sum = 0.f;
     }
   }
   static __device__ __forceinline__ void run_shares(WaveContext<M>& c, const Wave& e, Best& best) {

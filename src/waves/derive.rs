@@ -228,20 +228,21 @@ fn hold(program: &Program, plan: &mut Plan) {
     for wave in &mut plan.waves {
         let grid = &program.grids[wave.grid.index()];
         let Op::MatVec(m) = &grid.op else { continue };
-        let Action::MatMul { pass, chunk, warps, tiles: false, ref mut held, .. } = wave.action else { continue };
+        let Action::MatMul { pass, chunk, warps, tiles, ref mut held, .. } = wave.action else { continue };
         let division = &plan.divisions[wave.division.index()];
         if !matches!(division.over, Over::Units { parts: 1, .. }) {
             continue;
         }
         let format = program.format_of(grid);
         let matrix = Matrix::of(m, format);
-        let of_warp = pass.div_ceil(warps.units);
+        let of_warp =
+            if tiles { WIDE_UNITS * pass.div_ceil(WIDE_UNITS * warps.units) } else { pass.div_ceil(warps.units) };
         let input_chunks = input_bytes / (plan.block_rows * 64 * matrix.granule_spans) / chunk;
         let sums = plan.block_rows / 16 / warps.rows * of_warp * 4;
         *held = if format.is_plain()
             && HELD_CHUNKS < slots
             && HELD_CHUNKS.is_multiple_of(input_chunks.max(1))
-            && HELD_CHUNKS * chunk <= matrix.granules
+            && HELD_CHUNKS * chunk + u32::from(tiles) <= matrix.granules
             && sums + HELD_CHUNKS * (chunk / warps.k) * of_warp * 4 <= HELD_AND_SUMS_MAX
         {
             HELD_CHUNKS

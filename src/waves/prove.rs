@@ -1134,19 +1134,20 @@ impl Judge<'_> {
         let [pass, chunk, held, rows, units, k] = [pass, chunk, held, rows, units, k].map(u64::from);
         let of_inputs = u64::from(machine.inputs.slot_bytes) / (block * 64);
         let of_weights = chunk.saturating_mul(granule_spans(m, format));
+        let together = if tiles { u64::from(WIDE_UNITS) } else { 1 };
+        let of_warp = together * pass.div_ceil(together * units.max(1));
         let registers = held
             .saturating_mul(chunk.div_ceil(k.max(1)))
             .saturating_add(block / 16 / rows.max(1))
-            .saturating_mul(pass.div_ceil(units.max(1)) * 4);
+            .saturating_mul(of_warp * 4);
         let wrong = [
             (self.plan.form != Form::Steps, "outside a step"),
             (!format.is_plain(), "that are codes"),
             (parts > 1, "of a part of k"),
-            (tiles, "of tiles"),
             (held >= u64::from(machine.weights.slots), "as many as the ring has"),
             (!held.saturating_mul(of_weights).is_multiple_of(of_inputs.max(1)), "that end inside a chunk of the input"),
             (
-                held.saturating_mul(chunk) > u64::from(m.k).div_ceil(32 * granule_spans(m, format)),
+                held.saturating_mul(chunk) + u64::from(tiles) > u64::from(m.k).div_ceil(32 * granule_spans(m, format)),
                 "that are more than a unit has",
             ),
             (registers > u64::from(HELD_AND_SUMS_MAX), "that registers have no room for beside the sums"),
