@@ -531,6 +531,7 @@ int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *count, Kernel *function, in
 typedef struct Job {
     struct Job *before;
     atomic_int is_done;
+    pthread_cond_t ended;
     double ended_ms;
     Call call;
     void (*run)(const Call *);
@@ -548,8 +549,16 @@ typedef struct {
     unsigned attribute_count;
 } Config;
 
+static pthread_mutex_t jobs_lock = PTHREAD_MUTEX_INITIALIZER;
+// Sleeps until the job has ended: each of many queued jobs waits for the one before it, and looking again and again costs more than what they do.
+static void await(Job *job) {
+    if (!job || job->is_done) return;
+    pthread_mutex_lock(&jobs_lock);
+    while (!job->is_done) pthread_cond_wait(&job->ended, &jobs_lock);
+    pthread_mutex_unlock(&jobs_lock);
+}
 static void wait_for(Stream *stream) {
-    while (stream->last && !stream->last->is_done) usleep(20);
+    while (stream->last && !stream->last->is_done) await(stream->last);
 }
 static int cluster_of(const Config *config) {
     for (unsigned i = 0; i < config->attribute_count; i++)
@@ -562,15 +571,18 @@ static int cluster_of(const Config *config) {
 }
 static void *run_job(void *argument) {
     Job *job = argument;
-    while (job->before && !job->before->is_done) usleep(20);
+    await(job->before);
     job->run(&job->call);
     job->ended_ms = now_ms();
+    pthread_mutex_lock(&jobs_lock);
     job->is_done = 1;
+    pthread_cond_broadcast(&job->ended);
+    pthread_mutex_unlock(&jobs_lock);
     return NULL;
 }
 static int submit(Stream *stream, void (*run)(const Call *), Call call, void *const *arguments, const size_t *sizes) {
     Job *job = calloc(1, sizeof *job);
-    *job = (Job){.before = stream->last, .run = run, .call = call};
+    *job = (Job){.before = stream->last, .ended = PTHREAD_COND_INITIALIZER, .run = run, .call = call};
     for (int i = 0; i < 8 && sizes[i]; i++) {
         void *value = sizes[i] <= sizeof job->values[i] ? (void *)&job->values[i] : malloc(sizes[i]); // never freed
         job->call.argument[i] = memcpy(value, arguments[i], sizes[i]);
@@ -666,7 +678,7 @@ int cuEventDestroy_v2(Event *event) { BOUND(); free(event); events--; return SUC
 int cuEventRecord(Event *event, Stream *stream) { BOUND(); *event = (Event){stream->last, now_ms(), 1}; return SUCCESS; }
 static void await_job(const Call *call) {
     Job *job = (Job *)U64(0);
-    while (job && !job->is_done) usleep(20);
+    await(job);
 }
 int cuStreamWaitEvent(Stream *stream, Event *event, unsigned flags) {
     BOUND();
