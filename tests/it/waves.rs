@@ -1917,11 +1917,23 @@ fn no_tiles(
     (what, alone): (&str, bool),
 ) {
     let validated = kernel(&imported.graph, &target);
+    let is_of = |program: &Program, wave: &Wave| is_product(program, wave, is_gated);
+    breaks_rule_of_tiles(&validated, (&target, form, rows), is_of, change, (what, alone));
+}
+
+/// The same of the first wave that `is_of` the product asked for.
+fn breaks_rule_of_tiles(
+    validated: &Validated,
+    (target, form, rows): (&Target, Form, u32),
+    is_of: impl Fn(&Program, &Wave) -> bool,
+    change: impl FnOnce(&mut Plan, &Program, usize),
+    (what, alone): (&str, bool),
+) {
     let program = &validated.schedule().program;
-    let mut plan = proven(&validated, &target, form, rows).unwrap().plan().clone();
-    let w = plan.waves.iter().position(|wave| is_product(program, wave, is_gated)).expect("a product");
+    let mut plan = proven(validated, target, form, rows).unwrap().plan().clone();
+    let w = plan.waves.iter().position(|wave| is_of(program, wave)).expect("a product");
     change(&mut plan, program, w);
-    let violations = prove(plan, &validated, &target).expect_err(what);
+    let violations = prove(plan, validated, target).expect_err(what);
     let named = |of: &Violation| (of.wave, of.rule, of.what.as_str()) == (Some(w), "ring", what);
     assert!(violations.iter().any(named), "{what}: {}", listed(&violations));
     assert!(violations.len() == 1 || !alone, "{what}: {}", listed(&violations));
@@ -1987,16 +1999,32 @@ fn products_are_no_other_tiles() {
     };
     no_tiles(of(), true, larger, ("tiles: expected 1 to 32 sums of a lane, found 64", true));
     // As the waves before want them, too.
-    let three = |p: &mut Plan, program: &Program, w| {
-        (p.machine.inputs.slots, p.machine.inputs.slot_bytes, p.machine.weights.slots) = (2, 49_152, 5);
+    let before_in_twos = |p: &mut Plan, program: &Program, w: usize| {
         for before in 0..w {
             if is_product(program, &p.waves[before], false) {
                 change_product(p, before, |m| m.chunk = 2);
             }
         }
     };
+    let three = |p: &mut Plan, program: &Program, w| {
+        (p.machine.inputs.slots, p.machine.inputs.slot_bytes, p.machine.weights.slots) = (2, 49_152, 5);
+        before_in_twos(p, program, w);
+    };
     let what = "tiles: 3 chunks of weights of a chunk of the input, expected one or an even number";
     no_tiles(of(), true, three, (what, false));
+    let half = |p: &mut Plan, program: &Program, w| {
+        (p.machine.inputs.slots, p.machine.inputs.slot_bytes) = (3, 24_576);
+        before_in_twos(p, program, w);
+    };
+    let what = "tiles: chunks of 6 spans of the input, which are not whole chunks of 4";
+    no_tiles(of(), true, half, (what, false));
+    // All units of a tile are read of plain weights.
+    let short = |p: &mut Plan, program: &Program, w| {
+        change_product(p, w, |m| m.pass = 1);
+        p.machine.weights.slot_bytes = 8192;
+        before_in_twos(p, program, w);
+    };
+    no_tiles(of(), true, short, ("tiles: 16384 bytes of a pass of 1 units, which no slot holds", false));
     let less = |p: &mut Plan, _: &Program, w| {
         p.machine.scratch_bytes = 15_360;
         for wave in &mut p.waves[..w] {
@@ -2006,6 +2034,34 @@ fn products_are_no_other_tiles() {
         }
     };
     no_tiles(of(), true, less, ("tiles: sums of warps that no scratch holds", false));
+}
+
+/// Products of logits, and of three parts of k of which the last one is empty.
+#[test]
+fn products_of_logits_and_of_empty_parts_are_no_tiles() {
+    let target = small();
+    let validated = kernel(&wide("families/qwen3").graph, &target);
+    let is_head = |program: &Program, wave: &Wave| {
+        let Op::MatVec(m) = &program.grids[wave.grid.index()].op else { return false };
+        matches!((&wave.action, m.epilogue), (Action::MatMul { .. }, Epilogue::Logits { .. }))
+    };
+    let of = (&target, Form::Steps, 64);
+    breaks_rule_of_tiles(&validated, of, is_head, in_tiles, ("tiles: of logits", true));
+    let heads = |program: &Program, wave: &Wave| is_product(program, wave, false);
+    let in_three_parts = |p: &mut Plan, program: &Program, w: usize| {
+        in_tiles(p, program, w);
+        p.waves[w].division = DivisionId::from(p.divisions.len());
+        let Op::MatVec(m) = &program.grids[p.waves[w].grid.index()].op else { panic!("a product") };
+        let n = m.units();
+        let of_part = |part| vec![Share { row: 0, rows: 64, lo: part * n, hi: (part + 1) * n }];
+        let mut shares: Vec<Vec<Share>> = (0..3).map(of_part).collect();
+        shares.resize(p.machine.sms as usize, vec![]);
+        p.divisions.push(Division { over: Over::Units { n, parts: 3 }, shares: vec![shares] });
+        let Action::MatMul { target: Written::Out(out), .. } = p.waves[w].action else { panic!("heads") };
+        p.work[out.index()].place = p.work_bytes().next_multiple_of(256);
+        p.work[out.index()].layout = Layout::Parts(3);
+    };
+    breaks_rule_of_tiles(&validated, of, heads, in_three_parts, ("tiles: a part of k that is empty", false));
 }
 
 /// A target without the instruction, and plans of tiles for two numbers of rows.

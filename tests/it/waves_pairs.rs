@@ -8,15 +8,16 @@ use monobloc::codegen::waves::{ENTRY_POINT, emit};
 use monobloc::target::Target;
 use monobloc::validate::Validated;
 use monobloc::waves::{
-    Action, Division, DivisionId, Form, Input, Over, Plan, Share, Sums, Target as Written, Wave, Work, WorkId, derive,
-    derive_alike, prove, prove_alike,
+    Action, Division, DivisionId, Form, Input, Over, Plan, Share, Sums, Target as Written, Warps, Wave, Work, WorkId,
+    derive, derive_alike, prove, prove_alike,
 };
 
 use rayon::prelude::*;
 
+use crate::formats::{all, named, rounded};
 use crate::nvrtc::nvrtc;
 use crate::ptx::{Statement, edit, functions, rules};
-use crate::waves::{kernel, listed, proven, small, stored, tokens, unpaired, wide};
+use crate::waves::{h200, kernel, listed, proven, small, stored, tokens, unpaired, wide};
 
 /// The products in pairs of a plan: wave and division.
 fn paired(plan: &Plan) -> Vec<(usize, usize)> {
@@ -65,6 +66,39 @@ fn products_are_in_pairs_where_they_can_be() {
             assert!(!plan.machine.pairs && paired(&plan).is_empty(), "{name}");
         }
     }
+}
+
+/// Scratch of a pair has room for whole tiles, even if a pass has fewer units.
+#[test]
+fn a_pair_has_scratch_for_whole_tiles() {
+    let (target, imported) = (h200(), rounded(wide("families/qwen3"), &all(named("int4:32"))));
+    let validated = kernel(&imported.graph, &target);
+    let of = proven(&validated, &target, Form::Steps, 32).unwrap().plan().clone();
+    let down = |wave: &Wave| {
+        matches!(wave.action, Action::MatMul { tiles: true, target: Written::Residual(_), .. })
+            && matches!(wave.sums, Sums::Product { paired: true, .. })
+    };
+    let w = of.waves.iter().position(down).expect("tiles in pairs");
+    let with = |bytes: u32| {
+        let mut plan = of.clone();
+        if let Wave { action: Action::MatMul { pass, chunk, warps, .. }, sums: Sums::Product { groups, .. }, .. } =
+            &mut plan.waves[w]
+        {
+            (*pass, *chunk, *warps, *groups) = (1, 1, Warps { rows: 1, units: 8, k: 1 }, 1);
+        }
+        plan.machine.scratch_bytes = bytes;
+        for wave in &mut plan.waves {
+            if let Sums::History { scratch_bytes, .. } = &mut wave.sums {
+                *scratch_bytes = bytes;
+            }
+        }
+        prove(plan, &validated, &target).map(drop).map_err(|violations| listed(&violations))
+    };
+    // Sums of a unit of each warp, and of 16 units what was sent and squares, of 16 rows each.
+    let bytes = 8 * 2 * 512 + 16 * 16 * (32 + 4);
+    assert_eq!(with(bytes), Ok(()));
+    let refused = with(bytes - 128).unwrap_err();
+    assert!(refused.contains("sums of a pair that no scratch holds"), "{refused}");
 }
 
 /// What a proof says of pairs that are none.
