@@ -357,7 +357,7 @@ pub enum Action {
         /// Granules of each unit in a chunk of weights.
         chunk: u32,
         warps: Warps,
-        /// Of a step: whether warpgroups multiply tiles of 16 units. The input then is [`Layout::Tiles`].
+        /// Of a step: whether warpgroups multiply tiles, of two units for each warp. The input then is [`Layout::Tiles`].
         tiles: bool,
         /// Chunks of weights that warps take into registers before the block enters the wave, so that the loader goes on while blocks meet.
         held: u32,
