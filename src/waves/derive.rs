@@ -698,32 +698,32 @@ impl Builder<'_> {
         Ok(())
     }
 
-    /// How warpgroups multiply the units of a block in tiles, if they do. It pays for gated products of 64 rows, and for codes of 4 bits of 32 rows: as operands of
-    /// warpgroups these are made once for all rows. It does not pay for products that attention reads, or whose input attention writes (docs/perf-log.md, entries 34
-    /// and 35).
+    /// How warpgroups multiply the units of a block in tiles, if they do. It pays for gated products of 64 rows, and for the MLP in codes of 4 bits of 32 rows: as
+    /// operands of warpgroups these are made once for all rows. It does not pay for products that attention reads, or whose input attention writes, nor where more than
+    /// a quarter of the units of tiles do not exist (docs/perf-log.md, entries 34 and 35).
     fn tiles(&self, grid: &Grid, m: &MatVec) -> Option<Shape> {
         let Plan { form, rows, .. } = self.plan;
         let format = self.program.format_of(grid);
         let coded = format.code == Code::Int4;
-        let pays = match m.epilogue {
-            Epilogue::Gated(_) => coded && rows == 32 || format.is_plain() && rows == 64 && m.k.is_multiple_of(64),
-            Epilogue::Act(_) | Epilogue::Residual { .. } => coded && rows == 32,
-            Epilogue::Store | Epilogue::Logits { .. } => false,
-        };
-        if form != Form::Steps || !self.asked.tiles || !self.warpgroup_mma || m.parts() != 1 || !pays {
-            return None;
-        }
         let parts = self.parts(m, &Matrix::of(m, format));
         let longest = self.longest(Over::Units { n: m.units(), parts }, 1).max(1);
-        // Groups of k cost an exchange of sums. They are worth it where warpgroups of their own units would have fewer tiles than one has.
         let [all, halves] = TILE_WARPS;
-        let tiles = |warps: Warps| longest.div_ceil(WIDE_UNITS * warps.units);
-        let warps = if tiles(halves) < 2 * tiles(all) { halves } else { all };
-        let tile = WIDE_UNITS * warps.units;
+        let tile = |warps: Warps| WIDE_UNITS * warps.units;
+        let (warps, pays) = match m.epilogue {
+            Epilogue::Gated(_) if format.is_plain() => (all, rows == 64 && m.k.is_multiple_of(64)),
+            Epilogue::Gated(_) | Epilogue::Act(_) => (all, coded && rows == 32),
+            Epilogue::Residual { .. } => (halves, coded && rows == 32),
+            Epilogue::Store | Epilogue::Logits { .. } => return None,
+        };
+        let filled = 4 * longest >= 3 * longest.next_multiple_of(tile(warps));
+        if form != Form::Steps || !self.asked.tiles || !self.warpgroup_mma || m.parts() != 1 || !pays || !filled {
+            return None;
+        }
         let chunk = warps.k * if coded { 1 } else { 64 / format.granule_k() };
         let room = STEP_WEIGHT_BYTES / (chunk * format.granule_bytes(m.k));
         // Of plain weights a slot has room for whole tiles.
-        let most = (TILE_SUMS_MAX / (rows / 2) * tile).min(if coded { room } else { room / tile * tile });
+        let room = if coded { room } else { room / tile(warps) * tile(warps) };
+        let most = (TILE_SUMS_MAX / (rows / 2) * tile(warps)).min(room);
         let pass = longest.div_ceil(longest.div_ceil(most.max(1)));
         // A product in pairs has one pass.
         (most > 0 && (pass == longest || !self.pairs(m, parts))).then_some(Shape { pass, chunk, warps })

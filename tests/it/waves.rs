@@ -43,7 +43,7 @@ use crate::proof_support::{BF16, FP32, TOY, Toy};
 use crate::skipped;
 use crate::support::{checkpoints, fixture};
 
-pub fn h200() -> Target {
+fn h200() -> Target {
     Target::builtin("h200").unwrap()
 }
 
@@ -78,12 +78,23 @@ pub fn wide(name: &str) -> Imported {
 
 /// The same with rows of this many columns.
 fn of_width(name: &str, hidden: u32) -> Imported {
+    of_size(name, hidden, None)
+}
+
+/// The same with an MLP whose units fill tiles of each SM of `small`: gated ones with 576 columns within.
+pub fn filling(name: &str) -> Imported {
+    of_size(name, 384, Some(576))
+}
+
+/// The same with rows of `hidden` columns, and `within` columns within an MLP.
+fn of_size(name: &str, hidden: u32, within: Option<u32>) -> Imported {
     let text = fs::read_to_string(fixture(name).join("config.json")).unwrap();
     let mut config: serde_json::Value = serde_json::from_str(&text).unwrap();
     let own = config["head_dim"].is_u64();
     let (heads, kv) = if own { (6, 2) } else { (2, 1) };
     for (key, value) in [
         ("hidden_size", hidden),
+        ("intermediate_size", within.unwrap_or_else(|| config["intermediate_size"].as_u64().unwrap_or(0) as u32)),
         ("num_attention_heads", heads),
         ("num_key_value_heads", kv),
         ("head_dim", 64),
@@ -369,7 +380,6 @@ fn kernels_of_waves_compile() {
         ("families/starcoder2", "b200", Trace::Off, FORMS[0], nvrtc),
         ("families/gemma3", "h200", Trace::Off, FORMS[2], nvrtc),
         ("families/gemma3", "h200", Trace::Off, FORMS[3], nvrtc),
-        ("families/qwen3", "h100", Trace::On, FORMS[3], quick),
         ("families/qwen3", "h100", Trace::On, FORMS[1], nvrtc),
         ("families/starcoder2", "b200", Trace::Off, FORMS[3], nvrtc),
         ("families/gemma3", "h200", Trace::Off, FORMS[4], quick),
@@ -382,11 +392,14 @@ fn kernels_of_waves_compile() {
         let source = emit(&proven(&validated, &target, form, rows).unwrap(), &target, trace);
         compiles(compiler, &source, &format!("{name} on {record}"));
     });
-    // Products that hold weights, as users have them.
-    let validated = kernel(&of_width("families/gemma3", HOLDING_COLS).graph, &small());
-    let holding = proven(&validated, &small(), Form::Steps, 32).unwrap();
-    assert!(holding.plan().waves.iter().any(|wave| wave.action.held() > 0));
-    compiles(nvrtc, &emit(&holding, &small(), Trace::On), "a kernel that holds weights");
+    // Products that hold weights, and tiles, as users have them.
+    let holding = kernel(&of_width("families/gemma3", HOLDING_COLS).graph, &small());
+    let holding = emit(&proven(&holding, &small(), Form::Steps, 32).unwrap(), &small(), Trace::On);
+    assert!(holding.text.contains("int HELD = 4;"));
+    let tiles = kernel(&filling("families/qwen3").graph, &small());
+    let tiles = emit(&proven(&tiles, &small(), Form::Steps, 64).unwrap(), &small(), Trace::On);
+    assert!(tiles.text.contains("bool TILES = true;"));
+    [holding, tiles].par_iter().for_each(|source| compiles(nvrtc, source, "a kernel that holds weights, or of tiles"));
     // Histories in KV splits.
     for (record, trace, rows, compiler) in [("h200", Trace::On, 64, nvrtc), ("b200", Trace::Off, 32, quick)] {
         let target = Target::builtin(record).unwrap();
@@ -408,18 +421,21 @@ fn kernels_of_waves_of_codes_compile() {
         (zeros, "h100", FORMS[0], quick),
         (named("fp8"), "h200", FORMS[0], quick),
         (named("mxfp4"), "b200", FORMS[0], nvrtc),
-        (named("int4:32"), "h200", FORMS[2], quick),
-        (zeros, "h100", FORMS[2], nvrtc),
+        (named("int4:32"), "tiles", FORMS[2], quick),
+        (zeros, "tiles", FORMS[2], nvrtc),
         (zeros, "h100", FORMS[1], nvrtc),
         (named("fp8"), "h200", FORMS[3], nvrtc),
         (named("int4:32"), "h200", FORMS[4], quick),
         (named("mxfp4"), "b200", FORMS[4], quick),
     ];
     kernels.into_par_iter().for_each(|(format, record, (form, rows), compiler)| {
-        let target = Target::builtin(record).unwrap();
+        let (target, model) = match record {
+            "tiles" => (small(), filling("families/llama-gqa")),
+            _ => (Target::builtin(record).unwrap(), wide("families/llama-gqa")),
+        };
         let plan =
             FormatPlan { embed: Some(format).filter(|format| !format.groups.is_some_and(|g| g.zeros)), ..all(format) };
-        let coded = rounded(wide("families/llama-gqa"), &plan);
+        let coded = rounded(model, &plan);
         let validated = kernel(&coded.graph, &target);
         let source = emit(&proven(&validated, &target, form, rows).unwrap(), &target, Trace::Off);
         compiles(compiler, &source, &format!("{format} on {record}"));
@@ -835,7 +851,7 @@ impl Mutants<'_> {
                     self.add(format!("w{w} in place"), Some("in-place"), |p| p.waves[w].action = action);
                 }
                 Action::Attend { queries, out, .. } => {
-                    for tile in [0, 8, 24, 48, 1024, u32::MAX - 15] {
+                    for tile in [0, 8, 24, 80, 1024, u32::MAX - 15] {
                         let action = Action::Attend { queries, out, tile };
                         self.add(format!("w{w} in tiles of {tile}"), wrong, |p| p.waves[w].action = action);
                     }
@@ -854,7 +870,7 @@ impl Mutants<'_> {
                         let action = Action::AttendRow { x, out, tile: now, splits };
                         self.add(format!("w{w} with {splits:?}"), wrong, |p| p.waves[w].action = action);
                     }
-                    for tile in [0, 8, 24, 48, 1024, u32::MAX - 15] {
+                    for tile in [0, 8, 24, 80, 1024, u32::MAX - 15] {
                         let action = Action::AttendRow { x, out, tile, splits };
                         self.add(format!("w{w} in tiles of {tile}"), wrong, |p| p.waves[w].action = action);
                     }
@@ -1860,26 +1876,28 @@ fn products_hold_no_other_weights() {
 #[test]
 fn products_are_tiles_where_that_pays() {
     let (none, gated, mlp): (&[&str], &[&str], &[&str]) = (&[], &["gate_up"], &["gate_up", "down"]);
-    let plain = wide("families/qwen3");
-    let [int4, int8] = ["int4:32", "int8"].map(|format| rounded(wide("families/qwen3"), &all(named(format))));
-    let not_gated = wide("families/starcoder2");
-    let not_gated_int4 = rounded(wide("families/starcoder2"), &all(named("int4:32")));
-    let b200 = Target::builtin("b200").unwrap();
+    let plain = filling("families/qwen3");
+    let [int4, int8] = ["int4:32", "int8"].map(|format| rounded(filling("families/qwen3"), &all(named(format))));
+    let not_gated = of_size("families/starcoder2", 128, Some(1152));
+    let not_gated_int4 = rounded(of_size("families/starcoder2", 128, Some(1152)), &all(named("int4:32")));
+    let mut without = Target::builtin("b200").unwrap();
+    without.spec.sm_count = 12;
     for (imported, target, (form, rows), expected) in [
-        (&plain, h200(), (Form::Steps, 64), gated),
         (&plain, small(), (Form::Steps, 64), gated),
-        (&plain, h200(), (Form::Steps, 32), none),
-        (&int4, h200(), (Form::Steps, 32), mlp),
+        (&plain, small(), (Form::Steps, 32), none),
         (&int4, small(), (Form::Steps, 32), mlp),
-        (&int4, h200(), (Form::Steps, 64), none),
-        (&int4, h200(), (Form::Steps, 16), none),
-        (&int8, h200(), (Form::Steps, 32), none),
-        (&plain, b200.clone(), (Form::Steps, 64), none),
-        (&int4, b200, (Form::Steps, 32), none),
-        (&not_gated, h200(), (Form::Steps, 64), none),
-        (&not_gated_int4, h200(), (Form::Steps, 32), &["up", "down"]),
-        (&plain, h200(), (Form::Chunk, 512), none),
-        (&int4, h200(), (Form::Tail, 16), none),
+        (&int4, small(), (Form::Steps, 64), none),
+        (&int4, small(), (Form::Steps, 16), none),
+        (&int8, small(), (Form::Steps, 32), none),
+        (&plain, without.clone(), (Form::Steps, 64), none),
+        (&int4, without, (Form::Steps, 32), none),
+        (&not_gated, small(), (Form::Steps, 64), none),
+        (&not_gated_int4, small(), (Form::Steps, 32), &["up"]),
+        (&plain, small(), (Form::Chunk, 512), none),
+        (&int4, small(), (Form::Tail, 16), none),
+        // More SMs have fewer units each, which fill no tiles.
+        (&plain, h200(), (Form::Steps, 64), none),
+        (&int4, h200(), (Form::Steps, 32), none),
     ] {
         let validated = kernel(&imported.graph, &target);
         let proven = proven(&validated, &target, form, rows).unwrap();
@@ -1897,7 +1915,7 @@ fn products_are_tiles_where_that_pays() {
 #[test]
 fn a_wrong_plan_of_tiles_has_no_proof() {
     let (name, rows, target) = ("families/qwen3", 32, small());
-    let imported = rounded(wide(name), &all(named("int4:32")));
+    let imported = rounded(filling(name), &all(named("int4:32")));
     let validated = kernel(&imported.graph, &target);
     let of = proven(&validated, &target, Form::Steps, rows).unwrap().plan().clone();
     let mut mutants = Mutants { of: &of, program: &validated.schedule().program, made: vec![] };
@@ -1948,7 +1966,7 @@ fn is_product(program: &Program, wave: &Wave, is_gated: bool) -> bool {
 /// Products that are no tiles. Of a division in parts, and of a chunk, more than one rule is broken.
 #[test]
 fn other_products_are_no_tiles() {
-    let (plain, odd) = (wide("families/qwen3"), of_width("families/qwen3", 672));
+    let (plain, odd) = (filling("families/qwen3"), of_size("families/qwen3", 672, Some(576)));
     for (imported, target, (form, rows), is_gated, what, alone) in [
         (&plain, small(), (Form::Steps, 16), true, "of 16 rows, for which there is no instruction", true),
         (&plain, small(), (Form::Chunk, 256), true, "outside a step", false),
@@ -1972,20 +1990,15 @@ type ChangeOf = fn(&mut Product);
 /// Each rule of tiles finds what no other rule does. Waves that are no tiles want another ring and another scratch, too.
 #[test]
 fn products_are_no_other_tiles() {
-    let plain = wide("families/qwen3");
-    let coded = rounded(wide("families/qwen3"), &all(named("int4:32")));
+    let plain = filling("families/qwen3");
+    let coded = rounded(filling("families/qwen3"), &all(named("int4:32")));
     let chunks = "expected chunks of 64 of k, or of a granule of codes, for each group of k";
     let changes: [(_, u32, ChangeOf, _); 5] = [
-        (
-            &plain,
-            64,
-            |m| m.warps = Warps { rows: 2, units: m.warps.units / 2, k: m.warps.k },
-            "expected two units of a tile for each warp",
-        ),
-        (&coded, 32, |m| m.pass = 11, "16896 bytes of a pass of 11 units, which no slot holds"),
+        (&plain, 64, |m| m.warps = Warps { rows: 2, units: 8, k: 1 }, "expected two units of a tile for each warp"),
+        (&coded, 32, |m| m.pass = 22, "16896 bytes of a pass of 22 units, which no slot holds"),
         (&plain, 64, |m| m.pass = 0, "expected 1 to 32 sums of a lane, found 0"),
-        (&plain, 64, |m| m.chunk /= 2, chunks),
-        (&coded, 32, |m| m.chunk /= 2, chunks),
+        (&plain, 64, |m| m.chunk = 1, chunks),
+        (&coded, 32, |m| (m.pass, m.chunk) = (8, 2), chunks),
     ];
     for (imported, rows, change, what) in changes {
         let of = (imported, small(), (Form::Steps, rows));
@@ -1994,7 +2007,7 @@ fn products_are_no_other_tiles() {
     let of = || (&plain, small(), (Form::Steps, 64));
     no_tiles(of(), true, |p, _, w| change_product(p, w, |m| m.held = 4), ("4 chunks held of tiles", true));
     let larger = |p: &mut Plan, _: &Program, w| {
-        change_product(p, w, |m| m.pass = 9);
+        change_product(p, w, |m| m.pass = 17);
         (p.machine.weights.slots, p.machine.weights.slot_bytes) = (3, 32_768);
     };
     no_tiles(of(), true, larger, ("tiles: expected 1 to 32 sums of a lane, found 64", true));
@@ -2002,17 +2015,18 @@ fn products_are_no_other_tiles() {
     let before_in_twos = |p: &mut Plan, program: &Program, w: usize| {
         for before in 0..w {
             if is_product(program, &p.waves[before], false) {
-                change_product(p, before, |m| m.chunk = 2);
+                change_product(p, before, |m| (m.chunk, m.warps) = (2, Warps { rows: 4, units: 2, k: 1 }));
             }
         }
     };
     let three = |p: &mut Plan, program: &Program, w| {
-        (p.machine.inputs.slots, p.machine.inputs.slot_bytes, p.machine.weights.slots) = (2, 49_152, 5);
+        (p.machine.inputs.slots, p.machine.inputs.slot_bytes) = (3, 24_576);
         before_in_twos(p, program, w);
     };
     let what = "tiles: 3 chunks of weights of a chunk of the input, expected one or an even number";
     no_tiles(of(), true, three, (what, false));
     let half = |p: &mut Plan, program: &Program, w| {
+        change_product(p, w, |m| (m.pass, m.chunk, m.warps) = (8, 4, Warps { rows: 1, units: 4, k: 2 }));
         (p.machine.inputs.slots, p.machine.inputs.slot_bytes) = (3, 24_576);
         before_in_twos(p, program, w);
     };
@@ -2068,7 +2082,7 @@ fn products_of_logits_and_of_empty_parts_are_no_tiles() {
 #[test]
 fn tiles_are_for_their_target_and_their_number_of_rows() {
     let target = small();
-    let validated = kernel(&wide("families/qwen3").graph, &target);
+    let validated = kernel(&filling("families/qwen3").graph, &target);
     let most = derive(validated.schedule(), &target, Form::Steps, 64).unwrap();
     let mut without = target.clone();
     without.spec.warpgroup_mma = false;
@@ -2080,11 +2094,12 @@ fn tiles_are_for_their_target_and_their_number_of_rows() {
     let mut alike = derive_alike(validated.schedule(), &target, &[32, 64]).unwrap();
     for plan in &mut alike {
         let program = &validated.schedule().program;
-        in_tiles(plan, program, 4);
+        let gated = plan.waves.iter().position(|wave| is_product(program, wave, true));
+        in_tiles(plan, program, gated.expect("a gated product"));
         prove(plan.clone(), &validated, &target).unwrap_or_else(|rules| panic!("{}", listed(&rules)));
     }
     let violations = prove_alike(alike, &validated, &target).map(drop).unwrap_err();
-    let expected = "`alike`: wave 4: tiles of 32 and of 64 rows, which may add up in other orders
+    let expected = "`alike`: wave 5: tiles of 32 and of 64 rows, which may add up in other orders
 ";
     assert_eq!(listed(&violations), expected);
 }
@@ -2613,16 +2628,16 @@ fn a_generated_kernel_of_steps_decides_what_its_model_does() {
     const NAME: &str = "a_generated_kernel_of_steps_decides_what_its_model_does";
     let codes = |weights, embed| FormatPlan { embed: Some(named(embed)), ..all(named(weights)) };
     // With the number of waves of tiles.
-    for (name, cols, rows, plan, tiles) in [
-        ("families/gemma3", 128, 16, FormatPlan::default(), 0),
-        ("families/qwen3", 128, 32, codes("int4:32", "int8"), 4),
-        ("families/starcoder2", 128, 64, FormatPlan::default(), 0),
-        ("families/llama-gqa", 128, 64, codes("fp8", "mxfp4"), 0),
-        ("families/qwen3", HOLDING_COLS, 32, FormatPlan::default(), 0),
-        ("families/qwen3", TILES_COLS, 64, FormatPlan::default(), 2),
-        ("families/gemma3", 640, 32, codes("int4:128", "int8"), 3),
+    for (name, (cols, within), rows, plan, tiles) in [
+        ("families/gemma3", (128, None), 16, FormatPlan::default(), 0),
+        ("families/qwen3", (384, Some(576)), 32, codes("int4:32", "int8"), 4),
+        ("families/starcoder2", (128, None), 64, FormatPlan::default(), 0),
+        ("families/llama-gqa", (128, None), 64, codes("fp8", "mxfp4"), 0),
+        ("families/qwen3", (HOLDING_COLS, None), 32, FormatPlan::default(), 0),
+        ("families/qwen3", (TILES_COLS, Some(576)), 64, FormatPlan::default(), 2),
+        ("families/gemma3", (640, Some(576)), 32, codes("int4:128", "int8"), 3),
     ] {
-        let ((_folder, imported), target) = (stored(&of_width(name, cols)), small());
+        let ((_folder, imported), target) = (stored(&of_size(name, cols, within)), small());
         let imported = rounded(imported, &plan);
         let validated = kernel(&imported.graph, &target);
         let proven = proven(&validated, &target, Form::Steps, rows).unwrap();

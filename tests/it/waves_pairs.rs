@@ -17,7 +17,7 @@ use rayon::prelude::*;
 use crate::formats::{all, named, rounded};
 use crate::nvrtc::nvrtc;
 use crate::ptx::{Statement, edit, functions, rules};
-use crate::waves::{h200, kernel, listed, proven, small, stored, tokens, unpaired, wide};
+use crate::waves::{filling, kernel, listed, proven, small, stored, tokens, unpaired, wide};
 
 /// The products in pairs of a plan: wave and division.
 fn paired(plan: &Plan) -> Vec<(usize, usize)> {
@@ -71,7 +71,7 @@ fn products_are_in_pairs_where_they_can_be() {
 /// Scratch of a pair has room for whole tiles, even if a pass has fewer units.
 #[test]
 fn a_pair_has_scratch_for_whole_tiles() {
-    let (target, imported) = (h200(), rounded(wide("families/qwen3"), &all(named("int4:32"))));
+    let (target, imported) = (small(), rounded(filling("families/qwen3"), &all(named("int4:32"))));
     let validated = kernel(&imported.graph, &target);
     let of = proven(&validated, &target, Form::Steps, 32).unwrap().plan().clone();
     let down = |wave: &Wave| {
@@ -84,7 +84,7 @@ fn a_pair_has_scratch_for_whole_tiles() {
         if let Wave { action: Action::MatMul { pass, chunk, warps, .. }, sums: Sums::Product { groups, .. }, .. } =
             &mut plan.waves[w]
         {
-            (*pass, *chunk, *warps, *groups) = (1, 1, Warps { rows: 1, units: 8, k: 1 }, 1);
+            (*pass, *chunk, *warps, *groups) = (8, 1, Warps { rows: 1, units: 8, k: 1 }, 1);
         }
         plan.machine.scratch_bytes = bytes;
         for wave in &mut plan.waves {
