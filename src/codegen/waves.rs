@@ -237,7 +237,7 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
             let factor = squares.is_some();
             let norm_eps = m.norm.filter(|_| squares.is_some()).map_or(0.0, |norm| norm.eps);
             let plain = match target {
-                Written::Out(out) => !matches!(plan.work[out.index()].layout, Layout::Operand | Layout::Tiles),
+                Written::Out(out) => !plan.work[out.index()].layout.is_input(),
                 Written::Residual(_) => then.is_none(),
                 Written::Best(_) => true,
             };

@@ -613,7 +613,7 @@ impl Builder<'_> {
             // In a parallel layer both branches read the sum before either adds to it. One residual cannot hold both values.
             return refused(grid, "the input", "the last sum, or what one product or attention wrote");
         };
-        let to = self.work("normed", if tiles { Layout::Tiles } else { Layout::Operand }, m.k);
+        let to = self.work("normed", Layout::of_input(tiles), m.k);
         let norm = m.norm.map(|norm| self.norm_of(grid, norm));
         let factor = norm.is_some_and(|of| of.norm.is_factor() && of.bias.is_none());
         if factor && self.ends_in_pairs() {
@@ -705,8 +705,6 @@ impl Builder<'_> {
         let Plan { form, rows, .. } = self.plan;
         let format = self.program.format_of(grid);
         let coded = format.code == Code::Int4;
-        let parts = self.parts(m, &Matrix::of(m, format));
-        let longest = self.longest(Over::Units { n: m.units(), parts }, 1).max(1);
         let [all, halves] = TILE_WARPS;
         let tile = |warps: Warps| WIDE_UNITS * warps.units;
         let (warps, pays) = match m.epilogue {
@@ -715,8 +713,12 @@ impl Builder<'_> {
             Epilogue::Residual { .. } => (halves, coded && rows == 32),
             Epilogue::Store | Epilogue::Logits { .. } => return None,
         };
-        let filled = 4 * longest >= 3 * longest.next_multiple_of(tile(warps));
-        if form != Form::Steps || !self.asked.tiles || !self.warpgroup_mma || m.parts() != 1 || !pays || !filled {
+        if form != Form::Steps || !self.asked.tiles || !self.warpgroup_mma || m.parts() != 1 || !pays {
+            return None;
+        }
+        let parts = self.parts(m, &Matrix::of(m, format));
+        let longest = self.longest(Over::Units { n: m.units(), parts }, 1).max(1);
+        if 4 * longest < 3 * longest.next_multiple_of(tile(warps)) {
             return None;
         }
         let chunk = warps.k * if coded { 1 } else { 64 / format.granule_k() };
@@ -734,7 +736,7 @@ impl Builder<'_> {
         let mut readers =
             self.program.grids.iter().filter(|grid| self.constant(grid, Role::X) == Some(buffer)).peekable();
         let tiles = |grid: &Grid| matches!(&grid.op, Op::MatVec(m) if self.tiles(grid, m).is_some());
-        if readers.peek().is_some() && readers.all(tiles) { Layout::Tiles } else { Layout::Operand }
+        Layout::of_input(readers.peek().is_some() && readers.all(tiles))
     }
 
     /// Whether a product is done in pairs: the two blocks of a pair have the two parts of k of the same units, and add up between them.

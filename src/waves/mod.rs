@@ -271,6 +271,18 @@ pub enum Layout {
     Splits(u32),
 }
 
+impl Layout {
+    /// Of an input of products: of tiles, or of products by warps and those of a chunk.
+    fn of_input(tiles: bool) -> Layout {
+        if tiles { Layout::Tiles } else { Layout::Operand }
+    }
+
+    /// Whether products read it.
+    pub fn is_input(self) -> bool {
+        matches!(self, Layout::Operand | Layout::Tiles)
+    }
+}
+
 impl Work {
     /// Bytes of a chunk of `rows` rows, whole blocks.
     pub fn bytes(&self, rows: u32) -> u64 {
@@ -502,6 +514,11 @@ impl Action {
             Action::MatMul { held, .. } => *held,
             _ => 0,
         }
+    }
+
+    /// Whether it is a product that warpgroups of a step multiply in tiles.
+    pub fn is_tiles(&self) -> bool {
+        matches!(self, Action::MatMul { tiles: true, .. })
     }
 
     /// For readers.

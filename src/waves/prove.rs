@@ -284,7 +284,7 @@ impl Judge<'_> {
         };
         let cuts = self.plan.waves.iter().any(|wave| matches!(wave.action, Action::AttendRow { splits: Some(_), .. }));
         let split_bytes = if cuts { 48 } else { 0 };
-        let tiles = self.plan.waves.iter().any(|wave| matches!(wave.action, Action::MatMul { tiles: true, .. }));
+        let tiles = self.plan.waves.iter().any(|wave| wave.action.is_tiles());
         let ring = |ring: Ring| u64::from(ring.slots) * u64::from(ring.slot_bytes);
         let rest = u64::from(m.scratch_bytes) + u64::from(m.state_bytes);
         let smem = ring(m.weights).saturating_add(ring(m.inputs)).saturating_add(rest);
@@ -349,9 +349,7 @@ impl Judge<'_> {
             self.violate("arena", None, "places that a wave cannot name");
         }
         // Of a byte in the input of a product, too.
-        let wide = |work: &&Work| {
-            matches!(work.layout, Layout::Operand | Layout::Tiles) && work.bytes(self.plan.rows) > u64::from(u32::MAX)
-        };
+        let wide = |work: &&Work| work.layout.is_input() && work.bytes(self.plan.rows) > u64::from(u32::MAX);
         if let Some(work) = self.plan.work.iter().find(wide) {
             self.violate("arena", None, format!("`{}` has 4 GiB or more, expected places of 32 bits", work.name));
         }
@@ -848,8 +846,7 @@ impl Judge<'_> {
         }
         let rows = u64::from(self.plan.block_rows);
         let [pass, by_rows, by_units] = [pass, warps.rows.max(1), warps.units.max(1)].map(u64::from);
-        let tiles = matches!(wave.action, Action::MatMul { tiles: true, .. });
-        let padded = pass.next_multiple_of(by_units * if tiles { u64::from(WIDE_UNITS) } else { 1 });
+        let padded = pass.next_multiple_of(by_units * if wave.action.is_tiles() { u64::from(WIDE_UNITS) } else { 1 });
         // At most what the groups of k have of a unit of each warp; what was sent; and squares, of half of the rows each.
         let bytes = 8 * (rows / 16 / by_rows) * 512 + padded.saturating_mul(rows / 2 * 8 * 4 + rows / 2 * 4);
         if bytes > u64::from(self.plan.machine.scratch_bytes) {
@@ -925,7 +922,7 @@ impl Judge<'_> {
             return Err("expected a product".to_string());
         };
         let buffer = |role: Role| grid.operand(role).map(|operand| operand.buffer).ok_or("an operand is missing");
-        self.input(grid, m, (x, if tiles { Layout::Tiles } else { Layout::Operand }), squares)?;
+        self.input(grid, m, (x, Layout::of_input(tiles)), squares)?;
         let weights = &program.buffers[buffer(Role::Weight)?.index()];
         let format = weights.format();
         if format.is_plain() && format != Format::plain(DType::Bf16) {
@@ -976,7 +973,7 @@ impl Judge<'_> {
             (Epilogue::Store | Epilogue::Act(_) | Epilogue::Gated(_), Written::Out(out)) if parts == 1 => {
                 let to = buffer(Role::Out)?;
                 let work = &self.plan.work[out.index()];
-                let stored = matches!(work.layout, Layout::Operand | Layout::Tiles | Layout::Rows(DType::Bf16));
+                let stored = work.layout.is_input() || work.layout == Layout::Rows(DType::Bf16);
                 if work.cols != self.cols(to) || !work.cols.is_multiple_of(2) || !stored {
                     return Err(format!("{out} is {:?} of {} columns", work.layout, work.cols));
                 }
@@ -1064,11 +1061,11 @@ impl Judge<'_> {
 
     /// `id` is an input of products, as either kind reads it.
     fn operand(&self, id: WorkId, cols: u32) -> Result<(), String> {
-        let tiles = self.plan.work[id.index()].layout == Layout::Tiles;
-        self.layout(id, if tiles { Layout::Tiles } else { Layout::Operand }, cols)
+        self.layout(id, Layout::of_input(self.plan.work[id.index()].layout == Layout::Tiles), cols)
     }
 
-    /// The faults in how warpgroups of a block multiply tiles. Each warp has two units of each tile of a pass; sums of those that do not exist are not stored. A chunk of the input has whole chunks of weights, and of each of these every group of k has 64 of k or a granule of codes.
+    /// The faults in how warpgroups of a block multiply tiles. Each warp has two units of each tile of a pass; sums of those that do not exist are not stored. A chunk
+    /// of the input has whole chunks of weights, and of each of these every group of k has 64 of k or a granule of codes.
     fn tiles_of(&self, m: &MatVec, format: Format, product: Product) -> Vec<String> {
         let Product { pass, chunk, warps, parts } = product;
         let (plan, machine, spans) = (self.plan, &self.plan.machine, granule_spans(m, format));

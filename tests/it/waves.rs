@@ -231,7 +231,7 @@ fn decided(name: &str, graph: &ModelGraph) -> String {
 
 /// The waves that warpgroups of a step multiply in tiles.
 fn tile_waves(plan: &Plan) -> Vec<usize> {
-    let is_tiles = |w: &usize| matches!(plan.waves[*w].action, Action::MatMul { tiles: true, .. });
+    let is_tiles = |w: &usize| plan.waves[*w].action.is_tiles();
     (0..plan.waves.len()).filter(is_tiles).collect()
 }
 
@@ -284,8 +284,10 @@ fn the_text_of_a_plan_is_what_it_was() {
     blessed("waves_plan.txt", &of("families/gemma3", Form::Chunk, 512));
     // Branches with their own norms, and products that add to the residual.
     let steps = of("families/gemma3", Form::Steps, 32) + &of("families/qwen3", Form::Steps, 32);
-    // Tiles, after products that add.
-    let steps = steps + &of("families/qwen3", Form::Steps, 64);
+    // Tiles, of units of their own and of shared k, after products that add.
+    let imported = rounded(filling("families/qwen3"), &all(named("int4:32")));
+    let validated = kernel(&imported.graph, &small());
+    let steps = steps + &proven(&validated, &small(), Form::Steps, 32).unwrap().plan().to_string();
     // On few SMs, products of whole units hold weights.
     let validated = kernel(&of_width("families/qwen3", HOLDING_COLS).graph, &small());
     let holding = proven(&validated, &small(), Form::Steps, 16).unwrap().plan().to_string();
@@ -1911,20 +1913,23 @@ fn products_are_tiles_where_that_pays() {
     }
 }
 
-/// Tiles of two tiles, of codes. Those of plain weights are among the plans of steps above.
+/// Tiles of plain weights, and of codes in two groups of k, too.
 #[test]
 fn a_wrong_plan_of_tiles_has_no_proof() {
-    let (name, rows, target) = ("families/qwen3", 32, small());
-    let mut imported = rounded(filling(name), &all(named("int4:32")));
-    imported.graph.layers.truncate(1);
-    let validated = kernel(&imported.graph, &target);
-    let of = proven(&validated, &target, Form::Steps, rows).unwrap().plan().clone();
-    let mut mutants = Mutants { of: &of, program: &validated.schedule().program, made: vec![] };
-    assert_eq!(tile_waves(&of).len(), 2);
-    mutants.attributes();
-    mutants.sums();
-    let count = judge(name, &imported, &validated, &target, mutants, &tokens(&imported, rows + 3));
-    assert!(count > 300, "{count} mutants");
+    let (name, target) = ("families/qwen3", small());
+    let mut count = 0;
+    for (formats, rows, tiles) in [(FormatPlan::default(), 64, 1), (all(named("int4:32")), 32, 2)] {
+        let mut imported = rounded(filling(name), &formats);
+        imported.graph.layers.truncate(1);
+        let validated = kernel(&imported.graph, &target);
+        let of = proven(&validated, &target, Form::Steps, rows).unwrap().plan().clone();
+        let mut mutants = Mutants { of: &of, program: &validated.schedule().program, made: vec![] };
+        assert_eq!(tile_waves(&of).len(), tiles);
+        mutants.attributes();
+        mutants.sums();
+        count += judge(name, &imported, &validated, &target, mutants, &tokens(&imported, rows + 3));
+    }
+    assert!(count > 600, "{count} mutants");
 }
 
 /// Asserts that the plan of a model on `target` after `change` of a wave breaks the rule of tiles `what` in this wave and, if `alone`, no other rule. The wave
