@@ -14,6 +14,9 @@
 #include <ucontext.h>
 #include <vector>
 
+// Which edit is in force, of several that a test has compiled into one program; 0: none.
+static const int mutant = std::getenv("MUTANT") ? std::atoi(std::getenv("MUTANT")) : 0;
+
 #define __device__
 #define __shared__
 #define __forceinline__ inline

@@ -854,23 +854,36 @@ fn tiles_that_compute_something_else_are_found() {
 #[test]
 fn an_exchange_that_is_not_whole_is_found() {
     let test = "an_exchange_that_is_not_whole_is_found";
-    let send = "send_to_peer(inbox_of_peer + place(to) * 8,";
     let broken = [
-        (send, "if (to.unit > 0) send_to_peer(inbox_of_peer + place(to) * 8,", "other bytes are sent than are awaited"),
-        (send, "send_to_peer(inbox_of_peer + at.lane * 8,", "sums are sent to one place twice"),
-        (send, "send_to_peer(inbox_of_peer + M::SCRATCH_BYTES + place(to) * 8,", "sums are sent out of scratch"),
-        ("    fence_before_sending();\n", "", "sums are sent before a fence"),
-        ("    fence_sent();\n", "", "no fence after the wait"),
+        "other bytes are sent than are awaited",
+        "sums are sent to one place twice",
+        "sums are sent out of scratch",
+        "sums are sent before a fence",
+        "no fence after the wait",
     ];
-    for (from, to, what) in broken {
-        let (folder, cases) = edited("waves_ops.cc", &[("waves/matmul.cuh", from, to, "pairs-16")]);
-        let arguments = [MANY, "-I", concat!(env!("CARGO_MANIFEST_DIR"), "/tests/it")];
-        let build = tempfile::tempdir().unwrap();
-        let Some(mut program) = compiled(&cases, &arguments, folder.path(), build.path()) else {
-            return no_compiler(test);
-        };
-        let output = program.output().unwrap();
-        let text = String::from_utf8_lossy(&output.stderr);
-        assert!(!output.status.success() && text.contains(what), "{from}: expected `{what}`, found `{text}`");
+    // All in one program, because to compile it takes longer than to run it.
+    let edits = [
+        (
+            "send_to_peer(inbox_of_peer + place(to) * 8,",
+            "if (mutant != 1 || to.unit > 0) send_to_peer(inbox_of_peer + \
+             (mutant == 2 ? at.lane * 8 : (mutant == 3 ? M::SCRATCH_BYTES : 0) + place(to) * 8),",
+        ),
+        ("    fence_before_sending();\n", "    if (mutant != 4) fence_before_sending();\n"),
+        ("    fence_sent();\n", "    if (mutant != 5) fence_sent();\n"),
+    ];
+    let (folder, cases) = edited("waves_ops.cc", &edits.map(|(from, to)| ("waves/matmul.cuh", from, to, "pairs-16")));
+    let arguments = [MANY, "-I", concat!(env!("CARGO_MANIFEST_DIR"), "/tests/it")];
+    let build = tempfile::tempdir().unwrap();
+    let Some(mut program) = compiled(&cases, &arguments, folder.path(), build.path()) else {
+        return no_compiler(test);
+    };
+    let mut ends = |mutant: usize| {
+        let output = program.env("MUTANT", mutant.to_string()).output().unwrap();
+        (output.status.success(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    assert_eq!(ends(0), (true, String::new()), "the exchange without an edit is whole");
+    for (n, what) in broken.into_iter().enumerate() {
+        let (is_whole, text) = ends(n + 1);
+        assert!(!is_whole && text.contains(what), "expected `{what}`, found `{text}`");
     }
 }

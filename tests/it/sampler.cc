@@ -123,7 +123,7 @@ int main() {
   Head head;
   while (std::fread(&head, sizeof head, 1, stdin) == 1) {
     if (head.size == 0) run<Small>(head);
-// The small parts are compiled again for each mutant.
+// Mutants have the small parts alone.
 #ifndef SMALL_ALONE
     if (head.size == 1) run<Middle>(head);
     if (head.size == 2) run<Whole>(head);

@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 use std::io::{BufReader, Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 
 use monobloc::codegen::sampler::{ENTRY_POINTS, SampleAnswer, THREADS, emit};
 use monobloc::cuda::cubin;
@@ -224,11 +224,13 @@ fn cases(rounds: usize, larger: bool) -> Vec<Case> {
     cases
 }
 
-/// Runs cases with the kernels of a folder until one differs. Returns the number of expected tokens, of expected rows without one, and the first that
-/// is not. `None`: there is no compiler.
-fn run(kernels: &Path, arguments: &[&str], cases: &[Case]) -> Option<(usize, usize, Option<String>)> {
-    let folder = tempfile::tempdir().unwrap();
-    let mut program = compiled("sampler.cc", &[&["-O1"], arguments].concat(), kernels, folder.path())?;
+/// The sampler with the kernels of a folder, as a program in `folder`. `None`: there is no compiler.
+fn program(kernels: &Path, arguments: &[&str], folder: &Path) -> Option<Command> {
+    compiled("sampler.cc", &[&["-O1"], arguments].concat(), kernels, folder)
+}
+
+/// Runs cases until one differs. Returns the number of expected tokens, of expected rows without one, and the first that is not.
+fn run(program: &mut Command, cases: &[Case]) -> (usize, usize, Option<String>) {
     let input: Vec<u8> = cases.iter().flat_map(|case| case.bytes.iter().copied()).collect();
     let mut child = program.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let mut stdin = child.stdin.take().unwrap();
@@ -245,7 +247,7 @@ fn run(kernels: &Path, arguments: &[&str], cases: &[Case]) -> Option<(usize, usi
     let status = child.wait().unwrap();
     let written = writer.join().unwrap();
     assert!(differs.is_some() || (status.success() && written.is_ok()), "{status:?}, {written:?}");
-    Some((tokens, none, differs))
+    (tokens, none, differs)
 }
 
 /// Compares answers as the program gives them, and counts those that are as expected. A program that ends early differs, too.
@@ -287,60 +289,87 @@ fn kernels() -> PathBuf {
 
 #[test]
 fn the_sampler_chooses_what_a_request_chooses() {
-    let Some((tokens, none, differs)) = run(&kernels(), &[], &cases(150, true)) else {
+    let folder = tempfile::tempdir().unwrap();
+    let Some(mut program) = program(&kernels(), &[], folder.path()) else {
         const NAME: &str = "the_sampler_chooses_what_a_request_chooses";
         return skipped(NAME, "C++ compiler", "`c++` compiles kernels for this CPU");
     };
+    let (tokens, none, differs) = run(&mut program, &cases(150, true));
     assert_eq!(differs, None);
     assert!(tokens > 4000 && none > 50, "{tokens} tokens, {none} rows without one");
 }
 
-/// A wrong sampler is found: the cases reach each of these lines.
+/// Texts of the sampler, and what stands there in a program of all mutants; `MUTANT` is the number of each.
+const MUTANTS: [(&str, &str); 16] = [
+    // Ids with the probability at the edge, and those of the bucket of the k-th id.
+    ("has && before < need ?", "has && before + (mutant == MUTANT ? adds[thread] : 0) < need ?"),
+    ("row.top_k - cuts.k_before", "row.top_k - cuts.k_before + (mutant == MUTANT)"),
+    (
+        "total = cuts.k_weight + block_sum(sum, thread);",
+        "if (const u64 all = cuts.k_weight + block_sum(sum, thread); mutant != MUTANT) total = all;",
+    ),
+    // A narrowed search continues below the buckets that it passed.
+    ("need -= found[1];", "need -= mutant == MUTANT ? found[1] / 2 : found[1];"),
+    // Tokens of earlier steps count.
+    ("seen[i + n * THREADS].y++;", "if (mutant != MUTANT) seen[i + n * THREADS].y++;"),
+    ("row.seen = count + 1;", "if (mutant != MUTANT) row.seen = count + 1;"),
+    ("p.step < row.banned_steps", "(mutant == MUTANT || p.step < row.banned_steps)"),
+    ("position = row.position + p.step;", "position = row.position + (mutant == MUTANT ? 0 : p.step);"),
+    ("<= 1.02f * exp_fast", "<= (mutant == MUTANT ? 0.05f : 1.02f) * exp_fast"),
+    ("-distance < 64.f ?", "-distance < (mutant == MUTANT ? 4.f : 64.f) ?"),
+    ("if (!(bits >> i & 1))", "if (mutant != MUTANT && !(bits >> i & 1))"),
+    // An id in the buckets where filters cut: all are admitted, none is, or it is not even considered.
+    (
+        "return winner_at_cut(p, at, cuts, most, cuts.chosen, thread);",
+        "return mutant == MUTANT ? cuts.challenger : winner_at_cut(p, at, cuts, most, cuts.chosen, thread);",
+    ),
+    ("if (cuts.challenger <= cuts.chosen) return", "if (mutant == MUTANT || cuts.challenger <= cuts.chosen) return"),
+    (
+        "for (u32 b = cuts.first; b <= cuts.last &&",
+        "for (u32 b = cuts.first; (mutant == MUTANT ? b < cuts.last : b <= cuts.last) &&",
+    ),
+    (
+        "__ballot_sync(~0u, weight != 0 || count != 0)",
+        "__ballot_sync(~0u, weight != 0 || (mutant != MUTANT && count != 0))",
+    ),
+    ("best + 23.f >= bound", "best + (mutant == MUTANT ? 1.f : 23.f) >= bound"),
+];
+
+/// A folder with the kernels, in which the sampler is every mutant.
+fn with_mutants() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for entry in walkdir::WalkDir::new(kernels()) {
+        let entry = entry.unwrap();
+        let copy = folder.path().join(entry.path().strip_prefix(kernels()).unwrap());
+        if entry.file_type().is_dir() {
+            std::fs::create_dir_all(copy).unwrap();
+            continue;
+        }
+        let mut text = std::fs::read_to_string(entry.path()).unwrap();
+        if entry.path().ends_with("sample/sampler.cuh") {
+            for (n, (from, to)) in MUTANTS.iter().enumerate() {
+                assert_eq!(text.matches(from).count(), 1, "where is `{from}`?");
+                text = text.replace(from, &to.replace("MUTANT", &(n + 1).to_string()));
+            }
+        }
+        std::fs::write(copy, text).unwrap();
+    }
+    folder
+}
+
+/// A wrong sampler is found: the cases reach each of these lines. All are in one program, because to compile it takes longer than to run it.
 #[test]
 fn a_sampler_that_chooses_something_else_is_found() {
     let cases = cases(25, false);
-    for (from, to) in [
-        // Ids with the probability at the edge, and those of the bucket of the k-th id.
-        ("has && before < need ?", "has && before + adds[thread] < need ?"),
-        ("row.top_k - cuts.k_before", "row.top_k - cuts.k_before + 1"),
-        ("total = cuts.k_weight + block_sum(sum, thread);", "block_sum(sum, thread);"),
-        // A narrowed search continues below the buckets that it passed.
-        ("need -= found[1];", "need -= found[1] / 2;"),
-        // Tokens of earlier steps count.
-        ("seen[i + n * THREADS].y++;", ""),
-        ("row.seen = count + 1;", ""),
-        ("p.step < row.banned_steps", "true"),
-        ("position = row.position + p.step;", "position = row.position;"),
-        ("<= 1.02f * exp_fast", "<= 0.05f * exp_fast"),
-        ("-distance < 64.f ?", "-distance < 4.f ?"),
-        ("if (!(bits >> i & 1))", "if (false)"),
-        // An id in the buckets where filters cut: all are admitted, none is, or it is not even considered.
-        ("return winner_at_cut(p, at, cuts, most, cuts.chosen, thread);", "return cuts.challenger;"),
-        ("if (cuts.challenger <= cuts.chosen) return", "return"),
-        ("for (u32 b = cuts.first; b <= cuts.last &&", "for (u32 b = cuts.first; b < cuts.last &&"),
-        ("__ballot_sync(~0u, weight != 0 || count != 0)", "__ballot_sync(~0u, weight != 0)"),
-        ("best + 23.f >= bound", "best + 1.f >= bound"),
-    ] {
-        let folder = tempfile::tempdir().unwrap();
-        for entry in walkdir::WalkDir::new(kernels()) {
-            let entry = entry.unwrap();
-            let copy = folder.path().join(entry.path().strip_prefix(kernels()).unwrap());
-            if entry.file_type().is_dir() {
-                std::fs::create_dir_all(copy).unwrap();
-                continue;
-            }
-            let mut text = std::fs::read_to_string(entry.path()).unwrap();
-            if entry.path().ends_with("sample/sampler.cuh") {
-                assert_eq!(text.matches(from).count(), 1, "where is `{from}`?");
-                text = text.replace(from, to);
-            }
-            std::fs::write(copy, text).unwrap();
-        }
-        let Some((_, _, differs)) = run(folder.path(), &["-DSMALL_ALONE"], &cases) else {
-            const NAME: &str = "a_sampler_that_chooses_something_else_is_found";
-            return skipped(NAME, "C++ compiler", "`c++` compiles kernels for this CPU");
-        };
-        assert!(differs.is_some(), "`{to}` instead of `{from}` changes no token");
+    let (kernels, folder) = (with_mutants(), tempfile::tempdir().unwrap());
+    let Some(mut program) = program(kernels.path(), &["-DSMALL_ALONE"], folder.path()) else {
+        const NAME: &str = "a_sampler_that_chooses_something_else_is_found";
+        return skipped(NAME, "C++ compiler", "`c++` compiles kernels for this CPU");
+    };
+    let mut differs = |mutant: usize| run(program.env("MUTANT", mutant.to_string()), &cases).2;
+    assert_eq!(differs(0), None, "the program without an edit is the sampler");
+    for (n, (from, to)) in MUTANTS.iter().enumerate() {
+        assert!(differs(n + 1).is_some(), "`{to}` instead of `{from}` changes no token");
     }
 }
 
