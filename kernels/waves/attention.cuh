@@ -432,18 +432,23 @@ struct WaveSplits {
   // The list of all splits of a step, which blocks take in turn. Full splits come first, in order of rows: all but the last split of each row. Then
   // come the last splits, the longest first; lengths are compared in eighths of SPLIT. Only whole warps may call it.
   struct Deal {
+    static constexpr u32 ROWS = M::BLOCK_ROWS > 64 ? M::BLOCK_ROWS / 32 : 2; // of a lane
     const WaveParams& p;
-    u32 step, lane, more[2], before, full; // full splits: of each of the two rows of this lane, of all rows before them, of all rows
+    u32 step, lane, more[ROWS], before, full; // full splits: of each row of this lane, of all rows before them, of all rows
     __device__ __forceinline__ Deal(const WaveParams& p, u32 step, int of_lane) : p(p), step(step), lane(u32(of_lane)) {
+      u32 upto = 0;
 #pragma unroll
-      for (u32 i = 0; i < 2; i++) more[i] = is_live(2 * lane + i) ? count(position(2 * lane + i)) - 1 : 0;
-      u32 upto = more[0] + more[1];
+      for (u32 i = 0; i < ROWS; i++) {
+        more[i] = is_live(ROWS * lane + i) ? count(position(ROWS * lane + i)) - 1 : 0;
+        upto += more[i];
+      }
+      const u32 own = upto;
 #pragma unroll
       for (int o = 1; o < 32; o *= 2) {
         const u32 other = __shfl_up_sync(~0u, upto, o);
         if (lane >= u32(o)) upto += other;
       }
-      before = upto - more[0] - more[1];
+      before = upto - own;
       full = __shfl_sync(~0u, upto, 31);
     }
     __device__ __forceinline__ bool is_live(u32 row) const { return row < p.row_count; }
@@ -455,16 +460,24 @@ struct WaveSplits {
     __device__ __forceinline__ WaveSplit operator[](u32 n) const {
       const u32 at = n / GROUPS, group = n % GROUPS;
       if (at < full) {
-        const bool is_mine = at >= before && at - before < more[0] + more[1];
-        const u32 of = at - before, second = of >= more[0];
-        const u32 mine = (2 * lane + second) << 24 | (of - (second ? more[0] : 0));
+        u32 left = at - before, of = ROWS; // which of the rows of this lane has it
+#pragma unroll
+        for (u32 i = 0; i < ROWS; i++)
+          if (of == ROWS && at >= before) {
+            if (left < more[i])
+              of = i;
+            else
+              left -= more[i];
+          }
+        const bool is_mine = of < ROWS;
+        const u32 mine = (ROWS * lane + of) << 24 | left;
         const u32 found = __shfl_sync(~0u, mine, __ffs(__ballot_sync(~0u, is_mine)) - 1);
         return WaveSplit{found >> 24, group, found & 0xffffff};
       }
-      u32 eighths[2], rank = at - full;
+      u32 eighths[ROWS], rank = at - full;
 #pragma unroll
-      for (u32 i = 0; i < 2; i++) {
-        const u32 row = 2 * lane + i;
+      for (u32 i = 0; i < ROWS; i++) {
+        const u32 row = ROWS * lane + i;
         eighths[i] = ~0u;
         if (is_live(row)) {
           const u32 length = position(row) - begin(position(row)) - more[i] * SPLIT;
@@ -474,13 +487,16 @@ struct WaveSplits {
       u32 row = 0;
 #pragma unroll 1
       for (u32 eighth = 8; eighth-- > 0;) {
-        const u32 evens = __ballot_sync(~0u, eighths[0] == eighth), odds = __ballot_sync(~0u, eighths[1] == eighth);
-        const u32 even_count = u32(__popc(evens)), here = even_count + u32(__popc(odds));
+        // The first rows of all lanes, then the second ones, and so on.
+        u32 here = 0, of = ROWS;
+#pragma unroll
+        for (u32 i = 0; i < ROWS; i++) {
+          const u32 lanes = __ballot_sync(~0u, eighths[i] == eighth);
+          if (eighths[i] == eighth && here + u32(__popc(lanes & ((1u << lane) - 1))) == rank) of = i;
+          here += u32(__popc(lanes));
+        }
         if (rank < here) {
-          const u32 below = (1u << lane) - 1;
-          const bool is_even = eighths[0] == eighth && u32(__popc(evens & below)) == rank, is_odd = eighths[1] == eighth && even_count + u32(__popc(odds & below)) == rank;
-          const u32 from = __ballot_sync(~0u, is_even || is_odd);
-          row = __shfl_sync(~0u, 2 * lane + u32(is_odd), __ffs(from) - 1);
+          row = __shfl_sync(~0u, ROWS * lane + of, __ffs(__ballot_sync(~0u, of < ROWS)) - 1);
           break;
         }
         rank -= here;
@@ -548,30 +564,52 @@ struct WaveAttention {
     const Task task(of, wave_sequence<M>(of.row), wave_position<M>(l.p, l.step, of.row));
     for (u32 at = task.begin; at < task.end; at += TILE) T::load_chunk(l, e, task.sequence, task.head / G::GROUP, at, task.end);
   }
+  // A head of the own row of a task: what is known of it and loaded before it is computed. Each lane asks for a piece of head `n` of `tasks` tasks.
+  struct OwnHead {
+    static constexpr int HEADS = QUERIES + 2; // queries, key and value
+    const WaveSplit of;
+    const bool live;
+    const typename P::Place at;
+    const typename P::Turn by;
+    const bool appends;
+    const u32 to, row; // place in scratch, and the row of the cache that it is appended to
+    typename P::Piece piece;
+    template <class F>
+    __device__ __forceinline__ OwnHead(WaveContext<M>& c, const Wave& e, int tasks, int n, const F& split_of)
+        : of(split_of(u32(task_of(tasks, n)))), live(n < tasks * HEADS && of.row < c.p.row_count), at(c, live ? int(of.row) : 0, head_of(n % HEADS), live), by(c, e, at),
+          // Exactly one task appends: the one with the first heads of the KV head, in the first split.
+          appends(at.live && at.kind != 0 && first_head() % G::GROUP == 0 && (!CUTS || of.split == 0)),
+          to(u32(task_of(tasks, n)) * OWN_BYTES + u32(n % HEADS < QUERIES ? n % HEADS * QUERY_BYTES : QUERIES * QUERY_BYTES + (n % HEADS - QUERIES) * ROW)),
+          row(appends ? P::appended_row(c, at) : 0) {
+      P::head_piece(c, e, at, piece);
+    }
+    static __device__ __forceinline__ int task_of(int tasks, int n) { return min(n / HEADS, tasks - 1); }
+    __device__ __forceinline__ int first_head() const { return int(of.group) * QUERIES; }
+    __device__ __forceinline__ int head_of(int own) const { return own < QUERIES ? first_head() + own : G::HEADS + (own - QUERIES) * H::KV_HEADS + first_head() / G::GROUP; }
+    __device__ __forceinline__ void leave(const WaveContext<M>& c, const Wave& e) const {
+      const uint4 w = P::turned(c, at, by, piece);
+      if (!at.live) return;
+      *reinterpret_cast<uint4*>(scratch(c, to) + at.lane * 16) = w;
+      if (appends) P::append(c, e, at, row, w);
+    }
+  };
   // Computes the queries, key and value of the own row of up to TASKS of `count` tasks. `split_of(i)` is the row, group and split of task i; each lane
-  // asks for its own task.
+  // asks for its own task. Sums are loaded for two rounds at once, packets as they come.
   template <class F>
   static __device__ __forceinline__ void prepare(WaveContext<M>& c, const Wave& e, u32 count, F split_of) {
-    constexpr int HEADS = QUERIES + 2, STRIDE = M::WARPS * P::HEADS_AT_ONCE;
-    const int tasks = int(min(u32(TASKS), count));
+    constexpr int STRIDE = M::WARPS * P::HEADS_AT_ONCE, ROUNDS = G::PACKETS ? 1 : 2;
+    const int tasks = int(min(u32(TASKS), count)), all = tasks * OwnHead::HEADS;
 #pragma unroll 1
-    for (int from = c.warp() * P::HEADS_AT_ONCE; from < tasks * HEADS; from += STRIDE) {
-      const int n = from + c.lane() / P::LANES, task = min(n / HEADS, tasks - 1), own = n % HEADS;
-      const WaveSplit of = split_of(u32(task));
-      const int first_head = int(of.group) * QUERIES, kv = first_head / G::GROUP;
-      const bool live = n < tasks * HEADS && of.row < c.p.row_count;
-      const typename P::Place at(c, live ? int(of.row) : 0, own < QUERIES ? first_head + own : G::HEADS + (own - QUERIES) * H::KV_HEADS + kv, live);
-      const typename P::Turn by(c, e, at);
-      // Exactly one task appends: the one with the first heads of the KV head, in the first split.
-      const bool appends = at.live && at.kind != 0 && first_head % G::GROUP == 0 && (!CUTS || of.split == 0);
-      const u32 row = appends ? P::appended_row(c, at) : 0;
-      typename P::Piece v;
-      P::head_piece(c, e, at, v);
-      const uint4 w = P::turned(c, at, by, v);
-      if (!at.live) continue;
-      const u32 to = own < QUERIES ? own * QUERY_BYTES : QUERIES * QUERY_BYTES + (own - QUERIES) * ROW;
-      *reinterpret_cast<uint4*>(scratch(c, u32(task) * OWN_BYTES + to) + at.lane * 16) = w;
-      if (appends) P::append(c, e, at, row, w);
+    for (int from = c.warp() * P::HEADS_AT_ONCE; from < all; from += ROUNDS * STRIDE) {
+      const int n = from + c.lane() / P::LANES;
+      const OwnHead head(c, e, tasks, n, split_of);
+      if (ROUNDS == 1 || from + STRIDE >= all) {
+        head.leave(c, e);
+      } else {
+        const OwnHead next(c, e, tasks, n + STRIDE, split_of);
+        head.leave(c, e);
+        next.leave(c, e);
+      }
     }
   }
   // Puts keys and values of `count` positions into scratch, from `first` on, a multiple of STEP. Those of earlier steps come from the cache. Those of
@@ -663,7 +701,7 @@ struct WaveAttention {
     }
     u8* out = c.template work<u8>(e.out);
     const auto put = [&](int query, int col, float a, float b) {
-      *reinterpret_cast<u32*>(out + WaveOperand<M, H::QUERY_COLS>::at(int(task.row), (task.head + query) * G::DIM + col)) = bf16_pair(a, b);
+      *reinterpret_cast<u32*>(out + OutPlace<M, G, H::QUERY_COLS>::at(int(task.row), (task.head + query) * G::DIM + col)) = bf16_pair(a, b);
     };
     if (count == 1) {
       // One team has read the whole history, so nothing is merged.
@@ -828,7 +866,7 @@ struct WaveMerge {
         x = x * shrink + weight * v.x, y = y * shrink + weight * v.y;
       }
       const float factor = __fdividef(1.f, all);
-      *reinterpret_cast<u32*>(c.template work<u8>(e.out) + WaveOperand<M, S::H::QUERY_COLS>::at(int(row), (head + query) * G::DIM + col)) = bf16_pair(x * factor, y * factor);
+      *reinterpret_cast<u32*>(c.template work<u8>(e.out) + OutPlace<M, G, S::H::QUERY_COLS>::at(int(row), (head + query) * G::DIM + col)) = bf16_pair(x * factor, y * factor);
     }
   }
 };

@@ -306,6 +306,8 @@ struct OperandPlace {
   static constexpr u32 BLOCK_BYTES = BLOCK_ROWS * 128, BLOCKS = u32(ceil_div(COLS, 128)) * 2;
   static constexpr u32 TILE_BYTES = 2048, SPAN_BYTES = WARPGROUPS ? BLOCK_BYTES / 2 : 1024, HALF_BYTES = 512; // of 16 rows: 64 columns, 32, and half of those
   static __device__ __forceinline__ u32 block(u32 row_block, u32 block) { return (row_block * BLOCKS + block) * BLOCK_BYTES; }
+  // How far on the same columns lie, `n` times eight rows further in the block.
+  static __device__ __forceinline__ constexpr u32 eights(int n) { return WARPGROUPS ? n * 512 : n / 2 * TILE_BYTES + n % 2 * 4; }
   // Of `col` and the next column; `col` is even.
   static __device__ __forceinline__ u32 at(u32 row, u32 col) {
     const u32 of_block = block(row / BLOCK_ROWS, col / 64);

@@ -25,7 +25,8 @@
 // By warpgroups (M::WARPGROUPS): W is the left operand, in registers. x is the right one, in shared memory, so warps do not read it again for each unit.
 // Both share the same permutation of k. A warpgroup has all rows of the block, or half of them; each of its warps has two units of a tile, and a pass is a few
 // whole tiles. Sums are transposed, and then end like those of warps. Codes become operands as in warpgroup_codes.cuh, and the input stays as it is.
-// A step multiplies tiles in the same way (TILES); its warpgroups have units of their own, or share k. Sums then end like those of warps.
+// A step multiplies tiles in the same way (TILES); its warpgroups have units of their own, or share k. Lanes turn two sums at a time into places of warps, with
+// other lanes (`row_of`), and sums then end like those of warps.
 #pragma once
 
 // How codes of a matrix become operands. Plain weights are operands already.
@@ -92,7 +93,7 @@ struct WaveMatMul {
   static_assert(!WIDE || PASS_TILES * TILE_UNITS * UNIT_PITCH <= M::WEIGHT_BYTES, "a slot holds a chunk of whole tiles");
   static_assert(!G::BOXED || UNIT_PITCH <= 2048, "a box has at most 256 elements of 8 bytes side by side");
   static_assert(M::WARPS == ROW_GROUPS * UNIT_GROUPS * K_GROUPS, "each warp has a place");
-  static_assert(STEP % 2 == 0 && X_SPANS % STEP == 0 && W_SPANS % STEP == 0 && STEP % GRANULE_SPANS == 0, "steps are whole blocks of 64 columns");
+  static_assert((G::TILES || STEP % 2 == 0) && X_SPANS % STEP == 0 && W_SPANS % STEP == 0 && STEP % GRANULE_SPANS == 0, "steps are whole blocks of 64 columns");
   static_assert(WARP_GRANULES > 0 && STEP_GRANULES % K_GROUPS == 0, "groups of k have as many granules of each step");
   static_assert(G::TILES || MOST * UNIT_GROUPS * UNIT_PITCH <= M::WEIGHT_BYTES, "a slot holds a chunk");
 
@@ -168,6 +169,11 @@ struct WaveMatMul {
         : lane(c.lane()), tiles_at(c.warp() / (UNIT_GROUPS * K_GROUPS) * ROW_TILES),
           units_at(G::TILES ? c.warp() % UNIT_GROUPS : c.warp() / K_GROUPS % UNIT_GROUPS), k_at(G::TILES ? c.warp() / UNIT_GROUPS : c.warp() % K_GROUPS) {}
   };
+  // The place of a lane in sums of 8 rows by a unit: its row, and its pair of columns, of which the next one lies COLUMN_LANES further. Sums of tiles are turned
+  // by lanes that exchange them (`turned`), which leaves other places than products of warps.
+  static constexpr int COLUMN_LANES = G::TILES ? 8 : 1;
+  static __device__ __forceinline__ int row_of(int lane) { return G::TILES ? lane % 4 * 2 + lane / 4 % 2 : lane / 4; }
+  static __device__ __forceinline__ int pair_of(int lane) { return G::TILES ? lane / 8 : lane % 4; }
   static __device__ __forceinline__ const u8* span_at(const u8* input, int span) { return input + span / 2 * X::BLOCK_BYTES + span % 2 * X::SPAN_BYTES; }
 
   // Multiplies a step by the N units of the warp, every UNIT_GROUPS-th of the pass. Where the pass has no unit, whatever lies there is multiplied too, and
@@ -328,26 +334,37 @@ struct WaveMatMul {
   struct Best {
     float score[ROW_TILES][2];
     int id[ROW_TILES][2];
+    __device__ __forceinline__ void begin() {
+#pragma unroll
+      for (int m = 0; m < ROW_TILES; m++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) score[m][h] = NEGATIVE_INFINITY, id[m][h] = 0x7fffffff;
+    }
   };
+  // Those of many rows lie in scratch between passes, because sums need the registers. Groups of k exchange their sums there.
+  static constexpr bool BEST_MEETS = G::EPILOGUE == Epilogue::LOGITS && ROW_TILES > 4 && K_GROUPS == 1;
   // The factors of the input's norm follow from sums of squares that blocks have left (`square_at`). A warp has four rows at a time, and a lane every 32nd part of
   // them: so whatever the number of rows of a block is, a row has the same sum. They are asked for before the products, and arrive meanwhile.
   struct Squares {
     static constexpr int ROUNDS = ceil_div(M::BLOCK_ROWS / 4, M::WARPS), PARTS = M::SQUARE_PARTS > 32 ? ceil_div(M::SQUARE_PARTS, 32) : 1;
+    // More than a lane can hold while it multiplies are awaited before the products.
+    static constexpr bool HELD = ROUNDS * PARTS <= 8;
     float4 of[ROUNDS][PARTS];
     static __device__ __forceinline__ u32 first_row(const WaveContext<M>& c, int round) { return u32(round * M::WARPS + c.warp()) * 4; }
     __device__ __forceinline__ void ask(const WaveContext<M>& c, const Wave& e) {
       static_assert(M::STEPS && M::BLOCK_ROWS % 4 == 0, "warps have four rows at a time");
-      static_assert(ROUNDS * PARTS <= 8, "a lane holds these while it multiplies");
       static_assert(!G::PAIRED, "no product in pairs has an input that lacks a factor");
+      const u32 parts = e.square_parts;
+      const float* from = c.template work<float>(e.squares);
 #pragma unroll
       for (int r = 0; r < ROUNDS; r++)
 #pragma unroll
         for (int i = 0; i < PARTS; i++) {
           const u32 part = u32(i * 32 + c.lane()), row = first_row(c, r);
           of[r][i] = make_float4(0.f, 0.f, 0.f, 0.f);
-          if (part < e.square_parts && row < M::BLOCK_ROWS)
-            of[r][i] = *reinterpret_cast<const float4*>(c.template work<float>(e.squares) + square_at(e.square_parts, part, row));
+          if (part < parts && row < M::BLOCK_ROWS) of[r][i] = *reinterpret_cast<const float4*>(from + square_at(parts, part, row));
         }
+      if constexpr (!HELD) leave_factors(c);
     }
     // All warps see the factors after the next barrier.
     __device__ __forceinline__ void leave_factors(const WaveContext<M>& c) const {
@@ -401,7 +418,7 @@ struct WaveMatMul {
     constexpr int PAIRS = G::UNIT_ROWS / 2;
     const bool exists = u32(row) < c.p.row_count;
     if constexpr (G::EPILOGUE == Epilogue::GATED) {
-      const float2 up = make_float2(__shfl_xor_sync(~0u, y.x, 2), __shfl_xor_sync(~0u, y.y, 2));
+      const float2 up = make_float2(__shfl_xor_sync(~0u, y.x, 2 * COLUMN_LANES), __shfl_xor_sync(~0u, y.y, 2 * COLUMN_LANES));
       const int col = int(unit) * 4 + t * 2;
       if (t < 2 && col < G::ROWS / 2 && exists) put<G::ROWS / 2>(c, e, row, col, activate<G::ACT>(y.x) * up.x, activate<G::ACT>(y.y) * up.y);
     } else if constexpr (G::EPILOGUE == Epilogue::LOGITS) {
@@ -432,6 +449,51 @@ struct WaveMatMul {
       }
     }
   }
+  // Columns 4 u + 2 t of two GATED units u, of one row: half of the lanes complete the first unit, and half the second one.
+  static __device__ __forceinline__ u32 gated(int t, float2 y, float2 z) {
+    const bool has_gates = t < 2;
+    const float2 given = has_gates ? z : y;
+    const float2 got = make_float2(__shfl_xor_sync(~0u, given.x, 2 * COLUMN_LANES), __shfl_xor_sync(~0u, given.y, 2 * COLUMN_LANES));
+    const float2 gate = has_gates ? y : got, up = has_gates ? got : z;
+    return bf16_pair(activate<G::ACT>(gate.x) * up.x, activate<G::ACT>(gate.y) * up.y);
+  }
+  // Completes and stores two GATED units, of all rows of a warp. What has to be known for it is known before the first row is stored, and no branch is around what
+  // is computed: so many rows overlap.
+  template <int N>
+  static __device__ __forceinline__ void finish_two(const WaveContext<M>& c, const Wave& e, u32 first, bool both, const Warp& at, const float (&d)[ROW_TILES][N][4], int i) {
+    constexpr int COLS = G::ROWS / 2;
+    typedef OutPlace<M, G, COLS> Place;
+    const u32 row = u32(at.tiles_at * 16 + row_of(at.lane)), second = both ? first + UNIT_GROUPS : first;
+    const int t = pair_of(at.lane);
+    const u32 col = (t < 2 ? first : second) * 4 + u32(t % 2 * 2);
+    u8* const out = c.template work<u8>(e.out) + (G::PLAIN ? (u64(row) * COLS + col) * 2 : u64(Place::at(row, col)));
+    const u32 rows = (t < 2 || both) && col < u32(COLS) ? c.p.row_count : 0; // that this lane stores
+    u32 made[ROW_TILES * 2];
+#pragma unroll
+    for (int k = 0; k < ROW_TILES * 2; k++) {
+      const float2 y = settled(c, e, 0, first, int(row) + k * 8, t, half(d[k / 2][i], k % 2)), z = settled(c, e, 0, second, int(row) + k * 8, t, half(d[k / 2][i + 1], k % 2));
+      made[k] = made_here(gated(t, y, z));
+    }
+#pragma unroll
+    for (int k = 0; k < ROW_TILES * 2; k++)
+      if (row + k * 8 < rows) *reinterpret_cast<u32*>(out + (G::PLAIN ? u32(k) * 16 * COLS : Place::eights(k))) = made[k];
+  }
+  static __device__ __forceinline__ float2 half(const float (&of)[4], int h) { return make_float2(of[2 * h], of[2 * h + 1]); }
+  // The same for a unit of a part of k, whose sums are stored as they are.
+  template <int N>
+  static __device__ __forceinline__ void finish_part(const WaveContext<M>& c, const Wave& e, u32 part, u32 unit, const Warp& at, const float (&d)[ROW_TILES][N][4], int i) {
+    static_assert(G::ROWS % 2 == 0, "columns are stored in pairs");
+    const u32 row = u32(at.tiles_at * 16 + row_of(at.lane));
+    const int t = pair_of(at.lane);
+    const u32 col = unit * G::UNIT_ROWS + u32(t * 2);
+    u64* const out = reinterpret_cast<u64*>(c.template work<float>(e.out) + (u64(part) * M::BLOCK_ROWS + row) * G::ROWS + col);
+    const u32 rows = col < u32(G::ROWS) ? c.p.row_count : 0;
+#pragma unroll
+    for (int k = 0; k < ROW_TILES * 2; k++) {
+      const float2 y = settled(c, e, part, unit, int(row) + k * 8, t, half(d[k / 2][i], k % 2));
+      if (row + k * 8 < rows) out[k * 4 * G::ROWS] = u64(__float_as_uint(y.y)) << 32 | __float_as_uint(y.x);
+    }
+  }
   template <int COLS>
   static __device__ __forceinline__ void put(const WaveContext<M>& c, const Wave& e, int row, int col, float a, float b) {
     static_assert(COLS % 2 == 0, "columns are stored in pairs");
@@ -457,11 +519,10 @@ struct WaveMatMul {
       if (exists) argmax_take(best, best_id, score, id + i);
     }
   }
-  // Stores the block's best logit of each row, over all its passes and shares.
-  static __device__ __forceinline__ void tell_best(WaveContext<M>& c, const Wave& e, const Warp& at, Best& best) {
+  // Leaves the best that a warp has found in its place of scratch; with `adds` the better of both.
+  static __device__ __forceinline__ void leave_best(const WaveContext<M>& c, const Warp& at, Best& best, bool adds) {
     BestLogit* met = reinterpret_cast<BestLogit*>(c.scratch()); // [groups of units and k][row]
     static_assert(M::BLOCK_ROWS * UNIT_GROUPS * K_GROUPS * sizeof(BestLogit) <= M::SCRATCH_BYTES, "the best of all groups meet");
-    c.barrier();
 #pragma unroll
     for (int m = 0; m < ROW_TILES; m++)
 #pragma unroll
@@ -470,13 +531,24 @@ struct WaveMatMul {
         int& id = best.id[m][h];
 #pragma unroll
         for (int o = 1; o < 4; o <<= 1) {
-          const float v = __shfl_xor_sync(~0u, score, o);
-          const int i = __shfl_xor_sync(~0u, id, o);
+          const float v = __shfl_xor_sync(~0u, score, o * COLUMN_LANES);
+          const int i = __shfl_xor_sync(~0u, id, o * COLUMN_LANES);
           argmax_take(score, id, v, i);
         }
-        if (at.lane % 4 == 0)
-          met[(at.units_at * K_GROUPS + at.k_at) * M::BLOCK_ROWS + (at.tiles_at + m) * 16 + h * 8 + at.lane / 4] = BestLogit{score, id};
+        if (pair_of(at.lane) == 0) {
+          BestLogit& to = met[(at.units_at * K_GROUPS + at.k_at) * M::BLOCK_ROWS + (at.tiles_at + m) * 16 + h * 8 + row_of(at.lane)];
+          if (adds) argmax_take(score, id, to.score, to.id);
+          to = BestLogit{score, id};
+        }
       }
+  }
+  // Stores the block's best logit of each row, over all its passes and shares.
+  static __device__ __forceinline__ void tell_best(WaveContext<M>& c, const Wave& e, const Warp& at, Best& best) {
+    const BestLogit* met = reinterpret_cast<const BestLogit*>(c.scratch());
+    if constexpr (!BEST_MEETS) {
+      c.barrier();
+      leave_best(c, at, best, false);
+    }
     c.barrier();
     if (c.tid() >= M::BLOCK_ROWS) return;
     BestLogit most = met[c.tid()];
@@ -492,13 +564,21 @@ struct WaveMatMul {
   static __device__ __forceinline__ void pass(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here, Best& best, const Squares& squares, bool is_first) {
     const Warp at(c);
     PairEnds<N> ends;
-    if constexpr (G::PAIRED) ends.ask(c, e, passes.part, first, here, at);
+    // What the end of a pair needs arrives while warps multiply, or while they send if sums leave no registers for it.
+    if constexpr (G::PAIRED && ROW_TILES <= 4) ends.ask(c, e, passes.part, first, here, at);
     float d[ROW_TILES][N][4] = {};
     if constexpr (G::TILES)
       multiply_tiles(c, passes, at, here, d);
     else
       multiply_pass<N>(c, passes, at, 0, d);
-    end_pass<N>(c, e, share, passes, first, here, at, best, squares, is_first, d, ends);
+    if constexpr (G::PAIRED && ROW_TILES > 4) ends.ask(c, e, passes.part, first, here, at);
+    if constexpr (BEST_MEETS) {
+      best.begin();
+      end_pass<N>(c, e, share, passes, first, here, at, best, squares, is_first, d, ends);
+      leave_best(c, at, best, true);
+    } else {
+      end_pass<N>(c, e, share, passes, first, here, at, best, squares, is_first, d, ends);
+    }
   }
   // Multiplies chunks, all but the first `done`, which must be whole turns.
   template <int N>
@@ -537,11 +617,11 @@ struct WaveMatMul {
                                                   bool is_first, const float (&d)[ROW_TILES][N][4], const Ends& ends) {
     if constexpr (G::FACTOR)
       if (is_first) {
-        squares.leave_factors(c);
+        if constexpr (Squares::HELD) squares.leave_factors(c);
         if (K_GROUPS == 1) c.barrier(); // groups of k meet in any case
       }
     if constexpr (G::PAIRED) return end_pair<N>(c, e, passes.part, first, here, at, d, ends);
-    const int g = at.lane / 4, t = at.lane % 4;
+    const int g = row_of(at.lane), t = pair_of(at.lane);
     const auto done = [&](int m, int i, const float4& v) {
       const u32 unit = u32(i * UNIT_GROUPS + at.units_at);
       const int row = int(share.row) + (at.tiles_at + m) * 16 + g;
@@ -549,7 +629,27 @@ struct WaveMatMul {
       finish(c, e, passes.part, first + unit, row, t, make_float2(v.x, v.y), best.score[own][0], best.id[own][0]);
       finish(c, e, passes.part, first + unit, row + 8, t, make_float2(v.z, v.w), best.score[own][1], best.id[own][1]);
     };
-    if constexpr (K_GROUPS == 1 && (!M::STEPS || G::EPILOGUE == Epilogue::LOGITS)) {
+    if constexpr (K_GROUPS == 1 && G::TILES && G::EPILOGUE == Epilogue::GATED) {
+#pragma unroll
+      for (int i = 0; i < N; i += 2) {
+        const u32 unit = u32(i * UNIT_GROUPS + at.units_at);
+        if (unit >= here) break;
+        finish_two(c, e, first + unit, unit + UNIT_GROUPS < here, at, d, i);
+      }
+    } else if constexpr (K_GROUPS == 1 && G::TILES && G::SPLITS > 1 && !G::PACKETS) {
+#pragma unroll
+      for (int i = 0; i < N; i++) {
+        const u32 unit = u32(i * UNIT_GROUPS + at.units_at);
+        if (unit < here) finish_part(c, e, passes.part, first + unit, at, d, i);
+      }
+    } else if constexpr (K_GROUPS == 1 && G::TILES) {
+      // Row by row: what logits need to know of a row is loaded once.
+#pragma unroll
+      for (int m = 0; m < ROW_TILES; m++)
+#pragma unroll
+        for (int i = 0; i < N; i++)
+          if (u32(i * UNIT_GROUPS + at.units_at) < here) done(m, i, make_float4(d[m][i][0], d[m][i][1], d[m][i][2], d[m][i][3]));
+    } else if constexpr (K_GROUPS == 1 && (!M::STEPS || G::EPILOGUE == Epilogue::LOGITS)) {
 #pragma unroll
       for (int i = 0; i < N; i++) {
         if (u32(i * UNIT_GROUPS + at.units_at) >= here) break;
@@ -617,13 +717,16 @@ struct WaveMatMul {
       to.m = n % ROW_TILES;
       to.unit = u32(to.i * UNIT_GROUPS + at.units_at);
       to.ends = n < TILES && to.i < N && to.unit < here;
-      to.row = (at.tiles_at + to.m) * 16 + int(part) * 8 + at.lane / 4;
-      to.col = int(first + to.unit) * G::UNIT_ROWS + at.lane % 4 * 2;
-      to.exists = to.ends && at.lane % 4 < G::UNIT_ROWS / 2 && to.col < G::ROWS && u32(to.row) < c.p.row_count;
+      to.row = (at.tiles_at + to.m) * 16 + int(part) * 8 + row_of(at.lane);
+      to.col = int(first + to.unit) * G::UNIT_ROWS + pair_of(at.lane) * 2;
+      to.exists = to.ends && pair_of(at.lane) < G::UNIT_ROWS / 2 && to.col < G::ROWS && u32(to.row) < c.p.row_count;
       return to;
     }
     // Loads both ahead: they arrive while warps multiply.
     __device__ __forceinline__ void ask(const WaveContext<M>& c, const Wave& e, u32 part, u32 first, u32 here, const Warp& at) {
+      const float* const residual = c.template work<float>(e.residual);
+      const bool has_gain = G::OUT && e.norm_weight != ~0u;
+      const float* const gains = c.template constant<float>(has_gain ? e.norm_weight : 0);
 #pragma unroll
       for (int r = 0; r < ROUNDS; r++)
 #pragma unroll
@@ -632,8 +735,8 @@ struct WaveMatMul {
           old[r][n] = make_float2(0.f, 0.f);
           gain[r][n] = make_float2(1.f, 1.f);
           if (!to.exists) continue;
-          old[r][n] = *reinterpret_cast<const float2*>(c.template work<float>(e.residual) + u64(to.row) * G::ROWS + to.col);
-          if (G::OUT && e.norm_weight != ~0u) gain[r][n] = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.norm_weight) + to.col));
+          old[r][n] = *reinterpret_cast<const float2*>(residual + u64(to.row) * G::ROWS + to.col);
+          if (has_gain) gain[r][n] = __ldg(reinterpret_cast<const float2*>(gains + to.col));
         }
     }
   };
@@ -646,7 +749,7 @@ struct WaveMatMul {
     float2* const inbox = reinterpret_cast<float2*>(scratch + M::SCRATCH_BYTES - INBOX_BYTES - SQUARES_BYTES);
     float* const squares = reinterpret_cast<float*>(scratch + M::SCRATCH_BYTES - SQUARES_BYTES);
     u64* const paired = &c.state().paired;
-    const int group = at.tiles_at / ROW_TILES * UNIT_GROUPS + at.units_at, g = at.lane / 4, t = at.lane % 4;
+    const int group = at.tiles_at / ROW_TILES * UNIT_GROUPS + at.units_at, g = row_of(at.lane), t = pair_of(at.lane);
     const u32 inbox_of_peer = peer_address(inbox), paired_of_peer = peer_address(paired);
     float4* const met = reinterpret_cast<float4*>(scratch) + group * (E::TILES * PAIR_SUMS * 32) + at.lane; // [tile][group of k][lane]
     const auto place = [&](const typename E::Tile& to) { return ((group * N + to.i) * ROW_TILES + to.m) * 32 + at.lane; };
@@ -654,7 +757,7 @@ struct WaveMatMul {
     const bool lost = c.patience == POLLS_WHEN_LOST;
     if (c.tid() == 0 && !lost) expect_bytes(paired, here * (PAIR_ROWS * 32));
     fence_before_sending();
-    float2 own[E::ROUNDS][E::OWN];
+    float2 own[E::ROUNDS][E::OWN] = {};
 #pragma unroll
     for (int r = 0; r < E::ROUNDS; r++) {
       if (r > 0) c.barrier();
@@ -692,6 +795,8 @@ struct WaveMatMul {
       }
     }
     await_peer(c);
+    float* const residual = c.template work<float>(e.residual);
+    u8* const out = c.template work<u8>(e.out);
 #pragma unroll
     for (int r = 0; r < E::ROUNDS; r++)
 #pragma unroll
@@ -702,13 +807,14 @@ struct WaveMatMul {
         const float2 y = settled(c, e, 0, first + to.unit, to.row, t, make_float2(own[r][n].x + sent.x, own[r][n].y + sent.y));
         const float2 x = make_float2(ends.old[r][n].x + G::SCALE * y.x, ends.old[r][n].y + G::SCALE * y.y);
         if (to.exists) {
-          *reinterpret_cast<float2*>(c.template work<float>(e.residual) + u64(to.row) * G::ROWS + to.col) = x;
-          if constexpr (G::OUT) put<G::ROWS>(c, e, to.row, to.col, x.x * ends.gain[r][n].x, x.y * ends.gain[r][n].y);
+          *reinterpret_cast<float2*>(residual + u64(to.row) * G::ROWS + to.col) = x;
+          if constexpr (G::OUT)
+            *reinterpret_cast<u32*>(out + OutPlace<M, G, G::ROWS>::at(u32(to.row), u32(to.col))) = bf16_pair(x.x * ends.gain[r][n].x, x.y * ends.gain[r][n].y);
         }
         if constexpr (G::OUT) {
           float square = to.exists ? x.x * x.x + x.y * x.y : 0.f;
-          square += __shfl_xor_sync(~0u, square, 1);
-          square += __shfl_xor_sync(~0u, square, 2);
+          square += __shfl_xor_sync(~0u, square, COLUMN_LANES);
+          square += __shfl_xor_sync(~0u, square, 2 * COLUMN_LANES);
           if (t == 0) squares[to.unit * PAIR_ROWS + (at.tiles_at + to.m) * 8 + g] = square;
         }
       }
@@ -813,12 +919,12 @@ struct WaveMatMul {
   }
   // ---- tiles of a step ---------------------------------------------------------------------------------------------
   // As by warpgroups above, but a chunk of the input has X_STEPS chunks of weights, and weights leave the ring before they are multiplied. Of each chunk of
-  // weights a group of k has TILE_GRANULES.
-  static constexpr int TILE_GRANULES = Codes::CODED ? 1 : 2;
+  // weights a group of k has TILE_GRANULES: 64 of k, or a granule if a pass has several tiles of many rows, or of codes.
+  static constexpr int TILE_GRANULES = Codes::CODED || PASS_TILES * GROUP_ROWS > 128 ? 1 : 2;
   static __device__ __forceinline__ u32 unit_of_tile(const Warp& at, int tile, int i) { return u32((tile * 2 + i) * UNIT_GROUPS + at.units_at); }
   // Plain weights. Where the pass has no unit, whatever lies in the slot is multiplied too, and not stored.
   struct TileWords {
-    uint4 of[PASS_TILES][2][2]; // [tile][span][unit]
+    uint4 of[PASS_TILES][TILE_GRANULES][2]; // [tile][span][unit]
     __device__ __forceinline__ void take(WaveContext<M>& c, const Warp& at, u32 here) {
       static_assert(PASS_TILES * TILE_UNITS * UNIT_PITCH <= M::WEIGHT_BYTES, "a slot holds a chunk of whole tiles");
       const u8* w = wave_take(c, c.weights);
@@ -827,17 +933,18 @@ struct WaveMatMul {
 #pragma unroll
         for (int i = 0; i < 2; i++)
 #pragma unroll
-          for (int span = 0; span < 2; span++)
+          for (int span = 0; span < TILE_GRANULES; span++)
             of[n][span][i] = *reinterpret_cast<const uint4*>(w + unit_of_tile(at, n, i) * UNIT_PITCH + (at.k_at * TILE_GRANULES + span) * GRANULE + at.lane * 16);
       wave_release(c, c.weights);
     }
-    // Calls `next` while products run.
+    // Begins products, and calls `next` when those of the chunk before have ended.
     template <class Next>
     __device__ __forceinline__ void multiply(const u8* input, float (&d)[PASS_TILES][GROUP_ROWS / 2], const Next& next) const {
 #pragma unroll
-      for (int span = 0; span < 2; span++)
+      for (int span = 0; span < TILE_GRANULES; span++)
 #pragma unroll
         for (int n = 0; n < PASS_TILES; n++) multiply_tile(input + span * X::SPAN_BYTES, of[n][span], d[n]);
+      warpgroup_await<TILE_GRANULES * PASS_TILES>();
       next();
     }
   };
@@ -901,15 +1008,24 @@ struct WaveMatMul {
       }
     }
   };
+  // Of two rows of a column, which a product leaves to a lane, and those of the next column, which another lane has: two columns of a row (`row_of`, `pair_of`).
+  static __device__ __forceinline__ float2 turned(int lane, float a, float b) {
+    const bool odd = lane & 4;
+    const float got = __shfl_xor_sync(~0u, odd ? a : b, 4);
+    return odd ? make_float2(got, b) : make_float2(a, got);
+  }
   // Leaves sums as products of warps do. Groups of k are whole warpgroups. Products of a chunk run while the next chunks are looked for.
   static __device__ __forceinline__ void multiply_tiles(WaveContext<M>& c, const Passes& passes, const Warp& at, u32 here, float (&sums)[ROW_TILES][MOST][4]) {
-    static_assert(W_STEPS == 1 && STEP_GRANULES == K_GROUPS * TILE_GRANULES, "each group of k has 64 of k of a chunk, or a granule of codes");
+    static_assert(W_STEPS == 1 && STEP_GRANULES == K_GROUPS * TILE_GRANULES, "each group of k has 64 of k of a chunk, or a granule");
     static_assert(X_STEPS == 1 || X_STEPS % 2 == 0, "a turn begins with the first of two chunks of words");
     typedef typename Either<Codes::CODED, TileCodes, TileWords>::type Tiles;
     float d[PASS_TILES][GROUP_ROWS / 2] = {};
-    Tiles tiles[2];
+    Tiles tiles[2] = {};
     int left = int(passes.granules);
-    WaveChunk<InputRing<M>> x, x_next;
+    // Products of words run on while those of the next chunk begin, so the input is left later.
+    constexpr bool LATE = !Codes::CODED;
+    WaveChunk<InputRing<M>> x, x_before, x_next;
+    bool begun = false;
     const WaveChunk<WeightRing<M>> none;
     tiles[0].take(c, at, here);
     wave_take(c, c.inputs);
@@ -918,8 +1034,12 @@ struct WaveMatMul {
     do {
 #pragma unroll
       for (int i = 0; i < STEPS; i++) {
-        if (i % X_STEPS == 0) x = x_next;
+        if (i % X_STEPS == 0) x_before = x, x = x_next;
         const auto next = [&]() {
+          if (LATE && i % X_STEPS == 0) {
+            if (begun) wave_leave(c, x_before, none, true, false);
+            begun = true;
+          }
           if (left > STEP_GRANULES) {
             tiles[(i + 1) % 2].take(c, at, here);
             if (i % X_STEPS == X_STEPS - 1) {
@@ -930,22 +1050,25 @@ struct WaveMatMul {
         };
         // The last chunk may have nothing for a group.
         if (WHOLE || K_GROUPS == 1 || left > at.k_at * TILE_GRANULES)
-          tiles[i % 2].multiply(x.at + (i % X_STEPS * STEP + at.k_at * TILE_GRANULES * GRANULE_SPANS) / 2 * X::BLOCK_BYTES, d, next);
-        else
+          tiles[i % 2].multiply(span_at(x.at, i % X_STEPS * STEP + at.k_at * TILE_GRANULES * GRANULE_SPANS), d, next);
+        else {
+          warpgroup_await<0>();
           next();
+        }
         left -= STEP_GRANULES;
-        warpgroup_await<0>();
-        if (i % X_STEPS == X_STEPS - 1 || left <= 0) wave_leave(c, x, none, true, false);
+        if (!LATE && (i % X_STEPS == X_STEPS - 1 || left <= 0)) wave_leave(c, x, none, true, false);
         if (left <= 0) break;
       }
     } while (left > 0);
+    warpgroup_await<0>();
+    if (LATE) wave_leave(c, x, none, true, false);
 #pragma unroll
     for (int n = 0; n < PASS_TILES; n++)
 #pragma unroll
       for (int i = 0; i < 2; i++)
 #pragma unroll
         for (int m = 0; m < ROW_TILES; m++) {
-          const float2 upper = transposed(d[n][8 * m + 2 * i], d[n][8 * m + 2 * i + 1]), lower = transposed(d[n][8 * m + 4 + 2 * i], d[n][8 * m + 5 + 2 * i]);
+          const float2 upper = turned(at.lane, d[n][8 * m + 2 * i], d[n][8 * m + 2 * i + 1]), lower = turned(at.lane, d[n][8 * m + 4 + 2 * i], d[n][8 * m + 5 + 2 * i]);
           float(&to)[4] = sums[m][2 * n + i];
           to[0] = upper.x, to[1] = upper.y, to[2] = lower.x, to[3] = lower.y;
         }
@@ -1120,11 +1243,8 @@ struct WaveMatMul {
   }
   static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
     Best best;
-    if constexpr (G::EPILOGUE == Epilogue::LOGITS)
-#pragma unroll
-      for (int m = 0; m < ROW_TILES; m++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) best.score[m][h] = NEGATIVE_INFINITY, best.id[m][h] = 0x7fffffff;
+    if constexpr (G::EPILOGUE == Epilogue::LOGITS) best.begin();
+    if constexpr (BEST_MEETS) leave_best(c, Warp(c), best, false);
     if constexpr (G::HELD > 0)
       run_held(c, e, best);
     else

@@ -281,23 +281,30 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
         (Action::Attend { tile, .. }, Op::Attention(a)) => {
             ("WaveAttend", format!("{}int TILE = {tile}\n", attention_members(schedule, wave.grid, a, 0)))
         }
-        (&Action::AttendRow { x, tile, splits, .. }, Op::Attention(a)) => {
+        (&Action::AttendRow { x, out, tile, splits }, Op::Attention(a)) => {
             let (members, parts) = (attention_members(schedule, wave.grid, a, 0), parts_of(plan, x));
             let packets = plan.holds_packets(x);
-            let members = format!("{members}int TILE = {tile}\nint PARTS = {parts}\nbool PACKETS = {packets}\n");
+            let out_tiles = is_tiles(plan, out);
+            let members = format!(
+                "{members}int TILE = {tile}\nint PARTS = {parts}\nbool PACKETS = {packets}\nbool OUT_TILES = {out_tiles}\n"
+            );
             match splits {
                 None => ("WaveAttendRow", members),
                 Some(splits) => ("WaveAttendSplits", members + &splits_members(splits)),
             }
         }
-        (&Action::Merge { splits, .. }, Op::Attention(a)) => {
+        (&Action::Merge { out, splits }, Op::Attention(a)) => {
             let tile = plan.waves.iter().find_map(|of| match of.action {
                 Action::AttendRow { tile, .. } if of.grid == wave.grid => Some(tile),
                 _ => None,
             });
             let tile = tile.expect("prove: splits are those of attention of the same grid");
             let members = attention_members(schedule, wave.grid, a, 0);
-            ("WaveMerge", format!("{members}int TILE = {tile}\n{}", splits_members(splits)))
+            let out_tiles = is_tiles(plan, out);
+            (
+                "WaveMerge",
+                format!("{members}int TILE = {tile}\nbool OUT_TILES = {out_tiles}\n{}", splits_members(splits)),
+            )
         }
         _ => unreachable!("prove: waves are those of the ops of their grids"),
     }

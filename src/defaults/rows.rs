@@ -18,14 +18,14 @@ use crate::target::{DotMechanism, Target, TargetKind};
 pub const PROMPT_ROWS: u32 = 32;
 
 /// Rows of the steps that every model has on a CUDA target, ascending. [`kernel_rows`] does not say which kernels run them.
-pub const STEP_ROWS: [u32; 4] = [8, 16, 32, 64];
+pub const STEP_ROWS: [u32; 5] = [8, 16, 32, 64, 128];
 
 /// Rows of the kernels whose tasks wait for words, of a model on a target; ascending. More than 16 need tensor cores, whose warps share the
 /// rows, and plain weights; some may not fit a target's shared memory.
 pub fn kernel_rows(graph: &ModelGraph, precision: Precision, target: &Target) -> &'static [u32] {
     let plain = formats(graph, precision).all(|(format, _)| format.is_plain());
     match plain && rows_on_tensor_cores(precision, target.spec.dot == DotMechanism::Mma) {
-        true => &STEP_ROWS,
+        true => &STEP_ROWS[..4],
         false => &STEP_ROWS[..2],
     }
 }

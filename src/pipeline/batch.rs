@@ -35,7 +35,7 @@ pub(super) const PAGE_ROWS: u32 = 16;
 const RUNNING_MAX: u32 = 8;
 const CHUNK_ROWS: u32 = 8;
 const CHUNK_ROWS_DEVICE: u32 = waves::CHUNK_ROWS;
-/// Most rows of a step that decodes and reads prompts: in waves 64 rows take 1.3 to 1.5 times as long as 16 (docs/perf-log.md, entry 23).
+/// Most rows of a step that reads prompts beside few rows that decode: in waves 64 rows take 1.3 to 1.5 times as long as 16 (docs/perf-log.md, entry 23).
 const MIXED_ROWS: u32 = 64;
 /// Default number of contexts in the interpreter's cache.
 const CPU_CONTEXTS: u32 = 4;
@@ -416,11 +416,12 @@ mod tests {
             (16, 40, &[8, 16, 32, 64]),
             (20, u32::MAX, &[8, 16, 32, 64]),
             (64, 64, &[8, 16, 32, 64]),
+            (65, 1, &[8, 16, 32, 64, 128]),
         ] {
             assert_eq!(step_rows_of(&serving(running, chunk)), Ok(chosen), "{running} and {chunk}");
         }
-        let refused = step_rows_of(&serving(65, 1)).unwrap_err();
-        assert_eq!(refused.message, "steps have at most 64 rows, `--max-batch` is 65");
+        let refused = step_rows_of(&serving(129, 1)).unwrap_err();
+        assert_eq!(refused.message, "steps have at most 128 rows, `--max-batch` is 129");
     }
 
     /// A kernel that runs more rows in several launches takes the place of the same kernel with fewer, and a server has none for more

@@ -17,7 +17,7 @@ use crate::error::Fault;
 use crate::manifest::Manifest;
 use crate::target::{Target, TargetKind};
 use crate::validate::Validated;
-use crate::waves::{Alike, Proven, STEP_ROWS_MAX, STEP_ROWS_MIN, derive_alike, prove_alike};
+use crate::waves::{ALIKE_ROWS_MAX, Alike, Proven, STEP_ROWS_MIN, derive_alike, prove_alike};
 
 use super::bench::Programs;
 use super::chain::Chain;
@@ -31,7 +31,7 @@ use super::execute::upload_pack;
 use super::stages::{BuildContext, Generated};
 
 /// Rows of the kernels, ascending. A step runs on the smallest that has room for it.
-pub(super) const KERNEL_ROWS: [u32; 2] = [STEP_ROWS_MIN, STEP_ROWS_MAX];
+pub(super) const KERNEL_ROWS: [u32; 2] = [STEP_ROWS_MIN, ALIKE_ROWS_MAX];
 
 /// Rows of the kernel that runs steps of `rows`.
 ///
@@ -39,7 +39,7 @@ pub(super) const KERNEL_ROWS: [u32; 2] = [STEP_ROWS_MIN, STEP_ROWS_MAX];
 /// No rows, or more than the largest has.
 pub(super) fn kernel_rows(rows: u32) -> Result<u32, Fault> {
     let kernel = KERNEL_ROWS.into_iter().find(|kernel| rows > 0 && *kernel >= rows);
-    let wrong = || format!("{rows} rows: expected 1 to {STEP_ROWS_MAX}, as many as a step has at most");
+    let wrong = || format!("{rows} rows: expected 1 to {ALIKE_ROWS_MAX}, as many as a step has at most");
     kernel.ok_or_else(|| Fault::input(wrong()))
 }
 
@@ -163,7 +163,7 @@ pub(super) fn bench(
     let longest = prompts.iter().max().copied().unwrap_or(0);
     // Rounded, so that pages are whole and one sequence more than those that decode has room for a prompt.
     let of_each = last.max(ALIKE_POSITIONS).next_multiple_of(256);
-    let sequences = STEP_ROWS_MAX.max(ALIKE_SEQUENCES);
+    let sequences = ALIKE_ROWS_MAX.max(ALIKE_SEQUENCES);
     let positions = u64::from(sequences) * u64::from(of_each) + u64::from(longest.next_multiple_of(256));
     let Made { validated, cubins } = make(chain, Room { rows: 0, sequences, positions })?;
     let pack = chain.pack()?;
@@ -171,7 +171,7 @@ pub(super) fn bench(
     let mut sessions =
         load(device, target, &validated, cubins.iter().map(|cubin| cubin.bytes.as_slice()), STEPS, &shared)?;
     let sampler = chain.compile(&sampler_source(target))?;
-    let mut sampler = SamplerSession::load(device, &sampler.bytes, imported.graph.vocab, STEP_ROWS_MAX, STEPS)?;
+    let mut sampler = SamplerSession::load(device, &sampler.bytes, imported.graph.vocab, ALIKE_ROWS_MAX, STEPS)?;
     let parameters = imported.graph.parameter_count();
     let mut checked = vec![];
     for session in &mut sessions {

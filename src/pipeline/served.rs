@@ -140,5 +140,5 @@ impl Fastest {
 
 /// Rows of a launch of kernels that add up in one order: whole launches of the one for most rows, with a row for each running request.
 pub(super) fn alike_rows(running_max: u32) -> u32 {
-    running_max.max(1).next_multiple_of(waves::STEP_ROWS_MAX)
+    running_max.max(1).next_multiple_of(waves::ALIKE_ROWS_MAX)
 }

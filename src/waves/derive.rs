@@ -3,8 +3,8 @@
 use super::ragged::MERGE_SPLITS;
 use super::{
     Action, CHUNK_BLOCK_ROWS, Division, DivisionId, Form, HELD_AND_SUMS_MAX, Input, Layout, Machine, NormOf, Over,
-    Plan, Products, Ring, Share, Splits, Sum, Sums, TILE_SUMS_MAX, TILE_WARPS, Target as Written, WIDE_UNITS, Warps,
-    Wave, Work, WorkId, sums_max, wide_tiles_max,
+    Plan, Products, Ring, Share, Splits, Sum, Sums, TILE_WARPS, Target as Written, WIDE_UNITS, Warps, Wave, Work,
+    WorkId, sums_max, tile_sums_max, wide_tiles_max,
 };
 use crate::dtype::DType;
 use crate::format::{Code, Format};
@@ -38,18 +38,13 @@ const LOADER_WARPS: u32 = 4;
 const REGISTERS: u32 = 216;
 const LOADER_REGISTERS: u32 = 72;
 const SLOTS_MAX: u32 = 8;
-const STATE_BYTES: u32 = 2048;
-/// Most positions of a tile of attention.
+/// Most positions of a tile of attention, and most bytes of its keys and values.
 const TILE_MAX: u32 = 64;
+const TILE_BYTES_MAX: u32 = 16 << 10;
 /// Bytes of the ring of inputs in a plan of chunks. A slot holds 64 columns of a block of rows, or 128 if a granule of codes is that long.
 const CHUNK_INPUT_BYTES: u32 = 96 << 10;
-/// Rings and scratch of steps. With smaller rings fewer weights could arrive while the SMs meet.
-const STEP_INPUT_BYTES: u32 = 16 << 10;
-/// Slots of inputs of a step of up to 32 rows, and of one of 64 rows, whose inputs are twice as long. There is one slot of weights less for it
-/// (docs/perf-log.md, entry 33).
-const STEP_INPUT_SLOTS: [u32; 2] = [4, 5];
+/// A slot of weights of steps.
 const STEP_WEIGHT_BYTES: u32 = 16 << 10;
-const STEP_SCRATCH_BYTES: u32 = 32 << 10;
 /// Most bytes of heads that a step leaves in packets: more take longer to write and to poll than a meeting takes (docs/perf-log.md, entry 33).
 const PACKET_BYTES_MAX: u64 = 4 << 20;
 /// Chunks of weights that products hold while blocks meet.
@@ -151,18 +146,17 @@ fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, aske
         return lacks("does not move registers between warps");
     }
     let program = &schedule.program;
-    let (block_rows, inputs, weights, scratch_bytes) = match form {
-        Form::Chunk => (CHUNK_BLOCK_ROWS, chunk_inputs(program), Ring { slots: 0, slot_bytes: 0 }, 0),
+    let Memory { inputs, scratch_bytes, state_bytes } = match form {
+        Form::Chunk => Memory { inputs: chunk_inputs(program), scratch_bytes: 0, state_bytes: 2 << 10 },
         Form::Steps | Form::Tail => {
             let most = super::STEP_ROWS_MAX;
-            if ![16, 32, 64].contains(&rows) {
+            if !(16..=most).contains(&rows) || !rows.is_power_of_two() {
                 return Err(Refused::Rows { rows, most });
             }
-            let slots = STEP_INPUT_SLOTS[usize::from(rows > 32)];
-            let inputs = Ring { slots, slot_bytes: STEP_INPUT_BYTES };
-            (rows, inputs, Ring { slots: 0, slot_bytes: STEP_WEIGHT_BYTES }, STEP_SCRATCH_BYTES)
+            Memory::of_step(rows)
         }
     };
+    let block_rows = if form == Form::Chunk { CHUNK_BLOCK_ROWS } else { rows };
     let machine = Machine {
         target: target.name.clone(),
         sms: spec.sm_count,
@@ -172,10 +166,11 @@ fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, aske
         loader_warps: LOADER_WARPS,
         registers: REGISTERS,
         loader_registers: LOADER_REGISTERS,
-        weights,
+        // Known when it is known what products copy.
+        weights: Ring { slots: 0, slot_bytes: 0 },
         inputs,
         scratch_bytes,
-        state_bytes: STATE_BYTES,
+        state_bytes,
     };
     let rows = rows.next_multiple_of(block_rows);
     let plan = Plan { form, rows, block_rows, machine, work: vec![], waves: vec![], divisions: vec![] };
@@ -209,11 +204,32 @@ fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, aske
     Ok(plan)
 }
 
+/// Shared memory beside the ring of weights, which has what is left of it: with a smaller one fewer weights could arrive while the SMs meet.
+struct Memory {
+    inputs: Ring,
+    scratch_bytes: u32,
+    state_bytes: u32,
+}
+
+impl Memory {
+    /// Of a step, or a tail. The inputs of 64 rows are twice as long as those of 32, so there is a slot of weights less for one of inputs (docs/perf-log.md,
+    /// entry 33). Of 128 rows a slot has 128 columns, one half for each of two warpgroups that share k; scratch has what pairs of blocks send.
+    fn of_step(rows: u32) -> Memory {
+        let (slots, slot_bytes) = match rows {
+            ..=32 => (4, 16 << 10),
+            33..=64 => (5, 16 << 10),
+            _ => (3, 32 << 10),
+        };
+        let (scratch_bytes, state_bytes) = if rows <= 64 { (32 << 10, 2 << 10) } else { (36 << 10, 4 << 10) };
+        Memory { inputs: Ring { slots, slot_bytes }, scratch_bytes, state_bytes }
+    }
+}
+
 /// The ring of weights of a plan: as many slots as its block has room for beside everything else.
 fn weight_ring(program: &Program, plan: &Plan, target: &Target) -> Result<Ring, Refused> {
     let m = &plan.machine;
     let slot_bytes = weight_bytes(program, plan).next_multiple_of(1024);
-    let used = STATE_BYTES + m.inputs.bytes() + m.scratch_bytes;
+    let used = m.state_bytes + m.inputs.bytes() + m.scratch_bytes;
     let slots = (target.spec.smem_bytes_per_block_max.saturating_sub(used) / slot_bytes.max(1)).min(SLOTS_MAX);
     if slots < 2 {
         return Err(Refused::SharedMemory { slots, slot_bytes, target: target.name.clone() });
@@ -373,11 +389,11 @@ impl Matrix {
         rows: u32,
         longest: u32,
         parts: u32,
-        inputs: Ring,
+        machine: &Machine,
         groups: Option<u32>,
         paired: bool,
     ) -> Option<Shape> {
-        let (tiles, input_spans) = (rows / 16, inputs.slot_bytes / (rows * 64));
+        let (tiles, input_spans) = (rows / 16, machine.inputs.slot_bytes / (rows * 64));
         let part = self.part(parts);
         let mut best: Option<(u64, Shape)> = None;
         let powers = || [1, 2, 4, 8].into_iter();
@@ -403,8 +419,8 @@ impl Matrix {
                 chunk *= 2;
             }
             let step_granules = (chunk * self.granule_spans).min(input_spans) / self.granule_spans;
-            let sent = if paired { padded * pair_bytes(rows) } else { 0 };
-            let fits = WARPS * tiles / by_rows * 512 + sent <= STEP_SCRATCH_BYTES && !(paired && pass < longest);
+            let scratch = if paired { pair_scratch(rows, warps, padded) } else { WARPS * tiles / by_rows * 512 };
+            let fits = scratch <= machine.scratch_bytes && !(paired && pass < longest);
             if step_granules == 0 || !step_granules.is_multiple_of(warps.k) || !fits || !input_spans.is_multiple_of(2) {
                 continue;
             }
@@ -425,9 +441,10 @@ impl Matrix {
     }
 }
 
-/// Bytes of scratch that a block of a pair needs for each unit: the sums that the other block sends, of half of the rows, and the squares of its own half.
-fn pair_bytes(rows: u32) -> u32 {
-    rows * 16 + rows / 2 * 4
+/// Bytes of scratch that a block of a pair needs: of `padded` units the sums that the other block sends, of half of the rows, and the squares of its own
+/// half; and sums of a unit of each warp, of half of the groups of k, to which the others add theirs.
+fn pair_scratch(rows: u32, warps: Warps, padded: u32) -> u32 {
+    padded * (rows * 16 + rows / 2 * 4) + WARPS / warps.k * (warps.k / 2).max(1) * (rows / 16 / warps.rows) * 512
 }
 
 struct Builder<'a> {
@@ -705,30 +722,43 @@ impl Builder<'_> {
         let Plan { form, rows, .. } = self.plan;
         let format = self.program.format_of(grid);
         let coded = format.code == Code::Int4;
+        let plain = format.is_plain() && m.k.is_multiple_of(64);
         let [all, halves] = TILE_WARPS;
-        let tile = |warps: Warps| WIDE_UNITS * warps.units;
-        let (warps, pays) = match m.epilogue {
-            Epilogue::Gated(_) if format.is_plain() => (all, rows == 64 && m.k.is_multiple_of(64)),
-            Epilogue::Gated(_) | Epilogue::Act(_) => (all, coded && rows == 32),
-            Epilogue::Residual { .. } => (halves, coded && rows == 32),
-            Epilogue::Store | Epilogue::Logits { .. } => return None,
+        let warps: &[Warps] = match m.epilogue {
+            _ if plain && rows == 128 => &TILE_WARPS,
+            Epilogue::Gated(_) if plain && rows == 64 => &[all],
+            Epilogue::Gated(_) | Epilogue::Act(_) if coded && rows == 32 => &[all],
+            Epilogue::Residual { .. } if coded && rows == 32 => &[halves],
+            _ => return None,
         };
-        if form != Form::Steps || !self.asked.tiles || !self.warpgroup_mma || m.parts() != 1 || !pays {
+        if form != Form::Steps || !self.asked.tiles || !self.warpgroup_mma || m.parts() != 1 {
             return None;
         }
         let parts = self.parts(m, &Matrix::of(m, format));
         let longest = self.longest(Over::Units { n: m.units(), parts }, 1).max(1);
-        if 4 * longest < 3 * longest.next_multiple_of(tile(warps)) {
-            return None;
-        }
-        let chunk = warps.k * if coded { 1 } else { 64 / format.granule_k() };
+        let shapes = warps.iter().filter_map(|&warps| self.tile_shape(m, format, longest, warps));
+        let shape = shapes.min_by_key(|shape| longest.next_multiple_of(WIDE_UNITS * shape.warps.units))?;
+        let tile = WIDE_UNITS * shape.warps.units;
+        let padded = longest.next_multiple_of(tile);
+        // A product in pairs has one pass.
+        let fits = !self.pairs(m, parts)
+            || shape.pass == longest && pair_scratch(rows, shape.warps, padded) <= self.plan.machine.scratch_bytes;
+        (4 * longest >= 3 * padded && fits).then_some(shape)
+    }
+
+    /// How `warps` multiply up to `longest` units in tiles.
+    fn tile_shape(&self, m: &MatVec, format: Format, longest: u32, warps: Warps) -> Option<Shape> {
+        let (tile, sums) = (WIDE_UNITS * warps.units, self.plan.rows / 2);
+        let most = tile_sums_max(self.plan.rows) / sums;
+        let tiles = longest.div_ceil(tile).min(most);
+        // Words of several tiles are taken a granule at a time.
+        let granules = if !format.is_plain() || tiles * sums > 64 { 1 } else { 64 / format.granule_k() };
+        let chunk = warps.k * granules;
         let room = STEP_WEIGHT_BYTES / (chunk * format.granule_bytes(m.k));
         // Of plain weights a slot has room for whole tiles.
-        let room = if coded { room } else { room / tile(warps) * tile(warps) };
-        let most = (TILE_SUMS_MAX / (rows / 2) * tile(warps)).min(room);
-        let pass = longest.div_ceil(longest.div_ceil(most.max(1)));
-        // A product in pairs has one pass.
-        (most > 0 && (pass == longest || !self.pairs(m, parts))).then_some(Shape { pass, chunk, warps })
+        let room = if format.is_plain() { room / tile * tile } else { room };
+        let most = (most * tile).min(room);
+        (most > 0).then(|| Shape { pass: longest.div_ceil(longest.div_ceil(most)), chunk, warps })
     }
 
     /// Where the elements of what a product leaves for other products lie.
@@ -742,12 +772,10 @@ impl Builder<'_> {
     /// Whether a product is done in pairs: the two blocks of a pair have the two parts of k of the same units, and add up between them.
     fn pairs(&self, m: &MatVec, parts: u32) -> bool {
         let asked = self.order_of(self.plan.waves.len());
-        let Plan { form, rows, ref machine, .. } = self.plan;
+        let Plan { form, ref machine, .. } = self.plan;
         form.decides()
             && self.cluster_max >= 2
             && machine.sms.is_multiple_of(2)
-            // Lanes of the next product hold all sums of squares: of four rows at a time, 16 bytes of every 32nd pair.
-            && rows.div_ceil(32) * (machine.sms / 2).div_ceil(32) <= 8
             && !matches!(asked, Some(Sums::Product { paired: false, .. }))
             && parts == 2
             && matches!(m.epilogue, Epilogue::Residual { .. })
@@ -793,7 +821,7 @@ impl Builder<'_> {
                     Some(Sums::Product { groups, .. }) => Some(groups),
                     _ => None,
                 };
-                matrix.step_shape(rows, self.longest(over, 1), parts, machine.inputs, groups, paired)
+                matrix.step_shape(rows, self.longest(over, 1), parts, machine, groups, paired)
             }
         }
     }
@@ -875,12 +903,12 @@ impl Builder<'_> {
         };
         let tiles = [TILE_MAX, TILE_MAX / 2, TILE_MAX / 4];
         let row_bytes = cache_row_bytes(a.head_dim, self.program.precision.cache);
-        let slot_bytes = self.plan.machine.inputs.slot_bytes;
+        let slot_bytes = self.plan.machine.inputs.slot_bytes.min(TILE_BYTES_MAX);
         let fits = |tile: &u32| paging.rows.is_multiple_of(*tile) && 2 * tile * row_bytes <= slot_bytes;
         let Some(tile) = tiles.into_iter().find(fits) else {
             return refused(grid, "pages", "a multiple of 16 positions");
         };
-        let to = self.work("attended", Layout::Operand, cols);
+        let to = self.work("attended", self.operand(out), cols);
         self.inputs.insert(out, to);
         let n = a.head_groups();
         if let Some(queries) = appended {

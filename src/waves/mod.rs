@@ -41,7 +41,8 @@
 //! # Tiles
 //!
 //! A product of a step may be multiplied by warpgroups (`tiles`), which read its input from shared memory: warps then do not read it again for each unit,
-//! and make operands of codes once for all rows. The wave before leaves that input in the order of warpgroups ([`Layout::Tiles`]). These sums have another
+//! and make operands of codes once for all rows. Of 128 rows all products of plain weights are tiles that fill warpgroups. The wave before leaves that input in the
+//! order of warpgroups ([`Layout::Tiles`]). These sums have another
 //! order than those of warps, and plans in one order ([`prove_alike`]) have none of them.
 //!
 //! # Packets between two waves
@@ -127,7 +128,9 @@ pub const CHUNK_BLOCK_ROWS: u32 = 128;
 /// Rows of a tail: a sequence has one row that decides.
 pub const TAIL_ROWS: u32 = 16;
 /// Most rows of a step.
-pub const STEP_ROWS_MAX: u32 = 64;
+pub const STEP_ROWS_MAX: u32 = 128;
+/// Most rows of a step of plans that add up in one order.
+pub const ALIKE_ROWS_MAX: u32 = 64;
 /// Least rows of a step for which waves pay: with fewer, tasks that wait for single words are faster.
 pub const STEP_ROWS_MIN: u32 = 32;
 
@@ -173,8 +176,11 @@ const WIDE_UNITS: u32 = 2;
 
 /// How a step multiplies tiles: warps share the rows, and each has two units of a tile. Either the two warpgroups have units of their own, or they share k.
 const TILE_WARPS: [Warps; 2] = [Warps { rows: 1, units: 8, k: 1 }, Warps { rows: 1, units: 4, k: 2 }];
-/// Most sums of a lane for tiles. Codes need as many again, for the sums of a group, and both have words of two chunks.
-const TILE_SUMS_MAX: u32 = 32;
+/// Most sums of a lane for tiles of a step of this many rows. Codes, which have tiles of up to 64 rows, need as many again for the sums of a group. Both have words
+/// of two chunks.
+fn tile_sums_max(rows: u32) -> u32 {
+    if rows > 64 { 128 } else { 32 }
+}
 
 /// Most registers of a lane for its sums and for weights that it holds while blocks meet: more do not fit beside what a wave of products needs.
 const HELD_AND_SUMS_MAX: u32 = 96;

@@ -6,8 +6,8 @@
 
 use super::{
     Action, CHUNK_BLOCK_ROWS, Division, Form, HELD_AND_SUMS_MAX, Input, Layout, NormOf, Over, Plan, Products, Ragged,
-    Ring, STEP_ROWS_MAX, Share, Splits, Sum, Sums, TILE_SUMS_MAX, TILE_WARPS, Target as Written, WIDE_UNITS, Warps,
-    Wave, Work, WorkId, sums_max, wide_tiles_max,
+    Ring, STEP_ROWS_MAX, Share, Splits, Sum, Sums, TILE_WARPS, Target as Written, WIDE_UNITS, Warps, Wave, Work,
+    WorkId, sums_max, tile_sums_max, wide_tiles_max,
 };
 use crate::dtype::DType;
 use crate::format::Format;
@@ -698,7 +698,7 @@ impl Judge<'_> {
             }
             _ => return no("expected other waves of attention"),
         };
-        self.layout(out, Layout::Operand, cols)?;
+        self.operand(out, cols)?;
         self.over(wave, Over::Heads { n: a.heads / a.heads_per_task, rows })?;
         let pages = tile > 0 && tile.is_multiple_of(16) && page > 0 && page.is_multiple_of(tile);
         if !pages || 2 * tile * row > self.plan.machine.inputs.slot_bytes {
@@ -845,10 +845,12 @@ impl Judge<'_> {
             }
         }
         let rows = u64::from(self.plan.block_rows);
-        let [pass, by_rows, by_units] = [pass, warps.rows.max(1), warps.units.max(1)].map(u64::from);
+        let [pass, by_rows, by_units, by_k] =
+            [pass, warps.rows.max(1), warps.units.max(1), warps.k.max(1)].map(u64::from);
         let padded = pass.next_multiple_of(by_units * if wave.action.is_tiles() { u64::from(WIDE_UNITS) } else { 1 });
-        // At most what the groups of k have of a unit of each warp; what was sent; and squares, of half of the rows each.
-        let bytes = 8 * (rows / 16 / by_rows) * 512 + padded.saturating_mul(rows / 2 * 8 * 4 + rows / 2 * 4);
+        // Of a unit of each warp what half of the groups of k have, to which the others add; what was sent; and squares, of half of the rows each.
+        let met = (8 / by_k).saturating_mul((by_k / 2).max(1)).saturating_mul(rows / 16 / by_rows * 512);
+        let bytes = met.saturating_add(padded.saturating_mul(rows / 2 * 8 * 4 + rows / 2 * 4));
         if bytes > u64::from(self.plan.machine.scratch_bytes) {
             return Err("sums of a pair that no scratch holds".to_string());
         }
@@ -899,12 +901,8 @@ impl Judge<'_> {
             (Some(Value::Normed(of, norm)), None) => of == input && norm == expected,
             (Some(Value::Weighted(of, norm)), Some(squares)) => {
                 self.holds(squares, Value::Squares(of))?;
-                // A warp has every eighth group of four rows, and its lanes have their parts in registers while they multiply.
-                let Layout::Parts(parts) = self.plan.work[squares.index()].layout else {
+                if !matches!(self.plan.work[squares.index()].layout, Layout::Parts(_)) {
                     return Err(format!("{squares} has no sums of parts"));
-                };
-                if self.plan.block_rows.div_ceil(32) * parts.div_ceil(32) > 8 {
-                    return Err(format!("{parts} sums of squares of a row, more than lanes hold"));
                 }
                 of == input && Some(norm) == expected
             }
@@ -1077,28 +1075,28 @@ impl Judge<'_> {
         let read = if format.is_plain() { pass.next_multiple_of(tile) } else { pass };
         let bytes = read.saturating_mul(chunk).saturating_mul(u64::from(format.granule_bytes(m.k)));
         let sums = block / 2 * pass.div_ceil(tile);
+        let sums_most = u64::from(tile_sums_max(plan.block_rows));
         let part = u64::from(part_granules(m, format, parts.max(1)));
         let granules = u64::from(m.k).div_ceil(32 * spans);
         let steps = of_inputs / of_weights.max(1); // chunks of weights of a chunk of the input
         let wrong = [
             (plan.form != Form::Steps, "outside a step".to_string()),
-            (![32, 64].contains(&block), format!("of {block} rows, for which there is no instruction")),
+            (![32, 64, 128].contains(&block), format!("of {block} rows, for which there is no instruction")),
+            // Their sums of a group would need registers, too.
+            (block == 128 && !format.is_plain(), "of codes and 128 rows".to_string()),
             (!TILE_WARPS.contains(&warps), "expected two units of a tile for each warp".to_string()),
             (m.parts() != 1, "of units of fewer than eight rows".to_string()),
             (parts == 0 || part * (u64::from(parts) - 1) >= granules, "a part of k that is empty".to_string()),
-            (matches!(m.epilogue, Epilogue::Logits { .. }), "of logits".to_string()),
-            (
-                pass == 0 || sums > u64::from(TILE_SUMS_MAX),
-                format!("expected 1 to {TILE_SUMS_MAX} sums of a lane, found {sums}"),
-            ),
+            (pass == 0 || sums > sums_most, format!("expected 1 to {sums_most} sums of a lane, found {sums}")),
             (pass > 96, "more units of a pass than lanes copy".to_string()),
             (
                 if format.is_plain() {
-                    of_weights != 2 * k || !m.k.is_multiple_of(64)
+                    of_weights != if sums > 64 { k } else { 2 * k } || !m.k.is_multiple_of(64)
                 } else {
                     chunk != k || !spans.is_multiple_of(2)
                 },
-                "expected chunks of 64 of k, or of a granule of codes, for each group of k".to_string(),
+                "expected chunks of 64 of k, or of a granule of codes or of several tiles, for each group of k"
+                    .to_string(),
             ),
             (
                 of_weights == 0 || of_inputs == 0 || !of_inputs.is_multiple_of(of_weights.max(1)),

@@ -356,7 +356,7 @@ fn a_cubin_runs_only_if_this_version_would_compile_it() {
         export_model(&workspace(export.folder.path()), &manifest, &out, &serving, &|| false)
     };
     for (fault, expected) in
-        [(write(65, None), "`--max-batch` is 65"), (write(8, Some(u32::MAX)), "tokens does not fit")]
+        [(write(129, None), "`--max-batch` is 129"), (write(8, Some(u32::MAX)), "tokens does not fit")]
     {
         let fault = fault.map(drop).expect_err(expected);
         assert!(fault.message.contains(expected) && fault.remedy.is_some(), "{fault}");

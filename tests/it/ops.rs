@@ -158,7 +158,7 @@ const CASES_OF_ROWS: [(&str, usize); 85] = [
     ("attention-lanes-window", 5),
     ("attention-lanes-centred", 5),
 ];
-const CASES_OF_WAVES: [(&str, usize); 181] = [
+const CASES_OF_WAVES: [(&str, usize); 187] = [
     ("rows-embed", 1),
     ("rows-embed-bf16", 1),
     ("rows-branch", 1),
@@ -278,6 +278,9 @@ const CASES_OF_WAVES: [(&str, usize); 181] = [
     ("steps-tiles-e4m3-rows-bf16", 1),
     ("steps-tiles-k-bf16", 1),
     ("steps-tiles-k-int4-128-bf16", 1),
+    ("steps-tiles-two-bf16", 1),
+    ("steps-tiles-parts", 1),
+    ("steps-tiles-logits", 1),
     ("steps-to-tiles", 1),
     ("steps-to-tiles-bf16", 1),
     ("steps-to-tiles-4", 1),
@@ -310,6 +313,8 @@ const CASES_OF_WAVES: [(&str, usize); 181] = [
     ("pairs-to-tiles-32-bf16", 1),
     ("pairs-tiles", 1),
     ("pairs-tiles-bf16", 1),
+    ("pairs-tiles-128", 1),
+    ("pairs-tiles-128-bf16", 1),
     ("steps-logits", 1),
     ("steps-logits-8-groups", 1),
     ("steps-logits-32", 1),
@@ -340,6 +345,7 @@ const CASES_OF_WAVES: [(&str, usize); 181] = [
     ("splits-128-of-8-bf16", 1),
     ("splits-256-bf16", 1),
     ("splits-16-of-16-bf16", 1),
+    ("splits-128-rows-bf16", 1),
 ];
 const CASES_OF_BITS: [(&str, usize); 7] = [
     ("same-halves", 1),
@@ -712,7 +718,7 @@ fn a_step_of_waves_that_computes_something_else_is_found() {
         // Rows of one sequence that do not see each other, or see a later one; a key that is not appended.
         ("waves/context.cuh", "state.leads[row] = lead;", "state.leads[row] = 0;", "steps-halves-bf16"),
         (attention, "(is_new ? back : 0)", "(is_new ? back - 1 : 0)", "steps-halves-bf16"),
-        (attention, "first_head % G::GROUP == 0", "first_head % G::GROUP == 1", "steps-halves-bf16"),
+        (attention, "first_head() % G::GROUP == 0", "first_head() % G::GROUP == 1", "steps-halves-bf16"),
         (
             "waves/context.cuh",
             "wave_state<M>().positions[row] + step",
@@ -754,7 +760,11 @@ fn pairs_that_compute_something_else_are_found() {
         ("own[r][n].x + sent.x", "own[r][n].x + (G::ROWS == 74 ? own[r][n].x : sent.x)", "pairs-64"),
         ("ends.old[r][n].x + G::SCALE", "(G::UNIT_ROWS == 4 ? 0.f : ends.old[r][n].x) + G::SCALE", "pairs-units-of-4"),
         ("* 16 + int(part) * 8 +", "* 16 + (G::UNIT_ROWS == 2 ? 0 : int(part) * 8) +", "pairs-units-of-2"),
-        ("settled(c, e, 0, first", "settled(c, e, G::K == 200 && G::ROWS == 72 ? part : 0, first", "pairs-alone"),
+        (
+            "settled(c, e, 0, first + to.unit",
+            "settled(c, e, G::K == 200 && G::ROWS == 72 ? part : 0, first + to.unit",
+            "pairs-alone",
+        ),
         (
             "n * K_GROUPS + at.k_at) * PAIR_SUMS + k) * 32]",
             "n * K_GROUPS + at.k_at) * PAIR_SUMS + (G::K == 200 && G::ROWS == 72 ? 0 : k)) * 32]",
@@ -770,7 +780,7 @@ fn pairs_that_compute_something_else_are_found() {
             "pairs-int4-64-zeros-bf16",
         ),
         // Squares that a factor leaves out, and sums whose order is that of the rows of a block.
-        ("part < e.square_parts &&", "part + (G::NORM_PARTS == 20) < e.square_parts &&", "steps-factor-20-bf16"),
+        ("part < parts &&", "part + (G::NORM_PARTS == 20) < parts &&", "steps-factor-20-bf16"),
         (
             "all += __shfl_xor_sync(~0u, all, o);",
             "all += __shfl_xor_sync(~0u, all, M::BLOCK_ROWS == 16 ? 4 / o : o);",
@@ -786,7 +796,11 @@ fn pairs_that_compute_something_else_are_found() {
 fn tiles_that_compute_something_else_are_found() {
     let edits = [
         // The first chunk of weights of each chunk of the input again and again, the unit beside, words of the chunk before, and no factor.
-        ("(i % X_STEPS * STEP +", "((G::K == 320 && !G::FACTOR ? 0 : i % X_STEPS) * STEP +", "steps-tiles-bf16"),
+        (
+            "x.at, i % X_STEPS * STEP +",
+            "x.at, (G::K == 320 && !G::FACTOR ? 0 : i % X_STEPS) * STEP +",
+            "steps-tiles-bf16",
+        ),
         (
             "w + unit_of_tile(at, n, i) * UNIT_PITCH",
             "w + (unit_of_tile(at, n, i) ^ (G::PASS == 5)) * UNIT_PITCH",
@@ -816,8 +830,8 @@ fn tiles_that_compute_something_else_are_found() {
             "steps-tiles-int4-32-factor-bf16",
         ),
         (
-            "transposed(d[n][8 * m + 2 * i]",
-            "transposed(d[n][8 * (Codes::CODED && ROW_TILES == 4 ? m % 2 : m) + 2 * i]",
+            "turned(at.lane, d[n][8 * m + 2 * i]",
+            "turned(at.lane, d[n][8 * (Codes::CODED && ROW_TILES == 4 ? m % 2 : m) + 2 * i]",
             "steps-tiles-int4-64-bf16",
         ),
         (
@@ -837,16 +851,28 @@ fn tiles_that_compute_something_else_are_found() {
             "steps-tiles-k-int4-128-bf16",
         ),
         ("here - 1) * UNIT_PITCH", "here - 1 - (G::K == 1352)) * UNIT_PITCH", "pairs-tiles"),
+        // Of 128 rows: the gates of one unit beside the other, a part in the place of the first one, the best of the last pass alone, and rows that lanes do
+        // not have.
+        ("given = has_gates ? z : y", "given = has_gates == (ROW_TILES < 8) ? z : y", "steps-tiles-two-bf16"),
+        (
+            "(u64(part) * M::BLOCK_ROWS + row) * G::ROWS + col);\n    const u32 rows",
+            "u64(row) * G::ROWS + col);\n    const u32 rows",
+            "steps-tiles-parts",
+        ),
+        ("leave_best(c, at, best, true)", "leave_best(c, at, best, false)", "steps-tiles-logits"),
+        ("lane % 4 * 2 + lane / 4 % 2", "lane % 4 * 2 + (G::K == 1216 ? 0 : lane / 4 % 2)", "pairs-tiles-128"),
         // The input of warps.
         (
-            "OutPlace<M, G, COLS>",
-            "OperandPlace<COLS, M::BLOCK_ROWS, M::WARPGROUPS || (G::OUT_TILES && G::ROWS != 74)>",
+            "OutPlace<M, G, G::ROWS>::at(",
+            "OperandPlace<G::ROWS, M::BLOCK_ROWS, M::WARPGROUPS || (G::OUT_TILES && G::ROWS != 74)>::at(",
             "pairs-to-tiles-64-bf16",
         ),
     ];
     let of_rows = ("OutPlace<M, G, H>", "WaveOperand<M, H>", "steps-to-tiles-bf16");
+    let of_lanes = ("if (left < more[i])", "if (ROWS > 2 || left < more[i])", "splits-128-rows-bf16");
     let mut edits = edits.map(|(from, to, case)| ("waves/matmul.cuh", from, to, case)).to_vec();
     edits.push(("waves/rows.cuh", of_rows.0, of_rows.1, of_rows.2));
+    edits.push(("waves/attention.cuh", of_lanes.0, of_lanes.1, of_lanes.2));
     each_shows("tiles_that_compute_something_else_are_found", "waves_ops.cc", &edits);
 }
 

@@ -394,16 +394,21 @@ fn kernels_of_waves_compile() {
         let source = emit(&proven(&validated, &target, form, rows).unwrap(), &target, trace);
         compiles(compiler, &source, &format!("{name} on {record}"));
     });
-    // Steps of 32 rows that hold weights, and of 64 rows in tiles, as users have them.
+    // Steps of 32 rows that hold weights, and of 64 rows in tiles, as users have them; and of 128 rows in tiles.
     let holding = kernel(&of_width("families/gemma3", HOLDING_COLS).graph, &small());
     let holding = emit(&proven(&holding, &small(), Form::Steps, 32).unwrap(), &small(), Trace::On);
     assert!(holding.text.contains("int HELD = 4;"));
-    let tiles = kernel(&filling("families/qwen3").graph, &small());
-    let tiles = emit(&proven(&tiles, &small(), Form::Steps, 64).unwrap(), &small(), Trace::On);
-    assert!(tiles.text.contains("bool TILES = true;"));
-    [holding, tiles].par_iter().for_each(|source| compiles(nvrtc, source, "a kernel that holds weights, or of tiles"));
+    let filled = kernel(&filling("families/qwen3").graph, &small());
+    let [tiles, most] = [64, 128].map(|rows| {
+        let tiles = emit(&proven(&filled, &small(), Form::Steps, rows).unwrap(), &small(), Trace::On);
+        assert!(tiles.text.contains("bool TILES = true;"));
+        tiles
+    });
+    [(holding, nvrtc), (tiles, nvrtc), (most, quick)]
+        .par_iter()
+        .for_each(|(source, compiler)| compiles(compiler, source, "a kernel that holds weights, or of tiles"));
     // Histories in KV splits.
-    for (record, trace, rows, compiler) in [("h200", Trace::On, 64, nvrtc), ("b200", Trace::Off, 32, quick)] {
+    for (record, trace, rows, compiler) in [("h200", Trace::On, 64, nvrtc), ("b200", Trace::Off, 128, quick)] {
         let target = Target::builtin(record).unwrap();
         let validated = kernel(&wide("families/gemma3").graph, &target);
         let splits = proven_in_splits(&validated, &target, rows, 64);
@@ -429,6 +434,7 @@ fn kernels_of_waves_of_codes_compile() {
         (named("fp8"), "h200", FORMS[3], nvrtc),
         (named("int4:32"), "h200", FORMS[4], quick),
         (named("mxfp4"), "b200", FORMS[4], quick),
+        (named("int4:32"), "h200", (Form::Steps, 128), quick),
     ];
     kernels.into_par_iter().for_each(|(format, record, (form, rows), compiler)| {
         let (target, model) = match record {
@@ -478,9 +484,9 @@ fn targets_that_cannot_are_refused_by_name() {
 #[test]
 fn steps_of_other_numbers_of_rows_are_refused() {
     let validated = kernel(&wide("families/llama-gqa").graph, &h200());
-    for rows in [0, 1, 8, 15, 17, 24, 48, 63, 65, 128, u32::MAX] {
+    for rows in [0, 1, 8, 15, 17, 24, 48, 63, 65, 96, 127, 129, 256, u32::MAX] {
         let refused = derive(validated.schedule(), &h200(), Form::Steps, rows).unwrap_err().to_string();
-        assert_eq!(refused, format!("steps of {rows} rows: expected whole tiles of 16, up to 64"));
+        assert_eq!(refused, format!("steps of {rows} rows: expected whole tiles of 16, up to 128"));
     }
 }
 
@@ -574,7 +580,7 @@ fn every_plan_that_is_derived_is_proven() {
         let form = [Form::Chunk, Form::Steps, Form::Tail][one_of(&[0, 1, 2]) as usize];
         let rows = match form {
             Form::Chunk => one_of(&[1, 128, 300, 512, 1000]),
-            Form::Steps | Form::Tail => one_of(&[16, 32, 64]),
+            Form::Steps | Form::Tail => one_of(&[16, 32, 64, 128]),
         };
         match proven(&validated, &target, form, rows) {
             Ok(proven) => {
@@ -1873,11 +1879,13 @@ fn products_hold_no_other_weights() {
     }
 }
 
-/// Products are tiles where that pays, on a target with the instruction: gated ones of plain weights of 64 rows, and of codes of 4 bits of 32 rows all products of an
-/// MLP.
+/// Products are tiles where that pays, on a target with the instruction: gated ones of plain weights of 64 rows, all of 128 rows, and of codes of 4 bits of 32 rows
+/// all products of an MLP.
 #[test]
 fn products_are_tiles_where_that_pays() {
     let (none, gated, mlp): (&[&str], &[&str], &[&str]) = (&[], &["gate_up"], &["gate_up", "down"]);
+    // The output of attention and the vocabulary fill too few.
+    let filled: &[&str] = &["qkv", "gate_up", "down"];
     let plain = filling("families/qwen3");
     let [int4, int8] = ["int4:32", "int8"].map(|format| rounded(filling("families/qwen3"), &all(named(format))));
     let not_gated = of_size("families/starcoder2", 128, Some(1152));
@@ -1887,6 +1895,8 @@ fn products_are_tiles_where_that_pays() {
     for (imported, target, (form, rows), expected) in [
         (&plain, small(), (Form::Steps, 64), gated),
         (&plain, small(), (Form::Steps, 32), none),
+        (&plain, small(), (Form::Steps, 128), filled),
+        (&int4, small(), (Form::Steps, 128), none),
         (&int4, small(), (Form::Steps, 32), mlp),
         (&int4, small(), (Form::Steps, 64), none),
         (&int4, small(), (Form::Steps, 16), none),
@@ -1918,7 +1928,8 @@ fn products_are_tiles_where_that_pays() {
 fn a_wrong_plan_of_tiles_has_no_proof() {
     let (name, target) = ("families/qwen3", small());
     let mut count = 0;
-    for (formats, rows, tiles) in [(FormatPlan::default(), 64, 1), (all(named("int4:32")), 32, 2)] {
+    let plain = FormatPlan::default;
+    for (formats, rows, tiles) in [(plain(), 64, 1), (plain(), 128, 3), (all(named("int4:32")), 32, 2)] {
         let mut imported = rounded(filling(name), &formats);
         imported.graph.layers.truncate(1);
         let validated = kernel(&imported.graph, &target);
@@ -1973,16 +1984,17 @@ fn is_product(program: &Program, wave: &Wave, is_gated: bool) -> bool {
 #[test]
 fn other_products_are_no_tiles() {
     let (plain, odd) = (filling("families/qwen3"), of_size("families/qwen3", 672, Some(576)));
+    let coded = rounded(filling("families/qwen3"), &all(named("int4:32")));
     for (imported, target, (form, rows), is_gated, what, alone) in [
         (&plain, small(), (Form::Steps, 16), true, "of 16 rows, for which there is no instruction", true),
         (&plain, small(), (Form::Chunk, 256), true, "outside a step", false),
-        (&plain, small(), (Form::Chunk, 256), true, "of 128 rows, for which there is no instruction", false),
+        (&coded, small(), (Form::Steps, 128), true, "of codes and 128 rows", false),
         (
             &odd,
             small(),
             (Form::Steps, 64),
             true,
-            "expected chunks of 64 of k, or of a granule of codes, for each group of k",
+            "expected chunks of 64 of k, or of a granule of codes or of several tiles, for each group of k",
             true,
         ),
     ] {
@@ -1998,7 +2010,7 @@ type ChangeOf = fn(&mut Product);
 fn products_are_no_other_tiles() {
     let plain = filling("families/qwen3");
     let coded = rounded(filling("families/qwen3"), &all(named("int4:32")));
-    let chunks = "expected chunks of 64 of k, or of a granule of codes, for each group of k";
+    let chunks = "expected chunks of 64 of k, or of a granule of codes or of several tiles, for each group of k";
     let changes: [(_, u32, ChangeOf, _); 5] = [
         (&plain, 64, |m| m.warps = Warps { rows: 2, units: 8, k: 1 }, "expected two units of a tile for each warp"),
         (&coded, 32, |m| m.pass = 22, "16896 bytes of a pass of 22 units, which no slot holds"),
@@ -2017,6 +2029,18 @@ fn products_are_no_other_tiles() {
         (p.machine.weights.slots, p.machine.weights.slot_bytes) = (3, 32_768);
     };
     no_tiles(of(), true, larger, ("tiles: expected 1 to 32 sums of a lane, found 64", true));
+    let three_tiles = |p: &mut Plan, _: &Program, w| {
+        change_product(p, w, |m| (m.pass, m.chunk) = (33, 1));
+        (p.machine.weights.slots, p.machine.weights.slot_bytes) = (2, 24_576);
+    };
+    let of_128 = || (&plain, small(), (Form::Steps, 128));
+    no_tiles(of_128(), true, three_tiles, ("tiles: expected 1 to 128 sums of a lane, found 192", true));
+    // Two tiles of 128 rows want a granule at a time.
+    let two_tiles = |p: &mut Plan, _: &Program, w| {
+        change_product(p, w, |m| m.pass = 17);
+        (p.machine.weights.slots, p.machine.weights.slot_bytes) = (2, 32_768);
+    };
+    no_tiles(of_128(), true, two_tiles, (&format!("tiles: {chunks}"), true));
     // As the waves before want them, too.
     let before_in_twos = |p: &mut Plan, program: &Program, w: usize| {
         for before in 0..w {
@@ -2056,17 +2080,12 @@ fn products_are_no_other_tiles() {
     no_tiles(of(), true, less, ("tiles: sums of warps that no scratch holds", false));
 }
 
-/// Products of logits, and of three parts of k of which the last one is empty.
+/// Products of three parts of k of which the last one is empty.
 #[test]
-fn products_of_logits_and_of_empty_parts_are_no_tiles() {
+fn products_of_empty_parts_are_no_tiles() {
     let target = small();
     let validated = kernel(&wide("families/qwen3").graph, &target);
-    let is_head = |program: &Program, wave: &Wave| {
-        let Op::MatVec(m) = &program.grids[wave.grid.index()].op else { return false };
-        matches!((&wave.action, m.epilogue), (Action::MatMul { .. }, Epilogue::Logits { .. }))
-    };
     let of = (&target, Form::Steps, 64);
-    breaks_rule_of_tiles(&validated, of, is_head, in_tiles, ("tiles: of logits", true));
     let heads = |program: &Program, wave: &Wave| is_product(program, wave, false);
     let in_three_parts = |p: &mut Plan, program: &Program, w: usize| {
         in_tiles(p, program, w);

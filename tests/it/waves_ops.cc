@@ -11,8 +11,9 @@ template <bool STEPS_, int ROWS_, int INPUT_KIB, int WEIGHT_KIB, u32 PAGE = 64, 
 struct Machine {
   static constexpr int SMS = 40, WARPS = 8, LOADER_WARPS = 4, INPUT_SLOTS = 3, WEIGHT_SLOTS = 2, INPUT_BYTES = INPUT_KIB << 10, WEIGHT_BYTES = WEIGHT_KIB << 10;
   static constexpr bool STEPS = STEPS_, WARPGROUPS = WIDE, PAIRS = STEPS;
-  static constexpr int SQUARE_PARTS = STEPS ? SMS / 2 : 0;
-  static constexpr int BLOCK_ROWS = ROWS_, INPUT_AT = WEIGHT_SLOTS * WEIGHT_BYTES, SCRATCH_AT = 0, SCRATCH_BYTES = STEPS ? 32 << 10 : 0;
+  // With more rows, more parts than lanes hold while they multiply.
+  static constexpr int SQUARE_PARTS = !STEPS ? 0 : ROWS_ > 64 ? 66 : SMS / 2;
+  static constexpr int BLOCK_ROWS = ROWS_, INPUT_AT = WEIGHT_SLOTS * WEIGHT_BYTES, SCRATCH_AT = 0, SCRATCH_BYTES = !STEPS ? 0 : (ROWS_ > 64 ? 36 : 32) << 10;
   static constexpr int DIVISIONS = 1, STATE_AT = 64 << 10, STATE_BYTES = 1 << 14, STAGE_AT = 0, HEADS_AT = 0, REDUCE_AT = 0;
   static constexpr int REDUCE_BATCH = 1, ROWS = 8, REGISTERS = 216, LOADER_REGISTERS = 72, STAMPS_MAX = 0, VOCAB = 30;
   static constexpr Elem WEIGHT = Elem::BF16, CACHE = Elem::BF16, WIRE = Elem::BF16;
@@ -314,8 +315,8 @@ struct By : P {
   static constexpr bool BOXED = CHUNK <= 2;
 };
 // In tiles of 16 units, by warpgroups of a step.
-template <class P, int CHUNK_>
-struct InTiles : By<P, 1, 8, 1, CHUNK_> {
+template <class P, int CHUNK_, int SPLITS_ = 1>
+struct InTiles : By<P, 1, 8, 1, CHUNK_, SPLITS_> {
   static constexpr bool TILES = true;
 };
 // In tiles of 8 units, by two warpgroups that share k.
@@ -661,7 +662,7 @@ template <class H, int TILE_, HeadNorm Q, HeadNorm K>
 struct Tiled : H {
   static constexpr int PITCH = H::DIM, TILE = TILE_, PARTS = 0;
   static constexpr u32 SPLITS_MOST = 1;
-  static constexpr bool SWIZZLED = true, PACKETS = false;
+  static constexpr bool SWIZZLED = true, PACKETS = false, OUT_TILES = false;
   static constexpr HeadNorm Q_NORM = Q, K_NORM = K;
 };
 template <class H>
@@ -839,11 +840,11 @@ static void attention(const char* name, const std::vector<At>& places, u32 step 
         all += weight;
         for (int d = 0; d < G::DIM; d++) sums[d] += weight * all_values[(s * M::CONTEXT_MAX + of) * KV + h / G::GROUP][d];
       }
-      for (int d = 0; d < G::DIM; d++) expected.push_back(sums[d] / all), found.push_back(bf16_at(operand_at<M, OUT>(out, row, h * G::DIM + d)));
+      for (int d = 0; d < G::DIM; d++) expected.push_back(sums[d] / all), found.push_back(bf16_at(operand_at<M, OUT, G::OUT_TILES>(out, row, h * G::DIM + d)));
     }
   }
   for (u32 row = rows; row < whole; row++)
-    for (int col = 0; col < OUT; col += 2) expected.push_back(1), found.push_back(untouched(operand_at<M, OUT>(out, row, col), 4));
+    for (int col = 0; col < OUT; col += 2) expected.push_back(1), found.push_back(untouched(operand_at<M, OUT, G::OUT_TILES>(out, row, col), 4));
   report(name, expected, found);
 }
 
@@ -884,7 +885,7 @@ static std::vector<std::vector<u8>> attended(const std::vector<At>& places) {
   std::vector<std::vector<u8>> all(rows);
   for (u32 row = 0; row < rows; row++)
     for (int col = 0; col < OUT; col++) {
-      const u8* at = operand_at<M, OUT>(wave.out, row, col);
+      const u8* at = operand_at<M, OUT, G::OUT_TILES>(wave.out, row, col);
       all[row].insert(all[row].end(), at, at + 2);
     }
   return all;
@@ -1082,6 +1083,11 @@ int main() {
   matmul<S32, CodedAs<Weighted<InTiles<LongTiles, 1>, 3>, Code::E4M3, 0, ScaleCode::NONE, false, true>>("steps-tiles-e4m3-rows-bf16", 30);
   matmul<S64, Weighted<InTilesOfK<Product<200, 704, Epilogue::GATED, 7>, 4>, 5>>("steps-tiles-k-bf16", 61);
   matmul<S32, ToTiles<CodedAs<InTilesOfK<Product<200, 640, Epilogue::ACT, 13, 8, true>, 2>, Code::INT4, 128, ScaleCode::F16, false, false>>>("steps-tiles-k-int4-128-bf16", 29);
+  // Of 128 rows: two tiles at once, whose chunk is one granule, and one; sums of parts, and logits; an input in slots of 128 columns.
+  typedef Machine<true, 128, 32, 16> S128;
+  matmul<S128, ToTiles<Weighted<InTiles<Product<404, 448, Epilogue::GATED, 31, 8, true>, 1>, 66>>>("steps-tiles-two-bf16", 121);
+  matmul<S128, Weighted<InTiles<Product<200, 704, Epilogue::STORE, 12, 8, true>, 2, 2>, 66>>("steps-tiles-parts", 128);
+  matmul<S128, Weighted<InTiles<Product<437, 192, Epilogue::LOGITS, 27, 8, true>, 1>, 66>>("steps-tiles-logits", 97);
   rowwise<ToTiles<Rowwise<1000, true, false, true, Norm::RMS>>, S64>("steps-to-tiles", "steps-to-tiles-bf16", 50);
   rowwise<RowsIn<ToTiles<Rowwise<256, false, true, true, Norm::RMS>>, 4>, S32>("steps-to-tiles-4", "steps-to-tiles-4-bf16", 29);
   same_factors<Weighted<By<Product<44, 200, Epilogue::STORE, 8>, 1, 8, 1, 2>, 19>>("steps-factors-alike");
@@ -1100,6 +1106,7 @@ int main() {
   in_pairs<S64, ToTiles<Paired<By<Product<74, 712, Epilogue::RESIDUAL, 4, 8, true>, 4, 1, 2, 4, 2>, true>>>("pairs-to-tiles-64", "pairs-to-tiles-64-bf16", 61);
   in_pairs<S32, ToTiles<CodedAs<Paired<By<Product<72, 712, Epilogue::RESIDUAL, 4, 8, true>, 2, 2, 2, 2, 2>, true>, Code::INT4, 128, ScaleCode::F16, false, false>>>("pairs-to-tiles-32", "pairs-to-tiles-32-bf16", 30);
   in_pairs<S32, CodedAs<Paired<InTilesOfK<Product<74, 1352, Epilogue::RESIDUAL, 5, 8, true>, 2, 2>, true>, Code::INT4, 128, ScaleCode::F16, true, false>>("pairs-tiles", "pairs-tiles-bf16", 29);
+  in_pairs<S128, ToTiles<Paired<InTilesOfK<Product<74, 1216, Epilogue::RESIDUAL, 5, 8, true>, 4, 2>, true>>>("pairs-tiles-128", "pairs-tiles-128-bf16", 121);
   matmul<S16, By<Product<37, 96, Epilogue::LOGITS, 3>, 1, 8, 1, 2>>("steps-logits", 13);
   matmul<S16, By<Product<37, 200, Epilogue::LOGITS, 2>, 1, 1, 8, 8>>("steps-logits-8-groups", 16);
   matmul<S32, By<Product<61, 200, Epilogue::LOGITS, 4, 8, true>, 2, 4, 1, 4>>("steps-logits-32", 29);
@@ -1139,5 +1146,9 @@ int main() {
   attention<S64, CutAt<HeadsOf<Tiled<Heads<8, 8, 8, 128, 128, false, HeadNorm::HEAD, 0, 1>, 32, none, head>, 2>, 128>>("splits-128-of-8-bf16", one);
   attention<S16, CutAt<Tiled<Heads<4, 4, 4, 256, 256, false, HeadNorm::HEAD, 0, 1>, 16, head, head>, 256>>("splits-256-bf16", two);
   attention<S16, CutAt<Tiled<Heads<16, 16, 16, 64, 64, false, HeadNorm::HEAD, 0, 1>, 64, none, none>, 64>>("splits-16-of-16-bf16", one);
+  // More rows than two a lane, for a product in tiles.
+  std::vector<At> many;
+  for (u32 i = 0; i < 102; i++) many.push_back(i < 30 ? At{0, 100 + i} : i < 31 ? At{1, 700} : i < 90 ? At{2, 210 + i} : i < 91 ? At{3, 65} : At{4, i - 91});
+  attention<S128, CutAt<ToTiles<HeadsOf<Tiled<Halves, 64, none, none>, 2>>, 64>>("splits-128-rows-bf16", many);
 }
 #endif
