@@ -572,13 +572,9 @@ struct WaveMatMul {
     else
       multiply_pass<N>(c, passes, at, 0, d);
     if constexpr (G::PAIRED && ROW_TILES > 4) ends.ask(c, e, passes.part, first, here, at);
-    if constexpr (BEST_MEETS) {
-      best.begin();
-      end_pass<N>(c, e, share, passes, first, here, at, best, squares, is_first, d, ends);
-      leave_best(c, at, best, true);
-    } else {
-      end_pass<N>(c, e, share, passes, first, here, at, best, squares, is_first, d, ends);
-    }
+    if constexpr (BEST_MEETS) best.begin();
+    end_pass<N>(c, e, share, passes, first, here, at, best, squares, is_first, d, ends);
+    if constexpr (BEST_MEETS) leave_best(c, at, best, true);
   }
   // Multiplies chunks, all but the first `done`, which must be whole turns.
   template <int N>
@@ -1206,7 +1202,9 @@ struct WaveMatMul {
     for (u32 s = 0, pass = 0;;) {
       const u32 first = passes.first(pass), here = passes.first(pass + 1) - first;
       multiply_pass<MOST>(c, passes, at, done, d);
+      if constexpr (BEST_MEETS) best.begin();
       end_pass<MOST>(c, e, share, passes, first, here, at, best, squares, done > 0, d, no_pair);
+      if constexpr (BEST_MEETS) leave_best(c, at, best, true);
       done = 0;
       if (++pass == passes.count) {
         if (++s == shares.count) return;

@@ -35,7 +35,7 @@ pub(super) const PAGE_ROWS: u32 = 16;
 const RUNNING_MAX: u32 = 8;
 const CHUNK_ROWS: u32 = 8;
 const CHUNK_ROWS_DEVICE: u32 = waves::CHUNK_ROWS;
-/// Most rows of a step that reads prompts beside few rows that decode: in waves 64 rows take 1.3 to 1.5 times as long as 16 (docs/perf-log.md, entry 23).
+/// Most rows of a step for the sake of prompts: in waves 64 rows take 1.3 to 1.5 times as long as 16 (docs/perf-log.md, entry 23).
 const MIXED_ROWS: u32 = 64;
 /// Default number of contexts in the interpreter's cache.
 const CPU_CONTEXTS: u32 = 4;

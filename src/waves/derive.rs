@@ -38,9 +38,9 @@ const LOADER_WARPS: u32 = 4;
 const REGISTERS: u32 = 216;
 const LOADER_REGISTERS: u32 = 72;
 const SLOTS_MAX: u32 = 8;
-/// Most positions of a tile of attention, and most bytes of its keys and values.
+/// Most positions of a tile of attention, and in a step most bytes of its keys and values.
 const TILE_MAX: u32 = 64;
-const TILE_BYTES_MAX: u32 = 16 << 10;
+const STEP_TILE_BYTES_MAX: u32 = 16 << 10;
 /// Bytes of the ring of inputs in a plan of chunks. A slot holds 64 columns of a block of rows, or 128 if a granule of codes is that long.
 const CHUNK_INPUT_BYTES: u32 = 96 << 10;
 /// A slot of weights of steps.
@@ -903,7 +903,8 @@ impl Builder<'_> {
         };
         let tiles = [TILE_MAX, TILE_MAX / 2, TILE_MAX / 4];
         let row_bytes = cache_row_bytes(a.head_dim, self.program.precision.cache);
-        let slot_bytes = self.plan.machine.inputs.slot_bytes.min(TILE_BYTES_MAX);
+        let slot_bytes = self.plan.machine.inputs.slot_bytes;
+        let slot_bytes = if self.plan.form.decides() { slot_bytes.min(STEP_TILE_BYTES_MAX) } else { slot_bytes };
         let fits = |tile: &u32| paging.rows.is_multiple_of(*tile) && 2 * tile * row_bytes <= slot_bytes;
         let Some(tile) = tiles.into_iter().find(fits) else {
             return refused(grid, "pages", "a multiple of 16 positions");

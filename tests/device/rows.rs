@@ -25,8 +25,8 @@ fn rows_and_waves_of_every_format_compute_what_the_interpreter_does() {
         let decode = "context_max = 2048\ntime_positions = [32]";
         let mut manifest = place.manifest_of(&source, &gpu.record, gpu.record.spec.copy, weights, decode);
         manifest.formats.embed = manifest.formats.weights;
-        // Those of 32 and 64 rows are run by waves; in fp32 by several launches of the kernel for 16.
-        let rows: &[u32] = &[1, 8, 16, 32, 64];
+        // Those of 32 rows and more are run by waves; in fp32 by several launches of the kernel for 16.
+        let rows: &[u32] = &[1, 8, 16, 32, 64, 128];
         let asked = Asked { rows, prompts: &[100, 700], chunks: &[] };
         // A baseline that takes turns with steps and prompts, but refuses 16 rows.
         let program = r#"while read -r line; do case "$line" in

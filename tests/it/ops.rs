@@ -158,7 +158,7 @@ const CASES_OF_ROWS: [(&str, usize); 85] = [
     ("attention-lanes-window", 5),
     ("attention-lanes-centred", 5),
 ];
-const CASES_OF_WAVES: [(&str, usize); 187] = [
+const CASES_OF_WAVES: [(&str, usize); 188] = [
     ("rows-embed", 1),
     ("rows-embed-bf16", 1),
     ("rows-branch", 1),
@@ -266,6 +266,7 @@ const CASES_OF_WAVES: [(&str, usize); 187] = [
     ("steps-held-units-of-4-bf16", 1),
     ("steps-held-factor-bf16", 1),
     ("steps-held-logits", 1),
+    ("steps-held-logits-128", 1),
     ("steps-tiles-bf16", 1),
     ("steps-tiles-few-bf16", 1),
     ("steps-tiles-one-bf16", 1),
@@ -859,7 +860,7 @@ fn tiles_that_compute_something_else_are_found() {
             "u64(row) * G::ROWS + col);\n    const u32 rows",
             "steps-tiles-parts",
         ),
-        ("leave_best(c, at, best, true)", "leave_best(c, at, best, false)", "steps-tiles-logits"),
+        ("leave_best(c, at, best, true);\n  }", "leave_best(c, at, best, false);\n  }", "steps-tiles-logits"),
         ("lane % 4 * 2 + lane / 4 % 2", "lane % 4 * 2 + (G::K == 1216 ? 0 : lane / 4 % 2)", "pairs-tiles-128"),
         // The input of warps.
         (

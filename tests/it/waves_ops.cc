@@ -1066,6 +1066,8 @@ int main() {
   matmul<H16, Holding<By<Product<50, 712, Epilogue::STORE, 3, 4, true>, 1, 1, 8, 8>, 1>>("steps-held-units-of-4-bf16", 16);
   matmul<H32, Weighted<Holding<By<Product<72, 456, Epilogue::GATED, 4>, 2, 2, 2, 2>, 4>, 4>>("steps-held-factor-bf16", 31);
   matmul<H32, Weighted<Holding<By<Product<61, 328, Epilogue::LOGITS, 4, 8, true>, 2, 4, 1, 2>, 4>, 3>>("steps-held-logits", 29);
+  // Of 128 rows, whose best logits lie in scratch between passes.
+  matmul<HoldingMachine<128>, Weighted<Holding<By<Product<437, 328, Epilogue::LOGITS, 8, 8, true>, 1, 8, 1, 2>, 4>, 66>>("steps-held-logits-128", 97);
   // In tiles of 16 units: several shares and passes, with fewer units than a tile and than there are warps; k that ends inside a chunk of the input, of
   // one chunk, and of a chunk for each chunk of weights; one tile and two; a factor of the first pass; codes, of groups and of rows. In
   // tiles of 8 units: a last chunk that has nothing for the second warpgroup, one tile and two, and an output in tiles.
