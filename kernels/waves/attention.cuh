@@ -564,52 +564,30 @@ struct WaveAttention {
     const Task task(of, wave_sequence<M>(of.row), wave_position<M>(l.p, l.step, of.row));
     for (u32 at = task.begin; at < task.end; at += TILE) T::load_chunk(l, e, task.sequence, task.head / G::GROUP, at, task.end);
   }
-  // A head of the own row of a task: what is known of it and loaded before it is computed. Each lane asks for a piece of head `n` of `tasks` tasks.
-  struct OwnHead {
-    static constexpr int HEADS = QUERIES + 2; // queries, key and value
-    const WaveSplit of;
-    const bool live;
-    const typename P::Place at;
-    const typename P::Turn by;
-    const bool appends;
-    const u32 to, row; // place in scratch, and the row of the cache that it is appended to
-    typename P::Piece piece;
-    template <class F>
-    __device__ __forceinline__ OwnHead(WaveContext<M>& c, const Wave& e, int tasks, int n, const F& split_of)
-        : of(split_of(u32(task_of(tasks, n)))), live(n < tasks * HEADS && of.row < c.p.row_count), at(c, live ? int(of.row) : 0, head_of(n % HEADS), live), by(c, e, at),
-          // Exactly one task appends: the one with the first heads of the KV head, in the first split.
-          appends(at.live && at.kind != 0 && first_head() % G::GROUP == 0 && (!CUTS || of.split == 0)),
-          to(u32(task_of(tasks, n)) * OWN_BYTES + u32(n % HEADS < QUERIES ? n % HEADS * QUERY_BYTES : QUERIES * QUERY_BYTES + (n % HEADS - QUERIES) * ROW)),
-          row(appends ? P::appended_row(c, at) : 0) {
-      P::head_piece(c, e, at, piece);
-    }
-    static __device__ __forceinline__ int task_of(int tasks, int n) { return min(n / HEADS, tasks - 1); }
-    __device__ __forceinline__ int first_head() const { return int(of.group) * QUERIES; }
-    __device__ __forceinline__ int head_of(int own) const { return own < QUERIES ? first_head() + own : G::HEADS + (own - QUERIES) * H::KV_HEADS + first_head() / G::GROUP; }
-    __device__ __forceinline__ void leave(const WaveContext<M>& c, const Wave& e) const {
-      const uint4 w = P::turned(c, at, by, piece);
-      if (!at.live) return;
-      *reinterpret_cast<uint4*>(scratch(c, to) + at.lane * 16) = w;
-      if (appends) P::append(c, e, at, row, w);
-    }
-  };
   // Computes the queries, key and value of the own row of up to TASKS of `count` tasks. `split_of(i)` is the row, group and split of task i; each lane
-  // asks for its own task. Sums are loaded for two rounds at once, packets as they come.
+  // asks for its own task.
   template <class F>
   static __device__ __forceinline__ void prepare(WaveContext<M>& c, const Wave& e, u32 count, F split_of) {
-    constexpr int STRIDE = M::WARPS * P::HEADS_AT_ONCE, ROUNDS = G::PACKETS ? 1 : 2;
-    const int tasks = int(min(u32(TASKS), count)), all = tasks * OwnHead::HEADS;
+    constexpr int HEADS = QUERIES + 2, STRIDE = M::WARPS * P::HEADS_AT_ONCE;
+    const int tasks = int(min(u32(TASKS), count));
 #pragma unroll 1
-    for (int from = c.warp() * P::HEADS_AT_ONCE; from < all; from += ROUNDS * STRIDE) {
-      const int n = from + c.lane() / P::LANES;
-      const OwnHead head(c, e, tasks, n, split_of);
-      if (ROUNDS == 1 || from + STRIDE >= all) {
-        head.leave(c, e);
-      } else {
-        const OwnHead next(c, e, tasks, n + STRIDE, split_of);
-        head.leave(c, e);
-        next.leave(c, e);
-      }
+    for (int from = c.warp() * P::HEADS_AT_ONCE; from < tasks * HEADS; from += STRIDE) {
+      const int n = from + c.lane() / P::LANES, task = min(n / HEADS, tasks - 1), own = n % HEADS;
+      const WaveSplit of = split_of(u32(task));
+      const int first_head = int(of.group) * QUERIES, kv = first_head / G::GROUP;
+      const bool live = n < tasks * HEADS && of.row < c.p.row_count;
+      const typename P::Place at(c, live ? int(of.row) : 0, own < QUERIES ? first_head + own : G::HEADS + (own - QUERIES) * H::KV_HEADS + kv, live);
+      const typename P::Turn by(c, e, at);
+      // Exactly one task appends: the one with the first heads of the KV head, in the first split.
+      const bool appends = at.live && at.kind != 0 && first_head % G::GROUP == 0 && (!CUTS || of.split == 0);
+      const u32 row = appends ? P::appended_row(c, at) : 0;
+      typename P::Piece v;
+      P::head_piece(c, e, at, v);
+      const uint4 w = P::turned(c, at, by, v);
+      if (!at.live) continue;
+      const u32 to = own < QUERIES ? own * QUERY_BYTES : QUERIES * QUERY_BYTES + (own - QUERIES) * ROW;
+      *reinterpret_cast<uint4*>(scratch(c, u32(task) * OWN_BYTES + to) + at.lane * 16) = w;
+      if (appends) P::append(c, e, at, row, w);
     }
   }
   // Puts keys and values of `count` positions into scratch, from `first` on, a multiple of STEP. Those of earlier steps come from the cache. Those of

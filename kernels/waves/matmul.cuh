@@ -341,8 +341,10 @@ struct WaveMatMul {
         for (int h = 0; h < 2; h++) score[m][h] = NEGATIVE_INFINITY, id[m][h] = 0x7fffffff;
     }
   };
-  // Those of many rows lie in scratch between passes, because sums need the registers. Groups of k exchange their sums there.
-  static constexpr bool BEST_MEETS = G::EPILOGUE == Epilogue::LOGITS && ROW_TILES > 4 && K_GROUPS == 1;
+  // Whether sums of a warp leave no registers for what only the end of a pass needs.
+  static constexpr bool MANY_ROWS = ROW_TILES > 4;
+  // The best then lie in scratch between passes, unless groups of k exchange their sums there.
+  static constexpr bool BEST_MEETS = G::EPILOGUE == Epilogue::LOGITS && MANY_ROWS && K_GROUPS == 1;
   // The factors of the input's norm follow from sums of squares that blocks have left (`square_at`). A warp has four rows at a time, and a lane every 32nd part of
   // them: so whatever the number of rows of a block is, a row has the same sum. They are asked for before the products, and arrive meanwhile.
   struct Squares {
@@ -565,13 +567,13 @@ struct WaveMatMul {
     const Warp at(c);
     PairEnds<N> ends;
     // What the end of a pair needs arrives while warps multiply, or while they send if sums leave no registers for it.
-    if constexpr (G::PAIRED && ROW_TILES <= 4) ends.ask(c, e, passes.part, first, here, at);
+    if constexpr (G::PAIRED && !MANY_ROWS) ends.ask(c, e, passes.part, first, here, at);
     float d[ROW_TILES][N][4] = {};
     if constexpr (G::TILES)
       multiply_tiles(c, passes, at, here, d);
     else
       multiply_pass<N>(c, passes, at, 0, d);
-    if constexpr (G::PAIRED && ROW_TILES > 4) ends.ask(c, e, passes.part, first, here, at);
+    if constexpr (G::PAIRED && MANY_ROWS) ends.ask(c, e, passes.part, first, here, at);
     if constexpr (BEST_MEETS) best.begin();
     end_pass<N>(c, e, share, passes, first, here, at, best, squares, is_first, d, ends);
     if constexpr (BEST_MEETS) leave_best(c, at, best, true);
@@ -718,7 +720,7 @@ struct WaveMatMul {
       to.exists = to.ends && pair_of(at.lane) < G::UNIT_ROWS / 2 && to.col < G::ROWS && u32(to.row) < c.p.row_count;
       return to;
     }
-    // Loads both ahead: they arrive while warps multiply.
+    // Loads both ahead of the end.
     __device__ __forceinline__ void ask(const WaveContext<M>& c, const Wave& e, u32 part, u32 first, u32 here, const Warp& at) {
       const float* const residual = c.template work<float>(e.residual);
       const bool has_gain = G::OUT && e.norm_weight != ~0u;

@@ -21,7 +21,7 @@ pub const PROMPT_ROWS: u32 = 32;
 pub const STEP_ROWS: [u32; 5] = [8, 16, 32, 64, 128];
 
 /// Rows of the kernels whose tasks wait for words, of a model on a target; ascending. More than 16 need tensor cores, whose warps share the
-/// rows, and plain weights; some may not fit a target's shared memory.
+/// rows, and plain weights; some may not fit a target's shared memory. None has 128 rows.
 pub fn kernel_rows(graph: &ModelGraph, precision: Precision, target: &Target) -> &'static [u32] {
     let plain = formats(graph, precision).all(|(format, _)| format.is_plain());
     match plain && rows_on_tensor_cores(precision, target.spec.dot == DotMechanism::Mma) {

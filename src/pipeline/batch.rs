@@ -341,7 +341,7 @@ fn ragged_rows(running_max: u32, kernels: &[StepsKernel]) -> Option<u32> {
 }
 
 /// The numbers of rows for which a server has something that runs them: those up to the first with a row for each running request and rows
-/// for prompts. A step runs on the smallest that has room for it. Prompts never ask for more than [`MIXED_ROWS`].
+/// for prompts. A step runs on the smallest that has room for it. Prompts are no reason for more than [`MIXED_ROWS`].
 fn step_rows_of(serving: &Serving) -> Result<&'static [u32], Fault> {
     let most = STEP_ROWS[STEP_ROWS.len() - 1];
     if serving.running_max > most {

@@ -166,7 +166,7 @@ fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, aske
         loader_warps: LOADER_WARPS,
         registers: REGISTERS,
         loader_registers: LOADER_REGISTERS,
-        // Known when it is known what products copy.
+        // Its size follows from the products, at the end.
         weights: Ring { slots: 0, slot_bytes: 0 },
         inputs,
         scratch_bytes,
@@ -204,7 +204,7 @@ fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, aske
     Ok(plan)
 }
 
-/// Shared memory beside the ring of weights, which has what is left of it: with a smaller one fewer weights could arrive while the SMs meet.
+/// Shared memory of a block without its ring of weights. That ring gets the rest: the longer it is, the more weights arrive while the SMs meet.
 struct Memory {
     inputs: Ring,
     scratch_bytes: u32,

@@ -719,7 +719,7 @@ fn a_step_of_waves_that_computes_something_else_is_found() {
         // Rows of one sequence that do not see each other, or see a later one; a key that is not appended.
         ("waves/context.cuh", "state.leads[row] = lead;", "state.leads[row] = 0;", "steps-halves-bf16"),
         (attention, "(is_new ? back : 0)", "(is_new ? back - 1 : 0)", "steps-halves-bf16"),
-        (attention, "first_head() % G::GROUP == 0", "first_head() % G::GROUP == 1", "steps-halves-bf16"),
+        (attention, "first_head % G::GROUP == 0", "first_head % G::GROUP == 1", "steps-halves-bf16"),
         (
             "waves/context.cuh",
             "wave_state<M>().positions[row] + step",
@@ -852,8 +852,8 @@ fn tiles_that_compute_something_else_are_found() {
             "steps-tiles-k-int4-128-bf16",
         ),
         ("here - 1) * UNIT_PITCH", "here - 1 - (G::K == 1352)) * UNIT_PITCH", "pairs-tiles"),
-        // Of 128 rows: the gates of one unit beside the other, a part in the place of the first one, the best of the last pass alone, and rows that lanes do
-        // not have.
+        // Of 128 rows: gates with the other unit's ups, a part in the place of the first one, the best of the last pass alone, and lanes at the row of their
+        // neighbour.
         ("given = has_gates ? z : y", "given = has_gates == (ROW_TILES < 8) ? z : y", "steps-tiles-two-bf16"),
         (
             "(u64(part) * M::BLOCK_ROWS + row) * G::ROWS + col);\n    const u32 rows",
