@@ -173,6 +173,25 @@ struct RowsEpilogue {
 // A warp keeps its whole input for all passes if k has at most this many blocks.
 constexpr int RESIDENT_BLOCKS = 2;
 
+// A number as a type.
+template <int N>
+struct Number {
+  static constexpr int VALUE = N;
+};
+// Calls `f` with `i`, which is one of LO to HI - 1.
+template <int LO, int HI, class F>
+__device__ __forceinline__ void pick(int i, F f) {
+  if constexpr (HI - LO == 1) {
+    f(Number<LO>());
+  } else {
+    constexpr int MIDDLE = (LO + HI) / 2;
+    if (i < MIDDLE)
+      pick<LO, MIDDLE>(i, f);
+    else
+      pick<MIDDLE, HI>(i, f);
+  }
+}
+
 // Tensor cores: words of bf16, and weights of bf16 or codes.
 template <class M, class G>
 struct RowsMatVecTensor {
@@ -190,6 +209,7 @@ struct RowsMatVecTensor {
   // its columns, and two units its rows.
   static constexpr int LANE_SUMS = 2 * GROUPS;
   typedef RowsCodes<M, G, S, N, AT_ONCE> Codes;
+  typedef float Sums[AT_ONCE][SUM_PARTS][LANE_SUMS];
   typedef typename Codes::Input Input;
 
   // Piece i of a block, from the lane's own place in the block on.
@@ -299,8 +319,10 @@ struct RowsMatVecTensor {
     }
   }
 
-  // Multiplies the next chunks, of `AT_ONCE` units or of a lone one that stands for both, with the block of the input in `a`.
-  static __device__ __forceinline__ void multiply(Context<M>& c, int block, bool lone, const uint4 (&a)[N], float (&d)[AT_ONCE][SUM_PARTS][LANE_SUMS]) {
+  // Multiplies the next chunks, of `AT_ONCE` units or of a lone one that stands for both, with the block of the input in `x`. `with_sums`
+  // calls what it gets with the sums of these units.
+  template <class WithSums>
+  static __device__ __forceinline__ void multiply(Context<M>& c, int block, bool lone, const uint4 (&x)[N], WithSums with_sums) {
     RowsChunks<M, AT_ONCE> chunks(c, lone);
     uint4 w[AT_ONCE][WARP_GRANULES];
 #pragma unroll
@@ -311,31 +333,26 @@ struct RowsMatVecTensor {
         w[u][j] = S::exists(c, block, j) ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
       }
     chunks.release(c);
+    with_sums([&](Sums& d) {
 #pragma unroll
-    for (int j = 0; j < WARP_GRANULES; j++)
+      for (int j = 0; j < WARP_GRANULES; j++)
 #pragma unroll
-      for (int p = 0; p < K_PARTS; p++) {
-        const uint4 lo = a[(j * K_PARTS + p) * GROUPS], hi = a[(j * K_PARTS + p) * GROUPS + GROUPS - 1];
-        if constexpr (GROUPS == 2) {
+        for (int p = 0; p < K_PARTS; p++) {
+          const uint4 lo = x[(j * K_PARTS + p) * GROUPS], hi = x[(j * K_PARTS + p) * GROUPS + GROUPS - 1];
+          if constexpr (GROUPS == 2) {
 #pragma unroll
-          for (int u = 0; u < AT_ONCE; u++)
-            tensor_product(d[u][p][0], d[u][p][1], d[u][p][2], d[u][p][3], lo.x, hi.x, lo.y, hi.y, w[u][j].x, w[u][j].y);
+            for (int u = 0; u < AT_ONCE; u++)
+              tensor_product(d[u][p][0], d[u][p][1], d[u][p][2], d[u][p][3], lo.x, hi.x, lo.y, hi.y, w[u][j].x, w[u][j].y);
 #pragma unroll
-          for (int u = 0; u < AT_ONCE; u++)
-            tensor_product(d[u][p][0], d[u][p][1], d[u][p][2], d[u][p][3], lo.z, hi.z, lo.w, hi.w, w[u][j].z, w[u][j].w);
-        } else {
-          const uint4 v = w[0][j], u = w[1][j];
-          tensor_product(d[0][p][0], d[0][p][1], d[1][p][0], d[1][p][1], v.x, u.x, v.y, u.y, lo.x, lo.y);
-          tensor_product(d[0][p][0], d[0][p][1], d[1][p][0], d[1][p][1], v.z, u.z, v.w, u.w, lo.z, lo.w);
+            for (int u = 0; u < AT_ONCE; u++)
+              tensor_product(d[u][p][0], d[u][p][1], d[u][p][2], d[u][p][3], lo.z, hi.z, lo.w, hi.w, w[u][j].z, w[u][j].w);
+          } else {
+            const uint4 v = w[0][j], u = w[1][j];
+            tensor_product(d[0][p][0], d[0][p][1], d[1][p][0], d[1][p][1], v.x, u.x, v.y, u.y, lo.x, lo.y);
+            tensor_product(d[0][p][0], d[0][p][1], d[1][p][0], d[1][p][1], v.z, u.z, v.w, u.w, lo.z, lo.w);
+          }
         }
-      }
-  }
-  static __device__ __forceinline__ void add(Context<M>& c, int block, bool lone, const uint4 (&a)[N], const Input& input,
-                                             float (&d)[AT_ONCE][SUM_PARTS][LANE_SUMS]) {
-    if constexpr (S::Weights::CODED)
-      Codes::multiply(c, block, lone, a, input, d);
-    else
-      multiply(c, block, lone, a, d);
+    });
   }
   // Stores a warp's sums of a unit in shared memory, [row][column]; a column takes the sums of its own part of k.
   static __device__ __forceinline__ void put(const Context<M>& c, float* to, const float (&d)[SUM_PARTS][LANE_SUMS]) {
@@ -357,14 +374,105 @@ struct RowsMatVecTensor {
     }
   }
 
-  // If k is short, a warp keeps its whole input for all passes; else it has a block and the next one. Passes are loops of few units:
-  // straight code that a task runs only once would be fetched again for each task.
+  // If k is short, a warp keeps its whole input for all passes; else it has a block and the next one.
   static constexpr bool RESIDENT = S::BLOCKS <= RESIDENT_BLOCKS;
-  static constexpr int DEPTH = RESIDENT ? S::BLOCKS : 2;
+  // An SM keeps 128 KiB of code. If a layer has more, the SM fetches it again in each layer, from the L2 that brings its weights. `Loops` has
+  // one copy of most code. Straight code is faster where k of 16 rows is short; with codes loops were not timed (docs/perf-log.md, entry 37).
+  static constexpr bool LOOPS = !S::Weights::CODED && !(RESIDENT && GROUPS == 2);
 
+  static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
+    const u32 active = active_rows(c);
+    const u8* x = words_of<M, G::K>(c, e.x);
+    Means means{};
+    if constexpr (G::NORM == Norm::LAYER) means = layer_statistics(c, x, active);
+    RowsEpilogue<M, G> epilogue(c);
+    if constexpr (LOOPS)
+      run_loops(c, e, x, active, means, epilogue);
+    else
+      run_straight(c, e, x, active, means, epilogue);
+    if constexpr (G::EPILOGUE == Epilogue::LOGITS) epilogue.publish_best(c, e);
+  }
+
+  // ---- one copy of the code: registers have no index, so each turn has its own products, and each batch its own stores of sums ----
+
+  static __device__ __forceinline__ void end_pass_in_loops(Context<M>& c, const Entry& e, RowsEpilogue<M, G>& epilogue, const Sums (&d)[TURNS], int first,
+                                                           int here) {
+#pragma unroll 1
+    for (int batch = 0; batch * S::BATCH < here; batch++) {
+      float* sums = c.reduce() + c.batch * (S::BATCH * S::UNIT_SUMS);
+      pick<0, ceil_div(PASS, S::BATCH)>(batch, [&](auto i) {
+        constexpr int AT = i.VALUE * S::BATCH;
+#pragma unroll
+        for (int u = 0; u < S::BATCH; u++)
+          if (AT + u < PASS) put(c, sums + u * S::UNIT_SUMS, d[(AT + u) / AT_ONCE % TURNS][(AT + u) % AT_ONCE]);
+      });
+      c.barrier();
+      if (first == 0 && batch == 0) epilogue.load_factor(c);
+      epilogue.run(c, e, sums, int(e.lo) + first + batch * S::BATCH, here - batch * S::BATCH);
+      c.batch ^= 1;
+    }
+  }
+  // After a block that was in `now`: the next one moves there. If all blocks stay, the two change places.
+  static __device__ __forceinline__ void advance(uint4 (&now)[N], uint4 (&next)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const uint4 done = now[i];
+      now[i] = next[i];
+      if constexpr (RESIDENT) next[i] = done;
+    }
+  }
+  static __device__ __forceinline__ void run_loops(Context<M>& c, const Entry& e, const u8* x, u32 active, const Means& means, RowsEpilogue<M, G>& epilogue) {
+    // Blocks with code of their own: a norm is long.
+    constexpr int UNROLLED = G::NORM == Norm::NONE && S::BLOCKS % 2 == 0 ? 2 : 1;
+    const int units = int(uniform(e.hi - e.lo));
+    uint4 a[2][N];
+    issue(c, x, 0, active, a[0]);
+    if (S::BLOCKS > 1) issue(c, x, 1, active, a[1]);
+    float squares[GROUPS] = {};
+#pragma unroll 1
+    for (int first = 0; first < units; first += PASS) {
+      const int here = min(PASS, units - first);
+      Sums d[TURNS] = {};
+#pragma unroll 1
+      for (int block0 = 0; block0 < S::BLOCKS; block0 += UNROLLED)
+#pragma unroll
+        for (int i = 0; i < UNROLLED; i++) {
+          const int block = block0 + i;
+          if (!RESIDENT || first == 0) {
+            settle(c, x, block, a[i]);
+            if (first == 0 && block == 0) c.stamp(1);
+            // Later passes add the same squares again; nothing reads those.
+            normalise(c, e, block, means, a[i], squares);
+          }
+#pragma unroll 1
+          for (int turn = 0; turn * AT_ONCE < here; turn++)
+            multiply(c, block, turn * AT_ONCE + 1 >= here, a[i],
+                     [&](auto products) { pick<0, TURNS>(turn, [&](auto which) { products(d[which.VALUE]); }); });
+          if constexpr (UNROLLED == 1 && S::BLOCKS > 1) advance(a[0], a[1]);
+          if constexpr (!RESIDENT) {
+            // The first blocks of the next pass follow the last ones of this pass.
+            const bool more = block + 2 < S::BLOCKS;
+            if (more || first + PASS < units) issue(c, x, more ? block + 2 : block + 2 - S::BLOCKS, active, a[UNROLLED == 1 ? 1 : i]);
+          }
+        }
+      if constexpr (G::NORM == Norm::RMS)
+        if (first == 0) put_row_statistic<M, GROUPS>(c, 1, squares);
+      if (first + PASS >= units) c.stamp(2);
+      end_pass_in_loops(c, e, epilogue, d, first, here);
+    }
+  }
+
+  // ---- code for each unit and each block that a warp has ----
+
+  static constexpr int DEPTH = RESIDENT ? S::BLOCKS : 2;
+  static __device__ __forceinline__ void add(Context<M>& c, int block, bool lone, const uint4 (&x)[N], const Input& input, Sums& d) {
+    if constexpr (S::Weights::CODED)
+      Codes::multiply(c, block, lone, x, input, d);
+    else
+      multiply(c, block, lone, x, [&](auto products) { products(d); });
+  }
   // Brings the sums of a pass from registers to shared memory and completes them: of `here` units, from unit `first` of the task on.
-  static __device__ __forceinline__ void end_pass(Context<M>& c, const Entry& e, RowsEpilogue<M, G>& epilogue, const float (&d)[TURNS][AT_ONCE][SUM_PARTS][LANE_SUMS],
-                                                  int first, int here) {
+  static __device__ __forceinline__ void end_pass(Context<M>& c, const Entry& e, RowsEpilogue<M, G>& epilogue, const Sums (&d)[TURNS], int first, int here) {
 #pragma unroll
     for (int batch = 0; batch < PASS; batch += S::BATCH) {
       if (batch >= here) break;
@@ -378,19 +486,14 @@ struct RowsMatVecTensor {
     }
   }
 
-  static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
+  static __device__ __forceinline__ void run_straight(Context<M>& c, const Entry& e, const u8* x, u32 active, const Means& means, RowsEpilogue<M, G>& epilogue) {
     const int units = int(uniform(e.hi - e.lo));
-    const u32 active = active_rows(c);
-    const u8* x = words_of<M, G::K>(c, e.x);
-    Means means{};
-    if constexpr (G::NORM == Norm::LAYER) means = layer_statistics(c, x, active);
     uint4 a[DEPTH][N];
     Input inputs[DEPTH];
 #pragma unroll
     for (int i = 0; i < DEPTH; i++)
       if (i < S::BLOCKS) issue(c, x, i, active, a[i]);
     float squares[GROUPS] = {};
-    RowsEpilogue<M, G> epilogue(c);
     if constexpr (RESIDENT) {
 #pragma unroll
       for (int block = 0; block < DEPTH; block++) {
@@ -404,7 +507,7 @@ struct RowsMatVecTensor {
 #pragma unroll 1
     for (int first = 0; first < units; first += PASS) {
       const int here = min(PASS, units - first);
-      float d[TURNS][AT_ONCE][SUM_PARTS][LANE_SUMS] = {};
+      Sums d[TURNS] = {};
       if constexpr (RESIDENT) {
 #pragma unroll
         for (int block = 0; block < DEPTH; block++)
@@ -438,7 +541,6 @@ struct RowsMatVecTensor {
       if (first + PASS >= units) c.stamp(2);
       end_pass(c, e, epilogue, d, first, here);
     }
-    if constexpr (G::EPILOGUE == Epilogue::LOGITS) epilogue.publish_best(c, e);
   }
 };
 
