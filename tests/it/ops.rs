@@ -71,9 +71,10 @@ const CASES: [(&str, usize); 60] = [
     ("attention-tensor-fp8-128-bf16", 5),
     ("attention-tensor-fp8-256-bf16", 5),
 ];
-const CASES_OF_ROWS: [(&str, usize); 85] = [
+const CASES_OF_ROWS: [(&str, usize); 88] = [
     ("matvec-8-bf16", 2),
     ("matvec-8-long-bf16", 2),
+    ("matvec-8-even-bf16", 2),
     ("matvec-8-gated-bf16", 2),
     ("matvec-8-layer-bf16", 2),
     ("matvec-8-logits-bf16", 2),
@@ -81,12 +82,14 @@ const CASES_OF_ROWS: [(&str, usize); 85] = [
     ("matvec-8-units-of-2-bf16", 2),
     ("matvec-16-bf16", 2),
     ("matvec-16-long-bf16", 2),
+    ("matvec-16-odd-bf16", 2),
     ("matvec-16-gated-bf16", 2),
     ("matvec-16-layer-bf16", 2),
     ("matvec-16-logits-bf16", 2),
     ("matvec-16-units-of-4-bf16", 2),
     ("matvec-16-moved-bf16", 2),
     ("matvec-16-moved-gated-bf16", 2),
+    ("matvec-16-moved-even-bf16", 2),
     ("matvec-32-bf16", 2),
     ("matvec-32-long-bf16", 2),
     ("matvec-32-layer-bf16", 2),

@@ -601,9 +601,11 @@ int main() {
   typedef Machine<Elem::BF16, 32, true, 4> Narrow;
   typedef Machine<Elem::F32, 8> F8;
   const u32 some = 0xb6d5;
-  // A short k stays in registers, a long one does not; passes have one unit, an odd number, or more units than there are.
+  // A short k stays in registers, a long one does not, and has an even or an odd number of blocks; passes have one unit, an odd number, or
+  // more units than there are.
   matvec<B8, Product<40, 160, Norm::NONE, Epilogue::STORE, 4, 3, 8, true>>("matvec-8-bf16", some & 0xff);
   matvec<B8, Product<44, 200, Norm::RMS, Epilogue::RESIDUAL, 2, 2>>("matvec-8-long-bf16", 0xff);
+  matvec<B8, Product<44, 256, Norm::NONE, Epilogue::RESIDUAL, 2, 2>>("matvec-8-even-bf16", some & 0xff);
   matvec<B8, Product<36, 104, Norm::RMS, Epilogue::GATED, 2, 5>>("matvec-8-gated-bf16", some & 0xff);
   matvec<B8, Product<21, 128, Norm::LAYER, Epilogue::ACT, 4, 2>>("matvec-8-layer-bf16", some & 0xff);
   matvec<B8, Product<37, 96, Norm::RMS, Epilogue::LOGITS, 3, 4>>("matvec-8-logits-bf16", some & 0xff);
@@ -611,12 +613,14 @@ int main() {
   matvec<B8, Product<10, 256, Norm::NONE, Epilogue::STORE, 1, 2, 2>>("matvec-8-units-of-2-bf16", 0xff);
   matvec<B16, Product<40, 160, Norm::NONE, Epilogue::STORE, 4, 3, 8, true>>("matvec-16-bf16", some);
   matvec<B16, Product<44, 200, Norm::RMS, Epilogue::RESIDUAL, 2, 2>>("matvec-16-long-bf16", 0xffff);
+  matvec<B16, Product<44, 180, Norm::NONE, Epilogue::RESIDUAL, 2, 4>>("matvec-16-odd-bf16", some);
   matvec<B16, Product<36, 104, Norm::RMS, Epilogue::GATED, 2, 5>>("matvec-16-gated-bf16", some);
   matvec<B16, Product<21, 128, Norm::LAYER, Epilogue::ACT, 4, 2>>("matvec-16-layer-bf16", some);
   matvec<B16, Product<37, 96, Norm::RMS, Epilogue::LOGITS, 3, 4>>("matvec-16-logits-bf16", some);
   matvec<B16, Product<12, 200, Norm::RMS, Epilogue::STORE, 2, 3, 4>>("matvec-16-units-of-4-bf16", 0x8001);
   matvec<Moved, Product<44, 200, Norm::RMS, Epilogue::RESIDUAL, 2, 3>>("matvec-16-moved-bf16", some);
   matvec<Moved, Product<36, 104, Norm::RMS, Epilogue::GATED, 2, 4>>("matvec-16-moved-gated-bf16", 0xffff);
+  matvec<Moved, Product<44, 256, Norm::NONE, Epilogue::STORE, 2, 3>>("matvec-16-moved-even-bf16", some);
   const u64 many = 0x9b6d5e731f0c8a27;
   matvec<B32, Product<40, 160, Norm::NONE, Epilogue::STORE, 4, 3, 8, true>>("matvec-32-bf16", many >> 32);
   matvec<B32, Product<44, 300, Norm::RMS, Epilogue::RESIDUAL, 3, 3>>("matvec-32-long-bf16", ~0u);
