@@ -5,6 +5,7 @@
 //! the next only the best logits stay. A tail has its own arena, and reads the arena that the chunk before it left.
 
 use std::collections::BTreeMap;
+use std::ops::{Range, RangeInclusive};
 
 use monobloc::dtype::DType;
 use monobloc::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role};
@@ -218,12 +219,7 @@ fn operand(grid: &Grid, role: Role) -> BufferId {
 }
 
 /// Positions of each split of a row that sees `first..=position`; `None` if it has one. Its history begins with a whole tile.
-fn cuts(
-    splits: Option<Splits>,
-    first: usize,
-    position: usize,
-    tile: u32,
-) -> Option<Vec<std::ops::RangeInclusive<usize>>> {
+fn cuts(splits: Option<Splits>, first: usize, position: usize, tile: u32) -> Option<Vec<RangeInclusive<usize>>> {
     let (length, begin) = (splits?.positions as usize, first / tile as usize * tile as usize);
     let count = (position - begin).div_ceil(length);
     let cut = |split: usize| {
@@ -253,7 +249,7 @@ fn attended(a: &Attention, q: &[f64], seen: &[(Vec<f64>, Vec<f64>)]) -> Vec<f64>
 struct Multiplied {
     part: usize,
     inputs: Vec<Vec<f64>>,
-    of_k: std::ops::Range<usize>,
+    of_k: Range<usize>,
     tensors: Vec<Part>,
     /// A row of the matrix.
     weights: Vec<f32>,
@@ -344,7 +340,7 @@ impl Step<'_> {
     }
 
     /// Rows of the launch that a share has.
-    fn rows(&self, share: &Share) -> std::ops::Range<usize> {
+    fn rows(&self, share: &Share) -> Range<usize> {
         share.row as usize..((share.row + share.rows) as usize).min(self.rows.len())
     }
 
@@ -401,21 +397,19 @@ impl Step<'_> {
     }
 
     fn read(&self, id: WorkId, row: usize) -> Vec<f64> {
-        let work = &self.plan.work[id.index()];
-        let cols = work.cols as usize;
-        match work.layout {
-            Layout::Rows(_) => {
-                let step = if work.layout == Layout::Rows(DType::F32) { 2 } else { 1 };
-                let first = self.cell(id, row, 0);
-                self.arena[first..first + cols * step].iter().step_by(step).copied().collect()
-            }
+        self.read_of(id, row, 0..self.plan.work[id.index()].cols as usize)
+    }
+
+    /// Some columns of a row.
+    fn read_of(&self, id: WorkId, row: usize, cols: Range<usize>) -> Vec<f64> {
+        match self.plan.work[id.index()].layout {
             Layout::Parts(parts) | Layout::Packets(parts) => {
                 let of = |part, col| self.cell(id, 0, 0) + self.part_cell(id, part, row, col);
                 let value = |part, col| self.arena.get(of(part, col)).copied().unwrap_or(f64::NAN);
-                (0..cols).map(|col| (0..parts as usize).map(|part| value(part, col)).sum()).collect()
+                cols.map(|col| (0..parts as usize).map(|part| value(part, col)).sum()).collect()
             }
-            Layout::Operand | Layout::Tiles | Layout::Best | Layout::Splits(_) => {
-                (0..cols).map(|col| self.get(id, row, col)).collect()
+            Layout::Rows(_) | Layout::Operand | Layout::Tiles | Layout::Best | Layout::Splits(_) => {
+                cols.map(|col| self.get(id, row, col)).collect()
             }
         }
     }
@@ -595,7 +589,10 @@ impl Step<'_> {
             let (Some(squares), Some(norm)) = (squares, m.norm) else { return 1.0 };
             (self.read(squares, row).iter().sum::<f64>() / f64::from(m.k) + f64::from(norm.eps)).sqrt().recip()
         };
-        let input = |row: usize| self.read(x, row)[of_k.clone()].iter().map(|x| x * factor(row)).collect();
+        let input = |row: usize| {
+            let factor = factor(row);
+            self.read_of(x, row, of_k.clone()).into_iter().map(|x| x * factor).collect()
+        };
         let inputs = self.rows(share).map(input).collect();
         Multiplied { part, inputs, of_k, tensors, weights: vec![0.0; m.k as usize] }
     }
@@ -758,7 +755,7 @@ impl Step<'_> {
         for row in self.rows(share) {
             let (all, (_, sequence, position)) = (self.read(x, row), self.rows[row]);
             let of = |head: usize| &all[head * dim..(head + 1) * dim];
-            let turned = |range: std::ops::Range<usize>, key| -> Vec<f64> {
+            let turned = |range: Range<usize>, key| -> Vec<f64> {
                 range.flat_map(|head| self.head(grid, a, key, of(head), position)).collect()
             };
             let (q, k) = (turned(0..heads, false), turned(heads..heads + kv, true));
@@ -789,7 +786,7 @@ impl Step<'_> {
             for head in share.lo as usize * per_task..share.hi as usize * per_task {
                 let kv = head / a.group as usize;
                 // A head of q, of k or of v of a row of the step.
-                let of = |row: usize, head: usize| self.read(x, row)[head * dim..(head + 1) * dim].to_vec();
+                let of = |row: usize, head: usize| self.read_of(x, row, head * dim..(head + 1) * dim);
                 let new = |row: usize| {
                     let key = self.head(grid, a, true, &of(row, heads + kv), self.rows[row].2);
                     (key, of(row, heads + kv_heads + kv))
