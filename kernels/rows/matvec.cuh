@@ -361,8 +361,12 @@ struct RowsMatVecTensor {
     for (int h = 0; h < GROUPS; h++) {
       float2 y = make_float2(d[0][2 * h], d[0][2 * h + 1]);
 #pragma unroll
-      for (int p = 1; p < SUM_PARTS; p++)
-        if (column / G::UNIT_ROWS == p) y = make_float2(d[p][2 * h], d[p][2 * h + 1]);
+      for (int p = 1; p < SUM_PARTS; p++) {
+        // All parts are read: a choice of what to read would be a choice of address, and registers have none.
+        const float2 other = make_float2(d[p][2 * h], d[p][2 * h + 1]);
+        const bool own = column / G::UNIT_ROWS == p;
+        y.x = own ? other.x : y.x, y.y = own ? other.y : y.y;
+      }
       y.x *= Codes::FACTOR, y.y *= Codes::FACTOR;
       float* at = to + (S::k_group(c) * M::ROWS + S::row_group(c) * WARP_ROWS) * OPERAND_ROWS;
       if constexpr (GROUPS == 2) {
@@ -376,9 +380,10 @@ struct RowsMatVecTensor {
 
   // If k is short, a warp keeps its whole input for all passes; else it has a block and the next one.
   static constexpr bool RESIDENT = S::BLOCKS <= RESIDENT_BLOCKS;
-  // An SM keeps 128 KiB of code. If a layer has more, the SM fetches it again in each layer, from the L2 that brings its weights. `Loops` has
-  // one copy of most code. Straight code is faster where k of 16 rows is short; with codes loops were not timed (docs/perf-log.md, entry 37).
-  static constexpr bool LOOPS = !S::Weights::CODED && !(RESIDENT && GROUPS == 2);
+  // An SM keeps 128 KiB of code. If a layer has more, the SM fetches it again in each layer, from the L2 that brings its weights. Loops have
+  // one copy of most code. Straight code is faster where k of 16 rows is short; with codes, and with more rows, loops were not timed
+  // (docs/perf-log.md, entry 37).
+  static constexpr bool LOOPS = !S::Weights::CODED && ROW_GROUPS<M> == 1 && !(RESIDENT && GROUPS == 2);
 
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
     const u32 active = active_rows(c);
@@ -401,7 +406,7 @@ struct RowsMatVecTensor {
     for (int batch = 0; batch * S::BATCH < here; batch++) {
       float* sums = c.reduce() + c.batch * (S::BATCH * S::UNIT_SUMS);
       pick<0, ceil_div(PASS, S::BATCH)>(batch, [&](auto i) {
-        constexpr int AT = i.VALUE * S::BATCH;
+        constexpr int AT = i.VALUE * S::BATCH; // units before this batch
 #pragma unroll
         for (int u = 0; u < S::BATCH; u++)
           if (AT + u < PASS) put(c, sums + u * S::UNIT_SUMS, d[(AT + u) / AT_ONCE % TURNS][(AT + u) % AT_ONCE]);

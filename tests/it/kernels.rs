@@ -130,6 +130,26 @@ fn kernels_for_rows_compile() {
     }
 }
 
+/// Sums are arrays, and a compiler puts one that it cannot name by constants in local memory, where each product stores it. Units of four rows
+/// have sums of two parts of k, of which a column takes one.
+#[test]
+fn sums_of_rows_stay_in_registers() {
+    let Some(nvrtc) = nvrtc("sums_of_rows_stay_in_registers") else { return };
+    let target = Target::builtin("h200").unwrap();
+    let mut graph = import_config_only(include_str!("../../manifests/configs/tinyllama-1.1b.json"), 0).unwrap().graph;
+    graph.layers.truncate(1);
+    let base = Candidate::default_for(&graph, &target, BF16);
+    let room = Room { rows: 16, sequences: 16, positions: 4096 };
+    let placed = place_rows(&graph, "rows", BF16, 1024, &target, &base, room).unwrap();
+    let validated = validate(placed, &target).unwrap_or_else(|rejected| panic!("{rejected}"));
+    let source = emit(&validated, &target, Trace::Off);
+    assert!(source.text.contains("int UNIT_ROWS = 4;"), "{}", source.text);
+    let compiled = nvrtc.compile(&source).unwrap_or_else(|error| panic!("{error}"));
+    let resources = cubin::read(&compiled.cubin, &compiled.log).unwrap();
+    let kernel = &resources.kernels[ENTRY_POINT];
+    assert!(kernel.stack_bytes <= 16, "{kernel:?}");
+}
+
 /// Every format in steps of several rows: on tensor cores with each copy mechanism and with moved registers, and on lanes. Shapes of one
 /// layer of Llama-3.2-1B, so that a matrix is several blocks of k.
 #[test]
