@@ -400,6 +400,7 @@ struct RowsMatVecTensor {
 
   // ---- one copy of the code: registers have no index, so each turn has its own products, and each batch its own stores of sums ----
 
+  // Brings the sums of a pass from registers to shared memory and completes them: of `here` units, from unit `first` of the task on.
   static __device__ __forceinline__ void end_pass_in_loops(Context<M>& c, const Entry& e, RowsEpilogue<M, G>& epilogue, const Sums (&d)[TURNS], int first,
                                                            int here) {
 #pragma unroll 1
@@ -407,6 +408,7 @@ struct RowsMatVecTensor {
       float* sums = c.reduce() + c.batch * (S::BATCH * S::UNIT_SUMS);
       pick<0, ceil_div(PASS, S::BATCH)>(batch, [&](auto i) {
         constexpr int AT = i.VALUE * S::BATCH; // units before this batch
+        // The remainder keeps an index in bounds that the condition leaves out.
 #pragma unroll
         for (int u = 0; u < S::BATCH; u++)
           if (AT + u < PASS) put(c, sums + u * S::UNIT_SUMS, d[(AT + u) / AT_ONCE % TURNS][(AT + u) % AT_ONCE]);
@@ -476,7 +478,6 @@ struct RowsMatVecTensor {
     else
       multiply(c, block, lone, x, [&](auto products) { products(d); });
   }
-  // Brings the sums of a pass from registers to shared memory and completes them: of `here` units, from unit `first` of the task on.
   static __device__ __forceinline__ void end_pass(Context<M>& c, const Entry& e, RowsEpilogue<M, G>& epilogue, const Sums (&d)[TURNS], int first, int here) {
 #pragma unroll
     for (int batch = 0; batch < PASS; batch += S::BATCH) {

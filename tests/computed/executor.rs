@@ -404,7 +404,8 @@ impl Step<'_> {
     fn read_of(&self, id: WorkId, row: usize, cols: Range<usize>) -> Vec<f64> {
         match self.plan.work[id.index()].layout {
             Layout::Parts(parts) | Layout::Packets(parts) => {
-                let of = |part, col| self.cell(id, 0, 0) + self.part_cell(id, part, row, col);
+                let first = self.cell(id, 0, 0);
+                let of = |part, col| first + self.part_cell(id, part, row, col);
                 let value = |part, col| self.arena.get(of(part, col)).copied().unwrap_or(f64::NAN);
                 cols.map(|col| (0..parts as usize).map(|part| value(part, col)).sum()).collect()
             }

@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use monobloc::candidate::{Candidate, KNOB_NAMES};
 use monobloc::codegen::KernelSource;
 use monobloc::codegen::emit::{ENTRY_POINT, Trace, emit};
-use monobloc::cuda::cubin;
+use monobloc::cuda::cubin::{self, KernelResources};
 use monobloc::cuda::nvrtc::Nvrtc;
 use monobloc::defaults::rows::{Room, place_one_row, place_rows};
 use monobloc::dtype::{DType, Precision};
@@ -32,13 +32,17 @@ fn proven(toy: &Toy, target: &Target) -> Validated {
     validate(toy.schedule(target, &candidate), target).unwrap_or_else(|rejected| panic!("{rejected}"))
 }
 
+/// What a kernel takes of a device. It compiles without a warning.
+fn resources(nvrtc: &Nvrtc, source: &KernelSource, what: &str) -> KernelResources {
+    let compiled = nvrtc.compile(source).unwrap_or_else(|error| panic!("{what}: {error}"));
+    assert!(!compiled.log.contains("warning"), "{what}: {}", compiled.log);
+    let mut resources = cubin::read(&compiled.cubin, &compiled.log).unwrap();
+    resources.kernels.remove(ENTRY_POINT).expect("the entry point")
+}
+
 /// Compiles without a warning and without a spill.
 fn compiles_unspilled(nvrtc: &Nvrtc, validated: &Validated, target: &Target, trace: Trace) {
-    let source = emit(validated, target, trace);
-    let compiled = nvrtc.compile(&source).unwrap_or_else(|error| panic!("{}, {trace:?}: {error}", target.name));
-    assert!(!compiled.log.contains("warning"), "{}, {trace:?}: {}", target.name, compiled.log);
-    let resources = cubin::read(&compiled.cubin, &compiled.log).unwrap();
-    let kernel = &resources.kernels[ENTRY_POINT];
+    let kernel = resources(nvrtc, &emit(validated, target, trace), &format!("{}, {trace:?}", target.name));
     assert_eq!(kernel.spill_store_bytes, 0, "{}, {trace:?}: {kernel:?}", target.name);
 }
 
@@ -144,9 +148,7 @@ fn sums_of_rows_stay_in_registers() {
     let validated = validate(placed, &target).unwrap_or_else(|rejected| panic!("{rejected}"));
     let source = emit(&validated, &target, Trace::Off);
     assert!(source.text.contains("int UNIT_ROWS = 4;"), "{}", source.text);
-    let compiled = nvrtc.compile(&source).unwrap_or_else(|error| panic!("{error}"));
-    let resources = cubin::read(&compiled.cubin, &compiled.log).unwrap();
-    let kernel = &resources.kernels[ENTRY_POINT];
+    let kernel = resources(nvrtc, &source, "units of four rows");
     assert!(kernel.stack_bytes <= 16, "{kernel:?}");
 }
 
@@ -187,10 +189,7 @@ fn kernels_for_rows_of_codes_compile() {
             compiles(quick(nvrtc), &source, &format!("{format} on {record}"));
             continue;
         }
-        let compiled = nvrtc.compile(&source).unwrap_or_else(|error| panic!("{format} on {record}: {error}"));
-        assert!(!compiled.log.contains("warning"), "{format} on {record}: {}", compiled.log);
-        let resources = cubin::read(&compiled.cubin, &compiled.log).unwrap();
-        let spilled = resources.kernels[ENTRY_POINT].spill_store_bytes;
+        let spilled = resources(nvrtc, &source, &format!("{format} on {record}")).spill_store_bytes;
         assert!(spilled <= 8, "{format} on {record}: {spilled} bytes spilled");
     }
 }

@@ -2795,16 +2795,15 @@ fn a_generated_kernel_of_steps_gives_a_row_the_bits_that_it_has_alone() {
         let text = tokens(&imported, 71);
         let (last, read) = text.split_last().unwrap();
         let mut launches = vec![];
-        let mut reads = [0; 5];
+        let mut reads = vec![];
         for (sequence, (cut, _)) in (0..).zip(cuts) {
             let (first, rest) = read.split_at(if cut == 1 { together } else { cut });
-            let chunks = std::iter::once(first).chain(rest.chunks(cut));
-            let mut at = 0;
-            for tokens in chunks {
+            let (mut at, before) = (0, launches.len());
+            for tokens in std::iter::once(first).chain(rest.chunks(cut)) {
                 launches.push((rows_of(sequence, at, &given(tokens)), 1));
                 at += tokens.len() as u32;
-                reads[sequence as usize] += 1;
             }
+            reads.push(launches.len() - before);
         }
         // Rows of three other texts, the second one between the rows of which the first one is.
         let mut slots = vec![];
@@ -2911,7 +2910,7 @@ fn generated_kernels_in_one_order_give_rows_the_bits_that_they_have_alone() {
     let text = tokens(&imported, lengths.iter().sum());
     let texts = [&text[..6], &text[6..39], &text[39..]].map(<[u32]>::to_vec);
     let steps = 3;
-    // Each row is a launch, after the first 32 of the longest text, and the last token of a text goes on by itself.
+    // One launch reads the first 32 rows of the longest text; every other row is a launch of its own. The last token of a text goes on by itself.
     let alone = (0..3).flat_map(|n: u32| {
         let text = texts[n as usize].clone();
         let last = text.len() - 1;
