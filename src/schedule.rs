@@ -113,7 +113,7 @@ fn resolve_matvecs(schedule: &mut Schedule, target: &Target, c: &Candidate) -> R
             let (slot_bytes, warps) = (machine.ring.slot_bytes, machine.ring.arrivals);
             let chunk = m.block_of_k(format, BlockLimits { rows: program.rows, lanes, slot_bytes, warps });
             let moved = machine.loader_registers > 0;
-            let most = rows_pass_max(format, program.precision, tensor_cores, m.parts(), program.rows, moved);
+            let most = rows_pass_max(format, program.precision, tensor_cores, m.parts(), program.rows, units, moved);
             let pass = units.div_ceil(units.div_ceil(most));
             let variant = MatVecVariant { units, chunk, block: unit, units_per_warp: 1, poll_batch: 1, granule, pass };
             variants.insert(GridId::from(g), Variant::MatVec(variant));

@@ -4,6 +4,12 @@
 // Tells the compiler that a value is the same in all lanes. It then takes branches on the value for the whole warp, and need not
 // bring lanes together again before votes, shuffles and products.
 __device__ __forceinline__ u32 uniform(u32 v) { return __shfl_sync(~0u, v, 0); }
+// Asks for the cache line at `from`, which will be read soon, in the cache of this SM.
+__device__ __forceinline__ void prefetch_near(const void* from) {
+#ifdef __CUDA_ARCH__
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(from));
+#endif
+}
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
   for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);

@@ -12,7 +12,8 @@
 // A warp takes 16 rows of the step; if the step has no more, every warp takes all. Warps with the same rows take the granules of a
 // block of k in turn (split k), as with one row. A lane loads 16 bytes of row lane / 4 of W, and the same 16 bytes of k of rows lane / 4
 // and lane / 4 + 8 of x: as operands of m16n8k16 they are a permutation of k that both sides share.
-// A warp holds the input of a block of k in registers while it multiplies it with that block of all units of the pass.
+// A warp holds the input of a block of k in registers while it multiplies it with that block of all units of the pass, and the next block
+// is on its way.
 #pragma once
 
 template <class M, class G>
@@ -170,8 +171,10 @@ struct RowsEpilogue {
   }
 };
 
-// A warp keeps its whole input for all passes if k has at most this many blocks.
+// A warp keeps its whole input for several passes if k has at most this many blocks.
 constexpr int RESIDENT_BLOCKS = 2;
+// Most turns, over all blocks that are kept, that have code of their own.
+constexpr int STRAIGHT_TURNS = 7;
 
 // A number as a type.
 template <int N>
@@ -338,18 +341,18 @@ struct RowsMatVecTensor {
       for (int j = 0; j < WARP_GRANULES; j++)
 #pragma unroll
         for (int p = 0; p < K_PARTS; p++) {
-          const uint4 lo = x[(j * K_PARTS + p) * GROUPS], hi = x[(j * K_PARTS + p) * GROUPS + GROUPS - 1];
+          const uint4 first = x[(j * K_PARTS + p) * GROUPS], second = x[(j * K_PARTS + p) * GROUPS + GROUPS - 1];
           if constexpr (GROUPS == 2) {
 #pragma unroll
             for (int u = 0; u < AT_ONCE; u++)
-              tensor_product(d[u][p][0], d[u][p][1], d[u][p][2], d[u][p][3], lo.x, hi.x, lo.y, hi.y, w[u][j].x, w[u][j].y);
+              tensor_product(d[u][p][0], d[u][p][1], d[u][p][2], d[u][p][3], first.x, first.y, first.z, first.w, w[u][j].x, w[u][j].y);
 #pragma unroll
             for (int u = 0; u < AT_ONCE; u++)
-              tensor_product(d[u][p][0], d[u][p][1], d[u][p][2], d[u][p][3], lo.z, hi.z, lo.w, hi.w, w[u][j].z, w[u][j].w);
+              tensor_product(d[u][p][0], d[u][p][1], d[u][p][2], d[u][p][3], second.x, second.y, second.z, second.w, w[u][j].z, w[u][j].w);
           } else {
             const uint4 v = w[0][j], u = w[1][j];
-            tensor_product(d[0][p][0], d[0][p][1], d[1][p][0], d[1][p][1], v.x, u.x, v.y, u.y, lo.x, lo.y);
-            tensor_product(d[0][p][0], d[0][p][1], d[1][p][0], d[1][p][1], v.z, u.z, v.w, u.w, lo.z, lo.w);
+            tensor_product(d[0][p][0], d[0][p][1], d[1][p][0], d[1][p][1], v.x, u.x, v.y, u.y, first.x, first.y);
+            tensor_product(d[0][p][0], d[0][p][1], d[1][p][0], d[1][p][1], v.z, u.z, v.w, u.w, first.z, first.w);
           }
         }
     });
@@ -379,34 +382,37 @@ struct RowsMatVecTensor {
   }
 
   // If k is short, a warp keeps its whole input for all passes; else it has a block and the next one.
-  static constexpr bool RESIDENT = S::BLOCKS <= RESIDENT_BLOCKS;
-  // An SM keeps 128 KiB of code. If a layer has more, the SM fetches it again in each layer, from the L2 that brings its weights. Loops have
-  // one copy of most code. Straight code is faster where k of 16 rows is short; with codes, and with more rows, loops were not timed
-  // (docs/perf-log.md, entry 37).
-  static constexpr bool LOOPS = !S::Weights::CODED && ROW_GROUPS<M> == 1 && !(RESIDENT && GROUPS == 2);
+  static constexpr bool RESIDENT = S::BLOCKS <= RESIDENT_BLOCKS && G::UNITS > PASS;
+  static constexpr int KEPT = RESIDENT ? S::BLOCKS : 1;
+  // An SM keeps 128 KiB of code. If a layer has more, the SM fetches it again in each layer, from the L2 that brings its weights. So many
+  // turns are a loop, in which only products and stores of sums have code for each turn, because registers have no index; few turns have
+  // code of their own, which is faster (docs/perf-log.md, entry 38).
+  static constexpr bool LOOPS = !S::Weights::CODED && TURNS * KEPT > STRAIGHT_TURNS;
 
-  static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
-    const u32 active = active_rows(c);
-    const u8* x = words_of<M, G::K>(c, e.x);
-    Means means{};
-    if constexpr (G::NORM == Norm::LAYER) means = layer_statistics(c, x, active);
-    RowsEpilogue<M, G> epilogue(c);
-    if constexpr (LOOPS)
-      run_loops(c, e, x, active, means, epilogue);
-    else
-      run_straight(c, e, x, active, means, epilogue);
-    if constexpr (G::EPILOGUE == Epilogue::LOGITS) epilogue.publish_best(c, e);
-  }
-
-  // ---- one copy of the code: registers have no index, so each turn has its own products, and each batch its own stores of sums ----
-
-  // Brings the sums of a pass from registers to shared memory and completes them: of `here` units, from unit `first` of the task on.
-  static __device__ __forceinline__ void end_pass_in_loops(Context<M>& c, const Entry& e, RowsEpilogue<M, G>& epilogue, const Sums (&d)[TURNS], int first,
-                                                           int here) {
+  // Multiplies a block of the input with the units of a pass: `here` of them.
+  static __device__ __forceinline__ void add(Context<M>& c, int block, const uint4 (&x)[N], const Input& input, int here, Sums (&d)[TURNS]) {
+    if constexpr (LOOPS) {
 #pragma unroll 1
-    for (int batch = 0; batch * S::BATCH < here; batch++) {
+      for (int turn = 0; turn * AT_ONCE < here; turn++)
+        multiply(c, block, turn * AT_ONCE + 1 >= here, x, [&](auto products) { pick<0, TURNS>(turn, [&](auto which) { products(d[which.VALUE]); }); });
+    } else {
+#pragma unroll
+      for (int turn = 0; turn < TURNS; turn++) {
+        if (turn * AT_ONCE >= here) break;
+        const bool lone = turn * AT_ONCE + 1 >= here;
+        if constexpr (S::Weights::CODED)
+          Codes::multiply(c, block, lone, x, input, d[turn]);
+        else
+          multiply(c, block, lone, x, [&](auto products) { products(d[turn]); });
+      }
+    }
+  }
+  // Brings the sums of a pass from registers to shared memory and completes them: of `here` units, from unit `first` of the task on.
+  static __device__ __forceinline__ void end_pass(Context<M>& c, const Entry& e, RowsEpilogue<M, G>& epilogue, const Sums (&d)[TURNS], int first, int here) {
+    constexpr int BATCHES = ceil_div(PASS, S::BATCH);
+    const auto complete = [&](int batch) {
       float* sums = c.reduce() + c.batch * (S::BATCH * S::UNIT_SUMS);
-      pick<0, ceil_div(PASS, S::BATCH)>(batch, [&](auto i) {
+      pick<0, BATCHES>(batch, [&](auto i) {
         constexpr int AT = i.VALUE * S::BATCH; // units before this batch
         // The remainder keeps an index in bounds that the condition leaves out.
 #pragma unroll
@@ -417,96 +423,47 @@ struct RowsMatVecTensor {
       if (first == 0 && batch == 0) epilogue.load_factor(c);
       epilogue.run(c, e, sums, int(e.lo) + first + batch * S::BATCH, here - batch * S::BATCH);
       c.batch ^= 1;
-    }
-  }
-  // After a block that was in `now`: the next one moves there. If all blocks stay, the two change places.
-  static __device__ __forceinline__ void advance(uint4 (&now)[N], uint4 (&next)[N]) {
+    };
+    if constexpr (LOOPS) {
+#pragma unroll 1
+      for (int batch = 0; batch * S::BATCH < here; batch++) complete(batch);
+    } else {
 #pragma unroll
-    for (int i = 0; i < N; i++) {
-      const uint4 done = now[i];
-      now[i] = next[i];
-      if constexpr (RESIDENT) next[i] = done;
+      for (int batch = 0; batch < BATCHES; batch++) {
+        if (batch * S::BATCH >= here) break;
+        complete(batch);
+      }
     }
   }
-  static __device__ __forceinline__ void run_loops(Context<M>& c, const Entry& e, const u8* x, u32 active, const Means& means, RowsEpilogue<M, G>& epilogue) {
-    // Blocks with code of their own: a norm is long.
-    constexpr int UNROLLED = G::NORM == Norm::NONE && S::BLOCKS % 2 == 0 ? 2 : 1;
+
+  // All SMs reach a norm at about the same time, and would wait for its weights when their input is there.
+  static __device__ __forceinline__ void prefetch_norm(const Context<M>& c, const Entry& e) {
+    constexpr int LINE = 128 / sizeof(float);
+    if constexpr (G::NORM != Norm::NONE)
+      for (int at = c.tid() * LINE; at < G::K; at += S::THREADS * LINE) prefetch_near(c.template constant<float>(e.norm_weight) + at);
+  }
+
+  static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
+    prefetch_norm(c, e);
+    const u32 active = active_rows(c);
+    const u8* x = words_of<M, G::K>(c, e.x);
     const int units = int(uniform(e.hi - e.lo));
-    uint4 a[2][N];
-    issue(c, x, 0, active, a[0]);
-    if (S::BLOCKS > 1) issue(c, x, 1, active, a[1]);
+    Means means{};
+    if constexpr (G::NORM == Norm::LAYER) means = layer_statistics(c, x, active);
+    RowsEpilogue<M, G> epilogue(c);
+    uint4 words[KEPT][N], operands[KEPT][N];
+    Input inputs[KEPT];
     float squares[GROUPS] = {};
-#pragma unroll 1
-    for (int first = 0; first < units; first += PASS) {
-      const int here = min(PASS, units - first);
-      Sums d[TURNS] = {};
-#pragma unroll 1
-      for (int block0 = 0; block0 < S::BLOCKS; block0 += UNROLLED)
+    const auto take = [&](int block, int i) {
+      settle(c, x, block, words[i]);
+      normalise(c, e, block, means, words[i], squares);
+      Codes::prepare(words[i], operands[i], inputs[i]);
+    };
 #pragma unroll
-        for (int i = 0; i < UNROLLED; i++) {
-          const int block = block0 + i;
-          if (!RESIDENT || first == 0) {
-            settle(c, x, block, a[i]);
-            if (first == 0 && block == 0) c.stamp(1);
-            // Later passes add the same squares again; nothing reads those.
-            normalise(c, e, block, means, a[i], squares);
-          }
-#pragma unroll 1
-          for (int turn = 0; turn * AT_ONCE < here; turn++)
-            multiply(c, block, turn * AT_ONCE + 1 >= here, a[i],
-                     [&](auto products) { pick<0, TURNS>(turn, [&](auto which) { products(d[which.VALUE]); }); });
-          if constexpr (UNROLLED == 1 && S::BLOCKS > 1) advance(a[0], a[1]);
-          if constexpr (!RESIDENT) {
-            // The first blocks of the next pass follow the last ones of this pass.
-            const bool more = block + 2 < S::BLOCKS;
-            if (more || first + PASS < units) issue(c, x, more ? block + 2 : block + 2 - S::BLOCKS, active, a[UNROLLED == 1 ? 1 : i]);
-          }
-        }
-      if constexpr (G::NORM == Norm::RMS)
-        if (first == 0) put_row_statistic<M, GROUPS>(c, 1, squares);
-      if (first + PASS >= units) c.stamp(2);
-      end_pass_in_loops(c, e, epilogue, d, first, here);
-    }
-  }
-
-  // ---- code for each unit and each block that a warp has ----
-
-  static constexpr int DEPTH = RESIDENT ? S::BLOCKS : 2;
-  static __device__ __forceinline__ void add(Context<M>& c, int block, bool lone, const uint4 (&x)[N], const Input& input, Sums& d) {
-    if constexpr (S::Weights::CODED)
-      Codes::multiply(c, block, lone, x, input, d);
-    else
-      multiply(c, block, lone, x, [&](auto products) { products(d); });
-  }
-  static __device__ __forceinline__ void end_pass(Context<M>& c, const Entry& e, RowsEpilogue<M, G>& epilogue, const Sums (&d)[TURNS], int first, int here) {
-#pragma unroll
-    for (int batch = 0; batch < PASS; batch += S::BATCH) {
-      if (batch >= here) break;
-      float* sums = c.reduce() + c.batch * (S::BATCH * S::UNIT_SUMS);
-#pragma unroll
-      for (int u = 0; u < S::BATCH && batch + u < PASS; u++) put(c, sums + u * S::UNIT_SUMS, d[(batch + u) / AT_ONCE][(batch + u) % AT_ONCE]);
-      c.barrier();
-      if (first == 0 && batch == 0) epilogue.load_factor(c);
-      epilogue.run(c, e, sums, int(e.lo) + first + batch, here - batch);
-      c.batch ^= 1;
-    }
-  }
-
-  static __device__ __forceinline__ void run_straight(Context<M>& c, const Entry& e, const u8* x, u32 active, const Means& means, RowsEpilogue<M, G>& epilogue) {
-    const int units = int(uniform(e.hi - e.lo));
-    uint4 a[DEPTH][N];
-    Input inputs[DEPTH];
-#pragma unroll
-    for (int i = 0; i < DEPTH; i++)
-      if (i < S::BLOCKS) issue(c, x, i, active, a[i]);
-    float squares[GROUPS] = {};
+    for (int i = 0; i < KEPT; i++) issue(c, x, i, active, words[i]);
     if constexpr (RESIDENT) {
 #pragma unroll
-      for (int block = 0; block < DEPTH; block++) {
-        settle(c, x, block, a[block]);
-        normalise(c, e, block, means, a[block], squares);
-        Codes::prepare(a[block], inputs[block]);
-      }
+      for (int block = 0; block < KEPT; block++) take(block, block);
       c.stamp(1);
       if constexpr (G::NORM == Norm::RMS) put_row_statistic<M, GROUPS>(c, 1, squares);
     }
@@ -516,37 +473,25 @@ struct RowsMatVecTensor {
       Sums d[TURNS] = {};
       if constexpr (RESIDENT) {
 #pragma unroll
-        for (int block = 0; block < DEPTH; block++)
-#pragma unroll
-          for (int u = 0; u < TURNS; u++)
-            if (AT_ONCE * u < here) add(c, block, AT_ONCE * u + 1 >= here, a[block], inputs[block], d[u]);
+        for (int block = 0; block < KEPT; block++) add(c, block, operands[block], inputs[block], here, d);
       } else {
 #pragma unroll 1
-        for (int block0 = 0; block0 < S::BLOCKS; block0 += DEPTH)
-#pragma unroll
-          for (int i = 0; i < DEPTH; i++) {
-            const int block = block0 + i;
-            if (block >= S::BLOCKS) break;
-            settle(c, x, block, a[i]);
-            if (first == 0 && block == 0) c.stamp(1);
-            normalise(c, e, block, means, a[i], squares);
-            Codes::prepare(a[i], inputs[i]);
-#pragma unroll
-            for (int u = 0; u < TURNS; u++)
-              if (AT_ONCE * u < here) add(c, block, AT_ONCE * u + 1 >= here, a[i], inputs[i], d[u]);
-            if (block + DEPTH < S::BLOCKS) issue(c, x, block + DEPTH, active, a[i]);
-          }
+        for (int block = 0; block < S::BLOCKS; block++) {
+          take(block, 0);
+          if (first == 0 && block == 0) c.stamp(1);
+          // The first block of the next pass follows the last one of this pass.
+          const bool more = block + 1 < S::BLOCKS;
+          if (more || first + PASS < units) issue(c, x, more ? block + 1 : 0, active, words[0]);
+          add(c, block, operands[0], inputs[0], here, d);
+        }
         // Later passes add the same squares again; nothing reads those.
         if constexpr (G::NORM == Norm::RMS)
           if (first == 0) put_row_statistic<M, GROUPS>(c, 1, squares);
-        if (first + PASS < units)
-#pragma unroll
-          for (int i = 0; i < DEPTH; i++)
-            if (i < S::BLOCKS) issue(c, x, i, active, a[i]);
       }
       if (first + PASS >= units) c.stamp(2);
       end_pass(c, e, epilogue, d, first, here);
     }
+    if constexpr (G::EPILOGUE == Epilogue::LOGITS) epilogue.publish_best(c, e);
   }
 };
 

@@ -113,13 +113,33 @@ struct RowsHeld {
   }
 };
 
+// The words of rows g and g + 8 of a tile, as a product takes them: in four neighbouring registers.
+template <int N>
+__device__ __forceinline__ void interleave(uint4 (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i += 2) {
+    const uint4 lo = x[i], hi = x[i + 1];
+    x[i] = made_here(make_uint4(lo.x, hi.x, lo.y, hi.y)), x[i + 1] = made_here(make_uint4(lo.z, hi.z, lo.w, hi.w));
+  }
+}
+
 // Products of a block of k on tensor cores, for `RowsMatVecTensor`. PIECES: what a lane holds of x in a block, AT_ONCE: units at once.
 template <class M, class G, class S, int PIECES, int AT_ONCE, class = int>
 struct RowsCodes {
-  // Plain weights meet x as it is.
   struct Input {};
   static constexpr float FACTOR = 1.f;
-  static __device__ __forceinline__ void prepare(uint4 (&)[PIECES], Input&) {}
+
+  // Plain weights meet x as it is. Without a norm, the words of a tile would stay in the registers that they were loaded to, and be moved
+  // before each product. The compiler does not know that none is all ones, so it must make this minimum in another register.
+  static __device__ __forceinline__ void prepare(const uint4 (&from)[PIECES], uint4 (&x)[PIECES], Input&) {
+    constexpr u32 MOST = NO_WORD - 1;
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+      const uint4 v = from[i];
+      x[i] = M::ROWS > 8 && G::NORM == Norm::NONE ? make_uint4(min(v.x, MOST), min(v.y, MOST), min(v.z, MOST), min(v.w, MOST)) : v;
+    }
+    if constexpr (M::ROWS > 8) interleave(x);
+  }
 };
 
 template <class M, class G, class S, int PIECES, int AT_ONCE>
@@ -159,18 +179,11 @@ struct RowsCodes<M, G, S, PIECES, AT_ONCE, decltype(int(G::CODE))> {
     tensor_product(d[0], d[1], d[2], d[3], a.x, a.y, a.z, a.w, b0, b1);
   }
 
-  // Turns a block of x into operands, and sums it up. For a tile, the words of both pieces are interleaved as a product takes them, in
-  // four neighbouring registers.
-  static __device__ __forceinline__ void prepare(uint4 (&x)[PIECES], Input& input) {
+  // Turns a block of x into operands, and sums it up.
+  static __device__ __forceinline__ void prepare(const uint4 (&from)[PIECES], uint4 (&x)[PIECES], Input& input) {
 #pragma unroll
-    for (int i = 0; i < PIECES; i++) x[i] = Operand::input(x[i]);
-    if constexpr (GROUPS > 1) {
-#pragma unroll
-      for (int i = 0; i < PIECES; i += 2) {
-        const uint4 lo = x[i], hi = x[i + 1];
-        x[i] = made_here(make_uint4(lo.x, hi.x, lo.y, hi.y)), x[i + 1] = made_here(make_uint4(lo.z, hi.z, lo.w, hi.w));
-      }
-    }
+    for (int i = 0; i < PIECES; i++) x[i] = Operand::input(from[i]);
+    if constexpr (GROUPS > 1) interleave(x);
     if constexpr (SUMS_X) {
       const uint2 n = Operand::constant(G::ZEROS ? 1 : OFFSET);
 #pragma unroll

@@ -254,21 +254,23 @@ pub fn lanes_of_rows(precision: Precision, tensor_cores: bool) -> Option<u32> {
 /// Most units of a pass of a kernel for `rows`; more would spill. On tensor cores a lane holds a sum of each unit and part of k for every
 /// 4 of its rows, and two blocks of its input; if registers are `moved`, it has some of the loader's, too. Without tensor cores a lane
 /// holds one sum of each row. With codes it also holds scales and the sums of its input, and each unit takes many more instructions,
-/// which are fetched once for each task.
+/// which are fetched once for each task. A task of `units` that are few has one pass: it needs no registers for another.
 pub fn rows_pass_max(
     format: Format,
     precision: Precision,
     tensor_cores: bool,
     parts: u32,
     rows: u32,
+    units: u32,
     moved: bool,
 ) -> u32 {
     if !rows_on_tensor_cores(precision, tensor_cores) {
         return 2;
     }
-    let units = match (format.is_plain(), rows <= WORD_ROWS, moved) {
+    let most = match (format.is_plain(), rows <= WORD_ROWS, moved) {
         (true, true, true) => 28,
         (true, true, false) => 10,
+        (true, false, true) if rows <= WARP_ROWS && units * parts <= 16 => 16,
         (true, false, true) => 12,
         (true, false, false) => 8,
         (false, true, true) => 8,
@@ -276,7 +278,7 @@ pub fn rows_pass_max(
         (false, false, true) => 10,
         (false, false, false) => 4,
     };
-    (units / parts.max(1)).max(1)
+    (most / parts.max(1)).max(1)
 }
 
 /// Pairs of packets that hold the input of one granule of units of `parts` parts. The lanes of a warp take whole granules in turn, so

@@ -396,6 +396,7 @@ impl Rules<'_> {
                             tensor_cores,
                             m.parts(),
                             program.rows,
+                            units,
                             machine.loader_registers > 0,
                         );
                         self.expect(pass > 0 && pass <= most, at, || {
