@@ -10,7 +10,7 @@ use crate::ir::op::HISTORY_ALIGN;
 use crate::ir::schedule::Schedule;
 use crate::ir::variant::{chunk_copiers, rows_on_tensor_cores};
 use crate::lower::{Batch, format_of, heads_per_task_most, lower_batch};
-use crate::model::graph::{Layer, ModelGraph};
+use crate::model::graph::{Layer, Linear, ModelGraph};
 use crate::schedule::schedule;
 use crate::target::{DotMechanism, Target, TargetKind};
 
@@ -32,12 +32,23 @@ pub fn kernel_rows(graph: &ModelGraph, precision: Precision, target: &Target) ->
 
 /// Bytes of a slot; the first that fits counts: a block of k of a unit of plain weights, or a part of one on GPUs with little shared memory.
 const SLOT_BYTES: [u32; 3] = [16 << 10, 8 << 10, 4 << 10];
-/// Slots of a ring with slots of the largest size, and copies in flight while few and while many of them are full; with smaller
-/// slots, as many bytes. Few copies: the input of rows comes through the same L2 as their weights (docs/perf-log.md, entry 17).
+/// Slots of a ring with slots of the largest size; with smaller slots, as many bytes.
 const RING_SLOTS: u32 = 12;
-const FLIGHT_HIGH: u32 = 3;
-const FLIGHT_LOW: u32 = 2;
-const FLIGHT_FREE: u32 = 4;
+
+/// Copies in flight of a kernel for rows, in slots of the largest size: most while at least `free` slots are free, and otherwise.
+struct Flight {
+    high: u32,
+    low: u32,
+    free: u32,
+}
+/// Few, because the input of rows comes through the same L2 as their weights (docs/perf-log.md, entry 17).
+const FLIGHT: Flight = Flight { high: 3, low: 2, free: 4 };
+/// Those of steps of up to 16 rows if an SM has at least [`LONG_LAYER_BYTES`] of a layer: it waits for inputs for a smaller part of the time
+/// (docs/perf-log.md, entry 38). With codes nothing was measured.
+const FLIGHT_OF_LONG_LAYERS: Flight = Flight { high: 5, low: 3, free: 4 };
+/// Between Llama-3.2-1B with 0.9 MiB, which loses 1 % with more copies in flight, and Qwen3-4B with 1.4 MiB, which gains as much.
+const LONG_LAYER_BYTES: u64 = 1200 << 10;
+
 /// Fewest slots of a ring; with fewer a kernel does not fit.
 const RING_SLOTS_MIN: u32 = 4;
 
@@ -50,13 +61,27 @@ pub struct Room {
     pub positions: u64,
 }
 
+fn linears(layer: &Layer) -> impl Iterator<Item = &Linear> {
+    let (attn, mlp) = (&layer.attn, &layer.mlp);
+    [&attn.q, &attn.k, &attn.v, &attn.o, &mlp.up, &mlp.down].into_iter().chain(&mlp.gate)
+}
+
 /// The formats of a model's matrices, and their columns.
 fn formats(graph: &ModelGraph, precision: Precision) -> impl Iterator<Item = (Format, u32)> {
-    let linears = graph.layers.iter().flat_map(|layer| {
-        let (attn, mlp) = (&layer.attn, &layer.mlp);
-        [&attn.q, &attn.k, &attn.v, &attn.o, &mlp.up, &mlp.down].into_iter().chain(&mlp.gate)
-    });
-    linears.chain([&graph.head]).map(move |linear| (format_of(graph, &[linear], precision), linear.cols))
+    let linears = graph.layers.iter().flat_map(linears).chain([&graph.head]);
+    linears.map(move |linear| (format_of(graph, &[linear], precision), linear.cols))
+}
+
+impl Flight {
+    /// That of a kernel for `rows` on this number of SMs.
+    fn of(graph: &ModelGraph, precision: Precision, rows: u32, sms: u32) -> Flight {
+        let bytes =
+            |linear: &Linear| u64::from(linear.rows) * u64::from(linear.cols) * precision.weights.bytes() as u64;
+        let longest = graph.layers.iter().map(|layer| linears(layer).map(bytes).sum::<u64>()).max().unwrap_or(0);
+        let is_long = longest / u64::from(sms.max(1)) >= LONG_LAYER_BYTES;
+        let is_plain = formats(graph, precision).all(|(format, _)| format.is_plain());
+        if rows <= WARP_ROWS && is_plain && is_long { FLIGHT_OF_LONG_LAYERS } else { FLIGHT }
+    }
 }
 
 /// The ring of a kernel for rows.
@@ -111,7 +136,14 @@ impl Slots {
 
 /// The candidate of a kernel for rows, from that of one row: the same units, without what only one row can have. A chunk is a
 /// block of k, so slots are no larger; a task takes all query heads of a KV head, because there are enough tasks.
-fn candidate(base: &Candidate, graph: &ModelGraph, slots: &Slots, slot_bytes: u32, ring_slots: u32) -> Candidate {
+fn candidate(
+    base: &Candidate,
+    graph: &ModelGraph,
+    slots: &Slots,
+    flight: &Flight,
+    slot_bytes: u32,
+    ring_slots: u32,
+) -> Candidate {
     let group = graph.layers.iter().map(|layer| layer.attn.heads / layer.attn.kv_heads.max(1)).min().unwrap_or(1);
     Candidate {
         splits: 1,
@@ -119,9 +151,9 @@ fn candidate(base: &Candidate, graph: &ModelGraph, slots: &Slots, slot_bytes: u3
         heads_per_task: heads_per_task_most(group),
         slot_bytes,
         ring_slots,
-        flight_high: slots.chunks(FLIGHT_HIGH).min(ring_slots),
-        flight_low: slots.chunks(FLIGHT_LOW).min(ring_slots),
-        flight_free: slots.slots(FLIGHT_FREE).min(ring_slots),
+        flight_high: slots.chunks(flight.high).min(ring_slots),
+        flight_low: slots.chunks(flight.low).min(ring_slots),
+        flight_free: slots.slots(flight.free).min(ring_slots),
         ..base.clone()
     }
 }
@@ -185,6 +217,7 @@ pub fn place_rows(
     let row_bytes = |dim| cache_row_bytes(dim, precision.cache);
     let row_bytes = graph.layers.iter().map(|layer| row_bytes(layer.attn.head_dim)).max().unwrap_or(0);
     let slots = Slots::of(graph, precision, room.rows, base.consumer_warps);
+    let flight = Flight::of(graph, precision, room.rows, base.sms);
     let mut refused = Infeasible::HistoryChunk { slot_bytes: slots.bytes[0], rows: HISTORY_ALIGN, row_bytes };
     let Some(page_rows) = page_rows(graph, precision, &slots.all) else { return Err(refused) };
     for &slot_bytes in slots.bytes.iter().filter(|slot| chunk_rows(**slot, row_bytes) > 0) {
@@ -193,7 +226,7 @@ pub fn place_rows(
         // Threads that copy chunks in turn own slots.
         let owners = chunk_copiers(room.rows);
         for ring_slots in (RING_SLOTS_MIN..=most).rev().filter(|slots| slots.is_multiple_of(owners)) {
-            let candidate = candidate(base, graph, &slots, slot_bytes, ring_slots);
+            let candidate = candidate(base, graph, &slots, &flight, slot_bytes, ring_slots);
             let program = lower_batch(graph, name, precision, context_max, &batch, &candidate)?;
             match schedule(program, target, &candidate) {
                 Err(reason @ Infeasible::SharedMemory { .. }) => refused = reason,
