@@ -195,6 +195,21 @@ __device__ __forceinline__ void pick(int i, F f) {
   }
 }
 
+// Calls `f` with 0, 1, .. while `more` says so, at most MOST times: in a loop, or with code for each call.
+template <bool LOOP, int MOST, class More, class F>
+__device__ __forceinline__ void repeat(More more, F f) {
+  if constexpr (LOOP) {
+#pragma unroll 1
+    for (int i = 0; more(i); i++) f(i);
+  } else {
+#pragma unroll
+    for (int i = 0; i < MOST; i++) {
+      if (!more(i)) break;
+      f(i);
+    }
+  }
+}
+
 // Tensor cores: words of bf16, and weights of bf16 or codes.
 template <class M, class G>
 struct RowsMatVecTensor {
@@ -391,26 +406,18 @@ struct RowsMatVecTensor {
 
   // Multiplies a block of the input with the units of a pass: `here` of them.
   static __device__ __forceinline__ void add(Context<M>& c, int block, const uint4 (&x)[N], const Input& input, int here, Sums (&d)[TURNS]) {
-    if constexpr (LOOPS) {
-#pragma unroll 1
-      for (int turn = 0; turn * AT_ONCE < here; turn++)
-        multiply(c, block, turn * AT_ONCE + 1 >= here, x, [&](auto products) { pick<0, TURNS>(turn, [&](auto which) { products(d[which.VALUE]); }); });
-    } else {
-#pragma unroll
-      for (int turn = 0; turn < TURNS; turn++) {
-        if (turn * AT_ONCE >= here) break;
-        const bool lone = turn * AT_ONCE + 1 >= here;
-        if constexpr (S::Weights::CODED)
-          Codes::multiply(c, block, lone, x, input, d[turn]);
-        else
-          multiply(c, block, lone, x, [&](auto products) { products(d[turn]); });
-      }
-    }
+    repeat<LOOPS, TURNS>([&](int turn) { return turn * AT_ONCE < here; }, [&](int turn) {
+      const bool lone = turn * AT_ONCE + 1 >= here;
+      if constexpr (S::Weights::CODED)
+        Codes::multiply(c, block, lone, x, input, d[turn]);
+      else
+        multiply(c, block, lone, x, [&](auto products) { pick<0, TURNS>(turn, [&](auto which) { products(d[which.VALUE]); }); });
+    });
   }
   // Brings the sums of a pass from registers to shared memory and completes them: of `here` units, from unit `first` of the task on.
   static __device__ __forceinline__ void end_pass(Context<M>& c, const Entry& e, RowsEpilogue<M, G>& epilogue, const Sums (&d)[TURNS], int first, int here) {
     constexpr int BATCHES = ceil_div(PASS, S::BATCH);
-    const auto complete = [&](int batch) {
+    repeat<LOOPS, BATCHES>([&](int batch) { return batch * S::BATCH < here; }, [&](int batch) {
       float* sums = c.reduce() + c.batch * (S::BATCH * S::UNIT_SUMS);
       pick<0, BATCHES>(batch, [&](auto i) {
         constexpr int AT = i.VALUE * S::BATCH; // units before this batch
@@ -423,17 +430,7 @@ struct RowsMatVecTensor {
       if (first == 0 && batch == 0) epilogue.load_factor(c);
       epilogue.run(c, e, sums, int(e.lo) + first + batch * S::BATCH, here - batch * S::BATCH);
       c.batch ^= 1;
-    };
-    if constexpr (LOOPS) {
-#pragma unroll 1
-      for (int batch = 0; batch * S::BATCH < here; batch++) complete(batch);
-    } else {
-#pragma unroll
-      for (int batch = 0; batch < BATCHES; batch++) {
-        if (batch * S::BATCH >= here) break;
-        complete(batch);
-      }
-    }
+    });
   }
 
   // All SMs reach a norm at about the same time, and would wait for its weights when their input is there.
