@@ -254,7 +254,7 @@ pub fn lanes_of_rows(precision: Precision, tensor_cores: bool) -> Option<u32> {
 /// Most units of a pass of a kernel for `rows`; more would spill. On tensor cores a lane holds a sum of each unit and part of k for every
 /// 4 of its rows, and two blocks of its input; if registers are `moved`, it has some of the loader's, too. Without tensor cores a lane
 /// holds one sum of each row. With codes it also holds scales and the sums of its input, and each unit takes many more instructions,
-/// which are fetched once for each task. A task of `units` that are few has one pass: it needs no registers for another.
+/// which are fetched once for each task. `units` are those of the longest task: if it needs one pass only, no input is kept for another.
 pub fn rows_pass_max(
     format: Format,
     precision: Precision,
@@ -270,7 +270,7 @@ pub fn rows_pass_max(
     let most = match (format.is_plain(), rows <= WORD_ROWS, moved) {
         (true, true, true) => 28,
         (true, true, false) => 10,
-        (true, false, true) if rows <= WARP_ROWS && units * parts <= 16 => 16,
+        (true, false, true) if rows <= WARP_ROWS && units <= 16 / parts.max(1) => 16,
         (true, false, true) => 12,
         (true, false, false) => 8,
         (false, true, true) => 8,
@@ -389,5 +389,16 @@ mod tests {
         assert_eq!([plain, rows, groups, zeros].map(|t| t.units_per_warp_rule()), [3, 3, 2, 2]);
         let most = |t: RegisterTiling| (1..=6).filter(|hold| t.refuses_units_per_warp(*hold).is_none()).max();
         assert_eq!([plain, rows, groups, zeros].map(most), [Some(6), Some(6), Some(4), Some(4)]);
+    }
+
+    /// A schedule from a file may say any number of units.
+    #[test]
+    fn a_pass_has_more_units_if_it_is_the_only_one() {
+        let bf16 = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
+        let plain = Format::plain(DType::Bf16);
+        let most = |parts, rows, units| rows_pass_max(plain, bf16, true, parts, rows, units, true);
+        assert_eq!([1, 16, 17, u32::MAX].map(|units| most(1, 16, units)), [16, 16, 12, 12]);
+        assert_eq!([8, 9, u32::MAX].map(|units| most(2, 16, units)), [8, 6, 6]);
+        assert_eq!(most(1, 32, 16), 12);
     }
 }
