@@ -171,7 +171,7 @@ struct RowsEpilogue {
   }
 };
 
-// A warp keeps its whole input for several passes if k has at most this many blocks.
+// Most blocks of k that a warp keeps for several passes.
 constexpr int RESIDENT_BLOCKS = 2;
 // Most turns, over all blocks that are kept, that have code of their own.
 constexpr int STRAIGHT_TURNS = 7;
@@ -337,10 +337,9 @@ struct RowsMatVecTensor {
     }
   }
 
-  // Multiplies the next chunks, of `AT_ONCE` units or of a lone one that stands for both, with the block of the input in `x`. `with_sums`
-  // calls what it gets with the sums of these units.
-  template <class WithSums>
-  static __device__ __forceinline__ void multiply(Context<M>& c, int block, bool lone, const uint4 (&x)[N], WithSums with_sums) {
+  // Multiplies the next chunks, of `AT_ONCE` units or of a lone one that stands for both, with the block of the input in `x`. These units
+  // are turn `turn` of the pass.
+  static __device__ __forceinline__ void multiply(Context<M>& c, int block, bool lone, const uint4 (&x)[N], int turn, Sums (&sums)[TURNS]) {
     RowsChunks<M, AT_ONCE> chunks(c, lone);
     uint4 w[AT_ONCE][WARP_GRANULES];
 #pragma unroll
@@ -351,13 +350,15 @@ struct RowsMatVecTensor {
         w[u][j] = S::exists(c, block, j) ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
       }
     chunks.release(c);
-    with_sums([&](Sums& d) {
+    pick<0, TURNS>(turn, [&](auto which) {
+      Sums& d = sums[which.VALUE];
 #pragma unroll
       for (int j = 0; j < WARP_GRANULES; j++)
 #pragma unroll
         for (int p = 0; p < K_PARTS; p++) {
-          const uint4 first = x[(j * K_PARTS + p) * GROUPS], second = x[(j * K_PARTS + p) * GROUPS + GROUPS - 1];
+          const uint4 first = x[(j * K_PARTS + p) * GROUPS];
           if constexpr (GROUPS == 2) {
+            const uint4 second = x[(j * K_PARTS + p) * GROUPS + 1];
 #pragma unroll
             for (int u = 0; u < AT_ONCE; u++)
               tensor_product(d[u][p][0], d[u][p][1], d[u][p][2], d[u][p][3], first.x, first.y, first.z, first.w, w[u][j].x, w[u][j].y);
@@ -396,7 +397,7 @@ struct RowsMatVecTensor {
     }
   }
 
-  // If k is short, a warp keeps its whole input for all passes; else it has a block and the next one.
+  // If k is short and there are several passes, a warp keeps its whole input; else it has a block and the next one.
   static constexpr bool RESIDENT = S::BLOCKS <= RESIDENT_BLOCKS && G::UNITS > PASS;
   static constexpr int KEPT = RESIDENT ? S::BLOCKS : 1;
   // An SM keeps 128 KiB of code. If a layer has more, the SM fetches it again in each layer, from the L2 that brings its weights. So many
@@ -411,7 +412,7 @@ struct RowsMatVecTensor {
       if constexpr (S::Weights::CODED)
         Codes::multiply(c, block, lone, x, input, d[turn]);
       else
-        multiply(c, block, lone, x, [&](auto products) { pick<0, TURNS>(turn, [&](auto which) { products(d[which.VALUE]); }); });
+        multiply(c, block, lone, x, turn, d);
     });
   }
   // Brings the sums of a pass from registers to shared memory and completes them: of `here` units, from unit `first` of the task on.

@@ -132,13 +132,14 @@ struct RowsCodes {
   // Plain weights meet x as it is. Without a norm, the words of a tile would stay in the registers that they were loaded to, and be moved
   // before each product. The compiler does not know that none is all ones, so it must make this minimum in another register.
   static __device__ __forceinline__ void prepare(const uint4 (&from)[PIECES], uint4 (&x)[PIECES], Input&) {
+    constexpr bool TILE = M::ROWS >= WARP_ROWS, COPY = TILE && G::NORM == Norm::NONE;
     constexpr u32 MOST = NO_WORD - 1;
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
       const uint4 v = from[i];
-      x[i] = M::ROWS > 8 && G::NORM == Norm::NONE ? make_uint4(min(v.x, MOST), min(v.y, MOST), min(v.z, MOST), min(v.w, MOST)) : v;
+      x[i] = COPY ? make_uint4(min(v.x, MOST), min(v.y, MOST), min(v.z, MOST), min(v.w, MOST)) : v;
     }
-    if constexpr (M::ROWS > 8) interleave(x);
+    if constexpr (TILE) interleave(x);
   }
 };
 

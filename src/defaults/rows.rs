@@ -23,8 +23,7 @@ pub const STEP_ROWS: [u32; 5] = [8, 16, 32, 64, 128];
 /// Rows of the kernels whose tasks wait for words, of a model on a target; ascending. More than 16 need tensor cores, whose warps share the
 /// rows, and plain weights; some may not fit a target's shared memory. None has 128 rows.
 pub fn kernel_rows(graph: &ModelGraph, precision: Precision, target: &Target) -> &'static [u32] {
-    let plain = formats(graph, precision).all(|(format, _)| format.is_plain());
-    match plain && rows_on_tensor_cores(precision, target.spec.dot == DotMechanism::Mma) {
+    match is_plain(graph, precision) && rows_on_tensor_cores(precision, target.spec.dot == DotMechanism::Mma) {
         true => &STEP_ROWS[..4],
         false => &STEP_ROWS[..2],
     }
@@ -61,15 +60,15 @@ pub struct Room {
     pub positions: u64,
 }
 
-fn linears(layer: &Layer) -> impl Iterator<Item = &Linear> {
-    let (attn, mlp) = (&layer.attn, &layer.mlp);
-    [&attn.q, &attn.k, &attn.v, &attn.o, &mlp.up, &mlp.down].into_iter().chain(&mlp.gate)
-}
-
 /// The formats of a model's matrices, and their columns.
 fn formats(graph: &ModelGraph, precision: Precision) -> impl Iterator<Item = (Format, u32)> {
-    let linears = graph.layers.iter().flat_map(linears).chain([&graph.head]);
+    let linears = graph.layers.iter().flat_map(Layer::linears).chain([&graph.head]);
     linears.map(move |linear| (format_of(graph, &[linear], precision), linear.cols))
+}
+
+/// Whether all matrices have plain weights.
+fn is_plain(graph: &ModelGraph, precision: Precision) -> bool {
+    formats(graph, precision).all(|(format, _)| format.is_plain())
 }
 
 impl Flight {
@@ -77,10 +76,9 @@ impl Flight {
     fn of(graph: &ModelGraph, precision: Precision, rows: u32, sms: u32) -> Flight {
         let bytes =
             |linear: &Linear| u64::from(linear.rows) * u64::from(linear.cols) * precision.weights.bytes() as u64;
-        let longest = graph.layers.iter().map(|layer| linears(layer).map(bytes).sum::<u64>()).max().unwrap_or(0);
+        let longest = graph.layers.iter().map(|layer| layer.linears().map(bytes).sum::<u64>()).max().unwrap_or(0);
         let is_long = longest / u64::from(sms.max(1)) >= LONG_LAYER_BYTES;
-        let is_plain = formats(graph, precision).all(|(format, _)| format.is_plain());
-        if rows <= WARP_ROWS && is_plain && is_long { FLIGHT_OF_LONG_LAYERS } else { FLIGHT }
+        if rows <= WARP_ROWS && is_long && is_plain(graph, precision) { FLIGHT_OF_LONG_LAYERS } else { FLIGHT }
     }
 }
 

@@ -145,6 +145,14 @@ pub struct Layer {
     pub residual_scale: f32,
 }
 
+impl Layer {
+    /// Its matrices: q, k, v, o, then those of the MLP.
+    pub fn linears(&self) -> impl Iterator<Item = &Linear> {
+        let (attn, mlp) = (&self.attn, &self.mlp);
+        [&attn.q, &attn.k, &attn.v, &attn.o].into_iter().chain(&mlp.gate).chain([&mlp.up, &mlp.down])
+    }
+}
+
 #[derive(Debug, Clone, PartialEq)]
 pub struct Attention {
     pub heads: u32,

@@ -4,7 +4,7 @@
 
 use crate::format::{Code, E4M3_MAX, Format, FormatPlan, ScaleCode, name_of};
 use crate::model::coded::CodedRow;
-use crate::model::graph::{Linear, ModelGraph, Tensor, TensorId};
+use crate::model::graph::{ModelGraph, Tensor, TensorId};
 use crate::model::weights::Weights;
 
 /// A plan that does not fit a model.
@@ -50,7 +50,7 @@ pub fn round_matrices(graph: &mut ModelGraph, weights: &mut Weights, plan: &Form
     }
     for layer in 0..layers {
         let Some(format) = plan.of(Some(layer as u32)) else { continue };
-        let tensors: Vec<TensorId> = linears(graph, layer).map(|linear| linear.weight.tensor).collect();
+        let tensors: Vec<TensorId> = graph.layers[layer].linears().map(|linear| linear.weight.tensor).collect();
         for tensor in tensors {
             round_tensor(graph, weights, tensor, format)?;
         }
@@ -65,11 +65,6 @@ fn round_copy(graph: &mut ModelGraph, weights: &mut Weights, of: TensorId, forma
     graph.tensors.push(Tensor { name, dtype, shape });
     graph.formats.insert(copy, format);
     copy
-}
-
-fn linears(graph: &ModelGraph, layer: usize) -> impl Iterator<Item = &Linear> {
-    let (attn, mlp) = (&graph.layers[layer].attn, &graph.layers[layer].mlp);
-    [&attn.q, &attn.k, &attn.v, &attn.o].into_iter().chain(&mlp.gate).chain([&mlp.up, &mlp.down])
 }
 
 fn round_tensor(graph: &mut ModelGraph, weights: &mut Weights, id: TensorId, format: Format) -> Result<(), PlanError> {

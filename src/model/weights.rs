@@ -667,9 +667,7 @@ impl Weights {
         let head_std = 2.0 / (f64::from(graph.hidden).sqrt() * f64::from(graph.logits_scale).abs());
         set(graph.embed, 0.0, 1.0 / f64::from(graph.embed_scale).abs());
         for layer in &graph.layers {
-            let (attn, mlp) = (&layer.attn, &layer.mlp);
-            let linears = [Some(&attn.q), Some(&attn.k), Some(&attn.v), Some(&attn.o), mlp.gate.as_ref()];
-            for linear in linears.into_iter().flatten().chain([&mlp.up, &mlp.down]) {
+            for linear in layer.linears() {
                 set(linear.weight.tensor, 0.0, 1.0 / f64::from(linear.cols).sqrt());
                 linear.bias.iter().for_each(|bias| set(bias.tensor, 0.0, 0.3));
             }

@@ -2781,7 +2781,7 @@ fn a_generated_tail_decides_what_its_model_does() {
 fn a_generated_kernel_of_steps_gives_a_row_the_bits_that_it_has_alone() {
     const NAME: &str = "a_generated_kernel_of_steps_gives_a_row_the_bits_that_it_has_alone";
     // One text, which each sequence reads in other chunks. Then each sequence has a row at the next position, in a step with the given number of rows.
-    // Rows alone follow a chunk, because each takes a launch.
+    // Where each row has a launch of its own, one chunk comes first: it saves launches.
     let cuts = [(1, 1), (7, 2), (16, 5), (64, 16), (33, 33)];
     let together = 32;
     for name in ["families/gemma3", "families/qwen3"] {
@@ -2910,7 +2910,7 @@ fn generated_kernels_in_one_order_give_rows_the_bits_that_they_have_alone() {
     let text = tokens(&imported, lengths.iter().sum());
     let texts = [&text[..6], &text[6..39], &text[39..]].map(<[u32]>::to_vec);
     let steps = 3;
-    // One launch reads the first 32 rows of the longest text; every other row is a launch of its own. The last token of a text goes on by itself.
+    // One launch reads the first 32 tokens of the longest text. Each other token has a launch of its own. That of a text's last token has all steps.
     let alone = (0..3).flat_map(|n: u32| {
         let text = texts[n as usize].clone();
         let last = text.len() - 1;
