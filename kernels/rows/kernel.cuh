@@ -35,7 +35,7 @@ __device__ __forceinline__ void consume_rows(const RowsParams& p) {
     }
     c.tag++;
   }
-  if (p.fills) return;
+  if (p.fills || !p.mailbox) return;
   // Block 0 selects and reports once more, so that the host gets the tokens that follow the last step.
   if (c.sm() == 0)
     for (u32 i = 0; i < 2; i++) {

@@ -70,11 +70,13 @@ struct RowsSelect {
   }
 };
 
-// report: hands the tokens of the step to the host: [1 + step * ROWS + row], and then the count of steps.
+// report: hands the tokens of the step to the host: [1 + step * ROWS + row], and then the count of steps. Without a mailbox a sampler
+// decides, and tokens have no reader here.
 template <class M, class G>
 struct RowsReport {
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
     const RowsParams& p = rows_params(c);
+    if (!p.mailbox) return;
     const u32 step = c.tag - p.tag;
     if (c.warp() == 0) {
       for (u32 row = c.lane(); row < p.row_count; row += 32) p.mailbox[1 + step * M::ROWS + row] = rows_state<M>().token[row];

@@ -17,7 +17,7 @@ struct Params {
   const StreamRun* runs; // all streams, one after another
   const u32* run_index; // [REGIMES * SMS + 1]
   const i32* prompt; // token of each position below prompt_len
-  volatile i32* mailbox; // host-visible: [0] tokens decided so far (positions), then the token of each position
+  volatile i32* mailbox; // host-visible: [0] tokens decided so far (positions), then the token of each position; of rows null if a sampler decides
   u32* report; // host-visible watchdog report, 8 words an SM
   volatile u32* abort; // host-visible
   u64* stamps; // [steps][SMS][STAMPS_MAX][STAMP_WORDS] nanoseconds, traced builds only

@@ -99,7 +99,7 @@ kernel_struct! {
         run_index: u64 = "const u32*",
         /// token of each position below prompt_len
         prompt: u64 = "const i32*",
-        /// host-visible: [0] tokens decided so far (positions), then the token of each position
+        /// host-visible: [0] tokens decided so far (positions), then the token of each position; of rows null if a sampler decides
         mailbox: u64 = "volatile i32*",
         /// host-visible watchdog report, 8 words an SM
         report: u64 = "u32*",

@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 
 use cudarc::driver::sys::{
     self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute,
-    CUlaunchConfig, CUmodule, CUresult, CUstream, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill,
+    CUlaunchConfig, CUlimit, CUmodule, CUresult, CUstream, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill,
     CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle, CUuuid,
 };
 
@@ -64,6 +64,7 @@ driver_calls! {
     cuDevicePrimaryCtxRetain(*mut CUcontext, CUdevice);
     cuDevicePrimaryCtxRelease_v2(CUdevice);
     cuCtxSetCurrent(CUcontext);
+    cuCtxSetLimit(CUlimit, usize);
     cuCtxSynchronize();
     cuModuleLoadData(*mut CUmodule, *const c_void);
     cuModuleUnload(CUmodule);

@@ -124,7 +124,7 @@ impl Bench<'_> {
         smem_dynamic_bytes: u32,
     ) -> Result<(Function, LaunchShape), DriverError> {
         let function = self.device.function(&self.module, name, smem_dynamic_bytes)?;
-        let shape = LaunchShape { grid: self.sms, block, smem_dynamic_bytes, cluster: 1 };
+        let shape = LaunchShape { grid: self.sms, block, smem_dynamic_bytes, cluster: 1, kept: None };
         function.fits(&shape)?;
         Ok((function, shape))
     }

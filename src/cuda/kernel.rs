@@ -235,7 +235,7 @@ impl Kernel {
         let machine = &schedule.machine;
         let smem = machine.smem.iter().map(|part| part.offset + part.bytes).max().unwrap_or(0);
         let block = (machine.consumer_warps + machine.loader_warps) * 32;
-        let shape = LaunchShape { grid: machine.sms, block, smem_dynamic_bytes: smem, cluster: 1 };
+        let shape = LaunchShape { grid: machine.sms, block, smem_dynamic_bytes: smem, cluster: 1, kept: None };
         let watched = Watched::load(device, cubin, ENTRY_POINT, shape, registers_needed(machine))?;
         let stamps_max = if trace == Trace::On { stamps_max(schedule) } else { 0 };
         // The token after the last step is selected once more, in a step of its own.

@@ -85,6 +85,11 @@ impl DeviceBuffer {
         self.fill(stream, POISON, 0..self.bytes)
     }
 
+    /// The same for the bytes in `range`.
+    pub fn poison_range(&mut self, stream: &Stream, range: Range<u64>) -> Result<(), DriverError> {
+        self.fill(stream, POISON, range)
+    }
+
     fn fill(&mut self, stream: &Stream, value: u8, Range { start, end }: Range<u64>) -> Result<(), DriverError> {
         assert!(start <= end && end <= self.bytes, "bytes {start} to {end} of a buffer of {}", self.bytes);
         if start == end {

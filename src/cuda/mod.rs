@@ -21,6 +21,7 @@ pub mod rows;
 pub mod sampler;
 pub mod self_test;
 pub mod session;
+mod step_memory;
 pub mod stream;
 mod tables;
 mod tensor_map;

@@ -2,10 +2,11 @@
 
 use super::driver::Device;
 pub use super::kernel::Watched;
-use super::kernel::{Kernel, cache_or_own, poisoned, vocab};
+use super::kernel::{Kernel, cache_or_own, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::sampler::{Asked, Next, SamplerSession};
 use super::session::{SessionError, Stamped};
+use super::step_memory::StepMemory;
 use super::stream::Event;
 use super::tables::LaunchTables;
 use crate::codegen::abi::{Params, Queues, Row, RowsParams};
@@ -204,19 +205,20 @@ struct Flying {
     steps: u32,
     /// The launch has one step, which ends when the cache has its rows: nothing is decided.
     only_fills: bool,
-    /// Each step was a kernel of its own, and a sampler chose the tokens after it.
-    is_sampled: bool,
     /// The sampler is not queued yet.
     is_unchosen: bool,
-    /// Which mailbox has its tokens.
-    mailbox: usize,
+    /// Which mailbox has its tokens. `None`: each step was a kernel of its own, and a sampler chose the tokens after it.
+    mailbox: Option<usize>,
     timeout: Duration,
 }
 
 impl Flying {
     /// A launch may go on from it before it was waited for: each row decides a token in the last step.
     fn goes_on(&self) -> bool {
-        !self.only_fills && !self.is_sampled && self.eos.is_empty() && self.inputs.iter().all(|i| i.steps >= self.steps)
+        !self.only_fills
+            && self.mailbox.is_some()
+            && self.eos.is_empty()
+            && self.inputs.iter().all(|i| i.steps >= self.steps)
     }
 }
 
@@ -225,9 +227,8 @@ pub struct RowsSession {
     kernel: Kernel,
     shape: Shape,
     cache: Arc<DeviceBuffer>,
-    exchange: DeviceBuffer,
+    memory: StepMemory,
     tables: LaunchTables,
-    logits: DeviceBuffer,
     /// Those of two launches, used in turn.
     mailboxes: [MappedBuffer; 2],
     next_mailbox: usize,
@@ -260,14 +261,15 @@ impl RowsSession {
         pack: Arc<DeviceBuffer>,
         cache: Option<Arc<DeviceBuffer>>,
     ) -> Result<RowsSession, SessionError> {
-        let kernel = Kernel::load(device, queues, cubin, trace, steps_max, pack)?;
+        let mut kernel = Kernel::load(device, queues, cubin, trace, steps_max, pack)?;
         let (stream, program, tables) = (&kernel.watched.stream, &kernel.schedule.program, queues.tables());
         let shape = Shape::of(program).expect("validate: a kernel for rows has tables");
         let padded = shape.rows.next_multiple_of(WORD_ROWS);
-        let exchange = device.alloc(tables.exchange_bytes.max(16))?;
         let cache = cache_or_own(cache, device, stream, tables.cache_bytes)?;
         let vocab = vocab(program);
-        let logits = poisoned(device, stream, u64::from(padded) * u64::from(vocab) * 4)?;
+        let logits = u64::from(padded) * u64::from(vocab);
+        let memory = StepMemory::alloc(device, stream, tables.exchange_bytes, logits)?;
+        kernel.watched.shape.kept = Some(memory.kept());
         let mailbox = || device.alloc_mapped((steps_max as usize + 1) * padded as usize + 1);
         // A table for each step that is a kernel of its own.
         let rows = u64::from(steps_max.max(1)) * u64::from(padded);
@@ -278,8 +280,7 @@ impl RowsSession {
             kernel,
             shape,
             cache,
-            exchange,
-            logits,
+            memory,
             padded,
             tag: 0,
             decided: vec![],
@@ -295,7 +296,7 @@ impl RowsSession {
 
     /// Makes every word of the exchange one that is not there yet. Packets of a tag that was never used are not there either.
     fn begin_words(&mut self) -> Result<(), SessionError> {
-        self.exchange.poison(&self.kernel.watched.stream)?;
+        self.memory.poison_exchange(&self.kernel.watched.stream)?;
         self.tag = 2;
         self.decided.clear();
         self.filled = false;
@@ -343,8 +344,9 @@ impl RowsSession {
         let timeout = timeout(steps);
         let placed = self.tables.upload(&rows, &pages)?;
         let mailbox = self.begin_mailbox()?;
+        let address = self.mailboxes[mailbox].address();
         let params = RowsParams {
-            params: Params { steps, tag: self.tag, ..self.params(timeout, eos, with_logits, mailbox)? },
+            params: Params { steps, tag: self.tag, mailbox: address, ..self.params(timeout, eos, with_logits)? },
             rows: placed.rows,
             pages: placed.pages,
             fills: if only_fills { self.kernel.fills() } else { 0 },
@@ -353,8 +355,8 @@ impl RowsSession {
         };
         self.kernel.watched.launch(&params)?;
         let (inputs, eos) = (inputs.to_vec(), eos.to_vec());
-        let is_sampled = false;
-        self.flies(Flying { inputs, eos, steps, only_fills, is_sampled, is_unchosen: false, mailbox, timeout });
+        let mailbox = Some(mailbox);
+        self.flies(Flying { inputs, eos, steps, only_fills, is_unchosen: false, mailbox, timeout });
         Ok(())
     }
 
@@ -371,25 +373,18 @@ impl RowsSession {
         self.tag += flying.steps;
         self.filled |= flying.only_fills;
         // A launch cannot go on with what the head alone decided.
-        let decides = !flying.only_fills && !flying.is_sampled;
+        let decides = !flying.only_fills && flying.mailbox.is_some();
         let decided = flying.inputs.iter().filter(|_| decides).map(|input| input.steps >= flying.steps);
         self.decided = decided.collect();
         self.flying.push_back(flying);
     }
 
     /// What every launch passes; the caller fills in the rest.
-    fn params(
-        &self,
-        timeout: Duration,
-        eos: &[u32],
-        with_logits: bool,
-        mailbox: usize,
-    ) -> Result<Params, SessionError> {
+    fn params(&self, timeout: Duration, eos: &[u32], with_logits: bool) -> Result<Params, SessionError> {
         Ok(Params {
             cache: self.cache.address(),
-            exchange: self.exchange.address(),
-            logits: if with_logits { self.logits.address() } else { 0 },
-            mailbox: self.mailboxes[mailbox].address(),
+            exchange: self.memory.exchange(),
+            logits: if with_logits { self.memory.logits() } else { 0 },
             ..self.kernel.params(timeout, eos)?
         })
     }
@@ -465,35 +460,36 @@ impl RowLauncher for RowsSession {
         self.begin_launch(&tables, inputs, true)?;
         let (rows, pages) = encode_rows(&tables, inputs, &[], self.vocab)?;
         let placed = self.tables.upload(&rows_of_steps(&rows, steps), &pages)?;
-        let mailbox = self.begin_mailbox()?;
         let timeout = timeout(steps);
-        let (watched, logits) = (&self.kernel.watched, self.logits.address());
+        let (watched, logits) = (&self.kernel.watched, self.memory.logits());
         let all = Steps { rows: placed.rows, row_count: rows.len(), steps };
         let is_unchosen = choosing.is_none();
         queue_each(watched, all, logits, choosing, |step, rows| {
-            let params = self.params(timeout, &[], true, mailbox)?;
-            let params = Params { steps: 1, tag: self.tag + step, ..params };
+            // Without a mailbox: the sampler has the tokens.
+            let params = Params { steps: 1, tag: self.tag + step, ..self.params(timeout, &[], true)? };
             let (pages, row_count) = (placed.pages, inputs.len() as u32);
             watched.queue(&RowsParams { params, rows, pages, fills: 0, row_count, logits_from: 0 })
         })?;
         let (inputs, eos) = (inputs.to_vec(), vec![]);
-        let only_fills = false;
-        self.flies(Flying { inputs, eos, steps, only_fills, is_sampled: true, is_unchosen, mailbox, timeout });
+        self.flies(Flying { inputs, eos, steps, only_fills: false, is_unchosen, mailbox: None, timeout });
         tables.finish(steps);
         Ok(())
     }
 
     fn choose(&mut self, sampler: &mut SamplerSession, asked: &[Asked<'_>]) -> Result<(), SessionError> {
         let is_unchosen = self.flying.front_mut().map(|flying| &mut flying.is_unchosen);
-        choose_now(is_unchosen, &self.kernel.watched, self.logits.address(), sampler, asked)
+        choose_now(is_unchosen, &self.kernel.watched, self.memory.logits(), sampler, asked)
     }
 
     fn last_step(&mut self) -> Result<Option<Vec<Vec<u32>>>, SessionError> {
         let flying = self.flying.front().ok_or(SessionError::NotQueued)?;
-        if self.flying.len() > 1 || !flying.goes_on() || self.tags_end(self.steps_max) {
+        let Some(mailbox) = flying.mailbox.filter(|_| self.flying.len() == 1 && flying.goes_on()) else {
+            return Ok(None);
+        };
+        if self.tags_end(self.steps_max) {
             return Ok(None);
         }
-        let (steps, mailbox) = (flying.steps, &self.mailboxes[flying.mailbox]);
+        let (steps, mailbox) = (flying.steps, &self.mailboxes[mailbox]);
         self.kernel.watched.await_last_step(flying.timeout, || Ok(mailbox.load(0)? >= steps))?;
         let token = |step: u32, row: usize| mailbox.load(1 + (step * self.padded) as usize + row);
         let of_row = |row| (1..steps).map(|step| token(step, row)).collect::<Result<Vec<u32>, _>>();
@@ -501,8 +497,7 @@ impl RowLauncher for RowsSession {
     }
 
     fn finish(&mut self) -> Result<RowsLaunched, SessionError> {
-        let Some(Flying { inputs, eos, steps, only_fills, is_sampled, is_unchosen, mailbox, timeout }) =
-            self.flying.pop_front()
+        let Some(Flying { inputs, eos, steps, only_fills, is_unchosen, mailbox, timeout }) = self.flying.pop_front()
         else {
             return Err(SessionError::NotQueued);
         };
@@ -514,17 +509,11 @@ impl RowLauncher for RowsSession {
             self.begin_words()?;
         }
         let device_us = finished?;
+        let Some(mailbox) = mailbox else { return Ok(RowsLaunched { device_us, steps, tokens: vec![] }) };
         let mailbox = &self.mailboxes[mailbox];
         let reported = mailbox.load(0)?;
         if only_fills {
             return Ok(RowsLaunched { device_us, steps: reported, tokens: vec![] });
-        }
-        if is_sampled {
-            let ran = reported == 2;
-            if !ran {
-                self.begin_words()?;
-            }
-            return Ok(RowsLaunched { device_us, steps: if ran { steps } else { 0 }, tokens: vec![] });
         }
         let token = |step: u32, row: usize| mailbox.load(1 + (step * self.padded) as usize + row);
         let tokens: Vec<Vec<u32>> = (0..reported)
@@ -548,12 +537,12 @@ impl RowLauncher for RowsSession {
         if !self.flying.is_empty() {
             return Err(SessionError::NotFinished);
         }
-        let at = u64::from(row.min(self.padded - 1)) * u64::from(self.vocab) * 4;
-        Ok(self.logits.download(&self.kernel.watched.stream, at, self.vocab as usize)?)
+        let first = u64::from(row.min(self.padded - 1)) * u64::from(self.vocab);
+        Ok(self.memory.read_logits(&self.kernel.watched.stream, first, self.vocab as usize)?)
     }
 
     fn poison_logits(&mut self) -> Result<(), SessionError> {
-        Ok(self.logits.poison(&self.kernel.watched.stream)?)
+        Ok(self.memory.poison_logits(&self.kernel.watched.stream)?)
     }
 
     fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError> {
@@ -650,7 +639,7 @@ pub(super) fn queue_each(
             // While the kernel runs.
             sampler.upload(asked, tables.steps)?;
         }
-        sampler.queue(&watched.stream, logits, step, tables.next(step))?;
+        sampler.queue(watched, logits, step, tables.next(step))?;
     }
     if choosing.is_some() {
         watched.end()?;
@@ -673,7 +662,7 @@ pub(super) fn choose_now(
         return Err(SessionError::NotQueued);
     };
     sampler.upload(asked, 1)?;
-    sampler.queue(&watched.stream, logits, 0, None)?;
+    sampler.queue(watched, logits, 0, None)?;
     watched.end()?;
     *is_unchosen = false;
     Ok(())

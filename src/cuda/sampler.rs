@@ -1,6 +1,7 @@
 //! Owns `SamplerSession`: the sampler on a device, which chooses tokens from the logits that a kernel for rows leaves in memory.
 
 use super::driver::{Device, DriverError};
+use super::kernel::Watched;
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::module::Function;
 use super::stream::{Argument, LaunchShape, Stream};
@@ -237,12 +238,18 @@ impl SamplerSession {
         Ok(())
     }
 
-    /// Queues step `step` of the launch whose tables were uploaded, on the stream of the kernel that leaves `logits`. The tokens go to
-    /// the launch that follows, too.
+    /// Queues step `step` of the launch whose tables were uploaded, after the kernel that leaves `logits`. The tokens go to the launch
+    /// that follows, too.
     ///
     /// # Errors
     /// A step beyond those that there is room for; what the driver refuses.
-    pub(super) fn queue(&self, stream: &Stream, logits: u64, step: u32, next: Option<Next>) -> Result<(), DriverError> {
+    pub(super) fn queue(
+        &self,
+        kernel: &Watched,
+        logits: u64,
+        step: u32,
+        next: Option<Next>,
+    ) -> Result<(), DriverError> {
         let answer_bytes = u64::from(self.rows_max) * size_of::<SampleAnswer>() as u64;
         if step >= self.steps_max {
             let (offset_bytes, buffer_bytes) = (u64::from(step) * answer_bytes, self.answers.words() as u64 * 4);
@@ -268,13 +275,18 @@ impl SamplerSession {
             parts,
             step,
         };
-        let shape =
-            LaunchShape { grid: self.row_count * parts, block: THREADS, smem_dynamic_bytes: SHARED_BYTES, cluster: 1 };
+        let shape = LaunchShape {
+            grid: self.row_count * parts,
+            block: THREADS,
+            smem_dynamic_bytes: SHARED_BYTES,
+            cluster: 1,
+            kept: kernel.shape.kept,
+        };
         let params = [Argument::Struct(bytemuck::bytes_of(&params))];
         let [adjust, choose] = &self.functions;
-        stream.launch(adjust, &shape, &params)?;
+        kernel.stream.launch(adjust, &shape, &params)?;
         // It reads what the first wrote only after it has waited for it.
-        stream.launch_early(choose, &shape, &params)?;
+        kernel.stream.launch_early(choose, &shape, &params)?;
         Ok(())
     }
 

@@ -142,7 +142,7 @@ fn test_grid(device: &Device, module: &Module, stream: &Stream) -> Result<u32, S
     let grid = device.identity().sm_count;
     let smem_dynamic_bytes = device.identity().smem_bytes_per_block_max;
     let function = device.function(module, "self_test_grid", smem_dynamic_bytes)?;
-    let shape = LaunchShape { grid, block: BLOCK, smem_dynamic_bytes, cluster: 1 };
+    let shape = LaunchShape { grid, block: BLOCK, smem_dynamic_bytes, cluster: 1, kept: None };
     function.fits(&shape)?;
 
     let values: Vec<u32> = (0..grid).map(|block| block * block + 7).collect();
@@ -173,7 +173,8 @@ fn test_grid(device: &Device, module: &Module, stream: &Stream) -> Result<u32, S
 /// Fastest and median device time of a cooperative launch that does nothing, in microseconds.
 fn time_empty(device: &Device, module: &Module, stream: &Stream) -> Result<(f64, f64), SelfTestError> {
     let function = device.function(module, "self_test_empty", 0)?;
-    let shape = LaunchShape { grid: device.identity().sm_count, block: BLOCK, smem_dynamic_bytes: 0, cluster: 1 };
+    let shape =
+        LaunchShape { grid: device.identity().sm_count, block: BLOCK, smem_dynamic_bytes: 0, cluster: 1, kept: None };
     function.fits(&shape)?;
     let (start, end) = (device.event()?, device.event()?);
     let mut times_us = vec![];
@@ -230,7 +231,7 @@ fn test_deadline(device: &Device, module: &Module, stream: &Stream) -> Result<()
 fn test_cluster(device: &Device, module: &Module, stream: &Stream) -> Result<u32, SelfTestError> {
     const CLUSTER: u32 = 2;
     let function = device.function(module, "self_test_cluster", 0)?;
-    let mut shape = LaunchShape { grid: CLUSTER, block: BLOCK, smem_dynamic_bytes: 0, cluster: CLUSTER };
+    let mut shape = LaunchShape { grid: CLUSTER, block: BLOCK, smem_dynamic_bytes: 0, cluster: CLUSTER, kept: None };
     let resident = function.resident_blocks(&shape)?;
     shape.grid = resident.min(device.identity().sm_count) / CLUSTER * CLUSTER;
     function.fits(&shape)?;
@@ -243,7 +244,7 @@ fn test_cluster(device: &Device, module: &Module, stream: &Stream) -> Result<u32
 }
 
 /// One warp is enough to talk to the host.
-const SINGLE: LaunchShape = LaunchShape { grid: 1, block: 1, smem_dynamic_bytes: 0, cluster: 1 };
+const SINGLE: LaunchShape = LaunchShape { grid: 1, block: 1, smem_dynamic_bytes: 0, cluster: 1, kept: None };
 
 fn poisoned(device: &Device, stream: &Stream, words: u32) -> Result<DeviceBuffer, DriverError> {
     let mut buffer = device.alloc(u64::from(words) * 4)?;

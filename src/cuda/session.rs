@@ -496,7 +496,7 @@ impl Session {
                 sampler.upload(asked, steps)?;
             }
             let next = (step + 1 < steps).then(|| Next { token: token_at(position + 1), stride_bytes: 4 });
-            sampler.queue(&watched.stream, self.logits.address(), step, next)?;
+            sampler.queue(watched, self.logits.address(), step, next)?;
         }
         if choosing.is_some() {
             watched.end()?;

@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{
-    CUevent, CUevent_flags, CUlaunchAttribute, CUlaunchAttributeID, CUlaunchConfig, CUstream, CUstream_flags,
+    CUaccessPolicyWindow, CUaccessProperty, CUevent, CUevent_flags, CUlaunchAttribute, CUlaunchAttributeID,
+    CUlaunchConfig, CUstream, CUstream_flags,
 };
 
 use super::api::{ERROR_NOT_READY, call};
@@ -76,7 +77,7 @@ pub enum Wait {
     TimedOut,
 }
 
-/// Size of a launch, one-dimensional.
+/// Size of a launch, one-dimensional, and what it asks of L2.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LaunchShape {
     /// Blocks.
@@ -86,6 +87,16 @@ pub struct LaunchShape {
     pub smem_dynamic_bytes: u32,
     /// Blocks per cluster; 1 for a launch without clusters.
     pub cluster: u32,
+    /// What L2 keeps while the kernel runs.
+    pub kept: Option<KeptRange>,
+}
+
+/// Memory whose lines L2 prefers to keep. It changes no result, and a device that cannot do it does not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KeptRange {
+    /// Device address.
+    pub address: u64,
+    pub bytes: u64,
 }
 
 /// When the blocks of a kernel start.
@@ -204,7 +215,7 @@ impl Stream {
             });
         }
         let mut pointers: Vec<*mut c_void> = values.iter().map(|value| value.as_ptr().cast_mut().cast()).collect();
-        let mut attributes = attributes(shape.cluster, start);
+        let mut attributes = attributes(shape, start, self.context.kept_bytes_max);
         let config = config(shape, self.handle, &mut attributes);
         let api = self.context.bind()?;
         // SAFETY: stream and function are live and of the bound context; `pointers` has one pointer per declared
@@ -312,7 +323,7 @@ impl Function {
         }
         // The grid does not reach the answer, but one that is no multiple of the cluster is refused.
         let shape = LaunchShape { grid: shape.cluster, ..*shape };
-        let mut attributes = attributes(shape.cluster, Start::AfterPrevious);
+        let mut attributes = attributes(&shape, Start::AfterPrevious, 0);
         let config = config(&shape, ptr::null_mut(), &mut attributes);
         // SAFETY: a live function; `config` points into `attributes`; the call writes one integer.
         unsafe { call!(api, cuOccupancyMaxActiveClusters(&mut count, self.handle, &config)) }?;
@@ -320,7 +331,8 @@ impl Function {
     }
 }
 
-fn attributes(cluster: u32, start: Start) -> Vec<CUlaunchAttribute> {
+/// The attributes of a launch on a device whose ranges of kept memory have `kept_bytes_max` bytes at most.
+fn attributes(shape: &LaunchShape, start: Start, kept_bytes_max: u64) -> Vec<CUlaunchAttribute> {
     let attribute = |id| {
         // SAFETY: a C structure of integers, unions of integers and arrays, for which zero is a value.
         let mut attribute: CUlaunchAttribute = unsafe { std::mem::zeroed() };
@@ -341,9 +353,21 @@ fn attributes(cluster: u32, start: Start) -> Vec<CUlaunchAttribute> {
             attributes.push(early);
         }
     }
-    if cluster > 1 {
+    let kept = shape.kept.map(|kept| KeptRange { bytes: kept.bytes.min(kept_bytes_max), ..kept });
+    if let Some(KeptRange { address, bytes }) = kept.filter(|kept| kept.bytes > 0) {
+        let mut window = attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_ACCESS_POLICY_WINDOW);
+        window.value.accessPolicyWindow = CUaccessPolicyWindow {
+            base_ptr: address as *mut c_void,
+            num_bytes: bytes as usize,
+            hitRatio: 1.0,
+            hitProp: CUaccessProperty::CU_ACCESS_PROPERTY_PERSISTING,
+            missProp: CUaccessProperty::CU_ACCESS_PROPERTY_STREAMING,
+        };
+        attributes.push(window);
+    }
+    if shape.cluster > 1 {
         let mut clusters = attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION);
-        clusters.value.clusterDim.x = cluster;
+        clusters.value.clusterDim.x = shape.cluster;
         clusters.value.clusterDim.y = 1;
         clusters.value.clusterDim.z = 1;
         attributes.push(clusters);

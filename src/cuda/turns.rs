@@ -5,7 +5,7 @@
 //! begins after the one before has ended.
 
 use super::driver::Device;
-use super::kernel::{Kernel, Watched, cache_or_own, poisoned, vocab};
+use super::kernel::{Kernel, Watched, cache_or_own, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::rows::{
     FirstToken, RowInput, RowLauncher, RowsLaunched, Steps, choose_now, encode_rows, fits, only_fills, out_of_range,
@@ -13,6 +13,7 @@ use super::rows::{
 };
 use super::sampler::{Asked, SamplerSession};
 use super::session::SessionError;
+use super::step_memory::StepMemory;
 use crate::codegen::abi::{Params, Queues, Row, RowsParams};
 use crate::codegen::emit::Trace;
 use crate::ir::layout::WORD_ROWS;
@@ -41,10 +42,9 @@ pub struct TurnsSession {
     kernel_rows: u32,
     padded: u32,
     cache: Arc<DeviceBuffer>,
-    exchange: DeviceBuffer,
+    memory: StepMemory,
     rows: DeviceBuffer,
     pages: DeviceBuffer,
-    logits: DeviceBuffer,
     /// For each turn, one after another: a count, and the tokens of each step.
     mailbox: MappedBuffer,
     tag: u32,
@@ -71,7 +71,7 @@ impl TurnsSession {
         pack: Arc<DeviceBuffer>,
         cache: Option<Arc<DeviceBuffer>>,
     ) -> Result<TurnsSession, SessionError> {
-        let kernel = Kernel::load(device, queues, cubin, Trace::Off, steps_max, pack)?;
+        let mut kernel = Kernel::load(device, queues, cubin, Trace::Off, steps_max, pack)?;
         let (stream, program, tables) = (&kernel.watched.stream, &kernel.schedule.program, queues.tables());
         let of_kernel = Shape::of(program).expect("validate: a kernel for rows has tables");
         let kernel_rows = of_kernel.rows;
@@ -82,9 +82,10 @@ impl TurnsSession {
         let rows_max = u64::from((turns - 1) * kernel_rows + padded);
         let cache = cache_or_own(cache, device, stream, tables.cache_bytes)?;
         let vocab = vocab(program);
-        let logits = poisoned(device, stream, rows_max * u64::from(vocab) * 4)?;
+        let memory = StepMemory::alloc(device, stream, tables.exchange_bytes, rows_max * u64::from(vocab))?;
+        kernel.watched.shape.kept = Some(memory.kept());
         let mut session = TurnsSession {
-            exchange: device.alloc(tables.exchange_bytes.max(16))?,
+            memory,
             // A table for each step that is a kernel of its own.
             rows: device.alloc(u64::from(steps_max.max(1)) * rows_max * size_of::<Row>() as u64)?,
             pages: device.alloc((rows_max * u64::from(shape.blocks()) * 4).max(16))?,
@@ -94,7 +95,6 @@ impl TurnsSession {
             kernel_rows,
             padded,
             cache,
-            logits,
             tag: 0,
             decided: vec![],
             filled: false,
@@ -109,7 +109,7 @@ impl TurnsSession {
 
     /// Makes every word of the exchange one that is not there yet, as a session of one launch of the kernel does.
     fn begin_words(&mut self) -> Result<(), SessionError> {
-        self.exchange.poison(&self.kernel.watched.stream)?;
+        self.memory.poison_exchange(&self.kernel.watched.stream)?;
         (self.tag, self.filled) = (2, false);
         self.decided.clear();
         Ok(())
@@ -168,10 +168,10 @@ impl TurnsSession {
     /// A turn of `count` rows, whose tables are at `rows`. The caller fills in what differs from a launch of one whole step.
     fn turn(&self, turn: u32, count: usize, rows: u64, logits: bool, steps: u32) -> Result<RowsParams, SessionError> {
         let first = turn * self.kernel_rows;
-        let logits_at = self.logits.address() + u64::from(first) * u64::from(self.vocab) * 4;
+        let logits_at = self.memory.logits() + u64::from(first) * u64::from(self.vocab) * 4;
         let params = Params {
             cache: self.cache.address(),
-            exchange: self.exchange.address(),
+            exchange: self.memory.exchange(),
             logits: if logits { logits_at } else { 0 },
             mailbox: self.mailbox.address() + self.mailbox_at(turn) as u64 * 4,
             steps,
@@ -233,13 +233,14 @@ impl RowLauncher for TurnsSession {
     ) -> Result<(), SessionError> {
         let (steps, row_count) = (tables.steps(), inputs.len());
         self.begin(&tables, inputs, true, true)?;
-        let (watched, logits, turns) = (&self.kernel.watched, self.logits.address(), self.turns(row_count));
+        let (watched, logits, turns) = (&self.kernel.watched, self.memory.logits(), self.turns(row_count));
         let all = Steps { rows: self.rows.address(), row_count, steps };
         let is_unchosen = choosing.is_none();
         queue_each(watched, all, logits, choosing, |step, rows| {
             (0..turns).try_for_each(|turn| {
                 let of_turn = self.turn(turn, row_count, rows, true, 1)?;
-                let params = Params { tag: self.tag + step * turns + turn, ..of_turn.params };
+                // Without a mailbox: the sampler has the tokens.
+                let params = Params { tag: self.tag + step * turns + turn, mailbox: 0, ..of_turn.params };
                 watched.queue(&RowsParams { params, ..of_turn })
             })
         })?;
@@ -250,7 +251,7 @@ impl RowLauncher for TurnsSession {
 
     fn choose(&mut self, sampler: &mut SamplerSession, asked: &[Asked<'_>]) -> Result<(), SessionError> {
         let is_unchosen = self.flying.as_mut().map(|flying| &mut flying.is_unchosen);
-        choose_now(is_unchosen, &self.kernel.watched, self.logits.address(), sampler, asked)
+        choose_now(is_unchosen, &self.kernel.watched, self.memory.logits(), sampler, asked)
     }
 
     // Its tokens go to the next launch through the host.
@@ -279,20 +280,17 @@ impl RowLauncher for TurnsSession {
         self.tag += steps * turns;
         self.filled = only_fills;
         self.decided.clear();
+        if is_sampled {
+            return Ok(RowsLaunched { device_us, steps, tokens: vec![] });
+        }
         // Steps that each launch of the kernel began, and of whole ones the step after the last.
-        let expected = if only_fills {
-            1
-        } else if is_sampled {
-            2
-        } else {
-            steps + 1
-        };
+        let expected = if only_fills { 1 } else { steps + 1 };
         let counts = (0..turns).map(|turn| self.mailbox.load(self.mailbox_at(turn)));
         if counts.collect::<Result<Vec<u32>, _>>()?.iter().any(|count| *count != expected) {
             self.begin_words()?;
             return Ok(RowsLaunched { device_us, steps: 0, tokens: vec![] });
         }
-        if only_fills || is_sampled {
+        if only_fills {
             return Ok(RowsLaunched { device_us, steps, tokens: vec![] });
         }
         let token = |step: u32, row: u32| {
@@ -310,12 +308,12 @@ impl RowLauncher for TurnsSession {
         if self.flying.is_some() {
             return Err(SessionError::NotFinished);
         }
-        let at = u64::from(row.min(self.shape.rows - 1)) * u64::from(self.vocab) * 4;
-        Ok(self.logits.download(&self.kernel.watched.stream, at, self.vocab as usize)?)
+        let first = u64::from(row.min(self.shape.rows - 1)) * u64::from(self.vocab);
+        Ok(self.memory.read_logits(&self.kernel.watched.stream, first, self.vocab as usize)?)
     }
 
     fn poison_logits(&mut self) -> Result<(), SessionError> {
-        Ok(self.logits.poison(&self.kernel.watched.stream)?)
+        Ok(self.memory.poison_logits(&self.kernel.watched.stream)?)
     }
 
     fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError> {

@@ -2,7 +2,7 @@
 //! follows the last one, `StepsSession` runs steps of many rows over one.
 
 use super::driver::{Device, DriverError};
-use super::kernel::{Watched, cache_or_own, poisoned, uploaded, vocab};
+use super::kernel::{Watched, cache_or_own, uploaded, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::rows::{
     RowInput, RowLauncher, RowsLaunched, Steps, choose_now, encode_rows, fits, given, may_queue, only_fills,
@@ -10,6 +10,7 @@ use super::rows::{
 };
 use super::sampler::{Asked, SamplerSession};
 use super::session::{SessionError, Stuck};
+use super::step_memory::StepMemory;
 use super::stream::{Event, LaunchShape, Stream};
 use super::tables::{LaunchTables, Placed};
 use super::tensor_map::tensor_maps;
@@ -48,7 +49,7 @@ struct Loaded {
     records: DeviceBuffer,
     /// Tensor maps of weights.
     boxes: DeviceBuffer,
-    work: DeviceBuffer,
+    memory: StepMemory,
     /// For a tail: device address of the residual of a chunk.
     taken: u64,
     tables: LaunchTables,
@@ -98,15 +99,21 @@ impl Loaded {
             block: (m.warps + m.loader_warps) * 32,
             smem_dynamic_bytes: plan.smem_bytes(),
             cluster: if plan.machine.pairs { 2 } else { 1 },
+            kept: None,
         };
         let registers = 32 * (m.warps * m.registers + m.loader_warps * m.loader_registers);
-        let watched = Watched::load_on(device, stream, cubin, ENTRY_POINT, launch, registers)?;
+        let mut watched = Watched::load_on(device, stream.clone(), cubin, ENTRY_POINT, launch, registers)?;
         let tables = encode(proven);
-        let stream = &watched.stream;
+        let stream = &*stream;
         let maps = tensor_maps(device, &tables.boxes, pack.address())?;
+        let logits = match plan.form {
+            Form::Chunk => 0,
+            Form::Steps | Form::Tail => u64::from(plan.rows) * u64::from(vocab(program)),
+        };
+        let mut memory = StepMemory::alloc(device, stream, plan.work_bytes(), logits)?;
         // Columns that pad the input of a product stay what they are here.
-        let mut work = device.alloc(plan.work_bytes())?;
-        work.zero(stream)?;
+        memory.zero_exchange(stream, 0..plan.work_bytes())?;
+        watched.shape.kept = Some(memory.kept());
         let cache = cache_or_own(cache, device, stream, schedule.arena_bytes(Space::Cache))?;
         let stamp_words = if trace == Trace::On { m.sms as usize * plan.waves.len() * STAMP_WORDS } else { 0 };
         let sequences = match plan.form {
@@ -127,7 +134,7 @@ impl Loaded {
             shares: uploaded(device, stream, bytemuck::cast_slice(&tables.shares))?,
             records: uploaded(device, stream, bytemuck::cast_slice(&tables.records))?,
             boxes: uploaded(device, stream, &maps)?,
-            work,
+            memory,
             taken: 0,
             tag: 1,
             packets: plan.packets(),
@@ -161,7 +168,7 @@ impl Loaded {
         let waves = steps * self.grids.len() as u32;
         if waves > u32::MAX - self.tag {
             for range in &self.packets {
-                self.work.zero_range(&self.watched.stream, range.clone())?;
+                self.memory.zero_exchange(&self.watched.stream, range.clone())?;
             }
             self.tag = 1;
         }
@@ -176,7 +183,7 @@ impl Loaded {
         WaveParams {
             pack: self.pack.address(),
             cache: self.cache.address(),
-            work: self.work.address(),
+            work: self.memory.exchange(),
             waves: self.waves.address(),
             shares: self.shares.address(),
             records: self.records.address(),
@@ -278,9 +285,9 @@ impl WavesSession {
     ) -> Result<WavesSession, SessionError> {
         let [chunk, tail] = cubins;
         let session = WavesSession::load(device, proven.chunk(), chunk, trace, pack, cache)?;
-        let Loaded { pack, cache, watched, work, .. } = &session.loaded;
+        let Loaded { pack, cache, watched, memory, .. } = &session.loaded;
         let shared = Shared { pack: pack.clone(), cache: Some(cache.clone()), stream: watched.stream.clone() };
-        let taken = work.address() + proven.taken();
+        let taken = memory.exchange() + proven.taken();
         let tail = StepsSession::load_on(device, proven.tail(), tail, trace, 1, shared, taken)?;
         Ok(WavesSession { tail: Some(tail), ..session })
     }
@@ -421,7 +428,6 @@ pub struct StepsSession {
     /// Host-visible tokens of each row, for each step and for the one after the last. Those of two launches, used in turn.
     mailboxes: [MappedBuffer; 2],
     next_mailbox: usize,
-    logits: DeviceBuffer,
     /// Rows that decided a token in the last step of the last launch, once it has ended.
     decided: usize,
     /// Oldest first.
@@ -471,12 +477,10 @@ impl StepsSession {
         taken: u64,
     ) -> Result<StepsSession, SessionError> {
         let loaded = Loaded { taken, ..Loaded::load(device, proven, cubin, trace, steps_max, shared)? };
-        let (rows, stream) = (loaded.shape.rows, &loaded.watched.stream);
-        let logits = poisoned(device, stream, u64::from(rows) * u64::from(loaded.vocab) * 4)?;
-        stream.synchronize()?;
+        let rows = loaded.shape.rows;
         let mailbox = || device.alloc_mapped((steps_max as usize + 1) * rows as usize + 1);
         let (mailboxes, flying) = ([mailbox()?, mailbox()?], VecDeque::new());
-        Ok(StepsSession { mailboxes, next_mailbox: 0, logits, decided: 0, flying, steps_max, loaded })
+        Ok(StepsSession { mailboxes, next_mailbox: 0, decided: 0, flying, steps_max, loaded })
     }
 
     /// Acts as if `waves` more waves had run, so that a test can reach 2^32 of them without waiting.
@@ -507,7 +511,7 @@ impl StepsSession {
         with_logits: bool,
     ) -> Result<(), SessionError> {
         let rows = encoded.0.len();
-        let logits = if with_logits { self.logits.address() } else { 0 };
+        let logits = if with_logits { self.loaded.memory.logits() } else { 0 };
         let mailbox = self.next_mailbox;
         self.mailboxes[mailbox].fill(UNSAID);
         let tokens = if only_fills { 0 } else { self.mailboxes[mailbox].address() };
@@ -526,7 +530,7 @@ impl StepsSession {
         let loaded = &mut self.loaded;
         let placed = loaded.tables.upload(&rows_of_steps(&rows, steps), &pages)?;
         let mailbox = self.next_mailbox;
-        let (logits, tokens) = (self.logits.address(), self.mailboxes[mailbox].address());
+        let (logits, tokens) = (loaded.memory.logits(), self.mailboxes[mailbox].address());
         let tag = loaded.take_tags(steps)?;
         let params = loaded.params(&rows, placed, tag, Wanted { steps: 1, only_fills: false, logits, mailbox: tokens });
         let all = Steps { rows: placed.rows, row_count: rows.len(), steps };
@@ -624,7 +628,7 @@ impl RowLauncher for StepsSession {
 
     fn choose(&mut self, sampler: &mut SamplerSession, asked: &[Asked<'_>]) -> Result<(), SessionError> {
         let is_unchosen = self.flying.front_mut().map(|flying| &mut flying.is_unchosen);
-        choose_now(is_unchosen, &self.loaded.watched, self.logits.address(), sampler, asked)
+        choose_now(is_unchosen, &self.loaded.watched, self.loaded.memory.logits(), sampler, asked)
     }
 
     fn last_step(&mut self) -> Result<Option<Vec<Vec<u32>>>, SessionError> {
@@ -676,12 +680,12 @@ impl RowLauncher for StepsSession {
         if !self.flying.is_empty() {
             return Err(SessionError::NotFinished);
         }
-        let at = u64::from(row.min(self.loaded.shape.rows - 1)) * u64::from(self.loaded.vocab) * 4;
-        Ok(self.logits.download(&self.loaded.watched.stream, at, self.loaded.vocab as usize)?)
+        let first = u64::from(row.min(self.loaded.shape.rows - 1)) * u64::from(self.loaded.vocab);
+        Ok(self.loaded.memory.read_logits(&self.loaded.watched.stream, first, self.loaded.vocab as usize)?)
     }
 
     fn poison_logits(&mut self) -> Result<(), SessionError> {
-        Ok(self.logits.poison(&self.loaded.watched.stream)?)
+        Ok(self.loaded.memory.poison_logits(&self.loaded.watched.stream)?)
     }
 
     fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError> {

@@ -63,7 +63,7 @@ const IMAGE: &[u8] = b"\x7fELF0";
 const IMAGE_ONE_ROW: &[u8] = b"\x7fELF1";
 /// The same for the kernel for one row over a pool of pages.
 const IMAGE_PAGED: &[u8] = b"\x7fELF2";
-const ONE: LaunchShape = LaunchShape { grid: 1, block: 32, smem_dynamic_bytes: 0, cluster: 1 };
+const ONE: LaunchShape = LaunchShape { grid: 1, block: 32, smem_dynamic_bytes: 0, cluster: 1, kept: None };
 
 fn is_child() -> bool {
     std::env::var_os(CHILD).is_some()
@@ -556,17 +556,19 @@ fn requests_on_a_device_get_the_tokens_that_they_have_alone() {
 }
 
 /// Steps with more rows than the kernel has are several launches of it. Later launches read the cache rows of earlier ones. Without and
-/// with the sampler.
+/// with the sampler, on a device that keeps memory in L2 and on one that does not.
 #[test]
 fn steps_of_more_rows_than_the_kernel_has_are_several_launches() {
     const NAME: &str = "steps_of_more_rows_than_the_kernel_has_are_several_launches";
     if !is_child() {
-        let Some(text) = with_fake_driver(NAME, "") else { return };
-        for launch in ["4 steps of 2 rows", "1 steps of 2 rows", " of a sampler for 3 rows"] {
-            assert!(text.matches(launch).count() > 3, "{launch}: {text}");
+        for mode in ["", "keeps nothing"] {
+            let Some(text) = with_fake_driver(NAME, mode) else { return };
+            for launch in ["4 steps of 2 rows", "1 steps of 2 rows", " of a sampler for 3 rows"] {
+                assert!(text.matches(launch).count() > 3, "{launch}: {text}");
+            }
+            assert!(!text.contains("steps of 3 rows"), "{text}");
+            assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
         }
-        assert!(!text.contains("steps of 3 rows"), "{text}");
-        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
         return;
     }
     let device = Device::open(0).unwrap();

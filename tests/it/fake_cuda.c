@@ -5,6 +5,7 @@
 // and allocations that remain when the context is released are reported.
 //
 // FAKE_CUDA=shows cuts | shows others: the logits of a row in waves depend on its chunks, or on other sequences.
+// FAKE_CUDA=keeps nothing: no part of L2 keeps memory, as on a device that is divided.
 // FAKE_CUDA=stamps: kernels of waves were compiled with time stamps.
 // FAKE_CUDA=no-device | stub changes the result of `cuInit`; with FAKE_CUDA=slow the last step of a launch takes some milliseconds; -DOLD leaves out a call that old drivers do not have.
 
@@ -19,8 +20,8 @@
 #include <unistd.h>
 
 enum { SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, STUB = 34, NO_DEVICE = 100, INVALID_IMAGE = 200, NOT_FOUND = 500,
-       NOT_READY = 600, ILLEGAL_ADDRESS = 700, TOO_LARGE = 720 };
-enum { SM_COUNT = 4, SMEM_MAX = 232448, MEMORY = 1 << 30 };
+       NOT_READY = 600, ILLEGAL_ADDRESS = 700, TOO_LARGE = 720, NOT_SUPPORTED = 801 };
+enum { SM_COUNT = 4, SMEM_MAX = 232448, MEMORY = 1 << 30, L2 = 62914560, KEPT_MAX = 39321600, KEPT_RANGE_MAX = 134217728 };
 
 typedef uint64_t Address;
 
@@ -78,19 +79,30 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
     case 16: *value = SM_COUNT; break;
     case 36: *value = 3201000; break;     // memory kHz
     case 37: *value = 6144; break;        // bus bits
-    case 38: *value = 62914560; break;    // L2
+    case 38: *value = L2; break;
     case 75: *value = 9; break;           // compute capability
     case 76: *value = 0; break;
     case 81: *value = SMEM_MAX + 1024; break;
     case 82: *value = 65536; break;       // registers per SM
     case 95: *value = 1; break;           // cooperative
     case 97: *value = SMEM_MAX; break;
+    case 108: *value = KEPT_MAX; break;   // L2 that may be kept
+    case 109: *value = KEPT_RANGE_MAX; break;
     case 120: *value = 1; break;          // clusters
     default: require(0, "an unexpected attribute");
     }
     return SUCCESS;
 }
 int cuDevicePrimaryCtxRetain(void **handle, int device) { *handle = &context; return device == 40 ? SUCCESS : INVALID_VALUE; }
+static size_t kept_limit;
+int cuCtxSetLimit(int limit, size_t bytes) {
+    BOUND();
+    const char *mode = getenv("FAKE_CUDA");
+    if (mode && !strcmp(mode, "keeps nothing")) return NOT_SUPPORTED;
+    require(limit == 6 && bytes > 0 && bytes <= L2 / 2, "an unexpected limit of what L2 keeps");
+    kept_limit = bytes;
+    return SUCCESS;
+}
 int cuCtxSetCurrent(void *handle) { bound = handle; return SUCCESS; }
 
 // ---- memory
@@ -163,10 +175,16 @@ int cuMemFreeHost(void *start) { BOUND(); return release(start); }
 
 // ---- kernels: the effect of the device code of the same name
 
-typedef struct { unsigned grid, smem, cluster; const void *argument[8]; } Call;
+typedef struct { Address start; size_t bytes; float ratio; int hit, miss; } KeptRange;
+typedef struct { unsigned grid, smem, cluster; KeptRange kept; const void *argument[8]; } Call;
 #define U32(i) (*(const uint32_t *)call->argument[i])
 #define U64(i) (*(const uint64_t *)call->argument[i])
 #define WORDS(i, n) ((uint32_t *)inside(U64(i), 4 * (size_t)(n)))
+
+// Where L2 keeps anything, it keeps what SMs exchange, and logits.
+static void require_kept(const Call *call, Address address) {
+    require(!kept_limit || (address >= call->kept.start && address < call->kept.start + call->kept.bytes), "memory of a step that is not kept");
+}
 
 static void empty(const Call *call) { (void)call; }
 static void grid_barrier(const Call *call) {
@@ -277,10 +295,14 @@ static void rows_kernel(const Call *call) {
     uint32_t blocks = sizes[0], page_rows = sizes[1], pages = sizes[2], padded = sizes[3], vocab = sizes[4];
     const Row *rows = inside(p->rows, p->row_count * sizeof(Row));
     uint32_t *cache = inside(p->cache, 4ull * pages * page_rows);
-    uint32_t *mailbox = inside(p->mailbox, 4 * (1 + (p->steps + 1) * padded));
+    // Without a mailbox a sampler decides.
+    uint32_t *mailbox = p->mailbox ? inside(p->mailbox, 4 * (1 + (p->steps + 1) * padded)) : NULL;
     static uint32_t decided[64], last_tag;
+    require(mailbox || (p->steps == 1 && p->logits), "a launch without a mailbox that is not one step with logits");
     uint32_t active = ~0u, next[64];
     require(p->row_count >= 1 && p->row_count <= padded && p->timeout_ns > 0, "the parameters of a launch");
+    require_kept(call, p->exchange);
+    if (p->logits) require_kept(call, p->logits);
     // A launch that only fills the cache does not clear its words, which no whole step may find.
     uint32_t *word = inside(p->exchange, 4);
     require(p->fills ? p->steps == 1 && !p->logits : *word == ~0u, "the words of a launch, or one that fills the cache and does more");
@@ -292,12 +314,12 @@ static void rows_kernel(const Call *call) {
                 next[r] = rows[r].token >= 0 ? (uint32_t)rows[r].token : decided[rows[r].from];
                 require(rows[r].token >= 0 || !p->fills, "a launch that decides nothing, with a token that is not given");
             } else if (active >> r & 1) next[r] = decided[r];
-            mailbox[1 + step * padded + r] = next[r];
+            if (mailbox) mailbox[1 + step * padded + r] = next[r];
             int goes_on = step < rows[r].steps && (active >> r & 1);
             for (uint32_t i = 0; i < p->eos_count; i++) goes_on = goes_on && !(step > 0 && next[r] == (uint32_t)p->eos[i]);
             if (!goes_on) active &= ~(1u << r);
         }
-        if (step < p->steps || !p->fills) mailbox[0] = step + 1;
+        if (mailbox && (step < p->steps || !p->fills)) mailbox[0] = step + 1;
         if (step == p->steps || !(active & ((1ull << p->row_count) - 1))) break;
         if (step + 1 == p->steps) in_last_step();
         for (uint32_t write = 1; write < 2; write--)
@@ -394,6 +416,8 @@ static void waves_kernel(const Call *call) {
     inside(p->waves, 80ull * p->wave_count);
     require(*(uint32_t *)inside(p->arrived, 4) == 0, "the count of a launch does not begin at 0");
     require(p->wave_count > 0 && p->timeout_ns > 0 && p->row_count <= 512, "the parameters of a launch");
+    require_kept(call, p->work);
+    if (p->logits) require_kept(call, p->logits);
     require(p->position == rows[0].position && (mailbox || (p->steps == 1 && !p->logits)), "a launch that only fills the cache, and does more");
     for (uint32_t step = 0; step <= p->steps; step++) {
         for (uint32_t r = 0; r < p->row_count; r++) {
@@ -541,7 +565,7 @@ typedef struct Stream { Job *last; struct Stream *next; } Stream;
 static atomic_int queued_after; // launches of a kernel after one of the same kernel that had not ended
 static Stream *all_streams; // never freed: a destroyed one has no work left
 typedef struct { Job *after; double at_ms; int is_recorded; } Event;
-typedef struct { unsigned id; char pad[4]; union { unsigned number[16]; } value; } Attribute;
+typedef struct { unsigned id; char pad[4]; union { unsigned number[16]; KeptRange kept; } value; } Attribute;
 typedef struct {
     unsigned grid[3], block[3], smem;
     Stream *stream;
@@ -604,6 +628,18 @@ int cuTensorMapEncodeTiled(unsigned long long *map, int type, unsigned rank, voi
     memset(map, 0, 128);
     return SUCCESS;
 }
+// What a launch asks L2 to keep: a range of one allocation, with all accesses to it.
+static KeptRange kept_by(const Config *config) {
+    for (unsigned i = 0; i < config->attribute_count; i++) {
+        if (config->attributes[i].id != 1) continue;
+        KeptRange kept = config->attributes[i].value.kept;
+        require(kept_limit > 0 && kept.bytes > 0 && kept.bytes <= KEPT_RANGE_MAX, "a range to keep that a driver refuses");
+        require(kept.ratio == 1 && kept.hit == 2 && kept.miss == 1, "a range of which not all is kept");
+        inside(kept.start, kept.bytes);
+        return kept;
+    }
+    return (KeptRange){0};
+}
 #ifndef OLD
 int cuLaunchKernelEx(const Config *config, Kernel *function, void **arguments, void **extra) {
     BOUND();
@@ -613,7 +649,7 @@ int cuLaunchKernelEx(const Config *config, Kernel *function, void **arguments, v
         if (config->attributes[i].id == 2) is_cooperative = config->attributes[i].value.number[0];
     if (config->smem > (unsigned)function->smem || config->grid[0] % cluster) return INVALID_VALUE;
     if (is_cooperative && config->grid[0] > 2 * SM_COUNT) return TOO_LARGE;
-    Call call = {.grid = config->grid[0], .smem = config->smem, .cluster = cluster};
+    Call call = {.grid = config->grid[0], .smem = config->smem, .cluster = cluster, .kept = kept_by(config)};
     Job *last = config->stream->last;
     if (last && !last->is_done && last->run == function->run) queued_after++;
     return submit(config->stream, function->run, call, arguments, function->parameters);
