@@ -556,19 +556,17 @@ fn requests_on_a_device_get_the_tokens_that_they_have_alone() {
 }
 
 /// Steps with more rows than the kernel has are several launches of it. Later launches read the cache rows of earlier ones. Without and
-/// with the sampler, on a device that keeps memory in L2 and on one that does not.
+/// with the sampler.
 #[test]
 fn steps_of_more_rows_than_the_kernel_has_are_several_launches() {
     const NAME: &str = "steps_of_more_rows_than_the_kernel_has_are_several_launches";
     if !is_child() {
-        for mode in ["", "keeps nothing"] {
-            let Some(text) = with_fake_driver(NAME, mode) else { return };
-            for launch in ["4 steps of 2 rows", "1 steps of 2 rows", " of a sampler for 3 rows"] {
-                assert!(text.matches(launch).count() > 3, "{launch}: {text}");
-            }
-            assert!(!text.contains("steps of 3 rows"), "{text}");
-            assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        let Some(text) = with_fake_driver(NAME, "") else { return };
+        for launch in ["4 steps of 2 rows", "1 steps of 2 rows", " of a sampler for 3 rows"] {
+            assert!(text.matches(launch).count() > 3, "{launch}: {text}");
         }
+        assert!(!text.contains("steps of 3 rows"), "{text}");
+        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
         return;
     }
     let device = Device::open(0).unwrap();
@@ -1386,7 +1384,10 @@ fn a_kernel_with_fewer_registers_than_its_warps_share_is_refused() {
 fn a_launch_goes_on_with_what_the_one_before_decided() {
     const NAME: &str = "a_launch_goes_on_with_what_the_one_before_decided";
     if !is_child() {
-        with_fake_driver(NAME, "");
+        // On a device that keeps memory in L2, and on one that does not.
+        for mode in ["", "keeps nothing"] {
+            with_fake_driver(NAME, mode);
+        }
         return;
     }
     let mut session = rows_session(&Device::open(0).unwrap(), 8, None).unwrap();
