@@ -483,12 +483,8 @@ impl RowLauncher for RowsSession {
 
     fn last_step(&mut self) -> Result<Option<Vec<Vec<u32>>>, SessionError> {
         let flying = self.flying.front().ok_or(SessionError::NotQueued)?;
-        let Some(mailbox) = flying.mailbox.filter(|_| self.flying.len() == 1 && flying.goes_on()) else {
-            return Ok(None);
-        };
-        if self.tags_end(self.steps_max) {
-            return Ok(None);
-        }
+        let goes_on = self.flying.len() == 1 && flying.goes_on() && !self.tags_end(self.steps_max);
+        let Some(mailbox) = flying.mailbox.filter(|_| goes_on) else { return Ok(None) };
         let (steps, mailbox) = (flying.steps, &self.mailboxes[mailbox]);
         self.kernel.watched.await_last_step(flying.timeout, || Ok(mailbox.load(0)? >= steps))?;
         let token = |step: u32, row: usize| mailbox.load(1 + (step * self.padded) as usize + row);

@@ -584,14 +584,18 @@ static void await(Job *job) {
 static void wait_for(Stream *stream) {
     while (stream->last && !stream->last->is_done) await(stream->last);
 }
-static int cluster_of(const Config *config) {
+// An attribute of a launch; NULL: the launch has none of this id.
+static const Attribute *attribute_of(const Config *config, unsigned id) {
     for (unsigned i = 0; i < config->attribute_count; i++)
-        if (config->attributes[i].id == 4) {
-            unsigned *side = config->attributes[i].value.number;
-            require(side[1] == 1 && side[2] == 1, "a cluster that is not one-dimensional");
-            return side[0];
-        }
-    return 1;
+        if (config->attributes[i].id == id) return &config->attributes[i];
+    return NULL;
+}
+static int cluster_of(const Config *config) {
+    const Attribute *cluster = attribute_of(config, 4);
+    if (!cluster) return 1;
+    const unsigned *side = cluster->value.number;
+    require(side[1] == 1 && side[2] == 1, "a cluster that is not one-dimensional");
+    return side[0];
 }
 static void *run_job(void *argument) {
     Job *job = argument;
@@ -630,23 +634,20 @@ int cuTensorMapEncodeTiled(unsigned long long *map, int type, unsigned rank, voi
 }
 // What a launch asks L2 to keep: a range of one allocation, with all accesses to it.
 static KeptRange kept_by(const Config *config) {
-    for (unsigned i = 0; i < config->attribute_count; i++) {
-        if (config->attributes[i].id != 1) continue;
-        KeptRange kept = config->attributes[i].value.kept;
-        require(kept_limit > 0 && kept.bytes > 0 && kept.bytes <= KEPT_RANGE_MAX, "a range to keep that a driver refuses");
-        require(kept.ratio == 1 && kept.hit == 2 && kept.miss == 1, "a range of which not all is kept");
-        inside(kept.start, kept.bytes);
-        return kept;
-    }
-    return (KeptRange){0};
+    const Attribute *window = attribute_of(config, 1);
+    if (!window) return (KeptRange){0};
+    KeptRange kept = window->value.kept;
+    require(kept_limit > 0 && kept.bytes > 0 && kept.bytes <= KEPT_RANGE_MAX, "a range to keep that a driver refuses");
+    require(kept.ratio == 1 && kept.hit == 2 && kept.miss == 1, "a range of which not all is kept");
+    inside(kept.start, kept.bytes);
+    return kept;
 }
 #ifndef OLD
 int cuLaunchKernelEx(const Config *config, Kernel *function, void **arguments, void **extra) {
     BOUND();
     require(extra == NULL, "extra");
-    int is_cooperative = 0, cluster = cluster_of(config);
-    for (unsigned i = 0; i < config->attribute_count; i++)
-        if (config->attributes[i].id == 2) is_cooperative = config->attributes[i].value.number[0];
+    const Attribute *cooperative = attribute_of(config, 2);
+    int is_cooperative = cooperative && cooperative->value.number[0], cluster = cluster_of(config);
     if (config->smem > (unsigned)function->smem || config->grid[0] % cluster) return INVALID_VALUE;
     if (is_cooperative && config->grid[0] > 2 * SM_COUNT) return TOO_LARGE;
     Call call = {.grid = config->grid[0], .smem = config->smem, .cluster = cluster, .kept = kept_by(config)};
