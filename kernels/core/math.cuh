@@ -108,6 +108,17 @@ __device__ __forceinline__ void mma_rows8_f16(float& d0, float& d1, u32 a0, u32 
 #endif
 }
 
+// Natural logarithm; of 0 it is -inf. The error is below 1e-5.
+__device__ __forceinline__ float log_fast(float x) {
+#ifdef __CUDA_ARCH__
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y * 0.6931471805599453f;
+#else
+  return logf(x); // tests of ops on a CPU
+#endif
+}
+
 // e^x; 0 where the result would not be normal, so e^-inf is 0. The error is at most about 2 + |x| units of the last place: the
 // product x * log2(e) is rounded.
 __device__ __forceinline__ float exp_fast(float x) {

@@ -41,9 +41,9 @@ __device__ __forceinline__ float ln_f32(float x) {
   return __fadd_rn(__fadd_rn(f, y), __fmul_rn(e, 0.6933594f));
 }
 
-// e^d for d from -30 to 0.
-__device__ __forceinline__ float exp_inline(float d) {
-  const float n = floorf(mul_add(d, 1.44269502f, 0.5f));
+// e^d / 2^n and n, for d from -30 to 0.
+__device__ __forceinline__ float exp_fraction(float d, float& n) {
+  n = floorf(mul_add(d, 1.44269502f, 0.5f));
   float r = __fsub_rn(d, __fmul_rn(n, 0.6933594f));
   r = __fsub_rn(r, __fmul_rn(n, -0.00021219444f));
   const float z = __fmul_rn(r, r);
@@ -53,13 +53,14 @@ __device__ __forceinline__ float exp_inline(float d) {
   p = mul_add(p, r, 0.041665796f);
   p = mul_add(p, r, 0.16666666f);
   p = mul_add(p, r, 0.5f);
-  const float y = __fadd_rn(__fadd_rn(__fmul_rn(p, z), r), 1.f);
-  return __fmul_rn(y, __uint_as_float(u32(int(n) + 127) << 23));
+  return __fadd_rn(__fadd_rn(__fmul_rn(p, z), r), 1.f);
 }
 // e^d for d <= 0; 0 below -30. Out of line: loops over all ids are unrolled around it.
 __device__ __noinline__ float exp_f32(float d) {
   if (d < -30.f) return 0.f;
-  return exp_inline(d);
+  float n;
+  const float y = exp_fraction(d, n);
+  return __fmul_rn(y, __uint_as_float(u32(int(n) + 127) << 23));
 }
 
 // Standard exponential and Gumbel variates of a random word.

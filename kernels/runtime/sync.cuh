@@ -6,7 +6,8 @@
 //   cache is visible to the next step on every SM. `hand_over_step` passes that on to the loader, and `fence_history` to its
 //   bulk copies.
 // - Consumer warps of a block meet at one named barrier; ring slots are handed over through mbarriers.
-// - Every wait is bounded: after `deadline_ns` it records what it waited for, raises the abort word, and all SMs leave.
+// - Every wait is bounded: after `deadline_ns` it records what it waited for, raises the abort word, and all SMs leave. Blocks of the sampler,
+//   which wait for one another alone, end the launch with an error instead.
 #pragma once
 
 // One for each block, in shared memory: every wait needs it, and it should not take registers.
@@ -402,23 +403,21 @@ __device__ __forceinline__ void raise_to(u64* most, u64 value) { atomicMax(most,
 // Counts this block among those that share sums, and returns how many were counted before. One thread calls it, after a barrier of the
 // block. The block that is counted last sees, after its next barrier, all sums that blocks added before they were counted.
 __device__ __forceinline__ u32 count_block(u32* blocks) {
-  __threadfence();
-  const u32 before = atomicAdd(blocks, 1u);
-  __threadfence();
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(blocks) : "memory");
   return before;
 }
 
-// If the host asks for it, a launch may start while the launch before it on the stream still runs: when all blocks of that one have
-// called `let_next_start`. `wait_for_previous` returns when that one has ended and its writes are visible. Otherwise both do nothing.
-__device__ __forceinline__ void let_next_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+// Tells the other blocks of a launch a word that is not 0, each in a place of its own, and waits for such a word. It orders nothing else. All
+// blocks are resident at once, and each tells its word before it waits, so a wait is short: after some seconds a block is missing.
+__device__ __forceinline__ void tell_blocks(u64* to, u64 word) { asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory"); }
+__device__ __forceinline__ u64 wait_for_block(const u64* from) {
+  for (u32 polls = 1;; polls++) {
+    u64 word;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+    if (word != 0) return word;
+    if (polls == 1u << 22) __trap();
+  }
 }
 
 // ---- ring slots -------------------------------------------------------------------------------------------------

@@ -3,43 +3,53 @@
 // logits (ROWS, VOCAB)  what a launch of a kernel for rows left in memory; this kernel starts after it on the same stream
 // answers (ROWS)        token, and what its log-probabilities are computed from
 //
-// owner    both launches have a block for each PART ids of a row; the block of a row that is done last in `choose` answers for the row
-// moves    the logits twice, all of them from L2
-// assumes  the two run one after the other on one stream. No block waits for another: blocks of a row only count themselves
+// owner    `parts` blocks share a row, `at_once` rows are decided at the same time. The block of a row that is done last answers for it
+// moves    the logits once, into shared memory
+// assumes  all blocks are resident at once: those of a row wait for each other's best score
 //
-//   adjust   l = logit after mask, bans, bias and penalties; score s = l * inverse_temperature; the best s
-//   choose   for each bucket of scores: ids in it, the sum of their weights, and the best s + noise.
+//   adjust   l = logit after mask, bans, bias and penalties; score s = l * inverse_temperature; the best s of the part, for all blocks of
+//            the row; for each id a bound of its noise
+//   choose   for each bucket of scores: ids in it, the sum of their weights; for ids that may win: s + noise.
 //            The last block of a row then finds the buckets where the filters cut, and the best s + noise above them. Only if an id in
 //            these buckets has a better one, it lists their ids and finds where exactly the filters cut
 //
-// A bucket is 1/64 wide near the best score, where filters cut, and 1/4 far below it: bucket_of. The subtraction s_max - s rounds, but
-// monotonically, so buckets are in the order of scores. All sums are of integers: their order does not matter. Ids 64 or more below the
+// A bucket is 1/64 wide near the best score, where filters cut, and 1/8 far below it: bucket_at. The subtraction s_max - s rounds, but
+// monotonically, so buckets are in the order of scores. All sums are of integers: their order does not matter. Ids 60 or more below the
 // best score are never chosen, because the noise of two ids differs by less than 27 and rounding at such scores cannot make up for the
 // rest: no bucket has them.
+//
+// What all threads execute is inline and calls nothing that saves registers: local memory of so many threads is 15 MB of L2, which the next
+// step fetches again. The kernel is small for a similar reason: the kernel of the next step finds less of its own code in the caches of an SM.
 #pragma once
 
 constexpr u32 SAMPLE_BUCKETS = 1024;
 
 template <class S>
 struct Sampler {
-  static constexpr int THREADS = S::THREADS, WARPS = THREADS / 32, PART = S::PART;
-  static constexpr int EACH = SAMPLE_BUCKETS / THREADS;        // buckets of a thread
-  static constexpr int QUADS = ceil_div(PART / 4, THREADS);    // four neighbouring ids of a thread, at most
-  static constexpr int EDITS = 4;                              // entries of a thread that are on their way at once
-  static constexpr int LOADS = 5;                              // values of a thread that are on their way at once
-  // Words of the warps, results of a search, logits of a part, buckets of a part.
-  static constexpr int RESULTS_AT = 256, DATA_AT = 512, BUCKETS_AT = DATA_AT + round_up(PART * 4, 16), SHARED_BYTES = S::SHARED_BYTES;
+  static constexpr int THREADS = S::THREADS, WARPS = THREADS / 32;
+  static constexpr int EACH = SAMPLE_BUCKETS / THREADS; // buckets of a thread
+  static constexpr int QUADS = 4;                       // four neighbouring ids of a thread that are on their way at once
+  static constexpr int EDITS = 2;                       // entries of a thread that are on their way at once
+  static constexpr int LOADS = 2;                       // values of a thread that are on their way at once
+  // Words of the warps, results of a search, the row of the table, three words for each bucket, ids that may win; then for each id of the
+  // part its logit, and a bound of its noise as bf16.
+  static constexpr u32 LISTED = 512;
+  static constexpr int RESULTS_AT = 256, ROW_AT = 384, BUCKETS_AT = 512, LIST_AT = BUCKETS_AT + int(SAMPLE_BUCKETS) * 12;
+  static constexpr int LOGITS_AT = LIST_AT + int(LISTED) * 4;
   static_assert(WARPS <= 16 && WARPS * 16 <= RESULTS_AT && SAMPLE_BUCKETS % THREADS == 0, "each warp has two words, each thread as many buckets");
-  // Half weights of a part are added up in 32 bits: below 2^20 each, or 2^20 at most.
-  static_assert(PART % 16 == 0 && PART < 4096, "four ids are in one word of a mask, and sums of half weights have 32 bits");
-  static_assert(BUCKETS_AT + int(SAMPLE_BUCKETS) * 12 <= SHARED_BYTES && DATA_AT + THREADS * 16 <= BUCKETS_AT + int(SAMPLE_BUCKETS) * 12,
-                "each step has room for its data");
+  static_assert(ROW_AT + int(sizeof(SampleRow)) <= BUCKETS_AT && THREADS * 16 <= LIST_AT - BUCKETS_AT && LOGITS_AT == S::FIXED_BYTES,
+                "a row has its place, and a search that of the buckets");
 
   static __device__ __forceinline__ u64* words() { return reinterpret_cast<u64*>(block_memory()); }
   static __device__ __forceinline__ u64* results() { return reinterpret_cast<u64*>(block_memory() + RESULTS_AT); }
-  template <class T>
-  static __device__ __forceinline__ T* data() { return reinterpret_cast<T*>(block_memory() + DATA_AT); }
+  static __device__ __forceinline__ SampleRow& own_row() { return *reinterpret_cast<SampleRow*>(block_memory() + ROW_AT); }
   static __device__ __forceinline__ u32* buckets() { return reinterpret_cast<u32*>(block_memory() + BUCKETS_AT); }
+  static __device__ __forceinline__ float* logits() { return reinterpret_cast<float*>(block_memory() + LOGITS_AT); }
+  static __device__ __forceinline__ u32* rivals() { return reinterpret_cast<u32*>(block_memory() + LIST_AT); }
+  static __device__ __forceinline__ u32* rival_count() { return reinterpret_cast<u32*>(results() + 3); }
+  static __device__ __forceinline__ u32* bounds(const SamplerParams& p) {
+    return reinterpret_cast<u32*>(block_memory() + LOGITS_AT + p.part_ids * 4);
+  }
   static __device__ __forceinline__ void barrier() { consumer_barrier<THREADS>(); }
 
   static __device__ __forceinline__ u64 warp_most(u64 value) {
@@ -52,7 +62,7 @@ struct Sampler {
     return value;
   }
   // Maxima over all threads of two values or of one, and the sum of a value. All threads get the results.
-  static __device__ __noinline__ void block_max(u64& a, u64& b, int thread) {
+  static __device__ __forceinline__ void block_max(u64& a, u64& b, int thread) {
     const int lane = thread % 32;
     a = warp_most(a);
     b = warp_most(b);
@@ -65,7 +75,7 @@ struct Sampler {
     b = warp_most(lane < WARPS ? words()[WARPS + lane] : 0);
     barrier();
   }
-  static __device__ __noinline__ u64 block_max(u64 value, int thread) {
+  static __device__ __forceinline__ u64 block_max(u64 value, int thread) {
     const int lane = thread % 32;
     value = warp_most(value);
     if (lane == 0) words()[thread / 32] = value;
@@ -84,7 +94,7 @@ struct Sampler {
     return value;
   }
   // The sum of the values of all threads up to this one.
-  static __device__ __noinline__ u64 block_scan(u64 value, int thread) {
+  static __device__ __forceinline__ u64 block_scan(u64 value, int thread) {
     const int lane = thread % 32, warp = thread / 32;
 #pragma unroll
     for (int o = 1; o < 32; o <<= 1) {
@@ -103,21 +113,27 @@ struct Sampler {
     u32 at, index; // row of the table, part of it
     int first, count;
     const float* logits; // (count)
-    __device__ __forceinline__ Part(const SamplerParams& p, u32 block)
-        : at(block / p.parts), index(block % p.parts), first(int(index) * PART), count(min(PART, int(p.vocab) - first)),
-          logits(p.logits + u64(p.rows[at].row) * p.vocab + first) {}
+    __device__ __forceinline__ Part(const SamplerParams& p, u32 at, u32 index)
+        : at(at), index(index), first(int(index * p.part_ids)), count(min(int(p.part_ids), int(p.vocab) - first)),
+          logits(p.logits + u64(own_row().row) * p.vocab + first) {}
   };
+  // Copies a row of the table to shared memory, where all threads find it.
+  static __device__ __forceinline__ void take_row(const SamplerParams& p, u32 at, int thread) {
+    constexpr int WORDS = sizeof(SampleRow) / 4;
+    if (thread < WORDS) reinterpret_cast<u32*>(&own_row())[thread] = __ldcg(reinterpret_cast<const u32*>(p.rows + at) + thread);
+    barrier();
+  }
+  // With those of the steps before, of which each has an entry of its own: if its token was seen before, no id is in it.
+  static __device__ __forceinline__ u32 seen_count(const SamplerParams& p) { return own_row().seen + p.step; }
   static __device__ __forceinline__ u64 seed_of(const SampleRow& row) { return u64(row.seed_high) << 32 | row.seed_low; }
   // Distance of a score from the best one, at most 0. Equality comes first, because the difference of infinities is a NaN.
   static __device__ __forceinline__ float distance(float score, float score_max) {
     return score == score_max ? 0.f : __fsub_rn(score, score_max);
   }
-  // The bucket of a score at this distance; SAMPLE_BUCKETS: it is never chosen, or not a number.
+  // The bucket of a score at this distance; SAMPLE_BUCKETS: it is never chosen, or not a number. Numbers from 4 to 64 as bits of fp32 without the
+  // lowest 15: 256 buckets for each power of two, so their widths are 1/64 to a distance of 4, 1/32 to 12, 1/16 to 28 and 1/8 to 60.
   static __device__ __forceinline__ u32 bucket_at(float distance) {
-    const float below = fminf(-distance, 64.f);
-    // Both products are exact.
-    const u32 bucket = u32(below < 12.f ? below * 64.f : below * 4.f + 720.f);
-    return -distance < 64.f ? bucket : SAMPLE_BUCKETS;
+    return (__float_as_uint(fminf(__fsub_rn(4.f, distance), 64.f)) >> 15) - 0x8100u;
   }
   static __device__ __forceinline__ u32 bucket_of(float score, float score_max) { return bucket_at(distance(score, score_max)); }
   static __device__ __forceinline__ bool probable(const SampleRow& row, float score, float score_max) {
@@ -133,7 +149,7 @@ struct Sampler {
     return u64(bits >> 31 ? ~bits : bits | 0x80000000u) << 32 | u32(~id);
   }
   // The most probable ids of a part, in order.
-  static __device__ __noinline__ void top_of_part(const SamplerParams& p, const Part& part, u32 top, int thread) {
+  static __device__ __forceinline__ void top_of_part(const SamplerParams& p, const Part& part, u32 top, int thread) {
     u64 last = ~0ull;
 #pragma unroll 1
     for (u32 n = 0; n < top; n++) {
@@ -154,66 +170,63 @@ struct Sampler {
     return logit;
   }
 
-  // `load` takes every THREADS-th entry of a list from `from` on; `change` applies entries to the logits of a part. A list has an id at
-  // most once.
+  // The lists of a row, in the order in which they are applied; no list has an id twice.
+  enum List : u32 { BANNED, BIASED, SEEN, LISTS };
+  static __device__ __forceinline__ u32 count_of(const SamplerParams& p, u32 list) {
+    const SampleRow& row = own_row();
+    if (list == BANNED) return p.step < row.banned_steps ? row.banned : 0;
+    if (list == BIASED) return row.biased;
+    return row.flags & SAMPLE_PENALTIES ? seen_count(p) : 0;
+  }
+  // The first list from `list` on that has entries.
+  static __device__ __forceinline__ u32 list_from(const SamplerParams& p, u32 list) {
+    while (list < LISTS && count_of(p, list) == 0) list++;
+    return list;
+  }
+  static __device__ __forceinline__ uint2* entries_of(const SamplerParams& p, u32 list) {
+    const SampleRow& row = own_row();
+    return p.edits + row.edits + (list > BANNED ? row.banned : 0) + (list > BIASED ? row.biased : 0);
+  }
+  static __device__ __forceinline__ float edited(u32 list, float logit, u32 value) {
+    if (list == BANNED) return NEGATIVE_INFINITY;
+    if (list == BIASED) return __fadd_rn(logit, __uint_as_float(value));
+    return penalised(own_row(), logit, value);
+  }
+  // Every THREADS-th entry of a list from `from` on.
   static __device__ __forceinline__ void load(const uint2* edits, u32 from, u32 count, uint2 (&entries)[EDITS]) {
 #pragma unroll
     for (int n = 0; n < EDITS; n++) entries[n] = from + n * THREADS < count ? __ldcg(edits + from + n * THREADS) : make_uint2(~0u, 0u);
   }
-  template <class With>
-  static __device__ __forceinline__ void change(const Part& part, const uint2 (&entries)[EDITS], With with) {
-#pragma unroll
-    for (int n = 0; n < EDITS; n++) {
-      const u32 at = entries[n].x - u32(part.first);
-      if (at < u32(part.count)) data<float>()[at] = with(data<float>()[at], entries[n].y);
-    }
-  }
-  template <class With>
-  static __device__ __forceinline__ void change_all(const Part& part, const uint2* edits, u32 from, u32 count, With with) {
-#pragma unroll 1
-    for (u32 i = from; i < count; i += EDITS * THREADS) {
-      uint2 entries[EDITS];
-      load(edits, i, count, entries);
-      change(part, entries, with);
-    }
-    barrier();
-  }
 
   // Brings the logits of a part to shared memory, and changes them as the request says. A thread may then read its own ids, four at
-  // `4 * (n * THREADS + thread)`, without a barrier. Returns the thread's largest logit as the model computed it; -inf: none is a number.
-  // WIDE loads four logits at a time if the vocabulary allows it. That takes registers that some callers need for values of their own.
+  // `4 * (n * THREADS + thread)`, without a barrier. WIDE loads four logits at a time if the vocabulary allows it.
   template <bool WIDE>
-  static __device__ __noinline__ float stage(const SamplerParams& p, const Part part, int thread) {
-    const SampleRow& row = p.rows[part.at];
-    float* logits = data<float>();
-    const uint2 *banned = p.edits + row.edits, *biased = banned + row.banned, *seen = biased + row.biased;
-    const bool is_banned = p.step < row.banned_steps && row.banned > 0, is_penalised = row.flags & SAMPLE_PENALTIES;
-    // Loaded together with the logits.
-    uint2 first_seen[EDITS];
-    load(seen, u32(thread), is_penalised ? row.seen : 0, first_seen);
-    float most = NEGATIVE_INFINITY;
+  static __device__ __forceinline__ void stage(const SamplerParams& p, const Part part, int thread) {
+    const SampleRow& row = own_row();
+    float* logits = Sampler::logits();
+    // The first entries are loaded together with the logits.
+    u32 list = list_from(p, BANNED);
+    uint2 entries[EDITS];
+    load(entries_of(p, list), u32(thread), list < LISTS ? count_of(p, list) : 0, entries);
     if (WIDE && p.vocab % 4 == 0) {
-      float4 quads[QUADS];
+#pragma unroll 1
+      for (int first = 4 * thread; first < part.count; first += QUADS * 4 * THREADS) {
+        float4 quads[QUADS];
 #pragma unroll
-      for (int n = 0; n < QUADS; n++) {
-        const int at = 4 * (n * THREADS + thread);
-        if (at < part.count) quads[n] = __ldcg(reinterpret_cast<const float4*>(part.logits + at));
-      }
+        for (int n = 0; n < QUADS; n++) {
+          const int at = first + n * 4 * THREADS;
+          quads[n] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY, NEGATIVE_INFINITY, NEGATIVE_INFINITY};
+          if (at < part.count) quads[n] = __ldcg(reinterpret_cast<const float4*>(part.logits + at));
+        }
 #pragma unroll
-      for (int n = 0; n < QUADS; n++) {
-        const int at = 4 * (n * THREADS + thread);
-        if (at >= part.count) break;
-        reinterpret_cast<float4*>(logits + at)[0] = quads[n];
-        // If one operand is a NaN, fmaxf returns the other.
-        most = fmaxf(fmaxf(most, fmaxf(quads[n].x, quads[n].y)), fmaxf(quads[n].z, quads[n].w));
+        for (int n = 0; n < QUADS; n++) {
+          const int at = first + n * 4 * THREADS;
+          if (at < part.count) reinterpret_cast<float4*>(logits + at)[0] = quads[n];
+        }
       }
     } else {
 #pragma unroll 4
-      for (int i = thread; i < round_up(part.count, 4); i += THREADS) {
-        const float logit = i < part.count ? __ldcg(part.logits + i) : NEGATIVE_INFINITY;
-        logits[i] = logit;
-        most = fmaxf(most, logit);
-      }
+      for (int i = thread; i < round_up(part.count, 4); i += THREADS) logits[i] = i < part.count ? __ldcg(part.logits + i) : NEGATIVE_INFINITY;
       barrier();
     }
     if (row.flags & SAMPLE_MASK) {
@@ -226,53 +239,96 @@ struct Sampler {
           if (!(bits >> i & 1)) logits[at + i] = NEGATIVE_INFINITY;
       }
     }
-    // The lists are applied one after the other.
-    if (is_banned || row.biased > 0 || is_penalised) barrier();
-    if (is_banned) change_all(part, banned, u32(thread), row.banned, [](float, u32) { return NEGATIVE_INFINITY; });
-    if (row.biased > 0)
-      change_all(part, biased, u32(thread), row.biased, [](float logit, u32 bias) { return __fadd_rn(logit, __uint_as_float(bias)); });
-    if (is_penalised) {
-      const auto with = [&](float logit, u32 count) { return penalised(row, logit, count); };
-      change(part, first_seen, with);
-      change_all(part, seen, u32(thread) + EDITS * THREADS, row.seen, with);
+    if (list < LISTS) barrier();
+#pragma unroll 1
+    while (list < LISTS) {
+      const u32 count = count_of(p, list);
+#pragma unroll 1
+      for (u32 from = thread; from < count; from += EDITS * THREADS) {
+        if (from != u32(thread)) load(entries_of(p, list), from, count, entries);
+#pragma unroll
+        for (int n = 0; n < EDITS; n++) {
+          const u32 at = entries[n].x - u32(part.first);
+          if (at < u32(part.count)) logits[at] = edited(list, logits[at], entries[n].y);
+        }
+      }
+      // The lists are applied one after the other.
+      barrier();
+      list = list_from(p, list + 1);
+      load(entries_of(p, list), u32(thread), list < LISTS ? count_of(p, list) : 0, entries);
     }
-    return most;
   }
   // Four scores of a part that was staged.
   static __device__ __forceinline__ void scores_at(float inverse_temperature, int at, float (&scores)[4]) {
-    const float4 four = reinterpret_cast<const float4*>(data<float>() + at)[0];
+    const float4 four = reinterpret_cast<const float4*>(logits() + at)[0];
     scores[0] = __fmul_rn(four.x, inverse_temperature);
     scores[1] = __fmul_rn(four.y, inverse_temperature);
     scores[2] = __fmul_rn(four.z, inverse_temperature);
     scores[3] = __fmul_rn(four.w, inverse_temperature);
   }
 
-  static __device__ __forceinline__ void adjust(const SamplerParams& p, u32 block, int thread) {
-    let_next_start();
-    const Part part(p, block);
-    const SampleRow& row = p.rows[part.at];
-    const float raw_most = stage<true>(p, part, thread);
+  // For each id an upper bound of its noise. The noise is -ln(-ln(1 - u)) <= -ln(u) for u > x / 2^32, and x is the word of the id; 32 * ln(2)
+  // is 22.18071.
+  static __device__ __forceinline__ void bound_noise(const SamplerParams& p, const Part& part, int thread) {
+    const SampleRow& row = own_row();
+    const u32 own_position = row.position + p.step, seed_low = row.seed_low, seed_high = row.seed_high;
+    u32* to = bounds(p);
+#pragma unroll 1
+    for (int at = 4 * thread; at < part.count; at += 4 * THREADS) {
+      u32 random[4] = {own_position, 0u, u32(part.first + at) / 4, 0u};
+      philox<10>(random, seed_low, seed_high);
+      float most[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) most[i] = 22.180710f - log_fast(__uint2float_rn(random[i]));
+      reinterpret_cast<uint2*>(to + at / 2)[0] = make_uint2(bf16_pair(most[0], most[1]), bf16_pair(most[2], most[3]));
+    }
+  }
+
+  // The words of the best score and of the best logit of each part of a row, which are not 0 once they are told. A rank is never 1.
+  static __device__ __forceinline__ u64* best_words(const SamplerParams& p, u32 at) { return p.parts_best + u64(at) * p.parts * 2; }
+
+  // The largest logit of a part as the model computed it, as a rank; 0: none is a number.
+  static __device__ __forceinline__ u64 raw_best_of(const Part& part, int thread) {
+    float most = NEGATIVE_INFINITY;
+#pragma unroll 4
+    for (int i = thread; i < part.count; i += THREADS) most = fmaxf(most, __ldcg(part.logits + i)); // of a number and a NaN: the number
+    return block_max(rank_of(most, 0), thread);
+  }
+
+  static __device__ __forceinline__ void adjust(const SamplerParams& p, u32 at, u32 index, int thread) {
+    take_row(p, at, thread);
+    const Part part(p, at, index);
+    const SampleRow& row = own_row();
+    const bool is_greedy = row.flags & SAMPLE_GREEDY, has_logprobs = row.flags & SAMPLE_LOGPROBS;
+    if (!is_greedy)
+      for (u32 n = thread; n < 3 * SAMPLE_BUCKETS / 4; n += THREADS) reinterpret_cast<uint4*>(buckets())[n] = make_uint4(0u, 0u, 0u, 0u);
+    stage<true>(p, part, thread);
+    // The best score, and where the first four ids with it begin. A thread takes its ids in their order.
     const float inverse_temperature = row.inverse_temperature;
     float most = NEGATIVE_INFINITY;
-    u32 id = 0;
-#pragma unroll 1
+    int found = 0;
+#pragma unroll 2
     for (int at = 4 * thread; at < part.count; at += 4 * THREADS) {
       float scores[4];
       scores_at(inverse_temperature, at, scores);
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        if (scores[i] > most) {
-          most = scores[i];
-          id = u32(part.first + at + i);
-        }
+      const float best = fmaxf(fmaxf(scores[0], scores[1]), fmaxf(scores[2], scores[3]));
+      if (best > most) most = best, found = at;
     }
-    u64 best = rank_of(most, id), raw_best = rank_of(raw_most, 0);
-    block_max(best, raw_best, thread);
+    float scores[4] = {};
+    if (most > NEGATIVE_INFINITY) scores_at(inverse_temperature, found, scores);
+    u32 id = u32(part.first + found);
+    id += scores[0] == most ? 0 : scores[1] == most ? 1 : scores[2] == most ? 2 : 3;
+    const u64 best = block_max(rank_of(most, id), thread);
+    // If a part has an id that may be chosen, no answer says whether its logits are numbers.
+    const u64 raw_best = has_logprobs || best == 0 ? raw_best_of(part, thread) : 0;
     if (thread == 0) {
-      raise_to(&p.totals[part.at].best, best);
-      raise_to(&p.totals[part.at].raw_best, raw_best);
+      u64* to = best_words(p, at) + index * 2;
+      tell_blocks(to, best ? best : 1);
+      tell_blocks(to + 1, raw_best ? raw_best : 1);
     }
-    if (row.flags & SAMPLE_LOGPROBS) top_of_part(p, part, row.top, thread);
+    if (has_logprobs) top_of_part(p, part, row.top, thread);
+    // While the other blocks of the row find theirs.
+    if (!is_greedy) bound_noise(p, part, thread);
   }
 
   // ---- choose -----------------------------------------------------------------------------------------------------
@@ -293,7 +349,7 @@ struct Sampler {
   };
   // Zeroes the buckets of the row for the next launch.
   static __device__ __forceinline__ Cuts find_cuts(const SamplerParams& p, u32 at, int thread) {
-    const SampleRow& row = p.rows[at];
+    const SampleRow& row = own_row();
     const bool by_weight = row.flags & SAMPLE_TOP_P, by_count = row.flags & SAMPLE_TOP_K;
     // [0] k_bucket, ids and weights above it, its weight; [4] total; [5] first bucket of top-p, weights above it; [7] last one
     u64* found = results();
@@ -306,8 +362,9 @@ struct Sampler {
     const u64 own = u64(at) * SAMPLE_BUCKETS + u32(thread * EACH);
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
-      weights[e] = by_weight ? __ldcg(p.weights + own + e) : 0;
-      ids[e] = by_count ? __ldcg(p.counts + own + e) : 0;
+      // Together, so they are not by_weight and by_count: what no block added to is zero.
+      weights[e] = __ldcg(p.weights + own + e);
+      ids[e] = __ldcg(p.counts + own + e);
       bests[e] = __ldcg(p.bests + own + e);
     }
 #pragma unroll
@@ -373,29 +430,14 @@ struct Sampler {
     return cuts;
   }
 
-  // Whether an id with this random word may reach `bound`, a sum of score and noise that another id has; -inf: all may. The noise is
-  // -ln(-ln(1 - u)) <= -ln(u) for u > x / 2^32. The margin of 2 % is far more than the errors of both exponentials, and of the sums if
-  // they are below 2^14.
-  static __device__ __forceinline__ bool may_reach(u32 x, float score, float bound) {
-    return __uint2float_rn(x) * 2.3283064365386963e-10f <= 1.02f * exp_fast(score - bound);
-  }
-  // The rank of s + noise; 0: min-p leaves the id out.
-  static __device__ __noinline__ u64 noisy_rank(const SampleRow& row, u32 x, float score, float most, u32 id) {
-    return probable(row, score, most) ? rank_of(__fadd_rn(score, gumbel(x)), id) : 0;
-  }
-
-  // Adds a part to the buckets: ids, weights, the best s + noise. A row without filters needs only the best s + noise of all.
-  static __device__ __forceinline__ void measure(const SamplerParams& p, const Part& part, float most, float bound, int thread) {
-    const SampleRow& row = p.rows[part.at];
+  // Adds a part to its buckets: ids, and sums of weights of 64 bits in two words.
+  static __device__ __forceinline__ void fill_buckets(const Part& part, float most, int thread) {
+    const SampleRow& row = own_row();
     const bool by_weight = row.flags & SAMPLE_TOP_P, by_count = row.flags & SAMPLE_TOP_K;
-    u32 *low = buckets(), *high = low + SAMPLE_BUCKETS, *counts = high + SAMPLE_BUCKETS;
-    const u64 seed = seed_of(row), first_bucket = u64(part.at) * SAMPLE_BUCKETS;
-    const u32 position = row.position + p.step;
     const float inverse_temperature = row.inverse_temperature;
-    u64 chosen = 0;
+    u32 *low = buckets(), *high = low + SAMPLE_BUCKETS, *counts = high + SAMPLE_BUCKETS;
 #pragma unroll 1
     for (int at = 4 * thread; at < part.count; at += 4 * THREADS) {
-      const u32 id = u32(part.first + at);
       float scores[4];
       scores_at(inverse_temperature, at, scores);
       u32 in[4];
@@ -403,54 +445,78 @@ struct Sampler {
       for (int i = 0; i < 4; i++) in[i] = bucket_of(scores[i], most);
       if (by_weight) {
         u64 weights[4];
-        // The same as weight_of, without branches, so that the four run side by side: e^-30 has a weight of 0, too.
+        // The same as weight_of, without branches, so that the four run side by side: e^-30 has a weight of 0, too. The exponent of
+        // 2^n and of the unit is added to that of the fraction: the lowest bits of 1.5 * 2^23 + n + 40 are n + 40.
 #pragma unroll
-        for (int i = 0; i < 4; i++) weights[i] = u64(__fmul_rn(exp_inline(fmaxf(distance(scores[i], most), -30.f)), 1099511627776.f));
+        for (int i = 0; i < 4; i++) {
+          float n;
+          const float fraction = exp_fraction(fmaxf(distance(scores[i], most), -30.f), n);
+          weights[i] = u64(__uint_as_float(__float_as_uint(fraction) + (__float_as_uint(__fadd_rn(n, 12582952.f)) << 23)));
+        }
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-          if (in[i] != SAMPLE_BUCKETS && weights[i] != 0) {
-            add_to(&low[in[i]], u32(weights[i]) & 0xfffffu);
-            add_to(&high[in[i]], u32(weights[i] >> 20));
-          }
+        for (int i = 0; i < 4; i++) {
+          if (in[i] == SAMPLE_BUCKETS || weights[i] == 0) continue;
+          const u32 half = u32(weights[i]), carried = take_places(&low[in[i]], half) + half < half;
+          const u32 rest = u32(weights[i] >> 32) + carried;
+          if (rest) add_to(&high[in[i]], rest);
+        }
       }
       if (by_count)
 #pragma unroll
         for (int i = 0; i < 4; i++)
           if (in[i] != SAMPLE_BUCKETS) add_to(&counts[in[i]], 1u);
-      // Noise is below 23.
-      const float best = fmaxf(fmaxf(scores[0], scores[1]), fmaxf(scores[2], scores[3]));
-      if (!(best + 23.f >= bound)) continue;
-      u32 random[4] = {position, 0u, id / 4, 0u}, reach = 0;
-      philox<10>(random, u32(seed), u32(seed >> 32));
-#pragma unroll
-      for (int i = 0; i < 4; i++) reach |= u32(in[i] != SAMPLE_BUCKETS && may_reach(random[i], scores[i], bound)) << i;
-      if (reach == 0) continue;
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        if (!(reach >> i & 1)) continue;
-        const u64 rank = noisy_rank(row, random[i], scores[i], most, id + i);
-        if ((by_weight || by_count) && rank != 0) raise_to(&p.bests[first_bucket + in[i]], rank);
-        chosen = rank > chosen ? rank : chosen;
-      }
     }
-    if (!by_weight && !by_count) {
-      chosen = block_max(chosen, thread);
-      if (thread == 0) raise_to(&p.totals[part.at].chosen, chosen);
-      return;
-    }
-    barrier();
+  }
+  // Adds the buckets of a part to those of the row.
+  static __device__ __forceinline__ void add_buckets(const SamplerParams& p, const Part& part, int thread) {
+    const u32 *low = buckets(), *high = low + SAMPLE_BUCKETS, *counts = high + SAMPLE_BUCKETS;
+    const u64 first_bucket = u64(part.at) * SAMPLE_BUCKETS;
     u32* present = p.present + (u64(part.at) * p.parts + part.index) * (SAMPLE_BUCKETS / 32);
-#pragma unroll 1
+#pragma unroll
     for (u32 b = thread; b < SAMPLE_BUCKETS; b += THREADS) {
-      const u64 weight = low[b] + (u64(high[b]) << 20);
+      const u64 weight = u64(high[b]) << 32 | low[b];
       const u32 count = counts[b], ids = __ballot_sync(~0u, weight != 0 || count != 0);
       if (weight != 0) add_to(&p.weights[first_bucket + b], weight);
       if (count != 0) add_to(&p.counts[first_bucket + b], count);
       if (thread % 32 == 0) present[b / 32] = ids;
     }
   }
+  // The rank of s + noise of an id of a part, which its bucket also gets; 0: it is never chosen, or min-p leaves it out.
+  static __device__ __forceinline__ u64 compete(const SamplerParams& p, const Part& part, u32 i, float most) {
+    const SampleRow& row = own_row();
+    const float score = __fmul_rn(logits()[i], row.inverse_temperature);
+    const u32 bucket = bucket_of(score, most), id = u32(part.first) + i;
+    if (bucket == SAMPLE_BUCKETS || !probable(row, score, most)) return 0;
+    const u64 rank = rank_of(__fadd_rn(score, noise(seed_of(row), row.position + p.step, id)), id);
+    if (row.flags & (SAMPLE_TOP_K | SAMPLE_TOP_P)) raise_to(&p.bests[u64(part.at) * SAMPLE_BUCKETS + bucket], rank);
+    return rank;
+  }
+  // Lists the ids of a part that may reach `bound`, a sum of score and noise that another id has; -inf: all may. Sums below 2^14, bounds in
+  // bf16 and logarithms have errors of less than 0.1. The count may be larger than the list.
+  static __device__ __forceinline__ void list_rivals(const SamplerParams& p, const Part& part, float bound, int thread) {
+    const float inverse_temperature = own_row().inverse_temperature, least = bound - 0.1f;
+    const u32* above = bounds(p);
+    u32 *listed = rivals(), *count = rival_count();
+#pragma unroll 1
+    for (int at = 4 * thread; at < part.count; at += 4 * THREADS) {
+      float scores[4];
+      scores_at(inverse_temperature, at, scores);
+      const uint2 pairs = reinterpret_cast<const uint2*>(above + at / 2)[0];
+      const float most_noise[4] = {bf16_lo(pairs.x), bf16_hi(pairs.x), bf16_lo(pairs.y), bf16_hi(pairs.y)};
+      u32 reach = 0;
+#pragma unroll
+      for (int i = 0; i < 4; i++) reach |= u32(scores[i] + most_noise[i] >= least) << i;
+      if (reach == 0) continue;
+#pragma unroll 1
+      for (int i = 0; i < 4; i++) {
+        if (!(reach >> i & 1)) continue;
+        const u32 place = take_place(count);
+        if (place < LISTED) listed[place] = u32(at + i);
+      }
+    }
+  }
   // The sum of the weights of a part's logits as the model computed them.
-  static __device__ __noinline__ void add_raw(const SamplerParams& p, const Part part, float most, int thread) {
+  static __device__ __forceinline__ void add_raw(const SamplerParams& p, const Part part, float most, int thread) {
     u64 sum = 0;
 #pragma unroll 1
     for (int first = thread; first < part.count; first += LOADS * THREADS) {
@@ -465,42 +531,88 @@ struct Sampler {
     if (thread == 0) add_to(&p.totals[part.at].raw_total, sum);
   }
 
-  static __device__ __forceinline__ void choose(const SamplerParams& p, u32 block, int thread) {
-    const Part part(p, block);
-    const SampleRow& row = p.rows[part.at];
+  // Waits for the other parts of a row: the best score and the best logit of all.
+  static __device__ __forceinline__ void find_bests(const SamplerParams& p, u32 at, u64& best, u64& raw_best, int thread) {
+    if (thread < 32) {
+      const u64* from = best_words(p, at);
+      best = raw_best = 0;
+      for (u32 index = thread; index < p.parts; index += 32) {
+        const u64 score = wait_for_block(from + index * 2), logit = wait_for_block(from + index * 2 + 1);
+        best = score > best ? score : best;
+        raw_best = logit > raw_best ? logit : raw_best;
+      }
+      best = warp_most(best);
+      raw_best = warp_most(raw_best);
+      if (thread == 0) {
+        results()[0] = best > 1 ? best : 0;
+        results()[1] = raw_best > 1 ? raw_best : 0;
+        *rival_count() = 0;
+      }
+    }
+    barrier();
+    best = results()[0];
+    raw_best = results()[1];
+  }
+
+  // Whether this block is the last one of the row that is done, so that it answers.
+  static __device__ __forceinline__ bool choose(const SamplerParams& p, u32 at, u32 index, int thread) {
+    const SampleRow& row = own_row();
     const u32 flags = row.flags;
     const bool is_greedy = flags & SAMPLE_GREEDY, has_logprobs = flags & SAMPLE_LOGPROBS;
-    // `adjust` found the token already.
-    if (is_greedy && !has_logprobs && part.index > 0) return;
-    // What does not depend on `adjust` is done while that still runs.
-    if (!is_greedy) {
-      if (flags & (SAMPLE_TOP_K | SAMPLE_TOP_P))
-        for (u32 b = thread; b < 3 * SAMPLE_BUCKETS; b += THREADS) buckets()[b] = 0;
-      stage<true>(p, part, thread);
-    }
-    wait_for_previous();
-    SampleTotals& totals = p.totals[part.at];
-    const u64 best = __ldcg(&totals.best), raw_best = __ldcg(&totals.raw_best);
+    const bool has_buckets = !is_greedy && (flags & (SAMPLE_TOP_K | SAMPLE_TOP_P));
+    // One block decides.
+    if (is_greedy && !has_logprobs && index > 0) return false;
+    u64 best, raw_best;
+    find_bests(p, at, best, raw_best, thread);
+    if (is_greedy && !has_logprobs) return true;
+    const Part part(p, at, index);
+    SampleTotals& totals = p.totals[at];
     if (has_logprobs && raw_best != 0) add_raw(p, part, score_of(raw_best), thread);
     if (!is_greedy && best != 0) {
+      const float most = score_of(best);
       // The best id is admitted in any case: its sum bounds that of the winner.
-      float* bound = reinterpret_cast<float*>(results());
-      if (thread < 32) {
-        const float sum = __fadd_rn(score_of(best), noise(seed_of(row), row.position + p.step, id_of(best)));
-        // `may_reach` allows for the rounding of smaller sums only.
-        if (thread == 0) *bound = fabsf(sum) < 16384.f ? sum : NEGATIVE_INFINITY;
+      float* bound = reinterpret_cast<float*>(results() + 2);
+      // The last warp has the fewest ids.
+      if (thread >= THREADS - 32) {
+        const float sum = __fadd_rn(most, noise(seed_of(row), row.position + p.step, id_of(best)));
+        // Errors of smaller sums only are allowed for.
+        if (thread == THREADS - 1) *bound = fabsf(sum) < 16384.f ? sum : NEGATIVE_INFINITY;
       }
+      if (has_buckets) fill_buckets(part, most, thread);
       barrier();
-      measure(p, part, score_of(best), *bound, thread);
+      list_rivals(p, part, *bound, thread);
+      barrier();
+      if (has_buckets) add_buckets(p, part, thread);
+      // If not all have a place in the list, all ids are looked at.
+      const u32 listed = *rival_count();
+      u64 chosen = 0;
+#pragma unroll 1
+      for (u32 n = thread; n < (listed <= LISTED ? listed : u32(part.count)); n += THREADS) {
+        const u64 rank = compete(p, part, n < listed && listed <= LISTED ? rivals()[n] : n, most);
+        chosen = rank > chosen ? rank : chosen;
+      }
+      if (!has_buckets) {
+        chosen = block_max(chosen, thread);
+        if (thread == 0) raise_to(&totals.chosen, chosen);
+      }
     }
-    if (is_greedy && !has_logprobs) return settle(p, part.at, best, thread);
     // All threads add their sums before the block counts itself.
     u32* done = reinterpret_cast<u32*>(results() + 8);
     barrier();
     if (thread == 0) *done = count_block(&totals.done);
     barrier();
-    if (*done != p.parts - 1) return;
-    settle(p, part.at, best, thread);
+    return *done == p.parts - 1;
+  }
+
+  // The rows of a block, one after the other.
+  static __device__ __forceinline__ void sample(const SamplerParams& p, u32 block, int thread) {
+    for (u32 at = block / p.parts;;) {
+      adjust(p, at, block % p.parts, thread);
+      if (choose(p, at, block % p.parts, thread)) settle(p, at, thread);
+      at += p.at_once;
+      if (at >= p.row_count) return;
+      barrier();
+    }
   }
 
   // ---- the last block of a row ------------------------------------------------------------------------------------
@@ -538,7 +650,7 @@ struct Sampler {
   // The last id of the shortest prefix whose sum reaches `need`, which is above 0 and at most the sum of all.
   static __device__ __noinline__ u64 find_last(const Listed q, u64 need, int thread) {
     u64 least = 1, most = ~0ull;
-    u64 *ranks = data<u64>(), *adds = ranks + THREADS, *found = results();
+    u64 *ranks = reinterpret_cast<u64*>(buckets()), *adds = ranks + THREADS, *found = results();
     for (;;) {
       u64 lowest = 0, highest = 0, inside = 0; // `lowest` is inverted, so that a maximum finds it
       q.each(thread, [&](u64 rank) {
@@ -618,12 +730,10 @@ struct Sampler {
     return least;
   }
 
-  static __device__ __noinline__ void answer(const SamplerParams& p, u32 at, u64 winner, int thread) {
-    SampleRow& row = p.rows[at];
-    const SampleTotals& totals = p.totals[at];
+  static __device__ __forceinline__ void answer(const SamplerParams& p, u32 at, u64 winner, u64 raw_best, const uint2 (&first_seen)[EDITS], int thread) {
+    const SampleRow& row = own_row();
     SampleAnswer& to = p.answers[at];
     const u32 token = id_of(winner);
-    const u64 raw_best = __ldcg(&totals.raw_best), raw_total = __ldcg(&totals.raw_total);
     if (thread == 0) {
       to.token = token;
       to.status = winner ? SAMPLE_CHOSEN : raw_best ? SAMPLE_NONE_ALLOWED : SAMPLE_NO_CANDIDATE;
@@ -633,6 +743,7 @@ struct Sampler {
     if (!winner) return;
     if (row.flags & SAMPLE_LOGPROBS) {
       if (thread == 0) {
+        const u64 raw_total = __ldcg(&p.totals[at].raw_total);
         to.logit = __ldcg(p.logits + u64(row.row) * p.vocab + token);
         to.logit_max = score_of(raw_best);
         to.total_low = u32(raw_total);
@@ -660,31 +771,34 @@ struct Sampler {
     }
     if (row.flags & SAMPLE_PENALTIES) {
       // Counts the token for the steps that follow.
-      uint2* seen = p.edits + row.edits + row.banned + row.biased;
-      const u32 count = row.seen;
+      uint2* seen = entries_of(p, SEEN);
+      const u32 count = seen_count(p);
       u64 found = 0;
-#pragma unroll 1
-      for (u32 i = thread; i < count; i += EDITS * THREADS) {
-        uint2 entries[EDITS];
-        load(seen, i, count, entries);
+      const auto count_token = [&](u32 from, const uint2 (&entries)[EDITS]) {
 #pragma unroll
         for (int n = 0; n < EDITS; n++)
           if (entries[n].x == token) {
-            seen[i + n * THREADS].y++;
+            seen[from + n * THREADS].y = entries[n].y + 1;
             found = 1;
           }
+      };
+      count_token(u32(thread), first_seen);
+#pragma unroll 1
+      for (u32 i = thread + EDITS * THREADS; i < count; i += EDITS * THREADS) {
+        uint2 entries[EDITS];
+        load(seen, i, count, entries);
+        count_token(i, entries);
       }
       found = block_max(found, thread);
       if (found == 0 && thread == 0) {
         seen[count] = make_uint2(token, 1u);
-        row.seen = count + 1;
       }
     }
   }
 
   // Lists the ids of the buckets where filters cut.
   static __device__ __forceinline__ u32 list_cut(const SamplerParams& p, u32 at, const Cuts cuts, float most, int thread) {
-    const float inverse_temperature = p.rows[at].inverse_temperature;
+    const float inverse_temperature = own_row().inverse_temperature;
     u32 *taken = reinterpret_cast<u32*>(results()), *part_count = taken + 1, *parts = buckets();
     if (thread == 0) *taken = *part_count = 0;
     barrier();
@@ -700,7 +814,7 @@ struct Sampler {
     u64* list = p.list + u64(at) * p.vocab;
 #pragma unroll 1
     for (u32 n = 0; n < *part_count; n++) {
-      const Part part(p, at * p.parts + parts[n]);
+      const Part part(p, at, parts[n]);
       stage<false>(p, part, thread);
 #pragma unroll 1
       for (int i = 4 * thread; i < part.count; i += 4 * THREADS) {
@@ -719,7 +833,7 @@ struct Sampler {
 
   // The better of `winner` and the ids that the filters admit in the buckets where they cut.
   static __device__ __forceinline__ u64 winner_at_cut(const SamplerParams& p, u32 at, const Cuts cuts, float most, u64 winner, int thread) {
-    const SampleRow& row = p.rows[at];
+    const SampleRow& row = own_row();
     const u32 count = list_cut(p, at, cuts, most, thread);
     const Listed q{p.list + u64(at) * p.vocab, count, 0, SAMPLE_BUCKETS - 1, most, false};
     const u64 least = find_least(p, row, q, cuts, thread), seed = seed_of(row);
@@ -739,14 +853,20 @@ struct Sampler {
     return winner_at_cut(p, at, cuts, most, cuts.chosen, thread);
   }
 
-  // Answers for a row, and zeroes its totals for the next launch.
-  static __device__ __noinline__ void settle(const SamplerParams& p, u32 at, u64 best, int thread) {
-    const u32 flags = p.rows[at].flags;
+  // Answers for a row, and zeroes what its blocks found together for the next launch.
+  static __device__ __forceinline__ void settle(const SamplerParams& p, u32 at, int thread) {
+    const u32 flags = own_row().flags;
+    const u64 best = results()[0], raw_best = results()[1];
+    uint2 first_seen[EDITS];
+    load(entries_of(p, SEEN), u32(thread), flags & SAMPLE_PENALTIES ? seen_count(p) : 0, first_seen);
+    barrier();
     SampleTotals& totals = p.totals[at];
     u64 winner = best;
     if (!(flags & SAMPLE_GREEDY) && best != 0)
       winner = flags & (SAMPLE_TOP_K | SAMPLE_TOP_P) ? admitted_winner(p, at, score_of(best), thread) : __ldcg(&totals.chosen);
-    answer(p, at, winner, thread);
+    answer(p, at, winner, raw_best, first_seen, thread);
+    u64* words = best_words(p, at);
+    for (u32 n = thread; n < p.parts * 2; n += THREADS) words[n] = 0;
     barrier();
     if (thread == 0) totals = SampleTotals{};
   }

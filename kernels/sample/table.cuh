@@ -33,7 +33,7 @@ struct alignas(16) SampleRow {
   u32 edits; // its first entry
   u32 banned; // entries
   u32 biased; // entries
-  u32 seen; // entries
+  u32 seen; // entries before the launch; each step has one more
   u32 banned_steps; // steps of the launch in which ids are banned
   u32 top; // most probable ids to report
   u32 reserved[2]; // 0
@@ -42,14 +42,12 @@ static_assert(sizeof(SampleRow) == 80, "the host fills this struct");
 
 // What all blocks of a row find together. Zero before a launch; the last step leaves it so.
 struct SampleTotals {
-  u64 best; // rank of the best score
-  u64 raw_best; // rank of the best logit, as the model computed it
-  u64 raw_total; // sum of the weights of these logits
+  u64 raw_total; // sum of the weights of the logits as the model computed them
   u64 chosen; // rank of the best sum of score and noise, if no filter cuts
   u32 done; // blocks that added all they have to the above and to the buckets
   u32 reserved[3]; // 0
 };
-static_assert(sizeof(SampleTotals) == 48, "the host fills this struct");
+static_assert(sizeof(SampleTotals) == 32, "the host fills this struct");
 
 // What became of a row.
 enum SampleStatus : u32 {
@@ -73,7 +71,7 @@ struct SampleAnswer {
 };
 static_assert(sizeof(SampleAnswer) == 192, "the host fills this struct");
 
-// The one parameter of each entry point.
+// The one parameter of the kernel.
 struct SamplerParams {
   const float* logits; // (rows of the launch, vocab)
   u64* list; // (rows of the table, vocab)
@@ -81,16 +79,21 @@ struct SamplerParams {
   u32* counts; // likewise
   u64* bests; // likewise
   u32* present; // (rows of the table, parts, SAMPLE_BUCKETS / 32): a bit for each bucket with ids
+  u64* parts_best; // (rows of the table, parts, 2): ranks of the best score and of the best logit of a part; 1: there is none. Zero before a launch
   SampleTotals* totals; // (rows of the table)
   u64* tops; // (rows of the table, parts, SAMPLE_TOP_MAX)
-  SampleRow* rows; // (rows of the table)
+  const SampleRow* rows; // (rows of the table)
   uint2* edits; // (id, value)
   const u32* masks; // (rows of the table, words of vocab bits)
   SampleAnswer* answers; // (rows of the table), of this step
   i32* next; // tokens of the launch that follows, `next_stride` words apart; null: none
   u32 next_stride; // words
   u32 vocab; // ids
-  u32 parts; // blocks of a row: parts of PART ids
   u32 step; // of the launch
+  u32 row_count; // of the table
+  u32 at_once; // rows that are decided at the same time
+  u32 parts; // blocks of a row
+  u32 part_ids; // ids of a part, a multiple of 16; the last part may have fewer
+  u32 reserved; // 0
 };
-static_assert(sizeof(SamplerParams) == 120, "the host fills this struct");
+static_assert(sizeof(SamplerParams) == 144, "the host fills this struct");

@@ -3,17 +3,19 @@
 use super::kernel_struct::{kernel_enum, kernel_struct};
 use super::{HEADERS, KernelSource, SAMPLER_HEADERS};
 use crate::target::Target;
-use std::fmt::Write;
 
-/// Names of the entry points, in the order of their launches.
-pub const ENTRY_POINTS: [&str; 2] = ["sampler_adjust", "sampler_choose"];
-/// Threads of a block.
-pub const THREADS: u32 = 256;
-/// Ids of a block: four times four for nearly every thread. A vocabulary of 128256 has 33 parts, so the parts of 4 rows are one block for
-/// each of 132 SMs.
-pub const PART: u32 = 3888;
-/// Shared memory of a block: the logits of a part, three words for each bucket, and what the warps share.
-pub const SHARED_BYTES: u32 = 28672;
+/// Name of the entry point.
+pub const ENTRY_POINT: &str = "monobloc_sampler";
+/// Threads of a block, of which an SM has two.
+pub const THREADS: u32 = 512;
+/// Shared memory of a block for what its warps share: a row of the table, three words for each bucket and a list of ids.
+pub const FIXED_BYTES: u32 = 14848;
+/// Shared memory of a block for each id of its part: a logit, and a bound of the noise.
+pub const ID_BYTES: u32 = 6;
+/// A part has a multiple of so many ids.
+pub const PART_ALIGN: u32 = 16;
+/// Most parts of a row.
+pub const PARTS_MAX: u32 = 64;
 /// Buckets of scores; `SAMPLE_BUCKETS` of sampler.cuh.
 pub const BUCKETS: u32 = 1024;
 /// Most probable ids that an answer has; table.cuh asserts the size of one.
@@ -85,7 +87,7 @@ kernel_struct! {
         banned: u32,
         /// entries
         biased: u32,
-        /// entries
+        /// entries before the launch; each step has one more
         seen: u32,
         /// steps of the launch in which ids are banned
         banned_steps: u32,
@@ -102,11 +104,7 @@ pub type SampleEdit = [u32; 2];
 kernel_struct! {
     /// What all blocks of a row find together. Zero before a launch; the last step leaves it so.
     SampleTotals = "struct SampleTotals" {
-        /// rank of the best score
-        best: u64,
-        /// rank of the best logit, as the model computed it
-        raw_best: u64,
-        /// sum of the weights of these logits
+        /// sum of the weights of the logits as the model computed them
         raw_total: u64,
         /// rank of the best sum of score and noise, if no filter cuts
         chosen: u64,
@@ -144,7 +142,7 @@ kernel_struct! {
 }
 
 kernel_struct! {
-    /// The one parameter of each entry point. Pointers are device addresses; tables have a row for each row that is sampled.
+    /// The one parameter of the kernel. Pointers are device addresses; tables have a row for each row that is sampled.
     SamplerParams = "struct SamplerParams" {
         /// (rows of the launch, vocab)
         logits: u64 = "const float*",
@@ -158,12 +156,14 @@ kernel_struct! {
         bests: u64 = "u64*",
         /// (rows of the table, parts, SAMPLE_BUCKETS / 32): a bit for each bucket with ids
         present: u64 = "u32*",
+        /// (rows of the table, parts, 2): ranks of the best score and of the best logit of a part; 1: there is none. Zero before a launch
+        parts_best: u64 = "u64*",
         /// (rows of the table)
         totals: u64 = "SampleTotals*",
         /// (rows of the table, parts, SAMPLE_TOP_MAX)
         tops: u64 = "u64*",
         /// (rows of the table)
-        rows: u64 = "SampleRow*",
+        rows: u64 = "const SampleRow*",
         /// (id, value)
         edits: u64 = "uint2*",
         /// (rows of the table, words of vocab bits)
@@ -176,28 +176,30 @@ kernel_struct! {
         next_stride: u32,
         /// ids
         vocab: u32,
-        /// blocks of a row: parts of PART ids
-        parts: u32,
         /// of the launch
         step: u32,
+        /// of the table
+        row_count: u32,
+        /// rows that are decided at the same time
+        at_once: u32,
+        /// blocks of a row
+        parts: u32,
+        /// ids of a part, a multiple of 16; the last part may have fewer
+        part_ids: u32,
+        /// 0
+        reserved: u32,
     }
 }
 
 /// Prints the sampler for a target.
 pub fn emit(target: &Target) -> KernelSource {
-    let mut text = format!(
+    let text = format!(
         "// The sampler for `{}`.\n#include \"monobloc_sampler.cuh\"\n\nstruct Sizes {{\n  \
-         static constexpr int THREADS = {THREADS}, PART = {PART}, SHARED_BYTES = {SHARED_BYTES};\n}};\n",
+         static constexpr int THREADS = {THREADS}, FIXED_BYTES = {FIXED_BYTES};\n}};\n\n\
+         extern \"C\" __global__ void __launch_bounds__({THREADS}, 2) {ENTRY_POINT}(const __grid_constant__ SamplerParams p) {{\n  \
+         Sampler<Sizes>::sample(p, blockIdx.x, threadIdx.x);\n}}\n",
         target.name
     );
-    for (entry, step) in ENTRY_POINTS.iter().zip(["adjust", "choose"]) {
-        // Writing to a String cannot fail.
-        let _ = write!(
-            text,
-            "\nextern \"C\" __global__ void __launch_bounds__({THREADS}, 4) {entry}(const __grid_constant__ SamplerParams p) {{\n  \
-             Sampler<Sizes>::{step}(p, blockIdx.x, threadIdx.x);\n}}\n"
-        );
-    }
     KernelSource {
         name: "monobloc_sampler.cu".to_string(),
         text,

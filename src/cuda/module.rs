@@ -49,7 +49,6 @@ pub struct Function {
     pub smem_dynamic_bytes_max: u32,
     pub threads_per_block_max: u32,
     sm_count: u32,
-    can_start_early: bool,
 }
 
 // SAFETY: a function handle may be used from any thread that has its context bound.
@@ -110,7 +109,6 @@ impl Device {
             smem_dynamic_bytes_max: smem_dynamic_bytes,
             threads_per_block_max: attribute(api, handle, CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?,
             sm_count: self.identity().sm_count,
-            can_start_early: self.identity().compute_capability.0 >= 9,
         })
     }
 }
@@ -149,10 +147,5 @@ impl Function {
 
     pub(super) fn sm_count(&self) -> u32 {
         self.sm_count
-    }
-
-    /// Whether the device starts a kernel while the one before it still runs: from compute capability 9 on.
-    pub(super) fn can_start_early(&self) -> bool {
-        self.can_start_early
     }
 }

@@ -3,11 +3,11 @@
 use super::driver::{Device, DriverError};
 use super::kernel::Watched;
 use super::memory::{DeviceBuffer, MappedBuffer};
-use super::module::Function;
+use super::module::{Function, Module};
 use super::stream::{Argument, LaunchShape, Stream};
 use crate::codegen::sampler::{
-    BUCKETS, ENTRY_POINTS, PART, SAMPLE_TOP_MAX, SHARED_BYTES, SampleAnswer, SampleEdit, SampleRow, SampleTotals,
-    SamplerParams, THREADS, flag, status,
+    BUCKETS, ENTRY_POINT, FIXED_BYTES, ID_BYTES, PART_ALIGN, PARTS_MAX, SAMPLE_TOP_MAX, SampleAnswer, SampleEdit,
+    SampleRow, SampleTotals, SamplerParams, THREADS, flag, status,
 };
 use crate::sample::{Decided, Penalties, Request, SampleError, Sampler, TokenCounts, TokenSet};
 use bytemuck::Zeroable;
@@ -142,7 +142,8 @@ pub fn decided(
 /// The sampler on a device, with its memory.
 pub struct SamplerSession {
     device: Device,
-    functions: [Function; 2],
+    function: Function,
+    blocks: Blocks,
     /// Copies tables while a kernel for rows runs on its own stream.
     copies: Stream,
     vocab: u32,
@@ -153,6 +154,7 @@ pub struct SamplerSession {
     counts: DeviceBuffer,
     bests: DeviceBuffer,
     present: DeviceBuffer,
+    parts_best: DeviceBuffer,
     totals: DeviceBuffer,
     tops: DeviceBuffer,
     rows: DeviceBuffer,
@@ -163,6 +165,25 @@ pub struct SamplerSession {
     row_count: u32,
 }
 
+/// The blocks of a device that are resident at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Blocks {
+    resident: u32,
+    /// Shared memory of each.
+    shared_bytes: u32,
+}
+
+/// How the rows of a step are shared among blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Division {
+    /// Rows that are decided at the same time.
+    at_once: u32,
+    /// Blocks of a row.
+    parts: u32,
+    /// Ids of a block.
+    part_ids: u32,
+}
+
 /// Where the launch after a step reads its tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Next {
@@ -170,6 +191,50 @@ pub(super) struct Next {
     pub token: u64,
     /// Bytes from one row to the next.
     pub stride_bytes: u32,
+}
+
+impl Blocks {
+    /// Fewest parts of a row.
+    fn parts_min(self, vocab: u32) -> u32 {
+        let ids_max = self.shared_bytes.saturating_sub(FIXED_BYTES) / ID_BYTES / PART_ALIGN * PART_ALIGN;
+        vocab.div_ceil(ids_max.max(PART_ALIGN))
+    }
+
+    /// How `rows` rows are shared: as many at the same time as there are blocks for, and each among as many blocks as are left.
+    fn division(self, rows: u32, vocab: u32) -> Division {
+        let parts_min = self.parts_min(vocab);
+        let rounds = rows.div_ceil((self.resident / parts_min).max(1));
+        let at_once = rows.div_ceil(rounds);
+        let parts = (self.resident / at_once).min(PARTS_MAX).max(parts_min);
+        let part_ids = vocab.div_ceil(parts).next_multiple_of(PART_ALIGN);
+        Division { at_once, parts: vocab.div_ceil(part_ids), part_ids }
+    }
+}
+
+/// The sampler's kernel, two blocks of it on each SM. If these are too small for the vocabulary, an SM has one.
+///
+/// # Errors
+/// What the driver refuses; a device whose blocks cannot hold a row.
+fn blocks(device: &Device, module: &Module, vocab: u32) -> Result<(Function, Blocks), DriverError> {
+    let with = |of_sm: u32| {
+        let identity = device.identity();
+        // The driver keeps 1 KiB of a block for itself.
+        let shared_bytes = (identity.smem_bytes_per_sm / of_sm - 1024).min(identity.smem_bytes_per_block_max);
+        let function = device.function(module, ENTRY_POINT, shared_bytes)?;
+        let shape = LaunchShape { grid: 1, block: THREADS, smem_dynamic_bytes: shared_bytes, cluster: 1, kept: None };
+        let resident = function.resident_blocks(&shape)?;
+        Ok::<_, DriverError>((function, Blocks { resident, shared_bytes }))
+    };
+    let (function, blocks) = with(2)?;
+    if blocks.parts_min(vocab) <= blocks.resident {
+        return Ok((function, blocks));
+    }
+    let (function, blocks) = with(1)?;
+    let (grid, resident) = (blocks.parts_min(vocab), blocks.resident);
+    if grid > resident {
+        return Err(DriverError::GridTooLarge { kernel: ENTRY_POINT.to_owned(), grid, resident });
+    }
+    Ok((function, blocks))
 }
 
 impl SamplerSession {
@@ -185,12 +250,12 @@ impl SamplerSession {
         steps_max: u32,
     ) -> Result<SamplerSession, DriverError> {
         let module = device.load(cubin)?;
-        let function = |name: &str| device.function(&module, name, SHARED_BYTES);
-        let [adjust, choose] = ENTRY_POINTS.map(function);
+        let (function, blocks) = blocks(device, &module, vocab)?;
         let rows = u64::from(rows_max);
-        let parts = u64::from(vocab.div_ceil(PART));
+        let parts = u64::from(PARTS_MAX.max(blocks.parts_min(vocab)));
         let mut session = SamplerSession {
-            functions: [adjust?, choose?],
+            function,
+            blocks,
             copies: device.stream()?,
             vocab,
             rows_max,
@@ -200,6 +265,7 @@ impl SamplerSession {
             counts: device.alloc(rows * u64::from(BUCKETS) * 4)?,
             bests: device.alloc(rows * u64::from(BUCKETS) * 8)?,
             present: device.alloc(rows * parts * u64::from(BUCKETS) / 8)?,
+            parts_best: device.alloc(rows * parts * 16)?,
             totals: device.alloc(rows * size_of::<SampleTotals>() as u64)?,
             tops: device.alloc(rows * parts * SAMPLE_TOP_MAX as u64 * 8)?,
             rows: device.alloc(rows * size_of::<SampleRow>() as u64)?,
@@ -209,7 +275,13 @@ impl SamplerSession {
             device: device.clone(),
             row_count: 0,
         };
-        for zero in [&mut session.weights, &mut session.counts, &mut session.bests, &mut session.totals] {
+        for zero in [
+            &mut session.weights,
+            &mut session.counts,
+            &mut session.bests,
+            &mut session.parts_best,
+            &mut session.totals,
+        ] {
             zero.zero(&session.copies)?;
         }
         session.copies.synchronize()?;
@@ -255,7 +327,7 @@ impl SamplerSession {
             let (offset_bytes, buffer_bytes) = (u64::from(step) * answer_bytes, self.answers.words() as u64 * 4);
             return Err(DriverError::OutOfBounds { offset_bytes, range_bytes: answer_bytes, buffer_bytes });
         }
-        let parts = self.vocab.div_ceil(PART);
+        let Division { at_once, parts, part_ids } = self.blocks.division(self.row_count, self.vocab);
         let params = SamplerParams {
             logits,
             list: self.list.address(),
@@ -263,6 +335,7 @@ impl SamplerSession {
             counts: self.counts.address(),
             bests: self.bests.address(),
             present: self.present.address(),
+            parts_best: self.parts_best.address(),
             totals: self.totals.address(),
             tops: self.tops.address(),
             rows: self.rows.address(),
@@ -272,22 +345,21 @@ impl SamplerSession {
             next: next.map_or(0, |next| next.token),
             next_stride: next.map_or(0, |next| next.stride_bytes / 4),
             vocab: self.vocab,
-            parts,
             step,
+            row_count: self.row_count,
+            at_once,
+            parts,
+            part_ids,
+            reserved: 0,
         };
         let shape = LaunchShape {
-            grid: self.row_count * parts,
+            grid: at_once * parts,
             block: THREADS,
-            smem_dynamic_bytes: SHARED_BYTES,
+            smem_dynamic_bytes: self.blocks.shared_bytes,
             cluster: 1,
             kept: kernel.shape.kept,
         };
-        let params = [Argument::Struct(bytemuck::bytes_of(&params))];
-        let [adjust, choose] = &self.functions;
-        kernel.stream.launch(adjust, &shape, &params)?;
-        // It reads what the first wrote only after it has waited for it.
-        kernel.stream.launch_early(choose, &shape, &params)?;
-        Ok(())
+        kernel.stream.launch_cooperative(&self.function, &shape, &[Argument::Struct(bytemuck::bytes_of(&params))])
     }
 
     /// What was chosen for row `at` of the tables in a step, after the stream of the launch was waited for.
@@ -299,5 +371,36 @@ impl SamplerSession {
         let first = (step * self.rows_max + at) as usize * words;
         let words: Vec<u32> = (first..first + words).map(|word| self.answers.load(word)).collect::<Result<_, _>>()?;
         Ok(*bytemuck::from_bytes(bytemuck::cast_slice(&words)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Shared memory of half an SM of an H200, of half of one of compute capability 7.5, and of the whole of that.
+    const SHARED: [u32; 3] = [115_712, 31_744, 64_512];
+
+    #[test]
+    fn blocks_that_wait_for_each_other_are_resident_and_have_all_ids() {
+        for (shared_bytes, resident) in [(SHARED[0], 264), (SHARED[0], 20), (SHARED[1], 80), (SHARED[2], 40)] {
+            let blocks = Blocks { resident, shared_bytes };
+            for vocab in [17, 2_000, 32_000, 128_256, 151_936, 262_144] {
+                if blocks.parts_min(vocab) > resident {
+                    continue;
+                }
+                for rows in 1..=128 {
+                    let Division { at_once, parts, part_ids } = blocks.division(rows, vocab);
+                    let context = format!("{rows} rows of {vocab} ids on {blocks:?}");
+                    assert!(at_once * parts <= resident && (1..=rows).contains(&at_once), "{context}");
+                    assert!(part_ids.is_multiple_of(PART_ALIGN), "{context}");
+                    assert!(FIXED_BYTES + part_ids * ID_BYTES <= shared_bytes, "{context}");
+                    assert!((parts - 1) * part_ids < vocab && vocab <= parts * part_ids, "{context}");
+                }
+            }
+        }
+        let blocks = Blocks { resident: 264, shared_bytes: SHARED[0] };
+        assert_eq!(blocks.division(16, 128_256), Division { at_once: 16, parts: 16, part_ids: 8_016 });
+        assert_eq!(blocks.division(64, 128_256), Division { at_once: 32, parts: 8, part_ids: 16_032 });
     }
 }

@@ -106,8 +106,6 @@ enum Start {
     AfterPrevious,
     /// The same, and all are resident at once.
     Together,
-    /// Once all blocks of the kernel before it have allowed it.
-    Early,
 }
 
 /// One kernel parameter, by value.
@@ -184,18 +182,6 @@ impl Stream {
         arguments: &[Argument<'_>],
     ) -> Result<(), DriverError> {
         self.enqueue(function, shape, arguments, Start::AfterPrevious)
-    }
-
-    /// Launches a kernel that itself waits for the kernel before it on the stream, by `griddepcontrol.wait`, and otherwise as
-    /// [`Stream::launch`]. Where the device can, it starts once all blocks of that kernel have said that it may.
-    pub fn launch_early(
-        &self,
-        function: &Function,
-        shape: &LaunchShape,
-        arguments: &[Argument<'_>],
-    ) -> Result<(), DriverError> {
-        let start = if function.can_start_early() { Start::Early } else { Start::AfterPrevious };
-        self.enqueue(function, shape, arguments, start)
     }
 
     fn enqueue(
@@ -340,18 +326,10 @@ fn attributes(shape: &LaunchShape, start: Start, kept_bytes_max: u64) -> Vec<CUl
         attribute
     };
     let mut attributes = vec![];
-    match start {
-        Start::AfterPrevious => {}
-        Start::Together => {
-            let mut cooperative = attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE);
-            cooperative.value.cooperative = 1;
-            attributes.push(cooperative);
-        }
-        Start::Early => {
-            let mut early = attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
-            early.value.programmaticStreamSerializationAllowed = 1;
-            attributes.push(early);
-        }
+    if start == Start::Together {
+        let mut cooperative = attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE);
+        cooperative.value.cooperative = 1;
+        attributes.push(cooperative);
     }
     let kept = shape.kept.map(|kept| KeptRange { bytes: kept.bytes.min(kept_bytes_max), ..kept });
     if let Some(KeptRange { address, bytes }) = kept.filter(|kept| kept.bytes > 0) {

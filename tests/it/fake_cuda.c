@@ -233,7 +233,7 @@ static uint64_t mixed(uint64_t x) {
     return x ^ x >> 33;
 }
 // sampler.cc: the sampler's source, and the choice of a head with temperature.
-void sampler_step(uint32_t step, const void *params, uint32_t grid);
+void sampler_step(const void *params);
 uint32_t choice_at_head(const float *logits, uint32_t vocab, float inverse_temperature, uint64_t seed, uint32_t position);
 
 static float logit(uint64_t h, uint32_t id) { return mixed(h ^ id * 0x9e3779b97f4a7c15ull) % 4000 / 500.f; }
@@ -460,29 +460,29 @@ static void waves_kernel(const Call *call) {
 }
 // The sampler, on the tables that the host made.
 typedef struct {
-    Address logits, list, weights, counts, bests, present, totals, tops, rows, edits, masks, answers, next;
-    uint32_t next_stride, vocab, parts, step;
+    Address logits, list, weights, counts, bests, present, parts_best, totals, tops, rows, edits, masks, answers, next;
+    uint32_t next_stride, vocab, step, row_count, at_once, parts, part_ids, reserved;
 } SamplerParams;
-static void sampler(const Call *call, uint32_t step) {
+static void sampler(const Call *call) {
     const SamplerParams *p = call->argument[0];
-    uint32_t rows = call->grid / p->parts;
-    require(p->parts == (p->vocab + 3887) / 3888 && rows > 0, "the blocks of a sampler");
+    uint32_t rows = p->row_count;
+    require(rows > 0 && call->grid == p->at_once * p->parts, "the blocks of a sampler");
+    require(p->part_ids % 16 == 0 && (p->parts - 1) * p->part_ids < p->vocab && p->vocab <= p->parts * p->part_ids, "the parts of a row");
     inside(p->logits, 4ull * p->vocab);
     inside(p->list, 8ull * rows * p->vocab);
     inside(p->weights, 8ull * rows * 1024);
     inside(p->counts, 4ull * rows * 1024);
     inside(p->bests, 8ull * rows * 1024);
     inside(p->present, 128ull * rows * p->parts);
-    inside(p->totals, 48ull * rows);
+    inside(p->parts_best, 16ull * rows * p->parts);
+    inside(p->totals, 32ull * rows);
     inside(p->tops, 8ull * rows * p->parts * 20);
     inside(p->rows, 80ull * rows);
     inside(p->answers, 192ull * rows);
     if (p->next) inside(p->next, 4ull * p->next_stride * (rows - 1) + 4);
-    if (step == 1) printf("step %u of a sampler for %u rows\n", p->step, rows);
-    sampler_step(step, p, call->grid);
+    printf("step %u of a sampler for %u rows\n", p->step, rows);
+    sampler_step(p);
 }
-static void sampler_adjust(const Call *call) { sampler(call, 0); }
-static void sampler_choose(const Call *call) { sampler(call, 1); }
 static void crash(const Call *call) { (void)call; crashed = 1; }
 static void hang(const Call *call) { (void)call; for (;;) pause(); }
 
@@ -498,8 +498,7 @@ static Kernel kernels[] = {
     {"self_test_cluster", clusters, {8}, 0},
     {"monobloc_decode", rows_kernel, {sizeof(RowsParams)}, 0},
     {"monobloc_waves", waves_kernel, {sizeof(WaveParams)}, 0},
-    {"sampler_adjust", sampler_adjust, {sizeof(SamplerParams)}, 0},
-    {"sampler_choose", sampler_choose, {sizeof(SamplerParams)}, 0},
+    {"monobloc_sampler", sampler, {sizeof(SamplerParams)}, 0},
     {"crash", crash, {0}, 0},
     {"hang", hang, {0}, 0},
     {0},
