@@ -169,7 +169,7 @@ pub struct SamplerSession {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Blocks {
     resident: u32,
-    /// Shared memory of each.
+    /// Most shared memory of each.
     shared_bytes: u32,
 }
 
@@ -200,7 +200,7 @@ impl Blocks {
         vocab.div_ceil(ids_max.max(PART_ALIGN))
     }
 
-    /// How `rows` rows are shared: as many at the same time as there are blocks for, and each among as many blocks as are left.
+    /// How `rows` rows, at least one, are shared: as many at the same time as there are blocks for, and each among as many blocks as are left.
     fn division(self, rows: u32, vocab: u32) -> Division {
         let parts_min = self.parts_min(vocab);
         let rounds = rows.div_ceil((self.resident / parts_min).max(1));
@@ -241,7 +241,7 @@ impl SamplerSession {
     /// Loads the sampler for launches of up to `rows_max` rows and `steps_max` steps of a model with `vocab` ids.
     ///
     /// # Errors
-    /// What the driver refuses.
+    /// What the driver refuses; a device whose blocks cannot hold a row.
     pub fn load(
         device: &Device,
         cubin: &[u8],
@@ -327,6 +327,9 @@ impl SamplerSession {
             let (offset_bytes, buffer_bytes) = (u64::from(step) * answer_bytes, self.answers.words() as u64 * 4);
             return Err(DriverError::OutOfBounds { offset_bytes, range_bytes: answer_bytes, buffer_bytes });
         }
+        if self.row_count == 0 {
+            return Ok(());
+        }
         let Division { at_once, parts, part_ids } = self.blocks.division(self.row_count, self.vocab);
         let params = SamplerParams {
             logits,
@@ -355,7 +358,7 @@ impl SamplerSession {
         let shape = LaunchShape {
             grid: at_once * parts,
             block: THREADS,
-            smem_dynamic_bytes: self.blocks.shared_bytes,
+            smem_dynamic_bytes: FIXED_BYTES + part_ids * ID_BYTES,
             cluster: 1,
             kept: kernel.shape.kept,
         };
