@@ -199,8 +199,7 @@ struct Sampler {
   }
 
   // Brings the logits of a part to shared memory, and changes them as the request says. A thread may then read its own ids, four at
-  // `4 * (n * THREADS + thread)`, without a barrier. WIDE loads four logits at a time if the vocabulary allows it.
-  template <bool WIDE>
+  // `4 * (n * THREADS + thread)`, without a barrier. Four logits are loaded at a time if the vocabulary allows it.
   static __device__ __forceinline__ void stage(const SamplerParams& p, const Part part, int thread) {
     const SampleRow& row = own_row();
     float* logits = Sampler::logits();
@@ -208,7 +207,7 @@ struct Sampler {
     u32 list = list_from(p, BANNED);
     uint2 entries[EDITS];
     load(entries_of(p, list), u32(thread), list < LISTS ? count_of(p, list) : 0, entries);
-    if (WIDE && p.vocab % 4 == 0) {
+    if (p.vocab % 4 == 0) {
 #pragma unroll 1
       for (int first = 4 * thread; first < part.count; first += QUADS * 4 * THREADS) {
         float4 quads[QUADS];
@@ -302,7 +301,7 @@ struct Sampler {
     const bool is_greedy = row.flags & SAMPLE_GREEDY, has_logprobs = row.flags & SAMPLE_LOGPROBS;
     if (!is_greedy)
       for (u32 n = thread; n < 3 * SAMPLE_BUCKETS / 4; n += THREADS) reinterpret_cast<uint4*>(buckets())[n] = make_uint4(0u, 0u, 0u, 0u);
-    stage<true>(p, part, thread);
+    stage(p, part, thread);
     // The best score, and where the first four ids with it begin. A thread takes its ids in their order.
     const float inverse_temperature = row.inverse_temperature;
     float most = NEGATIVE_INFINITY;
@@ -815,7 +814,7 @@ struct Sampler {
 #pragma unroll 1
     for (u32 n = 0; n < *part_count; n++) {
       const Part part(p, at, parts[n]);
-      stage<false>(p, part, thread);
+      stage(p, part, thread);
 #pragma unroll 1
       for (int i = 4 * thread; i < part.count; i += 4 * THREADS) {
         float scores[4];
