@@ -410,11 +410,11 @@ __device__ __forceinline__ u32 count_block(u32* blocks) {
 
 // Tells the other blocks of a launch a word that is not 0, each in a place of its own, and waits for such a word. It orders nothing else. All
 // blocks are resident at once, and each tells its word before it waits, so a wait is short: after some seconds a block is missing.
-__device__ __forceinline__ void tell_blocks(u64* to, u64 word) { asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory"); }
+__device__ __forceinline__ void tell_blocks(u64* to, u64 word) { publish(to, u32(word), u32(word >> 32)); }
 __device__ __forceinline__ u64 wait_for_block(const u64* from) {
   for (u32 polls = 1;; polls++) {
-    u64 word;
-    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+    u64 word = 0;
+    peek(from, true, word);
     if (word != 0) return word;
     if (polls == 1u << 22) __trap();
   }

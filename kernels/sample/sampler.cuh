@@ -18,8 +18,9 @@
 // best score are never chosen, because the noise of two ids differs by less than 27 and rounding at such scores cannot make up for the
 // rest: no bucket has them.
 //
-// What all threads execute is inline and calls nothing that saves registers: local memory of so many threads is 15 MB of L2, which the next
-// step fetches again. The kernel is small for a similar reason: the kernel of the next step finds less of its own code in the caches of an SM.
+// All threads run inline code only. A function out of line saves registers in local memory, and those of all threads took 15 MB of L2: the
+// next step then had to fetch other lines again. The less code this kernel has, the more of its own code the next step finds in the caches of
+// an SM.
 #pragma once
 
 constexpr u32 SAMPLE_BUCKETS = 1024;
@@ -176,7 +177,7 @@ struct Sampler {
     const SampleRow& row = own_row();
     if (list == BANNED) return p.step < row.banned_steps ? row.banned : 0;
     if (list == BIASED) return row.biased;
-    return row.flags & SAMPLE_PENALTIES ? seen_count(p) : 0;
+    return list == SEEN && row.flags & SAMPLE_PENALTIES ? seen_count(p) : 0;
   }
   // The first list from `list` on that has entries.
   static __device__ __forceinline__ u32 list_from(const SamplerParams& p, u32 list) {
@@ -206,7 +207,7 @@ struct Sampler {
     // The first entries are loaded together with the logits.
     u32 list = list_from(p, BANNED);
     uint2 entries[EDITS];
-    load(entries_of(p, list), u32(thread), list < LISTS ? count_of(p, list) : 0, entries);
+    load(entries_of(p, list), u32(thread), count_of(p, list), entries);
     if (p.vocab % 4 == 0) {
 #pragma unroll 1
       for (int first = 4 * thread; first < part.count; first += QUADS * 4 * THREADS) {
@@ -254,7 +255,7 @@ struct Sampler {
       // The lists are applied one after the other.
       barrier();
       list = list_from(p, list + 1);
-      load(entries_of(p, list), u32(thread), list < LISTS ? count_of(p, list) : 0, entries);
+      load(entries_of(p, list), u32(thread), count_of(p, list), entries);
     }
   }
   // Four scores of a part that was staged.
@@ -583,11 +584,12 @@ struct Sampler {
       barrier();
       if (has_buckets) add_buckets(p, part, thread);
       // If not all have a place in the list, all ids are looked at.
-      const u32 listed = *rival_count();
+      const bool are_listed = *rival_count() <= LISTED;
+      const u32 count = are_listed ? *rival_count() : u32(part.count);
       u64 chosen = 0;
 #pragma unroll 1
-      for (u32 n = thread; n < (listed <= LISTED ? listed : u32(part.count)); n += THREADS) {
-        const u64 rank = compete(p, part, n < listed && listed <= LISTED ? rivals()[n] : n, most);
+      for (u32 n = thread; n < count; n += THREADS) {
+        const u64 rank = compete(p, part, are_listed ? rivals()[n] : n, most);
         chosen = rank > chosen ? rank : chosen;
       }
       if (!has_buckets) {
@@ -729,7 +731,8 @@ struct Sampler {
     return least;
   }
 
-  static __device__ __forceinline__ void answer(const SamplerParams& p, u32 at, u64 winner, u64 raw_best, const uint2 (&first_seen)[EDITS], int thread) {
+  // `entries` are the first ones of ids that were seen.
+  static __device__ __forceinline__ void answer(const SamplerParams& p, u32 at, u64 winner, u64 raw_best, uint2 (&entries)[EDITS], int thread) {
     const SampleRow& row = own_row();
     SampleAnswer& to = p.answers[at];
     const u32 token = id_of(winner);
@@ -773,25 +776,18 @@ struct Sampler {
       uint2* seen = entries_of(p, SEEN);
       const u32 count = seen_count(p);
       u64 found = 0;
-      const auto count_token = [&](u32 from, const uint2 (&entries)[EDITS]) {
+#pragma unroll 1
+      for (u32 from = thread; from < count; from += EDITS * THREADS) {
+        if (from != u32(thread)) load(seen, from, count, entries);
 #pragma unroll
         for (int n = 0; n < EDITS; n++)
           if (entries[n].x == token) {
             seen[from + n * THREADS].y = entries[n].y + 1;
             found = 1;
           }
-      };
-      count_token(u32(thread), first_seen);
-#pragma unroll 1
-      for (u32 i = thread + EDITS * THREADS; i < count; i += EDITS * THREADS) {
-        uint2 entries[EDITS];
-        load(seen, i, count, entries);
-        count_token(i, entries);
       }
       found = block_max(found, thread);
-      if (found == 0 && thread == 0) {
-        seen[count] = make_uint2(token, 1u);
-      }
+      if (found == 0 && thread == 0) seen[count] = make_uint2(token, 1u);
     }
   }
 
@@ -856,14 +852,14 @@ struct Sampler {
   static __device__ __forceinline__ void settle(const SamplerParams& p, u32 at, int thread) {
     const u32 flags = own_row().flags;
     const u64 best = results()[0], raw_best = results()[1];
-    uint2 first_seen[EDITS];
-    load(entries_of(p, SEEN), u32(thread), flags & SAMPLE_PENALTIES ? seen_count(p) : 0, first_seen);
+    uint2 entries[EDITS];
+    load(entries_of(p, SEEN), u32(thread), count_of(p, SEEN), entries);
     barrier();
     SampleTotals& totals = p.totals[at];
     u64 winner = best;
     if (!(flags & SAMPLE_GREEDY) && best != 0)
       winner = flags & (SAMPLE_TOP_K | SAMPLE_TOP_P) ? admitted_winner(p, at, score_of(best), thread) : __ldcg(&totals.chosen);
-    answer(p, at, winner, raw_best, first_seen, thread);
+    answer(p, at, winner, raw_best, entries, thread);
     u64* words = best_words(p, at);
     for (u32 n = thread; n < p.parts * 2; n += THREADS) words[n] = 0;
     barrier();

@@ -12,7 +12,7 @@ pub const THREADS: u32 = 512;
 pub const FIXED_BYTES: u32 = 14848;
 /// Shared memory of a block for each id of its part: a logit, and a bound of the noise.
 pub const ID_BYTES: u32 = 6;
-/// A part has a multiple of so many ids.
+/// The number of ids of a part is a multiple of this one. Then four neighbouring ids lie in one word of a mask, and are loaded at once.
 pub const PART_ALIGN: u32 = 16;
 /// Most parts of a row.
 pub const PARTS_MAX: u32 = 64;

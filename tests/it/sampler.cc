@@ -92,7 +92,7 @@ static void run(const Head& head, u32 part_ids) {
   std::vector<SampleRow> rows = read<SampleRow>(head.rows);
   std::vector<uint2> edits = read<uint2>(head.edits);
   std::vector<u32> masks = read<u32>(head.mask_words);
-  const u32 parts = (head.vocab + part_ids - 1) / part_ids;
+  const u32 parts = ceil_div(head.vocab, part_ids);
   std::vector<u32> counts(head.rows * SAMPLE_BUCKETS), present(head.rows * parts * SAMPLE_BUCKETS / 32, ~0u);
   std::vector<u64> list(head.rows * head.vocab, ~0ull), weights(head.rows * SAMPLE_BUCKETS), bests(head.rows * SAMPLE_BUCKETS);
   std::vector<u64> tops(head.rows * parts * SAMPLE_TOP_MAX, ~0ull);
