@@ -66,9 +66,11 @@ __device__ __noinline__ float exp_f32(float d) {
 // Standard exponential and Gumbel variates of a random word.
 __device__ __forceinline__ float exponential(u32 x) {
   constexpr float UNIT = 2.3283064365386963e-10f; // 2^-32
-  if (x >= 0x80000000u) return -ln_f32(__fmul_rn(__fadd_rn(__uint2float_rn(~x), 0.5f), UNIT));
-  const float v = __fmul_rn(__fadd_rn(__uint2float_rn(x), 0.5f), UNIT), w = __fsub_rn(1.f, v);
-  return w == 1.f ? v : __fmul_rn(-ln_f32(w), __fdiv_rn(v, __fsub_rn(1.f, w)));
+  const bool is_high = x >= 0x80000000u;
+  const float v = __fmul_rn(__fadd_rn(__uint2float_rn(is_high ? ~x : x), 0.5f), UNIT), w = __fsub_rn(1.f, v);
+  const float ln = ln_f32(is_high ? v : w);
+  if (is_high) return -ln;
+  return w == 1.f ? v : __fmul_rn(-ln, __fdiv_rn(v, __fsub_rn(1.f, w)));
 }
 __device__ __forceinline__ float gumbel(u32 x) { return -ln_f32(exponential(x)); }
 

@@ -137,8 +137,9 @@ struct RowsEpilogue {
       argmax_take(best, best_id, score, id + i);
     }
   }
-  // Publishes the best (value, id) of each row, after everything that this block wrote in the step.
+  // Publishes the best (value, id) of each row, after everything that this block wrote in the step. Without a mailbox a sampler decides.
   __device__ __forceinline__ void publish_best(Context<M>& c, const Entry& e) {
+    if (!rows_params(c).mailbox) return;
     RowsState<M>& state = rows_state<M>();
 #pragma unroll
     for (int o = 1; o < 4; o <<= 1) {
