@@ -3,3 +3,4 @@
 #include "monobloc.cuh"
 #include "sample/table.cuh"
 #include "sample/sampler.cuh"
+#include "sample/rivals.cuh"

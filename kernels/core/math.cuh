@@ -119,17 +119,19 @@ __device__ __forceinline__ float log_fast(float x) {
 #endif
 }
 
-// e^x; 0 where the result would not be normal, so e^-inf is 0. The error is at most about 2 + |x| units of the last place: the
-// product x * log2(e) is rounded.
-__device__ __forceinline__ float exp_fast(float x) {
+// 2^x; 0 where the result would not be normal.
+__device__ __forceinline__ float exp2_fast(float x) {
 #ifdef __CUDA_ARCH__
   float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 #else
-  return exp2f(x * 1.4426950408889634f); // tests of ops on a CPU
+  return exp2f(x); // tests of ops on a CPU
 #endif
 }
+// e^x; 0 where the result would not be normal, so e^-inf is 0. The error is at most about 2 + |x| units of the last place: the
+// product x * log2(e) is rounded.
+__device__ __forceinline__ float exp_fast(float x) { return exp2_fast(x * 1.4426950408889634f); }
 
 enum class Act : u32 { SILU, GELU_ERF, GELU_TANH, RELU };
 

@@ -408,9 +408,12 @@ __device__ __forceinline__ u32 count_block(u32* blocks) {
   return before;
 }
 
-// Tells the other blocks of a launch a word that is not 0, each in a place of its own, and waits for such a word. It orders nothing else. All
-// blocks are resident at once, and each tells its word before it waits, so a wait is short: after some seconds a block is missing.
+// Tells the other blocks of a launch a word that is not 0, each in a place of its own, and waits for such a word. It orders nothing else, unless
+// the thread that tells calls `release_step` before, and each thread that waits `acquire_step` afterwards. All blocks are resident at once,
+// and each tells its word before it waits, so a wait is short: after some seconds a block is missing.
 __device__ __forceinline__ void tell_blocks(u64* to, u64 word) { publish(to, u32(word), u32(word >> 32)); }
+// For the next launch, when no block waits for this word any more.
+__device__ __forceinline__ void clear_told(u64* word) { publish(word, 0u, 0u); }
 __device__ __forceinline__ u64 wait_for_block(const u64* from) {
   for (u32 polls = 1;; polls++) {
     u64 word = 0;

@@ -116,13 +116,15 @@ struct Sampler {
     const float* logits; // (count)
     __device__ __forceinline__ Part(const SamplerParams& p, u32 at, u32 index)
         : at(at), index(index), first(int(index * p.part_ids)), count(min(int(p.part_ids), int(p.vocab) - first)),
-          logits(p.logits + u64(own_row().row) * p.vocab + first) {}
+          logits(p.logits + u64(p.begins[at].row) * p.vocab + first) {}
   };
-  // Copies a row of the table to shared memory, where all threads find it.
-  static __device__ __forceinline__ void take_row(const SamplerParams& p, u32 at, int thread) {
-    constexpr int WORDS = sizeof(SampleRow) / 4;
-    if (thread < WORDS) reinterpret_cast<u32*>(&own_row())[thread] = __ldcg(reinterpret_cast<const u32*>(p.rows + at) + thread);
-    barrier();
+  // A row of the table is copied to shared memory, where all threads find it after a barrier: a thread's word of it.
+  static constexpr int ROW_WORDS = sizeof(SampleRow) / 4;
+  static __device__ __forceinline__ u32 load_row(const SamplerParams& p, u32 at, int thread) {
+    return thread < ROW_WORDS ? __ldcg(reinterpret_cast<const u32*>(p.rows + at) + thread) : 0;
+  }
+  static __device__ __forceinline__ void store_row(u32 word, int thread) {
+    if (thread < ROW_WORDS) reinterpret_cast<u32*>(&own_row())[thread] = word;
   }
   // With those of the steps before, of which each has an entry of its own: if its token was seen before, no id is in it.
   static __device__ __forceinline__ u32 seen_count(const SamplerParams& p) { return own_row().seen + p.step; }
@@ -184,9 +186,9 @@ struct Sampler {
     while (list < LISTS && count_of(p, list) == 0) list++;
     return list;
   }
-  static __device__ __forceinline__ uint2* entries_of(const SamplerParams& p, u32 list) {
+  static __device__ __forceinline__ uint2* entries_of(const SamplerParams& p, u32 at, u32 list) {
     const SampleRow& row = own_row();
-    return p.edits + row.edits + (list > BANNED ? row.banned : 0) + (list > BIASED ? row.biased : 0);
+    return p.edits + p.begins[at].edits + (list > BANNED ? row.banned : 0) + (list > BIASED ? row.biased : 0);
   }
   static __device__ __forceinline__ float edited(u32 list, float logit, u32 value) {
     if (list == BANNED) return NEGATIVE_INFINITY;
@@ -199,6 +201,25 @@ struct Sampler {
     for (int n = 0; n < EDITS; n++) entries[n] = from + n * THREADS < count ? __ldcg(edits + from + n * THREADS) : make_uint2(~0u, 0u);
   }
 
+  // Brings the logits of a part to shared memory, four at a time.
+  static __device__ __forceinline__ void bring(const Part& part, int thread) {
+    float* logits = Sampler::logits();
+#pragma unroll 1
+    for (int first = 4 * thread; first < part.count; first += QUADS * 4 * THREADS) {
+      float4 quads[QUADS];
+#pragma unroll
+      for (int n = 0; n < QUADS; n++) {
+        const int at = first + n * 4 * THREADS;
+        quads[n] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY, NEGATIVE_INFINITY, NEGATIVE_INFINITY};
+        if (at < part.count) quads[n] = __ldcg(reinterpret_cast<const float4*>(part.logits + at));
+      }
+#pragma unroll
+      for (int n = 0; n < QUADS; n++) {
+        const int at = first + n * 4 * THREADS;
+        if (at < part.count) reinterpret_cast<float4*>(logits + at)[0] = quads[n];
+      }
+    }
+  }
   // Brings the logits of a part to shared memory, and changes them as the request says. A thread may then read its own ids, four at
   // `4 * (n * THREADS + thread)`, without a barrier. Four logits are loaded at a time if the vocabulary allows it.
   static __device__ __forceinline__ void stage(const SamplerParams& p, const Part part, int thread) {
@@ -207,23 +228,9 @@ struct Sampler {
     // The first entries are loaded together with the logits.
     u32 list = list_from(p, BANNED);
     uint2 entries[EDITS];
-    load(entries_of(p, list), u32(thread), count_of(p, list), entries);
+    load(entries_of(p, part.at, list), u32(thread), count_of(p, list), entries);
     if (p.vocab % 4 == 0) {
-#pragma unroll 1
-      for (int first = 4 * thread; first < part.count; first += QUADS * 4 * THREADS) {
-        float4 quads[QUADS];
-#pragma unroll
-        for (int n = 0; n < QUADS; n++) {
-          const int at = first + n * 4 * THREADS;
-          quads[n] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY, NEGATIVE_INFINITY, NEGATIVE_INFINITY};
-          if (at < part.count) quads[n] = __ldcg(reinterpret_cast<const float4*>(part.logits + at));
-        }
-#pragma unroll
-        for (int n = 0; n < QUADS; n++) {
-          const int at = first + n * 4 * THREADS;
-          if (at < part.count) reinterpret_cast<float4*>(logits + at)[0] = quads[n];
-        }
-      }
+      bring(part, thread);
     } else {
 #pragma unroll 4
       for (int i = thread; i < round_up(part.count, 4); i += THREADS) logits[i] = i < part.count ? __ldcg(part.logits + i) : NEGATIVE_INFINITY;
@@ -245,7 +252,7 @@ struct Sampler {
       const u32 count = count_of(p, list);
 #pragma unroll 1
       for (u32 from = thread; from < count; from += EDITS * THREADS) {
-        if (from != u32(thread)) load(entries_of(p, list), from, count, entries);
+        if (from != u32(thread)) load(entries_of(p, part.at, list), from, count, entries);
 #pragma unroll
         for (int n = 0; n < EDITS; n++) {
           const u32 at = entries[n].x - u32(part.first);
@@ -255,7 +262,7 @@ struct Sampler {
       // The lists are applied one after the other.
       barrier();
       list = list_from(p, list + 1);
-      load(entries_of(p, list), u32(thread), count_of(p, list), entries);
+      load(entries_of(p, part.at, list), u32(thread), count_of(p, list), entries);
     }
   }
   // Four scores of a part that was staged.
@@ -296,7 +303,8 @@ struct Sampler {
   }
 
   static __device__ __forceinline__ void adjust(const SamplerParams& p, u32 at, u32 index, int thread) {
-    take_row(p, at, thread);
+    store_row(load_row(p, at, thread), thread);
+    barrier();
     const Part part(p, at, index);
     const SampleRow& row = own_row();
     const bool is_greedy = row.flags & SAMPLE_GREEDY, has_logprobs = row.flags & SAMPLE_LOGPROBS;
@@ -731,22 +739,44 @@ struct Sampler {
     return least;
   }
 
-  // `entries` are the first ones of ids that were seen.
+  // By one thread: the token of a row, for the host and for the next launch. `winner` 0: there is none, as `status` says.
+  static __device__ __forceinline__ void write_token(const SamplerParams& p, u32 at, u64 winner, u32 status) {
+    SampleAnswer& to = p.answers[at];
+    to.token = id_of(winner);
+    to.status = status;
+    // The next launch reads a row of the table of embeddings in any case.
+    if (p.next) p.next[p.begins[at].row * p.next_stride] = winner ? i32(id_of(winner)) : 0;
+  }
+  // Counts a token for the steps that follow. `entries` are the first ones of ids that were seen.
+  static __device__ __forceinline__ void count_token(const SamplerParams& p, u32 at, u32 token, uint2 (&entries)[EDITS], int thread) {
+    uint2* seen = entries_of(p, at, SEEN);
+    const u32 count = seen_count(p);
+    u32* found = reinterpret_cast<u32*>(words());
+    if (thread == 0) *found = 0;
+    barrier();
+#pragma unroll 1
+    for (u32 from = thread; from < count; from += EDITS * THREADS) {
+      if (from != u32(thread)) load(seen, from, count, entries);
+#pragma unroll
+      for (int n = 0; n < EDITS; n++)
+        if (entries[n].x == token) {
+          seen[from + n * THREADS].y = entries[n].y + 1;
+          *found = 1;
+        }
+    }
+    barrier();
+    if (thread == 0 && *found == 0) seen[count] = make_uint2(token, 1u);
+  }
   static __device__ __forceinline__ void answer(const SamplerParams& p, u32 at, u64 winner, u64 raw_best, uint2 (&entries)[EDITS], int thread) {
     const SampleRow& row = own_row();
     SampleAnswer& to = p.answers[at];
     const u32 token = id_of(winner);
-    if (thread == 0) {
-      to.token = token;
-      to.status = winner ? SAMPLE_CHOSEN : raw_best ? SAMPLE_NONE_ALLOWED : SAMPLE_NO_CANDIDATE;
-      // The next launch reads a row of the table of embeddings in any case.
-      if (p.next) p.next[row.row * p.next_stride] = winner ? i32(token) : 0;
-    }
+    if (thread == 0) write_token(p, at, winner, winner ? SAMPLE_CHOSEN : raw_best ? SAMPLE_NONE_ALLOWED : SAMPLE_NO_CANDIDATE);
     if (!winner) return;
     if (row.flags & SAMPLE_LOGPROBS) {
       if (thread == 0) {
         const u64 raw_total = __ldcg(&p.totals[at].raw_total);
-        to.logit = __ldcg(p.logits + u64(row.row) * p.vocab + token);
+        to.logit = __ldcg(p.logits + u64(p.begins[at].row) * p.vocab + token);
         to.logit_max = score_of(raw_best);
         to.total_low = u32(raw_total);
         to.total_high = u32(raw_total >> 32);
@@ -771,24 +801,7 @@ struct Sampler {
       }
       if (thread == 0) to.top = count;
     }
-    if (row.flags & SAMPLE_PENALTIES) {
-      // Counts the token for the steps that follow.
-      uint2* seen = entries_of(p, SEEN);
-      const u32 count = seen_count(p);
-      u64 found = 0;
-#pragma unroll 1
-      for (u32 from = thread; from < count; from += EDITS * THREADS) {
-        if (from != u32(thread)) load(seen, from, count, entries);
-#pragma unroll
-        for (int n = 0; n < EDITS; n++)
-          if (entries[n].x == token) {
-            seen[from + n * THREADS].y = entries[n].y + 1;
-            found = 1;
-          }
-      }
-      found = block_max(found, thread);
-      if (found == 0 && thread == 0) seen[count] = make_uint2(token, 1u);
-    }
+    if (row.flags & SAMPLE_PENALTIES) count_token(p, at, token, entries, thread);
   }
 
   // Lists the ids of the buckets where filters cut.
@@ -853,7 +866,7 @@ struct Sampler {
     const u32 flags = own_row().flags;
     const u64 best = results()[0], raw_best = results()[1];
     uint2 entries[EDITS];
-    load(entries_of(p, SEEN), u32(thread), count_of(p, SEEN), entries);
+    load(entries_of(p, at, SEEN), u32(thread), count_of(p, SEEN), entries);
     barrier();
     SampleTotals& totals = p.totals[at];
     u64 winner = best;

@@ -15,10 +15,15 @@ enum SampleFlag : u32 {
 // Most probable ids that are reported with their logits.
 constexpr u32 SAMPLE_TOP_MAX = 20;
 
+// Most rows of a table.
+constexpr u32 SAMPLE_ROWS_MAX = 128, SAMPLE_BEGINS = SAMPLE_ROWS_MAX + 1;
+
+// Words that a part of a row tells the others: what `rivals` needs.
+constexpr u32 TOLD_WORDS = 8;
+
 // A row of the table: how the next token of one row of a launch is chosen. Its entries are ids that are banned, then ids with a bias, then
 // ids of the sequence with the times that each was generated.
 struct alignas(16) SampleRow {
-  u32 row; // of the launch
   u32 flags; // SampleFlag
   u32 position; // of the token in its sequence, in the first step
   u32 top_k; // ids that may be chosen
@@ -30,15 +35,21 @@ struct alignas(16) SampleRow {
   float frequency; // 0: none
   u32 seed_low; // low word
   u32 seed_high; // high word
-  u32 edits; // its first entry
   u32 banned; // entries
   u32 biased; // entries
   u32 seen; // entries before the launch; each step has one more
   u32 banned_steps; // steps of the launch in which ids are banned
   u32 top; // most probable ids to report
-  u32 reserved[2]; // 0
+  u32 reserved[4]; // 0
 };
 static_assert(sizeof(SampleRow) == 80, "the host fills this struct");
+
+// What a block knows of a row of the table before it has read it.
+struct SampleBegin {
+  u32 edits; // its first entry
+  u32 row; // of the launch
+};
+static_assert(sizeof(SampleBegin) == 8, "the host fills this struct");
 
 // What all blocks of a row find together. Zero before a launch; the last step leaves it so.
 struct SampleTotals {
@@ -71,7 +82,7 @@ struct SampleAnswer {
 };
 static_assert(sizeof(SampleAnswer) == 192, "the host fills this struct");
 
-// The one parameter of the kernel.
+// The one parameter of both kernels.
 struct SamplerParams {
   const float* logits; // (rows of the launch, vocab)
   u64* list; // (rows of the table, vocab)
@@ -80,6 +91,7 @@ struct SamplerParams {
   u64* bests; // likewise
   u32* present; // (rows of the table, parts, SAMPLE_BUCKETS / 32): a bit for each bucket with ids
   u64* parts_best; // (rows of the table, parts, 2): ranks of the best score and of the best logit of a part; 1: there is none. Zero before a launch
+  u64* told; // (rows of the table, parts, TOLD_WORDS): what a part tells the others; zero before a launch
   SampleTotals* totals; // (rows of the table)
   u64* tops; // (rows of the table, parts, SAMPLE_TOP_MAX)
   const SampleRow* rows; // (rows of the table)
@@ -94,6 +106,7 @@ struct SamplerParams {
   u32 at_once; // rows that are decided at the same time
   u32 parts; // blocks of a row
   u32 part_ids; // ids of a part, a multiple of 16; the last part may have fewer
-  u32 reserved; // 0
+  u32 parts_inverse_q31; // 1 / parts in units of 2^-31, rounded up
+  SampleBegin begins[SAMPLE_BEGINS]; // of each row of the table; then where the last entry ends
 };
-static_assert(sizeof(SamplerParams) == 144, "the host fills this struct");
+static_assert(sizeof(SamplerParams) == 1184, "the host fills this struct");

@@ -72,10 +72,11 @@ pub const WAVES_HEADERS: [(&str, &str); 9] = [
 ];
 
 /// The headers that only the sampler includes.
-pub const SAMPLER_HEADERS: [(&str, &str); 3] = [
+pub const SAMPLER_HEADERS: [(&str, &str); 4] = [
     ("monobloc_sampler.cuh", include_str!("../../kernels/monobloc_sampler.cuh")),
     ("sample/table.cuh", include_str!("../../kernels/sample/table.cuh")),
     ("sample/sampler.cuh", include_str!("../../kernels/sample/sampler.cuh")),
+    ("sample/rivals.cuh", include_str!("../../kernels/sample/rivals.cuh")),
 ];
 
 /// A float as a C++ literal that reads back to the same bits.

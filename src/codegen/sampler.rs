@@ -4,20 +4,38 @@ use super::kernel_struct::{kernel_enum, kernel_struct};
 use super::{HEADERS, KernelSource, SAMPLER_HEADERS};
 use crate::target::Target;
 
-/// Name of the entry point.
+/// Name of the kernel for any request; `kernels/sample/sampler.cuh`.
 pub const ENTRY_POINT: &str = "monobloc_sampler";
+/// Name of the faster one for usual requests: temperature, penalties, and a top-p that admits nearly all of the probability;
+/// `kernels/sample/rivals.cuh`.
+pub const ENTRY_POINT_RIVALS: &str = "monobloc_sampler_rivals";
 /// Threads of a block, of which an SM has two.
 pub const THREADS: u32 = 512;
 /// Shared memory of a block for what its warps share: a row of the table, three words for each bucket and a list of ids.
 pub const FIXED_BYTES: u32 = 14848;
 /// Shared memory of a block for each id of its part: a logit, and a bound of the noise.
 pub const ID_BYTES: u32 = 6;
+/// The same for the kernel with rivals: a logit.
+pub const ID_BYTES_RIVALS: u32 = 4;
+/// Most parts of a row there: their words have a place in the block.
+pub const PARTS_MAX_RIVALS: u32 = 307;
+/// The least top-p there, in units of 2^-32: 0.85. The four best sums of score and noise are known; where top-p refuses all of them, one block
+/// looks for the token alone, which takes about 0.1 ms. With 0.85 that is one token of 2000, if probabilities are small and many.
+pub const TOP_P_MIN_RIVALS: u32 = 3_650_722_202;
+/// Words that a part of a row tells the others there; `TOLD_WORDS` of table.cuh.
+pub const TOLD_WORDS: u32 = 8;
 /// The number of ids of a part is a multiple of this one. Then four neighbouring ids lie in one word of a mask, and are loaded at once.
 pub const PART_ALIGN: u32 = 16;
+/// A row has no more parts than it has this many ids, so that all threads of a block have some.
+pub const PART_IDS_MIN: u32 = THREADS * 4;
 /// Most parts of a row.
 pub const PARTS_MAX: u32 = 64;
 /// Buckets of scores; `SAMPLE_BUCKETS` of sampler.cuh.
 pub const BUCKETS: u32 = 1024;
+/// Most rows of a table.
+pub const SAMPLE_ROWS_MAX: usize = 128;
+/// A [`SampleBegin`] for each row, and one that says where entries end.
+pub const SAMPLE_BEGINS: usize = SAMPLE_ROWS_MAX + 1;
 /// Most probable ids that an answer has; table.cuh asserts the size of one.
 pub const SAMPLE_TOP_MAX: usize = 20;
 
@@ -57,8 +75,6 @@ kernel_struct! {
     /// A row of the table: how the next token of one row of a launch is chosen. Its entries are ids that are banned, then ids with a bias,
     /// then ids of the sequence with the times that each was generated.
     SampleRow = "struct alignas(16) SampleRow" {
-        /// of the launch
-        row: u32,
         /// SampleFlag
         flags: u32,
         /// of the token in its sequence, in the first step
@@ -81,8 +97,6 @@ kernel_struct! {
         seed_low: u32,
         /// high word
         seed_high: u32,
-        /// its first entry
-        edits: u32,
         /// entries
         banned: u32,
         /// entries
@@ -94,12 +108,22 @@ kernel_struct! {
         /// most probable ids to report
         top: u32,
         /// 0
-        reserved: [u32; 2],
+        reserved: [u32; 4],
     }
 }
 
 /// An entry of a row: an id, and its bias as bits of fp32 or its count.
 pub type SampleEdit = [u32; 2];
+
+kernel_struct! {
+    /// What a block knows of a row of the table before it has read it.
+    SampleBegin = "struct SampleBegin" {
+        /// its first entry
+        edits: u32,
+        /// of the launch
+        row: u32,
+    }
+}
 
 kernel_struct! {
     /// What all blocks of a row find together. Zero before a launch; the last step leaves it so.
@@ -142,7 +166,7 @@ kernel_struct! {
 }
 
 kernel_struct! {
-    /// The one parameter of the kernel. Pointers are device addresses; tables have a row for each row that is sampled.
+    /// The one parameter of both kernels. Pointers are device addresses; tables have a row for each row that is sampled.
     SamplerParams = "struct SamplerParams" {
         /// (rows of the launch, vocab)
         logits: u64 = "const float*",
@@ -158,6 +182,8 @@ kernel_struct! {
         present: u64 = "u32*",
         /// (rows of the table, parts, 2): ranks of the best score and of the best logit of a part; 1: there is none. Zero before a launch
         parts_best: u64 = "u64*",
+        /// (rows of the table, parts, TOLD_WORDS): what a part tells the others; zero before a launch
+        told: u64 = "u64*",
         /// (rows of the table)
         totals: u64 = "SampleTotals*",
         /// (rows of the table, parts, SAMPLE_TOP_MAX)
@@ -186,9 +212,19 @@ kernel_struct! {
         parts: u32,
         /// ids of a part, a multiple of 16; the last part may have fewer
         part_ids: u32,
-        /// 0
-        reserved: u32,
+        /// 1 / parts in units of 2^-31, rounded up
+        parts_inverse_q31: u32,
+        /// of each row of the table; then where the last entry ends
+        begins: [SampleBegin; SAMPLE_BEGINS],
     }
+}
+
+/// Prints the kernel of a sampler with this name.
+fn kernel(entry_point: &str, sampler: &str) -> String {
+    format!(
+        "extern \"C\" __global__ void __launch_bounds__({THREADS}, 2) {entry_point}(const __grid_constant__ SamplerParams p) {{\n  \
+         {sampler}<Sizes>::sample(p, blockIdx.x, threadIdx.x);\n}}\n"
+    )
 }
 
 /// Prints the sampler for a target.
@@ -196,9 +232,10 @@ pub fn emit(target: &Target) -> KernelSource {
     let text = format!(
         "// The sampler for `{}`.\n#include \"monobloc_sampler.cuh\"\n\nstruct Sizes {{\n  \
          static constexpr int THREADS = {THREADS}, FIXED_BYTES = {FIXED_BYTES};\n}};\n\n\
-         extern \"C\" __global__ void __launch_bounds__({THREADS}, 2) {ENTRY_POINT}(const __grid_constant__ SamplerParams p) {{\n  \
-         Sampler<Sizes>::sample(p, blockIdx.x, threadIdx.x);\n}}\n",
-        target.name
+         {}\n{}",
+        target.name,
+        kernel(ENTRY_POINT, "Sampler"),
+        kernel(ENTRY_POINT_RIVALS, "RivalSampler"),
     );
     KernelSource {
         name: "monobloc_sampler.cu".to_string(),
@@ -219,6 +256,7 @@ mod tests {
         assert_declared([
             (TABLE, flag::declaration()),
             (TABLE, SampleRow::declaration()),
+            (TABLE, SampleBegin::declaration()),
             (TABLE, SampleTotals::declaration()),
             (TABLE, status::declaration()),
             (TABLE, SampleAnswer::declaration()),

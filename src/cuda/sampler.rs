@@ -6,8 +6,9 @@ use super::memory::{DeviceBuffer, MappedBuffer};
 use super::module::{Function, Module};
 use super::stream::{Argument, LaunchShape, Stream};
 use crate::codegen::sampler::{
-    BUCKETS, ENTRY_POINT, FIXED_BYTES, ID_BYTES, PART_ALIGN, PARTS_MAX, SAMPLE_TOP_MAX, SampleAnswer, SampleEdit,
-    SampleRow, SampleTotals, SamplerParams, THREADS, flag, status,
+    BUCKETS, ENTRY_POINT, ENTRY_POINT_RIVALS, FIXED_BYTES, ID_BYTES, ID_BYTES_RIVALS, PART_ALIGN, PART_IDS_MIN,
+    PARTS_MAX, PARTS_MAX_RIVALS, SAMPLE_BEGINS, SAMPLE_ROWS_MAX, SAMPLE_TOP_MAX, SampleAnswer, SampleBegin, SampleEdit,
+    SampleRow, SampleTotals, SamplerParams, THREADS, TOLD_WORDS, TOP_P_MIN_RIVALS, flag, status,
 };
 use crate::sample::{Decided, Penalties, Request, SampleError, Sampler, TokenCounts, TokenSet};
 use bytemuck::Zeroable;
@@ -30,16 +31,19 @@ pub struct Asked<'a> {
 #[derive(Debug, Clone, PartialEq)]
 pub struct SampleTables {
     pub rows: Vec<SampleRow>,
+    /// Of each row; then where the last entry ends.
+    pub begins: Vec<SampleBegin>,
     pub edits: Vec<SampleEdit>,
     /// A bit for each id of each row; empty where no row has a mask.
     pub masks: Vec<u32>,
 }
 
 impl SampleTables {
-    /// Encodes the choices of a launch of `steps` steps, over `vocab` ids.
+    /// Encodes the choices of a launch of `steps` steps, over `vocab` ids, for at most [`SAMPLE_ROWS_MAX`] rows.
     pub fn of(asked: &[Asked<'_>], steps: u32, vocab: u32) -> SampleTables {
         let words = vocab.div_ceil(32) as usize;
-        let mut tables = SampleTables { rows: vec![], edits: vec![], masks: vec![] };
+        debug_assert!(asked.len() <= SAMPLE_ROWS_MAX);
+        let mut tables = SampleTables { rows: vec![], begins: vec![], edits: vec![], masks: vec![] };
         if asked.iter().any(|asked| asked.allowed.is_some()) {
             tables.masks = vec![0; asked.len() * words];
         }
@@ -48,63 +52,72 @@ impl SampleTables {
                 let mask = tables.masks[at * words..].iter_mut().take(words);
                 mask.zip(allowed.words()).for_each(|(to, word)| *to = *word);
             }
-            let row = tables.row(asked, steps);
+            tables.begins.push(SampleBegin { edits: tables.edits.len() as u32, row: asked.row });
+            let row = row(asked, steps, &mut tables.edits);
             tables.rows.push(row);
         }
+        tables.begins.push(SampleBegin { edits: tables.edits.len() as u32, row: 0 });
         tables
     }
+}
 
-    /// A row of the table. Its entries are appended.
-    fn row(&mut self, asked: &Asked<'_>, steps: u32) -> SampleRow {
-        let Asked { row, position, sampler, request, allowed } = *asked;
-        let [seed_low, seed_high] = sampler.key();
-        let top_p_q32 = u32::try_from(sampler.top_p_q32()).ok();
-        let is_greedy = sampler.is_greedy();
-        let mut flags = 0;
-        let mut set = |flag: u32, is_set: bool| flags |= if is_set { flag } else { 0 };
-        set(flag::GREEDY, is_greedy);
-        set(flag::TOP_K, !is_greedy && sampler.top_k() > 0);
-        set(flag::TOP_P, !is_greedy && top_p_q32.is_some());
-        set(flag::MASK, allowed.is_some());
-        let mut encoded = SampleRow {
-            row,
-            position,
-            top_k: sampler.top_k(),
-            top_p_q32: top_p_q32.unwrap_or(0),
-            inverse_temperature: sampler.inv_temperature(),
-            seed_low,
-            seed_high,
-            edits: self.edits.len() as u32,
-            ..SampleRow::zeroed()
+/// A row of the table. Its entries are appended.
+fn row(asked: &Asked<'_>, steps: u32, edits: &mut Vec<SampleEdit>) -> SampleRow {
+    let Asked { row: _, position, sampler, request, allowed } = *asked;
+    let [seed_low, seed_high] = sampler.key();
+    let top_p_q32 = u32::try_from(sampler.top_p_q32()).ok();
+    let is_greedy = sampler.is_greedy();
+    let mut flags = 0;
+    let mut set = |flag: u32, is_set: bool| flags |= if is_set { flag } else { 0 };
+    set(flag::GREEDY, is_greedy);
+    set(flag::TOP_K, !is_greedy && sampler.top_k() > 0);
+    set(flag::TOP_P, !is_greedy && top_p_q32.is_some());
+    set(flag::MASK, allowed.is_some());
+    let mut encoded = SampleRow {
+        position,
+        top_k: sampler.top_k(),
+        top_p_q32: top_p_q32.unwrap_or(0),
+        inverse_temperature: sampler.inv_temperature(),
+        seed_low,
+        seed_high,
+        ..SampleRow::zeroed()
+    };
+    if let Some((request, counts)) = request {
+        let penalties = request.penalties();
+        set(flag::MIN_P, !is_greedy && request.min_p() > 0.0);
+        set(flag::PENALTIES, penalties != Penalties::OFF);
+        set(flag::LOGPROBS, request.logprobs().is_some());
+        let changes = request.adjustments(counts);
+        encoded = SampleRow {
+            min_p: request.min_p(),
+            repetition: penalties.repetition,
+            presence: penalties.presence,
+            frequency: penalties.frequency,
+            banned: changes.banned.len() as u32,
+            biased: changes.bias.len() as u32,
+            seen: changes.seen.len() as u32,
+            banned_steps: changes.banned_for,
+            top: request.logprobs().unwrap_or(0).min(SAMPLE_TOP_MAX as u32),
+            ..encoded
         };
-        if let Some((request, counts)) = request {
-            let penalties = request.penalties();
-            set(flag::MIN_P, !is_greedy && request.min_p() > 0.0);
-            set(flag::PENALTIES, penalties != Penalties::OFF);
-            set(flag::LOGPROBS, request.logprobs().is_some());
-            let changes = request.adjustments(counts);
-            encoded = SampleRow {
-                min_p: request.min_p(),
-                repetition: penalties.repetition,
-                presence: penalties.presence,
-                frequency: penalties.frequency,
-                banned: changes.banned.len() as u32,
-                biased: changes.bias.len() as u32,
-                seen: changes.seen.len() as u32,
-                banned_steps: changes.banned_for,
-                top: request.logprobs().unwrap_or(0).min(SAMPLE_TOP_MAX as u32),
-                ..encoded
-            };
-            self.edits.extend(changes.banned.iter().map(|&id| [id, 0]));
-            self.edits.extend(changes.bias.iter().map(|&(id, bias)| [id, bias.to_bits()]));
-            self.edits.extend(changes.seen.iter().map(|&(id, count)| [id, count]));
-            if penalties != Penalties::OFF {
-                // Each step may choose an id that was not seen before.
-                self.edits.extend((0..steps).map(|_| [u32::MAX, 0]));
-            }
+        edits.extend(changes.banned.iter().map(|&id| [id, 0]));
+        edits.extend(changes.bias.iter().map(|&(id, bias)| [id, bias.to_bits()]));
+        edits.extend(changes.seen.iter().map(|&(id, count)| [id, count]));
+        if penalties != Penalties::OFF {
+            // Each step may choose an id that was not seen before.
+            edits.extend((0..steps).map(|_| [u32::MAX, 0]));
         }
-        SampleRow { flags, ..encoded }
     }
+    SampleRow { flags, ..encoded }
+}
+
+/// Whether the row asks for nothing but temperature, penalties and a top-p that admits nearly all of the probability. Then one of its few best
+/// sums of score and noise wins.
+fn has_rivals(row: &SampleRow) -> bool {
+    let has_top_p = row.flags & flag::TOP_P != 0;
+    row.flags & !(flag::GREEDY | flag::TOP_P | flag::PENALTIES) == 0
+        && row.banned + row.biased == 0
+        && (!has_top_p || row.top_p_q32 >= TOP_P_MIN_RIVALS)
 }
 
 /// What an answer says of the token at `position`. Log-probabilities differ from those of [`crate::sample::Logprobs`] by less than
@@ -142,7 +155,10 @@ pub fn decided(
 /// The sampler on a device, with its memory.
 pub struct SamplerSession {
     device: Device,
-    function: Function,
+    /// For requests of any kind.
+    any: Function,
+    /// For the most usual ones: see [`has_rivals`].
+    rivals: Function,
     blocks: Blocks,
     /// Copies tables while a kernel for rows runs on its own stream.
     copies: Stream,
@@ -155,6 +171,7 @@ pub struct SamplerSession {
     bests: DeviceBuffer,
     present: DeviceBuffer,
     parts_best: DeviceBuffer,
+    told: DeviceBuffer,
     totals: DeviceBuffer,
     tops: DeviceBuffer,
     rows: DeviceBuffer,
@@ -163,6 +180,9 @@ pub struct SamplerSession {
     answers: MappedBuffer,
     /// Rows of the tables that were uploaded last.
     row_count: u32,
+    begins: [SampleBegin; SAMPLE_BEGINS],
+    /// Whether all of them are as [`has_rivals`] says.
+    by_rivals: bool,
 }
 
 /// The blocks of a device that are resident at once.
@@ -205,13 +225,14 @@ impl Blocks {
         let parts_min = self.parts_min(vocab);
         let rounds = rows.div_ceil((self.resident / parts_min).max(1));
         let at_once = rows.div_ceil(rounds);
-        let parts = (self.resident / at_once).min(PARTS_MAX).max(parts_min);
+        let parts = (self.resident / at_once).min(PARTS_MAX).min(vocab.div_ceil(PART_IDS_MIN)).max(parts_min);
         let part_ids = vocab.div_ceil(parts).next_multiple_of(PART_ALIGN);
         Division { at_once, parts: vocab.div_ceil(part_ids), part_ids }
     }
 }
 
-/// The sampler's kernel, two blocks of it on each SM. If these are too small for the vocabulary, an SM has one.
+/// The sampler's kernel for any request, two blocks of it on each SM. If these are too small for the vocabulary, an SM has one. The other kernel
+/// needs no more registers, and less shared memory, so as many of its blocks are resident.
 ///
 /// # Errors
 /// What the driver refuses; a device whose blocks cannot hold a row.
@@ -250,11 +271,13 @@ impl SamplerSession {
         steps_max: u32,
     ) -> Result<SamplerSession, DriverError> {
         let module = device.load(cubin)?;
-        let (function, blocks) = blocks(device, &module, vocab)?;
+        let (any, blocks) = blocks(device, &module, vocab)?;
+        let rivals = device.function(&module, ENTRY_POINT_RIVALS, blocks.shared_bytes)?;
         let rows = u64::from(rows_max);
         let parts = u64::from(PARTS_MAX.max(blocks.parts_min(vocab)));
         let mut session = SamplerSession {
-            function,
+            any,
+            rivals,
             blocks,
             copies: device.stream()?,
             vocab,
@@ -266,6 +289,7 @@ impl SamplerSession {
             bests: device.alloc(rows * u64::from(BUCKETS) * 8)?,
             present: device.alloc(rows * parts * u64::from(BUCKETS) / 8)?,
             parts_best: device.alloc(rows * parts * 16)?,
+            told: device.alloc(rows * parts * u64::from(TOLD_WORDS) * 8)?,
             totals: device.alloc(rows * size_of::<SampleTotals>() as u64)?,
             tops: device.alloc(rows * parts * SAMPLE_TOP_MAX as u64 * 8)?,
             rows: device.alloc(rows * size_of::<SampleRow>() as u64)?,
@@ -274,12 +298,15 @@ impl SamplerSession {
             answers: device.alloc_mapped((rows_max * steps_max) as usize * size_of::<SampleAnswer>() / 4)?,
             device: device.clone(),
             row_count: 0,
+            begins: [SampleBegin::zeroed(); SAMPLE_BEGINS],
+            by_rivals: false,
         };
         for zero in [
             &mut session.weights,
             &mut session.counts,
             &mut session.bests,
             &mut session.parts_best,
+            &mut session.told,
             &mut session.totals,
         ] {
             zero.zero(&session.copies)?;
@@ -298,7 +325,7 @@ impl SamplerSession {
     /// # Errors
     /// What the driver refuses.
     pub(super) fn upload(&mut self, asked: &[Asked<'_>], steps: u32) -> Result<(), DriverError> {
-        let SampleTables { rows, edits, masks } = SampleTables::of(asked, steps, self.vocab);
+        let SampleTables { rows, begins, edits, masks } = SampleTables::of(asked, steps, self.vocab);
         let edit_bytes = (edits.len() * size_of::<SampleEdit>()) as u64;
         if edit_bytes > self.edits.bytes() {
             self.edits = self.device.alloc(edit_bytes.next_power_of_two())?;
@@ -307,6 +334,9 @@ impl SamplerSession {
         self.edits.upload(&self.copies, 0, &edits)?;
         self.masks.upload(&self.copies, 0, &masks)?;
         self.row_count = rows.len() as u32;
+        self.begins[..begins.len()].copy_from_slice(&begins);
+        let is_large = self.blocks.parts_min(self.vocab) > PARTS_MAX_RIVALS;
+        self.by_rivals = self.vocab.is_multiple_of(4) && !is_large && rows.iter().all(has_rivals);
         Ok(())
     }
 
@@ -339,6 +369,7 @@ impl SamplerSession {
             bests: self.bests.address(),
             present: self.present.address(),
             parts_best: self.parts_best.address(),
+            told: self.told.address(),
             totals: self.totals.address(),
             tops: self.tops.address(),
             rows: self.rows.address(),
@@ -353,16 +384,18 @@ impl SamplerSession {
             at_once,
             parts,
             part_ids,
-            reserved: 0,
+            parts_inverse_q31: (1u32 << 31).div_ceil(parts),
+            begins: self.begins,
         };
+        let (function, id_bytes) = if self.by_rivals { (&self.rivals, ID_BYTES_RIVALS) } else { (&self.any, ID_BYTES) };
         let shape = LaunchShape {
             grid: at_once * parts,
             block: THREADS,
-            smem_dynamic_bytes: FIXED_BYTES + part_ids * ID_BYTES,
+            smem_dynamic_bytes: FIXED_BYTES + part_ids * id_bytes,
             cluster: 1,
             kept: kernel.shape.kept,
         };
-        kernel.stream.launch_cooperative(&self.function, &shape, &[Argument::Struct(bytemuck::bytes_of(&params))])
+        kernel.stream.launch_cooperative(function, &shape, &[Argument::Struct(bytemuck::bytes_of(&params))])
     }
 
     /// What was chosen for row `at` of the tables in a step, after the stream of the launch was waited for.
@@ -380,9 +413,44 @@ impl SamplerSession {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sample::{RequestSettings, SampleSettings};
 
     /// Shared memory of half an SM of an H200, of half of one of compute capability 7.5, and of the whole of that.
     const SHARED: [u32; 3] = [115_712, 31_744, 64_512];
+
+    #[test]
+    fn usual_requests_have_rivals_and_no_others_do() {
+        let usual = SampleSettings { temperature: 0.8, top_k: None, top_p: Some(0.95), seed: 7 };
+        let penalties = Penalties { repetition: 1.1, presence: 0.0, frequency: 0.2 };
+        let plain = |sampling| RequestSettings { penalties, ..RequestSettings::plain(sampling) };
+        let rivals = |settings: RequestSettings, allowed: Option<&TokenSet>| {
+            let request = settings.resolve(100, &[]).unwrap();
+            let counts = TokenCounts::new(&[3, 4, 3]);
+            let asked =
+                Asked { row: 0, position: 3, sampler: request.sampler(), request: Some((&request, &counts)), allowed };
+            has_rivals(&SampleTables::of(&[asked], 2, 100).rows[0])
+        };
+        for usual in [
+            usual,
+            SampleSettings { top_p: None, ..usual },
+            SampleSettings { top_p: Some(0.86), temperature: 0.001, ..usual },
+            SampleSettings::greedy(),
+        ] {
+            assert!(rivals(plain(usual), None), "{usual:?}");
+        }
+        for other in [SampleSettings { top_p: Some(0.84), ..usual }, SampleSettings { top_k: Some(50), ..usual }] {
+            assert!(!rivals(plain(other), None), "{other:?}");
+        }
+        for other in [
+            RequestSettings { min_p: 0.1, ..plain(usual) },
+            RequestSettings { logprobs: Some(0), ..plain(usual) },
+            RequestSettings { logit_bias: [(5, 1.0)].into(), ..plain(usual) },
+            RequestSettings { stop_ids: vec![9], min_tokens: 5, ..plain(usual) },
+        ] {
+            assert!(!rivals(other.clone(), None), "{other:?}");
+        }
+        assert!(!rivals(plain(usual), Some(&(0..50).collect())));
+    }
 
     #[test]
     fn blocks_that_wait_for_each_other_are_resident_and_have_all_ids() {

@@ -233,7 +233,7 @@ static uint64_t mixed(uint64_t x) {
     return x ^ x >> 33;
 }
 // sampler.cc: the sampler's source, and the choice of a head with temperature.
-void sampler_step(const void *params);
+void sampler_step(const void *params, _Bool rivals);
 uint32_t choice_at_head(const float *logits, uint32_t vocab, float inverse_temperature, uint64_t seed, uint32_t position);
 
 static float logit(uint64_t h, uint32_t id) { return mixed(h ^ id * 0x9e3779b97f4a7c15ull) % 4000 / 500.f; }
@@ -460,10 +460,10 @@ static void waves_kernel(const Call *call) {
 }
 // The sampler, on the tables that the host made.
 typedef struct {
-    Address logits, list, weights, counts, bests, present, parts_best, totals, tops, rows, edits, masks, answers, next;
-    uint32_t next_stride, vocab, step, row_count, at_once, parts, part_ids, reserved;
+    Address logits, list, weights, counts, bests, present, parts_best, told, totals, tops, rows, edits, masks, answers, next;
+    uint32_t next_stride, vocab, step, row_count, at_once, parts, part_ids, parts_inverse_q31, begins[258];
 } SamplerParams;
-static void sampler(const Call *call) {
+static void sample(const Call *call, _Bool by_rivals) {
     const SamplerParams *p = call->argument[0];
     uint32_t rows = p->row_count;
     require(rows > 0 && call->grid == p->at_once * p->parts, "the blocks of a sampler");
@@ -475,14 +475,17 @@ static void sampler(const Call *call) {
     inside(p->bests, 8ull * rows * 1024);
     inside(p->present, 128ull * rows * p->parts);
     inside(p->parts_best, 16ull * rows * p->parts);
+    inside(p->told, 64ull * rows * p->parts);
     inside(p->totals, 32ull * rows);
     inside(p->tops, 8ull * rows * p->parts * 20);
     inside(p->rows, 80ull * rows);
     inside(p->answers, 192ull * rows);
     if (p->next) inside(p->next, 4ull * p->next_stride * (rows - 1) + 4);
-    printf("step %u of a sampler for %u rows\n", p->step, rows);
-    sampler_step(p);
+    printf("step %u of a sampler for %u rows%s\n", p->step, rows, by_rivals ? ", by rivals" : "");
+    sampler_step(p, by_rivals);
 }
+static void sampler(const Call *call) { sample(call, 0); }
+static void rivals(const Call *call) { sample(call, 1); }
 static void crash(const Call *call) { (void)call; crashed = 1; }
 static void hang(const Call *call) { (void)call; for (;;) pause(); }
 
@@ -499,6 +502,7 @@ static Kernel kernels[] = {
     {"monobloc_decode", rows_kernel, {sizeof(RowsParams)}, 0},
     {"monobloc_waves", waves_kernel, {sizeof(WaveParams)}, 0},
     {"monobloc_sampler", sampler, {sizeof(SamplerParams)}, 0},
+    {"monobloc_sampler_rivals", rivals, {sizeof(SamplerParams)}, 0},
     {"crash", crash, {0}, 0},
     {"hang", hang, {0}, 0},
     {0},

@@ -8,7 +8,7 @@ use std::io::{BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use monobloc::codegen::sampler::{ENTRY_POINT, SampleAnswer, THREADS, emit};
+use monobloc::codegen::sampler::{ENTRY_POINT, ENTRY_POINT_RIVALS, SampleAnswer, THREADS, emit};
 use monobloc::cuda::cubin;
 use monobloc::cuda::sampler::{Asked, SampleTables, decided};
 use monobloc::random::Random;
@@ -78,7 +78,7 @@ fn logits(kind: usize, vocab: usize, random: &mut Random) -> Vec<f32> {
     logits
 }
 
-fn settings(random: &mut Random, vocab: usize) -> RequestSettings {
+fn settings(random: &mut Random, vocab: usize, by_rivals: bool) -> RequestSettings {
     let one_of = |random: &mut Random, values: &[f32]| values[random.below(values.len())];
     let temperature = one_of(random, &[0.0, 0.001, 0.2, 0.7, 1.0, 1.0, 1.5, 4.0, 1000.0]);
     let top_k = [None, None, Some(1), Some(2), Some(5), Some(40), Some(300), Some(100_000)][random.below(8)];
@@ -106,6 +106,10 @@ fn settings(random: &mut Random, vocab: usize) -> RequestSettings {
         settings.stop_ids.extend(settings.logit_bias.keys().take(1));
     }
     settings.logprobs = [None, None, Some(0), Some(3), Some(20)][random.below(5)];
+    if by_rivals {
+        let plain = RequestSettings::plain(SampleSettings { top_k: None, ..settings.sampling });
+        settings = RequestSettings { penalties: settings.penalties, ..plain };
+    }
     settings
 }
 
@@ -119,7 +123,18 @@ struct Case {
     kind: usize,
 }
 
-fn case(size: u32, vocab: usize, kind: usize, random: &mut Random) -> Case {
+fn case(size: u32, vocab: usize, kind: usize, by_rivals: bool, random: &mut Random) -> Case {
+    case_with(size, vocab, kind, by_rivals, random, |random| settings(random, vocab, by_rivals))
+}
+
+fn case_with(
+    size: u32,
+    vocab: usize,
+    kind: usize,
+    by_rivals: bool,
+    random: &mut Random,
+    settings: impl Fn(&mut Random) -> RequestSettings,
+) -> Case {
     let steps = 1 + random.below(3);
     let launch_rows = 1 + random.below(3);
     let mut rows: Vec<usize> = (0..launch_rows).filter(|_| random.below(3) > 0).collect();
@@ -130,7 +145,7 @@ fn case(size: u32, vocab: usize, kind: usize, random: &mut Random) -> Case {
         rows.reverse();
     }
     let all: Vec<Vec<f32>> = (0..steps * launch_rows).map(|_| logits(kind, vocab, random)).collect();
-    let settings: Vec<RequestSettings> = rows.iter().map(|_| self::settings(random, vocab)).collect();
+    let settings: Vec<RequestSettings> = rows.iter().map(|_| settings(random)).collect();
     let eos = [random.below(vocab) as u32, 0];
     let resolve = |settings: &RequestSettings| settings.resolve(vocab as u32, &eos).expect("valid settings");
     let requests: Vec<Request> = settings.iter().map(resolve).collect();
@@ -147,7 +162,7 @@ fn case(size: u32, vocab: usize, kind: usize, random: &mut Random) -> Case {
         .iter()
         .map(|_| {
             let share = [1, 2, 50, 10_000][random.below(4)];
-            (steps == 1 && random.below(3) == 0)
+            (steps == 1 && !by_rivals && random.below(3) == 0)
                 .then(|| (0..vocab as u32).filter(|_| random.below(share) == 0).collect())
         })
         .collect();
@@ -163,6 +178,7 @@ fn case(size: u32, vocab: usize, kind: usize, random: &mut Random) -> Case {
     let tables = SampleTables::of(&asked, steps as u32, vocab as u32);
     let head = [
         size,
+        by_rivals.into(),
         vocab as u32,
         launch_rows as u32,
         rows.len() as u32,
@@ -173,6 +189,7 @@ fn case(size: u32, vocab: usize, kind: usize, random: &mut Random) -> Case {
     let mut bytes: Vec<u8> = bytemuck::cast_slice(&head).to_vec();
     all.iter().for_each(|row| bytes.extend_from_slice(bytemuck::cast_slice(row)));
     bytes.extend_from_slice(bytemuck::cast_slice(&tables.rows));
+    bytes.extend_from_slice(bytemuck::cast_slice(&tables.begins));
     bytes.extend_from_slice(bytemuck::cast_slice(&tables.edits));
     bytes.extend_from_slice(bytemuck::cast_slice(&tables.masks));
     let mut expected = vec![];
@@ -207,19 +224,20 @@ fn agree(found: &Decided, expected: &Decided) -> bool {
 }
 
 /// Cases of every kind: `rounds` of small parts, and one of the others if there are larger ones.
-fn cases(rounds: usize, larger: bool) -> Vec<Case> {
+fn cases(rounds: usize, larger: bool, by_rivals: bool) -> Vec<Case> {
     let mut random = Random::new(17);
     let mut cases = vec![];
     for round in 0..rounds {
         for kind in 0..KINDS {
             // Vocabularies that are no multiple of 4, of 32, or of a part.
-            let vocab = [1000, 997, 480, 241, 64, 3, 1][(round + kind) % 7];
-            cases.push(case(0, vocab, kind, &mut random));
+            let vocab: usize = [1000, 997, 480, 241, 64, 3, 1][(round + kind) % 7];
+            let vocab = if by_rivals { vocab.next_multiple_of(4) } else { vocab };
+            cases.push(case(0, vocab, kind, by_rivals, &mut random));
         }
     }
     for kind in (0..KINDS).filter(|_| larger) {
-        cases.push(case(1, 2003, kind, &mut random));
-        cases.push(case(2, 4099, kind, &mut random));
+        cases.push(case(1, 2000 + 3 * usize::from(!by_rivals), kind, by_rivals, &mut random));
+        cases.push(case(2, 4096 + 3 * usize::from(!by_rivals), kind, by_rivals, &mut random));
     }
     cases
 }
@@ -294,12 +312,14 @@ fn the_sampler_chooses_what_a_request_chooses() {
         const NAME: &str = "the_sampler_chooses_what_a_request_chooses";
         return skipped(NAME, "C++ compiler", "`c++` compiles kernels for this CPU");
     };
-    let (tokens, none, differs) = run(&mut program, &cases(150, true));
-    assert_eq!(differs, None);
-    assert!(tokens > 4000 && none > 50, "{tokens} tokens, {none} rows without one");
+    for by_rivals in [false, true] {
+        let (tokens, none, differs) = run(&mut program, &cases(150, true, by_rivals));
+        assert_eq!(differs, None, "by rivals: {by_rivals}");
+        assert!(tokens > 4000 && none > 50, "{tokens} tokens, {none} rows without one");
+    }
 }
 
-/// Texts of the sampler, and what stands there in a program of all mutants; `MUTANT` is the number of each.
+/// Texts of `sample/sampler.cuh`, and what stands there in a program of all mutants; `MUTANT` is the number of each.
 const MUTANTS: [(&str, &str); 19] = [
     // Ids with the probability at the edge, and those of the bucket of the k-th id.
     ("has && before < need ?", "has && before + (mutant == MUTANT ? adds[thread] : 0) < need ?"),
@@ -348,7 +368,40 @@ const MUTANTS: [(&str, &str); 19] = [
     ("most[i] = 22.180710f - log_fast", "most[i] = (mutant == MUTANT ? 19.f : 22.180710f) - log_fast"),
 ];
 
-/// A folder with the kernels, in which the sampler is every mutant.
+/// The same of `sample/rivals.cuh`, with numbers that follow.
+const RIVAL_MUTANTS: [(&str, &str); 13] = [
+    // No search: the last test looks for cases that need none.
+    ("winner = search(p, at, refused, thread);", "winner = mutant == MUTANT ? 0 : search(p, at, refused, thread);"),
+    // Sums that are not told, because their thread has a better one, or the part has told two.
+    (
+        "of.second = fmaxf(of.second, fminf(most, of.top));",
+        "if (mutant != MUTANT) of.second = fmaxf(of.second, fminf(most, of.top));",
+    ),
+    ("if (ranks[OF_PART] != 0) bound", "if (mutant != MUTANT && ranks[OF_PART] != 0) bound"),
+    ("(LN_2_32 + 0.01f", "((mutant == MUTANT ? 19.f : LN_2_32) + 0.01f"),
+    ("u32 own_position = row.position + p.step", "u32 own_position = row.position + (mutant == MUTANT ? 5 : p.step)"),
+    // Of equal scores, lower ids are above a rival: in its own four, and elsewhere.
+    ("(own > 1 && four[1] == score)", "(mutant != MUTANT && own > 1 && four[1] == score)"),
+    ("i < places[r] ? lower[r] : limits[r]", "i < places[r] && mutant != MUTANT ? lower[r] : limits[r]"),
+    // A sum of weights at the edge, whose error may decide.
+    ("|| above < low) return rank;", "|| above < (mutant == MUTANT ? high : low)) return rank;"),
+    ("if (!(above > high)) break;", "if (!(above > (mutant == MUTANT ? low : high))) break;"),
+    (
+        "if (*second < (need ? need : 1)) return last;",
+        "if (*second < (need ? need : 1) + (mutant == MUTANT)) return last;",
+    ),
+    ("above += own > rival ? weight : 0;", "above += own > rival || (mutant == MUTANT && own == rival) ? weight : 0;"),
+    (
+        "if (__ldcg(logits + id) > NEGATIVE_INFINITY)",
+        "if (mutant == MUTANT || __ldcg(logits + id) > NEGATIVE_INFINITY)",
+    ),
+    (
+        "for (u32 n = thread; n < seen_max(p, part.at); n",
+        "for (u32 n = mutant == MUTANT ? THREADS : thread; n < seen_max(p, part.at); n",
+    ),
+];
+
+/// A folder with the kernels, in which the samplers are every mutant.
 fn with_mutants() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     for entry in walkdir::WalkDir::new(kernels()) {
@@ -359,10 +412,12 @@ fn with_mutants() -> tempfile::TempDir {
             continue;
         }
         let mut text = std::fs::read_to_string(entry.path()).unwrap();
-        if entry.path().ends_with("sample/sampler.cuh") {
-            for (n, (from, to)) in MUTANTS.iter().enumerate() {
+        for (file, mutants, first) in
+            [("sample/sampler.cuh", &MUTANTS[..], 1), ("sample/rivals.cuh", &RIVAL_MUTANTS, 1 + MUTANTS.len())]
+        {
+            for (n, (from, to)) in (first..).zip(mutants).filter(|_| entry.path().ends_with(file)) {
                 assert_eq!(text.matches(from).count(), 1, "where is `{from}`?");
-                text = text.replace(from, &to.replace("MUTANT", &(n + 1).to_string()));
+                text = text.replace(from, &to.replace("MUTANT", &n.to_string()));
             }
         }
         std::fs::write(copy, text).unwrap();
@@ -373,17 +428,33 @@ fn with_mutants() -> tempfile::TempDir {
 /// A wrong sampler is found: the cases reach each of these lines. All are in one program, because to compile it takes longer than to run it.
 #[test]
 fn a_sampler_that_chooses_something_else_is_found() {
-    let cases = cases(25, false);
     let (kernels, folder) = (with_mutants(), tempfile::tempdir().unwrap());
     let Some(mut program) = program(kernels.path(), &["-DSMALL_ALONE"], folder.path()) else {
         const NAME: &str = "a_sampler_that_chooses_something_else_is_found";
         return skipped(NAME, "C++ compiler", "`c++` compiles kernels for this CPU");
     };
-    let mut differs = |mutant: usize| run(program.env("MUTANT", mutant.to_string()), &cases).2;
-    assert_eq!(differs(0), None, "the program without an edit is the sampler");
-    for (n, (from, to)) in MUTANTS.iter().enumerate() {
-        assert!(differs(n + 1).is_some(), "`{to}` instead of `{from}` changes no token");
+    let mut differs = |mutant: usize, cases: &[Case]| run(program.env("MUTANT", mutant.to_string()), cases).2;
+    let first_rival = 1 + MUTANTS.len();
+    for (mutants, first, rounds, by_rivals) in [(&MUTANTS[..], 1, 25, false), (&RIVAL_MUTANTS, first_rival, 100, true)]
+    {
+        let cases = cases(rounds, false, by_rivals);
+        assert_eq!(differs(0, &cases), None, "the program without an edit is the sampler");
+        for (n, (from, to)) in (first..).zip(mutants) {
+            assert!(differs(n, &cases).is_some(), "`{to}` instead of `{from}` changes no token");
+        }
     }
+    // Usual requests find their tokens without a search, which is slow.
+    let mut random = Random::new(19);
+    let usual: Vec<Case> = (0..60)
+        .map(|_| {
+            case_with(0, 1000, 0, true, &mut random, |random| {
+                let settings = settings(random, 1000, true);
+                let sampling = SampleSettings { temperature: 0.8, top_p: Some(0.95), ..settings.sampling };
+                RequestSettings { sampling, ..settings }
+            })
+        })
+        .collect();
+    assert_eq!(differs(first_rival, &usual), None);
 }
 
 #[test]
@@ -400,10 +471,11 @@ fn the_sampler_compiles_for_every_record() {
         let compiled = nvrtc.compile(&source).unwrap_or_else(|error| panic!("{name}: {error}"));
         assert!(!compiled.log.contains("warning"), "{name}: {}", compiled.log);
         let resources = cubin::read(&compiled.cubin, &compiled.log).unwrap();
-        let kernel = &resources.kernels[ENTRY_POINT];
-        println!("{name}: {} registers, {} bytes spilled", kernel.registers, kernel.spill_store_bytes);
-        assert_eq!((kernel.threads_max, kernel.smem_static_bytes), (Some(THREADS), 0), "{name}: {kernel:?}");
-        // What the function that answers for a row saves for its caller, once for each row.
-        assert!(kernel.spill_store_bytes < 64, "{name}: {kernel:?}");
+        for kernel in [ENTRY_POINT, ENTRY_POINT_RIVALS].map(|name| &resources.kernels[name]) {
+            println!("{name}: {} registers, {} bytes spilled", kernel.registers, kernel.spill_store_bytes);
+            assert_eq!((kernel.threads_max, kernel.smem_static_bytes), (Some(THREADS), 0), "{name}: {kernel:?}");
+            // What functions that are called once for each row save for their callers.
+            assert!(kernel.spill_store_bytes < 64, "{name}: {kernel:?}");
+        }
     }
 }
