@@ -312,10 +312,10 @@ fn the_sampler_chooses_what_a_request_chooses() {
         const NAME: &str = "the_sampler_chooses_what_a_request_chooses";
         return skipped(NAME, "C++ compiler", "`c++` compiles kernels for this CPU");
     };
-    for by_rivals in [false, true] {
-        let (tokens, none, differs) = run(&mut program, &cases(150, true, by_rivals));
+    for (by_rivals, rounds) in [(false, 150), (true, 50)] {
+        let (tokens, none, differs) = run(&mut program, &cases(rounds, true, by_rivals));
         assert_eq!(differs, None, "by rivals: {by_rivals}");
-        assert!(tokens > 4000 && none > 50, "{tokens} tokens, {none} rows without one");
+        assert!(tokens > 25 * rounds && none * 3 > rounds, "{tokens} tokens, {none} rows without one");
     }
 }
 
