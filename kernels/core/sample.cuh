@@ -74,14 +74,16 @@ __device__ __forceinline__ float exponential(u32 x) {
 }
 __device__ __forceinline__ float gumbel(u32 x) { return -ln_f32(exponential(x)); }
 
-// Noise of an id for the token at `position` of sequence 0. Out of line: greedy decoding does not call it, and keeps its registers.
-__device__ __noinline__ float noise(u64 seed, u32 position, u32 id) {
+// The random word of an id for the token at `position` of sequence 0.
+__device__ __forceinline__ u32 random_word(u64 seed, u32 position, u32 id) {
   u32 words[4] = {position, 0u, id / 4, 0u};
   philox(words, u32(seed), u32(seed >> 32));
   // By selection: an index would put the words into local memory.
   const u32 low = id & 1 ? words[1] : words[0], high = id & 1 ? words[3] : words[2];
-  return gumbel(id & 2 ? high : low);
+  return id & 2 ? high : low;
 }
+// The noise of this id. Out of line: greedy decoding does not call it, and keeps its registers.
+__device__ __noinline__ float noise(u64 seed, u32 position, u32 id) { return gumbel(random_word(seed, position, id)); }
 
 // Unnormalised probability in units of 2^-40.
 __device__ __forceinline__ u64 weight_of(float score, float score_max) {

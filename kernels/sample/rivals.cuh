@@ -19,12 +19,12 @@ template <class S>
 struct RivalSampler : Sampler<S> {
   typedef Sampler<S> Base;
   typedef typename Base::Part Part;
-  using Base::barrier, Base::logits, Base::own_row, Base::scores_at, Base::EDITS, Base::THREADS, Base::WARPS;
+  using Base::barrier, Base::logits, Base::most_of, Base::own_row, Base::scores_at, Base::EDITS, Base::THREADS, Base::WARPS;
 
-  static constexpr int RIVALS = 4, OF_PART = 2;  // of a row, of a part of it
+  static constexpr int RIVALS = 4, OF_PART = 2; // of a row, of a part of it
   // Most ids of a part with an exact sum. Where fewer than four warps have ids, all may be listed: three warps have 3 * 128 at least.
   static constexpr u32 LISTED = 3 * (THREADS > 128 ? 128 : THREADS);
-  static constexpr float LN_2_32 = 22.180710f;   // ln(2^32)
+  static constexpr float LN_2_32 = 22.180710f; // ln(2^32)
   // What a part tells: best score and bound; rank, then score and ties, of each rival; negative sums of weights, of which no word is 0.
   static constexpr int SUMS = 1 + RIVALS, SUMS_AT = 1 + 2 * OF_PART, SUM_WORDS = (SUMS + 1) / 2, WORDS = TOLD_WORDS;
   static_assert(SUMS_AT + SUM_WORDS <= WORDS && OF_PART < RIVALS, "a part has so many words");
@@ -59,7 +59,6 @@ struct RivalSampler : Sampler<S> {
     const u32 bits = __float_as_uint(__fadd_rn(score, 0.f));
     return __uint_as_float(bits == 0 ? 0x80000001u : bits >> 31 ? bits + 1 : bits - 1);
   }
-  static __device__ __forceinline__ float most_of(const float (&four)[4]) { return fmaxf(fmaxf(four[0], four[1]), fmaxf(four[2], four[3])); }
   static __device__ __forceinline__ void sum_lanes(float (&sums)[SUMS]) {
 #pragma unroll 1
     for (int o = 16; o; o >>= 1)
@@ -400,9 +399,7 @@ struct RivalSampler : Sampler<S> {
             above += own > rival ? weight : 0;
             continue;
           }
-          u32 random[4] = {row.position + p.step, 0u, id / 4, 0u};
-          philox(random, row.seed_low, row.seed_high);
-          const u32 word = id & 2 ? (id & 1 ? random[3] : random[2]) : (id & 1 ? random[1] : random[0]);
+          const u32 word = random_word(Base::seed_of(row), row.position + p.step, id);
           const u64 rank = rank_of(row.flags & SAMPLE_GREEDY ? score : __fadd_rn(score, noise_of(word)), id);
           if (rank < last && rank > best) best = rank, own_best = own;
         }

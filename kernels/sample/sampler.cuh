@@ -274,6 +274,8 @@ struct Sampler {
     scores[3] = __fmul_rn(four.w, inverse_temperature);
   }
 
+  static __device__ __forceinline__ float most_of(const float (&four)[4]) { return fmaxf(fmaxf(four[0], four[1]), fmaxf(four[2], four[3])); }
+
   // For each id an upper bound of its noise. The noise is -ln(-ln(1 - u)) <= -ln(u) for u > x / 2^32, and x is the word of the id; 32 * ln(2)
   // is 22.18071.
   static __device__ __forceinline__ void bound_noise(const SamplerParams& p, const Part& part, int thread) {
@@ -319,7 +321,7 @@ struct Sampler {
     for (int at = 4 * thread; at < part.count; at += 4 * THREADS) {
       float scores[4];
       scores_at(inverse_temperature, at, scores);
-      const float best = fmaxf(fmaxf(scores[0], scores[1]), fmaxf(scores[2], scores[3]));
+      const float best = most_of(scores);
       if (best > most) most = best, found = at;
     }
     float scores[4] = {};

@@ -227,7 +227,7 @@ fn kernel(entry_point: &str, sampler: &str) -> String {
     )
 }
 
-/// Prints the sampler for a target.
+/// Prints both kernels of the sampler for a target.
 pub fn emit(target: &Target) -> KernelSource {
     let text = format!(
         "// The sampler for `{}`.\n#include \"monobloc_sampler.cuh\"\n\nstruct Sizes {{\n  \
