@@ -2,8 +2,8 @@
 
 use std::ffi::{c_char, c_int};
 use std::ptr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUlimit, CUuuid};
 use serde::Serialize;
@@ -102,8 +102,9 @@ pub(super) struct Context {
     pub(super) api: &'static Api,
     device: CUdevice,
     handle: CUcontext,
-    /// Bytes of a range that launches may ask L2 to keep; 0: none.
-    pub(super) kept_bytes_max: u64,
+    l2_bytes: u64,
+    /// What [`Context::kept_bytes_max`] has answered.
+    kept_bytes_max: OnceLock<u64>,
     /// Streams whose last wait timed out. While there is one, nothing is freed: freeing waits for the device.
     pub(super) streams_stuck: AtomicU32,
 }
@@ -114,6 +115,26 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 impl Context {
+    /// Bytes of a range that launches may ask L2 to keep; 0: none, as where a device is divided.
+    ///
+    /// The first call gives them two fifths of L2, or as much as the device allows. Weights stream through the rest: on an H200 steps are as
+    /// fast or faster with two fifths, begin to lose with a half, and take 9 % longer with five eighths (docs/perf-log.md, entry 39). Kernels
+    /// for one row, which keep nothing, lose up to 0.7 % by it (entry 42), so it waits until something is to be kept. A refusal is no error:
+    /// what is kept is only faster.
+    pub(super) fn kept_bytes_max(&self) -> Result<u64, DriverError> {
+        use CUdevice_attribute::*;
+        if let Some(&known) = self.kept_bytes_max.get() {
+            return Ok(known);
+        }
+        let api = self.bind()?;
+        let attribute = |which| attribute(api, self.device, which).map(u64::from);
+        let bytes = attribute(CU_DEVICE_ATTRIBUTE_MAX_PERSISTING_L2_CACHE_SIZE)?.min(self.l2_bytes * 2 / 5);
+        let range_max = attribute(CU_DEVICE_ATTRIBUTE_MAX_ACCESS_POLICY_WINDOW_SIZE)?;
+        // SAFETY: a context is bound.
+        let set = unsafe { call!(api, cuCtxSetLimit(CUlimit::CU_LIMIT_PERSISTING_L2_CACHE_SIZE, bytes as usize)) };
+        Ok(*self.kept_bytes_max.get_or_init(|| if set.is_ok() && bytes > 0 { range_max } else { 0 }))
+    }
+
     /// Makes this the context of the calling thread. Every call below goes through it.
     pub(super) fn bind(&self) -> Result<&'static Api, DriverError> {
         // SAFETY: the context was retained in `open` and is released only in `drop`.
@@ -274,9 +295,9 @@ impl Device {
         let mut handle = ptr::null_mut();
         // SAFETY: the call writes one handle for a device that exists.
         unsafe { call!(api, cuDevicePrimaryCtxRetain(&mut handle, device)) }?;
-        let mut context = Context { api, device, handle, kept_bytes_max: 0, streams_stuck: AtomicU32::new(0) };
+        let (l2_bytes, kept_bytes_max) = (identity.l2_bytes, OnceLock::new());
+        let context = Context { api, device, handle, l2_bytes, kept_bytes_max, streams_stuck: AtomicU32::new(0) };
         context.bind()?;
-        context.kept_bytes_max = keep_in_l2(api, device, identity.l2_bytes)?;
         Ok(Device { context: Arc::new(context), identity })
     }
 
@@ -326,21 +347,6 @@ fn device_handle(api: &'static Api, ordinal: u32) -> Result<CUdevice, DriverErro
     // SAFETY: the call writes one handle.
     unsafe { call!(api, cuDeviceGet(&mut device, ordinal)) }?;
     Ok(device)
-}
-
-/// Lets launches keep memory in two fifths of L2, or in as much as the device allows. Weights stream through the rest: on an H200 steps are as
-/// fast or faster with two fifths, begin to lose with a half, and take 9 % longer with five eighths (docs/perf-log.md, entry 39).
-///
-/// Returns the bytes of a range that a launch may name; 0: none, as where a device is divided. What is kept is faster, and nothing else, so a
-/// refusal is no error.
-fn keep_in_l2(api: &'static Api, device: CUdevice, l2_bytes: u64) -> Result<u64, DriverError> {
-    use CUdevice_attribute::*;
-    let allowed = u64::from(attribute(api, device, CU_DEVICE_ATTRIBUTE_MAX_PERSISTING_L2_CACHE_SIZE)?);
-    let range_max = attribute(api, device, CU_DEVICE_ATTRIBUTE_MAX_ACCESS_POLICY_WINDOW_SIZE)?;
-    let bytes = allowed.min(l2_bytes * 2 / 5);
-    // SAFETY: a context is bound.
-    let set = unsafe { call!(api, cuCtxSetLimit(CUlimit::CU_LIMIT_PERSISTING_L2_CACHE_SIZE, bytes as usize)) };
-    Ok(if set.is_ok() && bytes > 0 { u64::from(range_max) } else { 0 })
 }
 
 fn attribute(api: &'static Api, device: CUdevice, which: CUdevice_attribute) -> Result<u32, DriverError> {

@@ -269,7 +269,7 @@ impl RowsSession {
         let vocab = vocab(program);
         let logits = u64::from(padded) * u64::from(vocab);
         let memory = StepMemory::alloc(device, stream, tables.exchange_bytes, logits)?;
-        kernel.watched.shape.kept = Some(memory.kept());
+        kernel.watched.shape.kept = memory.kept();
         let mailbox = || device.alloc_mapped((steps_max as usize + 1) * padded as usize + 1);
         // A table for each step that is a kernel of its own.
         let rows = u64::from(steps_max.max(1)) * u64::from(padded);

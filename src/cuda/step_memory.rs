@@ -16,6 +16,8 @@ pub(super) struct StepMemory {
     buffer: DeviceBuffer,
     /// Bytes of the exchange, rounded up.
     logits_at: u64,
+    /// Bytes that launches ask L2 to keep, from the first one on.
+    kept_bytes: u64,
 }
 
 impl StepMemory {
@@ -30,7 +32,9 @@ impl StepMemory {
         logits: u64,
     ) -> Result<StepMemory, DriverError> {
         let logits_at = exchange_bytes.next_multiple_of(ALIGN_BYTES);
-        let mut memory = StepMemory { buffer: device.alloc(logits_at + (logits * 4).max(16))?, logits_at };
+        let buffer = device.alloc(logits_at + (logits * 4).max(16))?;
+        let kept_bytes = buffer.bytes().min(device.context.kept_bytes_max()?);
+        let mut memory = StepMemory { buffer, logits_at, kept_bytes };
         memory.poison_logits(stream)?;
         Ok(memory)
     }
@@ -45,9 +49,9 @@ impl StepMemory {
         self.buffer.address() + self.logits_at
     }
 
-    /// What launches ask L2 to keep.
-    pub fn kept(&self) -> KeptRange {
-        KeptRange { address: self.buffer.address(), bytes: self.buffer.bytes() }
+    /// What launches ask L2 to keep, if the device can.
+    pub fn kept(&self) -> Option<KeptRange> {
+        (self.kept_bytes > 0).then(|| KeptRange { address: self.buffer.address(), bytes: self.kept_bytes })
     }
 
     /// Zeroes the bytes in `range` of the exchange.

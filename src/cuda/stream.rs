@@ -96,6 +96,7 @@ pub struct LaunchShape {
 pub struct KeptRange {
     /// Device address.
     pub address: u64,
+    /// At least one, and no more than the device allows.
     pub bytes: u64,
 }
 
@@ -201,7 +202,7 @@ impl Stream {
             });
         }
         let mut pointers: Vec<*mut c_void> = values.iter().map(|value| value.as_ptr().cast_mut().cast()).collect();
-        let mut attributes = attributes(shape, start, self.context.kept_bytes_max);
+        let mut attributes = attributes(shape, start);
         let config = config(shape, self.handle, &mut attributes);
         let api = self.context.bind()?;
         // SAFETY: stream and function are live and of the bound context; `pointers` has one pointer per declared
@@ -308,8 +309,8 @@ impl Function {
             return Ok(u32::try_from(count).unwrap_or(0).saturating_mul(self.sm_count()));
         }
         // The grid does not reach the answer, but one that is no multiple of the cluster is refused.
-        let shape = LaunchShape { grid: shape.cluster, ..*shape };
-        let mut attributes = attributes(&shape, Start::AfterPrevious, 0);
+        let shape = LaunchShape { grid: shape.cluster, kept: None, ..*shape };
+        let mut attributes = attributes(&shape, Start::AfterPrevious);
         let config = config(&shape, ptr::null_mut(), &mut attributes);
         // SAFETY: a live function; `config` points into `attributes`; the call writes one integer.
         unsafe { call!(api, cuOccupancyMaxActiveClusters(&mut count, self.handle, &config)) }?;
@@ -317,8 +318,8 @@ impl Function {
     }
 }
 
-/// The attributes of a launch on a device whose ranges of kept memory have `kept_bytes_max` bytes at most.
-fn attributes(shape: &LaunchShape, start: Start, kept_bytes_max: u64) -> Vec<CUlaunchAttribute> {
+/// The attributes of a launch.
+fn attributes(shape: &LaunchShape, start: Start) -> Vec<CUlaunchAttribute> {
     let attribute = |id| {
         // SAFETY: a C structure of integers, unions of integers and arrays, for which zero is a value.
         let mut attribute: CUlaunchAttribute = unsafe { std::mem::zeroed() };
@@ -331,8 +332,7 @@ fn attributes(shape: &LaunchShape, start: Start, kept_bytes_max: u64) -> Vec<CUl
         cooperative.value.cooperative = 1;
         attributes.push(cooperative);
     }
-    let kept = shape.kept.map(|kept| KeptRange { bytes: kept.bytes.min(kept_bytes_max), ..kept });
-    if let Some(KeptRange { address, bytes }) = kept.filter(|kept| kept.bytes > 0) {
+    if let Some(KeptRange { address, bytes }) = shape.kept {
         let mut window = attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_ACCESS_POLICY_WINDOW);
         window.value.accessPolicyWindow = CUaccessPolicyWindow {
             base_ptr: address as *mut c_void,

@@ -83,7 +83,7 @@ impl TurnsSession {
         let cache = cache_or_own(cache, device, stream, tables.cache_bytes)?;
         let vocab = vocab(program);
         let memory = StepMemory::alloc(device, stream, tables.exchange_bytes, rows_max * u64::from(vocab))?;
-        kernel.watched.shape.kept = Some(memory.kept());
+        kernel.watched.shape.kept = memory.kept();
         let mut session = TurnsSession {
             memory,
             // A table for each step that is a kernel of its own.

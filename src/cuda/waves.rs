@@ -113,7 +113,7 @@ impl Loaded {
         let mut memory = StepMemory::alloc(device, stream, plan.work_bytes(), logits)?;
         // Columns that pad the input of a product stay what they are here.
         memory.zero_exchange(stream, 0..plan.work_bytes())?;
-        watched.shape.kept = Some(memory.kept());
+        watched.shape.kept = memory.kept();
         let cache = cache_or_own(cache, device, stream, schedule.arena_bytes(Space::Cache))?;
         let stamp_words = if trace == Trace::On { m.sms as usize * plan.waves.len() * STAMP_WORDS } else { 0 };
         let sequences = match plan.form {

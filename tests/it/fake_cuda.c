@@ -95,10 +95,15 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
 }
 int cuDevicePrimaryCtxRetain(void **handle, int device) { *handle = &context; return device == 40 ? SUCCESS : INVALID_VALUE; }
 static size_t kept_limit;
+static int has_steps; // whether a kernel was found whose memory is kept
+static int keeps_nothing(void) {
+    const char *mode = getenv("FAKE_CUDA");
+    return mode && !strcmp(mode, "keeps nothing");
+}
 int cuCtxSetLimit(int limit, size_t bytes) {
     BOUND();
-    const char *mode = getenv("FAKE_CUDA");
-    if (mode && !strcmp(mode, "keeps nothing")) return NOT_SUPPORTED;
+    require(has_steps, "a limit of what L2 keeps, and nothing to keep: kernels for one row would have less of it");
+    if (keeps_nothing()) return NOT_SUPPORTED;
     require(limit == 6 && bytes > 0 && bytes <= L2 / 2, "an unexpected limit of what L2 keeps");
     kept_limit = bytes;
     return SUCCESS;
@@ -183,7 +188,7 @@ typedef struct { unsigned grid, smem, cluster; KeptRange kept; const void *argum
 
 // Where L2 keeps anything, it keeps what SMs exchange, and logits.
 static void require_kept(const Call *call, Address address) {
-    require(!kept_limit || (address >= call->kept.start && address < call->kept.start + call->kept.bytes), "memory of a step that is not kept");
+    require(keeps_nothing() || (address >= call->kept.start && address < call->kept.start + call->kept.bytes), "memory of a step that is not kept");
 }
 
 static void empty(const Call *call) { (void)call; }
@@ -519,7 +524,11 @@ int cuModuleUnload(void *module) { BOUND(); modules--; return module == kernels 
 int cuModuleGetFunction(Kernel **function, void *module, const char *name) {
     BOUND();
     for (Kernel *k = module; k->name; k++)
-        if (!strcmp(k->name, name)) { *function = k; return SUCCESS; }
+        if (!strcmp(k->name, name)) {
+            has_steps |= k->run == rows_kernel || k->run == waves_kernel;
+            *function = k;
+            return SUCCESS;
+        }
     return NOT_FOUND;
 }
 int cuFuncGetAttribute(int *value, int attribute, Kernel *function) {
