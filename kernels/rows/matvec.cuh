@@ -45,6 +45,27 @@ struct RowsMatVecShape {
   }
 };
 
+// A configuration as a value.
+template <class G>
+struct RowsOp {
+  typedef G Type;
+};
+// Ops that share code: they multiply alike, for any k, and each has an epilogue of its own.
+template <class... Gs>
+struct RowsOps {
+  // Calls `f` with op number `which`, a `RowsOp`.
+  template <class F>
+  static __device__ __forceinline__ void with(int which, F f) {
+    int i = 0;
+    ((sizeof...(Gs) == 1 || which == i++ ? f(RowsOp<Gs>()) : void()), ...);
+  }
+  static constexpr int pass_max() {
+    int most = 0;
+    ((most = Gs::PASS > most ? Gs::PASS : most), ...);
+    return most;
+  }
+};
+
 // Completes sums. A thread has one row of the step, and the columns 2 * pair and 2 * pair + 1 of units.
 template <class M, class G>
 struct RowsEpilogue {
@@ -74,62 +95,65 @@ struct RowsEpilogue {
     y.x *= factor, y.y *= factor;
     return y;
   }
+  template <class E>
   __device__ __forceinline__ void scale_and_bias(const Context<M>& c, const Entry& e, int unit, int col, float2& y) const {
     if constexpr (S::Weights::ROW_SCALES) {
       const float2 scale = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.row_scales) + unit * G::UNIT_ROWS + col));
       y.x *= scale.x, y.y *= scale.y;
     }
-    if constexpr (G::BIAS) {
+    if constexpr (E::BIAS) {
       const float2 b = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.bias) + unit * G::UNIT_ROWS + col));
       y.x += b.x, y.y += b.y;
     }
   }
-  // Completes the sums in `sums`: of `n` units from unit `first` on (unit `first - e.lo` of the task).
+  // Completes the sums of op E in `sums`: of `n` units from unit `first` on (unit `first - e.lo` of the task).
+  template <class E>
   __device__ __forceinline__ void run(Context<M>& c, const Entry& e, const float* sums, int first, int n) {
     if (unit_of_batch >= n) return;
     const int unit = first + unit_of_batch;
     const bool takes = takes_part<M>(row);
     const float* mine = sums + unit_of_batch * S::UNIT_SUMS;
-    if constexpr (G::EPILOGUE == Epilogue::GATED) {
+    if constexpr (E::EPILOGUE == Epilogue::GATED) {
       const int col = unit * 4 + pair * 2;
-      if (pair >= 2 || col >= G::ROWS / 2) return;
-      if (!takes) return clear_pair<G::ROWS / 2>(c, e.out, row, col);
+      if (pair >= 2 || col >= E::ROWS / 2) return;
+      if (!takes) return clear_pair<E::ROWS / 2>(c, e.out, row, col);
       float2 gate = sum(mine, pair * 2), up = sum(mine, 4 + pair * 2);
-      scale_and_bias(c, e, unit, pair * 2, gate);
-      scale_and_bias(c, e, unit, 4 + pair * 2, up);
-      publish_pair<G::ROWS / 2>(c, e.out, row, col, activate<G::ACT>(gate.x) * up.x, activate<G::ACT>(gate.y) * up.y);
+      scale_and_bias<E>(c, e, unit, pair * 2, gate);
+      scale_and_bias<E>(c, e, unit, 4 + pair * 2, up);
+      publish_pair<E::ROWS / 2>(c, e.out, row, col, activate<E::ACT>(gate.x) * up.x, activate<E::ACT>(gate.y) * up.y);
     } else {
       const int col = unit * G::UNIT_ROWS + pair * 2;
-      if (pair >= S::PAIRS || col >= G::ROWS) return;
+      if (pair >= S::PAIRS || col >= E::ROWS) return;
       if (!takes) {
-        if constexpr (G::PUBLISH && G::EPILOGUE != Epilogue::LOGITS) clear_pair<G::ROWS>(c, e.out, row, col);
+        if constexpr (E::PUBLISH && E::EPILOGUE != Epilogue::LOGITS) clear_pair<E::ROWS>(c, e.out, row, col);
         return;
       }
       float2 y = sum(mine, pair * 2);
-      scale_and_bias(c, e, unit, pair * 2, y);
-      if constexpr (G::EPILOGUE == Epilogue::LOGITS) {
-        logits(c, col, y);
+      scale_and_bias<E>(c, e, unit, pair * 2, y);
+      if constexpr (E::EPILOGUE == Epilogue::LOGITS) {
+        logits<E>(c, col, y);
       } else {
-        if constexpr (G::EPILOGUE == Epilogue::ACT) y = make_float2(activate<G::ACT>(y.x), activate<G::ACT>(y.y));
-        if constexpr (G::EPILOGUE == Epilogue::RESIDUAL) {
+        if constexpr (E::EPILOGUE == Epilogue::ACT) y = make_float2(activate<E::ACT>(y.x), activate<E::ACT>(y.y));
+        if constexpr (E::EPILOGUE == Epilogue::RESIDUAL) {
           float2* own = reinterpret_cast<float2*>(c.residual() + row * M::RESIDUAL_COLS + e.residual + (unit - int(e.lo)) * 8 + pair * 2);
           const float2 old = *own;
-          y = make_float2(old.x + G::SCALE * y.x, old.y + G::SCALE * y.y);
+          y = make_float2(old.x + E::SCALE * y.x, old.y + E::SCALE * y.y);
           *own = y;
         }
-        if constexpr (G::PUBLISH) publish_pair<G::ROWS>(c, e.out, row, col, y.x, y.y);
+        if constexpr (E::PUBLISH) publish_pair<E::ROWS>(c, e.out, row, col, y.x, y.y);
       }
     }
   }
+  template <class E>
   __device__ __forceinline__ void logits(const Context<M>& c, int id, float2 y) {
     const RowsParams& p = rows_params(c);
     const Row& r = p.rows[row];
     const u32 step = c.tag - p.tag;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      if (id + i >= G::ROWS) break;
-      const float v = softcap((i == 0 ? y.x : y.y) * G::SCALE, G::SOFTCAP);
-      if (p.logits && step >= p.logits_from) p.logits[(u64(step - p.logits_from) * M::ROWS + row) * G::ROWS + id + i] = v;
+      if (id + i >= E::ROWS) break;
+      const float v = softcap((i == 0 ? y.x : y.y) * E::SCALE, E::SOFTCAP);
+      if (p.logits && step >= p.logits_from) p.logits[(u64(step - p.logits_from) * M::ROWS + row) * E::ROWS + id + i] = v;
       float score = v;
       // The noise belongs to the token that this step decides.
       if (r.inverse_temperature > 0.f)
@@ -138,6 +162,7 @@ struct RowsEpilogue {
     }
   }
   // Publishes the best (value, id) of each row, after everything that this block wrote in the step. Without a mailbox a sampler decides.
+  template <class E>
   __device__ __forceinline__ void publish_best(Context<M>& c, const Entry& e) {
     if (!rows_params(c).mailbox) return;
     RowsState<M>& state = rows_state<M>();
@@ -164,7 +189,7 @@ struct RowsEpilogue {
           const int from = w * STRIDE + row / 8;
           argmax_take(best, best_id, state.best[from][row], state.best_index[from][row]);
         }
-        u64* to = c.p.exchange + e.aux + ((c.tag & 1) * M::ROWS + row) * round_up(2 * G::PARTS, 2) + 2 * e.j;
+        u64* to = c.p.exchange + e.aux + ((c.tag & 1) * M::ROWS + row) * round_up(2 * E::PARTS, 2) + 2 * e.j;
         publish(to, __float_as_uint(best), c.tag);
         publish(to + 1, u32(best_id), c.tag);
       }
@@ -211,16 +236,17 @@ __device__ __forceinline__ void repeat(More more, F f) {
   }
 }
 
-// Tensor cores: words of bf16, and weights of bf16 or codes.
-template <class M, class G>
+// Tensor cores: words of bf16, and weights of bf16 or codes. `Others` are ops that share the code of G.
+template <class M, class G, class... Others>
 struct RowsMatVecTensor {
   typedef RowsMatVecShape<M, G> S;
   typedef Words<M, G::K> W;
+  typedef RowsOps<G, Others...> Ops;
   // Parts of a granule, 32 of k each. If units have fewer rows, each part has columns of its own in a product; sums of codes are over all k.
   static constexpr int GROUPS = M::ROWS < WARP_ROWS ? 1 : 2, K_PARTS = S::GRANULE_K / 32, SUM_PARTS = S::K_PARTS, WARP_GRANULES = S::WARP_GRANULES;
   // Pieces of the input that a lane holds: of each granule and part, of each group of 8 rows of its warp.
   static constexpr int N = WARP_GRANULES * K_PARTS * GROUPS;
-  static constexpr int PASS = G::PASS;
+  static constexpr int PASS = Ops::pass_max();
   // Units that are multiplied at once. A product waits for the one before it on the same sums, so those of two units alternate. With 8
   // rows two units are one product; with 16 rows two fit only if the loader's registers are moved to the consumers.
   static constexpr int AT_ONCE = GROUPS == 1 || M::LOADER_REGISTERS > 0 ? 2 : 1, TURNS = ceil_div(PASS, AT_ONCE);
@@ -231,13 +257,38 @@ struct RowsMatVecTensor {
   typedef float Sums[AT_ONCE][SUM_PARTS][LANE_SUMS];
   typedef typename Codes::Input Input;
 
-  // Piece i of a block, from the lane's own place in the block on.
-  static __device__ __forceinline__ u32 offset(int i) {
-    const int h = i % GROUPS, p = i / GROUPS % K_PARTS, j = i / GROUPS / K_PARTS;
-    return u32(h) * W::GROUP_BYTES + u32(j * K_GROUPS<M> * K_PARTS + p) * W::SPAN_BYTES;
+  // Whether an op can share this code.
+  template <class Other>
+  static constexpr bool alike() {
+    typedef RowsMatVecShape<M, Other> T;
+    const bool whole = S::UNIT_GRANULES % S::BLOCK == 0 && T::UNIT_GRANULES % T::BLOCK == 0 && G::K % S::GRANULE_K == 0 && Other::K % T::GRANULE_K == 0;
+    const bool plain = !S::Weights::CODED && !T::Weights::CODED && G::NORM == Norm::NONE && Other::NORM == Norm::NONE;
+    return whole && plain && S::BLOCK == T::BLOCK && G::UNIT_ROWS == Other::UNIT_ROWS;
   }
-  static __device__ __forceinline__ u32 lane_at(const Context<M>& c, int block) {
-    return u32(S::row_group(c)) * (GROUPS * W::GROUP_BYTES) + u32((block * S::BLOCK + S::k_group(c)) * K_PARTS) * W::SPAN_BYTES + u32(c.lane()) * 16;
+  static_assert((alike<Others>() && ...), "blocks of k are whole and alike");
+  // What differs between ops that share code, until sums are completed.
+  struct Extent {
+    const u8* x;     // words of the input
+    u32 group_bytes; // of 8 rows of them
+    int blocks;      // of k
+    int pass;        // units
+  };
+  static __device__ __forceinline__ Extent extent(const Context<M>& c, const Entry& e, int which) {
+    Extent of{};
+    Ops::with(which, [&](auto op) {
+      typedef typename decltype(op)::Type E;
+      of = Extent{words_of<M, E::K>(c, e.x), Words<M, E::K>::GROUP_BYTES, RowsMatVecShape<M, E>::BLOCKS, E::PASS};
+    });
+    return of;
+  }
+
+  // Piece i of a block, from the lane's own place in the block on.
+  static __device__ __forceinline__ u32 offset(const Extent& of, int i) {
+    const int h = i % GROUPS, p = i / GROUPS % K_PARTS, j = i / GROUPS / K_PARTS;
+    return u32(h) * of.group_bytes + u32(j * K_GROUPS<M> * K_PARTS + p) * W::SPAN_BYTES;
+  }
+  static __device__ __forceinline__ u32 lane_at(const Context<M>& c, const Extent& of, int block) {
+    return u32(S::row_group(c)) * (GROUPS * of.group_bytes) + u32((block * S::BLOCK + S::k_group(c)) * K_PARTS) * W::SPAN_BYTES + u32(c.lane()) * 16;
   }
   // The rows of this warp that take part.
   static __device__ __forceinline__ u32 active_rows(const Context<M>& c) {
@@ -249,23 +300,23 @@ struct RowsMatVecTensor {
     const int granule = block * S::BLOCK + S::in_block(c, j);
     return S::exists(c, block, j) && (W::PIECES == S::UNIT_GRANULES * K_PARTS * 4 || (granule * K_PARTS + p) * 4 + c.lane() % 4 < W::PIECES) && (active >> (h * 8 + c.lane() / 4) & 1);
   }
-  static __device__ __forceinline__ void issue(const Context<M>& c, const u8* x, int block, u32 active, uint4 (&v)[N]) {
-    const u8* base = x + lane_at(c, block);
+  static __device__ __forceinline__ void issue(const Context<M>& c, const Extent& of, int block, u32 active, uint4 (&v)[N]) {
+    const u8* base = of.x + lane_at(c, of, block);
 #pragma unroll
     for (int i = 0; i < N; i++) {
       v[i] = make_uint4(0, 0, 0, 0);
-      load_piece(base + offset(i), wants(c, block, i, active), v[i]);
+      load_piece(base + offset(of, i), wants(c, block, i, active), v[i]);
     }
   }
-  static __device__ __forceinline__ void settle(Context<M>& c, const u8* x, int block, uint4 (&v)[N]) {
-    await_pieces<N>(x + lane_at(c, block), [](int i) { return offset(i); }, v, c.waiter());
+  static __device__ __forceinline__ void settle(Context<M>& c, const Extent& of, int block, uint4 (&v)[N]) {
+    await_pieces<N>(of.x + lane_at(c, of, block), [&](int i) { return offset(of, i); }, v, c.waiter());
   }
 
   // A LayerNorm needs both statistics before anything is multiplied.
   struct Means {
     float mean[GROUPS], factor[GROUPS];
   };
-  static __device__ __forceinline__ Means layer_statistics(Context<M>& c, const u8* x, u32 active) {
+  static __device__ __forceinline__ Means layer_statistics(Context<M>& c, const Extent& x, u32 active) {
     Means m;
 #pragma unroll
     for (int h = 0; h < GROUPS; h++) m.mean[h] = 0.f, m.factor[h] = 0.f;
@@ -398,8 +449,9 @@ struct RowsMatVecTensor {
     }
   }
 
-  // If k is short and there are several passes, a warp keeps its whole input; else it has a block and the next one.
-  static constexpr bool RESIDENT = S::BLOCKS <= RESIDENT_BLOCKS && G::UNITS > PASS;
+  // If k is short and there are several passes, a warp keeps its whole input; else it has a block and the next one. Ops that share code have
+  // different numbers of blocks.
+  static constexpr bool RESIDENT = S::BLOCKS <= RESIDENT_BLOCKS && G::UNITS > PASS && sizeof...(Others) == 0;
   static constexpr int KEPT = RESIDENT ? S::BLOCKS : 1;
   // An SM keeps 128 KiB of code. If a layer has more, the SM fetches it again in each layer, from the L2 that brings its weights. So many
   // turns are a loop, in which only products and stores of sums have code for each turn, because registers have no index; few turns have
@@ -417,7 +469,7 @@ struct RowsMatVecTensor {
     });
   }
   // Brings the sums of a pass from registers to shared memory and completes them: of `here` units, from unit `first` of the task on.
-  static __device__ __forceinline__ void end_pass(Context<M>& c, const Entry& e, RowsEpilogue<M, G>& epilogue, const Sums (&d)[TURNS], int first, int here) {
+  static __device__ __forceinline__ void end_pass(Context<M>& c, const Entry& e, int which, RowsEpilogue<M, G>& epilogue, const Sums (&d)[TURNS], int first, int here) {
     constexpr int BATCHES = ceil_div(PASS, S::BATCH);
     repeat<LOOPS, BATCHES>([&](int batch) { return batch * S::BATCH < here; }, [&](int batch) {
       float* sums = c.reduce() + c.batch * (S::BATCH * S::UNIT_SUMS);
@@ -430,7 +482,9 @@ struct RowsMatVecTensor {
       });
       c.barrier();
       if (first == 0 && batch == 0) epilogue.load_factor(c);
-      epilogue.run(c, e, sums, int(e.lo) + first + batch * S::BATCH, here - batch * S::BATCH);
+      Ops::with(which, [&](auto op) {
+        epilogue.template run<typename decltype(op)::Type>(c, e, sums, int(e.lo) + first + batch * S::BATCH, here - batch * S::BATCH);
+      });
       c.batch ^= 1;
     });
   }
@@ -442,10 +496,10 @@ struct RowsMatVecTensor {
       for (int at = c.tid() * LINE; at < G::K; at += S::THREADS * LINE) prefetch_near(c.template constant<float>(e.norm_weight) + at);
   }
 
-  static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
+  static __device__ __forceinline__ void run(Context<M>& c, const Entry& e, int which) {
     prefetch_norm(c, e);
     const u32 active = active_rows(c);
-    const u8* x = words_of<M, G::K>(c, e.x);
+    const Extent x = extent(c, e, which);
     const int units = int(uniform(e.hi - e.lo));
     Means means{};
     if constexpr (G::NORM == Norm::LAYER) means = layer_statistics(c, x, active);
@@ -467,30 +521,33 @@ struct RowsMatVecTensor {
       if constexpr (G::NORM == Norm::RMS) put_row_statistic<M, GROUPS>(c, 1, squares);
     }
 #pragma unroll 1
-    for (int first = 0; first < units; first += PASS) {
-      const int here = min(PASS, units - first);
+    for (int first = 0; first < units; first += x.pass) {
+      const int here = min(x.pass, units - first);
       Sums d[TURNS] = {};
       if constexpr (RESIDENT) {
 #pragma unroll
         for (int block = 0; block < KEPT; block++) add(c, block, operands[block], inputs[block], here, d);
       } else {
 #pragma unroll 1
-        for (int block = 0; block < S::BLOCKS; block++) {
+        for (int block = 0; block < x.blocks; block++) {
           take(block, 0);
           if (first == 0 && block == 0) c.stamp(1);
           // The first block of the next pass follows the last one of this pass.
-          const bool more = block + 1 < S::BLOCKS;
-          if (more || first + PASS < units) issue(c, x, more ? block + 1 : 0, active, words[0]);
+          const bool more = block + 1 < x.blocks;
+          if (more || first + x.pass < units) issue(c, x, more ? block + 1 : 0, active, words[0]);
           add(c, block, operands[0], inputs[0], here, d);
         }
         // Later passes add the same squares again; nothing reads those.
         if constexpr (G::NORM == Norm::RMS)
           if (first == 0) put_row_statistic<M, GROUPS>(c, 1, squares);
       }
-      if (first + PASS >= units) c.stamp(2);
-      end_pass(c, e, epilogue, d, first, here);
+      if (first + x.pass >= units) c.stamp(2);
+      end_pass(c, e, which, epilogue, d, first, here);
     }
-    if constexpr (G::EPILOGUE == Epilogue::LOGITS) epilogue.publish_best(c, e);
+    Ops::with(which, [&](auto op) {
+      typedef typename decltype(op)::Type E;
+      if constexpr (E::EPILOGUE == Epilogue::LOGITS) epilogue.template publish_best<E>(c, e);
+    });
   }
 };
 
@@ -637,22 +694,24 @@ struct RowsMatVecLanes {
           if (c.lane() % 4 == 0) sums[(c.warp() * M::ROWS + row) * OPERAND_ROWS + c.lane() / 4] = v;
         }
         c.barrier();
-        epilogue.run(c, e, sums, int(e.lo) + first + u, 1);
+        epilogue.template run<G>(c, e, sums, int(e.lo) + first + u, 1);
         c.batch ^= 1;
       }
     }
     c.stamp(2);
-    if constexpr (G::EPILOGUE == Epilogue::LOGITS) epilogue.publish_best(c, e);
+    if constexpr (G::EPILOGUE == Epilogue::LOGITS) epilogue.template publish_best<G>(c, e);
   }
 };
 
-template <class M, class G>
+template <class M, class G, class... Others>
 struct RowsMatVec {
   static constexpr bool TENSOR = STAGE_BF16<M> && M::WIRE == Elem::BF16;
-  static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
+  // `which`: the number of the op among these.
+  static __device__ __forceinline__ void run(Context<M>& c, const Entry& e, int which = 0) {
     static_assert(ROW_GROUPS<M> == 1 || !Coding<M, G>::CODED, "codes meet at most a tile of rows");
+    static_assert(TENSOR || sizeof...(Others) == 0, "lanes share no code");
     if constexpr (TENSOR)
-      RowsMatVecTensor<M, G>::run(c, e);
+      RowsMatVecTensor<M, G, Others...>::run(c, e, which);
     else
       RowsMatVecLanes<M, G>::run(c, e);
   }

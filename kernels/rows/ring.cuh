@@ -64,6 +64,11 @@ struct RowsLoader : Loader<M> {
 
   __device__ void run_rows(const RowsParams& p) {
     this->begin();
+    stream(p);
+    finish();
+  }
+  // Copies until all steps are done, or the block leaves.
+  __device__ __forceinline__ void stream(const RowsParams& p) {
     RingCursor<M> at{0, 0};
     for (u32 s = 0; s < p.steps && !gone(); s++) {
       const u32 tag = p.tag + s, first = p.run_index[blockIdx.x];
@@ -84,14 +89,14 @@ struct RowsLoader : Loader<M> {
             for (u32 k = 0; k < unit; k += run.chunk_bytes) {
               const u32 bytes = min(run.chunk_bytes, unit - k);
               for (u32 u = u0; u < end; u++) {
-                if (!chunk(at, weights + u64(u) * unit + k, bytes, tag)) return finish();
+                if (!chunk(at, weights + u64(u) * unit + k, bytes, tag)) return;
               }
             }
           }
           continue;
         }
         if (!acquired) {
-          if (!await_step(tag)) return finish();
+          if (!await_step(tag)) return;
           acquired = true;
         }
         // The position of a sequence's first row ends the history of all its rows.
@@ -106,12 +111,11 @@ struct RowsLoader : Loader<M> {
           // No chunk reaches beyond its page.
           const u32 stop = min(begin / run.rows * run.rows + run.rows, end), bytes = (stop - begin) * run.row_bytes;
           const u64 offset = u64(pool_row<M>(p.pages, mine.sequence, begin)) * run.row_bytes;
-          if (!chunk(at, k + offset, bytes, tag) || !chunk(at, v + offset, bytes, tag)) return finish();
+          if (!chunk(at, k + offset, bytes, tag) || !chunk(at, v + offset, bytes, tag)) return;
           begin = stop;
         }
       }
     }
-    finish();
   }
 
   // No copy may land in shared memory that the block has given up.

@@ -3,11 +3,11 @@
 use super::{Float, HEADERS, KernelSource, ROWS_HEADERS};
 use crate::dtype::DType;
 use crate::format::{Code, Format, ScaleCode, TableRow};
-use crate::ir::layout::WORD_ROWS;
+use crate::ir::layout::{WARP_ROWS, WORD_ROWS};
 use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role, UNIT_ROWS};
 use crate::ir::program::{Buffer, Grid, Program};
 use crate::ir::schedule::{Regime, Schedule, SmemKind, Source};
-use crate::ir::variant::{AttentionVariant, MatVecVariant};
+use crate::ir::variant::{AttentionVariant, MatVecVariant, rows_on_tensor_cores};
 use crate::ir::{GridId, TaskId};
 use crate::model::graph::{Act, NormKind, QkNormSpan};
 use crate::rows::Shape;
@@ -157,8 +157,15 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
     line!("struct Dispatch {{");
     line!("  static __device__ __forceinline__ void run(Context<Machine>& c, u32 op, const Entry& e) {{");
     line!("    switch (op) {{");
-    for (i, class) in classes.iter().enumerate() {
-        line!("      case {i}: return {prefix}{}<Machine, Class{i}>::run(c, e);", class.template);
+    for group in sharing(schedule, target, &classes) {
+        let first = group[0];
+        let cases: Vec<_> = group.iter().map(|i| format!("case {i}:")).collect();
+        let configurations: String = group.iter().map(|i| format!(", Class{i}")).collect();
+        let numbers = group.iter().enumerate().skip(1);
+        let which: String = numbers.map(|(number, i)| format!("op == {i} ? {number} : ")).collect();
+        let which = if which.is_empty() { which } else { format!(", {which}0") };
+        let template = classes[first].template;
+        line!("      {} return {prefix}{template}<Machine{configurations}>::run(c, e{which});", cases.join(" "));
     }
     line!("    }}");
     line!("  }}");
@@ -193,6 +200,36 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
             .collect(),
         arch: target.spec.arch.clone(),
     }
+}
+
+/// The classes of a kernel, those that share code together: matvecs of steps of 16 rows that multiply alike and have no norm, such as the
+/// projection after attention and that of the MLP. The code of a layer and of what runs between layers competes for 128 KiB of an SM. Steps of
+/// 16 rows have most of it and gain by less; with 8 rows the same costs more than it saves (docs/perf-log.md, entry 42).
+fn sharing(schedule: &Schedule, target: &Target, classes: &[OpClass]) -> Vec<Vec<usize>> {
+    let program = &schedule.program;
+    let tensor_cores = rows_on_tensor_cores(program.precision, target.spec.dot == DotMechanism::Mma);
+    let shares = tensor_cores && program.rows.next_multiple_of(WORD_ROWS) == WARP_ROWS;
+    // What of a matvec is the same for all that share its code.
+    let alike = |class: &OpClass| {
+        let grid = &program.grids[class.grids[0].index()];
+        let Op::MatVec(m @ MatVec { k, norm: None, unit_rows, .. }) = &grid.op else { return None };
+        let format = program.format_of(grid);
+        let variant = schedule.matvec_variant(class.grids[0])?;
+        let block = variant.chunk.min(m.granules(format));
+        let is_whole = k.is_multiple_of(block * format.granule_k() * m.parts());
+        // One with several passes may keep its whole input between them, with code of its own.
+        let passes_once = variant.units <= variant.pass;
+        (shares && passes_once && is_whole && format.is_plain()).then_some((*unit_rows, block))
+    };
+    let keys: Vec<_> = classes.iter().map(alike).collect();
+    let mut groups: Vec<Vec<usize>> = vec![];
+    for (i, key) in keys.iter().enumerate() {
+        match groups.iter_mut().find(|group| key.is_some() && keys[group[0]] == *key) {
+            Some(group) => group.push(i),
+            None => groups.push(vec![i]),
+        }
+    }
+    groups
 }
 
 /// What the headers must know of a target before they are included. Nothing about the GPU is asked of the compiler.

@@ -71,7 +71,7 @@ const CASES: [(&str, usize); 60] = [
     ("attention-tensor-fp8-128-bf16", 5),
     ("attention-tensor-fp8-256-bf16", 5),
 ];
-const CASES_OF_ROWS: [(&str, usize); 88] = [
+const CASES_OF_ROWS: [(&str, usize); 90] = [
     ("matvec-8-bf16", 2),
     ("matvec-8-long-bf16", 2),
     ("matvec-8-even-bf16", 2),
@@ -90,6 +90,8 @@ const CASES_OF_ROWS: [(&str, usize); 88] = [
     ("matvec-16-moved-bf16", 2),
     ("matvec-16-moved-gated-bf16", 2),
     ("matvec-16-moved-even-bf16", 2),
+    ("matvec-16-sharing-first-bf16", 2),
+    ("matvec-16-sharing-second-bf16", 2),
     ("matvec-32-bf16", 2),
     ("matvec-32-long-bf16", 2),
     ("matvec-32-layer-bf16", 2),
@@ -553,6 +555,13 @@ fn an_op_of_rows_that_computes_something_else_is_found() {
             "for (int k = 0; k < K_GROUPS<M>; k++) {\n        const float2",
             "for (int k = 1; k < K_GROUPS<M>; k++) {\n        const float2",
             "matvec-16-bf16",
+        ),
+        // The other op's epilogue where two share code.
+        (
+            "rows/matvec.cuh",
+            "epilogue.template run<typename decltype(op)::Type>(",
+            "epilogue.template run<G>(",
+            "matvec-16-sharing-second-bf16",
         ),
         ("rows/words.cuh", "store_word(reinterpret_cast<u32*>(other + at), NO_WORD);", "", "embed"),
         // A table of codes: another row, a scale that is left out, the other half of a byte, zero point and scale of another group.

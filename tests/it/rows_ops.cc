@@ -235,7 +235,13 @@ static void stream(u64& state, std::vector<double>& w) {
       }
 }
 
-template <class M, class G>
+// Op WHICH of those that share code.
+template <class M, int WHICH, class... Gs>
+struct Sharing {
+  static void run(Context<M>& c, const Entry& e) { RowsMatVec<M, Gs...>::run(c, e, WHICH); }
+};
+
+template <class M, class G, class Op = RowsMatVec<M, G>>
 static void matvec(const char* name, u64 active) {
   constexpr int COLS = G::EPILOGUE == Epilogue::GATED ? G::ROWS / 2 : G::ROWS;
   for (u64 seed = 1; seed <= 2; seed++) {
@@ -269,7 +275,7 @@ static void matvec(const char* name, u64 active) {
     params.logits = logits.data();
     i32 mailbox = 0;
     params.mailbox = &mailbox; // Without one a sampler decides, and the best logits have no reader.
-    run<M, RowsMatVec<M, G>>();
+    run<M, Op>();
 
     std::vector<double> expected, found;
     const auto silu = [](double v) { return v / (1 + std::exp(-v)); };
@@ -623,6 +629,11 @@ int main() {
   matvec<Moved, Product<44, 200, Norm::RMS, Epilogue::RESIDUAL, 2, 3>>("matvec-16-moved-bf16", some);
   matvec<Moved, Product<36, 104, Norm::RMS, Epilogue::GATED, 2, 4>>("matvec-16-moved-gated-bf16", 0xffff);
   matvec<Moved, Product<44, 256, Norm::NONE, Epilogue::STORE, 2, 3>>("matvec-16-moved-even-bf16", some);
+  // Two ops that share code, of another k, another number of units in a pass and another epilogue.
+  typedef Product<44, 128, Norm::NONE, Epilogue::RESIDUAL, 2, 2> Short16;
+  typedef Product<40, 384, Norm::NONE, Epilogue::STORE, 2, 3, 8, true> Long16;
+  matvec<Moved, Short16, Sharing<Moved, 0, Short16, Long16>>("matvec-16-sharing-first-bf16", some);
+  matvec<Moved, Long16, Sharing<Moved, 1, Short16, Long16>>("matvec-16-sharing-second-bf16", some);
   const u64 many = 0x9b6d5e731f0c8a27;
   matvec<B32, Product<40, 160, Norm::NONE, Epilogue::STORE, 4, 3, 8, true>>("matvec-32-bf16", many >> 32);
   matvec<B32, Product<44, 300, Norm::RMS, Epilogue::RESIDUAL, 3, 3>>("matvec-32-long-bf16", ~0u);
