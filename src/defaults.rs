@@ -11,7 +11,9 @@ use crate::format::Format;
 use crate::ir::layout::{GRANULE_BYTES, SmemNeeds, cache_row_bytes, chunk_bytes, smem_map, unit_bytes};
 use crate::ir::op::{Attention, HISTORY_ALIGN, PARTIAL_HEADER, UNIT_ROWS};
 use crate::ir::schedule::Mechanism;
-use crate::ir::variant::{AttentionVariant, POLL_BATCH, REDUCE_BATCH, prefetch_v_rule, warps_per_head_rule};
+use crate::ir::variant::{
+    AttentionVariant, POLL_BATCH, REDUCE_BATCH, granule_pairs, prefetch_v_rule, warps_per_head_rule,
+};
 use crate::lower::{
     HEADS_PER_TASK_MAX, attention_of, finest_unit_rows, format_of, heads_per_task_most, refuses_everywhere,
 };
@@ -31,7 +33,7 @@ impl Candidate {
         let cpu = target.kind == TargetKind::Cpu;
         // A block without a unit of the head would release nothing at the end of a step.
         let sms = target.spec.sm_count.min(graph.vocab.div_ceil(UNIT_ROWS)).max(1);
-        let sms = if cpu { sms } else { even_sms(graph, sms) };
+        let sms = if cpu { sms } else { even_sms(graph, sms, UNIT_ROWS).unwrap_or(sms) };
         // Eight warps have 168 registers each and half the barrier and instruction traffic of sixteen, and still take chunks
         // faster than memory brings them (docs/perf-log.md).
         let consumer_warps = if cpu { 1 } else { 8 };
@@ -51,8 +53,7 @@ impl Candidate {
             slot_bytes,
             flight_high: flight.high,
             flight_low: flight.low,
-            // Two thirds of them, rounded.
-            flight_free: (ring_slots * 2 + 1) / 3,
+            flight_free: flight.free,
             heads_per_task: if cpu { group_most } else { 1 },
             splits: if cpu { 1 } else { default_splits(heads / group_most, sms, head_dim) },
             split_from: 384,
@@ -65,7 +66,7 @@ impl Candidate {
             // By how much the slowest SMs of an H200 are below the mean.
             light_percent: 5,
             sum_units: REDUCE_BATCH,
-            poll_pairs: POLL_BATCH,
+            poll_pairs: if cpu { POLL_BATCH } else { default_poll_pairs(graph, precision, consumer_warps) },
             hold_qkv: 0,
             hold_o: 0,
             hold_up: if cpu { 0 } else { default_hold_up(graph, precision, consumer_warps, sms, slot_bytes) },
@@ -97,12 +98,12 @@ pub fn default_splits(groups: u32, sms: u32, head_dim: u32) -> u32 {
 
 /// 16 KiB. If units of the model's width would waste a third of such a slot or not fit it, 32 KiB, or the whole units in 32 KiB if
 /// they would waste a third of that; both only if a unit fits 32 KiB and five such slots have room. A unit in one chunk has no wait
-/// inside, and a ring runs ahead by what is in its slots. Two units if a layer streams for about as long as its hops take
-/// (docs/perf-log.md).
+/// inside, and a ring runs ahead by what is in its slots. Two units, if one does not fill 16 KiB and a layer streams for about as long as its
+/// hops take (docs/perf-log.md, entries 13 and 42).
 fn default_slot_bytes(graph: &ModelGraph, precision: Precision, sms: u32, room: u64) -> u32 {
     const SLOT: u32 = 16384;
     let unit = width_unit_bytes(graph, precision);
-    if unit <= SLOT && BALANCED.contains(&layer_bytes(graph, precision, sms)) && room >= 5 * u64::from(2 * unit) {
+    if unit < SLOT && BALANCED.contains(&layer_bytes(graph, precision, sms)) && room >= 5 * u64::from(2 * unit) {
         return 2 * unit;
     }
     let units_in = |slot: u32| slot / unit * unit;
@@ -133,15 +134,25 @@ fn up_rows(layer: &Layer) -> u32 {
     layer.mlp.gate.as_ref().map_or(0, |gate| gate.rows) + layer.mlp.up.rows
 }
 
-/// All SMs; or a few less, if these then have equal shares of every matvec of a layer, in units of 8 rows or halves of them: no SM
-/// waits for one with more, and fewer SMs exchange (docs/perf-log.md).
-fn even_sms(graph: &ModelGraph, sms: u32) -> u32 {
-    let Some(layer @ Layer { attn, mlp, .. }) = graph.layers.first() else { return sms };
+/// `sms`; or a few less, if these then have equal shares of every matvec of a layer in units of `unit` rows: no SM waits for one with more,
+/// and fewer SMs exchange (docs/perf-log.md, entries 12 and 13).
+fn even_sms(graph: &ModelGraph, sms: u32, unit: u32) -> Option<u32> {
+    let layer @ Layer { attn, mlp, .. } = graph.layers.first()?;
     let rows = [attn.q.rows + attn.k.rows + attn.v.rows, attn.o.rows, up_rows(layer), mlp.down.rows];
-    let even = |unit: u32| {
-        (sms - sms / 16..=sms).rev().find(|count| rows.iter().all(|rows| rows.is_multiple_of(count * unit)))
-    };
-    even(UNIT_ROWS).or_else(|| even(UNIT_ROWS / 2)).unwrap_or(sms)
+    (sms - sms / 16..=sms).rev().find(|count| rows.iter().all(|rows| rows.is_multiple_of(count * unit)))
+}
+
+/// Eight, or two where at least half of the lanes of a warp have no pair left to stage in the last turn of `down`: there two are as fast or
+/// faster, and elsewhere slower (docs/perf-log.md, entry 42). With codes nothing was measured.
+fn default_poll_pairs(graph: &ModelGraph, precision: Precision, warps: u32) -> u32 {
+    const LANES: u32 = 32;
+    const FEW: u32 = 2;
+    let Some(Layer { mlp, .. }) = graph.layers.first() else { return POLL_BATCH };
+    let format = format_of(graph, &[&mlp.down], precision);
+    let granules = mlp.down.cols.div_ceil(format.granule_k()).div_ceil(warps);
+    let pairs = granules * granule_pairs(1, format, precision);
+    let is_few = format.is_plain() && pairs > FEW * LANES && (1..=LANES / 2).contains(&(pairs % LANES));
+    if is_few { FEW } else { POLL_BATCH }
 }
 
 /// From this many bytes of a layer for each SM on, streaming takes much longer than hops: 15 us at the read peak of an H200.
@@ -171,10 +182,11 @@ fn layer_bytes(graph: &ModelGraph, precision: Precision, sms: u32) -> u64 {
     graph.layers.first().map_or(0, |layer| bytes(layer) as u64) / u64::from(sms)
 }
 
-/// Copies in flight of a ring with many free slots, and of a well filled one.
+/// Copies in flight of a ring with at least `free` free slots, and of a well filled one.
 struct Flight {
     high: u32,
     low: u32,
+    free: u32,
 }
 
 impl Flight {
@@ -194,7 +206,10 @@ impl Flight {
             STREAM_BOUND.. if unit <= slot_bytes => (copies(2 * IN_FLIGHT), copies(2 * IN_FLIGHT)),
             _ => (4, copies(IN_FLIGHT)),
         };
-        Flight { high: high.min(slots), low: low.min(slots) }
+        // Two thirds of the slots, rounded; a third where a layer streams for about as long as its hops take and slots are single units.
+        let thirds = if BALANCED.contains(&bytes) && unit == slot_bytes { 1 } else { 2 };
+        let free = (slots * thirds + 1) / 3;
+        Flight { high: high.min(slots), low: low.min(slots), free }
     }
 }
 

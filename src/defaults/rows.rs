@@ -1,12 +1,13 @@
 //! Owns the kernel for several rows that is built without a search: its candidate, and the pages of its caches.
 
+use super::even_sms;
 use crate::candidate::{Candidate, Infeasible};
 use crate::dtype::Precision;
 use crate::format::Format;
 use crate::ir::layout::{
     BLOCK_VALUES, GRANULE_BYTES, RING_SLOTS_MAX, WARP_ROWS, WORD_ROWS, cache_row_bytes, chunk_rows,
 };
-use crate::ir::op::HISTORY_ALIGN;
+use crate::ir::op::{HISTORY_ALIGN, UNIT_ROWS};
 use crate::ir::schedule::Schedule;
 use crate::ir::variant::{chunk_copiers, rows_on_tensor_cores};
 use crate::lower::{Batch, format_of, heads_per_task_most, lower_batch};
@@ -132,6 +133,13 @@ impl Slots {
     }
 }
 
+/// SMs of a kernel for rows, from those of one row: that many, or a few less with equal shares of every matvec of a layer, in units or in
+/// halves of them. Kernels for one row have no gain from equal halves (docs/perf-log.md, entry 42).
+fn even_sms_of_rows(graph: &ModelGraph, target: &Target, sms: u32) -> u32 {
+    let even = |unit: u32| even_sms(graph, sms, unit).filter(|_| target.kind == TargetKind::Cuda);
+    even(UNIT_ROWS).or_else(|| even(UNIT_ROWS / 2)).unwrap_or(sms)
+}
+
 /// The candidate of a kernel for rows, from that of one row: the same units, without what only one row can have. A chunk is a
 /// block of k, so slots are no larger; a task takes all query heads of a KV head, because there are enough tasks.
 fn candidate(
@@ -214,6 +222,7 @@ pub fn place_rows(
 ) -> Result<Schedule, Infeasible> {
     let row_bytes = |dim| cache_row_bytes(dim, precision.cache);
     let row_bytes = graph.layers.iter().map(|layer| row_bytes(layer.attn.head_dim)).max().unwrap_or(0);
+    let base = &Candidate { sms: even_sms_of_rows(graph, target, base.sms), ..base.clone() };
     let slots = Slots::of(graph, precision, room.rows, base.consumer_warps);
     let flight = Flight::of(graph, precision, room.rows, base.sms);
     let mut refused = Infeasible::HistoryChunk { slot_bytes: slots.bytes[0], rows: HISTORY_ALIGN, row_bytes };
