@@ -12,7 +12,7 @@ use crate::ir::layout::{GRANULE_BYTES, SmemNeeds, cache_row_bytes, chunk_bytes, 
 use crate::ir::op::{Attention, HISTORY_ALIGN, PARTIAL_HEADER, UNIT_ROWS};
 use crate::ir::schedule::Mechanism;
 use crate::ir::variant::{
-    AttentionVariant, POLL_BATCH, REDUCE_BATCH, granule_pairs, prefetch_v_rule, warps_per_head_rule,
+    AttentionVariant, LANES, POLL_BATCH, REDUCE_BATCH, prefetch_v_rule, warp_pairs, warps_per_head_rule,
 };
 use crate::lower::{
     HEADS_PER_TASK_MAX, attention_of, finest_unit_rows, format_of, heads_per_task_most, refuses_everywhere,
@@ -33,7 +33,7 @@ impl Candidate {
         let cpu = target.kind == TargetKind::Cpu;
         // A block without a unit of the head would release nothing at the end of a step.
         let sms = target.spec.sm_count.min(graph.vocab.div_ceil(UNIT_ROWS)).max(1);
-        let sms = if cpu { sms } else { even_sms(graph, sms, UNIT_ROWS).unwrap_or(sms) };
+        let sms = if cpu { sms } else { even_sms(graph, sms, &[UNIT_ROWS]) };
         // Eight warps have 168 registers each and half the barrier and instruction traffic of sixteen, and still take chunks
         // faster than memory brings them (docs/perf-log.md).
         let consumer_warps = if cpu { 1 } else { 8 };
@@ -134,23 +134,24 @@ fn up_rows(layer: &Layer) -> u32 {
     layer.mlp.gate.as_ref().map_or(0, |gate| gate.rows) + layer.mlp.up.rows
 }
 
-/// `sms`; or a few less, if these then have equal shares of every matvec of a layer in units of `unit` rows: no SM waits for one with more,
-/// and fewer SMs exchange (docs/perf-log.md, entries 12 and 13).
-fn even_sms(graph: &ModelGraph, sms: u32, unit: u32) -> Option<u32> {
-    let layer @ Layer { attn, mlp, .. } = graph.layers.first()?;
+/// `sms`; or a few less, if these then have equal shares of every matvec of a layer: no SM waits for one with more, and fewer SMs exchange
+/// (docs/perf-log.md, entries 12 and 13). Shares are in units of so many rows: of `unit_rows` the first with which it works.
+fn even_sms(graph: &ModelGraph, sms: u32, unit_rows: &[u32]) -> u32 {
+    let Some(layer @ Layer { attn, mlp, .. }) = graph.layers.first() else { return sms };
     let rows = [attn.q.rows + attn.k.rows + attn.v.rows, attn.o.rows, up_rows(layer), mlp.down.rows];
-    (sms - sms / 16..=sms).rev().find(|count| rows.iter().all(|rows| rows.is_multiple_of(count * unit)))
+    let even = |unit: &u32| {
+        (sms - sms / 16..=sms).rev().find(|count| rows.iter().all(|rows| rows.is_multiple_of(count * unit)))
+    };
+    unit_rows.iter().find_map(even).unwrap_or(sms)
 }
 
 /// Eight, or two where at least half of the lanes of a warp have no pair left to stage in the last turn of `down`: there two are as fast or
 /// faster, and elsewhere slower (docs/perf-log.md, entry 42). With codes nothing was measured.
 fn default_poll_pairs(graph: &ModelGraph, precision: Precision, warps: u32) -> u32 {
-    const LANES: u32 = 32;
     const FEW: u32 = 2;
     let Some(Layer { mlp, .. }) = graph.layers.first() else { return POLL_BATCH };
     let format = format_of(graph, &[&mlp.down], precision);
-    let granules = mlp.down.cols.div_ceil(format.granule_k()).div_ceil(warps);
-    let pairs = granules * granule_pairs(1, format, precision);
+    let pairs = warp_pairs(mlp.down.cols.div_ceil(format.granule_k()), warps, 1, format, precision);
     let is_few = format.is_plain() && pairs > FEW * LANES && (1..=LANES / 2).contains(&(pairs % LANES));
     if is_few { FEW } else { POLL_BATCH }
 }

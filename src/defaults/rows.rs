@@ -133,13 +133,6 @@ impl Slots {
     }
 }
 
-/// SMs of a kernel for rows, from those of one row: that many, or a few less with equal shares of every matvec of a layer, in units or in
-/// halves of them. Kernels for one row have no gain from equal halves (docs/perf-log.md, entry 42).
-fn even_sms_of_rows(graph: &ModelGraph, target: &Target, sms: u32) -> u32 {
-    let even = |unit: u32| even_sms(graph, sms, unit).filter(|_| target.kind == TargetKind::Cuda);
-    even(UNIT_ROWS).or_else(|| even(UNIT_ROWS / 2)).unwrap_or(sms)
-}
-
 /// The candidate of a kernel for rows, from that of one row: the same units, without what only one row can have. A chunk is a
 /// block of k, so slots are no larger; a task takes all query heads of a KV head, because there are enough tasks.
 fn candidate(
@@ -222,7 +215,12 @@ pub fn place_rows(
 ) -> Result<Schedule, Infeasible> {
     let row_bytes = |dim| cache_row_bytes(dim, precision.cache);
     let row_bytes = graph.layers.iter().map(|layer| row_bytes(layer.attn.head_dim)).max().unwrap_or(0);
-    let base = &Candidate { sms: even_sms_of_rows(graph, target, base.sms), ..base.clone() };
+    // Kernels for one row have no gain from equal shares in halves of units (docs/perf-log.md, entry 42), so `base` may have more SMs.
+    let sms = match target.kind {
+        TargetKind::Cpu => base.sms,
+        TargetKind::Cuda => even_sms(graph, base.sms, &[UNIT_ROWS, UNIT_ROWS / 2]),
+    };
+    let base = &Candidate { sms, ..base.clone() };
     let slots = Slots::of(graph, precision, room.rows, base.consumer_warps);
     let flight = Flight::of(graph, precision, room.rows, base.sms);
     let mut refused = Infeasible::HistoryChunk { slot_bytes: slots.bytes[0], rows: HISTORY_ALIGN, row_bytes };

@@ -141,14 +141,14 @@ impl RegisterTiling {
         chunk: u32,
     ) -> RegisterTiling {
         let (unit, warps) = (m.granules(format).max(1), machine.consumer_warps.max(1));
-        let granule_pairs = granule_pairs(m.parts(), format, precision);
+        let warp_pairs = warp_pairs(unit, warps, m.parts(), format, precision);
         RegisterTiling {
             granules: unit.min(chunk).div_ceil(warps).max(1),
             registers: granule_registers(format),
             of_chunk: chunk / unit,
             units: units.max(1),
             batch: machine.reduce_batch.max(1),
-            pairs: (unit.div_ceil(warps) * granule_pairs).div_ceil(32),
+            pairs: warp_pairs.div_ceil(LANES),
         }
     }
 
@@ -285,6 +285,11 @@ pub fn rows_pass_max(
 /// there can be at most 32 (`matvec.cuh`).
 pub fn granule_pairs(parts: u32, format: Format, precision: Precision) -> u32 {
     format.granule_k() * parts / pair_values(precision)
+}
+
+/// Pairs of packets that the lanes of a warp stage in turn, of the input of a unit of `granules`, which `warps` share.
+pub fn warp_pairs(granules: u32, warps: u32, parts: u32, format: Format, precision: Precision) -> u32 {
+    granules.div_ceil(warps) * granule_pairs(parts, format, precision)
 }
 
 /// Values of a pair of 8-byte packets: two times as many as 4 bytes hold.
