@@ -19,7 +19,8 @@ const ONE_ROW_PAGES: u64 = 2;
 /// Compares the logits of every row of every step, and each token that the kernel decides with the arg-max of its logits. First each
 /// row is a sequence of its own, decoded one position at a time with given tokens; in steps of one row two sequences take turns. Then a prompt is read in two chunks of all rows
 /// and one of half of them. Pages are taken from the pool as they come, so those of a sequence are not neighbours. A schedule of fewer rows
-/// than the session has is executed several times for each of its steps: a row has the bits that it has alone.
+/// than the session has is executed several times for each of its steps: a row has the bits that it has alone. No more positions are compared
+/// than the session's pages hold.
 ///
 /// # Errors
 /// The first row that is out of tolerance, or what interpreter or device refuse.
@@ -40,7 +41,8 @@ pub fn check_rows(
     let count = shape.rows.max(2).min(shape.sequences);
     let affordable = COST_MAX / parameters.max(1) / u64::from(count);
     let more = if shape.rows == 1 { ONE_ROW_PAGES * u64::from(shape.page_rows) } else { 0 };
-    let positions = affordable.clamp(2, POSITIONS_MAX + more).min(u64::from(shape.context_max)) as u32;
+    let in_pool = u64::from(shape.pages / count) * u64::from(shape.page_rows);
+    let positions = affordable.clamp(2, POSITIONS_MAX + more).min(u64::from(shape.context_max)).min(in_pool) as u32;
     let of_interp = Shape::of(&schedule.program).expect("validate: a kernel for rows has tables");
     let guards = [of_interp, shape].map(Guard::new);
     let mut both = Both { pool: Pool::new(shape), guards, interp, caches, session, judge, vocab };
