@@ -3,13 +3,13 @@
 use crate::candidate::{Candidate, Infeasible};
 use crate::ir::layout::{
     BlockLimits, GRANULE_BYTES, RING_SLOTS_MAX, RowNeeds, SmemNeeds, WORD_ROWS, block_granules, cache_row_bytes,
-    chunk_granules, chunk_rows, pack_bytes, placed_bytes, placement, smem_map,
+    chunk_granules, chunk_rows, chunk_rows_of_page, pack_bytes, placed_bytes, placement, smem_map,
 };
 use crate::ir::op::{Access, Attention, Epilogue, HISTORY_ALIGN, MatVec, Op, Role, UNIT_ROWS};
 use crate::ir::program::{Grid, LayerOp, Operand, Program, Rows, Second, Site, Space};
 use crate::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, Schedule, Scope, Source, Task, Wait};
 use crate::ir::variant::{
-    AttentionVariant, MatVecVariant, POLL_BATCH, REDUCE_BATCH_MAX, RegisterTiling, Variant, kernel_refuses,
+    AttentionVariant, MatVecVariant, POLL_BATCH, PassLimits, REDUCE_BATCH_MAX, RegisterTiling, Variant, kernel_refuses,
     lanes_of_rows, rows_pass_max, warps_per_head_rule,
 };
 use crate::ir::{BufferId, EventId, GridId, TaskId};
@@ -113,7 +113,9 @@ fn resolve_matvecs(schedule: &mut Schedule, target: &Target, c: &Candidate) -> R
             let (slot_bytes, warps) = (machine.ring.slot_bytes, machine.ring.arrivals);
             let chunk = m.block_of_k(format, BlockLimits { rows: program.rows, lanes, slot_bytes, warps });
             let moved = machine.loader_registers > 0;
-            let most = rows_pass_max(format, program.precision, tensor_cores, m.parts(), program.rows, units, moved);
+            let (parts, rows) = (m.parts(), program.rows);
+            let limits = PassLimits { tensor_cores, parts, rows, units, block: chunk, moved };
+            let most = rows_pass_max(format, program.precision, limits);
             let pass = units.div_ceil(units.div_ceil(most));
             let variant = MatVecVariant { units, chunk, block: unit, units_per_warp: 1, poll_batch: 1, granule, pass };
             variants.insert(GridId::from(g), Variant::MatVec(variant));
@@ -496,7 +498,11 @@ fn regime(
                 }
                 Op::Attention(a) => {
                     let row_bytes = cache_row_bytes(a.head_dim, program.precision.cache);
-                    let rows = chunk_rows(c.slot_bytes, row_bytes);
+                    let paging = grid.operand(Role::HistoryK).and_then(|o| program.buffers[o.buffer.index()].paging);
+                    let rows = match paging.filter(|_| for_rows(program)) {
+                        Some(paging) => chunk_rows_of_page(c.slot_bytes, row_bytes, paging.rows),
+                        None => chunk_rows(c.slot_bytes, row_bytes),
+                    };
                     if rows == 0 {
                         let slot_bytes = c.slot_bytes;
                         return Err(Infeasible::HistoryChunk { slot_bytes, rows: HISTORY_ALIGN, row_bytes });

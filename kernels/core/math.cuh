@@ -10,6 +10,27 @@ __device__ __forceinline__ void prefetch_near(const void* from) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(from));
 #endif
 }
+// A load of a constant that stays where it stands: the compiler would move a plain one to where its value is used.
+__device__ __forceinline__ float4 load_constant_here(const float4* from) {
+#ifndef __CUDA_ARCH__
+  return *from;
+#else
+  float4 v;
+  asm volatile("ld.global.nc.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from));
+  return v;
+#endif
+}
+// Keeps a value in a register from here on: the compiler would work it out again where it is used.
+__device__ __forceinline__ void keep(u32& v) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+r"(v));
+#endif
+}
+__device__ __forceinline__ void keep(u8*& v) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+l"(v));
+#endif
+}
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
   for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);

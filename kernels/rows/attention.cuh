@@ -267,7 +267,7 @@ struct RowsAttentionTensor {
     c.barrier();
     c.stamp(2);
     Records::merge(c, false, [](int) { return make_float2(0.f, 0.f); }, [&](int h, int d, float, float sum, float a, float b) {
-      publish_pair<G::HEADS * G::DIM>(c, e.out, own.row, (i * QUERIES + h) * G::DIM + d, __fdividef(a, sum), __fdividef(b, sum));
+      publish_pair<G::HEADS * G::DIM>(c, words_of<M, G::HEADS * G::DIM>(c, e.out), own.row, (i * QUERIES + h) * G::DIM + d, __fdividef(a, sum), __fdividef(b, sum));
     });
     // After publishing: no SM reads the row in this step. The end of the step releases it.
     if (i % (G::GROUP / QUERIES) == 0 && c.warp() == M::WARPS - 1) {
@@ -433,7 +433,7 @@ struct RowsAttentionLanes {
     c.barrier();
     c.stamp(2);
     Records::merge(c, false, [](int) { return make_float2(0.f, 0.f); }, [&](int h, int d, float, float sum, float a, float b) {
-      publish_pair<G::HEADS * G::DIM>(c, e.out, own.row, (i * QUERIES + h) * G::DIM + d, __fdividef(a, sum), __fdividef(b, sum));
+      publish_pair<G::HEADS * G::DIM>(c, words_of<M, G::HEADS * G::DIM>(c, e.out), own.row, (i * QUERIES + h) * G::DIM + d, __fdividef(a, sum), __fdividef(b, sum));
     });
     if (i % (G::GROUP / QUERIES) == 0) {
       const RowsParams& p = rows_params(c);
@@ -455,7 +455,7 @@ struct RowsAttention {
     if (!takes_part<M>(row)) {
       constexpr int COLS = G::HEADS_PER_TASK * G::DIM;
       const int first = int(uniform(e.lo)) * COLS;
-      for (int d = c.tid() * 2; d < COLS; d += M::WARPS * 64) clear_pair<G::HEADS * G::DIM>(c, e.out, row, first + d);
+      for (int d = c.tid() * 2; d < COLS; d += M::WARPS * 64) clear_pair<G::HEADS * G::DIM>(c, words_of<M, G::HEADS * G::DIM>(c, e.out), row, first + d);
       return;
     }
     if constexpr (AttentionTensor<M, G>::FITS)

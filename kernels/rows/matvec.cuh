@@ -13,7 +13,7 @@
 // block of k in turn (split k), as with one row. A lane loads 16 bytes of row lane / 4 of W, and the same 16 bytes of k of rows lane / 4
 // and lane / 4 + 8 of x: as operands of m16n8k16 they are a permutation of k that both sides share.
 // A warp holds the input of a block of k in registers while it multiplies it with that block of all units of the pass, and the next block
-// is on its way.
+// is on its way. What does not depend on the input comes before the wait for it: each instruction after that wait delays all other SMs.
 #pragma once
 
 template <class M, class G>
@@ -73,10 +73,22 @@ struct RowsEpilogue {
   int row, pair, unit_of_batch;
   float factor, best;
   int best_id;
+  u32 takes; // whether `row` takes part
+  u8* out;   // words of the result; null: scores
 
-  __device__ __forceinline__ explicit RowsEpilogue(const Context<M>& c)
+  __device__ __forceinline__ RowsEpilogue(const Context<M>& c, u8* out)
       : row(c.tid() / 4 % M::ROWS), pair(c.tid() % 4), unit_of_batch(c.tid() / S::UNIT_THREADS), factor(1.f), best(NEGATIVE_INFINITY),
-        best_id(0x7fffffff) {}
+        best_id(0x7fffffff), takes(takes_part<M>(row)), out(out) {
+    // Codes need their registers for scales.
+    if constexpr (!S::Weights::CODED) keep(takes), keep(this->out);
+  }
+  // Words that op E writes.
+  template <class E>
+  static __device__ __forceinline__ u8* words(const Context<M>& c, const Entry& e) {
+    constexpr int COLS = E::EPILOGUE == Epilogue::GATED ? E::ROWS / 2 : E::ROWS;
+    if constexpr (E::EPILOGUE == Epilogue::LOGITS || !E::PUBLISH) return nullptr;
+    return words_of<M, COLS>(c, e.out);
+  }
 
   // Called after the first barrier of a task.
   __device__ __forceinline__ void load_factor(const Context<M>& c) {
@@ -111,21 +123,20 @@ struct RowsEpilogue {
   __device__ __forceinline__ void run(Context<M>& c, const Entry& e, const float* sums, int first, int n) {
     if (unit_of_batch >= n) return;
     const int unit = first + unit_of_batch;
-    const bool takes = takes_part<M>(row);
     const float* mine = sums + unit_of_batch * S::UNIT_SUMS;
     if constexpr (E::EPILOGUE == Epilogue::GATED) {
       const int col = unit * 4 + pair * 2;
       if (pair >= 2 || col >= E::ROWS / 2) return;
-      if (!takes) return clear_pair<E::ROWS / 2>(c, e.out, row, col);
+      if (!takes) return clear_pair<E::ROWS / 2>(c, out, row, col);
       float2 gate = sum(mine, pair * 2), up = sum(mine, 4 + pair * 2);
       scale_and_bias<E>(c, e, unit, pair * 2, gate);
       scale_and_bias<E>(c, e, unit, 4 + pair * 2, up);
-      publish_pair<E::ROWS / 2>(c, e.out, row, col, activate<E::ACT>(gate.x) * up.x, activate<E::ACT>(gate.y) * up.y);
+      publish_pair<E::ROWS / 2>(c, out, row, col, activate<E::ACT>(gate.x) * up.x, activate<E::ACT>(gate.y) * up.y);
     } else {
       const int col = unit * G::UNIT_ROWS + pair * 2;
       if (pair >= S::PAIRS || col >= E::ROWS) return;
       if (!takes) {
-        if constexpr (E::PUBLISH && E::EPILOGUE != Epilogue::LOGITS) clear_pair<E::ROWS>(c, e.out, row, col);
+        if constexpr (E::PUBLISH && E::EPILOGUE != Epilogue::LOGITS) clear_pair<E::ROWS>(c, out, row, col);
         return;
       }
       float2 y = sum(mine, pair * 2);
@@ -140,7 +151,7 @@ struct RowsEpilogue {
           y = make_float2(old.x + E::SCALE * y.x, old.y + E::SCALE * y.y);
           *own = y;
         }
-        if constexpr (E::PUBLISH) publish_pair<E::ROWS>(c, e.out, row, col, y.x, y.y);
+        if constexpr (E::PUBLISH) publish_pair<E::ROWS>(c, out, row, col, y.x, y.y);
       }
     }
   }
@@ -201,6 +212,7 @@ struct RowsEpilogue {
 constexpr int RESIDENT_BLOCKS = 2;
 // Most turns, over all blocks that are kept, that have code of their own.
 constexpr int STRAIGHT_TURNS = 7;
+constexpr int FEW_TURNS = 2;
 
 // A number as a type.
 template <int N>
@@ -256,6 +268,27 @@ struct RowsMatVecTensor {
   typedef RowsCodes<M, G, S, N, AT_ONCE> Codes;
   typedef float Sums[AT_ONCE][SUM_PARTS][LANE_SUMS];
   typedef typename Codes::Input Input;
+  // Weights of a turn that a lane multiplies with a block of the input.
+  typedef uint4 Weights[AT_ONCE][WARP_GRANULES];
+  static constexpr bool PLAIN = !S::Weights::CODED;
+
+  // If k is short and there are several passes, a warp keeps its whole input; else it has a block and the next one. Ops that share code have
+  // different numbers of blocks.
+  static constexpr bool RESIDENT = S::BLOCKS <= RESIDENT_BLOCKS && G::UNITS > PASS && sizeof...(Others) == 0;
+  static constexpr int KEPT = RESIDENT ? S::BLOCKS : 1;
+  static constexpr bool ONE_PASS = G::UNITS <= G::PASS && ((Others::UNITS <= Others::PASS) && ...);
+  // An SM keeps 128 KiB of code. If a layer has more, the SM fetches it again in each layer, from the L2 that brings its weights. So many
+  // turns are a loop, in which only products and stores of sums have code for each turn, because registers have no index; few turns have
+  // code of their own, which is faster (docs/perf-log.md, entry 38).
+  static constexpr bool LOOPS = PLAIN && TURNS * KEPT > STRAIGHT_TURNS;
+  // Each block of the input meets weights that are in registers already; with 16 rows there is room for them if there are few turns.
+  static constexpr bool WEIGHTS_FIRST = PLAIN && !RESIDENT && (GROUPS == 1 || TURNS <= FEW_TURNS);
+  // A turn's products are two sums, so that each product waits for fewer before it.
+  static constexpr bool TWO_SUMS = PLAIN && GROUPS == 1 && TURNS <= FEW_TURNS;
+  // The weights of the norm are in registers, too.
+  static constexpr bool NORM_FIRST = PLAIN && S::BLOCKS == 1 && G::NORM == Norm::RMS;
+  // Tensor cores add up squares: they are the diagonal of x x^T.
+  static constexpr bool SQUARES_BY_PRODUCT = PLAIN && GROUPS == 1 && G::NORM == Norm::RMS;
 
   // Whether an op can share this code.
   template <class Other>
@@ -272,12 +305,13 @@ struct RowsMatVecTensor {
     u32 group_bytes; // of 8 rows of them
     int blocks;      // of k
     int pass;        // units
+    u8* out;         // words of the result
   };
   static __device__ __forceinline__ Extent extent(const Context<M>& c, const Entry& e, int which) {
     Extent of{};
     Ops::with(which, [&](auto op) {
       typedef typename decltype(op)::Type E;
-      of = Extent{words_of<M, E::K>(c, e.x), Words<M, E::K>::GROUP_BYTES, RowsMatVecShape<M, E>::BLOCKS, E::PASS};
+      of = Extent{words_of<M, E::K>(c, e.x), Words<M, E::K>::GROUP_BYTES, RowsMatVecShape<M, E>::BLOCKS, E::PASS, RowsEpilogue<M, G>::template words<E>(c, e)};
     });
     return of;
   }
@@ -296,9 +330,7 @@ struct RowsMatVecTensor {
     return uniform(rows_state<M>().active[first / 32]) >> first % 32;
   }
   static __device__ __forceinline__ bool wants(const Context<M>& c, int block, int i, u32 active) {
-    const int h = i % GROUPS, p = i / GROUPS % K_PARTS, j = i / GROUPS / K_PARTS;
-    const int granule = block * S::BLOCK + S::in_block(c, j);
-    return S::exists(c, block, j) && (W::PIECES == S::UNIT_GRANULES * K_PARTS * 4 || (granule * K_PARTS + p) * 4 + c.lane() % 4 < W::PIECES) && (active >> (h * 8 + c.lane() / 4) & 1);
+    return has_columns(c, block, i) && (active >> (i % GROUPS * 8 + c.lane() / 4) & 1);
   }
   static __device__ __forceinline__ void issue(const Context<M>& c, const Extent& of, int block, u32 active, uint4 (&v)[N]) {
     const u8* base = of.x + lane_at(c, of, block);
@@ -353,47 +385,89 @@ struct RowsMatVecTensor {
     return ((block * S::BLOCK + S::in_block(c, j)) * K_PARTS + p) * 32 + c.lane() % 4 * 8;
   }
 
-  // The norm of a block of the input, in place.
-  static __device__ __forceinline__ void normalise(const Context<M>& c, const Entry& e, int block, const Means& m, uint4 (&v)[N],
-                                                   float (&squares)[GROUPS]) {
-    if constexpr (G::NORM != Norm::NONE) {
-#pragma unroll
-    for (int i = 0; i < N; i += GROUPS) {
-      const int p = i / GROUPS % K_PARTS, j = i / GROUPS / K_PARTS;
-      const int granule = block * S::BLOCK + S::in_block(c, j), col = first_col(c, block, i);
-      const bool there = S::exists(c, block, j) && (W::PIECES == S::UNIT_GRANULES * K_PARTS * 4 || (granule * K_PARTS + p) * 4 + c.lane() % 4 < W::PIECES);
-      float w[8] = {}, b[8] = {};
-      const auto load = [&](u32 at, float (&to)[8]) {
-        const float4* from = reinterpret_cast<const float4*>(c.template constant<float>(at) + col);
-        const float4 lo = __ldg(from), hi = __ldg(from + 1);
-        to[0] = lo.x, to[1] = lo.y, to[2] = lo.z, to[3] = lo.w, to[4] = hi.x, to[5] = hi.y, to[6] = hi.z, to[7] = hi.w;
-      };
-      if (there) load(e.norm_weight, w);
-      if (G::NORM == Norm::LAYER && there && e.norm_bias != ~0u) load(e.norm_bias, b);
-#pragma unroll
-      for (int h = 0; h < GROUPS; h++) {
-        float x[8];
-        unpack_piece<M>(v[i + h], x);
-#pragma unroll
-        for (int k = 0; k < 8; k++) {
-          if constexpr (G::NORM == Norm::RMS) {
-            squares[h] += x[k] * x[k];
-            x[k] *= w[k];
-          } else {
-            x[k] = col + k < G::K ? (x[k] - m.mean[h]) * m.factor[h] * w[k] + b[k] : 0.f;
-          }
-        }
-        v[i + h] = make_uint4(bf16_pair(x[0], x[1]), bf16_pair(x[2], x[3]), bf16_pair(x[4], x[5]), bf16_pair(x[6], x[7]));
-      }
+  // Whether piece i of a block has columns of the input.
+  static __device__ __forceinline__ bool has_columns(const Context<M>& c, int block, int i) {
+    const int p = i / GROUPS % K_PARTS, j = i / GROUPS / K_PARTS;
+    const int granule = block * S::BLOCK + S::in_block(c, j);
+    return S::exists(c, block, j) && (W::PIECES == S::UNIT_GRANULES * K_PARTS * 4 || (granule * K_PARTS + p) * 4 + c.lane() % 4 < W::PIECES);
+  }
+  // Weights or biases of a norm for a piece.
+  struct NormPiece {
+    float4 lo, hi;
+    __device__ __forceinline__ float at(int k) const {
+      const float4 v = k < 4 ? lo : hi;
+      return k % 4 == 0 ? v.x : (k % 4 == 1 ? v.y : (k % 4 == 2 ? v.z : v.w));
     }
+  };
+  // Loaded where this stands, because the compiler would move a plain load to where it is used.
+  static __device__ __forceinline__ NormPiece load_norm(const Context<M>& c, u32 at, int block, int i) {
+    NormPiece piece{make_float4(0.f, 0.f, 0.f, 0.f), make_float4(0.f, 0.f, 0.f, 0.f)};
+    if (!has_columns(c, block, i)) return piece;
+    const float4* from = reinterpret_cast<const float4*>(c.template constant<float>(at) + first_col(c, block, i));
+    if constexpr (NORM_FIRST)
+      piece.lo = load_constant_here(from), piece.hi = load_constant_here(from + 1);
+    else
+      piece.lo = __ldg(from), piece.hi = __ldg(from + 1);
+    return piece;
+  }
+  struct NormWeights {
+    NormPiece of[NORM_FIRST ? N / GROUPS : 1];
+  };
+  typedef float Squares[SQUARES_BY_PRODUCT ? 8 : GROUPS];
+  static __device__ __forceinline__ void add_squares(const uint4 v, const float (&x)[8], int h, Squares& squares) {
+    if constexpr (SQUARES_BY_PRODUCT) {
+      tensor_product(squares[0], squares[1], squares[2], squares[3], v.x, v.x, v.y, v.y, v.x, v.y);
+      tensor_product(squares[4], squares[5], squares[6], squares[7], v.z, v.z, v.w, v.w, v.z, v.w);
+    } else {
+#pragma unroll
+      for (int k = 0; k < 8; k++) squares[h] += x[k] * x[k];
+    }
+  }
+  static __device__ __forceinline__ void put_squares(const Context<M>& c, const Squares& squares) {
+    if constexpr (SQUARES_BY_PRODUCT) {
+      // Row lane / 4 of the products, and columns lane % 4 * 2 and one more.
+      const int row = c.lane() / 4;
+      const float even = squares[0] + squares[4], odd = squares[1] + squares[5];
+      if (c.lane() % 4 == row / 2) rows_state<M>().stat[c.task & 1][1][S::k_group(c)][row] = row % 2 == 0 ? even : odd;
+    } else {
+      put_row_statistic<M, GROUPS>(c, 1, squares);
     }
   }
 
-  // Multiplies the next chunks, of `AT_ONCE` units or of a lone one that stands for both, with the block of the input in `x`. These units
-  // are turn `turn` of the pass.
-  static __device__ __forceinline__ void multiply(Context<M>& c, int block, bool lone, const uint4 (&x)[N], int turn, Sums (&sums)[TURNS]) {
+  // The norm of a block of the input, in place.
+  static __device__ __forceinline__ void normalise(const Context<M>& c, const Entry& e, int block, const Means& m, const NormWeights& held,
+                                                   uint4 (&v)[N], Squares& squares) {
+    if constexpr (G::NORM != Norm::NONE) {
+#pragma unroll
+      for (int i = 0; i < N; i += GROUPS) {
+        const int col = first_col(c, block, i);
+        NormPiece w, b{};
+        if constexpr (NORM_FIRST)
+          w = held.of[i / GROUPS];
+        else
+          w = load_norm(c, e.norm_weight, block, i);
+        if (G::NORM == Norm::LAYER && e.norm_bias != ~0u) b = load_norm(c, e.norm_bias, block, i);
+#pragma unroll
+        for (int h = 0; h < GROUPS; h++) {
+          float x[8];
+          unpack_piece<M>(v[i + h], x);
+          if constexpr (G::NORM == Norm::RMS) add_squares(v[i + h], x, h, squares);
+#pragma unroll
+          for (int k = 0; k < 8; k++) {
+            if constexpr (G::NORM == Norm::RMS)
+              x[k] *= w.at(k);
+            else
+              x[k] = col + k < G::K ? (x[k] - m.mean[h]) * m.factor[h] * w.at(k) + b.at(k) : 0.f;
+          }
+          v[i + h] = make_uint4(bf16_pair(x[0], x[1]), bf16_pair(x[2], x[3]), bf16_pair(x[4], x[5]), bf16_pair(x[6], x[7]));
+        }
+      }
+    }
+  }
+
+  // Takes the next chunks: of a block of k of `AT_ONCE` units, or of a lone one that stands for both.
+  static __device__ __forceinline__ void fetch(Context<M>& c, int block, bool lone, Weights& w) {
     RowsChunks<M, AT_ONCE> chunks(c, lone);
-    uint4 w[AT_ONCE][WARP_GRANULES];
 #pragma unroll
     for (int j = 0; j < WARP_GRANULES; j++)
 #pragma unroll
@@ -402,28 +476,47 @@ struct RowsMatVecTensor {
         w[u][j] = S::exists(c, block, j) ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
       }
     chunks.release(c);
+  }
+  // Multiplies these units, which are turn `turn` of the pass, with the block of the input in `x`.
+  static __device__ __forceinline__ void multiply(const Weights& w, const uint4 (&x)[N], int turn, Sums (&sums)[TURNS]) {
     pick<0, TURNS>(turn, [&](auto which) {
       Sums& d = sums[which.VALUE];
-#pragma unroll
-      for (int j = 0; j < WARP_GRANULES; j++)
-#pragma unroll
-        for (int p = 0; p < K_PARTS; p++) {
-          const uint4 first = x[(j * K_PARTS + p) * GROUPS];
-          if constexpr (GROUPS == 2) {
-            const uint4 second = x[(j * K_PARTS + p) * GROUPS + 1];
-#pragma unroll
-            for (int u = 0; u < AT_ONCE; u++)
-              tensor_product(d[u][p][0], d[u][p][1], d[u][p][2], d[u][p][3], first.x, first.y, first.z, first.w, w[u][j].x, w[u][j].y);
-#pragma unroll
-            for (int u = 0; u < AT_ONCE; u++)
-              tensor_product(d[u][p][0], d[u][p][1], d[u][p][2], d[u][p][3], second.x, second.y, second.z, second.w, w[u][j].z, w[u][j].w);
-          } else {
-            const uint4 v = w[0][j], u = w[1][j];
-            tensor_product(d[0][p][0], d[0][p][1], d[1][p][0], d[1][p][1], v.x, u.x, v.y, u.y, first.x, first.y);
-            tensor_product(d[0][p][0], d[0][p][1], d[1][p][0], d[1][p][1], v.z, u.z, v.w, u.w, first.z, first.w);
-          }
-        }
+      if constexpr (GROUPS == 2)
+        multiply_16(w, x, d);
+      else
+        multiply_8(w, x, d);
     });
+  }
+  static __device__ __forceinline__ void multiply_16(const Weights& w, const uint4 (&x)[N], Sums& d) {
+#pragma unroll
+    for (int j = 0; j < WARP_GRANULES; j++)
+#pragma unroll
+      for (int p = 0; p < K_PARTS; p++) {
+        const uint4 first = x[(j * K_PARTS + p) * GROUPS], second = x[(j * K_PARTS + p) * GROUPS + 1];
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; u++)
+          tensor_product(d[u][p][0], d[u][p][1], d[u][p][2], d[u][p][3], first.x, first.y, first.z, first.w, w[u][j].x, w[u][j].y);
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; u++)
+          tensor_product(d[u][p][0], d[u][p][1], d[u][p][2], d[u][p][3], second.x, second.y, second.z, second.w, w[u][j].z, w[u][j].w);
+      }
+  }
+  static __device__ __forceinline__ void multiply_8(const Weights& w, const uint4 (&x)[N], Sums& d) {
+    Sums other = {};
+    Sums& e = TWO_SUMS ? other : d;
+#pragma unroll
+    for (int j = 0; j < WARP_GRANULES; j++)
+#pragma unroll
+      for (int p = 0; p < K_PARTS; p++) {
+        const uint4 in = x[j * K_PARTS + p], v = w[0][j], u = w[1][j];
+        tensor_product(d[0][p][0], d[0][p][1], d[1][p][0], d[1][p][1], v.x, u.x, v.y, u.y, in.x, in.y);
+        tensor_product(e[0][p][0], e[0][p][1], e[1][p][0], e[1][p][1], v.z, u.z, v.w, u.w, in.z, in.w);
+      }
+    if constexpr (TWO_SUMS)
+#pragma unroll
+      for (int p = 0; p < K_PARTS; p++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) d[i / 2][p][i % 2] += other[i / 2][p][i % 2];
   }
   // Stores a warp's sums of a unit in shared memory, [row][column]; a column takes the sums of its own part of k.
   static __device__ __forceinline__ void put(const Context<M>& c, float* to, const float (&d)[SUM_PARTS][LANE_SUMS]) {
@@ -449,24 +542,22 @@ struct RowsMatVecTensor {
     }
   }
 
-  // If k is short and there are several passes, a warp keeps its whole input; else it has a block and the next one. Ops that share code have
-  // different numbers of blocks.
-  static constexpr bool RESIDENT = S::BLOCKS <= RESIDENT_BLOCKS && G::UNITS > PASS && sizeof...(Others) == 0;
-  static constexpr int KEPT = RESIDENT ? S::BLOCKS : 1;
-  // An SM keeps 128 KiB of code. If a layer has more, the SM fetches it again in each layer, from the L2 that brings its weights. So many
-  // turns are a loop, in which only products and stores of sums have code for each turn, because registers have no index; few turns have
-  // code of their own, which is faster (docs/perf-log.md, entry 38).
-  static constexpr bool LOOPS = !S::Weights::CODED && TURNS * KEPT > STRAIGHT_TURNS;
-
-  // Multiplies a block of the input with the units of a pass: `here` of them.
-  static __device__ __forceinline__ void add(Context<M>& c, int block, const uint4 (&x)[N], const Input& input, int here, Sums (&d)[TURNS]) {
-    repeat<LOOPS, TURNS>([&](int turn) { return turn * AT_ONCE < here; }, [&](int turn) {
-      const bool lone = turn * AT_ONCE + 1 >= here;
-      if constexpr (S::Weights::CODED)
-        Codes::multiply(c, block, lone, x, input, d[turn]);
-      else
-        multiply(c, block, lone, x, turn, d);
-    });
+  // Multiplies a block of the input with the units of a pass: `here` of them. `first`: weights of the first turn, if they are there before.
+  static __device__ __forceinline__ void add(Context<M>& c, int block, const Weights& first, const uint4 (&x)[N], const Input& input, int here, Sums (&d)[TURNS]) {
+    constexpr int DONE = WEIGHTS_FIRST ? 1 : 0; // turns
+    if constexpr (WEIGHTS_FIRST) multiply(first, x, 0, d);
+    if constexpr (TURNS > DONE)
+      repeat<LOOPS, TURNS - DONE>([&](int i) { return (i + DONE) * AT_ONCE < here; }, [&](int i) {
+        const int turn = i + DONE;
+        const bool lone = turn * AT_ONCE + 1 >= here;
+        if constexpr (PLAIN) {
+          Weights w;
+          fetch(c, block, lone, w);
+          multiply(w, x, turn, d);
+        } else {
+          Codes::multiply(c, block, lone, x, input, d[turn]);
+        }
+      });
   }
   // Brings the sums of a pass from registers to shared memory and completes them: of `here` units, from unit `first` of the task on.
   static __device__ __forceinline__ void end_pass(Context<M>& c, const Entry& e, int which, RowsEpilogue<M, G>& epilogue, const Sums (&d)[TURNS], int first, int here) {
@@ -492,7 +583,7 @@ struct RowsMatVecTensor {
   // All SMs reach a norm at about the same time, and would wait for its weights when their input is there.
   static __device__ __forceinline__ void prefetch_norm(const Context<M>& c, const Entry& e) {
     constexpr int LINE = 128 / sizeof(float);
-    if constexpr (G::NORM != Norm::NONE)
+    if constexpr (G::NORM != Norm::NONE && !NORM_FIRST)
       for (int at = c.tid() * LINE; at < G::K; at += S::THREADS * LINE) prefetch_near(c.template constant<float>(e.norm_weight) + at);
   }
 
@@ -503,45 +594,51 @@ struct RowsMatVecTensor {
     const int units = int(uniform(e.hi - e.lo));
     Means means{};
     if constexpr (G::NORM == Norm::LAYER) means = layer_statistics(c, x, active);
-    RowsEpilogue<M, G> epilogue(c);
+    RowsEpilogue<M, G> epilogue(c, x.out);
     uint4 words[KEPT][N], operands[KEPT][N];
     Input inputs[KEPT];
-    float squares[GROUPS] = {};
+    NormWeights norms[KEPT];
+    Squares squares = {};
     const auto take = [&](int block, int i) {
       settle(c, x, block, words[i]);
-      normalise(c, e, block, means, words[i], squares);
+      normalise(c, e, block, means, norms[i], words[i], squares);
       Codes::prepare(words[i], operands[i], inputs[i]);
     };
 #pragma unroll
     for (int i = 0; i < KEPT; i++) issue(c, x, i, active, words[i]);
+    if constexpr (NORM_FIRST)
+#pragma unroll
+      for (int i = 0; i < N; i += GROUPS) norms[0].of[i / GROUPS] = load_norm(c, e.norm_weight, 0, i);
     if constexpr (RESIDENT) {
 #pragma unroll
       for (int block = 0; block < KEPT; block++) take(block, block);
       c.stamp(1);
-      if constexpr (G::NORM == Norm::RMS) put_row_statistic<M, GROUPS>(c, 1, squares);
+      if constexpr (G::NORM == Norm::RMS) put_squares(c, squares);
     }
 #pragma unroll 1
-    for (int first = 0; first < units; first += x.pass) {
-      const int here = min(x.pass, units - first);
+    for (int first = 0; first < (ONE_PASS ? 1 : units); first += ONE_PASS ? 1 : x.pass) {
+      const int here = ONE_PASS ? units : min(x.pass, units - first);
       Sums d[TURNS] = {};
+      Weights w;
       if constexpr (RESIDENT) {
 #pragma unroll
-        for (int block = 0; block < KEPT; block++) add(c, block, operands[block], inputs[block], here, d);
+        for (int block = 0; block < KEPT; block++) add(c, block, w, operands[block], inputs[block], here, d);
       } else {
 #pragma unroll 1
         for (int block = 0; block < x.blocks; block++) {
+          if constexpr (WEIGHTS_FIRST) fetch(c, block, here < 2, w);
           take(block, 0);
           if (first == 0 && block == 0) c.stamp(1);
           // The first block of the next pass follows the last one of this pass.
           const bool more = block + 1 < x.blocks;
-          if (more || first + x.pass < units) issue(c, x, more ? block + 1 : 0, active, words[0]);
-          add(c, block, operands[0], inputs[0], here, d);
+          if (more || (!ONE_PASS && first + x.pass < units)) issue(c, x, more ? block + 1 : 0, active, words[0]);
+          add(c, block, w, operands[0], inputs[0], here, d);
         }
         // Later passes add the same squares again; nothing reads those.
         if constexpr (G::NORM == Norm::RMS)
-          if (first == 0) put_row_statistic<M, GROUPS>(c, 1, squares);
+          if (first == 0) put_squares(c, squares);
       }
-      if (first + x.pass >= units) c.stamp(2);
+      if (ONE_PASS || first + x.pass >= units) c.stamp(2);
       end_pass(c, e, which, epilogue, d, first, here);
     }
     Ops::with(which, [&](auto op) {
@@ -668,7 +765,7 @@ struct RowsMatVecLanes {
     const int units = int(uniform(e.hi - e.lo)), passes = ceil_div(units, PASS);
     const u8* x = words_of<M, G::K>(c, e.x);
     if constexpr (G::NORM != Norm::NONE) statistics(c, x);
-    RowsEpilogue<M, G> epilogue(c);
+    RowsEpilogue<M, G> epilogue(c, RowsEpilogue<M, G>::template words<G>(c, e));
 #pragma unroll 1
     for (int pass = 0; pass < passes; pass++) {
       const int first = pass * PASS, here = min(PASS, units - first);

@@ -96,7 +96,7 @@ struct RowsEmbed {
     for (int i = c.tid(); i < pairs * M::ROWS; i += M::WARPS * 32) {
       const int row = i / pairs, col = first + i % pairs * 2;
       if (!takes_part<M>(row)) {
-        clear_pair<G::HIDDEN>(c, e.out, row, col);
+        clear_pair<G::HIDDEN>(c, words_of<M, G::HIDDEN>(c, e.out), row, col);
         continue;
       }
       const TableRow<M, G> from(c.template constant<u8>(e.table), u32(rows_state<M>().token[row]));
@@ -104,7 +104,7 @@ struct RowsEmbed {
       float* mine = c.residual() + row * M::RESIDUAL_COLS + e.residual + (col - first);
       mine[0] = a;
       mine[1] = b;
-      publish_pair<G::HIDDEN>(c, e.out, row, col, a, b);
+      publish_pair<G::HIDDEN>(c, words_of<M, G::HIDDEN>(c, e.out), row, col, a, b);
     }
     c.barrier();
   }
@@ -152,7 +152,7 @@ struct RowsNormAdd {
     for (int i = c.tid(); i < pairs * M::ROWS; i += M::WARPS * 32) {
       const int row = i / pairs, col = first + i % pairs * 2;
       if (!takes_part<M>(row)) {
-        clear_pair<G::WIDTH>(c, e.out, row, col);
+        clear_pair<G::WIDTH>(c, words_of<M, G::WIDTH>(c, e.out), row, col);
         continue;
       }
       const float factor = rsqrtf(rows_state<M>().stat[c.task & 1][1][0][row] * (1.f / G::WIDTH) + G::EPS);
@@ -169,7 +169,7 @@ struct RowsNormAdd {
 #pragma unroll
       for (int k = 0; k < 2; k++)
         if (col + k < last) own[k] += G::SCALE * (x[k] * factor * weight[col + k]);
-      publish_pair<G::WIDTH>(c, e.out, row, col, own[0], col + 1 < last ? own[1] : 0.f);
+      publish_pair<G::WIDTH>(c, words_of<M, G::WIDTH>(c, e.out), row, col, own[0], col + 1 < last ? own[1] : 0.f);
     }
     c.barrier();
   }

@@ -51,12 +51,11 @@ __device__ __forceinline__ void publish_word(const Context<M>& c, u8* to, u32 at
   store_word(reinterpret_cast<u32*>(other + at), NO_WORD);
 }
 
-// Publishes columns `col` (even) and `col + 1` of a row that takes part, and clears those of the other phase. Readers take whole
-// pieces, so the owner of the last column fills the rest of its piece with zeros.
+// Publishes columns `col` (even) and `col + 1` of a row that takes part in the phase `to`, and clears those of the other phase. Readers take
+// whole pieces, so the owner of the last column fills the rest of its piece with zeros.
 template <int COLS, class M>
-__device__ __forceinline__ void publish_pair(const Context<M>& c, u32 buffer, int row, int col, float a, float b, bool takes_part = true) {
+__device__ __forceinline__ void publish_pair(const Context<M>& c, u8* to, int row, int col, float a, float b, bool takes_part = true) {
   typedef Words<M, COLS> W;
-  u8* to = words_of<M, COLS>(c, buffer);
   if (col + 1 >= COLS) b = 0.f;
   const auto store = [&](int at, float x, float y) {
     if constexpr (M::WIRE == Elem::BF16) {
@@ -73,8 +72,8 @@ __device__ __forceinline__ void publish_pair(const Context<M>& c, u32 buffer, in
 }
 // The same for a row that takes no part: it only clears.
 template <int COLS, class M>
-__device__ __forceinline__ void clear_pair(const Context<M>& c, u32 buffer, int row, int col) {
-  publish_pair<COLS>(c, buffer, row, col, 0.f, 0.f, false);
+__device__ __forceinline__ void clear_pair(const Context<M>& c, u8* to, int row, int col) {
+  publish_pair<COLS>(c, to, row, col, 0.f, 0.f, false);
 }
 
 // Values 2n and 2n + 1 of a piece, or value n of fp32.

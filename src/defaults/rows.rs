@@ -32,10 +32,12 @@ pub fn kernel_rows(graph: &ModelGraph, precision: Precision, target: &Target) ->
 
 /// Bytes of a slot; the first that fits counts: a block of k of a unit of plain weights, or a part of one on GPUs with little shared memory.
 const SLOT_BYTES: [u32; 3] = [16 << 10, 8 << 10, 4 << 10];
-/// Slots of a ring with slots of the largest size; with smaller slots, as many bytes.
+/// Most bytes of a slot that holds a longer block of k of plain weights, of steps of up to 16 rows (docs/perf-log.md, entry 43).
+const WIDE_SLOT_BYTES: u32 = 20 << 10;
+/// Slots of a ring with slots of [`SLOT_BYTES`]`[0]`; with others, as many bytes.
 const RING_SLOTS: u32 = 12;
 
-/// Copies in flight of a kernel for rows, in slots of the largest size: most while at least `free` slots are free, and otherwise.
+/// Copies in flight of a kernel for rows, in slots of [`SLOT_BYTES`]`[0]`: most while at least `free` slots are free, and otherwise.
 struct Flight {
     high: u32,
     low: u32,
@@ -92,23 +94,24 @@ struct Slots {
     all: Vec<u32>,
     /// Bytes of most chunks where slots have the first size.
     chunk: u32,
+    is_plain: bool,
 }
 
 impl Slots {
     /// Slots hold a block of k of 8 rows of the matrices that are codes, or are as those of bf16 where there are none. At 16 rows blocks
     /// are half as long; slots are not, because short chunks of the history would cost more. Blocks of more rows are shorter, too, and
     /// tiles of a wide head may want more than 4 KiB.
-    fn of(graph: &ModelGraph, precision: Precision, rows: u32, warps: u32) -> Slots {
+    fn of(graph: &ModelGraph, precision: Precision, target: &Target, rows: u32, warps: u32) -> Slots {
         let coded: Vec<_> = formats(graph, precision).filter(|(format, _)| !format.is_plain()).collect();
         let granules = |format: Format, k: u32, rows: u32| k.min(BLOCK_VALUES / rows).div_ceil(format.granule_k());
         let Some(granule) = coded.iter().map(|&(format, k)| format.granule_bytes(k)).max() else {
             let [large, middle, small] = SLOT_BYTES;
             let bytes = match rows.div_ceil(WARP_ROWS) {
-                0 | 1 => vec![large, middle, small],
+                0 | 1 => wide_slot(graph, precision, target).into_iter().chain([large, middle, small]).collect(),
                 2 => vec![middle, small],
                 _ => vec![small, middle],
             };
-            return Slots { chunk: bytes[0], bytes, all: SLOT_BYTES.to_vec() };
+            return Slots { chunk: bytes[0], bytes, all: SLOT_BYTES.to_vec(), is_plain: true };
         };
         let most = |rows: u32| coded.iter().map(|&(format, k)| granules(format, k, rows)).max().unwrap_or(1);
         // A power of two of codes, and their scales: pages become powers of two, which divide the usual contexts.
@@ -119,18 +122,33 @@ impl Slots {
             block.next_multiple_of(GRANULE_BYTES)
         };
         let bytes = [1, 2, 4].map(bytes).to_vec();
-        Slots { all: bytes.clone(), bytes, chunk: most(rows.next_multiple_of(WORD_ROWS)) * granule }
+        Slots { all: bytes.clone(), bytes, chunk: most(rows.next_multiple_of(WORD_ROWS)) * granule, is_plain: false }
     }
 
-    /// How many of these chunks are as many bytes as `n` chunks of bf16.
+    /// How many of these chunks are as many bytes as `n` chunks of 16 KiB.
     fn chunks(&self, n: u32) -> u32 {
-        (n * SLOT_BYTES[0] / self.chunk.max(1)).max(n)
+        let bytes = n * SLOT_BYTES[0];
+        if self.is_plain { bytes.div_ceil(self.chunk) } else { (bytes / self.chunk.max(1)).max(n) }
     }
 
-    /// How many of these slots are as many bytes as `n` slots of bf16.
+    /// How many of these slots are as many bytes as `n` slots of 16 KiB.
     fn slots(&self, n: u32) -> u32 {
-        (n * SLOT_BYTES[0] / self.bytes[0].max(1)).max(n)
+        let slots = n * SLOT_BYTES[0] / self.bytes[0].max(1);
+        if self.is_plain { slots } else { slots.max(n) }
     }
+}
+
+/// Bytes of a slot for a block of k of units of the model's width, if that saves a block: the thread that copies takes 0.4 us for a chunk of
+/// any size, so 9 or 12 KiB at a time are slower than memory. 1152 columns are one block of 18 KiB instead of two, and 2560 are two of 20
+/// instead of three.
+fn wide_slot(graph: &ModelGraph, precision: Precision, target: &Target) -> Option<u32> {
+    if !rows_on_tensor_cores(precision, target.spec.dot == DotMechanism::Mma) {
+        return None;
+    }
+    let granules = graph.hidden.div_ceil(Format::plain(precision.weights).granule_k()).max(1);
+    let blocks = |slot: u32| granules.div_ceil(slot / GRANULE_BYTES);
+    let blocks_of_wide = blocks(WIDE_SLOT_BYTES);
+    (blocks_of_wide < blocks(SLOT_BYTES[0])).then(|| granules.div_ceil(blocks_of_wide) * GRANULE_BYTES)
 }
 
 /// The candidate of a kernel for rows, from that of one row: the same units, without what only one row can have. A chunk is a
@@ -183,7 +201,7 @@ pub fn place_one_row(
     candidate: &Candidate,
     room: Room,
 ) -> Result<Schedule, Infeasible> {
-    let slots = Slots::of(graph, precision, WORD_ROWS, candidate.consumer_warps);
+    let slots = Slots::of(graph, precision, target, WORD_ROWS, candidate.consumer_warps);
     let Some(page_rows) = page_rows(graph, precision, &slots.all) else {
         let row_bytes = graph.layers.iter().map(|layer| cache_row_bytes(layer.attn.head_dim, precision.cache)).max();
         let (slot_bytes, row_bytes) = (slots.bytes[0], row_bytes.unwrap_or(0));
@@ -221,7 +239,7 @@ pub fn place_rows(
         TargetKind::Cuda => even_sms(graph, base.sms, &[UNIT_ROWS, UNIT_ROWS / 2]),
     };
     let base = &Candidate { sms, ..base.clone() };
-    let slots = Slots::of(graph, precision, room.rows, base.consumer_warps);
+    let slots = Slots::of(graph, precision, target, room.rows, base.consumer_warps);
     let flight = Flight::of(graph, precision, room.rows, base.sms);
     let mut refused = Infeasible::HistoryChunk { slot_bytes: slots.bytes[0], rows: HISTORY_ALIGN, row_bytes };
     let Some(page_rows) = page_rows(graph, precision, &slots.all) else { return Err(refused) };

@@ -170,11 +170,14 @@ pub struct BlockLimits {
 
 impl MatVec {
     /// Granules of a block of k of a kernel for rows: a chunk of the stream, and the part of its input that a warp holds at once. Blocks
-    /// are equal. If there are enough granules, a block gives every group of warps along k the same number.
+    /// are equal. If there are enough granules, a block gives every group of warps along k the same number; blocks of plain weights on
+    /// tensor cores are as few as possible before that, because each has a wait for its input and one for its chunk.
     pub fn block_of_k(&self, format: Format, limits: BlockLimits) -> u32 {
         let BlockLimits { rows, lanes, slot_bytes, warps } = limits;
-        let (unit, warps) = (self.granules(format).max(1), k_groups(rows, warps));
+        let (unit, groups) = (self.granules(format).max(1), k_groups(rows, warps));
+        let few = lanes.is_none() && format.is_plain() && rows <= WARP_ROWS;
         let held = match lanes {
+            _ if few => BLOCK_PIECES / self.parts() / rows.div_ceil(WORD_ROWS).max(1) * groups,
             _ if format.is_plain() => BLOCK_GRANULES / rows.div_ceil(WARP_ROWS).max(1) / self.parts(),
             None => BLOCK_VALUES / rows.next_multiple_of(WORD_ROWS) / format.granule_k(),
             // As much of k as a slot would hold of plain weights.
@@ -184,12 +187,19 @@ impl MatVec {
         if unit <= slot {
             return unit;
         }
-        let (most, multiple) = if slot < warps { (slot, 1) } else { (slot / warps * warps, warps) };
+        if few {
+            let equal = unit.div_ceil(unit.div_ceil(slot));
+            return Some(equal.next_multiple_of(groups)).filter(|even| *even <= slot).unwrap_or(equal);
+        }
+        let (most, multiple) = if slot < groups { (slot, 1) } else { (slot / groups * groups, groups) };
         unit.div_ceil(unit.div_ceil(most)).next_multiple_of(multiple).min(most)
     }
 }
 
-/// Most granules of plain weights in a block of k, of one part and up to 16 rows: 4 for each of 8 warps are 32 registers of a lane.
+/// Most pieces of 16 bytes of its input that a lane holds at once of a block of k, with plain weights and up to 16 rows: one of each granule
+/// and part, for each 8 rows. They take 40 registers, and as many again when they become operands (docs/perf-log.md, entry 43).
+const BLOCK_PIECES: u32 = 10;
+/// Most granules of plain weights in a block of k, of one part, with more rows or where lanes multiply.
 const BLOCK_GRANULES: u32 = 32;
 /// Most input values of all rows in a block of k of codes: 32 registers of each lane of 8 warps.
 pub const BLOCK_VALUES: u32 = 16 << 10;
@@ -197,6 +207,16 @@ pub const BLOCK_VALUES: u32 = 16 << 10;
 /// Cache rows of a chunk: as many tiles of the history as a slot holds.
 pub fn chunk_rows(slot_bytes: u32, row_bytes: u32) -> u32 {
     slot_bytes / row_bytes.max(1) / HISTORY_ALIGN * HISTORY_ALIGN
+}
+
+/// Cache rows of a chunk of a kernel for rows, whose chunks divide pages of `page_rows`: as many tiles as a slot holds.
+pub fn chunk_rows_of_page(slot_bytes: u32, row_bytes: u32, page_rows: u32) -> u32 {
+    let most = chunk_rows(slot_bytes, row_bytes);
+    (HISTORY_ALIGN..=most)
+        .rev()
+        .step_by(HISTORY_ALIGN as usize)
+        .find(|rows| page_rows.is_multiple_of(*rows))
+        .unwrap_or(most)
 }
 
 /// Bytes of a chunk of units of `unit` bytes in a slot of `slot_bytes`, before chunks are rounded to granules for every warp.

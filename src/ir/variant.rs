@@ -251,19 +251,30 @@ pub fn lanes_of_rows(precision: Precision, tensor_cores: bool) -> Option<u32> {
     lanes.then_some(precision.weights.bytes() as u32)
 }
 
-/// Most units of a pass of a kernel for `rows`; more would spill. On tensor cores a lane holds a sum of each unit and part of k for every
-/// 4 of its rows, and two blocks of its input; if registers are `moved`, it has some of the loader's, too. Without tensor cores a lane
+/// What limits the units of a pass of a kernel for rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PassLimits {
+    pub tensor_cores: bool,
+    /// Parts of k of a unit.
+    pub parts: u32,
+    /// Rows of a step.
+    pub rows: u32,
+    /// Units of the longest task.
+    pub units: u32,
+    /// Granules of a block of k.
+    pub block: u32,
+    /// Whether the loader's registers are moved to the consumers.
+    pub moved: bool,
+}
+
+/// Most units of a pass of a kernel for rows; more would spill. On tensor cores a lane holds a sum of each unit and part of k for every
+/// 4 of its rows, and two blocks of its input; if registers are moved, it has some of the loader's, too. Without tensor cores a lane
 /// holds one sum of each row. With codes it also holds scales and the sums of its input, and each unit takes many more instructions,
-/// which are fetched once for each task. `units` are those of the longest task: if it needs one pass only, no input is kept for another.
-pub fn rows_pass_max(
-    format: Format,
-    precision: Precision,
-    tensor_cores: bool,
-    parts: u32,
-    rows: u32,
-    units: u32,
-    moved: bool,
-) -> u32 {
+/// which are fetched once for each task. If the longest task needs one pass only, no input is kept for another.
+pub fn rows_pass_max(format: Format, precision: Precision, limits: PassLimits) -> u32 {
+    /// Granules of a block that leave registers for 12 units of 16 rows.
+    const BLOCK: u32 = 32;
+    let PassLimits { tensor_cores, parts, rows, units, block, moved } = limits;
     if !rows_on_tensor_cores(precision, tensor_cores) {
         return 2;
     }
@@ -271,6 +282,7 @@ pub fn rows_pass_max(
         (true, true, true) => 28,
         (true, true, false) => 10,
         (true, false, true) if rows <= WARP_ROWS && units <= 16 / parts.max(1) => 16,
+        (true, false, true) if block > BLOCK => 10,
         (true, false, true) => 12,
         (true, false, false) => 8,
         (false, true, true) => 8,
@@ -401,7 +413,10 @@ mod tests {
     fn a_pass_has_more_units_if_it_is_the_only_one() {
         let bf16 = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
         let plain = Format::plain(DType::Bf16);
-        let most = |parts, rows, units| rows_pass_max(plain, bf16, true, parts, rows, units, true);
+        let most = |parts, rows, units| {
+            let limits = PassLimits { tensor_cores: true, parts, rows, units, block: 32, moved: true };
+            rows_pass_max(plain, bf16, limits)
+        };
         assert_eq!([1, 16, 17, u32::MAX].map(|units| most(1, 16, units)), [16, 16, 12, 12]);
         assert_eq!([8, 9, u32::MAX].map(|units| most(2, 16, units)), [8, 6, 6]);
         assert_eq!(most(1, 32, 16), 12);

@@ -14,8 +14,8 @@ use crate::ir::program::{Grid, Home, Program, Space};
 use crate::ir::schedule::{Mechanism, Schedule, Scope, SmemKind, Source};
 use crate::ir::table::Holds;
 use crate::ir::variant::{
-    LANES, MatVecVariant, REDUCE_BATCH_MAX, RegisterTiling, Variant, granule_pairs, kernel_refuses, rows_pass_max,
-    sum_width_max,
+    LANES, MatVecVariant, PassLimits, REDUCE_BATCH_MAX, RegisterTiling, Variant, granule_pairs, kernel_refuses,
+    rows_pass_max, sum_width_max,
 };
 use crate::ir::{BufferId, EventId, GridId, SmId, TableId, TaskId};
 use crate::model::graph::{NormKind, QkNormSpan};
@@ -389,16 +389,15 @@ impl Rules<'_> {
                     let MatVecVariant { units, chunk, block: _, units_per_warp, poll_batch, granule: _, pass } =
                         *variant;
                     if program.rows > 1 {
-                        let tensor_cores = target.spec.dot == DotMechanism::Mma;
-                        let most = rows_pass_max(
-                            program.format_of(grid),
-                            program.precision,
-                            tensor_cores,
-                            m.parts(),
-                            program.rows,
+                        let limits = PassLimits {
+                            tensor_cores: target.spec.dot == DotMechanism::Mma,
+                            parts: m.parts(),
+                            rows: program.rows,
                             units,
-                            machine.loader_registers > 0,
-                        );
+                            block: chunk,
+                            moved: machine.loader_registers > 0,
+                        };
+                        let most = rows_pass_max(program.format_of(grid), program.precision, limits);
                         self.expect(pass > 0 && pass <= most, at, || {
                             format!("expected a `pass` of 1 to {most} units, whose sums a lane holds, found {pass}")
                         });
@@ -521,11 +520,20 @@ impl Rules<'_> {
                         });
                     }
                     (Source::History { rows }, Op::Attention(_)) => {
-                        // The consumers know the rows of a chunk when they are compiled: as many as a slot holds.
+                        // The consumers know the rows of a chunk when they are compiled: as many as a slot holds; in a kernel for
+                        // rows, as many of these as divide a page.
                         let pitch = grid.operand(Role::HistoryK).map_or(1, |o| u64::from(o.cols.stride.max(1)));
                         let row_bytes = pitch * program.precision.cache.bytes() as u64;
                         let align = u64::from(HISTORY_ALIGN);
-                        let expected = u64::from(schedule.machine.ring.slot_bytes) / row_bytes / align * align;
+                        let held = u64::from(schedule.machine.ring.slot_bytes) / row_bytes / align * align;
+                        let keys = grid.operand(Role::HistoryK).map(|o| &program.buffers[o.buffer.index()]);
+                        let page = keys.and_then(|keys| keys.paging).map(|paging| u64::from(paging.rows));
+                        let expected = match page.filter(|_| program.buffers.iter().any(|buffer| buffer.words)) {
+                            Some(page) => {
+                                (1..=held / align).map(|n| n * align).filter(|n| page % n == 0).max().unwrap_or(held)
+                            }
+                            None => held,
+                        };
                         self.expect(u64::from(rows) == expected, at, || {
                             format!("expected {expected} rows a chunk, as many as a slot holds, found {rows}")
                         });

@@ -131,10 +131,18 @@ fn matvec(
         // group of warps that together have all rows.
         let slot = slot.min(block_max(schedule, target, grid, parts, granule_k)).max(1);
         let warps = (warps / u64::from(schedule.program.rows).div_ceil(16)).max(1);
-        let warps = if slot < warps { 1 } else { warps };
-        let most = slot / warps * warps;
-        let chunks =
-            if unit <= slot { unit } else { (unit.div_ceil(unit.div_ceil(most)).div_ceil(warps) * warps).min(most) };
+        let chunks = if unit <= slot {
+            unit
+        } else if holds_pieces(schedule, target, grid) {
+            // No more blocks than a slot asks for, whether or not warps have as many granules each.
+            let equal = unit.div_ceil(unit.div_ceil(slot));
+            let whole = equal.div_ceil(warps) * warps;
+            if whole > slot { equal } else { whole }
+        } else {
+            let warps = if slot < warps { 1 } else { warps };
+            let most = slot / warps * warps;
+            (unit.div_ceil(unit.div_ceil(most)).div_ceil(warps) * warps).min(most)
+        };
         if (u64::from(chunk), u64::from(block)) != (chunks, unit) {
             found.add_with(Rule::Variant, Entity::Grid(at), || {
                 let message =
@@ -160,21 +168,39 @@ fn matvec(
     }
 }
 
-/// Most granules of a block of k of a kernel for rows, which holds the input of a block at once. Of plain weights: 32, divided by the tiles
+/// Whether a kernel for up to 16 rows multiplies plain weights on tensor cores.
+fn holds_pieces(schedule: &Schedule, target: &Target, grid: &Grid) -> bool {
+    schedule.program.rows <= 16 && has_plain_weights(schedule, grid) && on_tensor_cores(schedule, target)
+}
+
+fn has_plain_weights(schedule: &Schedule, grid: &Grid) -> bool {
+    let weight = grid.operand(Role::Weight).map(|o| &schedule.program.buffers[o.buffer.index()]);
+    weight.is_none_or(|buffer| buffer.coded.is_none_or(Format::is_plain))
+}
+
+fn on_tensor_cores(schedule: &Schedule, target: &Target) -> bool {
+    let precision = schedule.program.precision;
+    target.spec.dot == DotMechanism::Mma && precision.weights == DType::Bf16 && precision.wire == DType::Bf16
+}
+
+/// Most granules of a block of k of a kernel for rows, which holds the input of a block at once. Of plain weights on tensor cores, up to 16
+/// rows: ten vectors of 16 bytes a lane, one of each granule of its warp, part of k and 8 rows; otherwise 32 granules, divided by the tiles
 /// of 16 rows and by the parts of k. Of codes: on tensor cores, as many as 16 Ki values of all rows fill; otherwise as much of k as a slot
 /// would hold of values.
 fn block_max(schedule: &Schedule, target: &Target, grid: &Grid, parts: u64, granule_k: u64) -> u64 {
     let Schedule { program, machine, .. } = schedule;
-    let weight = grid.operand(Role::Weight).map(|o| &program.buffers[o.buffer.index()]);
-    if weight.is_none_or(|buffer| buffer.coded.is_none_or(Format::is_plain)) {
-        return 32 / u64::from(program.rows).div_ceil(16).max(1) / parts;
+    let rows = u64::from(program.rows);
+    if holds_pieces(schedule, target, grid) {
+        let vectors = parts * rows.div_ceil(8).max(1);
+        return 10 / vectors * u64::from(machine.ring.arrivals.max(1));
     }
-    let bf16 = |dtype: DType| dtype == DType::Bf16;
-    let (weights, wire) = (program.precision.weights, program.precision.wire);
-    if target.spec.dot == DotMechanism::Mma && bf16(weights) && bf16(wire) {
-        (16 << 10) / (u64::from(program.rows).div_ceil(8) * 8) / granule_k
+    if has_plain_weights(schedule, grid) {
+        return 32 / rows.div_ceil(16).max(1) / parts;
+    }
+    if on_tensor_cores(schedule, target) {
+        (16 << 10) / (rows.div_ceil(8) * 8) / granule_k
     } else {
-        u64::from(machine.ring.slot_bytes) / (8 * weights.bytes() as u64) / granule_k
+        u64::from(machine.ring.slot_bytes) / (8 * program.precision.weights.bytes() as u64) / granule_k
     }
 }
 

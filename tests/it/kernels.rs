@@ -13,6 +13,9 @@ use monobloc::cuda::nvrtc::Nvrtc;
 use monobloc::defaults::rows::{Room, place_one_row, place_rows};
 use monobloc::dtype::{DType, Precision};
 use monobloc::format::{Code, Format, ScaleCode};
+use monobloc::ir::GridId;
+use monobloc::ir::op::Op;
+use monobloc::ir::schedule::Source;
 use monobloc::ir::variant::swizzled_piece;
 use monobloc::lower::lower;
 use monobloc::model::config::{import, import_config_only};
@@ -136,21 +139,67 @@ fn kernels_for_rows_compile() {
 }
 
 /// Sums are arrays, and a compiler puts one that it cannot name by constants in local memory, where each product stores it. Units of four rows
-/// have sums of two parts of k, of which a column takes one.
+/// have sums of two parts of k, of which a column takes one. Blocks of 40 granules take most registers of all.
 #[test]
 fn sums_of_rows_stay_in_registers() {
     let Some(nvrtc) = nvrtc("sums_of_rows_stay_in_registers") else { return };
+    let tinyllama = include_str!("../../manifests/configs/tinyllama-1.1b.json").to_string();
+    for (config, has) in [(tinyllama, "int UNIT_ROWS = 4;"), (wide_config(), "int CHUNK = 40;")] {
+        let source = emit(&few_rows(&config, 16), &Target::builtin("h200").unwrap(), Trace::Off);
+        assert!(source.text.contains(has), "{}", source.text);
+        let kernel = resources(nvrtc, &source, has);
+        assert!(kernel.stack_bytes <= 16, "{has} {kernel:?}");
+    }
+}
+
+/// Kernels for few rows stream whole units of 1152 columns, and two blocks of 2560 where slots of 16 KiB would have three. Chunks of the history
+/// still divide pages, which kernels with other slots share.
+#[test]
+fn kernels_for_few_rows_have_as_few_blocks_as_they_can() {
+    let gemma = include_str!("../../manifests/configs/gemma-3-1b.json");
+    let llama = include_str!("../../manifests/configs/llama-3.2-1b.json");
+    for (config, rows, slot, chunks, history) in [
+        (gemma, 8, 18 << 10, [18, 16, 36, 36], 32),
+        (gemma, 16, 18 << 10, [16, 16, 36, 16], 32),
+        (&wide_config(), 8, 20 << 10, [40, 32, 40, 40], 64),
+        (llama, 8, 16 << 10, [32; 4], 128),
+        (llama, 32, 8 << 10, [16; 4], 64),
+    ] {
+        let validated = few_rows(config, rows);
+        let schedule = validated.schedule();
+        assert_eq!(schedule.machine.ring.slot_bytes, slot, "{rows} rows");
+        let grids = (0..).zip(&schedule.program.grids).filter(|(_, grid)| matches!(grid.op, Op::MatVec(_)));
+        let found: Vec<u32> = grids.map(|(g, _)| schedule.matvec_variant(GridId(g)).unwrap().chunk).collect();
+        assert_eq!(found[..4], chunks, "{rows} rows");
+        let runs = schedule.regimes[0].streams.iter().flatten().filter_map(|run| match run.source {
+            Source::History { rows } => Some(rows),
+            Source::Units { .. } => None,
+        });
+        assert_eq!(runs.collect::<BTreeSet<u32>>(), BTreeSet::from([history]), "{rows} rows");
+    }
+}
+
+/// The shapes of Qwen3-4B.
+fn wide_config() -> String {
+    let small = include_str!("../../manifests/configs/qwen3-0.6b.json");
+    let of: [(&str, u32, u32); 3] =
+        [("hidden_size", 1024, 2560), ("intermediate_size", 3072, 9728), ("num_attention_heads", 16, 32)];
+    of.into_iter().fold(small.to_string(), |config, (key, from, to)| {
+        let [from, to] = [from, to].map(|value| format!("\"{key}\": {value}"));
+        assert!(config.contains(&from), "{from}");
+        config.replace(&from, &to)
+    })
+}
+
+/// One layer of a config in steps of `rows`.
+fn few_rows(config: &str, rows: u32) -> Validated {
     let target = Target::builtin("h200").unwrap();
-    let mut graph = import_config_only(include_str!("../../manifests/configs/tinyllama-1.1b.json"), 0).unwrap().graph;
+    let mut graph = import_config_only(config, 0).unwrap().graph;
     graph.layers.truncate(1);
     let base = Candidate::default_for(&graph, &target, BF16);
-    let room = Room { rows: 16, sequences: 16, positions: 4096 };
+    let room = Room { rows, sequences: rows, positions: 4096 };
     let placed = place_rows(&graph, "rows", BF16, 1024, &target, &base, room).unwrap();
-    let validated = validate(placed, &target).unwrap_or_else(|rejected| panic!("{rejected}"));
-    let source = emit(&validated, &target, Trace::Off);
-    assert!(source.text.contains("int UNIT_ROWS = 4;"), "{}", source.text);
-    let kernel = resources(nvrtc, &source, "units of four rows");
-    assert!(kernel.stack_bytes <= 16, "{kernel:?}");
+    validate(placed, &target).unwrap_or_else(|rejected| panic!("{rejected}"))
 }
 
 /// Every format in steps of several rows: on tensor cores with each copy mechanism and with moved registers, and on lanes. Shapes of one

@@ -71,7 +71,7 @@ const CASES: [(&str, usize); 60] = [
     ("attention-tensor-fp8-128-bf16", 5),
     ("attention-tensor-fp8-256-bf16", 5),
 ];
-const CASES_OF_ROWS: [(&str, usize); 90] = [
+const CASES_OF_ROWS: [(&str, usize); 92] = [
     ("matvec-8-bf16", 2),
     ("matvec-8-long-bf16", 2),
     ("matvec-8-even-bf16", 2),
@@ -80,6 +80,7 @@ const CASES_OF_ROWS: [(&str, usize); 90] = [
     ("matvec-8-logits-bf16", 2),
     ("matvec-8-units-of-4-bf16", 2),
     ("matvec-8-units-of-2-bf16", 2),
+    ("matvec-8-short-bf16", 2),
     ("matvec-16-bf16", 2),
     ("matvec-16-long-bf16", 2),
     ("matvec-16-odd-bf16", 2),
@@ -87,6 +88,7 @@ const CASES_OF_ROWS: [(&str, usize); 90] = [
     ("matvec-16-layer-bf16", 2),
     ("matvec-16-logits-bf16", 2),
     ("matvec-16-units-of-4-bf16", 2),
+    ("matvec-16-short-bf16", 2),
     ("matvec-16-moved-bf16", 2),
     ("matvec-16-moved-gated-bf16", 2),
     ("matvec-16-moved-even-bf16", 2),
@@ -591,6 +593,11 @@ fn an_op_of_rows_that_computes_something_else_is_found() {
             "codes-16-moved-int4-128",
         ),
         ("rows/matvec.cuh", "y.x *= scale.x, y.y *= scale.y;", "", "codes-16-moved-e2m1-both"),
+        // Half of the squares, half of the products, the weights of the first turn, the norm of another granule.
+        ("rows/matvec.cuh", "squares[0] + squares[4]", "squares[0]", "matvec-8-short-bf16"),
+        ("rows/matvec.cuh", "d[i / 2][p][i % 2] += other[i / 2][p][i % 2];", ";", "matvec-8-short-bf16"),
+        ("rows/matvec.cuh", "if constexpr (WEIGHTS_FIRST) multiply(first, x, 0, d);", "", "matvec-8-gated-bf16"),
+        ("rows/matvec.cuh", "w = held.of[i / GROUPS];", "w = held.of[0];", "matvec-16-short-bf16"),
         (
             "rows/matvec_codes.cuh",
             "const int at = col * GROUPS + group;",

@@ -619,6 +619,7 @@ int main() {
   matvec<B8, Product<37, 96, Norm::RMS, Epilogue::LOGITS, 3, 4>>("matvec-8-logits-bf16", some & 0xff);
   matvec<B8, Product<12, 200, Norm::RMS, Epilogue::STORE, 2, 3, 4>>("matvec-8-units-of-4-bf16", 0x81);
   matvec<B8, Product<10, 256, Norm::NONE, Epilogue::STORE, 1, 2, 2>>("matvec-8-units-of-2-bf16", 0xff);
+  matvec<B8, Product<12, 300, Norm::RMS, Epilogue::STORE, 16, 2>>("matvec-8-short-bf16", some & 0xff);
   matvec<B16, Product<40, 160, Norm::NONE, Epilogue::STORE, 4, 3, 8, true>>("matvec-16-bf16", some);
   matvec<B16, Product<44, 200, Norm::RMS, Epilogue::RESIDUAL, 2, 2>>("matvec-16-long-bf16", 0xffff);
   matvec<B16, Product<44, 180, Norm::NONE, Epilogue::RESIDUAL, 2, 4>>("matvec-16-odd-bf16", some);
@@ -626,6 +627,7 @@ int main() {
   matvec<B16, Product<21, 128, Norm::LAYER, Epilogue::ACT, 4, 2>>("matvec-16-layer-bf16", some);
   matvec<B16, Product<37, 96, Norm::RMS, Epilogue::LOGITS, 3, 4>>("matvec-16-logits-bf16", some);
   matvec<B16, Product<12, 200, Norm::RMS, Epilogue::STORE, 2, 3, 4>>("matvec-16-units-of-4-bf16", 0x8001);
+  matvec<Moved, Product<20, 328, Norm::RMS, Epilogue::RESIDUAL, 16, 3>>("matvec-16-short-bf16", some);
   matvec<Moved, Product<44, 200, Norm::RMS, Epilogue::RESIDUAL, 2, 3>>("matvec-16-moved-bf16", some);
   matvec<Moved, Product<36, 104, Norm::RMS, Epilogue::GATED, 2, 4>>("matvec-16-moved-gated-bf16", 0xffff);
   matvec<Moved, Product<44, 256, Norm::NONE, Epilogue::STORE, 2, 3>>("matvec-16-moved-even-bf16", some);
