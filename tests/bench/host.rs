@@ -1,7 +1,7 @@
 //! Prints figures of the host side as a table: passes and proof, import, interpreter, and builds without work.
 //!
-//! `cargo bench` runs all parts, `cargo bench -- passes import` those that are named: `passes`, `load`, `rows`, `validator`, `import`,
-//! `generate`, `streams`, `builds`. Run it on an idle machine, because spinning threads suffer most from other work. These are figures to look at,
+//! `cargo bench` runs all parts, `cargo bench -- passes import` those that are named: `passes`, `load`, `rows`, `compile`, `validator`,
+//! `import`, `generate`, `streams`, `builds`. `compile` needs NVRTC, and says if there is none. Run it on an idle machine, because spinning threads suffer most from other work. These are figures to look at,
 //! not tests; `docs/host-bench.md` has those of one machine, with their targets.
 
 mod clock;
@@ -16,7 +16,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use monobloc::candidate::Candidate;
+use monobloc::codegen::KernelSource;
 use monobloc::codegen::abi::Queues;
+use monobloc::codegen::emit::{Trace, emit};
+use monobloc::cuda::nvrtc::Nvrtc;
+use monobloc::defaults::rows::{Room, place_rows};
 use monobloc::digest::Digest;
 use monobloc::dtype::{DType, Precision};
 use monobloc::interp::{Input, Interp, Options};
@@ -32,16 +36,17 @@ use monobloc::pack::pack;
 use monobloc::pages::Pool;
 use monobloc::rows::{Guard, Request, Row, SequenceId, Shape};
 use monobloc::schedule::schedule;
-use monobloc::target::{Target, TargetKind};
+use monobloc::target::Target;
 use monobloc::validate::{check, validate};
 
 const BF16: Precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
 
 /// The parts, in the order in which they run.
-const PARTS: [(&str, fn()); 8] = [
+const PARTS: [(&str, fn()); 9] = [
     ("passes", passes),
     ("load", load),
     ("rows", rows),
+    ("compile", compile),
     ("validator", validator),
     ("import", sparse_import),
     ("generate", generate),
@@ -151,62 +156,97 @@ fn passes() {
     row("... peak of resident memory, whole process", &mib(status_bytes("VmHWM")));
 }
 
-/// The work of a process on a stored schedule before it launches its kernel, on one core: digest, parse, prove, encode. In processor
-/// time.
-fn load() {
+/// Llama-3.1-8B on the first target of its manifest: the schedules of its kernel for one row and of that for 16, by default.
+fn both_kernels() -> (Target, [(&'static str, Schedule); 2]) {
     let (manifest, imported) = model("llama-3.1-8b-synthetic");
-    let target = &manifest.targets[0];
-    let candidate = Candidate::default_for(&imported.graph, target, manifest.precision);
-    let context_max = manifest.decode.context_max;
-    let program = lower(&imported.graph, &manifest.name, manifest.precision, context_max, &candidate).unwrap();
-    let text = print(&schedule(program, target, &candidate).unwrap());
-    let mut parts = [const { vec![] }; 5];
-    for _ in 0..15 {
-        // On several threads.
-        let begin = Instant::now();
-        std::hint::black_box(Digest::of(text.as_bytes()));
-        parts[0].push(begin.elapsed().as_secs_f64());
-        let mut last = core_seconds();
-        let mut split = |part: usize| {
-            let now = core_seconds();
-            parts[part].push(now - last);
-            last = now;
-        };
-        let parsed = parse(&text).unwrap();
-        split(1);
-        let validated = validate(parsed, target).unwrap();
-        split(2);
-        std::hint::black_box(Queues::of(&validated));
-        split(3);
-        std::hint::black_box(print(validated.schedule()));
-        split(4);
-    }
-    let parts = parts.map(|seconds| median(seconds) * 1e3);
-    let what = format!(
-        "guard at load, Llama-3.1-8B, {:.1} MB of text: digest, parse, validate, encode, print",
-        text.len() as f64 / 1e6
-    );
-    row(&what, &format!("{:.1} ms ({})", parts.iter().sum::<f64>(), parts.map(|ms| format!("{ms:.1}")).join(" + ")));
+    let (graph, precision, context_max) = (&imported.graph, manifest.precision, manifest.decode.context_max);
+    let target = manifest.targets[0].clone();
+    let candidate = Candidate::default_for(graph, &target, precision);
+    let one = place(graph, precision, context_max, &target, &candidate);
+    let room = Room { rows: 16, sequences: 16, positions: 16 * u64::from(context_max) };
+    let rows = place_rows(graph, "bench", precision, context_max, &target, &candidate, room).unwrap();
+    (target, [("one row", one), ("16 rows", rows)])
 }
 
-/// Steps of 16 rows at the shape of an 8B model, and the tables of 64 rows deep in their histories.
-fn rows() {
-    let (manifest, imported) = model("llama-3.1-8b-synthetic");
-    // With counters, as for the interpreter; kernels have words and another candidate.
-    let target = Target { kind: TargetKind::Cpu, ..manifest.targets[0].clone() };
-    let candidate = Candidate::default_for(&imported.graph, &manifest.targets[0], manifest.precision);
-    let batch = Batch { rows: 16, sequences: 16, pages: 2048, page_rows: 64, words: false };
-    let mut proofs = vec![];
-    for _ in 0..5 {
-        let context_max = manifest.decode.context_max;
-        let program =
-            lower_batch(&imported.graph, "rows", manifest.precision, context_max, &batch, &candidate).unwrap();
-        let placed = schedule(program, &manifest.targets[0], &candidate).unwrap();
-        let begin = Instant::now();
-        validate(placed, &target).unwrap();
-        proofs.push(begin.elapsed().as_secs_f64());
+/// The work of a process on stored schedules before it launches their kernels, on one core: digest, parse, prove, encode. In processor
+/// time.
+fn load() {
+    let (target, kernels) = both_kernels();
+    let mut both = 0.0;
+    for (what, schedule) in kernels {
+        let text = print(&schedule);
+        let mut parts = [const { vec![] }; 5];
+        for _ in 0..15 {
+            // On several threads.
+            let begin = Instant::now();
+            std::hint::black_box(Digest::of(text.as_bytes()));
+            parts[0].push(begin.elapsed().as_secs_f64());
+            let mut last = core_seconds();
+            let mut split = |part: usize| {
+                let now = core_seconds();
+                parts[part].push(now - last);
+                last = now;
+            };
+            let parsed = parse(&text).unwrap();
+            split(1);
+            let validated = validate(parsed, &target).unwrap();
+            split(2);
+            std::hint::black_box(Queues::of(&validated));
+            split(3);
+            std::hint::black_box(print(validated.schedule()));
+            split(4);
+        }
+        let parts = parts.map(|seconds| median(seconds) * 1e3);
+        let bytes = text.len() as f64 / 1e6;
+        let what = format!(
+            "guard at load, Llama-3.1-8B, {what}, {bytes:.1} MB of text: digest, parse, validate, encode, print"
+        );
+        let ms: f64 = parts.iter().sum();
+        both += ms;
+        row(&what, &format!("{ms:.1} ms ({})", parts.map(|ms| format!("{ms:.1}")).join(" + ")));
     }
-    row("validate, Llama-3.1-8B, 16 rows with pages", &format!("{:.0} ms", median(proofs) * 1e3));
+    row("... both kernels", &format!("{both:.1} ms"));
+}
+
+/// NVRTC on the kernels for one row and for 16, at once, on as many cores as there are.
+fn compile() {
+    let nvrtc = match Nvrtc::load() {
+        Ok(nvrtc) => nvrtc,
+        Err(error) => return row("NVRTC", &format!("not measured: {error}")),
+    };
+    let (target, kernels) = both_kernels();
+    let sources =
+        kernels.map(|(what, schedule)| (what, emit(&validate(schedule, &target).unwrap(), &target, Trace::Off)));
+    let begin = Instant::now();
+    let each: Vec<(&str, f64)> = std::thread::scope(|scope| {
+        let timed = |(what, source): &(&'static str, KernelSource)| {
+            nvrtc.compile(source).unwrap();
+            (*what, begin.elapsed().as_secs_f64())
+        };
+        let threads: Vec<_> = sources.iter().map(|source| scope.spawn(move || timed(source))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    let most = begin.elapsed().as_secs_f64();
+    let each: Vec<String> = each.into_iter().map(|(what, seconds)| format!("{what} {seconds:.1}")).collect();
+    row("NVRTC, both kernels of Llama-3.1-8B at once", &format!("{most:.1} s ({})", each.join(", ")));
+}
+
+/// The proofs of the kernels for one row and for 16 at the shape of an 8B model, and the tables of 64 rows deep in their histories.
+fn rows() {
+    let (target, kernels) = both_kernels();
+    let mut all = 0.0;
+    let each = kernels.map(|(what, schedule)| {
+        let prove = |_| {
+            let schedule = schedule.clone();
+            let begin = core_seconds();
+            validate(schedule, &target).unwrap();
+            core_seconds() - begin
+        };
+        let ms = median((0..15).map(prove).collect()) * 1e3;
+        all += ms;
+        format!("{what} {ms:.0}")
+    });
+    row("validate, both kernels of Llama-3.1-8B", &format!("{all:.0} ms ({})", each.join(", ")));
 
     const ROWS: u32 = 64;
     const POSITIONS: u32 = 8192;
@@ -220,17 +260,18 @@ fn rows() {
         Request { rows, steps, edits: pool.take_edits() }
     };
     guard.admit(&launch(&mut pool, 0, POSITIONS)).unwrap().finish(POSITIONS);
-    let mut times = vec![];
-    for position in POSITIONS..POSITIONS + 1024 {
+    let [mut usual, mut with_pages] = [const { vec![] }; 2];
+    for position in POSITIONS..POSITIONS + 4096 {
         let request = launch(&mut pool, position, 1);
+        let times = if request.edits.is_empty() { &mut usual } else { &mut with_pages };
         let begin = Instant::now();
         let tables = guard.admit(&request).unwrap();
         times.push(begin.elapsed().as_secs_f64());
         tables.finish(1);
     }
-    let most = times.iter().copied().fold(0.0, f64::max);
     let what = format!("guard of a launch's tables, {ROWS} rows, {POSITIONS} positions each");
-    row(&what, &format!("{:.1} us, with a new page for each row {:.1} us", median(times) * 1e6, most * 1e6));
+    let [usual, with_pages] = [usual, with_pages].map(|seconds| median(seconds) * 1e6);
+    row(&what, &format!("{usual:.1} us, with a new page for each row {with_pages:.1} us"));
 }
 
 /// A Llama of one layer, repeated: every layer on the same weights, which the proof does not ask about.
