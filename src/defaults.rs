@@ -135,7 +135,8 @@ fn up_rows(layer: &Layer) -> u32 {
 }
 
 /// `sms`; or a few less, if these then have equal shares of every matvec of a layer: no SM waits for one with more, and fewer SMs exchange
-/// (docs/perf-log.md, entries 12 and 13). Shares are in units of so many rows: of `unit_rows` the first with which it works.
+/// (docs/perf-log.md, entries 12 and 13). A share is whole units. `unit_rows` has the rows of a unit to try, and the
+/// first that gives equal shares counts.
 fn even_sms(graph: &ModelGraph, sms: u32, unit_rows: &[u32]) -> u32 {
     let Some(layer @ Layer { attn, mlp, .. }) = graph.layers.first() else { return sms };
     let rows = [attn.q.rows + attn.k.rows + attn.v.rows, attn.o.rows, up_rows(layer), mlp.down.rows];

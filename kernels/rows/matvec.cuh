@@ -212,6 +212,7 @@ struct RowsEpilogue {
 constexpr int RESIDENT_BLOCKS = 2;
 // Most turns, over all blocks that are kept, that have code of their own.
 constexpr int STRAIGHT_TURNS = 7;
+// Most turns of a pass that leave registers for second sums, or with 16 rows for weights before the input.
 constexpr int FEW_TURNS = 2;
 
 // A number as a type.

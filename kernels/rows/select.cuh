@@ -92,11 +92,12 @@ struct RowsReport {
 template <class M, class G>
 struct RowsEmbed {
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
+    u8* const out = words_of<M, G::HIDDEN>(c, e.out);
     const int first = int(uniform(e.lo)) * 8, last = min(int(uniform(e.hi)) * 8, G::HIDDEN), pairs = ceil_div(last - first, 2);
     for (int i = c.tid(); i < pairs * M::ROWS; i += M::WARPS * 32) {
       const int row = i / pairs, col = first + i % pairs * 2;
       if (!takes_part<M>(row)) {
-        clear_pair<G::HIDDEN>(c, words_of<M, G::HIDDEN>(c, e.out), row, col);
+        clear_pair<G::HIDDEN>(c, out, row, col);
         continue;
       }
       const TableRow<M, G> from(c.template constant<u8>(e.table), u32(rows_state<M>().token[row]));
@@ -104,7 +105,7 @@ struct RowsEmbed {
       float* mine = c.residual() + row * M::RESIDUAL_COLS + e.residual + (col - first);
       mine[0] = a;
       mine[1] = b;
-      publish_pair<G::HIDDEN>(c, words_of<M, G::HIDDEN>(c, e.out), row, col, a, b);
+      publish_pair<G::HIDDEN>(c, out, row, col, a, b);
     }
     c.barrier();
   }
@@ -147,12 +148,13 @@ struct RowsNormAdd {
     }
     c.stamp(1);
     c.barrier();
+    u8* const out = words_of<M, G::WIDTH>(c, e.out);
     const float* weight = c.template constant<float>(e.norm_weight);
     const int first = int(uniform(e.lo)) * 8, last = min(int(uniform(e.hi)) * 8, G::WIDTH), pairs = ceil_div(last - first, 2);
     for (int i = c.tid(); i < pairs * M::ROWS; i += M::WARPS * 32) {
       const int row = i / pairs, col = first + i % pairs * 2;
       if (!takes_part<M>(row)) {
-        clear_pair<G::WIDTH>(c, words_of<M, G::WIDTH>(c, e.out), row, col);
+        clear_pair<G::WIDTH>(c, out, row, col);
         continue;
       }
       const float factor = rsqrtf(rows_state<M>().stat[c.task & 1][1][0][row] * (1.f / G::WIDTH) + G::EPS);
@@ -169,7 +171,7 @@ struct RowsNormAdd {
 #pragma unroll
       for (int k = 0; k < 2; k++)
         if (col + k < last) own[k] += G::SCALE * (x[k] * factor * weight[col + k]);
-      publish_pair<G::WIDTH>(c, words_of<M, G::WIDTH>(c, e.out), row, col, own[0], col + 1 < last ? own[1] : 0.f);
+      publish_pair<G::WIDTH>(c, out, row, col, own[0], col + 1 < last ? own[1] : 0.f);
     }
     c.barrier();
   }

@@ -44,7 +44,7 @@ fn model() -> (Imported, Target) {
     (import_config_only(CONFIG, 3).unwrap(), Target::builtin("h200").unwrap())
 }
 
-/// One row over a cache of its own, or several over pages for so many positions.
+/// Places a kernel for one row over its own cache if `rows` is 0. Otherwise places one for `rows` over pages that hold `positions`.
 fn place(imported: &Imported, target: &Target, precision: Precision, rows: u32, positions: u64) -> Validated {
     let candidate = Candidate::default_for(&imported.graph, target, precision).for_context(CONTEXT_MAX);
     let placed = if rows == 0 {
@@ -267,7 +267,7 @@ fn checked(precision: Precision, rows: u32, device: &Device) -> Result<Checked, 
     checked_with_pages(precision, rows, 1024, device)
 }
 
-/// The same with pages for so many positions of all sequences together.
+/// The same over pages that hold `positions` of all sequences together.
 fn checked_with_pages(precision: Precision, rows: u32, positions: u64, device: &Device) -> Result<Checked, CheckError> {
     let (imported, target) = model();
     let validated = place(&imported, &target, precision, rows, positions);
