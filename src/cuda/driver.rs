@@ -3,7 +3,7 @@
 use std::ffi::{c_char, c_int};
 use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUlimit, CUuuid};
 use serde::Serialize;
@@ -97,14 +97,25 @@ impl From<DriverError> for Fault {
     }
 }
 
+/// Bytes of L2 that should persist where launches keep a range of `range_bytes`: an eighth more than the range, but at least 2/5 and at most 7/15
+/// of L2. Weights stream through the rest.
+///
+/// If a range is a little too large, whether its lines stay depends on where the driver places memory: a sampled step of 16 rows of Llama-3.2-1B took
+/// 682 or 692 us on one H200 (docs/perf-log.md, entry 44). A range beyond half of L2 does not stay in any case. Then, and for small ranges, 2/5 are
+/// fastest; with 5/8, steps take 9 % longer (entry 39).
+fn persisting_bytes(range_bytes: u64, l2_bytes: u64) -> u64 {
+    let (least, most) = (l2_bytes * 2 / 5, l2_bytes * 7 / 15);
+    if range_bytes > l2_bytes / 2 { least } else { (range_bytes + range_bytes / 8).clamp(least, most) }
+}
+
 /// The context of a device, shared by everything that lives in it.
 pub(super) struct Context {
     pub(super) api: &'static Api,
     device: CUdevice,
     handle: CUcontext,
     l2_bytes: u64,
-    /// What [`Context::kept_bytes_max`] has answered.
-    kept_bytes_max: OnceLock<u64>,
+    /// Bytes of L2 that may persist, as [`Context::keep`] has told the driver so far.
+    persisting_bytes: Mutex<u64>,
     /// Streams whose last wait timed out. While there is one, nothing is freed: freeing waits for the device.
     pub(super) streams_stuck: AtomicU32,
 }
@@ -115,24 +126,26 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 impl Context {
-    /// Bytes of a range that launches may ask L2 to keep; 0: none, as where a device is divided.
+    /// Bytes of a range of `range_bytes` that launches may ask L2 to keep; 0: none, as where a device is divided.
     ///
-    /// The first call gives them two fifths of L2, or as much as the device allows. Weights stream through the rest: on an H200 steps are as
-    /// fast or faster with two fifths, begin to lose with a half, and take 9 % longer with five eighths (docs/perf-log.md, entry 39). Kernels
-    /// for one row, which keep nothing, lose up to 0.7 % by it (entry 42), so it waits until something is to be kept. A refusal is no error:
-    /// what is kept is only faster.
-    pub(super) fn kept_bytes_max(&self) -> Result<u64, DriverError> {
+    /// Lets as much of L2 persist as [`persisting_bytes`] says, and never less than a call before did. Kernels for one row, which keep nothing, lose
+    /// up to 0.7 % by it (docs/perf-log.md, entry 42), so it waits until something is to be kept. A refusal is no error: what is kept is only faster.
+    pub(super) fn keep(&self, range_bytes: u64) -> Result<u64, DriverError> {
         use CUdevice_attribute::*;
-        if let Some(&known) = self.kept_bytes_max.get() {
-            return Ok(known);
-        }
         let api = self.bind()?;
         let attribute = |which| attribute(api, self.device, which).map(u64::from);
-        let bytes = attribute(CU_DEVICE_ATTRIBUTE_MAX_PERSISTING_L2_CACHE_SIZE)?.min(self.l2_bytes * 2 / 5);
+        let bytes = persisting_bytes(range_bytes, self.l2_bytes)
+            .min(attribute(CU_DEVICE_ATTRIBUTE_MAX_PERSISTING_L2_CACHE_SIZE)?);
         let range_max = attribute(CU_DEVICE_ATTRIBUTE_MAX_ACCESS_POLICY_WINDOW_SIZE)?;
-        // SAFETY: a context is bound.
-        let set = unsafe { call!(api, cuCtxSetLimit(CUlimit::CU_LIMIT_PERSISTING_L2_CACHE_SIZE, bytes as usize)) };
-        Ok(*self.kept_bytes_max.get_or_init(|| if set.is_ok() && bytes > 0 { range_max } else { 0 }))
+        let mut set_bytes = self.persisting_bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        if bytes > *set_bytes {
+            // SAFETY: a context is bound.
+            let set = unsafe { call!(api, cuCtxSetLimit(CUlimit::CU_LIMIT_PERSISTING_L2_CACHE_SIZE, bytes as usize)) };
+            if set.is_ok() {
+                *set_bytes = bytes;
+            }
+        }
+        Ok(if *set_bytes > 0 { range_bytes.min(range_max) } else { 0 })
     }
 
     /// Makes this the context of the calling thread. Every call below goes through it.
@@ -295,8 +308,8 @@ impl Device {
         let mut handle = ptr::null_mut();
         // SAFETY: the call writes one handle for a device that exists.
         unsafe { call!(api, cuDevicePrimaryCtxRetain(&mut handle, device)) }?;
-        let (l2_bytes, kept_bytes_max) = (identity.l2_bytes, OnceLock::new());
-        let context = Context { api, device, handle, l2_bytes, kept_bytes_max, streams_stuck: AtomicU32::new(0) };
+        let (l2_bytes, persisting_bytes) = (identity.l2_bytes, Mutex::new(0));
+        let context = Context { api, device, handle, l2_bytes, persisting_bytes, streams_stuck: AtomicU32::new(0) };
         context.bind()?;
         Ok(Device { context: Arc::new(context), identity })
     }
@@ -427,6 +440,16 @@ mod tests {
             launches_cooperatively: true,
             launches_clusters: true,
         }
+    }
+
+    #[test]
+    fn what_steps_keep_fits_in_the_part_of_l2_that_persists() {
+        const MIB: u64 = 1 << 20;
+        // Of an H200: (range, part).
+        for (range, part) in [(0, 24), (21, 24), (22, 24), (25, 28), (30, 28), (31, 24), (72, 24)] {
+            assert_eq!(persisting_bytes(range * MIB, 60 * MIB) / MIB, part, "{range} MiB");
+        }
+        assert_eq!(persisting_bytes(24 * MIB, 60 * MIB), 27 * MIB);
     }
 
     fn target() -> Target {

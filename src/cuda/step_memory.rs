@@ -33,7 +33,7 @@ impl StepMemory {
     ) -> Result<StepMemory, DriverError> {
         let logits_at = exchange_bytes.next_multiple_of(ALIGN_BYTES);
         let buffer = device.alloc(logits_at + (logits * 4).max(16))?;
-        let kept_bytes = buffer.bytes().min(device.context.kept_bytes_max()?);
+        let kept_bytes = device.context.keep(buffer.bytes())?;
         let mut memory = StepMemory { buffer, logits_at, kept_bytes };
         memory.poison_logits(stream)?;
         Ok(memory)
