@@ -101,8 +101,8 @@ impl From<DriverError> for Fault {
 /// of L2. Weights stream through the rest.
 ///
 /// If a range is a little too large, whether its lines stay depends on where the driver places memory: a sampled step of 16 rows of Llama-3.2-1B took
-/// 682 or 692 us on one H200 (docs/perf-log.md, entry 44). A range beyond half of L2 does not stay in any case. Then, and for small ranges, 2/5 are
-/// fastest; with 5/8, steps take 9 % longer (entry 39).
+/// 682 or 692 us on one H200 (docs/perf-log.md, entry 44). A range beyond half of L2 does not stay in any case. Then, and for small ranges, no larger
+/// part is faster than 2/5; with 5/8, steps take 9 % longer (entry 39).
 fn persisting_bytes(range_bytes: u64, l2_bytes: u64) -> u64 {
     let (least, most) = (l2_bytes * 2 / 5, l2_bytes * 7 / 15);
     if range_bytes > l2_bytes / 2 { least } else { (range_bytes + range_bytes / 8).clamp(least, most) }
