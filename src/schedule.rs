@@ -475,7 +475,7 @@ fn regime(
     let sms = c.sms as usize;
     let mut r =
         Regime { from_position, tasks: vec![], events: vec![], queues: vec![vec![]; sms], streams: vec![vec![]; sms] };
-    let mut spread = 0usize;
+    let (mut spread, divides_pages) = (0usize, for_rows(program));
     for (g, grid) in program.grids.iter().enumerate() {
         if !takes_part(program, c, grid, split) {
             continue;
@@ -499,7 +499,7 @@ fn regime(
                 Op::Attention(a) => {
                     let row_bytes = cache_row_bytes(a.head_dim, program.precision.cache);
                     let paging = grid.operand(Role::HistoryK).and_then(|o| program.buffers[o.buffer.index()].paging);
-                    let rows = match paging.filter(|_| for_rows(program)) {
+                    let rows = match paging.filter(|_| divides_pages) {
                         Some(paging) => chunk_rows_of_page(c.slot_bytes, row_bytes, paging.rows),
                         None => chunk_rows(c.slot_bytes, row_bytes),
                     };

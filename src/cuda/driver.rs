@@ -97,13 +97,13 @@ impl From<DriverError> for Fault {
     }
 }
 
-/// Bytes of L2 that should persist where launches keep a range of `range_bytes`: an eighth more than the range, but at least 2/5 and at most 7/15
-/// of L2. Weights stream through the rest.
+/// Bytes of L2 to set aside for lines that persist where launches keep a range of `range_bytes`: an eighth more than the range, but at least 2/5
+/// and at most 7/15 of L2. Weights stream through the rest.
 ///
 /// If a range is a little too large, whether its lines stay depends on where the driver places memory: a sampled step of 16 rows of Llama-3.2-1B took
 /// 682 or 692 us on one H200 (docs/perf-log.md, entry 44). A range beyond half of L2 does not stay in any case. Then, and for small ranges, no larger
 /// part is faster than 2/5; with 5/8, steps take 9 % longer (entry 39).
-fn persisting_bytes(range_bytes: u64, l2_bytes: u64) -> u64 {
+fn set_aside_for(range_bytes: u64, l2_bytes: u64) -> u64 {
     let (least, most) = (l2_bytes * 2 / 5, l2_bytes * 7 / 15);
     if range_bytes > l2_bytes / 2 { least } else { (range_bytes + range_bytes / 8).clamp(least, most) }
 }
@@ -114,8 +114,8 @@ pub(super) struct Context {
     device: CUdevice,
     handle: CUcontext,
     l2_bytes: u64,
-    /// Bytes of L2 that may persist, as [`Context::keep`] has told the driver so far.
-    persisting_bytes: Mutex<u64>,
+    /// Bytes of L2 that [`Context::keep`] has set aside so far.
+    set_aside_bytes: Mutex<u64>,
     /// Streams whose last wait timed out. While there is one, nothing is freed: freeing waits for the device.
     pub(super) streams_stuck: AtomicU32,
 }
@@ -128,24 +128,24 @@ unsafe impl Sync for Context {}
 impl Context {
     /// Bytes of a range of `range_bytes` that launches may ask L2 to keep; 0: none, as where a device is divided.
     ///
-    /// Lets as much of L2 persist as [`persisting_bytes`] says, and never less than a call before did. Kernels for one row, which keep nothing, lose
+    /// Sets aside as much of L2 as [`set_aside_for`] says, and never less than a call before did. Kernels for one row, which keep nothing, lose
     /// up to 0.7 % by it (docs/perf-log.md, entry 42), so it waits until something is to be kept. A refusal is no error: what is kept is only faster.
     pub(super) fn keep(&self, range_bytes: u64) -> Result<u64, DriverError> {
         use CUdevice_attribute::*;
         let api = self.bind()?;
         let attribute = |which| attribute(api, self.device, which).map(u64::from);
-        let bytes = persisting_bytes(range_bytes, self.l2_bytes)
-            .min(attribute(CU_DEVICE_ATTRIBUTE_MAX_PERSISTING_L2_CACHE_SIZE)?);
+        let bytes =
+            set_aside_for(range_bytes, self.l2_bytes).min(attribute(CU_DEVICE_ATTRIBUTE_MAX_PERSISTING_L2_CACHE_SIZE)?);
         let range_max = attribute(CU_DEVICE_ATTRIBUTE_MAX_ACCESS_POLICY_WINDOW_SIZE)?;
-        let mut set_bytes = self.persisting_bytes.lock().unwrap_or_else(PoisonError::into_inner);
-        if bytes > *set_bytes {
+        let mut set_aside = self.set_aside_bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        if bytes > *set_aside {
             // SAFETY: a context is bound.
             let set = unsafe { call!(api, cuCtxSetLimit(CUlimit::CU_LIMIT_PERSISTING_L2_CACHE_SIZE, bytes as usize)) };
             if set.is_ok() {
-                *set_bytes = bytes;
+                *set_aside = bytes;
             }
         }
-        Ok(if *set_bytes > 0 { range_bytes.min(range_max) } else { 0 })
+        Ok(if *set_aside > 0 { range_bytes.min(range_max) } else { 0 })
     }
 
     /// Makes this the context of the calling thread. Every call below goes through it.
@@ -308,8 +308,8 @@ impl Device {
         let mut handle = ptr::null_mut();
         // SAFETY: the call writes one handle for a device that exists.
         unsafe { call!(api, cuDevicePrimaryCtxRetain(&mut handle, device)) }?;
-        let (l2_bytes, persisting_bytes) = (identity.l2_bytes, Mutex::new(0));
-        let context = Context { api, device, handle, l2_bytes, persisting_bytes, streams_stuck: AtomicU32::new(0) };
+        let (l2_bytes, set_aside_bytes) = (identity.l2_bytes, Mutex::new(0));
+        let context = Context { api, device, handle, l2_bytes, set_aside_bytes, streams_stuck: AtomicU32::new(0) };
         context.bind()?;
         Ok(Device { context: Arc::new(context), identity })
     }
@@ -443,13 +443,13 @@ mod tests {
     }
 
     #[test]
-    fn what_steps_keep_fits_in_the_part_of_l2_that_persists() {
+    fn the_part_of_l2_that_persists_follows_what_steps_keep() {
         const MIB: u64 = 1 << 20;
         // Of an H200: (range, part).
         for (range, part) in [(0, 24), (21, 24), (22, 24), (25, 28), (30, 28), (31, 24), (72, 24)] {
-            assert_eq!(persisting_bytes(range * MIB, 60 * MIB) / MIB, part, "{range} MiB");
+            assert_eq!(set_aside_for(range * MIB, 60 * MIB) / MIB, part, "{range} MiB");
         }
-        assert_eq!(persisting_bytes(24 * MIB, 60 * MIB), 27 * MIB);
+        assert_eq!(set_aside_for(24 * MIB, 60 * MIB), 27 * MIB);
     }
 
     fn target() -> Target {

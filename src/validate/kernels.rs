@@ -486,6 +486,7 @@ impl Rules<'_> {
     fn regimes(&mut self, schedule: &Schedule) {
         let program = &schedule.program;
         // kernel.cuh and ring.cuh compare the position with one bound.
+        let for_rows = program.buffers.iter().any(|buffer| buffer.words);
         let regimes = schedule.regimes.len();
         self.expect(regimes <= 2, Entity::Schedule, || format!("expected at most 2 regimes, found {regimes}"));
         for (r, regime) in (0..).zip(&schedule.regimes) {
@@ -528,14 +529,15 @@ impl Rules<'_> {
                         let held = u64::from(schedule.machine.ring.slot_bytes) / row_bytes / align * align;
                         let keys = grid.operand(Role::HistoryK).map(|o| &program.buffers[o.buffer.index()]);
                         let page = keys.and_then(|keys| keys.paging).map(|paging| u64::from(paging.rows));
-                        let expected = match page.filter(|_| program.buffers.iter().any(|buffer| buffer.words)) {
-                            Some(page) => {
-                                (1..=held / align).map(|n| n * align).filter(|n| page % n == 0).max().unwrap_or(held)
-                            }
-                            None => held,
+                        let (expected, why) = match page.filter(|_| for_rows) {
+                            Some(page) => (
+                                (1..=held / align).map(|n| n * align).filter(|n| page % n == 0).max().unwrap_or(held),
+                                ", and a whole number of chunks in a page",
+                            ),
+                            None => (held, ""),
                         };
                         self.expect(u64::from(rows) == expected, at, || {
-                            format!("expected {expected} rows a chunk, as many as a slot holds, found {rows}")
+                            format!("expected {expected} rows a chunk, as many as a slot holds{why}, found {rows}")
                         });
                     }
                     // `streams` says what is wrong with it.
