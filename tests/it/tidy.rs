@@ -432,7 +432,7 @@ fn long_functions_are_few() {
 #[test]
 fn a_file_says_what_it_owns() {
     let mut faults = vec![];
-    for folder in ["src", "tests/it", "tests/device", "tests/bench", "tests/computed", "bindings"] {
+    for folder in ["src", "tests/it", "tests/net", "tests/device", "tests/bench", "tests/computed", "bindings"] {
         for source in sources(folder, &[".rs"]) {
             // The crate's own head is a file of its own.
             let starts = source.text.starts_with("//! ") || source.path == "src/lib.rs";
@@ -460,6 +460,7 @@ fn nothing_is_left_for_later_and_no_path_is_of_one_machine() {
         ("src", &[".rs", ".md", ".cu"][..]),
         ("kernels", &[".cuh", ".cu"]),
         ("tests/it", &[".rs", ".c"]),
+        ("tests/net", &[".rs"]),
         ("tests/device", &[".rs"]),
         ("tests/computed", &[".rs", ".toml"]),
         ("tests/bench", &[".rs"]),
