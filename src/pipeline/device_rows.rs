@@ -24,7 +24,7 @@ use crate::sample::Sampler;
 use crate::target::Target;
 use crate::text::one_of;
 use crate::trace::{Span, Stamps, spans};
-use crate::validate::{Validated, share_caches, validate};
+use crate::validate::{Validated, share_caches};
 use crate::waves::{CHUNK_MIN, CHUNK_ROWS, Proven};
 
 use super::bench::{self, Programs, Versus, Work};
@@ -35,7 +35,7 @@ use super::device_steps::{By, StepsKernel, StepsKernels, step_rows_for};
 use super::device_waves::{derive_chunks, named_spans, plan_prompts, waves_beside, waves_source};
 use super::execute::upload_pack;
 use super::invariant;
-use super::stages::{BuildContext, Generated};
+use super::stages::{BuildContext, Generated, prove};
 use super::{Prepared, Workspace, import_stage};
 
 /// Places the kernel for `room`.
@@ -69,7 +69,7 @@ pub(super) fn one_row_kernel(context: &BuildContext<'_>, base: &Candidate, room:
 /// # Errors
 /// A schedule that is not proven: a fault of this program.
 pub(super) fn prove_kernel(context: &BuildContext<'_>, placed: Schedule) -> Result<Validated, Fault> {
-    Ok(validate(placed, context.target)?)
+    prove(context, placed)
 }
 
 /// Places the kernel that reads prompts: of those with up to [`PROMPT_ROWS`] rows the largest that fits. `room` names the room of a kernel.

@@ -20,6 +20,7 @@ use crate::ir::layout::pack_bytes;
 use crate::ir::parse::parse;
 use crate::ir::print::print;
 use crate::ir::program::Program;
+use crate::ir::schedule::Schedule;
 use crate::lower::{Batch, LayerOp, graph_of, lower, lower_alone, lower_batch};
 use crate::manifest::Manifest;
 use crate::model::config::{Imported, graph_text, import, import_config_only};
@@ -31,7 +32,7 @@ use crate::schedule::schedule;
 use crate::search::Space;
 use crate::target::Target;
 use crate::text::one_of;
-use crate::validate::{Validated, validate};
+use crate::validate::{Validated, same, validate};
 
 use super::Workspace;
 use super::chain::NotMade;
@@ -439,7 +440,7 @@ pub(super) fn place(context: &BuildContext<'_>, candidate: &Candidate) -> Result
         let placed = context.lower(candidate).and_then(|program| schedule(program, target, candidate));
         let placed = placed.map_err(NotMade::Infeasible)?;
         let text = print(&placed);
-        let proven = validate(placed, target).map_err(|rejected| save_rejected(&text, rejected.into()))?;
+        let proven = prove(context, placed).map_err(|fault| save_rejected(&text, fault))?;
         let _ = validated.set(Arc::new(proven));
         Ok::<_, NotMade>(text.into_bytes())
     })?;
@@ -480,11 +481,23 @@ pub(super) fn place_rows(
                 .with_remedy("lower `decode.chunk_max` or `decode.sequences_max`")
         })?;
         let text = print(&placed);
-        let proven = validate(placed, target).map_err(|rejected| save_rejected(&text, rejected.into()))?;
+        let proven = prove(context, placed).map_err(|fault| save_rejected(&text, fault))?;
         let _ = validated.set(Arc::new(proven));
         Ok::<_, Fault>(text.into_bytes())
     })?;
     Ok(StoredSchedule { candidate, content: entry.content(), entry, validated })
+}
+
+/// Proves a schedule that our own lowering made, and that its program computes the model. A program of one op alone has no model.
+///
+/// # Errors
+/// A broken rule: a fault of this program.
+pub(super) fn prove(context: &BuildContext<'_>, placed: Schedule) -> Result<Validated, Fault> {
+    let validated = validate(placed, context.target)?;
+    if context.op.is_none() {
+        same(&context.imported.graph, &validated.schedule().program)?;
+    }
+    Ok(validated)
 }
 
 /// Keeps a schedule that our own lowering made and our own proof refuses.

@@ -140,7 +140,8 @@
 //!
 //! # What is not checked
 //!
-//! Numbers: whether a scale is the model's, whether a layer reads the buffer that the model says. `check` does that.
+//! Numbers: `check` compares them. Whether a scale is the model's, and whether a layer reads the buffer that the model says, is not known
+//! from a schedule alone: [`same`] proves it where the model is known, before anything is compiled.
 //! Which bytes the packer puts into weights and constants: whether the checkpoint has the tensor or the rope of an id, and
 //! whether its extents fit, is known where the checkpoint is (`pack`).
 
@@ -154,11 +155,13 @@ mod order;
 mod proxies;
 mod races;
 mod regimes;
+mod same;
 mod shared;
 mod tables;
 mod variants;
 mod wellformed;
 
+pub use same::{NotSame, same};
 pub use shared::{NotShared, share_caches};
 
 use crate::error::{Fault, Tier};

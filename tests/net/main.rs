@@ -1,8 +1,11 @@
-//! Compares everything that kernels are made of with a golden file of digests: emitted text, the tables that kernels walk, and the layout of
+//! The net below changes of code that makes kernels. `same` tests that programs compute their models. This file compares everything that
+//! kernels are made of with a golden file of digests: emitted text, the tables that kernels walk, and the layout of
 //! packs. One line for each model shape, weight format and target; one digest pair for each kernel.
 //!
 //! A change that is meant to change no kernel leaves `kernels.txt` as it is. Another one changes its lines, says why in its commit, and is
 //! measured. `BLESS=1 cargo test --test net` writes the file again.
+
+mod same;
 
 use std::fs;
 use std::path::{Path, PathBuf};

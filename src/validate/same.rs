@@ -1,0 +1,661 @@
+//! The judgement *same*: a program computes its model.
+//!
+//! The rules of [`super`] prove that a schedule computes its program, in every order. They do not know the model: a layer that reads the norm
+//! weight of another layer breaks none of them. This file computes what each value of a program is, as a formula over the tensors of the
+//! checkpoint, and compares that with the formulas of the model graph. Wave plans are compared with the program of their schedule
+//! ([`crate::waves::prove`]), so they compute the model, too.
+//!
+//! A formula is a term, and equal terms have one number. So a comparison of two programs of any depth takes time in proportion to their ops.
+//! Rules of [`super`] have proven before that the columns of an operand are those that its op asks for, apart from where they begin. What
+//! is compared here is therefore where they begin, what is there, and every attribute of an op.
+//!
+//! *Not compared*: the order of sums, and the rounding of values on their way. `check` compares numbers. Which bytes a tensor or a RoPE
+//! table has is known to `pack`.
+
+use crate::dtype::DType;
+use crate::error::{Fault, Tier};
+use crate::format::Format;
+use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role};
+use crate::ir::program::{Content, Grid, Operand, Program};
+use crate::ir::{BufferId, GridId, LayerId};
+use crate::model::graph::{self, Act, Linear, ModelGraph, NormKind, QkNorm, QkNormSpan, RopeId, RowView, TensorId};
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+/// A program that does not compute its model.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("`{program}` does not compute its model: {place}: {what}")]
+pub struct NotSame {
+    pub program: String,
+    /// The grid where it differs first, or what the program lacks.
+    pub place: String,
+    /// Expected before found.
+    pub what: String,
+}
+
+/// On the way from our own lowering to a kernel, this is our bug.
+impl From<NotSame> for Fault {
+    fn from(error: NotSame) -> Fault {
+        let remedy = Some("report this with the schedule's text".to_string());
+        Fault { tier: Tier::Internal, message: error.to_string(), remedy }
+    }
+}
+
+/// Proves that a program computes `graph`: the logits that decide a token, and the keys and values of each layer.
+///
+/// # Errors
+/// The first grid that computes what the model does not have, or what the program leaves out.
+pub fn same(graph: &ModelGraph, program: &Program) -> Result<(), NotSame> {
+    let mut terms = Terms::default();
+    let model = Model::of(graph, program, &mut terms);
+    let mut reader =
+        Reader { graph, program, terms: &mut terms, model: &model, holds: BTreeMap::new(), caches: vec![] };
+    reader.program().map_err(|(place, what)| NotSame { program: program.name.clone(), place, what })
+}
+
+/// The number of a term.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+struct TermId(u32);
+
+/// Rows of a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Slice {
+    tensor: TensorId,
+    first: u32,
+    /// `None`: consecutive rows.
+    blocks: Option<(u32, u32)>,
+    rows: u32,
+}
+
+impl Slice {
+    fn of(view: &RowView, rows: u32) -> Slice {
+        let RowView { tensor, first, block, stride } = *view;
+        Slice { tensor, first, blocks: (block != stride && rows > block).then_some((block, stride)), rows }
+    }
+
+    fn whole(tensor: TensorId, rows: u32) -> Slice {
+        Slice::of(&RowView::range(tensor, 0), rows)
+    }
+}
+
+/// The gains of a norm, or its biases: slices one after another, each value plus an offset.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Vector {
+    parts: Vec<Option<Slice>>,
+    offset: u32,
+}
+
+impl Vector {
+    fn of(content: &Content) -> Option<Vector> {
+        let Content::Vectors { parts, offset, interleave: 1 } = content else { return None };
+        let part = |part: &crate::ir::program::VectorPart| part.view.as_ref().map(|view| Slice::of(view, part.len));
+        Some(Vector { parts: parts.iter().map(part).collect(), offset: offset.to_bits() })
+    }
+
+    fn whole(tensors: &[TensorId], len: u32, offset: f32) -> Vector {
+        let each = len / tensors.len().max(1) as u32;
+        Vector { parts: tensors.iter().map(|t| Some(Slice::whole(*t, each))).collect(), offset: offset.to_bits() }
+    }
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct NormTerm {
+    kind: NormKind,
+    eps: u32,
+    weight: Option<Vector>,
+    bias: Option<Vector>,
+}
+
+/// The norm of q or k before RoPE.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct QkNormTerm {
+    kind: NormKind,
+    eps: u32,
+    span: QkNormSpan,
+    weight: Option<Vector>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct RopeTerm {
+    table: RopeId,
+    rotary: u32,
+    interleaved: bool,
+}
+
+/// How scores become weights of values.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Scores {
+    heads: u32,
+    group: u32,
+    head_dim: u32,
+    scale: u32,
+    softcap: Option<u32>,
+    window: Option<u32>,
+}
+
+/// What a vector of values is.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+enum Term {
+    /// The row of the embedding that the decided token, or that of the prompt, has.
+    Embedded {
+        table: TensorId,
+        scale: u32,
+    },
+    Normed {
+        x: TermId,
+        norm: NormTerm,
+    },
+    /// `W x + b`
+    Linear {
+        x: TermId,
+        weight: Slice,
+        cols: u32,
+        bias: Option<Slice>,
+    },
+    Acted {
+        x: TermId,
+        act: Act,
+    },
+    /// `act(gate) * up`
+    Gated {
+        gate: TermId,
+        up: TermId,
+        act: Act,
+    },
+    /// `x + scale * branch`
+    Sum {
+        x: TermId,
+        scale: u32,
+        branch: TermId,
+    },
+    /// Rows of a cache: keys have a norm and RoPE.
+    Cached {
+        x: TermId,
+        norm: Option<QkNormTerm>,
+        rope: Option<RopeTerm>,
+        scales: Option<LayerId>,
+    },
+    Attended {
+        q: TermId,
+        q_norm: Option<QkNormTerm>,
+        q_rope: Option<RopeTerm>,
+        keys: TermId,
+        values: TermId,
+        scores: Scores,
+    },
+    /// Records of split attention.
+    Partial {
+        of: TermId,
+        splits: u32,
+        heads_per_task: u32,
+    },
+    Logits {
+        x: TermId,
+        scale: u32,
+        softcap: Option<u32>,
+    },
+    /// The best of some logits.
+    Best {
+        logits: TermId,
+    },
+    /// The token of the step.
+    Token,
+}
+
+#[derive(Default)]
+struct Terms {
+    all: Vec<Term>,
+    ids: HashMap<Term, TermId>,
+}
+
+impl Terms {
+    fn id(&mut self, term: Term) -> TermId {
+        if let Some(id) = self.ids.get(&term) {
+            return *id;
+        }
+        let id = TermId(self.all.len() as u32);
+        self.all.push(term.clone());
+        self.ids.insert(term, id);
+        id
+    }
+
+    /// For readers: two levels of a term.
+    fn text(&self, graph: &ModelGraph, id: TermId, depth: u32) -> String {
+        let name = |tensor: &TensorId| {
+            graph.tensors.get(tensor.index()).map_or_else(|| tensor.to_string(), |tensor| format!("`{}`", tensor.name))
+        };
+        let slice = |slice: &Slice| format!("{}[{}, {} rows]", name(&slice.tensor), slice.first, slice.rows);
+        let vector = |vector: &Option<Vector>| match vector {
+            Some(vector) => vector.parts.iter().flatten().map(slice).collect::<Vec<_>>().join(", "),
+            None => "no weight".to_string(),
+        };
+        let float = |bits: &u32| f32::from_bits(*bits);
+        if depth == 0 {
+            return "...".to_string();
+        }
+        let of = |id: &TermId| self.text(graph, *id, depth - 1);
+        match &self.all[id.0 as usize] {
+            Term::Embedded { table, scale } => format!("{} * {}", name(table), float(scale)),
+            Term::Normed { x, norm } => format!("norm({}, {}, eps {})", of(x), vector(&norm.weight), float(&norm.eps)),
+            Term::Linear { x, weight, bias, .. } => {
+                let bias = bias.as_ref().map_or(String::new(), |bias| format!(" + {}", slice(bias)));
+                format!("{} x ({}){bias}", slice(weight), of(x))
+            }
+            Term::Acted { x, act } => format!("{act:?}({})", of(x)),
+            Term::Gated { gate, up, act } => format!("{act:?}({}) * ({})", of(gate), of(up)),
+            Term::Sum { x, scale, branch } => format!("{} + {} * {}", of(x), float(scale), of(branch)),
+            Term::Cached { x, norm, rope, .. } => {
+                let norm = norm.as_ref().map_or(String::new(), |norm| format!(", norm {}", vector(&norm.weight)));
+                let rope = rope.as_ref().map_or(String::new(), |rope| format!(", {}", rope.table));
+                format!("row of a cache({}{norm}{rope})", of(x))
+            }
+            Term::Attended { q, keys, values, scores, .. } => {
+                format!("attention({}, {}, {}, {scores:?})", of(q), of(keys), of(values))
+            }
+            Term::Partial { of: whole, splits, .. } => format!("{splits} splits of {}", of(whole)),
+            Term::Logits { x, scale, .. } => format!("logits({} * {})", float(scale), of(x)),
+            Term::Best { logits } => format!("best({})", of(logits)),
+            Term::Token => "token".to_string(),
+        }
+    }
+}
+
+fn norm_term(norm: &graph::Norm, width: u32) -> NormTerm {
+    NormTerm {
+        kind: norm.kind,
+        eps: norm.eps.to_bits(),
+        weight: norm.weight.map(|weight| Vector::whole(&[weight], width, norm.weight_offset)),
+        bias: norm.bias.map(|bias| Vector::whole(&[bias], width, 0.0)),
+    }
+}
+
+/// The terms of a model graph.
+struct Model {
+    best: TermId,
+    /// Keys and values of each layer.
+    cached: Vec<[TermId; 2]>,
+    /// All terms of the model, and those that programs have in addition.
+    known: HashSet<TermId>,
+}
+
+impl Model {
+    fn of(graph: &ModelGraph, program: &Program, terms: &mut Terms) -> Model {
+        let mut x = terms.id(Term::Embedded { table: graph.embed, scale: graph.embed_scale.to_bits() });
+        let mut known = HashSet::from([x]);
+        let mut cached = vec![];
+        let fp8 = program.precision.cache == DType::E4m3;
+        let linear = |terms: &mut Terms, linear: &Linear, x: TermId| {
+            let bias = linear.bias.as_ref().map(|bias| Slice::of(bias, linear.rows));
+            terms.id(Term::Linear { x, weight: Slice::of(&linear.weight, linear.rows), cols: linear.cols, bias })
+        };
+        let normed = |terms: &mut Terms, norm: Option<&graph::Norm>, width: u32, x: TermId| match norm {
+            Some(norm) => terms.id(Term::Normed { x, norm: norm_term(norm, width) }),
+            None => x,
+        };
+        for (l, layer) in graph.layers.iter().enumerate() {
+            let a = &layer.attn;
+            let input = normed(terms, layer.attn_norm.as_ref(), graph.hidden, x);
+            let [q, k, v] = [&a.q, &a.k, &a.v].map(|part| linear(terms, part, input));
+            let rope = a.rope.map(|table| {
+                let rope = &graph.ropes[table.index()];
+                RopeTerm { table, rotary: 2 * rope.inv_freq.len() as u32, interleaved: rope.interleaved }
+            });
+            let qk_norm = |norm: &Option<QkNorm>, heads: u32| {
+                norm.as_ref().map(|norm| QkNormTerm {
+                    kind: norm.kind,
+                    eps: norm.eps.to_bits(),
+                    span: norm.span,
+                    weight: Some(Vector::whole(&norm.weights, norm.span.gains(heads, a.head_dim), norm.weight_offset)),
+                })
+            };
+            let scales = fp8.then(|| LayerId::from(l));
+            let norm = qk_norm(&a.k_norm, a.kv_heads);
+            let keys = terms.id(Term::Cached { x: k, norm, rope: rope.clone(), scales });
+            let values = terms.id(Term::Cached { x: v, norm: None, rope: None, scales });
+            let scores = Scores {
+                heads: a.heads,
+                group: a.heads / a.kv_heads,
+                head_dim: a.head_dim,
+                scale: a.scale.to_bits(),
+                softcap: a.softcap.map(f32::to_bits),
+                window: a.window,
+            };
+            let q_norm = qk_norm(&a.q_norm, a.heads);
+            let attended = terms.id(Term::Attended { q, q_norm, q_rope: rope, keys, values, scores });
+            let o = linear(terms, &a.o, attended);
+            let a_branch = normed(terms, layer.attn_post_norm.as_ref(), graph.hidden, o);
+            let scale = layer.residual_scale.to_bits();
+            let summed = terms.id(Term::Sum { x, scale, branch: a_branch });
+            let from = if layer.parallel { x } else { summed };
+            let input_of_mlp = normed(terms, layer.mlp_norm.as_ref(), graph.hidden, from);
+            let mlp = &layer.mlp;
+            let up = linear(terms, &mlp.up, input_of_mlp);
+            let (gate, act) = match &mlp.gate {
+                Some(gate) => {
+                    let gate = linear(terms, gate, input_of_mlp);
+                    (Some(gate), terms.id(Term::Gated { gate, up, act: mlp.act }))
+                }
+                None => (None, terms.id(Term::Acted { x: up, act: mlp.act })),
+            };
+            let down = linear(terms, &mlp.down, act);
+            let m_branch = normed(terms, layer.mlp_post_norm.as_ref(), graph.hidden, down);
+            x = terms.id(Term::Sum { x: summed, scale, branch: m_branch });
+            known.extend([q, k, v, attended, o, summed, up, act, down, x, keys, values]);
+            known.extend(gate);
+            cached.push([keys, values]);
+        }
+        let last = normed(terms, Some(&graph.final_norm), graph.hidden, x);
+        let head = linear(terms, &graph.head, last);
+        let (scale, softcap) = (graph.logits_scale.to_bits(), graph.logits_softcap.map(f32::to_bits));
+        let logits = terms.id(Term::Logits { x: head, scale, softcap });
+        let best = terms.id(Term::Best { logits });
+        known.extend([head, logits, best]);
+        Model { best, cached, known }
+    }
+}
+
+/// Columns `lo..hi` of a buffer hold a term.
+#[derive(Debug, Clone, Copy)]
+struct Segment {
+    lo: u32,
+    hi: u32,
+    term: TermId,
+}
+
+/// Where the program differs, and what is there.
+type Differs = (String, String);
+
+/// Reads a program in its order, and finds what each grid leaves.
+struct Reader<'a> {
+    graph: &'a ModelGraph,
+    program: &'a Program,
+    terms: &'a mut Terms,
+    model: &'a Model,
+    holds: BTreeMap<BufferId, Vec<Segment>>,
+    /// Keys and values in the order in which layers append them.
+    caches: Vec<([BufferId; 2], [TermId; 2])>,
+}
+
+impl Reader<'_> {
+    fn program(&mut self) -> Result<(), Differs> {
+        // What the select of a step reads, the step before has left.
+        let mut selected = None;
+        for (id, grid) in (0..).map(GridId).zip(&self.program.grids) {
+            self.grid(grid, &mut selected).map_err(|what| (format!("{id} `{}`", grid.name), what))?;
+        }
+        let end = |what: &str| Err(("the program".to_string(), what.to_string()));
+        let Some(selected) = selected else { return end("expected a `select`") };
+        let best = self.holds.get(&selected).and_then(|segments| segments.first()).map(|segment| segment.term);
+        if best != Some(self.model.best) {
+            return end("expected arg-max pairs of the model's logits where `select` reads them");
+        }
+        let appended: Vec<[TermId; 2]> = self.caches.iter().map(|(_, terms)| *terms).collect();
+        if appended != self.model.cached {
+            let (expected, found) = (self.model.cached.len(), appended.len());
+            return end(&format!("expected keys and values of {expected} layers in order, found {found} caches"));
+        }
+        Ok(())
+    }
+
+    fn grid(&mut self, grid: &Grid, selected: &mut Option<BufferId>) -> Result<(), String> {
+        match &grid.op {
+            Op::Select => {
+                *selected = Some(need(grid, Role::Best)?.buffer);
+                let token = self.terms.id(Term::Token);
+                let to = need(grid, Role::Token)?;
+                self.holds.insert(to.buffer, vec![Segment { lo: 0, hi: 1, term: token }]);
+                Ok(())
+            }
+            Op::Report => self.is_token(grid),
+            Op::Route { .. } => Err("expected an op of the model, which has no experts".to_string()),
+            Op::Embed { scale, .. } => {
+                self.is_token(grid)?;
+                let table = need(grid, Role::Table)?;
+                let buffer = &self.program.buffers[table.buffer.index()];
+                let Some(Content::Tensor(tensor)) = buffer.content else {
+                    return Err("expected a table of the checkpoint".to_string());
+                };
+                self.is_stored(buffer.format(), tensor)?;
+                let term = self.known(Term::Embedded { table: tensor, scale: scale.to_bits() })?;
+                self.write(grid, Role::Residual, self.graph.hidden, term)?;
+                self.write_if(grid, Role::Out, self.graph.hidden, term)
+            }
+            Op::MatVec(m) => self.product(grid, m),
+            Op::Attention(a) => self.attention(grid, a),
+            Op::AttentionMerge { head_dim, splits, heads_per_task } => {
+                let partial = need(grid, Role::Partial)?;
+                let cols = grid.n * splits * (head_dim + crate::ir::op::PARTIAL_HEADER);
+                let term = self.read(partial, cols)?;
+                let Term::Partial { of, splits: made, heads_per_task: of_task } = self.terms.all[term.0 as usize]
+                else {
+                    return Err("expected records of split attention".to_string());
+                };
+                if (made, of_task) != (*splits, *heads_per_task) {
+                    return Err(format!(
+                        "expected {made} splits of {of_task} heads, found {splits} of {heads_per_task}"
+                    ));
+                }
+                self.write(grid, Role::Out, grid.n * head_dim, of)
+            }
+            Op::NormAdd { norm, width, scale, .. } => {
+                let y = self.read(need(grid, Role::X)?, *width)?;
+                let norm = self.norm(grid, norm)?;
+                let branch = self.terms.id(Term::Normed { x: y, norm });
+                self.add(grid, *width, *scale, branch)
+            }
+        }
+    }
+
+    fn is_token(&mut self, grid: &Grid) -> Result<(), String> {
+        let found = self.read(need(grid, Role::Token)?, 1)?;
+        if self.terms.all[found.0 as usize] == Term::Token {
+            Ok(())
+        } else {
+            Err("expected the token of the step".to_string())
+        }
+    }
+
+    fn product(&mut self, grid: &Grid, m: &MatVec) -> Result<(), String> {
+        let mut x = self.read(need(grid, Role::X)?, m.k)?;
+        if let Some(norm) = &m.norm {
+            let norm = self.norm(grid, norm)?;
+            x = self.terms.id(Term::Normed { x, norm });
+        }
+        let buffer = &self.program.buffers[need(grid, Role::Weight)?.buffer.index()];
+        let Some(Content::Rows { parts, .. }) = &buffer.content else {
+            return Err("expected rows of linears as weights".to_string());
+        };
+        let biases = match grid.operand(Role::Bias) {
+            None => vec![None; parts.len()],
+            Some(operand) => match &self.program.buffers[operand.buffer.index()].content {
+                Some(Content::Vectors { parts, offset, .. }) if *offset == 0.0 => {
+                    parts.iter().map(|part| part.view.as_ref().map(|view| (view, part.len))).collect()
+                }
+                _ => return Err("expected biases without an offset".to_string()),
+            },
+        };
+        if biases.len() != parts.len() {
+            return Err(format!("expected biases of {} linears, found {}", parts.len(), biases.len()));
+        }
+        let mut linears = vec![];
+        for (part, bias) in parts.iter().zip(biases) {
+            self.is_stored(buffer.format(), part.view.tensor)?;
+            if bias.is_some_and(|(_, len)| len != part.rows) {
+                return Err(format!("expected {} biases of a linear", part.rows));
+            }
+            let bias = bias.map(|(view, len)| Slice::of(view, len));
+            let term = Term::Linear { x, weight: Slice::of(&part.view, part.rows), cols: m.k, bias };
+            linears.push((self.known(term)?, part.rows));
+        }
+        match (m.epilogue, linears.as_slice()) {
+            (Epilogue::Gated(act), &[(gate, rows), (up, _)]) => {
+                let term = self.known(Term::Gated { gate, up, act })?;
+                self.write(grid, Role::Out, rows, term)
+            }
+            (Epilogue::Store, _) => {
+                let out = need(grid, Role::Out)?;
+                let mut lo = out.cols.base;
+                let mut segments = vec![];
+                for &(term, rows) in &linears {
+                    segments.push(Segment { lo, hi: lo + rows, term });
+                    lo += rows;
+                }
+                self.put(out.buffer, segments)
+            }
+            (Epilogue::Act(act), &[(x, rows)]) => {
+                let term = self.known(Term::Acted { x, act })?;
+                self.write(grid, Role::Out, rows, term)
+            }
+            (Epilogue::Residual { scale }, &[(branch, rows)]) => self.add(grid, rows, scale, branch),
+            (Epilogue::Logits { scale, softcap }, &[(x, rows)]) => {
+                let logits = Term::Logits { x, scale: scale.to_bits(), softcap: softcap.map(f32::to_bits) };
+                let logits = self.known(logits)?;
+                self.write(grid, Role::Logits, rows, logits)?;
+                let best = self.terms.id(Term::Best { logits });
+                let to = need(grid, Role::Best)?.buffer;
+                let cols = self.program.buffers[to.index()].cols;
+                self.put(to, vec![Segment { lo: 0, hi: cols, term: best }])
+            }
+            (_, linears) => Err(format!("expected one linear, or gate and up, found {}", linears.len())),
+        }
+    }
+
+    /// `residual += scale * branch`, published where the grid has an output.
+    fn add(&mut self, grid: &Grid, width: u32, scale: f32, branch: TermId) -> Result<(), String> {
+        let residual = need(grid, Role::Residual)?;
+        let x = self.read(residual, width)?;
+        let term = self.known(Term::Sum { x, scale: scale.to_bits(), branch })?;
+        self.holds.remove(&residual.buffer);
+        self.write(grid, Role::Residual, width, term)?;
+        self.write_if(grid, Role::Out, width, term)
+    }
+
+    fn norm(&self, grid: &Grid, norm: &NormAttr) -> Result<NormTerm, String> {
+        let vector = |role| grid.operand(role).map(|operand| self.vector(operand)).transpose();
+        let (weight, bias) = (vector(Role::NormWeight)?, vector(Role::NormBias)?);
+        Ok(NormTerm { kind: norm.kind, eps: norm.eps.to_bits(), weight, bias })
+    }
+
+    fn vector(&self, operand: &Operand) -> Result<Vector, String> {
+        let content = self.program.buffers[operand.buffer.index()].content.as_ref();
+        content
+            .and_then(Vector::of)
+            .ok_or_else(|| format!("expected vectors of the checkpoint as `{}`", operand.role.name()))
+    }
+
+    fn attention(&mut self, grid: &Grid, a: &Attention) -> Result<(), String> {
+        let (q_cols, kv_cols) = (a.heads * a.head_dim, a.kv_heads() * a.head_dim);
+        let q = self.read(need(grid, Role::Q)?, q_cols)?;
+        let k = self.read(need(grid, Role::K)?, kv_cols)?;
+        let v = self.read(need(grid, Role::V)?, kv_cols)?;
+        let qk_norm = |norm: &Option<QkNormAttr>, role| -> Result<Option<QkNormTerm>, String> {
+            let Some(QkNormAttr { norm, span }) = norm else { return Ok(None) };
+            let weight = grid.operand(role).map(|operand| self.vector(operand)).transpose()?;
+            Ok(Some(QkNormTerm { kind: norm.kind, eps: norm.eps.to_bits(), span: *span, weight }))
+        };
+        let (q_norm, k_norm) = (qk_norm(&a.q_norm, Role::QNormWeight)?, qk_norm(&a.k_norm, Role::KNormWeight)?);
+        let content =
+            |role| grid.operand(role).and_then(|operand| self.program.buffers[operand.buffer.index()].content.as_ref());
+        let rope = match content(Role::Rope) {
+            Some(Content::RopeTable(table)) => {
+                Some(RopeTerm { table: *table, rotary: a.rotary, interleaved: a.interleaved })
+            }
+            _ => None,
+        };
+        let scales = match content(Role::CacheScales) {
+            Some(Content::CacheScales(layer)) => Some(*layer),
+            _ => None,
+        };
+        let keys = self.known(Term::Cached { x: k, norm: k_norm, rope: rope.clone(), scales })?;
+        let values = self.known(Term::Cached { x: v, norm: None, rope: None, scales })?;
+        let appended = [need(grid, Role::AppendK)?, need(grid, Role::AppendV)?].map(|operand| operand.buffer);
+        let read = [need(grid, Role::HistoryK)?, need(grid, Role::HistoryV)?].map(|operand| operand.buffer);
+        if read != appended {
+            return Err("expected the history of the caches that it appends to".to_string());
+        }
+        // Attention of other regimes appends the same rows to the same caches.
+        let other = |(buffers, terms): &&([BufferId; 2], [TermId; 2])| {
+            buffers.iter().any(|buffer| appended.contains(buffer)) || terms.contains(&keys) || terms.contains(&values)
+        };
+        match self.caches.iter().find(other) {
+            None => self.caches.push((appended, [keys, values])),
+            Some(found) if *found == (appended, [keys, values]) => {}
+            Some(_) => return Err("expected caches of its own layer".to_string()),
+        }
+        let scores = Scores {
+            heads: a.heads,
+            group: a.group,
+            head_dim: a.head_dim,
+            scale: a.scale.to_bits(),
+            softcap: a.softcap.map(f32::to_bits),
+            window: a.window,
+        };
+        let attended = self.known(Term::Attended { q, q_norm, q_rope: rope, keys, values, scores })?;
+        if a.splits == 1 {
+            return self.write(grid, Role::Out, q_cols, attended);
+        }
+        let cols = a.heads * a.splits * (a.head_dim + crate::ir::op::PARTIAL_HEADER);
+        let partial = Term::Partial { of: attended, splits: a.splits, heads_per_task: a.heads_per_task };
+        let term = self.terms.id(partial);
+        self.write(grid, Role::Out, cols, term)
+    }
+
+    /// A term that the model has.
+    fn known(&mut self, term: Term) -> Result<TermId, String> {
+        let id = self.terms.id(term);
+        match self.model.known.contains(&id) {
+            true => Ok(id),
+            false => Err(format!("computes {}, which the model does not have", self.terms.text(self.graph, id, 3))),
+        }
+    }
+
+    /// Weights of `tensor` are stored as the checkpoint, or the precision, has them, or in fp32, which holds all values.
+    fn is_stored(&self, format: Format, tensor: TensorId) -> Result<(), String> {
+        let stored = self.graph.formats.get(&tensor).copied();
+        let expected = stored.unwrap_or(Format::plain(self.program.precision.weights));
+        if [expected, Format::plain(DType::F32)].contains(&format) {
+            return Ok(());
+        }
+        Err(format!("expected weights of {tensor} in {expected}, found {format}"))
+    }
+
+    /// What `cols` columns hold, from where the operand begins.
+    fn read(&self, operand: &Operand, cols: u32) -> Result<TermId, String> {
+        let (lo, buffer) = (operand.cols.base, operand.buffer);
+        let segments = self.holds.get(&buffer).map(Vec::as_slice).unwrap_or_default();
+        let found = segments.iter().find(|segment| (segment.lo, segment.hi) == (lo, lo.saturating_add(cols)));
+        found.map(|segment| segment.term).ok_or_else(|| {
+            let name = operand.role.name();
+            format!(
+                "expected one vector in columns {lo}..{} of {buffer}, which it reads as `{name}`",
+                lo.saturating_add(cols)
+            )
+        })
+    }
+
+    fn write(&mut self, grid: &Grid, role: Role, cols: u32, term: TermId) -> Result<(), String> {
+        let operand = need(grid, role)?;
+        let lo = operand.cols.base;
+        self.put(operand.buffer, vec![Segment { lo, hi: lo.saturating_add(cols), term }])
+    }
+
+    fn write_if(&mut self, grid: &Grid, role: Role, cols: u32, term: TermId) -> Result<(), String> {
+        if grid.operand(role).is_some() { self.write(grid, role, cols, term) } else { Ok(()) }
+    }
+
+    /// Values that are made twice, by attention of several regimes, are the same.
+    fn put(&mut self, buffer: BufferId, segments: Vec<Segment>) -> Result<(), String> {
+        let held = self.holds.entry(buffer).or_default();
+        for segment in segments {
+            match held.iter().find(|held| held.lo < segment.hi && segment.lo < held.hi) {
+                None => held.push(segment),
+                Some(held) if (held.lo, held.hi, held.term) == (segment.lo, segment.hi, segment.term) => {}
+                Some(_) => return Err(format!("writes columns of {buffer} that hold another value")),
+            }
+        }
+        Ok(())
+    }
+}
+
+fn need(grid: &Grid, role: Role) -> Result<&Operand, String> {
+    grid.operand(role).ok_or_else(|| format!("expected an operand `{}`", role.name()))
+}

@@ -1,0 +1,246 @@
+//! Tests the judgement `same`: every program of every model has it, and no program that computes something else.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use monobloc::candidate::Candidate;
+use monobloc::dtype::{DType, Precision};
+use monobloc::ir::op::{Epilogue, Op, Role};
+use monobloc::ir::program::{Content, Grid, Program};
+use monobloc::ir::{BufferId, LayerId};
+use monobloc::lower::{Batch, lower, lower_batch};
+use monobloc::model::config::import;
+use monobloc::model::graph::{Act, ModelGraph, NormKind, RopeId};
+use monobloc::schedule::schedule;
+use monobloc::target::Target;
+use monobloc::validate::{same, validate};
+
+const BF16: Precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
+const CONTEXT_MAX: u32 = 256;
+
+fn fixtures(folder: &str) -> Vec<PathBuf> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(folder);
+    let mut paths: Vec<PathBuf> = fs::read_dir(root).unwrap().map(|entry| entry.unwrap().path()).collect();
+    paths.retain(|path| path.join("config.json").exists());
+    paths.sort();
+    paths
+}
+
+fn fixture(name: &str) -> ModelGraph {
+    import(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)).unwrap().graph
+}
+
+fn on_h200(graph: &ModelGraph, precision: Precision) -> Candidate {
+    let target = Target::builtin("h200").unwrap();
+    Candidate { sms: 4, ..Candidate::default_for(graph, &target, precision) }.for_context(CONTEXT_MAX)
+}
+
+/// The programs of a model: of one row, with histories in splits, with sums on every SM, and of several rows.
+fn programs(graph: &ModelGraph, precision: Precision) -> Vec<Program> {
+    let context_max = graph.positions_max.min(CONTEXT_MAX);
+    let base = on_h200(graph, precision);
+    let candidates = [
+        base.clone(),
+        Candidate { splits: 4, split_from: 64, ..base.clone() },
+        Candidate { sums_everywhere: 1, ..base.clone() },
+        Candidate { sums_everywhere: 0, splits: 1, heads_per_task: 1, unit_rows: 2, ..base.clone() },
+    ];
+    let of_one = candidates.iter().filter_map(|candidate| lower(graph, "same", precision, context_max, candidate).ok());
+    let batch = |rows, words| Batch { rows, sequences: 4, pages: 64, page_rows: 16, words };
+    let several = Candidate { sums_everywhere: 0, splits: 1, ..base };
+    let of_several = [batch(1, false), batch(4, false), batch(8, true)];
+    let of_several =
+        of_several.iter().filter_map(|batch| lower_batch(graph, "same", precision, context_max, batch, &several).ok());
+    of_one.chain(of_several).collect()
+}
+
+#[test]
+fn programs_of_every_model_compute_it() {
+    let (mut models, mut judged) = (0, 0);
+    for path in ["families", "variants", "quantised"].iter().flat_map(|folder| fixtures(folder)) {
+        // What is not imported is tested elsewhere.
+        let Ok(imported) = import(&path) else { continue };
+        for cache in [DType::Bf16, DType::E4m3] {
+            for program in programs(&imported.graph, Precision { cache, ..BF16 }) {
+                same(&imported.graph, &program).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+                judged += 1;
+            }
+        }
+        models += 1;
+    }
+    assert!(models > 60 && judged > 8 * models, "{judged} programs of {models} models");
+}
+
+fn grid<'a>(program: &'a mut Program, name: &str) -> &'a mut Grid {
+    program.grids.iter_mut().find(|grid| grid.name == name).unwrap_or_else(|| panic!("a grid `{name}`"))
+}
+
+fn buffer_of(program: &mut Program, name: &str, role: Role) -> BufferId {
+    grid(program, name).operand(role).unwrap_or_else(|| panic!("`{name}` with {role:?}")).buffer
+}
+
+fn content<'a>(program: &'a mut Program, name: &str, role: Role) -> &'a mut Content {
+    let id = buffer_of(program, name, role);
+    program.buffers[id.index()].content.as_mut().unwrap()
+}
+
+/// Reads in one grid what another one reads under the same role.
+fn reads_that_of(program: &mut Program, name: &str, other: &str, role: Role) {
+    let buffer = buffer_of(program, other, role);
+    let operand = grid(program, name).operands.iter_mut().find(|operand| operand.role == role).unwrap();
+    operand.buffer = buffer;
+}
+
+/// The same bytes in another buffer, which is what a wrong index of a layer gives.
+fn takes_content_of(program: &mut Program, name: &str, other: &str, role: Role) {
+    let from = content(program, other, role).clone();
+    *content(program, name, role) = from;
+}
+
+/// A change of a program, the model whose program it changes, and whether the rules of schedules see it, too.
+type Mutant = (&'static str, &'static str, bool, fn(&mut Program));
+
+const MUTANTS: [Mutant; 27] = [
+    ("a dropped factor of a branch", "families/granite", false, |p| {
+        let Op::MatVec(m) = &mut grid(p, "down.1").op else { panic!() };
+        m.epilogue = Epilogue::Residual { scale: 1.0 };
+    }),
+    ("a dropped factor of the embedding", "families/gemma3", false, |p| {
+        let Op::Embed { scale, .. } = &mut grid(p, "embed").op else { panic!() };
+        *scale = 1.0;
+    }),
+    ("a dropped factor of the logits", "families/granite", false, |p| {
+        let Op::MatVec(m) = &mut grid(p, "head").op else { panic!() };
+        m.epilogue = Epilogue::Logits { scale: 1.0, softcap: None };
+    }),
+    ("a dropped cap of the logits", "families/gemma2", false, |p| {
+        let Op::MatVec(m) = &mut grid(p, "head").op else { panic!() };
+        let Epilogue::Logits { softcap, .. } = &mut m.epilogue else { panic!() };
+        *softcap = None;
+    }),
+    ("a dropped norm", "families/llama-gqa", false, |p| {
+        let grid = grid(p, "qkv.1");
+        let Op::MatVec(m) = &mut grid.op else { panic!() };
+        m.norm = None;
+        grid.operands.retain(|operand| operand.role != Role::NormWeight);
+    }),
+    ("a dropped norm weight", "families/llama-gqa", true, |p| {
+        grid(p, "qkv.1").operands.retain(|operand| operand.role != Role::NormWeight);
+    }),
+    ("a norm of another kind", "families/llama-gqa", false, |p| {
+        let Op::MatVec(m) = &mut grid(p, "gate_up.0").op else { panic!() };
+        m.norm.as_mut().unwrap().kind = NormKind::Layer;
+    }),
+    ("another eps", "families/llama-gqa", false, |p| {
+        let Op::MatVec(m) = &mut grid(p, "gate_up.1").op else { panic!() };
+        m.norm.as_mut().unwrap().eps *= 10.0;
+    }),
+    ("the norm weight of another layer", "families/llama-gqa", false, |p| {
+        reads_that_of(p, "gate_up.1", "gate_up.0", Role::NormWeight);
+    }),
+    ("a norm weight without its offset", "families/gemma3", false, |p| {
+        let Content::Vectors { offset, .. } = content(p, "qkv.0", Role::NormWeight) else { panic!() };
+        *offset = 0.0;
+    }),
+    ("weights of another layer", "families/llama-gqa", false, |p| {
+        takes_content_of(p, "down.1", "down.0", Role::Weight);
+    }),
+    ("q, k and v in another order", "families/llama-gqa", false, |p| {
+        let Content::Rows { parts, .. } = content(p, "qkv.0", Role::Weight) else { panic!() };
+        parts.swap(1, 2);
+    }),
+    ("gate and up swapped", "families/llama-gqa", false, |p| {
+        let Content::Rows { parts, .. } = content(p, "gate_up.1", Role::Weight) else { panic!() };
+        parts.swap(0, 1);
+    }),
+    ("rows of a fused tensor from one row on", "families/phi3", false, |p| {
+        let Content::Rows { parts, .. } = content(p, "qkv.1", Role::Weight) else { panic!() };
+        parts[2].view.first += 1;
+    }),
+    ("another activation", "families/llama-gqa", false, |p| {
+        let Op::MatVec(m) = &mut grid(p, "gate_up.0").op else { panic!() };
+        m.epilogue = Epilogue::Gated(Act::GeluTanh);
+    }),
+    ("a dropped bias", "families/qwen2", false, |p| {
+        grid(p, "qkv.1").operands.retain(|operand| operand.role != Role::Bias);
+    }),
+    ("the bias of another layer", "families/qwen2", false, |p| {
+        takes_content_of(p, "qkv.1", "qkv.0", Role::Bias);
+    }),
+    ("a swapped addend", "families/llama-gqa", false, |p| {
+        reads_that_of(p, "o.1", "o.0", Role::X);
+    }),
+    ("a branch added twice", "families/gemma3", true, |p| {
+        let at = p.grids.iter().position(|grid| grid.name == "down.1.add").unwrap();
+        let again = p.grids[at].clone();
+        p.grids.insert(at, again);
+    }),
+    ("keys read where values are", "families/llama-gqa", true, |p| {
+        let attention = grid(p, "attn.0");
+        let values = attention.operand(Role::V).unwrap().cols;
+        attention.operands.iter_mut().find(|operand| operand.role == Role::K).unwrap().cols = values;
+    }),
+    ("another scale of scores", "families/llama-gqa", false, |p| {
+        let Op::Attention(a) = &mut grid(p, "attn.1").op else { panic!() };
+        a.scale *= 0.5;
+    }),
+    ("a dropped cap of scores", "families/gemma2", false, |p| {
+        let Op::Attention(a) = &mut grid(p, "attn.1").op else { panic!() };
+        a.softcap = None;
+    }),
+    ("a window that is one shorter", "families/mistral-swa", false, |p| {
+        let Op::Attention(a) = &mut grid(p, "attn.1").op else { panic!() };
+        a.window = a.window.map(|window| window - 1);
+    }),
+    ("the RoPE of another kind of layer", "families/gemma3", false, |p| {
+        let Content::RopeTable(table) = content(p, "attn.0", Role::Rope) else { panic!() };
+        *table = RopeId(1 - table.0);
+    }),
+    ("other pairs of RoPE", "families/llama-gqa", false, |p| {
+        let Op::Attention(a) = &mut grid(p, "attn.0").op else { panic!() };
+        a.interleaved = true;
+    }),
+    ("the norm of queries of another layer", "families/qwen3", false, |p| {
+        takes_content_of(p, "attn.1", "attn.0", Role::QNormWeight);
+    }),
+    ("a layer less", "families/llama-gqa", false, |p| {
+        p.grids.retain(|grid| !grid.site.is_some_and(|site| site.layer == Some(LayerId(1))));
+        reads_that_of(p, "head", "qkv.0", Role::X);
+        let out = buffer_of(p, "down.0", Role::Out);
+        grid(p, "head").operands.iter_mut().find(|operand| operand.role == Role::X).unwrap().buffer = out;
+    }),
+];
+
+#[test]
+fn programs_of_another_function_are_refused() {
+    let target = Target::builtin("h200").unwrap();
+    let mut seen_by_others = vec![];
+    for (what, name, seen, change) in MUTANTS {
+        let graph = fixture(name);
+        let candidate = Candidate { sums_everywhere: 0, splits: 1, ..on_h200(&graph, BF16) };
+        let program = lower(&graph, "same", BF16, graph.positions_max.min(CONTEXT_MAX), &candidate).unwrap();
+        same(&graph, &program).unwrap();
+        let mut mutant = program.clone();
+        change(&mut mutant);
+        assert_ne!(mutant, program, "{what}");
+        same(&graph, &mutant).expect_err(what);
+        // Most of them are sound schedules of another function: no other rule can see them.
+        let sound = schedule(mutant, &target, &candidate).is_ok_and(|placed| validate(placed, &target).is_ok());
+        if sound == seen {
+            seen_by_others.push((what, !sound));
+        }
+    }
+    assert_eq!(seen_by_others, [], "whether other rules see it");
+}
+
+#[test]
+fn a_difference_is_named_by_grid_and_tensor() {
+    let graph = fixture("families/llama-gqa");
+    let candidate = on_h200(&graph, BF16);
+    let mut program = lower(&graph, "model", BF16, CONTEXT_MAX, &candidate).unwrap();
+    reads_that_of(&mut program, "gate_up.1", "gate_up.0", Role::NormWeight);
+    let text = same(&graph, &program).unwrap_err().to_string();
+    for part in ["`gate_up.1`", "model.layers.0.post_attention_layernorm.weight", "the model does not have"] {
+        assert!(text.contains(part), "expected `{part}` in: {text}");
+    }
+}
