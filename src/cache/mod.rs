@@ -54,15 +54,19 @@ pub struct Places {
     pub root: PathBuf,
     /// A folder that several machines mount: read on a miss, written after a build, never required.
     pub shared: Option<PathBuf>,
+    /// Whether the shared folder is only read, for example because another machine is its one writer.
+    pub shared_read_only: bool,
     /// A file with the [`Key`] that seals entries. Without one, every writer of a folder is trusted with its entries.
     pub key_file: Option<PathBuf>,
 }
 
 impl Places {
-    /// Variable that names the folder of the cache. The cache reads these three variables and no others.
+    /// Variable that names the folder of the cache. The cache reads these four variables and no others.
     pub const ROOT_VARIABLE: &'static str = "MONOBLOC_CACHE_DIR";
     /// Variable that names the shared folder.
     pub const SHARED_VARIABLE: &'static str = "MONOBLOC_SHARED_CACHE";
+    /// Variable that makes the shared folder read-only: `1`.
+    pub const READ_ONLY_VARIABLE: &'static str = "MONOBLOC_SHARED_CACHE_READ_ONLY";
     /// Variable that names the file of the key.
     pub const KEY_VARIABLE: &'static str = "MONOBLOC_CACHE_KEY_FILE";
 
@@ -73,6 +77,7 @@ impl Places {
         Places {
             root: variable(Self::ROOT_VARIABLE).unwrap_or_else(|| default_root.to_path_buf()),
             shared: variable(Self::SHARED_VARIABLE),
+            shared_read_only: variable(Self::READ_ONLY_VARIABLE).is_some_and(|value| value.as_os_str() != "0"),
             key_file: variable(Self::KEY_VARIABLE),
         }
     }
@@ -116,6 +121,8 @@ impl fmt::Display for Note {
                 path.display(),
                 Places::KEY_VARIABLE
             ),
+            // An error of the file system says itself what cannot be done.
+            Note::Shared { reason, .. } if reason.starts_with("cannot ") => write!(f, "shared cache: {reason}"),
             Note::Shared { action, reason } => write!(f, "shared cache: cannot {action}: {reason}"),
         }
     }
@@ -136,6 +143,7 @@ pub enum Outcome {
 pub struct Cache {
     store: Store,
     shared: Option<Store>,
+    shared_read_only: bool,
     key_file: Option<PathBuf>,
     /// Entries without the seal of our key that were reported already.
     unsigned: Mutex<BTreeSet<PathBuf>>,
@@ -157,25 +165,36 @@ impl Drop for Cache {
 impl Cache {
     /// Opens or creates the cache in `root`. A folder that cannot be written is an error only when something must be stored.
     pub fn open(root: impl Into<PathBuf>) -> Result<Cache, CacheError> {
-        Cache::open_places(&Places { root: root.into(), shared: None, key_file: None }, |_| {})
+        Cache::open_places(&Places { root: root.into(), shared: None, shared_read_only: false, key_file: None }, |_| {})
     }
 
     /// Opens both folders. `note` is called on damage, waiting, and failures of the shared folder; it may be called by the thread
     /// of any call below, and by the cache's own threads.
     pub fn open_places(places: &Places, note: impl Fn(&Note) + Send + Sync + 'static) -> Result<Cache, CacheError> {
-        let Places { root, shared, key_file } = places;
+        let &Places { ref root, ref shared, shared_read_only, ref key_file } = places;
         let key = key_file.as_deref().map(Key::read).transpose()?;
         let store = Store::open(root, key.as_ref())?;
-        let shared = match shared.as_deref().map(|shared| Store::open(shared, key.as_ref())) {
+        // Not made here: the folder of a misspelt name, or of a disk that is not mounted, would be filled and never read.
+        let open = |shared: &Path| match (shared.is_dir(), shared_read_only) {
+            (false, _) => Err(format!(
+                "no folder `{}`: make it, mount it, or correct `{}`",
+                shared.display(),
+                Places::SHARED_VARIABLE
+            )),
+            (true, true) => Ok(Store::at(shared, key.as_ref())),
+            (true, false) => Store::open(shared, key.as_ref()).map_err(|error| error.to_string()),
+        };
+        let shared = match shared.as_deref().map(open) {
             Some(Ok(shared)) => Some(shared),
             Some(Err(fault)) => {
-                note(&Note::Shared { action: "open it", reason: fault.to_string() });
+                note(&Note::Shared { action: "open it", reason: fault });
                 None
             }
             None => None,
         };
         let (unsigned, copies) = (Mutex::default(), Mutex::default());
-        Ok(Cache { store, shared, key_file: key_file.clone(), unsigned, note: Arc::new(note), copies })
+        let (key_file, note) = (key_file.clone(), Arc::new(note));
+        Ok(Cache { store, shared, shared_read_only, key_file, unsigned, note, copies })
     }
 
     pub fn root(&self) -> &Path {
@@ -187,6 +206,7 @@ impl Cache {
         Places {
             root: self.root().to_path_buf(),
             shared: self.shared.as_ref().map(|shared| shared.root().to_path_buf()),
+            shared_read_only: self.shared_read_only,
             key_file: self.key_file.clone(),
         }
     }
@@ -230,7 +250,7 @@ impl Cache {
 
     /// Removes the entry under `key`, here and in the shared folder; the next process that needs it builds it.
     pub fn remove(&self, stage: &str, key: &Digest) -> Result<(), CacheError> {
-        if let Some(shared) = &self.shared
+        if let Some(shared) = self.shared.as_ref().filter(|_| !self.shared_read_only)
             && let Err(error) = shared.remove(stage, key)
         {
             (self.note)(&Note::Shared { action: "remove an entry", reason: error.to_string() });
@@ -339,7 +359,9 @@ impl Cache {
             Ok(Found::Missing) => return None,
             Ok(Found::Whole(entry)) => entry,
             Ok(Found::Damaged(damaged)) => {
-                shared.set_aside(stage, key, &damaged);
+                if !self.shared_read_only {
+                    shared.set_aside(stage, key, &damaged);
+                }
                 fault("use an entry", format!("`{}` is damaged: {}", damaged.path.display(), damaged.reason));
                 return None;
             }
@@ -388,7 +410,7 @@ impl Cache {
     }
 
     fn write_through(&self, stage: &str, key: &Digest, why: &str) {
-        let Some(shared) = &self.shared else { return };
+        let Some(shared) = self.shared.as_ref().filter(|_| !self.shared_read_only) else { return };
         if let Err(error) = copy(&self.store, shared, stage, key, why) {
             (self.note)(&Note::Shared { action: "write", reason: error.to_string() });
         }

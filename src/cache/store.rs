@@ -220,8 +220,13 @@ impl Store {
                 Err(source) => return Err(CacheError::io("write", &path, source)),
             }
         }
+        Ok(Store::at(root, key))
+    }
+
+    /// A folder that is there. Creates nothing in it.
+    pub fn at(root: &Path, key: Option<&Key>) -> Store {
         let verified = Memory::open(root, "verified", key);
-        Ok(Store { root: root.to_path_buf(), key: key.cloned(), verified })
+        Store { root: root.to_path_buf(), key: key.cloned(), verified }
     }
 
     pub fn root(&self) -> &Path {

@@ -37,7 +37,7 @@ fn noted(places: &Places) -> (Cache, Arc<Mutex<Vec<Note>>>) {
 }
 
 fn local(root: &Path) -> Places {
-    Places { root: root.to_path_buf(), shared: None, key_file: None }
+    Places { root: root.to_path_buf(), shared: None, shared_read_only: false, key_file: None }
 }
 
 /// Damages an entry on purpose; entries are read-only, so permissions change first.
@@ -345,7 +345,13 @@ fn a_reader_keeps_a_large_entry_that_is_collected_meanwhile() {
 fn a_shared_folder_serves_a_second_machine_and_is_never_required() {
     let folder = tempfile::tempdir().unwrap();
     let shared = folder.path().join("shared");
-    let places = |name: &str| Places { root: folder.path().join(name), shared: Some(shared.clone()), key_file: None };
+    fs::create_dir(&shared).unwrap();
+    let places = |name: &str| Places {
+        root: folder.path().join(name),
+        shared: Some(shared.clone()),
+        shared_read_only: false,
+        key_file: None,
+    };
     let (here, _) = noted(&places("here"));
     assert_eq!(build(&here, 1).1, Outcome::Built);
     let fill = |file: &mut File| file.set_len(LARGE_BYTES + 1).map_err(|error| CacheError::io("write", &shared, error));
@@ -379,10 +385,15 @@ fn a_shared_folder_serves_a_second_machine_and_is_never_required() {
     // A share that is no folder gives a warning, and work continues.
     let file = folder.path().join("file");
     fs::write(&file, b"").unwrap();
-    let (alone, notes) = noted(&Places { root: folder.path().join("alone"), shared: Some(file), key_file: None });
+    let (alone, notes) = noted(&Places {
+        root: folder.path().join("alone"),
+        shared: Some(file),
+        shared_read_only: false,
+        key_file: None,
+    });
     assert_eq!(build(&alone, 1).1, Outcome::Built);
     let notes = notes.lock().unwrap();
-    assert!(notes[0].to_string().starts_with("shared cache: cannot open it: "), "{notes:?}");
+    assert!(notes[0].to_string().starts_with("shared cache: cannot open it: no folder "), "{notes:?}");
 }
 
 #[test]

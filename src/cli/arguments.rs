@@ -24,6 +24,8 @@ Exit codes:
 Environment:
   MONOBLOC_CACHE_DIR     folder of the cache, unless `--cache` names one
   MONOBLOC_SHARED_CACHE  a folder that machines share: read on a miss, written after a build
+  MONOBLOC_SHARED_CACHE_READ_ONLY
+                         1: that folder is only read
   MONOBLOC_CACHE_KEY_FILE
                          a file with 64 hex digits that seal cache entries; entries with no such seal are not used
   MONOBLOC_API_KEY       the key that `serve` asks its clients for, unless `--api-key-file` names one
@@ -36,8 +38,12 @@ Places: a project is the nearest folder, from the current one upward, with a `ca
 of projects the cache is in $XDG_CACHE_HOME/monobloc (~/.cache/monobloc), the trials in $XDG_DATA_HOME/monobloc
 (~/.local/share/monobloc), and on macOS in ~/Library. Paths in a manifest are relative to the manifest.
 
+A command that takes a manifest also takes `hf:OWNER/NAME` or the folder of a checkpoint: it uses the manifest that `init`
+would write, with the same cache and trials, and writes none.
+
 Start with:
   monobloc generate tinystories --prompt \"Once upon a time\"
+  monobloc chat hf:HuggingFaceTB/SmolLM2-135M-Instruct
   monobloc init hf:HuggingFaceTB/SmolLM2-135M && monobloc build monobloc.toml";
 
 /// Compiles a decoder model into one persistent, statically proven GPU kernel.
@@ -195,10 +201,11 @@ pub struct Init {
     verbatim_doc_comment,
     after_help = "\
 Examples:
-  monobloc build manifests/tinystories.toml
-  monobloc build manifests/smollm.toml --target h200
-  monobloc build manifests/smollm.toml --json | jq '.targets[].positions'
-  monobloc build manifests/*.toml --keep-going --require-complete      # in CI, on a machine with the GPUs
+  monobloc build tinystories
+  monobloc build hf:HuggingFaceTB/SmolLM2-135M --target h200
+  monobloc build monobloc.toml --json | jq '.targets[].positions'
+  monobloc build *.toml --keep-going --require compile     # in CI without a GPU
+  monobloc build *.toml --keep-going --require all         # where the GPUs are
 
 A manifest needs at least:
   [model]
@@ -211,7 +218,7 @@ A manifest needs at least:
   record = \"cpu\"               # a name that `monobloc targets` lists, or the path of a record"
 )]
 pub struct Build {
-    /// Manifests to build, one after another
+    /// Manifests to build, one after another, or models in their place (`hf:OWNER/NAME`, a checkpoint folder)
     #[arg(required = true)]
     pub manifest: Vec<PathBuf>,
     /// Build only this target of the manifest
@@ -220,7 +227,10 @@ pub struct Build {
     /// Skip the search of the manifest, and build the best candidate found so far
     #[arg(long)]
     pub no_search: bool,
-    /// Fail with exit code 3 if anything waits for a device or a tool
+    /// Fail with exit code 3 if a target waits: `compile` for its compiler, `all` for its compiler or its device
+    #[arg(long, value_name = "WHAT", conflicts_with = "require_complete")]
+    pub require: Option<Require>,
+    /// As `--require all`
     #[arg(long)]
     pub require_complete: bool,
     /// Continue with the next manifest after one that fails; the exit code is that of the first failure
@@ -237,6 +247,15 @@ pub struct Build {
     pub json: bool,
 }
 
+/// What has to be done for a build to succeed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Require {
+    /// Every kernel is compiled
+    Compile,
+    /// Every target is compiled, checked and measured
+    All,
+}
+
 /// Serve a manifest's model over HTTP, for clients of the OpenAI API
 ///
 /// Builds what is not built yet, then listens until SIGTERM or Ctrl-C, and lets open requests finish. Requests run together
@@ -248,11 +267,11 @@ pub struct Build {
     after_help = "\
 Examples:
   monobloc serve tinystories
-  monobloc serve manifests/tinystories.toml --port 8080 --max-batch 16 --max-waiting 1000
+  monobloc serve tinystories --port 8080 --max-batch 16 --max-waiting 1000
   monobloc serve tinystories --host 0.0.0.0 --api-key-file key.txt"
 )]
 pub struct Serve {
-    /// Manifest whose model is served, or the folder of an export
+    /// Manifest whose model is served, a model in its place (`hf:OWNER/NAME`, a checkpoint folder), or an export
     pub manifest: PathBuf,
     /// Address to listen on; 0.0.0.0 accepts connections from other machines
     #[arg(long, value_name = "IP", default_value = "127.0.0.1")]
@@ -306,15 +325,15 @@ pub struct Serve {
     group = clap::ArgGroup::new("input").required(true),
     after_help = "\
 Examples:
-  monobloc generate manifests/tinystories.toml --prompt \"Once upon a time, there was a little fox\"
-  monobloc generate manifests/tinystories.toml --chat \"Tell me a story about a blue kite.\"
-  monobloc generate manifests/tinystories.toml --prompt \"One day\" --temperature 0.8 --top-p 0.95 --seed 7
+  monobloc generate tinystories --prompt \"Once upon a time, there was a little fox\"
+  monobloc generate tinystories --chat \"Tell me a story about a blue kite.\"
+  monobloc generate tinystories --prompt \"One day\" --temperature 0.8 --top-p 0.95 --seed 7
   echo 'One day' | monobloc generate tinystories --prompt - --stop .
   monobloc generate tinystories --prompt \"One day\" --jsonl --logprobs 3
   monobloc generate tinystories --prompt-file story.txt --lookup 4
-  monobloc generate manifests/tinystories.toml --ids 0,364,839 --max-tokens 16 --ignore-eos")]
+  monobloc generate tinystories --ids 0,364,839 --max-tokens 16 --ignore-eos")]
 pub struct Generate {
-    /// Manifest whose model is run, or the folder of an export
+    /// Manifest whose model is run, a model in its place (`hf:OWNER/NAME`, a checkpoint folder), or an export
     pub manifest: PathBuf,
     /// Text to continue, after the tokens that the tokenizer puts before a text; `-` reads stdin
     #[arg(long, value_name = "TEXT", group = "input", allow_hyphen_values = true)]
@@ -352,7 +371,7 @@ pub struct Generate {
     /// text, and verify them in one step
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub lookup: Option<u32>,
-    /// Target to run on [default: the manifest's first]
+    /// Target to run on [default: the manifest's first that this machine can run]
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
     /// Also print the log-probability of each token and of the N most probable tokens at its position
@@ -427,7 +446,7 @@ Examples:
   printf 'Tell me a story.\\nAnd another one.\\n' | monobloc chat tinystories"
 )]
 pub struct Chat {
-    /// Manifest whose model is run, or the folder of an export
+    /// Manifest whose model is run, a model in its place (`hf:OWNER/NAME`, a checkpoint folder), or an export
     pub manifest: PathBuf,
     /// System prompt before the conversation
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
@@ -437,7 +456,7 @@ pub struct Chat {
     pub max_tokens: Option<usize>,
     #[command(flatten)]
     pub choosing: Choosing,
-    /// Target to run on [default: the manifest's first]
+    /// Target to run on [default: the manifest's first that this machine can run]
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
 }
@@ -455,16 +474,16 @@ pub struct Chat {
     verbatim_doc_comment,
     after_help = "\
 Examples:
-  monobloc perplexity manifests/tinystories.toml tests/fixtures/tinystories-llama/heldout.txt
-  monobloc perplexity manifests/tinystories.toml story.txt --json | jq .ppl
-  monobloc perplexity manifests/tinystories.toml story.txt --formats"
+  monobloc perplexity tinystories story.txt
+  monobloc perplexity tinystories story.txt --json | jq .ppl
+  monobloc perplexity tinystories story.txt --formats"
 )]
 pub struct Perplexity {
-    /// Manifest whose model is run, or the folder of an export
+    /// Manifest whose model is run, a model in its place (`hf:OWNER/NAME`, a checkpoint folder), or an export
     pub manifest: PathBuf,
     /// UTF-8 text
     pub file: PathBuf,
-    /// Target to run on [default: the manifest's first]
+    /// Target to run on [default: the manifest's first that this machine can run]
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
     /// Compare all formats that weights can be rounded to, in one table
@@ -484,15 +503,15 @@ pub struct Perplexity {
     verbatim_doc_comment,
     after_help = "\
 Example:
-  monobloc logits manifests/tinystories.toml --ids 0,364,839 --out logits.safetensors
+  monobloc logits DIR --ids 0,364,839 --out logits.safetensors
 
 and to compare:
   from safetensors.torch import load_file; from transformers import AutoModelForCausalLM; import torch
-  model = AutoModelForCausalLM.from_pretrained(\"tests/fixtures/tinystories-llama\", dtype=torch.float32)
+  model = AutoModelForCausalLM.from_pretrained(\"DIR\", dtype=torch.float32)
   print((load_file(\"logits.safetensors\")[\"logits\"] - model(torch.tensor([[0, 364, 839]])).logits[0]).abs().max())"
 )]
 pub struct Logits {
-    /// Manifest whose model is run, or the folder of an export
+    /// Manifest whose model is run, a model in its place (`hf:OWNER/NAME`, a checkpoint folder), or an export
     pub manifest: PathBuf,
     /// Token ids
     #[arg(long, value_name = "IDS", value_parser = parse_ids)]
@@ -500,7 +519,7 @@ pub struct Logits {
     /// File to write
     #[arg(long, value_name = "FILE")]
     pub out: PathBuf,
-    /// Target to run on [default: the manifest's first]
+    /// Target to run on [default: the manifest's first that this machine can run]
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
     /// Print what was written as one JSON object
@@ -521,7 +540,7 @@ pub struct Logits {
 Examples:
   monobloc export tinystories --out tinystories.export
   monobloc generate tinystories.export --prompt \"Once upon a time\"
-  monobloc export manifests/smollm.toml --target h200 --max-batch 32 --out smollm.export
+  monobloc export hf:HuggingFaceTB/SmolLM2-135M --target h200 --max-batch 32 --out smollm.export
   monobloc serve smollm.export"
 )]
 pub struct Export {
@@ -560,8 +579,8 @@ pub struct Export {
     verbatim_doc_comment,
     after_help = "\
 Examples:
-  monobloc compare manifests/mine.toml --goldens goldens.safetensors
-  monobloc compare manifests/mine.toml --goldens goldens.safetensors --target h200 --json | jq .error_abs_max
+  monobloc compare DIR --goldens goldens.safetensors
+  monobloc compare DIR --goldens goldens.safetensors --target h200 --json | jq .error_abs_max
 
 and to make the file:
   from safetensors.torch import save_file; from transformers import AutoModelForCausalLM; import torch
@@ -576,7 +595,7 @@ pub struct Compare {
     /// Golden outputs of the manifest's checkpoint
     #[arg(long, value_name = "FILE")]
     pub goldens: PathBuf,
-    /// Target to run on [default: the manifest's first]
+    /// Target to run on [default: the manifest's first that this machine can run]
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
     /// Print one JSON object
@@ -600,12 +619,12 @@ pub struct Compare {
     verbatim_doc_comment,
     after_help = "\
 Examples:
-  monobloc bench manifests/tinystories.toml
-  monobloc bench manifests/llama-3.2-1b-synthetic.toml --baseline torch
-  monobloc bench manifests/llama-3.2-1b-synthetic.toml --rows 1,8,16 --prompt 512 --baseline torch
-  monobloc bench manifests/llama-3.2-1b-synthetic.toml --rows 8,32 --position 16000 --others 300
-  monobloc bench manifests/tinystories.toml --baseline mine.mkir --position 0,32
-  monobloc bench manifests/smollm.toml --baseline '../before/monobloc bench manifests/smollm.toml --serve'"
+  monobloc bench tinystories
+  monobloc bench monobloc.toml --baseline torch
+  monobloc bench monobloc.toml --rows 1,8,16 --prompt 512 --baseline torch
+  monobloc bench monobloc.toml --rows 8,32 --position 16000 --others 300
+  monobloc bench tinystories --baseline mine.mkir --position 0,32
+  monobloc bench monobloc.toml --baseline '../before/monobloc bench monobloc.toml --serve'"
 )]
 pub struct Bench {
     /// Manifest whose kernel is timed
@@ -659,11 +678,11 @@ pub struct Bench {
     verbatim_doc_comment,
     after_help = "\
 Examples:
-  monobloc trace manifests/smollm.toml --target h200
-  monobloc trace manifests/smollm.toml --position 1024 --out deep.json
-  monobloc trace manifests/smollm.toml --rows 8
-  monobloc trace manifests/smollm.toml --prompt 512 --position 0
-  monobloc trace manifests/smollm.toml --json | jq '.rows[] | {kind, wait: .wait.mean_us}'"
+  monobloc trace monobloc.toml --target h200
+  monobloc trace monobloc.toml --position 1024 --out deep.json
+  monobloc trace monobloc.toml --rows 8
+  monobloc trace monobloc.toml --prompt 512 --position 0
+  monobloc trace monobloc.toml --json | jq '.rows[] | {kind, wait: .wait.mean_us}'"
 )]
 pub struct Trace {
     /// Manifest whose kernel is traced
@@ -723,7 +742,7 @@ pub struct Calibrate {
     verbatim_doc_comment,
     after_help = "\
 Examples:
-  monobloc show schedule manifests/tinystories.toml > mine.mkir
+  monobloc show schedule tinystories > mine.mkir
   monobloc validate mine.mkir
   monobloc validate mine.mkir --target h200 --json | jq '.violations[].rule'"
 )]
@@ -742,9 +761,9 @@ pub struct Validate {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  monobloc show model manifests/tinystories.toml
-  monobloc show schedule manifests/tinystories.toml > mine.mkir
-  monobloc show source manifests/smollm.toml --target h200")]
+  monobloc show model tinystories
+  monobloc show schedule tinystories > mine.mkir
+  monobloc show source monobloc.toml --target h200")]
 pub struct Show {
     /// Stage to print
     #[arg(value_parser = PossibleValuesParser::new(SHOW_STAGES))]
@@ -763,8 +782,8 @@ pub struct Show {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  monobloc explain manifests/tinystories.toml
-  monobloc explain manifests/tinystories.toml --json | jq '.[] | select(.cached | not) | .stage'")]
+  monobloc explain tinystories
+  monobloc explain tinystories --json | jq '.[] | select(.cached | not) | .stage'")]
 pub struct Explain {
     /// Manifest to explain
     pub manifest: PathBuf,
@@ -784,16 +803,16 @@ pub struct Explain {
     verbatim_doc_comment,
     after_help = "\
 Examples:
-  monobloc import tests/fixtures/tinystories-llama --dry-run
-  monobloc import manifests/configs/llama-3.1-8b.json --dry-run
-  monobloc import ~/models/mine --dry-run --json | jq '.reasons[]'"
+  monobloc import hf:HuggingFaceTB/SmolLM2-135M
+  monobloc import ~/models/mine
+  monobloc import ~/models/mine --json | jq '.reasons[]'"
 )]
 pub struct Import {
-    /// Folder of a checkpoint, or a config.json alone
-    #[arg(value_name = "DIR")]
+    /// Folder of a checkpoint, `hf:OWNER/NAME`, or a config.json alone
+    #[arg(value_name = "SOURCE")]
     pub place: PathBuf,
-    /// Change nothing; required, because `build` does the import itself
-    #[arg(long, required = true)]
+    /// Has no effect, because an import changes nothing; accepted since scripts have it
+    #[arg(long, hide = true)]
     pub dry_run: bool,
     /// Print one JSON object
     #[arg(long)]
@@ -972,9 +991,9 @@ pub enum FlywheelAction {
     verbatim_doc_comment,
     after_help = "\
 Examples:
-  monobloc tune manifests/tinystories.toml --max-trials 20
-  monobloc tune manifests/smollm.toml --target h200 --minutes 30
-  monobloc tune manifests/smollm.toml --proposer 'python3 propose.py'"
+  monobloc tune tinystories --max-trials 20
+  monobloc tune monobloc.toml --target h200 --minutes 30
+  monobloc tune monobloc.toml --proposer 'python3 propose.py'"
 )]
 pub struct Tune {
     /// Manifest to tune
@@ -1012,8 +1031,8 @@ pub struct Tune {
     verbatim_doc_comment,
     after_help = "\
 Examples:
-  monobloc tune-op manifests/tinystories.toml attention
-  monobloc tune-op manifests/smollm.toml down --target h200 --max-trials 10"
+  monobloc tune-op tinystories attention
+  monobloc tune-op monobloc.toml down --target h200 --max-trials 10"
 )]
 pub struct TuneOp {
     /// Manifest whose model has the op
@@ -1046,8 +1065,8 @@ pub struct TuneOp {
     verbatim_doc_comment,
     after_help = "\
 Examples:
-  monobloc status manifests/tinystories.toml
-  monobloc status manifests/smollm.toml --json | jq '.[].campaigns[].ratio_against_default.p50'"
+  monobloc status tinystories
+  monobloc status monobloc.toml --json | jq '.[].campaigns[].ratio_against_default.p50'"
 )]
 pub struct Status {
     /// Manifest whose search results are printed
@@ -1069,7 +1088,7 @@ pub struct Status {
     verbatim_doc_comment,
     after_help = "\
 Examples:
-  monobloc next manifests/smollm.toml --target h200
+  monobloc next monobloc.toml --target h200
   while monobloc next mine.toml; do monobloc tune mine.toml --minutes 10; done"
 )]
 pub struct Next {
@@ -1095,8 +1114,8 @@ pub struct Next {
     verbatim_doc_comment,
     after_help = "\
 Examples:
-  monobloc report manifests/tinystories.toml
-  monobloc report manifests/smollm.toml --target h200 --out smollm.html"
+  monobloc report tinystories
+  monobloc report monobloc.toml --target h200 --out smollm.html"
 )]
 pub struct Report {
     /// Manifest whose searches are reported
@@ -1114,7 +1133,7 @@ pub struct Report {
 
 /// Serve the tokenizer of a checkpoint: one JSON line in, one out. Started by commands that read text
 #[derive(Debug, Args)]
-#[command(after_help = "Example:\n  monobloc tokens tests/fixtures/tinystories-llama < asked.jsonl")]
+#[command(after_help = "Example:\n  monobloc tokens DIR < asked.jsonl")]
 pub struct Tokens {
     /// Folder of the checkpoint
     pub dir: PathBuf,
@@ -1122,7 +1141,7 @@ pub struct Tokens {
 
 /// Serve the trials of a search: one JSON line in, one out. Started by `tune`
 #[derive(Debug, Args)]
-#[command(after_help = "Example:\n  monobloc trials manifests/tinystories.toml --target cpu < jobs.jsonl")]
+#[command(after_help = "Example:\n  monobloc trials tinystories --target cpu < jobs.jsonl")]
 pub struct Trials {
     /// Manifest whose candidates are tried
     pub manifest: PathBuf,

@@ -21,7 +21,7 @@ use crate::target::Target;
 const ROUNDS_MIN: usize = 3;
 
 pub fn bench(session: &Session, asked: &Bench) -> Result<Outcome, Fault> {
-    let mut manifest = session.manifest(&asked.manifest)?;
+    let mut manifest = session.manifest(&asked.manifest, asked.target.as_deref())?;
     let target = pick_target(&manifest, asked.target.as_deref())?;
     if asked.serve {
         let workspace = session.workspace(Talk::Nothing)?;

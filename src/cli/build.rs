@@ -5,7 +5,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use super::Outcome;
-use super::arguments::{Build, Clean, Explain, Show};
+use super::arguments::{Build, Clean, Explain, Require, Show};
 use super::session::{Session, Talk, pick_target};
 use super::tune::{Budget, Search, search, tuned_json, tuned_text};
 use super::units::counted;
@@ -49,7 +49,7 @@ enum Built {
 
 /// Builds one manifest. A fault of one target does not stop the others; faults are reported at the end.
 fn one(session: &Session, asked: &Build, path: &Path) -> Result<Built, Fault> {
-    let manifest = restricted(session.manifest(path)?, asked.target.as_deref())?;
+    let manifest = restricted(session.manifest(path, asked.target.as_deref())?, asked.target.as_deref())?;
     if asked.dry_run {
         let workspace = session.workspace(Talk::Nothing)?;
         let explained = pipeline::explain(&workspace, &manifest)?;
@@ -83,13 +83,14 @@ fn one(session: &Session, asked: &Build, path: &Path) -> Result<Built, Fault> {
     let done = pipeline::build_each(&workspace, &manifest)?;
     // If nothing was done, the output is one line.
     let idle = done.ran == 0 && !workspace.report.tells_cached();
+    let is_told = !idle && !asked.json && !session.is_quiet();
     if !idle {
-        done.notes.iter().chain(&done.waiting).for_each(|note| workspace.report.note(note));
+        done.notes.iter().chain(&joined(&done.waiting)).for_each(|note| workspace.report.note(note));
     }
     if done.failed.is_empty() {
         workspace.report.finish(&if idle { stored_text(&done) } else { String::new() });
     }
-    failed(asked, &done)?;
+    failed(asked, &done, is_told)?;
     let targets: Vec<Value> = manifest
         .targets
         .iter()
@@ -107,16 +108,61 @@ fn one(session: &Session, asked: &Build, path: &Path) -> Result<Built, Fault> {
     })))
 }
 
-/// The first fault of a build's targets; with `--require-complete`, a stage that waits is a fault too.
-fn failed(asked: &Build, done: &BuildReport) -> Result<(), Fault> {
+/// The first fault of a build's targets; a stage that waits and is required is a fault too. `is_told`: the user knows what waits.
+fn failed(asked: &Build, done: &BuildReport, is_told: bool) -> Result<(), Fault> {
     if let Some(fault) = done.fault() {
         return Err(fault);
     }
-    if asked.require_complete && !done.waiting.is_empty() {
-        return Err(Fault::environment(format!("not complete: {}", done.waiting.join("\n")))
-            .with_remedy("run it where the devices are, with the same cache, or leave out `--require-complete`"));
+    let required = if asked.require_complete { Some(Require::All) } else { asked.require };
+    let Some(required) = required else { return Ok(()) };
+    let lacks = |built: &&BuiltTarget| match required {
+        Require::Compile => missing(built).contains(&"compile"),
+        Require::All => !missing(built).is_empty(),
+    };
+    let lacking: Vec<&str> = done.targets.iter().filter(lacks).map(|built| built.target.as_str()).collect();
+    if lacking.is_empty() {
+        return Ok(());
     }
-    Ok(())
+    let count = format!("{} of {}", lacking.len(), counted(done.targets.len() as u64, "target"));
+    let what = match required {
+        Require::Compile => "not compiled",
+        Require::All => "not complete",
+    };
+    let is_lacking = |line: &&String| line.split_once(": ").is_some_and(|(name, _)| lacking.contains(&name));
+    let waiting: Vec<String> = done.waiting.iter().filter(is_lacking).cloned().collect();
+    let reasons = match is_told {
+        true => String::new(),
+        false => joined(&waiting).iter().map(|line| format!("\n  {line}")).collect(),
+    };
+    let remedy = match required {
+        Require::Compile => {
+            "install NVRTC, the CUDA run-time compiler: `monobloc doctor` says how; or share a cache that has the cubins"
+        }
+        Require::All => "run it where the devices are, with the same cache, or ask for less: `--require compile`",
+    };
+    Err(Fault::environment(format!("{what}: {count} ({}){reasons}", lacking.join(", "))).with_remedy(remedy))
+}
+
+/// Stages that a target still waits for.
+fn missing(built: &BuiltTarget) -> Vec<&'static str> {
+    match (built.measurement.is_some(), built.cubin.is_some()) {
+        (true, _) => vec![],
+        (false, true) => vec!["check", "measure"],
+        (false, false) => vec!["compile", "check", "measure"],
+    }
+}
+
+/// `TARGET: REASON` lines; those of one reason are one line.
+fn joined(waiting: &[String]) -> Vec<String> {
+    let mut by_reason: Vec<(&str, Vec<&str>)> = vec![];
+    for line in waiting {
+        let (name, reason) = line.split_once(": ").unwrap_or(("", line));
+        match by_reason.iter_mut().find(|(known, _)| *known == reason) {
+            Some((_, names)) => names.push(name),
+            None => by_reason.push((reason, vec![name])),
+        }
+    }
+    by_reason.into_iter().map(|(reason, names)| format!("{}: {reason}", names.join(", "))).collect()
 }
 
 /// The text after `no work to do`: latencies of earlier builds, and stages that wait.
@@ -149,6 +195,7 @@ fn target_json(built: &BuiltTarget) -> Value {
         "schedule": schedule.to_string(),
         "cubin": cubin.map(|cubin| cubin.to_string()),
         "complete": measurement.is_some(),
+        "missing": missing(built),
         "positions": timed.collect::<Vec<_>>(),
         "withheld": withheld.collect::<Vec<_>>(),
     })
@@ -156,7 +203,7 @@ fn target_json(built: &BuiltTarget) -> Value {
 
 /// Removes what the cache holds of the last build of a manifest.
 pub fn clean(session: &Session, asked: &Clean) -> Result<Outcome, Fault> {
-    let manifest = restricted(session.manifest(&asked.manifest)?, asked.target.as_deref())?;
+    let manifest = restricted(session.manifest(&asked.manifest, asked.target.as_deref())?, asked.target.as_deref())?;
     let workspace = session.workspace(Talk::Nothing)?;
     let removed = pipeline::forget(&workspace, &manifest)?;
     session.terminal.say(&format!("removed {} of `{}`", counted(removed as u64, "entry"), manifest.name));
@@ -164,7 +211,7 @@ pub fn clean(session: &Session, asked: &Clean) -> Result<Outcome, Fault> {
 }
 
 pub fn show(session: &Session, asked: &Show) -> Result<Outcome, Fault> {
-    let manifest = session.manifest(&asked.manifest)?;
+    let manifest = session.manifest(&asked.manifest, asked.target.as_deref())?;
     let target = pick_target(&manifest, asked.target.as_deref())?;
     let workspace = session.workspace(Talk::Work)?;
     let text = pipeline::show(&workspace, &manifest, &target, &asked.stage)?;
@@ -180,7 +227,7 @@ pub fn show(session: &Session, asked: &Show) -> Result<Outcome, Fault> {
 }
 
 pub fn explain(session: &Session, asked: &Explain) -> Result<Outcome, Fault> {
-    let manifest = restricted(session.manifest(&asked.manifest)?, asked.target.as_deref())?;
+    let manifest = restricted(session.manifest(&asked.manifest, asked.target.as_deref())?, asked.target.as_deref())?;
     let workspace = session.workspace(Talk::Nothing)?;
     let explained = pipeline::explain(&workspace, &manifest)?;
     match asked.json {

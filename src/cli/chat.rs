@@ -17,7 +17,7 @@ use super::choosing;
 use super::generate::tokens;
 use super::places;
 use super::printer::{Form, Printer};
-use super::session::{Session, Talk, pick_target, text_tokenizer};
+use super::session::{Session, Talk, choose_target, text_tokenizer};
 use super::terminal::interrupt;
 use crate::error::{Fault, Tier};
 use crate::manifest::Manifest;
@@ -42,9 +42,9 @@ pub fn chat(session: &Session, asked: &Chat) -> Result<Outcome, Fault> {
     if let Some(warning) = choosing::without_effect(&asked.choosing) {
         session.terminal.say(&warning);
     }
-    let given = session.given(&asked.manifest)?;
+    let given = session.given(&asked.manifest, asked.target.as_deref())?;
     let manifest = &given.manifest;
-    let target = pick_target(manifest, asked.target.as_deref())?;
+    let target = choose_target(manifest, asked.target.as_deref())?;
     choosing::refuse_on_kernels(&settings, manifest, &target)?;
     let mut words = text_tokenizer(manifest)?;
     let system: Vec<Message> = asked.system.iter().map(|system| Message::new("system", system)).collect();

@@ -12,7 +12,7 @@ use crate::pipeline::{self, Serving, Written};
 use crate::target::TargetKind;
 
 pub fn export(session: &Session, asked: &Export) -> Result<Outcome, Fault> {
-    let mut manifest = session.manifest(&asked.manifest)?;
+    let mut manifest = session.manifest(&asked.manifest, asked.target.iter().map(String::as_str))?;
     if !asked.target.is_empty() {
         let picked = asked.target.iter().map(|name| pick_target(&manifest, Some(name)));
         let picked = picked.collect::<Result<Vec<_>, Fault>>()?;

@@ -61,7 +61,7 @@ pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
             let workspace = session.workspace(Talk::Nothing)?;
             let mut now = vec![];
             for manifest in manifests {
-                let manifest = session.manifest(manifest)?;
+                let manifest = session.manifest(manifest, None)?;
                 for target in &manifest.targets {
                     now.extend(status::ranked_now(&workspace, &manifest, target)?);
                 }

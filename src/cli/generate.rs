@@ -10,7 +10,7 @@ use super::Outcome;
 use super::arguments::Generate;
 use super::choosing;
 use super::printer::{Form, Printed, Printer};
-use super::session::{Session, Talk, pick_target, tokenizer};
+use super::session::{Session, Talk, choose_target, tokenizer};
 use super::terminal::interrupt;
 use crate::error::Fault;
 use crate::files::read_text;
@@ -72,9 +72,9 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
         session.terminal.say(&warning);
     }
     let prompt_text = prompt_text(asked)?;
-    let given = session.given(&asked.manifest)?;
+    let given = session.given(&asked.manifest, asked.target.as_deref())?;
     let manifest = &given.manifest;
-    let target = pick_target(manifest, asked.target.as_deref())?;
+    let target = choose_target(manifest, asked.target.as_deref())?;
     choosing::refuse_on_kernels(&settings, manifest, &target)?;
     // Before the model is built, so that a fault of the tokenizer is reported at once.
     let mut tokenizer = match &asked.ids {

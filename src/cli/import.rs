@@ -1,14 +1,15 @@
-//! Owns `import --dry-run`: prints what a checkpoint is, or every reason why it is refused.
+//! Owns `import`: prints what a checkpoint is, or every reason why it is refused.
 
 use serde_json::json;
 
 use super::Outcome;
 use super::arguments::Import;
+use super::init;
 use super::session::Session;
 use super::units::counted;
 use crate::dtype::{DType, Precision};
 use crate::error::Fault;
-use crate::files::{PATH_RULE, read_text};
+use crate::files::read_text;
 use crate::model::config::{self, ImportError, Imported, Reason, describe, step_cache_bytes, step_weight_bytes};
 
 /// Largest config that is read; the same bound as for one in a checkpoint.
@@ -19,12 +20,17 @@ const REASONS_SHOWN: usize = 200;
 
 pub fn import(session: &Session, asked: &Import) -> Result<Outcome, Fault> {
     let place = &asked.place;
-    let imported = if place.is_file() {
+    let text = place.to_string_lossy();
+    let imported = if text.starts_with(init::HUB) && !place.exists() {
+        config::import(init::hub_outline(&text, &mut |_| {})?.dir())
+    } else if let Some(gguf) = init::gguf(place) {
+        return Err(init::gguf_fault(&gguf));
+    } else if place.is_file() {
         config::import_config_only(&read_text(place, CONFIG_BYTES_MAX)?, 0)
     } else if place.is_dir() {
         config::import(place)
     } else {
-        return Err(Fault::input(format!("no such file or folder: `{}`", place.display())).with_remedy(PATH_RULE));
+        return Err(init::nothing(&text));
     };
     match imported {
         Ok(imported) if asked.json => session.terminal.print_json(&accepted(&imported))?,

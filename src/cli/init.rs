@@ -1,6 +1,8 @@
-//! Owns `init`: a first manifest for a model of the hub, a folder, a config, or the built-in model.
+//! Owns `init` and the text of a first manifest, which commands also take for a model that is named in place of a manifest.
 
+use std::collections::BTreeSet;
 use std::fs;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use super::Outcome;
@@ -8,12 +10,17 @@ use super::arguments::Init;
 use super::builtin;
 use super::session::Session;
 use crate::cuda::driver::Device;
-use crate::error::Fault;
-use crate::files::read_text;
+use crate::error::{Fault, Tier};
+use crate::fields::is_file_name;
+use crate::files::{self, folder_of, read_text};
 use crate::manifest::Manifest;
 use crate::model::config;
-use crate::target::Target;
+use crate::model::source::{self, Event, HubSettings, Outline, Source};
+use crate::target::{Target, TargetRecord};
+use crate::text::nearest;
 
+/// The scheme of a model of the hub.
+pub const HUB: &str = "hf:";
 /// Largest config that is read; the same bound as for one in a checkpoint.
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
 /// `context_max` of a new manifest, unless the model has fewer positions.
@@ -21,74 +28,178 @@ const CONTEXT: u32 = 2048;
 
 pub fn init(session: &Session, asked: &Init) -> Result<Outcome, Fault> {
     let Init { source, out, target, force } = asked;
-    let found = Found::of(source.as_deref(), out)?;
-    let targets = if target.is_empty() { vec![target_here()] } else { target.clone() };
-    let text = text(&found, &targets);
-    // Names of targets come from the command line, so the manifest may be invalid.
-    Manifest::parse(&text, out).map_err(|error| error.into_fault(session.terminal.style))?;
+    let mut targets = if target.is_empty() { vec![target_here()] } else { target.clone() };
+    let mut seen = BTreeSet::new();
+    targets.retain(|name| seen.insert(name.clone()));
+    // Faults of names are told here: the manifest that they would be pointed out in is not written.
+    for name in &targets {
+        TargetRecord::load(name, &folder_of(out)).map_err(|error| error.into_fault(session.terminal.style))?;
+    }
     if out.exists() && !force {
         return Err(Fault::input(format!("`{}` is already there", out.display()))
             .with_remedy("name another file with `--out`, or replace it with `--force`"));
     }
+    let found = Found::of(source.as_deref().unwrap_or(builtin::NAMES[0]), Written::At(out))?;
+    let stem = out.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    let name = (!is_file_name(&stem)).then(|| file_name(&stem));
+    let text = text(&found, name.as_deref(), &targets);
+    Manifest::parse(&text, out).map_err(|error| error.into_fault(session.terminal.style))?;
     fs::write(out, text).map_err(|error| {
         Fault::environment(format!("cannot write `{}`: {error}", out.display()))
             .with_remedy("name another file with `--out`")
     })?;
-    let (out, targets) = (out.display(), targets.join(", "));
-    session.terminal.say(&format!("wrote `{out}`: {} for {targets}", found.source));
+    if let Some(note) = &found.note {
+        session.terminal.say(&format!("warning: {note}"));
+    }
+    let (shown, targets) = (quoted(out), targets.join(", "));
+    session.terminal.say(&format!("wrote `{}`: {} for {targets}", out.display(), found.source));
     session.terminal.say(&match found.has_text {
-        true => format!("next: monobloc generate {out} --prompt \"Once upon a time\""),
-        false => format!("next: monobloc build {out}"),
+        true => format!("next: monobloc generate {shown} --prompt \"Once upon a time\""),
+        false => format!("next: monobloc build {shown}"),
     });
     Ok(Outcome::Done)
 }
 
+/// A path as a shell reads it.
+fn quoted(path: &Path) -> String {
+    let text = path.display().to_string();
+    match text.chars().all(|c| c.is_alphanumeric() || "._-/~+,@".contains(c)) {
+        true => text,
+        false => format!("'{}'", text.replace('\'', r"'\''")),
+    }
+}
+
+/// A name that [`is_file_name`] accepts, from any text.
+pub fn file_name(text: &str) -> String {
+    let legal = |c: char| if c.is_ascii_alphanumeric() || "._-".contains(c) { c } else { '-' };
+    let name: String = text.chars().map(legal).collect();
+    let name: String = name.trim_matches(['.', '-']).chars().take(100).collect();
+    if is_file_name(&name) { name } else { "model".to_string() }
+}
+
+/// Where the manifest will be.
+#[derive(Debug, Clone, Copy)]
+pub enum Written<'a> {
+    At(&'a Path),
+    /// Nowhere: a command takes the model in place of a manifest.
+    Nowhere,
+}
+
 /// What a new manifest says about a model.
-struct Found {
-    source: String,
+#[derive(Debug)]
+pub struct Found {
+    pub source: String,
     dtype: &'static str,
     context_max: u32,
     /// Whether there is a tokenizer.
     has_text: bool,
+    /// What was not looked at, and why.
+    note: Option<String>,
 }
 
 impl Found {
-    fn of(source: Option<&str>, out: &Path) -> Result<Found, Fault> {
+    /// Looks at the model that `source` names: `hf:OWNER/NAME`, a folder, a config.json, or a built-in model.
+    ///
+    /// # Errors
+    /// A name of nothing; every reason why a model is refused. A hub that cannot be asked is an error only where nothing is written.
+    pub fn of(source: &str, written: Written<'_>) -> Result<Found, Fault> {
         if let Some(name) = built_in(source) {
             let source = format!("{}{name}", builtin::SCHEME);
-            return Ok(Found { source, dtype: "fp32", context_max: CONTEXT, has_text: true });
+            return Ok(Found { source, dtype: "fp32", context_max: CONTEXT, has_text: true, note: None });
         }
-        let source = source.unwrap_or_default();
-        if source.starts_with("hf:") {
-            return Ok(Found { source: source.to_string(), dtype: "bf16", context_max: CONTEXT, has_text: true });
+        if source.starts_with(HUB) {
+            return Found::of_hub(source, written);
         }
         let place = Path::new(source);
+        if let Some(gguf) = gguf(place) {
+            return Err(gguf_fault(&gguf));
+        }
         let (imported, scheme) = if place.is_dir() {
             (config::import(place)?, "path:")
         } else if place.is_file() {
             (config::import_config_only(&read_text(place, CONFIG_BYTES_MAX)?, 0)?, "synthetic:")
         } else {
-            let remedy = match source.split('/').count() {
-                2 => format!("a model of the hub is named as `hf:{source}`"),
-                _ => format!(
-                    "name the folder of a checkpoint, a config.json, `hf:OWNER/NAME`, or the built-in model `{}`",
-                    builtin::NAMES[0]
-                ),
-            };
-            return Err(Fault::input(format!("no such folder or file: `{source}`")).with_remedy(remedy));
+            return Err(nothing(source));
         };
         Ok(Found {
-            source: format!("{scheme}{}", from_manifest(place, out)?.display()),
+            source: format!("{scheme}{}", from_manifest(place, written)?.display()),
             dtype: "bf16",
             context_max: imported.graph.positions_max.min(CONTEXT),
-            has_text: scheme == "path:",
+            has_text: scheme == "path:" && place.join("tokenizer.json").is_file(),
+            note: None,
         })
+    }
+
+    fn of_hub(source: &str, written: Written<'_>) -> Result<Found, Fault> {
+        let found =
+            |context_max, note| Found { source: source.to_string(), dtype: "bf16", context_max, has_text: true, note };
+        match hub_outline(source, &mut |_| {}) {
+            Ok(outline) => Ok(found(config::import(outline.dir())?.graph.positions_max.min(CONTEXT), None)),
+            Err(fault) if fault.tier == Tier::Environment && matches!(written, Written::At(_)) => {
+                Ok(found(CONTEXT, Some(format!("`{source}` was not looked at: {}", fault.message))))
+            }
+            Err(fault) => Err(fault),
+        }
     }
 }
 
-/// The built-in model that is asked for: by default, by its source, or by its name unless a file has that name.
-fn built_in(source: Option<&str>) -> Option<&str> {
-    let Some(source) = source else { return Some(builtin::NAMES[0]) };
+/// What an import reads of a model of the hub.
+///
+/// # Errors
+/// A name that is none, a model that is not there or has no weights, a hub that cannot be asked.
+pub fn hub_outline(source: &str, progress: &mut dyn FnMut(Event<'_>)) -> Result<Outline, Fault> {
+    let Source::Hub { repo, revision } = Source::parse(source, "main", 0)? else {
+        return Err(Fault::internal(format!("`{source}` was taken for a model of the hub")));
+    };
+    Ok(source::outline(&repo, &revision, &HubSettings::from_env(), progress)?)
+}
+
+/// The fault for a word that names no model and no manifest.
+pub fn nothing(source: &str) -> Fault {
+    let expected = format!(
+        "name the folder of a checkpoint, a config.json, `hf:OWNER/NAME`, or the built-in model `{}`",
+        builtin::NAMES[0]
+    );
+    let remedy = match (source::hub_page(source), source.split('/').count()) {
+        (Some(meant), _) => format!("a model of the hub is named as `{meant}`"),
+        (None, 2) if Source::parse(&format!("{HUB}{source}"), "main", 0).is_ok() => {
+            format!("a model of the hub is named as `{HUB}{source}`")
+        }
+        _ => match nearest(source, builtin::NAMES) {
+            Some(meant) => format!("did you mean `{meant}`?"),
+            None => expected,
+        },
+    };
+    Fault::input(format!("no such folder or file: `{source}`")).with_remedy(remedy)
+}
+
+/// The GGUF file that `place` is, or the first one in a folder without a config.json.
+pub fn gguf(place: &Path) -> Option<PathBuf> {
+    let has_suffix = |path: &Path| path.extension().is_some_and(|suffix| suffix.eq_ignore_ascii_case("gguf"));
+    if place.is_dir() && !place.join("config.json").exists() {
+        let mut files: Vec<PathBuf> = fs::read_dir(place).ok()?.filter_map(|entry| Some(entry.ok()?.path())).collect();
+        files.sort();
+        return files.into_iter().find(|path| has_suffix(path) && path.is_file());
+    }
+    let has_magic = || {
+        let mut magic = [0; 4];
+        files::open(place).is_ok_and(|mut file| file.read_exact(&mut magic).is_ok()) && magic == *b"GGUF"
+    };
+    (place.is_file() && (has_suffix(place) || has_magic())).then(|| place.to_path_buf())
+}
+
+/// Says what a GGUF file is, and what to do.
+pub fn gguf_fault(path: &Path) -> Fault {
+    let message =
+        format!("`{}` is a GGUF file, the format of llama.cpp, which this version does not read", path.display());
+    Fault::input(message).with_remedy(
+        "name the checkpoint that it was made from, as `hf:OWNER/NAME` or a folder with config.json and safetensors weights; \
+         `[precision] weights` of a manifest rounds it, for example to \"int4:32\" (docs/formats.md)",
+    )
+}
+
+/// The built-in model of a source, or of a name unless a file has that name.
+fn built_in(source: &str) -> Option<&str> {
     let name = match source.strip_prefix(builtin::SCHEME) {
         Some(name) => name,
         None if Path::new(source).exists() => return None,
@@ -97,17 +208,18 @@ fn built_in(source: Option<&str>) -> Option<&str> {
     builtin::NAMES.contains(&name).then_some(name)
 }
 
-/// The path for a manifest at `out`: as typed if both are in the current folder, else absolute.
-fn from_manifest(place: &Path, out: &Path) -> Result<PathBuf, Fault> {
-    if place.is_absolute() || out.parent().is_none_or(|folder| folder.as_os_str().is_empty()) {
-        return Ok(place.to_path_buf());
+/// The path for a manifest: as typed if it and the manifest are in the current folder, else absolute.
+fn from_manifest(place: &Path, written: Written<'_>) -> Result<PathBuf, Fault> {
+    match written {
+        Written::At(out) if out.parent().is_none_or(|folder| folder.as_os_str().is_empty()) => Ok(place.to_path_buf()),
+        _ if place.is_absolute() => Ok(place.to_path_buf()),
+        _ => fs::canonicalize(place)
+            .map_err(|error| Fault::environment(format!("the path of `{}` is not known: {error}", place.display()))),
     }
-    fs::canonicalize(place)
-        .map_err(|error| Fault::environment(format!("the path of `{}` is not known: {error}", place.display())))
 }
 
 /// Name of the record that describes the first device that has one, else `cpu`.
-fn target_here() -> String {
+pub fn target_here() -> String {
     let devices = Device::list().unwrap_or_default();
     let describes = |name: &&str| {
         Target::builtin(name).is_some_and(|target| devices.iter().any(|device| device.matches(&target).is_ok()))
@@ -115,10 +227,12 @@ fn target_here() -> String {
     Target::builtin_names().find(describes).unwrap_or("cpu").to_string()
 }
 
-fn text(found: &Found, targets: &[String]) -> String {
+/// The text of a manifest. `name` is left out if it is that of the file.
+pub fn text(found: &Found, name: Option<&str>, targets: &[String]) -> String {
     let Found { source, dtype, context_max, .. } = found;
+    let name = name.map(|name| format!("name = {name:?}\n\n")).unwrap_or_default();
     let mut text = format!(
-        "[model]
+        "{name}[model]
 source = {source:?}
 
 [precision]

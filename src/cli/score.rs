@@ -13,7 +13,7 @@ use tempfile::NamedTempFile;
 
 use super::Outcome;
 use super::arguments::{Compare, Logits, Perplexity};
-use super::session::{Session, Talk, pick_target, text_tokenizer};
+use super::session::{Session, Talk, choose_target, text_tokenizer};
 use crate::error::Fault;
 use crate::files::{folder_of, read_bytes, read_text};
 use crate::goldens::{Allowed, Comparison, Goldens};
@@ -30,12 +30,12 @@ const GOLDENS_BYTES_MAX: u64 = 4 << 30;
 pub fn perplexity(session: &Session, asked: &Perplexity) -> Result<Outcome, Fault> {
     // Weights in other formats are made from the checkpoint, which an export does not have.
     let given = if asked.formats {
-        Given::built(session.manifest(&asked.manifest)?)
+        Given::built(session.manifest(&asked.manifest, asked.target.as_deref())?)
     } else {
-        session.given(&asked.manifest)?
+        session.given(&asked.manifest, asked.target.as_deref())?
     };
     let manifest = &given.manifest;
-    let target = pick_target(manifest, asked.target.as_deref())?;
+    let target = choose_target(manifest, asked.target.as_deref())?;
     let text = read_text(&asked.file, TEXT_BYTES_MAX)?;
     let talk = if asked.json { Talk::Nothing } else { Talk::Work };
     let mut tokenizer = text_tokenizer(manifest)?;
@@ -104,9 +104,9 @@ fn windows(count: usize, context_max: usize, repeated: bool) -> impl Iterator<It
 
 pub fn logits(session: &Session, asked: &Logits) -> Result<Outcome, Fault> {
     let ids = &asked.ids.0;
-    let given = session.given(&asked.manifest)?;
+    let given = session.given(&asked.manifest, asked.target.as_deref())?;
     let manifest = &given.manifest;
-    let target = pick_target(manifest, asked.target.as_deref())?;
+    let target = choose_target(manifest, asked.target.as_deref())?;
     let context_max = manifest.decode.context_max as usize;
     if ids.len() > context_max {
         return Err(Fault::input(format!(
@@ -142,8 +142,8 @@ pub fn logits(session: &Session, asked: &Logits) -> Result<Outcome, Fault> {
 }
 
 pub fn compare(session: &Session, asked: &Compare) -> Result<Outcome, Fault> {
-    let manifest = session.manifest(&asked.manifest)?;
-    let target = pick_target(&manifest, asked.target.as_deref())?;
+    let manifest = session.manifest(&asked.manifest, asked.target.as_deref())?;
+    let target = choose_target(&manifest, asked.target.as_deref())?;
     let file = asked.goldens.display();
     let goldens = Goldens::parse(&read_bytes(&asked.goldens, GOLDENS_BYTES_MAX)?)
         .map_err(|error| Fault::input(format!("`{file}`: {error}")).with_remedy(GOLDENS_RULE))?;

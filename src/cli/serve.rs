@@ -7,24 +7,22 @@ use std::time::Duration;
 
 use super::Outcome;
 use super::arguments::Serve;
-use super::session::{Session, Talk, has_tokenizer, pick_target, tokenizer};
+use super::session::{Session, Talk, choose_target, has_tokenizer, tokenizer};
 use super::terminal::interrupt;
 use crate::engine::Engine;
 use crate::error::Fault;
 use crate::files::read_text;
-use crate::manifest::Manifest;
-use crate::pipeline::{self, Given, Serving};
+use crate::pipeline::{Given, Serving};
 use crate::serve::{Ended, Model, Settings, StartTokens};
-use crate::target::Target;
 
 const KEY_BYTES_MAX: u64 = 4096;
 const KEY_VARIABLE: &str = "MONOBLOC_API_KEY";
 
 pub fn serve(session: &Session, asked: &Serve) -> Result<Outcome, Fault> {
     let key = key(asked.api_key_file.as_deref())?;
-    let given = session.given(&asked.manifest)?;
+    let given = session.given(&asked.manifest, asked.target.as_deref())?;
     let manifest = &given.manifest;
-    let target = target(manifest, asked.target.as_deref())?;
+    let target = choose_target(manifest, asked.target.as_deref())?;
     let tokens = start_tokens(&given)?;
     let ready = session.ready(&given, &target, Talk::Work)?;
     let name = asked.served_model_name.clone().unwrap_or_else(|| manifest.name.clone());
@@ -57,15 +55,6 @@ pub fn serve(session: &Session, asked: &Serve) -> Result<Outcome, Fault> {
     match crate::serve::serve(&settings, model.clone(), make, &tokens, interrupt::asked, listens)? {
         Ended::Terminated => Ok(Outcome::Done),
         Ended::Stopped => Ok(Outcome::Interrupted),
-    }
-}
-
-/// The target called `name`. Without a name, the manifest's first target that this machine can run, else its first.
-fn target(manifest: &Manifest, name: Option<&str>) -> Result<Target, Fault> {
-    let here = manifest.targets.iter().find(|target| pipeline::runs_here(target));
-    match (name, here) {
-        (None, Some(target)) => Ok(target.clone()),
-        (name, _) => pick_target(manifest, name),
     }
 }
 

@@ -2,20 +2,23 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::Outcome;
 use super::arguments::{self, Global};
 use super::builtin;
+use super::init::{self, Found, Written};
 use super::places;
 use super::terminal::{self, Terminal};
-use crate::cache::{Cache, Places};
+use crate::cache::{Cache, Note, Places};
 use crate::error::Fault;
 use crate::files;
 use crate::manifest::{Manifest, ManifestError};
 use crate::model::source::{self, Event, Resolved, Source};
 use crate::pipeline::{self, Exported, Given, Ready, Tokens, Workspace};
 use crate::report::Report;
-use crate::target::Target;
+use crate::target::{Target, TargetRecord};
 use crate::text::{Style, nearest, one_of};
 
 pub struct Session {
@@ -26,6 +29,8 @@ pub struct Session {
     /// `--verbose` and `--quiet`.
     verbose: bool,
     quiet: bool,
+    /// Whether a failure of the shared cache was told.
+    told_of_share: Arc<AtomicBool>,
 }
 
 /// What a command prints while it works.
@@ -42,12 +47,17 @@ impl Session {
         let mut places = Places::from_environment(&places::cache_root());
         places.root = cache.unwrap_or(places.root);
         let trials = trials.unwrap_or_else(places::trials_file);
-        Session { terminal: Terminal::new(color), places, trials, verbose, quiet }
+        Session { terminal: Terminal::new(color), places, trials, verbose, quiet, told_of_share: Arc::default() }
     }
 
     /// Opens the cache and the rest of what a build works with.
     pub fn workspace(&self, talk: Talk) -> Result<Workspace, Fault> {
         Ok(Workspace { cache: self.open_cache()?, report: self.report(talk), trials: self.trials.clone() })
+    }
+
+    /// Whether only results and errors are printed.
+    pub fn is_quiet(&self) -> bool {
+        self.quiet
     }
 
     /// Says how a command went, unless `--quiet` is given.
@@ -67,8 +77,8 @@ impl Session {
     }
 
     /// As [`read_given`].
-    pub fn given(&self, path: &Path) -> Result<Given, Fault> {
-        read_given(path, &self.places.root, self.terminal.style)
+    pub fn given(&self, path: &Path, target: Option<&str>) -> Result<Given, Fault> {
+        read_given(path, target, &self.places.root, self.terminal.style)
     }
 
     /// Builds a model up to the proof. An export is taken as it is: no cache is opened.
@@ -80,43 +90,91 @@ impl Session {
     }
 
     pub fn open_cache(&self) -> Result<Cache, Fault> {
-        // Notes come from threads that have no report. They tell of damage and waiting, so `--quiet` does not hide them.
-        Ok(Cache::open_places(&self.places, |note| terminal::say(&format!("  note {note}"), Style::Plain))?)
+        // Notes come from threads that have no report. They tell of damage and waiting, so `--quiet` does not hide them. A share that
+        // cannot be used fails for every entry, and is told once.
+        let told = Arc::clone(&self.told_of_share);
+        Ok(Cache::open_places(&self.places, move |note| {
+            let again = matches!(note, Note::Shared { .. }) && told.swap(true, Ordering::Relaxed);
+            if !again {
+                terminal::say(&format!("  note {note}"), Style::Plain);
+            }
+        })?)
     }
 
-    /// Reads a manifest, or the built-in one of that name.
-    pub fn manifest(&self, path: &Path) -> Result<Manifest, Fault> {
-        resolved_manifest(path, &self.places.root, self.terminal.style)
+    /// As [`resolved_manifest`].
+    pub fn manifest<'a>(&self, path: &Path, targets: impl IntoIterator<Item = &'a str>) -> Result<Manifest, Fault> {
+        let targets: Vec<&str> = targets.into_iter().collect();
+        resolved_manifest(path, &targets, &self.places.root, self.terminal.style)
     }
 }
 
 /// Reads the source of a model: the folder of an export, or what [`resolved_manifest`] takes.
-pub fn read_given(path: &Path, root: &Path, style: Style) -> Result<Given, Fault> {
+pub fn read_given(path: &Path, target: Option<&str>, root: &Path, style: Style) -> Result<Given, Fault> {
     match Exported::is_at(path) {
         true => Ok(Given::exported(Exported::open(path)?)),
-        false => Ok(Given::built(resolved_manifest(path, root, style)?)),
+        false => Ok(Given::built(resolved_manifest(path, target.as_slice(), root, style)?)),
     }
 }
 
-/// Reads a manifest, or the built-in one of that name, and finds its files on this machine first: nothing is created for a
-/// manifest that cannot be built. A built-in model is written below `root`, the folder of the cache.
-fn resolved_manifest(path: &Path, root: &Path, style: Style) -> Result<Manifest, Fault> {
+/// Reads a manifest, the built-in one of that name, or the one that `init` would write for a model that is named in its place: for
+/// `targets`, else for this machine. Finds the files of the manifest on this machine first: nothing is created for a manifest
+/// that cannot be built. A built-in model is written below `root`, the folder of the cache.
+fn resolved_manifest(path: &Path, targets: &[&str], root: &Path, style: Style) -> Result<Manifest, Fault> {
     let styled = |error: ManifestError| error.into_fault(style);
     let mut manifest = match builtin::manifest(path) {
         Some(text) if !path.exists() => Manifest::parse(&text, &path.with_extension("toml")).map_err(styled)?,
+        _ if is_model(path) => unwritten(path, targets, style)?,
         _ => read_manifest(path)?.map_err(styled)?,
     };
     if let Some(name) = manifest.source.strip_prefix(builtin::SCHEME) {
         let folder = builtin::checkpoint(name, root)?;
-        let folder = std::path::absolute(&folder).unwrap_or(folder);
-        manifest.source = format!("path:{}", folder.display());
+        // A source is text, and the path of the current folder may be none.
+        let absolute = std::path::absolute(&folder).ok().filter(|folder| folder.to_str().is_some());
+        manifest.source = format!("path:{}", absolute.unwrap_or(folder).display());
     }
     for scheme in ["path:", "synthetic:"] {
         if let Some(named) = manifest.source.strip_prefix(scheme) {
-            files::find(named, &manifest.base_dir)?;
+            let found = files::find(named, &manifest.base_dir)?;
+            if let Some(gguf) = init::gguf(&found) {
+                return Err(init::gguf_fault(&gguf));
+            }
         }
     }
     Ok(manifest)
+}
+
+/// Whether a path names a model in place of a manifest: one of the hub, the folder of a checkpoint, or a GGUF file.
+fn is_model(path: &Path) -> bool {
+    let is_checkpoint = path.join("config.json").is_file() && !path.join("monobloc.toml").exists();
+    (path.to_str().is_some_and(|text| text.starts_with(init::HUB)) && !path.exists())
+        || (is_checkpoint && !Exported::is_at(path))
+        || init::gguf(path).is_some()
+}
+
+/// The manifest that `init` would write for a model. Its place, which names the model for `explain` and `clean`, is that of the
+/// checkpoint, whatever the current folder is.
+fn unwritten(path: &Path, targets: &[&str], style: Style) -> Result<Manifest, Fault> {
+    let Some(source) = path.to_str() else {
+        return Err(Fault::input(format!("the path `{}` is not UTF-8 text", path.display())).with_remedy("rename it"));
+    };
+    for name in targets {
+        if Target::builtin(name).is_none() {
+            let record = TargetRecord::load(name, Path::new(".")).map_err(|error| error.into_fault(style))?.target.name;
+            return Err(Fault::input(format!("`{source}` has no manifest that names the record of `{record}`"))
+                .with_remedy(format!("`monobloc init {source} --target {name}` writes one")));
+        }
+    }
+    let found = Found::of(source, Written::Nowhere)?;
+    let targets = match targets {
+        [] => vec![init::target_here()],
+        named => named.iter().map(|name| name.to_string()).collect(),
+    };
+    let named = found.source.trim_end_matches('/').split_once(':').map_or("", |(_, named)| named);
+    let (folder, name) = named.rsplit_once('/').unwrap_or(("", named));
+    let text = init::text(&found, Some(&init::file_name(name)), &targets);
+    let folder =
+        if found.source.starts_with(init::HUB) { format!("{}{folder}", init::HUB) } else { format!("{folder}/") };
+    Manifest::parse(&text, &Path::new(&folder).join("monobloc.toml")).map_err(|error| error.into_fault(style))
 }
 
 /// Reads a manifest file. The error for a missing path or a folder has a remedy.
@@ -129,16 +187,31 @@ fn read_manifest(path: &Path) -> Result<Result<Manifest, ManifestError>, Fault> 
             ));
         }
         let inside = path.join("monobloc.toml");
-        return Err(Fault::input(format!("`{shown}` is a folder, expected a manifest")).with_remedy(
+        return Err(Fault::input(format!("`{shown}` is a folder, expected a manifest or a checkpoint")).with_remedy(
             match inside.exists() {
                 true => format!("did you mean `{}`?", inside.display()),
-                false => format!("`monobloc init {shown}` writes a manifest for a checkpoint there"),
+                false => "a checkpoint has a config.json and safetensors weights".to_string(),
             },
         ));
     }
     if !path.exists() {
-        return Err(Fault::input(format!("no such manifest: `{shown}`"))
-            .with_remedy(format!("`monobloc init` writes one; {} is built in", one_of(builtin::NAMES))));
+        let text = path.display().to_string();
+        let named =
+            Source::parse(&format!("{}{text}", init::HUB), "main", 0).is_ok().then(|| format!("{}{text}", init::HUB));
+        let is_file = path.extension().is_some_and(|suffix| suffix == "toml" || suffix == "gguf");
+        let remedy = match source::hub_page(&text).or(named.filter(|_| !is_file)) {
+            Some(meant) => format!("a model of the hub is named as `{meant}`"),
+            None => format!(
+                "`monobloc init` writes one; `hf:OWNER/NAME`, the folder of a checkpoint and {}, which is built in, need none",
+                one_of(builtin::NAMES)
+            ),
+        };
+        return Err(Fault::input(format!("no such manifest: `{shown}`")).with_remedy(remedy));
+    }
+    if path.extension().is_some_and(|suffix| suffix == "json") {
+        return Err(Fault::input(format!("`{shown}` is a config, expected a manifest")).with_remedy(format!(
+            "name its folder, which has the weights; `monobloc init {shown}` writes a manifest with random weights"
+        )));
     }
     Ok(Manifest::load(path))
 }
@@ -158,6 +231,15 @@ pub fn pick_target(manifest: &Manifest, name: Option<&str>) -> Result<Target, Fa
             (None, None) => fault,
         }
     })
+}
+
+/// The target called `name`. Without a name, the manifest's first target that this machine can run, else its first.
+pub fn choose_target(manifest: &Manifest, name: Option<&str>) -> Result<Target, Fault> {
+    let here = || manifest.targets.iter().find(|target| pipeline::runs_here(target)).cloned();
+    match name {
+        None => here().map_or_else(|| pick_target(manifest, None), Ok),
+        Some(_) => pick_target(manifest, name),
+    }
 }
 
 /// The tokenizer of a manifest, in a process of its own, because files of a checkpoint are not trusted.

@@ -24,7 +24,7 @@ fn targets(manifest: &Manifest, name: Option<&str>) -> Result<Vec<Target>, Fault
 }
 
 pub fn status(session: &Session, asked: &Status) -> Result<Outcome, Fault> {
-    let manifest = session.manifest(&asked.manifest)?;
+    let manifest = session.manifest(&asked.manifest, asked.target.as_deref())?;
     let workspace = session.workspace(Talk::Nothing)?;
     let mut all = vec![];
     for (at, target) in targets(&manifest, asked.target.as_deref())?.iter().enumerate() {
@@ -140,7 +140,7 @@ fn status_json(target: &Target, known: &Known) -> Value {
 }
 
 pub fn next(session: &Session, asked: &Next) -> Result<Outcome, Fault> {
-    let manifest = session.manifest(&asked.manifest)?;
+    let manifest = session.manifest(&asked.manifest, asked.target.as_deref())?;
     let target = pick_target(&manifest, asked.target.as_deref())?;
     let workspace = session.workspace(if asked.json { Talk::Nothing } else { Talk::Work })?;
     let trials = match (asked.max_trials, manifest.search.trials) {
@@ -212,7 +212,7 @@ fn next_text(target: &Target, budget: u32, next: &status::Next) -> String {
 }
 
 pub fn report(session: &Session, asked: &Report) -> Result<Outcome, Fault> {
-    let manifest = session.manifest(&asked.manifest)?;
+    let manifest = session.manifest(&asked.manifest, asked.target.as_deref())?;
     let workspace = session.workspace(Talk::Nothing)?;
     let (mut histories, mut all, mut elsewhere) = (vec![], vec![], 0);
     for target in targets(&manifest, asked.target.as_deref())? {

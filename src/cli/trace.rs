@@ -11,7 +11,7 @@ use crate::pipeline::trace::{Asked, Traced, TracedLaunch};
 use crate::trace::{OverSms, Row, perfetto};
 
 pub fn trace(session: &Session, asked: &Trace) -> Result<Outcome, Fault> {
-    let manifest = session.manifest(&asked.manifest)?;
+    let manifest = session.manifest(&asked.manifest, asked.target.as_deref())?;
     let target = pick_target(&manifest, asked.target.as_deref())?;
     let workspace = session.workspace(if asked.json { Talk::Nothing } else { Talk::Work })?;
     let position = asked.position.or(manifest.decode.time_positions.first().copied()).unwrap_or(0);

@@ -45,7 +45,7 @@ pub fn tune_op(session: &Session, asked: &TuneOp) -> Result<Outcome, Fault> {
 }
 
 fn campaigns(session: &Session, asked: &Tune, op: Option<LayerOp>) -> Result<Outcome, Fault> {
-    let mut manifest = session.manifest(&asked.manifest)?;
+    let mut manifest = session.manifest(&asked.manifest, asked.target.as_deref())?;
     manifest.search.seed = asked.seed.unwrap_or(manifest.search.seed);
     let targets = match &asked.target {
         Some(name) => vec![pick_target(&manifest, Some(name))?],
@@ -134,7 +134,7 @@ pub fn search(
 
 /// Serves trials to the parent process. If the parent ends, the child ends at once, whatever it is doing.
 pub fn trials(session: &Session, asked: &Trials) -> Result<Outcome, Fault> {
-    let mut manifest = session.manifest(&asked.manifest)?;
+    let mut manifest = session.manifest(&asked.manifest, [asked.target.as_str()])?;
     manifest.search.seed = asked.seed.unwrap_or(manifest.search.seed);
     let target = pick_target(&manifest, Some(&asked.target))?;
     let workspace = session.workspace(Talk::Nothing)?;

@@ -44,6 +44,16 @@ pub struct NvrtcVersion {
     pub patch: Option<u32>,
 }
 
+impl NvrtcVersion {
+    /// Reads the text form.
+    pub fn parse(text: &str) -> Option<NvrtcVersion> {
+        let mut parts = text.splitn(3, '.');
+        let (major, minor) = (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
+        let patch = parts.next().map(|patch| patch.parse().ok());
+        Some(NvrtcVersion { major, minor, patch: patch.map_or(Some(None), |patch| patch.map(Some))? })
+    }
+}
+
 impl fmt::Display for NvrtcVersion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}.{}", self.major, self.minor)?;

@@ -172,8 +172,8 @@ impl Model {
         let Options { target, cache, sequences_max, chunk_max, cache_tokens, tokens, verbose } = options;
         let mut places = Places::from_environment(&places::cache_root());
         places.root = cache.unwrap_or(places.root);
-        let given = session::read_given(place, &places.root, Style::Plain)?;
-        let target = session::pick_target(&given.manifest, target.as_deref())?;
+        let given = session::read_given(place, target.as_deref(), &places.root, Style::Plain)?;
+        let target = session::choose_target(&given.manifest, target.as_deref())?;
         let serving = serving(&given.manifest, &target, sequences_max, chunk_max, cache_tokens)?;
         let has_tokenizer = tokens.is_some() && session::has_tokenizer(&given)?;
         let report = if verbose { Report::to_stderr().without_cached() } else { Report::quiet() };

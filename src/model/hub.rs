@@ -9,9 +9,10 @@
 
 use std::fs::{self, File, TryLockError};
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use hf_hub::api::RepoInfo;
 use hf_hub::{Cache, CacheRepo, Repo, RepoType};
@@ -42,6 +43,16 @@ const REDIRECTS_MAX: usize = 10;
 /// Attempts to go on with a download after a cut connection.
 const RETRIES: u32 = 2;
 const RETRY_PAUSE: Duration = Duration::from_millis(300);
+/// Times that a request is repeated after an answer that says that the hub is busy.
+const BUSY_RETRIES: u32 = 4;
+/// The first pause after such an answer; each further one is twice as long, and up to half as long again at random.
+const BUSY_PAUSE: Duration = Duration::from_millis(500);
+/// Longest pause that a hub may ask for; the Python client waits for less.
+const BUSY_PAUSE_MAX: Duration = Duration::from_secs(60);
+/// Bytes of a weight file that are read first: the headers of most.
+const HEAD_BYTES: u64 = 128 << 10;
+/// Largest header that the format allows.
+const HEADER_BYTES_MAX: u64 = 100_000_000;
 /// Largest description of a repository that is read; one with ten thousand files has about 1 MiB.
 const INFO_BYTES_MAX: u64 = 32 << 20;
 /// Largest file beside weights and their index: that of a tokenizer.
@@ -71,21 +82,10 @@ pub(super) fn download(
     progress: &mut dyn FnMut(Event),
 ) -> Result<Resolved, SourceError> {
     let named = Repo::with_revision(repo.to_string(), RepoType::Model, revision.to_string());
-    let cache = Cache::new(settings.cache.clone());
-    let endpoint = settings.endpoint.parse().ok().filter(|uri: &Uri| uri.scheme().is_some() && uri.host().is_some());
-    let endpoint = endpoint.ok_or_else(|| SourceError::Endpoint { endpoint: settings.endpoint.clone() })?;
-    let hub = Hub { agent: agent(settings.silence), cache: cache.repo(named.clone()), repo, settings, endpoint };
-    let info = hub.info(&named)?;
-    let listed = |name: &str| info.siblings.iter().any(|s| s.rfilename == name);
-    // Weights decide whether the rest is worth fetching.
-    if !listed(SINGLE_FILE) && !listed(INDEX_FILE) {
-        let pickle = info.siblings.iter().find(|s| s.rfilename.ends_with(".bin") || s.rfilename.ends_with(".pth"));
-        let repo = repo.to_string();
-        return Err(match pickle {
-            Some(file) => SourceError::PickleOnly { repo, file: file.rfilename.clone() },
-            None => SourceError::NoWeights { repo },
-        });
-    }
+    let hub = Hub::new(repo, &named, settings)?;
+    let info = hub.info(&named, progress)?;
+    let listed = |name: &str| is_listed(&info, name);
+    has_weights(repo, &info)?;
     let config = hub.fetch(&info.sha, "config.json", SMALL_BYTES_MAX, progress)?;
     for name in OPTIONAL_FILES.into_iter().filter(|name| listed(name)) {
         hub.fetch(&info.sha, name, SMALL_BYTES_MAX, progress)?;
@@ -108,6 +108,65 @@ pub(super) fn download(
     Ok(Resolved::Checkpoint { dir, commit: Some(info.sha) })
 }
 
+/// Fills `dir` with what an import reads of a revision: configs, the index, and weight files that have their header and a hole
+/// in the place of their weights.
+pub(super) fn outline(
+    repo: &str,
+    revision: &str,
+    settings: &HubSettings,
+    dir: &Path,
+    progress: &mut dyn FnMut(Event),
+) -> Result<(), SourceError> {
+    let named = Repo::with_revision(repo.to_string(), RepoType::Model, revision.to_string());
+    let hub = Hub::new(repo, &named, settings)?;
+    let info = hub.info(&named, progress)?;
+    has_weights(repo, &info)?;
+    let write = |name: &str, bytes: &[u8]| {
+        let path = dir.join(name);
+        fs::write(&path, bytes).map_err(|error| SourceError::Io { path, error })
+    };
+    write("config.json", &hub.small(&info.sha, "config.json", progress)?)?;
+    if is_listed(&info, "generation_config.json") {
+        write("generation_config.json", &hub.small(&info.sha, "generation_config.json", progress)?)?;
+    }
+    let shards = if is_listed(&info, SINGLE_FILE) {
+        vec![SINGLE_FILE.to_string()]
+    } else {
+        write(INDEX_FILE, &hub.small(&info.sha, INDEX_FILE, progress)?)?;
+        let no_index = |detail| SourceError::Answer { what: INDEX_FILE.to_string(), detail };
+        read_shards(&dir.join(INDEX_FILE)).map_err(no_index)?
+    };
+    for shard in shards {
+        let (header, bytes) = hub.header(&info.sha, &shard, progress)?;
+        write(&shard, &header)?;
+        let path = dir.join(&shard);
+        let file = File::options().write(true).open(&path).and_then(|file| file.set_len(bytes));
+        file.map_err(|error| SourceError::Io { path, error })?;
+    }
+    Ok(())
+}
+
+fn is_listed(info: &RepoInfo, name: &str) -> bool {
+    info.siblings.iter().any(|sibling| sibling.rfilename == name)
+}
+
+/// Weights decide whether the rest of a repository is worth a request.
+fn has_weights(repo: &str, info: &RepoInfo) -> Result<(), SourceError> {
+    if is_listed(info, SINGLE_FILE) || is_listed(info, INDEX_FILE) {
+        return Ok(());
+    }
+    let of = |endings: &[&str]| {
+        let named = |name: &str| endings.iter().any(|ending| name.ends_with(ending));
+        info.siblings.iter().map(|sibling| sibling.rfilename.clone()).find(|name| named(name))
+    };
+    let repo = repo.to_string();
+    Err(match (of(&[".gguf"]), of(&[".bin", ".pth"])) {
+        (Some(file), _) => SourceError::GgufOnly { repo, file },
+        (None, Some(file)) => SourceError::PickleOnly { repo, file },
+        (None, None) => SourceError::NoWeights { repo },
+    })
+}
+
 /// A client that follows no redirect by itself and waits for no byte longer than `silence`.
 fn agent(silence: Duration) -> Agent {
     Agent::config_builder()
@@ -126,19 +185,88 @@ fn agent(silence: Duration) -> Agent {
         .new_agent()
 }
 
-impl Hub<'_> {
-    fn info(&self, named: &Repo) -> Result<RepoInfo, SourceError> {
+impl<'a> Hub<'a> {
+    fn new(repo: &'a str, named: &Repo, settings: &'a HubSettings) -> Result<Hub<'a>, SourceError> {
+        let cache = Cache::new(settings.cache.clone()).repo(named.clone());
+        let endpoint =
+            settings.endpoint.parse().ok().filter(|uri: &Uri| uri.scheme().is_some() && uri.host().is_some());
+        let endpoint = endpoint.ok_or_else(|| SourceError::Endpoint { endpoint: settings.endpoint.clone() })?;
+        Ok(Hub { agent: agent(settings.silence), cache, repo, settings, endpoint })
+    }
+
+    fn info(&self, named: &Repo, progress: &mut dyn FnMut(Event)) -> Result<RepoInfo, SourceError> {
         let what = format!("{} at {}", self.repo, named.revision());
         let url = format!("{}/api/{}", self.settings.endpoint, named.api_url());
-        let mut response = self.accept(&what, self.get(&what, &url, None, true, &mut |_| {})?)?;
-        let read = response.body_mut().with_config().limit(INFO_BYTES_MAX).read_to_vec();
-        let text = read.map_err(|error| self.fault(&what, error))?;
+        let text = self.whole(&what, &url, INFO_BYTES_MAX, progress)?;
         let answer = |detail| SourceError::Answer { what: what.clone(), detail };
         let info: RepoInfo = serde_json::from_slice(&text).map_err(|error| answer(error.to_string()))?;
         if !is_commit(&info.sha) {
             return Err(answer(format!("expected a commit of 40 digits, found `{}`", info.sha)));
         }
         Ok(info)
+    }
+
+    /// The whole answer for an address.
+    fn whole(
+        &self,
+        what: &str,
+        url: &str,
+        bytes_max: u64,
+        progress: &mut dyn FnMut(Event),
+    ) -> Result<Vec<u8>, SourceError> {
+        let mut response = self.accept(what, self.get(what, url, None, true, progress, &mut |_| {})?)?;
+        let read = response.body_mut().with_config().limit(bytes_max).read_to_vec();
+        read.map_err(|error| self.fault(what, error))
+    }
+
+    fn url(&self, commit: &str, name: &str) -> String {
+        format!("{}/{}/resolve/{commit}/{name}", self.settings.endpoint, self.repo)
+    }
+
+    /// The content of a small file, which is not kept.
+    fn small(&self, commit: &str, name: &str, progress: &mut dyn FnMut(Event)) -> Result<Vec<u8>, SourceError> {
+        self.whole(name, &self.url(commit, name), INDEX_BYTES_MAX, progress)
+    }
+
+    /// The header of a safetensors file with the eight bytes of its length, and the length of the file.
+    fn header(&self, commit: &str, name: &str, progress: &mut dyn FnMut(Event)) -> Result<(Vec<u8>, u64), SourceError> {
+        let answer = |detail: String| SourceError::Answer { what: name.to_string(), detail };
+        let url = self.url(commit, name);
+        let mut head = vec![];
+        let (mut wanted, mut total) = (HEAD_BYTES, 0);
+        while (head.len() as u64) < wanted {
+            let from = head.len() as u64;
+            let range = format!("bytes={from}-{}", wanted - 1);
+            let response = self.accept(name, self.get(name, &url, Some(range), true, progress, &mut |_| {})?)?;
+            total = total_bytes(&response).ok_or_else(|| answer("expected its size in `content-range`".to_string()))?;
+            if response.status() != StatusCode::PARTIAL_CONTENT {
+                // The server ignored the range: this is the file from its beginning.
+                head.clear();
+            }
+            wanted = wanted.min(total);
+            let more = wanted.saturating_sub(head.len() as u64);
+            let body = response.into_body().into_with_config().limit(u64::MAX).reader();
+            let read = body.take(more).read_to_end(&mut head);
+            read.map_err(|error| SourceError::CutOff { file: name.to_string(), detail: error.to_string() })?;
+            let Some(length) = head.first_chunk::<8>().map(|bytes| u64::from_le_bytes(*bytes)) else {
+                return Err(answer(format!("expected a safetensors file, found {} bytes", head.len())));
+            };
+            if length > HEADER_BYTES_MAX || length.saturating_add(8) > total {
+                return Err(answer(format!("expected a safetensors header, found one of {length} bytes")));
+            }
+            if (head.len() as u64) < wanted {
+                return Err(SourceError::CutOff {
+                    file: name.to_string(),
+                    detail: format!("{} of {wanted} bytes arrived", head.len()),
+                });
+            }
+            if length + 8 <= wanted {
+                head.truncate((length + 8) as usize);
+                break;
+            }
+            wanted = length + 8;
+        }
+        Ok((head, total))
     }
 
     /// The local path of a file at a commit; fetched and checked if it is not there.
@@ -168,8 +296,8 @@ impl Hub<'_> {
         bytes_max: u64,
         progress: &mut dyn FnMut(Event),
     ) -> Result<(), SourceError> {
-        let url = format!("{}/{}/resolve/{commit}/{name}", self.settings.endpoint, self.repo);
-        let Metadata { etag, bytes } = self.metadata(commit, name, &url)?;
+        let url = self.url(commit, name);
+        let Metadata { etag, bytes } = self.metadata(commit, name, &url, progress)?;
         if bytes > bytes_max {
             let detail = format!("expected at most {bytes_max} bytes, found {bytes}");
             return Err(SourceError::Answer { what: name.to_string(), detail });
@@ -196,11 +324,17 @@ impl Hub<'_> {
     }
 
     /// Asks for the first byte of a file. The answer names the tag, the commit and the size.
-    fn metadata(&self, commit: &str, name: &str, url: &str) -> Result<Metadata, SourceError> {
+    fn metadata(
+        &self,
+        commit: &str,
+        name: &str,
+        url: &str,
+        progress: &mut dyn FnMut(Event),
+    ) -> Result<Metadata, SourceError> {
         let answer = |detail| SourceError::Answer { what: name.to_string(), detail };
         // Only what the endpoint says: a storage host that the answer leads to has tags of its own.
         let mut said = None;
-        let response = self.get(name, url, Some("bytes=0-0".to_string()), true, &mut |response| {
+        let response = self.get(name, url, Some("bytes=0-0".to_string()), true, progress, &mut |response| {
             let text = |name: &str| Some(response.headers().get(name)?.to_str().ok()?.to_string());
             let etag = text("x-linked-etag").or_else(|| text("etag"));
             said = etag.zip(text("x-repo-commit")).or_else(|| said.take());
@@ -242,11 +376,7 @@ impl Hub<'_> {
         let mut attempt = 0;
         loop {
             let at = file.seek(SeekFrom::End(0)).map_err(io)?;
-            let result = self.receive_rest(name, url, &mut file, at, bytes, &mut |now| {
-                let more = now.saturating_sub(told);
-                told += more;
-                progress(Event::Received { bytes: more });
-            });
+            let result = self.receive_rest(name, url, &mut file, at..bytes, &mut told, progress);
             match result {
                 Err(SourceError::CutOff { .. }) if attempt < RETRIES => attempt += 1,
                 Err(SourceError::Io { error, .. }) => return Err(io(error)),
@@ -256,28 +386,33 @@ impl Hub<'_> {
         }
     }
 
-    /// One request for the bytes from `at` on. `received` is called after each write, with the length that the file has then.
+    /// One request for the bytes from the start of the range on. `told` is the length of the file that `progress` was told of.
     fn receive_rest(
         &self,
         name: &str,
         url: &str,
         file: &mut File,
-        mut at: u64,
-        bytes: u64,
-        received: &mut dyn FnMut(u64),
+        Range { start: mut at, end: bytes }: Range<u64>,
+        told: &mut u64,
+        progress: &mut dyn FnMut(Event),
     ) -> Result<(), SourceError> {
         let cut_off = |detail: String| SourceError::CutOff { file: name.to_string(), detail };
         let failed = |error| SourceError::Io { path: PathBuf::new(), error };
         if at >= bytes {
             return Ok(());
         }
-        let response = self.get(name, url, Some(format!("bytes={at}-")), false, &mut |_| {})?;
+        let response = self.get(name, url, Some(format!("bytes={at}-")), false, progress, &mut |_| {})?;
         let response = self.accept(name, response)?;
         if response.status() != StatusCode::PARTIAL_CONTENT {
             // The server ignored the range: this is the file from its beginning.
             file.set_len(0).map_err(failed)?;
             at = file.seek(SeekFrom::Start(0)).map_err(failed)?;
         }
+        let mut received = |now: u64| {
+            let more = now.saturating_sub(*told);
+            *told += more;
+            progress(Event::Received { bytes: more });
+        };
         received(at);
         let mut body = response.into_body().into_with_config().limit(u64::MAX).reader().take(bytes - at);
         let mut buffer = vec![0; 256 << 10];
@@ -298,9 +433,39 @@ impl Hub<'_> {
         }
     }
 
+    /// As [`Hub::get_once`]. A hub that is busy is asked again after a pause: the one that it asks for, if it names one.
+    fn get(
+        &self,
+        what: &str,
+        url: &str,
+        range: Option<String>,
+        short: bool,
+        progress: &mut dyn FnMut(Event),
+        seen: &mut dyn FnMut(&Response<Body>),
+    ) -> Result<Response<Body>, SourceError> {
+        let mut pause = BUSY_PAUSE;
+        for _ in 0..BUSY_RETRIES {
+            let response = self.get_once(what, url, range.clone(), short, seen)?;
+            let status = response.status().as_u16();
+            if !matches!(status, 429 | 502 | 503 | 504) {
+                return Ok(response);
+            }
+            let asked = response.headers().get(header::RETRY_AFTER).and_then(|value| value.to_str().ok());
+            let asked = asked.and_then(|seconds| seconds.trim().parse().ok()).map(Duration::from_secs);
+            // Clients that were refused together shall not come back together.
+            let clock = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.subsec_nanos());
+            let jitter = pause.mul_f64(0.5 * f64::from(clock % 1000) / 1000.0);
+            let wait = asked.unwrap_or(pause).min(BUSY_PAUSE_MAX) + jitter;
+            progress(Event::Busy { status, wait });
+            thread::sleep(wait);
+            pause *= 2;
+        }
+        self.get_once(what, url, range, short, seen)
+    }
+
     /// Sends a request and follows redirects. `seen` is called with every answer of the endpoint itself. `short`: the answer is
     /// small, and all of it has one deadline.
-    fn get(
+    fn get_once(
         &self,
         what: &str,
         url: &str,

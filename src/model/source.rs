@@ -50,6 +50,8 @@ pub enum Event<'a> {
     Done { name: &'a str },
     /// Another process downloads the same file.
     Waiting { name: &'a str },
+    /// The hub answered that it is busy; the request is repeated after `wait`.
+    Busy { status: u16, wait: Duration },
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -88,6 +90,8 @@ pub enum SourceError {
     Damaged { file: String, expected: String, found: String },
     #[error("`{repo}` has no safetensors weights, only `{file}` (a pickle file can run code)")]
     PickleOnly { repo: String, file: String },
+    #[error("`{repo}` has no safetensors weights, only GGUF files such as `{file}`")]
+    GgufOnly { repo: String, file: String },
     #[error("`{repo}` has no safetensors weights")]
     NoWeights { repo: String },
     #[error("another process has held the lock of `{file}` for {minutes} minutes")]
@@ -101,12 +105,21 @@ impl From<SourceError> for Fault {
         let message = error.to_string();
         match error {
             SourceError::File(error) => Fault::from(error),
+            SourceError::RepoName { ref repo } => {
+                let fault = Fault::input(message);
+                match repo_meant(repo) {
+                    Some(meant) => fault.with_remedy(meant),
+                    None => fault,
+                }
+            }
             SourceError::Scheme { .. }
-            | SourceError::RepoName { .. }
             | SourceError::RevisionName { .. }
             | SourceError::NotAFolder { .. }
             | SourceError::NotAFile { .. }
             | SourceError::NoWeights { .. } => Fault::input(message),
+            SourceError::GgufOnly { .. } => Fault::input(message).with_remedy(
+                "name the repository that the files were made from: the page of this one links to it as its base model",
+            ),
             SourceError::PickleOnly { .. } => {
                 Fault::input(message).with_remedy("convert it to safetensors, or name a converted copy")
             }
@@ -129,6 +142,12 @@ impl From<SourceError> for Fault {
             SourceError::Damaged { .. } => {
                 Fault::environment(message).with_remedy("run the command again: the damaged file was removed")
             }
+            SourceError::Status { status: 429, .. } => Fault::environment(message).with_remedy(
+                "this address has asked too often: wait some minutes, or set HF_TOKEN, which raises the limit",
+            ),
+            SourceError::Status { status: 500.., .. } => Fault::environment(message).with_remedy(
+                "the hub has a fault of its own (https://status.huggingface.co): run the command again later",
+            ),
             SourceError::Status { .. }
             | SourceError::Answer { .. }
             | SourceError::Locked { .. }
@@ -160,6 +179,41 @@ impl Source {
             _ => Err(SourceError::Scheme { text: text.to_string() }),
         }
     }
+}
+
+/// What the user probably meant by `hf:REPO`, where REPO is no name of a model.
+fn repo_meant(repo: &str) -> Option<String> {
+    let parts: Vec<&str> = repo.split(':').collect();
+    if let [name, _] = parts.as_slice()
+        && Source::parse(&format!("hf:{name}"), "main", 0).is_ok()
+    {
+        return Some(format!(
+            "`hf:{name}` names the model; a format such as `Q4_K_M` belongs to GGUF files: `[precision] weights` of a \
+             manifest rounds weights, for example to \"int4:32\""
+        ));
+    }
+    let owner_and_name = |text: &str| {
+        let (owner, rest) = text.trim_start_matches('/').split_once('/')?;
+        let name = rest.split(['/', '?', '#']).next().filter(|name| !name.is_empty())?;
+        Some(format!("hf:{owner}/{name}")).filter(|named| Source::parse(named, "main", 0).is_ok())
+    };
+    if let Some(meant) = hub_page(repo) {
+        return Some(format!("did you mean `{meant}`?"));
+    }
+    match (repo.contains('/'), owner_and_name(repo)) {
+        (true, Some(meant)) => Some(format!("did you mean `{meant}`?")),
+        (false, _) if !repo.is_empty() => Some(format!("the owner is a part of the name: `hf:OWNER/{repo}`")),
+        _ => None,
+    }
+}
+
+/// The source that the address of a page of the hub means: `hf:OWNER/NAME`.
+pub fn hub_page(address: &str) -> Option<String> {
+    let rest = address.strip_prefix("https://").or_else(|| address.strip_prefix("http://")).unwrap_or(address);
+    let rest = ["huggingface.co/", "www.huggingface.co/", "hf.co/"].iter().find_map(|host| rest.strip_prefix(host))?;
+    let mut parts = rest.split(['/', '?', '#']);
+    let source = format!("hf:{}/{}", parts.next()?, parts.next()?);
+    Source::parse(&source, "main", 0).is_ok().then_some(source)
 }
 
 fn is_name_char(c: char) -> bool {
@@ -290,6 +344,56 @@ fn resolve_hub(
         },
         #[cfg(feature = "hub")]
         _ => hub::download(repo, revision, settings, progress),
+    }
+}
+
+/// A folder that can be imported and not run, because weight files may have a hole in the place of their weights.
+pub struct Outline {
+    dir: PathBuf,
+    /// Removes the folder at the end, if it was made for this.
+    _made: Option<tempfile::TempDir>,
+}
+
+impl Outline {
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+}
+
+/// What an import reads of a model of the hub: from the local cache if it is whole there, else by requests for configs and
+/// headers. Nothing is kept.
+///
+/// # Errors
+/// See [`SourceError`].
+pub fn outline(
+    repo: &str,
+    revision: &str,
+    settings: &HubSettings,
+    progress: &mut dyn FnMut(Event),
+) -> Result<Outline, SourceError> {
+    if let Some(commit) = cached_commit(repo, revision, settings) {
+        let dir = settings.repo_dir(repo).join("snapshots").join(&commit);
+        if !matches!(completeness(&dir), Completeness::Partial) {
+            return Ok(Outline { dir, _made: None });
+        }
+    }
+    let offline = |why| {
+        let (repo, revision, cache) = (repo.to_string(), revision.to_string(), settings.cache.clone());
+        Err(SourceError::Offline { repo, revision, cache, why })
+    };
+    if settings.offline {
+        return offline("HF_HUB_OFFLINE is set");
+    }
+    #[cfg(not(feature = "hub"))]
+    {
+        let _ = progress;
+        offline("this build of monobloc has no hub support")
+    }
+    #[cfg(feature = "hub")]
+    {
+        let made = tempfile::tempdir().map_err(|error| SourceError::Io { path: std::env::temp_dir(), error })?;
+        hub::outline(repo, revision, settings, made.path(), progress)?;
+        Ok(Outline { dir: made.path().to_path_buf(), _made: Some(made) })
     }
 }
 
@@ -561,7 +665,7 @@ mod tests {
             let resolved = resolve_with(&source(), Path::new("."), &settings, &mut |event| match event {
                 Event::Received { bytes } => received += bytes,
                 Event::Done { name } => done.push(name.to_string()),
-                Event::File { .. } | Event::Waiting { .. } => {}
+                Event::File { .. } | Event::Waiting { .. } | Event::Busy { .. } => {}
             });
             let Resolved::Checkpoint { dir, commit } = resolved.unwrap() else { panic!() };
             assert_eq!(commit.as_deref(), Some(COMMIT));

@@ -156,7 +156,9 @@ pub(super) fn find_cubin(
             Ok(Found { keyed, entry, nvrtc: version.to_string() })
         }
         Err(missing) if missing.tier == Tier::Environment => {
-            let Some((key, why)) = cache.latest_why(keys::COMPILE, &source_subject(source)) else {
+            let here = cache.latest_why(keys::COMPILE, &source_subject(source));
+            let published = if here.is_none() { published(workspace, source)? } else { None };
+            let Some((key, why)) = here.or(published) else {
                 return Err(NotMade::NoCompiler(missing));
             };
             let nvrtc = why.lines().find_map(|line| line.strip_prefix("nvrtc = ")).unwrap_or_default().to_string();
@@ -170,8 +172,37 @@ pub(super) fn find_cubin(
     }
 }
 
+/// Whether this cache had no cubin of a source yet.
+fn entry_is_new_here(workspace: &Workspace, subject: &str) -> bool {
+    workspace.cache.latest_why(keys::COMPILE, subject).is_none()
+}
+
 fn source_subject(source: &Generated) -> String {
     format!("source {}", source.content)
+}
+
+/// Names the entry that says by which compiler a source was compiled.
+fn published_key(source: &Generated) -> Digest {
+    Digest::of(format!("compiler of {}", source_subject(source)).as_bytes())
+}
+
+/// Lets machines without a compiler, which share this cache, find the cubin of a source: the version is a part of its key. The
+/// first version stays, because any cubin of the same source will do.
+fn publish(workspace: &Workspace, source: &Generated, nvrtc: &str) -> Result<(), Fault> {
+    let (cache, key) = (&workspace.cache, published_key(source));
+    if cache.get(keys::COMPILER, &key)?.is_none() {
+        cache.put(keys::COMPILER, &key, &format!("source = {}\n", source.content), nvrtc.as_bytes())?;
+    }
+    Ok(())
+}
+
+/// Key and key text of the cubin by the compiler that [`publish`] named. The key is computed here, so that it is one of this source.
+fn published(workspace: &Workspace, source: &Generated) -> Result<Option<(Digest, String)>, Fault> {
+    let Some(entry) = workspace.cache.get(keys::COMPILER, &published_key(source))? else { return Ok(None) };
+    let bytes = entry.bytes()?;
+    let Some(version) = std::str::from_utf8(&bytes).ok().and_then(NvrtcVersion::parse) else { return Ok(None) };
+    let Keyed { key, why, .. } = cubin_key(&source.source, version)?;
+    Ok(Some((key, why)))
 }
 
 /// A source on its way to a cubin.
@@ -249,7 +280,13 @@ impl<'a> Pending<'a> {
             (None, None) => return Err(Fault::internal("a cubin that was not found was not compiled").into()),
         };
         context.workspace.point(&keyed, &context.subject())?;
-        context.workspace.point(&keyed, &source_subject(source))?;
+        let here = source_subject(source);
+        if entry_is_new_here(context.workspace, &here) && compile_ms.is_none() {
+            let (target, report) = (&context.target.name, &context.workspace.report);
+            report.note(&format!("{target}: its cubin was compiled elsewhere, by NVRTC {nvrtc}"));
+        }
+        context.workspace.point(&keyed, &here)?;
+        publish(context.workspace, source, &nvrtc)?;
         Ok(Box::new(stored_cubin(&entry, nvrtc, compile_ms)?))
     }
 }

@@ -31,6 +31,8 @@ pub const IMPORT: &str = "import";
 pub const SCHEDULE: &str = "schedule";
 pub const SOURCE: &str = "source";
 pub const COMPILE: &str = "compile";
+/// The version that compiled a source first.
+pub const COMPILER: &str = "compiler";
 pub const PACK: &str = "pack";
 pub const CHECK: &str = "check";
 pub const MEASURE: &str = "measure";

@@ -228,7 +228,8 @@ pub fn build_each(workspace: &Workspace, manifest: &Manifest) -> Result<BuildRep
                 }
                 let reason = missing.message.lines().next().unwrap_or_default();
                 let remedy = missing.remedy.map(|remedy| format!("; {remedy}")).unwrap_or_default();
-                waiting.push(format!("{name}: compile, check and measure wait for NVRTC ({reason}{remedy})"));
+                let none = "and no cache has a cubin of this source";
+                waiting.push(format!("{name}: compile, check and measure wait for NVRTC ({reason}, {none}{remedy})"));
                 None
             }
             Err(other) => {

@@ -198,6 +198,11 @@ fn download(workspace: &Workspace, source: &Source, manifest: &Manifest) -> Resu
         }
         Event::Done { .. } => progress = None,
         Event::Waiting { name } => workspace.report.note(&format!("waiting for another process to download {name}")),
+        Event::Busy { status, wait } => {
+            workspace
+                .report
+                .note(&format!("the hub is busy (status {status}): asking again in {:.1} s", wait.as_secs_f64()));
+        }
     })?;
     Ok(resolved)
 }

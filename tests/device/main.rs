@@ -108,7 +108,12 @@ impl Place {
 
     /// A workspace with its own cache, which looks into `shared` on a miss.
     fn workspace(&self, shared: Option<&Path>) -> Workspace {
-        let places = Places { root: self.path("cache"), shared: shared.map(Path::to_path_buf), key_file: None };
+        let places = Places {
+            root: self.path("cache"),
+            shared: shared.map(Path::to_path_buf),
+            shared_read_only: false,
+            key_file: None,
+        };
         Workspace {
             cache: Cache::open_places(&places, |_| {}).unwrap(),
             report: Report::quiet(),

@@ -8,6 +8,7 @@ use std::process::{Command, Stdio};
 use tempfile::TempDir;
 
 use crate::cli_support::{Answer, Place, manifest_text};
+use crate::nvrtc::nvrtc;
 use crate::support::fixture;
 
 /// A folder that is no project, and an empty home folder.
@@ -129,7 +130,8 @@ fn init_names_what_it_finds() {
     let config = checkpoint.join("config.json").display().to_string();
     place.run(&format!("init {config} --out s.toml --target cpu")).code(0);
     assert!(fs::read_to_string(place.path("s.toml")).unwrap().contains(&format!("source = \"synthetic:{config}\"")));
-    place.run("init hf:some/model --out h.toml --target cpu").code(0);
+    let mut hub = place.command("init hf:some/model --out h.toml --target cpu");
+    Answer::of(hub.env("HF_HUB_OFFLINE", "1")).code(0);
     assert!(fs::read_to_string(place.path("h.toml")).unwrap().contains("source = \"hf:some/model\""));
 }
 
@@ -207,12 +209,50 @@ fn what_waits_fails_only_if_completeness_is_asked_for() {
     let named = run("build gpu.toml", "/nowhere").code(3);
     assert!(named.stderr.contains("`MONOBLOC_NVRTC` is `/nowhere`"), "{named:#?}");
     assert!(named.stderr.contains("correct `MONOBLOC_NVRTC`"), "{named:#?}");
-    let mut without = place.command("build gpu.toml --require-complete");
+    let without = |arguments: &str| Answer::of(without_nvrtc(&mut place.command(arguments)));
+    let told = without("build gpu.toml --require-complete").code(3);
+    assert!(told.stderr.contains("error: not complete: 1 of 1 target (t4)"), "{told:#?}");
+    assert_eq!(told.stderr.matches(" wait for NVRTC").count(), 1, "the reason is told once: {told:#?}");
+    let quiet = without("build gpu.toml -q --require compile").code(3);
+    assert!(quiet.stderr.starts_with("error: not compiled: 1 of 1 target (t4)\n  t4: compile, "), "{quiet:#?}");
+    let json = without("build gpu.toml --json").code(0).json();
+    assert_eq!(json["targets"][0]["missing"], serde_json::json!(["compile", "check", "measure"]));
+    without("build m.toml --require compile").code(0);
+}
+
+/// Hides the compiler of the places where it is looked for first.
+fn without_nvrtc(command: &mut assert_cmd::Command) -> &mut assert_cmd::Command {
     for name in ["MONOBLOC_NVRTC", "VIRTUAL_ENV", "CONDA_PREFIX", "CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH"] {
-        without.env_remove(name);
+        command.env_remove(name);
     }
-    let without = Answer::of(&mut without).code(3);
-    assert!(without.stderr.contains("not complete: t4: "), "{without:#?}");
+    command
+}
+
+#[test]
+fn shared_cubins_are_found_without_a_compiler() {
+    let test = "shared_cubins_are_found_without_a_compiler";
+    if nvrtc(test).is_none() {
+        return;
+    }
+    let (first, second) = (small(), small());
+    let found = Answer::of(without_nvrtc(&mut second.command("doctor --json"))).json();
+    if found["nvrtc"]["found"] == serde_json::Value::Bool(true) {
+        return crate::skipped(test, "a machine without NVRTC", "it is found in a place of the system");
+    }
+    fs::create_dir(first.path("shared")).unwrap();
+    let build = |place: &Place| {
+        let text = fs::read_to_string(place.path("m.toml")).unwrap();
+        place.write("gpu.toml", text.replace("record = \"cpu\"", "record = \"b200\""));
+        let mut command = place.command("build gpu.toml --require compile");
+        command.env("MONOBLOC_SHARED_CACHE", first.path("shared"));
+        command
+    };
+    Answer::of(&mut build(&first)).code(0);
+    let built = Answer::of(without_nvrtc(&mut build(&second))).code(0);
+    assert!(built.stderr.contains("note b200: its cubin was compiled elsewhere, by NVRTC "), "{built:#?}");
+    // The next build finds it here.
+    let again = Answer::of(without_nvrtc(&mut build(&second))).code(0);
+    assert!(again.stderr.starts_with("no work to do"), "{again:#?}");
 }
 
 #[test]

@@ -177,3 +177,58 @@ fn a_folder_in_place_of_a_subject_stops_no_command() {
     place.run("cache gc --min-age 0s").code(0);
     assert_eq!(fs::read_dir(place.path("cache/corrupt")).unwrap().count(), 0);
 }
+
+/// A build of a small model with a shared folder.
+fn shared_build(place: &Place, shared: &Path, read_only: bool) -> Answer {
+    place.manifest(&fixture("variants/llama-defaults"), 8);
+    let mut command = place.command("build m.toml");
+    command.env("MONOBLOC_SHARED_CACHE", shared);
+    if read_only {
+        command.env("MONOBLOC_SHARED_CACHE_READ_ONLY", "1");
+    }
+    Answer::of(&mut command).code(0)
+}
+
+/// Names of all files in a folder, in order.
+fn names(folder: &Path) -> Vec<PathBuf> {
+    let mut all: Vec<PathBuf> =
+        walkdir::WalkDir::new(folder).into_iter().map(|file| file.unwrap().into_path()).collect();
+    all.sort();
+    all
+}
+
+#[test]
+fn a_misspelt_share_is_told_once_and_not_made() {
+    let place = Place::new();
+    let built = shared_build(&place, &place.path("mispelt/share"), false);
+    assert_eq!(built.stderr.matches("shared cache").count(), 1, "{built:#?}");
+    assert!(built.stderr.contains("make it, mount it, or correct `MONOBLOC_SHARED_CACHE`"), "{built:#?}");
+    assert!(!place.path("mispelt").exists());
+}
+
+#[test]
+fn a_read_only_share_is_read_and_never_written() {
+    let place = Place::new();
+    let shared = place.path("shared");
+    fs::create_dir(&shared).unwrap();
+    shared_build(&Place::new(), &shared, true);
+    assert_eq!(names(&shared), [shared.clone()], "nothing, not even a tag");
+    shared_build(&Place::new(), &shared, false);
+    let before = names(&shared);
+    assert!(before.len() > 5);
+    let second = shared_build(&Place::new(), &shared, true);
+    assert!(!second.stderr.contains("run schedule") && !second.stderr.contains("shared cache"), "{second:#?}");
+    assert_eq!(names(&shared), before);
+}
+
+#[test]
+fn a_share_that_cannot_be_written_is_told_once() {
+    let place = Place::new();
+    let shared = place.path("shared");
+    fs::create_dir(&shared).unwrap();
+    // A file where each temporary file would be.
+    fs::write(shared.join("tmp"), "").unwrap();
+    let built = shared_build(&place, &shared, false);
+    assert_eq!(built.stderr.matches("note shared cache: ").count(), 1, "{built:#?}");
+    assert_eq!(built.stderr.matches("cannot ").count(), 1, "{built:#?}");
+}

@@ -236,3 +236,74 @@ fn answers_that_no_hub_gives_are_refused() {
     refused(huge(tag), &["expected a plain tag, found `../../up`"]);
     refused(|_, stream| stream.write_all(b"\x00\xff no HTTP\r\n\r\n"), &["cannot be reached"]);
 }
+
+/// A hub whose files are those of [`files`], after `busy` answers with that status.
+fn sound(busy: usize, status: u16, head: &'static str) -> Server {
+    let left = Mutex::new(busy);
+    Server::start(move |request, stream| {
+        let mut left = left.lock().unwrap();
+        if *left > 0 {
+            *left -= 1;
+            return reply(stream, status, head, b"");
+        }
+        info(request, stream).unwrap_or_else(|| match files().get(request.path.rsplit('/').next().unwrap()) {
+            Some(bytes) => part(request, bytes, &blake3::hash(bytes).to_hex()[..40], stream),
+            None => reply(stream, 404, "", b""),
+        })
+    })
+}
+
+fn ask(place: &Place, port: u16, arguments: &str) -> Answer {
+    let mut command = place.command(arguments);
+    command.env("HF_ENDPOINT", format!("http://127.0.0.1:{port}")).env("HF_HOME", place.path("hf"));
+    command.env_remove("http_proxy").env_remove("HTTP_PROXY").env_remove("ALL_PROXY").env_remove("all_proxy");
+    Answer::of(&mut command)
+}
+
+#[test]
+fn a_busy_hub_is_asked_again() {
+    let place = Place::new();
+    let built = build(&place, sound(2, 503, "Retry-After: 0\r\n").port).code(0);
+    assert!(built.stderr.contains("the hub is busy (status 503): asking again in 0."), "{built:#?}");
+    // Not for ever.
+    let refused = build(&Place::new(), sound(99, 429, "Retry-After: 0\r\n").port);
+    refused.fault(3, &["with status 429", "HF_TOKEN"]);
+}
+
+#[test]
+fn init_and_import_look_at_the_hub_and_fetch_no_weights() {
+    let place = Place::new();
+    let hub = sound(0, 0, "");
+    let said = ask(&place, hub.port, "import hf:org/m").code(0);
+    assert!(said.stdout.starts_with("LlamaForCausalLM: "), "{said:#?}");
+    ask(&place, hub.port, "init hf:org/m --target cpu").code(0);
+    // The context is that of the model.
+    assert!(fs::read_to_string(place.path("monobloc.toml")).unwrap().contains("context_max = 256\n"));
+    let whole = files()["model.safetensors"].len();
+    let asked = hub.requests.lock().unwrap().clone();
+    let ranges = asked.iter().filter(|request| request.path.ends_with("model.safetensors"));
+    for range in ranges.map(|request| request.header("range").unwrap()) {
+        assert!(range.starts_with("bytes=0-") && range != "bytes=0-", "{range} of {whole}");
+    }
+    assert!(!place.path("hf/hub").exists(), "nothing is kept");
+
+    // One that is not there is not written, and one that cannot be asked for is written with a warning.
+    ask(&place, hub.port, "init hf:org/other --out other.toml").refused(&["was not found on the hub"]);
+    assert!(!place.path("other.toml").exists());
+    let mut offline = place.command("init hf:org/other --out other.toml --target cpu");
+    let warned = Answer::of(offline.env("HF_HUB_OFFLINE", "1")).code(0);
+    assert!(warned.stderr.contains("warning: `hf:org/other` was not looked at"), "{warned:#?}");
+}
+
+#[test]
+fn a_model_of_the_hub_runs_without_a_manifest() {
+    let place = Place::new();
+    let hub = sound(0, 0, "");
+    let text = ask(&place, hub.port, "generate hf:org/m --ids 1,2 --max-tokens 3 --target cpu").code(0);
+    assert_eq!(text.stdout.trim().split(',').count(), 3, "{text:#?}");
+    let requests = hub.requests.lock().unwrap().len();
+    let again = ask(&place, hub.port, "generate hf:org/m --ids 1,2 --max-tokens 3 --target cpu").code(0);
+    assert_eq!(again.stdout, text.stdout);
+    assert_eq!(hub.requests.lock().unwrap().len(), requests, "the second run asks for nothing");
+    place.run("init hf:org/m --target cpu --out h.toml").code(0);
+}

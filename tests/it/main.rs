@@ -52,6 +52,7 @@ mod support;
 mod tidy;
 mod tokens;
 mod tune;
+mod unwritten;
 mod waves;
 mod waves_pairs;
 

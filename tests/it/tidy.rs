@@ -687,7 +687,7 @@ that is accepted and computed wrong is worse than one that is not accepted. A va
 has the default of the family's configuration class in transformers 5.
 
 Neutral `any value` means that the key speaks about something else: training, Python code, sampling advice.
-`monobloc import DIR --dry-run` prints what was understood of a checkpoint, or the complete list of reasons against it.
+`monobloc import DIR` prints what was understood of a checkpoint, or the complete list of reasons against it.
 
 ";
     let table = schema_table();

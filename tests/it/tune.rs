@@ -310,7 +310,7 @@ impl Fake {
     }
 
     fn search(&self, op: Option<LayerOp>, trials: u32) -> Tuned {
-        let places = Places { root: self.place.path("cache"), shared: None, key_file: None };
+        let places = Places { root: self.place.path("cache"), shared: None, shared_read_only: false, key_file: None };
         let cache = Cache::open_places(&places, |_| {}).unwrap();
         let notes = fs::OpenOptions::new().create(true).append(true).open(self.place.path("notes")).unwrap();
         let report = Report::to_writer(Box::new(notes));
