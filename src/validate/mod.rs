@@ -2,7 +2,7 @@
 //!
 //! The proof recomputes everything from the schedule and the target record. It believes nothing that lowering or
 //! scheduling computed, has no size above which it samples or skips, and never panics on what a user wrote. The memory
-//! model it proves against is the text at the head of [`crate::ir`].
+//! model it proves against is docs/memory-model.md.
 //!
 //! # What is proven
 //!

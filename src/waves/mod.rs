@@ -9,28 +9,7 @@
 //! steps computes the whole program. A plan of chunks ends with the last grid that appends to the cache. A *tail* computes the rest of the
 //! program for a few rows of a chunk, in a separate launch that follows the chunk on its stream.
 //!
-//! # What orders memory
-//!
-//! Meetings are counted. After the last write of an SM before a meeting, its warps pass a block barrier; then one thread adds one to the count
-//! (`red.release.gpu`). A reader after `n` meetings polls the count (`ld.acquire.gpu`) until it is `n` times the number of SMs. One warp of the
-//! consumers polls, and a block barrier follows. The loader polls, too, in each lane that copies, and then fences the asynchronous proxy. Each
-//! addition is a read-modify-write, so all of them are one release sequence, and the poll acquires what every SM released (PTX ISA 9, 8.8 and
-//! 8.9.4). A wave therefore sees everything that was written before the last meeting, by ordinary loads and by bulk copies. The loader copies weights of later waves before that, because no wave writes weights.
-//!
-//! Within a wave nothing is ordered between SMs, apart from pairs (below). [`prove`] therefore demands that a wave writes no buffer that it reads, except
-//! sums in place, and that the shares of its SMs are disjoint. Attention of a step both reads and writes the cache. It reads positions before
-//! the first row of its sequence in the step, and writes the positions of its rows ([`crate::rows`] guards that rows of a sequence
-//! are at consecutive positions, and that no other sequence reads their pages). An earlier step therefore wrote everything that it reads. The
-//! loader waits only for the end of the same wave in the previous step, and copies history while earlier waves of its step run.
-//!
-//! A launch of several steps runs its waves once for each step, and the count goes on. The tokens that a step decides are activations like any
-//! others: its last wave writes them, and the first wave of the next step reads them.
-//!
-//! A tail begins with the residual that the chunk left: its first wave reads the residual of its rows from the arena of the chunk, where no wave
-//! of the tail writes. The chunk has ended, so everything that it wrote is visible. This residual is that of the program after the last
-//! sum before the last append ([`prove_tail`] compares the two); the rest of the program needs only it and the cache. A tail therefore
-//! computes the keys and values of its rows in the last layer again, from sums in another order, and appends them where the chunk did. Attention
-//! of the tail reads only earlier positions, and later launches see what the tail wrote.
+//! What orders memory between waves, between the blocks of a pair and between a wave and its packets is argued in docs/memory-model.md.
 //!
 //! # Weights before a meeting
 //!
@@ -44,36 +23,6 @@
 //! and make operands of codes once for all rows. Of 128 rows all products of plain weights are tiles that fill warpgroups. The wave before leaves that input in the
 //! order of warpgroups ([`Layout::Tiles`]). These sums have another
 //! order than those of warps, and plans in one order ([`prove_alike`]) have none of them.
-//!
-//! # Packets between two waves
-//!
-//! A meeting takes almost as long as attention of a step with short histories: each SM waits until all of its stores have arrived, then for all other SMs, and then
-//! loads what it needs. So in a step the product before attention leaves its sums in *packets* ([`Layout::Packets`]), and SMs do not meet between the
-//! two ([`Wave::meets`]). A packet is 8 bytes, a sum and a tag, stored (`st.relaxed.gpu`) and loaded (`ld.relaxed.gpu`) as one single-copy-atomic word:
-//! a reader that sees the tag has the sum. Nothing else is ordered by it, and nothing else has to be. Attention polls the packets of its heads, and all other
-//! memory that it accesses was written before the last meeting, or is its own.
-//!
-//! The tag is the number of the wave that wrote the packet, counted over all launches; the host clears all packets before the count of 32 bits begins anew.
-//! Each SM runs the product before it polls, and no product waits for attention, so all packets arrive. A product may overwrite packets, because all SMs
-//! meet before it, and so all readers of the use before have ended. The two waves overlap on different SMs. So [`prove`] demands that neither writes what
-//! the other one accesses, that SMs meet before the first and after the second, and that packets are read by the wave after the one that wrote them.
-//!
-//! # Pairs of blocks
-//!
-//! One thing is ordered within a wave. In a plan with pairs ([`Machine::pairs`]), blocks 2 i and 2 i + 1 are a cluster. A product that adds to the
-//! residual gives them the two parts of k of the same units. Each ends eight rows of every 16, and sends the sums of the other rows to an inbox in
-//! the scratch of the other block. A store (`st.async`) adds its bytes to a barrier of the receiver, as a release at the scope of the cluster.
-//! Each lane of the receiver waits for the barrier (relaxed) and then fences (`fence.acquire.sync_restrict`), so it sees what was
-//! sent. Such a fence concerns shared memory alone, and waits for no store to global memory.
-//!
-//! The inbox is scratch, which both blocks use in other waves, too. After its last access in a wave, each thread fences proxies
-//! (`fence.proxy.async::generic.release`) before the block says that it has ended the wave; a sender fences (`...acquire`) after it has
-//! heard that and before it sends. So a store never overtakes an access of an earlier wave. Within the wave, the receiver uses other scratch until it has
-//! waited.
-//!
-//! Neither block waits for ever: a block sends before it waits, both have equal shares and so the bytes sent are those awaited, and each of the two waits only
-//! in a wave that the other one runs, too ([`prove`] compares their shares). At the start and at the end of a launch a barrier of the cluster sees to it
-//! that no block stores to one that is not there.
 //!
 //! # Histories of many lengths
 //!

@@ -1,4 +1,4 @@
-//! Tests that the PTX of the kernels has the fences that the memory model at the head of `ir` requires, on every path and for every
+//! Tests that the PTX of the kernels has the fences that docs/memory-model.md requires, on every path and for every
 //! CUDA record. Kernels that lack a fence show that each rule finds its fault.
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -798,9 +798,15 @@ fn the_readme_is_short_and_every_page_is_linked() {
     let pages = sources("docs", &[".md"]);
     let linked = |text: &str, path: &str| text.contains(&format!("]({path})"));
     for Source { path, .. } in &pages {
-        let name = path.trim_start_matches("docs/");
-        let elsewhere = pages.iter().any(|page| page.path != *path && linked(&page.text, name));
-        if !linked(&readme, path) && !elsewhere && !linked(&read("CONTRIBUTING.md"), path) {
+        // From a page of `docs`, of the same folder, or from outside.
+        let (name, file) = (path.trim_start_matches("docs/"), path.rsplit('/').next().unwrap_or(path));
+        let folder = path.trim_end_matches(file);
+        let elsewhere = pages
+            .iter()
+            .filter(|page| page.path != *path)
+            .any(|page| linked(&page.text, name) || page.path.starts_with(folder) && linked(&page.text, file));
+        let architecture = linked(&read("src/ARCHITECTURE.md"), &format!("../{path}"));
+        if !linked(&readme, path) && !elsewhere && !architecture && !linked(&read("CONTRIBUTING.md"), path) {
             faults.push(format!("{path}: no page links to it"));
         }
     }

@@ -1,7 +1,7 @@
 //! A judge of schedules that shares no code with `validate`: it executes them.
 //!
-//! `validate` argues with clocks and covers and never runs anything. This judge simulates the memory model at the head of
-//! `src/ir/mod.rs` as a machine: blocks that wait, read and publish, loaders that run ahead, bytes that remember their
+//! `validate` argues with clocks and covers and never runs anything. This judge simulates the memory model of
+//! docs/memory-model.md as a machine: blocks that wait, read and publish, loaders that run ahead, bytes that remember their
 //! writers. A schedule that it calls unsafe has an execution that goes wrong. One that it calls safe after an exhaustive
 //! exploration has none, for the explored positions.
 //!
