@@ -3,8 +3,9 @@
 //! What `threads` leaves out is here. SMs drift apart as far as events let them, over step boundaries, with one SM
 //! starved at a time. Each loader runs ahead as far as its ring lets it, and freed slots are overwritten. Every element
 //! remembers the step that wrote it, so that reading too early, too late or never is named. Cache rows that an SM wrote
-//! stay unseen by loaders until the SM signals an event that orders memory, and a loader asks for history only after its
-//! SM has waited for such an event, carried from the step before; nothing in `ir` promises more.
+//! stay unseen by loaders of other SMs until the SM signals an event that orders memory, and such a loader asks for them only
+//! after its SM has waited for such an event, carried from the step before. The loader of the SM itself sees them after the
+//! first task of a later step, where it takes the step over by a barrier and a proxy fence. Nothing in `ir` promises more.
 //!
 //! Counters count over steps, as on a device; packets are tagged with their step. A task is one indivisible action.
 
@@ -65,8 +66,30 @@ pub struct Adversary<R> {
 struct Tags {
     exchange: Vec<Option<u32>>,
     output: Vec<Option<u32>>,
-    /// By cache: whether an ordered write has reached each element.
-    caches: Vec<Vec<bool>>,
+    /// By cache: who wrote each element.
+    caches: Vec<Vec<Written>>,
+}
+
+/// Who wrote an element of a cache, and who can see it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Written {
+    /// Nobody, or nobody of whom a loader could know.
+    Never,
+    /// The host: every loader sees it.
+    Host,
+    /// This SM. Loaders of others see it only if an event has `ordered` it.
+    By { sm: SmId, ordered: bool },
+}
+
+impl Written {
+    /// Whether the loader of `sm` sees it. `acquired`: its SM has waited for what orders memory.
+    fn is_seen(self, sm: SmId, acquired: bool) -> bool {
+        match self {
+            Written::Never => false,
+            Written::Host => true,
+            Written::By { sm: by, ordered } => by == sm || ordered && acquired,
+        }
+    }
 }
 
 struct Sm {
@@ -76,14 +99,18 @@ struct Sm {
     /// Step of the launch, and task in its queue.
     step: usize,
     cursor: usize,
-    /// Steps of this launch whose history the loader may ask for.
+    /// Steps of this launch in which the loader may ask for what other SMs appended.
     acquired: usize,
+    /// Steps of this launch whose first task is done: the loader may ask for history, too.
+    begun: usize,
     loader: Loader,
     slots: Vec<Vec<u32>>,
     free: Vec<usize>,
     ring: VecDeque<Chunk>,
     /// Cache rows written and not yet released: columns, row, values.
     pending: Vec<(CacheColumns, usize, Vec<f32>)>,
+    /// Those of earlier steps, which the own loader sees already: columns and row.
+    owned: Vec<(CacheColumns, usize)>,
 }
 
 /// The next chunk that a loader brings in.
@@ -130,7 +157,7 @@ impl<R: Real> Adversary<R> {
         let tags = Tags {
             exchange: vec![None; plan.exchange_words],
             output: vec![None; plan.output_words],
-            caches: caches.iter().map(|c| vec![false; c.rows() * c.cols()]).collect(),
+            caches: caches.iter().map(|c| vec![Written::Never; c.rows() * c.cols()]).collect(),
         };
         let slots = plan.ring.slots as usize;
         let sms = (0..plan.sms)
@@ -141,11 +168,13 @@ impl<R: Real> Adversary<R> {
                 step: 0,
                 cursor: 0,
                 acquired: 0,
+                begun: 0,
                 loader: Loader::default(),
                 slots: vec![vec![]; slots],
                 free: (0..slots).collect(),
                 ring: VecDeque::new(),
                 pending: vec![],
+                owned: vec![],
             })
             .collect();
         Adversary {
@@ -164,7 +193,7 @@ impl<R: Real> Adversary<R> {
 
     fn run(&mut self, launch: &mut Launch) -> Result<(), InterpError> {
         for sm in &mut self.sms {
-            (sm.step, sm.cursor, sm.acquired, sm.loader) = (0, 0, 1, Loader::default());
+            (sm.step, sm.cursor, sm.acquired, sm.begun, sm.loader) = (0, 0, 1, 0, Loader::default());
             // A launch that failed may have left chunks in the ring.
             sm.ring.clear();
             sm.free = (0..sm.slots.len()).collect();
@@ -273,19 +302,42 @@ impl<R: Real> Adversary<R> {
         let sm = &self.sms[sm];
         let Some(&(regime, _)) = launch.regimes.get(sm.loader.step) else { return false };
         let run = &self.plan.regimes[regime].streams[sm.id.index()][sm.loader.run];
-        let history = matches!(run.bytes, StreamBytes::History { .. });
-        !sm.free.is_empty() && (!history || sm.loader.step < sm.acquired)
+        if sm.free.is_empty() {
+            return false;
+        }
+        let Some((rows, columns)) = history_chunk(&launch.steps[sm.loader.step], &run.bytes, sm.loader.done) else {
+            return true;
+        };
+        sm.loader.step < sm.acquired
+            || sm.loader.step < sm.begun && rows.into_iter().all(|row| self.is_seen(sm.id, columns, row, false))
+    }
+
+    /// Whether the loader of `sm` sees columns of a cache row.
+    fn is_seen(&self, sm: SmId, columns: CacheColumns, row: usize, acquired: bool) -> bool {
+        let at = row * self.memory.caches[columns.cache].cols() + columns.first;
+        self.tags.caches[columns.cache][at..at + columns.len].iter().all(|written| written.is_seen(sm, acquired))
     }
 
     /// Brings the next chunk of an SM's stream into a free slot.
     fn load(&mut self, launch: &Launch, sm: usize) -> Result<(), InterpError> {
         let plan = self.plan.clone();
         let pack: &[u8] = (*self.pack).as_ref();
-        let sm = &mut self.sms[sm];
-        let (regime, _) = launch.regimes[sm.loader.step];
-        let step = &launch.steps[sm.loader.step];
+        let loader = &self.sms[sm];
+        let (regime, _) = launch.regimes[loader.loader.step];
+        let step = &launch.steps[loader.loader.step];
         let position = step.position;
-        let run = &plan.regimes[regime].streams[sm.id.index()][sm.loader.run];
+        let run = &plan.regimes[regime].streams[loader.id.index()][loader.loader.run];
+        let history = history_chunk(step, &run.bytes, loader.loader.done);
+        if let Some((rows, columns)) = &history
+            && let Some(&row) = rows.iter().find(|row| {
+                let acquired = loader.loader.step < loader.acquired;
+                !self.is_seen(loader.id, *columns, **row, acquired)
+            })
+        {
+            let buffer = plan.caches[columns.cache].buffer;
+            return Err(Violation::Unordered { sm: loader.id, task: run.task, buffer, row, position }.into());
+        }
+        let sm = &mut self.sms[sm];
         let slot_bytes = plan.ring.slot_bytes as usize;
         let Some(slot) = sm.free.pop() else { return Ok(()) };
         let words = &mut sm.slots[slot];
@@ -300,25 +352,12 @@ impl<R: Real> Adversary<R> {
                 at = chunk.start;
                 chunk.len()
             }
-            StreamBytes::History { rows, keys, values, op, j, row } => {
-                let of = &step.rows[*row];
-                let (start, end) = op.history_share(of.position, of.past(), *j);
-                let first = start as usize + sm.loader.done / 2 * rows;
-                let last = (first + rows).min(end as usize);
-                let columns = if sm.loader.done.is_multiple_of(2) { *keys } else { *values };
+            StreamBytes::History { .. } => {
+                let Some((cache_rows, columns)) = history else { return Ok(()) };
                 let cache = &self.memory.caches[columns.cache];
-                let tags = &self.tags.caches[columns.cache];
-                let cache_rows = (first..last).map(|position| of.cache_row(position));
-                for row in cache_rows.clone() {
-                    let at = row * cache.cols() + columns.first;
-                    if tags[at..at + columns.len].iter().any(|ordered| !ordered) {
-                        let buffer = plan.caches[columns.cache].buffer;
-                        return Err(Violation::Unordered { sm: sm.id, task: run.task, buffer, row, position }.into());
-                    }
-                }
                 let mut row_bytes = vec![];
                 // SAFETY: one thread, and nothing is appended while the rows are read.
-                unsafe { cache.copy_rows(cache_rows, columns.first, columns.len, &mut row_bytes) };
+                unsafe { cache.copy_rows(cache_rows.into_iter(), columns.first, columns.len, &mut row_bytes) };
                 words.extend(row_bytes.chunks(4).map(word));
                 sm.loader.done += 1;
                 row_bytes.len()
@@ -459,6 +498,10 @@ impl<R: Real> Adversary<R> {
             launch.signals[step][event.index()] += 1;
             launch.totals[regime_index][event.index()] += 1;
         }
+        if cursor == 0 {
+            self.own(sm);
+            self.sms[sm].begun = step + 1;
+        }
         self.sms[sm].cursor += 1;
         Ok(())
     }
@@ -494,13 +537,25 @@ impl<R: Real> Adversary<R> {
         }
     }
 
-    /// Makes the cache rows an SM wrote visible to loaders.
-    fn release(&mut self, sm: usize) {
-        for (columns, row, values) in self.sms[sm].pending.drain(..) {
+    /// Makes the cache rows that an SM wrote in earlier steps visible to its own loader.
+    fn own(&mut self, sm: usize) {
+        let Sm { id, pending, owned, .. } = &mut self.sms[sm];
+        for (columns, row, values) in pending.drain(..) {
             let cache = &self.memory.caches[columns.cache];
             cache.append(row, columns.first, &values);
             let at = row * cache.cols() + columns.first;
-            self.tags.caches[columns.cache][at..at + columns.len].fill(true);
+            self.tags.caches[columns.cache][at..at + columns.len].fill(Written::By { sm: *id, ordered: false });
+            owned.push((columns, row));
+        }
+    }
+
+    /// Makes the cache rows an SM wrote visible to loaders of other SMs.
+    fn release(&mut self, sm: usize) {
+        self.own(sm);
+        let Sm { id, owned, .. } = &mut self.sms[sm];
+        for (columns, row) in owned.drain(..) {
+            let at = row * self.memory.caches[columns.cache].cols() + columns.first;
+            self.tags.caches[columns.cache][at..at + columns.len].fill(Written::By { sm: *id, ordered: true });
         }
     }
 
@@ -520,6 +575,17 @@ impl<R: Real> Adversary<R> {
         });
         InterpError::deadlock(&self.plan, regime_index, launch.steps[step].position, blocked.collect())
     }
+}
+
+/// Cache rows and columns of the next chunk of a history run of which `done` chunks are loaded; `None`: weights.
+fn history_chunk(step: &StepRows, bytes: &StreamBytes, done: usize) -> Option<(Vec<usize>, CacheColumns)> {
+    let StreamBytes::History { rows, keys, values, op, j, row } = bytes else { return None };
+    let of = &step.rows[*row];
+    let (start, end) = op.history_share(of.position, of.past(), *j);
+    let first = start as usize + done / 2 * rows;
+    let last = (first + rows).min(end as usize);
+    let columns = if done.is_multiple_of(2) { *keys } else { *values };
+    Some(((first..last).map(|position| of.cache_row(position)).collect(), columns))
 }
 
 impl Plan {
@@ -661,13 +727,13 @@ impl<R: Real> Engine for Adversary<R> {
         for (cache, tags) in self.memory.caches.iter().zip(&mut self.tags.caches) {
             if first.rows.iter().all(|row| row.pages.is_none()) {
                 let begin = (position as usize * cache.cols()).min(tags.len());
-                tags[begin..].fill(false);
+                tags[begin..].fill(Written::Never);
                 continue;
             }
             // Pages hold other sequences, too.
             for row in steps.iter().flat_map(|step| &step.rows) {
                 let at = row.cache_row(row.position as usize) * cache.cols();
-                tags[at..at + cache.cols()].fill(false);
+                tags[at..at + cache.cols()].fill(Written::Never);
             }
         }
         let mut launch = Launch {
@@ -707,7 +773,7 @@ impl<R: Real> Engine for Adversary<R> {
     fn write_cache(&mut self, cache: usize, row: usize, values: &[f32]) {
         let cols = self.memory.caches[cache].cols();
         self.memory.caches[cache].append(row, 0, values);
-        self.tags.caches[cache][row * cols..(row + 1) * cols].fill(true);
+        self.tags.caches[cache][row * cols..(row + 1) * cols].fill(Written::Host);
     }
 
     fn read_cache(&self, cache: usize, row: usize) -> Vec<u8> {
@@ -721,10 +787,11 @@ impl<R: Real> Engine for Adversary<R> {
         self.random = Random::new(self.seed);
         self.tags.exchange.fill(None);
         self.tags.output.fill(None);
-        self.tags.caches.iter_mut().for_each(|tags| tags.fill(false));
+        self.tags.caches.iter_mut().for_each(|tags| tags.fill(Written::Never));
         for sm in &mut self.sms {
             sm.private_tags.fill(None);
             sm.pending.clear();
+            sm.owned.clear();
         }
     }
 }

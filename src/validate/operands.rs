@@ -191,7 +191,8 @@ fn attributes(id: GridId, op: &Op, n: u32, weights: Format, found: &mut Found) -
             expect(splits > 0, "`splits` of at least 1", &splits);
             let columns = wide(heads) * wide(splits) * (wide(dim) + wide(PARTIAL_HEADER));
             expect(fits(columns), "heads, head_dim and splits whose product is below 2^28", &columns);
-            expect(a.scale.is_finite(), "a finite `scale`", &a.scale);
+            // No model has another one, and a kernel may take the best score before or after it scales.
+            expect(a.scale.is_finite() && a.scale > 0.0, "a finite `scale` above 0", &a.scale);
             if let Some(cap) = a.softcap {
                 expect(cap.is_finite() && cap > 0.0, "a finite `softcap` above 0", &cap);
             }

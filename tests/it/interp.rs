@@ -307,8 +307,12 @@ fn bad_input_is_named() {
 
 /// Result of adversarial orders with several random seeds for a schedule after `change`.
 fn verdicts(change: impl Fn(&mut Schedule)) -> Vec<String> {
+    verdicts_of(&Plan { sms: 4, ..SMALL }, change)
+}
+
+fn verdicts_of(plan: &Plan, change: impl Fn(&mut Schedule)) -> Vec<String> {
     let imported = family("llama-gqa");
-    let mut schedule = place(&imported, &Plan { sms: 4, ..SMALL }, 64);
+    let mut schedule = place(&imported, plan, 64);
     change(&mut schedule);
     let pack = packed(&imported, &schedule);
     (0..8)
@@ -368,6 +372,36 @@ fn an_adversarial_order_finds_missing_order_of_a_schedule() {
 
     let tight = verdicts(|s| s.machine.ring.slots = 1);
     assert!(tight.iter().all(|v| v.contains("needs more than the 1 ring slots")), "{tight:#?}");
+}
+
+/// What the SM of a loader appended in earlier steps is there by a barrier and a fence of that SM alone (docs of `ir`).
+#[test]
+fn a_loader_sees_its_own_appends() {
+    // Both query heads of a KV head are one task, so every SM reads the rows that it appended.
+    let own = Plan { sms: 4, heads_per_task: 2, ..SMALL };
+    let without_order = verdicts_of(&own, |s| {
+        for event in &mut s.regimes[0].events {
+            event.mechanism = Mechanism::Packets;
+        }
+    });
+    assert!(without_order.iter().all(|v| v == "fine"), "{without_order:#?}");
+    // An SM without a task of the head signals nothing after its append.
+    let without_signal = verdicts_of(&own, |s| {
+        let appends = |sm: &usize| {
+            let of = |t: &monobloc::ir::TaskId| s.regimes[0].tasks[t.index()].grid.index();
+            s.regimes[0].queues[*sm].iter().any(|t| s.program.grids[of(t)].name == "attn.1")
+        };
+        let from = (0..4).find(appends).unwrap();
+        let to = (from + 1) % 4;
+        let task = grid_task(s, "head", from);
+        let regime = &mut s.regimes[0];
+        regime.queues[from].retain(|t| t.index() != task);
+        regime.queues[to].push(monobloc::ir::TaskId::from(task));
+        let run = regime.streams[from].iter().position(|run| run.task.index() == task).unwrap();
+        let run = regime.streams[from].remove(run);
+        regime.streams[to].push(run);
+    });
+    assert!(without_signal.iter().all(|v| v == "fine"), "{without_signal:#?}");
 }
 
 #[test]
