@@ -279,77 +279,101 @@ struct Model {
 
 impl Model {
     fn of(graph: &ModelGraph, program: &Program, terms: &mut Terms) -> Model {
-        let mut x = terms.id(Term::Embedded { table: graph.embed, scale: graph.embed_scale.to_bits() });
-        let mut known = HashSet::from([x]);
+        let is_fp8 = program.precision.cache == DType::E4m3;
+        let mut maker = Maker { graph, terms, is_fp8, known: HashSet::new() };
+        let mut x = maker.keep(Term::Embedded { table: graph.embed, scale: graph.embed_scale.to_bits() });
         let mut cached = vec![];
-        let fp8 = program.precision.cache == DType::E4m3;
-        let linear = |terms: &mut Terms, linear: &Linear, x: TermId| {
-            let bias = linear.bias.as_ref().map(|bias| Slice::of(bias, linear.rows));
-            terms.id(Term::Linear { x, weight: Slice::of(&linear.weight, linear.rows), cols: linear.cols, bias })
-        };
-        let normed = |terms: &mut Terms, norm: Option<&graph::Norm>, width: u32, x: TermId| match norm {
-            Some(norm) => terms.id(Term::Normed { x, norm: norm_term(norm, width) }),
-            None => x,
-        };
         for (l, layer) in graph.layers.iter().enumerate() {
-            let a = &layer.attn;
-            let input = normed(terms, layer.attn_norm.as_ref(), graph.hidden, x);
-            let [q, k, v] = [&a.q, &a.k, &a.v].map(|part| linear(terms, part, input));
-            let rope = a.rope.map(|table| {
-                let rope = &graph.ropes[table.index()];
-                RopeTerm { table, rotary: 2 * rope.inv_freq.len() as u32, interleaved: rope.interleaved }
-            });
-            let qk_norm = |norm: &Option<QkNorm>, heads: u32| {
-                norm.as_ref().map(|norm| QkNormTerm {
-                    kind: norm.kind,
-                    eps: norm.eps.to_bits(),
-                    span: norm.span,
-                    weight: Some(Vector::whole(&norm.weights, norm.span.gains(heads, a.head_dim), norm.weight_offset)),
-                })
-            };
-            let scales = fp8.then(|| LayerId::from(l));
-            let norm = qk_norm(&a.k_norm, a.kv_heads);
-            let keys = terms.id(Term::Cached { x: k, norm, rope: rope.clone(), scales });
-            let values = terms.id(Term::Cached { x: v, norm: None, rope: None, scales });
-            let scores = Scores {
-                heads: a.heads,
-                group: a.heads / a.kv_heads,
-                head_dim: a.head_dim,
-                scale: a.scale.to_bits(),
-                softcap: a.softcap.map(f32::to_bits),
-                window: a.window,
-            };
-            let q_norm = qk_norm(&a.q_norm, a.heads);
-            let attended = terms.id(Term::Attended { q, q_norm, q_rope: rope, keys, values, scores });
-            let o = linear(terms, &a.o, attended);
-            let a_branch = normed(terms, layer.attn_post_norm.as_ref(), graph.hidden, o);
-            let scale = layer.residual_scale.to_bits();
-            let summed = terms.id(Term::Sum { x, scale, branch: a_branch });
-            let from = if layer.parallel { x } else { summed };
-            let input_of_mlp = normed(terms, layer.mlp_norm.as_ref(), graph.hidden, from);
-            let mlp = &layer.mlp;
-            let up = linear(terms, &mlp.up, input_of_mlp);
-            let (gate, act) = match &mlp.gate {
-                Some(gate) => {
-                    let gate = linear(terms, gate, input_of_mlp);
-                    (Some(gate), terms.id(Term::Gated { gate, up, act: mlp.act }))
-                }
-                None => (None, terms.id(Term::Acted { x: up, act: mlp.act })),
-            };
-            let down = linear(terms, &mlp.down, act);
-            let m_branch = normed(terms, layer.mlp_post_norm.as_ref(), graph.hidden, down);
-            x = terms.id(Term::Sum { x: summed, scale, branch: m_branch });
-            known.extend([q, k, v, attended, o, summed, up, act, down, x, keys, values]);
-            known.extend(gate);
-            cached.push([keys, values]);
+            let rows;
+            (x, rows) = maker.layer(l, layer, x);
+            cached.push(rows);
         }
-        let last = normed(terms, Some(&graph.final_norm), graph.hidden, x);
-        let head = linear(terms, &graph.head, last);
+        let last = maker.normed(Some(&graph.final_norm), x);
+        let head = maker.linear(&graph.head, last);
         let (scale, softcap) = (graph.logits_scale.to_bits(), graph.logits_softcap.map(f32::to_bits));
-        let logits = terms.id(Term::Logits { x: head, scale, softcap });
-        let best = terms.id(Term::Best { logits });
-        known.extend([head, logits, best]);
-        Model { best, cached, known }
+        let logits = maker.keep(Term::Logits { x: head, scale, softcap });
+        let best = maker.keep(Term::Best { logits });
+        Model { best, cached, known: maker.known }
+    }
+}
+
+/// Makes the terms of a model graph.
+struct Maker<'a> {
+    graph: &'a ModelGraph,
+    terms: &'a mut Terms,
+    /// Whether caches are in fp8.
+    is_fp8: bool,
+    known: HashSet<TermId>,
+}
+
+impl Maker<'_> {
+    /// A term that grids of a program leave, or of which they leave another one.
+    fn keep(&mut self, term: Term) -> TermId {
+        let id = self.terms.id(term);
+        self.known.insert(id);
+        id
+    }
+
+    fn linear(&mut self, linear: &Linear, x: TermId) -> TermId {
+        let bias = linear.bias.as_ref().map(|bias| Slice::of(bias, linear.rows));
+        self.keep(Term::Linear { x, weight: Slice::of(&linear.weight, linear.rows), cols: linear.cols, bias })
+    }
+
+    fn normed(&mut self, norm: Option<&graph::Norm>, x: TermId) -> TermId {
+        let Some(norm) = norm else { return x };
+        self.terms.id(Term::Normed { x, norm: norm_term(norm, self.graph.hidden) })
+    }
+
+    /// What a layer leaves of `x`, and its keys and values.
+    fn layer(&mut self, l: usize, layer: &graph::Layer, x: TermId) -> (TermId, [TermId; 2]) {
+        let input = self.normed(layer.attn_norm.as_ref(), x);
+        let (attended, rows) = self.attention(l, &layer.attn, input);
+        let branch = self.linear(&layer.attn.o, attended);
+        let branch = self.normed(layer.attn_post_norm.as_ref(), branch);
+        let scale = layer.residual_scale.to_bits();
+        let summed = self.keep(Term::Sum { x, scale, branch });
+        let input = self.normed(layer.mlp_norm.as_ref(), if layer.parallel { x } else { summed });
+        let mlp = &layer.mlp;
+        let up = self.linear(&mlp.up, input);
+        let act = match &mlp.gate {
+            Some(gate) => {
+                let gate = self.linear(gate, input);
+                self.keep(Term::Gated { gate, up, act: mlp.act })
+            }
+            None => self.keep(Term::Acted { x: up, act: mlp.act }),
+        };
+        let branch = self.linear(&mlp.down, act);
+        let branch = self.normed(layer.mlp_post_norm.as_ref(), branch);
+        (self.keep(Term::Sum { x: summed, scale, branch }), rows)
+    }
+
+    /// What attention of a layer leaves, and its keys and values.
+    fn attention(&mut self, l: usize, a: &graph::Attention, input: TermId) -> (TermId, [TermId; 2]) {
+        let [q, k, v] = [&a.q, &a.k, &a.v].map(|part| self.linear(part, input));
+        let rope = a.rope.map(|table| {
+            let rope = &self.graph.ropes[table.index()];
+            RopeTerm { table, rotary: 2 * rope.inv_freq.len() as u32, interleaved: rope.interleaved }
+        });
+        let qk_norm = |norm: &Option<QkNorm>, heads: u32| {
+            norm.as_ref().map(|QkNorm { kind, eps, weights, weight_offset, span }| {
+                let weight = Some(Vector::whole(weights, span.gains(heads, a.head_dim), *weight_offset));
+                QkNormTerm { kind: *kind, eps: eps.to_bits(), span: *span, weight }
+            })
+        };
+        let scales = self.is_fp8.then(|| LayerId::from(l));
+        let norm = qk_norm(&a.k_norm, a.kv_heads);
+        let keys = self.keep(Term::Cached { x: k, norm, rope: rope.clone(), scales });
+        let values = self.keep(Term::Cached { x: v, norm: None, rope: None, scales });
+        let scores = Scores {
+            heads: a.heads,
+            group: a.heads / a.kv_heads,
+            head_dim: a.head_dim,
+            scale: a.scale.to_bits(),
+            softcap: a.softcap.map(f32::to_bits),
+            window: a.window,
+        };
+        let q_norm = qk_norm(&a.q_norm, a.heads);
+        (self.keep(Term::Attended { q, q_norm, q_rope: rope, keys, values, scores }), [keys, values])
     }
 }
 
@@ -567,20 +591,7 @@ impl Reader<'_> {
         };
         let keys = self.known(Term::Cached { x: k, norm: k_norm, rope: rope.clone(), scales })?;
         let values = self.known(Term::Cached { x: v, norm: None, rope: None, scales })?;
-        let appended = [need(grid, Role::AppendK)?, need(grid, Role::AppendV)?].map(|operand| operand.buffer);
-        let read = [need(grid, Role::HistoryK)?, need(grid, Role::HistoryV)?].map(|operand| operand.buffer);
-        if read != appended {
-            return Err("expected the history of the caches that it appends to".to_string());
-        }
-        // Attention of other regimes appends the same rows to the same caches.
-        let other = |(buffers, terms): &&([BufferId; 2], [TermId; 2])| {
-            buffers.iter().any(|buffer| appended.contains(buffer)) || terms.contains(&keys) || terms.contains(&values)
-        };
-        match self.caches.iter().find(other) {
-            None => self.caches.push((appended, [keys, values])),
-            Some(found) if *found == (appended, [keys, values]) => {}
-            Some(_) => return Err("expected caches of its own layer".to_string()),
-        }
+        self.append(grid, keys, values)?;
         let scores = Scores {
             heads: a.heads,
             group: a.group,
@@ -597,6 +608,25 @@ impl Reader<'_> {
         let partial = Term::Partial { of: attended, splits: a.splits, heads_per_task: a.heads_per_task };
         let term = self.terms.id(partial);
         self.write(grid, Role::Out, cols, term)
+    }
+
+    /// Attention reads the history of the caches to which it appends, and no other layer has them. Attention of other regimes appends the
+    /// same rows to the same caches.
+    fn append(&mut self, grid: &Grid, keys: TermId, values: TermId) -> Result<(), String> {
+        let appended = [need(grid, Role::AppendK)?, need(grid, Role::AppendV)?].map(|operand| operand.buffer);
+        let read = [need(grid, Role::HistoryK)?, need(grid, Role::HistoryV)?].map(|operand| operand.buffer);
+        if read != appended {
+            return Err("expected the history of the caches that it appends to".to_string());
+        }
+        let other = |(buffers, terms): &&([BufferId; 2], [TermId; 2])| {
+            buffers.iter().any(|buffer| appended.contains(buffer)) || terms.contains(&keys) || terms.contains(&values)
+        };
+        match self.caches.iter().find(other) {
+            None => self.caches.push((appended, [keys, values])),
+            Some(found) if *found == (appended, [keys, values]) => {}
+            Some(_) => return Err("expected caches of its own layer".to_string()),
+        }
+        Ok(())
     }
 
     /// A term that the model has.
