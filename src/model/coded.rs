@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::OnceLock;
 
+use crate::digest::{KeyPart, KeySink};
 use crate::format::{Code, Format, ScaleCode};
 
 /// One row of a matrix as its [`Format`] wants it.
@@ -107,6 +108,59 @@ pub struct Recipe {
     pub g_idx: Option<Component>,
     /// An fp32 number.
     pub whole: Option<(Component, Whole)>,
+}
+
+impl KeyPart for Component {
+    fn write(&self, key: &mut dyn KeySink) {
+        let Self { file, bytes } = self;
+        key.value("file", file);
+        key.value("begin", bytes.start);
+        key.value("end", bytes.end);
+    }
+}
+
+/// With the bytes of the files it decides every value of the matrix.
+impl KeyPart for Recipe {
+    fn write(&self, key: &mut dyn KeySink) {
+        let Self { format, code, rows, cols, codes, group_k, scales, zeros, g_idx, whole } = self;
+        let ((codes, code_layout), (scales, scale, scale_layout)) = (codes, scales);
+        key.text("format", &format!("{format:?}"));
+        key.text("code", code.name());
+        key.value("rows", rows);
+        key.value("cols", cols);
+        key.nested("codes", codes);
+        key.text("code_layout", &format!("{code_layout:?}"));
+        key.value("group_k", group_k);
+        key.nested("scales", scales);
+        key.text("scale", scale.name());
+        key.text("scale_layout", &format!("{scale_layout:?}"));
+        if let Some((zeros, layout)) = zeros {
+            key.nested("zeros", zeros);
+            key.text("zero_layout", &format!("{layout:?}"));
+        }
+        if let Some(g_idx) = g_idx {
+            key.nested("g_idx", g_idx);
+        }
+        if let Some((factor, kind)) = whole {
+            key.nested("whole", factor);
+            key.text("whole_kind", &format!("{kind:?}"));
+        }
+    }
+}
+
+impl Recipe {
+    /// How the stored bytes are read, for people: without their places and the extents of the matrix.
+    pub fn reading(&self) -> String {
+        let Self { format, code, rows: _, cols: _, codes, group_k, scales, zeros, g_idx, whole } = self;
+        let ((_, codes), (_, scale, scales)) = (codes, scales);
+        let zeros = zeros.as_ref().map_or("none".to_string(), |(_, layout)| format!("{layout:?}"));
+        let whole = whole.as_ref().map_or("none".to_string(), |(_, kind)| format!("{kind:?}"));
+        let (code, scale, indexed) = (code.name(), scale.name(), g_idx.is_some());
+        format!(
+            "{code} in {codes:?} as {format}, groups of {group_k}, scales {scale} in {scales:?}, zeros {zeros}, g_idx {indexed}, \
+             whole {whole}"
+        )
+    }
 }
 
 /// Order of columns in the fields of a word: field `i` holds column `AWQ_ORDER[i]`.

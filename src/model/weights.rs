@@ -17,6 +17,7 @@ use serde::de::{DeserializeSeed, Error as _, IgnoredAny, MapAccess, SeqAccess, V
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
+use crate::digest::{KeyPart, KeySink};
 use crate::dtype::DType;
 use crate::files::{self, FileError};
 use crate::format::Format;
@@ -558,6 +559,45 @@ enum Source {
     Same(TensorId),
 }
 
+/// How every tensor is made of the bytes of the files: what the headers, the names of the graph and `quantization_config` say of them.
+/// With the content of the files it decides every value.
+impl KeyPart for Weights {
+    fn write(&self, key: &mut dyn KeySink) {
+        let Self { tensors, maps: _, files: _, seed } = self;
+        key.list("seed", seed);
+        for tensor in tensors {
+            key.nested("tensor", tensor);
+        }
+    }
+}
+
+impl KeyPart for Stored {
+    fn write(&self, key: &mut dyn KeySink) {
+        let Self { dtype, rows, cols, source } = self;
+        key.value("dtype", dtype);
+        key.value("rows", rows);
+        key.value("cols", cols);
+        source.write(key);
+    }
+}
+
+impl KeyPart for Source {
+    fn write(&self, key: &mut dyn KeySink) {
+        match self {
+            Source::Mapped { file, bytes } => {
+                key.nested("mapped", &Component { file: *file, bytes: bytes.clone() });
+            }
+            Source::Synthetic(tensor) => key.text("synthetic", &format!("{tensor:?}")),
+            Source::Coded(coded) => key.nested("coded", &coded.recipe),
+            Source::Rounded(values, format) => {
+                key.nested("rounded", values.as_ref());
+                key.text("format", &format!("{format:?}"));
+            }
+            Source::Same(id) => key.value("same", id),
+        }
+    }
+}
+
 impl HeaderTensor {
     /// Where its bytes are.
     pub fn component(&self) -> Component {
@@ -697,6 +737,24 @@ impl Weights {
     /// content. Empty for synthetic weights.
     pub fn files(&self) -> &[(PathBuf, u64)] {
         &self.files
+    }
+
+    /// How the matrices of codes are read, each way once, for people.
+    pub fn readings(&self) -> BTreeSet<String> {
+        let of = |source: &Source| match source {
+            Source::Coded(coded) => Some(coded.recipe.reading()),
+            Source::Mapped { .. } | Source::Synthetic(_) | Source::Rounded(..) | Source::Same(_) => None,
+        };
+        self.tensors.iter().filter_map(|tensor| of(&tensor.source)).collect()
+    }
+
+    /// The recipe of a matrix of codes, to be changed by a test.
+    #[cfg(test)]
+    pub fn recipe_mut(&mut self, id: TensorId) -> Option<&mut Recipe> {
+        match &mut self.tensors[id.index()].source {
+            Source::Coded(coded) => Some(&mut coded.recipe),
+            _ => None,
+        }
     }
 
     /// The seed of synthetic weights; with the graph it identifies them.

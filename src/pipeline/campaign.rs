@@ -95,7 +95,7 @@ pub fn tune(workspace: &Workspace, manifest: &Manifest, target: &Target, asked: 
     let host = Host::new(&quiet);
     let hardware = host.hardware(target)?;
     let context = BuildContext::new(&quiet, manifest, target, &model)?;
-    let campaign = context.campaign(&hardware);
+    let campaign = context.campaign(&hardware)?;
     let space = space_of(&context);
     let known = Known::read(&context, campaign)?;
     let default = space.default_candidate().clone();

@@ -4,6 +4,8 @@
 //! the stage reaches, taken when the crate is built (`build/sources.rs`). Executables that differ in anything else share a
 //! cache. A stage keys on the *content* of the stage before it, so a change that leaves a result as it was stops there.
 
+use std::collections::BTreeSet;
+
 use crate::candidate::Candidate;
 use crate::codegen::KernelSource;
 use crate::digest::{Digest, KeyPart, KeySink, key};
@@ -218,15 +220,26 @@ impl KeyPart for CubinKey<'_> {
 pub enum WeightsId {
     /// Values are a function of the seed.
     Synthetic { seed: u64 },
-    /// Name and content digest of each file.
-    Files(Vec<(String, Digest)>),
+    Files {
+        /// Name and content digest of each file.
+        files: Vec<(String, Digest)>,
+        /// Digest of how each tensor is made of their bytes, from [`Weights`](crate::model::weights::Weights). It is no part of the
+        /// graph: `quantization_config` can give the same bytes another meaning in the same format.
+        tensors: Digest,
+        /// How matrices of codes are read, for people: `tensors` has more.
+        readings: BTreeSet<String>,
+    },
 }
 
 impl KeyPart for WeightsId {
     fn write(&self, key: &mut dyn KeySink) {
         match self {
             WeightsId::Synthetic { seed } => key.value("seed", seed),
-            WeightsId::Files(files) => key.list("file", files.iter().map(|(name, digest)| format!("{name} {digest}"))),
+            WeightsId::Files { files, tensors, readings } => {
+                key.list("file", files.iter().map(|(name, digest)| format!("{name} {digest}")));
+                key.value("tensors", tensors);
+                key.list("codes", readings);
+            }
         }
     }
 }
@@ -393,6 +406,8 @@ impl KeyPart for ExpectKey<'_> {
 pub struct CampaignKey<'a> {
     pub code: Digest,
     pub graph: Digest,
+    /// A verdict of a trial is about them: a search that goes on believes it.
+    pub weights: &'a WeightsId,
     pub precision: Precision,
     pub context_max: u32,
     pub positions: &'a [u32],
@@ -416,6 +431,7 @@ impl KeyPart for CampaignKey<'_> {
         let Self {
             code,
             graph,
+            weights,
             precision,
             context_max,
             positions,
@@ -428,6 +444,7 @@ impl KeyPart for CampaignKey<'_> {
         } = self;
         key.value("code", code);
         key.value("graph", graph);
+        key.nested("weights", *weights);
         write_precision(key, precision);
         key.value("context_max", context_max);
         key.list("time_positions", positions.iter());

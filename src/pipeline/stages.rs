@@ -12,7 +12,7 @@ use crate::candidate::{Candidate, Infeasible, KNOB_NAMES};
 use crate::codegen::KernelSource;
 use crate::codegen::abi::Queues;
 use crate::codegen::emit::{Trace, emit};
-use crate::digest::Digest;
+use crate::digest::{Digest, key};
 use crate::error::{Fault, Tier};
 use crate::files;
 use crate::interp::Pack;
@@ -335,11 +335,15 @@ impl<'a> BuildContext<'a> {
     }
 
     /// Names a search of this model on this target and hardware.
-    pub fn campaign(&self, hardware: &Hardware) -> Digest {
+    ///
+    /// # Errors
+    /// Those of [`BuildContext::weights_id`].
+    pub fn campaign(&self, hardware: &Hardware) -> Result<Digest, Fault> {
         let Manifest { precision, decode, search, .. } = self.manifest;
-        CampaignKey {
+        let key = CampaignKey {
             code: keys::code_of_all(),
             graph: self.graph,
+            weights: &self.weights_id()?,
             precision: *precision,
             context_max: decode.context_max,
             positions: &decode.time_positions,
@@ -349,8 +353,8 @@ impl<'a> BuildContext<'a> {
             space: Space::digest(),
             seed: search.seed,
             begun: &self.default_candidate(),
-        }
-        .digest()
+        };
+        Ok(key.digest())
     }
 
     pub fn source_key(&self, schedule: Digest) -> Keyed {
@@ -396,7 +400,8 @@ pub(super) fn weights_id(workspace: &Workspace, imported: &Imported) -> Result<W
         .iter()
         .map(|(path, _)| Ok((file_name(path), digests.digest(path)?.digest)))
         .collect::<Result<_, CacheError>>()?;
-    Ok(WeightsId::Files(files))
+    let weights = &imported.weights;
+    Ok(WeightsId::Files { files, tensors: key(weights).0, readings: weights.readings() })
 }
 
 /// A schedule that was proven when it was stored; every process that executes or compiles it proves it again.
@@ -610,4 +615,88 @@ pub(super) fn map_file(path: &Path, bytes: u64) -> Result<Pack, Fault> {
         return Err(unreadable(path, format!("expected {bytes} bytes, found {}", map.len())));
     }
     Ok(Arc::new(MappedPack { map, bytes }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cache::Cache;
+    use crate::format::{Code, Format, ScaleCode};
+    use crate::interp::{Interp, Options};
+    use crate::model::coded::{CodeLayout, Component, Recipe, ScaleLayout, Whole, ZeroLayout};
+    use crate::model::graph::TensorId;
+    use crate::pipeline::chain::{Chain, Host};
+    use crate::report::Report;
+
+    type Turn = (&'static str, &'static str, fn(&mut Recipe));
+
+    /// A change of each field of a recipe, and of each part of it, on a fixture whose values depend on it.
+    const TURNS: [Turn; 16] = [
+        ("format", "nvfp4", |recipe| recipe.format = Format::by_row(Code::Int8)),
+        ("code", "nvfp4", |recipe| recipe.code = Code::Int4),
+        ("rows", "gptq-v1-asym", |recipe| recipe.rows -= 8),
+        ("cols", "ct-int4-g32-asym", |recipe| recipe.cols -= 8),
+        ("place of codes", "nvfp4", |recipe| back(&mut recipe.codes.0)),
+        ("layout of codes", "gptq-v1-asym", |recipe| recipe.codes.1 = CodeLayout::WordsOfRow),
+        ("group_k", "ct-int4-g32-asym", |recipe| recipe.group_k *= 2),
+        ("place of scales", "nvfp4", |recipe| back(&mut recipe.scales.0)),
+        ("code of scales", "gptq-v1-asym", |recipe| recipe.scales.1 = ScaleCode::Bf16),
+        ("layout of scales", "gptq-v1-asym", |recipe| recipe.scales.2 = ScaleLayout::RowGroups),
+        ("place of zeros", "ct-int4-g32-asym", |recipe| recipe.zeros.iter_mut().for_each(|(at, _)| back(at))),
+        ("layout of zeros", "gptq-v1-asym", |recipe| {
+            recipe.zeros.iter_mut().for_each(|(_, layout)| *layout = ZeroLayout::Words)
+        }),
+        ("g_idx", "gptq-v1-asym", |recipe| recipe.g_idx = None),
+        ("place of g_idx", "gptq-v1-asym", |recipe| recipe.g_idx.iter_mut().for_each(back)),
+        ("place of the factor", "nvfp4", |recipe| recipe.whole.iter_mut().for_each(|(at, _)| back(at))),
+        ("factor", "nvfp4", |recipe| recipe.whole.iter_mut().for_each(|(_, kind)| *kind = Whole::Multiply)),
+    ];
+
+    /// Other bytes: four before these.
+    fn back(component: &mut Component) {
+        component.bytes = component.bytes.start - 4..component.bytes.end - 4;
+    }
+
+    /// The identity of the weights of a fixture whose recipes are turned, and its logits with what a cache holds.
+    fn answer(cache: &Path, fixture: &str, turn: fn(&mut Recipe)) -> (Digest, Result<Vec<Vec<f32>>, String>) {
+        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/quantised").join(fixture);
+        let text = format!(
+            "[model]\nsource = \"path:{}\"\n[precision]\nweights = \"fp32\"\n[decode]\ncontext_max = 8\n\
+             [[target]]\nrecord = \"cpu\"\n",
+            model.display()
+        );
+        let manifest = Manifest::parse(&text, Path::new("m.toml")).unwrap();
+        let cache = Cache::open(cache).unwrap();
+        let workspace = Workspace { cache, report: Report::quiet(), trials: "trials.csv".into() };
+        let mut model = load_model(&workspace, &manifest).unwrap();
+        for id in (0..model.imported.graph.tensors.len()).map(TensorId::from) {
+            model.imported.weights.recipe_mut(id).into_iter().for_each(turn);
+        }
+        let context = BuildContext::new(&workspace, &manifest, &manifest.targets[0], &model).unwrap();
+        let host = Host::new(&workspace);
+        let chain = Chain::new(context, &host, context.default_candidate());
+        let schedule = chain.validated().unwrap().schedule();
+        let logits = chain.pack().map_err(|refused| Fault::from(refused).to_string()).map(|pack| {
+            let mut interp = Interp::new(schedule, pack, Options::fast()).unwrap();
+            interp.logits(&[5, 9, 3, 17]).unwrap()
+        });
+        (key(&context.weights_id().unwrap()).0, logits)
+    }
+
+    /// `quantization_config` says how stored bytes are read, and can be corrected: the pack of the old reading is another one.
+    #[test]
+    fn a_cache_answers_for_the_recipes_of_now() {
+        let shared = tempfile::tempdir().unwrap();
+        let mut moved = 0;
+        for (field, fixture, turn) in TURNS {
+            let as_stored = answer(shared.path(), fixture, |_| ());
+            let turned = answer(shared.path(), fixture, turn);
+            let fresh = answer(tempfile::tempdir().unwrap().path(), fixture, turn);
+            assert_ne!(as_stored.0, turned.0, "{field} is in the identity of weights");
+            assert!(turned.1 == fresh.1, "{field}: the cache answers for another recipe");
+            moved += usize::from(as_stored.1 != fresh.1);
+        }
+        // Without an effect: the code of the recipe, and the groups of columns that follow each other.
+        assert_eq!(moved, TURNS.len() - 2);
+    }
 }

@@ -105,7 +105,7 @@ pub fn serve(
     };
     let context = BuildContext::new(workspace, manifest, target, &model)?;
     let host = Host::new(workspace);
-    let campaign = context.campaign(&host.hardware(target)?).to_string();
+    let campaign = context.campaign(&host.hardware(target)?)?.to_string();
     let positions = checked_positions(manifest);
     let mut child = Child {
         context,

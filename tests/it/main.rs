@@ -48,6 +48,7 @@ mod sampling;
 mod search_drive;
 mod search_transfer;
 mod serve;
+mod stale_weights;
 mod support;
 mod tidy;
 mod tokens;

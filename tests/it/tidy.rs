@@ -24,8 +24,8 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("fields", &["text"]),
     ("files", &["error"]),
     ("manifest", &["dtype", "error", "fields", "files", "format", "target", "text"]),
-    // A model knows no hardware and no tiles.
-    ("model", &["dtype", "error", "files", "format", "id", "random", "text"]),
+    // A model knows no hardware and no tiles. It writes what decides its values to the identity of weights.
+    ("model", &["digest", "dtype", "error", "files", "format", "id", "random", "text"]),
     ("sample", &["error"]),
     // A target is data: it never asks a device.
     ("target", &["error", "fields", "files", "text"]),
