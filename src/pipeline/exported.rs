@@ -449,12 +449,18 @@ impl Exported {
     /// The weights of a target, mapped and compared with their digest.
     ///
     /// # Errors
-    /// A file that is missing, changed, or too short for the schedule.
+    /// A file that is missing, changed, or of another length than the weights of the schedule.
     pub(super) fn pack(&self, target: &Target, validated: &Validated) -> Result<Pack, Fault> {
         let (folder, path) = (&self.folder, &self.parts(target)?.pack);
         let (facts, place, length) = (folder.facts(path)?, folder.dir.join(path), folder.length(path)?);
-        if length != facts.bytes || length < pack_bytes(validated.schedule()) {
+        if length != facts.bytes {
             return Err(folder.changed(path, facts, &format!("{length} bytes")));
+        }
+        // Before any of it is read: the length that the index names is bounded by nothing else.
+        let needed = pack_bytes(validated.schedule());
+        if length != needed {
+            let place = place.display();
+            return Err(folder.foreign(&format!("`{place}` has {length} bytes, expected the {needed} of its schedule")));
         }
         let pack = map_file(&place, length)?;
         let mut hasher = blake3::Hasher::new();
@@ -605,11 +611,18 @@ fn parse_index(dir: &Path, bytes: &[u8]) -> Result<Index, Fault> {
     }
     let index: Index = serde_json::from_value(value).map_err(unreadable)?;
     let leaves = |path: &str| Path::new(path).components().any(|part| !matches!(part, Component::Normal(_)));
-    match index.files.keys().find(|path| leaves(path)) {
-        Some(path) => {
-            Err(Fault::input(format!("`{place}` names `{path}`, which is outside of its folder"))
-                .with_remedy(EXPORT_AGAIN))
-        }
+    if let Some(path) = index.files.keys().find(|path| leaves(path)) {
+        return Err(
+            Fault::input(format!("`{place}` names `{path}`, which is outside of its folder")).with_remedy(EXPORT_AGAIN)
+        );
+    }
+    // The manifest reads records by path or by name. Other paths are looked up in `files` where they are read.
+    let listed = |record: &str| record.starts_with("targets/") && index.files.contains_key(record);
+    match index.targets.iter().find(|parts| !listed(&parts.record)) {
+        Some(TargetParts { name, record, .. }) => Err(Fault::input(format!(
+            "`{place}` takes the record of target `{name}` from `{record}`, expected a file of `targets/` that it lists"
+        ))
+        .with_remedy(EXPORT_AGAIN)),
         None => Ok(index),
     }
 }

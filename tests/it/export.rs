@@ -239,6 +239,21 @@ fn parts_that_do_not_belong_together_are_refused() {
     refused(&|index| index["context_max"] = json!(64), "is for another model");
     refused(&|index| index["targets"][0]["pack_identity"] = json!("0"), "is for another model");
     refused(&|index| index["targets"][0]["pack"] = json!("other"), "names `other` and does not list it");
+    for record in ["/etc/passwd", "../m.toml", "cpu", "targets/other.toml", "model/config.json"] {
+        let elsewhere = |index: &mut Value| index["targets"][0]["record"] = json!(record);
+        refused(
+            &elsewhere,
+            &format!("takes the record of target `cpu` from `{record}`, expected a file of `targets/`"),
+        );
+    }
+    let pack = index["targets"][0]["pack"].as_str().expect("a pack").to_string();
+    let bytes = index["files"][&pack]["bytes"].as_u64().expect("its length");
+    // A hole of a TiB, which would be hashed for an hour.
+    let file = fs::OpenOptions::new().write(true).open(export.path(&pack)).expect("the pack");
+    file.set_len(1 << 40).expect("a sparse file");
+    let longer = |index: &mut Value| index["files"][&pack]["bytes"] = json!(1u64 << 40);
+    refused(&longer, &format!("has 1099511627776 bytes, expected the {bytes} of its schedule"));
+    file.set_len(bytes).expect("its length");
     let outside = |index: &mut Value| index["files"]["../m.toml"] = json!({ "bytes": 1, "digest": "0" });
     refused(&outside, "names `../m.toml`, which is outside of its folder");
 
