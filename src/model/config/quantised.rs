@@ -690,6 +690,18 @@ impl Parts<'_> {
         }
     }
 
+    /// Whether the columns of a matrix are whole groups. The libraries of AWQ (`WQLinear_GEMM.__init__` of AutoAWQ 0.2.9), of groups of
+    /// compressed-tensors (`_process_group` of 0.20.0) and of floats of 4 bits read no other matrix. Blocks may end beyond it:
+    /// compressed-tensors and transformers cut the last one. Groups of GPTQ, too: `g_idx` says which column is in which.
+    fn whole_groups(&mut self, name: String, cols: u32, group_k: u32) -> Option<()> {
+        if cols.is_multiple_of(group_k) {
+            return Some(());
+        }
+        let detail = format!("`{name}`: {cols} columns are no multiple of the group size {group_k}");
+        self.reasons.push(Reason::Quantised { detail });
+        None
+    }
+
     /// The recipe of the matrix of `module`, `rows` x `cols`; `None`: the reasons say why not.
     pub fn recipe(&mut self, module: &str, scheme: Scheme, rows: u32, cols: u32) -> Option<Recipe> {
         let named = |part: &str| format!("{module}.{part}");
@@ -719,7 +731,8 @@ impl Parts<'_> {
         cols: u32,
     ) -> Option<Recipe> {
         let fields = 32 / bits;
-        let group_k = group.unwrap_or(cols).min(cols.max(1));
+        let group_k = group.unwrap_or(cols.max(1));
+        self.whole_groups(named("weight_packed"), cols, group_k)?;
         let groups = cols.div_ceil(group_k);
         self.may(named("weight_shape"));
         let codes = self.need(named("weight_packed"), &[Dtype::I32], &[&[rows, cols.div_ceil(fields)]]);
@@ -769,6 +782,9 @@ impl Parts<'_> {
             ScalesOf::Group(k) => (ScaleLayout::RowGroups, k),
             ScalesOf::Block([block_rows, k]) => (ScaleLayout::Blocks { rows: block_rows }, k),
         };
+        if layout == ScaleLayout::RowGroups {
+            self.whole_groups(named("weight"), cols, group_k)?;
+        }
         let groups = cols.div_ceil(group_k);
         let scale_rows = match layout {
             ScaleLayout::Blocks { rows: block } => rows.div_ceil(block),
@@ -820,11 +836,9 @@ impl Parts<'_> {
         let group_k = if mx { 32 } else { 16 };
         self.may(named("input_scale"));
         self.may(named("input_global_scale"));
-        let codes = self.need(
-            named(if modelopt { "weight" } else { "weight_packed" }),
-            &[Dtype::U8],
-            &[&[rows, cols.div_ceil(2)]],
-        );
+        let name = named(if modelopt { "weight" } else { "weight_packed" });
+        self.whole_groups(name.clone(), cols, group_k)?;
+        let codes = self.need(name, &[Dtype::U8], &[&[rows, cols.div_ceil(2)]]);
         let stored = if mx { Dtype::U8 } else { Dtype::F8_E4M3 };
         let scales = self.need(named("weight_scale"), &[stored], &[&[rows, cols.div_ceil(group_k)]]);
         let whole = match (mx, modelopt) {
@@ -861,9 +875,12 @@ impl Parts<'_> {
             _ => return None,
         };
         let fields = 32 / bits;
+        let awq = matches!(scheme, Scheme::Awq { .. });
+        if awq {
+            self.whole_groups(named("qweight"), cols, group.unwrap_or(cols.max(1)))?;
+        }
         let group_k = group.unwrap_or(cols).min(cols.max(1));
         let groups = cols.div_ceil(group_k);
-        let awq = matches!(scheme, Scheme::Awq { .. });
         if awq && !rows.is_multiple_of(fields) || !awq && !cols.is_multiple_of(fields) {
             let (what, n) = if awq { ("rows", rows) } else { ("columns", cols) };
             let detail = format!("`{}`: {n} {what} are no multiple of the {fields} fields of a word", named("qweight"));
