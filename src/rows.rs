@@ -172,11 +172,16 @@ pub struct Guard {
     shape: Shape,
     /// The page of each block of each sequence, or [`NO_PAGE`].
     table: Vec<u32>,
+    /// The last launch before each of these entries was set.
+    given: Vec<u64>,
     sequences: Vec<Held>,
     /// For each page, the number of blocks that hold it.
     holders: Vec<u32>,
     /// For each page, how many of its rows are written, from the first on.
     written: Vec<u32>,
+    /// For each sequence, the last launch that wrote rows of it. Pages that it held before have the text of that time: beyond the rows
+    /// that were written since, they do not count.
+    ran: Vec<u64>,
     /// For each sequence, the last launch that had a row of it; for each page, the last one that wrote it.
     sequence_seen: Vec<u64>,
     page_seen: Vec<u64>,
@@ -189,6 +194,7 @@ pub struct Guard {
 struct Replaced {
     entry: usize,
     page: u32,
+    given: u64,
     sequence: usize,
     held: Held,
     /// Rows of the page that lost its last holder.
@@ -200,6 +206,8 @@ impl Guard {
         let (sequences, pages) = (shape.sequences as usize, shape.pages as usize);
         Guard {
             table: vec![NO_PAGE; sequences * shape.blocks() as usize],
+            given: vec![0; sequences * shape.blocks() as usize],
+            ran: vec![0; sequences],
             sequences: vec![Held::default(); sequences],
             holders: vec![0; pages],
             written: vec![0; pages],
@@ -241,7 +249,8 @@ impl Guard {
         }
         let (entry, s) = (sequence.index() * blocks as usize + block as usize, sequence.index());
         let old = self.table[entry];
-        let mut replaced = Replaced { entry, page: old, sequence: s, held: self.sequences[s], written: 0 };
+        let (given, held) = (self.given[entry], self.sequences[s]);
+        let mut replaced = Replaced { entry, page: old, given, sequence: s, held, written: 0 };
         if old != NO_PAGE {
             let holders = &mut self.holders[old as usize];
             *holders -= 1;
@@ -252,6 +261,7 @@ impl Guard {
         }
         self.journal.push(replaced);
         self.table[entry] = page.map_or(NO_PAGE, |page| page.0);
+        self.given[entry] = self.launch;
         let begin = block * page_rows;
         let held = &mut self.sequences[s];
         match page {
@@ -271,13 +281,15 @@ impl Guard {
         Ok(())
     }
 
-    /// Extends the filled part of a sequence over the written rows of the pages that follow it.
+    /// Extends the filled part of a sequence over the written rows of the pages that follow it, as far as they were given to it since it
+    /// ran.
     fn extend(&mut self, s: usize) {
         let (blocks, page_rows) = (self.shape.blocks() as usize, self.shape.page_rows);
         let held = &mut self.sequences[s];
         while held.filled.is_multiple_of(page_rows) {
             let block = (held.filled / page_rows) as usize;
-            let page = if block < blocks { self.table[s * blocks + block] } else { NO_PAGE };
+            let since = block < blocks && self.given[s * blocks + block] >= self.ran[s];
+            let page = if since { self.table[s * blocks + block] } else { NO_PAGE };
             let rows = if page == NO_PAGE { 0 } else { self.written[page as usize] };
             held.filled += rows;
             if rows < page_rows {
@@ -287,8 +299,9 @@ impl Guard {
     }
 
     fn undo(&mut self) {
-        while let Some(Replaced { entry, page, sequence, held, written }) = self.journal.pop() {
+        while let Some(Replaced { entry, page, given, sequence, held, written }) = self.journal.pop() {
             let new = std::mem::replace(&mut self.table[entry], page);
+            self.given[entry] = given;
             if new != NO_PAGE {
                 self.holders[new as usize] -= 1;
             }
@@ -404,6 +417,7 @@ impl Tables<'_> {
         let Tables { guard, rows, steps: most } = self;
         let (blocks, page_rows) = (guard.shape.blocks(), guard.shape.page_rows);
         for Run { rows, sequence, position, .. } in runs(&rows) {
+            guard.ran[sequence.index()] = guard.launch;
             let ran = steps.min(most);
             let end = position + if ran == 0 { 0 } else { rows - 1 + ran };
             let held = &mut guard.sequences[sequence.index()];
@@ -453,9 +467,21 @@ mod tests {
 
     #[track_caller]
     fn refused(guard: &mut Guard, request: &Request) -> Refused {
-        let before = (guard.table.clone(), guard.sequences.clone(), guard.holders.clone(), guard.written.clone());
+        let before = (
+            guard.table.clone(),
+            guard.given.clone(),
+            guard.sequences.clone(),
+            guard.holders.clone(),
+            guard.written.clone(),
+        );
         let refused = guard.admit(request).map(|_| ()).unwrap_err();
-        let after = (guard.table.clone(), guard.sequences.clone(), guard.holders.clone(), guard.written.clone());
+        let after = (
+            guard.table.clone(),
+            guard.given.clone(),
+            guard.sequences.clone(),
+            guard.holders.clone(),
+            guard.written.clone(),
+        );
         assert_eq!(before, after, "a refusal changes nothing");
         refused
     }
@@ -544,6 +570,30 @@ mod tests {
         let mut guard = two();
         guard.admit(&request(&[(0, 2), (1, 3)], 1, &[])).unwrap().finish(1);
         assert_eq!(refused(&mut guard, &request(&[(0, 4), (1, 3)], 1, &[])).fact(), Some(Fact::Filled));
+    }
+
+    /// A sequence begins a second text. Its second page has rows of the first one, which `edits` of the launch that begins it leave there.
+    #[test]
+    fn rows_of_a_text_before_a_rewind_do_not_count() {
+        let sharing = [page(1, 1, 1)];
+        let leaving = [none(0, 0), page(2, 0, 5)];
+        for (between, edits) in [(None, &[][..]), (None, &sharing), (Some(&leaving[..]), &[page(0, 0, 0)])] {
+            let mut guard = Guard::new(shape(8));
+            let at = |positions: std::ops::Range<u32>| positions.map(|p| (0, p)).collect::<Vec<_>>();
+            let first = request(&at(0..8), 1, &[page(0, 0, 0), page(0, 1, 1)]);
+            guard.admit(&first).unwrap().finish(1);
+            if let Some(between) = between {
+                guard.admit(&request(&[(2, 0)], 1, between)).unwrap().finish(1);
+            }
+            guard.admit(&request(&at(0..4), 1, edits)).unwrap().finish(1);
+            let beyond = refused(&mut guard, &request(&[(0, 8)], 1, &[page(0, 2, 2)]));
+            let expected = Refused::Filled { row: 0, sequence: SequenceId(0), position: 8, from: 0, to: 4 };
+            assert_eq!(beyond, expected, "{edits:?}");
+            // A page that is given now counts, whatever the sequence had there.
+            let again = [page(0, 1, 1), page(0, 2, 2)];
+            let admitted = guard.admit(&request(&[(0, 8)], 1, &again)).map(|tables| tables.finish(1));
+            assert_eq!(admitted.is_ok(), edits.len() == 1 && between.is_none(), "{edits:?}");
+        }
     }
 
     #[test]
