@@ -648,6 +648,8 @@ impl Store {
         };
         match parts.as_slice() {
             ["locks", _] => None,
+            // Checkpoints that come with the program: it compares them at each use, and writes them again.
+            ["builtin", _, _] => None,
             [TEMPORARY, _] => (lock::holder(path) == Holder::Free).then_some(ProblemKind::Stray),
             [top, _, _] if ours("subjects", top) => verify_framed(path, self.key(), "subject", name),
             [top, id] if ours("files", top) => verify_framed(path, self.key(), "files", id),

@@ -165,6 +165,9 @@ fn damage_beside_an_entry_is_found() {
     build(&cache, 1);
     build(&cache, 2);
     cache.set_latest("program", "manifests/tiny.toml", &key_of(1)).unwrap();
+    // The checkpoint that comes with the program is no entry.
+    fs::create_dir_all(folder.path().join("builtin/tinystories")).unwrap();
+    fs::write(folder.path().join("builtin/tinystories/config.json"), "{}").unwrap();
     no_problems(&cache);
     let [first, second] = [1, 2].map(|number| folder.path().join(entry_name("", "program", &key_of(number))));
     let why = |entry: &Path| PathBuf::from(format!("{}.why", entry.display()));

@@ -544,6 +544,8 @@ fn goldens_are_compared_in_one_step_and_damage_is_seen() {
     // The built-in model, as docs/models.md has it.
     let own = fixture("tinystories-llama").join("compare.safetensors");
     let answer = place.run(&format!("compare tinystories --goldens {}", own.display())).code(0);
+    // Its checkpoint lies in the cache.
+    place.run("cache verify").code(0);
     assert!(answer.stdout.starts_with("agrees at 16 positions: largest difference "), "{answer:#?}");
     let answer = place.run(&format!("compare m.toml --goldens {}", goldens.display())).code(0);
     assert!(answer.stdout.starts_with("agrees at 24 positions: largest difference "), "{answer:#?}");
