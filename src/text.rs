@@ -205,8 +205,8 @@ fn clamp(span: &Span, text: &str) -> Span {
 
 /// The option that a user who typed `word` most likely meant, or none if no option is near; the earliest wins a tie.
 ///
-/// An option is near if it differs, ignoring case, by at most one edit (insert, delete, replace, swap neighbours) per three
-/// characters of the longer word. If none is, it is the only option that begins with the word or with which the word begins
+/// An option is near if it differs, ignoring case, by at most one edit (insert, delete, replace, swap neighbours) per five characters
+/// of the longer word, and one if it has three or four: `unk_token_id` is another name than `bos_token_id`, no slip. If none is, it is the only option that begins with the word or with which the word begins
 /// (three characters at least).
 pub fn nearest<'a>(word: &str, options: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let folded = |word: &str| -> String { word.to_lowercase().chars().take(NEAREST_CHARS_MAX + 1).collect() };
@@ -222,7 +222,8 @@ pub fn nearest<'a>(word: &str, options: impl IntoIterator<Item = &'a str>) -> Op
         let known_chars = known.chars().count();
         // Levenshtein plus swaps of neighbours; no character is edited twice.
         let edits = strsim::osa_distance(&wanted, &known);
-        if edits <= wanted_chars.max(known_chars) / 3 && best.is_none_or(|(least, _)| edits < least) {
+        let longer = wanted_chars.max(known_chars);
+        if edits <= (longer / 5).max(longer.min(3) / 3) && best.is_none_or(|(least, _)| edits < least) {
             best = Some((edits, option));
         }
         if wanted_chars.min(known_chars) >= 3 && (known.starts_with(&wanted) || wanted.starts_with(&known)) {
@@ -362,6 +363,7 @@ error: bad `b`
         assert_eq!(nearest("H20", ["h100", "h200", "cpu"]), Some("h200"));
         assert_eq!(nearest("gpu", ["h100", "cpu"]), Some("cpu"));
         assert_eq!(nearest("xy", ["ab"]), None);
+        assert_eq!(nearest("unk_token_id", ["bos_token_id", "eos_token_id"]), None);
         assert_eq!(nearest("abdc", ["abcd"]), Some("abcd"), "a swap of neighbours is one edit");
         assert_eq!(nearest("rtx", ["rtx4090", "rtx5090"]), None, "two words begin so");
         assert_eq!(nearest(&"a".repeat(100_000), ["aaaa"]), None);
