@@ -41,6 +41,7 @@ mod proof_real;
 mod ptx;
 #[path = "../../fuzz/src/readers.rs"]
 mod readers;
+mod real_model;
 mod ring_proxy;
 mod rows;
 mod sampler;

@@ -14,8 +14,8 @@ use crate::cli_support::{Place, manifest_text, python_packages, without_packages
 use crate::http_client::{Reply, connect, get, post, receive, request, send};
 use crate::support::fixture;
 
-/// A running server of the small trained model.
-struct Server {
+/// A running server, of the small trained model unless a test says otherwise.
+pub(crate) struct Server {
     child: Child,
     address: SocketAddr,
     place: Place,
@@ -48,7 +48,17 @@ impl Server {
         arguments: &str,
         change: impl FnOnce(&mut Command),
     ) -> Server {
-        place.write("tiny.toml", manifest_text(&format!("path:{}", checkpoint.display()), context_max));
+        let text = manifest_text(&format!("path:{}", checkpoint.display()), context_max);
+        Server::start_of_manifest(place, &text, arguments, change)
+    }
+
+    pub(crate) fn start_of_manifest(
+        place: Place,
+        text: &str,
+        arguments: &str,
+        change: impl FnOnce(&mut Command),
+    ) -> Server {
+        place.write("tiny.toml", text);
         let mut command = place.process(&format!("serve tiny.toml --port 0 {arguments}"));
         change(&mut command);
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
@@ -75,7 +85,7 @@ impl Server {
     }
 
     #[track_caller]
-    fn ok(&self, path: &str, body: &Value) -> Value {
+    pub(crate) fn ok(&self, path: &str, body: &Value) -> Value {
         let reply = post(self.address, path, body);
         assert_eq!(reply.status, 200, "{body}: {reply:?}");
         reply.json()
