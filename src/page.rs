@@ -20,13 +20,14 @@ macro_rules! put {
     ($out:expr, $($arguments:tt)*) => {{ let _ = writeln!($out, $($arguments)*); }};
 }
 
-/// The page of these campaigns, the latest first. `title` is that of the manifest.
-pub fn page(title: &str, histories: &[History]) -> String {
+/// The page of these campaigns, the latest first. `title` is that of the manifest; `made` says how and where the page was made.
+pub fn page(title: &str, made: &str, histories: &[History]) -> String {
     let mut out = String::new();
     let title = escaped(title);
     put!(out, "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">");
     put!(out, "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">");
     put!(out, "<title>{title}: search</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>");
+    put!(out, "<p class=\"facts\">{}</p>", escaped(made));
     if histories.len() > 1 {
         index(&mut out, histories);
     }
@@ -77,8 +78,9 @@ fn index(out: &mut String, histories: &[History]) {
         let what = format!("{} on {}, seed {}", history.manifest, history.machine.target, history.seed);
         put!(
             out,
-            "<li><a href=\"#campaign-{number}\">{}</a> <span>{trials} trials, {found}</span></li>",
-            escaped(&what)
+            "<li><a href=\"#campaign-{number}\">{}</a> <span>{trials} {}, {found}</span></li>",
+            escaped(&what),
+            if trials == 1 { "trial" } else { "trials" }
         );
     }
     put!(out, "</ol>");
@@ -98,7 +100,15 @@ fn campaign(out: &mut String, number: usize, history: &History, open: bool) {
         campaign.short(),
     );
     put!(out, "<p class=\"facts\">{}</p>", escaped(&facts));
+    put!(out, "<p class=\"facts\">{}</p>", escaped(&conditions(history)));
     cards(out, history);
+    if let Some(width) = history.too_noisy() {
+        put!(
+            out,
+            "<p class=\"bad\">The machine was too busy: the median interval of a ratio is {:.0} % wide. Small effects are noise.</p>",
+            width * 100.0
+        );
+    }
     if let Some(headline) = history.headline() {
         let knobs = changed(&headline.best.candidate, default);
         put!(out, "<p>Best: <code>{}</code></p>", escaped(&knobs));
@@ -121,6 +131,21 @@ fn campaign(out: &mut String, number: usize, history: &History, open: bool) {
     put!(out, "<details{open}>\n<summary>All {} trials</summary>", history.trials());
     table(out, history);
     put!(out, "</details>\n</section>");
+}
+
+/// Device, driver, compiler and times of a campaign.
+fn conditions(history: &History) -> String {
+    let machine = &history.machine;
+    let mut parts =
+        vec![if machine.device_name.is_empty() { machine.target.clone() } else { machine.device_name.clone() }];
+    for (name, value) in [("driver", &machine.driver), ("NVRTC", &machine.nvrtc)] {
+        if !value.is_empty() {
+            parts.push(format!("{name} {value}"));
+        }
+    }
+    let times = history.entries.first().zip(history.entries.last());
+    parts.extend(times.map(|(first, last)| format!("trials from {} to {}", first.utc, last.utc)));
+    parts.join(" · ")
 }
 
 fn percent(log_ratio: f64) -> String {
@@ -148,8 +173,9 @@ fn cards(out: &mut String, history: &History) {
     }
     let count = |of: &dyn Fn(&Entry) -> bool| history.entries.iter().filter(|entry| of(entry)).count();
     cards.push((history.trials().to_string(), "candidates ran beside the default".to_string()));
-    cards.push((count(&|entry| entry.is_kept()).to_string(), "were kept".to_string()));
-    let failed = count(&|entry| entry.number.is_some() && entry.verdict != "ok");
+    let kept = count(&|entry| entry.is_kept() && entry.proposer != Proposer::Default);
+    cards.push((kept.to_string(), "of them were kept".to_string()));
+    let failed = count(&|entry| entry.number.is_some() && entry.proposer != Proposer::Default && entry.verdict != "ok");
     cards.push((failed.to_string(), "were wrong, late or crashed".to_string()));
     put!(out, "<div class=\"cards\">");
     for (figure, words) in cards {
@@ -166,7 +192,13 @@ fn curve(history: &History) -> Option<String> {
         .filter_map(|entry| Some((f64::from(entry.number?), history.shown_log_ratio(entry)?.exp(), entry)))
         .collect();
     let x = Axis::around("trial", timed.iter().map(|(number, ..)| *number))?;
-    let y = Axis::around("latency / default's latency", timed.iter().map(|(_, ratio, _)| *ratio).chain([1.0]))?;
+    // A trial was timed in turns with its incumbent, and has the interval of that ratio.
+    let interval = |ratio: f64, entry: &Entry| {
+        let spread = entry.log_spread().exp();
+        [ratio / spread, ratio * spread]
+    };
+    let values = timed.iter().flat_map(|(_, ratio, entry)| interval(*ratio, entry));
+    let y = Axis::around("latency / default's latency", values.chain([1.0]))?;
     let (low, high) = (x.low, x.high);
     let mut plot = Plot::new(PLOT_SIZE, x, y);
     plot.line("even", "the default", &[(low, 1.0), (high, 1.0)]);
@@ -179,6 +211,10 @@ fn curve(history: &History) -> Option<String> {
     }
     steps.extend(steps.last().map(|(_, ratio)| (high, *ratio)));
     plot.line("best", "the incumbent", &steps);
+    for (number, ratio, entry) in timed.iter().filter(|(.., entry)| entry.log_spread() > 0.0) {
+        let [low, high] = interval(*ratio, entry);
+        plot.line("interval", &format!("trial {number}: {low:.3} to {high:.3}"), &[(*number, low), (*number, high)]);
+    }
     for (number, ratio, entry) in &timed {
         let class = if entry.is_kept() { "kept" } else { "reverted" };
         let title =
@@ -231,6 +267,13 @@ fn floors(history: &History) -> Option<String> {
             row("floor", "floor", *floor, format!(", {:.1} MB", *bytes_per_step as f64 * 1e-6));
         }
     }
+    if rows.iter().all(|row| row.floor_us.is_none()) {
+        let target = escaped(&history.machine.target);
+        put!(
+            out,
+            "<p class=\"legend\">The record of {target} has no measured read bandwidth, so there is no floor.</p>"
+        );
+    }
     Some(out)
 }
 
@@ -239,10 +282,14 @@ fn knobs(history: &History) -> Option<String> {
     let most = found.first()?.effect.max(1e-9);
     let mut out = String::new();
     for one in &found {
-        let figure = format!("{} over {} pairs", percent(one.effect), one.pairs);
+        let pairs = if one.pairs == 1 { "1 pair".to_string() } else { format!("{} pairs", one.pairs) };
+        let figure = format!("{} ({} to {}), {pairs}", percent(one.effect), percent(one.low), percent(one.high));
         bar(&mut out, "kept", one.knob, one.effect / most, &figure);
     }
-    put!(out, "<p class=\"legend\">The largest difference between two trials that differ in that knob alone.</p>");
+    put!(
+        out,
+        "<p class=\"legend\">The largest certain difference between two trials that differ in that knob alone, with its interval. A knob whose interval holds 0 is left out.</p>"
+    );
     Some(out)
 }
 
@@ -292,7 +339,8 @@ fn predictions(history: &History) -> Option<String> {
 fn table(out: &mut String, history: &History) {
     let positions: Vec<u32> =
         history.first().map(|first| first.timed.iter().map(|row| row.timing.position).collect()).unwrap_or_default();
-    put!(out, "<div class=\"scroll\"><table>\n<thead><tr>");
+    put!(out, "<p class=\"facts\">Wider than the window, the table scrolls sideways.</p>");
+    put!(out, "<div class=\"scroll\" tabindex=\"0\"><table>\n<thead><tr>");
     let mut heads: Vec<String> =
         ["trial", "by", "knobs that differ from the default", "verdict", "decision"].map(str::to_string).to_vec();
     heads.push("ratio to incumbent (95 %)".to_string());

@@ -155,6 +155,11 @@ fn best_told(session: &Session, best: &[BestTrial<'_>], json: bool) -> Result<()
             facts.point.candidate
         ))?;
     }
+    if best.len() > 1 || best.iter().any(|best| best.compared > 1) {
+        session.tell(
+            "latencies of different sessions are compared as they are; `monobloc status` has ratios of one session",
+        );
+    }
     if best.is_empty() {
         terminal.say("no trial with the verdict `ok` yet");
     }

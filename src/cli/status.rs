@@ -8,6 +8,7 @@ use super::session::{Session, Talk, pick_target};
 use super::tune::{NO_DUEL, TRIALS_DEFAULT, ratio_json, speed_text};
 use super::units::counted;
 use crate::error::Fault;
+use crate::flywheel::Proposer;
 use crate::manifest::Manifest;
 use crate::page::page;
 use crate::pipeline::status::{self, Known, Region};
@@ -48,8 +49,8 @@ fn counts(history: &History) -> [usize; 4] {
         |of: fn(&crate::search::history::Entry) -> bool| history.entries.iter().filter(|entry| of(entry)).count();
     [
         history.trials(),
-        count(|entry| entry.is_kept()),
-        count(|entry| entry.number.is_some() && entry.verdict != "ok"),
+        count(|entry| entry.is_kept() && entry.proposer != Proposer::Default),
+        count(|entry| entry.number.is_some() && entry.proposer != Proposer::Default && entry.verdict != "ok"),
         count(|entry| entry.number.is_none()),
     ]
 }
@@ -83,6 +84,9 @@ fn status_text(manifest: &Manifest, target: &Target, known: &Known) -> String {
             let default = if headline.is_default { String::new() } else { format!(", default {default_us:.1} µs") };
             text.push_str(&format!("    position {position}: {best_us:.1} µs a step{default}{floor}\n"));
         }
+        if let Some(width) = history.too_noisy() {
+            text.push_str(&format!("    {}\n", noise_text(width)));
+        }
     }
     text.push_str(&format!("  builds take: {}\n", changed(&known.built, &known.default)));
     if known.built != known.default {
@@ -96,6 +100,14 @@ fn status_text(manifest: &Manifest, target: &Target, known: &Known) -> String {
         text.push_str(&format!("  {others} of this model at other settings of `context_max` or `precision`\n"));
     }
     text
+}
+
+/// What a reader has to know of a campaign whose intervals are this wide, as a fraction.
+pub fn noise_text(width: f64) -> String {
+    format!(
+        "this machine was too busy: the median interval of a ratio is {:.0} % wide, so small effects are noise",
+        width * 100.0
+    )
 }
 
 fn status_json(target: &Target, known: &Known) -> Value {
@@ -124,6 +136,7 @@ fn status_json(target: &Target, known: &Known) -> Value {
                 "failed": failed,
                 "infeasible": unfit,
                 "last_utc": history.entries.last().map(|entry| &entry.utc),
+                "interval_width_p50": history.interval_width(),
                 "best": headline.as_ref().map(|headline| headline.best.candidate.to_string()),
                 "best_is_default": headline.as_ref().map(|headline| headline.is_default),
                 "ratio_against_default": ratio_json(headline.as_ref().and_then(|headline| headline.ratio)),
@@ -165,7 +178,7 @@ pub fn next(session: &Session, asked: &Next) -> Result<Outcome, Fault> {
             "stop": stop,
             "candidate": candidate,
             "proposer": proposer,
-            "expected_by_default": next.opinion.map(|opinion| opinion.log_ratio.exp()),
+            "expected_ratio_against_default": next.opinion.map(|opinion| opinion.log_ratio.exp()),
             "trials": next.trials,
             "regions": regions.collect::<Vec<_>>(),
             "regions_from": next.source,
@@ -235,7 +248,13 @@ pub fn report(session: &Session, asked: &Report) -> Result<Outcome, Fault> {
         return Err(Fault::input(format!("`{}` has no campaign yet{others}", manifest.name))
             .with_remedy(format!("run `monobloc tune {}` first", asked.manifest.display())));
     }
-    std::fs::write(&asked.out, page(&manifest.name, &histories)).map_err(|error| {
+    let host =
+        ["/proc/sys/kernel/hostname", "/etc/hostname"].iter().find_map(|file| std::fs::read_to_string(file).ok());
+    let host = host.map(|host| format!(" on {}", host.trim())).unwrap_or_default();
+    let (version, shown) = (env!("CARGO_PKG_VERSION"), asked.manifest.display());
+    let target = asked.target.iter().map(|name| format!(" --target {name}")).collect::<String>();
+    let made = format!("Written by monobloc {version}{host}: monobloc report {shown}{target}");
+    std::fs::write(&asked.out, page(&manifest.name, &made, &histories)).map_err(|error| {
         Fault::environment(format!("cannot write `{}`: {error}", asked.out.display()))
             .with_remedy("name another file with `--out`")
     })?;

@@ -14,7 +14,7 @@ use super::arguments::{Trials, Tune, TuneOp};
 use super::session::{Session, Talk, pick_target};
 use super::terminal::{end_at_once, interrupt};
 use super::units::counted;
-use crate::error::Fault;
+use crate::error::{Fault, Tier};
 use crate::flywheel::RatioInterval;
 use crate::lower::LayerOp;
 use crate::manifest::Manifest;
@@ -72,7 +72,10 @@ fn campaigns(session: &Session, asked: &Tune, op: Option<LayerOp>) -> Result<Out
             continue;
         }
         let what = Search { op, proposer: asked.proposer.as_deref() };
-        let tuned = search(session, &workspace, &asked.manifest, &manifest, target, budget, what)?;
+        let Some(tuned) = search(session, &workspace, &asked.manifest, &manifest, target, budget, what)? else {
+            interrupted = true;
+            break;
+        };
         if !asked.json {
             session.terminal.print(&tuned_text(&tuned))?;
         }
@@ -104,7 +107,7 @@ pub struct Budget {
     pub trial_timeout: Option<Duration>,
 }
 
-/// Runs a campaign. An interrupt abandons the current trial and ends the campaign.
+/// Runs a campaign. An interrupt abandons the current trial and ends the campaign; `None`: before it measured the default.
 pub fn search(
     session: &Session,
     workspace: &Workspace,
@@ -113,7 +116,7 @@ pub fn search(
     target: &Target,
     budget: Budget,
     what: Search<'_>,
-) -> Result<Tuned, Fault> {
+) -> Result<Option<Tuned>, Fault> {
     let Search { op, proposer } = what;
     let _deferred = interrupt::defer();
     let program = std::env::current_exe()
@@ -129,7 +132,14 @@ pub fn search(
     };
     let Budget { trials, minutes, trial_timeout } = budget;
     let tuning = Tuning { op, trials, minutes, proposer, trial_timeout, child: &child, stop: &interrupt::asked };
-    pipeline::tune(workspace, manifest, target, &tuning)
+    match pipeline::tune(workspace, manifest, target, &tuning) {
+        Ok(tuned) => Ok(Some(tuned)),
+        Err(fault) if fault.tier == Tier::Environment && interrupt::asked() => {
+            session.terminal.say(&format!("{}: {}", target.name, fault.message));
+            Ok(None)
+        }
+        Err(fault) => Err(fault),
+    }
 }
 
 /// Serves trials to the parent process. If the parent ends, the child ends at once, whatever it is doing.
@@ -167,12 +177,14 @@ pub fn ratio_json(ratio: Option<RatioInterval>) -> Value {
 }
 
 pub fn tuned_text(tuned: &Tuned) -> String {
-    let Tuned { target, candidate, is_default, stop, trials, ran, against_default, .. } = tuned;
-    let mut text = format!("{target}: {stop}; {}, {ran} measured now\n", counted(u64::from(*trials), "trial"));
+    let Tuned { target, changed, is_default, stop, trials, ran, against_default, .. } = tuned;
+    // The default and the closing duel are measured, and are no trials.
+    let trials = counted(u64::from(*trials), "trial");
+    let mut text = format!("{target}: {stop}; {trials}, {} now\n", counted(u64::from(*ran), "measurement"));
     if *is_default {
         text.push_str("  the default candidate stays\n");
     } else {
-        text.push_str(&format!("  best: {candidate}\n"));
+        text.push_str(&format!("  best: {changed}\n"));
     }
     match against_default {
         _ if *is_default => {}
@@ -189,6 +201,7 @@ pub fn tuned_json(tuned: &Tuned) -> Value {
     let Tuned {
         target,
         candidate,
+        changed,
         is_default,
         stop,
         interrupted,
@@ -201,6 +214,7 @@ pub fn tuned_json(tuned: &Tuned) -> Value {
     json!({
         "target": target,
         "candidate": candidate,
+        "changed": changed,
         "is_default": is_default,
         "stop": stop,
         "interrupted": interrupted,

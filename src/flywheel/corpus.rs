@@ -13,7 +13,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::{fmt, mem};
 
-use super::trial::{ADDED_IN_2, ADDED_IN_3, COLUMNS, SCHEMA, Timing, Trial};
+use super::trial::{ADDED_IN_2, ADDED_IN_3, COLUMNS, Decision, SCHEMA, Timing, Trial};
 use crate::cache::lock::{LockError, Wait, lock_path};
 use crate::digest::Digest;
 use crate::error::Fault;
@@ -38,7 +38,7 @@ const TORN_MARK: &str = ",torn by a crash";
 /// A corpus that cannot be read or written. Broken rows are no error.
 #[derive(Debug, thiserror::Error)]
 pub enum CorpusError {
-    #[error("cannot append to `{}`: no space left ({source})", path.display())]
+    #[error("cannot append to `{}`: {source}", path.display())]
     Full { path: PathBuf, source: io::Error },
     #[error("cannot {action} `{}`: {source}", path.display())]
     Io { action: &'static str, path: PathBuf, source: io::Error },
@@ -592,12 +592,16 @@ pub struct BestTrial<'a> {
     pub compared: u64,
 }
 
-/// The row of least median latency for each model, precision, target, device and position. Latencies of different
-/// sessions are compared as they are; only `ratio_*` compares two candidates under the same conditions.
+/// The row of least median latency for each model, precision, target, device and position. Trials that a search reverted are left
+/// out: the smallest of many noisy times would be one of them. Latencies of different sessions are compared as they are; only
+/// `ratio_*` compares two candidates under the same conditions.
 pub fn best(trials: &[Trial]) -> Vec<BestTrial<'_>> {
     let mut kinds: BTreeMap<_, BestTrial<'_>> = BTreeMap::new();
     for trial in trials {
         let Some(timing) = trial.verdict().timing() else { continue };
+        if trial.facts().point.decision == Some(Decision::Reverted) {
+            continue;
+        }
         let (model, machine) = (&trial.facts().model, &trial.facts().machine);
         let precision = (&model.weights_dtype, &model.cache_dtype, &model.wire_dtype);
         let kind = (

@@ -253,13 +253,12 @@ impl<'a> Arena for CampaignArena<'a> {
                 if judged.decision.is_kept() {
                     self.keep(&rows);
                 }
-                let said = match &judged.overall {
-                    Some(Ratio { ratio, low, high, .. }) => {
-                        format!("{ratio:.3} of the incumbent's time, {low:.3} to {high:.3}: {}", judged.decision)
-                    }
-                    None => "no sound times".to_string(),
-                };
-                self.report.note(&line(said));
+                let all: Vec<RatioInterval> = ratios.values().copied().collect();
+                let mean = judged.overall.as_ref().and_then(|_| RatioInterval::mean(&all));
+                self.report.note(&match proposer {
+                    Proposer::Default => duel_text(mean, judged.decision),
+                    _ => line(judged_text(mean, judged.decision)),
+                });
             }
         }
         Ok(())
@@ -274,6 +273,27 @@ impl<'a> Arena for CampaignArena<'a> {
 
     fn floor_gap(&mut self) -> Option<f64> {
         self.floor_gap
+    }
+}
+
+/// `mean`: over positions, as `status` and `report` read it from the rows.
+fn judged_text(mean: Option<RatioInterval>, decision: Decision) -> String {
+    match mean {
+        Some(RatioInterval { p50, low, high }) => {
+            format!("{p50:.3} of the incumbent's time, {low:.3} to {high:.3}: {decision}")
+        }
+        None => "no sound times".to_string(),
+    }
+}
+
+/// As [`judged_text`], of the default in turns with the best candidate, at the end.
+fn duel_text(mean: Option<RatioInterval>, decision: Decision) -> String {
+    let stays = if decision.is_kept() { "the default stays" } else { "the best stays" };
+    match mean {
+        Some(RatioInterval { p50, low, high }) => {
+            format!("closing duel: default / best = {p50:.3} ({low:.3} to {high:.3}): {stays}")
+        }
+        None => format!("closing duel: no sound times: {stays}"),
     }
 }
 

@@ -56,6 +56,8 @@ pub struct Tuned {
     pub target: String,
     /// Knobs of the best.
     pub candidate: String,
+    /// Its knobs that differ from the default.
+    pub changed: String,
     pub is_default: bool,
     pub stop: String,
     pub interrupted: bool,
@@ -215,6 +217,7 @@ fn finish(
     Ok(Tuned {
         target: target.name.clone(),
         is_default: best == default,
+        changed: changed(&best, &default),
         candidate: best.to_string(),
         stop: driven.stop.to_string(),
         interrupted: driven.stop == Stop::Interrupted,

@@ -66,7 +66,11 @@ impl<'a> Proposer<'a> {
         };
         let answer: Value = serde_json::from_str(&line)
             .map_err(|error| failed(format!("answered `{line}`, expected JSON: {error}")))?;
-        let Some(text) = answer["candidate"].as_str() else { return Ok(None) };
+        let text = match answer.get("candidate") {
+            Some(Value::String(text)) => text,
+            Some(Value::Null) => return Ok(None),
+            _ => return Err(failed(format!("answered `{line}`, expected the key `candidate` with a text or null"))),
+        };
         let proposed = Candidate::parse(text, incumbent)
             .and_then(|c| search.space().admits(&c).map(|()| c).map_err(|reason| reason.to_string()));
         match proposed {

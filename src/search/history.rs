@@ -13,6 +13,9 @@ use crate::flywheel::{CheckFigures, Cost, Decision, Machine, ModelShape, Propose
 use super::judge::deep_part;
 use super::propose::Outcome;
 
+/// A campaign whose median interval is wider says little: most knobs change the time by less.
+const NOISY_WIDTH: f64 = 0.2;
+
 /// The trials of one campaign, in the order in which they were recorded.
 #[derive(Debug, Clone, PartialEq)]
 pub struct History {
@@ -82,6 +85,12 @@ impl Entry {
     pub fn log_predicted(&self) -> Option<f64> {
         let logs: Option<Vec<f64>> = self.timed.iter().map(|row| Some(row.predicted_us?.ln())).collect();
         mean(logs?.into_iter())
+    }
+
+    /// Half the width of the interval of its log ratio to the incumbent, mean over all positions; 0 for the first trial of the default.
+    pub fn log_spread(&self) -> f64 {
+        let ratios = self.timed.iter().filter_map(|row| row.timing.ratio.filter(|ratio| ratio.low > 0.0));
+        mean(ratios.map(|ratio| (ratio.high / ratio.low).ln() / 2.0)).unwrap_or(0.0)
     }
 
     pub fn is_kept(&self) -> bool {
@@ -210,23 +219,44 @@ impl History {
         self.entries.iter().filter(|entry| entry.number.is_some() && entry.proposer != Proposer::Default).count()
     }
 
-    /// How large the effect of each knob was: the largest difference in log ratio between two trials that differ in that
-    /// knob alone, and the number of such pairs. The largest effect first; knobs without a pair are left out.
+    /// Median width of the intervals of ratios, as a fraction of the ratio; `None` if no candidate was timed in turns.
+    pub fn interval_width(&self) -> Option<f64> {
+        let timed = self.entries.iter().flat_map(|entry| &entry.timed);
+        let ratios = timed.filter_map(|row| row.timing.ratio.filter(|ratio| ratio.p50 > 0.0));
+        let mut widths: Vec<f64> = ratios.map(|ratio| (ratio.high - ratio.low) / ratio.p50).collect();
+        widths.sort_by(f64::total_cmp);
+        widths.get(widths.len() / 2).copied()
+    }
+
+    /// [`History::interval_width`], if the intervals are so wide that the campaign says little.
+    pub fn too_noisy(&self) -> Option<f64> {
+        self.interval_width().filter(|width| *width > NOISY_WIDTH)
+    }
+
+    /// How large the effect of each knob was: the difference in log ratio between two trials that differ in that knob alone, of
+    /// the pair whose difference is certainly the largest, and the number of such pairs. The largest effect first. Knobs
+    /// without a pair, and knobs whose effect may be 0 in every pair, are left out.
     pub fn importance(&self) -> Vec<Importance> {
-        let timed: Vec<(Values, f64)> =
-            self.entries.iter().filter_map(|entry| Some((entry.candidate.values(), entry.log_ratio()?))).collect();
+        let timed: Vec<(Values, f64, f64)> = self
+            .entries
+            .iter()
+            .filter_map(|entry| Some((entry.candidate.values(), entry.log_ratio()?, entry.log_spread())))
+            .collect();
         let mut found: BTreeMap<usize, Importance> = BTreeMap::new();
-        for (at, (a, a_log)) in timed.iter().enumerate() {
-            for (b, b_log) in &timed[..at] {
+        for (at, (a, a_log, a_spread)) in timed.iter().enumerate() {
+            for (b, b_log, b_spread) in &timed[..at] {
                 let mut turned = (0..KNOB_NAMES.len()).filter(|&knob| a[knob] != b[knob]);
                 let (Some(knob), None) = (turned.next(), turned.next()) else { continue };
-                let effect = (a_log - b_log).abs();
-                let own = found.entry(knob).or_insert(Importance { knob: KNOB_NAMES[knob], pairs: 0, effect: 0.0 });
+                let (effect, spread) = ((a_log - b_log).abs(), a_spread.hypot(*b_spread));
+                let none = Importance { knob: KNOB_NAMES[knob], pairs: 0, effect: 0.0, low: 0.0, high: 0.0 };
+                let own = found.entry(knob).or_insert(none);
                 own.pairs += 1;
-                own.effect = own.effect.max(effect);
+                if effect - spread > own.low {
+                    (own.effect, own.low, own.high) = (effect, effect - spread, effect + spread);
+                }
             }
         }
-        let mut found: Vec<Importance> = found.into_values().collect();
+        let mut found: Vec<Importance> = found.into_values().filter(|importance| importance.low > 0.0).collect();
         found.sort_by(|a, b| b.effect.total_cmp(&a.effect));
         found
     }
@@ -238,8 +268,10 @@ pub struct Importance {
     pub knob: &'static str,
     /// Pairs of trials that differ in it alone.
     pub pairs: usize,
-    /// The largest difference of log ratios in those pairs.
+    /// A difference of log ratios in those pairs, with its interval.
     pub effect: f64,
+    pub low: f64,
+    pub high: f64,
 }
 
 /// Reads trials into campaigns, in the order of their first rows. Rows of builds without a search belong to none. A campaign

@@ -136,7 +136,8 @@ fn searches_decide_with_the_corpus_as_they_did() {
     for model in ["smollm2-135m", "qwen2.5-0.5b", "tinyllama-1.1b", "llama-3.2-1b"] {
         let manifest = root().join(format!("manifests/{model}-synthetic.toml"));
         let next = place.run(&format!("next {} --target h200 --json", manifest.display())).code(0).json();
-        found += &format!("{model} {} {} {}\n", next["proposer"], next["candidate"], next["expected_by_default"]);
+        found +=
+            &format!("{model} {} {} {}\n", next["proposer"], next["candidate"], next["expected_ratio_against_default"]);
     }
     if std::env::var_os("BLESS").is_some() {
         fs::write(&golden, &found).unwrap();

@@ -170,6 +170,50 @@ fn ctrl_c_keeps_everything_and_the_same_command_resumes() {
     assert_eq!(after, (0..after.len() as u32).collect::<Vec<_>>());
 }
 
+#[test]
+fn an_early_interrupt_of_a_search_is_130() {
+    let place = place();
+    let mut child = place.process("tune m.toml --max-trials 60").stderr(Stdio::piped()).spawn().unwrap();
+    // The search was announced, and its child process starts.
+    let mut stderr = std::io::BufReader::new(child.stderr.take().unwrap());
+    let mut said = String::new();
+    std::io::BufRead::read_line(&mut stderr, &mut said).unwrap();
+    assert!(Command::new("sh").args(["-c", &format!("kill -INT {}", child.id())]).status().unwrap().success());
+    std::io::Read::read_to_string(&mut stderr, &mut said).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130), "{said}");
+    assert!(!said.contains("error: "), "{said}");
+}
+
+#[test]
+fn an_answer_without_a_candidate_ends_the_search() {
+    let place = place();
+    place
+        .run("tune m.toml --max-trials 3 --proposer cat")
+        .fault(3, &["expected the key `candidate`", "proposer `cat`"]);
+}
+
+#[test]
+fn every_command_counts_the_same_trials() {
+    let place = place();
+    let tuned = place.run("tune m.toml --max-trials 3").code(0);
+    let json = &place.run("status m.toml --json").code(0).json()[0]["campaigns"][0];
+    let counted = format!("; {} trials, ", json["trials"]);
+    assert!(tuned.stdout.contains(&counted) && json["trials"] == 3, "{tuned:#?} {json}");
+    let best_is_default = json["best_is_default"] == true;
+    assert!(json["kept"].as_u64().unwrap() <= 3 && (best_is_default || json["kept"] != 0), "{json}");
+    // The ratio of the log is that of the rows, which the report reads.
+    let log = tuned.stderr.lines().find_map(|line| line.split_once(" of the incumbent's time")?.0.rsplit(' ').next());
+    place.run("report m.toml").code(0);
+    let page = fs::read_to_string(place.path("report.html")).unwrap();
+    let log = log.expect("a trial");
+    assert!(page.contains(&format!("<td>{log} (")), "{log} in {page}");
+    assert!(page.contains("Written by monobloc") && page.contains("monobloc report m.toml"), "{page}");
+    assert!(page.contains("trials from 20"), "{page}");
+    if !best_is_default {
+        assert!(tuned.stderr.contains("closing duel: default / best = "), "{tuned:#?}");
+    }
+}
+
 #[cfg(target_os = "linux")]
 #[test]
 fn a_killed_campaign_loses_the_trial_in_flight_at_most() {
@@ -506,7 +550,7 @@ fn a_full_disk_stops_a_campaign_which_resumes_when_there_is_room() {
     let output = shell.output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(3), "{said}");
-    assert!(said.contains("no space left") && said.contains("free space on that disk"), "{said}");
+    assert!(said.contains("cannot append to") && said.contains("free space on that disk"), "{said}");
     let kept = numbers(&trials);
     assert!(kept.len() >= whole, "{kept:?}");
     place.run(&format!("tune m.toml --max-trials {}", kept.len() + 1)).code(0);
