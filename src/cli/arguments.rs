@@ -1,21 +1,25 @@
 //! Owns the words of the command line: commands, options, and the text of each `--help`.
 
+use std::any::TypeId;
+use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::builder::PossibleValuesParser;
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::builder::{PossibleValue, PossibleValuesParser, StringValueParser, TypedValueParser};
+use clap::error::ErrorKind;
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum, ValueHint};
 
 use super::units::{parse_age, parse_bias, parse_bytes, parse_ids, parse_minutes, parse_trials};
 use crate::flywheel::Verdict;
 use crate::lower::LayerOp;
 use crate::pipeline::SHOW_STAGES;
+use crate::target::Target;
 
 const EXIT_CODES: &str = "\
 Exit codes:
   0    done
-  1    a check failed: the schedule is not proven, the cache is damaged, a figure is withheld, logits differ from their
-       goldens, or a search has nothing left to try
+  1    a check failed: the schedule is not proven, the cache is damaged, a figure is withheld,
+       logits differ from their goldens, or a search has nothing left to try
   2    the input has to change: manifest, checkpoint, prompt, arguments
   3    the machine lacks something: a driver, a library, disk space, a network
   70   a bug in monobloc: please report it
@@ -27,19 +31,21 @@ Environment:
   MONOBLOC_SHARED_CACHE_READ_ONLY
                          1: that folder is only read
   MONOBLOC_CACHE_KEY_FILE
-                         a file with 64 hex digits that seal cache entries; entries with no such seal are not used
+                         a file with 64 hex digits that seal cache entries; entries with no such
+                         seal are not used
   MONOBLOC_API_KEY       the key that `serve` asks its clients for, unless `--api-key-file` names one
   MONOBLOC_NVRTC         the CUDA compiler library, or its folder
   HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HUB_DOWNLOAD_TIMEOUT
                          the Hugging Face hub, as its Python client reads them
   NO_COLOR               disables colours
 
-Places: a project is the nearest folder, from the current one upward, with a `cache/` or a `flywheel/` of monobloc. Outside
-of projects the cache is in $XDG_CACHE_HOME/monobloc (~/.cache/monobloc), the trials in $XDG_DATA_HOME/monobloc
-(~/.local/share/monobloc), and on macOS in ~/Library. Paths in a manifest are relative to the manifest.
+Places: a project is the nearest folder, from the current one upward, with a `cache/` or a
+`flywheel/` of monobloc. Outside of projects the cache is in $XDG_CACHE_HOME/monobloc
+(~/.cache/monobloc), the trials in $XDG_DATA_HOME/monobloc (~/.local/share/monobloc), and on macOS
+in ~/Library. Paths in a manifest are relative to the manifest.
 
-A command that takes a manifest also takes `hf:OWNER/NAME` or the folder of a checkpoint: it uses the manifest that `init`
-would write, with the same cache and trials, and writes none.
+A command that takes a manifest also takes `hf:OWNER/NAME` or the folder of a checkpoint: it uses
+the manifest that `init` would write, with the same cache and trials, and writes none.
 
 Start with:
   monobloc generate tinystories --prompt \"Once upon a time\"
@@ -114,15 +120,169 @@ pub enum Command {
     Status(Status),
     Next(Next),
     Report(Report),
-    #[command(hide = true)]
-    Trials(Trials),
-    #[command(hide = true)]
-    Tokens(Tokens),
     /// Print for each model family which config.json keys are modelled, and which are accepted at which values
     #[command(after_help = "Example:\n  monobloc schema > schema.md")]
     Schema(Schema),
     Completions(Completions),
     Man(Man),
+    #[command(skip)]
+    Trials(Trials),
+    #[command(skip)]
+    Tokens(Tokens),
+}
+
+/// Commands by what they are for, as docs/commands.md has them.
+pub const GROUPS: [(&str, &[&str]); 4] = [
+    (
+        "Build and run",
+        &["init", "build", "clean", "generate", "chat", "serve", "perplexity", "logits", "export", "compare"],
+    ),
+    ("Measure", &["bench", "trace", "calibrate"]),
+    ("Search", &["tune", "tune-op", "status", "next", "report", "flywheel"]),
+    (
+        "Inspect",
+        &["validate", "show", "explain", "import", "schema", "targets", "completions", "man", "doctor", "cache"],
+    ),
+];
+
+/// Columns of a line of help; examples may be longer.
+const HELP_COLUMNS: usize = 100;
+/// The columns that the text of an option has in `--help`, and in `-h`.
+const LONG_COLUMNS: usize = HELP_COLUMNS - 10;
+const SHORT_COLUMNS: usize = 64;
+
+/// The command line, with its commands in groups, and help that is no wider than [`HELP_COLUMNS`].
+pub fn command() -> clap::Command {
+    let plain = Arguments::command();
+    let mut template = "{about-with-newline}\n{usage-heading} {usage}\n".to_string();
+    for (title, names) in GROUPS {
+        template.push_str(&format!("\n{title}:\n"));
+        for name in names {
+            let about = plain.find_subcommand(name).and_then(clap::Command::get_about).map(ToString::to_string);
+            let about = wrapped(&about.unwrap_or_default(), HELP_COLUMNS - 15).replace('\n', &format!("\n{:15}", ""));
+            template.push_str(&format!("  {name:<12} {about}\n"));
+        }
+    }
+    template.push_str("\n{options}\n{after-help}");
+    narrow(plain).help_template(template)
+}
+
+/// A command whose help is wrapped, and whose options say what a shell may complete.
+fn narrow(command: clap::Command) -> clap::Command {
+    let long = command.get_long_about().map(|text| wrapped(&text.to_string(), HELP_COLUMNS));
+    let command = match long {
+        Some(long) => command.long_about(long),
+        None => command,
+    };
+    command.mut_args(narrow_option).mut_subcommands(narrow)
+}
+
+fn narrow_option(option: clap::Arg) -> clap::Arg {
+    let text = option.get_long_help().or(option.get_help()).map(ToString::to_string).unwrap_or_default();
+    let short = option.get_help().map(ToString::to_string).unwrap_or_default();
+    let option = option.help(wrapped(&short, SHORT_COLUMNS)).long_help(wrapped(&text, LONG_COLUMNS));
+    let value = option.get_value_parser().type_id();
+    if !option.get_action().takes_values() || value == TypeId::of::<PathBuf>() {
+        return option;
+    }
+    if option.get_id() == "target" && value == TypeId::of::<String>() {
+        return option.value_parser(TargetName).hide_possible_values(true);
+    }
+    match option.get_id().as_str() {
+        // A folder, among others.
+        "source" => option.value_hint(ValueHint::AnyPath),
+        _ => option.value_hint(ValueHint::Other),
+    }
+}
+
+/// Text whose lines are at most `columns` wide. Lines that begin with a blank stay as they are.
+fn wrapped(text: &str, columns: usize) -> String {
+    let (mut out, mut width) = (String::new(), 0);
+    for line in text.lines() {
+        let stays = line.is_empty() || line.starts_with(' ');
+        if stays || width == 0 {
+            let begins = !out.is_empty() && !out.ends_with('\n');
+            out.push_str(if begins { "\n" } else { "" });
+        }
+        if stays {
+            out.push_str(line);
+            out.push('\n');
+            width = 0;
+            continue;
+        }
+        for word in line.split_whitespace() {
+            let length = word.chars().count();
+            if width > 0 && width + 1 + length > columns {
+                out.push('\n');
+                width = 0;
+            } else if width > 0 {
+                out.push(' ');
+                width += 1;
+            }
+            out.push_str(word);
+            width += length;
+        }
+    }
+    out.trim_end().to_string()
+}
+
+/// A target of a manifest: any name. Shells complete those of built-in records.
+#[derive(Debug, Clone)]
+struct TargetName;
+
+impl TypedValueParser for TargetName {
+    type Value = String;
+
+    fn parse_ref(
+        &self,
+        command: &clap::Command,
+        option: Option<&clap::Arg>,
+        value: &OsStr,
+    ) -> Result<String, clap::Error> {
+        StringValueParser::new().parse_ref(command, option, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        Some(Box::new(Target::builtin_names().map(PossibleValue::new)))
+    }
+}
+
+/// Reads a command line.
+///
+/// # Errors
+/// As clap has them: `--help` and `--version` are such errors, too.
+pub fn parse(words: impl Iterator<Item = OsString>) -> Result<Arguments, clap::Error> {
+    let words: Vec<OsString> = words.collect();
+    if let Some(word) = words.iter().find(|word| word.to_str().is_none()) {
+        let message = format!("expected UTF-8 text, found `{}`: rename the file\n", word.display());
+        return Err(command().error(ErrorKind::InvalidUtf8, message));
+    }
+    // Processes that monobloc starts: no part of what people are shown.
+    let is_internal = words.get(1).is_some_and(|word| word == "trials" || word == "tokens");
+    if is_internal {
+        let InternalArguments { global, command } = InternalArguments::try_parse_from(words)?;
+        let command = match command {
+            Internal::Trials(asked) => Command::Trials(asked),
+            Internal::Tokens(asked) => Command::Tokens(asked),
+        };
+        return Ok(Arguments { global, command });
+    }
+    Arguments::from_arg_matches(&command().try_get_matches_from(words)?)
+}
+
+#[derive(Debug, Parser)]
+#[command(name = "monobloc", version)]
+struct InternalArguments {
+    #[command(flatten)]
+    global: Global,
+    #[command(subcommand)]
+    command: Internal,
+}
+
+#[derive(Debug, Subcommand)]
+enum Internal {
+    Trials(Trials),
+    Tokens(Tokens),
 }
 
 #[derive(Debug, Args)]
@@ -162,6 +322,9 @@ pub struct Clean {
     /// Remove only the results of this target
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Write a manifest for a model of the hub, the folder of a checkpoint, a config.json, or the built-in model
@@ -189,6 +352,9 @@ pub struct Init {
     /// Replace the file if it exists
     #[arg(long)]
     pub force: bool,
+    /// Print what was written as one JSON object
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Build every target of a manifest: import, lower, prove, compile, check, measure
@@ -258,7 +424,7 @@ pub enum Require {
 
 /// Serve a manifest's model over HTTP, for clients of the OpenAI API
 ///
-/// Builds what is not built yet, then listens until SIGTERM or Ctrl-C, and lets open requests finish. Requests run together
+/// Builds what is not built yet, then listens until SIGTERM (exit code 0) or Ctrl-C (130), and lets open requests finish. Requests run together
 /// in the steps of one engine. On a target of kind `cpu`, and on a GPU with `batch_invariant` in the manifest, a request gets the
 /// same tokens with any other requests. docs/serve.md has the endpoints.
 #[derive(Debug, Args)]
@@ -286,7 +452,7 @@ pub struct Serve {
     #[arg(long, value_name = "NAME")]
     pub served_model_name: Option<String>,
     /// Maximum number of requests that run at the same time [default: the manifest's `sequences_max`, else 8]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
     pub max_batch: Option<u32>,
     /// Maximum number of requests that wait; further ones are refused with status 429
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65536))]
@@ -309,9 +475,20 @@ pub struct Serve {
     /// Seconds that open requests get to finish when the server ends
     #[arg(long, value_name = "N", default_value_t = 30)]
     pub grace_seconds: u64,
+    /// Print a line on stderr for each request [default: `text` with `--verbose`, else `off`]
+    #[arg(long, value_name = "FORM")]
+    pub log: Option<LogForm>,
     /// Target to run on [default: the manifest's first that this machine can run]
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
+}
+
+/// The form of the log of requests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum LogForm {
+    Off,
+    Text,
+    Json,
 }
 
 /// Generate text, or token ids, with a manifest's model
@@ -553,7 +730,7 @@ pub struct Export {
     #[arg(long, value_name = "NAME")]
     pub target: Vec<String>,
     /// Maximum number of requests that a server of the export runs at the same time [default: the manifest's `sequences_max`, else 8]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
     pub max_batch: Option<u32>,
     /// Tokens that the cache of a server of the export holds for all requests together [default: the manifest's `cache_pages`, else
     /// four contexts; on a GPU what fits into its memory beside the weights]

@@ -3,17 +3,21 @@
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, UNIX_EPOCH};
+
+use serde_json::{Value, json};
 
 use super::Outcome;
-use super::arguments::Serve;
+use super::arguments::{LogForm, Serve};
 use super::session::{Session, Talk, choose_target, has_tokenizer, tokenizer};
-use super::terminal::interrupt;
+use super::terminal::{self, interrupt};
+use super::units::counted;
 use crate::engine::Engine;
 use crate::error::Fault;
 use crate::files::read_text;
 use crate::pipeline::{Given, Serving};
-use crate::serve::{Ended, Model, Settings, StartTokens};
+use crate::serve::{Ended, Entry, Model, Settings, StartTokens, State, Summary, Told};
+use crate::text::Style;
 
 const KEY_BYTES_MAX: u64 = 4096;
 const KEY_VARIABLE: &str = "MONOBLOC_API_KEY";
@@ -42,20 +46,97 @@ pub fn serve(session: &Session, asked: &Serve) -> Result<Outcome, Fault> {
         steps_max: asked.max_steps,
         time_max: Duration::from_secs(asked.max_seconds),
         grace: Duration::from_secs(asked.grace_seconds),
+        log: log(session, asked.log),
     };
     let limits = settings.limits();
     let make = move || Engine::new(batched.stepper()?, limits);
     let _deferred = interrupt::defer();
-    let listens = |address: SocketAddr| {
-        if !address.ip().is_loopback() && settings.key.is_none() {
-            session.terminal.say("warning: other machines can use this server, and no API key is asked for");
+    let grace = asked.grace_seconds;
+    let tell = |state: State| match state {
+        State::Listens(address) => {
+            if !address.ip().is_loopback() && settings.key.is_none() {
+                session.terminal.say("warning: other machines can use this server, and no API key is asked for");
+            }
+            session.terminal.print(&format!("serving `{}` at http://{address}\n", model.name))
         }
-        session.terminal.print(&format!("serving `{}` at http://{address}\n", model.name))
+        State::Ready(after) => {
+            session.tell(&format!("ready after {:.1} s; Ctrl-C ends the server", after.as_secs_f64()));
+            Ok(())
+        }
+        State::Ends { open: 0 } => Ok(()),
+        State::Ends { open } => {
+            let open = counted(open as u64, "open text");
+            session.terminal.say(&format!("{open} may finish in {grace} s; Ctrl-C again ends at once"));
+            Ok(())
+        }
+        State::Ended(summary) => {
+            session.tell(&summary_text(&summary));
+            Ok(())
+        }
     };
-    match crate::serve::serve(&settings, model.clone(), make, &tokens, interrupt::asked, listens)? {
+    match crate::serve::serve(&settings, model.clone(), make, &tokens, interrupt::asked, tell)? {
         Ended::Terminated => Ok(Outcome::Done),
         Ended::Stopped => Ok(Outcome::Interrupted),
     }
+}
+
+/// Prints an entry for each request.
+fn log(session: &Session, form: Option<LogForm>) -> Option<Told> {
+    let style = session.terminal.style;
+    let form = form.unwrap_or(if session.is_verbose() { LogForm::Text } else { LogForm::Off });
+    match form {
+        LogForm::Off => None,
+        LogForm::Text => Some(Arc::new(move |entry| terminal::say(&entry_text(entry), style))),
+        LogForm::Json => Some(Arc::new(|entry| terminal::say(&entry_json(entry).to_string(), Style::Plain))),
+    }
+}
+
+/// `POST /v1/completions 200, 12 + 32 tokens in 512 ms (first byte after 20 ms)`.
+fn entry_text(entry: &Entry) -> String {
+    let Entry { method, path, status, head, took, prompt_tokens, tokens, error, is_complete, .. } = entry;
+    let ms = |time: &Duration| time.as_secs_f64() * 1e3;
+    let mut text = format!("{method} {path} {status}");
+    if let (Some(prompt), Some(tokens)) = (prompt_tokens, tokens) {
+        text.push_str(&format!(", {prompt} + {tokens} tokens"));
+    }
+    text.push_str(&format!(", {:.0} ms (head after {:.0} ms)", ms(took), ms(head)));
+    if !is_complete {
+        text.push_str(", the client left");
+    }
+    if let Some(error) = error {
+        text.push_str(&format!(": {error}"));
+    }
+    text
+}
+
+fn entry_json(entry: &Entry) -> Value {
+    let Entry { at, method, path, status, head, took, bytes, prompt_tokens, tokens, error, is_complete } = entry;
+    json!({
+        "time_s": at.duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64()),
+        "method": method,
+        "path": path,
+        "status": status,
+        "head_s": head.as_secs_f64(),
+        "took_s": took.as_secs_f64(),
+        "bytes": bytes,
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": tokens,
+        "complete": is_complete,
+        "error": error,
+    })
+}
+
+fn summary_text(summary: &Summary) -> String {
+    let Summary { ran, choices, failed, prompt_tokens, tokens, refused } = *summary;
+    let failed = if failed > 0 { format!(" ({failed} with an error)") } else { String::new() };
+    format!(
+        "served {}{failed} in {:.1} s: {}, {} generated; {} refused",
+        counted(choices, "text"),
+        ran.as_secs_f64(),
+        counted(prompt_tokens, "prompt token"),
+        counted(tokens, "token"),
+        counted(refused, "request")
+    )
 }
 
 fn key(file: Option<&Path>) -> Result<Option<String>, Fault> {

@@ -60,6 +60,11 @@ impl Session {
         self.quiet
     }
 
+    /// Whether more than usual is printed.
+    pub fn is_verbose(&self) -> bool {
+        self.verbose
+    }
+
     /// Says how a command went, unless `--quiet` is given.
     pub fn tell(&self, text: &str) {
         if !self.quiet {

@@ -4,6 +4,7 @@ use axum::body::Body;
 use axum::http::{Response, StatusCode, header};
 use serde_json::json;
 
+use super::log::Refusal;
 use crate::engine::{End, Refused};
 use crate::error::{Fault, Tier};
 use crate::sample::SampleError;
@@ -66,6 +67,7 @@ impl ApiError {
     pub fn response(&self) -> Response<Body> {
         let mut response = Response::new(Body::from(self.object().to_string()));
         *response.status_mut() = self.status;
+        response.extensions_mut().insert(Refusal(self.message.clone()));
         let headers = response.headers_mut();
         headers.insert(header::CONTENT_TYPE, header::HeaderValue::from_static("application/json"));
         if matches!(self.status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE) {

@@ -1,8 +1,9 @@
 //! Owns the figures of `/metrics`, in the text format of Prometheus and with the names that vLLM gives them.
 
 use std::fmt::Write as _;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use super::Summary;
 use super::desk::Times;
 use crate::engine::Figures;
 
@@ -126,6 +127,13 @@ impl Metrics {
         self.prefill.take(began, first);
         self.decode.take(first, last);
         self.request.take(arrived, last);
+    }
+
+    /// The counts of the whole run.
+    pub fn summary(&self, ran: Duration, refused: u64) -> Summary {
+        let Metrics { stopped, at_length, aborted, prompt_tokens, generation_tokens, .. } = *self;
+        let choices = stopped + at_length + aborted;
+        Summary { ran, choices, failed: aborted, prompt_tokens, tokens: generation_tokens, refused }
     }
 
     /// The figures in the text format of Prometheus.

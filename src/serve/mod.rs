@@ -8,7 +8,7 @@
 //! | `reply`, `scores`, `error` | replies: text, log-probabilities, refusals |
 //! | `desk` | the engine thread and the text thread |
 //! | `encoders` | threads that tokenize |
-//! | `metrics` | figures |
+//! | `metrics`, `log` | figures; one entry for each request |
 //!
 //! Only `http`, `routes` and `reply` have async code. It waits for peers and computes nothing.
 //!
@@ -20,6 +20,7 @@ mod encoders;
 mod error;
 mod fields;
 mod http;
+mod log;
 mod metrics;
 mod params;
 mod reply;
@@ -28,18 +29,22 @@ mod scores;
 mod tools;
 
 use std::net::SocketAddr;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use axum::middleware::from_fn_with_state;
+use tokio::runtime::Runtime;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::engine::{Engine, Limits, Stepper};
 use crate::error::Fault;
 use desk::Desk;
 use encoders::Encoders;
+use log::Log;
 use metrics::Metrics;
 use routes::Server;
 
 pub use desk::StartTokens;
+pub use log::{Entry, Told};
 
 /// Threads that tokenize text, and threads that wait for peers.
 const ENCODERS: usize = 2;
@@ -61,7 +66,7 @@ pub struct Model {
 }
 
 /// The settings of a server.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Settings {
     pub address: SocketAddr,
     /// The bearer token that clients have to send.
@@ -75,6 +80,8 @@ pub struct Settings {
     pub time_max: Duration,
     /// Time for open requests when the server ends.
     pub grace: Duration,
+    /// Takes an entry for each request.
+    pub log: Option<Told>,
 }
 
 impl Settings {
@@ -94,8 +101,35 @@ pub enum Ended {
     Stopped,
 }
 
+/// What happens to a server.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum State {
+    /// It accepts connections. Requests are answered once it is ready.
+    Listens(SocketAddr),
+    /// The engine runs; time since the server listened.
+    Ready(Duration),
+    /// It accepts no connection any more; so many choices still run or wait.
+    Ends {
+        open: usize,
+    },
+    Ended(Summary),
+}
+
+/// Counts of a whole run.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Summary {
+    pub ran: Duration,
+    /// Choices that ended, and of them those that ended with an error.
+    pub choices: u64,
+    pub failed: u64,
+    pub prompt_tokens: u64,
+    pub tokens: u64,
+    /// Requests with a status of 400 and above.
+    pub refused: u64,
+}
+
 /// Serves a model until SIGTERM arrives, `stop` becomes true, or the engine fails for good. `make` makes the engine, and makes
-/// it again after a failure; `ready` is called with the address.
+/// it again after a failure; `tell` is called with each new state.
 ///
 /// # Errors
 /// An address that is taken; an engine that failed three times in ten minutes.
@@ -105,16 +139,9 @@ pub fn serve<S: Stepper>(
     make: impl Fn() -> Result<Engine<S>, Fault> + Send + 'static,
     tokens: &StartTokens,
     stop: impl Fn() -> bool,
-    ready: impl FnOnce(SocketAddr) -> Result<(), Fault>,
+    tell: impl Fn(State) -> Result<(), Fault>,
 ) -> Result<Ended, Fault> {
-    let failed = |what: &str, error: std::io::Error| Fault::environment(format!("{what}: {error}"));
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(HTTP_THREADS)
-        .thread_name("http")
-        .enable_all()
-        .build()
-        .map_err(|error| failed("cannot start the threads of HTTP", error))?;
-    runtime.block_on(async {
+    runtime()?.block_on(async {
         let address = settings.address;
         let listener = http::listen(address).await.map_err(|error| {
             failed(&format!("cannot listen on {address}"), error).with_remedy("name another port with `--port`")
@@ -124,8 +151,12 @@ pub fn serve<S: Stepper>(
             signal(SignalKind::terminate()).map_err(|error| failed("cannot wait for SIGTERM", error))?;
         let desk = Desk::start(make, tokens.clone(), Metrics::new(&model.name))?;
         let encoders = [Encoders::start(ENCODERS, tokens)?, Encoders::start(1, tokens)?];
+        let log = Log::new(settings.log.clone());
         let router = Server::new(desk.clone(), encoders, model, settings).router();
-        ready(address)?;
+        let router = router.layer(from_fn_with_state(log.clone(), log::logged));
+        let listens = Instant::now();
+        tell(State::Listens(address))?;
+        let mut is_ready = false;
         let mut ended = Ok(Ended::Stopped);
         let until = async {
             loop {
@@ -136,19 +167,46 @@ pub fn serve<S: Stepper>(
                     }
                     () = tokio::time::sleep(LOOK) => {}
                 }
-                if let Some(fault) = desk.health().over {
+                let health = desk.health();
+                if let Some(fault) = health.over {
                     ended = Err(fault);
                     return;
+                }
+                if !is_ready && health.trouble.is_none() {
+                    is_ready = true;
+                    if let Err(fault) = tell(State::Ready(listens.elapsed())) {
+                        ended = Err(fault);
+                        return;
+                    }
                 }
                 if stop() {
                     return;
                 }
             }
         };
+        let until = async {
+            until.await;
+            let figures = desk.health().figures;
+            // A terminal that is gone is no reason to cut requests off.
+            let _ = tell(State::Ends { open: figures.running + figures.waiting });
+        };
         if !http::serve(listener, router, until, settings.grace).await {
             desk.cancel_all();
             tokio::time::sleep(FAREWELL).await;
         }
+        let summary = desk::lock(&desk.metrics).summary(listens.elapsed(), log.refused());
+        tell(State::Ended(summary))?;
         ended
     })
+}
+
+fn failed(what: &str, error: std::io::Error) -> Fault {
+    Fault::environment(format!("{what}: {error}"))
+}
+
+/// The threads of connections.
+fn runtime() -> Result<Runtime, Fault> {
+    let mut builder = tokio::runtime::Builder::new_multi_thread();
+    let built = builder.worker_threads(HTTP_THREADS).thread_name("http").enable_all().build();
+    built.map_err(|error| failed("cannot start the threads of HTTP", error))
 }

@@ -15,6 +15,7 @@ use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::desk::{Answer, Desk, Said, ScoredToken};
 use super::error::ApiError;
+use super::log::Spent;
 use super::scores::Scores;
 use super::tools::{Call, Piece, Reader};
 use crate::engine::RequestId;
@@ -56,6 +57,8 @@ pub struct Head {
     pub reader: Option<Reader>,
     /// A stream ends with its usage.
     pub usage: bool,
+    /// Counts the tokens for the log.
+    pub spent: Spent,
 }
 
 /// The requests of a reply and its permits. Dropping it cancels requests that still run.
@@ -217,6 +220,7 @@ impl Reply {
                 Said::Prompt(scored) => of.prompt.extend(scored),
                 Said::Part { text, token, scored } => {
                     usage.completion += u32::from(token.is_some());
+                    self.head.spent.count(token.is_some());
                     of.ids.extend(token);
                     match &mut of.reader {
                         Some(reader) => {
@@ -449,6 +453,7 @@ impl Events {
             }
             Said::Part { text, token, scored } => {
                 usage.completion += u32::from(token.is_some());
+                head.spent.count(token.is_some());
                 let logprobs = scores(None, &scored);
                 let token = token.filter(|_| head.prompt_ids.is_some());
                 let mut pieces = match &mut readers[at] {

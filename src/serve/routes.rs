@@ -21,6 +21,7 @@ use super::desk::{Answer, Desk, Order, Said, TextSettings, lock};
 use super::encoders::Encoders;
 use super::error::ApiError;
 use super::fields::{Few, Fields, few, unsupported};
+use super::log::Spent;
 use super::params::{Params, Prompt, Prompts, fresh_seed, take_model, top_logprobs, within_grammar};
 use super::reply::{Echo, Head, Held, Kind, Reply};
 use super::tools::{Reader, Tools};
@@ -291,17 +292,22 @@ impl Server {
             logprobs: settings.logprobs.is_some(),
             reader,
             usage: params.usage,
+            spent: Spent::new(prompt_tokens),
         };
+        let spent = head.spent.clone();
         let reply = Reply { head, early, answers: answered, held, left: count };
-        if params.stream {
-            let mut response = Response::new(reply.stream());
-            let headers = response.headers_mut();
-            headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
-            headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
-            return Ok(response);
-        }
-        Ok(as_json(reply.whole().await?))
+        let mut response = if params.stream { as_events(reply.stream()) } else { as_json(reply.whole().await?) };
+        response.extensions_mut().insert(spent);
+        Ok(response)
     }
+}
+
+fn as_events(body: Body) -> Response<Body> {
+    let mut response = Response::new(body);
+    let headers = response.headers_mut();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    response
 }
 
 /// Waits until the engine has taken `orders` requests. Returns the answers that came in the meantime.

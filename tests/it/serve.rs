@@ -1007,3 +1007,46 @@ fn the_tokenizer_tells_its_tokens() {
     assert_eq!((&info["bos_token"], &info["eos_token"]), (&json!("<|begin_of_text|>"), &json!("<|end_of_text|>")));
     assert!(info["chat_template"].as_str().unwrap().contains("add_generation_prompt"));
 }
+
+#[test]
+fn each_request_has_a_line_of_the_log() {
+    let mut server = Server::start("--log json");
+    server.ok(
+        "/v1/completions",
+        &json!({ "prompt": "Once upon", "max_tokens": 5, "temperature": 0, "ignore_eos": true }),
+    );
+    assert_eq!(post(server.address, "/v1/completions", &json!({ "prompt": 3.5 })).status, 400);
+    server.ok("/tokenize", &json!({ "prompt": "Once" }));
+    server.signal("-TERM");
+    let mut said = String::new();
+    server.child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    assert_eq!(server.child.wait().unwrap().code(), Some(0), "{said}");
+    let entries = said.lines().filter(|line| line.starts_with('{'));
+    let entries: Vec<Value> = entries.map(|line| serde_json::from_str(line).unwrap()).collect();
+    let of = |path: &str| entries.iter().filter(move |entry| entry["path"] == path).collect::<Vec<_>>();
+    let [done, refused] = of("/v1/completions")[..] else { panic!("{said}") };
+    assert_eq!(
+        (&done["status"], &done["completion_tokens"], &done["complete"]),
+        (&json!(200), &json!(5), &json!(true))
+    );
+    assert!(done["prompt_tokens"].as_u64().unwrap() > 1 && done["took_s"].as_f64().unwrap() > 0.0, "{done}");
+    assert_eq!(refused["status"], 400);
+    assert!(refused["error"].as_str().unwrap().contains("`prompt`"), "{refused}");
+    assert_eq!(of("/tokenize")[0]["prompt_tokens"], Value::Null);
+    assert!(said.contains("ready after "), "{said}");
+    let last = said.lines().last().unwrap();
+    assert!(
+        last.starts_with("served 1 text in ") && last.ends_with(", 5 tokens generated; 1 request refused"),
+        "{last}"
+    );
+}
+
+#[test]
+fn the_page_reads_no_html_of_a_model() {
+    let server = Server::start("");
+    let page = get(server.address, "/").body;
+    for way in ["innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "DOMParser", "eval(", "Function("] {
+        assert!(!page.contains(way), "{way}");
+    }
+    assert!(page.contains("markdown(said)") && page.contains("id=\"temperature\""));
+}
