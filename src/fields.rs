@@ -67,7 +67,7 @@ impl<'a> Fields<'a> {
         }
         self.known.insert(key);
         let place = self.place();
-        self.refuse(self.span.clone(), format!("missing key `{key}`{place}"), format!("expected a key `{key}` here"));
+        self.refuse(self.span.clone(), missing_title(key, &place), format!("expected a key `{key}` here"));
         None
     }
 
@@ -302,10 +302,14 @@ impl<'a> Fields<'a> {
             let title = format!("unknown key `{name}`{}", self.place());
             let label = format!("expected {}", one_of(self.known.iter().copied()));
             let fault = Diagnostic::new(title, key.span(), label);
-            self.faults.push(match nearest(name, self.known.iter().copied()) {
-                Some(meant) => fault.with_help(format!("did you mean `{meant}`?")),
-                None => fault,
-            });
+            let Some(meant) = nearest(name, self.known.iter().copied()) else {
+                self.faults.push(fault);
+                continue;
+            };
+            // One mistake is one fault: the key that is missing is the one that was misspelt.
+            let missing = missing_title(meant, &self.place());
+            self.faults.retain(|fault| fault.title != missing);
+            self.faults.push(fault.with_help(format!("did you mean `{meant}`?")));
         }
     }
 
@@ -328,6 +332,10 @@ impl<'a> Fields<'a> {
     fn place(&self) -> String {
         if self.path.is_empty() { String::new() } else { format!(" in `{}`", self.path) }
     }
+}
+
+fn missing_title(key: &str, place: &str) -> String {
+    format!("missing key `{key}`{place}")
 }
 
 /// The rule of [`is_file_name`], for errors.

@@ -102,10 +102,15 @@ pub enum Style {
 }
 
 impl Style {
-    /// Colours if stderr is a terminal, unless `NO_COLOR` is set (<https://no-color.org>).
+    /// Colours if stderr is a terminal, unless the environment refuses them.
     pub fn for_stderr() -> Self {
-        let refused = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
-        if std::io::stderr().is_terminal() && !refused { Style::Colour } else { Style::Plain }
+        if std::io::stderr().is_terminal() && !Style::is_refused() { Style::Colour } else { Style::Plain }
+    }
+
+    /// Whether `NO_COLOR` is set (<https://no-color.org>), or the terminal is one that shows colours as text.
+    pub fn is_refused() -> bool {
+        std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty())
+            || std::env::var_os("TERM").is_some_and(|term| term == "dumb")
     }
 }
 

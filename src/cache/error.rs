@@ -8,9 +8,9 @@ use crate::error::Fault;
 /// A cache folder that cannot be used. A damaged entry is never an error: it is a miss with a note.
 #[derive(Debug, thiserror::Error)]
 pub enum CacheError {
-    #[error("cannot {action} `{}`: no space left ({source})", path.display())]
+    #[error("cannot {action} `{}`: {source}", path.display())]
     Full { action: &'static str, path: PathBuf, source: io::Error },
-    #[error("cannot {action} `{}`: not allowed ({source})", path.display())]
+    #[error("cannot {action} `{}`: {source}", path.display())]
     Denied { action: &'static str, path: PathBuf, source: io::Error },
     #[error("cannot {action} `{}`: expected a folder, found a file on the way", path.display())]
     NotAFolder { action: &'static str, path: PathBuf },

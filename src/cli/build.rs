@@ -72,7 +72,9 @@ fn one(session: &Session, asked: &Build, path: &Path) -> Result<Built, Fault> {
                 continue;
             }
             let budget = Budget { trials, minutes, trial_timeout: None };
-            let found = search(session, &workspace, path, &manifest, target, budget, Search::default())?;
+            let Some(found) = search(session, &workspace, path, &manifest, target, budget, Search::default())? else {
+                return Ok(Built::Interrupted);
+            };
             if found.interrupted {
                 return Ok(Built::Interrupted);
             }
@@ -206,6 +208,10 @@ pub fn clean(session: &Session, asked: &Clean) -> Result<Outcome, Fault> {
     let manifest = restricted(session.manifest(&asked.manifest, asked.target.as_deref())?, asked.target.as_deref())?;
     let workspace = session.workspace(Talk::Nothing)?;
     let removed = pipeline::forget(&workspace, &manifest)?;
+    if asked.json {
+        session.terminal.print_json(&json!({ "manifest": manifest.name, "removed": removed }))?;
+        return Ok(Outcome::Done);
+    }
     session.terminal.say(&format!("removed {} of `{}`", counted(removed as u64, "entry"), manifest.name));
     Ok(Outcome::Done)
 }

@@ -22,7 +22,7 @@ use super::terminal::interrupt;
 use crate::error::{Fault, Tier};
 use crate::manifest::Manifest;
 use crate::pipeline::{Runner, Tokens};
-use crate::sample::Request;
+use crate::sample::{End, Request};
 use crate::tokenizer::Message;
 
 /// Longest line that is read as a message.
@@ -175,8 +175,15 @@ impl Conversation<'_> {
             true => format!(" at {:.0} tokens/s", (count - 1) as f64 / decode_s),
             false => String::new(),
         };
-        let used = prompt.len() + count;
-        let how = if stopped { ", stopped" } else { "" };
+        // The last token of an answer has no place in the cache yet.
+        let used = (prompt.len() + count).min(context_max);
+        let ended = answer.tokens.last().is_some_and(|last| request.end(*last) == Some(End::Eos));
+        let how = match (stopped, ended) {
+            (true, _) => ", stopped",
+            (false, true) => "",
+            (false, false) if count >= *max_tokens => ", stopped at `--max-tokens`",
+            (false, false) => ", stopped: the context is full, /reset begins a new conversation",
+        };
         self.session.tell(&format!(
             "[{}{rate}{how}; {} of {} prompt tokens decoded in {:.0} ms; context: {used} of {context_max} tokens used, {} left]",
             tokens(count),

@@ -8,6 +8,7 @@ use super::session::{Session, Talk, pick_target};
 use super::terminal::interrupt;
 use super::units::{bytes_text, counted};
 use crate::error::Fault;
+use crate::files::folder_of;
 use crate::pipeline::{self, Serving, Written};
 use crate::target::TargetKind;
 
@@ -19,8 +20,7 @@ pub fn export(session: &Session, asked: &Export) -> Result<Outcome, Fault> {
         manifest.targets.retain(|target| picked.contains(target));
     }
     let workspace = session.workspace(if asked.json { Talk::Nothing } else { Talk::Work })?;
-    // With interrupts deferred, a stopped export returns from here and removes its incomplete folder.
-    let _deferred = interrupt::defer();
+    let _removed = interrupt::remove_at_end(folder_of(&asked.out), pipeline::temporary_prefix());
     let sizes = Serving::of_manifest(&manifest, TargetKind::Cpu, 1);
     let running_max = asked.max_batch.unwrap_or(sizes.running_max);
     let serving = Serving { running_max, cache_tokens: asked.cache_tokens, ..sizes };

@@ -26,8 +26,10 @@ enum Stop {
     Eos,
     /// One of `--stop` was generated.
     Text,
-    /// `--max-tokens`, or a full context.
+    /// `--max-tokens`.
     Length,
+    /// The context is full.
+    Context,
     Interrupted,
     /// The reader of stdout is gone.
     Closed,
@@ -38,7 +40,7 @@ impl Stop {
         match self {
             Stop::Eos => "eos",
             Stop::Text => "stop",
-            Stop::Length => "length",
+            Stop::Length | Stop::Context => "length",
             Stop::Interrupted => "interrupted",
             Stop::Closed => "closed",
         }
@@ -49,7 +51,8 @@ impl Stop {
         match self {
             Stop::Eos => "the model ended the text",
             Stop::Text => "a text of `--stop` was generated",
-            Stop::Length => "`--max-tokens` is reached, or the context is full",
+            Stop::Length => "`--max-tokens` is reached",
+            Stop::Context => "the context is full (`context_max` of the manifest)",
             Stop::Interrupted => "interrupted",
             Stop::Closed => "the reader of the output is gone",
         }
@@ -105,7 +108,7 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
     let deferred = interrupt::defer();
     let begun = Instant::now();
     let (mut first, mut last) = (None, begun);
-    let (mut stop, mut failed) = (Stop::Length, None);
+    let (mut stop, mut failed) = (if room < asked.max_tokens { Stop::Context } else { Stop::Length }, None);
     let mut on_token = |decided: &Decided| {
         last = Instant::now();
         first.get_or_insert(last);

@@ -9,11 +9,7 @@ use super::session::Session;
 use super::units::counted;
 use crate::dtype::{DType, Precision};
 use crate::error::Fault;
-use crate::files::read_text;
 use crate::model::config::{self, ImportError, Imported, Reason, describe, step_cache_bytes, step_weight_bytes};
-
-/// Largest config that is read; the same bound as for one in a checkpoint.
-const CONFIG_BYTES_MAX: u64 = 16 << 20;
 
 /// Reasons printed; a header may name 100,000 tensors that no family has.
 const REASONS_SHOWN: usize = 200;
@@ -26,7 +22,7 @@ pub fn import(session: &Session, asked: &Import) -> Result<Outcome, Fault> {
     } else if let Some(gguf) = init::gguf(place) {
         return Err(init::gguf_fault(&gguf));
     } else if place.is_file() {
-        config::import_config_only(&read_text(place, CONFIG_BYTES_MAX)?, 0)
+        config::import_config_only(&init::config_text(place)?, 0)
     } else if place.is_dir() {
         config::import(place)
     } else {

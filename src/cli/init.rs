@@ -5,6 +5,8 @@ use std::fs;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
+use serde_json::json;
+
 use super::Outcome;
 use super::arguments::Init;
 use super::builtin;
@@ -27,7 +29,7 @@ const CONFIG_BYTES_MAX: u64 = 16 << 20;
 const CONTEXT: u32 = 2048;
 
 pub fn init(session: &Session, asked: &Init) -> Result<Outcome, Fault> {
-    let Init { source, out, target, force } = asked;
+    let Init { source, out, target, force, json } = asked;
     let mut targets = if target.is_empty() { vec![target_here()] } else { target.clone() };
     let mut seen = BTreeSet::new();
     targets.retain(|name| seen.insert(name.clone()));
@@ -50,6 +52,13 @@ pub fn init(session: &Session, asked: &Init) -> Result<Outcome, Fault> {
     })?;
     if let Some(note) = &found.note {
         session.terminal.say(&format!("warning: {note}"));
+    }
+    if *json {
+        let context_max = found.context_max;
+        session.terminal.print_json(&json!({
+            "manifest": out, "source": found.source, "targets": targets, "context_max": context_max,
+        }))?;
+        return Ok(Outcome::Done);
     }
     let (shown, targets) = (quoted(out), targets.join(", "));
     session.terminal.say(&format!("wrote `{}`: {} for {targets}", out.display(), found.source));
@@ -117,7 +126,7 @@ impl Found {
         let (imported, scheme) = if place.is_dir() {
             (config::import(place)?, "path:")
         } else if place.is_file() {
-            (config::import_config_only(&read_text(place, CONFIG_BYTES_MAX)?, 0)?, "synthetic:")
+            (config::import_config_only(&config_text(place)?, 0)?, "synthetic:")
         } else {
             return Err(nothing(source));
         };
@@ -141,6 +150,19 @@ impl Found {
             Err(fault) => Err(fault),
         }
     }
+}
+
+/// The text of a config; a manifest in its place is named.
+///
+/// # Errors
+/// A file that cannot be read, a manifest.
+pub fn config_text(place: &Path) -> Result<String, Fault> {
+    if place.extension().is_some_and(|suffix| suffix == "toml") {
+        let shown = place.display();
+        return Err(Fault::input(format!("`{shown}` is a manifest, expected a config.json or a folder"))
+            .with_remedy(format!("`monobloc build {shown}` imports its model")));
+    }
+    Ok(read_text(place, CONFIG_BYTES_MAX)?)
 }
 
 /// What an import reads of a model of the hub.

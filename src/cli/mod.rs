@@ -35,11 +35,9 @@ use std::ffi::OsString;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 
-use clap::Parser;
-
 use crate::error::{Fault, Tier};
 use crate::model::config::{schema_json, schema_table};
-use arguments::{Arguments, Command};
+use arguments::Command;
 use session::Session;
 use terminal::interrupt;
 
@@ -67,7 +65,7 @@ impl Outcome {
 /// handler of interrupts.
 pub fn run(arguments: impl Iterator<Item = OsString>) -> ExitCode {
     terminal::catch_panics();
-    let arguments = match Arguments::try_parse_from(arguments) {
+    let arguments = match arguments::parse(arguments) {
         Ok(arguments) => arguments,
         // For clap, `--help` and `--version` are such errors, too. A closed stdout is no failure.
         Err(error) => {
@@ -80,6 +78,10 @@ pub fn run(arguments: impl Iterator<Item = OsString>) -> ExitCode {
         let _ = rayon::ThreadPoolBuilder::new().num_threads(jobs).build_global();
     }
     let session = Session::new(arguments.global);
+    if let Err(fault) = places::check_variables() {
+        session.terminal.print_fault(&fault);
+        return ExitCode::from(fault.tier.exit_code());
+    }
     interrupt::install();
     let answer = catch_unwind(AssertUnwindSafe(|| answer(&session, arguments.command)));
     let fault = match answer {
@@ -135,12 +137,53 @@ fn answer(session: &Session, command: Command) -> Result<Outcome, Fault> {
 
 #[cfg(test)]
 mod tests {
+    use super::arguments::{GROUPS, command};
     use super::*;
-    use clap::CommandFactory;
+
+    #[test]
+    fn every_command_is_in_one_group() {
+        let all = command();
+        let names = all.get_subcommands().map(clap::Command::get_name).filter(|name| *name != "help");
+        let mut expected: Vec<&str> = names.collect();
+        let mut found: Vec<&str> = GROUPS.iter().flat_map(|(_, names)| names.iter().copied()).collect();
+        (expected.sort(), found.sort());
+        assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn help_is_at_most_100_columns_wide() {
+        fn check(command: &mut clap::Command) {
+            for help in [command.render_long_help(), command.render_help()] {
+                for line in help.to_string().lines() {
+                    let is_example = line.starts_with("  monobloc ") || line.trim_start().starts_with("[possible");
+                    let is_short_default = line.contains("[default:");
+                    let wide = line.chars().count() > 100 && !is_example && !is_short_default;
+                    assert!(!wide, "{}: {line}", command.get_name());
+                }
+            }
+            command.get_subcommands_mut().for_each(check);
+        }
+        let mut all = command();
+        all.build();
+        check(&mut all);
+    }
+
+    /// An installed binary has no `manifests/` and no fixtures beside it.
+    #[test]
+    fn examples_name_no_file_of_the_repository() {
+        fn check(command: &clap::Command) {
+            let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+            for inside in ["manifests/", "tests/", "docs/"] {
+                assert!(!help.contains(inside), "{}: {help}", command.get_name());
+            }
+            command.get_subcommands().for_each(check);
+        }
+        check(&command());
+    }
 
     #[test]
     fn the_command_line_is_well_formed_and_every_command_has_an_example() {
-        let mut all = Arguments::command();
+        let mut all = command();
         all.build();
         all.clone().debug_assert();
         for command in all.get_subcommands().filter(|command| command.get_name() != "help") {
@@ -154,7 +197,7 @@ mod tests {
 
     #[test]
     fn the_help_documents_every_exit_code() {
-        let help = Arguments::command().render_long_help().to_string();
+        let help = command().render_long_help().to_string();
         let codes = [Tier::Input, Tier::Environment, Tier::Internal].map(Tier::exit_code);
         let outcomes = [Outcome::Done, Outcome::No, Outcome::Interrupted].map(Outcome::exit_code);
         for code in codes.into_iter().chain(outcomes) {

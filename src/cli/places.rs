@@ -8,8 +8,26 @@ use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::cache::Places;
+use crate::error::Fault;
+
 const CACHE: &str = "cache";
 const TRIALS: &str = "flywheel/trials.csv";
+
+/// Refuses paths in variables that are no text: parts of manifests and messages are made of them.
+///
+/// # Errors
+/// The first such variable.
+pub fn check_variables() -> Result<(), Fault> {
+    for name in [Places::ROOT_VARIABLE, Places::SHARED_VARIABLE, Places::KEY_VARIABLE] {
+        if env::var_os(name).is_some_and(|value| value.to_str().is_none()) {
+            return Err(
+                Fault::input(format!("the path in `{name}` is not UTF-8 text")).with_remedy("rename the folder")
+            );
+        }
+    }
+    Ok(())
+}
 
 /// The project's cache, or the user's.
 pub fn cache_root() -> PathBuf {

@@ -6,14 +6,14 @@ use std::path::Path;
 use clap::CommandFactory;
 
 use super::Outcome;
-use super::arguments::{Arguments, Completions, Man};
+use super::arguments::{Arguments, Completions, Man, command};
 use super::session::Session;
 use crate::error::Fault;
 
 /// Prints a script that completes commands and options.
 pub fn completions(session: &Session, asked: &Completions) -> Result<Outcome, Fault> {
     let mut script = vec![];
-    clap_complete::generate(asked.shell, &mut Arguments::command(), "monobloc", &mut script);
+    clap_complete::generate(asked.shell, &mut command(), "monobloc", &mut script);
     session.terminal.print(&String::from_utf8_lossy(&script))?;
     Ok(Outcome::Done)
 }

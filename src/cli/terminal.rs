@@ -133,8 +133,7 @@ fn safe(text: &str, style: Style) -> Cow<'_, str> {
 
 /// As [`Style::for_stderr`].
 fn style_for_stdout() -> Style {
-    let refused = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
-    if io::stdout().is_terminal() && !refused { Style::Colour } else { Style::Plain }
+    if io::stdout().is_terminal() && !Style::is_refused() { Style::Colour } else { Style::Plain }
 }
 
 fn painted(word: &str, paint: &str, style: Style) -> String {
@@ -197,8 +196,11 @@ pub mod interrupt {
     //!
     //! Ending at once loses nothing: the cache and the trials stay sound wherever a process is killed.
 
+    use std::fs;
+    use std::path::PathBuf;
     use std::sync::Mutex;
     use std::sync::atomic::{AtomicBool, Ordering};
+    use std::thread;
     use std::time::{Duration, Instant};
 
     use super::Outcome;
@@ -223,9 +225,44 @@ pub mod interrupt {
             first.get_or_insert_with(Instant::now);
             drop(first);
             if ends {
+                remove();
                 end_at_once(Outcome::Interrupted);
             }
         });
+    }
+
+    /// Folders that an interrupt removes: their folder, and how their names begin.
+    static REMOVED: Mutex<Option<(PathBuf, String)>> = Mutex::new(None);
+    /// Other threads still write while a folder is removed, and can add a file to it.
+    const REMOVALS: usize = 20;
+    const REMOVAL_PAUSE: Duration = Duration::from_millis(5);
+
+    /// While this lives, an interrupt that ends the process also removes folders.
+    pub struct Removed(());
+
+    /// Removes the folders in `folder` whose names begin with `prefix`, if an interrupt ends the process.
+    pub fn remove_at_end(folder: PathBuf, prefix: String) -> Removed {
+        *REMOVED.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some((folder, prefix));
+        Removed(())
+    }
+
+    impl Drop for Removed {
+        fn drop(&mut self) {
+            *REMOVED.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = None;
+        }
+    }
+
+    fn remove() {
+        let removed = REMOVED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let Some((folder, prefix)) = removed.as_ref() else { return };
+        for _ in 0..REMOVALS {
+            let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+            let ours = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(prefix));
+            if ours.filter(|entry| fs::remove_dir_all(entry.path()).is_err()).count() == 0 {
+                return;
+            }
+            thread::sleep(REMOVAL_PAUSE);
+        }
     }
 
     /// While this lives, the first interrupt only makes [`asked`] true. A further one, more than a second later, ends the process.

@@ -213,8 +213,11 @@ impl Steps {
     fn check(&mut self, parts: &[StepPart]) -> Result<(), Fault> {
         let (rows, most) = (parts.iter().map(|part| part.tokens.len()).sum::<usize>(), self.rows_max);
         if rows == 0 || rows > most {
-            return Err(Fault::input(format!("a step has 1 to {most} tokens, found {rows}"))
-                .with_remedy("divide the tokens, or load the model with a larger `chunk_max`"));
+            let remedy = match rows {
+                0 => "give a sequence with at least one token",
+                _ => "divide the tokens, or load the model with a larger `chunk_max`",
+            };
+            return Err(Fault::input(format!("a step has 1 to {most} tokens, found {rows}")).with_remedy(remedy));
         }
         self.check_parts(parts)
     }

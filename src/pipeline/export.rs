@@ -37,6 +37,13 @@ use crate::waves::Proven;
 /// Bytes that are copied at a time.
 const PIECE_BYTES: usize = 8 << 20;
 
+const UNWRITTEN_REMEDY: &str = "free space on that disk, or name a folder on another one with `--out`";
+
+/// How the names of folders begin in which this process builds an export, beside the one that it will be.
+pub fn temporary_prefix() -> String {
+    format!(".monobloc-export-{}-", std::process::id())
+}
+
 /// What was exported.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Written {
@@ -67,9 +74,9 @@ pub fn export(
     let prepared: Vec<Prepared> =
         manifest.targets.iter().map(|target| prepare(workspace, manifest, target)).collect::<Result<_, _>>()?;
     let failed = |error: std::io::Error| {
-        Fault::environment(format!("cannot write `{shown}`: {error}")).with_remedy("name another folder with `--out`")
+        Fault::environment(format!("cannot write `{shown}`: {error}")).with_remedy(UNWRITTEN_REMEDY)
     };
-    let beside = tempfile::Builder::new().prefix(".monobloc-export-").tempdir_in(folder_of(out)).map_err(failed)?;
+    let beside = tempfile::Builder::new().prefix(&temporary_prefix()).tempdir_in(folder_of(out)).map_err(failed)?;
     // Below the temporary folder, which only its owner may read.
     let root = beside.path().join("export");
     fs::create_dir(&root).map_err(failed)?;
@@ -448,5 +455,5 @@ impl Folder<'_> {
 }
 
 fn unwritten(path: &Path, error: &std::io::Error) -> Fault {
-    Fault::environment(format!("cannot write `{}`: {error}", path.display()))
+    Fault::environment(format!("cannot write `{}`: {error}", path.display())).with_remedy(UNWRITTEN_REMEDY)
 }

@@ -60,7 +60,7 @@ mod worker;
 pub use batch::{Batched, Serving, runs_here};
 pub use campaign::{Tuned, Tuning, can_tune, is_tuned, tune};
 pub use explain::{Explained, SHOW_STAGES, explain, show};
-pub use export::{Written, export};
+pub use export::{Written, export, temporary_prefix};
 pub use exported::Exported;
 pub use ready::{Given, Ready};
 pub use runner::{Answer, Runner};

@@ -231,9 +231,7 @@ fn without_nvrtc(command: &mut assert_cmd::Command) -> &mut assert_cmd::Command 
 #[test]
 fn shared_cubins_are_found_without_a_compiler() {
     let test = "shared_cubins_are_found_without_a_compiler";
-    if nvrtc(test).is_none() {
-        return;
-    }
+    let Some(nvrtc) = nvrtc(test) else { return };
     let (first, second) = (small(), small());
     let found = Answer::of(without_nvrtc(&mut second.command("doctor --json"))).json();
     if found["nvrtc"]["found"] == serde_json::Value::Bool(true) {
@@ -244,7 +242,7 @@ fn shared_cubins_are_found_without_a_compiler() {
         let text = fs::read_to_string(place.path("m.toml")).unwrap();
         place.write("gpu.toml", text.replace("record = \"cpu\"", "record = \"b200\""));
         let mut command = place.command("build gpu.toml --require compile");
-        command.env("MONOBLOC_SHARED_CACHE", first.path("shared"));
+        command.env("MONOBLOC_SHARED_CACHE", first.path("shared")).env("MONOBLOC_NVRTC", nvrtc.path());
         command
     };
     Answer::of(&mut build(&first)).code(0);

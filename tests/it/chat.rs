@@ -94,6 +94,8 @@ fn what_cannot_be_answered_is_refused_by_name() {
     chat(&place, "", "/save m.toml\n").refused(&["`m.toml` exists"]);
     let long = format!("{}\n", "a kite and ".repeat(60));
     chat(&place, "", &long).refused(&["`context_max` is 64", "/reset"]);
+    let full = chat(&place, "", "Tell me a story about a kite.\n").code(0).stderr;
+    assert!(full.contains("the context is full") && full.contains("64 of 64 tokens used, 0 left"), "{full}");
     chat(&place, "--temperature -1", "").refused(&["temperature"]);
     assert!(chat(&place, "", "/help\n/quit\nnot read\n").code(0).stderr.contains("/save FILE"));
     assert_eq!(chat(&place, "", "").code(0).stdout, "");

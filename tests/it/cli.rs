@@ -333,6 +333,9 @@ fn generation_ends_where_the_context_is_full() {
     // Positions 5, 6 and 7 each decide a token.
     assert_eq!(answer.stdout.split(',').count(), 3, "{answer:#?}");
     assert!(answer.stderr.contains("at most 3 of 128 tokens: `context_max` is 8"), "{answer:#?}");
+    assert!(answer.stderr.contains("stopped: the context is full"), "{answer:#?}");
+    let two = place.run("generate m.toml --ids 1,2,3,4,5,6 --ignore-eos --max-tokens 2").code(0);
+    assert!(two.stderr.contains("stopped: `--max-tokens` is reached"), "{two:#?}");
     place.run("generate m.toml --ids 1,2,3,4,5,6,7,8,9").refused(&["at most 8 tokens", "found 9", "context_max"]);
     place.run("logits m.toml --ids 1,2,3,4,5,6,7,8,9 --out l.safetensors").refused(&["at most 8 ids", "found 9"]);
 }
@@ -575,4 +578,44 @@ fn goldens_are_compared_in_one_step_and_damage_is_seen() {
     place.manifest(&fixture("families/llama-untied"), 48);
     place.run("compare m.toml --goldens off.safetensors").refused(&["expected `logits` of 384 tokens", "found 320"]);
     place.run("compare m.toml --goldens m.toml").refused(&["m.toml", "expected a safetensors file"]);
+}
+
+#[test]
+fn every_command_runs_on_a_target_that_is_here() {
+    let place = Place::new();
+    let text = manifest_text(&format!("path:{}", fixture("families/llama-gqa").display()), 32);
+    place.write("m.toml", text.replace("record = \"cpu\"", "record = \"b200\"\n[[target]]\nrecord = \"cpu\""));
+    for command in ["generate m.toml --ids 1 --max-tokens 1", "logits m.toml --ids 1 --out l.safetensors"] {
+        place.run(command).code(0);
+    }
+}
+
+#[test]
+fn paths_that_are_no_text_are_refused() {
+    use std::os::unix::ffi::OsStrExt;
+    let place = Place::new();
+    let odd = std::ffi::OsStr::from_bytes(b"m\xff.toml");
+    Answer::of(place.command("build").arg(odd)).refused(&["expected UTF-8 text"]);
+    Answer::of(place.command("targets").env("MONOBLOC_CACHE_DIR", odd)).refused(&["`MONOBLOC_CACHE_DIR` is not UTF-8"]);
+}
+
+#[test]
+fn a_misspelt_key_is_one_fault() {
+    let place = Place::new();
+    let text = manifest_text("path:x", 32).replace("weights = ", "weigths = ");
+    place.write("m.toml", text);
+    let said = place.run("build m.toml").refused(&["unknown key `weigths`", "did you mean `weights`?"]).stderr;
+    assert!(!said.contains("missing key"), "{said}");
+}
+
+#[test]
+fn completions_offer_what_fits() {
+    let place = Place::new();
+    let script = place.run("completions bash").code(0).stdout;
+    for hidden in ["monobloc__trials", "monobloc__tokens"] {
+        assert!(!script.contains(hidden), "{hidden}");
+    }
+    // Names of records after `--target`, and no files.
+    let after: Vec<&str> = script.lines().skip_while(|line| line.trim() != "--target)").take(3).collect();
+    assert!(after.concat().contains("cpu t4 a100"), "{after:?}");
 }

@@ -77,7 +77,7 @@ fn arguments_are_checked() {
     place.run("generate m.toml --prompt Hello").refused(&["tokenizer.json", "--ids"]);
     place.run("logits m.toml --ids 1 --out none/l.safetensors").fault(3, &["none/l.safetensors"]);
     place.run("import none --dry-run").refused(&["`none`"]);
-    place.run("import m.toml").refused(&["--dry-run"]);
+    place.run("import m.toml").refused(&["`m.toml` is a manifest", "monobloc build m.toml"]);
     place.run("cache stats --cache none").refused(&["no cache at `none`"]);
     assert!(!place.path("none").exists());
     place.run("cache gc --max-size 10X").refused(&["10G"]);

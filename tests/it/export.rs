@@ -443,3 +443,28 @@ fn a_cubin_runs_only_if_this_version_would_compile_it() {
         fs::write(export.path(file), cubin).expect("written");
     }
 }
+
+#[test]
+fn an_interrupted_export_leaves_no_folder() {
+    let place = Place::new();
+    place.manifest(&fixture("tinystories-llama"), 256);
+    let mut child = place.process("export m.toml --out e").stderr(std::process::Stdio::piped()).spawn().unwrap();
+    let folders = || {
+        let entries = fs::read_dir(place.path("")).unwrap();
+        let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        names.filter(|name| name.starts_with(".monobloc-export-") || name == "e").collect::<Vec<_>>()
+    };
+    while folders().is_empty() {
+        assert_eq!(child.try_wait().unwrap(), None, "it ended before it wrote");
+        std::thread::sleep(std::time::Duration::from_millis(2));
+    }
+    let interrupt = format!("kill -INT {}", child.id());
+    assert!(std::process::Command::new("sh").args(["-c", &interrupt]).status().unwrap().success());
+    let code = child.wait().unwrap().code();
+    // It may have been quick enough to end.
+    assert!(
+        code == Some(130) && folders().is_empty() || code == Some(0) && folders() == ["e"],
+        "{code:?} {:?}",
+        folders()
+    );
+}
