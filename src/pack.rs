@@ -17,7 +17,7 @@ use crate::ir::program::{Buffer, Content, Part, Space, VectorPart};
 use crate::ir::schedule::Schedule;
 use crate::ir::{BufferId, LayerId};
 use crate::model::cache_scales::cache_scales;
-use crate::model::coded::GroupOrder;
+use crate::model::coded::PartFault;
 use crate::model::graph::{ModelGraph, Rope, RowView, TensorId};
 use crate::model::weights::{CodedRow, Weights};
 use half::bf16;
@@ -47,11 +47,9 @@ pub enum PackError {
     Format { buffer: BufferId, name: String, expected: Format, tensor: String, found: String },
     #[error("{buffer} (`{name}`) needs row {row} of tensor `{tensor}`, whose {what} of column {column} is no number")]
     NotANumber { buffer: BufferId, name: String, tensor: String, row: u32, column: usize, what: &'static str },
-    #[error(
-        "tensor `{tensor}`: `g_idx` puts column {column} in group {group}, but the config says that groups follow each other; \
-         set `desc_act` to true in its `quantization_config`"
-    )]
-    GroupOrder { tensor: String, column: u32, group: i32 },
+    /// `name` is that of the part.
+    #[error("tensor `{name}` {fault}")]
+    Part { name: String, fault: PartFault },
     #[error("layer {} has the scale {scale} for cached keys or values, expected a number above 0", layer.0)]
     CacheScale { layer: LayerId, scale: String },
     #[error("the pack takes {bytes} bytes, more than this machine can address")]
@@ -62,7 +60,7 @@ impl From<PackError> for Fault {
     fn from(error: PackError) -> Fault {
         match error {
             PackError::Size { .. } => Fault::environment(error.to_string()),
-            PackError::NotANumber { .. } | PackError::GroupOrder { .. } | PackError::CacheScale { .. } => {
+            PackError::NotANumber { .. } | PackError::Part { .. } | PackError::CacheScale { .. } => {
                 Fault::input(error.to_string())
             }
             _ => Fault::internal(error.to_string()),
@@ -307,6 +305,7 @@ fn pack_units(
             let (name, cols, tensor) = (buffer.name.clone(), buffer.cols, graph.tensor(part.view.tensor).name.clone());
             return Err(PackError::Cols { buffer: id, name, cols, tensor, found });
         }
+        whole_parts(graph, weights, part.view.tensor)?;
     }
     let cols = buffer.cols as usize;
     let coded = Some(matrix.format).filter(|format| !format.code.plain());
@@ -364,11 +363,19 @@ fn stored_as(
         let found = found.map_or("values".to_string(), |format| format.to_string());
         return Err(PackError::Format { buffer: id, name, expected, tensor, found });
     }
-    if let Some(GroupOrder { column, group }) = weights.group_order(tensor) {
-        let tensor = graph.tensor(tensor).name.clone();
-        return Err(PackError::GroupOrder { tensor, column, group });
-    }
     Ok(())
+}
+
+/// Refuses a matrix whose parts have values that contradict the config, or lead nowhere.
+fn whole_parts(graph: &ModelGraph, weights: &Weights, tensor: TensorId) -> Result<(), PackError> {
+    match weights.part_fault(tensor) {
+        None => Ok(()),
+        Some(fault) => {
+            let name = &graph.tensor(tensor).name;
+            let module = name.strip_suffix(".weight").unwrap_or(name);
+            Err(PackError::Part { name: format!("{module}.{}", fault.part()), fault })
+        }
+    }
 }
 
 /// Refuses codes and scales that are no numbers: a kernel would read other values in them.
@@ -540,6 +547,7 @@ fn pack_table(
     out: &mut [u8],
 ) -> Result<(), PackError> {
     stored_as(id, buffer, graph, weights, tensor, format)?;
+    whole_parts(graph, weights, tensor)?;
     let at = format.table_row(buffer.cols);
     let rows = out.par_chunks_exact_mut((at.bytes as usize).max(1)).zip(0..buffer.rows);
     rows.try_for_each_init(CodedRow::default, |codes, (out, row)| {

@@ -1,5 +1,6 @@
 //! Owns matrices that are stored as codes and scales: rows of them in one form, whatever layout a file has, and their exact values.
 
+use std::fmt;
 use std::ops::Range;
 use std::sync::OnceLock;
 
@@ -105,7 +106,9 @@ pub struct Recipe {
     pub scales: (Component, ScaleCode, ScaleLayout),
     pub zeros: Option<(Component, ZeroLayout)>,
     /// The group of each column, 32-bit integers; `None`: they follow each other.
-    pub g_idx: Option<Component>,
+    pub g_idx: Option<(Component, GroupIndex)>,
+    /// The config says that every zero point is the middle of the range of codes.
+    pub symmetric: bool,
     /// An fp32 number.
     pub whole: Option<(Component, Whole)>,
 }
@@ -166,18 +169,64 @@ impl Recipe {
 /// Order of columns in the fields of a word: field `i` holds column `AWQ_ORDER[i]`.
 const AWQ_FIELD: [u32; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 
-/// Columns of a matrix whose groups are not in order, though its format says that they are.
+/// What the groups of columns may be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct GroupOrder {
-    pub column: u32,
-    pub group: i32,
+pub enum GroupIndex {
+    /// GPTQ without `desc_act`: they follow each other.
+    InOrder,
+    /// GPTQ with `desc_act`.
+    Any,
+    /// compressed-tensors: where one is -1, they follow each other.
+    AnyOrNone,
+}
+
+/// Values of a part of a matrix that contradict the config, or lead nowhere. The part is named without its module.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PartFault {
+    Order { column: u32, group: i32 },
+    Group { part: &'static str, column: u32, group: i32, groups: u32 },
+    Zero { row: u32, group: u32, found: i32, middle: i32 },
+}
+
+impl PartFault {
+    /// Name of the part.
+    pub fn part(&self) -> &'static str {
+        match self {
+            PartFault::Order { .. } => "g_idx",
+            PartFault::Group { part, .. } => part,
+            PartFault::Zero { .. } => "qzeros",
+        }
+    }
+}
+
+impl fmt::Display for PartFault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            PartFault::Order { column, group } => write!(
+                f,
+                "puts column {column} in group {group}, but the config says that groups follow each other; set `desc_act` to true in its \
+                 `quantization_config`"
+            ),
+            PartFault::Group { column, group, groups, .. } => {
+                write!(f, "puts column {column} in group {group}, expected a group from 0 to {}", groups - 1)
+            }
+            PartFault::Zero { row, group, found, middle } => write!(
+                f,
+                "has the zero point {found} for row {row} in group {group}, but the config says `sym: true`, which means {middle}; loaders \
+                 differ here. Set `sym` to false in its `quantization_config` if the stored zero points count; `checkpoint_format` says \
+                 whether they are stored less one"
+            ),
+        }
+    }
 }
 
 /// A matrix with its bytes.
 #[derive(Debug)]
 pub struct Stored {
     pub recipe: Recipe,
-    order: OnceLock<Option<GroupOrder>>,
+    fault: OnceLock<Option<PartFault>>,
+    /// Whether a group index says that there is none.
+    unordered: OnceLock<bool>,
 }
 
 /// Bytes of the weight files.
@@ -201,23 +250,58 @@ fn signed(field: u8, bits: u32) -> u8 {
 
 impl Stored {
     pub fn new(recipe: Recipe) -> Stored {
-        Stored { recipe, order: OnceLock::new() }
+        Stored { recipe, fault: OnceLock::new(), unordered: OnceLock::new() }
     }
 
     fn groups(&self) -> usize {
         self.recipe.cols.div_ceil(self.recipe.group_k.max(1)) as usize
     }
 
-    /// The first column whose group is not the one that follows from its place; `None`: all are.
-    pub fn group_order(&self, files: &impl Files) -> Option<GroupOrder> {
-        let g_idx = self.recipe.g_idx.as_ref()?;
-        let find = || {
-            (0..self.recipe.cols).find_map(|column| {
-                let group = word(files.bytes(g_idx), column as usize) as i32;
-                (i64::from(group) != i64::from(column / self.recipe.group_k)).then_some(GroupOrder { column, group })
+    /// The first value of a part that cannot be, or that the config denies.
+    pub fn fault(&self, files: &impl Files) -> Option<PartFault> {
+        *self.fault.get_or_init(|| self.group_fault(files).or_else(|| self.zero_fault(files)))
+    }
+
+    fn group_fault(&self, files: &impl Files) -> Option<PartFault> {
+        let (_, kind) = self.recipe.g_idx.as_ref()?;
+        let g_idx = self.group_index(files)?;
+        let groups = self.groups() as u32;
+        (0..self.recipe.cols).find_map(|column| {
+            let group = word(g_idx, column as usize) as i32;
+            let is_there = u32::try_from(group).is_ok_and(|group| group < groups);
+            match kind {
+                GroupIndex::Any | GroupIndex::AnyOrNone if is_there => None,
+                GroupIndex::Any => Some(PartFault::Group { part: "g_idx", column, group, groups }),
+                GroupIndex::AnyOrNone => Some(PartFault::Group { part: "weight_g_idx", column, group, groups }),
+                GroupIndex::InOrder => (i64::from(group) != i64::from(column / self.recipe.group_k))
+                    .then_some(PartFault::Order { column, group }),
+            }
+        })
+    }
+
+    fn zero_fault(&self, files: &impl Files) -> Option<PartFault> {
+        let Recipe { code, rows, symmetric, .. } = &self.recipe;
+        if !symmetric {
+            return None;
+        }
+        let middle = code.implied_zero();
+        // As unsigned fields.
+        let shown = |zero: f32| (zero - middle) as i32 + (1 << (code.bits() - 1));
+        (0..*rows).find_map(|row| {
+            (0..self.groups()).find_map(|group| {
+                let zero = code.zero(self.zero(files, row, group)?);
+                let fault = PartFault::Zero { row, group: group as u32, found: shown(zero), middle: shown(middle) };
+                (zero != middle).then_some(fault)
             })
-        };
-        *self.order.get_or_init(find)
+        })
+    }
+
+    /// The bytes of the group of each column; `None`: they follow each other.
+    fn group_index<'a>(&self, files: &'a impl Files) -> Option<&'a [u8]> {
+        let (component, kind) = self.recipe.g_idx.as_ref()?;
+        let bytes = files.bytes(component);
+        let none = || *kind == GroupIndex::AnyOrNone && bytes.as_chunks::<4>().0.contains(&[0xff; 4]);
+        (!self.unordered.get_or_init(none)).then_some(bytes)
     }
 
     fn codes(&self, files: &impl Files, row: u32, out: &mut Vec<u8>) {
@@ -317,7 +401,7 @@ impl Stored {
 
     /// The values of row `row`: each the product of its scale and its code less its zero point, in fp32.
     pub fn read_values(&self, files: &impl Files, row: u32, out: &mut [f32]) {
-        let Recipe { code, group_k, g_idx, .. } = &self.recipe;
+        let Recipe { code, group_k, .. } = &self.recipe;
         let mut codes = vec![];
         self.codes(files, row, &mut codes);
         let whole = self.whole(files);
@@ -334,7 +418,7 @@ impl Stored {
                 (scale, zero)
             })
             .collect();
-        let g_idx = g_idx.as_ref().map(|component| files.bytes(component));
+        let g_idx = self.group_index(files);
         for (k, (out, code_of)) in out.iter_mut().zip(codes).enumerate() {
             let group = g_idx.map_or(k / *group_k as usize, |bytes| word(bytes, k) as usize);
             // A group that is not there has no value.

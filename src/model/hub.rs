@@ -24,13 +24,23 @@ use super::weights::{INDEX_BYTES_MAX, INDEX_FILE, SINGLE_FILE};
 use crate::model::sha256;
 
 /// Files read beside config and weights, where the repository has them.
-const OPTIONAL_FILES: [&str; 5] = [
+const OPTIONAL_FILES: [&str; 6] = [
     "generation_config.json",
+    "hf_quant_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
     "special_tokens_map.json",
 ];
+
+/// Most further chat templates that are fetched.
+const TEMPLATES_MAX: usize = 32;
+
+/// Whether a file is a further chat template, `additional_chat_templates/NAME.jinja`.
+fn is_further_template(file: &str) -> bool {
+    let name = file.strip_prefix("additional_chat_templates/").and_then(|name| name.strip_suffix(".jinja"));
+    name.is_some_and(|name| !name.is_empty() && !name.contains('/'))
+}
 
 /// A large file takes another process this long at most; then its lock is an error.
 const LOCK_WAIT: Duration = Duration::from_secs(30 * 60);
@@ -88,6 +98,10 @@ pub(super) fn download(
     has_weights(repo, &info)?;
     let config = hub.fetch(&info.sha, "config.json", SMALL_BYTES_MAX, progress)?;
     for name in OPTIONAL_FILES.into_iter().filter(|name| listed(name)) {
+        hub.fetch(&info.sha, name, SMALL_BYTES_MAX, progress)?;
+    }
+    let templates = info.siblings.iter().map(|sibling| sibling.rfilename.as_str());
+    for name in templates.filter(|name| is_further_template(name)).take(TEMPLATES_MAX) {
         hub.fetch(&info.sha, name, SMALL_BYTES_MAX, progress)?;
     }
     if listed(SINGLE_FILE) {

@@ -22,7 +22,7 @@ use crate::dtype::DType;
 use crate::files::{self, FileError};
 use crate::format::Format;
 pub use crate::model::coded::CodedRow;
-use crate::model::coded::{Component, Files, GroupOrder, Recipe, Stored as Coded};
+use crate::model::coded::{Component, Files, PartFault, Recipe, Stored as Coded};
 use crate::model::graph::{Linear, ModelGraph, Norm, RowView, Tensor, TensorId};
 use crate::model::rounding::round_row;
 use crate::model::synthetic::SyntheticTensor;
@@ -223,6 +223,27 @@ impl Checkpoint {
         }
         let (map_a, map_b) = (self.map(a.file)?, self.map(b.file)?);
         Ok(map_a.get(bytes_of(&a.range)) == map_b.get(bytes_of(&b.range)))
+    }
+
+    /// Whether every value of a tensor is zero, of either sign.
+    ///
+    /// # Errors
+    /// A file that cannot be read.
+    pub fn is_zero(&self, name: &str) -> Result<bool, WeightsError> {
+        let Some(tensor) = self.tensors.get(name) else { return Ok(false) };
+        let map = self.map(tensor.file)?;
+        let bytes = map.get(bytes_of(&tensor.range)).unwrap_or_default();
+        // The sign is in the last byte.
+        let is_sign = |byte: u8| byte & 0x7f == 0;
+        let width = match tensor.dtype {
+            Dtype::F32 => 4,
+            Dtype::BF16 | Dtype::F16 => 2,
+            _ => return Ok(false),
+        };
+        let zero = |value: &[u8]| {
+            value.split_last().is_some_and(|(last, rest)| is_sign(*last) && rest.iter().all(|b| *b == 0))
+        };
+        Ok(bytes.chunks(width).all(zero))
     }
 
     /// Maps the files and binds each graph tensor, by name, to its bytes.
@@ -796,10 +817,10 @@ impl Weights {
         }
     }
 
-    /// The first column of a matrix whose group is not the one that its format says; `None`: all are as it says.
-    pub fn group_order(&self, id: TensorId) -> Option<GroupOrder> {
+    /// The first value of a part of a matrix that contradicts the config, or leads nowhere.
+    pub fn part_fault(&self, id: TensorId) -> Option<PartFault> {
         match &self.tensors[id.index()].source {
-            Source::Coded(coded) if coded.recipe.format.groups.is_some() => coded.group_order(&self.maps),
+            Source::Coded(coded) => coded.fault(&self.maps),
             _ => None,
         }
     }

@@ -265,7 +265,9 @@ fn what_is_not_modelled_is_refused_by_name() {
     let schedule = place(&imported, FP32, 4);
     let found = pack(&schedule, &imported.graph, &imported.weights).unwrap_err().to_string();
     assert!(
-        found.contains("`g_idx` puts column 0 in group 1, but the config says that groups follow each other"),
+        found.contains(
+            "0.mlp.down_proj.g_idx` puts column 0 in group 1, but the config says that groups follow each other"
+        ),
         "{found}"
     );
 }
@@ -327,12 +329,165 @@ fn mxfp4_of_modelopt_is_that_of_compressed_tensors_under_other_names() {
     };
     for (config, why) in [
         (groups(16), "weights`: expected floats of 4 bits in groups of 32"),
-        (config("MXFP8"), "quant_algo`: expected NVFP4, W4A16_NVFP4, mxfp4 or W4A8_MXFP4_FP8"),
+        (config("MXFP8"), "quant_algo`: expected NVFP4, W4A16_NVFP4, mxfp4, W4A8_MXFP4_FP8, FP8 or"),
         (without_groups, "config_groups`: expected an object of groups"),
     ] {
         let refused = import(mxfp4_of_modelopt(config, plain).path()).unwrap_err().to_string();
         assert!(refused.contains(why), "{refused}");
     }
+}
+
+/// Why a checkpoint's weights are refused when they are packed.
+fn refused_by_pack(folder: &Path) -> String {
+    let imported = import(folder).unwrap();
+    let schedule = place(&imported, FP32, 4);
+    pack(&schedule, &imported.graph, &imported.weights).expect_err("weights that are refused").to_string()
+}
+
+/// The indices of groups in a tensor that ends like this, replaced column by column.
+fn with_groups(name: &str, ending: &'static str, group: impl Fn(usize) -> i32) -> tempfile::TempDir {
+    edited(name, |tensor, data| {
+        if tensor.ends_with(ending) {
+            data.chunks_exact_mut(4).enumerate().for_each(|(k, bytes)| bytes.copy_from_slice(&group(k).to_le_bytes()));
+        }
+    })
+}
+
+#[test]
+fn groups_that_do_not_exist_are_refused_by_tensor() {
+    for (name, ending, group) in [
+        ("gptq-actorder-g64", "0.mlp.down_proj.g_idx", 99),
+        ("gptq-actorder-g64", "1.self_attn.q_proj.g_idx", -1),
+        ("gptq-v1-asym", "0.mlp.down_proj.g_idx", 3),
+        ("ct-int4-actorder", "0.mlp.down_proj.weight_g_idx", 3),
+        ("ct-int4-actorder", "0.mlp.down_proj.weight_g_idx", -2),
+    ] {
+        let folder =
+            with_groups(&format!("quantised/{name}"), ending, |k| if k == 5 { group } else { (k / 64) as i32 });
+        let found = refused_by_pack(folder.path());
+        assert!(found.contains(&format!("{ending}` puts column 5 in group {group}, ")), "{name}: {found}");
+    }
+}
+
+#[test]
+fn minus_one_means_no_order_in_compressed_tensors() {
+    let name = "quantised/ct-int4-actorder";
+    let ids = Goldens::open(name).ids("input_ids");
+    let of = |group: fn(usize) -> i32| logits(with_groups(name, "weight_g_idx", group).path(), &ids).unwrap();
+    let in_order = of(|k| (k / 64) as i32);
+    assert!(of(|_| -1) == in_order && of(|k| if k == 7 { -1 } else { 1 }) == in_order);
+    assert!(logits(&fixture(name), &ids).unwrap() != in_order);
+}
+
+#[test]
+fn zero_points_have_to_be_what_sym_says() {
+    let edit = |name: &str, change: fn(&mut Value)| {
+        let folder = edited(&format!("quantised/{name}"), |_, _| ());
+        let path = folder.path().join("config.json");
+        let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        change(&mut config["quantization_config"]);
+        fs::write(&path, config.to_string()).unwrap();
+        folder
+    };
+    let symmetric = edit("gptq-v1-asym", |config| config["sym"] = json!(true));
+    let found = refused_by_pack(symmetric.path());
+    assert!(found.contains(".qzeros` has the zero point ") && found.contains("`sym: true`, which means 8"), "{found}");
+    // Stored as in v2 under the name of v1, and the reverse: off by one.
+    let other = edit("gptq-8bit", |config| config["checkpoint_format"] = json!("gptq_v2"));
+    let found = refused_by_pack(other.path());
+    assert!(found.contains(".qzeros` has the zero point 127 ") && found.contains("which means 128"), "{found}");
+}
+
+#[test]
+fn names_of_vllm_mean_what_those_of_transformers_mean() {
+    let goldens = Goldens::open("quantised/fp8-block-ragged");
+    let (ids, want) = (goldens.ids("input_ids"), goldens.floats("logits"));
+    let folder = edited("quantised/fp8-block-ragged", |_, _| ());
+    let path = folder.path().join("config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    config["quantization_config"]["scale_fmt"] = json!("ue8m0");
+    config["quantization_config"]["ignored_layers"] = json!(["lm_head"]);
+    fs::write(&path, config.to_string()).unwrap();
+    assert!(max_difference(&logits(folder.path(), &ids).unwrap(), &want) < LOGITS_TOLERANCE);
+    // What is ignored has to be stored as values.
+    config["quantization_config"]["ignored_layers"] = json!(["model.layers.0.mlp.down_proj"]);
+    fs::write(&path, config.to_string()).unwrap();
+    let refused = import(folder.path()).unwrap_err().to_string();
+    assert!(refused.contains("down_proj.weight`: expected fp32, bf16 or fp16, found F8_E4M3"), "{refused}");
+    let refused = refused_of("fp8-block-ragged", "scale_fmt", json!("float"));
+    assert!(refused.contains("`quantization_config.scale_fmt`: expected ue8m0"), "{refused}");
+}
+
+fn refused_of(name: &str, key: &str, value: Value) -> String {
+    refused(&format!("quantised/{name}"), |config| config[key] = value.clone())
+}
+
+/// These bytes are not from ModelOpt or AutoFP8, but they have the same layout: a byte a weight, and a scale for each matrix.
+#[test]
+fn fp8_of_modelopt_and_autofp8_is_that_of_compressed_tensors() {
+    let name = "quantised/ct-fp8-static";
+    let goldens = Goldens::open(name);
+    let (ids, want) = (goldens.ids("input_ids"), goldens.floats("logits"));
+    let modelopt = |groups: bool| {
+        let weights = json!({ "dynamic": false, "num_bits": 8, "type": "float" });
+        let mut config =
+            json!({ "quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"], "producer": {} });
+        if groups {
+            config["config_groups"] = json!({ "group_0": { "targets": ["Linear"], "weights": weights } });
+        }
+        config
+    };
+    let auto = json!({ "quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"] });
+    let file = json!({ "producer": { "name": "modelopt" },
+        "quantization": { "quant_algo": "FP8", "kv_cache_quant_algo": null, "exclude_modules": ["lm_head"] } });
+    for (config, own_file) in
+        [(modelopt(true), None), (modelopt(false), None), (auto, None), (Value::Null, Some(file.clone()))]
+    {
+        let folder = edited(name, |_, _| ());
+        let path = folder.path().join("config.json");
+        let mut whole: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        whole["quantization_config"] = config.clone();
+        fs::write(&path, whole.to_string()).unwrap();
+        if let Some(file) = own_file {
+            fs::write(folder.path().join("hf_quant_config.json"), file.to_string()).unwrap();
+        }
+        let found = logits(folder.path(), &ids).unwrap_or_else(|| panic!("{config}: {:?}", import(folder.path())));
+        assert!(max_difference(&found, &want) < LOGITS_TOLERANCE, "{config}");
+    }
+    let mut int4 = modelopt(true);
+    int4["config_groups"]["group_0"]["weights"]["num_bits"] = json!(4);
+    let refused = refused(name, |config| *config = int4.clone());
+    assert!(refused.contains("expected floats of 8 bits"), "{refused}");
+}
+
+/// A checkpoint with further tensors.
+fn extended(name: &str, more: &[(String, Vec<u8>)]) -> tempfile::TempDir {
+    let folder = edited(name, |_, _| ());
+    let path = folder.path().join("model.safetensors");
+    let bytes = fs::read(&path).unwrap();
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    let mut views: Vec<_> = tensors.tensors();
+    for (name, data) in more {
+        let view = safetensors::tensor::TensorView::new(safetensors::Dtype::F16, vec![data.len() / 2], data).unwrap();
+        views.push((name.clone(), view));
+    }
+    let whole = safetensors::serialize(views, None).unwrap();
+    fs::write(&path, whole).unwrap();
+    folder
+}
+
+#[test]
+fn biases_of_zeros_are_left_out_and_others_refused() {
+    let name = "quantised/gptq-8bit";
+    let bias =
+        |value: u8| vec![("model.layers.0.mlp.down_proj.bias".to_string(), [vec![0, 0x80], vec![value; 254]].concat())];
+    let imported = import(extended(name, &bias(0)).path()).unwrap();
+    assert!(imported.notes.iter().any(|note| note.starts_with("1 biases that a ")), "{:?}", imported.notes);
+    let refused = import(extended(name, &bias(1)).path()).unwrap_err().to_string();
+    assert!(
+        refused.contains("0.mlp.down_proj.bias` is a bias that `MistralForCausalLM` does not have, and is not zero"),
+        "{refused}"
+    );
 }
 
 #[test]

@@ -23,7 +23,7 @@ use crate::files::{FileError, read_text};
 use crate::model::config::families::{FAMILIES, Family};
 use crate::model::config::plan::{Assembled, Plan, assemble};
 use crate::model::config::reader::Reader;
-use crate::model::graph::ModelGraph;
+use crate::model::graph::{ModelGraph, TensorId};
 use crate::model::weights::{Checkpoint, Weights};
 
 pub use crate::model::config::print::{describe, graph_text, step_cache_bytes, step_weight_bytes};
@@ -37,7 +37,7 @@ pub struct Imported {
     pub weights: Weights,
     /// Bytes of weight files and their index that the import read: headers only.
     pub header_bytes_read: u64,
-    /// `config.json` as it was read.
+    /// `config.json` as it was read, with what `hf_quant_config.json` adds.
     pub config_text: String,
     /// Notes for the user: limits that the checkpoint does not have elsewhere. One sentence each.
     pub notes: Vec<String>,
@@ -94,8 +94,14 @@ const CONFIG_BYTES_MAX: u64 = 16 << 20;
 /// [`ImportError::Refused`] with every reason found.
 pub fn import(dir: &Path) -> Result<Imported, ImportError> {
     let config_path = dir.join("config.json");
-    let config_text = read_text(&config_path, CONFIG_BYTES_MAX)?;
+    let mut config_text = read_text(&config_path, CONFIG_BYTES_MAX)?;
     let mut config = parse_object(&config_path, &config_text)?;
+    let modelopt_path = dir.join(quantised::MODELOPT_FILE);
+    if modelopt_path.exists() && config.get(quantised::KEY).is_none_or(Value::is_null) {
+        let file = parse_object(&modelopt_path, &read_text(&modelopt_path, CONFIG_BYTES_MAX)?)?;
+        config.insert(quantised::KEY.to_string(), quantised::of_modelopt_file(&file));
+        config_text = Value::Object(config.clone()).to_string();
+    }
     let quantised = config.remove(quantised::KEY).filter(|value| !value.is_null());
     let generation_path = dir.join("generation_config.json");
     let generation = match generation_path.exists() {
@@ -121,9 +127,22 @@ pub fn import(dir: &Path) -> Result<Imported, ImportError> {
     let assembled = assemble(&plan, Some(checkpoint.tensors()), quantisation.as_ref());
     let Assembled { mut graph, consumed, recipes, reasons: tensor_reasons } = assembled;
     reasons.extend(tensor_reasons);
+    let (mut zero_biases, mut loose_scales) = (0, 0);
     for (name, tensor) in checkpoint.tensors().iter().filter(|(name, _)| !consumed.contains(*name)) {
-        let reason = match extra_tensor(name, &plan) {
+        let reason = match extra_tensor(name, &plan, quantisation.is_some(), &graph) {
             Extra::Neutral => continue,
+            Extra::CacheScale => {
+                loose_scales += 1;
+                continue;
+            }
+            Extra::Bias => match checkpoint.is_zero(name) {
+                Ok(true) => {
+                    zero_biases += 1;
+                    continue;
+                }
+                Ok(false) => Reason::ExtraBias { name: name.clone(), class: family.class },
+                Err(fault) => Reason::Weights(fault),
+            },
             Extra::TiedHead => match checkpoint.same_bytes(name, plan.names.embed) {
                 Ok(true) => continue,
                 Ok(false) => Reason::TiedHeadDiffers { name: name.clone(), embed: plan.names.embed.to_string() },
@@ -138,6 +157,14 @@ pub fn import(dir: &Path) -> Result<Imported, ImportError> {
     let Some(special) = special.filter(|_| reasons.is_empty()) else { return refused(reasons) };
     let mut notes = special.apply(&mut graph, plan.notes);
     notes.extend(quantisation.map(|quantisation| quantisation.notes).unwrap_or_default());
+    if zero_biases > 0 {
+        notes.push(format!("{zero_biases} biases that a `{}` does not have are all zero, and left out", family.class));
+    }
+    if loose_scales > 0 {
+        notes.push(format!(
+            "{loose_scales} scales of cached keys and values have no scheme in the config, and are left out: the cache does not use them"
+        ));
+    }
     let wide = recipes.values().filter(|recipe| recipe.format.is_plain()).count();
     if wide > 0 {
         notes.push(format!(
@@ -292,13 +319,17 @@ fn why_unsupported(class: &str) -> &'static str {
 
 enum Extra {
     Neutral,
+    /// A scale of cached keys, values or queries that no scheme asks for.
+    CacheScale,
+    /// A bias of a linear that has none in this family: AutoGPTQ writes zeros.
+    Bias,
     /// A stored copy of the embedding; neutral if its bytes are the embedding's.
     TiedHead,
     Unknown,
 }
 
 /// Classifies a tensor that the graph does not read.
-fn extra_tensor(name: &str, plan: &Plan) -> Extra {
+fn extra_tensor(name: &str, plan: &Plan, quantised: bool, graph: &ModelGraph) -> Extra {
     let is_buffer = |suffix: &str| name.strip_suffix(suffix).is_some_and(|path| path.is_empty() || path.ends_with('.'));
     // Old checkpoints store what transformers recomputes: rotary frequencies, and GPT-NeoX its causal mask.
     let neox = plan.names.layers == "gpt_neox.layers";
@@ -307,9 +338,33 @@ fn extra_tensor(name: &str, plan: &Plan) -> Extra {
         Extra::Neutral
     } else if plan.tied && plan.names.heads.contains(&name) {
         Extra::TiedHead
+    } else if quantised && is_cache_scale(name, plan.names.layers) {
+        Extra::CacheScale
+    } else if quantised && is_bias_of_linear(name, graph) {
+        Extra::Bias
     } else {
         Extra::Unknown
     }
+}
+
+/// Whether a tensor has one of the names that vLLM knows for scales of a cache (`maybe_remap_kv_scale_name`).
+fn is_cache_scale(name: &str, layers: &str) -> bool {
+    let Some((module, last)) = name.rsplit_once('.') else { return false };
+    let of_cache = matches!(last, "k_scale" | "v_scale" | "q_scale" | "kv_scale" | "prob_scale");
+    let of_output =
+        last == "output_scale" && ["q_proj", "k_proj", "v_proj", "qkv_proj"].iter().any(|end| module.ends_with(end));
+    name.starts_with(layers) && (of_cache || of_output)
+}
+
+fn is_bias_of_linear(name: &str, graph: &ModelGraph) -> bool {
+    name.strip_suffix("bias").is_some_and(|module| {
+        let weight = format!("{module}weight");
+        graph
+            .tensors
+            .iter()
+            .enumerate()
+            .any(|(at, tensor)| tensor.name == weight && graph.formats.contains_key(&TensorId::from(at)))
+    })
 }
 
 /// Distinct ids that may end a text. Published checkpoints name up to ten. A device looks for eight by itself, and more are

@@ -326,10 +326,19 @@ fn assemble_layer(c: &mut Collector, plan: &Plan, layer: usize) -> Layer {
     let (q_norm, k_norm) = (qk_norm(names.q_norm, q_rows), qk_norm(names.k_norm, kv_rows));
     let o = c.whole(&path(names.o), hidden, q_rows, plan.o_bias);
     let scaled = c.quantisation.is_some_and(|quantisation| quantisation.cache_scales);
-    // Beside the projections: `self_attn.k_scale`.
+    // Beside the projections: `self_attn.k_scale`. ModelOpt writes them below the projections: `self_attn.k_proj.k_scale`.
     let attention = names.o.rsplit_once('.').map_or("", |(module, _)| module);
-    let cache_scales =
-        scaled.then(|| ["k_scale", "v_scale"].map(|name| c.single(path(&format!("{attention}.{name}")))));
+    let (k_module, v_module) = match names.projections {
+        Projections::Separate { k, v, .. } => (k, v),
+        Projections::Rows { qkv } | Projections::PerHead { qkv } => (qkv, qkv),
+    };
+    let cache_scales = scaled.then(|| {
+        [("k_scale", k_module), ("v_scale", v_module)].map(|(name, module)| {
+            let below = path(&format!("{module}.{name}"));
+            let is_below = c.files.is_some_and(|files| files.contains_key(&below));
+            c.single(if is_below { below } else { path(&format!("{attention}.{name}")) })
+        })
+    });
     let attn_post_norm = norm(c, names.attn_post_norm);
     let mlp_norm = norm(c, names.mlp_norm);
     let (gate, up) = match (plan.gated, names.gate) {

@@ -8,16 +8,18 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use fancy_regex::Regex;
 use safetensors::Dtype;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use crate::dtype::DType;
 use crate::format::{Code, Format, Groups, ScaleCode};
-use crate::model::coded::{CodeLayout, Component, Recipe, ScaleLayout, Whole, ZeroLayout};
+use crate::model::coded::{CodeLayout, Component, GroupIndex, Recipe, ScaleLayout, Whole, ZeroLayout};
 use crate::model::config::reason::Reason;
 use crate::model::weights::HeaderTensor;
 
 /// The key of `config.json`.
 pub const KEY: &str = "quantization_config";
+/// ModelOpt's own file, beside a `config.json` without the key.
+pub const MODELOPT_FILE: &str = "hf_quant_config.json";
 
 /// Which linears of a checkpoint are stored as codes.
 #[derive(Debug)]
@@ -58,7 +60,7 @@ pub enum Scheme {
         scales: ScalesOf,
         zeros: bool,
     },
-    /// Fine-grained fp8 of transformers: `weight_scale_inv`, which multiplies.
+    /// Fp8 of transformers and of vLLM: `weight_scale_inv` or `weight_scale`, which both multiply.
     Fp8 {
         block: Option<[u32; 2]>,
     },
@@ -72,6 +74,7 @@ pub enum Scheme {
         group: Option<u32>,
         v2: bool,
         act_order: bool,
+        symmetric: bool,
     },
     Awq {
         group: Option<u32>,
@@ -292,8 +295,15 @@ fn fp8(mut keys: Keys<'_>) -> Option<Quantisation> {
             }
         },
     };
-    let skip = skips(keys.names("modules_to_not_convert"));
+    // vLLM's name for the same.
+    let names = [keys.names("modules_to_not_convert"), keys.names("ignored_layers")].concat();
+    let skip = skips(names);
+    if keys.text("scale_fmt").is_some_and(|format| format != "ue8m0") {
+        keys.bad("scale_fmt", "ue8m0: scales are used as they are stored");
+    }
     keys.off(&["dequantize"]);
+    // AutoFP8: whose outputs have scales, which are named where they are left out.
+    keys.neutral(&["kv_cache_quant_targets"]);
     keys.end();
     layers(Scheme::Fp8 { block }, skip, vec![activations(&format!("fp8 ({scheme})"))])
 }
@@ -344,9 +354,9 @@ fn gptq(mut keys: Keys<'_>) -> Option<Quantisation> {
     if keys.get("modules_in_block_to_quantize").is_some() {
         keys.bad("modules_in_block_to_quantize", "nothing: all linears of a layer are quantised");
     }
-    // Zero points are always read, so `sym` decides nothing.
+    // Zero points are always read. Where the config names `sym`, they have to agree with it.
+    let symmetric = keys.flag("sym", false);
     keys.neutral(&[
-        "sym",
         "damp_percent",
         "damp_auto_increment",
         "static_groups",
@@ -377,7 +387,7 @@ fn gptq(mut keys: Keys<'_>) -> Option<Quantisation> {
         "version",
     ]);
     keys.end();
-    let scheme = Scheme::Gptq { bits: bits as u32, group, v2: format == "gptq_v2", act_order };
+    let scheme = Scheme::Gptq { bits: bits as u32, group, v2: format == "gptq_v2", act_order, symmetric };
     Some(Quantisation { method: Method::Layers { scheme, skip: vec![], head }, notes: vec![], cache_scales: false })
 }
 
@@ -568,24 +578,33 @@ fn weights_scheme(keys: &mut Keys<'_>, format: &str) -> Option<Scheme> {
     scheme
 }
 
-/// Linears of 4 bits as ModelOpt exports them: two codes in a byte of `weight`, the first one in the low nibble. NVFP4 has `weight_scale` in
+/// Linears as ModelOpt exports them. In fp8 they have a byte for each weight, with `weight_scale` for the matrix or, by channel, for each row.
+/// In 4 bits, two codes in a byte of `weight`, the first one in the low nibble. NVFP4 has `weight_scale` in
 /// e4m3 for 16 columns, times `weight_scale_2`. MXFP4 has `weight_scale` in e8m0 for 32 columns; ModelOpt writes no `config_groups` for it,
 /// and its name in lower case if activations are not fp8 (`modelopt/torch/export/convert_hf_config.py`, `quant_utils.py` and
 /// `quantization/qtensor/mxfp4_tensor.py` of NVIDIA/Model-Optimizer).
 fn modelopt(mut keys: Keys<'_>) -> Option<Quantisation> {
-    let (mx, asked) = match keys.text("quant_algo") {
-        Some("NVFP4") => (false, Some("fp4 (static)")),
-        Some("W4A16_NVFP4") => (false, None),
-        Some("mxfp4" | "MXFP4") => (true, Some("fp4 (dynamic), unless its recipe left them as they are")),
-        Some("W4A8_MXFP4_FP8") => (true, Some("fp8 (static)")),
+    let fp4 = |mx| Scheme::Fp4 { mx, modelopt: true };
+    let fp8 = |scales| Scheme::Bytes { code: Code::E4m3, scales, zeros: false };
+    let (scheme, asked) = match keys.text("quant_algo") {
+        Some("FP8") => (fp8(ScalesOf::Matrix), Some("fp8 (static)")),
+        Some("FP8_PER_CHANNEL_PER_TOKEN") => (fp8(ScalesOf::Row), Some("fp8 (dynamic per token)")),
+        Some("NVFP4") => (fp4(false), Some("fp4 (static)")),
+        Some("W4A16_NVFP4") => (fp4(false), None),
+        Some("mxfp4" | "MXFP4") => (fp4(true), Some("fp4 (dynamic), unless its recipe left them as they are")),
+        Some("W4A8_MXFP4_FP8") => (fp4(true), Some("fp8 (static)")),
         _ => {
-            keys.bad("quant_algo", "NVFP4, W4A16_NVFP4, mxfp4 or W4A8_MXFP4_FP8");
-            (false, None)
+            keys.bad("quant_algo", "NVFP4, W4A16_NVFP4, mxfp4, W4A8_MXFP4_FP8, FP8 or FP8_PER_CHANNEL_PER_TOKEN");
+            (fp4(false), None)
         }
     };
-    let group_k: u32 = if mx { 32 } else { 16 };
+    // Bits of a weight, and columns of a group.
+    let (bits, group_k) = match scheme {
+        Scheme::Fp4 { mx, .. } => (4, Some(if mx { 32 } else { 16 })),
+        _ => (8, None),
+    };
     keys.neutral(&["producer"]);
-    keys.off(&["kv_cache_scheme"]);
+    let cache_scales = modelopt_cache(&mut keys);
     let ignore: Vec<Target> = keys.names("ignore").into_iter().map(glob).collect();
     let mut targets = vec![];
     match keys.get("config_groups") {
@@ -599,21 +618,73 @@ fn modelopt(mut keys: Keys<'_>) -> Option<Quantisation> {
                 inner.neutral(&["input_activations"]);
                 let weights = inner.get("weights");
                 let is = |key: &str, value: Value| weights.and_then(|w| w.get(key)) == Some(&value);
-                if !is("num_bits", 4.into()) || !is("group_size", group_k.into()) || !is("type", "float".into()) {
-                    inner.bad("weights", format!("floats of 4 bits in groups of {group_k}"));
+                let grouped = group_k.is_none_or(|group_k: u32| is("group_size", group_k.into()));
+                if !is("num_bits", bits.into()) || !grouped || !is("type", "float".into()) {
+                    let groups = group_k.map(|group_k| format!(" in groups of {group_k}")).unwrap_or_default();
+                    inner.bad("weights", format!("floats of {bits} bits{groups}"));
                 }
                 let named = inner.names("targets");
                 targets.extend(named.into_iter().filter_map(|name| target(name, "targets", &mut inner)));
                 inner.end();
             }
         }
-        None if mx => targets.push(Target::Linear),
+        None if !matches!(scheme, Scheme::Fp4 { mx: false, .. }) => targets.push(Target::Linear),
         _ => keys.bad("config_groups", "an object of groups"),
     }
     keys.end();
-    let groups = vec![(targets, Scheme::Fp4 { mx, modelopt: true })];
-    let notes = asked.map(activations).into_iter().collect();
-    Some(Quantisation { method: Method::CompressedTensors { groups, ignore }, notes, cache_scales: false })
+    let groups = vec![(targets, scheme)];
+    let mut notes: Vec<String> = asked.map(activations).into_iter().collect();
+    notes.extend(cache_scales.then(|| CACHE_NOTE.to_string()));
+    Some(Quantisation { method: Method::CompressedTensors { groups, ignore }, notes, cache_scales })
+}
+
+/// Whether a checkpoint of ModelOpt has scales for a cache in fp8.
+fn modelopt_cache(keys: &mut Keys<'_>) -> bool {
+    let by_name = keys.text("kv_cache_quant_algo");
+    if by_name.is_some_and(|name| name != "FP8") {
+        keys.bad("kv_cache_quant_algo", "FP8, or nothing");
+    }
+    let scheme = match keys.get("kv_cache_scheme") {
+        None => None,
+        Some(Value::Object(map)) if map.is_empty() => None,
+        Some(scheme) => Some(scheme),
+    };
+    if let Some(scheme) = scheme {
+        let is = |key: &str, value: Value| scheme.get(key).is_none_or(|found| *found == value);
+        if !is("num_bits", 8.into()) || !is("type", "float".into()) || !is("dynamic", false.into()) {
+            keys.bad("kv_cache_scheme", "floats of 8 bits, not dynamic");
+        }
+    }
+    by_name == Some("FP8") || scheme.is_some()
+}
+
+/// What `hf_quant_config.json`, ModelOpt's own file, says, in the form of `quantization_config`. Other keys keep their names, so that unknown ones
+/// are refused.
+pub fn of_modelopt_file(file: &Map<String, Value>) -> Value {
+    let mut config = Map::from_iter([("quant_method".to_string(), Value::from("modelopt"))]);
+    for (key, value) in file {
+        let Value::Object(inner) = value else {
+            config.insert(key.clone(), value.clone());
+            continue;
+        };
+        if key != "quantization" {
+            config.insert(key.clone(), value.clone());
+            continue;
+        }
+        for (key, value) in inner {
+            match key.as_str() {
+                "exclude_modules" => config.insert("ignore".to_string(), value.clone()),
+                "group_size" if value.is_null() => None,
+                "group_size" => {
+                    let weights = json!({ "num_bits": 4, "type": "float", "group_size": value });
+                    let groups = json!({ "group_0": { "targets": ["Linear"], "weights": weights } });
+                    config.insert("config_groups".to_string(), groups)
+                }
+                key => config.insert(key.to_string(), value.clone()),
+            };
+        }
+    }
+    Value::Object(config)
 }
 
 /// A name with `*` for any text, as ModelOpt writes them.
@@ -715,7 +786,9 @@ impl Parts<'_> {
             Scheme::Fp8 { block } => {
                 let scales = block.map_or(ScalesOf::Matrix, ScalesOf::Block);
                 self.may(named("activation_scale"));
-                self.bytes(&named, Code::E4m3, scales, false, "weight_scale_inv", rows, cols)
+                let both = ["weight_scale_inv", "weight_scale"];
+                let scale = both.into_iter().find(|scale| self.files.contains_key(&named(scale))).unwrap_or(both[0]);
+                self.bytes(&named, Code::E4m3, scales, false, scale, rows, cols)
             }
             Scheme::Fp4 { mx, modelopt } => self.fp4(&named, mx, modelopt, rows, cols),
             Scheme::Gptq { .. } | Scheme::Awq { .. } => self.columns(&named, scheme, rows, cols),
@@ -754,7 +827,8 @@ impl Parts<'_> {
             group_k,
             scales: (scales, scale_code(dtype), layout),
             zeros: zeros.map(|zeros| (zeros, ZeroLayout::WordsOfColumn)),
-            g_idx,
+            g_idx: g_idx.map(|g_idx| (g_idx, GroupIndex::AnyOrNone)),
+            symmetric: false,
             whole: None,
         })
     }
@@ -820,6 +894,7 @@ impl Parts<'_> {
             scales: (scales, scale_code(dtype), layout),
             zeros: zeros.map(|zeros| (zeros, ZeroLayout::Bytes)),
             g_idx: None,
+            symmetric: false,
             whole: None,
         })
     }
@@ -863,6 +938,7 @@ impl Parts<'_> {
             scales: (scales, scale_code, layout),
             zeros: None,
             g_idx: None,
+            symmetric: false,
             whole,
         })
     }
@@ -891,12 +967,14 @@ impl Parts<'_> {
         let codes = self.need(named("qweight"), &[Dtype::I32], &[&shape]);
         let zeros = self.need(named("qzeros"), &[Dtype::I32], &[&[groups, rows.div_ceil(fields)]]);
         let scales = self.need(named("scales"), FLOATS, &[&[groups, rows]]);
-        let (g_idx, act_order, zero_layout) = match scheme {
-            Scheme::Gptq { v2, act_order, .. } => {
+        let (g_idx, act_order, symmetric, zero_layout) = match scheme {
+            Scheme::Gptq { v2, act_order, symmetric, .. } => {
                 let g_idx = self.need(named("g_idx"), &[Dtype::I32], &[&[cols]])?.0;
-                (Some(g_idx), act_order, if v2 { ZeroLayout::Words } else { ZeroLayout::WordsMinusOne })
+                let order = if act_order { GroupIndex::Any } else { GroupIndex::InOrder };
+                let zero_layout = if v2 { ZeroLayout::Words } else { ZeroLayout::WordsMinusOne };
+                (Some((g_idx, order)), act_order, symmetric, zero_layout)
             }
-            _ => (None, false, ZeroLayout::WordsAcross),
+            _ => (None, false, false, ZeroLayout::WordsAcross),
         };
         let ((codes, _), (zeros, _), (scales, dtype)) = (codes?, zeros?, scales?);
         let code = if bits == 4 { Code::Int4 } else { Code::Int8 };
@@ -911,6 +989,7 @@ impl Parts<'_> {
             scales: (scales, scale_code(dtype), layout),
             zeros: Some((zeros, zero_layout)),
             g_idx,
+            symmetric,
             whole: None,
         })
     }

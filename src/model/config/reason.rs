@@ -26,6 +26,8 @@ pub enum Reason {
     MissingTensor { name: String, shape: Vec<u32> },
     #[error("tensor `{name}` {shape:?} is not used by `{class}`")]
     UnknownTensor { name: String, shape: Vec<usize>, class: &'static str },
+    #[error("tensor `{name}` is a bias that `{class}` does not have, and is not zero")]
+    ExtraBias { name: String, class: &'static str },
     #[error("tensor `{name}`: expected shape {expected:?}, found {found:?}")]
     TensorShape { name: String, expected: Vec<u32>, found: Vec<usize> },
     #[error("tensor `{name}`: expected fp32, bf16 or fp16, found {found}")]

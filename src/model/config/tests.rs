@@ -585,7 +585,8 @@ fn old_gpt_neox_buffers_are_neutral() {
     let (_, plan, reasons) = resolve(&config);
     assert!(reasons.is_empty());
     let plan = plan.unwrap();
-    let neutral = |name: &str| matches!(extra_tensor(name, &plan), Extra::Neutral);
+    let graph = assemble(&plan, None, None).graph;
+    let neutral = |name: &str| matches!(extra_tensor(name, &plan, false, &graph), Extra::Neutral);
     assert!(neutral("gpt_neox.layers.0.attention.bias") && neutral("gpt_neox.layers.0.attention.masked_bias"));
     assert!(neutral("gpt_neox.layers.0.attention.rotary_emb.inv_freq"));
     assert!(!neutral("gpt_neox.layers.0.attention.dense.bias") && !neutral("gpt_neox.attention.bias2"));
