@@ -223,6 +223,14 @@ impl Logits<'_> {
         self.copy_to(&mut out);
         out
     }
+
+    /// Whether a token can be chosen: a logit is a number above -inf.
+    pub fn has_candidate(&self) -> bool {
+        match self {
+            Logits::Words(words) => words.iter().any(|w| f32::from_bits(w.load(Ordering::Relaxed)) > f32::NEG_INFINITY),
+            Logits::Values(values) => values.iter().any(|value| *value > f32::NEG_INFINITY),
+        }
+    }
 }
 
 /// One way of executing a plan.

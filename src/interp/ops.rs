@@ -177,9 +177,9 @@ fn table_values(pack: &[u8], t: &Table, token: u32, first: usize, len: usize, ou
     }
 }
 
-/// The better of two arg-max pairs: the larger logit, and of equal ones the lower row.
+/// The better of two arg-max pairs: the larger logit, and of equal ones the lower row. Any number is better than none.
 fn better(a: (f32, u32), b: (f32, u32)) -> (f32, u32) {
-    if b.0 > a.0 || (b.0 == a.0 && b.1 < a.1) { b } else { a }
+    if b.0 > a.0 || (b.0 == a.0 && b.1 < a.1) || (a.0.is_nan() && !b.0.is_nan()) { b } else { a }
 }
 
 /// Arg-max over the pairs (bits of a logit, row) that the tasks with these ordinals wrote in the previous step.

@@ -13,11 +13,11 @@ use crate::cuda::session::{Session, SessionError};
 use crate::cuda::waves::StepsSession;
 use crate::defaults::rows::Room;
 use crate::error::Fault;
-use crate::interp::{Input, Interp, InterpError, Options};
+use crate::interp::{Input, Interp, Options};
 use crate::lower::Batch;
 use crate::manifest::Decode;
 use crate::report::Report;
-use crate::sample::{Decided, Request, RequestSettings, SampleSettings, TokenCounts};
+use crate::sample::{Decided, Request, RequestSettings, SampleError, SampleSettings, TokenCounts};
 use crate::speculate::Speculation;
 
 use super::batch::PAGE_ROWS;
@@ -332,7 +332,7 @@ impl Runner<'_> {
                     _ => interp.seek(reused as u32)?,
                 }
                 if request.sampler().is_greedy() && request.beyond_kernels().is_empty() {
-                    decide_by_schedule(interp, prompt, count, &mut tell)?
+                    decide_by_schedule(interp, prompt, count, self.vocab, &mut tell)?
                 } else {
                     decide_on_host(interp, prompt, count, request, &mut tell)?
                 }
@@ -346,7 +346,7 @@ impl Runner<'_> {
                     // Where it decides nothing, the kernel for one row reads the last token.
                     (from, first) = (prompt.len() as u32 - 1, prefill.decide(prompt, request.sampler())?);
                 }
-                let bounds = Bounds { from, steps_max: *steps_max, count };
+                let bounds = Bounds { from, steps_max: *steps_max, count, vocab: self.vocab };
                 go_on_device(session, (prompt, first), bounds, &kernel_ends(request), &mut |token| {
                     tell(&Decided { token, logprob: None, top: vec![] })
                 })?
@@ -467,9 +467,11 @@ fn decide_by_schedule(
     interp: &mut Interp,
     prompt: &[u32],
     count: usize,
+    vocab: u32,
     tell: &mut dyn FnMut(&Decided) -> ControlFlow<()>,
-) -> Result<Vec<u32>, InterpError> {
+) -> Result<Vec<u32>, Fault> {
     let mut tokens = vec![];
+    let mut none = None;
     let mut take = |token| {
         tokens.push(token);
         tell(&Decided { token, logprob: None, top: vec![] })
@@ -482,8 +484,15 @@ fn decide_by_schedule(
         if step.position as usize >= prompt.len() {
             stopped = take(step.token).is_break();
         }
-        if stopped { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        // The schedule would choose some token even where there is none to choose.
+        if !stopped && step.position as usize + 1 >= prompt.len() && !step.logits.has_candidate() {
+            none = Some(SampleError::NoCandidate { position: step.position, vocab: vocab as usize });
+        }
+        if stopped || none.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     })?;
+    if let Some(none) = none {
+        return Err(none.into());
+    }
     if !stopped && let Some(token) = interp.selected() {
         let _ = take(token);
     }
@@ -536,6 +545,7 @@ struct Bounds {
     steps_max: u32,
     /// Tokens to decide, at most.
     count: usize,
+    vocab: u32,
 }
 
 /// As [`decide_on_device`]; `first`: what was chosen after the prompt, of which the cache has all then.
@@ -545,8 +555,12 @@ fn go_on_device(
     bounds: Bounds,
     eos: &[u32],
     tell: &mut dyn FnMut(u32) -> ControlFlow<()>,
-) -> Result<Vec<u32>, SessionError> {
+) -> Result<Vec<u32>, Fault> {
     let Some(first) = first else { return decide_on_device(session, prompt, bounds, eos, tell) };
+    if first + 1 == bounds.vocab {
+        session.start(prompt, eos)?;
+        check_candidate(session, prompt, bounds.vocab)?;
+    }
     let mut tokens = vec![first];
     if tell(first).is_continue() && bounds.count > 1 {
         let text = [prompt, &[first]].concat();
@@ -563,8 +577,8 @@ fn decide_on_device(
     bounds: Bounds,
     eos: &[u32],
     tell: &mut dyn FnMut(u32) -> ControlFlow<()>,
-) -> Result<Vec<u32>, SessionError> {
-    let Bounds { from, steps_max, count } = bounds;
+) -> Result<Vec<u32>, Fault> {
+    let Bounds { from, steps_max, count, vocab } = bounds;
     session.start(prompt, eos)?;
     let last = (prompt.len() + count - 1) as u32;
     let mut tokens = vec![];
@@ -595,10 +609,33 @@ fn decide_on_device(
         }
         session.finish(timeout_ms)?;
         catch_up(session, &mut tokens)?;
+        // A kernel that finds no number among the logits chooses the last id.
+        let new = (position as usize + 1).saturating_sub(prompt.len());
+        if let Some(at) = tokens.iter().skip(new).position(|token| token + 1 == vocab) {
+            let text = [prompt, &tokens[..new + at]].concat();
+            check_candidate(session, &text, vocab)?;
+            if let Some(&last) = tokens.last().filter(|_| !stopped) {
+                session.go_on(position + steps, last)?;
+            }
+        }
         if stopped {
             return Ok(tokens);
         }
         position += steps;
     }
     Ok(tokens)
+}
+
+/// Decodes the last token of `text` once more, whose row the cache has, and looks at the logits.
+///
+/// # Errors
+/// No logit is a number above -inf.
+fn check_candidate(session: &mut Session, text: &[u32], vocab: u32) -> Result<(), Fault> {
+    let position = text.len() as u32 - 1;
+    session.go_on(position, text[text.len() - 1])?;
+    session.run(position, 1, true)?;
+    if session.logits(1)?.iter().any(|logit| *logit > f32::NEG_INFINITY) {
+        return Ok(());
+    }
+    Err(SampleError::NoCandidate { position, vocab: vocab as usize }.into())
 }
