@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::Outcome;
 use super::arguments::Color;
 use crate::error::{Fault, Tier};
+use crate::pipeline::end_children;
 use crate::text::{Style, printable, printable_json, printable_painted, printable_prose};
 
 const RED_BOLD: &str = "\x1b[1;31m";
@@ -187,6 +188,7 @@ pub fn panicked() -> Fault {
 /// Ends the process from any thread, without exit handlers: those of a driver's libraries would free memory that other
 /// threads still use. The cache and the trials stay sound wherever a process ends.
 pub fn end_at_once(outcome: Outcome) -> ! {
+    end_children();
     // SAFETY: `_exit` takes a number and does not return.
     unsafe { libc::_exit(i32::from(outcome.exit_code())) }
 }

@@ -94,7 +94,7 @@ impl BaselineProgram {
         Ok(baseline)
     }
 
-    /// Starts a command line, with the words that `sh` makes of it.
+    /// Starts a command line that `sh` runs.
     pub fn command(line: &str, uuid: Option<&str>, timeout: Duration) -> Result<BaselineProgram, BaselineError> {
         BaselineProgram::start(line, shell(line), uuid, timeout)
     }

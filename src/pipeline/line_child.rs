@@ -4,11 +4,14 @@
 //! timed beside ours. A question and its answer are one JSON object each; those two decide what they say.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process_group};
 
 /// A line longer than this is no answer.
 const LINE_BYTES_MAX: u64 = 64 << 20;
@@ -19,9 +22,25 @@ const GRACE: Duration = Duration::from_secs(2);
 /// How much of a child's stderr is kept for the message about its end.
 const SAID_BYTES_MAX: usize = 4096;
 
-/// A running child. It ends with this value.
+/// Process groups of the children that run. An interrupt of the terminal is for this process alone, which ends them.
+static GROUPS: Mutex<Vec<Pid>> = Mutex::new(vec![]);
+
+/// Ends all children with the processes that they started, before this process ends without destructors.
+pub(crate) fn end_children() {
+    let groups = GROUPS.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    groups.iter().for_each(|group| end_group(*group));
+}
+
+/// A group that has ended already is no fault.
+fn end_group(group: Pid) {
+    let _ = kill_process_group(group, Signal::KILL);
+}
+
+/// A running child, in a process group of its own. It ends with this value, and so do the processes that it started.
 pub(super) struct LineChild {
     child: Child,
+    /// `None` once it was ended.
+    group: Option<Pid>,
     /// `None` once the child was ended.
     questions: Option<ChildStdin>,
     answers: Receiver<String>,
@@ -38,11 +57,10 @@ pub(super) enum NoAnswer {
     Interrupted,
 }
 
-/// A command line, with the words that `sh` makes of it.
+/// A command line that `sh` runs: any of its syntax, variables and pipes too.
 pub(super) fn shell(line: &str) -> Command {
     let mut command = Command::new("sh");
-    // In place of the shell, so that ending the child ends the program.
-    command.arg("-c").arg(format!("exec {line}"));
+    command.arg("-c").arg(line);
     command
 }
 
@@ -52,7 +70,11 @@ impl LineChild {
     /// # Errors
     /// A program that is not there, a limit of processes.
     pub fn start(mut command: Command) -> io::Result<LineChild> {
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+        let mut groups = GROUPS.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut child = command.process_group(0).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+        let group = Some(Pid::from_child(&child));
+        groups.extend(group);
+        drop(groups);
         let (questions, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
         let (answer, answers) = channel();
         // A thread of its own, because a pipe has no deadline. It ends with the child.
@@ -80,7 +102,7 @@ impl LineChild {
             });
             said
         });
-        Ok(LineChild { child, questions, answers, said })
+        Ok(LineChild { child, group, questions, answers, said })
     }
 
     /// Hands a line over and waits for the line that answers it. A child that gives none is ended: it may answer later, and
@@ -135,8 +157,11 @@ impl LineChild {
 
     fn end(&mut self) {
         self.questions = None;
-        // It has ended by itself, or is ended now; either way it is waited for.
-        let _ = self.child.kill();
+        // It has ended by itself, or is ended now; either way it is waited for. Its number is taken until then, so the group is still its own.
+        if let Some(group) = self.group.take() {
+            end_group(group);
+            GROUPS.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).retain(|other| *other != group);
+        }
         let _ = self.child.wait();
     }
 }
@@ -187,6 +212,37 @@ mod tests {
             let died = NoAnswer::Died(expected.to_string());
             assert_eq!(child(script).ask("job", PATIENCE, &|| false), Err(died), "{script}");
         }
+    }
+
+    #[test]
+    fn a_command_line_has_all_syntax_of_sh() {
+        for line in [
+            "ANSWER=yes sh -c 'read q; echo $ANSWER $q'",
+            "while read -r q; do echo \"yes $q\"; done",
+            "read q && echo yes $q | cat; sleep 1000",
+        ] {
+            let mut child = LineChild::start(shell(line)).expect("a shell");
+            assert_eq!(child.ask("or no", PATIENCE, &|| false), Ok("yes or no".to_string()), "{line}");
+        }
+    }
+
+    /// What a shell started ends with it, though the shell did not wait for it.
+    #[test]
+    fn the_whole_group_of_a_child_ends() {
+        let mut parent = LineChild::start(shell("sleep 1000 & echo $!; read q; sleep 1000")).expect("a shell");
+        let started = parent.ask("begin", PATIENCE, &|| false).expect("the number of a process");
+        let runs = || {
+            let state = std::fs::read_to_string(format!("/proc/{started}/stat")).unwrap_or_default();
+            // A zombie has ended, and waits for somebody to ask.
+            state.rsplit(')').next().is_some_and(|rest| !rest.trim_start().starts_with('Z') && !rest.is_empty())
+        };
+        assert!(runs(), "{started}");
+        drop(parent);
+        let begun = Instant::now();
+        while runs() && begun.elapsed() < PATIENCE {
+            thread::sleep(LOOK);
+        }
+        assert!(!runs(), "{started}");
     }
 
     #[test]

@@ -62,6 +62,7 @@ pub use campaign::{Tuned, Tuning, can_tune, is_tuned, tune};
 pub use explain::{Explained, SHOW_STAGES, explain, show};
 pub use export::{Written, export, temporary_prefix};
 pub use exported::Exported;
+pub(crate) use line_child::end_children;
 pub use ready::{Given, Ready};
 pub use runner::{Answer, Runner};
 pub use stored::read_stored;

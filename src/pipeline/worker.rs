@@ -1,6 +1,5 @@
 //! Owns `Worker`: the child that serves the trials of a campaign, started when it is needed and again after it was lost.
 
-use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
@@ -31,7 +30,7 @@ impl<'a> Worker<'a> {
         Worker { command: Box::new(command), running: None }
     }
 
-    /// A command line, with the words that `sh` makes of it.
+    /// A command line that `sh` runs.
     pub fn shell(line: &str) -> Worker<'a> {
         let line = line.to_string();
         Worker::new(move || shell(&line))
@@ -92,8 +91,7 @@ impl<'a> Worker<'a> {
 
     fn start(&self) -> Result<LineChild, Fault> {
         let mut command = (self.command)();
-        // A group of its own: an interrupt of the terminal is for the parent, which decides what becomes of the trial.
-        command.process_group(0).stderr(Stdio::piped());
+        command.stderr(Stdio::piped());
         let program = command.get_program().to_string_lossy().into_owned();
         LineChild::start(command).map_err(|error| {
             Fault::environment(format!("cannot start `{program}`: {error}"))
