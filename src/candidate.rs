@@ -153,18 +153,27 @@ pub enum Infeasible {
     Mechanism { mechanism: &'static str },
     #[error("shared memory: the plan takes {bytes} bytes, `{target}` has {most} for one block")]
     SharedMemory { bytes: u64, most: u32, target: String },
-    #[error("registers: {threads} threads of {registers} take {total}, `{target}` has {most}")]
-    Registers { threads: u32, registers: u32, total: u64, most: u32, target: String },
     #[error("a ring slot of {slot_bytes} bytes holds fewer than {rows} cache rows of {row_bytes} bytes")]
     HistoryChunk { slot_bytes: u32, rows: u32, row_bytes: u32 },
     #[error(
         "no kernel of `{target}` streams a matrix of {format} (`{matrix}`), expected {expected}; the target `cpu` computes it"
     )]
-    Format { matrix: String, format: String, expected: String, target: String },
+    Format { matrix: String, format: String, expected: String, cause: FormatCause, target: String },
     #[error("head_dim {head_dim} is odd; rotary pairs and activation packets need an even one")]
     HeadDim { head_dim: u32 },
     #[error("{what} takes {bytes} bytes, `{target}` has {most}")]
-    DeviceMemory { what: &'static str, bytes: u64, most: u64, target: String },
+    DeviceMemory { what: &'static str, is_cache: bool, bytes: u64, most: u64, target: String },
+}
+
+/// Why kernels do not stream a matrix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FormatCause {
+    /// Values of another type than those of the other matrices.
+    Plain,
+    /// Activations are too long for codes of few bits.
+    Activations,
+    /// Groups of scales that no kernel has.
+    Groups,
 }
 
 impl Candidate {

@@ -5,19 +5,22 @@
 
 pub mod rows;
 
-use crate::candidate::Candidate;
+use crate::candidate::{Candidate, Infeasible};
 use crate::dtype::Precision;
 use crate::format::Format;
-use crate::ir::layout::{GRANULE_BYTES, SmemNeeds, cache_row_bytes, chunk_bytes, smem_map, unit_bytes};
+use crate::ir::layout::{
+    GRANULE_BYTES, QUEUE_ENTRY_BYTES, SmemNeeds, cache_row_bytes, chunk_bytes, smem_map, unit_bytes,
+};
 use crate::ir::op::{Attention, HISTORY_ALIGN, PARTIAL_HEADER, UNIT_ROWS};
-use crate::ir::schedule::Mechanism;
+use crate::ir::schedule::{Mechanism, Schedule};
 use crate::ir::variant::{
     AttentionVariant, LANES, POLL_BATCH, REDUCE_BATCH, prefetch_v_rule, warp_pairs, warps_per_head_rule,
 };
 use crate::lower::{
-    HEADS_PER_TASK_MAX, attention_of, finest_unit_rows, format_of, heads_per_task_most, refuses_everywhere,
+    HEADS_PER_TASK_MAX, attention_of, finest_unit_rows, format_of, heads_per_task_most, lower, refuses_everywhere,
 };
 use crate::model::graph::{Layer, Linear, ModelGraph};
+use crate::schedule::schedule;
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 
 /// With more KV splits than this the merge would take longer than the reads that they save.
@@ -25,25 +28,49 @@ pub const SPLITS_DEFAULT_MAX: u32 = 32;
 
 impl Candidate {
     /// What an engineer who has read the measurements would pick without measuring: all SMs that get work, eight
-    /// consumer warps, a ring as large as shared memory allows, few copies in flight near a hop.
+    /// consumer warps, a ring as large as shared memory allows, few copies in flight near a hop. If that does not fit the target: a smaller
+    /// ring, or fewer warps, which share less scratch.
     pub fn default_for(graph: &ModelGraph, target: &Target, precision: Precision) -> Candidate {
-        let attention = graph.layers.first().map(|l| &l.attn);
-        let (heads, kv_heads, head_dim) = attention.map_or((1, 1, 0), |a| (a.heads, a.kv_heads, a.head_dim));
-        let group_most = heads_per_task_most(heads / kv_heads);
         let cpu = target.kind == TargetKind::Cpu;
         // A block without a unit of the head would release nothing at the end of a step.
         let sms = target.spec.sm_count.min(graph.vocab.div_ceil(UNIT_ROWS)).max(1);
         let sms = if cpu { sms } else { even_sms(graph, sms, &[UNIT_ROWS]) };
+        let sized = |warps: u32, fixed: u64| Candidate::beside(graph, target, precision, (sms, warps), fixed);
         // Eight warps have 168 registers each and half the barrier and instruction traffic of sixteen, and still take chunks
         // faster than memory brings them (docs/perf-log.md).
-        let consumer_warps = if cpu { 1 } else { 8 };
-        let fixed = fixed_smem_bytes(graph, target, precision, consumer_warps, sms);
+        let warps = if cpu { 1 } else { 8 };
+        let wanted = sized(warps, fixed_smem_bytes(graph, target, precision, warps, sms));
+        if surely_fits(graph, target, precision, &wanted) || fits(graph, target, precision, &wanted) {
+            return wanted;
+        }
+        let fitting = |warps: u32| {
+            // The smallest ring says how much a block needs beside it.
+            let slot_bytes = least_slot_bytes(graph, precision, warps);
+            let smallest = Candidate { hold_up: 0, poll_pairs: POLL_BATCH, slot_bytes, ..sized(warps, 0) }.with_ring(2);
+            let fixed = placed_smem_bytes(graph, target, precision, &smallest)?.saturating_sub(smallest.ring_bytes());
+            Some(sized(warps, fixed)).filter(|candidate| fits(graph, target, precision, candidate))
+        };
+        [8, 4, 2, 1].into_iter().filter(|fewer| *fewer <= warps).find_map(fitting).unwrap_or(wanted)
+    }
+
+    /// The default on these SMs with these warps, where a block needs `fixed` bytes of shared memory beside its ring.
+    fn beside(
+        graph: &ModelGraph,
+        target: &Target,
+        precision: Precision,
+        (sms, consumer_warps): (u32, u32),
+        fixed: u64,
+    ) -> Candidate {
+        let attention = graph.layers.first().map(|l| &l.attn);
+        let (heads, kv_heads, head_dim) = attention.map_or((1, 1, 0), |a| (a.heads, a.kv_heads, a.head_dim));
+        let group_most = heads_per_task_most(heads / kv_heads);
+        let cpu = target.kind == TargetKind::Cpu;
         let room = u64::from(target.spec.smem_bytes_per_block_max).saturating_sub(fixed);
         // Smaller slots where shared memory is scarce, down to a chunk of the history, so that two have room.
-        let history_bytes = attention.map_or(0, |a| HISTORY_ALIGN * cache_row_bytes(a.head_dim, precision.cache));
-        let fits = |&bytes: &u32| bytes >= history_bytes && room / u64::from(bytes) >= 2;
+        let least = least_slot_bytes(graph, precision, consumer_warps);
+        let fits = |&bytes: &u32| bytes >= least && room / u64::from(bytes) >= 2;
         let wanted = default_slot_bytes(graph, precision, sms, room);
-        let slot_bytes = [wanted, 8192, 4096].into_iter().find(fits).unwrap_or(wanted);
+        let slot_bytes = [wanted, 8192, 4096, least].into_iter().find(fits).unwrap_or(wanted);
         let ring_slots = (room / u64::from(slot_bytes)).clamp(2, 12) as u32;
         let flight = Flight::for_layer(graph, precision, sms, slot_bytes, ring_slots);
         Candidate {
@@ -80,6 +107,18 @@ impl Candidate {
         }
     }
 
+    /// Bytes of the ring.
+    fn ring_bytes(&self) -> u64 {
+        u64::from(self.ring_slots) * u64::from(self.slot_bytes)
+    }
+
+    /// The same with a ring of `slots` slots: no more copies in flight, and no more free slots asked for, than it has.
+    fn with_ring(self, slots: u32) -> Candidate {
+        let flight_high = self.flight_high.min(slots);
+        let (flight_low, flight_free) = (self.flight_low.min(flight_high), self.flight_free.min(slots));
+        Candidate { ring_slots: slots, flight_high, flight_low, flight_free, ..self }
+    }
+
     /// The same for contexts of at most `context_max` positions: no more KV splits than pay for their merge.
     pub fn for_context(self, context_max: u32) -> Candidate {
         // A share of fewer positions is read in the time that another share takes to merge (docs/perf-log.md).
@@ -103,15 +142,17 @@ pub fn default_splits(groups: u32, sms: u32, head_dim: u32) -> u32 {
 fn default_slot_bytes(graph: &ModelGraph, precision: Precision, sms: u32, room: u64) -> u32 {
     const SLOT: u32 = 16384;
     let unit = width_unit_bytes(graph, precision);
+    // Granules of codes are longer than those of plain weights, and slots are whole granules of plain weights.
+    let whole = |bytes: u32| bytes.next_multiple_of(GRANULE_BYTES);
     if unit < SLOT && BALANCED.contains(&layer_bytes(graph, precision, sms)) && room >= 5 * u64::from(2 * unit) {
-        return 2 * unit;
+        return whole(2 * unit);
     }
     let units_in = |slot: u32| slot / unit * unit;
     let wastes = |slot: u32| units_in(slot) < slot / 3 * 2;
     if !wastes(SLOT) || unit > 2 * SLOT || room < 5 * u64::from(2 * SLOT) {
         return SLOT;
     }
-    if wastes(2 * SLOT) { units_in(2 * SLOT) } else { 2 * SLOT }
+    if wastes(2 * SLOT) { whole(units_in(2 * SLOT)) } else { 2 * SLOT }
 }
 
 /// The format of up, and of the gate where there is one: most of the bytes of a layer.
@@ -227,6 +268,59 @@ fn default_hold_up(graph: &ModelGraph, precision: Precision, warps: u32, sms: u3
     let units = graph.layers.first().map_or(0, |layer| up_rows(layer) / UNIT_ROWS / sms);
     let long = layer_bytes(graph, precision, sms) >= STREAM_BOUND && unit_bytes(graph.hidden, precision) <= slot_bytes;
     if long && units >= 2 && UNIT_GRANULES.contains(&granules) { 2 } else { 0 }
+}
+
+/// Bytes of the smallest slot that a kernel for one row can have: a granule for each warp, and a chunk of the history.
+fn least_slot_bytes(graph: &ModelGraph, precision: Precision, warps: u32) -> u32 {
+    let granule = granules(graph, precision).map(|(_, bytes)| bytes).max().unwrap_or(0);
+    let history = |layer: &Layer| HISTORY_ALIGN * cache_row_bytes(layer.attn.head_dim, precision.cache);
+    let history = graph.layers.iter().map(history).max().unwrap_or(0);
+    (granule * warps).max(history).max(GRANULE_BYTES).next_multiple_of(GRANULE_BYTES)
+}
+
+/// Values and bytes of a granule of each matrix that kernels stream.
+fn granules(graph: &ModelGraph, precision: Precision) -> impl Iterator<Item = (u32, u32)> {
+    let formats = graph.layers.iter().flat_map(move |layer| {
+        let Layer { attn, mlp, .. } = layer;
+        let up: Vec<_> = mlp.gate.iter().chain([&mlp.up]).collect();
+        let of = |linears: &[&Linear]| (format_of(graph, linears, precision), linears[0].cols);
+        [of(&[&attn.q, &attn.k, &attn.v]), of(&[&attn.o]), of(&up), of(&[&mlp.down])]
+    });
+    let head = (format_of(graph, &[&graph.head], precision), graph.head.cols);
+    formats.chain([head]).map(|(format, k)| (format.granule_k(), format.granule_bytes(k)))
+}
+
+/// Whether a default surely fits. `false`: it may fit all the same; [`fits`] knows.
+fn surely_fits(graph: &ModelGraph, target: &Target, precision: Precision, c: &Candidate) -> bool {
+    // Queues are as long as tasks fall on one SM, which [`fixed_smem_bytes`] estimates by their mean: by one task of each grid of a layer at most.
+    let tasks = 3 * graph.layers.len() as u64 + 1;
+    let fixed = fixed_smem_bytes(graph, target, precision, c.consumer_warps, c.sms);
+    let granule = granules(graph, precision).map(|(values, _)| values).max().unwrap_or(0);
+    let spare = tasks * u64::from(QUEUE_ENTRY_BYTES) + u64::from(granule) * 4;
+    let slots = c.slot_bytes >= least_slot_bytes(graph, precision, c.consumer_warps)
+        && c.slot_bytes.is_multiple_of(GRANULE_BYTES);
+    slots && fixed + spare + c.ring_bytes() <= u64::from(target.spec.smem_bytes_per_block_max)
+}
+
+/// Places a default for the longest context. Device memory is no matter of defaults.
+fn placed(graph: &ModelGraph, target: &Target, precision: Precision, c: &Candidate) -> Result<Schedule, Infeasible> {
+    let mut unbounded = target.clone();
+    unbounded.spec.memory_bytes = u64::MAX;
+    schedule(lower(graph, "default", precision, graph.positions_max, c)?, &unbounded, c)
+}
+
+/// Whether a default fits: lowering and scheduling say so.
+fn fits(graph: &ModelGraph, target: &Target, precision: Precision, c: &Candidate) -> bool {
+    placed(graph, target, precision, c).is_ok()
+}
+
+/// Shared memory of a block, bytes; `None`: the candidate does not fit for another reason.
+fn placed_smem_bytes(graph: &ModelGraph, target: &Target, precision: Precision, c: &Candidate) -> Option<u64> {
+    match placed(graph, target, precision, c) {
+        Ok(placed) => Some(placed.machine.smem.iter().map(|part| u64::from(part.bytes)).sum()),
+        Err(Infeasible::SharedMemory { bytes, .. }) => Some(bytes),
+        Err(_) => None,
+    }
 }
 
 /// Shared memory that does not depend on the ring, bytes: an upper bound for the default candidate.

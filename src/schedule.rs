@@ -1,6 +1,7 @@
 //! Places a program on a machine: shares of every grid, queues, events derived from regions, streams, memory map.
 
-use crate::candidate::{Candidate, Infeasible};
+use crate::candidate::{Candidate, FormatCause, Infeasible};
+use crate::dtype::{DType, Precision};
 use crate::ir::layout::{
     BlockLimits, GRANULE_BYTES, RING_SLOTS_MAX, RowNeeds, SmemNeeds, WORD_ROWS, block_granules, cache_row_bytes,
     chunk_granules, chunk_rows, chunk_rows_of_page, pack_bytes, placed_bytes, placement, smem_map,
@@ -53,7 +54,13 @@ fn check_formats(program: &Program, target: &Target) -> Result<(), Infeasible> {
         let format = program.format_of(grid);
         if let Some(expected) = kernel_refuses(format, program.precision) {
             let (matrix, target) = (grid.name.clone(), target.name.clone());
-            return Err(Infeasible::Format { matrix, format: format.to_string(), expected, target });
+            let wire = Precision { wire: DType::Bf16, ..program.precision };
+            let cause = match kernel_refuses(format, wire) {
+                _ if format.is_plain() => FormatCause::Plain,
+                None => FormatCause::Activations,
+                Some(_) => FormatCause::Groups,
+            };
+            return Err(Infeasible::Format { matrix, format: format.to_string(), expected, cause, target });
         }
     }
     Ok(())
@@ -171,8 +178,9 @@ fn check_memory(schedule: &Schedule, target: &Target) -> Result<(), Infeasible> 
     let rest = buffers(|space| matches!(space, Space::Exchange | Space::Output));
     let (bytes, most) = (weights + cache + rest, target.spec.memory_bytes);
     if bytes > most {
-        let what = if cache > weights { "the cache, with the weights," } else { "the model" };
-        return Err(Infeasible::DeviceMemory { what, bytes, most, target: target.name.clone() });
+        let is_cache = cache > weights;
+        let what = if is_cache { "the cache, with the weights," } else { "the model" };
+        return Err(Infeasible::DeviceMemory { what, is_cache, bytes, most, target: target.name.clone() });
     }
     Ok(())
 }

@@ -252,9 +252,25 @@ pub fn one_of<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
     }
 }
 
+/// `1 row`, `3 rows`.
+pub fn counted(count: u64, noun: &str) -> String {
+    match (count, noun.strip_suffix('y')) {
+        (1, _) => format!("1 {noun}"),
+        (_, Some(stem)) => format!("{count} {stem}ies"),
+        (_, None) => format!("{count} {noun}s"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_noun_has_the_number_of_its_count() {
+        assert_eq!(counted(1, "entry"), "1 entry");
+        assert_eq!(counted(0, "entry"), "0 entries");
+        assert_eq!(counted(2, "row"), "2 rows");
+    }
 
     #[test]
     fn what_a_terminal_obeys_is_shown() {

@@ -16,6 +16,7 @@ use crate::pipeline::bench::{self, Baseline, Compared, Found, Own, Request, Subj
 use crate::pipeline::device_ragged::bench_ragged;
 use crate::pipeline::device_rows::{self, FoundOfRows, RowsTimed, Took};
 use crate::target::Target;
+use crate::text::counted;
 
 /// With fewer rounds a bootstrap interval means nothing.
 const ROUNDS_MIN: usize = 3;
@@ -312,8 +313,10 @@ fn text(found: &Found<'_>, read_bytes_per_s: Option<f64>) -> String {
             };
             format!(
                 "{target} on {hardware}{driver}; {precision}; {peak}\n\
-                 checked: {} positions, error {:.1e} of the norm, most likely token equal at {}\n",
-                checked.positions, checked.error_rel_l2, checked.argmax_agree
+                 checked: {}, error {:.1e} of the norm, most likely token equal at {}\n",
+                counted(checked.positions as u64, "position"),
+                checked.error_rel_l2,
+                checked.argmax_agree
             )
         }
         Found::Own(Err(withheld)) => format!("position {:>6}  withheld: {}\n", withheld.position, withheld.reason),

@@ -8,11 +8,11 @@ use super::Outcome;
 use super::arguments::{Build, Clean, Explain, Require, Show};
 use super::session::{Session, Talk, pick_target};
 use super::tune::{Budget, Search, search, tuned_json, tuned_text};
-use super::units::counted;
 use crate::error::Fault;
 use crate::manifest::Manifest;
 use crate::measure::Measurement;
 use crate::pipeline::{self, BuildReport, BuiltTarget, Explained};
+use crate::text::counted;
 
 pub fn build(session: &Session, asked: &Build) -> Result<Outcome, Fault> {
     let mut built = vec![];

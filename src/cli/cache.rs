@@ -5,10 +5,11 @@ use serde_json::json;
 use super::Outcome;
 use super::arguments::{Cache, CacheAction};
 use super::session::Session;
-use super::units::{bytes_text, counted};
+use super::units::bytes_text;
 use crate::cache::{GcReport, Problem, ProblemKind, StageStats, Stats};
 use crate::error::Fault;
 use crate::report::Report;
+use crate::text::counted;
 
 /// A cache with fewer bytes is read before a user could see a progress bar.
 const PROGRESS_BYTES_MIN: u64 = 1 << 30;

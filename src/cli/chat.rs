@@ -23,6 +23,7 @@ use crate::error::{Fault, Tier};
 use crate::manifest::Manifest;
 use crate::pipeline::{Runner, Tokens};
 use crate::sample::{End, Request};
+use crate::text::counted;
 use crate::tokenizer::Message;
 
 /// Longest line that is read as a message.
@@ -212,7 +213,7 @@ impl Conversation<'_> {
         opened
             .write_all(text.as_bytes())
             .map_err(|error| Fault::environment(format!("cannot write `{file}`: {error}")))?;
-        let count = super::units::counted(self.messages.len() as u64, "message");
+        let count = counted(self.messages.len() as u64, "message");
         self.session.terminal.say(&format!("wrote {count} to `{file}`"));
         Ok(())
     }

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use super::Outcome;
 use super::arguments::Doctor;
 use super::session::Session;
-use super::units::{bytes_text, counted};
+use super::units::bytes_text;
 use crate::cache::{Key, Places};
 use crate::cuda::driver::{Device, DeviceIdentity};
 use crate::cuda::nvrtc::Nvrtc;
@@ -13,6 +13,7 @@ use crate::cuda::self_test::{SelfTest, self_test};
 use crate::error::Fault;
 use crate::flywheel::Corpus;
 use crate::target::Target;
+use crate::text::counted;
 
 /// The finding about one part: text for people, JSON for programs, and whether it is a fault.
 struct Finding {

@@ -6,11 +6,12 @@ use super::Outcome;
 use super::arguments::Export;
 use super::session::{Session, Talk, pick_target};
 use super::terminal::interrupt;
-use super::units::{bytes_text, counted};
+use super::units::bytes_text;
 use crate::error::Fault;
 use crate::files::folder_of;
-use crate::pipeline::{self, Serving, Written};
+use crate::pipeline::{self, AskedSizes, Serving, Written};
 use crate::target::TargetKind;
+use crate::text::counted;
 
 pub fn export(session: &Session, asked: &Export) -> Result<Outcome, Fault> {
     let mut manifest = session.manifest(&asked.manifest, asked.target.iter().map(String::as_str))?;
@@ -23,7 +24,9 @@ pub fn export(session: &Session, asked: &Export) -> Result<Outcome, Fault> {
     let _removed = interrupt::remove_at_end(folder_of(&asked.out), pipeline::temporary_prefix());
     let sizes = Serving::of_manifest(&manifest, TargetKind::Cpu, 1);
     let running_max = asked.max_batch.unwrap_or(sizes.running_max);
-    let serving = Serving { running_max, cache_tokens: asked.cache_tokens, ..sizes };
+    let running_key = asked.max_batch.map(|_| "--max-batch").or(sizes.asked.running_max);
+    let named = AskedSizes { running_max: running_key, ..sizes.asked };
+    let serving = Serving { asked: named, running_max, cache_tokens: asked.cache_tokens, ..sizes };
     let Some(written) = pipeline::export(&workspace, &manifest, &asked.out, &serving, &interrupt::asked)? else {
         return Ok(Outcome::Interrupted);
     };

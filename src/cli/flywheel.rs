@@ -8,7 +8,6 @@ use serde_json::json;
 use super::Outcome;
 use super::arguments::{Flywheel, FlywheelAction};
 use super::session::{Session, Talk};
-use super::units::counted;
 use crate::digest::Digest;
 use crate::error::Fault;
 use crate::flywheel::{BestTrial, BrokenRow, COLUMNS, Corpus, CorpusStats, Trial, best, encoded, merge, stats};
@@ -18,6 +17,7 @@ use crate::search::history::{Entry, History};
 use crate::search::prior::{HeldOut, Ranked, held_out, ranked};
 use crate::search::study::{Run, Study, caught_up, had_warm_starts, median_reached, median_share, studies};
 use crate::search::{histories, lessons};
+use crate::text::counted;
 
 pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
     let (terminal, path) = (&session.terminal, &session.trials);

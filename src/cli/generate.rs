@@ -18,6 +18,7 @@ use crate::manifest::Manifest;
 use crate::pipeline::{Answer, Runner, Tokens};
 use crate::sample::{Decided, End, Request, RequestSettings};
 use crate::speculate::{NgramLookup, Speculated, Speculation};
+use crate::text::counted;
 use crate::tokenizer::{Message, check_ids};
 
 /// Why the generation ended.
@@ -90,7 +91,9 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
     let room = room_after(prompt.len(), manifest)?;
     if room < asked.max_tokens && form == Form::Text {
         let (max, context_max) = (asked.max_tokens, manifest.decode.context_max);
-        ready.report().note(&format!("at most {room} of {max} tokens: `context_max` is {context_max}"));
+        ready
+            .report()
+            .note(&format!("at most {room} of {}: `context_max` is {context_max}", counted(max as u64, "token")));
     }
     let mut runner = ready.runner()?;
     // Loading kernels does not count as time of the prompt.
@@ -209,7 +212,7 @@ impl Generated<'_> {
         if form == Form::Text {
             let rate = tokens_per_s.map(|rate| format!(" at {rate:.0} tokens/s")).unwrap_or_default();
             let accepted = speculated.map(|Speculated { proposed, accepted }| {
-                format!("; {accepted} of {} accepted", super::units::counted(proposed as u64, "proposed token"))
+                format!("; {accepted} of {} accepted", counted(proposed as u64, "proposed token"))
             });
             session.tell(&format!(
                 "prompt of {} in {:.0} ms, then {}{rate} ({place}){}; stopped: {}",
@@ -249,7 +252,7 @@ impl Generated<'_> {
 
 /// `1 token`, `3 tokens`.
 pub fn tokens(count: usize) -> String {
-    super::units::counted(count as u64, "token")
+    counted(count as u64, "token")
 }
 
 /// The text of the prompt, from an argument, a file, or stdin; `None` if ids are given.
@@ -289,7 +292,8 @@ fn room_after(prompt_count: usize, manifest: &Manifest) -> Result<usize, Fault> 
     }
     if prompt_count > context_max {
         return Err(Fault::input(format!(
-            "expected a prompt of at most {context_max} tokens (`context_max` of manifest `{}`), found {prompt_count}",
+            "expected a prompt of at most {} (`context_max` of manifest `{}`), found {prompt_count}",
+            counted(context_max as u64, "token"),
             manifest.name
         ))
         .with_remedy("shorten the prompt, or raise `context_max` in the manifest"));

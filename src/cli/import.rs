@@ -6,10 +6,10 @@ use super::Outcome;
 use super::arguments::Import;
 use super::init;
 use super::session::Session;
-use super::units::counted;
 use crate::dtype::{DType, Precision};
 use crate::error::Fault;
 use crate::model::config::{self, ImportError, Imported, Reason, describe, step_cache_bytes, step_weight_bytes};
+use crate::text::counted;
 
 /// Reasons printed; a header may name 100,000 tensors that no family has.
 const REASONS_SHOWN: usize = 200;

@@ -19,6 +19,7 @@ use crate::files::{folder_of, read_bytes, read_text};
 use crate::goldens::{Allowed, Comparison, Goldens};
 use crate::pipeline::{self, Given};
 use crate::sample::{Logprobs, SampleSettings};
+use crate::text::counted;
 use crate::tokenizer::check_ids;
 
 /// Largest text that is scored: some 60 million tokens, days of work.
@@ -110,7 +111,8 @@ pub fn logits(session: &Session, asked: &Logits) -> Result<Outcome, Fault> {
     let context_max = manifest.decode.context_max as usize;
     if ids.len() > context_max {
         return Err(Fault::input(format!(
-            "expected at most {context_max} ids (`context_max` of manifest `{}`), found {}",
+            "expected at most {} (`context_max` of manifest `{}`), found {}",
+            counted(context_max as u64, "id"),
             manifest.name,
             ids.len()
         ))
@@ -150,7 +152,8 @@ pub fn compare(session: &Session, asked: &Compare) -> Result<Outcome, Fault> {
     let (needed, context_max) = (goldens.positions_needed(), manifest.decode.context_max as usize);
     if needed > context_max {
         return Err(Fault::input(format!(
-            "`{file}` needs {needed} positions, `context_max` of manifest `{}` is {context_max}",
+            "`{file}` needs {}, `context_max` of manifest `{}` is {context_max}",
+            counted(needed as u64, "position"),
             manifest.name
         ))
         .with_remedy("raise `context_max` in the manifest"));

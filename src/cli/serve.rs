@@ -11,13 +11,12 @@ use super::Outcome;
 use super::arguments::{LogForm, Serve};
 use super::session::{Session, Talk, choose_target, has_tokenizer, tokenizer};
 use super::terminal::{self, interrupt};
-use super::units::counted;
 use crate::engine::Engine;
 use crate::error::Fault;
 use crate::files::read_text;
-use crate::pipeline::{Given, Serving};
+use crate::pipeline::{AskedSizes, Given, Serving};
 use crate::serve::{Ended, Entry, Model, Settings, StartTokens, State, Summary, Told};
-use crate::text::Style;
+use crate::text::{Style, counted};
 
 const KEY_BYTES_MAX: u64 = 4096;
 const KEY_VARIABLE: &str = "MONOBLOC_API_KEY";
@@ -33,9 +32,14 @@ pub fn serve(session: &Session, asked: &Serve) -> Result<Outcome, Fault> {
     let context_max = manifest.decode.context_max;
     let model = Model { name, vocab: ready.vocab, eos: ready.eos.clone(), context_max };
     let tokens = checked(tokens, ready.vocab)?;
-    let Serving { running_max, chunk_rows, .. } = Serving::of_manifest(manifest, target.kind, asked.max_steps);
-    let (running_max, chunk_rows) = (asked.max_batch.unwrap_or(running_max), asked.max_chunk.unwrap_or(chunk_rows));
-    let serving = Serving { running_max, chunk_rows, steps_max: asked.max_steps, cache_tokens: asked.cache_tokens };
+    let sizes = Serving::of_manifest(manifest, target.kind, asked.max_steps);
+    let (running_max, chunk_rows) =
+        (asked.max_batch.unwrap_or(sizes.running_max), asked.max_chunk.unwrap_or(sizes.chunk_rows));
+    let named = AskedSizes {
+        running_max: asked.max_batch.map(|_| "--max-batch").or(sizes.asked.running_max),
+        chunk_rows: asked.max_chunk.map(|_| "--max-chunk").or(sizes.asked.chunk_rows),
+    };
+    let serving = Serving { asked: named, running_max, chunk_rows, cache_tokens: asked.cache_tokens, ..sizes };
     let batched = ready.batched(&serving)?;
     let settings = Settings {
         address: SocketAddr::new(asked.host, asked.port),

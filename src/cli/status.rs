@@ -6,7 +6,6 @@ use super::Outcome;
 use super::arguments::{Next, Report, Status};
 use super::session::{Session, Talk, pick_target};
 use super::tune::{NO_DUEL, TRIALS_DEFAULT, ratio_json, speed_text};
-use super::units::counted;
 use crate::error::Fault;
 use crate::flywheel::Proposer;
 use crate::manifest::Manifest;
@@ -16,6 +15,7 @@ use crate::search::history::HeadlineRow;
 use crate::search::space::changed;
 use crate::search::{Ask, History};
 use crate::target::Target;
+use crate::text::counted;
 
 fn targets(manifest: &Manifest, name: Option<&str>) -> Result<Vec<Target>, Fault> {
     match name {

@@ -13,13 +13,13 @@ use super::Outcome;
 use super::arguments::{Trials, Tune, TuneOp};
 use super::session::{Session, Talk, pick_target};
 use super::terminal::{end_at_once, interrupt};
-use super::units::counted;
 use crate::error::{Fault, Tier};
 use crate::flywheel::RatioInterval;
 use crate::lower::LayerOp;
 use crate::manifest::Manifest;
 use crate::pipeline::{self, Tuned, Tuning, Workspace};
 use crate::target::Target;
+use crate::text::counted;
 
 /// Trials if the manifest asks for none: about as many as it takes to try the knobs one at a time.
 pub const TRIALS_DEFAULT: u32 = 40;

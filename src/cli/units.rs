@@ -88,15 +88,6 @@ pub fn bytes_text(bytes: u64) -> String {
     }
 }
 
-/// `1 row`, `3 rows`.
-pub fn counted(count: u64, noun: &str) -> String {
-    match (count, noun.strip_suffix('y')) {
-        (1, _) => format!("1 {noun}"),
-        (_, Some(stem)) => format!("{count} {stem}ies"),
-        (_, None) => format!("{count} {noun}s"),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -141,8 +132,5 @@ mod tests {
         assert_eq!(bytes_text(1023), "1023 B");
         assert_eq!(bytes_text(1 << 20), "1.0 MiB");
         assert_eq!(bytes_text(u64::MAX), "16777216.0 TiB");
-        assert_eq!(counted(1, "entry"), "1 entry");
-        assert_eq!(counted(0, "entry"), "0 entries");
-        assert_eq!(counted(2, "row"), "2 rows");
     }
 }

@@ -7,12 +7,12 @@ use serde_json::json;
 use super::Outcome;
 use super::arguments::Validate;
 use super::session::Session;
-use super::units::counted;
 use crate::error::Fault;
 use crate::files::read_text;
 use crate::ir::parse::{Lines, parse_with_lines};
 use crate::ir::schedule::Schedule;
 use crate::target::{Target, TargetRecord};
+use crate::text::counted;
 use crate::text::{Diagnostic, Style};
 use crate::validate::{Entity, Rule, Violation, check, line_of};
 

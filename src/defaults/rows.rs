@@ -218,7 +218,8 @@ fn batch(room: Room, page_rows: u32, target: &Target) -> Batch {
     Batch { rows, sequences, pages: pages.max(sequences), page_rows, words: target.kind == TargetKind::Cuda }
 }
 
-/// Lowers and places the kernel for `room`, with as many slots as fit beside what rows need. `base` is the candidate of one row.
+/// Lowers and places the kernel for `room`, with as many slots as fit beside what rows need. `base` is the candidate of one row; a kernel for
+/// rows takes from it what fits, and else the default, with the units that the pack has.
 ///
 /// # Errors
 /// What does not fit the target.
@@ -231,31 +232,148 @@ pub fn place_rows(
     base: &Candidate,
     room: Room,
 ) -> Result<Schedule, Infeasible> {
-    let row_bytes = |dim| cache_row_bytes(dim, precision.cache);
-    let row_bytes = graph.layers.iter().map(|layer| row_bytes(layer.attn.head_dim)).max().unwrap_or(0);
-    // Kernels for one row have no gain from equal shares in halves of units (docs/perf-log.md, entry 42), so `base` may have more SMs.
-    let sms = match target.kind {
-        TargetKind::Cpu => base.sms,
-        TargetKind::Cuda => even_sms(graph, base.sms, &[UNIT_ROWS, UNIT_ROWS / 2]),
+    let model = Model { graph, name, precision, context_max, target };
+    let refused = match model.rows(base, room, RING_SLOTS_MIN, &[]) {
+        Err(reason) => reason,
+        placed => return placed,
     };
-    let base = &Candidate { sms, ..base.clone() };
-    let slots = Slots::of(graph, precision, target, room.rows, base.consumer_warps);
-    let flight = Flight::of(graph, precision, room.rows, base.sms);
-    let mut refused = Infeasible::HistoryChunk { slot_bytes: slots.bytes[0], rows: HISTORY_ALIGN, row_bytes };
-    let Some(page_rows) = page_rows(graph, precision, &slots.all) else { return Err(refused) };
-    for &slot_bytes in slots.bytes.iter().filter(|slot| chunk_rows(**slot, row_bytes) > 0) {
+    let default = || Candidate { unit_rows: base.unit_rows, ..Candidate::default_for(graph, target, precision) };
+    let default = Some(default()).filter(|default| default != base);
+    if let Some(Ok(placed)) = default.as_ref().map(|default| model.rows(default, room, RING_SLOTS_MIN, &[])) {
+        return Ok(placed);
+    }
+    // Steps of more rows run in several launches of a kernel for fewer, which loses less than fewer warps do.
+    if room.rows > WORD_ROWS || target.kind == TargetKind::Cpu {
+        return Err(refused);
+    }
+    // What warps add up takes most of the shared memory of steps of few rows.
+    let row_bytes = model.cache_row_bytes();
+    let least = (HISTORY_ALIGN * row_bytes).next_multiple_of(GRANULE_BYTES);
+    let base = default.unwrap_or_else(|| base.clone());
+    for consumer_warps in [8, 4, 2, 1].into_iter().filter(|warps| *warps <= base.consumer_warps) {
+        let base = Candidate { consumer_warps, ..base.clone() };
+        if let Ok(placed) = model.rows(&base, room, 2, &[least]) {
+            return Ok(placed);
+        }
+    }
+    Err(refused)
+}
+
+/// A model that is placed for several rows.
+struct Model<'a> {
+    graph: &'a ModelGraph,
+    name: &'a str,
+    precision: Precision,
+    context_max: u32,
+    target: &'a Target,
+}
+
+impl Model<'_> {
+    /// Bytes of the longest row of a head in the cache.
+    fn cache_row_bytes(&self) -> u32 {
+        let row_bytes = |layer: &Layer| cache_row_bytes(layer.attn.head_dim, self.precision.cache);
+        self.graph.layers.iter().map(row_bytes).max().unwrap_or(0)
+    }
+
+    /// The kernel for `room` from this candidate of one row, with at least `slots_min` slots. `sizes`: more sizes of slots to try, bytes.
+    fn rows(&self, base: &Candidate, room: Room, slots_min: u32, sizes: &[u32]) -> Result<Schedule, Infeasible> {
+        let Model { graph, name, precision, context_max, target } = *self;
+        let row_bytes = self.cache_row_bytes();
+        // Kernels for one row have no gain from equal shares in halves of units (docs/perf-log.md, entry 42), so `base` may have more SMs.
+        let sms = match target.kind {
+            TargetKind::Cpu => base.sms,
+            TargetKind::Cuda => even_sms(graph, base.sms, &[UNIT_ROWS, UNIT_ROWS / 2]),
+        };
+        let base = &Candidate { sms, ..base.clone() };
+        let slots = Slots::of(graph, precision, target, room.rows, base.consumer_warps);
+        let flight = Flight::of(graph, precision, room.rows, base.sms);
+        let mut refused = Infeasible::HistoryChunk { slot_bytes: slots.bytes[0], rows: HISTORY_ALIGN, row_bytes };
+        let Some(page_rows) = page_rows(graph, precision, &slots.all) else { return Err(refused) };
         let batch = batch(room, page_rows, target);
-        let most = slots.slots(RING_SLOTS).min(RING_SLOTS_MAX);
-        // Threads that copy chunks in turn own slots.
-        let owners = chunk_copiers(room.rows);
-        for ring_slots in (RING_SLOTS_MIN..=most).rev().filter(|slots| slots.is_multiple_of(owners)) {
-            let candidate = candidate(base, graph, &slots, &flight, slot_bytes, ring_slots);
-            let program = lower_batch(graph, name, precision, context_max, &batch, &candidate)?;
-            match schedule(program, target, &candidate) {
+        let holds_tiles = |slot: &&u32| chunk_rows(**slot, row_bytes) > 0;
+        for &slot_bytes in slots.bytes.iter().chain(sizes).filter(holds_tiles) {
+            let ring = RingSizes {
+                slot_bytes,
+                most: slots.slots(RING_SLOTS).min(RING_SLOTS_MAX),
+                least: slots_min,
+                // Threads that copy chunks in turn own slots.
+                multiple: chunk_copiers(room.rows),
+            };
+            let placed = ring.most_that_fit(|ring_slots| {
+                let candidate = candidate(base, graph, &slots, &flight, slot_bytes, ring_slots);
+                schedule(lower_batch(graph, name, precision, context_max, &batch, &candidate)?, target, &candidate)
+            });
+            match placed {
                 Err(reason @ Infeasible::SharedMemory { .. }) => refused = reason,
                 placed => return placed,
             }
         }
+        Err(refused)
     }
-    Err(refused)
+}
+
+/// The candidate of steps of several rows on a CPU, from that of one row: with fewer or smaller slots of the ring where more rows need the
+/// room, and with the default's other knobs where those of `base` do not fit. Histories have no KV splits: splits depend on how a prompt
+/// was cut, and a row must have the bits that it has alone.
+///
+/// # Errors
+/// What does not fit the target.
+pub fn cpu_candidate(
+    graph: &ModelGraph,
+    precision: Precision,
+    context_max: u32,
+    target: &Target,
+    base: &Candidate,
+    batch: &Batch,
+) -> Result<Candidate, Infeasible> {
+    let row_bytes = graph.layers.iter().map(|layer| cache_row_bytes(layer.attn.head_dim, precision.cache)).max();
+    let holds_tiles = |slot_bytes: u32| chunk_rows(slot_bytes, row_bytes.unwrap_or(0)) > 0;
+    let fitting = |base: &Candidate| {
+        let of_slots = |slot_bytes: u32| {
+            let ring = RingSizes { slot_bytes, most: base.ring_slots, least: 2, multiple: 1 };
+            ring.most_that_fit(|slots| {
+                let candidate = Candidate { splits: 1, slot_bytes, ..base.clone() };
+                let candidate = if slots < base.ring_slots { candidate.with_ring(slots) } else { candidate };
+                schedule(lower_batch(graph, "steps", precision, context_max, batch, &candidate)?, target, &candidate)?;
+                Ok(candidate)
+            })
+        };
+        of_slots(base.slot_bytes).or_else(|refused| {
+            let smaller = SLOT_BYTES.into_iter().filter(|slot| *slot < base.slot_bytes && holds_tiles(*slot));
+            smaller.map(of_slots).find_map(Result::ok).ok_or(refused)
+        })
+    };
+    fitting(base).or_else(|refused| {
+        let default = Candidate { unit_rows: base.unit_rows, ..Candidate::default_for(graph, target, precision) };
+        fitting(&default).map_err(|_| refused)
+    })
+}
+
+/// Numbers of slots that a ring may have.
+struct RingSizes {
+    slot_bytes: u32,
+    most: u32,
+    least: u32,
+    /// Every number is a multiple of this.
+    multiple: u32,
+}
+
+impl RingSizes {
+    /// What `place` makes with the most slots that fit. Each slot fewer takes `slot_bytes` less, so a plan that is too large says how many
+    /// are too many.
+    fn most_that_fit<T>(&self, mut place: impl FnMut(u32) -> Result<T, Infeasible>) -> Result<T, Infeasible> {
+        let RingSizes { slot_bytes, most, least, multiple } = *self;
+        let multiple = multiple.max(1);
+        let mut slots = most / multiple * multiple;
+        loop {
+            match place(slots) {
+                Err(Infeasible::SharedMemory { bytes, most, .. }) if slots >= least + multiple => {
+                    let over = bytes.saturating_sub(most.into()).div_ceil(u64::from(slot_bytes.max(1)));
+                    let fewer = (over.clamp(1, u64::from(slots)) as u32).next_multiple_of(multiple);
+                    slots = slots.saturating_sub(fewer).max(least.next_multiple_of(multiple));
+                }
+                placed => return placed,
+            }
+        }
+    }
 }

@@ -16,7 +16,7 @@ use crate::cache::{Cache, Places};
 use crate::cli::{places, session};
 use crate::error::Fault;
 use crate::manifest::{Manifest, ROWS_MAX};
-use crate::pipeline::{Given, Ready, Runner, Serving, Tokens, Workspace};
+use crate::pipeline::{AskedSizes, Given, Ready, Runner, Serving, Tokens, Workspace};
 use crate::report::Report;
 use crate::target::{Target, TargetKind};
 use crate::text::Style;
@@ -343,11 +343,16 @@ fn serving(
         return Err(Fault::input("`cache_tokens` is 0, expected a token or more"));
     }
     // A caller may have prompt tokens together with other rows in a step, on a device, too. So the sizes are those of kind `cpu`.
-    let Serving { running_max, chunk_rows, .. } = Serving::of_manifest(manifest, TargetKind::Cpu, 1);
+    let sizes = Serving::of_manifest(manifest, TargetKind::Cpu, 1);
     let contexts = || manifest.decode.context_max.saturating_mul(DEVICE_CONTEXTS);
+    let asked = AskedSizes {
+        running_max: sequences_max.map(|_| "sequences_max").or(sizes.asked.running_max),
+        chunk_rows: chunk_max.map(|_| "chunk_max").or(sizes.asked.chunk_rows),
+    };
     Ok(Serving {
-        running_max: sequences_max.unwrap_or(running_max),
-        chunk_rows: chunk_max.unwrap_or(chunk_rows),
+        asked,
+        running_max: sequences_max.unwrap_or(sizes.running_max),
+        chunk_rows: chunk_max.unwrap_or(sizes.chunk_rows),
         steps_max: 1,
         cache_tokens: cache_tokens.or_else(|| (target.kind != TargetKind::Cpu).then(contexts)),
     })

@@ -125,7 +125,7 @@ impl KeyPart for Component {
 /// With the bytes of the files it decides every value of the matrix.
 impl KeyPart for Recipe {
     fn write(&self, key: &mut dyn KeySink) {
-        let Self { format, code, rows, cols, codes, group_k, scales, zeros, g_idx, whole } = self;
+        let Self { format, code, rows, cols, codes, group_k, scales, zeros, g_idx, symmetric, whole } = self;
         let ((codes, code_layout), (scales, scale, scale_layout)) = (codes, scales);
         key.text("format", &format!("{format:?}"));
         key.text("code", code.name());
@@ -141,9 +141,11 @@ impl KeyPart for Recipe {
             key.nested("zeros", zeros);
             key.text("zero_layout", &format!("{layout:?}"));
         }
-        if let Some(g_idx) = g_idx {
+        if let Some((g_idx, kind)) = g_idx {
             key.nested("g_idx", g_idx);
+            key.text("g_idx_kind", &format!("{kind:?}"));
         }
+        key.value("symmetric", symmetric);
         if let Some((factor, kind)) = whole {
             key.nested("whole", factor);
             key.text("whole_kind", &format!("{kind:?}"));
@@ -154,14 +156,15 @@ impl KeyPart for Recipe {
 impl Recipe {
     /// How the stored bytes are read, for people: without their places and the extents of the matrix.
     pub fn reading(&self) -> String {
-        let Self { format, code, rows: _, cols: _, codes, group_k, scales, zeros, g_idx, whole } = self;
+        let Self { format, code, rows: _, cols: _, codes, group_k, scales, zeros, g_idx, symmetric, whole } = self;
         let ((_, codes), (_, scale, scales)) = (codes, scales);
         let zeros = zeros.as_ref().map_or("none".to_string(), |(_, layout)| format!("{layout:?}"));
         let whole = whole.as_ref().map_or("none".to_string(), |(_, kind)| format!("{kind:?}"));
-        let (code, scale, indexed) = (code.name(), scale.name(), g_idx.is_some());
+        let (code, scale) = (code.name(), scale.name());
+        let indexed = g_idx.as_ref().map_or("none".to_string(), |(_, kind)| format!("{kind:?}"));
         format!(
             "{code} in {codes:?} as {format}, groups of {group_k}, scales {scale} in {scales:?}, zeros {zeros}, g_idx {indexed}, \
-             whole {whole}"
+             symmetric {symmetric}, whole {whole}"
         )
     }
 }

@@ -1,5 +1,6 @@
 //! Owns `Batched`: a prepared model whose steps have several rows, for the engine of a server.
 
+use std::iter;
 use std::sync::Arc;
 
 use crate::codegen::emit::Trace;
@@ -45,9 +46,18 @@ const MEMORY_PERCENT: u64 = 90;
 /// Tokens of a cache on a device, at most.
 const DEVICE_TOKENS_MAX: u64 = 1 << 22;
 
+/// The option or key that gave a size of a server; `None`: the user named none.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct AskedSizes {
+    pub running_max: Option<&'static str>,
+    pub chunk_rows: Option<&'static str>,
+}
+
 /// What a server asks of its steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Serving {
+    /// What the user named of the following two sizes. The others are defaults, and become smaller where they do not fit.
+    pub asked: AskedSizes,
     /// Requests that run at a time.
     pub running_max: u32,
     /// Rows of prompts beside rows that decode, or in a launch that these wait for.
@@ -64,7 +74,11 @@ impl Serving {
         let running_max = manifest.decode.sequences_max.unwrap_or(RUNNING_MAX);
         let by_kind = if kind == TargetKind::Cuda { CHUNK_ROWS_DEVICE } else { CHUNK_ROWS };
         let chunk_rows = manifest.decode.chunk_max.unwrap_or(by_kind);
-        Serving { running_max, chunk_rows, steps_max, cache_tokens: None }
+        let asked = AskedSizes {
+            running_max: manifest.decode.sequences_max.map(|_| "decode.sequences_max"),
+            chunk_rows: manifest.decode.chunk_max.map(|_| "decode.chunk_max"),
+        };
+        Serving { asked, running_max, chunk_rows, steps_max, cache_tokens: None }
     }
 }
 
@@ -121,7 +135,13 @@ impl Prepared {
         let host = Host::new(workspace);
         let chain = self.chain(workspace, &host);
         let Some(found) = host.device(&self.target)? else {
-            let rows = place_rows(&chain.context, &self.candidate, &cpu_batch(serving, &self.manifest.decode))?;
+            let batches = cpu_batches(serving, &self.manifest.decode);
+            let keys: Vec<&str> = serving.asked.running_max.into_iter().chain(serving.asked.chunk_rows).collect();
+            let (taken, rows) = place_rows(&chain.context, &self.candidate, &batches, &keys)?;
+            if let Some(wanted) = batches.first().filter(|wanted| **wanted != taken) {
+                let (name, rows, wanted) = (&self.target.name, taken.rows, wanted.rows);
+                workspace.report.note(&format!("{name}: steps of {rows} rows, because {wanted} do not fit"));
+            }
             return Ok(Batched::of_cpu(rows.validated(&self.target)?.clone(), chain.pack()?));
         };
         let device = Device::open(found.ordinal)?;
@@ -353,8 +373,19 @@ fn step_rows_of(serving: &Serving) -> Result<&'static [u32], Fault> {
     Ok(&STEP_ROWS[..(smaller + 1).min(STEP_ROWS.len())])
 }
 
+/// Steps of the interpreter: the first that fits is taken. The sizes that the user did not name are halved from one to the next.
+pub(super) fn cpu_batches(serving: &Serving, decode: &Decode) -> Vec<Batch> {
+    let AskedSizes { running_max, chunk_rows } = serving.asked;
+    let half = |rows: u32, asked: Option<&str>| if asked.is_some() { rows } else { (rows / 2).max(1) };
+    let smaller = |of: &Serving| {
+        let (running_max, chunk_rows) = (half(of.running_max, running_max), half(of.chunk_rows, chunk_rows));
+        Some(Serving { running_max, chunk_rows, ..*of }).filter(|smaller| smaller != of)
+    };
+    iter::successors(Some(*serving), smaller).map(|serving| cpu_batch(&serving, decode)).collect()
+}
+
 /// Rows of the interpreter's steps, and the pages of their sequences.
-pub(super) fn cpu_batch(serving: &Serving, decode: &Decode) -> Batch {
+fn cpu_batch(serving: &Serving, decode: &Decode) -> Batch {
     let context_max = decode.context_max;
     let asked = serving.cache_tokens.map(|tokens| tokens.div_ceil(PAGE_ROWS)).or(decode.cache_pages);
     let pages = asked.unwrap_or(context_max.div_ceil(PAGE_ROWS).saturating_mul(CPU_CONTEXTS)).max(1);
@@ -398,11 +429,13 @@ impl Batched {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::path::Path;
+
     use crate::ir::parse::parse;
     use crate::validate::validate;
 
     fn serving(running_max: u32, chunk_rows: u32) -> Serving {
-        Serving { running_max, chunk_rows, steps_max: 8, cache_tokens: None }
+        Serving { asked: AskedSizes::default(), running_max, chunk_rows, steps_max: 8, cache_tokens: None }
     }
 
     #[test]
@@ -452,6 +485,23 @@ mod tests {
         let ragged = |running_max| ragged_rows(running_max, &kernels(&waves));
         assert_eq!([1, 2, 32, 33, 64].map(ragged), [None, Some(32), Some(32), Some(64), Some(64)]);
         assert_eq!([ragged_rows(8, &kernels(&words)), ragged_rows(33, &kernels(&waves[..3]))], [None, None]);
+    }
+
+    /// What the user names stays; the rest becomes smaller.
+    #[test]
+    fn only_default_sizes_of_a_server_shrink() {
+        let text = "[model]\nsource = \"builtin:tinystories\"\n[precision]\nweights = \"fp32\"\n\
+                    [decode]\ncontext_max = 64\n[[target]]\nrecord = \"cpu\"\n";
+        let manifest = Manifest::parse(text, Path::new("sizes.toml")).expect("a manifest");
+        let rows = |running_max, chunk_rows| {
+            let serving = Serving { asked: AskedSizes { running_max, chunk_rows }, ..serving(8, 8) };
+            cpu_batches(&serving, &manifest.decode).iter().map(|batch| batch.rows).collect::<Vec<_>>()
+        };
+        let (running, chunk) = (Some("--max-batch"), Some("--max-chunk"));
+        assert_eq!(rows(None, None), [16, 8, 4, 2]);
+        assert_eq!(rows(running, None), [16, 12, 10, 9]);
+        assert_eq!(rows(None, chunk), [16, 12, 10, 9]);
+        assert_eq!(rows(running, chunk), [16]);
     }
 
     #[test]

@@ -8,8 +8,9 @@ use std::cell::OnceCell;
 use std::sync::{Arc, OnceLock};
 
 use crate::cache::{CacheError, Entry};
-use crate::candidate::{Candidate, Infeasible};
+use crate::candidate::{Candidate, FormatCause, Infeasible};
 use crate::cuda::driver::DeviceIdentity;
+use crate::dtype::DType;
 use crate::error::Fault;
 use crate::flywheel::Verdict;
 use crate::interp::Pack;
@@ -106,6 +107,43 @@ impl From<NotMade> for Fault {
     }
 }
 
+/// What the user can do about a kernel that does not fit a target.
+pub(super) fn remedy_of(reason: &Infeasible, context: &BuildContext<'_>) -> &'static str {
+    let BuildContext { manifest, knobs, .. } = context;
+    let precision = manifest.precision;
+    match reason {
+        Infeasible::Format { cause, .. } => match cause {
+            FormatCause::Activations => "set `weights = \"bf16\"`, or `activations = \"bf16\"`, in `[precision]`",
+            // Only parts of one matrix that differ are values of another type.
+            FormatCause::Plain if precision.wire == DType::Bf16 => {
+                "set `weights = \"fp32\"` and `activations = \"bf16\"` in `[precision]`, or take the target `cpu`"
+            }
+            FormatCause::Plain => "set `weights = \"fp32\"` in `[precision]`, or take the target `cpu`",
+            FormatCause::Groups => "take the target `cpu`",
+        },
+        Infeasible::DeviceMemory { is_cache: true, .. } => {
+            "lower `decode.context_max`, set `cache = \"fp8\"` in `[precision]`, or take a target with more memory"
+        }
+        Infeasible::DeviceMemory { .. } => {
+            "round the weights, with `weights = \"int8\"` or `\"int4:128\"` in `[precision]`, or take a target with more memory"
+        }
+        Infeasible::HeadDim { .. } => "take a model whose heads have an even width: no target computes this one",
+        _ if knobs.is_some() => "change the manifest's `candidate`, or leave it out",
+        Infeasible::SharedMemory { .. } if precision.weights == DType::F32 => {
+            "set `weights = \"bf16\"` in `[precision]`, which halves what a block holds, or take a target with more shared memory"
+        }
+        Infeasible::SharedMemory { .. } => "take a target with more shared memory",
+        Infeasible::HistoryChunk { .. } if precision.cache == DType::F32 => "set `cache = \"bf16\"` in `[precision]`",
+        // The default has no other knobs than these, and fits them to the target.
+        Infeasible::HistoryChunk { .. }
+        | Infeasible::Sms { .. }
+        | Infeasible::Knob { .. }
+        | Infeasible::Mechanism { .. } => {
+            "set a `candidate` for the target: `monobloc show candidate` prints the knobs"
+        }
+    }
+}
+
 /// What this machine compiles with and runs on; each is looked for when it is first needed.
 pub(super) struct Host<'a> {
     pub compiler: Compiler<'a>,
@@ -177,13 +215,8 @@ impl<'a> Chain<'a> {
         };
         let row = TrialRow { chain: &chain, hardware: None, asked: None };
         row.append(None, None, vec![Verdict::Infeasible { detail: reason.to_string() }])?;
-        let remedy = if context.knobs.is_some() {
-            "change the manifest's `candidate`, or leave it out"
-        } else {
-            "lower `decode.context_max`, or take a larger target"
-        };
         let message = format!("the candidate does not fit `{}`: {reason}", context.target.name);
-        Err(Fault::input(message).with_remedy(remedy))
+        Err(Fault::input(message).with_remedy(remedy_of(&reason, &context)))
     }
 
     /// The key of a stage, once what it depends on is there; `None` where this model has no such stage.

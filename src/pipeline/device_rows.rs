@@ -28,7 +28,7 @@ use crate::validate::{Validated, share_caches};
 use crate::waves::{CHUNK_MIN, CHUNK_ROWS, Proven};
 
 use super::bench::{self, Programs, Versus, Work};
-use super::chain::{Chain, Host};
+use super::chain::{Chain, Host, remedy_of};
 use super::compile::Cubin;
 use super::device_sampler::{sampler_source, time_sampled};
 use super::device_steps::{By, StepsKernel, StepsKernels, step_rows_for};
@@ -47,6 +47,7 @@ pub(super) fn place_kernel(context: &BuildContext<'_>, base: &Candidate, room: R
     let context_max = manifest.decode.context_max;
     place_rows(&imported.graph, &manifest.name, manifest.precision, context_max, target, base, room).map_err(|reason| {
         Fault::input(format!("a kernel for {} rows does not fit target `{}`: {reason}", room.rows, target.name))
+            .with_remedy(remedy_of(&reason, context))
     })
 }
 
@@ -60,6 +61,7 @@ pub(super) fn one_row_kernel(context: &BuildContext<'_>, base: &Candidate, room:
     let placed = place_one_row(&imported.graph, &manifest.name, manifest.precision, context_max, target, base, room)
         .map_err(|reason| {
             Fault::input(format!("a kernel for one row does not fit target `{}`: {reason}", target.name))
+                .with_remedy(remedy_of(&reason, context))
         })?;
     prove_kernel(context, placed)
 }

@@ -11,6 +11,7 @@ use crate::cuda::session::Session;
 use crate::error::Fault;
 use crate::interp::Pack;
 use crate::measure::{self, Measurement, Timer};
+use crate::text::counted;
 
 use super::chain::{Chain, NotMade};
 use super::compile::Cubin;
@@ -31,7 +32,7 @@ pub(super) fn evaluate(chain: &Chain<'_>) -> Result<Measurement, NotMade> {
 
     let (_, measure_key) = executor.keys()?;
     let positions = &context.manifest.decode.time_positions;
-    let detail = format!("{} positions on {}", positions.len(), executor.hardware.name);
+    let detail = format!("{} on {}", counted(positions.len() as u64, "position"), executor.hardware.name);
     let title = context.title(keys::MEASURE);
     let (entry, outcome) = context.workspace.stage(&measure_key, &context.subject(), &title, &detail, || {
         let started = Instant::now();
@@ -120,7 +121,7 @@ impl<'a> Executor<'a> {
         let (check_key, _) = self.keys()?;
         let mut check_ms = None;
         let positions = &context.manifest.decode.check_positions;
-        let detail = format!("{} positions on {}", positions.len(), self.hardware.name);
+        let detail = format!("{} on {}", counted(positions.len() as u64, "position"), self.hardware.name);
         let (entry, _) =
             context.workspace.stage(&check_key, &context.subject(), &context.title(keys::CHECK), &detail, || {
                 let started = Instant::now();

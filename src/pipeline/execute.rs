@@ -11,6 +11,7 @@ use crate::error::Fault;
 use crate::interp::Pack;
 use crate::ir::layout::pack_bytes;
 use crate::target::Target;
+use crate::text::counted;
 use crate::validate::Validated;
 
 use super::Workspace;
@@ -27,6 +28,11 @@ pub(super) fn host() -> Hardware {
     let model = cpuinfo.lines().find(|line| line.starts_with("model name")).and_then(|line| line.split_once(':'));
     let name = model.map_or(std::env::consts::ARCH, |(_, name)| name.trim()).to_string();
     Hardware { name, uuid: String::new(), driver: String::new(), threads }
+}
+
+/// Where the interpreter runs, for the user: `cpu interpreter on 2 threads`.
+pub(super) fn cpu_place() -> String {
+    format!("cpu interpreter on {}", counted(host().threads as u64, "thread"))
 }
 
 pub(super) fn hardware_of(device: &DeviceIdentity) -> Hardware {

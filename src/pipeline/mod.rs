@@ -57,7 +57,7 @@ pub mod trace;
 mod trial;
 mod worker;
 
-pub use batch::{Batched, Serving, runs_here};
+pub use batch::{AskedSizes, Batched, Serving, runs_here};
 pub use campaign::{Tuned, Tuning, can_tune, is_tuned, tune};
 pub use explain::{Explained, SHOW_STAGES, explain, show};
 pub use export::{Written, export, temporary_prefix};

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::batch::{Batched, cpu_batch};
+use super::batch::{Batched, cpu_batches};
 use super::device_rows::Prefill;
 use super::execute::{self, Devices, upload_pack};
 use super::exported::{Does, Exported, Kernel};
@@ -146,7 +146,7 @@ fn runner<'a>(report: &'a Report, exported: &'a Exported, target: &'a Target) ->
     let Some(cubin) = cubin else {
         let pack = exported.pack(target, &validated)?;
         let interp = Interp::of_text(validated.schedule(), pack, Options::fast())?;
-        let place = format!("cpu interpreter on {} threads", execute::host().threads);
+        let place = execute::cpu_place();
         return Ok(Runner { place, context_max, vocab, cached: vec![], on: On::Cpu(Box::new(interp)) });
     };
     let (device, place) = device_of(target)?;
@@ -222,11 +222,17 @@ fn batched(exported: &Exported, target: &Target, serving: &Serving) -> Result<Ba
     let Kernel { validated, .. } = exported.kernel(target, Does::Batch)?.ok_or_else(none)?;
     let shape = Shape::of(&validated.schedule().program)
         .ok_or_else(|| Fault::input("the steps of several rows of the export have one row"))?;
-    let Batch { rows, sequences, pages, .. } = cpu_batch(serving, &exported.manifest().decode);
-    for (what, asked, most) in
+    let batches = cpu_batches(serving, &exported.manifest().decode);
+    let sizes = |batch: &Batch| {
+        let Batch { rows, sequences, pages, .. } = *batch;
         [("rows", rows, shape.rows), ("sequences", sequences, shape.sequences), ("pages", pages, shape.pages)]
-    {
-        refuse_more(what, asked.into(), most.into())?;
+    };
+    // The export may have fewer rows than the default asks for, because no more fitted.
+    let fits = |batch: &Batch| sizes(batch).iter().all(|(_, asked, most)| asked <= most);
+    if !batches.iter().any(fits) {
+        for (what, asked, most) in batches.last().map(sizes).into_iter().flatten() {
+            refuse_more(what, asked.into(), most.into())?;
+        }
     }
     let pack = exported.pack(target, &validated)?;
     Ok(Batched::of_cpu(validated, pack))

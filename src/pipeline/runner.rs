@@ -19,6 +19,7 @@ use crate::manifest::Decode;
 use crate::report::Report;
 use crate::sample::{Decided, Request, RequestSettings, SampleError, SampleSettings, TokenCounts};
 use crate::speculate::Speculation;
+use crate::text::counted;
 
 use super::batch::PAGE_ROWS;
 use super::chain::{Chain, Host};
@@ -164,7 +165,7 @@ impl Prepared {
         let Some(found) = host.device(&self.target)? else {
             let rows = self.text_on_cpu(&chain)?;
             let interp = Interp::of_text(rows.validated(&self.target)?.schedule(), chain.pack()?, Options::fast())?;
-            let place = format!("cpu interpreter on {} threads", execute::host().threads);
+            let place = execute::cpu_place();
             return Ok(Runner { place, context_max, vocab, cached: vec![], on: On::Cpu(Box::new(interp)) });
         };
         let steps_max = self.manifest.decode.steps_per_launch;
@@ -192,15 +193,20 @@ impl Prepared {
 
     /// What decodes one text on the CPU: of several rows, so that a weight is read once for all tokens of a prompt chunk.
     pub(super) fn text_on_cpu(&self, chain: &Chain<'_>) -> Result<StoredSchedule, Fault> {
-        place_rows(&chain.context, &self.candidate, &one_text(&self.manifest.decode))
+        let decode = &self.manifest.decode;
+        let keys: &[&str] = if decode.chunk_max.is_some() { &["decode.chunk_max"] } else { &[] };
+        Ok(place_rows(&chain.context, &self.candidate, &one_text(decode), keys)?.1)
     }
 }
 
-/// Steps of one text on the CPU: a chunk of its prompt, or one token.
-fn one_text(decode: &Decode) -> Batch {
+/// Steps of one text on the CPU: a chunk of its prompt, or one token. The first that fits counts; a chunk that the manifest asks for is the
+/// only one.
+fn one_text(decode: &Decode) -> Vec<Batch> {
     let rows = decode.chunk_max.unwrap_or(CHUNK_ROWS).min(decode.context_max);
     let pages = decode.cache_pages.unwrap_or(decode.context_max.div_ceil(PAGE_ROWS));
-    Batch { rows, sequences: 1, pages, page_rows: PAGE_ROWS, words: false }
+    let fewer = |rows: &u32| (*rows > 1 && decode.chunk_max.is_none()).then_some(rows / 2);
+    let batch = |rows| Batch { rows, sequences: 1, pages, page_rows: PAGE_ROWS, words: false };
+    iter::successors(Some(rows), fewer).map(batch).collect()
 }
 
 impl Runner<'_> {
@@ -417,7 +423,8 @@ impl Runner<'_> {
     fn check_ids(&self, ids: &[u32]) -> Result<(), Fault> {
         let context_max = self.context_max;
         if ids.len() > context_max as usize {
-            let message = format!("the prompt has {} tokens, `context_max` is {context_max}", ids.len());
+            let message =
+                format!("the prompt has {}, `context_max` is {context_max}", counted(ids.len() as u64, "token"));
             return Err(Fault::input(message).with_remedy("raise `decode.context_max` or shorten the prompt"));
         }
         match ids.iter().find(|&&id| id >= self.vocab) {

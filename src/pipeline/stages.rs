@@ -12,6 +12,7 @@ use crate::candidate::{Candidate, Infeasible, KNOB_NAMES};
 use crate::codegen::KernelSource;
 use crate::codegen::abi::Queues;
 use crate::codegen::emit::{Trace, emit};
+use crate::defaults::rows::cpu_candidate;
 use crate::digest::{Digest, key};
 use crate::error::{Fault, Tier};
 use crate::files;
@@ -31,7 +32,7 @@ use crate::pack::{pack, pack_pieces};
 use crate::schedule::schedule;
 use crate::search::Space;
 use crate::target::Target;
-use crate::text::one_of;
+use crate::text::{counted, one_of};
 use crate::validate::{Validated, same, validate};
 
 use super::Workspace;
@@ -457,15 +458,40 @@ pub(super) fn place(context: &BuildContext<'_>, candidate: &Candidate) -> Result
     Ok(StoredSchedule { candidate: candidate.clone(), content: entry.content(), entry, validated })
 }
 
-/// Steps of several rows on the CPU, over the pack of the one-row schedule: lowered, placed and proven as one stage, like that.
+/// Steps of several rows on the CPU, over the pack of the one-row schedule: lowered, placed and proven as one stage, like that. The first of
+/// `batches` that fits is taken. `base` is the candidate of one row. `keys`: what lowers the rows of a batch.
+///
+/// # Errors
+/// No batch fits.
 pub(super) fn place_rows(
     context: &BuildContext<'_>,
-    candidate: &Candidate,
-    batch: &Batch,
-) -> Result<StoredSchedule, Fault> {
+    base: &Candidate,
+    batches: &[Batch],
+    keys: &[&str],
+) -> Result<(Batch, StoredSchedule), Fault> {
     let Manifest { precision, decode, .. } = context.manifest;
-    // Splits of a history depend on how its prompt was cut, and a row must have the bits that it has alone.
-    let candidate = Candidate { splits: 1, ..candidate.clone() };
+    let (target, precision, context_max) = (context.target, *precision, decode.context_max);
+    let mut refused = Fault::internal("no number of rows to place");
+    for batch in batches {
+        match cpu_candidate(&context.imported.graph, precision, context_max, target, base, batch) {
+            Ok(candidate) => return Ok((*batch, place_batch(context, candidate, batch)?)),
+            Err(reason) => {
+                let remedy = match keys {
+                    [] => "build it for a target with more shared memory".to_string(),
+                    keys => format!("lower {}", one_of(keys.iter().copied())),
+                };
+                let message =
+                    format!("steps of {} do not fit `{}`: {reason}", counted(batch.rows.into(), "row"), target.name);
+                refused = Fault::input(message).with_remedy(remedy);
+            }
+        }
+    }
+    Err(refused)
+}
+
+/// Lowers, places and proves steps of several rows on the CPU.
+fn place_batch(context: &BuildContext<'_>, candidate: Candidate, batch: &Batch) -> Result<StoredSchedule, Fault> {
+    let Manifest { precision, decode, .. } = context.manifest;
     let target = context.target;
     let (code, graph, context_max) = (keys::code(keys::SCHEDULE), context.graph, decode.context_max);
     let precision = *precision;
@@ -486,10 +512,7 @@ pub(super) fn place_rows(
         let graph = &context.imported.graph;
         let program = lower_batch(graph, &graph.family, precision, context_max, batch, &candidate);
         let placed = program.and_then(|program| schedule(program, target, &candidate));
-        let placed = placed.map_err(|reason| {
-            Fault::input(format!("steps of {} rows do not fit `{}`: {reason}", batch.rows, target.name))
-                .with_remedy("lower `decode.chunk_max` or `decode.sequences_max`")
-        })?;
+        let placed = placed.map_err(|reason| Fault::from(NotMade::Infeasible(reason)))?;
         let text = print(&placed);
         let proven = prove(context, placed).map_err(|fault| save_rejected(&text, fault))?;
         let _ = validated.set(Arc::new(proven));
@@ -623,7 +646,7 @@ mod tests {
     use crate::cache::Cache;
     use crate::format::{Code, Format, ScaleCode};
     use crate::interp::{Interp, Options};
-    use crate::model::coded::{CodeLayout, Component, Recipe, ScaleLayout, Whole, ZeroLayout};
+    use crate::model::coded::{CodeLayout, Component, GroupIndex, Recipe, ScaleLayout, Whole, ZeroLayout};
     use crate::model::graph::TensorId;
     use crate::pipeline::chain::{Chain, Host};
     use crate::report::Report;
@@ -631,7 +654,7 @@ mod tests {
     type Turn = (&'static str, &'static str, fn(&mut Recipe));
 
     /// A change of each field of a recipe, and of each part of it, on a fixture whose values depend on it.
-    const TURNS: [Turn; 16] = [
+    const TURNS: [Turn; 18] = [
         ("format", "nvfp4", |recipe| recipe.format = Format::by_row(Code::Int8)),
         ("code", "nvfp4", |recipe| recipe.code = Code::Int4),
         ("rows", "gptq-v1-asym", |recipe| recipe.rows -= 8),
@@ -647,7 +670,11 @@ mod tests {
             recipe.zeros.iter_mut().for_each(|(_, layout)| *layout = ZeroLayout::Words)
         }),
         ("g_idx", "gptq-v1-asym", |recipe| recipe.g_idx = None),
-        ("place of g_idx", "gptq-v1-asym", |recipe| recipe.g_idx.iter_mut().for_each(back)),
+        ("place of g_idx", "gptq-v1-asym", |recipe| recipe.g_idx.iter_mut().for_each(|(at, _)| back(at))),
+        ("kind of g_idx", "gptq-v1-asym", |recipe| {
+            recipe.g_idx.iter_mut().for_each(|(_, kind)| *kind = GroupIndex::AnyOrNone)
+        }),
+        ("symmetric", "gptq-v1-asym", |recipe| recipe.symmetric = true),
         ("place of the factor", "nvfp4", |recipe| recipe.whole.iter_mut().for_each(|(at, _)| back(at))),
         ("factor", "nvfp4", |recipe| recipe.whole.iter_mut().for_each(|(_, kind)| *kind = Whole::Multiply)),
     ];
@@ -696,7 +723,7 @@ mod tests {
             assert!(turned.1 == fresh.1, "{field}: the cache answers for another recipe");
             moved += usize::from(as_stored.1 != fresh.1);
         }
-        // Without an effect: the code of the recipe, and the groups of columns that follow each other.
-        assert_eq!(moved, TURNS.len() - 2);
+        // Without an effect: the code of the recipe, and groups of columns that follow each other, whatever they may be.
+        assert_eq!(moved, TURNS.len() - 3);
     }
 }

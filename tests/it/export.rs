@@ -11,7 +11,7 @@ use monobloc::cuda::nvrtc::Nvrtc;
 use monobloc::digest::Digest;
 use monobloc::error::{Fault, Tier};
 use monobloc::manifest::Manifest;
-use monobloc::pipeline::{Exported, Ready, Serving, Workspace, export as export_model};
+use monobloc::pipeline::{AskedSizes, Exported, Ready, Serving, Workspace, export as export_model};
 use monobloc::report::Report;
 use serde_json::{Value, json};
 
@@ -20,7 +20,9 @@ use crate::http_client::post;
 use crate::nvrtc::nvrtc;
 use crate::support::fixture;
 
-const SERVING: Serving = Serving { running_max: 2, chunk_rows: 2, steps_max: 1, cache_tokens: Some(512) };
+const NOT_ASKED: AskedSizes = AskedSizes { running_max: None, chunk_rows: None };
+const SERVING: Serving =
+    Serving { asked: NOT_ASKED, running_max: 2, chunk_rows: 2, steps_max: 1, cache_tokens: Some(512) };
 
 const MANIFEST: &str = "[model]
 source = \"path:MODEL\"
@@ -304,7 +306,8 @@ fn on_device(test: &str) -> Option<Export> {
 }
 
 /// Nine requests need steps of 16 rows, and together with prompts steps of 64.
-const ON_DEVICE: Serving = Serving { running_max: 9, chunk_rows: 2, steps_max: 1, cache_tokens: Some(20_000) };
+const ON_DEVICE: Serving =
+    Serving { asked: NOT_ASKED, running_max: 9, chunk_rows: 2, steps_max: 1, cache_tokens: Some(20_000) };
 
 /// Asserts that loading a part fails only for the device, which this machine does not have.
 #[track_caller]

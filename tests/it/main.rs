@@ -14,6 +14,7 @@ mod cli_support;
 mod code_keys;
 mod config_keys;
 mod corpus;
+mod default_fits;
 mod distribution;
 mod driver;
 mod engine;

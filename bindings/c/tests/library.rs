@@ -8,7 +8,7 @@ use std::ptr;
 
 use monobloc::cache::Cache;
 use monobloc::manifest::Manifest;
-use monobloc::pipeline::{Serving, Workspace, export};
+use monobloc::pipeline::{AskedSizes, Serving, Workspace, export};
 use monobloc::report::Report;
 use monobloc_c::*;
 
@@ -44,7 +44,8 @@ fn exported(folder: &Path) -> PathBuf {
         report: Report::quiet(),
         trials: folder.join("trials.csv"),
     };
-    let serving = Serving { running_max: 8, chunk_rows: 8, steps_max: 1, cache_tokens: None };
+    let asked = AskedSizes::default();
+    let serving = Serving { asked, running_max: 8, chunk_rows: 8, steps_max: 1, cache_tokens: None };
     let out = folder.join("export");
     export(&workspace, &manifest, &out, &serving, &|| false).unwrap_or_else(|fault| panic!("{fault}"));
     out

@@ -53,7 +53,15 @@ pub fn compare(
             manifest.decode.context_max
         )));
     }
-    let plain = Manifest { formats: FormatPlan::default(), ..manifest.clone() };
+    // A candidate is for the weights that the manifest has; other formats have a default of their own.
+    let with_formats = |formats: FormatPlan| {
+        let mut other = Manifest { formats, ..manifest.clone() };
+        if other.formats != manifest.formats {
+            other.candidates.clear();
+        }
+        other
+    };
+    let plain = with_formats(FormatPlan::default());
     let own = if plain.precision.weights == crate::dtype::DType::F32 { "fp32" } else { "bf16" };
     let plain = pipeline::prepare(workspace, &plain, target)?;
     let mut exact = Runs::begin(workspace, &plain)?;
@@ -64,8 +72,7 @@ pub fn compare(
     let mut rows = vec![first];
     for (name, format) in NAMED.into_iter().filter(|(_, format)| !format.is_plain()) {
         let formats = FormatPlan { weights: Some(format), embed: manifest.formats.embed, ..FormatPlan::default() };
-        let rounded = Manifest { formats, ..manifest.clone() };
-        let rounded = pipeline::prepare(workspace, &rounded, target)?;
+        let rounded = pipeline::prepare(workspace, &with_formats(formats), target)?;
         let mut runs = Runs::begin(workspace, &rounded)?;
         rows.push(runs.row(name, &read, Some(&mut exact))?);
     }
