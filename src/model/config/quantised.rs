@@ -761,9 +761,10 @@ impl Parts<'_> {
         }
     }
 
-    /// Whether the columns of a matrix are whole groups. The libraries of AWQ (`WQLinear_GEMM.__init__` of AutoAWQ 0.2.9), of groups of
-    /// compressed-tensors (`_process_group` of 0.20.0) and of floats of 4 bits read no other matrix. Blocks may end beyond it:
-    /// compressed-tensors and transformers cut the last one. Groups of GPTQ, too: `g_idx` says which column is in which.
+    /// Whether the columns of a matrix are whole groups. The libraries read no other matrix: AutoAWQ 0.2.9 (`WQLinear_GEMM.__init__`),
+    /// compressed-tensors 0.20.0 (`_process_group`), ModelOpt 0.47.0 (`dequantize` of `NVFP4QTensor` and `MXFP4QTensor`).
+    ///
+    /// Not asked of blocks, whose last one compressed-tensors and transformers cut, and of GPTQ, where `g_idx` says the group of a column.
     fn whole_groups(&mut self, name: String, cols: u32, group_k: u32) -> Option<()> {
         if cols.is_multiple_of(group_k) {
             return Some(());
