@@ -1,7 +1,6 @@
 //! Places a program on a machine: shares of every grid, queues, events derived from regions, streams, memory map.
 
 use crate::candidate::{Candidate, FormatCause, Infeasible};
-use crate::dtype::{DType, Precision};
 use crate::ir::layout::{
     BlockLimits, GRANULE_BYTES, RING_SLOTS_MAX, RowNeeds, SmemNeeds, WORD_ROWS, block_granules, cache_row_bytes,
     chunk_granules, chunk_rows, chunk_rows_of_page, pack_bytes, placed_bytes, placement, smem_map,
@@ -10,8 +9,8 @@ use crate::ir::op::{Access, Attention, Epilogue, HISTORY_ALIGN, MatVec, Op, Role
 use crate::ir::program::{Grid, LayerOp, Operand, Program, Rows, Second, Site, Space};
 use crate::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, Schedule, Scope, Source, Task, Wait};
 use crate::ir::variant::{
-    AttentionVariant, MatVecVariant, POLL_BATCH, PassLimits, REDUCE_BATCH_MAX, RegisterTiling, Variant, kernel_refuses,
-    lanes_of_rows, rows_pass_max, warps_per_head_rule,
+    AttentionVariant, LANES, MatVecVariant, POLL_BATCH, PassLimits, REDUCE_BATCH_MAX, RegisterTiling, Variant,
+    granule_pairs, kernel_refuses, lanes_of_rows, rows_pass_max, warps_per_head_rule,
 };
 use crate::ir::{BufferId, EventId, GridId, TaskId};
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
@@ -54,11 +53,10 @@ fn check_formats(program: &Program, target: &Target) -> Result<(), Infeasible> {
         let format = program.format_of(grid);
         if let Some(expected) = kernel_refuses(format, program.precision) {
             let (matrix, target) = (grid.name.clone(), target.name.clone());
-            let wire = Precision { wire: DType::Bf16, ..program.precision };
-            let cause = match kernel_refuses(format, wire) {
-                _ if format.is_plain() => FormatCause::Plain,
-                None => FormatCause::Activations,
-                Some(_) => FormatCause::Groups,
+            let cause = match format.is_plain() {
+                true => FormatCause::Plain,
+                false if granule_pairs(1, format, program.precision) > LANES => FormatCause::Activations,
+                false => FormatCause::Groups,
             };
             return Err(Infeasible::Format { matrix, format: format.to_string(), expected, cause, target });
         }
