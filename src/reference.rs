@@ -88,20 +88,6 @@ impl<'a> Session<'a> {
     /// As [`step`](Self::step), up to the output of the final norm, `[hidden]`: enough for all but the last token of
     /// a prompt.
     pub fn step_hidden(&mut self, token: u32) -> Vec<f64> {
-        self.step_rows(token, None)
-    }
-
-    /// As [`step_hidden`](Self::step_hidden), with the keys and values in `rows` in place of those that the step computes: by layer,
-    /// `[kv_heads * head_dim]` each. Leaves its own in `rows`, not rounded.
-    ///
-    /// # Panics
-    /// As [`forward`], and if `rows` has another number of layers.
-    pub fn step_taking(&mut self, token: u32, rows: &mut [[Vec<f64>; 2]]) -> Vec<f64> {
-        assert_eq!(rows.len(), self.caches.len(), "keys and values of every layer");
-        self.step_rows(token, Some(rows))
-    }
-
-    fn step_rows(&mut self, token: u32, mut rows: Option<&mut [[Vec<f64>; 2]]>) -> Vec<f64> {
         let graph = self.graph;
         assert!(token < graph.vocab, "token {token} of a vocabulary of {}", graph.vocab);
         assert!(self.position < graph.positions_max, "position {} of {}", self.position, graph.positions_max);
@@ -109,39 +95,27 @@ impl<'a> Session<'a> {
         self.weights.read_row_f32(graph.embed, token, &mut row);
         let mut x: Vec<f64> = row.iter().map(|&e| f64::from(e) * f64::from(graph.embed_scale)).collect();
         for (l, (layer, cache)) in graph.layers.iter().zip(&mut self.caches).enumerate() {
-            let stored = match (&mut rows, &self.scales) {
-                (Some(rows), _) => Stored::Taken(&mut rows[l]),
-                (None, Some(scales)) => Stored::Rounded(&scales[l]),
-                (None, None) => Stored::AsComputed,
-            };
-            step_layer(graph, self.weights, layer, cache, stored, self.position, &mut x);
+            let scales = self.scales.as_ref().map(|scales| &*scales[l]);
+            step_layer(graph, self.weights, layer, cache, scales, self.position, &mut x);
         }
         self.position += 1;
         norm(self.weights, &graph.final_norm, &x)
     }
 }
 
-/// What a step puts into the cache of a layer.
-enum Stored<'a> {
-    AsComputed,
-    /// Keys and values after a cache in fp8, with the scales of each KV head.
-    Rounded(&'a [[f32; 2]]),
-    /// These keys and values. The step leaves its own here.
-    Taken(&'a mut [Vec<f64>; 2]),
-}
-
+/// `scales`: those of each KV head of a cache in fp8, which keys and values pass through.
 fn step_layer(
     graph: &ModelGraph,
     weights: &Weights,
     layer: &Layer,
     cache: &mut Cache,
-    stored: Stored<'_>,
+    scales: Option<&[[f32; 2]]>,
     position: u32,
     x: &mut [f64],
 ) {
     let normed = |op: &Option<Norm>, x: &[f64]| op.as_ref().map_or(x.to_vec(), |op| norm(weights, op, x));
     let attn_in = normed(&layer.attn_norm, x);
-    let attn_out = step_attention(graph, weights, &layer.attn, cache, stored, position, &attn_in);
+    let attn_out = step_attention(graph, weights, &layer.attn, cache, scales, position, &attn_in);
     let attn_out = normed(&layer.attn_post_norm, &attn_out);
     // A parallel MLP reads the layer's input, so it has to read before the sum.
     let parallel_in = layer.parallel.then(|| normed(&layer.mlp_norm, x));
@@ -164,7 +138,7 @@ fn step_attention(
     weights: &Weights,
     op: &Attention,
     cache: &mut Cache,
-    stored: Stored<'_>,
+    scales: Option<&[[f32; 2]]>,
     position: u32,
     x: &[f64],
 ) -> Vec<f64> {
@@ -180,22 +154,9 @@ fn step_attention(
             rope_apply(rope, position, head);
         }
     }
-    match stored {
-        Stored::AsComputed => {}
-        Stored::Rounded(scales) => {
-            for (head, scales) in scales.iter().enumerate() {
-                for (values, scale) in [&mut k, &mut v].into_iter().zip(scales) {
-                    values[head * head_dim..(head + 1) * head_dim]
-                        .iter_mut()
-                        .for_each(|x| *x = through_e4m3(*x, *scale));
-                }
-            }
-        }
-        Stored::Taken(rows) => {
-            let [keys, values] = rows;
-            assert_eq!((keys.len(), values.len()), (k.len(), v.len()));
-            std::mem::swap(&mut k, keys);
-            std::mem::swap(&mut v, values);
+    for (head, scales) in scales.unwrap_or_default().iter().enumerate() {
+        for (values, scale) in [&mut k, &mut v].into_iter().zip(scales) {
+            values[head * head_dim..(head + 1) * head_dim].iter_mut().for_each(|x| *x = through_e4m3(*x, *scale));
         }
     }
     cache.keys.push(k);
@@ -328,8 +289,8 @@ pub fn attention(
     scale: f32,
     cap: Option<f32>,
     q: &[f64],
-    keys: &[Vec<f64>],
-    values: &[Vec<f64>],
+    keys: &[impl AsRef<[f64]>],
+    values: &[impl AsRef<[f64]>],
 ) -> Vec<f64> {
     let AttentionShape { heads, kv_heads, head_dim } = *shape;
     let mut y = vec![0.0; heads * head_dim];
@@ -338,13 +299,13 @@ pub fn attention(
         let mut scores: Vec<f64> = keys
             .iter()
             .map(|k| {
-                let score = f64::from(scale) * q.iter().zip(&k[kv.clone()]).map(|(q, k)| q * k).sum::<f64>();
+                let score = f64::from(scale) * q.iter().zip(&k.as_ref()[kv.clone()]).map(|(q, k)| q * k).sum::<f64>();
                 cap.map_or(score, |cap| softcap(f64::from(cap), score))
             })
             .collect();
         softmax(&mut scores);
         for (p, v) in scores.iter().zip(values) {
-            for (y, v) in y.iter_mut().zip(&v[kv.clone()]) {
+            for (y, v) in y.iter_mut().zip(&v.as_ref()[kv.clone()]) {
                 *y += p * v;
             }
         }

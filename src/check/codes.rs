@@ -5,29 +5,36 @@
 //! the rounding costs, and a bound that is wide enough for that finds no faults. The check therefore reads the codes that the device
 //! stored, and compares in two ways:
 //!
-//! 1. *Each step of the interpreter takes the device's codes in place of its own keys and values.* The values `x` that it would have
+//! 1. *Each step of the reference takes the device's codes in place of its own keys and values.* The values `x` that it would have
 //!    rounded say whether the codes are right: a device that computed `y` stored the code of `y`, so `x` is no further from the nearest
-//!    value with this code than from `y`.
+//!    value with this code than from `y`. How far `y` may be from `x` is measured, as it is for logits.
 //! 2. *Logits* then differ by the arithmetic alone, as with a cache in bf16, and are held to that tolerance.
 //!
-//! The same holds on `cpu`: there the interpreter's fast path is the device, and the reference takes its codes.
+//! The same holds on `cpu`, where the interpreter's fast path is the device. Of kernels for rows and of an op alone, the reference is the interpreter.
 
 use std::ops::ControlFlow;
 
+use super::lanes::{self, Computed, Filler, Rounding, Text};
 use super::{
-    CheckError, Checked, FILL_SEED, Figures, Judge, Subject, Tolerance, check_ids, filled_rows, inputs, keep,
-    reader_of, split,
+    CheckError, Checked, FACTOR, FILL_SEED, Figures, Judge, Noise, Stored, Subject, Tolerance, check_ids, filled_rows,
+    inputs, keep, reader_of, split,
 };
-use super::{PROMPT_COST_MAX, REFERENCE_COST_MAX, check_selection, device_logits, fill_device_cache, twice};
+use super::{
+    PROMPT_COST_MAX, REFERENCE_COST_MAX, check_selection, device_logits, fill_device_cache, twice, write_device_cache,
+};
 use crate::cuda::session::{Session, SessionError};
 use crate::dtype::{DType, Precision};
-use crate::format::{E4M3_MAX, e4m3};
-use crate::interp::{CacheKind, CacheShape, DeviceCodes, Input, Interp, Options};
+use crate::format::{E4M3_MAX, e4m3, to_e4m3};
+use crate::interp::{
+    CacheKind, CacheShape, DeviceCodes, Input, Interp, InterpError, Options, cache_buffers, read_value,
+};
+use crate::ir::BufferId;
 use crate::ir::op::{Op, Role};
+use crate::ir::program::Buffer;
 use crate::ir::schedule::Schedule;
 use crate::ir::variant::swizzled_piece;
 use crate::model::cache_scales::cache_scales;
-use crate::reference;
+use crate::model::graph::ModelGraph;
 
 /// About how many vectors of a layer are rounded to bf16: these errors reach the layers after it.
 const ROUNDED_PER_LAYER: f64 = 10.0;
@@ -50,7 +57,7 @@ fn of_arithmetic(precision: Precision) -> Precision {
     Precision { cache, ..precision }
 }
 
-/// The tolerance of a layer's keys and values before they are rounded to codes, norm of the error by norm. Errors of the vectors of one
+/// The tolerance of a layer's keys and values before they are rounded to codes, where rounding was not measured: norm of the error by norm. Errors of the vectors of one
 /// layer add up as independent ones do. Errors of different layers need not, because a layer may amplify its input (attention does, if
 /// values of many positions cancel), so they are summed. No layer may be further off than logits.
 fn before_rounding(tolerance: Tolerance, layer: u32) -> f64 {
@@ -70,17 +77,21 @@ fn away(code: u8, x: f64) -> f64 {
 }
 
 /// A cache of a device.
+#[derive(Clone)]
 struct OfDevice {
     /// Its first byte in the arena.
     at: u64,
     rows: u64,
     heads: u32,
     head_dim: u32,
+    /// Columns of a head, with padding.
+    pitch: u32,
     row_bytes: u32,
     swizzled: bool,
 }
 
 /// The caches of a device, in the order of those of the interpreter.
+#[derive(Clone)]
 pub struct DeviceCaches {
     shapes: Vec<CacheShape>,
     places: Vec<OfDevice>,
@@ -92,7 +103,23 @@ impl DeviceCaches {
     /// # Panics
     /// If `interp` executes another schedule.
     pub fn new(schedule: &Schedule, interp: &Interp) -> DeviceCaches {
-        let shapes = interp.caches().to_vec();
+        DeviceCaches::of_shapes(schedule, interp.caches().to_vec())
+    }
+
+    /// Those of a schedule that stores no codes, so that no pack has to be read: of each layer keys, then values.
+    pub(super) fn of_values(schedule: &Schedule) -> DeviceCaches {
+        let shape = |layer: u32, kind: CacheKind, buffer: BufferId| {
+            let Buffer { dtype, rows, cols, .. } = schedule.program.buffers[buffer.index()];
+            let (rows, cols) = (rows as usize, cols as usize);
+            CacheShape { buffer, dtype, rows, cols, layer, kind, scales: vec![] }
+        };
+        let of_layer = |(layer, (keys, values)): (u32, (BufferId, BufferId))| {
+            [shape(layer, CacheKind::Key, keys), shape(layer, CacheKind::Value, values)]
+        };
+        DeviceCaches::of_shapes(schedule, (0..).zip(cache_buffers(&schedule.program)).flat_map(of_layer).collect())
+    }
+
+    fn of_shapes(schedule: &Schedule, shapes: Vec<CacheShape>) -> DeviceCaches {
         let place = |shape: &CacheShape| {
             let attention = schedule.program.grids.iter().find_map(|grid| match &grid.op {
                 Op::Attention(a) => {
@@ -108,14 +135,15 @@ impl DeviceCaches {
                 rows: shape.rows as u64,
                 heads,
                 head_dim: attention.head_dim,
-                row_bytes: shape.cols as u32 / heads,
+                pitch: shape.cols as u32 / heads,
+                row_bytes: shape.cols as u32 / heads * shape.dtype.bytes() as u32,
                 swizzled: reader_of(schedule, shape.buffer).is_some_and(|variant| variant.swizzled),
             }
         };
         DeviceCaches { places: shapes.iter().map(place).collect(), shapes }
     }
 
-    /// The codes of a row of every cache, by column; the row holds `position` of its sequence. `read` returns 16-bit words of the arena
+    /// The codes of a row of every cache, or the bytes of its values, by column; the row holds `position` of its sequence. `read` returns 16-bit words of the arena
     /// from a byte on.
     ///
     /// # Errors
@@ -147,10 +175,22 @@ impl DeviceCaches {
     ///
     /// # Errors
     /// The first head of a row whose codes are too far away.
-    pub(super) fn compare(&self, judge: &Judge, codes: &DeviceCodes, positions: &[u32]) -> Result<(), CheckError> {
+    pub(super) fn compare(
+        &self,
+        judge: &mut Judge,
+        codes: &DeviceCodes,
+        positions: &[u32],
+        noise: Option<&DeviceCodes>,
+    ) -> Result<(), CheckError> {
         for (row, &position) in positions.iter().enumerate() {
             for cache in 0..self.shapes.len() {
-                self.compare_row(judge, cache, position, &codes.computed(cache, row), codes.codes(cache, row))?;
+                let computed = codes.computed(cache, row);
+                let mut allowed = before_rounding(judge.tolerance, self.shapes[cache].layer);
+                if let Some(lane) = noise {
+                    let cost = self.places[cache].distance(&computed, &lane.computed(cache, row));
+                    allowed = super::worst(allowed, FACTOR * cost);
+                }
+                self.compare_row(judge, cache, position, &computed, codes.codes(cache, row), allowed)?;
             }
         }
         Ok(())
@@ -159,17 +199,18 @@ impl DeviceCaches {
     /// Whether the codes of a row of one cache are right, given the values that should have been rounded, by column.
     fn compare_row(
         &self,
-        judge: &Judge,
+        judge: &mut Judge,
         cache: usize,
         position: u32,
         computed: &[f32],
         codes: &[u8],
+        allowed: f64,
     ) -> Result<(), CheckError> {
         let CacheShape { layer, kind, .. } = self.shapes[cache];
-        let allowed = before_rounding(judge.tolerance, layer);
         let found = self.places[cache].most_away(&self.shapes[cache], computed, codes);
-        // A NaN is no smaller than the bound.
-        if found.is_nan() || found > allowed {
+        judge.figures.of_tolerance =
+            super::worst(judge.figures.of_tolerance, if found == 0.0 { 0.0 } else { found / allowed });
+        if super::is_beyond(found, allowed) {
             let what = if kind == CacheKind::Key { "keys" } else { "values" };
             let figures = judge.figures;
             return Err(CheckError::Cached { position, layer, what, expected: allowed, found, figures });
@@ -186,6 +227,17 @@ impl DeviceCaches {
         self
     }
 
+    /// The keys and values of a row of bytes of every cache that has no codes: by layer, without padding.
+    pub(super) fn values(&self, layers: usize, bytes: &[Vec<u8>]) -> Vec<[Vec<f64>; 2]> {
+        let mut rows = vec![[vec![], vec![]]; layers];
+        for ((shape, place), bytes) in self.shapes.iter().zip(&self.places).zip(bytes) {
+            let size = shape.dtype.bytes();
+            let value = |column: usize| f64::from(read_value(shape.dtype, &bytes[column * size..][..size]));
+            rows[shape.layer as usize][kind_index(shape.kind)] = place.columns().map(value).collect();
+        }
+        rows
+    }
+
     /// The keys and values of a row of codes as the reference has them: by layer, without padding.
     fn decoded(&self, layers: usize, codes: &[Vec<u8>]) -> Vec<[Vec<f64>; 2]> {
         let mut rows = vec![[vec![], vec![]]; layers];
@@ -199,19 +251,23 @@ impl DeviceCaches {
         rows
     }
 
-    /// Compares the codes of a row with the keys and values of the reference for it, as [`DeviceCaches::decoded`] has them.
+    /// Compares the codes of a row with the keys and values of a layer that the reference computed for it. `allowed` are the distances of keys and of
+    /// values.
     fn compare_reference(
         &self,
-        judge: &Judge,
-        position: u32,
-        computed: &[[Vec<f64>; 2]],
+        judge: &mut Judge,
+        computed: &Computed,
+        allowed: [f64; 2],
         codes: &[Vec<u8>],
     ) -> Result<(), CheckError> {
         for (cache, (shape, place)) in self.shapes.iter().zip(&self.places).enumerate() {
+            if shape.layer as usize != computed.layer {
+                continue;
+            }
+            let kind = kind_index(shape.kind);
             let mut by_column = vec![f32::NAN; shape.cols];
-            let row = &computed[shape.layer as usize][kind_index(shape.kind)];
-            place.columns().zip(row).for_each(|(column, &value)| by_column[column] = value as f32);
-            self.compare_row(judge, cache, position, &by_column, &codes[cache])?;
+            place.columns().zip(&computed.rows[kind]).for_each(|(column, &value)| by_column[column] = value as f32);
+            self.compare_row(judge, cache, computed.position, &by_column, &codes[cache], allowed[kind])?;
         }
         Ok(())
     }
@@ -227,14 +283,20 @@ fn kind_index(kind: CacheKind) -> usize {
 impl OfDevice {
     /// The columns of a row that have a dimension of a head, in order.
     fn columns(&self) -> impl Iterator<Item = usize> {
-        let (pitch, head_dim) = (self.row_bytes as usize, self.head_dim as usize);
+        let (pitch, head_dim) = (self.pitch as usize, self.head_dim as usize);
         (0..self.heads as usize).flat_map(move |head| head * pitch..head * pitch + head_dim)
+    }
+
+    /// The largest distance of a head of two rows by column, norm by norm, as [`OfDevice::most_away`] has it.
+    fn distance(&self, computed: &[f32], other: &[f32]) -> f64 {
+        let values = |row: &[f32]| self.columns().map(|column| f64::from(row[column])).collect::<Vec<f64>>();
+        lanes::head_distance(&values(computed), &values(other), self.head_dim as usize)
     }
 
     /// The largest distance of a head of the row from its codes, norm by norm. The norm of a head counts as at least that of an average
     /// head, because errors of the layer's input are equally large in all heads.
     fn most_away(&self, shape: &CacheShape, computed: &[f32], codes: &[u8]) -> f64 {
-        let pitch = self.row_bytes as usize;
+        let pitch = self.pitch as usize;
         let of_head = |head: usize| {
             let columns = head * pitch..head * pitch + self.head_dim as usize;
             let scale = f64::from(shape.scale_of(columns.start as u32).unwrap_or(1.0));
@@ -248,6 +310,73 @@ impl OfDevice {
         let average = heads.iter().map(|[_, norm]| norm).sum::<f64>() / heads.len().max(1) as f64;
         let relative = |&[away, norm]: &[f64; 2]| if away == 0.0 { 0.0 } else { (away / norm.max(average)).sqrt() };
         heads.iter().map(relative).fold(0.0, super::worst)
+    }
+}
+
+/// What caches have before a filled position.
+pub enum CacheContents<'a> {
+    /// Numbers at random, with [`FILL_SEED`]: before an op alone.
+    AtRandom { rows: u32 },
+    /// Keys and values of a text that the model read.
+    OfText(Filler<'a>),
+}
+
+impl CacheContents<'_> {
+    /// Rows that are filled, from row 0 on.
+    pub fn rows(&self) -> u32 {
+        match self {
+            CacheContents::AtRandom { rows } => *rows,
+            CacheContents::OfText(filler) => filler.rows(),
+        }
+    }
+
+    /// Fills the caches of an interpreter and makes the row after them its next position.
+    ///
+    /// # Errors
+    /// Those of [`Interp::fill_cache`].
+    pub fn put(&self, interp: &mut Interp) -> Result<(), InterpError> {
+        match self {
+            CacheContents::AtRandom { rows } => interp.fill_cache(FILL_SEED, *rows),
+            CacheContents::OfText(filler) => interp.fill_cache_with(filler.rows(), |cache, row| {
+                let layer = cache.layer as usize;
+                let attn = &filler.graph().layers[layer].attn;
+                let pitch = cache.cols / attn.kv_heads as usize;
+                // Columns that no head has stay 0.
+                let mut by_column = vec![0.0; cache.cols];
+                let row = filler.row(layer, cache.kind, row);
+                for (columns, head) in by_column.chunks_exact_mut(pitch).zip(row.chunks_exact(attn.head_dim as usize)) {
+                    columns[..head.len()].copy_from_slice(head);
+                }
+                by_column
+            }),
+        }
+    }
+
+    /// Fills the caches of a device.
+    ///
+    /// # Errors
+    /// What the device refuses.
+    pub(super) fn put_on_device(
+        &self,
+        session: &mut Session,
+        schedule: &Schedule,
+        graph: &ModelGraph,
+    ) -> Result<(), SessionError> {
+        let filler = match self {
+            CacheContents::AtRandom { rows } => return fill_device_cache(session, schedule, FILL_SEED, *rows),
+            CacheContents::OfText(filler) => filler,
+        };
+        write_device_cache(session, schedule, filler.rows(), &|layer, kind, row, columns, is_coded| {
+            let layer = layer as usize;
+            let (dim, pitch) = (graph.layers[layer].attn.head_dim as usize, columns.len());
+            let head = columns.start as usize / pitch;
+            let values = filler.row(layer, kind, row);
+            let values = values[head * dim..(head + 1) * dim].iter().copied();
+            let scale = filler.scale(layer, kind, head);
+            let stored =
+                |value: f32| if is_coded { Stored::Code(to_e4m3(value / scale)) } else { Stored::Value(value) };
+            values.chain(std::iter::repeat(0.0)).take(pitch).map(stored).collect()
+        })
     }
 }
 
@@ -266,11 +395,11 @@ pub trait OneRow {
         wanted: &[u32],
     ) -> Result<Vec<Vec<f32>>, CheckError>;
 
-    /// Puts the values of [`Interp::fill_cache`] into rows `0..rows` of all caches, with [`FILL_SEED`].
+    /// Puts `cache` into the first rows of all caches.
     ///
     /// # Errors
     /// What the device refuses.
-    fn fill(&mut self, rows: u32) -> Result<(), CheckError>;
+    fn fill(&mut self, cache: &CacheContents<'_>) -> Result<(), CheckError>;
 
     /// The codes that the row at `position` left in every cache, by column.
     ///
@@ -305,8 +434,8 @@ impl OneRow for OnDevice<'_> {
         })
     }
 
-    fn fill(&mut self, rows: u32) -> Result<(), CheckError> {
-        Ok(fill_device_cache(self.session, self.subject.validated.schedule(), FILL_SEED, rows)?)
+    fn fill(&mut self, cache: &CacheContents<'_>) -> Result<(), CheckError> {
+        Ok(cache.put_on_device(self.session, self.subject.validated.schedule(), self.subject.graph)?)
     }
 
     fn codes(&self, caches: &DeviceCaches, position: u32) -> Result<Vec<Vec<u8>>, SessionError> {
@@ -336,9 +465,9 @@ impl OneRow for OnCpu<'_> {
         Ok(rows)
     }
 
-    fn fill(&mut self, rows: u32) -> Result<(), CheckError> {
+    fn fill(&mut self, cache: &CacheContents<'_>) -> Result<(), CheckError> {
         self.fast.reset();
-        Ok(self.fast.fill_cache(FILL_SEED, rows)?)
+        Ok(cache.put(self.fast)?)
     }
 
     fn codes(&self, caches: &DeviceCaches, position: u32) -> Result<Vec<Vec<u8>>, SessionError> {
@@ -346,7 +475,7 @@ impl OneRow for OnCpu<'_> {
     }
 }
 
-/// Compares a device with the interpreter in f64, which takes the device's codes. See [`super::check_cuda`].
+/// Compares a device with the reference, which takes the device's codes. See [`super::check_cuda`].
 pub(super) fn check_codes(
     subject: &Subject<'_>,
     session: &mut Session,
@@ -368,82 +497,133 @@ pub fn compare_codes(
     device: &mut dyn OneRow,
     on_step: &dyn Fn(),
 ) -> Result<Checked, CheckError> {
-    let mut judge = Judge::new(tolerance(subject.validated.schedule().program.precision));
-    let (prompted, filled) = split(subject, PROMPT_COST_MAX);
-    compare_with_interp(subject, device, [prompted, filled], &mut judge, on_step)?;
-    Ok(Checked { figures: judge.figures })
+    let interp = Interp::new(subject.validated.schedule(), subject.pack.clone(), Options::spec())?;
+    let caches = DeviceCaches::new(subject.validated.schedule(), &interp);
+    compare_one_row(subject, device, &caches, true, on_step)
 }
 
-/// Compares the interpreter's fast path at all positions of `subject`: with the reference, and with the interpreter in f64 at deep
-/// positions and of an op alone. Both take its codes. `on_step` is called for each of [`super::expect_steps`].
+/// As [`compare_codes`], for the interpreter's fast path.
 ///
 /// # Errors
 /// See [`CheckError`]; the first fault ends the comparison.
 pub fn compare_cpu_codes(subject: &Subject<'_>, fast: &mut Interp, on_step: &dyn Fn()) -> Result<Checked, CheckError> {
-    let Subject { graph, weights, .. } = *subject;
-    let schedule = subject.validated.schedule();
-    let mut judge = Judge::new(Tolerance::of(of_arithmetic(schedule.program.precision)));
-    let (prompted, filled) = split(subject, REFERENCE_COST_MAX);
-    if let Some(last) = prompted.last() {
-        let caches = DeviceCaches::new(schedule, fast).with_scales_of(subject);
-        let mut cpu = OnCpu { subject, fast };
-        let mut session = reference::Session::new(graph, weights);
-        let ids = check_ids(graph.vocab, last + 1);
-        let found = cpu.decode(judge.figures, &ids, 0, prompted)?;
-        let mut found = prompted.iter().zip(found).peekable();
-        for (position, &id) in (0..).zip(&ids) {
-            let codes = cpu.codes(&caches, position)?;
-            let mut rows = caches.decoded(graph.layers.len(), &codes);
-            let hidden = session.step_taking(id, &mut rows);
-            caches.compare_reference(&judge, position, &rows, &codes)?;
-            if let Some((_, found)) = found.next_if(|(wanted, _)| **wanted == position) {
-                judge.compare(position, &session.logits(&hidden), &found)?;
-            }
-            on_step();
-        }
+    let caches = DeviceCaches::new(subject.validated.schedule(), fast);
+    compare_one_row(subject, &mut OnCpu { subject, fast }, &caches, false, on_step)
+}
+
+fn compare_one_row(
+    subject: &Subject<'_>,
+    device: &mut dyn OneRow,
+    caches: &DeviceCaches,
+    is_device: bool,
+    on_step: &dyn Fn(),
+) -> Result<Checked, CheckError> {
+    let precision = subject.validated.schedule().program.precision;
+    let mut judge = Judge::new(tolerance(precision));
+    let (prompted, filled) = split(subject, if is_device { PROMPT_COST_MAX } else { REFERENCE_COST_MAX });
+    if subject.alone.is_some() {
+        compare_with_interp(subject, device, filled, &mut judge, on_step)?;
+    } else {
+        let rounding = Rounding { precision, staged: is_device };
+        compare_with_reference(subject, device, caches, [prompted, filled], &rounding, &mut judge, on_step)?;
     }
-    compare_with_interp(subject, &mut OnCpu { subject, fast }, [&[], filled], &mut judge, on_step)?;
     Ok(Checked { figures: judge.figures })
 }
 
-/// Compares `device` with the interpreter in f64, which takes its codes, at prompted positions and at filled ones.
+/// Compares `device` with the reference, which takes its codes, at prompted positions and at filled ones.
+fn compare_with_reference(
+    subject: &Subject<'_>,
+    device: &mut dyn OneRow,
+    caches: &DeviceCaches,
+    [prompted, filled]: [&[u32]; 2],
+    rounding: &Rounding,
+    judge: &mut Judge,
+    on_step: &dyn Fn(),
+) -> Result<(), CheckError> {
+    let Subject { graph, weights, .. } = *subject;
+    let mut texts = lanes::texts(graph.vocab, rounding.lanes(), prompted, filled);
+    let mut fill = lanes::Fill::default();
+    if !filled.is_empty() {
+        fill = lanes::compute(graph, weights, rounding, &texts[..1], on_step).fill;
+    }
+    let of_reference = caches.clone().with_scales_of(subject);
+    // Of each text: the codes of its rows, and the logits of its wanted positions.
+    let mut codes: Vec<Vec<Vec<Vec<u8>>>> = vec![];
+    let mut found = vec![];
+    for text in &mut texts {
+        let Text { first, ids, wanted, taken, .. } = text;
+        let (first, mut of_rows) = (*first, vec![]);
+        if !wanted.is_empty() {
+            if first > 0 {
+                let filler = Filler::new(graph, weights, rounding.precision.cache, &fill, first);
+                device.fill(&CacheContents::OfText(filler))?;
+            }
+            let all = check_ids(graph.vocab, first + ids.len() as u32);
+            found.extend(device.decode(judge.figures, &all, first, wanted)?);
+            for position in first..all.len() as u32 {
+                of_rows.push(device.codes(caches, position)?);
+            }
+            *taken = Some(of_rows.iter().map(|codes| of_reference.decoded(graph.layers.len(), codes)).collect());
+        }
+        codes.push(of_rows);
+    }
+    let pass = lanes::compute(graph, weights, rounding, &texts, on_step);
+    // The fault that comes first in the text and in the model is the cause of others.
+    let mut computed: Vec<&Computed> = pass.computed.iter().collect();
+    computed.sort_by_key(|of| (of.text, of.position, of.layer));
+    let least = Tolerance::least(rounding.staged);
+    let middles = pass.middles(graph.layers.len());
+    let all: Vec<Noise> = pass.wanted.iter().map(|wanted| Noise::of(&wanted.exact, &wanted.lanes)).collect();
+    let of_logits = Noise::median(all.iter().copied());
+    let mut wanted = pass.wanted.iter().zip(&all).zip(&found).peekable();
+    for of in computed {
+        let allowed =
+            [0, 1].map(|kind| super::worst(least.error_rel_l2, FACTOR * of.noise[kind].max(middles[of.layer][kind])));
+        let row = (of.position - texts[of.text].first) as usize;
+        of_reference.compare_reference(judge, of, allowed, &codes[of.text][row])?;
+        let is_last = of.layer + 1 == graph.layers.len();
+        let here = |((wanted, _), _): &((&lanes::Wanted, &Noise), &Vec<f32>)| {
+            (wanted.text, wanted.position) == (of.text, of.position)
+        };
+        if is_last && let Some(((expected, noise), found)) = wanted.next_if(here) {
+            let tolerance = least.with_noise(noise.or_worse(of_logits));
+            let fixed = std::mem::replace(&mut judge.tolerance, tolerance);
+            judge.compare(of.position, &expected.exact, found)?;
+            judge.tolerance = fixed;
+        }
+    }
+    Ok(())
+}
+
+/// Compares `device` with the interpreter in f64, which takes its codes, at the positions of an op alone.
 fn compare_with_interp(
     subject: &Subject<'_>,
     device: &mut dyn OneRow,
-    [prompted, filled]: [&[u32]; 2],
+    filled: &[u32],
     judge: &mut Judge,
     on_step: &dyn Fn(),
 ) -> Result<(), CheckError> {
     let (schedule, vocab) = (subject.validated.schedule(), subject.graph.vocab);
-    let prompt = prompted.last().map(|_| (0, prompted, true));
-    let filled = filled.iter().map(|position| (filled_rows(*position), std::slice::from_ref(position), false));
-    let mut runs = prompt.into_iter().chain(filled).peekable();
-    if runs.peek().is_none() {
-        return Ok(());
-    }
     let mut interp = Interp::new(schedule, subject.pack.clone(), Options::spec())?;
     let caches = DeviceCaches::new(schedule, &interp);
-    for (first, wanted, is_prompt) in runs {
-        let ids = check_ids(vocab, wanted.last().map_or(0, |last| last + 1));
+    for &wanted in filled {
+        let first = filled_rows(wanted);
+        let ids = check_ids(vocab, wanted + 1);
         interp.reset();
-        if first > 0 {
-            device.fill(first)?;
-            interp.fill_cache(FILL_SEED, first)?;
-        }
-        let found = device.decode(judge.figures, &ids, first, wanted)?;
-        let mut found = wanted.iter().zip(found).peekable();
+        let cache = CacheContents::AtRandom { rows: first };
+        device.fill(&cache)?;
+        cache.put(&mut interp)?;
+        let found = device.decode(judge.figures, &ids, first, &[wanted])?.concat();
         for (position, &id) in (first..).zip(&ids[first as usize..]) {
             let codes = interp.take_codes(1, device.codes(&caches, position)?);
             let mut expected = step(&mut interp, id)?;
-            caches.compare(judge, &codes, &[position])?;
-            if let Some((_, found)) = found.next_if(|(wanted, _)| **wanted == position) {
+            caches.compare(judge, &codes, &[position], None)?;
+            if position == wanted {
                 subject.outputs().iter().for_each(|output| expected.extend(interp.exchanged(*output)));
                 judge.compare_row(vocab, position, &expected, &found)?;
             }
-            if is_prompt || wanted.contains(&position) {
-                on_step();
-            }
         }
+        on_step();
     }
     Ok(())
 }

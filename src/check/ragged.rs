@@ -1,7 +1,7 @@
 //! Compares a kernel that cuts long histories into KV splits with one that does not.
 
 use super::codes::tolerance;
-use super::{CheckError, Checked, Judge};
+use super::{AFTER_FIRST, CheckError, Checked, Judge};
 use crate::dtype::Precision;
 
 /// Logits that two kernels have of the same row.
@@ -11,12 +11,12 @@ pub struct BothLogits {
     pub found: Vec<f32>,
 }
 
-/// Compares logits of rows, of which a kernel that was checked has the expected ones.
+/// Compares logits of rows, of which a kernel that was checked (`judged`) has the expected ones.
 ///
 /// # Errors
 /// The first row that is out of tolerance.
-pub fn check_ragged(precision: Precision, rows: &[BothLogits]) -> Result<Checked, CheckError> {
-    let mut judge = Judge::new(tolerance(precision));
+pub fn check_ragged(precision: Precision, judged: &Checked, rows: &[BothLogits]) -> Result<Checked, CheckError> {
+    let mut judge = Judge::new(tolerance(precision).with_noise(judged.figures.noise[AFTER_FIRST]));
     for BothLogits { position, expected, found } in rows {
         judge.compare_row(expected.len() as u32, *position, expected, found)?;
     }

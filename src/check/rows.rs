@@ -1,24 +1,31 @@
 //! Compares kernels that run steps of several rows with the interpreter, which executes the schedule they were made of with the same rows.
 
 use super::codes::{self, DeviceCaches, stores_codes};
-use super::{CheckError, Checked, Judge, check_ids};
+use super::{CheckError, Checked, Judge, Noise, check_ids, noise_of};
 use crate::cuda::rows::{RowLauncher, given};
+use crate::dtype::DType;
 use crate::interp::{Interp, Options, Pack, StepResult};
 use crate::pages::Pool;
 use crate::rows::{Guard, Request, Row, SequenceId, Shape};
 use crate::sample::argmax;
 use crate::validate::Validated;
+use std::collections::VecDeque;
 
-/// Multiplications that the interpreter may take: some seconds on a server.
-const COST_MAX: u64 = 400_000_000_000;
+/// Multiplications that each of two interpreters may take: some seconds on a server.
+const COST_MAX: u64 = 200_000_000_000;
 /// Most positions that are compared of each sequence: beyond one tile of attention ...
 const POSITIONS_MAX: u64 = 20;
 /// ... and in steps of one row as many beyond this many pages: there a chunk of the history may lie in several.
 const ONE_ROW_PAGES: u64 = 2;
+/// Rows whose cost of rounding counts for each other. Rows of one step differ in their tokens, and a single lane may be right by chance.
+const NEIGHBOURS: usize = 16;
+/// Random seed of the lane that rounds at random.
+const LANE_SEED: u64 = 1;
 
 /// Compares the logits of every row of every step, and each token that the kernel decides with the arg-max of its logits. First each
 /// row is a sequence of its own, decoded one position at a time with given tokens; in steps of one row two sequences take turns. Then a prompt is read in two chunks of all rows
-/// and one of half of them. Pages are taken from the pool as they come, so those of a sequence are not neighbours. A schedule of fewer rows
+/// and one of half of them. A second interpreter rounds at random, and the worst of its distances from the first at [`NEIGHBOURS`] rows says how far a
+/// row may be off. Pages are taken from the pool as they come, so those of a sequence are not neighbours. A schedule of fewer rows
 /// than the session has is executed several times for each of its steps: a row has the bits that it has alone. No more positions are compared
 /// than the session's pages hold.
 ///
@@ -31,10 +38,12 @@ pub fn check_rows(
     session: &mut dyn RowLauncher,
 ) -> Result<Checked, CheckError> {
     let schedule = validated.schedule();
-    let interp = Interp::new(schedule, pack, Options::fast())?;
+    let interp = Interp::new(schedule, pack.clone(), Options::fast())?;
     let shape = *session.shape();
     let precision = schedule.program.precision;
     let judge = Judge::new(codes::tolerance(precision));
+    let is_coarse = [precision.weights, precision.cache, precision.wire] != [DType::F32; 3];
+    let lane = is_coarse.then(|| Interp::new(schedule, pack, Options::fast())).transpose()?;
     let caches = stores_codes(precision).then(|| DeviceCaches::new(schedule, &interp));
     let vocab = interp.vocab() as u32;
     // Two sequences at least, so that the pages of one are no neighbours.
@@ -45,7 +54,11 @@ pub fn check_rows(
     let positions = affordable.clamp(2, POSITIONS_MAX + more).min(u64::from(shape.context_max)).min(in_pool) as u32;
     let of_interp = Shape::of(&schedule.program).expect("validate: a kernel for rows has tables");
     let guards = [of_interp, shape].map(Guard::new);
-    let mut both = Both { pool: Pool::new(shape), guards, interp, caches, session, judge, vocab };
+    let lane = lane.map(|mut interp| {
+        interp.round_at_random(LANE_SEED, true);
+        Lane { interp, guard: Guard::new(of_interp), recent: VecDeque::new() }
+    });
+    let mut both = Both { pool: Pool::new(shape), guards, interp, lane, caches, session, judge, vocab };
     let ids = check_ids(vocab, positions * count);
     let sequences: Vec<SequenceId> = (0..count).map(|_| both.pool.open().expect("a sequence for each row")).collect();
     for (position, tokens) in (0..positions).zip(ids.chunks(count as usize)) {
@@ -77,11 +90,40 @@ struct Both<'a> {
     /// Of the interpreter, and of the device.
     guards: [Guard; 2],
     interp: Interp,
+    /// `None` where everything is fp32.
+    lane: Option<Lane>,
     /// The caches of a device that stores codes, which the interpreter takes.
     caches: Option<DeviceCaches>,
     session: &'a mut dyn RowLauncher,
     judge: Judge,
     vocab: u32,
+}
+
+/// An interpreter that rounds at random.
+struct Lane {
+    interp: Interp,
+    guard: Guard,
+    /// What rounding cost the rows that were compared last.
+    recent: VecDeque<Noise>,
+}
+
+impl Lane {
+    /// The logits of rows that the interpreter has executed, too.
+    fn logits(&mut self, request: &Request, tokens: &[u32]) -> Result<Vec<Vec<f32>>, CheckError> {
+        let admitted = self.guard.admit(request).expect("pages of the pool keep all facts");
+        let mut logits = vec![vec![]; tokens.len()];
+        self.interp.launch_rows(admitted, tokens, |step| logits[step.row] = step.logits.to_vec())?;
+        Ok(logits)
+    }
+
+    /// What rounding costs, at worst, the rows of a step and those before it.
+    fn noise(&mut self, of_step: &[Noise]) -> Noise {
+        self.recent.extend(of_step);
+        while self.recent.len() > NEIGHBOURS.max(of_step.len()) {
+            self.recent.pop_front();
+        }
+        self.recent.iter().copied().fold(Noise::default(), Noise::or_worse)
+    }
 }
 
 impl Both<'_> {
@@ -99,13 +141,23 @@ impl Both<'_> {
         self.session.poison_logits()?;
         let admitted = self.guards[1].admit(&request).expect("pages of the pool keep all facts");
         let launched = self.session.run_whole(admitted, &given(tokens), wants_logits)?;
-        let expected = self.expected(&request, tokens)?;
+        let (expected, lanes) = self.expected(&request, tokens)?;
         if !wants_logits {
             return Ok(());
         }
+        let of_step: Vec<Noise> =
+            expected.iter().zip(&lanes).map(|(expected, lane)| Noise::of(expected, [lane])).collect();
+        for (position, noise) in positions.iter().zip(&of_step) {
+            let worst = &mut self.judge.figures.noise[noise_of(*position)];
+            *worst = worst.or_worse(*noise);
+        }
+        let noise = self.lane.as_mut().map(|lane| lane.noise(&of_step));
         for (row, (expected, position)) in (0u32..).zip(expected.iter().zip(positions)) {
             let found = self.session.logits(row)?;
-            self.judge.compare_row(self.vocab, position, expected, &found)?;
+            match noise {
+                Some(noise) => self.judge.compare_noisy(position, expected, &found, noise)?,
+                None => self.judge.compare_row(self.vocab, position, expected, &found)?,
+            }
             let (decided, chosen) = (launched.tokens.last().map(|tokens| tokens[row as usize]), argmax(&found));
             if decided != chosen {
                 let (expected, found, figures) = (chosen.unwrap_or(0), decided.unwrap_or(0), self.judge.figures);
@@ -115,10 +167,12 @@ impl Both<'_> {
         Ok(())
     }
 
-    /// The interpreter's logits for a step that the device has executed, of each row that wants them.
-    fn expected(&mut self, request: &Request, tokens: &[u32]) -> Result<Vec<Vec<f32>>, CheckError> {
+    /// The interpreter's logits for a step that the device has executed, of each row that wants them, and those of the lane.
+    #[allow(clippy::type_complexity)] // The same twice.
+    fn expected(&mut self, request: &Request, tokens: &[u32]) -> Result<(Vec<Vec<f32>>, Vec<Vec<f32>>), CheckError> {
         let most = self.guards[0].shape().rows as usize;
         let mut expected: Vec<Vec<f32>> = vec![vec![]; tokens.len()];
+        let mut lanes = vec![];
         let mut edits = request.edits.clone();
         for (part, (rows, tokens)) in request.rows.chunks(most).zip(tokens.chunks(most)).enumerate() {
             let codes = match &self.caches {
@@ -126,6 +180,15 @@ impl Both<'_> {
                 None => None,
             };
             let request = Request { rows: rows.to_vec(), steps: 1, edits: std::mem::take(&mut edits) };
+            let mut codes_of_lane = None;
+            if let Some(lane) = &mut self.lane {
+                if let Some(codes) = &codes {
+                    let all = (0..self.interp.caches().len())
+                        .map(|cache| (0..rows.len()).flat_map(|row| codes.codes(cache, row).to_vec()).collect());
+                    codes_of_lane = Some(lane.interp.take_codes(rows.len(), all.collect()));
+                }
+                lanes.extend(lane.logits(&request, tokens)?);
+            }
             let admitted = self.guards[0].admit(&request).expect("pages of the pool keep all facts");
             let keep = |step: &StepResult<'_>| {
                 expected[part * most + step.row] = step.logits.to_vec();
@@ -133,10 +196,10 @@ impl Both<'_> {
             self.interp.launch_rows(admitted, tokens, keep)?;
             if let (Some(caches), Some(codes)) = (&self.caches, codes) {
                 let positions: Vec<u32> = rows.iter().map(|row| row.position).collect();
-                caches.compare(&self.judge, &codes, &positions)?;
+                caches.compare(&mut self.judge, &codes, &positions, codes_of_lane.as_deref())?;
             }
         }
-        Ok(expected)
+        Ok((expected, lanes))
     }
 
     /// What the device stored for rows: of each cache their codes, one row after another.

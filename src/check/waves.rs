@@ -1,6 +1,8 @@
 //! Compares kernels of waves with a kernel for rows that was checked, over one cache.
 
-use super::{CheckError, Checked, Figures, Judge, Tolerance, check_ids, worst};
+use super::{
+    AFTER_FIRST, CheckError, Checked, FACTOR, Figures, Judge, Noise, Tolerance, check_ids, is_beyond, noise_of, worst,
+};
 use crate::cuda::rows::{RowLauncher, given};
 use crate::cuda::waves::{Last, WavesSession};
 use crate::ir::op::{Op, Role};
@@ -14,7 +16,8 @@ use std::ops::Range;
 /// Tokens of the chunks that the kernel of waves reads: some blocks of rows, whole and not, and one row.
 const CHUNKS: [u32; 5] = [200, 1, 440, 300, 100];
 /// Most that keys and values of a position differ from those of the other kernel, norm of the difference by norm. Both kernels round sums of
-/// the same values to bf16, but add in different orders, and each layer builds on the differences of the one before.
+/// the same values to bf16, but add in different orders, and each layer builds on the differences of the one before. Trained weights need more at
+/// the first positions of a text: there it is [`FACTOR`] times what rounding cost the logits of the kernel for rows.
 const CACHE_REL_L2_MAX: f64 = 0.08;
 
 /// Positions that the check writes for each of two sequences, at most; and what follows them.
@@ -75,9 +78,10 @@ pub fn check_waves(
         waves.read(tables, &tokens, Last::Nothing)?;
         position += tokens.len() as u32;
     }
-    let mut judge = Judge::new(Tolerance::of_device(program.precision));
+    let noise = judged.figures.noise;
+    let mut judge = Judge::new(Tolerance::of_device(program.precision).with_noise(noise[AFTER_FIRST]));
     judge.figures = Figures {
-        error_rel_l2: compare_caches(schedule, &shape, rows, &pool, [by_rows, by_waves], 0..position)?,
+        error_rel_l2: compare_caches(schedule, &shape, rows, &pool, [by_rows, by_waves], 0..position, &noise)?,
         ..judged.figures
     };
     let mut after = |sequence: SequenceId| -> Result<Vec<f32>, CheckError> {
@@ -103,7 +107,7 @@ pub fn check_waves(
             let (expected, found) = (argmax(&found).unwrap_or(0), read.token.unwrap_or(0));
             return Err(CheckError::Argmax { position, expected, found, figures: judge.figures });
         }
-        compare_caches(schedule, &shape, rows, &pool, [by_rows, by_waves], position..position + 1)?;
+        compare_caches(schedule, &shape, rows, &pool, [by_rows, by_waves], position..position + 1, &noise)?;
     }
     Ok(Checked { figures: judge.figures })
 }
@@ -131,6 +135,7 @@ fn compare_caches(
     pool: &Pool,
     sequences: [SequenceId; 2],
     positions: Range<u32>,
+    noise: &[Noise; 2],
 ) -> Result<f64, CheckError> {
     let pool_rows = u64::from(shape.pages) * u64::from(shape.page_rows);
     let mut most = 0.0;
@@ -155,18 +160,12 @@ fn compare_caches(
             for (row, (difference, norm)) in (0u32..).zip(sums) {
                 let error = (difference / norm).sqrt();
                 most = worst(most, error);
-                // A NaN is no smaller than the bound.
-                if error.is_nan() || error > CACHE_REL_L2_MAX {
+                let position = block * shape.page_rows + row;
+                let allowed = worst(CACHE_REL_L2_MAX, FACTOR * f64::from(noise[noise_of(position)].error_rel_l2));
+                if is_beyond(error, allowed) {
                     let figures = Figures { error_rel_l2: error, ..Figures::default() };
                     let what = "norm of the difference of keys or values of a layer by that of the other kernel";
-                    let position = block * shape.page_rows + row;
-                    return Err(CheckError::Wrong {
-                        position,
-                        what,
-                        expected: CACHE_REL_L2_MAX,
-                        found: error,
-                        figures,
-                    });
+                    return Err(CheckError::Wrong { position, what, expected: allowed, found: error, figures });
                 }
             }
         }

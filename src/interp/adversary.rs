@@ -761,7 +761,7 @@ impl<R: Real> Engine for Adversary<R> {
 
     fn selected(&mut self, position: u32, row: usize) -> Option<u32> {
         let parts = &self.plan.regimes[self.previous_regime].parts;
-        let rows = &StepRows { position, rows: vec![], device: None };
+        let rows = &StepRows { position, rows: vec![], device: None, at_random: None };
         let mut memory = Direct { memory: &self.memory, private: &mut [], rows };
         ops::decided(&self.plan.best.row(row), parts, &mut memory)
     }

@@ -6,6 +6,7 @@ use super::ops::Input;
 use crate::dtype::DType;
 use crate::format::{e4m3, to_e4m3};
 use crate::ir::BufferId;
+use crate::random::mix;
 use half::bf16;
 use std::cell::UnsafeCell;
 use std::sync::Arc;
@@ -128,6 +129,28 @@ pub struct StepRows {
     pub rows: Vec<StepRow>,
     /// Keys and values that it takes in place of its own.
     pub device: Option<Arc<DeviceCodes>>,
+    /// Rounds at random in place of to the nearest.
+    pub at_random: Option<RoundAtRandom>,
+}
+
+/// Rounds to bf16 up or down at random, with the right mean. A value in one place of a step is always rounded alike.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RoundAtRandom {
+    pub seed: u64,
+    /// Whether the inputs of products are rounded, too, as tensor cores take them.
+    pub staged: bool,
+}
+
+impl RoundAtRandom {
+    /// `values` of a step at `position`; `place` is that of the first.
+    pub fn round(self, position: u32, place: u64, values: impl Iterator<Item = f32>) -> impl Iterator<Item = f32> {
+        let seed = mix(self.seed ^ mix(u64::from(position) << 32 ^ place.rotate_left(20)));
+        (0u64..).zip(values).map(move |(i, value)| {
+            let bits = value.to_bits().wrapping_add(mix(seed.wrapping_add(i)) as u32 & 0xffff) & 0xffff_0000;
+            // A number near the end of the range would become infinite.
+            if f32::from_bits(bits).is_finite() { f32::from_bits(bits) } else { value }
+        })
+    }
 }
 
 /// A row of a step: a token of a sequence at a position.

@@ -30,6 +30,7 @@ pub use device_codes::DeviceCodes;
 pub use kernel::Isa;
 pub use ops::Input;
 pub use plan::{CacheShape, PlanError, cache_buffers};
+pub use real::read_value;
 pub use synthetic::{CacheKind, cache_code, cache_value};
 
 use crate::error::Fault;
@@ -39,7 +40,7 @@ use crate::ir::schedule::Schedule;
 use crate::ir::{EventId, SmId, TaskId};
 use crate::pages::PoolError;
 use crate::rows::{Refused, Tables, runs};
-use memory::{Pages, StepRow, StepRows};
+use memory::{Pages, RoundAtRandom, StepRow, StepRows};
 use std::fmt;
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -271,6 +272,7 @@ pub struct Interp {
     text: Option<Text>,
     /// What the next launch takes in place of its own keys and values.
     device: Option<Arc<DeviceCodes>>,
+    at_random: Option<RoundAtRandom>,
 }
 
 impl fmt::Debug for Interp {
@@ -294,7 +296,16 @@ impl Interp {
                 Box::new(adversary::Adversary::<f64>::new(plan.clone(), pack, isa, seed))
             }
         };
-        Ok(Interp { plan, engine, position: 0, selectable: false, last_row: 0, text: None, device: None })
+        Ok(Interp {
+            plan,
+            engine,
+            position: 0,
+            selectable: false,
+            last_row: 0,
+            text: None,
+            device: None,
+            at_random: None,
+        })
     }
 
     /// The caches, keys and values of each layer in turn.
@@ -319,6 +330,12 @@ impl Interp {
         let device = Arc::new(DeviceCodes::new(&self.plan.caches, rows, codes));
         self.device = Some(device.clone());
         device
+    }
+
+    /// Lets all later launches round to bf16 up or down at random wherever a kernel rounds an activation; `staged`: the inputs of products, too.
+    /// The distance from the results of rounding to the nearest says what rounding costs. In hostile orders it does nothing.
+    pub fn round_at_random(&mut self, seed: u64, staged: bool) {
+        self.at_random = Some(RoundAtRandom { seed, staged });
     }
 
     /// The position that the next step decodes.
@@ -357,20 +374,34 @@ impl Interp {
     /// Fills rows `0..rows` of every cache with [`cache_value`], or its [`cache_code`], and makes `rows` the next position, so that a deep position
     /// can be executed without a prompt of that length.
     pub fn fill_cache(&mut self, seed: u64, rows: u32) -> Result<(), InterpError> {
+        let value_of = |cache: &CacheShape, row: u32, column: u32| {
+            let value = cache_value(seed, cache.layer, cache.kind, row, column);
+            cache.scale_of(column).map_or(value, |scale| e4m3(cache_code(value)) * scale)
+        };
+        let row_of =
+            |cache: &CacheShape, row| (0..cache.cols as u32).map(|column| value_of(cache, row, column)).collect();
+        self.fill_cache_with(rows, row_of)
+    }
+
+    /// Fills rows `0..rows` of every cache with `row_of` the cache and the row, by column, and makes `rows` the next position.
+    ///
+    /// # Errors
+    /// A cache of pages; a position beyond the context.
+    ///
+    /// # Panics
+    /// If a row has not the columns of its cache.
+    pub fn fill_cache_with(
+        &mut self,
+        rows: u32,
+        row_of: impl Fn(&CacheShape, u32) -> Vec<f32>,
+    ) -> Result<(), InterpError> {
         if self.plan.tables.is_some() {
             return Err(InterpError::Tables { expected: "a cache without pages" });
         }
         self.seek(rows)?;
         for (index, cache) in self.plan.caches.iter().enumerate() {
-            let mut values = vec![0.0; cache.cols];
             for row in 0..rows {
-                for (column, value) in (0..).zip(&mut values) {
-                    *value = cache_value(seed, cache.layer, cache.kind, row, column);
-                    if let Some(scale) = cache.scale_of(column) {
-                        *value = e4m3(cache_code(*value)) * scale;
-                    }
-                }
-                self.engine.write_cache(index, row as usize, &values);
+                self.engine.write_cache(index, row as usize, &row_of(cache, row));
             }
         }
         Ok(())
@@ -439,10 +470,10 @@ impl Interp {
         self.selectable = true;
         let row = |position, input| StepRow { position, input, before: 0, wants_logits: true, pages: None };
         let rows = |(position, &input)| vec![row(position, input)];
-        let device = self.device.take();
+        let (device, at_random) = (self.device.take(), self.at_random);
         let steps = (*position..)
             .zip(inputs)
-            .map(|at| StepRows { position: at.0, rows: rows(at), device: device.clone() })
+            .map(|at| StepRows { position: at.0, rows: rows(at), device: device.clone(), at_random })
             .collect();
         self.engine.launch(steps, &mut |step| {
             *position = step.position + 1;
@@ -495,14 +526,14 @@ impl Interp {
             })
         });
         let mut rows: Vec<StepRow> = first.collect();
-        let device = self.device.take();
+        let (device, at_random) = (self.device.take(), self.at_random);
         let step = |step: u32| {
             for (row, &token) in rows.iter_mut().zip(tokens) {
                 row.input = if step == 0 { Input::Token(token) } else { Input::Selected };
                 row.position += u32::from(step > 0);
             }
             let position = rows.iter().map(|row| row.position).max().unwrap_or(0);
-            StepRows { position, rows: rows.clone(), device: device.clone() }
+            StepRows { position, rows: rows.clone(), device: device.clone(), at_random }
         };
         let steps = (0..tables.steps()).map(step).collect();
         self.selectable = false;

@@ -275,6 +275,13 @@ fn mat_vec<R: Real>(step: &Step<'_>, m: &plan::MatVec, weights: &[u8], memory: &
                 Some(norm) => norm_stage(step.isa, norm, &step.plan.constants, &mut s.x),
                 None => R::of(1.0),
             });
+            if let Some(at_random) = step.rows.at_random.filter(|of| of.staged && plain(m.format) != Some(DType::F32)) {
+                let place = (m.grid.index() as u64) << 32 | (row as u64) << 20 | m.x.first as u64;
+                s.load.clear();
+                s.load.extend(s.x.iter().map(|x| x.to_f32()));
+                let rounded = at_random.round(step.rows.position, place, s.load.iter().copied());
+                s.x.iter_mut().zip(rounded).for_each(|(x, value)| *x = R::of(value));
+            }
             s.x.resize(m.k.next_multiple_of(m.format.granule_k() as usize), R::of(0.0));
             if let Some(dtype) = plain(m.format) {
                 R::stage(dtype, &mut s.x);

@@ -13,6 +13,7 @@ use super::ops::{self, History, Scratch, Step, Streamed};
 use super::plan::{CacheShape, Plan, RegimePlan, TaskPlan, Work};
 use super::real::Real;
 use super::{Blocked, BlockedWait, Engine, InterpError, Logits, Pack, StepResult};
+use crate::dtype::DType;
 use crate::ir::SmId;
 use std::ops::{ControlFlow, Range};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -112,7 +113,7 @@ impl<R: Real> Threads<R> {
             plan.regimes.iter().map(|r| r.events.iter().map(|_| Counter(AtomicU64::new(0))).collect()).collect();
         let threads = threads.clamp(1, plan.sms.max(1));
         let sm = |_| Mutex::new(Sm { private: vec![0; plan.private_words], serial: 0, cursor: 0 });
-        let rows = Arc::new(StepRows { position: 0, rows: vec![], device: None });
+        let rows = Arc::new(StepRows { position: 0, rows: vec![], device: None, at_random: None });
         let order = StepOrder { serial: 0, rows, epoch: 0, previous_regime: 0 };
         let shared = Arc::new(Shared {
             memory: Memory::new(plan.exchange_words, plan.output_words, caches),
@@ -510,7 +511,14 @@ impl Access for Direct<'_> {
 
     fn store(&mut self, region: &Region, values: &[f32]) {
         let dtype = region.dtype;
-        self.put(region, values.iter().map(|&v| round_to(dtype, v).to_bits()));
+        match self.rows.at_random.filter(|_| dtype == DType::Bf16) {
+            None => self.put(region, values.iter().map(|&v| round_to(dtype, v).to_bits())),
+            Some(at_random) => {
+                let place = (region.buffer.index() as u64) << 32 | region.offset as u64;
+                let rounded = at_random.round(self.rows.position, place, values.iter().copied());
+                self.put(region, rounded.map(f32::to_bits));
+            }
+        }
     }
 
     fn load_words(&mut self, region: &Region, out: &mut [u32]) {
@@ -556,7 +564,7 @@ impl<R: Real> Engine for Threads<R> {
 
     fn selected(&mut self, position: u32, row: usize) -> Option<u32> {
         let parts = &self.shared.plan.regimes[self.previous_regime].parts;
-        let rows = &StepRows { position, rows: vec![], device: None };
+        let rows = &StepRows { position, rows: vec![], device: None, at_random: None };
         let mut memory = Direct { memory: &self.shared.memory, private: &mut [], rows };
         ops::decided(&self.shared.plan.best.row(row), parts, &mut memory)
     }
@@ -640,6 +648,7 @@ mod tests {
             position,
             rows: vec![StepRow { position, input, before: 0, wants_logits: true, pages: None }],
             device: None,
+            at_random: None,
         }
     }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::check::{BothLogits, check_ids, check_ragged, check_rows};
+use crate::check::{BothLogits, Checked, check_ids, check_ragged, check_rows};
 use crate::cuda::driver::Device;
 use crate::cuda::rows::RowLauncher;
 use crate::defaults::rows::Room;
@@ -64,6 +64,7 @@ struct Both<'a> {
     chain: &'a Chain<'a>,
     whole: Box<dyn RowLauncher>,
     ragged: Box<dyn RowLauncher>,
+    judged: Checked,
 }
 
 impl<'a> Both<'a> {
@@ -74,9 +75,9 @@ impl<'a> Both<'a> {
         let shared = upload_pack(device, &of_whole.validated, &pack)?;
         let mut whole = load_launcher(chain, device, &of_whole, STEPS, Arc::clone(&shared), None)?;
         let mut ragged = load_launcher(chain, device, &of_ragged, STEPS, shared, Some(whole.cache()))?;
-        check_rows(&of_whole.validated, pack.clone(), parameters, whole.as_mut())?;
+        let judged = check_rows(&of_whole.validated, pack.clone(), parameters, whole.as_mut())?;
         check_rows(&of_ragged.validated, pack, parameters, ragged.as_mut())?;
-        Ok(Both { chain, whole, ragged })
+        Ok(Both { chain, whole, ragged, judged })
     }
 
     fn bench(
@@ -102,7 +103,7 @@ impl<'a> Both<'a> {
             let both = expected.into_iter().zip(found).enumerate();
             let both = both.map(|(row, (expected, found))| BothLogits { position: at(row), expected, found });
             let precision = self.chain.context.manifest.precision;
-            let checked = check_ragged(precision, &both.collect::<Vec<_>>())?.figures();
+            let checked = check_ragged(precision, &self.judged, &both.collect::<Vec<_>>())?.figures();
             let positions: Vec<u32> = (0..rows as usize).map(at).collect();
             let gains = self.ragged.gains(&positions, self.whole.shape().rows);
             for (splits, session) in [(false, &mut self.whole), (true, &mut self.ragged)] {

@@ -191,7 +191,7 @@ impl Failure {
 }
 
 pub(super) fn check_figures(figures: Figures) -> CheckFigures {
-    let Figures { positions, error_abs_max, error_rel_l2, kl_max, argmax_agree } = figures;
+    let Figures { positions, error_abs_max, error_rel_l2, kl_max, argmax_agree, .. } = figures;
     CheckFigures { positions, error_abs_max, error_rel_l2, kl_max, argmax_agree }
 }
 

@@ -180,7 +180,7 @@ struct Child<'a> {
 
 /// Why a trial ended without times.
 enum Ended {
-    Verdict(Answer),
+    Verdict(Box<Answer>),
     Fault(Fault),
 }
 
@@ -197,7 +197,8 @@ fn failed(error: &CheckError, check_ms: Option<f64>) -> Answer {
 impl<'a> Child<'a> {
     fn answer(&mut self, job: &Job) -> Result<Answer, Fault> {
         match self.trial(job) {
-            Ok(answer) | Err(Ended::Verdict(answer)) => Ok(answer),
+            Ok(answer) => Ok(answer),
+            Err(Ended::Verdict(answer)) => Ok(*answer),
             Err(Ended::Fault(fault)) => Err(fault),
         }
     }
@@ -290,7 +291,7 @@ impl<'a> Child<'a> {
                 let answer = failed(&error, Some(started.elapsed().as_secs_f64() * 1e3));
                 // A kernel that hung or crashed has destroyed its context, and a wrong one is not needed again.
                 self.seats.retain(|seat| seat.knobs != knobs);
-                Err(Ended::Verdict(answer))
+                Err(Ended::Verdict(Box::new(answer)))
             }
         }
     }
@@ -340,7 +341,7 @@ impl<'a> Child<'a> {
         // The deepest first: its cache serves the others.
         for &position in decode.time_positions.iter().rev() {
             let measured = |error: MeasureError| match error {
-                MeasureError::Session(error) => Ended::Verdict(failed(&CheckError::Session(error), None)),
+                MeasureError::Session(error) => Ended::Verdict(Box::new(failed(&CheckError::Session(error), None))),
                 MeasureError::Interp(error) => Ended::Fault(error.into()),
             };
             b_timer.prepare(position).map_err(measured)?;
@@ -371,7 +372,8 @@ impl<'a> Child<'a> {
                 Ok(timed) => all_timed.push(timed),
                 Err(withheld) => {
                     let (failure, detail) = (Failure::Fail, withheld.reason);
-                    return Err(Ended::Verdict(Answer::Failed { failure, detail, figures: None, check_ms: None }));
+                    let answer = Answer::Failed { failure, detail, figures: None, check_ms: None };
+                    return Err(Ended::Verdict(Box::new(answer)));
                 }
             }
         }

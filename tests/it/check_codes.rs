@@ -6,7 +6,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use monobloc::candidate::Candidate;
-use monobloc::check::{CheckError, Checked, DeviceCaches, FILL_SEED, Figures, OneRow, Subject};
+use monobloc::check::{CacheContents, CheckError, Checked, DeviceCaches, Figures, OneRow, Subject};
 use monobloc::check::{check_cpu, check_rows, compare_codes, expect_steps};
 use monobloc::cuda::memory::DeviceBuffer;
 use monobloc::cuda::rows::{FirstToken, RowInput, RowLauncher, RowsLaunched, Watched};
@@ -170,9 +170,9 @@ impl OneRow for Fake {
         Ok(logits)
     }
 
-    fn fill(&mut self, rows: u32) -> Result<(), CheckError> {
+    fn fill(&mut self, cache: &CacheContents<'_>) -> Result<(), CheckError> {
         self.interp.reset();
-        Ok(self.interp.fill_cache(FILL_SEED, rows)?)
+        Ok(cache.put(&mut self.interp)?)
     }
 
     fn codes(&self, caches: &DeviceCaches, position: u32) -> Result<Vec<Vec<u8>>, SessionError> {

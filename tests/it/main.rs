@@ -8,6 +8,7 @@ mod build;
 mod cache_fp8;
 mod chat;
 mod check_codes;
+mod check_mutants;
 mod cli;
 mod cli_errors;
 mod cli_support;

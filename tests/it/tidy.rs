@@ -78,6 +78,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
             "model",
             "pack",
             "pages",
+            "random",
             "reference",
             "rows",
             "sample",
