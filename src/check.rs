@@ -52,8 +52,9 @@ const REFERENCE_COST_MAX: u64 = 1_000_000_000;
 /// The same to check a device: seconds on its host, which has more cores.
 const PROMPT_COST_MAX: u64 = 10_000_000_000;
 
-/// How many times as far from the reference as rounding at random takes it a kernel may be. Of 47 positions of SmolLM2-135M in bf16, a right kernel
-/// is 2.0 times as far at position 0, and at most once at all others (docs/numerics.md).
+/// How many times as far from the reference as the worst lane a kernel may be. Of 47 positions of SmolLM2-135M in bf16, a right kernel is 2 to 4 times
+/// as far as lanes that round at random at position 0, where the lane that rounds to the nearest is as far, and at most once at all others
+/// (docs/numerics.md).
 pub const FACTOR: f64 = 5.0;
 
 /// Multiply-adds of the adversarial orders, which run on one thread.
@@ -185,8 +186,10 @@ pub struct Figures {
     /// Positions whose most likely token agrees.
     pub argmax_agree: u32,
     /// Largest share of its tolerance that a figure of a position took. 1 is the limit.
+    #[serde(default)]
     pub of_tolerance: f64,
     /// Of a kernel for rows: the largest cost of rounding at the first positions of a text, and at those after them.
+    #[serde(default)]
     pub noise: [Noise; 2],
 }
 
