@@ -48,7 +48,16 @@ pub const STAGES: [Stage; 8] = [
     Stage {
         name: "check",
         modules: &["check", "interp", "reference", "pack", "cuda::session", "model::weights"],
-        glue: &["pipeline::chain", "pipeline::stages", "pipeline::evaluate", "pipeline::execute", "pipeline::stored"],
+        glue: &[
+            "pipeline::chain",
+            "pipeline::stages",
+            "pipeline::evaluate",
+            "pipeline::execute",
+            "pipeline::stored",
+            "pipeline::checks",
+            "pipeline::kernels",
+            "pipeline::device_sampler",
+        ],
         compiled: true,
     },
     Stage {
@@ -60,7 +69,7 @@ pub const STAGES: [Stage; 8] = [
     Stage {
         name: "expect",
         modules: &["check", "interp", "reference", "pack", "cuda::session", "model::weights"],
-        glue: &["pipeline::chain", "pipeline::stages", "pipeline::trial", "pipeline::execute"],
+        glue: &["pipeline::chain", "pipeline::stages", "pipeline::trial", "pipeline::checks", "pipeline::execute"],
         compiled: true,
     },
     Stage {

@@ -16,12 +16,14 @@ mod codes;
 mod lanes;
 mod ragged;
 mod rows;
+mod shared;
 mod waves;
 
 pub use alike::{Alike, POSITIONS as ALIKE_POSITIONS, SEQUENCES as ALIKE_SEQUENCES, check_alike};
 pub use codes::{CacheContents, DeviceCaches, OneRow, compare_codes, compare_cpu_codes, stores_codes};
 pub use ragged::{BothLogits, check_ragged};
 pub use rows::check_rows;
+pub use shared::{SharedTexts, TextSizes, check_shared, check_texts, compared_choices, expect_texts};
 pub use waves::{POSITIONS as WAVES_POSITIONS, check_waves};
 
 use std::ops::ControlFlow;

@@ -24,6 +24,8 @@ pub struct Report {
     bars: Option<MultiProgress>,
     /// Whether cached stages print a line.
     tells_cached: bool,
+    /// Nothing but warnings is printed.
+    is_quiet: bool,
     ran: AtomicUsize,
     cached: AtomicUsize,
 }
@@ -42,12 +44,12 @@ impl Report {
 
     /// Prints nothing but counts stages: for `--json` and for tests.
     pub fn quiet() -> Report {
-        Report::new(Box::new(io::sink()), None)
+        Report { is_quiet: true, ..Report::new(Box::new(io::sink()), None) }
     }
 
     fn new(writer: Box<dyn Write + Send>, bars: Option<MultiProgress>) -> Report {
         let (ran, cached) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        Report { writer: Mutex::new(writer), bars, tells_cached: true, ran, cached }
+        Report { writer: Mutex::new(writer), bars, tells_cached: true, is_quiet: false, ran, cached }
     }
 
     /// Counts cached stages, but prints no line for them: for commands whose result is not the build.
@@ -113,6 +115,15 @@ impl Report {
     /// Prints a note that is neither a stage nor progress, for example that a check waits for a device.
     pub fn note(&self, text: &str) {
         self.line(&format!("  note {}", plain(text)));
+    }
+
+    /// Prints what the user has to know, also where nothing else is printed.
+    pub fn warning(&self, text: &str) {
+        let line = format!("warning: {}", plain(text));
+        match self.is_quiet {
+            true => drop(writeln!(io::stderr(), "{line}")),
+            false => self.line(&line),
+        }
     }
 
     /// Stages that did work.

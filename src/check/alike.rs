@@ -40,14 +40,18 @@ pub struct Alike {
 pub fn check_alike(kernels: &mut [&mut dyn RowLauncher]) -> Result<Alike, CheckError> {
     let largest = kernels.last().expect("a kernel to check");
     let (shape, vocab): (Shape, u32) = (*largest.shape(), largest.vocab());
+    let positions = POSITIONS.min(shape.context_max);
+    // A pool may have room for fewer sequences: that of one text has room for one.
+    let in_pool = shape.pages / positions.div_ceil(shape.page_rows.max(1)).max(1);
+    let sequences = SEQUENCES.min(shape.sequences).min(in_pool);
+    let batches: Vec<usize> = BATCHES.into_iter().filter(|batch| *batch <= sequences as usize).collect();
     let mut alike = Alike {
         kernels: kernels.iter().map(|kernel| kernel.shape().rows).collect(),
-        batches: BATCHES.to_vec(),
+        batches: batches.clone(),
         chunks: CHUNKS.to_vec(),
         compared: 0,
     };
     let mut all = All { pool: Pool::new(shape), guard: Guard::new(shape), kernels };
-    let positions = POSITIONS.min(shape.context_max);
     let text = check_ids(vocab, positions);
     let alone = all.cut(0, &text, 1)?;
     for kernel in 0..alike.kernels.len() {
@@ -60,11 +64,11 @@ pub fn check_alike(kernels: &mut [&mut dyn RowLauncher]) -> Result<Alike, CheckE
             }
         }
     }
-    let texts: Vec<Text> = (0..SEQUENCES).map(|n| Text::of(n, vocab, positions)).collect();
+    let texts: Vec<Text> = (0..sequences).map(|n| Text::of(n, vocab, positions)).collect();
     let alone = texts.iter().map(|text| Ok(all.batch(0, std::slice::from_ref(text))?.remove(0)));
     let alone: Vec<Decoded> = alone.collect::<Result<_, CheckError>>()?;
     for kernel in 0..alike.kernels.len() {
-        for batch in BATCHES {
+        for &batch in &batches {
             let found = all.batch(kernel, &texts[..batch])?;
             for ((text, alone), found) in texts.iter().zip(&alone).zip(&found) {
                 let what = || format!("a batch of {batch} on the kernel for {} rows", alike.kernels[kernel]);

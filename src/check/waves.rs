@@ -20,7 +20,7 @@ const CHUNKS: [u32; 5] = [200, 1, 440, 300, 100];
 /// the first positions of a text: there it is [`FACTOR`] times what rounding cost the logits of the kernel for rows.
 const CACHE_REL_L2_MAX: f64 = 0.08;
 
-/// Positions that the check writes for each of two sequences, at most; and what follows them.
+/// Positions that the check writes with each kernel, at most; and what follows them.
 pub const POSITIONS: u32 = {
     let (mut tokens, mut i) = (0, 0);
     while i < CHUNKS.len() {
@@ -30,10 +30,10 @@ pub const POSITIONS: u32 = {
     tokens + 1
 };
 
-/// Reads one text with both kernels, each into pages of its own, and compares the keys and values of every position in every layer, and
-/// the logits of the token after them. If chunks have a tail, one is read again up to that token: its keys, values and logits are compared
-/// with the same ones, and the token that the tail decides with its logits. `rows` was checked before (`judged`), and both sessions share
-/// pack and cache.
+/// Reads one text with both kernels, one after the other into the same pages, and compares the keys and values of every position in every
+/// layer, and the logits of the token after them. If chunks have a tail, one is read again up to that token: its keys, values and logits are
+/// compared with the same ones, and the token that the tail decides with its logits. `rows` was checked before (`judged`), and both sessions
+/// share pack and cache. No more positions are compared than the session's pages hold.
 ///
 /// # Errors
 /// The first position that is out of tolerance, or what a device refuses.
@@ -45,52 +45,57 @@ pub fn check_waves(
 ) -> Result<Checked, CheckError> {
     let shape = *waves.shape();
     let (program, vocab) = (&schedule.program, rows.vocab());
-    let ids = check_ids(vocab, POSITIONS.min(shape.context_max));
+    let in_pool = shape.pages.saturating_mul(shape.page_rows);
+    let ids = check_ids(vocab, POSITIONS.min(shape.context_max).min(in_pool));
     let (text, next) = ids.split_at(ids.len() - 1);
+    let position = text.len() as u32;
     let (mut pool, mut guard) = (Pool::new(shape), Guard::new(shape));
-    let mut open = || {
-        let sequence = pool.open().expect("two sequences");
+    let open = |pool: &mut Pool| {
+        let sequence = pool.open().expect("a sequence for the check");
         pool.reserve(sequence, ids.len() as u32).expect("pages for the check");
         sequence
     };
-    let [by_rows, by_waves] = [open(), open()];
-    let mut edits = pool.take_edits();
-    let mut request = |sequence: SequenceId, position: u32, count: usize, wants_logits: bool| {
+    let request = |pool: &mut Pool, sequence: SequenceId, position: u32, count: usize, wants_logits: bool| {
         let row = |position| Row { sequence, position, wants_logits };
         let rows = (position..position + count as u32).map(row).collect();
-        Request { rows, steps: 1, edits: std::mem::take(&mut edits) }
+        Request { rows, steps: 1, edits: pool.take_edits() }
     };
-    let mut position = 0;
+    let after = |pool: &mut Pool, guard: &mut Guard, rows: &mut dyn RowLauncher, sequence| {
+        let request = request(pool, sequence, position, 1, true);
+        let tables = guard.admit(&request).expect("pages of the pool keep all facts");
+        rows.poison_logits()?;
+        rows.run_whole(tables, &given(next), true)?;
+        Ok::<Vec<f32>, CheckError>(rows.logits(0)?)
+    };
+    let by_rows = open(&mut pool);
+    let mut at = 0;
     for tokens in text.chunks(rows.shape().rows as usize) {
-        let request = request(by_rows, position, tokens.len(), false);
+        let request = request(&mut pool, by_rows, at, tokens.len(), false);
         let tables = guard.admit(&request).expect("pages of the pool keep all facts");
         rows.run_whole(tables, &given(tokens), false)?;
-        position += tokens.len() as u32;
+        at += tokens.len() as u32;
     }
-    let mut position = 0;
+    let expected = after(&mut pool, &mut guard, rows, by_rows)?;
+    let kept = Kept::read(schedule, &shape, rows, &pool, by_rows, 0..position + 1)?;
+    pool.close(by_rows).expect("an open sequence");
+
+    let by_waves = open(&mut pool);
+    let mut at = 0;
     for chunk in CHUNKS {
-        let tokens: Vec<u32> = text.iter().copied().skip(position as usize).take(chunk as usize).collect();
+        let tokens: Vec<u32> = text.iter().copied().skip(at as usize).take(chunk as usize).collect();
         if tokens.is_empty() {
             break;
         }
-        let request = request(by_waves, position, tokens.len(), false);
+        let request = request(&mut pool, by_waves, at, tokens.len(), false);
         let tables = guard.admit(&request).expect("pages of the pool keep all facts");
         waves.read(tables, &tokens, Last::Nothing)?;
-        position += tokens.len() as u32;
+        at += tokens.len() as u32;
     }
     let noise = judged.figures.noise;
     let mut judge = Judge::new(Tolerance::of_device(program.precision).with_noise(noise[AFTER_FIRST]));
-    judge.figures = Figures {
-        error_rel_l2: compare_caches(schedule, &shape, rows, &pool, [by_rows, by_waves], 0..position, &noise)?,
-        ..judged.figures
-    };
-    let mut after = |sequence: SequenceId| -> Result<Vec<f32>, CheckError> {
-        let tables = guard.admit(&request(sequence, position, 1, true)).expect("pages of the pool keep all facts");
-        rows.poison_logits()?;
-        rows.run_whole(tables, &given(next), true)?;
-        Ok(rows.logits(0)?)
-    };
-    let (expected, found) = (after(by_rows)?, after(by_waves)?);
+    let found = Kept::read(schedule, &shape, rows, &pool, by_waves, 0..position)?;
+    judge.figures = Figures { error_rel_l2: kept.compare(&found, &noise)?, ..judged.figures };
+    let found = after(&mut pool, &mut guard, rows, by_waves)?;
     judge.compare_row(vocab, position, &expected, &found)?;
     if waves.decides() {
         let count = ids.len().min(CHUNKS[CHUNKS.len() - 1] as usize);
@@ -107,7 +112,7 @@ pub fn check_waves(
             let (expected, found) = (argmax(&found).unwrap_or(0), read.token.unwrap_or(0));
             return Err(CheckError::Argmax { position, expected, found, figures: judge.figures });
         }
-        compare_caches(schedule, &shape, rows, &pool, [by_rows, by_waves], position..position + 1, &noise)?;
+        kept.compare(&Kept::read(schedule, &shape, rows, &pool, by_waves, position..position + 1)?, &noise)?;
     }
     Ok(Checked { figures: judge.figures })
 }
@@ -127,40 +132,64 @@ fn caches(program: &Program, placement: &[Option<u64>]) -> Vec<(u64, u64, u64)> 
     appended.flatten().filter_map(place).collect()
 }
 
-/// Keys and values of positions of two sequences, in every layer: the largest relative difference of a position.
-fn compare_caches(
-    schedule: &Schedule,
-    shape: &Shape,
-    session: &dyn RowLauncher,
-    pool: &Pool,
-    sequences: [SequenceId; 2],
+/// Keys and values of positions of a sequence, in every layer.
+struct Kept {
     positions: Range<u32>,
-    noise: &[Noise; 2],
-) -> Result<f64, CheckError> {
-    let pool_rows = u64::from(shape.pages) * u64::from(shape.page_rows);
-    let mut most = 0.0;
-    for (place, heads, row_bytes) in caches(&schedule.program, &schedule.placement) {
-        for block in positions.start / shape.page_rows..positions.end.div_ceil(shape.page_rows) {
-            let rows = (positions.end - block * shape.page_rows).min(shape.page_rows) as usize;
-            let mut sums = vec![(0.0f64, 0.0f64); rows];
+    /// Of each cache the bytes of a row, and for each head the values of one position after another.
+    caches: Vec<(usize, Vec<Vec<u16>>)>,
+}
+
+impl Kept {
+    fn read(
+        schedule: &Schedule,
+        shape: &Shape,
+        session: &dyn RowLauncher,
+        pool: &Pool,
+        sequence: SequenceId,
+        positions: Range<u32>,
+    ) -> Result<Kept, CheckError> {
+        let pool_rows = u64::from(shape.pages) * u64::from(shape.page_rows);
+        let mut kept = vec![];
+        for (place, heads, row_bytes) in caches(&schedule.program, &schedule.placement) {
+            let mut of_heads = vec![];
             for head in 0..heads {
-                let of = |sequence: SequenceId| {
+                let mut values = vec![];
+                let mut position = positions.start;
+                while position < positions.end {
+                    let (block, first) = (position / shape.page_rows, position % shape.page_rows);
+                    let rows = (shape.page_rows - first).min(positions.end - position);
                     let page = pool.page(sequence, block).map_or(0, |page| u64::from(page.0));
-                    let row = head * pool_rows + page * u64::from(shape.page_rows);
-                    session.read_cache(place + row * row_bytes, rows * row_bytes as usize)
-                };
-                let (expected, found) = (of(sequences[0])?, of(sequences[1])?);
-                let values = expected.iter().zip(&found).map(|(&e, &f)| (bf16(e), bf16(f)));
-                for (i, (e, f)) in values.enumerate() {
-                    let (difference, norm) = &mut sums[i / (row_bytes as usize / 2)];
-                    *difference += (e - f) * (e - f);
-                    *norm += e * e;
+                    let row = head * pool_rows + page * u64::from(shape.page_rows) + u64::from(first);
+                    values.extend(session.read_cache(place + row * row_bytes, rows as usize * row_bytes as usize)?);
+                    position += rows;
                 }
+                of_heads.push(values);
             }
-            for (row, (difference, norm)) in (0u32..).zip(sums) {
+            kept.push((row_bytes as usize, of_heads));
+        }
+        Ok(Kept { positions, caches: kept })
+    }
+
+    /// Compares the positions of `found` with the same ones: the largest relative difference of one.
+    fn compare(&self, found: &Kept, noise: &[Noise; 2]) -> Result<f64, CheckError> {
+        let mut most = 0.0;
+        for ((row_bytes, expected), (_, found_heads)) in self.caches.iter().zip(&found.caches) {
+            let row_values = row_bytes / 2;
+            for position in found.positions.clone() {
+                let of = |values: &[u16], first: u32| -> Vec<u16> {
+                    values[(position - first) as usize * row_values..][..row_values].to_vec()
+                };
+                let (mut difference, mut norm) = (0.0f64, 0.0f64);
+                for (expected, found_values) in expected.iter().zip(found_heads) {
+                    let both =
+                        of(expected, self.positions.start).into_iter().zip(of(found_values, found.positions.start));
+                    for (e, f) in both.map(|(e, f)| (bf16(e), bf16(f))) {
+                        difference += (e - f) * (e - f);
+                        norm += e * e;
+                    }
+                }
                 let error = (difference / norm).sqrt();
                 most = worst(most, error);
-                let position = block * shape.page_rows + row;
                 let allowed = worst(CACHE_REL_L2_MAX, FACTOR * f64::from(noise[noise_of(position)].error_rel_l2));
                 if is_beyond(error, allowed) {
                     let figures = Figures { error_rel_l2: error, ..Figures::default() };
@@ -169,8 +198,8 @@ fn compare_caches(
                 }
             }
         }
+        Ok(most)
     }
-    Ok(most)
 }
 
 fn bf16(bits: u16) -> f64 {

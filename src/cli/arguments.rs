@@ -424,7 +424,7 @@ pub enum Require {
 
 /// Serve a manifest's model over HTTP, for clients of the OpenAI API
 ///
-/// Builds what is not built yet, then listens until SIGTERM (exit code 0) or Ctrl-C (130), and lets open requests finish. Requests run together
+/// Builds and checks what is missing, then listens until SIGTERM (exit code 0) or Ctrl-C (130), and lets open requests finish. Requests run together
 /// in the steps of one engine. On a target of kind `cpu`, and on a GPU with `batch_invariant` in the manifest, a request gets the
 /// same tokens with any other requests. docs/serve.md has the endpoints.
 #[derive(Debug, Args)]
@@ -481,6 +481,8 @@ pub struct Serve {
     /// Target to run on [default: the manifest's first that this machine can run]
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
+    #[command(flatten)]
+    pub checks: Checks,
 }
 
 /// The form of the log of requests.
@@ -493,7 +495,7 @@ pub enum LogForm {
 
 /// Generate text, or token ids, with a manifest's model
 ///
-/// Builds what is missing, then streams the generated text. Without `--temperature` it is greedy. The text ends at the
+/// Builds and checks what is missing, then streams the generated text. Without `--temperature` it is greedy. The text ends at the
 /// model's end-of-text token, at a text of `--stop`, after `--max-tokens`, or when the context is full. A terminal
 /// shows the prompt first; a pipe gets only the generated text.
 #[derive(Debug, Args)]
@@ -560,6 +562,8 @@ pub struct Generate {
     /// Print a line of JSON for each token as soon as it is generated, and a last line with `stop`
     #[arg(long, group = "format")]
     pub jsonl: bool,
+    #[command(flatten)]
+    pub checks: Checks,
 }
 
 /// How the tokens of a text are chosen.
@@ -596,6 +600,15 @@ pub struct Choosing {
     /// Do not end the text before this number of tokens
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub min_tokens: u32,
+}
+
+/// Whether kernels are checked before they run.
+#[derive(Debug, Args)]
+pub struct Checks {
+    /// Run kernels whose numbers were not compared on a device of this kind. Without it they are compared before the first token, once, and
+    /// one that computes something else is refused
+    #[arg(long)]
+    pub unchecked: bool,
 }
 
 /// Token ids of one sequence.
@@ -636,6 +649,8 @@ pub struct Chat {
     /// Target to run on [default: the manifest's first that this machine can run]
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
+    #[command(flatten)]
+    pub checks: Checks,
 }
 
 /// Measure how well a manifest's model predicts a text
@@ -669,6 +684,8 @@ pub struct Perplexity {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+    #[command(flatten)]
+    pub checks: Checks,
 }
 
 /// Write the logits of a manifest's model into a file, to compare them with another implementation
@@ -702,6 +719,8 @@ pub struct Logits {
     /// Print what was written as one JSON object
     #[arg(long)]
     pub json: bool,
+    #[command(flatten)]
+    pub checks: Checks,
 }
 
 /// Export a manifest's model: write a folder with all that a device needs to run it
@@ -739,6 +758,8 @@ pub struct Export {
     /// Print what was written as one JSON object
     #[arg(long)]
     pub json: bool,
+    #[command(flatten)]
+    pub checks: Checks,
 }
 
 /// Compare the logits and tokens of a manifest's model with those of another implementation
@@ -778,6 +799,8 @@ pub struct Compare {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+    #[command(flatten)]
+    pub checks: Checks,
 }
 
 /// Time a manifest's kernel, alone and in turns with baselines

@@ -52,7 +52,7 @@ pub fn chat(session: &Session, asked: &Chat) -> Result<Outcome, Fault> {
     // Before the model is built: a checkpoint without a template, or whose template has no system prompt, cannot chat.
     let probe = system.iter().cloned().chain([Message::new("user", "Hello.")]).collect();
     words.encode_chat(probe, vec![], true)?;
-    let ready = session.ready(&given, &target, Talk::Work)?;
+    let ready = session.ready(&given, &target, Talk::Work, &asked.checks)?;
     words.check_vocab(ready.vocab)?;
     let request = settings.resolve(ready.vocab, &ready.eos)?;
     let runner = ready.runner()?;

@@ -9,7 +9,7 @@ use super::terminal::interrupt;
 use super::units::bytes_text;
 use crate::error::Fault;
 use crate::files::folder_of;
-use crate::pipeline::{self, AskedSizes, Serving, Written};
+use crate::pipeline::{self, AskedSizes, Checking, Serving, Written};
 use crate::target::TargetKind;
 use crate::text::counted;
 
@@ -27,16 +27,18 @@ pub fn export(session: &Session, asked: &Export) -> Result<Outcome, Fault> {
     let running_key = asked.max_batch.map(|_| "--max-batch").or(sizes.asked.running_max);
     let named = AskedSizes { running_max: running_key, ..sizes.asked };
     let serving = Serving { asked: named, running_max, cache_tokens: asked.cache_tokens, ..sizes };
-    let Some(written) = pipeline::export(&workspace, &manifest, &asked.out, &serving, &interrupt::asked)? else {
+    let checking = Checking::of(asked.checks.unchecked);
+    let Some(written) = pipeline::export(&workspace, &manifest, &asked.out, &serving, checking, &interrupt::asked)?
+    else {
         return Ok(Outcome::Interrupted);
     };
-    let Written { digest, files, bytes, targets } = written;
+    let Written { digest, files, bytes, targets, unchecked } = written;
     let out = asked.out.display();
     if asked.json {
         let folder = out.to_string();
         let digest = digest.to_string();
         session.terminal.print_json(&json!({
-            "folder": folder, "digest": digest, "files": files, "bytes": bytes, "targets": targets,
+            "folder": folder, "digest": digest, "files": files, "bytes": bytes, "targets": targets, "unchecked": unchecked,
         }))?;
         return Ok(Outcome::Done);
     }

@@ -85,7 +85,8 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
         Some(_) => None,
         None => Some(tokenizer(manifest)?),
     };
-    let ready = session.ready(&given, &target, if form == Form::Text { Talk::Work } else { Talk::Nothing })?;
+    let ready =
+        session.ready(&given, &target, if form == Form::Text { Talk::Work } else { Talk::Nothing }, &asked.checks)?;
     let prompt = prompt_ids(tokenizer.as_mut(), asked, prompt_text.as_deref().unwrap_or_default(), ready.vocab)?;
     let request = settings.resolve(ready.vocab, &ready.eos)?;
     let room = room_after(prompt.len(), manifest)?;
@@ -145,7 +146,9 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
     let first = first.unwrap_or(last);
     let (prompt_s, decode_s) = ((first - begun).as_secs_f64(), (last - first).as_secs_f64());
     let (ids, place) = (&answer.tokens, runner.place());
-    let generated = Generated { prompt: &prompt, ids, has_text, printed, stop, prompt_s, decode_s, place, speculated };
+    let unchecked = ready.is_unchecked();
+    let generated =
+        Generated { prompt: &prompt, ids, has_text, printed, stop, prompt_s, decode_s, place, speculated, unchecked };
     generated.tell(session, form)?;
     Ok(if stop == Stop::Interrupted { Outcome::Interrupted } else { Outcome::Done })
 }
@@ -202,11 +205,13 @@ struct Generated<'a> {
     place: String,
     /// `None` without speculative decoding.
     speculated: Option<Speculated>,
+    /// Whether the kernels may not have been checked.
+    unchecked: bool,
 }
 
 impl Generated<'_> {
     fn tell(&self, session: &Session, form: Form) -> Result<(), Fault> {
-        let Generated { prompt, ids, has_text, printed, stop, prompt_s, decode_s, place, speculated } = self;
+        let Generated { prompt, ids, has_text, printed, stop, prompt_s, decode_s, place, speculated, unchecked } = self;
         // The last step of the prompt decides the first token, so `decode_s` is the time of the other tokens.
         let tokens_per_s = (ids.len() > 1 && *decode_s > 0.0).then(|| (ids.len() - 1) as f64 / decode_s);
         if form == Form::Text {
@@ -237,6 +242,9 @@ impl Generated<'_> {
             "tokens_per_s": tokens_per_s,
             "place": place,
         });
+        if *unchecked {
+            end["unchecked"] = json!(true);
+        }
         if let Some(Speculated { proposed, accepted }) = speculated {
             (end["proposed"], end["accepted"]) = (json!(proposed), json!(accepted));
         }

@@ -17,7 +17,7 @@ use super::session::{Session, Talk, choose_target, text_tokenizer};
 use crate::error::Fault;
 use crate::files::{folder_of, read_bytes, read_text};
 use crate::goldens::{Allowed, Comparison, Goldens};
-use crate::pipeline::{self, Given};
+use crate::pipeline::{self, Checking, Given};
 use crate::sample::{Logprobs, SampleSettings};
 use crate::text::counted;
 use crate::tokenizer::check_ids;
@@ -43,9 +43,12 @@ pub fn perplexity(session: &Session, asked: &Perplexity) -> Result<Outcome, Faul
     if asked.formats {
         let workspace = session.workspace(talk)?;
         let text = formats::Text { file: &asked.file, text: &text };
-        return formats::compare(session, &workspace, manifest, &target, &mut tokenizer, &text, asked.json);
+        let checking = Checking::of(asked.checks.unchecked);
+        checking.warn(&workspace.report);
+        let of = formats::Of { manifest, target: &target, checking };
+        return formats::compare(session, &workspace, of, &mut tokenizer, &text, asked.json);
     }
-    let ready = session.ready(&given, &target, talk)?;
+    let ready = session.ready(&given, &target, talk, &asked.checks)?;
     tokenizer.check_vocab(ready.vocab)?;
     let ids = tokenizer.encode(&text, true)?;
     if ids.len() < 2 {
@@ -118,7 +121,7 @@ pub fn logits(session: &Session, asked: &Logits) -> Result<Outcome, Fault> {
         ))
         .with_remedy("give fewer ids, or raise `context_max` in the manifest"));
     }
-    let ready = session.ready(&given, &target, Talk::Work)?;
+    let ready = session.ready(&given, &target, Talk::Work, &asked.checks)?;
     let vocab = ready.vocab;
     check_ids(ids, vocab)?;
     let failed = |error: io::Error| Fault::environment(format!("cannot write `{}`: {error}", asked.out.display()));
@@ -159,7 +162,9 @@ pub fn compare(session: &Session, asked: &Compare) -> Result<Outcome, Fault> {
         .with_remedy("raise `context_max` in the manifest"));
     }
     let workspace = session.workspace(if asked.json { Talk::Nothing } else { Talk::Work })?;
-    let prepared = pipeline::prepare(&workspace, &manifest, &target)?;
+    let checking = Checking::of(asked.checks.unchecked);
+    checking.warn(&workspace.report);
+    let prepared = pipeline::prepare(&workspace, &manifest, &target)?.checking(checking);
     let vocab = prepared.imported.graph.vocab;
     if goldens.vocab != vocab {
         let found = goldens.vocab;

@@ -27,7 +27,7 @@ pub fn serve(session: &Session, asked: &Serve) -> Result<Outcome, Fault> {
     let manifest = &given.manifest;
     let target = choose_target(manifest, asked.target.as_deref())?;
     let tokens = start_tokens(&given)?;
-    let ready = session.ready(&given, &target, Talk::Work)?;
+    let ready = session.ready(&given, &target, Talk::Work, &asked.checks)?;
     let name = asked.served_model_name.clone().unwrap_or_else(|| manifest.name.clone());
     let context_max = manifest.decode.context_max;
     let model = Model { name, vocab: ready.vocab, eos: ready.eos.clone(), context_max };

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::Outcome;
-use super::arguments::{self, Global};
+use super::arguments::{self, Checks, Global};
 use super::builtin;
 use super::init::{self, Found, Written};
 use super::places;
@@ -16,7 +16,7 @@ use crate::error::Fault;
 use crate::files;
 use crate::manifest::{Manifest, ManifestError};
 use crate::model::source::{self, Event, Resolved, Source};
-use crate::pipeline::{self, Exported, Given, Ready, Tokens, Workspace};
+use crate::pipeline::{self, Checking, Exported, Given, Ready, Tokens, Workspace};
 use crate::report::Report;
 use crate::target::{Target, TargetRecord};
 use crate::text::{Style, nearest, one_of};
@@ -73,11 +73,15 @@ impl Session {
     }
 
     fn report(&self, talk: Talk) -> Report {
+        report_of(self.talks(talk))
+    }
+
+    fn talks(&self, talk: Talk) -> Talks {
         match talk {
-            Talk::Work if self.quiet => Report::quiet(),
-            Talk::Work if self.verbose => Report::to_stderr(),
-            Talk::Work => Report::to_stderr().without_cached(),
-            Talk::Nothing => Report::quiet(),
+            Talk::Work if self.quiet => Talks::Nothing,
+            Talk::Work if self.verbose => Talks::All,
+            Talk::Work => Talks::Work,
+            Talk::Nothing => Talks::Nothing,
         }
     }
 
@@ -86,24 +90,28 @@ impl Session {
         read_given(path, target, &self.places.root, self.terminal.style)
     }
 
-    /// Builds a model up to the proof. An export is taken as it is: no cache is opened.
-    pub fn ready(&self, given: &Given, target: &Target, talk: Talk) -> Result<Ready, Fault> {
-        match &given.exported {
-            Some(exported) => Ready::exported(self.report(talk), exported.clone(), target),
-            None => Ready::built(self.workspace(talk)?, &given.manifest, target),
-        }
+    /// Builds a model up to the proof. An export is taken as it is: no cache is opened, unless one of its kernels has to be checked here.
+    pub fn ready(&self, given: &Given, target: &Target, talk: Talk, checks: &Checks) -> Result<Ready, Fault> {
+        let ready = match &given.exported {
+            Some(exported) => {
+                let (places, trials, talks) = (self.places.clone(), self.trials.clone(), self.talks(talk));
+                let told = Arc::clone(&self.told_of_share);
+                let open = move || {
+                    Ok(Workspace {
+                        cache: open_cache(&places, &told)?,
+                        report: report_of(talks),
+                        trials: trials.clone(),
+                    })
+                };
+                Ready::exported(self.report(talk), exported.clone(), target)?.checks_in(Box::new(open))
+            }
+            None => Ready::built(self.workspace(talk)?, &given.manifest, target)?,
+        };
+        Ok(ready.checking(Checking::of(checks.unchecked)))
     }
 
     pub fn open_cache(&self) -> Result<Cache, Fault> {
-        // Notes come from threads that have no report. They tell of damage and waiting, so `--quiet` does not hide them. A share that
-        // cannot be used fails for every entry, and is told once.
-        let told = Arc::clone(&self.told_of_share);
-        Ok(Cache::open_places(&self.places, move |note| {
-            let again = matches!(note, Note::Shared { .. }) && told.swap(true, Ordering::Relaxed);
-            if !again {
-                terminal::say(&format!("  note {note}"), Style::Plain);
-            }
-        })?)
+        open_cache(&self.places, &self.told_of_share)
     }
 
     /// As [`resolved_manifest`].
@@ -111,6 +119,34 @@ impl Session {
         let targets: Vec<&str> = targets.into_iter().collect();
         resolved_manifest(path, &targets, &self.places.root, self.terminal.style)
     }
+}
+
+/// What a report prints.
+#[derive(Debug, Clone, Copy)]
+enum Talks {
+    Nothing,
+    Work,
+    All,
+}
+
+fn report_of(talks: Talks) -> Report {
+    match talks {
+        Talks::Nothing => Report::quiet(),
+        Talks::Work => Report::to_stderr().without_cached(),
+        Talks::All => Report::to_stderr(),
+    }
+}
+
+fn open_cache(places: &Places, told_of_share: &Arc<AtomicBool>) -> Result<Cache, Fault> {
+    // Notes come from threads that have no report. They tell of damage and waiting, so `--quiet` does not hide them. A share that
+    // cannot be used fails for every entry, and is told once.
+    let told = Arc::clone(told_of_share);
+    Ok(Cache::open_places(places, move |note| {
+        let again = matches!(note, Note::Shared { .. }) && told.swap(true, Ordering::Relaxed);
+        if !again {
+            terminal::say(&format!("  note {note}"), Style::Plain);
+        }
+    })?)
 }
 
 /// Reads the source of a model: the folder of an export, or what [`resolved_manifest`] takes.

@@ -16,7 +16,7 @@ use crate::cache::{Cache, Places};
 use crate::cli::{places, session};
 use crate::error::Fault;
 use crate::manifest::{Manifest, ROWS_MAX};
-use crate::pipeline::{AskedSizes, Given, Ready, Runner, Serving, Tokens, Workspace};
+use crate::pipeline::{AskedSizes, Checking, Given, Ready, Runner, Serving, Tokens, Workspace};
 use crate::report::Report;
 use crate::target::{Target, TargetKind};
 use crate::text::Style;
@@ -53,6 +53,9 @@ pub struct Options {
     pub tokens: Option<TokensProgram>,
     /// Prints to stderr what is built.
     pub verbose: bool,
+    /// Runs kernels whose numbers were not compared on a device of this kind. Otherwise they are compared before the first token, once, and one
+    /// that computes something else is refused.
+    pub unchecked: bool,
 }
 
 /// Facts of a loaded model, which do not change.
@@ -75,6 +78,8 @@ pub struct Facts {
     pub sequences_max: u32,
     /// Whether text can be turned into ids.
     pub has_tokenizer: bool,
+    /// Whether kernels run that may not have been checked: [`Options::unchecked`], or an export that was made so.
+    pub unchecked: bool,
 }
 
 /// A loaded model. When it is dropped, jobs that were given still finish; then everything is freed.
@@ -169,22 +174,24 @@ impl Model {
     /// # Errors
     /// Those of the command `build` before it compiles anything; files of an export that were changed; sizes out of range.
     pub fn load(place: &Path, options: Options) -> Result<Model, Fault> {
-        let Options { target, cache, sequences_max, chunk_max, cache_tokens, tokens, verbose } = options;
+        let Options { target, cache, sequences_max, chunk_max, cache_tokens, tokens, verbose, unchecked } = options;
         let mut places = Places::from_environment(&places::cache_root());
         places.root = cache.unwrap_or(places.root);
         let given = session::read_given(place, target.as_deref(), &places.root, Style::Plain)?;
         let target = session::choose_target(&given.manifest, target.as_deref())?;
         let serving = serving(&given.manifest, &target, sequences_max, chunk_max, cache_tokens)?;
         let has_tokenizer = tokens.is_some() && session::has_tokenizer(&given)?;
-        let report = if verbose { Report::to_stderr().without_cached() } else { Report::quiet() };
+        let report = move || if verbose { Report::to_stderr().without_cached() } else { Report::quiet() };
+        let open = move || {
+            let cache = Cache::open_places(&places, |_| {})?;
+            Ok(Workspace { cache, report: report(), trials: places::trials_file() })
+        };
         let Given { manifest, exported } = given;
         let ready = match exported {
-            Some(exported) => Ready::exported(report, exported, &target)?,
-            None => {
-                let cache = Cache::open_places(&places, |_| {})?;
-                Ready::built(Workspace { cache, report, trials: places::trials_file() }, &manifest, &target)?
-            }
+            Some(exported) => Ready::exported(report(), exported, &target)?.checks_in(Box::new(open)),
+            None => Ready::built(open()?, &manifest, &target)?,
         };
+        let ready = ready.checking(Checking::of(unchecked));
         let rows_max = ready.rows_max(&serving)?;
         let facts = Facts {
             name: manifest.name.clone(),
@@ -196,6 +203,7 @@ impl Model {
             rows_max,
             sequences_max: serving.running_max,
             has_tokenizer,
+            unchecked: ready.is_unchecked(),
         };
         let vocab = facts.vocab;
         let on = Desk::start("monobloc-model", move |jobs: Jobs<ModelJob>| {

@@ -6,8 +6,8 @@
 //! stored: they are encoded from a schedule that was proven in this process, and compared with the digest of its first proof.
 //!
 //! Not promised without a key: a user who can write the cache can replace a part and its link. Then the schedule is still proven
-//! anew, and a launch still has a deadline, but only `check` notices a schedule or cubin that computes something else, and only
-//! `build` runs it. With a key (`cache::Key`) every entry, links among them, is sealed with it, and what was made without it is
+//! anew, and a launch still has a deadline, but only `check` notices a schedule or cubin that computes something else, unless its
+//! result is replaced, too. With a key (`cache::Key`) every entry, links among them, is sealed with it, and what was made without it is
 //! not found at all.
 
 use std::fmt;

@@ -19,14 +19,16 @@ use crate::validate::{Validated, share_caches};
 use crate::waves;
 
 use super::chain::{Chain, Host};
+use super::checks::Checking;
 use super::device_rows::{one_row_kernel, rows_source};
 use super::device_sampler::sampler_source;
 use super::device_steps::{By, StepsKernel, StepsKernels, fitting};
 use super::device_waves::plan_prompts;
+use super::evaluate::ensure_checked;
 use super::execute::{Devices, upload_pack};
 use super::invariant;
-use super::served::{Code, Fastest, Kernels, Served, alike_rows};
-use super::stages::place_rows;
+use super::kernels::{Does, KernelSet, Planned, Served, alike_rows};
+use super::stages::{BuildContext, StoredSchedule, place_rows};
 use super::{Prepared, Workspace};
 
 /// Positions of a page of the interpreter's cache: a prefix is shared in whole pages, and a text wastes half a page.
@@ -127,188 +129,209 @@ impl Prepared {
         }
     }
 
-    /// Lowers, schedules and proves steps of several rows, compiles their kernel, and packs the weights: the pack is that of one row.
+    /// Lowers, schedules and proves steps of several rows, compiles and checks their kernels, and packs the weights: the pack is that of one row.
     ///
     /// # Errors
-    /// A batch or a cache that does not fit the target; no device of the target's kind, no compiler and no cubin; a full disk.
+    /// A batch or a cache that does not fit the target; no device of the target's kind, no compiler and no cubin; a full disk; a kernel that
+    /// computes something else.
     pub fn batched(&self, workspace: &Workspace, serving: &Serving) -> Result<Batched, Fault> {
         let host = Host::new(workspace);
         let chain = self.chain(workspace, &host);
         let Some(found) = host.device(&self.target)? else {
-            let batches = cpu_batches(serving, &self.manifest.decode);
-            let keys: Vec<&str> = serving.asked.running_max.into_iter().chain(serving.asked.chunk_rows).collect();
-            let (taken, rows) = place_rows(&chain.context, &self.candidate, &batches, &keys)?;
-            if let Some(wanted) = batches.first().filter(|wanted| **wanted != taken) {
-                let (name, rows, wanted) = (&self.target.name, taken.rows, wanted.rows);
-                workspace.report.note(&format!("{name}: steps of {rows} rows, because {wanted} do not fit"));
+            let rows = batch_on_cpu(&chain, serving)?;
+            // The interpreter does the same for a row of any schedule.
+            if self.checking == Checking::Required {
+                ensure_checked(&chain)?;
             }
             return Ok(Batched::of_cpu(rows.validated(&self.target)?.clone(), chain.pack()?));
         };
         let device = Device::open(found.ordinal)?;
         let free = device.memory_free_bytes()?.saturating_sub(pack_bytes(self.validated.schedule()));
-        let served = self.served(&chain, serving, free)?;
-        Ok(Batched::of_device(served, chain.pack()?, device, &self.target, serving.steps_max))
-    }
-
-    /// Proves and compiles the kernels of a server, for a device with `free_bytes` of memory beside the weights.
-    ///
-    /// # Errors
-    /// A batch or a cache that does not fit the target; no compiler and no cubin.
-    pub(super) fn served(&self, chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<Served, Fault> {
-        match invariant::is_asked(&self.manifest, &self.target) {
-            true => self.served_alike(chain, serving, free_bytes),
-            false => self.served_fastest(chain, serving, free_bytes),
+        let served = served(&chain, serving, free)?;
+        if self.checking == Checking::Required {
+            served.ensure_checked(&chain, found, &device)?;
         }
+        Ok(Batched::of_device(served, chain.pack()?, device, &self.target, serving.steps_max))
     }
 
     /// Refuses sizes that were asked for and that no kernel of a server can have.
     ///
     /// # Errors
     /// More requests than a step has rows; more cached tokens than `free_bytes` of memory beside the weights have room for.
-    pub(super) fn refuse_sizes(&self, serving: &Serving, free_bytes: u64) -> Result<(), Fault> {
+    pub(super) fn refuse_sizes(&self, chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<(), Fault> {
         self.rows_max(serving)?;
-        serving.cache_tokens.map_or(Ok(()), |_| self.room(1, serving, free_bytes).map(drop))
+        serving.cache_tokens.map_or(Ok(()), |_| room(&chain.context, 1, serving, free_bytes).map(drop))
     }
+}
 
-    fn served_fastest(&self, chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<Served, Fault> {
-        let workspace = chain.context.workspace;
-        let mut all = StepsKernels::new(&chain.context, &chain.candidate);
-        let kernels = self.kernels(&mut all, serving, free_bytes)?;
-        let Some(largest) = kernels.last().map(|kernel| kernel.validated.clone()) else {
-            return Err(Fault::internal("no kernel for several rows"));
-        };
-        let ragged = self.ragged(&mut all, &kernels, serving, free_bytes)?;
-        let shape = self.served_shape(&largest)?;
-        if let Some(differs) = kernels.iter().find_map(|kernel| share_caches(&kernel.validated, &largest).err()) {
-            return Err(Fault::internal(format!("kernels for different numbers of rows: {differs}")));
-        }
-        let one_row = one_row_beside(chain, self.room(1, serving, free_bytes)?, &largest)?;
-        let of_one = one_row.iter().map(|_| "1".to_string());
-        let rows: Vec<String> = of_one.chain(kernels.iter().map(|kernel| kernel.rows.to_string())).collect();
-        workspace.report.note(&format!(
-            "{}: steps of {} rows{}, cache of {} tokens in pages of {}",
-            self.target.name,
-            rows.join(", "),
-            ragged.as_ref().map_or(String::new(), |kernel| format!(" ({} also in KV splits)", kernel.rows)),
-            u64::from(shape.pages) * u64::from(shape.page_rows),
-            shape.page_rows
-        ));
-        // Queues that differ from those of the first proof are refused here.
-        let all = one_row.iter().chain(kernels.iter().map(|kernel| &kernel.validated));
-        all.into_iter().try_for_each(|validated| workspace.queues(validated).map(drop))?;
-        let mut sources = vec![sampler_source(&self.target)];
-        sources.extend(one_row.iter().map(|one| rows_source(&chain.context, one, Trace::Off)));
-        for kernel in kernels.iter().chain(&ragged) {
-            sources.push(kernel.source(&chain.context, Trace::Off)?);
-        }
-        match plan_prompts(&self.target, &kernels[0].validated) {
-            Ok(plan) => sources.extend(plan.sources(&chain.context, Trace::Off)),
-            Err(fault) if fault.tier == Tier::Input => {
-                workspace.report.note(&format!("prompts are read beside other rows: {}", fault.message));
-            }
-            Err(fault) => return Err(fault),
-        }
-        let mut codes = chain.compile_all(&sources)?.into_iter().map(Code::of);
-        let Some(sampler) = codes.next() else { return Err(Fault::internal("a sampler without a cubin")) };
-        let one_row = one_row.into_iter().zip(codes.by_ref()).next();
-        let several = kernels.into_iter().zip(codes.by_ref()).collect();
-        let ragged = ragged.into_iter().zip(codes.by_ref()).next();
-        // Those of waves are the last ones.
-        let kernels = Kernels::Fastest(Fastest { one_row, several, ragged, waves: codes.collect() });
-        Ok(Served { validated: largest, running_max: serving.running_max, sampler, kernels })
+/// Steps of several rows on the CPU.
+///
+/// # Errors
+/// A batch that does not fit the target.
+pub(super) fn batch_on_cpu(chain: &Chain<'_>, serving: &Serving) -> Result<StoredSchedule, Fault> {
+    let BuildContext { workspace, manifest, target, .. } = chain.context;
+    let batches = cpu_batches(serving, &manifest.decode);
+    let keys: Vec<&str> = serving.asked.running_max.into_iter().chain(serving.asked.chunk_rows).collect();
+    let (taken, rows) = place_rows(&chain.context, &chain.candidate, &batches, &keys)?;
+    if let Some(wanted) = batches.first().filter(|wanted| **wanted != taken) {
+        let (name, rows, wanted) = (&target.name, taken.rows, wanted.rows);
+        workspace.report.note(&format!("{name}: steps of {rows} rows, because {wanted} do not fit"));
     }
+    Ok(rows)
+}
 
-    /// The same with kernels that add up in one order.
-    fn served_alike(&self, chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<Served, Fault> {
-        let room = self.room(0, serving, free_bytes)?;
-        let validated = Arc::new(invariant::schedule(&chain.context, &chain.candidate, room)?);
-        let shape = self.served_shape(&validated)?;
-        let alike = invariant::plan(&self.target, &validated)?;
-        let rows: Vec<u32> = alike.plans().iter().map(|proven| proven.plan().rows).collect();
-        let names: Vec<String> = rows.iter().map(u32::to_string).collect();
-        chain.context.workspace.report.note(&format!(
-            "{}: kernels for {} rows that add up in one order, cache of {} tokens in pages of {}",
-            self.target.name,
-            names.join(", "),
-            u64::from(shape.pages) * u64::from(shape.page_rows),
-            shape.page_rows
-        ));
-        let mut sources = vec![sampler_source(&self.target)];
-        sources.extend(invariant::sources(&chain.context, &alike));
-        let mut codes = chain.compile_all(&sources)?.into_iter().map(Code::of);
-        let Some(sampler) = codes.next() else { return Err(Fault::internal("a sampler without a cubin")) };
-        let kernels =
-            Kernels::Alike { validated: Arc::clone(&validated), kernels: rows.into_iter().zip(codes).collect() };
-        Ok(Served { validated, running_max: serving.running_max, sampler, kernels })
+/// Proves and compiles the kernels of a server, for a device with `free_bytes` of memory beside the weights.
+///
+/// # Errors
+/// A batch or a cache that does not fit the target; no compiler and no cubin.
+pub(super) fn served(chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<Served, Fault> {
+    match invariant::is_asked(chain.context.manifest, chain.context.target) {
+        true => served_alike(chain, serving, free_bytes),
+        false => served_fastest(chain, serving, free_bytes),
     }
+}
 
-    /// What bounds the tables of a server's steps.
-    ///
-    /// # Errors
-    /// A context that is one page: none could be kept.
-    fn served_shape(&self, validated: &Validated) -> Result<Shape, Fault> {
-        let shape = Shape::of(&validated.schedule().program).ok_or_else(|| Fault::internal("rows without tables"))?;
-        if shape.sequences > Pool::keepers(&shape) {
-            return Ok(shape);
+fn served_fastest(chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<Served, Fault> {
+    let workspace = chain.context.workspace;
+    let mut all = StepsKernels::new(&chain.context, &chain.candidate);
+    let context = &chain.context;
+    let kernels = kernels(context, &mut all, serving, free_bytes)?;
+    let Some(largest) = kernels.last().map(|kernel| kernel.validated.clone()) else {
+        return Err(Fault::internal("no kernel for several rows"));
+    };
+    let ragged = ragged(context, &mut all, &kernels, serving, free_bytes)?;
+    let shape = served_shape(context.target, &largest)?;
+    if let Some(differs) = kernels.iter().find_map(|kernel| share_caches(&kernel.validated, &largest).err()) {
+        return Err(Fault::internal(format!("kernels for different numbers of rows: {differs}")));
+    }
+    let one_row = one_row_beside(chain, room(context, 1, serving, free_bytes)?, &largest)?;
+    let of_one = one_row.iter().map(|_| "1".to_string());
+    let rows: Vec<String> = of_one.chain(kernels.iter().map(|kernel| kernel.rows.to_string())).collect();
+    workspace.report.note(&format!(
+        "{}: steps of {} rows{}, cache of {} tokens in pages of {}",
+        chain.context.target.name,
+        rows.join(", "),
+        ragged.as_ref().map_or(String::new(), |kernel| format!(" ({} also in KV splits)", kernel.rows)),
+        u64::from(shape.pages) * u64::from(shape.page_rows),
+        shape.page_rows
+    ));
+    // Queues that differ from those of the first proof are refused here.
+    let all = one_row.iter().chain(kernels.iter().map(|kernel| &kernel.validated));
+    all.into_iter().try_for_each(|validated| workspace.queues(validated).map(drop))?;
+    let source = sampler_source(chain.context.target);
+    let mut planned = vec![Planned { does: Does::Sampler, validated: None, source }];
+    planned.extend(one_row.into_iter().map(|one| Planned {
+        does: Does::Steps { rows: 1, by: By::Words },
+        source: rows_source(&chain.context, &one, Trace::Off),
+        validated: Some(one),
+    }));
+    for StepsKernel { validated, rows, by } in kernels.iter().chain(&ragged).cloned() {
+        let kernel = StepsKernel { validated: validated.clone(), rows, by };
+        let source = kernel.source(&chain.context, Trace::Off)?;
+        planned.push(Planned { does: Does::Steps { rows, by }, validated: Some(validated), source });
+    }
+    match plan_prompts(chain.context.target, &kernels[0].validated) {
+        Ok(plan) => {
+            let validated = &kernels[0].validated;
+            let of = |(does, source)| Planned { does, validated: Some(validated.clone()), source };
+            planned.extend(plan.sources(&chain.context, Trace::Off).into_iter().map(of));
         }
-        let (context_max, page_rows) = (shape.context_max, shape.page_rows);
-        Err(Fault::input(format!("`context_max` {context_max} is one page of {page_rows} positions"))
-            .with_remedy(format!("raise `decode.context_max` above {page_rows} to serve on `{}`", self.target.name)))
-    }
-
-    /// What runs steps of several rows, ascending, on a device that has `free_bytes` left beside the weights.
-    ///
-    /// # Errors
-    /// As [`Prepared::batched`].
-    fn kernels(
-        &self,
-        all: &mut StepsKernels<'_>,
-        serving: &Serving,
-        free_bytes: u64,
-    ) -> Result<Vec<StepsKernel>, Fault> {
-        let mut kernels = vec![];
-        for &rows in step_rows_of(serving)? {
-            let kernel = all.of(self.room(rows, serving, free_bytes)?)?;
-            add(&mut kernels, kernel, serving.running_max);
+        Err(fault) if fault.tier == Tier::Input => {
+            workspace.report.note(&format!("prompts are read beside other rows: {}", fault.message));
         }
-        Ok(kernels)
+        Err(fault) => return Err(fault),
     }
+    Ok(Served { running_max: serving.running_max, set: KernelSet::compile(chain, false, planned)? })
+}
 
-    /// What runs steps of which few rows have long histories, beside `others`. `None`: no history is long enough, or none of `others` is by
-    /// waves and has as many rows.
-    ///
-    /// # Errors
-    /// A plan that is not proven: a fault of this program.
-    fn ragged(
-        &self,
-        all: &mut StepsKernels<'_>,
-        others: &[StepsKernel],
-        serving: &Serving,
-        free_bytes: u64,
-    ) -> Result<Option<StepsKernel>, Fault> {
-        let Some(rows) = ragged_rows(serving.running_max, others) else { return Ok(None) };
-        fitting(all.ragged(self.room(rows, serving, free_bytes)?))
-    }
+/// The same with kernels that add up in one order.
+fn served_alike(chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<Served, Fault> {
+    let (context, target) = (&chain.context, chain.context.target);
+    let room = room(context, 0, serving, free_bytes)?;
+    let validated = Arc::new(invariant::schedule(&chain.context, &chain.candidate, room)?);
+    let shape = served_shape(target, &validated)?;
+    let alike = invariant::plan(target, &validated)?;
+    let rows: Vec<u32> = alike.plans().iter().map(|proven| proven.plan().rows).collect();
+    let names: Vec<String> = rows.iter().map(u32::to_string).collect();
+    chain.context.workspace.report.note(&format!(
+        "{}: kernels for {} rows that add up in one order, cache of {} tokens in pages of {}",
+        chain.context.target.name,
+        names.join(", "),
+        u64::from(shape.pages) * u64::from(shape.page_rows),
+        shape.page_rows
+    ));
+    let source = sampler_source(chain.context.target);
+    let mut planned = vec![Planned { does: Does::Sampler, validated: None, source }];
+    planned.extend(invariant::planned(chain, &validated)?);
+    Ok(Served { running_max: serving.running_max, set: KernelSet::compile(chain, true, planned)? })
+}
 
-    /// Sequences and positions of a kernel on a device that has `free_bytes` left beside the weights.
-    fn room(&self, rows: u32, serving: &Serving, free_bytes: u64) -> Result<Room, Fault> {
-        let Prepared { manifest, imported, .. } = self;
-        let row_bytes = |dim| u64::from(cache_row_bytes(dim, manifest.precision.cache));
-        let of_layer = imported.graph.layers.iter().map(|layer| {
-            let attention = &layer.attn;
-            2 * u64::from(attention.kv_heads) * row_bytes(attention.head_dim)
-        });
-        let position_bytes: u64 = of_layer.sum();
-        let fits = free_bytes / 100 * MEMORY_PERCENT / position_bytes.max(1);
-        let context_max = u64::from(manifest.decode.context_max);
-        let asked = serving.cache_tokens.map(u64::from);
-        let positions = asked.unwrap_or(rounded(fits.min(DEVICE_TOKENS_MAX))).max(context_max);
-        if positions > fits {
-            let message = format!("a cache of {positions} tokens does not fit: the device has room for {fits}");
-            return Err(Fault::input(message).with_remedy("lower `--cache-tokens`, or `decode.context_max`"));
-        }
-        Ok(Room { rows, sequences: sequences(serving.running_max, positions, context_max), positions })
+/// What bounds the tables of a server's steps.
+///
+/// # Errors
+/// A context that is one page: none could be kept.
+fn served_shape(target: &Target, validated: &Validated) -> Result<Shape, Fault> {
+    let shape = Shape::of(&validated.schedule().program).ok_or_else(|| Fault::internal("rows without tables"))?;
+    if shape.sequences > Pool::keepers(&shape) {
+        return Ok(shape);
     }
+    let (context_max, page_rows) = (shape.context_max, shape.page_rows);
+    Err(Fault::input(format!("`context_max` {context_max} is one page of {page_rows} positions"))
+        .with_remedy(format!("raise `decode.context_max` above {page_rows} to serve on `{}`", target.name)))
+}
+
+/// What runs steps of several rows, ascending, on a device that has `free_bytes` left beside the weights.
+///
+/// # Errors
+/// As [`Prepared::batched`].
+fn kernels(
+    context: &BuildContext<'_>,
+    all: &mut StepsKernels<'_>,
+    serving: &Serving,
+    free_bytes: u64,
+) -> Result<Vec<StepsKernel>, Fault> {
+    let mut kernels = vec![];
+    for &rows in step_rows_of(serving)? {
+        let kernel = all.of(room(context, rows, serving, free_bytes)?)?;
+        add(&mut kernels, kernel, serving.running_max);
+    }
+    Ok(kernels)
+}
+
+/// What runs steps of which few rows have long histories, beside `others`. `None`: no history is long enough, or none of `others` is by
+/// waves and has as many rows.
+///
+/// # Errors
+/// A plan that is not proven: a fault of this program.
+fn ragged(
+    context: &BuildContext<'_>,
+    all: &mut StepsKernels<'_>,
+    others: &[StepsKernel],
+    serving: &Serving,
+    free_bytes: u64,
+) -> Result<Option<StepsKernel>, Fault> {
+    let Some(rows) = ragged_rows(serving.running_max, others) else { return Ok(None) };
+    fitting(all.ragged(room(context, rows, serving, free_bytes)?))
+}
+
+/// Sequences and positions of a kernel on a device that has `free_bytes` left beside the weights.
+fn room(context: &BuildContext<'_>, rows: u32, serving: &Serving, free_bytes: u64) -> Result<Room, Fault> {
+    let BuildContext { manifest, imported, .. } = *context;
+    let row_bytes = |dim| u64::from(cache_row_bytes(dim, manifest.precision.cache));
+    let of_layer = imported.graph.layers.iter().map(|layer| {
+        let attention = &layer.attn;
+        2 * u64::from(attention.kv_heads) * row_bytes(attention.head_dim)
+    });
+    let position_bytes: u64 = of_layer.sum();
+    let fits = free_bytes / 100 * MEMORY_PERCENT / position_bytes.max(1);
+    let context_max = u64::from(manifest.decode.context_max);
+    let asked = serving.cache_tokens.map(u64::from);
+    let positions = asked.unwrap_or(rounded(fits.min(DEVICE_TOKENS_MAX))).max(context_max);
+    if positions > fits {
+        let message = format!("a cache of {positions} tokens does not fit: the device has room for {fits}");
+        return Err(Fault::input(message).with_remedy("lower `--cache-tokens`, or `decode.context_max`"));
+    }
+    Ok(Room { rows, sequences: sequences(serving.running_max, positions, context_max), positions })
 }
 
 /// The kernel for one row over the pages of `others`. The user is told why there is none.
@@ -403,7 +426,7 @@ impl Batched {
 
     /// Steps of a device.
     pub(super) fn of_device(served: Served, pack: Pack, device: Device, target: &Target, steps_max: u32) -> Batched {
-        let validated = Arc::clone(&served.validated);
+        let validated = Arc::clone(served.set.validated());
         let on_device = OnDevice { device, target: target.clone(), served, steps_max };
         Batched { validated, pack, on_device: Some(Arc::new(on_device)) }
     }

@@ -333,10 +333,11 @@ impl<'a> Chain<'a> {
         compile(&self.host.compiler, &self.context, source)
     }
 
-    /// Compiles several sources for this target at once, on all cores; answers in their order.
-    pub fn compile_all(&self, sources: &[Generated]) -> Result<Vec<Cubin>, NotMade> {
-        let sources: Vec<_> = sources.iter().map(|source| (self.context, source)).collect();
-        compile_each(&self.host.compiler, &sources).into_iter().map(|cubin| Ok(*cubin?)).collect()
+    /// Compiles several sources for this target at once, on all cores. Each cubin has the name of its source.
+    pub fn compile_named<N>(&self, named: Vec<(N, Generated)>) -> Result<Vec<(N, Cubin)>, NotMade> {
+        let sources: Vec<_> = named.iter().map(|(_, source)| (self.context, source)).collect();
+        let cubins = compile_each(&self.host.compiler, &sources);
+        named.into_iter().zip(cubins).map(|((name, _), cubin)| Ok((name, *cubin?))).collect()
     }
 
     /// Makes what can be made without weights and without a device.
@@ -380,15 +381,17 @@ impl<'a> Chain<'a> {
         let BuildContext { graph, target, manifest, .. } = self.context;
         let (schedule, cubin) = (self.schedule()?.content, self.cubin()?.map(|cubin| cubin.digest));
         let (weights, candidate) = (&self.context.weights_id()?, &self.candidate);
-        let subject = SubjectKey { schedule, graph, weights, candidate, target, cubin, hardware };
+        let subject = SubjectKey { schedule, graph, weights, candidate, target, cubin };
         let decode = &manifest.decode;
         let check = CheckKey {
             subject: &subject,
+            hardware,
             positions: &decode.check_positions,
             steps_per_launch: cubin.map(|_| decode.steps_per_launch),
         };
         let measure = MeasureKey {
             subject: &subject,
+            hardware,
             positions: &decode.time_positions,
             steps_per_launch: decode.steps_per_launch,
             read_bytes_per_s: manifest.measured(target).read_bytes_per_s,

@@ -29,12 +29,13 @@ use crate::waves::{CHUNK_MIN, CHUNK_ROWS, Proven};
 
 use super::bench::{self, Programs, Versus, Work};
 use super::chain::{Chain, Host, remedy_of};
-use super::compile::Cubin;
+use super::checks::{self, Checking, Checks};
 use super::device_sampler::{sampler_source, time_sampled};
 use super::device_steps::{By, StepsKernel, StepsKernels, step_rows_for};
-use super::device_waves::{derive_chunks, named_spans, plan_prompts, waves_beside, waves_source};
+use super::device_waves::{PromptCubins, derive_chunks, named_spans, plan_prompts, waves_beside, waves_source};
 use super::execute::upload_pack;
 use super::invariant;
+use super::kernels::{Does, KernelSet, Planned};
 use super::stages::{BuildContext, Generated, prove};
 use super::{Prepared, Workspace, import_stage};
 
@@ -226,49 +227,36 @@ pub struct Prefill {
     waves: Option<WavesSession>,
 }
 
-/// What [`Prefill`] is loaded from.
-pub(super) struct PrefillParts {
-    pub validated: Validated,
-    pub cubin: Vec<u8>,
-    /// Version of the compiler.
-    pub nvrtc: String,
-    /// The kernels of waves over the pages of `validated`, as [`PromptPlan::all`] lists them; or why there are none.
-    pub waves: Result<Vec<Vec<u8>>, String>,
-}
-
 impl Prefill {
     /// Shorter prompts are read by the kernel for one row: a launch costs as much as some of its steps.
     pub const PROMPT_MIN: usize = 32;
 
-    /// Proves and compiles the kernels for the weights and the cache of the chain's own; why there are none otherwise.
+    /// Proves and compiles the kernels for the weights and the cache of the chain's own; why there are none otherwise. The user is told why there
+    /// are none by waves.
     ///
     /// # Errors
     /// A cache that pages do not fill evenly, or in another order; what the compiler refuses.
-    pub(super) fn made(chain: &Chain<'_>) -> Result<PrefillParts, Fault> {
+    pub(super) fn made(chain: &Chain<'_>) -> Result<KernelSet, Fault> {
         let positions = u64::from(chain.context.manifest.decode.context_max);
         let room = |rows| Room { rows, sequences: 1, positions };
         let placed = place_prompt_kernel(&chain.context, &chain.candidate, room)?;
-        let validated = prove_kernel(&chain.context, placed)?;
+        let validated = Arc::new(prove_kernel(&chain.context, placed)?);
         beside_one_row(chain, &validated)?;
-        let mut sources = vec![rows_source(&chain.context, &validated, Trace::Off)];
-        let none = match plan_prompts(chain.context.target, &validated) {
-            Ok(plan) => {
-                sources.extend(plan.sources(&chain.context, Trace::Off));
-                String::new()
+        let of = |(does, source)| Planned { does, validated: Some(Arc::clone(&validated)), source };
+        let does = Does::Steps { rows: validated.schedule().program.rows, by: By::Words };
+        let mut planned = vec![of((does, rows_source(&chain.context, &validated, Trace::Off)))];
+        match plan_prompts(chain.context.target, &validated) {
+            Ok(plan) => planned.extend(plan.sources(&chain.context, Trace::Off).into_iter().map(of)),
+            Err(fault) if fault.tier == Tier::Input => {
+                let note = format!("prompts are read in short chunks: {}", fault.message);
+                chain.context.workspace.report.note(&note);
             }
-            Err(fault) if fault.tier == Tier::Input => fault.message,
             Err(fault) => return Err(fault),
-        };
-        let mut cubins = chain.compile_all(&sources)?.into_iter();
-        let Some(Cubin { bytes, nvrtc, .. }) = cubins.next() else {
-            return Err(Fault::internal("a source that was compiled has no cubin"));
-        };
-        let waves: Vec<Vec<u8>> = cubins.map(|cubin| cubin.bytes).collect();
-        let waves = if waves.is_empty() { Err(none) } else { Ok(waves) };
-        Ok(PrefillParts { validated, cubin: bytes, nvrtc, waves })
+        }
+        KernelSet::compile(chain, false, planned)
     }
 
-    /// Loads kernels that [`Prefill::made`] made beside `one`, the session of the kernel for one row. `queues` are those of the schedule,
+    /// Loads kernels that were made beside `one`, the session of the kernel for one row. `queues` are those of the schedule,
     /// `waves` the kernels of waves, or none.
     ///
     /// # Errors
@@ -278,30 +266,43 @@ impl Prefill {
         target: &Target,
         queues: &Queues<'_>,
         cubin: &[u8],
-        waves: &[&[u8]],
+        waves: Option<PromptCubins<'_>>,
         one: &Session,
     ) -> Result<Prefill, Fault> {
         let rows = RowsSession::load(device, queues, cubin, Trace::Off, 1, one.pack(), Some(one.cache()))?;
-        if waves.is_empty() {
-            return Ok(Prefill { waves: None, rows });
-        }
+        let Some(waves) = waves else { return Ok(Prefill { waves: None, rows }) };
         let plan = plan_prompts(target, queues.validated())?;
         Ok(Prefill { waves: Some(plan.load(device, waves, Trace::Off, one.pack(), one.cache())?), rows })
     }
 
-    /// Makes and loads the kernels beside `one`, the session of `prepared`; why there are none otherwise.
+    /// As [`Prefill::of`], of a set that [`Prefill::made`] made.
     ///
     /// # Errors
-    /// As [`Prefill::made`] and [`Prefill::of`].
+    /// As [`Prefill::of`]; other queues than those of the first proof.
+    pub(super) fn of_set(
+        workspace: &Workspace,
+        device: &Device,
+        target: &Target,
+        set: &KernelSet,
+        one: &Session,
+    ) -> Result<Prefill, Fault> {
+        let (steps, kernel) =
+            set.steps().into_iter().next().ok_or_else(|| Fault::internal("prompts without a kernel for rows"))?;
+        let queues = workspace.queues(&steps.validated)?;
+        Prefill::of(device, target, &queues, &kernel.code.bytes, set.prompts(), one)
+    }
+
+    /// Makes, checks and loads the kernels beside `one`, the session of `prepared`; why there are none otherwise. What the cache of `one` holds is
+    /// lost.
+    ///
+    /// # Errors
+    /// As [`Prefill::made`] and [`Prefill::of`]; a kernel that computes something else.
     pub fn load(workspace: &Workspace, prepared: &Prepared, device: &Device, one: &Session) -> Result<Prefill, Fault> {
         let host = Host::new(workspace);
-        let PrefillParts { validated, cubin, waves, .. } = Prefill::made(&prepared.chain(workspace, &host))?;
-        if let Err(reason) = &waves {
-            workspace.report.note(&format!("prompts are read in short chunks: {reason}"));
-        }
-        let waves = waves.unwrap_or_default();
-        let waves: Vec<&[u8]> = waves.iter().map(Vec::as_slice).collect();
-        Prefill::of(device, &prepared.target, &workspace.queues(&validated)?, &cubin, &waves, one)
+        let chain = prepared.chain(workspace, &host);
+        let set = Prefill::made(&chain)?;
+        ensure_beside(prepared, &chain, device, &set, one)?;
+        Prefill::of_set(workspace, device, &prepared.target, &set, one)
     }
 
     fn reader(&mut self) -> Reader<'_> {
@@ -401,7 +402,28 @@ impl OneText {
     }
 }
 
-/// Makes and loads what runs steps of at least `rows` rows over the weights and the cache of `one`, the session of `prepared`.
+/// Makes sure that kernels over the weights and the cache of `one` were compared on a device of this kind.
+///
+/// # Errors
+/// A kernel that computes something else.
+fn ensure_beside(
+    prepared: &Prepared,
+    chain: &Chain<'_>,
+    device: &Device,
+    set: &KernelSet,
+    one: &Session,
+) -> Result<(), Fault> {
+    if prepared.checking == Checking::Skipped {
+        return Ok(());
+    }
+    let none = || Fault::internal("a device that runs a kernel is gone");
+    let found = chain.host.device(&prepared.target)?.ok_or_else(none)?;
+    let pack = || Ok(chain.pack()?);
+    Checks::of(chain, found, &pack)?
+        .ensure(set, &mut || set.load(device, &prepared.target, checks::STEPS_MAX, &one.pack(), Some(one.cache())))
+}
+
+/// Makes, checks and loads what runs steps of at least `rows` rows over the weights and the cache of `one`, the session of `prepared`.
 ///
 /// # Errors
 /// More rows than a step has; a kernel that does not fit the target; a cache that pages do not fill evenly; what compiler or device
@@ -419,6 +441,12 @@ pub(super) fn load_verifier(
     let room = Room { rows: step_rows_for(rows)?, sequences: 1, positions };
     let kernel = StepsKernels::new(&chain.context, &chain.candidate).of(room)?;
     beside_one_row(&chain, &kernel.validated)?;
+    if prepared.checking == Checking::Required {
+        let does = Does::Steps { rows: kernel.rows, by: kernel.by };
+        let (validated, source) = (Some(Arc::clone(&kernel.validated)), kernel.source(&chain.context, Trace::Off)?);
+        let set = KernelSet::compile(&chain, false, vec![Planned { does, validated, source }])?;
+        ensure_beside(prepared, &chain, device, &set, one)?;
+    }
     load_launcher(&chain, device, &kernel, 1, one.pack(), Some(one.cache()))
 }
 

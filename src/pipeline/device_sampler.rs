@@ -22,6 +22,8 @@ pub(super) fn sampler_digest(target: &Target) -> Result<Digest, Fault> {
     Ok(Digest::of(&source_bytes(emit(target))?))
 }
 
+/// Steps of a check, each with other settings.
+const ROUNDS: u32 = 16;
 /// Tokens that a request of a measurement has seen: some thousand ids are a long text.
 const SEEN: u32 = 1000;
 
@@ -82,18 +84,18 @@ fn asked<'a>(requests: &'a [(Request, TokenCounts)]) -> Vec<Asked<'a>> {
     (0..).zip(requests).map(of).collect()
 }
 
-/// Compares the choices of the sampler with those of the host from the same logits, for every kind of setting.
+/// Compares the choices of the sampler with those of the host from the same logits, for every kind of setting: how many choices there were.
 ///
 /// # Errors
 /// Another token, or other log-probabilities; what the device refuses.
-fn check(
+pub(super) fn check_choices(
     session: &mut dyn RowLauncher,
     sampler: &mut SamplerSession,
     decoding: &mut Decoding,
     position: u32,
-) -> Result<(), Fault> {
+) -> Result<u32, Fault> {
     let (vocab, rows) = (session.vocab(), decoding.rows());
-    for round in 0..16 {
+    for round in 0..ROUNDS {
         // One kernel is for any settings, and one for those that most clients have.
         let of = |row| if round % 2 == 0 { settings(row, vocab) } else { usual_settings(row) };
         let requests = requests(rows, vocab, |row| of(row + round))?;
@@ -120,7 +122,7 @@ fn check(
             }
         }
     }
-    Ok(())
+    Ok(ROUNDS * rows)
 }
 
 /// Steps of `rows` sequences from `position` on, with top-p and penalties for each, after a comparison with the host's choices:
@@ -135,7 +137,7 @@ pub(super) fn time_sampled(
     position: u32,
 ) -> Result<Vec<f64>, Fault> {
     let mut decoding = Decoding::at(session, rows, position, STEPS)?;
-    check(session, sampler, &mut decoding, position)?;
+    check_choices(session, sampler, &mut decoding, position)?;
     let requests = requests(rows, session.vocab(), |row| usual(u64::from(row)))?;
     decoding.give_tokens(|row| row + 1);
     let mut step_us = vec![];

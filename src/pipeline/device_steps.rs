@@ -25,7 +25,7 @@ use super::stages::{BuildContext, Generated, kernel_digests};
 
 /// What runs steps of up to `rows` rows.
 #[derive(Debug, Clone)]
-pub(super) struct StepsKernel {
+pub struct StepsKernel {
     /// The proven schedule whose pack, caches and pages it has.
     pub validated: Arc<Validated>,
     pub rows: u32,
@@ -35,7 +35,7 @@ pub(super) struct StepsKernel {
 /// What runs steps, of a schedule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub(super) enum By {
+pub enum By {
     /// The kernel of the schedule. If it has fewer rows, it runs in several launches one after another.
     Words,
     /// A plan of waves that is derived from the schedule for that many rows.
@@ -66,7 +66,7 @@ impl StepsKernel {
     ///
     /// # Errors
     /// A plan of waves that is not proven: a fault of this program.
-    pub fn source(&self, context: &BuildContext<'_>, trace: Trace) -> Result<Generated, Fault> {
+    pub(super) fn source(&self, context: &BuildContext<'_>, trace: Trace) -> Result<Generated, Fault> {
         Ok(match self.plan(context.target)? {
             Some(proven) => waves_source(context, &proven, trace),
             None => rows_source(context, &self.validated, trace),

@@ -3,6 +3,7 @@
 use super::chain::Chain;
 use super::device_rows::{place_kernel, prove_kernel, rows_of};
 use super::execute::upload_pack;
+use super::kernels::Does;
 use super::stages::{BuildContext, Generated};
 use super::stored::source_bytes;
 use crate::check::{Checked, check_ids, check_waves};
@@ -46,18 +47,43 @@ pub(super) enum PromptPlan<'a> {
     WithTail(WithTail<'a>),
 }
 
+/// The cubins of kernels that read prompts in waves.
+#[derive(Debug, Clone, Copy)]
+pub struct PromptCubins<'a> {
+    pub chunk: &'a [u8],
+    /// `None`: chunks have no tail.
+    pub tail: Option<&'a [u8]>,
+}
+
 impl<'a> PromptPlan<'a> {
-    /// The plan of chunks, then that of the tail.
-    pub fn all(&self) -> Vec<&Proven<'a>> {
+    /// The plan of each kernel.
+    pub fn all(&self) -> Vec<(Does, &Proven<'a>)> {
         match self {
-            PromptPlan::Chunks(chunk, _) => vec![chunk],
-            PromptPlan::WithTail(both) => vec![both.chunk(), both.tail()],
+            PromptPlan::Chunks(chunk, _) => vec![(Does::Chunk, chunk)],
+            PromptPlan::WithTail(both) => vec![(Does::Chunk, both.chunk()), (Does::Tail, both.tail())],
         }
     }
 
-    /// The source of each, to compile.
-    pub fn sources(&self, context: &BuildContext<'_>, trace: Trace) -> Vec<Generated> {
-        self.all().into_iter().map(|proven| waves_source(context, proven, trace)).collect()
+    /// The source of each kernel, to compile.
+    pub fn sources(&self, context: &BuildContext<'_>, trace: Trace) -> Vec<(Does, Generated)> {
+        self.all().into_iter().map(|(does, proven)| (does, waves_source(context, proven, trace))).collect()
+    }
+
+    /// Compiles and loads the kernels beside `rows`.
+    ///
+    /// # Errors
+    /// What compiler or device refuse.
+    fn compile(
+        &self,
+        chain: &Chain<'_>,
+        device: &Device,
+        trace: Trace,
+        (pack, cache): (Arc<DeviceBuffer>, Arc<DeviceBuffer>),
+    ) -> Result<WavesSession, Fault> {
+        let compiled = chain.compile_named(self.sources(&chain.context, trace))?;
+        let of = |does| compiled.iter().find(|(of, _)| *of == does).map(|(_, cubin)| cubin.bytes.as_slice());
+        let chunk = of(Does::Chunk).ok_or_else(|| Fault::internal("chunks without a cubin"))?;
+        self.load(device, PromptCubins { chunk, tail: of(Does::Tail) }, trace, pack, cache)
     }
 
     /// Loads what [`PromptPlan::sources`] were compiled to, with the same `trace`. `pack` and `cache` are those of the kernel for rows.
@@ -67,24 +93,18 @@ impl<'a> PromptPlan<'a> {
     pub fn load(
         &self,
         device: &Device,
-        cubins: &[&[u8]],
+        PromptCubins { chunk, tail }: PromptCubins<'_>,
         trace: Trace,
         pack: Arc<DeviceBuffer>,
         cache: Arc<DeviceBuffer>,
     ) -> Result<WavesSession, Fault> {
-        match (self, cubins) {
-            (PromptPlan::Chunks(chunk, _), [cubin]) => {
-                Ok(WavesSession::load(device, chunk, cubin, trace, pack, cache)?)
-            }
-            (PromptPlan::WithTail(both), &[chunk, tail]) => {
+        match (self, tail) {
+            (PromptPlan::Chunks(proven, _), None) => Ok(WavesSession::load(device, proven, chunk, trace, pack, cache)?),
+            (PromptPlan::WithTail(both), Some(tail)) => {
                 Ok(WavesSession::load_with_tail(device, both, [chunk, tail], trace, pack, cache)?)
             }
-            _ => {
-                let (found, expected) = (cubins.len(), self.all().len());
-                Err(Fault::input(format!(
-                    "{found} kernels of waves for prompts: expected {expected}, for chunks and their tail"
-                )))
-            }
+            (PromptPlan::Chunks(..), Some(_)) => Err(Fault::input("a kernel `tail` for chunks that have none")),
+            (PromptPlan::WithTail(_), None) => Err(Fault::input("chunks without their kernel `tail`")),
         }
     }
 }
@@ -139,13 +159,13 @@ pub(super) fn waves_source(context: &BuildContext<'_>, proven: &Proven<'_>, trac
     Generated::of(source)
 }
 
-/// For each exported kernel of waves that reads prompts, in the order of [`PromptPlan::all`]: digests of what it was compiled from, and of
-/// all that it walks.
+/// For each exported kernel of waves that reads prompts: digests of what it was compiled from, and of all that it walks.
 ///
 /// # Errors
 /// As [`plan_waves`].
-pub(super) fn prompt_digests(target: &Target, rows: &Validated) -> Result<Vec<[Digest; 2]>, Fault> {
-    plan_prompts(target, rows)?.all().into_iter().map(|proven| waves_digests(target, proven)).collect()
+pub(super) fn prompt_digests(target: &Target, rows: &Validated) -> Result<Vec<(Does, [Digest; 2])>, Fault> {
+    let plan = plan_prompts(target, rows)?;
+    plan.all().into_iter().map(|(does, proven)| Ok((does, waves_digests(target, proven)?))).collect()
 }
 
 /// The same of one kernel of waves.
@@ -166,9 +186,7 @@ pub(super) fn waves_beside(
     rows: &mut dyn RowLauncher,
 ) -> Result<(WavesSession, Checked), Fault> {
     let plan = plan_prompts(chain.context.target, validated)?;
-    let cubins = chain.compile_all(&plan.sources(&chain.context, Trace::Off))?;
-    let cubins: Vec<&[u8]> = cubins.iter().map(|cubin| cubin.bytes.as_slice()).collect();
-    let mut waves = plan.load(device, &cubins, Trace::Off, rows.pack(), rows.cache())?;
+    let mut waves = plan.compile(chain, device, Trace::Off, (rows.pack(), rows.cache()))?;
     let checked = check_waves(validated.schedule(), judged, rows, &mut waves)?;
     Ok((waves, checked))
 }
@@ -204,11 +222,9 @@ pub(super) fn trace_waves(
     let room = Room { rows, sequences: rows, positions: u64::from(rows * (position + tokens).next_multiple_of(256)) };
     let validated = prove_kernel(&chain.context, place_kernel(&chain.context, &chain.candidate, room)?)?;
     let plan = plan_prompts(chain.context.target, &validated)?;
-    let cubins = chain.compile_all(&plan.sources(&chain.context, Trace::On))?;
-    let cubins: Vec<&[u8]> = cubins.iter().map(|cubin| cubin.bytes.as_slice()).collect();
     let pack = upload_pack(device, &validated, &chain.pack()?)?;
     let cache = Arc::new(device.alloc(validated.schedule().arena_bytes(Space::Cache))?);
-    let mut waves = plan.load(device, &cubins, Trace::On, pack, cache)?;
+    let mut waves = plan.compile(chain, device, Trace::On, (pack, cache))?;
     let ids = check_ids(chain.context.imported.graph.vocab, position + tokens);
     let mut read = read_text(&mut waves, &ids, position)?;
     for _ in 0..warm_up {

@@ -8,7 +8,7 @@ use crate::check::{self, CheckError, Checked, check_cpu, check_cuda, expect_step
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::{Device, DeviceIdentity};
 use crate::cuda::session::Session;
-use crate::error::Fault;
+use crate::error::{Fault, Tier};
 use crate::interp::Pack;
 use crate::measure::{self, Measurement, Timer};
 use crate::text::counted;
@@ -47,6 +47,23 @@ pub(super) fn evaluate(chain: &Chain<'_>) -> Result<Measurement, NotMade> {
         tell(context, &measurement);
     }
     Ok(measurement)
+}
+
+/// Makes sure that the numbers of a chain were checked on this kind of hardware.
+///
+/// # Errors
+/// What the chain lacks; a schedule that computes something else.
+pub(super) fn ensure_checked(chain: &Chain<'_>) -> Result<(), Fault> {
+    let executor = Executor::new(chain)?;
+    let (target, kind) = (&chain.context.target.name, &executor.hardware().name);
+    executor.checked(&mut None).map(drop).map_err(|fault| match fault.tier {
+        Tier::Internal => {
+            let message = format!("kernel `decode` of target `{target}` on {kind}: {}", fault.message);
+            Fault { message, ..fault }
+                .with_remedy("no token was computed by it; report this with the output of `monobloc show schedule`")
+        }
+        _ => fault,
+    })
 }
 
 fn tell(context: &BuildContext<'_>, measurement: &Measurement) {

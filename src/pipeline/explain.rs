@@ -175,7 +175,7 @@ pub fn show(workspace: &Workspace, manifest: &Manifest, target: &Target, stage: 
             needs_kernel(target, stage)?;
             let validated = prompt_batch(&context)?;
             let plan = plan_prompts(target, &validated)?;
-            Ok(plan.all().into_iter().map(|proven| waves::emit(proven, target, Trace::Off).text).collect())
+            Ok(plan.all().into_iter().map(|(_, proven)| waves::emit(proven, target, Trace::Off).text).collect())
         }
         "steps" => {
             let StepsKernel { validated, rows, .. } = steps_batch(&context)?;
@@ -221,7 +221,7 @@ fn alike_schedule(context: &BuildContext<'_>) -> Result<Validated, Fault> {
 
 /// The plan of chunks, and that of the tail or why there is none.
 fn waves_text(plan: &PromptPlan<'_>) -> String {
-    let mut out: String = plan.all().into_iter().map(|proven| proven.plan().to_string()).collect();
+    let mut out: String = plan.all().into_iter().map(|(_, proven)| proven.plan().to_string()).collect();
     if let PromptPlan::Chunks(_, refused) = plan {
         let _ = writeln!(out, "no tail: {refused}");
     }

@@ -6,20 +6,24 @@ use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::chain::{Chain, Host};
-use super::compile::Cubin;
-use super::device_rows::{Prefill, PrefillParts};
+use super::batch::served;
+use super::chain::{Chain, Host, NotMade};
+use super::checks::{self, Checking, Checks};
+use super::device_rows::Prefill;
 use super::device_sampler::sampler_digest;
 use super::device_steps::{By, StepsKernel};
 use super::device_waves::prompt_digests;
+use super::evaluate::ensure_checked;
+use super::execute::upload_pack;
 use super::exported::{
     CompiledParts, Does, FORMAT, FileFacts, INDEX, Index, KernelParts, MODEL, PrecisionNames, SEAL, SamplerParts,
-    ServedParts, StepsParts, TargetParts,
+    ServedParts, StepsParts, TargetParts, cpu_kind,
 };
 use super::invariant;
-use super::served::{Fastest, Kernels, Served};
+use super::kernels::{self, KernelSet, Served};
 use super::stages::{BuildContext, kernel_digests, write_pack};
 use super::{Prepared, Serving, Workspace, prepare};
+use crate::cuda::driver::{Device, DeviceIdentity};
 use crate::defaults::rows::Room;
 use crate::digest::Digest;
 use crate::error::{Fault, Tier};
@@ -32,7 +36,6 @@ use crate::pack::identity;
 use crate::target::{TargetKind, TargetRecord};
 use crate::tokenizer;
 use crate::validate::Validated;
-use crate::waves::Proven;
 
 /// Bytes that are copied at a time.
 const PIECE_BYTES: usize = 8 << 20;
@@ -52,10 +55,12 @@ pub struct Written {
     pub files: usize,
     pub bytes: u64,
     pub targets: Vec<String>,
+    /// Targets with kernels that were not checked on any kind of device.
+    pub unchecked: Vec<String>,
 }
 
-/// Builds what is not built yet, and writes all targets of the manifest into the new folder `out`. `serving` sizes the steps of several
-/// rows. `None`: `stop` said so, and there is no folder.
+/// Builds what is not built yet, checks what this machine has a device for, and writes all targets of the manifest into the new folder `out`.
+/// `serving` sizes the steps of several rows. `None`: `stop` said so, and there is no folder.
 ///
 /// # Errors
 /// A folder that is there already, a target that cannot be built here, a full disk. Then there is no folder.
@@ -64,6 +69,7 @@ pub fn export(
     manifest: &Manifest,
     out: &Path,
     serving: &Serving,
+    checking: Checking,
     stop: &dyn Fn() -> bool,
 ) -> Result<Option<Written>, Fault> {
     let shown = out.display();
@@ -71,8 +77,12 @@ pub fn export(
         return Err(Fault::input(format!("`{shown}` exists"))
             .with_remedy("name a folder that is not there; nothing is overwritten"));
     }
-    let prepared: Vec<Prepared> =
-        manifest.targets.iter().map(|target| prepare(workspace, manifest, target)).collect::<Result<_, _>>()?;
+    let prepared = manifest.targets.iter().map(|target| {
+        let prepared = prepare(workspace, manifest, target)?;
+        Ok::<Prepared, Fault>(Prepared { checking, ..prepared })
+    });
+    let prepared: Vec<Prepared> = prepared.collect::<Result<_, _>>()?;
+    checking.warn(&workspace.report);
     let failed = |error: std::io::Error| {
         Fault::environment(format!("cannot write `{shown}`: {error}")).with_remedy(UNWRITTEN_REMEDY)
     };
@@ -93,8 +103,10 @@ pub fn export(
         return Err(Fault::input(format!("`{shown}` was made by another process meanwhile")));
     }
     fs::rename(&root, out).map_err(failed)?;
+    let unchecked = index.targets.iter().filter(|target| target.checked.is_empty());
+    let unchecked = unchecked.map(|target| target.name.clone()).collect();
     let targets = index.targets.into_iter().map(|target| target.name).collect();
-    Ok(Some(Written { digest, files, bytes, targets }))
+    Ok(Some(Written { digest, files, bytes, targets, unchecked }))
 }
 
 /// Writes every file but the index.
@@ -135,6 +147,8 @@ fn fill(
         chunk_max: manifest.decode.chunk_max,
         cache_pages: manifest.decode.cache_pages,
         batch_invariant: manifest.decode.batch_invariant,
+        parameters: graph.parameter_count(),
+        unchecked: first.checking == Checking::Skipped,
         targets,
         files: folder.files.clone(),
     }))
@@ -169,24 +183,29 @@ fn write_target(
     let written = TargetRecord { target: target.clone(), measured: manifest.measured(target) };
     folder.put(&record, written.to_toml().as_bytes())?;
     let mut kernels = vec![];
+    let mut on = OnDevice::of(prepared, &chain)?;
     let served = match target.kind {
         TargetKind::Cpu => None,
-        TargetKind::Cuda => write_served(workspace, prepared, &chain, serving, folder)?,
+        TargetKind::Cuda => write_served(workspace, prepared, &mut on, serving, folder)?,
     };
     match target.kind {
         TargetKind::Cpu => {
             let text = prepared.text_on_cpu(&chain)?;
+            // It was checked with the steps of several rows, unless that is left out.
             let several = prepared.batched(workspace, serving)?;
             for (does, rows) in [(Does::Text, text.validated(target)?), (Does::Batch, several.validated())] {
                 same_weights(validated, rows)?;
-                kernels.push(folder.kernel(name, does, rows, None)?);
+                let kernel = folder.kernel(name, does, rows, None)?;
+                on.record(kernel.code());
+                kernels.push(kernel);
             }
         }
         TargetKind::Cuda if invariant::is_asked(manifest, target) => {
-            kernels = alike_kernels(&chain, validated, folder)?;
+            kernels = alike_kernels(&mut on, validated, folder)?;
         }
-        TargetKind::Cuda => kernels = text_kernels(workspace, prepared, &chain, folder)?,
+        TargetKind::Cuda => kernels = text_kernels(workspace, prepared, &mut on, folder)?,
     }
+    let checked = on.recorded();
     let layout = Digest::from_bytes(identity(validated.schedule()));
     let pack = format!("weights-{}.pack", layout.short());
     if !folder.files.contains_key(&pack) {
@@ -206,53 +225,135 @@ fn write_target(
         }
     }
     let (candidate, pack_identity) = (candidate.to_string(), layout.to_string());
-    Ok(Some(TargetParts { name: name.clone(), record, candidate, pack, pack_identity, kernels, served }))
+    Ok(Some(TargetParts { name: name.clone(), record, candidate, pack, pack_identity, kernels, served, checked }))
+}
+
+/// What checks the kernels of a target before they are written, and remembers which were.
+struct OnDevice<'a> {
+    chain: &'a Chain<'a>,
+    /// What they are checked on; `None`: there is no such device here, or nothing is to be checked.
+    kind: Option<String>,
+    /// The device, of a CUDA target.
+    device: Option<(DeviceIdentity, Device)>,
+    /// Files of the export, by name.
+    checked: Vec<String>,
+}
+
+impl<'a> OnDevice<'a> {
+    fn of(prepared: &Prepared, chain: &'a Chain<'a>) -> Result<OnDevice<'a>, Fault> {
+        let none = OnDevice { chain, kind: None, device: None, checked: vec![] };
+        if prepared.checking == Checking::Skipped {
+            return Ok(none);
+        }
+        let target = &prepared.target;
+        match chain.host.device(target) {
+            Ok(None) => Ok(OnDevice { kind: Some(cpu_kind()), ..none }),
+            Ok(Some(found)) => {
+                let device = Some((found.clone(), Device::open(found.ordinal)?));
+                Ok(OnDevice { kind: Some(found.name.clone()), device, ..none })
+            }
+            Err(NotMade::NoDevice { reason, .. }) => {
+                chain.context.workspace.report.note(&format!(
+                    "{}: its kernels are not checked ({reason}): the first run of the export on a device does that",
+                    target.name
+                ));
+                Ok(none)
+            }
+            Err(other) => Err(other.into()),
+        }
+    }
+
+    /// Checks the decode kernel, whose cubin is written as `file`.
+    fn ensure_decode(&mut self, file: &str) -> Result<(), Fault> {
+        if self.kind.is_some() {
+            ensure_checked(self.chain)?;
+        }
+        self.record(file);
+        Ok(())
+    }
+
+    /// Checks the kernels of a set, whose cubins are written as `files`.
+    fn ensure(&mut self, set: &KernelSet, files: &[String]) -> Result<(), Fault> {
+        if let Some((found, device)) = &self.device {
+            let chain = self.chain;
+            let pack = || Ok(chain.pack()?);
+            Checks::of(chain, found, &pack)?.ensure(set, &mut || {
+                let pack = upload_pack(device, set.validated(), &chain.pack()?)?;
+                set.load(device, chain.context.target, checks::STEPS_MAX, &pack, None)
+            })?;
+        }
+        files.iter().for_each(|file| self.record(file));
+        Ok(())
+    }
+
+    fn record(&mut self, file: &str) {
+        if self.kind.is_some() {
+            self.checked.push(file.to_string());
+        }
+    }
+
+    fn recorded(self) -> BTreeMap<String, Vec<String>> {
+        self.kind.map(|kind| (kind, self.checked)).into_iter().collect()
+    }
 }
 
 /// The kernels that decode one text on a device, each the fastest for what it does.
 fn text_kernels(
     workspace: &Workspace,
     prepared: &Prepared,
-    chain: &Chain<'_>,
+    on: &mut OnDevice<'_>,
     folder: &mut Folder<'_>,
 ) -> Result<Vec<KernelParts>, Fault> {
     let Prepared { target, validated, .. } = prepared;
+    let chain = on.chain;
     let (name, mut kernels) = (&target.name, vec![]);
     let cubin = chain.cubin()?.ok_or_else(|| Fault::internal("a target with a kernel has no cubin"))?;
-    let compiled = compiled(chain, validated, &cubin.nvrtc)?;
+    let compiled = compiled_of(kernel_digests(validated, target)?, &cubin.nvrtc);
     kernels.push(folder.kernel(name, Does::Text, validated, Some((compiled, &cubin.bytes)))?);
-    match Prefill::made(chain) {
-        Ok(PrefillParts { validated: prompt, cubin, nvrtc, waves }) => {
-            same_weights(validated, &prompt)?;
-            let compiled = self::compiled(chain, &prompt, &nvrtc)?;
-            kernels.push(folder.kernel(name, Does::Prompt, &prompt, Some((compiled, &cubin)))?);
-            if let Ok(cubins) = waves {
-                let all = Does::PROMPTS.into_iter().zip(prompt_digests(target, &prompt)?).zip(&cubins);
-                for ((does, digests), cubin) in all {
-                    let compiled = compiled_of(digests, &nvrtc);
-                    kernels.push(folder.kernel(name, does, &prompt, Some((compiled, cubin)))?);
-                }
-            }
-        }
+    on.ensure_decode(kernels[0].code())?;
+    let set = match Prefill::made(chain) {
+        Ok(set) => set,
         Err(reason) => {
             workspace.report.note(&format!("{name}: prompts are read one token a step: {}", reason.message));
+            return Ok(kernels);
         }
+    };
+    let prompt = set.validated();
+    same_weights(validated, prompt)?;
+    let of_waves = if set.prompts().is_some() { prompt_digests(target, prompt)? } else { vec![] };
+    let mut written = vec![];
+    for kernel in set.all() {
+        let (does, digests) = match kernel.does {
+            kernels::Does::Steps { .. } => (Does::Prompt, kernel_digests(prompt, target)?),
+            of @ (kernels::Does::Chunk | kernels::Does::Tail) => (Does::of_prompts(of), digests_of(&of_waves, of)?),
+            kernels::Does::Sampler => return Err(Fault::internal("a sampler for one text")),
+        };
+        let compiled = compiled_of(digests, &kernel.code.nvrtc);
+        written.push(folder.kernel(name, does, prompt, Some((compiled, &kernel.code.bytes)))?);
     }
+    on.ensure(&set, &written.iter().map(|kernel| kernel.code().to_string()).collect::<Vec<_>>())?;
+    kernels.extend(written);
     Ok(kernels)
+}
+
+/// The digests of the kernel that does this.
+fn digests_of(all: &[(kernels::Does, [Digest; 2])], does: kernels::Does) -> Result<[Digest; 2], Fault> {
+    let found = all.iter().find(|(of, _)| *of == does).map(|(_, digests)| *digests);
+    found.ok_or_else(|| Fault::internal(format!("no plan of the kernel `{does}`")))
 }
 
 /// The kernels of a server on a device that has nothing but the model in its memory. `None`: there are none, and the user is told why.
 fn write_served(
     workspace: &Workspace,
     prepared: &Prepared,
-    chain: &Chain<'_>,
+    on: &mut OnDevice<'_>,
     serving: &Serving,
     folder: &mut Folder<'_>,
 ) -> Result<Option<ServedParts>, Fault> {
     let Prepared { target, validated, .. } = prepared;
     let free = target.spec.memory_bytes.saturating_sub(pack_bytes(validated.schedule()));
-    prepared.refuse_sizes(serving, free)?;
-    let Served { running_max, sampler, kernels, .. } = match prepared.served(chain, &serving.on_device(), free) {
+    prepared.refuse_sizes(on.chain, serving, free)?;
+    let Served { running_max, set } = match served(on.chain, &serving.on_device(), free) {
         Ok(served) => served,
         Err(fault) if fault.tier == Tier::Input => {
             workspace
@@ -262,65 +363,58 @@ fn write_served(
         }
         Err(fault) => return Err(fault),
     };
+    let sampler = set.get(kernels::Does::Sampler).ok_or_else(|| Fault::internal("a server without a sampler"))?;
     let cubin = format!("{}/sampler.cubin", target.name);
-    folder.put(&cubin, &sampler.bytes)?;
-    let sampler = SamplerParts { cubin, source: sampler_digest(target)?.to_string(), nvrtc: sampler.nvrtc };
+    folder.put(&cubin, &sampler.code.bytes)?;
+    let mut files = vec![cubin.clone()];
+    let source = sampler_digest(target)?.to_string();
+    let sampler = SamplerParts { cubin, source, nvrtc: sampler.code.nvrtc.clone() };
     let (mut steps, mut ragged, mut prompts) = (vec![], None, vec![]);
     let mut schedules = vec![];
-    match kernels {
-        Kernels::Fastest(Fastest { one_row, several, ragged: of_ragged, waves }) => {
-            let alone = one_row.map(|(validated, code)| (StepsKernel { validated, rows: 1, by: By::Words }, code));
-            // Kernels of waves for prompts are those of the first kernel for several rows.
-            let of_prompts = match several.first() {
-                Some((first, _)) if !waves.is_empty() => prompt_digests(target, &first.validated)?,
-                _ => vec![],
-            };
-            for (kernel, code) in alone.into_iter().chain(several) {
-                same_weights(validated, &kernel.validated)?;
-                let compiled = compiled_of(kernel.digests(target)?, &code.nvrtc);
-                steps.push(folder.steps(&target.name, &kernel, compiled, &code.bytes, &mut schedules)?);
-            }
-            if let Some((kernel, code)) = of_ragged {
-                let compiled = compiled_of(kernel.digests(target)?, &code.nvrtc);
-                ragged = Some(folder.steps(&target.name, &kernel, compiled, &code.bytes, &mut schedules)?);
-            }
-            for ((does, digests), code) in Does::PROMPTS.into_iter().zip(of_prompts).zip(waves) {
-                let cubin = format!("{}/serve-{}.cubin", target.name, does.name());
-                folder.put(&cubin, &code.bytes)?;
-                prompts.push(CompiledParts { cubin, ..compiled_of(digests, &code.nvrtc) });
-            }
-        }
-        Kernels::Alike { validated: of_alike, kernels } => {
-            same_weights(validated, &of_alike)?;
-            for (rows, code) in kernels {
-                let compiled = compiled_of(invariant::digests(target, &of_alike, rows)?, &code.nvrtc);
-                let kernel = StepsKernel { validated: Arc::clone(&of_alike), rows, by: By::Waves };
-                steps.push(folder.steps(&target.name, &kernel, compiled, &code.bytes, &mut schedules)?);
-            }
+    for (of, kernel) in set.steps() {
+        same_weights(validated, &of.validated)?;
+        let digests = match set.is_alike() {
+            true => invariant::digests(target, &of.validated, of.rows)?,
+            false => of.digests(target)?,
+        };
+        let compiled = compiled_of(digests, &kernel.code.nvrtc);
+        let parts = folder.steps(&target.name, &of, compiled, &kernel.code.bytes, &mut schedules)?;
+        files.push(parts.compiled.cubin.clone());
+        if of.by == By::Splits { ragged = Some(parts) } else { steps.push(parts) }
+    }
+    // Kernels of waves for prompts are those of the first kernel for several rows.
+    if let (Some(_), Some(first)) = (set.prompts(), set.first_of_several()) {
+        for (does, digests) in prompt_digests(target, &first.validated)? {
+            let kernel = set.get(does).ok_or_else(|| Fault::internal(format!("no kernel `{does}`")))?;
+            let cubin = format!("{}/serve-{}.cubin", target.name, Does::of_prompts(does).name());
+            folder.put(&cubin, &kernel.code.bytes)?;
+            files.push(cubin.clone());
+            prompts.push(CompiledParts { cubin, ..compiled_of(digests, &kernel.code.nvrtc) });
         }
     }
+    on.ensure(&set, &files)?;
     Ok(Some(ServedParts { running_max, sampler, steps, ragged, prompts }))
 }
 
 /// The kernels that add up in one order.
-fn alike_kernels(chain: &Chain<'_>, one_row: &Validated, folder: &mut Folder<'_>) -> Result<Vec<KernelParts>, Fault> {
-    let BuildContext { manifest, target, .. } = chain.context;
+fn alike_kernels(
+    on: &mut OnDevice<'_>,
+    one_row: &Validated,
+    folder: &mut Folder<'_>,
+) -> Result<Vec<KernelParts>, Fault> {
+    let BuildContext { manifest, target, .. } = on.chain.context;
     let positions = u64::from(manifest.decode.context_max);
-    let made = invariant::make(chain, Room { rows: 0, sequences: 1, positions })?;
-    same_weights(one_row, &made.validated)?;
-    let alike = invariant::plan(target, &made.validated)?;
-    let kernel = |(proven, cubin): (&Proven<'_>, &Cubin)| {
-        let rows = proven.plan().rows;
+    let made = invariant::make(on.chain, Room { rows: 0, sequences: 1, positions })?;
+    same_weights(one_row, made.validated())?;
+    let mut written = vec![];
+    for (StepsKernel { validated, rows, .. }, kernel) in made.steps() {
         let does = [Does::Steps32, Does::Steps64].into_iter().find(|does| does.alike_rows() == Some(rows));
         let does = does.ok_or_else(|| Fault::internal(format!("an export has no place for {rows} rows")))?;
-        let compiled = compiled_of(invariant::digests(target, &made.validated, rows)?, &cubin.nvrtc);
-        folder.kernel(&target.name, does, &made.validated, Some((compiled, &cubin.bytes)))
-    };
-    alike.plans().iter().zip(&made.cubins).map(kernel).collect()
-}
-
-fn compiled(chain: &Chain<'_>, validated: &Validated, nvrtc: &str) -> Result<CompiledParts, Fault> {
-    Ok(compiled_of(kernel_digests(validated, chain.context.target)?, nvrtc))
+        let compiled = compiled_of(invariant::digests(target, &validated, rows)?, &kernel.code.nvrtc);
+        written.push(folder.kernel(&target.name, does, &validated, Some((compiled, &kernel.code.bytes)))?);
+    }
+    on.ensure(&made, &written.iter().map(|kernel| kernel.code().to_string()).collect::<Vec<_>>())?;
+    Ok(written)
 }
 
 /// The parts of a kernel, from the digests of its source and of what it walks.

@@ -31,7 +31,7 @@ use super::device_sampler::sampler_digest;
 use super::device_steps::{By, StepsKernel};
 use super::device_waves::prompt_digests;
 use super::invariant;
-use super::served::{Code, Fastest, Kernels, Served, alike_rows};
+use super::kernels::{self, Code, KernelSet, Served, alike_rows};
 use super::stages::{kernel_digests, map_file};
 use crate::digest::Digest;
 use crate::error::{Fault, Tier};
@@ -52,7 +52,7 @@ pub(super) const SEAL: &str = "export.b3";
 /// The folder with the files of the tokenizer.
 pub(super) const MODEL: &str = "model";
 /// Version of the layout of the folder. A folder of another one is refused.
-pub(super) const FORMAT: u32 = 5;
+pub(super) const FORMAT: u32 = 6;
 
 /// An index has some hundred bytes for each file.
 const INDEX_BYTES_MAX: u64 = 16 << 20;
@@ -83,6 +83,11 @@ pub(super) struct Index {
     /// Left out where it is false.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub batch_invariant: bool,
+    /// Parameters of the model, which bound the positions of a check.
+    pub parameters: u64,
+    /// It was made with `--unchecked`. Left out where it is false.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub unchecked: bool,
     pub targets: Vec<TargetParts>,
     /// Every file but this one and its digest, by path below the folder.
     pub files: BTreeMap<String, FileFacts>,
@@ -111,6 +116,8 @@ pub(super) struct TargetParts {
     pub kernels: Vec<KernelParts>,
     /// What decodes several requests on a device. `None`: the target is a CPU, or has no kernels for several rows.
     pub served: Option<ServedParts>,
+    /// Kinds of devices, each with the files that were checked on one: cubins, or the schedules of a CPU.
+    pub checked: BTreeMap<String, Vec<String>>,
 }
 
 /// The kernels of a server on a device. With `batch_invariant`, all of `steps` are by waves and add up in one order.
@@ -169,8 +176,19 @@ pub(super) enum Does {
 }
 
 impl Does {
-    /// What reads prompts in waves, in the order of their plans.
-    pub const PROMPTS: [Does; 2] = [Does::Waves, Does::Tail];
+    /// What reads prompts in waves: its name in a set of kernels.
+    pub fn in_set(self) -> Option<kernels::Does> {
+        match self {
+            Does::Waves => Some(kernels::Does::Chunk),
+            Does::Tail => Some(kernels::Does::Tail),
+            Does::Text | Does::Prompt | Does::Batch | Does::Steps32 | Does::Steps64 => None,
+        }
+    }
+
+    /// The other way round, of a kernel that reads prompts in waves.
+    pub fn of_prompts(does: kernels::Does) -> Does {
+        if does == kernels::Does::Tail { Does::Tail } else { Does::Waves }
+    }
 
     pub fn name(self) -> &'static str {
         match self {
@@ -202,6 +220,13 @@ pub(super) struct KernelParts {
     pub schedule: String,
     /// `None`: the interpreter executes the schedule.
     pub compiled: Option<CompiledParts>,
+}
+
+impl KernelParts {
+    /// The file that is checked: the cubin, or the schedule of a CPU.
+    pub fn code(&self) -> &str {
+        self.compiled.as_ref().map_or(&self.schedule, |compiled| &compiled.cubin)
+    }
 }
 
 /// The link from a proven schedule to a cubin.
@@ -244,7 +269,14 @@ struct Folder {
 pub(super) struct Kernel {
     pub validated: Arc<Validated>,
     /// `None` on the CPU.
-    pub cubin: Option<Vec<u8>>,
+    pub cubin: Option<Code>,
+    /// The file that is checked.
+    pub file: String,
+}
+
+/// The kind of this CPU, for exports: their schedules run on any one.
+pub(super) fn cpu_kind() -> String {
+    std::env::consts::ARCH.to_string()
 }
 
 impl Exported {
@@ -315,11 +347,12 @@ impl Exported {
             (None, TargetKind::Cpu) => None,
             (Some(compiled), TargetKind::Cuda) => {
                 let made = self.folder.digests(&validated, target, does, &place)?;
-                Some(self.folder.cubin(compiled, made, &place)?)
+                let bytes = self.folder.cubin(compiled, made, &place)?;
+                Some(Code { bytes, nvrtc: compiled.nvrtc.clone() })
             }
             _ => return Err(Fault::input(format!("`{place}` does not fit the kind of target `{}`", target.name))),
         };
-        Ok(Some(Kernel { validated: Arc::new(validated), cubin }))
+        Ok(Some(Kernel { validated: Arc::new(validated), cubin, file: kernel.code().to_string() }))
     }
 
     /// The schedule at a path of the index, proven, for the model and the weights of the export.
@@ -375,28 +408,81 @@ impl Exported {
         if parts.steps.iter().any(cuts) || parts.ragged.iter().any(|cut| is_alike || !cuts(cut) || !beside(cut)) {
             return Err(folder.foreign("a kernel of a server for long histories"));
         }
-        let mut steps = vec![];
+        let mut set = vec![];
+        let mut first = None;
         for &StepsParts { rows, by, ref schedule, ref compiled } in parts.steps.iter().chain(&parts.ragged) {
             let (validated, place) = (Arc::clone(&proven[schedule.as_str()]), folder.dir.join(schedule));
             let kernel = StepsKernel { validated, rows, by };
             let made =
                 if is_alike { invariant::digests(target, &kernel.validated, rows)? } else { kernel.digests(target)? };
             let bytes = folder.cubin(compiled, made, &place.display().to_string())?;
-            steps.push((kernel, Code { bytes, nvrtc: compiled.nvrtc.clone() }));
+            let code = Code { bytes, nvrtc: compiled.nvrtc.clone() };
+            if rows > 1 && first.is_none() {
+                first = Some(kernel.validated.clone());
+            }
+            let does = kernels::Does::Steps { rows, by };
+            set.push(kernels::Kernel { does, validated: Some(kernel.validated), code });
+        }
+        let Some(first) = first else {
+            return Err(folder.foreign("a server without kernels for several rows"));
+        };
+        if !parts.prompts.is_empty() {
+            let made = prompt_digests(target, &first)?;
+            if made.len() != parts.prompts.len() {
+                return Err(folder.foreign(&format!("{} kernels for prompts of a server", parts.prompts.len())));
+            }
+            for (does, digests) in made {
+                let named = format!("{}/serve-{}.cubin", target.name, Does::of_prompts(does).name());
+                let compiled = parts.prompts.iter().find(|compiled| compiled.cubin == named);
+                let compiled = compiled.ok_or_else(|| folder.foreign(&format!("a server without `{named}`")))?;
+                let bytes = folder.cubin(compiled, digests, &compiled.cubin)?;
+                let code = Code { bytes, nvrtc: compiled.nvrtc.clone() };
+                set.push(kernels::Kernel { does, validated: Some(first.clone()), code });
+            }
         }
         let SamplerParts { cubin, source, nvrtc } = &parts.sampler;
         if sampler_digest(target)?.to_string() != *source {
             return Err(folder.foreign("the sampler has another source here"));
         }
-        let sampler = Code { bytes: folder.read(cubin)?, nvrtc: nvrtc.clone() };
-        let kernels = match is_alike {
-            true => Kernels::Alike {
-                validated: Arc::clone(&largest),
-                kernels: steps.into_iter().map(|(kernel, code)| (kernel.rows, code)).collect(),
-            },
-            false => Kernels::Fastest(self.fastest(target, steps, &parts.prompts)?),
+        let code = Code { bytes: folder.read(cubin)?, nvrtc: nvrtc.clone() };
+        set.push(kernels::Kernel { does: kernels::Does::Sampler, validated: None, code });
+        Ok(Some(Served { running_max: parts.running_max, set: KernelSet::new(is_alike, set)? }))
+    }
+
+    /// The files of [`Exported::served`] that are checked.
+    ///
+    /// # Errors
+    /// A target that the export does not have.
+    pub(super) fn served_files(&self, target: &Target) -> Result<Vec<&str>, Fault> {
+        let Some(ServedParts { sampler, steps, ragged, prompts, .. }) = &self.parts(target)?.served else {
+            return Ok(vec![]);
         };
-        Ok(Some(Served { validated: largest, running_max: parts.running_max, sampler, kernels }))
+        let steps = steps.iter().chain(ragged).map(|steps| &steps.compiled.cubin);
+        let files = steps.chain(prompts.iter().map(|compiled| &compiled.cubin)).chain([&sampler.cubin]);
+        Ok(files.map(String::as_str).collect())
+    }
+
+    /// Digest of the weights of a target.
+    ///
+    /// # Errors
+    /// An index that does not list them.
+    pub(super) fn pack_digest(&self, target: &Target) -> Result<Digest, Fault> {
+        let facts = self.folder.facts(&self.parts(target)?.pack)?;
+        Digest::parse(&facts.digest).map_err(|_| self.folder.foreign("weights without a digest"))
+    }
+
+    /// The folder.
+    pub(super) fn place(&self) -> &Path {
+        &self.folder.dir
+    }
+
+    /// Whether all of `files` were checked on a device of this kind.
+    ///
+    /// # Errors
+    /// A target that the export does not have.
+    pub(super) fn was_checked(&self, target: &Target, kind: &str, files: &[&str]) -> Result<bool, Fault> {
+        let checked = self.parts(target)?.checked.get(kind);
+        Ok(files.iter().all(|file| checked.is_some_and(|checked| checked.iter().any(|of| of == file))))
     }
 
     /// Rows of a launch of the kernels of a server on a device, at most; `None`: the export has none.
@@ -409,31 +495,6 @@ impl Exported {
             true => Some(alike_rows(*running_max)),
             false => steps.last().map(|steps| steps.rows),
         })
-    }
-
-    /// Of kernels for steps, and of those for prompts.
-    fn fastest(
-        &self,
-        target: &Target,
-        mut several: Vec<(StepsKernel, Code)>,
-        prompts: &[CompiledParts],
-    ) -> Result<Fastest, Fault> {
-        let alone = several.first().is_some_and(|(kernel, _)| kernel.rows == 1).then(|| several.remove(0));
-        let ragged = several.pop_if(|(kernel, _)| kernel.by == By::Splits);
-        let one_row = alone.map(|(kernel, code)| (kernel.validated, code));
-        let Some((first, _)) = several.first() else {
-            return Err(self.folder.foreign("a server without kernels for several rows"));
-        };
-        let made = if prompts.is_empty() { vec![] } else { prompt_digests(target, &first.validated)? };
-        if made.len() != prompts.len() {
-            return Err(self.folder.foreign(&format!("{} kernels for prompts of a server", prompts.len())));
-        }
-        let waves = prompts.iter().zip(made).map(|(compiled, made)| {
-            let bytes = self.folder.cubin(compiled, made, &compiled.cubin)?;
-            Ok(Code { bytes, nvrtc: compiled.nvrtc.clone() })
-        });
-        let waves = waves.collect::<Result<Vec<Code>, Fault>>()?;
-        Ok(Fastest { one_row, several, ragged, waves })
     }
 
     /// [`Exported::kernel`] for a kernel over the cache of `one`.
@@ -476,12 +537,11 @@ impl Exported {
 impl Folder {
     /// Digests of what this version would compile for a kernel, and of what that walks.
     fn digests(&self, validated: &Validated, target: &Target, does: Does, place: &str) -> Result<[Digest; 2], Fault> {
-        let of_prompts = Does::PROMPTS.iter().position(|of| *of == does);
-        match (of_prompts, does.alike_rows()) {
-            (Some(at), _) => {
+        match (does.in_set(), does.alike_rows()) {
+            (Some(of), _) => {
                 let digests = prompt_digests(target, validated)?;
                 let foreign = || self.foreign(&format!("`{place}` has no kernel of `{}` here", does.name()));
-                digests.get(at).copied().ok_or_else(foreign)
+                digests.iter().find(|(does, _)| *does == of).map(|(_, digests)| *digests).ok_or_else(foreign)
             }
             (_, Some(rows)) => invariant::digests(target, validated, rows),
             _ => kernel_digests(validated, target),

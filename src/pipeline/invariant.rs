@@ -7,10 +7,8 @@ use crate::candidate::Candidate;
 use crate::check::{ALIKE_POSITIONS, ALIKE_SEQUENCES, Checked, check_alike, check_rows};
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
-use crate::cuda::memory::DeviceBuffer;
 use crate::cuda::rows::RowLauncher;
 use crate::cuda::sampler::SamplerSession;
-use crate::cuda::waves::StepsSession;
 use crate::defaults::rows::Room;
 use crate::digest::Digest;
 use crate::error::Fault;
@@ -21,14 +19,15 @@ use crate::waves::{ALIKE_ROWS_MAX, Alike, Proven, STEP_ROWS_MIN, derive_alike, p
 
 use super::bench::Programs;
 use super::chain::Chain;
-use super::compile::Cubin;
 use super::device_rows::{
     Asked, FoundOfRows, Reader, RowsTimed, STEPS, Took, bench_prompts, bench_steps, place_kernel, prove_kernel, rows_of,
 };
 use super::device_sampler::sampler_source;
+use super::device_steps::By;
 use super::device_waves::{waves_digests, waves_source};
 use super::execute::upload_pack;
-use super::stages::{BuildContext, Generated};
+use super::kernels::{Does, KernelSet, Planned};
+use super::stages::BuildContext;
 
 /// Rows of the kernels, ascending. A step runs on the smallest that has room for it.
 pub(super) const KERNEL_ROWS: [u32; 2] = [STEP_ROWS_MIN, ALIKE_ROWS_MAX];
@@ -84,11 +83,6 @@ pub(super) fn plan<'a>(target: &Target, validated: &'a Validated) -> Result<Alik
     })
 }
 
-/// The sources of the kernels, to compile; ascending by rows.
-pub(super) fn sources(context: &BuildContext<'_>, alike: &Alike<'_>) -> Vec<Generated> {
-    alike.plans().iter().map(|proven| waves_source(context, proven, Trace::Off)).collect()
-}
-
 /// The kernel with these rows.
 ///
 /// # Errors
@@ -107,42 +101,26 @@ pub(super) fn digests(target: &Target, validated: &Validated, rows: u32) -> Resu
     waves_digests(target, with_rows(&alike, rows)?)
 }
 
-/// A schedule, and the kernels of its plans.
-pub(super) struct Made {
-    pub validated: Validated,
-    /// Ascending by rows.
-    pub cubins: Vec<Cubin>,
-}
-
 /// Proves and compiles the kernels for `room`.
 ///
 /// # Errors
 /// As [`schedule`] and [`plan`]; what the compiler refuses.
-pub(super) fn make(chain: &Chain<'_>, room: Room) -> Result<Made, Fault> {
-    let validated = schedule(&chain.context, &chain.candidate, room)?;
-    let cubins = chain.compile_all(&sources(&chain.context, &plan(chain.context.target, &validated)?))?;
-    Ok(Made { validated, cubins })
+pub(super) fn make(chain: &Chain<'_>, room: Room) -> Result<KernelSet, Fault> {
+    let validated = Arc::new(schedule(&chain.context, &chain.candidate, room)?);
+    KernelSet::compile(chain, true, planned(chain, &validated)?)
 }
 
-/// Loads the kernels over one cache; ascending by rows.
+/// The kernels over the pages of `validated`, before they are compiled.
 ///
 /// # Errors
-/// As [`plan`]; what the device refuses.
-pub(super) fn load<'a>(
-    device: &Device,
-    target: &Target,
-    validated: &Validated,
-    cubins: impl IntoIterator<Item = &'a [u8]>,
-    steps_max: u32,
-    pack: &Arc<DeviceBuffer>,
-) -> Result<Vec<StepsSession>, Fault> {
-    let alike = plan(target, validated)?;
-    let mut sessions: Vec<StepsSession> = vec![];
-    for (proven, cubin) in alike.plans().iter().zip(cubins) {
-        let cache = sessions.first().map(RowLauncher::cache);
-        sessions.push(StepsSession::load(device, proven, cubin, Trace::Off, steps_max, Arc::clone(pack), cache)?);
-    }
-    Ok(sessions)
+/// As [`plan`].
+pub(super) fn planned(chain: &Chain<'_>, validated: &Arc<Validated>) -> Result<Vec<Planned>, Fault> {
+    let of = |proven: &Proven<'_>| Planned {
+        does: Does::Steps { rows: proven.plan().rows, by: By::Waves },
+        validated: Some(Arc::clone(validated)),
+        source: waves_source(&chain.context, proven, Trace::Off),
+    };
+    Ok(plan(chain.context.target, validated)?.plans().iter().map(of).collect())
 }
 
 /// Times steps and prompts on the kernels, after their logits were compared with those of the interpreter, and the bits of rows in
@@ -165,26 +143,26 @@ pub(super) fn bench(
     let of_each = last.max(ALIKE_POSITIONS).next_multiple_of(256);
     let sequences = ALIKE_ROWS_MAX.max(ALIKE_SEQUENCES);
     let positions = u64::from(sequences) * u64::from(of_each) + u64::from(longest.next_multiple_of(256));
-    let Made { validated, cubins } = make(chain, Room { rows: 0, sequences, positions })?;
-    let pack = chain.pack()?;
-    let shared = upload_pack(device, &validated, &pack)?;
-    let mut sessions =
-        load(device, target, &validated, cubins.iter().map(|cubin| cubin.bytes.as_slice()), STEPS, &shared)?;
+    let made = make(chain, Room { rows: 0, sequences, positions })?;
+    let (validated, pack) = (made.validated(), chain.pack()?);
+    let shared = upload_pack(device, validated, &pack)?;
+    let mut sessions = made.load(device, target, STEPS, &shared, None)?.steps;
     let sampler = chain.compile(&sampler_source(target))?;
     let mut sampler = SamplerSession::load(device, &sampler.bytes, imported.graph.vocab, ALIKE_ROWS_MAX, STEPS)?;
     let parameters = imported.graph.parameter_count();
     let mut checked = vec![];
-    for session in &mut sessions {
-        checked.push(check_rows(&validated, pack.clone(), parameters, session)?);
+    for (_, session) in &mut sessions {
+        checked.push(check_rows(validated, pack.clone(), parameters, session.as_mut())?);
     }
     let mut launchers: Vec<&mut dyn RowLauncher> =
-        sessions.iter_mut().map(|session| session as &mut dyn RowLauncher).collect();
+        sessions.iter_mut().map(|(_, session)| session.as_mut() as &mut dyn RowLauncher).collect();
     let alike = check_alike(&mut launchers)?;
     workspace.report.note(&format!("{} rows have the bits that they have alone", alike.compared));
-    let kernel = sessions.iter().map(|session| session.shape().rows).max().unwrap_or(0);
+    let kernel = sessions.iter().map(|(_, session)| session.shape().rows).max().unwrap_or(0);
     let figures = checked[checked.len() - 1].figures();
     let took = Took::Alike(alike);
     on_found(FoundOfRows::Own(&RowsTimed { rows: kernel, kernel, position: 0, checked: figures, took }))?;
+    let sessions = sessions.into_iter().map(|(_, session)| session).collect();
     let kernels = Kernels { sessions, checked, vocab: imported.graph.vocab };
     let asked = Asked { rows, prompts, chunks };
     kernels.time(&manifest.decode.time_positions, asked, &mut sampler, programs, on_found)
@@ -192,7 +170,7 @@ pub(super) fn bench(
 
 /// Kernels that were checked, ascending by rows.
 struct Kernels {
-    sessions: Vec<StepsSession>,
+    sessions: Vec<Box<dyn RowLauncher>>,
     checked: Vec<Checked>,
     vocab: u32,
 }
@@ -213,7 +191,7 @@ impl Kernels {
             for &rows in rows {
                 let at = all.iter().position(|kernel| *kernel >= rows).unwrap_or(largest);
                 let (session, kernel, checked) = (&mut self.sessions[at], all[at], self.checked[at].figures());
-                bench_steps(session, sampler, (rows, kernel, position, checked), programs, on_found)?;
+                bench_steps(session.as_mut(), sampler, (rows, kernel, position, checked), programs, on_found)?;
             }
         }
         let chunks = if chunks.is_empty() { &all[largest..] } else { chunks };
@@ -222,7 +200,7 @@ impl Kernels {
                 let all: Vec<String> = all.iter().map(u32::to_string).collect();
                 Fault::input(format!("chunks of {rows}: expected {}, as many as a kernel has rows", all.join(" or ")))
             })?;
-            let mut reader = Reader { rows: &mut self.sessions[at], waves: None };
+            let mut reader = Reader { rows: self.sessions[at].as_mut(), waves: None };
             let checked = self.checked[at].figures();
             bench_prompts(&mut reader, prompts, self.vocab, (rows, rows, checked), programs, on_found)?;
         }

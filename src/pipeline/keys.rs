@@ -297,7 +297,7 @@ impl KeyPart for Hardware {
     }
 }
 
-/// A schedule on hardware with weights: what is common to check and measure.
+/// A schedule with weights: what is common to check and measure.
 pub struct SubjectKey<'a> {
     pub schedule: Digest,
     pub graph: Digest,
@@ -306,25 +306,31 @@ pub struct SubjectKey<'a> {
     pub target: &'a Target,
     /// Digest of the cubin that a device runs.
     pub cubin: Option<Digest>,
-    pub hardware: &'a Hardware,
 }
 
 impl KeyPart for SubjectKey<'_> {
     fn write(&self, key: &mut dyn KeySink) {
-        let Self { schedule, graph, weights, candidate, target, cubin, hardware } = self;
+        let Self { schedule, graph, weights, candidate, target, cubin } = self;
         key.value("schedule", schedule);
         key.value("graph", graph);
         key.nested("weights", *weights);
         write_candidate(key, candidate);
         write_spec(key, target);
         key.value("cubin", cubin.map_or("none".to_string(), |cubin| cubin.to_string()));
-        key.nested("hardware", *hardware);
     }
 }
 
-/// Numerics at these positions.
+/// Kind of hardware: what a check holds for. Devices of one name run the same machine code, whatever their driver is.
+fn write_kind(key: &mut dyn KeySink, hardware: &Hardware) {
+    let Hardware { name, uuid: _, driver: _, threads } = hardware;
+    key.text("hardware.name", name);
+    key.value("hardware.threads", threads);
+}
+
+/// Numerics at these positions, on one kind of hardware.
 pub struct CheckKey<'a> {
     pub subject: &'a SubjectKey<'a>,
+    pub hardware: &'a Hardware,
     pub positions: &'a [u32],
     /// Sizes the launches of a device, so a change costs a check there; `None` for the interpreter, which does not use it.
     pub steps_per_launch: Option<u32>,
@@ -338,17 +344,84 @@ impl CheckKey<'_> {
 
 impl KeyPart for CheckKey<'_> {
     fn write(&self, key: &mut dyn KeySink) {
-        let Self { subject, positions, steps_per_launch } = self;
+        let Self { subject, hardware, positions, steps_per_launch } = self;
         key.value("code", code(CHECK));
         subject.write(key);
+        write_kind(key, hardware);
         key.list("check_positions", positions.iter());
         key.list("steps_per_launch", steps_per_launch.iter());
+    }
+}
+
+/// A kernel of a set, compared with what every kernel of the model computes, on one kind of hardware.
+pub struct KernelCheckKey<'a> {
+    /// Of the kernel, or of what several kernels are compared for.
+    pub name: &'a str,
+    /// Digests of the schedules that it is made of, and of the cubins that run.
+    pub schedules: &'a [Digest],
+    pub cubins: &'a [Digest],
+    pub graph: Digest,
+    pub weights: &'a WeightsId,
+    pub target: &'a Target,
+    pub hardware: &'a Hardware,
+    /// Sizes of the texts.
+    pub texts: &'a str,
+}
+
+impl KernelCheckKey<'_> {
+    pub fn keyed(&self) -> Keyed {
+        Keyed::of(CHECK, self)
+    }
+}
+
+impl KeyPart for KernelCheckKey<'_> {
+    fn write(&self, key: &mut dyn KeySink) {
+        let Self { name, schedules, cubins, graph, weights, target, hardware, texts } = self;
+        key.value("code", code(CHECK));
+        // What a kernel walks is encoded when it is loaded, from the schedule and by this code.
+        key.value("code of tables", code(SOURCE));
+        key.text("kernel", name);
+        key.list("schedule", schedules.iter());
+        key.list("cubin", cubins.iter());
+        key.value("graph", graph);
+        key.nested("weights", *weights);
+        write_spec(key, target);
+        write_kind(key, hardware);
+        key.text("texts", texts);
+    }
+}
+
+/// Logits that every kernel of a set has to reproduce.
+pub struct TextsKey<'a> {
+    /// The schedule that the interpreter executes for it.
+    pub schedule: Digest,
+    pub graph: Digest,
+    pub weights: &'a WeightsId,
+    /// Sizes of the texts.
+    pub texts: &'a str,
+}
+
+impl TextsKey<'_> {
+    pub fn keyed(&self) -> Keyed {
+        Keyed::of(EXPECT, self)
+    }
+}
+
+impl KeyPart for TextsKey<'_> {
+    fn write(&self, key: &mut dyn KeySink) {
+        let Self { schedule, graph, weights, texts } = self;
+        key.value("code", code(EXPECT));
+        key.value("schedule", schedule);
+        key.value("graph", graph);
+        key.nested("weights", *weights);
+        key.text("texts", texts);
     }
 }
 
 /// Times at these positions. Not keyed by the figures of the check: they say that it may be timed, not how fast it is.
 pub struct MeasureKey<'a> {
     pub subject: &'a SubjectKey<'a>,
+    pub hardware: &'a Hardware,
     pub positions: &'a [u32],
     pub steps_per_launch: u32,
     /// The floor comes from it.
@@ -363,9 +436,10 @@ impl MeasureKey<'_> {
 
 impl KeyPart for MeasureKey<'_> {
     fn write(&self, key: &mut dyn KeySink) {
-        let Self { subject, positions, steps_per_launch, read_bytes_per_s } = self;
+        let Self { subject, hardware, positions, steps_per_launch, read_bytes_per_s } = self;
         key.value("code", code(MEASURE));
         subject.write(key);
+        key.nested("hardware", *hardware);
         key.value("read_bytes_per_s", read_bytes_per_s.map_or("unmeasured".to_string(), |value| format!("{value:?}")));
         key.list("time_positions", positions.iter());
         key.value("steps_per_launch", steps_per_launch);

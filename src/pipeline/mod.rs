@@ -6,8 +6,8 @@
 //! ```
 //!
 //! `chain` is the order: a command asks it for the artefact that it needs. `keys` says what each stage depends on, `stages` and
-//! `compile` make what needs no execution, `stored` says how they keep it, `evaluate` checks and measures, `rows` appends to the
-//! corpus. `runner` decodes for commands (`speculative` with proposed tokens), `batch` makes steps of several rows for a server,
+//! `compile` make what needs no execution, `stored` says how they keep it, `evaluate` checks and measures the decode kernel, `rows`
+//! appends to the corpus. `kernels` is a set of kernels over one pool of pages, `checks` makes sure that each was compared on a device of this kind. `runner` decodes for commands (`speculative` with proposed tokens), `batch` makes steps of several rows for a server,
 //! `invariant` has the kernels whose rows have the bits that they have alone, and `text_steps` decodes one text by them.
 //! `campaign` searches (`search_start` says from where, `arena` makes and times, `ahead` makes candidates early, `proposer` is a
 //! program that proposes), `status` says how searches went, `bench` times beside baselines (`baseline` is one in another process).
@@ -26,18 +26,20 @@ mod batch;
 pub mod bench;
 mod campaign;
 mod chain;
+pub mod checks;
 mod compile;
 pub mod device_ragged;
 pub mod device_rows;
 mod device_sampler;
-mod device_steps;
-mod device_waves;
+pub mod device_steps;
+pub mod device_waves;
 mod evaluate;
 mod execute;
 mod explain;
 mod export;
 mod exported;
 mod invariant;
+pub mod kernels;
 mod keys;
 mod line_child;
 mod proposer;
@@ -46,7 +48,6 @@ mod resident;
 mod rows;
 mod runner;
 mod search_start;
-mod served;
 pub mod speculative;
 mod stages;
 pub mod status;
@@ -59,9 +60,11 @@ mod worker;
 
 pub use batch::{AskedSizes, Batched, Serving, runs_here};
 pub use campaign::{Tuned, Tuning, can_tune, is_tuned, tune};
+pub use checks::{Checking, Checks};
 pub use explain::{Explained, SHOW_STAGES, explain, show};
 pub use export::{Written, export, temporary_prefix};
 pub use exported::Exported;
+pub use keys::{Hardware, WeightsId};
 pub(crate) use line_child::end_children;
 pub use ready::{Given, Ready};
 pub use runner::{Answer, Runner};
@@ -71,8 +74,10 @@ pub use trial::serve;
 
 use crate::cache::Cache;
 use crate::candidate::Candidate;
+use crate::cuda::driver::Device;
 use crate::digest::Digest;
-use crate::error::Fault;
+use crate::error::{Fault, Tier};
+use crate::ir::layout::pack_bytes;
 use crate::manifest::Manifest;
 use crate::measure::Measurement;
 use crate::model::config::Imported;
@@ -84,6 +89,7 @@ use std::sync::Arc;
 
 use chain::{Chain, Host, NotMade, compile_all};
 use evaluate::evaluate;
+use kernels::Served;
 use stages::{BuildContext, Model, StoredSchedule, load_model};
 
 /// What every command works with.
@@ -102,12 +108,19 @@ pub struct Prepared {
     pub imported: Imported,
     pub candidate: Candidate,
     pub validated: Arc<Validated>,
+    /// Whether kernels are compared before they give a token.
+    checking: Checking,
     /// Digest of the graph's text: what keys name.
     graph: Digest,
     schedule: Arc<StoredSchedule>,
 }
 
 impl Prepared {
+    /// Whether kernels are compared before they give a token; they are, unless this says otherwise.
+    pub fn checking(self, checking: Checking) -> Prepared {
+        Prepared { checking, ..self }
+    }
+
     fn context<'a>(&'a self, workspace: &'a Workspace) -> BuildContext<'a> {
         let Prepared { manifest, target, imported, graph, .. } = self;
         BuildContext::of(workspace, manifest, target, imported, *graph)
@@ -129,7 +142,8 @@ pub fn prepare(workspace: &Workspace, manifest: &Manifest, target: &Target) -> R
     let (schedule, validated) = (chain.schedule()?.clone(), chain.validated()?.clone());
     let (candidate, graph) = (chain.candidate.clone(), model.graph);
     let (manifest, target) = (manifest.clone(), target.clone());
-    Ok(Prepared { manifest, target, imported: model.imported, candidate, validated, graph, schedule })
+    let (imported, checking) = (model.imported, Checking::Required);
+    Ok(Prepared { manifest, target, imported, candidate, validated, checking, graph, schedule })
 }
 
 /// What a build did, for the last line and for `--json`.
@@ -216,7 +230,14 @@ pub fn build_each(workspace: &Workspace, manifest: &Manifest) -> Result<BuildRep
     // One after another, with the machine to itself: what runs beside a measurement is measured with it.
     for (chain, compiled) in chains.iter().zip(compiled) {
         let name = &chain.context.target.name;
-        let measurement = match compiled.and_then(|()| evaluate(chain)) {
+        // Kernels for several rows are made before a stage that may wait for a device.
+        let made = compiled.and_then(|()| make_several(chain));
+        let evaluated = made.and_then(|several| {
+            let measurement = evaluate(chain)?;
+            check_several(chain, several)?;
+            Ok(measurement)
+        });
+        let measurement = match evaluated {
             Ok(measurement) => Some(measurement),
             Err(NotMade::NoDevice { reason, .. }) => {
                 waiting.push(format!("{name}: check and measure wait for a device of its kind ({reason})"));
@@ -251,6 +272,43 @@ pub fn build_each(workspace: &Workspace, manifest: &Manifest) -> Result<BuildRep
     Ok(BuildReport { ran, cached, notes, targets: built, waiting, failed })
 }
 
+/// The kernels of several rows that the manifest's `sequences_max` asks for, proven and compiled; `None`: it asks for none.
+fn make_several(chain: &Chain<'_>) -> Result<Option<Served>, NotMade> {
+    let BuildContext { manifest, target, .. } = chain.context;
+    if manifest.decode.sequences_max.is_none_or(|sequences| sequences <= 1) {
+        return Ok(None);
+    }
+    let serving = Serving::of_manifest(manifest, target.kind, 1);
+    if target.kind == TargetKind::Cpu {
+        batch::batch_on_cpu(chain, &serving)?;
+        return Ok(None);
+    }
+    // With a device, those of a server that starts on it as it is now.
+    let memory_bytes = match chain.host.device(target) {
+        Ok(Some(found)) => {
+            let device = Device::open(found.ordinal).map_err(Fault::from)?;
+            device.memory_free_bytes().map_err(Fault::from)?
+        }
+        Ok(None) | Err(NotMade::NoDevice { .. }) => target.spec.memory_bytes,
+        Err(other) => return Err(other),
+    };
+    let free_bytes = memory_bytes.saturating_sub(pack_bytes(chain.validated()?.schedule()));
+    match batch::served(chain, &serving, free_bytes) {
+        Ok(served) => Ok(Some(served)),
+        Err(fault) if fault.tier == Tier::Environment && chain.host.compiler.version().is_err() => {
+            Err(NotMade::NoCompiler(fault))
+        }
+        Err(fault) => Err(fault.into()),
+    }
+}
+
+/// Checks the kernels of [`make_several`].
+fn check_several(chain: &Chain<'_>, several: Option<Served>) -> Result<(), NotMade> {
+    let (Some(served), Some(found)) = (several, chain.host.device(chain.context.target)?) else { return Ok(()) };
+    let device = Device::open(found.ordinal).map_err(Fault::from)?;
+    Ok(served.ensure_checked(chain, found, &device)?)
+}
+
 /// Removes what the cache holds of the last build of this manifest's targets, stage by stage; returns how many entries. Packs
 /// and checks are made again with the rest.
 ///
@@ -261,7 +319,9 @@ pub fn forget(workspace: &Workspace, manifest: &Manifest) -> Result<usize, Fault
     let model = [(keys::IMPORT, stages::subject(manifest, "model"))];
     let of_target = |target: &Target| {
         let stages = [keys::SCHEDULE, keys::SOURCE, keys::COMPILE, keys::PACK, keys::CHECK, keys::MEASURE];
-        stages.map(|stage| (stage, stages::subject(manifest, &target.name)))
+        let subject = stages::subject(manifest, &target.name);
+        let several = checks::kept(&subject);
+        stages.map(|stage| (stage, subject.clone())).into_iter().chain(several).collect::<Vec<_>>()
     };
     let mut removed = 0;
     for (stage, subject) in model.into_iter().chain(manifest.targets.iter().flat_map(of_target)) {

@@ -1,21 +1,26 @@
 //! Owns `Ready`: a model on one target, built from a manifest or read from an export, with one interface.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::batch::{Batched, cpu_batches};
+use super::checks::{self, Checking, Checks, by_interpreter};
 use super::device_rows::Prefill;
+use super::device_steps::By;
 use super::execute::{self, Devices, upload_pack};
-use super::exported::{Does, Exported, Kernel};
+use super::exported::{Does, Exported, Kernel, cpu_kind};
 use super::invariant;
+use super::kernels::{self, KernelSet, Served};
+use super::keys::{Hardware, WeightsId};
 use super::runner::{LazyPrefill, LazyVerifier, On, Runner};
-use super::served::Served;
 use super::{Prepared, Serving, Workspace, prepare};
 use crate::codegen::abi::Queues;
 use crate::codegen::emit::Trace;
-use crate::cuda::driver::Device;
+use crate::cuda::driver::{Device, DeviceIdentity};
 use crate::cuda::rows::RowsSession;
 use crate::cuda::session::Session;
 use crate::cuda::turns::TurnsSession;
+use crate::digest::Digest;
 use crate::error::Fault;
 use crate::interp::{Interp, Options};
 use crate::ir::layout::pack_bytes;
@@ -25,6 +30,7 @@ use crate::manifest::Manifest;
 use crate::report::Report;
 use crate::rows::Shape;
 use crate::target::{Target, TargetKind};
+use crate::validate::Validated;
 
 /// The model that a user names: a manifest or an export.
 pub struct Given {
@@ -61,7 +67,20 @@ pub struct Ready {
 
 enum From {
     Built { workspace: Box<Workspace>, prepared: Box<Prepared> },
-    Exported { report: Report, exported: Box<Exported>, target: Box<Target> },
+    Exported(Box<FromExport>),
+}
+
+/// Opens what checks are kept in.
+pub type OpenWorkspace = Box<dyn Fn() -> Result<Workspace, Fault> + Send + Sync>;
+
+/// A target of an export.
+struct FromExport {
+    report: Report,
+    exported: Exported,
+    target: Target,
+    checking: Checking,
+    /// Where a check that the export does not record is kept; `None`: such a kernel is refused.
+    open: Option<OpenWorkspace>,
 }
 
 impl Ready {
@@ -76,26 +95,58 @@ impl Ready {
         Ok(Ready { vocab, eos, bos, from: From::Built { workspace: Box::new(workspace), prepared } })
     }
 
-    /// Takes an export, whose kernels are proven when something is to run. No cache is used.
+    /// Takes an export, whose kernels are proven when something is to run. No cache is used, unless [`Ready::checks_in`] names one.
     ///
     /// # Errors
     /// A target that the export does not have.
     pub fn exported(report: Report, exported: Exported, target: &Target) -> Result<Ready, Fault> {
         exported.parts(target)?;
         let (vocab, eos, bos) = (exported.index().vocab, exported.index().eos.clone(), exported.index().bos);
-        Ok(Ready {
-            vocab,
-            eos,
-            bos,
-            from: From::Exported { report, exported: Box::new(exported), target: Box::new(target.clone()) },
-        })
+        let target = target.clone();
+        let from = FromExport { report, exported, target, checking: Checking::Required, open: None };
+        Ok(Ready { vocab, eos, bos, from: From::Exported(Box::new(from)) })
+    }
+
+    /// Whether kernels are checked before they give a token. If not, the user is told. Of an export that was made so, it is told in any case.
+    pub fn checking(mut self, checking: Checking) -> Ready {
+        match &mut self.from {
+            From::Built { workspace, prepared } => {
+                prepared.checking = checking;
+                checking.warn(&workspace.report);
+            }
+            From::Exported(from) if from.exported.index().unchecked => {
+                from.checking = Checking::Skipped;
+                from.report.warning("this export was made with `--unchecked`: its kernels were not checked");
+            }
+            From::Exported(from) => {
+                from.checking = checking;
+                checking.warn(&from.report);
+            }
+        }
+        self
+    }
+
+    /// Lets kernels of an export be checked on a kind of device for which the export records no check. `open` is called if one has to be.
+    pub fn checks_in(mut self, open: OpenWorkspace) -> Ready {
+        if let From::Exported(from) = &mut self.from {
+            from.open = Some(open);
+        }
+        self
+    }
+
+    /// Whether tokens come from kernels that may not have been checked.
+    pub fn is_unchecked(&self) -> bool {
+        match &self.from {
+            From::Built { prepared, .. } => prepared.checking == Checking::Skipped,
+            From::Exported(from) => from.checking == Checking::Skipped,
+        }
     }
 
     /// Receives progress.
     pub fn report(&self) -> &Report {
         match &self.from {
             From::Built { workspace, .. } => &workspace.report,
-            From::Exported { report, .. } => report,
+            From::Exported(from) => &from.report,
         }
     }
 
@@ -106,7 +157,7 @@ impl Ready {
     pub fn runner(&self) -> Result<Runner<'_>, Fault> {
         match &self.from {
             From::Built { workspace, prepared } => prepared.runner(workspace),
-            From::Exported { report, exported, target } => runner(report, exported, target),
+            From::Exported(from) => runner(from),
         }
     }
 
@@ -117,7 +168,7 @@ impl Ready {
     pub fn rows_max(&self, serving: &Serving) -> Result<u32, Fault> {
         match &self.from {
             From::Built { prepared, .. } => prepared.rows_max(serving),
-            From::Exported { exported, target, .. } => Ok(match exported.step_rows(target)? {
+            From::Exported(from) => Ok(match from.exported.step_rows(&from.target)? {
                 Some(rows) => rows,
                 None => serving.running_max + serving.chunk_rows,
             }),
@@ -131,95 +182,216 @@ impl Ready {
     pub fn batched(&self, serving: &Serving) -> Result<Batched, Fault> {
         match &self.from {
             From::Built { workspace, prepared } => prepared.batched(workspace, serving),
-            From::Exported { exported, target, .. } => batched(exported, target, serving),
+            From::Exported(from) => batched(from, serving),
         }
     }
 }
 
-fn runner<'a>(report: &'a Report, exported: &'a Exported, target: &'a Target) -> Result<Runner<'a>, Fault> {
+impl FromExport {
+    /// Makes sure that `files` were checked on this kind of hardware: the export says so, or `check` finds it out. `reference` is what expected
+    /// logits are computed by.
+    ///
+    /// # Errors
+    /// A kernel that computes something else; one that cannot be checked here.
+    fn ensure(
+        &self,
+        hardware: Hardware,
+        files: &[&str],
+        reference: Option<&Arc<Validated>>,
+        check: &mut dyn FnMut(&Checks<'_>) -> Result<(), Fault>,
+    ) -> Result<(), Fault> {
+        let FromExport { exported, target, .. } = self;
+        if self.checking == Checking::Skipped || exported.was_checked(target, &hardware.name, files)? {
+            return Ok(());
+        }
+        let (Some(open), Some(reference)) = (&self.open, reference) else {
+            let message = format!("the export does not say that its kernels were checked on {}", hardware.name);
+            return Err(Fault::environment(message).with_remedy(format!(
+                "export the model again on a machine with such hardware, or run it as it is with `{UNCHECKED}`"
+            )));
+        };
+        let workspace = open()?;
+        let (parts, precision) = (exported.parts(target)?, exported.manifest().precision);
+        let pack_digest = exported.pack_digest(target)?;
+        let pack = || exported.pack(target, reference);
+        check(&Checks {
+            workspace: &workspace,
+            subject: format!("{} {}", exported.place().display(), target.name),
+            target,
+            precision,
+            hardware,
+            graph: Digest::of(parts.pack_identity.as_bytes()),
+            weights: WeightsId::Files {
+                files: vec![(parts.pack.clone(), pack_digest)],
+                tensors: pack_digest,
+                readings: BTreeSet::new(),
+            },
+            parameters: exported.index().parameters,
+            reference: Arc::clone(reference),
+            pack: &pack,
+            expect: by_interpreter,
+        })
+    }
+}
+
+/// The option that leaves checks out.
+const UNCHECKED: &str = "--unchecked";
+
+fn runner(from: &FromExport) -> Result<Runner<'_>, Fault> {
+    let FromExport { report, exported, target, .. } = from;
     if invariant::is_asked(exported.manifest(), target) {
-        return invariant_runner(exported, target);
+        return invariant_runner(from);
     }
     let none = || Fault::input(format!("the export has no kernel for one text on target `{}`", target.name));
-    let Kernel { validated, cubin } = exported.kernel(target, Does::Text)?.ok_or_else(none)?;
+    let Kernel { validated, cubin, file } = exported.kernel(target, Does::Text)?.ok_or_else(none)?;
     let (context_max, vocab) = (exported.index().context_max, exported.index().vocab);
     let Some(cubin) = cubin else {
+        from.ensure(of_cpu(), &[&file], None, &mut |_| Ok(()))?;
         let pack = exported.pack(target, &validated)?;
         let interp = Interp::of_text(validated.schedule(), pack, Options::fast())?;
         let place = execute::cpu_place();
         return Ok(Runner { place, context_max, vocab, cached: vec![], on: On::Cpu(Box::new(interp)) });
     };
-    let (device, place) = device_of(target)?;
+    let (device, identity) = device_of(target)?;
     let (pack, steps_max) = (exported.pack(target, &validated)?, exported.index().steps_per_launch);
     let pack = upload_pack(&device, &validated, &pack)?;
-    let session = Session::load_sharing(&device, &Queues::of(&validated), &cubin, Trace::Off, steps_max, pack)?;
-    let beside = Arc::clone(&validated);
+    let load = || {
+        let (queues, pack) = (Queues::of(&validated), Arc::clone(&pack));
+        Ok::<Session, Fault>(Session::load_sharing(&device, &queues, &cubin.bytes, Trace::Off, steps_max, pack)?)
+    };
+    let hardware = execute::hardware_of(&identity);
+    from.ensure(hardware.clone(), &[&file], Some(&validated), &mut |checks| {
+        checks.ensure_decode(&cubin.bytes, &load, steps_max)
+    })?;
+    let session = load()?;
+    let set = prompt_set(from, &validated)?;
+    let of_verifier = (Arc::clone(&validated), hardware.clone(), set.clone());
     // In an export the kernel that reads prompts also verifies: mostly it has more rows than a proposal needs.
     let verifier = LazyVerifier::new(device.clone(), move |device, one, rows| {
-        let Some(Kernel { validated, cubin: Some(cubin) }) = exported.kernel_beside(target, Does::Prompt, &beside)?
-        else {
+        let (reference, hardware, set) = &of_verifier;
+        let Some(PromptSet { set, files }) = set else {
             return Err(Fault::input(format!("the export has no kernel for several rows on target `{}`", target.name))
                 .with_remedy("leave out `--lookup`, or run the manifest that was exported"));
         };
-        let queues = Queues::of(&validated);
-        let (pack, cache) = (one.pack(), Some(one.cache()));
-        if rows > validated.schedule().program.rows {
-            return Ok(Box::new(TurnsSession::load(device, &queues, &cubin, (rows, 1), pack, cache)?));
+        ensure_beside(from, hardware, reference, (set, files), (device, one))?;
+        let none = || Fault::internal("prompts without a kernel for rows");
+        let (steps, kernel) = set.steps().into_iter().next().ok_or_else(none)?;
+        let queues = Queues::of(&steps.validated);
+        let (cubin, pack, cache) = (&kernel.code.bytes, one.pack(), Some(one.cache()));
+        if rows > steps.launch_rows() {
+            return Ok(Box::new(TurnsSession::load(device, &queues, cubin, (rows, 1), pack, cache)?));
         }
-        Ok(Box::new(RowsSession::load(device, &queues, &cubin, Trace::Off, 1, pack, cache)?))
+        Ok(Box::new(RowsSession::load(device, &queues, cubin, Trace::Off, 1, pack, cache)?))
     });
-    let prefill = LazyPrefill::new(report, device, move |device, one| {
-        let kernel = |does| exported.kernel_beside(target, does, &validated);
-        let Some(Kernel { validated: rows, cubin: Some(cubin) }) = kernel(Does::Prompt)? else {
+    let prefill = LazyPrefill::new(report, device.clone(), move |device, one| {
+        let Some(PromptSet { set, files }) = &set else {
             return Err(Fault::input("the export has no kernel for them"));
         };
-        // Kernels of waves have the schedule of the kernel for rows.
-        let waves = Does::PROMPTS.map(kernel).into_iter().collect::<Result<Vec<_>, Fault>>()?;
-        let waves: Vec<&[u8]> = waves.iter().flatten().filter_map(|kernel| kernel.cubin.as_deref()).collect();
-        Prefill::of(device, target, &Queues::of(&rows), &cubin, &waves, one)
+        ensure_beside(from, &hardware, &validated, (set, files), (device, one))?;
+        let none = || Fault::internal("prompts without a kernel for rows");
+        let (steps, kernel) = set.steps().into_iter().next().ok_or_else(none)?;
+        Prefill::of(device, target, &Queues::of(&steps.validated), &kernel.code.bytes, set.prompts(), one)
     });
+    let place = place_of(&identity);
     let on = On::Device { session: Box::new(session), prefill, verifier, steps_max };
     Ok(Runner { place, context_max, vocab, cached: vec![], on })
 }
 
-/// The device of an export's target, and what it is called.
-fn device_of(target: &Target) -> Result<(Device, String), Fault> {
+/// Kernels that read the prompt of one text, and their files.
+#[derive(Clone)]
+struct PromptSet {
+    set: KernelSet,
+    files: Vec<String>,
+}
+
+/// The kernels over the cache of `one` that read prompts; `None`: the export has none.
+fn prompt_set(from: &FromExport, one: &Validated) -> Result<Option<PromptSet>, Fault> {
+    let (mut kernels, mut files) = (vec![], vec![]);
+    for does in [Does::Prompt, Does::Waves, Does::Tail] {
+        let Some(kernel) = from.exported.kernel_beside(&from.target, does, one)? else { continue };
+        let Kernel { validated, cubin: Some(code), file } = kernel else { continue };
+        let rows = validated.schedule().program.rows;
+        let does = does.in_set().unwrap_or(kernels::Does::Steps { rows, by: By::Words });
+        kernels.push(kernels::Kernel { does, validated: Some(validated), code });
+        files.push(file);
+    }
+    if kernels.is_empty() { Ok(None) } else { Ok(Some(PromptSet { set: KernelSet::new(false, kernels)?, files })) }
+}
+
+/// Makes sure that kernels over the weights and the cache of `one` were checked. What the cache holds is lost.
+fn ensure_beside(
+    from: &FromExport,
+    hardware: &Hardware,
+    reference: &Arc<Validated>,
+    (set, files): (&KernelSet, &[String]),
+    (device, one): (&Device, &Session),
+) -> Result<(), Fault> {
+    let files: Vec<&str> = files.iter().map(String::as_str).collect();
+    from.ensure(hardware.clone(), &files, Some(reference), &mut |checks| {
+        checks.ensure(set, &mut || set.load(device, &from.target, checks::STEPS_MAX, &one.pack(), Some(one.cache())))
+    })
+}
+
+/// The hardware of a schedule for `cpu`: an export names the kind alone.
+fn of_cpu() -> Hardware {
+    Hardware { name: cpu_kind(), ..execute::host() }
+}
+
+/// The device of an export's target.
+fn device_of(target: &Target) -> Result<(Device, DeviceIdentity), Fault> {
     let devices = Devices::list();
     let found = devices.find(target).map_err(|reason| {
         Fault::environment(format!("target `{}` has no device here: {reason}", target.name))
             .with_remedy("name another target of the export with `--target`, or export the model for `cpu`, too")
     })?;
-    Ok((Device::open(found.ordinal)?, format!("{} (device {})", found.name, found.ordinal)))
+    Ok((Device::open(found.ordinal)?, found.clone()))
+}
+
+/// What a device is called.
+fn place_of(identity: &DeviceIdentity) -> String {
+    format!("{} (device {})", identity.name, identity.ordinal)
 }
 
 /// As [`runner`], by kernels that add up in one order.
-fn invariant_runner<'a>(exported: &'a Exported, target: &'a Target) -> Result<Runner<'a>, Fault> {
-    let mut kernels = vec![];
+fn invariant_runner(from: &FromExport) -> Result<Runner<'_>, Fault> {
+    let FromExport { exported, target, .. } = from;
+    let (mut kernels, mut files) = (vec![], vec![]);
     for does in [Does::Steps32, Does::Steps64] {
-        kernels.extend(exported.kernel(target, does)?);
+        if let (Some(kernel), Some(rows)) = (exported.kernel(target, does)?, does.alike_rows())
+            && let Some(code) = kernel.cubin
+        {
+            let does = kernels::Does::Steps { rows, by: By::Waves };
+            kernels.push(kernels::Kernel { does, validated: Some(kernel.validated), code });
+            files.push(kernel.file);
+        }
     }
-    let last = kernels.last().ok_or_else(|| {
-        Fault::input(format!("the export has no kernels that add up in one order on target `{}`", target.name))
-    })?;
-    let validated = last.validated.clone();
-    let (device, place) = device_of(target)?;
-    let pack = upload_pack(&device, &validated, &exported.pack(target, &validated)?)?;
+    if kernels.is_empty() {
+        let none = "the export has no kernels that add up in one order on target";
+        return Err(Fault::input(format!("{none} `{}`", target.name)));
+    }
+    let set = KernelSet::new(true, kernels)?;
+    let (device, identity) = device_of(target)?;
+    let pack = upload_pack(&device, set.validated(), &exported.pack(target, set.validated())?)?;
     let (steps_max, context_max) = (exported.index().steps_per_launch, exported.index().context_max);
-    let cubins = kernels.iter().filter_map(|kernel| kernel.cubin.as_deref());
-    let sessions = invariant::load(&device, target, &validated, cubins, steps_max, &pack)?;
-    let on = On::invariant(sessions, steps_max)?;
+    let files: Vec<&str> = files.iter().map(String::as_str).collect();
+    from.ensure(execute::hardware_of(&identity), &files, Some(set.validated()), &mut |checks| {
+        checks.ensure(&set, &mut || set.load(&device, target, checks::STEPS_MAX, &pack, None))
+    })?;
+    let on = On::invariant(set.load(&device, target, steps_max, &pack, None)?, steps_max)?;
+    let place = place_of(&identity);
     Ok(Runner { place, context_max, vocab: exported.index().vocab, cached: vec![], on })
 }
 
-fn batched(exported: &Exported, target: &Target, serving: &Serving) -> Result<Batched, Fault> {
+fn batched(from: &FromExport, serving: &Serving) -> Result<Batched, Fault> {
+    let FromExport { exported, target, .. } = from;
     let none = || {
         Fault::input(format!("the export has no steps of several rows on target `{}`", target.name))
             .with_remedy("name another target with `--target`, or the manifest that was exported")
     };
     if target.kind == TargetKind::Cuda {
-        return batched_on_device(exported, target, serving, exported.served(target)?.ok_or_else(none)?);
+        return batched_on_device(from, serving, exported.served(target)?.ok_or_else(none)?);
     }
-    let Kernel { validated, .. } = exported.kernel(target, Does::Batch)?.ok_or_else(none)?;
+    let Kernel { validated, file, .. } = exported.kernel(target, Does::Batch)?.ok_or_else(none)?;
     let shape = Shape::of(&validated.schedule().program)
         .ok_or_else(|| Fault::input("the steps of several rows of the export have one row"))?;
     let batches = cpu_batches(serving, &exported.manifest().decode);
@@ -234,6 +406,7 @@ fn batched(exported: &Exported, target: &Target, serving: &Serving) -> Result<Ba
             refuse_more(what, asked.into(), most.into())?;
         }
     }
+    from.ensure(of_cpu(), &[&file], None, &mut |_| Ok(()))?;
     let pack = exported.pack(target, &validated)?;
     Ok(Batched::of_cpu(validated, pack))
 }
@@ -251,18 +424,15 @@ fn refuse_more(what: &str, asked: u64, most: u64) -> Result<(), Fault> {
 ///
 /// # Errors
 /// More requests or cached tokens than the export has room for; a device without room for that.
-fn batched_on_device(
-    exported: &Exported,
-    target: &Target,
-    serving: &Serving,
-    served: Served,
-) -> Result<Batched, Fault> {
-    let schedule = served.validated.schedule();
+fn batched_on_device(from: &FromExport, serving: &Serving, served: Served) -> Result<Batched, Fault> {
+    let FromExport { exported, target, .. } = from;
+    let validated = Arc::clone(served.set.validated());
+    let schedule = validated.schedule();
     let shape = Shape::of(&schedule.program).ok_or_else(|| Fault::internal("rows without tables"))?;
     let tokens = u64::from(shape.pages) * u64::from(shape.page_rows);
     refuse_more("requests", serving.running_max.into(), served.running_max.into())?;
     refuse_more("cached tokens", serving.cache_tokens.unwrap_or(0).into(), tokens)?;
-    let (device, _) = device_of(target)?;
+    let (device, identity) = device_of(target)?;
     let (needed, free) = (pack_bytes(schedule) + schedule.arena_bytes(Space::Cache), device.memory_free_bytes()?);
     if needed > free {
         let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
@@ -273,6 +443,15 @@ fn batched_on_device(
         ))
         .with_remedy("free memory of the device, or export the model again with fewer `--cache-tokens`"));
     }
-    let pack = exported.pack(target, &served.validated)?;
+    let pack = exported.pack(target, &validated)?;
+    let text = exported.kernel(target, Does::Text)?.map(|kernel| kernel.validated);
+    let reference = text.unwrap_or_else(|| Arc::clone(&validated));
+    let set = &served.set;
+    from.ensure(execute::hardware_of(&identity), &exported.served_files(target)?, Some(&reference), &mut |checks| {
+        checks.ensure(set, &mut || {
+            let pack = upload_pack(&device, set.validated(), &pack)?;
+            set.load(&device, target, checks::STEPS_MAX, &pack, None)
+        })
+    })?;
     Ok(Batched::of_device(served, pack, device, target, serving.steps_max))
 }

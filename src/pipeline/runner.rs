@@ -10,9 +10,8 @@ use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
 use crate::cuda::rows::RowLauncher;
 use crate::cuda::session::{Session, SessionError};
-use crate::cuda::waves::StepsSession;
 use crate::defaults::rows::Room;
-use crate::error::Fault;
+use crate::error::{Fault, Tier};
 use crate::interp::{Input, Interp, Options};
 use crate::lower::Batch;
 use crate::manifest::Decode;
@@ -23,9 +22,12 @@ use crate::text::counted;
 
 use super::batch::PAGE_ROWS;
 use super::chain::{Chain, Host};
+use super::checks::{self, Checking, Checks};
 use super::device_rows::{Prefill, load_verifier};
+use super::evaluate::ensure_checked;
 use super::execute::{self, load_session, upload_pack};
 use super::invariant;
+use super::kernels::LoadedSet;
 use super::speculative::{self, OneRow, Verifier};
 use super::stages::{StoredSchedule, place_rows};
 use super::text_steps::TextSteps;
@@ -74,7 +76,8 @@ pub(super) enum On<'a> {
 impl On<'_> {
     /// # Errors
     /// There is no session.
-    pub(super) fn invariant(sessions: Vec<StepsSession>, steps_max: u32) -> Result<Self, Fault> {
+    pub(super) fn invariant(loaded: LoadedSet, steps_max: u32) -> Result<Self, Fault> {
+        let sessions = loaded.steps.into_iter().map(|(_, session)| session).collect();
         let steps = TextSteps::new(sessions, steps_max).ok_or_else(|| Fault::internal("no kernel for one text"))?;
         Ok(On::Invariant(Box::new(steps)))
     }
@@ -139,24 +142,30 @@ impl<'a> LazyPrefill<'a> {
     }
 
     /// The kernel, beside the session that goes on after it. The user is told once why there is none.
-    fn get(&mut self, one: &Session) -> Option<&mut Prefill> {
+    ///
+    /// # Errors
+    /// A kernel that computes something else, or another fault of this program.
+    fn get(&mut self, one: &Session) -> Result<Option<&mut Prefill>, Fault> {
         let LazyPrefill { report, load, device, loaded } = self;
-        let loaded = loaded.get_or_insert_with(|| match load(device, one) {
-            Ok(prefill) => Some(Box::new(prefill)),
-            Err(reason) => {
-                report.note(&format!("prompts are read one token a step: {}", reason.message));
-                None
-            }
-        });
-        loaded.as_deref_mut()
+        if loaded.is_none() {
+            *loaded = Some(match load(device, one) {
+                Ok(prefill) => Some(Box::new(prefill)),
+                Err(fault) if fault.tier == Tier::Internal => return Err(fault),
+                Err(reason) => {
+                    report.note(&format!("prompts are read one token a step: {}", reason.message));
+                    None
+                }
+            });
+        }
+        Ok(loaded.as_mut().and_then(Option::as_deref_mut))
     }
 }
 
 impl Prepared {
-    /// Packs the weights and loads what executes them.
+    /// Packs the weights, checks what executes them unless that was done before, and loads it.
     ///
     /// # Errors
-    /// No device of the target's kind, no compiler and no cubin, too little memory.
+    /// No device of the target's kind, no compiler and no cubin, too little memory; a kernel that computes something else.
     pub fn runner<'a>(&'a self, workspace: &'a Workspace) -> Result<Runner<'a>, Fault> {
         let schedule = self.validated.schedule();
         let host = Host::new(workspace);
@@ -164,6 +173,10 @@ impl Prepared {
         let (context_max, vocab) = (schedule.program.context_max, self.imported.graph.vocab);
         let Some(found) = host.device(&self.target)? else {
             let rows = self.text_on_cpu(&chain)?;
+            // The interpreter does the same for a row of any schedule.
+            if self.checking == Checking::Required {
+                ensure_checked(&chain)?;
+            }
             let interp = Interp::of_text(rows.validated(&self.target)?.schedule(), chain.pack()?, Options::fast())?;
             let place = execute::cpu_place();
             return Ok(Runner { place, context_max, vocab, cached: vec![], on: On::Cpu(Box::new(interp)) });
@@ -174,13 +187,19 @@ impl Prepared {
         if invariant::is_asked(&self.manifest, &self.target) {
             let positions = u64::from(context_max);
             let made = invariant::make(&chain, Room { rows: 0, sequences: 1, positions })?;
-            let pack = upload_pack(&device, &made.validated, &chain.pack()?)?;
-            let cubins = made.cubins.iter().map(|cubin| cubin.bytes.as_slice());
-            let sessions = invariant::load(&device, &self.target, &made.validated, cubins, steps_max, &pack)?;
-            let on = On::invariant(sessions, steps_max)?;
+            let pack = upload_pack(&device, made.validated(), &chain.pack()?)?;
+            if self.checking == Checking::Required {
+                let of_host = || Ok(chain.pack()?);
+                let mut load = || made.load(&device, &self.target, checks::STEPS_MAX, &pack, None);
+                Checks::of(&chain, found, &of_host)?.ensure(&made, &mut load)?;
+            }
+            let on = On::invariant(made.load(&device, &self.target, steps_max, &pack, None)?, steps_max)?;
             return Ok(Runner { place, context_max, vocab, cached: vec![], on });
         }
         let cubin = chain.cubin()?.ok_or_else(|| Fault::internal("a target with a kernel has no cubin"))?;
+        if self.checking == Checking::Required {
+            ensure_checked(&chain)?;
+        }
         let pack = chain.pack()?;
         let session = load_session(workspace, &device, &self.validated, &cubin.bytes, &pack, Trace::Off, steps_max)?;
         let verifier =
@@ -246,7 +265,7 @@ impl Runner<'_> {
             }
             On::Device { session, prefill, steps_max, .. } => {
                 if ids.len() >= Prefill::PROMPT_MIN
-                    && let Some(prefill) = prefill.get(session)
+                    && let Some(prefill) = prefill.get(session)?
                 {
                     return prefill.read(ids, on_row);
                 }
@@ -276,11 +295,16 @@ impl Runner<'_> {
         self.check_ids(prompt)?;
         let reused = if proposed == 0 { self.reused(prompt) } else { 0 };
         let On::Device { session, prefill, verifier, .. } = &mut self.on else { return Ok(()) };
-        if proposed > 0 {
+        let (verifies, reads) = (proposed > 0, reads_in_chunks(prompt, reused));
+        if verifies || reads {
+            // A check writes the cache.
+            self.cached.clear();
+        }
+        if verifies {
             verifier.get(session, rows_of(proposed))?;
         }
-        if reads_in_chunks(prompt, reused) {
-            prefill.get(session);
+        if reads {
+            prefill.get(session)?;
         }
         Ok(())
     }
@@ -346,7 +370,7 @@ impl Runner<'_> {
             On::Device { session, prefill, steps_max, .. } => {
                 refuse_beyond_kernels(request)?;
                 session.sample(*request.sampler());
-                let prefill = if reads_in_chunks(prompt, reused) { prefill.get(session) } else { None };
+                let prefill = if reads_in_chunks(prompt, reused) { prefill.get(session)? } else { None };
                 let (mut from, mut first) = (reused as u32, None);
                 if let Some(prefill) = prefill {
                     // Where it decides nothing, the kernel for one row reads the last token.
@@ -389,7 +413,7 @@ impl Runner<'_> {
                 refuse_beyond_kernels(request)?;
                 session.sample(*request.sampler());
                 let verifier = verifier.get(session, rows_of(speculation.most()))?;
-                let prefill = if reads_in_chunks(prompt, 0) { prefill.get(session) } else { None };
+                let prefill = if reads_in_chunks(prompt, 0) { prefill.get(session)? } else { None };
                 let ends = kernel_ends(request);
                 let one = OneRow { session, steps_max: *steps_max, ends: &ends };
                 let verifier = Verifier { rows: verifier, sampler: *request.sampler() };

@@ -3,7 +3,6 @@
 use std::ops::ControlFlow;
 
 use crate::cuda::rows::{FirstToken, RowInput, RowLauncher, RowsLaunched, given};
-use crate::cuda::waves::StepsSession;
 use crate::error::Fault;
 use crate::sample::{Decided, Request, TokenCounts};
 use crate::speculate::Speculation;
@@ -17,7 +16,7 @@ type Tell<'a> = &'a mut dyn FnMut(&Decided) -> ControlFlow<()>;
 /// Kernels over the cache of one text. Every launch is a part of the text: rows at consecutive positions in one step, or one row in several.
 pub struct TextSteps {
     /// Ascending by rows; at least one.
-    sessions: Vec<StepsSession>,
+    sessions: Vec<Box<dyn RowLauncher>>,
     text: OneText,
     steps_max: u32,
 }
@@ -57,7 +56,7 @@ impl Telling<'_> {
 
 impl TextSteps {
     /// `sessions` are ascending by rows and have one cache, on which nothing was launched yet. `None`: there is no session.
-    pub fn new(sessions: Vec<StepsSession>, steps_max: u32) -> Option<TextSteps> {
+    pub fn new(sessions: Vec<Box<dyn RowLauncher>>, steps_max: u32) -> Option<TextSteps> {
         let shape = *sessions.last()?.shape();
         Some(TextSteps { text: OneText::new(shape), sessions, steps_max })
     }
@@ -74,7 +73,7 @@ impl TextSteps {
         steps: u32,
         wanted: Wanted,
     ) -> Result<(usize, RowsLaunched), Fault> {
-        let fits = |session: &StepsSession| session.shape().rows as usize >= inputs.len();
+        let fits = |session: &Box<dyn RowLauncher>| session.shape().rows as usize >= inputs.len();
         let at = self.sessions.iter().position(fits).ok_or_else(|| Fault::internal("more rows than kernels have"))?;
         let tables = self.text.admit_rows(position, inputs.len() as u32, steps, wanted != Wanted::Nothing)?;
         Ok((at, self.sessions[at].run_whole(tables, inputs, wanted == Wanted::Logits)?))

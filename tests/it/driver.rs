@@ -10,8 +10,9 @@ use std::process::Command;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use monobloc::cache::Cache;
 use monobloc::candidate::Candidate;
-use monobloc::check::{ALIKE_SEQUENCES as SEQUENCES, check_alike};
+use monobloc::check::{ALIKE_SEQUENCES as SEQUENCES, SharedTexts, TextSizes, check_alike};
 use monobloc::codegen::KernelSource;
 use monobloc::codegen::abi::Queues;
 use monobloc::codegen::emit::Trace;
@@ -26,19 +27,27 @@ use monobloc::cuda::stream::{Argument, LaunchShape, Wait};
 use monobloc::cuda::turns::TurnsSession;
 use monobloc::cuda::waves::{Last, StepsSession, WavesSession};
 use monobloc::defaults::rows::{Room, place_one_row, place_rows};
+use monobloc::digest::Digest;
 use monobloc::dtype::Precision;
 use monobloc::engine::{Ask, Bounds, ChoiceId, DeviceStepper, End, Engine, Event, Figures, Limits, RequestId, Stepper};
 use monobloc::error::{Fault, Tier};
 use monobloc::grammar::{self, Grammar, Source, Vocabulary};
+use monobloc::interp::Pack;
 use monobloc::ir::op::Role;
 use monobloc::lower::lower;
 use monobloc::model::config::{import, import_config_only};
 use monobloc::model::graph::ModelGraph;
 use monobloc::pages::Pool;
+use monobloc::pipeline::checks::Checks;
 use monobloc::pipeline::device_rows::Prefill;
+use monobloc::pipeline::device_steps::By;
+use monobloc::pipeline::device_waves::PromptCubins;
+use monobloc::pipeline::kernels::{Code, Does, Kernel, KernelSet};
 use monobloc::pipeline::speculative::{OneRow, Verifier, decide_on_device};
 use monobloc::pipeline::text_steps::TextSteps;
+use monobloc::pipeline::{Hardware, WeightsId, Workspace};
 use monobloc::random::Random;
+use monobloc::report::Report;
 use monobloc::rows::{Edit, Guard, PageId, Request, Row, SequenceId, Shape};
 use monobloc::sample::{self, Penalties, RequestSettings, SampleSettings, TokenCounts, TokenSet, argmax};
 use monobloc::schedule::schedule;
@@ -350,6 +359,7 @@ impl TextOnFake {
         let queues = Queues::of(&rows);
         let cache = Some(one.cache());
         let verifier = RowsSession::load(device, &queues, IMAGE, Trace::Off, 1, one.pack(), cache).unwrap();
+        let waves = waves.first().map(|chunk| PromptCubins { chunk, tail: waves.get(1).copied() });
         let prefill = Prefill::of(device, &target, &queues, IMAGE, waves, &one).unwrap();
         TextOnFake { one, verifier, prefill, vocab, context_max }
     }
@@ -527,12 +537,17 @@ fn next_of_fake(
     allowed: Option<&TokenSet>,
     vocab: u32,
 ) -> u32 {
+    request.choose(&logits_of_fake(tokens, vocab), counts, allowed).unwrap().token
+}
+
+/// The fake's logits after `tokens`.
+fn logits_of_fake(tokens: &[u32], vocab: u32) -> Vec<f32> {
     let step = |h: u64, &token: &u32| (h ^ u64::from(token + 1)).wrapping_mul(0x100_0000_01b3);
     let h = tokens.iter().fold(0xcbf2_9ce4_8422_2325, step);
     let logit = |id: u64| mixed(h ^ id.wrapping_mul(0x9e37_79b9_7f4a_7c15)) % 4000;
     let mut logits: Vec<f32> = (0..u64::from(vocab)).map(|id| logit(id) as f32 / 500.0).collect();
     logits[vocab as usize - 1] = -1000.0;
-    request.choose(&logits, counts, allowed).unwrap().token
+    logits
 }
 
 /// Requests of all kinds over a cache that is too small for them, through engine, guard, session and driver calls.
@@ -996,6 +1011,7 @@ fn a_text_by_kernels_in_one_order_has_the_tokens_that_its_request_chooses() {
     let words = session_of(&device, &validated, None).unwrap();
     let sessions = sessions_in_one_order(&device, &validated, &target, &words);
     let (vocab, context_max) = (words.vocab(), validated.schedule().program.context_max as usize);
+    let sessions = sessions.into_iter().map(|session| Box::new(session) as Box<dyn RowLauncher>).collect();
     let mut steps = TextSteps::new(sessions, STEPS_MAX).unwrap();
     let mut random = Random::new(7);
     let (mut all, mut before) = (Speculated::default(), vec![]);
@@ -1042,6 +1058,203 @@ fn a_text_by_kernels_in_one_order_has_the_tokens_that_its_request_chooses() {
     let refused = steps.decide(&[1], 0, 4, &greedy, Some(&mut speculation), &mut |_| ControlFlow::Continue(()));
     let expected = "`--lookup 32` needs steps of 33 rows, found steps of at most 32";
     assert_eq!(refused.unwrap_err().message, expected);
+}
+
+/// An image whose kernels are for so many rows and do this (`enum Does` of the fake); `wrong`: they compute something else.
+fn image(rows: u32, does: u8, wrong: bool) -> Code {
+    let bytes = [b"\x7fELFK".as_slice(), &[rows as u8, does, u8::from(wrong)]].concat();
+    Code { bytes, nvrtc: "0.0".to_string() }
+}
+
+/// The kernels of a server on the fake: for 1, 8 and 16 rows by words and 32 by waves, for chunks and their tail, and the sampler.
+struct ServerOnFake {
+    workspace: Workspace,
+    device: Device,
+    target: Target,
+    kernels: Vec<Kernel>,
+    _folder: tempfile::TempDir,
+}
+
+impl ServerOnFake {
+    fn new() -> ServerOnFake {
+        let (folder, model) = (tempfile::tempdir().unwrap(), Model::of_wide_heads());
+        let workspace = Workspace {
+            cache: Cache::open(folder.path().join("cache")).unwrap(),
+            report: Report::quiet(),
+            trials: folder.path().join("trials.csv"),
+        };
+        let [one, small, large] = [1, 8, 16].map(|rows| Arc::new(model.kernel(rows)));
+        let steps = |rows, by| Does::Steps { rows, by };
+        let kernel = |does, validated: &Arc<Validated>, code| Kernel { does, validated: Some(validated.clone()), code };
+        let kernels = vec![
+            kernel(steps(1, By::Words), &one, image(1, 1, false)),
+            kernel(steps(8, By::Words), &small, image(8, 0, false)),
+            kernel(steps(16, By::Words), &large, image(16, 0, false)),
+            kernel(steps(32, By::Waves), &small, image(32, 0, false)),
+            kernel(Does::Chunk, &small, image(1, 3, false)),
+            kernel(Does::Tail, &small, image(1, 4, false)),
+            Kernel { does: Does::Sampler, validated: None, code: image(1, 0, false) },
+        ];
+        let device = Device::open(0).unwrap();
+        ServerOnFake { workspace, device, target: fake_target(), kernels, _folder: folder }
+    }
+
+    /// Makes sure that the kernels were checked on a kind of device: how often they were loaded for that.
+    fn ensure(&self, kernels: &[Kernel], kind: &str) -> Result<u32, Fault> {
+        let set = KernelSet::new(false, kernels.to_vec())?;
+        let reference = set.first_of_several().unwrap().validated;
+        let pack = || Ok(Arc::new(vec![]) as Pack);
+        let hardware = Hardware { name: kind.to_string(), uuid: "1".to_string(), driver: "2".to_string(), threads: 0 };
+        let (pack_on_device, _) = sizes_of(&self.device, &reference);
+        let mut loads = 0;
+        let checks = Checks {
+            workspace: &self.workspace,
+            subject: "fake".to_string(),
+            target: &self.target,
+            precision: BF16,
+            hardware,
+            graph: Digest::of(b"graph"),
+            weights: WeightsId::Synthetic { seed: 0 },
+            parameters: 1_000_000,
+            reference,
+            pack: &pack,
+            expect: by_hash,
+        };
+        checks.ensure(&set, &mut || {
+            loads += 1;
+            set.load(&self.device, &self.target, STEPS_MAX, &pack_on_device, None)
+        })?;
+        Ok(loads)
+    }
+
+    /// The kernels with another image for one of them.
+    fn with(&self, does: Does, code: Code) -> Vec<Kernel> {
+        let mut kernels = self.kernels.clone();
+        kernels.iter_mut().find(|kernel| kernel.does == does).unwrap().code = code;
+        kernels
+    }
+
+    fn code(&self, does: Does) -> Code {
+        self.kernels.iter().find(|kernel| kernel.does == does).unwrap().code.clone()
+    }
+}
+
+/// What every kernel of the fake computes.
+fn by_hash(validated: &Validated, _: Pack, sizes: TextSizes, _: &dyn Fn()) -> Result<SharedTexts, Fault> {
+    let program = &validated.schedule().program;
+    let logits = program.grids.iter().find_map(|grid| grid.operand(Role::Logits)).unwrap();
+    let vocab = program.buffers[logits.buffer.index()].cols;
+    SharedTexts::read(sizes, vocab, |ids| Ok((1..=ids.len()).map(|n| logits_of_fake(&ids[..n], vocab)).collect()))
+}
+
+/// A check is made once for a kind of device, by the name of the device and not by its number or driver.
+#[test]
+fn a_second_start_runs_no_check() {
+    const NAME: &str = "a_second_start_runs_no_check";
+    if !is_child() {
+        with_fake_driver(NAME, "");
+        return;
+    }
+    let server = ServerOnFake::new();
+    let ensure = |kernels: &[Kernel], kind| server.ensure(kernels, kind).unwrap_or_else(|fault| panic!("{fault}"));
+    assert_eq!(ensure(&server.kernels, "Fake GPU"), 1);
+    let ran = server.workspace.report.ran_count();
+    assert_eq!(ran, 8, "each kernel is checked, and its logits are computed once");
+    assert_eq!(ensure(&server.kernels, "Fake GPU"), 0);
+    assert_eq!(server.workspace.report.ran_count(), ran);
+    // A part of the kernels, and other ones.
+    assert_eq!(ensure(&server.kernels[..3], "Fake GPU"), 0);
+    assert_eq!(ensure(&server.kernels, "Another GPU"), 1);
+    assert_eq!(server.workspace.report.ran_count(), ran + 7, "the expected logits are those of any device");
+    let other = Code { bytes: [image(8, 0, false).bytes, vec![0]].concat(), nvrtc: String::new() };
+    assert_eq!(ensure(&server.with(Does::Steps { rows: 8, by: By::Words }, other), "Fake GPU"), 1);
+    assert_eq!(server.workspace.report.ran_count(), ran + 8);
+}
+
+/// Each kernel of a server is compared, whatever it does.
+#[test]
+fn a_served_kernel_with_a_wrong_number_is_refused() {
+    const NAME: &str = "a_served_kernel_with_a_wrong_number_is_refused";
+    if !is_child() {
+        with_fake_driver(NAME, "");
+        return;
+    }
+    let server = ServerOnFake::new();
+    for Kernel { does, code, .. } in &server.kernels {
+        let [rows, kind] = [code.bytes[5], code.bytes[6]];
+        let fault = server.ensure(&server.with(*does, image(u32::from(rows), kind, true)), "Fake GPU");
+        let fault = fault.expect_err(&does.to_string());
+        let named = format!("kernel `{does}` of target `h200` on Fake GPU: ");
+        // A tail is compared together with the chunks that it follows.
+        let with_chunk = "kernel `chunk` of target `h200` on Fake GPU: ".to_string();
+        let found =
+            fault.message.starts_with(&named) || (*does == Does::Tail && fault.message.starts_with(&with_chunk));
+        assert!(found && fault.tier == Tier::Internal, "{does}: {fault}");
+    }
+    assert_eq!(server.ensure(&server.kernels, "Fake GPU").unwrap_or_else(|fault| panic!("{fault}")), 1);
+}
+
+/// Cubins that were mistaken for each other: one that takes other parameters, and one that takes the same.
+#[test]
+fn swapped_cubins_are_noticed() {
+    const NAME: &str = "swapped_cubins_are_noticed";
+    if !is_child() {
+        with_fake_driver(NAME, "");
+        return;
+    }
+    let server = ServerOnFake::new();
+    server.ensure(&server.kernels, "Fake GPU").unwrap_or_else(|fault| panic!("{fault}"));
+    let [one, eight] = [1, 8].map(|rows| Does::Steps { rows, by: By::Words });
+    for (a, b, expected) in [
+        (Does::Chunk, Does::Tail, "kernel `chunk` of target `h200` on Fake GPU: the check failed: position 1"),
+        (one, eight, "kernel `monobloc_decode` expects parameters of "),
+    ] {
+        let mut swapped = server.with(a, server.code(b));
+        swapped.iter_mut().find(|kernel| kernel.does == b).unwrap().code = server.code(a);
+        let fault = server.ensure(&swapped, "Fake GPU").unwrap_err();
+        assert!(fault.message.contains(expected), "{fault}");
+    }
+}
+
+/// The decode kernel of an export is compared in the same way.
+#[test]
+fn a_decode_kernel_with_a_wrong_number_is_refused() {
+    const NAME: &str = "a_decode_kernel_with_a_wrong_number_is_refused";
+    if !is_child() {
+        with_fake_driver(NAME, "");
+        return;
+    }
+    let server = ServerOnFake::new();
+    let (device, model, target) = (&server.device, Model::of_wide_heads(), fake_target());
+    let base = Candidate { sms: 4, ..Candidate::default_for(&model.graph, &target, model.precision) };
+    let candidate = base.for_context(256);
+    let program = lower(&model.graph, "fake", model.precision, 256, &candidate).unwrap();
+    let one_row = Arc::new(validate(schedule(program, &target, &candidate).unwrap(), &target).unwrap());
+    let mut pack_on_device = device.alloc(20).unwrap();
+    pack_on_device.upload(&device.stream().unwrap(), 0, &[1, 256, 1, 1, model.graph.vocab]).unwrap();
+    let pack_on_device = Arc::new(pack_on_device);
+    let pack = || Ok(Arc::new(vec![]) as Pack);
+    let checks = Checks {
+        workspace: &server.workspace,
+        subject: "fake".to_string(),
+        target: &target,
+        precision: BF16,
+        hardware: Hardware { name: "Fake GPU".to_string(), uuid: String::new(), driver: String::new(), threads: 0 },
+        graph: Digest::of(b"graph"),
+        weights: WeightsId::Synthetic { seed: 0 },
+        parameters: 1_000_000,
+        reference: one_row.clone(),
+        pack: &pack,
+        expect: by_hash,
+    };
+    let code = image(1, 2, true);
+    let load = || {
+        let (queues, pack) = (Queues::of(&one_row), pack_on_device.clone());
+        Ok(Session::load_sharing(device, &queues, &code.bytes, Trace::Off, STEPS_MAX, pack)?)
+    };
+    let fault = checks.ensure_decode(&code.bytes, &load, STEPS_MAX).unwrap_err();
+    let expected = "kernel `decode` of target `h200` on Fake GPU: the check failed: position 0: ";
+    assert!(fault.message.starts_with(expected), "{fault}");
 }
 
 /// The comparison of bits finds a row that shows its chunk, or its neighbours.

@@ -11,7 +11,7 @@ use monobloc::cuda::nvrtc::Nvrtc;
 use monobloc::digest::Digest;
 use monobloc::error::{Fault, Tier};
 use monobloc::manifest::Manifest;
-use monobloc::pipeline::{AskedSizes, Exported, Ready, Serving, Workspace, export as export_model};
+use monobloc::pipeline::{AskedSizes, Checking, Exported, Ready, Serving, Workspace, export as export_model};
 use monobloc::report::Report;
 use serde_json::{Value, json};
 
@@ -56,7 +56,7 @@ fn workspace(folder: &Path) -> Workspace {
 fn write(folder: &Path, record: &str, model: &str, out: &Path, stop: bool) -> Result<bool, Fault> {
     let workspace = workspace(folder);
     let manifest = manifest(folder, record, model);
-    Ok(export_model(&workspace, &manifest, out, &SERVING, &|| stop)?.is_some())
+    Ok(export_model(&workspace, &manifest, out, &SERVING, Checking::Required, &|| stop)?.is_some())
 }
 
 impl Export {
@@ -234,7 +234,7 @@ fn parts_that_do_not_belong_together_are_refused() {
     };
     refused(
         &|index| index["format"] = json!(3),
-        "has format 3, written by monobloc 0.1.0; this monobloc reads format 5",
+        "has format 3, written by monobloc 0.1.0; this monobloc reads format 6",
     );
     refused(&|index| index["surprise"] = json!(2), "is no index of an export: unknown field `surprise`");
     refused(&|index| index["vocab"] = json!(7), "is for another model, or for weights in another layout");
@@ -291,7 +291,7 @@ fn on_device(test: &str) -> Option<Export> {
         let text = text.replace("context_max = 256", "context_max = 16384");
         let manifest = Manifest::parse(&text, &folder.path().join("m.toml")).unwrap_or_else(|error| panic!("{error}"));
         let (workspace, out) = (workspace(folder.path()), folder.path().join("export"));
-        let written = export_model(&workspace, &manifest, &out, &ON_DEVICE, &|| false);
+        let written = export_model(&workspace, &manifest, &out, &ON_DEVICE, Checking::Required, &|| false);
         assert!(written.unwrap_or_else(|fault| panic!("{fault}")).is_some());
         Export { folder }
     });
@@ -371,7 +371,7 @@ fn a_cubin_runs_only_if_this_version_would_compile_it() {
     let write = |running_max, cache_tokens| {
         let manifest = manifest(export.folder.path(), "h200", "tinystories-llama");
         let serving = Serving { running_max, cache_tokens, ..ON_DEVICE };
-        export_model(&workspace(export.folder.path()), &manifest, &out, &serving, &|| false)
+        export_model(&workspace(export.folder.path()), &manifest, &out, &serving, Checking::Required, &|| false)
     };
     for (fault, expected) in
         [(write(129, None), "`--max-batch` is 129"), (write(8, Some(u32::MAX)), "tokens does not fit")]

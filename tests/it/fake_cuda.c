@@ -7,6 +7,8 @@
 // FAKE_CUDA=shows cuts | shows others: the logits of a row in waves depend on its chunks, or on other sequences.
 // FAKE_CUDA=keeps nothing: no part of L2 keeps memory, as on a device that is divided.
 // FAKE_CUDA=stamps: kernels of waves were compiled with time stamps.
+// An image that begins with \x7fELFK has three bytes more: the rows that its kernels were compiled for, what they do (enum Does), and a fault: 1
+// for a wrong number.
 // FAKE_CUDA=no-device | stub changes the result of `cuInit`; with FAKE_CUDA=slow the last step of a launch takes some milliseconds; -DOLD leaves out a call that old drivers do not have.
 
 #include <pthread.h>
@@ -181,7 +183,8 @@ int cuMemFreeHost(void *start) { BOUND(); return release(start); }
 // ---- kernels: the effect of the device code of the same name
 
 typedef struct { Address start; size_t bytes; float ratio; int hit, miss; } KeptRange;
-typedef struct { unsigned grid, smem, cluster; KeptRange kept; const void *argument[8]; } Call;
+enum Does { ANYTHING, PAGED_ROW, ONE_ROW, CHUNK, TAIL };
+typedef struct { unsigned grid, smem, cluster; KeptRange kept; const void *argument[8]; unsigned rows, does, is_wrong; } Call;
 #define U32(i) (*(const uint32_t *)call->argument[i])
 #define U64(i) (*(const uint64_t *)call->argument[i])
 #define WORDS(i, n) ((uint32_t *)inside(U64(i), 4 * (size_t)(n)))
@@ -189,6 +192,34 @@ typedef struct { unsigned grid, smem, cluster; KeptRange kept; const void *argum
 // Where L2 keeps anything, it keeps what SMs exchange, and logits.
 static void require_kept(const Call *call, Address address) {
     require(keeps_nothing() || (address >= call->kept.start && address < call->kept.start + call->kept.bytes), "memory of a step that is not kept");
+}
+
+// Tokens of the pool. Kernels of images of their own keep them beside the cache, which then has rows of 64 values that differ from those of the
+// next token, for every head.
+enum { ROW_VALUES = 64 };
+typedef struct Tokens { Address cache; size_t rows; uint32_t *tokens; struct Tokens *next; } Tokens;
+static Tokens *all_tokens;
+static void forget_tokens(Tokens *own) { memset(own->tokens, 0xff, 4 * own->rows); }
+static uint32_t *tokens_of(const Call *call, Address cache, size_t rows) {
+    if (!call->rows) return inside(cache, 4 * rows);
+    pthread_mutex_lock(&lock);
+    Tokens *own = all_tokens;
+    while (own && (own->cache != cache || own->rows != rows)) own = own->next;
+    if (!own) {
+        own = malloc(sizeof *own); // never freed
+        *own = (Tokens){cache, rows, malloc(4 * rows), all_tokens};
+        forget_tokens(own);
+        all_tokens = own;
+    }
+    pthread_mutex_unlock(&lock);
+    return own->tokens;
+}
+static void keep_token(const Call *call, Address cache, size_t rows, uint32_t *tokens, size_t row, uint32_t token) {
+    tokens[row] = token;
+    if (!call->rows) return;
+    size_t slab = 2ull * ROW_VALUES * rows;
+    for (Address at = cache; same_block(cache, at + slab - 1); at += slab)
+        for (size_t i = 0; i < ROW_VALUES; i++) ((uint16_t *)inside(at + 2ull * ROW_VALUES * row, 2 * ROW_VALUES))[i] = token & 1 ? 0x4000 : 0x3f80;
 }
 
 static void empty(const Call *call) { (void)call; }
@@ -248,6 +279,7 @@ static uint64_t with_token(uint64_t h, uint32_t token, uint32_t vocab) {
     return (h ^ (token + 1)) * 0x100000001b3ull;
 }
 // The token of `position` after tokens with that hash.
+static _Thread_local int spoils; // the launch of this thread has a fault: one logit is wrong
 static uint32_t chosen(uint64_t h, uint64_t seed, uint32_t position, float inverse_temperature, uint32_t vocab, float *logits) {
     static float values[65536];
     uint32_t bits, best_id = 0;
@@ -256,6 +288,7 @@ static uint32_t chosen(uint64_t h, uint64_t seed, uint32_t position, float inver
     require(vocab <= 65536, "a vocabulary for which there is no room");
     for (uint32_t id = 0; id < vocab; id++) {
         float value = values[id] = id < vocab - 1 ? logit(h, id) : -1000;
+        if (spoils && id == 5) value = values[id] = 50;
         if (logits) logits[id] = value;
         if (value > best) best = value, best_id = id;
     }
@@ -263,13 +296,15 @@ static uint32_t chosen(uint64_t h, uint64_t seed, uint32_t position, float inver
 }
 // The kernel for one row of that model, over a pool of pages, or over pages in the order of their blocks.
 static void one_row(const Call *call, int paged) {
+    spoils = call->is_wrong;
     const RowsParams *p = call->argument[0];
     const uint32_t *sizes = inside(p->pack, 20);
     uint32_t page_rows = sizes[1], positions = sizes[0] * page_rows, vocab = sizes[4], end = p->position + p->steps, token = 0;
-    uint32_t *cache = inside(p->cache, 4ull * sizes[2] * page_rows), *mailbox = inside(p->mailbox, 4ull * (2 + positions));
+    uint32_t *cache = tokens_of(call, p->cache, (size_t)sizes[2] * page_rows), *mailbox = inside(p->mailbox, 4ull * (2 + positions));
     // The parameter after those of every kernel.
     const uint32_t *table = paged ? inside(p->rows, 4ull * sizes[0]) : NULL;
-#define CACHED(at) cache[table ? table[(at) / page_rows] * page_rows + (at) % page_rows : (at)]
+#define PLACE(at) (table ? table[(at) / page_rows] * page_rows + (at) % page_rows : (at))
+#define CACHED(at) cache[PLACE(at)]
     const uint32_t *prompt = inside(p->prompt, 4ull * positions);
     static uint32_t decided, next;
     require(p->timeout_ns > 0 && p->steps > 0 && end <= positions && p->top_k == 0 && p->top_p == 0, "the parameters of a launch");
@@ -283,7 +318,7 @@ static void one_row(const Call *call, int paged) {
         if (ends || at == end) break;
         if (at + 1 == end) in_last_step();
         require(!table || table[at / page_rows] < sizes[2], "a position outside the page table");
-        CACHED(at) = token;
+        keep_token(call, p->cache, (size_t)sizes[2] * page_rows, cache, PLACE(at), token);
         uint64_t h = NO_TOKENS;
         for (uint32_t before = 0; before <= at; before++) h = with_token(h, CACHED(before), vocab);
         float *logits = p->logits ? (float *)inside(p->logits + 4ull * (at - p->position) * vocab, 4ull * vocab) : NULL;
@@ -297,9 +332,10 @@ static void paged_kernel(const Call *call) { one_row(call, 1); }
 static void rows_kernel(const Call *call) {
     const RowsParams *p = call->argument[0];
     const uint32_t *sizes = inside(p->pack, 20);
-    uint32_t blocks = sizes[0], page_rows = sizes[1], pages = sizes[2], padded = sizes[3], vocab = sizes[4];
+    uint32_t blocks = sizes[0], page_rows = sizes[1], pages = sizes[2], padded = call->rows ? call->rows : sizes[3], vocab = sizes[4];
+    spoils = call->is_wrong;
     const Row *rows = inside(p->rows, p->row_count * sizeof(Row));
-    uint32_t *cache = inside(p->cache, 4ull * pages * page_rows);
+    uint32_t *cache = tokens_of(call, p->cache, (size_t)pages * page_rows);
     // Without a mailbox a sampler decides.
     uint32_t *mailbox = p->mailbox ? inside(p->mailbox, 4 * (1 + (p->steps + 1) * padded)) : NULL;
     static uint32_t decided[64], last_tag;
@@ -335,8 +371,8 @@ static void rows_kernel(const Call *call) {
                 require(position / page_rows < blocks && table[position / page_rows] < pages, "a position outside the page table");
                 if (write) {
                     require(next[r] < vocab, "a token outside the vocabulary");
-                    if (next[r] == vocab - 1) { crashed = 1; return; }
-                    cache[table[position / page_rows] * page_rows + position % page_rows] = next[r];
+                    if (next[r] == vocab - 1 && !call->rows) { crashed = 1; return; }
+                    keep_token(call, p->cache, (size_t)pages * page_rows, cache, table[position / page_rows] * page_rows + position % page_rows, next[r]);
                     continue;
                 }
                 uint64_t h = NO_TOKENS;
@@ -383,10 +419,11 @@ static void stamp(const WaveParams *p, unsigned grid) {
 // The chunk that was read last, for its tail.
 static struct { Address work; uint32_t position, row_count, tokens[512]; } last_chunk;
 // The residual of a tail, for which the fake uses tokens, is in the arena of the chunk before it.
-static void tail_kernel(const WaveParams *p) {
+static void tail_kernel(const Call *call) {
+    const WaveParams *p = call->argument[0];
     const uint32_t *sizes = inside(p->pack, 20);
     uint32_t blocks = sizes[0], page_rows = sizes[1], pages = sizes[2], vocab = sizes[4];
-    uint32_t *cache = inside(p->cache, 4ull * pages * page_rows), *mailbox = inside(p->mailbox, 4 * (1 + 2 * 16));
+    uint32_t *cache = tokens_of(call, p->cache, (size_t)pages * page_rows), *mailbox = inside(p->mailbox, 4 * (1 + 2 * 16));
     const Row *rows = inside(p->rows, p->row_count * sizeof(Row));
     inside(p->waves, 80ull * p->wave_count);
     inside(p->taken, 4ull * p->row_count);
@@ -398,7 +435,7 @@ static void tail_kernel(const WaveParams *p) {
     uint32_t position = rows[0].position;
     const uint32_t *table = inside(p->pages, 4ull * blocks);
     require(position / page_rows < blocks && table[position / page_rows] < pages, "a row outside the tables");
-    cache[table[position / page_rows] * page_rows + position % page_rows] = last_chunk.tokens[rows[0].from];
+    keep_token(call, p->cache, (size_t)pages * page_rows, cache, table[position / page_rows] * page_rows + position % page_rows, last_chunk.tokens[rows[0].from]);
     uint64_t h = NO_TOKENS;
     for (uint32_t at = 0; at <= position; at++)
         h = with_token(h, cache[table[at / page_rows] * page_rows + at % page_rows], vocab);
@@ -411,10 +448,13 @@ static void waves_kernel(const Call *call) {
     const WaveParams *p = call->argument[0];
     stamp(p, call->grid);
     use_tags(p);
-    if (p->taken) { tail_kernel(p); return; }
+    // Another kernel of waves than the launch is for reads other tables, so its numbers are wrong.
+    enum Does is_for = p->taken ? TAIL : p->mailbox ? ANYTHING : CHUNK;
+    spoils = call->is_wrong || (call->rows && call->does != is_for && (call->does == CHUNK || call->does == TAIL));
+    if (p->taken) { tail_kernel(call); return; }
     const uint32_t *sizes = inside(p->pack, 20);
-    uint32_t blocks = sizes[0], page_rows = sizes[1], pages = sizes[2], padded = sizes[3], vocab = sizes[4];
-    uint32_t *cache = inside(p->cache, 4ull * pages * page_rows);
+    uint32_t blocks = sizes[0], page_rows = sizes[1], pages = sizes[2], padded = call->rows ? call->rows : sizes[3], vocab = sizes[4];
+    uint32_t *cache = tokens_of(call, p->cache, (size_t)pages * page_rows);
     const Row *rows = inside(p->rows, p->row_count * sizeof(Row));
     uint32_t *mailbox = p->mailbox ? inside(p->mailbox, 4 * (1 + (p->steps + 1) * padded)) : NULL, next[512];
     static uint32_t decided[64];
@@ -438,7 +478,8 @@ static void waves_kernel(const Call *call) {
                 const uint32_t *table = inside(p->pages + 4ull * rows[r].sequence * blocks, 4ull * blocks);
                 require(position / page_rows < blocks && table[position / page_rows] < pages && next[r] < vocab, "a row outside the tables");
                 if (write) {
-                    cache[table[position / page_rows] * page_rows + position % page_rows] = next[r];
+                    uint32_t token = spoils && !mailbox && position % 3 == 1 ? next[r] ^ 1 : next[r];
+                    keep_token(call, p->cache, (size_t)pages * page_rows, cache, table[position / page_rows] * page_rows + position % page_rows, token);
                     continue;
                 }
                 uint64_t h = NO_TOKENS;
@@ -488,6 +529,7 @@ static void sample(const Call *call, _Bool by_rivals) {
     if (p->next) inside(p->next, 4ull * p->next_stride * (rows - 1) + 4);
     printf("step %u of a sampler for %u rows%s\n", p->step, rows, by_rivals ? ", by rivals" : "");
     sampler_step(p, by_rivals);
+    if (call->is_wrong) *(uint32_t *)inside(p->answers, 4) ^= 1;
 }
 static void sampler(const Call *call) { sample(call, 0); }
 static void rivals(const Call *call) { sample(call, 1); }
@@ -513,14 +555,30 @@ static Kernel kernels[] = {
     {0},
 };
 
+// An image that says what its kernels are for; never freed.
+typedef struct OwnImage { Kernel kernels[sizeof kernels / sizeof *kernels]; unsigned rows, does, is_wrong; struct OwnImage *next; } OwnImage;
+static OwnImage *own_images;
+static const OwnImage *image_of(const Kernel *kernel) {
+    const OwnImage *own = own_images;
+    while (own && (kernel < own->kernels || kernel >= own->kernels + sizeof kernels / sizeof *kernels)) own = own->next;
+    return own;
+}
 int cuModuleLoadData(void **module, const char *image) {
     BOUND();
     if (memcmp(image, "\177ELF", 4)) return INVALID_IMAGE;
-    *module = image[4] == '1' ? kernels_one_row : image[4] == '2' ? kernels_paged : kernels;
+    unsigned char does = image[4] == 'K' ? image[6] : ANYTHING;
+    *module = image[4] == '1' || does == ONE_ROW ? kernels_one_row : image[4] == '2' || does == PAGED_ROW ? kernels_paged : kernels;
+    if (image[4] == 'K') {
+        OwnImage *own = calloc(1, sizeof *own);
+        *own = (OwnImage){.rows = (unsigned char)image[5], .does = does, .is_wrong = image[7], .next = own_images};
+        memcpy(own->kernels, *module, *module == kernels ? sizeof kernels : sizeof kernels_paged);
+        *module = own->kernels;
+        own_images = own;
+    }
     modules++;
     return SUCCESS;
 }
-int cuModuleUnload(void *module) { BOUND(); modules--; return module == kernels || module == kernels_one_row || module == kernels_paged ? SUCCESS : INVALID_VALUE; }
+int cuModuleUnload(void *module) { BOUND(); modules--; return module ? SUCCESS : INVALID_VALUE; }
 int cuModuleGetFunction(Kernel **function, void *module, const char *name) {
     BOUND();
     for (Kernel *k = module; k->name; k++)
@@ -663,6 +721,8 @@ int cuLaunchKernelEx(const Config *config, Kernel *function, void **arguments, v
     if (config->smem > (unsigned)function->smem || config->grid[0] % cluster) return INVALID_VALUE;
     if (is_cooperative && config->grid[0] > 2 * SM_COUNT) return TOO_LARGE;
     Call call = {.grid = config->grid[0], .smem = config->smem, .cluster = cluster, .kept = kept_by(config)};
+    const OwnImage *own = image_of(function);
+    if (own) call.rows = own->rows, call.does = own->does, call.is_wrong = own->is_wrong;
     Job *last = config->stream->last;
     if (last && !last->is_done && last->run == function->run) queued_after++;
     return submit(config->stream, function->run, call, arguments, function->parameters);
@@ -696,6 +756,8 @@ static void copy(const Call *call) {
 }
 static void set(const Call *call) {
     if (U64(1) == 0) clear_tags(U64(0), U64(2));
+    for (Tokens *own = all_tokens; own; own = own->next)
+        if (own->cache == U64(0)) forget_tokens(own);
     memset((void *)U64(0), (int)U64(1), U64(2));
 }
 static int submit_three(Stream *stream, void (*run)(const Call *), uint64_t to, uint64_t from, uint64_t bytes) {

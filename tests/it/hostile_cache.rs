@@ -13,14 +13,22 @@ const KEY: &str = "00112233445566778899aabbccddeeff00112233445566778899aabbccdde
 
 /// The logits of a machine with an empty local cache, and its messages.
 fn logits(shared: &Path, key: Option<&Path>) -> (Vec<u8>, String) {
+    logits_with("", shared, key, 0)
+}
+
+/// The same with options, from a command that ends with `code`.
+fn logits_with(options: &str, shared: &Path, key: Option<&Path>, code: i32) -> (Vec<u8>, String) {
     let place = Place::new();
     place.manifest(&fixture("variants/llama-defaults"), 8);
-    let mut command = place.command("logits m.toml --ids 1,2,3 --out logits.safetensors");
+    let mut command = place.command(&format!("logits m.toml --ids 1,2,3 --out logits.safetensors {options}"));
     command.env("MONOBLOC_SHARED_CACHE", shared);
     if let Some(key) = key {
         command.env("MONOBLOC_CACHE_KEY_FILE", key);
     }
-    let answer = Answer::of(&mut command).code(0);
+    let answer = Answer::of(&mut command).code(code);
+    if code != 0 {
+        return (vec![], answer.stderr);
+    }
     (fs::read(place.path("logits.safetensors")).unwrap(), answer.stderr)
 }
 
@@ -59,7 +67,9 @@ fn a_forged_schedule_and_its_link_are_used_without_a_key_and_refused_with_one() 
             *bytes = format!("{forged}\n").into_bytes();
         });
     }
-    let (trusting, said) = logits(&shared, None);
+    let (_, said) = logits_with("", &shared, None, 70);
+    assert!(said.contains("kernel `decode` of target `cpu`") && said.contains("the check failed"), "{said}");
+    let (trusting, said) = logits_with("--unchecked", &shared, None, 0);
     assert!(trusting != honest, "the documented trust: {said}");
 
     // With a key, entries without one are not used, and a note names them.

@@ -9,6 +9,7 @@ mod cache_fp8;
 mod chat;
 mod check_codes;
 mod check_mutants;
+mod checked;
 mod cli;
 mod cli_errors;
 mod cli_support;

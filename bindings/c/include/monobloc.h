@@ -93,6 +93,10 @@ typedef struct {
    Tokens that the cache holds for all sequences together; 0: four contexts, or the value of the manifest.
    */
   uint32_t cache_tokens;
+  /*
+   1: runs kernels whose numbers were not compared on a device of this kind, and says so on stderr; 0: compares them first.
+   */
+  uint32_t unchecked;
 } monobloc_options;
 
 /*

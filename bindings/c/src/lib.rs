@@ -52,6 +52,8 @@ pub struct monobloc_options {
     pub chunk_max: u32,
     /// Tokens that the cache holds for all sequences together; 0: four contexts, or the value of the manifest.
     pub cache_tokens: u32,
+    /// 1: runs kernels whose numbers were not compared on a device of this kind, and says so on stderr; 0: compares them first.
+    pub unchecked: u32,
 }
 
 /// Which logits of a row are written.
@@ -219,7 +221,11 @@ unsafe fn read_options(options: *const monobloc_options) -> Result<Options, Faul
             .with_remedy("set it to sizeof(monobloc_options)"));
     }
     // SAFETY: the struct has all fields of this version.
-    let monobloc_options { size: _, target, cache, sequences_max, chunk_max, cache_tokens } = unsafe { *options };
+    let monobloc_options { size: _, target, cache, sequences_max, chunk_max, cache_tokens, unchecked } =
+        unsafe { *options };
+    if unchecked > 1 {
+        return Err(Fault::input(format!("`unchecked` of the options is {unchecked}, expected 0 or 1")));
+    }
     let given = |value: u32| Some(value).filter(|&value| value != 0);
     // SAFETY: strings of C or NULL, as the caller promises.
     let (target, cache) = unsafe { (path(target), path(cache)) };
@@ -229,6 +235,7 @@ unsafe fn read_options(options: *const monobloc_options) -> Result<Options, Faul
         sequences_max: given(sequences_max),
         chunk_max: given(chunk_max),
         cache_tokens: given(cache_tokens),
+        unchecked: unchecked == 1,
         ..Options::default()
     })
 }

@@ -8,7 +8,7 @@ use std::ptr;
 
 use monobloc::cache::Cache;
 use monobloc::manifest::Manifest;
-use monobloc::pipeline::{AskedSizes, Serving, Workspace, export};
+use monobloc::pipeline::{AskedSizes, Checking, Serving, Workspace, export};
 use monobloc::report::Report;
 use monobloc_c::*;
 
@@ -47,7 +47,8 @@ fn exported(folder: &Path) -> PathBuf {
     let asked = AskedSizes::default();
     let serving = Serving { asked, running_max: 8, chunk_rows: 8, steps_max: 1, cache_tokens: None };
     let out = folder.join("export");
-    export(&workspace, &manifest, &out, &serving, &|| false).unwrap_or_else(|fault| panic!("{fault}"));
+    export(&workspace, &manifest, &out, &serving, Checking::Required, &|| false)
+        .unwrap_or_else(|fault| panic!("{fault}"));
     out
 }
 
@@ -202,6 +203,7 @@ fn wrong_calls_are_refused_and_the_model_goes_on() {
         sequences_max: 0,
         chunk_max: 0,
         cache_tokens: 0,
+        unchecked: 0,
     };
     let sized = monobloc_options { size: size_of::<monobloc_options>(), ..short };
     // SAFETY: every pointer is NULL where that is allowed, or has what the function expects.

@@ -86,11 +86,12 @@ struct LoadSettings {
     /// Words of the command that serves the tokenizer; the checkpoint's folder is added as the last one. Empty: no tokenizer.
     tokens: Vec<String>,
     verbose: bool,
+    unchecked: bool,
 }
 
 impl LoadSettings {
     fn options(self) -> Options {
-        let LoadSettings { target, cache, sequences_max, chunk_max, cache_tokens, tokens, verbose } = self;
+        let LoadSettings { target, cache, sequences_max, chunk_max, cache_tokens, tokens, verbose, unchecked } = self;
         let tokens = tokens.split_first().map(|(program, words)| {
             let (program, words) = (program.clone(), words.to_vec());
             let start: TokensProgram = Arc::new(move || {
@@ -100,7 +101,7 @@ impl LoadSettings {
             });
             start
         });
-        Options { target, cache, sequences_max, chunk_max, cache_tokens, tokens, verbose }
+        Options { target, cache, sequences_max, chunk_max, cache_tokens, tokens, verbose, unchecked }
     }
 }
 

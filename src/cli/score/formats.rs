@@ -12,7 +12,7 @@ use crate::error::Fault;
 use crate::format::{FormatPlan, NAMED};
 use crate::manifest::Manifest;
 use crate::measure::step_bytes;
-use crate::pipeline::{self, Prepared, Tokens, Workspace};
+use crate::pipeline::{self, Checking, Prepared, Tokens, Workspace};
 use crate::sample::{Logprobs, divergence};
 use crate::target::Target;
 
@@ -23,6 +23,13 @@ const HELD_VALUES: usize = 32 << 20;
 pub struct Text<'a> {
     pub file: &'a Path,
     pub text: &'a str,
+}
+
+/// The model that reads it.
+pub struct Of<'a> {
+    pub manifest: &'a Manifest,
+    pub target: &'a Target,
+    pub checking: Checking,
 }
 
 /// A row of the table.
@@ -39,8 +46,7 @@ struct Row {
 pub fn compare(
     session: &Session,
     workspace: &Workspace,
-    manifest: &Manifest,
-    target: &Target,
+    Of { manifest, target, checking }: Of<'_>,
     tokenizer: &mut Tokens,
     text: &Text<'_>,
     as_json: bool,
@@ -63,7 +69,7 @@ pub fn compare(
     };
     let plain = with_formats(FormatPlan::default());
     let own = if plain.precision.weights == crate::dtype::DType::F32 { "fp32" } else { "bf16" };
-    let plain = pipeline::prepare(workspace, &plain, target)?;
+    let plain = pipeline::prepare(workspace, &plain, target)?.checking(checking);
     let mut exact = Runs::begin(workspace, &plain)?;
     tokenizer.check_vocab(exact.vocab)?;
     let context = (manifest.decode.context_max as usize).min((HELD_VALUES / exact.vocab.max(1) as usize).max(3));
@@ -72,7 +78,7 @@ pub fn compare(
     let mut rows = vec![first];
     for (name, format) in NAMED.into_iter().filter(|(_, format)| !format.is_plain()) {
         let formats = FormatPlan { weights: Some(format), embed: manifest.formats.embed, ..FormatPlan::default() };
-        let rounded = pipeline::prepare(workspace, &with_formats(formats), target)?;
+        let rounded = pipeline::prepare(workspace, &with_formats(formats), target)?.checking(checking);
         let mut runs = Runs::begin(workspace, &rounded)?;
         rows.push(runs.row(name, &read, Some(&mut exact))?);
     }

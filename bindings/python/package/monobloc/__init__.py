@@ -357,6 +357,7 @@ def load(
     cache_tokens: Optional[int] = None,
     tokenizer: bool = True,
     verbose: bool = False,
+    unchecked: bool = False,
 ) -> Model:
     """Loads a model from a manifest, the folder of an export, or the name of a built-in model.
 
@@ -369,6 +370,9 @@ def load(
     is four contexts. For an export, these cannot be larger than those with which it was written.
 
     With `tokenizer=False` the model takes token ids only. `verbose` prints to stderr what is built.
+
+    Kernels are compared with a reference before they compute the first token, once for each kind of device. With
+    `unchecked=True` they are not, and a warning on stderr says so.
     """
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     settings = {
@@ -379,5 +383,6 @@ def load(
         "cache_tokens": cache_tokens,
         "tokens": [sys.executable, "-I", "-c", _SERVE_TOKENS, package] if tokenizer and sys.executable else [],
         "verbose": verbose,
+        "unchecked": unchecked,
     }
     return Model(_monobloc.Model(os.fspath(place), settings))
