@@ -1,4 +1,6 @@
 //! Owns `Candidate`: one unmeasured point of the search space, and `Infeasible`: why a point does not fit.
+//!
+//! Two different candidates give different artefacts, or a knob has a bug. `Infeasible` is feedback for the search, not a fault.
 
 use crate::ir::op::UNIT_ROWS;
 use crate::ir::program::LayerOp;

@@ -6,6 +6,8 @@
 //!
 //! Sources are not trusted. Their size is bounded here, and the work for one token is bounded in units that do not depend on the
 //! machine. The work to compile a source is not bounded here: `pipeline::tokens` compiles it first in a process with limits.
+//!
+//! The bytes of every token are known exactly, or the tokenizer is refused.
 
 use std::fmt;
 use std::panic::AssertUnwindSafe;

@@ -7,6 +7,8 @@
 //! A matrix of codes has the scales of its groups in its granules ([`crate::format`]), and those of its rows after its units.
 //!
 //! Of a candidate, only the knob `unit_rows` changes it: schedules of one model and precision read the same pack, on any number of SMs.
+//!
+//! A matrix that a checkpoint stores as codes is packed with those codes, or as values that hold them exactly.
 
 use crate::dtype::DType;
 use crate::error::Fault;

@@ -3,6 +3,8 @@
 //! Activations and accumulation are f64 throughout; weights are the checkpoint's, widened. Only rotary angles are
 //! computed in fp32, because that rounding is part of the models: transformers computes `position * inv_freq` in fp32,
 //! and at position 100 000 the rounding turns the fastest pairs by more than a milliradian.
+//!
+//! It shares no code with `lower`, so a fault of lowering cannot hide in its own specification.
 
 use rayon::prelude::*;
 

@@ -1,4 +1,6 @@
 //! Places a program on a machine: shares of every grid, queues, events derived from regions, streams, memory map.
+//!
+//! Events are derived from overlapping regions; no event is written by hand.
 
 use crate::candidate::{Candidate, FormatCause, Infeasible};
 use crate::ir::layout::{

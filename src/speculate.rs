@@ -10,6 +10,9 @@
 //! a distribution with one token `t`. Their rule accepts it with probability p(t); here the request chooses `t` with probability p(t),
 //! and any other token with its own probability. Both rules therefore have the distribution of the model and accept equally
 //! often, and this one also has the same tokens.
+//!
+//! Without a proposal, a step is an ordinary one. The row of a token that was not accepted stays in the cache until the next launch writes
+//! its position. So in a text with proposals one guard ([`crate::rows::Guard`]) judges the launches of all kernels that write its cache.
 
 use std::collections::HashMap;
 

@@ -5,6 +5,8 @@
 //! first used, and says `NoDriverLib` if there is none. Only `kernel` and the files that launch kernels of schedules (`session` and
 //! `one_row` for one row, `rows` and `turns` for several, `waves`) know schedules: they upload the tables of a proven one. `sampler`
 //! chooses tokens from the logits that a launch leaves. The other files take source and bytes, and give bytes and numbers.
+//!
+//! No CUDA library is linked. Libraries are loaded at first use, and a missing one is an ordinary error.
 
 mod api;
 pub mod arch;

@@ -1,4 +1,10 @@
 //! Owns `SamplerSession`: the sampler on a device, which chooses tokens from the logits that a kernel for rows leaves in memory.
+//!
+//! A token is the one that [`crate::sample::Request`] chooses from the same logits. Sums of integers decide, whose order does not matter,
+//! or sums of fp32 where none of their errors can change the choice.
+//!
+//! All blocks are resident at once (a cooperative launch). A block tells its words before it waits for those of its row. What else blocks
+//! share is read by the block that is counted last, or in a later launch.
 
 use super::driver::{Device, DriverError};
 use super::kernel::Watched;

@@ -2,6 +2,8 @@
 //!
 //! A [`Model`] runs in its own thread, and its tokenizer in another one. Each does jobs in the order of the calls. So threads can
 //! share a model, a caller can give up waiting, and a panic ends only the thread of the model: later jobs get a fault.
+//!
+//! A step that is refused changes no sequence, and no step writes a page that two sequences hold.
 
 mod desk;
 mod steps;

@@ -6,6 +6,10 @@
 //!
 //! What orders memory is one page for all kernels: docs/memory-model.md. `validate` proves against it, and
 //! `kernels/runtime/sync.cuh` implements it.
+//!
+//! The language is data. It knows no pass and no CUDA call, and no position: the position is a symbol of every region. A schedule is
+//! resolved: it has every number that code generation, the encoder, the interpreter or the packer needs, and none of them computes one
+//! again. `validate` computes them again, to compare. Every module except `validate` asks `layout` where bytes lie.
 
 pub mod layout;
 pub mod op;

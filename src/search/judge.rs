@@ -1,6 +1,8 @@
 //! Owns the decision about a trial: paired times in, an interval of the ratio out, and whether the candidate is kept.
 //!
 //! Rounds are those of [`crate::abba`], with the incumbent as A and the candidate as B.
+//!
+//! Only this module makes an incumbent.
 
 use crate::abba::{Ratio, Round, ratio};
 use crate::flywheel::Decision;

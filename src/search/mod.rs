@@ -6,6 +6,9 @@
 //! - `prior`: the lessons of earlier campaigns.
 //! - `additive`: predictions from these lessons and from the campaign's own trials.
 //! - `cost`: estimates from calibrated figures.
+//! - `drive`: the loop, over an `Arena` that builds and runs candidates.
+//! - `history`: a campaign, read from its rows.
+//! - `study`: cold campaigns against warm ones.
 //!
 //! All of it is data and pure functions. `pipeline` builds, runs and times what is proposed, so a thousand trials of a simulated
 //! landscape take milliseconds.

@@ -46,6 +46,10 @@
 //! The kernels of a CUDA target can do less than the language says, so the last group compares the schedule with what they
 //! take for granted (`kernels`).
 //!
+//! Every rule has a filetest that violates it, and a mutation of a proven schedule that violates it alone. A violation in the output of
+//! our own lowering is our bug and stops the build; in a user's file it is an answer. That a program computes its model is a judgement
+//! of its own (`same`).
+//!
 //! # Rows and tables
 //!
 //! A row of a cache is its sequence and position, wherever the page table puts it. Rows of a step append different ones, and

@@ -9,6 +9,9 @@
 //! steps computes the whole program. A plan of chunks ends with the last grid that appends to the cache. A *tail* computes the rest of the
 //! program for a few rows of a chunk, in a separate launch that follows the chunk on its stream.
 //!
+//! Code generation takes nothing but a [`Proven`] plan. A tail is proven after the plan of chunks that it follows ([`WithTail`]), and begins
+//! with the residual that this plan leaves.
+//!
 //! What orders memory between waves, between the blocks of a pair and between a wave and its packets is argued in docs/memory-model.md.
 //!
 //! # Weights before a meeting
