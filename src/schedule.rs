@@ -196,7 +196,7 @@ pub fn check_knobs(head_units: u32, target: &Target, c: &Candidate) -> Result<()
     }
     let knob = |knob, value, expected: &str| Err(Infeasible::Knob { knob, value, expected: expected.to_string() });
     if c.sms > head_units {
-        // A block that publishes nothing at the end of a step would not release what it wrote to the cache.
+        // Every SM must run a head task: its arg-max store is the release of what it wrote to the cache.
         return knob("sms", c.sms, &format!("at most {head_units}, the units of the head"));
     }
     let warps_max = match target.kind {
@@ -267,8 +267,8 @@ const WARPGROUP: u32 = 4;
 /// What a loader thread needs.
 const LOADER_REGISTERS: u32 = 72;
 
-/// Whether a loader of a whole warpgroup, of which one thread works, gives registers to the consumers: those of rows hold more than
-/// those of one row.
+/// Whether the loader is a whole warpgroup and gives registers to the consumers. Batch kernels need more registers per consumer than
+/// decode kernels.
 fn registers_move(program: &Program, target: &Target, c: &Candidate) -> bool {
     let spec = &target.spec;
     for_rows(program)
@@ -540,7 +540,7 @@ struct Share {
 /// taken back from the SMs that stream most. So an SM that reads history, has one more unit of a wide k, or is spared, gets fewer.
 fn unit_shares(program: &Program, grid: &Grid, m: &MatVec, load: &[u64], cost: &[u64]) -> Vec<Share> {
     let (n, sms, unit) = (grid.n as usize, load.len(), m.unit_bytes(program.format_of(grid)));
-    // Every block must publish an arg-max pair at the end of a step, or it would not release what it wrote to the cache.
+    // Every SM must run a head task: its arg-max store is the release of what it wrote to the cache.
     let least = usize::from(matches!(m.epilogue, Epilogue::Logits { .. }));
     // An SM counts by its speed, one that is not spared as 1, so that the others have room for what spared ones leave.
     let speed: u64 = cost.iter().map(|cost| 1_000_000 / cost).sum();

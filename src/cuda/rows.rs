@@ -47,7 +47,7 @@ pub trait RowLauncher {
     /// Steps of a launch, at most.
     fn steps_max(&self) -> u32;
 
-    /// Whether rows at these positions are faster here than on a kernel for `others` rows whose SMs have whole histories.
+    /// Whether rows at these positions are faster here than on a kernel for `others` rows without KV splits.
     fn gains(&self, _positions: &[u32], _others: u32) -> bool {
         false
     }
@@ -58,9 +58,9 @@ pub trait RowLauncher {
     /// The pack, to share with another kernel of the model.
     fn pack(&self) -> Arc<DeviceBuffer>;
 
-    /// Queues a launch and returns at once. Every row takes part in every step, so all of its positions count as written for later
-    /// launches, which the device runs after it. [`RowLauncher::finish`] waits for it. Before that, one more launch can be queued if
-    /// [`RowLauncher::last_step`] said so: all of its rows go on with what rows of this one decide.
+    /// Queues a launch and returns at once. Positions are marked as written when queued, not when finished: every row takes part in every
+    /// step, and the device runs later launches after this one. [`RowLauncher::finish`] waits for it. Before that, one more launch can be
+    /// queued if [`RowLauncher::last_step`] said so: all of its rows continue with what rows of this one decide.
     ///
     /// # Errors
     /// Inputs that do not fit the tables, or that end before the last step; a launch that was not finished.

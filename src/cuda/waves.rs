@@ -315,7 +315,7 @@ impl WavesSession {
         Ok(read)
     }
 
-    /// Queues the reading of a chunk and returns at once. Its positions count as written for later launches, which
+    /// Queues the reading of a chunk and returns at once. Its positions are marked as written when queued, because later launches
     /// [`follow`](WavesSession::last_end) it on the device. A second chunk can be queued before the first one was waited for; of two, one
     /// has a tail.
     ///

@@ -151,8 +151,8 @@ fn wide_slot(graph: &ModelGraph, precision: Precision, target: &Target) -> Optio
     (blocks_of_wide < blocks(SLOT_BYTES[0])).then(|| granules.div_ceil(blocks_of_wide) * GRANULE_BYTES)
 }
 
-/// The candidate of a kernel for rows, from that of one row: the same units, without what only one row can have. A chunk is a
-/// block of k, so slots are no larger; a task takes all query heads of a KV head, because there are enough tasks.
+/// The candidate of a batch kernel, from that of the decode kernel. Same tiling; KV splits and replicated sums off. A chunk is a block
+/// of k, so slots are no larger. A task takes all query heads of a KV head, because there are enough tasks.
 fn candidate(
     base: &Candidate,
     graph: &ModelGraph,

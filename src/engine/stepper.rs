@@ -110,8 +110,8 @@ impl Launch {
     }
 }
 
-/// Rows of one sequence, at consecutive positions and wanting nothing, that have a launch of their own; the last one may want something.
-/// While it runs, another launch may be submitted, and it may be submitted while another one runs, if no row of both wants logits or a choice.
+/// A launch of its own for rows of one sequence at consecutive positions. They want nothing, except perhaps the last one.
+/// May overlap with one other launch, unless a row of either needs logits or a sampler.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Alone {
     /// Fewer are read as fast in an ordinary launch.

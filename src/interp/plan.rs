@@ -47,7 +47,7 @@ pub enum PlanError {
     #[error("{grid} streams weights, and has no variant that says in which chunks")]
     Variant { grid: GridId },
     /// A known gap: the pack has the parts of no looked-up buffer yet.
-    #[error("{grid} chooses a part of a buffer, or reads a chosen one, which the interpreter cannot do yet")]
+    #[error("{grid}: experts are not implemented in the interpreter")]
     Choice { grid: GridId },
     #[error("no regime serves position 0")]
     Regimes,

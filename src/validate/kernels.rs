@@ -155,7 +155,7 @@ impl Rules<'_> {
             let words = buffer.space == Space::Exchange && buffer.dtype != DType::I32;
             self.expect_rule(Rule::KernelRows, buffer.words == words, Entity::Buffer(BufferId(b)), || {
                 let travels = if words { "words" } else { "no words" };
-                format!("expected {travels}, as kernels for several rows have them")
+                format!("expected {travels}, as the batch kernel has them")
             });
         }
         self.fills(schedule);
@@ -169,7 +169,11 @@ impl Rules<'_> {
                 Op::Embed { everywhere, .. } | Op::NormAdd { everywhere, .. } => !everywhere && !grid.per_row,
             };
             self.expect_rule(Rule::KernelRows, taken, Entity::Grid(GridId(g)), || {
-                format!("expected an op that kernels for several rows have, found `{}` of another kind", grid.op.name())
+                format!(
+                    "the batch kernel has no such `{}`: expected no KV splits, route, own input or sums on every SM, \
+                     and tasks per row in attention alone",
+                    grid.op.name()
+                )
             });
             // ring.cuh: no chunk reaches beyond its page, and chunks begin where pages do.
             let Some(keys) = grid.operand(Role::HistoryK) else { continue };

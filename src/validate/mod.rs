@@ -76,7 +76,7 @@
 //! - A launch may start at any position; its first step waits for no carried event (nothing ran before it).
 //! - Private data of an SM begins at the lowest column that the SM owns.
 //!
-//! # What a regime finds is what every regime leaves
+//! # Cross-regime invariants
 //!
 //! Four things outlive a step: cache rows, words, the columns of carried events, and what the host reads. Private data and all
 //! other exchange columns are written in the step that reads them, before they are read (`uncovered`, `private-order`,

@@ -1,4 +1,4 @@
-//! Group 1, regimes: what a regime finds is what every regime leaves. The head of `validate` has the argument.
+//! Group 1, regimes: the cross-regime invariants. The head of `validate` has the argument.
 
 use super::wellformed::Writes;
 use super::{Entity, Found, Rule, note};

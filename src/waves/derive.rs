@@ -628,7 +628,7 @@ impl Builder<'_> {
         }
         let (Some(residual), true) = (self.residual, self.published == Some(x)) else {
             // In a parallel layer both branches read the sum before either adds to it. One residual cannot hold both values.
-            return refused(grid, "the input", "the last sum, or what one product or attention wrote");
+            return refused(grid, "the input", "a value that is not overwritten; parallel layers have no wave kernel");
         };
         let to = self.work("normed", Layout::of_input(tiles), m.k);
         let norm = m.norm.map(|norm| self.norm_of(grid, norm));

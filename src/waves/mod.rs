@@ -73,7 +73,7 @@ define_id!(
 
 /// Most rows of a chunk, unless asked for otherwise.
 pub const CHUNK_ROWS: u32 = 512;
-/// Least rows of a chunk for which waves pay: fewer rows take as long, and kernels for rows read them as fast.
+/// Least rows of a chunk. Below 64 rows the batch kernel is at least as fast.
 pub const CHUNK_MIN: u32 = 64;
 /// Rows that a product of a chunk multiplies at once.
 pub const CHUNK_BLOCK_ROWS: u32 = 128;

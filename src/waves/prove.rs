@@ -702,7 +702,7 @@ impl Judge<'_> {
         self.over(wave, Over::Heads { n: a.heads / a.heads_per_task, rows })?;
         let pages = tile > 0 && tile.is_multiple_of(16) && page > 0 && page.is_multiple_of(tile);
         if !pages || 2 * tile * row > self.plan.machine.inputs.slot_bytes {
-            return no("a tile of keys and values that no slot holds, or no page");
+            return no("expected tiles of whole 16 positions that divide pages, with keys and values in one slot");
         }
         self.holds.insert(out, Value::Exchange(buffer(Role::Out)?));
         Ok(())
@@ -878,7 +878,7 @@ impl Judge<'_> {
     /// What a product in pairs leaves for the next one.
     fn then(&mut self, then: Option<Input>) -> Result<(), String> {
         match then {
-            Some(Input { squares: None, .. }) => Err("a norm that no pair of blocks has whole".to_string()),
+            Some(Input { squares: None, .. }) => Err("expected a norm factor after the product of a pair".to_string()),
             Some(then) => self.leaves(then, self.plan.machine.sms / 2),
             None => Ok(()),
         }

@@ -60,8 +60,8 @@ impl Ragged {
         (!cuts.is_empty()).then_some(Ragged { cuts, attends, sms: plan.machine.sms, rows: plan.rows })
     }
 
-    /// Whether a launch of rows at `positions` is faster on this kernel than on one for `others` rows. With whole histories, the SM with the
-    /// longest one decides when a wave ends. With splits, all SMs take the same time: what they have on average.
+    /// Whether a launch of rows at `positions` is faster on this kernel than on one for `others` rows. Without splits, the wave ends
+    /// when the SM with the longest history is done. With splits, it ends after the mean work per SM.
     pub fn gains(&self, positions: &[u32], others: u32) -> bool {
         let saved = |&(Cut { window, split, tasks }, count): &(Cut, u32)| {
             let seen = |position: u32| u64::from(window.map_or(position, |window| position.min(window)));

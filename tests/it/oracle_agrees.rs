@@ -172,7 +172,7 @@ fn words_that_one_regime_does_not_clear() {
 /// Attention in two splits on sm0 and sm1, merged on sm2 from position `phases + 2` on and not before. The split of sm0 moves
 /// to sm2 where the merge begins. Records have `phases` copies. SMs learn by packets that a step of another SM is done; for
 /// sm1, which appends to the cache, by a fence.
-fn partials_without_a_reader_at_first(moves: bool, all_fenced: bool, phases: u32) -> Schedule {
+fn unread_partials(moves: bool, all_fenced: bool, phases: u32) -> Schedule {
     let border = phases + 2;
     let toy = Toy {
         layers: 1,
@@ -283,12 +283,12 @@ fn late_packets(phases: u32) {
     let target = beyond_kernels();
     let effort = Effort { states_max: 0, ..EFFORT };
     for (moves, all_fenced) in [(false, false), (true, true)] {
-        let s = partials_without_a_reader_at_first(moves, all_fenced, phases);
+        let s = unread_partials(moves, all_fenced, phases);
         assert_eq!(check(&s, &target), [], "{moves} {all_fenced} {phases}");
         let verdict = judge(&s, &target, &effort);
         assert_eq!(verdict, Verdict::Safe { exhaustive: false }, "{moves} {all_fenced} {phases}");
     }
-    let s = partials_without_a_reader_at_first(true, false, phases);
+    let s = unread_partials(true, false, phases);
     match judge(&s, &target, &effort) {
         Verdict::Unsafe(fault) => assert_eq!(fault.kind, Kind::Clobbered, "{fault}"),
         safe => panic!("with {phases} phases a store that lands late is not seen: {safe:?}"),

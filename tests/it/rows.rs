@@ -343,7 +343,7 @@ struct Open {
 /// Thousands of launches in which sequences join, leave, fork and are cancelled at any time. Each text gets the same tokens as
 /// alone, with one step or several in a launch.
 #[test]
-fn a_session_of_joins_forks_and_cancels_decides_what_each_text_decides_alone() {
+fn forks_and_cancels_do_not_change_other_sequences() {
     const ROWS: usize = 8;
     for (name, seed) in [("families/llama-gqa", 1), ("families/mistral-swa", 2)] {
         let imported = import(&fixture(name)).unwrap();

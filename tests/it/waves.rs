@@ -258,7 +258,7 @@ fn blessed(name: &str, found: &str) {
 
 /// A model that loses or gains a kernel changes this file; `BLESS=1` writes it again.
 #[test]
-fn models_have_the_plans_that_they_had() {
+fn wave_plans_match_golden() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut found = String::new();
     let configs = fs::read_dir(root.join("manifests/configs")).unwrap();
