@@ -270,7 +270,7 @@ fn default_hold_up(graph: &ModelGraph, precision: Precision, warps: u32, sms: u3
     if long && units >= 2 && UNIT_GRANULES.contains(&granules) { 2 } else { 0 }
 }
 
-/// Bytes of the smallest slot that a kernel for one row can have: a granule for each warp, and a chunk of the history.
+/// Bytes of the smallest slot that a decode kernel can have: a granule for each warp, and a chunk of the history.
 fn least_slot_bytes(graph: &ModelGraph, precision: Precision, warps: u32) -> u32 {
     let granule = granules(graph, precision).map(|(_, bytes)| bytes).max().unwrap_or(0);
     let history = |layer: &Layer| HISTORY_ALIGN * cache_row_bytes(layer.attn.head_dim, precision.cache);

@@ -43,7 +43,7 @@ pub struct Batch {
     pub pages: u32,
     /// Positions of a page.
     pub page_rows: u32,
-    /// Activations travel as words, as the kernels for rows need them.
+    /// Activations travel as words, as the batch kernels need them.
     pub words: bool,
 }
 

@@ -368,7 +368,7 @@ fn machine(
     })
 }
 
-/// What a kernel for rows needs of shared memory; `None`: it is for one row.
+/// What a batch kernel needs of shared memory; `None`: it is for one row.
 fn row_needs(program: &Program, variants: &Variants, target: &Target, c: &Candidate) -> Option<RowNeeds> {
     if !for_rows(program) {
         return None;

@@ -83,7 +83,7 @@ pub struct Spec {
     pub dot: DotMechanism,
     /// Largest portable thread-block cluster, in blocks; 1 if the hardware has no clusters.
     pub cluster_max: u32,
-    /// Whether the consumer warps of kernels for rows take registers from the loader warps (`setmaxnreg`). sm_120a has the instruction,
+    /// Whether the consumer warps of batch kernels take registers from the loader warps (`setmaxnreg`). sm_120a has the instruction,
     /// too, but there NVRTC 13.0 spills more in kernels that use it: 160 bytes a thread at Llama-3.2-1B, none without.
     pub register_reallocation: bool,
     /// Whether four warps multiply together (`wgmma`), which only sm_90a has.

@@ -133,7 +133,7 @@ kernel_struct! {
 }
 
 kernel_struct! {
-    /// The one parameter of a kernel for one row over a pool of pages.
+    /// The one parameter of a decode kernel over a pool of pages.
     PagedParams = "struct PagedParams : Params" {
         /// what every kernel gets
         params: Params as [],
@@ -169,7 +169,7 @@ kernel_struct! {
 }
 
 kernel_struct! {
-    /// The one parameter of a kernel for rows.
+    /// The one parameter of a batch kernel.
     RowsParams = "struct RowsParams : Params" {
         /// what every kernel gets
         params: Params as [],
@@ -343,7 +343,7 @@ impl<'a> GridEntry<'a> {
                     k_cache: self.history_k,
                     v_cache: self.history_v,
                     head_j: (task.lo * a.heads_per_task / a.group) << 16 | task.j,
-                    // A kernel for rows has one share of each row's history, and the row here.
+                    // A batch kernel has one share of each row's history, and the row here.
                     splits: if schedule.program.rows > 1 { task.row } else { a.splits },
                     window: a.window.unwrap_or(0),
                     row_bytes: pitch * schedule.program.precision.cache.bytes() as u32,

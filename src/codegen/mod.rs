@@ -45,7 +45,7 @@ pub const HEADERS: [(&str, &str); 21] = [
     ("ops/norm_add.cuh", include_str!("../../kernels/ops/norm_add.cuh")),
 ];
 
-/// The headers that only kernels for rows and of waves include.
+/// The headers that only batch and wave kernels include.
 pub const ROWS_HEADERS: [(&str, &str); 9] = [
     ("monobloc_rows.cuh", include_str!("../../kernels/monobloc_rows.cuh")),
     ("rows/context.cuh", include_str!("../../kernels/rows/context.cuh")),
@@ -58,7 +58,7 @@ pub const ROWS_HEADERS: [(&str, &str); 9] = [
     ("rows/kernel.cuh", include_str!("../../kernels/rows/kernel.cuh")),
 ];
 
-/// The headers that only kernels of waves include.
+/// The headers that only wave kernels include.
 pub const WAVES_HEADERS: [(&str, &str); 9] = [
     ("monobloc_waves.cuh", include_str!("../../kernels/monobloc_waves.cuh")),
     ("waves/context.cuh", include_str!("../../kernels/waves/context.cuh")),

@@ -1,4 +1,4 @@
-//! Owns `OneRowSession`: the kernel for one row over a pool of pages, launched as kernels for several rows are.
+//! Owns `OneRowSession`: the decode kernel over a pool of pages, launched as batch kernels are.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::codegen::abi::Queues;
 use crate::codegen::emit::Trace;
 use crate::rows::{Shape, Tables};
 
-/// Steps of one row over the pages of kernels for several rows.
+/// Steps of one row over the pages of batch kernels.
 pub struct OneRowSession {
     session: Session,
     shape: Shape,

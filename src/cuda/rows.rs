@@ -1,4 +1,4 @@
-//! Owns `RowsSession`: a kernel for several rows with its device memory, launched with tables that a guard has judged.
+//! Owns `RowsSession`: a batch kernel with its device memory, launched with tables that a guard has judged.
 
 use super::driver::Device;
 pub use super::kernel::Watched;
@@ -222,7 +222,7 @@ impl Flying {
     }
 }
 
-/// A kernel for several rows on a device.
+/// A batch kernel on a device.
 pub struct RowsSession {
     kernel: Kernel,
     shape: Shape,
@@ -263,7 +263,7 @@ impl RowsSession {
     ) -> Result<RowsSession, SessionError> {
         let mut kernel = Kernel::load(device, queues, cubin, trace, steps_max, pack)?;
         let (stream, program, tables) = (&kernel.watched.stream, &kernel.schedule.program, queues.tables());
-        let shape = Shape::of(program).expect("validate: a kernel for rows has tables");
+        let shape = Shape::of(program).expect("validate: a batch kernel has tables");
         let padded = shape.rows.next_multiple_of(WORD_ROWS);
         let cache = cache_or_own(cache, device, stream, tables.cache_bytes)?;
         let vocab = vocab(program);

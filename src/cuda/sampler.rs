@@ -1,4 +1,4 @@
-//! Owns `SamplerSession`: the sampler on a device, which chooses tokens from the logits that a kernel for rows leaves in memory.
+//! Owns `SamplerSession`: the sampler on a device, which chooses tokens from the logits that another kernel leaves in memory.
 //!
 //! A token is the one that [`crate::sample::Request`] chooses from the same logits. Sums of integers decide, whose order does not matter,
 //! or sums of fp32 where none of their errors can change the choice.
@@ -166,7 +166,7 @@ pub struct SamplerSession {
     /// For the most usual ones: see [`has_rivals`].
     rivals: Function,
     blocks: Blocks,
-    /// Copies tables while a kernel for rows runs on its own stream.
+    /// Copies tables while the kernel of a step runs on its own stream.
     copies: Stream,
     vocab: u32,
     rows_max: u32,

@@ -23,9 +23,9 @@ use thiserror::Error;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stuck {
     pub sm: SmId,
-    /// The step, or the wave of a kernel of waves.
+    /// The step, or the wave of a wave kernel.
     pub step: u32,
-    /// `None`: the loader, or a kernel of waves, which has no tasks.
+    /// `None`: the loader, or a wave kernel, which has no tasks.
     pub task: Option<TaskId>,
     pub event: Option<EventId>,
     pub kind: StuckOn,
@@ -265,7 +265,7 @@ impl Session {
         self.kernel.pack.clone()
     }
 
-    /// The cache arena, to share with a kernel for rows whose caches lie at the same places.
+    /// The cache arena, to share with another kernel whose caches lie at the same places.
     pub fn cache(&self) -> Arc<DeviceBuffer> {
         self.cache.clone()
     }

@@ -1,6 +1,6 @@
 //! Owns `StepMemory`: what SMs leave for one another in steps of rows, and logits. Both stay in L2 while weights stream through it.
 //!
-//! A word of a kernel for rows is read a microsecond after it was stored, and cleared one step later. In between, weights of many times the size of L2 pass
+//! A word of a batch kernel is read a microsecond after it was stored, and cleared one step later. In between, weights of many times the size of L2 pass
 //! through it. Without a preference the line is written to memory meanwhile, and fetched again: a step of 16 rows of Llama-3.2-1B wrote 14 MB
 //! so, while it read weights (`docs/perf-log.md`, entry 39). A launch can name only one range, so both lie in one buffer.
 

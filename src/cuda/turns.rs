@@ -33,7 +33,7 @@ struct Flying {
     is_unchosen: bool,
 }
 
-/// A kernel for several rows on a device, for launches of more rows.
+/// A batch kernel on a device, for launches of more rows.
 pub struct TurnsSession {
     kernel: Kernel,
     /// That of a launch.
@@ -73,7 +73,7 @@ impl TurnsSession {
     ) -> Result<TurnsSession, SessionError> {
         let mut kernel = Kernel::load(device, queues, cubin, Trace::Off, steps_max, pack)?;
         let (stream, program, tables) = (&kernel.watched.stream, &kernel.schedule.program, queues.tables());
-        let of_kernel = Shape::of(program).expect("validate: a kernel for rows has tables");
+        let of_kernel = Shape::of(program).expect("validate: a batch kernel has tables");
         let kernel_rows = of_kernel.rows;
         let shape = Shape { rows: rows.max(kernel_rows), ..of_kernel };
         let padded = kernel_rows.next_multiple_of(WORD_ROWS);

@@ -1,4 +1,4 @@
-//! Owns kernels of waves with their device memory: `WavesSession` reads prompt chunks of one sequence into a shared cache and decides what
+//! Owns wave kernels with their device memory: `WavesSession` reads prompt chunks of one sequence into a shared cache and decides what
 //! follows the last one, `StepsSession` runs steps of many rows over one.
 
 use super::driver::{Device, DriverError};
@@ -32,7 +32,7 @@ const STEP_TIMEOUT: Duration = Duration::from_millis(20);
 /// In a mailbox: no token yet.
 const UNSAID: u32 = u32::MAX;
 
-/// A kernel of waves on a device, of any form.
+/// A wave kernel on a device, of any form.
 struct Loaded {
     watched: Watched,
     shape: Shape,
@@ -72,7 +72,7 @@ struct Wanted {
     mailbox: u64,
 }
 
-/// What a kernel of waves has in common with other kernels of the model.
+/// What a wave kernel has in common with other kernels of the model.
 struct Shared {
     pack: Arc<DeviceBuffer>,
     /// `None`: it has a cache of its own.
@@ -91,7 +91,7 @@ impl Loaded {
     ) -> Result<Loaded, SessionError> {
         let (plan, schedule) = (proven.plan(), proven.validated().schedule());
         let program = &schedule.program;
-        let of_rows = Shape::of(program).expect("validate: a kernel for rows has tables");
+        let of_rows = Shape::of(program).expect("validate: a batch kernel has tables");
         let shape = Shape { rows: plan.rows, ..of_rows };
         let m = &plan.machine;
         let launch = LaunchShape {
@@ -218,7 +218,7 @@ impl Loaded {
     }
 }
 
-/// A kernel of waves that reads chunks, and maybe its tail.
+/// A wave kernel that reads chunks, and maybe its tail.
 pub struct WavesSession {
     loaded: Loaded,
     /// Its tail, on the same stream.
@@ -422,7 +422,7 @@ impl WavesSession {
     }
 }
 
-/// A kernel of waves that runs steps.
+/// A wave kernel that runs steps.
 pub struct StepsSession {
     loaded: Loaded,
     /// Host-visible tokens of each row, for each step and for the one after the last. Those of two launches, used in turn.

@@ -1,4 +1,4 @@
-//! Owns the kernel for several rows that is built without a search: its candidate, and the pages of its caches.
+//! Owns the batch kernel that is built without a search: its candidate, and the pages of its caches.
 
 use super::even_sms;
 use crate::candidate::{Candidate, Infeasible};
@@ -37,7 +37,7 @@ const WIDE_SLOT_BYTES: u32 = 20 << 10;
 /// Slots of a ring with slots of [`SLOT_BYTES`]`[0]`; with others, as many bytes.
 const RING_SLOTS: u32 = 12;
 
-/// Copies in flight of a kernel for rows, in slots of [`SLOT_BYTES`]`[0]`: most while at least `free` slots are free, and otherwise.
+/// Copies in flight of a batch kernel, in slots of [`SLOT_BYTES`]`[0]`: most while at least `free` slots are free, and otherwise.
 struct Flight {
     high: u32,
     low: u32,
@@ -54,7 +54,7 @@ const LONG_LAYER_BYTES: u64 = 1200 << 10;
 /// Fewest slots of a ring; with fewer a kernel does not fit.
 const RING_SLOTS_MIN: u32 = 4;
 
-/// How many sequences and positions a kernel for rows has memory for.
+/// How many sequences and positions a batch kernel has memory for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Room {
     pub rows: u32,
@@ -85,7 +85,7 @@ impl Flight {
     }
 }
 
-/// The ring of a kernel for rows.
+/// The ring of a batch kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Slots {
     /// Bytes of a slot, the first that fits.
@@ -187,7 +187,7 @@ fn page_rows(graph: &ModelGraph, precision: Precision, sizes: &[u32]) -> Option<
     some.try_fold(1u32, whole)
 }
 
-/// Lowers and places the kernel for one row over the pages of the kernels for `room`, whose rows do not matter. `candidate` is that of one
+/// Lowers and places the decode kernel over the pages of the kernels for `room`, whose rows do not matter. `candidate` is that of one
 /// row, and its steps are those of the kernel that has one sequence's cache.
 ///
 /// # Errors

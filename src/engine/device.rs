@@ -1,4 +1,4 @@
-//! Owns the stepper of CUDA targets: kernels for several rows on a device, with the guard of their tables.
+//! Owns the stepper of CUDA targets: the kernels of a server on a device, with the guard of their tables.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -72,7 +72,7 @@ impl DeviceStepper {
     fn session_for(&self, positions: &[u32]) -> usize {
         let smallest = self.sessions.iter().position(|session| session.shape().rows as usize >= positions.len());
         let smallest = smallest.unwrap_or(self.sessions.len() - 1);
-        // The kernel for one row divides its history among all SMs.
+        // The decode kernel divides its history among all SMs.
         let rows = self.sessions[smallest].shape().rows;
         if rows == 1 {
             return smallest;

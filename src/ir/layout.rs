@@ -148,7 +148,7 @@ pub fn block_granules(unit: u32, granule: u32, slot_bytes: u32, units: u32) -> u
     if unit <= (slot_bytes / granule.max(1)).max(1) { unit.saturating_mul(units.max(1)) } else { unit }
 }
 
-/// Most rows of a step that a warp of a kernel for rows multiplies: a tile of a tensor core's operand.
+/// Most rows of a step that a warp of a batch kernel multiplies: a tile of a tensor core's operand.
 pub const WARP_ROWS: u32 = 16;
 
 /// Groups of warps that divide k, in a kernel for `rows`. The warps of one group have the same k and different rows.
@@ -156,7 +156,7 @@ fn k_groups(rows: u32, warps: u32) -> u32 {
     (warps / rows.div_ceil(WARP_ROWS).max(1)).max(1)
 }
 
-/// What limits the blocks of k of a kernel for rows.
+/// What limits the blocks of k of a batch kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockLimits {
     /// Rows of a step.
@@ -169,7 +169,7 @@ pub struct BlockLimits {
 }
 
 impl MatVec {
-    /// Granules of a block of k of a kernel for rows: a chunk of the stream, and the part of its input that a warp holds at once. Blocks
+    /// Granules of a block of k of a batch kernel: a chunk of the stream, and the part of its input that a warp holds at once. Blocks
     /// are equal. If there are enough granules, a block gives every group of warps along k the same number; blocks of plain weights on
     /// tensor cores are as few as possible before that, because each has a wait for its input and one for its chunk.
     pub fn block_of_k(&self, format: Format, limits: BlockLimits) -> u32 {
@@ -209,7 +209,7 @@ pub fn chunk_rows(slot_bytes: u32, row_bytes: u32) -> u32 {
     slot_bytes / row_bytes.max(1) / HISTORY_ALIGN * HISTORY_ALIGN
 }
 
-/// Cache rows of a chunk of a kernel for rows, whose chunks divide pages of `page_rows`: as many tiles as a slot holds.
+/// Cache rows of a chunk of a batch kernel, whose chunks divide pages of `page_rows`: as many tiles as a slot holds.
 pub fn chunk_rows_of_page(slot_bytes: u32, row_bytes: u32, page_rows: u32) -> u32 {
     let most = chunk_rows(slot_bytes, row_bytes);
     (HISTORY_ALIGN..=most)
@@ -333,11 +333,11 @@ pub struct SmemNeeds {
     pub ring_bytes: u32,
     /// Tasks of the longest queue.
     pub queue_max: u32,
-    /// Of a kernel for several rows.
+    /// Of a batch kernel.
     pub rows: Option<RowNeeds>,
 }
 
-/// What a kernel for rows keeps in shared memory beside what one row needs.
+/// What a batch kernel keeps in shared memory beside what one row needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowNeeds {
     /// Rows of a step, a multiple of [`WORD_ROWS`].
@@ -354,7 +354,7 @@ pub struct RowNeeds {
 pub const OWN_TILE: u32 = 16;
 
 impl SmemNeeds {
-    /// The parts that differ in a kernel for several rows: `stage`, `sums`, `heads`, `state`.
+    /// The parts that differ in a batch kernel: `stage`, `sums`, `heads`, `state`.
     fn of_rows(&self, n: RowNeeds) -> [u32; 4] {
         let stage = n.rows * n.block_k * 4;
         // Two batches of sums. A batch has as many units as the consumer threads have columns for.

@@ -47,7 +47,7 @@ pub struct MatVecVariant {
     /// Bytes of a granule, the scales of its groups included.
     pub granule: u32,
     /// 0: units lie in the stream one after another, each whole. Otherwise units that are streamed together, a chunk of each in
-    /// turn: a kernel for several rows multiplies a block of its input with all of them.
+    /// turn: a batch kernel multiplies a block of its input with all of them.
     pub pass: u32,
 }
 
@@ -237,21 +237,21 @@ pub fn chunk_copiers(rows: u32) -> u32 {
     if rows > WARP_ROWS { ROWS_LOADER_WARPS } else { 1 }
 }
 
-/// Warps of the loader of a kernel for rows whose registers move.
+/// Warps of the loader of a batch kernel whose registers move.
 const ROWS_LOADER_WARPS: u32 = 4;
 
-/// Whether a kernel for rows multiplies on tensor cores. Words and plain weights are their operands as they lie, so both must be bf16.
+/// Whether a batch kernel multiplies on tensor cores. Words and plain weights are their operands as they lie, so both must be bf16.
 pub fn rows_on_tensor_cores(precision: Precision, tensor_cores: bool) -> bool {
     tensor_cores && precision.weights == DType::Bf16 && precision.wire == DType::Bf16
 }
 
-/// Bytes of a plain weight if the lanes of a kernel for rows multiply; `None`: tensor cores do.
+/// Bytes of a plain weight if the lanes of a batch kernel multiply; `None`: tensor cores do.
 pub fn lanes_of_rows(precision: Precision, tensor_cores: bool) -> Option<u32> {
     let lanes = !rows_on_tensor_cores(precision, tensor_cores);
     lanes.then_some(precision.weights.bytes() as u32)
 }
 
-/// What limits the units of a pass of a kernel for rows.
+/// What limits the units of a pass of a batch kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PassLimits {
     pub tensor_cores: bool,
@@ -267,7 +267,7 @@ pub struct PassLimits {
     pub moved: bool,
 }
 
-/// Most units of a pass of a kernel for rows; more would spill. On tensor cores a lane holds a sum of each unit and part of k for every
+/// Most units of a pass of a batch kernel; more would spill. On tensor cores a lane holds a sum of each unit and part of k for every
 /// 4 of its rows, and two blocks of its input; if registers are moved, it has some of the loader's, too. Without tensor cores a lane
 /// holds one sum of each row. With codes it also holds scales and the sums of its input, and each unit takes many more instructions,
 /// which are fetched once for each task. If the longest task needs one pass only, no input is kept for another.

@@ -119,7 +119,7 @@ impl Sampler {
         self.key
     }
 
-    /// The settings that kernels for rows take: the factor from logit to score, and the seed. Both are 0 when greedy.
+    /// The settings that batch kernels take: the factor from logit to score, and the seed. Both are 0 when greedy.
     pub fn temperature_of_rows(&self) -> (f32, u64) {
         let [low, high] = self.key;
         if self.greedy { (0.0, 0) } else { (self.inv_temperature, u64::from(high) << 32 | u64::from(low)) }

@@ -109,7 +109,7 @@ impl Rules<'_> {
         });
     }
 
-    /// rows/*.cuh: what kernels for several rows take for granted.
+    /// rows/*.cuh: what batch kernels take for granted.
     fn rows(&mut self, schedule: &Schedule, target: &Target) {
         let Schedule { program, machine, regimes, .. } = schedule;
         let precision = program.precision;
@@ -222,11 +222,11 @@ impl Rules<'_> {
         }
     }
 
-    /// kernel.cuh and context.cuh: what kernels for one row take for granted.
+    /// kernel.cuh and context.cuh: what decode kernels take for granted.
     fn one_row(&mut self, schedule: &Schedule) {
         for (b, _) in (0..).zip(&schedule.program.buffers).filter(|(_, buffer)| buffer.words) {
             self.expect_rule(Rule::KernelRows, false, Entity::Buffer(BufferId(b)), || {
-                "expected packets, as kernels for one row have them, found words".to_string()
+                "expected packets, as the decode kernel has them, found words".to_string()
             });
         }
         let moved = schedule.machine.loader_registers;

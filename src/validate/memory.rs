@@ -103,7 +103,7 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
     let cache_bytes = schedule.program.precision.cache.bytes() as u64;
     // Tensor cores read the staged input as bf16; everything else reads fp32.
     let element = if weights == DType::Bf16 && target.spec.dot == DotMechanism::Mma { 2 } else { 4 };
-    // A kernel for rows keeps its input in registers or by blocks of k, and has a tile of keys and values of the step's own rows.
+    // A batch kernel keeps its input in registers or by blocks of k, and has a tile of keys and values of the step's own rows.
     let for_rows = schedule.program.buffers.iter().any(|buffer| buffer.words);
     let padded = u64::from(schedule.program.rows).next_multiple_of(8);
     let (mut stage, mut heads, mut scratch) = (0, 0, 0);

@@ -183,7 +183,7 @@ fn on_tensor_cores(schedule: &Schedule, target: &Target) -> bool {
     target.spec.dot == DotMechanism::Mma && precision.weights == DType::Bf16 && precision.wire == DType::Bf16
 }
 
-/// Most granules of a block of k of a kernel for rows, which holds the input of a block at once. Of plain weights on tensor cores, up to 16
+/// Most granules of a block of k of a batch kernel, which holds the input of a block at once. Of plain weights on tensor cores, up to 16
 /// rows: ten vectors of 16 bytes a lane, one of each granule of its warp, part of k and 8 rows; otherwise 32 granules, divided by the tiles
 /// of 16 rows and by the parts of k. Of codes: on tensor cores, as many as 16 Ki values of all rows fill; otherwise as much of k as a slot
 /// would hold of values.

@@ -1,4 +1,4 @@
-//! Derives a plan of waves from the schedule of a kernel for rows.
+//! Derives a plan of waves from the schedule of a batch kernel.
 
 use super::ragged::MERGE_SPLITS;
 use super::{
@@ -68,7 +68,7 @@ const SPLITS_LEFT_BYTES: u64 = 256 << 20;
 /// A plan of launches of `form` of up to `rows` rows for the program of `schedule`, whose pack, caches and pages it shares.
 ///
 /// # Errors
-/// What kernels of waves cannot do, of this program or on this target.
+/// What wave kernels cannot do, of this program or on this target.
 pub fn derive(schedule: &Schedule, target: &Target, form: Form, rows: u32) -> Result<Plan, Refused> {
     derive_like(schedule, target, form, rows, Asked { order: None, cuts: Cuts::None, tiles: true })
 }

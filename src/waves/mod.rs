@@ -5,7 +5,7 @@
 //! is the work of one grid of the program for all rows of a launch, or a part of that work. All SMs meet between two waves, except where the
 //! second one waits for packets of the first (below).
 //!
-//! A plan is derived from the proven schedule of a kernel for rows. It computes the same program with the same pack, cache and pages. A plan of
+//! A plan is derived from the proven schedule of a batch kernel. It computes the same program with the same pack, cache and pages. A plan of
 //! steps computes the whole program. A plan of chunks ends with the last grid that appends to the cache. A *tail* computes the rest of the
 //! program for a few rows of a chunk, in a separate launch that follows the chunk on its stream.
 //!

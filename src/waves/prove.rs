@@ -265,7 +265,7 @@ impl Judge<'_> {
         self.found.push(Violation { rule, wave, what: what.into() });
     }
 
-    /// `machine`: the target has enough SMs, registers and shared memory, and the features that kernels of waves need.
+    /// `machine`: the target has enough SMs, registers and shared memory, and the features that wave kernels need.
     fn machine(&mut self, target: &Target) {
         let (m, spec) = (&self.plan.machine, &target.spec);
         let [warps, loader_warps, weights, inputs] =

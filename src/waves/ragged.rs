@@ -12,7 +12,7 @@ use crate::ir::program::Program;
 /// kernel for 32 rows already gains 3 % by splits, and in place of the kernel for 8 rows it gains 6 % at three (entry 30).
 pub(super) const MERGE_SPLITS: u32 = 2;
 
-/// The same of a kernel for `rows` rows and one for fewer, whose tasks wait for words. Of 8 rows of Llama-3.2-1B a kernel of waves for 32 takes 15 us a
+/// The same of a kernel for `rows` rows and one for fewer, whose tasks wait for words. Of 8 rows of Llama-3.2-1B a wave kernel for 32 takes 15 us a
 /// layer longer than that, and one for 64 takes 24 us; of Llama-3.1-8B it is 12 and 32 us (entries 20 and 29).
 fn gain_splits(rows: u32, others: u32) -> u32 {
     if others < rows { MERGE_SPLITS + rows / 16 } else { MERGE_SPLITS }
