@@ -21,7 +21,7 @@ const READ_COUNT: usize = 9;
 /// Packets of an exchange, and the bytes in flight on each SM, as [`Measured`] defines them.
 const PACKETS: u32 = 1024;
 const LOADED_BYTES: u32 = 32 << 10;
-/// Exchanges of one launch: so many that the launch itself does not matter.
+/// Exchanges of one launch: enough to make the cost of the launch negligible.
 const ROUNDS: u32 = 2000;
 const HOP_COUNT: usize = 5;
 const EMPTY_COUNT: usize = 50;

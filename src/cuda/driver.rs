@@ -128,7 +128,7 @@ unsafe impl Sync for Context {}
 impl Context {
     /// Bytes of a range of `range_bytes` that launches may ask L2 to keep; 0: none, as where a device is divided.
     ///
-    /// Sets aside as much of L2 as [`set_aside_for`] says, and never less than a call before did. Kernels for one row, which keep nothing, lose
+    /// Sets aside as much of L2 as [`set_aside_for`] says, and never less than a call before did. Decode kernels, which keep nothing, lose
     /// up to 0.7 % by it (docs/perf-log.md, entry 42), so it waits until something is to be kept. A refusal is no error: what is kept is only faster.
     pub(super) fn keep(&self, range_bytes: u64) -> Result<u64, DriverError> {
         use CUdevice_attribute::*;

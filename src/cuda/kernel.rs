@@ -36,7 +36,7 @@ pub struct Watched {
     /// Around each launch, in turns.
     started: [Event; TIMED as usize],
     ended: [Event; TIMED as usize],
-    /// Launches that were queued, and those of them that were waited for.
+    /// Launches that were queued, and launches that were waited for.
     queued: AtomicU64,
     finished: AtomicU64,
     last_step: Pace,

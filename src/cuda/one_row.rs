@@ -59,7 +59,7 @@ impl OneRowSession {
         Ok(OneRowSession { session, shape, steps_max, flying: VecDeque::new(), decided: None, logits_step: 0 })
     }
 
-    /// Judges the input of a launch, and tells the kernel where the sequence lies and, unless it knows, the token that it goes on with.
+    /// Judges the input of a launch. Tells the kernel where the sequence lies, and the token that it continues with unless the kernel knows it.
     fn begin(&mut self, tables: &Tables<'_>, inputs: &[RowInput]) -> Result<u32, SessionError> {
         let steps = tables.steps();
         let ends = inputs.iter().any(|input| input.steps < steps);
@@ -112,7 +112,7 @@ impl RowLauncher for OneRowSession {
 
     fn queue(&mut self, tables: Tables<'_>, inputs: &[RowInput], with_logits: bool) -> Result<(), SessionError> {
         let steps = tables.steps();
-        // The step is a whole one all the same.
+        // The launch runs the whole step nevertheless.
         let has_tokens = !only_fills(&tables, inputs, with_logits)?;
         may_queue(self.flying.iter().map(|flying| flying.has_tokens), inputs, with_logits)?;
         let position = self.begin(&tables, inputs)?;
@@ -174,7 +174,7 @@ impl RowLauncher for OneRowSession {
         }
         let launched = self.session.finish(timeout_ms)?;
         let ran = launched.decided.saturating_sub(position + 1).min(steps);
-        // Of each step, and of the one after the last.
+        // One for each step, and one for the step after the last.
         let count = if has_tokens { ran + 1 } else { 0 };
         let tokens = (position..position + count)
             .map(|at| self.session.token(at))

@@ -37,7 +37,7 @@ pub struct Asked<'a> {
 #[derive(Debug, Clone, PartialEq)]
 pub struct SampleTables {
     pub rows: Vec<SampleRow>,
-    /// Of each row; then where the last entry ends.
+    /// For each row, its first entry; then the end of the last entry.
     pub begins: Vec<SampleBegin>,
     pub edits: Vec<SampleEdit>,
     /// A bit for each id of each row; empty where no row has a mask.
@@ -226,7 +226,7 @@ impl Blocks {
         vocab.div_ceil(ids_max.max(PART_ALIGN))
     }
 
-    /// How `rows` rows, at least one, are shared: as many at the same time as there are blocks for, and each among as many blocks as are left.
+    /// How blocks share `rows` rows, at least one: as many rows at a time as there are blocks, and an equal number of blocks for each row.
     fn division(self, rows: u32, vocab: u32) -> Division {
         let parts_min = self.parts_min(vocab);
         let rounds = rows.div_ceil((self.resident / parts_min).max(1));

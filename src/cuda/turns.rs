@@ -48,7 +48,7 @@ pub struct TurnsSession {
     /// For each turn, one after another: a count, and the tokens of each step.
     mailbox: MappedBuffer,
     tag: u32,
-    /// What each row decided in the last launch; nothing after one that decided nothing.
+    /// The tokens that rows decided in the last launch; empty if it decided none.
     decided: Vec<u32>,
     /// The last launch only filled the cache.
     filled: bool,
@@ -107,7 +107,7 @@ impl TurnsSession {
         Ok(session)
     }
 
-    /// Makes every word of the exchange one that is not there yet, as a session of one launch of the kernel does.
+    /// Sets every word of the exchange to all ones: no word is there yet.
     fn begin_words(&mut self) -> Result<(), SessionError> {
         self.memory.poison_exchange(&self.kernel.watched.stream)?;
         (self.tag, self.filled) = (2, false);
@@ -283,7 +283,7 @@ impl RowLauncher for TurnsSession {
         if is_sampled {
             return Ok(RowsLaunched { device_us, steps, tokens: vec![] });
         }
-        // Steps that each launch of the kernel began, and of whole ones the step after the last.
+        // Steps that each launch of the kernel began; a launch of whole steps also began the step after the last.
         let expected = if only_fills { 1 } else { steps + 1 };
         let counts = (0..turns).map(|turn| self.mailbox.load(self.mailbox_at(turn)));
         if counts.collect::<Result<Vec<u32>, _>>()?.iter().any(|count| *count != expected) {

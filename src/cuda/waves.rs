@@ -253,8 +253,8 @@ pub struct ChunkRead {
 }
 
 impl WavesSession {
-    /// Loads the waves of a proven plan of chunks; `trace` is what the cubin was compiled with. `pack` and `cache` are those of the kernel
-    /// for rows that the plan was proven against.
+    /// Loads the waves of a proven plan of chunks; `trace` is what the cubin was compiled with. `pack` and `cache` are those of the batch
+    /// kernel that the plan was proven against.
     ///
     /// # Errors
     /// What the driver refuses.
@@ -413,7 +413,7 @@ impl WavesSession {
         self.loaded.stamps(1)
     }
 
-    /// The same of the last tail; `None` if chunks have no tail.
+    /// Stamps of the last tail; `None` if chunks have no tail.
     ///
     /// # Errors
     /// What the driver refuses.
@@ -544,7 +544,7 @@ impl StepsSession {
         Ok(())
     }
 
-    /// Notes what the next launch will find of one that was queued.
+    /// Notes what the next launch will find of a queued one.
     fn flies(&mut self, flying: Flying) {
         self.next_mailbox = 1 - flying.mailbox;
         self.decided = if flying.has_tokens { flying.rows } else { 0 };

@@ -205,14 +205,14 @@ impl Running {
 /// A launch that was submitted.
 #[derive(Debug)]
 struct Flying {
-    /// Of each row its choice, that choice's run, and its position in the first step.
+    /// For each row: its choice, the run of that choice, and its position in the first step.
     rows: Vec<(ChoiceId, u64, usize)>,
     steps: u32,
     /// The stepper decides the tokens of all rows from what the kernel knows: a launch may go on from them.
     is_decoding: bool,
     /// It reads a prompt alone.
     is_alone: bool,
-    /// Of each row, the tokens that it decided before its last step. Known once that has begun.
+    /// For each row, the tokens that it decided before its last step. Known when the last step has begun.
     so_far: Option<Vec<Vec<u32>>>,
 }
 
@@ -435,7 +435,7 @@ impl<S: Stepper> Engine<S> {
         needed as u32 <= self.pool.free_pages() + self.pool.idle_pages()
     }
 
-    /// Steps of a launch that goes on from the only one that flies, with the same rows. 0: a row ends with that one as far as is known, a
+    /// Steps of a launch that continues the only launch in flight, with the same rows. 0: a row ends with that one as far as is known, a
     /// request waits or has still to read its prompt, or pages are short.
     fn steps_ahead(&self) -> u32 {
         let Some(before) = self.flying.front().filter(|before| before.is_decoding) else { return 0 };
@@ -461,7 +461,7 @@ impl<S: Stepper> Engine<S> {
         if self.has_pages(steps) { steps } else { 0 }
     }
 
-    /// A launch of `steps` steps that goes on from the one that flies.
+    /// A launch of `steps` steps that continues the launch in flight.
     fn launch_ahead(&mut self, steps: u32, events: &mut Vec<Event>) -> Option<(Launch, Flying)> {
         let before = self.flying.front()?;
         let after = before.steps as usize;
@@ -484,7 +484,7 @@ impl<S: Stepper> Engine<S> {
         Some((launch, flying))
     }
 
-    /// Positions, of at most `positions`, that a choice holds pages for at a time: fewer than all if attention has a window.
+    /// Positions for which a choice holds pages at a time: `positions`, or fewer if attention has a window.
     fn held_at_once(&self, positions: u32) -> u32 {
         let Shape { window, rows, page_rows, .. } = self.bounds.shape;
         let rows = rows.max(self.bounds.alone.map_or(0, |alone| alone.most));
@@ -614,7 +614,7 @@ impl<S: Stepper> Engine<S> {
         }
     }
 
-    /// Requests that decode: all of their tokens are in a launch, or all but one.
+    /// Requests that decode: at most one of their tokens is in no launch.
     fn decoding(&self) -> usize {
         self.running.values().filter(|running| running.left() <= 1).count()
     }
@@ -689,7 +689,7 @@ impl<S: Stepper> Engine<S> {
         Some((launch, flying))
     }
 
-    /// Finds what may follow the last tokens of a launch, while it runs. What fails is found again when the token is decided.
+    /// Finds what may follow the last tokens of a launch, while it runs. A failure shows again when the token is decided.
     fn allowed(&mut self, flying: &Flying) -> Vec<Option<TokenSet>> {
         let of_row = |(id, _, position): &(ChoiceId, u64, usize)| {
             let Running { choice, .. } = self.running.get_mut(id)?;

@@ -15,7 +15,7 @@ use crate::waves::CHUNK_MIN;
 /// Queues launches on a device. Greedy choice and temperature are the kernel's. Where a row wants another choice, the sampler chooses
 /// the tokens of all rows.
 pub struct DeviceStepper {
-    /// Ascending by rows, over one cache. Of those with as many rows, the one that cuts long histories follows the other.
+    /// Ascending by rows, over one cache. If two have the same rows, the one with KV splits comes second.
     sessions: Vec<Box<dyn RowLauncher>>,
     /// Reads long chunks of one prompt into the same cache, and maybe decides what follows one.
     waves: Option<WavesSession>,
@@ -290,7 +290,7 @@ impl Stepper for DeviceStepper {
     }
 }
 
-/// Where rows are after so many steps.
+/// The positions of rows after a number of steps.
 fn positions(rows: &[LaunchRow], steps: u32) -> Vec<u32> {
     rows.iter().map(|row| row.position.saturating_add(steps)).collect()
 }

@@ -1,4 +1,4 @@
-//! Owns what an engine knows of the thing that executes launches.
+//! Owns `Stepper`: what an engine knows about the executor of its launches.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ pub struct Bounds {
     pub shape: Shape,
     /// Rows of one sequence in a launch, at consecutive positions.
     pub chunk_max: u32,
-    /// If a launch of rows of one sequence alone reads a prompt faster than rows beside others: such launches.
+    /// Launches that read a prompt of one sequence alone, if they are faster than rows beside others.
     pub alone: Option<Alone>,
     /// Logits of a row; every token is below.
     pub vocab: u32,
@@ -37,7 +37,7 @@ pub enum Want {
     Choice(Chooser),
 }
 
-/// A request with the tokens so far: with the logits, all that decides its next token.
+/// A request with its tokens so far. Together with the logits this decides the next token.
 #[derive(Debug, Clone)]
 pub struct Chooser {
     ask: Arc<Ask>,

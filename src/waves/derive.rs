@@ -17,7 +17,7 @@ use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 use std::collections::BTreeMap;
 use thiserror::Error;
 
-/// Why there is no plan. Kernels for rows then read prompts and run steps.
+/// Why there is no plan. Batch kernels then read prompts and run steps.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum Refused {
     #[error("target `{target}` {lacks}")]
@@ -303,7 +303,7 @@ fn weight_bytes(program: &Program, plan: &Plan) -> u32 {
     let of_wave = |wave: &Wave| match (&wave.action, &program.grids[wave.grid.index()].op) {
         (Action::MatMul { pass, chunk, warps, tiles, .. }, Op::MatVec(m)) => {
             let format = program.format_of(&program.grids[wave.grid.index()]);
-            // Of tiles of plain weights units are read that do not exist, of tiles of codes the last one again.
+            // A tile also reads units that do not exist: of plain weights what lies there, of codes the last unit again.
             let units = match (tiles, format.is_plain()) {
                 (true, true) => Products::Warpgroups.padded(*pass, *warps),
                 (true, false) => *pass,
@@ -441,8 +441,8 @@ impl Matrix {
     }
 }
 
-/// Bytes of scratch that a block of a pair needs: of `padded` units the sums that the other block sends, of half of the rows, and the squares of its own
-/// half; and sums of a unit of each warp, of half of the groups of k, to which the others add theirs.
+/// Bytes of scratch that a block of a pair needs for `padded` units. It holds the sums that the other block sends for half of the rows, and the
+/// squares of the block's own half. It also holds the sums of one unit for each warp in half of the groups of k; the other half add theirs to these.
 fn pair_scratch(rows: u32, warps: Warps, padded: u32) -> u32 {
     padded * (rows * 16 + rows / 2 * 4) + WARPS / warps.k * (warps.k / 2).max(1) * (rows / 16 / warps.rows) * 512
 }
@@ -452,7 +452,7 @@ struct Builder<'a> {
     schedule: &'a Schedule,
     plan: Plan,
     asked: Asked<'a>,
-    /// Over what each wave is divided.
+    /// What each wave divides among SMs.
     overs: Vec<Over>,
     /// The buffer of each exchange of the program. Exchanges of sums are in the residual instead.
     inputs: BTreeMap<BufferId, WorkId>,
@@ -669,7 +669,7 @@ impl Builder<'_> {
         }
     }
 
-    /// Into how many parts of equal length SMs divide each row.
+    /// Number of parts of equal length into which SMs divide each row.
     fn row_parts(&self, cols: u32) -> u32 {
         if let Some(Sums::Row { parts }) = self.order_of(self.plan.waves.len().saturating_sub(1)) {
             return parts;
@@ -688,7 +688,7 @@ impl Builder<'_> {
         }
         let matrix = Matrix::of(m, format);
         let parts = self.parts(m, &matrix);
-        // Where there is a norm, the input is left as this product wants it.
+        // After a norm, the input has the layout of this product.
         let left = self.constant(grid, Role::X).filter(|_| m.norm.is_none()).and_then(|x| self.inputs.get(&x));
         let as_tiles = left.is_none_or(|x| self.plan.work[x.index()].layout == Layout::Tiles);
         let in_tiles = self.tiles(grid, m).filter(|_| as_tiles);
@@ -751,17 +751,17 @@ impl Builder<'_> {
         let (tile, sums) = (WIDE_UNITS * warps.units, self.plan.rows / 2);
         let most = tile_sums_max(self.plan.rows) / sums;
         let tiles = longest.div_ceil(tile).min(most);
-        // Words of several tiles are taken a granule at a time.
+        // With several tiles, warps take the words of one granule at a time.
         let granules = if !format.is_plain() || tiles * sums > 64 { 1 } else { 64 / format.granule_k() };
         let chunk = warps.k * granules;
         let room = STEP_WEIGHT_BYTES / (chunk * format.granule_bytes(m.k));
-        // Of plain weights a slot has room for whole tiles.
+        // A slot holds whole tiles of plain weights.
         let room = if format.is_plain() { room / tile * tile } else { room };
         let most = (most * tile).min(room);
         (most > 0).then(|| Shape { pass: longest.div_ceil(longest.div_ceil(most)), chunk, warps })
     }
 
-    /// Where the elements of what a product leaves for other products lie.
+    /// The layout of the result of a product that other products read.
     fn operand(&self, buffer: BufferId) -> Layout {
         let mut readers =
             self.program.grids.iter().filter(|grid| self.constant(grid, Role::X) == Some(buffer)).peekable();
@@ -769,7 +769,7 @@ impl Builder<'_> {
         Layout::of_input(readers.peek().is_some() && readers.all(tiles))
     }
 
-    /// Whether a product is done in pairs: the two blocks of a pair have the two parts of k of the same units, and add up between them.
+    /// Whether a product is done in pairs: the two blocks of a pair have the two parts of k of the same units, and exchange their sums.
     fn pairs(&self, m: &MatVec, parts: u32) -> bool {
         let asked = self.order_of(self.plan.waves.len());
         let Plan { form, ref machine, .. } = self.plan;
@@ -782,7 +782,7 @@ impl Builder<'_> {
             && m.rows.is_multiple_of(2)
     }
 
-    /// Into how many parts of k a product is divided. With more parts each SM reads less of the input, and more sums must be exchanged.
+    /// Number of parts of k of a product. With more parts each SM reads less of the input, but SMs exchange more sums.
     fn parts(&self, m: &MatVec, matrix: &Matrix) -> u32 {
         let divisible = matches!(m.epilogue, Epilogue::Store | Epilogue::Residual { .. });
         if self.plan.form == Form::Chunk || !divisible {
@@ -925,9 +925,9 @@ impl Builder<'_> {
         Ok(())
     }
 
-    /// How the histories of attention are cut, if the plan cuts any and these are long enough.
+    /// How the histories of this attention are cut. `None` if the plan cuts none, or they are too short.
     fn splits(&mut self, a: &Attention, tile: u32) -> Option<Splits> {
-        // Where a window begins, the whole tile is read.
+        // The first tile of a window is read whole.
         let seen = a.window.unwrap_or(u32::MAX).min(self.program.context_max);
         let longest = seen.saturating_add(tile).min(self.program.context_max);
         let cols = a.heads * (a.head_dim + 2);

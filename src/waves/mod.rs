@@ -17,15 +17,15 @@
 //! # Weights before a meeting
 //!
 //! Weights are never written, so a wave may take them before all SMs have met: the loader copies them as soon as a slot is free, and warps of a product may
-//! take its first chunks into registers (`held`) before their block enters the wave. They have a ring of their own, and always arrive. An SM reports the end of
-//! the wave before it takes them, so no other SM waits meanwhile.
+//! take its first chunks into registers (`held`) before their block enters the wave. Weights have a ring of their own, and always arrive. An SM reports the end
+//! of the previous wave first, so no other SM waits for it.
 //!
 //! # Tiles
 //!
 //! A product of a step may be multiplied by warpgroups (`tiles`), which read its input from shared memory: warps then do not read it again for each unit,
-//! and make operands of codes once for all rows. Of 128 rows all products of plain weights are tiles that fill warpgroups. The wave before leaves that input in the
-//! order of warpgroups ([`Layout::Tiles`]). These sums have another
-//! order than those of warps, and plans in one order ([`prove_alike`]) have none of them.
+//! and make operands of codes once for all rows. With 128 rows all products of plain weights are tiles that fill warpgroups. The previous wave writes
+//! that input in the order of warpgroups ([`Layout::Tiles`]). Tiles add up in another order than warps, so plans in one order ([`prove_alike`])
+//! have no tiles.
 //!
 //! # Histories of many lengths
 //!
@@ -230,7 +230,7 @@ pub enum Layout {
 }
 
 impl Layout {
-    /// Of an input of products: of tiles, or of products by warps and those of a chunk.
+    /// The layout of the input of products: tiles, or the order in which warps read it.
     fn of_input(tiles: bool) -> Layout {
         if tiles { Layout::Tiles } else { Layout::Operand }
     }
@@ -320,16 +320,16 @@ pub enum Action {
         /// If `x` lacks the factor of its norm: the sums of squares from which the factor follows.
         squares: Option<WorkId>,
         target: Target,
-        /// Of a product in pairs, which has a whole residual: the input of the next product.
+        /// For a product in pairs, which has a whole residual: the input of the next product.
         then: Option<Input>,
         /// Most units that a block multiplies at once.
         pass: u32,
         /// Granules of each unit in a chunk of weights.
         chunk: u32,
         warps: Warps,
-        /// Of a step: whether warpgroups multiply tiles, of two units for each warp. The input then is [`Layout::Tiles`].
+        /// In a step: whether warpgroups multiply tiles. A tile has two units for each warp, and the input is [`Layout::Tiles`].
         tiles: bool,
-        /// Chunks of weights that warps take into registers before the block enters the wave, so that the loader goes on while blocks meet.
+        /// Chunks of weights that warps take into registers before the block enters the wave. So the loader continues while blocks meet.
         held: u32,
     },
     /// Of a chunk: norms and rotates heads, and appends keys and values to the cache.
@@ -350,18 +350,18 @@ pub enum Target {
     Out(WorkId),
     /// In place: one share writes each element.
     Residual(WorkId),
-    /// The best of the logits that a block computes of each row.
+    /// For each row, the best of the logits that a block computes.
     Best(WorkId),
 }
 
 impl Target {
-    /// Whether the blocks of a pair add up between them, of a product in `parts` parts of k.
+    /// Whether the two blocks of a pair exchange and add the sums of a product in `parts` parts of k.
     pub fn is_paired(self, parts: u32) -> bool {
         parts > 1 && matches!(self, Target::Residual(_))
     }
 }
 
-/// How the warps of a block share a product: groups of rows, by groups of units, by groups that take granules of k in turn.
+/// How the warps of a block share a product: groups of rows x groups of units x groups of k, which take granules in turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Warps {
     pub rows: u32,
@@ -397,7 +397,7 @@ pub struct Division {
     pub shares: Vec<Vec<Vec<Share>>>,
 }
 
-/// What is divided, of `n` launch indices for every row.
+/// What is divided among SMs. There are `n` launch indices for every row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Over {
     /// Single rows, in parts of their columns (multiples of 8, nearly equal): a launch index each.
@@ -428,7 +428,7 @@ impl Plan {
         m.weights.bytes() + m.inputs.bytes() + m.scratch_bytes + m.state_bytes
     }
 
-    /// The waves after which keys and values of all rows are in the cache: a launch that decides nothing ends there.
+    /// Number of waves until keys and values of all rows are in the cache. A launch that decides nothing ends there.
     pub fn fills(&self) -> usize {
         let appends = |wave: &Wave| matches!(wave.action, Action::Append { .. } | Action::AttendRow { .. });
         self.waves.iter().rposition(appends).map_or(0, |last| last + 1)
@@ -439,7 +439,7 @@ impl Plan {
         self.waves.iter().filter(|wave| wave.meets).count()
     }
 
-    /// Whether a reader of these activations needs no meeting: each value says itself when it is there.
+    /// Whether each value carries its own flag, so that a reader needs no meeting.
     pub fn holds_packets(&self, id: WorkId) -> bool {
         matches!(self.work[id.index()].layout, Layout::Packets(_))
     }

@@ -348,7 +348,7 @@ impl Judge<'_> {
         if self.plan.work_bytes() >= 1 << 40 {
             self.violate("arena", None, "places that a wave cannot name");
         }
-        // Of a byte in the input of a product, too.
+        // So has a byte in the input of a product.
         let wide = |work: &&Work| work.layout.is_input() && work.bytes(self.plan.rows) > u64::from(u32::MAX);
         if let Some(work) = self.plan.work.iter().find(wide) {
             self.violate("arena", None, format!("`{}` has 4 GiB or more, expected places of 32 bits", work.name));
@@ -468,7 +468,7 @@ impl Judge<'_> {
 
     /// `meeting`: all SMs meet before each wave, except before one that reads nothing of the wave before it but packets. Then the two waves run at the
     /// same time, and neither writes what the other one accesses. All SMs meet before the first of them and after the second: so packets are written
-    /// again only when all their readers have ended.
+    /// again only after all their readers have ended.
     fn meeting(&self, w: usize, wave: &Wave) -> Result<(), String> {
         let plan = self.plan;
         let (reads, writes) = wave.action.accesses();
@@ -848,7 +848,7 @@ impl Judge<'_> {
         let [pass, by_rows, by_units, by_k] =
             [pass, warps.rows.max(1), warps.units.max(1), warps.k.max(1)].map(u64::from);
         let padded = pass.next_multiple_of(by_units * if wave.action.is_tiles() { u64::from(WIDE_UNITS) } else { 1 });
-        // Of a unit of each warp what half of the groups of k have, to which the others add; what was sent; and squares, of half of the rows each.
+        // The sums of one unit for each warp in half of the groups of k; the sums that the other block sends; squares. The last two for half of the rows.
         let met = (8 / by_k).saturating_mul((by_k / 2).max(1)).saturating_mul(rows / 16 / by_rows * 512);
         let bytes = met.saturating_add(padded.saturating_mul(rows / 2 * 8 * 4 + rows / 2 * 4));
         if bytes > u64::from(self.plan.machine.scratch_bytes) {
@@ -1071,7 +1071,7 @@ impl Judge<'_> {
         let of_inputs = u64::from(machine.inputs.slot_bytes) / (block * 64);
         let of_weights = chunk.saturating_mul(spans);
         let tile = u64::from(WIDE_UNITS.saturating_mul(warps.units)).max(1);
-        // Of plain weights all units of a tile are read.
+        // All units of a tile of plain weights are read.
         let read = if format.is_plain() { pass.next_multiple_of(tile) } else { pass };
         let bytes = read.saturating_mul(chunk).saturating_mul(u64::from(format.granule_bytes(m.k)));
         let sums = block / 2 * pass.div_ceil(tile);
@@ -1082,7 +1082,7 @@ impl Judge<'_> {
         let wrong = [
             (plan.form != Form::Steps, "outside a step".to_string()),
             (![32, 64, 128].contains(&block), format!("of {block} rows, for which there is no instruction")),
-            // Their sums of a group would need registers, too.
+            // Sums of a group would need registers, too.
             (block == 128 && !format.is_plain(), "of codes and 128 rows".to_string()),
             (!TILE_WARPS.contains(&warps), "expected two units of a tile for each warp".to_string()),
             (m.parts() != 1, "of units of fewer than eight rows".to_string()),
@@ -1119,7 +1119,7 @@ impl Judge<'_> {
         wrong.into_iter().filter(|(wrong, _)| *wrong).map(|(_, what)| format!("tiles: {what}")).collect()
     }
 
-    /// The fault in the chunks of weights that warps hold while blocks meet. A block takes them if it has a share, whichever it is.
+    /// The fault in the chunks of weights that warps hold while blocks meet. A block takes them if it has any share.
     fn held_of(&self, m: &MatVec, format: Format, product: Product, (tiles, held): (bool, u32)) -> Option<String> {
         if held == 0 {
             return None;
@@ -1214,7 +1214,7 @@ fn norm_of(grid: &Grid, norm: NormAttr) -> NormOf {
     NormOf { norm, weight: of(Role::NormWeight), bias: of(Role::NormBias) }
 }
 
-/// For each wave, the last wave before it that wrote each of the buffers that it reads. Of the step before there are only its best logits.
+/// For each wave and each buffer that it reads, the last earlier wave that wrote the buffer. The previous step leaves only its best logits.
 fn sources(plan: &Plan) -> Vec<Vec<Option<usize>>> {
     let mut wrote = BTreeMap::new();
     let of_wave = |(w, wave): (usize, &Wave)| {

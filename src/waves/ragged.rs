@@ -1,11 +1,11 @@
-//! Owns the choice between a kernel whose SMs have whole histories and one that cuts them into KV splits.
+//! Owns the choice between a wave kernel without KV splits and one with KV splits.
 
 use super::{Action, Over, Plan};
 use crate::ir::op::Op;
 use crate::ir::program::Program;
 
-/// KV splits that the longest history must have beyond what an SM has on average, before a kernel that cuts it is faster than one for as many
-/// rows that does not.
+/// Number of KV splits by which the longest history must exceed the mean of an SM. From there on, a kernel with KV splits is faster than one
+/// without, for the same number of rows.
 ///
 /// One SM reads a split of one KV head alone in about 6.5 us: 1.6 ms for 16,000 positions in 16 layers (docs/perf-log.md, entry 29). The deal and
 /// the merge cost about 5 us a layer. At Llama-3.2-1B these bounds choose the faster kernel but for narrow ranges: at one above the average, a
@@ -18,12 +18,12 @@ fn gain_splits(rows: u32, others: u32) -> u32 {
     if others < rows { MERGE_SPLITS + rows / 16 } else { MERGE_SPLITS }
 }
 
-/// Says for which launches a plan that cuts histories is faster than a kernel that does not.
+/// Says for which launches a plan with KV splits is faster than a kernel without.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ragged {
-    /// How attention of each wave cuts histories, without those that are alike, and how many waves are.
+    /// The different ways in which waves of attention cut histories, and the number of waves for each.
     cuts: Vec<(Cut, u32)>,
-    /// Waves of attention, also those that cut none: each has a part in what the kernel costs.
+    /// Waves of attention, also those that cut no history: each adds to the cost of the kernel.
     attends: u32,
     sms: u32,
     rows: u32,
@@ -31,11 +31,11 @@ pub struct Ragged {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Cut {
-    /// Positions that a row sees, if there are fewer than before it.
+    /// The window: positions that a row sees. `None`: all before it.
     window: Option<u32>,
     /// Positions of a split.
     split: u32,
-    /// Tasks of a row, which have a group of heads each.
+    /// Tasks of a row: one for each group of heads.
     tasks: u32,
 }
 
