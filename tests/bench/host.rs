@@ -156,7 +156,7 @@ fn passes() {
     row("... peak of resident memory, whole process", &mib(status_bytes("VmHWM")));
 }
 
-/// Llama-3.1-8B on the first target of its manifest: the schedules of its kernel for one row and of that for 16, by default.
+/// Llama-3.1-8B on the first target of its manifest: the default schedules of its decode kernel and of its batch kernel for 16 rows.
 fn both_kernels() -> (Target, [(&'static str, Schedule); 2]) {
     let (manifest, imported) = model("llama-3.1-8b-synthetic");
     let (graph, precision, context_max) = (&imported.graph, manifest.precision, manifest.decode.context_max);
@@ -208,7 +208,7 @@ fn load() {
     row("... both kernels", &format!("{both:.1} ms"));
 }
 
-/// NVRTC on the kernels for one row and for 16, at once, on as many cores as there are.
+/// NVRTC on the decode kernel and the batch kernel for 16 rows, at once, on as many cores as there are.
 fn compile() {
     let nvrtc = match Nvrtc::load() {
         Ok(nvrtc) => nvrtc,
@@ -231,7 +231,7 @@ fn compile() {
     row("NVRTC, both kernels of Llama-3.1-8B at once", &format!("{most:.1} s ({})", each.join(", ")));
 }
 
-/// The proofs of the kernels for one row and for 16 at the shape of an 8B model, and the tables of 64 rows deep in their histories.
+/// The proofs of the decode kernel and the batch kernel for 16 rows at the shape of an 8B model, and the tables of 64 rows deep in their histories.
 fn rows() {
     let (target, kernels) = both_kernels();
     let mut all = 0.0;

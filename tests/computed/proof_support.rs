@@ -472,7 +472,7 @@ pub fn two_rows_on(target: &Target, candidate: &Candidate) -> Schedule {
     schedule(program, target, &candidate).unwrap()
 }
 
-/// The same as a kernel for rows runs it: activations travel as words, pages are whole chunks of a slot. Five SMs, of which the
+/// The same as a batch kernel runs it: activations travel as words, pages are whole chunks of a slot. Five SMs, of which the
 /// last one appends nothing.
 pub fn words() -> (Schedule, Target) {
     words_of(None)

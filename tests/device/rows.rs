@@ -1,4 +1,4 @@
-//! Tests kernels for several rows and of waves in every format on a device: their numbers against the interpreter.
+//! Tests batch and wave kernels in every format on a device: their numbers against the interpreter.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ const CONFIG: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "l
 "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": true}"#;
 
 /// A benchmark compares first: the logits of every row with the interpreter, the choices of the sampler with those of the host, then keys
-/// and values of every position that waves read with those of the kernel for rows. It ends with an error if they differ.
+/// and values of every position that waves read with those of the batch kernel. It ends with an error if they differ.
 #[test]
 fn rows_and_waves_of_every_format_compute_what_the_interpreter_does() {
     let Some(gpu) = Gpu::here("rows_and_waves_of_every_format_compute_what_the_interpreter_does") else { return };

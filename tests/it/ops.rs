@@ -1,5 +1,5 @@
-//! Tests the kernels' ops against their formulas: the source of the kernels, compiled for this CPU. `ops.cc` has the cases of kernels for
-//! one row, `rows_ops.cc` those of kernels for rows, `waves_ops.cc` those of kernels of waves, all with the formulas in double precision.
+//! Tests the kernels' ops against their formulas: the source of the kernels, compiled for this CPU. `ops.cc` has the cases of the decode
+//! kernel, `rows_ops.cc` those of batch kernels, `waves_ops.cc` those of wave kernels, all with the formulas in double precision.
 //!
 //! Needs a C++ compiler, and says so where there is none.
 

@@ -251,7 +251,7 @@ fn case(rule: Rule) -> Case {
             // The SM that stops expects the report after the select.
             s.regimes[0].queues[0].swap(1, 2);
         }),
-        // Packets, although a kernel for rows has words.
+        // Packets, although a batch kernel has words.
         Rule::KernelRows => on_two_rows(Entity::Buffer(BufferId(7)), |_, target| target.kind = TargetKind::Cuda),
         Rule::KernelScope => on_toy(Entity::Event(0, EventId(1)), |s, _| {
             let about = s.regimes[0].events[1].buffer;

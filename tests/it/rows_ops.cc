@@ -1,4 +1,4 @@
-// Runs ops of kernels for rows by one block of threads on a CPU over random inputs, and compares each row with its formula in double
+// Runs ops of batch kernels by one block of threads on a CPU over random inputs, and compares each row with its formula in double
 // precision. Words and chunks are in memory before a task begins, so waits and signals are left out; a wait for a word that was not
 // published ends the program. Prints a line for each case: its name, and the largest difference divided by the largest expected value.
 

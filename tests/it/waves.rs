@@ -47,7 +47,7 @@ fn h200() -> Target {
     Target::builtin("h200").unwrap()
 }
 
-/// The kernel for 8 rows whose pack and pages a kernel of waves shares.
+/// The batch kernel for 8 rows whose pack and pages a wave kernel shares.
 pub fn kernel(graph: &ModelGraph, target: &Target) -> Validated {
     kernel_in(graph, target, BF16)
 }

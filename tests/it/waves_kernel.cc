@@ -1,4 +1,4 @@
-// A generated kernel of waves, run block by block on a CPU (waves_block.h): what a device does between two meetings of all blocks, each
+// A generated wave kernel, run block by block on a CPU (waves_block.h): what a device does between two meetings of all blocks, each
 // block does here alone, the last one first. Reads its tables, its pack and the rows of its launches from files of the working folder, and
 // writes the cache, its arena, the tokens of each step, and the logits of each launch: see tests/it/waves.rs. A tail finds the cache and the
 // residual of its chunk in files, too.

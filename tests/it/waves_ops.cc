@@ -1,4 +1,4 @@
-// Ops of kernels of waves, run by one block of threads on a CPU over random inputs, each against its formula in double precision
+// Ops of wave kernels, run by one block of threads on a CPU over random inputs, each against its formula in double precision
 // (waves_block.h). Prints a line a case: its name, and the largest difference over the largest value expected.
 
 #include "waves_block.h"

@@ -267,7 +267,7 @@ fn a_wrong_plan_in_pairs_computes_something_else() {
     }
 }
 
-/// Faults of the exchange of a kernel of waves, each with the rule that it breaks.
+/// Faults of the exchange of a wave kernel, each with the rule that it breaks.
 fn faults(ptx: &str) -> Vec<String> {
     let functions = functions(ptx);
     let kernel = functions.iter().find(|f| f.name == ENTRY_POINT).expect("the entry point");

@@ -38,7 +38,7 @@ use serde_json::Value;
 const FORMATS: [&str; 6] = ["fp32", "bf16", "fp8", "int8", "int4:128", "mxfp4"];
 /// Long enough for histories in KV splits; models with fewer positions have those.
 const CONTEXT_MAX: u32 = 16384;
-/// Requests and positions of the kernels for several rows.
+/// Requests and positions of the batch kernels.
 const SEQUENCES: u32 = 8;
 const POSITIONS: u64 = 65536;
 const PAGE_ROWS: u32 = 16;

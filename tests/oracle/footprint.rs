@@ -1128,7 +1128,7 @@ fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
     need("ring", u64::from(m.ring.slots) * u64::from(m.ring.slot_bytes));
     // Sums of 8 units of 8 rows by every warp, twice, so that a batch may begin before the last one is added up.
     let warps = u64::from(m.consumer_warps);
-    // In a kernel for rows: sums of all rows, for as many units as its threads have four pairs of columns.
+    // In a batch kernel: sums of all rows, for as many units as its threads have four pairs of columns.
     let for_rows = s.program.buffers.iter().any(|b| b.words);
     let rows = u64::from(s.program.rows).next_multiple_of(8);
     let sums = if for_rows { (warps * 32 / (rows * 4)).max(1) * rows } else { 8 };
@@ -1157,7 +1157,7 @@ fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
                 let (heads, dim) = (u64::from(a.heads_per_task), u64::from(a.head_dim));
                 let tensor = precision.cache == DType::Bf16 && target.spec.dot == DotMechanism::Mma && dim % 8 == 0;
                 let operands = if tensor { heads * dim.div_ceil(32) * 64 } else { 0 };
-                // In a kernel for rows: queries, and keys and values of the step's own rows, as a tile in the cache's layout or in fp32.
+                // In a batch kernel: queries, and keys and values of the step's own rows, as a tile in the cache's layout or in fp32.
                 let pitch = pitch(s, a) * precision.cache.bytes() as u64;
                 need(
                     "heads",
