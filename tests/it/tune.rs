@@ -65,7 +65,7 @@ fn a_campaign_is_printed_resumed_and_reported() {
 
     // The same command has nothing to do; a larger budget continues after the last trial.
     let again = place.run("tune m.toml --max-trials 3").code(0);
-    assert!(again.stdout.contains("3 trials, 0 measured now"), "{again:#?}");
+    assert!(again.stdout.contains("3 trials, 0 measurements now"), "{again:#?}");
     assert_eq!(numbers(&trials), rows);
     assert!(place.run("next m.toml --max-trials 3").code(1).stdout.starts_with("cpu: stop: the budget of 3 trials"));
     let more = place.run("tune m.toml --max-trials 5").code(0);

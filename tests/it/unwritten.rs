@@ -88,7 +88,7 @@ fn init_refuses_bad_names_before_it_writes() {
         ("init https://huggingface.co/o/n", "is named as `hf:o/n`"),
         ("build https://huggingface.co/o/n/tree/main", "is named as `hf:o/n`"),
         ("serve o/n", "is named as `hf:o/n`"),
-        ("init tinystory", "did you mean `tinystories`?"),
+        ("init tinystorie", "did you mean `tinystories`?"),
         ("init checkpoint --target h2000", "did you mean `h200`?"),
         ("import hf:foo", "`hf:OWNER/foo`"),
         ("generate hf:foo --prompt x", "`hf:OWNER/foo`"),
