@@ -9,6 +9,7 @@ pub mod id;
 pub mod digest;
 pub mod fields;
 pub mod files;
+pub mod gguf;
 pub mod random;
 pub mod text;
 

@@ -2,7 +2,7 @@
 //!
 //! A checkpoint's folder defines it in up to three files: `tokenizer.json` (the `tokenizers` crate reads it whole),
 //! `tokenizer_config.json` (special tokens, whether a text begins with one, chat templates) and `chat_template.jinja`.
-//! The rules by which they combine are those of transformers 5 (`tokenization_utils_tokenizers.py`,
+//! A GGUF file has the same in its metadata (`gguf`). The rules by which they combine are those of transformers 5 (`tokenization_utils_tokenizers.py`,
 //! `utils/chat_template_utils.py`), so that ids agree with what the model was trained on. Left out on purpose:
 //! truncation and padding stored in `tokenizer.json`, and `clean_up_tokenization_spaces`, which removes spaces that a
 //! model may have written.
@@ -11,12 +11,14 @@
 //! here. Memory is not bounded here, and a template or a normaliser may double a string again and again, so
 //! `pipeline::tokens` runs this module in a process with bounded memory.
 
+mod gguf;
 mod stops;
 
 pub use stops::{Stopped, certain};
 
 use crate::error::Fault;
 use crate::files::{self, FileError};
+use crate::gguf::{GgufError, Header, files_of};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde};
 use minijinja::{Environment, ErrorKind, Value};
@@ -59,6 +61,10 @@ pub enum TokenizerError {
     VocabMismatch { path: PathBuf, vocab: u32, id_max: u32, id: u32, token: String },
     #[error("expected token ids below {vocab} (the model's vocabulary), found {id}{} at index {index}", named(.token))]
     IdBeyondVocab { id: u32, token: Option<String>, index: usize, vocab: u32 },
+    #[error(transparent)]
+    Gguf(GgufError),
+    #[error("`{path}`: text cannot be turned into token ids: {reason}")]
+    Metadata { path: PathBuf, reason: String },
     #[error("text cannot be encoded: {reason}")]
     Encode { reason: String },
     #[error("token ids cannot be decoded: {reason}")]
@@ -95,6 +101,10 @@ impl From<TokenizerError> for Fault {
             TokenizerError::Read { .. } => Fault::environment(message),
             TokenizerError::NotRegular(_) | TokenizerError::TooLarge { .. } | TokenizerError::Corrupt { .. } => {
                 Fault::input(message).with_remedy(format!("fetch the checkpoint's file again, or {IDS}"))
+            }
+            TokenizerError::Gguf(_) => Fault::input(message).with_remedy(format!("fetch the file again, or {IDS}")),
+            TokenizerError::Metadata { .. } => {
+                Fault::input(message).with_remedy(format!("convert the model again with a current llama.cpp, or {IDS}"))
             }
             TokenizerError::VocabMismatch { .. } => {
                 Fault::input(message).with_remedy(format!("put this checkpoint's own tokenizer there, or {IDS}"))
@@ -177,27 +187,44 @@ struct Ends {
 pub const FILES: [&str; 3] = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
 
 impl Tokenizer {
-    /// Reads the tokenizer of the checkpoint folder `dir`.
+    /// Reads the tokenizer of the checkpoint folder `dir`, or of a GGUF file, or of the folder of one.
     pub fn load(dir: &Path) -> Result<Tokenizer, TokenizerError> {
+        if let Some((path, converted)) = of_gguf(dir)? {
+            let failed = |reason| TokenizerError::Metadata { path: path.clone(), reason };
+            let backend = backend(&converted.tokenizer).map_err(failed)?;
+            let config = serde_json::to_vec(&converted.config).map_err(|error| error.to_string());
+            let config = config.and_then(|bytes| Config::parse(&bytes)).map_err(failed)?;
+            return Tokenizer::assemble(path.clone(), backend, path, config);
+        }
         let [path, config_path, jinja_path] = FILES.map(|name| dir.join(name));
         let bytes = read(&path, TOKENIZER_BYTES_MAX)?.ok_or_else(|| TokenizerError::Missing { path: path.clone() })?;
         let corrupt = |reason| TokenizerError::Corrupt { path: path.clone(), reason };
-        let mut backend = guarded(|| tokenizers::Tokenizer::from_bytes(&bytes)).map_err(corrupt)?;
-        // Both are settings of a training run; a prompt is neither truncated nor padded.
-        backend.with_truncation(None).map_err(|error| corrupt(error.to_string()))?;
-        backend.with_padding(None);
-        if let ModelWrapper::BPE(model) = backend.get_model()
-            && model.dropout.is_some_and(|dropout| dropout > 0.0)
-        {
-            return Err(corrupt("expected `dropout` to be null, since it makes ids random".to_owned()));
-        }
-
+        let backend = backend(&bytes).map_err(corrupt)?;
         let config = match read(&config_path, CONFIG_BYTES_MAX)? {
             None => Config::default(),
             Some(bytes) => {
                 Config::parse(&bytes).map_err(|reason| TokenizerError::Corrupt { path: config_path.clone(), reason })?
             }
         };
+        let mut tokenizer = Tokenizer::assemble(path, backend, config_path, config)?;
+        if let Some(bytes) = read(&jinja_path, CONFIG_BYTES_MAX)? {
+            let text = String::from_utf8(bytes).map_err(|error| TokenizerError::Corrupt {
+                path: jinja_path.clone(),
+                reason: format!("expected UTF-8: {error}"),
+            })?;
+            tokenizer.templates = BTreeMap::from([("default".to_owned(), text)]);
+            tokenizer.templates_path = jinja_path;
+        }
+        Ok(tokenizer)
+    }
+
+    /// Joins what `tokenizer.json` and `tokenizer_config.json` say.
+    fn assemble(
+        path: PathBuf,
+        mut backend: tokenizers::Tokenizer,
+        config_path: PathBuf,
+        config: Config,
+    ) -> Result<Tokenizer, TokenizerError> {
         guarded(|| add_tokens(&mut backend, &config))
             .map_err(|reason| TokenizerError::Corrupt { path: config_path.clone(), reason })?;
         let ends = config.ends(&backend);
@@ -207,17 +234,7 @@ impl Tokenizer {
             .filter(|(_, token)| backend.get_added_vocabulary().is_special_token(&token.content))
             .map(|(id, _)| id)
             .collect();
-
-        let mut templates = config.templates;
-        let mut templates_path = config_path;
-        if let Some(bytes) = read(&jinja_path, CONFIG_BYTES_MAX)? {
-            let text = String::from_utf8(bytes).map_err(|error| TokenizerError::Corrupt {
-                path: jinja_path.clone(),
-                reason: format!("expected UTF-8: {error}"),
-            })?;
-            templates = BTreeMap::from([("default".to_owned(), text)]);
-            templates_path = jinja_path;
-        }
+        let (templates, templates_path) = (config.templates, config_path);
         let named = config.named.into_iter().map(|(name, token)| (name, token.content)).collect();
         Ok(Tokenizer { path, backend, special, ends, named, templates, templates_path, vocab: OnceLock::new() })
     }
@@ -401,6 +418,52 @@ impl Tokenizer {
         guarded(|| render(template, context, now).map_err(|error| chain(&error).into()))
             .map_err(|reason| TokenizerError::ChatTemplate { path: self.templates_path.clone(), reason })
     }
+}
+
+/// The tokenizer of the GGUF model at a place, as the files that it would have been; `None`: it is no GGUF model.
+fn of_gguf(place: &Path) -> Result<Option<(PathBuf, gguf::Converted)>, TokenizerError> {
+    let parts = files_of(place).map_err(TokenizerError::Gguf)?;
+    let Some(first) = parts.and_then(|parts| parts.into_iter().next()) else { return Ok(None) };
+    // A fault of the table of tensors has the name of its place, and the first is enough here.
+    let header = Header::read(&first).map_err(|mut faults| TokenizerError::Gguf(faults.swap_remove(0)))?;
+    let converted = gguf::convert(&header);
+    converted
+        .map(|converted| Some((first.clone(), converted)))
+        .map_err(|reason| TokenizerError::Metadata { path: first, reason })
+}
+
+/// The files that define the tokenizer of a checkpoint, for a copy of them: names and content. Of a GGUF model they are made here.
+///
+/// # Errors
+/// Files that cannot be read, and metadata that is no tokenizer.
+pub fn files_to_copy(place: &Path) -> Result<Vec<(&'static str, Copied)>, TokenizerError> {
+    let [file, config, _] = FILES;
+    if let Some((path, converted)) = of_gguf(place)? {
+        let config_bytes = serde_json::to_vec(&converted.config)
+            .map_err(|error| TokenizerError::Metadata { path, reason: error.to_string() })?;
+        return Ok(vec![(file, Copied::Bytes(converted.tokenizer)), (config, Copied::Bytes(config_bytes))]);
+    }
+    let there = FILES.into_iter().map(|name| (name, place.join(name))).filter(|(_, path)| path.exists());
+    Ok(there.map(|(name, path)| (name, Copied::File(path))).collect())
+}
+
+/// The content of a file of [`files_to_copy`].
+pub enum Copied {
+    File(PathBuf),
+    Bytes(Vec<u8>),
+}
+
+/// A tokenizer of the library, with the settings of a training run left out: a prompt is neither truncated nor padded.
+fn backend(bytes: &[u8]) -> Result<tokenizers::Tokenizer, String> {
+    let mut backend = guarded(|| tokenizers::Tokenizer::from_bytes(bytes))?;
+    backend.with_truncation(None).map_err(|error| error.to_string())?;
+    backend.with_padding(None);
+    if let ModelWrapper::BPE(model) = backend.get_model()
+        && model.dropout.is_some_and(|dropout| dropout > 0.0)
+    {
+        return Err("expected `dropout` to be null, since it makes ids random".to_owned());
+    }
+    Ok(backend)
 }
 
 /// Refuses ids for which a model with `vocab` embedding rows has no row.

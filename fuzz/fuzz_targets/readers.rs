@@ -19,7 +19,7 @@ fuzz_target!(
     init: {
         let name = std::env::var("READER").unwrap_or_default();
         let chosen = reader(&name).unwrap_or_else(|| panic!("READER is `{name}`, expected a target of readers.rs"));
-        READER.get_or_init(|| (chosen, name == "tokenizer"));
+        READER.get_or_init(|| (chosen, matches!(name.as_str(), "tokenizer" | "gguf-tokens")));
         // Panics of a library that `tokenizer` catches are no findings; uncaught ones still end the run.
         std::panic::set_hook(Box::new(|_| {}));
         std::alloc::set_alloc_error_hook(|_| panic!("memory or time is spent"));

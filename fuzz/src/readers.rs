@@ -12,11 +12,13 @@ use monobloc::digest::Digest;
 use monobloc::dtype::{DType, Precision};
 use monobloc::error::Fault;
 use monobloc::flywheel::{Corpus, best, stats};
+use monobloc::gguf::Header;
 use monobloc::ir::parse::{parse_program, parse_with_lines};
 use monobloc::ir::print::print;
 use monobloc::lower::lower;
 use monobloc::manifest::Manifest;
-use monobloc::model::config::{graph_text, import, import_config_only};
+use monobloc::model::config::{Imported, graph_text, import, import_config_only};
+use monobloc::model::graph::TensorId;
 use monobloc::pipeline::read_stored;
 use monobloc::schedule::schedule;
 use monobloc::target::{Target, TargetRecord};
@@ -28,7 +30,7 @@ use monobloc::validate::{check, line_of};
 pub type Reader = fn(&[u8]);
 
 /// What can be fuzzed, by the name of its corpus.
-pub const READERS: [(&str, Reader); 7] = [
+pub const READERS: [(&str, Reader); 9] = [
     ("manifest", manifest),
     ("config", config),
     ("weights", weights),
@@ -36,6 +38,8 @@ pub const READERS: [(&str, Reader); 7] = [
     ("trials", trials),
     ("artefact", artefact),
     ("tokenizer", tokenizer),
+    ("gguf", gguf),
+    ("gguf-tokens", gguf_tokens),
 ];
 
 pub fn reader(name: &str) -> Option<Reader> {
@@ -148,6 +152,46 @@ fn weights(data: &[u8]) {
 
 const LLAMA: &str = r#"{"architectures":["LlamaForCausalLM"],"hidden_size":16,"intermediate_size":16,
     "num_hidden_layers":1,"num_attention_heads":2,"num_key_value_heads":1,"head_dim":8,"vocab_size":16}"#;
+
+/// A GGUF file: its header, and a model of its metadata and tensors.
+fn gguf(data: &[u8]) {
+    let read = Header::parse("m.gguf", data, data.len() as u64);
+    in_folder(|folder| {
+        put(folder, "m.gguf", data);
+        match import(&folder.join("m.gguf")) {
+            Err(error) => told(error.into()),
+            Ok(Imported { graph, weights, .. }) => {
+                assert!(read.is_ok() && !graph_text(&graph).is_empty());
+                // Every value of a small tensor is there.
+                for (id, tensor) in
+                    (0..).map(TensorId).zip(&graph.tensors).filter(|(_, tensor)| tensor.count() < 1 << 12)
+                {
+                    let mut row = vec![0.0; weights.cols(id)];
+                    (0..weights.rows(id)).for_each(|at| weights.read_row_f32(id, at, &mut row));
+                    assert_eq!(tensor.count(), u64::from(weights.rows(id)) * row.len() as u64);
+                }
+            }
+        }
+    });
+}
+
+/// The vocabulary of a GGUF file, and a short text through it.
+fn gguf_tokens(data: &[u8]) {
+    if data.len() > BYTES_MAX {
+        return;
+    }
+    in_folder(|folder| {
+        put(folder, "t.gguf", data);
+        match Tokenizer::load(&folder.join("t.gguf")) {
+            Err(error) => told(error.into()),
+            Ok(tokenizer) => {
+                let _ = tokenizer.encode("ab ba\u{1f600}<s>", true);
+                let _ = tokenizer.decode(&[0, 1, 2, u32::MAX], false);
+                let _ = tokenizer.apply_chat(&[Message::new("user", "a")], true);
+            }
+        }
+    });
+}
 
 /// A schedule's text. If it parses, its printed form must parse to the same schedule, and it must get a verdict.
 fn mkir(data: &[u8]) {

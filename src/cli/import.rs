@@ -20,7 +20,8 @@ pub fn import(session: &Session, asked: &Import) -> Result<Outcome, Fault> {
     let imported = if text.starts_with(init::HUB) && !place.exists() {
         config::import(init::hub_outline(&text, &mut |_| {})?.dir())
     } else if let Some(gguf) = init::gguf(place) {
-        return Err(init::gguf_fault(&gguf));
+        init::is_named_gguf(&gguf)?;
+        config::import(place)
     } else if place.is_file() {
         config::import_config_only(&init::config_text(place)?, 0)
     } else if place.is_dir() {

@@ -15,6 +15,7 @@ use crate::cuda::driver::Device;
 use crate::error::{Fault, Tier};
 use crate::fields::is_file_name;
 use crate::files::{self, folder_of, read_text};
+use crate::gguf;
 use crate::manifest::Manifest;
 use crate::model::config;
 use crate::model::source::{self, Event, HubSettings, Outline, Source};
@@ -120,10 +121,11 @@ impl Found {
             return Found::of_hub(source, written);
         }
         let place = Path::new(source);
-        if let Some(gguf) = gguf(place) {
-            return Err(gguf_fault(&gguf));
+        let gguf = gguf(place);
+        if let Some(gguf) = &gguf {
+            is_named_gguf(gguf)?;
         }
-        let (imported, scheme) = if place.is_dir() {
+        let (imported, scheme) = if place.is_dir() || gguf.is_some() {
             (config::import(place)?, "path:")
         } else if place.is_file() {
             (config::import_config_only(&config_text(place)?, 0)?, "synthetic:")
@@ -134,7 +136,7 @@ impl Found {
             source: format!("{scheme}{}", from_manifest(place, written)?.display()),
             dtype: "bf16",
             context_max: imported.graph.positions_max.min(CONTEXT),
-            has_text: scheme == "path:" && place.join("tokenizer.json").is_file(),
+            has_text: gguf.is_some() || scheme == "path:" && place.join("tokenizer.json").is_file(),
             note: None,
         })
     }
@@ -142,6 +144,10 @@ impl Found {
     fn of_hub(source: &str, written: Written<'_>) -> Result<Found, Fault> {
         let found =
             |context_max, note| Found { source: source.to_string(), dtype: "bf16", context_max, has_text: true, note };
+        if let Source::Hub { file: Some(_), .. } = Source::parse(source, "main", 0)? {
+            // Its header has the vocabulary, which is most of what a look would fetch.
+            return Ok(found(CONTEXT, None));
+        }
         match hub_outline(source, &mut |_| {}) {
             Ok(outline) => Ok(found(config::import(outline.dir())?.graph.positions_max.min(CONTEXT), None)),
             Err(fault) if fault.tier == Tier::Environment && matches!(written, Written::At(_)) => {
@@ -170,16 +176,22 @@ pub fn config_text(place: &Path) -> Result<String, Fault> {
 /// # Errors
 /// A name that is none, a model that is not there or has no weights, a hub that cannot be asked.
 pub fn hub_outline(source: &str, progress: &mut dyn FnMut(Event<'_>)) -> Result<Outline, Fault> {
-    let Source::Hub { repo, revision } = Source::parse(source, "main", 0)? else {
+    let Source::Hub { repo, revision, file } = Source::parse(source, "main", 0)? else {
         return Err(Fault::internal(format!("`{source}` was taken for a model of the hub")));
     };
+    if file.is_some() {
+        return Err(Fault::input(format!(
+            "`{source}` is a GGUF file of the hub, which is not looked at before it is here"
+        ))
+        .with_remedy(format!("`monobloc build {source}` downloads it, and says why it is refused if it is")));
+    }
     Ok(source::outline(&repo, &revision, &HubSettings::from_env(), progress)?)
 }
 
 /// The fault for a word that names no model and no manifest.
 pub fn nothing(source: &str) -> Fault {
     let expected = format!(
-        "name the folder of a checkpoint, a config.json, `hf:OWNER/NAME`, or the built-in model `{}`",
+        "name the folder of a checkpoint, a GGUF file, a config.json, `hf:OWNER/NAME`, or the built-in model `{}`",
         builtin::NAMES[0]
     );
     let remedy = match (source::hub_page(source), source.split('/').count()) {
@@ -210,14 +222,16 @@ pub fn gguf(place: &Path) -> Option<PathBuf> {
     (place.is_file() && (has_suffix(place) || has_magic())).then(|| place.to_path_buf())
 }
 
-/// Says what a GGUF file is, and what to do.
-pub fn gguf_fault(path: &Path) -> Fault {
-    let message =
-        format!("`{}` is a GGUF file, the format of llama.cpp, which this version does not read", path.display());
-    Fault::input(message).with_remedy(
-        "name the checkpoint that it was made from, as `hf:OWNER/NAME` or a folder with config.json and safetensors weights; \
-         `[precision] weights` of a manifest rounds it, for example to \"int4:32\" (docs/formats.md)",
-    )
+/// A file of another name may be part of any checkpoint.
+///
+/// # Errors
+/// A GGUF file whose name does not say so.
+pub fn is_named_gguf(path: &Path) -> Result<(), Fault> {
+    if gguf::is_named(path) {
+        return Ok(());
+    }
+    Err(Fault::input(format!("`{}` is a GGUF file, and its name does not say so", path.display()))
+        .with_remedy("let its name end in `.gguf`"))
 }
 
 /// The built-in model of a source, or of a name unless a file has that name.

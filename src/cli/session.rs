@@ -177,7 +177,7 @@ fn resolved_manifest(path: &Path, targets: &[&str], root: &Path, style: Style) -
         if let Some(named) = manifest.source.strip_prefix(scheme) {
             let found = files::find(named, &manifest.base_dir)?;
             if let Some(gguf) = init::gguf(&found) {
-                return Err(init::gguf_fault(&gguf));
+                init::is_named_gguf(&gguf)?;
             }
         }
     }

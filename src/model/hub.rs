@@ -19,8 +19,9 @@ use hf_hub::{Cache, CacheRepo, Repo, RepoType};
 use ureq::http::{Response, StatusCode, Uri, header};
 use ureq::{Agent, Body};
 
-use super::source::{Event, HubSettings, Resolved, SourceError, is_commit, read_shards};
+use super::source::{Event, HubSettings, Resolved, SourceError, choose_gguf, is_commit, read_shards};
 use super::weights::{INDEX_BYTES_MAX, INDEX_FILE, SINGLE_FILE};
+use crate::gguf;
 use crate::model::sha256;
 
 /// Files read beside config and weights, where the repository has them.
@@ -84,10 +85,12 @@ struct Metadata {
     bytes: u64,
 }
 
-/// Fetches what is missing of a revision, all of it at one commit.
+/// Fetches what is missing of a revision, all of it at one commit. If `file` names one, or there are no safetensors, it is a model in
+/// GGUF.
 pub(super) fn download(
     repo: &str,
     revision: &str,
+    file: Option<&str>,
     settings: &HubSettings,
     progress: &mut dyn FnMut(Event),
 ) -> Result<Resolved, SourceError> {
@@ -95,6 +98,17 @@ pub(super) fn download(
     let hub = Hub::new(repo, &named, settings)?;
     let info = hub.info(&named, progress)?;
     let listed = |name: &str| is_listed(&info, name);
+    let names: Vec<String> = info.siblings.iter().map(|sibling| sibling.rfilename.clone()).collect();
+    let safetensors = listed(SINGLE_FILE) || listed(INDEX_FILE);
+    if file.is_some() || !safetensors && names.iter().any(|name| gguf::is_named(Path::new(name))) {
+        let mut first = None;
+        for part in choose_gguf(repo, &names, file)? {
+            let path = hub.fetch(&info.sha, &part, u64::MAX, progress)?;
+            first.get_or_insert(path);
+        }
+        hub.name_commit(revision, &info.sha)?;
+        return Ok(Resolved::Checkpoint { dir: first.unwrap_or_default(), commit: Some(info.sha) });
+    }
     has_weights(repo, &info)?;
     let config = hub.fetch(&info.sha, "config.json", SMALL_BYTES_MAX, progress)?;
     for name in OPTIONAL_FILES.into_iter().filter(|name| listed(name)) {
@@ -113,11 +127,7 @@ pub(super) fn download(
             hub.fetch(&info.sha, &shard, u64::MAX, progress)?;
         }
     }
-    // Last, so that a ref never names a snapshot that was not fetched whole.
-    if !is_commit(revision) {
-        let ref_fault = |error| SourceError::Io { path: settings.repo_dir(repo).join("refs"), error };
-        hub.cache.create_ref(&info.sha).map_err(ref_fault)?;
-    }
+    hub.name_commit(revision, &info.sha)?;
     let dir = config.parent().map(PathBuf::from).unwrap_or_default();
     Ok(Resolved::Checkpoint { dir, commit: Some(info.sha) })
 }
@@ -206,6 +216,15 @@ impl<'a> Hub<'a> {
             settings.endpoint.parse().ok().filter(|uri: &Uri| uri.scheme().is_some() && uri.host().is_some());
         let endpoint = endpoint.ok_or_else(|| SourceError::Endpoint { endpoint: settings.endpoint.clone() })?;
         Ok(Hub { agent: agent(settings.silence), cache, repo, settings, endpoint })
+    }
+
+    /// Lets a branch or tag name a commit in the cache. Last, so that a ref never names a snapshot that was not fetched whole.
+    fn name_commit(&self, revision: &str, commit: &str) -> Result<(), SourceError> {
+        if is_commit(revision) {
+            return Ok(());
+        }
+        let fault = |error| SourceError::Io { path: self.settings.repo_dir(self.repo).join("refs"), error };
+        self.cache.create_ref(commit).map_err(fault)
     }
 
     fn info(&self, named: &Repo, progress: &mut dyn FnMut(Event)) -> Result<RepoInfo, SourceError> {

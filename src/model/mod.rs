@@ -1,5 +1,6 @@
 //! From a checkpoint to a `ModelGraph`: the closed-schema importer, and the weights.
 
+pub mod blocks;
 pub mod cache_scales;
 pub mod coded;
 pub mod config;

@@ -1,4 +1,5 @@
-//! Owns where a model comes from: `hf:OWNER/NAME`, `path:DIR` or `synthetic:CONFIG.json`, made a local folder or file.
+//! Owns where a model comes from: `hf:OWNER/NAME`, `path:DIR` or `synthetic:CONFIG.json`, made a local folder or file. A model in GGUF
+//! is a file, or one of several files of a repository of the hub: `path:FILE.gguf`, `hf:OWNER/NAME:FILE.gguf`.
 //!
 //! A hub source that is already in the local cache is answered without a request, so a build repeats offline and does
 //! not move when a branch does; the commit that was used is reported, and pinning it is the manifest's business. The
@@ -10,6 +11,7 @@ use std::time::Duration;
 
 use crate::error::Fault;
 use crate::files::{self, FileError};
+use crate::gguf;
 #[cfg(feature = "hub")]
 use crate::model::hub;
 use crate::model::weights::{INDEX_BYTES_MAX, INDEX_FILE, SINGLE_FILE, shards_of};
@@ -17,9 +19,9 @@ use crate::model::weights::{INDEX_BYTES_MAX, INDEX_FILE, SINGLE_FILE, shards_of}
 /// A `[model] source` that was understood.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
-    /// A model of the hub, at a branch, tag or commit.
-    Hub { repo: String, revision: String },
-    /// A checkpoint folder, as written; see [`files::find`].
+    /// A model of the hub, at a branch, tag or commit; with `file` a GGUF file of it, by its name or a part of it (`Q4_K_M`).
+    Hub { repo: String, revision: String, file: Option<String> },
+    /// A checkpoint folder or a GGUF file, as written; see [`files::find`].
     Path(String),
     /// A config, as written, whose weights are a function of the seed.
     Synthetic { config: String, seed: u64 },
@@ -28,7 +30,7 @@ pub enum Source {
 /// A source on this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Resolved {
-    /// A checkpoint folder, and the commit it is of if it came from the hub.
+    /// A checkpoint folder or a GGUF file, and the commit it is of if it came from the hub.
     Checkpoint {
         dir: PathBuf,
         commit: Option<String>,
@@ -56,15 +58,15 @@ pub enum Event<'a> {
 
 #[derive(Debug, thiserror::Error)]
 pub enum SourceError {
-    #[error("source `{text}`: expected `hf:OWNER/NAME`, `path:DIR` or `synthetic:CONFIG.json`")]
+    #[error("source `{text}`: expected `hf:OWNER/NAME`, `path:DIR`, `path:FILE.gguf` or `synthetic:CONFIG.json`")]
     Scheme { text: String },
-    #[error("source `hf:{repo}`: expected OWNER/NAME of letters, digits, `-`, `_` and `.`")]
+    #[error("source `hf:{repo}`: expected OWNER/NAME, or OWNER/NAME:FILE, of letters, digits, `-`, `_` and `.`")]
     RepoName { repo: String },
     #[error("revision `{revision}`: expected a branch, a tag or a commit")]
     RevisionName { revision: String },
     #[error(transparent)]
     File(#[from] FileError),
-    #[error("`{path}` is not a folder")]
+    #[error("`{path}` is not a folder, and no GGUF file by its name")]
     NotAFolder { path: PathBuf },
     #[error("`{path}` is not a file")]
     NotAFile { path: PathBuf },
@@ -94,10 +96,26 @@ pub enum SourceError {
     GgufOnly { repo: String, file: String },
     #[error("`{repo}` has no safetensors weights")]
     NoWeights { repo: String },
+    #[error("`{repo}` has {} models in GGUF: {}", .files.len(), shortened(.files))]
+    SeveralGguf { repo: String, files: Vec<String> },
+    #[error("`{repo}` has no GGUF file `{file}`: {}", shortened(.files))]
+    NoGguf { repo: String, file: String, files: Vec<String> },
     #[error("another process has held the lock of `{file}` for {minutes} minutes")]
     Locked { file: String, minutes: u64 },
     #[error("`{path}`: {error}")]
     Io { path: PathBuf, error: io::Error },
+}
+
+/// Names for a message.
+fn shortened(files: &[String]) -> String {
+    const SHOWN: usize = 12;
+    let shown: Vec<String> = files.iter().take(SHOWN).map(|name| format!("`{name}`")).collect();
+    let more = files.len().saturating_sub(SHOWN);
+    match (files.is_empty(), more) {
+        (true, _) => "it has none".to_string(),
+        (false, 0) => shown.join(", "),
+        (false, more) => format!("{} and {more} more", shown.join(", ")),
+    }
 }
 
 impl From<SourceError> for Fault {
@@ -112,14 +130,19 @@ impl From<SourceError> for Fault {
                     None => fault,
                 }
             }
+            SourceError::SeveralGguf { repo, files } => {
+                let file = files.into_iter().next().unwrap_or_default();
+                Fault::input(message).with_remedy(format!("name one of them, as `hf:{repo}:{file}`"))
+            }
+            SourceError::NoGguf { .. } => Fault::input(message).with_remedy("check the name of the file"),
             SourceError::Scheme { .. }
             | SourceError::RevisionName { .. }
             | SourceError::NotAFolder { .. }
             | SourceError::NotAFile { .. }
             | SourceError::NoWeights { .. } => Fault::input(message),
-            SourceError::GgufOnly { .. } => Fault::input(message).with_remedy(
-                "name the repository that the files were made from: the page of this one links to it as its base model",
-            ),
+            SourceError::GgufOnly { repo, file } => {
+                Fault::input(message).with_remedy(format!("name one of them, as `hf:{repo}:{file}`"))
+            }
             SourceError::PickleOnly { .. } => {
                 Fault::input(message).with_remedy("convert it to safetensors, or name a converted copy")
             }
@@ -160,17 +183,22 @@ impl Source {
     /// Reads the manifest's `source`; `revision` speaks about `hf:`, `seed` about `synthetic:`.
     pub fn parse(text: &str, revision: &str, seed: u64) -> Result<Source, SourceError> {
         match text.split_once(':') {
-            Some(("hf", repo)) => {
+            Some(("hf", text)) => {
+                let (repo, file) = match text.split_once(':') {
+                    Some((repo, file)) => (repo, Some(file)),
+                    None => (text, None),
+                };
                 let named = |part: &str| !part.is_empty() && !part.contains("..") && part.chars().all(is_name_char);
                 match repo.split_once('/') {
-                    Some((owner, name)) if named(owner) && named(name) => {}
-                    _ => return Err(SourceError::RepoName { repo: repo.to_string() }),
+                    Some((owner, name)) if named(owner) && named(name) && file.is_none_or(named) => {}
+                    _ => return Err(SourceError::RepoName { repo: text.to_string() }),
                 }
                 // The revision becomes part of a path in the cache.
                 if !revision.split('/').all(named) {
                     return Err(SourceError::RevisionName { revision: revision.to_string() });
                 }
-                Ok(Source::Hub { repo: repo.to_string(), revision: revision.to_string() })
+                let (repo, revision) = (repo.to_string(), revision.to_string());
+                Ok(Source::Hub { repo, revision, file: file.map(str::to_string) })
             }
             Some(("path", dir)) if !dir.is_empty() => Ok(Source::Path(dir.to_string())),
             Some(("synthetic", config)) if !config.is_empty() => {
@@ -183,15 +211,6 @@ impl Source {
 
 /// What the user probably meant by `hf:REPO`, where REPO is no name of a model.
 fn repo_meant(repo: &str) -> Option<String> {
-    let parts: Vec<&str> = repo.split(':').collect();
-    if let [name, _] = parts.as_slice()
-        && Source::parse(&format!("hf:{name}"), "main", 0).is_ok()
-    {
-        return Some(format!(
-            "`hf:{name}` names the model; a format such as `Q4_K_M` belongs to GGUF files: `[precision] weights` of a \
-             manifest rounds weights, for example to \"int4:32\""
-        ));
-    }
     let owner_and_name = |text: &str| {
         let (owner, rest) = text.trim_start_matches('/').split_once('/')?;
         let name = rest.split(['/', '?', '#']).next().filter(|name| !name.is_empty())?;
@@ -297,7 +316,7 @@ pub fn resolve_with(
     match source {
         Source::Path(dir) => {
             let path = files::find(dir, base_dir)?;
-            if !path.is_dir() {
+            if !path.is_dir() && !gguf::is_named(&path) {
                 return Err(SourceError::NotAFolder { path });
             }
             Ok(Resolved::Checkpoint { dir: path, commit: None })
@@ -309,19 +328,21 @@ pub fn resolve_with(
             }
             Ok(Resolved::Synthetic { config: path, seed: *seed })
         }
-        Source::Hub { repo, revision } => resolve_hub(repo, revision, settings, progress),
+        Source::Hub { repo, revision, file } => resolve_hub(repo, revision, file.as_deref(), settings, progress),
     }
 }
 
 fn resolve_hub(
     repo: &str,
     revision: &str,
+    file: Option<&str>,
     settings: &HubSettings,
     progress: &mut dyn FnMut(Event),
 ) -> Result<Resolved, SourceError> {
     let cached = cached_commit(repo, revision, settings).map(|commit| {
         let dir = settings.repo_dir(repo).join("snapshots").join(&commit);
-        (completeness(&dir), Resolved::Checkpoint { dir, commit: Some(commit) })
+        let (completeness, dir) = completeness(dir, file);
+        (completeness, Resolved::Checkpoint { dir, commit: Some(commit) })
     });
     let offline = |why| {
         let (repo, revision, cache) = (repo.to_string(), revision.to_string(), settings.cache.clone());
@@ -329,8 +350,8 @@ fn resolve_hub(
     };
     match cached {
         Some((Completeness::Whole, resolved)) => Ok(resolved),
-        // The repository may have no tokenizer.json; only the hub knows, and without it the weights have to do.
-        Some((Completeness::NoTokenizer, resolved)) if settings.offline || cfg!(not(feature = "hub")) => Ok(resolved),
+        // The repository may have no tokenizer.json, or other GGUF files; only the hub knows, and without it this has to do.
+        Some((Completeness::Maybe, resolved)) if settings.offline || cfg!(not(feature = "hub")) => Ok(resolved),
         _ if settings.offline => offline("HF_HUB_OFFLINE is set"),
         #[cfg(not(feature = "hub"))]
         _ => {
@@ -338,12 +359,12 @@ fn resolve_hub(
             offline("this build of monobloc has no hub support")
         }
         #[cfg(feature = "hub")]
-        Some((Completeness::NoTokenizer, resolved)) => match hub::download(repo, revision, settings, progress) {
+        Some((Completeness::Maybe, resolved)) => match hub::download(repo, revision, file, settings, progress) {
             Err(SourceError::Unreachable { .. } | SourceError::Silent { .. }) => Ok(resolved),
             other => other,
         },
         #[cfg(feature = "hub")]
-        _ => hub::download(repo, revision, settings, progress),
+        _ => hub::download(repo, revision, file, settings, progress),
     }
 }
 
@@ -373,7 +394,7 @@ pub fn outline(
 ) -> Result<Outline, SourceError> {
     if let Some(commit) = cached_commit(repo, revision, settings) {
         let dir = settings.repo_dir(repo).join("snapshots").join(&commit);
-        if !matches!(completeness(&dir), Completeness::Partial) {
+        if let (Completeness::Whole | Completeness::Maybe, dir) = completeness(dir, None) {
             return Ok(Outline { dir, _made: None });
         }
     }
@@ -412,20 +433,74 @@ pub(super) fn is_commit(revision: &str) -> bool {
 
 enum Completeness {
     Whole,
-    /// Config and weights, no tokenizer.
-    NoTokenizer,
+    /// Config and weights, no tokenizer; or a GGUF file, where none was named.
+    Maybe,
     Partial,
 }
 
-/// Whether a snapshot has what a build reads; another tool may have fetched only a part.
-fn completeness(dir: &Path) -> Completeness {
+/// Whether a snapshot has what a build reads, and where; another tool may have fetched only a part.
+fn completeness(dir: PathBuf, file: Option<&str>) -> (Completeness, PathBuf) {
     let there = |name: &str| dir.join(name).is_file();
     let weights = there(SINGLE_FILE)
         || read_shards(&dir.join(INDEX_FILE)).is_ok_and(|shards| shards.iter().all(|shard| there(shard)));
-    match (there("config.json") && weights, there("tokenizer.json")) {
-        (true, true) => Completeness::Whole,
-        (true, false) => Completeness::NoTokenizer,
-        (false, _) => Completeness::Partial,
+    let found = match (there("config.json") && weights, there("tokenizer.json"), file) {
+        (true, true, None) => Completeness::Whole,
+        (true, false, None) => Completeness::Maybe,
+        // Only a whole name says which file is meant.
+        (_, _, Some(file)) if there(file) => {
+            let path = dir.join(file);
+            let whole = gguf::files_of(&path).is_ok_and(|parts| parts.is_some());
+            return (if whole { Completeness::Whole } else { Completeness::Partial }, path);
+        }
+        _ => match gguf_there(&dir, file) {
+            Some(path) => return (Completeness::Maybe, path),
+            None => Completeness::Partial,
+        },
+    };
+    (found, dir)
+}
+
+/// The first part of the one model in GGUF of a snapshot that `file` can mean, if all of it is there.
+fn gguf_there(dir: &Path, file: Option<&str>) -> Option<PathBuf> {
+    let entries = std::fs::read_dir(dir).ok()?.flatten();
+    let names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+    let parts = choose_gguf("", &names, file).ok()?;
+    let whole = parts.iter().all(|part| dir.join(part).is_file());
+    parts.first().filter(|_| whole).map(|first| dir.join(first))
+}
+
+/// The parts of the model in GGUF that is meant, of the files of a repository.
+///
+/// # Errors
+/// None of them, or several.
+pub(super) fn choose_gguf(repo: &str, names: &[String], file: Option<&str>) -> Result<Vec<String>, SourceError> {
+    let plain = |name: &&String| name.chars().all(is_name_char) && !name.contains("..");
+    let model = |name: &&String| gguf::is_named(Path::new(name)) && !name.to_lowercase().starts_with("mmproj");
+    let mut models: Vec<Vec<String>> = vec![];
+    for name in names.iter().filter(plain).filter(model) {
+        let parts = match gguf::part_of(name) {
+            None => vec![name.clone()],
+            Some((begin, count)) => (1..=count).map(|part| gguf::part_name(begin, part, count)).collect(),
+        };
+        if !models.contains(&parts) {
+            models.push(parts);
+        }
+    }
+    models.sort_unstable();
+    let means = |parts: &Vec<String>| match file {
+        None => true,
+        Some(file) if gguf::is_named(Path::new(file)) => parts.iter().any(|part| part == file),
+        Some(part) => parts[0].to_lowercase().contains(&part.to_lowercase()),
+    };
+    let first = |models: &[Vec<String>]| models.iter().map(|parts| parts[0].clone()).collect();
+    let meant: Vec<Vec<String>> = models.iter().filter(|parts| means(parts)).cloned().collect();
+    match meant.as_slice() {
+        [parts] => Ok(parts.clone()),
+        [] => {
+            let (repo, file) = (repo.to_string(), file.unwrap_or_default().to_string());
+            Err(SourceError::NoGguf { repo, file, files: first(&models) })
+        }
+        several => Err(SourceError::SeveralGguf { repo: repo.to_string(), files: first(several) }),
     }
 }
 
@@ -447,15 +522,31 @@ mod tests {
     #[test]
     fn sources_parse_or_say_what_was_expected() {
         let parse = |text: &str| Source::parse(text, "main", 7);
-        let hub = Source::Hub { repo: "org/Model-1.5_x".to_string(), revision: "main".to_string() };
-        assert_eq!(parse("hf:org/Model-1.5_x").unwrap(), hub);
+        let (repo, revision) = ("org/Model-1.5_x".to_string(), "main".to_string());
+        let hub = |file: Option<&str>| {
+            let (repo, revision) = (repo.clone(), revision.clone());
+            Source::Hub { repo, revision, file: file.map(str::to_string) }
+        };
+        assert_eq!(parse("hf:org/Model-1.5_x").unwrap(), hub(None));
+        assert_eq!(parse("hf:org/Model-1.5_x:Q4_K_M").unwrap(), hub(Some("Q4_K_M")));
         assert_eq!(parse("path:a/b").unwrap(), Source::Path("a/b".to_string()));
         let synthetic = Source::Synthetic { config: "c.json".to_string(), seed: 7 };
         assert_eq!(parse("synthetic:c.json").unwrap(), synthetic);
         for bad in ["", "org/model", "path:", "synthetic:", "http://x", "HF:org/model"] {
             assert!(matches!(parse(bad), Err(SourceError::Scheme { .. })), "{bad}");
         }
-        for bad in ["hf:", "hf:model", "hf:a/b/c", "hf:../b", "hf:a/..", "hf:a/b c", "hf:/b", "hf:a/b?x"] {
+        for bad in [
+            "hf:",
+            "hf:model",
+            "hf:a/b/c",
+            "hf:../b",
+            "hf:a/..",
+            "hf:a/b c",
+            "hf:/b",
+            "hf:a/b?x",
+            "hf:a/b:",
+            "hf:a/b:../c.gguf",
+        ] {
             assert!(matches!(parse(bad), Err(SourceError::RepoName { .. })), "{bad}");
         }
         for bad in ["", "../x", "/x", "a//b", "a b", "x/"] {
@@ -496,6 +587,8 @@ mod tests {
         let at = |text: &str| resolve(&Source::parse(text, "main", 3).unwrap(), dir.path(), &mut |_| {});
         let ckpt = Resolved::Checkpoint { dir: dir.path().join("ckpt"), commit: None };
         assert_eq!(at("path:ckpt").unwrap(), ckpt);
+        fs::write(dir.path().join("m.gguf"), "").unwrap();
+        assert_eq!(at("path:m.gguf").unwrap(), Resolved::Checkpoint { dir: dir.path().join("m.gguf"), commit: None });
         let config = dir.path().join("c.json");
         assert_eq!(at("synthetic:c.json").unwrap(), Resolved::Synthetic { config, seed: 3 });
         for bad in ["path:c.json", "path:none", "synthetic:ckpt", "synthetic:none.json"] {
@@ -813,6 +906,32 @@ mod tests {
                 }
             });
             assert!(resolved.is_ok() && waited == 1, "{resolved:?} {waited}");
+        }
+
+        #[test]
+        fn a_gguf_file_of_a_repository_is_fetched_alone() {
+            let cache = tempfile::tempdir().unwrap();
+            let names = ["m-Q4_0.gguf", "m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf", "mmproj-m.gguf"];
+            let hub = FakeHub::serve(&names.map(|name| (name, name.as_bytes())));
+            let open = settings(&hub, cache.path());
+            let get = |source: &str, settings: &HubSettings| {
+                resolve_with(&Source::parse(source, "main", 0).unwrap(), Path::new("."), settings, &mut |_| {})
+            };
+            let fault = Fault::from(get("hf:org/m", &open).unwrap_err());
+            assert!(fault.message.contains("2 models in GGUF: `m-Q4_0.gguf`, `m-Q8_0-00001-of-00002.gguf`"), "{fault}");
+            assert_eq!(fault.remedy.as_deref(), Some("name one of them, as `hf:org/m:m-Q4_0.gguf`"));
+            let error = get("hf:org/m:Q6_K", &open).unwrap_err();
+            assert!(matches!(&error, SourceError::NoGguf { files, .. } if files.len() == 2), "{error}");
+            hub.requests();
+            let Resolved::Checkpoint { dir, commit } = get("hf:org/m:q8_0", &open).unwrap() else { panic!() };
+            assert!(dir.ends_with("m-Q8_0-00001-of-00002.gguf") && commit.is_some());
+            assert!(dir.with_file_name("m-Q8_0-00002-of-00002.gguf").is_file());
+            assert!(!hub.requests().iter().any(|r| r.contains("Q4_0") || r.contains("mmproj")));
+            let offline = HubSettings { offline: true, ..open };
+            for source in ["hf:org/m:m-Q8_0-00001-of-00002.gguf", "hf:org/m:Q8_0", "hf:org/m"] {
+                let Resolved::Checkpoint { dir: again, .. } = get(source, &offline).unwrap() else { panic!() };
+                assert_eq!(again, dir);
+            }
         }
 
         #[test]

@@ -1,11 +1,12 @@
-//! Owns weight access: safetensors headers read and checked whole, tensor data mapped, synthetic tensors beside them.
+//! Owns weight access: safetensors headers read and checked whole, tensor data mapped, synthetic tensors beside them. Headers of GGUF
+//! files come from `crate::gguf`.
 //!
 //! [`Checkpoint::open`] reads headers and nothing else, so importing a 16 GB model touches a few hundred kilobytes.
 //! [`Weights`] then gives rows by [`TensorId`]; the operating system brings in the pages that are used.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fmt;
-use std::io::{self, Read};
+use std::io::{self, Read, Seek, SeekFrom};
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -21,6 +22,8 @@ use crate::digest::{KeyPart, KeySink};
 use crate::dtype::DType;
 use crate::files::{self, FileError};
 use crate::format::Format;
+use crate::gguf::{GgufError, Header, Kind};
+use crate::model::blocks::Blocks;
 pub use crate::model::coded::CodedRow;
 use crate::model::coded::{Component, Files, PartFault, Recipe, Stored as Coded};
 use crate::model::graph::{Linear, ModelGraph, Norm, RowView, Tensor, TensorId};
@@ -40,6 +43,9 @@ const NAME_BYTES_MAX: usize = 512;
 /// JSON values in the entry of one tensor. A tensor has a type, two offsets and a few extents.
 const ENTRY_VALUES_MAX: usize = 64;
 
+/// Bytes of a tensor that an import reads, at most: one fp32 number for each pair of a head.
+const SMALL_BYTES_MAX: u64 = 1 << 16;
+
 pub const SINGLE_FILE: &str = "model.safetensors";
 pub const INDEX_FILE: &str = "model.safetensors.index.json";
 
@@ -52,11 +58,10 @@ pub enum WeightsError {
     File(FileError),
     #[error("`{dir}` has no `{SINGLE_FILE}` and no `{INDEX_FILE}`")]
     NoWeights { dir: String },
-    #[error(
-        "`{file}` is a GGUF checkpoint; only safetensors is read: take the checkpoint that it was made from, and let \
-         `[precision] weights` round it, or a GPTQ, AWQ or compressed-tensors version of it"
-    )]
+    #[error("no safetensors, but `{file}`: name that file itself, `path:{file}`, or remove `config.json` beside it")]
     Gguf { file: String },
+    #[error(transparent)]
+    GgufFile(#[from] GgufError),
     #[error("`{file}` is a {format} checkpoint; only safetensors is read (a pickle file can run code)")]
     ForeignFormat { file: String, format: &'static str },
     #[error("`{SINGLE_FILE}` and `{INDEX_FILE}` are both there and may differ; remove one")]
@@ -100,8 +105,11 @@ pub enum WeightsError {
 /// A tensor as a shard header declares it; rank and dtype are whatever the file says.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HeaderTensor {
+    /// The type of its values; of a GGUF file, fp32 where they are stored in blocks.
     pub dtype: Dtype,
     pub shape: Vec<usize>,
+    /// How a GGUF file stores it.
+    pub kind: Option<Kind>,
     /// Index into [`Checkpoint::files`].
     file: usize,
     /// Byte range from the beginning of the file.
@@ -134,6 +142,38 @@ impl Checkpoint {
             (true, false) => checkpoint.add_file(dir, SINGLE_FILE, &mut faults),
             (false, true) => checkpoint.add_shards(dir, &mut faults),
             (false, false) => faults.push(no_weights(dir)),
+        }
+        if faults.is_empty() { Ok(checkpoint) } else { Err(faults) }
+    }
+
+    /// The tensors of the parts of a GGUF model, whose headers were read.
+    ///
+    /// # Errors
+    /// Types that are not read, and tensors that two parts have.
+    pub fn of_gguf(parts: &[(PathBuf, Header)]) -> Result<Checkpoint, Vec<WeightsError>> {
+        let mut checkpoint = Checkpoint { tensors: BTreeMap::new(), files: Vec::new(), header_bytes_read: 0 };
+        let mut faults = Vec::new();
+        for (file, (path, header)) in parts.iter().enumerate() {
+            checkpoint.files.push((path.clone(), header.file_bytes));
+            checkpoint.header_bytes_read += header.bytes;
+            for tensor in &header.tensors {
+                let dtype = match tensor.kind {
+                    Kind::F16 => Dtype::F16,
+                    Kind::Bf16 => Dtype::BF16,
+                    Kind::Other(_) => {
+                        let (file, tensor, kind) = (file_name(path), tensor.name.clone(), tensor.kind);
+                        faults.push(WeightsError::GgufFile(GgufError::KindNotRead { file, tensor, kind }));
+                        continue;
+                    }
+                    _ => Dtype::F32,
+                };
+                let (shape, range) = (tensor.shape.iter().map(|&n| n as usize).collect(), tensor.range.clone());
+                let entry = HeaderTensor { dtype, shape, kind: Some(tensor.kind), file, range };
+                if let Some(first) = checkpoint.tensors.insert(tensor.name.clone(), entry) {
+                    let (first, second) = (file_name(&checkpoint.files[first.file].0), file_name(path));
+                    faults.push(WeightsError::DuplicateOverShards { tensor: tensor.name.clone(), first, second });
+                }
+            }
         }
         if faults.is_empty() { Ok(checkpoint) } else { Err(faults) }
     }
@@ -204,7 +244,7 @@ impl Checkpoint {
         for (tensor, info) in parse_header(name, &header, file_bytes - data_begin, faults) {
             let (begin, end) = info.data_offsets;
             let range = data_begin + begin as u64..data_begin + end as u64;
-            let entry = HeaderTensor { dtype: info.dtype, shape: info.shape, file, range };
+            let entry = HeaderTensor { dtype: info.dtype, shape: info.shape, kind: None, file, range };
             if let Some(first) = self.tensors.get(&tensor) {
                 let first = file_name(&self.files[first.file].0);
                 faults.push(WeightsError::DuplicateOverShards { tensor, first, second: name.to_string() });
@@ -246,11 +286,31 @@ impl Checkpoint {
         Ok(bytes.chunks(width).all(zero))
     }
 
+    /// The values of a small tensor of fp32 numbers in a GGUF file, such as rotary factors; `None`: there is none.
+    pub fn small_values(&self, name: &str) -> Result<Option<Vec<f32>>, WeightsError> {
+        let Some(tensor) = self.tensors.get(name).filter(|tensor| tensor.kind == Some(Kind::F32)) else {
+            return Ok(None);
+        };
+        let bytes = (tensor.range.end - tensor.range.start).min(SMALL_BYTES_MAX);
+        let path = &self.files[tensor.file].0;
+        let fault = |error| WeightsError::Io { file: file_name(path), error };
+        let mut handle = files::open(path).map_err(WeightsError::File)?;
+        handle.seek(SeekFrom::Start(tensor.range.start)).map_err(fault)?;
+        let mut read = vec![0; bytes as usize];
+        handle.read_exact(&mut read).map_err(fault)?;
+        Ok(Some(read.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect()))
+    }
+
     /// Maps the files and binds each graph tensor, by name, to its bytes.
     ///
     /// Tensors must be those the importer took from this checkpoint: present, of a supported dtype, of rank 1 or 2; or made of
-    /// several by the recipe of their id.
-    pub fn bind(self, tensors: &[Tensor], mut recipes: BTreeMap<TensorId, Recipe>) -> Result<Weights, WeightsError> {
+    /// several by the recipe of their id, or stored in blocks.
+    pub fn bind(
+        self,
+        tensors: &[Tensor],
+        mut recipes: BTreeMap<TensorId, Recipe>,
+        mut blocks: BTreeMap<TensorId, Blocks>,
+    ) -> Result<Weights, WeightsError> {
         let maps = (0..self.files.len()).map(|file| self.map(file)).collect::<Result<Vec<_>, _>>()?;
         let stored = (0..)
             .map(TensorId)
@@ -258,6 +318,9 @@ impl Checkpoint {
             .map(|(id, t)| {
                 if let Some(recipe) = recipes.remove(&id) {
                     return Stored::new(t, Source::Coded(Box::new(Coded::new(recipe))));
+                }
+                if let Some(blocks) = blocks.remove(&id) {
+                    return Stored::new(t, Source::Blocks(Box::new(blocks)));
                 }
                 let header = &self.tensors[&t.name];
                 Stored::new(t, Source::Mapped { file: header.file, bytes: bytes_of(&header.range) })
@@ -574,6 +637,8 @@ enum Source {
     Synthetic(SyntheticTensor),
     /// Codes and scales in several tensors.
     Coded(Box<Coded>),
+    /// Rows of a GGUF file.
+    Blocks(Box<Blocks>),
     /// Values, rounded to codes when they are read.
     Rounded(Box<Source>, Format),
     /// The values of another tensor.
@@ -610,6 +675,7 @@ impl KeyPart for Source {
             }
             Source::Synthetic(tensor) => key.text("synthetic", &format!("{tensor:?}")),
             Source::Coded(coded) => key.nested("coded", &coded.recipe),
+            Source::Blocks(blocks) => key.nested("blocks", blocks.as_ref()),
             Source::Rounded(values, format) => {
                 key.nested("rounded", values.as_ref());
                 key.text("format", &format!("{format:?}"));
@@ -764,6 +830,7 @@ impl Weights {
     pub fn readings(&self) -> BTreeSet<String> {
         let of = |source: &Source| match source {
             Source::Coded(coded) => Some(coded.recipe.reading()),
+            Source::Blocks(blocks) => Some(blocks.reading()),
             Source::Mapped { .. } | Source::Synthetic(_) | Source::Rounded(..) | Source::Same(_) => None,
         };
         self.tensors.iter().filter_map(|tensor| of(&tensor.source)).collect()
@@ -812,6 +879,7 @@ impl Weights {
     pub fn format(&self, id: TensorId) -> Option<Format> {
         match &self.tensors[id.index()].source {
             Source::Coded(coded) => Some(coded.recipe.format),
+            Source::Blocks(blocks) => blocks.format(),
             Source::Rounded(_, format) => Some(*format),
             Source::Mapped { .. } | Source::Synthetic(_) | Source::Same(_) => None,
         }
@@ -832,10 +900,15 @@ impl Weights {
     pub fn read_row_coded(&self, id: TensorId, row: u32, out: &mut CodedRow) {
         match &self.tensors[id.index()].source {
             Source::Coded(coded) => coded.read_coded(&self.maps, row, out),
+            Source::Blocks(blocks) => blocks.read_coded(&self.maps, row, out),
             Source::Rounded(source, format) => {
                 let mut values = vec![0.0; self.cols(id)];
                 let first = self.row_begin(id, row, values.len());
-                self.view_of(source, self.tensors[id.index()].dtype).read_f32(first, &mut values);
+                match &**source {
+                    Source::Blocks(blocks) => blocks.read_values(&self.maps, row, &mut values),
+                    Source::Same(of) => self.read_row_f32(*of, row, &mut values),
+                    source => self.view_of(source, self.tensors[id.index()].dtype).read_f32(first, &mut values),
+                }
                 round_row(*format, &values, out);
             }
             Source::Mapped { .. } | Source::Synthetic(_) | Source::Same(_) => panic!("{id} is stored as values"),
@@ -853,7 +926,7 @@ impl Weights {
 
     fn view_of<'a>(&'a self, source: &'a Source, dtype: DType) -> TensorView<'a> {
         match source {
-            Source::Coded(_) | Source::Rounded(..) => panic!("codes have no view as values"),
+            Source::Coded(_) | Source::Blocks(_) | Source::Rounded(..) => panic!("codes have no view as values"),
             Source::Same(id) => self.view(*id),
             Source::Synthetic(tensor) => TensorView::Synthetic(tensor),
             Source::Mapped { file, bytes } => {
@@ -877,6 +950,7 @@ impl Weights {
         let first = self.row_begin(id, row, out.len());
         match &self.tensors[id.index()].source {
             Source::Coded(coded) => coded.read_values(&self.maps, row, out),
+            Source::Blocks(blocks) => blocks.read_values(&self.maps, row, out),
             Source::Rounded(_, format) => {
                 let mut codes = CodedRow::default();
                 self.read_row_coded(id, row, &mut codes);
@@ -889,7 +963,8 @@ impl Weights {
     /// As [`read_row_f32`](Self::read_row_f32), in bf16: a copy from bf16, rounded to nearest even from fp32.
     pub fn read_row_bf16(&self, id: TensorId, row: u32, out: &mut [bf16]) {
         let first = self.row_begin(id, row, out.len());
-        if self.format(id).is_none() {
+        let in_blocks = matches!(self.tensors[id.index()].source, Source::Blocks(_));
+        if self.format(id).is_none() && !in_blocks {
             return self.view(id).read_bf16(first, out);
         }
         let mut values = vec![0.0; out.len()];
@@ -1090,7 +1165,7 @@ mod tests {
         assert!(found.contains("are both there"), "{found}");
         let found = faults(&[("pytorch_model-00001-of-00002.bin", vec![])]);
         assert!(found.starts_with("`pytorch_model-00001-of-00002.bin` is a pickle checkpoint"), "{found}");
-        assert!(faults(&[("model.gguf", vec![])]).starts_with("`model.gguf` is a GGUF checkpoint"));
+        assert!(faults(&[("model.gguf", vec![])]).starts_with("no safetensors, but `model.gguf`"));
         assert!(faults(&[]).contains("has no `model.safetensors`"));
         let found = faults(&[(SINGLE_FILE, one("a")), ("adapter_config.json", vec![])]);
         assert!(found.starts_with("`adapter_config.json` is an adapter"), "{found}");
@@ -1112,7 +1187,8 @@ mod tests {
                 header.push_str(&" ".repeat((8 - header.len() % 8) % 8 + pad));
                 let dir = folder(&[(SINGLE_FILE, file(&header, &data))]);
                 let tensor = Tensor { name: "t".to_string(), dtype, shape: vec![3, 2] };
-                let weights = Checkpoint::open(dir.path()).unwrap().bind(&[tensor], BTreeMap::new()).unwrap();
+                let weights =
+                    Checkpoint::open(dir.path()).unwrap().bind(&[tensor], BTreeMap::new(), BTreeMap::new()).unwrap();
                 let aligned = !matches!(weights.view(TensorId(0)), TensorView::Unaligned { .. });
                 assert_eq!(aligned, pad % dtype.bytes() == 0, "{name} {pad}");
                 for row in 0..3 {
@@ -1141,7 +1217,7 @@ mod tests {
         let header = r#"{"t":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}"#;
         let dir = folder(&[(SINGLE_FILE, file(header, &data))]);
         let tensor = Tensor { name: "t".to_string(), dtype: DType::F32, shape: vec![4] };
-        let weights = Checkpoint::open(dir.path()).unwrap().bind(&[tensor], BTreeMap::new()).unwrap();
+        let weights = Checkpoint::open(dir.path()).unwrap().bind(&[tensor], BTreeMap::new(), BTreeMap::new()).unwrap();
         let mut row = [bf16::ZERO; 4];
         weights.read_row_bf16(TensorId(0), 0, &mut row);
         assert_eq!(row.map(bf16::to_bits), [0x3F80, 0x3F82, 0x3F81, 0x3F80]);

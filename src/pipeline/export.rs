@@ -34,7 +34,7 @@ use crate::manifest::Manifest;
 use crate::model::source::{Resolved, Source, resolve};
 use crate::pack::identity;
 use crate::target::{TargetKind, TargetRecord};
-use crate::tokenizer;
+use crate::tokenizer::{self, Copied};
 use crate::validate::Validated;
 
 /// Bytes that are copied at a time.
@@ -159,10 +159,11 @@ fn write_model(manifest: &Manifest, prepared: &Prepared, folder: &mut Folder<'_>
     folder.put(&format!("{MODEL}/config.json"), prepared.imported.config_text.as_bytes())?;
     let source = Source::parse(&manifest.source, &manifest.revision, manifest.seed)?;
     let Resolved::Checkpoint { dir, .. } = resolve(&source, &manifest.base_dir, &mut |_| {})? else { return Ok(()) };
-    for name in tokenizer::FILES {
-        let path = dir.join(name);
-        if path.exists() {
-            folder.copy(&format!("{MODEL}/{name}"), &path)?;
+    for (name, content) in tokenizer::files_to_copy(&dir)? {
+        let name = format!("{MODEL}/{name}");
+        match content {
+            Copied::File(path) => folder.copy(&name, &path)?,
+            Copied::Bytes(bytes) => folder.put(&name, &bytes)?,
         }
     }
     Ok(())

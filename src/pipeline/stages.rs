@@ -16,6 +16,7 @@ use crate::defaults::rows::cpu_candidate;
 use crate::digest::{Digest, key};
 use crate::error::{Fault, Tier};
 use crate::files;
+use crate::gguf::{self, Header};
 use crate::interp::Pack;
 use crate::ir::layout::pack_bytes;
 use crate::ir::parse::parse;
@@ -222,12 +223,16 @@ fn read_bounded(path: &Path, bytes_max: u64) -> Result<Vec<u8>, Fault> {
     read.map(|_| bytes).map_err(|error| unreadable(path, error))
 }
 
-/// Digest of the header of a safetensors file that the importer has accepted.
+/// Digest of the header of a weight file that the importer has accepted.
 fn header_digest(path: &Path) -> Result<Digest, Fault> {
     let mut file = files::open(path)?;
-    let mut length = [0; 8];
-    file.read_exact(&mut length).map_err(|error| unreadable(path, error))?;
-    let length = u64::from_le_bytes(length).min(HEADER_BYTES_MAX);
+    let length = if gguf::is_named(path) {
+        Header::read(path).map_err(|faults| unreadable(path, &faults[0]))?.bytes
+    } else {
+        let mut length = [0; 8];
+        file.read_exact(&mut length).map_err(|error| unreadable(path, error))?;
+        u64::from_le_bytes(length).min(HEADER_BYTES_MAX)
+    };
     let mut header = vec![];
     file.take(length).read_to_end(&mut header).map_err(|error| unreadable(path, error))?;
     Ok(Digest::of(&header))

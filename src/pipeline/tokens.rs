@@ -21,6 +21,7 @@ use serde::{Deserialize, Serialize};
 use super::line_child::NoAnswer;
 use super::worker::Worker;
 use crate::error::Fault;
+use crate::gguf;
 use crate::grammar::{Source, Vocabulary};
 use crate::tokenizer::{CallForm, Message, Stream, Tokenizer};
 
@@ -155,7 +156,7 @@ impl Tokens {
             command.arg(&folder).env("RUST_BACKTRACE", "0");
             command
         });
-        let path = dir.join("tokenizer.json");
+        let path = if gguf::is_named(dir) { dir.to_path_buf() } else { dir.join("tokenizer.json") };
         let mut tokens = Tokens { chat_template: path.clone(), path, worker: Some(worker) };
         match tokens.ask(&Ask::Load)? {
             Said::Loaded { chat_template } => tokens.chat_template = chat_template,

@@ -25,6 +25,8 @@ mod families;
 mod filetests;
 mod formats;
 mod fuzz_replay;
+mod gguf;
+mod gguf_writer;
 mod hostile_cache;
 mod hostile_files;
 mod http_client;

@@ -23,13 +23,15 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("text", &[]),
     ("fields", &["text"]),
     ("files", &["error"]),
+    // A container: knows no model and no tokenizer.
+    ("gguf", &["files"]),
     ("manifest", &["dtype", "error", "fields", "files", "format", "target", "text"]),
     // A model knows no hardware and no tiles. It writes what decides its values to the identity of weights.
-    ("model", &["digest", "dtype", "error", "files", "format", "id", "random", "text"]),
+    ("model", &["digest", "dtype", "error", "files", "format", "gguf", "id", "random", "text"]),
     ("sample", &["error"]),
     // A target is data: it never asks a device.
     ("target", &["error", "fields", "files", "text"]),
-    ("tokenizer", &["error", "files"]),
+    ("tokenizer", &["error", "files", "gguf"]),
     // Sets of tokens: knows no model, and no text except that of tokens.
     ("grammar", &["error", "sample"]),
     // Token ids in, token ids out.

@@ -477,6 +477,7 @@ fn plan(s: &Shape, names: &'static Names, scalars: Scalars, rope: ResolvedRope) 
     Plan {
         class: s.class,
         names,
+        paired: false,
         vocab: s.vocab,
         hidden: s.hidden,
         intermediate: s.intermediate,

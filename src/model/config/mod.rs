@@ -5,6 +5,7 @@
 //! what transformers accepts with a warning. If versions of transformers differ, version 5 counts.
 
 mod families;
+mod gguf;
 mod plan;
 mod print;
 mod quantised;
@@ -13,6 +14,7 @@ mod reason;
 mod rope;
 mod schema;
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -20,6 +22,8 @@ use serde_json::{Map, Value};
 
 use crate::error::Fault;
 use crate::files::{FileError, read_text};
+use crate::gguf::{files_of, read_parts};
+use crate::model::blocks::Blocks;
 use crate::model::config::families::{FAMILIES, Family};
 use crate::model::config::plan::{Assembled, Plan, assemble};
 use crate::model::config::reader::Reader;
@@ -88,11 +92,18 @@ impl From<ImportError> for Fault {
 /// Largest `config.json` accepted. Published ones have a few kilobytes, label maps included some hundred.
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
 
-/// Imports a checkpoint folder: `config.json`, `generation_config.json` where there is one, and safetensors headers.
+/// Imports a checkpoint: a folder with `config.json`, `generation_config.json` where there is one, and safetensors headers; or a GGUF
+/// file, or a folder of one, by its header.
 ///
 /// # Errors
 /// [`ImportError::Refused`] with every reason found.
-pub fn import(dir: &Path) -> Result<Imported, ImportError> {
+pub fn import(place: &Path) -> Result<Imported, ImportError> {
+    match files_of(place) {
+        Ok(Some(parts)) => return import_gguf(place, &parts),
+        Ok(None) => {}
+        Err(error) => return Err(refusal(place, vec![Reason::Weights(error.into())])),
+    }
+    let dir = place;
     let config_path = dir.join("config.json");
     let mut config_text = read_text(&config_path, CONFIG_BYTES_MAX)?;
     let mut config = parse_object(&config_path, &config_text)?;
@@ -120,12 +131,12 @@ pub fn import(dir: &Path) -> Result<Imported, ImportError> {
     };
     if quantised.is_some() && quantisation.is_none() {
         // Every tensor of codes would be one more reason.
-        return Err(ImportError::Refused { place: dir.display().to_string(), reasons });
+        return Err(refusal(dir, reasons));
     }
-    let refused = |reasons| Err(ImportError::Refused { place: dir.display().to_string(), reasons });
+    let refused = |reasons| Err(refusal(dir, reasons));
     let (Some(plan), Some(checkpoint), Some(family)) = (plan, checkpoint, family) else { return refused(reasons) };
     let assembled = assemble(&plan, Some(checkpoint.tensors()), quantisation.as_ref());
-    let Assembled { mut graph, consumed, recipes, reasons: tensor_reasons } = assembled;
+    let Assembled { mut graph, consumed, recipes, blocks, reasons: tensor_reasons } = assembled;
     reasons.extend(tensor_reasons);
     let (mut zero_biases, mut loose_scales) = (0, 0);
     for (name, tensor) in checkpoint.tensors().iter().filter(|(name, _)| !consumed.contains(*name)) {
@@ -173,10 +184,96 @@ pub fn import(dir: &Path) -> Result<Imported, ImportError> {
         ));
     }
     let header_bytes_read = checkpoint.header_bytes_read();
-    match checkpoint.bind(&graph.tensors, recipes) {
+    match checkpoint.bind(&graph.tensors, recipes, blocks) {
         Ok(weights) => Ok(Imported { graph, weights, header_bytes_read, config_text, notes }),
         Err(fault) => refused(vec![Reason::Weights(fault)]),
     }
+}
+
+fn refusal(place: &Path, reasons: Vec<Reason>) -> ImportError {
+    ImportError::Refused { place: place.display().to_string(), reasons }
+}
+
+/// Imports the parts of a GGUF model by their headers.
+fn import_gguf(place: &Path, parts: &[PathBuf]) -> Result<Imported, ImportError> {
+    let refused = |reasons| Err(refusal(place, reasons));
+    let headers = match read_parts(parts) {
+        Ok(headers) => headers,
+        Err(faults) => return refused(faults.into_iter().map(|fault| Reason::Weights(fault.into())).collect()),
+    };
+    let (mut reasons, mut notes) = (vec![], vec![]);
+    let checkpoint = match Checkpoint::of_gguf(&headers) {
+        Ok(checkpoint) => checkpoint,
+        Err(faults) => return refused(faults.into_iter().map(Reason::Weights).collect()),
+    };
+    let Some((_, first)) = headers.first() else { return refused(vec![]) };
+    let mut factors = BTreeMap::new();
+    for name in gguf::ROPE_TENSORS {
+        match checkpoint.small_values(name) {
+            Ok(values) => factors.extend(values.map(|values| (name, values))),
+            Err(fault) => reasons.push(Reason::Weights(fault)),
+        }
+    }
+    let shape = |name: &str| Some(checkpoint.tensors().get(name)?.shape.clone());
+    let read = gguf::read(first, &shape, &|name| factors.get(name).cloned(), &mut reasons);
+    let Some(gguf::Read { architecture, config, rope_divisors }) = read else { return refused(reasons) };
+    let (family, plan, own) = resolve(&config);
+    reasons.extend(own);
+    let special = plan.as_ref().and_then(|plan| special_tokens(plan.vocab, &config, &Map::new(), &mut reasons));
+    let (Some(mut plan), Some(family)) = (plan, family) else { return refused(reasons) };
+    plan.names = gguf::names_of(architecture, plan.parallel);
+    plan.paired = architecture.paired;
+    if architecture.norms_plus_one {
+        plan.norm.weight_offset = 0.0;
+    }
+    if let Some(divisors) = rope_divisors {
+        divide(&mut plan, &divisors, &mut reasons);
+    }
+    let assembled = assemble(&plan, Some(checkpoint.tensors()), None);
+    let Assembled { mut graph, consumed, recipes, blocks, reasons: tensor_reasons } = assembled;
+    reasons.extend(tensor_reasons);
+    let known = |name: &str| consumed.contains(name) || factors.contains_key(name);
+    for (name, tensor) in checkpoint.tensors().iter().filter(|(name, _)| !known(name)) {
+        let (name, shape) = (name.clone(), tensor.shape.clone());
+        reasons.push(Reason::UnknownTensor { name, shape, class: family.class });
+    }
+    let Some(special) = special.filter(|_| reasons.is_empty()) else { return refused(reasons) };
+    notes.extend(special.apply(&mut graph, plan.notes));
+    notes.extend(note_of_values(&blocks));
+    let header_bytes_read = checkpoint.header_bytes_read();
+    let config_text = serde_json::to_string_pretty(&config).unwrap_or_default();
+    match checkpoint.bind(&graph.tensors, recipes, blocks) {
+        Ok(weights) => Ok(Imported { graph, weights, header_bytes_read, config_text, notes }),
+        Err(fault) => refused(vec![Reason::Weights(fault)]),
+    }
+}
+
+/// Divides rotary frequencies by the factors that a file stores for them.
+fn divide(plan: &mut Plan, divisors: &[f32], reasons: &mut Vec<Reason>) {
+    for rope in &mut plan.ropes {
+        if rope.inv_freq.len() != divisors.len() || divisors.iter().any(|by| !(by.is_finite() && *by > 0.0)) {
+            let expected = format!("{} numbers above 0, one for each rotated pair", rope.inv_freq.len());
+            let (key, found) = (gguf::ROPE_TENSORS[0].to_string(), format!("{} numbers", divisors.len()));
+            return reasons.push(Reason::BadValue { key, expected, found });
+        }
+        rope.inv_freq.iter_mut().zip(divisors).for_each(|(freq, by)| *freq /= by);
+    }
+}
+
+/// What is said of matrices in blocks that are packed as values.
+fn note_of_values(blocks: &BTreeMap<TensorId, Blocks>) -> Option<String> {
+    let mut kinds: BTreeMap<&str, usize> = BTreeMap::new();
+    for own in blocks.values().filter(|own| own.kind.block() > 1 && own.format().is_none()) {
+        *kinds.entry(own.kind.name()).or_default() += 1;
+    }
+    let listed: Vec<String> = kinds.iter().map(|(kind, count)| format!("{count} of {kind}")).collect();
+    (!listed.is_empty()).then(|| {
+        format!(
+            "matrices that are not streamed as they are stored ({}) are computed as values of the precision: exact in fp32, rounded in \
+             bf16",
+            listed.join(", ")
+        )
+    })
 }
 
 /// Imports a config without weights: tensors named and shaped as the family's checkpoint has them, values synthetic.

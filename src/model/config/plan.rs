@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use safetensors::Dtype;
 
 use crate::dtype::DType;
+use crate::model::blocks::Blocks;
 use crate::model::coded::Recipe;
 use crate::model::config::quantised::{Parts, Quantisation};
 use crate::model::config::reason::Reason;
@@ -19,6 +20,8 @@ use crate::model::weights::HeaderTensor;
 pub struct Plan {
     pub class: &'static str,
     pub names: &'static Names,
+    /// Whether the rows of each head of q and k are in pairs; see [`Blocks::paired`].
+    pub paired: bool,
     pub vocab: u32,
     pub hidden: u32,
     pub intermediate: u32,
@@ -116,6 +119,10 @@ struct Collector<'a> {
     files: Option<&'a BTreeMap<String, HeaderTensor>>,
     quantisation: Option<&'a Quantisation>,
     recipes: BTreeMap<TensorId, Recipe>,
+    /// Tensors of a GGUF file that are not read as they lie.
+    blocks: BTreeMap<TensorId, Blocks>,
+    /// Width of a head, where the rows of q and k are in pairs.
+    paired: Option<u32>,
     /// Tensors that recipes are made of.
     parts: BTreeSet<String>,
     tensors: Vec<Tensor>,
@@ -134,9 +141,28 @@ impl Collector<'_> {
             Some(files) => self.check(files.get(&name), &name, shape),
         };
         let id = TensorId::from(self.tensors.len());
+        if let Some(blocks) = self.blocks_of(&name, shape) {
+            self.blocks.insert(id, blocks);
+        }
         self.ids.insert(name.clone(), id);
         self.tensors.push(Tensor { name, dtype, shape: shape.to_vec() });
         id
+    }
+
+    /// How a tensor of a GGUF file is read; `None`: as it lies.
+    fn blocks_of(&self, name: &str, shape: &[u32]) -> Option<Blocks> {
+        let found = self.files?.get(name)?;
+        let kind = found.kind?;
+        let paired = self.paired.filter(|_| [".attn_q.", ".attn_k."].iter().any(|part| name.contains(part)));
+        if kind.block() == 1 && paired.is_none() {
+            return None;
+        }
+        let (rows, cols) = match *shape {
+            [cols] => (1, cols),
+            [rows, cols] => (rows, cols),
+            _ => return None,
+        };
+        Some(Blocks { kind, component: found.component(), rows, cols, paired, as_values: false })
     }
 
     /// The id of the weights of a linear: stored as values, or made of several tensors.
@@ -224,6 +250,8 @@ pub struct Assembled {
     pub consumed: BTreeSet<String>,
     /// How matrices are made of several tensors.
     pub recipes: BTreeMap<TensorId, Recipe>,
+    /// How tensors of a GGUF file are read, where it is not as they lie.
+    pub blocks: BTreeMap<TensorId, Blocks>,
     pub reasons: Vec<Reason>,
 }
 
@@ -240,6 +268,8 @@ pub fn assemble(
         files,
         quantisation,
         recipes: BTreeMap::new(),
+        blocks: BTreeMap::new(),
+        paired: plan.paired.then_some(plan.head_dim),
         parts: BTreeSet::new(),
         tensors: Vec::new(),
         ids: HashMap::new(),
@@ -256,7 +286,7 @@ pub fn assemble(
         let module = name.strip_suffix(".weight").unwrap_or(name);
         c.matrix(module, true, plan.vocab, plan.hidden)
     };
-    let graph = ModelGraph {
+    let mut graph = ModelGraph {
         family: plan.class.to_string(),
         hidden: plan.hidden,
         vocab: plan.vocab,
@@ -277,7 +307,28 @@ pub fn assemble(
     // The name of a matrix may be that of one of its parts, or of no tensor.
     let whole = c.ids.into_iter().filter(|(_, id)| !c.recipes.contains_key(id)).map(|(name, _)| name);
     let consumed = whole.chain(c.parts).collect();
-    Assembled { graph, consumed, recipes: c.recipes, reasons: c.reasons }
+    let mut blocks = c.blocks;
+    as_one_matrix(&graph, &mut blocks);
+    graph.formats.extend(blocks.iter().filter_map(|(&id, blocks)| Some((id, blocks.format()?))));
+    Assembled { graph, consumed, recipes: c.recipes, blocks, reasons: c.reasons }
+}
+
+/// Parts of a matrix that is streamed as one (q, k, v; gate and up) are packed as values where a file stores them in different types.
+fn as_one_matrix(graph: &ModelGraph, blocks: &mut BTreeMap<TensorId, Blocks>) {
+    for layer in &graph.layers {
+        let (attn, mlp) = (&layer.attn, &layer.mlp);
+        let gated: Vec<&Linear> = mlp.gate.iter().chain([&mlp.up]).collect();
+        for parts in [vec![&attn.q, &attn.k, &attn.v], gated] {
+            let of = |linear: &&Linear| blocks.get(&linear.weight.tensor).and_then(Blocks::format);
+            if parts.iter().any(|linear| of(linear) != of(&parts[0])) {
+                for linear in parts {
+                    if let Some(blocks) = blocks.get_mut(&linear.weight.tensor) {
+                        blocks.as_values = true;
+                    }
+                }
+            }
+        }
+    }
 }
 
 fn assemble_layer(c: &mut Collector, plan: &Plan, layer: usize) -> Layer {
