@@ -2,7 +2,8 @@
 //! asks this module; only the validator keeps arithmetic of its own.
 //!
 //! A weight is `row_scale * scale * (value(code) - zero)`: a code for each weight, a scale (and a zero point) for each group of
-//! consecutive k of a row, and a scale for the whole row. A format without scales stores the values themselves.
+//! consecutive k of a row, and a scale for the whole row; or `scale * value(code) + minimum`, with a minimum for each group. A format
+//! without scales stores the values themselves.
 //!
 //! A granule is 8 rows of 64 bytes of codes, one 16-byte load for each lane of a warp; the scales and zero points of its groups follow
 //! them, row by row. A granule covers 64 of k with codes of 8 bits, 128 with codes of 4 bits. In each 32 of k of a row, lane `t` of
@@ -58,6 +59,8 @@ pub struct Groups {
     pub scale: ScaleCode,
     /// Whether each group has a zero point: a signed byte for `Int8`, an unsigned one for `Int4`.
     pub zeros: bool,
+    /// Whether each group has a minimum, stored as its scale is. There is no zero point then, not even the one that is implied.
+    pub minima: bool,
 }
 
 /// How a scale of a group is stored.
@@ -128,6 +131,7 @@ impl Code {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TableRow {
     pub scales: u64,
+    /// Of the zero points, or of the minima.
     pub zeros: u64,
     pub row_scale: u64,
     pub bytes: u64,
@@ -189,6 +193,14 @@ impl ScaleCode {
     }
 }
 
+impl Groups {
+    /// Bytes of what a group has beside its codes.
+    pub fn bytes(self) -> u32 {
+        let Groups { k: _, scale, zeros, minima } = self;
+        scale.bytes() + u32::from(zeros) + if minima { scale.bytes() } else { 0 }
+    }
+}
+
 impl Format {
     /// Weights stored as their values.
     pub fn plain(dtype: DType) -> Format {
@@ -203,7 +215,17 @@ impl Format {
 
     /// Codes with a scale for each group of `k` weights of a row.
     pub fn by_group(code: Code, k: u32, scale: ScaleCode, zeros: bool) -> Format {
-        Format { code, groups: Some(Groups { k, scale, zeros }), row_scales: false }
+        Format { code, groups: Some(Groups { k, scale, zeros, minima: false }), row_scales: false }
+    }
+
+    /// Codes with a scale and a minimum for each group of `k` weights of a row.
+    pub fn with_minima(code: Code, k: u32, scale: ScaleCode) -> Format {
+        Format { code, groups: Some(Groups { k, scale, zeros: false, minima: true }), row_scales: false }
+    }
+
+    /// Whether groups have minima.
+    pub fn has_minima(self) -> bool {
+        self.groups.is_some_and(|groups| groups.minima)
     }
 
     pub fn is_plain(self) -> bool {
@@ -224,7 +246,7 @@ impl Format {
     /// unit begins at a multiple of 256 bytes.
     pub fn granule_bytes(self, k: u32) -> u32 {
         let Some(groups) = self.groups else { return CODE_BYTES };
-        let bytes = ROWS * self.granule_groups() * (groups.scale.bytes() + u32::from(groups.zeros));
+        let bytes = ROWS * self.granule_groups() * groups.bytes();
         let granules = k.div_ceil(self.granule_k()).max(1);
         // In a unit of 2, 4, 8 or 16 granules, all of them share the padding.
         let shared = 1 << granules.trailing_zeros().min((UNIT_ALIGN / SCALES_ALIGN).trailing_zeros());
@@ -253,13 +275,18 @@ impl Format {
         self.scale_at(ROWS as usize, 0) + row * self.granule_groups() as usize + group
     }
 
+    /// The same for its minimum.
+    pub fn minimum_at(self, row: usize, group: usize) -> usize {
+        self.scale_at(ROWS as usize + row, group)
+    }
+
     /// Where a row of a table of `cols` columns has its parts.
     pub fn table_row(self, cols: u32) -> TableRow {
         let groups = self.groups.map_or(0, |groups| u64::from(cols.div_ceil(groups.k.max(1))));
         let scales = (u64::from(cols) * u64::from(self.code.bits())).div_ceil(8).next_multiple_of(4);
         let zeros = scales + groups * self.groups.map_or(0, |groups| u64::from(groups.scale.bytes()));
-        let has_zeros = self.groups.is_some_and(|groups| groups.zeros);
-        let row_scale = (zeros + if has_zeros { groups } else { 0 }).next_multiple_of(4);
+        let beside = self.groups.map_or(0, |groups| u64::from(groups.bytes() - groups.scale.bytes()));
+        let row_scale = (zeros + groups * beside).next_multiple_of(4);
         let bytes = (row_scale + if self.row_scales { 4 } else { 0 }).next_multiple_of(TABLE_ROW_ALIGN);
         TableRow { scales, zeros, row_scale, bytes }
     }
@@ -273,6 +300,10 @@ impl Format {
             let Some(groups) = self.groups else { return row_scale * (code.value(stored) - code.implied_zero()) };
             let group = col / groups.k as usize;
             let scale = groups.scale.read(&row[at.scales as usize + group * groups.scale.bytes() as usize..]);
+            if groups.minima {
+                let least = groups.scale.read(&row[at.zeros as usize + group * groups.scale.bytes() as usize..]);
+                return scale * code.value(stored) + least;
+            }
             let zero = if groups.zeros { code.zero(row[at.zeros as usize + group]) } else { code.implied_zero() };
             (scale * row_scale) * (code.value(stored) - zero)
         })
@@ -290,13 +321,17 @@ impl Format {
         if !groups.k.is_power_of_two() || groups.k < 16 {
             return Some(format!("groups of a power of two, at least 16, found {}", groups.k));
         }
-        let zeros = groups.zeros && !matches!(code, Code::Int8 | Code::Int4);
-        zeros.then(|| format!("no zero points with `{}`", code.name()))
+        if groups.minima && (groups.zeros || row_scales) {
+            return Some("nothing beside minima but scales of groups".to_string());
+        }
+        let shifted = (groups.zeros || groups.minima) && !matches!(code, Code::Int8 | Code::Int4);
+        let what = if groups.minima { "minima" } else { "zero points" };
+        shifted.then(|| format!("no {what} with `{}`", code.name()))
     }
 
     /// Bytes of one weight and its share of scales, for estimates.
     pub fn bytes_per_weight(self) -> f64 {
-        let groups = self.groups.map_or(0.0, |g| f64::from(g.scale.bytes() + u32::from(g.zeros)) / f64::from(g.k));
+        let groups = self.groups.map_or(0.0, |g| f64::from(g.bytes()) / f64::from(g.k));
         f64::from(self.code.bits()) / 8.0 + groups
     }
 }
@@ -337,7 +372,8 @@ impl FormatPlan {
 }
 
 const fn int4(k: u32) -> Format {
-    Format { code: Code::Int4, groups: Some(Groups { k, scale: ScaleCode::F16, zeros: false }), row_scales: false }
+    let groups = Groups { k, scale: ScaleCode::F16, zeros: false, minima: false };
+    Format { code: Code::Int4, groups: Some(groups), row_scales: false }
 }
 
 /// Formats that a manifest can name: values, and codes to which weights are rounded here.
@@ -353,7 +389,7 @@ pub const NAMED: [(&str, Format); 8] = [
         "mxfp4",
         Format {
             code: Code::E2m1,
-            groups: Some(Groups { k: 32, scale: ScaleCode::E8m0, zeros: false }),
+            groups: Some(Groups { k: 32, scale: ScaleCode::E8m0, zeros: false, minima: false }),
             row_scales: false,
         },
     ),
@@ -371,13 +407,14 @@ pub fn bits_of(name: &str) -> Option<u32> {
     named.or(Code::ALL.into_iter().find(|of| of.name() == code)).map(Code::bits)
 }
 
-/// `bf16`, `int8 by row`, `int4 by 128 fp16 zeros`.
+/// `bf16`, `int8 by row`, `int4 by 128 fp16 zeros`, `int4 by 32 fp16 minima`.
 impl fmt::Display for Format {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Format { code, groups, row_scales } = self;
         f.write_str(code.name())?;
-        if let Some(Groups { k, scale, zeros }) = groups {
-            write!(f, " by {k} {}{}", scale.name(), if *zeros { " zeros" } else { "" })?;
+        if let Some(Groups { k, scale, zeros, minima }) = groups {
+            let (zeros, minima) = (if *zeros { " zeros" } else { "" }, if *minima { " minima" } else { "" });
+            write!(f, " by {k} {}{zeros}{minima}", scale.name())?;
         }
         if *row_scales { f.write_str(" by row") } else { Ok(()) }
     }
@@ -555,6 +592,11 @@ mod tests {
             (by(Code::E4m3, 128, true), "no zero points with `e4m3`"),
             (by(Code::Bf16, 128, false), "none with `bf16`"),
             (Format { code: Code::Int8, groups: None, row_scales: false }.refuses(), "some with `int8`"),
+            (Format::with_minima(Code::E2m1, 32, ScaleCode::F16).refuses(), "no minima with `e2m1`"),
+            (
+                Format { row_scales: true, ..Format::with_minima(Code::Int4, 32, ScaleCode::F16) }.refuses(),
+                "nothing beside minima but scales of groups",
+            ),
         ] {
             assert_eq!(refused.as_deref(), Some(why));
         }

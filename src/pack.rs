@@ -199,7 +199,8 @@ impl ContentKey {
             b;
         let mut key = vec![*dtype as u32, *rows, *cols];
         if let Some(Format { code, groups, row_scales }) = *coded {
-            let groups = groups.map_or([0; 3], |g| [g.k, g.scale as u32, u32::from(g.zeros)]);
+            let groups =
+                groups.map_or([0; 3], |g| [g.k, g.scale as u32, u32::from(g.zeros) | u32::from(g.minima) << 1]);
             key.extend([u32::MAX, code as u32, u32::from(row_scales)]);
             key.extend(groups);
         }
@@ -404,7 +405,11 @@ fn numbers(
         return Err(fault("code", column));
     }
     let group_k = format.groups.map_or(0, |groups| groups.k as usize);
-    match codes.scales.iter().position(|scale| !scale.is_finite()) {
+    let infinite = |of: &[f32]| of.iter().position(|scale| !scale.is_finite());
+    if let Some(group) = infinite(&codes.minima) {
+        return Err(fault("minimum", group * group_k));
+    }
+    match infinite(&codes.scales) {
         Some(group) => Err(fault("scale", group * group_k)),
         None if !codes.row_scale.is_finite() => Err(fault("scale", 0)),
         None => Ok(()),
@@ -432,6 +437,10 @@ fn put_codes(format: Format, cols: u32, row: &CodedRow, r: usize, unit: &mut [u8
                 groups.scale.write(scale, &mut granule[at..at + groups.scale.bytes() as usize]);
                 if groups.zeros {
                     granule[format.zero_at(r, i)] = row.zeros[group];
+                }
+                if groups.minima {
+                    let at = format.minimum_at(r, i);
+                    groups.scale.write(row.minima[group], &mut granule[at..at + groups.scale.bytes() as usize]);
                 }
             }
         }
@@ -571,6 +580,8 @@ fn put_table_row(format: Format, at: TableRow, row: &CodedRow, out: &mut [u8]) {
         let scales = out[at.scales as usize..].chunks_exact_mut(each);
         row.scales.iter().zip(scales).for_each(|(scale, out)| groups.scale.write(*scale, out));
         out[at.zeros as usize..][..row.zeros.len()].copy_from_slice(&row.zeros);
+        let minima = out[at.zeros as usize..].chunks_exact_mut(each);
+        row.minima.iter().zip(minima).for_each(|(least, out)| groups.scale.write(*least, out));
     }
     if format.row_scales {
         ScaleCode::F32.write(row.row_scale, &mut out[at.row_scale as usize..][..4]);

@@ -167,6 +167,7 @@ struct MatVec {
             float y = half_of(c, d);
             if constexpr (Weights::SUMS_X) y -= Weights::offset(b[u][i], g) * sums[g];
             s[u].lane += Weights::scale(b[u][i], g) * y;
+            if constexpr (Weights::MINIMA) s[u].lane += Weights::minimum(b[u][i], g) * sums[g];
           }
         }
       }
@@ -189,6 +190,7 @@ struct MatVec {
           if constexpr (Weights::GROUPED) {
             if constexpr (Weights::SUMS_X) own[u] -= Weights::offset(b[u][i], g) * sum_x;
             own[u] *= Weights::scale(b[u][i], g);
+            if constexpr (Weights::MINIMA) own[u] += Weights::minimum(b[u][i], g) * sum_x;
           }
           s[u].lane += own[u];
         }

@@ -187,6 +187,20 @@ __device__ __forceinline__ int made_here(int v) {
   return v;
 }
 
+// Whether groups have minima: a configuration has the member only then. `scale * value + minimum` is a weight: the minimum, too, comes in by
+// the sum of x of its group.
+template <class G, class = int>
+constexpr bool MINIMA_OF = false;
+template <class G>
+constexpr bool MINIMA_OF<G, decltype(int(G::MINIMA))> = true;
+// The words that a lane loaded minima in.
+template <int WORDS>
+struct MinimaWords {
+  u32 minima[WORDS] = {};
+};
+template <>
+struct MinimaWords<0> {};
+
 template <bool, class A, class B>
 struct Either {
   typedef A type;
@@ -235,24 +249,27 @@ struct Coding<M, G, decltype(int(G::CODE))> {
   static constexpr int GROUPS = GROUPED ? ceil_div(PAD, G::GROUP_K > 0 ? G::GROUP_K : 1) : 1, GROUP_BLOCKS = BLOCKS / GROUPS;
   static constexpr int SCALE_BYTES = SCALE_BYTES_OF<G::SCALE_CODE>;
   // With tensor cores a lane has the sums of half of a granule, without them those of all of it.
-  static constexpr bool TENSOR = STAGE_BF16<M>;
+  static constexpr bool TENSOR = STAGE_BF16<M>, MINIMA = MINIMA_OF<G>;
+  static_assert(!MINIMA || (GROUPED && !G::ZEROS), "minima are of groups, in the place of zero points");
+  // The zero point of codes for which none is stored.
+  static constexpr float ZERO = MINIMA ? 0.f : Codes::ZERO;
   static constexpr int HALF_BLOCKS = BLOCKS / 2;
   // Groups of a row that a lane has sums of.
   static constexpr int LANE_GROUPS = TENSOR && GROUPS > 1 ? GROUPS / 2 : GROUPS;
   static constexpr float OFFSET = TENSOR ? Codes::OFFSET : 0.f;
   // Whether offsets or zero points are subtracted from sums, which takes sums of x.
-  static constexpr bool SUMS_X = G::ZEROS || (TENSOR ? OFFSET + Codes::ZERO != 0.f : GROUPED && Codes::ZERO != 0.f);
+  static constexpr bool SUMS_X = G::ZEROS || MINIMA || (TENSOR ? OFFSET + ZERO != 0.f : GROUPED && ZERO != 0.f);
   static constexpr bool F16 = TENSOR && Codes::F16;
   static constexpr int X_SHIFT = TENSOR ? Codes::X_SHIFT : 0, SECOND_SHIFT = TENSOR ? Codes::SECOND_SHIFT : 0;
   // What is subtracted from the values of all groups, if no zero points are stored.
-  static constexpr float OFFSET_OF_ALL = OFFSET + Codes::ZERO;
+  static constexpr float OFFSET_OF_ALL = OFFSET + ZERO;
 
   // Registers of a granule's operands.
   static constexpr int OPERAND_WORDS = TENSOR ? BLOCKS * 4 : 0, AHEAD_MAX = Codes::AHEAD_MAX;
   // What a lane holds of a granule: its codes, or operands, if they are made AHEAD of the input; scales and zero points of its groups,
   // in the words that they were loaded in.
   template <bool AHEAD>
-  struct Held {
+  struct Held : MinimaWords<MINIMA ? ceil_div(LANE_GROUPS * SCALE_BYTES, 4) : 0> {
     uint4 codes[AHEAD ? BLOCKS : 1] = {};
     u32 scales[GROUPED ? ceil_div(LANE_GROUPS * SCALE_BYTES, 4) : 1] = {};
     u32 zeros = 0;
@@ -293,6 +310,7 @@ struct Coding<M, G, decltype(int(G::CODE))> {
       const int first = lane / 4 * GROUPS + (LANE_GROUPS < GROUPS ? lane % 4 / 2 * LANE_GROUPS : 0);
       copy<LANE_GROUPS * SCALE_BYTES>(held.scales, after + first * SCALE_BYTES);
       if constexpr (G::ZEROS) copy<LANE_GROUPS>(&held.zeros, after + OPERAND_ROWS * GROUPS * SCALE_BYTES + first);
+      if constexpr (MINIMA) copy<LANE_GROUPS * SCALE_BYTES>(held.minima, after + (OPERAND_ROWS * GROUPS + first) * SCALE_BYTES);
     }
     return held;
   }
@@ -302,6 +320,10 @@ struct Coding<M, G, decltype(int(G::CODE))> {
   template <bool AHEAD>
   static __device__ __forceinline__ float scale(const Held<AHEAD>& held, int g) {
     return scale_of(held.scales[g * SCALE_BYTES / 4] >> g * SCALE_BYTES % 4 * 8);
+  }
+  template <bool AHEAD>
+  static __device__ __forceinline__ float minimum(const Held<AHEAD>& held, int g) {
+    return scale_of(held.minima[g * SCALE_BYTES / 4] >> g * SCALE_BYTES % 4 * 8);
   }
   template <bool AHEAD>
   static __device__ __forceinline__ float offset(const Held<AHEAD>& held, int g) {

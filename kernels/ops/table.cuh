@@ -12,7 +12,7 @@ struct TableRow {
   __device__ __forceinline__ TableRow(const u8* table, u32 token) : row(reinterpret_cast<const W*>(table) + u64(token) * G::HIDDEN) {}
   __device__ __forceinline__ float operator[](int col) const { return widen(row[col]); }
 };
-// Of codes: (scale of the group * scale of the row) * (code - zero point), in fp32 as the packer means them.
+// Of codes: (scale of the group * scale of the row) * (code - zero point), or scale * code + minimum, in fp32 as the packer means them.
 template <class M, class G>
 struct TableRow<M, G, decltype(int(G::CODE))> {
   typedef Decode<G::CODE> Codes;
@@ -34,6 +34,13 @@ struct TableRow<M, G, decltype(int(G::CODE))> {
       u32 bits = 0;
 #pragma unroll
       for (int i = 0; i < SCALE_BYTES; i++) bits |= u32(at[i]) << 8 * i;
+      if constexpr (MINIMA_OF<G>) {
+        const u8* least = row + G::ZEROS_AT + group * SCALE_BYTES;
+        u32 of = 0;
+#pragma unroll
+        for (int i = 0; i < SCALE_BYTES; i++) of |= u32(least[i]) << 8 * i;
+        return scale_value<G::SCALE_CODE>(bits) * value + scale_value<G::SCALE_CODE>(of);
+      }
       const float zero = G::ZEROS ? Codes::zero(row[G::ZEROS_AT + group]) : Codes::ZERO;
       return (scale_value<G::SCALE_CODE>(bits) * row_scale) * (value - zero);
     }

@@ -83,7 +83,7 @@ struct RowsOperand<Code::E2M1> {
 
 // What a lane has of a granule: its codes; scales and zero points of COLS rows of W, in the words that they were loaded in.
 template <class M, class G, int COLS>
-struct RowsHeld {
+struct RowsHeld : MinimaWords<MINIMA_OF<G> ? ceil_div(COLS * Coding<M, G>::GROUPS * Coding<M, G>::SCALE_BYTES, 4) : 0> {
   typedef Coding<M, G> Weights;
   static constexpr int GROUPS = Weights::GROUPS, SCALE_BYTES = COLS * GROUPS * Weights::SCALE_BYTES, ZERO_BYTES = COLS * GROUPS;
   uint4 codes = {};
@@ -98,6 +98,11 @@ struct RowsHeld {
       constexpr int ONCE = SCALE_BYTES < 16 ? SCALE_BYTES : 16;
 #pragma unroll
       for (int i = 0; i < SCALE_BYTES / ONCE; i++) Weights::template copy<ONCE>(scales + 4 * i, from + 16 * i);
+      if constexpr (Weights::MINIMA) {
+        const u8* least = from + OPERAND_ROWS * (GROUPS * Weights::SCALE_BYTES);
+#pragma unroll
+        for (int i = 0; i < SCALE_BYTES / ONCE; i++) Weights::template copy<ONCE>(this->minima + 4 * i, least + 16 * i);
+      }
       if constexpr (G::ZEROS)
         Weights::template copy<ZERO_BYTES>(zeros, granule + GRANULE_BYTES + OPERAND_ROWS * GROUPS * Weights::SCALE_BYTES + row * GROUPS);
     }
@@ -105,6 +110,10 @@ struct RowsHeld {
   __device__ __forceinline__ float scale(int col, int group) const {
     const int at = (col * GROUPS + group) * Weights::SCALE_BYTES;
     return Weights::scale_of(scales[at / 4] >> at % 4 * 8);
+  }
+  __device__ __forceinline__ float minimum(int col, int group) const {
+    const int at = (col * GROUPS + group) * Weights::SCALE_BYTES;
+    return Weights::scale_of(this->minima[at / 4] >> at % 4 * 8);
   }
   // The stored zero point.
   __device__ __forceinline__ float zero(int col, int group) const {
@@ -159,8 +168,8 @@ struct RowsCodes<M, G, S, PIECES, AT_ONCE, decltype(int(G::CODE))> {
   typedef RowsHeld<M, G, LANE_COLS> Held;
 
   static constexpr float FACTOR = Operand::FACTOR;
-  static constexpr int OFFSET = Operand::OFFSET + int(Weights::Codes::ZERO);
-  static constexpr bool SUMS_X = G::ZEROS || OFFSET != 0;
+  static constexpr int OFFSET = Operand::OFFSET + int(Weights::ZERO);
+  static constexpr bool SUMS_X = G::ZEROS || Weights::MINIMA || OFFSET != 0;
   // Parts of a block of k whose sums are taken by themselves: groups, or, where there are none, the block.
   static constexpr int RUNS = Weights::GROUPED ? WARP_GRANULES * Weights::GROUPS : 1, RUN_BLOCKS = WARP_GRANULES * BLOCKS / RUNS;
   // A product waits for the one before it on the same sums, so two sets alternate if there is only one product at a time.
@@ -186,7 +195,7 @@ struct RowsCodes<M, G, S, PIECES, AT_ONCE, decltype(int(G::CODE))> {
     for (int i = 0; i < PIECES; i++) x[i] = Operand::input(from[i]);
     if constexpr (GROUPS > 1) interleave(x);
     if constexpr (SUMS_X) {
-      const uint2 n = Operand::constant(G::ZEROS ? 1 : OFFSET);
+      const uint2 n = Operand::constant(G::ZEROS || Weights::MINIMA ? 1 : OFFSET);
 #pragma unroll
       for (int r = 0; r < RUNS; r++) {
         float d[LANE_SUMS] = {}, unused[LANE_SUMS] = {};
@@ -228,7 +237,9 @@ struct RowsCodes<M, G, S, PIECES, AT_ONCE, decltype(int(G::CODE))> {
 #pragma unroll
         for (int k = 0; k < LANE_SUMS; k++) {
           if constexpr (!Weights::GROUPED) y[0][u][k] = d[u][0][k];
-          if constexpr (G::ZEROS)
+          if constexpr (Weights::MINIMA)
+            y[0][u][k] = -float(OFFSET) * input.taken[r][row_of(k)];
+          else if constexpr (G::ZEROS)
             y[0][u][k] = -(float(OFFSET - int(Weights::Codes::ZERO)) + w[u][granule].zero(col_of(k), group)) * input.taken[r][row_of(k)];
           else if constexpr (SUMS_X)
             y[0][u][k] -= input.taken[r][row_of(k)];
@@ -257,6 +268,7 @@ struct RowsCodes<M, G, S, PIECES, AT_ONCE, decltype(int(G::CODE))> {
             d[u][0][k] += w[u][granule].scale(col_of(k), group) * sum;
           else
             d[u][0][k] = sum;
+          if constexpr (Weights::MINIMA) d[u][0][k] += w[u][granule].minimum(col_of(k), group) * input.taken[r][row_of(k)];
         }
     }
   }
@@ -275,7 +287,7 @@ struct RowsCodesLanes {
     held.read(granule, c.lane(), c.lane() / 4);
 #pragma unroll
     for (int g = 0; g < RUNS; g++) {
-      const float zero = G::ZEROS ? held.zero(0, g) : Weights::Codes::ZERO;
+      const float zero = G::ZEROS ? held.zero(0, g) : Weights::ZERO;
       const float scale = Weights::GROUPED ? held.scale(0, g) : 1.f;
       float w[RUN_BLOCKS][8];
 #pragma unroll
@@ -284,12 +296,17 @@ struct RowsCodesLanes {
         for (int i = 0; i < 8; i++) w[b][i] = Weights::Codes::value(held.codes, g * RUN_BLOCKS + b, i) - zero;
 #pragma unroll
       for (int row = 0; row < M::ROWS; row++) {
-        float sum = 0.f;
+        float sum = 0.f, sum_x = 0.f;
 #pragma unroll
         for (int b = 0; b < RUN_BLOCKS; b++)
 #pragma unroll
-          for (int i = 0; i < 8; i++) sum += x(row)[(g * RUN_BLOCKS + b) * 32 + c.lane() % 4 * 8 + i] * w[b][i];
+          for (int i = 0; i < 8; i++) {
+            const float value = x(row)[(g * RUN_BLOCKS + b) * 32 + c.lane() % 4 * 8 + i];
+            sum += value * w[b][i];
+            if constexpr (Weights::MINIMA) sum_x += value;
+          }
         d[row] += scale * sum;
+        if constexpr (Weights::MINIMA) d[row] += held.minimum(0, g) * sum_x;
       }
     }
   }

@@ -424,6 +424,8 @@ fn code_members(format: Format) -> String {
         Code::E4m3 => "E4M3",
         Code::E2m1 => "E2M1",
     };
+    // Only where there are some: other kernels have the text that they had before there were minima.
+    let minima = if format.has_minima() { "bool MINIMA = true\n" } else { "" };
     let (group_k, scale, zeros) = groups.map_or((0, "NONE", false), |groups| {
         let scale = match groups.scale {
             ScaleCode::F32 => "F32",
@@ -436,7 +438,7 @@ fn code_members(format: Format) -> String {
     });
     format!(
         "Code CODE = Code::{code}\nint GROUP_K = {group_k}\nScaleCode SCALE_CODE = ScaleCode::{scale}\nbool ZEROS = {zeros}\n\
-         bool ROW_SCALES = {row_scales}\n"
+         bool ROW_SCALES = {row_scales}\n{minima}"
     )
 }
 

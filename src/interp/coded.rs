@@ -1,7 +1,8 @@
 //! Owns the dot products over matrices of codes and scales: exact values of codes, scales applied to sums.
 //!
 //! `y_r = sum over groups g of scale_rg * sum over k in g of (value(code_rk) - zero_rg) x_k`; the zero point is left out of the inner
-//! sum and comes in by `zero_rg * sum of x_k`, which all rows share.
+//! sum and comes in by `zero_rg * sum of x_k`, which all rows share. So does a minimum: `scale_rg * sum of value(code_rk) x_k +
+//! minimum_rg * sum of x_k`.
 
 use super::kernel::Isa;
 use super::real::Real;
@@ -46,26 +47,34 @@ pub fn units<R: Real>(
             }
             for (g, codes) in row.chunks(group_k).enumerate() {
                 let granule = &unit[g * group_k / granule_k * granule_bytes..];
-                let (scale, zero) = scale(format, granule, r, g * group_k % granule_k / group_k);
+                let (scale, zero, least) = scale(format, granule, r, g * group_k % granule_k / group_k);
                 for (at, x) in x.chunks_exact(k).enumerate() {
                     let sum = R::dot(isa, codes, &x[g * group_k..][..codes.len()]);
-                    let sum = if zero == 0.0 { sum } else { sum - R::of(zero) * sums[at * (k / group_k) + g] };
+                    let of_x = sums[at * (k / group_k) + g];
+                    let sum = if zero == 0.0 { sum } else { sum - R::of(zero) * of_x };
                     let y = &mut y[at * each + u * ROWS + r];
                     *y = *y + R::of(scale) * sum;
+                    if least != 0.0 {
+                        *y = *y + R::of(least) * of_x;
+                    }
                 }
             }
         }
     }
 }
 
-/// Scale and zero point of a group of row `r` of a granule.
-fn scale(format: Format, granule: &[u8], r: usize, group: usize) -> (f32, f32) {
+/// Scale, zero point and minimum of a group of row `r` of a granule.
+fn scale(format: Format, granule: &[u8], r: usize, group: usize) -> (f32, f32, f32) {
     let code = format.code;
     match format.groups {
-        None => (1.0, code.implied_zero()),
+        None => (1.0, code.implied_zero(), 0.0),
+        Some(groups) if groups.minima => {
+            let read = |at: usize| groups.scale.read(&granule[at..]);
+            (read(format.scale_at(r, group)), 0.0, read(format.minimum_at(r, group)))
+        }
         Some(groups) => {
             let zero = if groups.zeros { code.zero(granule[format.zero_at(r, group)]) } else { code.implied_zero() };
-            (groups.scale.read(&granule[format.scale_at(r, group)..]), zero)
+            (groups.scale.read(&granule[format.scale_at(r, group)..]), zero, 0.0)
         }
     }
 }

@@ -257,7 +257,8 @@ impl<'a> Parser<'a> {
         let groups = if self.eat_attr("group")? {
             let k = self.u32()?;
             self.expect(":")?;
-            Some(Groups { k, scale: self.one_of(&ScaleCode::ALL, ScaleCode::name)?, zeros: self.eat("zeros") })
+            let scale = self.one_of(&ScaleCode::ALL, ScaleCode::name)?;
+            Some(Groups { k, scale, zeros: self.eat("zeros"), minima: self.eat("minima") })
         } else {
             None
         };
@@ -1367,8 +1368,8 @@ regime r1 from 32
     }
 
     fn formats() -> impl Strategy<Value = Format> {
-        let groups = (numbers(), prop::sample::select(&ScaleCode::ALL[..]), any::<bool>());
-        let groups = prop::option::of(groups.prop_map(|(k, scale, zeros)| Groups { k, scale, zeros }));
+        let groups = (numbers(), prop::sample::select(&ScaleCode::ALL[..]), any::<bool>(), any::<bool>());
+        let groups = prop::option::of(groups.prop_map(|(k, scale, zeros, minima)| Groups { k, scale, zeros, minima }));
         (prop::sample::select(&Code::ALL[..]), groups, any::<bool>()).prop_map(|(code, groups, row_scales)| Format {
             code,
             groups,

@@ -30,7 +30,8 @@
 //! `w3[first..+rows block B stride S]`. A run in a stream is a task, then `+b6[lo..hi]` for units of a matrix or
 //! `+hist:rows` for chunks of that many cache rows; with `after e3` the loader waits for that event first.
 //!
-//! A matrix that does not store values of its type says how: `code=int8 row_scales`, or `code=int4 group=128:fp16 zeros`.
+//! A matrix that does not store values of its type says how: `code=int8 row_scales`, `code=int4 group=128:fp16 zeros`, or
+//! `code=int4 group=32:fp16 minima`.
 //!
 //! Version 2 is resolved: a `variant` line for each matvec and each attention says what version 1 left to rules, weights and
 //! constants have places in the pack, parts of shared memory are of a closed set, and a grid says by `site` what of the model it does; its name is for
@@ -155,8 +156,9 @@ fn write_buffer(out: &mut String, id: BufferId, buffer: &Buffer) -> fmt::Result 
     write!(out, "{id} = {} {dtype} [{rows}, {cols}] ", space.name())?;
     if let Some(Format { code, groups, row_scales }) = coded {
         write!(out, "code={} ", code.name())?;
-        if let Some(Groups { k, scale, zeros }) = groups {
-            write!(out, "group={k}:{} {}", scale.name(), if *zeros { "zeros " } else { "" })?;
+        if let Some(Groups { k, scale, zeros, minima }) = groups {
+            let (zeros, minima) = (if *zeros { "zeros " } else { "" }, if *minima { "minima " } else { "" });
+            write!(out, "group={k}:{} {zeros}{minima}", scale.name())?;
         }
         out.push_str(if *row_scales { "row_scales " } else { "" });
     }

@@ -210,7 +210,8 @@ impl RegisterTiling {
 /// of, which are half of them on tensor cores (`matvec_formats.cuh`).
 fn granule_registers(format: Format) -> u32 {
     let groups = format.granule_groups().div_ceil(2);
-    let of_groups = |g: Groups| (groups * g.scale.bytes()).div_ceil(4) + u32::from(g.zeros);
+    let of_scales = |g: Groups| (groups * g.scale.bytes()).div_ceil(4);
+    let of_groups = |g: Groups| of_scales(g) * (1 + u32::from(g.minima)) + u32::from(g.zeros);
     4 + format.groups.map_or(0, of_groups)
 }
 

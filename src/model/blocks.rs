@@ -63,6 +63,11 @@ pub fn format_of(kind: Kind) -> Option<Format> {
         Kind::Q4_0 => Some(Format::by_group(Code::Int4, 32, ScaleCode::F16, false)),
         Kind::Q8_0 | Kind::Q5_0 => Some(Format::by_group(Code::Int8, 32, ScaleCode::F16, false)),
         Kind::Mxfp4 => Some(Format::by_group(Code::E2m1, 32, ScaleCode::E8m0, false)),
+        Kind::Q4_1 => Some(Format::with_minima(Code::Int4, 32, ScaleCode::F16)),
+        Kind::Q5_1 => Some(Format::with_minima(Code::Int8, 32, ScaleCode::F16)),
+        // A scale is the product of an fp16 number and six bits.
+        Kind::Q4K => Some(Format::with_minima(Code::Int4, 32, ScaleCode::F32)),
+        Kind::Q5K => Some(Format::with_minima(Code::Int8, 32, ScaleCode::F32)),
         _ => None,
     }
 }
@@ -256,17 +261,20 @@ impl Blocks {
     /// # Panics
     /// If it has none.
     pub fn read_coded(&self, files: &impl Files, row: u32, out: &mut CodedRow) {
-        let Some(Layout { group, .. }) = layout(self.kind) else { panic!("blocks of codes") };
+        let Some(Layout { group, minima, .. }) = layout(self.kind) else { panic!("blocks of codes") };
         out.codes.clear();
         out.scales.clear();
         out.zeros.clear();
+        out.minima.clear();
         out.row_scale = 1.0;
         let mut decoded = Decoded::new();
         let block = self.kind.block() as usize;
         for bytes in self.row(files, row).chunks_exact(self.kind.block_bytes() as usize) {
             decoded.read(self.kind, bytes);
             out.codes.extend_from_slice(&decoded.codes[..block]);
-            out.scales.extend(decoded.groups[..block / group].iter().map(|(scale, _)| scale));
+            let groups = &decoded.groups[..block / group];
+            out.scales.extend(groups.iter().map(|(scale, _)| scale));
+            out.minima.extend(groups.iter().map(|(_, least)| least).filter(|_| minima));
         }
     }
 }

@@ -16,6 +16,8 @@ pub struct CodedRow {
     pub scales: Vec<f32>,
     /// As many, where the format has zero points.
     pub zeros: Vec<u8>,
+    /// As many, where the format has minima.
+    pub minima: Vec<f32>,
     /// 1 where the format has no scales of rows.
     pub row_scale: f32,
 }
@@ -26,6 +28,10 @@ impl CodedRow {
         let group_k = format.groups.map_or(usize::MAX, |groups| groups.k as usize);
         for (group, (codes, out)) in self.codes.chunks(group_k).zip(out.chunks_mut(group_k)).enumerate() {
             let scale = self.scales.get(group).map_or(self.row_scale, |scale| scale * self.row_scale);
+            if let Some(least) = self.minima.get(group) {
+                codes.iter().zip(out).for_each(|(&code, out)| *out = scale * format.code.value(code) + least);
+                continue;
+            }
             let zero = self.zeros.get(group).map_or(format.code.implied_zero(), |&zero| format.code.zero(zero));
             codes.iter().zip(out).for_each(|(&code, out)| *out = scale * (format.code.value(code) - zero));
         }
@@ -394,6 +400,7 @@ impl Stored {
         out.row_scale = self.row_scale(files, row);
         out.scales.clear();
         out.zeros.clear();
+        out.minima.clear();
         let Some(groups) = format.groups else { return };
         for group in 0..cols.div_ceil(groups.k) {
             let stored = (group * groups.k / group_k) as usize;

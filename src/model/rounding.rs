@@ -95,11 +95,12 @@ pub fn round_row(format: Format, values: &[f32], out: &mut CodedRow) {
     out.codes.clear();
     out.scales.clear();
     out.zeros.clear();
+    out.minima.clear();
     out.row_scale = 1.0;
     match groups {
         None => out.row_scale = round_group(code, ScaleCode::F32, values, &mut out.codes),
         Some(groups) => {
-            assert!(!groups.zeros, "no zero points");
+            assert!(!groups.zeros && !groups.minima, "no zero points");
             for values in values.chunks(groups.k as usize) {
                 let scale = round_group(code, groups.scale, values, &mut out.codes);
                 out.scales.push(scale);

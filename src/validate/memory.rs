@@ -370,7 +370,8 @@ fn table_row_bytes(buffer: &Buffer) -> u64 {
     let cols = u64::from(buffer.cols);
     let codes = if code.bits() == 4 { cols.div_ceil(2) } else { cols }.next_multiple_of(4);
     let of_groups = groups.map_or(0, |groups| {
-        let each = u64::from(groups.scale.bytes()) + u64::from(groups.zeros);
+        let scale = u64::from(groups.scale.bytes());
+        let each = scale + u64::from(groups.zeros) + if groups.minima { scale } else { 0 };
         cols.div_ceil(u64::from(groups.k.max(1))) * each
     });
     (codes + of_groups.next_multiple_of(4) + if row_scales { 4 } else { 0 }).next_multiple_of(16)

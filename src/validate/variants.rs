@@ -84,7 +84,8 @@ pub(super) fn granules(schedule: &Schedule, grid: &Grid, m: &MatVec) -> (u64, u6
         ScaleCode::F16 | ScaleCode::Bf16 => 2,
         ScaleCode::E4m3 | ScaleCode::E8m0 => 1,
     };
-    let of_row = granule_k.div_ceil(u64::from(groups.k.max(1))) * (scale + u64::from(groups.zeros));
+    let of_row = granule_k.div_ceil(u64::from(groups.k.max(1)))
+        * (scale * (1 + u64::from(groups.minima)) + u64::from(groups.zeros));
     let count = u64::from(m.k).div_ceil(granule_k).max(1);
     // The least multiple of 16 bytes with which a unit is whole places.
     let fits = |bytes: &u64| (count * bytes).is_multiple_of(256);

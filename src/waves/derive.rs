@@ -683,6 +683,9 @@ impl Builder<'_> {
         if format.is_plain() && format != Format::plain(DType::Bf16) {
             return refused(grid, "weights", "bf16, or codes");
         }
+        if format.has_minima() {
+            return refused(grid, "weights", "codes without minima");
+        }
         if m.own_input {
             return refused(grid, "the input", "an exchange");
         }

@@ -15,6 +15,14 @@ struct CodedAs : P {
   static constexpr int GRANULE_BYTES = 512 + (8 * GROUPS * (SCALE_BYTES + (Z ? 1 : 0)) + 15) / 16 * 16;
 };
 
+// The same with minima of groups.
+template <class P, Code C, int GROUP, ScaleCode S>
+struct LeastAs : CodedAs<P, C, GROUP, S, false, false> {
+  typedef CodedAs<P, C, GROUP, S, false, false> Base;
+  static constexpr bool MINIMA = true;
+  static constexpr int GRANULE_BYTES = 512 + (8 * Base::GROUPS * 2 * Base::SCALE_BYTES + 15) / 16 * 16;
+};
+
 // The value of a code, by its definition.
 static double value_of(Code code, u32 c) {
   if (code == Code::INT8) return double(i32(c << 24) >> 24);
@@ -36,6 +44,14 @@ static double scale_of(ScaleCode code, u32 word, u8* bytes) {
   if (code == ScaleCode::E8M0) bits = 120 + word % 10, value = std::ldexp(1., int(bits) - 127);
   std::memcpy(bytes, &bits, 4);
   return value;
+}
+
+// A minimum of either sign, and its bytes.
+static double least_of(ScaleCode code, u32 word, u8* bytes) {
+  const double size = scale_of(code, word, bytes);
+  if (word >> 31) return size;
+  bytes[code == ScaleCode::F32 ? 3 : 1] |= 0x80;
+  return -size;
 }
 
 // Granule `j` of a unit, and its weights in `w` (ROWS, K). `rows`: the row of the matrix that each row of the unit is, or -1.
@@ -64,7 +80,11 @@ static std::vector<u8> random_granule(u64& state, int j, const int (&rows)[8], s
       u8 bytes[4];
       const double scale = scale_of(G::SCALE_CODE, word_of(state), bytes);
       std::memcpy(granule.data() + 512 + (row * G::GROUPS + g) * G::SCALE_BYTES, bytes, G::SCALE_BYTES);
-      double zero = G::CODE == Code::INT4 ? 8 : 0;
+      double zero = G::CODE == Code::INT4 && !MINIMA_OF<G> ? 8 : 0, least = 0;
+      if (MINIMA_OF<G>) {
+        least = least_of(G::SCALE_CODE, word_of(state), bytes);
+        std::memcpy(granule.data() + 512 + ((8 + row) * G::GROUPS + g) * G::SCALE_BYTES, bytes, G::SCALE_BYTES);
+      }
       if (G::ZEROS) {
         const u8 byte = u8(word_of(state) >> (G::CODE == Code::INT4 ? 28 : 24));
         granule[512 + 8 * G::GROUPS * G::SCALE_BYTES + row * G::GROUPS + g] = byte;
@@ -72,7 +92,7 @@ static std::vector<u8> random_granule(u64& state, int j, const int (&rows)[8], s
       }
       for (int i = 0; i < G::GRANULE_K; i++) {
         double* to = weight(i);
-        if (to && i * G::GROUPS / G::GRANULE_K == g) *to = scale * (*to - zero);
+        if (to && i * G::GROUPS / G::GRANULE_K == g) *to = scale * (*to - zero) + least;
       }
     }
   }

@@ -9,7 +9,7 @@ use crate::sampling::compiled;
 use crate::skipped;
 
 /// Each case, and how often it runs, with different numbers or at different positions.
-const CASES: [(&str, usize); 60] = [
+const CASES: [(&str, usize); 66] = [
     ("matvec-store-bias", 3),
     ("matvec-rms-ragged", 3),
     ("matvec-two-at-once", 3),
@@ -31,6 +31,8 @@ const CASES: [(&str, usize); 60] = [
     ("codes-int4-128", 3),
     ("codes-int4-64-zeros", 3),
     ("codes-int4-32-zeros", 3),
+    ("codes-int4-32-minima", 3),
+    ("codes-int8-32-minima", 3),
     ("codes-mxfp4", 3),
     ("codes-e2m1-both", 3),
     ("tensor-int8-rms-bf16", 3),
@@ -44,10 +46,14 @@ const CASES: [(&str, usize); 60] = [
     ("tensor-int4-128", 3),
     ("tensor-int4-64-zeros", 3),
     ("tensor-int4-32-zeros", 3),
+    ("tensor-int4-32-minima", 3),
+    ("tensor-int4-32-wide-minima", 3),
+    ("tensor-int8-32-minima", 3),
     ("tensor-mxfp4", 3),
     ("tensor-e2m1-both", 3),
     ("tensor-int8-ahead", 3),
     ("tensor-int4-ahead", 3),
+    ("tensor-int4-ahead-minima", 3),
     ("tensor-int8-gated-bf16", 3),
     ("tensor-int4-layer-bf16", 3),
     ("tensor-int8-logits", 3),
@@ -71,7 +77,7 @@ const CASES: [(&str, usize); 60] = [
     ("attention-tensor-fp8-128-bf16", 5),
     ("attention-tensor-fp8-256-bf16", 5),
 ];
-const CASES_OF_ROWS: [(&str, usize); 92] = [
+const CASES_OF_ROWS: [(&str, usize); 99] = [
     ("matvec-8-bf16", 2),
     ("matvec-8-long-bf16", 2),
     ("matvec-8-even-bf16", 2),
@@ -113,6 +119,8 @@ const CASES_OF_ROWS: [(&str, usize); 92] = [
     ("codes-8-int4-128", 2),
     ("codes-8-int4-64-zeros", 2),
     ("codes-8-int4-32-zeros", 2),
+    ("codes-8-int4-32-minima", 2),
+    ("codes-8-int8-32-minima", 2),
     ("codes-8-mxfp4", 2),
     ("codes-8-e2m1-both", 2),
     ("codes-16-int8-rows", 2),
@@ -120,11 +128,14 @@ const CASES_OF_ROWS: [(&str, usize); 92] = [
     ("codes-16-e4m3-128", 2),
     ("codes-16-int4-128-zeros", 2),
     ("codes-16-int4-32", 2),
+    ("codes-16-int4-32-minima", 2),
+    ("codes-16-int8-32-minima", 2),
     ("codes-16-mxfp4", 2),
     ("codes-16-moved-int8-rows", 2),
     ("codes-16-moved-e4m3-rows", 2),
     ("codes-16-moved-int4-128", 2),
     ("codes-16-moved-int4-32-zeros", 2),
+    ("codes-16-moved-int4-32-minima", 2),
     ("codes-16-moved-e2m1-both", 2),
     ("codes-8-gated-bf16", 2),
     ("codes-16-layer-bf16", 2),
@@ -134,6 +145,7 @@ const CASES_OF_ROWS: [(&str, usize); 92] = [
     ("codes-lanes-int8-zeros", 2),
     ("codes-lanes-int4-128", 2),
     ("codes-lanes-int4-32-zeros", 2),
+    ("codes-lanes-int4-32-minima", 2),
     ("codes-lanes-mxfp4", 2),
     ("norm_add", 1),
     ("norm_add-bf16", 1),
@@ -145,6 +157,7 @@ const CASES_OF_ROWS: [(&str, usize); 92] = [
     ("embed-fp8-bf16", 1),
     ("embed-int4-bf16", 1),
     ("embed-int4-zeros", 1),
+    ("embed-int4-minima", 1),
     ("embed-mxfp4-bf16", 1),
     ("select", 1),
     ("select-64", 1),

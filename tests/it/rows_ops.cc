@@ -384,6 +384,12 @@ struct TableAs : Sum<H> {
   static constexpr int SCALES_AT = ((H * BITS + 7) / 8 + 3) / 4 * 4, ZEROS_AT = SCALES_AT + GROUPS * SCALE_BYTES;
   static constexpr int ROW_SCALE_AT = (ZEROS_AT + (Z ? GROUPS : 0) + 3) / 4 * 4, ROW_BYTES = (ROW_SCALE_AT + (R ? 4 : 0) + 15) / 16 * 16;
 };
+template <int H, Code C, int GROUP, ScaleCode S>
+struct TableLeast : TableAs<H, C, GROUP, S, false, false> {
+  typedef TableAs<H, C, GROUP, S, false, false> Base;
+  static constexpr bool MINIMA = true;
+  static constexpr int ROW_SCALE_AT = (Base::ZEROS_AT + Base::GROUPS * Base::SCALE_BYTES + 3) / 4 * 4, ROW_BYTES = (ROW_SCALE_AT + 15) / 16 * 16;
+};
 template <class M, class G>
 struct MakeTable<M, G, decltype(int(G::CODE))> {
   static std::vector<double> run(u64& state, int rows) {
@@ -394,13 +400,17 @@ struct MakeTable<M, G, decltype(int(G::CODE))> {
       u8 bytes[4];
       double row_scale = 1;
       if (G::ROW_SCALES) row_scale = scale_of(ScaleCode::F32, word_of(state), bytes), std::memcpy(row + G::ROW_SCALE_AT, bytes, 4);
-      double scale = row_scale, zero = G::CODE == Code::INT4 ? 8 : 0;
+      double scale = row_scale, zero = G::CODE == Code::INT4 && !MINIMA_OF<G> ? 8 : 0, least = 0;
       for (int i = 0; i < G::HIDDEN; i++) {
         if (G::GROUP_K > 0 && i % (G::GROUP_K + (G::GROUP_K == 0)) == 0) {
           const int group = i / (G::GROUP_K + (G::GROUP_K == 0));
           // Products of fp32 numbers.
           scale = float(float(scale_of(G::SCALE_CODE, word_of(state), bytes)) * float(row_scale));
           std::memcpy(row + G::SCALES_AT + group * G::SCALE_BYTES, bytes, G::SCALE_BYTES);
+          if (MINIMA_OF<G>) {
+            least = least_of(G::SCALE_CODE, word_of(state), bytes);
+            std::memcpy(row + G::ZEROS_AT + group * G::SCALE_BYTES, bytes, G::SCALE_BYTES);
+          }
           if (G::ZEROS) zero = row[G::ZEROS_AT + group] = u8(word_of(state) >> 28);
         }
         u32 code = word_of(state) >> (32 - G::BITS);
@@ -409,7 +419,7 @@ struct MakeTable<M, G, decltype(int(G::CODE))> {
           row[i] = u8(code);
         else
           row[i / 2] |= u8(code << i % 2 * 4);
-        values.push_back(float(scale * (value_of(G::CODE, code) - zero)));
+        values.push_back(float(scale * (value_of(G::CODE, code) - zero) + least));
       }
     }
     return values;
@@ -660,6 +670,8 @@ int main() {
   matvec<B8, CodedAs<Single, Code::INT4, 128, ScaleCode::F16, false, false>>("codes-8-int4-128", some & 0xff);
   matvec<B8, CodedAs<Long, Code::INT4, 64, ScaleCode::BF16, true, false>>("codes-8-int4-64-zeros", 0xff);
   matvec<B8, CodedAs<Long, Code::INT4, 32, ScaleCode::F32, true, false>>("codes-8-int4-32-zeros", some & 0xff);
+  matvec<B8, LeastAs<Long, Code::INT4, 32, ScaleCode::F16>>("codes-8-int4-32-minima", some & 0xff);
+  matvec<B8, LeastAs<Short, Code::INT8, 32, ScaleCode::F32>>("codes-8-int8-32-minima", 0xff);
   matvec<B8, CodedAs<Short, Code::E2M1, 32, ScaleCode::E8M0, false, false>>("codes-8-mxfp4", some & 0xff);
   matvec<B8, CodedAs<Long, Code::E2M1, 64, ScaleCode::E4M3, false, true>>("codes-8-e2m1-both", 0xff);
   matvec<B16, CodedAs<Long, Code::INT8, 0, ScaleCode::NONE, false, true>>("codes-16-int8-rows", some);
@@ -667,11 +679,14 @@ int main() {
   matvec<B16, CodedAs<Single, Code::E4M3, 128, ScaleCode::F32, false, false>>("codes-16-e4m3-128", some);
   matvec<B16, CodedAs<Long, Code::INT4, 128, ScaleCode::F16, true, false>>("codes-16-int4-128-zeros", some);
   matvec<B16, CodedAs<Single, Code::INT4, 32, ScaleCode::F16, false, false>>("codes-16-int4-32", 0xffff);
+  matvec<B16, LeastAs<Single, Code::INT4, 32, ScaleCode::F32>>("codes-16-int4-32-minima", 0xffff);
+  matvec<B16, LeastAs<Long, Code::INT8, 32, ScaleCode::F16>>("codes-16-int8-32-minima", some);
   matvec<B16, CodedAs<Short, Code::E2M1, 32, ScaleCode::E8M0, false, false>>("codes-16-mxfp4", some);
   matvec<Moved, CodedAs<Long, Code::INT8, 0, ScaleCode::NONE, false, true>>("codes-16-moved-int8-rows", some);
   matvec<Moved, CodedAs<Short, Code::E4M3, 0, ScaleCode::NONE, false, true>>("codes-16-moved-e4m3-rows", 0xffff);
   matvec<Moved, CodedAs<Single, Code::INT4, 128, ScaleCode::F16, false, false>>("codes-16-moved-int4-128", some);
   matvec<Moved, CodedAs<Long, Code::INT4, 32, ScaleCode::F32, true, false>>("codes-16-moved-int4-32-zeros", some);
+  matvec<Moved, LeastAs<Long, Code::INT4, 32, ScaleCode::F32>>("codes-16-moved-int4-32-minima", some);
   matvec<Moved, CodedAs<Long, Code::E2M1, 64, ScaleCode::E4M3, false, true>>("codes-16-moved-e2m1-both", 0xffff);
   // With norms and every other epilogue of a task.
   matvec<B8, CodedAs<Product<36, 200, Norm::RMS, Epilogue::GATED, 4, 3>, Code::INT8, 0, ScaleCode::NONE, false, true>>("codes-8-gated-bf16", 0xff);
@@ -685,6 +700,7 @@ int main() {
   matvec<N8, CodedAs<Long, Code::INT8, 64, ScaleCode::F16, true, false>>("codes-lanes-int8-zeros", some & 0xff);
   matvec<N8, CodedAs<Single, Code::INT4, 128, ScaleCode::F16, false, false>>("codes-lanes-int4-128", some & 0xff);
   matvec<N16, CodedAs<Short, Code::INT4, 32, ScaleCode::F16, true, false>>("codes-lanes-int4-32-zeros", some);
+  matvec<N16, LeastAs<Short, Code::INT4, 32, ScaleCode::F16>>("codes-lanes-int4-32-minima", some);
   matvec<N16, CodedAs<Short, Code::E2M1, 32, ScaleCode::E8M0, false, false>>("codes-lanes-mxfp4", some);
   norm_add<F8, Sum<100>>("norm_add", some & 0xff);
   norm_add<B16, Sum<203>>("norm_add-bf16", some);
@@ -696,6 +712,7 @@ int main() {
   embed<B16, TableAs<64, Code::E4M3, 0, ScaleCode::NONE, false, true>>("embed-fp8-bf16", some);
   embed<B16, TableAs<203, Code::INT4, 32, ScaleCode::F16, false, false>>("embed-int4-bf16", some);
   embed<F8, TableAs<72, Code::INT4, 16, ScaleCode::BF16, true, true>>("embed-int4-zeros", some & 0xff);
+  embed<F8, TableLeast<72, Code::INT4, 32, ScaleCode::F16>>("embed-int4-minima", some & 0xff);
   embed<B64, TableAs<72, Code::E2M1, 32, ScaleCode::E8M0, false, false>>("embed-mxfp4-bf16", many);
   select<B16>("select", 0xfff7);
   select<B64>("select-64", 0xfffffff7fffffff7);

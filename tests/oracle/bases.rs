@@ -36,11 +36,14 @@ fn of<T: Copy>(random: &mut Rng, list: &[T]) -> T {
 }
 
 const INT8: Format = Format { code: Code::Int8, groups: None, row_scales: true };
-const INT4_ZEROS: Format =
-    Format { code: Code::Int4, groups: Some(Groups { k: 32, scale: ScaleCode::F16, zeros: true }), row_scales: false };
+const INT4_ZEROS: Format = Format {
+    code: Code::Int4,
+    groups: Some(Groups { k: 32, scale: ScaleCode::F16, zeros: true, minima: false }),
+    row_scales: false,
+};
 const BLOCKS: Format = Format {
     code: Code::E4m3,
-    groups: Some(Groups { k: 128, scale: ScaleCode::F32, zeros: false }),
+    groups: Some(Groups { k: 128, scale: ScaleCode::F32, zeros: false, minima: false }),
     row_scales: false,
 };
 

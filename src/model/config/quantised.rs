@@ -1026,6 +1026,6 @@ fn format(
     }
     // The longest group of a format that no stored group ends inside of.
     let k = if group_k >= cols { GROUP_MAX } else { (1 << group_k.trailing_zeros()).min(GROUP_MAX) };
-    let format = Format { code, groups: Some(Groups { k, scale, zeros }), row_scales };
+    let format = Format { code, groups: Some(Groups { k, scale, zeros, minima: false }), row_scales };
     if out_of_order || format.refuses().is_some() { Format::plain(DType::F32) } else { format }
 }
