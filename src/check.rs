@@ -23,7 +23,9 @@ pub use alike::{Alike, POSITIONS as ALIKE_POSITIONS, SEQUENCES as ALIKE_SEQUENCE
 pub use codes::{CacheContents, DeviceCaches, OneRow, compare_codes, compare_cpu_codes, stores_codes};
 pub use ragged::{BothLogits, check_ragged};
 pub use rows::check_rows;
-pub use shared::{SharedTexts, TextSizes, check_shared, check_texts, compared_choices, expect_texts};
+pub use shared::{
+    ReadAtRandom, SharedTexts, TextSizes, check_shared, check_texts, compared_choices, expect_texts, read_at_random,
+};
 pub use waves::{POSITIONS as WAVES_POSITIONS, check_waves};
 
 use std::ops::ControlFlow;
@@ -255,6 +257,9 @@ pub enum CheckError {
          {WEIGHT_MAX}, which fp32 can multiply and sum ({failed})"
     )]
     Weight { tensor: String, row: u32, column: usize, value: f32, failed: String },
+    /// The weights of the reference are not there.
+    #[error("{}", .0.message)]
+    Pack(Fault),
     #[error(transparent)]
     Sample(#[from] SampleError),
     #[error(transparent)]
@@ -276,6 +281,7 @@ impl CheckError {
             | CheckError::Selected { figures, .. } => figures,
             CheckError::NotAlike { .. }
             | CheckError::Weight { .. }
+            | CheckError::Pack(_)
             | CheckError::Sample(_)
             | CheckError::Interp(_)
             | CheckError::Session(_) => return None,
@@ -289,6 +295,7 @@ impl From<CheckError> for Fault {
         match error {
             CheckError::Interp(error) => error.into(),
             CheckError::Session(error) => error.into(),
+            CheckError::Pack(fault) => fault,
             CheckError::Weight { .. } => Fault::input(error.to_string())
                 .with_remedy("fetch the checkpoint again, or convert it again: nothing was timed"),
             _ => Fault::internal(format!("the check failed: {error}"))

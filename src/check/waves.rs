@@ -1,8 +1,6 @@
 //! Compares kernels of waves with a kernel for rows that was checked, over one cache.
 
-use super::{
-    AFTER_FIRST, CheckError, Checked, FACTOR, Figures, Judge, Noise, Tolerance, check_ids, is_beyond, noise_of, worst,
-};
+use super::{AFTER_FIRST, CheckError, Checked, FACTOR, Figures, Judge, Tolerance, check_ids, is_beyond, worst};
 use crate::cuda::rows::{RowLauncher, given};
 use crate::cuda::waves::{Last, WavesSession};
 use crate::ir::op::{Op, Role};
@@ -16,9 +14,14 @@ use std::ops::Range;
 /// Tokens of the chunks that the kernel of waves reads: some blocks of rows, whole and not, and one row.
 const CHUNKS: [u32; 5] = [200, 1, 440, 300, 100];
 /// Most that keys and values of a position differ from those of the other kernel, norm of the difference by norm. Both kernels round sums of
-/// the same values to bf16, but add in different orders, and each layer builds on the differences of the one before. Trained weights need more at
-/// the first positions of a text: there it is [`FACTOR`] times what rounding cost the logits of the kernel for rows.
+/// the same values to bf16, but add in different orders, and each layer builds on the differences of the one before.
 const CACHE_REL_L2_MAX: f64 = 0.08;
+/// The same of the median of all positions.
+const CACHE_MEDIAN_MAX: f64 = 0.05;
+/// Layers in which no position may differ by more.
+const STRICT_LAYERS: usize = 3;
+/// In later layers one position in so many may.
+const CHAOTIC_ONE_IN: usize = 16;
 
 /// Positions that the check writes with each kernel, at most; and what follows them.
 pub const POSITIONS: u32 = {
@@ -94,7 +97,7 @@ pub fn check_waves(
     let noise = judged.figures.noise;
     let mut judge = Judge::new(Tolerance::of_device(program.precision).with_noise(noise[AFTER_FIRST]));
     let found = Kept::read(schedule, &shape, rows, &pool, by_waves, 0..position)?;
-    judge.figures = Figures { error_rel_l2: kept.compare(&found, &noise)?, ..judged.figures };
+    judge.figures = Figures { error_rel_l2: kept.compare(&found)?, ..judged.figures };
     let found = after(&mut pool, &mut guard, rows, by_waves)?;
     judge.compare_row(vocab, position, &expected, &found)?;
     if waves.decides() {
@@ -112,7 +115,7 @@ pub fn check_waves(
             let (expected, found) = (argmax(&found).unwrap_or(0), read.token.unwrap_or(0));
             return Err(CheckError::Argmax { position, expected, found, figures: judge.figures });
         }
-        kept.compare(&Kept::read(schedule, &shape, rows, &pool, by_waves, position..position + 1)?, &noise)?;
+        kept.compare(&Kept::read(schedule, &shape, rows, &pool, by_waves, position..position + 1)?)?;
     }
     Ok(Checked { figures: judge.figures })
 }
@@ -170,12 +173,13 @@ impl Kept {
         Ok(Kept { positions, caches: kept })
     }
 
-    /// Compares the positions of `found` with the same ones: the largest relative difference of one.
-    fn compare(&self, found: &Kept, noise: &[Noise; 2]) -> Result<f64, CheckError> {
+    /// Compares the positions of `found` with the same ones, cache by cache: the largest relative difference of a position. A position whose
+    /// norm is below the mean is measured by the mean: values of the first token of a text are almost 0.
+    fn compare(&self, found: &Kept) -> Result<f64, CheckError> {
         let mut most = 0.0;
-        for ((row_bytes, expected), (_, found_heads)) in self.caches.iter().zip(&found.caches) {
+        for (cache, ((row_bytes, expected), (_, found_heads))) in self.caches.iter().zip(&found.caches).enumerate() {
             let row_values = row_bytes / 2;
-            for position in found.positions.clone() {
+            let sums = |position: u32| {
                 let of = |values: &[u16], first: u32| -> Vec<u16> {
                     values[(position - first) as usize * row_values..][..row_values].to_vec()
                 };
@@ -188,20 +192,71 @@ impl Kept {
                         norm += e * e;
                     }
                 }
-                let error = (difference / norm).sqrt();
-                most = worst(most, error);
-                let allowed = worst(CACHE_REL_L2_MAX, FACTOR * f64::from(noise[noise_of(position)].error_rel_l2));
-                if is_beyond(error, allowed) {
-                    let figures = Figures { error_rel_l2: error, ..Figures::default() };
-                    let what = "norm of the difference of keys or values of a layer by that of the other kernel";
-                    return Err(CheckError::Wrong { position, what, expected: allowed, found: error, figures });
-                }
+                (difference, norm)
+            };
+            let sums: Vec<(f64, f64)> = found.positions.clone().map(sums).collect();
+            let mean = sums.iter().map(|(_, norm)| norm).sum::<f64>() / sums.len().max(1) as f64;
+            let errors: Vec<f64> =
+                sums.iter().map(|(difference, norm)| (difference / worst(*norm, mean)).sqrt()).collect();
+            most = errors.iter().copied().fold(most, worst);
+            // Two caches a layer.
+            if let Some((at, allowed)) = beyond(&errors, cache / 2) {
+                let (position, error) = (found.positions.start + at as u32, errors[at]);
+                let figures = Figures { error_rel_l2: error, ..Figures::default() };
+                let what = "norm of the difference of keys or values of a layer by that of the other kernel";
+                return Err(CheckError::Wrong { position, what, expected: allowed, found: error, figures });
             }
         }
         Ok(most)
     }
 }
 
+/// The first position of a layer whose difference says that a kernel is wrong, and what is allowed there.
+///
+/// Rounding alone stays below 0.02 in the first layers of trained weights at every position, and every product and every attention of a kernel
+/// shows in the second layer. In later layers a few positions of a text are chaotic: a rounding changes half of their values, or nothing
+/// (docs/numerics.md). So there one position in [`CHAOTIC_ONE_IN`] may be off, and the median may not.
+fn beyond(errors: &[f64], layer: usize) -> Option<(usize, f64)> {
+    let strict = errors.iter().position(|error| is_beyond(*error, CACHE_REL_L2_MAX));
+    if layer < STRICT_LAYERS {
+        return strict.map(|at| (at, CACHE_REL_L2_MAX));
+    }
+    if errors.len() < CHAOTIC_ONE_IN {
+        let allowed = FACTOR * CACHE_REL_L2_MAX;
+        return errors.iter().position(|error| is_beyond(*error, allowed)).map(|at| (at, allowed));
+    }
+    let off = errors.iter().filter(|error| is_beyond(**error, CACHE_REL_L2_MAX)).count();
+    let mut ordered: Vec<usize> = (0..errors.len()).collect();
+    ordered.sort_by(|a, b| errors[*a].total_cmp(&errors[*b]));
+    let median = ordered[errors.len() / 2];
+    if is_beyond(errors[median], CACHE_MEDIAN_MAX) {
+        return Some((median, CACHE_MEDIAN_MAX));
+    }
+    strict.filter(|_| off > errors.len() / CHAOTIC_ONE_IN).map(|at| (at, CACHE_REL_L2_MAX))
+}
+
 fn bf16(bits: u16) -> f64 {
     f64::from(f32::from_bits(u32::from(bits) << 16))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_few_chaotic_positions_of_later_layers_pass() {
+        let with = |count: usize, error: f64| {
+            let mut errors = vec![0.01; 64];
+            errors.iter_mut().skip(5).take(count).for_each(|of| *of = error);
+            errors
+        };
+        assert_eq!(beyond(&with(4, 0.7), 3), None);
+        assert_eq!(beyond(&with(5, 0.7), 3), Some((5, CACHE_REL_L2_MAX)));
+        assert_eq!(beyond(&with(1, 0.09), 2), Some((5, CACHE_REL_L2_MAX)));
+        assert_eq!(beyond(&with(1, 0.07), 0), None);
+        // Every position is a little off: no rounding does that.
+        assert_eq!(beyond(&[0.06; 64], 9).map(|(_, allowed)| allowed), Some(CACHE_MEDIAN_MAX));
+        assert!(beyond(&with(5, f64::NAN), 9).is_some() && beyond(&[f64::NAN], 9).is_some());
+        assert_eq!((beyond(&[0.3], 9), beyond(&[0.5], 9).is_some()), (None, true));
+    }
 }

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::check::{
-    BothLogits, Checked, SharedTexts, TextSizes, check_alike, check_ids, check_ragged, check_rows, check_shared,
-    check_texts, check_waves, compared_choices, expect_texts, stores_codes,
+    BothLogits, CheckError, Checked, SharedTexts, TextSizes, check_alike, check_ids, check_ragged, check_rows,
+    check_shared, check_texts, check_waves, compared_choices, expect_texts, read_at_random, stores_codes,
 };
 use crate::cuda::rows::RowLauncher;
 use crate::cuda::session::Session;
@@ -295,7 +295,7 @@ impl<'a> Checks<'a> {
         let lacks = || Fault::internal("a kernel that is to be checked is not loaded");
         let at = loaded.steps.iter().position(|(of, _)| *of == does).ok_or_else(lacks)?;
         let checked = match texts {
-            Some(texts) => check_shared(texts, self.precision, loaded.steps[at].1.as_mut())?,
+            Some(texts) => check_shared(texts, self.precision, loaded.steps[at].1.as_mut(), &mut self.at_random())?,
             // What is expected depends on the codes that a kernel stored.
             None => {
                 let (of, _) = set.steps().into_iter().find(|(_, kernel)| kernel.does == does).ok_or_else(lacks)?;
@@ -340,6 +340,14 @@ impl<'a> Checks<'a> {
         let both = both.map(|((expected, found), position)| BothLogits { position, expected, found });
         check_ragged(self.precision, judged, &both.collect::<Vec<_>>())?;
         Ok(())
+    }
+
+    /// Reads a text once more with other roundings, where a row of a kernel is out of tolerance.
+    fn at_random(&self) -> impl FnMut(&[u32], u64) -> Result<Vec<Vec<f32>>, CheckError> + '_ {
+        |ids, seed| {
+            let pack = (self.pack)().map_err(CheckError::Pack)?;
+            read_at_random(&self.reference, pack, ids, seed)
+        }
     }
 
     /// What every kernel has to compute, from the cache or from the interpreter.
@@ -404,7 +412,13 @@ impl<'a> Checks<'a> {
         self.workspace.stage(&keyed, &subject, &title, &self.hardware.name, || {
             let texts = self.texts(sizes)?;
             let checked = load().and_then(|mut session| {
-                Ok(check_texts(&texts, self.precision, &mut session, (steps_max, program.context_max))?)
+                Ok(check_texts(
+                    &texts,
+                    self.precision,
+                    &mut session,
+                    (steps_max, program.context_max),
+                    &mut self.at_random(),
+                )?)
             });
             Ok::<_, Fault>(checked.map_err(|fault| self.refused(DECODE, fault))?.to_entry())
         })?;

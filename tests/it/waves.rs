@@ -150,7 +150,7 @@ fn values_of(imported: &Imported) -> (tempfile::TempDir, Weights) {
     };
     let tensors: Vec<Tensor> = (0..).map(TensorId).zip(&imported.graph.tensors).map(named).collect();
     let checkpoint = Checkpoint::open(folder.path()).unwrap_or_else(|errors| panic!("{errors:?}"));
-    let weights = checkpoint.bind(&tensors, BTreeMap::new()).unwrap_or_else(|error| panic!("{error}"));
+    let weights = checkpoint.bind(&tensors, BTreeMap::new(), BTreeMap::new()).unwrap_or_else(|error| panic!("{error}"));
     (folder, weights)
 }
 
