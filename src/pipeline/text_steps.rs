@@ -73,8 +73,8 @@ impl TextSteps {
         steps: u32,
         wanted: Wanted,
     ) -> Result<(usize, RowsLaunched), Fault> {
-        let fits = |session: &Box<dyn RowLauncher>| session.shape().rows as usize >= inputs.len();
-        let at = self.sessions.iter().position(fits).ok_or_else(|| Fault::internal("more rows than kernels have"))?;
+        let at = self.sessions.iter().position(|session| session.shape().rows as usize >= inputs.len());
+        let at = at.ok_or_else(|| Fault::internal("more rows than kernels have"))?;
         let tables = self.text.admit_rows(position, inputs.len() as u32, steps, wanted != Wanted::Nothing)?;
         Ok((at, self.sessions[at].run_whole(tables, inputs, wanted == Wanted::Logits)?))
     }
