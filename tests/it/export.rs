@@ -234,7 +234,7 @@ fn parts_that_do_not_belong_together_are_refused() {
     };
     refused(
         &|index| index["format"] = json!(3),
-        "has format 3, written by monobloc 0.1.0; this monobloc reads format 6",
+        concat!("has format 3, written by monobloc ", env!("CARGO_PKG_VERSION"), "; this monobloc reads format 6"),
     );
     refused(&|index| index["surprise"] = json!(2), "is no index of an export: unknown field `surprise`");
     refused(&|index| index["vocab"] = json!(7), "is for another model, or for weights in another layout");
@@ -401,7 +401,11 @@ fn a_cubin_runs_only_if_this_version_would_compile_it() {
     }
     refused(&serves, &|target| target["served"]["sampler"]["source"] = json!("0"), "has another source here");
     // Kernels that differ from the index, and missing parts.
-    refused(&serves, &|target| target["served"]["steps"][1]["rows"] = json!(1), "monobloc 0.1.0 wrote it");
+    refused(
+        &serves,
+        &|target| target["served"]["steps"][1]["rows"] = json!(1),
+        concat!("monobloc ", env!("CARGO_PKG_VERSION"), " wrote it"),
+    );
     refused(&serves, &|target| target["served"]["steps"][2]["by"] = json!("waves"), "has another source here");
     refused(&serves, &|target| target["served"]["ragged"]["rows"] = json!(64), "has another source here");
     let long = "a kernel of a server for long histories";
@@ -428,7 +432,7 @@ fn a_cubin_runs_only_if_this_version_would_compile_it() {
             target["served"]["steps"][1]["schedule"] = other["schedule"].clone();
             target["served"]["steps"][1]["compiled"] = other["compiled"].clone();
         },
-        "monobloc 0.1.0 wrote it",
+        concat!("monobloc ", env!("CARGO_PKG_VERSION"), " wrote it"),
     );
     refused(&run, &|target| target["kernels"][0]["compiled"] = Value::Null, "does not fit the kind of target `h200`");
     for (loads, file) in [
