@@ -4,7 +4,7 @@
 //! name = "llama-3.2-1b"        # default: the file's stem
 //!
 //! [model]
-//! source = "path:checkpoint"   # hf:OWNER/NAME, path:DIR, synthetic:CONFIG.json or builtin:tinystories
+//! source = "path:checkpoint"   # hf:OWNER/NAME[:FILE], path:DIR, path:FILE.gguf, synthetic:CONFIG.json or builtin:tinystories
 //! revision = "main"            # hf: only; default main
 //! seed = 0                     # synthetic: only; default 0
 //!

@@ -1,3 +1,5 @@
+//! Tests headers of GGUF files, sound and hostile, and what names the files of a model.
+
 use super::*;
 
 #[allow(dead_code)] // Integration tests use all of it.
