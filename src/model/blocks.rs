@@ -180,7 +180,8 @@ fn values(kind: Kind, row: &[u8], out: &mut [f32]) {
             for (code_of, out) in codes.iter().zip(out) {
                 let value = match code {
                     Code::Int8 => f32::from(*code_of as i8),
-                    Code::E2m1 => e2m1(*code_of),
+                    // ggml has no negative zero.
+                    Code::E2m1 => e2m1(*code_of) + 0.0,
                     _ if minima => f32::from(*code_of),
                     _ => f32::from(*code_of) - code.implied_zero(),
                 };
