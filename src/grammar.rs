@@ -9,6 +9,8 @@
 //!
 //! The bytes of every token are known exactly, or the tokenizer is refused.
 
+mod schema;
+
 use std::fmt;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
@@ -18,11 +20,12 @@ use llguidance::earley::SlicedBiasComputer;
 use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie};
 use llguidance::{Matcher, ParserFactory, panic_utils};
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
 use thiserror::Error;
 
 use crate::error::Fault;
 use crate::sample::TokenSet;
+
+pub use schema::{arguments, schema};
 
 /// Most bytes of a source: the largest schemas that people write by hand are half as long.
 pub const SOURCE_BYTES_MAX: usize = 64 << 10;
@@ -52,6 +55,17 @@ pub enum GrammarError {
     Size { found: usize },
     #[error("expected an object as the schema")]
     NoObject,
+    #[error("expected a schema of the type `object`")]
+    NoArguments,
+    #[error(
+        "`{key}`: the number {number} cannot be kept exactly; expected one of at most 2^53 and 17 digits, or a whole one that fp64 holds, above -2^63 \
+         and below 2^63"
+    )]
+    Number { key: String, number: String },
+    #[error("`$ref`: `{reference}`: {why}")]
+    Reference { reference: String, why: &'static str },
+    #[error("`$ref`: `{reference}` leads back to itself, with no value in between")]
+    Circle { reference: String },
     /// llguidance reads its own settings in this keyword.
     #[error("`x-guidance` is no keyword of JSON schemas")]
     Setting,
@@ -69,23 +83,6 @@ impl From<GrammarError> for Fault {
     fn from(error: GrammarError) -> Fault {
         Fault::input(error.to_string())
     }
-}
-
-/// A client's JSON schema, with the rule for white space added.
-///
-/// # Errors
-/// A schema that is no object, has a keyword of llguidance, or is too long.
-pub fn schema(schema: &Value) -> Result<Value, GrammarError> {
-    let mut schema = schema.as_object().ok_or(GrammarError::NoObject)?.clone();
-    if schema.contains_key("x-guidance") {
-        return Err(GrammarError::Setting);
-    }
-    let found = json!(schema).to_string().len();
-    if found > SOURCE_BYTES_MAX {
-        return Err(GrammarError::Size { found });
-    }
-    schema.insert("x-guidance".to_string(), json!({ "whitespace_pattern": WHITE_SPACE }));
-    Ok(Value::Object(schema))
 }
 
 /// The bytes of every token of a model.
@@ -154,6 +151,9 @@ impl Vocabulary {
 /// The first line of an error of llguidance, and its last `error:` line if the first only announces it. The rest is for developers.
 fn reason(said: &str) -> String {
     const CHARACTERS_MAX: usize = 300;
+    if said.contains("NoExtensionBias") {
+        return "no text fits the schema".to_string();
+    }
     let first = said.lines().next().unwrap_or_default();
     let fault = said.lines().rev().find_map(|line| line.trim().strip_prefix("error: "));
     let text = match fault.filter(|_| first.ends_with(':')) {
@@ -223,6 +223,8 @@ impl fmt::Debug for Guide {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::{Value, json};
+
     use super::*;
     use crate::random::Random;
 
@@ -247,7 +249,7 @@ mod tests {
     }
 
     fn json_of(text: &str) -> Result<Grammar, GrammarError> {
-        vocabulary().compile(&Source::Json(schema(&serde_json::from_str(text).unwrap())?.to_string()))
+        vocabulary().compile(&Source::Json(schema(text)?.to_string()))
     }
 
     /// A text of tokens drawn from those allowed, and whether it ended.
@@ -310,7 +312,7 @@ mod tests {
 
     #[test]
     fn frames_stand_around_schemas() {
-        let parameters = schema(&json!({ "type": "object", "properties": {}, "additionalProperties": false })).unwrap();
+        let parameters = arguments("{}").unwrap();
         let lark = format!("start: \"<call>\\n{{\\\"a\\\": \" one \"}}\\n</call>\"\none: %json {parameters}");
         let grammar = vocabulary().compile(&Source::Lark(lark)).unwrap();
         let (text, ended) = draw(&mut grammar.begin(), &mut Random::new(1), 200);
@@ -328,6 +330,15 @@ mod tests {
             (r#"{"type": "string", "pattern": "("}"#, "unclosed group"),
             (r#"{"type": "integer", "minimum": 5, "maximum": 2}"#, ""),
             (r##"{"$ref": "#/nowhere"}"##, ""),
+            (r##"{"$ref": "#/a~1b"}"##, "`$ref`: `#/a/b`: there is nothing"),
+            (r##"{"$ref": "#/a~2"}"##, "expected `~0` or `~1`"),
+            (r##"{"$ref": "#/a%2"}"##, "expected two hexadecimal digits"),
+            (
+                r##"{"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"$ref": "#/$defs/a"}}}"##,
+                "`$ref`: `#/$defs/a` leads back to itself",
+            ),
+            (r##"{"properties": {"a": {"$ref": "#/properties/a"}}}"##, "`$ref`: `#/properties/a` leads back to itself"),
+            (r##"{"$ref": "#"}"##, "`$ref`: `#` leads back to itself"),
             (r#"{"x-guidance": {}}"#, "`x-guidance` is no keyword of JSON schemas"),
             ("[]", "expected an object as the schema"),
         ] {
@@ -335,7 +346,86 @@ mod tests {
             assert!(error.contains(expected) && !error.is_empty() && !error.contains('\n'), "{text}: {error}");
         }
         let long = json!({ "enum": ["x".repeat(SOURCE_BYTES_MAX)] });
-        assert!(matches!(schema(&long), Err(GrammarError::Size { .. })));
+        assert!(matches!(schema(&long.to_string()), Err(GrammarError::Size { .. })));
+    }
+
+    #[test]
+    fn numbers_stay_exact_or_are_refused_by_name() {
+        let only = |text: &str| {
+            let (found, ended) = draw(&mut json_of(text).expect(text).begin(), &mut Random::new(1), 100);
+            assert!(ended, "{text}");
+            String::from_utf8(found).unwrap()
+        };
+        for (text, expected) in [
+            (r#"{"const": 9007199254740991}"#, "9007199254740991"),
+            (r#"{"const": 9007199254740992}"#, "9007199254740992"),
+            (r#"{"const": 1152921504606846976}"#, "1152921504606846976"),
+            (r#"{"const": -1152921504606846976}"#, "-1152921504606846976"),
+            (r#"{"const": 9223372036854775807}"#, "9223372036854775807"),
+            (r#"{"const": 0.1}"#, "0.1"),
+            (r#"{"const": -2.5e-7}"#, "-0.00000025"),
+            (r#"{"enum": [12.5]}"#, "12.5"),
+            (
+                r#"{"type": "integer", "minimum": 9223372036854775807, "maximum": 9223372036854775807}"#,
+                "9223372036854775807",
+            ),
+        ] {
+            assert_eq!(only(text), expected, "{text}");
+        }
+        for (text, named) in [
+            (r#"{"const": 1234567890123456789}"#, "`const`: the number 1234567890123456789 "),
+            (r#"{"const": 9007199254740993}"#, "`const`: the number 9007199254740993 "),
+            (r#"{"const": -9223372036854775808}"#, "`const`: the number -9223372036854775808 "),
+            (r#"{"const": 18446744073709551615}"#, "`const`: the number 18446744073709551615 "),
+            (r#"{"const": 123456789012345678901234567890}"#, "`const`: the number 123456789012345678901234567890 "),
+            (r#"{"const": 1e400}"#, "`const`: the number 1e400 "),
+            (r#"{"type": "integer", "const": 1e20}"#, "`const`: the number 1e20 "),
+            (r#"{"const": 0.30000000000000001}"#, "`const`: the number 0.30000000000000001 "),
+            (r#"{"enum": [1, {"a": [9007199254740993]}]}"#, "`enum`: the number 9007199254740993 "),
+            (r#"{"properties": {"const": {"maximum": 9007199254740993}}}"#, "`maximum`: the number 9007199254740993 "),
+            (r#"{"type": "integer", "minimum": -9223372036854775808}"#, "`minimum`: the number -9223372036854775808 "),
+            (r#"{"exclusiveMaximum": 9007199254740992}"#, "`exclusiveMaximum`: the number 9007199254740992 "),
+            (r#"{"maximum": 9007199254740992, "exclusiveMaximum": true}"#, "`maximum`: the number 9007199254740992 "),
+            (r#"{"items": [{"multipleOf": 0.10000000000000001}]}"#, "`multipleOf`: the number 0.10000000000000001 "),
+        ] {
+            let error = json_of(text).map(|_| ()).expect_err(text).to_string();
+            assert!(error.starts_with(named), "{text}: {error}");
+        }
+        // Data that constrains nothing, and properties with the names of keywords.
+        json_of(r#"{"properties": {"maximum": {"const": 1}}, "default": 1234567890123456789}"#).unwrap();
+    }
+
+    #[test]
+    fn references_are_read_as_pointers_in_fragments() {
+        let grammar = json_of(
+            r##"{"$defs": {"a/b": {"const": 1}, "c~d": {"const": 2}, "e f": {"$ref": "#/$defs/a~1b"}, "ref0": {"const": 4}},
+                "type": "array", "prefixItems": [{"$ref": "#/$defs/a~1b"}, {"$ref": "#/$defs/c~0d"}, {"$ref": "#/%24defs/e%20f"},
+                {"$ref": "#/$defs/ref0"}, {"const": {"$ref": "#/$defs/a~1b"}}], "minItems": 5, "maxItems": 5}"##,
+        )
+        .unwrap();
+        let (text, ended) = draw(&mut grammar.begin(), &mut Random::new(3), 200);
+        let value: Value = serde_json::from_slice(&text).unwrap();
+        assert!(ended);
+        assert_eq!(value, json!([1, 2, 1, 4, { "$ref": "#/$defs/a~1b" }]));
+    }
+
+    #[test]
+    fn arguments_are_objects_whatever_else_is_allowed() {
+        for text in [
+            "{}",
+            r#"{"type": ["object", "null"], "properties": {}}"#,
+            r#"{"anyOf": [{"type": "object"}, {"type": "null"}]}"#,
+        ] {
+            let grammar = vocabulary().compile(&Source::Json(arguments(text).unwrap().to_string())).unwrap();
+            assert!(grammar.begin().allowed().unwrap().contains(u32::from(b'{')), "{text}");
+            for other in *b"[\"0n-tf" {
+                assert!(!grammar.begin().allowed().unwrap().contains(u32::from(other)), "{text}");
+            }
+        }
+        assert_eq!(arguments(r#"{"type": "string"}"#), Err(GrammarError::NoArguments));
+        assert!(
+            arguments(r##"{"$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}}"##).unwrap().get("type").is_none()
+        );
     }
 
     #[test]
@@ -347,7 +437,8 @@ mod tests {
             json!({ "anyOf": (0..6).map(|at| json!({ "properties": { format!("p{at}"): {} } })).collect::<Vec<_>>() });
         let product = json!({ "allOf": vec![sides; 4] });
         for source in [pattern, nest, product] {
-            let Ok(grammar) = vocabulary().compile(&Source::Json(schema(&source).unwrap().to_string())) else {
+            let Ok(grammar) = vocabulary().compile(&Source::Json(schema(&source.to_string()).unwrap().to_string()))
+            else {
                 continue;
             };
             let (mut guide, mut random) = (grammar.begin(), Random::new(3));

@@ -442,6 +442,13 @@ pub struct Serve {
     /// Address to listen on; 0.0.0.0 accepts connections from other machines
     #[arg(long, value_name = "IP", default_value = "127.0.0.1")]
     pub host: std::net::IpAddr,
+    /// Name that clients may call this server by, beside `localhost` and loopback addresses; repeat it for more names. Without this, a
+    /// server that other machines can use answers to any name
+    #[arg(long, value_name = "NAME")]
+    pub allow_host: Vec<String>,
+    /// Origin of web pages that may use this server, such as `https://chat.example`, or `*` for all; repeat it for more origins
+    #[arg(long, value_name = "ORIGIN")]
+    pub allow_origin: Vec<String>,
     /// Port to listen on; 0 takes a free one and prints it
     #[arg(long, value_name = "N", default_value_t = 8000)]
     pub port: u16,
@@ -529,8 +536,11 @@ pub struct Generate {
     /// System prompt before a chat
     #[arg(long, value_name = "TEXT", requires = "chat", allow_hyphen_values = true)]
     pub system: Option<String>,
+    /// Let the model answer a chat without thinking first, if its chat template can ask for that
+    #[arg(long, requires = "chat")]
+    pub no_think: bool,
     /// Add nothing to the text: no chat template, no token that begins a text
-    #[arg(long, conflicts_with_all = ["ids", "system"])]
+    #[arg(long, conflicts_with_all = ["ids", "system", "no_think"])]
     pub raw: bool,
     /// Maximum number of tokens to generate
     #[arg(long, value_name = "N", default_value_t = 128)]
@@ -641,6 +651,9 @@ pub struct Chat {
     /// System prompt before the conversation
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub system: Option<String>,
+    /// Let the model answer without thinking first, if its chat template can ask for that
+    #[arg(long)]
+    pub no_think: bool,
     /// Maximum number of tokens of an answer [default: as many as fit into the context]
     #[arg(long, value_name = "N")]
     pub max_tokens: Option<usize>,

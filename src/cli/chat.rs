@@ -24,7 +24,7 @@ use crate::manifest::Manifest;
 use crate::pipeline::{Runner, Tokens};
 use crate::sample::{End, Request};
 use crate::text::counted;
-use crate::tokenizer::Message;
+use crate::tokenizer::{self, Message};
 
 /// Longest line that is read as a message.
 const LINE_BYTES_MAX: u64 = 64 << 20;
@@ -51,9 +51,11 @@ pub fn chat(session: &Session, asked: &Chat) -> Result<Outcome, Fault> {
     let system: Vec<Message> = asked.system.iter().map(|system| Message::new("system", system)).collect();
     // Before the model is built: a checkpoint without a template, or whose template has no system prompt, cannot chat.
     let probe = system.iter().cloned().chain([Message::new("user", "Hello.")]).collect();
-    words.encode_chat(probe, vec![], true)?;
-    let ready = session.ready(&given, &target, Talk::Work, &asked.checks)?;
+    let thinking = if asked.no_think { tokenizer::without_thinking() } else { Default::default() };
+    words.encode_chat(tokenizer::Chat { settings: thinking.clone(), ..tokenizer::Chat::new(probe) })?;
+    let mut ready = session.ready(&given, &target, Talk::Work, &asked.checks)?;
     words.check_vocab(ready.vocab)?;
+    ready.end_also(words.end(ready.vocab)?);
     let request = settings.resolve(ready.vocab, &ready.eos)?;
     let runner = ready.runner()?;
     let mut lines = Lines::open(session.terminal.stdout_is_terminal());
@@ -70,6 +72,7 @@ pub fn chat(session: &Session, asked: &Chat) -> Result<Outcome, Fault> {
         runner,
         first: system.len(),
         messages: system,
+        thinking,
     };
     while let Some(line) = lines.next()? {
         match conversation.line(&line) {
@@ -95,6 +98,8 @@ struct Conversation<'a> {
     words: Tokens,
     runner: Runner<'a>,
     messages: Vec<Message>,
+    /// Settings of the template.
+    thinking: serde_json::Map<String, serde_json::Value>,
     /// Messages before the conversation: 1 with a system prompt, else 0.
     first: usize,
 }
@@ -138,10 +143,11 @@ impl Conversation<'_> {
     }
 
     fn answer(&mut self) -> Result<String, Fault> {
-        let Conversation { session, manifest, max_tokens, request, words, runner, messages, .. } = self;
+        let Conversation { session, manifest, max_tokens, request, words, runner, messages, thinking, .. } = self;
         let terminal = &session.terminal;
         let _deferred = interrupt::defer();
-        let prompt = words.encode_chat(messages.clone(), vec![], true)?;
+        let chat = tokenizer::Chat { settings: thinking.clone(), ..tokenizer::Chat::new(messages.clone()) };
+        let prompt = words.encode_chat(chat)?.ids;
         let context_max = manifest.decode.context_max as usize;
         if prompt.len() > context_max {
             let message = format!("the conversation has {}, and `context_max` is {context_max}", tokens(prompt.len()));

@@ -19,7 +19,7 @@ use crate::pipeline::{Answer, Runner, Tokens};
 use crate::sample::{Decided, End, Request, RequestSettings};
 use crate::speculate::{NgramLookup, Speculated, Speculation};
 use crate::text::counted;
-use crate::tokenizer::{Message, check_ids};
+use crate::tokenizer::{Chat, Message, check_ids, without_thinking};
 
 /// Why the generation ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -85,9 +85,12 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
         Some(_) => None,
         None => Some(tokenizer(manifest)?),
     };
-    let ready =
+    let mut ready =
         session.ready(&given, &target, if form == Form::Text { Talk::Work } else { Talk::Nothing }, &asked.checks)?;
     let prompt = prompt_ids(tokenizer.as_mut(), asked, prompt_text.as_deref().unwrap_or_default(), ready.vocab)?;
+    if let Some(tokenizer) = &mut tokenizer {
+        ready.end_also(tokenizer.end(ready.vocab)?);
+    }
     let request = settings.resolve(ready.vocab, &ready.eos)?;
     let room = room_after(prompt.len(), manifest)?;
     if room < asked.max_tokens && form == Form::Text {
@@ -288,7 +291,8 @@ fn encode(tokenizer: &mut Tokens, asked: &Generate, text: &str) -> Result<Vec<u3
     }
     let system = asked.system.iter().map(|system| Message::new("system", system));
     let messages: Vec<Message> = system.chain([Message::new("user", text)]).collect();
-    tokenizer.encode_chat(messages, vec![], true)
+    let settings = if asked.no_think { without_thinking() } else { Default::default() };
+    Ok(tokenizer.encode_chat(Chat { settings, ..Chat::new(messages) })?.ids)
 }
 
 /// Number of tokens that can be generated after a prompt; the last of them needs no place in the cache.

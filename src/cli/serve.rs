@@ -14,7 +14,7 @@ use super::terminal::{self, interrupt};
 use crate::engine::Engine;
 use crate::error::Fault;
 use crate::files::read_text;
-use crate::pipeline::{AskedSizes, Given, Serving};
+use crate::pipeline::{AskedSizes, Given, Ready, Serving};
 use crate::serve::{Ended, Entry, Model, Settings, StartTokens, State, Summary, Told};
 use crate::text::{Style, counted};
 
@@ -27,11 +27,11 @@ pub fn serve(session: &Session, asked: &Serve) -> Result<Outcome, Fault> {
     let manifest = &given.manifest;
     let target = choose_target(manifest, asked.target.as_deref())?;
     let tokens = start_tokens(&given)?;
-    let ready = session.ready(&given, &target, Talk::Work, &asked.checks)?;
+    let mut ready = session.ready(&given, &target, Talk::Work, &asked.checks)?;
     let name = asked.served_model_name.clone().unwrap_or_else(|| manifest.name.clone());
     let context_max = manifest.decode.context_max;
+    let tokens = checked(tokens, &mut ready)?;
     let model = Model { name, vocab: ready.vocab, eos: ready.eos.clone(), context_max };
-    let tokens = checked(tokens, ready.vocab)?;
     let sizes = Serving::of_manifest(manifest, target.kind, asked.max_steps);
     let (running_max, chunk_rows) =
         (asked.max_batch.unwrap_or(sizes.running_max), asked.max_chunk.unwrap_or(sizes.chunk_rows));
@@ -43,6 +43,8 @@ pub fn serve(session: &Session, asked: &Serve) -> Result<Outcome, Fault> {
     let batched = ready.batched(&serving)?;
     let settings = Settings {
         address: SocketAddr::new(asked.host, asked.port),
+        hosts: asked.allow_host.clone(),
+        origins: asked.allow_origin.clone(),
         key,
         running_max,
         waiting_max: asked.max_waiting,
@@ -161,14 +163,17 @@ fn start_tokens(given: &Given) -> Result<StartTokens, Fault> {
     Ok(Arc::new(move || if has_tokenizer { tokenizer(&manifest).map(Some) } else { Ok(None) }))
 }
 
-/// The tokenizer, after a check that its ids fit the vocabulary.
-fn checked(start: StartTokens, vocab: u32) -> Result<StartTokens, Fault> {
+/// The tokenizer, after a check that its ids fit the vocabulary. The token that ends its texts ends those of the model.
+fn checked(start: StartTokens, ready: &mut Ready) -> Result<StartTokens, Fault> {
+    let vocab = ready.vocab;
     let start: StartTokens = Arc::new(move || {
         let mut tokens = start()?;
         tokens.as_mut().map_or(Ok(()), |tokens| tokens.check_vocab(vocab))?;
         Ok(tokens)
     });
     // A fault of the tokenizer is reported before the server listens.
-    start()?;
+    if let Some(tokens) = &mut start()? {
+        ready.end_also(tokens.end(vocab)?);
+    }
     Ok(start)
 }

@@ -22,7 +22,7 @@ use crate::pipeline::{AskedSizes, Checking, Given, Ready, Runner, Serving, Token
 use crate::report::Report;
 use crate::target::{Target, TargetKind};
 use crate::text::Style;
-use crate::tokenizer::{Message, check_ids};
+use crate::tokenizer::{Chat, Message, check_ids};
 
 use desk::{Desk, Jobs};
 use steps::Steps;
@@ -254,7 +254,7 @@ impl Model {
 
     /// Ids of a conversation in the chat template of the checkpoint; `reply`: with the tokens that begin the model's answer.
     pub fn encode_chat(&self, messages: Vec<Message>, reply: bool) -> Waiting<Vec<u32>> {
-        self.ask_text(move |words| words.tokens()?.encode_chat(messages, vec![], reply))
+        self.ask_text(move |words| Ok(words.tokens()?.encode_chat(Chat { reply, ..Chat::new(messages) })?.ids))
     }
 
     /// Logits after each of `ids`, which begin at position 0: `[ids, vocab]`, row by row. No sequence is changed.

@@ -166,6 +166,9 @@ fn write_model(manifest: &Manifest, prepared: &Prepared, folder: &mut Folder<'_>
             Copied::Bytes(bytes) => folder.put(&name, &bytes)?,
         }
     }
+    for (name, path) in tokenizer::further_templates(&dir)? {
+        folder.copy(&format!("{MODEL}/{}/{name}.jinja", tokenizer::TEMPLATES), &path)?;
+    }
     Ok(())
 }
 

@@ -142,6 +142,13 @@ impl Ready {
         }
     }
 
+    /// Adds ids that end a text, which the tokenizer names.
+    pub fn end_also(&mut self, ids: Vec<u32>) {
+        self.eos.extend(ids);
+        self.eos.sort_unstable();
+        self.eos.dedup();
+    }
+
     /// Receives progress.
     pub fn report(&self) -> &Report {
         match &self.from {

@@ -517,7 +517,7 @@ fn decide_by_schedule(
         }
         // The schedule would choose some token even where there is none to choose.
         if !stopped && step.position as usize + 1 >= prompt.len() && !step.logits.has_candidate() {
-            none = Some(SampleError::NoCandidate { position: step.position, vocab: vocab as usize });
+            none = Some(SampleError::NoCandidate { position: step.position + 1, vocab: vocab as usize });
         }
         if stopped || none.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     })?;
@@ -668,5 +668,5 @@ fn check_candidate(session: &mut Session, text: &[u32], vocab: u32) -> Result<()
     if session.logits(1)?.iter().any(|logit| *logit > f32::NEG_INFINITY) {
         return Ok(());
     }
-    Err(SampleError::NoCandidate { position, vocab: vocab as usize }.into())
+    Err(SampleError::NoCandidate { position: position + 1, vocab: vocab as usize }.into())
 }

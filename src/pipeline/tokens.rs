@@ -23,7 +23,7 @@ use super::worker::Worker;
 use crate::error::Fault;
 use crate::gguf;
 use crate::grammar::{Source, Vocabulary};
-use crate::tokenizer::{CallForm, Message, Stream, Tokenizer};
+use crate::tokenizer::{CallForm, Chat, Message, Piece, Prompt, Stream, Tokenizer};
 
 /// Address space of the child, before it is asked anything. A tokenizer of the largest known size, 262144 tokens and twice as
 /// many merges, takes 0.6 GiB to load.
@@ -46,8 +46,10 @@ enum Ask {
     Load,
     CheckVocab { vocab: u32 },
     Encode { text: String, special: bool },
-    Chat { messages: Vec<Message>, tools: Vec<serde_json::Value>, reply: bool },
+    Chat { chat: Chat },
     CallForm,
+    ShowsCalls,
+    End { vocab: u32 },
     Config,
     Stream { skip_special: bool },
     Push { id: u32 },
@@ -75,11 +77,14 @@ impl Ask {
     fn bytes(&self) -> u64 {
         match self {
             Ask::Encode { text, .. } => text.len() as u64,
-            Ask::Chat { messages, tools, .. } => {
+            Ask::Chat { chat: Chat { messages, tools, settings, .. } } => {
                 let value = |value: &serde_json::Value| value.to_string().len();
-                let message =
-                    |message: &Message| message.content.len() + message.tool_calls.iter().map(value).sum::<usize>();
-                (messages.iter().map(message).sum::<usize>() + tools.iter().map(value).sum::<usize>()) as u64
+                let message = |message: &Message| {
+                    let thought = message.reasoning_content.as_ref().map_or(0, String::len);
+                    message.content.len() + thought + message.tool_calls.iter().map(value).sum::<usize>()
+                };
+                let values = tools.iter().chain(settings.values());
+                (messages.iter().map(message).sum::<usize>() + values.map(value).sum::<usize>()) as u64
             }
             _ => 0,
         }
@@ -118,6 +123,13 @@ enum Said {
     },
     TextsEach {
         texts: Vec<Vec<String>>,
+    },
+    Prompt {
+        prompt: Prompt,
+    },
+    /// Texts, and bytes as in [`Said::Bytes`].
+    Pieces {
+        pieces: Vec<(String, String)>,
     },
     CallForm {
         form: CallForm,
@@ -185,13 +197,27 @@ impl Tokens {
     ///
     /// # Errors
     /// Its errors, and a template or tokenizer that takes more than its share.
-    pub fn encode_chat(
-        &mut self,
-        messages: Vec<Message>,
-        tools: Vec<serde_json::Value>,
-        add_generation_prompt: bool,
-    ) -> Result<Vec<u32>, Fault> {
-        self.ids(&Ask::Chat { messages, tools, reply: add_generation_prompt })
+    pub fn encode_chat(&mut self, chat: Chat) -> Result<Prompt, Fault> {
+        match self.ask(&Ask::Chat { chat })? {
+            Said::Prompt { prompt } => Ok(prompt),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// As [`Tokenizer::shows_calls`].
+    ///
+    /// # Errors
+    /// Its errors, and a template that takes more than its share.
+    pub fn shows_calls(&mut self) -> Result<(), Fault> {
+        self.done(&Ask::ShowsCalls)
+    }
+
+    /// As [`Tokenizer::end`]: one id, or none.
+    ///
+    /// # Errors
+    /// A process that was lost.
+    pub fn end(&mut self, vocab: u32) -> Result<Vec<u32>, Fault> {
+        self.ids(&Ask::End { vocab })
     }
 
     /// As [`Tokenizer::call_form`].
@@ -260,12 +286,18 @@ impl Tokens {
         self.ask_texts(&Ask::Decode { lists, skip_special })
     }
 
-    /// Text of each id as it stands inside of a text, special tokens too.
+    /// Each id as it stands inside of a text, special tokens too.
     ///
     /// # Errors
     /// As [`Tokens::decode`].
-    pub fn pieces(&mut self, ids: Vec<u32>) -> Result<Vec<String>, Fault> {
-        self.ask_texts(&Ask::Pieces { ids })
+    pub fn pieces(&mut self, ids: Vec<u32>) -> Result<Vec<Piece>, Fault> {
+        match self.ask(&Ask::Pieces { ids })? {
+            Said::Pieces { pieces } => {
+                let piece = |(text, bytes): (String, String)| Ok(Piece { text, bytes: of_latin(&bytes)? });
+                pieces.into_iter().map(piece).collect()
+            }
+            other => Err(unexpected(&other)),
+        }
     }
 
     /// As [`Tokenizer::token_bytes`].
@@ -273,13 +305,8 @@ impl Tokens {
     /// # Errors
     /// Its errors, and a tokenizer that takes more than its share.
     pub fn token_bytes(&mut self, vocab: u32) -> Result<Vec<Vec<u8>>, Fault> {
-        let latin = |token: &String| token.chars().map(u8::try_from).collect::<Result<Vec<u8>, _>>();
         match self.ask(&Ask::Bytes { vocab })? {
-            Said::Bytes { tokens } => tokens
-                .iter()
-                .map(latin)
-                .collect::<Result<_, _>>()
-                .map_err(|_| Fault::internal("a tokenizer's process answered bytes that are none")),
+            Said::Bytes { tokens } => tokens.iter().map(|token| of_latin(token)).collect(),
             other => Err(unexpected(&other)),
         }
     }
@@ -357,7 +384,7 @@ impl Tokens {
             return Fault::input(format!("what is asked of the text {what}")).with_remedy("ask for something simpler");
         }
         let (path, by_ids) = match ask {
-            Ask::Chat { .. } | Ask::CallForm => {
+            Ask::Chat { .. } | Ask::CallForm | Ask::ShowsCalls => {
                 (&self.chat_template, "give a plain prompt, which no template is run for")
             }
             _ => (&self.path, "pass token ids with `--ids`, which works without a tokenizer"),
@@ -446,10 +473,12 @@ pub fn serve_tokens(
             Ask::CallForm => {
                 say(tokenizer.call_form().map(|form| Said::CallForm { form }).map_err(Fault::from))?;
             }
-            Ask::Chat { messages, tools, reply } => {
+            Ask::ShowsCalls => say(tokenizer.shows_calls().map(|()| Said::Done).map_err(Fault::from))?,
+            Ask::End { vocab } => say(Ok(Said::Ids { ids: tokenizer.end(vocab).into_iter().collect() }))?,
+            Ask::Chat { chat } => {
                 // A template may write more than it was given, and is bounded by itself.
-                let ids = tokenizer.encode_chat(&messages, &tools, reply);
-                say(ids.map(|ids| Said::Ids { ids }).map_err(Fault::from))?;
+                let prompt = tokenizer.encode_chat(&chat);
+                say(prompt.map(|prompt| Said::Prompt { prompt }).map_err(Fault::from))?;
             }
             Ask::Stream { skip_special } => {
                 say(Ok(Said::Done))?;
@@ -475,22 +504,34 @@ pub fn serve_tokens(
                 say(lists.iter().map(text).collect::<Result<_, _>>().map(|texts| Said::Texts { texts }))?;
             }
             Ask::Bytes { vocab } => {
-                let latin = |token: Vec<u8>| token.into_iter().map(char::from).collect();
                 let tokens = tokenizer.token_bytes(vocab).map_err(Fault::from);
-                say(tokens.map(|tokens| Said::Bytes { tokens: tokens.into_iter().map(latin).collect() }))?;
+                say(tokens.map(|tokens| Said::Bytes { tokens: tokens.into_iter().map(to_latin).collect() }))?;
             }
             Ask::Grammar { source, vocab, eos } => {
                 let compiled = compile(&tokenizer, &mut vocabulary, &source, vocab, &eos);
                 say(compiled.map(|()| Said::Done))?;
             }
             Ask::Pieces { ids } => {
-                let piece = |&id: &u32| tokenizer.piece(id).map_err(Fault::from);
-                say(ids.iter().map(piece).collect::<Result<_, _>>().map(|texts| Said::Texts { texts }))?;
+                let piece = |&id: &u32| {
+                    let Piece { text, bytes } = tokenizer.piece(id)?;
+                    Ok::<_, Fault>((text, to_latin(bytes)))
+                };
+                say(ids.iter().map(piece).collect::<Result<_, _>>().map(|pieces| Said::Pieces { pieces }))?;
             }
             Ask::Push { .. } | Ask::Finish => return Err(Fault::internal("no text was begun")),
         }
     }
     Ok(())
+}
+
+/// Bytes as characters U+0000 to U+00FF.
+fn to_latin(bytes: Vec<u8>) -> String {
+    bytes.into_iter().map(char::from).collect()
+}
+
+fn of_latin(text: &str) -> Result<Vec<u8>, Fault> {
+    let bytes: Result<Vec<u8>, _> = text.chars().map(u8::try_from).collect();
+    bytes.map_err(|_| Fault::internal("a tokenizer's process answered bytes that are none"))
 }
 
 /// Compiles a grammar over the bytes of a tokenizer's tokens, which are found once: a process has one model.
@@ -619,7 +660,7 @@ mod tests {
     fn a_chat_names_its_template_and_a_lost_process_is_not_asked_again() {
         let script: String = LOADED.to_string() + "read ask; kill -XCPU $$";
         let mut tokens = shell(script.leak()).expect("loaded");
-        let fault = tokens.encode_chat(vec![Message::new("user", "abc")], vec![], true).expect_err("it ended");
+        let fault = tokens.encode_chat(Chat::new(vec![Message::new("user", "abc")])).expect_err("it ended");
         assert!(fault.message.starts_with("`checkpoint/chat.jinja` takes more than 60 s for 3 bytes"), "{fault}");
         assert!(fault.remedy.is_some_and(|remedy| remedy.contains("plain prompt")));
         assert_eq!(tokens.encode("a", true).expect_err("it is gone").tier, Tier::Internal);

@@ -19,11 +19,12 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use super::error::{ApiError, finish_reason};
 use super::metrics::Metrics;
+use super::reader::Reader;
 use crate::engine::{Ask, ChoiceId, Engine, Event, Figures, RequestId, Stepper};
 use crate::error::Fault;
 use crate::pipeline::{TextPart, Tokens};
 use crate::sample::Decided;
-use crate::tokenizer::{Stopped, certain};
+use crate::tokenizer::{Piece, Stopped, certain};
 
 /// Batches that wait for the text thread.
 const BATCHES_MAX: usize = 16;
@@ -54,6 +55,8 @@ pub struct TextSettings {
     /// Stops are ignored before this number of tokens.
     pub min_tokens: u32,
     pub skip_special: bool,
+    /// A choice ends with its first call of a tool.
+    pub one_call: Option<Reader>,
 }
 
 /// What happened to a choice of a reply.
@@ -88,9 +91,12 @@ pub enum Said {
 #[derive(Debug, Clone, PartialEq)]
 pub struct ScoredToken {
     /// Shared by all tokens of one id, because a reply may have millions of tokens.
-    pub text: Arc<str>,
+    pub piece: Arc<Piece>,
     pub logprob: f64,
-    pub top: Vec<(Arc<str>, f64)>,
+    pub top: Vec<(Arc<Piece>, f64)>,
+    /// Characters that it adds to the text of its choice: none for a special token that is left out, and for a part of a character all but
+    /// the last have none.
+    pub characters: u32,
 }
 
 enum Command {
@@ -268,6 +274,7 @@ struct Text {
     number: u64,
     /// What may be the beginning of a stop.
     pending: String,
+    one_call: Option<Reader>,
     tokens: u32,
     times: Times,
 }
@@ -285,8 +292,8 @@ struct TextThread {
     desk: Desk,
     start: StartTokens,
     tokens: Option<Tokens>,
-    /// Text of single ids.
-    pieces: HashMap<u32, Arc<str>>,
+    /// Single ids inside of a text.
+    pieces: HashMap<u32, Arc<Piece>>,
     open: BTreeMap<RequestId, Open>,
     texts: BTreeMap<ChoiceId, Text>,
     numbers: u64,
@@ -328,7 +335,8 @@ impl TextThread {
         for choice in 0..order.choices {
             self.numbers += 1;
             let times = Times { arrived: order.arrived, began: None, first: None, last: None };
-            let text = Text { number: self.numbers, pending: String::new(), tokens: 0, times };
+            let one_call = order.text.one_call.clone();
+            let text = Text { number: self.numbers, pending: String::new(), one_call, tokens: 0, times };
             self.texts.insert(ChoiceId { request, choice }, text);
         }
         let (answers, choice, left) = (order.answers.clone(), order.first_choice, order.choices);
@@ -390,7 +398,7 @@ impl TextThread {
                     }
                 }
                 Event::Prompt { id, scored } => {
-                    let scored = scored.iter().filter_map(|decided| self.scored(decided)).collect();
+                    let scored = scored.iter().filter_map(|decided| self.scored(decided, 0)).collect();
                     self.say(id, Said::Prompt(scored));
                 }
                 Event::Token { id, decided } => {
@@ -417,7 +425,12 @@ impl TextThread {
         let stops: &[String] = if text.tokens > *min_tokens { stops } else { &[] };
         let Stopped { ready, found } = certain(&text.pending, stops);
         let said: String = text.pending.drain(..ready).collect();
-        let scored = self.scored(decided).into_iter().collect();
+        let called = text.one_call.as_mut().is_some_and(|reader| {
+            reader.push(&said);
+            reader.is_over()
+        });
+        let found = found || called;
+        let scored = self.scored(decided, piece.chars().count() as u32).into_iter().collect();
         self.say(id, Said::Part { text: said, token: Some(decided.token), scored });
         if found {
             self.desk.cancel_choice(id);
@@ -459,10 +472,11 @@ impl TextThread {
         }
     }
 
-    fn scored(&self, decided: &Decided) -> Option<ScoredToken> {
-        let text = |id: &u32| self.pieces.get(id).cloned().unwrap_or_default();
-        let top = decided.top.iter().map(|(id, logprob)| (text(id), *logprob)).collect();
-        Some(ScoredToken { text: text(&decided.token), logprob: decided.logprob?, top })
+    fn scored(&self, decided: &Decided, characters: u32) -> Option<ScoredToken> {
+        let none = || Arc::new(Piece { text: String::new(), bytes: vec![] });
+        let piece = |id: &u32| self.pieces.get(id).cloned().unwrap_or_else(none);
+        let top = decided.top.iter().map(|(id, logprob)| (piece(id), *logprob)).collect();
+        Some(ScoredToken { piece: piece(&decided.token), logprob: decided.logprob?, top, characters })
     }
 
     fn unknown(&self, decided: &Decided, unknown: &mut BTreeSet<u32>) {
@@ -479,9 +493,11 @@ impl TextThread {
         let ids: Vec<u32> = ids.into_iter().collect();
         let pieces = match self.tokens()? {
             Some(tokens) => tokens.pieces(ids.clone())?,
-            None => ids.iter().map(|id| format!(" {id}")).collect(),
+            None => {
+                ids.iter().map(|id| format!(" {id}")).map(|text| Piece { bytes: text.clone().into(), text }).collect()
+            }
         };
-        self.pieces.extend(ids.into_iter().zip(pieces.into_iter().map(Arc::from)));
+        self.pieces.extend(ids.into_iter().zip(pieces.into_iter().map(Arc::new)));
         Ok(())
     }
 
@@ -594,7 +610,12 @@ mod tests {
     fn a_text_ends_where_it_was_asked_to() {
         let desk = desk(&Arc::new(AtomicUsize::new(usize::MAX)));
         assert_eq!(end(order(&desk, 3, TextSettings::default())), (" 7 7 7".to_string(), Ok("length")));
-        let stops = |min_tokens| TextSettings { stops: vec!["7 7".to_string()], min_tokens, skip_special: true };
+        let stops = |min_tokens| TextSettings {
+            stops: vec!["7 7".to_string()],
+            min_tokens,
+            skip_special: true,
+            one_call: None,
+        };
         assert_eq!(end(order(&desk, 9, stops(0))), (" ".to_string(), Ok("stop")));
         // The text looked like the beginning of a stop, but was none.
         assert_eq!(end(order(&desk, 1, stops(0))), (" 7".to_string(), Ok("length")));

@@ -7,7 +7,8 @@ use std::fmt;
 use std::marker::PhantomData;
 
 use serde::Deserialize;
-use serde::de::{DeserializeOwned, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde::de::value::MapDeserializer;
+use serde::de::{DeserializeOwned, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
 use super::error::ApiError;
@@ -27,7 +28,10 @@ impl<'a> Fields<'a> {
         fields.left.sort_by(|a, b| a.0.cmp(&b.0));
         match fields.left.windows(2).find(|pair| pair[0].0 == pair[1].0) {
             Some(twice) => Err(ApiError::field(&*twice[0].0, "is there twice")),
-            None => Ok(fields),
+            None => {
+                fields.left.retain(|(_, value)| value.get() != "null");
+                Ok(fields)
+            }
         }
     }
 
@@ -71,7 +75,7 @@ impl<'a> Fields<'a> {
     /// Any other value: the server does not support it.
     pub fn neutral(&mut self, name: &str, neutral: &[&str]) -> Result<(), ApiError> {
         match self.raw(name) {
-            Some(value) if value.get() != "null" && !neutral.contains(&value.get()) => Err(unsupported(name)),
+            Some(value) if !neutral.contains(&value.get()) => Err(unsupported(name)),
             _ => Ok(()),
         }
     }
@@ -113,12 +117,91 @@ fn in_words(mut text: String) -> String {
         ("expected i64", "expected a whole number of at most 64 bits"),
         ("expected f32", "expected a number"),
         ("expected a sequence", "expected a list"),
+        ("expected a map", "expected an object"),
         ("invalid type: sequence", "invalid type: list"),
         ("invalid type: map", "invalid type: object"),
     ] {
         text = text.replace(rust, words);
     }
+    // `struct Name`, `tuple struct Name`, `enum Name`: clients know no such names.
+    for kind in ["expected tuple struct ", "expected struct ", "expected enum "] {
+        while let Some(at) = text.find(kind) {
+            let name = text[at + kind.len()..].find(|c: char| !c.is_alphanumeric() && c != '_');
+            let end = name.map_or(text.len(), |name| at + kind.len() + name);
+            text.replace_range(at..end, "expected an object");
+        }
+    }
     text
+}
+
+/// The first whole number of a JSON text that has more than 64 bits: as a value it would be rounded.
+pub fn beyond_64_bits(json: &str) -> Option<&str> {
+    let mut rest = json;
+    while let Some(at) = rest.find(|c: char| c == '"' || c == '-' || c.is_ascii_digit()) {
+        rest = &rest[at..];
+        if let Some(text) = rest.strip_prefix('"') {
+            let mut escaped = false;
+            let end = text.find(|c: char| {
+                let ends = c == '"' && !escaped;
+                escaped = c == '\\' && !escaped;
+                ends
+            });
+            rest = end.map_or("", |end| &text[end + 1..]);
+            continue;
+        }
+        let end = rest.find(|c: char| !c.is_ascii_digit() && !"+-.eE".contains(c)).unwrap_or(rest.len());
+        let number = &rest[..end];
+        let whole = !number.contains(['.', 'e', 'E']);
+        if whole && number.parse::<i64>().is_err() && number.parse::<u64>().is_err() {
+            return Some(number);
+        }
+        rest = &rest[end..];
+    }
+    None
+}
+
+/// An object whose members that are null count as left out: clients send whole objects back, with a null for each field that is not set.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sent<T>(pub T);
+
+impl<T: DeserializeOwned> Sent<T> {
+    /// # Errors
+    /// The error of `T`; more members than any object of the API has.
+    pub fn of_map<'de, A: MapAccess<'de>>(map: A) -> Result<Sent<T>, A::Error> {
+        let members = members(map)?.into_iter().filter(|(_, value)| value.get() != "null");
+        let members: MapDeserializer<'_, _, serde_json::Error> = MapDeserializer::new(members);
+        T::deserialize(members).map(Sent).map_err(|error| A::Error::custom(plain(&error)))
+    }
+}
+
+impl<'de, T: DeserializeOwned> Deserialize<'de> for Sent<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Sent<T>, D::Error> {
+        struct Named<T>(PhantomData<T>);
+        impl<'de, T: DeserializeOwned> Visitor<'de> for Named<T> {
+            type Value = Sent<T>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Sent<T>, A::Error> {
+                Sent::of_map(map)
+            }
+        }
+        deserializer.deserialize_map(Named(PhantomData))
+    }
+}
+
+/// The members of an object, in order.
+fn members<'de, A: MapAccess<'de>>(mut map: A) -> Result<Vec<(String, &'de RawValue)>, A::Error> {
+    let mut members = vec![];
+    while let Some(member) = map.next_entry::<String, &'de RawValue>()? {
+        members.push(member);
+        if members.len() > FIELDS_MAX {
+            return Err(A::Error::custom("more fields than any request has"));
+        }
+    }
+    Ok(members)
 }
 
 /// A list of at most `MOST` values. A longer one is refused before the rest of it is read.
@@ -168,15 +251,8 @@ impl<'de: 'a, 'a> Deserialize<'de> for Fields<'a> {
                 f.write_str("an object")
             }
 
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-                let mut fields = vec![];
-                while let Some(field) = map.next_entry::<String, &'de RawValue>()? {
-                    fields.push(field);
-                    if fields.len() > FIELDS_MAX {
-                        return Err(serde::de::Error::custom("more fields than any request has"));
-                    }
-                }
-                Ok(fields)
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Self::Value, A::Error> {
+                members(map)
             }
         }
         Ok(Fields { left: deserializer.deserialize_map(Named)? })
@@ -220,6 +296,41 @@ mod tests {
         let long = format!("{{\"a\": [{}1]}}", "1,".repeat(FIELD_BYTES_MAX / 2));
         let refused = Fields::of(long.as_bytes()).unwrap().take::<Vec<u32>>("a").unwrap_err();
         assert_eq!(refused.message, "`a`: expected at most 1048576 bytes, found 1048579");
+    }
+
+    #[test]
+    fn members_that_are_null_count_as_left_out() {
+        #[derive(Debug, PartialEq, Deserialize)]
+        #[serde(deny_unknown_fields)]
+        struct Inner {
+            a: u32,
+            b: Option<Sent<Empty>>,
+        }
+        #[derive(Debug, PartialEq, Deserialize)]
+        #[serde(deny_unknown_fields)]
+        struct Empty {}
+        let read = |json: &str| Fields::of(format!("{{\"x\": {json}}}").as_bytes()).unwrap().need::<Sent<Inner>>("x");
+        let sent = r#"{"a": 1, "unknown": null, "b": {"unknown": null}}"#;
+        assert_eq!(read(sent), Ok(Sent(Inner { a: 1, b: Some(Sent(Empty {})) })));
+        for (json, expected) in [
+            (r#"{"a": null}"#, "`x`: missing field `a`"),
+            (r#"{"a": 1, "c": 2}"#, "`x`: unknown field `c`, expected `a` or `b`"),
+            ("5", "`x`: invalid type: integer `5`, expected an object"),
+            (r#"{"a": []}"#, "`x`: invalid type: list, expected a whole number from 0 to 4294967295"),
+        ] {
+            assert_eq!(read(json).unwrap_err().message, expected, "{json}");
+        }
+        assert_eq!(Fields::of(br#"{"unknown": null}"#).unwrap().finish(), Ok(()));
+    }
+
+    #[test]
+    fn whole_numbers_of_more_than_64_bits_are_found() {
+        let json =
+            r#"{"a": "1234567890123456789012345", "b\"": [1, -9223372036854775808, 18446744073709551615, 1e40, 0.5]"#;
+        assert_eq!(beyond_64_bits(json), None);
+        for number in ["18446744073709551616", "-9223372036854775809"] {
+            assert_eq!(beyond_64_bits(&format!("{json}, \"c\": {number}}}")), Some(number));
+        }
     }
 
     #[test]

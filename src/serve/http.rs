@@ -11,7 +11,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::extract::Request;
 use axum::http::StatusCode;
-use axum::middleware::{Next, from_fn};
+use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::Response;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -22,6 +22,7 @@ use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 use tokio::time::{Instant, Sleep, sleep, timeout};
 
+use super::access::{Access, guard};
 use super::error::ApiError;
 
 /// Most connections at a time; a further one is closed at once.
@@ -40,10 +41,16 @@ const FILES_MAX: u64 = 2 * CONNECTIONS_MAX as u64;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// Serves until `stop` is done, then waits at most `grace` for open requests. Returns false if some did not finish.
-pub async fn serve(listener: TcpListener, router: Router, stop: impl Future<Output = ()>, grace: Duration) -> bool {
+pub async fn serve(
+    listener: TcpListener,
+    router: Router,
+    access: Access,
+    stop: impl Future<Output = ()>,
+    grace: Duration,
+) -> bool {
     let (stopping, stopped) = watch::channel(false);
     let open = Arc::new(Semaphore::new(CONNECTIONS_MAX));
-    let router = router.layer(from_fn(refuse_long_head));
+    let router = router.layer(from_fn_with_state(Arc::new(access), guard)).layer(from_fn(refuse_long_head));
     let mut stop = pin!(stop);
     loop {
         let accepted = tokio::select! {

@@ -2,10 +2,10 @@
 //!
 //! | module | owns |
 //! | --- | --- |
-//! | `http` | connections |
+//! | `http`, `access` | connections; the names that a server is called by, and pages of other sites |
 //! | `routes` | endpoints |
 //! | `params`, `fields`, `tools` | requests: settings, fields of a body, functions that the model may call |
-//! | `reply`, `scores`, `error` | replies: text, log-probabilities, refusals |
+//! | `reply`, `reader`, `scores`, `error` | replies: text, what is read in it, log-probabilities, refusals |
 //! | `desk` | the engine thread and the text thread |
 //! | `encoders` | threads that tokenize |
 //! | `metrics`, `log` | figures; one entry for each request |
@@ -15,6 +15,7 @@
 //! Peers are not trusted. Sizes are checked before memory is allocated, every wait has an end, and a request for too much is refused
 //! with a status that says so.
 
+mod access;
 mod desk;
 mod encoders;
 mod error;
@@ -23,6 +24,7 @@ mod http;
 mod log;
 mod metrics;
 mod params;
+mod reader;
 mod reply;
 mod routes;
 mod scores;
@@ -37,6 +39,7 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::engine::{Engine, Limits, Stepper};
 use crate::error::Fault;
+use access::Access;
 use desk::Desk;
 use encoders::Encoders;
 use log::Log;
@@ -69,6 +72,10 @@ pub struct Model {
 #[derive(Clone)]
 pub struct Settings {
     pub address: SocketAddr,
+    /// Names that clients may call the server by, beside those of this machine.
+    pub hosts: Vec<String>,
+    /// Origins of web pages that may use the server; `*` is any.
+    pub origins: Vec<String>,
     /// The bearer token that clients have to send.
     pub key: Option<String>,
     pub running_max: u32,
@@ -154,6 +161,7 @@ pub fn serve<S: Stepper>(
         let log = Log::new(settings.log.clone());
         let router = Server::new(desk.clone(), encoders, model, settings).router();
         let router = router.layer(from_fn_with_state(log.clone(), log::logged));
+        let access = Access::new(address, &settings.hosts, &settings.origins);
         let listens = Instant::now();
         tell(State::Listens(address))?;
         let mut is_ready = false;
@@ -190,7 +198,7 @@ pub fn serve<S: Stepper>(
             // A terminal that is gone is no reason to cut requests off.
             let _ = tell(State::Ends { open: figures.running + figures.waiting });
         };
-        if !http::serve(listener, router, until, settings.grace).await {
+        if !http::serve(listener, router, access, until, settings.grace).await {
             desk.cancel_all();
             tokio::time::sleep(FAREWELL).await;
         }

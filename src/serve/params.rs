@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 use serde::de::{Deserializer, Error, SeqAccess, Visitor};
+use serde_json::value::RawValue;
 use std::fmt;
 
 use super::error::ApiError;
-use super::fields::Fields;
+use super::fields::{Fields, Sent, few, unsupported};
 use crate::grammar::{self, Source};
 use crate::sample::{Penalties, RequestSettings, SampleSettings};
 
@@ -43,12 +44,29 @@ pub struct Params {
     pub usage: bool,
 }
 
-/// One value, or a list.
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum OneOrMany {
-    One(String),
-    Many(Vec<String>),
+/// A text, or a list of texts.
+struct Texts(Vec<String>);
+
+impl<'de> Deserialize<'de> for Texts {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Texts, D::Error> {
+        struct Any;
+        impl<'de> Visitor<'de> for Any {
+            type Value = Texts;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a text or a list of texts")
+            }
+
+            fn visit_str<E: Error>(self, text: &str) -> Result<Texts, E> {
+                Ok(Texts(vec![text.to_string()]))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<Texts, A::Error> {
+                few(list, STOPS_MAX).map(Texts)
+            }
+        }
+        deserializer.deserialize_any(Any)
+    }
 }
 
 #[derive(Deserialize)]
@@ -56,7 +74,7 @@ enum OneOrMany {
 struct ResponseFormat {
     #[serde(rename = "type")]
     kind: String,
-    json_schema: Option<JsonSchema>,
+    json_schema: Option<Sent<JsonSchema>>,
 }
 
 #[derive(Deserialize)]
@@ -69,7 +87,7 @@ struct JsonSchema {
     _description: Option<String>,
     #[serde(rename = "strict")]
     _strict: Option<bool>,
-    schema: Option<serde_json::Value>,
+    schema: Option<Box<RawValue>>,
 }
 
 impl ResponseFormat {
@@ -77,8 +95,8 @@ impl ResponseFormat {
         let refused = |message: &dyn fmt::Display| ApiError::field("response_format", message);
         let schema = match (self.kind.as_str(), self.json_schema) {
             ("text", None) => return Ok(None),
-            ("json_object", None) => serde_json::json!({ "type": "object" }),
-            ("json_schema", Some(JsonSchema { schema: Some(schema), .. })) => schema,
+            ("json_object", None) => r#"{"type": "object"}"#.to_string(),
+            ("json_schema", Some(Sent(JsonSchema { schema: Some(schema), .. }))) => schema.get().to_string(),
             ("json_schema", _) => return Err(refused(&"`json_schema.schema` is missing")),
             ("text" | "json_object", Some(_)) => return Err(refused(&"`json_schema` is for the type `json_schema`")),
             _ => return Err(refused(&"expected the type `text`, `json_object` or `json_schema`")),
@@ -106,6 +124,9 @@ pub fn within_grammar(settings: &RequestSettings, field: &str) -> Result<(), Api
 struct StreamOptions {
     #[serde(default)]
     include_usage: bool,
+    /// Padding of events, which this server does not add.
+    #[serde(default)]
+    include_obfuscation: bool,
 }
 
 /// Takes the field `model`, which a request may leave out.
@@ -161,29 +182,30 @@ impl Params {
         if choices == 0 || choices > CHOICES_MAX {
             return Err(ApiError::field("n", format!("expected 1 to {CHOICES_MAX}, found {choices}")));
         }
-        let stops = match fields.take::<OneOrMany>("stop")? {
-            None => vec![],
-            Some(OneOrMany::One(stop)) => vec![stop],
-            Some(OneOrMany::Many(stops)) => stops,
-        };
-        if stops.len() > STOPS_MAX || stops.iter().any(|stop| stop.is_empty() || stop.len() > STOP_BYTES_MAX) {
+        let Texts(stops) = fields.take("stop")?.unwrap_or(Texts(vec![]));
+        if stops.iter().any(|stop| stop.is_empty() || stop.len() > STOP_BYTES_MAX) {
             let expected = format!("expected at most {STOPS_MAX} texts of 1 to {STOP_BYTES_MAX} bytes");
             return Err(ApiError::field("stop", expected));
         }
         let stream = fields.take("stream")?.unwrap_or(false);
-        let options = fields.take::<StreamOptions>("stream_options")?;
+        let options = fields.take::<Sent<StreamOptions>>("stream_options")?.map(|Sent(options)| options);
+        if options.as_ref().is_some_and(|options| options.include_obfuscation) {
+            return Err(unsupported("stream_options.include_obfuscation"));
+        }
         if options.is_some() && !stream {
             return Err(ApiError::field("stream_options", "expected only with `stream`"));
         }
         let skip_special = fields.take("skip_special_tokens")?.unwrap_or(true);
         let token_ids = fields.take("return_token_ids")?.unwrap_or(false);
-        // The end user's name has no effect on the reply.
-        fields.take::<String>("user")?;
-        fields.neutral("store", &["false"])?;
-        fields.neutral("metadata", &["{}"])?;
+        // Names of users and hints for caches have no effect on the reply, and nothing is stored.
+        for hint in ["user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"] {
+            fields.take::<String>(hint)?;
+        }
+        fields.take::<bool>("store")?;
+        fields.take::<BTreeMap<String, String>>("metadata")?;
         fields.neutral("service_tier", &["\"auto\"", "\"default\""])?;
-        let format = fields.take::<ResponseFormat>("response_format")?;
-        let format = format.map(ResponseFormat::source).transpose()?.flatten();
+        let format = fields.take::<Sent<ResponseFormat>>("response_format")?;
+        let format = format.map(|Sent(format)| format.source()).transpose()?.flatten();
         if format.is_some() {
             within_grammar(&settings, "response_format")?;
         }
@@ -345,10 +367,35 @@ mod tests {
             (r#"{"temperature": "hot"}"#, "temperature", None),
             (r#"{"return_token_ids": 1}"#, "return_token_ids", None),
             (r#"{"temprature": 1}"#, "temprature", Some("unknown_parameter")),
-            (r#"{"store": true}"#, "store", Some("unsupported_parameter")),
+            (r#"{"store": "yes"}"#, "store", None),
+            (r#"{"service_tier": "flex"}"#, "service_tier", Some("unsupported_parameter")),
+            (r#"{"stop": 5}"#, "stop", None),
+            (r#"{"response_format": 5}"#, "response_format", None),
+            (
+                r#"{"stream": true, "stream_options": {"include_obfuscation": true}}"#,
+                "stream_options.include_obfuscation",
+                Some("unsupported_parameter"),
+            ),
         ] {
             let error = read(json).unwrap_err();
             assert_eq!((error.param.as_deref(), error.code), (Some(param), code), "{json}");
+            assert!(
+                !["untagged", "enum", "struct"].iter().any(|word| error.message.contains(word)),
+                "{}",
+                error.message
+            );
         }
+    }
+
+    #[test]
+    fn hints_and_nulls_change_nothing() {
+        let json = r#"{"store": true, "metadata": {"a": "b"}, "user": "u", "prompt_cache_key": "k", "safety_identifier": "s",
+            "prompt_cache_retention": "24h", "stop": null, "unknown": null, "stream": true,
+            "stream_options": {"include_usage": null, "include_obfuscation": false, "unknown": null},
+            "response_format": {"type": "text", "json_schema": null}}"#;
+        let mut fields = Fields::of(json.as_bytes()).unwrap();
+        let params = Params::take(&mut fields, "m").unwrap();
+        fields.finish().unwrap();
+        assert!(params.stream && !params.usage && params.format.is_none() && params.stops.is_empty());
     }
 }

@@ -1,6 +1,6 @@
 //! Owns replies: the choices of a request, as one JSON object or as a stream of events.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::convert::Infallible;
 use std::fmt::Write as _;
 use std::pin::Pin;
@@ -16,8 +16,8 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use super::desk::{Answer, Desk, Said, ScoredToken};
 use super::error::ApiError;
 use super::log::Spent;
+use super::reader::{Call, Piece, Reader};
 use super::scores::Scores;
-use super::tools::{Call, Piece, Reader};
 use crate::engine::RequestId;
 
 /// Most answers that one event of a stream combines.
@@ -36,6 +36,21 @@ pub struct Echo {
     pub text: String,
     /// The first token, which has no log-probability.
     pub first: String,
+    /// Characters of the text that each token adds, if the reply scores the prompt.
+    pub widths: Vec<u32>,
+}
+
+impl Echo {
+    fn first(&self) -> (&str, u32) {
+        (&self.first, self.widths.first().copied().unwrap_or(0))
+    }
+
+    /// Gives scored tokens of the prompt their characters; `before` of them, without the first one, came earlier.
+    fn place(&self, scored: &mut [ScoredToken], before: usize) {
+        for (token, width) in scored.iter_mut().zip(self.widths.iter().skip(1 + before)) {
+            token.characters = *width;
+        }
+    }
 }
 
 /// The part of a request that its reply needs.
@@ -53,7 +68,7 @@ pub struct Head {
     /// The ids of each prompt, if the reply shall have ids of tokens.
     pub prompt_ids: Option<Vec<Vec<u32>>>,
     pub logprobs: bool,
-    /// Finds calls of tools in a text, if the request offers tools.
+    /// Reads a text, if the request offers tools or the model thinks.
     pub reader: Option<Reader>,
     /// A stream ends with its usage.
     pub usage: bool,
@@ -91,12 +106,19 @@ pub struct Reply {
 #[derive(Debug, Default)]
 struct Usage {
     completion: u32,
-    cached: u32,
+    /// For each prompt, its tokens that the cache had when the first of its choices began: later ones find what that one has computed.
+    cached: BTreeMap<usize, u32>,
 }
 
 impl Usage {
+    fn began(&mut self, prompt: usize, cached: u32) {
+        let known = self.cached.entry(prompt).or_insert(cached);
+        *known = cached.min(*known);
+    }
+
     fn object(&self, head: &Head) -> Value {
         let Usage { completion, cached } = self;
+        let cached: u32 = cached.values().sum();
         json!({
             "prompt_tokens": head.prompt_tokens,
             "completion_tokens": completion,
@@ -166,6 +188,7 @@ struct WholeChoice<'a> {
 #[derive(Debug, Default)]
 struct Whole {
     text: String,
+    reasoning: String,
     calls: Vec<Call>,
     reader: Option<Reader>,
     prompt: Vec<ScoredToken>,
@@ -179,6 +202,7 @@ impl Whole {
         for piece in pieces {
             match piece {
                 Piece::Text(text) => self.text.push_str(&text),
+                Piece::Reasoning(text) => self.reasoning.push_str(&text),
                 Piece::Call(call) => self.calls.push(call),
             }
         }
@@ -186,13 +210,17 @@ impl Whole {
 
     /// The message of a chat's choice.
     fn message(&self) -> Value {
-        let Whole { text, calls, .. } = self;
-        if calls.is_empty() {
-            return json!({ "role": "assistant", "content": text, "refusal": null });
+        let Whole { text, reasoning, calls, .. } = self;
+        let is_answer = calls.is_empty() && reasoning.is_empty();
+        let content = if text.is_empty() && !is_answer { Value::Null } else { json!(text) };
+        let mut message = json!({ "role": "assistant", "content": content, "refusal": null });
+        if !reasoning.is_empty() {
+            message["reasoning_content"] = json!(reasoning);
         }
-        let content = if text.is_empty() { Value::Null } else { json!(text) };
-        let calls: Vec<Value> = calls.iter().map(Call::object).collect();
-        json!({ "role": "assistant", "content": content, "refusal": null, "tool_calls": calls })
+        if !calls.is_empty() {
+            message["tool_calls"] = calls.iter().map(Call::object).collect();
+        }
+        message
     }
 }
 
@@ -216,8 +244,13 @@ impl Reply {
             match said {
                 Said::Refused(error) => return Err(error),
                 Said::Taken(_) => {}
-                Said::Began { cached } => usage.cached += cached,
-                Said::Prompt(scored) => of.prompt.extend(scored),
+                Said::Began { cached } => usage.began((choice / self.head.choices) as usize, cached),
+                Said::Prompt(mut scored) => {
+                    if let Some(echo) = self.head.echoes.get((choice / self.head.choices) as usize) {
+                        echo.place(&mut scored, of.prompt.len());
+                    }
+                    of.prompt.extend(scored);
+                }
                 Said::Part { text, token, scored } => {
                     usage.completion += u32::from(token.is_some());
                     self.head.spent.count(token.is_some());
@@ -256,7 +289,7 @@ impl Reply {
                 if echo.is_some() { &choices[prompt * head.choices as usize].prompt } else { &[] };
             let scores = Scores {
                 kind: head.kind,
-                first: echo.map(|echo| &*echo.first),
+                first: echo.map(Echo::first),
                 scored: [scored_prompt, &choice.scored],
                 offset: 0,
             };
@@ -306,6 +339,7 @@ impl Reply {
             prefix,
             offsets: vec![0; choices],
             begun: vec![false; choices],
+            prompted: vec![0; choices],
             readers: vec![self.head.reader.clone(); choices],
             calls: vec![0; choices],
             usage: Usage::default(),
@@ -319,6 +353,7 @@ impl Reply {
 enum Delta<'a> {
     Role,
     Text(&'a str),
+    Reasoning(&'a str),
     /// A call, with its index among the calls of the choice.
     Call(u32, &'a Call),
     /// The `finish_reason`.
@@ -330,6 +365,7 @@ impl<'a> Delta<'a> {
     fn of(piece: &'a Piece, calls: &mut u32) -> Delta<'a> {
         match piece {
             Piece::Text(text) => Delta::Text(text),
+            Piece::Reasoning(text) => Delta::Reasoning(text),
             Piece::Call(call) => {
                 *calls += 1;
                 Delta::Call(*calls - 1, call)
@@ -369,6 +405,7 @@ impl Line<'_> {
             (Kind::Completion, _) => json!({ "text": "" }),
             (Kind::Chat, Delta::Role) => json!({ "delta": { "role": "assistant", "content": "" } }),
             (Kind::Chat, Delta::Text(text)) => json!({ "delta": { "content": text } }),
+            (Kind::Chat, Delta::Reasoning(text)) => json!({ "delta": { "reasoning_content": text } }),
             (Kind::Chat, Delta::Call(at, call)) => {
                 let mut object = json!({ "index": at });
                 if let (Value::Object(object), Value::Object(call)) = (&mut object, call.object()) {
@@ -411,6 +448,8 @@ struct Events {
     /// For each choice, the characters of its tokens so far.
     offsets: Vec<usize>,
     begun: Vec<bool>,
+    /// For each choice, scored tokens of its prompt so far.
+    prompted: Vec<usize>,
     /// For each choice, the reader that finds calls in its text, and the number of calls so far.
     readers: Vec<Option<Reader>>,
     calls: Vec<u32>,
@@ -424,7 +463,7 @@ struct Events {
 impl Events {
     /// Takes an answer. Returns whether it was the last one.
     fn take(&mut self, answer: Answer, out: &mut String) -> Result<bool, ApiError> {
-        let Events { prefix, offsets, begun, readers, calls, usage, reply, .. } = self;
+        let Events { prefix, offsets, begun, prompted, readers, calls, usage, reply, .. } = self;
         let Some(Reply { head, left, .. }) = reply else { return Ok(true) };
         let Answer { choice: index, said } = answer;
         let at = index as usize;
@@ -437,17 +476,21 @@ impl Events {
             Said::Refused(error) => return Err(error),
             Said::Taken(_) => {}
             Said::Began { cached } => {
-                usage.cached += cached;
+                usage.began(line.prompt(), cached);
                 match (head.kind, head.echoes.get(line.prompt())) {
                     (Kind::Chat, _) => line.say(&Delta::Role, Beside::default()),
                     (Kind::Completion, Some(echo)) => {
-                        let first = scores(Some(&*echo.first), &[]);
+                        let first = scores(Some(echo.first()), &[]);
                         line.say(&Delta::Text(&echo.text), Beside { logprobs: first, token: None });
                     }
                     (Kind::Completion, None) => {}
                 }
             }
-            Said::Prompt(scored) => {
+            Said::Prompt(mut scored) => {
+                if let Some(echo) = head.echoes.get(line.prompt()) {
+                    echo.place(&mut scored, prompted[at]);
+                }
+                prompted[at] += scored.len();
                 let logprobs = scores(None, &scored);
                 line.say(&Delta::Text(""), Beside { logprobs, token: None });
             }

@@ -12,7 +12,7 @@ use axum::http::{HeaderMap, HeaderValue, Method, Response, StatusCode, header};
 use axum::routing::{get, post};
 use serde::Deserialize;
 use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
@@ -20,16 +20,19 @@ use super::Model;
 use super::desk::{Answer, Desk, Order, Said, TextSettings, lock};
 use super::encoders::Encoders;
 use super::error::ApiError;
-use super::fields::{Few, Fields, few, unsupported};
+use super::fields::{Few, Fields, Sent, beyond_64_bits, few, unsupported};
 use super::log::Spent;
 use super::params::{Params, Prompt, Prompts, fresh_seed, take_model, top_logprobs, within_grammar};
+use super::reader::{Reader, Sought};
 use super::reply::{Echo, Head, Held, Kind, Reply};
-use super::tools::{Reader, Tools};
+use super::scores::widths;
+use super::tools::Tools;
 use crate::engine::Ask;
+use crate::error::Fault;
 use crate::grammar::{Grammar, Source, Vocabulary};
-use crate::pipeline::Tokens;
+use crate::pipeline::{TextPart, Tokens};
 use crate::sample::{RequestSettings, SampleSettings};
-use crate::tokenizer::Message;
+use crate::tokenizer::{CallForm, Chat, EFFORT_SETTING, Message, Thinking};
 
 /// Most bytes of a body: more than the ids of the largest context take.
 const BODY_BYTES_MAX: usize = 16 << 20;
@@ -141,6 +144,12 @@ impl Server {
         self.authorised(&parts.headers)?;
         let text =
             |name| parts.headers.get(name).and_then(|value: &HeaderValue| value.to_str().ok()).unwrap_or_default();
+        let coding = text(header::CONTENT_ENCODING);
+        if !coding.is_empty() && !coding.eq_ignore_ascii_case("identity") {
+            let coding: String = coding.chars().take(40).collect();
+            let message = format!("expected a body without `Content-Encoding`, found `{coding}`");
+            return Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message));
+        }
         // Browsers let a page of another site post a form here without a preflight request, but not JSON.
         if !text(header::CONTENT_TYPE).to_ascii_lowercase().starts_with("application/json") {
             let message = "expected a body with `Content-Type: application/json`";
@@ -178,8 +187,8 @@ impl Server {
     /// As [`Server::check_text`], for messages with all fields that a template may print.
     fn check_messages(&self, messages: &[Message]) -> Result<(), ApiError> {
         let bytes = |message: &Message| {
-            let Message { role, content, tool_calls, tool_call_id, name } = message;
-            let named = tool_call_id.iter().chain(name).map(String::len).sum::<usize>();
+            let Message { role, content, tool_calls, tool_call_id, name, reasoning_content } = message;
+            let named = tool_call_id.iter().chain(name).chain(reasoning_content).map(String::len).sum::<usize>();
             role.len() + content.len() + named + json_bytes(tool_calls)
         };
         self.check_text("messages", messages.iter().map(bytes).sum())
@@ -267,6 +276,7 @@ impl Server {
                 stops: params.stops.clone(),
                 min_tokens: settings.min_tokens,
                 skip_special: params.skip_special,
+                one_call: reader.clone().filter(Reader::is_single),
             };
             let order = Order { text, first_choice, choices: params.choices, answers: answers.clone(), arrived };
             self.desk.order(ask, order);
@@ -490,6 +500,23 @@ async fn wrong_method(method: Method, request: Request) -> Response<Body> {
     ApiError::new(StatusCode::METHOD_NOT_ALLOWED, format!("`{path}` has no `{method}`")).response()
 }
 
+/// How a reply repeats a prompt; `scored`: with log-probabilities of its tokens.
+fn echoed(tokens: &mut Tokens, ids: &[u32], text: String, scored: bool) -> Result<Echo, Fault> {
+    let first = tokens.pieces(ids.first().copied().into_iter().collect())?;
+    let first = first.into_iter().map(|piece| piece.text).collect();
+    if !scored {
+        return Ok(Echo { text, first, widths: vec![] });
+    }
+    let part = TextPart { text: fresh_seed(), ids: ids.to_vec(), skip_special: false, ends: true };
+    let mut parts = tokens.texts(vec![part])?.concat();
+    // What is held back to the end belongs to the last token.
+    let rest = parts.pop().unwrap_or_default();
+    if let Some(last) = parts.last_mut() {
+        last.push_str(&rest);
+    }
+    Ok(Echo { widths: widths(&text, &parts), text, first })
+}
+
 async fn completions(server: Arc<Server>, body: Bytes) -> Answered {
     let mut fields = Fields::of(&body)?;
     let params = Params::take(&mut fields, &server.model.name)?;
@@ -532,8 +559,8 @@ async fn completions(server: Arc<Server>, body: Bytes) -> Answered {
                 Some(text) => text,
                 None => tokens.decode(vec![ids.clone()], skip_special)?.concat(),
             };
-            let first = tokens.pieces(ids.first().copied().into_iter().collect())?.concat();
-            Ok((ids, Some(Echo { text, first })))
+            let echo = echoed(tokens, &ids, text, scores_prompt.is_some())?;
+            Ok((ids, Some(echo)))
         };
         let (ids, echo) = server.encoders.ask(question).await?;
         all.push(ids);
@@ -556,13 +583,15 @@ async fn completions(server: Arc<Server>, body: Bytes) -> Answered {
 struct SentMessage {
     role: String,
     content: Option<Content>,
-    /// Replies have this field with null, and clients send replies back.
-    #[serde(rename = "refusal")]
-    _refusal: Option<()>,
-    tool_calls: Option<Vec<SentCall>>,
+    refusal: Option<IgnoredAny>,
+    /// Clients of OpenAI send an empty list.
+    annotations: Option<Vec<IgnoredAny>>,
+    tool_calls: Option<Vec<Sent<SentCall>>>,
     tool_call_id: Option<String>,
-    /// Name of the tool whose result this is.
+    /// Name of who speaks, or of the tool whose result this is.
     name: Option<String>,
+    /// What the model thought, as replies have it.
+    reasoning_content: Option<String>,
 }
 
 #[derive(Deserialize)]
@@ -571,14 +600,15 @@ struct SentCall {
     id: Option<String>,
     #[serde(rename = "type")]
     kind: String,
-    function: SentCalled,
+    function: Sent<SentCalled>,
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct SentCalled {
     name: String,
-    /// A JSON object, as text.
+    /// A JSON object, as text; an empty one for a call without arguments.
+    #[serde(default)]
     arguments: String,
 }
 
@@ -631,11 +661,12 @@ impl<'de> Deserialize<'de> for Part {
                 let (mut kind, mut text, mut other) = (None, None, None);
                 while let Some(key) = map.next_key::<String>()? {
                     match key.as_str() {
-                        "type" => kind = Some(map.next_value()?),
+                        "type" => kind = map.next_value()?,
                         "text" => text = map.next_value()?,
                         _ => {
-                            map.next_value::<IgnoredAny>()?;
-                            other.get_or_insert(key);
+                            if map.next_value::<Option<IgnoredAny>>()?.is_some() {
+                                other.get_or_insert(key);
+                            }
                         }
                     }
                 }
@@ -647,25 +678,37 @@ impl<'de> Deserialize<'de> for Part {
 }
 
 fn messages(fields: &mut Fields<'_>) -> Result<Vec<Message>, ApiError> {
-    let Few(sent) = fields.need::<Few<SentMessage, MESSAGES_MAX>>("messages")?;
+    let Few(sent) = fields.need::<Few<Sent<SentMessage>, MESSAGES_MAX>>("messages")?;
     if sent.is_empty() {
         return Err(ApiError::field("messages", format!("expected 1 to {MESSAGES_MAX}, found 0")));
     }
-    let message = |(at, sent): (usize, SentMessage)| {
-        let SentMessage { role, content, tool_calls, tool_call_id, name, .. } = sent;
-        if name.is_some() && role != "tool" {
-            return Err(unsupported(&format!("messages[{at}].name")));
+    let message = |(at, Sent(sent)): (usize, Sent<SentMessage>)| {
+        let SentMessage { role, content, refusal, annotations, tool_calls, tool_call_id, name, reasoning_content } =
+            sent;
+        for (name, sent) in
+            [("refusal", refusal.is_some()), ("annotations", annotations.is_some_and(|list| !list.is_empty()))]
+        {
+            if sent {
+                return Err(unsupported(&format!("messages[{at}].{name}")));
+            }
         }
         let tool_calls = tool_calls.unwrap_or_default().into_iter().enumerate();
-        let tool_calls = tool_calls.map(|(call, sent)| {
-            let SentCall { id, kind, function: SentCalled { name, arguments } } = sent;
+        let tool_calls = tool_calls.map(|(call, Sent(sent))| {
+            let SentCall { id, kind, function: Sent(SentCalled { name, arguments }) } = sent;
             let place = |rest: &str| format!("messages[{at}].tool_calls[{call}].{rest}");
             if kind != "function" {
                 return Err(unsupported(&place("type")));
             }
             // Templates print arguments as JSON themselves.
-            let arguments: serde_json::Map<String, Value> = serde_json::from_str(&arguments)
-                .map_err(|_| ApiError::field(place("function.arguments"), "expected a JSON object as text"))?;
+            let arguments = if arguments.trim().is_empty() { "{}" } else { &arguments };
+            let refused = |message: String| ApiError::field(place("function.arguments"), message);
+            if let Some(number) = beyond_64_bits(arguments) {
+                return Err(refused(format!(
+                    "the number {number} has more than 64 bits, and the chat template would show another one"
+                )));
+            }
+            let arguments: serde_json::Map<String, Value> =
+                serde_json::from_str(arguments).map_err(|_| refused("expected a JSON object as text".to_string()))?;
             Ok(json!({ "id": id, "type": "function", "function": { "name": name, "arguments": arguments } }))
         });
         let tool_calls = tool_calls.collect::<Result<Vec<_>, ApiError>>()?;
@@ -689,17 +732,71 @@ fn messages(fields: &mut Fields<'_>) -> Result<Vec<Message>, ApiError> {
                 parts.into_iter().map(text).collect::<Result<Vec<_>, _>>()?.concat()
             }
         };
-        Ok(Message { role, content, tool_calls, tool_call_id, name })
+        Ok(Message { role, content, tool_calls, tool_call_id, name, reasoning_content })
     };
     sent.into_iter().enumerate().map(message).collect()
 }
 
+/// What a chat template is given, and how its texts call tools.
+struct Conversation {
+    messages: Vec<Message>,
+    tools: Option<Tools>,
+    settings: Map<String, Value>,
+}
+
+impl Conversation {
+    /// # Errors
+    /// Fields of another form; a conversation that is too long.
+    fn take(fields: &mut Fields<'_>, server: &Server) -> Result<Conversation, ApiError> {
+        const EFFORTS: [&str; 6] = ["none", "minimal", "low", "medium", "high", "xhigh"];
+        let messages = messages(fields)?;
+        server.check_messages(&messages)?;
+        let tools = Tools::take(fields)?;
+        let mut settings: Map<String, Value> = fields.take("chat_template_kwargs")?.unwrap_or_default();
+        if let Some(effort) = fields.take::<String>(EFFORT_SETTING)? {
+            if !EFFORTS.contains(&effort.as_str()) {
+                return Err(ApiError::field(EFFORT_SETTING, format!("expected one of {}", EFFORTS.join(", "))));
+            }
+            settings.entry(EFFORT_SETTING).or_insert(Value::from(effort));
+        }
+        Ok(Conversation { messages, tools, settings })
+    }
+
+    /// The form of calls; `None`: no tools are offered. Refuses tools, or earlier calls, that the template does not show.
+    async fn call_form(&self, server: &Server) -> Result<Option<CallForm>, ApiError> {
+        let in_field = |field: &str| {
+            let field = field.to_string();
+            move |error: ApiError| ApiError { param: Some(field), ..error }.with_code("unsupported_parameter")
+        };
+        let calls =
+            self.messages.iter().any(|message| !message.tool_calls.is_empty() || message.tool_call_id.is_some());
+        if self.tools.is_some() {
+            return server.encoders.ask(Tokens::call_form).await.map(Some).map_err(in_field("tools"));
+        }
+        if calls {
+            server.encoders.ask(Tokens::shows_calls).await.map_err(in_field("messages"))?;
+        }
+        Ok(None)
+    }
+
+    async fn encode(self, server: &Server, reply: bool) -> Result<crate::tokenizer::Prompt, ApiError> {
+        let Conversation { messages, tools, settings } = self;
+        let tools = tools.map_or(vec![], |tools| tools.for_template());
+        server.check_text("tools", json_bytes(&tools))?;
+        let chat = Chat { messages, tools, reply, settings };
+        let encoded = server.encoders.ask(move |tokens| tokens.encode_chat(chat)).await;
+        encoded.map_err(|error| {
+            let of_settings = error.message.contains(" reads no `");
+            let field = if of_settings { "chat_template_kwargs" } else { "messages" };
+            ApiError { param: Some(field.to_string()), ..error }
+        })
+    }
+}
+
 async fn chat(server: Arc<Server>, body: Bytes) -> Answered {
     let mut fields = Fields::of(&body)?;
-    let mut params = Params::take(&mut fields, &server.model.name)?;
-    let messages = messages(&mut fields)?;
-    server.check_messages(&messages)?;
-    let tools = Tools::take(&mut fields)?;
+    let params = Params::take(&mut fields, &server.model.name)?;
+    let conversation = Conversation::take(&mut fields, &server)?;
     let wants = fields.take("logprobs")?.unwrap_or(false);
     let top = top_logprobs("top_logprobs", fields.take("top_logprobs")?)?;
     if top.is_some() && !wants {
@@ -711,7 +808,6 @@ async fn chat(server: Arc<Server>, body: Bytes) -> Answered {
         ("functions", &["[]"][..]),
         ("function_call", &["\"none\""]),
         ("modalities", &["[\"text\"]"]),
-        ("reasoning_effort", &[]),
         ("audio", &[]),
         ("prediction", &[]),
         ("verbosity", &["\"medium\""]),
@@ -722,20 +818,8 @@ async fn chat(server: Arc<Server>, body: Bytes) -> Answered {
     fields.finish()?;
     drop(body);
     let permit = server.reserve(1, &params)?;
-    let of_field = |field: &str| {
-        let field = field.to_string();
-        move |error: ApiError| ApiError { param: Some(field), ..error }
-    };
-    let calls = messages.iter().any(|message| !message.tool_calls.is_empty() || message.tool_call_id.is_some());
-    let form = match (&tools, calls) {
-        (None, false) => None,
-        (tools, _) => {
-            let field = if tools.is_some() { "tools" } else { "messages" };
-            let form = server.encoders.ask(Tokens::call_form).await.map_err(of_field(field));
-            Some(form.map_err(|error| error.with_code("unsupported_parameter"))?)
-        }
-    };
-    let tools = tools.zip(form);
+    let form = conversation.call_form(&server).await?;
+    let tools = conversation.tools.clone().zip(form);
     let mut wanted = params.format.clone().map(|source| (source, "response_format"));
     if let Some((tools, form)) = &tools {
         if wanted.is_some() {
@@ -746,24 +830,27 @@ async fn chat(server: Arc<Server>, body: Bytes) -> Answered {
         }
         wanted = tools.source(*form)?.map(|source| (source, "tools"));
         if wanted.is_some() {
-            within_grammar(&params.settings, "tool_choice")?;
+            within_grammar(&params.settings, if tools.must_call() { "tool_choice" } else { "strict" })?;
         }
-        params.stops.extend(tools.stop(*form));
     }
-    let shown = tools.as_ref().map_or(vec![], |(tools, _)| tools.for_template());
-    server.check_text("tools", json_bytes(&shown))?;
-    let prompt = server.encoders.ask(move |tokens| tokens.encode_chat(messages, shown, reply)).await;
-    let prompt = prompt.map_err(of_field("messages"))?;
+    let prompt = conversation.encode(&server, reply).await?;
+    // A text that has to be a call, or JSON, begins with that and not with thoughts.
+    let free = wanted.is_none() || tools.as_ref().is_some_and(|(tools, _)| !tools.must_call());
+    let sought = Sought {
+        reasoning: free && prompt.thinking != Thinking::None,
+        thinks: free && prompt.thinking == Thinking::Open,
+        calls: tools.map(|(tools, form)| tools.calls(form)),
+    };
+    let reader = (sought.reasoning || sought.calls.is_some()).then(|| Reader::new(sought));
     let grammar = match wanted {
         Some((source, field)) => Some(server.grammar(source, field).await?),
         None => None,
     };
-    let reader = tools.map(|(tools, form)| tools.reader(form));
     let settings = RequestSettings { logprobs: wants.then_some(top.unwrap_or(0)), ..params.settings.clone() };
     // By default, as many as fit into the context.
     let tokens_max = tokens_max.unwrap_or(u32::MAX);
     let asked =
-        Asked { prompts: vec![prompt], echoes: vec![], tokens_max, settings, scores_prompt: None, grammar, reader };
+        Asked { prompts: vec![prompt.ids], echoes: vec![], tokens_max, settings, scores_prompt: None, grammar, reader };
     server.order(Kind::Chat, params, asked, permit).await
 }
 
@@ -773,20 +860,19 @@ async fn tokenize(server: Arc<Server>, body: Bytes) -> Answered {
     let prompt: Option<String> = fields.take_long("prompt")?;
     let special = fields.take("add_special_tokens")?.unwrap_or(true);
     let reply = fields.take("add_generation_prompt")?.unwrap_or(true);
-    let messages = match prompt {
-        Some(_) => vec![],
-        None => messages(&mut fields)?,
+    let tokens = match prompt {
+        Some(prompt) => {
+            fields.finish()?;
+            server.check_text("prompt", prompt.len())?;
+            server.encoders.ask(move |tokens| tokens.encode(&prompt, special)).await?
+        }
+        None => {
+            let conversation = Conversation::take(&mut fields, &server)?;
+            fields.finish()?;
+            conversation.call_form(&server).await?;
+            conversation.encode(&server, reply).await?.ids
+        }
     };
-    fields.finish()?;
-    match &prompt {
-        Some(prompt) => server.check_text("prompt", prompt.len())?,
-        None => server.check_messages(&messages)?,
-    }
-    let tokens = server.encoders.ask(move |tokens| match prompt {
-        Some(prompt) => tokens.encode(&prompt, special),
-        None => tokens.encode_chat(messages, vec![], reply),
-    });
-    let tokens = tokens.await?;
     let (count, context_max) = (tokens.len(), server.model.context_max);
     Ok(json_response(&json!({ "count": count, "max_model_len": context_max, "tokens": tokens })))
 }

@@ -6,6 +6,7 @@ use serde::ser::{SerializeMap, Serializer};
 
 use super::desk::ScoredToken;
 use super::reply::{Kind, json_text};
+use crate::tokenizer::Piece;
 
 /// Stands for the logarithm of 0, which JSON cannot express.
 const LOGPROB_MIN: f64 = -9999.0;
@@ -13,8 +14,8 @@ const LOGPROB_MIN: f64 = -9999.0;
 /// Log-probabilities of a choice, or of some of its tokens.
 pub struct Scores<'a> {
     pub kind: Kind,
-    /// The first token of a prompt, which has no log-probability.
-    pub first: Option<&'a str>,
+    /// The first token of a prompt, which has no log-probability, and its characters in the text.
+    pub first: Option<(&'a str, u32)>,
     /// Tokens of the prompt, and tokens after the prompt.
     pub scored: [&'a [ScoredToken]; 2],
     /// Where the first token begins in its choice's text, in characters.
@@ -27,16 +28,22 @@ impl<'a> Scores<'a> {
     }
 
     fn texts(&self) -> impl Iterator<Item = &'a str> + use<'a> {
-        self.first.into_iter().chain(self.tokens().map(|token| &*token.text))
+        let first = self.first.map(|(text, _)| text);
+        first.into_iter().chain(self.tokens().map(|token| token.piece.text.as_str()))
+    }
+
+    fn widths(&self) -> impl Iterator<Item = usize> + use<'a> {
+        let first = self.first.map(|(_, characters)| characters);
+        first.into_iter().chain(self.tokens().map(|token| token.characters)).map(|characters| characters as usize)
     }
 
     fn offsets(&self) -> impl Iterator<Item = usize> + use<'a> {
-        self.texts().scan(self.offset, |offset, text| Some(std::mem::replace(offset, *offset + text.chars().count())))
+        self.widths().scan(self.offset, |offset, width| Some(std::mem::replace(offset, *offset + width)))
     }
 
     /// The JSON for an event; `offset` is moved to the token after these.
     pub fn event(self, offset: &mut usize) -> String {
-        *offset += self.texts().map(|text| text.chars().count()).sum::<usize>();
+        *offset += self.widths().sum::<usize>();
         json_text(&self)
     }
 }
@@ -90,14 +97,32 @@ struct Entry<'a> {
 }
 
 impl<'a> Entry<'a> {
-    fn new(token: &'a str, logprob: f64) -> Entry<'a> {
-        Entry { token, logprob: finite(logprob), bytes: token.as_bytes(), top_logprobs: None }
+    fn new(piece: &'a Piece, logprob: f64) -> Entry<'a> {
+        Entry { token: &piece.text, logprob: finite(logprob), bytes: &piece.bytes, top_logprobs: None }
     }
 
     fn of(token: &'a ScoredToken) -> Entry<'a> {
-        let top = token.top.iter().map(|(text, logprob)| Entry::new(text, *logprob)).collect();
-        Entry { top_logprobs: Some(top), ..Entry::new(&token.text, token.logprob) }
+        let top = token.top.iter().map(|(piece, logprob)| Entry::new(piece, *logprob)).collect();
+        Entry { top_logprobs: Some(top), ..Entry::new(&token.piece, token.logprob) }
     }
+}
+
+/// Characters that each token of a prompt adds to its text. `parts` has what a tokenizer prints for each id, special tokens included, which the
+/// text may lack. All of them together are the text.
+pub fn widths(text: &str, parts: &[String]) -> Vec<u32> {
+    let mut rest = text;
+    let mut widths = vec![];
+    for part in parts {
+        // A decoder may leave out the space before a text.
+        let length =
+            [part.as_str(), part.trim_start()].into_iter().find(|part| rest.starts_with(part)).map_or(0, str::len);
+        widths.push(rest[..length].chars().count() as u32);
+        rest = &rest[length..];
+    }
+    if let Some(last) = widths.last_mut() {
+        *last += rest.chars().count() as u32;
+    }
+    widths
 }
 
 /// The most probable tokens of a completion by their text, the most probable first. Of two tokens with the same text, it has the
@@ -106,14 +131,14 @@ struct Tops<'a>(&'a ScoredToken);
 
 impl Serialize for Tops<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let ScoredToken { text, logprob, top } = self.0;
-        let is_new = |at: usize, text: &str| !top[..at].iter().any(|(before, _)| **before == *text);
+        let ScoredToken { piece, logprob, top, .. } = self.0;
+        let is_new = |at: usize, text: &str| !top[..at].iter().any(|(before, _)| before.text == text);
         let mut map = serializer.serialize_map(None)?;
-        for (_, (text, logprob)) in top.iter().enumerate().filter(|(at, (text, _))| is_new(*at, text)) {
-            map.serialize_entry(&**text, &finite(*logprob))?;
+        for (_, (piece, logprob)) in top.iter().enumerate().filter(|(at, (piece, _))| is_new(*at, &piece.text)) {
+            map.serialize_entry(&piece.text, &finite(*logprob))?;
         }
-        if is_new(top.len(), text) {
-            map.serialize_entry(&**text, &finite(*logprob))?;
+        if is_new(top.len(), &piece.text) {
+            map.serialize_entry(&piece.text, &finite(*logprob))?;
         }
         map.end()
     }
@@ -121,36 +146,54 @@ impl Serialize for Tops<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use serde_json::{Value, json};
 
     use super::*;
 
-    fn token(text: &str, logprob: f64, top: &[(&str, f64)]) -> ScoredToken {
-        ScoredToken {
-            text: text.into(),
-            logprob,
-            top: top.iter().map(|(text, logprob)| ((*text).into(), *logprob)).collect(),
-        }
+    fn piece(text: &str) -> Arc<Piece> {
+        Arc::new(Piece { text: text.to_string(), bytes: text.into() })
     }
 
-    fn scores<'a>(kind: Kind, first: Option<&'a str>, scored: [&'a [ScoredToken]; 2], offset: usize) -> Scores<'a> {
+    fn token(text: &str, logprob: f64, top: &[(&str, f64)]) -> ScoredToken {
+        let top = top.iter().map(|(text, logprob)| (piece(text), *logprob)).collect();
+        ScoredToken { piece: piece(text), logprob, top, characters: text.chars().count() as u32 }
+    }
+
+    fn scores<'a>(
+        kind: Kind,
+        first: Option<(&'a str, u32)>,
+        scored: [&'a [ScoredToken]; 2],
+        offset: usize,
+    ) -> Scores<'a> {
         Scores { kind, first, scored, offset }
     }
 
     #[test]
     fn a_completion_names_each_text_once_and_counts_characters() {
         let prompt = [token("ö", -1.0, &[("a", -0.5), ("a", -0.75)])];
-        let after = [token(" fox", f64::NEG_INFINITY, &[(" fox", -0.25)]), token("x", -2.0, &[])];
+        // A special token is not in the text.
+        let special = ScoredToken { characters: 0, ..token("<s>", -3.0, &[]) };
+        let after = [token(" fox", f64::NEG_INFINITY, &[(" fox", -0.25)]), special, token("x", -2.0, &[])];
         let mut offset = 3;
-        let text = scores(Kind::Completion, Some("Once"), [&prompt, &after], offset).event(&mut offset);
+        let text = scores(Kind::Completion, Some(("Once", 4)), [&prompt, &after], offset).event(&mut offset);
         let expected = json!({
-            "tokens": ["Once", "ö", " fox", "x"],
-            "token_logprobs": [null, -1.0, -9999.0, -2.0],
-            "top_logprobs": [null, { "a": -0.5, "ö": -1.0 }, { " fox": -0.25 }, { "x": -2.0 }],
-            "text_offset": [3, 7, 8, 12],
+            "tokens": ["Once", "ö", " fox", "<s>", "x"],
+            "token_logprobs": [null, -1.0, -9999.0, -3.0, -2.0],
+            "top_logprobs": [null, { "a": -0.5, "ö": -1.0 }, { " fox": -0.25 }, { "<s>": -3.0 }, { "x": -2.0 }],
+            "text_offset": [3, 7, 8, 12, 12],
         });
         assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), expected);
         assert_eq!(offset, 13);
+    }
+
+    #[test]
+    fn tokens_of_a_prompt_begin_where_its_text_has_them() {
+        let parts = |parts: &[&str]| parts.iter().map(|part| (*part).to_string()).collect::<Vec<_>>();
+        assert_eq!(widths("Once, 日", &parts(&["<s>", "Once", ",", "", "", " 日"])), [0, 4, 1, 0, 0, 2]);
+        assert_eq!(widths("Once", &parts(&["<s>", " Once"])), [0, 4], "a decoder without the space before a text");
+        assert_eq!(widths("abc", &parts(&["x", "ab", "?"])), [0, 2, 1], "all of it is the text");
     }
 
     #[test]

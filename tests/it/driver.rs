@@ -1410,7 +1410,7 @@ fn lists(vocab: u32) -> Grammar {
         tokens[id] = text.as_bytes().to_vec();
     }
     let schema = serde_json::json!({ "type": "array", "maxItems": 20, "items": { "type": ["integer", "array"] } });
-    let source = Source::Json(grammar::schema(&schema).unwrap().to_string());
+    let source = Source::Json(grammar::schema(&schema.to_string()).unwrap().to_string());
     Vocabulary::new(&tokens, &[3, 9]).unwrap().compile(&source).unwrap()
 }
 

@@ -48,7 +48,7 @@ pub fn connect(address: SocketAddr) -> TcpStream {
 pub fn request(method: &str, path: &str, headers: &str, body: &str) -> String {
     let length = body.len();
     format!(
-        "{method} {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\nContent-Length: {length}\r\n{headers}\r\n{body}"
+        "{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {length}\r\n{headers}\r\n{body}"
     )
 }
 

@@ -17,12 +17,12 @@ use crate::support::fixture;
 /// A running server, of the small trained model unless a test says otherwise.
 pub(crate) struct Server {
     child: Child,
-    address: SocketAddr,
-    place: Place,
+    pub address: SocketAddr,
+    pub place: Place,
 }
 
 impl Server {
-    fn start(arguments: &str) -> Server {
+    pub fn start(arguments: &str) -> Server {
         Server::start_with(arguments, |_| {})
     }
 
@@ -41,7 +41,7 @@ impl Server {
         Server::start_of(place, &checkpoint, 1024, arguments, |_| {})
     }
 
-    fn start_of(
+    pub fn start_of(
         place: Place,
         checkpoint: &std::path::Path,
         context_max: u32,
@@ -118,7 +118,7 @@ impl Drop for Server {
 const PROMPT: &str = "Once upon a time, there was a little fox";
 
 #[track_caller]
-fn refused(reply: &Reply, status: u16, param: &str) -> Value {
+pub fn refused(reply: &Reply, status: u16, param: &str) -> Value {
     assert_eq!(reply.status, status, "{reply:?}");
     let error = reply.json()["error"].clone();
     assert!(error["message"].as_str().is_some_and(|message| !message.is_empty()), "{error}");
@@ -414,7 +414,9 @@ fn what_is_not_supported_is_refused_by_name() {
         (json!({ "messages": user, "tools": [{ "type": "function" }] }), "tools[0].function"),
         (json!({ "messages": user, "top_logprobs": 3 }), "top_logprobs"),
         (json!({ "messages": user, "web_search_options": {} }), "web_search_options"),
-        (json!({ "messages": user, "metadata": { "a": "b" } }), "metadata"),
+        (json!({ "messages": user, "service_tier": "flex" }), "service_tier"),
+        (json!({ "messages": user, "reasoning_effort": "much" }), "reasoning_effort"),
+        (json!({ "messages": user, "chat_template_kwargs": { "enable_thinking": true } }), "chat_template_kwargs"),
         (
             json!({ "messages": [{ "role": "user", "content": [{ "type": "image_url" }] }] }),
             "messages[0].content[type=image_url]",
@@ -671,6 +673,10 @@ fn tools_are_called_in_the_form_of_the_template() {
     let result = json!({ "role": "tool", "tool_call_id": id, "content": "It came." });
     let mut free = tools();
     free[0]["function"].as_object_mut().unwrap().remove("strict");
+    // A strict function may be left alone, too.
+    let strict = json!({ "messages": [user], "tools": tools(), "max_tokens": 12, "temperature": 0 });
+    let reply = server.ok("/v1/chat/completions", &strict);
+    assert!(reply["choices"][0]["message"]["content"].is_string(), "{reply}");
     let more = json!({ "messages": [user, answer, result], "tools": free, "max_tokens": 12, "temperature": 0 });
     let reply = server.ok("/v1/chat/completions", &more);
     assert!(reply["choices"][0]["message"]["content"].is_string(), "{reply}");
@@ -683,7 +689,7 @@ fn tools_are_called_in_the_form_of_the_template() {
     let without = server.ok("/v1/chat/completions", &json!({ "messages": [user], "max_tokens": 2 }));
     assert_eq!(none["usage"]["prompt_tokens"], without["usage"]["prompt_tokens"]);
     for (field, value) in [
-        ("tools[0].function.strict", json!({ "tool_choice": "auto" })),
+        ("ignore_eos", json!({ "ignore_eos": true })),
         ("response_format", json!({ "response_format": { "type": "json_object" }, "tools": free })),
         ("skip_special_tokens", json!({ "skip_special_tokens": false, "tools": free })),
         ("min_tokens", json!({ "min_tokens": 3, "tool_choice": "required" })),
@@ -738,7 +744,7 @@ fn bad_clients_do_no_harm() {
     let slow: Vec<_> = (0..20)
         .map(|_| {
             let mut stream = connect(address);
-            stream.write_all(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{").unwrap();
+            stream.write_all(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{").unwrap();
             stream
         })
         .collect();
@@ -746,7 +752,7 @@ fn bad_clients_do_no_harm() {
     drop((idle, slow));
     let large = send(
         address,
-        "POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: 99999999999\r\n\r\n",
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99999999999\r\n\r\n",
     );
     assert_eq!(refused(&large, 413, "")["code"], "request_too_large");
     let many: String = (0..200).map(|i| format!("X-{i}: y\r\n")).collect();

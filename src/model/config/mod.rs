@@ -14,7 +14,7 @@ mod reason;
 mod rope;
 mod schema;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -138,44 +138,13 @@ pub fn import(place: &Path) -> Result<Imported, ImportError> {
     let assembled = assemble(&plan, Some(checkpoint.tensors()), quantisation.as_ref());
     let Assembled { mut graph, consumed, recipes, blocks, reasons: tensor_reasons } = assembled;
     reasons.extend(tensor_reasons);
-    let (mut zero_biases, mut loose_scales) = (0, 0);
-    for (name, tensor) in checkpoint.tensors().iter().filter(|(name, _)| !consumed.contains(*name)) {
-        let reason = match extra_tensor(name, &plan, quantisation.is_some(), &graph) {
-            Extra::Neutral => continue,
-            Extra::CacheScale => {
-                loose_scales += 1;
-                continue;
-            }
-            Extra::Bias => match checkpoint.is_zero(name) {
-                Ok(true) => {
-                    zero_biases += 1;
-                    continue;
-                }
-                Ok(false) => Reason::ExtraBias { name: name.clone(), class: family.class },
-                Err(fault) => Reason::Weights(fault),
-            },
-            Extra::TiedHead => match checkpoint.same_bytes(name, plan.names.embed) {
-                Ok(true) => continue,
-                Ok(false) => Reason::TiedHeadDiffers { name: name.clone(), embed: plan.names.embed.to_string() },
-                Err(fault) => Reason::Weights(fault),
-            },
-            Extra::Unknown => {
-                Reason::UnknownTensor { name: name.clone(), shape: tensor.shape.clone(), class: family.class }
-            }
-        };
-        reasons.push(reason);
-    }
+    let extra = |name: &str| extra_tensor(name, &plan, quantisation.is_some(), &graph);
+    let (extra_notes, extra_reasons) = judge_extras(&checkpoint, &consumed, extra, plan.names.embed, family.class);
+    reasons.extend(extra_reasons);
     let Some(special) = special.filter(|_| reasons.is_empty()) else { return refused(reasons) };
     let mut notes = special.apply(&mut graph, plan.notes);
     notes.extend(quantisation.map(|quantisation| quantisation.notes).unwrap_or_default());
-    if zero_biases > 0 {
-        notes.push(format!("{zero_biases} biases that a `{}` does not have are all zero, and left out", family.class));
-    }
-    if loose_scales > 0 {
-        notes.push(format!(
-            "{loose_scales} scales of cached keys and values have no scheme in the config, and are left out: the cache does not use them"
-        ));
-    }
+    notes.extend(extra_notes);
     let wide = recipes.values().filter(|recipe| recipe.format.is_plain()).count();
     if wide > 0 {
         notes.push(format!(
@@ -274,6 +243,51 @@ fn note_of_values(blocks: &BTreeMap<TensorId, Blocks>) -> Option<String> {
             listed.join(", ")
         )
     })
+}
+
+/// Notes about tensors that the graph does not read, and the reasons to refuse them.
+fn judge_extras(
+    checkpoint: &Checkpoint,
+    consumed: &BTreeSet<String>,
+    extra: impl Fn(&str) -> Extra,
+    embed: &str,
+    class: &'static str,
+) -> (Vec<String>, Vec<Reason>) {
+    let (mut notes, mut reasons) = (vec![], vec![]);
+    let (mut zero_biases, mut loose_scales) = (0, 0);
+    for (name, tensor) in checkpoint.tensors().iter().filter(|(name, _)| !consumed.contains(*name)) {
+        let name = name.clone();
+        reasons.push(match extra(&name) {
+            Extra::Neutral => continue,
+            Extra::CacheScale => {
+                loose_scales += 1;
+                continue;
+            }
+            Extra::Bias => match checkpoint.is_zero(&name) {
+                Ok(true) => {
+                    zero_biases += 1;
+                    continue;
+                }
+                Ok(false) => Reason::ExtraBias { name, class },
+                Err(fault) => Reason::Weights(fault),
+            },
+            Extra::TiedHead => match checkpoint.same_bytes(&name, embed) {
+                Ok(true) => continue,
+                Ok(false) => Reason::TiedHeadDiffers { name, embed: embed.to_string() },
+                Err(fault) => Reason::Weights(fault),
+            },
+            Extra::Unknown => Reason::UnknownTensor { name, shape: tensor.shape.clone(), class },
+        });
+    }
+    if zero_biases > 0 {
+        notes.push(format!("{zero_biases} biases that a `{class}` does not have are all zero, and left out"));
+    }
+    if loose_scales > 0 {
+        notes.push(format!(
+            "{loose_scales} scales of cached keys and values have no scheme in the config, and are left out: the cache does not use them"
+        ));
+    }
+    (notes, reasons)
 }
 
 /// Imports a config without weights: tensors named and shaped as the family's checkpoint has them, values synthetic.

@@ -1,0 +1,391 @@
+//! Owns the reading of a text: what the model thinks in it, the calls of tools, and the rest.
+
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+use serde_json::value::RawValue;
+use serde_json::{Value, json};
+
+use super::params::fresh_seed;
+use crate::tokenizer::CallForm;
+
+pub const CALL_BEGIN: &str = "<tool_call>";
+pub const CALL_END: &str = "</tool_call>";
+const THINK_BEGIN: &str = "<think>";
+const THINK_END: &str = "</think>";
+
+/// A call of a function.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Call {
+    pub id: String,
+    pub name: String,
+    /// A JSON object, as the model wrote it.
+    pub arguments: String,
+}
+
+impl Call {
+    /// The call in the form of replies.
+    pub fn object(&self) -> Value {
+        let Call { id, name, arguments } = self;
+        json!({ "id": id, "type": "function", "function": { "name": name, "arguments": arguments } })
+    }
+}
+
+/// A part of a text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Piece {
+    Text(String),
+    /// What the model thinks, without its tags.
+    Reasoning(String),
+    Call(Call),
+}
+
+/// What is looked for in a text.
+#[derive(Debug, Clone)]
+pub struct Sought {
+    /// What the model thinks is split off, as vLLM does; else a block of it is text.
+    pub reasoning: bool,
+    /// The prompt has begun to think.
+    pub thinks: bool,
+    pub calls: Option<SoughtCalls>,
+}
+
+/// The calls that count in a text.
+#[derive(Debug, Clone)]
+pub struct SoughtCalls {
+    pub form: CallForm,
+    /// Functions that are offered.
+    pub names: Vec<String>,
+    /// `tool_choice` names the function.
+    pub named: bool,
+    /// A text has one call at most, and ends with it.
+    pub single: bool,
+}
+
+/// Where a text is read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Place {
+    /// It may begin with a block of thoughts.
+    Begin,
+    Thoughts,
+    Rest,
+}
+
+/// Reads one text, which arrives in parts.
+#[derive(Debug, Clone)]
+pub struct Reader {
+    sought: Sought,
+    place: Place,
+    /// Text that may be the beginning of a tag or of a call, or a call without an end yet.
+    pending: String,
+    calls: u32,
+}
+
+/// A call as models write it. Keys beside these, such as `type`, say nothing that counts.
+#[derive(Deserialize)]
+struct Written<'a> {
+    name: String,
+    #[serde(borrow, alias = "parameters")]
+    arguments: &'a RawValue,
+}
+
+impl Reader {
+    pub fn new(sought: Sought) -> Reader {
+        let place = if sought.thinks { Place::Thoughts } else { Place::Begin };
+        Reader { sought, place, pending: String::new(), calls: 0 }
+    }
+
+    /// Takes the next part of the text. Returns the pieces that are certain now.
+    pub fn push(&mut self, text: &str) -> Vec<Piece> {
+        if self.is_over() {
+            return vec![];
+        }
+        self.pending.push_str(text);
+        let mut pieces = vec![];
+        while self.next(&mut pieces) {}
+        pieces
+    }
+
+    /// Returns the rest at the end of the text.
+    pub fn finish(&mut self) -> Vec<Piece> {
+        let rest = std::mem::take(&mut self.pending);
+        if rest.is_empty() || self.is_over() {
+            return vec![];
+        }
+        if self.place == Place::Thoughts {
+            return vec![self.thought(rest)];
+        }
+        // A stop may have removed the end of a call, and white space between calls is left out.
+        let inner = match self.sought.calls.as_ref().map(|calls| calls.form) {
+            Some(CallForm::Hermes) => rest.strip_prefix(CALL_BEGIN),
+            Some(CallForm::Llama3) => Some(rest.as_str()),
+            None => None,
+        };
+        match inner.and_then(|inner| self.call(inner)) {
+            Some(call) => vec![Piece::Call(call)],
+            None if self.calls > 0 && rest.trim().is_empty() => vec![],
+            None => vec![Piece::Text(rest)],
+        }
+    }
+
+    /// Whether a text may have one call alone.
+    pub fn is_single(&self) -> bool {
+        self.sought.calls.as_ref().is_some_and(|calls| calls.single)
+    }
+
+    /// Whether the one call that the text may have is complete: what follows does not count.
+    pub fn is_over(&self) -> bool {
+        self.calls > 0 && self.is_single()
+    }
+
+    /// The `finish_reason` of a text that ended for `reason`.
+    pub fn reason(&self, reason: &'static str) -> &'static str {
+        let named = self.sought.calls.as_ref().is_some_and(|calls| calls.named);
+        // As in the API: a call of the function that `tool_choice` names ends with `stop`.
+        if reason == "stop" && self.calls > 0 && !named { "tool_calls" } else { reason }
+    }
+
+    fn thought(&self, text: String) -> Piece {
+        if self.sought.reasoning { Piece::Reasoning(text) } else { Piece::Text(text) }
+    }
+
+    /// Takes the next piece off the beginning. Returns false if that needs more text.
+    fn next(&mut self, pieces: &mut Vec<Piece>) -> bool {
+        match self.place {
+            Place::Begin => self.begin(pieces),
+            Place::Thoughts => self.thoughts(pieces),
+            Place::Rest => match self.sought.calls.as_ref().map(|calls| calls.form) {
+                None => {
+                    self.say(pieces, self.pending.len());
+                    false
+                }
+                Some(CallForm::Hermes) => self.tagged(pieces),
+                // Either the whole text is a call, or it has none.
+                Some(CallForm::Llama3) => {
+                    let begun = self.pending.trim_start();
+                    if !begun.is_empty() && !begun.starts_with('{') {
+                        self.say(pieces, self.pending.len());
+                    }
+                    false
+                }
+            },
+        }
+    }
+
+    /// Takes `length` bytes as text.
+    fn say(&mut self, pieces: &mut Vec<Piece>, length: usize) {
+        let said: String = self.pending.drain(..length).collect();
+        if !said.is_empty() {
+            pieces.push(Piece::Text(said));
+        }
+    }
+
+    fn begin(&mut self, pieces: &mut Vec<Piece>) -> bool {
+        let begun = self.pending.trim_start();
+        if THINK_BEGIN.starts_with(begun) && begun.len() < THINK_BEGIN.len() {
+            return false;
+        }
+        if !begun.starts_with(THINK_BEGIN) {
+            self.place = Place::Rest;
+            return true;
+        }
+        let length = self.pending.len() - begun.len() + THINK_BEGIN.len();
+        if self.sought.reasoning {
+            self.pending.drain(..length);
+        } else {
+            self.say(pieces, length);
+        }
+        self.place = Place::Thoughts;
+        true
+    }
+
+    fn thoughts(&mut self, pieces: &mut Vec<Piece>) -> bool {
+        let end = self.pending.find(THINK_END);
+        let length = end.unwrap_or_else(|| self.pending.len() - held(&self.pending, THINK_END));
+        let said: String = self.pending.drain(..length).collect();
+        if !said.is_empty() {
+            pieces.push(self.thought(said));
+        }
+        if end.is_none() {
+            return false;
+        }
+        if self.sought.reasoning {
+            self.pending.drain(..THINK_END.len());
+        } else {
+            self.say(pieces, THINK_END.len());
+        }
+        self.place = Place::Rest;
+        true
+    }
+
+    fn tagged(&mut self, pieces: &mut Vec<Piece>) -> bool {
+        if let Some(rest) = self.pending.strip_prefix(CALL_BEGIN) {
+            let Some((inner, after)) = ends(rest) else { return false };
+            let inner = rest[..inner].to_string();
+            let raw: String = self.pending.drain(..CALL_BEGIN.len() + after).collect();
+            pieces.push(self.call(&inner).map_or(Piece::Text(raw), Piece::Call));
+            return !self.is_over();
+        }
+        let (text, found) = match self.pending.find(CALL_BEGIN) {
+            Some(at) => (self.pending[..at].trim_end().len(), Some(at)),
+            None => (self.pending[..self.pending.len() - held(&self.pending, CALL_BEGIN)].trim_end().len(), None),
+        };
+        self.say(pieces, text);
+        if let Some(at) = found {
+            self.pending.drain(..at - text);
+        }
+        found.is_some()
+    }
+
+    /// Reads a text as the call of an offered function.
+    fn call(&mut self, text: &str) -> Option<Call> {
+        let Written { name, arguments } = serde_json::from_str(text).ok()?;
+        let offered = self.sought.calls.as_ref().is_some_and(|calls| calls.names.contains(&name));
+        if !offered || !arguments.get().starts_with('{') {
+            return None;
+        }
+        self.calls += 1;
+        Some(Call { id: format!("call_{:016x}", fresh_seed()), name, arguments: arguments.get().to_string() })
+    }
+}
+
+/// Where the object after [`CALL_BEGIN`] ends, and where its end tag does; `None`: that needs more text. An end tag in a string of the object is
+/// not its end. What is no JSON ends at the first tag.
+fn ends(rest: &str) -> Option<(usize, usize)> {
+    let first = rest.find(CALL_END)?;
+    let mut values = serde_json::Deserializer::from_str(rest).into_iter::<IgnoredAny>();
+    let end = match values.next() {
+        Some(Ok(_)) => values.byte_offset(),
+        Some(Err(error)) if error.is_eof() => return None,
+        _ => return Some((first, first + CALL_END.len())),
+    };
+    let after = rest[end..].trim_start();
+    let tag = rest.len() - after.len();
+    if after.starts_with(CALL_END) {
+        Some((end, tag + CALL_END.len()))
+    } else if CALL_END.starts_with(after) {
+        None
+    } else {
+        let first = end + rest[end..].find(CALL_END)?;
+        Some((first, first + CALL_END.len()))
+    }
+}
+
+/// Bytes at the end of a text that may be the beginning of a tag.
+fn held(text: &str, tag: &str) -> usize {
+    (1..tag.len()).rev().find(|&length| text.ends_with(&tag[..length])).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sought(form: CallForm) -> Sought {
+        let names = ["look", "wait"].map(str::to_string).to_vec();
+        let calls = Some(SoughtCalls { form, names, named: false, single: false });
+        Sought { reasoning: false, thinks: false, calls }
+    }
+
+    /// The pieces of a text that arrives character by character; ids are left out.
+    fn pieces(sought: Sought, text: &str) -> Vec<String> {
+        let mut reader = Reader::new(sought);
+        let mut pieces: Vec<Piece> = text.chars().flat_map(|c| reader.push(&c.to_string())).collect();
+        pieces.extend(reader.finish());
+        let mut all: Vec<String> = vec![];
+        let mut before = None;
+        for piece in &pieces {
+            let (kind, text) = match piece {
+                Piece::Text(text) => ("", text.clone()),
+                Piece::Reasoning(text) => ("thinks: ", text.clone()),
+                Piece::Call(call) => ("call", format!("{}({})", call.name, call.arguments)),
+            };
+            match all.last_mut().filter(|_| before == Some(kind) && kind != "call") {
+                Some(last) => last.push_str(&text),
+                None if kind == "call" => all.push(text),
+                None => all.push(format!("{kind}{text}")),
+            }
+            before = Some(kind);
+        }
+        all
+    }
+
+    #[test]
+    fn calls_are_found_in_a_text_that_comes_in_parts() {
+        let call = "<tool_call>\n{\"name\": \"look\", \"arguments\": {\"at\": \"<tool_\"}}\n</tool_call>";
+        let found = "look({\"at\": \"<tool_\"})";
+        for (text, expected) in [
+            (call.to_string(), vec![found]),
+            (format!("I look.\n{call}\n{call}\n"), vec!["I look.", found, found]),
+            (format!("{call}\nDone <b>"), vec![found, "\nDone <b>"]),
+            ("no call < here \n".to_string(), vec!["no call < here \n"]),
+            // A function that is not offered, a call without JSON, a call that is cut.
+            (call.replace("look", "find"), vec![&*call.replace("look", "find").leak()]),
+            ("<tool_call>x</tool_call>".to_string(), vec!["<tool_call>x</tool_call>"]),
+            (call[..30].to_string(), vec![&call[..30]]),
+            // A stop removed its end.
+            (call.trim_end_matches(CALL_END).to_string(), vec![found]),
+            // An end tag in a string, also one that is escaped elsewhere.
+            (call.replace("\"<tool_\"", "\"a\\\" </tool_call> b\""), vec!["look({\"at\": \"a\\\" </tool_call> b\"})"]),
+            (
+                format!("{}\n{call}", call.replace("\"<tool_\"", &format!("\"{CALL_END}\""))),
+                vec!["look({\"at\": \"</tool_call>\"})", found],
+            ),
+            // Other keys beside those of a call.
+            (call.replace("{\"name\"", "{\"type\": \"function\", \"id\": 1, \"name\""), vec![found]),
+            (call.replace("}}", "}, \"x\": [\"</tool_call>\"]}"), vec![found]),
+            // Something between the object and its tag.
+            (call.replace("}}\n", "}} or "), vec![&*call.replace("}}\n", "}} or ").leak()]),
+            (call.replace("{\"at\": \"<tool_\"}", "[]"), vec![&*call.replace("{\"at\": \"<tool_\"}", "[]").leak()]),
+        ] {
+            assert_eq!(pieces(sought(CallForm::Hermes), &text), expected, "{text}");
+        }
+        for (text, expected) in [
+            ("{\"name\": \"wait\", \"parameters\": {}}", vec!["wait({})"]),
+            (" {\"name\": \"look\", \"parameters\": {\"at\": \"a\"}}", vec!["look({\"at\": \"a\"})"]),
+            ("{\"type\": \"function\", \"name\": \"wait\", \"parameters\": {}}", vec!["wait({})"]),
+            ("{\"name\": \"wait\"}", vec!["{\"name\": \"wait\"}"]),
+            ("Hello {\"name\"", vec!["Hello {\"name\""]),
+        ] {
+            assert_eq!(pieces(sought(CallForm::Llama3), text), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_text_that_may_have_one_call_ends_with_it() {
+        let mut sought = sought(CallForm::Hermes);
+        sought.calls.as_mut().unwrap().single = true;
+        let call = "<tool_call>{\"name\": \"wait\", \"arguments\": {\"a\": \"</tool_call>\"}}</tool_call>";
+        assert_eq!(
+            pieces(sought, &format!("I wait.\n{call}\nmore {call}")),
+            ["I wait.", "wait({\"a\": \"</tool_call>\"})"]
+        );
+    }
+
+    #[test]
+    fn a_draft_in_a_block_of_thoughts_is_no_call() {
+        let draft = "perhaps <tool_call>{\"name\": \"wait\", \"arguments\": {}}</tool_call>";
+        let text =
+            format!("<think>{draft}</think>\n\n<tool_call>{{\"name\": \"look\", \"arguments\": {{}}}}</tool_call>");
+        let block = format!("<think>{draft}</think>");
+        assert_eq!(pieces(sought(CallForm::Hermes), &text), [&*block, "look({})"]);
+        let split = Sought { reasoning: true, ..sought(CallForm::Hermes) };
+        assert_eq!(pieces(split.clone(), &text), [&*format!("thinks: {draft}"), "look({})"]);
+        let open = Sought { thinks: true, ..split };
+        assert_eq!(pieces(open, text.strip_prefix("<think>").unwrap()), [&*format!("thinks: {draft}"), "look({})"]);
+    }
+
+    #[test]
+    fn thoughts_are_split_from_the_answer() {
+        let split = Sought { reasoning: true, thinks: false, calls: None };
+        for (text, expected) in [
+            ("<think>\na < b\n</think>\n\nYes.", vec!["thinks: \na < b\n", "\n\nYes."]),
+            (" <think>a", vec!["thinks: a"]),
+            ("<think></think>Yes", vec!["Yes"]),
+            ("Yes <think>no</think>", vec!["Yes <think>no</think>"]),
+            ("<thin", vec!["<thin"]),
+            ("  ", vec!["  "]),
+        ] {
+            assert_eq!(pieces(split.clone(), text), expected, "{text}");
+        }
+        assert_eq!(pieces(Sought { thinks: true, ..split }, "a </thin"), ["thinks: a </thin"]);
+    }
+}

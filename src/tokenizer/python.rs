@@ -1,0 +1,715 @@
+//! Owns Python's side of templates: how values print, `json.dumps`, and the methods of texts and lists, as Jinja2 has them in transformers.
+
+use std::fmt::Write as _;
+
+use minijinja::formatting::{self, FormatStyle};
+use minijinja::value::{Kwargs, Rest, Tuple, ValueKind, ValueOrKwargs, from_args};
+use minijinja::{Error, ErrorKind, Output, State, Value, escape_formatter};
+use minijinja_contrib::pycompat;
+
+/// Deepest nesting that prints: each level takes stack.
+const DEPTH_MAX: usize = 500;
+/// Longest text that a method pads to.
+const WIDTH_MAX: usize = 1 << 20;
+
+fn failed(message: impl Into<String>) -> Error {
+    Error::new(ErrorKind::InvalidOperation, message.into())
+}
+
+/// Prints an expression, as `str` has it.
+pub fn print(out: &mut Output<'_>, state: &mut State<'_, '_>, value: &Value) -> Result<(), Error> {
+    match value.kind() {
+        ValueKind::Number | ValueKind::Seq | ValueKind::Map => {
+            out.write_str(&str_of(value)?).map_err(|_| Error::from(ErrorKind::WriteFailure))
+        }
+        _ => escape_formatter(out, state, value),
+    }
+}
+
+/// `str(value)`.
+fn str_of(value: &Value) -> Result<String, Error> {
+    match value.as_str() {
+        Some(text) => Ok(text.to_string()),
+        None if value.is_undefined() => Ok(String::new()),
+        None => {
+            let mut out = String::new();
+            repr(value, &mut out, 0)?;
+            Ok(out)
+        }
+    }
+}
+
+/// `repr(value)`.
+fn repr(value: &Value, out: &mut String, depth: usize) -> Result<(), Error> {
+    if depth > DEPTH_MAX {
+        return Err(failed(format!("a value of more than {DEPTH_MAX} levels cannot be printed")));
+    }
+    match value.kind() {
+        ValueKind::Number if !value.is_integer() => out.push_str(&float(number(value)?)),
+        ValueKind::Seq => {
+            let is_tuple = value.downcast_object_ref::<Tuple>().is_some();
+            out.push(if is_tuple { '(' } else { '[' });
+            let mut count = 0;
+            for item in value.try_iter()? {
+                if count > 0 {
+                    out.push_str(", ");
+                }
+                repr(&item, out, depth + 1)?;
+                count += 1;
+            }
+            out.push_str(match (is_tuple, count) {
+                (true, 1) => ",)",
+                (true, _) => ")",
+                (false, _) => "]",
+            });
+        }
+        ValueKind::Map => {
+            out.push('{');
+            for (at, (key, value)) in pairs(value)?.into_iter().enumerate() {
+                if at > 0 {
+                    out.push_str(", ");
+                }
+                repr(&key, out, depth + 1)?;
+                out.push_str(": ");
+                repr(&value, out, depth + 1)?;
+            }
+            out.push('}');
+        }
+        _ => {
+            let _ = write!(out, "{value:?}");
+        }
+    }
+    Ok(())
+}
+
+fn number(value: &Value) -> Result<f64, Error> {
+    f64::try_from(value.clone())
+}
+
+fn pairs(value: &Value) -> Result<Vec<(Value, Value)>, Error> {
+    let object = value.as_object().ok_or_else(|| failed("expected a mapping"))?;
+    Ok(object.try_iter_pairs().into_iter().flatten().collect())
+}
+
+/// `repr` of a float: the shortest digits that give it, with an exponent below 1e-4 and from 1e16 on.
+pub fn float(value: f64) -> String {
+    if value.is_nan() {
+        return "nan".to_string();
+    }
+    if value.is_infinite() {
+        return if value > 0.0 { "inf" } else { "-inf" }.to_string();
+    }
+    let scientific = format!("{value:e}");
+    let (digits, exponent) = scientific.split_once('e').unwrap_or((&scientific, "0"));
+    let exponent: i32 = exponent.parse().unwrap_or(0);
+    if (-4..16).contains(&exponent) {
+        let plain = value.to_string();
+        return if plain.contains('.') { plain } else { plain + ".0" };
+    }
+    let sign = if exponent < 0 { '-' } else { '+' };
+    format!("{digits}e{sign}{:02}", exponent.abs())
+}
+
+/// The filter `string`.
+pub fn text(value: &Value) -> Result<Value, Error> {
+    Ok(if value.as_str().is_some() { value.clone() } else { Value::from(str_of(value)?) })
+}
+
+/// The filter `join`.
+pub fn join(value: &Value, arguments: Rest<ValueOrKwargs>) -> Result<String, Error> {
+    let arguments = arguments.into_values();
+    let (separator, attribute, named): (Option<String>, Option<Value>, Kwargs) = from_args(&arguments)?;
+    let separator = match separator {
+        Some(separator) => Some(separator),
+        None => named.get("d")?,
+    };
+    let attribute: Option<Value> = match attribute {
+        Some(attribute) => Some(attribute),
+        None => named.get("attribute")?,
+    };
+    named.assert_all_used()?;
+    let separator = separator.unwrap_or_default();
+    let mut out = String::new();
+    for (at, item) in value.try_iter()?.enumerate() {
+        if at > 0 {
+            out.push_str(&separator);
+        }
+        let item = match &attribute {
+            None => item,
+            // `a.b.0`: attributes and indices, one after another.
+            Some(path) => str_of(path)?.split('.').try_fold(item, |item, key| match key.parse::<i64>() {
+                Ok(index) => item.get_item(&Value::from(index)),
+                Err(_) => item.get_attr(key),
+            })?,
+        };
+        out.push_str(&str_of(&item)?);
+    }
+    Ok(out)
+}
+
+/// `text % values`: a tuple has a value for each conversion, and any other value is the only one.
+pub fn percent(text: &Value, values: &Value) -> Result<String, Error> {
+    let format = text.as_str().ok_or_else(|| failed("expected a text before `%`"))?;
+    let values: Vec<Value> = match values.downcast_object_ref::<Tuple>() {
+        Some(_) => values.try_iter()?.collect(),
+        None => vec![values.clone()],
+    };
+    // Python prints floats and lists in its own way; with `%s` alone they may be texts.
+    let only_texts = format.replace("%%", "").matches('%').count() == format.replace("%%", "").matches("%s").count();
+    let values = match only_texts {
+        true => values.iter().map(|value| str_of(value).map(Value::from)).collect::<Result<Vec<_>, _>>()?,
+        false => values,
+    };
+    formatting::format(FormatStyle::Printf, format, &values)
+}
+
+/// The filter `trim`.
+pub fn trim(value: &Value, characters: Option<String>) -> Result<String, Error> {
+    Ok(strip(&str_of(value)?, characters.as_deref(), true, true).to_string())
+}
+
+/// The filter `truncate` of Jinja2.
+pub fn truncate(value: &Value, arguments: Rest<ValueOrKwargs>) -> Result<String, Error> {
+    let arguments = arguments.into_values();
+    let (length, whole, end, leeway, named): (Option<usize>, Option<bool>, Option<String>, Option<usize>, Kwargs) =
+        from_args(&arguments)?;
+    let or_named = |given: Option<usize>, name: &str, absent| match given {
+        Some(given) => Ok::<usize, Error>(given),
+        None => Ok(named.get::<Option<usize>>(name)?.unwrap_or(absent)),
+    };
+    let length = or_named(length, "length", 255)?;
+    let leeway = or_named(leeway, "leeway", 5)?;
+    let cuts_words = match whole {
+        Some(whole) => whole,
+        None => named.get::<Option<bool>>("killwords")?.unwrap_or(false),
+    };
+    let end = match end {
+        Some(end) => end,
+        None => named.get::<Option<String>>("end")?.unwrap_or_else(|| "...".to_string()),
+    };
+    named.assert_all_used()?;
+    let text = str_of(value)?;
+    let end_length = end.chars().count();
+    if length < end_length {
+        return Err(failed(format!("`truncate`: expected a length of at least {end_length}, found {length}")));
+    }
+    if text.chars().count() <= length.saturating_add(leeway) {
+        return Ok(text);
+    }
+    let kept: String = text.chars().take(length - end_length).collect();
+    let kept = if cuts_words { &kept } else { kept.rsplit_once(' ').map_or(&*kept, |(before, _)| before) };
+    Ok(format!("{kept}{end}"))
+}
+
+/// The test `sequence`: what has a length and items by index or key, so texts and mappings, too.
+pub fn is_sequence(value: &Value) -> bool {
+    matches!(value.kind(), ValueKind::Undefined | ValueKind::String | ValueKind::Seq | ValueKind::Map)
+}
+
+/// How JSON is written.
+struct Json {
+    /// Text of a level; `None`: all on one line.
+    indent: Option<String>,
+    /// After an item, and after a key.
+    separators: [String; 2],
+    ascii: bool,
+    sorted: bool,
+}
+
+/// The filter `tojson` of transformers: `json.dumps` with `ensure_ascii=False`.
+pub fn to_json(value: &Value, arguments: Rest<ValueOrKwargs>) -> Result<String, Error> {
+    let arguments = arguments.into_values();
+    let (ascii, indent, separators, sorted, named): (
+        Option<Value>,
+        Option<Value>,
+        Option<Value>,
+        Option<Value>,
+        Kwargs,
+    ) = from_args(&arguments)?;
+    let given = |given: Option<Value>, name: &str| match given {
+        Some(given) => Ok::<_, Error>(Some(given).filter(|value| !value.is_none())),
+        None => Ok(named.get::<Option<Value>>(name)?.filter(|value| !value.is_none())),
+    };
+    let ascii = given(ascii, "ensure_ascii")?.is_some_and(|value| value.is_true());
+    let indent = given(indent, "indent")?;
+    let separators = given(separators, "separators")?;
+    let sorted = given(sorted, "sort_keys")?.is_some_and(|value| value.is_true());
+    named.assert_all_used()?;
+    let indent = match &indent {
+        None => None,
+        Some(indent) => Some(match indent.as_str() {
+            Some(text) => text.to_string(),
+            None => {
+                let width =
+                    usize::try_from(indent.clone()).map_err(|_| failed("`tojson`: expected a width as `indent`"))?;
+                if width > 64 {
+                    return Err(failed(format!("`tojson`: expected `indent` of at most 64, found {width}")));
+                }
+                " ".repeat(width)
+            }
+        }),
+    };
+    let separators = match separators {
+        None => [if indent.is_some() { "," } else { ", " }.to_string(), ": ".to_string()],
+        Some(value) => {
+            let texts: Vec<Option<String>> = value.try_iter()?.map(|item| item.as_str().map(str::to_string)).collect();
+            match <[Option<String>; 2]>::try_from(texts) {
+                Ok([Some(item), Some(key)]) => [item, key],
+                _ => return Err(failed("`tojson`: expected two texts as `separators`")),
+            }
+        }
+    };
+    let mut out = String::new();
+    Json { indent, separators, ascii, sorted }.write(value, &mut out, 0)?;
+    Ok(out)
+}
+
+impl Json {
+    fn write(&self, value: &Value, out: &mut String, depth: usize) -> Result<(), Error> {
+        if depth > DEPTH_MAX {
+            return Err(failed(format!("`tojson`: expected at most {DEPTH_MAX} levels, found more")));
+        }
+        match value.kind() {
+            ValueKind::None => out.push_str("null"),
+            ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
+            ValueKind::Number => out.push_str(&Json::number(value)?),
+            ValueKind::String => self.text(value.as_str().unwrap_or_default(), out),
+            ValueKind::Seq => {
+                let items: Vec<Value> = value.try_iter()?.collect();
+                self.list('[', ']', &items, out, depth, |item, out| self.write(item, out, depth + 1))?;
+            }
+            ValueKind::Map => {
+                let mut members = pairs(value)?;
+                if self.sorted {
+                    if members.iter().any(|(key, _)| key.as_str().is_none()) {
+                        return Err(failed("`tojson`: `sort_keys` is supported for keys that are texts"));
+                    }
+                    members.sort_by(|(a, _), (b, _)| a.as_str().cmp(&b.as_str()));
+                }
+                self.list('{', '}', &members, out, depth, |(key, value), out| {
+                    let name = match key.kind() {
+                        ValueKind::String => key.as_str().unwrap_or_default().to_string(),
+                        ValueKind::None => "null".to_string(),
+                        ValueKind::Bool => if key.is_true() { "true" } else { "false" }.to_string(),
+                        ValueKind::Number => Json::number(key)?,
+                        kind => return Err(failed(format!("`tojson`: expected texts as keys, found a {kind}"))),
+                    };
+                    self.text(&name, out);
+                    out.push_str(&self.separators[1]);
+                    self.write(value, out, depth + 1)
+                })?;
+            }
+            kind => {
+                return Err(failed(format!("`tojson`: expected a value of JSON, found a value of the kind {kind}")));
+            }
+        }
+        Ok(())
+    }
+
+    fn number(value: &Value) -> Result<String, Error> {
+        if value.is_integer() {
+            return Ok(value.to_string());
+        }
+        let number = number(value)?;
+        Ok(match number {
+            _ if number.is_nan() => "NaN".to_string(),
+            f64::INFINITY => "Infinity".to_string(),
+            f64::NEG_INFINITY => "-Infinity".to_string(),
+            _ => float(number),
+        })
+    }
+
+    fn list<T>(
+        &self,
+        open: char,
+        close: char,
+        items: &[T],
+        out: &mut String,
+        depth: usize,
+        mut write: impl FnMut(&T, &mut String) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        out.push(open);
+        let line = |out: &mut String, depth: usize| {
+            if let Some(indent) = &self.indent {
+                out.push('\n');
+                (0..depth).for_each(|_| out.push_str(indent));
+            }
+        };
+        for (at, item) in items.iter().enumerate() {
+            if at > 0 {
+                out.push_str(&self.separators[0]);
+            }
+            line(out, depth + 1);
+            write(item, out)?;
+        }
+        if !items.is_empty() {
+            line(out, depth);
+        }
+        out.push(close);
+        Ok(())
+    }
+
+    fn text(&self, text: &str, out: &mut String) {
+        out.push('"');
+        for c in text.chars() {
+            match c {
+                '"' => out.push_str("\\\""),
+                '\\' => out.push_str("\\\\"),
+                '\n' => out.push_str("\\n"),
+                '\r' => out.push_str("\\r"),
+                '\t' => out.push_str("\\t"),
+                '\u{8}' => out.push_str("\\b"),
+                '\u{c}' => out.push_str("\\f"),
+                c if c < ' ' || (self.ascii && !(' '..='~').contains(&c)) => {
+                    c.encode_utf16(&mut [0; 2]).iter().for_each(|unit| {
+                        let _ = write!(out, "\\u{unit:04x}");
+                    });
+                }
+                c => out.push(c),
+            }
+        }
+        out.push('"');
+    }
+}
+
+/// Methods of Python's texts and lists; the others are those of `pycompat`.
+pub fn method(state: &mut State<'_, '_>, value: &Value, name: &str, arguments: &[Value]) -> Result<Value, Error> {
+    let found = match value.as_str() {
+        Some(text) => text_method(text, name, arguments)?,
+        None if value.kind() == ValueKind::Seq && name == "index" => Some(index_of(value, arguments)?),
+        None => None,
+    };
+    found.map_or_else(|| pycompat::unknown_method_callback(state, value, name, arguments), Ok)
+}
+
+/// `list.index`.
+fn index_of(list: &Value, arguments: &[Value]) -> Result<Value, Error> {
+    let (what, start, end): (Value, Option<i64>, Option<i64>) = from_args(arguments)?;
+    let items: Vec<Value> = list.try_iter()?.collect();
+    let (start, end) = range(items.len(), start, end);
+    let at = (start..end).find(|&at| items[at] == what);
+    at.map(Value::from).ok_or_else(|| failed("the value is not in the list"))
+}
+
+/// Bounds of a slice, as Python clips them.
+fn range(length: usize, start: Option<i64>, end: Option<i64>) -> (usize, usize) {
+    let clip =
+        |at: i64| if at < 0 { length.saturating_sub(at.unsigned_abs() as usize) } else { length.min(at as usize) };
+    (start.map_or(0, clip), end.map_or(length, clip))
+}
+
+/// What `str.isspace` and the methods without an argument take for white space; beyond Unicode's property four separators.
+fn is_space(c: char) -> bool {
+    c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
+}
+
+fn strip<'a>(text: &'a str, characters: Option<&str>, left: bool, right: bool) -> &'a str {
+    let is_one = |c: char| characters.map_or_else(|| is_space(c), |characters| characters.contains(c));
+    let text = if left { text.trim_start_matches(is_one) } else { text };
+    if right { text.trim_end_matches(is_one) } else { text }
+}
+
+fn texts<'a>(parts: impl IntoIterator<Item = &'a str>) -> Value {
+    parts.into_iter().map(Value::from).collect()
+}
+
+fn text_method(text: &str, name: &str, arguments: &[Value]) -> Result<Option<Value>, Error> {
+    Ok(Some(match name {
+        "strip" | "lstrip" | "rstrip" => {
+            let (characters,): (Option<&str>,) = from_args(arguments)?;
+            Value::from(strip(text, characters, name != "rstrip", name != "lstrip"))
+        }
+        "split" | "rsplit" => split(text, name == "rsplit", arguments)?,
+        "splitlines" => {
+            let (keeps, named): (Option<bool>, Kwargs) = from_args(arguments)?;
+            let keeps = keeps.map_or_else(|| named.get::<Option<bool>>("keepends"), |keeps| Ok(Some(keeps)))?;
+            named.assert_all_used()?;
+            texts(lines(text, keeps.unwrap_or(false)))
+        }
+        "title" => {
+            let () = from_args(arguments)?;
+            Value::from(title(text))
+        }
+        "swapcase" => {
+            let () = from_args(arguments)?;
+            let swapped =
+                |c: char| if c.is_uppercase() { c.to_lowercase().to_string() } else { c.to_uppercase().to_string() };
+            Value::from(text.chars().map(swapped).collect::<String>())
+        }
+        "isspace" => {
+            let () = from_args(arguments)?;
+            Value::from(!text.is_empty() && text.chars().all(is_space))
+        }
+        "removeprefix" | "removesuffix" => {
+            let (part,): (&str,) = from_args(arguments)?;
+            let rest = if name == "removeprefix" { text.strip_prefix(part) } else { text.strip_suffix(part) };
+            Value::from(rest.unwrap_or(text))
+        }
+        "partition" | "rpartition" => {
+            let (separator,): (&str,) = from_args(arguments)?;
+            partition(text, separator, name == "rpartition")?
+        }
+        "ljust" | "rjust" | "center" | "zfill" => pad(text, name, arguments)?,
+        "find" | "rfind" | "index" | "rindex" => {
+            let (what, start, end): (&str, Option<i64>, Option<i64>) = from_args(arguments)?;
+            match (find(text, what, start, end, name.starts_with('r')), name) {
+                (Some(at), _) => Value::from(at),
+                (None, "find" | "rfind") => Value::from(-1),
+                (None, _) => return Err(failed("substring not found")),
+            }
+        }
+        "count" => {
+            let (what, start, end): (&str, Option<i64>, Option<i64>) = from_args(arguments)?;
+            let (start, end) = range(text.chars().count(), start, end);
+            let part: String = text.chars().skip(start).take(end.saturating_sub(start)).collect();
+            Value::from(part.matches(what).count())
+        }
+        "join" => {
+            let (values,): (Value,) = from_args(arguments)?;
+            let mut parts = vec![];
+            for (at, item) in values.try_iter()?.enumerate() {
+                let part = item.as_str().map(str::to_string);
+                parts.push(
+                    part.ok_or_else(|| failed(format!("`join`: expected texts, found a {} at {at}", item.kind())))?,
+                );
+            }
+            Value::from(parts.join(text))
+        }
+        _ => return Ok(None),
+    }))
+}
+
+/// `str.partition`: before, separator and after.
+fn partition(text: &str, separator: &str, from_right: bool) -> Result<Value, Error> {
+    if separator.is_empty() {
+        return Err(failed("`partition`: empty separator"));
+    }
+    let found = if from_right { text.rsplit_once(separator) } else { text.split_once(separator) };
+    let parts = match found {
+        Some((before, after)) => [before, separator, after],
+        None if from_right => ["", "", text],
+        None => [text, "", ""],
+    };
+    Ok(Value::from(Tuple::from(parts.map(Value::from))))
+}
+
+/// `str.find`: the place of a part in characters.
+fn find(text: &str, what: &str, start: Option<i64>, end: Option<i64>, last: bool) -> Option<usize> {
+    let length = text.chars().count();
+    if start.is_some_and(|start| start > length as i64) {
+        return None;
+    }
+    let (start, end) = range(length, start, end);
+    if start > end {
+        return None;
+    }
+    let part: String = text.chars().skip(start).take(end - start).collect();
+    let at = if last { part.rfind(what) } else { part.find(what) }?;
+    Some(start + part[..at].chars().count())
+}
+
+fn pad(text: &str, name: &str, arguments: &[Value]) -> Result<Value, Error> {
+    let (width, fill): (i64, Option<&str>) = from_args(arguments)?;
+    let fill = fill.unwrap_or(if name == "zfill" { "0" } else { " " });
+    let mut characters = fill.chars();
+    let (Some(fill), None) = (characters.next(), characters.next()) else {
+        return Err(failed(format!("`{name}`: the fill character must be exactly one character long")));
+    };
+    let width = usize::try_from(width).unwrap_or(0);
+    if width > WIDTH_MAX {
+        return Err(failed(format!("`{name}`: expected a width of at most {WIDTH_MAX}, found {width}")));
+    }
+    let missing = width.saturating_sub(text.chars().count());
+    let filled = |count: usize| fill.to_string().repeat(count);
+    Ok(Value::from(match name {
+        "ljust" => format!("{text}{}", filled(missing)),
+        "rjust" => format!("{}{text}", filled(missing)),
+        "center" => {
+            // CPython puts the odd one to the left where the width is odd, too.
+            let left = missing / 2 + (missing & width & 1);
+            format!("{}{text}{}", filled(left), filled(missing - left))
+        }
+        _ => {
+            let (sign, digits) = text.split_at(usize::from(text.starts_with(['+', '-'])));
+            format!("{sign}{}{digits}", filled(missing))
+        }
+    }))
+}
+
+fn split(text: &str, from_right: bool, arguments: &[Value]) -> Result<Value, Error> {
+    let (separator, most, named): (Option<Value>, Option<i64>, Kwargs) = from_args(arguments)?;
+    let separator = match separator {
+        Some(separator) => Some(separator),
+        None => named.get::<Option<Value>>("sep")?,
+    };
+    let most = match most {
+        Some(most) => Some(most),
+        None => named.get::<Option<i64>>("maxsplit")?,
+    };
+    named.assert_all_used()?;
+    let separator = separator.filter(|separator| !separator.is_none());
+    let most = most.and_then(|most| usize::try_from(most).ok()).unwrap_or(usize::MAX);
+    let Some(separator) = separator else { return Ok(texts(words(text, from_right, most))) };
+    let separator = separator.as_str().filter(|separator| !separator.is_empty());
+    let separator = separator.ok_or_else(|| failed("`split`: expected a text that is not empty as separator"))?;
+    let count = most.saturating_add(1);
+    Ok(if from_right {
+        let mut parts: Vec<&str> = text.rsplitn(count, separator).collect();
+        parts.reverse();
+        texts(parts)
+    } else {
+        texts(text.splitn(count, separator))
+    })
+}
+
+/// The words of a text, without the white space around them. After `most` of them the rest is the last one; from the right, the first.
+fn words(text: &str, from_right: bool, most: usize) -> Vec<&str> {
+    let mut parts = vec![];
+    let mut rest = strip(text, None, !from_right, from_right);
+    while !rest.is_empty() {
+        let cut = if from_right {
+            rest.char_indices().rfind(|(_, c)| is_space(*c))
+        } else {
+            rest.char_indices().find(|(_, c)| is_space(*c))
+        };
+        let Some((at, space)) = cut.filter(|_| parts.len() < most) else {
+            parts.push(rest);
+            break;
+        };
+        let (before, after) = (&rest[..at], &rest[at + space.len_utf8()..]);
+        let (word, left) = if from_right { (after, before) } else { (before, after) };
+        parts.push(word);
+        rest = strip(left, None, !from_right, from_right);
+    }
+    if from_right {
+        parts.reverse();
+    }
+    parts
+}
+
+/// `str.splitlines`.
+fn lines(text: &str, keeps: bool) -> Vec<&str> {
+    let is_end = |c: char| {
+        matches!(c, '\n' | '\r' | '\u{b}' | '\u{c}' | '\u{1c}'..='\u{1e}' | '\u{85}' | '\u{2028}' | '\u{2029}')
+    };
+    let mut parts = vec![];
+    let mut rest = text;
+    while let Some((at, end)) = rest.char_indices().find(|(_, c)| is_end(*c)) {
+        let length = if rest[at..].starts_with("\r\n") { 2 } else { end.len_utf8() };
+        parts.push(if keeps { &rest[..at + length] } else { &rest[..at] });
+        rest = &rest[at + length..];
+    }
+    if !rest.is_empty() {
+        parts.push(rest);
+    }
+    parts
+}
+
+/// `str.title`: a letter is a capital where no letter is before it.
+fn title(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut after_letter = false;
+    for c in text.chars() {
+        if after_letter {
+            out.extend(c.to_lowercase())
+        } else {
+            out.extend(c.to_uppercase())
+        }
+        after_letter = c.is_lowercase() || c.is_uppercase();
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::time::UNIX_EPOCH;
+
+    use crate::tokenizer::jinja::render;
+
+    /// Expressions and what CPython 3.12 with Jinja2 3.1 makes of them.
+    #[test]
+    fn expressions_give_the_text_of_python() {
+        for (expression, expected) in [
+            ("0.00001", "1e-05"),
+            ("0.00000015", "1.5e-07"),
+            ("0.0001", "0.0001"),
+            ("1e16", "1e+16"),
+            ("1e15", "1000000000000000.0"),
+            ("-2.5", "-2.5"),
+            ("[0.00001, 'a', (1,), {'b': 1e22}]", "[1e-05, 'a', (1,), {'b': 1e+22}]"),
+            ("0.00001 | string", "1e-05"),
+            ("[0.00001, 2] | join('|')", "1e-05|2"),
+            ("[{'a': 1}, {'a': 2}] | join(', ', attribute='a')", "1, 2"),
+            (
+                "{'min': 0.00001, 'big': 1e16, 'n': none, 't': true} | tojson",
+                r#"{"min": 1e-05, "big": 1e+16, "n": null, "t": true}"#,
+            ),
+            (
+                "{'b': 1, 'a': [1, {}]} | tojson(sort_keys=true, indent=2)",
+                "{\n  \"a\": [\n    1,\n    {}\n  ],\n  \"b\": 1\n}",
+            ),
+            ("{'a': [1, 2]} | tojson(separators=(',', ':'))", r#"{"a":[1,2]}"#),
+            ("'é😀\x7f<' | tojson(ensure_ascii=true)", r#""\u00e9\ud83d\ude00\u007f<""#),
+            ("'é😀\x7f<' | tojson", "\"é😀\x7f<\""),
+            ("{1: 2} | tojson(indent=0)", "{\n\"1\": 2\n}"),
+            (
+                "['a' is sequence, {} is sequence, [] is sequence, 1 is sequence, none is sequence]",
+                "[True, True, True, False, False]",
+            ),
+            ("'a.b.c'.rsplit('.', 1)", "['a.b', 'c']"),
+            ("' a  b c '.split(none, 1)", "['a', 'b c ']"),
+            ("' a  b c '.rsplit(none, 1)", "[' a  b', 'c']"),
+            ("' a  b '.split()", "['a', 'b']"),
+            ("'a,b'.split(sep=',', maxsplit=1)", "['a', 'b']"),
+            ("'prefix-x'.removeprefix('prefix-')", "x"),
+            ("'x.py'.removesuffix('.py')", "x"),
+            ("'k=v=w'.partition('=')", "('k', '=', 'v=w')"),
+            ("'k=v=w'.rpartition('=')", "('k=v', '=', 'w')"),
+            ("'kv'.partition('=')", "('kv', '', '')"),
+            ("'a'.ljust(3, '.') ~ 'b'.rjust(3) ~ 'c'.center(4, '*') ~ '-7'.zfill(4)", "a..  b*c**-007"),
+            ("'abcb'.index('b') ~ 'abcb'.rindex('b') ~ 'abcb'.find('b', 2) ~ 'abc'.find('z')", "133-1"),
+            ("[5, 6].index(6)", "1"),
+            ("\"they're bill's 3rd\".title()", "They'Re Bill'S 3Rd"),
+            ("'a\u{2028}b\r\nc\u{85}'.splitlines()", "['a', 'b', 'c']"),
+            ("'a\r\nb'.splitlines(keepends=true) | length", "2"),
+            ("'\u{1f}a\u{1f}'.strip() ~ '\u{1f}b ' | trim", "ab"),
+            ("'foo bar baz qux' | truncate(9)", "foo..."),
+            ("'foo bar baz qux' | truncate(9, true)", "foo ba..."),
+            ("'foo bar baz qux' | truncate(11)", "foo bar baz qux"),
+            ("'foo bar baz qux' | truncate(11, leeway=0, end='')", "foo bar"),
+            ("'%s has %d' | format('a', 3)", "a has 3"),
+            ("'a-b-a'.count('a', 1)", "1"),
+            ("'%s has %s' % ('a', [0.00001])", "a has [1e-05]"),
+            ("'%d %%' % 5", "5 %"),
+            ("'%05.2f|' % 3.14159 ~ 'b'", "03.14|b"),
+            ("'%(a)s-%(b)s' % {'a': 1, 'b': 2}", "1-2"),
+            ("'ab'.center(5, '*')", "**ab*"),
+        ] {
+            let rendered = render(&format!("{{{{ {expression} }}}}"), BTreeMap::new(), UNIX_EPOCH);
+            assert_eq!(rendered.expect(expression), expected, "{expression}");
+        }
+    }
+
+    #[test]
+    fn what_python_refuses_is_refused() {
+        for (expression, part) in [
+            ("missing | tojson", "kind undefined"),
+            ("{'a': 1}.items() | tojson", "kind"),
+            ("'a'.index('b')", "substring not found"),
+            ("[1].index(2)", "not in the list"),
+            ("'a'.partition('')", "empty separator"),
+            ("'a'.split('')", "not empty"),
+            ("','.join([1])", "expected texts"),
+            ("'abc' | truncate(2)", "at least 3"),
+            ("'a'.ljust(3, 'ab')", "exactly one"),
+            ("{1: 2, 'a': 3} | tojson(sort_keys=true)", "sort_keys"),
+            ("1 | tojson(default=2)", "default"),
+            ("'%s %s' % ('a',)", "missing an argument"),
+        ] {
+            let error = render(&format!("{{{{ {expression} }}}}"), BTreeMap::new(), UNIX_EPOCH).expect_err(expression);
+            let text = crate::tokenizer::jinja::chain(&error);
+            assert!(text.contains(part), "{expression}: {text}");
+        }
+    }
+}

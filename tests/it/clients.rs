@@ -1,0 +1,413 @@
+//! Tests what common clients send and expect, on models whose answers are known.
+
+use serde_json::{Value, json};
+
+use crate::cli_support::Place;
+use crate::http_client::{Reply, get, post, request, send};
+use crate::scripted::{self, CHATML, TOOLS};
+use crate::serve::{Server, refused};
+
+const CHAT: &str = "/v1/chat/completions";
+
+/// A server of a model that answers with `script`.
+fn answers(script: &[&str], template: &str) -> Server {
+    let script: Vec<&[u8]> = script.iter().map(|token| token.as_bytes()).collect();
+    answers_bytes(&script, template, |_, _| ())
+}
+
+fn answers_bytes(script: &[&[u8]], template: &str, change: impl FnOnce(&mut Value, &mut Value)) -> Server {
+    let place = Place::new();
+    let checkpoint = place.path("scripted");
+    std::fs::create_dir(&checkpoint).unwrap();
+    scripted::write(&checkpoint, script, template, change);
+    Server::start_of(place, &checkpoint, 512, "", |_| {})
+}
+
+fn ask(more: Value) -> Value {
+    let mut body = json!({ "messages": [{ "role": "user", "content": "Hi" }], "temperature": 0, "max_tokens": 100 });
+    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    body
+}
+
+fn choice(server: &Server, more: Value) -> Value {
+    server.ok(CHAT, &ask(more))["choices"][0].clone()
+}
+
+fn tool(name: &str, parameters: Value) -> Value {
+    json!({ "type": "function", "function": { "name": name, "parameters": parameters } })
+}
+
+/// Names and arguments of the calls of a message.
+fn calls(message: &Value) -> Vec<(String, Value)> {
+    let calls = message["tool_calls"].as_array().cloned().unwrap_or_default();
+    let call = |call: &Value| {
+        let function = &call["function"];
+        let arguments = serde_json::from_str(function["arguments"].as_str().unwrap()).unwrap();
+        (function["name"].as_str().unwrap().to_string(), arguments)
+    };
+    calls.iter().map(call).collect()
+}
+
+/// The message that a stream adds up to.
+fn streamed(reply: &Reply) -> Value {
+    let (mut message, mut calls) = (json!({ "content": "", "reasoning_content": "" }), vec![]);
+    for event in reply.events() {
+        let delta = &event["choices"][0]["delta"];
+        for name in ["content", "reasoning_content"] {
+            let text = message[name].as_str().unwrap().to_string() + delta[name].as_str().unwrap_or_default();
+            message[name] = json!(text);
+        }
+        calls.extend(delta["tool_calls"].as_array().cloned().unwrap_or_default());
+    }
+    message["tool_calls"] = json!(calls);
+    message
+}
+
+#[test]
+fn a_draft_in_thoughts_is_no_call() {
+    let call = |x: &str| format!("<tool_call>\n{{\"name\": \"w\", \"arguments\": {{\"x\": \"{x}\"}}}}\n</tool_call>");
+    let (draft, real) = (format!("perhaps {}", call("draft")), call("real"));
+    let server = answers(&["<think>", &draft, " no", "</think>", "\n\n", &real], TOOLS);
+    let tools = json!([tool("w", json!({ "type": "object", "properties": { "x": { "type": "string" } } }))]);
+    let whole = choice(&server, json!({ "tools": tools }));
+    assert_eq!(calls(&whole["message"]), [("w".to_string(), json!({ "x": "real" }))]);
+    assert_eq!(whole["finish_reason"], "tool_calls");
+    // A template without such tags leaves the block in the text.
+    assert_eq!(whole["message"]["content"], format!("<think>{draft} no</think>"));
+    let stream = post(server.address, CHAT, &ask(json!({ "tools": tools, "stream": true })));
+    assert_eq!(calls(&streamed(&stream)), calls(&whole["message"]));
+}
+
+#[test]
+fn thoughts_are_split_off_where_the_template_has_tags() {
+    let switch = CHATML.replace(
+        "assistant\n{% endif %}",
+        "assistant\n{% if enable_thinking is defined and not enable_thinking %}<think></think>\n{% endif %}{% endif %}",
+    );
+    let server = answers(&["<think>", "\nIt is", " 4.\n", "</think>", "\n\nFour"], &switch);
+    let message = choice(&server, json!({}))["message"].clone();
+    assert_eq!((&message["reasoning_content"], &message["content"]), (&json!("\nIt is 4.\n"), &json!("\n\nFour")));
+    let stream = streamed(&post(server.address, CHAT, &ask(json!({ "stream": true }))));
+    assert_eq!(
+        (&stream["reasoning_content"], &stream["content"]),
+        (&message["reasoning_content"], &message["content"])
+    );
+    // All of the text was thoughts.
+    let cut = choice(&server, json!({ "max_tokens": 2 }))["message"].clone();
+    assert_eq!((&cut["reasoning_content"], &cut["content"]), (&json!("\nIt is"), &Value::Null));
+    // The message can be sent back, and the settings change the prompt.
+    let history =
+        json!([{ "role": "user", "content": "Hi" }, message, { "role": "user", "content": "And?", "name": "Ann" }]);
+    choice(&server, json!({ "messages": history, "max_tokens": 1 }));
+    let count = |more: Value| server.ok(CHAT, &ask(more))["usage"]["prompt_tokens"].as_u64().unwrap();
+    let on = count(json!({}));
+    for off in [json!({ "chat_template_kwargs": { "enable_thinking": false } }), json!({ "reasoning_effort": "none" })]
+    {
+        assert_eq!(count(off), on + 16);
+    }
+    assert_eq!(count(json!({ "reasoning_effort": "high" })), on);
+    let tokenized = json!({ "messages": [{ "role": "user", "content": "Hi" }], "chat_template_kwargs": { "enable_thinking": false } });
+    assert_eq!(server.ok("/tokenize", &tokenized)["count"], on + 16);
+    refused(
+        &post(server.address, CHAT, &ask(json!({ "chat_template_kwargs": { "other": 1 } }))),
+        400,
+        "chat_template_kwargs",
+    );
+    // JSON is no thought.
+    let json = json!({ "response_format": { "type": "json_schema", "json_schema": { "schema": { "const": 5 } } } });
+    assert_eq!(choice(&server, json)["message"]["content"], "5");
+}
+
+#[test]
+fn a_prompt_that_begins_to_think_is_seen() {
+    let open = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}");
+    let server = answers(&["a", "</think>", "b"], &open);
+    let message = choice(&server, json!({}))["message"].clone();
+    assert_eq!((&message["reasoning_content"], &message["content"]), (&json!("a"), &json!("b")));
+}
+
+#[test]
+fn a_call_ends_where_its_object_ends() {
+    let close = "close </tool_call> here";
+    let written = format!(
+        "<tool_call>\n{{\"type\": \"function\", \"name\": \"w\", \"arguments\": {{\"x\": \"{close}\"}}}}\n</tool_call>"
+    );
+    let server = answers(&[&written, " and", &format!("more {written}")], TOOLS);
+    let schema = json!({ "type": "object", "properties": { "x": { "const": close } }, "required": ["x"], "additionalProperties": false });
+    let tools = json!([tool("w", schema)]);
+    let expected = [("w".to_string(), json!({ "x": close }))];
+    let both = choice(&server, json!({ "tools": tools }));
+    assert_eq!(calls(&both["message"]), [expected.clone(), expected.clone()].concat());
+    let one = server.ok(CHAT, &ask(json!({ "tools": tools, "parallel_tool_calls": false })));
+    assert_eq!(calls(&one["choices"][0]["message"]), expected);
+    assert_eq!(
+        (&one["choices"][0]["finish_reason"], &one["usage"]["completion_tokens"]),
+        (&json!("tool_calls"), &json!(1))
+    );
+    for forced in [json!("required"), json!({ "type": "function", "function": { "name": "w" } })] {
+        let forced = json!({ "tools": tools, "tool_choice": forced, "parallel_tool_calls": false, "max_tokens": 300 });
+        assert_eq!(calls(&choice(&server, forced)["message"]), expected);
+    }
+}
+
+#[test]
+fn a_strict_function_gets_arguments_of_its_schema() {
+    // The model would write other arguments, and a function that is not strict gets those.
+    let server = answers(
+        &["Well: ", "<tool_call>\n", "{\"name\": \"w\", \"arguments\": ", "{\"y\"", ": 2}", "}", "\n</tool_call>"],
+        TOOLS,
+    );
+    let schema = json!({ "type": "object", "properties": { "x": { "const": 1 } }, "required": ["x"], "additionalProperties": false });
+    let mut tools = json!([tool("w", schema)]);
+    let free = choice(&server, json!({ "tools": tools }));
+    assert_eq!(calls(&free["message"]), [("w".to_string(), json!({ "y": 2 }))]);
+    tools[0]["function"]["strict"] = json!(true);
+    let strict = choice(&server, json!({ "tools": tools, "max_tokens": 300 }));
+    assert_eq!(calls(&strict["message"]), [("w".to_string(), json!({ "x": 1 }))], "{strict}");
+    assert_eq!(strict["message"]["content"], "Well:");
+}
+
+#[test]
+fn a_function_without_parameters_gets_an_empty_object() {
+    let server = answers(&["a"], TOOLS);
+    for tool in [tool("now", json!({})), json!({ "type": "function", "function": { "name": "now" } })] {
+        let forced = json!({ "tools": [tool], "tool_choice": "required", "parallel_tool_calls": false, "temperature": 1, "seed": 1 });
+        assert_eq!(calls(&choice(&server, forced)["message"]), [("now".to_string(), json!({}))]);
+    }
+    let text = json!({ "tools": [tool("now", json!({ "type": "string" }))], "tool_choice": "required" });
+    refused(&post(server.address, CHAT, &ask(text)), 400, "tools[0].function.parameters");
+}
+
+#[test]
+fn earlier_messages_may_be_as_clients_keep_them() {
+    let server = answers(&["ok"], TOOLS);
+    let call = |arguments: Value| {
+        json!({ "role": "assistant", "content": null, "refusal": null, "annotations": [], "audio": null, "function_call": null,
+                "tool_calls": [{ "id": "c1", "type": "function", "index": null, "function": { "name": "now", "arguments": arguments } }] })
+    };
+    let history = |call: Value| {
+        let result = json!({ "role": "tool", "tool_call_id": "c1", "content": [{ "type": "text", "text": "9:00", "cache_control": null }] });
+        json!({ "messages": [{ "role": "user", "content": "Time?" }, call, result] })
+    };
+    for arguments in [json!(""), json!("{}"), Value::Null] {
+        assert_eq!(choice(&server, history(call(arguments)))["message"]["content"], "ok");
+    }
+    let huge = post(server.address, CHAT, &ask(history(call(json!("{\"n\": 123456789012345678901234567890}")))));
+    let error = refused(&huge, 400, "messages[1].tool_calls[0].function.arguments");
+    assert!(error["message"].as_str().unwrap().contains("123456789012345678901234567890"), "{error}");
+    // A template that shows no calls refuses them, also where ids are counted.
+    let plain = answers(&["ok"], CHATML);
+    for path in [CHAT, "/tokenize"] {
+        let mut body = history(call(json!("{}")));
+        body["add_generation_prompt"] = json!(true);
+        assert_eq!(refused(&post(plain.address, path, &body), 400, "messages")["code"], "unsupported_parameter");
+    }
+}
+
+#[test]
+fn a_template_for_tools_is_used_where_there_are_tools() {
+    let named = json!([{ "name": "default", "template": CHATML }, { "name": "tool_use", "template": TOOLS }]);
+    let script: [&[u8]; 2] = [b"<tool_call>\n{\"name\": \"w\", \"arguments\": {}}", b"\n</tool_call>"];
+    let server = answers_bytes(&script, CHATML, |_, tokenizer| tokenizer["chat_template"] = named);
+    let called = choice(&server, json!({ "tools": [tool("w", json!({ "type": "object", "properties": {} }))] }));
+    assert_eq!(calls(&called["message"]), [("w".to_string(), json!({}))]);
+}
+
+#[test]
+fn bytes_of_parts_put_together_are_the_character() {
+    let emoji = "\u{1F600}".as_bytes();
+    let server = answers_bytes(&[b"a ", &emoji[..1], &emoji[1..3], &emoji[3..], b" b"], CHATML, |_, _| ());
+    let choice = choice(&server, json!({ "logprobs": true, "top_logprobs": 1, "max_tokens": 5 }));
+    let tokens = choice["logprobs"]["content"].as_array().unwrap();
+    let bytes = |of: &dyn Fn(&Value) -> Value| {
+        let bytes = tokens.iter().flat_map(|token| of(token)["bytes"].as_array().unwrap().clone());
+        String::from_utf8(bytes.map(|byte| byte.as_u64().unwrap() as u8).collect()).unwrap()
+    };
+    assert_eq!(bytes(&|token| token.clone()), "a \u{1F600} b");
+    assert_eq!(bytes(&|token| token["top_logprobs"][0].clone()), "a \u{1F600} b");
+    assert_eq!(choice["message"]["content"], "a \u{1F600} b");
+}
+
+#[test]
+fn the_tokenizers_end_ends_a_text() {
+    for (config_eos, generation) in [(Value::Null, None), (json!(scripted::END), Some(json!({ "eos_token_id": 256 })))]
+    {
+        let place = Place::new();
+        let checkpoint = place.path("scripted");
+        std::fs::create_dir(&checkpoint).unwrap();
+        scripted::write(&checkpoint, &[b"Hello", b" world"], CHATML, |config, _| config["eos_token_id"] = config_eos);
+        if let Some(generation) = generation {
+            std::fs::write(checkpoint.join("generation_config.json"), generation.to_string()).unwrap();
+        }
+        place.manifest(&checkpoint, 512);
+        let generated = place.run("generate m.toml --chat Hi --max-tokens 12 --json").code(0).json();
+        assert_eq!((&generated["text"], &generated["stop"]), (&json!("Hello world"), &json!("eos")));
+        let server = Server::start_of(place, &checkpoint, 512, "", |_| {});
+        let choice = choice(&server, json!({ "max_tokens": 12 }));
+        assert_eq!((&choice["message"]["content"], &choice["finish_reason"]), (&json!("Hello world"), &json!("stop")));
+    }
+}
+
+#[test]
+fn logits_that_are_no_numbers_end_with_an_error() {
+    let place = Place::new();
+    let checkpoint = place.path("scripted");
+    std::fs::create_dir(&checkpoint).unwrap();
+    scripted::write(&checkpoint, &[b"a", b"bb"], CHATML, |_, _| ());
+    scripted::spoil(&checkpoint);
+    place.manifest(&checkpoint, 64);
+    for options in [
+        "--prompt x",
+        "--chat x",
+        "--prompt x --lookup 2",
+        "--prompt x --temperature 1",
+        "--prompt x --logprobs 1 --json",
+    ] {
+        let answer = place.run(&format!("generate m.toml --max-tokens 4 {options}"));
+        assert!(
+            answer.code == 70 && answer.stderr.contains("at least one number above -inf"),
+            "{options}: {answer:#?}"
+        );
+    }
+    let mut command = place.command("chat m.toml");
+    let said = command.write_stdin("Hi\n").assert().code(70);
+    assert!(said.get_output().stdout.is_empty());
+}
+
+#[test]
+fn thinking_is_turned_off_on_the_command_line() {
+    let place = Place::new();
+    let checkpoint = place.path("scripted");
+    std::fs::create_dir(&checkpoint).unwrap();
+    let switch = CHATML.replace(
+        "assistant\n{% endif %}",
+        "assistant\n{% if enable_thinking is defined and not enable_thinking %}<think></think>\n{% else %}<think>\n{% endif %}{% endif %}",
+    );
+    scripted::write(&checkpoint, &[b"ok"], &switch, |_, _| ());
+    place.manifest(&checkpoint, 512);
+    let ids = |options: &str| {
+        let answer = place.run(&format!("generate m.toml --chat Hi --max-tokens 1 --json {options}")).code(0).json();
+        answer["prompt_ids"].as_array().unwrap().len()
+    };
+    assert_eq!(ids("--no-think"), ids("") + "</think>".len());
+    let chat = place.command("chat m.toml --no-think").write_stdin("Hi\n").assert().code(0);
+    assert_eq!(String::from_utf8_lossy(&chat.get_output().stdout), "ok\n");
+    // A template without the setting does not know what is asked of it; one that cannot think does it anyway.
+    scripted::write(&checkpoint, &[b"ok"], &CHATML.replace("{% for m", "{# </think> #}{% for m"), |_, _| ());
+    place.run("generate m.toml --chat Hi --no-think").refused(&["reads no `enable_thinking`"]);
+}
+
+#[test]
+fn offsets_of_an_echo_lead_into_the_text() {
+    let server = Server::start("");
+    for stream in [false, true] {
+        let body = json!({ "prompt": "Once upon a time, 日 fox", "echo": true, "logprobs": 0, "max_tokens": 4, "temperature": 0, "stream": stream });
+        let reply = post(server.address, "/v1/completions", &body);
+        let events = if stream { reply.events() } else { vec![reply.json()] };
+        let (mut text, mut tokens, mut offsets) = (String::new(), vec![], vec![]);
+        for choice in events.iter().map(|event| &event["choices"][0]) {
+            text += choice["text"].as_str().unwrap();
+            tokens.extend(choice["logprobs"]["tokens"].as_array().cloned().unwrap_or_default());
+            offsets.extend(choice["logprobs"]["text_offset"].as_array().cloned().unwrap_or_default());
+        }
+        let characters: Vec<char> = text.chars().collect();
+        assert!(tokens.len() > 10 && tokens.len() == offsets.len());
+        let mut whole = 0;
+        for (token, offset) in tokens.iter().zip(&offsets) {
+            let (token, offset) = (token.as_str().unwrap(), offset.as_u64().unwrap() as usize);
+            // Special tokens are not in the text, and parts of a character begin where it does.
+            if !token.starts_with("<|") && !token.contains('\u{FFFD}') {
+                let found: String = characters[offset..].iter().take(token.chars().count()).collect();
+                assert_eq!(found, token);
+                whole += 1;
+            }
+        }
+        assert!(whole > 8, "{tokens:?}");
+    }
+}
+
+#[test]
+fn cached_tokens_are_a_part_of_the_prompt() {
+    let server = Server::start("");
+    let long = "Tell me of a fox and a bear who went to the river to fish, and of the boat they built. ".repeat(2);
+    let ask = |n: u32| json!({ "prompt": [long, "Once"], "max_tokens": 1, "n": n });
+    server.ok("/v1/completions", &ask(1));
+    let usage = server.ok("/v1/completions", &ask(4))["usage"].clone();
+    let (cached, prompt) = (usage["prompt_tokens_details"]["cached_tokens"].as_u64(), usage["prompt_tokens"].as_u64());
+    assert!(cached > Some(0) && cached <= prompt, "{usage}");
+}
+
+#[test]
+fn a_request_is_answered_under_the_servers_own_name() {
+    let server = Server::start("--allow-host box.example --allow-origin https://chat.example");
+    let ask = |head: &str| send(server.address, &format!("GET /v1/models HTTP/1.1\r\nConnection: close\r\n{head}\r\n"));
+    let port = server.address.port();
+    for host in [&format!("localhost:{port}"), "127.0.0.1", "[::1]:80", "box.example:1"] {
+        assert_eq!(ask(&format!("Host: {host}\r\n")).status, 200, "{host}");
+    }
+    assert_eq!(refused(&ask(&format!("Host: pages.example:{port}\r\n")), 403, "")["code"], "host_not_allowed");
+    for heads in ["", "Host: localhost\r\nHost: localhost\r\n"] {
+        refused(&ask(heads), 400, "");
+    }
+    let old = send(server.address, "GET /health HTTP/1.0\r\n\r\n");
+    assert_eq!(old.status, 200);
+    // Pages of other sites.
+    let origin = |reply: &Reply| reply.header("access-control-allow-origin").map(str::to_string);
+    let allowed = ask("Host: localhost\r\nOrigin: https://chat.example\r\n");
+    assert_eq!((allowed.status, origin(&allowed).as_deref()), (200, Some("https://chat.example")));
+    assert_eq!(origin(&ask("Host: localhost\r\nOrigin: https://pages.example\r\n")), None);
+    let preflight = |origin: &str| {
+        let head = format!(
+            "Origin: {origin}\r\nAccess-Control-Request-Method: POST\r\nAccess-Control-Request-Headers: authorization,content-type\r\n"
+        );
+        send(server.address, &request("OPTIONS", CHAT, &head, ""))
+    };
+    let answer = preflight("https://chat.example");
+    assert_eq!((answer.status, answer.header("access-control-allow-methods")), (204, Some("GET, POST")));
+    assert_eq!(answer.header("access-control-allow-headers"), Some("authorization,content-type"));
+    let other = preflight("https://pages.example");
+    assert_eq!((other.status, origin(&other)), (405, None));
+    assert_eq!(get(server.address, "/health").header("access-control-allow-origin"), None);
+}
+
+#[test]
+fn what_is_no_plain_json_is_told_what_is_expected() {
+    let server = Server::start("");
+    let body = r#"{"prompt": "Once", "max_tokens": 1}"#;
+    let coded = |coding: &str| {
+        let head = format!("Content-Type: application/json\r\nContent-Encoding: {coding}\r\n");
+        send(server.address, &request("POST", "/v1/completions", &head, body)).status
+    };
+    assert_eq!([coded("gzip"), coded("zstd"), coded("identity")], [415, 415, 200]);
+    for (more, param, expected) in [
+        (json!({ "stop": 5 }), "stop", "expected a text or a list of texts"),
+        (
+            json!({ "tool_choice": 5 }),
+            "tool_choice",
+            "expected `none`, `auto`, `required` or an object that names a function",
+        ),
+        (json!({ "tool_choice": {} }), "tool_choice", "missing field `type`"),
+        (json!({ "response_format": 5 }), "response_format", "expected an object"),
+        (json!({ "stream": true, "stream_options": 5 }), "stream_options", "expected an object"),
+        (json!({ "tools": [5] }), "tools", "expected an object"),
+        (json!({ "messages": [5] }), "messages", "expected an object"),
+        (json!({ "chat_template_kwargs": 5 }), "chat_template_kwargs", "expected an object"),
+        (json!({ "logit_bias": 5 }), "logit_bias", "expected an object"),
+    ] {
+        let error = refused(&post(server.address, CHAT, &ask(more.clone())), 400, param);
+        assert!(error["message"].as_str().unwrap().contains(expected), "{more}: {error}");
+    }
+    let schema =
+        |schema: Value| json!({ "response_format": { "type": "json_schema", "json_schema": { "schema": schema } } });
+    let exact = server.ok(CHAT, &ask(schema(json!({ "const": 9007199254740991u64 }))));
+    assert_eq!(exact["choices"][0]["message"]["content"], "9007199254740991");
+    let error = refused(
+        &post(server.address, CHAT, &ask(schema(json!({ "const": 1234567890123456789u64 })))),
+        400,
+        "response_format",
+    );
+    assert!(
+        error["message"].as_str().unwrap().contains("the number 1234567890123456789 cannot be kept exactly"),
+        "{error}"
+    );
+}
