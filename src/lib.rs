@@ -6,6 +6,7 @@ pub mod error;
 pub mod format;
 pub mod id;
 
+pub mod address;
 pub mod digest;
 pub mod fields;
 pub mod files;

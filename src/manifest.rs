@@ -32,6 +32,10 @@
 //! seed = 0                     # default 0
 //! margin = 0.01                # a candidate replaces the best one only if it is faster by this fraction; default 0.01
 //!
+//! [cache]                      # optional; no part of any key
+//! remote = "s3://bucket/prefix?region=eu-central-1"   # without credentials (docs/cache.md)
+//! mode = "read-write"          # read-write, read or off; default read-write
+//!
 //! [[target]]                   # one or more
 //! record = "cpu"               # a builtin name, or the path of a record
 //! candidate = "splits=12"      # knobs that differ from the default, as trials print them; optional
@@ -44,6 +48,7 @@ use std::path::{Path, PathBuf};
 
 use toml::Spanned;
 
+use crate::address::{AddressError, RemoteAddress, RemoteMode, RemotePlace};
 use crate::dtype::{DType, Precision};
 use crate::error::Fault;
 use crate::fields::{FILE_NAME_IN_WORDS, Fields, is_file_name, read_document};
@@ -92,7 +97,15 @@ pub struct ManifestFile {
     pub precision: PrecisionFile,
     pub decode: DecodeFile,
     pub search: SearchFile,
+    pub cache: Option<CacheFile>,
     pub targets: Vec<TargetFile>,
+}
+
+/// `[cache]` as it was typed.
+#[derive(Debug, Clone)]
+pub struct CacheFile {
+    pub remote: Spanned<String>,
+    pub mode: Option<RemoteMode>,
 }
 
 /// `[[target]]` as it was typed.
@@ -167,6 +180,8 @@ pub struct Manifest {
     pub candidates: BTreeMap<String, String>,
     /// By name of a target: the measured figures of its record.
     pub measured: BTreeMap<String, Measured>,
+    /// Where other machines find what this one builds.
+    pub remote: Option<RemotePlace>,
     /// Folder of the manifest, where its relative paths are looked up first.
     pub base_dir: PathBuf,
 }
@@ -211,6 +226,9 @@ pub enum ManifestError {
     File(#[from] FileError),
     #[error(transparent)]
     Invalid(#[from] Rejection),
+    /// The text is not shown: it would have the credentials in it.
+    #[error("`cache.remote` of `{}`: {error}", path.display())]
+    Secret { path: PathBuf, error: AddressError },
     /// The manifest names a record that exists and is invalid.
     #[error(transparent)]
     Target(TargetError),
@@ -221,6 +239,10 @@ impl ManifestError {
         match self {
             ManifestError::File(error) => error.into(),
             ManifestError::Invalid(rejection) => Fault::input(rejection.render(style)),
+            ManifestError::Secret { ref error, .. } => {
+                let remedy = error.remedy();
+                Fault::input(self.to_string()).with_remedy(remedy)
+            }
             ManifestError::Target(error) => error.into_fault(style),
         }
     }
@@ -248,6 +270,10 @@ fn read_manifest(fields: &mut Fields<'_>) -> Option<ManifestFile> {
     let precision = fields.required("precision", |f, key| f.table(key, read_precision));
     let decode = fields.required("decode", |f, key| f.table(key, read_decode));
     let search = fields.table("search", read_search);
+    let cache = fields.table("cache", |f| {
+        let (remote, mode) = (f.required("remote", Fields::text), f.choice("mode", &RemoteMode::NAMED));
+        Some(CacheFile { remote: remote?, mode: mode.map(Spanned::into_inner) })
+    });
     let targets = fields.required("target", |f, key| {
         f.tables(key, TARGETS_COUNT_MAX, |target| {
             let (record, candidate) = (target.required("record", Fields::text), target.text("candidate"));
@@ -260,6 +286,7 @@ fn read_manifest(fields: &mut Fields<'_>) -> Option<ManifestFile> {
         precision: precision?,
         decode: decode?,
         search: search.unwrap_or_default(),
+        cache,
         targets: targets?,
     })
 }
@@ -360,7 +387,7 @@ impl Manifest {
     /// The manifest as text for hashing: one `name value` line for each field that can change what a build makes, the
     /// targets' [`Target::key_text`] at the end, each with its [`Measured::key_text`].
     ///
-    /// Left out are `name`, a label, and `base_dir`: what a path leads to is keyed by the stage that reads it.
+    /// Left out are `name`, a label, `remote`, a place, and `base_dir`: what a path leads to is keyed by the stage that reads it.
     pub fn key_text(&self) -> String {
         let Manifest {
             name: _,
@@ -374,6 +401,7 @@ impl Manifest {
             targets,
             candidates,
             measured: _,
+            remote: _,
             base_dir: _,
         } = self;
         let Precision { weights, cache, wire } = precision;
@@ -420,8 +448,9 @@ impl Manifest {
 /// Fills in defaults and compares fields with each other. Adds what is wrong to `faults`; the manifest that comes
 /// back is good only if there are none.
 fn resolve(file: &ManifestFile, path: &Path, faults: &mut Vec<Diagnostic>) -> Result<Manifest, ManifestError> {
-    let ManifestFile { name, model, precision, decode, search, targets } = file;
+    let ManifestFile { name, model, precision, decode, search, cache: shared, targets } = file;
     let base_dir = files::folder_of(path);
+    let remote = resolve_cache(shared.as_ref(), path, faults)?;
     check_source(model, faults);
     let PrecisionFile { weights: asked, head, embed, layers, cache, activations } = precision;
     let weights = if asked.code == Code::F32 { DType::F32 } else { DType::Bf16 };
@@ -451,8 +480,26 @@ fn resolve(file: &ManifestFile, path: &Path, faults: &mut Vec<Diagnostic>) -> Re
         targets,
         candidates,
         measured,
+        remote,
         base_dir,
     })
+}
+
+fn resolve_cache(
+    typed: Option<&CacheFile>,
+    path: &Path,
+    faults: &mut Vec<Diagnostic>,
+) -> Result<Option<RemotePlace>, ManifestError> {
+    let Some(CacheFile { remote, mode }) = typed else { return Ok(None) };
+    match RemoteAddress::parse(remote.get_ref()) {
+        Ok(address) => Ok(Some(RemotePlace { address, mode: mode.unwrap_or_default() })),
+        Err(error @ AddressError::Credentials { .. }) => Err(ManifestError::Secret { path: path.to_path_buf(), error }),
+        Err(error) => {
+            let fault = Diagnostic::new("`cache.remote` is no address", remote.span(), error.to_string());
+            faults.push(fault.with_help(error.remedy()));
+            Ok(None)
+        }
+    }
 }
 
 fn name_of(path: &Path, faults: &mut Vec<Diagnostic>) -> String {
@@ -718,6 +765,7 @@ record = \"cpu\"
                 targets: vec![Target::builtin("cpu").expect("builtin")],
                 candidates: BTreeMap::new(),
                 measured: BTreeMap::from([("cpu".to_string(), Measured::default())]),
+                remote: None,
                 base_dir: PathBuf::from("some"),
             }
         );

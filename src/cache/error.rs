@@ -21,6 +21,12 @@ pub enum CacheError {
     Vanished { path: PathBuf },
     #[error("the key of the cache in `{}` cannot be used: {reason}", path.display())]
     Key { path: PathBuf, reason: String },
+    #[error("cannot {action} the remote cache `{address}`: {reason}")]
+    Remote { action: &'static str, address: String, reason: String },
+    #[error("the remote cache of `{variable}` cannot be used: {reason}")]
+    RemoteAddress { variable: &'static str, reason: String, remedy: &'static str },
+    #[error("there is no remote cache")]
+    NoRemote,
     #[error("expected a stage name of lower-case letters, digits, `-` and `_`, found `{stage}`")]
     StageName { stage: String },
 }
@@ -61,6 +67,13 @@ impl From<CacheError> for Fault {
                 .with_remedy("another program changes the cache folder, or the disk loses writes: run again"),
             CacheError::Key { .. } => Fault::environment(message).with_remedy(
                 "make one with `openssl rand -hex 32`, or unset `MONOBLOC_CACHE_KEY_FILE` to use entries without a signature",
+            ),
+            CacheError::Remote { .. } => Fault::environment(message).with_remedy(
+                "check the address, the credentials in the environment and the network; builds go on without it",
+            ),
+            CacheError::RemoteAddress { remedy, .. } => Fault::environment(message).with_remedy(remedy),
+            CacheError::NoRemote => Fault::input(message).with_remedy(
+                "set `MONOBLOC_REMOTE_CACHE`, such as `s3://BUCKET/PREFIX?region=REGION`; docs/cache.md has all forms",
             ),
             CacheError::StageName { .. } => Fault::internal(message),
         }

@@ -78,6 +78,11 @@ impl FileDigests {
 /// blake3 of the first `bytes` bytes. Reads by position, so that a shared descriptor keeps its offset; ordinary reads
 /// rather than a mapping, because a mapped file that shrinks kills the process. `progress` is called with each count of bytes.
 pub(super) fn hash_prefix(file: &File, bytes: u64, progress: &mut dyn FnMut(u64)) -> io::Result<Digest> {
+    Ok(Digest::from(hasher_of_prefix(file, bytes, progress)?.finalize()))
+}
+
+/// As [`hash_prefix`], to be continued.
+pub(super) fn hasher_of_prefix(file: &File, bytes: u64, progress: &mut dyn FnMut(u64)) -> io::Result<blake3::Hasher> {
     let mut buffer = vec![0u8; READ_BYTES.min(usize::try_from(bytes).unwrap_or(READ_BYTES))];
     let mut hasher = blake3::Hasher::new();
     let mut at = 0;
@@ -91,7 +96,15 @@ pub(super) fn hash_prefix(file: &File, bytes: u64, progress: &mut dyn FnMut(u64)
         at += run.len() as u64;
         progress(run.len() as u64);
     }
-    Ok(Digest::from(hasher.finalize()))
+    Ok(hasher)
+}
+
+/// Maps an entry that is sent in one request, so that it is never in memory as a whole.
+#[cfg(feature = "remote")]
+pub(super) fn map(file: &File) -> io::Result<memmap2::Mmap> {
+    // SAFETY: a mapping is unsound only if the file changes under it. Entries are written under another name and never again after
+    // their rename; a collector removes the name, which leaves a mapping whole.
+    unsafe { memmap2::Mmap::map(file) }
 }
 
 /// What the file system says about a file.

@@ -28,6 +28,11 @@ mod files;
 mod frame;
 mod key;
 pub(crate) mod lock;
+#[cfg(not(feature = "remote"))]
+#[path = "no_remote.rs"]
+mod remote;
+#[cfg(feature = "remote")]
+mod remote;
 mod store;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -44,8 +49,10 @@ pub use files::{FileDigest, FileDigests};
 pub use key::Key;
 pub use store::{Entry, GcReport, LARGE_BYTES, Problem, ProblemKind, StageStats, Stats};
 
+use crate::address::{RemoteAddress, RemoteMode, RemotePlace};
 use crate::digest::Digest;
 use lock::LockError;
+use remote::Remote;
 use store::{Found, Store};
 
 /// Where a cache lives.
@@ -58,28 +65,88 @@ pub struct Places {
     pub shared_read_only: bool,
     /// A file with the [`Key`] that seals entries. Without one, every writer of a folder is trusted with its entries.
     pub key_file: Option<PathBuf>,
+    /// A store of objects that several machines reach: asked last, written after a build, never required.
+    pub remote: Option<RemoteText>,
+}
+
+/// A remote cache as the environment names it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RemoteText {
+    /// A URL; docs/cache.md has its forms.
+    pub address: String,
+    /// `read-write` unless it says `read` or `off`.
+    pub mode: Option<String>,
+}
+
+/// What a command moved between a folder and the remote cache, or removed there.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Moved {
+    pub entries: u64,
+    pub bytes: u64,
+    /// What was there already, or stays.
+    pub there: u64,
 }
 
 impl Places {
-    /// Variable that names the folder of the cache. The cache reads these four variables and no others.
+    /// Variable that names the folder of the cache. The cache reads these variables, and for a remote cache those of its store.
     pub const ROOT_VARIABLE: &'static str = "MONOBLOC_CACHE_DIR";
     /// Variable that names the shared folder.
     pub const SHARED_VARIABLE: &'static str = "MONOBLOC_SHARED_CACHE";
     /// Variable that makes the shared folder read-only: `1`.
     pub const READ_ONLY_VARIABLE: &'static str = "MONOBLOC_SHARED_CACHE_READ_ONLY";
+    /// Variable that has the address of the remote cache.
+    pub const REMOTE_VARIABLE: &'static str = "MONOBLOC_REMOTE_CACHE";
+    /// Variable that says how the remote cache is used.
+    pub const REMOTE_MODE_VARIABLE: &'static str = "MONOBLOC_REMOTE_CACHE_MODE";
     /// Variable that names the file of the key.
     pub const KEY_VARIABLE: &'static str = "MONOBLOC_CACHE_KEY_FILE";
 
-    /// `MONOBLOC_CACHE_DIR` in place of `default_root`, `MONOBLOC_SHARED_CACHE` as the folder to share, and the key of
-    /// `MONOBLOC_CACHE_KEY_FILE`. Empty means unset.
+    /// `MONOBLOC_CACHE_DIR` in place of `default_root`, `MONOBLOC_SHARED_CACHE` as the folder to share, the key of
+    /// `MONOBLOC_CACHE_KEY_FILE`, and `MONOBLOC_REMOTE_CACHE`. Empty means unset.
     pub fn from_environment(default_root: &Path) -> Places {
         let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+        let text =
+            |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(|v| v.to_string_lossy().into_owned());
         Places {
             root: variable(Self::ROOT_VARIABLE).unwrap_or_else(|| default_root.to_path_buf()),
             shared: variable(Self::SHARED_VARIABLE),
             shared_read_only: variable(Self::READ_ONLY_VARIABLE).is_some_and(|value| value.as_os_str() != "0"),
             key_file: variable(Self::KEY_VARIABLE),
+            remote: text(Self::REMOTE_VARIABLE)
+                .map(|address| RemoteText { address, mode: text(Self::REMOTE_MODE_VARIABLE) }),
         }
+    }
+
+    /// The remote cache of a manifest, unless the environment names one. `MONOBLOC_REMOTE_CACHE_MODE` says how it is used, too.
+    pub fn with_remote_of(mut self, remote: Option<&RemotePlace>) -> Places {
+        if let (None, Some(RemotePlace { address, mode })) = (&self.remote, remote) {
+            let asked = std::env::var(Self::REMOTE_MODE_VARIABLE).ok().filter(|mode| !mode.is_empty());
+            let mode = Some(asked.unwrap_or_else(|| mode.name().to_string()));
+            self.remote = Some(RemoteText { address: address.to_string(), mode });
+        }
+        self
+    }
+
+    /// The remote cache, if it is in use.
+    ///
+    /// # Errors
+    /// A text that is no address, or that has credentials in it.
+    pub fn remote(&self) -> Result<Option<RemotePlace>, CacheError> {
+        let Some(RemoteText { address, mode }) = &self.remote else { return Ok(None) };
+        let mode = match mode.as_deref() {
+            None => RemoteMode::default(),
+            Some(mode) => RemoteMode::parse(mode).ok_or_else(|| CacheError::RemoteAddress {
+                variable: Self::REMOTE_MODE_VARIABLE,
+                reason: "expected `off`, `read` or `read-write`".to_string(),
+                remedy: "unset it to read and write",
+            })?,
+        };
+        let address = RemoteAddress::parse(address).map_err(|error| CacheError::RemoteAddress {
+            variable: Self::REMOTE_VARIABLE,
+            reason: error.to_string(),
+            remedy: error.remedy(),
+        })?;
+        Ok((mode != RemoteMode::Off).then_some(RemotePlace { address, mode }))
     }
 }
 
@@ -96,6 +163,12 @@ pub enum Note {
     Unsigned { stage: String, key: Digest, path: PathBuf },
     /// The shared folder could not be used; the build continues without it.
     Shared { action: &'static str, reason: String },
+    /// The remote cache could not be used; the build continues without it. Told once for each action.
+    Remote { action: &'static str, reason: String },
+    /// A large entry arrives from the remote cache. Sent about every ten seconds.
+    Fetching { stage: String, key: Digest, bytes: u64, bytes_all: u64 },
+    /// The process waits until its entries are in the remote cache.
+    Sending,
 }
 
 impl fmt::Display for Note {
@@ -124,6 +197,12 @@ impl fmt::Display for Note {
             // An error of the file system says itself what cannot be done.
             Note::Shared { reason, .. } if reason.starts_with("cannot ") => write!(f, "shared cache: {reason}"),
             Note::Shared { action, reason } => write!(f, "shared cache: cannot {action}: {reason}"),
+            Note::Remote { action, reason } => write!(f, "remote cache: cannot {action}: {reason}"),
+            Note::Fetching { stage, key, bytes, bytes_all } => {
+                let (mib, mib_all) = (bytes >> 20, bytes_all >> 20);
+                write!(f, "{stage} {} arrives from the remote cache: {mib} of {mib_all} MiB", key.short())
+            }
+            Note::Sending => f.write_str("waiting until the new entries are in the remote cache"),
         }
     }
 }
@@ -144,6 +223,7 @@ pub struct Cache {
     store: Store,
     shared: Option<Store>,
     shared_read_only: bool,
+    remote: Option<Remote>,
     key_file: Option<PathBuf>,
     /// Entries without the seal of our key that were reported already.
     unsigned: Mutex<BTreeSet<PathBuf>>,
@@ -159,19 +239,25 @@ impl Drop for Cache {
         for copy in copies.into_values() {
             let _ = copy.join();
         }
+        if let Some(remote) = &self.remote {
+            remote.finish();
+        }
     }
 }
 
 impl Cache {
     /// Opens or creates the cache in `root`. A folder that cannot be written is an error only when something must be stored.
     pub fn open(root: impl Into<PathBuf>) -> Result<Cache, CacheError> {
-        Cache::open_places(&Places { root: root.into(), shared: None, shared_read_only: false, key_file: None }, |_| {})
+        let (shared, key_file, remote) = (None, None, None);
+        Cache::open_places(&Places { root: root.into(), shared, shared_read_only: false, key_file, remote }, |_| {})
     }
 
     /// Opens both folders. `note` is called on damage, waiting, and failures of the shared folder; it may be called by the thread
     /// of any call below, and by the cache's own threads.
     pub fn open_places(places: &Places, note: impl Fn(&Note) + Send + Sync + 'static) -> Result<Cache, CacheError> {
-        let &Places { ref root, ref shared, shared_read_only, ref key_file } = places;
+        let &Places { ref root, ref shared, shared_read_only, ref key_file, remote: _ } = places;
+        let note: Arc<dyn Fn(&Note) + Send + Sync> = Arc::new(note);
+        let remote = places.remote()?.and_then(|place| Remote::open(place, Arc::clone(&note)));
         let key = key_file.as_deref().map(Key::read).transpose()?;
         let store = Store::open(root, key.as_ref())?;
         // Not made here: the folder of a misspelt name, or of a disk that is not mounted, would be filled and never read.
@@ -193,8 +279,7 @@ impl Cache {
             None => None,
         };
         let (unsigned, copies) = (Mutex::default(), Mutex::default());
-        let (key_file, note) = (key_file.clone(), Arc::new(note));
-        Ok(Cache { store, shared, shared_read_only, key_file, unsigned, note, copies })
+        Ok(Cache { store, shared, shared_read_only, remote, key_file: key_file.clone(), unsigned, note, copies })
     }
 
     pub fn root(&self) -> &Path {
@@ -208,6 +293,10 @@ impl Cache {
             shared: self.shared.as_ref().map(|shared| shared.root().to_path_buf()),
             shared_read_only: self.shared_read_only,
             key_file: self.key_file.clone(),
+            remote: self.remote.as_ref().map(|remote| {
+                let RemotePlace { address, mode } = remote.place();
+                RemoteText { address: address.to_string(), mode: Some(mode.name().to_string()) }
+            }),
         }
     }
 
@@ -221,7 +310,7 @@ impl Cache {
         if let Some(entry) = self.get_own(stage, key)? {
             return Ok(Some(entry));
         }
-        let found = self.get_shared(stage, key);
+        let found = self.get_shared(stage, key).or_else(|| self.get_remote(stage, key));
         if found.is_none() {
             self.tell_unsigned(stage, key);
         }
@@ -254,6 +343,9 @@ impl Cache {
             && let Err(error) = shared.remove(stage, key)
         {
             (self.note)(&Note::Shared { action: "remove an entry", reason: error.to_string() });
+        }
+        if let Some(remote) = &self.remote {
+            remote.remove(&self.store, stage, key);
         }
         self.store.remove(stage, key)
     }
@@ -394,6 +486,14 @@ impl Cache {
         }
     }
 
+    /// A hit in the remote cache, copied here and to the shared folder. Any failure is a note and a miss.
+    fn get_remote(&self, stage: &str, key: &Digest) -> Option<Entry> {
+        let entry = self.remote.as_ref()?.fetch(&self.store, stage, key)?;
+        let why = self.store.why(stage, key).unwrap_or_default();
+        self.write_shared(stage, key, &why);
+        Some(entry)
+    }
+
     /// Copies an entry of the shared folder here in the background, unless a thread does so already.
     fn copy_meanwhile(&self, shared: &Store, stage: &str, key: &Digest) {
         let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
@@ -410,6 +510,13 @@ impl Cache {
     }
 
     fn write_through(&self, stage: &str, key: &Digest, why: &str) {
+        self.write_shared(stage, key, why);
+        if let Some(remote) = &self.remote {
+            remote.send(&self.store, stage, key);
+        }
+    }
+
+    fn write_shared(&self, stage: &str, key: &Digest, why: &str) {
         let Some(shared) = self.shared.as_ref().filter(|_| !self.shared_read_only) else { return };
         if let Err(error) = copy(&self.store, shared, stage, key, why) {
             (self.note)(&Note::Shared { action: "write", reason: error.to_string() });
@@ -448,6 +555,45 @@ impl Cache {
     /// remembered as good. `progress` is called with (bytes read, bytes in all).
     pub fn verify(&self, progress: &mut dyn FnMut(u64, u64)) -> Result<Vec<Problem>, CacheError> {
         self.store.verify(progress)
+    }
+
+    fn remote(&self) -> Result<&Remote, CacheError> {
+        self.remote.as_ref().ok_or(CacheError::NoRemote)
+    }
+
+    /// Sends the entries of this folder that the remote cache lacks. `progress` is called with (bytes done, bytes in all).
+    ///
+    /// # Errors
+    /// No remote cache, or the first failure of it.
+    pub fn push(&self, progress: &mut dyn FnMut(u64, u64)) -> Result<Moved, CacheError> {
+        self.remote()?.push(&self.store, progress)
+    }
+
+    /// Brings the entries of the remote cache here that this folder lacks.
+    ///
+    /// # Errors
+    /// As [`Cache::push`].
+    pub fn pull(&self, progress: &mut dyn FnMut(u64, u64)) -> Result<Moved, CacheError> {
+        self.remote()?.pull(&self.store, progress)
+    }
+
+    /// Reads every byte of the remote cache; returns what was read, and names of damaged files with what is wrong.
+    ///
+    /// # Errors
+    /// As [`Cache::push`].
+    pub fn verify_remote(
+        &self,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<(Moved, Vec<(String, String)>), CacheError> {
+        self.remote()?.verify(&self.store, progress)
+    }
+
+    /// Removes entries of the remote cache that were written longer than `age` ago.
+    ///
+    /// # Errors
+    /// As [`Cache::push`].
+    pub fn gc_remote(&self, age: Duration) -> Result<Moved, CacheError> {
+        self.remote()?.gc(&self.store, age)
     }
 }
 

@@ -4,10 +4,16 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fs::{self, File, FileTimes};
 use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
+#[cfg(feature = "remote")]
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 use std::{fmt, mem};
+
+use tempfile::NamedTempFile;
+#[cfg(feature = "remote")]
+use tempfile::TempPath;
 
 use super::error::CacheError;
 use super::files::{Identity, Memory, TEMPORARY, hash_prefix, new_temporary, read_framed, replace};
@@ -28,6 +34,10 @@ const WHY_BYTES_MAX: u64 = 16 << 20;
 const REMAINS_AGE: Duration = Duration::from_secs(3600);
 /// A temporary file is locked right after it was created; one that is still unlocked after this is a leftover.
 const UNLOCKED_AGE: Duration = Duration::from_secs(60);
+/// Begins the names of entries that arrive in parts.
+const PARTIAL: &str = "part-";
+/// An entry of which a part arrived is kept this long for a process that goes on with it.
+const PARTIAL_AGE: Duration = Duration::from_secs(24 * 3600);
 /// <https://bford.info/cachedir/>: backup programs skip a folder with this file.
 const CACHEDIR_TAG: &str = "Signature: 8a477f597d28d172789f06886806bc55\n\
                             # Everything here can be built again; deleting it costs time only.\n";
@@ -126,6 +136,42 @@ pub(super) struct Damaged {
     pub reason: Damage,
     /// Open, to distinguish it from a sound file that another process publishes at its name meanwhile.
     file: File,
+}
+
+/// An entry that arrives in parts. It keeps its name, so that another process can go on where this one was interrupted.
+#[cfg(feature = "remote")]
+pub(super) struct Partial {
+    file: File,
+    path: PathBuf,
+}
+
+#[cfg(feature = "remote")]
+impl Partial {
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub fn file(&mut self) -> &mut File {
+        &mut self.file
+    }
+
+    /// The hash and the length of what is there, at most `bytes_max`. What is written next follows it.
+    pub fn begun(&mut self, bytes_max: u64) -> Result<(blake3::Hasher, u64), CacheError> {
+        let fault = |source| CacheError::io("read", &self.path, source);
+        let bytes = self.file.metadata().map_err(fault)?.len();
+        if bytes > bytes_max {
+            self.discard()?;
+            return Ok((blake3::Hasher::new(), 0));
+        }
+        let hasher = super::files::hasher_of_prefix(&self.file, bytes, &mut |_| {}).map_err(fault)?;
+        self.file.seek(SeekFrom::Start(bytes)).map_err(fault)?;
+        Ok((hasher, bytes))
+    }
+
+    pub fn discard(&mut self) -> Result<(), CacheError> {
+        let fault = |source| CacheError::io("write", &self.path, source);
+        self.file.set_len(0).and_then(|()| self.file.rewind()).map_err(fault)
+    }
 }
 
 /// Numbers and sizes of files, for people.
@@ -238,7 +284,7 @@ impl Store {
     }
 
     /// The name of an entry; its seal covers the name, too.
-    fn entry_name(&self, stage: &str, key: &Digest) -> String {
+    pub fn entry_name(&self, stage: &str, key: &Digest) -> String {
         entry_name(&key::suffix(self.key()), stage, key)
     }
 
@@ -369,6 +415,22 @@ impl Store {
         let content = hash_prefix(file.as_file(), bytes, &mut |_| {}).map_err(fault)?;
         let line = frame::seal(self.key(), "entry", &name, bytes, &content);
         file.seek(SeekFrom::Start(bytes)).and_then(|_| file.write_all(line.as_bytes())).map_err(fault)?;
+        Ok(self.publish(stage, key, why, file, bytes, content)?)
+    }
+
+    /// Gives a sealed file its name; returns the digest of what the cache then holds.
+    fn publish(
+        &self,
+        stage: &str,
+        key: &Digest,
+        why: &str,
+        mut file: NamedTempFile,
+        bytes: u64,
+        content: Digest,
+    ) -> Result<Digest, CacheError> {
+        let name = self.entry_name(stage, key);
+        let path = self.root.join(&name);
+        let fault = |source| CacheError::io("write", &path, source);
         file.as_file().sync_data().map_err(fault)?;
 
         // The key text first, so that every visible entry can be explained.
@@ -393,7 +455,7 @@ impl Store {
                 Err(error) => error,
             };
             if error.error.kind() != ErrorKind::AlreadyExists {
-                return Err(fault(error.error).into());
+                return Err(fault(error.error));
             }
             file = error.file;
             match self.read(&name, LARGE_BYTES, &mut |_| {})? {
@@ -404,7 +466,7 @@ impl Store {
                 }
             }
         }
-        Err(CacheError::Vanished { path }.into())
+        Err(CacheError::Vanished { path })
     }
 
     /// Publishes a checked entry of another store here.
@@ -423,6 +485,59 @@ impl Store {
                 Ok(())
             }),
         }
+    }
+
+    /// The file of an entry that arrives in parts, with what an interrupted process left of it if this one has the lock of the entry.
+    #[cfg(feature = "remote")]
+    pub fn partial(&self, name: &str, locked: bool) -> Result<Partial, CacheError> {
+        let folder = self.root.join(TEMPORARY);
+        fs::create_dir_all(&folder).map_err(|source| CacheError::io("create", &folder, source))?;
+        let own = if locked { String::new() } else { format!("-{}", std::process::id()) };
+        let path = folder.join(format!("{PARTIAL}{}{own}", Digest::of(name.as_bytes())));
+        let fault = |source| CacheError::io("write", &path, source);
+        let file = File::options().read(true).write(true).create(true).truncate(false).open(&path).map_err(fault)?;
+        Ok(Partial { file, path })
+    }
+
+    /// Publishes a file whose content was hashed while it was written; `line` is its seal.
+    #[cfg(feature = "remote")]
+    pub fn publish_partial(
+        &self,
+        (stage, key, why): (&str, &Digest, &str),
+        partial: Partial,
+        (bytes, content): (u64, Digest),
+        line: &[u8],
+    ) -> Result<Digest, CacheError> {
+        let Partial { mut file, path } = partial;
+        let fault = |source| CacheError::io("write", &path, source);
+        file.seek(SeekFrom::Start(bytes)).and_then(|_| file.write_all(line)).map_err(fault)?;
+        file.set_len(bytes + line.len() as u64).map_err(fault)?;
+        file.set_permissions(fs::Permissions::from_mode(0o444)).map_err(fault)?;
+        let file = NamedTempFile::from_parts(file, TempPath::try_from_path(&path).map_err(fault)?);
+        self.publish(stage, key, why, file, bytes, content)
+    }
+
+    /// Stage and key of a file of this layout and key, and whether it is a key text.
+    #[cfg(feature = "remote")]
+    pub fn entry_of(&self, name: &str) -> Option<(String, Digest, bool)> {
+        let (entry, is_why) = name.strip_suffix(".why").map_or((name, false), |entry| (entry, true));
+        let mut parts = entry.split('/');
+        let (bucket, _, key) = (parts.next()?, parts.next()?, Digest::parse(parts.next()?).ok()?);
+        let stage = bucket.strip_suffix(&bucket_suffix(&key::suffix(self.key())))?;
+        check_stage(stage).ok()?;
+        // One spelling: other names are not ours.
+        (self.entry_name(stage, &key) == entry).then(|| (stage.to_string(), key, is_why))
+    }
+
+    /// Names and sizes of all entries of this layout and key, without key texts.
+    #[cfg(feature = "remote")]
+    pub fn entries(&self) -> Result<Vec<(String, u64)>, CacheError> {
+        let files = self.walk(&self.root)?.into_iter().filter_map(|(path, metadata)| {
+            let name = path.strip_prefix(&self.root).ok()?.to_str()?.to_string();
+            let is_entry = self.entry_of(&name).is_some_and(|(_, _, is_why)| !is_why);
+            is_entry.then_some((name, metadata.len()))
+        });
+        Ok(files.collect())
     }
 
     /// Takes the lock to build one entry.
@@ -547,7 +662,9 @@ impl Store {
 
         for (path, metadata) in self.walk(&self.root.join(TEMPORARY))? {
             let age = metadata.modified().map_or(Duration::ZERO, age);
+            let partial = path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(PARTIAL));
             let left = match lock::holder(&path) {
+                _ if partial => age >= PARTIAL_AGE,
                 Holder::Free => age >= UNLOCKED_AGE,
                 Holder::Held => false,
                 Holder::Unknown => age >= REMAINS_AGE,

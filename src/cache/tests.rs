@@ -37,7 +37,7 @@ fn noted(places: &Places) -> (Cache, Arc<Mutex<Vec<Note>>>) {
 }
 
 fn local(root: &Path) -> Places {
-    Places { root: root.to_path_buf(), shared: None, shared_read_only: false, key_file: None }
+    Places { root: root.to_path_buf(), shared: None, shared_read_only: false, key_file: None, remote: None }
 }
 
 /// Damages an entry on purpose; entries are read-only, so permissions change first.
@@ -354,6 +354,7 @@ fn a_shared_folder_serves_a_second_machine_and_is_never_required() {
         shared: Some(shared.clone()),
         shared_read_only: false,
         key_file: None,
+        remote: None,
     };
     let (here, _) = noted(&places("here"));
     assert_eq!(build(&here, 1).1, Outcome::Built);
@@ -393,6 +394,7 @@ fn a_shared_folder_serves_a_second_machine_and_is_never_required() {
         shared: Some(file),
         shared_read_only: false,
         key_file: None,
+        remote: None,
     });
     assert_eq!(build(&alone, 1).1, Outcome::Built);
     let notes = notes.lock().unwrap();

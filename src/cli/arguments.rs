@@ -9,7 +9,8 @@ use clap::builder::{PossibleValue, PossibleValuesParser, StringValueParser, Type
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum, ValueHint};
 
-use super::units::{parse_age, parse_bias, parse_bytes, parse_ids, parse_minutes, parse_trials};
+use super::units::{parse_age, parse_bias, parse_bytes, parse_digest, parse_ids, parse_minutes, parse_trials};
+use crate::digest::Digest;
 use crate::flywheel::Verdict;
 use crate::lower::LayerOp;
 use crate::pipeline::SHOW_STAGES;
@@ -30,6 +31,10 @@ Environment:
   MONOBLOC_SHARED_CACHE  a folder that machines share: read on a miss, written after a build
   MONOBLOC_SHARED_CACHE_READ_ONLY
                          1: that folder is only read
+  MONOBLOC_REMOTE_CACHE  a store that machines share, such as s3://BUCKET/PREFIX?region=REGION: read last, written after a
+                         build; its credentials come from AWS_ACCESS_KEY_ID, ~/.aws, ~/.netrc and the like
+  MONOBLOC_REMOTE_CACHE_MODE
+                         read-write, read or off
   MONOBLOC_CACHE_KEY_FILE
                          a file with 64 hex digits that seal cache entries; entries with no such
                          seal are not used
@@ -110,6 +115,8 @@ pub enum Command {
     Validate(Validate),
     Show(Show),
     Explain(Explain),
+    Plan(Plan),
+    Run(Run),
     Import(Import),
     Doctor(Doctor),
     Cache(Cache),
@@ -141,7 +148,20 @@ pub const GROUPS: [(&str, &[&str]); 4] = [
     ("Search", &["tune", "tune-op", "status", "next", "report", "flywheel"]),
     (
         "Inspect",
-        &["validate", "show", "explain", "import", "schema", "targets", "completions", "man", "doctor", "cache"],
+        &[
+            "validate",
+            "show",
+            "explain",
+            "plan",
+            "run",
+            "import",
+            "schema",
+            "targets",
+            "completions",
+            "man",
+            "doctor",
+            "cache",
+        ],
     ),
 ];
 
@@ -1008,6 +1028,58 @@ pub struct Explain {
     pub json: bool,
 }
 
+/// Print the stages that builds would run as jobs for other machines
+///
+/// A line for each stage: its key, stage, target, what it needs, manifest. With `--json` it is a matrix, as GitHub Actions takes
+/// it. The machines need the same manifests and one cache, such as a remote one. docs/fleet.md has workflows.
+#[derive(Debug, Args)]
+#[command(
+    verbatim_doc_comment,
+    after_help = "\
+Examples:
+  monobloc plan manifests/*.toml
+  monobloc plan manifests/*.toml --needs nvrtc --json     # {\"include\": [{\"key\": ..., \"target\": ...}]}
+  monobloc plan m.toml --needs gpu | while read key rest; do monobloc run m.toml --stage $key; done"
+)]
+pub struct Plan {
+    /// Manifests to build
+    #[arg(required = true)]
+    pub manifest: Vec<PathBuf>,
+    /// Print only stages that need this
+    #[arg(long, value_name = "WHAT")]
+    pub needs: Option<NeedsWord>,
+    /// Print stages with a result in the cache, too
+    #[arg(long)]
+    pub all: bool,
+    /// Print one JSON object, a matrix
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum NeedsWord {
+    /// The program and the checkpoint
+    Host,
+    /// The CUDA compiler library, and no GPU
+    Nvrtc,
+    /// A GPU that the target describes
+    Gpu,
+}
+
+/// Run one stage of a plan, and what it needs that is not in the cache
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Example:
+  monobloc run manifests/smollm.toml --stage KEY   # a key that `monobloc plan` printed")]
+pub struct Run {
+    /// Manifests of the plan
+    #[arg(required = true)]
+    pub manifest: Vec<PathBuf>,
+    /// Key of the stage
+    #[arg(long, value_name = "KEY", value_parser = parse_digest)]
+    pub stage: Digest,
+}
+
 /// Print what a checkpoint is, or every reason why it is not supported
 ///
 /// Reads the config and the headers of the weight files, never the weights.
@@ -1051,13 +1123,15 @@ pub struct Doctor {
     pub json: bool,
 }
 
-/// Show, clean up or verify the cache
+/// Show, clean up or verify the cache, or copy it to and from the remote one
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   monobloc cache stats
   monobloc cache gc --max-size 5G --min-age 12h
-  monobloc cache verify && echo sound")]
+  monobloc cache verify && echo sound
+  MONOBLOC_REMOTE_CACHE=s3://bucket/monobloc monobloc cache push
+  monobloc cache gc --remote --older-than 4w")]
 pub struct Cache {
     #[command(subcommand)]
     pub action: CacheAction,
@@ -1079,12 +1153,33 @@ pub enum CacheAction {
         /// Keep what was used within this time: s, m, h, d or w
         #[arg(long, value_name = "AGE", default_value = "1d", value_parser = parse_age)]
         min_age: Duration,
+        /// Remove entries of the remote cache instead, by the time since they were written
+        #[arg(long, requires = "older_than", conflicts_with_all = ["max_size", "min_age"])]
+        remote: bool,
+        /// Age from which entries of the remote cache are removed: s, m, h, d or w
+        #[arg(long, value_name = "AGE", requires = "remote", value_parser = parse_age)]
+        older_than: Option<Duration>,
+        /// Print one JSON object
+        #[arg(long)]
+        json: bool,
+    },
+    /// Send the entries that the remote cache lacks
+    Push {
+        /// Print one JSON object
+        #[arg(long)]
+        json: bool,
+    },
+    /// Bring the entries of the remote cache here
+    Pull {
         /// Print one JSON object
         #[arg(long)]
         json: bool,
     },
     /// Read every byte and list what is damaged; exit code 1 if anything is
     Verify {
+        /// Read the remote cache instead
+        #[arg(long)]
+        remote: bool,
         /// Print one JSON object
         #[arg(long)]
         json: bool,

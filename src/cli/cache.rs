@@ -1,4 +1,4 @@
-//! Owns `cache stats`, `gc` and `verify`.
+//! Owns `cache stats`, `gc`, `verify`, `push` and `pull`.
 
 use serde_json::json;
 
@@ -6,7 +6,7 @@ use super::Outcome;
 use super::arguments::{Cache, CacheAction};
 use super::session::Session;
 use super::units::bytes_text;
-use crate::cache::{GcReport, Problem, ProblemKind, StageStats, Stats};
+use crate::cache::{CacheError, GcReport, Moved, Problem, ProblemKind, StageStats, Stats};
 use crate::error::Fault;
 use crate::report::Report;
 use crate::text::counted;
@@ -17,7 +17,11 @@ const PROGRESS_BYTES_MIN: u64 = 1 << 30;
 pub fn cache(session: &Session, asked: &Cache) -> Result<Outcome, Fault> {
     let (terminal, root) = (&session.terminal, &session.places.root);
     // Opening would create the folder, but a cache that does not exist is most likely a mistyped name.
-    if !root.is_dir() {
+    let brings = matches!(
+        asked.action,
+        CacheAction::Pull { .. } | CacheAction::Gc { remote: true, .. } | CacheAction::Verify { remote: true, .. }
+    );
+    if !root.is_dir() && !brings {
         return Err(Fault::input(format!("there is no cache at `{}`", root.display()))
             .with_remedy("name it with `--cache`; the first build makes it"));
     }
@@ -30,8 +34,21 @@ pub fn cache(session: &Session, asked: &Cache) -> Result<Outcome, Fault> {
                 false => terminal.print(&format!("cache `{}`\n{}", root.display(), stats_text(&stats)))?,
             }
         }
-        CacheAction::Gc { max_size, min_age, json } => gc_told(session, cache.gc(max_size, min_age)?, json)?,
-        CacheAction::Verify { json } => return verify(session, &cache, json),
+        CacheAction::Gc { remote: true, older_than: Some(age), json, .. } => {
+            let removed = cache.gc_remote(age)?;
+            moved_told(session, "removed", "files stay", removed, json)?;
+        }
+        CacheAction::Gc { max_size, min_age, json, .. } => gc_told(session, cache.gc(max_size, min_age)?, json)?,
+        CacheAction::Push { json } => {
+            let moved = with_progress(json, |progress| cache.push(progress))?;
+            moved_told(session, "sent", "were there", moved, json)?;
+        }
+        CacheAction::Pull { json } => {
+            let moved = with_progress(json, |progress| cache.pull(progress))?;
+            moved_told(session, "brought", "were here", moved, json)?;
+        }
+        CacheAction::Verify { remote: true, json } => return verify_remote(session, &cache, json),
+        CacheAction::Verify { remote: false, json } => return verify(session, &cache, json),
     }
     Ok(Outcome::Done)
 }
@@ -63,21 +80,64 @@ fn gc_told(session: &Session, done: Option<GcReport>, json: bool) -> Result<(), 
     }
 }
 
-fn verify(session: &Session, cache: &crate::cache::Cache, json: bool) -> Result<Outcome, Fault> {
-    let terminal = &session.terminal;
+/// Runs `work`, which calls its argument with (bytes done, bytes in all), with a bar if it takes long.
+fn with_progress<T>(
+    json: bool,
+    work: impl FnOnce(&mut dyn FnMut(u64, u64)) -> Result<T, CacheError>,
+) -> Result<T, CacheError> {
     let report = if json { Report::quiet() } else { Report::to_stderr() };
-    let mut progress = None;
-    let (mut bytes_told, mut bytes_read) = (0, 0);
-    let found = cache.verify(&mut |read, all| {
-        bytes_read = read;
+    let (mut bar, mut bytes_told) = (None, 0);
+    work(&mut |done, all| {
         if all >= PROGRESS_BYTES_MIN {
-            let bar = progress.get_or_insert_with(|| report.progress("MiB", all >> 20));
-            let more = read.saturating_sub(bytes_told) >> 20;
+            let bar = bar.get_or_insert_with(|| report.progress("MiB", all >> 20));
+            let more = done.saturating_sub(bytes_told) >> 20;
             bar.inc(more);
             bytes_told += more << 20;
         }
+    })
+}
+
+/// What `push`, `pull` or `gc --remote` did.
+fn moved_told(session: &Session, verb: &str, rest: &str, moved: Moved, json: bool) -> Result<(), Fault> {
+    let Moved { entries, bytes, there } = moved;
+    match json {
+        true => session.terminal.print_json(&json!({ "entries": entries, "bytes": bytes, "there": there })),
+        false => {
+            let entries = counted(entries, "entry");
+            session.terminal.print(&format!("{verb} {entries}, {}; {there} {rest}\n", bytes_text(bytes)))
+        }
+    }
+}
+
+fn verify_remote(session: &Session, cache: &crate::cache::Cache, json: bool) -> Result<Outcome, Fault> {
+    let (read, problems) = with_progress(json, |progress| cache.verify_remote(progress))?;
+    let sound = problems.is_empty();
+    let listed: Vec<String> = problems.iter().map(|(name, reason)| format!("`{name}`: damaged: {reason}")).collect();
+    if json {
+        session.terminal.print_json(&json!({
+            "sound": sound, "entries": read.entries, "bytes": read.bytes, "problems": listed,
+        }))?;
+    } else {
+        listed.iter().try_for_each(|line| session.terminal.print(&format!("{line}\n")))?;
+        let (verdict, found) = match sound {
+            true => (session.terminal.good("sound"), "no problem".to_string()),
+            false => (session.terminal.bad("damaged"), counted(listed.len() as u64, "problem")),
+        };
+        let (entries, bytes) = (counted(read.entries, "entry"), bytes_text(read.bytes));
+        session.terminal.print(&format!("{verdict}: {found} in {entries}, {bytes} read\n"))?;
+    }
+    Ok(if sound { Outcome::Done } else { Outcome::No })
+}
+
+fn verify(session: &Session, cache: &crate::cache::Cache, json: bool) -> Result<Outcome, Fault> {
+    let terminal = &session.terminal;
+    let mut bytes_read = 0;
+    let found = with_progress(json, |progress| {
+        cache.verify(&mut |read, all| {
+            bytes_read = read;
+            progress(read, all);
+        })
     })?;
-    drop(progress);
     // Leftovers of a killed process are never read as entries, so they are no damage.
     let (strays, problems): (Vec<Problem>, Vec<Problem>) =
         found.into_iter().partition(|problem| problem.kind == ProblemKind::Stray);

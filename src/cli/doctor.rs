@@ -6,6 +6,7 @@ use super::Outcome;
 use super::arguments::Doctor;
 use super::session::Session;
 use super::units::bytes_text;
+use crate::address::RemotePlace;
 use crate::cache::{Key, Places};
 use crate::cuda::driver::{Device, DeviceIdentity};
 use crate::cuda::nvrtc::Nvrtc;
@@ -54,14 +55,23 @@ pub fn doctor(session: &Session, asked: &Doctor) -> Result<Outcome, Fault> {
 fn version() -> Finding {
     let version = env!("CARGO_PKG_VERSION");
     let hub = cfg!(feature = "hub");
-    let text = format!("{version}, {} the hub", if hub { "with" } else { "without" });
-    Finding { name: "monobloc", text, json: json!({ "version": version, "hub": hub }), sound: true }
+    let remote = cfg!(feature = "remote");
+    let word = |there| if there { "with" } else { "without" };
+    let text = format!("{version}, {} the hub, {} remote caches", word(hub), word(remote));
+    let json = json!({ "version": version, "hub": hub, "remote": remote });
+    Finding { name: "monobloc", text, json, sound: true }
 }
 
 fn cache(session: &Session) -> Finding {
     let root = session.places.root.display().to_string();
     let shared = session.places.shared.as_ref().map(|shared| shared.display().to_string());
     let shared_text = shared.iter().map(|shared| format!("\nshared with `{shared}`")).collect::<String>();
+    let remote = session.places.remote();
+    let remote_text = match &remote {
+        Ok(Some(RemotePlace { address, mode })) => format!("\nremote `{address}` ({})", mode.name()),
+        _ => String::new(),
+    };
+    let remote_json = remote.as_ref().ok().and_then(|remote| Some(remote.as_ref()?.address.to_string()));
     let key = session.places.key_file.as_deref().map(|path| (path.display().to_string(), Key::read(path)));
     let key_text = match &key {
         Some((path, Ok(key))) => format!("\nsealed with the key {} of `{path}`", key.id()),
@@ -75,12 +85,15 @@ fn cache(session: &Session) -> Finding {
     let key_id = key.as_ref().and_then(|(_, key)| Some(key.as_ref().ok()?.id().to_string()));
     let finding = |text: String, state: &str, entries: u64, bytes: u64, sound: bool| Finding {
         name: "cache",
-        text: format!("`{root}`: {text}{shared_text}{key_text}"),
+        text: format!("`{root}`: {text}{shared_text}{remote_text}{key_text}"),
         json: json!({
-            "root": root, "shared": shared, "key": key_id, "state": state, "entries": entries, "bytes": bytes,
+            "root": root, "shared": shared, "remote": remote_json, "key": key_id, "state": state, "entries": entries, "bytes": bytes,
         }),
         sound,
     };
+    if let Err(error) = &remote {
+        return finding(error.to_string(), "unusable", 0, 0, false);
+    }
     if let Some((_, Err(error))) = &key {
         return finding(error.to_string(), "unusable", 0, 0, false);
     }

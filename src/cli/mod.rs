@@ -18,6 +18,7 @@ mod generate;
 mod import;
 mod init;
 pub(crate) mod places;
+mod plan;
 mod printer;
 mod score;
 mod serve;
@@ -110,6 +111,8 @@ fn answer(session: &Session, command: Command) -> Result<Outcome, Fault> {
         Command::Validate(asked) => validate::validate(session, &asked),
         Command::Show(asked) => build::show(session, &asked),
         Command::Explain(asked) => build::explain(session, &asked),
+        Command::Plan(asked) => plan::plan(session, &asked),
+        Command::Run(asked) => plan::run(session, &asked),
         Command::Import(asked) => import::import(session, &asked),
         Command::Doctor(asked) => doctor::doctor(session, &asked),
         Command::Calibrate(asked) => calibrate::calibrate(session, &asked),

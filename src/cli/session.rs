@@ -1,5 +1,6 @@
 //! Owns what every command starts with: the paths of the command line, the manifest, and the target.
 
+use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -11,6 +12,7 @@ use super::builtin;
 use super::init::{self, Found, Written};
 use super::places;
 use super::terminal::{self, Terminal};
+use crate::address::RemotePlace;
 use crate::cache::{Cache, Note, Places};
 use crate::error::Fault;
 use crate::files;
@@ -31,6 +33,8 @@ pub struct Session {
     quiet: bool,
     /// Whether a failure of the shared cache was told.
     told_of_share: Arc<AtomicBool>,
+    /// The remote cache of the manifest that was read last.
+    remote: RefCell<Option<RemotePlace>>,
 }
 
 /// What a command prints while it works.
@@ -47,7 +51,15 @@ impl Session {
         let mut places = Places::from_environment(&places::cache_root());
         places.root = cache.unwrap_or(places.root);
         let trials = trials.unwrap_or_else(places::trials_file);
-        Session { terminal: Terminal::new(color), places, trials, verbose, quiet, told_of_share: Arc::default() }
+        Session {
+            terminal: Terminal::new(color),
+            places,
+            trials,
+            verbose,
+            quiet,
+            told_of_share: Arc::default(),
+            remote: RefCell::default(),
+        }
     }
 
     /// Opens the cache and the rest of what a build works with.
@@ -87,14 +99,16 @@ impl Session {
 
     /// As [`read_given`].
     pub fn given(&self, path: &Path, target: Option<&str>) -> Result<Given, Fault> {
-        read_given(path, target, &self.places.root, self.terminal.style)
+        let given = read_given(path, target, &self.places.root, self.terminal.style)?;
+        self.remote.replace(given.manifest.remote.clone());
+        Ok(given)
     }
 
     /// Builds a model up to the proof. An export is taken as it is: no cache is opened, unless one of its kernels has to be checked here.
     pub fn ready(&self, given: &Given, target: &Target, talk: Talk, checks: &Checks) -> Result<Ready, Fault> {
         let ready = match &given.exported {
             Some(exported) => {
-                let (places, trials, talks) = (self.places.clone(), self.trials.clone(), self.talks(talk));
+                let (places, trials, talks) = (self.places_of_manifest(), self.trials.clone(), self.talks(talk));
                 let told = Arc::clone(&self.told_of_share);
                 let open = move || {
                     Ok(Workspace {
@@ -111,13 +125,20 @@ impl Session {
     }
 
     pub fn open_cache(&self) -> Result<Cache, Fault> {
-        open_cache(&self.places, &self.told_of_share)
+        open_cache(&self.places_of_manifest(), &self.told_of_share)
+    }
+
+    /// The places of the command line and the environment, with the remote cache of the manifest that was read last.
+    fn places_of_manifest(&self) -> Places {
+        self.places.clone().with_remote_of(self.remote.borrow().as_ref())
     }
 
     /// As [`resolved_manifest`].
     pub fn manifest<'a>(&self, path: &Path, targets: impl IntoIterator<Item = &'a str>) -> Result<Manifest, Fault> {
         let targets: Vec<&str> = targets.into_iter().collect();
-        resolved_manifest(path, &targets, &self.places.root, self.terminal.style)
+        let manifest = resolved_manifest(path, &targets, &self.places.root, self.terminal.style)?;
+        self.remote.replace(manifest.remote.clone());
+        Ok(manifest)
     }
 }
 

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::arguments::Ids;
+use crate::digest::Digest;
 
 /// `1,2,3`; blanks and one pair of brackets around it are accepted.
 pub fn parse_ids(text: &str) -> Result<Ids, String> {
@@ -56,6 +57,11 @@ pub fn parse_age(text: &str) -> Result<Duration, String> {
     };
     let seconds = number.parse::<u64>().ok().and_then(|number| number.checked_mul(seconds)).ok_or_else(expected)?;
     Ok(Duration::from_secs(seconds))
+}
+
+/// A key as `plan` prints it.
+pub fn parse_digest(text: &str) -> Result<Digest, String> {
+    Digest::parse(text).map_err(|_| format!("expected a key of 64 hex digits, found `{text}`"))
 }
 
 /// `30`, `0.5`: above 0, up to a week.

@@ -184,11 +184,12 @@ impl Model {
         let serving = serving(&given.manifest, &target, sequences_max, chunk_max, cache_tokens)?;
         let has_tokenizer = tokens.is_some() && session::has_tokenizer(&given)?;
         let report = move || if verbose { Report::to_stderr().without_cached() } else { Report::quiet() };
+        let Given { manifest, exported } = given;
+        let places = places.with_remote_of(manifest.remote.as_ref());
         let open = move || {
             let cache = Cache::open_places(&places, |_| {})?;
             Ok(Workspace { cache, report: report(), trials: places::trials_file() })
         };
-        let Given { manifest, exported } = given;
         let ready = match exported {
             Some(exported) => Ready::exported(report(), exported, &target)?.checks_in(Box::new(open)),
             None => Ready::built(open()?, &manifest, &target)?,

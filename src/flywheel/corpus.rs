@@ -9,7 +9,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::{fmt, mem};
 
@@ -177,7 +177,7 @@ pub fn encoded(name: &Path, text: &str) -> io::Result<Vec<u8>> {
 
 /// Appends rows, creating file and header if needed. All rows before a failure are in the file, whole.
 pub fn append(path: &Path, trials: &[Trial]) -> Result<(), CorpusError> {
-    append_locked(path, |_| Ok(trials.to_vec())).map(|_| ())
+    append_locked(path, |_, append| append(trials))
 }
 
 /// Result of a merge.
@@ -190,35 +190,59 @@ pub struct MergeReport {
     pub broken: Vec<BrokenRow>,
 }
 
-/// Appends to `output` every row of `inputs` that it does not have. Nothing in `output` is rewritten.
+/// Appends to `output` every row of `inputs` that it does not have. Nothing in `output` is rewritten. One input is in memory at a
+/// time; of other rows their ids are.
 pub fn merge<P: AsRef<Path>>(inputs: &[P], output: &Path) -> Result<MergeReport, CorpusError> {
-    let mut reader = Reader::default();
     for input in inputs {
         let input = input.as_ref();
         // A missing input of a merge is a mistake, unlike a corpus that has no trial yet.
         fs::metadata(input).map_err(|source| CorpusError::io("read", input, source))?;
-        reader.read(input)?;
     }
-    let mut report = MergeReport { rows_added: 0, duplicates: reader.duplicates, broken: Vec::new() };
-    let incoming = reader.finish();
-    report.broken = incoming.broken;
-    append_locked(output, |file| {
-        let mut present = Reader::default();
-        present.read_open(output, file)?;
-        let known: HashSet<Digest> = present.trials.iter().map(Trial::trial_id).collect();
-        let mut rows = incoming.trials;
-        let all = rows.len();
-        rows.retain(|trial| !known.contains(&trial.trial_id()));
-        report.rows_added = rows.len() as u64;
-        report.duplicates += (all - rows.len()) as u64;
-        report.broken.extend(present.broken.into_iter().filter(|row| !report.broken.contains(row)).collect::<Vec<_>>());
-        Ok(rows)
+    let mut report = MergeReport { rows_added: 0, duplicates: 0, broken: Vec::new() };
+    append_locked(output, |file, append| {
+        let mut reader = Reader { forgets: true, ..Reader::default() };
+        reader.read_open(output, file)?;
+        let (present, present_broken) = (reader.earlier.len() as u64, std::mem::take(&mut reader.broken));
+        for input in inputs {
+            let input = input.as_ref();
+            // It is locked, and its rows are known.
+            if is_same_file(file, input) {
+                report.duplicates += present;
+                continue;
+            }
+            let (earlier, duplicates) = (std::mem::take(&mut reader.earlier), 0);
+            reader = Reader { earlier, duplicates, ..Reader::default() };
+            reader.read(input)?;
+            let rows = std::mem::take(&mut reader.trials);
+            append(&rows)?;
+            reader.earlier.extend(rows.iter().map(|row| (row.trial_id(), content(row))));
+            report.rows_added += rows.len() as u64;
+            report.duplicates += reader.duplicates;
+            report.broken.append(&mut reader.broken);
+        }
+        report.broken.extend(present_broken);
+        Ok(())
     })?;
     Ok(report)
 }
 
-/// Locks the corpus, asks `rows` what to append, and appends it.
-fn append_locked(path: &Path, rows: impl FnOnce(&File) -> Result<Vec<Trial>, CorpusError>) -> Result<(), CorpusError> {
+fn is_same_file(open: &File, path: &Path) -> bool {
+    let identity = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
+    let (open, named) = (open.metadata().map(identity).ok(), fs::metadata(path).map(identity).ok());
+    open.is_some() && open == named
+}
+
+/// Digest of all cells of a row.
+fn content(trial: &Trial) -> Digest {
+    let cells = trial.cells().into_iter().map(|(name, cell)| format!("{name} {} {cell}\n", cell.len()));
+    Digest::of(cells.collect::<String>().as_bytes())
+}
+
+/// Locks the corpus and runs `work`, which appends rows with its second argument.
+fn append_locked(
+    path: &Path,
+    work: impl FnOnce(&File, &mut dyn FnMut(&[Trial]) -> Result<(), CorpusError>) -> Result<(), CorpusError>,
+) -> Result<(), CorpusError> {
     let fault = |source| CorpusError::io("append to", path, source);
     if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
         fs::create_dir_all(folder).map_err(|source| CorpusError::io("create", folder, source))?;
@@ -238,11 +262,12 @@ fn append_locked(path: &Path, rows: impl FnOnce(&File) -> Result<Vec<Trial>, Cor
         Header::Unusable(reason) => return Err(CorpusError::Header { path: path.to_path_buf(), reason }),
     };
     end_torn_line(&file, columns.len()).map_err(fault)?;
-    for trial in rows(&file)? {
-        let row = row_line(&columns, &trial).map_err(fault)?;
-        write_line(&file, &row).map_err(fault)?;
-    }
-    file.sync_data().map_err(fault)
+    let mut append = |rows: &[Trial]| {
+        rows.iter().try_for_each(|trial| write_line(&file, &row_line(&columns, trial)?)).map_err(fault)
+    };
+    let worked = work(&file, &mut append);
+    file.sync_data().map_err(fault)?;
+    worked
 }
 
 enum Header {
@@ -351,6 +376,10 @@ struct Reader {
     broken: Vec<BrokenRow>,
     /// Index of an id in `trials`.
     known: HashMap<Digest, usize>,
+    /// Ids of rows that were read before and are not kept, with the digests of their cells.
+    earlier: HashMap<Digest, Digest>,
+    /// Rows are not kept.
+    forgets: bool,
     duplicates: u64,
     digests: Vec<u8>,
 }
@@ -415,16 +444,27 @@ impl Reader {
     }
 
     fn add(&mut self, trial: Trial, broken: impl FnOnce(String) -> BrokenRow) {
-        match self.known.get(&trial.trial_id()).and_then(|at| self.trials.get(*at)) {
+        let id = trial.trial_id();
+        let told =
+            |id: Digest| format!("another row has the id {}, with other values; the first one counts", id.short());
+        if let Some(earlier) = self.earlier.get(&id) {
+            match *earlier == content(&trial) {
+                true => self.duplicates += 1,
+                false => self.broken.push(broken(told(id))),
+            }
+            return;
+        }
+        if self.forgets {
+            self.earlier.insert(id, content(&trial));
+            return;
+        }
+        match self.known.get(&id).and_then(|at| self.trials.get(*at)) {
             None => {
                 self.known.insert(trial.trial_id(), self.trials.len());
                 self.trials.push(trial);
             }
             Some(first) if *first == trial => self.duplicates += 1,
-            Some(_) => self.broken.push(broken(format!(
-                "another row has the id {}, with other values; the first one counts",
-                trial.trial_id().short()
-            ))),
+            Some(_) => self.broken.push(broken(told(id))),
         }
     }
 }
@@ -859,6 +899,29 @@ mod tests {
         assert_eq!((again.rows_added, again.duplicates), (0, 7), "the output may be an input");
         assert_eq!(Corpus::read(&[&a, &b, &out]).unwrap().trials.len(), 3);
         assert!(merge(&[folder.path().join("nowhere.csv")], &out).unwrap_err().to_string().contains("nowhere.csv"));
+    }
+
+    #[test]
+    fn a_thousand_files_are_merged_each_row_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("out.csv");
+        let columns = COLUMNS.map(|column| column.name.to_string());
+        // Each file has a row of its own, and one that the file before has, too.
+        let line = |number: u64| row_line(&columns, &row_of(number)).unwrap();
+        let inputs: Vec<PathBuf> = (0..1000u64)
+            .map(|at| {
+                let path = folder.path().join(format!("{at}.csv"));
+                fs::write(&path, header_line() + &line(at) + &line(at + 1)).unwrap();
+                path
+            })
+            .collect();
+        let report = merge(&inputs, &out).unwrap();
+        assert_eq!((report.rows_added, report.duplicates, report.broken.len()), (1001, 999, 0));
+        assert_eq!(one(&out).trials, (0..=1000).map(row_of).collect::<Vec<_>>());
+        // A row with the id of another and other values is named, with its line.
+        fs::write(&inputs[0], header_line() + &line(7).replacen(",576,", ",577,", 1)).unwrap();
+        let broken = merge(&inputs[..1], &out).unwrap().broken;
+        assert!(broken.len() == 1 && broken[0].line == 2, "{broken:?}");
     }
 
     #[test]

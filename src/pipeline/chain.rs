@@ -349,7 +349,7 @@ impl<'a> Chain<'a> {
 
     /// The key of the pack; `None` for synthetic weights, whose packs are never stored: they can be made again from
     /// nothing, at the speed of memory.
-    fn pack_key(&self) -> Result<Option<Keyed>, NotMade> {
+    pub fn pack_key(&self) -> Result<Option<Keyed>, NotMade> {
         Ok(match self.context.weights_id()? {
             WeightsId::Synthetic { .. } => None,
             weights => Some(self.context.pack_key(&self.candidate, &weights)),

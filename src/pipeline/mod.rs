@@ -12,7 +12,7 @@
 //! `campaign` searches (`search_start` says from where, `arena` makes and times, `ahead` makes candidates early, `proposer` is a
 //! program that proposes), `status` says how searches went, `bench` times beside baselines (`baseline` is one in another process).
 //! `tokens` runs a tokenizer where it can do no harm, `trace` says where a step's time goes, `explain` answers why something would
-//! run. `export` writes a folder that a model runs from, `exported` reads and checks one, `ready` is a model from a manifest or
+//! run, `plan` lists the stages as jobs for other machines and runs one. `export` writes a folder that a model runs from, `exported` reads and checks one, `ready` is a model from a manifest or
 //! from an export. `worker`, `proposer` and `baseline` speak to their processes through `line_child`.
 //!
 //! A warm build imports the headers and looks every stage up. It parses and proves a schedule only when something is to
@@ -42,6 +42,7 @@ mod invariant;
 pub mod kernels;
 mod keys;
 mod line_child;
+mod plan;
 mod proposer;
 mod ready;
 mod resident;
@@ -66,6 +67,7 @@ pub use export::{Written, export, temporary_prefix};
 pub use exported::Exported;
 pub use keys::{Hardware, WeightsId};
 pub(crate) use line_child::end_children;
+pub use plan::{Needs, Planned, plan, run_stage};
 pub use ready::{Given, Ready};
 pub use runner::{Answer, Runner};
 pub use stored::read_stored;

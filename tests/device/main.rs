@@ -113,6 +113,7 @@ impl Place {
             shared: shared.map(Path::to_path_buf),
             shared_read_only: false,
             key_file: None,
+            remote: None,
         };
         Workspace {
             cache: Cache::open_places(&places, |_| {}).unwrap(),

@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use crate::support::fixture;
 
 /// Variables that would make a test depend on the machine.
-const FOREIGN: [&str; 13] = [
+const FOREIGN: [&str; 22] = [
     "XDG_CACHE_HOME",
     "XDG_DATA_HOME",
     "XDG_STATE_HOME",
@@ -22,6 +22,15 @@ const FOREIGN: [&str; 13] = [
     "HF_HUB_OFFLINE",
     "HF_HUB_DOWNLOAD_TIMEOUT",
     "MONOBLOC_CACHE_KEY_FILE",
+    "MONOBLOC_REMOTE_CACHE",
+    "MONOBLOC_REMOTE_CACHE_MODE",
+    "NETRC",
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AWS_PROFILE",
+    "AWS_REGION",
+    "AWS_ENDPOINT_URL",
     "NO_COLOR",
     "RUST_BACKTRACE",
 ];

@@ -24,6 +24,8 @@ mod engine;
 mod export;
 mod families;
 mod filetests;
+#[cfg(feature = "remote")]
+mod fleet;
 mod formats;
 mod fuzz_replay;
 mod gguf;
@@ -48,6 +50,10 @@ mod ptx;
 #[path = "../../fuzz/src/readers.rs"]
 mod readers;
 mod real_model;
+#[cfg(feature = "remote")]
+mod remote;
+#[cfg(feature = "remote")]
+mod remote_servers;
 mod ring_proxy;
 mod rows;
 mod sampler;

@@ -18,6 +18,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("error", &[]),
     ("format", &["dtype"]),
     ("id", &[]),
+    ("address", &[]),
     ("digest", &[]),
     ("random", &["digest"]),
     ("text", &[]),
@@ -25,7 +26,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("files", &["error"]),
     // A container: knows no model and no tokenizer.
     ("gguf", &["files"]),
-    ("manifest", &["dtype", "error", "fields", "files", "format", "target", "text"]),
+    ("manifest", &["address", "dtype", "error", "fields", "files", "format", "target", "text"]),
     // A model knows no hardware and no tiles. It writes what decides its values to the identity of weights.
     ("model", &["digest", "dtype", "error", "files", "format", "gguf", "id", "random", "text"]),
     ("sample", &["error"]),
@@ -98,7 +99,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("abba", &["random"]),
     ("trace", &["ir"]),
     // Stores bytes under digests and understands none of them.
-    ("cache", &["digest", "error", "files"]),
+    ("cache", &["address", "digest", "error", "files"]),
     // Rows of text and figures: no pass, no device.
     ("flywheel", &["cache", "digest", "error", "files"]),
     ("report", &["text"]),
@@ -135,6 +136,7 @@ const UNSAFE: &[(&str, &str)] = &[
     ("src/interp/kernel.rs", "vector loads"),
     ("src/interp/memory.rs", "the cache arena: rows read as plain slices while others are written"),
     ("src/interp/threads.rs", "reads rows of the cache arena"),
+    ("src/cache/files.rs", "maps an entry that is sent in one request"),
     ("src/model/weights.rs", "maps weight files"),
     ("src/pipeline/stages.rs", "maps packs of the cache"),
     ("src/cli/terminal.rs", "ends a process without its destructors"),

@@ -354,7 +354,8 @@ impl Fake {
     }
 
     fn search(&self, op: Option<LayerOp>, trials: u32) -> Tuned {
-        let places = Places { root: self.place.path("cache"), shared: None, shared_read_only: false, key_file: None };
+        let (root, shared, key_file, remote) = (self.place.path("cache"), None, None, None);
+        let places = Places { root, shared, shared_read_only: false, key_file, remote };
         let cache = Cache::open_places(&places, |_| {}).unwrap();
         let notes = fs::OpenOptions::new().create(true).append(true).open(self.place.path("notes")).unwrap();
         let report = Report::to_writer(Box::new(notes));

@@ -1,0 +1,214 @@
+//! Owns the connection to a remote cache: the store of an address, its credentials, how requests are sent, and what is told of failures.
+//!
+//! No text of a server and no URL reaches a message: a server could repeat credentials in its answer, and some URLs are signed.
+
+use std::env;
+use std::error::Error as _;
+use std::fs;
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use hyper::{Request, Response};
+use opendal::layers::{HttpClientLayer, RetryLayer};
+use opendal::raw::{HttpBody, HttpClient, HttpFetch};
+use opendal::{Buffer, Error, ErrorKind, Operator};
+
+use crate::address::{RemoteAddress, Service};
+
+/// Longest time for a connection. A server that does not answer costs this time once for each try.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Tries after the first. With jitter, so that many machines do not come back at once; 0.2 to 6 s in all.
+const RETRIES: usize = 4;
+const RETRY_DELAY_MIN: Duration = Duration::from_millis(100);
+const RETRY_DELAY_MAX: Duration = Duration::from_secs(4);
+/// Longest `Retry-After` that is waited for; a longer one costs tries instead.
+const RETRY_AFTER_MAX: Duration = Duration::from_secs(4);
+const S3_REGION_DEFAULT: &str = "us-east-1";
+
+/// # Errors
+/// What the store lacks, in words without credentials.
+pub fn operator(address: &RemoteAddress) -> Result<Operator, String> {
+    // The process has one; another part may have set the same before.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let client = reqwest::Client::builder()
+        .connect_timeout(CONNECT_TIMEOUT.min(address.timeout()))
+        .read_timeout(address.timeout())
+        .user_agent(concat!("monobloc/", env!("CARGO_PKG_VERSION")))
+        .build()
+        .map_err(|error| format!("no HTTP client: {}", error.without_url()))?;
+    let retries = RetryLayer::new()
+        .with_max_times(RETRIES)
+        .with_min_delay(RETRY_DELAY_MIN)
+        .with_max_delay(RETRY_DELAY_MAX)
+        .with_jitter();
+    let store = store(address)?;
+    Ok(store.layer(HttpClientLayer::new(HttpClient::with(Http(client)))).layer(retries))
+}
+
+fn store(address: &RemoteAddress) -> Result<Operator, String> {
+    opendal::init_default_registry();
+    let root = format!("/{}", address.prefix);
+    let mut options = vec![("root".to_string(), root)];
+    let mut set = |name: &str, value: &str| options.push((name.to_string(), value.to_string()));
+    let scheme = match address.service {
+        Service::S3 => {
+            set("bucket", &address.host);
+            let variable = |name| env::var(name).ok().filter(|region: &String| !region.is_empty());
+            let region = address.option("region").map(str::to_string);
+            let region = region.or_else(|| variable("AWS_REGION")).or_else(|| variable("AWS_DEFAULT_REGION"));
+            set("region", &region.unwrap_or_else(|| S3_REGION_DEFAULT.to_string()));
+            address.option("endpoint").into_iter().for_each(|endpoint| set("endpoint", endpoint));
+            if address.option("anonymous") == Some("true") {
+                set("skip_signature", "true");
+                set("disable_config_load", "true");
+                set("disable_ec2_metadata", "true");
+            }
+            "s3"
+        }
+        Service::Gcs => {
+            set("bucket", &address.host);
+            address.option("endpoint").into_iter().for_each(|endpoint| set("endpoint", endpoint));
+            if address.option("anonymous") == Some("true") {
+                set("skip_signature", "true");
+            }
+            "gcs"
+        }
+        Service::Azure => {
+            set("container", &address.host);
+            let account = address.option("account").map(str::to_string);
+            let account = account.or_else(|| env::var("AZURE_STORAGE_ACCOUNT_NAME").ok());
+            let endpoint = address.option("endpoint").map(str::to_string);
+            let endpoint = endpoint.or_else(|| Some(format!("https://{}.blob.core.windows.net", account.as_ref()?)));
+            set("endpoint", &endpoint.ok_or("no account: add `?account=NAME`, or set `AZURE_STORAGE_ACCOUNT_NAME`")?);
+            account.iter().for_each(|account| set("account_name", account));
+            "azblob"
+        }
+        Service::Webdav | Service::Http => {
+            set("endpoint", &address.http_endpoint());
+            if let Some((user, password)) = netrc(&address.host) {
+                set("username", &user);
+                set("password", &password);
+            }
+            if address.service == Service::Webdav { "webdav" } else { "http" }
+        }
+    };
+    Operator::via_iter(scheme, options).map_err(|error| match error.kind() {
+        ErrorKind::Unsupported => {
+            "this monobloc was built without that store: build it with `--features remote-azure,remote-gcs`".to_string()
+        }
+        _ => reason(&error),
+    })
+}
+
+/// User and password of a host in `$NETRC` or `~/.netrc`, as curl reads them.
+fn netrc(host: &str) -> Option<(String, String)> {
+    let named = env::var_os("NETRC").filter(|path| !path.is_empty()).map(PathBuf::from);
+    let path = named.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".netrc")))?;
+    let host = host
+        .rsplit_once(':')
+        .filter(|(_, port)| port.bytes().all(|b| b.is_ascii_digit()))
+        .map_or(host, |(host, _)| host);
+    netrc_entry(&fs::read_to_string(path).ok()?, host)
+}
+
+fn netrc_entry(text: &str, host: &str) -> Option<(String, String)> {
+    let mut words = text.lines().filter(|line| !line.trim_start().starts_with('#')).flat_map(str::split_whitespace);
+    let (mut ours, mut user, mut password) = (false, None, None);
+    while let Some(word) = words.next() {
+        match word {
+            "machine" | "default" => {
+                if ours && user.is_some() {
+                    break;
+                }
+                ours = word == "default" || words.next() == Some(host);
+            }
+            "login" if ours => user = words.next(),
+            "password" if ours => password = words.next(),
+            "login" | "password" | "account" => {
+                words.next();
+            }
+            _ => {}
+        }
+    }
+    Some((user?.to_string(), password.unwrap_or_default().to_string()))
+}
+
+/// Sends requests, and answers alike for all stores if a server wants fewer of them or is out of order.
+struct Http(reqwest::Client);
+
+impl HttpFetch for Http {
+    async fn fetch(&self, request: Request<Buffer>) -> Result<Response<HttpBody>, Error> {
+        let response = self.0.fetch(request).await?;
+        let status = response.status().as_u16();
+        if !matches!(status, 429 | 500 | 502 | 503 | 504) {
+            return Ok(response);
+        }
+        let after = response.headers().get("retry-after").and_then(|value| value.to_str().ok()?.parse().ok());
+        if let Some(after) = after.map(Duration::from_secs).filter(|after| *after <= RETRY_AFTER_MAX) {
+            tokio::time::sleep(after).await;
+        }
+        let kind = if matches!(status, 429 | 503) { ErrorKind::RateLimited } else { ErrorKind::Unexpected };
+        Err(Error::new(kind, format!("status: {status}")).set_temporary())
+    }
+}
+
+/// What went wrong, in our own words and those of the operating system.
+pub fn reason(error: &Error) -> String {
+    let mut cause = error.source();
+    while let Some(inner) = cause {
+        if let Some(system) = inner.downcast_ref::<io::Error>()
+            && system.raw_os_error().is_some()
+        {
+            return system.to_string();
+        }
+        if let Some(http) = inner.downcast_ref::<reqwest::Error>()
+            && http.is_timeout()
+        {
+            return "the server did not answer in time".to_string();
+        }
+        cause = inner.source();
+    }
+    // The context of an error has the status of the answer.
+    let text = error.to_string();
+    let status = text.split_once("status: ").map(|(_, rest)| rest.chars().take_while(char::is_ascii_digit).collect());
+    let status = status.filter(|digits: &String| digits.len() == 3);
+    let what = match (error.kind(), status.as_deref()) {
+        (ErrorKind::PermissionDenied, _) | (_, Some("401" | "403")) => "access denied; check the credentials",
+        (ErrorKind::RateLimited, _) => "the server is overloaded or wants fewer requests",
+        (_, Some("507" | "413")) => "the server has no space",
+        (ErrorKind::ConfigInvalid, _) => "no such bucket, or its address lacks something",
+        (ErrorKind::NotFound, _) => "not found",
+        (ErrorKind::Unsupported, _) => "the server cannot do this",
+        (_, Some(_)) => "the server failed",
+        (_, None) if text.contains("credential") => "no credentials were found",
+        (_, None) => "the connection failed, or the answer cannot be read",
+    };
+    match status {
+        Some(status) => format!("{what} (status {status})"),
+        None => what.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_netrc_names_the_user_of_a_host() {
+        let text = "# ours\nmachine other login a password b\nmachine host\n  login me\n  password secret\ndefault login x password y\n";
+        let found = |host| netrc_entry(text, host);
+        assert_eq!(found("host"), Some(("me".to_string(), "secret".to_string())));
+        assert_eq!(found("other"), Some(("a".to_string(), "b".to_string())));
+        assert_eq!(found("third"), Some(("x".to_string(), "y".to_string())));
+        assert_eq!(netrc_entry("machine host login me", "elsewhere"), None);
+    }
+
+    #[test]
+    fn answers_of_servers_are_not_repeated() {
+        let error = Error::new(ErrorKind::PermissionDenied, "AKIASECRET hunter2")
+            .with_context("response", "Parts { status: 403, headers: {\"x\": \"hunter2\"} }")
+            .with_context("url", "https://host/?sig=hunter2");
+        assert_eq!(reason(&error), "access denied; check the credentials (status 403)");
+    }
+}

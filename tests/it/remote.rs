@@ -1,0 +1,421 @@
+//! Tests remote caches as users have them: with servers of S3, WebDAV and HTTP, and with everything that can go wrong on the way.
+
+use std::fs;
+use std::io::Write;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use monobloc::cache::{Cache, Note, Places, RemoteText};
+use monobloc::digest::Digest;
+
+use crate::cli_support::{Answer, Place, manifest_text};
+use crate::remote_servers::{Fault, Nginx, Proxy, bucket, plain, s3};
+use crate::support::{fixture, forge};
+
+const SECRET: &str = "hunter2hunter2";
+const KEY_ID: &str = "AKIAHUNTER";
+/// A part of a large entry, as src/cache/remote/mod.rs has it.
+const PART: usize = 8 << 20;
+
+fn s3_address(server: SocketAddr, bucket: &str) -> String {
+    format!("s3://{bucket}/team/monobloc?endpoint=http://{server}&region=us-east-1&timeout=60")
+}
+
+/// A machine of its own: an empty folder with an empty cache.
+struct Machine(Place);
+
+impl Machine {
+    fn new() -> Machine {
+        let place = Place::new();
+        place.manifest(&fixture("variants/llama-defaults"), 8);
+        Machine(place)
+    }
+
+    fn command(&self, remote: &str, arguments: &str) -> assert_cmd::Command {
+        let mut command = self.0.command(arguments);
+        command.env("MONOBLOC_REMOTE_CACHE", remote);
+        command.env("AWS_ACCESS_KEY_ID", KEY_ID).env("AWS_SECRET_ACCESS_KEY", SECRET);
+        command.env("AWS_EC2_METADATA_DISABLED", "true");
+        command
+    }
+
+    #[track_caller]
+    fn run(&self, remote: &str, arguments: &str) -> Answer {
+        let answer = Answer::of(&mut self.command(remote, arguments));
+        self.tells_no_secret(&answer);
+        answer
+    }
+
+    #[track_caller]
+    fn build(&self, remote: &str) -> Answer {
+        self.run(remote, "build m.toml").code(0)
+    }
+
+    /// Logits, and what was said.
+    #[track_caller]
+    fn logits(&self, remote: &str) -> (Vec<u8>, String) {
+        let answer = self.run(remote, "logits m.toml --ids 1,2,3 --out logits.safetensors").code(0);
+        (fs::read(self.0.path("logits.safetensors")).unwrap(), answer.stderr)
+    }
+
+    #[track_caller]
+    fn tells_no_secret(&self, answer: &Answer) {
+        for text in [&answer.stdout, &answer.stderr] {
+            assert!(!text.contains(SECRET) && !text.contains(KEY_ID), "{answer:#?}");
+        }
+        for file in walkdir::WalkDir::new(self.0.path("")).into_iter().map(Result::unwrap) {
+            // The file that has it.
+            if file.file_type().is_file() && file.file_name() != ".netrc" {
+                let bytes = fs::read(file.path()).unwrap();
+                let found = bytes.windows(SECRET.len()).any(|window| window == SECRET.as_bytes());
+                assert!(!found, "{}", file.path().display());
+            }
+        }
+    }
+}
+
+fn honest() -> Vec<u8> {
+    Machine::new().logits("").0
+}
+
+fn notes(said: &str) -> Vec<&str> {
+    said.lines().filter(|line| line.contains("note remote cache:")).collect()
+}
+
+/// The files of one kind below a folder.
+fn files(folder: &Path, is: impl Fn(&str) -> bool) -> Vec<PathBuf> {
+    let files = walkdir::WalkDir::new(folder).sort_by_file_name().into_iter().map(|file| file.unwrap().into_path());
+    files.filter(|path| path.is_file() && is(path.to_str().unwrap())).collect()
+}
+
+#[test]
+fn a_second_machine_builds_nothing_with_s3() {
+    let Some(server) = s3("a_second_machine_builds_nothing_with_s3") else { return };
+    let remote = s3_address(server, &bucket(server));
+    let first = Machine::new();
+    let said = first.build(&remote).stderr;
+    assert!(said.contains("run schedule") && notes(&said).is_empty(), "{said}");
+    let begun = Instant::now();
+    let said = Machine::new().build(&remote).stderr;
+    eprintln!("a build from the remote cache took {} ms", begun.elapsed().as_millis());
+    assert!(said.contains("no work to do") && notes(&said).is_empty(), "{said}");
+    // Nothing is sent again, and nothing asked for, by a machine that has everything.
+    let proxy = Proxy::start(server, |_| Fault::None);
+    assert!(first.build(&s3_address(proxy.address, "none")).stderr.contains("no work to do"));
+    assert_eq!(proxy.seen().len(), 0);
+}
+
+#[test]
+fn a_second_machine_builds_nothing_with_webdav() {
+    let Some(nginx) = Nginx::start("a_second_machine_builds_nothing_with_webdav") else { return };
+    let remote = format!("dav://{}/locked/team", nginx.address());
+    let machine = |place: Machine| {
+        place.0.write(".netrc", format!("machine 127.0.0.1 login me password {SECRET}\n"));
+        place
+    };
+    let said = machine(Machine::new()).build(&remote).stderr;
+    assert!(said.contains("run schedule") && notes(&said).is_empty(), "{said}");
+    let said = machine(Machine::new()).build(&remote).stderr;
+    assert!(said.contains("no work to do") && notes(&said).is_empty(), "{said}");
+    // Without the password: one note for reading, one for writing, and a build.
+    let said = Machine::new().build(&remote).stderr;
+    assert!(
+        said.contains("run schedule") && said.contains("access denied; check the credentials (status 401)"),
+        "{said}"
+    );
+    assert_eq!(notes(&said).len(), 2, "{said}");
+}
+
+#[test]
+fn plain_http_is_read_and_never_written() {
+    let Some(nginx) = Nginx::start("plain_http_is_read_and_never_written") else { return };
+    Machine::new().build(&format!("dav://{}/team", nginx.address()));
+    let before = files(&nginx.files(), |_| true).len();
+    let remote = format!("http://{}/team", nginx.address());
+    let reader = Machine::new();
+    let mut command = reader.command(&remote, "build m.toml");
+    let said = Answer::of(command.env("MONOBLOC_REMOTE_CACHE_MODE", "read")).code(0).stderr;
+    assert!(said.contains("no work to do") && notes(&said).is_empty(), "{said}");
+    // What it builds itself stays here.
+    let mut command = reader.command(&remote, "logits m.toml --ids 1,2,3 --out logits.safetensors");
+    let said = Answer::of(command.env("MONOBLOC_REMOTE_CACHE_MODE", "read")).code(0).stderr;
+    assert!(notes(&said).is_empty(), "{said}");
+    assert_eq!(files(&nginx.files(), |_| true).len(), before);
+    let mut command = reader.command(&remote, "build m.toml");
+    command.env("MONOBLOC_REMOTE_CACHE_MODE", "off").env("MONOBLOC_CACHE_DIR", "other");
+    assert!(Answer::of(&mut command).code(0).stderr.contains("run schedule"));
+}
+
+#[test]
+fn damaged_objects_are_built_again_and_replaced() {
+    let Some(nginx) = Nginx::start("damaged_objects_are_built_again_and_replaced") else { return };
+    let remote = format!("dav://{}/team", nginx.address());
+    let honest = honest();
+    Machine::new().logits(&remote);
+    let entries = files(&nginx.files(), |path| path.contains("-v1/") && !path.ends_with(".why"));
+    for (at, path) in entries.iter().enumerate() {
+        let mut bytes = fs::read(path).unwrap();
+        match at % 3 {
+            0 => bytes.truncate(bytes.len() / 2),
+            1 => bytes[3] ^= 1,
+            _ => bytes = vec![],
+        }
+        fs::write(path, bytes).unwrap();
+    }
+    let answer = Machine::new().run(&remote, "cache verify --remote").code(1);
+    assert_eq!(answer.stdout.lines().filter(|line| line.contains(": damaged: ")).count(), entries.len(), "{answer:#?}");
+    let (logits, said) = Machine::new().logits(&remote);
+    assert!(logits == honest, "{said}");
+    assert!(notes(&said).len() == 1 && said.contains("is damaged:") && said.contains("it is built again"), "{said}");
+    let answer = Machine::new().run(&remote, "cache verify --remote").code(0);
+    assert!(answer.stdout.contains(&format!("no problem in {} entries", entries.len())), "{answer:#?}");
+    let (logits, said) = Machine::new().logits(&remote);
+    assert!(logits == honest && notes(&said).is_empty(), "{said}");
+}
+
+#[test]
+fn entries_without_the_key_are_never_used() {
+    let Some(nginx) = Nginx::start("entries_without_the_key_are_never_used") else { return };
+    let remote = format!("dav://{}/team", nginx.address());
+    let honest = honest();
+    let with_key = |machine: &Machine| {
+        let key = machine.0.write("key", "00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff");
+        let mut command = machine.command(&remote, "logits m.toml --ids 1,2,3 --out logits.safetensors");
+        let said = Answer::of(command.env("MONOBLOC_CACHE_KEY_FILE", key)).code(0).stderr;
+        (fs::read(machine.0.path("logits.safetensors")).unwrap(), said)
+    };
+    Machine::new().logits(&remote);
+    let schedules = files(&nginx.files(), |path| path.contains("/schedule-v1/") && !path.ends_with(".why"));
+    for schedule in &schedules {
+        forge(&nginx.files().join("team"), schedule, |bytes| {
+            let text = String::from_utf8(bytes.clone()).unwrap();
+            *bytes = text.replacen("epilogue=logits scale=1", "epilogue=logits scale=2", 1).into_bytes();
+        });
+    }
+    let (logits, said) = with_key(&Machine::new());
+    assert!(logits == honest && said.contains("run schedule"), "{said}");
+    // What the key sealed is used by others who have it, and forgeries at its place are refused.
+    let (logits, said) = with_key(&Machine::new());
+    assert!(logits == honest && !said.contains("run schedule"), "{said}");
+    let sealed = files(&nginx.files(), |path| path.contains("/schedule-v1-k") && !path.ends_with(".why"));
+    for (sealed, forged) in sealed.iter().zip(&schedules) {
+        fs::write(sealed, fs::read(forged).unwrap()).unwrap();
+    }
+    let (logits, said) = with_key(&Machine::new());
+    assert!(logits == honest && said.contains("made without the right key"), "{said}");
+}
+
+#[test]
+fn a_broken_remote_costs_one_note_and_no_build() {
+    let Some(server) = s3("a_broken_remote_costs_one_note_and_no_build") else { return };
+    let honest = honest();
+    let always = |fault: Fault| {
+        s3_address(Proxy::start(server, move |_| fault).address, "bucket").replace("timeout=60", "timeout=2")
+    };
+    let full = Proxy::start(server, |seen| if seen.method == "PUT" { Fault::Status(507) } else { Fault::None });
+    let cases = [
+        ("down", "s3://bucket?endpoint=http://127.0.0.1:9&region=a&timeout=2".to_string(), 2, "Connection refused"),
+        ("silent", always(Fault::Silence), 2, "2 s"),
+        ("throttling", always(Fault::Status(429)), 2, "wants fewer requests (status 429)"),
+        ("overloaded", always(Fault::Status(503)), 2, "wants fewer requests (status 503)"),
+        ("denied", always(Fault::Status(403)), 2, "access denied; check the credentials (status 403)"),
+        ("cut", always(Fault::CutAnswer), 2, ""),
+        ("lost", s3_address(server, "no-such-bucket"), 2, "no such bucket"),
+        ("full", s3_address(full.address, &bucket(server)), 1, "the server has no space (status 507)"),
+    ];
+    for (name, remote, count, expected) in cases {
+        let begun = Instant::now();
+        let (logits, said) = Machine::new().logits(&remote);
+        assert!(logits == honest, "{name}: {said}");
+        assert!(notes(&said).len() <= count && said.contains(expected), "{name}: {said}");
+        assert!(begun.elapsed() < Duration::from_secs(60), "{name}: {} s", begun.elapsed().as_secs());
+    }
+}
+
+/// With `MONOBLOC_FAULT_BUILDS=500`, as many builds.
+#[test]
+fn builds_are_right_with_random_faults() {
+    let Some(server) = s3("builds_are_right_with_random_faults") else { return };
+    let Some(nginx) = Nginx::start("builds_are_right_with_random_faults") else { return };
+    let honest = honest();
+    let builds = std::env::var("MONOBLOC_FAULT_BUILDS").ok().and_then(|count| count.parse().ok()).unwrap_or(8);
+    let bucket = bucket(server);
+    let mut injected = 0;
+    for seed in 0..builds {
+        let upstream = if seed % 2 == 0 { server } else { nginx.address() };
+        let proxy = Proxy::random(upstream, seed, 2 + (seed % 9) as u32);
+        let remote = match seed % 2 == 0 {
+            true => s3_address(proxy.address, &bucket),
+            false => format!("dav://{}/team?timeout=60", proxy.address),
+        };
+        let (logits, said) = Machine::new().logits(&remote);
+        assert!(logits == honest, "seed {seed}: {said}");
+        let faults = proxy.faults();
+        injected += faults.iter().filter(|(name, _)| *name != "None").map(|(_, count)| count).sum::<usize>();
+    }
+    eprintln!("{builds} builds, {injected} faults");
+    assert!(injected as u64 >= builds, "{injected}");
+}
+
+#[test]
+fn push_pull_verify_and_gc() {
+    let Some(server) = s3("push_pull_verify_and_gc") else { return };
+    let remote = s3_address(server, &bucket(server));
+    let first = Machine::new();
+    first.build("");
+    let sent = first.run(&remote, "cache push --json").code(0).json();
+    assert!(sent["entries"].as_u64() > Some(5) && sent["there"] == 0, "{sent}");
+    let again = first.run(&remote, "cache push --json").code(0).json();
+    assert_eq!((again["entries"].as_u64(), &again["there"]), (Some(0), &sent["entries"]));
+
+    let second = Machine::new();
+    let brought = second.run(&remote, "cache pull").code(0).stdout;
+    assert!(brought.starts_with(&format!("brought {} entries", sent["entries"])), "{brought}");
+    second.run("", "cache verify").code(0);
+    assert!(second.build("").stderr.contains("no work to do"));
+    assert!(second.run(&remote, "cache verify --remote").code(0).stdout.starts_with("sound: no problem in"));
+
+    let kept = second.run(&remote, "cache gc --remote --older-than 1h --json").code(0).json();
+    assert_eq!(kept["entries"], 0);
+    let gone = second.run(&remote, "cache gc --remote --older-than 0s --json").code(0).json();
+    assert_eq!((&gone["entries"], &gone["there"]), (&sent["entries"], &serde_json::json!(0)));
+    assert!(Machine::new().run(&remote, "cache pull").code(0).stdout.starts_with("brought 0 entries"));
+
+    second.run("", "cache push").fault(2, &["there is no remote cache", "MONOBLOC_REMOTE_CACHE"]);
+    let down = "s3://bucket?endpoint=http://127.0.0.1:9&timeout=1";
+    second.run(down, "cache push").fault(3, &["cannot list the remote cache `s3://bucket?", "Connection refused"]);
+}
+
+#[test]
+fn a_manifest_names_a_remote_without_credentials() {
+    let Some(server) = s3("a_manifest_names_a_remote_without_credentials") else { return };
+    let remote = s3_address(server, &bucket(server));
+    let text = manifest_text(&format!("path:{}", fixture("variants/llama-defaults").display()), 8);
+    let machine = |cache: &str| {
+        let machine = Machine::new();
+        machine.0.write("m.toml", format!("{text}{cache}"));
+        machine
+    };
+    let section = format!("[cache]\nremote = \"{remote}\"\n");
+    machine(&section).build("");
+    assert!(machine(&section).build("").stderr.contains("no work to do"));
+    assert!(machine(&format!("{section}mode = \"off\"\n")).build("").stderr.contains("run schedule"));
+
+    for place in ["s3://AKIAHUNTER:hunter2hunter2@bucket", "s3://bucket?secret_access_key=hunter2hunter2"] {
+        let answer = Answer::of(&mut machine(&format!("[cache]\nremote = \"{place}\"\n")).0.command("build m.toml"));
+        let answer =
+            answer.refused(&["`cache.remote` of `m.toml`: the URL has credentials in it", "AWS_ACCESS_KEY_ID"]);
+        assert!(!answer.stderr.contains("hunter2"), "{answer:#?}");
+        let plain = machine("");
+        let mut command = plain.0.command("build m.toml");
+        let answer = Answer::of(command.env("MONOBLOC_REMOTE_CACHE", place));
+        assert!(!answer.fault(3, &["the URL has credentials in it"]).stderr.contains("hunter2"));
+    }
+    let answer = Answer::of(&mut machine("[cache]\nremote = \"s3//bucket\"\n").0.command("build m.toml"));
+    answer.refused(&["`cache.remote` is no address", "^^^"]);
+}
+
+/// A cache whose local folder is `root`, and its notes.
+fn cache_at(root: &Path, remote: &str) -> (Cache, Arc<Mutex<Vec<String>>>) {
+    let notes = Arc::new(Mutex::new(vec![]));
+    let sink = notes.clone();
+    let remote = Some(RemoteText { address: remote.to_string(), mode: None });
+    let places = Places { root: root.to_path_buf(), shared: None, shared_read_only: false, key_file: None, remote };
+    // A slow machine waits, and that is no fault.
+    let note = move |note: &Note| match note {
+        Note::Sending | Note::Fetching { .. } | Note::Waiting { .. } => {}
+        note => sink.lock().unwrap().push(note.to_string()),
+    };
+    (Cache::open_places(&places, note).unwrap(), notes)
+}
+
+fn large_entry(cache: &Cache, bytes: usize) -> (Digest, Digest) {
+    let key = Digest::of(b"large");
+    let content = cache.put_file("pack", &key, "n = 1\n", |file| {
+        let mut left = bytes;
+        let mut block = Digest::of(b"begin");
+        while left > 0 {
+            let piece = block.to_string().repeat(1 << 12);
+            let piece = &piece.as_bytes()[..left.min(piece.len())];
+            file.write_all(piece).map_err(|source| monobloc::cache::CacheError::io("write", Path::new("x"), source))?;
+            left -= piece.len();
+            block = Digest::of(block.as_bytes());
+        }
+        Ok::<(), monobloc::cache::CacheError>(())
+    });
+    (key, content.unwrap())
+}
+
+#[test]
+fn large_entries_travel_in_parts_and_are_resumed() {
+    let Some(nginx) = Nginx::start("large_entries_travel_in_parts_and_are_resumed") else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let direct = format!("dav://{}/team?timeout=120", nginx.address());
+    let (first, notes) = cache_at(&folder.path().join("first"), &direct);
+    let (key, content) = large_entry(&first, 5 * PART + 12345);
+    drop(first);
+    assert!(notes.lock().unwrap().is_empty(), "{notes:?}");
+
+    // The server fails after three parts; a later process asks only for the rest.
+    let mut ranges = 0;
+    let failing = Proxy::start(nginx.address(), move |seen| {
+        ranges += usize::from(seen.range.is_some());
+        if ranges > 4 { Fault::Status(503) } else { Fault::None }
+    });
+    let place = folder.path().join("second");
+    let (second, notes) = cache_at(&place, &format!("dav://{}/team?timeout=120", failing.address));
+    assert!(second.get("pack", &key).unwrap().is_none());
+    drop(second);
+    assert!(notes.lock().unwrap()[0].contains("cannot read"), "{notes:?}");
+    let left = files(&place.join("tmp"), |path| path.contains("/part-"));
+    let left_bytes = fs::metadata(&left[0]).unwrap().len() as usize;
+    assert!(left_bytes >= PART && left_bytes.is_multiple_of(PART), "{left_bytes}");
+
+    let proxy = Proxy::start(nginx.address(), |_| Fault::None);
+    let (second, notes) = cache_at(&place, &format!("dav://{}/team", proxy.address));
+    let entry = second.get("pack", &key).unwrap().expect("an entry");
+    assert_eq!((entry.content(), entry.len() as usize), (content, 5 * PART + 12345));
+    assert_eq!(second.why("pack", &key).as_deref(), Some("n = 1\n"));
+    assert!(notes.lock().unwrap().is_empty() && second.verify(&mut |_, _| {}).unwrap().is_empty(), "{notes:?}");
+    let parts: Vec<String> = proxy.seen().into_iter().filter_map(|seen| seen.range).collect();
+    assert!(parts.iter().any(|range| range.starts_with(&format!("bytes={left_bytes}-"))), "{parts:?}");
+    assert!(!parts.iter().any(|range| range.starts_with("bytes=0-")), "{parts:?}");
+
+    // A flipped bit in a part: nothing of the entry is used.
+    let flipping = Proxy::start(nginx.address(), |seen| match seen.range.as_deref() {
+        Some(range) if range.starts_with(&format!("bytes={}-", 2 * PART)) => Fault::Flip,
+        _ => Fault::None,
+    });
+    let (third, notes) = cache_at(&folder.path().join("third"), &format!("dav://{}/team", flipping.address));
+    assert!(third.get("pack", &key).unwrap().is_none());
+    assert!(notes.lock().unwrap()[0].contains("is damaged: expected content"), "{notes:?}");
+}
+
+#[test]
+fn large_entries_travel_in_parts_with_s3() {
+    let Some(server) = s3("large_entries_travel_in_parts_with_s3") else { return };
+    let bucket = bucket(server);
+    let folder = tempfile::tempdir().unwrap();
+    // One part of three is answered with 503 once; a part is sent again.
+    let mut count = 0;
+    let proxy = Proxy::start(server, move |seen| {
+        count += usize::from(seen.path.contains("partNumber"));
+        if seen.path.contains("partNumber") && count == 2 { Fault::Status(503) } else { Fault::None }
+    });
+    let (first, notes) = cache_at(&folder.path().join("first"), &anonymous(proxy.address, &bucket));
+    let (key, content) = large_entry(&first, 3 * PART + 77);
+    drop(first);
+    assert!(notes.lock().unwrap().is_empty(), "{notes:?}");
+    assert!(proxy.seen().iter().filter(|seen| seen.path.contains("partNumber")).count() >= 5, "{:?}", proxy.faults());
+    let (second, notes) = cache_at(&folder.path().join("second"), &anonymous(server, &bucket));
+    assert_eq!(second.get("pack", &key).unwrap().map(|entry| entry.content()), Some(content), "{notes:?}");
+    // An upload that was given up leaves nothing.
+    let (status, listed) = plain(server, "GET", &format!("/{bucket}?uploads"), b"");
+    assert!(status == 200 && !String::from_utf8_lossy(&listed).contains("<UploadId>"));
+}
+
+fn anonymous(server: SocketAddr, bucket: &str) -> String {
+    format!("{}&anonymous=true", s3_address(server, bucket).replace("timeout=60", "timeout=300"))
+}
