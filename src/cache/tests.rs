@@ -374,8 +374,10 @@ fn a_shared_folder_serves_a_second_machine_and_is_never_required() {
     assert_eq!(build(&there, 1).1, Outcome::Cached, "it was copied");
     let copy = there.get("pack", &key_of(9)).unwrap().expect("copied by the end of the first cache");
     assert_eq!((copy.content(), copy.path().starts_with(there.root())), (large.content(), true));
-    fs::remove_dir_all(&shared).unwrap();
+    assert_eq!(notes.lock().unwrap().len(), 1, "a share that is gone is told");
+    // It was not made, which would fail here.
     fs::rename(folder.path().join("gone"), &shared).unwrap();
+    let (there, notes) = noted(&places("there"));
 
     // An entry that is damaged in the share is refused, and built here.
     let (here, _) = noted(&places("here"));
@@ -523,7 +525,10 @@ fn child_process() {
             assert_eq!(build(&cache, 1), (content_of(1), Outcome::Cached));
             let never = || -> Result<Vec<u8>, CacheError> { panic!("built what cannot be stored") };
             let fault = Fault::from(cache.get_or_build("program", &key_of(2), "", never).unwrap_err());
-            assert!(fault.tier == Tier::Environment && fault.to_string().contains("not allowed"), "{fault}");
+            assert!(
+                fault.tier == Tier::Environment && fault.to_string().contains("make the folder writable"),
+                "{fault}"
+            );
             let error = cache.put("program", &key_of(2), "", b"x").unwrap_err();
             assert!(matches!(error, CacheError::Denied { .. }), "{error}");
             // A damaged entry that cannot be moved away is still refused.
