@@ -149,7 +149,8 @@ mod tests {
         let names = all.get_subcommands().map(clap::Command::get_name).filter(|name| *name != "help");
         let mut expected: Vec<&str> = names.collect();
         let mut found: Vec<&str> = GROUPS.iter().flat_map(|(_, names)| names.iter().copied()).collect();
-        (expected.sort(), found.sort());
+        expected.sort();
+        found.sort();
         assert_eq!(found, expected);
     }
 

@@ -347,7 +347,7 @@ fn path(reference: &str) -> Result<Vec<String>, GrammarError> {
     parts.collect()
 }
 
-fn follow<'a>(schema: &'a Map<String, Value>, path: impl IntoIterator<Item = impl AsRef<str>>) -> Option<&'a Value> {
+fn follow(schema: &Map<String, Value>, path: impl IntoIterator<Item = impl AsRef<str>>) -> Option<&Value> {
     let mut path = path.into_iter();
     let mut value = schema.get(path.next()?.as_ref())?;
     for key in path {

@@ -204,7 +204,7 @@ const MUTANTS: [Mutant; 27] = [
         takes_content_of(p, "attn.1", "attn.0", Role::QNormWeight);
     }),
     ("a layer less", "families/llama-gqa", false, |p| {
-        p.grids.retain(|grid| !grid.site.is_some_and(|site| site.layer == Some(LayerId(1))));
+        p.grids.retain(|grid| grid.site.is_none_or(|site| site.layer != Some(LayerId(1))));
         reads_that_of(p, "head", "qkv.0", Role::X);
         let out = buffer_of(p, "down.0", Role::Out);
         grid(p, "head").operands.iter_mut().find(|operand| operand.role == Role::X).unwrap().buffer = out;
