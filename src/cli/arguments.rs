@@ -31,14 +31,16 @@ Environment:
   MONOBLOC_SHARED_CACHE  a folder that machines share: read on a miss, written after a build
   MONOBLOC_SHARED_CACHE_READ_ONLY
                          1: that folder is only read
-  MONOBLOC_REMOTE_CACHE  a store that machines share, such as s3://BUCKET/PREFIX?region=REGION: read last, written after a
-                         build; its credentials come from AWS_ACCESS_KEY_ID, ~/.aws, ~/.netrc and the like
+  MONOBLOC_REMOTE_CACHE  a store that machines share, such as s3://BUCKET/PREFIX?region=REGION: read
+                         last, written after a build; its credentials come from AWS_ACCESS_KEY_ID,
+                         ~/.aws, ~/.netrc and the like
   MONOBLOC_REMOTE_CACHE_MODE
                          read-write, read or off
   MONOBLOC_CACHE_KEY_FILE
                          a file with 64 hex digits that seal cache entries; entries with no such
                          seal are not used
-  MONOBLOC_API_KEY       the key that `serve` asks its clients for, unless `--api-key-file` names one
+  MONOBLOC_API_KEY       the key that `serve` asks its clients for, unless `--api-key-file` names
+                         one
   MONOBLOC_NVRTC         the CUDA compiler library, or its folder
   HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HUB_DOWNLOAD_TIMEOUT
                          the Hugging Face hub, as its Python client reads them
@@ -1031,14 +1033,14 @@ pub struct Explain {
 /// Print the stages that builds would run as jobs for other machines
 ///
 /// A line for each stage: its key, stage, target, what it needs, manifest. With `--json` it is a matrix, as GitHub Actions takes
-/// it. The machines need the same manifests and one cache, such as a remote one. docs/fleet.md has workflows.
+/// it. The machines need the same manifests and one cache, such as a remote one.
 #[derive(Debug, Args)]
 #[command(
     verbatim_doc_comment,
     after_help = "\
 Examples:
-  monobloc plan manifests/*.toml
-  monobloc plan manifests/*.toml --needs nvrtc --json     # {\"include\": [{\"key\": ..., \"target\": ...}]}
+  monobloc plan *.toml
+  monobloc plan *.toml --needs nvrtc --json     # {\"include\": [{\"key\": ..., \"target\": ...}]}
   monobloc plan m.toml --needs gpu | while read key rest; do monobloc run m.toml --stage $key; done"
 )]
 pub struct Plan {
@@ -1070,7 +1072,7 @@ pub enum NeedsWord {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Example:
-  monobloc run manifests/smollm.toml --stage KEY   # a key that `monobloc plan` printed")]
+  monobloc run monobloc.toml --stage KEY   # a key that `monobloc plan` printed")]
 pub struct Run {
     /// Manifests of the plan
     #[arg(required = true)]
