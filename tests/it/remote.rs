@@ -331,6 +331,29 @@ fn cache_at(root: &Path, remote: &str) -> (Cache, Arc<Mutex<Vec<String>>>) {
     (Cache::open_places(&places, note).unwrap(), notes)
 }
 
+#[test]
+fn a_share_that_is_only_read_gets_nothing_from_a_remote() {
+    let Some(nginx) = Nginx::start("a_share_that_is_only_read_gets_nothing_from_a_remote") else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let address = format!("dav://{}/read-only-share", nginx.address());
+    let key = Digest::of(b"small");
+    let (first, _) = cache_at(&folder.path().join("first"), &address);
+    first.put("pack", &key, "n = 1\n", b"content").unwrap();
+    drop(first);
+    let shared = folder.path().join("shared");
+    fs::create_dir(&shared).unwrap();
+    let machine = |name: &str, shared_read_only| {
+        let remote = Some(RemoteText { address: address.clone(), mode: None });
+        let (root, shared) = (folder.path().join(name), Some(shared.clone()));
+        let cache = Cache::open_places(&Places { root, shared, shared_read_only, key_file: None, remote }, |_| {});
+        cache.unwrap().get("pack", &key).unwrap().expect("an entry of the remote").into_bytes().unwrap()
+    };
+    assert_eq!(machine("second", true), b"content");
+    assert_eq!(fs::read_dir(&shared).unwrap().count(), 0);
+    assert_eq!(machine("third", false), b"content");
+    assert_eq!(files(&shared, |path| path.contains(&key.to_string())).len(), 2, "the entry and its key text");
+}
+
 fn large_entry(cache: &Cache, bytes: usize) -> (Digest, Digest) {
     let key = Digest::of(b"large");
     let content = cache.put_file("pack", &key, "n = 1\n", |file| {
