@@ -640,7 +640,10 @@ pub fn further_templates(dir: &Path) -> Result<BTreeMap<String, PathBuf>, Tokeni
     let folder = dir.join(TEMPLATES);
     let entries = match std::fs::read_dir(&folder) {
         Ok(entries) => entries,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(BTreeMap::new()),
+        // A GGUF file is no folder.
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+            return Ok(BTreeMap::new());
+        }
         Err(source) => return Err(TokenizerError::Read { path: folder, source }),
     };
     let mut found = BTreeMap::new();

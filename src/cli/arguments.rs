@@ -129,7 +129,7 @@ pub enum Command {
     Status(Status),
     Next(Next),
     Report(Report),
-    /// Print for each model family which config.json keys are modelled, and which are accepted at which values
+    /// Print for each model family the config.json keys that are modelled, and values of the others
     #[command(after_help = "Example:\n  monobloc schema > schema.md")]
     Schema(Schema),
     Completions(Completions),
@@ -349,7 +349,7 @@ pub struct Clean {
     pub json: bool,
 }
 
-/// Write a manifest for a model of the hub, the folder of a checkpoint, a config.json, or the built-in model
+/// Write a manifest for a model: of the hub, a checkpoint folder, a config.json, or the built-in one
 ///
 /// The target is the GPU of this machine if a built-in record describes it, else `cpu`.
 #[derive(Debug, Args)]
@@ -1114,8 +1114,8 @@ Examples:
   monobloc doctor --device          # on a machine with a GPU
   monobloc doctor --json | jq .nvrtc
 
-A machine without CUDA is healthy: the `cpu` target needs nothing. Exit code 1 means that the cache or the trials cannot
-be used.")]
+A machine without CUDA is healthy: the `cpu` target needs nothing. Exit code 1 means that the cache
+or the trials cannot be used.")]
 pub struct Doctor {
     /// Also test every device for the hardware behaviour that kernels rely on; about a second each
     #[arg(long)]
@@ -1147,7 +1147,7 @@ pub enum CacheAction {
         #[arg(long)]
         json: bool,
     },
-    /// Remove the least recently used entries until the cache is below a size; safe while builds run
+    /// Remove the least recently used entries until the cache is below a size
     Gc {
         /// Size that the cache may have afterwards; K, M, G and T are powers of 1024
         #[arg(long, value_name = "SIZE", default_value = "10G", value_parser = parse_bytes)]
@@ -1252,7 +1252,7 @@ pub enum FlywheelAction {
         #[arg(long)]
         json: bool,
     },
-    /// Print how well predictions rank measured trials: those of the cost model, and with `--held-out` those of learned models
+    /// Print how well predictions of the cost model, and of learned models, rank measured trials
     Rank {
         /// Also rank the campaigns of these manifests with today's cost model; rows hold the predictions of the time when they were made
         #[arg(value_name = "MANIFEST")]
@@ -1290,7 +1290,7 @@ pub enum FlywheelAction {
     },
 }
 
-/// Search for a faster kernel: propose, prove, check, time in turns with the best so far, keep or revert
+/// Search for a faster kernel: propose, prove, check, time against the best, keep or revert
 ///
 /// Each candidate is proven, checked, timed in turns with the best one so far, and kept or reverted. Ctrl-C loses
 /// nothing; run the command again to resume. Later builds use the best candidate. Every trial becomes rows of

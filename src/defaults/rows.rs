@@ -187,6 +187,18 @@ fn page_rows(graph: &ModelGraph, precision: Precision, sizes: &[u32]) -> Option<
     some.try_fold(1u32, whole)
 }
 
+/// `positions` of one sequence in whole pages of the kernels for rows: sequences share no page.
+pub fn whole_pages(
+    graph: &ModelGraph,
+    precision: Precision,
+    target: &Target,
+    candidate: &Candidate,
+    positions: u32,
+) -> u64 {
+    let slots = Slots::of(graph, precision, target, WORD_ROWS, candidate.consumer_warps);
+    u64::from(positions).next_multiple_of(page_rows(graph, precision, &slots.all).unwrap_or(1).into())
+}
+
 /// Lowers and places the decode kernel over the pages of the kernels for `room`, whose rows do not matter. `candidate` is that of one
 /// row, and its steps are those of the kernel that has one sequence's cache.
 ///

@@ -14,7 +14,7 @@ use crate::cuda::rows::{FirstToken, RowInput, RowLauncher, RowsSession, given};
 use crate::cuda::sampler::SamplerSession;
 use crate::cuda::session::Session;
 use crate::cuda::waves::{Last, StepsSession, WavesSession};
-use crate::defaults::rows::{PROMPT_ROWS, Room, STEP_ROWS, kernel_rows, place_one_row, place_rows};
+use crate::defaults::rows::{PROMPT_ROWS, Room, STEP_ROWS, kernel_rows, place_one_row, place_rows, whole_pages};
 use crate::error::{Fault, Tier};
 use crate::ir::schedule::Schedule;
 use crate::manifest::Manifest;
@@ -565,7 +565,8 @@ pub fn bench_rows(
         let last = position_last.max(prompted.div_ceil(kernel));
         // The check of one row has two sequences.
         let sequences = kernel.max(2);
-        Room { rows: kernel, sequences, positions: u64::from(sequences) * u64::from(last.next_multiple_of(256)) }
+        let of_each = room_of_each(&chain.context, &chain.candidate, last);
+        Room { rows: kernel, sequences, positions: u64::from(sequences) * of_each }
     };
     let (chunks, by_waves) = match (prompts, chunks) {
         ([], _) => (vec![], false),
@@ -849,6 +850,12 @@ fn time_gaps(session: &mut dyn RowLauncher, rows: u32, position: u32) -> Result<
 /// `bench --rows` does that.
 ///
 /// # Errors
+/// Positions of one sequence of which `last` are read, in whole pages.
+fn room_of_each(context: &BuildContext<'_>, candidate: &Candidate, last: u32) -> u64 {
+    let BuildContext { manifest, target, imported, .. } = *context;
+    whole_pages(&imported.graph, manifest.precision, target, candidate, last.next_multiple_of(256))
+}
+
 /// As [`bench_rows`]; more rows than a step has.
 pub(super) fn trace_rows(
     chain: &Chain<'_>,
@@ -861,7 +868,7 @@ pub(super) fn trace_rows(
     let BuildContext { manifest, target, .. } = chain.context;
     let is_alike = invariant::is_asked(manifest, target);
     let of = if is_alike { invariant::kernel_rows(rows)? } else { step_rows_for(rows)? };
-    let positions = u64::from(of) * u64::from((position + steps + 1).next_multiple_of(256));
+    let positions = u64::from(of) * room_of_each(&chain.context, &chain.candidate, position + steps + 1);
     let room = Room { rows: of, sequences: of, positions };
     if is_alike {
         let validated = Arc::new(invariant::schedule(&chain.context, &chain.candidate, room)?);

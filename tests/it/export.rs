@@ -160,7 +160,7 @@ fn commands_run_from_an_export_alone() {
     assert_eq!(format!("{}\n", reply.json()["choices"][0]["text"].as_str().unwrap_or_default()), built.0, "{reply:?}");
     assert!(!place.path("cache").exists(), "no cache is made");
 
-    place.run("serve moved --max-batch 64").refused(&["the export has room for at most 16 rows, 72 are asked for"]);
+    place.run("serve moved --max-batch 64").refused(&["the export has room for at most 16 rows, 65 are asked for"]);
     place.run("build moved").refused(&["`moved` is an export", "name the manifest"]);
     place.run("perplexity moved story.txt --formats").refused(&["`moved` is an export"]);
     place.run("generate moved --ids 1 --target h200").refused(&["has no target `h200`: expected `cpu`"]);

@@ -584,7 +584,7 @@ fn an_op_of_rows_that_computes_something_else_is_found() {
         ("ops/table.cuh", "return row_scale * (value", "return (value", "embed-fp8-bf16"),
         ("ops/table.cuh", ">> col % 2 * 4", ">> 4", "embed-int4-bf16"),
         ("ops/table.cuh", "row[G::ZEROS_AT + group]", "row[G::ZEROS_AT]", "embed-int4-zeros"),
-        ("ops/table.cuh", "* SCALE_BYTES;", "* 0;", "embed-mxfp4-bf16"),
+        ("ops/table.cuh", "G::SCALES_AT + group * SCALE_BYTES;", "G::SCALES_AT;", "embed-mxfp4-bf16"),
         (
             "rows/attention.cuh",
             "start = window && position + 1 > window ? position + 1 - window : 0;",

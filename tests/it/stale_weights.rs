@@ -118,7 +118,7 @@ fn every_turned_key_has_the_answer_of_a_fresh_cache() {
                         answer(&place, "fresh")
                     }
                 };
-                assert!(found == fresh, "{name}: {at} = {value}: the cache has another answer than a fresh one");
+                assert!(found == fresh, "{name}: {at} = {value}: with the cache {found:?}, fresh {fresh:?}");
                 moved += usize::from(fresh != expected);
             }
         }

@@ -94,7 +94,8 @@ fn init_refuses_bad_names_before_it_writes() {
     ] {
         place.run(arguments).refused(&[expected]);
     }
-    Answer::of(place.command("init").arg("hf:o/n ame")).refused(&["expected OWNER/NAME of letters"]);
+    Answer::of(place.command("init").arg("hf:o/n ame"))
+        .refused(&["expected OWNER/NAME, or OWNER/NAME:FILE, of letters"]);
     assert!(!place.path("monobloc.toml").exists());
     // A file name that is no legal name of a manifest.
     let wrote = Answer::of(place.command("init checkpoint --target cpu --out").arg("my manifest.toml")).code(0);
