@@ -236,64 +236,57 @@ impl Metadata<'_> {
         self.reasons.push(Reason::BadValue { key: full, expected: expected.into(), found });
     }
 
-    /// A count that may be given for each layer, if it is the same for all.
-    fn count(&mut self, key: &str) -> Option<u64> {
+    /// The value of a key of the architecture as `read` has it; a value that is no such thing is a reason.
+    fn typed<T>(&mut self, key: &str, expected: &str, read: impl Fn(&Value) -> Option<T>) -> Option<T> {
         let full = self.full(key);
         let value = self.any(&full)?.clone();
-        let same = match &value {
-            Value::Integers(list) => list.first().copied().filter(|first| list.iter().all(|n| n == first)),
-            other => other.integer(),
-        };
-        let count = same.and_then(|n| u64::try_from(n).ok());
-        if count.is_none() {
-            self.bad(full, "a whole number, the same for every layer", value.to_string());
+        let typed = read(&value);
+        if typed.is_none() {
+            self.bad(full, expected, value.to_string());
         }
-        count
+        typed
     }
 
-    fn count_required(&mut self, key: &str) -> u64 {
+    /// A key of the architecture that is not there is a reason.
+    fn require(&mut self, key: &str) {
         let full = self.full(key);
         if !self.header.metadata.contains_key(&full) {
             self.reasons.push(Reason::MissingKey { key: full });
         }
+    }
+
+    /// A count that may be given for each layer, if it is the same for all.
+    fn count(&mut self, key: &str) -> Option<u64> {
+        self.typed(key, "a whole number, the same for every layer", |value| {
+            let same = match value {
+                Value::Integers(list) => list.first().copied().filter(|first| list.iter().all(|n| n == first)),
+                other => other.integer(),
+            };
+            same.and_then(|n| u64::try_from(n).ok())
+        })
+    }
+
+    fn count_required(&mut self, key: &str) -> u64 {
+        self.require(key);
         self.count(key).unwrap_or(1)
     }
 
     fn number(&mut self, key: &str) -> Option<f64> {
-        let full = self.full(key);
-        let value = self.any(&full)?.clone();
-        let number = number_of(&value);
-        if number.is_none() {
-            self.bad(full, "a number", value.to_string());
-        }
-        number
+        self.typed(key, "a number", number_of)
     }
 
     fn number_required(&mut self, key: &str) -> f64 {
-        let full = self.full(key);
-        if !self.header.metadata.contains_key(&full) {
-            self.reasons.push(Reason::MissingKey { key: full });
-        }
+        self.require(key);
         self.number(key).unwrap_or(1.0)
     }
 
     fn truth(&mut self, key: &str) -> Option<bool> {
-        let full = self.full(key);
-        let value = self.any(&full)?.clone();
-        if value.truth().is_none() {
-            self.bad(full, "true or false", value.to_string());
-        }
-        value.truth()
+        self.typed(key, "true or false", Value::truth)
     }
 
     /// A text of the architecture.
     fn text(&mut self, key: &str) -> Option<String> {
-        let full = self.full(key);
-        let value = self.any(&full)?.clone();
-        if value.text().is_none() {
-            self.bad(full, "a string", value.to_string());
-        }
-        value.text().map(str::to_string)
+        self.typed(key, "a string", |value| value.text().map(str::to_string))
     }
 
     fn has(&self, tensor: &str) -> bool {
