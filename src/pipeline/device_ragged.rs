@@ -13,7 +13,7 @@ use crate::validate::share_caches;
 use crate::waves::STEP_ROWS_MIN;
 
 use super::chain::{Chain, Host};
-use super::device_rows::{Decoding, FoundOfRows, RowsTimed, STEPS, Took, load_launcher, time_rows};
+use super::device_rows::{Decoding, FoundOfRows, RowsTimed, STEPS, Took, load_launcher, room_of_each, time_rows};
 use super::device_steps::{StepsKernel, StepsKernels, step_rows_for};
 use super::execute::upload_pack;
 use super::invariant;
@@ -44,7 +44,7 @@ pub fn bench_ragged(
     let chain = Chain::chosen(BuildContext::new(workspace, manifest, target, &model)?, &host)?;
     let lacks = || Fault::input(format!("target `{}` has no kernels for rows, they need a CUDA target", target.name));
     let device = Device::open(host.device(target)?.ok_or_else(lacks)?.ordinal)?;
-    let pages = |position: u32| u64::from((position + STEPS + 1).next_multiple_of(256));
+    let pages = |position: u32| room_of_each(&chain.context, &chain.candidate, position + STEPS + 1);
     let longest = pages(positions.iter().copied().max().unwrap_or(0));
     for &rows in rows {
         let of = step_rows_for(rows)?;

@@ -851,7 +851,7 @@ fn time_gaps(session: &mut dyn RowLauncher, rows: u32, position: u32) -> Result<
 ///
 /// # Errors
 /// Positions of one sequence of which `last` are read, in whole pages.
-fn room_of_each(context: &BuildContext<'_>, candidate: &Candidate, last: u32) -> u64 {
+pub(super) fn room_of_each(context: &BuildContext<'_>, candidate: &Candidate, last: u32) -> u64 {
     let BuildContext { manifest, target, imported, .. } = *context;
     whole_pages(&imported.graph, manifest.precision, target, candidate, last.next_multiple_of(256))
 }

@@ -1,7 +1,7 @@
 //! Owns the kernels that read long prompt chunks and decide what follows: their plans and proofs, and loading them beside a kernel for rows.
 
 use super::chain::Chain;
-use super::device_rows::{place_kernel, prove_kernel, rows_of};
+use super::device_rows::{place_kernel, prove_kernel, room_of_each, rows_of};
 use super::execute::upload_pack;
 use super::kernels::Does;
 use super::stages::{BuildContext, Generated};
@@ -219,7 +219,8 @@ pub(super) fn trace_waves(
     warm_up: u32,
 ) -> Result<TracedChunk, Fault> {
     let rows = rows_of(&chain.context).first().copied().unwrap_or(0);
-    let room = Room { rows, sequences: rows, positions: u64::from(rows * (position + tokens).next_multiple_of(256)) };
+    let of_each = room_of_each(&chain.context, &chain.candidate, position + tokens);
+    let room = Room { rows, sequences: rows, positions: u64::from(rows) * of_each };
     let validated = prove_kernel(&chain.context, place_kernel(&chain.context, &chain.candidate, room)?)?;
     let plan = plan_prompts(chain.context.target, &validated)?;
     let pack = upload_pack(device, &validated, &chain.pack()?)?;

@@ -20,7 +20,8 @@ use crate::waves::{ALIKE_ROWS_MAX, Alike, Proven, STEP_ROWS_MIN, derive_alike, p
 use super::bench::Programs;
 use super::chain::Chain;
 use super::device_rows::{
-    Asked, FoundOfRows, Reader, RowsTimed, STEPS, Took, bench_prompts, bench_steps, place_kernel, prove_kernel, rows_of,
+    Asked, FoundOfRows, Reader, RowsTimed, STEPS, Took, bench_prompts, bench_steps, place_kernel, prove_kernel,
+    room_of_each, rows_of,
 };
 use super::device_sampler::sampler_source;
 use super::device_steps::By;
@@ -140,9 +141,9 @@ pub(super) fn bench(
     let last = manifest.decode.time_positions.iter().max().copied().unwrap_or(0) + STEPS + 1;
     let longest = prompts.iter().max().copied().unwrap_or(0);
     // Rounded, so that pages are whole and one sequence more than those that decode has room for a prompt.
-    let of_each = last.max(ALIKE_POSITIONS).next_multiple_of(256);
+    let of = |last: u32| room_of_each(&chain.context, &chain.candidate, last);
     let sequences = ALIKE_ROWS_MAX.max(ALIKE_SEQUENCES);
-    let positions = u64::from(sequences) * u64::from(of_each) + u64::from(longest.next_multiple_of(256));
+    let positions = u64::from(sequences) * of(last.max(ALIKE_POSITIONS)) + of(longest);
     let made = make(chain, Room { rows: 0, sequences, positions })?;
     let (validated, pack) = (made.validated(), chain.pack()?);
     let shared = upload_pack(device, validated, &pack)?;
