@@ -327,7 +327,7 @@ def test_an_export_is_the_same_model(model, export, tmp_path):
     with exported.sequence() as a, model.sequence() as b:
         assert np.array_equal(exported.step([(a, ids)]), model.step([(b, ids)]))
     assert not (tmp_path / "none").exists()
-    with pytest.raises(monobloc.InputError, match="the export has room for at most 16 rows, 72 are asked for"):
+    with pytest.raises(monobloc.InputError, match="the export has room for at most 16 rows, 65 are asked for"):
         monobloc.load(export, sequences_max=64).sequence()
     # A schedule is proven again when its export is loaded.
     text = export / "cpu" / "text.mkir"
