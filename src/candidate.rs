@@ -163,6 +163,10 @@ pub enum Infeasible {
     Format { matrix: String, format: String, expected: String, cause: FormatCause, target: String },
     #[error("head_dim {head_dim} is odd; rotary pairs and activation packets need an even one")]
     HeadDim { head_dim: u32 },
+    #[error(
+        "layer {layer} has {what}, which runs in the reference only: no kernel and no schedule of `cpu` computes it yet"
+    )]
+    Experts { layer: usize, what: String },
     #[error("{what} takes {bytes} bytes, `{target}` has {most}")]
     DeviceMemory { what: &'static str, is_cache: bool, bytes: u64, most: u64, target: String },
 }

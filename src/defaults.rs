@@ -19,7 +19,7 @@ use crate::ir::variant::{
 use crate::lower::{
     HEADS_PER_TASK_MAX, attention_of, finest_unit_rows, format_of, heads_per_task_most, lower, refuses_everywhere,
 };
-use crate::model::graph::{Layer, Linear, ModelGraph};
+use crate::model::graph::{Layer, Linear, Mlp, ModelGraph};
 use crate::schedule::schedule;
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 
@@ -158,8 +158,8 @@ fn default_slot_bytes(graph: &ModelGraph, precision: Precision, sms: u32, room: 
 /// The format of up, and of the gate where there is one: most of the bytes of a layer.
 fn up_format(graph: &ModelGraph, precision: Precision) -> Format {
     let plain = Format::plain(precision.weights);
-    graph.layers.first().map_or(plain, |layer| {
-        let linears: Vec<_> = layer.mlp.gate.iter().chain([&layer.mlp.up]).collect();
+    graph.layers.first().and_then(|layer| layer.feed.dense()).map_or(plain, |mlp| {
+        let linears: Vec<_> = mlp.gate.iter().chain([&mlp.up]).collect();
         format_of(graph, &linears, precision)
     })
 }
@@ -171,16 +171,17 @@ fn width_unit_bytes(graph: &ModelGraph, precision: Precision) -> u32 {
 }
 
 /// Rows of up, with those of the gate.
-fn up_rows(layer: &Layer) -> u32 {
-    layer.mlp.gate.as_ref().map_or(0, |gate| gate.rows) + layer.mlp.up.rows
+fn up_rows(mlp: &Mlp) -> u32 {
+    mlp.gate.as_ref().map_or(0, |gate| gate.rows) + mlp.up.rows
 }
 
 /// `sms`; or a few less, if these then have equal shares of every matvec of a layer: no SM waits for one with more, and fewer SMs exchange
 /// (docs/perf-log.md, entries 12 and 13). A share is whole units. `unit_rows` has the rows of a unit to try, and the
 /// first that gives equal shares counts.
 fn even_sms(graph: &ModelGraph, sms: u32, unit_rows: &[u32]) -> u32 {
-    let Some(layer @ Layer { attn, mlp, .. }) = graph.layers.first() else { return sms };
-    let rows = [attn.q.rows + attn.k.rows + attn.v.rows, attn.o.rows, up_rows(layer), mlp.down.rows];
+    let Some(Layer { attn, feed, .. }) = graph.layers.first() else { return sms };
+    let Some(mlp) = feed.dense() else { return sms };
+    let rows = [attn.q.rows + attn.k.rows + attn.v.rows, attn.o.rows, up_rows(mlp), mlp.down.rows];
     let even = |unit: &u32| {
         (sms - sms / 16..=sms).rev().find(|count| rows.iter().all(|rows| rows.is_multiple_of(count * unit)))
     };
@@ -191,7 +192,7 @@ fn even_sms(graph: &ModelGraph, sms: u32, unit_rows: &[u32]) -> u32 {
 /// faster, and elsewhere slower (docs/perf-log.md, entry 42). With codes nothing was measured.
 fn default_poll_pairs(graph: &ModelGraph, precision: Precision, warps: u32) -> u32 {
     const FEW: u32 = 2;
-    let Some(Layer { mlp, .. }) = graph.layers.first() else { return POLL_BATCH };
+    let Some(mlp) = graph.layers.first().and_then(|layer| layer.feed.dense()) else { return POLL_BATCH };
     let format = format_of(graph, &[&mlp.down], precision);
     let pairs = warp_pairs(mlp.down.cols.div_ceil(format.granule_k()), warps, 1, format, precision);
     let is_few = format.is_plain() && pairs > FEW * LANES && (1..=LANES / 2).contains(&(pairs % LANES));
@@ -207,20 +208,13 @@ const BALANCED: std::ops::Range<u64> = 192 << 10..256 << 10;
 fn layer_bytes(graph: &ModelGraph, precision: Precision, sms: u32) -> u64 {
     let plain = Format::plain(precision.weights);
     let bytes = |l: &Layer| {
-        let linears = [
-            Some(&l.attn.q),
-            Some(&l.attn.k),
-            Some(&l.attn.v),
-            Some(&l.attn.o),
-            l.mlp.gate.as_ref(),
-            Some(&l.mlp.up),
-            Some(&l.mlp.down),
-        ];
+        let attn = [&l.attn.q, &l.attn.k, &l.attn.v, &l.attn.o];
+        let linears = attn.into_iter().chain(l.feed.dense().into_iter().flat_map(Mlp::linears));
         let of = |l: &Linear| {
             let format = graph.formats.get(&l.weight.tensor).copied().unwrap_or(plain);
             f64::from(l.rows) * f64::from(l.cols) * format.bytes_per_weight()
         };
-        linears.into_iter().flatten().map(of).sum::<f64>()
+        linears.map(of).sum::<f64>()
     };
     graph.layers.first().map_or(0, |layer| bytes(layer) as u64) / u64::from(sms)
 }
@@ -265,7 +259,7 @@ fn default_hold_up(graph: &ModelGraph, precision: Precision, warps: u32, sms: u3
         return 0;
     }
     let granules = (unit_bytes(graph.hidden, precision) / GRANULE_BYTES).div_ceil(warps);
-    let units = graph.layers.first().map_or(0, |layer| up_rows(layer) / UNIT_ROWS / sms);
+    let units = graph.layers.first().and_then(|l| l.feed.dense()).map_or(0, |mlp| up_rows(mlp) / UNIT_ROWS / sms);
     let long = layer_bytes(graph, precision, sms) >= STREAM_BOUND && unit_bytes(graph.hidden, precision) <= slot_bytes;
     if long && units >= 2 && UNIT_GRANULES.contains(&granules) { 2 } else { 0 }
 }
@@ -281,10 +275,13 @@ fn least_slot_bytes(graph: &ModelGraph, precision: Precision, warps: u32) -> u32
 /// Values and bytes of a granule of each matrix that kernels stream.
 fn granules(graph: &ModelGraph, precision: Precision) -> impl Iterator<Item = (u32, u32)> {
     let formats = graph.layers.iter().flat_map(move |layer| {
-        let Layer { attn, mlp, .. } = layer;
-        let up: Vec<_> = mlp.gate.iter().chain([&mlp.up]).collect();
-        let of = |linears: &[&Linear]| (format_of(graph, linears, precision), linears[0].cols);
-        [of(&[&attn.q, &attn.k, &attn.v]), of(&[&attn.o]), of(&up), of(&[&mlp.down])]
+        let attn = &layer.attn;
+        let of = move |linears: &[&Linear]| (format_of(graph, linears, precision), linears[0].cols);
+        let of_mlp = layer.feed.dense().into_iter().flat_map(move |mlp| {
+            let up: Vec<_> = mlp.gate.iter().chain([&mlp.up]).collect();
+            [of(&up), of(&[&mlp.down])]
+        });
+        [of(&[&attn.q, &attn.k, &attn.v]), of(&[&attn.o])].into_iter().chain(of_mlp)
     });
     let head = (format_of(graph, &[&graph.head], precision), graph.head.cols);
     formats.chain([head]).map(|(format, k)| (format.granule_k(), format.granule_bytes(k)))
@@ -334,7 +331,10 @@ pub fn fixed_smem_bytes(
     let k_max = graph
         .layers
         .iter()
-        .flat_map(|l| [l.attn.q.cols, l.attn.o.cols, l.mlp.up.cols, l.mlp.down.cols])
+        .flat_map(|l| {
+            let mlp = l.feed.dense().into_iter().flat_map(|mlp| [mlp.up.cols, mlp.down.cols]);
+            [l.attn.q.cols, l.attn.o.cols].into_iter().chain(mlp)
+        })
         .chain([graph.head.cols])
         .max()
         .unwrap_or(0);

@@ -17,7 +17,7 @@ use crate::ir::table::{Holds, Table, TableHome};
 use crate::ir::variant::{LANES, granule_pairs, sum_width_max};
 use crate::ir::{BufferId, LayerId};
 use crate::model::graph::{
-    self, Layer, Linear, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, RopeId, RowView, TensorId,
+    self, FeedForward, Layer, Linear, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, RopeId, RowView, TensorId,
 };
 
 /// Lowers `graph` to grids of tasks. The candidate decides what the program has (split attention, the number of arg-max
@@ -101,6 +101,16 @@ struct Start {
     x: BufferId,
     /// Every SM adds up a residual of its own.
     everywhere: bool,
+}
+
+/// The MLP of layer `l`, if programs have what follows attention there.
+fn dense(l: usize, layer: &Layer) -> Result<&Mlp, Infeasible> {
+    let refused = |what: String| Infeasible::Experts { layer: l, what };
+    match &layer.feed {
+        FeedForward::Experts(experts) => Err(refused(format!("a mixture of {} experts", experts.experts.len()))),
+        FeedForward::Dense(mlp) if mlp.swiglu.is_some() => Err(refused("a clamped SwiGLU".to_string())),
+        FeedForward::Dense(mlp) => Ok(mlp),
+    }
 }
 
 /// All of a vector.
@@ -434,13 +444,14 @@ impl Builder<'_> {
         let site = Site::of_layer(LayerOp::O, l);
         self.project_and_add(&format!("o.{l}"), site, attn, &layer.attn.o, layer.attn_post_norm.as_ref(), sum);
 
-        let name = if layer.mlp.gate.is_some() { "gate_up" } else { "up" };
+        let mlp = dense(l, layer)?;
+        let name = if mlp.gate.is_some() { "gate_up" } else { "up" };
         let site = Some(Site::of_layer(LayerOp::Up, l));
-        let act = self.up(&format!("{name}.{l}"), site, &format!("act.{l}"), layer, x2.unwrap_or(x));
+        let act = self.up(&format!("{name}.{l}"), site, &format!("act.{l}"), layer, mlp, x2.unwrap_or(x));
         let out = (!start.everywhere).then(|| self.exchange(&format!("x.{}", l + 1), hidden));
         let sum = Sum { residual, out, scale: layer.residual_scale, hidden };
         let site = Site::of_layer(LayerOp::Down, l);
-        self.project_and_add(&format!("down.{l}"), site, act, &layer.mlp.down, layer.mlp_post_norm.as_ref(), sum);
+        self.project_and_add(&format!("down.{l}"), site, act, &mlp.down, layer.mlp_post_norm.as_ref(), sum);
         Ok(out.unwrap_or(residual))
     }
 
@@ -456,8 +467,7 @@ impl Builder<'_> {
     }
 
     /// The activation of a layer's MLP: of gate and up, or of up alone.
-    fn up(&mut self, name: &str, site: Option<Site>, act: &str, layer: &Layer, x: BufferId) -> BufferId {
-        let mlp = &layer.mlp;
+    fn up(&mut self, name: &str, site: Option<Site>, act: &str, layer: &Layer, mlp: &Mlp, x: BufferId) -> BufferId {
         let norm = layer.mlp_norm.as_ref();
         let act = self.exchange(act, mlp.up.rows);
         let one = Second::Axis(1);
@@ -713,8 +723,8 @@ pub fn finest_unit_rows(graph: &ModelGraph, precision: Precision, least: u32) ->
         [
             Some(stored(&[&attn.q, &attn.k, &attn.v], Epilogue::Store)),
             l.attn_post_norm.as_ref().map(|_| stored(&[&attn.o], Epilogue::Store)),
-            l.mlp.gate.is_none().then(|| stored(&[&l.mlp.up], Epilogue::Act(l.mlp.act))),
-            l.mlp_post_norm.as_ref().map(|_| stored(&[&l.mlp.down], Epilogue::Store)),
+            l.feed.dense().filter(|mlp| mlp.gate.is_none()).map(|mlp| stored(&[&mlp.up], Epilogue::Act(mlp.act))),
+            l.feed.dense().filter(|_| l.mlp_post_norm.is_some()).map(|mlp| stored(&[&mlp.down], Epilogue::Store)),
         ]
     };
     let all = graph.layers.iter().flat_map(of_layer).flatten();

@@ -687,15 +687,16 @@ mod tests {
     fn wanted_row(imported: &Imported, grid: &str, unit_rows: u32, u: u32, r: u32, cols: usize) -> Vec<f32> {
         let (kind, layer) = grid.split_once('.').unwrap_or((grid, "0"));
         let layer = &imported.graph.layers[layer.parse::<usize>().unwrap()];
+        let mlp = layer.feed.dense().unwrap();
         let flat = unit_rows * u + r;
         let (linear, row) = match kind {
             "qkv" if flat < layer.attn.q.rows => (&layer.attn.q, flat),
             "qkv" if flat < layer.attn.q.rows + layer.attn.k.rows => (&layer.attn.k, flat - layer.attn.q.rows),
             "qkv" => (&layer.attn.v, flat - layer.attn.q.rows - layer.attn.k.rows),
             "o" => (&layer.attn.o, flat),
-            "gate_up" if r < 4 => (layer.mlp.gate.as_ref().unwrap(), 4 * u + r),
-            "gate_up" => (&layer.mlp.up, 4 * u + r - 4),
-            "down" => (&layer.mlp.down, flat),
+            "gate_up" if r < 4 => (mlp.gate.as_ref().unwrap(), 4 * u + r),
+            "gate_up" => (&mlp.up, 4 * u + r - 4),
+            "down" => (&mlp.down, flat),
             _ => (&imported.graph.head, flat),
         };
         let mut values = vec![0.0; cols];
@@ -775,7 +776,8 @@ mod tests {
         let schedule = place(&odd, DType::Bf16, |_| ());
         let pack = pack(&schedule, &odd.graph, &odd.weights).unwrap();
         let layer = &odd.graph.layers[1];
-        let (gate, up) = (layer.mlp.gate.as_ref().unwrap(), &layer.mlp.up);
+        let mlp = layer.feed.dense().unwrap();
+        let (gate, up) = (mlp.gate.as_ref().unwrap(), &mlp.up);
         let (gate, up) = (odd.weights.bias_f32(gate).unwrap(), odd.weights.bias_f32(up).unwrap());
         let bias = constant(&schedule, &pack, "gate_up.1.bias");
         assert_eq!(bias.len(), 22 * 8);

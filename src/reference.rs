@@ -11,7 +11,10 @@ use rayon::prelude::*;
 use crate::dtype::DType;
 use crate::format::{e4m3, to_e4m3};
 use crate::model::cache_scales::cache_scales;
-use crate::model::graph::{Act, Attention, Layer, Linear, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, Rope};
+use crate::model::graph::{
+    Act, Attention, ClampedSwiglu, ExpertGroups, Experts, FeedForward, GroupScore, Layer, Linear, Mlp, ModelGraph,
+    Norm, NormKind, QkNorm, QkNormSpan, Rope, Router, Score,
+};
 use crate::model::weights::Weights;
 
 /// Logits of every position of `ids`, `[ids.len()][vocab]`.
@@ -119,13 +122,16 @@ fn step_layer(
     let attn_in = normed(&layer.attn_norm, x);
     let attn_out = step_attention(graph, weights, &layer.attn, cache, scales, position, &attn_in);
     let attn_out = normed(&layer.attn_post_norm, &attn_out);
-    // A parallel MLP reads the layer's input, so it has to read before the sum.
+    // A parallel branch reads the layer's input, so it has to read before the sum.
     let parallel_in = layer.parallel.then(|| normed(&layer.mlp_norm, x));
     add_scaled(x, layer.residual_scale, &attn_out);
-    let mlp_in = parallel_in.unwrap_or_else(|| normed(&layer.mlp_norm, x));
-    let mlp_out = mlp(weights, &layer.mlp, &mlp_in);
-    let mlp_out = normed(&layer.mlp_post_norm, &mlp_out);
-    add_scaled(x, layer.residual_scale, &mlp_out);
+    let feed_in = parallel_in.unwrap_or_else(|| normed(&layer.mlp_norm, x));
+    let feed_out = match &layer.feed {
+        FeedForward::Dense(op) => mlp(weights, op, &feed_in),
+        FeedForward::Experts(op) => experts(weights, op, &feed_in),
+    };
+    let feed_out = normed(&layer.mlp_post_norm, &feed_out);
+    add_scaled(x, layer.residual_scale, &feed_out);
 }
 
 /// `x += scale * y`
@@ -328,14 +334,90 @@ pub fn softcap(cap: f64, x: f64) -> f64 {
     cap * (x / cap).tanh()
 }
 
-/// Gated: `down(act(gate(x)) * up(x))`; plain: `down(act(up(x)))`.
+/// Gated: `down(act(gate(x)) * up(x))`, or what [`gated`] says; plain: `down(act(up(x)))`.
 pub fn mlp(weights: &Weights, op: &Mlp, x: &[f64]) -> Vec<f64> {
     let up = linear(weights, &op.up, x);
     let inner: Vec<f64> = match &op.gate {
-        Some(gate) => linear(weights, gate, x).into_iter().zip(up).map(|(g, u)| act(op.act, g) * u).collect(),
+        Some(gate) => linear(weights, gate, x).into_iter().zip(up).map(|(g, u)| gated(op, g, u)).collect(),
         None => up.into_iter().map(|u| act(op.act, u)).collect(),
     };
     linear(weights, &op.down, &inner)
+}
+
+/// What an MLP makes of a value of the gate and one of up: `act(g) * u`, or [`ClampedSwiglu`].
+pub fn gated(op: &Mlp, gate: f64, up: f64) -> f64 {
+    let Some(ClampedSwiglu { alpha, limit }) = op.swiglu else { return act(op.act, gate) * up };
+    let (alpha, limit) = (f64::from(alpha), f64::from(limit));
+    let (gate, up) = (gate.min(limit), up.clamp(-limit, limit));
+    (up + 1.0) * gate * sigmoid(alpha * gate)
+}
+
+/// The experts of a row, added in the order of its slots, then the shared one; see [`Experts`].
+pub fn experts(weights: &Weights, op: &Experts, x: &[f64]) -> Vec<f64> {
+    let scores = scores(&op.router, &linear(weights, &op.router.linear, x));
+    let chosen = choose(weights, &op.router, &scores);
+    let mut y = vec![0.0; x.len()];
+    let mut add = |weight: f64, out: Vec<f64>| y.iter_mut().zip(out).for_each(|(y, out)| *y += weight * out);
+    for (&expert, weight) in chosen.iter().zip(slot_weights(&op.router, &scores, &chosen)) {
+        add(weight, mlp(weights, &op.experts[expert as usize], x));
+    }
+    if let Some(shared) = &op.shared {
+        let gate = shared.gate.as_ref().map_or(1.0, |gate| sigmoid(linear(weights, gate, x)[0]));
+        add(gate, mlp(weights, &shared.mlp, x));
+    }
+    y
+}
+
+/// From the outputs of a router's linear to the scores of its experts.
+pub fn scores(op: &Router, logits: &[f64]) -> Vec<f64> {
+    let mut scores = logits.to_vec();
+    match op.score {
+        Score::Softmax => softmax(&mut scores),
+        Score::Sigmoid => scores.iter_mut().for_each(|s| *s = sigmoid(*s)),
+    }
+    scores
+}
+
+/// The experts of a row by slot: those that [`Router`] chooses, largest first.
+pub fn choose(weights: &Weights, op: &Router, scores: &[f64]) -> Vec<u32> {
+    let correction = op.correction.map(|id| weights.vector_f32(id));
+    let corrected = |(e, &score): (usize, &f64)| score + correction.as_ref().map_or(0.0, |c| f64::from(c[e]));
+    let choice: Vec<f64> = scores.iter().enumerate().map(corrected).collect();
+    let all: Vec<u32> = (0..choice.len() as u32).collect();
+    let Some(ExpertGroups { count, kept, score }) = op.groups else { return largest(&choice, all, op.top_k) };
+    let per_group = choice.len() / count as usize;
+    let of_group = |group: &[f64]| {
+        let mut sorted = group.to_vec();
+        sorted.sort_by(|a, b| b.total_cmp(a));
+        match score {
+            GroupScore::Max => sorted[0],
+            GroupScore::SumOfTwo => sorted.iter().take(2).sum(),
+        }
+    };
+    let group_scores: Vec<f64> = choice.chunks_exact(per_group).map(of_group).collect();
+    let kept = largest(&group_scores, (0..count).collect(), kept);
+    let may = |e: &u32| kept.contains(&(e / per_group as u32));
+    largest(&choice, all.into_iter().filter(may).collect(), op.top_k)
+}
+
+/// The `count` of `ids`, which ascend, with the largest values, largest first; of equal values the lower id first.
+fn largest(values: &[f64], mut ids: Vec<u32>, count: u32) -> Vec<u32> {
+    // The sort is stable.
+    ids.sort_by(|&a, &b| values[b as usize].total_cmp(&values[a as usize]));
+    ids.truncate(count as usize);
+    ids
+}
+
+/// The weights of the chosen experts, by slot.
+pub fn slot_weights(op: &Router, scores: &[f64], chosen: &[u32]) -> Vec<f64> {
+    let of_slots: Vec<f64> = chosen.iter().map(|&e| scores[e as usize]).collect();
+    let divisor = op.normalise.map_or(1.0, |more| of_slots.iter().sum::<f64>() + f64::from(more));
+    of_slots.into_iter().map(|score| score / divisor * f64::from(op.scale)).collect()
+}
+
+/// `1 / (1 + e^-x)`
+pub fn sigmoid(x: f64) -> f64 {
+    1.0 / (1.0 + (-x).exp())
 }
 
 /// Silu `x / (1 + e^-x)`; GeluErf `x/2 (1 + erf(x / sqrt 2))`; GeluTanh

@@ -9,6 +9,7 @@
 //! row `j` of the cache has the value of one of its tokens, and its key, turned to position `j`. Trained weights answer such a cache as they
 //! answer a text. They answer numbers at random chaotically, so that rounding decides the logits.
 
+use std::borrow::BorrowMut;
 use std::ops::Range;
 
 use rayon::prelude::*;
@@ -18,10 +19,13 @@ use crate::dtype::{DType, Precision};
 use crate::format::{e4m3, to_e4m3};
 use crate::interp::CacheKind;
 use crate::model::cache_scales::cache_scales;
-use crate::model::graph::{Attention, Layer, Linear, ModelGraph, Norm, Rope};
+use crate::model::graph::{Attention, Experts, FeedForward, Layer, Linear, Mlp, ModelGraph, Norm, Rope};
 use crate::model::weights::Weights;
 use crate::random::Random;
-use crate::reference::{AttentionShape, act, add_scaled, attention, norm, qk_norm, rope_apply, rope_factors, softcap};
+use crate::reference::{
+    AttentionShape, act, add_scaled, attention, choose, gated, norm, qk_norm, rope_apply, rope_factors, scores,
+    sigmoid, slot_weights, softcap,
+};
 
 /// Lanes that round. The largest distance counts, because one of them may be right by chance. The lane that rounds to the nearest does in every layer the
 /// same to a large activation that stays the same, as a kernel does: at the first position of SmolLM2-135M that costs four times as much as
@@ -396,7 +400,7 @@ impl Model<'_> {
         }
     }
 
-    /// Attention, its output, and the MLP of a layer.
+    /// Attention, its output, and what follows attention in a layer.
     fn finish_layer(
         &self,
         layer: usize,
@@ -404,7 +408,7 @@ impl Model<'_> {
         Projected { queries, parallel }: Projected,
         vectors: &mut [Vector],
     ) {
-        let Layer { attn, attn_post_norm, mlp_norm, mlp, mlp_post_norm, residual_scale, .. } =
+        let Layer { attn, attn_post_norm, mlp_norm, feed, mlp_post_norm, residual_scale, .. } =
             &self.graph.layers[layer];
         let wire = self.rounding.precision.wire;
         let mut mixed = self.attend(attn, filled, queries, vectors);
@@ -412,19 +416,73 @@ impl Model<'_> {
         let mut out = self.linear(&attn.o, &mixed, vectors);
         self.add(attn_post_norm.as_ref(), *residual_scale, &mut out, vectors);
         let input = parallel.unwrap_or_else(|| self.normed(mlp_norm.as_ref(), vectors));
-        let up = self.linear(&mlp.up, &input, vectors);
+        let mut out = match feed {
+            FeedForward::Dense(mlp) => self.mlp(mlp, &input, vectors),
+            FeedForward::Experts(experts) => self.experts(experts, &input, vectors),
+        };
+        self.add(mlp_post_norm.as_ref(), *residual_scale, &mut out, vectors);
+    }
+
+    fn mlp<V: BorrowMut<Vector> + Send>(&self, mlp: &Mlp, input: &[Vec<f64>], vectors: &mut [V]) -> Vec<Vec<f64>> {
+        let up = self.linear(&mlp.up, input, vectors);
         let mut inner: Vec<Vec<f64>> = match &mlp.gate {
             Some(gate) => {
-                let gated = self.linear(gate, &input, vectors);
+                let gate = self.linear(gate, input, vectors);
                 let of =
-                    |(gate, up): (Vec<f64>, Vec<f64>)| gate.iter().zip(up).map(|(&g, u)| act(mlp.act, g) * u).collect();
-                gated.into_par_iter().zip(up).map(of).collect()
+                    |(gate, up): (Vec<f64>, Vec<f64>)| gate.iter().zip(up).map(|(&g, u)| gated(mlp, g, u)).collect();
+                gate.into_par_iter().zip(up).map(of).collect()
             }
             None => up.into_par_iter().map(|up| up.into_iter().map(|u| act(mlp.act, u)).collect()).collect(),
         };
+        let wire = self.rounding.precision.wire;
         self.each(vectors, &mut inner, |vector, x| vector.round(wire, x));
-        let mut out = self.linear(&mlp.down, &inner, vectors);
-        self.add(mlp_post_norm.as_ref(), *residual_scale, &mut out, vectors);
+        self.linear(&mlp.down, &inner, vectors)
+    }
+
+    /// The lanes of a row are computed by the experts that its exact lane chooses, with weights of their own: a choice that rounding
+    /// turns is no rounding error, and is compared apart.
+    fn experts(&self, op: &Experts, input: &[Vec<f64>], vectors: &mut [Vector]) -> Vec<Vec<f64>> {
+        let router = &op.router;
+        let logits = self.linear(&router.linear, input, vectors);
+        let mut chosen: Vec<Vec<u32>> = vec![];
+        let mut slots: Vec<Vec<f64>> = vec![];
+        for (at, logits) in logits.iter().enumerate() {
+            let scores = scores(router, logits);
+            let own = match (&vectors[at].noise, chosen.last()) {
+                (Some(_), Some(of_exact)) => of_exact.clone(),
+                _ => choose(self.weights, router, &scores),
+            };
+            slots.push(slot_weights(router, &scores, &own));
+            chosen.push(own);
+        }
+        // By vector, by slot: sums are made in the order of slots.
+        let mut by_slot: Vec<Vec<Vec<f64>>> = chosen.iter().map(|own| vec![vec![]; own.len()]).collect();
+        for (id, mlp) in (0..).zip(&op.experts) {
+            let slot_of = |at: usize| chosen[at].iter().position(|&expert| expert == id);
+            let places: Vec<(usize, usize)> = (0..input.len()).filter_map(|at| Some((at, slot_of(at)?))).collect();
+            let inputs: Vec<Vec<f64>> = places.iter().map(|&(at, _)| input[at].clone()).collect();
+            let mut own: Vec<&mut Vector> =
+                vectors.iter_mut().enumerate().filter(|(at, _)| slot_of(*at).is_some()).map(|(_, v)| v).collect();
+            let out = self.mlp(mlp, &inputs, &mut own);
+            places.into_iter().zip(out).for_each(|((at, slot), out)| by_slot[at][slot] = out);
+        }
+        let sum = |(outs, slots): (Vec<Vec<f64>>, &Vec<f64>)| {
+            let mut y = vec![0.0; self.graph.hidden as usize];
+            for (out, weight) in outs.iter().zip(slots) {
+                y.iter_mut().zip(out).for_each(|(y, out)| *y += weight * out);
+            }
+            y
+        };
+        let mut y: Vec<Vec<f64>> = by_slot.into_iter().zip(&slots).map(sum).collect();
+        if let Some(shared) = &op.shared {
+            let gates = shared.gate.as_ref().map(|gate| self.linear(gate, input, vectors));
+            let out = self.mlp(&shared.mlp, input, vectors);
+            for (at, (y, out)) in y.iter_mut().zip(out).enumerate() {
+                let gate = gates.as_ref().map_or(1.0, |gates| sigmoid(gates[at][0]));
+                y.iter_mut().zip(out).for_each(|(y, out)| *y += gate * out);
+            }
+        }
+        y
     }
 
     /// Each vector over the rows of its own lane, and the rows before its text.
@@ -486,8 +544,13 @@ impl Model<'_> {
         }
     }
 
-    fn each(&self, vectors: &mut [Vector], all: &mut [Vec<f64>], change: impl Fn(&mut Vector, &mut Vec<f64>) + Sync) {
-        vectors.par_iter_mut().zip(all).for_each(|(vector, x)| change(vector, x));
+    fn each<V: BorrowMut<Vector> + Send>(
+        &self,
+        vectors: &mut [V],
+        all: &mut [Vec<f64>],
+        change: impl Fn(&mut Vector, &mut Vec<f64>) + Sync,
+    ) {
+        vectors.par_iter_mut().zip(all).for_each(|(vector, x)| change(vector.borrow_mut(), x));
     }
 
     /// The input of a product: what travels is rounded before the norm.
@@ -513,14 +576,20 @@ impl Model<'_> {
     }
 
     /// `y = W x + b` for every vector. Lanes that round multiply in fp32, with weights of the type that the kernel has.
-    fn linear(&self, op: &Linear, inputs: &[Vec<f64>], vectors: &mut [Vector]) -> Vec<Vec<f64>> {
+    fn linear<V: BorrowMut<Vector> + Send>(
+        &self,
+        op: &Linear,
+        inputs: &[Vec<f64>],
+        vectors: &mut [V],
+    ) -> Vec<Vec<f64>> {
         let cols = op.cols as usize;
         let Rounding { precision, staged } = self.rounding;
-        let rounds: Vec<bool> = vectors.iter().map(|vector| vector.noise.is_some()).collect();
+        let rounds: Vec<bool> = vectors.iter().map(|vector| vector.borrow().noise.is_some()).collect();
         let narrow: Vec<Vec<f32>> = vectors
             .par_iter_mut()
             .zip(inputs)
             .map(|(vector, x)| {
+                let vector = vector.borrow_mut();
                 if vector.noise.is_none() {
                     return vec![];
                 }

@@ -5,7 +5,7 @@
 //! many bytes as a step of the model does for this op, and never waits for what other SMs make of its output: the time is
 //! that of the op, without its exchange.
 
-use super::{Builder, Sum};
+use super::{Builder, Sum, dense};
 use crate::candidate::{Candidate, Infeasible};
 use crate::dtype::Precision;
 use crate::ir::BufferId;
@@ -41,7 +41,7 @@ pub fn lower_alone(
     let first = graph.layers.first();
     let input = match (op, first) {
         (LayerOp::Attention, Some(layer)) => b.qkv("feed", None, layer, x),
-        (LayerOp::Down, Some(layer)) => b.up("feed", None, "feed", layer, x),
+        (LayerOp::Down, Some(layer)) => b.up("feed", None, "feed", layer, dense(0, layer)?, x),
         (LayerOp::O, Some(layer)) => {
             let (q, cols) = (&layer.attn.q, layer.attn.q.rows);
             let feed = b.exchange("feed", cols);
@@ -69,19 +69,13 @@ pub fn lower_alone(
                 b.project_and_add(&format!("o.{l}"), site, input, &layer.attn.o, layer.attn_post_norm.as_ref(), sum);
             }
             LayerOp::Up => {
-                let name = if layer.mlp.gate.is_some() { "gate_up" } else { "up" };
-                b.up(&format!("{name}.{l}"), Some(site), &format!("act.{l}"), layer, input);
+                let mlp = dense(l, layer)?;
+                let name = if mlp.gate.is_some() { "gate_up" } else { "up" };
+                b.up(&format!("{name}.{l}"), Some(site), &format!("act.{l}"), layer, mlp, input);
             }
             LayerOp::Down => {
-                let sum = sum(&mut b, "x");
-                b.project_and_add(
-                    &format!("down.{l}"),
-                    site,
-                    input,
-                    &layer.mlp.down,
-                    layer.mlp_post_norm.as_ref(),
-                    sum,
-                );
+                let (sum, down) = (sum(&mut b, "x"), &dense(l, layer)?.down);
+                b.project_and_add(&format!("down.{l}"), site, input, down, layer.mlp_post_norm.as_ref(), sum);
             }
             LayerOp::Head => {}
         }

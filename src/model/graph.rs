@@ -7,10 +7,14 @@
 //! x  = embed[token] * embed_scale
 //! per layer:
 //!   a  = attn(norm?(x));       a = norm?(a)
-//!   sequential:  x = x + residual_scale * a ;  m = mlp(norm?(x))
-//!   parallel:    m = mlp(norm?(x))          ;  x = x + residual_scale * a
+//!   sequential:  x = x + residual_scale * a ;  m = feed(norm?(x))
+//!   parallel:    m = feed(norm?(x))         ;  x = x + residual_scale * a
 //!   m = norm?(m);  x = x + residual_scale * m
 //! logits = softcap?(logits_scale * head(norm(x)))
+//!
+//! feed(x), dense:    mlp(x)
+//! feed(x), experts:  sum over the chosen experts e, in the order of their choice, of weight_e * mlp_e(x)
+//!                    + sigmoid?(gate(x)) * shared(x)
 //! ```
 
 use crate::define_id;
@@ -64,7 +68,7 @@ pub struct ModelGraph {
 pub struct Tensor {
     pub name: String,
     pub dtype: DType,
-    /// Up to two extents: `[out]`, `[out, in]`, none of a single value.
+    /// `[out]`, `[out, in]`, `[experts, out, in]` of stacked experts, none of a single value.
     pub shape: Vec<u32>,
 }
 
@@ -135,9 +139,10 @@ pub struct Layer {
     pub attn: Attention,
     /// Over the attention output, before the residual sum (Gemma 2 and 3, OLMo 2).
     pub attn_post_norm: Option<Norm>,
+    /// Before what follows attention, experts included.
     pub mlp_norm: Option<Norm>,
-    pub mlp: Mlp,
-    /// Over the MLP output, before the residual sum.
+    pub feed: FeedForward,
+    /// Over the output of what follows attention, before the residual sum.
     pub mlp_post_norm: Option<Norm>,
     /// Both branches read the layer's input (GPT-NeoX, Cohere).
     pub parallel: bool,
@@ -146,11 +151,135 @@ pub struct Layer {
 }
 
 impl Layer {
-    /// Its matrices: q, k, v, o, then those of the MLP.
+    /// Its matrices: q, k, v, o, then those of [`FeedForward::linears`].
     pub fn linears(&self) -> impl Iterator<Item = &Linear> {
-        let (attn, mlp) = (&self.attn, &self.mlp);
-        [&attn.q, &attn.k, &attn.v, &attn.o].into_iter().chain(&mlp.gate).chain([&mlp.up, &mlp.down])
+        let attn = &self.attn;
+        [&attn.q, &attn.k, &attn.v, &attn.o].into_iter().chain(self.feed.linears())
     }
+}
+
+/// What follows attention in a layer.
+#[derive(Debug, Clone, PartialEq)]
+pub enum FeedForward {
+    Dense(Mlp),
+    Experts(Box<Experts>),
+}
+
+impl FeedForward {
+    /// The MLP of a layer without experts.
+    pub fn dense(&self) -> Option<&Mlp> {
+        match self {
+            FeedForward::Dense(mlp) => Some(mlp),
+            FeedForward::Experts(_) => None,
+        }
+    }
+
+    pub fn dense_mut(&mut self) -> Option<&mut Mlp> {
+        match self {
+            FeedForward::Dense(mlp) => Some(mlp),
+            FeedForward::Experts(_) => None,
+        }
+    }
+
+    pub fn experts(&self) -> Option<&Experts> {
+        match self {
+            FeedForward::Dense(_) => None,
+            FeedForward::Experts(experts) => Some(experts),
+        }
+    }
+
+    /// Its MLPs: the only one, or those of the experts by id, then the shared one.
+    pub fn mlps(&self) -> impl Iterator<Item = &Mlp> {
+        let shared = self.experts().and_then(|experts| experts.shared.as_ref()).map(|shared| &shared.mlp);
+        let own = self.experts().map_or(&[][..], |experts| &experts.experts);
+        self.dense().into_iter().chain(own).chain(shared)
+    }
+
+    /// The matrices of its MLPs, before them the router and the gate of the shared expert.
+    pub fn linears(&self) -> impl Iterator<Item = &Linear> {
+        self.choosing().chain(self.mlps().flat_map(Mlp::linears))
+    }
+
+    /// The router and the gate of the shared expert: a precision leaves their values as they are.
+    pub fn choosing(&self) -> impl Iterator<Item = &Linear> {
+        let experts = self.experts();
+        let gate = experts.and_then(|experts| experts.shared.as_ref()?.gate.as_ref());
+        experts.map(|experts| &experts.router.linear).into_iter().chain(gate)
+    }
+}
+
+/// A mixture of experts: each row is computed by the experts that the router chooses for it.
+///
+/// `y = sum over slots s of weight_s * mlp_(expert_s)(x)`, added in the order of slots, then the shared expert.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Experts {
+    pub router: Router,
+    /// By expert id, all of one shape and activation.
+    pub experts: Vec<Mlp>,
+    pub shared: Option<SharedExpert>,
+}
+
+/// An expert that every row is computed by. Several shared experts of a checkpoint are one of their joint width.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SharedExpert {
+    pub mlp: Mlp,
+    /// `[1, hidden]`: the sigmoid of its output multiplies the shared expert's output (Qwen2-MoE).
+    pub gate: Option<Linear>,
+}
+
+/// Chooses `top_k` experts and their weights for a row.
+///
+/// ```text
+/// score  = softmax(linear(x)), or sigmoid(linear(x))
+/// choice = score + correction?
+/// groups: keep the experts of the best groups
+/// slots  = the top_k experts of the largest choice, largest first; of equal ones the lower id first
+/// weight = score of the slot's expert, / (sum of them + normalise)?, * scale
+/// ```
+///
+/// `torch.topk` orders distinct values alike, and promises no order for equal ones.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Router {
+    /// `[experts, hidden]`, may have a bias (gpt-oss).
+    pub linear: Linear,
+    /// Slots of a row: experts that it is computed by.
+    pub top_k: u32,
+    pub score: Score,
+    /// `[experts]`, added to the scores for the choice alone.
+    pub correction: Option<TensorId>,
+    pub groups: Option<ExpertGroups>,
+    /// The chosen weights are divided by their sum plus this; `None`: they are not. Softmax after the choice (Granite-MoE, gpt-oss) is
+    /// a softmax over all that is normalised: both are `exp(l_e) / sum over the chosen of exp(l)`.
+    pub normalise: Option<f32>,
+    /// Multiplies the weights at last.
+    pub scale: f32,
+}
+
+/// From the router's outputs to scores.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Score {
+    /// Over all experts.
+    Softmax,
+    Sigmoid,
+}
+
+/// Experts `i * n .. (i + 1) * n` are group `i`, of `n` experts each. Only experts of the `kept` groups with the largest group scores
+/// can be chosen; of equal groups the lower one is kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ExpertGroups {
+    /// Divides the number of experts.
+    pub count: u32,
+    pub kept: u32,
+    pub score: GroupScore,
+}
+
+/// The score of a group, from what its experts are chosen by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum GroupScore {
+    /// The largest one (DeepSeek-V2).
+    Max,
+    /// The sum of the two largest ones (DeepSeek-V3, GLM-4.5).
+    SumOfTwo,
 }
 
 #[derive(Debug, Clone, PartialEq)]
@@ -230,6 +359,22 @@ pub struct Mlp {
     pub gate: Option<Linear>,
     pub up: Linear,
     pub down: Linear,
+    /// Takes the place of `act(gate) * up`; only with a gate.
+    pub swiglu: Option<ClampedSwiglu>,
+}
+
+impl Mlp {
+    /// Its matrices: gate, up, down.
+    pub fn linears(&self) -> impl Iterator<Item = &Linear> {
+        self.gate.iter().chain([&self.up, &self.down])
+    }
+}
+
+/// With `g = min(gate(x), limit)` and `u = clamp(up(x), -limit, limit)`: `down((u + 1) * g * sigmoid(alpha * g))` (gpt-oss).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ClampedSwiglu {
+    pub alpha: f32,
+    pub limit: f32,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

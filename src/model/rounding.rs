@@ -4,7 +4,7 @@
 
 use crate::format::{Code, E4M3_MAX, Format, FormatPlan, ScaleCode, name_of};
 use crate::model::coded::CodedRow;
-use crate::model::graph::{ModelGraph, Tensor, TensorId};
+use crate::model::graph::{Layer, Mlp, ModelGraph, Tensor, TensorId};
 use crate::model::weights::Weights;
 
 /// A plan that does not fit a model.
@@ -19,7 +19,8 @@ pub enum PlanError {
     Stored { tensor: String, asked: String, stored: Format },
 }
 
-/// Gives the matrices of a model the formats that a plan asks for. Their values are rounded when they are read.
+/// Gives the matrices of a model the formats that a plan asks for. Their values are rounded when they are read. Routers and the gates of
+/// shared experts keep their values: they decide, and are few.
 ///
 /// # Errors
 /// A layer that is not there, or a matrix that the checkpoint stores in another format.
@@ -50,7 +51,10 @@ pub fn round_matrices(graph: &mut ModelGraph, weights: &mut Weights, plan: &Form
     }
     for layer in 0..layers {
         let Some(format) = plan.of(Some(layer as u32)) else { continue };
-        let tensors: Vec<TensorId> = graph.layers[layer].linears().map(|linear| linear.weight.tensor).collect();
+        let Layer { attn, feed, .. } = &graph.layers[layer];
+        let mlps = feed.mlps().flat_map(Mlp::linears);
+        let linears = [&attn.q, &attn.k, &attn.v, &attn.o].into_iter().chain(mlps);
+        let tensors: Vec<TensorId> = linears.map(|linear| linear.weight.tensor).collect();
         for tensor in tensors {
             round_tensor(graph, weights, tensor, format)?;
         }

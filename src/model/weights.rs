@@ -1314,7 +1314,7 @@ mod tests {
             assert!((found.0 - mean).abs() < 0.3 * std && (found.1 / std - 1.0).abs() < 0.2, "{found:?} {mean} {std}");
         };
         close(moments(graph.layers[0].attn.q.weight.tensor), 0.0, 128f32.powf(-0.5));
-        close(moments(graph.layers[1].mlp.down.weight.tensor), 0.0, 256f32.powf(-0.5));
+        close(moments(graph.layers[1].feed.dense().unwrap().down.weight.tensor), 0.0, 256f32.powf(-0.5));
         close(moments(graph.final_norm.weight.unwrap()), 0.0, 0.25);
         close(moments(graph.embed), 0.0, 2.0 / 128f32.sqrt());
         let ids: Vec<u32> = (0..16).map(|i| i * 31).collect();

@@ -127,6 +127,7 @@ pub(super) fn remedy_of(reason: &Infeasible, context: &BuildContext<'_>) -> &'st
         Infeasible::DeviceMemory { .. } => {
             "round the weights, with `weights = \"int8\"` or `\"int4:128\"` in `[precision]`, or take a target with more memory"
         }
+        Infeasible::Experts { .. } => "take a model without a mixture of experts",
         Infeasible::HeadDim { .. } => "take a model whose heads have an even width: no target computes this one",
         _ if knobs.is_some() => "change the manifest's `candidate`, or leave it out",
         Infeasible::SharedMemory { .. } if precision.weights == DType::F32 => {

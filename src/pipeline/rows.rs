@@ -143,18 +143,20 @@ impl TrialRow<'_> {
 pub(super) fn shape(context: &BuildContext<'_>, graph: &ModelGraph) -> ModelShape {
     let precision = context.manifest.precision;
     let layer = graph.layers.first();
+    // Experts of a layer are alike.
+    let mlp = layer.and_then(|layer| layer.feed.mlps().next());
     ModelShape {
         model_graph: context.graph,
         family: graph.family.clone(),
         layers: graph.layers.len() as u32,
         hidden: graph.hidden,
-        intermediate: layer.map_or(0, |layer| layer.mlp.up.rows),
+        intermediate: mlp.map_or(0, |mlp| mlp.up.rows),
         heads: layer.map_or(0, |layer| layer.attn.heads),
         kv_heads: layer.map_or(0, |layer| layer.attn.kv_heads),
         head_dim: layer.map_or(0, |layer| layer.attn.head_dim),
         vocab: graph.vocab,
         parameters: graph.parameter_count(),
-        weights_dtype: layer.map_or(String::new(), |layer| name_of(format_of(graph, &[&layer.mlp.up], precision))),
+        weights_dtype: mlp.map_or(String::new(), |mlp| name_of(format_of(graph, &[&mlp.up], precision))),
         cache_dtype: precision.cache.to_string(),
         wire_dtype: precision.wire.to_string(),
     }

@@ -114,12 +114,14 @@ pub fn predict(
     let mut wire = idle;
     for layer in &graph.layers {
         let attn = &layer.attn;
-        let gates = if layer.mlp.gate.is_some() { 2 } else { 1 };
+        // No program has a layer of experts yet, so none is predicted.
+        let Some(mlp) = layer.feed.dense() else { continue };
+        let gates = if mlp.gate.is_some() { 2 } else { 1 };
         let tasks = [
             matvec(attn.q.rows + attn.k.rows + attn.v.rows, &attn.q),
             matvec(attn.o.rows, &attn.o),
-            matvec(layer.mlp.up.rows * gates, &layer.mlp.up),
-            matvec(layer.mlp.down.rows, &layer.mlp.down),
+            matvec(mlp.up.rows * gates, &mlp.up),
+            matvec(mlp.down.rows, &mlp.down),
         ];
         // Sums over tasks: their bytes, and the time of the instructions between their exchanges.
         let sums = |tasks: &[(f64, f64, f64, f64)]| {

@@ -357,7 +357,11 @@ impl Space {
         };
         let fixed_smem =
             warps.iter().chain([&default.consumer_warps]).map(|&warps| (warps, fixed_smem_bytes(warps))).collect();
-        let inputs = graph.layers.first().map_or([graph.hidden; 2], |l| [l.attn.o.cols, l.mlp.down.cols]);
+        let first = graph.layers.first();
+        let inputs = [
+            first.map_or(graph.hidden, |l| l.attn.o.cols),
+            first.and_then(|l| l.feed.dense()).map_or(graph.hidden, |mlp| mlp.down.cols),
+        ];
         let [o, down] = inputs.map(|cols| unit_bytes(cols, precision));
         let held = [("hold_qkv", unit), ("hold_o", o), ("hold_up", unit), ("hold_down", down), ("hold_head", unit)];
         let rules = Rules { target: target.clone(), head_units, context_max, fixed_smem, group, unit, held };

@@ -45,11 +45,13 @@ impl From<NotSame> for Fault {
 /// # Errors
 /// The first grid that computes what the model does not have, or what the program leaves out.
 pub fn same(graph: &ModelGraph, program: &Program) -> Result<(), NotSame> {
+    let refused = |place: String, what: &str| NotSame { program: program.name.clone(), place, what: what.to_string() };
     let mut terms = Terms::default();
-    let model = Model::of(graph, program, &mut terms);
+    let model = Model::of(graph, program, &mut terms)
+        .map_err(|layer| refused(format!("layer {layer}"), "no program has experts, or a clamped SwiGLU"))?;
     let mut reader =
         Reader { graph, program, terms: &mut terms, model: &model, holds: BTreeMap::new(), caches: vec![] };
-    reader.program().map_err(|(place, what)| NotSame { program: program.name.clone(), place, what })
+    reader.program().map_err(|(place, what)| refused(place, &what))
 }
 
 /// The number of a term.
@@ -278,14 +280,16 @@ struct Model {
 }
 
 impl Model {
-    fn of(graph: &ModelGraph, program: &Program, terms: &mut Terms) -> Model {
+    /// # Errors
+    /// The first layer that no program computes.
+    fn of(graph: &ModelGraph, program: &Program, terms: &mut Terms) -> Result<Model, usize> {
         let is_fp8 = program.precision.cache == DType::E4m3;
         let mut maker = Maker { graph, terms, is_fp8, known: HashSet::new() };
         let mut x = maker.keep(Term::Embedded { table: graph.embed, scale: graph.embed_scale.to_bits() });
         let mut cached = vec![];
         for (l, layer) in graph.layers.iter().enumerate() {
             let rows;
-            (x, rows) = maker.layer(l, layer, x);
+            (x, rows) = maker.layer(l, layer, x)?;
             cached.push(rows);
         }
         let last = maker.normed(Some(&graph.final_norm), x);
@@ -293,7 +297,7 @@ impl Model {
         let (scale, softcap) = (graph.logits_scale.to_bits(), graph.logits_softcap.map(f32::to_bits));
         let logits = maker.keep(Term::Logits { x: head, scale, softcap });
         let best = maker.keep(Term::Best { logits });
-        Model { best, cached, known: maker.known }
+        Ok(Model { best, cached, known: maker.known })
     }
 }
 
@@ -325,7 +329,7 @@ impl Maker<'_> {
     }
 
     /// What a layer leaves of `x`, and its keys and values.
-    fn layer(&mut self, l: usize, layer: &graph::Layer, x: TermId) -> (TermId, [TermId; 2]) {
+    fn layer(&mut self, l: usize, layer: &graph::Layer, x: TermId) -> Result<(TermId, [TermId; 2]), usize> {
         let input = self.normed(layer.attn_norm.as_ref(), x);
         let (attended, rows) = self.attention(l, &layer.attn, input);
         let branch = self.linear(&layer.attn.o, attended);
@@ -333,7 +337,7 @@ impl Maker<'_> {
         let scale = layer.residual_scale.to_bits();
         let summed = self.keep(Term::Sum { x, scale, branch });
         let input = self.normed(layer.mlp_norm.as_ref(), if layer.parallel { x } else { summed });
-        let mlp = &layer.mlp;
+        let mlp = layer.feed.dense().filter(|mlp| mlp.swiglu.is_none()).ok_or(l)?;
         let up = self.linear(&mlp.up, input);
         let act = match &mlp.gate {
             Some(gate) => {
@@ -344,7 +348,7 @@ impl Maker<'_> {
         };
         let branch = self.linear(&mlp.down, act);
         let branch = self.normed(layer.mlp_post_norm.as_ref(), branch);
-        (self.keep(Term::Sum { x: summed, scale, branch }), rows)
+        Ok((self.keep(Term::Sum { x: summed, scale, branch }), rows))
     }
 
     /// What attention of a layer leaves, and its keys and values.

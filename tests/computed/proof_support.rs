@@ -12,8 +12,8 @@ use monobloc::ir::variant::{MatVecVariant, Variant};
 use monobloc::ir::{BufferId, EventId, GridId, TableId, TaskId};
 use monobloc::lower::{Batch, lower, lower_batch};
 use monobloc::model::graph::{
-    Act, Attention, Layer, Linear, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, Rope, RopeId, RowView, Tensor,
-    TensorId,
+    Act, Attention, FeedForward, Layer, Linear, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, Rope, RopeId,
+    RowView, Tensor, TensorId,
 };
 use monobloc::schedule::schedule;
 use monobloc::target::{CopyMechanism, DotMechanism, Spec, Target, TargetKind};
@@ -123,6 +123,7 @@ impl Toy {
                 gate: self.gated.then(|| t.linear(self.intermediate, hidden, self.bias)),
                 up: t.linear(self.intermediate, hidden, self.bias),
                 down: t.linear(hidden, self.intermediate, self.bias),
+                swiglu: None,
             };
             let attn_norm = Some(t.norm(kind, hidden));
             let mlp_norm = Some(t.norm(kind, hidden));
@@ -134,7 +135,7 @@ impl Toy {
                 attn,
                 attn_post_norm,
                 mlp_norm,
-                mlp,
+                feed: FeedForward::Dense(mlp),
                 mlp_post_norm,
                 parallel,
                 residual_scale: 1.0,
@@ -143,10 +144,7 @@ impl Toy {
         let final_norm = t.norm(kind, hidden);
         let head = t.linear(self.vocab, hidden, false);
         let inv_freq = vec![1.0; self.dim as usize / 2];
-        let linears = layers.iter().flat_map(|layer: &Layer| {
-            let (attn, mlp) = (&layer.attn, &layer.mlp);
-            [&attn.q, &attn.k, &attn.v, &attn.o, &mlp.up, &mlp.down].into_iter().chain(&mlp.gate)
-        });
+        let linears = layers.iter().flat_map(Layer::linears);
         let matrices: Vec<TensorId> = linears.chain([&head]).map(|linear| linear.weight.tensor).collect();
         let formats = matrices.into_iter().filter_map(|id| Some((id, self.format?))).collect();
         ModelGraph {

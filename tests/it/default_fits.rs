@@ -156,7 +156,8 @@ fn default_kernels_of_real_models_fit_every_record() {
 #[test]
 fn parts_in_two_formats_run_in_fp32_values() {
     let mut graph = imported("tiny", &shape("smollm2-135m", 2)).graph;
-    let gates: Vec<_> = graph.layers.iter().filter_map(|layer| Some(layer.mlp.gate.as_ref()?.weight.tensor)).collect();
+    let gates: Vec<_> =
+        graph.layers.iter().filter_map(|layer| Some(layer.feed.dense()?.gate.as_ref()?.weight.tensor)).collect();
     graph.formats.extend(gates.into_iter().map(|gate| (gate, named("int4:64"))));
     let target = Target::builtin("h200").unwrap();
     let place = |precision| {

@@ -24,8 +24,8 @@ use monobloc::ir::parse::{parse, parse_with_lines};
 use monobloc::ir::print::{FAULT, mark, print};
 use monobloc::lower::lower;
 use monobloc::model::graph::{
-    Act, Attention, Layer, Linear, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, Rope, RopeId, RowView, Tensor,
-    TensorId,
+    Act, Attention, FeedForward, Layer, Linear, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, Rope, RopeId,
+    RowView, Tensor, TensorId,
 };
 use monobloc::schedule::schedule;
 use monobloc::target::{CopyMechanism, DotMechanism, Spec, Target, TargetKind};
@@ -295,12 +295,13 @@ fn llama() -> ModelGraph {
             },
             attn_post_norm: None,
             mlp_norm: Some(t.rms(&format!("{l}.mlp_norm"), HIDDEN, 0.0)),
-            mlp: Mlp {
+            feed: FeedForward::Dense(Mlp {
                 act: Act::Silu,
                 gate: Some(t.linear(&format!("{l}.gate"), INTERMEDIATE, HIDDEN, false)),
                 up: t.linear(&format!("{l}.up"), INTERMEDIATE, HIDDEN, false),
                 down: t.linear(&format!("{l}.down"), HIDDEN, INTERMEDIATE, false),
-            },
+                swiglu: None,
+            }),
             mlp_post_norm: None,
             parallel: false,
             residual_scale: 1.0,
@@ -343,12 +344,13 @@ fn neox() -> ModelGraph {
         },
         attn_post_norm: None,
         mlp_norm: Some(t.layer_norm("mlp_norm", HIDDEN)),
-        mlp: Mlp {
+        feed: FeedForward::Dense(Mlp {
             act: Act::GeluErf,
             gate: None,
             up: t.linear("up", INTERMEDIATE, HIDDEN, true),
             down: t.linear("down", HIDDEN, INTERMEDIATE, true),
-        },
+            swiglu: None,
+        }),
         mlp_post_norm: None,
         parallel: true,
         residual_scale: 1.0,
@@ -395,12 +397,13 @@ fn gemma() -> ModelGraph {
                 },
                 attn_post_norm: Some(attn_post_norm),
                 mlp_norm: Some(mlp_norm),
-                mlp: Mlp {
+                feed: FeedForward::Dense(Mlp {
                     act: Act::GeluTanh,
                     gate: Some(t.linear(&format!("{l}.gate"), INTERMEDIATE, HIDDEN, false)),
                     up: t.linear(&format!("{l}.up"), INTERMEDIATE, HIDDEN, false),
                     down: t.linear(&format!("{l}.down"), HIDDEN, INTERMEDIATE, false),
-                },
+                    swiglu: None,
+                }),
                 mlp_post_norm: Some(mlp_post_norm),
                 parallel: false,
                 residual_scale: 1.0,

@@ -120,7 +120,7 @@ fn setting(graph: &ModelGraph) -> Setting {
         family: graph.family.clone(),
         layers: graph.layers.len() as u32,
         hidden: graph.hidden,
-        intermediate: layer.mlp.up.rows,
+        intermediate: layer.feed.dense().unwrap().up.rows,
         heads: layer.attn.heads,
         kv_heads: layer.attn.kv_heads,
         head_dim: layer.attn.head_dim,

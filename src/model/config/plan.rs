@@ -10,8 +10,8 @@ use crate::model::coded::Recipe;
 use crate::model::config::quantised::{Parts, Quantisation};
 use crate::model::config::reason::Reason;
 use crate::model::graph::{
-    Act, Attention, Layer, Linear, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, Rope, RopeId, RowView, Tensor,
-    TensorId,
+    Act, Attention, FeedForward, Layer, Linear, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, Rope, RopeId,
+    RowView, Tensor, TensorId,
 };
 use crate::model::weights::HeaderTensor;
 
@@ -316,9 +316,9 @@ pub fn assemble(
 /// Parts of a matrix that is streamed as one (q, k, v; gate and up) are packed as values where a file stores them in different types.
 fn as_one_matrix(graph: &ModelGraph, blocks: &mut BTreeMap<TensorId, Blocks>) {
     for layer in &graph.layers {
-        let (attn, mlp) = (&layer.attn, &layer.mlp);
-        let gated: Vec<&Linear> = mlp.gate.iter().chain([&mlp.up]).collect();
-        for parts in [vec![&attn.q, &attn.k, &attn.v], gated] {
+        let attn = &layer.attn;
+        let gated = layer.feed.mlps().map(|mlp| mlp.gate.iter().chain([&mlp.up]).collect());
+        for parts in gated.chain([vec![&attn.q, &attn.k, &attn.v]]) {
             let of = |linear: &&Linear| blocks.get(&linear.weight.tensor).and_then(Blocks::format);
             if parts.iter().any(|linear| of(linear) != of(&parts[0])) {
                 for linear in parts {
@@ -428,7 +428,7 @@ fn assemble_layer(c: &mut Collector, plan: &Plan, layer: usize) -> Layer {
         },
         attn_post_norm,
         mlp_norm,
-        mlp: Mlp { act: plan.act, gate, up, down },
+        feed: FeedForward::Dense(Mlp { act: plan.act, gate, up, down, swiglu: None }),
         mlp_post_norm,
         parallel: plan.parallel,
         residual_scale: plan.residual_scale,

@@ -4,7 +4,8 @@ use std::fmt::Write;
 
 use crate::dtype::{DType, Precision};
 use crate::model::graph::{
-    Act, Attention, Layer, Linear, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, Rope, RowView, Tensor, TensorId,
+    Act, Attention, ClampedSwiglu, ExpertGroups, Experts, FeedForward, GroupScore, Layer, Linear, Mlp, ModelGraph,
+    Norm, NormKind, QkNorm, QkNormSpan, Rope, Router, RowView, Score, SharedExpert, Tensor, TensorId,
 };
 
 /// Every field of the graph as text: deterministic, complete, one fact per word. The text that is shown is the text that is hashed.
@@ -71,10 +72,9 @@ fn option_float(value: &Option<f32>) -> String {
 }
 
 fn layer_text(out: &mut String, layer: &Layer) {
-    let Layer { attn_norm, attn, attn_post_norm, mlp_norm, mlp, mlp_post_norm, parallel, residual_scale } = layer;
+    let Layer { attn_norm, attn, attn_post_norm, mlp_norm, feed, mlp_post_norm, parallel, residual_scale } = layer;
     let Attention { heads, kv_heads, head_dim, q, k, v, o, q_norm, k_norm, rope, scale, softcap, window, cache_scales } =
         attn;
-    let Mlp { act, gate, up, down } = mlp;
     let branches = if *parallel { "parallel" } else { "sequential" };
     line(out, format_args!("  branches {branches} residual_scale {residual_scale:?}"));
     let norm = |norm: &Option<Norm>| norm.as_ref().map_or("none".to_string(), norm_text);
@@ -111,11 +111,62 @@ fn layer_text(out: &mut String, layer: &Layer) {
     }
     line(out, format_args!("  attn_post_norm {}", norm(attn_post_norm)));
     line(out, format_args!("  mlp_norm {}", norm(mlp_norm)));
-    line(out, format_args!("  mlp act {}", act_name(*act)));
+    match feed {
+        FeedForward::Dense(mlp) => mlp_text(out, "mlp", mlp),
+        FeedForward::Experts(experts) => experts_text(out, experts),
+    }
+    line(out, format_args!("  mlp_post_norm {}", norm(mlp_post_norm)));
+}
+
+fn mlp_text(out: &mut String, name: &str, mlp: &Mlp) {
+    let Mlp { act, gate, up, down, swiglu } = mlp;
+    line(out, format_args!("  {name} act {}", act_name(*act)));
+    if let Some(ClampedSwiglu { alpha, limit }) = swiglu {
+        line(out, format_args!("    swiglu alpha {alpha:?} limit {limit:?}"));
+    }
     line(out, format_args!("    gate {}", gate.as_ref().map_or("none".to_string(), linear_text)));
     line(out, format_args!("    up {}", linear_text(up)));
     line(out, format_args!("    down {}", linear_text(down)));
-    line(out, format_args!("  mlp_post_norm {}", norm(mlp_post_norm)));
+}
+
+fn experts_text(out: &mut String, experts: &Experts) {
+    let Experts { router, experts, shared } = experts;
+    let Router { linear, top_k, score, correction, groups, normalise, scale } = router;
+    let groups = match groups {
+        None => "none".to_string(),
+        Some(ExpertGroups { count, kept, score }) => format!("{kept} of {count} by {}", group_score_name(*score)),
+    };
+    line(
+        out,
+        format_args!(
+            "  router top {top_k} score {} correction {} groups {groups} normalise {} scale {scale:?}",
+            score_name(*score),
+            option(correction),
+            option_float(normalise)
+        ),
+    );
+    line(out, format_args!("    linear {}", linear_text(linear)));
+    for (id, expert) in experts.iter().enumerate() {
+        mlp_text(out, &format!("expert {id}"), expert);
+    }
+    if let Some(SharedExpert { mlp, gate }) = shared {
+        mlp_text(out, "shared expert", mlp);
+        line(out, format_args!("    sigmoid {}", gate.as_ref().map_or("none".to_string(), linear_text)));
+    }
+}
+
+fn score_name(score: Score) -> &'static str {
+    match score {
+        Score::Softmax => "softmax",
+        Score::Sigmoid => "sigmoid",
+    }
+}
+
+fn group_score_name(score: GroupScore) -> &'static str {
+    match score {
+        GroupScore::Max => "max",
+        GroupScore::SumOfTwo => "sum_of_two",
+    }
 }
 
 fn norm_text(norm: &Norm) -> String {
@@ -242,7 +293,7 @@ pub fn describe(graph: &ModelGraph) -> String {
 }
 
 fn describe_layer(layer: &Layer) -> String {
-    let (attn, mlp) = (&layer.attn, &layer.mlp);
+    let attn = &layer.attn;
     let mut out = String::new();
     let norm = |norm: &Option<Norm>| norm.as_ref().map(|n| format!("{}, ", describe_norm(n))).unwrap_or_default();
     let post = |norm: &Option<Norm>| norm.as_ref().map(|n| format!(", {}", describe_norm(n))).unwrap_or_default();
@@ -280,24 +331,48 @@ fn describe_layer(layer: &Layer) -> String {
             post(&layer.attn_post_norm)
         ),
     );
-    let kind = if mlp.gate.is_some() { "gated " } else { "" };
-    let bias = if mlp.up.bias.is_some() { ", bias" } else { "" };
-    line(
-        &mut out,
-        format_args!(
-            "  {}{kind}mlp {} wide ({}{bias}){}",
-            norm(&layer.mlp_norm),
-            mlp.up.rows,
-            act_name(mlp.act),
-            post(&layer.mlp_post_norm)
-        ),
-    );
+    let feed = match &layer.feed {
+        FeedForward::Dense(mlp) => describe_mlp(mlp),
+        FeedForward::Experts(experts) => describe_experts(experts),
+    };
+    line(&mut out, format_args!("  {}{feed}{}", norm(&layer.mlp_norm), post(&layer.mlp_post_norm)));
     let order = if layer.parallel { "both branches read the layer's input" } else { "" };
     let scale = scale_text("branches scaled by", layer.residual_scale);
     if !order.is_empty() || !scale.is_empty() {
         line(&mut out, format_args!("  {}", format!("{order}{scale}").trim_start_matches(", ")));
     }
     out
+}
+
+fn describe_mlp(mlp: &Mlp) -> String {
+    let kind = if mlp.gate.is_some() { "gated " } else { "" };
+    let bias = if mlp.up.bias.is_some() { ", bias" } else { "" };
+    let clamped = mlp.swiglu.map(|ClampedSwiglu { limit, .. }| format!(", clamped at {limit}")).unwrap_or_default();
+    format!("{kind}mlp {} wide ({}{clamped}{bias})", mlp.up.rows, act_name(mlp.act))
+}
+
+fn describe_experts(experts: &Experts) -> String {
+    let Experts { router, experts, shared } = experts;
+    let mut traits = vec![score_name(router.score).to_string()];
+    if router.correction.is_some() {
+        traits.push("corrected for the choice".to_string());
+    }
+    if let Some(ExpertGroups { count, kept, .. }) = router.groups {
+        traits.push(format!("from {kept} of {count} groups"));
+    }
+    if router.normalise.is_some() {
+        traits.push("normalised".to_string());
+    }
+    if router.scale != 1.0 {
+        traits.push(format!("scaled by {}", router.scale));
+    }
+    let each = experts.first().map(|expert| format!(", each a {}", describe_mlp(expert))).unwrap_or_default();
+    let shared = shared.as_ref().map(|SharedExpert { mlp, gate }| {
+        let gate = if gate.is_some() { ", gated" } else { "" };
+        format!("; a shared {}{gate}", describe_mlp(mlp))
+    });
+    let (top_k, shared) = (router.top_k, shared.unwrap_or_default());
+    format!("{top_k} of {} experts ({}){each}{shared}", experts.len(), traits.join(", "))
 }
 
 fn describe_norm(norm: &Norm) -> String {
