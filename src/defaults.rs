@@ -181,7 +181,7 @@ fn up_rows(mlp: &Mlp) -> u32 {
 fn even_sms(graph: &ModelGraph, sms: u32, unit_rows: &[u32]) -> u32 {
     let Some(Layer { attn, feed, .. }) = graph.layers.first() else { return sms };
     let Some(mlp) = feed.dense() else { return sms };
-    let rows = [attn.q.rows + attn.k.rows + attn.v.rows, attn.o.rows, up_rows(mlp), mlp.down.rows];
+    let rows = [attn.projections().iter().map(|part| part.rows).sum(), attn.o.rows, up_rows(mlp), mlp.down.rows];
     let even = |unit: &u32| {
         (sms - sms / 16..=sms).rev().find(|count| rows.iter().all(|rows| rows.is_multiple_of(count * unit)))
     };
@@ -208,8 +208,8 @@ const BALANCED: std::ops::Range<u64> = 192 << 10..256 << 10;
 fn layer_bytes(graph: &ModelGraph, precision: Precision, sms: u32) -> u64 {
     let plain = Format::plain(precision.weights);
     let bytes = |l: &Layer| {
-        let attn = [&l.attn.q, &l.attn.k, &l.attn.v, &l.attn.o];
-        let linears = attn.into_iter().chain(l.feed.dense().into_iter().flat_map(Mlp::linears));
+        let attn = l.attn.projections().into_iter().chain([&l.attn.o]);
+        let linears = attn.chain(l.feed.dense().into_iter().flat_map(Mlp::linears));
         let of = |l: &Linear| {
             let format = graph.formats.get(&l.weight.tensor).copied().unwrap_or(plain);
             f64::from(l.rows) * f64::from(l.cols) * format.bytes_per_weight()
@@ -281,7 +281,7 @@ fn granules(graph: &ModelGraph, precision: Precision) -> impl Iterator<Item = (u
             let up: Vec<_> = mlp.gate.iter().chain([&mlp.up]).collect();
             [of(&up), of(&[&mlp.down])]
         });
-        [of(&[&attn.q, &attn.k, &attn.v]), of(&[&attn.o])].into_iter().chain(of_mlp)
+        [of(&attn.projections()), of(&[&attn.o])].into_iter().chain(of_mlp)
     });
     let head = (format_of(graph, &[&graph.head], precision), graph.head.cols);
     formats.chain([head]).map(|(format, k)| (format.granule_k(), format.granule_bytes(k)))

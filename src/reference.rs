@@ -13,7 +13,7 @@ use crate::format::{e4m3, to_e4m3};
 use crate::model::cache_scales::cache_scales;
 use crate::model::graph::{
     Act, Attention, ClampedSwiglu, ExpertGroups, Experts, FeedForward, GroupScore, Layer, Linear, Mlp, ModelGraph,
-    Norm, NormKind, QkNorm, QkNormSpan, Rope, Router, Score,
+    Norm, NormKind, QkNorm, QkNormSpan, QueryScale, Rope, Router, Score,
 };
 use crate::model::weights::Weights;
 
@@ -154,13 +154,12 @@ fn step_attention(
     let mut q = linear(weights, &op.q, x);
     let mut k = linear(weights, &op.k, x);
     let mut v = linear(weights, &op.v, x);
-    qk_norm(weights, op.q_norm.as_ref(), head_dim, &mut q);
-    qk_norm(weights, op.k_norm.as_ref(), head_dim, &mut k);
-    if let Some(id) = op.rope {
-        let rope = &graph.ropes[id.index()];
-        for head in q.chunks_exact_mut(head_dim).chain(k.chunks_exact_mut(head_dim)) {
-            rope_apply(rope, position, head);
-        }
+    for (norm, projected) in [(op.q_norm.as_ref(), &mut q), (op.k_norm.as_ref(), &mut k)] {
+        norm_and_rotate(graph, weights, op, norm, position, projected);
+    }
+    if let Some(scale) = op.query_scale {
+        let factor = query_factor(scale, position);
+        q.iter_mut().for_each(|q| *q *= factor);
     }
     for (head, scales) in scales.unwrap_or_default().iter().enumerate() {
         for (values, scale) in [&mut k, &mut v].into_iter().zip(scales) {
@@ -171,15 +170,54 @@ fn step_attention(
     cache.values.push(v);
     let seen = op.window.map_or(cache.keys.len(), |window| cache.keys.len().min(window as usize));
     let first = cache.keys.len() - seen;
-    let mixed = attention(
+    let sinks = op.sinks.map(|id| weights.vector_f32(id));
+    let mut mixed = attention(
         &AttentionShape { heads: op.heads as usize, kv_heads: op.kv_heads as usize, head_dim },
         op.scale,
         op.softcap,
+        sinks.as_deref(),
         &q,
         &cache.keys[first..],
         &cache.values[first..],
     );
+    if let Some(gate) = &op.gate {
+        gate_output(&linear(weights, gate, x), &mut mixed);
+    }
     linear(weights, &op.o, &mixed)
+}
+
+/// The norm and the rotation of all heads of q or k, in the order of the model.
+pub fn norm_and_rotate(
+    graph: &ModelGraph,
+    weights: &Weights,
+    op: &Attention,
+    norm: Option<&QkNorm>,
+    position: u32,
+    projected: &mut [f64],
+) {
+    let head_dim = op.head_dim as usize;
+    if !op.norm_after_rope {
+        qk_norm(weights, norm, head_dim, projected);
+    }
+    if let Some(id) = op.rope {
+        let rope = &graph.ropes[id.index()];
+        projected.chunks_exact_mut(head_dim).for_each(|head| rope_apply(rope, position, head));
+    }
+    if op.norm_after_rope {
+        qk_norm(weights, norm, head_dim, projected);
+    }
+}
+
+/// What q is multiplied by at `position`: `1 + beta * ln(1 + floor(position / original))`.
+pub fn query_factor(scale: QueryScale, position: u32) -> f64 {
+    1.0 + f64::from(scale.beta) * f64::from(position / scale.original).ln_1p()
+}
+
+/// `y *= sigmoid(gate)`
+pub fn gate_output(gate: &[f64], y: &mut [f64]) {
+    for (y, gate) in y.iter_mut().zip(gate) {
+        *y /= 1.0 + (-gate).exp();
+    }
 }
 
 /// The value of `x` after a cache in fp8: the nearest product of `scale` and an e4m3 code, ties to the even code.
@@ -221,11 +259,16 @@ pub fn norm_values(
 /// Norms a projection in place, head by head or as a whole.
 pub fn qk_norm(weights: &Weights, op: Option<&QkNorm>, head_dim: usize, projected: &mut [f64]) {
     let Some(op) = op else { return };
-    let QkNorm { kind, eps, weights: tensors, weight_offset, span } = op;
-    let gains: Vec<f32> = tensors.iter().flat_map(|&id| weights.vector_f32(id)).collect();
+    let gains: Vec<f32> = op.weights.iter().flat_map(|&id| weights.vector_f32(id)).collect();
+    qk_norm_values(op, &gains, head_dim, projected);
+}
+
+/// As [`qk_norm`], with its gains fetched.
+pub fn qk_norm_values(op: &QkNorm, gains: &[f32], head_dim: usize, projected: &mut [f64]) {
+    let QkNorm { kind, eps, weights: _, weight_offset, span } = op;
     let width = if *span == QkNormSpan::Projection { projected.len() } else { head_dim };
     for (part, values) in projected.chunks_exact_mut(width).enumerate() {
-        let gains = if *span == QkNormSpan::OwnGains { &gains[part * width..(part + 1) * width] } else { &gains[..] };
+        let gains = if *span == QkNormSpan::OwnGains { &gains[part * width..(part + 1) * width] } else { gains };
         let normed = norm_values(*kind, *eps, *weight_offset, Some(gains), None, values);
         values.copy_from_slice(&normed);
     }
@@ -288,14 +331,16 @@ pub struct AttentionShape {
     pub head_dim: usize,
 }
 
-/// For each head: `s_j = softcap?(scale * q . k_j)`, `p = softmax(s)`, `y = sum_j p_j v_j`.
+/// For each head: `s_j = softcap?(scale * q . k_j)`, `p = softmax(s)`, `y = sum_j p_j v_j`. A sink is one more score of the softmax, with
+/// no value.
 ///
-/// `q` and the result are `[heads * head_dim]`; `keys` and `values` are the rows that the query sees, the window
+/// `sinks` has a value for each head; `q` and the result are `[heads * head_dim]`; `keys` and `values` are the rows that the query sees, the window
 /// applied, `[kv_heads * head_dim]` each.
 pub fn attention(
     shape: &AttentionShape,
     scale: f32,
     cap: Option<f32>,
+    sinks: Option<&[f32]>,
     q: &[f64],
     keys: &[impl AsRef<[f64]>],
     values: &[impl AsRef<[f64]>],
@@ -311,6 +356,7 @@ pub fn attention(
                 cap.map_or(score, |cap| softcap(f64::from(cap), score))
             })
             .collect();
+        scores.extend(sinks.map(|sinks| f64::from(sinks[h])));
         softmax(&mut scores);
         for (p, v) in scores.iter().zip(values) {
             for (y, v) in y.iter_mut().zip(&v.as_ref()[kv.clone()]) {
@@ -520,12 +566,29 @@ mod tests {
     fn attention_mixes_values_of_its_group() {
         let shape = AttentionShape { heads: 2, kv_heads: 1, head_dim: 1 };
         let (keys, values) = (vec![vec![0.0], vec![1.0]], vec![vec![10.0], vec![20.0]]);
-        let y = attention(&shape, 2.0, Some(1.0), &[0.0, 1.0], &keys, &values);
+        let y = attention(&shape, 2.0, Some(1.0), None, &[0.0, 1.0], &keys, &values);
         let p = 2.0f64.tanh().exp() / (1.0 + 2.0f64.tanh().exp());
         assert_close(&y, &[15.0, 10.0 * (1.0 - p) + 20.0 * p]);
+        let sinks = [2.0f32.ln(), 0.0];
+        let y = attention(&shape, 2.0, Some(1.0), Some(&sinks), &[0.0, 1.0], &keys, &values);
+        let e = 2.0f64.tanh().exp();
+        assert_close(&y, &[(10.0 + 20.0) / (1.0 + 1.0 + 2.0), (10.0 + 20.0 * e) / (1.0 + e + 1.0)]);
         let mut far = [1000.0, 0.0];
         softmax(&mut far);
         assert_eq!(far, [1.0, 0.0]);
+    }
+
+    #[test]
+    fn queries_grow_with_position_and_gates_close() {
+        let scale = QueryScale { beta: 0.5, original: 8 };
+        assert_eq!([0, 7].map(|position| query_factor(scale, position)), [1.0, 1.0]);
+        assert_close(
+            &[query_factor(scale, 8), query_factor(scale, 31)],
+            &[1.0 + 0.5 * 2f64.ln(), 1.0 + 0.5 * 4f64.ln()],
+        );
+        let mut y = [2.0, 2.0, 2.0];
+        gate_output(&[0.0, 3f64.ln(), -1000.0], &mut y);
+        assert_close(&y, &[1.0, 1.5, 0.0]);
     }
 
     #[test]

@@ -23,8 +23,8 @@ use crate::model::graph::{Attention, Experts, FeedForward, Layer, Linear, Mlp, M
 use crate::model::weights::Weights;
 use crate::random::Random;
 use crate::reference::{
-    AttentionShape, act, add_scaled, attention, choose, gated, norm, qk_norm, rope_apply, rope_factors, scores,
-    sigmoid, slot_weights, softcap,
+    AttentionShape, act, add_scaled, attention, choose, gate_output, gated, norm, norm_and_rotate, qk_norm,
+    qk_norm_values, query_factor, rope_factors, scores, sigmoid, slot_weights, softcap,
 };
 
 /// Lanes that round. The largest distance counts, because one of them may be right by chance. The lane that rounds to the nearest does in every layer the
@@ -92,7 +92,7 @@ pub struct Computed {
     pub noise: [f64; 2],
 }
 
-/// What caches of deep positions are made of: keys before rotation, and values, by layer and token of the text.
+/// What caches of deep positions are made of: keys before rotation (and before the norm, if that follows), and values, by layer and token of the text.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Fill {
     /// `[layer][token]`: the key, then the value, `[kv_heads * head_dim]` each.
@@ -106,6 +106,8 @@ struct Tables {
     scales: Vec<Vec<[f32; 2]>>,
     /// By rotary table: cosines and sines of all pairs, row after row.
     turns: Vec<Vec<(f32, f32)>>,
+    /// By layer: the gains of the norm of keys that follows their rotation.
+    gains: Vec<Option<Vec<f32>>>,
 }
 
 impl Tables {
@@ -118,7 +120,12 @@ impl Tables {
             let of_row = |row| (0..rope.inv_freq.len()).map(move |pair| rope_factors(rope, row, pair));
             (0..rows).flat_map(of_row).collect()
         };
-        Tables { cache, scales, turns: graph.ropes.iter().map(of_rope).collect() }
+        let gains = |layer: &Layer| {
+            let norm = layer.attn.k_norm.as_ref().filter(|_| layer.attn.norm_after_rope)?;
+            Some(norm.weights.iter().flat_map(|&id| weights.vector_f32(id)).collect())
+        };
+        let gains = graph.layers.iter().map(gains).collect();
+        Tables { cache, scales, turns: graph.ropes.iter().map(of_rope).collect(), gains }
     }
 }
 
@@ -189,6 +196,11 @@ fn filled(graph: &ModelGraph, tables: &Tables, fill: &Fill, layer: usize, kind: 
                 (head[a], head[b]) = (head[a] * cos - head[b] * sin, head[b] * cos + head[a] * sin);
             }
         }
+    }
+    if let (CacheKind::Key, Some(norm), Some(gains)) = (kind, &attn.k_norm, &tables.gains[layer]) {
+        let mut key: Vec<f64> = values.into_iter().map(f64::from).collect();
+        qk_norm_values(norm, gains, dim, &mut key);
+        values = key.into_iter().map(|value| value as f32).collect();
     }
     let of_kind = usize::from(kind == CacheKind::Value);
     for (at, value) in values.iter_mut().enumerate() {
@@ -319,9 +331,10 @@ struct Model<'a> {
     rounding: Rounding,
 }
 
-/// Queries of each vector, and the branch of an MLP that reads the input of the layer.
+/// Queries of each vector, its gates of attention's output, and the branch of an MLP that reads the input of the layer.
 struct Projected {
     queries: Vec<Vec<f64>>,
+    gates: Option<Vec<Vec<f64>>>,
     parallel: Option<Vec<Vec<f64>>>,
 }
 
@@ -341,20 +354,28 @@ impl Model<'_> {
         let mut queries = self.linear(&attn.q, &inputs, vectors);
         let keys = self.linear(&attn.k, &inputs, vectors);
         let values = self.linear(&attn.v, &inputs, vectors);
+        let mut gates = attn.gate.as_ref().map(|gate| self.linear(gate, &inputs, vectors));
+        if let Some(gates) = &mut gates {
+            let wire = self.rounding.precision.wire;
+            self.each(vectors, gates, |vector, x| vector.round(wire, x));
+        }
         let dim = attn.head_dim as usize;
-        let rope = attn.rope.map(|id| &self.graph.ropes[id.index()]);
         let mut of_text = vec![];
         let all = vectors.par_iter_mut().zip(queries.par_iter_mut()).zip(keys.into_par_iter().zip(values));
         let unrotated: Vec<Vec<f64>> = all
             .map(|((vector, q), (mut k, mut v))| {
                 let wire = self.rounding.precision.wire;
                 [&mut *q, &mut k, &mut v].into_iter().for_each(|x| vector.round(wire, x));
-                qk_norm(self.weights, attn.q_norm.as_ref(), dim, q);
-                qk_norm(self.weights, attn.k_norm.as_ref(), dim, &mut k);
-                let before = k.clone();
-                if let Some(rope) = rope {
-                    let heads = q.chunks_exact_mut(dim).chain(k.chunks_exact_mut(dim));
-                    heads.for_each(|head| rope_apply(rope, vector.position, head));
+                let mut before = k.clone();
+                if !attn.norm_after_rope {
+                    qk_norm(self.weights, attn.k_norm.as_ref(), dim, &mut before);
+                }
+                for (norm, projected) in [(attn.q_norm.as_ref(), &mut *q), (attn.k_norm.as_ref(), &mut k)] {
+                    norm_and_rotate(self.graph, self.weights, attn, norm, vector.position, projected);
+                }
+                if let Some(scale) = attn.query_scale {
+                    let factor = query_factor(scale, vector.position);
+                    q.iter_mut().for_each(|q| *q *= factor);
                 }
                 // The codes of a cache in fp8 are those of the kernel: no lane has its own.
                 let cache = self.rounding.precision.cache;
@@ -373,7 +394,7 @@ impl Model<'_> {
         }
         pass.fill.layers.push(of_text);
         self.take(layer, texts, vectors, pass);
-        Projected { queries, parallel }
+        Projected { queries, gates, parallel }
     }
 
     /// Keeps what was computed, and replaces keys and values by those that a text has taken.
@@ -405,13 +426,16 @@ impl Model<'_> {
         &self,
         layer: usize,
         filled: &[[Vec<Vec<f64>>; 2]],
-        Projected { queries, parallel }: Projected,
+        Projected { queries, gates, parallel }: Projected,
         vectors: &mut [Vector],
     ) {
         let Layer { attn, attn_post_norm, mlp_norm, feed, mlp_post_norm, residual_scale, .. } =
             &self.graph.layers[layer];
         let wire = self.rounding.precision.wire;
         let mut mixed = self.attend(attn, filled, queries, vectors);
+        for (gate, mixed) in gates.iter().flatten().zip(&mut mixed) {
+            gate_output(gate, mixed);
+        }
         self.each(vectors, &mut mixed, |vector, x| vector.round(wire, x));
         let mut out = self.linear(&attn.o, &mixed, vectors);
         self.add(attn_post_norm.as_ref(), *residual_scale, &mut out, vectors);
@@ -498,6 +522,7 @@ impl Model<'_> {
             kv_heads: attn.kv_heads as usize,
             head_dim: attn.head_dim as usize,
         };
+        let sinks = attn.sinks.map(|id| self.weights.vector_f32(id));
         // The vectors of a text are one row after another, each with all of its lanes.
         let mut starts: Vec<Range<usize>> = vec![];
         for (at, vector) in vectors.iter().enumerate() {
@@ -518,7 +543,7 @@ impl Model<'_> {
                 rows.drain(..rows.len().saturating_sub(seen));
                 rows
             });
-            attention(&shape, attn.scale, attn.softcap, &q, &keys, &values)
+            attention(&shape, attn.scale, attn.softcap, sinks.as_deref(), &q, &keys, &values)
         };
         queries.into_par_iter().enumerate().map(of).collect()
     }

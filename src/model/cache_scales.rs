@@ -41,7 +41,8 @@ pub fn cache_scales(graph: &ModelGraph, weights: &Weights, layer: usize) -> Vec<
         Some(norm) => normed(weights, norm, attn),
         None => projected(&attn.k),
     };
-    let turned = attn.rope.map_or(1.0, |rope| {
+    // A norm that follows the rotation bounds what it leaves.
+    let turned = attn.rope.filter(|_| attn.k_norm.is_none() || !attn.norm_after_rope).map_or(1.0, |rope| {
         // A rotation keeps the length of a pair, times the scale of the table.
         let pair = if attn.k_norm.is_some() { 1.0 } else { std::f64::consts::SQRT_2 };
         pair * f64::from(graph.ropes[rope.index()].scale.abs()).max(1.0)

@@ -151,10 +151,9 @@ pub struct Layer {
 }
 
 impl Layer {
-    /// Its matrices: q, k, v, o, then those of [`FeedForward::linears`].
+    /// Its matrices: q, k, v and the gate of attention, o, then those of [`FeedForward::linears`].
     pub fn linears(&self) -> impl Iterator<Item = &Linear> {
-        let attn = &self.attn;
-        [&attn.q, &attn.k, &attn.v, &attn.o].into_iter().chain(self.feed.linears())
+        self.attn.projections().into_iter().chain([&self.attn.o]).chain(self.feed.linears())
     }
 }
 
@@ -307,9 +306,32 @@ pub struct Attention {
     pub window: Option<u32>,
     /// One value each: the scales of keys and values that the checkpoint has for a cache in fp8.
     pub cache_scales: Option<[TensorId; 2]>,
+    /// `[heads]`: one more score in the softmax of each head, with no value. Neither scale nor softcap change it (gpt-oss).
+    pub sinks: Option<TensorId>,
+    /// `[heads * head_dim, hidden]`, of the input of q: `o` reads attention times `sigmoid(gate)` (Qwen3.5, AFMoE).
+    pub gate: Option<Linear>,
+    /// Multiplies q after RoPE and norm (Ministral 3).
+    pub query_scale: Option<QueryScale>,
+    /// `q_norm` and `k_norm` follow RoPE (Hunyuan).
+    pub norm_after_rope: bool,
 }
 
-/// Norm of q or k before RoPE, without a bias.
+impl Attention {
+    /// What reads the normed input as one product: q, k, v, then the gate.
+    pub fn projections(&self) -> Vec<&Linear> {
+        [&self.q, &self.k, &self.v].into_iter().chain(&self.gate).collect()
+    }
+}
+
+/// `1 + beta * ln(1 + floor(position / original))`
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct QueryScale {
+    pub beta: f32,
+    /// Positions without an effect; above 0.
+    pub original: u32,
+}
+
+/// Norm of q or k before RoPE, or after it, without a bias.
 #[derive(Debug, Clone, PartialEq)]
 pub struct QkNorm {
     pub kind: NormKind,

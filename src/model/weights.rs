@@ -787,7 +787,7 @@ impl Weights {
     ///
     /// The statistics keep a random model alive: linear weights have deviation `1 / sqrt(fan_in)`, an untied embedding
     /// 1 after its scale, the head such that logits have deviation 2 before the softcap, biases 0.3, norm gains
-    /// 1 +- 0.25 (stored around `1 - weight_offset`), so that a bias or a gain that is ignored is visible.
+    /// 1 +- 0.25 (stored around `1 - weight_offset`), sinks deviation 1, so that a bias or a gain that is ignored is visible.
     pub fn synthetic(graph: &ModelGraph, seed: u64) -> Weights {
         let mut moments = vec![(0.0, 1.0); graph.tensors.len()];
         let mut set = |id: TensorId, mean: f64, std: f64| moments[id.index()] = (mean, std);
@@ -805,6 +805,9 @@ impl Weights {
         }
         for norm in graph.layers.iter().flat_map(|layer| [&layer.attn.q_norm, &layer.attn.k_norm]).flatten() {
             norm.weights.iter().for_each(|&id| set(id, 1.0 - f64::from(norm.weight_offset), 0.25));
+        }
+        for sinks in graph.layers.iter().filter_map(|layer| layer.attn.sinks) {
+            set(sinks, 0.0, 1.0);
         }
         // Last: a tied table is shaped by its use as the head, since the first norm makes up for its size as input.
         set(graph.head.weight.tensor, 0.0, head_std);

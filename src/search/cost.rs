@@ -118,7 +118,7 @@ pub fn predict(
         let Some(mlp) = layer.feed.dense() else { continue };
         let gates = if mlp.gate.is_some() { 2 } else { 1 };
         let tasks = [
-            matvec(attn.q.rows + attn.k.rows + attn.v.rows, &attn.q),
+            matvec(attn.projections().iter().map(|part| part.rows).sum(), &attn.q),
             matvec(attn.o.rows, &attn.o),
             matvec(mlp.up.rows * gates, &mlp.up),
             matvec(mlp.down.rows, &mlp.down),

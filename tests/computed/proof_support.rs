@@ -117,6 +117,10 @@ impl Toy {
                 softcap: None,
                 window: self.window,
                 cache_scales: None,
+                sinks: None,
+                gate: None,
+                query_scale: None,
+                norm_after_rope: false,
             };
             let mlp = Mlp {
                 act: Act::Silu,

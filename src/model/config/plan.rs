@@ -313,12 +313,11 @@ pub fn assemble(
     Assembled { graph, consumed, recipes: c.recipes, blocks, reasons: c.reasons }
 }
 
-/// Parts of a matrix that is streamed as one (q, k, v; gate and up) are packed as values where a file stores them in different types.
+/// Parts of a matrix that is streamed as one (q, k, v and the gate of attention; gate and up) are packed as values where a file stores them in different types.
 fn as_one_matrix(graph: &ModelGraph, blocks: &mut BTreeMap<TensorId, Blocks>) {
     for layer in &graph.layers {
-        let attn = &layer.attn;
         let gated = layer.feed.mlps().map(|mlp| mlp.gate.iter().chain([&mlp.up]).collect());
-        for parts in gated.chain([vec![&attn.q, &attn.k, &attn.v]]) {
+        for parts in gated.chain([layer.attn.projections()]) {
             let of = |linear: &&Linear| blocks.get(&linear.weight.tensor).and_then(Blocks::format);
             if parts.iter().any(|linear| of(linear) != of(&parts[0])) {
                 for linear in parts {
@@ -425,6 +424,10 @@ fn assemble_layer(c: &mut Collector, plan: &Plan, layer: usize) -> Layer {
             softcap: plan.attn_softcap,
             window,
             cache_scales,
+            sinks: None,
+            gate: None,
+            query_scale: None,
+            norm_after_rope: false,
         },
         attn_post_norm,
         mlp_norm,

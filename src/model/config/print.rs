@@ -5,7 +5,7 @@ use std::fmt::Write;
 use crate::dtype::{DType, Precision};
 use crate::model::graph::{
     Act, Attention, ClampedSwiglu, ExpertGroups, Experts, FeedForward, GroupScore, Layer, Linear, Mlp, ModelGraph,
-    Norm, NormKind, QkNorm, QkNormSpan, Rope, Router, RowView, Score, SharedExpert, Tensor, TensorId,
+    Norm, NormKind, QkNorm, QkNormSpan, QueryScale, Rope, Router, RowView, Score, SharedExpert, Tensor, TensorId,
 };
 
 /// Every field of the graph as text: deterministic, complete, one fact per word. The text that is shown is the text that is hashed.
@@ -73,8 +73,26 @@ fn option_float(value: &Option<f32>) -> String {
 
 fn layer_text(out: &mut String, layer: &Layer) {
     let Layer { attn_norm, attn, attn_post_norm, mlp_norm, feed, mlp_post_norm, parallel, residual_scale } = layer;
-    let Attention { heads, kv_heads, head_dim, q, k, v, o, q_norm, k_norm, rope, scale, softcap, window, cache_scales } =
-        attn;
+    let Attention {
+        heads,
+        kv_heads,
+        head_dim,
+        q,
+        k,
+        v,
+        o,
+        q_norm,
+        k_norm,
+        rope,
+        scale,
+        softcap,
+        window,
+        cache_scales,
+        sinks,
+        gate,
+        query_scale,
+        norm_after_rope,
+    } = attn;
     let branches = if *parallel { "parallel" } else { "sequential" };
     line(out, format_args!("  branches {branches} residual_scale {residual_scale:?}"));
     let norm = |norm: &Option<Norm>| norm.as_ref().map_or("none".to_string(), norm_text);
@@ -108,6 +126,18 @@ fn layer_text(out: &mut String, layer: &Layer) {
     line(out, format_args!("    k_norm {}", qk_norm(k_norm)));
     if let Some([keys, values]) = cache_scales {
         line(out, format_args!("    cache_scales {keys} {values}"));
+    }
+    if let Some(sinks) = sinks {
+        line(out, format_args!("    sinks {sinks}"));
+    }
+    if let Some(gate) = gate {
+        line(out, format_args!("    output gate {}", linear_text(gate)));
+    }
+    if let Some(QueryScale { beta, original }) = query_scale {
+        line(out, format_args!("    query_scale beta {beta:?} original {original}"));
+    }
+    if *norm_after_rope {
+        line(out, format_args!("    q_norm and k_norm after rope"));
     }
     line(out, format_args!("  attn_post_norm {}", norm(attn_post_norm)));
     line(out, format_args!("  mlp_norm {}", norm(mlp_norm)));
@@ -311,13 +341,24 @@ fn describe_layer(layer: &Layer) -> String {
             QkNormSpan::OwnGains => "each head, with gains of its own",
             QkNormSpan::Projection => "the whole projection",
         };
-        traits.push(format!("q and k normed over {span}"));
+        let after = if attn.norm_after_rope { ", after the rotation" } else { "" };
+        traits.push(format!("q and k normed over {span}{after}"));
     }
     traits.push(attn.rope.map_or("no rotary embedding".to_string(), |rope| format!("rope {rope}")));
     traits.push(attn.window.map_or("full".to_string(), |window| format!("window {window}")));
     traits.push(format!("scale {}", attn.scale));
     if let Some(cap) = attn.softcap {
         traits.push(format!("softcap {cap}"));
+    }
+    if attn.sinks.is_some() {
+        traits.push("a sink for each head".to_string());
+    }
+    if let Some(gate) = &attn.gate {
+        let bias = if gate.bias.is_some() { " with bias" } else { "" };
+        traits.push(format!("output gate{bias}"));
+    }
+    if let Some(QueryScale { beta, original }) = attn.query_scale {
+        traits.push(format!("queries scaled by position (beta {beta}, from {original})"));
     }
     line(
         &mut out,
