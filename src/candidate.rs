@@ -167,6 +167,8 @@ pub enum Infeasible {
         "layer {layer} has {what}, which runs in the reference only: no kernel and no schedule of `cpu` computes it yet"
     )]
     Experts { layer: usize, what: String },
+    #[error("a norm of whole projections follows the rotation; kernels have norms of heads there")]
+    NormAfterRope,
     #[error("{what} takes {bytes} bytes, `{target}` has {most}")]
     DeviceMemory { what: &'static str, is_cache: bool, bytes: u64, most: u64, target: String },
 }

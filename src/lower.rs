@@ -455,13 +455,12 @@ impl Builder<'_> {
         Ok(out.unwrap_or(residual))
     }
 
-    /// q, k and v of a layer, one after another in one buffer.
+    /// q, k, v and the gate of a layer, one after another in one buffer.
     fn qkv(&mut self, name: &str, site: Option<Site>, layer: &Layer, x: BufferId) -> BufferId {
-        let a = &layer.attn;
-        let cols = (a.heads + 2 * a.kv_heads) * a.head_dim;
+        let linears = layer.attn.projections();
+        let cols = linears.iter().map(|linear| linear.rows).sum();
         let qkv = self.exchange(name, cols);
         let out = vec![self.write(Role::Out, qkv, Cols::blocks(UNIT_ROWS, cols))];
-        let linears = [&a.q, &a.k, &a.v];
         self.matvec(name, site, x, layer.attn_norm.as_ref(), &linears, Epilogue::Store, Second::Axis(1), out);
         qkv
     }
@@ -535,6 +534,10 @@ impl Builder<'_> {
         if dim % 2 != 0 {
             return Err(Infeasible::HeadDim { head_dim: dim });
         }
+        let whole = |norm: &Option<QkNorm>| norm.as_ref().is_some_and(|norm| norm.span == QkNormSpan::Projection);
+        if a.norm_after_rope && (whole(&a.q_norm) || whole(&a.k_norm)) {
+            return Err(Infeasible::NormAfterRope);
+        }
         let group = heads / kv_heads;
         let heads_per_task = heads_of_task(group, candidate)?;
         let q_cols = heads * dim;
@@ -569,6 +572,10 @@ impl Builder<'_> {
             );
             constants.push(constant(Role::CacheScales, scales, Cols::all(2)));
         }
+        if let Some(sinks) = a.sinks {
+            let sinks = self.vector(&format!("attn.{l}.sinks"), sinks, heads, 0.0);
+            constants.push(constant(Role::Sinks, sinks, Cols::all(heads)));
+        }
         let base = Attention { heads_per_task, ..attention_of(self.graph, a) };
         let site = Site::of_layer(LayerOp::Attention, l);
         let buffers = AttentionBuffers { qkv, k_cache, v_cache };
@@ -577,17 +584,19 @@ impl Builder<'_> {
             let splits = candidate.splits;
             // All query heads of a KV head where they fit one tensor-core operand: the history is read once.
             let heads_per_task = heads_per_task_most(group);
-            let op = Attention { heads_per_task, splits, ..base };
+            let op = Attention { heads_per_task, splits, ..base.clone() };
             let record = op.heads_per_task * (dim + PARTIAL_HEADER);
             let cols = op.head_groups() * splits * record;
             let partial = self.exchange_of(&format!("partial.{l}"), DType::F32, cols);
             self.attention_grid(&format!("attn_split.{l}"), site, op, &buffers, &constants, partial);
-            let merge = Op::AttentionMerge { head_dim: dim, splits, heads_per_task };
+            let gate = a.gate.as_ref().map(|_| self.own(self.read(Role::Gate, qkv, gate_cols(&base, dim))));
+            let merge = Op::AttentionMerge { head_dim: dim, splits, heads_per_task, gate: gate.is_some() };
             let group_cols = Cols { div: heads_per_task, ..Cols::blocks(splits * record, cols) };
             let records = self.own(self.read(Role::Partial, partial, group_cols));
             let merged = self.own(self.write(Role::Out, attn, Cols::blocks(dim, q_cols)));
+            let operands = [records].into_iter().chain(gate).chain([merged]).collect();
             let one = Second::Axis(1);
-            self.grid(&format!("attn_merge.{l}"), Some(site), merge, heads, one, vec![records, merged]);
+            self.grid(&format!("attn_merge.{l}"), Some(site), merge, heads, one, operands);
         }
         Ok(attn)
     }
@@ -634,10 +643,15 @@ impl Builder<'_> {
             self.read(Role::K, buffers.qkv, k),
             self.read(Role::V, buffers.qkv, head_kv(q_cols + kv_cols)),
         ];
-        // Unlike the other constants, scales are read for one KV head alone.
+        if op.gate && splits == 1 {
+            operands.push(self.own(self.read(Role::Gate, buffers.qkv, gate_cols(&op, q_len))));
+        }
+        // Unlike the other constants, scales are read for one KV head alone, and sinks for the heads of a task, with the current position.
         let of_head = Cols { stride: 2, div: per_kv, limit: 2 * op.kv_heads(), ..Cols::all(2) };
+        let of_task = Cols { only_j: last, ..Cols::blocks(op.heads_per_task, op.heads) };
         operands.extend(constants.iter().cloned().map(|operand| match operand.role {
             Role::CacheScales => Operand { cols: of_head, ..operand },
+            Role::Sinks => Operand { cols: of_task, ..operand },
             _ => operand,
         }));
         for (role, buffer) in [(Role::HistoryK, buffers.k_cache), (Role::HistoryV, buffers.v_cache)] {
@@ -657,6 +671,12 @@ impl Builder<'_> {
         let n = op.head_groups();
         self.grid(name, Some(site), Op::Attention(op), n, Second::Axis(splits), operands);
     }
+}
+
+/// The gate's columns of one head, or of several, after q, k and v.
+fn gate_cols(a: &Attention, len: u32) -> Cols {
+    let (q_cols, base) = (a.heads * a.head_dim, (a.heads + 2 * a.kv_heads()) * a.head_dim);
+    Cols { base, limit: base + q_cols, ..Cols::blocks(len, q_cols) }
 }
 
 /// Attention of a layer, unsplit, with as many query heads a task as one can take.
@@ -680,6 +700,10 @@ pub fn attention_of(graph: &ModelGraph, a: &graph::Attention) -> Attention {
         q_norm: qk_norm(&a.q_norm),
         k_norm: qk_norm(&a.k_norm),
         splits: 1,
+        sinks: a.sinks.is_some(),
+        gate: a.gate.is_some(),
+        query_scale: a.query_scale,
+        norm_after_rope: a.norm_after_rope,
     }
 }
 
@@ -721,7 +745,7 @@ pub fn finest_unit_rows(graph: &ModelGraph, precision: Precision, least: u32) ->
         };
         let attn = &l.attn;
         [
-            Some(stored(&[&attn.q, &attn.k, &attn.v], Epilogue::Store)),
+            Some(stored(&attn.projections(), Epilogue::Store)),
             l.attn_post_norm.as_ref().map(|_| stored(&[&attn.o], Epilogue::Store)),
             l.feed.dense().filter(|mlp| mlp.gate.is_none()).map(|mlp| stored(&[&mlp.up], Epilogue::Act(mlp.act))),
             l.feed.dense().filter(|_| l.mlp_post_norm.is_some()).map(|mlp| stored(&[&mlp.down], Epilogue::Store)),

@@ -166,6 +166,8 @@ __device__ __forceinline__ float activate(float x) {
   return fmaxf(x, 0.f);
 }
 
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + exp_fast(-x)); }
+
 // cap * tanh(x / cap); a cap of 0 stands for none.
 __device__ __forceinline__ float softcap(float x, float cap) { return cap > 0.f ? cap * tanhf(x / cap) : x; }
 

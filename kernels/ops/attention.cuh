@@ -2,6 +2,8 @@
 // last share also has the current position.
 //
 // q (QUERIES, DIM), k, v (DIM)   packets; k and v are read by the last share only
+// gate (QUERIES, DIM)            packets after v, if the output is gated and SPLITS == 1: out is multiplied by its sigmoid
+// sinks (HEADS)                  one more score of each head's softmax, with no value; the last share adds it
 // K, V (cache rows, PITCH)   cache of one KV head, DIM of each row in use; rows of the share arrive through the ring, K and V chunk in turn
 //                            (swizzled rows: attention_tensor.cuh)
 // out                        SPLITS == 1: QUERIES * DIM columns; else one record (max, sum, DIM sums) a query head, see merge
@@ -83,6 +85,12 @@ struct Attention {
   template <HeadNorm N>
   static __device__ __forceinline__ void prepare(const Context<M>& c, const Angles& angle, float* x, float squares, int width,
                                                  float eps, u32 weight_at, int head) {
+    if constexpr (!NORM_AFTER_ROPE_OF<G>) norm<N>(c, x, squares, width, eps, weight_at, head);
+    rotate(c, angle, x);
+    if constexpr (NORM_AFTER_ROPE_OF<G>) norm<N>(c, x, squares, width, eps, weight_at, head);
+  }
+  template <HeadNorm N>
+  static __device__ __forceinline__ void norm(const Context<M>& c, float* x, float squares, int width, float eps, u32 weight_at, int head) {
     if constexpr (N != HeadNorm::NONE) {
       const float* weight = c.template constant<float>(weight_at) + (N == HeadNorm::HEAD ? 0 : head * G::DIM);
       float mean = 0.f;
@@ -100,6 +108,8 @@ struct Attention {
       for (int d = c.lane(); d < G::DIM; d += 32) x[d] = (x[d] - mean) * factor * weight[d];
       __syncwarp();
     }
+  }
+  static __device__ __forceinline__ void rotate(const Context<M>& c, const Angles& angle, float* x) {
     if constexpr (G::ROTARY > 0) {
 #pragma unroll
       for (int k = 0; k < PAIRS_PER_LANE; k++) {
@@ -111,6 +121,15 @@ struct Attention {
           x[hi] = b * angle.cosine[k] + a * angle.sine[k];
         }
       }
+      __syncwarp();
+    }
+  }
+
+  // Scales a query in shared memory, by one warp.
+  static __device__ __forceinline__ void scale(const Context<M>& c, float* x, u32 position) {
+    if constexpr (QUERY_SCALE_OF<G>) {
+      const float factor = query_factor<G>(position);
+      for (int d = c.lane(); d < G::DIM; d += 32) x[d] *= factor;
       __syncwarp();
     }
   }
@@ -158,6 +177,7 @@ struct Attention {
       if (h < QUERIES) {
         fetch(c, e, q_head(c, h), (i * QUERIES + h) * G::DIM);
         prepare<G::Q_NORM>(c, angle, q_head(c, h), q_squares, G::HEADS * G::DIM, G::Q_EPS, e.q_norm, i * QUERIES + h);
+        scale(c, q_head(c, h), c.position);
         if constexpr (TENSOR)
           for (int d = c.lane() * 2; d < HEAD_GRANULES * 32; d += 64) {
             const float2 x = d < G::DIM ? *reinterpret_cast<const float2*>(q_head(c, h) + d) : make_float2(0.f, 0.f);
@@ -186,7 +206,7 @@ struct Attention {
       history_lanes(c, scales, rows, pairs);
     c.barrier();
     c.stamp(2);
-    Records::finish(c, e, i, j, last, [&](int d) {
+    Records::finish(c, e, e.x, i, j, last, [&](int d) {
       const float2 v = *reinterpret_cast<const float2*>(value(c) + d);
       return make_float2(scales.sum(v.x), scales.sum(v.y));
     });

@@ -2,6 +2,7 @@
 //
 // partial  records of (max, sum, DIM sums), fp32 packets: head h, share s at ((h / G) * SPLITS + s) * G * RECORD + (h % G) * RECORD,
 //          G query heads a record group, RECORD = DIM + 2
+// gate     DIM columns in the packets of q, k and v, if the output is gated: out is multiplied by its sigmoid
 // out      DIM columns of the attention output, packets
 //
 // owner    of a query head: one task
@@ -77,7 +78,7 @@ struct AttentionMerge {
         if (dim(k) < G::DIM) *reinterpret_cast<float2*>(record + Records::HEADER + dim(k)) = make_float2(x[k][0], x[k][1]);
     }
     c.barrier();
-    Records::finish(c, e, h, 0, false, [](int) { return make_float2(0.f, 0.f); });
+    Records::finish(c, e, e.gate, h, 0, false, [](int) { return make_float2(0.f, 0.f); });
     c.barrier(); // the next task may stage where these records are
   }
 };

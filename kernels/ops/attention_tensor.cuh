@@ -211,6 +211,17 @@ struct AttentionTensor {
     }
   }
 
+  template <class X>
+  static __device__ __forceinline__ void norm(const Constants& k, int row, X& x) {
+    if (norm_of(row) == HeadNorm::HEAD) {
+      float squares = 0.f;
+#pragma unroll
+      for (int n = 0; n < N; n++) squares += x[n].x * x[n].x + x[n].y * x[n].y;
+      const float factor = rsqrtf(warp_sum(squares) * (1.f / G::DIM) + (row == KEY ? G::K_EPS : G::Q_EPS));
+#pragma unroll
+      for (int n = 0; n < N; n++) x[n] = make_float2(x[n].x * factor * k.weight[n].x, x[n].y * factor * k.weight[n].y);
+    }
+  }
   // One warp brings a head from its packets to shared memory: norm, RoPE, rounding.
   static __device__ __forceinline__ void head(Context<M>& c, const Entry& e, const Scales& scales, int i, int row) {
     Constants k;
@@ -227,14 +238,7 @@ struct AttentionTensor {
     float2 x[N];
 #pragma unroll
     for (int n = 0; n < N; n++) x[n] = make_float2(bf16_lo(word[n]), bf16_hi(word[n]));
-    if (norm_of(row) == HeadNorm::HEAD) {
-      float squares = 0.f;
-#pragma unroll
-      for (int n = 0; n < N; n++) squares += x[n].x * x[n].x + x[n].y * x[n].y;
-      const float factor = rsqrtf(warp_sum(squares) * (1.f / G::DIM) + (row == KEY ? G::K_EPS : G::Q_EPS));
-#pragma unroll
-      for (int n = 0; n < N; n++) x[n] = make_float2(x[n].x * factor * k.weight[n].x, x[n].y * factor * k.weight[n].y);
-    }
+    if constexpr (!NORM_AFTER_ROPE_OF<G>) norm(k, row, x);
     if (G::ROTARY > 0 && row != VALUE) {
       if constexpr (G::INTERLEAVED) {
 #pragma unroll
@@ -251,6 +255,12 @@ struct AttentionTensor {
           rotate(x[n].y, x[n + N / 2].y, k.cosine[n].y, k.sine[n].y);
         }
       }
+    }
+    if constexpr (NORM_AFTER_ROPE_OF<G>) norm(k, row, x);
+    if constexpr (QUERY_SCALE_OF<G>) {
+      const float factor = row < QUERIES ? query_factor<G>(c.position) : 1.f;
+#pragma unroll
+      for (int n = 0; n < N; n++) x[n] = make_float2(x[n].x * factor, x[n].y * factor);
     }
 #pragma unroll
     for (int n = 0; n < N; n++) {
@@ -374,7 +384,7 @@ struct AttentionTensor {
     }
     c.barrier();
     c.stamp(2);
-    Records::finish(c, e, i, j, last, [&](int d) {
+    Records::finish(c, e, e.x, i, j, last, [&](int d) {
       if constexpr (FP8) {
         const e4m3* value = reinterpret_cast<const e4m3*>(row_at(c, VALUE) + d);
         return make_float2(scales.sum(widen(value[0])), scales.sum(widen(value[1])));

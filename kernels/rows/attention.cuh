@@ -3,6 +3,7 @@
 //
 // q, k, v (ROWS, ..)   words; q of the task's row, k and v of the rows of its sequence, from the first in the step to this one
 // K, V                 pages of one KV head, through the ring: a K and a V chunk in turn, no chunk reaches beyond its page
+// gate                 words after v, if the output is gated; sinks (HEADS) one more score of each softmax
 // out                  QUERIES * DIM columns of the task's row
 //
 // owner    of QUERIES query heads of a row: one task; the one with the first query head of a KV head appends the row to its page
@@ -57,9 +58,33 @@ __device__ __forceinline__ int walk_history(Context<M>& c, const OwnRow<M>& own,
   return turn;
 }
 
+// As PacketGates, from the words of one row.
+template <class M, class G>
+struct WordGates {
+  static constexpr bool THERE = GATED_OF<G>;
+  typedef Words<M, QKV_COLS<G>> W;
+  Context<M>& c;
+  const u8* words;
+  int row, first; // of the step; head of the task
+  __device__ __forceinline__ float2 operator()(int h, int d, bool live) const {
+    if constexpr (THERE) {
+      constexpr int N = 2 / W::WORD_COLS;
+      const int col = G::GATE_AT + (first + h) * G::DIM + (live ? d : 0);
+      bool active[N];
+      u32 word[N];
+#pragma unroll
+      for (int n = 0; n < N; n++) active[n] = live;
+      await_words<N>(words, [&](int n) { return W::at(row, col + n * W::WORD_COLS); }, active, word, c.waiter());
+      if constexpr (N == 1) return make_float2(sigmoid(bf16_lo(word[0])), sigmoid(bf16_hi(word[0])));
+      else return make_float2(sigmoid(__uint_as_float(word[0])), sigmoid(__uint_as_float(word[N - 1])));
+    }
+    return make_float2(1.f, 1.f);
+  }
+};
+
 template <class M, class G>
 struct RowsAttentionTensor {
-  static constexpr int COLS = (G::HEADS + 2 * (G::HEADS / G::GROUP)) * G::DIM; // q, k, v
+  static constexpr int COLS = QKV_COLS<G>;
   typedef Words<M, COLS> W;
   static constexpr int QUERIES = G::HEADS_PER_TASK, KV_HEADS = G::HEADS / G::GROUP;
   static constexpr int WARPS_PER_HEAD = G::WARPS_PER_HEAD, WARP_TEAMS = M::WARPS / WARPS_PER_HEAD;
@@ -109,16 +134,19 @@ struct RowsAttentionTensor {
       await_pieces<1>(from, [](int) { return 0u; }, v, c.waiter());
       float y[8];
       unpack_piece<M>(v[0], y);
-      if constexpr (G::Q_NORM == HeadNorm::HEAD || G::K_NORM == HeadNorm::HEAD) {
-        float squares = 0.f;
+      const auto normed = [&] {
+        if constexpr (G::Q_NORM == HeadNorm::HEAD || G::K_NORM == HeadNorm::HEAD) {
+          float squares = 0.f;
 #pragma unroll
-        for (int k = 0; k < 8; k++) squares += y[k] * y[k];
+          for (int k = 0; k < 8; k++) squares += y[k] * y[k];
 #pragma unroll
-        for (int o = LANES / 2; o; o >>= 1) squares += __shfl_xor_sync(~0u, squares, o);
-        const float factor = norm ? rsqrtf(squares * (1.f / G::DIM) + (kind == 0 ? G::Q_EPS : G::K_EPS)) : 1.f;
+          for (int o = LANES / 2; o; o >>= 1) squares += __shfl_xor_sync(~0u, squares, o);
+          const float factor = norm ? rsqrtf(squares * (1.f / G::DIM) + (kind == 0 ? G::Q_EPS : G::K_EPS)) : 1.f;
 #pragma unroll
-        for (int k = 0; k < 8; k++) y[k] *= factor * weight[k];
-      }
+          for (int k = 0; k < 8; k++) y[k] *= factor * weight[k];
+        }
+      };
+      if constexpr (!NORM_AFTER_ROPE_OF<G>) normed();
       if constexpr (HALVES) {
         const int partner = c.lane() - lane + (lane + PIECES / 2) % PIECES;
         const float sign = lane < PIECES / 2 ? -1.f : 1.f;
@@ -131,6 +159,12 @@ struct RowsAttentionTensor {
 #pragma unroll
         for (int k = 0; k < 8; k += 2)
           if (kind < 2) One::rotate(y[k], y[k + 1], cosine[k], sine[k]);
+      }
+      if constexpr (NORM_AFTER_ROPE_OF<G>) normed();
+      if constexpr (QUERY_SCALE_OF<G>) {
+        const float factor = kind == 0 ? query_factor<G>(own.position) : 1.f;
+#pragma unroll
+        for (int k = 0; k < 8; k++) y[k] *= factor;
       }
       if constexpr (FP8) {
         const auto query = [&](int k) { return f16_pair(One::in_f16(y[k]), One::in_f16(y[k + 1])); };
@@ -266,7 +300,9 @@ struct RowsAttentionTensor {
     }
     c.barrier();
     c.stamp(2);
-    Records::merge(c, false, [](int) { return make_float2(0.f, 0.f); }, [&](int h, int d, float, float sum, float a, float b) {
+    const HeadSinks<M, G> sinks(c, e, i * QUERIES, true);
+    const WordGates<M, G> gate{c, words_of<M, COLS>(c, e.x), own.row, i * QUERIES};
+    Records::merge(c, false, [](int) { return make_float2(0.f, 0.f); }, sinks, gate, [&](int h, int d, float, float sum, float a, float b) {
       publish_pair<G::HEADS * G::DIM>(c, words_of<M, G::HEADS * G::DIM>(c, e.out), own.row, (i * QUERIES + h) * G::DIM + d, __fdividef(a, sum), __fdividef(b, sum));
     });
     // After publishing: no SM reads the row in this step. The end of the step releases it.
@@ -292,7 +328,7 @@ struct RowsAttentionTensor {
 // All other shapes: heads of fp32 in shared memory, a row of keys for each lane.
 template <class M, class G>
 struct RowsAttentionLanes {
-  static constexpr int COLS = (G::HEADS + 2 * (G::HEADS / G::GROUP)) * G::DIM; // q, k, v
+  static constexpr int COLS = QKV_COLS<G>;
   typedef Words<M, COLS> W;
   typedef Attention<M, G> One;
   typedef typename ElemOf<M::CACHE>::type C;
@@ -354,6 +390,7 @@ struct RowsAttentionLanes {
       if (kind == 0) {
         const float all = G::Q_NORM == HeadNorm::PROJECTION ? squares(c, x, row, 0, G::HEADS * G::DIM) : 0.f;
         One::template prepare<G::Q_NORM>(c, angle, to, all, G::HEADS * G::DIM, G::Q_EPS, e.q_norm, head);
+        One::scale(c, to, own.position);
       } else {
         if (kind == 1) {
           const float all = G::K_NORM == HeadNorm::PROJECTION ? squares(c, x, row, G::HEADS * G::DIM, KV_HEADS * G::DIM) : 0.f;
@@ -432,7 +469,9 @@ struct RowsAttentionLanes {
     }
     c.barrier();
     c.stamp(2);
-    Records::merge(c, false, [](int) { return make_float2(0.f, 0.f); }, [&](int h, int d, float, float sum, float a, float b) {
+    const HeadSinks<M, G> sinks(c, e, i * QUERIES, true);
+    const WordGates<M, G> gate{c, words_of<M, COLS>(c, e.x), own.row, i * QUERIES};
+    Records::merge(c, false, [](int) { return make_float2(0.f, 0.f); }, sinks, gate, [&](int h, int d, float, float sum, float a, float b) {
       publish_pair<G::HEADS * G::DIM>(c, words_of<M, G::HEADS * G::DIM>(c, e.out), own.row, (i * QUERIES + h) * G::DIM + d, __fdividef(a, sum), __fdividef(b, sum));
     });
     if (i % (G::GROUP / QUERIES) == 0) {

@@ -19,7 +19,7 @@ struct alignas(16) Entry {
   u32 out; // packets of the published operand
   union { u32 aux, cache_scales; }; // packets of a second published operand (best of the head); of attention: scales of a cache in fp8, in OFFSET_BYTES
   union { u32 row_scales, row; }; // of a matrix of codes: the scales of its rows, in OFFSET_BYTES; else the row of the step that the task takes
-  u32 residual; // first residual value of this block that the task owns
+  union { u32 residual, sinks, gate; }; // first residual value of this block that the task owns; of attention: sinks, in OFFSET_BYTES; of its merge: packets of the gate's buffer
   union { u32 norm_weight, q_norm; }; // norm weight of the input, or of q
   union { u32 norm_bias, k_norm; }; // norm bias of the input, or norm weight of k
   union { u32 bias, rope, table; }; // by op

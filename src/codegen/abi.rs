@@ -5,7 +5,7 @@ use super::emit::classes;
 use super::kernel_struct::kernel_struct;
 use crate::digest::Digest;
 use crate::ir::layout::{Matrix, PACKET_BYTES, PLACE_ALIGN_BYTES, matrices};
-use crate::ir::op::{Op, Role};
+use crate::ir::op::{Attention, Op, Role};
 use crate::ir::program::{Cols, Grid, Space};
 use crate::ir::schedule::{Run, Schedule, Source, Task};
 use crate::ir::variant::{AttentionVariant, MatVecVariant, Variant};
@@ -37,8 +37,8 @@ kernel_struct! {
         aux_or_scales: u32 as [aux, cache_scales],
         /// of a matrix of codes: the scales of its rows, in OFFSET_BYTES; else the row of the step that the task takes
         row_scales_or_row: u32 as [row_scales, row],
-        /// first residual value of this block that the task owns
-        residual: u32,
+        /// first residual value of this block that the task owns; of attention: sinks, in OFFSET_BYTES; of its merge: packets of the gate's buffer
+        residual: u32 as [residual, sinks, gate],
         /// norm weight of the input, or of q
         norm_weight: u32 as [norm_weight, q_norm],
         /// norm bias of the input, or norm weight of k
@@ -298,7 +298,11 @@ impl<'a> GridEntry<'a> {
                 _ => packets(Role::Best),
             },
             row_scales_or_row: row_scales.unwrap_or(0),
-            residual: 0,
+            residual: match grid.op {
+                Op::Attention(Attention { sinks: true, .. }) => constant(Role::Sinks),
+                Op::AttentionMerge { gate: true, .. } => packets(Role::Gate),
+                _ => 0,
+            },
             norm_weight: either(&[Role::NormWeight, Role::QNormWeight]),
             norm_bias: either(&[Role::NormBias, Role::KNormWeight]),
             table: either(&[Role::Bias, Role::Rope, Role::Table]),
@@ -330,7 +334,7 @@ impl<'a> GridEntry<'a> {
             hi: task.hi,
             j: task.j,
             row_scales_or_row: if self.has_row_scales { self.entry.row_scales_or_row } else { task.row },
-            residual: self.residual(task).map_or(0, |first| first - residual_base) as u32,
+            residual: self.residual(task).map_or(self.entry.residual, |first| (first - residual_base) as u32),
             ..self.entry
         }
     }

@@ -9,7 +9,7 @@ use crate::ir::program::{Buffer, Grid, Program};
 use crate::ir::schedule::{Regime, Schedule, SmemKind, Source};
 use crate::ir::variant::{AttentionVariant, MatVecVariant, rows_on_tensor_cores};
 use crate::ir::{GridId, TaskId};
-use crate::model::graph::{Act, NormKind, QkNormSpan};
+use crate::model::graph::{Act, NormKind, QkNormSpan, QueryScale};
 use crate::rows::Shape;
 use crate::target::{CopyMechanism, DotMechanism, Target};
 use crate::validate::Validated;
@@ -324,13 +324,13 @@ fn class_of(schedule: &Schedule, id: GridId, grid: &Grid, rows: u32) -> (&'stati
             ("Embed", members + &table.map_or(String::new(), table_members))
         }
         Op::MatVec(m) => ("MatVec", matvec_members(schedule, id, grid, m)),
-        Op::Attention(a) => ("Attention", attention_members(schedule, id, a, rows)),
-        Op::AttentionMerge { head_dim, splits, heads_per_task } => {
+        Op::Attention(a) => ("Attention", attention_members(schedule, id, a, rows) + &gate_member(grid)),
+        Op::AttentionMerge { head_dim, splits, heads_per_task, gate: _ } => {
             let heads = grid.n;
             let members = format!(
                 "int HEADS = {heads}\nint DIM = {head_dim}\nint SPLITS = {splits}\nint HEADS_PER_TASK = {heads_per_task}\n"
             );
-            ("AttentionMerge", members)
+            ("AttentionMerge", members + &gate_member(grid))
         }
         Op::NormAdd { norm, width, scale, everywhere } => {
             let members = format!(
@@ -452,6 +452,11 @@ pub(super) fn table_members(table: &Buffer) -> String {
     code_members(format) + &places
 }
 
+/// Where the gate of a grid's heads begins in its buffer; none without a gate.
+pub(super) fn gate_member(grid: &Grid) -> String {
+    grid.operand(Role::Gate).map_or(String::new(), |gate| format!("int GATE_AT = {}\n", gate.cols.base))
+}
+
 pub(super) fn attention_members(schedule: &Schedule, id: GridId, a: &Attention, rows: u32) -> String {
     // Destructured so that a new attribute does not compile until the kernel knows it.
     let Attention {
@@ -467,6 +472,10 @@ pub(super) fn attention_members(schedule: &Schedule, id: GridId, a: &Attention, 
         q_norm,
         k_norm,
         splits,
+        sinks,
+        gate: _,
+        query_scale,
+        norm_after_rope,
     } = a;
     let variant = schedule.attention_variant(id).expect("validate: every attention has a variant");
     let AttentionVariant { warps_per_head, prefetch_v, swizzled, pitch } = variant;
@@ -477,7 +486,7 @@ pub(super) fn attention_members(schedule: &Schedule, id: GridId, a: &Attention, 
         Some(QkNormAttr { norm, span: QkNormSpan::Projection }) => ("PROJECTION", norm.eps),
     };
     let ((qn, qe), (kn, ke)) = (head_norm(q_norm), head_norm(k_norm));
-    format!(
+    let members = format!(
         "int HEADS = {heads}\nint GROUP = {group}\nint HEADS_PER_TASK = {heads_per_task}\nint DIM = {head_dim}\nint PITCH = {pitch}\n\
          float SCALE = {}\nfloat SOFTCAP = {}\nu32 WINDOW = {}\nint ROTARY = {rotary}\nbool INTERLEAVED = {interleaved}\n\
          HeadNorm Q_NORM = HeadNorm::{qn}\nfloat Q_EPS = {}\nHeadNorm K_NORM = HeadNorm::{kn}\nfloat K_EPS = {}\n\
@@ -487,5 +496,12 @@ pub(super) fn attention_members(schedule: &Schedule, id: GridId, a: &Attention, 
         window.unwrap_or(0),
         Float(qe),
         Float(ke),
-    )
+    );
+    // Only where there are some: other kernels have the text that they had before.
+    let sinks = if *sinks { "bool SINKS = true\n" } else { "" };
+    let after = if *norm_after_rope { "bool NORM_AFTER_ROPE = true\n" } else { "" };
+    let scaled = query_scale.map_or(String::new(), |QueryScale { beta, original }| {
+        format!("float QUERY_BETA = {}\nu32 QUERY_ORIGINAL = {original}\n", Float(beta))
+    });
+    members + sinks + after + &scaled
 }

@@ -9,7 +9,7 @@ use crate::dtype::DType;
 use crate::format::{Code, Format};
 use crate::ir::GridId;
 use crate::ir::op::{Epilogue, PARTIAL_HEADER, QkNormAttr};
-use crate::model::graph::{NormKind, QkNormSpan};
+use crate::model::graph::{NormKind, QkNormSpan, QueryScale};
 use std::ops::Range;
 
 /// Everything of a task that is not its operands in memory.
@@ -427,9 +427,15 @@ fn key_and_value<R: Real>(
     let op = &a.op;
     let (dim, head) = (op.head_dim as usize, (a.i * op.heads_per_task / op.group) as usize);
     load(memory, &current.k.row(row), &mut s.load, &mut s.k);
-    normalised_heads(step, a.k_norm.as_ref(), span_of(op.k_norm), dim, head, 1, &mut s.k);
+    let norm = |k: &mut Vec<R>| normalised_heads(step, a.k_norm.as_ref(), span_of(op.k_norm), dim, head, 1, k);
+    if !op.norm_after_rope {
+        norm(&mut s.k);
+    }
     if let Some(rope) = rope_at(step, a, step.rows.rows[row].position) {
         rotate(rope, op.interleaved, &mut s.k);
+    }
+    if op.norm_after_rope {
+        norm(&mut s.k);
     }
     load(memory, &current.v.row(row), &mut s.load, &mut s.v);
     let caches = a.cache_scales.into_iter().zip([a.keys, a.values]);
@@ -496,9 +502,19 @@ fn attention<R: Real>(
     let first = a.i as usize * heads;
 
     load(&mut OfRow { memory, row }, &a.q, &mut s.load, &mut s.q);
-    normalised_heads(step, a.q_norm.as_ref(), span_of(op.q_norm), dim, first, heads, &mut s.q);
+    let norm = |q: &mut Vec<R>| normalised_heads(step, a.q_norm.as_ref(), span_of(op.q_norm), dim, first, heads, q);
+    if !op.norm_after_rope {
+        norm(&mut s.q);
+    }
     if let Some(rope) = rope_at(step, a, of_step.position) {
         s.q.chunks_exact_mut(dim).for_each(|head| rotate(rope, op.interleaved, head));
+    }
+    if op.norm_after_rope {
+        norm(&mut s.q);
+    }
+    if let Some(QueryScale { beta, original }) = op.query_scale {
+        let factor = R::of_f64(1.0 + f64::from(beta) * f64::from(of_step.position / original.max(1)).ln_1p());
+        s.q.iter_mut().for_each(|q| *q = *q * factor);
     }
 
     let past = history;
@@ -548,13 +564,18 @@ fn attention<R: Real>(
             let dot = R::dot(step.isa, &s.q[h * dim..(h + 1) * dim], &s.k);
             real::softcap(cap, dot * scale)
         });
-        let most = scores.iter().copied().chain(own).fold(R::NEG_INFINITY, |most, x| if x > most { x } else { most });
+        let sink = a.sinks.as_ref().map(|sinks| R::of(step.plan.constants[sinks.start + h]));
+        let all = scores.iter().copied().chain(own).chain(sink);
+        let most = all.fold(R::NEG_INFINITY, |most, x| if x > most { x } else { most });
         let sum = R::exp_sum(step.isa, most, scores);
-        let own = own.map_or(R::of(0.0), |own| (own - most).exp());
-        s.y.extend([most, sum + own, own]);
+        let [own, sink] = [own, sink].map(|one| one.map_or(R::of(0.0), |one| (one - most).exp()));
+        s.y.extend([most, sum + own + sink, own]);
     }
     R::weigh(step.isa, &s.scores, dim, history.values, rows, &mut s.load, &mut s.sums);
 
+    if let Some(gate) = &a.gate {
+        load(&mut OfRow { memory, row }, gate, &mut s.load, &mut s.x);
+    }
     let values = &mut s.load;
     values.clear();
     for (h, state) in s.y.chunks_exact(3).enumerate() {
@@ -566,7 +587,11 @@ fn attention<R: Real>(
             values.extend([state[0].to_f32(), state[1].to_f32()]);
             values.extend(sums.iter().map(|sum| sum.to_f32()));
         } else {
-            values.extend(sums.iter().map(|&sum| (sum / state[1]).to_f32()));
+            sums.iter_mut().for_each(|sum| *sum = *sum / state[1]);
+            if a.gate.is_some() {
+                sums.iter_mut().zip(&s.x[h * dim..]).for_each(|(sum, &gate)| *sum = *sum * real::sigmoid(gate));
+            }
+            values.extend(sums.iter().map(|sum| sum.to_f32()));
         }
     }
     memory.store(&a.out.row(row), values);
@@ -588,8 +613,13 @@ fn merge<R: Real>(dim: usize, splits: usize, head: &plan::MergeHead, memory: &mu
         sum = sum + weight * record[1];
         s.sums.iter_mut().zip(&record[header..]).for_each(|(o, &v)| *o = *o + weight * v);
     }
+    s.sums.iter_mut().for_each(|v| *v = *v / sum);
+    if let Some(gate) = &head.gate {
+        load(memory, gate, &mut s.load, &mut s.x);
+        s.sums.iter_mut().zip(&s.x).for_each(|(v, &gate)| *v = *v * real::sigmoid(gate));
+    }
     s.load.clear();
-    s.load.extend(s.sums.iter().map(|&v| (v / sum).to_f32()));
+    s.load.extend(s.sums.iter().map(|v| v.to_f32()));
     memory.store(&head.out, &s.load);
 }
 

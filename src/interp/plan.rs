@@ -220,6 +220,10 @@ pub struct Attention {
     pub cache_dtype: DType,
     /// Scales of keys and of values in fp8.
     pub cache_scales: [f32; 2],
+    /// Range of [`Plan::constants`] with the sinks of the task's heads, in the share that adds them.
+    pub sinks: Option<Range<usize>>,
+    /// What the output is multiplied by, once through a sigmoid.
+    pub gate: Option<Region>,
     pub keys: CacheColumns,
     pub values: CacheColumns,
     pub out: Region,
@@ -238,6 +242,8 @@ pub struct MergeHead {
     /// First value of this head's record within a share, and values from one share to the next.
     pub first: usize,
     pub stride: usize,
+    /// As of [`Attention`].
+    pub gate: Option<Region>,
     pub out: Region,
 }
 
@@ -659,7 +665,7 @@ impl MemoryMap {
             }
             Op::MatVec(m) => Work::MatVec(Box::new(self.mat_vec(at, m, streamed)?)),
             Op::Attention(a) => Work::Attention(Box::new(self.attention(at, a)?)),
-            &Op::AttentionMerge { head_dim, splits, heads_per_task } => {
+            &Op::AttentionMerge { head_dim, splits, heads_per_task, gate } => {
                 let dim = head_dim as usize;
                 let record = (head_dim + PARTIAL_HEADER) as usize;
                 let stride = heads_per_task as usize * record;
@@ -670,6 +676,7 @@ impl MemoryMap {
                             partial: self.sized(one, Role::Partial, splits as usize * stride)?,
                             first: (head % heads_per_task.max(1)) as usize * record,
                             stride,
+                            gate: if gate { Some(self.sized(one, Role::Gate, dim)?) } else { None },
                             out: self.sized(one, Role::Out, dim)?,
                         })
                     })
@@ -816,6 +823,9 @@ impl MemoryMap {
                 [self.constants[range.start], self.constants[range.start + 1]]
             }
         };
+        let sinks = if a.sinks { self.constant(at, Role::Sinks)? } else { None };
+        sinks.iter().try_for_each(|sinks| width(id, Role::Sinks, heads, sinks.len()))?;
+        let gates = a.gate && a.splits == 1;
         let record = dim + if a.splits > 1 { PARTIAL_HEADER as usize } else { 0 };
         Ok(Attention {
             grid: at.grid_id,
@@ -829,6 +839,8 @@ impl MemoryMap {
             rope,
             cache_dtype: self.caches[keys.cache].dtype,
             cache_scales,
+            sinks,
+            gate: if gates { Some(self.sized(at, Role::Gate, heads * dim)?) } else { None },
             keys,
             values,
             out: self.sized(at, Role::Out, heads * record)?,

@@ -333,6 +333,11 @@ pub fn act<R: Real>(act: Act, x: R) -> R {
     }
 }
 
+/// `1 / (1 + e^-x)`
+pub fn sigmoid<R: Real>(x: R) -> R {
+    R::of(1.0) / (R::of(1.0) + (R::of(0.0) - x).exp())
+}
+
 /// `cap * tanh(x / cap)`
 pub fn softcap<R: Real>(cap: Option<f32>, x: R) -> R {
     match cap {

@@ -1,6 +1,6 @@
 //! Owns the closed vocabulary of tile-level ops and the operand table of each: roles, accesses and row kinds.
 
-use crate::model::graph::{Act, NormKind, QkNormSpan};
+use crate::model::graph::{Act, NormKind, QkNormSpan, QueryScale};
 
 /// What a task does. Sizes are elements; every op is pure compute over its declared operands.
 #[derive(Debug, Clone, PartialEq)]
@@ -23,8 +23,8 @@ pub enum Op {
     /// Merges the partial attention of all shares of one query head.
     /// The record of head `h`, share `s` starts at column `((h / g) * splits + s) * g * r + (h % g) * r` with
     /// `g = heads_per_task` and `r = head_dim + PARTIAL_HEADER`, and holds the running maximum, the running sum, and
-    /// `head_dim` sums not yet divided by it.
-    AttentionMerge { head_dim: u32, splits: u32, heads_per_task: u32 },
+    /// `head_dim` sums not yet divided by it. With `gate`, as of the attention, the result is multiplied by `sigmoid(gate)`.
+    AttentionMerge { head_dim: u32, splits: u32, heads_per_task: u32, gate: bool },
     /// `residual += scale * norm(y)`; publishes the sum. One launch index is 8 columns. If `everywhere`, it is all columns, each
     /// SM has one, and nothing is published: every SM reads all of `y` for the norm anyway, so it can add all of it up.
     NormAdd { norm: NormAttr, width: u32, scale: f32, everywhere: bool },
@@ -90,6 +90,14 @@ pub struct Attention {
     pub k_norm: Option<QkNormAttr>,
     /// Shares of the history; with 1 the task writes attention itself, else partials for `AttentionMerge`.
     pub splits: u32,
+    /// Each head has a sink: one more score of the softmax, with no value. The share that has the current position adds it.
+    pub sinks: bool,
+    /// The output is multiplied by `sigmoid(gate)`: by the task, or by the merge of several shares.
+    pub gate: bool,
+    /// Multiplies q after RoPE and norm, see [`QueryScale`].
+    pub query_scale: Option<QueryScale>,
+    /// The norms of q and k follow RoPE.
+    pub norm_after_rope: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -151,6 +159,10 @@ impl Op {
                 q_norm,
                 k_norm,
                 splits,
+                sinks,
+                gate,
+                query_scale,
+                norm_after_rope,
             }) => {
                 key.extend([4, *heads_per_task, *group, *heads, *head_dim, scale.to_bits(), *rotary, *splits]);
                 optional(&mut key, softcap.map(f32::to_bits));
@@ -163,9 +175,12 @@ impl Op {
                         key.push(*span as u32);
                     }
                 }
+                [sinks, gate, norm_after_rope].into_iter().for_each(|set| flag(&mut key, *set));
+                optional(&mut key, query_scale.map(|scale| scale.beta.to_bits()));
+                optional(&mut key, query_scale.map(|scale| scale.original));
             }
-            Op::AttentionMerge { head_dim, splits, heads_per_task } => {
-                key.extend([5, *head_dim, *splits, *heads_per_task]);
+            Op::AttentionMerge { head_dim, splits, heads_per_task, gate } => {
+                key.extend([5, *head_dim, *splits, *heads_per_task, u32::from(*gate)]);
             }
             Op::NormAdd { norm, width, scale, everywhere } => {
                 key.push(6);
@@ -224,10 +239,12 @@ pub enum Role {
     Q,
     K,
     V,
+    Gate,
     QNormWeight,
     KNormWeight,
     Rope,
     CacheScales,
+    Sinks,
     HistoryK,
     HistoryV,
     AppendK,
@@ -238,7 +255,7 @@ pub enum Role {
 }
 
 impl Role {
-    pub const ALL: [Role; 23] = [
+    pub const ALL: [Role; 25] = [
         Role::Token,
         Role::Best,
         Role::Table,
@@ -251,10 +268,12 @@ impl Role {
         Role::Q,
         Role::K,
         Role::V,
+        Role::Gate,
         Role::QNormWeight,
         Role::KNormWeight,
         Role::Rope,
         Role::CacheScales,
+        Role::Sinks,
         Role::HistoryK,
         Role::HistoryV,
         Role::AppendK,
@@ -279,10 +298,12 @@ impl Role {
             Role::Q => "q",
             Role::K => "k",
             Role::V => "v",
+            Role::Gate => "gate",
             Role::QNormWeight => "q_norm_weight",
             Role::KNormWeight => "k_norm_weight",
             Role::Rope => "rope",
             Role::CacheScales => "cache_scales",
+            Role::Sinks => "sinks",
             Role::HistoryK => "history_k",
             Role::HistoryV => "history_v",
             Role::AppendK => "append_k",
@@ -423,10 +444,12 @@ impl Op {
                         need(Role::Q, Read),
                         need(Role::K, Read),
                         need(Role::V, Read),
+                        may(Role::Gate, Read),
                         may(Role::QNormWeight, Read),
                         may(Role::KNormWeight, Read),
                         may(Role::Rope, Read),
                         may(Role::CacheScales, Read),
+                        may(Role::Sinks, Read),
                         need(Role::HistoryK, Stream),
                         need(Role::HistoryV, Stream),
                         need(Role::AppendK, Write),
@@ -435,7 +458,9 @@ impl Op {
                     ]
                 }
             }
-            Op::AttentionMerge { .. } => const { &[need(Role::Partial, Read), need(Role::Out, Write)] },
+            Op::AttentionMerge { .. } => {
+                const { &[need(Role::Partial, Read), may(Role::Gate, Read), need(Role::Out, Write)] }
+            }
             Op::NormAdd { everywhere, .. } => {
                 const WHOLE: &[Slot] = &[
                     need(Role::X, Read),

@@ -18,7 +18,7 @@ use super::{BufferId, EventId, GridId, LayerId, SmId, TableId, TaskId};
 use crate::dtype::{DType, Precision};
 use crate::error::Fault;
 use crate::format::{CODE_BYTES, Code, Format, Groups, ScaleCode};
-use crate::model::graph::{Act, NormKind, QkNormSpan, RopeId, RowView, TensorId};
+use crate::model::graph::{Act, NormKind, QkNormSpan, QueryScale, RopeId, RowView, TensorId};
 use crate::text::{Diagnostic, Span, Style, nearest};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -350,6 +350,7 @@ impl<'a> Parser<'a> {
                 head_dim: self.attr_u32("head_dim")?,
                 splits: self.attr_u32("splits")?,
                 heads_per_task: self.attr_u32("heads_per_task")?,
+                gate: self.eat("gate"),
             },
             _ => {
                 self.attr("norm")?;
@@ -416,6 +417,16 @@ impl<'a> Parser<'a> {
             Ok(Some(QkNormAttr { norm, span: self.one_of(&QkNormSpan::ALL, QkNormSpan::name)? }))
         };
         let (q_norm, k_norm) = (qk_norm("q_norm")?, qk_norm("k_norm")?);
+        let norm_after_rope = self.eat("norm_after_rope");
+        let query_scale = match self.eat_attr("query_scale")? {
+            false => None,
+            true => {
+                let beta = self.f32()?;
+                self.expect(":")?;
+                Some(QueryScale { beta, original: self.u32()? })
+            }
+        };
+        let (sinks, gate) = (self.eat("sinks"), self.eat("gate"));
         Ok(Attention {
             heads_per_task,
             group,
@@ -429,6 +440,10 @@ impl<'a> Parser<'a> {
             q_norm,
             k_norm,
             splits,
+            sinks,
+            gate,
+            query_scale,
+            norm_after_rope,
         })
     }
 
@@ -1114,9 +1129,10 @@ g5 = matvec "up.0" n=24 axis=1 rows=192 k=32 epilogue=act:relu
 g6 = matvec "head" n=64 ordinal=2 site=head rows=512 k=32 epilogue=logits scale=1 softcap=30
   write candidates b0 one [2*j..+2 <4] ; candidates
 g7 = attention "attn.0" n=2 axis=3 heads=4 group=2 heads_per_task=2 head_dim=8 splits=3 scale=0.35355338 \
-softcap=50 window=16 rotary=8 interleaved q_norm=rms:0.000001:head k_norm=rms:0.000001:projection
+softcap=50 window=16 rotary=8 interleaved q_norm=rms:0.000001:head k_norm=rms:0.000001:projection norm_after_rope \
+query_scale=0.1:8192 sinks gate
   stream history_k b8 history [8 + 16*(i/2) + 66*j..+8 <24] first only_j=2
-g8 = attention_merge "merge.0" n=4 axis=1 head_dim=8 splits=3 heads_per_task=2
+g8 = attention_merge "merge.0" n=4 axis=1 head_dim=8 splits=3 heads_per_task=2 gate
 g9 = norm_add "add.0" n=4 axis=1 norm=rms:0.000001 width=32 scale=-inf
 g10 = report "report" n=1 axis=1
 machine "cpu" sms=2 consumer_warps=1 loader_warps=4 registers_per_thread=24 reduce_batch=8
@@ -1420,8 +1436,11 @@ regime r1 from 32
             [numbers(), numbers(), numbers(), numbers(), numbers(), numbers()],
             (floats(), prop::option::of(floats()), prop::option::of(numbers()), any::<bool>()),
             (qk_norms(), qk_norms()),
+            (any::<[bool; 3]>(), prop::option::of((floats(), numbers()))),
         )
-            .prop_map(|(n, (scale, softcap, window, interleaved), (q_norm, k_norm))| {
+            .prop_map(|(n, (scale, softcap, window, interleaved), (q_norm, k_norm), (flags, query_scale))| {
+                let [sinks, gate, norm_after_rope] = flags;
+                let query_scale = query_scale.map(|(beta, original)| QueryScale { beta, original });
                 let [heads_per_task, group, heads, head_dim, rotary, splits] = n;
                 Op::Attention(Attention {
                     heads_per_task,
@@ -1436,6 +1455,10 @@ regime r1 from 32
                     q_norm,
                     k_norm,
                     splits,
+                    sinks,
+                    gate,
+                    query_scale,
+                    norm_after_rope,
                 })
             });
         let ways = (numbers(), any::<bool>());
@@ -1450,9 +1473,11 @@ regime r1 from 32
                 }
             ),
             attention,
-            [numbers(), numbers(), numbers()].prop_map(|[head_dim, splits, heads_per_task]| {
-                Op::AttentionMerge { head_dim, splits, heads_per_task }
-            }),
+            ([numbers(), numbers(), numbers()], any::<bool>()).prop_map(
+                |([head_dim, splits, heads_per_task], gate)| {
+                    Op::AttentionMerge { head_dim, splits, heads_per_task, gate }
+                }
+            ),
             (norms(), numbers(), floats(), any::<bool>()).prop_map(|(norm, width, scale, everywhere)| Op::NormAdd {
                 norm,
                 width,

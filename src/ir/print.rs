@@ -45,7 +45,7 @@ use super::variant::{AttentionVariant, MatVecVariant, Variant};
 use super::{BufferId, GridId, TableId, TaskId};
 use crate::dtype::Precision;
 use crate::format::{CODE_BYTES, Format, Groups};
-use crate::model::graph::{Act, NormKind, RowView};
+use crate::model::graph::{Act, NormKind, QueryScale, RowView};
 use std::fmt::{self, Write};
 
 /// The version of the text form that [`print()`] writes and [`super::parse::parse`] reads.
@@ -267,8 +267,9 @@ fn write_op(out: &mut String, op: &Op) -> fmt::Result {
             }
         }
         Op::Attention(attention) => write_attention(out, attention),
-        Op::AttentionMerge { head_dim, splits, heads_per_task } => {
-            write!(out, " head_dim={head_dim} splits={splits} heads_per_task={heads_per_task}")
+        Op::AttentionMerge { head_dim, splits, heads_per_task, gate } => {
+            write!(out, " head_dim={head_dim} splits={splits} heads_per_task={heads_per_task}")?;
+            write_flag(out, "gate", *gate)
         }
         Op::NormAdd { norm, width, scale, everywhere } => {
             write!(out, " norm={} width={width} scale={scale}", NormText(norm))?;
@@ -291,6 +292,10 @@ fn write_attention(out: &mut String, attention: &Attention) -> fmt::Result {
         q_norm,
         k_norm,
         splits,
+        sinks,
+        gate,
+        query_scale,
+        norm_after_rope,
     } = attention;
     write!(out, " heads={heads} group={group} heads_per_task={heads_per_task} head_dim={head_dim} splits={splits}")?;
     write!(out, " scale={scale}")?;
@@ -303,7 +308,12 @@ fn write_attention(out: &mut String, attention: &Attention) -> fmt::Result {
             write!(out, " {key}={}:{}", NormText(norm), span.name())?;
         }
     }
-    Ok(())
+    write_flag(out, "norm_after_rope", *norm_after_rope)?;
+    if let Some(QueryScale { beta, original }) = query_scale {
+        write!(out, " query_scale={beta}:{original}")?;
+    }
+    write_flag(out, "sinks", *sinks)?;
+    write_flag(out, "gate", *gate)
 }
 
 fn write_variant(out: &mut String, program: &Program, grid: GridId, variant: &Variant) -> fmt::Result {

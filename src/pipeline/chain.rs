@@ -129,6 +129,7 @@ pub(super) fn remedy_of(reason: &Infeasible, context: &BuildContext<'_>) -> &'st
         }
         Infeasible::Experts { .. } => "take a model without a mixture of experts",
         Infeasible::HeadDim { .. } => "take a model whose heads have an even width: no target computes this one",
+        Infeasible::NormAfterRope => "take a model that norms single heads: no target computes this one",
         _ if knobs.is_some() => "change the manifest's `candidate`, or leave it out",
         Infeasible::SharedMemory { .. } if precision.weights == DType::F32 => {
             "set `weights = \"bf16\"` in `[precision]`, which halves what a block holds, or take a target with more shared memory"

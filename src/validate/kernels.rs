@@ -10,7 +10,7 @@ use super::{Entity, Found, Rule, Witness, note};
 use crate::dtype::DType;
 use crate::format::Format;
 use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, Op, QkNormAttr, Role};
-use crate::ir::program::{Grid, Home, Program, Space};
+use crate::ir::program::{Grid, Home, Operand, Program, Space};
 use crate::ir::schedule::{Mechanism, Schedule, Scope, SmemKind, Source};
 use crate::ir::table::Holds;
 use crate::ir::variant::{
@@ -312,21 +312,14 @@ impl Rules<'_> {
                 Op::Attention(a) => {
                     self.attention(at, grid, a);
                     // norm_add.cuh reads its own columns again while it publishes. So only a task that reads everything
-                    // that it publishes knows that it has read. Every op but this one reads all columns.
-                    let q = grid.operand(Role::Q).map(|o| o.buffer);
-                    let sum = (0..).zip(&program.grids).find(|(_, g)| {
-                        matches!(g.op, Op::NormAdd { .. }) && g.operand(Role::Out).map(|o| o.buffer) == q
-                    });
-                    self.expect_with(sum.is_none(), at, || {
-                        let writes = sum.map(|(g, _)| note(Entity::Grid(GridId(g)), "writes them"));
-                        let message = "expected q, k and v from a `matvec`, found a `norm_add`".to_string();
-                        (message, writes.into_iter().collect())
-                    });
+                    // that it publishes knows that it has read. Every op but attention and its merge reads all columns.
+                    self.made_by_matvec(at, grid.operand(Role::Q), "q, k and v", program);
                 }
                 Op::Route { .. } => {
                     self.expect(false, at, || "expected no `route`, there is no kernel for it".to_string())
                 }
-                Op::AttentionMerge { .. } | Op::Select | Op::Report | Op::Embed { .. } => {}
+                Op::AttentionMerge { .. } => self.made_by_matvec(at, grid.operand(Role::Gate), "the gate", program),
+                Op::Select | Op::Report | Op::Embed { .. } => {}
             }
         }
         // stage.cuh: what is read from shared memory is the residual.
@@ -432,14 +425,14 @@ impl Rules<'_> {
     }
 
     /// A queue entry holds the place of a buffer and no column: operands begin at its column 0 and take all of it. Only
-    /// q, k and v share a buffer, one after another.
+    /// q, k, v and the gate share a buffer, one after another.
     fn places(&mut self, at: Entity, grid: &Grid, program: &Program) {
         for operand in &grid.operands {
             let buffer = &program.buffers[operand.buffer.index()];
             let (base, limit) = (operand.cols.base, operand.cols.limit);
             let role = operand.role.name();
             match (buffer.space, operand.role) {
-                (Space::Exchange, Role::Q | Role::K | Role::V) => {}
+                (Space::Exchange, Role::Q | Role::K | Role::V | Role::Gate) => {}
                 (Space::Exchange, _) => {
                     self.expect_with(base == 0 && limit == buffer.cols, at, || {
                         let message =
@@ -464,6 +457,19 @@ impl Rules<'_> {
         }
     }
 
+    /// What an op reads in part comes from a `matvec`.
+    fn made_by_matvec(&mut self, at: Entity, read: Option<&Operand>, what: &str, program: &Program) {
+        let Some(read) = read.map(|operand| operand.buffer) else { return };
+        let sum = (0..).zip(&program.grids).find(|(_, grid)| {
+            matches!(grid.op, Op::NormAdd { .. }) && grid.operand(Role::Out).map(|o| o.buffer) == Some(read)
+        });
+        self.expect_with(sum.is_none(), at, || {
+            let writes = sum.map(|(g, _)| note(Entity::Grid(GridId(g)), "writes them"));
+            let message = format!("expected {what} from a `matvec`, found a `norm_add`");
+            (message, writes.into_iter().collect())
+        });
+    }
+
     /// attention.cuh.
     fn attention(&mut self, at: Entity, grid: &Grid, a: &Attention) {
         let (q_cols, kv_cols) = (a.heads * a.head_dim, a.kv_heads() * a.head_dim);
@@ -472,6 +478,10 @@ impl Rules<'_> {
         let follows = [(Role::Q, 0), (Role::K, q_cols), (Role::V, q_cols + kv_cols)];
         self.expect(follows.into_iter().all(|(role, base)| place(role) == q.map(|q| (q, base))), at, || {
             "expected q, k and v one after another from column 0 of one buffer".to_string()
+        });
+        let gate = place(Role::Gate);
+        self.expect(gate.is_none() || gate == q.map(|q| (q, q_cols + 2 * kv_cols)), at, || {
+            "expected the gate right after v in the buffer of q, k and v".to_string()
         });
         for (norm, role) in [(&a.q_norm, Role::QNormWeight), (&a.k_norm, Role::KNormWeight)] {
             let Some(QkNormAttr { norm, span }) = norm else { continue };

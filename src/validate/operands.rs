@@ -201,9 +201,16 @@ fn attributes(id: GridId, op: &Op, n: u32, weights: Format, found: &mut Found) -
             }
             for norm in [&a.q_norm, &a.k_norm].into_iter().flatten() {
                 expect(eps_ok(&norm.norm), "a finite `eps` above 0", &norm.norm.eps);
+                // Who rotates one head does not have the others.
+                let alone = !a.norm_after_rope || norm.span != QkNormSpan::Projection;
+                expect(alone, "norms of single heads after RoPE", &norm.span.name());
+            }
+            if let Some(scale) = a.query_scale {
+                expect(scale.beta.is_finite() && scale.beta >= 0.0, "a finite `query_scale` of 0 or more", &scale.beta);
+                expect(scale.original > 0, "a `query_scale` from a position above 0 on", &scale.original);
             }
         }
-        Op::AttentionMerge { head_dim: dim, splits, heads_per_task: per_task } => {
+        Op::AttentionMerge { head_dim: dim, splits, heads_per_task: per_task, gate: _ } => {
             expect(*dim > 0 && dim % 2 == 0, "an even `head_dim` above 0", dim);
             expect(*splits > 0, "`splits` of at least 1", splits);
             expect(n > 0, "at least one head", &n);
@@ -311,12 +318,18 @@ fn check_grid(id: GridId, grid: &Grid, program: &Program, found: &mut Found) {
         return;
     }
     contents(id, grid, program, found);
+    if gates(&grid.op) && grid.operand(Role::Gate).is_none() {
+        found.add(Rule::Operand, at, || "expected the `gate` of its output, found none".to_string());
+    }
     if let Op::Attention(a) = &grid.op {
         if a.rotary > 0 && grid.operand(Role::Rope).is_none() {
             found.add(Rule::Operand, at, || format!("expected `rope` for {} rotated dimensions, found none", a.rotary));
         }
         if program.precision.cache == DType::E4m3 && grid.operand(Role::CacheScales).is_none() {
             found.add(Rule::Operand, at, || "expected `cache_scales` of a cache in fp8, found none".to_string());
+        }
+        if a.sinks && grid.operand(Role::Sinks).is_none() {
+            found.add(Rule::Operand, at, || "expected `sinks` of its heads, found none".to_string());
         }
         for (history, append) in [(Role::HistoryK, Role::AppendK), (Role::HistoryV, Role::AppendV)] {
             let place = |role| grid.operand(role).map(|o| (o.buffer, o.cols.base));
@@ -326,6 +339,15 @@ fn check_grid(id: GridId, grid: &Grid, program: &Program, found: &mut Found) {
                 });
             }
         }
+    }
+}
+
+/// Whether an op multiplies heads by their gates: attention of one share, or the merge of several.
+fn gates(op: &Op) -> bool {
+    match op {
+        Op::Attention(a) => a.gate && a.splits == 1,
+        Op::AttentionMerge { gate, .. } => *gate,
+        _ => false,
     }
 }
 
@@ -350,7 +372,7 @@ fn contents(id: GridId, grid: &Grid, program: &Program, found: &mut Found) {
             Role::Table => ("a tensor", matches!(content, Content::Tensor(_))),
             Role::Rope => ("a rope table", matches!(content, Content::RopeTable(_))),
             Role::CacheScales => ("scales of a cache", matches!(content, Content::CacheScales(_))),
-            Role::NormWeight | Role::NormBias | Role::QNormWeight | Role::KNormWeight | Role::Bias => {
+            Role::NormWeight | Role::NormBias | Role::QNormWeight | Role::KNormWeight | Role::Bias | Role::Sinks => {
                 ("vectors", matches!(content, Content::Vectors { .. }))
             }
             // In the wrong space, which is judged elsewhere.
@@ -635,6 +657,12 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
                 Role::Q => Some(exchange(wire, Cols::blocks(a.heads_per_task * a.head_dim, q_cols))),
                 Role::K if projection(&a.k_norm) => Some(of_step(Cols { only_j: last, ..Cols::all(kv_cols) })),
                 Role::K | Role::V => Some(of_step(Cols { only_j: last, ..head })),
+                Role::Gate => {
+                    gates(&grid.op).then(|| exchange(wire, Cols::blocks(a.heads_per_task * a.head_dim, q_cols)))
+                }
+                Role::Sinks => {
+                    a.sinks.then(|| vector(Cols { only_j: last, ..Cols::blocks(a.heads_per_task, a.heads) }))
+                }
                 Role::QNormWeight => norm_weight(&a.q_norm, q_cols),
                 Role::KNormWeight => norm_weight(&a.k_norm, kv_cols),
                 Role::Rope => (a.rotary > 0).then(|| Want {
@@ -662,7 +690,8 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
                 _ => None,
             }
         }
-        Op::AttentionMerge { head_dim, splits, heads_per_task } => match role {
+        Op::AttentionMerge { head_dim, splits, heads_per_task, gate } => match role {
+            Role::Gate => gate.then(|| exchange(wire, Cols::blocks(*head_dim, grid.n * head_dim))),
             Role::Partial => {
                 let records = splits * heads_per_task * (head_dim + PARTIAL_HEADER);
                 let limit = grid.n / heads_per_task * records;
@@ -695,6 +724,8 @@ enum Meaning {
         head_dim: u32,
         splits: u32,
         heads_per_task: u32,
+        /// Whether who merges them multiplies by a gate.
+        gate: bool,
     },
 }
 
@@ -708,11 +739,11 @@ fn meanings(id: GridId, grid: &Grid, program: &Program, uses: &mut [Option<(Mean
         let meaning = match (&grid.op, operand.role) {
             (_, Role::Best) => Meaning::Best,
             (Op::Route { .. }, Role::Out) => Meaning::Choices,
-            (Op::AttentionMerge { head_dim, splits, heads_per_task }, Role::Partial) => {
-                Meaning::Partial { head_dim: *head_dim, splits: *splits, heads_per_task: *heads_per_task }
+            (&Op::AttentionMerge { head_dim, splits, heads_per_task, gate }, Role::Partial) => {
+                Meaning::Partial { head_dim, splits, heads_per_task, gate }
             }
-            (Op::Attention(a), Role::Out) if a.splits > 1 => {
-                Meaning::Partial { head_dim: a.head_dim, splits: a.splits, heads_per_task: a.heads_per_task }
+            (&Op::Attention(Attention { head_dim, splits, heads_per_task, gate, .. }), Role::Out) if splits > 1 => {
+                Meaning::Partial { head_dim, splits, heads_per_task, gate }
             }
             _ => Meaning::Activations,
         };
@@ -791,6 +822,7 @@ fn alternatives(program: &Program, found: &mut Found) {
             Role::KNormWeight,
             Role::Rope,
             Role::CacheScales,
+            Role::Sinks,
             Role::HistoryK,
             Role::HistoryV,
         ];
@@ -803,4 +835,22 @@ fn alternatives(program: &Program, found: &mut Found) {
             });
         }
     }
+    // Whoever leaves the heads of one buffer multiplies them by the same gate.
+    let mut gated: BTreeMap<(BufferId, u32), (GridId, Option<(BufferId, u32)>)> = BTreeMap::new();
+    for (g, grid) in (0..).zip(&program.grids).filter(|(_, grid)| makes_heads(&grid.op)) {
+        let place = |role| grid.operand(role).map(|o| (o.buffer, o.cols.base));
+        let (id, Some(out), gate) = (GridId(g), place(Role::Out), place(Role::Gate)) else { continue };
+        let (other, expected) = *gated.entry(out).or_insert((id, gate));
+        if gate != expected {
+            found.add_with(Rule::Alternatives, Entity::Grid(id), || {
+                let message = format!("makes the heads that {other} makes, expected the same `gate`, found another");
+                (message, vec![note(Entity::Grid(other), "makes them too")])
+            });
+        }
+    }
+}
+
+/// Whether an op leaves heads, and no records of their shares.
+fn makes_heads(op: &Op) -> bool {
+    matches!(op, Op::Attention(Attention { splits: 1, .. }) | Op::AttentionMerge { .. })
 }

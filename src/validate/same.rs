@@ -18,7 +18,9 @@ use crate::format::Format;
 use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role};
 use crate::ir::program::{Content, Grid, Operand, Program};
 use crate::ir::{BufferId, GridId, LayerId};
-use crate::model::graph::{self, Act, Linear, ModelGraph, NormKind, QkNorm, QkNormSpan, RopeId, RowView, TensorId};
+use crate::model::graph::{
+    self, Act, Linear, ModelGraph, NormKind, QkNorm, QkNormSpan, QueryScale, RopeId, RowView, TensorId,
+};
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// A program that does not compute its model.
@@ -107,13 +109,14 @@ struct NormTerm {
     bias: Option<Vector>,
 }
 
-/// The norm of q or k before RoPE.
+/// The norm of q or k, before RoPE or after it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct QkNormTerm {
     kind: NormKind,
     eps: u32,
     span: QkNormSpan,
     weight: Option<Vector>,
+    after_rope: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -132,6 +135,14 @@ struct Scores {
     scale: u32,
     softcap: Option<u32>,
     window: Option<u32>,
+    /// Of queries: beta, and the positions without an effect.
+    query_scale: Option<(u32, u32)>,
+    /// The sink of each head.
+    sinks: Option<Vector>,
+}
+
+fn query_scale(scale: Option<QueryScale>) -> Option<(u32, u32)> {
+    scale.map(|QueryScale { beta, original }| (beta.to_bits(), original))
 }
 
 /// What a vector of values is.
@@ -183,6 +194,11 @@ enum Term {
         keys: TermId,
         values: TermId,
         scores: Scores,
+    },
+    /// `x * sigmoid(by)`
+    OutputGated {
+        x: TermId,
+        by: TermId,
     },
     /// Records of split attention.
     Partial {
@@ -253,6 +269,7 @@ impl Terms {
             Term::Attended { q, keys, values, scores, .. } => {
                 format!("attention({}, {}, {}, {scores:?})", of(q), of(keys), of(values))
             }
+            Term::OutputGated { x, by } => format!("{} * sigmoid({})", of(x), of(by)),
             Term::Partial { of: whole, splits, .. } => format!("{splits} splits of {}", of(whole)),
             Term::Logits { x, scale, .. } => format!("logits({} * {})", float(scale), of(x)),
             Term::Best { logits } => format!("best({})", of(logits)),
@@ -354,6 +371,7 @@ impl Maker<'_> {
     /// What attention of a layer leaves, and its keys and values.
     fn attention(&mut self, l: usize, a: &graph::Attention, input: TermId) -> (TermId, [TermId; 2]) {
         let [q, k, v] = [&a.q, &a.k, &a.v].map(|part| self.linear(part, input));
+        let gate = a.gate.as_ref().map(|gate| self.linear(gate, input));
         let rope = a.rope.map(|table| {
             let rope = &self.graph.ropes[table.index()];
             RopeTerm { table, rotary: 2 * rope.inv_freq.len() as u32, interleaved: rope.interleaved }
@@ -361,7 +379,7 @@ impl Maker<'_> {
         let qk_norm = |norm: &Option<QkNorm>, heads: u32| {
             norm.as_ref().map(|QkNorm { kind, eps, weights, weight_offset, span }| {
                 let weight = Some(Vector::whole(weights, span.gains(heads, a.head_dim), *weight_offset));
-                QkNormTerm { kind: *kind, eps: eps.to_bits(), span: *span, weight }
+                QkNormTerm { kind: *kind, eps: eps.to_bits(), span: *span, weight, after_rope: a.norm_after_rope }
             })
         };
         let scales = self.is_fp8.then(|| LayerId::from(l));
@@ -375,9 +393,13 @@ impl Maker<'_> {
             scale: a.scale.to_bits(),
             softcap: a.softcap.map(f32::to_bits),
             window: a.window,
+            query_scale: query_scale(a.query_scale),
+            sinks: a.sinks.map(|sinks| Vector::whole(&[sinks], a.heads, 0.0)),
         };
         let q_norm = qk_norm(&a.q_norm, a.heads);
-        (self.keep(Term::Attended { q, q_norm, q_rope: rope, keys, values, scores }), [keys, values])
+        let attended = self.keep(Term::Attended { q, q_norm, q_rope: rope, keys, values, scores });
+        let gated = gate.map(|by| self.keep(Term::OutputGated { x: attended, by }));
+        (gated.unwrap_or(attended), [keys, values])
     }
 }
 
@@ -449,7 +471,7 @@ impl Reader<'_> {
             }
             Op::MatVec(m) => self.product(grid, m),
             Op::Attention(a) => self.attention(grid, a),
-            Op::AttentionMerge { head_dim, splits, heads_per_task } => {
+            Op::AttentionMerge { head_dim, splits, heads_per_task, gate } => {
                 let partial = need(grid, Role::Partial)?;
                 let cols = grid.n * splits * (head_dim + crate::ir::op::PARTIAL_HEADER);
                 let term = self.read(partial, cols)?;
@@ -462,7 +484,9 @@ impl Reader<'_> {
                         "expected {made} splits of {of_task} heads, found {splits} of {heads_per_task}"
                     ));
                 }
-                self.write(grid, Role::Out, grid.n * head_dim, of)
+                let cols = grid.n * head_dim;
+                let merged = if *gate { self.gated(grid, of, cols)? } else { of };
+                self.write(grid, Role::Out, cols, merged)
             }
             Op::NormAdd { norm, width, scale, .. } => {
                 let y = self.read(need(grid, Role::X)?, *width)?;
@@ -578,7 +602,8 @@ impl Reader<'_> {
         let qk_norm = |norm: &Option<QkNormAttr>, role| -> Result<Option<QkNormTerm>, String> {
             let Some(QkNormAttr { norm, span }) = norm else { return Ok(None) };
             let weight = grid.operand(role).map(|operand| self.vector(operand)).transpose()?;
-            Ok(Some(QkNormTerm { kind: norm.kind, eps: norm.eps.to_bits(), span: *span, weight }))
+            let after_rope = a.norm_after_rope;
+            Ok(Some(QkNormTerm { kind: norm.kind, eps: norm.eps.to_bits(), span: *span, weight, after_rope }))
         };
         let (q_norm, k_norm) = (qk_norm(&a.q_norm, Role::QNormWeight)?, qk_norm(&a.k_norm, Role::KNormWeight)?);
         let content =
@@ -603,15 +628,24 @@ impl Reader<'_> {
             scale: a.scale.to_bits(),
             softcap: a.softcap.map(f32::to_bits),
             window: a.window,
+            query_scale: query_scale(a.query_scale),
+            sinks: if a.sinks { Some(self.vector(need(grid, Role::Sinks)?)?) } else { None },
         };
         let attended = self.known(Term::Attended { q, q_norm, q_rope: rope, keys, values, scores })?;
         if a.splits == 1 {
-            return self.write(grid, Role::Out, q_cols, attended);
+            let made = if a.gate { self.gated(grid, attended, q_cols)? } else { attended };
+            return self.write(grid, Role::Out, q_cols, made);
         }
         let cols = a.heads * a.splits * (a.head_dim + crate::ir::op::PARTIAL_HEADER);
         let partial = Term::Partial { of: attended, splits: a.splits, heads_per_task: a.heads_per_task };
         let term = self.terms.id(partial);
         self.write(grid, Role::Out, cols, term)
+    }
+
+    /// Heads times the gates that a grid reads.
+    fn gated(&mut self, grid: &Grid, x: TermId, cols: u32) -> Result<TermId, String> {
+        let by = self.read(need(grid, Role::Gate)?, cols)?;
+        self.known(Term::OutputGated { x, by })
     }
 
     /// Attention reads the history of the caches to which it appends, and no other layer has them. Attention of other regimes appends the

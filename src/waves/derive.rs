@@ -881,6 +881,10 @@ impl Builder<'_> {
         if !swizzled || a.splits != 1 {
             return refused(grid, "attention", "heads that tensor cores take whole");
         }
+        let Attention { sinks, gate, query_scale, norm_after_rope, .. } = *a;
+        if sinks || gate || query_scale.is_some() || norm_after_rope {
+            return refused(grid, "attention", "no sinks, gate, scale of queries or norm after RoPE");
+        }
         if self.program.precision.cache != DType::Bf16 {
             return refused(grid, "the cache", "keys and values in bf16");
         }

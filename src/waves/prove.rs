@@ -645,6 +645,9 @@ impl Judge<'_> {
         if !attends || a.splits != 1 {
             return no("expected attention of whole heads on tensor cores");
         }
+        if a.sinks || a.gate || a.query_scale.is_some() || a.norm_after_rope {
+            return no("expected attention without sinks, gate, scale of queries or norm after RoPE");
+        }
         if self.validated.schedule().program.precision.cache != DType::Bf16 {
             return no("expected a cache in bf16");
         }

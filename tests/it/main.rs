@@ -23,6 +23,7 @@ mod driver;
 mod engine;
 mod export;
 mod families;
+mod features;
 mod filetests;
 #[cfg(feature = "remote")]
 mod fleet;

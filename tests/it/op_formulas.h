@@ -24,12 +24,13 @@ struct Heads {
   static constexpr bool INTERLEAVED = PAIRS, PREFETCH_V = false, SWIZZLED = false;
   static constexpr HeadNorm Q_NORM = N, K_NORM = N;
 };
-// A head as attention uses it: norm, then RoPE.
+// A head as attention uses it: norm, then RoPE; or the other way round.
 template <class G>
 static std::vector<double> prepared(const std::vector<float>& all, int first, int heads_at, int heads, int head,
                                     const std::vector<float>& weight, const std::vector<float>& angles, double eps) {
   std::vector<double> x(all.begin() + first + head * G::DIM, all.begin() + first + (head + 1) * G::DIM);
-  if (G::Q_NORM != HeadNorm::NONE) {
+  const auto norm = [&] {
+    if (G::Q_NORM == HeadNorm::NONE) return;
     double mean = 0, squares = 0;
     if (G::Q_NORM == HeadNorm::CENTRED)
       for (double v : x) mean += v / G::DIM;
@@ -39,12 +40,14 @@ static std::vector<double> prepared(const std::vector<float>& all, int first, in
       for (double v : x) squares += (v - mean) * (v - mean) / G::DIM;
     for (int d = 0; d < G::DIM; d++)
       x[d] = (x[d] - mean) / std::sqrt(squares + eps) * weight[G::Q_NORM == HeadNorm::HEAD ? d : head * G::DIM + d];
-  }
+  };
+  if (!NORM_AFTER_ROPE_OF<G>) norm();
   for (int i = 0; i < G::ROTARY / 2; i++) {
     const int lo = G::INTERLEAVED ? 2 * i : i, hi = G::INTERLEAVED ? 2 * i + 1 : i + G::ROTARY / 2;
     const double a = x[lo], b = x[hi], cosine = angles[i], sine = angles[G::ROTARY / 2 + i];
     x[lo] = a * cosine - b * sine;
     x[hi] = b * cosine + a * sine;
   }
+  if (NORM_AFTER_ROPE_OF<G>) norm();
   return x;
 }

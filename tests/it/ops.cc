@@ -343,15 +343,18 @@ static void attention(const char* name) {
   for (u32 position : {0u, 1u, 15u, 40u, 63u}) {
     u64 state = position * 31 + 5;
     start();
-    const std::vector<float> qkv = numbers(state, (G::HEADS + 2 * KV) * G::DIM);
+    const std::vector<float> qkv = numbers(state, QKV_COLS<G>);
     const std::vector<float> q_weight = numbers(state, G::HEADS * G::DIM), k_weight = numbers(state, KV * G::DIM);
     const std::vector<float> table = numbers(state, (position + 1) * G::ROTARY + 1);
     const std::vector<float> keys = numbers(state, KV * 64 * G::DIM), values = numbers(state, KV * 64 * G::DIM);
     const std::vector<float> scales = scales_of<M>(KV);
+    const std::vector<float> sinks = SINKS_OF<G> ? numbers(state, G::HEADS) : std::vector<float>();
     params.position = position;
     entry.x = packets<M>(qkv);
     entry.q_norm = constant(q_weight), entry.k_norm = constant(k_weight), entry.rope = constant(table);
     entry.cache_scales = constant(scales);
+    if constexpr (SINKS_OF<G>) entry.sinks = constant(sinks);
+    const u32 qkv_at = entry.x;
     const u32 out = room(size_t(G::HEADS) * G::SPLITS * (G::DIM + 2) + 2), merged = room(G::HEADS * G::DIM + 2);
     entry.out = out;
     // Two caches, of keys and values, one after the other.
@@ -379,10 +382,10 @@ static void attention(const char* name) {
             std::memcpy(chunks.back().data(), row_of(kind, kv, row), min(end - row, u32(G::CHUNK_ROWS)) * ROW);
           }
         entry.lo = i, entry.j = j;
-        run<M, Attention<M, G>>();
+        run<M, Attention<M, typename SplitOf<G>::type>>();
       }
     if constexpr (G::SPLITS > 1) {
-      entry.x = out, entry.out = merged;
+      entry.x = out, entry.out = merged, entry.gate = qkv_at;
       for (int h = 0; h < G::HEADS; h++) {
         entry.lo = h;
         run<M, AttentionMerge<M, G>>();
@@ -394,11 +397,12 @@ static void attention(const char* name) {
     const u32 first = G::WINDOW && position + 1 > G::WINDOW ? position + 1 - G::WINDOW : 0;
     for (int h = 0; h < G::HEADS; h++) {
       const int kv = h / G::GROUP;
-      const std::vector<double> q = prepared<G>(qkv, 0, 0, G::HEADS, h, q_weight, angles, G::Q_EPS);
+      std::vector<double> q = prepared<G>(qkv, 0, 0, G::HEADS, h, q_weight, angles, G::Q_EPS);
+      for (double& x : q) x *= expected_query_factor<G>(position);
       const std::vector<double> k = prepared<G>(qkv, k_at, k_at, KV, kv, k_weight, angles, G::K_EPS);
       // softmax(scale * q K^T) V over the rows of the window and the current position.
       std::vector<double> sums(G::DIM), scores;
-      double all = 0;
+      double all = SINKS_OF<G> ? std::exp(double(sinks[h])) : 0.;
       for (u32 row = first; row <= position; row++) {
         double score = 0;
         for (int d = 0; d < G::DIM; d++) score += q[d] * kept<M>(row == position ? k[d] : keys[(kv * 64 + row) * G::DIM + d], scales[2 * kv]);
@@ -410,7 +414,7 @@ static void attention(const char* name) {
           sums[d] += weight * kept<M>(row == position ? qkv[v_at + kv * G::DIM + d] : values[(kv * 64 + row) * G::DIM + d], scales[2 * kv + 1]);
       }
       for (int d = 0; d < G::DIM; d++) {
-        expected.push_back(sums[d] / all);
+        expected.push_back(sums[d] / all * expected_gate<G>(qkv, h, d));
         found.push_back(published<M>(G::SPLITS > 1 ? merged : out, h * G::DIM + d));
       }
       // The row that the step appended, by one of the tasks of the group.
@@ -506,4 +510,13 @@ int main() {
   attention<NarrowTensor, Capped<Swizzled<Heads<4, 2, 1, 64, 64, true, HeadNorm::HEAD, 24, 3>, 1, false>>>("attention-tensor-fp8-splits-bf16");
   attention<NarrowTensor, Swizzled<Heads<2, 2, 2, 128, 0, false, HeadNorm::HEAD, 0, 1>, 1, true>>("attention-tensor-fp8-128-bf16");
   attention<NarrowTensor, Swizzled<Heads<2, 1, 1, 256, 256, false, HeadNorm::NONE, 30, 1>, 2, false>>("attention-tensor-fp8-256-bf16");
+  attention<F, Sunk<Heads<4, 2, 1, 16, 16, false, HeadNorm::NONE, 0, 3>>>("attention-sinks-splits");
+  attention<F, Gated<Heads<2, 1, 1, 8, 0, false, HeadNorm::CENTRED, 0, 1>>>("attention-gate");
+  attention<F, Scaled<Heads<2, 1, 1, 8, 0, false, HeadNorm::CENTRED, 0, 1>>>("attention-scaled");
+  attention<Cached<Tensor, Elem::BF16>, After<Swizzled<Heads<4, 2, 2, 64, 64, false, HeadNorm::HEAD, 0, 1>, 1, true>>>("attention-after-tensor-bf16");
+  attention<F, Gated<Featured<Heads<4, 2, 2, 20, 10, true, HeadNorm::HEAD, 0, 1>>>>("attention-featured");
+  attention<F, Gated<Featured<Heads<4, 2, 1, 16, 16, false, HeadNorm::CENTRED, 24, 3>>>>("attention-featured-splits");
+  attention<B, Featured<Heads<4, 2, 2, 20, 10, true, HeadNorm::HEAD, 0, 1>>>("attention-featured-bf16");
+  attention<Cached<Tensor, Elem::BF16>, Gated<Featured<Swizzled<Heads<4, 2, 2, 64, 64, false, HeadNorm::HEAD, 24, 1>, 1, true>>>>("attention-featured-tensor-bf16");
+  attention<NarrowTensor, Gated<Featured<Swizzled<Heads<4, 4, 4, 128, 128, true, HeadNorm::HEAD, 0, 3>, 1, false>>>>("attention-featured-tensor-splits-bf16");
 }

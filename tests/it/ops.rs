@@ -9,7 +9,7 @@ use crate::sampling::compiled;
 use crate::skipped;
 
 /// Each case, and how often it runs, with different numbers or at different positions.
-const CASES: [(&str, usize); 66] = [
+const CASES: [(&str, usize); 75] = [
     ("matvec-store-bias", 3),
     ("matvec-rms-ragged", 3),
     ("matvec-two-at-once", 3),
@@ -76,8 +76,17 @@ const CASES: [(&str, usize); 66] = [
     ("attention-tensor-fp8-splits-bf16", 5),
     ("attention-tensor-fp8-128-bf16", 5),
     ("attention-tensor-fp8-256-bf16", 5),
+    ("attention-sinks-splits", 5),
+    ("attention-gate", 5),
+    ("attention-scaled", 5),
+    ("attention-after-tensor-bf16", 5),
+    ("attention-featured", 5),
+    ("attention-featured-splits", 5),
+    ("attention-featured-bf16", 5),
+    ("attention-featured-tensor-bf16", 5),
+    ("attention-featured-tensor-splits-bf16", 5),
 ];
-const CASES_OF_ROWS: [(&str, usize); 99] = [
+const CASES_OF_ROWS: [(&str, usize); 104] = [
     ("matvec-8-bf16", 2),
     ("matvec-8-long-bf16", 2),
     ("matvec-8-even-bf16", 2),
@@ -177,6 +186,11 @@ const CASES_OF_ROWS: [(&str, usize); 99] = [
     ("attention-64-lanes-bf16", 5),
     ("attention-lanes-window", 5),
     ("attention-lanes-centred", 5),
+    ("attention-gate-bf16", 5),
+    ("attention-featured-bf16", 5),
+    ("attention-featured-fp8-bf16", 5),
+    ("attention-featured-lanes", 5),
+    ("attention-featured-64-lanes-bf16", 5),
 ];
 const CASES_OF_WAVES: [(&str, usize); 188] = [
     ("rows-embed", 1),
@@ -508,6 +522,7 @@ fn each_shows(test: &str, source: &str, edits: &[Edit]) {
 #[test]
 fn an_op_that_computes_something_else_is_found() {
     let [matvec, formats, stage] = ["ops/matvec.cuh", "ops/matvec_formats.cuh", "runtime/stage.cuh"];
+    let records = "ops/attention_records.cuh";
     // Edits of one program concern different cases.
     let programs: [&[Edit]; 5] = [
         &[
@@ -530,6 +545,16 @@ fn an_op_that_computes_something_else_is_found() {
                 "permute(piece ? v.z : v.x, 0, 0x3120)",
                 "permute(piece ? v.z : v.x, 0, 0x2031)",
                 "attention-tensor-fp8-128-bf16",
+            ),
+            // A sink that the sum lacks, a gate that is not applied, queries that do not grow, a norm that is left out.
+            (records, "exp_fast(sink - top) : 0.f;", "0.f : 0.f;", "attention-sinks-splits"),
+            (records, "a *= by.x;", "", "attention-gate"),
+            (records, "1.f + G::QUERY_BETA *", "1.f + 0.f *", "attention-scaled"),
+            (
+                "ops/attention_tensor.cuh",
+                "if constexpr (NORM_AFTER_ROPE_OF<G>) norm(k, row, x);",
+                "",
+                "attention-after-tensor-bf16",
             ),
         ],
         &[
@@ -592,6 +617,8 @@ fn an_op_of_rows_that_computes_something_else_is_found() {
             "attention-window-bf16",
         ),
         ("rows/select.cuh", "step < r.steps &&", "", "select"),
+        // The gate of the next two columns.
+        ("rows/attention.cuh", "W::at(row, col + n * W::WORD_COLS)", "W::at(row, col + 2)", "attention-gate-bf16"),
         // Keys of the step where a row of codes has others.
         ("rows/attention.cuh", "(lane / 2 ^ swizzle_of<ROW>(of)) * 16", "lane / 2 * 16", "attention-fp8-halves-bf16"),
         // Codes: an offset, a bit that is moved to another place, x that is not divided by sixteen, scales of another row, scales of

@@ -123,7 +123,8 @@ fn scramble(s: &mut Schedule, random: &mut Random) -> Option<String> {
                     let field = fields.into_iter().nth(k)?;
                     *field = other(random, *field);
                 }
-                Op::AttentionMerge { head_dim, splits, heads_per_task } => {
+                Op::AttentionMerge { gate, .. } if k > 5 => *gate = !*gate,
+                Op::AttentionMerge { head_dim, splits, heads_per_task, .. } => {
                     let field = [head_dim, splits, heads_per_task].into_iter().nth(k % 3)?;
                     *field = other(random, *field);
                 }

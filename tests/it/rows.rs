@@ -67,7 +67,7 @@ fn packed(imported: &Imported, schedule: &Schedule) -> Pack {
 }
 
 /// Bits of the logits after each position, and the token of each.
-type Run = Vec<(u32, Vec<u32>)>;
+pub type Run = Vec<(u32, Vec<u32>)>;
 
 fn bits(logits: &[f32]) -> Vec<u32> {
     logits.iter().map(|value| value.to_bits()).collect()
@@ -83,7 +83,7 @@ fn length(imported: &Imported, prompt: &[u32]) -> usize {
 }
 
 /// A sequence alone: its prompt, then what the schedule selects.
-fn alone(imported: &Imported, precision: Precision, options: Options, prompt: &[u32]) -> Run {
+pub fn alone(imported: &Imported, precision: Precision, options: Options, prompt: &[u32]) -> Run {
     let schedule = place(imported, precision, None);
     let mut interp = Interp::new(&schedule, packed(imported, &schedule), options).unwrap();
     let mut run = vec![];
@@ -195,7 +195,13 @@ fn a_paged_step_of_one_row_is_the_step_over_a_cache_of_its_own() {
 const MANY: Batch = Batch { rows: 16, sequences: 16, pages: 96, page_rows: 4, words: false };
 
 /// Sequences served together: each launch takes up to `chunk` tokens of each prompt, then one decoded token of each.
-fn served(imported: &Imported, precision: Precision, options: Options, prompts: &[&[u32]], chunk: usize) -> Vec<Run> {
+pub fn served(
+    imported: &Imported,
+    precision: Precision,
+    options: Options,
+    prompts: &[&[u32]],
+    chunk: usize,
+) -> Vec<Run> {
     let schedule = place(imported, precision, Some(&MANY));
     let mut interp = Interp::new(&schedule, packed(imported, &schedule), options).unwrap();
     let shape = Shape::of(&schedule.program).expect("tables");

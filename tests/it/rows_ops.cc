@@ -497,7 +497,7 @@ static void select(const char* name, u64 active) {
 template <class M, class G>
 static void attention(const char* name) {
   typedef typename ElemOf<M::CACHE>::type C;
-  constexpr int KV = G::HEADS / G::GROUP, TASKS = G::HEADS / G::HEADS_PER_TASK, COLS = (G::HEADS + 2 * KV) * G::DIM, OUT = G::HEADS * G::DIM;
+  constexpr int KV = G::HEADS / G::GROUP, TASKS = G::HEADS / G::HEADS_PER_TASK, COLS = QKV_COLS<G>, OUT = G::HEADS * G::DIM;
   constexpr u32 COUNT[2] = {M::ROWS / 8 * 5, M::ROWS / 8 * 3}, STARTS[][2] = {{0, 0}, {3, 61}, {17, 32}, {40, 100}, {75, 15}};
   for (const auto& starts : STARTS) {
     u64 state = starts[0] * 31 + 5;
@@ -506,6 +506,7 @@ static void attention(const char* name) {
     const std::vector<float> q_weight = numbers(state, G::HEADS * G::DIM), k_weight = numbers(state, KV * G::DIM);
     const std::vector<float> table = numbers(state, M::CONTEXT_MAX * G::ROTARY + 1);
     const std::vector<float> scales = scales_of<M>(KV);
+    const std::vector<float> sinks = SINKS_OF<G> ? numbers(state, G::HEADS) : std::vector<float>();
     // Keys and values of each sequence, position and KV head.
     const auto at = [](u32 sequence, u32 position, int kv) { return ((sequence * M::CONTEXT_MAX + position) * KV + kv) * G::DIM; };
     const std::vector<float> keys = numbers(state, 2 * M::CONTEXT_MAX * KV * G::DIM), values = numbers(state, keys.size());
@@ -531,6 +532,7 @@ static void attention(const char* name) {
     entry.out = words<M, OUT>();
     entry.q_norm = constant(q_weight), entry.k_norm = constant(k_weight), entry.rope = constant(table);
     entry.cache_scales = constant(scales);
+    if constexpr (SINKS_OF<G>) entry.sinks = constant(sinks);
     std::vector<std::vector<float>> qkv;
     for (u32 row = 0; row < COUNT[0] + COUNT[1]; row++) {
       const u32 sequence = row >= COUNT[0], first = sequence ? COUNT[0] : 0;
@@ -579,10 +581,11 @@ static void attention(const char* name) {
       };
       for (int h = 0; h < G::HEADS; h++) {
         const int kv = h / G::GROUP;
-        const std::vector<double> q = prepared<G>(qkv[row], 0, 0, G::HEADS, h, q_weight, angles(position), G::Q_EPS);
+        std::vector<double> q = prepared<G>(qkv[row], 0, 0, G::HEADS, h, q_weight, angles(position), G::Q_EPS);
+        for (double& x : q) x *= expected_query_factor<G>(position);
         // softmax(cap(scale * q K^T)) V over the rows of the window, up to the own one.
         std::vector<double> sums(G::DIM);
-        double all = 0;
+        double all = SINKS_OF<G> ? std::exp(double(sinks[h])) : 0.;
         for (u32 of = seen; of <= position; of++) {
           const std::vector<double> k = key(of, kv);
           double score = 0;
@@ -593,7 +596,7 @@ static void attention(const char* name) {
           all += weight;
           for (int d = 0; d < G::DIM; d++) sums[d] += weight * value(of, kv, d);
         }
-        for (int d = 0; d < G::DIM; d++) expected.push_back(sums[d] / all), found.push_back(published<M, OUT>(entry.out, row, h * G::DIM + d));
+        for (int d = 0; d < G::DIM; d++) expected.push_back(sums[d] / all * expected_gate<G>(qkv[row], h, d)), found.push_back(published<M, OUT>(entry.out, row, h * G::DIM + d));
       }
       // The rows that the step appended.
       for (int kv = 0; kv < KV; kv++) {
@@ -733,4 +736,9 @@ int main() {
   attention<B64, Heads<2, 2, 2, 20, 20, false, HeadNorm::HEAD, 0, 1>>("attention-64-lanes-bf16");
   attention<F8, Heads<3, 3, 3, 40, 40, false, HeadNorm::PROJECTION, 24, 1>>("attention-lanes-window");
   attention<F8, Capped<Heads<2, 1, 1, 8, 0, false, HeadNorm::CENTRED, 0, 1>>>("attention-lanes-centred");
+  attention<B8, Gated<Swizzled<Heads<4, 2, 2, 64, 64, false, HeadNorm::NONE, 0, 1>, 1, true>>>("attention-gate-bf16");
+  attention<B8, Gated<Featured<Swizzled<Heads<4, 2, 2, 64, 64, false, HeadNorm::HEAD, 0, 1>, 1, true>>>>("attention-featured-bf16");
+  attention<Cached<B16, Elem::FP8>, Gated<Featured<Swizzled<Heads<4, 2, 1, 128, 128, true, HeadNorm::HEAD, 50, 1>, 1, true>>>>("attention-featured-fp8-bf16");
+  attention<F8, Gated<Featured<Heads<4, 2, 2, 20, 10, true, HeadNorm::HEAD, 0, 1>>>>("attention-featured-lanes");
+  attention<B64, Featured<Heads<2, 2, 2, 20, 20, false, HeadNorm::CENTRED, 24, 1>>>("attention-featured-64-lanes-bf16");
 }

@@ -205,8 +205,8 @@ impl<'a> Text<'a> {
                 self.matvec(step, m, x)
             }
             Op::Attention(a) => self.attention(step, a),
-            Op::AttentionMerge { head_dim, splits, heads_per_task } => {
-                self.merge(step, *head_dim, *splits, *heads_per_task)
+            Op::AttentionMerge { head_dim, splits, heads_per_task, gate } => {
+                self.merge(step, *head_dim, *splits, *heads_per_task, *gate)
             }
             Op::NormAdd { norm, width, scale, everywhere } => {
                 let norms =
@@ -277,7 +277,8 @@ impl<'a> Text<'a> {
         let (i, j, dim, each) = (step.task.lo, step.task.j, a.head_dim, a.heads_per_task);
         let kv = i * each / a.group;
         let first = kv * pitch(self.s, a) as u32;
-        let turned = [said(&(a.rotary, a.interleaved)), self.content(step, Role::Rope), step.position.into()];
+        let turned =
+            [said(&(a.rotary, a.interleaved, a.norm_after_rope)), self.content(step, Role::Rope), step.position.into()];
         let turned = fold(turned);
         // The values of codes depend on their scales.
         let scales = self.content(step, Role::CacheScales);
@@ -314,10 +315,15 @@ impl<'a> Text<'a> {
             let head = i * each + h;
             let norm = [said(&a.q_norm), self.content(step, Role::QNormWeight), all, turned];
             let q = mix(self.digest(step, Role::Q, head * dim, dim)?, fold(norm));
-            let q = fold([q, said(&a.scale), said(&a.softcap)]);
-            let sum = rows.iter().fold(0u64, |sum, &row| sum.wrapping_add(mix(q, row)));
+            let q = fold([q, said(&a.scale), said(&a.softcap), said(&a.query_scale)]);
+            let mut sum = rows.iter().fold(0u64, |sum, &row| sum.wrapping_add(mix(q, row)));
+            if a.sinks && j + 1 == a.splits {
+                sum = sum.wrapping_add(fold([self.content(step, Role::Sinks), head.into(), 1]));
+            }
             if a.splits == 1 {
-                (0..dim).for_each(|d| self.write(step, Role::Out, head * dim + d, fold([sum, d.into()])));
+                for d in 0..dim {
+                    self.head(step, a.gate, head * dim + d, fold([sum, d.into()]))?;
+                }
                 continue;
             }
             let place = (j * each + h) * (dim + 2);
@@ -329,7 +335,14 @@ impl<'a> Text<'a> {
         Ok(())
     }
 
-    fn merge(&mut self, step: &Step, dim: u32, splits: u32, each: u32) -> Result<(), Fault> {
+    /// A column of a head that is done, times its gate.
+    fn head(&mut self, step: &Step, gate: bool, column: u32, value: u64) -> Result<(), Fault> {
+        let value = if gate { mix(value, self.read(step, Role::Gate, column)?) } else { value };
+        self.write(step, Role::Out, column, value);
+        Ok(())
+    }
+
+    fn merge(&mut self, step: &Step, dim: u32, splits: u32, each: u32, gate: bool) -> Result<(), Fault> {
         let (group, h) = (step.task.lo / each, step.task.lo % each);
         let mut sums = vec![0u64; dim as usize + 2];
         for j in 0..splits {
@@ -347,7 +360,7 @@ impl<'a> Text<'a> {
             // Maximum, sum and the sums of all dimensions must come from the same rows.
             let sum = sums[d as usize + 2];
             let of_one = if sums[0] == sum && sums[1] == sum { sum } else { fold(sums.iter().copied()) };
-            self.write(step, Role::Out, step.task.lo * dim + d, fold([of_one, d.into()]));
+            self.head(step, gate, step.task.lo * dim + d, fold([of_one, d.into()]))?;
         }
         Ok(())
     }

@@ -327,9 +327,13 @@ fn numbers(s: &Schedule) -> Result<(), Fault> {
                     && a.scale.is_finite()
                     && a.scale > 0.0
                     && a.softcap.is_none_or(|c| c.is_finite() && c > 0.0)
-                    && a.q_norm.iter().chain(&a.k_norm).all(|n| norm(&n.norm))
+                    && a.q_norm
+                        .iter()
+                        .chain(&a.k_norm)
+                        .all(|n| norm(&n.norm) && !(a.norm_after_rope && n.span == QkNormSpan::Projection))
+                    && a.query_scale.is_none_or(|q| q.beta.is_finite() && q.beta >= 0.0 && q.original > 0)
             }
-            Op::AttentionMerge { head_dim, splits, heads_per_task } => {
+            Op::AttentionMerge { head_dim, splits, heads_per_task, gate: _ } => {
                 [*head_dim, *splits, *heads_per_task].iter().all(|&n| n > 0)
                     && grid.n % heads_per_task == 0
                     && u64::from(grid.n) * u64::from(*splits).saturating_mul(u64::from(*head_dim) + 2) < 1 << 29
@@ -526,14 +530,16 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
             parts
         }
         Op::Attention(a) => attention(s, a, lo, j),
-        Op::AttentionMerge { head_dim, splits, heads_per_task } => {
+        Op::AttentionMerge { head_dim, splits, heads_per_task, gate } => {
             let (dim, splits, each) = (u64::from(*head_dim), u64::from(*splits), u64::from(*heads_per_task));
             let records = splits * each * (dim + 2);
             let group = lo / each;
-            vec![
+            let mut parts = vec![
                 part(Role::Partial, Read, Exchange, DType::F32, group * records, (group + 1) * records),
                 part(Role::Out, Write, Exchange, pr.wire, lo * dim, (lo + 1) * dim),
-            ]
+            ];
+            parts.extend(gate.then(|| part(Role::Gate, Read, Exchange, pr.wire, lo * dim, (lo + 1) * dim)));
+            parts
         }
         Op::NormAdd { norm, width, everywhere, .. } => {
             let width = u64::from(*width);
@@ -597,6 +603,16 @@ fn attention(s: &Schedule, a: &Attention, i: u64, j: u64) -> Vec<Part> {
     let (k, v) = if current { ((kv * dim, (kv + 1) * dim), (kv * dim, (kv + 1) * dim)) } else { ((0, 0), (0, 0)) };
     parts.push(if whole_k && current { read(Role::K, 0, kv_cols) } else { read(Role::K, k.0, k.1) });
     parts.push(read(Role::V, v.0, v.1));
+    // Records of splits are not gated yet: their merge does it.
+    if a.gate && splits == 1 {
+        parts.push(read(Role::Gate, i * each * dim, (i + 1) * each * dim));
+    }
+    if a.sinks {
+        // Each head's sink is added once, by the split with the current position.
+        let (lo, hi) = if current { (i * each, (i + 1) * each) } else { (0, 0) };
+        let (read, constant) = (Access::Read, Space::Constant);
+        parts.push(part(Role::Sinks, read, constant, DType::F32, Rows::One, lo, hi, Must::Inside));
+    }
     for (role, norm, all) in [(Role::QNormWeight, a.q_norm, q_cols), (Role::KNormWeight, a.k_norm, kv_cols)] {
         if let Some(norm) = norm {
             parts.push(vector(role, if norm.span == QkNormSpan::Head { dim } else { all }));
@@ -808,10 +824,12 @@ fn meanings(s: &Schedule) -> Result<(), Fault> {
             let is = match (&grid.op, operand.role) {
                 (_, Role::Best) => (1, 0, 0, 0),
                 (Op::Route { .. }, Role::Out) => (3, 0, 0, 0),
-                (Op::AttentionMerge { head_dim, splits, heads_per_task }, Role::Partial) => {
-                    (2, *head_dim, *splits, *heads_per_task)
+                (Op::AttentionMerge { head_dim, splits, heads_per_task, gate }, Role::Partial) => {
+                    (if *gate { 4 } else { 2 }, *head_dim, *splits, *heads_per_task)
                 }
-                (Op::Attention(a), Role::Out) if a.splits > 1 => (2, a.head_dim, a.splits, a.heads_per_task),
+                (Op::Attention(a), Role::Out) if a.splits > 1 => {
+                    (if a.gate { 4 } else { 2 }, a.head_dim, a.splits, a.heads_per_task)
+                }
                 _ => (0, 0, 0, 0),
             };
             if *meaning.entry(operand.buffer).or_insert(is) != is {

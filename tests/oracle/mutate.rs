@@ -8,7 +8,7 @@ use monobloc::ir::program::{Content, Home, Part, Rows, Second, Space, VectorPart
 use monobloc::ir::schedule::{Mechanism, Regime, Run, Schedule, Scope, SmemKind, Source, Task, Wait};
 use monobloc::ir::table::TableHome;
 use monobloc::ir::{BufferId, EventId, GridId, LayerId, SmId, TableId, TaskId};
-use monobloc::model::graph::{RopeId, RowView, TensorId};
+use monobloc::model::graph::{QueryScale, RopeId, RowView, TensorId};
 use monobloc::target::{Target, TargetKind};
 use monobloc::validate::{Entity, Violation};
 
@@ -918,11 +918,12 @@ fn attribute_of(s: &mut Schedule, g: GridId, random: &mut Rng) {
         let all: Vec<usize> = (0..s.program.buffers.len()).filter(is).collect();
         Some(BufferId::from(all[pick(random, &all)?]))
     };
-    let role = [Role::Rope, Role::QNormWeight, Role::KNormWeight, Role::CacheScales][random.below(4)];
+    let roles = [Role::Rope, Role::QNormWeight, Role::KNormWeight, Role::CacheScales, Role::Sinks];
+    let role = roles[random.below(5)];
     let constant = other_constant(s, random, role);
     let grid = &mut s.program.grids[g.index()];
     let Op::Attention(a) = &mut grid.op else { return };
-    match (random.below(7), constant) {
+    match (random.below(11), constant) {
         (0, Some(buffer)) => {
             grid.operands.iter_mut().filter(|o| o.role == role).for_each(|o| o.buffer = buffer);
         }
@@ -931,6 +932,10 @@ fn attribute_of(s: &mut Schedule, g: GridId, random: &mut Rng) {
         (3, _) => a.window = Some(a.window.unwrap_or(3) + 1),
         (4, _) => a.interleaved = !a.interleaved,
         (5, _) if a.q_norm.is_some() => a.q_norm.iter_mut().for_each(|n| n.norm.eps *= 2.0),
+        (6, _) => a.norm_after_rope = !a.norm_after_rope,
+        (7, _) => a.query_scale = Some(QueryScale { beta: 0.5, original: 4 }).filter(|_| a.query_scale.is_none()),
+        (8, _) => a.sinks = !a.sinks,
+        (9, _) => a.gate = !a.gate,
         _ => a.scale *= 0.5,
     }
 }
