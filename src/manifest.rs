@@ -21,7 +21,7 @@
 //! steps_per_launch = 32        # tokens per launch; default 32, or context_max if that is less
 //! check_positions = [0, 31]    # default: 0, 1, 31, 200 and the last, as far as they are below context_max
 //! time_positions = [32]        # default: 32, 1024 and context_max - steps_per_launch, as far as a launch fits
-//! sequences_max = 8            # requests that `serve` decodes together, 1 to 256; default 8; `cpu` targets only
+//! sequences_max = 8            # requests that `serve` decodes together, 1 to 256 (on a GPU 128); default 8
 //! chunk_max = 16               # prompt tokens in one step, 1 to 256; default 16, and 8 in `serve`; `cpu` targets only
 //! cache_pages = 1024           # pages of 16 positions; default: one context, and four in `serve`; `cpu` targets only
 //! batch_invariant = false      # ask for the same bits alone and in any batch; on a GPU at a price; default false
@@ -604,9 +604,8 @@ fn resolve_decode(decode: &DecodeFile, faults: &mut Vec<Diagnostic>) -> Decode {
 /// Refuses sizes of steps on GPUs, where the kernels fix the number of rows.
 fn check_rows(decode: &DecodeFile, targets: &[Target], faults: &mut Vec<Diagnostic>) {
     let Some(target) = targets.iter().find(|target| target.kind == TargetKind::Cuda) else { return };
-    let DecodeFile { sequences_max, chunk_max, cache_pages, .. } = decode;
-    let numbers =
-        [("sequences_max", sequences_max), ("chunk_max", chunk_max), ("cache_pages", cache_pages)].into_iter();
+    let DecodeFile { chunk_max, cache_pages, .. } = decode;
+    let numbers = [("chunk_max", chunk_max), ("cache_pages", cache_pages)].into_iter();
     for (key, span) in numbers.filter_map(|(key, number)| Some((key, number.as_ref()?.span()))) {
         let label = format!("expected it with `cpu` targets alone, found `{}`, a GPU", target.name);
         let fault = Diagnostic::new(format!("`decode.{key}` has no meaning here"), span, label);
@@ -772,8 +771,9 @@ record = \"cpu\"
     }
 
     #[test]
-    fn a_gpu_takes_no_keys_of_rows() {
-        for key in ["sequences_max = 2", "chunk_max = 4", "cache_pages = 9"] {
+    fn a_gpu_takes_no_sizes_of_the_interpreter() {
+        accepted(&decode(64, "sequences_max = 2").replace("\"cpu\"", "\"h200\""));
+        for key in ["chunk_max = 4", "cache_pages = 9"] {
             let text = decode(64, key).replace("\"cpu\"", "\"h200\"");
             let found = refusal(&text);
             let name = key.split(' ').next().expect("a key");

@@ -1032,8 +1032,8 @@ pub struct Explain {
 
 /// Print the stages that builds would run as jobs for other machines
 ///
-/// A line for each stage: its key, stage, target, what it needs, manifest. With `--json` it is a matrix, as GitHub Actions takes
-/// it. The machines need the same manifests and one cache, such as a remote one.
+/// A line for each stage: its key, stage, target, what it needs, manifest, and the kernel unless it is the decode kernel. With
+/// `--json` it is a matrix, as GitHub Actions takes it. The machines need the same manifests and one cache, such as a remote one.
 #[derive(Debug, Args)]
 #[command(
     verbatim_doc_comment,
@@ -1050,12 +1050,25 @@ pub struct Plan {
     /// Print only stages that need this
     #[arg(long, value_name = "WHAT")]
     pub needs: Option<NeedsWord>,
+    /// Command whose kernels are made
+    #[arg(long = "for", value_name = "COMMAND", default_value = "build")]
+    pub purpose: ForWord,
     /// Print stages with a result in the cache, too
     #[arg(long)]
     pub all: bool,
     /// Print one JSON object, a matrix
     #[arg(long)]
     pub json: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum ForWord {
+    /// What `build` makes; with `sequences_max` above 1 also the kernels of a server
+    Build,
+    /// Also the kernels of a server of the manifest's sizes
+    Serve,
+    /// Also the kernels that read the prompt of one text
+    Generate,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

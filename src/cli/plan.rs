@@ -3,10 +3,10 @@
 use serde_json::{Value, json};
 
 use super::Outcome;
-use super::arguments::{NeedsWord, Plan, Run};
+use super::arguments::{ForWord, NeedsWord, Plan, Run};
 use super::session::{Session, Talk};
 use crate::error::Fault;
-use crate::pipeline::{self, Needs, Planned};
+use crate::pipeline::{self, Needs, Planned, Purpose};
 
 fn word(needs: Needs) -> &'static str {
     match needs {
@@ -22,11 +22,16 @@ pub fn plan(session: &Session, asked: &Plan) -> Result<Outcome, Fault> {
         NeedsWord::Nvrtc => Needs::Nvrtc,
         NeedsWord::Gpu => Needs::Gpu,
     });
+    let purpose = match asked.purpose {
+        ForWord::Build => Purpose::Build,
+        ForWord::Serve => Purpose::Serve,
+        ForWord::Generate => Purpose::Generate,
+    };
     let mut jobs: Vec<(String, Planned)> = vec![];
     for path in &asked.manifest {
         let manifest = session.manifest(path, [])?;
         let workspace = session.workspace(Talk::Nothing)?;
-        for planned in pipeline::plan(&workspace, &manifest)? {
+        for planned in pipeline::plan(&workspace, &manifest, purpose)? {
             let wanted = (asked.all || !planned.cached) && needs.is_none_or(|needs| needs == planned.needs);
             // Manifests of one model share its import.
             if wanted && jobs.iter().all(|(_, other)| other.key != planned.key) {
@@ -39,16 +44,17 @@ pub fn plan(session: &Session, asked: &Plan) -> Result<Outcome, Fault> {
             let include: Vec<Value> = jobs.iter().map(|(manifest, planned)| job(manifest, planned)).collect();
             session.terminal.print_json(&json!({ "include": include }))?;
         }
-        false => jobs.iter().try_for_each(|(manifest, Planned { target, stage, key, needs, .. })| {
+        false => jobs.iter().try_for_each(|(manifest, Planned { target, stage, key, needs, kernel, .. })| {
             let target = if target.is_empty() { "-" } else { target };
-            session.terminal.print(&format!("{key} {stage:<8} {target:<12} {:<5} {manifest}\n", word(*needs)))
+            let kernel = kernel.as_ref().map(|kernel| format!(" {kernel}")).unwrap_or_default();
+            session.terminal.print(&format!("{key} {stage:<8} {target:<12} {:<5} {manifest}{kernel}\n", word(*needs)))
         })?,
     }
     Ok(Outcome::Done)
 }
 
 fn job(manifest: &str, planned: &Planned) -> Value {
-    let Planned { target, stage, key, cache_key, inputs, needs, cached } = planned;
+    let Planned { target, stage, kernel, key, cache_key, inputs, needs, cached } = planned;
     let inputs: Vec<String> = inputs.iter().map(ToString::to_string).collect();
     let record = (*needs == Needs::Gpu).then_some(target);
     json!({
@@ -56,6 +62,7 @@ fn job(manifest: &str, planned: &Planned) -> Value {
         "manifest": manifest,
         "target": target,
         "stage": stage,
+        "kernel": kernel,
         "needs": word(*needs),
         "record": record,
         "inputs": inputs,

@@ -18,7 +18,7 @@ use crate::target::{Target, TargetKind};
 use crate::validate::{Validated, share_caches};
 use crate::waves;
 
-use super::chain::{Chain, Host};
+use super::chain::{Chain, Host, NotMade};
 use super::checks::Checking;
 use super::device_rows::{one_row_kernel, rows_source};
 use super::device_sampler::sampler_source;
@@ -27,7 +27,7 @@ use super::device_waves::plan_prompts;
 use super::evaluate::ensure_checked;
 use super::execute::{Devices, upload_pack};
 use super::invariant;
-use super::kernels::{Does, KernelSet, Planned, Served, alike_rows};
+use super::kernels::{Does, Planned, PlannedSet, Served, alike_rows};
 use super::stages::{BuildContext, StoredSchedule, place_rows};
 use super::{Prepared, Workspace};
 
@@ -85,6 +85,11 @@ impl Serving {
 }
 
 impl Serving {
+    /// What the user lowers where a size does not fit.
+    pub(super) fn keys(&self) -> Vec<&'static str> {
+        self.asked.running_max.into_iter().chain(self.asked.chunk_rows).collect()
+    }
+
     /// The same requests on a device, for kernels that are made now and loaded by servers with any number of steps: they read prompts in
     /// long chunks.
     pub(super) fn on_device(&self) -> Serving {
@@ -164,6 +169,28 @@ impl Prepared {
     }
 }
 
+/// Whether a build makes kernels of several rows, too.
+pub(super) fn is_several(manifest: &Manifest) -> bool {
+    manifest.decode.sequences_max.is_some_and(|sequences| sequences > 1)
+}
+
+/// Memory beside the weights for a server: of the device as it is now, else of one that the target describes. `one` has the weights.
+///
+/// # Errors
+/// What the device refuses.
+pub(super) fn free_bytes(chain: &Chain<'_>, one: &Validated) -> Result<u64, NotMade> {
+    let target = chain.context.target;
+    let memory_bytes = match chain.host.device(target) {
+        Ok(Some(found)) => {
+            let device = Device::open(found.ordinal).map_err(Fault::from)?;
+            device.memory_free_bytes().map_err(Fault::from)?
+        }
+        Ok(None) | Err(NotMade::NoDevice { .. }) => target.spec.memory_bytes,
+        Err(other) => return Err(other),
+    };
+    Ok(memory_bytes.saturating_sub(pack_bytes(one.schedule())))
+}
+
 /// Steps of several rows on the CPU.
 ///
 /// # Errors
@@ -171,8 +198,7 @@ impl Prepared {
 pub(super) fn batch_on_cpu(chain: &Chain<'_>, serving: &Serving) -> Result<StoredSchedule, Fault> {
     let BuildContext { workspace, manifest, target, .. } = chain.context;
     let batches = cpu_batches(serving, &manifest.decode);
-    let keys: Vec<&str> = serving.asked.running_max.into_iter().chain(serving.asked.chunk_rows).collect();
-    let (taken, rows) = place_rows(&chain.context, &chain.candidate, &batches, &keys)?;
+    let (taken, rows) = place_rows(&chain.context, &chain.candidate, &batches, &serving.keys())?;
     if let Some(wanted) = batches.first().filter(|wanted| **wanted != taken) {
         let (name, rows, wanted) = (&target.name, taken.rows, wanted.rows);
         workspace.report.note(&format!("{name}: steps of {rows} rows, because {wanted} do not fit"));
@@ -185,13 +211,27 @@ pub(super) fn batch_on_cpu(chain: &Chain<'_>, serving: &Serving) -> Result<Store
 /// # Errors
 /// A batch or a cache that does not fit the target; no compiler and no cubin.
 pub(super) fn served(chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<Served, Fault> {
+    let planned = to_serve(chain, serving, free_bytes)?;
+    // Queues that differ from those of the first proof are refused here.
+    let of_words = planned.kernels.iter().filter(|planned| matches!(planned.does, Does::Steps { .. }));
+    for validated in of_words.filter_map(|planned| planned.validated.as_ref()).filter(|_| !planned.is_alike) {
+        chain.context.workspace.queues(validated)?;
+    }
+    Ok(Served { running_max: serving.running_max, set: planned.compile(chain)? })
+}
+
+/// Proves the kernels of [`served`], and prints their sources. Stores nothing.
+///
+/// # Errors
+/// A batch or a cache that does not fit the target.
+pub(super) fn to_serve(chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<PlannedSet, Fault> {
     match invariant::is_asked(chain.context.manifest, chain.context.target) {
-        true => served_alike(chain, serving, free_bytes),
-        false => served_fastest(chain, serving, free_bytes),
+        true => to_serve_alike(chain, serving, free_bytes),
+        false => to_serve_fastest(chain, serving, free_bytes),
     }
 }
 
-fn served_fastest(chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<Served, Fault> {
+fn to_serve_fastest(chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<PlannedSet, Fault> {
     let workspace = chain.context.workspace;
     let mut all = StepsKernels::new(&chain.context, &chain.candidate);
     let context = &chain.context;
@@ -215,9 +255,6 @@ fn served_fastest(chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Resu
         u64::from(shape.pages) * u64::from(shape.page_rows),
         shape.page_rows
     ));
-    // Queues that differ from those of the first proof are refused here.
-    let all = one_row.iter().chain(kernels.iter().map(|kernel| &kernel.validated));
-    all.into_iter().try_for_each(|validated| workspace.queues(validated).map(drop))?;
     let source = sampler_source(chain.context.target);
     let mut planned = vec![Planned { does: Does::Sampler, validated: None, source }];
     planned.extend(one_row.into_iter().map(|one| Planned {
@@ -241,11 +278,11 @@ fn served_fastest(chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Resu
         }
         Err(fault) => return Err(fault),
     }
-    Ok(Served { running_max: serving.running_max, set: KernelSet::compile(chain, false, planned)? })
+    Ok(PlannedSet { is_alike: false, kernels: planned })
 }
 
 /// The same with kernels that add up in one order.
-fn served_alike(chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<Served, Fault> {
+fn to_serve_alike(chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<PlannedSet, Fault> {
     let (context, target) = (&chain.context, chain.context.target);
     let room = room(context, 0, serving, free_bytes)?;
     let validated = Arc::new(invariant::schedule(&chain.context, &chain.candidate, room)?);
@@ -263,7 +300,7 @@ fn served_alike(chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result
     let source = sampler_source(chain.context.target);
     let mut planned = vec![Planned { does: Does::Sampler, validated: None, source }];
     planned.extend(invariant::planned(chain, &validated)?);
-    Ok(Served { running_max: serving.running_max, set: KernelSet::compile(chain, true, planned)? })
+    Ok(PlannedSet { is_alike: true, kernels: planned })
 }
 
 /// What bounds the tables of a server's steps.
@@ -388,8 +425,9 @@ fn ragged_rows(running_max: u32, kernels: &[StepsKernel]) -> Option<u32> {
 fn step_rows_of(serving: &Serving) -> Result<&'static [u32], Fault> {
     let most = STEP_ROWS[STEP_ROWS.len() - 1];
     if serving.running_max > most {
-        let message = format!("steps have at most {most} rows, `--max-batch` is {}", serving.running_max);
-        return Err(Fault::input(message).with_remedy(format!("lower `--max-batch` to {most}")));
+        let asked = serving.asked.running_max.unwrap_or("--max-batch");
+        let message = format!("steps have at most {most} rows, `{asked}` is {}", serving.running_max);
+        return Err(Fault::input(message).with_remedy(format!("lower `{asked}` to {most}")));
     }
     let wanted = serving.running_max.max(serving.running_max.saturating_add(serving.chunk_rows).min(MIXED_ROWS));
     let smaller = STEP_ROWS.iter().take_while(|rows| **rows < wanted).count();

@@ -29,7 +29,7 @@ use super::Workspace;
 use super::chain::Chain;
 use super::device_rows::Decoding;
 use super::device_sampler::check_choices;
-use super::device_steps::By;
+use super::device_steps::{By, StepsKernel};
 use super::execute::hardware_of;
 use super::kernels::{Does, Kernel, KernelSet, LoadedSet};
 use super::keys::{self, Hardware, KernelCheckKey, Keyed, TextsKey, WeightsId};
@@ -117,6 +117,41 @@ impl Part {
             Part::Alike => "alike".to_string(),
         }
     }
+
+    /// The comparisons of a set in the order in which they are made.
+    fn all(kernels: &[Does], is_alike: bool) -> Vec<Part> {
+        // The first kernel for several rows comes first: others are compared with it.
+        let order = |does: &Does| match *does {
+            Does::Steps { rows: 1, .. } => (1, 1, false),
+            Does::Steps { rows, by } => (0, rows, by == By::Splits),
+            Does::Chunk => (2, 0, false),
+            Does::Tail => (3, 0, false),
+            Does::Sampler => (4, 0, false),
+        };
+        let mut kernels = kernels.to_vec();
+        kernels.sort_by_key(order);
+        kernels.into_iter().map(Part::Kernel).chain(is_alike.then_some(Part::Alike)).collect()
+    }
+}
+
+/// What is compared of a set of kernels: the names of its checks, in their order.
+pub(super) fn check_names(kernels: &[Does], is_alike: bool) -> Vec<String> {
+    Part::all(kernels, is_alike).into_iter().map(Part::name).collect()
+}
+
+/// Sizes of the texts of a set. `kernels`: its kernels for steps; `context_max`: that of the reference.
+pub(super) fn sizes_of(parameters: u64, context_max: u32, kernels: &[StepsKernel]) -> TextSizes {
+    let largest = kernels.iter().max_by_key(|kernel| kernel.rows);
+    let shape = largest.and_then(|kernel| Shape::of(&kernel.validated.schedule().program));
+    let most = kernels.iter().map(StepsKernel::launch_rows).max().unwrap_or(0);
+    let alone = shape.filter(|shape| shape.sequences == 1).map_or(0, |_| most);
+    TextSizes::of(parameters, context_max, alone)
+}
+
+/// Names the logits that all kernels over the weights of `reference` have to reproduce.
+pub(super) fn texts_keyed(reference: &Validated, graph: Digest, weights: &WeightsId, sizes: TextSizes) -> Keyed {
+    let schedule = Digest::of(print(reference.schedule()).as_bytes());
+    TextsKey { schedule, graph, weights, texts: &format!("{sizes:?}") }.keyed()
 }
 
 /// A set on a device, and what it is compared with; each is made when it is first needed.
@@ -142,13 +177,22 @@ impl<'a> Checks<'a> {
         device: &DeviceIdentity,
         pack: &'a dyn Fn() -> Result<Pack, Fault>,
     ) -> Result<Checks<'a>, Fault> {
+        Checks::on(chain, hardware_of(device), pack)
+    }
+
+    /// As [`Checks::of`], on hardware that is known by name.
+    pub(super) fn on(
+        chain: &'a Chain<'a>,
+        hardware: Hardware,
+        pack: &'a dyn Fn() -> Result<Pack, Fault>,
+    ) -> Result<Checks<'a>, Fault> {
         let BuildContext { workspace, manifest, target, imported, graph, .. } = chain.context;
         Ok(Checks {
             workspace,
             subject: chain.context.subject(),
             target,
             precision: manifest.precision,
-            hardware: hardware_of(device),
+            hardware,
             graph,
             weights: chain.context.weights_id()?,
             parameters: imported.graph.parameter_count(),
@@ -163,13 +207,45 @@ impl<'a> Checks<'a> {
     /// # Errors
     /// The first kernel that computes something else, by name; what the device refuses.
     pub fn ensure(&self, set: &KernelSet, load: &mut dyn FnMut() -> Result<LoadedSet, Fault>) -> Result<(), Fault> {
+        self.ensure_parts(set, &|_| true, load)
+    }
+
+    /// As [`Checks::ensure`], of the one check that has this name, and of what it compares with.
+    ///
+    /// # Errors
+    /// As [`Checks::ensure`].
+    pub(super) fn ensure_one(
+        &self,
+        set: &KernelSet,
+        name: &str,
+        load: &mut dyn FnMut() -> Result<LoadedSet, Fault>,
+    ) -> Result<(), Fault> {
+        self.ensure_parts(set, &|part| part.name() == name, load)
+    }
+
+    /// Whether each check of a set is in the cache, by name.
+    ///
+    /// # Errors
+    /// A cache that cannot be read.
+    pub(super) fn stored(&self, set: &KernelSet) -> Result<Vec<(String, Keyed, bool)>, Fault> {
         let sizes = self.sizes(set);
-        // The first kernel for several rows comes first: others are compared with it.
-        let mut steps: Vec<Does> = set.steps().into_iter().map(|(_, kernel)| kernel.does).collect();
-        steps.sort_by_key(|does| matches!(does, Does::Steps { rows: 1, .. }));
-        let others = [Does::Chunk, Does::Tail, Does::Sampler].into_iter().filter(|does| set.get(*does).is_some());
-        let alike = set.is_alike().then_some(Part::Alike);
-        let parts: Vec<Part> = steps.into_iter().chain(others).map(Part::Kernel).chain(alike).collect();
+        let stored = |part: Part| {
+            let keyed = self.keyed(set, part, sizes);
+            let is_stored = self.workspace.cache.get(keyed.stage, &keyed.key)?.is_some();
+            Ok((part.name(), keyed, is_stored))
+        };
+        Part::all(&set.does(), set.is_alike()).into_iter().map(stored).collect()
+    }
+
+    fn ensure_parts(
+        &self,
+        set: &KernelSet,
+        is_wanted: &dyn Fn(Part) -> bool,
+        load: &mut dyn FnMut() -> Result<LoadedSet, Fault>,
+    ) -> Result<(), Fault> {
+        let sizes = self.sizes(set);
+        let parts = Part::all(&set.does(), set.is_alike()).into_iter().enumerate();
+        let parts: Vec<Part> = parts.filter(|(at, part)| *at == 0 || is_wanted(*part)).map(|(_, part)| part).collect();
         let keyed: Vec<(Part, Keyed)> = parts.into_iter().map(|part| (part, self.keyed(set, part, sizes))).collect();
         let missing = keyed.iter().map(|(_, Keyed { stage, key, .. })| self.workspace.cache.get(stage, key));
         let missing = missing.collect::<Result<Vec<_>, _>>()?.into_iter().filter(Option::is_none).count();
@@ -211,10 +287,8 @@ impl<'a> Checks<'a> {
     }
 
     fn sizes(&self, set: &KernelSet) -> TextSizes {
-        let shape = Shape::of(&set.validated().schedule().program);
-        let most = set.steps().iter().map(|(steps, _)| steps.launch_rows()).max().unwrap_or(0);
-        let alone = shape.filter(|shape| shape.sequences == 1).map_or(0, |_| most);
-        TextSizes::of(self.parameters, self.reference.schedule().program.context_max, alone)
+        let kernels: Vec<StepsKernel> = set.steps().into_iter().map(|(steps, _)| steps).collect();
+        sizes_of(self.parameters, self.reference.schedule().program.context_max, &kernels)
     }
 
     fn keyed(&self, set: &KernelSet, part: Part, sizes: TextSizes) -> Keyed {
@@ -351,10 +425,8 @@ impl<'a> Checks<'a> {
     }
 
     /// What every kernel has to compute, from the cache or from the interpreter.
-    fn texts(&self, sizes: TextSizes) -> Result<SharedTexts, Fault> {
-        let schedule = Digest::of(print(self.reference.schedule()).as_bytes());
-        let text = format!("{sizes:?}");
-        let keyed = TextsKey { schedule, graph: self.graph, weights: &self.weights, texts: &text }.keyed();
+    pub(super) fn texts(&self, sizes: TextSizes) -> Result<SharedTexts, Fault> {
+        let keyed = texts_keyed(&self.reference, self.graph, &self.weights, sizes);
         let positions = sizes.positions();
         let (subject, title) = (texts_of(&self.subject), format!("expect {}", self.target.name));
         let detail = format!("{positions} positions");

@@ -35,7 +35,7 @@ use super::device_steps::{By, StepsKernel, StepsKernels, step_rows_for};
 use super::device_waves::{PromptCubins, derive_chunks, named_spans, plan_prompts, waves_beside, waves_source};
 use super::execute::upload_pack;
 use super::invariant;
-use super::kernels::{Does, KernelSet, Planned};
+use super::kernels::{Does, KernelSet, Planned, PlannedSet};
 use super::stages::{BuildContext, Generated, prove};
 use super::{Prepared, Workspace, import_stage};
 
@@ -237,11 +237,19 @@ impl Prefill {
     /// # Errors
     /// A cache that pages do not fill evenly, or in another order; what the compiler refuses.
     pub(super) fn made(chain: &Chain<'_>) -> Result<KernelSet, Fault> {
+        Prefill::to_make(chain, chain.validated()?)?.compile(chain)
+    }
+
+    /// The kernels of [`Prefill::made`] before they are compiled. `one` is the chain's own schedule.
+    ///
+    /// # Errors
+    /// A cache that pages do not fill evenly, or in another order.
+    pub(super) fn to_make(chain: &Chain<'_>, one: &Validated) -> Result<PlannedSet, Fault> {
         let positions = u64::from(chain.context.manifest.decode.context_max);
         let room = |rows| Room { rows, sequences: 1, positions };
         let placed = place_prompt_kernel(&chain.context, &chain.candidate, room)?;
         let validated = Arc::new(prove_kernel(&chain.context, placed)?);
-        beside_one_row(chain, &validated)?;
+        beside_one_row(chain, &validated, one)?;
         let of = |(does, source)| Planned { does, validated: Some(Arc::clone(&validated)), source };
         let does = Does::Steps { rows: validated.schedule().program.rows, by: By::Words };
         let mut planned = vec![of((does, rows_source(&chain.context, &validated, Trace::Off)))];
@@ -253,7 +261,7 @@ impl Prefill {
             }
             Err(fault) => return Err(fault),
         }
-        KernelSet::compile(chain, false, planned)
+        Ok(PlannedSet { is_alike: false, kernels: planned })
     }
 
     /// Loads kernels that were made beside `one`, the session of the kernel for one row. `queues` are those of the schedule,
@@ -440,7 +448,7 @@ pub(super) fn load_verifier(
     let positions = u64::from(chain.context.manifest.decode.context_max);
     let room = Room { rows: step_rows_for(rows)?, sequences: 1, positions };
     let kernel = StepsKernels::new(&chain.context, &chain.candidate).of(room)?;
-    beside_one_row(&chain, &kernel.validated)?;
+    beside_one_row(&chain, &kernel.validated, chain.validated()?)?;
     if prepared.checking == Checking::Required {
         let does = Does::Steps { rows: kernel.rows, by: kernel.by };
         let (validated, source) = (Some(Arc::clone(&kernel.validated)), kernel.source(&chain.context, Trace::Off)?);
@@ -450,12 +458,12 @@ pub(super) fn load_verifier(
     load_launcher(&chain, device, &kernel, 1, one.pack(), Some(one.cache()))
 }
 
-/// Takes a kernel whose cache is that of the chain's own, which has one row.
+/// Takes a kernel whose cache is that of `one`, the chain's own, which has one row.
 ///
 /// # Errors
 /// A cache that pages do not fill evenly, or in another order.
-fn beside_one_row(chain: &Chain<'_>, validated: &Validated) -> Result<(), Fault> {
-    let Err(differs) = share_caches(validated, chain.validated()?) else { return Ok(()) };
+fn beside_one_row(chain: &Chain<'_>, validated: &Validated, one: &Validated) -> Result<(), Fault> {
+    let Err(differs) = share_caches(validated, one) else { return Ok(()) };
     let context_max = chain.context.manifest.decode.context_max;
     Err(Fault::input(format!("`context_max` {context_max} is not a multiple of the rows of a page: {differs}"))
         .with_remedy("choose a multiple of 256, so that kernels for rows share the cache"))

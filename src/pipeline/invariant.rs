@@ -27,7 +27,7 @@ use super::device_sampler::sampler_source;
 use super::device_steps::By;
 use super::device_waves::{waves_digests, waves_source};
 use super::execute::upload_pack;
-use super::kernels::{Does, KernelSet, Planned};
+use super::kernels::{Does, KernelSet, Planned, PlannedSet};
 use super::stages::BuildContext;
 
 /// Rows of the kernels, ascending. A step runs on the smallest that has room for it.
@@ -107,8 +107,16 @@ pub(super) fn digests(target: &Target, validated: &Validated, rows: u32) -> Resu
 /// # Errors
 /// As [`schedule`] and [`plan`]; what the compiler refuses.
 pub(super) fn make(chain: &Chain<'_>, room: Room) -> Result<KernelSet, Fault> {
+    to_make(chain, room)?.compile(chain)
+}
+
+/// The kernels of [`make`] before they are compiled.
+///
+/// # Errors
+/// As [`schedule`] and [`plan`].
+pub(super) fn to_make(chain: &Chain<'_>, room: Room) -> Result<PlannedSet, Fault> {
     let validated = Arc::new(schedule(&chain.context, &chain.candidate, room)?);
-    KernelSet::compile(chain, true, planned(chain, &validated)?)
+    Ok(PlannedSet { is_alike: true, kernels: planned(chain, &validated)? })
 }
 
 /// The kernels over the pages of `validated`, before they are compiled.

@@ -91,6 +91,23 @@ pub(super) struct Planned {
     pub source: Generated,
 }
 
+/// Kernels over one pool of pages before they are compiled.
+pub(super) struct PlannedSet {
+    /// All steps add up in one order.
+    pub is_alike: bool,
+    pub kernels: Vec<Planned>,
+}
+
+impl PlannedSet {
+    /// Compiles them.
+    ///
+    /// # Errors
+    /// What the compiler refuses.
+    pub fn compile(self, chain: &Chain<'_>) -> Result<KernelSet, Fault> {
+        KernelSet::compile(chain, self.is_alike, self.kernels)
+    }
+}
+
 /// The kernels of a set on a device.
 pub struct LoadedSet {
     /// Steps, in the order of [`KernelSet::steps`]. They share a cache.
@@ -140,6 +157,11 @@ impl KernelSet {
 
     pub fn all(&self) -> &[Kernel] {
         &self.kernels
+    }
+
+    /// What each of its kernels does.
+    pub fn does(&self) -> Vec<Does> {
+        self.kernels.iter().map(|kernel| kernel.does).collect()
     }
 
     pub fn get(&self, does: Does) -> Option<&Kernel> {

@@ -67,7 +67,7 @@ pub use export::{Written, export, temporary_prefix};
 pub use exported::Exported;
 pub use keys::{Hardware, WeightsId};
 pub(crate) use line_child::end_children;
-pub use plan::{Needs, Planned, plan, run_stage};
+pub use plan::{Needs, Planned, Purpose, plan, run_stage};
 pub use ready::{Given, Ready};
 pub use runner::{Answer, Runner};
 pub use stored::read_stored;
@@ -79,7 +79,6 @@ use crate::candidate::Candidate;
 use crate::cuda::driver::Device;
 use crate::digest::Digest;
 use crate::error::{Fault, Tier};
-use crate::ir::layout::pack_bytes;
 use crate::manifest::Manifest;
 use crate::measure::Measurement;
 use crate::model::config::Imported;
@@ -277,7 +276,7 @@ pub fn build_each(workspace: &Workspace, manifest: &Manifest) -> Result<BuildRep
 /// The kernels of several rows that the manifest's `sequences_max` asks for, proven and compiled; `None`: it asks for none.
 fn make_several(chain: &Chain<'_>) -> Result<Option<Served>, NotMade> {
     let BuildContext { manifest, target, .. } = chain.context;
-    if manifest.decode.sequences_max.is_none_or(|sequences| sequences <= 1) {
+    if !batch::is_several(manifest) {
         return Ok(None);
     }
     let serving = Serving::of_manifest(manifest, target.kind, 1);
@@ -285,16 +284,7 @@ fn make_several(chain: &Chain<'_>) -> Result<Option<Served>, NotMade> {
         batch::batch_on_cpu(chain, &serving)?;
         return Ok(None);
     }
-    // With a device, those of a server that starts on it as it is now.
-    let memory_bytes = match chain.host.device(target) {
-        Ok(Some(found)) => {
-            let device = Device::open(found.ordinal).map_err(Fault::from)?;
-            device.memory_free_bytes().map_err(Fault::from)?
-        }
-        Ok(None) | Err(NotMade::NoDevice { .. }) => target.spec.memory_bytes,
-        Err(other) => return Err(other),
-    };
-    let free_bytes = memory_bytes.saturating_sub(pack_bytes(chain.validated()?.schedule()));
+    let free_bytes = batch::free_bytes(chain, chain.validated()?)?;
     match batch::served(chain, &serving, free_bytes) {
         Ok(served) => Ok(Some(served)),
         Err(fault) if fault.tier == Tier::Environment && chain.host.compiler.version().is_err() => {

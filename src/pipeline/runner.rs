@@ -212,20 +212,20 @@ impl Prepared {
 
     /// What decodes one text on the CPU: of several rows, so that a weight is read once for all tokens of a prompt chunk.
     pub(super) fn text_on_cpu(&self, chain: &Chain<'_>) -> Result<StoredSchedule, Fault> {
-        let decode = &self.manifest.decode;
-        let keys: &[&str] = if decode.chunk_max.is_some() { &["decode.chunk_max"] } else { &[] };
-        Ok(place_rows(&chain.context, &self.candidate, &one_text(decode), keys)?.1)
+        let (batches, keys) = one_text(&self.manifest.decode);
+        Ok(place_rows(&chain.context, &self.candidate, &batches, keys)?.1)
     }
 }
 
 /// Steps of one text on the CPU: a chunk of its prompt, or one token. The first that fits counts; a chunk that the manifest asks for is the
-/// only one.
-fn one_text(decode: &Decode) -> Vec<Batch> {
+/// only one. Also what the user lowers where it does not fit.
+pub(super) fn one_text(decode: &Decode) -> (Vec<Batch>, &'static [&'static str]) {
     let rows = decode.chunk_max.unwrap_or(CHUNK_ROWS).min(decode.context_max);
     let pages = decode.cache_pages.unwrap_or(decode.context_max.div_ceil(PAGE_ROWS));
     let fewer = |rows: &u32| (*rows > 1 && decode.chunk_max.is_none()).then_some(rows / 2);
     let batch = |rows| Batch { rows, sequences: 1, pages, page_rows: PAGE_ROWS, words: false };
-    iter::successors(Some(rows), fewer).map(batch).collect()
+    let keys: &[&str] = if decode.chunk_max.is_some() { &["decode.chunk_max"] } else { &[] };
+    (iter::successors(Some(rows), fewer).map(batch).collect(), keys)
 }
 
 impl Runner<'_> {

@@ -474,12 +474,26 @@ pub(super) fn place_rows(
     batches: &[Batch],
     keys: &[&str],
 ) -> Result<(Batch, StoredSchedule), Fault> {
+    let (batch, candidate) = fitting_rows(context, base, batches, keys)?;
+    Ok((batch, place_batch(context, candidate, &batch)?))
+}
+
+/// The batch that [`place_rows`] takes, and its candidate.
+///
+/// # Errors
+/// No batch fits.
+pub(super) fn fitting_rows(
+    context: &BuildContext<'_>,
+    base: &Candidate,
+    batches: &[Batch],
+    keys: &[&str],
+) -> Result<(Batch, Candidate), Fault> {
     let Manifest { precision, decode, .. } = context.manifest;
     let (target, precision, context_max) = (context.target, *precision, decode.context_max);
     let mut refused = Fault::internal("no number of rows to place");
     for batch in batches {
         match cpu_candidate(&context.imported.graph, precision, context_max, target, base, batch) {
-            Ok(candidate) => return Ok((*batch, place_batch(context, candidate, batch)?)),
+            Ok(candidate) => return Ok((*batch, candidate)),
             Err(reason) => {
                 let remedy = match keys {
                     [] => "build it for a target with more shared memory".to_string(),
@@ -494,22 +508,26 @@ pub(super) fn place_rows(
     Err(refused)
 }
 
-/// Lowers, places and proves steps of several rows on the CPU.
-fn place_batch(context: &BuildContext<'_>, candidate: Candidate, batch: &Batch) -> Result<StoredSchedule, Fault> {
+/// Names the steps of a batch on the CPU.
+pub(super) fn batch_key(context: &BuildContext<'_>, candidate: &Candidate, batch: &Batch) -> Keyed {
     let Manifest { precision, decode, .. } = context.manifest;
-    let target = context.target;
-    let (code, graph, context_max) = (keys::code(keys::SCHEDULE), context.graph, decode.context_max);
-    let precision = *precision;
-    let keyed = ScheduleKey {
-        code,
-        graph,
-        precision,
-        context_max,
-        candidate: &candidate,
+    ScheduleKey {
+        code: keys::code(keys::SCHEDULE),
+        graph: context.graph,
+        precision: *precision,
+        context_max: decode.context_max,
+        candidate,
         target: context.target,
         batch: Some(*batch),
     }
-    .keyed();
+    .keyed()
+}
+
+/// Lowers, places and proves steps of several rows on the CPU.
+fn place_batch(context: &BuildContext<'_>, candidate: Candidate, batch: &Batch) -> Result<StoredSchedule, Fault> {
+    let Manifest { precision, decode, .. } = context.manifest;
+    let (target, precision, context_max) = (context.target, *precision, decode.context_max);
+    let keyed = batch_key(context, &candidate, batch);
     let validated = OnceLock::new();
     let title = format!("{} of {} rows", context.title(keys::SCHEDULE), batch.rows);
     let subject = format!("{} rows", context.subject());

@@ -33,6 +33,12 @@ fn machine(shared: &Path) -> Place {
     place
 }
 
+/// The names of jobs: stage, target, needs, kernel.
+fn named(job: &Value) -> String {
+    let fields = ["stage", "target", "needs", "kernel"].map(|field| job[field].as_str().unwrap_or_default());
+    fields.join(" ").trim_end().to_string()
+}
+
 fn at(place: &Place, shared: &Path, arguments: &str) -> assert_cmd::Command {
     let mut command = place.command(arguments);
     command.env("MONOBLOC_SHARED_CACHE", shared).env("MONOBLOC_NVRTC", place.path("none"));
@@ -54,14 +60,6 @@ fn a_plan_runs_piece_by_piece() {
     let shared = folder.path().join("shared");
     let planner = machine(&shared);
     let planned = jobs(&planner, &shared, "");
-    let named = |job: &Value| {
-        format!(
-            "{} {} {}",
-            job["stage"].as_str().unwrap(),
-            job["target"].as_str().unwrap(),
-            job["needs"].as_str().unwrap()
-        )
-    };
     let names: Vec<String> = planned.iter().map(named).collect();
     assert_eq!(
         names,
@@ -107,6 +105,95 @@ fn a_plan_runs_piece_by_piece() {
     assert_eq!(output.status.code(), Some(3), "{output:?}");
     let output = at(&worker, &shared, &format!("run m.toml --stage {}", "0".repeat(64))).output().unwrap();
     assert!(output.status.code() == Some(2) && String::from_utf8_lossy(&output.stderr).contains("has no stage"));
+}
+
+/// A model whose server has few kernels on a GPU.
+fn server_manifest(sequences: &str, targets: &[&str]) -> String {
+    let text = manifest_text(&format!("path:{}", fixture("tinystories-llama").display()), 512);
+    let text = text.replace("[search]", &format!("{sequences}\n[search]")).replace("\"fp32\"", "\"bf16\"");
+    let head = text.split("[[target]]").next().unwrap().to_string();
+    targets.iter().fold(head, |text, target| format!("{text}[[target]]\nrecord = \"{target}\"\n"))
+}
+
+/// What `run` makes of a matrix is all that `build` would make on the machines of the matrix.
+#[test]
+fn a_matrix_leaves_nothing_to_build() {
+    let test = "a_matrix_leaves_nothing_to_build";
+    let folder = tempfile::tempdir().unwrap();
+    let shared = folder.path().join("shared");
+    fs::create_dir_all(&shared).unwrap();
+    let nvrtc = crate::nvrtc::nvrtc(test).map(|nvrtc| nvrtc.path().to_path_buf());
+    // Without the compiler, the interpreter alone.
+    let targets: &[&str] = if nvrtc.is_some() { &["cpu", "h200"] } else { &["cpu"] };
+    let machine = || {
+        let place = Place::new();
+        place.write("m.toml", server_manifest("sequences_max = 2", targets));
+        place
+    };
+    let asked = |place: &Place, arguments: &str| {
+        let mut command = at(place, &shared, arguments);
+        if let Some(path) = &nvrtc {
+            command.env("MONOBLOC_NVRTC", path);
+        }
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{arguments}: {output:?}");
+        output
+    };
+    let matrix = |arguments: &str| -> Vec<Value> {
+        let output = asked(&machine(), &format!("plan m.toml --json {arguments}"));
+        serde_json::from_slice::<Value>(&output.stdout).unwrap()["include"].as_array().unwrap().clone()
+    };
+    let planned = matrix("");
+    let of = |target: &str| {
+        let of_set = planned.iter().filter(|job| job["target"] == target && job["kernel"].is_string());
+        of_set.map(|job| named(job).replace(target, "").replace("  ", " ")).collect::<Vec<_>>()
+    };
+    assert_eq!(of("cpu"), ["schedule host serve/rows-10"]);
+    if nvrtc.is_some() {
+        let kernels = ["sampler", "steps-1", "steps-8", "steps-16", "steps-32"];
+        let compiled = kernels.map(|kernel| format!("compile nvrtc serve/{kernel}"));
+        let checked = ["steps-8", "steps-16", "steps-32", "steps-1", "sampler"];
+        let checked = checked.map(|kernel| format!("check gpu serve/{kernel}"));
+        let texts = ["expect host serve/texts".to_string()];
+        assert_eq!(of("h200"), [compiled.as_slice(), &texts, &checked].concat());
+    }
+    for job in planned.iter().filter(|job| job["needs"] != "gpu") {
+        asked(&machine(), &format!("run m.toml --stage {}", job["key"].as_str().unwrap()));
+    }
+    let left = matrix("");
+    assert!(left.iter().all(|job| job["needs"] == "gpu"), "{left:?}");
+    let built = asked(&machine(), "build m.toml");
+    let said = String::from_utf8_lossy(&built.stderr).into_owned();
+    // What needs a GPU waits.
+    assert!(!said.contains("   run "), "{said}");
+    assert!(said.contains("no work to do"), "{said}");
+}
+
+/// `serve` and `generate` have kernels that `build` does not make.
+#[test]
+fn a_plan_is_for_the_command_that_is_named() {
+    let place = Place::new();
+    place.write("m.toml", server_manifest("", &["cpu"]));
+    let shared = place.path("shared");
+    fs::create_dir_all(&shared).unwrap();
+    let kernels = |arguments: &str| -> Vec<String> {
+        let all = jobs(&place, &shared, arguments);
+        all.iter().filter(|job| job["kernel"].is_string()).map(named).collect()
+    };
+    assert!(kernels("").is_empty());
+    assert_eq!(kernels("--for serve"), ["schedule cpu host serve/rows-16"]);
+    assert_eq!(kernels("--for generate"), ["schedule cpu host generate/rows-16"]);
+    // `run` finds the keys of all, and what it made is what the command needs.
+    let planned = jobs(&place, &shared, "--for generate");
+    let last = planned.iter().find(|job| job["kernel"].is_string()).unwrap()["key"].as_str().unwrap().to_string();
+    for job in planned.iter().filter(|job| job["stage"] != "measure") {
+        let output = at(&place, &shared, &format!("run m.toml --stage {}", job["key"].as_str().unwrap())).output();
+        assert!(output.unwrap().status.success(), "{job}");
+    }
+    assert!(jobs(&place, &shared, "--for generate").iter().all(|job| job["key"] != *last));
+    let output = at(&place, &shared, "generate m.toml --ids 1,2 --max-tokens 1").output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success() && !said.contains("   run "), "{said}");
 }
 
 #[test]
