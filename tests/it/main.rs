@@ -71,6 +71,7 @@ mod tune;
 mod unwritten;
 mod waves;
 mod waves_pairs;
+mod wrappers;
 
 use std::io::Write;
 

@@ -3,7 +3,7 @@
 //! Defaults for absent keys are those of the configuration classes of transformers 5, which differ from family to
 //! family. The effect of each key was read from the model code, not from the documentation.
 
-use crate::model::config::plan::{LayerPlan, Names, NormPlan, Plan, Projections};
+use crate::model::config::plan::{LayerPlan, Names, NormPlan, Plan, Prefix, Projections};
 use crate::model::config::reader::{Answer, EXTENT_MAX, LAYERS_MAX, POSITIONS_MAX, Reader, VOCAB_MAX};
 use crate::model::config::reason::Reason;
 use crate::model::config::rope::{self, LAYER_TYPES, Partial, ResolvedRope, RopeRules};
@@ -477,6 +477,8 @@ fn plan(s: &Shape, names: &'static Names, scalars: Scalars, rope: ResolvedRope) 
     Plan {
         class: s.class,
         names,
+        prefix: Prefix::NONE,
+        ignored: vec![],
         paired: false,
         vocab: s.vocab,
         hidden: s.hidden,

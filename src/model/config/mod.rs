@@ -13,7 +13,9 @@ mod reader;
 mod reason;
 mod rope;
 mod schema;
+mod wrapper;
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -25,10 +27,11 @@ use crate::files::{FileError, read_text};
 use crate::gguf::{files_of, read_parts};
 use crate::model::blocks::Blocks;
 use crate::model::config::families::{FAMILIES, Family};
-use crate::model::config::plan::{Assembled, Plan, assemble};
+use crate::model::config::plan::{Assembled, Ignored, Plan, assemble};
 use crate::model::config::reader::Reader;
+use crate::model::config::wrapper::{Unwrapped, unwrap};
 use crate::model::graph::{ModelGraph, TensorId};
-use crate::model::weights::{Checkpoint, Weights};
+use crate::model::weights::{Checkpoint, HeaderTensor, Weights};
 
 pub use crate::model::config::print::{describe, graph_text, step_cache_bytes, step_weight_bytes};
 pub use crate::model::config::reason::Reason;
@@ -113,22 +116,21 @@ pub fn import(place: &Path) -> Result<Imported, ImportError> {
         config.insert(quantised::KEY.to_string(), quantised::of_modelopt_file(&file));
         config_text = Value::Object(config.clone()).to_string();
     }
-    let quantised = config.remove(quantised::KEY).filter(|value| !value.is_null());
+    let quantised = take_quantisation(&mut config);
     let generation_path = dir.join("generation_config.json");
     let generation = match generation_path.exists() {
         true => parse_object(&generation_path, &read_text(&generation_path, CONFIG_BYTES_MAX)?)?,
         false => Map::new(),
     };
-    let (family, plan, mut reasons) = resolve(&config);
-    let special = plan.as_ref().and_then(|plan| special_tokens(plan.vocab, &config, &generation, &mut reasons));
-    let quantisation = quantised.as_ref().and_then(|value| quantised::read(value, &mut reasons));
-    let checkpoint = match Checkpoint::open(dir) {
-        Ok(checkpoint) => Some(checkpoint),
-        Err(faults) => {
-            reasons.extend(faults.into_iter().map(Reason::Weights));
-            None
-        }
+    let (checkpoint, faults) = match Checkpoint::open(dir) {
+        Ok(checkpoint) => (Some(checkpoint), vec![]),
+        Err(faults) => (None, faults),
     };
+    let opened = open(&config, checkpoint.as_ref().map(Checkpoint::tensors));
+    let Opened { family, plan, text, mut reasons } = opened;
+    let special = plan.as_ref().and_then(|plan| special_tokens(plan.vocab, &text, &generation, &mut reasons));
+    let quantisation = quantised.as_ref().and_then(|value| quantised::read(value, &mut reasons));
+    reasons.extend(faults.into_iter().map(Reason::Weights));
     if quantised.is_some() && quantisation.is_none() {
         // Every tensor of codes would be one more reason.
         return Err(refusal(dir, reasons));
@@ -139,7 +141,7 @@ pub fn import(place: &Path) -> Result<Imported, ImportError> {
     let Assembled { mut graph, consumed, recipes, blocks, reasons: tensor_reasons } = assembled;
     reasons.extend(tensor_reasons);
     let extra = |name: &str| extra_tensor(name, &plan, quantisation.is_some(), &graph);
-    let (extra_notes, extra_reasons) = judge_extras(&checkpoint, &consumed, extra, plan.names.embed, family.class);
+    let (extra_notes, extra_reasons) = judge_extras(&checkpoint, &consumed, extra, &plan, family.class);
     reasons.extend(extra_reasons);
     let Some(special) = special.filter(|_| reasons.is_empty()) else { return refused(reasons) };
     let mut notes = special.apply(&mut graph, plan.notes);
@@ -250,15 +252,23 @@ fn judge_extras(
     checkpoint: &Checkpoint,
     consumed: &BTreeSet<String>,
     extra: impl Fn(&str) -> Extra,
-    embed: &str,
+    plan: &Plan,
     class: &'static str,
 ) -> (Vec<String>, Vec<Reason>) {
     let (mut notes, mut reasons) = (vec![], vec![]);
     let (mut zero_biases, mut loose_scales) = (0, 0);
+    let mut left_out: BTreeMap<&str, (BTreeSet<&str>, usize)> = BTreeMap::new();
+    let embed = plan.prefix.of(plan.names.embed);
     for (name, tensor) in checkpoint.tensors().iter().filter(|(name, _)| !consumed.contains(*name)) {
         let name = name.clone();
         reasons.push(match extra(&name) {
             Extra::Neutral => continue,
+            Extra::Ignored(Ignored { prefix, what }) => {
+                let (prefixes, tensors) = left_out.entry(what).or_default();
+                prefixes.insert(prefix);
+                *tensors += 1;
+                continue;
+            }
             Extra::CacheScale => {
                 loose_scales += 1;
                 continue;
@@ -271,13 +281,20 @@ fn judge_extras(
                 Ok(false) => Reason::ExtraBias { name, class },
                 Err(fault) => Reason::Weights(fault),
             },
-            Extra::TiedHead => match checkpoint.same_bytes(&name, embed) {
+            Extra::TiedHead => match checkpoint.same_bytes(&name, &embed) {
                 Ok(true) => continue,
-                Ok(false) => Reason::TiedHeadDiffers { name, embed: embed.to_string() },
+                Ok(false) => Reason::TiedHeadDiffers { name, embed: embed.clone() },
                 Err(fault) => Reason::Weights(fault),
             },
             Extra::Unknown => Reason::UnknownTensor { name, shape: tensor.shape.clone(), class },
         });
+    }
+    for (what, (prefixes, tensors)) in left_out {
+        let prefixes: Vec<String> = prefixes.into_iter().map(|prefix| format!("`{prefix}*`")).collect();
+        notes.push(format!(
+            "text alone is computed: {tensors} tensors of {what} ({}) are left out",
+            prefixes.join(", ")
+        ));
     }
     if zero_biases > 0 {
         notes.push(format!("{zero_biases} biases that a `{class}` does not have are all zero, and left out"));
@@ -296,8 +313,8 @@ fn judge_extras(
 /// As [`import`].
 pub fn import_config_only(config_text: &str, seed: u64) -> Result<Imported, ImportError> {
     let config = parse_object(Path::new("config.json"), config_text)?;
-    let (_, plan, mut reasons) = resolve(&config);
-    let special = plan.as_ref().and_then(|plan| special_tokens(plan.vocab, &config, &Map::new(), &mut reasons));
+    let Opened { plan, text, mut reasons, .. } = open(&config, None);
+    let special = plan.as_ref().and_then(|plan| special_tokens(plan.vocab, &text, &Map::new(), &mut reasons));
     let (Some(plan), Some(special), true) = (plan, special, reasons.is_empty()) else {
         return Err(ImportError::Refused { place: "config.json".to_string(), reasons });
     };
@@ -315,6 +332,46 @@ fn parse_object(path: &Path, text: &str) -> Result<Map<String, Value>, ImportErr
         Ok(_) => Err(syntax("expected an object at the top".to_string())),
         Err(error) => Err(syntax(error.to_string())),
     }
+}
+
+/// `quantization_config`, of the config or of the text model in it, which no longer have it.
+fn take_quantisation(config: &mut Map<String, Value>) -> Option<Value> {
+    let own = config.remove(quantised::KEY).filter(|value| !value.is_null());
+    let text = config.get_mut("text_config").and_then(Value::as_object_mut);
+    match (own, text.and_then(|text| text.remove(quantised::KEY)).filter(|value| !value.is_null())) {
+        // Two that differ stay, and are refused as keys that are not null.
+        (Some(own), Some(inner)) if own != inner => {
+            config.insert(quantised::KEY.to_string(), inner);
+            Some(own)
+        }
+        (own, inner) => own.or(inner),
+    }
+}
+
+/// A config with its text model taken out of a wrapper.
+struct Opened<'a> {
+    family: Option<&'static Family>,
+    /// As [`resolve`] gives it.
+    plan: Option<Plan>,
+    text: Cow<'a, Map<String, Value>>,
+    reasons: Vec<Reason>,
+}
+
+/// The family and the plan of a config that may be one of a wrapper, for the tensors of `files`, where there are any.
+fn open<'a>(config: &'a Map<String, Value>, files: Option<&BTreeMap<String, HeaderTensor>>) -> Opened<'a> {
+    let Unwrapped { wrapper, text, mut reasons } = unwrap(config, files);
+    if wrapper.is_some() && text.is_empty() {
+        return Opened { family: None, plan: None, text, reasons };
+    }
+    let (family, mut plan, own) = resolve(&text);
+    let Some(wrapper) = wrapper else { return Opened { family, plan, text, reasons: own } };
+    reasons.extend(own.into_iter().map(|reason| reason.within("text_config")));
+    if let Some(plan) = &mut plan {
+        plan.prefix = wrapper::layout(files, plan.names.embed);
+        plan.ignored.extend(wrapper.beside);
+    }
+    let plan = plan.filter(|_| reasons.is_empty());
+    Opened { family, plan, text, reasons }
 }
 
 /// The family and the plan of a config. The plan is there only if its values can be trusted, which unknown keys
@@ -430,6 +487,8 @@ fn why_unsupported(class: &str) -> &'static str {
 
 enum Extra {
     Neutral,
+    /// Beside the text model.
+    Ignored(Ignored),
     /// A scale of cached keys, values or queries that no scheme asks for.
     CacheScale,
     /// A bias of a linear that has none in this family: AutoGPTQ writes zeros.
@@ -444,12 +503,15 @@ fn extra_tensor(name: &str, plan: &Plan, quantised: bool, graph: &ModelGraph) ->
     let is_buffer = |suffix: &str| name.strip_suffix(suffix).is_some_and(|path| path.is_empty() || path.ends_with('.'));
     // Old checkpoints store what transformers recomputes: rotary frequencies, and GPT-NeoX its causal mask.
     let neox = plan.names.layers == "gpt_neox.layers";
-    let mask = |suffix: &str| neox && name.starts_with(plan.names.layers) && is_buffer(suffix);
-    if is_buffer("rotary_emb.inv_freq") || mask("attention.bias") || mask("attention.masked_bias") {
+    let layers = plan.prefix.of(plan.names.layers);
+    let mask = |suffix: &str| neox && name.starts_with(&layers) && is_buffer(suffix);
+    if let Some(ignored) = plan.ignored.iter().find(|ignored| name.starts_with(ignored.prefix)) {
+        Extra::Ignored(*ignored)
+    } else if is_buffer("rotary_emb.inv_freq") || mask("attention.bias") || mask("attention.masked_bias") {
         Extra::Neutral
-    } else if plan.tied && plan.names.heads.contains(&name) {
+    } else if plan.tied && plan.names.heads.iter().any(|head| plan.prefix.of(head) == name) {
         Extra::TiedHead
-    } else if quantised && is_cache_scale(name, plan.names.layers) {
+    } else if quantised && is_cache_scale(name, &layers) {
         Extra::CacheScale
     } else if quantised && is_bias_of_linear(name, graph) {
         Extra::Bias

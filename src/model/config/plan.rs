@@ -20,6 +20,10 @@ use crate::model::weights::HeaderTensor;
 pub struct Plan {
     pub class: &'static str,
     pub names: &'static Names,
+    /// Where the checkpoint has the modules of `names`.
+    pub prefix: Prefix,
+    /// Tensors that are left alone.
+    pub ignored: Vec<Ignored>,
     /// Whether the rows of each head of q and k are in pairs; see [`Blocks::paired`].
     pub paired: bool,
     pub vocab: u32,
@@ -50,6 +54,35 @@ pub struct Plan {
     pub ropes: Vec<Rope>,
     /// One per layer.
     pub layers: Vec<LayerPlan>,
+}
+
+/// What stands before the names of a family in its checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Prefix {
+    /// In the place of `model.`.
+    pub model: &'static str,
+    /// Before other names: the head's.
+    pub head: &'static str,
+}
+
+impl Prefix {
+    /// The names as they are.
+    pub const NONE: Prefix = Prefix { model: "model.", head: "" };
+
+    /// The name of a tensor or module as the checkpoint has it.
+    pub fn of(&self, name: &str) -> String {
+        match name.strip_prefix("model.") {
+            Some(rest) => format!("{}{rest}", self.model),
+            None => format!("{}{name}", self.head),
+        }
+    }
+}
+
+/// Tensors of a checkpoint that take no part in computing text, by the beginning of their names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ignored {
+    pub prefix: &'static str,
+    pub what: &'static str,
 }
 
 /// Properties that differ from layer to layer.
@@ -275,14 +308,15 @@ pub fn assemble(
         ids: HashMap::new(),
         reasons: Vec::new(),
     };
-    let embed = c.want(names.embed.to_string(), &[plan.vocab, plan.hidden]);
+    let embed = c.want(plan.prefix.of(names.embed), &[plan.vocab, plan.hidden]);
     let layers = (0..plan.layers.len()).map(|layer| assemble_layer(&mut c, plan, layer)).collect();
-    let final_norm = c.norm(names.final_norm, plan.norm, plan.hidden);
+    let final_norm = c.norm(&plan.prefix.of(names.final_norm), plan.norm, plan.hidden);
     let head = if plan.tied {
         embed
     } else {
-        let there = |name: &&&str| files.is_some_and(|files| files.contains_key(**name));
-        let name = names.heads.iter().find(there).unwrap_or(&names.heads[0]);
+        let heads: Vec<String> = names.heads.iter().map(|name| plan.prefix.of(name)).collect();
+        let there = |name: &&String| files.is_some_and(|files| files.contains_key(*name));
+        let name = heads.iter().find(there).unwrap_or(&heads[0]);
         let module = name.strip_suffix(".weight").unwrap_or(name);
         c.matrix(module, true, plan.vocab, plan.hidden)
     };
@@ -334,7 +368,8 @@ fn assemble_layer(c: &mut Collector, plan: &Plan, layer: usize) -> Layer {
     let (names, LayerPlan { rope, window }) = (plan.names, plan.layers[layer]);
     let (hidden, head_dim, intermediate) = (plan.hidden, plan.head_dim, plan.intermediate);
     let (q_rows, kv_rows) = (plan.heads * head_dim, plan.kv_heads * head_dim);
-    let path = |name: &str| format!("{}.{layer}.{name}", names.layers);
+    let layers = plan.prefix.of(names.layers);
+    let path = |name: &str| format!("{layers}.{layer}.{name}");
     let norm = |c: &mut Collector, name: Option<&str>| name.map(|name| c.norm(&path(name), plan.norm, hidden));
 
     let attn_norm = norm(c, names.attn_norm);

@@ -49,6 +49,21 @@ pub enum Reason {
 const SHOWN_CHARS_MAX: usize = 400;
 
 impl Reason {
+    /// The reason, if its keys are those of the object `place`.
+    pub fn within(mut self, place: &str) -> Reason {
+        let keys: [Option<&mut String>; 2] = match &mut self {
+            Reason::UnknownKey { key, .. }
+            | Reason::NotNeutral { key, .. }
+            | Reason::Unread { key }
+            | Reason::BadValue { key, .. }
+            | Reason::MissingKey { key } => [Some(key), None],
+            Reason::Conflict { first, second, .. } => [Some(first), Some(second)],
+            _ => [None, None],
+        };
+        keys.into_iter().flatten().for_each(|key| key.insert_str(0, &format!("{place}.")));
+        self
+    }
+
     /// The reason on a line of bounded length.
     pub fn shown(&self) -> String {
         let text = printable_line(&self.to_string()).into_owned();

@@ -8,6 +8,7 @@ use serde_json::{Map, Value, json};
 
 use crate::model::config::families::{FAMILIES, Family};
 use crate::model::config::reason::Reason;
+use crate::model::config::wrapper::{WRAPPER_KEYS, WRAPPERS, Wrapper};
 
 /// What the importer does with one key.
 #[derive(Debug, Clone, Copy)]
@@ -271,7 +272,8 @@ fn nearest(key: &str, groups: &[&[Entry]]) -> Option<&'static str> {
     (distance <= (key.len() / 4).max(1)).then_some(best)
 }
 
-/// The schema as JSON: the keys of each family, those common to all, and of each key what it becomes, or where it is neutral.
+/// The schema as JSON: the keys of each family, those common to all and those of wrappers, and of each key what it becomes, or where
+/// it is neutral.
 pub fn schema_json() -> Value {
     let keys = |entries: &[Entry]| {
         let key = |Entry { key, rule }: &Entry| match rule {
@@ -283,7 +285,13 @@ pub fn schema_json() -> Value {
         entries.iter().map(key).collect::<Vec<Value>>()
     };
     let family = |family: &Family| json!({ "class": family.class, "keys": family.keys.iter().flat_map(|entries| keys(entries)).collect::<Vec<_>>() });
-    json!({ "families": FAMILIES.iter().map(family).collect::<Vec<_>>(), "every_family": keys(COMMON) })
+    let wrapper = |wrapper: &Wrapper| json!({ "class": wrapper.class, "text_models": wrapper.texts });
+    json!({
+        "families": FAMILIES.iter().map(family).collect::<Vec<_>>(),
+        "every_family": keys(COMMON),
+        "wrappers": WRAPPERS.iter().map(wrapper).collect::<Vec<_>>(),
+        "every_wrapper": keys(WRAPPER_KEYS),
+    })
 }
 
 /// The schema as markdown, for the documentation: the keys of each family, then those common to all.
@@ -303,5 +311,14 @@ pub fn schema_table() -> String {
         section(&format!("`{}`", family.class), family.keys);
     }
     section("Every family", &[COMMON]);
+    section("Around `text_config`", &[WRAPPER_KEYS]);
+    let _ = writeln!(
+        out,
+        "Keys of every family that are neutral are so here, too. A key of the text model may be repeated. The classes:\n"
+    );
+    for Wrapper { class, texts, .. } in WRAPPERS {
+        let texts: Vec<String> = texts.iter().map(|text| format!("`{text}`")).collect();
+        let _ = writeln!(out, "- `{class}`, around {}", texts.join(", "));
+    }
     out
 }
