@@ -19,4 +19,6 @@
 #include "ops/attention.cuh"
 #include "ops/attention_merge.cuh"
 #include "ops/norm_add.cuh"
+#include "ops/route.cuh"
+#include "ops/combine.cuh"
 #include "runtime/kernel.cuh"

@@ -8,4 +8,5 @@
 #include "rows/matvec_codes.cuh"
 #include "rows/matvec.cuh"
 #include "rows/attention.cuh"
+#include "rows/experts.cuh"
 #include "rows/kernel.cuh"

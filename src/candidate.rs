@@ -163,9 +163,7 @@ pub enum Infeasible {
     Format { matrix: String, format: String, expected: String, cause: FormatCause, target: String },
     #[error("head_dim {head_dim} is odd; rotary pairs and activation packets need an even one")]
     HeadDim { head_dim: u32 },
-    #[error(
-        "layer {layer} has {what}, which runs in the reference only: no kernel and no schedule of `cpu` computes it yet"
-    )]
+    #[error("layer {layer} has {what}")]
     Experts { layer: usize, what: String },
     #[error("a norm of whole projections follows the rotation; kernels have norms of heads there")]
     NormAfterRope,
@@ -201,7 +199,7 @@ impl Candidate {
             LayerOp::Up => Some(("hold_up", self.hold_up)),
             LayerOp::Down => Some(("hold_down", self.hold_down)),
             LayerOp::Head => Some(("hold_head", self.hold_head)),
-            LayerOp::Attention => None,
+            LayerOp::Attention | LayerOp::Router => None,
         }
     }
 

@@ -19,7 +19,7 @@ use crate::ir::variant::{
 use crate::lower::{
     HEADS_PER_TASK_MAX, attention_of, finest_unit_rows, format_of, heads_per_task_most, lower, refuses_everywhere,
 };
-use crate::model::graph::{Layer, Linear, Mlp, ModelGraph};
+use crate::model::graph::{Experts, Layer, Linear, Mlp, ModelGraph};
 use crate::schedule::schedule;
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 
@@ -158,7 +158,7 @@ fn default_slot_bytes(graph: &ModelGraph, precision: Precision, sms: u32, room: 
 /// The format of up, and of the gate where there is one: most of the bytes of a layer.
 fn up_format(graph: &ModelGraph, precision: Precision) -> Format {
     let plain = Format::plain(precision.weights);
-    graph.layers.first().and_then(|layer| layer.feed.dense()).map_or(plain, |mlp| {
+    graph.layers.first().and_then(|layer| layer.feed.mlps().next()).map_or(plain, |mlp| {
         let linears: Vec<_> = mlp.gate.iter().chain([&mlp.up]).collect();
         format_of(graph, &linears, precision)
     })
@@ -192,7 +192,7 @@ fn even_sms(graph: &ModelGraph, sms: u32, unit_rows: &[u32]) -> u32 {
 /// faster, and elsewhere slower (docs/perf-log.md, entry 42). With codes nothing was measured.
 fn default_poll_pairs(graph: &ModelGraph, precision: Precision, warps: u32) -> u32 {
     const FEW: u32 = 2;
-    let Some(mlp) = graph.layers.first().and_then(|layer| layer.feed.dense()) else { return POLL_BATCH };
+    let Some(mlp) = graph.layers.first().and_then(|layer| layer.feed.mlps().next()) else { return POLL_BATCH };
     let format = format_of(graph, &[&mlp.down], precision);
     let pairs = warp_pairs(mlp.down.cols.div_ceil(format.granule_k()), warps, 1, format, precision);
     let is_few = format.is_plain() && pairs > FEW * LANES && (1..=LANES / 2).contains(&(pairs % LANES));
@@ -209,7 +209,12 @@ fn layer_bytes(graph: &ModelGraph, precision: Precision, sms: u32) -> u64 {
     let plain = Format::plain(precision.weights);
     let bytes = |l: &Layer| {
         let attn = l.attn.projections().into_iter().chain([&l.attn.o]);
-        let linears = attn.chain(l.feed.dense().into_iter().flat_map(Mlp::linears));
+        // Of experts, those that a row chooses.
+        let slots = l.feed.experts().map_or(1, |experts| experts.router.top_k) as usize;
+        let all = l.feed.mlps().count();
+        let shared = l.feed.experts().map_or(all, |experts| experts.experts.len());
+        let mlps = l.feed.mlps().enumerate().filter(|(at, _)| *at < slots || *at >= shared).map(|(_, mlp)| mlp);
+        let linears = attn.chain(l.feed.choosing()).chain(mlps.flat_map(Mlp::linears));
         let of = |l: &Linear| {
             let format = graph.formats.get(&l.weight.tensor).copied().unwrap_or(plain);
             f64::from(l.rows) * f64::from(l.cols) * format.bytes_per_weight()
@@ -259,7 +264,9 @@ fn default_hold_up(graph: &ModelGraph, precision: Precision, warps: u32, sms: u3
         return 0;
     }
     let granules = (unit_bytes(graph.hidden, precision) / GRANULE_BYTES).div_ceil(warps);
-    let units = graph.layers.first().and_then(|l| l.feed.dense()).map_or(0, |mlp| up_rows(mlp) / UNIT_ROWS / sms);
+    let slots = |l: &Layer| l.feed.experts().map_or(1, |experts| experts.router.top_k);
+    let rows = |l: &Layer| l.feed.mlps().next().map_or(0, |mlp| up_rows(mlp) * slots(l));
+    let units = graph.layers.first().map_or(0, |l| rows(l) / UNIT_ROWS / sms);
     let long = layer_bytes(graph, precision, sms) >= STREAM_BOUND && unit_bytes(graph.hidden, precision) <= slot_bytes;
     if long && units >= 2 && UNIT_GRANULES.contains(&granules) { 2 } else { 0 }
 }
@@ -277,14 +284,22 @@ fn granules(graph: &ModelGraph, precision: Precision) -> impl Iterator<Item = (u
     let formats = graph.layers.iter().flat_map(move |layer| {
         let attn = &layer.attn;
         let of = move |linears: &[&Linear]| (format_of(graph, linears, precision), linears[0].cols);
-        let of_mlp = layer.feed.dense().into_iter().flat_map(move |mlp| {
+        let of_mlp = of_each_kind(layer).flat_map(move |mlp| {
             let up: Vec<_> = mlp.gate.iter().chain([&mlp.up]).collect();
             [of(&up), of(&[&mlp.down])]
         });
-        [of(&attn.projections()), of(&[&attn.o])].into_iter().chain(of_mlp)
+        let choosing: Vec<&Linear> = layer.feed.choosing().collect();
+        let router = (!choosing.is_empty()).then(|| of(&choosing));
+        [of(&attn.projections()), of(&[&attn.o])].into_iter().chain(router).chain(of_mlp)
     });
     let head = (format_of(graph, &[&graph.head], precision), graph.head.cols);
     formats.chain([head]).map(|(format, k)| (format.granule_k(), format.granule_bytes(k)))
+}
+
+/// The MLPs of a layer that differ in shape: one expert, and the shared one.
+fn of_each_kind(layer: &Layer) -> impl Iterator<Item = &Mlp> {
+    let shared = layer.feed.experts().and_then(|experts| experts.shared.as_ref()).map(|shared| &shared.mlp);
+    layer.feed.mlps().take(1).chain(shared)
 }
 
 /// Whether a default surely fits. `false`: it may fit all the same; [`fits`] knows.
@@ -332,7 +347,7 @@ pub fn fixed_smem_bytes(
         .layers
         .iter()
         .flat_map(|l| {
-            let mlp = l.feed.dense().into_iter().flat_map(|mlp| [mlp.up.cols, mlp.down.cols]);
+            let mlp = of_each_kind(l).flat_map(|mlp| [mlp.up.cols, mlp.down.cols]);
             [l.attn.q.cols, l.attn.o.cols].into_iter().chain(mlp)
         })
         .chain([graph.head.cols])
@@ -345,7 +360,21 @@ pub fn fixed_smem_bytes(
     // layer and once in a step.
     let shares = |a: &Attention| a.head_groups() * default_splits(a.head_groups(), sms, a.head_dim) + a.heads;
     let posts = |l: &Layer| [&l.attn_post_norm, &l.mlp_post_norm].into_iter().flatten().count() as u32;
-    let whole_tasks: u32 = graph.layers.iter().map(|l| 4 + posts(l)).sum();
+    // With experts: q, k and v; o; scores and the choice; slots of up and of down, of which one may begin and one may end on an SM; the
+    // shared expert; the sum.
+    let feed = |l: &Layer| match l.feed.experts() {
+        None => 2,
+        Some(experts) => {
+            let shared = 2 * u32::from(experts.shared.is_some());
+            2 + 2 * (experts.router.top_k.div_ceil(sms) + 1) + shared + 1
+        }
+    };
+    let whole_tasks: u32 = graph.layers.iter().map(|l| 2 + feed(l) + posts(l)).sum();
+    let routers = graph.layers.iter().filter_map(|l| l.feed.experts());
+    let choice = |experts: &Experts| {
+        let router = &experts.router;
+        2 * (experts.experts.len() as u32 + router.top_k + router.groups.map_or(0, |groups| groups.count))
+    };
     let shared_tasks: u32 = attention.iter().map(shares).sum();
     let units = graph.hidden.div_ceil(UNIT_ROWS);
     let whole = refuses_everywhere(graph, precision, consumer_warps).is_none();
@@ -358,6 +387,7 @@ pub fn fixed_smem_bytes(
             .min(graph.layers.iter().map(|l| l.attn.heads / l.attn.kv_heads).max().unwrap_or(1)),
         residual_units: if whole { units } else { units.div_ceil(sms) },
         records: attention.iter().map(records).max().unwrap_or(0),
+        choice: routers.map(choice).max().unwrap_or(0),
         precision,
         tensor_cores: mma,
         consumer_warps,

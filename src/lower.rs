@@ -1,6 +1,7 @@
 //! From a model graph to a program: one function over the layer algebra, no lowering per family.
 
 mod alone;
+mod experts;
 
 pub use crate::ir::program::LayerOp;
 pub use alone::{graph_of, lower_alone, outputs};
@@ -101,16 +102,6 @@ struct Start {
     x: BufferId,
     /// Every SM adds up a residual of its own.
     everywhere: bool,
-}
-
-/// The MLP of layer `l`, if programs have what follows attention there.
-fn dense(l: usize, layer: &Layer) -> Result<&Mlp, Infeasible> {
-    let refused = |what: String| Infeasible::Experts { layer: l, what };
-    match &layer.feed {
-        FeedForward::Experts(experts) => Err(refused(format!("a mixture of {} experts", experts.experts.len()))),
-        FeedForward::Dense(mlp) if mlp.swiglu.is_some() => Err(refused("a clamped SwiGLU".to_string())),
-        FeedForward::Dense(mlp) => Ok(mlp),
-    }
 }
 
 /// All of a vector.
@@ -350,7 +341,8 @@ impl Builder<'_> {
     }
 
     fn grid(&mut self, name: &str, site: Option<Site>, op: Op, n: u32, second: Second, operands: Vec<Operand>) {
-        let per_row = self.program.rows > 1 && matches!(op, Op::Attention(_) | Op::AttentionMerge { .. });
+        let own = |o: &Operand| matches!(o.rows, Rows::Own | Rows::Current | Rows::History);
+        let per_row = self.program.rows > 1 && operands.iter().any(own);
         self.program.grids.push(Grid { name: name.to_string(), site, op, n, second, per_row, operands });
     }
 
@@ -403,7 +395,7 @@ impl Builder<'_> {
         let format = format_of(self.graph, linears, self.program.precision);
         op.unit_rows = unit_rows(&op, format, self.program.precision, self.candidate.unit_rows);
         let units = op.units();
-        let interleave = if matches!(epilogue, Epilogue::Gated(_)) { UNIT_ROWS / 2 } else { 1 };
+        let interleave = if epilogue.is_gated() { UNIT_ROWS / 2 } else { 1 };
         let mut operands = vec![self.read(Role::X, x, Cols::all(k))];
         operands.extend(self.norm_operands(name, norm, k));
         let parts = linears.iter().map(|l| Part { view: l.weight.clone(), rows: l.rows }).collect();
@@ -427,7 +419,8 @@ impl Builder<'_> {
             operands.push(constant(Role::Bias, bias, Cols::blocks(op.unit_rows, len)));
         }
         if op.unit_rows != UNIT_ROWS {
-            outputs.iter_mut().for_each(|out| out.cols = Cols::blocks(op.unit_rows, out.cols.limit));
+            let (stride, len) = (op.unit_rows, op.unit_rows);
+            outputs.iter_mut().for_each(|out| out.cols = Cols { stride, len, ..out.cols });
         }
         operands.extend(outputs);
         self.grid(name, site, Op::MatVec(op), units, second, operands);
@@ -444,15 +437,24 @@ impl Builder<'_> {
         let site = Site::of_layer(LayerOp::O, l);
         self.project_and_add(&format!("o.{l}"), site, attn, &layer.attn.o, layer.attn_post_norm.as_ref(), sum);
 
-        let mlp = dense(l, layer)?;
-        let name = if mlp.gate.is_some() { "gate_up" } else { "up" };
-        let site = Some(Site::of_layer(LayerOp::Up, l));
-        let act = self.up(&format!("{name}.{l}"), site, &format!("act.{l}"), layer, mlp, x2.unwrap_or(x));
-        let out = (!start.everywhere).then(|| self.exchange(&format!("x.{}", l + 1), hidden));
-        let sum = Sum { residual, out, scale: layer.residual_scale, hidden };
-        let site = Site::of_layer(LayerOp::Down, l);
-        self.project_and_add(&format!("down.{l}"), site, act, &mlp.down, layer.mlp_post_norm.as_ref(), sum);
-        Ok(out.unwrap_or(residual))
+        match &layer.feed {
+            FeedForward::Dense(mlp) => {
+                let name = if mlp.gate.is_some() { "gate_up" } else { "up" };
+                let site = Some(Site::of_layer(LayerOp::Up, l));
+                let act = self.up(&format!("{name}.{l}"), site, &format!("act.{l}"), layer, mlp, x2.unwrap_or(x));
+                let out = (!start.everywhere).then(|| self.exchange(&format!("x.{}", l + 1), hidden));
+                let sum = Sum { residual, out, scale: layer.residual_scale, hidden };
+                let site = Site::of_layer(LayerOp::Down, l);
+                self.project_and_add(&format!("down.{l}"), site, act, &mlp.down, layer.mlp_post_norm.as_ref(), sum);
+                Ok(out.unwrap_or(residual))
+            }
+            FeedForward::Experts(experts) => {
+                let out = self.exchange(&format!("x.{}", l + 1), hidden);
+                let sum = Sum { residual, out: Some(out), scale: layer.residual_scale, hidden };
+                self.experts(l, layer, experts, x2.unwrap_or(x), &sum)?;
+                Ok(out)
+            }
+        }
     }
 
     /// q, k, v and the gate of a layer, one after another in one buffer.
@@ -470,15 +472,10 @@ impl Builder<'_> {
         let norm = layer.mlp_norm.as_ref();
         let act = self.exchange(act, mlp.up.rows);
         let one = Second::Axis(1);
-        let rows = if mlp.gate.is_some() { UNIT_ROWS / 2 } else { UNIT_ROWS };
-        let out = vec![self.write(Role::Out, act, Cols::blocks(rows, mlp.up.rows))];
-        match &mlp.gate {
-            Some(gate) => {
-                let linears = [gate, &mlp.up];
-                self.matvec(name, site, x, norm, &linears, Epilogue::Gated(mlp.act), one, out);
-            }
-            None => self.matvec(name, site, x, norm, &[&mlp.up], Epilogue::Act(mlp.act), one, out),
-        }
+        let (epilogue, halves) = experts::epilogue_of(mlp);
+        let out = vec![self.write(Role::Out, act, Cols::blocks(UNIT_ROWS / halves, mlp.up.rows))];
+        let linears: Vec<&Linear> = mlp.gate.iter().chain([&mlp.up]).collect();
+        self.matvec(name, site, x, norm, &linears, epilogue, one, out);
         act
     }
 
@@ -506,19 +503,26 @@ impl Builder<'_> {
                 let y = self.exchange(&format!("{name}.y"), hidden);
                 let outputs = vec![self.write(Role::Out, y, blocks)];
                 self.matvec(name, Some(site), x, None, &[linear], Epilogue::Store, Second::Axis(1), outputs);
-                // No family has a parallel block with post norms (the importer refuses it), so a sum that does not travel is
-                // made by every SM.
-                let everywhere = out.is_none();
-                let (n, cols) = self.sum_shape(everywhere);
-                let name = format!("{name}.add");
-                let mut operands = vec![self.read(Role::X, y, Cols::all(hidden))];
-                operands.extend(self.norm_operands(&name, Some(norm), hidden));
-                operands.push(Operand { cols, ..update });
-                operands.extend(out.map(|out| self.write(Role::Out, out, cols)));
-                let op = Op::NormAdd { norm: norm_attr(norm), width: hidden, scale, everywhere };
-                self.grid(&name, Some(site), op, n, Second::Axis(1), operands);
+                self.norm_and_add(name, site, y, norm, &sum);
             }
         }
+    }
+
+    /// `residual += scale * norm(y)`
+    fn norm_and_add(&mut self, name: &str, site: Site, y: BufferId, norm: &Norm, sum: &Sum) {
+        let Sum { residual, out, scale, hidden } = *sum;
+        // No family has a parallel block with post norms (the importer refuses it), so a sum that does not travel is
+        // made by every SM.
+        let everywhere = out.is_none();
+        let (n, cols) = self.sum_shape(everywhere);
+        let name = format!("{name}.add");
+        let mut operands = vec![self.read(Role::X, y, Cols::all(hidden))];
+        operands.extend(self.norm_operands(&name, Some(norm), hidden));
+        let update = Operand { access: Access::Update, ..self.read(Role::Residual, residual, cols) };
+        operands.push(update);
+        operands.extend(out.map(|out| self.write(Role::Out, out, cols)));
+        let op = Op::NormAdd { norm: norm_attr(norm), width: hidden, scale, everywhere };
+        self.grid(&name, Some(site), op, n, Second::Axis(1), operands);
     }
 
     /// Attention of a layer over what `qkv` made of the current position.
@@ -731,6 +735,9 @@ fn unit_rows(op: &MatVec, format: Format, precision: Precision, least: u32) -> u
 
 /// Rows of the smallest units that any matvec of a model takes, if it may have as few as `least`.
 pub fn finest_unit_rows(graph: &ModelGraph, precision: Precision, least: u32) -> u32 {
+    fn shared(l: &Layer) -> Option<&Mlp> {
+        Some(&l.feed.experts()?.shared.as_ref()?.mlp)
+    }
     let of_layer = |l: &Layer| {
         let stored = |linears: &[&Linear], epilogue: Epilogue| {
             let op = MatVec {
@@ -744,14 +751,20 @@ pub fn finest_unit_rows(graph: &ModelGraph, precision: Precision, least: u32) ->
             (op, format_of(graph, linears, precision))
         };
         let attn = &l.attn;
-        [
-            Some(stored(&attn.projections(), Epilogue::Store)),
-            l.attn_post_norm.as_ref().map(|_| stored(&[&attn.o], Epilogue::Store)),
-            l.feed.dense().filter(|mlp| mlp.gate.is_none()).map(|mlp| stored(&[&mlp.up], Epilogue::Act(mlp.act))),
-            l.feed.dense().filter(|_| l.mlp_post_norm.is_some()).map(|mlp| stored(&[&mlp.down], Epilogue::Store)),
-        ]
+        let stores = l.mlp_post_norm.is_some() || l.feed.experts().is_some();
+        let of_mlp = |mlp: &Mlp| {
+            let up = mlp.gate.is_none().then(|| stored(&[&mlp.up], Epilogue::Act(mlp.act)));
+            up.into_iter().chain(stores.then(|| stored(&[&mlp.down], Epilogue::Store)))
+        };
+        let mut all = vec![stored(&attn.projections(), Epilogue::Store)];
+        all.extend(l.attn_post_norm.as_ref().map(|_| stored(&[&attn.o], Epilogue::Store)));
+        // Experts are of one shape.
+        all.extend(l.feed.mlps().take(1).chain(shared(l)).flat_map(of_mlp));
+        let choosing: Vec<&Linear> = l.feed.choosing().collect();
+        all.extend((!choosing.is_empty()).then(|| stored(&choosing, Epilogue::Scores)));
+        all
     };
-    let all = graph.layers.iter().flat_map(of_layer).flatten();
+    let all = graph.layers.iter().flat_map(of_layer);
     all.map(|(op, format)| unit_rows(&op, format, precision, least)).min().unwrap_or(UNIT_ROWS)
 }
 
@@ -761,7 +774,7 @@ pub fn refuses_everywhere(graph: &ModelGraph, precision: Precision, consumer_war
     let rms = |norm: &Norm| norm.kind == NormKind::Rms && norm.weight.is_some() && norm.bias.is_none();
     let fits = |l: &Layer| {
         let posts = [&l.attn_post_norm, &l.mlp_post_norm].into_iter().all(|norm| norm.as_ref().is_some_and(rms));
-        posts && !l.parallel && [&l.attn_norm, &l.mlp_norm].into_iter().flatten().all(rms)
+        posts && !l.parallel && l.feed.dense().is_some() && [&l.attn_norm, &l.mlp_norm].into_iter().flatten().all(rms)
     };
     if graph.layers.is_empty() || !graph.layers.iter().all(fits) || !rms(&graph.final_norm) {
         return Some("0, where not every branch has an RMS norm before it is added".to_string());

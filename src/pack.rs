@@ -39,7 +39,7 @@ pub enum PackError {
     Overlap { buffer: BufferId, name: String, offset: u64, other: BufferId, end: u64 },
     #[error("{buffer} (`{name}`) has no content to pack")]
     NoContent { buffer: BufferId, name: String },
-    #[error("{buffer} (`{name}`) has {parts} parts interleaved by {interleave}, expected 8 rows in all")]
+    #[error("{buffer} (`{name}`) has {parts} parts interleaved by {interleave}, expected units of 8 rows")]
     Interleave { buffer: BufferId, name: String, parts: usize, interleave: u32 },
     #[error("{buffer} (`{name}`) has rows of {cols} values, tensor `{tensor}` has {found}")]
     Cols { buffer: BufferId, name: String, cols: u32, tensor: String, found: usize },
@@ -252,9 +252,17 @@ pub fn identity(schedule: &Schedule) -> [u8; 32] {
 /// The tensor row of row `r` of unit `u` of `unit_rows`; `None` is a row of zeros.
 fn unit_row(parts: &[Part], interleave: u32, unit_rows: u32, u: u32, r: u32) -> Option<(&Part, u32)> {
     if interleave > 1 {
-        let part = parts.get((r / interleave) as usize)?;
-        let row = u64::from(u) * u64::from(interleave) + u64::from(r % interleave);
-        return (row < u64::from(part.rows)).then_some((part, row as u32));
+        let (turns, mut row) = ((UNIT_ROWS / interleave) as usize, u64::from(u) * u64::from(interleave));
+        for turn in parts.chunks_exact(turns.max(1)) {
+            let part = turn.get((r / interleave) as usize)?;
+            let rows = u64::from(part.rows.next_multiple_of(interleave));
+            if row < rows {
+                let row = row + u64::from(r % interleave);
+                return (row < u64::from(part.rows)).then_some((part, row as u32));
+            }
+            row -= rows;
+        }
+        return None;
     }
     let mut row = u64::from(u) * u64::from(unit_rows) + u64::from(r);
     for part in parts {
@@ -298,7 +306,8 @@ fn pack_units(
     let Some(Content::Rows { parts, interleave }) = &buffer.content else {
         return Err(PackError::NoContent { buffer: id, name: buffer.name.clone() });
     };
-    if *interleave > 1 && parts.len() as u64 * u64::from(*interleave) != u64::from(UNIT_ROWS) {
+    let turns = UNIT_ROWS.checked_div(*interleave).filter(|turns| turns * interleave == UNIT_ROWS).unwrap_or(0);
+    if *interleave > 1 && (turns == 0 || parts.len() % turns as usize != 0) {
         let (name, parts, interleave) = (buffer.name.clone(), parts.len(), *interleave);
         return Err(PackError::Interleave { buffer: id, name, parts, interleave });
     }
@@ -612,14 +621,19 @@ fn vectors(
     }
     let mut values = vec![0.0; buffer.cols as usize];
     if interleave > 1 {
-        for (p, column) in columns.iter().enumerate() {
-            for (i, &value) in column.iter().enumerate() {
-                let (interleave, at) = (interleave as usize, i);
-                let place = at / interleave * UNIT_ROWS as usize + p * interleave + at % interleave;
-                if let Some(slot) = values.get_mut(place) {
-                    *slot = value;
+        let interleave = interleave as usize;
+        let turns = (UNIT_ROWS as usize / interleave).max(1);
+        let mut first = 0;
+        for turn in columns.chunks(turns) {
+            for (p, column) in turn.iter().enumerate() {
+                for (i, &value) in column.iter().enumerate() {
+                    let place = first + i / interleave * UNIT_ROWS as usize + p * interleave + i % interleave;
+                    if let Some(slot) = values.get_mut(place) {
+                        *slot = value;
+                    }
                 }
             }
+            first += turn[0].len().div_ceil(interleave) * UNIT_ROWS as usize;
         }
     } else {
         values.iter_mut().zip(columns.iter().flatten()).for_each(|(slot, value)| *slot = *value);

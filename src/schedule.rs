@@ -291,6 +291,7 @@ fn machine(
         head_dim: 0,
         heads_per_task: 1,
         records: 0,
+        choice: 0,
         residual_units: 0,
         precision: program.precision,
         tensor_cores: spec.dot == DotMechanism::Mma,
@@ -327,7 +328,21 @@ fn machine(
                     needs.k_max = needs.k_max.max(width);
                 }
             }
-            Op::Select | Op::Report | Op::Route { .. } | Op::AttentionMerge { .. } => {}
+            Op::Combine(combine) => {
+                if combine.adds {
+                    needs.residual_units = needs.residual_units.max(rows * grid.n.div_ceil(c.sms));
+                }
+                // Shares of all rows.
+                if for_rows(program) {
+                    needs.choice = needs.choice.max(rows.next_multiple_of(WORD_ROWS) * combine.inputs());
+                }
+            }
+            // Scores and keys of experts, ids and weights of slots, a key for each group.
+            Op::Route(route) => {
+                let groups = route.groups.map_or(0, |groups| groups.count);
+                needs.choice = needs.choice.max(2 * route.experts + 2 * route.top_k + 2 * groups);
+            }
+            Op::Select | Op::Report | Op::AttentionMerge { .. } => {}
         }
     }
     let smem = smem_map(&needs);
@@ -524,6 +539,7 @@ fn regime(
         }
     }
     derive_events(program, &mut r, c.mechanism, target);
+    await_choices(program, &mut r);
     Ok(r)
 }
 
@@ -539,7 +555,12 @@ struct Share {
 /// Divides the units of a matvec that owns no residual. Every SM first gets as many as the longest share has; the surplus is then
 /// taken back from the SMs that stream most. So an SM that reads history, has one more unit of a wide k, or is spared, gets fewer.
 fn unit_shares(program: &Program, grid: &Grid, m: &MatVec, load: &[u64], cost: &[u64]) -> Vec<Share> {
-    let (n, sms, unit) = (grid.n as usize, load.len(), m.unit_bytes(program.format_of(grid)));
+    // Units of all slots, and of all rows where each takes its own experts.
+    let rows = if grid.per_row { program.rows } else { 1 };
+    let each = (grid.n as usize).max(1);
+    let slots = if let Second::Axis(slots) = grid.second { slots } else { 1 };
+    let n = each * slots as usize * rows as usize;
+    let (sms, unit) = (load.len(), m.unit_bytes(program.format_of(grid)));
     // Every SM must run a head task: its arg-max store is the release of what it wrote to the cache.
     let least = usize::from(matches!(m.epilogue, Epilogue::Logits { .. }));
     // An SM counts by its speed, one that is not spared as 1, so that the others have room for what spared ones leave.
@@ -559,13 +580,21 @@ fn unit_shares(program: &Program, grid: &Grid, m: &MatVec, load: &[u64], cost: &
     }
     let mut lo = 0;
     let busy = count.iter().enumerate().filter(|(_, units)| **units > 0).enumerate();
-    busy.map(|(ordinal, (sm, &units))| {
-        let first = lo;
-        lo += units as u32;
-        let j = if matches!(grid.second, Second::Ordinal(_)) { ordinal as u32 } else { 0 };
-        Share { sm, lo: first, hi: lo, j, row: 0 }
-    })
-    .collect()
+    let mut shares = vec![];
+    for (ordinal, (sm, &units)) in busy {
+        let end = lo + units;
+        // A task has units of one slot of one row.
+        while lo < end {
+            let (turn, first) = (lo / each, lo % each);
+            let count = (end - lo).min(each - first);
+            let (row, slot) = (turn / slots as usize, turn % slots as usize);
+            let j = if matches!(grid.second, Second::Ordinal(_)) { ordinal } else { slot };
+            let (first, last) = (first as u32, (first + count) as u32);
+            shares.push(Share { sm, lo: first, hi: last, j: j as u32, row: row as u32 });
+            lo += count;
+        }
+    }
+    shares
 }
 
 /// Divides the launch indices of all other grids evenly.
@@ -578,7 +607,7 @@ fn even_shares(grid: &Grid, rows: u32, sms: usize, spread: &mut usize) -> Vec<Sh
         op if op.everywhere() => {
             (0..n).map(|i| Share { sm: i, lo: i as u32, hi: i as u32 + 1, j: 0, row: 0 }).collect()
         }
-        Op::Attention(_) | Op::AttentionMerge { .. } => {
+        Op::Attention(_) | Op::AttentionMerge { .. } | Op::Route(_) => {
             // One launch index a task, spread evenly over the SMs; each grid starts where the last one ended, so that no SM
             // serves attention in every layer.
             let (shares, rows) = (grid.second.extent() as usize, if grid.per_row { rows as usize } else { 1 });
@@ -594,11 +623,25 @@ fn even_shares(grid: &Grid, rows: u32, sms: usize, spread: &mut usize) -> Vec<Sh
             *spread = (start + 1) % sms;
             out
         }
-        Op::Report | Op::Route { .. } => vec![Share { sm: 0, lo: 0, hi: 1, j: 0, row: 0 }],
+        Op::Report => vec![Share { sm: 0, lo: 0, hi: 1, j: 0, row: 0 }],
         _ => (0..sms)
             .map(|s| Share { sm: s, lo: (s * n / sms) as u32, hi: ((s + 1) * n / sms) as u32, j: 0, row: 0 })
             .filter(|share| share.lo < share.hi)
             .collect(),
+    }
+}
+
+/// A loader begins a run of chosen units when its task's choice is there.
+fn await_choices(program: &Program, r: &mut Regime) {
+    for run in r.streams.iter_mut().flatten() {
+        let task = &r.tasks[run.task.index()];
+        let Some(choices) = program.grids[task.grid.index()].operand(Role::Choices) else { continue };
+        let (lo, hi) = choices.cols.range(task.lo, task.hi, task.j);
+        let of_choice = |event: &Event| {
+            let same_row = event.row == row_of(choices, task);
+            event.buffer == choices.buffer && same_row && (u64::from(event.lo), u64::from(event.hi)) == (lo, hi)
+        };
+        run.after = task.waits.iter().map(|wait| wait.event).find(|event| of_choice(&r.events[event.index()]));
     }
 }
 

@@ -4,7 +4,8 @@
 // W              codes and scales as matvec_formats.cuh has them, or plain weights:
 //                units of 8 rows, streamed: per unit UNIT_GRANULES granules of 512 bytes, a granule is 8 rows x 64 bytes of k;
 //                units of 4 or 2 rows: a granule is 2 or 4 parts of k, each 64 bytes of every row, part by part
-// out            STORE, ACT: a column for each row; GATED: 4 columns for each unit, from 4 gate and 4 up rows
+// choice         of a chosen part: its number, a packet; where its scales and biases lie depends on it
+// out            STORE, ACT: a column for each row; GATED, CLAMPED: 4 columns for each unit, from 4 gate and 4 up rows; SCORES: fp32
 //                RESIDUAL: the fp32 sum stays in the block, its rounded copy travels; LOGITS: best (value, row)
 //
 // owner    of a unit: one task. Its rows are added up by the warp whose number is the unit's within its batch, modulo WARPS
@@ -24,7 +25,35 @@
 // that does not depend on x (loading the first weights) comes before the wait for x.
 #pragma once
 
-enum class Epilogue : u32 { STORE, ACT, GATED, RESIDUAL, LOGITS };
+enum class Epilogue : u32 { STORE, ACT, GATED, RESIDUAL, LOGITS, SCORES, CLAMPED };
+
+// Parts of a matrix among which a step chooses: experts. 0: there is one matrix.
+template <class G>
+__device__ constexpr int parts_of(decltype(G::EXPERTS)*) {
+  return G::EXPERTS;
+}
+template <class G>
+__device__ constexpr int parts_of(...) {
+  return 0;
+}
+// Units of a part, and whether the input is there before the choice.
+template <class G, bool = (parts_of<G>(nullptr) > 0)>
+struct Part {
+  static constexpr u32 UNITS = 0;
+  static constexpr bool INPUT_FIRST = false;
+};
+template <class G>
+struct Part<G, true> {
+  static constexpr u32 UNITS = G::PART_UNITS;
+  static constexpr bool INPUT_FIRST = G::INPUT_FIRST;
+};
+// The formula of `ClampedSwiglu` of the model graph.
+template <class G>
+__device__ __forceinline__ float clamped(float gate, float up) {
+  gate = fminf(gate, G::LIMIT);
+  up = fminf(fmaxf(up, -G::LIMIT), G::LIMIT);
+  return (up + 1.f) * __fdividef(gate, 1.f + exp_fast(-G::ALPHA * gate));
+}
 
 template <class M, class G>
 struct MatVec {
@@ -32,7 +61,12 @@ struct MatVec {
   static constexpr int ELEM = ElemOf<M::WEIGHT>::BYTES;
   // Columns of B are rows of a part of k: K_PARTS parts of UNIT_ROWS rows each.
   static constexpr int K_PARTS = OPERAND_ROWS / G::UNIT_ROWS;
-  static_assert(K_PARTS == 1 || ((G::EPILOGUE == Epilogue::STORE || G::EPILOGUE == Epilogue::ACT) && G::K % (PART_BYTES * 8 / Weights::BITS * K_PARTS) == 0),
+  static constexpr bool GATED = G::EPILOGUE == Epilogue::GATED || G::EPILOGUE == Epilogue::CLAMPED;
+  static constexpr bool CHOSEN = parts_of<G>(nullptr) > 0;
+  static constexpr u32 PART_UNITS = Part<G>::UNITS;
+  // The first weights are loaded before the wait for x, unless x is there before it is known which weights they are.
+  static constexpr bool INPUT_FIRST = Part<G>::INPUT_FIRST;
+  static_assert(K_PARTS == 1 || ((G::EPILOGUE == Epilogue::STORE || G::EPILOGUE == Epilogue::ACT || G::EPILOGUE == Epilogue::SCORES) && G::K % (PART_BYTES * 8 / Weights::BITS * K_PARTS) == 0),
                 "units of fewer rows are columns of the output, of whole granules");
   static constexpr int PART_K = PART_BYTES * 8 / Weights::BITS, GRANULE_K = K_PARTS * PART_K;
   static constexpr int UNIT_GRANULES = ceil_div(G::K, GRANULE_K);  // granules of a unit
@@ -363,7 +397,19 @@ struct MatVec {
   // What the end of a task needs of its entry, loaded before the input is there.
   struct Ends {
     u32 lo, out, residual, bias, row_scales;
+    u32 part; // units before those of the chosen part
   };
+  // The chosen part, when the step has chosen. Every warp waits for it, beside its loader.
+  static __device__ __forceinline__ u32 chosen(Context<M>& c, const Entry& e) {
+    if constexpr (CHOSEN) {
+      const u64* const from[1] = {c.p.exchange + e.choice};
+      const bool active[1] = {true};
+      u32 part[1];
+      await_packets<1>(from, active, c.tag, part, c.waiter());
+      return min(part[0], u32(parts_of<G>(nullptr)) - 1u) * PART_UNITS;
+    }
+    return 0;
+  }
 
   // Scales of the two rows of a unit that a lane completes; of gated units also those of the two up rows.
   struct RowScales {
@@ -376,9 +422,9 @@ struct MatVec {
     if constexpr (Weights::ROW_SCALES) {
       const int own = u0 + c.warp() + c.lane() / 4 * M::WARPS, r = c.lane() % 4 * 2;
       const int local = own < end ? own : min(u0 + c.warp(), end - 1);
-      const float* of_unit = c.template constant<float>(e.row_scales) + (int(e.lo) + local) * OPERAND_ROWS;
+      const float* of_unit = c.template constant<float>(e.row_scales) + (int(e.part + e.lo) + local) * OPERAND_ROWS;
       scales.own = __ldg(reinterpret_cast<const float2*>(of_unit + r));
-      if constexpr (G::EPILOGUE == Epilogue::GATED) scales.up = __ldg(reinterpret_cast<const float2*>(of_unit + (r + 4) % OPERAND_ROWS));
+      if constexpr (GATED) scales.up = __ldg(reinterpret_cast<const float2*>(of_unit + (r + 4) % OPERAND_ROWS));
     }
     return scales;
   }
@@ -386,11 +432,14 @@ struct MatVec {
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
     constexpr int X_SHIFT = Weights::X_SHIFT, SECOND_SHIFT = Weights::SECOND_SHIFT;
     const int units = int(uniform(e.hi - e.lo));
-    const Ends ends{e.lo, e.out, e.residual, e.bias, e.row_scales};
+    Ends ends{e.lo, e.out, e.residual, e.bias, e.row_scales, INPUT_FIRST ? 0 : chosen(c, e)};
     Stream stream{nullptr, 0, units};
     Held b[UNITS_PER_WARP][WARP_GRANULES] = {};
-    stream.read(c, 0, b);
-    RowScales scales = row_scales(c, ends, 0, min(M::REDUCE_BATCH, units));
+    RowScales scales;
+    if constexpr (!INPUT_FIRST) {
+      stream.read(c, 0, b);
+      scales = row_scales(c, ends, 0, min(M::REDUCE_BATCH, units));
+    }
     float squares = 0.f;
     static_assert(!G::OWN_INPUT || G::NORM != Norm::LAYER, "the variance of a LayerNorm is that of packets");
     if constexpr (G::NORM == Norm::LAYER) {
@@ -408,6 +457,11 @@ struct MatVec {
       __syncwarp();
     }
     const Input input = prepare(c);
+    if constexpr (INPUT_FIRST) {
+      ends.part = chosen(c, e);
+      stream.read(c, 0, b);
+      scales = row_scales(c, ends, 0, min(M::REDUCE_BATCH, units));
+    }
     c.stamp(1);
     float best = NEGATIVE_INFINITY, factor = 1.f;
     int best_row = 0x7fffffff;
@@ -472,7 +526,7 @@ struct MatVec {
     if constexpr (Weights::ROW_SCALES) y.x *= scale.x, y.y *= scale.y;
     if constexpr (G::NORM == Norm::RMS) y.x *= factor, y.y *= factor;
     if constexpr (G::BIAS) {
-      const float2 bias = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.bias) + unit * G::UNIT_ROWS + r));
+      const float2 bias = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.bias) + (int(e.part) + unit) * G::UNIT_ROWS + r));
       y.x += bias.x, y.y += bias.y;
     }
     return y;
@@ -483,12 +537,15 @@ struct MatVec {
   static __device__ __forceinline__ void epilogue(Context<M>& c, const Ends& e, int local, int unit, const float* partial,
                                                   float factor, const RowScales& scales, float& best, int& best_row) {
     const int r = c.lane() % 4 * 2;
-    if constexpr (G::EPILOGUE == Epilogue::GATED) {
+    if constexpr (GATED) {
       // Rows 0..3 are gate, rows 4..7 up.
       const int col = unit * 4 + r;
       if (r < 4 && col < G::ROWS / 2) {
         const float2 gate = rows(c, e, partial, unit, r, factor, scales.own), up = rows(c, e, partial, unit, r + 4, factor, scales.up);
-        publish_columns<G::ROWS / 2>(c, e.out, col, activate<G::ACT>(gate.x) * up.x, activate<G::ACT>(gate.y) * up.y);
+        if constexpr (G::EPILOGUE == Epilogue::CLAMPED)
+          publish_columns<G::ROWS / 2>(c, e.out, col, clamped<G>(gate.x, up.x), clamped<G>(gate.y, up.y));
+        else
+          publish_columns<G::ROWS / 2>(c, e.out, col, activate<G::ACT>(gate.x) * up.x, activate<G::ACT>(gate.y) * up.y);
       }
     } else {
       if (K_PARTS > 1 && r >= G::UNIT_ROWS) return;
@@ -515,7 +572,9 @@ struct MatVec {
           y = make_float2(old.x + G::SCALE * y.x, old.y + G::SCALE * y.y);
           *own = y;
         }
-        if constexpr (G::PUBLISH)
+        if constexpr (G::EPILOGUE == Epilogue::SCORES) {
+          if (row < G::ROWS) publish_scores<G::ROWS>(c, e.out, row, y.x, y.y);
+        } else if constexpr (G::PUBLISH)
           if (row < G::ROWS) publish_columns<G::ROWS>(c, e.out, row, y.x, y.y);
       }
     }

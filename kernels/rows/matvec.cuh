@@ -1,5 +1,6 @@
 // matvec of rows: y = W norm(x) + bias for each row of the step, then the epilogue.
 //
+// choice         of a chosen part, of one row: the task takes that row alone
 // x (ROWS, K)    words; every warp loads its own granules of k into registers
 // W              units as in ops/matvec.cuh, streamed by blocks of k: PASS units at a time, the first block of each, then the second
 // out            STORE, ACT: a column for each row of W; GATED: 4 columns for each unit; RESIDUAL: the fp32 sum stays in the block,
@@ -16,8 +17,31 @@
 // is on its way. What does not depend on the input comes before the wait for it: each instruction after that wait delays all other SMs.
 #pragma once
 
+// Where the columns of an op lie in the words that it reads and writes: slot j begins STEP columns after the one before it.
+template <class G>
+__device__ constexpr bool has_columns_of_slots(decltype(G::X_COLS)*) {
+  return true;
+}
+template <class G>
+__device__ constexpr bool has_columns_of_slots(...) {
+  return false;
+}
+template <class G, bool = has_columns_of_slots<G>(nullptr)>
+struct SlotColumns {
+  static constexpr bool GATED = G::EPILOGUE == Epilogue::GATED || G::EPILOGUE == Epilogue::CLAMPED;
+  static constexpr int X_COLS = G::K, X_STEP = 0, OUT_COLS = GATED ? G::ROWS / 2 : G::ROWS, OUT_AT = 0, OUT_STEP = 0;
+};
+template <class G>
+struct SlotColumns<G, true> {
+  static constexpr int X_COLS = G::X_COLS, X_STEP = G::X_STEP, OUT_COLS = G::OUT_COLS, OUT_AT = G::OUT_AT, OUT_STEP = G::OUT_STEP;
+};
+
 template <class M, class G>
 struct RowsMatVecShape {
+  static constexpr bool GATED = G::EPILOGUE == Epilogue::GATED || G::EPILOGUE == Epilogue::CLAMPED;
+  static constexpr bool CHOSEN = parts_of<G>(nullptr) > 0;
+  static constexpr u32 PART_UNITS = Part<G>::UNITS;
+  typedef SlotColumns<G> Slots;
   typedef Coding<M, G> Weights;
   static constexpr int ELEM = ElemOf<M::WEIGHT>::BYTES;
   static constexpr int K_PARTS = OPERAND_ROWS / G::UNIT_ROWS;
@@ -74,20 +98,32 @@ struct RowsEpilogue {
   float factor, best;
   int best_id;
   u32 takes; // whether `row` takes part
-  u8* out;   // words of the result; null: scores
+  u8* out;   // words of the result; null: logits, or scores
+  int first; // column of `out` of the first row of W
+  u32 part;  // units before those of the chosen part
 
   __device__ __forceinline__ RowsEpilogue(const Context<M>& c, u8* out)
       : row(c.tid() / 4 % M::ROWS), pair(c.tid() % 4), unit_of_batch(c.tid() / S::UNIT_THREADS), factor(1.f), best(NEGATIVE_INFINITY),
-        best_id(0x7fffffff), takes(takes_part<M>(row)), out(out) {
+        best_id(0x7fffffff), takes(takes_part<M>(row)), out(out), first(0), part(0) {
     // Codes need their registers for scales.
     if constexpr (!S::Weights::CODED) keep(takes), keep(this->out);
   }
   // Words that op E writes.
   template <class E>
   static __device__ __forceinline__ u8* words(const Context<M>& c, const Entry& e) {
-    constexpr int COLS = E::EPILOGUE == Epilogue::GATED ? E::ROWS / 2 : E::ROWS;
-    if constexpr (E::EPILOGUE == Epilogue::LOGITS || !E::PUBLISH) return nullptr;
-    return words_of<M, COLS>(c, e.out);
+    if constexpr (E::EPILOGUE == Epilogue::LOGITS || E::EPILOGUE == Epilogue::SCORES || !E::PUBLISH) return nullptr;
+    return words_of<M, SlotColumns<E>::OUT_COLS>(c, e.out);
+  }
+  // Called at the start of a task whose columns are those of a slot.
+  __device__ __forceinline__ void begin_slot(const Entry& e, u32 of_part) {
+    first = S::Slots::OUT_AT + int(e.j) * S::Slots::OUT_STEP;
+    part = of_part;
+  }
+  // Clears what a task owns of a row that takes no part.
+  template <class E>
+  __device__ __forceinline__ void clear(Context<M>& c, const Entry& e) {
+    takes = 0;
+    for (u32 unit = e.lo; unit < e.hi; unit += S::BATCH) run<E>(c, e, nullptr, int(unit), min(S::BATCH, int(e.hi - unit)));
   }
 
   // Called after the first barrier of a task.
@@ -110,11 +146,11 @@ struct RowsEpilogue {
   template <class E>
   __device__ __forceinline__ void scale_and_bias(const Context<M>& c, const Entry& e, int unit, int col, float2& y) const {
     if constexpr (S::Weights::ROW_SCALES) {
-      const float2 scale = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.row_scales) + unit * G::UNIT_ROWS + col));
+      const float2 scale = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.row_scales) + (int(part) + unit) * G::UNIT_ROWS + col));
       y.x *= scale.x, y.y *= scale.y;
     }
     if constexpr (E::BIAS) {
-      const float2 b = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.bias) + unit * G::UNIT_ROWS + col));
+      const float2 b = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.bias) + (int(part) + unit) * G::UNIT_ROWS + col));
       y.x += b.x, y.y += b.y;
     }
   }
@@ -122,27 +158,36 @@ struct RowsEpilogue {
   template <class E>
   __device__ __forceinline__ void run(Context<M>& c, const Entry& e, const float* sums, int first, int n) {
     if (unit_of_batch >= n) return;
+    // A task of one row.
+    if constexpr (S::CHOSEN)
+      if (row != int(e.slot_row)) return;
+    constexpr int COLS = SlotColumns<E>::OUT_COLS;
     const int unit = first + unit_of_batch;
     const float* mine = sums + unit_of_batch * S::UNIT_SUMS;
-    if constexpr (E::EPILOGUE == Epilogue::GATED) {
+    if constexpr (S::GATED) {
       const int col = unit * 4 + pair * 2;
       if (pair >= 2 || col >= E::ROWS / 2) return;
-      if (!takes) return clear_pair<E::ROWS / 2>(c, out, row, col);
+      if (!takes) return clear_pair<COLS>(c, out, row, first_of(col));
       float2 gate = sum(mine, pair * 2), up = sum(mine, 4 + pair * 2);
       scale_and_bias<E>(c, e, unit, pair * 2, gate);
       scale_and_bias<E>(c, e, unit, 4 + pair * 2, up);
-      publish_pair<E::ROWS / 2>(c, out, row, col, activate<E::ACT>(gate.x) * up.x, activate<E::ACT>(gate.y) * up.y);
+      if constexpr (E::EPILOGUE == Epilogue::CLAMPED)
+        publish_pair<COLS>(c, out, row, first_of(col), clamped<E>(gate.x, up.x), clamped<E>(gate.y, up.y));
+      else
+        publish_pair<COLS>(c, out, row, first_of(col), activate<E::ACT>(gate.x) * up.x, activate<E::ACT>(gate.y) * up.y);
     } else {
       const int col = unit * G::UNIT_ROWS + pair * 2;
       if (pair >= S::PAIRS || col >= E::ROWS) return;
       if (!takes) {
-        if constexpr (E::PUBLISH && E::EPILOGUE != Epilogue::LOGITS) clear_pair<E::ROWS>(c, out, row, col);
+        if constexpr (E::PUBLISH && E::EPILOGUE != Epilogue::LOGITS && E::EPILOGUE != Epilogue::SCORES) clear_pair<COLS>(c, out, row, first_of(col));
         return;
       }
       float2 y = sum(mine, pair * 2);
       scale_and_bias<E>(c, e, unit, pair * 2, y);
       if constexpr (E::EPILOGUE == Epilogue::LOGITS) {
         logits<E>(c, col, y);
+      } else if constexpr (E::EPILOGUE == Epilogue::SCORES) {
+        publish_scores<E::ROWS>(c, e.out + u32(row) * round_up(E::ROWS, 2), col, y.x, y.y);
       } else {
         if constexpr (E::EPILOGUE == Epilogue::ACT) y = make_float2(activate<E::ACT>(y.x), activate<E::ACT>(y.y));
         if constexpr (E::EPILOGUE == Epilogue::RESIDUAL) {
@@ -151,10 +196,11 @@ struct RowsEpilogue {
           y = make_float2(old.x + E::SCALE * y.x, old.y + E::SCALE * y.y);
           *own = y;
         }
-        if constexpr (E::PUBLISH) publish_pair<E::ROWS>(c, out, row, col, y.x, y.y);
+        if constexpr (E::PUBLISH) publish_pair<COLS>(c, out, row, first_of(col), y.x, y.y);
       }
     }
   }
+  __device__ __forceinline__ int first_of(int col) const { return has_columns_of_slots<G>(nullptr) ? first + col : col; }
   template <class E>
   __device__ __forceinline__ void logits(const Context<M>& c, int id, float2 y) {
     const RowsParams& p = rows_params(c);
@@ -205,6 +251,18 @@ struct RowsEpilogue {
         publish(to + 1, u32(best_id), c.tag);
       }
     }
+  }
+};
+
+// The units before those of the part that a task's row and slot chose. Every warp waits for the choice, beside its loader.
+template <class M, class G>
+struct RowsChoice {
+  static __device__ __forceinline__ u32 part(Context<M>& c, const Entry& e) {
+    const u64* const from[1] = {c.p.exchange + e.choice};
+    const bool active[1] = {true};
+    u32 part[1];
+    await_packets<1>(from, active, c.tag, part, c.waiter());
+    return min(part[0], u32(parts_of<G>(nullptr)) - 1u) * Part<G>::UNITS;
   }
 };
 
@@ -312,7 +370,11 @@ struct RowsMatVecTensor {
     Extent of{};
     Ops::with(which, [&](auto op) {
       typedef typename decltype(op)::Type E;
-      of = Extent{words_of<M, E::K>(c, e.x), Words<M, E::K>::GROUP_BYTES, RowsMatVecShape<M, E>::BLOCKS, E::PASS, RowsEpilogue<M, G>::template words<E>(c, e)};
+      typedef SlotColumns<E> At;
+      // Slots begin with whole spans.
+      static_assert(At::X_STEP * W::ELEM % 64 == 0, "a slot begins with a span of words");
+      const u8* x = words_of<M, At::X_COLS>(c, e.x) + u64(e.j) * (At::X_STEP * W::ELEM / 64 * W::SPAN_BYTES);
+      of = Extent{x, Words<M, At::X_COLS>::GROUP_BYTES, RowsMatVecShape<M, E>::BLOCKS, E::PASS, RowsEpilogue<M, G>::template words<E>(c, e)};
     });
     return of;
   }
@@ -590,12 +652,20 @@ struct RowsMatVecTensor {
 
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e, int which) {
     prefetch_norm(c, e);
-    const u32 active = active_rows(c);
+    u32 active = active_rows(c);
     const Extent x = extent(c, e, which);
     const int units = int(uniform(e.hi - e.lo));
     Means means{};
     if constexpr (G::NORM == Norm::LAYER) means = layer_statistics(c, x, active);
     RowsEpilogue<M, G> epilogue(c, x.out);
+    if constexpr (has_columns_of_slots<G>(nullptr)) epilogue.begin_slot(e, 0);
+    if constexpr (S::CHOSEN) {
+      static_assert(sizeof...(Others) == 0, "chosen parts share no code");
+      const int row = int(uniform(e.slot_row)), mine = row - S::row_group(c) * WARP_ROWS;
+      if (!takes_part<M>(row)) return epilogue.template clear<G>(c, e);
+      active &= mine >= 0 && mine < WARP_ROWS ? 1u << mine : 0u;
+      epilogue.part = RowsChoice<M, G>::part(c, e);
+    }
     uint4 words[KEPT][N], operands[KEPT][N];
     Input inputs[KEPT];
     NormWeights norms[KEPT];
@@ -655,20 +725,22 @@ struct RowsMatVecLanes {
   typedef RowsMatVecShape<M, G> S;
   typedef Words<M, G::K> W;
   static constexpr int PASS = G::PASS, BLOCK_K = S::BLOCK * S::GRANULE_K, LANE_K = LANE_BYTES / S::ELEM;
+  typedef Words<M, SlotColumns<G>::X_COLS> At;
   static_assert(ROW_GROUPS<M> == 1, "every warp has all rows");
+  static_assert(SlotColumns<G>::X_STEP % W::PIECE_COLS == 0, "a slot begins with a piece of words");
 
   static __device__ __forceinline__ float* staged(const Context<M>& c, int row) { return reinterpret_cast<float*>(c.stage()) + row * BLOCK_K; }
 
   // All threads bring a block of k, of all rows, to shared memory. Ends with a block barrier.
-  static __device__ __forceinline__ void fetch(Context<M>& c, const u8* x, int block) {
+  static __device__ __forceinline__ void fetch(Context<M>& c, const u8* x, int block, int first_x, int only) {
     const int first = block * BLOCK_K / W::PIECE_COLS, pieces = BLOCK_K / W::PIECE_COLS;
     c.barrier();
     // Whole warps wait together.
     for (int base = 0; base < pieces * M::ROWS; base += S::THREADS) {
       const int i = base + c.tid(), row = i % M::ROWS, piece = first + i / M::ROWS;
-      const bool in = i < pieces * M::ROWS, want = in && piece < W::PIECES && takes_part<M>(row);
+      const bool in = i < pieces * M::ROWS, want = in && piece < W::PIECES && takes_part<M>(row) && (!S::CHOSEN || row == only);
       uint4 v[1] = {make_uint4(0, 0, 0, 0)};
-      const u8* from = x + W::at(row % M::ROWS, piece * W::PIECE_COLS);
+      const u8* from = x + At::at(row % M::ROWS, first_x + piece * W::PIECE_COLS);
       load_piece(from, want, v[0]);
       await_pieces<1>(from, [](int) { return 0u; }, v, c.waiter());
       float y[W::PIECE_COLS];
@@ -692,7 +764,7 @@ struct RowsMatVecLanes {
     }
   }
   // Leaves the statistics of the rows in the state, under group 0: the mean (0 without LayerNorm), and 1 / deviation.
-  static __device__ __forceinline__ void statistics(Context<M>& c, const u8* x) {
+  static __device__ __forceinline__ void statistics(Context<M>& c, const u8* x, int first_x, int only) {
     float* mean = rows_state<M>().stat[c.task & 1][0][0];
     float* square = rows_state<M>().stat[c.task & 1][1][0];
     c.barrier();
@@ -701,7 +773,7 @@ struct RowsMatVecLanes {
     for (int which = G::NORM == Norm::LAYER ? 0 : 1; which < 2; which++) {
 #pragma unroll 1
       for (int block = 0; block < S::BLOCKS; block++) {
-        fetch(c, x, block);
+        fetch(c, x, block, first_x, only);
         if (which == 0)
           add_rows(c, block, mean, [](int, float v) { return v; });
         else
@@ -764,16 +836,22 @@ struct RowsMatVecLanes {
 
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
     const int units = int(uniform(e.hi - e.lo)), passes = ceil_div(units, PASS);
-    const u8* x = words_of<M, G::K>(c, e.x);
-    if constexpr (G::NORM != Norm::NONE) statistics(c, x);
+    const u8* x = words_of<M, SlotColumns<G>::X_COLS>(c, e.x);
+    const int first_x = int(e.j) * SlotColumns<G>::X_STEP, only = S::CHOSEN ? int(uniform(e.slot_row)) : 0;
     RowsEpilogue<M, G> epilogue(c, RowsEpilogue<M, G>::template words<G>(c, e));
+    if constexpr (has_columns_of_slots<G>(nullptr)) epilogue.begin_slot(e, 0);
+    if constexpr (S::CHOSEN) {
+      if (!takes_part<M>(only)) return epilogue.template clear<G>(c, e);
+      epilogue.part = RowsChoice<M, G>::part(c, e);
+    }
+    if constexpr (G::NORM != Norm::NONE) statistics(c, x, first_x, only);
 #pragma unroll 1
     for (int pass = 0; pass < passes; pass++) {
       const int first = pass * PASS, here = min(PASS, units - first);
       float d[PASS][M::ROWS] = {};
 #pragma unroll 1
       for (int block = 0; block < S::BLOCKS; block++) {
-        fetch(c, x, block);
+        fetch(c, x, block, first_x, only);
         if constexpr (G::NORM != Norm::NONE) normalise(c, e, block);
 #pragma unroll
         for (int u = 0; u < PASS; u++)

@@ -84,6 +84,14 @@ struct RowsLoader : Loader<M> {
           // `splits` units at a time: the first block of k of each, then the second, and so on.
           const u32 unit = run.block_bytes, units = run.bytes / unit;
           const u8* weights = p.pack + u64(run.source) * OFFSET_BYTES;
+          if constexpr (chooses<M>(nullptr))
+            if (run.choice != 0) {
+              // Whether the row of the run takes part is known when the block has acquired the step.
+              if (!acquired && !await_step(tag)) return;
+              acquired = true;
+              if (!takes_part<M>(run.parts >> 16)) continue;
+              if (!this->await_choice(run, tag, weights)) return;
+            }
           for (u32 u0 = 0; u0 < units; u0 += run.splits) {
             const u32 end = min(u0 + run.splits, units);
             for (u32 k = 0; k < unit; k += run.chunk_bytes) {

@@ -190,3 +190,11 @@ __device__ __forceinline__ void publish_columns(const Context<M>& c, u32 base, u
     publish(at + 1, COLS % 2 == 0 || col + 1 < COLS ? __float_as_uint(b) : 0u, c.tag);
   }
 }
+
+// The same in fp32, whatever travels elsewhere.
+template <int COLS, class M>
+__device__ __forceinline__ void publish_scores(const Context<M>& c, u32 base, u32 col, float a, float b) {
+  u64* at = c.p.exchange + (base + col);
+  publish(at, __float_as_uint(a), c.tag);
+  publish(at + 1, COLS % 2 == 0 || col + 1 < COLS ? __float_as_uint(b) : 0u, c.tag);
+}

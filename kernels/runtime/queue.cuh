@@ -17,14 +17,14 @@ struct alignas(16) Entry {
   u32 j; // second index
   u32 x; // packets of the first exchange operand (x, q, best, partial)
   u32 out; // packets of the published operand
-  union { u32 aux, cache_scales; }; // packets of a second published operand (best of the head); of attention: scales of a cache in fp8, in OFFSET_BYTES
+  union { u32 aux, cache_scales; }; // packets of a second published operand (best of the head, shares of experts); of attention: scales of a cache in fp8, in OFFSET_BYTES
   union { u32 row_scales, row; }; // of a matrix of codes: the scales of its rows, in OFFSET_BYTES; else the row of the step that the task takes
   union { u32 residual, sinks, gate; }; // first residual value of this block that the task owns; of attention: sinks, in OFFSET_BYTES; of its merge: packets of the gate's buffer
   union { u32 norm_weight, q_norm; }; // norm weight of the input, or of q
   union { u32 norm_bias, k_norm; }; // norm bias of the input, or norm weight of k
   union { u32 bias, rope, table; }; // by op
-  u32 k_cache; // where keys are appended
-  u32 v_cache; // where values are appended
+  union { u32 k_cache, choice, shared_gate; }; // where keys are appended; packets of the choice of a slot, or of the gate of a shared expert
+  union { u32 v_cache, slot_row; }; // where values are appended; of a chosen part: the row of the step that it is chosen for
 };
 static_assert(sizeof(Entry) == 64, "the host fills this struct");
 
@@ -35,9 +35,9 @@ struct alignas(16) StreamRun {
   union { u32 chunk_bytes, v_cache; }; // weights: bytes of a chunk, the last of a block may be shorter; history: values of this layer
   union { u32 source, head_j; }; // weights: first byte in the pack, in units of 256 bytes; history: KV head << 16 | share
   u32 splits; // history: shares; of rows: the row. Weights of rows: units that are streamed together
-  u32 window; // history: visible positions, 0: all
-  u32 row_bytes; // history: bytes of one cache row of one KV head
-  u32 rows; // history: rows of one chunk
+  union { u32 window, choice; }; // history: visible positions, 0: all. Weights: one more than the packet of the choice of their part, 0: there are no parts
+  union { u32 row_bytes, part; }; // history: bytes of one cache row of one KV head. Weights: from part to part, in units of 256 bytes
+  union { u32 rows, parts; }; // history: rows of one chunk. Weights: parts, and above 16 bits the row of the step that chooses
 };
 static_assert(sizeof(StreamRun) == 32, "the host fills this struct");
 

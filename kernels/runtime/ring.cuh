@@ -49,6 +49,16 @@ __device__ __forceinline__ void ring_release_pair(Context<M>& c, const RingCurso
   if (c.lane() < (both ? 2 : 1)) Slot<RING_COUNTERS<M>>::arrive(&c.state().empty[c.lane() == 0 ? a.slot : b.slot]);
 }
 
+// Whether a step chooses among parts of matrices.
+template <class M>
+__device__ constexpr bool chooses(decltype(M::CHOOSES)*) {
+  return true;
+}
+template <class M>
+__device__ constexpr bool chooses(...) {
+  return false;
+}
+
 // ---- loader side ------------------------------------------------------------------------------------------------
 
 template <class M>
@@ -96,6 +106,24 @@ struct Loader {
         return false;
       }
     }
+    return true;
+  }
+
+  // Waits for the choice of the part that a run is of, and moves `weights` there. False: leave.
+  __device__ __forceinline__ bool await_choice(const StreamRun& run, u32 tag, const u8*& weights) {
+    if (run.choice == 0) return true;
+    u64 packet;
+    for (u32 polls = 0;;) {
+      peek(p.exchange + (run.choice - 1), true, packet);
+      if (fresh(packet, tag)) break;
+      if (state.stop) return false;
+      if (++polls % POLLS_BETWEEN_CHECKS == 0 &&
+          wait_expired(&state.dog, WaitSite{tag, nullptr}, WaitKind::PACKET, u32(packet >> 32), tag, false)) {
+        lost = true;
+        return false;
+      }
+    }
+    weights += u64(min(u32(packet), (run.parts & 0xffff) - 1)) * run.part * OFFSET_BYTES;
     return true;
   }
 
@@ -197,6 +225,8 @@ struct Loader {
         if (next.bytes && tid == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.pack + u64(next.source) * OFFSET_BYTES));
         if (run.bytes) {
           const u8* weights = p.pack + u64(run.source) * OFFSET_BYTES;
+          if constexpr (chooses<M>(nullptr))
+            if (!await_choice(run, tag, weights)) return drain();
           for (u32 end = 0, done = 0; done < run.bytes;) {
             // No chunk reaches beyond its block.
             if (done == end) end = min(done + run.block_bytes, run.bytes);

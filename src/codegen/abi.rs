@@ -6,7 +6,7 @@ use super::kernel_struct::kernel_struct;
 use crate::digest::Digest;
 use crate::ir::layout::{Matrix, PACKET_BYTES, PLACE_ALIGN_BYTES, matrices};
 use crate::ir::op::{Attention, Op, Role};
-use crate::ir::program::{Cols, Grid, Space};
+use crate::ir::program::{Cols, Grid, Rows, Space};
 use crate::ir::schedule::{Run, Schedule, Source, Task};
 use crate::ir::variant::{AttentionVariant, MatVecVariant, Variant};
 use crate::ir::{GridId, TaskId};
@@ -33,7 +33,7 @@ kernel_struct! {
         x: u32,
         /// packets of the published operand
         out: u32,
-        /// packets of a second published operand (best of the head); of attention: scales of a cache in fp8, in OFFSET_BYTES
+        /// packets of a second published operand (best of the head, shares of experts); of attention: scales of a cache in fp8, in OFFSET_BYTES
         aux_or_scales: u32 as [aux, cache_scales],
         /// of a matrix of codes: the scales of its rows, in OFFSET_BYTES; else the row of the step that the task takes
         row_scales_or_row: u32 as [row_scales, row],
@@ -45,10 +45,10 @@ kernel_struct! {
         norm_bias: u32 as [norm_bias, k_norm],
         /// by op
         table: u32 as [bias, rope, table],
-        /// where keys are appended
-        k_cache: u32,
-        /// where values are appended
-        v_cache: u32,
+        /// where keys are appended; packets of the choice of a slot, or of the gate of a shared expert
+        k_cache: u32 as [k_cache, choice, shared_gate],
+        /// where values are appended; of a chosen part: the row of the step that it is chosen for
+        v_cache: u32 as [v_cache, slot_row],
     }
 }
 
@@ -66,12 +66,12 @@ kernel_struct! {
         head_j: u32 as [source, head_j],
         /// history: shares; of rows: the row. Weights of rows: units that are streamed together
         splits: u32,
-        /// history: visible positions, 0: all
-        window: u32,
-        /// history: bytes of one cache row of one KV head
-        row_bytes: u32,
-        /// history: rows of one chunk
-        rows: u32,
+        /// history: visible positions, 0: all. Weights: one more than the packet of the choice of their part, 0: there are no parts
+        window: u32 as [window, choice],
+        /// history: bytes of one cache row of one KV head. Weights: from part to part, in units of 256 bytes
+        row_bytes: u32 as [row_bytes, part],
+        /// history: rows of one chunk. Weights: parts, and above 16 bits the row of the step that chooses
+        rows: u32 as [rows, parts],
     }
 }
 
@@ -261,6 +261,9 @@ struct GridEntry<'a> {
     /// The entry without what a task says.
     entry: Entry,
     has_row_scales: bool,
+    /// Whether operands begin elsewhere than at the first column of their buffer.
+    has_slots: bool,
+    schedule: &'a Schedule,
     residual: Option<&'a Cols>,
     variant: Option<&'a Variant>,
     history_k: u32,
@@ -295,6 +298,7 @@ impl<'a> GridEntry<'a> {
             aux_or_scales: match grid.op {
                 Op::Select => NONE,
                 Op::Attention(_) => constant(Role::CacheScales),
+                Op::Route(_) | Op::Combine(_) => packets(Role::Shares),
                 _ => packets(Role::Best),
             },
             row_scales_or_row: row_scales.unwrap_or(0),
@@ -306,13 +310,19 @@ impl<'a> GridEntry<'a> {
             norm_weight: either(&[Role::NormWeight, Role::QNormWeight]),
             norm_bias: either(&[Role::NormBias, Role::KNormWeight]),
             table: either(&[Role::Bias, Role::Rope, Role::Table]),
-            k_cache: cache(Role::AppendK),
+            k_cache: match grid.op {
+                Op::MatVec(_) => packets(Role::Choices),
+                Op::Combine(_) => columns_of(schedule, grid, Role::Gate, 0),
+                _ => cache(Role::AppendK),
+            },
             v_cache: cache(Role::AppendV),
         };
         GridEntry {
             grid,
             entry,
             has_row_scales: row_scales.is_some(),
+            has_slots: grid.operands.iter().any(|o| o.role == Role::Choices || o.role == Role::Out && o.cols.base > 0),
+            schedule,
             residual: grid.operand(Role::Residual).map(|operand| &operand.cols),
             variant: schedule.variants.get(&id),
             history_k: cache(Role::HistoryK),
@@ -327,7 +337,20 @@ impl<'a> GridEntry<'a> {
 
     /// The entry of a task. Its place in the residual of its SM counts from `residual_base`.
     fn entry(&self, id: TaskId, task: &Task, residual_base: u64) -> Entry {
+        // Slots lie side by side, and a shared expert beside them.
+        let at = |role| columns_at(self.schedule, self.grid, role, task);
+        let Entry { x, out, aux_or_scales, k_cache, v_cache, .. } = self.entry;
+        let (x, out, aux_or_scales, k_cache, v_cache) = match self.grid.op {
+            Op::MatVec(_) if self.has_slots => (at(Role::X), at(Role::Out), aux_or_scales, at(Role::Choices), task.row),
+            Op::Route(_) => (at(Role::X), at(Role::Out), at(Role::Shares), k_cache, v_cache),
+            _ => (x, out, aux_or_scales, k_cache, v_cache),
+        };
         Entry {
+            x,
+            out,
+            aux_or_scales,
+            k_cache,
+            v_cache,
             task: id.0,
             event: task.waits.first().map_or(NONE, |wait| wait.event.0),
             lo: task.lo,
@@ -336,6 +359,19 @@ impl<'a> GridEntry<'a> {
             row_scales_or_row: if self.has_row_scales { self.entry.row_scales_or_row } else { task.row },
             residual: self.residual(task).map_or(self.entry.residual, |first| (first - residual_base) as u32),
             ..self.entry
+        }
+    }
+
+    /// What a run says of the parts of its matrix.
+    fn parts(&self, matrix: Matrix, task: &Task) -> StreamRun {
+        let Some(weight) = self.grid.operand(Role::Weight) else { return StreamRun::zeroed() };
+        let Rows::Lookup(table) = weight.rows else { return StreamRun::zeroed() };
+        let bytes = u64::from(self.grid.n) * matrix.unit_bytes;
+        StreamRun {
+            window: columns_at(self.schedule, self.grid, Role::Choices, task) + 1,
+            row_bytes: (bytes / PLACE_ALIGN_BYTES) as u32,
+            rows: self.schedule.program.tables[table.index()].bound | task.row << 16,
+            ..StreamRun::zeroed()
         }
     }
 
@@ -365,12 +401,31 @@ impl<'a> GridEntry<'a> {
                     v_cache: chunk * granule,
                     head_j: ((place + u64::from(lo) * matrix.unit_bytes) / PLACE_ALIGN_BYTES) as u32,
                     splits: *pass,
-                    ..StreamRun::zeroed()
+                    ..self.parts(matrix, task)
                 }
             }
             _ => unreachable!("validate: matvecs stream weights, attention streams history, and both have variants"),
         }
     }
+}
+
+/// The packet with which an operand of a task begins, of its slot and row; [`NONE`] if the grid has none. Where words begin in their
+/// buffer is known to the kernel, so for them it is the first of all.
+fn columns_at(schedule: &Schedule, grid: &Grid, role: Role, task: &Task) -> u32 {
+    let at = columns_of(schedule, grid, role, task.j);
+    let Some(operand) = grid.operand(role).filter(|operand| at != NONE && operand.rows == Rows::Own) else { return at };
+    let buffer = &schedule.program.buffers[operand.buffer.index()];
+    let packets = buffer.cols.div_ceil(4 / buffer.dtype.bytes() as u32).next_multiple_of(2);
+    if buffer.words { at } else { at + task.row * packets }
+}
+
+/// The same of the first row.
+fn columns_of(schedule: &Schedule, grid: &Grid, role: Role, j: u32) -> u32 {
+    let Some(operand) = grid.operand(role) else { return NONE };
+    let buffer = &schedule.program.buffers[operand.buffer.index()];
+    let column = if buffer.words { 0 } else { operand.cols.base + operand.cols.stride_j * j };
+    let at = place(schedule, grid, role, Space::Exchange, PACKET_BYTES);
+    if at == NONE { NONE } else { at + column / (4 / buffer.dtype.bytes() as u32) }
 }
 
 /// Where the scales of the rows of a grid's matrix lie in the pack, if it has them.

@@ -4,12 +4,13 @@ use super::{Float, HEADERS, KernelSource, ROWS_HEADERS};
 use crate::dtype::DType;
 use crate::format::{Code, Format, ScaleCode, TableRow};
 use crate::ir::layout::{WARP_ROWS, WORD_ROWS};
-use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role, UNIT_ROWS};
-use crate::ir::program::{Buffer, Grid, Program};
+use crate::ir::op::{Attention, Combine, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role, Route, UNIT_ROWS};
+use crate::ir::program::{Buffer, Grid, Operand, Program, Rows};
 use crate::ir::schedule::{Regime, Schedule, SmemKind, Source};
+use crate::ir::table::Holds;
 use crate::ir::variant::{AttentionVariant, MatVecVariant, rows_on_tensor_cores};
 use crate::ir::{GridId, TaskId};
-use crate::model::graph::{Act, NormKind, QkNormSpan, QueryScale};
+use crate::model::graph::{Act, ClampedSwiglu, GroupScore, NormKind, QkNormSpan, QueryScale, Score};
 use crate::rows::Shape;
 use crate::target::{CopyMechanism, DotMechanism, Target};
 use crate::validate::Validated;
@@ -133,6 +134,10 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
     };
     line!("  static constexpr Dot DOT = Dot::{dot};");
     line!("  static constexpr int REDUCE_BATCH = {};", m.reduce_batch);
+    // Only where there are experts: other kernels have the text that they had before.
+    if program.tables.iter().any(|table| table.holds == Holds::Choices) {
+        line!("  static constexpr bool CHOOSES = true;");
+    }
     for member in rows_members(schedule) {
         line!("  static constexpr {member};");
     }
@@ -213,6 +218,9 @@ fn sharing(schedule: &Schedule, target: &Target, classes: &[OpClass]) -> Vec<Vec
     let alike = |class: &OpClass| {
         let grid = &program.grids[class.grids[0].index()];
         let Op::MatVec(m @ MatVec { k, norm: None, unit_rows, .. }) = &grid.op else { return None };
+        if grid.per_row || grid.operand(Role::Out).is_some_and(|out| out.cols.base > 0) {
+            return None;
+        }
         let format = program.format_of(grid);
         let variant = schedule.matvec_variant(class.grids[0])?;
         let block = variant.chunk.min(m.granules(format));
@@ -315,7 +323,8 @@ fn class_of(schedule: &Schedule, id: GridId, grid: &Grid, rows: u32) -> (&'stati
     match &grid.op {
         Op::Select => ("Select", format!("int PARTS = {}\nint VOCAB = {}\n", parts(program), vocab(program))),
         Op::Report => ("Report", String::new()),
-        Op::Route { .. } => unreachable!("validate: no kernel routes"),
+        Op::Route(route) => ("Route", route_members(grid, route)),
+        Op::Combine(combine) => ("Combine", combine_members(program, grid, combine)),
         Op::Embed { scale, everywhere } => {
             let table = grid.operand(Role::Table).map(|o| &program.buffers[o.buffer.index()]);
             let hidden = table.map_or(0, |table| table.cols);
@@ -341,6 +350,37 @@ fn class_of(schedule: &Schedule, id: GridId, grid: &Grid, rows: u32) -> (&'stati
             ("NormAdd", members)
         }
     }
+}
+
+fn route_members(grid: &Grid, route: &Route) -> String {
+    // Destructured so that a new attribute does not compile until the kernel knows it.
+    let Route { experts, top_k, score, groups, normalise, scale } = *route;
+    let (count, kept, sum_of_two) =
+        groups.map_or((0, 0, false), |g| (g.count, g.kept, g.score == GroupScore::SumOfTwo));
+    let (sigmoid, corrected) = (score == Score::Sigmoid, grid.operand(Role::Bias).is_some());
+    format!(
+        "int EXPERTS = {experts}\nint TOP_K = {top_k}\nbool SIGMOID = {sigmoid}\nbool CORRECTED = {corrected}\nint GROUPS = {count}\n\
+         int KEPT = {kept}\nbool SUM_OF_TWO = {sum_of_two}\nbool NORMALISED = {}\nfloat ADDED = {}\nfloat SCALE = {}\n",
+        normalise.is_some(),
+        Float(normalise.unwrap_or(0.0)),
+        Float(scale),
+    )
+}
+
+fn combine_members(program: &Program, grid: &Grid, combine: &Combine) -> String {
+    let Combine { width, slots, shared, scale, adds } = *combine;
+    let (gated, publish) = (grid.operand(Role::Gate).is_some(), grid.operand(Role::Out).is_some());
+    // Packets of the scores of a row.
+    let scores = grid.operand(Role::Gate).map_or(0, |gate| program.buffers[gate.buffer.index()].cols);
+    let pitch = match program.rows {
+        1 => String::new(),
+        _ => format!("u32 GATE_PITCH = {}\n", scores.next_multiple_of(2)),
+    };
+    format!(
+        "int WIDTH = {width}\nint SLOTS = {slots}\nbool SHARED = {shared}\nbool GATED = {gated}\nfloat SCALE = {}\nbool ADDS = {adds}\n\
+         bool PUBLISH = {publish}\n{pitch}",
+        Float(scale),
+    )
 }
 
 /// Logits of one step.
@@ -387,20 +427,45 @@ fn matvec_members(schedule: &Schedule, id: GridId, grid: &Grid, m: &MatVec) -> S
         grid.operand(Role::Bias).is_some(),
         grid.operand(Role::Out).is_some(),
     );
+    // Only where there are slots: other kernels have the text that they had before there were experts.
+    let [x, out] = [Role::X, Role::Out].map(|role| grid.operand(role));
+    if let (Some(x), Some(out), true) = (x, out, program.rows > 1)
+        && (x.cols.stride_j, out.cols.stride_j, out.cols.base) != (0, 0, 0)
+    {
+        let cols = |operand: &Operand| program.buffers[operand.buffer.index()].cols;
+        let (x_cols, out_cols) = (cols(x), cols(out));
+        let _ = write!(s, "int X_COLS = {x_cols}\nint X_STEP = {}\nint OUT_COLS = {out_cols}\n", x.cols.stride_j);
+        let _ = write!(s, "int OUT_AT = {}\nint OUT_STEP = {}\n", out.cols.base, out.cols.stride_j);
+    }
+    if let Some(Rows::Lookup(table)) = grid.operand(Role::Weight).map(|weight| weight.rows) {
+        // What all slots read was there before the choice.
+        let input = grid.operand(Role::X).map(|x| &x.cols);
+        let first = input.is_some_and(|cols| cols.stride_j == 0);
+        let experts = program.tables[table.index()].bound;
+        let _ = write!(s, "int EXPERTS = {experts}\nint PART_UNITS = {}\nbool INPUT_FIRST = {first}\n", grid.n);
+    }
     s
 }
 
 /// Members that say what is done with the products of a matrix.
 pub(super) fn epilogue_members(epilogue: Epilogue) -> String {
+    let clamp = match epilogue {
+        Epilogue::Clamped(ClampedSwiglu { alpha, limit }) => {
+            format!("float ALPHA = {}\nfloat LIMIT = {}\n", Float(alpha), Float(limit))
+        }
+        _ => String::new(),
+    };
     let (epilogue, activation, scale) = match epilogue {
         Epilogue::Store => ("STORE", None, 1.0),
+        Epilogue::Scores => ("SCORES", None, 1.0),
+        Epilogue::Clamped(_) => ("CLAMPED", None, 1.0),
         Epilogue::Act(a) => ("ACT", Some(a), 1.0),
         Epilogue::Gated(a) => ("GATED", Some(a), 1.0),
         Epilogue::Residual { scale } => ("RESIDUAL", None, scale),
         Epilogue::Logits { scale, .. } => ("LOGITS", None, scale),
     };
     format!(
-        "Epilogue EPILOGUE = Epilogue::{epilogue}\nAct ACT = {}\nfloat SCALE = {}\n",
+        "Epilogue EPILOGUE = Epilogue::{epilogue}\nAct ACT = {}\nfloat SCALE = {}\n{clamp}",
         activation.map_or("Act::SILU", act),
         Float(scale),
     )

@@ -301,8 +301,14 @@ impl<R: Real> Adversary<R> {
     fn can_load(&self, launch: &Launch, sm: usize) -> bool {
         let sm = &self.sms[sm];
         let Some(&(regime, _)) = launch.regimes.get(sm.loader.step) else { return false };
-        let run = &self.plan.regimes[regime].streams[sm.id.index()][sm.loader.run];
+        let plan = &self.plan.regimes[regime];
+        let run = &plan.streams[sm.id.index()][sm.loader.run];
         if sm.free.is_empty() {
+            return false;
+        }
+        if let Some(event) = run.after
+            && self.seen(launch, sm.loader.step, event) < plan.events[event.index()].event.count
+        {
             return false;
         }
         let Some((rows, columns)) = history_chunk(&launch.steps[sm.loader.step], &run.bytes, sm.loader.done) else {
@@ -337,6 +343,16 @@ impl<R: Real> Adversary<R> {
             let buffer = plan.caches[columns.cache].buffer;
             return Err(Violation::Unordered { sm: loader.id, task: run.task, buffer, row, position }.into());
         }
+        let mut part = None;
+        if let StreamBytes::Fixed { chosen: Some(chosen), .. } = &run.bytes {
+            let at = chosen.entry.row(chosen.row).at(position);
+            if self.tags.exchange[at] != Some(position) {
+                let (sm, task, buffer, found) = (loader.id, run.task, chosen.entry.buffer, self.tags.exchange[at]);
+                let column = chosen.entry.first;
+                return Err(Violation::Stale { sm, task, buffer, column, expected: position, found }.into());
+            }
+            part = Some(chosen.part(&mut Direct { memory: &self.memory, private: &mut [], rows: step }));
+        }
         let sm = &mut self.sms[sm];
         let slot_bytes = plan.ring.slot_bytes as usize;
         let Some(slot) = sm.free.pop() else { return Ok(()) };
@@ -344,10 +360,11 @@ impl<R: Real> Adversary<R> {
         words.clear();
         let mut at = 0;
         let bytes = match &run.bytes {
-            StreamBytes::Fixed { range, variant } => {
+            StreamBytes::Fixed { range, variant, chosen } => {
                 let chunk = variant.chunk_at(sm.loader.done as u64, range.len() as u64);
                 let chunk = range.start + chunk.start as usize..range.start + chunk.end as usize;
-                words.extend(pack[chunk.clone()].chunks(4).map(word));
+                let part = part.map_or(0, |part| part * chosen.as_ref().map_or(0, |chosen| chosen.unit_bytes));
+                words.extend(pack[chunk.start + part..chunk.end + part].chunks(4).map(word));
                 sm.loader.done += chunk.len();
                 at = chunk.start;
                 chunk.len()
@@ -424,8 +441,10 @@ impl<R: Real> Adversary<R> {
         let mut rows = 0;
         match &task.work {
             Work::MatVec(m) => {
+                // Nothing is loaded for a row that the launch does not have.
+                let length = if task.is_absent(rows_of_step.rows.len()) { 0 } else { m.weight.len() };
                 let mut bytes = 0;
-                while bytes < m.weight.len() {
+                while bytes < length {
                     let chunk = self.next_chunk(launch, sm, task.id)?;
                     // As they lie in the pack, whatever order they are streamed in.
                     let at = (chunk.at - m.weight.start) / 4;
@@ -459,6 +478,7 @@ impl<R: Real> Adversary<R> {
             _ => {}
         }
         let streamed = match &task.work {
+            Work::MatVec(_) if task.is_absent(rows_of_step.rows.len()) => Streamed::Nothing,
             Work::MatVec(m) => Streamed::Weights(&bytemuck::cast_slice(&words[0])[..m.weight.len()]),
             Work::Attention(a) => Streamed::History(History {
                 keys: ops::history_rows(a.cache_dtype, &words[0], a.keys.len, a.cache_scales[0]),
@@ -597,7 +617,10 @@ impl Plan {
                 continue;
             };
             let size = match &run.bytes {
-                StreamBytes::Fixed { range, .. } => range.len(),
+                StreamBytes::Fixed { range, chosen, .. } => {
+                    let rows = launch.steps[loader.step].rows.len();
+                    if chosen.as_ref().is_some_and(|chosen| chosen.row >= rows) { 0 } else { range.len() }
+                }
                 StreamBytes::History { rows, op, j, row, .. } => {
                     launch.steps[loader.step].rows.get(*row).map_or(0, |row| {
                         let (start, end) = op.history_share(row.position, row.past(), *j);

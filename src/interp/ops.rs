@@ -9,7 +9,7 @@ use crate::dtype::DType;
 use crate::format::{Code, Format};
 use crate::ir::GridId;
 use crate::ir::op::{Epilogue, PARTIAL_HEADER, QkNormAttr};
-use crate::model::graph::{NormKind, QkNormSpan, QueryScale};
+use crate::model::graph::{ExpertGroups, GroupScore, NormKind, QkNormSpan, QueryScale, Score};
 use std::ops::Range;
 
 /// Everything of a task that is not its operands in memory.
@@ -58,7 +58,7 @@ pub struct Scratch<R> {
     /// stages them once.
     input: Vec<R>,
     input_scales: Vec<R>,
-    input_of: Option<(u64, GridId, usize)>,
+    input_of: Option<(u64, GridId, usize, Option<usize>)>,
     /// Keys and values of prompt chunks of this step, and which grid of which step they are of: all rows of a chunk see them.
     step_keys: Vec<StepKeys>,
     step_keys_of: Option<(u64, GridId)>,
@@ -114,7 +114,7 @@ pub fn run<R: Real>(
 ) {
     if let Work::MatVec(m) = &task.work {
         let weights = if let Streamed::Weights(weights) = stream { weights } else { &[] };
-        return mat_vec(step, m, weights, memory, s);
+        return mat_vec(step, m, task.row, weights, memory, s);
     }
     let rows = match task.row {
         Some(row) => row..row + 1,
@@ -151,6 +151,8 @@ fn run_row<R: Real>(
             memory.store(residual, &s.load);
             out.iter().for_each(|out| memory.store(out, &s.load));
         }
+        Work::Route(route) => choose(step, route, memory, s),
+        Work::Combine(combine) => add_up(combine, memory, s),
         // `run` does it for all rows at once.
         Work::MatVec(_) => {}
         // It reads keys of other rows, too.
@@ -257,15 +259,23 @@ fn plain(format: Format) -> Option<DType> {
     }
 }
 
-/// All rows of the step, or those that want logits: the task's units are read once for all of them.
-fn mat_vec<R: Real>(step: &Step<'_>, m: &plan::MatVec, weights: &[u8], memory: &mut impl Access, s: &mut Scratch<R>) {
-    let all = step.rows.rows.iter().enumerate();
+/// All rows of the step, or those that want logits, or row `only`: the task's units are read once for all of them.
+fn mat_vec<R: Real>(
+    step: &Step<'_>,
+    m: &plan::MatVec,
+    only: Option<usize>,
+    weights: &[u8],
+    memory: &mut impl Access,
+    s: &mut Scratch<R>,
+) {
+    let all = step.rows.rows.iter().enumerate().filter(|(row, _)| only.is_none_or(|only| only == *row));
     let rows = all.filter(|(_, row)| m.best.is_none() || row.wants_logits).map(|(row, _)| row);
     let count = rows.clone().count();
     if count == 0 {
         return;
     }
-    let input_of = Some((step.serial, m.grid, m.x.first));
+    let part = m.chosen.as_ref().map(|chosen| (chosen, chosen.part(memory)));
+    let input_of = Some((step.serial, m.grid, m.x.first, only));
     if s.input_of != input_of || !memory.trusted() {
         s.input.clear();
         s.input_scales.clear();
@@ -297,7 +307,10 @@ fn mat_vec<R: Real>(step: &Step<'_>, m: &plan::MatVec, weights: &[u8], memory: &
         None => {
             let granule_bytes = m.format.granule_bytes(m.k as u32) as usize;
             coded::units(step.isa, m.format, granule_bytes, weights, count, &s.input, &mut s.row, &mut s.y);
-            s.y.chunks_exact_mut(each).for_each(|y| coded::scale_rows(&step.pack[m.row_scales.clone()], y));
+            let first = part.map_or(0, |(chosen, part)| part * chosen.scale_bytes);
+            let scales =
+                if m.row_scales.is_empty() { 0..0 } else { m.row_scales.start + first..m.row_scales.end + first };
+            s.y.chunks_exact_mut(each).for_each(|y| coded::scale_rows(&step.pack[scales.clone()], y));
         }
     }
     for (at, row) in rows.enumerate() {
@@ -305,23 +318,38 @@ fn mat_vec<R: Real>(step: &Step<'_>, m: &plan::MatVec, weights: &[u8], memory: &
         if m.norm.is_some() {
             y.iter_mut().for_each(|y| *y = *y * s.input_scales[at]);
         }
-        epilogue(step, m, y, &mut OfRow { memory, row }, &mut s.load);
+        let biases = part.map_or(0, |(chosen, part)| part * chosen.biases);
+        epilogue(step, m, biases, y, &mut OfRow { memory, row }, &mut s.load);
     }
 }
 
-/// The epilogue of a matvec, for the products of one row.
-fn epilogue<R: Real>(step: &Step<'_>, m: &plan::MatVec, y: &mut [R], memory: &mut impl Access, values: &mut Vec<f32>) {
+/// The epilogue of a matvec, for the products of one row. The biases of the chosen part begin `biases` after those of the first.
+fn epilogue<R: Real>(
+    step: &Step<'_>,
+    m: &plan::MatVec,
+    biases: usize,
+    y: &mut [R],
+    memory: &mut impl Access,
+    values: &mut Vec<f32>,
+) {
     if let Some(bias) = &m.bias {
-        y.iter_mut().zip(&step.plan.constants[bias.clone()]).for_each(|(y, b)| *y = *y + R::of(*b));
+        let bias = &step.plan.constants[bias.start + biases..bias.end + biases];
+        y.iter_mut().zip(bias).for_each(|(y, b)| *y = *y + R::of(*b));
     }
     values.clear();
     match m.epilogue {
-        Epilogue::Store => values.extend(y.iter().map(|y| y.to_f32())),
+        Epilogue::Store | Epilogue::Scores => values.extend(y.iter().map(|y| y.to_f32())),
         Epilogue::Act(act) => values.extend(y.iter().map(|&y| real::act(act, y).to_f32())),
         Epilogue::Gated(act) => {
             for unit in y.chunks_exact(m.unit_rows) {
                 let (gate, up) = unit.split_at(m.unit_rows / 2);
                 values.extend(gate.iter().zip(up).map(|(&g, &u)| (real::act(act, g) * u).to_f32()));
+            }
+        }
+        Epilogue::Clamped(swiglu) => {
+            for unit in y.chunks_exact(m.unit_rows) {
+                let (gate, up) = unit.split_at(m.unit_rows / 2);
+                values.extend(gate.iter().zip(up).map(|(&g, &u)| real::clamped(swiglu, g, u).to_f32()));
             }
         }
         Epilogue::Residual { scale } => {
@@ -347,6 +375,112 @@ fn epilogue<R: Real>(step: &Step<'_>, m: &plan::MatVec, y: &mut [R], memory: &mu
             memory.store_words(pair, &[logit.to_bits(), row]);
         }
     }
+}
+
+/// Chooses the experts of a row.
+fn choose<R: Real>(step: &Step<'_>, route: &plan::Route, memory: &mut impl Access, s: &mut Scratch<R>) {
+    let op = &route.op;
+    load(memory, &route.scores, &mut s.load, &mut s.x);
+    let correction = route.correction.as_ref().map(|range| &step.plan.constants[range.clone()]);
+    let zero = R::of(0.0);
+    // Scores, in `y`.
+    s.y.clear();
+    let most = s.x.iter().copied().fold(R::NEG_INFINITY, |most, x| if x > most { x } else { most });
+    match op.score {
+        Score::Sigmoid => s.y.extend(s.x.iter().map(|&x| real::sigmoid(x))),
+        Score::Softmax => {
+            s.y.extend(s.x.iter().map(|&x| (x - most).exp()));
+            let sum = s.y.iter().fold(zero, |sum, &y| sum + y);
+            s.y.iter_mut().for_each(|y| *y = *y / sum);
+        }
+    }
+    // What the choice is made by. Scores keep the order of what they are made of, which differs where scores may not.
+    if correction.is_some() || op.groups.is_some() {
+        s.x.copy_from_slice(&s.y);
+        s.x.iter_mut().zip(correction.into_iter().flatten()).for_each(|(x, c)| *x = *x + R::of(*c));
+    }
+    if let Some(ExpertGroups { count, kept, score }) = op.groups {
+        let each = s.x.len() / count.max(1) as usize;
+        s.scores.clear();
+        for group in s.x.chunks_exact(each.max(1)) {
+            let best = largest(group).map_or(0, |at| at);
+            let rest = group.iter().enumerate().filter(|(at, _)| *at != best).map(|(_, &x)| x);
+            let second = rest.fold(R::NEG_INFINITY, |most, x| if x > most { x } else { most });
+            s.scores.push(match score {
+                GroupScore::SumOfTwo if each > 1 => group[best] + second,
+                _ => group[best],
+            });
+        }
+        let mut keep = vec![false; s.scores.len()];
+        for _ in 0..kept {
+            let Some(group) = largest(&s.scores) else { break };
+            keep[group] = true;
+            s.scores[group] = R::NEG_INFINITY;
+        }
+        for (group, _) in keep.iter().enumerate().filter(|(_, keep)| !**keep) {
+            s.x[group * each..(group + 1) * each].fill(R::NEG_INFINITY);
+        }
+    }
+    let mut chosen = vec![];
+    for _ in 0..op.top_k {
+        let expert = largest(&s.x).unwrap_or(0);
+        chosen.push(expert as u32);
+        s.x[expert] = R::NEG_INFINITY;
+    }
+    let sum = chosen.iter().fold(zero, |sum, &expert| sum + s.y[expert as usize]);
+    let divisor = op.normalise.map(|added| sum + R::of(added));
+    s.load.clear();
+    s.load.extend(chosen.iter().map(|&expert| {
+        let score = s.y[expert as usize];
+        (divisor.map_or(score, |divisor| score / divisor) * R::of(op.scale)).to_f32()
+    }));
+    memory.store(&route.shares, &s.load);
+    memory.store_words(&route.out, &chosen);
+}
+
+/// Where the largest value is, the first of equal ones. Any number is larger than none.
+fn largest<R: Real>(values: &[R]) -> Option<usize> {
+    let mut best: Option<usize> = None;
+    for (at, &value) in values.iter().enumerate() {
+        if value > R::NEG_INFINITY && best.is_none_or(|best| value > values[best]) {
+            best = Some(at);
+        }
+    }
+    best
+}
+
+/// The sum of what experts made of a row.
+fn add_up<R: Real>(combine: &plan::Combine, memory: &mut impl Access, s: &mut Scratch<R>) {
+    let op = &combine.op;
+    load(memory, &combine.shares, &mut s.load, &mut s.scores);
+    if op.shared {
+        let mut share = R::of(1.0);
+        if let Some(gate) = &combine.gate {
+            load(memory, gate, &mut s.load, &mut s.x);
+            share = real::sigmoid(s.x[0]);
+        }
+        s.scores.push(share);
+    }
+    s.y.clear();
+    for (slot, input) in combine.inputs.iter().enumerate() {
+        load(memory, input, &mut s.load, &mut s.x);
+        s.y.resize(s.x.len(), R::of(0.0));
+        let share = s.scores[slot];
+        s.y.iter_mut().zip(&s.x).for_each(|(y, &x)| *y = *y + share * x);
+    }
+    let scale = R::of(op.scale);
+    let values = &mut s.load;
+    values.clear();
+    match &combine.residual {
+        Some(residual) => {
+            values.resize(residual.len, 0.0);
+            memory.load(residual, values);
+            values.iter_mut().zip(&s.y).for_each(|(r, &y)| *r = (R::of(*r) + scale * y).to_f32());
+            memory.store(residual, values);
+        }
+        None => values.extend(s.y.iter().map(|&y| (scale * y).to_f32())),
+    }
+    combine.out.iter().for_each(|out| memory.store(out, values));
 }
 
 fn norm_add<R: Real>(step: &Step<'_>, n: &plan::NormAdd, memory: &mut impl Access, s: &mut Scratch<R>) {

@@ -1,6 +1,6 @@
 //! Owns `Plan`: a schedule with every operand resolved to elements and bytes, so that executing a task looks up nothing.
 
-use super::memory::{Cache, CacheColumns, Place, Region};
+use super::memory::{Access, Cache, CacheColumns, Place, Region};
 use super::real::read_value;
 use super::synthetic::CacheKind;
 use crate::dtype::DType;
@@ -46,9 +46,8 @@ pub enum PlanError {
     Missing { role: Role },
     #[error("{grid} streams weights, and has no variant that says in which chunks")]
     Variant { grid: GridId },
-    /// A known gap: the pack has the parts of no looked-up buffer yet.
-    #[error("{grid}: experts are not implemented in the interpreter")]
-    Choice { grid: GridId },
+    #[error("{grid} chooses among {parts} parts, which its matrix or its bias does not have")]
+    Parts { grid: GridId, parts: u32 },
     #[error("no regime serves position 0")]
     Regimes,
     #[error("{sms} SMs are declared, a regime has {queues} queues and {streams} streams")]
@@ -134,13 +133,15 @@ pub struct TaskPlan {
 #[derive(Debug, Clone, PartialEq)]
 pub struct StreamRun {
     pub task: TaskId,
+    /// The loader waits for this event of the step first.
+    pub after: Option<EventId>,
     pub bytes: StreamBytes,
 }
 
 #[derive(Debug, Clone, PartialEq)]
 pub enum StreamBytes {
-    /// Bytes of the pack, in the chunks of the variant.
-    Fixed { range: Range<usize>, variant: MatVecVariant },
+    /// Bytes of the pack, in the chunks of the variant; of the chosen part, if there are parts.
+    Fixed { range: Range<usize>, variant: MatVecVariant, chosen: Option<Chosen> },
     History {
         rows: usize,
         keys: CacheColumns,
@@ -152,10 +153,37 @@ pub enum StreamBytes {
     },
 }
 
+/// Which of the equal parts of a matrix a task computes with: what its ranges say is of the first.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Chosen {
+    /// The entry that says so.
+    pub entry: Region,
+    /// The row of the step that it is read for.
+    pub row: usize,
+    pub parts: u32,
+    /// Bytes of the pack from part to part: of units, and of the scales of rows.
+    pub unit_bytes: usize,
+    pub scale_bytes: usize,
+    /// Biases of a part.
+    pub biases: usize,
+}
+
+impl Chosen {
+    /// The part that the step chose.
+    pub fn part(&self, memory: &mut impl Access) -> usize {
+        let mut word = [0];
+        memory.load_words(&self.entry.row(self.row), &mut word);
+        // The proof keeps it below the bound; kernels clamp it, too.
+        word[0].min(self.parts.saturating_sub(1)) as usize
+    }
+}
+
 pub enum Work {
     Select { best: Region, token: Region },
     Report { token: Region, out: Region },
     Embed { token: Region, table: Table, residual: Region, out: Option<Region>, scale: f32 },
+    Route(Box<Route>),
+    Combine(Box<Combine>),
     MatVec(Box<MatVec>),
     Attention(Box<Attention>),
     AttentionMerge { head_dim: usize, splits: usize, heads: Vec<MergeHead> },
@@ -196,12 +224,32 @@ pub struct MatVec {
     /// The same for the scales of its rows; empty if there are none.
     pub row_scales: Range<usize>,
     pub bias: Option<Range<usize>>,
+    pub chosen: Option<Chosen>,
     pub epilogue: Epilogue,
     /// `Out`, or `Logits`.
     pub out: Option<Region>,
     pub residual: Option<Region>,
     /// The arg-max pair of the logits in `out`.
     pub best: Option<Region>,
+}
+
+pub struct Route {
+    pub op: op::Route,
+    pub scores: Region,
+    /// Range of [`Plan::constants`].
+    pub correction: Option<Range<usize>>,
+    pub shares: Region,
+    pub out: Region,
+}
+
+pub struct Combine {
+    pub op: op::Combine,
+    /// One for each slot, then that of the shared expert.
+    pub inputs: Vec<Region>,
+    pub shares: Region,
+    pub gate: Option<Region>,
+    pub residual: Option<Region>,
+    pub out: Option<Region>,
 }
 
 pub struct Attention {
@@ -513,7 +561,17 @@ impl MemoryMap {
 
     fn optional(&self, at: At<'_>, role: Role) -> Result<Option<Region>, PlanError> {
         let Some(operand) = at.grid.operand(role) else { return Ok(None) };
+        self.touched(at, operand)
+    }
+
+    /// What an operand touches, which is something.
+    fn region_at(&self, at: At<'_>, operand: &Operand) -> Result<Region, PlanError> {
+        self.touched(at, operand)?.ok_or(PlanError::Empty { task: at.id, role: operand.role })
+    }
+
+    fn touched(&self, at: At<'_>, operand: &Operand) -> Result<Option<Region>, PlanError> {
         let Some((start, end)) = self.columns(at, operand)? else { return Ok(None) };
+        let role = operand.role;
         let buffer = &at.program.buffers[operand.buffer.index()];
         let (place, offset) = self.arenas[operand.buffer.index()].ok_or(PlanError::Space {
             task: at.id,
@@ -611,7 +669,9 @@ impl MemoryMap {
                     }
                 }
                 let variant = schedule.matvec_variant(task.grid).copied();
-                StreamBytes::Fixed { range, variant: variant.ok_or(PlanError::Variant { grid: task.grid })? }
+                let variant = variant.ok_or(PlanError::Variant { grid: task.grid })?;
+                let chosen = self.chosen(At::new(&schedule.program, run.task, task)?, &matrix)?;
+                StreamBytes::Fixed { range, variant, chosen }
             }
             Source::History { rows } => {
                 let at = At::new(&schedule.program, run.task, task)?;
@@ -631,7 +691,12 @@ impl MemoryMap {
                 }
             }
         };
-        Ok(StreamRun { task: run.task, bytes })
+        if let Some(event) = run.after
+            && event.index() >= regime.events.len()
+        {
+            return Err(reference(run.task, event));
+        }
+        Ok(StreamRun { task: run.task, after: run.after, bytes })
     }
 
     fn work(
@@ -645,7 +710,19 @@ impl MemoryMap {
         Ok(match &at.grid.op {
             Op::Select => Work::Select { best: self.region(at, Role::Best)?, token: self.sized(at, Role::Token, 1)? },
             Op::Report => Work::Report { token: self.sized(at, Role::Token, 1)?, out: self.sized(at, Role::Out, 1)? },
-            Op::Route { .. } => return Err(PlanError::Choice { grid: task.grid }),
+            Op::Route(route) => {
+                let slots = route.top_k as usize;
+                let correction = self.constant(at, Role::Bias)?;
+                correction.iter().try_for_each(|c| width(id, Role::Bias, route.experts as usize, c.len()))?;
+                Work::Route(Box::new(Route {
+                    op: *route,
+                    scores: self.sized(at, Role::X, route.experts as usize)?,
+                    correction,
+                    shares: self.sized(at, Role::Shares, slots)?,
+                    out: self.sized(at, Role::Out, slots)?,
+                }))
+            }
+            Op::Combine(combine) => Work::Combine(Box::new(self.combine(at, combine)?)),
             Op::Embed { scale, everywhere: _ } => {
                 let operand = at.operand(Role::Table)?;
                 let buffer = &program.buffers[operand.buffer.index()];
@@ -707,9 +784,7 @@ impl MemoryMap {
         let units = (at.hi - at.lo.min(at.hi)) as usize;
         let k = m.k as usize;
         let expected = units as u64 * m.unit_bytes(format);
-        if matches!(at.operand(Role::Weight)?.rows, Rows::Lookup(_)) {
-            return Err(PlanError::Choice { grid: at.grid_id });
-        }
+        let chosen = self.chosen(at, &matrix)?;
         let weight = streamed.unwrap_or(0..0);
         if weight.len() as u64 != expected {
             return Err(PlanError::Stream { task: id, expected, found: weight.len() as u64 });
@@ -727,8 +802,8 @@ impl MemoryMap {
             Ok::<Region, PlanError>(region)
         };
         let (out, residual, best) = match m.epilogue {
-            Epilogue::Store | Epilogue::Act(_) => (Some(partial(Role::Out, values)?), None, None),
-            Epilogue::Gated(_) => (Some(partial(Role::Out, values / 2)?), None, None),
+            Epilogue::Store | Epilogue::Scores | Epilogue::Act(_) => (Some(partial(Role::Out, values)?), None, None),
+            Epilogue::Gated(_) | Epilogue::Clamped(_) => (Some(partial(Role::Out, values / 2)?), None, None),
             Epilogue::Residual { .. } => {
                 let residual = partial(Role::Residual, values)?;
                 let out = self.published(at, residual.len)?;
@@ -753,10 +828,60 @@ impl MemoryMap {
             weight,
             row_scales,
             bias,
+            chosen,
             epilogue,
             out,
             residual,
             best,
+        })
+    }
+
+    /// The part of its matrix that a task takes, if the matrix has parts.
+    fn chosen(&self, at: At<'_>, matrix: &Matrix) -> Result<Option<Chosen>, PlanError> {
+        let Rows::Lookup(table) = at.operand(Role::Weight)?.rows else { return Ok(None) };
+        let table = at.program.tables.get(table.index()).ok_or_else(|| reference(at.id, table))?;
+        let units = u64::from(at.grid.n);
+        let bytes = |each: u64| usize::try_from(units.saturating_mul(each)).unwrap_or(usize::MAX);
+        let biases = at.grid.operand(Role::Bias).map_or(0, |bias| bias.cols.limit as usize);
+        // Parts fill the matrix, and what is stored beside it.
+        let whole = u64::from(table.bound).saturating_mul(units) == u64::from(matrix.units);
+        let end = self.constant_len(at).map_or(0, |len| biases.saturating_mul(table.bound as usize).max(len));
+        if !whole || self.constant_len(at).is_some_and(|len| end > len) {
+            return Err(PlanError::Parts { grid: at.grid_id, parts: table.bound });
+        }
+        Ok(Some(Chosen {
+            entry: self.sized(at, Role::Choices, 1)?,
+            row: at.row as usize,
+            parts: table.bound,
+            unit_bytes: bytes(matrix.unit_bytes),
+            scale_bytes: bytes(4 * u64::from(matrix.unit_rows)),
+            biases,
+        }))
+    }
+
+    /// Values of the bias of a grid, of all parts.
+    fn constant_len(&self, at: At<'_>) -> Option<usize> {
+        let bias = at.grid.operand(Role::Bias)?;
+        Some(self.values.get(bias.buffer.index())?.as_ref()?.len())
+    }
+
+    fn combine(&self, at: At<'_>, op: &op::Combine) -> Result<Combine, PlanError> {
+        let operands = at.grid.operands.iter().filter(|operand| operand.role == Role::X);
+        let inputs: Vec<Region> = operands.map(|x| self.region_at(at, x)).collect::<Result<_, _>>()?;
+        width(at.id, Role::X, op.inputs() as usize, inputs.len())?;
+        let residual = self.optional(at, Role::Residual)?;
+        let out = self.optional(at, Role::Out)?;
+        let len = inputs.first().map_or(0, |x| x.len);
+        for region in inputs.iter().chain(&residual).chain(&out) {
+            width(at.id, Role::X, len, region.len)?;
+        }
+        Ok(Combine {
+            op: *op,
+            inputs,
+            shares: self.sized(at, Role::Shares, op.slots as usize)?,
+            gate: self.optional(at, Role::Gate)?,
+            residual,
+            out,
         })
     }
 
@@ -862,12 +987,13 @@ struct At<'a> {
     lo: u32,
     hi: u32,
     j: u32,
+    row: u32,
 }
 
 impl<'a> At<'a> {
     fn new(program: &'a Program, id: TaskId, task: &Task) -> Result<At<'a>, PlanError> {
         let grid = program.grids.get(task.grid.index()).ok_or(PlanError::Grid { task: id, grid: task.grid })?;
-        Ok(At { program, grid, grid_id: task.grid, id, lo: task.lo, hi: task.hi, j: task.j })
+        Ok(At { program, grid, grid_id: task.grid, id, lo: task.lo, hi: task.hi, j: task.j, row: task.row })
     }
 
     fn operand(&self, role: Role) -> Result<&'a Operand, PlanError> {

@@ -5,7 +5,7 @@ use super::kernel::{self, HistoryRows, Isa};
 use crate::dtype::DType;
 use crate::ir::layout::GRANULE_ROW_BYTES;
 use crate::ir::op::UNIT_ROWS;
-use crate::model::graph::Act;
+use crate::model::graph::{Act, ClampedSwiglu};
 use std::fmt::Debug;
 use std::ops::{Add, Div, Mul, Sub};
 
@@ -336,6 +336,20 @@ pub fn act<R: Real>(act: Act, x: R) -> R {
 /// `1 / (1 + e^-x)`
 pub fn sigmoid<R: Real>(x: R) -> R {
     R::of(1.0) / (R::of(1.0) + (R::of(0.0) - x).exp())
+}
+
+/// The formula of [`ClampedSwiglu`].
+pub fn clamped<R: Real>(swiglu: ClampedSwiglu, gate: R, up: R) -> R {
+    let (limit, least) = (R::of(swiglu.limit), R::of(-swiglu.limit));
+    let gate = if gate > limit { limit } else { gate };
+    let up = if up > limit {
+        limit
+    } else if up < least {
+        least
+    } else {
+        up
+    };
+    (up + R::of(1.0)) * gate * sigmoid(R::of(swiglu.alpha) * gate)
 }
 
 /// `cap * tanh(x / cap)`

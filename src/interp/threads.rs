@@ -447,7 +447,12 @@ fn streamed<'a>(
     paged: Option<&'a [PagedRows<'a>; 2]>,
 ) -> Streamed<'a> {
     match &task.work {
-        Work::MatVec(m) => Streamed::Weights(&pack[m.weight.clone()]),
+        Work::MatVec(m) => {
+            let part = m.chosen.as_ref().map_or(0, |chosen| {
+                chosen.unit_bytes * chosen.part(&mut Direct { memory: &shared.memory, private: &mut [], rows })
+            });
+            Streamed::Weights(&pack[m.weight.start + part..m.weight.end + part])
+        }
         Work::Attention(a) => {
             let Some(row) = rows.rows.get(task.row.unwrap_or(0)) else { return Streamed::Nothing };
             let (start, end) = a.op.history_share(row.position, row.past(), a.j);

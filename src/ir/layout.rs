@@ -24,7 +24,7 @@ impl MatVec {
     /// Launch extent: units of 8 rows, or of 4 gate and 4 up rows.
     pub fn units(&self) -> u32 {
         match self.epilogue {
-            Epilogue::Gated(_) => (self.rows / 2).div_ceil(UNIT_ROWS / 2),
+            Epilogue::Gated(_) | Epilogue::Clamped(_) => (self.rows / 2).div_ceil(UNIT_ROWS / 2),
             _ => self.rows.div_ceil(self.unit_rows.max(1)),
         }
     }
@@ -35,7 +35,7 @@ impl MatVec {
         rows == UNIT_ROWS
             || matches!(rows, 2 | 4)
                 && format.is_plain()
-                && matches!(self.epilogue, Epilogue::Store | Epilogue::Act(_))
+                && matches!(self.epilogue, Epilogue::Store | Epilogue::Scores | Epilogue::Act(_))
                 && self.k.is_multiple_of(format.granule_k() * (UNIT_ROWS / rows))
     }
 
@@ -321,6 +321,8 @@ pub struct SmemNeeds {
     pub heads_per_task: u32,
     /// Records of a query head that meet at the end of attention.
     pub records: u32,
+    /// 32-bit values that a choice of experts is made with.
+    pub choice: u32,
     /// Most units of 8 columns of the residual in one block, for all rows of the step. Scratch is sized for one row, because
     /// a task takes its rows one after another.
     pub residual_units: u32,
@@ -387,7 +389,7 @@ pub fn smem_map(n: &SmemNeeds) -> Vec<SmemPart> {
     // For sampling: the best logit of each SM, seven sums of each warp, and a list of ids, of which few are enough.
     let sampling = n.sms * 4 + n.consumer_warps * 56 + 64;
     let merge = n.consumer_warps * (n.head_dim + PARTIAL_HEADER) * 4;
-    let scratch = attention.max(merge).max(sampling);
+    let scratch = attention.max(merge).max(sampling).max(n.choice * 4);
     // q of a task, k, v, in fp32, and q once more as the tensor cores take it.
     let heads = (n.heads_per_task + 2) * n.head_dim * 4 + n.heads_per_task * n.head_dim.next_multiple_of(32) * 2;
     // Ring barriers; what each warp carries from task to task, and its statistics; token, watchdog.

@@ -1,6 +1,6 @@
 //! Owns the closed vocabulary of tile-level ops and the operand table of each: roles, accesses and row kinds.
 
-use crate::model::graph::{Act, NormKind, QkNormSpan, QueryScale};
+use crate::model::graph::{Act, ClampedSwiglu, ExpertGroups, NormKind, QkNormSpan, QueryScale, Score};
 
 /// What a task does. Sizes are elements; every op is pure compute over its declared operands.
 #[derive(Debug, Clone, PartialEq)]
@@ -10,8 +10,8 @@ pub enum Op {
     Select,
     /// Hands the token of this step to the host.
     Report,
-    /// `out` = the index of the largest value of `x` (the first of equal ones): the expert of this step, for a table of choices.
-    Route { experts: u32 },
+    /// Chooses the experts of a row, for a table of choices, and says how much each counts.
+    Route(Route),
     /// `residual[i] = x[i] = scale * table[token][i]`. One launch index is 8 columns. If `everywhere`, it is a whole row, each SM
     /// has one, and nothing is published.
     Embed { scale: f32, everywhere: bool },
@@ -28,6 +28,42 @@ pub enum Op {
     /// `residual += scale * norm(y)`; publishes the sum. One launch index is 8 columns. If `everywhere`, it is all columns, each
     /// SM has one, and nothing is published: every SM reads all of `y` for the norm anyway, so it can add all of it up.
     NormAdd { norm: NormAttr, width: u32, scale: f32, everywhere: bool },
+    /// Adds up what the experts of a row made of it. One launch index is 8 columns.
+    Combine(Combine),
+}
+
+/// From scores to `top_k` experts and their weights, as [`crate::model::graph::Router`] says: `x` has the outputs of the router in
+/// its first `experts` columns, `bias` the correction, if there is one. `out` has the experts, `shares` their weights, both by slot.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Route {
+    pub experts: u32,
+    pub top_k: u32,
+    pub score: Score,
+    pub groups: Option<ExpertGroups>,
+    /// Added to the sum that weights are divided by; `None`: they are not divided.
+    pub normalise: Option<f32>,
+    pub scale: f32,
+}
+
+/// `y = sum over slots s of shares[s] * x_s`, in the order of slots, then `sigmoid?(gate) * x_slots`: the output of a shared expert.
+/// With a residual, `residual += scale * y` and `out`, if it is there, is the sum; else `out = y`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Combine {
+    pub width: u32,
+    /// Experts of a row, without the shared one.
+    pub slots: u32,
+    /// Whether there is a shared expert. Its gate, if it has one, is an operand.
+    pub shared: bool,
+    pub scale: f32,
+    /// Whether it updates a residual.
+    pub adds: bool,
+}
+
+impl Combine {
+    /// Its inputs: one for each slot, and that of the shared expert.
+    pub fn inputs(&self) -> u32 {
+        self.slots + u32::from(self.shared)
+    }
 }
 
 /// `W` is `[rows, k]`; rows and k are the model's, padding exists only in the pack.
@@ -61,14 +97,25 @@ impl NormAttr {
 pub enum Epilogue {
     /// `out = y`
     Store,
+    /// `out = y`, in fp32 whatever travels elsewhere: scores, of which an order is made.
+    Scores,
     /// `out = act(y)`
     Act(Act),
     /// Units hold 4 gate rows, then 4 up rows: `out = act(gate) * up`, 4 columns a unit.
     Gated(Act),
+    /// The same with the formula of [`ClampedSwiglu`].
+    Clamped(ClampedSwiglu),
     /// `residual += scale * y; out = residual`
     Residual { scale: f32 },
     /// `logits = softcap?(scale * y)`, and the task's arg-max pair.
     Logits { scale: f32, softcap: Option<f32> },
+}
+
+impl Epilogue {
+    /// Whether units hold gate rows, then up rows.
+    pub fn is_gated(&self) -> bool {
+        matches!(self, Epilogue::Gated(_) | Epilogue::Clamped(_))
+    }
 }
 
 #[derive(Debug, Clone, PartialEq)]
@@ -128,7 +175,18 @@ impl Op {
         match self {
             Op::Select => key.push(0),
             Op::Report => key.push(1),
-            Op::Route { experts } => key.extend([7, *experts]),
+            Op::Route(Route { experts, top_k, score, groups, normalise, scale }) => {
+                key.extend([7, *experts, *top_k, *score as u32, scale.to_bits()]);
+                optional(&mut key, normalise.map(f32::to_bits));
+                flag(&mut key, groups.is_some());
+                key.extend(groups.iter().flat_map(|groups| {
+                    let ExpertGroups { count, kept, score } = *groups;
+                    [count, kept, score as u32]
+                }));
+            }
+            Op::Combine(Combine { width, slots, shared, scale, adds }) => {
+                key.extend([8, *width, *slots, u32::from(*shared), scale.to_bits(), u32::from(*adds)]);
+            }
             Op::Embed { scale, everywhere } => key.extend([2, scale.to_bits(), u32::from(*everywhere)]),
             Op::MatVec(MatVec { rows, k, norm, own_input, epilogue, unit_rows }) => {
                 key.extend([3, *rows, *k, *unit_rows]);
@@ -137,8 +195,12 @@ impl Op {
                 norm.iter().for_each(|norm| key.extend(norm.key()));
                 match *epilogue {
                     Epilogue::Store => key.push(0),
+                    Epilogue::Scores => key.push(5),
                     Epilogue::Act(act) => key.extend([1, act as u32]),
                     Epilogue::Gated(act) => key.extend([2, act as u32]),
+                    Epilogue::Clamped(ClampedSwiglu { alpha, limit }) => {
+                        key.extend([6, alpha.to_bits(), limit.to_bits()]);
+                    }
                     Epilogue::Residual { scale } => key.extend([3, scale.to_bits()]),
                     Epilogue::Logits { scale, softcap } => {
                         key.extend([4, scale.to_bits()]);
@@ -239,6 +301,7 @@ pub enum Role {
     Q,
     K,
     V,
+    /// What is multiplied with its sigmoid: one value for each of the heads' columns, or one for a shared expert.
     Gate,
     QNormWeight,
     KNormWeight,
@@ -250,12 +313,16 @@ pub enum Role {
     AppendK,
     AppendV,
     Partial,
+    /// The entries of a table of choices that a task looks up.
+    Choices,
+    /// How much each slot counts.
+    Shares,
     Logits,
     Out,
 }
 
 impl Role {
-    pub const ALL: [Role; 25] = [
+    pub const ALL: [Role; 27] = [
         Role::Token,
         Role::Best,
         Role::Table,
@@ -279,6 +346,8 @@ impl Role {
         Role::AppendK,
         Role::AppendV,
         Role::Partial,
+        Role::Choices,
+        Role::Shares,
         Role::Logits,
         Role::Out,
     ];
@@ -309,6 +378,8 @@ impl Role {
             Role::AppendK => "append_k",
             Role::AppendV => "append_v",
             Role::Partial => "partial",
+            Role::Choices => "choices",
+            Role::Shares => "shares",
             Role::Logits => "logits",
             Role::Out => "out",
         }
@@ -365,7 +436,8 @@ impl Op {
         match self {
             Op::Select => "select",
             Op::Report => "report",
-            Op::Route { .. } => "route",
+            Op::Route(_) => "route",
+            Op::Combine(_) => "combine",
             Op::Embed { .. } => "embed",
             Op::MatVec(_) => "matvec",
             Op::Attention(_) => "attention",
@@ -386,7 +458,22 @@ impl Op {
         match self {
             Op::Select => const { &[need(Role::Best, Read), need(Role::Token, Write)] },
             Op::Report => const { &[need(Role::Token, Read), need(Role::Out, Write)] },
-            Op::Route { .. } => const { &[need(Role::X, Read), need(Role::Out, Write)] },
+            Op::Route(_) => {
+                const { &[need(Role::X, Read), may(Role::Bias, Read), need(Role::Shares, Write), need(Role::Out, Write)] }
+            }
+            Op::Combine(combine) => {
+                // One `x` for each input, in order.
+                const STORED: &[Slot] =
+                    &[need(Role::X, Read), need(Role::Shares, Read), may(Role::Gate, Read), need(Role::Out, Write)];
+                const ADDED: &[Slot] = &[
+                    need(Role::X, Read),
+                    need(Role::Shares, Read),
+                    may(Role::Gate, Read),
+                    need(Role::Residual, Update),
+                    may(Role::Out, Write),
+                ];
+                if combine.adds { ADDED } else { STORED }
+            }
             Op::Embed { everywhere, .. } => {
                 const WHOLE: &[Slot] = &[need(Role::Token, Read), need(Role::Table, Read), need(Role::Residual, Write)];
                 const OWNED: &[Slot] = &[
@@ -425,7 +512,7 @@ impl Op {
                         ]
                     }
                 }
-                Epilogue::Store | Epilogue::Act(_) | Epilogue::Gated(_) => {
+                Epilogue::Store | Epilogue::Scores | Epilogue::Act(_) | Epilogue::Gated(_) | Epilogue::Clamped(_) => {
                     const {
                         &[
                             need(Role::X, Read),
@@ -433,6 +520,7 @@ impl Op {
                             may(Role::NormBias, Read),
                             need(Role::Weight, Stream),
                             may(Role::Bias, Read),
+                            may(Role::Choices, Read),
                             need(Role::Out, Write),
                         ]
                     }
@@ -483,6 +571,14 @@ impl Op {
     /// Whether every SM has a task of its own that does the whole op for that SM.
     pub fn everywhere(&self) -> bool {
         matches!(self, Op::Select | Op::Embed { everywhere: true, .. } | Op::NormAdd { everywhere: true, .. })
+    }
+
+    /// How many operands of `role` it takes, one after another, where it takes any.
+    pub fn operands_of(&self, role: Role) -> usize {
+        match self {
+            Op::Combine(combine) if role == Role::X => combine.inputs() as usize,
+            _ => 1,
+        }
     }
 
     /// Ring slots a task must hold at once to make progress.

@@ -4,8 +4,8 @@
 //! may dangle. Memory is proportional to the text: nothing is reserved from a number that the text states.
 //! The grammar is what [`super::print`] writes; blanks between tokens, blank lines, comments and CRLF are free.
 
-use super::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role, UNIT_ROWS};
-use super::print::{VERSION, act_name, norm_name};
+use super::op::{Access, Attention, Combine, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role, Route, UNIT_ROWS};
+use super::print::{VERSION, act_name, group_score_name, norm_name, score_name};
 use super::program::{
     Buffer, Cols, Content, Grid, Home, LayerOp, Operand, Paging, Part, Program, Rows, Second, Site, Space, VectorPart,
 };
@@ -18,7 +18,9 @@ use super::{BufferId, EventId, GridId, LayerId, SmId, TableId, TaskId};
 use crate::dtype::{DType, Precision};
 use crate::error::Fault;
 use crate::format::{CODE_BYTES, Code, Format, Groups, ScaleCode};
-use crate::model::graph::{Act, NormKind, QkNormSpan, QueryScale, RopeId, RowView, TensorId};
+use crate::model::graph::{
+    Act, ClampedSwiglu, ExpertGroups, GroupScore, NormKind, QkNormSpan, QueryScale, RopeId, RowView, Score, TensorId,
+};
 use crate::text::{Diagnostic, Span, Style, nearest};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -109,6 +111,8 @@ pub struct RegimeLines {
     pub streams: Vec<Span>,
 }
 
+const SCORES: [Score; 2] = [Score::Softmax, Score::Sigmoid];
+const GROUP_SCORES: [GroupScore; 2] = [GroupScore::Max, GroupScore::SumOfTwo];
 const ACTS: [Act; 4] = [Act::Silu, Act::GeluErf, Act::GeluTanh, Act::Relu];
 const NORMS: [NormKind; 2] = [NormKind::Rms, NormKind::Layer];
 const DTYPES: [DType; 5] = [DType::F32, DType::Bf16, DType::F16, DType::I32, DType::E4m3];
@@ -331,8 +335,17 @@ impl<'a> Parser<'a> {
     }
 
     fn grid(&mut self) -> Parsed<Grid> {
-        let op_name =
-            self.words(&["select", "report", "route", "embed", "matvec", "attention", "attention_merge", "norm_add"])?;
+        let op_name = self.words(&[
+            "select",
+            "report",
+            "route",
+            "embed",
+            "matvec",
+            "attention",
+            "attention_merge",
+            "norm_add",
+            "combine",
+        ])?;
         let name = self.string()?;
         let n = self.attr_u32("n")?;
         let second =
@@ -342,7 +355,14 @@ impl<'a> Parser<'a> {
         let op = match op_name {
             "select" => Op::Select,
             "report" => Op::Report,
-            "route" => Op::Route { experts: self.attr_u32("experts")? },
+            "route" => Op::Route(self.route()?),
+            "combine" => Op::Combine(Combine {
+                width: self.attr_u32("width")?,
+                slots: self.attr_u32("slots")?,
+                shared: self.eat("shared"),
+                scale: self.attr_f32("scale")?,
+                adds: self.eat("adds"),
+            }),
             "embed" => Op::Embed { scale: self.attr_f32("scale")?, everywhere: self.eat("everywhere") },
             "matvec" => Op::MatVec(self.matvec()?),
             "attention" => Op::Attention(self.attention()?),
@@ -370,14 +390,32 @@ impl<'a> Parser<'a> {
         Ok(Site { op, layer })
     }
 
+    fn route(&mut self) -> Parsed<Route> {
+        let (experts, top_k) = (self.attr_u32("experts")?, self.attr_u32("top_k")?);
+        self.attr("score")?;
+        let score = self.one_of(&SCORES, score_name)?;
+        let mut groups = None;
+        if let Some(count) = self.optional_u32("groups")? {
+            let kept = self.attr_u32("kept")?;
+            self.attr("by")?;
+            groups = Some(ExpertGroups { count, kept, score: self.one_of(&GROUP_SCORES, group_score_name)? });
+        }
+        let normalise = self.optional_f32("normalise")?;
+        Ok(Route { experts, top_k, score, groups, normalise, scale: self.attr_f32("scale")? })
+    }
+
     fn matvec(&mut self) -> Parsed<MatVec> {
         let (rows, k) = (self.attr_u32("rows")?, self.attr_u32("k")?);
         let norm = if self.eat_attr("norm")? { Some(self.norm()?) } else { None };
         let own_input = self.eat("own_input");
         let unit_rows = self.optional_u32("unit_rows")?.unwrap_or(UNIT_ROWS);
         self.attr("epilogue")?;
-        let epilogue = match self.words(&["store", "act", "gated", "residual", "logits"])? {
+        let epilogue = match self.words(&["store", "scores", "act", "gated", "clamped", "residual", "logits"])? {
             "store" => Epilogue::Store,
+            "scores" => Epilogue::Scores,
+            "clamped" => {
+                Epilogue::Clamped(ClampedSwiglu { alpha: self.attr_f32("alpha")?, limit: self.attr_f32("limit")? })
+            }
             "act" => Epilogue::Act(self.act()?),
             "gated" => Epilogue::Gated(self.act()?),
             "residual" => Epilogue::Residual { scale: self.attr_f32("scale")? },
@@ -1423,6 +1461,8 @@ regime r1 from 32
         let acts = || prop::sample::select(&ACTS[..]);
         let epilogues = prop_oneof![
             Just(Epilogue::Store),
+            Just(Epilogue::Scores),
+            (floats(), floats()).prop_map(|(alpha, limit)| Epilogue::Clamped(ClampedSwiglu { alpha, limit })),
             acts().prop_map(Epilogue::Act),
             acts().prop_map(Epilogue::Gated),
             floats().prop_map(|scale| Epilogue::Residual { scale }),
@@ -1465,7 +1505,10 @@ regime r1 from 32
         prop_oneof![
             Just(Op::Select),
             Just(Op::Report),
-            numbers().prop_map(|experts| Op::Route { experts }),
+            routes(),
+            ([numbers(), numbers()], floats(), [any::<bool>(), any::<bool>()]).prop_map(
+                |([width, slots], scale, [shared, adds])| Op::Combine(Combine { width, slots, shared, scale, adds })
+            ),
             (floats(), any::<bool>()).prop_map(|(scale, everywhere)| Op::Embed { scale, everywhere }),
             (numbers(), numbers(), prop::option::of(norms()), epilogues, ways).prop_map(
                 |(rows, k, norm, epilogue, (unit_rows, own_input))| {
@@ -1485,6 +1528,18 @@ regime r1 from 32
                 everywhere
             }),
         ]
+    }
+
+    fn routes() -> impl Strategy<Value = Op> {
+        let groups = ([numbers(), numbers()], prop::sample::select(&GROUP_SCORES[..]));
+        let groups = groups.prop_map(|([count, kept], score)| ExpertGroups { count, kept, score });
+        let scores = prop::sample::select(&SCORES[..]);
+        let weights = (prop::option::of(floats()), floats());
+        ([numbers(), numbers()], scores, prop::option::of(groups), weights).prop_map(
+            |([experts, top_k], score, groups, (normalise, scale))| {
+                Op::Route(Route { experts, top_k, score, groups, normalise, scale })
+            },
+        )
     }
 
     fn operands() -> impl Strategy<Value = Operand> {

@@ -37,7 +37,7 @@
 //! constants have places in the pack, parts of shared memory are of a closed set, and a grid says by `site` what of the model it does; its name is for
 //! readers. Clusters and groups of warps, always one in version 1, are gone. Version 1 is not read.
 
-use super::op::{Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, UNIT_ROWS};
+use super::op::{Attention, Combine, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Route, UNIT_ROWS};
 use super::program::{Buffer, Cols, Content, Grid, Home, Operand, Paging, Program, Rows, Second, Site};
 use super::schedule::{Event, Machine, Regime, Ring, Run, Schedule, Scope, SmemPart, Source, Task, Wait};
 use super::table::{Table, TableHome};
@@ -45,7 +45,7 @@ use super::variant::{AttentionVariant, MatVecVariant, Variant};
 use super::{BufferId, GridId, TableId, TaskId};
 use crate::dtype::Precision;
 use crate::format::{CODE_BYTES, Format, Groups};
-use crate::model::graph::{Act, NormKind, QueryScale, RowView};
+use crate::model::graph::{Act, ClampedSwiglu, ExpertGroups, GroupScore, NormKind, QueryScale, RowView, Score};
 use std::fmt::{self, Write};
 
 /// The version of the text form that [`print()`] writes and [`super::parse::parse`] reads.
@@ -110,6 +110,20 @@ pub(super) fn act_name(act: Act) -> &'static str {
         Act::GeluErf => "gelu_erf",
         Act::GeluTanh => "gelu_tanh",
         Act::Relu => "relu",
+    }
+}
+
+pub(super) fn score_name(score: Score) -> &'static str {
+    match score {
+        Score::Softmax => "softmax",
+        Score::Sigmoid => "sigmoid",
+    }
+}
+
+pub(super) fn group_score_name(score: GroupScore) -> &'static str {
+    match score {
+        GroupScore::Max => "max",
+        GroupScore::SumOfTwo => "sum_of_two",
     }
 }
 
@@ -241,7 +255,20 @@ fn write_grid(out: &mut String, program: &Program, id: GridId, grid: &Grid) -> f
 fn write_op(out: &mut String, op: &Op) -> fmt::Result {
     match op {
         Op::Select | Op::Report => Ok(()),
-        Op::Route { experts } => write!(out, " experts={experts}"),
+        Op::Route(Route { experts, top_k, score, groups, normalise, scale }) => {
+            write!(out, " experts={experts} top_k={top_k} score={}", score_name(*score))?;
+            if let Some(ExpertGroups { count, kept, score }) = groups {
+                write!(out, " groups={count} kept={kept} by={}", group_score_name(*score))?;
+            }
+            write_optional(out, "normalise", normalise)?;
+            write!(out, " scale={scale}")
+        }
+        Op::Combine(Combine { width, slots, shared, scale, adds }) => {
+            write!(out, " width={width} slots={slots}")?;
+            write_flag(out, "shared", *shared)?;
+            write!(out, " scale={scale}")?;
+            write_flag(out, "adds", *adds)
+        }
         Op::Embed { scale, everywhere } => {
             write!(out, " scale={scale}")?;
             write_flag(out, "everywhere", *everywhere)
@@ -257,8 +284,12 @@ fn write_op(out: &mut String, op: &Op) -> fmt::Result {
             }
             match epilogue {
                 Epilogue::Store => write!(out, " epilogue=store"),
+                Epilogue::Scores => write!(out, " epilogue=scores"),
                 Epilogue::Act(act) => write!(out, " epilogue=act:{}", act_name(*act)),
                 Epilogue::Gated(act) => write!(out, " epilogue=gated:{}", act_name(*act)),
+                Epilogue::Clamped(ClampedSwiglu { alpha, limit }) => {
+                    write!(out, " epilogue=clamped alpha={alpha} limit={limit}")
+                }
                 Epilogue::Residual { scale } => write!(out, " epilogue=residual scale={scale}"),
                 Epilogue::Logits { scale, softcap } => {
                     write!(out, " epilogue=logits scale={scale}")?;

@@ -113,7 +113,8 @@ impl Space {
 /// How the packer fills an immutable buffer from the checkpoint.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Content {
-    /// Rows of linears, one part after another; with two parts and `interleave` 4, 4 rows of each in turn, padded with zero rows.
+    /// Rows of linears, one part after another; with `interleave` 4 parts are pairs, one pair after another, 4 rows of each of a pair in
+    /// turn. Padded with zero rows.
     Rows { parts: Vec<Part>, interleave: u32 },
     /// Vectors one after another, each value plus `offset`; `interleave` as for rows. `None` is zeros (a part without bias).
     Vectors { parts: Vec<VectorPart>, offset: f32, interleave: u32 },
@@ -144,6 +145,8 @@ pub enum LayerOp {
     Qkv,
     Attention,
     O,
+    /// Scores of experts, and the choice among them.
+    Router,
     /// Up, or gate and up together.
     Up,
     Down,
@@ -151,14 +154,15 @@ pub enum LayerOp {
 }
 
 impl LayerOp {
-    pub const ALL: [LayerOp; 6] =
-        [LayerOp::Qkv, LayerOp::Attention, LayerOp::O, LayerOp::Up, LayerOp::Down, LayerOp::Head];
+    pub const ALL: [LayerOp; 7] =
+        [LayerOp::Qkv, LayerOp::Attention, LayerOp::O, LayerOp::Router, LayerOp::Up, LayerOp::Down, LayerOp::Head];
 
     pub fn name(self) -> &'static str {
         match self {
             LayerOp::Qkv => "qkv",
             LayerOp::Attention => "attention",
             LayerOp::O => "o",
+            LayerOp::Router => "router",
             LayerOp::Up => "up",
             LayerOp::Down => "down",
             LayerOp::Head => "head",

@@ -5,13 +5,13 @@
 //! many bytes as a step of the model does for this op, and never waits for what other SMs make of its output: the time is
 //! that of the op, without its exchange.
 
-use super::{Builder, Sum, dense};
+use super::{Builder, Sum};
 use crate::candidate::{Candidate, Infeasible};
 use crate::dtype::Precision;
 use crate::ir::BufferId;
 use crate::ir::op::{Epilogue, Op, Role, UNIT_ROWS};
 use crate::ir::program::{Cols, LayerOp, Program, Second, Site, Space};
-use crate::model::graph::ModelGraph;
+use crate::model::graph::{Layer, Mlp, ModelGraph};
 
 /// Prepares the graph of a model for one op alone. Unless that op is the head, the head keeps only the rows that a step needs to end:
 /// 8 for each of `sms` SMs.
@@ -77,10 +77,19 @@ pub fn lower_alone(
                 let (sum, down) = (sum(&mut b, "x"), &dense(l, layer)?.down);
                 b.project_and_add(&format!("down.{l}"), site, input, down, layer.mlp_post_norm.as_ref(), sum);
             }
+            LayerOp::Router => {
+                dense(l, layer)?;
+            }
             LayerOp::Head => {}
         }
     }
     Ok(b.end(x, &start))
+}
+
+/// The MLP of layer `l`. What experts compute depends on a choice that no input of an op alone makes.
+fn dense(l: usize, layer: &Layer) -> Result<&Mlp, Infeasible> {
+    let what = || "experts, whose ops are not built alone".to_string();
+    layer.feed.dense().ok_or_else(|| Infeasible::Experts { layer: l, what: what() })
 }
 
 /// The buffers that hold what an op makes, in the order of layers. None for the head, which makes the logits.

@@ -114,14 +114,15 @@ pub fn predict(
     let mut wire = idle;
     for layer in &graph.layers {
         let attn = &layer.attn;
-        // No program has a layer of experts yet, so none is predicted.
-        let Some(mlp) = layer.feed.dense() else { continue };
+        // Of experts, those that a row chooses.
+        let Some(mlp) = layer.feed.mlps().next() else { continue };
+        let chosen = layer.feed.experts().map_or(1, |experts| experts.router.top_k);
         let gates = if mlp.gate.is_some() { 2 } else { 1 };
         let tasks = [
             matvec(attn.projections().iter().map(|part| part.rows).sum(), &attn.q),
             matvec(attn.o.rows, &attn.o),
-            matvec(mlp.up.rows * gates, &mlp.up),
-            matvec(mlp.down.rows, &mlp.down),
+            matvec(mlp.up.rows * gates * chosen, &mlp.up),
+            matvec(mlp.down.rows * chosen, &mlp.down),
         ];
         // Sums over tasks: their bytes, and the time of the instructions between their exchanges.
         let sums = |tasks: &[(f64, f64, f64, f64)]| {

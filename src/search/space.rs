@@ -360,7 +360,7 @@ impl Space {
         let first = graph.layers.first();
         let inputs = [
             first.map_or(graph.hidden, |l| l.attn.o.cols),
-            first.and_then(|l| l.feed.dense()).map_or(graph.hidden, |mlp| mlp.down.cols),
+            first.and_then(|l| l.feed.mlps().next()).map_or(graph.hidden, |mlp| mlp.down.cols),
         ];
         let [o, down] = inputs.map(|cols| unit_bytes(cols, precision));
         let held = [("hold_qkv", unit), ("hold_o", o), ("hold_up", unit), ("hold_down", down), ("hold_head", unit)];

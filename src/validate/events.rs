@@ -209,10 +209,12 @@ fn check_after(r: u32, run: &Run, regime: &Regime, grids: &Grids, state: &mut [S
     };
     let (event, signals) = (&regime.events[id.index()], &mut state[id.index()]);
     signals.waits += 1;
-    let covers = event.buffer == flow.buffer && flow.span(task).is_some_and(|s| event.lo <= s.0 && s.1 <= event.hi);
-    // The loader takes the choice from the word that it polls. A counter says that a choice is there, but does not contain it; packets of
-    // other columns may be overwritten before they are polled.
-    let exact = event.mechanism != Mechanism::Counter && flow.span(task) == Some((event.lo, event.hi));
+    let row = event.row.is_none() || event.row == flow.row(task);
+    let covers =
+        row && event.buffer == flow.buffer && flow.span(task).is_some_and(|s| event.lo <= s.0 && s.1 <= event.hi);
+    // The loader takes the choice from the word that it polls: packets of other columns may be overwritten before they are polled. A
+    // counter orders memory, so the word is read after it as by any task.
+    let exact = event.mechanism == Mechanism::Counter || flow.span(task) == Some((event.lo, event.hi));
     let ordered = !event.carried && signals.signalled > 0 && signals.last_grid < task.grid;
     if !(covers && exact && ordered) {
         found.add_with(Rule::StreamAfter, at, || {

@@ -9,7 +9,7 @@ use super::memory::bytes;
 use super::{Entity, Found, Rule, Witness, note};
 use crate::dtype::DType;
 use crate::format::Format;
-use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, Op, QkNormAttr, Role};
+use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, Op, QkNormAttr, Role, UNIT_ROWS};
 use crate::ir::program::{Grid, Home, Operand, Program, Space};
 use crate::ir::schedule::{Mechanism, Schedule, Scope, SmemKind, Source};
 use crate::ir::table::Holds;
@@ -17,7 +17,7 @@ use crate::ir::variant::{
     LANES, MatVecVariant, PassLimits, REDUCE_BATCH_MAX, RegisterTiling, Variant, granule_pairs, kernel_refuses,
     rows_pass_max, sum_width_max,
 };
-use crate::ir::{BufferId, EventId, GridId, SmId, TableId, TaskId};
+use crate::ir::{BufferId, EventId, GridId, SmId, TaskId};
 use crate::model::graph::{NormKind, QkNormSpan};
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 
@@ -143,16 +143,13 @@ impl Rules<'_> {
         );
         for holds in [Holds::Sequences, Holds::Positions, Holds::Pages] {
             let tables = program.tables.iter().filter(|table| table.holds == holds).count();
-            self.expect_rule(Rule::KernelRows, tables == 1 && program.tables.len() == 3, Entity::Schedule, || {
-                format!(
-                    "expected one table of {} and 3 in all, found {tables} and {}",
-                    holds.name(),
-                    program.tables.len()
-                )
+            let all = program.tables.iter().filter(|table| table.holds != Holds::Choices).count();
+            self.expect_rule(Rule::KernelRows, tables == 1 && all == 3, Entity::Schedule, || {
+                format!("expected one table of {} and 3 in all, found {tables} and {}", holds.name(), all)
             });
         }
         for (b, buffer) in (0..).zip(&program.buffers) {
-            let words = buffer.space == Space::Exchange && buffer.dtype != DType::I32;
+            let words = buffer.space == Space::Exchange && buffer.dtype != DType::I32 && !of_choice(b, program);
             self.expect_rule(Rule::KernelRows, buffer.words == words, Entity::Buffer(BufferId(b)), || {
                 let travels = if words { "words" } else { "no words" };
                 format!("expected {travels}, as the batch kernel has them")
@@ -163,15 +160,17 @@ impl Rules<'_> {
         for (g, grid) in (0..).zip(&program.grids) {
             let taken = match &grid.op {
                 Op::Attention(a) => a.splits == 1 && grid.per_row,
-                Op::MatVec(m) => !m.own_input && !grid.per_row,
-                Op::AttentionMerge { .. } | Op::Route { .. } => false,
+                Op::MatVec(m) => !m.own_input && grid.per_row == grid.operand(Role::Choices).is_some(),
+                Op::Route(_) => grid.per_row,
+                Op::Combine(_) => !grid.per_row,
+                Op::AttentionMerge { .. } => false,
                 Op::Select | Op::Report => !grid.per_row,
                 Op::Embed { everywhere, .. } | Op::NormAdd { everywhere, .. } => !everywhere && !grid.per_row,
             };
             self.expect_rule(Rule::KernelRows, taken, Entity::Grid(GridId(g)), || {
                 format!(
-                    "the batch kernel has no such `{}`: expected no KV splits, route, own input or sums on every SM, \
-                     and tasks per row in attention alone",
+                    "the batch kernel has no such `{}`: expected no KV splits, own input or sums on every SM, \
+                     and tasks per row in attention and experts alone",
                     grid.op.name()
                 )
             });
@@ -237,13 +236,8 @@ impl Rules<'_> {
 
     /// A step of one row has the cache of one sequence, or the pages of a pool. Then the kernel knows one size of pages (context.cuh).
     fn paged(&mut self, program: &Program) {
-        if program.tables.is_empty() {
+        if program.tables.iter().all(|table| table.holds == Holds::Choices) {
             return;
-        }
-        for (t, table) in (0..).zip(&program.tables) {
-            self.expect_rule(Rule::KernelRows, table.holds != Holds::Choices, Entity::Table(TableId(t)), || {
-                format!("expected no table of {} in steps of one row, found one", table.holds.name())
-            });
         }
         for holds in [Holds::Sequences, Holds::Positions, Holds::Pages] {
             self.expect_rule(Rule::KernelRows, program.table(holds).is_some(), Entity::Schedule, || {
@@ -315,8 +309,20 @@ impl Rules<'_> {
                     // that it publishes knows that it has read. Every op but attention and its merge reads all columns.
                     self.made_by_matvec(at, grid.operand(Role::Q), "q, k and v", program);
                 }
-                Op::Route { .. } => {
-                    self.expect(false, at, || "expected no `route`, there is no kernel for it".to_string())
+                Op::Route(route) => {
+                    // route.cuh: a lane of one warp has a slot.
+                    self.expect(route.top_k <= LANES, at, || {
+                        format!("expected at most {LANES} slots of a row, found {}", route.top_k)
+                    });
+                }
+                Op::Combine(combine) => {
+                    // combine.cuh: a lane of a warp has the share of an input, and a thread one packet of each.
+                    self.expect(combine.width.is_multiple_of(UNIT_ROWS), at, || {
+                        format!("expected a sum of whole units of {UNIT_ROWS} columns, found {}", combine.width)
+                    });
+                    self.expect(combine.inputs() <= LANES, at, || {
+                        format!("expected at most {LANES} inputs, found {}", combine.inputs())
+                    });
                 }
                 Op::AttentionMerge { .. } => self.made_by_matvec(at, grid.operand(Role::Gate), "the gate", program),
                 Op::Select | Op::Report | Op::Embed { .. } => {}
@@ -432,7 +438,10 @@ impl Rules<'_> {
             let (base, limit) = (operand.cols.base, operand.cols.limit);
             let role = operand.role.name();
             match (buffer.space, operand.role) {
+                // Entries have the place of a slot (abi.rs), and combine.cuh counts on from the first input.
                 (Space::Exchange, Role::Q | Role::K | Role::V | Role::Gate) => {}
+                (Space::Exchange, Role::X | Role::Choices | Role::Out) if beside_others(grid, operand) => {}
+                (Space::Exchange, Role::X) if matches!(grid.op, Op::Route(_)) => {}
                 (Space::Exchange, _) => {
                     self.expect_with(base == 0 && limit == buffer.cols, at, || {
                         let message =
@@ -612,6 +621,28 @@ impl Rules<'_> {
                 format!("expected a place that ends at {most} or before, found {place}..{end}")
             });
         }
+    }
+}
+
+/// Whether an exchange has scores or shares of experts: these travel as packets in every kernel.
+fn of_choice(b: u32, program: &Program) -> bool {
+    let touches = |operand: &Operand| operand.buffer.index() == b as usize;
+    program.grids.iter().filter(|grid| matches!(grid.op, Op::Route(_))).any(|grid| grid.operands.iter().any(touches))
+}
+
+/// Whether an operand may begin within its buffer: of slots and of a shared expert, which end with whole packets and need no padding, and
+/// the inputs of a sum.
+fn beside_others(grid: &Grid, operand: &Operand) -> bool {
+    let slots = grid.operand(Role::Choices).is_some();
+    match &grid.op {
+        Op::MatVec(m) if operand.role == Role::Out => {
+            let rows = if m.epilogue.is_gated() { m.rows / 2 } else { m.rows };
+            rows.is_multiple_of(UNIT_ROWS / 2)
+        }
+        Op::MatVec(m) if operand.role == Role::X => slots && m.k.is_multiple_of(UNIT_ROWS / 2),
+        Op::MatVec(_) => slots,
+        Op::Combine(_) => operand.role == Role::X,
+        _ => false,
     }
 }
 

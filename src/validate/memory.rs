@@ -148,8 +148,18 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
                 // One record of each warp.
                 scratch = scratch.max(warps.saturating_mul((u64::from(*head_dim) + 2) * 4));
             }
+            // Scores and what they are chosen by, and as many ids and values as there are slots; one more value for each group.
+            Op::Route(route) => {
+                let groups = route.groups.map_or(0, |groups| u64::from(groups.count));
+                scratch = scratch.max((2 * u64::from(route.experts) + 2 * u64::from(route.top_k) + 2 * groups) * 4);
+            }
+            // Shares of all inputs of all rows; of one row they are in registers.
+            Op::Combine(combine) => {
+                let rows = if for_rows { padded } else { 0 };
+                scratch = scratch.max(rows * u64::from(combine.inputs()) * 4);
+            }
             // An `everywhere` sum is held in registers.
-            Op::Select | Op::Report | Op::Route { .. } | Op::Embed { .. } | Op::NormAdd { .. } => {}
+            Op::Select | Op::Report | Op::Embed { .. } | Op::NormAdd { .. } => {}
         }
     }
     if for_rows {
@@ -245,7 +255,7 @@ fn matrices(schedule: &Schedule, found: &mut Found) -> Vec<u64> {
         let (Op::MatVec(m), Some(weight)) = (&grid.op, grid.operand(Role::Weight)) else { continue };
         let unit_rows = u64::from(m.unit_rows.clamp(1, UNIT_ROWS));
         let units = match m.epilogue {
-            Epilogue::Gated(_) => (u64::from(m.rows) / 2).div_ceil(u64::from(UNIT_ROWS) / 2),
+            Epilogue::Gated(_) | Epilogue::Clamped(_) => (u64::from(m.rows) / 2).div_ceil(u64::from(UNIT_ROWS) / 2),
             _ => u64::from(m.rows).div_ceil(unit_rows),
         };
         let (of_row, granule) = granules(schedule, grid, m);

@@ -3,11 +3,14 @@
 use super::{Entity, Found, Rule, note};
 use crate::dtype::{DType, Precision};
 use crate::format::Format;
-use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, PARTIAL_HEADER, QkNormAttr, Role, UNIT_ROWS};
+use crate::ir::op::{
+    Attention, Combine, Epilogue, MatVec, NormAttr, Op, PARTIAL_HEADER, QkNormAttr, Role, Route, UNIT_ROWS,
+};
 use crate::ir::program::{Buffer, Cols, Content, Grid, Operand, Program, Rows, Second, Space};
 use crate::ir::schedule::Schedule;
+use crate::ir::table::{Table, TableHome};
 use crate::ir::{BufferId, GridId};
-use crate::model::graph::{NormKind, QkNormSpan, RowView};
+use crate::model::graph::{ClampedSwiglu, ExpertGroups, NormKind, QkNormSpan, RowView};
 use std::collections::BTreeMap;
 
 /// A KV head in a cache row starts at a multiple of these bytes.
@@ -19,6 +22,8 @@ const HEADS_PER_TASK_MAX: u32 = 8;
 const PHASES_MAX: u32 = 8;
 /// Far above any model; below it, shares of the history are computed without wrapping.
 const CONTEXT_MAX: u32 = 1 << 30;
+/// Far above any model.
+const EXPERTS_MAX: u32 = 4096;
 /// Gate rows, and up rows, of a unit.
 const GATED_INTERLEAVE: u32 = UNIT_ROWS / 2;
 
@@ -111,7 +116,7 @@ fn check_buffer(id: BufferId, buffer: &Buffer, found: &mut Found) {
             if found_rows != u64::from(rows) {
                 found.add(Rule::Content, at, || format!("expected {rows} rows of content, found {found_rows}"));
             }
-            let pair = parts.len() == 2 && parts[0].rows == parts[1].rows;
+            let pair = parts.len() % 2 == 0 && parts.iter().all(|part| part.rows == parts[0].rows);
             interleaved(at, *interleave, pair, found);
             views(parts.iter().map(|part| &part.view).collect(), found);
         }
@@ -123,7 +128,7 @@ fn check_buffer(id: BufferId, buffer: &Buffer, found: &mut Found) {
             if !offset.is_finite() {
                 found.add(Rule::Content, at, || format!("expected a finite `offset`, found {offset}"));
             }
-            let pair = parts.len() == 2 && parts[0].len == parts[1].len;
+            let pair = parts.len() % 2 == 0 && parts.iter().all(|part| part.len == parts[0].len);
             interleaved(at, *interleave, pair, found);
             views(parts.iter().filter_map(|part| part.view.as_ref()).collect(), found);
         }
@@ -134,7 +139,7 @@ fn check_buffer(id: BufferId, buffer: &Buffer, found: &mut Found) {
 fn interleaved(at: Entity, interleave: u32, pair: bool, found: &mut Found) {
     if interleave != 1 && !(interleave == GATED_INTERLEAVE && pair) {
         found.add(Rule::Content, at, || {
-            format!("expected `interleave` 1, or {GATED_INTERLEAVE} of two equal parts, found {interleave}")
+            format!("expected `interleave` 1, or {GATED_INTERLEAVE} of pairs of equal parts, found {interleave}")
         });
     }
 }
@@ -152,7 +157,25 @@ fn attributes(id: GridId, op: &Op, n: u32, weights: Format, found: &mut Found) -
     let wide = |x: u32| u128::from(x);
     match op {
         Op::Select | Op::Report => {}
-        Op::Route { experts } => expect(*experts > 0 && fits(wide(*experts)), "`experts` of at least 1", experts),
+        Op::Route(Route { experts, top_k, score: _, groups, normalise, scale }) => {
+            expect(*experts > 0 && *experts <= EXPERTS_MAX, "`experts` of 1 to 4096", experts);
+            expect(*top_k > 0 && top_k <= experts, "`top_k` of at least 1, up to `experts`", top_k);
+            expect(scale.is_finite(), "a finite `scale`", scale);
+            if let Some(normalise) = normalise {
+                expect(normalise.is_finite() && *normalise >= 0.0, "a finite `normalise` of at least 0", normalise);
+            }
+            if let Some(ExpertGroups { count, kept, score: _ }) = groups {
+                expect(*count > 0 && experts % count == 0, "`groups` that divides `experts`", count);
+                let enough = *count > 0 && kept <= count && wide(experts / count) * wide(*kept) >= wide(*top_k);
+                expect(*kept > 0 && enough, "`kept` groups with `top_k` experts, up to `groups`", kept);
+            }
+        }
+        Op::Combine(Combine { width, slots, shared: _, scale, adds: _ }) => {
+            expect(*slots > 0 && *slots <= EXPERTS_MAX, "`slots` of 1 to 4096", slots);
+            let columns = wide(*width) * (wide(*slots) + 1);
+            expect(*width > 0 && fits(columns), "`width` and `slots` whose product is below 2^28", width);
+            expect(scale.is_finite(), "a finite `scale`", scale);
+        }
         Op::Embed { scale, everywhere: _ } => expect(scale.is_finite(), "a finite `scale`", scale),
         Op::MatVec(m) => {
             expect(m.rows > 0 && fits(wide(m.rows)), "`rows` of at least 1, below 2^28", &m.rows);
@@ -166,7 +189,12 @@ fn attributes(id: GridId, op: &Op, n: u32, weights: Format, found: &mut Found) -
                 &m.unit_rows,
             );
             match m.epilogue {
-                Epilogue::Store | Epilogue::Act(_) => {}
+                Epilogue::Store | Epilogue::Scores | Epilogue::Act(_) => {}
+                Epilogue::Clamped(ClampedSwiglu { alpha, limit }) => {
+                    expect(alpha.is_finite(), "a finite `alpha`", &alpha);
+                    expect(limit.is_finite() && limit > 0.0, "a finite `limit` above 0", &limit);
+                    expect(m.rows % 2 == 0, "as many gate rows as up rows", &m.rows);
+                }
                 Epilogue::Gated(_) => expect(m.rows % 2 == 0, "as many gate rows as up rows", &m.rows),
                 Epilogue::Residual { scale } => expect(scale.is_finite(), "a finite `scale`", &scale),
                 Epilogue::Logits { scale, softcap } => {
@@ -235,7 +263,8 @@ fn eps_ok(norm: &NormAttr) -> bool {
 fn launch_extents(id: GridId, grid: &Grid, program: &Program, sms: u32, found: &mut Found) {
     let n = match &grid.op {
         op if op.everywhere() => Some(sms),
-        Op::Select | Op::Report | Op::Route { .. } => Some(1),
+        Op::Select | Op::Report | Op::Route(_) => Some(1),
+        Op::Combine(combine) => Some(combine.width.div_ceil(UNIT_ROWS)),
         Op::MatVec(m) => Some(m.units()),
         Op::Attention(a) => Some(a.head_groups()),
         Op::NormAdd { width, .. } => Some(width.div_ceil(UNIT_ROWS)),
@@ -252,6 +281,8 @@ fn launch_extents(id: GridId, grid: &Grid, program: &Program, sms: u32, found: &
             Second::Ordinal(most.clamp(1, grid.n.max(1)))
         }
         (Op::MatVec(MatVec { epilogue: Epilogue::Logits { .. }, .. }), Second::Axis(_)) => Second::Ordinal(grid.n),
+        // A launch index for each slot of the table that is looked up.
+        (Op::MatVec(_), _) => Second::Axis(looked_up(grid, program).map_or(1, |table| table.cols)),
         _ => Second::Axis(1),
     };
     if grid.second != expected {
@@ -284,12 +315,29 @@ enum Extent {
     Table,
     /// `[rows, k]` weights, read as units.
     Weight { rows: u32, k: u32 },
+    /// A vector of this many equal parts, of which one is read.
+    Parts(u32),
 }
 
 fn check_grid(id: GridId, grid: &Grid, program: &Program, found: &mut Found) {
     let at = Entity::Grid(id);
     let mut operands = grid.operands.iter().peekable();
     for slot in grid.op.signature() {
+        // Several operands of one role, one after another, each but the last.
+        let several = grid.op.operands_of(slot.role);
+        for nth in 1..several {
+            let Some(operand) = operands.next_if(|o| o.role == slot.role) else {
+                found.add(Rule::Operand, at, || {
+                    format!("expected {several} operands `{}`, found {}", slot.role.name(), nth - 1)
+                });
+                return;
+            };
+            if let Some(want) = want(grid, operand, program).filter(|_| operand.access == slot.access) {
+                check_operand(id, grid, operand, &want, program, found);
+            } else {
+                found.add(Rule::Operand, at, || format!("expected {} of `{}`", slot.access.name(), slot.role.name()));
+            }
+        }
         match operands.next_if(|o| o.role == slot.role) {
             Some(operand) => {
                 let role = slot.role.name();
@@ -321,6 +369,8 @@ fn check_grid(id: GridId, grid: &Grid, program: &Program, found: &mut Found) {
     if gates(&grid.op) && grid.operand(Role::Gate).is_none() {
         found.add(Rule::Operand, at, || "expected the `gate` of its output, found none".to_string());
     }
+    inputs_of_sum(id, grid, found);
+    choices(id, grid, program, found);
     if let Op::Attention(a) = &grid.op {
         if a.rotary > 0 && grid.operand(Role::Rope).is_none() {
             found.add(Rule::Operand, at, || format!("expected `rope` for {} rotated dimensions, found none", a.rotary));
@@ -351,10 +401,57 @@ fn gates(op: &Op) -> bool {
     }
 }
 
+/// The inputs of a sum over experts lie one after another in one buffer.
+fn inputs_of_sum(id: GridId, grid: &Grid, found: &mut Found) {
+    let Op::Combine(combine) = &grid.op else { return };
+    let mut inputs = (0..).zip(grid.operands.iter().filter(|operand| operand.role == Role::X));
+    let Some((_, first)) = inputs.next() else { return };
+    for (slot, input) in inputs {
+        let place = first.cols.base.checked_add(combine.width.saturating_mul(slot));
+        if input.buffer != first.buffer || Some(input.cols.base) != place {
+            found.add(Rule::Shape, Entity::Grid(id), || {
+                let (width, buffer) = (combine.width, first.buffer);
+                format!("expected input {slot} of a sum {width} columns after the one before it in {buffer}")
+            });
+        }
+    }
+}
+
+/// A task that computes with a chosen part reads the choice itself: where the part's scales and biases lie depends on it.
+fn choices(id: GridId, grid: &Grid, program: &Program, found: &mut Found) {
+    let Some(table) = looked_up(grid, program) else { return };
+    let read = grid.operand(Role::Choices).map(|choices| TableHome::Device(choices.buffer));
+    if read != Some(table.home) {
+        found.add(Rule::Operand, Entity::Grid(id), || {
+            "expected `choices` of the table that is looked up, found others or none".to_string()
+        });
+    }
+    for operand in grid.operands.iter().filter(|operand| matches!(operand.role, Role::Weight | Role::Bias)) {
+        let same = grid.operand(Role::Weight).is_some_and(|weight| weight.rows == operand.rows);
+        if !same {
+            found.add(Rule::Rows, Entity::Grid(id), || {
+                format!("expected `{}` of the part whose weights are streamed", operand.role.name())
+            });
+        }
+    }
+}
+
+/// The table that chooses a matrix for a product.
+fn looked_up<'a>(grid: &Grid, program: &'a Program) -> Option<&'a Table> {
+    match grid.operand(Role::Weight)?.rows {
+        Rows::Lookup(table) => program.tables.get(table.index()),
+        _ => None,
+    }
+}
+
 /// Each immutable operand of a grid has content of the kind and size that its role reads.
 fn contents(id: GridId, grid: &Grid, program: &Program, found: &mut Found) {
     let rows_of_matvec = match &grid.op {
-        Op::MatVec(m) => Some((m.rows, if matches!(m.epilogue, Epilogue::Gated(_)) { GATED_INTERLEAVE } else { 1 })),
+        Op::MatVec(m) => {
+            let parts = looked_up(grid, program).map_or(1, |table| table.bound);
+            let interleave = if m.epilogue.is_gated() { GATED_INTERLEAVE } else { 1 };
+            Some((m.rows.saturating_mul(parts), interleave))
+        }
         _ => None,
     };
     for operand in &grid.operands {
@@ -495,6 +592,11 @@ fn check_operand(id: GridId, grid: &Grid, operand: &Operand, want: &Want, progra
             positions(found);
         }
         Extent::Table => whole(found),
+        Extent::Parts(parts) => {
+            if base != 0 || buffer.rows != 1 || u64::from(limit) * u64::from(parts) != u64::from(buffer.cols) {
+                extent(format!("{parts} parts of {} columns", want.cols.limit), found);
+            }
+        }
         Extent::Weight { rows, k } => {
             if base != 0 || buffer.rows != rows || buffer.cols != k {
                 extent(format!("{rows} x {k}"), found);
@@ -561,7 +663,8 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
     // Attention takes one row of the step, and keys and values of all of them; everything else takes all rows.
     let rows = match (program.rows, &grid.op) {
         (1, _) => Rows::One,
-        (_, Op::Attention(_) | Op::AttentionMerge { .. }) => Rows::Own,
+        (_, Op::Attention(_) | Op::AttentionMerge { .. } | Op::Route(_)) => Rows::Own,
+        (_, Op::MatVec(_)) if looked_up(grid, program).is_some() => Rows::Own,
         _ => Rows::All,
     };
     let exchange = |dtype, cols| Want { space: Space::Exchange, dtype, rows, cols, extent: Extent::Shared };
@@ -577,9 +680,18 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
             Role::Token => Some(token),
             _ => None,
         },
-        Op::Route { experts } => match role {
-            Role::X => Some(exchange(wire, Cols::all(*experts))),
-            Role::Out => Some(exchange(DType::I32, Cols::all(1))),
+        Op::Route(Route { experts, top_k, .. }) => match role {
+            Role::X => Some(exchange(DType::F32, Cols::all(*experts))),
+            Role::Bias => Some(vector(Cols::all(*experts))),
+            Role::Shares => Some(exchange(DType::F32, Cols::all(*top_k))),
+            Role::Out => Some(exchange(DType::I32, Cols::all(*top_k))),
+            _ => None,
+        },
+        Op::Combine(Combine { width, slots, shared, scale: _, adds }) => match role {
+            Role::X | Role::Out => Some(exchange(wire, Cols::blocks(UNIT_ROWS, *width))),
+            Role::Shares => Some(exchange(DType::F32, Cols::all(*slots))),
+            Role::Gate => shared.then(|| exchange(DType::F32, Cols::all(1))),
+            Role::Residual => adds.then(|| private(DType::F32, Cols::blocks(UNIT_ROWS, *width))),
             _ => None,
         },
         Op::Report => match role {
@@ -605,7 +717,18 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
         }
         Op::MatVec(m) => {
             let units = m.units();
+            let table = looked_up(grid, program);
+            // Columns of one slot where each has its own, side by side.
+            let of_slots = |cols: Cols, width: u32| match table {
+                Some(table) => Cols { stride_j: width, limit: width.saturating_mul(table.cols), ..cols },
+                None => cols,
+            };
+            let shared_input = program.buffers[operand.buffer.index()].cols == m.k;
             match role {
+                Role::Choices => {
+                    table.map(|table| exchange(DType::I32, Cols { stride_j: 1, limit: table.cols, ..Cols::all(1) }))
+                }
+                Role::X if table.is_some() && !shared_input => Some(exchange(wire, of_slots(Cols::all(m.k), m.k))),
                 Role::X if m.own_input => Some(private(DType::F32, Cols::all(m.k))),
                 Role::X => Some(exchange(wire, Cols::all(m.k))),
                 Role::NormWeight => m.norm.map(|_| vector(Cols::all(m.k))),
@@ -618,11 +741,21 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
                     cols: Cols::blocks(1, units),
                     extent: Extent::Weight { rows: m.rows.saturating_mul(parts(operand, program)), k: m.k },
                 }),
-                Role::Bias => Some(vector(Cols::blocks(m.unit_rows, units.saturating_mul(m.unit_rows)))),
+                Role::Bias => {
+                    let bias = vector(Cols::blocks(m.unit_rows, units.saturating_mul(m.unit_rows)));
+                    Some(match table {
+                        Some(table) => Want { rows: operand.rows, extent: Extent::Parts(table.bound), ..bias },
+                        None => bias,
+                    })
+                }
                 Role::Residual => Some(private(DType::F32, Cols::blocks(UNIT_ROWS, m.rows))),
                 Role::Out => match m.epilogue {
-                    Epilogue::Gated(_) => Some(exchange(wire, Cols::blocks(GATED_INTERLEAVE, m.rows / 2))),
-                    _ => Some(exchange(wire, Cols::blocks(m.unit_rows, m.rows))),
+                    Epilogue::Gated(_) | Epilogue::Clamped(_) => {
+                        let cols = Cols::blocks(GATED_INTERLEAVE, m.rows / 2);
+                        Some(exchange(wire, of_slots(cols, m.rows / 2)))
+                    }
+                    Epilogue::Scores => Some(exchange(DType::F32, Cols::blocks(m.unit_rows, m.rows))),
+                    _ => Some(exchange(wire, of_slots(Cols::blocks(m.unit_rows, m.rows), m.rows))),
                 },
                 Role::Logits => Some(output(DType::F32, Cols::blocks(UNIT_ROWS, m.rows))),
                 Role::Best => {
@@ -719,6 +852,10 @@ enum Meaning {
     Best,
     /// Entries of a table.
     Choices,
+    /// How much each of them counts.
+    Shares,
+    /// Of experts.
+    Scores,
     /// Records of split attention in one layout.
     Partial {
         head_dim: u32,
@@ -738,7 +875,10 @@ fn meanings(id: GridId, grid: &Grid, program: &Program, uses: &mut [Option<(Mean
         }
         let meaning = match (&grid.op, operand.role) {
             (_, Role::Best) => Meaning::Best,
-            (Op::Route { .. }, Role::Out) => Meaning::Choices,
+            (Op::Route(_), Role::Out) | (_, Role::Choices) => Meaning::Choices,
+            (_, Role::Shares) => Meaning::Shares,
+            (Op::Route(_), Role::X) | (Op::Combine(_), Role::Gate) => Meaning::Scores,
+            (Op::MatVec(MatVec { epilogue: Epilogue::Scores, .. }), Role::Out) => Meaning::Scores,
             (&Op::AttentionMerge { head_dim, splits, heads_per_task, gate }, Role::Partial) => {
                 Meaning::Partial { head_dim, splits, heads_per_task, gate }
             }

@@ -15,11 +15,13 @@
 use crate::dtype::DType;
 use crate::error::{Fault, Tier};
 use crate::format::Format;
-use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role};
-use crate::ir::program::{Content, Grid, Operand, Program};
+use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, OpKey, QkNormAttr, Role, Route};
+use crate::ir::program::{Buffer, Content, Grid, Operand, Part, Program, Rows};
+use crate::ir::table::{Table, TableHome};
 use crate::ir::{BufferId, GridId, LayerId};
 use crate::model::graph::{
-    self, Act, Linear, ModelGraph, NormKind, QkNorm, QkNormSpan, QueryScale, RopeId, RowView, TensorId,
+    self, Act, ClampedSwiglu, Experts, FeedForward, Linear, Mlp, ModelGraph, NormKind, QkNorm, QkNormSpan, QueryScale,
+    RopeId, RowView, TensorId,
 };
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -47,13 +49,11 @@ impl From<NotSame> for Fault {
 /// # Errors
 /// The first grid that computes what the model does not have, or what the program leaves out.
 pub fn same(graph: &ModelGraph, program: &Program) -> Result<(), NotSame> {
-    let refused = |place: String, what: &str| NotSame { program: program.name.clone(), place, what: what.to_string() };
     let mut terms = Terms::default();
-    let model = Model::of(graph, program, &mut terms)
-        .map_err(|layer| refused(format!("layer {layer}"), "no program has experts, or a clamped SwiGLU"))?;
+    let model = Model::of(graph, program, &mut terms);
     let mut reader =
         Reader { graph, program, terms: &mut terms, model: &model, holds: BTreeMap::new(), caches: vec![] };
-    reader.program().map_err(|(place, what)| refused(place, &what))
+    reader.program().map_err(|(place, what)| NotSame { program: program.name.clone(), place, what })
 }
 
 /// The number of a term.
@@ -174,6 +174,36 @@ enum Term {
         up: TermId,
         act: Act,
     },
+    /// The same with the formula of [`ClampedSwiglu`].
+    Clamped {
+        gate: TermId,
+        up: TermId,
+        alpha: u32,
+        limit: u32,
+    },
+    /// The experts that a rule chooses by scores, by slot.
+    Chosen {
+        scores: TermId,
+        correction: Option<Vector>,
+        rule: OpKey,
+    },
+    /// How much each of them counts.
+    Shares {
+        chosen: TermId,
+    },
+    /// `W_e x + b_e` for the expert e of each slot; `x` is one vector, or one for each slot.
+    OfExperts {
+        x: TermId,
+        chosen: TermId,
+        weights: Vec<(Slice, Option<Slice>)>,
+        cols: u32,
+    },
+    /// The sum over slots, and the shared expert with its gate.
+    Combined {
+        slots: TermId,
+        shares: TermId,
+        shared: Option<(TermId, Option<TermId>)>,
+    },
     /// `x + scale * branch`
     Sum {
         x: TermId,
@@ -260,6 +290,17 @@ impl Terms {
             }
             Term::Acted { x, act } => format!("{act:?}({})", of(x)),
             Term::Gated { gate, up, act } => format!("{act:?}({}) * ({})", of(gate), of(up)),
+            Term::Clamped { gate, up, .. } => format!("clamped({}, {})", of(gate), of(up)),
+            Term::Chosen { scores, .. } => format!("choice by ({})", of(scores)),
+            Term::Shares { chosen } => format!("shares of {}", of(chosen)),
+            Term::OfExperts { x, chosen, weights, .. } => {
+                let first = weights.first().map_or(String::new(), |(weight, _)| slice(weight));
+                format!("{} experts from {first} on, by {}, x ({})", weights.len(), of(chosen), of(x))
+            }
+            Term::Combined { slots, shared, .. } => {
+                let shared = shared.as_ref().map_or(String::new(), |(shared, _)| format!(" + {}", of(shared)));
+                format!("sum over slots({}){shared}", of(slots))
+            }
             Term::Sum { x, scale, branch } => format!("{} + {} * {}", of(x), float(scale), of(branch)),
             Term::Cached { x, norm, rope, .. } => {
                 let norm = norm.as_ref().map_or(String::new(), |norm| format!(", norm {}", vector(&norm.weight)));
@@ -297,16 +338,14 @@ struct Model {
 }
 
 impl Model {
-    /// # Errors
-    /// The first layer that no program computes.
-    fn of(graph: &ModelGraph, program: &Program, terms: &mut Terms) -> Result<Model, usize> {
+    fn of(graph: &ModelGraph, program: &Program, terms: &mut Terms) -> Model {
         let is_fp8 = program.precision.cache == DType::E4m3;
         let mut maker = Maker { graph, terms, is_fp8, known: HashSet::new() };
         let mut x = maker.keep(Term::Embedded { table: graph.embed, scale: graph.embed_scale.to_bits() });
         let mut cached = vec![];
         for (l, layer) in graph.layers.iter().enumerate() {
             let rows;
-            (x, rows) = maker.layer(l, layer, x)?;
+            (x, rows) = maker.layer(l, layer, x);
             cached.push(rows);
         }
         let last = maker.normed(Some(&graph.final_norm), x);
@@ -314,9 +353,12 @@ impl Model {
         let (scale, softcap) = (graph.logits_scale.to_bits(), graph.logits_softcap.map(f32::to_bits));
         let logits = maker.keep(Term::Logits { x: head, scale, softcap });
         let best = maker.keep(Term::Best { logits });
-        Ok(Model { best, cached, known: maker.known })
+        Model { best, cached, known: maker.known }
     }
 }
+
+/// What a matrix of an MLP makes of a value.
+type OfMatrix<'a, M> = dyn FnMut(&mut M, fn(&Mlp) -> &Linear, TermId) -> TermId + 'a;
 
 /// Makes the terms of a model graph.
 struct Maker<'a> {
@@ -346,7 +388,7 @@ impl Maker<'_> {
     }
 
     /// What a layer leaves of `x`, and its keys and values.
-    fn layer(&mut self, l: usize, layer: &graph::Layer, x: TermId) -> Result<(TermId, [TermId; 2]), usize> {
+    fn layer(&mut self, l: usize, layer: &graph::Layer, x: TermId) -> (TermId, [TermId; 2]) {
         let input = self.normed(layer.attn_norm.as_ref(), x);
         let (attended, rows) = self.attention(l, &layer.attn, input);
         let branch = self.linear(&layer.attn.o, attended);
@@ -354,18 +396,64 @@ impl Maker<'_> {
         let scale = layer.residual_scale.to_bits();
         let summed = self.keep(Term::Sum { x, scale, branch });
         let input = self.normed(layer.mlp_norm.as_ref(), if layer.parallel { x } else { summed });
-        let mlp = layer.feed.dense().filter(|mlp| mlp.swiglu.is_none()).ok_or(l)?;
-        let up = self.linear(&mlp.up, input);
-        let act = match &mlp.gate {
-            Some(gate) => {
-                let gate = self.linear(gate, input);
-                self.keep(Term::Gated { gate, up, act: mlp.act })
+        let branch = match &layer.feed {
+            FeedForward::Dense(mlp) => self.mlp(mlp, input, &mut |maker, linear, x| maker.linear(linear(mlp), x)),
+            FeedForward::Experts(experts) => self.experts(experts, input),
+        };
+        let branch = self.normed(layer.mlp_post_norm.as_ref(), branch);
+        (self.keep(Term::Sum { x: summed, scale, branch }), rows)
+    }
+
+    /// What an MLP leaves, or the chosen ones of several like `mlp`; `linear` is what one of its matrices makes.
+    fn mlp(&mut self, mlp: &Mlp, input: TermId, linear: &mut OfMatrix<'_, Self>) -> TermId {
+        let up = linear(self, |mlp| &mlp.up, input);
+        let act = match mlp.gate {
+            Some(_) => {
+                let gate = linear(self, |mlp| mlp.gate.as_ref().unwrap_or(&mlp.up), input);
+                self.keep(match mlp.swiglu {
+                    Some(ClampedSwiglu { alpha, limit }) => {
+                        Term::Clamped { gate, up, alpha: alpha.to_bits(), limit: limit.to_bits() }
+                    }
+                    None => Term::Gated { gate, up, act: mlp.act },
+                })
             }
             None => self.keep(Term::Acted { x: up, act: mlp.act }),
         };
-        let branch = self.linear(&mlp.down, act);
-        let branch = self.normed(layer.mlp_post_norm.as_ref(), branch);
-        Ok((self.keep(Term::Sum { x: summed, scale, branch }), rows))
+        linear(self, |mlp| &mlp.down, act)
+    }
+
+    fn experts(&mut self, experts: &Experts, input: TermId) -> TermId {
+        let (router, count) = (&experts.router, experts.experts.len() as u32);
+        let scores = self.linear(&router.linear, input);
+        let rule = Op::Route(Route {
+            experts: count,
+            top_k: router.top_k,
+            score: router.score,
+            groups: router.groups,
+            normalise: router.normalise,
+            scale: router.scale,
+        });
+        let correction = router.correction.map(|tensor| Vector::whole(&[tensor], count, 0.0));
+        let chosen = self.keep(Term::Chosen { scores, correction, rule: rule.key() });
+        let shares = self.keep(Term::Shares { chosen });
+        let mut of_experts = |maker: &mut Self, linear: fn(&Mlp) -> &Linear, x| {
+            let all = experts.experts.iter().map(linear);
+            let weights = all.map(|linear| {
+                let bias = linear.bias.as_ref().map(|bias| Slice::of(bias, linear.rows));
+                (Slice::of(&linear.weight, linear.rows), bias)
+            });
+            let cols = experts.experts.first().map_or(0, |mlp| linear(mlp).cols);
+            maker.keep(Term::OfExperts { x, chosen, weights: weights.collect(), cols })
+        };
+        let slots = match experts.experts.first() {
+            Some(first) => self.mlp(first, input, &mut of_experts),
+            None => input,
+        };
+        let shared = experts.shared.as_ref().map(|shared| {
+            let gate = shared.gate.as_ref().map(|gate| self.linear(gate, input));
+            (self.mlp(&shared.mlp, input, &mut |maker, linear, x| maker.linear(linear(&shared.mlp), x)), gate)
+        });
+        self.keep(Term::Combined { slots, shares, shared })
     }
 
     /// What attention of a layer leaves, and its keys and values.
@@ -456,7 +544,33 @@ impl Reader<'_> {
                 Ok(())
             }
             Op::Report => self.is_token(grid),
-            Op::Route { .. } => Err("expected an op of the model, which has no experts".to_string()),
+            Op::Route(route) => {
+                let scores = self.read(need(grid, Role::X)?, route.experts)?;
+                let correction = grid.operand(Role::Bias).map(|operand| self.vector(operand)).transpose()?;
+                let chosen = self.known(Term::Chosen { scores, correction, rule: grid.op.key() })?;
+                let shares = self.known(Term::Shares { chosen })?;
+                self.write(grid, Role::Out, route.top_k, chosen)?;
+                self.write(grid, Role::Shares, route.top_k, shares)
+            }
+            Op::Combine(combine) => {
+                // Other rules have proven that inputs lie one after another.
+                let first = need(grid, Role::X)?;
+                let slots = self.read(first, combine.slots * combine.width)?;
+                let shares = self.read(need(grid, Role::Shares)?, combine.slots)?;
+                let mut shared = None;
+                if combine.shared {
+                    let inputs = grid.operands.iter().filter(|operand| operand.role == Role::X);
+                    let last = inputs.last().unwrap_or(first);
+                    let gate = grid.operand(Role::Gate).map(|gate| self.read(gate, 1)).transpose()?;
+                    shared = Some((self.read(last, combine.width)?, gate));
+                }
+                let branch = self.known(Term::Combined { slots, shares, shared })?;
+                match combine.adds {
+                    true => self.add(grid, combine.width, combine.scale, branch),
+                    false if combine.scale == 1.0 => self.write(grid, Role::Out, combine.width, branch),
+                    false => Err(format!("expected a sum that is stored as it is, found {} times it", combine.scale)),
+                }
+            }
             Op::Embed { scale, .. } => {
                 self.is_token(grid)?;
                 let table = need(grid, Role::Table)?;
@@ -507,7 +621,17 @@ impl Reader<'_> {
     }
 
     fn product(&mut self, grid: &Grid, m: &MatVec) -> Result<(), String> {
-        let mut x = self.read(need(grid, Role::X)?, m.k)?;
+        let table = match need(grid, Role::Weight)?.rows {
+            Rows::Lookup(table) => self.program.tables.get(table.index()),
+            _ => None,
+        };
+        let input = need(grid, Role::X)?;
+        let inputs = match table {
+            // Each slot has an input of its own, or all have the same.
+            Some(table) if self.program.buffers[input.buffer.index()].cols != m.k => m.k * table.cols,
+            _ => m.k,
+        };
+        let mut x = self.read(input, inputs)?;
         if let Some(norm) = &m.norm {
             let norm = self.norm(grid, norm)?;
             x = self.terms.id(Term::Normed { x, norm });
@@ -528,6 +652,9 @@ impl Reader<'_> {
         if biases.len() != parts.len() {
             return Err(format!("expected biases of {} linears, found {}", parts.len(), biases.len()));
         }
+        if let Some(table) = table {
+            return self.of_experts(grid, m, table, x, buffer, parts, &biases);
+        }
         let mut linears = vec![];
         for (part, bias) in parts.iter().zip(biases) {
             self.is_stored(buffer.format(), part.view.tensor)?;
@@ -543,7 +670,12 @@ impl Reader<'_> {
                 let term = self.known(Term::Gated { gate, up, act })?;
                 self.write(grid, Role::Out, rows, term)
             }
-            (Epilogue::Store, _) => {
+            (Epilogue::Clamped(ClampedSwiglu { alpha, limit }), &[(gate, rows), (up, _)]) => {
+                let (alpha, limit) = (alpha.to_bits(), limit.to_bits());
+                let term = self.known(Term::Clamped { gate, up, alpha, limit })?;
+                self.write(grid, Role::Out, rows, term)
+            }
+            (Epilogue::Store | Epilogue::Scores, _) => {
                 let out = need(grid, Role::Out)?;
                 let mut lo = out.cols.base;
                 let mut segments = vec![];
@@ -569,6 +701,57 @@ impl Reader<'_> {
             }
             (_, linears) => Err(format!("expected one linear, or gate and up, found {}", linears.len())),
         }
+    }
+
+    /// Products with the experts that a table has. Parts are those of one expert after another.
+    #[allow(clippy::too_many_arguments)] // What `product` has found.
+    fn of_experts(
+        &mut self,
+        grid: &Grid,
+        m: &MatVec,
+        table: &Table,
+        x: TermId,
+        buffer: &Buffer,
+        parts: &[Part],
+        biases: &[Option<(&RowView, u32)>],
+    ) -> Result<(), String> {
+        let chosen = match table.home {
+            // All slots of a row, though a task reads one.
+            TableHome::Device(from) => self.holds.get(&from).and_then(|held| match held.as_slice() {
+                [all] if (all.lo, all.hi) == (0, table.cols) => Some(all.term),
+                _ => None,
+            }),
+            TableHome::Host => None,
+        };
+        let chosen = chosen.ok_or("expected the choice of the layer's experts in its table")?;
+        let halves = if m.epilogue.is_gated() { 2 } else { 1 };
+        let each = parts.len() / halves;
+        if each != table.bound as usize || parts.len() % halves != 0 {
+            return Err(format!("expected {halves} linears of each of {} experts, found {}", table.bound, parts.len()));
+        }
+        let mut terms = vec![];
+        for half in 0..halves {
+            let mut weights = vec![];
+            for (part, bias) in parts.iter().zip(biases).skip(half).step_by(halves) {
+                self.is_stored(buffer.format(), part.view.tensor)?;
+                let rows = m.rows / halves as u32;
+                if part.rows != rows || bias.is_some_and(|(_, len)| len != rows) {
+                    return Err(format!("expected {rows} rows, and as many biases, of each expert"));
+                }
+                weights.push((Slice::of(&part.view, rows), bias.map(|(view, len)| Slice::of(view, len))));
+            }
+            terms.push(self.known(Term::OfExperts { x, chosen, weights, cols: m.k })?);
+        }
+        let term = match (m.epilogue, terms.as_slice()) {
+            (Epilogue::Gated(act), &[gate, up]) => self.known(Term::Gated { gate, up, act })?,
+            (Epilogue::Clamped(ClampedSwiglu { alpha, limit }), &[gate, up]) => {
+                self.known(Term::Clamped { gate, up, alpha: alpha.to_bits(), limit: limit.to_bits() })?
+            }
+            (Epilogue::Act(act), &[x]) => self.known(Term::Acted { x, act })?,
+            (Epilogue::Store, &[x]) => x,
+            _ => return Err("expected a product of experts that is stored or activated".to_string()),
+        };
+        self.write(grid, Role::Out, m.rows / halves as u32 * table.cols, term)
     }
 
     /// `residual += scale * branch`, published where the grid has an output.

@@ -4,7 +4,7 @@
 //! its step does not append. Four facts make that true in memory, so each must be declared where it is used.
 
 use super::{Entity, Found, Rule, note};
-use crate::ir::op::{Epilogue, Op, Role, UNIT_ROWS};
+use crate::ir::op::{Op, Role, UNIT_ROWS};
 use crate::ir::program::{Buffer, Program, Rows, Space};
 use crate::ir::table::{Fact, Holds, Table, TableHome};
 use crate::ir::{BufferId, GridId, TableId};
@@ -32,23 +32,21 @@ pub(super) fn check(program: &Program, found: &mut Found) {
     }
 }
 
-/// A lookup takes one of the choices of a step of one row, and the chosen part begins with a unit.
+/// A lookup takes one of the choices of a row, and the chosen part begins with a unit.
 fn lookups(program: &Program, found: &mut Found) {
     for (g, grid) in (0..).zip(&program.grids) {
         for operand in &grid.operands {
             let Rows::Lookup(id) = operand.rows else { continue };
-            if program.tables[id.index()].holds != Holds::Choices || program.rows > 1 {
+            if program.tables[id.index()].holds != Holds::Choices || grid.per_row != (program.rows > 1) {
                 found.add_with(Rule::Table, Entity::Grid(GridId(g)), || {
                     let role = operand.role.name();
-                    let message = format!("expected a table of choices of one row for `{role}`, found another");
+                    let message = format!("expected a table of choices for `{role}` of one row, found another");
                     (message, vec![note(Entity::Table(id), "is looked up")])
                 });
             }
             if let Op::MatVec(m) = &grid.op {
-                let (rows, unit) = match m.epilogue {
-                    Epilogue::Gated(_) => (m.rows / 2, UNIT_ROWS / 2),
-                    _ => (m.rows, m.unit_rows.max(1)),
-                };
+                let gated = m.epilogue.is_gated();
+                let (rows, unit) = if gated { (m.rows / 2, UNIT_ROWS / 2) } else { (m.rows, m.unit_rows.max(1)) };
                 if !rows.is_multiple_of(unit) {
                     found.add(Rule::Shape, Entity::Grid(GridId(g)), || {
                         format!("expected parts of whole units of {unit} rows, found {rows} rows")
@@ -91,7 +89,8 @@ fn check_table(id: TableId, table: &Table, program: &Program, found: &mut Found)
         Holds::Sequences | Holds::Positions => (program.rows, 1),
         // A row for each sequence; the columns are judged with the caches that it pages.
         Holds::Pages => (program.table(Holds::Sequences).map_or(1, |(_, table)| table.bound), *cols),
-        Holds::Choices => (1, 1),
+        // As many as the op that makes them chooses.
+        Holds::Choices => (program.rows, *cols),
     };
     expect((*rows, *cols) == (expected_rows, expected_cols) && *cols > 0, &|| {
         format!("expected {expected_rows} x {expected_cols} entries, found {rows} x {cols}")
@@ -100,9 +99,12 @@ fn check_table(id: TableId, table: &Table, program: &Program, found: &mut Found)
         (Holds::Choices, TableHome::Device(buffer)) => {
             let writers = program.grids.iter().filter_map(|grid| grid.operand(Role::Out).map(|out| (grid, out.buffer)));
             let ops: Vec<&Op> = writers.filter(|(_, out)| out == buffer).map(|(grid, _)| &grid.op).collect();
-            let held = |op: &&Op| matches!(op, Op::Route { experts } if experts <= bound);
+            let held = |op: &&Op| matches!(op, Op::Route(route) if route.experts <= *bound && route.top_k == *cols);
             expect(!ops.is_empty() && ops.iter().all(held), &|| {
-                format!("expected entries below {bound} by a `route` to {buffer}, found other writers or more experts")
+                format!(
+                    "expected {cols} entries below {bound} by a `route` to {buffer}, found other writers, more experts or \
+                     another `top_k`"
+                )
             });
         }
         (Holds::Choices, TableHome::Host) => expect(false, &|| "expected choices of the device".to_string()),

@@ -293,11 +293,15 @@ impl Grids {
                 for operand in &grid.operands {
                     // A lookup reads the entry of its table, besides the part that the entry chooses.
                     if let Rows::Lookup(table) = operand.rows
+                        && operand.access == Access::Stream
                         && let TableHome::Device(buffer) = program.tables[table.index()].home
                         && class == CLASSES - 1
                     {
+                        // Slot `j` of the task takes entry `j` of its row.
                         let rows = grids.rows[buffer.index()];
-                        let flow = Flow { buffer, access: Access::Read, cols: Cols::all(1), own: false, rows };
+                        let limit = program.tables[table.index()].cols;
+                        let cols = Cols { stride_j: 1, limit, ..Cols::all(1) };
+                        let flow = Flow { buffer, access: Access::Read, cols, own: rows.apart(), rows };
                         grids.flows.push(flow);
                         continue;
                     }
@@ -417,7 +421,7 @@ pub(super) fn launches(schedule: &Schedule, found: &mut Found) {
 
 /// Ops whose task is one launch index: their stream, record or token is one.
 fn one_index(op: &Op) -> bool {
-    op.everywhere() || matches!(op, Op::Report | Op::Route { .. } | Op::Attention(_) | Op::AttentionMerge { .. })
+    op.everywhere() || matches!(op, Op::Report | Op::Route(_) | Op::Attention(_) | Op::AttentionMerge { .. })
 }
 
 /// Every launch index of every grid has one task; only attention, which has alternatives, may be absent as a whole.

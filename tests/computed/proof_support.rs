@@ -5,15 +5,14 @@ use monobloc::dtype::{DType, Precision};
 use monobloc::format::Format;
 use monobloc::ir::layout::{cache_row_bytes, chunk_rows};
 use monobloc::ir::op::{Access, Epilogue, MatVec, Op, Role};
-use monobloc::ir::program::{Buffer, Cols, Content, Grid, Home, Operand, Part, Program, Rows, Second, Space};
+use monobloc::ir::program::{Buffer, Cols, Content, Grid, Home, Operand, Part, Rows, Second, Space};
 use monobloc::ir::schedule::{Event, Mechanism, Run, Schedule, Scope, SmemKind, Source, Task, Wait};
-use monobloc::ir::table::{Holds, Table, TableHome};
 use monobloc::ir::variant::{MatVecVariant, Variant};
-use monobloc::ir::{BufferId, EventId, GridId, TableId, TaskId};
+use monobloc::ir::{BufferId, EventId, GridId, TaskId};
 use monobloc::lower::{Batch, lower, lower_batch};
 use monobloc::model::graph::{
-    Act, Attention, FeedForward, Layer, Linear, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, Rope, RopeId,
-    RowView, Tensor, TensorId,
+    Act, Attention, ClampedSwiglu, ExpertGroups, Experts, FeedForward, Layer, Linear, Mlp, ModelGraph, Norm, NormKind,
+    QkNorm, QkNormSpan, Rope, RopeId, Router, RowView, Score, SharedExpert, Tensor, TensorId,
 };
 use monobloc::schedule::schedule;
 use monobloc::target::{CopyMechanism, DotMechanism, Spec, Target, TargetKind};
@@ -38,9 +37,27 @@ pub struct Toy {
     pub window: Option<u32>,
     pub rope: bool,
     pub precision: Precision,
-    /// Format of all matrices and the head; `None`: values.
+    /// Format of all matrices and the head, without routers; `None`: values.
     pub format: Option<Format>,
+    /// Experts of every layer, each of the shape that the MLP has without them.
+    pub mixture: Option<Mixture>,
 }
+
+/// Experts with a field for every variation that lowering supports.
+#[derive(Clone, Copy, Debug)]
+pub struct Mixture {
+    pub experts: u32,
+    pub top_k: u32,
+    pub score: Score,
+    pub corrected: bool,
+    pub groups: Option<ExpertGroups>,
+    /// `Some(gated)`
+    pub shared: Option<bool>,
+    pub swiglu: Option<ClampedSwiglu>,
+}
+
+pub const MIXTURE: Mixture =
+    Mixture { experts: 4, top_k: 2, score: Score::Softmax, corrected: false, groups: None, shared: None, swiglu: None };
 
 pub const FP32: Precision = Precision { weights: DType::F32, cache: DType::F32, wire: DType::F32 };
 pub const BF16: Precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
@@ -63,6 +80,7 @@ pub const TOY: Toy = Toy {
     rope: true,
     precision: BF16,
     format: None,
+    mixture: None,
 };
 
 struct Tensors(Vec<Tensor>);
@@ -122,13 +140,7 @@ impl Toy {
                 query_scale: None,
                 norm_after_rope: false,
             };
-            let mlp = Mlp {
-                act: Act::Silu,
-                gate: self.gated.then(|| t.linear(self.intermediate, hidden, self.bias)),
-                up: t.linear(self.intermediate, hidden, self.bias),
-                down: t.linear(hidden, self.intermediate, self.bias),
-                swiglu: None,
-            };
+            let feed = self.feed(&mut t);
             let attn_norm = Some(t.norm(kind, hidden));
             let mlp_norm = Some(t.norm(kind, hidden));
             let attn_post_norm = self.post_norms.then(|| t.norm(kind, hidden));
@@ -139,7 +151,7 @@ impl Toy {
                 attn,
                 attn_post_norm,
                 mlp_norm,
-                feed: FeedForward::Dense(mlp),
+                feed,
                 mlp_post_norm,
                 parallel,
                 residual_scale: 1.0,
@@ -148,8 +160,11 @@ impl Toy {
         let final_norm = t.norm(kind, hidden);
         let head = t.linear(self.vocab, hidden, false);
         let inv_freq = vec![1.0; self.dim as usize / 2];
+        let routers: Vec<TensorId> =
+            layers.iter().flat_map(|layer| layer.feed.choosing()).map(|linear| linear.weight.tensor).collect();
         let linears = layers.iter().flat_map(Layer::linears);
-        let matrices: Vec<TensorId> = linears.chain([&head]).map(|linear| linear.weight.tensor).collect();
+        let matrices: Vec<TensorId> =
+            linears.chain([&head]).map(|linear| linear.weight.tensor).filter(|id| !routers.contains(id)).collect();
         let formats = matrices.into_iter().filter_map(|id| Some((id, self.format?))).collect();
         ModelGraph {
             family: "Toy".to_string(),
@@ -169,6 +184,35 @@ impl Toy {
             eos: vec![],
             bos: None,
         }
+    }
+
+    fn feed(&self, t: &mut Tensors) -> FeedForward {
+        let (hidden, width, bias) = (self.hidden, self.intermediate, self.bias);
+        let swiglu = self.mixture.and_then(|mixture| mixture.swiglu).filter(|_| self.gated);
+        let mlp = |t: &mut Tensors, swiglu| Mlp {
+            act: Act::Silu,
+            gate: self.gated.then(|| t.linear(width, hidden, bias)),
+            up: t.linear(width, hidden, bias),
+            down: t.linear(hidden, width, bias),
+            swiglu,
+        };
+        let Some(mixture) = self.mixture else { return FeedForward::Dense(mlp(t, None)) };
+        let Mixture { experts, top_k, score, corrected, groups, shared, .. } = mixture;
+        let router = Router {
+            linear: t.linear(experts, hidden, bias),
+            top_k,
+            score,
+            correction: corrected.then(|| t.add(&[experts])),
+            groups,
+            normalise: Some(0.0),
+            scale: 1.0,
+        };
+        let experts = (0..experts).map(|_| mlp(t, swiglu)).collect();
+        let shared = shared.map(|gated| {
+            let gate = gated.then(|| t.linear(1, hidden, false));
+            SharedExpert { mlp: mlp(t, None), gate }
+        });
+        FeedForward::Experts(Box::new(Experts { router, experts, shared }))
     }
 
     pub fn schedule(&self, target: &Target, candidate: &Candidate) -> Schedule {
@@ -554,132 +598,40 @@ pub fn release_nothing_last(s: &mut Schedule) {
     }
 }
 
-/// Experts of [`looked_up`].
-const EXPERTS: u32 = 4;
-
-/// A small layer whose gate and up are those of an expert: a `matvec` scores four of them, a `route` chooses, and the
-/// loaders of both SMs wait for the choice.
+/// A small layer with experts on two SMs, whose loaders wait for the choice of each slot.
 pub fn looked_up() -> (Schedule, Target) {
-    (looked_up_on(&h200(), &on_h200(2)), beyond_kernels())
+    (looked_up_on(&h200(), &on_h200(2)), h200())
 }
 
 pub fn looked_up_on(target: &Target, candidate: &Candidate) -> Schedule {
-    let toy =
-        Toy { layers: 1, hidden: 16, heads: 2, kv_heads: 1, dim: 8, intermediate: 16, vocab: 24, context: 8, ..TOY };
-    let mut s = toy.schedule(target, &Candidate { splits: 1, ..candidate.clone() });
+    let mut s = small_mixture(MIXTURE).schedule(target, &Candidate { splits: 1, ..candidate.clone() });
     s.program.name = "looked-up".to_string();
-    let expert = grid(&s, "gate_up.0");
-    let x = s.program.grids[expert.index()].operand(Role::X).expect("an input").clone();
-    let p = &mut s.program;
-    let buffer = |p: &mut Program, name: &str, space, dtype, rows, cols, content| {
-        let (name, home) = (name.to_string(), Home::of(space));
-        p.buffers.push(Buffer {
-            name,
-            space,
-            dtype,
-            coded: None,
-            rows,
-            cols,
-            phases: 1,
-            words: false,
-            paging: None,
-            home,
-            content,
-        });
-        BufferId::from(p.buffers.len() - 1)
-    };
-    let parts = vec![Part { view: RowView::range(TensorId(0), 0), rows: EXPERTS }];
-    let content = Some(Content::Rows { parts, interleave: 1 });
-    let router = buffer(p, "router.weight", Space::Weight, DType::Bf16, EXPERTS, toy.hidden, content);
-    let scores = buffer(p, "scores", Space::Exchange, DType::Bf16, 1, EXPERTS, None);
-    let choice = buffer(p, "expert", Space::Exchange, DType::I32, 1, 1, None);
-    s.placement.extend([Some(1 << 20), Some(1 << 20), Some(1 << 21)]);
-    p.tables.push(Table {
-        name: "expert".to_string(),
-        home: TableHome::Device(choice),
-        holds: Holds::Choices,
-        rows: 1,
-        cols: 1,
-        bound: EXPERTS,
-        facts: vec![],
-    });
-    // All experts in one buffer, one after the other.
-    let weight = p.grids[expert.index()].operands.iter_mut().find(|o| o.role == Role::Weight).expect("weights");
-    weight.rows = Rows::Lookup(TableId(0));
-    let all = &mut p.buffers[weight.buffer.index()];
-    let Some(Content::Rows { parts, .. }) = &mut all.content else { panic!("rows") };
-    parts.iter_mut().for_each(|part| part.rows *= EXPERTS);
-    all.rows *= EXPERTS;
-    s.placement[weight.buffer.index()] = Some(1 << 21);
-    let op = |role, access, buffer, rows, cols| Operand { role, access, buffer, rows, cols };
-    let at = |name: &str, op, operands| Grid {
-        name: name.to_string(),
-        site: None,
-        op,
-        n: 1,
-        second: Second::Axis(1),
-        per_row: false,
-        operands,
-    };
-    let scored =
-        MatVec { rows: EXPERTS, k: toy.hidden, norm: None, own_input: false, epilogue: Epilogue::Store, unit_rows: 8 };
-    let score = at(
-        "score",
-        Op::MatVec(scored),
-        vec![
-            x,
-            op(Role::Weight, Access::Stream, router, Rows::Units, Cols::blocks(1, 1)),
-            op(Role::Out, Access::Write, scores, Rows::One, Cols::blocks(8, EXPERTS)),
-        ],
-    );
-    let route = at(
-        "route",
-        Op::Route { experts: EXPERTS },
-        vec![
-            op(Role::X, Access::Read, scores, Rows::One, Cols::all(EXPERTS)),
-            op(Role::Out, Access::Write, choice, Rows::One, Cols::all(1)),
-        ],
-    );
-    // Both before the expert in program order.
-    p.grids.splice(expert.index()..expert.index(), [score, route]);
-    let (score, route, moved) = (expert, GridId(expert.0 + 1), 2);
-    let later = |grid: GridId| if grid < expert { grid } else { GridId(grid.0 + moved) };
-    s.variants = std::mem::take(&mut s.variants).into_iter().map(|(grid, variant)| (later(grid), variant)).collect();
-    let chunk = s.machine.ring.slot_bytes / 512;
-    let alone = MatVecVariant { units: 1, chunk, block: 1, units_per_warp: 1, poll_batch: 1, granule: 512, pass: 0 };
-    s.variants.insert(score, Variant::MatVec(alone));
-    let regime = &mut s.regimes[0];
-    regime.tasks.iter_mut().for_each(|task| task.grid = later(task.grid));
-    let expert = later(expert);
-    let about = |buffer, hi| Event {
-        buffer,
-        row: None,
-        lo: 0,
-        hi,
-        count: 1,
-        mechanism: Mechanism::Packets,
-        scope: Scope::Device,
-        carried: false,
-        proxy: false,
-    };
-    let events = [0, 1].map(|e| EventId::from(regime.events.len() + e));
-    regime.events.extend([about(scores, EXPERTS), about(choice, 1)]);
-    let waits = regime.tasks.iter().find(|t| t.grid == expert).expect("a task of the expert").waits.clone();
-    let place = regime.queues[0].iter().position(|id| regime.tasks[id.index()].grid == expert).expect("its place");
-    let ids = [0, 1].map(|t| TaskId::from(regime.tasks.len() + t));
-    let one = |grid, waits, event| Task { grid, lo: 0, hi: 1, j: 0, row: 0, waits, signals: vec![event] };
-    regime.tasks.push(one(score, waits, events[0]));
-    regime.tasks.push(one(route, vec![Wait { event: events[0], count: 1 }], events[1]));
-    regime.queues[0].splice(place..place, ids);
-    let source = Source::Units { buffer: router, lo: 0, hi: 1 };
-    regime.streams[0].push(Run { task: ids[0], source, after: None });
-    for run in regime.streams.iter_mut().flatten() {
-        if regime.tasks[run.task.index()].grid == expert {
-            run.after = Some(events[1]);
-        }
-    }
-    restream(&mut s);
     s
+}
+
+/// One small layer with experts.
+pub fn small_mixture(mixture: Mixture) -> Toy {
+    Toy {
+        layers: 1,
+        hidden: 16,
+        heads: 2,
+        kv_heads: 1,
+        dim: 8,
+        intermediate: 16,
+        vocab: 24,
+        context: 8,
+        mixture: Some(mixture),
+        ..TOY
+    }
+}
+
+/// Two rows of [`looked_up`], which choose different experts.
+pub fn looked_up_rows_on(target: &Target, candidate: &Candidate) -> Schedule {
+    let toy = small_mixture(MIXTURE);
+    let candidate = Candidate { splits: 1, ..candidate.clone() };
+    let batch = Batch { rows: 2, sequences: 3, pages: 6, page_rows: 4, words: false };
+    let program = lower_batch(&toy.graph(), "looked-up-rows", toy.precision, toy.context, &batch, &candidate);
+    schedule(program.expect("the toy lowers"), target, &candidate).expect("the toy fits")
 }
 
 /// A small layer on four SMs of two devices: each device has one KV head, and what one publishes the other reads.

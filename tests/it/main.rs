@@ -21,6 +21,7 @@ mod default_fits;
 mod distribution;
 mod driver;
 mod engine;
+mod experts;
 mod export;
 mod families;
 mod features;

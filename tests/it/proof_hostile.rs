@@ -131,7 +131,11 @@ fn scramble(s: &mut Schedule, random: &mut Random) -> Option<String> {
                 Op::Embed { everywhere, .. } | Op::NormAdd { everywhere, .. } if k > 3 => *everywhere = !*everywhere,
                 Op::NormAdd { width, .. } => *width = other(random, *width),
                 Op::Embed { scale, .. } => *scale = [f32::NAN, f32::INFINITY, 2.0][k % 3],
-                Op::Route { experts } => *experts = other(random, *experts),
+                Op::Route(route) if k < 3 => route.experts = other(random, route.experts),
+                Op::Route(route) => route.top_k = other(random, route.top_k),
+                Op::Combine(combine) if k < 3 => combine.width = other(random, combine.width),
+                Op::Combine(combine) if k < 6 => combine.slots = other(random, combine.slots),
+                Op::Combine(combine) => combine.shared = !combine.shared,
                 Op::Select | Op::Report => g.op = Op::Select,
             }
             format!("g{i} op {:?}", g.op)
@@ -150,7 +154,7 @@ fn scramble(s: &mut Schedule, random: &mut Random) -> Option<String> {
             let (i, g) = pick(random, &mut s.program.grids)?;
             let (_, o) = pick(random, &mut g.operands)?;
             match random.below(5) {
-                0 => o.role = Role::ALL[random.below(22)],
+                0 => o.role = Role::ALL[random.below(Role::ALL.len())],
                 1 => o.access = [Access::Read, Access::Write, Access::Update, Access::Stream][random.below(4)],
                 2 => o.rows = Rows::ALL[random.below(5)],
                 3 => o.cols.first = !o.cols.first,

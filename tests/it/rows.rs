@@ -660,22 +660,19 @@ fn both_judges_know_a_stream_that_waits_for_what_the_step_chooses() {
                 s.regimes[0].streams[1].iter_mut().for_each(|run| run.after = None);
             }),
             ("another event", Rule::StreamAfter, &[Kind::Unwritten, Kind::Stale, Kind::Invisible], |s| {
-                let scores = buffer(s, "scores");
+                let scores = buffer(s, "scores.0");
                 let other = s.regimes[0].events.iter().position(|e| e.buffer == scores).expect("an event");
                 let runs = s.regimes[0].streams[1].iter_mut().filter(|run| run.after.is_some());
                 runs.for_each(|run| run.after = Some(EventId::from(other)));
             }),
-            ("a counter in place of the choice", Rule::StreamAfter, &[Kind::Invisible], |s| {
-                let after = s.regimes[0].streams[1].iter().find_map(|run| run.after).expect("a run that waits");
-                s.regimes[0].events[after.index()].mechanism = Mechanism::Counter;
-            }),
             ("more experts than weights", Rule::Table, &[Kind::OutOfBounds], |s| {
-                let route = grid(s, "route");
-                s.program.grids[route.index()].op = Op::Route { experts: 5 };
-                for name in ["scores", "router.weight"] {
+                let route = grid(s, "route.0");
+                let Op::Route(op) = &mut s.program.grids[route.index()].op else { panic!("a route") };
+                op.experts = 5;
+                for name in ["scores.0", "router.0.weight"] {
                     let id = buffer(s, name).index();
                     let buffer = &mut s.program.buffers[id];
-                    if name == "scores" {
+                    if name == "scores.0" {
                         buffer.cols = 5;
                     } else {
                         buffer.rows = 5;
@@ -683,17 +680,17 @@ fn both_judges_know_a_stream_that_waits_for_what_the_step_chooses() {
                         parts[0].rows = 5;
                     }
                 }
-                let score = grid(s, "score");
+                let score = grid(s, "router.0");
                 let Op::MatVec(m) = &mut s.program.grids[score.index()].op else { panic!("a matvec") };
                 m.rows = 5;
-                operand(s, "score", Role::Out).cols = Cols::blocks(8, 5);
-                operand(s, "route", Role::X).cols = Cols::all(5);
-                let scores = buffer(s, "scores");
+                operand(s, "router.0", Role::Out).cols = Cols::blocks(8, 5);
+                operand(s, "route.0", Role::X).cols = Cols::all(5);
+                let scores = buffer(s, "scores.0");
                 s.regimes[0].events.iter_mut().filter(|e| e.buffer == scores).for_each(|e| e.hi = 5);
             }),
             // Its own loader waits for the choice, which comes later in the queue. Neither the events nor the queue alone show this.
             ("the choice after the expert", Rule::Deadlock, &[Kind::Hang], |s| {
-                let (expert, route) = (task(s, 0, "gate_up.0", 0), task(s, 0, "route", 0));
+                let (expert, route) = (task(s, 0, "gate_up.0", 0), task(s, 0, "route.0", 0));
                 swap_queued(s, 0, expert, route);
             }),
         ],
@@ -827,7 +824,7 @@ fn attention(s: &mut Schedule, nth: usize) -> &mut Attention {
 #[test]
 fn the_story_of_a_deadlock_names_the_loader() {
     let (mut s, target) = looked_up();
-    let (expert, route) = (task(&s, 0, "gate_up.0", 0), task(&s, 0, "route", 0));
+    let (expert, route) = (task(&s, 0, "gate_up.0", 0), task(&s, 0, "route.0", 0));
     swap_queued(&mut s, 0, expert, route);
     let violations = check(&s, &target);
     let story: Vec<String> = violations[0].witness.iter().map(|w| format!("{}: {}", w.entity, w.note)).collect();

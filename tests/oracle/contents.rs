@@ -8,10 +8,10 @@
 //! Steps are run in program order, one task after another. [`super::machine`] judges whether other orders give the same.
 //! Long texts are run near their beginning, their borders and their end; rows of other positions are left out in both runs.
 
-use super::footprint::pitch;
+use super::footprint::{columns_of, pitch, table_of};
 use super::machine::share;
 use super::{Fault, Kind};
-use monobloc::ir::op::{Attention, Epilogue, MatVec, Op, Role};
+use monobloc::ir::op::{Attention, Combine, Epilogue, MatVec, Op, Role, Route};
 use monobloc::ir::program::{Grid, Space};
 use monobloc::ir::schedule::{Schedule, Task};
 use monobloc::ir::table::Holds;
@@ -159,8 +159,8 @@ impl<'a> Text<'a> {
             by_grid.entry(task.grid.index()).or_default().push(t);
         }
         for (g, tasks) in by_grid {
-            // All tasks of a product read the same input.
-            let mut input = None;
+            // All tasks of a product read the same input, if they are of one slot.
+            let mut input = BTreeMap::new();
             // Only the first row of a step of several: tasks do the same for each row.
             for t in tasks.into_iter().filter(|t| regime.tasks[*t].row == 0) {
                 let sm = owners[t].map_or(0, |sm| sm.index());
@@ -172,15 +172,12 @@ impl<'a> Text<'a> {
         Ok(())
     }
 
-    fn task(&mut self, step: &Step, input: &mut Option<u64>) -> Result<(), Fault> {
+    fn task(&mut self, step: &Step, input: &mut BTreeMap<u32, u64>) -> Result<(), Fault> {
         let Step { task, grid, .. } = *step;
         match &grid.op {
             Op::Select => self.select(step),
-            Op::Route { experts } => {
-                let scores: Vec<u64> = (0..*experts).map(|c| self.read(step, Role::X, c)).collect::<Result<_, _>>()?;
-                self.write(step, Role::Out, 0, fold(scores));
-                Ok(())
-            }
+            Op::Route(route) => self.route(step, route),
+            Op::Combine(combine) => self.combine(step, combine),
             Op::Report => {
                 let token = self.read(step, Role::Token, 0)?;
                 self.output(step, Role::Out, 0, token);
@@ -197,11 +194,14 @@ impl<'a> Text<'a> {
                 Ok(())
             }
             Op::MatVec(m) => {
-                let x = match *input {
-                    Some(x) if !m.own_input => x,
-                    _ => self.digest(step, Role::X, 0, m.k)?,
+                // Columns of the slot, if each has its own.
+                let own = grid.operand(Role::X).is_some_and(|x| x.cols.stride_j > 0);
+                let slot = if own && table_of(self.s, grid).is_some() { task.j } else { 0 };
+                let x = match input.get(&slot) {
+                    Some(x) if !m.own_input => *x,
+                    _ => self.digest(step, Role::X, slot * m.k, m.k)?,
                 };
-                *input = Some(x);
+                input.insert(slot, x);
                 self.matvec(step, m, x)
             }
             Op::Attention(a) => self.attention(step, a),
@@ -236,9 +236,48 @@ impl<'a> Text<'a> {
         Ok(())
     }
 
+    /// The expert of each slot, and its share.
+    fn route(&mut self, step: &Step, route: &Route) -> Result<(), Fault> {
+        let scores = self.digest(step, Role::X, 0, route.experts)?;
+        let all = fold([scores, said(route), self.content(step, Role::Bias)]);
+        for slot in 0..route.top_k {
+            self.write(step, Role::Out, slot, fold([all, slot.into(), 1]));
+            self.write(step, Role::Shares, slot, fold([all, slot.into(), 2]));
+        }
+        Ok(())
+    }
+
+    /// What the experts of all slots made, each with its share.
+    fn combine(&mut self, step: &Step, combine: &Combine) -> Result<(), Fault> {
+        let Combine { width, slots, shared, scale, adds } = *combine;
+        let mut shares: Vec<u64> = (0..slots).map(|s| self.read(step, Role::Shares, s)).collect::<Result<_, _>>()?;
+        if shared {
+            let gate = step.grid.operand(Role::Gate).map(|_| self.read(step, Role::Gate, 0)).transpose()?;
+            shares.push(gate.map_or(1, |gate| mix(gate, 2)));
+        }
+        for c in columns(step.task, width, false) {
+            let mut y = said(&scale);
+            for (slot, share) in (0..).zip(&shares) {
+                // The first input leads, and the others lie behind it.
+                y = fold([y, *share, self.read(step, Role::X, slot * width + c)?]);
+            }
+            if adds {
+                y = mix(self.read(step, Role::Residual, c)?, y);
+                self.write(step, Role::Residual, c, y);
+            }
+            self.write(step, Role::Out, c, y);
+        }
+        Ok(())
+    }
+
     fn matvec(&mut self, step: &Step, m: &MatVec, x: u64) -> Result<(), Fault> {
         let Task { lo, hi, j, .. } = *step.task;
+        let chosen = match table_of(self.s, step.grid) {
+            Some(_) => self.read(step, Role::Choices, j)?,
+            None => 0,
+        };
         let parts = [
+            chosen,
             x,
             said(&m.norm),
             said(&m.epilogue),
@@ -248,8 +287,8 @@ impl<'a> Text<'a> {
             self.content(step, Role::Bias),
         ];
         let x = fold(parts);
-        let gated = matches!(m.epilogue, Epilogue::Gated(_));
-        let (each, rows) = if gated { (4, m.rows / 2) } else { (m.unit_rows, m.rows) };
+        let (each, rows) = columns_of(m);
+        let slot = if table_of(self.s, step.grid).is_some() { j } else { 0 };
         let mut best = 0;
         for row in each * lo..(each * hi).min(rows) {
             let y = mix(x, row.into());
@@ -263,7 +302,9 @@ impl<'a> Text<'a> {
                     best = best.max(y);
                     self.output(step, Role::Logits, row, y);
                 }
-                Epilogue::Store | Epilogue::Act(_) | Epilogue::Gated(_) => self.write(step, Role::Out, row, y),
+                Epilogue::Store | Epilogue::Scores | Epilogue::Act(_) | Epilogue::Gated(_) | Epilogue::Clamped(_) => {
+                    self.write(step, Role::Out, slot * rows + row, y)
+                }
             }
         }
         if matches!(m.epilogue, Epilogue::Logits { .. }) {

@@ -3,10 +3,10 @@
 use super::{Fault, Kind};
 use monobloc::dtype::DType;
 use monobloc::format::{Format, Groups, ScaleCode};
-use monobloc::ir::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role};
+use monobloc::ir::op::{Access, Attention, Combine, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role, Route};
 use monobloc::ir::program::{Buffer, Cols, Content, Grid, Home, Operand, Rows, Second, Space};
 use monobloc::ir::schedule::{Mechanism, Schedule, Scope, Source, Task};
-use monobloc::ir::table::{Holds, TableHome};
+use monobloc::ir::table::{Holds, Table, TableHome};
 use monobloc::ir::variant::Variant;
 use monobloc::ir::{BufferId, EventId, GridId, TableId};
 use monobloc::model::graph::{NormKind, QkNormSpan};
@@ -88,6 +88,8 @@ enum Must {
     Tokens,
     /// `rows x cols` exactly: weights.
     Exactly(u32, u32),
+    /// A number of values for each of the parts that a table may name, and nothing else.
+    Parts(u64, u32),
 }
 
 fn malformed<T>(what: impl Into<String>) -> Result<T, Fault> {
@@ -293,18 +295,38 @@ fn numbers(s: &Schedule) -> Result<(), Fault> {
     }
     let norm = |n: &NormAttr| n.eps.is_finite() && n.eps > 0.0;
     for (g, grid) in p.grids.iter().enumerate() {
-        let per_row = p.rows > 1 && matches!(grid.op, Op::Attention(_) | Op::AttentionMerge { .. });
-        if grid.per_row != per_row {
+        // Each row has a history and experts of its own.
+        let alone = matches!(grid.op, Op::Attention(_) | Op::AttentionMerge { .. } | Op::Route(_));
+        if grid.per_row != (p.rows > 1 && (alone || table_of(s, grid).is_some())) {
             return Err(Fault::new(Kind::Undeclared, format!("g{g} takes other rows than its op")));
         }
         let fine = match &grid.op {
             Op::Select | Op::Report => true,
-            Op::Route { experts } => *experts > 0 && *experts < 1 << 29,
+            Op::Route(r) => {
+                // Groups are equal, and those that are kept have an expert for every slot.
+                let groups = r.groups.is_none_or(|g| {
+                    let each = r.experts.checked_div(g.count).unwrap_or(0);
+                    g.count > 0 && each * g.count == r.experts && g.kept <= g.count && each * g.kept >= r.top_k
+                });
+                let sums = r.normalise.is_none_or(|added| added.is_finite() && added >= 0.0);
+                (1..1 << 16).contains(&r.experts)
+                    && (1..=r.experts).contains(&r.top_k)
+                    && groups
+                    && sums
+                    && r.scale.is_finite()
+            }
+            Op::Combine(c) => {
+                let columns = u64::from(c.width) * (u64::from(c.slots) + 1);
+                c.width > 0 && c.slots > 0 && columns < 1 << 29 && c.scale.is_finite()
+            }
             Op::Embed { scale, .. } => scale.is_finite(),
             Op::MatVec(m) => {
                 let tail = match m.epilogue {
-                    Epilogue::Store | Epilogue::Act(_) => true,
+                    Epilogue::Store | Epilogue::Scores | Epilogue::Act(_) => true,
                     Epilogue::Gated(_) => m.rows % 2 == 0,
+                    Epilogue::Clamped(c) => {
+                        m.rows % 2 == 0 && c.alpha.is_finite() && c.limit.is_finite() && c.limit > 0.0
+                    }
                     Epilogue::Residual { scale } => scale.is_finite(),
                     Epilogue::Logits { scale, softcap } => {
                         scale.is_finite() && softcap.is_none_or(|c| c.is_finite() && c > 0.0)
@@ -348,7 +370,8 @@ fn numbers(s: &Schedule) -> Result<(), Fault> {
             Op::Select | Op::Embed { everywhere: true, .. } | Op::NormAdd { everywhere: true, .. } => {
                 Some(s.machine.sms)
             }
-            Op::Report | Op::Route { .. } => Some(1),
+            Op::Report | Op::Route(_) => Some(1),
+            Op::Combine(c) => Some(c.width.div_ceil(8)),
             Op::Embed { .. } => grid.operand(Role::Table).map(|o| p.buffers[o.buffer.index()].cols.div_ceil(8)),
             Op::MatVec(m) => Some(units(m)),
             Op::Attention(a) => Some(a.heads / a.heads_per_task),
@@ -362,6 +385,11 @@ fn numbers(s: &Schedule) -> Result<(), Fault> {
             && grid.second != Second::Axis(a.splits)
         {
             return malformed(format!("g{g} launches other shares than it has"));
+        }
+        if let Some((_, table)) = table_of(s, grid)
+            && grid.second != Second::Axis(table.cols)
+        {
+            return malformed(format!("g{g} launches other slots than its table has"));
         }
     }
     // A position is a row, and no memory holds this number of rows.
@@ -379,10 +407,22 @@ fn numbers(s: &Schedule) -> Result<(), Fault> {
 }
 
 fn units(m: &MatVec) -> u32 {
+    let (each, columns) = columns_of(m);
+    columns.div_ceil(each)
+}
+
+/// Columns of the output that a unit makes, and all of them.
+pub(super) fn columns_of(m: &MatVec) -> (u32, u32) {
     match m.epilogue {
-        Epilogue::Gated(_) => (m.rows / 2).div_ceil(4),
-        _ => m.rows.div_ceil(m.unit_rows.max(1)),
+        Epilogue::Gated(_) | Epilogue::Clamped(_) => (4, m.rows / 2),
+        _ => (m.unit_rows.max(1), m.rows),
     }
+}
+
+/// The table that names the part of its matrix that a product takes.
+pub(super) fn table_of<'a>(s: &'a Schedule, grid: &Grid) -> Option<(TableId, &'a Table)> {
+    let Rows::Lookup(id) = grid.operand(Role::Weight)?.rows else { return None };
+    Some((id, s.program.tables.get(id.index())?))
 }
 
 fn launches(s: &Schedule) -> Result<(), Fault> {
@@ -402,7 +442,7 @@ fn launches(s: &Schedule) -> Result<(), Fault> {
                 grid.op,
                 Op::Select
                     | Op::Report
-                    | Op::Route { .. }
+                    | Op::Route(_)
                     | Op::Attention(_)
                     | Op::AttentionMerge { .. }
                     | Op::Embed { everywhere: true, .. }
@@ -476,9 +516,25 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
                 part(Role::Token, Write, Private, DType::I32, 0, 1),
             ]
         }
-        Op::Route { experts } => {
-            let all = u64::from(*experts);
-            vec![part(Role::X, Read, Exchange, pr.wire, 0, all), part(Role::Out, Write, Exchange, DType::I32, 0, 1)]
+        Op::Route(Route { experts, top_k, .. }) => {
+            let (experts, slots) = (u64::from(*experts), u64::from(*top_k));
+            vec![
+                part(Role::X, Read, Exchange, DType::F32, 0, experts),
+                vector(Role::Bias, 0, experts),
+                part(Role::Shares, Write, Exchange, DType::F32, 0, slots),
+                part(Role::Out, Write, Exchange, DType::I32, 0, slots),
+            ]
+        }
+        Op::Combine(Combine { width, slots, shared, adds, .. }) => {
+            let (from, to) = (8 * lo, (8 * hi).min(u64::from(*width)));
+            let sum = |role, access, space, dtype| part(role, access, space, dtype, from, to);
+            let inputs = *slots + u32::from(*shared);
+            let mut parts: Vec<Part> = (0..inputs).map(|_| sum(Role::X, Read, Exchange, pr.wire)).collect();
+            parts.push(part(Role::Shares, Read, Exchange, DType::F32, 0, u64::from(*slots)));
+            parts.extend(shared.then(|| part(Role::Gate, Read, Exchange, DType::F32, 0, 1)));
+            parts.extend(adds.then(|| sum(Role::Residual, Update, Private, DType::F32)));
+            parts.push(sum(Role::Out, Write, Exchange, pr.wire));
+            parts
         }
         Op::Report => {
             vec![part(Role::Token, Read, Private, DType::I32, 0, 1), part(Role::Out, Write, Output, DType::I32, 0, 1)]
@@ -500,7 +556,11 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
             let each = u64::from(m.unit_rows);
             let (from, to) = (each * lo, (each * hi).min(rows));
             let x = if m.own_input { (Private, DType::F32) } else { (Exchange, pr.wire) };
-            let mut parts = vec![part(Role::X, Read, x.0, x.1, 0, k)];
+            // Slots lie side by side in the output, and in the input, unless all have the same.
+            let slot = if table_of(s, grid).is_some() { j } else { 0 };
+            let own = grid.operand(Role::X).is_some_and(|x| x.cols.stride_j > 0);
+            let first = if own { slot * k } else { 0 };
+            let mut parts = vec![part(Role::X, Read, x.0, x.1, first, first + k)];
             if let Some(norm) = &m.norm {
                 parts.push(vector(Role::NormWeight, 0, k));
                 if norm.kind == NormKind::Layer {
@@ -513,11 +573,15 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
                 ..part(Role::Weight, Stream, Weight, pr.weights, lo, hi)
             });
             parts.push(vector(Role::Bias, each * lo, each * hi));
+            parts.extend(table_of(s, grid).map(|_| part(Role::Choices, Read, Exchange, DType::I32, j, j + 1)));
             match m.epilogue {
-                Epilogue::Store | Epilogue::Act(_) => parts.push(part(Role::Out, Write, Exchange, pr.wire, from, to)),
-                Epilogue::Gated(_) => {
-                    parts.push(part(Role::Out, Write, Exchange, pr.wire, 4 * lo, (4 * hi).min(rows / 2)));
+                Epilogue::Store | Epilogue::Act(_) | Epilogue::Gated(_) | Epilogue::Clamped(_) => {
+                    let (each, columns) = columns_of(m);
+                    let (each, columns) = (u64::from(each), u64::from(columns));
+                    let (from, to) = (slot * columns + each * lo, slot * columns + (each * hi).min(columns));
+                    parts.push(part(Role::Out, Write, Exchange, pr.wire, from, to));
                 }
+                Epilogue::Scores => parts.push(part(Role::Out, Write, Exchange, DType::F32, from, to)),
                 Epilogue::Residual { .. } => {
                     parts.push(part(Role::Residual, Update, Private, DType::F32, from, to));
                     parts.push(part(Role::Out, Write, Exchange, pr.wire, from, to));
@@ -647,21 +711,33 @@ fn attention(s: &Schedule, a: &Attention, i: u64, j: u64) -> Vec<Part> {
 /// Roles that an op may lack.
 fn optional(op: &Op, role: Role) -> bool {
     let norms = [Role::NormWeight, Role::NormBias, Role::QNormWeight, Role::KNormWeight];
-    let unpublished = matches!(op, Op::MatVec(MatVec { epilogue: Epilogue::Residual { .. }, .. })) && role == Role::Out;
-    role == Role::Bias || norms.contains(&role) || unpublished
+    let adds = match op {
+        Op::MatVec(m) => matches!(m.epilogue, Epilogue::Residual { .. }),
+        Op::Combine(combine) => combine.adds,
+        _ => false,
+    };
+    matches!(role, Role::Bias | Role::Gate) || norms.contains(&role) || adds && role == Role::Out
 }
 
 fn foot(s: &Schedule, grid: &Grid, task: &Task, vocab: u32) -> Result<Foot, Fault> {
     let parts = parts(s, grid, task);
-    let mut roles = BTreeSet::new();
+    // The inputs of a sum have one role. They are told apart by their order.
+    let mut of_role: BTreeMap<Role, Vec<&Operand>> = BTreeMap::new();
     for operand in &grid.operands {
-        if !roles.insert(operand.role) || !parts.iter().any(|p| p.role == operand.role) {
+        let taken = parts.iter().filter(|p| p.role == operand.role).count();
+        let same = of_role.entry(operand.role).or_default();
+        same.push(operand);
+        if same.len() > taken {
             return Err(Fault::new(Kind::Undeclared, format!("`{}` is no operand of its op", operand.role.name())));
         }
     }
+    side_by_side(grid)?;
     let mut foot = Foot::default();
+    let mut taken: BTreeMap<Role, usize> = BTreeMap::new();
     for part in parts {
-        let Some(operand) = grid.operand(part.role) else {
+        let nth = taken.entry(part.role).or_default();
+        *nth += 1;
+        let Some(&operand) = of_role.get(&part.role).and_then(|same| same.get(*nth - 1)) else {
             if optional(&grid.op, part.role) {
                 continue;
             }
@@ -670,7 +746,13 @@ fn foot(s: &Schedule, grid: &Grid, task: &Task, vocab: u32) -> Result<Foot, Faul
         let buffer = &s.program.buffers[operand.buffer.index()];
         let mut part = part;
         if let (Rows::Lookup(id), Rows::Units) = (operand.rows, part.rows) {
-            chosen(s, grid, id, &mut part, &mut foot)?;
+            chosen(s, grid, task, id, &mut part, &mut foot)?;
+        }
+        if let (Role::Bias, Op::MatVec(m), Some((id, table))) = (part.role, &grid.op, table_of(s, grid)) {
+            // As many values for each part, of which the same part is taken as of the matrix.
+            let each = u64::from(grid.n) * u64::from(m.unit_rows);
+            part.rows = Rows::Lookup(id);
+            part.must = Must::Parts(each, table.bound);
         }
         let of_step = matches!(part.space, Space::Exchange | Space::Private | Space::Output);
         if of_step && s.program.rows > 1 {
@@ -708,28 +790,57 @@ fn foot(s: &Schedule, grid: &Grid, task: &Task, vocab: u32) -> Result<Foot, Faul
 }
 
 /// The weights are one of the parts that the table may name; the writer of the table must not name another one.
-fn chosen(s: &Schedule, grid: &Grid, id: TableId, part: &mut Part, foot: &mut Foot) -> Result<(), Fault> {
+fn chosen(s: &Schedule, grid: &Grid, task: &Task, id: TableId, part: &mut Part, foot: &mut Foot) -> Result<(), Fault> {
     let Some(table) = s.program.tables.get(id.index()) else { return malformed(format!("{id} is no table")) };
     let TableHome::Device(buffer) = table.home else { return malformed(format!("no task chooses {id} in the step")) };
-    if table.holds != Holds::Choices || s.program.rows != 1 || buffer.index() >= s.program.buffers.len() {
+    if table.holds != Holds::Choices || buffer.index() >= s.program.buffers.len() {
         return malformed(format!("{id} chooses nothing for `{}`", grid.op.name()));
+    }
+    if table.rows != s.program.rows {
+        return malformed(format!("{id} has choices of {} rows, a step {}", table.rows, s.program.rows));
+    }
+    let Op::MatVec(m) = &grid.op else { return malformed(format!("`{}` takes no part of a matrix", grid.op.name())) };
+    // A part begins with a unit.
+    let (each, columns) = columns_of(m);
+    if columns % each != 0 {
+        return malformed(format!("parts of {columns} columns, in units of {each}"));
     }
     let makers = s.program.grids.iter().filter(|g| g.operand(Role::Out).is_some_and(|out| out.buffer == buffer));
     for maker in makers {
         match maker.op {
-            Op::Route { experts } if experts <= table.bound => {}
-            Op::Route { experts } => {
-                let what = format!("an expert below {experts} of {}", table.bound);
+            Op::Route(route) if route.experts > table.bound => {
+                let what = format!("an expert below {} of {}", route.experts, table.bound);
                 return Err(Fault::new(Kind::OutOfBounds, what));
             }
+            Op::Route(route) if route.top_k == table.cols => {}
+            Op::Route(route) => return malformed(format!("{} choices in {} slots", route.top_k, table.cols)),
             _ => return Err(Fault::new(Kind::Undeclared, format!("{buffer} holds no choice"))),
         }
+    }
+    // Its loader and the task itself, which looks for scales and biases, take one choice.
+    if grid.operand(Role::Choices).is_some_and(|choices| choices.buffer != buffer) {
+        return Err(Fault::new(Kind::Undeclared, format!("takes a choice that is not in {buffer}")));
     }
     if let Must::Exactly(rows, _) = &mut part.must {
         *rows = rows.saturating_mul(table.bound);
     }
     part.rows = Rows::Lookup(id);
-    foot.choices.push(Touch { buffer, row: 0, lo: 0, hi: 1 });
+    foot.choices.push(Touch { buffer, row: task.row, lo: task.j, hi: task.j + 1 });
+    Ok(())
+}
+
+/// A sum reads on from its first input, one input after another.
+fn side_by_side(grid: &Grid) -> Result<(), Fault> {
+    let Op::Combine(combine) = &grid.op else { return Ok(()) };
+    let mut inputs = grid.operands.iter().filter(|operand| operand.role == Role::X);
+    let Some(first) = inputs.next() else { return Ok(()) };
+    let mut place = u64::from(first.cols.base);
+    for input in inputs {
+        place += u64::from(combine.width);
+        if (input.buffer, u64::from(input.cols.base)) != (first.buffer, place) {
+            return Err(Fault::new(Kind::Undeclared, "inputs of a sum that do not lie side by side"));
+        }
+    }
     Ok(())
 }
 
@@ -773,8 +884,9 @@ fn compare(
             if ![Role::Weight, Role::Table, Role::Rope, Role::CacheScales].contains(&role) =>
         {
             let len = parts.iter().map(|p| u64::from(p.len)).sum::<u64>();
-            // Rows of padding have no bias.
-            role == Role::Bias || len == u64::from(buffer.cols)
+            // Rows of padding have no bias, unless another part follows.
+            let padded = role == Role::Bias && !matches!(part.must, Must::Parts(..));
+            padded || len == u64::from(buffer.cols)
         }
         _ => false,
     };
@@ -798,6 +910,12 @@ fn compare(
                 return undeclared(format!("units {range:?}, the op takes {}..{}", part.lo, part.hi));
             }
             return Ok(());
+        }
+        Must::Parts(each, parts) => {
+            let all = each.saturating_mul(u64::from(parts));
+            if (buffer.rows, u64::from(buffer.cols), operand.cols.base) != (1, all, 0) {
+                return undeclared(format!("{} values, the op takes {parts} times {each}", buffer.cols));
+            }
         }
         _ => {}
     }
@@ -823,7 +941,10 @@ fn meanings(s: &Schedule) -> Result<(), Fault> {
             }
             let is = match (&grid.op, operand.role) {
                 (_, Role::Best) => (1, 0, 0, 0),
-                (Op::Route { .. }, Role::Out) => (3, 0, 0, 0),
+                (Op::Route(_), Role::Out) | (_, Role::Choices) => (3, 0, 0, 0),
+                (_, Role::Shares) => (6, 0, 0, 0),
+                (Op::Route(_), Role::X) | (Op::Combine(_), Role::Gate) => (5, 0, 0, 0),
+                (Op::MatVec(MatVec { epilogue: Epilogue::Scores, .. }), Role::Out) => (5, 0, 0, 0),
                 (Op::AttentionMerge { head_dim, splits, heads_per_task, gate }, Role::Partial) => {
                     (if *gate { 4 } else { 2 }, *head_dim, *splits, *heads_per_task)
                 }
@@ -1195,7 +1316,13 @@ fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
                 // For each warp that has a split.
                 scratch = scratch.max(warps.min(u64::from(*splits)) * (u64::from(*head_dim) + 2) * 4);
             }
-            Op::Select | Op::Report | Op::Route { .. } | Op::Embed { .. } | Op::NormAdd { .. } => {}
+            // The score and the key of each expert, the id and the weight of each slot, the key of each group.
+            Op::Route(route) => {
+                let groups = route.groups.map_or(0, |groups| u64::from(groups.count));
+                let values = 2 * u64::from(route.experts) + 2 * u64::from(route.top_k) + groups;
+                scratch = scratch.max(4 * values);
+            }
+            Op::Select | Op::Report | Op::Combine(_) | Op::Embed { .. } | Op::NormAdd { .. } => {}
         }
     }
     let room = match (parts.get("stage"), parts.get("reduce")) {
@@ -1204,7 +1331,7 @@ fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
         _ => 0,
     };
     if room < scratch {
-        return no(format!("records of attention have {room} bytes, {scratch} are used"));
+        return no(format!("records of attention, or keys of experts, have {room} bytes, {scratch} are used"));
     }
     for regime in &s.regimes {
         for queue in &regime.queues {

@@ -716,8 +716,10 @@ impl Window {
                     let consumed = &mut window.consumed[sm];
                     let before = consumed.last().copied().unwrap_or(0);
                     let grid = &s.program.grids[regime.tasks[task.index()].grid.index()];
+                    // Nothing is loaded for a row that the launch does not have.
+                    let absent = grid.per_row && regime.tasks[task.index()].row >= present;
                     let chunks = match &grid.op {
-                        Op::MatVec(m) => match runs.next().map(|r| r.source) {
+                        Op::MatVec(m) => match runs.next().map(|r| r.source).filter(|_| !absent) {
                             Some(Source::Units { lo, hi, .. }) => {
                                 let element = s.program.precision.weights.bytes() as u32;
                                 let unit = m.k.div_ceil(64 / element * 8 / m.unit_rows);
@@ -972,8 +974,8 @@ impl Window {
         }
     }
 
-    /// Reads of exchange memory, by a block or its loader.
-    fn look(&self, state: &State, at: usize, reads: &[(u32, Vec<bool>)]) -> Result<(), Fault> {
+    /// Reads of exchange memory, by a block or its loader. A loader may have acquired an event itself.
+    fn look(&self, state: &State, at: usize, reads: &[(u32, Vec<bool>)], acquired: Option<u32>) -> Result<(), Fault> {
         let (l, k) = (&self.layout, self.k);
         let instance = &self.instances[at];
         for (expect, vouched) in reads {
@@ -985,7 +987,8 @@ impl Window {
                     }
                 }
                 let writer = &self.instances[instance_of(piece.id)];
-                if !vouched && state.0[l.visible + instance.sm * k + writer.sm] <= writer.place {
+                let known = acquired.map_or(0, |clock| state.0[l.clocks + clock as usize * k + writer.sm]);
+                if !vouched && state.0[l.visible + instance.sm * k + writer.sm].max(known) <= writer.place {
                     let what = format!("{} reads what {} wrote, unfenced", self.names[at], self.name(piece.id));
                     return Err(Fault::new(Kind::Invisible, what));
                 }
@@ -996,7 +999,7 @@ impl Window {
 
     fn read(&self, state: &State, at: usize) -> Result<(), Fault> {
         let (l, instance) = (&self.layout, &self.instances[at]);
-        self.look(state, at, &instance.reads)?;
+        self.look(state, at, &instance.reads, None)?;
         for (range, id) in &instance.private_reads {
             for atom in range.clone() {
                 let found = state.0[l.private + instance.sm * self.private_len() + atom as usize];
@@ -1140,7 +1143,8 @@ impl Window {
         let load = state.0[l.loaded + sm] as usize;
         let at = self.loads[sm][load] as usize;
         if let Some(h) = &self.instances[at].history {
-            self.look(state, at, &h.choices)?;
+            let event = h.after.as_ref().filter(|after| after.orders).and_then(|after| after.event);
+            self.look(state, at, &h.choices, event.and_then(|event| self.events[event as usize].clock))?;
             for (_, writer) in &h.rows {
                 let w = &self.instances[*writer];
                 // The loader sees what its block had acquired when it opened the gate.

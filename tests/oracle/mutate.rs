@@ -8,7 +8,7 @@ use monobloc::ir::program::{Content, Home, Part, Rows, Second, Space, VectorPart
 use monobloc::ir::schedule::{Mechanism, Regime, Run, Schedule, Scope, SmemKind, Source, Task, Wait};
 use monobloc::ir::table::TableHome;
 use monobloc::ir::{BufferId, EventId, GridId, LayerId, SmId, TableId, TaskId};
-use monobloc::model::graph::{QueryScale, RopeId, RowView, TensorId};
+use monobloc::model::graph::{ExpertGroups, GroupScore, QueryScale, RopeId, RowView, TensorId};
 use monobloc::target::{Target, TargetKind};
 use monobloc::validate::{Entity, Violation};
 
@@ -493,6 +493,11 @@ fn shape(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entit
         Op::AttentionMerge { head_dim, .. } => *head_dim += 8,
         Op::Embed { everywhere, .. } | Op::NormAdd { everywhere, .. } if k == 0 => *everywhere = !*everywhere,
         Op::NormAdd { width, .. } => *width += 8,
+        Op::Route(route) if k == 0 => route.experts += 1,
+        Op::Route(route) if k == 1 => route.top_k += 1,
+        Op::Combine(combine) if k == 0 => combine.slots += 1,
+        Op::Combine(combine) if k == 1 => combine.shared = !combine.shared,
+        Op::Combine(combine) => combine.width += 8,
         _ if k == 2 => grid.n += 1,
         _ => {
             grid.second = match grid.second {
@@ -533,7 +538,7 @@ fn access(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Enti
     match random.below(4) {
         0 => operand.access = [Access::Read, Access::Write, Access::Update, Access::Stream][random.below(4)],
         1 => operand.rows = Rows::ALL[random.below(5)],
-        2 => operand.role = Role::ALL[random.below(22)],
+        2 => operand.role = Role::ALL[random.below(Role::ALL.len())],
         _ => operand.cols.only_j = [None, Some(0), Some(1)][random.below(3)],
     }
     let is_changed = *operand != was;
@@ -560,7 +565,17 @@ fn attribute(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<E
         Op::AttentionMerge { splits, .. } => *splits = 0,
         Op::NormAdd { norm, .. } => norm.eps = -1.0,
         Op::Embed { scale, .. } => *scale = f32::INFINITY,
-        Op::Select | Op::Report | Op::Route { .. } => return None,
+        Op::Route(route) => match k {
+            0 => route.experts = 0,
+            1 => route.top_k = route.experts + 1,
+            2 => route.scale = f32::NAN,
+            3 => route.normalise = Some(-1.0),
+            _ => route.groups = Some(ExpertGroups { count: route.experts + 1, kept: 1, score: GroupScore::Max }),
+        },
+        Op::Combine(combine) if k < 2 => combine.scale = [f32::NAN, f32::INFINITY][k],
+        Op::Combine(combine) if k == 2 => combine.width = 0,
+        Op::Combine(combine) => combine.slots = 0,
+        Op::Select | Op::Report => return None,
     }
     Some(vec![Entity::Grid(GridId::from(g))])
 }

@@ -1,0 +1,254 @@
+//! Layers with experts: scores, the choice, the products of the chosen experts, and their sum.
+
+use super::{Builder, Sum, constant, norm_attr, unit_rows};
+use crate::candidate::Infeasible;
+use crate::dtype::DType;
+use crate::format::Format;
+use crate::ir::op::{Access, Combine, Epilogue, MatVec, Op, Role, Route, UNIT_ROWS};
+use crate::ir::program::{Cols, Content, LayerOp, Operand, Part, Rows, Second, Site, Space, VectorPart};
+use crate::ir::table::{Holds, Table, TableHome};
+use crate::ir::{BufferId, TableId};
+use crate::model::graph::{Experts, Layer, Linear, Mlp, Norm};
+
+/// What the step chose in a layer.
+struct Choice {
+    table: TableId,
+    /// Chosen experts by slot.
+    choices: BufferId,
+    /// Their weights.
+    shares: BufferId,
+    slots: u32,
+}
+
+/// One matrix of each expert, side by side, and what the chosen ones are multiplied with.
+struct OfExperts<'a> {
+    /// By expert: the linears whose rows are one matrix.
+    linears: Vec<Vec<&'a Linear>>,
+    norm: Option<&'a Norm>,
+    epilogue: Epilogue,
+    x: BufferId,
+    /// Columns of `x` that slot `j` reads.
+    input: Cols,
+    out: BufferId,
+    /// Columns of `out` of a slot.
+    columns: u32,
+}
+
+impl Builder<'_> {
+    /// What follows attention in layer `l` with experts: adds their sum as `sum` says.
+    pub(super) fn experts(
+        &mut self,
+        l: usize,
+        layer: &Layer,
+        experts: &Experts,
+        x: BufferId,
+        sum: &Sum,
+    ) -> Result<(), Infeasible> {
+        let Some(first) = experts.experts.first() else {
+            return Err(Infeasible::Experts { layer: l, what: "no experts".to_string() });
+        };
+        let norm = layer.mlp_norm.as_ref();
+        let hidden = sum.hidden;
+        let (choice, scores) = self.choice(l, experts, norm, x);
+        let slots = choice.slots;
+        let width = first.up.rows;
+        let (epilogue, halves) = epilogue_of(first);
+        for (what, rows) in [("columns of an expert", width), ("columns of the model", hidden)] {
+            let unit = if what == "columns of an expert" && halves == 2 { UNIT_ROWS / 2 } else { UNIT_ROWS };
+            if !rows.is_multiple_of(unit) {
+                let what = format!("experts beside {rows} {what}, expected a multiple of {unit}");
+                return Err(Infeasible::Experts { layer: l, what });
+            }
+        }
+        let act = self.exchange(&format!("act.{l}"), slots * width);
+        let up_of =
+            |mlp| -> Vec<&Linear> { Mlp::linears(mlp).filter(|linear| !std::ptr::eq(*linear, &mlp.down)).collect() };
+        let up = OfExperts {
+            linears: experts.experts.iter().map(up_of).collect(),
+            norm,
+            epilogue,
+            x,
+            input: Cols::all(hidden),
+            out: act,
+            columns: width,
+        };
+        let site = Site::of_layer(LayerOp::Up, l);
+        let name = if halves == 2 { "gate_up" } else { "up" };
+        self.matvec_of_experts(&format!("{name}.{l}"), site, up, &choice);
+
+        let inputs = slots + u32::from(experts.shared.is_some());
+        let y = self.exchange(&format!("down.{l}.y"), inputs * hidden);
+        let down = OfExperts {
+            linears: experts.experts.iter().map(|mlp| vec![&mlp.down]).collect(),
+            norm: None,
+            epilogue: Epilogue::Store,
+            x: act,
+            input: Cols { stride_j: width, limit: slots * width, ..Cols::all(width) },
+            out: y,
+            columns: hidden,
+        };
+        let site = Site::of_layer(LayerOp::Down, l);
+        self.matvec_of_experts(&format!("down.{l}"), site, down, &choice);
+
+        let mut gate = None;
+        if let Some(shared) = &experts.shared {
+            let (epilogue, halves) = epilogue_of(&shared.mlp);
+            let rows = UNIT_ROWS / halves;
+            let act = self.exchange(&format!("shared_act.{l}"), shared.mlp.up.rows);
+            let out = vec![self.write(Role::Out, act, Cols::blocks(rows, shared.mlp.up.rows))];
+            let (one, site) = (Second::Axis(1), Some(Site::of_layer(LayerOp::Up, l)));
+            self.matvec(&format!("shared_up.{l}"), site, x, norm, &up_of(&shared.mlp), epilogue, one, out);
+            let cols = Cols { base: slots * hidden, ..Cols::blocks(UNIT_ROWS, inputs * hidden) };
+            let out = vec![self.write(Role::Out, y, cols)];
+            let (one, site) = (Second::Axis(1), Some(Site::of_layer(LayerOp::Down, l)));
+            self.matvec(&format!("shared_down.{l}"), site, act, None, &[&shared.mlp.down], Epilogue::Store, one, out);
+            let column = experts.experts.len() as u32;
+            let cols = Cols { base: column, limit: column + 1, ..Cols::all(1) };
+            gate = shared.gate.as_ref().map(|_| self.read(Role::Gate, scores, cols));
+        }
+        self.combine(l, layer, &choice, experts.shared.is_some(), gate, y, sum);
+        Ok(())
+    }
+
+    /// Scores of all experts, and the choice. The gate of a shared expert is one more score.
+    fn choice(&mut self, l: usize, experts: &Experts, norm: Option<&Norm>, x: BufferId) -> (Choice, BufferId) {
+        let router = &experts.router;
+        let (count, slots) = (experts.experts.len() as u32, router.top_k);
+        let gate = experts.shared.as_ref().and_then(|shared| shared.gate.as_ref());
+        let linears: Vec<&Linear> = [&router.linear].into_iter().chain(gate).collect();
+        let cols = linears.iter().map(|linear| linear.rows).sum();
+        let site = Site::of_layer(LayerOp::Router, l);
+        let scores = self.packets(&format!("scores.{l}"), DType::F32, cols);
+        let out = vec![self.write(Role::Out, scores, Cols::blocks(UNIT_ROWS, cols))];
+        let one = Second::Axis(1);
+        self.matvec(&format!("router.{l}"), Some(site), x, norm, &linears, Epilogue::Scores, one, out);
+
+        let choices = self.packets(&format!("choices.{l}"), DType::I32, slots);
+        let shares = self.packets(&format!("shares.{l}"), DType::F32, slots);
+        let table = TableId::from(self.program.tables.len());
+        self.program.tables.push(Table {
+            name: format!("expert.{l}"),
+            home: TableHome::Device(choices),
+            holds: Holds::Choices,
+            rows: self.program.rows,
+            cols: slots,
+            bound: count,
+            facts: vec![],
+        });
+        let mut operands = vec![self.own(self.read(Role::X, scores, Cols::all(count)))];
+        if let Some(correction) = router.correction {
+            let id = self.vector(&format!("router.{l}.correction"), correction, count, 0.0);
+            operands.push(constant(Role::Bias, id, Cols::all(count)));
+        }
+        operands.push(self.own(self.write(Role::Shares, shares, Cols::all(slots))));
+        operands.push(self.own(self.write(Role::Out, choices, Cols::all(slots))));
+        let route = Route {
+            experts: count,
+            top_k: slots,
+            score: router.score,
+            groups: router.groups,
+            normalise: router.normalise,
+            scale: router.scale,
+        };
+        self.grid(&format!("route.{l}"), Some(site), Op::Route(route), 1, Second::Axis(1), operands);
+        (Choice { table, choices, shares, slots }, scores)
+    }
+
+    /// An exchange of packets, in a batch kernel too: a loader polls a choice, and a task takes one row of it.
+    fn packets(&mut self, name: &str, dtype: DType, cols: u32) -> BufferId {
+        self.buffer(name, Space::Exchange, dtype, self.program.rows, cols, 1, None)
+    }
+
+    /// A product for each slot, with the matrix of the expert that it chose.
+    fn matvec_of_experts(&mut self, name: &str, site: Site, of: OfExperts<'_>, choice: &Choice) {
+        let Choice { table, choices, slots, .. } = *choice;
+        let experts = of.linears.len() as u32;
+        let first = &of.linears[0];
+        let (k, rows) = (first[0].cols, first.iter().map(|linear| linear.rows).sum::<u32>());
+        let all: Vec<&Linear> = of.linears.iter().flatten().copied().collect();
+        let format = super::format_of(self.graph, &all, self.program.precision);
+        let norm = of.norm.map(norm_attr);
+        let mut op = MatVec { rows, k, norm, own_input: false, epilogue: of.epilogue, unit_rows: UNIT_ROWS };
+        op.unit_rows = unit_rows(&op, format, self.program.precision, self.candidate.unit_rows);
+        let (units, interleave) = (op.units(), if op.epilogue.is_gated() { UNIT_ROWS / 2 } else { 1 });
+        let mut operands = vec![self.own(self.read(Role::X, of.x, of.input))];
+        operands.extend(self.norm_operands(name, of.norm, k));
+        let weights = self.program.precision.weights;
+        let part = |linear: &&Linear| Part { view: linear.weight.clone(), rows: linear.rows };
+        let content = Content::Rows { parts: all.iter().map(part).collect(), interleave };
+        let weight =
+            self.buffer(&format!("{name}.weight"), Space::Weight, weights, experts * rows, k, 1, Some(content));
+        self.program.buffers[weight.index()].coded = Some(format).filter(|format| *format != Format::plain(weights));
+        let lookup = Rows::Lookup(table);
+        let (role, access) = (Role::Weight, Access::Stream);
+        operands.push(Operand { role, access, buffer: weight, rows: lookup, cols: Cols::blocks(1, units) });
+        if all.iter().any(|linear| linear.bias.is_some()) {
+            let part = |linear: &&Linear| VectorPart { view: linear.bias.clone(), len: linear.rows };
+            let content = Content::Vectors { parts: all.iter().map(part).collect(), offset: 0.0, interleave };
+            let len = units * op.unit_rows;
+            let cols = experts * len;
+            let bias = self.buffer(&format!("{name}.bias"), Space::Constant, DType::F32, 1, cols, 1, Some(content));
+            let cols = Cols::blocks(op.unit_rows, len);
+            operands.push(Operand { rows: lookup, ..constant(Role::Bias, bias, cols) });
+        }
+        let entry = Cols { stride_j: 1, limit: slots, ..Cols::all(1) };
+        operands.push(self.own(self.read(Role::Choices, choices, entry)));
+        let len = if op.epilogue.is_gated() { UNIT_ROWS / 2 } else { op.unit_rows };
+        let limit = self.program.buffers[of.out.index()].cols.min(slots * of.columns);
+        let cols = Cols { stride: len, stride_j: of.columns, limit, ..Cols::all(len) };
+        operands.push(self.own(self.write(Role::Out, of.out, cols)));
+        self.grid(name, Some(site), Op::MatVec(op), units, Second::Axis(slots), operands);
+    }
+
+    /// The sum over slots, added to the residual, or normalised first.
+    #[allow(clippy::too_many_arguments)] // One operand each.
+    fn combine(
+        &mut self,
+        l: usize,
+        layer: &Layer,
+        choice: &Choice,
+        shared: bool,
+        gate: Option<Operand>,
+        y: BufferId,
+        sum: &Sum,
+    ) {
+        let Sum { residual, out, scale, hidden } = *sum;
+        let post = layer.mlp_post_norm.as_ref();
+        let op = Combine {
+            width: hidden,
+            slots: choice.slots,
+            shared,
+            scale: if post.is_some() { 1.0 } else { scale },
+            adds: post.is_none(),
+        };
+        let of_slot = |slot: u32| Cols { base: slot * hidden, ..Cols::blocks(UNIT_ROWS, (slot + 1) * hidden) };
+        let mut operands: Vec<Operand> = (0..op.inputs()).map(|slot| self.read(Role::X, y, of_slot(slot))).collect();
+        operands.push(self.read(Role::Shares, choice.shares, Cols::all(choice.slots)));
+        operands.extend(gate);
+        let blocks = Cols::blocks(UNIT_ROWS, hidden);
+        let site = Site::of_layer(LayerOp::Down, l);
+        let (name, n, one) = (format!("combine.{l}"), hidden.div_ceil(UNIT_ROWS), Second::Axis(1));
+        match post {
+            None => {
+                operands.push(Operand { access: Access::Update, ..self.read(Role::Residual, residual, blocks) });
+                operands.extend(out.map(|out| self.write(Role::Out, out, blocks)));
+                self.grid(&name, Some(site), Op::Combine(op), n, one, operands);
+            }
+            Some(norm) => {
+                let branch = self.exchange(&format!("combine.{l}.y"), hidden);
+                operands.push(self.write(Role::Out, branch, blocks));
+                self.grid(&name, Some(site), Op::Combine(op), n, one, operands);
+                self.norm_and_add(&name, site, branch, norm, sum);
+            }
+        }
+    }
+}
+
+/// How an MLP activates, and how many matrices its units hold rows of.
+pub(super) fn epilogue_of(mlp: &Mlp) -> (Epilogue, u32) {
+    match (&mlp.gate, mlp.swiglu) {
+        (Some(_), Some(swiglu)) => (Epilogue::Clamped(swiglu), 2),
+        (Some(_), None) => (Epilogue::Gated(mlp.act), 2),
+        (None, _) => (Epilogue::Act(mlp.act), 1),
+    }
+}
