@@ -409,7 +409,7 @@ pub fn experts(weights: &Weights, op: &Experts, x: &[f64]) -> Vec<f64> {
     }
     if let Some(shared) = &op.shared {
         let gate = shared.gate.as_ref().map_or(1.0, |gate| sigmoid(linear(weights, gate, x)[0]));
-        add(gate, mlp(weights, &shared.mlp, x));
+        add(gate * f64::from(shared.scale), mlp(weights, &shared.mlp, x));
     }
     y
 }

@@ -502,7 +502,7 @@ impl Model<'_> {
             let gates = shared.gate.as_ref().map(|gate| self.linear(gate, input, vectors));
             let out = self.mlp(&shared.mlp, input, vectors);
             for (at, (y, out)) in y.iter_mut().zip(out).enumerate() {
-                let gate = gates.as_ref().map_or(1.0, |gates| sigmoid(gates[at][0]));
+                let gate = gates.as_ref().map_or(1.0, |gates| sigmoid(gates[at][0])) * f64::from(shared.scale);
                 y.iter_mut().zip(out).for_each(|(y, out)| *y += gate * out);
             }
         }

@@ -304,7 +304,9 @@ mod tests {
             blocks.insert(TensorId::from(tensors.len()), own);
             tensors.extend([of(kind.name()), of(&format!("{}.values", kind.name()))]);
         }
-        let weights = checkpoint.bind(&tensors, std::collections::BTreeMap::new(), blocks).unwrap();
+        let weights = checkpoint
+            .bind(&tensors, std::collections::BTreeMap::new(), blocks, &std::collections::BTreeSet::new())
+            .unwrap();
         let (mut found, mut expected, mut coded) = (vec![0.0f32; 512], vec![0.0f32; 512], CodedRow::default());
         let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
         for (i, kind) in Kind::READ.into_iter().enumerate() {

@@ -14,7 +14,7 @@
 //!
 //! feed(x), dense:    mlp(x)
 //! feed(x), experts:  sum over the chosen experts e, in the order of their choice, of weight_e * mlp_e(x)
-//!                    + sigmoid?(gate(x)) * shared(x)
+//!                    + sigmoid?(gate(x)) * scale * shared(x)
 //! ```
 
 use crate::define_id;
@@ -224,6 +224,8 @@ pub struct SharedExpert {
     pub mlp: Mlp,
     /// `[1, hidden]`: the sigmoid of its output multiplies the shared expert's output (Qwen2-MoE).
     pub gate: Option<Linear>,
+    /// Multiplies its output: 1/2 in a mean of experts and shared experts (Cohere2-MoE), else 1.
+    pub scale: f32,
 }
 
 /// Chooses `top_k` experts and their weights for a row.

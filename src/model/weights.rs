@@ -26,7 +26,7 @@ use crate::gguf::{GgufError, Header, Kind};
 use crate::model::blocks::Blocks;
 pub use crate::model::coded::CodedRow;
 use crate::model::coded::{Component, Files, PartFault, Recipe, Stored as Coded};
-use crate::model::graph::{Linear, ModelGraph, Norm, RowView, Tensor, TensorId};
+use crate::model::graph::{Linear, ModelGraph, Norm, RowView, Score, Tensor, TensorId};
 use crate::model::rounding::round_row;
 use crate::model::synthetic::SyntheticTensor;
 
@@ -34,10 +34,10 @@ use crate::model::synthetic::SyntheticTensor;
 /// a million tensors) needs about 100 bytes per tensor.
 const HEADER_BYTES_MAX: u64 = 100_000_000;
 /// Largest index file accepted: 200 bytes for each tensor that is.
-pub const INDEX_BYTES_MAX: u64 = 32 << 20;
-/// Most tensors of a checkpoint. A dense decoder has a dozen a layer; the largest mixtures of experts that were published in
-/// one checkpoint have about 100,000.
-const TENSORS_MAX: usize = 1 << 17;
+pub const INDEX_BYTES_MAX: u64 = 64 << 20;
+/// Most tensors of a checkpoint. A dense decoder has a dozen a layer; the largest mixtures of experts have about 150,000 where each matrix
+/// is codes, scales and a shape (92 layers of 160 experts).
+const TENSORS_MAX: usize = 1 << 18;
 /// Longest name of a tensor or shard, bytes. Published ones stay below 150.
 const NAME_BYTES_MAX: usize = 512;
 /// JSON values in the entry of one tensor. A tensor has a type, two offsets and a few extents.
@@ -303,13 +303,14 @@ impl Checkpoint {
 
     /// Maps the files and binds each graph tensor, by name, to its bytes.
     ///
-    /// Tensors must be those the importer took from this checkpoint: present, of a supported dtype, of rank 1 or 2; or made of
-    /// several by the recipe of their id, or stored in blocks.
+    /// Tensors must be those the importer took from this checkpoint: present and of a supported dtype; or made of several by the recipe
+    /// of their id, or stored in blocks. The matrices of `transposed` have rows and columns exchanged in their file.
     pub fn bind(
         self,
         tensors: &[Tensor],
         mut recipes: BTreeMap<TensorId, Recipe>,
         mut blocks: BTreeMap<TensorId, Blocks>,
+        transposed: &BTreeSet<TensorId>,
     ) -> Result<Weights, WeightsError> {
         let maps = (0..self.files.len()).map(|file| self.map(file)).collect::<Result<Vec<_>, _>>()?;
         let stored = (0..)
@@ -323,7 +324,11 @@ impl Checkpoint {
                     return Stored::new(t, Source::Blocks(Box::new(blocks)));
                 }
                 let header = &self.tensors[&t.name];
-                Stored::new(t, Source::Mapped { file: header.file, bytes: bytes_of(&header.range) })
+                let (file, bytes) = (header.file, bytes_of(&header.range));
+                match (transposed.contains(&id), t.shape.as_slice()) {
+                    (true, [.., rows, _]) => Stored::new(t, Source::Transposed { file, bytes, rows: *rows }),
+                    _ => Stored::new(t, Source::Mapped { file, bytes }),
+                }
             })
             .collect();
         Ok(Weights { tensors: stored, maps, files: self.files, seed: None })
@@ -635,6 +640,12 @@ enum Source {
         bytes: Range<usize>,
     },
     Synthetic(SyntheticTensor),
+    /// Matrices of `rows` rows one after another, each of which the file has transposed, its columns one after another.
+    Transposed {
+        file: usize,
+        bytes: Range<usize>,
+        rows: u32,
+    },
     /// Codes and scales in several tensors.
     Coded(Box<Coded>),
     /// Rows of a GGUF file.
@@ -674,6 +685,10 @@ impl KeyPart for Source {
                 key.nested("mapped", &Component { file: *file, bytes: bytes.clone() });
             }
             Source::Synthetic(tensor) => key.text("synthetic", &format!("{tensor:?}")),
+            Source::Transposed { file, bytes, rows } => {
+                key.nested("transposed", &Component { file: *file, bytes: bytes.clone() });
+                key.value("rows", rows);
+            }
             Source::Coded(coded) => key.nested("coded", &coded.recipe),
             Source::Blocks(blocks) => key.nested("blocks", blocks.as_ref()),
             Source::Rounded(values, format) => {
@@ -704,8 +719,8 @@ impl Stored {
         let (rows, cols) = match *tensor.shape.as_slice() {
             [] => (1, 1),
             [cols] => (1, cols),
-            [rows, cols] => (rows, cols),
-            _ => panic!("tensor `{}` has rank {}, the graph admits up to 2", tensor.name, tensor.shape.len()),
+            // Stacked matrices are one of all their rows.
+            [ref rows @ .., cols] => (rows.iter().product(), cols),
         };
         Stored { dtype: tensor.dtype, rows, cols: cols as usize, source }
     }
@@ -742,6 +757,21 @@ impl TensorView<'_> {
                     DType::F16 => chunks(bytes, out, |b| f16::from_le_bytes(b).to_f32()),
                     DType::I32 | DType::E4m3 => unreachable!("no weight is of type {dtype}"),
                 }
+            }
+        }
+    }
+
+    /// Row `row` of matrices of `rows` rows, each of which lies transposed: a value in every `rows`.
+    fn read_column_f32(&self, row: u32, rows: u32, out: &mut [f32]) {
+        let (matrix, column, stride) = (row / rows, row % rows, rows as usize);
+        let first = matrix as usize * stride * out.len() + column as usize;
+        let places = (first..).step_by(stride);
+        match self {
+            TensorView::F32(values) => out.iter_mut().zip(places).for_each(|(o, at)| *o = values[at]),
+            TensorView::Bf16(values) => out.iter_mut().zip(places).for_each(|(o, at)| *o = values[at].to_f32()),
+            TensorView::F16(values) => out.iter_mut().zip(places).for_each(|(o, at)| *o = values[at].to_f32()),
+            TensorView::Synthetic(_) | TensorView::Unaligned { .. } => {
+                out.iter_mut().zip(places).for_each(|(o, at)| self.read_f32(at, std::slice::from_mut(o)));
             }
         }
     }
@@ -799,6 +829,12 @@ impl Weights {
                 linear.bias.iter().for_each(|bias| set(bias.tensor, 0.0, 0.3));
             }
         }
+        for experts in graph.layers.iter().filter_map(|layer| layer.feed.experts()) {
+            let router = &experts.router;
+            // A part of how far scores are apart, so that it turns some choices and decides none alone.
+            let spread = if router.score == Score::Sigmoid { 1.0 } else { 1.0 / experts.experts.len() as f64 };
+            router.correction.iter().for_each(|&id| set(id, 0.0, 0.1 * spread));
+        }
         for norm in norms(graph) {
             norm.weight.iter().for_each(|&id| set(id, 1.0 - f64::from(norm.weight_offset), 0.25));
             norm.bias.iter().for_each(|&id| set(id, 0.0, 0.3));
@@ -834,6 +870,7 @@ impl Weights {
         let of = |source: &Source| match source {
             Source::Coded(coded) => Some(coded.recipe.reading()),
             Source::Blocks(blocks) => Some(blocks.reading()),
+            Source::Transposed { .. } => Some("values of transposed matrices".to_string()),
             Source::Mapped { .. } | Source::Synthetic(_) | Source::Rounded(..) | Source::Same(_) => None,
         };
         self.tensors.iter().filter_map(|tensor| of(&tensor.source)).collect()
@@ -884,7 +921,7 @@ impl Weights {
             Source::Coded(coded) => Some(coded.recipe.format),
             Source::Blocks(blocks) => blocks.format(),
             Source::Rounded(_, format) => Some(*format),
-            Source::Mapped { .. } | Source::Synthetic(_) | Source::Same(_) => None,
+            Source::Mapped { .. } | Source::Synthetic(_) | Source::Transposed { .. } | Source::Same(_) => None,
         }
     }
 
@@ -910,18 +947,24 @@ impl Weights {
                 match &**source {
                     Source::Blocks(blocks) => blocks.read_values(&self.maps, row, &mut values),
                     Source::Same(of) => self.read_row_f32(*of, row, &mut values),
+                    Source::Transposed { file, bytes, rows } => {
+                        let values_of = self.values_of(*file, bytes, self.tensors[id.index()].dtype);
+                        values_of.read_column_f32(row, *rows, &mut values);
+                    }
                     source => self.view_of(source, self.tensors[id.index()].dtype).read_f32(first, &mut values),
                 }
                 round_row(*format, &values, out);
             }
-            Source::Mapped { .. } | Source::Synthetic(_) | Source::Same(_) => panic!("{id} is stored as values"),
+            Source::Mapped { .. } | Source::Synthetic(_) | Source::Transposed { .. } | Source::Same(_) => {
+                panic!("{id} is stored as values")
+            }
         }
     }
 
     /// Every value of a tensor that is stored as values.
     ///
     /// # Panics
-    /// If it is stored as codes.
+    /// If it is stored as codes, or transposed.
     pub fn view(&self, id: TensorId) -> TensorView<'_> {
         let stored = &self.tensors[id.index()];
         self.view_of(&stored.source, stored.dtype)
@@ -929,20 +972,25 @@ impl Weights {
 
     fn view_of<'a>(&'a self, source: &'a Source, dtype: DType) -> TensorView<'a> {
         match source {
-            Source::Coded(_) | Source::Blocks(_) | Source::Rounded(..) => panic!("codes have no view as values"),
+            Source::Coded(_) | Source::Blocks(_) | Source::Rounded(..) | Source::Transposed { .. } => {
+                panic!("codes and transposed matrices have no view as values")
+            }
             Source::Same(id) => self.view(*id),
             Source::Synthetic(tensor) => TensorView::Synthetic(tensor),
-            Source::Mapped { file, bytes } => {
-                let bytes = &self.maps[*file][bytes.clone()];
-                let view = match dtype {
-                    DType::F32 => bytemuck::try_cast_slice(bytes).ok().map(TensorView::F32),
-                    DType::Bf16 => bytemuck::try_cast_slice(bytes).ok().map(TensorView::Bf16),
-                    DType::F16 => bytemuck::try_cast_slice(bytes).ok().map(TensorView::F16),
-                    DType::I32 | DType::E4m3 => None,
-                };
-                view.unwrap_or(TensorView::Unaligned { dtype, bytes })
-            }
+            Source::Mapped { file, bytes } => self.values_of(*file, bytes, dtype),
         }
+    }
+
+    /// The values of a file as they lie there.
+    fn values_of(&self, file: usize, bytes: &Range<usize>, dtype: DType) -> TensorView<'_> {
+        let bytes = &self.maps[file][bytes.clone()];
+        let view = match dtype {
+            DType::F32 => bytemuck::try_cast_slice(bytes).ok().map(TensorView::F32),
+            DType::Bf16 => bytemuck::try_cast_slice(bytes).ok().map(TensorView::Bf16),
+            DType::F16 => bytemuck::try_cast_slice(bytes).ok().map(TensorView::F16),
+            DType::I32 | DType::E4m3 => None,
+        };
+        view.unwrap_or(TensorView::Unaligned { dtype, bytes })
     }
 
     /// Row `row` of the tensor, `out` of length [`cols`](Self::cols); a tensor of rank 1 is row 0.
@@ -959,15 +1007,18 @@ impl Weights {
                 self.read_row_coded(id, row, &mut codes);
                 codes.values(*format, out);
             }
-            Source::Mapped { .. } | Source::Synthetic(_) | Source::Same(_) => self.view(id).read_f32(first, out),
+            Source::Transposed { file, bytes, rows } => {
+                self.values_of(*file, bytes, self.tensors[id.index()].dtype).read_column_f32(row, *rows, out);
+            }
+            Source::Same(of) => self.read_row_f32(*of, row, out),
+            Source::Mapped { .. } | Source::Synthetic(_) => self.view(id).read_f32(first, out),
         }
     }
 
     /// As [`read_row_f32`](Self::read_row_f32), in bf16: a copy from bf16, rounded to nearest even from fp32.
     pub fn read_row_bf16(&self, id: TensorId, row: u32, out: &mut [bf16]) {
         let first = self.row_begin(id, row, out.len());
-        let in_blocks = matches!(self.tensors[id.index()].source, Source::Blocks(_));
-        if self.format(id).is_none() && !in_blocks {
+        if matches!(self.tensors[id.index()].source, Source::Mapped { .. } | Source::Synthetic(_)) {
             return self.view(id).read_bf16(first, out);
         }
         let mut values = vec![0.0; out.len()];
@@ -997,8 +1048,14 @@ impl Weights {
     /// The bias of a linear through its view, one value per output row; `None` where there is none.
     pub fn bias_f32(&self, linear: &Linear) -> Option<Vec<f32>> {
         let view: &RowView = linear.bias.as_ref()?;
-        let whole = self.vector_f32(view.tensor);
-        Some((0..linear.rows).map(|row| whole[view.row(row) as usize]).collect())
+        // Biases of stacked experts are rows of one tensor. Only those that the view reaches are read; the places of a view ascend.
+        let cols = self.cols(view.tensor).max(1);
+        let row_of = |row: u32| view.row(row) / cols as u32;
+        let (first, last) = (row_of(0), row_of(linear.rows.saturating_sub(1)));
+        let mut values = vec![0.0; (last - first + 1) as usize * cols];
+        (first..).zip(values.chunks_exact_mut(cols)).for_each(|(row, out)| self.read_row_f32(view.tensor, row, out));
+        let begin = first as usize * cols;
+        Some((0..linear.rows).map(|row| values[view.row(row) as usize - begin]).collect())
     }
 }
 
@@ -1109,7 +1166,7 @@ mod tests {
         let many: Vec<String> = (0..=TENSORS_MAX).map(|i| empty(&i.to_string())).collect();
         let found = single(&format!("{{{}}}", many.join(",")), 0);
         let expected =
-            "`model.safetensors`: the header is no safetensors header: expected at most 131072 tensors, found more";
+            "`model.safetensors`: the header is no safetensors header: expected at most 262144 tensors, found more";
         assert!(found.starts_with(expected) && found.len() < 200, "{found}");
         let at_most = format!("{{{}}}", many[1..].join(","));
         assert_eq!(
@@ -1132,13 +1189,13 @@ mod tests {
         let index = |text: String| faults(&[(INDEX_FILE, text.into_bytes())]);
         let many: Vec<String> = (0..=TENSORS_MAX).map(|i| format!(r#""{i}":"a.safetensors""#)).collect();
         let found = index(format!(r#"{{"weight_map":{{{}}}}}"#, many.join(",")));
-        assert!(found.contains("expected at most 131072 tensors, found more"), "{found}");
+        assert!(found.contains("expected at most 262144 tensors, found more"), "{found}");
         let found = index(format!(r#"{{"weight_map":{{"t":"{long}.safetensors"}}}}"#));
         assert!(found.contains("expected names of at most 512 bytes") && found.len() < 250, "{found}");
         let sparse = tempfile::tempdir().unwrap();
         File::create(sparse.path().join(INDEX_FILE)).unwrap().set_len(1 << 40).unwrap();
         let found = Checkpoint::open(sparse.path()).unwrap_err();
-        assert!(found[0].to_string().contains("expected at most 33554432 bytes"), "{found:?}");
+        assert!(found[0].to_string().contains("expected at most 67108864 bytes"), "{found:?}");
     }
 
     #[test]
@@ -1190,8 +1247,10 @@ mod tests {
                 header.push_str(&" ".repeat((8 - header.len() % 8) % 8 + pad));
                 let dir = folder(&[(SINGLE_FILE, file(&header, &data))]);
                 let tensor = Tensor { name: "t".to_string(), dtype, shape: vec![3, 2] };
-                let weights =
-                    Checkpoint::open(dir.path()).unwrap().bind(&[tensor], BTreeMap::new(), BTreeMap::new()).unwrap();
+                let weights = Checkpoint::open(dir.path())
+                    .unwrap()
+                    .bind(&[tensor], BTreeMap::new(), BTreeMap::new(), &BTreeSet::new())
+                    .unwrap();
                 let aligned = !matches!(weights.view(TensorId(0)), TensorView::Unaligned { .. });
                 assert_eq!(aligned, pad % dtype.bytes() == 0, "{name} {pad}");
                 for row in 0..3 {
@@ -1220,7 +1279,10 @@ mod tests {
         let header = r#"{"t":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}"#;
         let dir = folder(&[(SINGLE_FILE, file(header, &data))]);
         let tensor = Tensor { name: "t".to_string(), dtype: DType::F32, shape: vec![4] };
-        let weights = Checkpoint::open(dir.path()).unwrap().bind(&[tensor], BTreeMap::new(), BTreeMap::new()).unwrap();
+        let weights = Checkpoint::open(dir.path())
+            .unwrap()
+            .bind(&[tensor], BTreeMap::new(), BTreeMap::new(), &BTreeSet::new())
+            .unwrap();
         let mut row = [bf16::ZERO; 4];
         weights.read_row_bf16(TensorId(0), 0, &mut row);
         assert_eq!(row.map(bf16::to_bits), [0x3F80, 0x3F82, 0x3F81, 0x3F80]);

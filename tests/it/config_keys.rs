@@ -11,9 +11,9 @@ use serde_json::{Map, Value, json};
 use crate::support::fixture;
 
 fn all_fixtures() -> Vec<PathBuf> {
-    let folders = ["families", "variants"].into_iter().flat_map(|group| std::fs::read_dir(fixture(group)).unwrap());
-    let folders = folders.map(|entry| entry.unwrap().path()).filter(|path| !path.ends_with("qwen3-moe"));
-    folders.chain([fixture("tinystories-llama")]).collect()
+    let groups = ["families", "variants", "experts"].into_iter();
+    let folders = groups.flat_map(|group| std::fs::read_dir(fixture(group)).unwrap());
+    folders.map(|entry| entry.unwrap().path()).chain([fixture("tinystories-llama")]).collect()
 }
 
 fn config_of(folder: &Path) -> Map<String, Value> {
@@ -134,13 +134,44 @@ fn ineffective(class: &str, key: &str, value: &Value, config: &Map<String, Value
         {
             true
         }
+        // Experts: absent keys set to the default of the class.
+        "norm_topk_prob" | "mlp_only_layers" | "decoder_sparse_step" if !given(key) => true,
+        // Cohere2-MoE: a softmax over the chosen experts is divided by their sum in any case.
+        "norm_topk_prob" => {
+            class == "Cohere2MoeForCausalLM" && config.get("expert_selection_fn") != Some(&json!("sigmoid"))
+        }
+        // The tensors of what predicts further tokens are left out.
+        "num_nextn_predict_layers" | "num_mtp_modules" => true,
+        // No layer has an MLP.
+        "intermediate_size" => ["Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"].contains(&class),
+        // Two names of one number.
+        "num_experts_per_tok" => config.get("moe_k") == Some(value),
+        // Layers that there are not, and steps that meet the same ones.
+        "moe_layer_start_index" | "moe_layer_end_index" | "moe_layer_interval" => true,
+        "first_k_dense_replace" => given("mlp_layer_types"),
+        "prefix_dense_sliding_window_pattern" => given("layer_types"),
+        "layer_norm_eps" => class == "Cohere2MoeForCausalLM" && given("rms_norm_eps"),
+        "rotary_dim" => config["rope_parameters"].get("partial_rotary_factor").is_some(),
+        "sliding_window" if class == "Dots1ForCausalLM" => !given("layer_types"),
         // The trained length ends before it, and the factor is given.
         "max_position_embeddings" => kind("rope_scaling") == Some("longrope"),
         "partial_rotary_factor" => value == &json!(1) && !given(key),
         // An empty object is no object.
         "rope_scaling" | "rope_parameters" => value == &json!({}) && !given(key),
-        "max_window_layers" => off("use_sliding_window") || given("layer_types"),
-        "sliding_window" if ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM"].contains(&class) => {
+        // Only every second layer before it slides in Qwen2-MoE.
+        "max_window_layers" => {
+            off("use_sliding_window") || given("layer_types") || class == "Qwen2MoeForCausalLM" && value == &json!(1)
+        }
+        "sliding_window"
+            if [
+                "Qwen2ForCausalLM",
+                "Qwen3ForCausalLM",
+                "SmolLM3ForCausalLM",
+                "Qwen2MoeForCausalLM",
+                "Qwen3MoeForCausalLM",
+            ]
+            .contains(&class) =>
+        {
             off("use_sliding_window")
         }
         "sliding_window_pattern" => given("layer_types"),

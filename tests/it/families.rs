@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use monobloc::model::config::{Imported, import};
-use monobloc::model::graph::{Layer, ModelGraph, NormKind, QkNorm};
+use monobloc::model::graph::{Act, Experts, FeedForward, Layer, ModelGraph, NormKind, QkNorm, Score};
 use monobloc::reference::{Session, argmax, forward};
 
 use crate::support::{Goldens, checkpoints, fixture, max_difference};
@@ -56,6 +56,12 @@ fn every_family_agrees_with_transformers() {
     assert_eq!(agree_with_transformers("families"), 19);
 }
 
+#[test]
+fn every_mixture_agrees_with_transformers() {
+    assert_eq!(agree_with_transformers("experts"), 21);
+    assert_eq!(agree_with_transformers("quantised-experts"), 2);
+}
+
 /// Absent keys, both config layouts, other rotary kinds, shards: see tests/fixtures/make_variants.py.
 #[test]
 fn variants_agree_with_transformers() {
@@ -86,8 +92,8 @@ const LAYER_FEATURES: [Feature<Layer>; 16] = [
     ("q bias", |l| l.attn.q.bias = None),
     ("v bias", |l| l.attn.v.bias = None),
     ("o bias", |l| l.attn.o.bias = None),
-    ("up bias", |l| l.feed.dense_mut().unwrap().up.bias = None),
-    ("down bias", |l| l.feed.dense_mut().unwrap().down.bias = None),
+    ("up bias", |l| l.feed.dense_mut().into_iter().for_each(|mlp| mlp.up.bias = None)),
+    ("down bias", |l| l.feed.dense_mut().into_iter().for_each(|mlp| mlp.down.bias = None)),
     ("norm after attention", |l| l.attn_post_norm = None),
     ("norm after the MLP", |l| l.mlp_post_norm = None),
     ("parallel branches", |l| l.parallel = false),
@@ -106,12 +112,30 @@ const MODEL_FEATURES: [Feature<ModelGraph>; 9] = [
     ("second rotary table", |g| g.ropes = vec![g.ropes[0].clone(); g.ropes.len()]),
 ];
 
+/// Features of a mixture of experts, and how it computes without them.
+const EXPERTS_FEATURES: [Feature<Experts>; 12] = [
+    ("number of slots", |e| e.router.top_k = 1),
+    ("order of experts", |e| e.experts.swap(0, 1)),
+    ("kind of scores", |e| {
+        e.router.score = if e.router.score == Score::Softmax { Score::Sigmoid } else { Score::Softmax }
+    }),
+    ("correction of the choice", |e| e.router.correction = None),
+    ("groups of experts", |e| e.router.groups = None),
+    ("normalised weights", |e| e.router.normalise = e.router.normalise.xor(Some(0.0))),
+    ("scale of weights", |e| e.router.scale = 1.0),
+    ("shared expert", |e| e.shared = None),
+    ("gate of the shared expert", |e| e.shared.iter_mut().for_each(|shared| shared.gate = None)),
+    ("scale of the shared expert", |e| e.shared.iter_mut().for_each(|shared| shared.scale = 1.0)),
+    ("rows of an expert's gate", |e| e.experts.iter_mut().for_each(|mlp| mlp.gate = Some(mlp.up.clone()))),
+    ("activation of experts", |e| e.experts.iter_mut().for_each(|mlp| mlp.act = Act::Relu)),
+];
+
 /// Goldens prove that a feature is computed only if ignoring it changes the logits. So for each feature of each family there is
 /// a checkpoint whose logits move by far more than the tolerance if the feature is ignored.
 #[test]
 fn ignoring_any_feature_moves_the_logits() {
     let mut most: BTreeMap<(String, &str), f32> = BTreeMap::new();
-    for name in checkpoints("families").into_iter().chain(checkpoints("variants")) {
+    for name in ["families", "variants", "experts"].into_iter().flat_map(checkpoints) {
         let imported = import(&fixture(&name)).unwrap();
         let ids = Goldens::open(&name).ids("input_ids");
         let expected = forward(&imported.graph, &imported.weights, &ids).concat();
@@ -127,6 +151,15 @@ fn ignoring_any_feature_moves_the_logits() {
             without.layers.iter_mut().for_each(change);
             try_without(feature, without);
         }
+        for (feature, change) in EXPERTS_FEATURES {
+            let mut without = imported.graph.clone();
+            let experts = without.layers.iter_mut().filter_map(|layer| match &mut layer.feed {
+                FeedForward::Experts(experts) => Some(&mut **experts),
+                FeedForward::Dense(_) => None,
+            });
+            experts.for_each(change);
+            try_without(feature, without);
+        }
         for (feature, change) in MODEL_FEATURES {
             let mut without = imported.graph.clone();
             change(&mut without);
@@ -136,6 +169,9 @@ fn ignoring_any_feature_moves_the_logits() {
     let unseen: Vec<_> = most.iter().filter(|(_, moved)| **moved < 10.0 * LOGITS_TOLERANCE).collect();
     assert!(unseen.is_empty(), "{unseen:#?}");
     for (feature, _) in LAYER_FEATURES {
+        assert!(most.keys().any(|(_, seen)| *seen == feature), "no checkpoint has a {feature}");
+    }
+    for (feature, _) in EXPERTS_FEATURES {
         assert!(most.keys().any(|(_, seen)| *seen == feature), "no checkpoint has a {feature}");
     }
     for (feature, _) in MODEL_FEATURES {

@@ -20,7 +20,7 @@ use monobloc::ir::variant::{MatVecVariant, Variant};
 use monobloc::lower::lower;
 use monobloc::model::coded::CodedRow;
 use monobloc::model::config::{Imported, import, import_config_only};
-use monobloc::model::graph::TensorId;
+use monobloc::model::graph::{Linear, Mlp, TensorId};
 use monobloc::model::rounding::{round_matrices, round_row};
 use monobloc::pack::{pack, pack_pieces};
 use monobloc::reference;
@@ -110,6 +110,35 @@ fn checkpoints_of_codes_agree_with_the_libraries_that_own_them() {
         let logits = run(&imported, &schedule, Options::fast(), &ids);
         let difference = max_difference(&logits, &want);
         assert!(difference < LOGITS_TOLERANCE, "{name}: the schedule differs by {difference}");
+    }
+}
+
+/// Experts are read as other matrices are: the values of those that the goldens have, and the logits.
+#[test]
+fn experts_of_codes_agree_with_the_libraries_that_own_them() {
+    for name in checkpoints("quantised-experts") {
+        let imported = import(&fixture(&name)).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let goldens = Goldens::open(&name);
+        let mut seen = 0;
+        for (id, tensor) in (0..).map(TensorId).zip(&imported.graph.tensors) {
+            let golden = format!("dequant.{}", tensor.name);
+            if !goldens.names().contains(&golden) {
+                continue;
+            }
+            let (found, expected) = (imported.weights.vector_f32(id), goldens.floats(&golden));
+            assert!(found == expected, "{name}: {golden}: {}", max_difference(&found, &expected));
+            seen += 1;
+        }
+        assert!(seen > 0, "{name}: no goldens of values");
+        // Routers stay as they are, and every expert is stored as codes.
+        for layer in &imported.graph.layers {
+            let experts = layer.feed.experts().unwrap();
+            let coded = |linear: &Linear| imported.graph.formats.contains_key(&linear.weight.tensor);
+            assert!(
+                !coded(&experts.router.linear) && experts.experts.iter().flat_map(Mlp::linears).all(coded),
+                "{name}"
+            );
+        }
     }
 }
 
@@ -228,11 +257,7 @@ fn what_is_not_modelled_is_refused_by_name() {
             Box::new(set("quant_method", json!("bitsandbytes"))),
             "bitsandbytes is not supported: take the checkpoint",
         ),
-        (
-            "gptq-v2-asym",
-            Box::new(set("quant_method", json!("mxfp4"))),
-            "`mxfp4` stores the experts of gpt-oss in blocks, and mixtures of experts are not supported yet: take a dense model",
-        ),
+        ("gptq-v2-asym", Box::new(set("quant_method", json!("mxfp4"))), "key `quantization_config.bits` is unknown"),
         (
             "gptq-v2-asym",
             Box::new(set("quant_method", json!("hqq"))),

@@ -1,6 +1,6 @@
 //! Tests plans of waves: which models have one, that a wrong one has no proof, and that a proven one computes its model.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 use std::process::Command;
@@ -150,7 +150,9 @@ fn values_of(imported: &Imported) -> (tempfile::TempDir, Weights) {
     };
     let tensors: Vec<Tensor> = (0..).map(TensorId).zip(&imported.graph.tensors).map(named).collect();
     let checkpoint = Checkpoint::open(folder.path()).unwrap_or_else(|errors| panic!("{errors:?}"));
-    let weights = checkpoint.bind(&tensors, BTreeMap::new(), BTreeMap::new()).unwrap_or_else(|error| panic!("{error}"));
+    let weights = checkpoint
+        .bind(&tensors, BTreeMap::new(), BTreeMap::new(), &BTreeSet::new())
+        .unwrap_or_else(|error| panic!("{error}"));
     (folder, weights)
 }
 

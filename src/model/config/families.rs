@@ -3,7 +3,9 @@
 //! Defaults for absent keys are those of the configuration classes of transformers 5, which differ from family to
 //! family. The effect of each key was read from the model code, not from the documentation.
 
-use crate::model::config::plan::{LayerPlan, Names, NormPlan, Plan, Prefix, Projections};
+mod mixtures;
+
+use crate::model::config::plan::{Ahead, LayerPlan, Names, NormPlan, Plan, Prefix, Projections};
 use crate::model::config::reader::{Answer, EXTENT_MAX, LAYERS_MAX, POSITIONS_MAX, Reader, VOCAB_MAX};
 use crate::model::config::reason::Reason;
 use crate::model::config::rope::{self, LAYER_TYPES, Partial, ResolvedRope, RopeRules};
@@ -148,6 +150,17 @@ pub static FAMILIES: &[Family] = &[
         ],
         plan: cohere2,
     },
+    mixtures::QWEN3_MOE,
+    mixtures::QWEN2_MOE,
+    mixtures::MIXTRAL,
+    mixtures::OLMOE,
+    mixtures::GRANITE_MOE,
+    mixtures::GLM4_MOE,
+    mixtures::DOTS1,
+    mixtures::MINIMAX_M2,
+    mixtures::HY_V3,
+    mixtures::ERNIE45_MOE,
+    mixtures::COHERE2_MOE,
 ];
 
 const ATTENTION_BIAS: &[Entry] = &[modelled("attention_bias", "biases of the attention projections")];
@@ -505,6 +518,8 @@ fn plan(s: &Shape, names: &'static Names, scalars: Scalars, rope: ResolvedRope) 
         attn_softcap: None,
         ropes: vec![rope.rope],
         layers: uniform(s.layers, Some(RopeId(0)), None),
+        experts: None,
+        ahead: Ahead::default(),
     }
 }
 

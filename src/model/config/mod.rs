@@ -27,7 +27,7 @@ use crate::files::{FileError, read_text};
 use crate::gguf::{files_of, read_parts};
 use crate::model::blocks::Blocks;
 use crate::model::config::families::{FAMILIES, Family};
-use crate::model::config::plan::{Assembled, Ignored, Plan, assemble};
+use crate::model::config::plan::{Ahead, Assembled, Ignored, Plan, assemble};
 use crate::model::config::reader::Reader;
 use crate::model::config::wrapper::{Unwrapped, unwrap};
 use crate::model::graph::{ModelGraph, TensorId};
@@ -138,7 +138,7 @@ pub fn import(place: &Path) -> Result<Imported, ImportError> {
     let refused = |reasons| Err(refusal(dir, reasons));
     let (Some(plan), Some(checkpoint), Some(family)) = (plan, checkpoint, family) else { return refused(reasons) };
     let assembled = assemble(&plan, Some(checkpoint.tensors()), quantisation.as_ref());
-    let Assembled { mut graph, consumed, recipes, blocks, reasons: tensor_reasons } = assembled;
+    let Assembled { mut graph, consumed, recipes, blocks, transposed, reasons: tensor_reasons } = assembled;
     reasons.extend(tensor_reasons);
     let extra = |name: &str| extra_tensor(name, &plan, quantisation.is_some(), &graph);
     let (extra_notes, extra_reasons) = judge_extras(&checkpoint, &consumed, extra, &plan, family.class);
@@ -155,7 +155,7 @@ pub fn import(place: &Path) -> Result<Imported, ImportError> {
         ));
     }
     let header_bytes_read = checkpoint.header_bytes_read();
-    match checkpoint.bind(&graph.tensors, recipes, blocks) {
+    match checkpoint.bind(&graph.tensors, recipes, blocks, &transposed) {
         Ok(weights) => Ok(Imported { graph, weights, header_bytes_read, config_text, notes }),
         Err(fault) => refused(vec![Reason::Weights(fault)]),
     }
@@ -201,7 +201,7 @@ fn import_gguf(place: &Path, parts: &[PathBuf]) -> Result<Imported, ImportError>
         divide(&mut plan, &divisors, &mut reasons);
     }
     let assembled = assemble(&plan, Some(checkpoint.tensors()), None);
-    let Assembled { mut graph, consumed, recipes, blocks, reasons: tensor_reasons } = assembled;
+    let Assembled { mut graph, consumed, recipes, blocks, transposed, reasons: tensor_reasons } = assembled;
     reasons.extend(tensor_reasons);
     let known = |name: &str| consumed.contains(name) || factors.contains_key(name);
     for (name, tensor) in checkpoint.tensors().iter().filter(|(name, _)| !known(name)) {
@@ -213,7 +213,7 @@ fn import_gguf(place: &Path, parts: &[PathBuf]) -> Result<Imported, ImportError>
     notes.extend(note_of_values(&blocks));
     let header_bytes_read = checkpoint.header_bytes_read();
     let config_text = serde_json::to_string_pretty(&config).unwrap_or_default();
-    match checkpoint.bind(&graph.tensors, recipes, blocks) {
+    match checkpoint.bind(&graph.tensors, recipes, blocks, &transposed) {
         Ok(weights) => Ok(Imported { graph, weights, header_bytes_read, config_text, notes }),
         Err(fault) => refused(vec![Reason::Weights(fault)]),
     }
@@ -256,7 +256,7 @@ fn judge_extras(
     class: &'static str,
 ) -> (Vec<String>, Vec<Reason>) {
     let (mut notes, mut reasons) = (vec![], vec![]);
-    let (mut zero_biases, mut loose_scales) = (0, 0);
+    let (mut zero_biases, mut loose_scales, mut ahead) = (0, 0, 0);
     let mut left_out: BTreeMap<&str, (BTreeSet<&str>, usize)> = BTreeMap::new();
     let embed = plan.prefix.of(plan.names.embed);
     for (name, tensor) in checkpoint.tensors().iter().filter(|(name, _)| !consumed.contains(*name)) {
@@ -267,6 +267,10 @@ fn judge_extras(
                 let (prefixes, tensors) = left_out.entry(what).or_default();
                 prefixes.insert(prefix);
                 *tensors += 1;
+                continue;
+            }
+            Extra::Ahead => {
+                ahead += 1;
                 continue;
             }
             Extra::CacheScale => {
@@ -294,6 +298,11 @@ fn judge_extras(
         notes.push(format!(
             "text alone is computed: {tensors} tensors of {what} ({}) are left out",
             prefixes.join(", ")
+        ));
+    }
+    if ahead > 0 {
+        notes.push(format!(
+            "{ahead} tensors of layers that predict further tokens (MTP) are left out: no logit depends on them"
         ));
     }
     if zero_biases > 0 {
@@ -489,6 +498,8 @@ enum Extra {
     Neutral,
     /// Beside the text model.
     Ignored(Ignored),
+    /// A part of what predicts further tokens.
+    Ahead,
     /// A scale of cached keys, values or queries that no scheme asks for.
     CacheScale,
     /// A bias of a linear that has none in this family: AutoGPTQ writes zeros.
@@ -509,6 +520,8 @@ fn extra_tensor(name: &str, plan: &Plan, quantised: bool, graph: &ModelGraph) ->
         Extra::Ignored(*ignored)
     } else if is_buffer("rotary_emb.inv_freq") || mask("attention.bias") || mask("attention.masked_bias") {
         Extra::Neutral
+    } else if is_ahead(name, plan) {
+        Extra::Ahead
     } else if plan.tied && plan.names.heads.iter().any(|head| plan.prefix.of(head) == name) {
         Extra::TiedHead
     } else if quantised && is_cache_scale(name, &layers) {
@@ -518,6 +531,18 @@ fn extra_tensor(name: &str, plan: &Plan, quantised: bool, graph: &ModelGraph) ->
     } else {
         Extra::Unknown
     }
+}
+
+/// Whether a tensor is one of what predicts further tokens: of a layer after the last one, or by its name.
+fn is_ahead(name: &str, plan: &Plan) -> bool {
+    let Ahead { layers, prefix } = plan.ahead;
+    let first = plan.layers.len() as u32;
+    let of_layer = |rest: &str| {
+        let index = rest.split_once('.').and_then(|(index, _)| index.parse::<u32>().ok());
+        index.is_some_and(|index| (first..first.saturating_add(layers)).contains(&index))
+    };
+    let beyond = name.strip_prefix(plan.names.layers).and_then(|rest| rest.strip_prefix('.')).is_some_and(of_layer);
+    beyond || prefix.is_some_and(|prefix| name.starts_with(prefix))
 }
 
 /// Whether a tensor has one of the names that vLLM knows for scales of a cache (`maybe_remap_kv_scale_name`).

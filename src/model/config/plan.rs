@@ -1,5 +1,7 @@
 //! Owns `Plan`, a config resolved to numbers, and the one function that turns it into a graph over named tensors.
 
+mod experts;
+
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use safetensors::Dtype;
@@ -14,6 +16,8 @@ use crate::model::graph::{
     RowView, Tensor, TensorId,
 };
 use crate::model::weights::HeaderTensor;
+
+pub use experts::{EXPERT, Each, ExpertNames, ExpertsPlan, GateUp, SharedPlan, Stacked};
 
 /// A decoder as numbers: a config with its family's defaults and layouts applied.
 #[derive(Debug, Clone)]
@@ -54,6 +58,18 @@ pub struct Plan {
     pub ropes: Vec<Rope>,
     /// One per layer.
     pub layers: Vec<LayerPlan>,
+    /// Layers without an MLP.
+    pub experts: Option<ExpertsPlan>,
+    pub ahead: Ahead,
+}
+
+/// What predicts further tokens (MTP), beside the decoder. Its tensors are no part of the model.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Ahead {
+    /// Layers after the last one.
+    pub layers: u32,
+    /// Begins the names of other tensors.
+    pub prefix: Option<&'static str>,
 }
 
 /// What stands before the names of a family in its checkpoint.
@@ -152,6 +168,8 @@ struct Collector<'a> {
     files: Option<&'a BTreeMap<String, HeaderTensor>>,
     quantisation: Option<&'a Quantisation>,
     recipes: BTreeMap<TensorId, Recipe>,
+    /// Stacked matrices that the files have transposed.
+    transposed: BTreeSet<TensorId>,
     /// Tensors of a GGUF file that are not read as they lie.
     blocks: BTreeMap<TensorId, Blocks>,
     /// Width of a head, where the rows of q and k are in pairs.
@@ -191,9 +209,8 @@ impl Collector<'_> {
             return None;
         }
         let (rows, cols) = match *shape {
-            [cols] => (1, cols),
-            [rows, cols] => (rows, cols),
-            _ => return None,
+            [ref rows @ .., cols] => (rows.iter().product(), cols),
+            [] => return None,
         };
         Some(Blocks { kind, component: found.component(), rows, cols, paired, as_values: false })
     }
@@ -285,6 +302,8 @@ pub struct Assembled {
     pub recipes: BTreeMap<TensorId, Recipe>,
     /// How tensors of a GGUF file are read, where it is not as they lie.
     pub blocks: BTreeMap<TensorId, Blocks>,
+    /// Stacked matrices that the files have transposed.
+    pub transposed: BTreeSet<TensorId>,
     pub reasons: Vec<Reason>,
 }
 
@@ -301,6 +320,7 @@ pub fn assemble(
         files,
         quantisation,
         recipes: BTreeMap::new(),
+        transposed: BTreeSet::new(),
         blocks: BTreeMap::new(),
         paired: plan.paired.then_some(plan.head_dim),
         parts: BTreeSet::new(),
@@ -344,7 +364,7 @@ pub fn assemble(
     let mut blocks = c.blocks;
     as_one_matrix(&graph, &mut blocks);
     graph.formats.extend(blocks.iter().filter_map(|(&id, blocks)| Some((id, blocks.format()?))));
-    Assembled { graph, consumed, recipes: c.recipes, blocks, reasons: c.reasons }
+    Assembled { graph, consumed, recipes: c.recipes, blocks, transposed: c.transposed, reasons: c.reasons }
 }
 
 /// Parts of a matrix that is streamed as one (q, k, v and the gate of attention; gate and up) are packed as values where a file stores them in different types.
@@ -366,7 +386,7 @@ fn as_one_matrix(graph: &ModelGraph, blocks: &mut BTreeMap<TensorId, Blocks>) {
 
 fn assemble_layer(c: &mut Collector, plan: &Plan, layer: usize) -> Layer {
     let (names, LayerPlan { rope, window }) = (plan.names, plan.layers[layer]);
-    let (hidden, head_dim, intermediate) = (plan.hidden, plan.head_dim, plan.intermediate);
+    let (hidden, head_dim) = (plan.hidden, plan.head_dim);
     let (q_rows, kv_rows) = (plan.heads * head_dim, plan.kv_heads * head_dim);
     let layers = plan.prefix.of(names.layers);
     let path = |name: &str| format!("{layers}.{layer}.{name}");
@@ -426,21 +446,12 @@ fn assemble_layer(c: &mut Collector, plan: &Plan, layer: usize) -> Layer {
     });
     let attn_post_norm = norm(c, names.attn_post_norm);
     let mlp_norm = norm(c, names.mlp_norm);
-    let (gate, up) = match (plan.gated, names.gate) {
-        (false, _) => (None, c.whole(&path(names.up), intermediate, hidden, plan.mlp_bias)),
-        (true, Some(gate)) => (
-            Some(c.whole(&path(gate), intermediate, hidden, plan.mlp_bias)),
-            c.whole(&path(names.up), intermediate, hidden, plan.mlp_bias),
-        ),
-        (true, None) => {
-            let mut part = |first| {
-                let placed = Placed::range(2 * intermediate, first);
-                c.linear(&path(names.up), placed, intermediate, hidden, plan.mlp_bias)
-            };
-            (Some(part(0)), part(intermediate))
+    let feed = match &plan.experts {
+        Some(experts) if experts.layers[layer] => {
+            FeedForward::Experts(Box::new(experts::assemble(c, plan, experts, &path)))
         }
+        _ => FeedForward::Dense(assemble_mlp(c, plan, &path)),
     };
-    let down = c.whole(&path(names.down), hidden, intermediate, plan.mlp_bias);
     let mlp_post_norm = norm(c, names.mlp_post_norm);
     Layer {
         attn_norm,
@@ -466,9 +477,29 @@ fn assemble_layer(c: &mut Collector, plan: &Plan, layer: usize) -> Layer {
         },
         attn_post_norm,
         mlp_norm,
-        feed: FeedForward::Dense(Mlp { act: plan.act, gate, up, down, swiglu: None }),
+        feed,
         mlp_post_norm,
         parallel: plan.parallel,
         residual_scale: plan.residual_scale,
     }
+}
+
+fn assemble_mlp(c: &mut Collector, plan: &Plan, path: &dyn Fn(&str) -> String) -> Mlp {
+    let (names, hidden, intermediate) = (plan.names, plan.hidden, plan.intermediate);
+    let (gate, up) = match (plan.gated, names.gate) {
+        (false, _) => (None, c.whole(&path(names.up), intermediate, hidden, plan.mlp_bias)),
+        (true, Some(gate)) => (
+            Some(c.whole(&path(gate), intermediate, hidden, plan.mlp_bias)),
+            c.whole(&path(names.up), intermediate, hidden, plan.mlp_bias),
+        ),
+        (true, None) => {
+            let mut part = |first| {
+                let placed = Placed::range(2 * intermediate, first);
+                c.linear(&path(names.up), placed, intermediate, hidden, plan.mlp_bias)
+            };
+            (Some(part(0)), part(intermediate))
+        }
+    };
+    let down = c.whole(&path(names.down), hidden, intermediate, plan.mlp_bias);
+    Mlp { act: plan.act, gate, up, down, swiglu: None }
 }

@@ -179,9 +179,12 @@ fn experts_text(out: &mut String, experts: &Experts) {
     for (id, expert) in experts.iter().enumerate() {
         mlp_text(out, &format!("expert {id}"), expert);
     }
-    if let Some(SharedExpert { mlp, gate }) = shared {
+    if let Some(SharedExpert { mlp, gate, scale }) = shared {
         mlp_text(out, "shared expert", mlp);
-        line(out, format_args!("    sigmoid {}", gate.as_ref().map_or("none".to_string(), linear_text)));
+        line(
+            out,
+            format_args!("    scale {scale:?} sigmoid {}", gate.as_ref().map_or("none".to_string(), linear_text)),
+        );
     }
 }
 
@@ -408,9 +411,9 @@ fn describe_experts(experts: &Experts) -> String {
         traits.push(format!("scaled by {}", router.scale));
     }
     let each = experts.first().map(|expert| format!(", each a {}", describe_mlp(expert))).unwrap_or_default();
-    let shared = shared.as_ref().map(|SharedExpert { mlp, gate }| {
-        let gate = if gate.is_some() { ", gated" } else { "" };
-        format!("; a shared {}{gate}", describe_mlp(mlp))
+    let shared = shared.as_ref().map(|SharedExpert { mlp, gate, scale }| {
+        let (gate, scale) = (if gate.is_some() { ", gated" } else { "" }, scale_text("scaled by", *scale));
+        format!("; a shared {}{gate}{scale}", describe_mlp(mlp))
     });
     let (top_k, shared) = (router.top_k, shared.unwrap_or_default());
     format!("{top_k} of {} experts ({}){each}{shared}", experts.len(), traits.join(", "))

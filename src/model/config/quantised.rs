@@ -42,6 +42,8 @@ enum Method {
         skip: Vec<Skip>,
         head: bool,
     },
+    /// The stacked experts alone, in blocks (gpt-oss).
+    BlocksOfExperts,
 }
 
 /// How one linear is stored.
@@ -239,17 +241,10 @@ pub fn read(config: &Value, reasons: &mut Vec<Reason>) -> Option<Quantisation> {
             ));
             return None;
         }
-        Some("mxfp4") => {
-            reasons.push(refuse(
-                "`mxfp4` stores the experts of gpt-oss in blocks, and mixtures of experts are not supported yet: take a dense \
-                 model, and let `[precision] weights = \"mxfp4\"` round it, or quantise it with llm-compressor \
-                 (`mxfp4-pack-quantized`)",
-            ));
-            return None;
-        }
+        Some("mxfp4") => mxfp4(keys),
         Some(other) => {
             let detail = format!(
-                "method `{other}` is not supported: expected compressed-tensors, fp8, fbgemm_fp8, gptq, awq or modelopt"
+                "method `{other}` is not supported: expected compressed-tensors, fp8, fbgemm_fp8, gptq, awq, modelopt or mxfp4"
             );
             reasons.push(Reason::Quantised { detail });
             return None;
@@ -407,6 +402,14 @@ fn awq(mut keys: Keys<'_>) -> Option<Quantisation> {
     let skip = skips(keys.names("modules_to_not_convert"));
     keys.end();
     layers(Scheme::Awq { group }, skip, vec![])
+}
+
+/// The experts of gpt-oss in blocks. The class of transformers stores nothing else so, whatever `modules_to_not_convert` lists.
+fn mxfp4(mut keys: Keys<'_>) -> Option<Quantisation> {
+    keys.names("modules_to_not_convert");
+    keys.off(&["dequantize"]);
+    keys.end();
+    Some(Quantisation { method: Method::BlocksOfExperts, notes: vec![], cache_scales: false })
 }
 
 /// A target, or an entry of `ignore`, of compressed-tensors.
@@ -719,7 +722,13 @@ impl Quantisation {
                 let skipped = is_head && !head || skip.iter().any(|skip| skip.matches(module));
                 (!skipped).then_some(*scheme)
             }
+            Method::BlocksOfExperts => None,
         }
+    }
+
+    /// Whether stacked experts are stored in blocks.
+    pub fn blocks_of_experts(&self) -> bool {
+        matches!(self.method, Method::BlocksOfExperts)
     }
 }
 
@@ -941,6 +950,32 @@ impl Parts<'_> {
             g_idx: None,
             symmetric: false,
             whole,
+        })
+    }
+
+    /// Stacked matrices as gpt-oss stores them: `NAME_blocks` has 16 bytes for each 32 columns of a row, two codes in a byte, the first one in
+    /// the low nibble, and `NAME_scales` an e8m0 scale for each block. Their values are those of compressed-tensors' MXFP4
+    /// (`convert_moe_packed_tensors` of transformers).
+    pub fn stacked_blocks(&mut self, name: &str, [count, rows, cols]: [u32; 3]) -> Option<Recipe> {
+        const BLOCK: u32 = 32;
+        self.whole_groups(format!("{name}_blocks"), cols, BLOCK)?;
+        let groups = cols / BLOCK;
+        let codes = self.need(format!("{name}_blocks"), &[Dtype::U8], &[&[count, rows, groups, BLOCK / 2]]);
+        let scales = self.need(format!("{name}_scales"), &[Dtype::U8], &[&[count, rows, groups]]);
+        let ((codes, _), (scales, _)) = (codes?, scales?);
+        let (scale, layout) = (ScaleCode::E8m0, ScaleLayout::RowGroups);
+        Some(Recipe {
+            format: format(Code::E2m1, BLOCK, cols, scale, layout, false, false, false),
+            code: Code::E2m1,
+            rows: count * rows,
+            cols,
+            codes: (codes, CodeLayout::Halves),
+            group_k: BLOCK,
+            scales: (scales, scale, layout),
+            zeros: None,
+            g_idx: None,
+            symmetric: false,
+            whole: None,
         })
     }
 

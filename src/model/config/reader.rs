@@ -127,6 +127,12 @@ impl<'a> Reader<'a> {
         self.with_default(key, "a string", default.to_string(), |v| v.as_str().map(str::to_string))
     }
 
+    /// The index of the value in `words`; the first where the key is absent.
+    pub fn one_of<const N: usize>(&mut self, key: &'static str, words: [&'static str; N]) -> usize {
+        let expected = format!("one of {words:?}");
+        self.with_default(key, &expected, 0, |v| words.iter().position(|word| v.as_str() == Some(word)))
+    }
+
     /// For each layer the index of its word in `words`; `None` where the key is absent or null.
     pub fn layer_words(&mut self, key: &'static str, layers: u32, words: &[&'static str]) -> Option<Vec<usize>> {
         let expected = format!("{layers} entries, each one of {words:?}");
@@ -137,6 +143,33 @@ impl<'a> Reader<'a> {
     pub fn layer_bits(&mut self, key: &'static str, layers: u32) -> Option<Vec<bool>> {
         let bit = |v: &Value| v.as_bool().or(v.as_u64().filter(|n| *n <= 1).map(|n| n == 1));
         self.layer_list(key, layers, &format!("{layers} entries, each 0 or 1"), bit)
+    }
+
+    /// Numbers of layers; none where the key is absent or null.
+    pub fn layer_indices(&mut self, key: &'static str) -> Vec<u64> {
+        let Some(value) = self.value(key) else { return vec![] };
+        let read = value.as_array().and_then(|list| list.iter().map(Value::as_u64).collect::<Option<Vec<u64>>>());
+        read.unwrap_or_else(|| {
+            self.bad(key, "a list of whole numbers");
+            vec![]
+        })
+    }
+
+    /// A count that has two names; `default` where neither is given, or required.
+    pub fn count_of_two(&mut self, names: [&'static str; 2], default: Option<u32>, max: u32) -> u32 {
+        let [first, second] = names;
+        let given = names.map(|name| self.value(name));
+        if let [Some(a), Some(b)] = given
+            && a != b
+        {
+            let (first, second) = (first.to_string(), second.to_string());
+            self.reasons.push(Reason::Conflict { first, second, detail: format!("{a} and {b}") });
+        }
+        let name = if given[0].is_none() && given[1].is_some() { second } else { first };
+        match default {
+            Some(default) => self.count(name, default, max),
+            None => self.count_required(name, max),
+        }
     }
 
     fn layer_list<T>(
