@@ -2,7 +2,7 @@
 //
 // x (INPUTS * WIDTH) packets: what the expert of each slot made, side by side, then what the shared expert made
 // aux (SLOTS)        shares, fp32 packets
-// gate (1)           its sigmoid is the share of the shared expert, if GATED; else that is 1
+// gate (1)           its sigmoid times SHARED_SCALE is the share of the shared expert, if GATED; else that is SHARED_SCALE
 // residual           fp32, the columns that this block owns
 // out (WIDTH)        packets
 //
@@ -23,8 +23,8 @@ struct Combine {
     const u64* const share_at[1] = {c.p.exchange + (gate ? e.shared_gate : e.aux + c.lane())};
     u32 word[1];
     await_packets<1>(share_at, counted, c.tag, word, c.waiter());
-    float share = counted[0] ? __uint_as_float(word[0]) : 1.f;
-    if (gate) share = __fdividef(1.f, 1.f + exp_fast(-share));
+    float share = counted[0] ? __uint_as_float(word[0]) : G::SHARED_SCALE;
+    if (gate) share = __fdividef(G::SHARED_SCALE, 1.f + exp_fast(-share));
     c.barrier(); // other warps have updated these columns of the residual
     c.stamp(1);
     const int first = int(uniform(e.lo)) * 8, last = min(int(uniform(e.hi)) * 8, G::WIDTH);

@@ -34,8 +34,8 @@ struct RowsCombine {
       const u64* const from[1] = {c.p.exchange + at};
       u32 word[1];
       await_packets<1>(from, counted, c.tag, word, c.waiter());
-      float share = counted[0] ? __uint_as_float(word[0]) : 1.f;
-      if (s == G::SLOTS && G::GATED) share = __fdividef(1.f, 1.f + exp_fast(-share));
+      float share = counted[0] ? __uint_as_float(word[0]) : G::SHARED_SCALE;
+      if (s == G::SLOTS && G::GATED) share = __fdividef(G::SHARED_SCALE, 1.f + exp_fast(-share));
       if (in) shares[i] = share;
     }
     c.barrier();

@@ -377,8 +377,10 @@ fn combine_members(program: &Program, grid: &Grid, combine: &Combine) -> String 
         _ => format!("u32 GATE_PITCH = {}\n", scores.next_multiple_of(2)),
     };
     format!(
-        "int WIDTH = {width}\nint SLOTS = {slots}\nbool SHARED = {shared}\nbool GATED = {gated}\nfloat SCALE = {}\nbool ADDS = {adds}\n\
+        "int WIDTH = {width}\nint SLOTS = {slots}\nbool SHARED = {}\nfloat SHARED_SCALE = {}\nbool GATED = {gated}\nfloat SCALE = {}\nbool ADDS = {adds}\n\
          bool PUBLISH = {publish}\n{pitch}",
+        shared.is_some(),
+        Float(shared.unwrap_or(0.0)),
         Float(scale),
     )
 }

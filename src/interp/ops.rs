@@ -453,11 +453,11 @@ fn largest<R: Real>(values: &[R]) -> Option<usize> {
 fn add_up<R: Real>(combine: &plan::Combine, memory: &mut impl Access, s: &mut Scratch<R>) {
     let op = &combine.op;
     load(memory, &combine.shares, &mut s.load, &mut s.scores);
-    if op.shared {
-        let mut share = R::of(1.0);
+    if let Some(scale) = op.shared {
+        let mut share = R::of(scale);
         if let Some(gate) = &combine.gate {
             load(memory, gate, &mut s.load, &mut s.x);
-            share = real::sigmoid(s.x[0]);
+            share = share * real::sigmoid(s.x[0]);
         }
         s.scores.push(share);
     }

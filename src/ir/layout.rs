@@ -253,7 +253,7 @@ pub fn place_align(bytes: u64) -> u64 {
 
 /// A span of words has this many rows, and `SPAN_BYTES` of each.
 pub const WORD_ROWS: u32 = 8;
-const SPAN_BYTES: u32 = 64;
+pub const SPAN_BYTES: u32 = 64;
 
 /// Bytes of one phase of words that hold `rows` rows of `cols` values of `dtype`, span by span (`kernels/rows/words.cuh`).
 pub fn words_bytes(rows: u32, cols: u32, dtype: DType) -> u64 {

@@ -45,15 +45,15 @@ pub struct Route {
     pub scale: f32,
 }
 
-/// `y = sum over slots s of shares[s] * x_s`, in the order of slots, then `sigmoid?(gate) * x_slots`: the output of a shared expert.
+/// `y = sum over slots s of shares[s] * x_s`, in the order of slots, then `shared * sigmoid?(gate) * x_slots`: that of a shared expert.
 /// With a residual, `residual += scale * y` and `out`, if it is there, is the sum; else `out = y`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Combine {
     pub width: u32,
     /// Experts of a row, without the shared one.
     pub slots: u32,
-    /// Whether there is a shared expert. Its gate, if it has one, is an operand.
-    pub shared: bool,
+    /// What multiplies a shared expert, if there is one. Its gate, if it has one, is an operand.
+    pub shared: Option<f32>,
     pub scale: f32,
     /// Whether it updates a residual.
     pub adds: bool,
@@ -62,7 +62,7 @@ pub struct Combine {
 impl Combine {
     /// Its inputs: one for each slot, and that of the shared expert.
     pub fn inputs(&self) -> u32 {
-        self.slots + u32::from(self.shared)
+        self.slots + u32::from(self.shared.is_some())
     }
 }
 
@@ -185,7 +185,8 @@ impl Op {
                 }));
             }
             Op::Combine(Combine { width, slots, shared, scale, adds }) => {
-                key.extend([8, *width, *slots, u32::from(*shared), scale.to_bits(), u32::from(*adds)]);
+                key.extend([8, *width, *slots, scale.to_bits(), u32::from(*adds)]);
+                optional(&mut key, shared.map(f32::to_bits));
             }
             Op::Embed { scale, everywhere } => key.extend([2, scale.to_bits(), u32::from(*everywhere)]),
             Op::MatVec(MatVec { rows, k, norm, own_input, epilogue, unit_rows }) => {

@@ -359,7 +359,7 @@ impl<'a> Parser<'a> {
             "combine" => Op::Combine(Combine {
                 width: self.attr_u32("width")?,
                 slots: self.attr_u32("slots")?,
-                shared: self.eat("shared"),
+                shared: self.optional_f32("shared")?,
                 scale: self.attr_f32("scale")?,
                 adds: self.eat("adds"),
             }),
@@ -1506,8 +1506,8 @@ regime r1 from 32
             Just(Op::Select),
             Just(Op::Report),
             routes(),
-            ([numbers(), numbers()], floats(), [any::<bool>(), any::<bool>()]).prop_map(
-                |([width, slots], scale, [shared, adds])| Op::Combine(Combine { width, slots, shared, scale, adds })
+            ([numbers(), numbers()], floats(), (prop::option::of(floats()), any::<bool>())).prop_map(
+                |([width, slots], scale, (shared, adds))| Op::Combine(Combine { width, slots, shared, scale, adds })
             ),
             (floats(), any::<bool>()).prop_map(|(scale, everywhere)| Op::Embed { scale, everywhere }),
             (numbers(), numbers(), prop::option::of(norms()), epilogues, ways).prop_map(

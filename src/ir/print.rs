@@ -265,7 +265,7 @@ fn write_op(out: &mut String, op: &Op) -> fmt::Result {
         }
         Op::Combine(Combine { width, slots, shared, scale, adds }) => {
             write!(out, " width={width} slots={slots}")?;
-            write_flag(out, "shared", *shared)?;
+            write_optional(out, "shared", shared)?;
             write!(out, " scale={scale}")?;
             write_flag(out, "adds", *adds)
         }

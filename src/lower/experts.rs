@@ -4,11 +4,12 @@ use super::{Builder, Sum, constant, norm_attr, unit_rows};
 use crate::candidate::Infeasible;
 use crate::dtype::DType;
 use crate::format::Format;
+use crate::ir::layout::SPAN_BYTES;
 use crate::ir::op::{Access, Combine, Epilogue, MatVec, Op, Role, Route, UNIT_ROWS};
 use crate::ir::program::{Cols, Content, LayerOp, Operand, Part, Rows, Second, Site, Space, VectorPart};
 use crate::ir::table::{Holds, Table, TableHome};
 use crate::ir::{BufferId, TableId};
-use crate::model::graph::{Experts, Layer, Linear, Mlp, Norm};
+use crate::model::graph::{Experts, Layer, Linear, Mlp, Norm, Router, SharedExpert};
 
 /// What the step chose in a layer.
 struct Choice {
@@ -44,7 +45,8 @@ impl Builder<'_> {
         x: BufferId,
         sum: &Sum,
     ) -> Result<(), Infeasible> {
-        let Some(first) = experts.experts.first() else {
+        let Experts { router: _, experts: of, shared } = experts;
+        let Some(first) = of.first() else {
             return Err(Infeasible::Experts { layer: l, what: "no experts".to_string() });
         };
         let norm = layer.mlp_norm.as_ref();
@@ -53,37 +55,47 @@ impl Builder<'_> {
         let slots = choice.slots;
         let width = first.up.rows;
         let (epilogue, halves) = epilogue_of(first);
-        for (what, rows) in [("columns of an expert", width), ("columns of the model", hidden)] {
-            let unit = if what == "columns of an expert" && halves == 2 { UNIT_ROWS / 2 } else { UNIT_ROWS };
-            if !rows.is_multiple_of(unit) {
-                let what = format!("experts beside {rows} {what}, expected a multiple of {unit}");
-                return Err(Infeasible::Experts { layer: l, what });
-            }
+        let refused = |what: String| Infeasible::Experts { layer: l, what };
+        if !hidden.is_multiple_of(UNIT_ROWS) {
+            return Err(refused(format!("experts beside {hidden} columns, expected a multiple of {UNIT_ROWS}")));
         }
-        let act = self.exchange(&format!("act.{l}"), slots * width);
+        // A slot begins with whole packets, or with whole spans of words.
+        let pitch = width.next_multiple_of(UNIT_ROWS / halves);
+        let span = SPAN_BYTES / self.program.precision.wire.bytes() as u32;
+        if halves == 1 && pitch != width {
+            return Err(refused(format!(
+                "experts of {width} columns without a gate, expected a multiple of {UNIT_ROWS}"
+            )));
+        }
+        if self.words && !width.is_multiple_of(span) {
+            let what =
+                format!("experts of {width} columns: a batch kernel needs a multiple of {span}, so steps have one row");
+            return Err(refused(what));
+        }
+        let act = self.exchange(&format!("act.{l}"), slots * pitch);
         let up_of =
             |mlp| -> Vec<&Linear> { Mlp::linears(mlp).filter(|linear| !std::ptr::eq(*linear, &mlp.down)).collect() };
         let up = OfExperts {
-            linears: experts.experts.iter().map(up_of).collect(),
+            linears: of.iter().map(up_of).collect(),
             norm,
             epilogue,
             x,
             input: Cols::all(hidden),
             out: act,
-            columns: width,
+            columns: pitch,
         };
         let site = Site::of_layer(LayerOp::Up, l);
         let name = if halves == 2 { "gate_up" } else { "up" };
         self.matvec_of_experts(&format!("{name}.{l}"), site, up, &choice);
 
-        let inputs = slots + u32::from(experts.shared.is_some());
+        let inputs = slots + u32::from(shared.is_some());
         let y = self.exchange(&format!("down.{l}.y"), inputs * hidden);
         let down = OfExperts {
-            linears: experts.experts.iter().map(|mlp| vec![&mlp.down]).collect(),
+            linears: of.iter().map(|mlp| vec![&mlp.down]).collect(),
             norm: None,
             epilogue: Epilogue::Store,
             x: act,
-            input: Cols { stride_j: width, limit: slots * width, ..Cols::all(width) },
+            input: Cols { stride_j: pitch, limit: slots * pitch, ..Cols::all(width) },
             out: y,
             columns: hidden,
         };
@@ -91,31 +103,32 @@ impl Builder<'_> {
         self.matvec_of_experts(&format!("down.{l}"), site, down, &choice);
 
         let mut gate = None;
-        if let Some(shared) = &experts.shared {
-            let (epilogue, halves) = epilogue_of(&shared.mlp);
+        if let Some(SharedExpert { mlp, gate: of_shared, scale: _ }) = shared {
+            let (epilogue, halves) = epilogue_of(mlp);
             let rows = UNIT_ROWS / halves;
-            let act = self.exchange(&format!("shared_act.{l}"), shared.mlp.up.rows);
-            let out = vec![self.write(Role::Out, act, Cols::blocks(rows, shared.mlp.up.rows))];
+            let act = self.exchange(&format!("shared_act.{l}"), mlp.up.rows);
+            let out = vec![self.write(Role::Out, act, Cols::blocks(rows, mlp.up.rows))];
             let (one, site) = (Second::Axis(1), Some(Site::of_layer(LayerOp::Up, l)));
-            self.matvec(&format!("shared_up.{l}"), site, x, norm, &up_of(&shared.mlp), epilogue, one, out);
+            self.matvec(&format!("shared_up.{l}"), site, x, norm, &up_of(mlp), epilogue, one, out);
             let cols = Cols { base: slots * hidden, ..Cols::blocks(UNIT_ROWS, inputs * hidden) };
             let out = vec![self.write(Role::Out, y, cols)];
             let (one, site) = (Second::Axis(1), Some(Site::of_layer(LayerOp::Down, l)));
-            self.matvec(&format!("shared_down.{l}"), site, act, None, &[&shared.mlp.down], Epilogue::Store, one, out);
-            let column = experts.experts.len() as u32;
+            self.matvec(&format!("shared_down.{l}"), site, act, None, &[&mlp.down], Epilogue::Store, one, out);
+            let column = of.len() as u32;
             let cols = Cols { base: column, limit: column + 1, ..Cols::all(1) };
-            gate = shared.gate.as_ref().map(|_| self.read(Role::Gate, scores, cols));
+            gate = of_shared.as_ref().map(|_| self.read(Role::Gate, scores, cols));
         }
-        self.combine(l, layer, &choice, experts.shared.is_some(), gate, y, sum);
+        self.combine(l, layer, &choice, shared.as_ref().map(|shared| shared.scale), gate, y, sum);
         Ok(())
     }
 
     /// Scores of all experts, and the choice. The gate of a shared expert is one more score.
     fn choice(&mut self, l: usize, experts: &Experts, norm: Option<&Norm>, x: BufferId) -> (Choice, BufferId) {
-        let router = &experts.router;
-        let (count, slots) = (experts.experts.len() as u32, router.top_k);
+        // Destructured, so that what a router has in addition is not left out.
+        let &Router { ref linear, top_k: slots, score, correction, groups, normalise, scale } = &experts.router;
+        let count = experts.experts.len() as u32;
         let gate = experts.shared.as_ref().and_then(|shared| shared.gate.as_ref());
-        let linears: Vec<&Linear> = [&router.linear].into_iter().chain(gate).collect();
+        let linears: Vec<&Linear> = [linear].into_iter().chain(gate).collect();
         let cols = linears.iter().map(|linear| linear.rows).sum();
         let site = Site::of_layer(LayerOp::Router, l);
         let scores = self.packets(&format!("scores.{l}"), DType::F32, cols);
@@ -136,20 +149,13 @@ impl Builder<'_> {
             facts: vec![],
         });
         let mut operands = vec![self.own(self.read(Role::X, scores, Cols::all(count)))];
-        if let Some(correction) = router.correction {
+        if let Some(correction) = correction {
             let id = self.vector(&format!("router.{l}.correction"), correction, count, 0.0);
             operands.push(constant(Role::Bias, id, Cols::all(count)));
         }
         operands.push(self.own(self.write(Role::Shares, shares, Cols::all(slots))));
         operands.push(self.own(self.write(Role::Out, choices, Cols::all(slots))));
-        let route = Route {
-            experts: count,
-            top_k: slots,
-            score: router.score,
-            groups: router.groups,
-            normalise: router.normalise,
-            scale: router.scale,
-        };
+        let route = Route { experts: count, top_k: slots, score, groups, normalise, scale };
         self.grid(&format!("route.{l}"), Some(site), Op::Route(route), 1, Second::Axis(1), operands);
         (Choice { table, choices, shares, slots }, scores)
     }
@@ -207,7 +213,7 @@ impl Builder<'_> {
         l: usize,
         layer: &Layer,
         choice: &Choice,
-        shared: bool,
+        shared: Option<f32>,
         gate: Option<Operand>,
         y: BufferId,
         sum: &Sum,

@@ -30,6 +30,8 @@ const TILE_ROWS: u32 = 16;
 const ROWS_MAX: u32 = 64;
 /// Bytes of a queue entry in the `queue` part of shared memory.
 const ENTRY_BYTES: u64 = 64;
+/// A span of words: bytes of one row (words.cuh).
+const SPAN_BYTES: u32 = 64;
 /// Bytes that 32 bits of 8-byte packets, and of 256-byte units, reach; the last unit is the word for none.
 const EXCHANGE_BYTES_MAX: u64 = 8 << 32;
 const UNITS_BYTES_MAX: u64 = (256 << 32) - 256;
@@ -173,6 +175,12 @@ impl Rules<'_> {
                      and tasks per row in attention and experts alone",
                     grid.op.name()
                 )
+            });
+            // matvec.cuh: slots of the input begin with spans of words.
+            let span = SPAN_BYTES / precision.wire.bytes() as u32;
+            let pitch = grid.operand(Role::Choices).and_then(|_| grid.operand(Role::X)).map_or(0, |x| x.cols.stride_j);
+            self.expect_rule(Rule::KernelRows, pitch % span == 0, Entity::Grid(GridId(g)), || {
+                format!("expected slots of a multiple of {span} columns, found {pitch}")
             });
             // ring.cuh: no chunk reaches beyond its page, and chunks begin where pages do.
             let Some(keys) = grid.operand(Role::HistoryK) else { continue };
@@ -633,14 +641,10 @@ fn of_choice(b: u32, program: &Program) -> bool {
 /// Whether an operand may begin within its buffer: of slots and of a shared expert, which end with whole packets and need no padding, and
 /// the inputs of a sum.
 fn beside_others(grid: &Grid, operand: &Operand) -> bool {
-    let slots = grid.operand(Role::Choices).is_some();
+    let whole = [operand.cols.base, operand.cols.stride_j].iter().all(|at| at.is_multiple_of(UNIT_ROWS / 2));
     match &grid.op {
-        Op::MatVec(m) if operand.role == Role::Out => {
-            let rows = if m.epilogue.is_gated() { m.rows / 2 } else { m.rows };
-            rows.is_multiple_of(UNIT_ROWS / 2)
-        }
-        Op::MatVec(m) if operand.role == Role::X => slots && m.k.is_multiple_of(UNIT_ROWS / 2),
-        Op::MatVec(_) => slots,
+        Op::MatVec(_) if operand.role == Role::Choices => true,
+        Op::MatVec(_) => whole && (operand.role == Role::Out || grid.operand(Role::Choices).is_some()),
         Op::Combine(_) => operand.role == Role::X,
         _ => false,
     }

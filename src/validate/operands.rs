@@ -170,7 +170,8 @@ fn attributes(id: GridId, op: &Op, n: u32, weights: Format, found: &mut Found) -
                 expect(*kept > 0 && enough, "`kept` groups with `top_k` experts, up to `groups`", kept);
             }
         }
-        Op::Combine(Combine { width, slots, shared: _, scale, adds: _ }) => {
+        Op::Combine(Combine { width, slots, shared, scale, adds: _ }) => {
+            expect(shared.is_none_or(f32::is_finite), "a finite `shared`", &shared.unwrap_or(0.0));
             expect(*slots > 0 && *slots <= EXPERTS_MAX, "`slots` of 1 to 4096", slots);
             let columns = wide(*width) * (wide(*slots) + 1);
             expect(*width > 0 && fits(columns), "`width` and `slots` whose product is below 2^28", width);
@@ -690,7 +691,7 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
         Op::Combine(Combine { width, slots, shared, scale: _, adds }) => match role {
             Role::X | Role::Out => Some(exchange(wire, Cols::blocks(UNIT_ROWS, *width))),
             Role::Shares => Some(exchange(DType::F32, Cols::all(*slots))),
-            Role::Gate => shared.then(|| exchange(DType::F32, Cols::all(1))),
+            Role::Gate => shared.map(|_| exchange(DType::F32, Cols::all(1))),
             Role::Residual => adds.then(|| private(DType::F32, Cols::blocks(UNIT_ROWS, *width))),
             _ => None,
         },
@@ -723,12 +724,17 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
                 Some(table) => Cols { stride_j: width, limit: width.saturating_mul(table.cols), ..cols },
                 None => cols,
             };
-            let shared_input = program.buffers[operand.buffer.index()].cols == m.k;
+            // Or all of them have the same input.
+            let input_cols = program.buffers[operand.buffer.index()].cols;
+            let shared_input = input_cols == m.k;
             match role {
                 Role::Choices => {
                     table.map(|table| exchange(DType::I32, Cols { stride_j: 1, limit: table.cols, ..Cols::all(1) }))
                 }
-                Role::X if table.is_some() && !shared_input => Some(exchange(wire, of_slots(Cols::all(m.k), m.k))),
+                Role::X if table.is_some() && !shared_input => {
+                    let pitch = table.map_or(m.k, |table| input_cols / table.cols.max(1)).max(m.k);
+                    Some(exchange(wire, of_slots(Cols::all(m.k), pitch)))
+                }
                 Role::X if m.own_input => Some(private(DType::F32, Cols::all(m.k))),
                 Role::X => Some(exchange(wire, Cols::all(m.k))),
                 Role::NormWeight => m.norm.map(|_| vector(Cols::all(m.k))),
@@ -752,7 +758,8 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
                 Role::Out => match m.epilogue {
                     Epilogue::Gated(_) | Epilogue::Clamped(_) => {
                         let cols = Cols::blocks(GATED_INTERLEAVE, m.rows / 2);
-                        Some(exchange(wire, of_slots(cols, m.rows / 2)))
+                        // Slots are whole units.
+                        Some(exchange(wire, of_slots(cols, units.saturating_mul(GATED_INTERLEAVE))))
                     }
                     Epilogue::Scores => Some(exchange(DType::F32, Cols::blocks(m.unit_rows, m.rows))),
                     _ => Some(exchange(wire, of_slots(Cols::blocks(m.unit_rows, m.rows), m.rows))),

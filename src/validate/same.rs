@@ -21,7 +21,7 @@ use crate::ir::table::{Table, TableHome};
 use crate::ir::{BufferId, GridId, LayerId};
 use crate::model::graph::{
     self, Act, ClampedSwiglu, Experts, FeedForward, Linear, Mlp, ModelGraph, NormKind, QkNorm, QkNormSpan, QueryScale,
-    RopeId, RowView, TensorId,
+    RopeId, Router, RowView, SharedExpert, TensorId,
 };
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -202,7 +202,7 @@ enum Term {
     Combined {
         slots: TermId,
         shares: TermId,
-        shared: Option<(TermId, Option<TermId>)>,
+        shared: Option<(TermId, Option<TermId>, u32)>,
     },
     /// `x + scale * branch`
     Sum {
@@ -298,7 +298,9 @@ impl Terms {
                 format!("{} experts from {first} on, by {}, x ({})", weights.len(), of(chosen), of(x))
             }
             Term::Combined { slots, shared, .. } => {
-                let shared = shared.as_ref().map_or(String::new(), |(shared, _)| format!(" + {}", of(shared)));
+                let shared = shared
+                    .as_ref()
+                    .map_or(String::new(), |(shared, _, scale)| format!(" + {} * {}", float(scale), of(shared)));
                 format!("sum over slots({}){shared}", of(slots))
             }
             Term::Sum { x, scale, branch } => format!("{} + {} * {}", of(x), float(scale), of(branch)),
@@ -425,15 +427,9 @@ impl Maker<'_> {
     fn experts(&mut self, experts: &Experts, input: TermId) -> TermId {
         let (router, count) = (&experts.router, experts.experts.len() as u32);
         let scores = self.linear(&router.linear, input);
-        let rule = Op::Route(Route {
-            experts: count,
-            top_k: router.top_k,
-            score: router.score,
-            groups: router.groups,
-            normalise: router.normalise,
-            scale: router.scale,
-        });
-        let correction = router.correction.map(|tensor| Vector::whole(&[tensor], count, 0.0));
+        let &Router { linear: _, top_k, score, correction, groups, normalise, scale } = router;
+        let rule = Op::Route(Route { experts: count, top_k, score, groups, normalise, scale });
+        let correction = correction.map(|tensor| Vector::whole(&[tensor], count, 0.0));
         let chosen = self.keep(Term::Chosen { scores, correction, rule: rule.key() });
         let shares = self.keep(Term::Shares { chosen });
         let mut of_experts = |maker: &mut Self, linear: fn(&Mlp) -> &Linear, x| {
@@ -449,9 +445,9 @@ impl Maker<'_> {
             Some(first) => self.mlp(first, input, &mut of_experts),
             None => input,
         };
-        let shared = experts.shared.as_ref().map(|shared| {
-            let gate = shared.gate.as_ref().map(|gate| self.linear(gate, input));
-            (self.mlp(&shared.mlp, input, &mut |maker, linear, x| maker.linear(linear(&shared.mlp), x)), gate)
+        let shared = experts.shared.as_ref().map(|SharedExpert { mlp, gate, scale }| {
+            let gate = gate.as_ref().map(|gate| self.linear(gate, input));
+            (self.mlp(mlp, input, &mut |maker, linear, x| maker.linear(linear(mlp), x)), gate, scale.to_bits())
         });
         self.keep(Term::Combined { slots, shares, shared })
     }
@@ -558,11 +554,11 @@ impl Reader<'_> {
                 let slots = self.read(first, combine.slots * combine.width)?;
                 let shares = self.read(need(grid, Role::Shares)?, combine.slots)?;
                 let mut shared = None;
-                if combine.shared {
+                if let Some(scale) = combine.shared {
                     let inputs = grid.operands.iter().filter(|operand| operand.role == Role::X);
                     let last = inputs.last().unwrap_or(first);
                     let gate = grid.operand(Role::Gate).map(|gate| self.read(gate, 1)).transpose()?;
-                    shared = Some((self.read(last, combine.width)?, gate));
+                    shared = Some((self.read(last, combine.width)?, gate, scale.to_bits()));
                 }
                 let branch = self.known(Term::Combined { slots, shares, shared })?;
                 match combine.adds {
@@ -628,7 +624,7 @@ impl Reader<'_> {
         let input = need(grid, Role::X)?;
         let inputs = match table {
             // Each slot has an input of its own, or all have the same.
-            Some(table) if self.program.buffers[input.buffer.index()].cols != m.k => m.k * table.cols,
+            Some(_) if self.program.buffers[input.buffer.index()].cols != m.k => input.cols.limit,
             _ => m.k,
         };
         let mut x = self.read(input, inputs)?;
@@ -751,7 +747,9 @@ impl Reader<'_> {
             (Epilogue::Store, &[x]) => x,
             _ => return Err("expected a product of experts that is stored or activated".to_string()),
         };
-        self.write(grid, Role::Out, m.rows / halves as u32 * table.cols, term)
+        // Slots are padded to whole units.
+        let out = need(grid, Role::Out)?.cols;
+        self.write(grid, Role::Out, out.limit.saturating_sub(out.base), term)
     }
 
     /// `residual += scale * branch`, published where the grid has an output.

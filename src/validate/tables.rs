@@ -4,7 +4,7 @@
 //! its step does not append. Four facts make that true in memory, so each must be declared where it is used.
 
 use super::{Entity, Found, Rule, note};
-use crate::ir::op::{Op, Role, UNIT_ROWS};
+use crate::ir::op::{Op, Role};
 use crate::ir::program::{Buffer, Program, Rows, Space};
 use crate::ir::table::{Fact, Holds, Table, TableHome};
 use crate::ir::{BufferId, GridId, TableId};
@@ -45,9 +45,9 @@ fn lookups(program: &Program, found: &mut Found) {
                 });
             }
             if let Op::MatVec(m) = &grid.op {
-                let gated = m.epilogue.is_gated();
-                let (rows, unit) = if gated { (m.rows / 2, UNIT_ROWS / 2) } else { (m.rows, m.unit_rows.max(1)) };
-                if !rows.is_multiple_of(unit) {
+                // Gate rows and up rows are padded, each part for itself.
+                let (rows, unit) = (m.rows, m.unit_rows.max(1));
+                if !m.epilogue.is_gated() && !rows.is_multiple_of(unit) {
                     found.add(Rule::Shape, Entity::Grid(GridId(g)), || {
                         format!("expected parts of whole units of {unit} rows, found {rows} rows")
                     });

@@ -210,7 +210,7 @@ impl Toy {
         let experts = (0..experts).map(|_| mlp(t, swiglu)).collect();
         let shared = shared.map(|gated| {
             let gate = gated.then(|| t.linear(1, hidden, false));
-            SharedExpert { mlp: mlp(t, None), gate }
+            SharedExpert { mlp: mlp(t, None), gate, scale: 1.0 }
         });
         FeedForward::Experts(Box::new(Experts { router, experts, shared }))
     }

@@ -75,14 +75,14 @@ fn kinds() -> Vec<(&'static str, Imported)> {
         (
             "a shared expert",
             with(|experts, _| {
-                experts.shared = Some(SharedExpert { mlp: experts.experts[1].clone(), gate: None });
+                experts.shared = Some(SharedExpert { mlp: experts.experts[1].clone(), gate: None, scale: 0.5 });
             }),
         ),
         (
             "a gated shared expert",
             with(|experts, _| {
                 let gate = Linear { rows: 1, ..experts.router.linear.clone() };
-                experts.shared = Some(SharedExpert { mlp: experts.experts[3].clone(), gate: Some(gate) });
+                experts.shared = Some(SharedExpert { mlp: experts.experts[3].clone(), gate: Some(gate), scale: 1.0 });
             }),
         ),
         (

@@ -251,9 +251,9 @@ impl<'a> Text<'a> {
     fn combine(&mut self, step: &Step, combine: &Combine) -> Result<(), Fault> {
         let Combine { width, slots, shared, scale, adds } = *combine;
         let mut shares: Vec<u64> = (0..slots).map(|s| self.read(step, Role::Shares, s)).collect::<Result<_, _>>()?;
-        if shared {
+        if let Some(by) = shared {
             let gate = step.grid.operand(Role::Gate).map(|_| self.read(step, Role::Gate, 0)).transpose()?;
-            shares.push(gate.map_or(1, |gate| mix(gate, 2)));
+            shares.push(mix(gate.map_or(1, |gate| mix(gate, 2)), said(&by)));
         }
         for c in columns(step.task, width, false) {
             let mut y = said(&scale);

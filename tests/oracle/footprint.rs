@@ -528,10 +528,10 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
         Op::Combine(Combine { width, slots, shared, adds, .. }) => {
             let (from, to) = (8 * lo, (8 * hi).min(u64::from(*width)));
             let sum = |role, access, space, dtype| part(role, access, space, dtype, from, to);
-            let inputs = *slots + u32::from(*shared);
+            let inputs = *slots + u32::from(shared.is_some());
             let mut parts: Vec<Part> = (0..inputs).map(|_| sum(Role::X, Read, Exchange, pr.wire)).collect();
             parts.push(part(Role::Shares, Read, Exchange, DType::F32, 0, u64::from(*slots)));
-            parts.extend(shared.then(|| part(Role::Gate, Read, Exchange, DType::F32, 0, 1)));
+            parts.extend(shared.map(|_| part(Role::Gate, Read, Exchange, DType::F32, 0, 1)));
             parts.extend(adds.then(|| sum(Role::Residual, Update, Private, DType::F32)));
             parts.push(sum(Role::Out, Write, Exchange, pr.wire));
             parts

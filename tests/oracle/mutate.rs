@@ -496,7 +496,7 @@ fn shape(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entit
         Op::Route(route) if k == 0 => route.experts += 1,
         Op::Route(route) if k == 1 => route.top_k += 1,
         Op::Combine(combine) if k == 0 => combine.slots += 1,
-        Op::Combine(combine) if k == 1 => combine.shared = !combine.shared,
+        Op::Combine(combine) if k == 1 => combine.shared = combine.shared.is_none().then_some(1.0),
         Op::Combine(combine) => combine.width += 8,
         _ if k == 2 => grid.n += 1,
         _ => {
