@@ -645,12 +645,11 @@ fn await_choices(program: &Program, r: &mut Regime) {
     }
 }
 
-/// Columns of one row, or of all rows, that a task writes.
+/// Columns that a task writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Writer {
     lo: u32,
     hi: u32,
-    row: Option<u32>,
     task: TaskId,
 }
 
@@ -662,21 +661,21 @@ fn row_of(operand: &Operand, task: &Task) -> Option<u32> {
 /// Events from overlapping regions: one for each (exchange buffer, columns) that some task reads, signalled by every task
 /// that writes any of those columns.
 fn derive_events(program: &Program, r: &mut Regime, mechanism: Mechanism, target: &Target) {
-    // Writers of each exchange buffer, ascending by first column; regions of one row of a buffer do not overlap.
-    let mut writers: Vec<Vec<Writer>> = vec![vec![]; program.buffers.len()];
+    // Writers of each exchange buffer: of all rows, and of each row alone; ascending by first column. Regions of one list do not overlap,
+    // but rows may be divided among tasks in different ways.
+    let mut writers: Vec<BTreeMap<Option<u32>, Vec<Writer>>> = vec![BTreeMap::new(); program.buffers.len()];
     for (t, task) in r.tasks.iter().enumerate() {
         for operand in &program.grids[task.grid.index()].operands {
             if operand.access.writes() && program.buffers[operand.buffer.index()].space == Space::Exchange {
                 let (lo, hi) = operand.cols.range(task.lo, task.hi, task.j);
                 if lo < hi {
-                    let writer =
-                        Writer { lo: lo as u32, hi: hi as u32, row: row_of(operand, task), task: TaskId::from(t) };
-                    writers[operand.buffer.index()].push(writer);
+                    let writer = Writer { lo: lo as u32, hi: hi as u32, task: TaskId::from(t) };
+                    writers[operand.buffer.index()].entry(row_of(operand, task)).or_default().push(writer);
                 }
             }
         }
     }
-    for list in &mut writers {
+    for list in writers.iter_mut().flat_map(|of_buffer| of_buffer.values_mut()) {
         list.sort_unstable();
     }
     let bulk = target.spec.copy == CopyMechanism::Bulk;
@@ -694,11 +693,13 @@ fn derive_events(program: &Program, r: &mut Regime, mechanism: Mechanism, target
             let (lo, hi, row) = (lo as u32, hi as u32, row_of(operand, &r.tasks[t]));
             let event = *known.entry((operand.buffer, row, lo, hi)).or_insert_with(|| {
                 let id = EventId::from(r.events.len());
-                let list = &writers[operand.buffer.index()];
-                let first = list.partition_point(|w| w.hi <= lo);
-                let of_row = |w: &&Writer| w.row.is_none() || row.is_none() || w.row == row;
-                let writers = list[first..].iter().take_while(|w| w.lo < hi).filter(of_row);
-                let producers: Vec<TaskId> = writers.map(|w| w.task).collect();
+                let mut producers: Vec<TaskId> = vec![];
+                for (of, list) in &writers[operand.buffer.index()] {
+                    if of.is_none() || row.is_none() || *of == row {
+                        let first = list.partition_point(|w| w.hi <= lo);
+                        producers.extend(list[first..].iter().take_while(|w| w.lo < hi).map(|w| w.task));
+                    }
+                }
                 for &task in &producers {
                     r.tasks[task.index()].signals.push(id);
                 }
