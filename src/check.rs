@@ -20,7 +20,9 @@ mod shared;
 mod waves;
 
 pub use alike::{Alike, POSITIONS as ALIKE_POSITIONS, SEQUENCES as ALIKE_SEQUENCES, check_alike};
-pub use codes::{CacheContents, DeviceCaches, OneRow, compare_codes, compare_cpu_codes, stores_codes};
+pub use codes::{
+    CacheContents, DeviceCaches, OneRow, compare_codes, compare_cpu_codes, stores_codes, takes_from_device,
+};
 pub use ragged::{BothLogits, check_ragged};
 pub use rows::check_rows;
 pub use shared::{
@@ -238,6 +240,11 @@ pub enum CheckError {
          found {found:e}"
     )]
     Cached { position: u32, layer: u32, what: &'static str, expected: f64, found: f64, figures: Figures },
+    #[error(
+        "position {position}: layer {layer}: experts were chosen whose scores are {found:e} below those of others, expected at most \
+         {expected:e}"
+    )]
+    Routed { position: u32, layer: u32, expected: f64, found: f64, figures: Figures },
     #[error("position {position}: expected token {expected} as the most likely one, found {found}")]
     Argmax { position: u32, expected: u32, found: u32, figures: Figures },
     #[error("position {position}: logit {index} is {value}")]
@@ -274,6 +281,7 @@ impl CheckError {
         let figures = match self {
             CheckError::Wrong { figures, .. }
             | CheckError::Cached { figures, .. }
+            | CheckError::Routed { figures, .. }
             | CheckError::Argmax { figures, .. }
             | CheckError::NotFinite { figures, .. }
             | CheckError::OrderMatters { figures, .. }
@@ -465,8 +473,8 @@ impl Expected {
     }
 }
 
-/// Compares the interpreter's fast path with the reference, then with hostile orders of the same schedule. If it [`stores_codes`], the
-/// reference takes them.
+/// Compares the interpreter's fast path with the reference, then with hostile orders of the same schedule. What the reference
+/// [`takes_from_device`], it takes.
 ///
 /// If the precision is bf16 and the checkpoint's is not, the reference keeps the checkpoint's own weights, so that the
 /// rounding of weights counts as error too. `on_step` is called for each of [`expect_steps`].
@@ -477,7 +485,7 @@ pub fn check_cpu(subject: &Subject<'_>, on_step: &dyn Fn()) -> Result<Checked, C
     let check = || {
         let schedule = subject.validated.schedule();
         let mut fast = Interp::new(schedule, subject.pack.clone(), Options::fast())?;
-        let checked = if stores_codes(schedule.program.precision) {
+        let checked = if takes_from_device(&schedule.program) {
             compare_cpu_codes(subject, &mut fast, on_step)?
         } else {
             compare_cpu(subject, &expect_cpu(subject, on_step)?, &mut fast)?
@@ -495,7 +503,7 @@ pub fn expect_steps(subject: &Subject<'_>, device: bool) -> u64 {
     if subject.alone.is_some() {
         return filled.len() as u64;
     }
-    let is_read_first = stores_codes(subject.validated.schedule().program.precision) && !filled.is_empty();
+    let is_read_first = takes_from_device(&subject.validated.schedule().program) && !filled.is_empty();
     lanes::steps(subject.graph) * (u64::from(is_read_first) + u64::from(!prompted.is_empty() || !filled.is_empty()))
 }
 
@@ -511,8 +519,8 @@ pub fn expect_cpu(subject: &Subject<'_>, on_step: &dyn Fn()) -> Result<Expected,
 fn expect(subject: &Subject<'_>, device: bool, on_step: &dyn Fn()) -> Result<Expected, CheckError> {
     let Subject { validated, graph, weights, pack, .. } = subject;
     let (prompted, filled) = split(subject, if device { PROMPT_COST_MAX } else { REFERENCE_COST_MAX });
-    let mut rows = vec![];
     if subject.alone.is_some() {
+        let mut rows = vec![];
         let mut spec = Interp::new(validated.schedule(), pack.clone(), Options::spec())?;
         for &position in filled {
             let cache = CacheContents::AtRandom { rows: filled_rows(position) };
@@ -524,7 +532,16 @@ fn expect(subject: &Subject<'_>, device: bool, on_step: &dyn Fn()) -> Result<Exp
     }
     let rounding = Rounding { precision: validated.schedule().program.precision, staged: device };
     let texts = lanes::texts(graph.vocab, rounding.lanes(), prompted, filled);
-    let pass = lanes::compute(graph, weights, &rounding, &texts, on_step);
+    let mut pass = lanes::compute(graph, weights, &rounding, &texts, on_step);
+    let fill = std::mem::take(&mut pass.fill);
+    let mut rows = expected_rows(graph, &texts, pass);
+    rows.sort_by_key(|row| row.position);
+    Ok(Expected { rows, fill })
+}
+
+/// What is expected of the wanted positions of `texts`, in their order.
+fn expected_rows(graph: &ModelGraph, texts: &[lanes::Text], pass: lanes::Pass) -> Vec<ExpectedRow> {
+    let mut rows = vec![];
     let all: Vec<Noise> = pass.wanted.iter().map(|wanted| Noise::of(&wanted.exact, &wanted.lanes)).collect();
     let middle = Noise::median(all.iter().copied());
     let middles = pass.middles(graph.layers.len());
@@ -538,8 +555,7 @@ fn expect(subject: &Subject<'_>, device: bool, on_step: &dyn Fn()) -> Result<Exp
         });
         rows.push(ExpectedRow { position, filled, noise, logits: exact, appended: appended.collect() });
     }
-    rows.sort_by_key(|row| row.position);
-    Ok(Expected { rows, fill: pass.fill })
+    rows
 }
 
 /// Compares the interpreter's fast path with the expected logits. One that [`stores_codes`] is compared by [`compare_cpu_codes`].
@@ -590,8 +606,8 @@ impl Expected {
 }
 
 /// Compares a device with the reference; every launch runs twice into poisoned logits and must give the same
-/// bits, and what the device selects must be the arg-max of what it computed. Where the device [`stores_codes`], the reference takes
-/// them, so what is expected is different for each kernel.
+/// bits, and what the device selects must be the arg-max of what it computed. Where the reference [`takes_from_device`], what is expected is
+/// different for each kernel.
 ///
 /// `steps_max` is what the session was loaded with. `on_step` is called for each of [`expect_steps`].
 ///
@@ -603,7 +619,7 @@ pub fn check_cuda(
     steps_max: u32,
     on_step: &dyn Fn(),
 ) -> Result<Checked, CheckError> {
-    let checked = if stores_codes(subject.validated.schedule().program.precision) {
+    let checked = if takes_from_device(&subject.validated.schedule().program) {
         codes::check_codes(subject, session, steps_max, on_step)
     } else {
         expect_cuda(subject, on_step).and_then(|expected| compare_cuda(subject, &expected, session, steps_max))

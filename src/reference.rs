@@ -432,18 +432,54 @@ pub fn choose(weights: &Weights, op: &Router, scores: &[f64]) -> Vec<u32> {
     let all: Vec<u32> = (0..choice.len() as u32).collect();
     let Some(ExpertGroups { count, kept, score }) = op.groups else { return largest(&choice, all, op.top_k) };
     let per_group = choice.len() / count as usize;
-    let of_group = |group: &[f64]| {
-        let mut sorted = group.to_vec();
-        sorted.sort_by(|a, b| b.total_cmp(a));
-        match score {
-            GroupScore::Max => sorted[0],
-            GroupScore::SumOfTwo => sorted.iter().take(2).sum(),
-        }
-    };
-    let group_scores: Vec<f64> = choice.chunks_exact(per_group).map(of_group).collect();
+    let group_scores: Vec<f64> = choice.chunks_exact(per_group).map(|group| group_score(score, group)).collect();
     let kept = largest(&group_scores, (0..count).collect(), kept);
     let may = |e: &u32| kept.contains(&(e / per_group as u32));
     largest(&choice, all.into_iter().filter(may).collect(), op.top_k)
+}
+
+/// How far `chosen` is from what [`choose`] allows: by how much an expert that was left out beats one that was chosen, and a group that was
+/// left out one that was kept. 0: it is right. Infinite: these are no `top_k` experts, or experts of too many groups.
+pub fn missed(weights: &Weights, op: &Router, scores: &[f64], chosen: &[u32]) -> f64 {
+    let mut ids = chosen.to_vec();
+    ids.sort_unstable();
+    ids.dedup();
+    if ids.len() != op.top_k as usize || ids.last().is_some_and(|&id| id as usize >= scores.len()) {
+        return f64::INFINITY;
+    }
+    let correction = op.correction.map(|id| weights.vector_f32(id));
+    let corrected = |(e, &score): (usize, &f64)| score + correction.as_ref().map_or(0.0, |c| f64::from(c[e]));
+    let choice: Vec<f64> = scores.iter().enumerate().map(corrected).collect();
+    // By how much the best value left out is above the worst value taken.
+    let above = |values: &[f64], taken: &[u32], may: &dyn Fn(u32) -> bool| {
+        let worst = taken.iter().map(|&at| values[at as usize]).fold(f64::INFINITY, f64::min);
+        let out = (0..values.len() as u32).filter(|at| !taken.contains(at) && may(*at));
+        (out.map(|at| values[at as usize]).fold(f64::NEG_INFINITY, f64::max) - worst).max(0.0)
+    };
+    let Some(ExpertGroups { count, kept, score }) = op.groups else { return above(&choice, &ids, &|_| true) };
+    let per_group = choice.len() / count as usize;
+    let group_scores: Vec<f64> = choice.chunks_exact(per_group).map(|group| group_score(score, group)).collect();
+    let mut used: Vec<u32> = ids.iter().map(|id| id / per_group as u32).collect();
+    used.dedup();
+    if used.len() > kept as usize {
+        return f64::INFINITY;
+    }
+    // Groups of which no expert was chosen may have been kept, the best ones first.
+    let rest = (0..count).filter(|group| !used.contains(group)).collect();
+    let mut taken = used.clone();
+    taken.extend(largest(&group_scores, rest, kept - used.len() as u32));
+    let of_groups = above(&group_scores, &taken, &|_| true);
+    of_groups.max(above(&choice, &ids, &|id| taken.contains(&(id / per_group as u32))))
+}
+
+/// The score of a group of experts.
+fn group_score(score: GroupScore, group: &[f64]) -> f64 {
+    let mut sorted = group.to_vec();
+    sorted.sort_by(|a, b| b.total_cmp(a));
+    match score {
+        GroupScore::Max => sorted[0],
+        GroupScore::SumOfTwo => sorted.iter().take(2).sum(),
+    }
 }
 
 /// The `count` of `ids`, which ascend, with the largest values, largest first; of equal values the lower id first.

@@ -16,8 +16,8 @@ use std::ops::ControlFlow;
 
 use super::lanes::{self, Computed, Filler, Rounding, Text};
 use super::{
-    CheckError, Checked, FACTOR, FILL_SEED, Figures, Judge, Noise, Stored, Subject, Tolerance, check_ids, filled_rows,
-    inputs, keep, reader_of, split,
+    CheckError, Checked, FACTOR, FILL_SEED, Figures, Judge, Noise, Stored, Subject, Tolerance, check_ids,
+    expected_rows, filled_rows, inputs, keep, reader_of, split,
 };
 use super::{
     PROMPT_COST_MAX, REFERENCE_COST_MAX, check_selection, device_logits, fill_device_cache, twice, write_device_cache,
@@ -28,11 +28,11 @@ use crate::format::{E4M3_MAX, e4m3, to_e4m3};
 use crate::interp::{
     CacheKind, CacheShape, DeviceCodes, Input, Interp, InterpError, Options, cache_buffers, read_value,
 };
-use crate::ir::BufferId;
 use crate::ir::op::{Op, Role};
-use crate::ir::program::Buffer;
+use crate::ir::program::{Buffer, Grid, Program};
 use crate::ir::schedule::Schedule;
 use crate::ir::variant::swizzled_piece;
+use crate::ir::{BufferId, LayerId};
 use crate::model::cache_scales::cache_scales;
 use crate::model::graph::ModelGraph;
 
@@ -44,6 +44,34 @@ const BF16_ERROR: f64 = 1.0 / 512.0;
 /// Whether a device with this cache is compared by the codes that it stores.
 pub fn stores_codes(precision: Precision) -> bool {
     precision.cache == DType::E4m3
+}
+
+/// Whether the reference takes something that the device stored in place of its own: codes of fp8, or the choice of experts. Both turn the
+/// last bit of a number into a step.
+pub fn takes_from_device(program: &Program) -> bool {
+    stores_codes(program.precision) || !routes(program).is_empty()
+}
+
+/// The layers with experts, and the buffers that hold what they choose.
+pub(super) fn routes(program: &Program) -> Vec<(LayerId, BufferId)> {
+    let of_grid = |grid: &Grid| {
+        let choices = grid.operand(Role::Out).filter(|_| matches!(grid.op, Op::Route(_)))?;
+        Some((grid.site?.layer?, choices.buffer))
+    };
+    program.grids.iter().filter_map(of_grid).collect()
+}
+
+/// Experts of one row by layer, none in a layer without experts, from what `exchanged` says of a buffer.
+fn choices_of<E>(
+    program: &Program,
+    layers: usize,
+    exchanged: impl Fn(BufferId) -> Result<Vec<f32>, E>,
+) -> Result<Vec<Vec<u32>>, E> {
+    let mut of_row = vec![vec![]; layers];
+    for (layer, buffer) in routes(program) {
+        of_row[layer.index()] = exchanged(buffer)?.into_iter().map(f32::to_bits).collect();
+    }
+    Ok(of_row)
 }
 
 /// The tolerance of a device's logits if both sides have the same codes.
@@ -401,6 +429,12 @@ pub trait OneRow {
     /// What the device refuses.
     fn fill(&mut self, cache: &CacheContents<'_>) -> Result<(), CheckError>;
 
+    /// Decodes `ids` from position `first` on once more: the experts that each row chose, by layer and slot.
+    ///
+    /// # Errors
+    /// What the device refuses.
+    fn choices(&mut self, ids: &[u32], first: u32) -> Result<Vec<Vec<Vec<u32>>>, CheckError>;
+
     /// The codes that the row at `position` left in every cache, by column.
     ///
     /// # Errors
@@ -438,6 +472,17 @@ impl OneRow for OnDevice<'_> {
         Ok(cache.put_on_device(self.session, self.subject.validated.schedule(), self.subject.graph)?)
     }
 
+    fn choices(&mut self, ids: &[u32], first: u32) -> Result<Vec<Vec<Vec<u32>>>, CheckError> {
+        let (program, layers) = (&self.subject.validated.schedule().program, self.subject.graph.layers.len());
+        self.session.start(ids, &[])?;
+        let mut rows = vec![];
+        for position in first..ids.len() as u32 {
+            self.session.run(position, 1, true)?;
+            rows.push(choices_of(program, layers, |buffer| self.session.exchanged(buffer))?);
+        }
+        Ok(rows)
+    }
+
     fn codes(&self, caches: &DeviceCaches, position: u32) -> Result<Vec<Vec<u8>>, SessionError> {
         caches.read(u64::from(position), position, &|at, bytes| self.session.read_cache(at, bytes))
     }
@@ -468,6 +513,19 @@ impl OneRow for OnCpu<'_> {
     fn fill(&mut self, cache: &CacheContents<'_>) -> Result<(), CheckError> {
         self.fast.reset();
         Ok(cache.put(self.fast)?)
+    }
+
+    fn choices(&mut self, ids: &[u32], first: u32) -> Result<Vec<Vec<Vec<u32>>>, CheckError> {
+        let (program, layers) = (&self.subject.validated.schedule().program, self.subject.graph.layers.len());
+        if first == 0 {
+            self.fast.reset();
+        }
+        let mut rows = vec![];
+        for input in inputs(&ids[first as usize..]) {
+            self.fast.launch(&[input], |_| ControlFlow::Continue(()))?;
+            rows.push(choices_of(program, layers, |buffer| Ok::<_, CheckError>(self.fast.exchanged(buffer)))?);
+        }
+        Ok(rows)
     }
 
     fn codes(&self, caches: &DeviceCaches, position: u32) -> Result<Vec<Vec<u8>>, SessionError> {
@@ -525,7 +583,8 @@ fn compare_one_row(
         compare_with_interp(subject, device, filled, &mut judge, on_step)?;
     } else {
         let rounding = Rounding { precision, staged: is_device };
-        compare_with_reference(subject, device, caches, [prompted, filled], &rounding, &mut judge, on_step)?;
+        let compare = if stores_codes(precision) { compare_with_reference } else { compare_by_choices };
+        compare(subject, device, caches, [prompted, filled], &rounding, &mut judge, on_step)?;
     }
     Ok(Checked { figures: judge.figures })
 }
@@ -551,7 +610,7 @@ fn compare_with_reference(
     let mut codes: Vec<Vec<Vec<Vec<u8>>>> = vec![];
     let mut found = vec![];
     for text in &mut texts {
-        let Text { first, ids, wanted, taken, .. } = text;
+        let Text { first, ids, wanted, taken, chosen, .. } = text;
         let (first, mut of_rows) = (*first, vec![]);
         if !wanted.is_empty() {
             if first > 0 {
@@ -564,10 +623,12 @@ fn compare_with_reference(
                 of_rows.push(device.codes(caches, position)?);
             }
             *taken = Some(of_rows.iter().map(|codes| of_reference.decoded(graph.layers.len(), codes)).collect());
+            *chosen = take_choices(subject, device, rounding, &fill, &all, first)?;
         }
         codes.push(of_rows);
     }
     let pass = lanes::compute(graph, weights, rounding, &texts, on_step);
+    judge_choices(judge, &pass, Tolerance::least(rounding.staged))?;
     // The fault that comes first in the text and in the model is the cause of others.
     let mut computed: Vec<&Computed> = pass.computed.iter().collect();
     computed.sort_by_key(|of| (of.text, of.position, of.layer));
@@ -591,6 +652,85 @@ fn compare_with_reference(
             judge.compare(of.position, &expected.exact, found)?;
             judge.tolerance = fixed;
         }
+    }
+    Ok(())
+}
+
+/// What a device chose of the experts of the rows of a text; `None`: the model has none.
+fn take_choices(
+    subject: &Subject<'_>,
+    device: &mut dyn OneRow,
+    rounding: &Rounding,
+    fill: &lanes::Fill,
+    ids: &[u32],
+    first: u32,
+) -> Result<Option<Vec<Vec<Vec<u32>>>>, CheckError> {
+    if routes(&subject.validated.schedule().program).is_empty() {
+        return Ok(None);
+    }
+    if first > 0 {
+        let filler = Filler::new(subject.graph, subject.weights, rounding.precision.cache, fill, first);
+        device.fill(&CacheContents::OfText(filler))?;
+    }
+    device.choices(ids, first).map(Some)
+}
+
+/// Whether each choice is right within what rounding costs the scores that it was made by. The group scores of a router add up two of them.
+fn judge_choices(judge: &mut Judge, pass: &lanes::Pass, least: Tolerance) -> Result<(), CheckError> {
+    let mut routed: Vec<&lanes::Routed> = pass.routed.iter().collect();
+    routed.sort_by_key(|of| (of.text, of.position, of.layer));
+    let mut noises: Vec<f64> = routed.iter().map(|of| of.noise).collect();
+    noises.sort_by(f64::total_cmp);
+    let middle = noises.get(noises.len() / 2).copied().unwrap_or(0.0);
+    for &lanes::Routed { position, layer, missed, noise, most, .. } in routed {
+        let expected = 2.0 * FACTOR * noise.max(middle) + least.error_rel_l2 * most;
+        judge.figures.of_tolerance =
+            super::worst(judge.figures.of_tolerance, if missed == 0.0 { 0.0 } else { missed / expected });
+        if super::is_beyond(missed, expected) {
+            let (layer, found, figures) = (layer as u32, missed, judge.figures);
+            return Err(CheckError::Routed { position, layer, expected, found, figures });
+        }
+    }
+    Ok(())
+}
+
+/// Compares `device`, which stores no codes, with the reference, which takes its choices of experts.
+fn compare_by_choices(
+    subject: &Subject<'_>,
+    device: &mut dyn OneRow,
+    _: &DeviceCaches,
+    [prompted, filled]: [&[u32]; 2],
+    rounding: &Rounding,
+    judge: &mut Judge,
+    on_step: &dyn Fn(),
+) -> Result<(), CheckError> {
+    let Subject { graph, weights, .. } = *subject;
+    let caches = DeviceCaches::of_values(subject.validated.schedule());
+    let mut texts = lanes::texts(graph.vocab, rounding.lanes(), prompted, filled);
+    let mut fill = lanes::Fill::default();
+    if !filled.is_empty() {
+        fill = lanes::compute(graph, weights, rounding, &texts[..1], on_step).fill;
+    }
+    // Of each wanted position: logits, and the keys and values that it appended.
+    let mut found: Vec<(Vec<f32>, Vec<[Vec<f64>; 2]>)> = vec![];
+    for text in texts.iter_mut().filter(|text| !text.wanted.is_empty()) {
+        let Text { first, ids, wanted, chosen, .. } = text;
+        if *first > 0 {
+            let filler = Filler::new(graph, weights, rounding.precision.cache, &fill, *first);
+            device.fill(&CacheContents::OfText(filler))?;
+        }
+        let all = check_ids(graph.vocab, *first + ids.len() as u32);
+        for (&position, logits) in wanted.iter().zip(device.decode(judge.figures, &all, *first, wanted)?) {
+            let appended = caches.values(graph.layers.len(), &device.codes(&caches, position)?);
+            found.push((logits, appended));
+        }
+        *chosen = take_choices(subject, device, rounding, &fill, &all, *first)?;
+    }
+    let pass = lanes::compute(graph, weights, rounding, &texts, on_step);
+    judge_choices(judge, &pass, Tolerance::least(rounding.staged))?;
+    let rows = expected_rows(graph, &texts, pass);
+    for (row, (logits, appended)) in rows.iter().zip(found) {
+        judge.compare_expected(graph, row, &logits, || Ok(appended), rounding.staged)?;
     }
     Ok(())
 }

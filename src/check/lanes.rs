@@ -23,7 +23,7 @@ use crate::model::graph::{Attention, Experts, FeedForward, Layer, Linear, Mlp, M
 use crate::model::weights::Weights;
 use crate::random::Random;
 use crate::reference::{
-    AttentionShape, act, add_scaled, attention, choose, gate_output, gated, norm, norm_and_rotate, qk_norm,
+    AttentionShape, act, add_scaled, attention, choose, gate_output, gated, missed, norm, norm_and_rotate, qk_norm,
     qk_norm_values, query_factor, rope_factors, scores, sigmoid, slot_weights, softcap,
 };
 
@@ -72,6 +72,9 @@ pub struct Text {
     pub wanted: Vec<u32>,
     /// Keys and values that its rows have in place of their own: by row, by layer, `[kv_heads * head_dim]` each.
     pub taken: Option<Vec<Vec<[Vec<f64>; 2]>>>,
+    /// The experts that its rows are computed by in place of those that the exact lane would choose: by row, by layer, by slot. None in a
+    /// layer without experts.
+    pub chosen: Option<Vec<Vec<Vec<u32>>>>,
 }
 
 /// Logits of a wanted position.
@@ -90,6 +93,18 @@ pub struct Computed {
     pub layer: usize,
     pub rows: [Vec<f64>; 2],
     pub noise: [f64; 2],
+}
+
+/// How right the experts are that a text has chosen for a row.
+pub struct Routed {
+    pub text: usize,
+    pub position: u32,
+    pub layer: usize,
+    /// See [`missed`]; of the exact lane.
+    pub missed: f64,
+    /// The largest distance of a score of a lane from the exact one, and the largest exact score.
+    pub noise: f64,
+    pub most: f64,
 }
 
 /// What caches of deep positions are made of: keys before rotation (and before the norm, if that follows), and values, by layer and token of the text.
@@ -233,9 +248,10 @@ pub fn texts(vocab: u32, lanes: usize, prompted: &[u32], filled: &[u32]) -> Vec<
     let text = |first: u32, wanted: &[u32]| {
         let last = wanted.last().copied().unwrap_or(0);
         let ids = check_ids(vocab, last + 1).split_off(first as usize);
-        Text { first, ids, lanes, wanted: wanted.to_vec(), taken: None }
+        Text { first, ids, lanes, wanted: wanted.to_vec(), taken: None, chosen: None }
     };
-    let of_caches = Text { first: 0, ids: check_ids(vocab, TEXT), lanes: 0, wanted: vec![], taken: None };
+    let ids = check_ids(vocab, TEXT);
+    let of_caches = Text { first: 0, ids, lanes: 0, wanted: vec![], taken: None, chosen: None };
     let of_caches = Some(of_caches).filter(|_| !filled.is_empty());
     let of_prompt = (!prompted.is_empty()).then(|| text(0, prompted));
     let filled = filled.iter().map(|position| text(filled_rows(*position), std::slice::from_ref(position)));
@@ -246,6 +262,8 @@ pub fn texts(vocab: u32, lanes: usize, prompted: &[u32], filled: &[u32]) -> Vec<
 pub struct Pass {
     pub wanted: Vec<Wanted>,
     pub computed: Vec<Computed>,
+    /// Of texts that have chosen experts: one for each row and layer with experts.
+    pub routed: Vec<Routed>,
     pub fill: Fill,
 }
 
@@ -303,12 +321,12 @@ pub fn compute(
     let text_count = texts.first().map_or(0, |text| text.ids.len().min(TEXT as usize));
     let deepest = texts.iter().map(|text| text.first).max().unwrap_or(0);
     let tables = Tables::new(graph, weights, rounding.precision.cache, deepest);
-    let mut pass = Pass { wanted: vec![], computed: vec![], fill: Fill::default() };
+    let mut pass = Pass { wanted: vec![], computed: vec![], routed: vec![], fill: Fill::default() };
     for layer in 0..graph.layers.len() {
         let keys = model.project(layer, texts, &mut vectors, &mut pass, text_count);
         let before = |text: &Text| history(graph, &tables, &pass.fill, layer, text.first);
         let filled: Vec<[Vec<Vec<f64>>; 2]> = texts.iter().map(before).collect();
-        model.finish_layer(layer, &filled, keys, &mut vectors);
+        model.finish_layer(layer, texts, &filled, keys, &mut vectors, &mut pass);
         on_layer();
     }
     model.head(texts, vectors, &mut pass);
@@ -425,9 +443,11 @@ impl Model<'_> {
     fn finish_layer(
         &self,
         layer: usize,
+        texts: &[Text],
         filled: &[[Vec<Vec<f64>>; 2]],
         Projected { queries, gates, parallel }: Projected,
         vectors: &mut [Vector],
+        pass: &mut Pass,
     ) {
         let Layer { attn, attn_post_norm, mlp_norm, feed, mlp_post_norm, residual_scale, .. } =
             &self.graph.layers[layer];
@@ -442,7 +462,7 @@ impl Model<'_> {
         let input = parallel.unwrap_or_else(|| self.normed(mlp_norm.as_ref(), vectors));
         let mut out = match feed {
             FeedForward::Dense(mlp) => self.mlp(mlp, &input, vectors),
-            FeedForward::Experts(experts) => self.experts(experts, &input, vectors),
+            FeedForward::Experts(experts) => self.experts(layer, experts, texts, &input, vectors, pass),
         };
         self.add(mlp_post_norm.as_ref(), *residual_scale, &mut out, vectors);
     }
@@ -463,18 +483,45 @@ impl Model<'_> {
         self.linear(&mlp.down, &inner, vectors)
     }
 
-    /// The lanes of a row are computed by the experts that its exact lane chooses, with weights of their own: a choice that rounding
-    /// turns is no rounding error, and is compared apart.
-    fn experts(&self, op: &Experts, input: &[Vec<f64>], vectors: &mut [Vector]) -> Vec<Vec<f64>> {
+    /// The lanes of a row are computed by the experts that its exact lane chooses, or its text has chosen, with weights of their own: a
+    /// choice that rounding turns is no rounding error, and is compared apart.
+    fn experts(
+        &self,
+        layer: usize,
+        op: &Experts,
+        texts: &[Text],
+        input: &[Vec<f64>],
+        vectors: &mut [Vector],
+        pass: &mut Pass,
+    ) -> Vec<Vec<f64>> {
         let router = &op.router;
         let logits = self.linear(&router.linear, input, vectors);
         let mut chosen: Vec<Vec<u32>> = vec![];
         let mut slots: Vec<Vec<f64>> = vec![];
+        let mut exact: Vec<f64> = vec![];
         for (at, logits) in logits.iter().enumerate() {
             let scores = scores(router, logits);
-            let own = match (&vectors[at].noise, chosen.last()) {
-                (Some(_), Some(of_exact)) => of_exact.clone(),
-                _ => choose(self.weights, router, &scores),
+            let Vector { text, position, row, noise, .. } = &vectors[at];
+            let taken = texts[*text].chosen.as_ref().map(|chosen| &chosen[*row][layer]);
+            let own = match (noise, chosen.last()) {
+                (Some(_), Some(of_exact)) => {
+                    if let Some(routed) = pass.routed.last_mut().filter(|_| taken.is_some()) {
+                        let distance = exact.iter().zip(&scores).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+                        routed.noise = super::worst(routed.noise, distance);
+                    }
+                    of_exact.clone()
+                }
+                _ => match taken {
+                    Some(taken) => {
+                        let (missed, text, position) = (missed(self.weights, router, &scores, taken), *text, *position);
+                        let most = scores.iter().copied().fold(0.0, f64::max);
+                        pass.routed.push(Routed { text, position, layer, missed, noise: 0.0, most });
+                        exact.clone_from(&scores);
+                        // What is no choice at all is refused, whatever it leads to.
+                        if missed.is_finite() { taken.clone() } else { choose(self.weights, router, &scores) }
+                    }
+                    None => choose(self.weights, router, &scores),
+                },
             };
             slots.push(slot_weights(router, &scores, &own));
             chosen.push(own);

@@ -175,6 +175,10 @@ impl OneRow for Fake {
         Ok(cache.put(&mut self.interp)?)
     }
 
+    fn choices(&mut self, _: &[u32], _: u32) -> Result<Vec<Vec<Vec<u32>>>, CheckError> {
+        unreachable!("the models of these tests have no experts")
+    }
+
     fn codes(&self, caches: &DeviceCaches, position: u32) -> Result<Vec<Vec<u8>>, SessionError> {
         caches.read(u64::from(position), position, &|at, bytes| Ok(self.words(at, bytes)))
     }

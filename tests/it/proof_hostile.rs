@@ -135,7 +135,7 @@ fn scramble(s: &mut Schedule, random: &mut Random) -> Option<String> {
                 Op::Route(route) => route.top_k = other(random, route.top_k),
                 Op::Combine(combine) if k < 3 => combine.width = other(random, combine.width),
                 Op::Combine(combine) if k < 6 => combine.slots = other(random, combine.slots),
-                Op::Combine(combine) => combine.shared = !combine.shared,
+                Op::Combine(combine) => combine.shared = combine.shared.is_none().then_some(1.0),
                 Op::Select | Op::Report => g.op = Op::Select,
             }
             format!("g{i} op {:?}", g.op)
