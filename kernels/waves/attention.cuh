@@ -7,6 +7,7 @@
 // qkv (rows, ..)  q, k and v of all heads: bf16 row by row, or PARTS sums in fp32, (PARTS, rows, ..); if PACKETS each sum is a packet
 // q   (rows, ..)  in a chunk: normed and rotated, bf16 row by row. In a step queries stay in shared memory
 // K, V            pages of one KV head, through the ring of inputs: K of TILE positions, then V of the same positions
+// gate (rows, ..) after v, if the output is gated: out is multiplied by its sigmoid. sinks (HEADS): one more score of each softmax
 // out (rows, ..)  bf16, in the layout of the input of products
 // left (rows, SPLITS_MOST, HEADS, DIM + 2)  fp32: the results of each KV split for each head: the largest score, the sum, the values
 //
@@ -17,7 +18,7 @@
 
 template <class M, class G>
 struct WaveHeads {
-  static constexpr int KV_HEADS = G::HEADS / G::GROUP, COLS = (G::HEADS + 2 * KV_HEADS) * G::DIM, QUERY_COLS = G::HEADS * G::DIM;
+  static constexpr int KV_HEADS = G::HEADS / G::GROUP, COLS = QKV_COLS<G>, QUERY_COLS = G::HEADS * G::DIM;
   static constexpr int ROW = G::PITCH * 2; // bytes of a cache row
   // The pool of keys or of values of a KV head.
   static __device__ __forceinline__ u8* pool(const WaveParams& p, u32 cache, int kv) {
@@ -25,6 +26,27 @@ struct WaveHeads {
   }
   // The row of the pool that holds `position` of a sequence.
   static __device__ __forceinline__ u32 pool_row(const WaveParams& p, u32 sequence, u32 position) { return ::pool_row<M>(p.pages, sequence, position); }
+  // The sink of a head.
+  static __device__ __forceinline__ float sink(const WaveContext<M>& c, const Wave& e, int head) { return __ldg(c.template constant<float>(e.sinks) + head); }
+  // What two columns of heads are multiplied by, from their gates as a product has left them: sums of PARTS, or bf16.
+  static __device__ __forceinline__ float2 gates(const WaveContext<M>& c, u32 x, int row, int col) {
+    static_assert(G::GATE_AT == COLS - QUERY_COLS, "the gate lies after q, k and v");
+    const u64 from = u64(row) * COLS + u32(G::GATE_AT + col);
+    u32 pair;
+    if constexpr (G::PARTS > 0) {
+      float2 sum = make_float2(0.f, 0.f);
+#pragma unroll
+      for (int i = 0; i < G::PARTS; i++) {
+        const float2 part = *reinterpret_cast<const float2*>(c.template work<float>(x) + u64(i) * (M::BLOCK_ROWS * COLS) + from);
+        sum.x += part.x, sum.y += part.y;
+      }
+      pair = bf16_pair(sum.x, sum.y);
+    } else {
+      pair = *reinterpret_cast<const u32*>(c.template work<u8>(x) + from * 2);
+    }
+    return open(pair);
+  }
+  static __device__ __forceinline__ float2 open(u32 pair) { return make_float2(sigmoid(bf16_lo(pair)), sigmoid(bf16_hi(pair))); }
   // The first position that the row at `position` sees.
   static __device__ __forceinline__ u32 seen_from(u32 position) { return G::WINDOW && position + 1 > G::WINDOW ? position + 1 - G::WINDOW : 0; }
 };
@@ -117,11 +139,7 @@ struct WavePieces {
       }
     }
   };
-  // Norms and rotates 8 columns of a head. Whole warps call it; their lanes may have heads of different rows.
-  static __device__ __forceinline__ uint4 turned(const WaveContext<M>& c, const Place& at, const Turn& by, const Piece& piece) {
-    const int lane = at.lane, kind = at.kind;
-    float y[8];
-    widen_piece(piece, y);
+  static __device__ __forceinline__ void norm(int kind, const Turn& by, float (&y)[8]) {
     if constexpr (Turn::NORMS) {
       float squares = 0.f;
 #pragma unroll
@@ -132,6 +150,13 @@ struct WavePieces {
 #pragma unroll
       for (int k = 0; k < 8; k++) y[k] *= factor * by.weight[k];
     }
+  }
+  // Norms and rotates 8 columns of a head. Whole warps call it; their lanes may have heads of different rows.
+  static __device__ __forceinline__ uint4 turned(const WaveContext<M>& c, const Place& at, const Turn& by, const Piece& piece) {
+    const int lane = at.lane, kind = at.kind;
+    float y[8];
+    widen_piece(piece, y);
+    if constexpr (!NORM_AFTER_ROPE_OF<G>) norm(kind, by, y);
     // HALVES: a lane has 8 dimensions of one half, and rotates them with the 8 dimensions of the lane PIECES / 2 further.
     if constexpr (HALVES) {
       const int partner = c.lane() - lane + (lane + PIECES / 2) % PIECES;
@@ -145,6 +170,12 @@ struct WavePieces {
 #pragma unroll
       for (int k = 0; k < 8; k += 2)
         if (by.turns) One::rotate(y[k], y[k + 1], by.cosine[k / 2], by.sine[k / 2]);
+    }
+    if constexpr (NORM_AFTER_ROPE_OF<G>) norm(kind, by, y);
+    if constexpr (QUERY_SCALE_OF<G>) {
+      const float factor = kind == 0 ? query_factor<G>(at.position) : 1.f;
+#pragma unroll
+      for (int k = 0; k < 8; k++) y[k] *= factor;
     }
     return make_uint4(bf16_pair(y[0], y[1]), bf16_pair(y[2], y[3]), bf16_pair(y[4], y[5]), bf16_pair(y[6], y[7]));
   }
@@ -260,6 +291,8 @@ struct WaveTiles {
 #pragma unroll
     for (int n = 0; n < VALUE_TILES; n++) r.o[n][0] = r.o[n][1] = r.o[n][2] = r.o[n][3] = 0.f;
   }
+  // A row begins with its sink: a score without a value. Four lanes add up what they have of a row's sum.
+  static __device__ __forceinline__ void begin_with(Running& r, int h, float sink, int lane) { r.m[h] = sink, r.l[h] = lane % 4 == 0 ? 1.f : 0.f; }
   // Adds STEP positions at `keys` and `values`. Row h sees positions lo[h] to hi[h] - 1. Only the first `there` positions are valid.
   static __device__ __forceinline__ void tile(int lane, const Queries& queries, const u8* keys, const u8* values, const int (&lo)[2], const int (&hi)[2], int there, Running& r) {
     const int t = lane % 4;
@@ -372,6 +405,11 @@ struct WaveAttend {
     const typename T::Queries queries(query, query + 8 * (H::QUERY_COLS * 2));
     typename T::Running r;
     T::begin(r);
+    if constexpr (SINKS_OF<G>) {
+      const float sink = live ? H::sink(c, e, head) : 0.f;
+#pragma unroll
+      for (int h = 0; h < 2; h++) T::begin_with(r, h, sink, lane);
+    }
     // The positions of the rows of this warp, and the first position that a row sees.
     const int first = int(c.p.position) + row0, last = int(c.p.position) + min(row0 + 16, end_row) - 1;
     const auto start = [](int position) { return int(H::seen_from(u32(position))); };
@@ -399,9 +437,15 @@ struct WaveAttend {
       if (row >= end_row) continue;
       const float factor = __fdividef(1.f, sum);
 #pragma unroll
-      for (int n = 0; n < T::VALUE_TILES; n++)
-        *reinterpret_cast<u32*>(out + WaveOperand<M, H::QUERY_COLS>::at(row, head * G::DIM + n * 8 + t * 2)) =
-            bf16_pair(r.o[n][2 * h] * factor, r.o[n][2 * h + 1] * factor);
+      for (int n = 0; n < T::VALUE_TILES; n++) {
+        float2 by = make_float2(factor, factor);
+        const int col = head * G::DIM + n * 8 + t * 2;
+        if constexpr (GATED_OF<G>) {
+          const float2 gate = H::gates(c, e.gate, row, col);
+          by.x *= gate.x, by.y *= gate.y;
+        }
+        *reinterpret_cast<u32*>(out + WaveOperand<M, H::QUERY_COLS>::at(row, col)) = bf16_pair(r.o[n][2 * h] * by.x, r.o[n][2 * h + 1] * by.y);
+      }
     }
   }
 };
@@ -524,9 +568,10 @@ struct WaveAttention {
   static constexpr int QUERIES = T::QUERIES, TILE = T::TILE, STEP = T::STEP, ROW = H::ROW;
   static_assert(QUERIES <= 16, "a tile has 16 rows");
   static_assert(G::GROUP % QUERIES == 0, "tasks have whole parts of the heads of a KV head");
-  // Scratch: first the queries, the key and the value of the own row of each of TASKS tasks. After them, keys and values of other new positions. The
+  // Scratch: first the queries, the key and the value of the own row of each of TASKS tasks, and the gates of its heads. After them, keys and values of other new positions. The
   // results of teams of warps use the same place later: for each head the largest score, the sum, and the values.
-  static constexpr int QUERY_BYTES = G::DIM * 2 + 16, OWN_BYTES = round_up(QUERIES * QUERY_BYTES + 2 * ROW, 128);
+  static constexpr int QUERY_BYTES = G::DIM * 2 + 16, GATES_AT = QUERIES * QUERY_BYTES + 2 * ROW, GATE_HEADS = GATED_OF<G> ? QUERIES : 0;
+  static constexpr int OWN_BYTES = round_up(GATES_AT + GATE_HEADS * G::DIM * 2, 128);
   static constexpr int TASKS_MOST = M::SCRATCH_BYTES / 4 / OWN_BYTES, TASKS = TASKS_MOST < 1 ? 1 : TASKS_MOST < int(SHARES_HELD) ? TASKS_MOST : int(SHARES_HELD);
   static constexpr int AFTER_OWN = TASKS * OWN_BYTES, LEFT = QUERIES * (G::DIM + 2), ROOM = (M::SCRATCH_BYTES - AFTER_OWN) / 4 / LEFT;
   static constexpr int TEAM = T::TEAM, TEAMS = M::WARPS / TEAM;
@@ -568,7 +613,7 @@ struct WaveAttention {
   // asks for its own task.
   template <class F>
   static __device__ __forceinline__ void prepare(WaveContext<M>& c, const Wave& e, u32 count, F split_of) {
-    constexpr int HEADS = QUERIES + 2, STRIDE = M::WARPS * P::HEADS_AT_ONCE;
+    constexpr int HEADS = QUERIES + 2 + GATE_HEADS, STRIDE = M::WARPS * P::HEADS_AT_ONCE;
     const int tasks = int(min(u32(TASKS), count));
 #pragma unroll 1
     for (int from = c.warp() * P::HEADS_AT_ONCE; from < tasks * HEADS; from += STRIDE) {
@@ -576,16 +621,19 @@ struct WaveAttention {
       const WaveSplit of = split_of(u32(task));
       const int first_head = int(of.group) * QUERIES, kv = first_head / G::GROUP;
       const bool live = n < tasks * HEADS && of.row < c.p.row_count;
-      const typename P::Place at(c, live ? int(of.row) : 0, own < QUERIES ? first_head + own : G::HEADS + (own - QUERIES) * H::KV_HEADS + kv, live);
+      // Gates pass as values do: as they are.
+      const bool is_gate = GATE_HEADS > 0 && own >= QUERIES + 2;
+      const int column = is_gate ? G::HEADS + 2 * H::KV_HEADS + first_head + own - (QUERIES + 2) : G::HEADS + (own - QUERIES) * H::KV_HEADS + kv;
+      const typename P::Place at(c, live ? int(of.row) : 0, own < QUERIES ? first_head + own : column, live);
       const typename P::Turn by(c, e, at);
       // Exactly one task appends: the one with the first heads of the KV head, in the first split.
-      const bool appends = at.live && at.kind != 0 && first_head % G::GROUP == 0 && (!CUTS || of.split == 0);
+      const bool appends = at.live && at.kind != 0 && !is_gate && first_head % G::GROUP == 0 && (!CUTS || of.split == 0);
       const u32 row = appends ? P::appended_row(c, at) : 0;
       typename P::Piece v;
       P::head_piece(c, e, at, v);
       const uint4 w = P::turned(c, at, by, v);
       if (!at.live) continue;
-      const u32 to = own < QUERIES ? own * QUERY_BYTES : QUERIES * QUERY_BYTES + (own - QUERIES) * ROW;
+      const u32 to = own < QUERIES ? own * QUERY_BYTES : is_gate ? GATES_AT + (own - (QUERIES + 2)) * (G::DIM * 2) : QUERIES * QUERY_BYTES + (own - QUERIES) * ROW;
       *reinterpret_cast<uint4*>(scratch(c, u32(task) * OWN_BYTES + to) + at.lane * 16) = w;
       if (appends) P::append(c, e, at, row, w);
     }
@@ -638,6 +686,10 @@ struct WaveAttention {
     const typename T::Queries queries(low, high);
     bool is_own = takes && place == 0;
     if constexpr (CUTS) is_own = is_own && task.is_last;
+    if constexpr (SINKS_OF<G>)
+#pragma unroll
+      for (int h = 0; h < 2; h++)
+        if (is_own && g + h * 8 < QUERIES) T::begin_with(r, h, H::sink(c, e, task.head + g + h * 8), lane);
 #pragma unroll 1
     for (int chunk = begin, at = begin; is_own || chunk < end;) {
       const u8 *keys = own + QUERIES * QUERY_BYTES, *values = keys + ROW;
@@ -679,6 +731,10 @@ struct WaveAttention {
     }
     u8* out = c.template work<u8>(e.out);
     const auto put = [&](int query, int col, float a, float b) {
+      if constexpr (GATED_OF<G>) {
+        const float2 gate = H::open(*reinterpret_cast<const u32*>(own + GATES_AT + query * (G::DIM * 2) + col * 2));
+        a *= gate.x, b *= gate.y;
+      }
       *reinterpret_cast<u32*>(out + OutPlace<M, G, H::QUERY_COLS>::at(int(task.row), (task.head + query) * G::DIM + col)) = bf16_pair(a, b);
     };
     if (count == 1) {
@@ -844,6 +900,10 @@ struct WaveMerge {
         x = x * shrink + weight * v.x, y = y * shrink + weight * v.y;
       }
       const float factor = __fdividef(1.f, all);
+      if constexpr (GATED_OF<G>) {
+        const float2 gate = S::H::gates(c, e.x, int(row), (head + query) * G::DIM + col);
+        x *= gate.x, y *= gate.y;
+      }
       *reinterpret_cast<u32*>(c.template work<u8>(e.out) + OutPlace<M, G, S::H::QUERY_COLS>::at(int(row), (head + query) * G::DIM + col)) = bf16_pair(x * factor, y * factor);
     }
   }

@@ -12,12 +12,12 @@ struct alignas(16) Wave {
   u32 x; // work arena: what it reads
   u32 out; // work arena: what it writes
   u32 residual; // work arena
-  union { u32 branch, square_parts; }; // work arena: what is added to the residual; of attention what KV splits leave; of a product parts of squares
+  union { u32 branch, square_parts, gate; }; // work arena: what is added to the residual; of attention what KV splits leave, or heads with the gate; of a product parts of squares
   u32 weight; // matrix
   union { u32 norm_weight, q_norm; }; // norm weight of the output, or of q
   union { u32 norm_bias, k_norm; }; // norm bias of the output, or norm weight of k
   union { u32 bias, rope, table; }; // by op
-  u32 branch_weight; // norm of a branch before it is added
+  union { u32 branch_weight, sinks; }; // norm of a branch before it is added; of attention sinks
   union { u32 branch_bias, boxes; }; // its bias; or boxes of a matrix: the first of three tensor maps
   union { u32 k_cache, squares; }; // cache; or work arena: sums of squares of parts of rows, for a norm
   union { u32 v_cache, squares_out; }; // cache; or work arena: sums of squares that a product leaves

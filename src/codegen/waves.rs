@@ -2,7 +2,8 @@
 
 use super::abi::{NONE, row_scales};
 use super::emit::{
-    Trace, attention_members, coding_members, elem, epilogue_members, facts, norm_members, table_members, vocab,
+    Trace, attention_members, coding_members, elem, epilogue_members, facts, gate_member, norm_members, table_members,
+    vocab,
 };
 use super::kernel_struct::kernel_struct;
 use super::{Float, HEADERS, KernelSource, ROWS_HEADERS, WAVES_HEADERS};
@@ -38,8 +39,8 @@ kernel_struct! {
         out: u32,
         /// work arena
         residual: u32,
-        /// work arena: what is added to the residual; of attention what KV splits leave; of a product parts of squares
-        branch: u32 as [branch, square_parts],
+        /// work arena: what is added to the residual; of attention what KV splits leave, or heads with the gate; of a product parts of squares
+        branch: u32 as [branch, square_parts, gate],
         /// matrix
         weight: u32,
         /// norm weight of the output, or of q
@@ -48,8 +49,8 @@ kernel_struct! {
         norm_bias: u32 as [norm_bias, k_norm],
         /// by op
         table: u32 as [bias, rope, table],
-        /// norm of a branch before it is added
-        branch_weight: u32,
+        /// norm of a branch before it is added; of attention sinks
+        branch_weight: u32 as [branch_weight, sinks],
         /// its bias; or boxes of a matrix: the first of three tensor maps
         branch_bias: u32 as [branch_bias, boxes],
         /// cache; or work arena: sums of squares of parts of rows, for a norm
@@ -275,14 +276,16 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
             ("WaveMatMul", members + &coding_members(schedule.program.format_of(grid), m.k))
         }
         (Action::Append { .. }, Op::Attention(a)) => {
-            let members = attention_members(schedule, wave.grid, a, 0);
+            let members = attention_members(schedule, wave.grid, a, 0) + &gate_member(grid);
             ("WaveAppend", format!("{members}int PARTS = 0\nbool PACKETS = false\n"))
         }
-        (Action::Attend { tile, .. }, Op::Attention(a)) => {
-            ("WaveAttend", format!("{}int TILE = {tile}\n", attention_members(schedule, wave.grid, a, 0)))
+        (Action::Attend { tile, gate, .. }, Op::Attention(a)) => {
+            let members = format!("{}int TILE = {tile}\n", attention_members(schedule, wave.grid, a, 0));
+            ("WaveAttend", members + &gate_members(plan, grid, *gate))
         }
         (&Action::AttendRow { x, out, tile, splits }, Op::Attention(a)) => {
-            let (members, parts) = (attention_members(schedule, wave.grid, a, 0), parts_of(plan, x));
+            let members = attention_members(schedule, wave.grid, a, 0) + &gate_member(grid);
+            let parts = parts_of(plan, x);
             let packets = plan.holds_packets(x);
             let out_tiles = is_tiles(plan, out);
             let members = format!(
@@ -293,21 +296,24 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
                 Some(splits) => ("WaveAttendSplits", members + &splits_members(splits)),
             }
         }
-        (&Action::Merge { out, splits }, Op::Attention(a)) => {
+        (&Action::Merge { out, splits, gate }, Op::Attention(a)) => {
             let tile = plan.waves.iter().find_map(|of| match of.action {
                 Action::AttendRow { tile, .. } if of.grid == wave.grid => Some(tile),
                 _ => None,
             });
             let tile = tile.expect("prove: splits are those of attention of the same grid");
             let members = attention_members(schedule, wave.grid, a, 0);
-            let out_tiles = is_tiles(plan, out);
-            (
-                "WaveMerge",
-                format!("{members}int TILE = {tile}\nbool OUT_TILES = {out_tiles}\n{}", splits_members(splits)),
-            )
+            let (out_tiles, splits) = (is_tiles(plan, out), splits_members(splits));
+            let members = format!("{members}int TILE = {tile}\nbool OUT_TILES = {out_tiles}\n{splits}");
+            ("WaveMerge", members + &gate_members(plan, grid, gate))
         }
         _ => unreachable!("prove: waves are those of the ops of their grids"),
     }
+}
+
+/// Members of a wave that reads gates from sums of heads; none without a gate.
+fn gate_members(plan: &Plan, grid: &Grid, gate: Option<WorkId>) -> String {
+    gate.map_or(String::new(), |gate| gate_member(grid) + &format!("int PARTS = {}\n", parts_of(plan, gate)))
 }
 
 fn splits_members(Splits { positions, most, .. }: Splits) -> String {
@@ -650,14 +656,26 @@ fn entry(proven: &Proven<'_>, matrices: &[Option<Matrix>], wave: &PlanWave, clas
             norm_weight: of(Role::QNormWeight),
             norm_bias: of(Role::KNormWeight),
             table: of(Role::Rope),
+            branch_weight: match wave.action {
+                Action::AttendRow { .. } => of(Role::Sinks),
+                _ => NONE,
+            },
             k_cache: of(Role::AppendK),
             v_cache: of(Role::AppendV),
             ..none
         },
-        Action::Merge { out, splits } => Wave { out: work(out), branch: work(splits.left), ..none },
-        Action::Attend { queries, out, .. } => {
-            Wave { x: work(queries), out: work(out), k_cache: of(Role::HistoryK), v_cache: of(Role::HistoryV), ..none }
+        Action::Merge { out, splits, gate } => {
+            Wave { x: gate.map_or(NONE, work), out: work(out), branch: work(splits.left), ..none }
         }
+        Action::Attend { queries, out, gate, .. } => Wave {
+            x: work(queries),
+            out: work(out),
+            branch: gate.map_or(NONE, work),
+            branch_weight: of(Role::Sinks),
+            k_cache: of(Role::HistoryK),
+            v_cache: of(Role::HistoryV),
+            ..none
+        },
     }
 }
 

@@ -867,11 +867,14 @@ impl Builder<'_> {
         }
     }
 
-    /// Whether grid `id` of a step leaves this exchange in packets: if the next grid is attention over these heads, and they are few bytes.
+    /// Whether grid `id` of a step leaves this exchange in packets: if the next grid is attention over these heads, and they are few bytes. Only one
+    /// wave can wait for packets, so there are none if the wave that merges splits reads the gate, too.
     fn in_packets(&self, id: GridId, exchange: BufferId, parts: u32) -> bool {
         let next = self.program.grids.get(id.index() + 1);
-        let attends =
-            |grid: &Grid| matches!(grid.op, Op::Attention(_)) && self.constant(grid, Role::Q) == Some(exchange);
+        let cuts = !matches!(self.asked.cuts, Cuts::None);
+        let attends = |grid: &Grid| {
+            matches!(&grid.op, Op::Attention(a) if !(a.gate && cuts)) && self.constant(grid, Role::Q) == Some(exchange)
+        };
         let cols = self.program.buffers[exchange.index()].cols;
         let bytes = u64::from(self.plan.rows) * u64::from(cols) * u64::from(parts) * 8;
         self.plan.form.decides() && bytes <= PACKET_BYTES_MAX && next.is_some_and(attends)
@@ -882,10 +885,6 @@ impl Builder<'_> {
         if !swizzled || a.splits != 1 {
             return refused(grid, "attention", "heads that tensor cores take whole");
         }
-        let Attention { sinks, gate, query_scale, norm_after_rope, .. } = *a;
-        if sinks || gate || query_scale.is_some() || norm_after_rope {
-            return refused(grid, "attention", "no sinks, gate, scale of queries or norm after RoPE");
-        }
         if self.program.precision.cache != DType::Bf16 {
             return refused(grid, "the cache", "keys and values in bf16");
         }
@@ -893,6 +892,8 @@ impl Builder<'_> {
         let (Some(x), Some((out, _))) = (x, self.cols(grid, Role::Out)) else {
             return refused(grid, "the operands", "heads, and an output");
         };
+        // The gate lies after q, k and v.
+        let gate = a.gate.then_some(x);
         let cols = a.heads * a.head_dim;
         let appended = match self.plan.form {
             Form::Chunk => {
@@ -922,13 +923,13 @@ impl Builder<'_> {
         let n = a.head_groups();
         if let Some(queries) = appended {
             let rows = WARPS / a.heads_per_task * 16;
-            self.push(id, Action::Attend { queries, out: to, tile }, Over::Heads { n, rows });
+            self.push(id, Action::Attend { queries, out: to, tile, gate }, Over::Heads { n, rows });
             return Ok(());
         }
         let splits = self.splits(a, tile);
         self.push(id, Action::AttendRow { x, out: to, tile, splits }, Over::Heads { n, rows: 1 });
         if let Some(splits) = splits {
-            self.push(id, Action::Merge { out: to, splits }, Over::Heads { n, rows: 1 });
+            self.push(id, Action::Merge { out: to, splits, gate }, Over::Heads { n, rows: 1 });
         }
         Ok(())
     }

@@ -334,13 +334,13 @@ pub enum Action {
     },
     /// Of a chunk: norms and rotates heads, and appends keys and values to the cache.
     Append { x: WorkId, queries: WorkId },
-    /// Of a chunk: attention over the cache, in tiles of `tile` positions.
-    Attend { queries: WorkId, out: WorkId, tile: u32 },
+    /// Of a chunk: attention over the cache, in tiles of `tile` positions. `gate`: the heads with the gates of the output, if it is gated.
+    Attend { queries: WorkId, out: WorkId, tile: u32, gate: Option<WorkId> },
     /// Of a step: both. It reads only positions of earlier steps from the cache, and computes those of its own step from `x`, which may be sums of
     /// parts. With `splits` its tasks are KV splits, and the wave after it merges them.
     AttendRow { x: WorkId, out: WorkId, tile: u32, splits: Option<Splits> },
-    /// Of a step: adds up the results of the splits of each row that has several.
-    Merge { out: WorkId, splits: Splits },
+    /// Of a step: adds up the results of the splits of each row that has several. `gate` is as of [`Action::Attend`].
+    Merge { out: WorkId, splits: Splits, gate: Option<WorkId> },
 }
 
 /// What a matrix product writes.
@@ -520,11 +520,11 @@ impl Action {
                 (reads, writes)
             }
             Action::Append { x, queries } => (vec![x], vec![queries]),
-            Action::Attend { queries, out, .. } => (vec![queries], vec![out]),
+            Action::Attend { queries, out, gate, .. } => ([queries].into_iter().chain(gate).collect(), vec![out]),
             Action::AttendRow { x, out, splits, .. } => {
                 (vec![x], [out].into_iter().chain(splits.map(|splits| splits.left)).collect())
             }
-            Action::Merge { out, splits } => (vec![splits.left], vec![out]),
+            Action::Merge { out, splits, gate } => ([splits.left].into_iter().chain(gate).collect(), vec![out]),
         }
     }
 }

@@ -1,7 +1,11 @@
 //! The text of a plan, for people.
 
-use super::{Action, Form, Input, Over, Plan, Products, Splits, Sum, Sums, Target, Warps};
+use super::{Action, Form, Input, Over, Plan, Products, Splits, Sum, Sums, Target, Warps, WorkId};
 use std::fmt;
+
+fn write_gate(f: &mut fmt::Formatter<'_>, gate: Option<WorkId>) -> fmt::Result {
+    gate.map_or(Ok(()), |gate| write!(f, " gate={gate}"))
+}
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -90,8 +94,9 @@ impl fmt::Display for Plan {
                     }
                 }
                 Action::Append { x, queries } => write!(f, "append x={x} queries={queries}")?,
-                Action::Attend { queries, out, tile } => {
+                Action::Attend { queries, out, tile, gate } => {
                     write!(f, "attend queries={queries} out={out} tile={tile}")?;
+                    write_gate(f, *gate)?;
                 }
                 Action::AttendRow { x, out, tile, splits } => {
                     write!(f, "attend-row x={x} out={out} tile={tile}")?;
@@ -99,8 +104,9 @@ impl fmt::Display for Plan {
                         write!(f, " split={positions} splits={most} left={left}")?;
                     }
                 }
-                Action::Merge { out, splits: Splits { positions, most, left } } => {
+                Action::Merge { out, splits: Splits { positions, most, left }, gate } => {
                     write!(f, "merge left={left} out={out} split={positions} splits={most}")?;
+                    write_gate(f, *gate)?;
                 }
             }
             f.write_str(if wave.meets { "" } else { " no-meeting" })?;

@@ -645,14 +645,17 @@ impl Judge<'_> {
         if !attends || a.splits != 1 {
             return no("expected attention of whole heads on tensor cores");
         }
-        if a.sinks || a.gate || a.query_scale.is_some() || a.norm_after_rope {
-            return no("expected attention without sinks, gate, scale of queries or norm after RoPE");
-        }
         if self.validated.schedule().program.precision.cache != DType::Bf16 {
             return no("expected a cache in bf16");
         }
-        let (cols, all) = (a.heads * a.head_dim, (a.heads + 2 * a.kv_heads()) * a.head_dim);
+        let (cols, qkv) = (a.heads * a.head_dim, (a.heads + 2 * a.kv_heads()) * a.head_dim);
         let x_of = buffer(Role::Q)?;
+        // The kernel reads the gate after q, k and v.
+        let gate = grid.operand(Role::Gate).map(|gate| (gate.buffer, gate.cols.base));
+        if gate != a.gate.then_some((x_of, qkv)) {
+            return no("expected the gate after q, k and v, where there is one");
+        }
+        let all = if a.gate { qkv + cols } else { qkv };
         // The input of the wave that appends. Only a step has it in packets.
         let heads = |judge: &Self, x: WorkId| {
             judge.holds(x, Value::Exchange(x_of))?;
@@ -676,10 +679,15 @@ impl Judge<'_> {
                 match rest {
                     [] if is_last => return Ok(()),
                     [wave] if !is_last => {
-                        let Action::Attend { queries, out, tile } = wave.action else {
+                        let Action::Attend { queries, out, tile, gate } = wave.action else {
                             return no("expected attention");
                         };
                         self.holds(queries, Value::Queries(id))?;
+                        // The heads from which this layer has appended.
+                        if gate != a.gate.then_some(x) {
+                            return no("expected the gate among the heads, where there is one");
+                        }
+                        gate.map_or(Ok(()), |gate| self.holds(gate, Value::Exchange(x_of)))?;
                         (wave, out, tile, 8 / a.heads_per_task * 16)
                     }
                     _ => return no("expected attention after the append, but in the last layer"),
@@ -689,7 +697,7 @@ impl Judge<'_> {
                 let Action::AttendRow { x, out, tile, splits } = wave.action else {
                     return no("expected attention of rows");
                 };
-                self.splits(a, (out, tile, splits), wave, rest)?;
+                self.splits(a, (x, out, tile, splits), wave, rest)?;
                 heads(self, x)?;
                 // The next step reads what this wave appends.
                 let same = |append, history| Ok::<_, &str>(buffer(append)? == buffer(history)?);
@@ -711,7 +719,7 @@ impl Judge<'_> {
         Ok(())
     }
 
-    /// Checks the KV splits of attention `(out, tile, splits)`, and the waves `rest` after it: one that merges, if there are splits.
+    /// Checks the KV splits of attention `(x, out, tile, splits)`, and the waves `rest` after it: one that merges, if there are splits.
     ///
     /// Each split of each row has its own place. The kernel assigns splits to the `sms` blocks by their number, so each split has exactly one block
     /// for every table of rows. The first wave writes the rows that have one split, the second wave writes all others. Both waves have the same
@@ -719,7 +727,7 @@ impl Judge<'_> {
     fn splits(
         &self,
         a: &Attention,
-        (out, tile, splits): (WorkId, u32, Option<Splits>),
+        (x, out, tile, splits): (WorkId, WorkId, u32, Option<Splits>),
         attends: &Wave,
         rest: &[Wave],
     ) -> Result<(), String> {
@@ -734,7 +742,9 @@ impl Judge<'_> {
         if self.plan.form != Form::Steps {
             return no("splits of what is no step");
         }
-        if merge.action != (Action::Merge { out, splits }) || merge.division != attends.division {
+        // What the heads hold is checked where attention reads them, and neither wave writes them.
+        let gate = a.gate.then_some(x);
+        if merge.action != (Action::Merge { out, splits, gate }) || merge.division != attends.division {
             return no("expected a wave that merges the splits of the wave before it");
         }
         let Splits { positions, most, left } = splits;
@@ -759,7 +769,9 @@ impl Judge<'_> {
         }
         // Scratch holds queries, a key and a value of each row. After them, in the same place: keys and values of 16 or 32 positions, or the
         // results of a team of warps, which are values and two statistics of each head.
-        let own = (a.heads_per_task * (a.head_dim * 2 + 16) + 2 * row).next_multiple_of(128);
+        // With a gate also the gates of the heads.
+        let gates = if a.gate { a.heads_per_task * a.head_dim * 2 } else { 0 };
+        let own = (a.heads_per_task * (a.head_dim * 2 + 16) + 2 * row + gates).next_multiple_of(128);
         let new = 2 * row * if a.head_dim <= 64 && tile.is_multiple_of(32) { 32 } else { 16 };
         let left = a.heads_per_task * (a.head_dim + 2) * 4;
         let scratch = self.plan.machine.scratch_bytes;

@@ -14,7 +14,7 @@ use monobloc::ir::{BufferId, GridId};
 use monobloc::model::config::Imported;
 use monobloc::model::graph::ModelGraph;
 use monobloc::random::Random;
-use monobloc::reference::{Session, act, norm_values, rope_apply, softcap, softmax};
+use monobloc::reference::{Session, act, norm_values, query_factor, rope_apply, softcap, softmax};
 use monobloc::waves::{Action, Form, Input, Layout, NormOf, Over, Plan, Share, Splits, Sum, Target, Wave, WorkId};
 
 /// Keys or values of a layer: for each position, all KV heads.
@@ -234,9 +234,9 @@ fn score(a: &Attention, q: &[f64], key: &[f64]) -> f64 {
     a.softcap.map_or(score, |cap| softcap(f64::from(cap), score))
 }
 
-/// Attention of a query over keys and values.
-fn attended(a: &Attention, q: &[f64], seen: &[(Vec<f64>, Vec<f64>)]) -> Vec<f64> {
-    let mut weights: Vec<f64> = seen.iter().map(|(key, _)| score(a, q, key)).collect();
+/// Attention of a query over keys and values, with the sink of its head.
+fn attended(a: &Attention, sink: Option<f64>, q: &[f64], seen: &[(Vec<f64>, Vec<f64>)]) -> Vec<f64> {
+    let mut weights: Vec<f64> = seen.iter().map(|(key, _)| score(a, q, key)).chain(sink).collect();
     softmax(&mut weights);
     let mut y = vec![0.0; q.len()];
     for (weight, (_, value)) in weights.iter().zip(seen) {
@@ -494,13 +494,13 @@ impl Step<'_> {
                 (&Action::Append { x, queries }, Op::Attention(a)) => {
                     self.append(&grid, a, x, queries, share, caches);
                 }
-                (&Action::Attend { queries, out, .. }, Op::Attention(a)) => {
-                    self.attend(&grid, a, queries, out, share, caches);
+                (&Action::Attend { queries, out, gate, .. }, Op::Attention(a)) => {
+                    self.attend(&grid, a, (queries, out, gate), share, caches);
                 }
                 (&Action::AttendRow { x, out, tile, splits }, Op::Attention(a)) => {
                     self.attend_row(&grid, a, (x, out, tile, splits), share, caches);
                 }
-                (&Action::Merge { out, splits }, Op::Attention(a)) => self.merge(a, out, splits, share),
+                (&Action::Merge { out, splits, gate }, Op::Attention(a)) => self.merge(a, (out, gate), splits, share),
                 _ => panic!("a wave of another op than its grid has"),
             }
         }
@@ -732,23 +732,46 @@ impl Step<'_> {
         }
     }
 
-    /// A head after norm and rotation, as attention uses it.
+    /// A head after norm and rotation, in the order of the model, as attention uses it. Queries are scaled.
     fn head(&self, grid: &Grid, a: &Attention, key: bool, head: &[f64], position: usize) -> Vec<f64> {
         let (norm, role) = if key { (&a.k_norm, Role::KNormWeight) } else { (&a.q_norm, Role::QNormWeight) };
-        let mut head = match norm {
+        let normed = |head: Vec<f64>| match norm {
             Some(QkNormAttr { norm, .. }) => {
                 let weight = self.vector(operand(grid, role));
-                norm_values(norm.kind, norm.eps, 0.0, Some(&weight), None, head)
+                norm_values(norm.kind, norm.eps, 0.0, Some(&weight), None, &head)
             }
-            None => head.to_vec(),
+            None => head,
         };
+        let mut head = if a.norm_after_rope { head.to_vec() } else { normed(head.to_vec()) };
         if a.rotary > 0 {
             let Content::RopeTable(rope) = *self.content(operand(grid, Role::Rope)) else { panic!("angles") };
             let rope = &self.imported.graph.ropes[rope.index()];
             assert_eq!((rope.inv_freq.len() as u32 * 2, rope.interleaved), (a.rotary, a.interleaved));
             rope_apply(rope, position as u32, &mut head);
         }
+        if a.norm_after_rope {
+            head = normed(head);
+        }
+        if let Some(scale) = a.query_scale.filter(|_| !key) {
+            let factor = query_factor(scale, position as u32);
+            head.iter_mut().for_each(|q| *q *= factor);
+        }
         head
+    }
+
+    fn sink(&self, grid: &Grid, a: &Attention, head: usize) -> Option<f64> {
+        a.sinks.then(|| f64::from(self.vector(operand(grid, Role::Sinks))[head]))
+    }
+
+    /// Writes columns of a head, times the gates that `gate` has of them, if it is there.
+    fn put_head(&mut self, a: &Attention, (out, gate): (WorkId, Option<WorkId>), row: usize, head: usize, y: Vec<f64>) {
+        let dim = a.head_dim as usize;
+        let first = (a.heads + 2 * a.kv_heads()) as usize + head;
+        let gates = gate.map(|gate| self.read_of(gate, row, first * dim..(first + 1) * dim));
+        for (i, y) in y.into_iter().enumerate() {
+            let by = gates.as_ref().map_or(1.0, |gates| 1.0 / (1.0 + (-gates[i]).exp()));
+            self.set(out, row, head * dim + i, y * by);
+        }
     }
 
     fn append(&mut self, grid: &Grid, a: &Attention, x: WorkId, queries: WorkId, share: &Share, caches: &mut Caches) {
@@ -762,7 +785,7 @@ impl Step<'_> {
             let (q, k) = (turned(0..heads, false), turned(heads..heads + kv, true));
             caches.get_mut(&operand(grid, Role::AppendK)).expect("keys")[sequence][position] = k;
             caches.get_mut(&operand(grid, Role::AppendV)).expect("values")[sequence][position] =
-                all[(heads + kv) * dim..].to_vec();
+                all[(heads + kv) * dim..(heads + 2 * kv) * dim].to_vec();
             self.write(queries, row, &q);
         }
     }
@@ -805,7 +828,10 @@ impl Step<'_> {
                         left.push((row, head, q, all));
                         None
                     }
-                    None => Some(attended(a, &q, &(first..=position).map(seen).collect::<Vec<_>>())),
+                    None => {
+                        let seen: Vec<_> = (first..=position).map(seen).collect();
+                        Some(attended(a, self.sink(grid, a, head), &q, &seen))
+                    }
                 };
                 if head.is_multiple_of(a.group as usize) {
                     let (key, value) = new(row);
@@ -814,11 +840,16 @@ impl Step<'_> {
                         cache[sequence][position][kv * dim..][..dim].copy_from_slice(&own);
                     }
                 }
-                (head * dim..).zip(y.into_iter().flatten()).for_each(|(col, y)| self.set(out, row, col, y));
+                if let Some(y) = y {
+                    self.put_head(a, (out, a.gate.then_some(x)), row, head, y);
+                }
             }
             for (row, head, q, all) in left {
                 for (split, seen) in all.iter().enumerate() {
-                    self.leave(a, splits.expect("a plan that cuts histories"), (row, split, head), &q, seen);
+                    // The split with the row's own position has the sink.
+                    let sink = self.sink(grid, a, head).filter(|_| split + 1 == all.len());
+                    let splits = splits.expect("a plan that cuts histories");
+                    self.leave(a, splits, (row, split, head), sink, &q, seen);
                 }
             }
         }
@@ -830,13 +861,14 @@ impl Step<'_> {
         a: &Attention,
         splits: Splits,
         (row, split, head): (usize, usize, usize),
+        sink: Option<f64>,
         q: &[f64],
         seen: &[(Vec<f64>, Vec<f64>)],
     ) {
         let scores: Vec<f64> = seen.iter().map(|(key, _)| score(a, q, key)).collect();
-        let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let most = scores.iter().copied().chain(sink).fold(f64::NEG_INFINITY, f64::max);
         let mut left = vec![0.0; q.len() + 2];
-        left[0] = most;
+        (left[0], left[1]) = (most, sink.map_or(0.0, |sink| (sink - most).exp()));
         for (score, (_, value)) in scores.iter().zip(seen) {
             let weight = (score - most).exp();
             left[1] += weight;
@@ -855,7 +887,7 @@ impl Step<'_> {
     }
 
     /// Rows with one split have their output.
-    fn merge(&mut self, a: &Attention, out: WorkId, splits: Splits, share: &Share) {
+    fn merge(&mut self, a: &Attention, to: (WorkId, Option<WorkId>), splits: Splits, share: &Share) {
         let dim = a.head_dim as usize;
         for row in self.rows(share) {
             let position = self.rows[row].2;
@@ -875,12 +907,19 @@ impl Step<'_> {
                     |i: usize| -> f64 { (0..cuts.len()).map(|split| (of(split, 0) - most).exp() * of(split, i)).sum() };
                 let all = sum(1);
                 let y: Vec<f64> = (0..dim).map(|col| sum(col + 2) / all).collect();
-                (head * dim..).zip(y).for_each(|(col, y)| self.set(out, row, col, y));
+                self.put_head(a, to, row, head, y);
             }
         }
     }
 
-    fn attend(&mut self, grid: &Grid, a: &Attention, queries: WorkId, out: WorkId, share: &Share, caches: &Caches) {
+    fn attend(
+        &mut self,
+        grid: &Grid,
+        a: &Attention,
+        (queries, out, gate): (WorkId, WorkId, Option<WorkId>),
+        share: &Share,
+        caches: &Caches,
+    ) {
         let dim = a.head_dim as usize;
         for row in self.rows(share) {
             let (_, sequence, position) = self.rows[row];
@@ -892,8 +931,9 @@ impl Step<'_> {
                 let kv = (head / a.group) as usize * dim;
                 let q: Vec<f64> = (at..at + dim).map(|col| self.get(queries, row, col)).collect();
                 let of = |at: usize| (keys[at][kv..kv + dim].to_vec(), values[at][kv..kv + dim].to_vec());
-                let y = attended(a, &q, &(first..end).map(of).collect::<Vec<_>>());
-                (at..).zip(y).for_each(|(col, y)| self.set(out, row, col, y));
+                let sink = self.sink(grid, a, head as usize);
+                let y = attended(a, sink, &q, &(first..end).map(of).collect::<Vec<_>>());
+                self.put_head(a, (out, gate), row, head as usize, y);
             }
         }
     }

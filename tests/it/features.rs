@@ -3,8 +3,10 @@
 
 use std::sync::Arc;
 
+use computed::executor::{TOLERANCE, difference, execute, expected};
 use monobloc::candidate::Candidate;
 use monobloc::codegen::emit::{Trace, emit};
+use monobloc::codegen::waves;
 use monobloc::defaults::rows::{Room, place_rows};
 use monobloc::dtype::{DType, Precision};
 use monobloc::interp::{Arithmetic, Interp, Options, Order};
@@ -22,10 +24,12 @@ use monobloc::reference;
 use monobloc::schedule::schedule;
 use monobloc::target::Target;
 use monobloc::validate::{same, validate};
+use monobloc::waves::Form;
 
 use crate::nvrtc::{compiles, nvrtc, quick};
 use crate::rows::{alone, served};
 use crate::support::max_difference;
+use crate::waves::{judge_mutants_of, kernel, proven, proven_in_splits, run_tail, small, tokens, with_tail};
 
 const FP32: Precision = Precision { weights: DType::F32, cache: DType::F32, wire: DType::F32 };
 const BF16: Precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
@@ -36,7 +40,7 @@ fn model(head_dim: u32, change: impl Fn(&mut ModelGraph)) -> Imported {
     let config = format!(
         r#"{{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": {head_dim}, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128,
-        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "max_position_embeddings": 512,
         "tie_word_embeddings": false, "torch_dtype": "bfloat16"}}"#
     );
     let mut imported = import_config_only(&config, 11).unwrap();
@@ -328,5 +332,55 @@ fn features_have_the_same_bits_in_rows_and_chunks() {
         for chunk in [1, 7, 16] {
             assert!(served(&imported, precision, options, &prompts, chunk) == expected, "chunks of {chunk}");
         }
+    }
+}
+
+#[test]
+fn wave_plans_with_features_compute_their_model() {
+    let target = small();
+    for (name, change) in FEATURES {
+        let imported = model(64, change);
+        let validated = kernel(&imported.graph, &target);
+        let program = &validated.schedule().program;
+        let text = tokens(&imported, 200);
+        let keys_and_values = expected(&imported, &text);
+        let chunks = [&text[..64], &text[64..65], &text[65..150], &text[150..]];
+        let steps: Vec<&[u32]> = text.chunks(30).collect();
+        for (plan, chunks) in [
+            (proven(&validated, &target, Form::Chunk, 128).unwrap(), &chunks[..]),
+            (proven(&validated, &target, Form::Steps, 32).unwrap(), &steps[..]),
+            (proven_in_splits(&validated, &target, 32, 64), &steps[..]),
+        ] {
+            let found = execute(program, &imported, plan.plan(), chunks, 3);
+            let difference = difference(&keys_and_values, &found);
+            assert!(difference < TOLERANCE, "{name}, {:?}: {difference:e}", plan.plan().form);
+        }
+        run_tail(&imported, &with_tail(&validated, &target, 256, 16).unwrap(), &text, &[10, 200], 1);
+    }
+}
+
+/// Every mutant of a plan either has no proof, or computes the same.
+#[test]
+fn mutants_of_wave_plans_with_features_are_judged() {
+    let (imported, target) = (model(64, everything), small());
+    for (form, split) in [(Form::Chunk, None), (Form::Steps, Some(64))] {
+        let count = judge_mutants_of("everything", &imported, &target, form, 64, split);
+        assert!(count > 500, "{count} mutants of {form:?}");
+    }
+}
+
+#[test]
+fn wave_kernels_with_features_compile() {
+    let nvrtc = nvrtc("wave_kernels_with_features_compile");
+    let (graph, target) = (model(64, everything).graph, Target::builtin("h200").unwrap());
+    let validated = kernel(&graph, &target);
+    for plan in [
+        proven(&validated, &target, Form::Chunk, 512).unwrap(),
+        proven(&validated, &target, Form::Steps, 32).unwrap(),
+        proven_in_splits(&validated, &target, 64, 64),
+    ] {
+        let source = waves::emit(&plan, &target, Trace::Off);
+        assert!(WORDS.iter().all(|word| source.text.contains(word)), "{}", source.text);
+        nvrtc.iter().for_each(|nvrtc| compiles(quick(nvrtc), &source, "h200"));
     }
 }

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
 
 // As tensor cores take it.
 template <class H, int WARPS_PER_HEAD_, bool PREFETCH>
@@ -14,47 +13,6 @@ template <class H>
 struct Capped : H {
   static constexpr float SOFTCAP = 2.f;
 };
-// What few models have: sinks, queries scaled by position, norms after RoPE, and a gate of the output.
-template <class H>
-struct Sunk : H {
-  static constexpr bool SINKS = true;
-};
-template <class H>
-struct Scaled : H {
-  static constexpr float QUERY_BETA = 0.5f;
-  static constexpr u32 QUERY_ORIGINAL = 7;
-};
-template <class H>
-struct After : H {
-  static constexpr bool NORM_AFTER_ROPE = true;
-};
-template <class H>
-struct Featured : Sunk<Scaled<After<H>>> {};
-template <class H>
-struct Gated : H {
-  typedef H Ungated;
-  static constexpr int GATE_AT = (H::HEADS + 2 * (H::HEADS / H::GROUP)) * H::DIM;
-};
-// Of split attention the merge has the gate.
-template <class G, class = void>
-struct SplitOf {
-  typedef G type;
-};
-template <class G>
-struct SplitOf<G, typename std::enable_if<(G::GATE_AT > 0 && G::SPLITS > 1)>::type> {
-  typedef typename G::Ungated type;
-};
-template <class G>
-static double expected_query_factor(u32 position) {
-  if constexpr (QUERY_SCALE_OF<G>) return 1 + G::QUERY_BETA * std::log(1. + position / G::QUERY_ORIGINAL);
-  return 1;
-}
-// What dimension `d` of head `h` is multiplied by.
-template <class G>
-static double expected_gate(const std::vector<float>& columns, int h, int d) {
-  if constexpr (GATED_OF<G>) return 1 / (1 + std::exp(-double(columns[G::GATE_AT + h * G::DIM + d])));
-  return 1;
-}
 // A machine with a cache of another type.
 template <class M, Elem C>
 struct Cached : M {

@@ -192,7 +192,7 @@ const CASES_OF_ROWS: [(&str, usize); 104] = [
     ("attention-featured-lanes", 5),
     ("attention-featured-64-lanes-bf16", 5),
 ];
-const CASES_OF_WAVES: [(&str, usize); 188] = [
+const CASES_OF_WAVES: [(&str, usize); 195] = [
     ("rows-embed", 1),
     ("rows-embed-bf16", 1),
     ("rows-branch", 1),
@@ -254,6 +254,8 @@ const CASES_OF_WAVES: [(&str, usize); 188] = [
     ("attention-128-bf16", 1),
     ("attention-192-bf16", 1),
     ("attention-256-bf16", 1),
+    ("attention-gate-bf16", 1),
+    ("attention-featured-bf16", 1),
     ("steps-embed", 1),
     ("steps-embed-bf16", 1),
     ("steps-embed-later", 1),
@@ -372,6 +374,9 @@ const CASES_OF_WAVES: [(&str, usize); 188] = [
     ("steps-128-of-8-bf16", 1),
     ("steps-256-bf16", 1),
     ("steps-16-of-16-bf16", 1),
+    ("steps-sinks-bf16", 1),
+    ("steps-gate-bf16", 1),
+    ("steps-featured-bf16", 1),
     ("splits-halves-bf16", 1),
     ("splits-alike-bf16", 1),
     ("splits-window-bf16", 1),
@@ -380,6 +385,8 @@ const CASES_OF_WAVES: [(&str, usize); 188] = [
     ("splits-128-of-8-bf16", 1),
     ("splits-256-bf16", 1),
     ("splits-16-of-16-bf16", 1),
+    ("splits-gate-bf16", 1),
+    ("splits-featured-bf16", 1),
     ("splits-128-rows-bf16", 1),
 ];
 const CASES_OF_BITS: [(&str, usize); 7] = [
@@ -718,6 +725,7 @@ fn an_op_of_waves_that_computes_something_else_is_found() {
             "attention-256-bf16",
         ),
         (attention, "+ sign * other *", "+ other *", "attention-128-bf16"),
+        (attention, "by.x *= gate.x, by.y *= gate.y;", "", "attention-gate-bf16"),
         (attention, "One::rotate(y[k], y[k + 1],", "One::rotate(y[k + 1], y[k],", "attention-192-bf16"),
     ];
     each_shows("an_op_of_waves_that_computes_something_else_is_found", "waves_ops.cc", &edits);
@@ -768,6 +776,10 @@ fn a_step_of_waves_that_computes_something_else_is_found() {
         // What teams have is added up as if they had the same maximum, a team takes what is another's turn, the first part of heads alone,
         // and rows at the position of the first one of a share.
         (attention, "weight = exp_fast(of[0] - top);", "weight = 1.f;", "steps-256-bf16"),
+        // A sink without weight, gates that are not applied.
+        (attention, "r.l[h] = lane % 4 == 0 ? 1.f : 0.f;", "r.l[h] = 0.f;", "steps-sinks-bf16"),
+        (attention, "a *= gate.x, b *= gate.y;", "", "steps-gate-bf16"),
+        (attention, "x *= gate.x, y *= gate.y;", "", "splits-gate-bf16"),
         (
             attention,
             "sees = takes && (count == 1 || u32(at - begin) / STEP % TAKERS == place)",

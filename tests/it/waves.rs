@@ -173,14 +173,19 @@ pub fn proven<'a>(validated: &'a Validated, target: &Target, form: Form, rows: u
 }
 
 /// A proven plan of chunks of `chunk` rows with a tail of `rows` rows.
-fn with_tail<'a>(validated: &'a Validated, target: &Target, chunk: u32, rows: u32) -> Result<WithTail<'a>, Refused> {
+pub fn with_tail<'a>(
+    validated: &'a Validated,
+    target: &Target,
+    chunk: u32,
+    rows: u32,
+) -> Result<WithTail<'a>, Refused> {
     let tail = derive(validated.schedule(), target, Form::Tail, rows)?;
     let chunk = proven(validated, target, Form::Chunk, chunk)?;
     Ok(prove_tail(tail, chunk, target).unwrap_or_else(|violations| panic!("{}", listed(&violations))))
 }
 
 /// The same of steps with KV splits of `split` positions.
-fn proven_in_splits<'a>(validated: &'a Validated, target: &Target, rows: u32, split: u32) -> Proven<'a> {
+pub fn proven_in_splits<'a>(validated: &'a Validated, target: &Target, rows: u32, split: u32) -> Proven<'a> {
     let plan = derive_split(validated.schedule(), target, rows, split).unwrap();
     prove(plan, validated, target).unwrap_or_else(|violations| panic!("{}", listed(&violations)))
 }
@@ -789,10 +794,12 @@ impl Mutants<'_> {
         }
         let last = waves.last().expect("waves").clone();
         let attend = waves.iter().find(|wave| matches!(wave.action, Action::Attend { .. }));
-        if let (Action::Append { queries, .. }, Some(Wave { action: Action::Attend { out, tile, .. }, division, .. })) =
-            (last.action.clone(), attend.cloned())
+        if let (
+            Action::Append { queries, .. },
+            Some(Wave { action: Action::Attend { out, tile, gate, .. }, division, .. }),
+        ) = (last.action.clone(), attend.cloned())
         {
-            let action = Action::Attend { queries, out, tile };
+            let action = Action::Attend { queries, out, tile, gate };
             self.add("attention of the last layer", wrong, |p| p.waves.push(Wave { action, division, ..last }));
         }
         self.add("a wave after the last one, of a buffer that does not exist", wrong, |p| {
@@ -874,18 +881,27 @@ impl Mutants<'_> {
                     let action = Action::Append { x, queries: x };
                     self.add(format!("w{w} in place"), Some("in-place"), |p| p.waves[w].action = action);
                 }
-                Action::Attend { queries, out, .. } => {
+                Action::Attend { queries, out, gate, tile: now } => {
                     for tile in [0, 8, 24, 80, 1024, u32::MAX - 15] {
-                        let action = Action::Attend { queries, out, tile };
+                        let action = Action::Attend { queries, out, tile, gate };
                         self.add(format!("w{w} in tiles of {tile}"), wrong, |p| p.waves[w].action = action);
                     }
+                    for gate in [gate.xor(Some(queries)), gate.map(|_| queries)].into_iter().filter(|of| *of != gate) {
+                        let action = Action::Attend { queries, out, tile: now, gate };
+                        self.add(format!("w{w} with gate {gate:?}"), wrong, |p| p.waves[w].action = action);
+                    }
                 }
-                Action::Merge { out, splits } => {
+                Action::Merge { out, splits, gate } => {
                     for splits in other_splits(splits) {
-                        let action = Action::Merge { out, splits };
+                        let action = Action::Merge { out, splits, gate };
                         self.add(format!("w{w} with {splits:?}"), wrong, |p| p.waves[w].action = action);
                     }
-                    let action = Action::Merge { out: splits.left, splits };
+                    let left = splits.left;
+                    for gate in [gate.xor(Some(left)), gate.map(|_| left)].into_iter().filter(|of| *of != gate) {
+                        let action = Action::Merge { out, splits, gate };
+                        self.add(format!("w{w} with gate {gate:?}"), wrong, |p| p.waves[w].action = action);
+                    }
+                    let action = Action::Merge { out: splits.left, splits, gate };
                     self.add(format!("w{w} in place"), Some("in-place"), |p| p.waves[w].action = action);
                 }
                 Action::AttendRow { x, out, tile: now, splits } => {
@@ -898,7 +914,8 @@ impl Mutants<'_> {
                         let action = Action::AttendRow { x, out, tile, splits };
                         self.add(format!("w{w} in tiles of {tile}"), wrong, |p| p.waves[w].action = action);
                     }
-                    let apart = [Action::Append { x, queries: out }, Action::Attend { queries: x, out, tile: 16 }];
+                    let apart =
+                        [Action::Append { x, queries: out }, Action::Attend { queries: x, out, tile: 16, gate: None }];
                     for action in apart {
                         let what = format!("w{w} as {}", action.name());
                         self.add(what, wrong, |p| p.waves[w].action = action);
@@ -1561,11 +1578,11 @@ fn works(action: &mut Action) -> Vec<&mut WorkId> {
             [x, id].into_iter().chain(squares).chain(written).collect()
         }
         Action::Append { x, queries } => vec![x, queries],
-        Action::Attend { queries, out, .. } => vec![queries, out],
+        Action::Attend { queries, out, gate, .. } => [queries, out].into_iter().chain(gate).collect(),
         Action::AttendRow { x, out, splits, .. } => {
             [x, out].into_iter().chain(splits.as_mut().map(|splits| &mut splits.left)).collect()
         }
-        Action::Merge { out, splits } => vec![out, &mut splits.left],
+        Action::Merge { out, splits, gate } => [out, &mut splits.left].into_iter().chain(gate).collect(),
     }
 }
 
@@ -1599,7 +1616,18 @@ fn judge_mutants(name: &str, target: &Target, form: Form, rows: u32) -> usize {
 
 /// `split`: positions of a KV split, if histories are cut.
 fn judge_mutants_in(name: &str, target: &Target, form: Form, rows: u32, split: Option<u32>) -> usize {
-    let imported = wide(name);
+    judge_mutants_of(name, &wide(name), target, form, rows, split)
+}
+
+/// The same of any model.
+pub fn judge_mutants_of(
+    name: &str,
+    imported: &Imported,
+    target: &Target,
+    form: Form,
+    rows: u32,
+    split: Option<u32>,
+) -> usize {
     let validated = kernel(&imported.graph, target);
     let program = &validated.schedule().program;
     let of = match split {
@@ -1621,8 +1649,8 @@ fn judge_mutants_in(name: &str, target: &Target, form: Form, rows: u32, split: O
     mutants.pairs();
     mutants.addends();
     mutants.best();
-    let text = tokens(&imported, if form == Form::Steps && split.is_none() { rows + 3 } else { 140 });
-    judge(name, &imported, &validated, target, mutants, &text)
+    let text = tokens(imported, if form == Form::Steps && split.is_none() { rows + 3 } else { 140 });
+    judge(name, imported, &validated, target, mutants, &text)
 }
 
 /// The same of mutants of one plan. Those with a proof compute `text`.
@@ -2172,7 +2200,7 @@ fn a_tail_in_splits_has_no_proof() {
     let attends = &mut tail.waves[at];
     let Action::AttendRow { out, splits: of_attends, .. } = &mut attends.action else { unreachable!() };
     (*of_attends, merge.action, merge.sums) =
-        (Some(splits), Action::Merge { out: *out, splits }, Sums::Splits { positions: splits.positions });
+        (Some(splits), Action::Merge { out: *out, splits, gate: None }, Sums::Splits { positions: splits.positions });
     if let Sums::History { split, .. } = &mut attends.sums {
         *split = Some(splits.positions);
     }
@@ -2396,7 +2424,7 @@ fn a_plan_without_one_of_its_meetings_computes_something_else() {
 
 /// Reads a text in chunks that end at `ends`. Rows at the end of each chunk decide: one after the first chunk, one more after each later chunk.
 /// Their tokens, keys and values must be those of the model.
-fn run_tail(imported: &Imported, both: &WithTail<'_>, text: &[u32], ends: &[usize], seed: u64) {
+pub fn run_tail(imported: &Imported, both: &WithTail<'_>, text: &[u32], ends: &[usize], seed: u64) {
     let (chunk, program) = (both.chunk().plan(), &both.tail().validated().schedule().program);
     let mut executor = Executor::new(program, imported, chunk, &[text.len()], seed);
     let mut session = Session::new(&imported.graph, &imported.weights);

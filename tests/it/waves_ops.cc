@@ -722,7 +722,7 @@ template <class M, class G>
 static void attention(const char* name, const std::vector<At>& places, u32 step = 0) {
   constexpr u32 PAGE = M::PAGE_ROWS;
   const u32 rows = u32(places.size()), position = places[0].second;
-  constexpr int KV = G::HEADS / G::GROUP, COLS = (G::HEADS + 2 * KV) * G::DIM, OUT = G::HEADS * G::DIM, TASKS = G::HEADS / G::HEADS_PER_TASK;
+  constexpr int KV = G::HEADS / G::GROUP, COLS = QKV_COLS<G>, OUT = G::HEADS * G::DIM, TASKS = G::HEADS / G::HEADS_PER_TASK;
   constexpr u32 ROW = G::DIM * 2;
   [[maybe_unused]] constexpr u32 TILE_ROWS = (G::HEADS_PER_TASK <= 8 ? 8 / G::HEADS_PER_TASK : 1) * 16;
   start(rows, position);
@@ -739,6 +739,7 @@ static void attention(const char* name, const std::vector<At>& places, u32 step 
   }
   const std::vector<float> q_weight = numbers(state, G::DIM), k_weight = numbers(state, G::DIM), table = numbers(state, M::CONTEXT_MAX * G::DIM);
   const std::vector<float> qkv = numbers(state, size_t(rows) * COLS);
+  const std::vector<float> sinks = SINKS_OF<G> ? numbers(state, G::HEADS) : std::vector<float>();
   const auto at = [](u32 sequence, u32 of, int kv) { return ((size_t(sequence) * M::CONTEXT_MAX + of) * KV + kv) * G::DIM; };
   const std::vector<float> keys = numbers(state, 8 * M::CONTEXT_MAX * KV * G::DIM), values = numbers(state, keys.size());
   pages.resize(M::PAGES);
@@ -756,6 +757,7 @@ static void attention(const char* name, const std::vector<At>& places, u32 step 
         for (u32 d = 0; d < u32(G::DIM); d++) narrow(keys[at(s, of, kv) + d], cell(0, s, of, kv, d)), narrow(values[at(s, of, kv) + d], cell(1, s, of, kv, d));
   const std::vector<u8> cache_before = cache;
   wave.q_norm = constant(q_weight), wave.k_norm = constant(k_weight), wave.rope = constant(table);
+  if constexpr (SINKS_OF<G>) wave.sinks = constant(sinks);
   const u32 whole = blocks<M>(rows) * M::BLOCK_ROWS, x = activations(size_t(whole) * COLS * HEAD_BYTES<G>);
   const u32 queries = activations(size_t(whole) * OUT * 2), out = operand<M, OUT>(rows);
   for (u32 row = 0; row < rows; row++)
@@ -809,6 +811,7 @@ static void attention(const char* name, const std::vector<At>& places, u32 step 
   for (u32 row = 0; row < rows; row++)
     for (int h = 0; h < G::HEADS; h++) {
       all_queries.push_back(prepared<G>(row_of(row), 0, 0, G::HEADS, h, q_weight, angles(places[row].second), G::Q_EPS));
+      for (double& q : all_queries.back()) q *= expected_query_factor<G>(places[row].second);
       for (int d = 0; d < G::DIM; d++) {
         if (!M::STEPS) expected.push_back(all_queries.back()[d]), found.push_back(bf16_at(plain_at(queries, row, h * G::DIM + d, OUT, 2)));
         all_queries.back()[d] = rounded(all_queries.back()[d]);
@@ -817,6 +820,7 @@ static void attention(const char* name, const std::vector<At>& places, u32 step 
   for (u32 row = M::STEPS ? 0 : rows; row < whole; row++) expected.push_back(1), found.push_back(untouched(plain_at(queries, row, 0, OUT, 2), OUT * 2));
   if constexpr (!M::STEPS) {
     wave.x = queries, wave.out = out;
+    if constexpr (GATED_OF<G>) wave.gate = x;
     shares.clear();
     for (u32 row = 0; row < whole; row += TILE_ROWS)
       for (u32 i = 0; i < TASKS; i++) {
@@ -830,7 +834,7 @@ static void attention(const char* name, const std::vector<At>& places, u32 step 
     for (int h = 0; h < G::HEADS; h++) {
       const std::vector<double>& q = all_queries[row * G::HEADS + h];
       std::vector<double> sums(G::DIM);
-      double all = 0;
+      double all = SINKS_OF<G> ? std::exp(double(sinks[h])) : 0.;
       for (u32 of = seen; of <= own; of++) {
         double score = 0;
         for (int d = 0; d < G::DIM; d++) score += q[d] * all_keys[(s * M::CONTEXT_MAX + of) * KV + h / G::GROUP][d];
@@ -840,7 +844,7 @@ static void attention(const char* name, const std::vector<At>& places, u32 step 
         all += weight;
         for (int d = 0; d < G::DIM; d++) sums[d] += weight * all_values[(s * M::CONTEXT_MAX + of) * KV + h / G::GROUP][d];
       }
-      for (int d = 0; d < G::DIM; d++) expected.push_back(sums[d] / all), found.push_back(bf16_at(operand_at<M, OUT, G::OUT_TILES>(out, row, h * G::DIM + d)));
+      for (int d = 0; d < G::DIM; d++) expected.push_back(sums[d] / all * expected_gate<G>(row_of(row), h, d)), found.push_back(bf16_at(operand_at<M, OUT, G::OUT_TILES>(out, row, h * G::DIM + d)));
     }
   }
   for (u32 row = rows; row < whole; row++)
@@ -860,7 +864,7 @@ static void attention(const char* name, u32 position, u32 rows) {
 // and its position.
 template <class M, class G>
 static std::vector<std::vector<u8>> attended(const std::vector<At>& places) {
-  constexpr int KV = G::HEADS / G::GROUP, COLS = (G::HEADS + 2 * KV) * G::DIM, OUT = G::HEADS * G::DIM, TASKS = G::HEADS / G::HEADS_PER_TASK;
+  constexpr int KV = G::HEADS / G::GROUP, COLS = QKV_COLS<G>, OUT = G::HEADS * G::DIM, TASKS = G::HEADS / G::HEADS_PER_TASK;
   std::vector<u8> kept = std::move(cache);
   const u32 rows = u32(places.size());
   start(rows);
@@ -1016,6 +1020,8 @@ int main() {
   attention<Tiled<Heads<2, 1, 1, 128, 128, false, HeadNorm::HEAD, 0, 1>, 64, head, head>, 32, 64>("attention-128-bf16", 70, 140);
   attention<Tiled<Heads<2, 2, 2, 192, 192, true, HeadNorm::HEAD, 0, 1>, 16, none, none>, 12, 16>("attention-192-bf16", 33, 20);
   attention<Tiled<Heads<4, 2, 2, 256, 256, false, HeadNorm::HEAD, 40, 1>, 32, head, head>, 32, 32>("attention-256-bf16", 90, 35);
+  attention<Gated<Tiled<Halves, 64, none, none>>, 16, 64>("attention-gate-bf16", 61, 37);
+  attention<Gated<Featured<Tiled<Heads<6, 3, 3, 64, 64, true, HeadNorm::HEAD, 50, 1>, 16, head, head>>>, 4, 32>("attention-featured-bf16", 40, 40);
 
   // Steps. Tokens of the host, of the launch before and of the step before; branches as they are, and sums of parts; rows of one warp to eight.
   typedef StepMachine<16> S16;
@@ -1135,6 +1141,9 @@ int main() {
   attention<S64, PacketsOf<Tiled<Heads<8, 8, 8, 128, 128, false, HeadNorm::HEAD, 300, 1>, 32, none, head>, 2>>("steps-128-of-8-bf16", two, 1);
   attention<S16, Tiled<Heads<4, 4, 4, 256, 256, false, HeadNorm::HEAD, 0, 1>, 16, head, head>>("steps-256-bf16", two);
   attention<S16, Tiled<Heads<16, 16, 16, 64, 64, false, HeadNorm::HEAD, 0, 1>, 64, none, none>>("steps-16-of-16-bf16", few);
+  attention<S16, Sunk<Tiled<Halves, 64, none, none>>>("steps-sinks-bf16", lengths);
+  attention<S16, Gated<PacketsOf<Tiled<Halves, 64, none, none>, 2>>>("steps-gate-bf16", lengths);
+  attention<S16, Gated<Featured<HeadsOf<Tiled<Heads<6, 3, 3, 64, 64, false, HeadNorm::HEAD, 24, 1>, 32, head, head>, 2>>>>("steps-featured-bf16", few, 2);
   // Histories in KV splits of 64 positions: of one less than a split, of one, of one more, of several; rows that follow each other across a
   // border; windows of more than a split; rows of two steps later, which have other splits.
   const std::vector<At> borders = {{3, 0}, {0, 63}, {5, 64}, {1, 65}, {2, 128}, {7, 999}, {4, 126}, {4, 127}, {4, 128}, {4, 129}, {6, 320}};
@@ -1148,6 +1157,8 @@ int main() {
   attention<S64, CutAt<HeadsOf<Tiled<Heads<8, 8, 8, 128, 128, false, HeadNorm::HEAD, 0, 1>, 32, none, head>, 2>, 128>>("splits-128-of-8-bf16", one);
   attention<S16, CutAt<Tiled<Heads<4, 4, 4, 256, 256, false, HeadNorm::HEAD, 0, 1>, 16, head, head>, 256>>("splits-256-bf16", two);
   attention<S16, CutAt<Tiled<Heads<16, 16, 16, 64, 64, false, HeadNorm::HEAD, 0, 1>, 64, none, none>, 64>>("splits-16-of-16-bf16", one);
+  attention<S16, CutAt<Gated<HeadsOf<Tiled<Halves, 64, none, none>, 2>>, 64>>("splits-gate-bf16", borders);
+  attention<S32, CutAt<Gated<Featured<Tiled<Heads<4, 4, 4, 64, 64, false, HeadNorm::HEAD, 150, 1>, 64, head, head>>>, 64>>("splits-featured-bf16", borders);
   // More rows than two a lane, for a product in tiles.
   std::vector<At> many;
   for (u32 i = 0; i < 102; i++) many.push_back(i < 30 ? At{0, 100 + i} : i < 31 ? At{1, 700} : i < 90 ? At{2, 210 + i} : i < 91 ? At{3, 65} : At{4, i - 91});
