@@ -343,6 +343,8 @@ pub struct FormatPlan {
     pub weights: Option<Format>,
     /// That of the head, if it differs; a plain one: as it is stored.
     pub head: Option<Format>,
+    /// That of the matrices of experts, if it differs; as for the head. A shared expert is none of them.
+    pub experts: Option<Format>,
     /// That of the embedding; `None`, or a plain one: as it is stored. `weights` does not apply to it.
     pub embed: Option<Format>,
     /// Those of single layers, for all linears of the layer; as for the head.
@@ -356,6 +358,12 @@ impl FormatPlan {
         own.or(self.weights).filter(|format| !format.is_plain())
     }
 
+    /// The format of the experts of a layer; `None`: as they are stored.
+    pub fn of_experts(&self, layer: u32) -> Option<Format> {
+        let own = self.layers.get(&layer).copied().or(self.experts);
+        own.or(self.weights).filter(|format| !format.is_plain())
+    }
+
     /// The format of the embedding; `None`: as it is stored.
     pub fn of_embed(&self) -> Option<Format> {
         self.embed.filter(|format| !format.is_plain())
@@ -363,8 +371,8 @@ impl FormatPlan {
 
     /// As text for keys: one `name value` line each.
     pub fn key_text(&self) -> String {
-        let FormatPlan { weights, head, embed, layers } = self;
-        let own = [("weights", weights), ("head", head), ("embed", embed)].into_iter();
+        let FormatPlan { weights, head, experts, embed, layers } = self;
+        let own = [("weights", weights), ("head", head), ("experts", experts), ("embed", embed)].into_iter();
         let own = own.filter_map(|(name, format)| Some(format!("precision.{name}.format {}\n", (*format)?)));
         let layers = layers.iter().map(|(layer, format)| format!("precision.layers.{layer}.format {format}\n"));
         own.chain(layers).collect()

@@ -6,11 +6,12 @@
 //! [model]
 //! source = "path:checkpoint"   # hf:OWNER/NAME[:FILE], path:DIR, path:FILE.gguf, synthetic:CONFIG.json or builtin:tinystories
 //! revision = "main"            # hf: only; default main
-//! seed = 0                     # synthetic: only; default 0
+//! seed = 0                     # synthetic: only; default 0; from 4294967296 on it skews routers (docs/models.md)
 //!
 //! [precision]
 //! weights = "bf16"             # fp32 or bf16; or rounded to int8, fp8, int4:128, int4:64, int4:32 or mxfp4
 //! head = "bf16"                # default: as weights
+//! experts = "mxfp4"            # matrices of experts; default: as weights
 //! embed = "int8"               # default: as it is stored
 //! layers.0 = "bf16"            # one layer; default: as weights
 //! cache = "bf16"               # fp32, bf16 or fp8 (docs/formats.md); default: as weights, bf16 where they are rounded
@@ -128,6 +129,7 @@ pub struct ModelFile {
 pub struct PrecisionFile {
     pub weights: Format,
     pub head: Option<Format>,
+    pub experts: Option<Format>,
     pub embed: Option<Format>,
     /// Formats of single layers, by number.
     pub layers: BTreeMap<u32, Format>,
@@ -301,6 +303,7 @@ fn read_model(fields: &mut Fields<'_>) -> Option<ModelFile> {
 fn read_precision(fields: &mut Fields<'_>) -> Option<PrecisionFile> {
     let weights = fields.required("weights", |f, key| f.choice(key, &NAMED));
     let head = fields.choice("head", &NAMED);
+    let experts = fields.choice("experts", &NAMED);
     let embed = fields.choice("embed", &NAMED);
     let layers = fields.table("layers", |f| Some(f.numbered_choices(&NAMED)));
     let cache = fields.choice("cache", &CACHES);
@@ -308,6 +311,7 @@ fn read_precision(fields: &mut Fields<'_>) -> Option<PrecisionFile> {
     Some(PrecisionFile {
         weights: weights?.into_inner(),
         head: head.map(Spanned::into_inner),
+        experts: experts.map(Spanned::into_inner),
         embed: embed.map(Spanned::into_inner),
         layers: layers.unwrap_or_default(),
         cache: cache.map(Spanned::into_inner),
@@ -452,11 +456,12 @@ fn resolve(file: &ManifestFile, path: &Path, faults: &mut Vec<Diagnostic>) -> Re
     let base_dir = files::folder_of(path);
     let remote = resolve_cache(shared.as_ref(), path, faults)?;
     check_source(model, faults);
-    let PrecisionFile { weights: asked, head, embed, layers, cache, activations } = precision;
+    let PrecisionFile { weights: asked, head, experts, embed, layers, cache, activations } = precision;
     let weights = if asked.code == Code::F32 { DType::F32 } else { DType::Bf16 };
     let (cache, activations) = (cache.unwrap_or(weights), activations.unwrap_or(weights));
     let weights_of_all = Some(*asked).filter(|f| !f.is_plain());
-    let formats = FormatPlan { weights: weights_of_all, head: *head, embed: *embed, layers: layers.clone() };
+    let formats =
+        FormatPlan { weights: weights_of_all, head: *head, experts: *experts, embed: *embed, layers: layers.clone() };
     let SearchFile { trials, minutes, seed, margin } = *search;
     let Targets { targets, candidates, measured } = resolve_targets(targets, &base_dir, faults)?;
     check_rows(decode, &targets, faults);
@@ -1167,7 +1172,8 @@ error: missing key `record` in `target`
             change(&mut other);
             other.key_text() != key
         };
-        let matters: [fn(&mut Manifest); 22] = [
+        let matters: [fn(&mut Manifest); 23] = [
+            |m| m.formats.experts = Some(NAMED[2].1),
             |m| m.formats.head = Some(NAMED[2].1),
             |m| m.formats.embed = Some(NAMED[2].1),
             |m| m.source.push('x'),

@@ -551,6 +551,7 @@ pub fn argmax(logits: &[f32]) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::graph::{RowView, TensorId};
 
     #[test]
     fn erf_agrees_with_tabulated_values() {
@@ -634,6 +635,39 @@ mod tests {
         assert!((act(Act::GeluTanh, 1.0) - 0.841_191_990_608_311).abs() < 1e-12);
         assert_eq!((act(Act::Relu, -2.0), act(Act::Relu, 2.0)), (0.0, 2.0));
         assert_eq!(matvec(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], &[1.0, 1.0, 1.0]), [6.0, 15.0]);
+    }
+
+    #[test]
+    fn routers_choose_by_their_rules() {
+        let config = r#"{"architectures":["LlamaForCausalLM"],"vocab_size":8,"hidden_size":8,"intermediate_size":8,
+            "num_hidden_layers":1,"num_attention_heads":1}"#;
+        let weights = crate::model::config::import_config_only(config, 0).unwrap().weights;
+        let linear = Linear { weight: RowView::range(TensorId(0), 0), bias: None, rows: 6, cols: 1 };
+        let router = Router {
+            linear,
+            top_k: 3,
+            score: Score::Sigmoid,
+            correction: None,
+            groups: None,
+            normalise: None,
+            scale: 2.0,
+        };
+        // Of equal values the lower id comes first.
+        let scores = [0.25, 0.5, 0.125, 0.5, 0.25, 0.0];
+        assert_eq!(choose(&weights, &router, &scores), [1, 3, 0]);
+        assert_eq!(slot_weights(&router, &scores, &[1, 3, 0]), [1.0, 1.0, 0.5]);
+        let normalised = Router { normalise: Some(0.25), ..router.clone() };
+        assert_close(&slot_weights(&normalised, &scores, &[1, 3, 0]), &[2.0 / 3.0, 2.0 / 3.0, 1.0 / 3.0]);
+        // Groups of two: sums 0.75, 0.625 and 0.25, largest 0.5, 0.5 and 0.25.
+        let grouped =
+            |kept, score| Router { groups: Some(ExpertGroups { count: 3, kept, score }), top_k: 2, ..router.clone() };
+        assert_eq!(choose(&weights, &grouped(1, GroupScore::SumOfTwo), &scores), [1, 0]);
+        assert_eq!(choose(&weights, &grouped(1, GroupScore::Max), &scores), [1, 0]);
+        assert_eq!(choose(&weights, &grouped(2, GroupScore::SumOfTwo), &scores), [1, 3]);
+        let logits = [0.0, 3f64.ln(), 0.0];
+        let of = |score| super::scores(&Router { score, ..router.clone() }, &logits);
+        assert_close(&of(Score::Softmax), &[0.2, 0.6, 0.2]);
+        assert_close(&of(Score::Sigmoid), &[0.5, 0.75, 0.5]);
     }
 
     fn assert_close(found: &[f64], expected: &[f64]) {

@@ -218,6 +218,16 @@ pub struct Experts {
     pub shared: Option<SharedExpert>,
 }
 
+impl Experts {
+    /// Experts that at least one of `rows` rows chooses, on average, if each row chooses any `top_k` of them alike and on its own:
+    /// `n (1 - (1 - top_k / n)^rows)` of `n` experts. A skewed router chooses fewer.
+    pub fn distinct(&self, rows: u32) -> f64 {
+        let count = self.experts.len().max(1) as f64;
+        let chosen = (f64::from(self.router.top_k) / count).min(1.0);
+        count * (1.0 - (1.0 - chosen).powi(rows as i32))
+    }
+}
+
 /// An expert that every row is computed by. Several shared experts of a checkpoint are one of their joint width.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SharedExpert {
@@ -440,6 +450,35 @@ impl ModelGraph {
     /// Bytes of all tensors as the checkpoint stores them; of scales, those that a pack has.
     pub fn stored_bytes(&self) -> u64 {
         (0..).map(TensorId).zip(&self.tensors).map(|(id, tensor)| self.bytes_of(id, tensor.dtype, tensor.count())).sum()
+    }
+
+    /// Weight bytes that a step of `rows` rows has to read: every tensor once, of an untied embedding a row for each, of experts those that
+    /// are chosen, by [`Experts::distinct`].
+    ///
+    /// A lower bound: every value that is not stored as a code is counted as one of `dtype`, norm gains and biases included.
+    pub fn step_bytes(&self, dtype: DType, rows: u32) -> u64 {
+        let mut shares: BTreeMap<TensorId, f64> = BTreeMap::new();
+        for experts in self.layers.iter().filter_map(|layer| layer.feed.experts()) {
+            let share = experts.distinct(rows) / experts.experts.len().max(1) as f64;
+            for linear in experts.experts.iter().flat_map(Mlp::linears) {
+                shares.insert(linear.weight.tensor, share);
+                shares.extend(linear.bias.iter().map(|bias| (bias.tensor, share)));
+            }
+        }
+        let of = |(id, tensor): (TensorId, &Tensor)| {
+            let bytes = self.bytes_of(id, dtype, tensor.count());
+            shares.get(&id).map_or(bytes, |share| (bytes as f64 * share) as u64)
+        };
+        let all: u64 = (0..).map(TensorId).zip(&self.tensors).map(of).sum();
+        let row = u64::from(self.hidden) * dtype.bytes() as u64;
+        let tied = self.head.weight.tensor == self.embed;
+        all - if tied { 0 } else { u64::from(self.vocab) * row } + u64::from(rows) * row
+    }
+
+    /// Parameters that one row is computed with: those of [`step_bytes`](Self::step_bytes), for one row.
+    pub fn active_parameters(&self) -> u64 {
+        let plain = ModelGraph { formats: BTreeMap::new(), ..self.clone() };
+        plain.step_bytes(DType::F32, 1) / DType::F32.bytes() as u64
     }
 
     /// Bytes of `count` weights of a tensor, if values are of `dtype`.

@@ -4,7 +4,7 @@
 
 use crate::format::{Code, E4M3_MAX, Format, FormatPlan, ScaleCode, name_of};
 use crate::model::coded::CodedRow;
-use crate::model::graph::{Layer, Mlp, ModelGraph, Tensor, TensorId};
+use crate::model::graph::{Layer, Linear, Mlp, ModelGraph, Tensor, TensorId};
 use crate::model::weights::Weights;
 
 /// A plan that does not fit a model.
@@ -50,13 +50,21 @@ pub fn round_matrices(graph: &mut ModelGraph, weights: &mut Weights, plan: &Form
         }
     }
     for layer in 0..layers {
-        let Some(format) = plan.of(Some(layer as u32)) else { continue };
         let Layer { attn, feed, .. } = &graph.layers[layer];
-        let mlps = feed.mlps().flat_map(Mlp::linears);
-        let linears = [&attn.q, &attn.k, &attn.v, &attn.o].into_iter().chain(mlps);
-        let tensors: Vec<TensorId> = linears.map(|linear| linear.weight.tensor).collect();
-        for tensor in tensors {
-            round_tensor(graph, weights, tensor, format)?;
+        let own = feed.experts().map_or(&[][..], |experts| &experts.experts);
+        let shared = feed.experts().and_then(|experts| experts.shared.as_ref()).map(|shared| &shared.mlp);
+        let others = feed.dense().into_iter().chain(shared).flat_map(Mlp::linears);
+        let others = attn.projections().into_iter().chain([&attn.o]).chain(others);
+        let ids = |linears: Vec<&Linear>| -> Vec<TensorId> { linears.iter().map(|l| l.weight.tensor).collect() };
+        let both = [
+            (plan.of(Some(layer as u32)), ids(others.collect())),
+            (plan.of_experts(layer as u32), ids(own.iter().flat_map(Mlp::linears).collect())),
+        ];
+        for (format, tensors) in both {
+            let Some(format) = format else { continue };
+            for tensor in tensors {
+                round_tensor(graph, weights, tensor, format)?;
+            }
         }
     }
     Ok(())

@@ -640,6 +640,12 @@ enum Source {
         bytes: Range<usize>,
     },
     Synthetic(SyntheticTensor),
+    /// A router: row `i` is multiplied by `e^(skew * NORMAL)`, a value of `gains`.
+    Skewed {
+        tensor: SyntheticTensor,
+        gains: SyntheticTensor,
+        skew: f32,
+    },
     /// Matrices of `rows` rows one after another, each of which the file has transposed, its columns one after another.
     Transposed {
         file: usize,
@@ -685,6 +691,7 @@ impl KeyPart for Source {
                 key.nested("mapped", &Component { file: *file, bytes: bytes.clone() });
             }
             Source::Synthetic(tensor) => key.text("synthetic", &format!("{tensor:?}")),
+            Source::Skewed { tensor, gains, skew } => key.text("skewed", &format!("{tensor:?} {gains:?} {skew:?}")),
             Source::Transposed { file, bytes, rows } => {
                 key.nested("transposed", &Component { file: *file, bytes: bytes.clone() });
                 key.value("rows", rows);
@@ -818,6 +825,9 @@ impl Weights {
     /// The statistics keep a random model alive: linear weights have deviation `1 / sqrt(fan_in)`, an untied embedding
     /// 1 after its scale, the head such that logits have deviation 2 before the softcap, biases 0.3, norm gains
     /// 1 +- 0.25 (stored around `1 - weight_offset`), sinks deviation 1, so that a bias or a gain that is ignored is visible.
+    ///
+    /// Routers choose their experts about alike. A seed of `n * 2^32 + s` skews those of seed `s` and leaves all else: the rows of a router
+    /// are multiplied by numbers whose logarithms have deviation `n / 10`, so that some experts are chosen much more often.
     pub fn synthetic(graph: &ModelGraph, seed: u64) -> Weights {
         let mut moments = vec![(0.0, 1.0); graph.tensors.len()];
         let mut set = |id: TensorId, mean: f64, std: f64| moments[id.index()] = (mean, std);
@@ -848,14 +858,21 @@ impl Weights {
         // Last: a tied table is shaped by its use as the head, since the first norm makes up for its size as input.
         set(graph.head.weight.tensor, 0.0, head_std);
         graph.head.bias.iter().for_each(|bias| set(bias.tensor, 0.0, 0.3));
-        let tensors = graph
-            .tensors
-            .iter()
-            .zip(moments)
-            .map(|(t, (mean, std))| {
-                Stored::new(t, Source::Synthetic(SyntheticTensor::new(seed, &t.name, mean as f32, std as f32)))
-            })
-            .collect();
+        let routers = graph.layers.iter().filter_map(|layer| Some(layer.feed.experts()?.router.linear.weight.tensor));
+        let routers: BTreeSet<TensorId> = routers.collect();
+        let (skew, own) = match routers.is_empty() {
+            true => (0.0, seed),
+            false => ((seed >> 32) as f32 / 10.0, seed & u64::from(u32::MAX)),
+        };
+        let of = |((id, t), (mean, std)): ((TensorId, &Tensor), (f64, f64))| {
+            let tensor = SyntheticTensor::new(own, &t.name, mean as f32, std as f32);
+            if skew == 0.0 || !routers.contains(&id) {
+                return Stored::new(t, Source::Synthetic(tensor));
+            }
+            let gains = SyntheticTensor::new(own, &format!("{}.skew", t.name), 0.0, 1.0);
+            Stored::new(t, Source::Skewed { tensor, gains, skew })
+        };
+        let tensors = (0..).map(TensorId).zip(&graph.tensors).zip(moments).map(of).collect();
         Weights { tensors, maps: Vec::new(), files: Vec::new(), seed: Some(seed) }
     }
 
@@ -871,7 +888,11 @@ impl Weights {
             Source::Coded(coded) => Some(coded.recipe.reading()),
             Source::Blocks(blocks) => Some(blocks.reading()),
             Source::Transposed { .. } => Some("values of transposed matrices".to_string()),
-            Source::Mapped { .. } | Source::Synthetic(_) | Source::Rounded(..) | Source::Same(_) => None,
+            Source::Mapped { .. }
+            | Source::Synthetic(_)
+            | Source::Skewed { .. }
+            | Source::Rounded(..)
+            | Source::Same(_) => None,
         };
         self.tensors.iter().filter_map(|tensor| of(&tensor.source)).collect()
     }
@@ -921,7 +942,11 @@ impl Weights {
             Source::Coded(coded) => Some(coded.recipe.format),
             Source::Blocks(blocks) => blocks.format(),
             Source::Rounded(_, format) => Some(*format),
-            Source::Mapped { .. } | Source::Synthetic(_) | Source::Transposed { .. } | Source::Same(_) => None,
+            Source::Mapped { .. }
+            | Source::Synthetic(_)
+            | Source::Skewed { .. }
+            | Source::Transposed { .. }
+            | Source::Same(_) => None,
         }
     }
 
@@ -955,7 +980,11 @@ impl Weights {
                 }
                 round_row(*format, &values, out);
             }
-            Source::Mapped { .. } | Source::Synthetic(_) | Source::Transposed { .. } | Source::Same(_) => {
+            Source::Mapped { .. }
+            | Source::Synthetic(_)
+            | Source::Skewed { .. }
+            | Source::Transposed { .. }
+            | Source::Same(_) => {
                 panic!("{id} is stored as values")
             }
         }
@@ -972,8 +1001,12 @@ impl Weights {
 
     fn view_of<'a>(&'a self, source: &'a Source, dtype: DType) -> TensorView<'a> {
         match source {
-            Source::Coded(_) | Source::Blocks(_) | Source::Rounded(..) | Source::Transposed { .. } => {
-                panic!("codes and transposed matrices have no view as values")
+            Source::Coded(_)
+            | Source::Blocks(_)
+            | Source::Rounded(..)
+            | Source::Transposed { .. }
+            | Source::Skewed { .. } => {
+                panic!("only values that are used as they lie have a view")
             }
             Source::Same(id) => self.view(*id),
             Source::Synthetic(tensor) => TensorView::Synthetic(tensor),
@@ -1009,6 +1042,11 @@ impl Weights {
             }
             Source::Transposed { file, bytes, rows } => {
                 self.values_of(*file, bytes, self.tensors[id.index()].dtype).read_column_f32(row, *rows, out);
+            }
+            Source::Skewed { tensor, gains, skew } => {
+                tensor.fill_f32(first as u64, out);
+                let gain = (gains.value(u64::from(row)).to_f32() * skew).exp();
+                out.iter_mut().for_each(|value| *value = bf16::from_f32(*value * gain).to_f32());
             }
             Source::Same(of) => self.read_row_f32(*of, row, out),
             Source::Mapped { .. } | Source::Synthetic(_) => self.view(id).read_f32(first, out),
@@ -1077,6 +1115,7 @@ mod tests {
 
     use super::*;
     use crate::model::config;
+    use crate::reference;
 
     /// A safetensors file from its header text and data.
     fn file(header: &str, data: &[u8]) -> Vec<u8> {
@@ -1353,6 +1392,45 @@ mod tests {
         }
         // Whitespace and the metadata may change without harm, and nothing else.
         assert!(refused > 560, "{refused}");
+    }
+
+    /// Of 512 rows of a normed input: how many choose the busiest eighth of the experts, of all choices.
+    fn busiest(seed: u64) -> f64 {
+        let config = include_str!("../../manifests/configs/qwen3-30b-a3b.json");
+        let imported = config::import_config_only(config, seed).unwrap();
+        let (graph, weights) = (&imported.graph, &imported.weights);
+        let router = &graph.layers[3].feed.experts().unwrap().router;
+        let inputs = SyntheticTensor::new(5, "inputs", 0.0, 1.0);
+        let mut counts = vec![0u32; 128];
+        let mut input = vec![0.0; graph.hidden as usize];
+        for row in 0..512 {
+            inputs.fill_f32(row * u64::from(graph.hidden), &mut input);
+            let wide: Vec<f64> = input.iter().map(|&x| f64::from(x)).collect();
+            let scores = reference::scores(router, &reference::linear(weights, &router.linear, &wide));
+            reference::choose(weights, router, &scores).into_iter().for_each(|e| counts[e as usize] += 1);
+        }
+        counts.sort_unstable_by(|a, b| b.cmp(a));
+        f64::from(counts[..16].iter().sum::<u32>()) / f64::from(counts.iter().sum::<u32>())
+    }
+
+    #[test]
+    fn seeds_above_32_bits_skew_routers() {
+        let [uniform, skewed, more] = [7, 10 << 32 | 7, 20 << 32 | 7].map(busiest);
+        assert!((0.125..0.2).contains(&uniform), "{uniform}");
+        assert!((0.35..0.75).contains(&skewed), "{skewed}");
+        assert!(more > skewed + 0.1, "{skewed} {more}");
+        // Nothing else differs.
+        let config = include_str!("../../manifests/configs/olmoe-1b-7b.json");
+        let values = |seed: u64, name: &str| {
+            let imported = config::import_config_only(config, seed).unwrap();
+            let at = imported.graph.tensors.iter().position(|tensor| tensor.name == name).unwrap();
+            let mut row = vec![0.0; imported.weights.cols(TensorId::from(at))];
+            imported.weights.read_row_f32(TensorId::from(at), 1, &mut row);
+            row
+        };
+        let names = ["model.layers.0.mlp.experts.3.up_proj.weight", "model.layers.0.mlp.gate.weight"];
+        let same = names.map(|name| values(9, name) == values(10 << 32 | 9, name));
+        assert_eq!(same, [true, false]);
     }
 
     #[test]

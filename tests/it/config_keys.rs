@@ -153,6 +153,8 @@ fn ineffective(class: &str, key: &str, value: &Value, config: &Map<String, Value
         "layer_norm_eps" => class == "Cohere2MoeForCausalLM" && given("rms_norm_eps"),
         "rotary_dim" => config["rope_parameters"].get("partial_rotary_factor").is_some(),
         "sliding_window" if class == "Dots1ForCausalLM" => !given("layer_types"),
+        // Absent keys set to the default, and what is switched off.
+        "route_scale" | "global_attn_every_n_layers" | "mup_enabled" => !given(key) || given("layer_types"),
         // The trained length ends before it, and the factor is given.
         "max_position_embeddings" => kind("rope_scaling") == Some("longrope"),
         "partial_rotary_factor" => value == &json!(1) && !given(key),

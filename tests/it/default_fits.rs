@@ -20,7 +20,7 @@ use serde_json::Value;
 use crate::cli_support::{Place, manifest_text};
 use crate::formats::{all, named, rounded};
 use crate::proof_support::{BF16, FP32, listed};
-use crate::support::fixture;
+use crate::support::{dense_configs, fixture};
 
 const CONTEXT_MAX: u32 = 4096;
 
@@ -41,8 +41,7 @@ fn configs() -> BTreeMap<String, String> {
     let published: BTreeMap<String, Value> = serde_json::from_str(&published).unwrap();
     let mut configs: BTreeMap<String, String> =
         published.into_iter().map(|(name, config)| (name, config.to_string())).collect();
-    for entry in fs::read_dir(repository("manifests/configs")).unwrap() {
-        let path = entry.unwrap().path();
+    for path in dense_configs() {
         let name = path.file_stem().unwrap().to_string_lossy().into_owned();
         configs.insert(name, fs::read_to_string(&path).unwrap());
     }

@@ -58,8 +58,8 @@ fn every_family_agrees_with_transformers() {
 
 #[test]
 fn every_mixture_agrees_with_transformers() {
-    assert_eq!(agree_with_transformers("experts"), 21);
-    assert_eq!(agree_with_transformers("quantised-experts"), 2);
+    assert_eq!(agree_with_transformers("experts"), 23);
+    assert_eq!(agree_with_transformers("quantised-experts"), 3);
 }
 
 /// Absent keys, both config layouts, other rotary kinds, shards: see tests/fixtures/make_variants.py.
@@ -80,7 +80,7 @@ fn share_gains(norm: &mut Option<QkNorm>) {
 }
 
 /// Features of a layer, and how it computes without them.
-const LAYER_FEATURES: [Feature<Layer>; 16] = [
+const LAYER_FEATURES: [Feature<Layer>; 18] = [
     ("rotary embedding", |l| l.attn.rope = None),
     ("window", |l| l.attn.window = None),
     ("score softcap", |l| l.attn.softcap = None),
@@ -94,6 +94,8 @@ const LAYER_FEATURES: [Feature<Layer>; 16] = [
     ("o bias", |l| l.attn.o.bias = None),
     ("up bias", |l| l.feed.dense_mut().into_iter().for_each(|mlp| mlp.up.bias = None)),
     ("down bias", |l| l.feed.dense_mut().into_iter().for_each(|mlp| mlp.down.bias = None)),
+    ("sinks", |l| l.attn.sinks = None),
+    ("output gate", |l| l.attn.gate = None),
     ("norm after attention", |l| l.attn_post_norm = None),
     ("norm after the MLP", |l| l.mlp_post_norm = None),
     ("parallel branches", |l| l.parallel = false),
@@ -113,7 +115,7 @@ const MODEL_FEATURES: [Feature<ModelGraph>; 9] = [
 ];
 
 /// Features of a mixture of experts, and how it computes without them.
-const EXPERTS_FEATURES: [Feature<Experts>; 12] = [
+const EXPERTS_FEATURES: [Feature<Experts>; 16] = [
     ("number of slots", |e| e.router.top_k = 1),
     ("order of experts", |e| e.experts.swap(0, 1)),
     ("kind of scores", |e| {
@@ -127,7 +129,13 @@ const EXPERTS_FEATURES: [Feature<Experts>; 12] = [
     ("gate of the shared expert", |e| e.shared.iter_mut().for_each(|shared| shared.gate = None)),
     ("scale of the shared expert", |e| e.shared.iter_mut().for_each(|shared| shared.scale = 1.0)),
     ("rows of an expert's gate", |e| e.experts.iter_mut().for_each(|mlp| mlp.gate = Some(mlp.up.clone()))),
-    ("activation of experts", |e| e.experts.iter_mut().for_each(|mlp| mlp.act = Act::Relu)),
+    ("bias of the router", |e| e.router.linear.bias = None),
+    ("biases of up", |e| e.experts.iter_mut().for_each(|mlp| mlp.up.bias = None)),
+    ("biases of down", |e| e.experts.iter_mut().for_each(|mlp| mlp.down.bias = None)),
+    ("clamped SwiGLU", |e| e.experts.iter_mut().for_each(|mlp| mlp.swiglu = None)),
+    ("activation of experts", |e| {
+        e.experts.iter_mut().filter(|mlp| mlp.swiglu.is_none()).for_each(|mlp| mlp.act = Act::Relu)
+    }),
 ];
 
 /// Goldens prove that a feature is computed only if ignoring it changes the logits. So for each feature of each family there is

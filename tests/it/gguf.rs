@@ -114,8 +114,73 @@ fn renamed(name: &str) -> String {
     }
     let rest = module.strip_prefix("model.layers.").or(module.strip_prefix("gpt_neox.layers.")).unwrap();
     let (layer, part) = rest.split_once('.').unwrap();
-    let (_, to) = parts.iter().find(|(from, _)| *from == part).unwrap_or_else(|| panic!("{name}"));
-    format!("blk.{layer}.{to}.{end}")
+    let same = part.starts_with("ffn_") || matches!(part, "exp_probs_b" | "post_attention_norm");
+    let to = parts.iter().find(|(from, _)| *from == part).map(|(_, to)| *to).or(same.then_some(part));
+    format!("blk.{layer}.{}.{end}", to.unwrap_or_else(|| panic!("{name}")))
+}
+
+/// Experts as the converter stacks them: `ffn_*_exps` with the matrices of all experts of a layer, halves of a fused one apart.
+fn stacked_experts(checkpoint: &Checkpoint, arch: &str) -> Checkpoint {
+    let mut experts: std::collections::BTreeMap<String, (Vec<u64>, Vec<f32>)> = std::collections::BTreeMap::new();
+    let mut tensors = vec![];
+    for (name, shape, values) in &checkpoint.tensors {
+        let mut put = |name: String, shape: &[u64], values: &[f32]| {
+            let (whole, all) = experts.entry(name).or_insert_with(|| (vec![0, shape[0], shape[1]], vec![]));
+            whole[0] += 1;
+            all.extend(values);
+        };
+        let Some((begin, rest)) = name.split_once(".mlp.").or(name.split_once(".block_sparse_moe.")) else {
+            // What the other families call the norm of the MLP.
+            let name = match arch {
+                "glm4moe" => name.replace("post_attention_layernorm", "post_attention_norm"),
+                _ => name.clone(),
+            };
+            tensors.push((name, shape.clone(), values.clone()));
+            continue;
+        };
+        match rest.split('.').collect::<Vec<_>>()[..] {
+            ["experts", id, part, "weight"] => {
+                let part = match part {
+                    "gate_proj" | "w1" => "gate",
+                    "up_proj" | "w3" => "up",
+                    _ => "down",
+                };
+                // In the order of their ids: there are fewer than ten.
+                assert!(id.len() == 1);
+                put(format!("{begin}.ffn_{part}_exps.weight"), shape, values);
+            }
+            [part @ ("input_linear" | "output_linear"), "weight"] => {
+                let (rows, cols) = (shape[1] as usize, shape[2] as usize);
+                for expert in values.chunks_exact(rows * cols) {
+                    if part == "output_linear" {
+                        put(format!("{begin}.ffn_down_exps.weight"), &shape[1..], expert);
+                        continue;
+                    }
+                    let half = [shape[1] / 2, shape[2]];
+                    let (gate, up) = expert.split_at(rows / 2 * cols);
+                    put(format!("{begin}.ffn_gate_exps.weight"), &half, gate);
+                    put(format!("{begin}.ffn_up_exps.weight"), &half, up);
+                }
+            }
+            ["gate", "weight"] | ["router", "layer", "weight"] => {
+                tensors.push((format!("{begin}.ffn_gate_inp.weight"), shape.clone(), values.clone()));
+            }
+            ["gate", "e_score_correction_bias"] => {
+                tensors.push((format!("{begin}.exp_probs_b.bias"), shape.clone(), values.clone()));
+            }
+            // The converter leaves out extents of one.
+            ["shared_expert_gate", "weight"] => {
+                tensors.push((format!("{begin}.ffn_gate_inp_shexp.weight"), shape[1..].to_vec(), values.clone()));
+            }
+            ["shared_expert" | "shared_experts", part, "weight"] => {
+                let part = part.strip_suffix("_proj").unwrap();
+                tensors.push((format!("{begin}.ffn_{part}_shexp.weight"), shape.clone(), values.clone()));
+            }
+            _ => tensors.push((name.clone(), shape.clone(), values.clone())),
+        }
+    }
+    tensors.extend(experts.into_iter().map(|(name, (shape, values))| (name, shape, values)));
+    Checkpoint { config: checkpoint.config.clone(), tensors }
 }
 
 /// Rows in another order: row `i` of the result is row `of(i)`.
@@ -141,7 +206,7 @@ fn converted(checkpoint: &Checkpoint, arch: &str) -> Writer {
     metadata(checkpoint, arch, &mut out);
     let heads = checkpoint.count("num_attention_heads").unwrap() as usize;
     let kv_heads = checkpoint.count("num_key_value_heads").unwrap_or(heads as u64) as usize;
-    let paired = matches!(arch, "llama" | "granite" | "smollm3");
+    let paired = matches!(arch, "llama" | "granite" | "smollm3" | "granitemoe");
     let mut stacked: std::collections::BTreeMap<String, Vec<Vec<f32>>> = std::collections::BTreeMap::new();
     for (name, shape, values) in &checkpoint.tensors {
         // One gain a head, stacked (StableLM).
@@ -199,7 +264,23 @@ fn metadata(checkpoint: &Checkpoint, arch: &str, out: &mut Writer) {
     };
     let count = |key: &str| checkpoint.count(key).map(|n| Meta::U32(n as u32));
     let number = |key: &str| checkpoint.number(key).map(Meta::F32);
-    set("block_count", count("num_hidden_layers"));
+    let ahead = checkpoint.count("num_nextn_predict_layers").filter(|_| arch == "glm4moe").unwrap_or(0);
+    let blocks = checkpoint.count("num_hidden_layers").map(|layers| Meta::U32((layers + ahead) as u32));
+    set("block_count", blocks);
+    set("expert_count", count("num_experts").or(count("num_local_experts")).or(count("n_routed_experts")));
+    set("expert_used_count", count("num_experts_per_tok"));
+    set("expert_feed_forward_length", count("moe_intermediate_size"));
+    set("expert_shared_feed_forward_length", count("shared_expert_intermediate_size"));
+    if arch == "glm4moe" {
+        set("expert_shared_count", count("n_shared_experts"));
+        set("leading_dense_block_count", count("first_k_dense_replace"));
+        set("expert_group_count", count("n_group"));
+        set("expert_group_used_count", count("topk_group"));
+        set("expert_weights_scale", number("routed_scaling_factor"));
+        set("expert_weights_norm", checkpoint.config["norm_topk_prob"].as_bool().map(Meta::Truth));
+        set("expert_gating_func", Some(Meta::U32(2)));
+        set("nextn_predict_layers", count("num_nextn_predict_layers"));
+    }
     set("context_length", count("max_position_embeddings"));
     set("embedding_length", count("hidden_size"));
     set("feed_forward_length", count("intermediate_size"));
@@ -215,7 +296,7 @@ fn metadata(checkpoint: &Checkpoint, arch: &str, out: &mut Writer) {
     let dim = checkpoint.count("head_dim").unwrap_or(hidden / heads);
     let share = checkpoint.number("partial_rotary_factor").or(checkpoint.number("rotary_pct")).unwrap_or(1.0);
     set("rope.dimension_count", Some(Meta::U32((dim as f32 * share) as u32)));
-    set("attention.sliding_window", count("sliding_window"));
+    set("attention.sliding_window", count("sliding_window").filter(|_| checkpoint.count("sliding_window") != Some(0)));
     set("attn_logit_softcapping", number("attn_logit_softcapping").filter(|_| arch == "gemma2"));
     set("final_logit_softcapping", number("final_logit_softcapping"));
     set("embedding_scale", number("embedding_multiplier"));
@@ -359,10 +440,18 @@ fn converted_families_compute_the_same_logits() {
         ("families/gpt-neox", "gptneox", json!({})),
         ("variants/cohere-qk-norm", "command-r", json!({ "rope_theta": 500000.0 })),
         ("variants/cohere2", "cohere2", json!({ "layer_norm_eps": 1e-5 })),
+        ("experts/qwen3-moe", "qwen3moe", json!({})),
+        ("experts/qwen2-moe-shared", "qwen2moe", json!({ "norm_topk_prob": false })),
+        ("experts/mixtral-8", "llama", json!({})),
+        ("experts/olmoe", "olmoe", json!({})),
+        ("experts/granitemoe", "granitemoe", json!({})),
+        ("experts/glm4-moe", "glm4moe", json!({})),
+        ("experts/glm46-moe", "glm4moe", json!({})),
     ];
     for (name, arch, changes) in cases {
         let checkpoint = Checkpoint::read(name, changes.clone());
-        let model = imported(&converted(&checkpoint, arch)).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let model = imported(&converted(&stacked_experts(&checkpoint, arch), arch))
+            .unwrap_or_else(|error| panic!("{name}: {error}"));
         let original = as_safetensors(name, &checkpoint.config);
         assert_eq!(model.graph.family, original.graph.family);
         assert!(model.graph.eos.contains(&257) || model.graph.vocab < 258, "{name}: {:?}", model.graph.eos);
@@ -497,7 +586,7 @@ fn metadata_that_is_not_modelled_is_refused() {
     let text = |text: &str| Meta::Text(text.to_string());
     for (found, expected) in [
         (set("general.architecture", text("mamba")), "`mamba` is no supported architecture of GGUF"),
-        (set("llama.expert_count", Meta::U32(8)), "key `llama.expert_count`: expected 0, found 8 (mixtures of experts"),
+        (set("llama.expert_count", Meta::U32(8)), "key `llama.expert_used_count` is missing"),
         (set("llama.new_key", Meta::U32(1)), "key `llama.new_key` is unknown for `LlamaForCausalLM`"),
         (
             set("llama.block_count", text("two")),

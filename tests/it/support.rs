@@ -18,6 +18,15 @@ pub fn checkpoints(folder: &str) -> Vec<String> {
     names.iter().map(|name| format!("{folder}/{name}")).collect()
 }
 
+/// The configs of this repository without experts, whose kernels are not all there yet.
+pub fn dense_configs() -> Vec<PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("manifests/configs");
+    let paths = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let mut paths: Vec<PathBuf> = paths.filter(|path| !fs::read_to_string(path).unwrap().contains("experts")).collect();
+    paths.sort();
+    paths
+}
+
 pub struct Goldens(Vec<u8>);
 
 impl Goldens {

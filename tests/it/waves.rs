@@ -41,7 +41,7 @@ use crate::formats::{all, named, rounded};
 use crate::nvrtc::{compiles, nvrtc, quick};
 use crate::proof_support::{BF16, FP32, TOY, Toy};
 use crate::skipped;
-use crate::support::{checkpoints, fixture};
+use crate::support::{checkpoints, dense_configs, fixture};
 
 fn h200() -> Target {
     Target::builtin("h200").unwrap()
@@ -266,12 +266,8 @@ fn blessed(name: &str, found: &str) {
 /// A model that loses or gains a kernel changes this file; `BLESS=1` writes it again.
 #[test]
 fn wave_plans_match_golden() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut found = String::new();
-    let configs = fs::read_dir(root.join("manifests/configs")).unwrap();
-    let mut configs: Vec<_> = configs.map(|file| file.unwrap().path()).collect();
-    configs.sort();
-    for path in configs {
+    for path in dense_configs() {
         let imported = import_config_only(&fs::read_to_string(&path).unwrap(), 0).unwrap();
         let name = path.file_stem().unwrap().display().to_string();
         found += &decided(&name, &imported.graph);
@@ -1731,9 +1727,8 @@ fn other_orders(sums: Sums) -> Vec<Sums> {
 /// Every model with plans of steps has plans for 32 and 64 rows in one order of sums: that of the plan for 64 rows.
 #[test]
 fn steps_of_32_and_64_rows_can_add_up_in_one_order() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let configs = fs::read_dir(root.join("manifests/configs")).unwrap().map(|file| file.unwrap().path());
-    let shapes = configs.map(|path| import_config_only(&fs::read_to_string(&path).unwrap(), 0).unwrap());
+    let shapes =
+        dense_configs().into_iter().map(|path| import_config_only(&fs::read_to_string(&path).unwrap(), 0).unwrap());
     let wide_heads = checkpoints("families").into_iter().map(|name| wide(&name));
     let coded = ["int4:32", "int8", "fp8"].map(|format| rounded(wide("families/llama-gqa"), &all(named(format))));
     let (mut models, mut differ) = (0, 0);

@@ -161,6 +161,8 @@ pub static FAMILIES: &[Family] = &[
     mixtures::HY_V3,
     mixtures::ERNIE45_MOE,
     mixtures::COHERE2_MOE,
+    mixtures::AFMOE,
+    mixtures::GPT_OSS,
 ];
 
 const ATTENTION_BIAS: &[Entry] = &[modelled("attention_bias", "biases of the attention projections")];
@@ -506,6 +508,8 @@ fn plan(s: &Shape, names: &'static Names, scalars: Scalars, rope: ResolvedRope) 
         qk_norm: None,
         qkv_bias: false,
         o_bias: false,
+        attn_gate: None,
+        sinks: None,
         mlp_bias: false,
         act: scalars.act,
         gated: true,

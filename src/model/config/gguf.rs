@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use serde_json::{Map, Value as Json, json};
 
 use crate::gguf::{Header, Texts, Value};
-use crate::model::config::plan::{Names, Projections};
+use crate::model::config::plan::{ExpertNames, GateUp, Names, Projections, Stacked};
 use crate::model::config::reader::EXTENT_MAX;
 use crate::model::config::reason::Reason;
 
@@ -42,6 +42,11 @@ pub static ARCHITECTURES: &[Architecture] = &[
     plain("gptneox", "GPTNeoXForCausalLM", &GPT_NEOX_NAMES, gpt_neox),
     plain("command-r", "CohereForCausalLM", &SHARED_NORM_NAMES, cohere),
     plain("cohere2", "Cohere2ForCausalLM", &SHARED_NORM_NAMES, cohere2),
+    plain("qwen3moe", "Qwen3MoeForCausalLM", &NAMES, qwen3_moe),
+    plain("qwen2moe", "Qwen2MoeForCausalLM", &NAMES, qwen2_moe),
+    plain("olmoe", "OlmoeForCausalLM", &NAMES, olmoe),
+    Architecture { paired: true, ..plain("granitemoe", "GraniteMoeForCausalLM", &NAMES, granite_moe) },
+    plain("glm4moe", "Glm4MoeForCausalLM", &GLM4_MOE_NAMES, glm4_moe),
 ];
 
 const fn plain(
@@ -90,6 +95,25 @@ static GPT_NEOX_NAMES: Names = Names { projections: Projections::Rows { qkv: "at
 /// One norm feeds both branches. StableLM has it under `use_parallel_residual` too.
 static SHARED_NORM_NAMES: Names = Names { mlp_norm: Some("attn_norm"), ..NAMES };
 
+static GLM4_MOE_NAMES: Names = Names { mlp_norm: Some("post_attention_norm"), ..NAMES };
+
+/// Experts of every architecture.
+pub static EXPERTS: ExpertNames = ExpertNames {
+    router: &["ffn_gate_inp"],
+    correction: &["exp_probs_b.bias"],
+    correction_row: false,
+    each: None,
+    stacked: &[Stacked {
+        gate_up: GateUp::Separate { gate: "ffn_gate_exps", up: "ffn_up_exps" },
+        down: "ffn_down_exps",
+        weight: ".weight",
+        bias: ".bias",
+        transposed: false,
+    }],
+    shared: &[["ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"]],
+    shared_gate: "ffn_gate_inp_shexp",
+};
+
 /// The names of tensors of an architecture whose branches are parallel or not.
 pub fn names_of(architecture: &Architecture, parallel: bool) -> &'static Names {
     if architecture.name == "stablelm" && parallel { &SHARED_NORM_NAMES } else { architecture.names }
@@ -99,9 +123,9 @@ pub fn names_of(architecture: &Architecture, parallel: bool) -> &'static Names {
 const NEUTRAL: [(&str, &[Neutral], &str); 14] = [
     ("rope.scaling.finetuned", &[Neutral::Any], "a record of how the model was made"),
     ("tensor_data_layout", &[Neutral::Any], "the architecture decides"),
-    ("expert_count", &[Neutral::Number(0.0)], "mixtures of experts are not supported yet"),
-    ("expert_used_count", &[Neutral::Number(0.0)], "mixtures of experts are not supported yet"),
-    ("expert_shared_count", &[Neutral::Number(0.0)], "mixtures of experts are not supported yet"),
+    ("expert_count", &[Neutral::Number(0.0)], "this architecture has no experts"),
+    ("expert_used_count", &[Neutral::Number(0.0)], "this architecture has no experts"),
+    ("expert_shared_count", &[Neutral::Number(0.0)], "this architecture has no experts"),
     ("leading_dense_block_count", &[Neutral::Any], "there are no experts"),
     ("interleave_moe_layer_step", &[Neutral::Any], "there are no experts"),
     ("attention.causal", &[Neutral::Truth(true)], "a decoder looks backwards only"),
@@ -458,6 +482,9 @@ impl Metadata<'_> {
     fn end(mut self) {
         for (key, allowed, why) in NEUTRAL {
             let full = self.full(key);
+            if self.asked.contains(&full) {
+                continue;
+            }
             let Some(value) = self.any(&full).cloned() else { continue };
             if !allowed.iter().any(|neutral| neutral.is(&value)) {
                 let allowed = allowed.iter().map(Neutral::shown).collect::<Vec<_>>().join(" or ");
@@ -488,7 +515,115 @@ fn ends_of(tokens: &Texts, kinds: &[i64]) -> impl Iterator<Item = i64> {
 
 fn llama(m: &mut Metadata<'_>, config: &mut Map<String, Json>) {
     grouped(m, config);
+    if m.count("expert_count").is_some_and(|count| count > 0) {
+        // Mixtral has no architecture of its own.
+        config.insert("architectures".to_string(), json!(["MixtralForCausalLM"]));
+        return experts(m, "num_local_experts", Some(true), config);
+    }
     m.biases(config, "attention_bias", Some("mlp_bias"));
+}
+
+/// Experts of all layers, chosen by a softmax. `normalised`: whether the model code divides the weights of the chosen ones by their sum.
+fn experts(m: &mut Metadata<'_>, key: &str, normalised: Option<bool>, config: &mut Map<String, Json>) {
+    const SOFTMAX: u64 = 1;
+    config.insert(key.to_string(), json!(m.count_required("expert_count")));
+    config.insert("num_experts_per_tok".to_string(), json!(m.count_required("expert_used_count")));
+    if let Some(found) = m.count("expert_gating_func").filter(|found| *found != SOFTMAX) {
+        let full = m.full("expert_gating_func");
+        m.bad(full, "1, a softmax", found.to_string());
+    }
+    for key in ["leading_dense_block_count", "expert_group_count", "expert_group_used_count"] {
+        if let Some(found) = m.count(key).filter(|found| *found > 1 || *found == 1 && key.starts_with("leading")) {
+            let full = m.full(key);
+            m.bad(full, "nothing: every layer has experts, in one group", found.to_string());
+        }
+    }
+    if let (Some(norm), Some(found)) = (normalised, m.truth("expert_weights_norm"))
+        && norm != found
+    {
+        let full = m.full("expert_weights_norm");
+        m.bad(full, norm.to_string(), found.to_string());
+    }
+    if let Some(found) = m.number("expert_weights_scale").filter(|found| ![0.0, 1.0].contains(found)) {
+        let full = m.full("expert_weights_scale");
+        m.bad(full, "1", found.to_string());
+    }
+}
+
+fn qwen3_moe(m: &mut Metadata<'_>, config: &mut Map<String, Json>) {
+    biased(m, config);
+    experts(m, "num_experts", Some(true), config);
+    config.insert("moe_intermediate_size".to_string(), json!(m.count_required("expert_feed_forward_length")));
+    config.insert("norm_topk_prob".to_string(), json!(true));
+}
+
+fn qwen2_moe(m: &mut Metadata<'_>, config: &mut Map<String, Json>) {
+    grouped(m, config);
+    experts(m, "num_experts", Some(false), config);
+    for (key, name) in [
+        ("expert_feed_forward_length", "moe_intermediate_size"),
+        ("expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
+    ] {
+        config.insert(name.to_string(), json!(m.count_required(key)));
+    }
+    config.insert("qkv_bias".to_string(), json!(m.has("blk.0.attn_q.bias")));
+    config.insert("norm_topk_prob".to_string(), json!(false));
+}
+
+/// As [`grouped`], for a class that has no key for the width of a head.
+fn grouped_without_dim(m: &mut Metadata<'_>, config: &mut Map<String, Json>) {
+    let head_dim = m.derived_head_dim();
+    m.key_value_heads(config);
+    m.rms(config);
+    m.theta("rope_theta", config);
+    m.rotated("partial_rotary_factor", head_dim, false, config);
+    m.rope_scaling(config);
+    m.biases(config, "attention_bias", None);
+}
+
+fn olmoe(m: &mut Metadata<'_>, config: &mut Map<String, Json>) {
+    grouped_without_dim(m, config);
+    experts(m, "num_experts", Some(false), config);
+    config.insert("norm_topk_prob".to_string(), json!(false));
+}
+
+fn granite_moe(m: &mut Metadata<'_>, config: &mut Map<String, Json>) {
+    grouped_without_dim(m, config);
+    multipliers(m, config);
+    experts(m, "num_local_experts", Some(true), config);
+    if let Some(found) = m.count("expert_shared_feed_forward_length").filter(|found| *found != 0) {
+        let full = m.full("expert_shared_feed_forward_length");
+        m.bad(full, "nothing: the class has no shared expert", found.to_string());
+    }
+}
+
+fn glm4_moe(m: &mut Metadata<'_>, config: &mut Map<String, Json>) {
+    const SIGMOID: u64 = 2;
+    biased(m, config);
+    let head_dim = m.head_dim();
+    m.rotated("partial_rotary_factor", head_dim, true, config);
+    if let Some(found) = m.count("expert_gating_func").filter(|found| *found != SIGMOID) {
+        let full = m.full("expert_gating_func");
+        m.bad(full, "2, a sigmoid", found.to_string());
+    }
+    // Blocks count those that predict further tokens.
+    let (blocks, ahead) = (m.count_required("block_count"), m.count("nextn_predict_layers").unwrap_or(0));
+    let counts = [
+        ("num_hidden_layers", blocks.saturating_sub(ahead)),
+        ("num_nextn_predict_layers", ahead),
+        ("n_routed_experts", m.count_required("expert_count")),
+        ("num_experts_per_tok", m.count_required("expert_used_count")),
+        ("n_shared_experts", m.count_required("expert_shared_count")),
+        ("moe_intermediate_size", m.count_required("expert_feed_forward_length")),
+        ("first_k_dense_replace", m.count("leading_dense_block_count").unwrap_or(0)),
+        ("n_group", m.count("expert_group_count").unwrap_or(1)),
+        ("topk_group", m.count("expert_group_used_count").unwrap_or(1)),
+    ];
+    config.extend(counts.map(|(name, count)| (name.to_string(), json!(count))));
+    let scale = m.number("expert_weights_scale").filter(|scale| *scale != 0.0).unwrap_or(1.0);
+    config.insert("routed_scaling_factor".to_string(), json!(scale));
+    config.insert("norm_topk_prob".to_string(), json!(m.truth("expert_weights_norm").unwrap_or(false)));
+    config.insert("use_qk_norm".to_string(), json!(m.has("blk.0.attn_q_norm.weight")));
 }
 
 /// The width of heads, keys and values, RMS norms and rotary parameters.
@@ -575,6 +710,10 @@ fn phi3(m: &mut Metadata<'_>, config: &mut Map<String, Json>) {
 
 fn granite(m: &mut Metadata<'_>, config: &mut Map<String, Json>) {
     llama(m, config);
+    multipliers(m, config);
+}
+
+fn multipliers(m: &mut Metadata<'_>, config: &mut Map<String, Json>) {
     for (key, name) in [
         ("embedding_scale", "embedding_multiplier"),
         ("attention.scale", "attention_multiplier"),

@@ -193,6 +193,9 @@ fn import_gguf(place: &Path, parts: &[PathBuf]) -> Result<Imported, ImportError>
     let special = plan.as_ref().and_then(|plan| special_tokens(plan.vocab, &config, &Map::new(), &mut reasons));
     let (Some(mut plan), Some(family)) = (plan, family) else { return refused(reasons) };
     plan.names = gguf::names_of(architecture, plan.parallel);
+    if let Some(experts) = &mut plan.experts {
+        experts.names = &gguf::EXPERTS;
+    }
     plan.paired = architecture.paired;
     if architecture.norms_plus_one {
         plan.norm.weight_offset = 0.0;
@@ -204,13 +207,19 @@ fn import_gguf(place: &Path, parts: &[PathBuf]) -> Result<Imported, ImportError>
     let Assembled { mut graph, consumed, recipes, blocks, transposed, reasons: tensor_reasons } = assembled;
     reasons.extend(tensor_reasons);
     let known = |name: &str| consumed.contains(name) || factors.contains_key(name);
+    let mut ahead = 0;
     for (name, tensor) in checkpoint.tensors().iter().filter(|(name, _)| !known(name)) {
+        if is_ahead(name, &plan) {
+            ahead += 1;
+            continue;
+        }
         let (name, shape) = (name.clone(), tensor.shape.clone());
         reasons.push(Reason::UnknownTensor { name, shape, class: family.class });
     }
     let Some(special) = special.filter(|_| reasons.is_empty()) else { return refused(reasons) };
     notes.extend(special.apply(&mut graph, plan.notes));
     notes.extend(note_of_values(&blocks));
+    notes.extend(note_of_ahead(ahead));
     let header_bytes_read = checkpoint.header_bytes_read();
     let config_text = serde_json::to_string_pretty(&config).unwrap_or_default();
     match checkpoint.bind(&graph.tensors, recipes, blocks, &transposed) {
@@ -300,11 +309,7 @@ fn judge_extras(
             prefixes.join(", ")
         ));
     }
-    if ahead > 0 {
-        notes.push(format!(
-            "{ahead} tensors of layers that predict further tokens (MTP) are left out: no logit depends on them"
-        ));
-    }
+    notes.extend(note_of_ahead(ahead));
     if zero_biases > 0 {
         notes.push(format!("{zero_biases} biases that a `{class}` does not have are all zero, and left out"));
     }
@@ -531,6 +536,14 @@ fn extra_tensor(name: &str, plan: &Plan, quantised: bool, graph: &ModelGraph) ->
     } else {
         Extra::Unknown
     }
+}
+
+/// What is said of the tensors of what predicts further tokens.
+fn note_of_ahead(count: usize) -> Option<String> {
+    let note = || {
+        format!("{count} tensors of layers that predict further tokens (MTP) are left out: no logit depends on them")
+    };
+    (count > 0).then(note)
 }
 
 /// Whether a tensor is one of what predicts further tokens: of a layer after the last one, or by its name.

@@ -17,7 +17,7 @@ use crate::model::graph::{
 };
 use crate::model::weights::HeaderTensor;
 
-pub use experts::{EXPERT, Each, ExpertNames, ExpertsPlan, GateUp, SharedPlan, Stacked};
+pub use experts::{Each, ExpertNames, ExpertsPlan, GateUp, SharedPlan, Stacked};
 
 /// A decoder as numbers: a config with its family's defaults and layouts applied.
 #[derive(Debug, Clone)]
@@ -44,6 +44,9 @@ pub struct Plan {
     pub qk_norm: Option<QkNormSpan>,
     pub qkv_bias: bool,
     pub o_bias: bool,
+    /// Modules of a layer that gate the output of attention, and tensors of its sinks.
+    pub attn_gate: Option<&'static str>,
+    pub sinks: Option<&'static str>,
     /// Whether every projection of the MLP has a bias.
     pub mlp_bias: bool,
     pub act: Act,
@@ -429,6 +432,8 @@ fn assemble_layer(c: &mut Collector, plan: &Plan, layer: usize) -> Layer {
         })
     };
     let (q_norm, k_norm) = (qk_norm(names.q_norm, q_rows), qk_norm(names.k_norm, kv_rows));
+    let attn_gate = plan.attn_gate.map(|name| c.whole(&path(name), q_rows, hidden, false));
+    let sinks = plan.sinks.map(|name| c.want(path(name), &[plan.heads]));
     let o = c.whole(&path(names.o), hidden, q_rows, plan.o_bias);
     let scaled = c.quantisation.is_some_and(|quantisation| quantisation.cache_scales);
     // Beside the projections: `self_attn.k_scale`. ModelOpt writes them below the projections: `self_attn.k_proj.k_scale`.
@@ -470,8 +475,8 @@ fn assemble_layer(c: &mut Collector, plan: &Plan, layer: usize) -> Layer {
             softcap: plan.attn_softcap,
             window,
             cache_scales,
-            sinks: None,
-            gate: None,
+            sinks,
+            gate: attn_gate,
             query_scale: None,
             norm_after_rope: false,
         },

@@ -234,16 +234,9 @@ fn act_name(act: Act) -> &'static str {
     }
 }
 
-/// Weight bytes that one decode step has to read: every tensor once, of an untied embedding one row.
-///
-/// A lower bound: every value that is not stored as a code is counted in the weight type, norm gains and biases included.
+/// Weight bytes that one decode step has to read; see [`ModelGraph::step_bytes`].
 pub fn step_weight_bytes(graph: &ModelGraph, precision: Precision) -> u64 {
-    let dtype = precision.weights;
-    let of = |(id, tensor): (TensorId, &Tensor)| graph.bytes_of(id, dtype, tensor.count());
-    let all: u64 = (0..).map(TensorId).zip(&graph.tensors).map(of).sum();
-    let table = u64::from(graph.vocab) * u64::from(graph.hidden) * dtype.bytes() as u64;
-    let tied = graph.head.weight.tensor == graph.embed;
-    all - if tied { 0 } else { table } + u64::from(graph.hidden) * dtype.bytes() as u64
+    graph.step_bytes(precision.weights, 1)
 }
 
 /// Cache bytes that one decode step has to read with `positions` in the cache; a window bounds what its layer reads.
@@ -263,10 +256,13 @@ pub fn step_cache_bytes(graph: &ModelGraph, precision: Precision, positions: u32
 /// What the model is, what each group of equal layers does, and what a decode step reads; for people.
 pub fn describe(graph: &ModelGraph) -> String {
     let mut out = String::new();
+    let has_experts = graph.layers.iter().any(|layer| layer.feed.experts().is_some());
+    let active =
+        if has_experts { format!(", {} in a step", count_text(graph.active_parameters())) } else { String::new() };
     line(
         &mut out,
         format_args!(
-            "{}: {} parameters, {} layers, hidden {}, vocab {}, up to {} positions",
+            "{}: {} parameters{active}, {} layers, hidden {}, vocab {}, up to {} positions",
             graph.family,
             count_text(graph.parameter_count()),
             graph.layers.len(),
@@ -321,6 +317,11 @@ pub fn describe(graph: &ModelGraph) -> String {
                 bytes_text(per_1024)
             ),
         );
+    }
+    if has_experts {
+        let of = |rows: u32| format!("{} for {rows} rows", bytes_text(graph.step_bytes(DType::Bf16, rows)));
+        let several = [8, 32, 128].map(of).join(", ");
+        line(&mut out, format_args!("in bf16, with experts chosen uniformly: {several}"));
     }
     out
 }

@@ -4,11 +4,11 @@ use serde_json::Value;
 
 use super::{
     ATTENTION_BIAS, COHERE_SHARED, Family, GRANITE_KEYS, HeadDim, KvHeads, LAYER_TYPES_KEY, LLAMA_NAMES,
-    SHARED_NORM_NAMES, SILU, Shape, ShapeDefaults, plan, rope_rules, scalars, shape, sliding_layers, uniform,
+    SHARED_NORM_NAMES, SILU, Scalars, Shape, ShapeDefaults, plan, rope_rules, scalars, shape, sliding_layers, uniform,
     window_or_default, window_or_none, windowed,
 };
 use crate::model::config::plan::{
-    Ahead, Each, ExpertNames, ExpertsPlan, GateUp, LayerPlan, NormPlan, Plan, SharedPlan, Stacked,
+    Ahead, Each, ExpertNames, ExpertsPlan, GateUp, LayerPlan, Names, NormPlan, Plan, SharedPlan, Stacked,
 };
 use crate::model::config::reader::{Answer, EXTENT_MAX, LAYERS_MAX, Reader};
 use crate::model::config::reason::Reason;
@@ -16,7 +16,7 @@ use crate::model::config::rope::{self, Partial, RopeRules};
 use crate::model::config::schema::{
     Entry, GATED_MLP, GROUPED, HEAD_DIM, LAYER_NORM, Literal, OFF, ON, RMS, ROPE, TRAINED, When, modelled, neutral,
 };
-use crate::model::graph::{ExpertGroups, GroupScore, NormKind, QkNormSpan, RopeId, Score};
+use crate::model::graph::{Act, ClampedSwiglu, ExpertGroups, GroupScore, NormKind, QkNormSpan, RopeId, Score};
 
 pub const QWEN3_MOE: Family = Family {
     class: "Qwen3MoeForCausalLM",
@@ -187,6 +187,44 @@ pub const COHERE2_MOE: Family = Family {
     plan: cohere2_moe,
 };
 
+pub const AFMOE: Family = Family {
+    class: "AfmoeForCausalLM",
+    model_type: "afmoe",
+    keys: &[
+        AFMOE_KEYS,
+        EXPERTS_BY_TWO_NAMES,
+        EXPERT_WIDTH,
+        ROUTING,
+        LAYER_TYPES_KEY,
+        ATTENTION_BIAS,
+        GROUPED,
+        HEAD_DIM,
+        GATED_MLP,
+        RMS,
+        ROPE,
+        TRAINED,
+    ],
+    plan: afmoe,
+};
+
+pub const GPT_OSS: Family = Family {
+    class: "GptOssForCausalLM",
+    model_type: "gpt_oss",
+    keys: &[
+        GPT_OSS_KEYS,
+        EXPERTS_BY_TWO_NAMES,
+        ROUTING,
+        LAYER_TYPES_KEY,
+        ATTENTION_BIAS,
+        GROUPED,
+        HEAD_DIM,
+        RMS,
+        ROPE,
+        TRAINED,
+    ],
+    plan: gpt_oss,
+};
+
 const ONE: When = When::Only(&[Literal::Number(1.0)]);
 const SIGMOID: When = When::Only(&[Literal::Text("sigmoid")]);
 const TRAINING: &str = "used in training only";
@@ -243,7 +281,10 @@ const QWEN2_MOE_KEYS: &[Entry] = &[
 ];
 const MIXTRAL_KEYS: &[Entry] = &[modelled("sliding_window", "window of every layer")];
 const OLMOE_KEYS: &[Entry] = &[neutral("clip_qkv", When::Only(&[]), "clipped projections are not supported")];
-const GRANITE_MOE_KEYS: &[Entry] = &[modelled("num_local_experts", "number of experts; 8 where absent")];
+const GRANITE_MOE_KEYS: &[Entry] = &[
+    modelled("num_local_experts", "number of experts; 8 where absent"),
+    neutral("position_embedding_type", When::Only(&[Literal::Text("rope")]), "every layer has a rotary embedding"),
+];
 const GLM4_MOE_KEYS: &[Entry] = &[modelled("use_qk_norm", "RMS norm of each head of q and k")];
 const DOTS1_KEYS: &[Entry] = &[
     modelled("sliding_window", "window of sliding layers; 4096 where absent"),
@@ -318,6 +359,32 @@ const COHERE2_MOE_KEYS: &[Entry] = &[
     modelled("rms_norm_eps", "epsilon of every norm, which is an RMS norm where it is given"),
 ];
 
+const AFMOE_KEYS: &[Entry] = &[
+    modelled("num_dense_layers", "first layers, which have an MLP; 1 where absent"),
+    modelled("num_shared_experts", "width of the shared expert, in experts; 2 where absent"),
+    modelled("route_scale", "multiplies the weights of the chosen experts; 1 where absent"),
+    modelled("global_attn_every_n_layers", "every n-th layer is full, where `layer_types` is absent; 4 where absent"),
+    modelled("sliding_window", "window of sliding layers; 1024 where absent"),
+    modelled("mup_enabled", "whether the embedding is multiplied by the square root of `hidden_size`"),
+    neutral("route_norm", ON, "the model code divides by the sum of the weights"),
+    neutral("score_func", SIGMOID, "the model code has a sigmoid"),
+    neutral("n_group", ONE, "the model code has no groups"),
+    neutral("topk_group", ONE, "the model code has no groups"),
+    neutral("num_expert_groups", ONE, "the model code has no groups"),
+    neutral("num_limited_groups", ONE, "the model code has no groups"),
+    neutral("load_balance_coeff", When::Any, TRAINING),
+    neutral("use_grouped_mm", When::Any, "which Python kernel; same formula"),
+];
+const GPT_OSS_KEYS: &[Entry] = &[
+    modelled("intermediate_size", "width of an expert"),
+    modelled("swiglu_limit", "clamp of gate and up; 7 where absent"),
+    modelled("swiglu_alpha", "factor in the sigmoid of the gate; 1.702 where absent"),
+    modelled("sliding_window", "window of sliding layers; 128 where absent"),
+    neutral("hidden_act", When::Only(&[Literal::Text("silu")]), "the model code has a clamped SwiGLU"),
+    neutral("experts_per_token", When::SameAs("num_experts_per_tok"), "`num_experts_per_tok` counts"),
+    neutral("initial_context_length", When::Any, "the rotary parameters name the trained length"),
+];
+
 /// Experts as transformers 5 has them inside, and writes them if it is asked to.
 const STACKED: Stacked = Stacked {
     gate_up: GateUp::Halves("mlp.experts.gate_up_proj"),
@@ -380,6 +447,16 @@ static HY_EXPERTS: ExpertNames = ExpertNames {
     router: &["mlp.router.gate", "mlp.gate"],
     correction: &["mlp.expert_bias", "mlp.e_score_correction_bias"],
     shared: &[["mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj", "mlp.shared_mlp.down_proj"], SHARED_EXPERTS],
+    ..QWEN_EXPERTS
+};
+
+static AFMOE_EXPERTS: ExpertNames =
+    ExpertNames { router: &["mlp.router.gate"], correction: &["mlp.expert_bias"], ..GLM_EXPERTS };
+
+static GPT_OSS_EXPERTS: ExpertNames = ExpertNames {
+    router: &["mlp.router"],
+    each: None,
+    stacked: &[Stacked { gate_up: GateUp::Alternating("mlp.experts.gate_up_proj"), transposed: true, ..STACKED }],
     ..QWEN_EXPERTS
 };
 
@@ -908,5 +985,89 @@ fn cohere2_moe(r: &mut Reader) -> Option<Plan> {
         layers,
         experts: Some(experts),
         ..plan
+    })
+}
+
+/// Norms before and after attention and experts.
+static AFMOE_NAMES: Names = Names {
+    attn_post_norm: Some("post_attention_layernorm"),
+    mlp_norm: Some("pre_mlp_layernorm"),
+    mlp_post_norm: Some("post_mlp_layernorm"),
+    ..LLAMA_NAMES
+};
+
+fn afmoe(r: &mut Reader) -> Option<Plan> {
+    let scalars = scalars(r, false, SILU, ("rms_norm_eps", 1e-5));
+    let (bias, scaled) = (r.flag("attention_bias", false), r.flag("mup_enabled", false));
+    let window = window_or_default(r, 1024);
+    let pattern = r.count("global_attn_every_n_layers", 4, LAYERS_MAX);
+    let defaults = ShapeDefaults {
+        class: "AfmoeForCausalLM",
+        positions: 16_384,
+        kv_heads: KvHeads::SameAsHeads,
+        head_dim: HeadDim::Default(128),
+    };
+    let (count, top_k) = counts(r, ["num_experts", "num_local_experts"], Some(64), 6);
+    let (width, shared) =
+        (r.count("moe_intermediate_size", 1408, EXTENT_MAX), r.count("num_shared_experts", 2, EXPERTS_MAX));
+    let (dense, scale) = (r.index("num_dense_layers", 1), r.positive("route_scale", 1.0));
+    let s = shape(r, defaults)?;
+    let layers = (0..s.layers).map(|layer| u64::from(layer) >= dense).collect();
+    let experts = Mixture { layers, count, top_k, width, shared }.plan(r, &AFMOE_EXPERTS)?;
+    let sliding = sliding_layers(r, s.layers, window, |layer| !(layer + 1).is_multiple_of(pattern));
+    let rope = rope::flat(r, &rope_rules(&s))?;
+    // Full layers have no rotary embedding.
+    let layer = |&slides: &bool| LayerPlan { rope: slides.then_some(RopeId(0)), window: window.filter(|_| slides) };
+    let experts =
+        ExpertsPlan { score: Score::Sigmoid, corrected: true, normalise: Some(TINY), scale: scale as f32, ..experts };
+    Some(Plan {
+        qkv_bias: bias,
+        o_bias: bias,
+        attn_gate: Some("self_attn.gate_proj"),
+        qk_norm: Some(QkNormSpan::Head),
+        embed_scale: if scaled { f64::from(s.hidden).sqrt() as f32 } else { 1.0 },
+        layers: sliding.iter().map(layer).collect(),
+        experts: Some(experts),
+        ..plan(&s, &AFMOE_NAMES, scalars, rope)
+    })
+}
+
+fn gpt_oss(r: &mut Reader) -> Option<Plan> {
+    let scalars =
+        Scalars { tied: r.flag("tie_word_embeddings", false), act: Act::Silu, eps: r.positive("rms_norm_eps", 1e-5) };
+    let (bias, window) = (r.flag("attention_bias", true), window_or_default(r, 128));
+    let swiglu = ClampedSwiglu {
+        alpha: r.positive("swiglu_alpha", 1.702) as f32,
+        limit: r.positive("swiglu_limit", 7.0) as f32,
+    };
+    let defaults = ShapeDefaults {
+        class: "GptOssForCausalLM",
+        positions: 131_072,
+        kv_heads: KvHeads::Default(8),
+        head_dim: HeadDim::Default(64),
+    };
+    let (count, top_k) = counts(r, ["num_local_experts", "num_experts"], Some(128), 4);
+    let s = shape(r, defaults)?;
+    let experts = everywhere(&s, count, top_k).plan(r, &GPT_OSS_EXPERTS)?;
+    let sliding = sliding_layers(r, s.layers, window, |layer| layer.is_multiple_of(2));
+    if r.value("rope_scaling").is_none() && r.value("rope_parameters").is_none() {
+        // The class would fill in YaRN.
+        return r.refuse(Reason::MissingKey { key: "rope_scaling".to_string() });
+    }
+    let rope = rope::flat(r, &RopeRules { theta_default: 150_000.0, ..rope_rules(&s) })?;
+    Some(Plan {
+        qkv_bias: bias,
+        o_bias: bias,
+        sinks: Some("self_attn.sinks"),
+        layers: windowed(&sliding, window),
+        // A softmax over the chosen experts.
+        experts: Some(ExpertsPlan {
+            normalise: BY_SUM,
+            router_bias: true,
+            bias: true,
+            swiglu: Some(swiglu),
+            ..experts
+        }),
+        ..plan(&s, &LLAMA_NAMES, scalars, rope)
     })
 }

@@ -210,7 +210,10 @@ impl Collector<'_> {
         if !found.is_some_and(|found| floats.contains(&found.dtype)) {
             return self.whole(module, rows, cols, bias);
         }
-        let weight = RowView::range(self.want(name, &[rows, cols]), 0);
+        // A file of GGUF has a matrix of one row as a vector.
+        let shape = [rows, cols];
+        let shape = if rows == 1 && found.is_some_and(|found| found.shape.len() == 1) { &shape[1..] } else { &shape };
+        let weight = RowView::range(self.want(name, shape), 0);
         let bias = bias.then(|| RowView::range(self.want(format!("{module}.bias"), &[rows]), 0));
         Linear { weight, bias, rows, cols }
     }
