@@ -967,7 +967,7 @@ impl Judge {
         self.tolerance = fixed;
         compared?;
         for ((layer, expected), found) in (0u32..).zip(&row.appended).zip(appended()?) {
-            let dim = graph.layers[layer as usize].attn.head_dim as usize;
+            let dim = lanes::attention_of(graph, layer as usize).head_dim as usize;
             for (kind, what) in ["keys", "values"].into_iter().enumerate() {
                 let wide: Vec<f64> = expected.rows[kind].iter().map(|&value| f64::from(value)).collect();
                 let distance = lanes::head_distance(&wide, &found[kind], dim);

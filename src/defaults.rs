@@ -19,7 +19,7 @@ use crate::ir::variant::{
 use crate::lower::{
     HEADS_PER_TASK_MAX, attention_of, finest_unit_rows, format_of, heads_per_task_most, lower, refuses_everywhere,
 };
-use crate::model::graph::{Experts, Layer, Linear, Mlp, ModelGraph};
+use crate::model::graph::{self, Experts, Layer, Linear, Mlp, ModelGraph};
 use crate::schedule::schedule;
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 
@@ -61,7 +61,7 @@ impl Candidate {
         (sms, consumer_warps): (u32, u32),
         fixed: u64,
     ) -> Candidate {
-        let attention = graph.layers.first().map(|l| &l.attn);
+        let attention = graph.layers.iter().find_map(Layer::attention);
         let (heads, kv_heads, head_dim) = attention.map_or((1, 1, 0), |a| (a.heads, a.kv_heads, a.head_dim));
         let group_most = heads_per_task_most(heads / kv_heads);
         let cpu = target.kind == TargetKind::Cpu;
@@ -179,8 +179,8 @@ fn up_rows(mlp: &Mlp) -> u32 {
 /// (docs/perf-log.md, entries 12 and 13). A share is whole units. `unit_rows` has the rows of a unit to try, and the
 /// first that gives equal shares counts.
 fn even_sms(graph: &ModelGraph, sms: u32, unit_rows: &[u32]) -> u32 {
-    let Some(Layer { attn, feed, .. }) = graph.layers.first() else { return sms };
-    let Some(mlp) = feed.dense() else { return sms };
+    let Some(layer) = graph.layers.first() else { return sms };
+    let (Some(attn), Some(mlp)) = (layer.attention(), layer.feed.dense()) else { return sms };
     let rows = [attn.projections().iter().map(|part| part.rows).sum(), attn.o.rows, up_rows(mlp), mlp.down.rows];
     let even = |unit: &u32| {
         (sms - sms / 16..=sms).rev().find(|count| rows.iter().all(|rows| rows.is_multiple_of(count * unit)))
@@ -208,13 +208,12 @@ const BALANCED: std::ops::Range<u64> = 192 << 10..256 << 10;
 fn layer_bytes(graph: &ModelGraph, precision: Precision, sms: u32) -> u64 {
     let plain = Format::plain(precision.weights);
     let bytes = |l: &Layer| {
-        let attn = l.attn.projections().into_iter().chain([&l.attn.o]);
         // Of experts, those that a row chooses.
         let slots = l.feed.experts().map_or(1, |experts| experts.router.top_k) as usize;
         let all = l.feed.mlps().count();
         let shared = l.feed.experts().map_or(all, |experts| experts.experts.len());
         let mlps = l.feed.mlps().enumerate().filter(|(at, _)| *at < slots || *at >= shared).map(|(_, mlp)| mlp);
-        let linears = attn.chain(l.feed.choosing()).chain(mlps.flat_map(Mlp::linears));
+        let linears = l.mixer.linears().into_iter().chain(l.feed.choosing()).chain(mlps.flat_map(Mlp::linears));
         let of = |l: &Linear| {
             let format = graph.formats.get(&l.weight.tensor).copied().unwrap_or(plain);
             f64::from(l.rows) * f64::from(l.cols) * format.bytes_per_weight()
@@ -274,15 +273,14 @@ fn default_hold_up(graph: &ModelGraph, precision: Precision, warps: u32, sms: u3
 /// Bytes of the smallest slot that a decode kernel can have: a granule for each warp, and a chunk of the history.
 fn least_slot_bytes(graph: &ModelGraph, precision: Precision, warps: u32) -> u32 {
     let granule = granules(graph, precision).map(|(_, bytes)| bytes).max().unwrap_or(0);
-    let history = |layer: &Layer| HISTORY_ALIGN * cache_row_bytes(layer.attn.head_dim, precision.cache);
-    let history = graph.layers.iter().map(history).max().unwrap_or(0);
+    let history = |a: &graph::Attention| HISTORY_ALIGN * cache_row_bytes(a.head_dim, precision.cache);
+    let history = graph.layers.iter().filter_map(Layer::attention).map(history).max().unwrap_or(0);
     (granule * warps).max(history).max(GRANULE_BYTES).next_multiple_of(GRANULE_BYTES)
 }
 
 /// Values and bytes of a granule of each matrix that kernels stream.
 fn granules(graph: &ModelGraph, precision: Precision) -> impl Iterator<Item = (u32, u32)> {
     let formats = graph.layers.iter().flat_map(move |layer| {
-        let attn = &layer.attn;
         let of = move |linears: &[&Linear]| (format_of(graph, linears, precision), linears[0].cols);
         let of_mlp = of_each_kind(layer).flat_map(move |mlp| {
             let up: Vec<_> = mlp.gate.iter().chain([&mlp.up]).collect();
@@ -290,7 +288,8 @@ fn granules(graph: &ModelGraph, precision: Precision) -> impl Iterator<Item = (u
         });
         let choosing: Vec<&Linear> = layer.feed.choosing().collect();
         let router = (!choosing.is_empty()).then(|| of(&choosing));
-        [of(&attn.projections()), of(&[&attn.o])].into_iter().chain(router).chain(of_mlp)
+        let attn = layer.attention().map(|a| [of(&a.projections()), of(&[&a.o])]);
+        attn.into_iter().flatten().chain(router).chain(of_mlp)
     });
     let head = (format_of(graph, &[&graph.head], precision), graph.head.cols);
     formats.chain([head]).map(|(format, k)| (format.granule_k(), format.granule_bytes(k)))
@@ -348,14 +347,15 @@ pub fn fixed_smem_bytes(
         .iter()
         .flat_map(|l| {
             let mlp = of_each_kind(l).flat_map(|mlp| [mlp.up.cols, mlp.down.cols]);
-            [l.attn.q.cols, l.attn.o.cols].into_iter().chain(mlp)
+            l.attention().into_iter().flat_map(|a| [a.q.cols, a.o.cols]).chain(mlp)
         })
         .chain([graph.head.cols])
         .max()
         .unwrap_or(0);
-    let dim = graph.layers.iter().map(|l| l.attn.head_dim).max().unwrap_or(0);
+    let attentions = || graph.layers.iter().filter_map(Layer::attention);
+    let dim = attentions().map(|a| a.head_dim).max().unwrap_or(0);
     let mma = target.spec.dot == DotMechanism::Mma;
-    let attention: Vec<Attention> = graph.layers.iter().map(|l| attention_of(graph, &l.attn)).collect();
+    let attention: Vec<Attention> = attentions().map(|a| attention_of(graph, a)).collect();
     // Tasks of the longest queue: its part of split attention and of the merge, rounded up, and the tasks that every SM has once in a
     // layer and once in a step.
     let shares = |a: &Attention| a.head_groups() * default_splits(a.head_groups(), sms, a.head_dim) + a.heads;
@@ -383,8 +383,7 @@ pub fn fixed_smem_bytes(
         sms,
         k_max,
         head_dim: dim,
-        heads_per_task: HEADS_PER_TASK_MAX
-            .min(graph.layers.iter().map(|l| l.attn.heads / l.attn.kv_heads).max().unwrap_or(1)),
+        heads_per_task: HEADS_PER_TASK_MAX.min(attentions().map(|a| a.heads / a.kv_heads).max().unwrap_or(1)),
         residual_units: if whole { units } else { units.div_ceil(sms) },
         records: attention.iter().map(records).max().unwrap_or(0),
         choice: routers.map(choice).max().unwrap_or(0),

@@ -104,6 +104,11 @@ struct Start {
     everywhere: bool,
 }
 
+/// The attention of layer `l`, if programs have what it has there.
+fn attention(l: usize, layer: &Layer) -> Result<&graph::Attention, Infeasible> {
+    layer.attention().ok_or_else(|| Infeasible::Mixer { layer: l, what: layer.mixer.name() })
+}
+
 /// All of a vector.
 fn constant(role: Role, buffer: BufferId, cols: Cols) -> Operand {
     Operand { role, access: Access::Read, buffer, rows: Rows::One, cols }
@@ -429,13 +434,14 @@ impl Builder<'_> {
     /// Lowers one layer; returns the buffer that holds its output.
     fn layer(&mut self, l: usize, layer: &Layer, x: BufferId, start: &Start) -> Result<BufferId, Infeasible> {
         let (hidden, residual) = (self.graph.hidden, start.residual);
-        let qkv = self.qkv(&format!("qkv.{l}"), Some(Site::of_layer(LayerOp::Qkv, l)), layer, x);
-        let attn = self.attention(l, layer, qkv, &start.ropes)?;
+        let a = attention(l, layer)?;
+        let qkv = self.qkv(&format!("qkv.{l}"), Some(Site::of_layer(LayerOp::Qkv, l)), layer, a, x);
+        let attn = self.attention(l, a, qkv, &start.ropes)?;
         // The sum after attention is exchanged only if the MLP reads it and not every SM makes it.
         let x2 = (!layer.parallel && !start.everywhere).then(|| self.exchange(&format!("x2.{l}"), hidden));
         let sum = Sum { residual, out: x2, scale: layer.residual_scale, hidden };
         let site = Site::of_layer(LayerOp::O, l);
-        self.project_and_add(&format!("o.{l}"), site, attn, &layer.attn.o, layer.attn_post_norm.as_ref(), sum);
+        self.project_and_add(&format!("o.{l}"), site, attn, &a.o, layer.attn_post_norm.as_ref(), sum);
 
         match &layer.feed {
             FeedForward::Dense(mlp) => {
@@ -458,8 +464,8 @@ impl Builder<'_> {
     }
 
     /// q, k, v and the gate of a layer, one after another in one buffer.
-    fn qkv(&mut self, name: &str, site: Option<Site>, layer: &Layer, x: BufferId) -> BufferId {
-        let linears = layer.attn.projections();
+    fn qkv(&mut self, name: &str, site: Option<Site>, layer: &Layer, a: &graph::Attention, x: BufferId) -> BufferId {
+        let linears = a.projections();
         let cols = linears.iter().map(|linear| linear.rows).sum();
         let qkv = self.exchange(name, cols);
         let out = vec![self.write(Role::Out, qkv, Cols::blocks(UNIT_ROWS, cols))];
@@ -529,11 +535,11 @@ impl Builder<'_> {
     fn attention(
         &mut self,
         l: usize,
-        layer: &Layer,
+        a: &graph::Attention,
         qkv: BufferId,
         ropes: &[BufferId],
     ) -> Result<BufferId, Infeasible> {
-        let (a, candidate) = (&layer.attn, self.candidate);
+        let candidate = self.candidate;
         let (heads, kv_heads, dim) = (a.heads, a.kv_heads, a.head_dim);
         if dim % 2 != 0 {
             return Err(Infeasible::HeadDim { head_dim: dim });
@@ -750,14 +756,14 @@ pub fn finest_unit_rows(graph: &ModelGraph, precision: Precision, least: u32) ->
             };
             (op, format_of(graph, linears, precision))
         };
-        let attn = &l.attn;
+        let attn = l.attention();
         let stores = l.mlp_post_norm.is_some() || l.feed.experts().is_some();
         let of_mlp = |mlp: &Mlp| {
             let up = mlp.gate.is_none().then(|| stored(&[&mlp.up], Epilogue::Act(mlp.act)));
             up.into_iter().chain(stores.then(|| stored(&[&mlp.down], Epilogue::Store)))
         };
-        let mut all = vec![stored(&attn.projections(), Epilogue::Store)];
-        all.extend(l.attn_post_norm.as_ref().map(|_| stored(&[&attn.o], Epilogue::Store)));
+        let mut all: Vec<_> = attn.map(|a| stored(&a.projections(), Epilogue::Store)).into_iter().collect();
+        all.extend(attn.filter(|_| l.attn_post_norm.is_some()).map(|a| stored(&[&a.o], Epilogue::Store)));
         // Experts are of one shape.
         all.extend(l.feed.mlps().take(1).chain(shared(l)).flat_map(of_mlp));
         let choosing: Vec<&Linear> = l.feed.choosing().collect();

@@ -701,13 +701,14 @@ mod tests {
     fn wanted_row(imported: &Imported, grid: &str, unit_rows: u32, u: u32, r: u32, cols: usize) -> Vec<f32> {
         let (kind, layer) = grid.split_once('.').unwrap_or((grid, "0"));
         let layer = &imported.graph.layers[layer.parse::<usize>().unwrap()];
+        let attn = layer.attention().unwrap();
         let mlp = layer.feed.dense().unwrap();
         let flat = unit_rows * u + r;
         let (linear, row) = match kind {
-            "qkv" if flat < layer.attn.q.rows => (&layer.attn.q, flat),
-            "qkv" if flat < layer.attn.q.rows + layer.attn.k.rows => (&layer.attn.k, flat - layer.attn.q.rows),
-            "qkv" => (&layer.attn.v, flat - layer.attn.q.rows - layer.attn.k.rows),
-            "o" => (&layer.attn.o, flat),
+            "qkv" if flat < attn.q.rows => (&attn.q, flat),
+            "qkv" if flat < attn.q.rows + attn.k.rows => (&attn.k, flat - attn.q.rows),
+            "qkv" => (&attn.v, flat - attn.q.rows - attn.k.rows),
+            "o" => (&attn.o, flat),
             "gate_up" if r < 4 => (mlp.gate.as_ref().unwrap(), 4 * u + r),
             "gate_up" => (&mlp.up, 4 * u + r - 4),
             "down" => (&mlp.down, flat),
@@ -800,7 +801,8 @@ mod tests {
             let part = if r < 4 { &gate } else { &up };
             assert_eq!(*value, part.get(4 * u + r % 4).copied().unwrap_or(0.0), "unit {u} row {r}");
         }
-        let qkv = [&layer.attn.q, &layer.attn.k, &layer.attn.v].map(|l| odd.weights.bias_f32(l).unwrap()).concat();
+        let attn = layer.attention().unwrap();
+        let qkv = [&attn.q, &attn.k, &attn.v].map(|l| odd.weights.bias_f32(l).unwrap()).concat();
         assert_eq!(constant(&schedule, &pack, "qkv.1.bias"), qkv);
 
         let table = constant(&schedule, &pack, "embed");

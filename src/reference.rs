@@ -6,16 +6,20 @@
 //!
 //! It shares no code with `lower`, so a fault of lowering cannot hide in its own specification.
 
+mod delta;
+
 use rayon::prelude::*;
 
 use crate::dtype::DType;
 use crate::format::{e4m3, to_e4m3};
 use crate::model::cache_scales::cache_scales;
 use crate::model::graph::{
-    Act, Attention, ClampedSwiglu, ExpertGroups, Experts, FeedForward, GroupScore, Layer, Linear, Mlp, ModelGraph,
-    Norm, NormKind, QkNorm, QkNormSpan, QueryScale, Rope, Router, Score,
+    Act, Attention, ClampedSwiglu, ExpertGroups, Experts, FeedForward, GroupScore, Layer, Linear, Mixer, Mlp,
+    ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, QueryScale, Rope, Router, Score,
 };
 use crate::model::weights::Weights;
+
+pub use crate::reference::delta::{DeltaState, delta_rule, softplus, step_delta};
 
 /// Logits of every position of `ids`, `[ids.len()][vocab]`.
 ///
@@ -26,16 +30,23 @@ pub fn forward(graph: &ModelGraph, weights: &Weights, ids: &[u32]) -> Vec<Vec<f3
     ids.iter().map(|&id| session.step(id)).collect()
 }
 
-/// One sequence in progress: the caches of every layer, and the next position.
+/// One sequence in progress: what every layer keeps of it, and the next position.
 #[derive(Debug, Clone)]
 pub struct Session<'a> {
     graph: &'a ModelGraph,
     weights: &'a Weights,
-    /// Per layer; rows of keys (after norm and rotation) and values, one per position, `[kv_heads * head_dim]` each.
-    caches: Vec<Cache>,
+    kept: Vec<Kept>,
     /// For a cache in fp8, by layer and KV head: the scale of its keys, and that of its values.
     scales: Option<Vec<Vec<[f32; 2]>>>,
     position: u32,
+}
+
+/// What a layer keeps of a sequence.
+#[derive(Debug, Clone)]
+enum Kept {
+    /// Keys (after norm and rotation) and values by position, `[kv_heads * head_dim]` each.
+    History(Cache),
+    State(DeltaState),
 }
 
 #[derive(Debug, Clone, Default)]
@@ -46,7 +57,11 @@ struct Cache {
 
 impl<'a> Session<'a> {
     pub fn new(graph: &'a ModelGraph, weights: &'a Weights) -> Self {
-        Session { graph, weights, caches: vec![Cache::default(); graph.layers.len()], scales: None, position: 0 }
+        let kept = graph.layers.iter().map(|layer| match &layer.mixer {
+            Mixer::Attention(_) => Kept::History(Cache::default()),
+            Mixer::GatedDelta(net) => Kept::State(DeltaState::new(net)),
+        });
+        Session { graph, weights, kept: kept.collect(), scales: None, position: 0 }
     }
 
     /// As [`new`](Self::new), with keys and values that pass through a cache of type `cache` in fp8. Those of other types are not
@@ -62,10 +77,20 @@ impl<'a> Session<'a> {
         self.position
     }
 
-    /// Keys (after norm and rotation) and values of a layer by position, `[kv_heads * head_dim]` each.
+    /// Keys (after norm and rotation) and values of a layer by position, `[kv_heads * head_dim]` each; none if the layer has no attention.
     pub fn cached(&self, layer: usize) -> [&[Vec<f64>]; 2] {
-        let Cache { keys, values } = &self.caches[layer];
-        [keys, values]
+        match &self.kept[layer] {
+            Kept::History(Cache { keys, values }) => [keys, values],
+            Kept::State(_) => [&[], &[]],
+        }
+    }
+
+    /// The state of a layer after the last position; `None` if it has a history instead.
+    pub fn state(&self, layer: usize) -> Option<&DeltaState> {
+        match &self.kept[layer] {
+            Kept::History(_) => None,
+            Kept::State(state) => Some(state),
+        }
     }
 
     /// Computes `token` at the next position and returns its logits, `[vocab]`.
@@ -99,9 +124,9 @@ impl<'a> Session<'a> {
         let mut row = vec![0.0; graph.hidden as usize];
         self.weights.read_row_f32(graph.embed, token, &mut row);
         let mut x: Vec<f64> = row.iter().map(|&e| f64::from(e) * f64::from(graph.embed_scale)).collect();
-        for (l, (layer, cache)) in graph.layers.iter().zip(&mut self.caches).enumerate() {
+        for (l, (layer, kept)) in graph.layers.iter().zip(&mut self.kept).enumerate() {
             let scales = self.scales.as_ref().map(|scales| &*scales[l]);
-            step_layer(graph, self.weights, layer, cache, scales, self.position, &mut x);
+            step_layer(graph, self.weights, layer, kept, scales, self.position, &mut x);
         }
         self.position += 1;
         norm(self.weights, &graph.final_norm, &x)
@@ -113,18 +138,24 @@ fn step_layer(
     graph: &ModelGraph,
     weights: &Weights,
     layer: &Layer,
-    cache: &mut Cache,
+    kept: &mut Kept,
     scales: Option<&[[f32; 2]]>,
     position: u32,
     x: &mut [f64],
 ) {
     let normed = |op: &Option<Norm>, x: &[f64]| op.as_ref().map_or(x.to_vec(), |op| norm(weights, op, x));
-    let attn_in = normed(&layer.attn_norm, x);
-    let attn_out = step_attention(graph, weights, &layer.attn, cache, scales, position, &attn_in);
-    let attn_out = normed(&layer.attn_post_norm, &attn_out);
+    let mixer_in = normed(&layer.attn_norm, x);
+    let mixer_out = match (&layer.mixer, kept) {
+        (Mixer::Attention(op), Kept::History(cache)) => {
+            step_attention(graph, weights, op, cache, scales, position, &mixer_in)
+        }
+        (Mixer::GatedDelta(op), Kept::State(state)) => step_delta(weights, op, state, &mixer_in),
+        _ => unreachable!("a session keeps what its mixers need"),
+    };
+    let mixer_out = normed(&layer.attn_post_norm, &mixer_out);
     // A parallel branch reads the layer's input, so it has to read before the sum.
     let parallel_in = layer.parallel.then(|| normed(&layer.mlp_norm, x));
-    add_scaled(x, layer.residual_scale, &attn_out);
+    add_scaled(x, layer.residual_scale, &mixer_out);
     let feed_in = parallel_in.unwrap_or_else(|| normed(&layer.mlp_norm, x));
     let feed_out = match &layer.feed {
         FeedForward::Dense(op) => mlp(weights, op, &feed_in),

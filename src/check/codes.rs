@@ -367,7 +367,7 @@ impl CacheContents<'_> {
             CacheContents::AtRandom { rows } => interp.fill_cache(FILL_SEED, *rows),
             CacheContents::OfText(filler) => interp.fill_cache_with(filler.rows(), |cache, row| {
                 let layer = cache.layer as usize;
-                let attn = &filler.graph().layers[layer].attn;
+                let attn = lanes::attention_of(filler.graph(), layer);
                 let pitch = cache.cols / attn.kv_heads as usize;
                 // Columns that no head has stay 0.
                 let mut by_column = vec![0.0; cache.cols];
@@ -396,7 +396,7 @@ impl CacheContents<'_> {
         };
         write_device_cache(session, schedule, filler.rows(), &|layer, kind, row, columns, is_coded| {
             let layer = layer as usize;
-            let (dim, pitch) = (graph.layers[layer].attn.head_dim as usize, columns.len());
+            let (dim, pitch) = (lanes::attention_of(graph, layer).head_dim as usize, columns.len());
             let head = columns.start as usize / pitch;
             let values = filler.row(layer, kind, row);
             let values = values[head * dim..(head + 1) * dim].iter().copied();

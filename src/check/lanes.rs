@@ -136,7 +136,7 @@ impl Tables {
             (0..rows).flat_map(of_row).collect()
         };
         let gains = |layer: &Layer| {
-            let norm = layer.attn.k_norm.as_ref().filter(|_| layer.attn.norm_after_rope)?;
+            let norm = layer.attention().filter(|attention| attention.norm_after_rope)?.k_norm.as_ref()?;
             Some(norm.weights.iter().flat_map(|&id| weights.vector_f32(id)).collect())
         };
         let gains = graph.layers.iter().map(gains).collect();
@@ -192,9 +192,14 @@ impl<'a> Filler<'a> {
     }
 }
 
+/// The attention of a layer: a kernel that is checked has it in every layer, for lowering refuses other mixers.
+pub fn attention_of(graph: &ModelGraph, layer: usize) -> &Attention {
+    graph.layers[layer].attention().expect("lowering refuses a layer without attention")
+}
+
 fn filled(graph: &ModelGraph, tables: &Tables, fill: &Fill, layer: usize, kind: CacheKind, row: u32) -> Vec<f32> {
     let text = &fill.layers[layer];
-    let attn = &graph.layers[layer].attn;
+    let attn = attention_of(graph, layer);
     let dim = attn.head_dim as usize;
     let [key, value] = &text[token_of(row, text.len() as u32) as usize];
     let mut values = match kind {
@@ -336,7 +341,7 @@ pub fn compute(
 
 /// The rows of the cache before position `first` that attention may see: keys, then values.
 fn history(graph: &ModelGraph, tables: &Tables, fill: &Fill, layer: usize, first: u32) -> [Vec<Vec<f64>>; 2] {
-    let seen = graph.layers[layer].attn.window.map_or(first, |window| window.min(first));
+    let seen = attention_of(graph, layer).window.map_or(first, |window| window.min(first));
     [CacheKind::Key, CacheKind::Value].map(|kind| {
         let row = |row| filled(graph, tables, fill, layer, kind, row).into_iter().map(f64::from).collect();
         (first - seen..first).into_par_iter().map(row).collect()
@@ -366,7 +371,8 @@ impl Model<'_> {
         pass: &mut Pass,
         text_count: usize,
     ) -> Projected {
-        let Layer { attn_norm, attn, mlp_norm, parallel, .. } = &self.graph.layers[layer];
+        let Layer { attn_norm, mlp_norm, parallel, .. } = &self.graph.layers[layer];
+        let attn = attention_of(self.graph, layer);
         let inputs = self.normed(attn_norm.as_ref(), vectors);
         let parallel = parallel.then(|| self.normed(mlp_norm.as_ref(), vectors));
         let mut queries = self.linear(&attn.q, &inputs, vectors);
@@ -426,7 +432,7 @@ impl Model<'_> {
                 continue;
             }
             let rows = lanes[0].kv.clone();
-            let dim = self.graph.layers[layer].attn.head_dim as usize;
+            let dim = attention_of(self.graph, layer).head_dim as usize;
             let noise = [0, 1].map(|kind| {
                 let of_lane = |lane: &Vector| head_distance(&rows[kind], &lane.kv[kind], dim);
                 lanes[1..].iter().map(of_lane).fold(0.0, super::worst)
@@ -449,8 +455,8 @@ impl Model<'_> {
         vectors: &mut [Vector],
         pass: &mut Pass,
     ) {
-        let Layer { attn, attn_post_norm, mlp_norm, feed, mlp_post_norm, residual_scale, .. } =
-            &self.graph.layers[layer];
+        let attn = attention_of(self.graph, layer);
+        let Layer { attn_post_norm, mlp_norm, feed, mlp_post_norm, residual_scale, .. } = &self.graph.layers[layer];
         let wire = self.rounding.precision.wire;
         let mut mixed = self.attend(attn, filled, queries, vectors);
         for (gate, mixed) in gates.iter().flatten().zip(&mut mixed) {

@@ -11,7 +11,7 @@ use crate::ir::op::{HISTORY_ALIGN, UNIT_ROWS};
 use crate::ir::schedule::Schedule;
 use crate::ir::variant::{chunk_copiers, rows_on_tensor_cores};
 use crate::lower::{Batch, format_of, heads_per_task_most, lower_batch};
-use crate::model::graph::{Layer, Linear, ModelGraph};
+use crate::model::graph::{Attention, Layer, Linear, ModelGraph};
 use crate::schedule::schedule;
 use crate::target::{DotMechanism, Target, TargetKind};
 
@@ -161,7 +161,8 @@ fn candidate(
     slot_bytes: u32,
     ring_slots: u32,
 ) -> Candidate {
-    let group = graph.layers.iter().map(|layer| layer.attn.heads / layer.attn.kv_heads.max(1)).min().unwrap_or(1);
+    let group =
+        graph.layers.iter().filter_map(Layer::attention).map(|a| a.heads / a.kv_heads.max(1)).min().unwrap_or(1);
     Candidate {
         splits: 1,
         sums_everywhere: 0,
@@ -175,12 +176,18 @@ fn candidate(
     }
 }
 
+/// Bytes of the longest row of a head in the cache; `None`: no layer has attention.
+fn row_bytes_max(graph: &ModelGraph, precision: Precision) -> Option<u32> {
+    let attentions = graph.layers.iter().filter_map(Layer::attention);
+    attentions.map(|attention| cache_row_bytes(attention.head_dim, precision.cache)).max()
+}
+
 /// Positions of a page: the least that is whole chunks of the history in every layer, with slots of any of `sizes`, so that kernels for
 /// different numbers of rows share pages. Mostly one chunk of the largest. `None`: no slot holds a tile.
 fn page_rows(graph: &ModelGraph, precision: Precision, sizes: &[u32]) -> Option<u32> {
-    let row_bytes = |layer: &Layer| cache_row_bytes(layer.attn.head_dim, precision.cache);
-    let chunks =
-        graph.layers.iter().flat_map(|layer| sizes.iter().map(move |slot| chunk_rows(*slot, row_bytes(layer))));
+    let row_bytes = |attention: &Attention| cache_row_bytes(attention.head_dim, precision.cache);
+    let attentions = graph.layers.iter().filter_map(Layer::attention);
+    let chunks = attentions.flat_map(|a| sizes.iter().map(move |slot| chunk_rows(*slot, row_bytes(a))));
     let whole = |a: u32, b: u32| (1..=b).map(|n| a.saturating_mul(n)).find(|n| n % b == 0);
     let mut some = chunks.filter(|rows| *rows > 0).peekable();
     some.peek()?;
@@ -215,7 +222,7 @@ pub fn place_one_row(
 ) -> Result<Schedule, Infeasible> {
     let slots = Slots::of(graph, precision, target, WORD_ROWS, candidate.consumer_warps);
     let Some(page_rows) = page_rows(graph, precision, &slots.all) else {
-        let row_bytes = graph.layers.iter().map(|layer| cache_row_bytes(layer.attn.head_dim, precision.cache)).max();
+        let row_bytes = row_bytes_max(graph, precision);
         let (slot_bytes, row_bytes) = (slots.bytes[0], row_bytes.unwrap_or(0));
         return Err(Infeasible::HistoryChunk { slot_bytes, rows: HISTORY_ALIGN, row_bytes });
     };
@@ -283,8 +290,7 @@ struct Model<'a> {
 impl Model<'_> {
     /// Bytes of the longest row of a head in the cache.
     fn cache_row_bytes(&self) -> u32 {
-        let row_bytes = |layer: &Layer| cache_row_bytes(layer.attn.head_dim, self.precision.cache);
-        self.graph.layers.iter().map(row_bytes).max().unwrap_or(0)
+        row_bytes_max(self.graph, self.precision).unwrap_or(0)
     }
 
     /// The kernel for `room` from this candidate of one row, with at least `slots_min` slots. `sizes`: more sizes of slots to try, bytes.
@@ -338,7 +344,7 @@ pub fn cpu_candidate(
     base: &Candidate,
     batch: &Batch,
 ) -> Result<Candidate, Infeasible> {
-    let row_bytes = graph.layers.iter().map(|layer| cache_row_bytes(layer.attn.head_dim, precision.cache)).max();
+    let row_bytes = row_bytes_max(graph, precision);
     let holds_tiles = |slot_bytes: u32| chunk_rows(slot_bytes, row_bytes.unwrap_or(0)) > 0;
     let fitting = |base: &Candidate| {
         let of_slots = |slot_bytes: u32| {

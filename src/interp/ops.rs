@@ -403,50 +403,50 @@ fn choose<R: Real>(step: &Step<'_>, route: &plan::Route, memory: &mut impl Acces
         let each = s.x.len() / count.max(1) as usize;
         s.scores.clear();
         for group in s.x.chunks_exact(each.max(1)) {
-            let best = largest(group).map_or(0, |at| at);
-            let rest = group.iter().enumerate().filter(|(at, _)| *at != best).map(|(_, &x)| x);
-            let second = rest.fold(R::NEG_INFINITY, |most, x| if x > most { x } else { most });
+            let best = first(group, &[]);
             s.scores.push(match score {
-                GroupScore::SumOfTwo if each > 1 => group[best] + second,
+                GroupScore::SumOfTwo if each > 1 => group[best] + group[first(group, &[best])],
                 _ => group[best],
             });
         }
-        let mut keep = vec![false; s.scores.len()];
+        let mut keep = vec![];
         for _ in 0..kept {
-            let Some(group) = largest(&s.scores) else { break };
-            keep[group] = true;
-            s.scores[group] = R::NEG_INFINITY;
+            keep.push(first(&s.scores, &keep));
         }
-        for (group, _) in keep.iter().enumerate().filter(|(_, keep)| !**keep) {
-            s.x[group * each..(group + 1) * each].fill(R::NEG_INFINITY);
+        for group in (0..s.scores.len()).filter(|group| !keep.contains(group)) {
+            s.x[group * each..(group + 1) * each].fill(R::of(f32::NAN));
         }
     }
     let mut chosen = vec![];
     for _ in 0..op.top_k {
-        let expert = largest(&s.x).unwrap_or(0);
-        chosen.push(expert as u32);
-        s.x[expert] = R::NEG_INFINITY;
+        chosen.push(first(&s.x, &chosen));
     }
-    let sum = chosen.iter().fold(zero, |sum, &expert| sum + s.y[expert as usize]);
+    let sum = chosen.iter().fold(zero, |sum, &expert| sum + s.y[expert]);
     let divisor = op.normalise.map(|added| sum + R::of(added));
     s.load.clear();
     s.load.extend(chosen.iter().map(|&expert| {
-        let score = s.y[expert as usize];
+        let score = s.y[expert];
         (divisor.map_or(score, |divisor| score / divisor) * R::of(op.scale)).to_f32()
     }));
     memory.store(&route.shares, &s.load);
-    memory.store_words(&route.out, &chosen);
+    let ids: Vec<u32> = chosen.iter().map(|&expert| expert as u32).collect();
+    memory.store_words(&route.out, &ids);
 }
 
-/// Where the largest value is, the first of equal ones. Any number is larger than none.
-fn largest<R: Real>(values: &[R]) -> Option<usize> {
+/// Where the largest value is that is not at one of the places `taken`, the first of equal ones. What is no number comes last, as in
+/// route.cuh; 0 if all are taken.
+fn first<R: Real>(values: &[R], taken: &[usize]) -> usize {
     let mut best: Option<usize> = None;
-    for (at, &value) in values.iter().enumerate() {
-        if value > R::NEG_INFINITY && best.is_none_or(|best| value > values[best]) {
+    for at in (0..values.len()).filter(|at| !taken.contains(at)) {
+        let is_larger = |best: usize| {
+            let (value, best) = (values[at], values[best]);
+            value > best || (best.to_f32().is_nan() && !value.to_f32().is_nan())
+        };
+        if best.is_none_or(is_larger) {
             best = Some(at);
         }
     }
-    best
+    best.unwrap_or(0)
 }
 
 /// The sum of what experts made of a row.

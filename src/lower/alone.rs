@@ -5,7 +5,7 @@
 //! many bytes as a step of the model does for this op, and never waits for what other SMs make of its output: the time is
 //! that of the op, without its exchange.
 
-use super::{Builder, Sum};
+use super::{Builder, Sum, attention};
 use crate::candidate::{Candidate, Infeasible};
 use crate::dtype::Precision;
 use crate::ir::BufferId;
@@ -40,10 +40,11 @@ pub fn lower_alone(
     let (x, residual, hidden) = (start.x, start.residual, graph.hidden);
     let first = graph.layers.first();
     let input = match (op, first) {
-        (LayerOp::Attention, Some(layer)) => b.qkv("feed", None, layer, x),
+        (LayerOp::Attention, Some(layer)) => b.qkv("feed", None, layer, attention(0, layer)?, x),
         (LayerOp::Down, Some(layer)) => b.up("feed", None, "feed", layer, dense(0, layer)?, x),
         (LayerOp::O, Some(layer)) => {
-            let (q, cols) = (&layer.attn.q, layer.attn.q.rows);
+            let q = &attention(0, layer)?.q;
+            let cols = q.rows;
             let feed = b.exchange("feed", cols);
             let out = vec![b.write(Role::Out, feed, Cols::blocks(UNIT_ROWS, cols))];
             b.matvec("feed", None, x, layer.attn_norm.as_ref(), &[q], Epilogue::Store, Second::Axis(1), out);
@@ -59,14 +60,14 @@ pub fn lower_alone(
         };
         match op {
             LayerOp::Qkv => {
-                b.qkv(&format!("qkv.{l}"), Some(site), layer, input);
+                b.qkv(&format!("qkv.{l}"), Some(site), layer, attention(l, layer)?, input);
             }
             LayerOp::Attention => {
-                b.attention(l, layer, input, &start.ropes)?;
+                b.attention(l, attention(l, layer)?, input, &start.ropes)?;
             }
             LayerOp::O => {
-                let sum = sum(&mut b, "x2");
-                b.project_and_add(&format!("o.{l}"), site, input, &layer.attn.o, layer.attn_post_norm.as_ref(), sum);
+                let (sum, o) = (sum(&mut b, "x2"), &attention(l, layer)?.o);
+                b.project_and_add(&format!("o.{l}"), site, input, o, layer.attn_post_norm.as_ref(), sum);
             }
             LayerOp::Up => {
                 let mlp = dense(l, layer)?;

@@ -18,13 +18,14 @@ use crate::model::weights::Weights;
 /// Powers of two that a scale may be, by exponent: far beyond what weights lead to, and normal in fp32, as their inverses are.
 const EXPONENTS: std::ops::RangeInclusive<i32> = -100..=100;
 
-/// The scales of a layer: for each KV head the scale of its keys, then that of its values. 1 if nothing bounds a head.
+/// The scales of a layer: for each KV head the scale of its keys, then that of its values. 1 if nothing bounds a head; none if the layer
+/// has no attention.
 ///
 /// # Panics
 /// If the graph has no such layer.
 pub fn cache_scales(graph: &ModelGraph, weights: &Weights, layer: usize) -> Vec<[f32; 2]> {
     let layer = &graph.layers[layer];
-    let attn = &layer.attn;
+    let Some(attn) = layer.attention() else { return vec![] };
     if let Some(stored) = attn.cache_scales {
         let [keys, values] = stored.map(|id| weights.vector_f32(id)[0]);
         return vec![[keys, values]; attn.kv_heads as usize];

@@ -6,7 +6,7 @@
 //! ```text
 //! x  = embed[token] * embed_scale
 //! per layer:
-//!   a  = attn(norm?(x));       a = norm?(a)
+//!   a  = mixer(norm?(x));      a = norm?(a)
 //!   sequential:  x = x + residual_scale * a ;  m = feed(norm?(x))
 //!   parallel:    m = feed(norm?(x))         ;  x = x + residual_scale * a
 //!   m = norm?(m);  x = x + residual_scale * m
@@ -135,9 +135,10 @@ pub enum NormKind {
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct Layer {
+    /// Before the mixer.
     pub attn_norm: Option<Norm>,
-    pub attn: Attention,
-    /// Over the attention output, before the residual sum (Gemma 2 and 3, OLMo 2).
+    pub mixer: Mixer,
+    /// Over the mixer's output, before the residual sum (Gemma 2 and 3, OLMo 2).
     pub attn_post_norm: Option<Norm>,
     /// Before what follows attention, experts included.
     pub mlp_norm: Option<Norm>,
@@ -151,9 +152,125 @@ pub struct Layer {
 }
 
 impl Layer {
-    /// Its matrices: q, k, v and the gate of attention, o, then those of [`FeedForward::linears`].
+    /// Its attention; `None` if positions meet in another way.
+    pub fn attention(&self) -> Option<&Attention> {
+        match &self.mixer {
+            Mixer::Attention(attention) => Some(attention),
+            Mixer::GatedDelta(_) => None,
+        }
+    }
+
+    pub fn attention_mut(&mut self) -> Option<&mut Attention> {
+        match &mut self.mixer {
+            Mixer::Attention(attention) => Some(attention),
+            Mixer::GatedDelta(_) => None,
+        }
+    }
+
+    /// Its matrices: those of [`Mixer::linears`], then those of [`FeedForward::linears`].
     pub fn linears(&self) -> impl Iterator<Item = &Linear> {
-        self.attn.projections().into_iter().chain([&self.attn.o]).chain(self.feed.linears())
+        self.mixer.linears().into_iter().chain(self.feed.linears())
+    }
+}
+
+/// How positions meet in a layer: each reads what earlier ones left.
+#[derive(Debug, Clone, PartialEq)]
+#[expect(clippy::large_enum_variant, reason = "most layers have attention")]
+pub enum Mixer {
+    /// A history of keys and values.
+    Attention(Attention),
+    /// A state of one size for every length of text.
+    GatedDelta(Box<GatedDelta>),
+}
+
+impl Mixer {
+    /// Its matrices: q, k, v, the gate and o of attention; q, k, v, z, b, a, o of a gated delta net.
+    pub fn linears(&self) -> Vec<&Linear> {
+        match self {
+            Mixer::Attention(attention) => attention.projections().into_iter().chain([&attention.o]).collect(),
+            Mixer::GatedDelta(net) => net.projections().into_iter().chain([&net.o]).collect(),
+        }
+    }
+
+    /// What it is, for messages.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Mixer::Attention(_) => "attention",
+            Mixer::GatedDelta(_) => "a gated delta net",
+        }
+    }
+}
+
+/// A layer of a gated delta net (Qwen3-Next, Qwen3.5, OLMo-Hybrid), after Yang et al. 2024 (arXiv 2412.06464).
+///
+/// The state of a sequence is a matrix `S` `[key_dim, value_dim]` for each value head, and the last `kernel - 1` inputs of the
+/// convolution; zeros before the first position. Value head `h` has the query and key of head `h / (value_heads / key_heads)`.
+///
+/// ```text
+/// u          = [q(x); k(x); v(x)]                                  one channel after another
+/// [q; k; v]  = silu(sum over taps i of conv[:, i] * u at position - (kernel - 1 - i))
+/// q          = q / sqrt(|q|^2 + 1e-6) / sqrt(key_dim),  k = k / sqrt(|k|^2 + 1e-6)     head by head
+/// beta       = sigmoid(b(x)) * (2 if negative_eigenvalues)         one for each value head, as the decay
+/// decay      = exp(-exp(a_log) * softplus(a(x) + dt_bias))
+/// S          = decay * S
+/// S          = S + k (beta * (v - S^T k))^T
+/// y          = norm(S^T q) * silu(z(x))                            head by head
+/// output     = o(y)
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+pub struct GatedDelta {
+    pub key_heads: u32,
+    /// A multiple of `key_heads`.
+    pub value_heads: u32,
+    /// Width of a head of q and k.
+    pub key_dim: u32,
+    /// Width of a head of v, z and the output.
+    pub value_dim: u32,
+    /// Taps of the convolution, the current position's included.
+    pub kernel: u32,
+    /// `[key_heads * key_dim, hidden]`
+    pub q: Linear,
+    pub k: Linear,
+    /// `[value_heads * value_dim, hidden]`
+    pub v: Linear,
+    /// The gate of the output, as `v`.
+    pub z: Linear,
+    /// `[value_heads, hidden]`, as `a`.
+    pub b: Linear,
+    pub a: Linear,
+    /// Taps of the channels of q, k and v in turn, oldest first: the rows `[channels, kernel]` of these tensors, one after another. Where
+    /// tensors end says nothing: a checkpoint of OLMo-Hybrid that transformers 5 wrote has thirds.
+    pub conv: Vec<TensorId>,
+    /// `[value_heads]`
+    pub a_log: TensorId,
+    /// `[value_heads]`
+    pub dt_bias: TensorId,
+    /// Over each head of the output, with gains `[value_dim]` that all heads share.
+    pub norm: Norm,
+    /// Whether beta is doubled (OLMo-Hybrid).
+    pub negative_eigenvalues: bool,
+    /// `[hidden, value_heads * value_dim]`
+    pub o: Linear,
+}
+
+impl GatedDelta {
+    /// Added to the square of a length of q and k.
+    pub const L2_EPS: f32 = 1e-6;
+
+    /// Its matrices that read the layer's input: q, k, v, z, b, a.
+    pub fn projections(&self) -> [&Linear; 6] {
+        [&self.q, &self.k, &self.v, &self.z, &self.b, &self.a]
+    }
+
+    /// Channels of the convolution.
+    pub fn channels(&self) -> u32 {
+        self.q.rows + self.k.rows + self.v.rows
+    }
+
+    /// Values of the state of a sequence: `S` of all heads, then inputs of the convolution.
+    pub fn state_values(&self) -> u64 {
+        let matrices = u64::from(self.value_heads) * u64::from(self.key_dim) * u64::from(self.value_dim);
+        matrices + u64::from(self.channels()) * u64::from(self.kernel - 1)
     }
 }
 

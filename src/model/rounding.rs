@@ -4,7 +4,7 @@
 
 use crate::format::{Code, E4M3_MAX, Format, FormatPlan, ScaleCode, name_of};
 use crate::model::coded::CodedRow;
-use crate::model::graph::{Layer, Linear, Mlp, ModelGraph, Tensor, TensorId};
+use crate::model::graph::{Layer, Linear, Mixer, Mlp, ModelGraph, Tensor, TensorId};
 use crate::model::weights::Weights;
 
 /// A plan that does not fit a model.
@@ -20,7 +20,7 @@ pub enum PlanError {
 }
 
 /// Gives the matrices of a model the formats that a plan asks for. Their values are rounded when they are read. Routers and the gates of
-/// shared experts keep their values: they decide, and are few.
+/// shared experts keep their values, as do the matrices of decay and beta: they decide, and are few.
 ///
 /// # Errors
 /// A layer that is not there, or a matrix that the checkpoint stores in another format.
@@ -50,11 +50,15 @@ pub fn round_matrices(graph: &mut ModelGraph, weights: &mut Weights, plan: &Form
         }
     }
     for layer in 0..layers {
-        let Layer { attn, feed, .. } = &graph.layers[layer];
+        let Layer { mixer, feed, .. } = &graph.layers[layer];
         let own = feed.experts().map_or(&[][..], |experts| &experts.experts);
         let shared = feed.experts().and_then(|experts| experts.shared.as_ref()).map(|shared| &shared.mlp);
         let others = feed.dense().into_iter().chain(shared).flat_map(Mlp::linears);
-        let others = attn.projections().into_iter().chain([&attn.o]).chain(others);
+        let mixer = match mixer {
+            Mixer::Attention(_) => mixer.linears(),
+            Mixer::GatedDelta(net) => vec![&net.q, &net.k, &net.v, &net.z, &net.o],
+        };
+        let others = mixer.into_iter().chain(others);
         let ids = |linears: Vec<&Linear>| -> Vec<TensorId> { linears.iter().map(|l| l.weight.tensor).collect() };
         let both = [
             (plan.of(Some(layer as u32)), ids(others.collect())),

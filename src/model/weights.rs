@@ -26,7 +26,7 @@ use crate::gguf::{GgufError, Header, Kind};
 use crate::model::blocks::Blocks;
 pub use crate::model::coded::CodedRow;
 use crate::model::coded::{Component, Files, PartFault, Recipe, Stored as Coded};
-use crate::model::graph::{Linear, ModelGraph, Norm, RowView, Score, Tensor, TensorId};
+use crate::model::graph::{Layer, Linear, Mixer, ModelGraph, Norm, RowView, Score, Tensor, TensorId};
 use crate::model::rounding::round_row;
 use crate::model::synthetic::SyntheticTensor;
 
@@ -824,7 +824,8 @@ impl Weights {
     ///
     /// The statistics keep a random model alive: linear weights have deviation `1 / sqrt(fan_in)`, an untied embedding
     /// 1 after its scale, the head such that logits have deviation 2 before the softcap, biases 0.3, norm gains
-    /// 1 +- 0.25 (stored around `1 - weight_offset`), sinks deviation 1, so that a bias or a gain that is ignored is visible.
+    /// 1 +- 0.25 (stored around `1 - weight_offset`), sinks deviation 1, so that a bias or a gain that is ignored is visible; taps of
+    /// convolutions have deviation `1 / sqrt(taps)`.
     ///
     /// Routers choose their experts about alike. A seed of `n * 2^32 + s` skews those of seed `s` and leaves all else: the rows of a router
     /// are multiplied by numbers whose logarithms have deviation `n / 10`, so that some experts are chosen much more often.
@@ -849,11 +850,20 @@ impl Weights {
             norm.weight.iter().for_each(|&id| set(id, 1.0 - f64::from(norm.weight_offset), 0.25));
             norm.bias.iter().for_each(|&id| set(id, 0.0, 0.3));
         }
-        for norm in graph.layers.iter().flat_map(|layer| [&layer.attn.q_norm, &layer.attn.k_norm]).flatten() {
+        let attentions = graph.layers.iter().filter_map(Layer::attention);
+        for norm in attentions.flat_map(|attention| [&attention.q_norm, &attention.k_norm]).flatten() {
             norm.weights.iter().for_each(|&id| set(id, 1.0 - f64::from(norm.weight_offset), 0.25));
         }
-        for sinks in graph.layers.iter().filter_map(|layer| layer.attn.sinks) {
-            set(sinks, 0.0, 1.0);
+        for layer in &graph.layers {
+            match &layer.mixer {
+                Mixer::Attention(attention) => attention.sinks.iter().for_each(|&sinks| set(sinks, 0.0, 1.0)),
+                Mixer::GatedDelta(net) => {
+                    net.conv.iter().for_each(|&id| set(id, 0.0, 1.0 / f64::from(net.kernel).sqrt()));
+                    // Most decays are above 0.7: states reach far, and steps differ.
+                    set(net.a_log, 0.0, 0.5);
+                    set(net.dt_bias, -2.0, 0.5);
+                }
+            }
         }
         // Last: a tied table is shaped by its use as the head, since the first norm makes up for its size as input.
         set(graph.head.weight.tensor, 0.0, head_std);
@@ -1097,14 +1107,18 @@ impl Weights {
     }
 }
 
-/// Norms of the residual stream.
+/// Norms of the residual stream and of mixers.
 fn norms(graph: &ModelGraph) -> impl Iterator<Item = &Norm> {
     graph
         .layers
         .iter()
         .flat_map(|layer| {
             let around = [&layer.attn_norm, &layer.attn_post_norm, &layer.mlp_norm, &layer.mlp_post_norm];
-            around.into_iter().flatten()
+            let own = match &layer.mixer {
+                Mixer::Attention(_) => None,
+                Mixer::GatedDelta(net) => Some(&net.norm),
+            };
+            around.into_iter().flatten().chain(own)
         })
         .chain([&graph.final_norm])
 }
@@ -1365,7 +1379,7 @@ mod tests {
         assert!(imported.header_bytes_read < 100_000);
         assert_eq!(imported.graph, graph);
         let mut row = vec![1.0; 4096];
-        imported.weights.read_row_f32(graph.layers[20].attn.q.weight.tensor, 4095, &mut row);
+        imported.weights.read_row_f32(graph.layers[20].attention().unwrap().q.weight.tensor, 4095, &mut row);
         assert_eq!(row, vec![0.0; 4096]);
     }
 
@@ -1456,7 +1470,7 @@ mod tests {
         let close = |found: (f32, f32), mean: f32, std: f32| {
             assert!((found.0 - mean).abs() < 0.3 * std && (found.1 / std - 1.0).abs() < 0.2, "{found:?} {mean} {std}");
         };
-        close(moments(graph.layers[0].attn.q.weight.tensor), 0.0, 128f32.powf(-0.5));
+        close(moments(graph.layers[0].attention().unwrap().q.weight.tensor), 0.0, 128f32.powf(-0.5));
         close(moments(graph.layers[1].feed.dense().unwrap().down.weight.tensor), 0.0, 256f32.powf(-0.5));
         close(moments(graph.final_norm.weight.unwrap()), 0.0, 0.25);
         close(moments(graph.embed), 0.0, 2.0 / 128f32.sqrt());

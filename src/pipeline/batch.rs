@@ -12,6 +12,7 @@ use crate::interp::{Options, Pack};
 use crate::ir::layout::{cache_row_bytes, pack_bytes};
 use crate::lower::Batch;
 use crate::manifest::{Decode, Manifest};
+use crate::model::graph::Layer;
 use crate::pages::Pool;
 use crate::rows::Shape;
 use crate::target::{Target, TargetKind};
@@ -355,10 +356,12 @@ fn ragged(
 fn room(context: &BuildContext<'_>, rows: u32, serving: &Serving, free_bytes: u64) -> Result<Room, Fault> {
     let BuildContext { manifest, imported, .. } = *context;
     let row_bytes = |dim| u64::from(cache_row_bytes(dim, manifest.precision.cache));
-    let of_layer = imported.graph.layers.iter().map(|layer| {
-        let attention = &layer.attn;
-        2 * u64::from(attention.kv_heads) * row_bytes(attention.head_dim)
-    });
+    let of_layer = imported
+        .graph
+        .layers
+        .iter()
+        .filter_map(Layer::attention)
+        .map(|attention| 2 * u64::from(attention.kv_heads) * row_bytes(attention.head_dim));
     let position_bytes: u64 = of_layer.sum();
     let fits = free_bytes / 100 * MEMORY_PERCENT / position_bytes.max(1);
     let context_max = u64::from(manifest.decode.context_max);

@@ -17,7 +17,7 @@ use crate::flywheel::{
 use crate::format::name_of;
 use crate::lower::format_of;
 use crate::measure::{Measurement, Timed};
-use crate::model::graph::ModelGraph;
+use crate::model::graph::{Layer, ModelGraph};
 use crate::search::Space;
 
 use super::chain::Chain;
@@ -145,15 +145,16 @@ pub(super) fn shape(context: &BuildContext<'_>, graph: &ModelGraph) -> ModelShap
     let layer = graph.layers.first();
     // Experts of a layer are alike.
     let mlp = layer.and_then(|layer| layer.feed.mlps().next());
+    let attention = graph.layers.iter().find_map(Layer::attention);
     ModelShape {
         model_graph: context.graph,
         family: graph.family.clone(),
         layers: graph.layers.len() as u32,
         hidden: graph.hidden,
         intermediate: mlp.map_or(0, |mlp| mlp.up.rows),
-        heads: layer.map_or(0, |layer| layer.attn.heads),
-        kv_heads: layer.map_or(0, |layer| layer.attn.kv_heads),
-        head_dim: layer.map_or(0, |layer| layer.attn.head_dim),
+        heads: attention.map_or(0, |attention| attention.heads),
+        kv_heads: attention.map_or(0, |attention| attention.kv_heads),
+        head_dim: attention.map_or(0, |attention| attention.head_dim),
         vocab: graph.vocab,
         parameters: graph.parameter_count(),
         weights_dtype: mlp.map_or(String::new(), |mlp| name_of(format_of(graph, &[&mlp.up], precision))),

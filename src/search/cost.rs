@@ -113,9 +113,8 @@ pub fn predict(
     let mut predicted = Predicted::default();
     let mut wire = idle;
     for layer in &graph.layers {
-        let attn = &layer.attn;
-        // Of experts, those that a row chooses.
-        let Some(mlp) = layer.feed.mlps().next() else { continue };
+        // No program has a layer without attention yet, so none is predicted. Of experts, those that a row chooses.
+        let (Some(attn), Some(mlp)) = (layer.attention(), layer.feed.mlps().next()) else { continue };
         let chosen = layer.feed.experts().map_or(1, |experts| experts.router.top_k);
         let gates = if mlp.gate.is_some() { 2 } else { 1 };
         let tasks = [

@@ -13,7 +13,7 @@ use crate::ir::layout::{RING_SLOTS_MAX, chunk_bytes, unit_bytes};
 use crate::ir::op::UNIT_ROWS;
 use crate::ir::variant::REDUCE_BATCH;
 use crate::lower::{LayerOp, finest_unit_rows, heads_of_task, lower};
-use crate::model::graph::ModelGraph;
+use crate::model::graph::{Layer, ModelGraph};
 use crate::schedule::{check_knobs, schedule};
 use crate::target::{Target, TargetKind};
 
@@ -287,7 +287,14 @@ impl Space {
         fixed_smem_bytes: impl Fn(u32) -> u64,
     ) -> Space {
         let cpu = target.kind == TargetKind::Cpu;
-        let group = graph.layers.iter().map(|l| l.attn.heads / l.attn.kv_heads.max(1)).max().unwrap_or(1).max(1);
+        let group = graph
+            .layers
+            .iter()
+            .filter_map(Layer::attention)
+            .map(|a| a.heads / a.kv_heads.max(1))
+            .max()
+            .unwrap_or(1)
+            .max(1);
         let head_units = graph.vocab.div_ceil(UNIT_ROWS);
         let unit = unit_bytes(graph.hidden, precision);
         let sms_max = target.spec.sm_count.min(head_units).max(1);
@@ -359,7 +366,7 @@ impl Space {
             warps.iter().chain([&default.consumer_warps]).map(|&warps| (warps, fixed_smem_bytes(warps))).collect();
         let first = graph.layers.first();
         let inputs = [
-            first.map_or(graph.hidden, |l| l.attn.o.cols),
+            first.and_then(|l| l.attention()).map_or(graph.hidden, |a| a.o.cols),
             first.and_then(|l| l.feed.mlps().next()).map_or(graph.hidden, |mlp| mlp.down.cols),
         ];
         let [o, down] = inputs.map(|cols| unit_bytes(cols, precision));

@@ -328,6 +328,13 @@ impl Rules<'_> {
                     self.expect(combine.width.is_multiple_of(UNIT_ROWS), at, || {
                         format!("expected a sum of whole units of {UNIT_ROWS} columns, found {}", combine.width)
                     });
+                    // It counts on from the first of the buffer; words lie as the buffer's columns say.
+                    let x = grid.operand(Role::X);
+                    let cols = x.map(|x| program.buffers[x.buffer.index()].cols);
+                    let all = combine.width.saturating_mul(combine.inputs());
+                    self.expect(x.is_some_and(|x| x.cols.base == 0) && cols == Some(all), at, || {
+                        format!("expected inputs that are the {all} columns of their buffer, found others")
+                    });
                     self.expect(combine.inputs() <= LANES, at, || {
                         format!("expected at most {LANES} inputs, found {}", combine.inputs())
                     });
@@ -446,10 +453,11 @@ impl Rules<'_> {
             let (base, limit) = (operand.cols.base, operand.cols.limit);
             let role = operand.role.name();
             match (buffer.space, operand.role) {
-                // Entries have the place of a slot (abi.rs), and combine.cuh counts on from the first input.
                 (Space::Exchange, Role::Q | Role::K | Role::V | Role::Gate) => {}
+                // Inputs of a sum are judged with it.
+                (Space::Exchange, Role::X) if matches!(grid.op, Op::Combine(_)) => {}
+                // Entries have the place of a slot (abi.rs).
                 (Space::Exchange, Role::X | Role::Choices | Role::Out) if beside_others(grid, operand) => {}
-                (Space::Exchange, Role::X) if matches!(grid.op, Op::Route(_)) => {}
                 (Space::Exchange, _) => {
                     self.expect_with(base == 0 && limit == buffer.cols, at, || {
                         let message =
@@ -639,13 +647,14 @@ fn of_choice(b: u32, program: &Program) -> bool {
 }
 
 /// Whether an operand may begin within its buffer: of slots and of a shared expert, which end with whole packets and need no padding, and
-/// the inputs of a sum.
+/// the scores of a router.
 fn beside_others(grid: &Grid, operand: &Operand) -> bool {
     let whole = [operand.cols.base, operand.cols.stride_j].iter().all(|at| at.is_multiple_of(UNIT_ROWS / 2));
     match &grid.op {
         Op::MatVec(_) if operand.role == Role::Choices => true,
         Op::MatVec(_) => whole && (operand.role == Role::Out || grid.operand(Role::Choices).is_some()),
-        Op::Combine(_) => operand.role == Role::X,
+        // The gate of a shared expert follows the scores, which are polled in pairs.
+        Op::Route(_) => whole && operand.role == Role::X,
         _ => false,
     }
 }

@@ -23,7 +23,7 @@ const PHASES_MAX: u32 = 8;
 /// Far above any model; below it, shares of the history are computed without wrapping.
 const CONTEXT_MAX: u32 = 1 << 30;
 /// Far above any model.
-const EXPERTS_MAX: u32 = 4096;
+pub(super) const EXPERTS_MAX: u32 = 4096;
 /// Gate rows, and up rows, of a unit.
 const GATED_INTERLEAVE: u32 = UNIT_ROWS / 2;
 
@@ -421,10 +421,12 @@ fn inputs_of_sum(id: GridId, grid: &Grid, found: &mut Found) {
 /// A task that computes with a chosen part reads the choice itself: where the part's scales and biases lie depends on it.
 fn choices(id: GridId, grid: &Grid, program: &Program, found: &mut Found) {
     let Some(table) = looked_up(grid, program) else { return };
-    let read = grid.operand(Role::Choices).map(|choices| TableHome::Device(choices.buffer));
-    if read != Some(table.home) {
+    // Its loader takes entry `j` of the table: column `j` of this buffer.
+    let choices = grid.operand(Role::Choices).filter(|choices| choices.cols.base == 0);
+    if choices.map(|choices| TableHome::Device(choices.buffer)) != Some(table.home) {
         found.add(Rule::Operand, Entity::Grid(id), || {
-            "expected `choices` of the table that is looked up, found others or none".to_string()
+            "expected `choices` of the table that is looked up, from its first column on; found others or none"
+                .to_string()
         });
     }
     for operand in grid.operands.iter().filter(|operand| matches!(operand.role, Role::Weight | Role::Bias)) {

@@ -50,7 +50,11 @@ impl From<NotSame> for Fault {
 /// The first grid that computes what the model does not have, or what the program leaves out.
 pub fn same(graph: &ModelGraph, program: &Program) -> Result<(), NotSame> {
     let mut terms = Terms::default();
-    let model = Model::of(graph, program, &mut terms);
+    let model = Model::of(graph, program, &mut terms).map_err(|layer| NotSame {
+        program: program.name.clone(),
+        place: format!("layer {layer}"),
+        what: "no program has another mixer than attention".to_string(),
+    })?;
     let mut reader =
         Reader { graph, program, terms: &mut terms, model: &model, holds: BTreeMap::new(), caches: vec![] };
     reader.program().map_err(|(place, what)| NotSame { program: program.name.clone(), place, what })
@@ -340,14 +344,14 @@ struct Model {
 }
 
 impl Model {
-    fn of(graph: &ModelGraph, program: &Program, terms: &mut Terms) -> Model {
+    fn of(graph: &ModelGraph, program: &Program, terms: &mut Terms) -> Result<Model, usize> {
         let is_fp8 = program.precision.cache == DType::E4m3;
         let mut maker = Maker { graph, terms, is_fp8, known: HashSet::new() };
         let mut x = maker.keep(Term::Embedded { table: graph.embed, scale: graph.embed_scale.to_bits() });
         let mut cached = vec![];
         for (l, layer) in graph.layers.iter().enumerate() {
             let rows;
-            (x, rows) = maker.layer(l, layer, x);
+            (x, rows) = maker.layer(l, layer, x)?;
             cached.push(rows);
         }
         let last = maker.normed(Some(&graph.final_norm), x);
@@ -355,7 +359,7 @@ impl Model {
         let (scale, softcap) = (graph.logits_scale.to_bits(), graph.logits_softcap.map(f32::to_bits));
         let logits = maker.keep(Term::Logits { x: head, scale, softcap });
         let best = maker.keep(Term::Best { logits });
-        Model { best, cached, known: maker.known }
+        Ok(Model { best, cached, known: maker.known })
     }
 }
 
@@ -390,10 +394,11 @@ impl Maker<'_> {
     }
 
     /// What a layer leaves of `x`, and its keys and values.
-    fn layer(&mut self, l: usize, layer: &graph::Layer, x: TermId) -> (TermId, [TermId; 2]) {
+    fn layer(&mut self, l: usize, layer: &graph::Layer, x: TermId) -> Result<(TermId, [TermId; 2]), usize> {
         let input = self.normed(layer.attn_norm.as_ref(), x);
-        let (attended, rows) = self.attention(l, &layer.attn, input);
-        let branch = self.linear(&layer.attn.o, attended);
+        let attention = layer.attention().ok_or(l)?;
+        let (attended, rows) = self.attention(l, attention, input);
+        let branch = self.linear(&attention.o, attended);
         let branch = self.normed(layer.attn_post_norm.as_ref(), branch);
         let scale = layer.residual_scale.to_bits();
         let summed = self.keep(Term::Sum { x, scale, branch });
@@ -403,7 +408,7 @@ impl Maker<'_> {
             FeedForward::Experts(experts) => self.experts(experts, input),
         };
         let branch = self.normed(layer.mlp_post_norm.as_ref(), branch);
-        (self.keep(Term::Sum { x: summed, scale, branch }), rows)
+        Ok((self.keep(Term::Sum { x: summed, scale, branch }), rows))
     }
 
     /// What an MLP leaves, or the chosen ones of several like `mlp`; `linear` is what one of its matrices makes.

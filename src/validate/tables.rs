@@ -3,6 +3,7 @@
 //! The later groups identify a cache row with its sequence and position, and assume that a row reads only cache rows that
 //! its step does not append. Four facts make that true in memory, so each must be declared where it is used.
 
+use super::operands::EXPERTS_MAX;
 use super::{Entity, Found, Rule, note};
 use crate::ir::op::{Op, Role};
 use crate::ir::program::{Buffer, Program, Rows, Space};
@@ -97,6 +98,7 @@ fn check_table(id: TableId, table: &Table, program: &Program, found: &mut Found)
     });
     match (holds, home) {
         (Holds::Choices, TableHome::Device(buffer)) => {
+            expect(*bound <= EXPERTS_MAX, &|| format!("expected at most {EXPERTS_MAX} parts, found {bound}"));
             let writers = program.grids.iter().filter_map(|grid| grid.operand(Role::Out).map(|out| (grid, out.buffer)));
             let ops: Vec<&Op> = writers.filter(|(_, out)| out == buffer).map(|(grid, _)| &grid.op).collect();
             let held = |op: &&Op| matches!(op, Op::Route(route) if route.experts <= *bound && route.top_k == *cols);

@@ -11,8 +11,8 @@ use monobloc::ir::variant::{MatVecVariant, Variant};
 use monobloc::ir::{BufferId, EventId, GridId, TaskId};
 use monobloc::lower::{Batch, lower, lower_batch};
 use monobloc::model::graph::{
-    Act, Attention, ClampedSwiglu, ExpertGroups, Experts, FeedForward, Layer, Linear, Mlp, ModelGraph, Norm, NormKind,
-    QkNorm, QkNormSpan, Rope, RopeId, Router, RowView, Score, SharedExpert, Tensor, TensorId,
+    Act, Attention, ClampedSwiglu, ExpertGroups, Experts, FeedForward, Layer, Linear, Mixer, Mlp, ModelGraph, Norm,
+    NormKind, QkNorm, QkNormSpan, Rope, RopeId, Router, RowView, Score, SharedExpert, Tensor, TensorId,
 };
 use monobloc::schedule::schedule;
 use monobloc::target::{CopyMechanism, DotMechanism, Spec, Target, TargetKind};
@@ -148,7 +148,7 @@ impl Toy {
             let parallel = self.parallel;
             layers.push(Layer {
                 attn_norm,
-                attn,
+                mixer: Mixer::Attention(attn),
                 attn_post_norm,
                 mlp_norm,
                 feed,

@@ -52,6 +52,7 @@ static T __ldg(const T* from) { return *from; }
 static int min(int a, int b) { return a < b ? a : b; }
 static unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 static int max(int a, int b) { return a < b ? b : a; }
+static unsigned max(unsigned a, unsigned b) { return a < b ? b : a; }
 
 struct alignas(8) float2 {
   float x, y;

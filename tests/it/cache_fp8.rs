@@ -60,8 +60,8 @@ fn scales_that_follow_from_weights_hold_every_key_and_value() {
         Goldens::open(&name).ids("input_ids").into_iter().for_each(|id| drop(session.step_hidden(id)));
         for (l, layer) in imported.graph.layers.iter().enumerate() {
             let scales = cache_scales(&imported.graph, &imported.weights, l);
-            assert_eq!(scales.len(), layer.attn.kv_heads as usize);
-            let dim = layer.attn.head_dim as usize;
+            assert_eq!(scales.len(), layer.attention().unwrap().kv_heads as usize);
+            let dim = layer.attention().unwrap().head_dim as usize;
             for (kind, rows) in session.cached(l).into_iter().enumerate() {
                 for (head, scale) in scales.iter().map(|scales| f64::from(scales[kind])).enumerate() {
                     let of_head = rows.iter().flat_map(|row| &row[head * dim..(head + 1) * dim]);

@@ -88,24 +88,27 @@ fn faults() -> Vec<(&'static str, Fault)> {
             }),
         ),
         ("a layer left out", Fault::Graph(|graph| graph.layers[2].residual_scale = 0.0)),
-        ("scale of attention in one layer", Fault::Graph(|graph| graph.layers[1].attn.scale *= 1.5)),
+        (
+            "scale of attention in one layer",
+            Fault::Graph(|graph| graph.layers[1].attention_mut().unwrap().scale *= 1.5),
+        ),
         (
             "scale of attention in all layers",
             Fault::Graph(|graph| {
-                graph.layers.iter_mut().for_each(|layer| layer.attn.scale *= 1.1);
+                graph.layers.iter_mut().for_each(|layer| layer.attention_mut().unwrap().scale *= 1.1);
             }),
         ),
         (
             "keys and values of a layer in each other's places",
             Fault::Graph(|graph| {
-                let attn = &mut graph.layers[1].attn;
+                let attn = graph.layers[1].attention_mut().unwrap();
                 std::mem::swap(&mut attn.k, &mut attn.v);
             }),
         ),
         (
             "a window that the model has not",
             Fault::Graph(|graph| {
-                graph.layers.iter_mut().for_each(|layer| layer.attn.window = Some(16));
+                graph.layers.iter_mut().for_each(|layer| layer.attention_mut().unwrap().window = Some(16));
             }),
         ),
         ("rotary frequencies of the next pair", Fault::Graph(|graph| graph.ropes[0].inv_freq.rotate_left(1))),
@@ -298,10 +301,10 @@ fn faults_are_refused_with_a_cache_in_fp8() {
 #[test]
 fn a_missing_bias_is_refused() {
     let biases: [(&str, Change); 4] = [
-        ("bias of queries", |graph| graph.layers[0].attn.q.bias = None),
-        ("bias of keys", |graph| graph.layers[1].attn.k.bias = None),
-        ("bias of values", |graph| graph.layers[1].attn.v.bias = None),
-        ("bias of the output of attention", |graph| graph.layers[0].attn.o.bias = None),
+        ("bias of queries", |graph| graph.layers[0].attention_mut().unwrap().q.bias = None),
+        ("bias of keys", |graph| graph.layers[1].attention_mut().unwrap().k.bias = None),
+        ("bias of values", |graph| graph.layers[1].attention_mut().unwrap().v.bias = None),
+        ("bias of the output of attention", |graph| graph.layers[0].attention_mut().unwrap().o.bias = None),
     ];
     for stored in [FORMATS[0], FORMATS[1], FORMATS[2]] {
         let target = Target::builtin("cpu").unwrap();

@@ -23,6 +23,7 @@ use monobloc::target::{Target, TargetKind};
 use monobloc::validate::{same, validate};
 
 use crate::nvrtc::{compiles, nvrtc, quick};
+use crate::rows::{alone, served};
 use crate::support::{fixture, max_difference};
 
 /// fp32 against fp64 (tests/fixtures/README.md).
@@ -259,5 +260,27 @@ fn rows_of_a_step_choose_their_own_experts() {
         let placed = schedule(program, &target, &candidate).unwrap();
         let validated = validate(placed, &target).unwrap_or_else(|rejected| panic!("{name}: {rejected}"));
         assert_eq!(parse(&print(validated.schedule())).unwrap(), *validated.schedule(), "{name}");
+    }
+}
+
+/// Prompts in chunks beside other rows, in launches of fewer rows than the program has: a row has the bits that it has alone, whatever
+/// the experts of its neighbours are.
+#[test]
+fn a_row_has_the_bits_of_its_own_experts() {
+    let prompts: [&[u32]; 3] = [&IDS, &IDS[3..7], &[140, 9, 77]];
+    for (name, imported) in kinds() {
+        let want = forward(&imported.graph, &imported.weights, &IDS).concat();
+        for (precision, order) in [(FP32, Order::Threads(2)), (BF16, Order::Adversarial { seed: 3 })] {
+            let options = Options { arithmetic: Arithmetic::Fast, order };
+            let expected = prompts.map(|prompt| alone(&imported, precision, options, prompt));
+            for chunk in [1, 2, 7, 16] {
+                let found = served(&imported, precision, options, &prompts, chunk);
+                assert!(found == expected, "{name}, {order:?}, chunks of {chunk}");
+                let logits: Vec<f32> =
+                    found[0][..IDS.len()].iter().flat_map(|at| &at.1).copied().map(f32::from_bits).collect();
+                let difference = max_difference(&logits, &want);
+                assert!(precision == BF16 || difference < LOGITS_TOLERANCE, "{name}: {difference}");
+            }
+        }
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use monobloc::model::config::{Imported, import};
-use monobloc::model::graph::{Act, Experts, FeedForward, Layer, ModelGraph, NormKind, QkNorm, Score};
+use monobloc::model::graph::{Act, Attention, Experts, FeedForward, Layer, ModelGraph, NormKind, QkNorm, Score};
 use monobloc::reference::{Session, argmax, forward};
 
 use crate::support::{Goldens, checkpoints, fixture, max_difference};
@@ -79,23 +79,27 @@ fn share_gains(norm: &mut Option<QkNorm>) {
     }
 }
 
-/// Features of a layer, and how it computes without them.
-const LAYER_FEATURES: [Feature<Layer>; 18] = [
-    ("rotary embedding", |l| l.attn.rope = None),
-    ("window", |l| l.attn.window = None),
-    ("score softcap", |l| l.attn.softcap = None),
-    ("score scale", |l| l.attn.scale = (l.attn.head_dim as f32).powf(-0.5)),
-    ("q norm", |l| l.attn.q_norm = None),
-    ("k norm", |l| l.attn.k_norm = None),
-    ("kind of q norm", |l| l.attn.q_norm.iter_mut().for_each(|norm| norm.kind = NormKind::Rms)),
-    ("gains of each head of k", |l| share_gains(&mut l.attn.k_norm)),
-    ("q bias", |l| l.attn.q.bias = None),
-    ("v bias", |l| l.attn.v.bias = None),
-    ("o bias", |l| l.attn.o.bias = None),
+/// Features of attention, and how it computes without them.
+const ATTENTION_FEATURES: [Feature<Attention>; 13] = [
+    ("rotary embedding", |a| a.rope = None),
+    ("window", |a| a.window = None),
+    ("score softcap", |a| a.softcap = None),
+    ("score scale", |a| a.scale = (a.head_dim as f32).powf(-0.5)),
+    ("q norm", |a| a.q_norm = None),
+    ("k norm", |a| a.k_norm = None),
+    ("kind of q norm", |a| a.q_norm.iter_mut().for_each(|norm| norm.kind = NormKind::Rms)),
+    ("gains of each head of k", |a| share_gains(&mut a.k_norm)),
+    ("q bias", |a| a.q.bias = None),
+    ("v bias", |a| a.v.bias = None),
+    ("o bias", |a| a.o.bias = None),
+    ("sinks", |a| a.sinks = None),
+    ("output gate", |a| a.gate = None),
+];
+
+/// Features of a layer outside of attention, and how it computes without them.
+const LAYER_FEATURES: [Feature<Layer>; 5] = [
     ("up bias", |l| l.feed.dense_mut().into_iter().for_each(|mlp| mlp.up.bias = None)),
     ("down bias", |l| l.feed.dense_mut().into_iter().for_each(|mlp| mlp.down.bias = None)),
-    ("sinks", |l| l.attn.sinks = None),
-    ("output gate", |l| l.attn.gate = None),
     ("norm after attention", |l| l.attn_post_norm = None),
     ("norm after the MLP", |l| l.mlp_post_norm = None),
     ("parallel branches", |l| l.parallel = false),
@@ -154,6 +158,11 @@ fn ignoring_any_feature_moves_the_logits() {
                 *moved = moved.max(max_difference(&logits, &expected));
             }
         };
+        for (feature, change) in ATTENTION_FEATURES {
+            let mut without = imported.graph.clone();
+            without.layers.iter_mut().filter_map(Layer::attention_mut).for_each(change);
+            try_without(feature, without);
+        }
         for (feature, change) in LAYER_FEATURES {
             let mut without = imported.graph.clone();
             without.layers.iter_mut().for_each(change);
@@ -176,13 +185,10 @@ fn ignoring_any_feature_moves_the_logits() {
     }
     let unseen: Vec<_> = most.iter().filter(|(_, moved)| **moved < 10.0 * LOGITS_TOLERANCE).collect();
     assert!(unseen.is_empty(), "{unseen:#?}");
-    for (feature, _) in LAYER_FEATURES {
-        assert!(most.keys().any(|(_, seen)| *seen == feature), "no checkpoint has a {feature}");
-    }
-    for (feature, _) in EXPERTS_FEATURES {
-        assert!(most.keys().any(|(_, seen)| *seen == feature), "no checkpoint has a {feature}");
-    }
-    for (feature, _) in MODEL_FEATURES {
+    let features = ATTENTION_FEATURES.map(|(feature, _)| feature).into_iter();
+    let features = features.chain(LAYER_FEATURES.map(|(feature, _)| feature));
+    let features = features.chain(EXPERTS_FEATURES.map(|(feature, _)| feature));
+    for feature in features.chain(MODEL_FEATURES.map(|(feature, _)| feature)) {
         assert!(most.keys().any(|(_, seen)| *seen == feature), "no checkpoint has a {feature}");
     }
     assert!(most.len() > 100, "{} features of families", most.len());

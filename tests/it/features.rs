@@ -56,13 +56,13 @@ fn tensor(graph: &mut ModelGraph, name: &str, shape: &[u32]) -> TensorId {
 }
 
 fn add_sinks(graph: &mut ModelGraph) {
-    let heads = graph.layers[0].attn.heads;
-    graph.layers[0].attn.sinks = Some(tensor(graph, "sinks", &[heads]));
+    let heads = graph.layers[0].attention().unwrap().heads;
+    graph.layers[0].attention_mut().unwrap().sinks = Some(tensor(graph, "sinks", &[heads]));
 }
 
 /// q and the gate in one tensor, head by head, as Qwen3.5 has them.
 fn add_gate(graph: &mut ModelGraph) {
-    let (hidden, attn) = (graph.hidden, &graph.layers[0].attn);
+    let (hidden, attn) = (graph.hidden, graph.layers[0].attention().unwrap());
     let (rows, dim) = (attn.q.rows, attn.head_dim);
     let weight = tensor(graph, "q_and_gate.weight", &[2 * rows, hidden]);
     let bias = tensor(graph, "q_and_gate.bias", &[2 * rows]);
@@ -70,16 +70,16 @@ fn add_gate(graph: &mut ModelGraph) {
         let view = |tensor| RowView { tensor, first, block: dim, stride: 2 * dim };
         Linear { weight: view(weight), bias: Some(view(bias)), rows, cols: hidden }
     };
-    let attn = &mut graph.layers[0].attn;
+    let attn = graph.layers[0].attention_mut().unwrap();
     (attn.q, attn.gate) = (part(0), Some(part(dim)));
 }
 
 fn add_query_scale(graph: &mut ModelGraph) {
-    graph.layers[0].attn.query_scale = Some(QueryScale { beta: 0.5, original: 6 });
+    graph.layers[0].attention_mut().unwrap().query_scale = Some(QueryScale { beta: 0.5, original: 6 });
 }
 
 fn norm_after_rope(graph: &mut ModelGraph) {
-    graph.layers[0].attn.norm_after_rope = true;
+    graph.layers[0].attention_mut().unwrap().norm_after_rope = true;
 }
 
 fn everything(graph: &mut ModelGraph) {
@@ -188,7 +188,7 @@ fn programs_with_features_are_proven_and_parse() {
 fn a_norm_of_projections_after_rope_is_infeasible() {
     let mut graph = model(16, norm_after_rope).graph;
     let span = monobloc::model::graph::QkNormSpan::Projection;
-    let attn = &mut graph.layers[0].attn;
+    let attn = graph.layers[0].attention_mut().unwrap();
     attn.q_norm.iter_mut().chain(&mut attn.k_norm).for_each(|norm| norm.span = span);
     let target = Target::builtin("h200").unwrap();
     let error = lower(&graph, "features", FP32, CONTEXT_MAX, &candidate(&graph, &target, FP32, 1)).unwrap_err();

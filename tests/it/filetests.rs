@@ -24,8 +24,8 @@ use monobloc::ir::parse::{parse, parse_with_lines};
 use monobloc::ir::print::{FAULT, mark, print};
 use monobloc::lower::lower;
 use monobloc::model::graph::{
-    Act, Attention, FeedForward, Layer, Linear, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, Rope, RopeId,
-    RowView, Tensor, TensorId,
+    Act, Attention, FeedForward, Layer, Linear, Mixer, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, Rope,
+    RopeId, RowView, Tensor, TensorId,
 };
 use monobloc::schedule::schedule;
 use monobloc::target::{CopyMechanism, DotMechanism, Spec, Target, TargetKind};
@@ -277,7 +277,7 @@ fn llama() -> ModelGraph {
     let layers = (0..2)
         .map(|l| Layer {
             attn_norm: Some(t.rms(&format!("{l}.attn_norm"), HIDDEN, 0.0)),
-            attn: Attention {
+            mixer: Mixer::Attention(Attention {
                 heads,
                 kv_heads,
                 head_dim: HEAD_DIM,
@@ -296,7 +296,7 @@ fn llama() -> ModelGraph {
                 gate: None,
                 query_scale: None,
                 norm_after_rope: false,
-            },
+            }),
             attn_post_norm: None,
             mlp_norm: Some(t.rms(&format!("{l}.mlp_norm"), HIDDEN, 0.0)),
             feed: FeedForward::Dense(Mlp {
@@ -330,7 +330,7 @@ fn neox() -> ModelGraph {
     };
     let layer = Layer {
         attn_norm: Some(t.layer_norm("attn_norm", HIDDEN)),
-        attn: Attention {
+        mixer: Mixer::Attention(Attention {
             heads,
             kv_heads: heads,
             head_dim: HEAD_DIM,
@@ -349,7 +349,7 @@ fn neox() -> ModelGraph {
             gate: None,
             query_scale: None,
             norm_after_rope: false,
-        },
+        }),
         attn_post_norm: None,
         mlp_norm: Some(t.layer_norm("mlp_norm", HIDDEN)),
         feed: FeedForward::Dense(Mlp {
@@ -387,7 +387,7 @@ fn gemma() -> ModelGraph {
             let (q_norm, k_norm) = (qk_norm("q_norm"), qk_norm("k_norm"));
             Layer {
                 attn_norm: Some(attn_norm),
-                attn: Attention {
+                mixer: Mixer::Attention(Attention {
                     heads,
                     kv_heads: 1,
                     head_dim: HEAD_DIM,
@@ -406,7 +406,7 @@ fn gemma() -> ModelGraph {
                     gate: None,
                     query_scale: None,
                     norm_after_rope: false,
-                },
+                }),
                 attn_post_norm: Some(attn_post_norm),
                 mlp_norm: Some(mlp_norm),
                 feed: FeedForward::Dense(Mlp {

@@ -161,7 +161,7 @@ fn experts_are_rounded_and_routers_are_not() {
         assert!(own.iter().all(|one| *one == own[0]));
         let plain = [&experts.router.linear, shared.gate.as_ref().unwrap()].map(format);
         assert_eq!(plain, [None, None]);
-        [format(&layer.attn.q), format(&shared.mlp.up), own[0]]
+        [format(layer.mixer.linears()[0]), format(&shared.mlp.up), own[0]]
     };
     assert_eq!(of(&all(int8)), [Some(int8); 3]);
     let apart = FormatPlan { experts: Some(mxfp4), ..FormatPlan::default() };

@@ -563,9 +563,9 @@ fn parts_of_a_matrix_in_different_types_are_values() {
         }
     }
     let model = imported(&mixed).unwrap();
-    let layer = &model.graph.layers[0];
+    let attn = model.graph.layers[0].attention().unwrap();
     let has_format = |linear: &monobloc::model::graph::Linear| model.graph.formats.contains_key(&linear.weight.tensor);
-    assert!(!has_format(&layer.attn.q) && !has_format(&layer.attn.v) && has_format(&layer.attn.o));
+    assert!(!has_format(&attn.q) && !has_format(&attn.v) && has_format(&attn.o));
     assert!(
         model.notes.iter().any(|note| note.contains("(2 of Q4_0, 4 of Q8_0) are computed as values")),
         "{:?}",

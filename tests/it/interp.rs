@@ -103,7 +103,7 @@ fn every_checkpoint_agrees_with_transformers_through_lower_and_schedule() {
         let goldens = Goldens::open(name);
         let (ids, want, greedy_want) = (goldens.ids("input_ids"), goldens.floats("logits"), goldens.ids("greedy_ids"));
         let context_max = imported.graph.positions_max.min(64);
-        let attn = &imported.graph.layers[0].attn;
+        let attn = imported.graph.layers[0].attention().unwrap();
         // A chunk of the history has sixteen rows at least.
         let row_bytes = attn.head_dim.next_multiple_of(4) * 4;
         for (p, plan) in plans(attn.heads / attn.kv_heads).into_iter().enumerate() {

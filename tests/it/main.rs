@@ -22,6 +22,7 @@ mod distribution;
 mod driver;
 mod engine;
 mod experts;
+mod experts_proof;
 mod export;
 mod families;
 mod features;

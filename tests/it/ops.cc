@@ -41,6 +41,8 @@ static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCurso
 #include "ops/attention.cuh"
 #include "ops/attention_merge.cuh"
 #include "ops/norm_add.cuh"
+#include "ops/route.cuh"
+#include "ops/combine.cuh"
 #include "op_formulas.h"
 #include "op_caches.h"
 #include "op_codes.h"
@@ -152,10 +154,13 @@ struct Chunked : P {
   static constexpr int CHUNK = P::template chunk<GRANULES>();
 };
 
+template <class G>
+constexpr bool IS_GATED = G::EPILOGUE == Epilogue::GATED || G::EPILOGUE == Epilogue::CLAMPED;
+
 // The row of the matrix for a row of a unit; -1: none. In gated units, the first half of the rows is from the first half of the matrix.
 template <class G>
 static int row_of(int unit, int row) {
-  if (G::EPILOGUE != Epilogue::GATED) return unit * G::UNIT_ROWS + row < G::ROWS ? unit * G::UNIT_ROWS + row : -1;
+  if (!IS_GATED<G>) return unit * G::UNIT_ROWS + row < G::ROWS ? unit * G::UNIT_ROWS + row : -1;
   return unit * 4 + row % 4 < G::ROWS / 2 ? row / 4 * (G::ROWS / 2) + unit * 4 + row % 4 : -1;
 }
 
@@ -165,16 +170,24 @@ static void outcome(const std::vector<double>& y, const std::vector<float>& befo
                     std::vector<double>& expected, std::vector<double>& found) {
   const auto silu = [](double v) { return v / (1 + std::exp(-v)); };
   int best = 0;
-  for (int r = 0; r < (G::EPILOGUE == Epilogue::GATED ? G::ROWS / 2 : G::ROWS); r++) {
+  for (int r = 0; r < (IS_GATED<G> ? G::ROWS / 2 : G::ROWS); r++) {
     double value = y[r];
     if (G::EPILOGUE == Epilogue::ACT) value = silu(y[r]);
     if (G::EPILOGUE == Epilogue::GATED) value = silu(y[r]) * y[G::ROWS / 2 + r];
+    if constexpr (G::EPILOGUE == Epilogue::CLAMPED) {
+      const double gate = std::fmin(y[r], G::LIMIT), up = std::fmax(std::fmin(y[G::ROWS / 2 + r], G::LIMIT), -G::LIMIT);
+      value = (up + 1) * gate / (1 + std::exp(-G::ALPHA * gate));
+    }
     if (G::EPILOGUE == Epilogue::RESIDUAL) value = before[r] + G::SCALE * y[r];
     if (G::EPILOGUE == Epilogue::LOGITS) value = G::SOFTCAP * std::tanh(G::SCALE * y[r] / G::SOFTCAP);
     expected.push_back(value);
     if (value > expected[best]) best = r;
-    found.push_back(G::EPILOGUE == Epilogue::LOGITS ? logits[r] : published<M>(entry.out, r));
+    const bool scores = G::EPILOGUE == Epilogue::SCORES;
+    found.push_back(G::EPILOGUE == Epilogue::LOGITS ? logits[r] : scores ? published<Machine<Elem::F32>>(entry.out, r) : published<M>(entry.out, r));
   }
+  // Readers poll pairs, so an odd number of scores is followed by a packet of padding.
+  if (G::EPILOGUE == Epilogue::SCORES && G::ROWS % 2)
+    expected.push_back(0), found.push_back(published<Machine<Elem::F32>>(entry.out, G::ROWS));
   if (G::EPILOGUE == Epilogue::RESIDUAL)
     for (int r = 0; r < G::ROWS; r++) expected.push_back(expected[r]), found.push_back(residual<M>()[r]);
   if (G::EPILOGUE == Epilogue::LOGITS) {
@@ -183,6 +196,27 @@ static void outcome(const std::vector<double>& y, const std::vector<float>& befo
     expected.push_back(expected[best]), found.push_back(__uint_as_float(u32(pair[0])));
     expected.push_back(best), found.push_back(u32(pair[1]));
   }
+}
+
+#include "op_experts.h"
+// A choice, and the part that it names. Seeds have each part once, the last by a choice beyond all parts.
+template <class G>
+static int choose(u64 seed) {
+  if constexpr (parts_of<G>(nullptr) > 0) {
+    entry.choice = chosen_packet(seed < 3 ? u32(seed) % 3 : 9);
+    return seed < 3 ? int(seed) % 3 : 2;
+  }
+  return 0;
+}
+// A number for each row of the matrix, as units have them; of all parts, if there are some.
+template <class G>
+static u32 of_rows(u64& state, const std::vector<float>& rows, int part) {
+  std::vector<float> units(G::UNITS * G::UNIT_ROWS, 0.f);
+  for (int i = 0; i < int(units.size()); i++) {
+    const int row = row_of<G>(i / G::UNIT_ROWS, i % G::UNIT_ROWS);
+    if (row >= 0) units[i] = rows[row];
+  }
+  return constant(parts_of<G>(nullptr) > 0 ? among_parts(state, units, part) : units);
 }
 
 // The granules of W (ROWS, K) in the layout of the pack, cut into chunks.
@@ -222,7 +256,8 @@ static void matvec(const char* name) {
     entry.x = packets<M>(x);
     entry.norm_weight = constant(weight);
     if (G::NORM == Norm::LAYER) entry.norm_bias = constant(norm_bias);
-    if (G::BIAS) entry.bias = constant(bias);
+    const int part = choose<G>(seed);
+    if (G::BIAS) entry.bias = of_rows<G>(state, bias, part);
     entry.out = room(G::ROWS + 2), entry.aux = room(8);
     std::memcpy(residual<M>(), before.data(), before.size() * 4);
     std::vector<float> logits(G::ROWS);
@@ -263,15 +298,12 @@ static void matvec_codes(const char* name) {
     // Values beyond the range of fp16. Not for logits, which are capped and would all be equal.
     if (seed == 1 && !LOGITS)
       for (int k = 3; k < G::K; k += 50) x[k] *= 0x1p20f;
-    std::vector<float> scales(G::ROWS), row_scales(G::UNITS * 8, 0.f); // of rows of the matrix, and of units
+    std::vector<float> scales(G::ROWS); // of rows of the matrix
     for (float& scale : scales) scale = number(state) * (LOGITS ? 0x1p-9f : 1.f);
     std::vector<double> w(size_t(G::ROWS) * G::K);
     for (int unit = 0; unit < G::UNITS; unit++) {
       int rows[8];
-      for (int row = 0; row < 8; row++) {
-        rows[row] = row_of<G>(unit, row);
-        if (rows[row] >= 0) row_scales[unit * 8 + row] = scales[rows[row]];
-      }
+      for (int row = 0; row < 8; row++) rows[row] = row_of<G>(unit, row);
       for (int j = 0; j < G::GRANULES; j++) {
         if (j % G::CHUNK == 0 && (G::CHUNK < G::GRANULES || unit % (G::CHUNK / G::GRANULES) == 0)) chunks.emplace_back();
         const std::vector<u8> granule = random_granule<G>(state, j, rows, w);
@@ -283,7 +315,10 @@ static void matvec_codes(const char* name) {
     entry.norm_weight = constant(weight);
     const std::vector<float> norm_bias = numbers(state, G::K);
     if (G::NORM == Norm::LAYER) entry.norm_bias = constant(norm_bias);
-    entry.row_scales = constant(row_scales);
+    const int part = choose<G>(seed);
+    entry.row_scales = of_rows<G>(state, scales, part);
+    const std::vector<float> bias = numbers(state, G::ROWS);
+    if (G::BIAS) entry.bias = of_rows<G>(state, bias, part);
     entry.out = room(G::ROWS + 2), entry.aux = room(8);
     std::memcpy(residual<M>(), before.data(), before.size() * 4);
     std::vector<float> logits(G::ROWS);
@@ -295,6 +330,7 @@ static void matvec_codes(const char* name) {
     for (int r = 0; r < G::ROWS; r++) {
       for (int k = 0; k < G::K; k++) y[r] += w[size_t(r) * G::K + k] * input[k];
       if (G::ROW_SCALES) y[r] *= scales[r];
+      if (G::BIAS) y[r] += bias[r];
     }
     outcome<M, G>(y, before, logits, expected, found);
     // The published value is rounded to bf16, the sum is not.
@@ -493,6 +529,36 @@ int main() {
   matvec_codes<Batches<16>, Coded<Pairs<Many>, Code::E4M3, 0, ScaleCode::NONE, false, true>>("tensor-e4m3-batches");
   matvec_codes<Batches<32>, Coded<Pairs<Many>, Code::INT8, 0, ScaleCode::NONE, false, true>>("tensor-int8-batches");
   matvec_codes<Batches<16>, Coded<Product<317, 256, Norm::NONE, Epilogue::LOGITS, 8, 2>, Code::E2M1, 32, ScaleCode::E4M3, false, true>>("tensor-e2m1-logits");
+  // Scores, chosen parts, and the SwiGLU of gpt-oss.
+  matvec<F, Product<7, 96, Norm::RMS, Epilogue::SCORES, 8, 1, true>>("scores");
+  matvec<B, Product<33, 160, Norm::RMS, Epilogue::SCORES, 8, 1>>("scores-bf16");
+  matvec<T, Product<9, 128, Norm::NONE, Epilogue::SCORES, 8, 1>>("scores-tensor");
+  matvec<T, Product<13, 128, Norm::NONE, Epilogue::SCORES, 4, 1>>("scores-tensor-units-of-4");
+  matvec<F, Clamped<Product<36, 64, Norm::RMS, Epilogue::CLAMPED, 8, 1, true>>>("matvec-clamped");
+  matvec<T, Clamped<Product<40, 104, Norm::NONE, Epilogue::CLAMPED, 8, 1, true>>>("matvec-tensor-clamped-bf16");
+  matvec<F, Chosen<Product<24, 96, Norm::NONE, Epilogue::STORE, 8, 1, true>>>("chosen");
+  matvec<T, Chosen<Product<24, 96, Norm::NONE, Epilogue::STORE, 8, 1, true>, true>>("chosen-tensor-bf16");
+  matvec<F, Chosen<Product<16, 128, Norm::RMS, Epilogue::ACT, 4, 1, true>>>("chosen-units-of-4");
+  matvec<B, Chosen<Product<20, 64, Norm::RMS, Epilogue::GATED, 8, 1, true>, true>>("chosen-ragged-gated-bf16");
+  matvec<T, Clamped<Chosen<Product<40, 104, Norm::NONE, Epilogue::CLAMPED, 8, 1, true>>>>("chosen-tensor-clamped-bf16");
+  matvec_codes<F, Coded<Chosen<Product<24, 200, Norm::RMS, Epilogue::STORE, 8, 1, true>>, Code::INT8, 0, ScaleCode::NONE, false, true>>("chosen-int8-rows");
+  matvec_codes<T, Coded<Chosen<Product<24, 200, Norm::NONE, Epilogue::GATED, 8, 1, true>, true>, Code::E4M3, 0, ScaleCode::NONE, false, true>>("chosen-tensor-e4m3-rows-bf16");
+  matvec_codes<T, Coded<Clamped<Chosen<Product<24, 200, Norm::NONE, Epilogue::CLAMPED, 8, 1, true>>>, Code::E2M1, 32, ScaleCode::E8M0, false, false>>("chosen-tensor-mxfp4-bf16");
+  matvec_codes<B, Coded<Chosen<Product<24, 200, Norm::NONE, Epilogue::STORE, 8, 1>>, Code::INT4, 32, ScaleCode::F16, true, true>>("chosen-int4-both-bf16");
+  route<F, Choice<8, 2, false>>("route");
+  route<B, Choice<7, 3, false, false, 0, 0, false, false>>("route-odd-whole");
+  route<B, Choice<1, 1, true>>("route-one");
+  route<T, Choice<128, 8, false>>("route-128");
+  route<B, Choice<512, 9, true, true>>("route-512-corrected");
+  route<F, Choice<32, 32, true, false, 0, 0, false, false>>("route-all");
+  route<F, Choice<12, 3, false, false, 4, 2, false>>("route-groups");
+  route<B, Choice<160, 6, true, true, 8, 3, true>>("route-groups-of-two");
+  route<B, Choice<6, 2, false, true, 6, 3, true>>("route-groups-of-one");
+  combine<F, Mixed<104, 3, false, false, true>>("combine");
+  combine<B, Mixed<104, 8, true, false, true>>("combine-shared-bf16");
+  combine<B, Mixed<72, 2, true, true, false>>("combine-gated-stored-bf16");
+  combine<F, Mixed<8, 1, true, true, true, false>>("combine-one-unpublished");
+  combine<T, Mixed<264, 31, true, true, true>>("combine-31-bf16");
   norm_add<F, Sum<100, false>>("norm_add-owned");
   norm_add<F, Sum<203, true>>("norm_add-replicated");
   norm_add<B, Sum<100, false>>("norm_add-bf16");

@@ -9,7 +9,7 @@ use crate::sampling::compiled;
 use crate::skipped;
 
 /// Each case, and how often it runs, with different numbers or at different positions.
-const CASES: [(&str, usize); 75] = [
+const CASES: [(&str, usize); 104] = [
     ("matvec-store-bias", 3),
     ("matvec-rms-ragged", 3),
     ("matvec-two-at-once", 3),
@@ -61,6 +61,35 @@ const CASES: [(&str, usize); 75] = [
     ("tensor-e4m3-batches", 3),
     ("tensor-int8-batches", 3),
     ("tensor-e2m1-logits", 3),
+    ("scores", 3),
+    ("scores-bf16", 3),
+    ("scores-tensor", 3),
+    ("scores-tensor-units-of-4", 3),
+    ("matvec-clamped", 3),
+    ("matvec-tensor-clamped-bf16", 3),
+    ("chosen", 3),
+    ("chosen-tensor-bf16", 3),
+    ("chosen-units-of-4", 3),
+    ("chosen-ragged-gated-bf16", 3),
+    ("chosen-tensor-clamped-bf16", 3),
+    ("chosen-int8-rows", 3),
+    ("chosen-tensor-e4m3-rows-bf16", 3),
+    ("chosen-tensor-mxfp4-bf16", 3),
+    ("chosen-int4-both-bf16", 3),
+    ("route", 4),
+    ("route-odd-whole", 4),
+    ("route-one", 4),
+    ("route-128", 4),
+    ("route-512-corrected", 4),
+    ("route-all", 4),
+    ("route-groups", 4),
+    ("route-groups-of-two", 4),
+    ("route-groups-of-one", 4),
+    ("combine", 3),
+    ("combine-shared-bf16", 3),
+    ("combine-gated-stored-bf16", 3),
+    ("combine-one-unpublished", 3),
+    ("combine-31-bf16", 3),
     ("norm_add-owned", 3),
     ("norm_add-replicated", 3),
     ("norm_add-bf16", 3),
@@ -531,7 +560,24 @@ fn an_op_that_computes_something_else_is_found() {
     let [matvec, formats, stage] = ["ops/matvec.cuh", "ops/matvec_formats.cuh", "runtime/stage.cuh"];
     let records = "ops/attention_records.cuh";
     // Edits of one program concern different cases.
-    let programs: [&[Edit]; 5] = [
+    let [route, combine] = ["ops/route.cuh", "ops/combine.cuh"];
+    let programs: [&[Edit]; 7] = [
+        // The later one of equal experts, a group by its best, a sum without what is added to it, the factor of a gated shared expert, the
+        // bias and the scales of the first part.
+        &[
+            (route, "(keys[i] == own && i < at)", "(keys[i] == own && i > at)", "route"),
+            (route, "warp_sum(weight) + G::ADDED;", "warp_sum(weight);", "route-one"),
+            (combine, "__fdividef(G::SHARED_SCALE, 1.f", "__fdividef(1.f, 1.f", "combine-gated-stored-bf16"),
+            (matvec, "(int(e.part) + unit) * G::UNIT_ROWS", "unit * G::UNIT_ROWS", "chosen"),
+            (matvec, "(int(e.part + e.lo) + local)", "(int(e.lo) + local)", "chosen-tensor-e4m3-rows-bf16"),
+        ],
+        // A group by one of its experts, a choice that is not clamped, a slot more than its share, a limit on one side.
+        &[
+            (route, "second = max(second, min(best, key));", "second = best;", "route-groups-of-two"),
+            (matvec, "min(part[0], u32(parts_of<G>(nullptr)) - 1u)", "part[0]", "chosen"),
+            (combine, "const float own = __shfl_sync(~0u, share, s);", "const float own = share;", "combine-31-bf16"),
+            (matvec, "gate = fminf(gate, G::LIMIT);", "", "matvec-clamped"),
+        ],
         &[
             (formats, "ZERO = 8.f", "ZERO = 7.f", "codes-int4-128"),
             (formats, "<< (24 - i % 4 * 8)) >> 24", "<< (24 - i % 4 * 8) >> 24)", "codes-int8-rows"),

@@ -287,7 +287,7 @@ const LOGITS_TOLERANCE: f32 = 3e-4;
 fn every_checkpoint_has_the_same_bits_in_rows_and_chunks() {
     let options = Options { arithmetic: Arithmetic::Fast, order: Order::Threads(1) };
     let mut wrong = vec![];
-    for name in ["families", "variants", "quantised"].map(checkpoints).concat() {
+    for name in ["families", "variants", "experts", "quantised"].map(checkpoints).concat() {
         let imported = import(&fixture(&name)).unwrap();
         let goldens = Goldens::open(&name);
         let ids = goldens.ids("input_ids");
@@ -556,7 +556,7 @@ type Class = (&'static str, Rule, &'static [Kind], fn(&mut Schedule));
 
 /// Asserts that the schedule is proven and runs, and that each class of mutants is refused and goes wrong.
 #[track_caller]
-fn both_judges((schedule, target): (Schedule, Target), effort: &Effort, classes: &[Class]) {
+pub fn both_judges((schedule, target): (Schedule, Target), effort: &Effort, classes: &[Class]) {
     assert_eq!(parse(&print(&schedule)).as_ref(), Ok(&schedule));
     let violations = check(&schedule, &target);
     assert!(violations.is_empty(), "{}", listed(&violations));
@@ -648,53 +648,6 @@ fn both_judges_know_words_of_matrices_of_codes() {
             )],
         );
     }
-}
-
-#[test]
-fn both_judges_know_a_stream_that_waits_for_what_the_step_chooses() {
-    both_judges(
-        looked_up(),
-        &EFFORT,
-        &[
-            ("no wait", Rule::StreamAfter, &[Kind::Unwritten, Kind::Stale], |s| {
-                s.regimes[0].streams[1].iter_mut().for_each(|run| run.after = None);
-            }),
-            ("another event", Rule::StreamAfter, &[Kind::Unwritten, Kind::Stale, Kind::Invisible], |s| {
-                let scores = buffer(s, "scores.0");
-                let other = s.regimes[0].events.iter().position(|e| e.buffer == scores).expect("an event");
-                let runs = s.regimes[0].streams[1].iter_mut().filter(|run| run.after.is_some());
-                runs.for_each(|run| run.after = Some(EventId::from(other)));
-            }),
-            ("more experts than weights", Rule::Table, &[Kind::OutOfBounds], |s| {
-                let route = grid(s, "route.0");
-                let Op::Route(op) = &mut s.program.grids[route.index()].op else { panic!("a route") };
-                op.experts = 5;
-                for name in ["scores.0", "router.0.weight"] {
-                    let id = buffer(s, name).index();
-                    let buffer = &mut s.program.buffers[id];
-                    if name == "scores.0" {
-                        buffer.cols = 5;
-                    } else {
-                        buffer.rows = 5;
-                        let Some(Content::Rows { parts, .. }) = &mut buffer.content else { panic!("rows") };
-                        parts[0].rows = 5;
-                    }
-                }
-                let score = grid(s, "router.0");
-                let Op::MatVec(m) = &mut s.program.grids[score.index()].op else { panic!("a matvec") };
-                m.rows = 5;
-                operand(s, "router.0", Role::Out).cols = Cols::blocks(8, 5);
-                operand(s, "route.0", Role::X).cols = Cols::all(5);
-                let scores = buffer(s, "scores.0");
-                s.regimes[0].events.iter_mut().filter(|e| e.buffer == scores).for_each(|e| e.hi = 5);
-            }),
-            // Its own loader waits for the choice, which comes later in the queue. Neither the events nor the queue alone show this.
-            ("the choice after the expert", Rule::Deadlock, &[Kind::Hang], |s| {
-                let (expert, route) = (task(s, 0, "gate_up.0", 0), task(s, 0, "route.0", 0));
-                swap_queued(s, 0, expert, route);
-            }),
-        ],
-    );
 }
 
 /// One table of pages with two sizes of pages. The lookup knows one size, and would access memory beyond the smaller cache.
@@ -822,14 +775,15 @@ fn attention(s: &mut Schedule, nth: usize) -> &mut Attention {
 }
 
 #[test]
-fn the_story_of_a_deadlock_names_the_loader() {
+fn the_story_of_a_deadlock_names_the_choice() {
     let (mut s, target) = looked_up();
-    let (expert, route) = (task(&s, 0, "gate_up.0", 0), task(&s, 0, "route.0", 0));
+    let (expert, route) = (task(&s, 0, "gate_up.0", 1), task(&s, 0, "route.0", 0));
     swap_queued(&mut s, 0, expert, route);
+    restream(&mut s);
     let violations = check(&s, &target);
     let story: Vec<String> = violations[0].witness.iter().map(|w| format!("{}: {}", w.entity, w.note)).collect();
-    assert!(story.iter().any(|line| line.starts_with(&format!("{expert} of r0: on sm0's loader waits"))), "{story:?}");
-    assert!(story.iter().any(|line| line.starts_with(&format!("{route} of r0: on sm0 signals"))), "{story:?}");
+    assert!(story.iter().any(|line| line.starts_with(&format!("{expert} of r0: on sm1 waits"))), "{story:?}");
+    assert!(story.iter().any(|line| line.starts_with(&format!("{route} of r0: on sm1 signals"))), "{story:?}");
 }
 
 #[test]

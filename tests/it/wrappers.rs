@@ -4,6 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use monobloc::model::config::{Imported, graph_text, import, import_config_only, schema_json};
+use monobloc::model::graph::Layer;
 use monobloc::reference::forward;
 use safetensors::tensor::{TensorView, serialize};
 use safetensors::{Dtype, SafeTensors};
@@ -246,6 +247,10 @@ fn published_wrappers_import() {
     for (config, parameters, windows) in cases {
         let graph = import_config_only(&config.to_string(), 0).unwrap_or_else(|error| panic!("{error}")).graph;
         assert_eq!(graph.parameter_count(), parameters, "{config}");
-        assert_eq!(graph.layers.iter().filter(|layer| layer.attn.window.is_some()).count(), windows, "{config}");
+        assert_eq!(
+            graph.layers.iter().filter_map(Layer::attention).filter(|attention| attention.window.is_some()).count(),
+            windows,
+            "{config}"
+        );
     }
 }

@@ -3,14 +3,15 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use computed::proof_support::{MIXTURE, Mixture, TOY, Toy};
 use monobloc::candidate::Candidate;
 use monobloc::dtype::{DType, Precision};
-use monobloc::ir::op::{Epilogue, Op, Role};
-use monobloc::ir::program::{Content, Grid, Program};
+use monobloc::ir::op::{Combine, Epilogue, Op, Role, Route};
+use monobloc::ir::program::{Content, Grid, Program, Rows};
 use monobloc::ir::{BufferId, LayerId};
 use monobloc::lower::{Batch, lower, lower_batch};
 use monobloc::model::config::import;
-use monobloc::model::graph::{Act, ModelGraph, NormKind, RopeId};
+use monobloc::model::graph::{Act, ClampedSwiglu, ExpertGroups, GroupScore, ModelGraph, NormKind, RopeId, Score};
 use monobloc::schedule::schedule;
 use monobloc::target::Target;
 use monobloc::validate::{same, validate};
@@ -57,7 +58,9 @@ fn programs(graph: &ModelGraph, precision: Precision) -> Vec<Program> {
 #[test]
 fn programs_of_every_model_compute_it() {
     let (mut models, mut judged) = (0, 0);
-    for path in ["families", "variants", "quantised"].iter().flat_map(|folder| fixtures(folder)) {
+    for path in
+        ["families", "variants", "experts", "quantised", "quantised-experts"].iter().flat_map(|folder| fixtures(folder))
+    {
         // What is not imported is tested elsewhere.
         let Ok(imported) = import(&path) else { continue };
         for cache in [DType::Bf16, DType::E4m3] {
@@ -225,6 +228,150 @@ fn programs_of_another_function_are_refused() {
         assert_ne!(mutant, program, "{what}");
         same(&graph, &mutant).expect_err(what);
         // Most of them are sound schedules of another function: no other rule can see them.
+        let sound = schedule(mutant, &target, &candidate).is_ok_and(|placed| validate(placed, &target).is_ok());
+        if sound == seen {
+            seen_by_others.push((what, !sound));
+        }
+    }
+    assert_eq!(seen_by_others, [], "whether other rules see it");
+}
+
+/// Two of six experts in groups, with corrections, biases, a clamped SwiGLU, and a shared expert with a gate.
+fn mixture() -> ModelGraph {
+    let mixture = Mixture {
+        experts: 6,
+        score: Score::Sigmoid,
+        corrected: true,
+        groups: Some(ExpertGroups { count: 2, kept: 1, score: GroupScore::SumOfTwo }),
+        shared: Some(true),
+        swiglu: Some(ClampedSwiglu { alpha: 1.702, limit: 7.0 }),
+        ..MIXTURE
+    };
+    Toy { mixture: Some(mixture), bias: true, ..TOY }.graph()
+}
+
+fn route(program: &mut Program) -> &mut Route {
+    let Op::Route(route) = &mut grid(program, "route.1").op else { panic!("a route") };
+    route
+}
+
+fn combine(program: &mut Program) -> &mut Combine {
+    let Op::Combine(combine) = &mut grid(program, "combine.1").op else { panic!("a sum") };
+    combine
+}
+
+fn clamped<'a>(program: &'a mut Program, name: &str) -> &'a mut Epilogue {
+    let Op::MatVec(m) = &mut grid(program, name).op else { panic!("a product") };
+    &mut m.epilogue
+}
+
+/// A change of the experts of a layer, and whether the rules of schedules see it, too.
+type OfExperts = (&'static str, bool, fn(&mut Program));
+
+const OF_EXPERTS: [OfExperts; 32] = [
+    ("a dropped correction", false, |p| {
+        grid(p, "route.1").operands.retain(|operand| operand.role != Role::Bias);
+    }),
+    ("the correction of another layer", false, |p| takes_content_of(p, "route.1", "route.0", Role::Bias)),
+    ("scores of another kind", false, |p| route(p).score = Score::Softmax),
+    ("weights that are not divided", false, |p| route(p).normalise = None),
+    ("another divisor", false, |p| route(p).normalise = Some(1.0)),
+    ("another factor of weights", false, |p| route(p).scale = 2.0),
+    ("no groups", false, |p| route(p).groups = None),
+    ("a group more", false, |p| route(p).groups.as_mut().unwrap().kept = 2),
+    ("a group by its best", false, |p| route(p).groups.as_mut().unwrap().score = GroupScore::Max),
+    ("a slot less", true, |p| route(p).top_k = 1),
+    ("experts in another order", false, |p| {
+        let Content::Rows { parts, .. } = content(p, "gate_up.1", Role::Weight) else { panic!() };
+        parts.swap(0, 2);
+        parts.swap(1, 3);
+    }),
+    ("experts of down in another order", false, |p| {
+        let Content::Rows { parts, .. } = content(p, "down.1", Role::Weight) else { panic!() };
+        parts.swap(4, 5);
+    }),
+    ("gate and up of one expert swapped", false, |p| {
+        let Content::Rows { parts, .. } = content(p, "gate_up.1", Role::Weight) else { panic!() };
+        parts.swap(6, 7);
+    }),
+    ("experts of another layer", false, |p| takes_content_of(p, "down.1", "down.0", Role::Weight)),
+    ("the bias of another expert", false, |p| {
+        let Content::Vectors { parts, .. } = content(p, "down.1", Role::Bias) else { panic!() };
+        parts.swap(2, 3);
+    }),
+    ("no bias of experts", false, |p| {
+        grid(p, "gate_up.1").operands.retain(|operand| operand.role != Role::Bias);
+    }),
+    ("a dropped gate of the shared expert", false, |p| {
+        grid(p, "combine.1").operands.retain(|operand| operand.role != Role::Gate);
+    }),
+    ("the gate of another layer", false, |p| reads_that_of(p, "combine.1", "combine.0", Role::Gate)),
+    ("a score in place of the gate", false, |p| {
+        let gate = grid(p, "combine.1").operands.iter_mut().find(|operand| operand.role == Role::Gate).unwrap();
+        (gate.cols.base, gate.cols.limit) = (0, 1);
+    }),
+    ("no shared expert", true, |p| {
+        combine(p).shared = None;
+        let sum = grid(p, "combine.1");
+        let last = sum.operands.iter().rposition(|operand| operand.role == Role::X).unwrap();
+        sum.operands.remove(last);
+        sum.operands.retain(|operand| operand.role != Role::Gate);
+    }),
+    ("another factor of the sum", false, |p| combine(p).scale = 0.5),
+    ("another factor of the shared expert", false, |p| combine(p).shared = Some(0.5)),
+    ("another limit", false, |p| {
+        *clamped(p, "gate_up.1") = Epilogue::Clamped(ClampedSwiglu { alpha: 1.702, limit: 6.0 });
+    }),
+    ("another alpha", false, |p| {
+        *clamped(p, "gate_up.1") = Epilogue::Clamped(ClampedSwiglu { alpha: 1.0, limit: 7.0 });
+    }),
+    ("no limit", false, |p| *clamped(p, "gate_up.1") = Epilogue::Gated(Act::Silu)),
+    ("a limit of the shared expert", false, |p| {
+        *clamped(p, "shared_up.1") = Epilogue::Clamped(ClampedSwiglu { alpha: 1.702, limit: 7.0 });
+    }),
+    ("the norm of another layer in the router alone", false, |p| {
+        reads_that_of(p, "router.1", "router.0", Role::NormWeight);
+    }),
+    ("no norm in the router", false, |p| {
+        let grid = grid(p, "router.1");
+        let Op::MatVec(m) = &mut grid.op else { panic!() };
+        m.norm = None;
+        grid.operands.retain(|operand| operand.role != Role::NormWeight);
+    }),
+    ("scores of the layer before", false, |p| reads_that_of(p, "route.1", "route.0", Role::X)),
+    ("the choice of the layer before", false, |p| {
+        reads_that_of(p, "down.1", "down.0", Role::Choices);
+        let before = grid(p, "down.0").operand(Role::Weight).unwrap().rows;
+        let operands = grid(p, "down.1").operands.iter_mut();
+        let chosen = operands.filter(|operand| matches!(operand.rows, Rows::Lookup(_)));
+        chosen.for_each(|operand| operand.rows = before);
+    }),
+    ("shares of the layer before", false, |p| reads_that_of(p, "combine.1", "combine.0", Role::Shares)),
+    ("outputs of the layer before", false, |p| {
+        let other = buffer_of(p, "combine.0", Role::X);
+        let inputs = grid(p, "combine.1").operands.iter_mut().filter(|operand| operand.role == Role::X);
+        inputs.for_each(|operand| operand.buffer = other);
+    }),
+];
+
+#[test]
+fn programs_of_other_experts_are_refused() {
+    let (target, graph) = (Target::builtin("h200").unwrap(), mixture());
+    let candidate = Candidate { sums_everywhere: 0, splits: 1, ..on_h200(&graph, BF16) };
+    let batch = Batch { rows: 4, sequences: 4, pages: 64, page_rows: 16, words: false };
+    let one = lower(&graph, "same", BF16, graph.positions_max, &candidate).unwrap();
+    let four = lower_batch(&graph, "same", BF16, graph.positions_max, &batch, &candidate).unwrap();
+    let mut seen_by_others = vec![];
+    for (what, seen, change) in OF_EXPERTS {
+        for program in [&one, &four] {
+            same(&graph, program).unwrap();
+            let mut mutant = program.clone();
+            change(&mut mutant);
+            assert_ne!(mutant, *program, "{what}");
+            same(&graph, &mutant).expect_err(what);
+        }
+        let mut mutant = one.clone();
+        change(&mut mutant);
         let sound = schedule(mutant, &target, &candidate).is_ok_and(|placed| validate(placed, &target).is_ok());
         if sound == seen {
             seen_by_others.push((what, !sound));

@@ -2,7 +2,8 @@
 
 use super::explore::Rng;
 use crate::proof_support::{
-    BF16, FP32, TOY, Toy, beyond_kernels, cpu, h200, looked_up_on, on_cpu, on_h200, two_devices_on, words_of,
+    BF16, FP32, MIXTURE, Mixture, TOY, Toy, beyond_kernels, cpu, h200, on_cpu, on_h200, small_mixture, two_devices_on,
+    words_of,
 };
 use monobloc::candidate::Candidate;
 use monobloc::dtype::{DType, Precision};
@@ -20,7 +21,9 @@ use monobloc::ir::schedule::{
 use monobloc::ir::variant::{MatVecVariant, Variant};
 use monobloc::ir::{BufferId, EventId, GridId, TaskId};
 use monobloc::lower::{Batch, lower, lower_batch};
-use monobloc::model::graph::{Act, ModelGraph, NormKind, QkNormSpan, RowView, TensorId};
+use monobloc::model::graph::{
+    Act, ClampedSwiglu, ExpertGroups, GroupScore, ModelGraph, NormKind, QkNormSpan, RowView, Score, TensorId,
+};
 use monobloc::schedule::schedule;
 use monobloc::target::{CopyMechanism, Target, TargetKind};
 
@@ -51,7 +54,7 @@ const BLOCKS: Format = Format {
 const FP8_CACHE: Precision = Precision { cache: DType::E4m3, ..BF16 };
 
 /// The variations of a decoder that lowering knows, by the family that has them.
-pub const FAMILIES: [(&str, Toy); 16] = [
+pub const FAMILIES: [(&str, Toy); 19] = [
     ("Llama", TOY),
     ("Llama fp32", Toy { precision: FP32, ..TOY }),
     ("fp32 cache", Toy { precision: Precision { cache: FP32.cache, ..BF16 }, bias: true, ..TOY }),
@@ -68,7 +71,28 @@ pub const FAMILIES: [(&str, Toy); 16] = [
     ("codes with scales of rows", Toy { format: Some(INT8), ..TOY }),
     ("codes with scales and zero points of groups", Toy { format: Some(INT4_ZEROS), bias: true, ..TOY }),
     ("codes, odd sizes", Toy { format: Some(BLOCKS), vocab: 201, intermediate: 50, hidden: 72, ..TOY }),
+    ("experts", Toy { mixture: Some(MIXTURE), ..TOY }),
+    (
+        "experts in groups, corrected, a gated shared one",
+        Toy { mixture: Some(GROUPED), qk_norm: Some(QkNormSpan::Head), ..TOY },
+    ),
+    (
+        "experts with biases, codes, post norms",
+        Toy { mixture: Some(CLAMPED), bias: true, format: Some(INT8), post_norms: true, ..TOY },
+    ),
 ];
+
+/// Two of six experts, all of one group.
+const GROUPED: Mixture = Mixture {
+    experts: 6,
+    score: Score::Sigmoid,
+    corrected: true,
+    groups: Some(ExpertGroups { count: 2, kept: 1, score: GroupScore::SumOfTwo }),
+    shared: Some(true),
+    ..MIXTURE
+};
+const CLAMPED: Mixture =
+    Mixture { top_k: 3, shared: Some(false), swiglu: Some(ClampedSwiglu { alpha: 1.702, limit: 7.0 }), ..MIXTURE };
 
 /// A decoder so small that every interleaving of a few of its steps can be walked.
 pub fn small(random: &mut Rng) -> Base {
@@ -111,7 +135,7 @@ pub fn several(random: &mut Rng) -> Base {
     let (machine, target) = if on_gpu { (h200(), beyond_kernels()) } else { (cpu(), cpu()) };
     let on = |sms| if on_gpu { on_h200(sms) } else { on_cpu(sms) };
     match random.below(8) {
-        0 => Base { name: "weights that are chosen".into(), schedule: looked_up_on(&machine, &on(2)), target },
+        0 => mixed(random),
         1 => Base { name: "two devices".into(), schedule: two_devices_on(&machine, &on(4)), target },
         2 | 3 => {
             let format = of(random, &[None, None, Some(INT8), Some(BLOCKS)]);
@@ -142,12 +166,36 @@ pub fn several(random: &mut Rng) -> Base {
     }
 }
 
+/// Small decoders with experts in each of their layers, of one row and of several; of several with packets or with words.
+pub fn mixed(random: &mut Rng) -> Base {
+    let on_gpu = random.below(3) != 0;
+    let (machine, target) = if on_gpu { (h200(), beyond_kernels()) } else { (cpu(), cpu()) };
+    let mixture = of(random, &[MIXTURE, MIXTURE, GROUPED, CLAMPED]);
+    let bias = random.below(2) == 0;
+    let format = of(random, &[None, None, Some(INT8)]);
+    let toy = Toy { layers: of(random, &[1, 2]), bias, format, ..small_mixture(mixture) };
+    let sms = of(random, &[2, 2, 3]);
+    let candidate = Candidate { splits: 1, ..if on_gpu { on_h200(sms) } else { on_cpu(sms) } };
+    let (rows, words) = (of(random, &[1, 1, 2, 3]), on_gpu && random.below(2) == 0);
+    let program = if rows == 1 {
+        lower(&toy.graph(), "experts", toy.precision, toy.context, &candidate)
+    } else {
+        let held = layout::chunk_rows(candidate.slot_bytes, layout::cache_row_bytes(toy.dim, toy.precision.cache));
+        let page_rows = if words { held } else { 4 };
+        let pages = (rows + 1) * toy.context.div_ceil(page_rows);
+        let batch = Batch { rows, sequences: rows + 1, pages, page_rows, words };
+        lower_batch(&toy.graph(), "experts", toy.precision, toy.context, &batch, &candidate)
+    };
+    let schedule = schedule(program.expect("a program"), &machine, &candidate).expect("a schedule");
+    Base { name: format!("experts, {rows} rows"), schedule, target }
+}
+
 fn placed(random: &mut Rng, name: &str, toy: Toy, sms: u32) -> Base {
     let on_gpu = random.below(4) != 0;
     let base = if on_gpu { on_h200(sms) } else { on_cpu(sms) };
     let splits = of(random, &[1, 2, 2, 3]);
     let split_from = of(random, &[0, 1, 3, toy.context / 2, toy.context]);
-    let sums_everywhere = if toy.post_norms { of(random, &[0, 1]) } else { 0 };
+    let sums_everywhere = if toy.post_norms && toy.mixture.is_none() { of(random, &[0, 1]) } else { 0 };
     let candidate = Candidate { splits, split_from, sums_everywhere, ..base };
     let target = if on_gpu { h200() } else { cpu() };
     Base { name: name.to_string(), schedule: toy.schedule(&target, &candidate), target }

@@ -195,13 +195,13 @@ impl<'a> Text<'a> {
             }
             Op::MatVec(m) => {
                 // Columns of the slot, if each has its own.
-                let own = grid.operand(Role::X).is_some_and(|x| x.cols.stride_j > 0);
-                let slot = if own && table_of(self.s, grid).is_some() { task.j } else { 0 };
-                let x = match input.get(&slot) {
+                let pitch = grid.operand(Role::X).map_or(0, |x| x.cols.stride_j);
+                let first = if table_of(self.s, grid).is_some() { task.j * pitch } else { 0 };
+                let x = match input.get(&first) {
                     Some(x) if !m.own_input => *x,
-                    _ => self.digest(step, Role::X, slot * m.k, m.k)?,
+                    _ => self.digest(step, Role::X, first, m.k)?,
                 };
-                input.insert(slot, x);
+                input.insert(first, x);
                 self.matvec(step, m, x)
             }
             Op::Attention(a) => self.attention(step, a),
@@ -288,9 +288,11 @@ impl<'a> Text<'a> {
         ];
         let x = fold(parts);
         let (each, rows) = columns_of(m);
-        let slot = if table_of(self.s, step.grid).is_some() { j } else { 0 };
+        // A slot is whole units.
+        let slot = if table_of(self.s, step.grid).is_some() { j * rows.next_multiple_of(each) } else { 0 };
+        let most = if table_of(self.s, step.grid).is_some() { rows.next_multiple_of(each) } else { rows };
         let mut best = 0;
-        for row in each * lo..(each * hi).min(rows) {
+        for row in each * lo..(each * hi).min(most) {
             let y = mix(x, row.into());
             match m.epilogue {
                 Epilogue::Residual { .. } => {
@@ -303,7 +305,7 @@ impl<'a> Text<'a> {
                     self.output(step, Role::Logits, row, y);
                 }
                 Epilogue::Store | Epilogue::Scores | Epilogue::Act(_) | Epilogue::Gated(_) | Epilogue::Clamped(_) => {
-                    self.write(step, Role::Out, slot * rows + row, y)
+                    self.write(step, Role::Out, slot + row, y)
                 }
             }
         }

@@ -9,7 +9,7 @@ use monobloc::codegen::abi::{Entry, NONE, StreamRun, Tables};
 use monobloc::dtype::DType;
 use monobloc::format::Format;
 use monobloc::ir::op::{MatVec, Op, Role};
-use monobloc::ir::program::{Buffer, Grid, Operand, Space};
+use monobloc::ir::program::{Buffer, Grid, Operand, Rows, Space};
 use monobloc::ir::schedule::{Regime, Schedule, SmemKind, Source, Task};
 use std::collections::BTreeMap;
 
@@ -59,7 +59,7 @@ impl Reader<'_> {
                     let ops_most = self.schedule.program.grids.len();
                     expect((entry.op as usize) < ops_most, || here(id, format!("is op {} of {ops_most}", entry.op)))?;
                     let first = *ops.entry(entry.op).or_insert(grid);
-                    same_kernel(first, grid, &self.schedule.program.buffers).map_err(|what| here(id, what))?;
+                    self.same_kernel(first, grid).map_err(|what| here(id, what))?;
                     match grid.operand(Role::Residual) {
                         Some(o) => {
                             let (lo, hi) = o.cols.range(task.lo, task.hi, task.j);
@@ -107,6 +107,7 @@ impl Reader<'_> {
         let exchange = |role| grid.operand(role).filter(|o| self.buffer(o).space == Space::Exchange);
         let (x, aux) = match grid.op {
             Op::Select => (exchange(Role::Best), None),
+            Op::Route(_) | Op::Combine(_) => (exchange(Role::X), exchange(Role::Shares)),
             _ => ([Role::X, Role::Q, Role::Partial].into_iter().find_map(exchange), exchange(Role::Best)),
         };
         for (name, said, operand) in
@@ -117,7 +118,7 @@ impl Reader<'_> {
                 units(said, place).map_err(|what| format!("`cache_scales` {what}"))?;
                 continue;
             }
-            self.exchange(said, operand).map_err(|what| format!("`{name}` {what}"))?;
+            self.exchange(said, operand, task, grid).map_err(|what| format!("`{name}` {what}"))?;
         }
         let constant = |roles: &[Role]| roles.iter().find_map(|&role| grid.operand(role));
         for (name, said, roles) in [
@@ -127,6 +128,23 @@ impl Reader<'_> {
         ] {
             let place = constant(roles).map(|o| self.place(o));
             units(said, place).map_err(|what| format!("`{name}` {what}"))?;
+        }
+        // Where a task finds its choice, or the sum the gate of a shared expert.
+        match grid.op {
+            Op::MatVec(_) => {
+                let choices = exchange(Role::Choices);
+                self.exchange(entry.k_cache, choices, task, grid).map_err(|what| format!("`choice` {what}"))?;
+                let row = if choices.is_some() { Some(task.row) } else { None };
+                return match row {
+                    Some(row) => expect(entry.v_cache == row, || format!("takes row {}", entry.v_cache)),
+                    None => units(entry.v_cache, None).map_err(|what| format!("`v_cache` {what}")),
+                };
+            }
+            Op::Combine(_) => {
+                let gate = exchange(Role::Gate);
+                return self.exchange(entry.k_cache, gate, task, grid).map_err(|what| format!("`gate` {what}"));
+            }
+            _ => {}
         }
         for (name, said, role) in [("k_cache", entry.k_cache, Role::AppendK), ("v_cache", entry.v_cache, Role::AppendV)]
         {
@@ -143,14 +161,29 @@ impl Reader<'_> {
         self.schedule.placement[operand.buffer.index()].unwrap_or(u64::MAX)
     }
 
-    /// A kernel adds packets to the place in 32 bits, and phases one after another.
-    fn exchange(&self, said: u32, operand: Option<&Operand>) -> Said {
+    /// The packet with which an operand of a task begins. Entries of attention name the first of all rows; of words an entry names the
+    /// first of all, because the kernel knows where columns and rows lie among them.
+    fn packet(&self, operand: &Operand, task: &Task, grid: &Grid) -> u64 {
+        let (first, buffer) = (self.place(operand) / 8, self.buffer(operand));
+        if buffer.words || !matches!(grid.op, Op::MatVec(_) | Op::Route(_) | Op::Combine(_)) {
+            return first;
+        }
+        let column = u64::from(operand.cols.base) + u64::from(operand.cols.stride_j) * u64::from(task.j);
+        // Pairs of the head begin at its first.
+        let column = if operand.role == Role::Best { 0 } else { column };
+        let row = if operand.rows == Rows::Own { u64::from(task.row) } else { 0 };
+        first + row * packets(buffer) + column / if buffer.dtype.bytes() == 2 { 2 } else { 1 }
+    }
+
+    /// A kernel adds packets to the place in 32 bits, rows and phases one after another.
+    fn exchange(&self, said: u32, operand: Option<&Operand>, task: &Task, grid: &Grid) -> Said {
         let Some(operand) = operand else {
             return expect(said == NONE, || "names a place that no operand has".to_string());
         };
         let (place, buffer) = (self.place(operand), self.buffer(operand));
-        let end = u64::from(said) + packets(buffer) * u64::from(buffer.phases);
-        expect(u64::from(said) * 8 == place, || format!("names packet {said}, the buffer is at byte {place}"))?;
+        let end = place / 8 + packets(buffer) * u64::from(buffer.phases);
+        let packet = self.packet(operand, task, grid);
+        expect(u64::from(said) == packet, || format!("names packet {said}, its columns begin at {packet}"))?;
         expect(end <= 1 << 32, || format!("ends at packet {end}, which wraps"))?;
         expect(end * 8 <= self.tables.exchange_bytes, || format!("ends at packet {end}, beyond the arena"))
     }
@@ -168,6 +201,27 @@ impl Reader<'_> {
         Ok(())
     }
 
+    /// Entries with one op number run the same code. So everything that entries do not have must be constant among their grids.
+    fn same_kernel(&self, a: &Grid, b: &Grid) -> Said {
+        let parts = |o: &Operand| match o.rows {
+            Rows::Lookup(table) => self.schedule.program.tables[table.index()].bound,
+            _ => 1,
+        };
+        let shape = |grid: &Grid| -> Vec<(Role, DType, Option<Format>, u32, u32, u32)> {
+            let of = |o: &Operand| {
+                let buffer = self.buffer(o);
+                // An entry names the row of the table, and the place of all; how far columns go on is in the code.
+                (o.role, buffer.dtype, buffer.coded, o.cols.len, o.cols.limit - o.cols.base, parts(o))
+            };
+            grid.operands.iter().map(of).collect()
+        };
+        // From the gate of one row to that of the next.
+        let pitch = |grid: &Grid| grid.operand(Role::Gate).map(|gate| self.buffer(gate).cols);
+        expect(a.op == b.op && a.n == b.n && shape(a) == shape(b) && pitch(a) == pitch(b), || {
+            format!("shares the code of `{}`, which is another op", a.name)
+        })
+    }
+
     fn run(&self, task: &Task, grid: &Grid, source: Source, said: &StreamRun) -> Said {
         match (source, &grid.op) {
             (Source::Units { .. }, Op::MatVec(m)) => {
@@ -179,7 +233,18 @@ impl Reader<'_> {
                 let (block, chunk) = (u64::from(said.k_cache), u64::from(said.v_cache));
                 let slot = u64::from(self.schedule.machine.ring.slot_bytes);
                 expect(chunk > 0 && chunk <= slot, || format!("chunks of {chunk} bytes in slots of {slot}"))?;
-                expect(block > 0 && bytes.is_multiple_of(block), || format!("blocks of {block} bytes in {bytes}"))
+                expect(block > 0 && bytes.is_multiple_of(block), || format!("blocks of {block} bytes in {bytes}"))?;
+                let Rows::Lookup(table) = weight.rows else {
+                    return expect(said.window == 0, || "waits for a choice that it does not have".to_string());
+                };
+                // From part to part, and how many there are: a loader adds as many parts as the choice says.
+                let Some(choice) = grid.operand(Role::Choices) else { return Err("has no choice".to_string()) };
+                let packet = self.packet(choice, task, grid);
+                expect(u64::from(said.window) == packet + 1, || format!("polls packet {}, not {packet}", said.window))?;
+                units(said.row_bytes, Some(u64::from(grid.n) * unit))?;
+                let bound = self.schedule.program.tables[table.index()].bound;
+                let parts = (said.rows & 0xffff, said.rows >> 16);
+                expect(parts == (bound, task.row), || format!("has parts and row {parts:?}, not {bound}, {}", task.row))
             }
             (Source::History { rows }, Op::Attention(a)) => {
                 expect(said.bytes == 0, || "is said to be weights".to_string())?;
@@ -210,19 +275,4 @@ fn units(said: u32, place: Option<u64>) -> Said {
             format!("names unit {said}, it is at byte {place}")
         }),
     }
-}
-
-/// Entries with one op number run the same code. So everything that entries do not have must be constant among their grids.
-fn same_kernel(a: &Grid, b: &Grid, buffers: &[Buffer]) -> Said {
-    let shape = |grid: &Grid| -> Vec<(Role, DType, Option<Format>, u32, u32)> {
-        let of = |o: &Operand| {
-            let buffer = &buffers[o.buffer.index()];
-            // An entry names the row of the table, and the place of all; how far columns go on is in the code.
-            (o.role, buffer.dtype, buffer.coded, o.cols.len, o.cols.limit - o.cols.base)
-        };
-        grid.operands.iter().map(of).collect()
-    };
-    expect(a.op == b.op && a.n == b.n && shape(a) == shape(b), || {
-        format!("shares the code of `{}`, which is another op", a.name)
-    })
 }

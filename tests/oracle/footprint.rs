@@ -558,8 +558,8 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
             let x = if m.own_input { (Private, DType::F32) } else { (Exchange, pr.wire) };
             // Slots lie side by side in the output, and in the input, unless all have the same.
             let slot = if table_of(s, grid).is_some() { j } else { 0 };
-            let own = grid.operand(Role::X).is_some_and(|x| x.cols.stride_j > 0);
-            let first = if own { slot * k } else { 0 };
+            let pitch = grid.operand(Role::X).map_or(0, |x| u64::from(x.cols.stride_j));
+            let first = slot * pitch;
             let mut parts = vec![part(Role::X, Read, x.0, x.1, first, first + k)];
             if let Some(norm) = &m.norm {
                 parts.push(vector(Role::NormWeight, 0, k));
@@ -577,6 +577,8 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
             match m.epilogue {
                 Epilogue::Store | Epilogue::Act(_) | Epilogue::Gated(_) | Epilogue::Clamped(_) => {
                     let (each, columns) = columns_of(m);
+                    // A slot is whole units: packets are polled in pairs.
+                    let columns = if table_of(s, grid).is_some() { columns.next_multiple_of(each) } else { columns };
                     let (each, columns) = (u64::from(each), u64::from(columns));
                     let (from, to) = (slot * columns + each * lo, slot * columns + (each * hi).min(columns));
                     parts.push(part(Role::Out, Write, Exchange, pr.wire, from, to));
@@ -716,7 +718,8 @@ fn optional(op: &Op, role: Role) -> bool {
         Op::Combine(combine) => combine.adds,
         _ => false,
     };
-    matches!(role, Role::Bias | Role::Gate) || norms.contains(&role) || adds && role == Role::Out
+    let gate = role == Role::Gate && matches!(op, Op::Combine(_));
+    role == Role::Bias || gate || norms.contains(&role) || adds && role == Role::Out
 }
 
 fn foot(s: &Schedule, grid: &Grid, task: &Task, vocab: u32) -> Result<Foot, Fault> {
@@ -802,7 +805,7 @@ fn chosen(s: &Schedule, grid: &Grid, task: &Task, id: TableId, part: &mut Part, 
     let Op::MatVec(m) = &grid.op else { return malformed(format!("`{}` takes no part of a matrix", grid.op.name())) };
     // A part begins with a unit.
     let (each, columns) = columns_of(m);
-    if columns % each != 0 {
+    if columns % each != 0 && each * 2 != 8 {
         return malformed(format!("parts of {columns} columns, in units of {each}"));
     }
     let makers = s.program.grids.iter().filter(|g| g.operand(Role::Out).is_some_and(|out| out.buffer == buffer));
@@ -818,8 +821,8 @@ fn chosen(s: &Schedule, grid: &Grid, task: &Task, id: TableId, part: &mut Part, 
         }
     }
     // Its loader and the task itself, which looks for scales and biases, take one choice.
-    if grid.operand(Role::Choices).is_some_and(|choices| choices.buffer != buffer) {
-        return Err(Fault::new(Kind::Undeclared, format!("takes a choice that is not in {buffer}")));
+    if grid.operand(Role::Choices).is_some_and(|choices| choices.buffer != buffer || choices.cols.base != 0) {
+        return Err(Fault::new(Kind::Undeclared, format!("takes a choice that is no entry of {id}")));
     }
     if let Must::Exactly(rows, _) = &mut part.must {
         *rows = rows.saturating_mul(table.bound);
@@ -884,9 +887,8 @@ fn compare(
             if ![Role::Weight, Role::Table, Role::Rope, Role::CacheScales].contains(&role) =>
         {
             let len = parts.iter().map(|p| u64::from(p.len)).sum::<u64>();
-            // Rows of padding have no bias, unless another part follows.
-            let padded = role == Role::Bias && !matches!(part.must, Must::Parts(..));
-            padded || len == u64::from(buffer.cols)
+            // Rows of padding have no bias.
+            role == Role::Bias || len == u64::from(buffer.cols)
         }
         _ => false,
     };
@@ -1321,6 +1323,11 @@ fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
                 let groups = route.groups.map_or(0, |groups| u64::from(groups.count));
                 let values = 2 * u64::from(route.experts) + 2 * u64::from(route.top_k) + groups;
                 scratch = scratch.max(4 * values);
+            }
+            // In a batch kernel, the share of every input of every row; else a lane has that of an input.
+            Op::Combine(combine) if for_rows => {
+                let inputs = u64::from(combine.slots) + u64::from(combine.shared.is_some());
+                scratch = scratch.max(4 * rows * inputs);
             }
             Op::Select | Op::Report | Op::Combine(_) | Op::Embed { .. } | Op::NormAdd { .. } => {}
         }

@@ -645,8 +645,12 @@ impl Window {
                     reads.push((index, vouched));
                 }
 
-                let writes = foot.writes.iter().enumerate().map(|(w, touch)| {
-                    let (own, rest) = spans(plan, touch, phase(touch.buffer, step));
+                // Each packet is a store of its own. What different events are about may land apart.
+                let stores = foot.writes.iter().enumerate();
+                let stores =
+                    stores.flat_map(|(w, touch)| apart(s, regime, touch).into_iter().map(move |part| (w, part)));
+                let writes = stores.map(|(w, touch)| {
+                    let (own, rest) = spans(plan, &touch, phase(touch.buffer, step));
                     let own = own.iter().map(|r| (cuts.atoms(r.0, r.1), id(step, t, w)));
                     let rest = rest.iter().map(|r| (cuts.atoms(r.0, r.1), id(step, t, w) + 1));
                     own.chain(rest).collect()
@@ -1209,6 +1213,18 @@ fn about<'a>(s: &'a Schedule, event: &'a Event, present: u32) -> impl Iterator<I
         None => 0..s.program.buffers[event.buffer.index()].rows.min(present),
     };
     rows.map(|row| Touch { buffer: event.buffer, row, lo: event.lo, hi: event.hi })
+}
+
+/// The parts of a write between the borders of events, where these are between packets or words.
+fn apart(s: &Schedule, regime: &Regime, touch: &Touch) -> Vec<Touch> {
+    let per = 4 / s.program.buffers[touch.buffer.index()].dtype.bytes().clamp(2, 4) as u32;
+    let about = regime.events.iter().filter(|event| event.buffer == touch.buffer);
+    let inside = |col: &u32| touch.lo < *col && *col < touch.hi && col.is_multiple_of(per);
+    let mut borders: Vec<u32> = about.flat_map(|event| [event.lo, event.hi]).filter(inside).collect();
+    borders.extend([touch.lo, touch.hi]);
+    borders.sort_unstable();
+    borders.dedup();
+    borders.windows(2).map(|pair| Touch { lo: pair[0], hi: pair[1], ..*touch }).collect()
 }
 
 /// The step of the window, and the row in it, that appended `past` for row `row` in step `step`; `None`: an earlier launch.

@@ -4,9 +4,9 @@ use super::explore::Rng;
 use crate::proof_support::as_words;
 use monobloc::dtype::DType;
 use monobloc::ir::op::{Access, MatVec, Op, Role};
-use monobloc::ir::program::{Content, Home, Part, Rows, Second, Space, VectorPart};
-use monobloc::ir::schedule::{Mechanism, Regime, Run, Schedule, Scope, SmemKind, Source, Task, Wait};
-use monobloc::ir::table::TableHome;
+use monobloc::ir::program::{Content, Grid, Home, Operand, Part, Rows, Second, Space, VectorPart};
+use monobloc::ir::schedule::{Event, Mechanism, Regime, Run, Schedule, Scope, SmemKind, Source, Task, Wait};
+use monobloc::ir::table::{Holds, TableHome};
 use monobloc::ir::{BufferId, EventId, GridId, LayerId, SmId, TableId, TaskId};
 use monobloc::model::graph::{ExpertGroups, GroupScore, QueryScale, RopeId, RowView, TensorId};
 use monobloc::target::{Target, TargetKind};
@@ -82,16 +82,31 @@ pub const CLASSES: &[(&str, Mutate)] = &[
     ("row of an event", row_of_event),
     ("scope or home", scope_or_home),
     ("choice that a run does not wait for", early_choice),
+    ("choice of another slot", other_slot),
+    ("choice of another layer", other_layer),
+    ("expert beyond the weights", beyond_weights),
+    ("units of an expert", units_of_expert),
+    ("inputs of a sum", inputs_of_sum),
+    ("shares of another layer", other_shares),
+    ("bias of another part", other_bias),
+    ("choices overwritten", choices_overwritten),
 ];
 
 /// Classes that need features that decoders of one row do not have.
-pub const SEVERAL: [&str; 6] = [
-    "pages of two sizes",
-    "fact that is not declared",
-    "row of a task",
-    "row of an event",
-    "scope or home",
+pub const SEVERAL: [&str; 5] =
+    ["pages of two sizes", "fact that is not declared", "row of a task", "row of an event", "scope or home"];
+
+/// Classes that need experts.
+pub const EXPERTS: [&str; 9] = [
     "choice that a run does not wait for",
+    "choice of another slot",
+    "choice of another layer",
+    "expert beyond the weights",
+    "units of an expert",
+    "inputs of a sum",
+    "shares of another layer",
+    "bias of another part",
+    "choices overwritten",
 ];
 
 pub const REUSED: &str = "packet buffer reused across steps";
@@ -1161,6 +1176,248 @@ fn early_choice(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Ve
     let other = EventId::from(random.below(events));
     run.after = (random.below(2) == 0 && other != was).then_some(other);
     Some(vec![task_at(r, run.task), event_at(r, was), event_at(r, other)])
+}
+
+/// A grid that takes a chosen part, and the table that names the part.
+fn a_chosen(s: &Schedule, random: &mut Rng) -> Option<(GridId, TableId)> {
+    let of = |grid: &Grid| match grid.operand(Role::Weight)?.rows {
+        Rows::Lookup(table) => Some(table),
+        _ => None,
+    };
+    let all: Vec<_> = s.program.grids.iter().enumerate().filter_map(|(g, grid)| Some((g, of(grid)?))).collect();
+    let (g, table) = all[pick(random, &all)?];
+    Some((GridId::from(g), table))
+}
+
+fn choices_of(s: &Schedule, table: TableId) -> Option<BufferId> {
+    match s.program.tables[table.index()].home {
+        TableHome::Device(buffer) => Some(buffer),
+        TableHome::Host => None,
+    }
+}
+
+fn operands_of(s: &mut Schedule, g: GridId, role: Role) -> impl Iterator<Item = &mut Operand> {
+    s.program.grids[g.index()].operands.iter_mut().filter(move |operand| operand.role == role)
+}
+
+/// A run waits for the choice of another slot, or for another result of the same op; sometimes its task does, too.
+fn other_slot(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (g, table) = a_chosen(s, random)?;
+    let choices = choices_of(s, table)?;
+    let made = s.program.grids.iter().find(|grid| grid.operand(Role::Out).is_some_and(|out| out.buffer == choices))?;
+    let related = [Role::X, Role::Shares, Role::Out].map(|role| made.operand(role).map(|operand| operand.buffer));
+    let r = random.below(s.regimes.len());
+    let regime = &mut s.regimes[r];
+    let of_route: Vec<usize> =
+        (0..regime.events.len()).filter(|&e| related.contains(&Some(regime.events[e].buffer))).collect();
+    let other = EventId::from(of_route[pick(random, &of_route)?]);
+    let tasks = &regime.tasks;
+    let mut runs: Vec<&mut Run> =
+        regime.streams.iter_mut().flatten().filter(|run| tasks[run.task.index()].grid == g).collect();
+    let i = pick(random, &runs)?;
+    let (was, id) = (runs[i].after?, runs[i].task);
+    if was == other {
+        return None;
+    }
+    runs[i].after = Some(other);
+    if random.below(3) == 0 {
+        let count = regime.events[other.index()].count;
+        let waits = regime.tasks[id.index()].waits.iter_mut().filter(|wait| wait.event == was);
+        waits.for_each(|wait| *wait = Wait { event: other, count });
+    }
+    Some(vec![task_at(r, id), event_at(r, was), event_at(r, other)])
+}
+
+/// Waits and loaders of a grid's tasks move from events about one buffer to those about the same columns of another one.
+fn wait_for_other(s: &mut Schedule, g: GridId, from: BufferId, to: BufferId) {
+    for regime in &mut s.regimes {
+        let events = regime.events.clone();
+        let other = |e: EventId| {
+            let was = &events[e.index()];
+            let place = |event: &Event| (event.row, event.lo, event.hi);
+            let found = events.iter().position(|event| event.buffer == to && place(event) == place(was));
+            if was.buffer == from { found.map_or(e, EventId::from) } else { e }
+        };
+        for task in regime.tasks.iter_mut().filter(|task| task.grid == g) {
+            task.waits.iter_mut().for_each(|wait| wait.event = other(wait.event));
+        }
+        let tasks = &regime.tasks;
+        for run in regime.streams.iter_mut().flatten().filter(|run| tasks[run.task.index()].grid == g) {
+            run.after = run.after.map(other);
+        }
+    }
+}
+
+/// A grid takes the choice of another layer, or a part of it does.
+fn other_layer(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (g, table) = a_chosen(s, random)?;
+    let tables: Vec<usize> = (0..s.program.tables.len())
+        .filter(|&t| t != table.index() && s.program.tables[t].holds == Holds::Choices)
+        .collect();
+    let other = TableId::from(tables[pick(random, &tables)?]);
+    let (from, to) = (choices_of(s, table)?, choices_of(s, other)?);
+    let parts = 1 + random.below(15);
+    for (bit, role) in [(1, Role::Weight), (2, Role::Bias)] {
+        operands_of(s, g, role).filter(|_| parts & bit != 0).for_each(|operand| operand.rows = Rows::Lookup(other));
+    }
+    operands_of(s, g, Role::Choices).filter(|_| parts & 4 != 0).for_each(|operand| operand.buffer = to);
+    if parts & 8 != 0 {
+        wait_for_other(s, g, from, to);
+    }
+    let tables = [table, other].map(Entity::Table);
+    Some(tables.into_iter().chain([Entity::Grid(g), Entity::Buffer(from), Entity::Buffer(to)]).collect())
+}
+
+/// A table with a part less than its op chooses from, and matrices and biases of as many parts.
+fn beyond_weights(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (_, table) = a_chosen(s, random)?;
+    let mut touched = vec![Entity::Table(table), Entity::Buffer(choices_of(s, table)?)];
+    let bound = &mut s.program.tables[table.index()].bound;
+    let was = *bound as usize;
+    *bound -= 1;
+    for (g, grid) in s.program.grids.iter().enumerate() {
+        for operand in grid.operands.iter().filter(|operand| operand.rows == Rows::Lookup(table)) {
+            let buffer = &mut s.program.buffers[operand.buffer.index()];
+            match &mut buffer.content {
+                Some(Content::Rows { parts, .. }) => {
+                    parts.truncate(parts.len() / was * (was - 1));
+                    buffer.rows = parts.iter().map(|part| part.rows).sum();
+                }
+                Some(Content::Vectors { parts, .. }) => {
+                    parts.truncate(parts.len() / was * (was - 1));
+                    buffer.cols = parts.iter().map(|part| part.len).sum();
+                }
+                _ => return None,
+            }
+            touched.extend([Entity::Grid(GridId::from(g)), Entity::Buffer(operand.buffer)]);
+        }
+    }
+    Some(touched)
+}
+
+/// A task takes units of another slot, or those beyond a slot or a part.
+fn units_of_expert(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (g, _) = a_chosen(s, random)?;
+    let (n, slots) = (s.program.grids[g.index()].n, s.program.grids[g.index()].second.extent());
+    let (r, id) = a_task(s, random, |r, t| s.regimes[r].tasks[t.index()].grid == g)?;
+    let regime = &mut s.regimes[r];
+    let task = &mut regime.tasks[id.index()];
+    match random.below(4) {
+        0 if slots > 1 => task.j = (task.j + 1) % slots,
+        1 => task.hi = n + 1,
+        2 => task.lo += 1,
+        _ => (task.lo, task.hi) = (n, 2 * n),
+    }
+    let range = (task.lo, task.hi);
+    // Sometimes the loader brings what it brought before.
+    if random.below(3) > 0 {
+        for run in regime.streams.iter_mut().flatten().filter(|run| run.task == id) {
+            if let Source::Units { lo, hi, .. } = &mut run.source {
+                (*lo, *hi) = range;
+            }
+        }
+    }
+    Some(vec![task_at(r, id), Entity::Grid(g)])
+}
+
+/// A sum over experts misses an input, takes one twice, or has them in another order or elsewhere.
+fn inputs_of_sum(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let sums: Vec<usize> =
+        (0..s.program.grids.len()).filter(|&g| matches!(s.program.grids[g].op, Op::Combine(_))).collect();
+    let g = sums[pick(random, &sums)?];
+    let grid = &mut s.program.grids[g];
+    let at: Vec<usize> = (0..grid.operands.len()).filter(|&o| grid.operands[o].role == Role::X).collect();
+    let buffer = grid.operands[at[0]].buffer;
+    let (a, b) = (at[random.below(at.len())], at[random.below(at.len())]);
+    let Op::Combine(combine) = &mut grid.op else { return None };
+    match random.below(5) {
+        0 => drop(grid.operands.remove(a)),
+        1 if combine.slots > 1 => {
+            combine.slots -= 1;
+            grid.operands.remove(a);
+            let shares = grid.operands.iter_mut().filter(|operand| operand.role == Role::Shares);
+            shares
+                .for_each(|shares| (shares.cols.len, shares.cols.limit) = (shares.cols.len - 1, shares.cols.limit - 1));
+        }
+        2 if a != b => grid.operands.swap(a, b),
+        3 if a != b => grid.operands[a].cols = grid.operands[b].cols,
+        _ => {
+            // All of them begin later, in a wider buffer.
+            for &at in &at {
+                let cols = &mut grid.operands[at].cols;
+                (cols.base, cols.limit) = (cols.base + 8, cols.limit + 8);
+            }
+            s.program.buffers[buffer.index()].cols += 8;
+        }
+    }
+    Some(vec![Entity::Grid(GridId::from(g)), Entity::Buffer(buffer)])
+}
+
+/// A sum weighs by what another layer chose, or a choice corrects by another vector.
+fn other_shares(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let sums: Vec<usize> =
+        (0..s.program.grids.len()).filter(|&g| matches!(s.program.grids[g].op, Op::Combine(_))).collect();
+    let (a, b) = (sums[pick(random, &sums)?], sums[pick(random, &sums)?]);
+    let shares = |g: usize| s.program.grids[g].operand(Role::Shares).map(|shares| shares.buffer);
+    let (from, to) = (shares(a)?, shares(b)?);
+    if from == to {
+        return None;
+    }
+    let a = GridId::from(a);
+    operands_of(s, a, Role::Shares).for_each(|operand| operand.buffer = to);
+    if random.below(2) == 0 {
+        wait_for_other(s, a, from, to);
+    }
+    Some(vec![Entity::Grid(a), Entity::Buffer(from), Entity::Buffer(to)])
+}
+
+/// The bias of a product is that of one part, while the matrix is that of another; or it begins in the middle of a part.
+fn other_bias(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let chosen: Vec<usize> = (0..s.program.grids.len())
+        .filter(|&g| {
+            let grid = &s.program.grids[g];
+            grid.operand(Role::Choices).is_some() && grid.operand(Role::Bias).is_some()
+        })
+        .collect();
+    let g = GridId::from(chosen[pick(random, &chosen)?]);
+    let tables = s.program.tables.len();
+    let k = random.below(5);
+    let bias = operands_of(s, g, Role::Bias).next()?;
+    let (was, buffer) = (bias.rows, bias.buffer);
+    match k {
+        0 => bias.rows = Rows::One,
+        1 => bias.rows = Rows::Units,
+        2 => bias.rows = Rows::Lookup(TableId::from(random.below(tables))),
+        3 => (bias.cols.base, bias.cols.limit) = (bias.cols.base + 8, bias.cols.limit + 8),
+        _ => bias.cols.stride_j += 8,
+    }
+    if k == 2 && bias.rows == was {
+        return None;
+    }
+    Some(vec![Entity::Grid(g), Entity::Buffer(buffer)])
+}
+
+/// Choices lie where other values do, or a task with a chosen part comes last in its queue.
+fn choices_overwritten(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (g, table) = a_chosen(s, random)?;
+    let choices = choices_of(s, table)?;
+    if random.below(2) == 0 {
+        let other = a_buffer(s, random, |space| space == Space::Exchange)?;
+        if other == choices {
+            return None;
+        }
+        s.placement[choices.index()] = s.placement[other.index()];
+        return Some(vec![Entity::Buffer(choices), Entity::Buffer(other)]);
+    }
+    let (r, id) = a_task(s, random, |r, t| s.regimes[r].tasks[t.index()].grid == g)?;
+    let sm = s.regimes[r].queues.iter().position(|queue| queue.contains(&id))?;
+    let queue = &mut s.regimes[r].queues[sm];
+    let at = queue.iter().position(|t| *t == id)?;
+    queue[at..].rotate_left(1);
+    let mut touched = vec![Entity::Sm(r as u32, SmId::from(sm))];
+    touched.extend(queue[at..].iter().map(|t| task_at(r, *t)));
+    restream(s, r);
+    Some(touched)
 }
 
 /// Whether a violation names one of the entities, or something that is a part of one: a task of a grid, an event or an

@@ -1,9 +1,9 @@
 //! Judges many schedules with both judges, and counts the results by class of mutation.
 
-use super::bases::{Base, medium, random_program, real, several, small};
+use super::bases::{Base, medium, mixed, random_program, real, several, small};
 use super::entries::disagreement;
 use super::explore::{Effort, Rng, Verdict, judge};
-use super::mutate::{CLASSES, REUSED, SEVERAL, names};
+use super::mutate::{CLASSES, EXPERTS, REUSED, SEVERAL, names};
 use monobloc::codegen::abi::encode;
 use monobloc::ir::print::print;
 use monobloc::model::graph::ModelGraph;
@@ -195,14 +195,17 @@ pub fn judge_population(size: &Size, graphs: &[(String, ModelGraph)]) -> Outcome
         // With any number of classes, each has small bases and large ones.
         let kind = nth + nth / CLASSES.len();
         let (class, mutate) = CLASSES[nth % CLASSES.len()];
-        let has_several = SEVERAL.contains(&class) || kind.is_multiple_of(5);
+        let has_experts = EXPERTS.contains(&class);
+        let has_several = SEVERAL.contains(&class) || kind.is_multiple_of(5) && !has_experts;
         // Tables have many draws, so schedules of several rows run in random orders.
-        let may_explore = !kind.is_multiple_of(3) && !has_several;
+        let mut may_explore = !kind.is_multiple_of(3) && !has_several;
         let mut base = match (has_several, may_explore) {
+            _ if has_experts => mixed(&mut random),
             (true, _) => several(&mut random),
             (false, true) => small(&mut random),
             (false, false) => medium(&mut random),
         };
+        may_explore &= base.schedule.program.rows == 1;
         // In a decoder every SM works between two arg-max pairs of any SM, so that one copy is enough.
         if class == REUSED && (nth / CLASSES.len()).is_multiple_of(2) {
             base = random_program(&mut random);

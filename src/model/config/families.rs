@@ -3,6 +3,8 @@
 //! Defaults for absent keys are those of the configuration classes of transformers 5, which differ from family to
 //! family. The effect of each key was read from the model code, not from the documentation.
 
+mod dense;
+mod hybrids;
 mod mixtures;
 
 use crate::model::config::plan::{Ahead, LayerPlan, Names, NormPlan, Plan, Prefix, Projections};
@@ -163,6 +165,52 @@ pub static FAMILIES: &[Family] = &[
     mixtures::COHERE2_MOE,
     mixtures::AFMOE,
     mixtures::GPT_OSS,
+    Family {
+        class: "Olmo3ForCausalLM",
+        model_type: "olmo3",
+        keys: &[dense::OLMO3_KEYS, ATTENTION_BIAS, LAYER_TYPES_KEY, GROUPED, HEAD_DIM, GATED_MLP, RMS, ROPE, TRAINED],
+        plan: dense::olmo3,
+    },
+    Family {
+        class: "Exaone4ForCausalLM",
+        model_type: "exaone4",
+        keys: &[dense::EXAONE4_KEYS, LAYER_TYPES_KEY, GROUPED, HEAD_DIM, GATED_MLP, RMS, ROPE, TRAINED],
+        plan: dense::exaone4,
+    },
+    Family {
+        class: "SeedOssForCausalLM",
+        model_type: "seed_oss",
+        keys: &[dense::SEED_OSS_KEYS, ATTENTION_BIAS, MLP_BIAS, GROUPED, HEAD_DIM, GATED_MLP, RMS, ROPE, TRAINED],
+        plan: dense::seed_oss,
+    },
+    Family {
+        class: "Ernie4_5ForCausalLM",
+        model_type: "ernie4_5",
+        keys: &[dense::ERNIE_KEYS, GROUPED, HEAD_DIM, GATED_MLP, RMS, ROPE, TRAINED],
+        plan: dense::ernie,
+    },
+    Family {
+        class: "Glm4ForCausalLM",
+        model_type: "glm4",
+        keys: &[ATTENTION_BIAS, GROUPED, HEAD_DIM, GATED_MLP, RMS, ROPE, TRAINED],
+        plan: dense::glm4,
+    },
+    Family {
+        class: "OlmoHybridForCausalLM",
+        model_type: "olmo_hybrid",
+        keys: &[
+            hybrids::OLMO_HYBRID_KEYS,
+            hybrids::DELTA_KEYS,
+            ATTENTION_BIAS,
+            GROUPED,
+            HEAD_DIM,
+            GATED_MLP,
+            RMS,
+            ROPE,
+            TRAINED,
+        ],
+        plan: hybrids::olmo_hybrid,
+    },
 ];
 
 const ATTENTION_BIAS: &[Entry] = &[modelled("attention_bias", "biases of the attention projections")];
@@ -406,13 +454,14 @@ fn rope_rules(s: &Shape) -> RopeRules {
         class: s.class,
         head_dim: s.head_dim,
         theta_default: 10_000.0,
-        theta_key: "rope_theta",
+        theta_key: Some("rope_theta"),
         partial: Partial::Whole,
         interleaved: false,
         positions_max: s.positions_max,
         only_longrope: false,
         trained_default: None,
         always_truncates: false,
+        without_effect: &[],
     }
 }
 
@@ -524,6 +573,8 @@ fn plan(s: &Shape, names: &'static Names, scalars: Scalars, rope: ResolvedRope) 
         layers: uniform(s.layers, Some(RopeId(0)), None),
         experts: None,
         ahead: Ahead::default(),
+        delta: None,
+        aliases: &[],
     }
 }
 
@@ -755,7 +806,7 @@ fn gemma3(r: &mut Reader) -> Option<Plan> {
     let s = shape(r, defaults)?;
     let sliding = sliding_layers(r, s.layers, window, |layer| !(layer + 1).is_multiple_of(pattern));
     let full_rules = RopeRules { theta_default: 1_000_000.0, always_truncates: true, ..rope_rules(&s) };
-    let sliding_rules = RopeRules { theta_key: "rope_local_base_freq", always_truncates: true, ..rope_rules(&s) };
+    let sliding_rules = RopeRules { theta_key: Some("rope_local_base_freq"), always_truncates: true, ..rope_rules(&s) };
     let (full, local) = rope::per_layer_type(r, &full_rules, &sliding_rules)?;
     let ropes = vec![full.rope.clone(), local.rope];
     let notes = [&full.note, &local.note].into_iter().flatten().cloned().collect();
@@ -921,7 +972,7 @@ fn gpt_neox(r: &mut Reader) -> Option<Plan> {
     };
     let s = shape(r, defaults)?;
     let partial = Partial::Factor { key: "rotary_pct", default: 0.25 };
-    let rope = rope::flat(r, &RopeRules { theta_key: "rotary_emb_base", partial, ..rope_rules(&s) })?;
+    let rope = rope::flat(r, &RopeRules { theta_key: Some("rotary_emb_base"), partial, ..rope_rules(&s) })?;
     let plan = plan(&s, &GPT_NEOX_NAMES, scalars, rope);
     Some(Plan {
         norm: NormPlan { kind: NormKind::Layer, bias: true, ..plan.norm },

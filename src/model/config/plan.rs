@@ -12,8 +12,8 @@ use crate::model::coded::Recipe;
 use crate::model::config::quantised::{Parts, Quantisation};
 use crate::model::config::reason::Reason;
 use crate::model::graph::{
-    Act, Attention, FeedForward, Layer, Linear, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, Rope, RopeId,
-    RowView, Tensor, TensorId,
+    Act, Attention, FeedForward, GatedDelta, Layer, Linear, Mixer, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan,
+    Rope, RopeId, RowView, Tensor, TensorId,
 };
 use crate::model::weights::HeaderTensor;
 
@@ -64,6 +64,10 @@ pub struct Plan {
     /// Layers without an MLP.
     pub experts: Option<ExpertsPlan>,
     pub ahead: Ahead,
+    /// The layers that have a gated delta net in the place of attention.
+    pub delta: Option<DeltaPlan>,
+    /// Other names that norms of a layer may have in a checkpoint: the usual one, the other.
+    pub aliases: &'static [(&'static str, &'static str)],
 }
 
 /// What predicts further tokens (MTP), beside the decoder. Its tensors are no part of the model.
@@ -73,6 +77,44 @@ pub struct Ahead {
     pub layers: u32,
     /// Begins the names of other tensors.
     pub prefix: Option<&'static str>,
+}
+
+/// The gated delta nets of a model; see [`GatedDelta`].
+#[derive(Debug, Clone)]
+pub struct DeltaPlan {
+    /// By layer: whether it has one.
+    pub layers: Vec<bool>,
+    pub key_heads: u32,
+    pub value_heads: u32,
+    pub key_dim: u32,
+    pub value_dim: u32,
+    pub kernel: u32,
+    /// Of the norm of the output.
+    pub norm_eps: f32,
+    pub negative_eigenvalues: bool,
+    pub names: &'static DeltaNames,
+}
+
+/// Tensor names of a layer with a gated delta net, as those of [`Names`].
+#[derive(Debug, Clone, Copy)]
+pub struct DeltaNames {
+    pub attn_norm: Option<&'static str>,
+    pub attn_post_norm: Option<&'static str>,
+    pub mlp_norm: Option<&'static str>,
+    pub mlp_post_norm: Option<&'static str>,
+    pub projections: DeltaProjections,
+    /// Ways to store the taps: in one tensor, or in several one after another. The first where the files have none.
+    pub conv: &'static [&'static [&'static str]],
+    pub a_log: &'static str,
+    pub dt_bias: &'static str,
+    pub norm: &'static str,
+    pub o: &'static str,
+}
+
+/// How the projections of a gated delta net lie in tensors.
+#[derive(Debug, Clone, Copy)]
+pub enum DeltaProjections {
+    Each { q: &'static str, k: &'static str, v: &'static str, z: &'static str, b: &'static str, a: &'static str },
 }
 
 /// What stands before the names of a family in its checkpoint.
@@ -187,12 +229,17 @@ struct Collector<'a> {
 impl Collector<'_> {
     /// The id of a tensor, which has to be there with this shape; asked for twice it is the same tensor.
     fn want(&mut self, name: String, shape: &[u32]) -> TensorId {
+        self.want_as(name, shape, shape)
+    }
+
+    /// As [`want`](Self::want), for a tensor that the files have in the shape `stored`.
+    fn want_as(&mut self, name: String, shape: &[u32], stored: &[u32]) -> TensorId {
         if let Some(&id) = self.ids.get(&name) {
             return id;
         }
         let dtype = match self.files {
             None => DType::Bf16, // Synthetic values are exact in bf16.
-            Some(files) => self.check(files.get(&name), &name, shape),
+            Some(files) => self.check(files.get(&name), &name, stored),
         };
         let id = TensorId::from(self.tensors.len());
         if let Some(blocks) = self.blocks_of(&name, shape) {
@@ -275,6 +322,28 @@ impl Collector<'_> {
         let bias = bias.then(|| self.want(format!("{name}.bias"), &[rows_total]));
         let view = |tensor| RowView { tensor, first, block, stride };
         Linear { weight: view(weight), bias: bias.map(view), rows, cols }
+    }
+
+    /// The tensors of the taps of `channels` channels. In the files they have a second extent of 1, as a convolution of torch has.
+    fn taps(&mut self, path: impl Fn(&str) -> String, ways: &[&[&str]], parts: &[u32], kernel: u32) -> Vec<TensorId> {
+        let named = |names: &[&str]| names.iter().map(|name| path(name)).collect::<Vec<String>>();
+        let there = |names: &&&[&str]| {
+            let files = self.files.into_iter();
+            files.flat_map(|files| named(names).into_iter().map(|name| files.contains_key(&name))).any(|there| there)
+        };
+        let names = named(ways.iter().find(there).unwrap_or(&ways[0]));
+        let channels: u32 = parts.iter().sum();
+        let rows = |name: &String| {
+            let shape = &self.files?.get(name)?.shape;
+            let [rows, 1, taps] = shape[..] else { return None };
+            u32::try_from(rows).ok().filter(|_| taps as u64 == u64::from(kernel))
+        };
+        let stored: Option<Vec<u32>> = names.iter().map(rows).collect();
+        let whole = |rows: &Vec<u32>| rows.iter().map(|&rows| u64::from(rows)).sum::<u64>() == u64::from(channels);
+        let expected = if names.len() == parts.len() { parts.to_vec() } else { vec![channels] };
+        let rows = stored.filter(whole).unwrap_or(expected);
+        let of = |(name, rows): (String, u32)| self.want_as(name, &[rows, kernel], &[rows, 1, kernel]);
+        names.into_iter().zip(rows).map(of).collect()
     }
 
     fn whole(&mut self, name: &str, rows: u32, cols: u32, bias: bool) -> Linear {
@@ -374,7 +443,7 @@ pub fn assemble(
 fn as_one_matrix(graph: &ModelGraph, blocks: &mut BTreeMap<TensorId, Blocks>) {
     for layer in &graph.layers {
         let gated = layer.feed.mlps().map(|mlp| mlp.gate.iter().chain([&mlp.up]).collect());
-        for parts in gated.chain([layer.attn.projections()]) {
+        for parts in gated.chain(layer.attention().map(|attn| attn.projections())) {
             let of = |linear: &&Linear| blocks.get(&linear.weight.tensor).and_then(Blocks::format);
             if parts.iter().any(|linear| of(linear) != of(&parts[0])) {
                 for linear in parts {
@@ -387,13 +456,94 @@ fn as_one_matrix(graph: &ModelGraph, blocks: &mut BTreeMap<TensorId, Blocks>) {
     }
 }
 
+/// A layer that has a gated delta net; what is beside it is as in the other layers.
+fn assemble_delta_layer(c: &mut Collector, plan: &Plan, delta: &DeltaPlan, layer: usize) -> Layer {
+    let DeltaPlan { key_heads, value_heads, key_dim, value_dim, kernel, norm_eps, negative_eigenvalues, names, .. } =
+        *delta;
+    let (keys, values, hidden) = (key_heads * key_dim, value_heads * value_dim, plan.hidden);
+    let layers = plan.prefix.of(plan.names.layers);
+    let path = |name: &str| format!("{layers}.{layer}.{name}");
+    let attn_norm = layer_norm(c, plan, layer, names.attn_norm);
+    let [q, k, v, z, b, a] = match names.projections {
+        DeltaProjections::Each { q, k, v, z, b, a } => {
+            let sizes = [(q, keys), (k, keys), (v, values), (z, values), (b, value_heads), (a, value_heads)];
+            sizes.map(|(name, rows)| c.whole(&path(name), rows, hidden, false))
+        }
+    };
+    let conv = c.taps(path, names.conv, &[keys, keys, values], kernel);
+    let a_log = c.want(path(names.a_log), &[value_heads]);
+    let dt_bias = c.want(path(names.dt_bias), &[value_heads]);
+    let gated = NormPlan { kind: NormKind::Rms, eps: norm_eps, weight_offset: 0.0, bias: false };
+    let norm = c.norm(&path(names.norm), gated, value_dim);
+    let o = c.whole(&path(names.o), hidden, values, false);
+    let attn_post_norm = layer_norm(c, plan, layer, names.attn_post_norm);
+    let mlp_norm = layer_norm(c, plan, layer, names.mlp_norm);
+    let feed = assemble_feed(c, plan, layer);
+    let mlp_post_norm = layer_norm(c, plan, layer, names.mlp_post_norm);
+    let net = GatedDelta {
+        key_heads,
+        value_heads,
+        key_dim,
+        value_dim,
+        kernel,
+        q,
+        k,
+        v,
+        z,
+        b,
+        a,
+        conv,
+        a_log,
+        dt_bias,
+        norm,
+        negative_eigenvalues,
+        o,
+    };
+    Layer {
+        attn_norm,
+        mixer: Mixer::GatedDelta(Box::new(net)),
+        attn_post_norm,
+        mlp_norm,
+        feed,
+        mlp_post_norm,
+        parallel: plan.parallel,
+        residual_scale: plan.residual_scale,
+    }
+}
+
+/// A norm of a layer, under its name or the other one that the plan knows for it.
+fn layer_norm(c: &mut Collector, plan: &Plan, layer: usize, name: Option<&str>) -> Option<Norm> {
+    let layers = plan.prefix.of(plan.names.layers);
+    let path = |name: &str| format!("{layers}.{layer}.{name}");
+    let there = |name: &&str| c.files.is_some_and(|files| files.contains_key(&format!("{}.weight", path(name))));
+    let name = name?;
+    let other = plan.aliases.iter().find(|(usual, _)| *usual == name).map(|(_, other)| *other);
+    let name = other.filter(there).unwrap_or(name);
+    Some(c.norm(&path(name), plan.norm, plan.hidden))
+}
+
+/// What follows the mixer of a layer.
+fn assemble_feed(c: &mut Collector, plan: &Plan, layer: usize) -> FeedForward {
+    let layers = plan.prefix.of(plan.names.layers);
+    let path = |name: &str| format!("{layers}.{layer}.{name}");
+    match &plan.experts {
+        Some(experts) if experts.layers[layer] => {
+            FeedForward::Experts(Box::new(experts::assemble(c, plan, experts, &path)))
+        }
+        _ => FeedForward::Dense(assemble_mlp(c, plan, &path)),
+    }
+}
+
 fn assemble_layer(c: &mut Collector, plan: &Plan, layer: usize) -> Layer {
+    if let Some(delta) = plan.delta.as_ref().filter(|delta| delta.layers[layer]) {
+        return assemble_delta_layer(c, plan, delta, layer);
+    }
     let (names, LayerPlan { rope, window }) = (plan.names, plan.layers[layer]);
     let (hidden, head_dim) = (plan.hidden, plan.head_dim);
     let (q_rows, kv_rows) = (plan.heads * head_dim, plan.kv_heads * head_dim);
     let layers = plan.prefix.of(names.layers);
     let path = |name: &str| format!("{layers}.{layer}.{name}");
-    let norm = |c: &mut Collector, name: Option<&str>| name.map(|name| c.norm(&path(name), plan.norm, hidden));
+    let norm = |c: &mut Collector, name: Option<&str>| layer_norm(c, plan, layer, name);
 
     let attn_norm = norm(c, names.attn_norm);
     let (q, k, v) = match names.projections {
@@ -451,16 +601,11 @@ fn assemble_layer(c: &mut Collector, plan: &Plan, layer: usize) -> Layer {
     });
     let attn_post_norm = norm(c, names.attn_post_norm);
     let mlp_norm = norm(c, names.mlp_norm);
-    let feed = match &plan.experts {
-        Some(experts) if experts.layers[layer] => {
-            FeedForward::Experts(Box::new(experts::assemble(c, plan, experts, &path)))
-        }
-        _ => FeedForward::Dense(assemble_mlp(c, plan, &path)),
-    };
+    let feed = assemble_feed(c, plan, layer);
     let mlp_post_norm = norm(c, names.mlp_post_norm);
     Layer {
         attn_norm,
-        attn: Attention {
+        mixer: Mixer::Attention(Attention {
             heads: plan.heads,
             kv_heads: plan.kv_heads,
             head_dim,
@@ -479,7 +624,7 @@ fn assemble_layer(c: &mut Collector, plan: &Plan, layer: usize) -> Layer {
             gate: attn_gate,
             query_scale: None,
             norm_after_rope: false,
-        },
+        }),
         attn_post_norm,
         mlp_norm,
         feed,

@@ -4,8 +4,9 @@ use std::fmt::Write;
 
 use crate::dtype::{DType, Precision};
 use crate::model::graph::{
-    Act, Attention, ClampedSwiglu, ExpertGroups, Experts, FeedForward, GroupScore, Layer, Linear, Mlp, ModelGraph,
-    Norm, NormKind, QkNorm, QkNormSpan, QueryScale, Rope, Router, RowView, Score, SharedExpert, Tensor, TensorId,
+    Act, Attention, ClampedSwiglu, ExpertGroups, Experts, FeedForward, GatedDelta, GroupScore, Layer, Linear, Mixer,
+    Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, QueryScale, Rope, Router, RowView, Score, SharedExpert,
+    Tensor, TensorId,
 };
 
 /// Every field of the graph as text: deterministic, complete, one fact per word. The text that is shown is the text that is hashed.
@@ -72,72 +73,14 @@ fn option_float(value: &Option<f32>) -> String {
 }
 
 fn layer_text(out: &mut String, layer: &Layer) {
-    let Layer { attn_norm, attn, attn_post_norm, mlp_norm, feed, mlp_post_norm, parallel, residual_scale } = layer;
-    let Attention {
-        heads,
-        kv_heads,
-        head_dim,
-        q,
-        k,
-        v,
-        o,
-        q_norm,
-        k_norm,
-        rope,
-        scale,
-        softcap,
-        window,
-        cache_scales,
-        sinks,
-        gate,
-        query_scale,
-        norm_after_rope,
-    } = attn;
+    let Layer { attn_norm, mixer, attn_post_norm, mlp_norm, feed, mlp_post_norm, parallel, residual_scale } = layer;
     let branches = if *parallel { "parallel" } else { "sequential" };
     line(out, format_args!("  branches {branches} residual_scale {residual_scale:?}"));
     let norm = |norm: &Option<Norm>| norm.as_ref().map_or("none".to_string(), norm_text);
-    let qk_norm = |norm: &Option<QkNorm>| match norm {
-        None => "none".to_string(),
-        Some(QkNorm { kind, eps, weights, weight_offset, span }) => {
-            let span = match span {
-                QkNormSpan::Head => "per head",
-                QkNormSpan::OwnGains => "per head with own gains",
-                QkNormSpan::Projection => "whole",
-            };
-            let weights: Vec<String> = weights.iter().map(ToString::to_string).collect();
-            let (kind, weights) = (norm_kind(*kind), weights.join(" "));
-            format!("{span} {kind} eps {eps:?} weight {weights} offset {weight_offset:?}")
-        }
-    };
     line(out, format_args!("  attn_norm {}", norm(attn_norm)));
-    line(
-        out,
-        format_args!(
-            "  attn heads {heads} kv_heads {kv_heads} head_dim {head_dim} rope {} scale {scale:?} softcap {} window {}",
-            option(rope),
-            option_float(softcap),
-            option(window)
-        ),
-    );
-    for (name, linear) in [("q", q), ("k", k), ("v", v), ("o", o)] {
-        line(out, format_args!("    {name} {}", linear_text(linear)));
-    }
-    line(out, format_args!("    q_norm {}", qk_norm(q_norm)));
-    line(out, format_args!("    k_norm {}", qk_norm(k_norm)));
-    if let Some([keys, values]) = cache_scales {
-        line(out, format_args!("    cache_scales {keys} {values}"));
-    }
-    if let Some(sinks) = sinks {
-        line(out, format_args!("    sinks {sinks}"));
-    }
-    if let Some(gate) = gate {
-        line(out, format_args!("    output gate {}", linear_text(gate)));
-    }
-    if let Some(QueryScale { beta, original }) = query_scale {
-        line(out, format_args!("    query_scale beta {beta:?} original {original}"));
-    }
-    if *norm_after_rope {
-        line(out, format_args!("    q_norm and k_norm after rope"));
+    match mixer {
+        Mixer::Attention(attention) => attention_text(out, attention),
+        Mixer::GatedDelta(net) => delta_text(out, net),
     }
     line(out, format_args!("  attn_post_norm {}", norm(attn_post_norm)));
     line(out, format_args!("  mlp_norm {}", norm(mlp_norm)));
@@ -202,6 +145,106 @@ fn group_score_name(score: GroupScore) -> &'static str {
     }
 }
 
+fn attention_text(out: &mut String, attention: &Attention) {
+    let Attention {
+        heads,
+        kv_heads,
+        head_dim,
+        q,
+        k,
+        v,
+        o,
+        q_norm,
+        k_norm,
+        rope,
+        scale,
+        softcap,
+        window,
+        cache_scales,
+        sinks,
+        gate,
+        query_scale,
+        norm_after_rope,
+    } = attention;
+    let qk_norm = |norm: &Option<QkNorm>| match norm {
+        None => "none".to_string(),
+        Some(QkNorm { kind, eps, weights, weight_offset, span }) => {
+            let span = match span {
+                QkNormSpan::Head => "per head",
+                QkNormSpan::OwnGains => "per head with own gains",
+                QkNormSpan::Projection => "whole",
+            };
+            let weights: Vec<String> = weights.iter().map(ToString::to_string).collect();
+            let (kind, weights) = (norm_kind(*kind), weights.join(" "));
+            format!("{span} {kind} eps {eps:?} weight {weights} offset {weight_offset:?}")
+        }
+    };
+    line(
+        out,
+        format_args!(
+            "  attn heads {heads} kv_heads {kv_heads} head_dim {head_dim} rope {} scale {scale:?} softcap {} window {}",
+            option(rope),
+            option_float(softcap),
+            option(window)
+        ),
+    );
+    for (name, linear) in [("q", q), ("k", k), ("v", v), ("o", o)] {
+        line(out, format_args!("    {name} {}", linear_text(linear)));
+    }
+    line(out, format_args!("    q_norm {}", qk_norm(q_norm)));
+    line(out, format_args!("    k_norm {}", qk_norm(k_norm)));
+    if let Some([keys, values]) = cache_scales {
+        line(out, format_args!("    cache_scales {keys} {values}"));
+    }
+    if let Some(sinks) = sinks {
+        line(out, format_args!("    sinks {sinks}"));
+    }
+    if let Some(gate) = gate {
+        line(out, format_args!("    output gate {}", linear_text(gate)));
+    }
+    if let Some(QueryScale { beta, original }) = query_scale {
+        line(out, format_args!("    query_scale beta {beta:?} original {original}"));
+    }
+    if *norm_after_rope {
+        line(out, format_args!("    q_norm and k_norm after rope"));
+    }
+}
+
+fn delta_text(out: &mut String, net: &GatedDelta) {
+    let GatedDelta {
+        key_heads,
+        value_heads,
+        key_dim,
+        value_dim,
+        kernel,
+        q,
+        k,
+        v,
+        z,
+        b,
+        a,
+        conv,
+        a_log,
+        dt_bias,
+        norm,
+        negative_eigenvalues,
+        o,
+    } = net;
+    let doubled = if *negative_eigenvalues { " beta doubled" } else { "" };
+    line(
+        out,
+        format_args!(
+            "  gated_delta key_heads {key_heads} key_dim {key_dim} value_heads {value_heads} value_dim {value_dim} taps {kernel}{doubled}"
+        ),
+    );
+    for (name, linear) in [("q", q), ("k", k), ("v", v), ("z", z), ("b", b), ("a", a), ("o", o)] {
+        line(out, format_args!("    {name} {}", linear_text(linear)));
+    }
+    let conv: Vec<String> = conv.iter().map(ToString::to_string).collect();
+    line(out, format_args!("    conv {} a_log {a_log} dt_bias {dt_bias}", conv.join(" ")));
+    line(out, format_args!("    norm {}", norm_text(norm)));
+}
+
 fn norm_text(norm: &Norm) -> String {
     let Norm { kind, eps, weight, weight_offset, bias } = norm;
     let kind = norm_kind(*kind);
@@ -245,7 +288,7 @@ pub fn step_cache_bytes(graph: &ModelGraph, precision: Precision, positions: u32
         .layers
         .iter()
         .map(|layer| {
-            let attn = &layer.attn;
+            let Some(attn) = layer.attention() else { return 0 };
             let seen = attn.window.map_or(positions, |window| positions.min(window));
             2 * u64::from(attn.kv_heads) * u64::from(attn.head_dim) * u64::from(seen)
         })
@@ -327,10 +370,28 @@ pub fn describe(graph: &ModelGraph) -> String {
 }
 
 fn describe_layer(layer: &Layer) -> String {
-    let attn = &layer.attn;
     let mut out = String::new();
     let norm = |norm: &Option<Norm>| norm.as_ref().map(|n| format!("{}, ", describe_norm(n))).unwrap_or_default();
     let post = |norm: &Option<Norm>| norm.as_ref().map(|n| format!(", {}", describe_norm(n))).unwrap_or_default();
+    let mixer = match &layer.mixer {
+        Mixer::Attention(attention) => describe_attention(attention),
+        Mixer::GatedDelta(net) => describe_delta(net),
+    };
+    line(&mut out, format_args!("  {}{mixer}{}", norm(&layer.attn_norm), post(&layer.attn_post_norm)));
+    let feed = match &layer.feed {
+        FeedForward::Dense(mlp) => describe_mlp(mlp),
+        FeedForward::Experts(experts) => describe_experts(experts),
+    };
+    line(&mut out, format_args!("  {}{feed}{}", norm(&layer.mlp_norm), post(&layer.mlp_post_norm)));
+    let order = if layer.parallel { "both branches read the layer's input" } else { "" };
+    let scale = scale_text("branches scaled by", layer.residual_scale);
+    if !order.is_empty() || !scale.is_empty() {
+        line(&mut out, format_args!("  {}", format!("{order}{scale}").trim_start_matches(", ")));
+    }
+    out
+}
+
+fn describe_attention(attn: &Attention) -> String {
     let mut traits = Vec::new();
     let biases: Vec<&str> = [("q", &attn.q), ("k", &attn.k), ("v", &attn.v), ("o", &attn.o)]
         .into_iter()
@@ -364,29 +425,18 @@ fn describe_layer(layer: &Layer) -> String {
     if let Some(QueryScale { beta, original }) = attn.query_scale {
         traits.push(format!("queries scaled by position (beta {beta}, from {original})"));
     }
-    line(
-        &mut out,
-        format_args!(
-            "  {}attention of {} query and {} kv heads, {} wide ({}){}",
-            norm(&layer.attn_norm),
-            attn.heads,
-            attn.kv_heads,
-            attn.head_dim,
-            traits.join(", "),
-            post(&layer.attn_post_norm)
-        ),
-    );
-    let feed = match &layer.feed {
-        FeedForward::Dense(mlp) => describe_mlp(mlp),
-        FeedForward::Experts(experts) => describe_experts(experts),
-    };
-    line(&mut out, format_args!("  {}{feed}{}", norm(&layer.mlp_norm), post(&layer.mlp_post_norm)));
-    let order = if layer.parallel { "both branches read the layer's input" } else { "" };
-    let scale = scale_text("branches scaled by", layer.residual_scale);
-    if !order.is_empty() || !scale.is_empty() {
-        line(&mut out, format_args!("  {}", format!("{order}{scale}").trim_start_matches(", ")));
-    }
-    out
+    let Attention { heads, kv_heads, head_dim, .. } = attn;
+    format!("attention of {heads} query and {kv_heads} kv heads, {head_dim} wide ({})", traits.join(", "))
+}
+
+fn describe_delta(net: &GatedDelta) -> String {
+    let GatedDelta { key_heads, value_heads, key_dim, value_dim, kernel, negative_eigenvalues, .. } = net;
+    let doubled = if *negative_eigenvalues { ", beta doubled" } else { "" };
+    let state = bytes_text(4 * net.state_values());
+    format!(
+        "gated delta net of {key_heads} key heads, {key_dim} wide, and {value_heads} value heads, {value_dim} wide ({kernel} taps{doubled}, \
+         {state} of state in fp32)"
+    )
 }
 
 fn describe_mlp(mlp: &Mlp) -> String {

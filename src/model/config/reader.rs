@@ -41,6 +41,13 @@ impl<'a> Reader<'a> {
     pub fn asked(&self) -> &BTreeSet<&'static str> {
         &self.asked
     }
+
+    /// The value of a key, null included.
+    pub fn given(&mut self, key: &'static str) -> Option<&'a Value> {
+        self.asked.insert(key);
+        self.map.get(key)
+    }
+
     /// The value of a key; null counts as absent.
     pub fn value(&mut self, key: &'static str) -> Option<&'a Value> {
         self.asked.insert(key);

@@ -17,8 +17,8 @@ pub struct RopeRules {
     pub head_dim: u32,
     /// Base where the config names none.
     pub theta_default: f64,
-    /// Top-level key of the base in the v4 layout.
-    pub theta_key: &'static str,
+    /// Top-level key of the base in the v4 layout; `None`: the family has none for this table.
+    pub theta_key: Option<&'static str>,
     pub partial: Partial,
     pub interleaved: bool,
     pub positions_max: u32,
@@ -31,6 +31,8 @@ pub struct RopeRules {
     /// Parameters per layer type (Gemma 3): transformers looks for yarn's `truncate` beside them, not in them, so there
     /// it is always true.
     pub always_truncates: bool,
+    /// Keys among the parameters that say nothing about the table of a text.
+    pub without_effect: &'static [&'static str],
 }
 
 /// Whether a family rotates a part of the head.
@@ -67,11 +69,11 @@ pub fn flat(reader: &mut Reader, rules: &RopeRules) -> Option<ResolvedRope> {
         Some((name, map)) => (name, Some(map)),
         None => ("rope_parameters", None),
     };
-    resolve(reader, rules, name, map, Some(rules.theta_key))
+    resolve(reader, rules, name, map, rules.theta_key)
 }
 
-/// Gemma 3: a table for full and one for sliding layers, in this order. In the v4 layout `rope_theta` and
-/// `rope_scaling` speak about full layers, `rope_local_base_freq` about sliding ones.
+/// Gemma 3 and OLMo 3: a table for full and one for sliding layers, in this order. In the v4 layout `rope_theta` and
+/// `rope_scaling` speak about full layers, the key of the sliding rules (`rope_local_base_freq`) about sliding ones.
 pub fn per_layer_type(
     reader: &mut Reader,
     full: &RopeRules,
@@ -84,8 +86,8 @@ pub fn per_layer_type(
             let (key, found) = ("rope_scaling.type".to_string(), "`type` alone".to_string());
             return reader.refuse(Reason::BadValue { key, expected: expected.to_string(), found });
         }
-        let full = resolve(reader, full, "rope_scaling", scaling, Some(full.theta_key));
-        let sliding = resolve(reader, sliding, "rope_scaling", None, Some(sliding.theta_key));
+        let full = resolve(reader, full, "rope_scaling", scaling, full.theta_key);
+        let sliding = resolve(reader, sliding, "rope_scaling", None, sliding.theta_key);
         return Some((full?, sliding?));
     };
     if scaling.is_some() {
@@ -96,8 +98,8 @@ pub fn per_layer_type(
         reader.reasons.push(Reason::BadValue { key, expected, found: "a key that is no layer type".to_string() });
     }
     let mut one = |name: &'static str, key: &str, rules: &RopeRules| match nested.get(key) {
-        None | Some(Value::Null) => resolve(reader, rules, name, None, Some(rules.theta_key)),
-        Some(Value::Object(map)) => resolve(reader, rules, name, Some(map), Some(rules.theta_key)),
+        None | Some(Value::Null) => resolve(reader, rules, name, None, rules.theta_key),
+        Some(Value::Object(map)) => resolve(reader, rules, name, Some(map), rules.theta_key),
         Some(other) => reader.refuse(Reason::BadValue {
             key: name.to_string(),
             expected: "an object".to_string(),
@@ -295,7 +297,7 @@ fn resolve<'a>(
     };
     for key in map.into_iter().flat_map(Map::keys) {
         let common = ["rope_type", "type", "rope_theta", "partial_rotary_factor"];
-        if !keys.contains(&key.as_str()) && !common.contains(&key.as_str()) {
+        if ![keys, &common, rules.without_effect].iter().any(|known| known.contains(&key.as_str())) {
             let expected = format!("only the parameters of `{kind}`");
             let found = format!("`{key}`, which it has not");
             inner.reader.reasons.push(Reason::BadValue { key: format!("{name}.{key}"), expected, found });

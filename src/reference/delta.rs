@@ -1,0 +1,133 @@
+//! Owns the gated delta net: one position of it, from the state that the positions before left.
+//!
+//! The formulas are those of [`GatedDelta`].
+
+use crate::model::graph::{Act, GatedDelta};
+use crate::model::weights::Weights;
+use crate::reference::{act, linear, norm, sigmoid};
+
+/// What a layer keeps of a sequence.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DeltaState {
+    /// Inputs of the convolution at the last `kernel - 1` positions, oldest first; `[channels]` each.
+    pub inputs: Vec<Vec<f64>>,
+    /// `S`: `[value_heads, key_dim, value_dim]`.
+    pub matrices: Vec<f64>,
+}
+
+impl DeltaState {
+    /// The state before the first position.
+    pub fn new(net: &GatedDelta) -> DeltaState {
+        let of_head = net.key_dim as usize * net.value_dim as usize;
+        DeltaState {
+            inputs: vec![vec![0.0; net.channels() as usize]; net.kernel as usize - 1],
+            matrices: vec![0.0; net.value_heads as usize * of_head],
+        }
+    }
+}
+
+/// The output of a layer at a position with input `x`, `[hidden]` each; brings `state` to it.
+pub fn step_delta(weights: &Weights, net: &GatedDelta, state: &mut DeltaState, x: &[f64]) -> Vec<f64> {
+    let [q, k, v, z, b, a] = net.projections().map(|projection| linear(weights, projection, x));
+    let taps: Vec<f32> = net.conv.iter().flat_map(|&id| weights.vector_f32(id)).collect();
+    state.inputs.push([q, k, v].concat());
+    let mixed = convolve(&taps, &state.inputs);
+    state.inputs.remove(0);
+    let (key_dim, value_dim) = (net.key_dim as usize, net.value_dim as usize);
+    let keys = net.q.rows as usize;
+    let (q, k, v) = (&mixed[..keys], &mixed[keys..2 * keys], &mixed[2 * keys..]);
+    let (a_log, dt_bias) = (weights.vector_f32(net.a_log), weights.vector_f32(net.dt_bias));
+    let group = (net.value_heads / net.key_heads) as usize;
+    let mut y = vec![0.0; v.len()];
+    for (h, (s, y)) in
+        state.matrices.chunks_exact_mut(key_dim * value_dim).zip(y.chunks_exact_mut(value_dim)).enumerate()
+    {
+        let own_key = h / group * key_dim..(h / group + 1) * key_dim;
+        let own_value = h * value_dim..(h + 1) * value_dim;
+        let scale = 1.0 / (key_dim as f64).sqrt();
+        let q: Vec<f64> = unit_length(&q[own_key.clone()]).into_iter().map(|q| q * scale).collect();
+        let k = unit_length(&k[own_key]);
+        let decay = (-f64::from(a_log[h]).exp() * softplus(a[h] + f64::from(dt_bias[h]))).exp();
+        let beta = sigmoid(b[h]) * if net.negative_eigenvalues { 2.0 } else { 1.0 };
+        delta_rule(s, &q, &k, &v[own_value.clone()], decay, beta, y);
+        let gate = z[own_value].iter().map(|&z| act(Act::Silu, z));
+        let gated: Vec<f64> = norm(weights, &net.norm, y).into_iter().zip(gate).map(|(y, gate)| y * gate).collect();
+        y.copy_from_slice(&gated);
+    }
+    linear(weights, &net.o, &y)
+}
+
+/// `S = decay * S; S = S + k (beta * (v - S^T k))^T; y = S^T q`, with `S` of shape `[k.len(), v.len()]`.
+pub fn delta_rule(s: &mut [f64], q: &[f64], k: &[f64], v: &[f64], decay: f64, beta: f64, y: &mut [f64]) {
+    s.iter_mut().for_each(|s| *s *= decay);
+    let mut delta = v.to_vec();
+    for (row, k) in s.chunks_exact(v.len()).zip(k) {
+        delta.iter_mut().zip(row).for_each(|(delta, s)| *delta -= s * k);
+    }
+    y.fill(0.0);
+    for ((row, k), q) in s.chunks_exact_mut(v.len()).zip(k).zip(q) {
+        for ((s, delta), y) in row.iter_mut().zip(&delta).zip(y.iter_mut()) {
+            *s += k * beta * delta;
+            *y += *s * q;
+        }
+    }
+}
+
+/// For each channel `silu(sum over taps of tap * input)`: `taps` `[channels, inputs.len()]`, oldest first as `inputs`.
+fn convolve(taps: &[f32], inputs: &[Vec<f64>]) -> Vec<f64> {
+    let of_channel = |(c, taps): (usize, &[f32])| {
+        let sum = taps.iter().zip(inputs).map(|(tap, input)| f64::from(*tap) * input[c]).sum();
+        act(Act::Silu, sum)
+    };
+    taps.chunks_exact(inputs.len()).enumerate().map(of_channel).collect()
+}
+
+/// `x / sqrt(|x|^2 + 1e-6)`
+fn unit_length(x: &[f64]) -> Vec<f64> {
+    let square: f64 = x.iter().map(|x| x * x).sum();
+    let by = 1.0 / (square + f64::from(GatedDelta::L2_EPS)).sqrt();
+    x.iter().map(|x| x * by).collect()
+}
+
+/// `ln(1 + e^x)`
+pub fn softplus(x: f64) -> f64 {
+    if x > 0.0 { x + (-x).exp().ln_1p() } else { x.exp().ln_1p() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_delta_rule_overwrites_what_a_key_held() {
+        let (mut s, mut y) = ([0.0; 4], [0.0; 2]);
+        // With beta 1 and no decay, a unit key holds the last value that was written to it.
+        delta_rule(&mut s, &[1.0, 0.0], &[1.0, 0.0], &[3.0, 4.0], 0.5, 1.0, &mut y);
+        assert_eq!(y, [3.0, 4.0]);
+        delta_rule(&mut s, &[1.0, 0.0], &[1.0, 0.0], &[5.0, 6.0], 1.0, 1.0, &mut y);
+        assert_eq!((s, y), ([5.0, 6.0, 0.0, 0.0], [5.0, 6.0]));
+        // Another key leaves it, and the decay does not.
+        delta_rule(&mut s, &[1.0, 2.0], &[0.0, 1.0], &[1.0, 1.0], 0.5, 0.5, &mut y);
+        assert_eq!((s, y), ([2.5, 3.0, 0.5, 0.5], [3.5, 4.0]));
+        // Beta 2 turns the sign of what a key held.
+        delta_rule(&mut s, &[1.0, 0.0], &[1.0, 0.0], &[0.0, 0.0], 1.0, 2.0, &mut y);
+        assert_eq!(y, [-2.5, -3.0]);
+    }
+
+    #[test]
+    fn convolutions_read_the_oldest_tap_first() {
+        let inputs = [vec![1.0, 10.0], vec![2.0, 20.0], vec![3.0, 30.0]];
+        let silu = |x: f64| x / (1.0 + (-x).exp());
+        let found = convolve(&[1.0, 0.0, 0.0, 0.0, 0.5, 1.0], &inputs);
+        assert_eq!(found, [silu(1.0), silu(40.0)]);
+    }
+
+    #[test]
+    fn softplus_and_unit_length_follow_their_formulas() {
+        assert!((softplus(0.0) - 2f64.ln()).abs() < 1e-15);
+        assert_eq!((softplus(800.0), softplus(-800.0)), (800.0, 0.0));
+        let unit = unit_length(&[3.0, 4.0]);
+        assert!((unit[0] - 0.6).abs() < 1e-7 && (unit[1] - 0.8).abs() < 1e-7, "{unit:?}");
+        assert_eq!(unit_length(&[0.0]), [0.0]);
+    }
+}
