@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 use crate::support::fixture;
 
 fn all_fixtures() -> Vec<PathBuf> {
-    let groups = ["families", "variants", "experts"].into_iter();
+    let groups = ["families", "variants", "experts", "hybrids"].into_iter();
     let folders = groups.flat_map(|group| std::fs::read_dir(fixture(group)).unwrap());
     folders.map(|entry| entry.unwrap().path()).chain([fixture("tinystories-llama")]).collect()
 }

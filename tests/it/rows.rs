@@ -11,7 +11,7 @@ use monobloc::ir::EventId;
 use monobloc::ir::op::{Attention, Op, Role};
 use monobloc::ir::parse::parse;
 use monobloc::ir::print::print;
-use monobloc::ir::program::{Cols, Content, Home};
+use monobloc::ir::program::{Content, Home};
 use monobloc::ir::schedule::{Event, Mechanism, Schedule, Scope, SmemKind, Task};
 use monobloc::ir::table::{Fact, Holds};
 use monobloc::ir::variant::Variant;
@@ -31,7 +31,7 @@ use crate::oracle::Kind;
 use crate::oracle::contents::judge_shared;
 use crate::oracle::explore::{Effort, Verdict, judge};
 use crate::proof_support::{
-    BF16, FP32, beyond_kernels, buffer, fresh_caches, grid, h200, listed, looked_up, operand, over_one_cache,
+    BF16, FP32, beyond_kernels, buffer, fresh_caches, h200, listed, looked_up, operand, over_one_cache,
     release_nothing_last, restream, swap_queued, task, two_devices, two_rows, words, words_of,
 };
 use crate::support::{Goldens, checkpoints, fixture, max_difference};

@@ -15,7 +15,7 @@ fn fixture(name: &str) -> PathBuf {
 }
 
 fn all_fixtures() -> Vec<PathBuf> {
-    let mut folders: Vec<PathBuf> = ["families", "variants", "experts"]
+    let mut folders: Vec<PathBuf> = ["families", "variants", "experts", "hybrids"]
         .iter()
         .flat_map(|group| std::fs::read_dir(fixture(group)).unwrap())
         .map(|entry| entry.unwrap().path())
