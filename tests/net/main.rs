@@ -48,14 +48,27 @@ fn layers(config: &Value) -> u64 {
     config["sliding_window_pattern"].as_u64().unwrap_or(2)
 }
 
-/// The shapes of `manifests/configs` with few layers, by name.
+/// Cuts a config to few layers, and to as many experts as a token takes: the text of a kernel has their number as a number.
+fn cut(config: &mut Value) {
+    let layers = layers(config);
+    config["num_hidden_layers"] = layers.into();
+    if let Some(kinds) = config.get_mut("layer_types").and_then(Value::as_array_mut) {
+        kinds.truncate(layers as usize);
+    }
+    let Some(chosen) = config.get("num_experts_per_tok").cloned() else { return };
+    for key in ["num_experts", "num_local_experts", "n_routed_experts"] {
+        config.get_mut(key).into_iter().for_each(|experts| experts.clone_from(&chosen));
+    }
+}
+
+/// The shapes of `manifests/configs`, cut, by name.
 fn shapes() -> Vec<(String, Value)> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("manifests/configs");
     let mut paths: Vec<PathBuf> = fs::read_dir(root).unwrap().map(|file| file.unwrap().path()).collect();
     paths.sort();
     let shape = |path: PathBuf| {
         let mut config: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
-        config["num_hidden_layers"] = layers(&config).into();
+        cut(&mut config);
         (path.file_stem().unwrap().display().to_string(), config)
     };
     paths.into_iter().map(shape).collect()
