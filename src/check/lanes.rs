@@ -768,3 +768,44 @@ fn dot_f32(w: &[f32], x: &[f32]) -> f64 {
     let rest: f32 = w_rest.iter().zip(x_rest).map(|(w, x)| w * x).sum();
     f64::from(sums.iter().sum::<f32>() + rest)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::model::config::import;
+    use crate::reference::forward;
+
+    /// The exact lane of every mixture is the reference, and its other lanes are near: they compute with the choices of the exact one.
+    #[test]
+    fn lanes_of_experts_agree_with_the_reference() {
+        let bf16 = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/experts");
+        let mut models = 0;
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            let imported = import(&path).unwrap();
+            let (graph, weights) = (&imported.graph, &imported.weights);
+            let rounding = Rounding { precision: bf16, staged: true };
+            let texts = texts(graph.vocab, rounding.lanes(), &[0, 5, 11], &[]);
+            let expected = forward(graph, weights, &texts[0].ids);
+            let pass = compute(graph, weights, &rounding, &texts, &|| ());
+            assert_eq!(pass.wanted.len(), 3, "{}", path.display());
+            for Wanted { position, exact, lanes, .. } in pass.wanted {
+                let expected = &expected[position as usize];
+                let norm = expected.iter().map(|x| x * x).sum::<f32>().sqrt();
+                let distance = |found: &[f32]| {
+                    let squares = found.iter().zip(expected).map(|(a, b)| (a - b) * (a - b));
+                    squares.sum::<f32>().sqrt() / norm
+                };
+                assert!(distance(&exact) < 1e-5, "{}: {}", path.display(), distance(&exact));
+                assert_eq!(lanes.len(), rounding.lanes());
+                let far: Vec<f32> = lanes.iter().map(|lane| distance(lane)).collect();
+                assert!(far.iter().all(|far| (1e-5..0.1).contains(far)), "{}: {far:?}", path.display());
+            }
+            models += 1;
+        }
+        assert!(models > 20, "{models}");
+    }
+}

@@ -147,6 +147,19 @@ fn experts_of_codes_agree_with_the_libraries_that_own_them() {
     }
 }
 
+/// A router that the files have as values is one of values, though a method does not name it (GPTQ).
+#[test]
+fn a_router_of_values_needs_no_name() {
+    let name = "quantised-experts/mixtral-ct-fp8";
+    let folder = edited(name, |_, _| ());
+    let path = folder.path().join("config.json");
+    let mut config: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    config["quantization_config"]["ignore"] = json!(["lm_head"]);
+    fs::write(&path, config.to_string()).unwrap();
+    let graphs = [fixture(name), folder.path().to_path_buf()].map(|place| import(&place).unwrap().graph);
+    assert!(graphs[0] == graphs[1]);
+}
+
 /// A precision rounds experts as other matrices, or apart, and leaves what chooses them.
 #[test]
 fn experts_are_rounded_and_routers_are_not() {
