@@ -61,6 +61,21 @@
 //! ([`crate::rows::Guard`]). A launch of fewer rows than the program has leaves out reads and writes, and the order of the
 //! rest stays as it is.
 //!
+//! # Choices
+//!
+//! The weights of an expert are one of the equal parts of a buffer, and the step chooses which. Three facts make a task that takes a
+//! chosen part like any other:
+//!
+//! - The choice is bounded: only `route`s write what a table of the device names, each with a slot for every column of the table, and each
+//!   among at most as many experts as there are parts (`tables`).
+//! - It is there before it is used. The task reads the entry of its slot and row, and waits for it. Its run waits for the event of
+//!   exactly this entry (`events`), which is a part of the order that has no cycle (`order`). The loader looks before the task can read its
+//!   chunks, so a choice that is overwritten only after its readers is overwritten after their loaders, too (`races`).
+//! - Each unit of each slot of each row is computed once: slots are the second axis of the launch, rows the third (`wellformed`). The
+//!   inputs of the sum lie in the order of slots (`operands`).
+//!
+//! That the right experts are chosen, weighed and added is a judgement about the program (`same`).
+//!
 //! # What the runtime must do for the proof to hold
 //!
 //! - Program order is the order of the grids: a read sees the last write before it in this order, of the same step,

@@ -530,7 +530,7 @@ int main() {
   matvec_codes<Batches<32>, Coded<Pairs<Many>, Code::INT8, 0, ScaleCode::NONE, false, true>>("tensor-int8-batches");
   matvec_codes<Batches<16>, Coded<Product<317, 256, Norm::NONE, Epilogue::LOGITS, 8, 2>, Code::E2M1, 32, ScaleCode::E4M3, false, true>>("tensor-e2m1-logits");
   // Scores, chosen parts, and the SwiGLU of gpt-oss.
-  matvec<F, Product<7, 96, Norm::RMS, Epilogue::SCORES, 8, 1, true>>("scores");
+  matvec<F, Product<15, 96, Norm::RMS, Epilogue::SCORES, 8, 1, true>>("scores");
   matvec<B, Product<33, 160, Norm::RMS, Epilogue::SCORES, 8, 1>>("scores-bf16");
   matvec<T, Product<9, 128, Norm::NONE, Epilogue::SCORES, 8, 1>>("scores-tensor");
   matvec<T, Product<13, 128, Norm::NONE, Epilogue::SCORES, 4, 1>>("scores-tensor-units-of-4");
@@ -557,7 +557,7 @@ int main() {
   combine<F, Mixed<104, 3, false, false, true>>("combine");
   combine<B, Mixed<104, 8, true, false, true>>("combine-shared-bf16");
   combine<B, Mixed<72, 2, true, true, false>>("combine-gated-stored-bf16");
-  combine<F, Mixed<8, 1, true, true, true, false>>("combine-one-unpublished");
+  combine<F, Mixed<24, 1, true, true, true, false>>("combine-one-unpublished");
   combine<T, Mixed<264, 31, true, true, true>>("combine-31-bf16");
   norm_add<F, Sum<100, false>>("norm_add-owned");
   norm_add<F, Sum<203, true>>("norm_add-replicated");

@@ -355,7 +355,9 @@ fn both_judges_agree_on_a_slice_of_the_population() {
 fn every_word_of_a_queue_is_read_back() {
     let owned = Toy { qk_norm: Some(QkNormSpan::Head), bias: true, window: Some(9), ..TOY };
     let whole = Toy { post_norms: true, ..owned };
-    for (toy, sums_everywhere) in [(owned, 0), (whole, 0), (whole, 1)] {
+    let mixture = Some(Mixture { corrected: true, shared: Some(true), ..MIXTURE });
+    let mixed = Toy { mixture, ..owned };
+    for (toy, sums_everywhere) in [(owned, 0), (whole, 0), (whole, 1), (mixed, 0)] {
         every_word_is_read_back(&toy.schedule(&h200(), &Candidate { sums_everywhere, ..on_h200(4) }), &h200());
     }
 }
@@ -381,8 +383,9 @@ fn every_word_is_read_back(schedule: &Schedule, target: &Target) {
         let mut tables = sound.clone();
         bytemuck::cast_slice_mut::<_, u32>(&mut tables.runs)[at] ^= 1 << 20;
         let weights = sound.runs[at / 8].bytes > 0;
-        // Weights have no shares, windows or rows.
-        let read = !weights || at % 8 < 4;
+        // Weights have no shares. Some are of a part that the step chooses: then they have its packet, its size and the parts.
+        let chosen = weights && sound.runs[at / 8].window > 0;
+        let read = !weights || at % 8 < 4 || at % 8 == 5 || chosen && at % 8 > 5;
         assert_eq!(disagreement(schedule, &tables).is_some(), read, "word {at}: {:?}", sound.runs[at / 8]);
     }
     let begins: [fn(&mut Tables); 2] = [|t| t.entry_index[1] += 1, |t| t.run_index[1] += 1];

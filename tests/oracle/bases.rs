@@ -173,10 +173,12 @@ pub fn mixed(random: &mut Rng) -> Base {
     let mixture = of(random, &[MIXTURE, MIXTURE, GROUPED, CLAMPED]);
     let bias = random.below(2) == 0;
     let format = of(random, &[None, None, Some(INT8)]);
-    let toy = Toy { layers: of(random, &[1, 2]), bias, format, ..small_mixture(mixture) };
+    let (rows, words) = (of(random, &[1, 1, 2, 3]), on_gpu && random.below(2) == 0);
+    // Slots of words begin with spans.
+    let intermediate = if words && rows > 1 { 32 } else { 16 };
+    let toy = Toy { layers: of(random, &[1, 2]), bias, format, intermediate, ..small_mixture(mixture) };
     let sms = of(random, &[2, 2, 3]);
     let candidate = Candidate { splits: 1, ..if on_gpu { on_h200(sms) } else { on_cpu(sms) } };
-    let (rows, words) = (of(random, &[1, 1, 2, 3]), on_gpu && random.below(2) == 0);
     let program = if rows == 1 {
         lower(&toy.graph(), "experts", toy.precision, toy.context, &candidate)
     } else {

@@ -142,7 +142,8 @@ impl Reader<'_> {
             }
             Op::Combine(_) => {
                 let gate = exchange(Role::Gate);
-                return self.exchange(entry.k_cache, gate, task, grid).map_err(|what| format!("`gate` {what}"));
+                self.exchange(entry.k_cache, gate, task, grid).map_err(|what| format!("`gate` {what}"))?;
+                return units(entry.v_cache, None).map_err(|what| format!("`v_cache` {what}"));
             }
             _ => {}
         }
