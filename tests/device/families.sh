@@ -21,7 +21,7 @@ touch "$WORK/first"
 [ -e "$record" ] && record=$(realpath "$record")
 
 jobs=()
-for config in "$FIXTURES"/{families,variants}/*/config.json; do
+for config in "$FIXTURES"/{families,variants,dense}/*/config.json; do
     checkpoint=$(realpath "$(dirname "$config")")
     name=$(basename "$(dirname "$checkpoint")")/$(basename "$checkpoint")
     [ "$name" = families/qwen3-moe ] && continue

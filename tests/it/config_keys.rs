@@ -11,13 +11,16 @@ use serde_json::{Map, Value, json};
 use crate::support::fixture;
 
 fn all_fixtures() -> Vec<PathBuf> {
-    let groups = ["families", "variants", "experts", "hybrids"].into_iter();
+    let groups = ["families", "variants", "experts", "dense", "hybrids"].into_iter();
     let folders = groups.flat_map(|group| std::fs::read_dir(fixture(group)).unwrap());
     folders.map(|entry| entry.unwrap().path()).chain([fixture("tinystories-llama")]).collect()
 }
 
+/// The config of a fixture; of a wrapper, that of its text model.
 fn config_of(folder: &Path) -> Map<String, Value> {
-    serde_json::from_str(&std::fs::read_to_string(folder.join("config.json")).unwrap()).unwrap()
+    let text = std::fs::read_to_string(folder.join("config.json")).unwrap();
+    let config: Map<String, Value> = serde_json::from_str(&text).unwrap();
+    config.get("text_config").and_then(Value::as_object).cloned().unwrap_or(config)
 }
 
 /// The graph of a config alone.
@@ -143,7 +146,8 @@ fn ineffective(class: &str, key: &str, value: &Value, config: &Map<String, Value
         // The tensors of what predicts further tokens are left out.
         "num_nextn_predict_layers" | "num_mtp_modules" => true,
         // No layer has an MLP.
-        "intermediate_size" => ["Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"].contains(&class),
+        "intermediate_size" => ["Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM"].contains(&class),
+        "full_attention_interval" => given("layer_types"),
         // Two names of one number.
         "num_experts_per_tok" => config.get("moe_k") == Some(value),
         // Layers that there are not, and steps that meet the same ones.

@@ -196,6 +196,21 @@ pub static FAMILIES: &[Family] = &[
         plan: dense::glm4,
     },
     Family {
+        class: "Ministral3ForCausalLM",
+        model_type: "ministral3",
+        keys: &[dense::MINISTRAL3_KEYS, GROUPED, HEAD_DIM, GATED_MLP, RMS, ROPE, TRAINED],
+        plan: dense::ministral3,
+    },
+    Family {
+        class: "HunYuanDenseV1ForCausalLM",
+        model_type: "hunyuan_v1_dense",
+        keys: &[dense::HUNYUAN_KEYS, ATTENTION_BIAS, GROUPED, HEAD_DIM, GATED_MLP, RMS, ROPE, TRAINED],
+        plan: dense::hunyuan,
+    },
+    hybrids::QWEN35,
+    hybrids::QWEN35_MOE,
+    hybrids::QWEN3_NEXT,
+    Family {
         class: "OlmoHybridForCausalLM",
         model_type: "olmo_hybrid",
         keys: &[
@@ -383,12 +398,17 @@ enum HeadDim {
 }
 
 fn shape(r: &mut Reader, d: ShapeDefaults) -> Option<Shape> {
+    shape_with(r, d, |r| r.count_required("intermediate_size", EXTENT_MAX))
+}
+
+/// As [`shape`], for a family that has the width of its MLPs from `intermediate`.
+fn shape_with(r: &mut Reader, d: ShapeDefaults, intermediate: impl Fn(&mut Reader) -> u32) -> Option<Shape> {
     let reasons_before = r.reasons.len();
     let vocab = r.count_required("vocab_size", VOCAB_MAX);
     let hidden = r.count_required("hidden_size", EXTENT_MAX);
     let layers = r.count_required("num_hidden_layers", LAYERS_MAX);
     let heads = r.count_required("num_attention_heads", EXTENT_MAX);
-    let intermediate = r.count_required("intermediate_size", EXTENT_MAX);
+    let intermediate = intermediate(r);
     let positions_max = r.count("max_position_embeddings", d.positions, POSITIONS_MAX);
     let kv_heads = match d.kv_heads {
         KvHeads::NoKey => heads,
@@ -462,6 +482,7 @@ fn rope_rules(s: &Shape) -> RopeRules {
         trained_default: None,
         always_truncates: false,
         without_effect: &[],
+        absent: None,
     }
 }
 
@@ -575,6 +596,8 @@ fn plan(s: &Shape, names: &'static Names, scalars: Scalars, rope: ResolvedRope) 
         ahead: Ahead::default(),
         delta: None,
         aliases: &[],
+        norm_after_rope: false,
+        query_scale: None,
     }
 }
 

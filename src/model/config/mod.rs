@@ -554,7 +554,10 @@ fn is_ahead(name: &str, plan: &Plan) -> bool {
         let index = rest.split_once('.').and_then(|(index, _)| index.parse::<u32>().ok());
         index.is_some_and(|index| (first..first.saturating_add(layers)).contains(&index))
     };
-    let beyond = name.strip_prefix(plan.names.layers).and_then(|rest| rest.strip_prefix('.')).is_some_and(of_layer);
+    let beyond = name
+        .strip_prefix(&plan.prefix.of(plan.names.layers))
+        .and_then(|rest| rest.strip_prefix('.'))
+        .is_some_and(of_layer);
     beyond || prefix.is_some_and(|prefix| name.starts_with(prefix))
 }
 

@@ -13,7 +13,7 @@ use crate::model::config::quantised::{Parts, Quantisation};
 use crate::model::config::reason::Reason;
 use crate::model::graph::{
     Act, Attention, FeedForward, GatedDelta, Layer, Linear, Mixer, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan,
-    Rope, RopeId, RowView, Tensor, TensorId,
+    QueryScale, Rope, RopeId, RowView, Tensor, TensorId,
 };
 use crate::model::weights::HeaderTensor;
 
@@ -68,6 +68,9 @@ pub struct Plan {
     pub delta: Option<DeltaPlan>,
     /// Other names that norms of a layer may have in a checkpoint: the usual one, the other.
     pub aliases: &'static [(&'static str, &'static str)],
+    /// Whether the norms of q and k follow the rotation.
+    pub norm_after_rope: bool,
+    pub query_scale: Option<QueryScale>,
 }
 
 /// What predicts further tokens (MTP), beside the decoder. Its tensors are no part of the model.
@@ -114,7 +117,26 @@ pub struct DeltaNames {
 /// How the projections of a gated delta net lie in tensors.
 #[derive(Debug, Clone, Copy)]
 pub enum DeltaProjections {
-    Each { q: &'static str, k: &'static str, v: &'static str, z: &'static str, b: &'static str, a: &'static str },
+    Each {
+        q: &'static str,
+        k: &'static str,
+        v: &'static str,
+        z: &'static str,
+        b: &'static str,
+        a: &'static str,
+    },
+    /// All rows of q, then k, then v in one tensor (Qwen3.5).
+    Rows {
+        qkv: &'static str,
+        z: &'static str,
+        b: &'static str,
+        a: &'static str,
+    },
+    /// For each key head its rows of q, of k, of v and of z; and its rows of b and of a (Qwen3-Next).
+    PerKeyHead {
+        qkvz: &'static str,
+        ba: &'static str,
+    },
 }
 
 /// What stands before the names of a family in its checkpoint.
@@ -193,6 +215,12 @@ pub const HEAD: &str = "{head}";
 #[derive(Debug, Clone, Copy)]
 pub enum Projections {
     Separate {
+        q: &'static str,
+        k: &'static str,
+        v: &'static str,
+    },
+    /// For each head the rows of q, then those of the output gate, in the tensor of q (Qwen3.5).
+    GatedQuery {
         q: &'static str,
         k: &'static str,
         v: &'static str,
@@ -469,6 +497,32 @@ fn assemble_delta_layer(c: &mut Collector, plan: &Plan, delta: &DeltaPlan, layer
             let sizes = [(q, keys), (k, keys), (v, values), (z, values), (b, value_heads), (a, value_heads)];
             sizes.map(|(name, rows)| c.whole(&path(name), rows, hidden, false))
         }
+        DeltaProjections::Rows { qkv, z, b, a } => {
+            let mut part =
+                |first, rows| c.linear(&path(qkv), Placed::range(2 * keys + values, first), rows, hidden, false);
+            let [q, k, v] = [(0, keys), (keys, keys), (2 * keys, values)].map(|(first, rows)| part(first, rows));
+            let [z, b, a] = [(z, values), (b, value_heads), (a, value_heads)]
+                .map(|(name, rows)| c.whole(&path(name), rows, hidden, false));
+            [q, k, v, z, b, a]
+        }
+        DeltaProjections::PerKeyHead { qkvz, ba } => {
+            let group = value_heads / key_heads;
+            // Rows that each key head has in a tensor of `stride` for each: from `first` on, `block`.
+            let mut part = |name, stride, first, block| {
+                let placed = Placed { rows_total: key_heads * stride, first, block, stride };
+                c.linear(&path(name), placed, key_heads * block, hidden, false)
+            };
+            let wide = group * value_dim;
+            let all = 2 * key_dim + 2 * wide;
+            [
+                part(qkvz, all, 0, key_dim),
+                part(qkvz, all, key_dim, key_dim),
+                part(qkvz, all, 2 * key_dim, wide),
+                part(qkvz, all, 2 * key_dim + wide, wide),
+                part(ba, 2 * group, 0, group),
+                part(ba, 2 * group, group, group),
+            ]
+        }
     };
     let conv = c.taps(path, names.conv, &[keys, keys, values], kernel);
     let a_log = c.want(path(names.a_log), &[value_heads]);
@@ -546,12 +600,26 @@ fn assemble_layer(c: &mut Collector, plan: &Plan, layer: usize) -> Layer {
     let norm = |c: &mut Collector, name: Option<&str>| layer_norm(c, plan, layer, name);
 
     let attn_norm = norm(c, names.attn_norm);
+    let mut gate = None;
     let (q, k, v) = match names.projections {
         Projections::Separate { q, k, v } => (
             c.whole(&path(q), q_rows, hidden, plan.qkv_bias),
             c.whole(&path(k), kv_rows, hidden, plan.qkv_bias),
             c.whole(&path(v), kv_rows, hidden, plan.qkv_bias),
         ),
+        Projections::GatedQuery { q, k, v } => {
+            let mut part = |first| {
+                let placed = Placed { rows_total: 2 * q_rows, first, block: head_dim, stride: 2 * head_dim };
+                c.linear(&path(q), placed, q_rows, hidden, plan.qkv_bias)
+            };
+            let query = part(0);
+            gate = Some(part(head_dim));
+            (
+                query,
+                c.whole(&path(k), kv_rows, hidden, plan.qkv_bias),
+                c.whole(&path(v), kv_rows, hidden, plan.qkv_bias),
+            )
+        }
         Projections::Rows { qkv } => {
             let rows_total = q_rows + 2 * kv_rows;
             let mut part =
@@ -589,7 +657,7 @@ fn assemble_layer(c: &mut Collector, plan: &Plan, layer: usize) -> Layer {
     // Beside the projections: `self_attn.k_scale`. ModelOpt writes them below the projections: `self_attn.k_proj.k_scale`.
     let attention = names.o.rsplit_once('.').map_or("", |(module, _)| module);
     let (k_module, v_module) = match names.projections {
-        Projections::Separate { k, v, .. } => (k, v),
+        Projections::Separate { k, v, .. } | Projections::GatedQuery { k, v, .. } => (k, v),
         Projections::Rows { qkv } | Projections::PerHead { qkv } => (qkv, qkv),
     };
     let cache_scales = scaled.then(|| {
@@ -621,9 +689,9 @@ fn assemble_layer(c: &mut Collector, plan: &Plan, layer: usize) -> Layer {
             window,
             cache_scales,
             sinks,
-            gate: attn_gate,
-            query_scale: None,
-            norm_after_rope: false,
+            gate: gate.or(attn_gate),
+            query_scale: plan.query_scale,
+            norm_after_rope: plan.norm_after_rope,
         }),
         attn_post_norm,
         mlp_norm,

@@ -33,6 +33,8 @@ pub struct RopeRules {
     pub always_truncates: bool,
     /// Keys among the parameters that say nothing about the table of a text.
     pub without_effect: &'static [&'static str],
+    /// The parameters where the config has none.
+    pub absent: Option<&'static Map<String, Value>>,
 }
 
 /// Whether a family rotates a part of the head.
@@ -67,7 +69,7 @@ pub fn flat(reader: &mut Reader, rules: &RopeRules) -> Option<ResolvedRope> {
     }
     let (name, map) = match object {
         Some((name, map)) => (name, Some(map)),
-        None => ("rope_parameters", None),
+        None => ("rope_parameters", rules.absent),
     };
     resolve(reader, rules, name, map, rules.theta_key)
 }
@@ -344,6 +346,15 @@ fn resolve<'a>(
             let factor = inner.positive("factor")? as f32;
             table(inverse(&powers(theta, dim)).iter().map(|f| f / factor).collect(), 1.0, positions)
         }
+        // Hunyuan: `dynamic` with an `alpha` that stretches the base, whatever the length.
+        "dynamic" if inner_number(inner.map, "alpha").is_some() && rules.without_effect.contains(&"alpha") => {
+            let alpha = inner.positive("alpha")?;
+            if dim <= 2 {
+                return inner.bad("rope_type", "more than one rotated pair under `dynamic`");
+            }
+            let base = theta * alpha.powf(f64::from(dim) / f64::from(dim - 2));
+            table(inverse(&powers(base, dim)), 1.0, positions)
+        }
         "dynamic" => {
             // The base grows once a sequence passes `max_position_embeddings`; up to there it is constant, and no
             // further position is admitted.
@@ -419,6 +430,11 @@ fn resolve<'a>(
         }
         _ => table(inverse(&powers(theta, dim)), 1.0, positions),
     })
+}
+
+/// A number other than 0 among the parameters.
+fn inner_number(map: Option<&Map<String, Value>>, key: &str) -> Option<f64> {
+    map?.get(key)?.as_f64().filter(|number| *number != 0.0)
 }
 
 /// `theta ^ (2 i / dim)` for each pair, rounded to fp32 after each operation as torch does.

@@ -37,9 +37,23 @@ pub static WRAPPERS: &[Wrapper] = &[
     Wrapper {
         class: "Mistral3ForConditionalGeneration",
         model_type: "mistral3",
-        texts: &["mistral"],
+        texts: &["mistral", "ministral3"],
         not_applied: &[],
         beside: TOWER_AND_PROJECTOR,
+    },
+    Wrapper {
+        class: "Qwen3_5ForConditionalGeneration",
+        model_type: "qwen3_5",
+        texts: &["qwen3_5_text"],
+        not_applied: &[],
+        beside: VISUAL,
+    },
+    Wrapper {
+        class: "Qwen3_5MoeForConditionalGeneration",
+        model_type: "qwen3_5_moe",
+        texts: &["qwen3_5_moe_text"],
+        not_applied: &[],
+        beside: VISUAL,
     },
     Wrapper {
         class: "LlavaForConditionalGeneration",
@@ -50,6 +64,8 @@ pub static WRAPPERS: &[Wrapper] = &[
     },
 ];
 
+const VISUAL: &[Ignored] =
+    &[Ignored { prefix: "model.visual.", what: "vision" }, Ignored { prefix: "visual.", what: "vision" }];
 const TOWER_AND_PROJECTOR: &[Ignored] = &[
     Ignored { prefix: "vision_tower.", what: "vision" },
     Ignored { prefix: "model.vision_tower.", what: "vision" },
@@ -69,8 +85,12 @@ const EXTENTS: [&str; 5] =
 const EXTENTS_OF_CLASS: &[(&str, [u32; 5])] = &[
     ("gemma3_text", [262_208, 2304, 9216, 26, 8]),
     ("llama", [32_000, 4096, 11_008, 32, 32]),
+    ("ministral3", [131_072, 4096, 14_336, 34, 32]),
     ("mistral", [32_000, 4096, 14_336, 32, 32]),
     ("qwen2", [151_936, 4096, 22_016, 32, 32]),
+    ("qwen3_5_text", [248_320, 4096, 12_288, 32, 16]),
+    // Its class has no width of an MLP, and ignores one.
+    ("qwen3_5_moe_text", [248_320, 2048, 1, 40, 16]),
 ];
 
 const IMAGES: &str = "speaks about images, and text alone is computed";
@@ -100,6 +120,7 @@ pub const WRAPPER_KEYS: &[Entry] = &[
     neutral("multimodal_projector_bias", When::Any, IMAGES),
     neutral("projector_hidden_act", When::Any, IMAGES),
     neutral("spatial_merge_size", When::Any, IMAGES),
+    neutral("language_model_only", When::Any, IMAGES),
     neutral("ignore_index", When::Any, "used in training only"),
 ];
 

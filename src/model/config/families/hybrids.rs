@@ -4,12 +4,22 @@
 
 use serde_json::Value;
 
-use super::{HeadDim, KvHeads, OLMO2_NAMES, SILU, ShapeDefaults, plan, rope_rules, scalars, shape, uniform};
-use crate::model::config::plan::{DeltaNames, DeltaPlan, DeltaProjections, Plan};
-use crate::model::config::reader::{Answer, EXTENT_MAX, Reader};
+use super::mixtures::{
+    BY_SUM, EXPERT_WIDTH, EXPERTS_MAX, Mixture, NORM_TOPK, QWEN_EXPERTS, ROUTING, SPARSE_STEP, sparse_steps,
+};
+use super::{
+    ATTENTION_BIAS, Family, HeadDim, KvHeads, LLAMA_NAMES, OLMO2_NAMES, SILU, Shape, ShapeDefaults, plan, rope_rules,
+    scalars, shape, shape_with, uniform,
+};
+use crate::model::config::plan::{
+    Ahead, DeltaNames, DeltaPlan, DeltaProjections, ExpertsPlan, Names, NormPlan, Plan, Projections, SharedPlan,
+};
+use crate::model::config::reader::{Answer, EXTENT_MAX, LAYERS_MAX, Reader};
 use crate::model::config::reason::Reason;
-use crate::model::config::rope;
-use crate::model::config::schema::{Entry, When, modelled, neutral};
+use crate::model::config::rope::{self, Partial, RopeRules};
+use crate::model::config::schema::{
+    Entry, GATED_MLP, GROUPED, HEAD_DIM, Literal, ON, RMS, ROPE, TRAINED, When, modelled, neutral,
+};
 use crate::model::graph::{Act, QkNormSpan, RopeId};
 
 /// Taps of a convolution: known ones have 4.
@@ -185,4 +195,169 @@ fn is_rotated(r: &mut Reader) -> bool {
     let parameters = ["rope_parameters", "rope_scaling"].into_iter().find_map(|key| r.value(key)?.as_object());
     let inner = parameters.and_then(|map| map.get("rope_theta"));
     inner.or(theta).is_none_or(|theta| !matches!(theta, Value::Null))
+}
+
+/// Dense Qwen3.5 and 3.6, text only or inside of their wrapper.
+pub const QWEN35: Family = Family {
+    class: "Qwen3_5ForCausalLM",
+    model_type: "qwen3_5_text",
+    keys: &[QWEN_KEYS, QWEN35_KEYS, DELTA_KEYS, ATTENTION_BIAS, GROUPED, HEAD_DIM, GATED_MLP, RMS, ROPE, TRAINED],
+    plan: qwen35,
+};
+pub const QWEN35_MOE: Family = Family {
+    class: "Qwen3_5MoeForCausalLM",
+    model_type: "qwen3_5_moe_text",
+    keys: &[
+        QWEN35_MOE_KEYS,
+        QWEN_MOE_KEYS,
+        QWEN_KEYS,
+        QWEN35_KEYS,
+        DELTA_KEYS,
+        EXPERT_WIDTH,
+        ROUTING,
+        ATTENTION_BIAS,
+        GROUPED,
+        HEAD_DIM,
+        RMS,
+        ROPE,
+        TRAINED,
+    ],
+    plan: qwen35_moe,
+};
+pub const QWEN3_NEXT: Family = Family {
+    class: "Qwen3NextForCausalLM",
+    model_type: "qwen3_next",
+    keys: &[
+        QWEN_MOE_KEYS,
+        QWEN_KEYS,
+        DELTA_KEYS,
+        SPARSE_STEP,
+        EXPERT_WIDTH,
+        NORM_TOPK,
+        ROUTING,
+        ATTENTION_BIAS,
+        GROUPED,
+        HEAD_DIM,
+        GATED_MLP,
+        RMS,
+        ROPE,
+        TRAINED,
+    ],
+    plan: qwen3_next,
+};
+
+const QWEN_KEYS: &[Entry] = &[modelled(
+    "full_attention_interval",
+    "every n-th layer has attention, where `layer_types` is absent; 4 where absent",
+)];
+const QWEN35_KEYS: &[Entry] = &[
+    neutral("attn_output_gate", ON, "the model code has the gate"),
+    neutral("mamba_ssm_dtype", When::Only(&[Literal::Text("float32")]), "states are kept in fp32"),
+    neutral("mtp_num_hidden_layers", When::Any, "layers that predict further tokens are left out"),
+    neutral("mtp_use_dedicated_embeddings", When::Any, "layers that predict further tokens are left out"),
+];
+const QWEN_MOE_KEYS: &[Entry] = &[
+    modelled("num_experts", "number of experts"),
+    modelled("shared_expert_intermediate_size", "width of the shared expert; 512 where absent"),
+];
+const QWEN35_MOE_KEYS: &[Entry] = &[
+    modelled("hidden_act", "activation: silu"),
+    neutral("intermediate_size", When::Any, "every layer has experts"),
+    neutral("norm_topk_prob", ON, "the weights of the chosen experts are divided by their sum"),
+    neutral("mlp_only_layers", When::Only(&[Literal::Empty]), "every layer has experts"),
+    neutral("decoder_sparse_step", When::Only(&[Literal::Number(1.0)]), "every layer has experts"),
+];
+
+/// Attention of Qwen3-Next and Qwen3.5: the tensor of q has the output gate, too.
+static QWEN_NAMES: Names = Names {
+    projections: Projections::GatedQuery { q: "self_attn.q_proj", k: "self_attn.k_proj", v: "self_attn.v_proj" },
+    ..LLAMA_NAMES
+};
+
+static QWEN35_DELTA: DeltaNames = DeltaNames {
+    projections: DeltaProjections::Rows {
+        qkv: "linear_attn.in_proj_qkv",
+        z: "linear_attn.in_proj_z",
+        b: "linear_attn.in_proj_b",
+        a: "linear_attn.in_proj_a",
+    },
+    conv: &[&["linear_attn.conv1d.weight"]],
+    norm: "linear_attn.norm",
+    o: "linear_attn.out_proj",
+    ..OLMO_HYBRID_NAMES
+};
+
+static QWEN3_NEXT_DELTA: DeltaNames = DeltaNames {
+    projections: DeltaProjections::PerKeyHead { qkvz: "linear_attn.in_proj_qkvz", ba: "linear_attn.in_proj_ba" },
+    ..QWEN35_DELTA
+};
+
+/// What predicts further tokens in checkpoints of Qwen.
+const MTP: Ahead = Ahead { layers: 0, prefix: Some("mtp.") };
+
+/// All of Qwen3-Next and Qwen3.5 but what follows the mixers.
+fn qwen(r: &mut Reader, s: &Shape, names: &'static DeltaNames) -> Option<Plan> {
+    let scalars = scalars(r, false, SILU, ("rms_norm_eps", 1e-6));
+    let bias = r.flag("attention_bias", false);
+    let interval = r.count("full_attention_interval", 4, LAYERS_MAX);
+    let layers = match r.layer_words("layer_types", s.layers, &MIXERS) {
+        Some(words) => words.into_iter().map(|word| word == 0).collect(),
+        None => (0..s.layers).map(|layer| !(layer + 1).is_multiple_of(interval)).collect(),
+    };
+    let norm_eps = scalars.eps as f32;
+    let widths = DeltaDefaults { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: Some(128), norm_eps };
+    let delta = delta(r, layers, widths, scalars.act, names)?;
+    let partial = Partial::Factor { key: "partial_rotary_factor", default: 0.25 };
+    // Positions of images; a text has one for all.
+    let without_effect = &["mrope_section", "mrope_interleaved"];
+    let rope = rope::flat(r, &RopeRules { partial, without_effect, ..rope_rules(s) })?;
+    let plan = plan(s, &QWEN_NAMES, scalars, rope);
+    let norm = NormPlan { weight_offset: 1.0, ..plan.norm };
+    Some(Plan {
+        norm,
+        qkv_bias: bias,
+        o_bias: bias,
+        qk_norm: Some(QkNormSpan::Head),
+        delta: Some(delta),
+        ahead: MTP,
+        ..plan
+    })
+}
+
+/// The experts of Qwen3-Next and Qwen3.5 in `layers`.
+fn qwen_experts(r: &mut Reader, layers: Vec<bool>, experts: u32, top_k: u32, normalised: bool) -> Option<ExpertsPlan> {
+    let (count, top_k) =
+        (r.count("num_experts", experts, EXPERTS_MAX), r.count("num_experts_per_tok", top_k, EXPERTS_MAX));
+    let width = r.count("moe_intermediate_size", 512, EXTENT_MAX);
+    let shared = r.count("shared_expert_intermediate_size", 512, EXTENT_MAX);
+    let experts = Mixture { layers, count, top_k, width, shared: 0 }.plan(r, &QWEN_EXPERTS)?;
+    Some(ExpertsPlan {
+        normalise: BY_SUM.filter(|_| normalised),
+        shared: Some(SharedPlan { width: shared, gated: true, scale: 1.0 }),
+        ..experts
+    })
+}
+
+fn qwen_shape(class: &'static str, kv_heads: u32) -> ShapeDefaults {
+    ShapeDefaults { class, positions: 32_768, kv_heads: KvHeads::Default(kv_heads), head_dim: HeadDim::Default(256) }
+}
+
+fn qwen35(r: &mut Reader) -> Option<Plan> {
+    let s = shape(r, qwen_shape("Qwen3_5ForCausalLM", 4))?;
+    qwen(r, &s, &QWEN35_DELTA)
+}
+
+fn qwen35_moe(r: &mut Reader) -> Option<Plan> {
+    // No layer has an MLP of this width.
+    let s = shape_with(r, qwen_shape("Qwen3_5MoeForCausalLM", 2), |_| 1)?;
+    let experts = Some(qwen_experts(r, vec![true; s.layers as usize], 256, 8, true)?);
+    Some(Plan { experts, ..qwen(r, &s, &QWEN35_DELTA)? })
+}
+
+fn qwen3_next(r: &mut Reader) -> Option<Plan> {
+    let s = shape(r, qwen_shape("Qwen3NextForCausalLM", 2))?;
+    let normalised = r.flag("norm_topk_prob", true);
+    let layers = sparse_steps(r, s.layers);
+    let experts = Some(qwen_experts(r, layers, 512, 10, normalised)?);
+    Some(Plan { experts, ..qwen(r, &s, &QWEN3_NEXT_DELTA)? })
 }

@@ -229,7 +229,7 @@ const ONE: When = When::Only(&[Literal::Number(1.0)]);
 const SIGMOID: When = When::Only(&[Literal::Text("sigmoid")]);
 const TRAINING: &str = "used in training only";
 
-const ROUTING: &[Entry] = &[
+pub const ROUTING: &[Entry] = &[
     modelled("num_experts_per_tok", "experts that a token is computed by"),
     neutral("output_router_logits", When::Any, "selects what Python code returns"),
     neutral("router_aux_loss_coef", When::Any, TRAINING),
@@ -239,12 +239,12 @@ const EXPERTS_BY_TWO_NAMES: &[Entry] = &[
     modelled("num_experts", "number of experts"),
     modelled("num_local_experts", "number of experts; the same as `num_experts`"),
 ];
-const EXPERT_WIDTH: &[Entry] = &[modelled("moe_intermediate_size", "width of an expert")];
-const NORM_TOPK: &[Entry] =
+pub const EXPERT_WIDTH: &[Entry] = &[modelled("moe_intermediate_size", "width of an expert")];
+pub const NORM_TOPK: &[Entry] =
     &[modelled("norm_topk_prob", "whether the weights of the chosen experts are divided by their sum")];
 const NEXTN: &[Entry] =
     &[modelled("num_nextn_predict_layers", "layers after the last one that predict further tokens; they are left out")];
-const SPARSE_STEP: &[Entry] = &[
+pub const SPARSE_STEP: &[Entry] = &[
     modelled("decoder_sparse_step", "every n-th layer has experts, the others an MLP; 1 where absent"),
     modelled("mlp_only_layers", "layers with an MLP in any case"),
 ];
@@ -394,7 +394,7 @@ const STACKED: Stacked = Stacked {
     transposed: false,
 };
 
-static QWEN_EXPERTS: ExpertNames = ExpertNames {
+pub static QWEN_EXPERTS: ExpertNames = ExpertNames {
     router: &["mlp.gate"],
     correction: &["mlp.gate.e_score_correction_bias"],
     correction_row: false,
@@ -467,23 +467,23 @@ static ERNIE_EXPERTS: ExpertNames = ExpertNames {
 };
 
 /// Experts of a model. Published ones have at most 512.
-const EXPERTS_MAX: u32 = 4096;
+pub const EXPERTS_MAX: u32 = 4096;
 /// Experts of all layers: bounds what a hostile config can make the importer allocate. Published models have at most 40,000.
 const EXPERTS_OF_LAYERS_MAX: u64 = 1 << 18;
 
 /// The extents of a mixture, and which layers have one.
-struct Mixture {
-    layers: Vec<bool>,
-    count: u32,
-    top_k: u32,
-    width: u32,
+pub struct Mixture {
+    pub layers: Vec<bool>,
+    pub count: u32,
+    pub top_k: u32,
+    pub width: u32,
     /// Width of the shared expert, in experts; 0: there is none.
-    shared: u32,
+    pub shared: u32,
 }
 
 impl Mixture {
     /// Experts chosen by a softmax over all of them, without anything else. `None`: their numbers make no mixture.
-    fn plan(self, r: &mut Reader, names: &'static ExpertNames) -> Option<ExpertsPlan> {
+    pub fn plan(self, r: &mut Reader, names: &'static ExpertNames) -> Option<ExpertsPlan> {
         let Mixture { layers, count, top_k, width, shared } = self;
         if top_k > count {
             let (key, expected) =
@@ -525,12 +525,12 @@ impl Mixture {
 }
 
 /// Divides by the sum of the weights and nothing more.
-const BY_SUM: Option<f32> = Some(0.0);
+pub const BY_SUM: Option<f32> = Some(0.0);
 /// What DeepSeek-V3 and its like add to the sum of the weights.
 const TINY: f32 = 1e-20;
 
 /// Qwen 2 and 3: every `decoder_sparse_step`-th layer has experts, but those that `mlp_only_layers` names.
-fn sparse_steps(r: &mut Reader, layers: u32) -> Vec<bool> {
+pub fn sparse_steps(r: &mut Reader, layers: u32) -> Vec<bool> {
     let step = r.count("decoder_sparse_step", 1, LAYERS_MAX);
     let dense = r.layer_indices("mlp_only_layers");
     (0..layers).map(|layer| (layer + 1).is_multiple_of(step) && !dense.contains(&u64::from(layer))).collect()
