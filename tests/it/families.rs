@@ -167,7 +167,7 @@ const EXPERTS_FEATURES: [Feature<Experts>; 16] = [
 #[test]
 fn ignoring_any_feature_moves_the_logits() {
     let mut most: BTreeMap<(String, &str), f32> = BTreeMap::new();
-    for name in ["families", "variants", "experts"].into_iter().flat_map(checkpoints) {
+    for name in ["families", "variants", "experts", "dense", "hybrids"].into_iter().flat_map(checkpoints) {
         let imported = import(&fixture(&name)).unwrap();
         let ids = Goldens::open(&name).ids("input_ids");
         let expected = forward(&imported.graph, &imported.weights, &ids).concat();

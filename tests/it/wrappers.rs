@@ -226,7 +226,35 @@ fn published_wrappers_import() {
             "num_attention_heads": 16, "num_channels": 3, "num_hidden_layers": 24, "patch_size": 14,
             "rope_theta": 10000.0},
     });
+    // Qwen3.6, as its configs say it: most keys are neutral.
+    let qwen = |class: &str, model_type: &str, own: Value| {
+        let mut text = json!({
+            "attention_bias": false, "attention_dropout": 0.0, "attn_output_gate": true, "bos_token_id": 248044,
+            "dtype": "bfloat16", "eos_token_id": 248044, "full_attention_interval": 4, "head_dim": 256,
+            "hidden_act": "silu", "initializer_range": 0.02, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+            "linear_num_key_heads": 16, "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32",
+            "max_position_embeddings": 262144, "model_type": format!("{model_type}_text"), "mtp_num_hidden_layers": 1,
+            "mtp_use_dedicated_embeddings": false, "output_gate_type": "swish", "pad_token_id": null,
+            "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6,
+            "rope_parameters": {"mrope_interleaved": true, "mrope_section": [11, 11, 10],
+                "partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_type": "default"},
+            "tie_word_embeddings": false, "use_cache": true, "vocab_size": 248320,
+        });
+        text.as_object_mut().unwrap().extend(object(own));
+        json!({"architectures": [class], "image_token_id": 248056, "model_type": model_type, "text_config": text,
+            "tie_word_embeddings": false, "transformers_version": "5.6.2", "video_token_id": 248057,
+            "vision_config": {"depth": 27, "model_type": model_type}, "vision_end_token_id": 248054,
+            "vision_start_token_id": 248053})
+    };
+    let dense = json!({"hidden_size": 5120, "intermediate_size": 17408, "linear_num_value_heads": 48,
+        "num_attention_heads": 24, "num_hidden_layers": 64, "num_key_value_heads": 4});
+    let experts = json!({"hidden_size": 2048, "linear_num_value_heads": 32, "moe_intermediate_size": 512,
+        "num_attention_heads": 16, "num_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 40,
+        "num_key_value_heads": 2, "output_router_logits": false, "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 512});
     let cases = [
+        (qwen("Qwen3_5ForConditionalGeneration", "qwen3_5", dense), 26_895_998_464, 0),
+        (qwen("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", experts), 34_660_610_688, 0),
         (
             gemma(json!({"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
                 "num_hidden_layers": 34, "rope_scaling": linear, "sliding_window": 1024})),

@@ -410,9 +410,28 @@ fn a_refusal_names_every_reason() {
 
 #[test]
 fn other_mixtures_of_experts_are_refused_by_name() {
-    for class in ["PhimoeForCausalLM", "DeepseekV3ForCausalLM", "Qwen3NextMoeForCausalLM", "JetMoEForCausalLM"] {
+    for class in ["PhimoeForCausalLM", "DbrxForCausalLM", "Qwen3NextMoeForCausalLM", "JetMoEForCausalLM"] {
         let found = import_config_only(&json!({ "architectures": [class] }).to_string(), 0).unwrap_err();
         assert_eq!(reasons(found), [format!("`{class}` (mixture of experts) is not supported yet")]);
+    }
+}
+
+#[test]
+fn a_refused_class_is_told_what_it_needs() {
+    for (class, needs) in [
+        ("DeepseekV3ForCausalLM", "(latent attention)"),
+        ("Glm4MoeLiteForCausalLM", "(latent attention)"),
+        ("GlmMoeDsaForCausalLM", "(latent attention with a sparse index)"),
+        ("KimiLinearForCausalLM", "(Kimi's delta attention and latent attention)"),
+        ("Gemma4ForConditionalGeneration", "(heads that differ by layer, and keys that are values or shared)"),
+        ("Lfm2MoeForCausalLM", "(layers of short convolutions)"),
+        ("NemotronHForCausalLM", "(Mamba-2 layers)"),
+        ("falcon_h1", "(Mamba-2 layers)"),
+    ] {
+        let key = if class.contains('_') { "model_type" } else { "architectures" };
+        let value = if class.contains('_') { json!(class) } else { json!([class]) };
+        let found = import_config_only(&json!({ key: value }).to_string(), 0).unwrap_err();
+        assert_eq!(reasons(found), [format!("`{class}` {needs} is not supported yet")]);
     }
 }
 

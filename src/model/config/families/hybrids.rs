@@ -252,6 +252,11 @@ const QWEN_KEYS: &[Entry] = &[modelled(
 )];
 const QWEN35_KEYS: &[Entry] = &[
     neutral("attn_output_gate", ON, "the model code has the gate"),
+    neutral(
+        "output_gate_type",
+        When::Only(&[Literal::Text("swish"), Literal::Text("silu")]),
+        "the gate of a gated delta net has this activation",
+    ),
     neutral("mamba_ssm_dtype", When::Only(&[Literal::Text("float32")]), "states are kept in fp32"),
     neutral("mtp_num_hidden_layers", When::Any, "layers that predict further tokens are left out"),
     neutral("mtp_use_dedicated_embeddings", When::Any, "layers that predict further tokens are left out"),
