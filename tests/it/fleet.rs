@@ -16,7 +16,7 @@ use crate::remote_servers::Nginx;
 use crate::support::fixture;
 
 /// The block of the page that begins with `language` and has `word` in it.
-fn example(language: &str, word: &str) -> String {
+pub fn example(language: &str, word: &str) -> String {
     let page = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/fleet.md")).unwrap();
     let fence = format!("```{language}\n");
     let mut blocks = page.split(&fence).skip(1).map(|rest| rest.split("```").next().unwrap());

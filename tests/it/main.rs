@@ -61,6 +61,8 @@ mod ring_proxy;
 mod rows;
 mod sampler;
 mod sampling;
+#[cfg(feature = "remote")]
+mod schedulers;
 mod scripted;
 mod search_drive;
 mod search_transfer;
