@@ -51,7 +51,6 @@ fn machine(model: &str, context_max: u32) -> Place {
 fn shell(place: &Place, line: &str, bin: &Path) -> Command {
     let program = PathBuf::from(env!("CARGO_BIN_EXE_monobloc"));
     let path = std::env::var("PATH").unwrap();
-    // With the variables that a command of a test has.
     let mut command = Command::new("sh");
     command.args(["-c", line]).current_dir(place.path("")).stdin(Stdio::null());
     command.env("PATH", format!("{}:{}:{path}", program.parent().unwrap().display(), bin.display()));
@@ -127,8 +126,9 @@ impl Slurm {
         let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
         let host = host.trim().split('.').next().unwrap();
         let user = succeed(Command::new("id").arg("-un"));
-        let plugins = fs::read_dir(root.join("usr/lib")).unwrap().map(|entry| entry.unwrap().path().join("slurm-wlm"));
-        let plugins = plugins.filter(|path| path.is_dir()).next().expect("the plugins of Slurm");
+        let mut plugins =
+            fs::read_dir(root.join("usr/lib")).unwrap().map(|entry| entry.unwrap().path().join("slurm-wlm"));
+        let plugins = plugins.find(|path| path.is_dir()).expect("the plugins of Slurm");
         let [controller, first, second] = [(); 3].map(|()| free_port());
         let node = |name: &str, port: u16| {
             format!("NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1\n")
