@@ -125,6 +125,26 @@ fn duckdb_reads_the_corpus_as_the_page_says() {
     same(&String::from_utf8(output.stdout).unwrap(), "duckdb");
 }
 
+#[test]
+fn duckdb_writes_parquet_as_the_page_says() {
+    let test = "duckdb_writes_parquet_as_the_page_says";
+    let Some(mut python) = python_with(test, "duckdb") else { return };
+    let page = fs::read_to_string(root().join("docs/trials.md")).unwrap();
+    let block = |word: &str| {
+        let mut blocks = page.split("```sql\n").skip(1).map(|rest| rest.split("```").next().unwrap());
+        blocks.find(|block| block.contains(word)).expect("the block is there").to_string()
+    };
+    let corpus = root().join("flywheel/corpus/h200.csv.zst").display().to_string();
+    let write = block("COPY").replace("flywheel/trials.csv", &corpus);
+    let script = "import duckdb, json, sys; duckdb.sql(sys.argv[1]); print(json.dumps(dict(duckdb.sql(sys.argv[2]).fetchall())))";
+    let folder = tempfile::tempdir().unwrap();
+    let output =
+        python.args(["-c", script, &write, &block("read_parquet")]).current_dir(folder.path()).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(folder.path().join("trials/device_name=NVIDIA%20H200/model=smollm2-135m").is_dir());
+    same(&String::from_utf8(output.stdout).unwrap(), "duckdb");
+}
+
 /// The first candidates of searches with these rows, for the shapes of this repository. Another encoding of the same rows must not
 /// change them; `BLESS=1` writes the file again after an intended change of the search.
 #[test]
