@@ -126,8 +126,8 @@ fn a_row_computes_with_its_own_choice() {
             ("the choice of another row", Rule::StreamAfter, EARLY, |s| {
                 let choices = buffer(s, "choices.0");
                 let events = s.regimes[0].events.clone();
-                let runs = s.regimes[0].streams.iter_mut().flatten();
-                let run = runs.into_iter().find(|run| run.after.is_some()).expect("a run that waits");
+                let mut runs = s.regimes[0].streams.iter_mut().flatten();
+                let run = runs.find(|run| run.after.is_some()).expect("a run that waits");
                 let was = events[run.after.expect("an event").index()];
                 let other = events.iter().position(|event| {
                     (event.buffer, event.lo, event.hi) == (choices, was.lo, was.hi) && event.row != was.row
@@ -229,9 +229,8 @@ fn a_sum_takes_every_slot_in_order() {
                 s.program.grids[id.index()].operands.swap(0, 1);
             }),
             ("a slot twice", Rule::Shape, &[Kind::Undeclared], |s| {
-                let inputs = operands(s, "combine.1", Role::X);
-                let [first, second, ..] = &mut inputs.into_iter().collect::<Vec<_>>()[..] else { panic!("inputs") };
-                second.cols = first.cols;
+                let mut inputs = operands(s, "combine.1", Role::X);
+                inputs[1].cols = inputs[0].cols;
             }),
             ("inputs of another layer", Rule::Shape, &[Kind::Undeclared], |s| {
                 let other = buffer(s, "down.0.y");
