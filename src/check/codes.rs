@@ -711,8 +711,10 @@ fn compare_by_choices(
     if !filled.is_empty() {
         fill = lanes::compute(graph, weights, rounding, &texts[..1], on_step).fill;
     }
-    // Of each wanted position: logits, and the keys and values that it appended.
-    let mut found: Vec<(Vec<f32>, Vec<[Vec<f64>; 2]>)> = vec![];
+    /// Keys and values of a layer.
+    type Appended = [Vec<f64>; 2];
+    // Of each wanted position: logits, and what it appended.
+    let mut found: Vec<(Vec<f32>, Vec<Appended>)> = vec![];
     for text in texts.iter_mut().filter(|text| !text.wanted.is_empty()) {
         let Text { first, ids, wanted, chosen, .. } = text;
         if *first > 0 {

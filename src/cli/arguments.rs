@@ -1487,6 +1487,7 @@ fn parse_jobs(text: &str) -> Result<usize, String> {
 }
 
 fn parse_op(text: &str) -> Result<LayerOp, String> {
-    let names = || LayerOp::ALL.map(|op| format!("`{}`", op.name())).join(", ");
-    LayerOp::parse(text).ok_or_else(|| format!("expected one of {}", names()))
+    let names = || LayerOp::ALONE.map(|op| format!("`{}`", op.name())).join(", ");
+    let op = LayerOp::parse(text).filter(|op| LayerOp::ALONE.contains(op));
+    op.ok_or_else(|| format!("expected one of {}", names()))
 }

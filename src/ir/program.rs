@@ -157,6 +157,10 @@ impl LayerOp {
     pub const ALL: [LayerOp; 7] =
         [LayerOp::Qkv, LayerOp::Attention, LayerOp::O, LayerOp::Router, LayerOp::Up, LayerOp::Down, LayerOp::Head];
 
+    /// Those that are built, checked and searched alone. What a router chooses depends on more than an op's input.
+    pub const ALONE: [LayerOp; 6] =
+        [LayerOp::Qkv, LayerOp::Attention, LayerOp::O, LayerOp::Up, LayerOp::Down, LayerOp::Head];
+
     pub fn name(self) -> &'static str {
         match self {
             LayerOp::Qkv => "qkv",

@@ -79,7 +79,8 @@ pub fn lower_alone(
                 b.project_and_add(&format!("down.{l}"), site, input, down, layer.mlp_post_norm.as_ref(), sum);
             }
             LayerOp::Router => {
-                dense(l, layer)?;
+                let what = "a router, which is not built alone".to_string();
+                return Err(Infeasible::Experts { layer: l, what });
             }
             LayerOp::Head => {}
         }

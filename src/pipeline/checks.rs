@@ -11,6 +11,7 @@ use std::time::Instant;
 use crate::check::{
     BothLogits, CheckError, Checked, SharedTexts, TextSizes, check_alike, check_ids, check_ragged, check_rows,
     check_shared, check_texts, check_waves, compared_choices, expect_texts, read_at_random, stores_codes,
+    takes_from_device,
 };
 use crate::cuda::rows::RowLauncher;
 use crate::cuda::session::Session;
@@ -324,7 +325,7 @@ impl<'a> Checks<'a> {
         let lacks = || Fault::internal("a kernel that is to be checked is not loaded");
         match part {
             Part::Kernel(does @ Does::Steps { .. }) => {
-                if begun.texts.is_none() && !stores_codes(self.precision) {
+                if begun.texts.is_none() && !takes_from_device(&self.reference.schedule().program) {
                     begun.texts = Some(self.texts(sizes)?);
                 }
                 let texts = begun.texts.take();
@@ -370,7 +371,7 @@ impl<'a> Checks<'a> {
         let at = loaded.steps.iter().position(|(of, _)| *of == does).ok_or_else(lacks)?;
         let checked = match texts {
             Some(texts) => check_shared(texts, self.precision, loaded.steps[at].1.as_mut(), &mut self.at_random())?,
-            // What is expected depends on the codes that a kernel stored.
+            // What is expected depends on the codes that a kernel stored, or on the experts that it chose.
             None => {
                 let (of, _) = set.steps().into_iter().find(|(_, kernel)| kernel.does == does).ok_or_else(lacks)?;
                 check_rows(&of.validated, (self.pack)()?, self.parameters, loaded.steps[at].1.as_mut())?

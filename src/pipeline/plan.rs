@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use crate::check::{TextSizes, stores_codes};
+use crate::check::{TextSizes, takes_from_device};
 use crate::cuda::driver::Device;
 use crate::defaults::rows::Room;
 use crate::digest::Digest;
@@ -212,7 +212,7 @@ impl Beside<'_> {
     /// Each kernel compiled, the logits that they are compared with, and each comparison.
     fn on_device(&self) -> Result<Vec<Planned>, Fault> {
         let Beside { chain, set, import, has_pack } = *self;
-        let BuildContext { workspace, manifest, imported, graph, .. } = chain.context;
+        let BuildContext { workspace, imported, graph, .. } = chain.context;
         let one = proven(chain)?;
         let Some(planned) = to_compile(chain, set, &one)? else { return Ok(vec![]) };
         let (mut all, mut cubins) = (vec![], vec![]);
@@ -229,7 +229,7 @@ impl Beside<'_> {
         let compiled: Vec<Digest> = all.iter().map(|planned| planned.key).collect();
         let pack = has_pack.then(|| key_of(chain, Stage::Pack));
         let schedule = key_of(chain, Stage::Schedule);
-        let expect = if stores_codes(manifest.precision) {
+        let expect = if takes_from_device(&one.schedule().program) {
             None
         } else {
             let sizes = sizes_of(&planned, imported.graph.parameter_count(), &one);

@@ -90,7 +90,7 @@ pub(super) fn seeds_of_ops(context: &BuildContext<'_>, trials: &[Trial]) -> Vec<
     let default = context.default_candidate();
     let (mut all, mut seeds) = (default.values(), vec![]);
     let histories = histories(trials);
-    for op in LayerOp::ALL {
+    for op in LayerOp::ALONE {
         let graph = graph_alone(context.graph, op, context.target);
         let last = histories.iter().rfind(|history| {
             history.model.model_graph == graph

@@ -250,23 +250,24 @@ impl<'a> Child<'a> {
 
     /// Compares a loaded candidate with what is expected of the model, once. Also whether it was compared now.
     fn check(&mut self, knobs: &str) -> Result<(Figures, bool), Ended> {
-        if let Some(Seat { checked: Some(checked), .. }) = self.seat(knobs) {
+        let gone = || Fault::internal("a candidate was loaded and is gone");
+        let seat = self.seat(knobs).ok_or_else(gone)?;
+        if let Some(checked) = &seat.checked {
             return Ok((checked.figures(), false));
         }
-        // The reference takes the codes of each candidate, so no expectation holds for all of them.
-        let by_codes = check::stores_codes(self.context.manifest.precision);
-        if self.expected.is_none() && !by_codes {
+        // The reference takes codes and choices of each candidate, so no expectation holds for all of them.
+        let by_device = check::takes_from_device(&seat.chain.validated().map_err(Fault::from)?.schedule().program);
+        if self.expected.is_none() && !by_device {
             self.expected = Some(self.expect()?);
         }
         let steps_max = self.context.manifest.decode.steps_per_launch;
-        let seat = self.seats.iter_mut().find(|seat| seat.knobs == knobs);
-        let seat = seat.ok_or_else(|| Fault::internal("a candidate was loaded and is gone"))?;
+        let seat = self.seats.iter_mut().find(|seat| seat.knobs == knobs).ok_or_else(gone)?;
         let started = Instant::now();
         let empty: Pack = std::sync::Arc::new([0u8; 0]);
         let pack = match &seat.on {
             On::Cpu(pack) => pack.clone(),
-            // The interpreter takes the codes of this very candidate.
-            On::Device(_) if by_codes => self.host_weights.pack(&seat.chain)?,
+            // The interpreter takes what this very candidate stored.
+            On::Device(_) if by_device => self.host_weights.pack(&seat.chain)?,
             // A comparison with what is expected reads no weights on the host.
             On::Device(_) => empty,
         };

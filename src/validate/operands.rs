@@ -985,7 +985,8 @@ fn alternatives(program: &Program, found: &mut Found) {
         }
     }
     // Whoever leaves the heads of one buffer multiplies them by the same gate.
-    let mut gated: BTreeMap<(BufferId, u32), (GridId, Option<(BufferId, u32)>)> = BTreeMap::new();
+    type Place = (BufferId, u32);
+    let mut gated: BTreeMap<Place, (GridId, Option<Place>)> = BTreeMap::new();
     for (g, grid) in (0..).zip(&program.grids).filter(|(_, grid)| makes_heads(&grid.op)) {
         let place = |role| grid.operand(role).map(|o| (o.buffer, o.cols.base));
         let (id, Some(out), gate) = (GridId(g), place(Role::Out), place(Role::Gate)) else { continue };

@@ -560,8 +560,7 @@ impl Reader<'_> {
                 let shares = self.read(need(grid, Role::Shares)?, combine.slots)?;
                 let mut shared = None;
                 if let Some(scale) = combine.shared {
-                    let inputs = grid.operands.iter().filter(|operand| operand.role == Role::X);
-                    let last = inputs.last().unwrap_or(first);
+                    let last = grid.operands.iter().rfind(|operand| operand.role == Role::X).unwrap_or(first);
                     let gate = grid.operand(Role::Gate).map(|gate| self.read(gate, 1)).transpose()?;
                     shared = Some((self.read(last, combine.width)?, gate, scale.to_bits()));
                 }
@@ -727,7 +726,7 @@ impl Reader<'_> {
         let chosen = chosen.ok_or("expected the choice of the layer's experts in its table")?;
         let halves = if m.epilogue.is_gated() { 2 } else { 1 };
         let each = parts.len() / halves;
-        if each != table.bound as usize || parts.len() % halves != 0 {
+        if each != table.bound as usize || !parts.len().is_multiple_of(halves) {
             return Err(format!("expected {halves} linears of each of {} experts, found {}", table.bound, parts.len()));
         }
         let mut terms = vec![];

@@ -88,7 +88,10 @@ fn everything(graph: &mut ModelGraph) {
     }
 }
 
-const FEATURES: [(&str, fn(&mut ModelGraph)); 5] = [
+/// A name, and how a graph gets it.
+type Feature = (&'static str, fn(&mut ModelGraph));
+
+const FEATURES: [Feature; 5] = [
     ("sinks", add_sinks),
     ("gate", add_gate),
     ("query scale", add_query_scale),
