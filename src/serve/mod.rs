@@ -168,24 +168,26 @@ pub fn serve<S: Stepper>(
         let mut ended = Ok(Ended::Stopped);
         let until = async {
             loop {
-                tokio::select! {
-                    _ = terminate.recv() => {
-                        ended = Ok(Ended::Terminated);
-                        return;
-                    }
-                    () = tokio::time::sleep(LOOK) => {}
-                }
+                let is_over = tokio::select! {
+                    _ = terminate.recv() => true,
+                    () = tokio::time::sleep(LOOK) => false,
+                };
                 let health = desk.health();
                 if let Some(fault) = health.over {
                     ended = Err(fault);
                     return;
                 }
+                // Also of a server that ends before it was looked at.
                 if !is_ready && health.trouble.is_none() {
                     is_ready = true;
                     if let Err(fault) = tell(State::Ready(listens.elapsed())) {
                         ended = Err(fault);
                         return;
                     }
+                }
+                if is_over {
+                    ended = Ok(Ended::Terminated);
+                    return;
                 }
                 if stop() {
                     return;

@@ -220,29 +220,27 @@ fn kill_process(place: &Place, word: &str) {
 #[test]
 fn slurm_searches_and_goes_on_after_kills() {
     let Some(slurm) = Slurm::start("slurm_searches_and_goes_on_after_kills") else { return };
-    // Its trials take about a second: jobs are killed while they measure.
+    // Eight trials take seconds, so jobs are mostly killed while they measure. Its space has twelve points.
     let place = machine("tinystories-llama", 32);
     // Nodes of this cluster have no GPUs.
     let page = |word| example("sh", word).replace(" --gres=gpu:1", "");
-    place.write("search.sh", page("#SBATCH").replace("=1-8", "=1-2").replace("--max-trials 40", "--max-trials 3"));
+    place.write("search.sh", page("#SBATCH").replace("=1-8", "=1-2").replace("--max-trials 40", "--max-trials 8"));
     let submit = page("search=$(sbatch").replace("--max-trials 8", "--max-trials 1");
 
     let job = slurm.run(&place, "sbatch --parsable search.sh");
     let file = |seed: u32| place.path(&format!("trials/{seed}.csv"));
     // One is started again by Slurm, one is killed.
     wait("trials", || lines(&file(1)) > 2 && lines(&file(2)) > 2);
-    slurm.run(&place, &format!("scontrol requeue {job}_1"));
     kill_process(&place, "trials/2.csv");
+    slurm.run(&place, &format!("scontrol requeue {job}_1"));
     slurm.drain(&place);
-    let said = |seed: u32| fs::read_to_string(place.path(&format!("slurm-{job}_{seed}.out"))).unwrap();
-    assert!(said(1).contains("resumes after trial"), "{}", said(1));
-    assert!(said(1).contains("the budget of 3 trials is spent"), "{}", said(1));
-    assert!(!said(2).contains("is spent"), "{}", said(2));
+    let said = fs::read_to_string(place.path(&format!("slurm-{job}_1.out"))).unwrap();
+    assert!(said.contains("the budget of 8 trials is spent"), "{said}");
 
     // The same file again, and what follows it.
     slurm.run(&place, &submit);
     slurm.drain(&place);
-    each_trial_once(&place, 2, 3);
+    each_trial_once(&place, 2, 8);
     let best = place.run("status m.toml --trials flywheel/trials.csv --json").code(0).json();
     assert_eq!(best[0]["campaigns"].as_array().unwrap().len(), 3, "{best}");
 }
