@@ -555,8 +555,12 @@ pub fn compare_codes(
     device: &mut dyn OneRow,
     on_step: &dyn Fn(),
 ) -> Result<Checked, CheckError> {
-    let interp = Interp::new(subject.validated.schedule(), subject.pack.clone(), Options::spec())?;
-    let caches = DeviceCaches::new(subject.validated.schedule(), &interp);
+    let schedule = subject.validated.schedule();
+    let caches = if stores_codes(schedule.program.precision) {
+        DeviceCaches::new(schedule, &Interp::new(schedule, subject.pack.clone(), Options::spec())?)
+    } else {
+        DeviceCaches::of_values(schedule)
+    };
     compare_one_row(subject, device, &caches, true, on_step)
 }
 
@@ -565,7 +569,12 @@ pub fn compare_codes(
 /// # Errors
 /// See [`CheckError`]; the first fault ends the comparison.
 pub fn compare_cpu_codes(subject: &Subject<'_>, fast: &mut Interp, on_step: &dyn Fn()) -> Result<Checked, CheckError> {
-    let caches = DeviceCaches::new(subject.validated.schedule(), fast);
+    let schedule = subject.validated.schedule();
+    let caches = if stores_codes(schedule.program.precision) {
+        DeviceCaches::new(schedule, fast)
+    } else {
+        DeviceCaches::of_values(schedule)
+    };
     compare_one_row(subject, &mut OnCpu { subject, fast }, &caches, false, on_step)
 }
 
@@ -600,11 +609,7 @@ fn compare_with_reference(
     on_step: &dyn Fn(),
 ) -> Result<(), CheckError> {
     let Subject { graph, weights, .. } = *subject;
-    let mut texts = lanes::texts(graph.vocab, rounding.lanes(), prompted, filled);
-    let mut fill = lanes::Fill::default();
-    if !filled.is_empty() {
-        fill = lanes::compute(graph, weights, rounding, &texts[..1], on_step).fill;
-    }
+    let (mut texts, fill) = texts_and_fill(subject, [prompted, filled], rounding, on_step);
     let of_reference = caches.clone().with_scales_of(subject);
     // Of each text: the codes of its rows, and the logits of its wanted positions.
     let mut codes: Vec<Vec<Vec<Vec<u8>>>> = vec![];
@@ -613,17 +618,14 @@ fn compare_with_reference(
         let Text { first, ids, wanted, taken, chosen, .. } = text;
         let (first, mut of_rows) = (*first, vec![]);
         if !wanted.is_empty() {
-            if first > 0 {
-                let filler = Filler::new(graph, weights, rounding.precision.cache, &fill, first);
-                device.fill(&CacheContents::OfText(filler))?;
-            }
+            fill_before(first, subject, device, &fill)?;
             let all = check_ids(graph.vocab, first + ids.len() as u32);
             found.extend(device.decode(judge.figures, &all, first, wanted)?);
             for position in first..all.len() as u32 {
                 of_rows.push(device.codes(caches, position)?);
             }
             *taken = Some(of_rows.iter().map(|codes| of_reference.decoded(graph.layers.len(), codes)).collect());
-            *chosen = take_choices(subject, device, rounding, &fill, &all, first)?;
+            *chosen = take_choices(subject, device, &fill, &all, first)?;
         }
         codes.push(of_rows);
     }
@@ -656,11 +658,39 @@ fn compare_with_reference(
     Ok(())
 }
 
+/// The texts of a comparison, and what the model makes of the one that fills caches.
+fn texts_and_fill(
+    subject: &Subject<'_>,
+    [prompted, filled]: [&[u32]; 2],
+    rounding: &Rounding,
+    on_step: &dyn Fn(),
+) -> (Vec<Text>, lanes::Fill) {
+    let texts = lanes::texts(subject.graph.vocab, rounding.lanes(), prompted, filled);
+    if filled.is_empty() {
+        return (texts, lanes::Fill::default());
+    }
+    let fill = lanes::compute(subject.graph, subject.weights, rounding, &texts[..1], on_step).fill;
+    (texts, fill)
+}
+
+/// Fills the device's cache before position `first` with what the model makes of a text.
+fn fill_before(
+    first: u32,
+    subject: &Subject<'_>,
+    device: &mut dyn OneRow,
+    fill: &lanes::Fill,
+) -> Result<(), CheckError> {
+    if first == 0 {
+        return Ok(());
+    }
+    let cache = subject.validated.schedule().program.precision.cache;
+    device.fill(&CacheContents::OfText(Filler::new(subject.graph, subject.weights, cache, fill, first)))
+}
+
 /// What a device chose of the experts of the rows of a text; `None`: the model has none.
 fn take_choices(
     subject: &Subject<'_>,
     device: &mut dyn OneRow,
-    rounding: &Rounding,
     fill: &lanes::Fill,
     ids: &[u32],
     first: u32,
@@ -668,10 +698,7 @@ fn take_choices(
     if routes(&subject.validated.schedule().program).is_empty() {
         return Ok(None);
     }
-    if first > 0 {
-        let filler = Filler::new(subject.graph, subject.weights, rounding.precision.cache, fill, first);
-        device.fill(&CacheContents::OfText(filler))?;
-    }
+    fill_before(first, subject, device, fill)?;
     device.choices(ids, first).map(Some)
 }
 
@@ -698,35 +725,27 @@ fn judge_choices(judge: &mut Judge, pass: &lanes::Pass, least: Tolerance) -> Res
 fn compare_by_choices(
     subject: &Subject<'_>,
     device: &mut dyn OneRow,
-    _: &DeviceCaches,
+    caches: &DeviceCaches,
     [prompted, filled]: [&[u32]; 2],
     rounding: &Rounding,
     judge: &mut Judge,
     on_step: &dyn Fn(),
 ) -> Result<(), CheckError> {
     let Subject { graph, weights, .. } = *subject;
-    let caches = DeviceCaches::of_values(subject.validated.schedule());
-    let mut texts = lanes::texts(graph.vocab, rounding.lanes(), prompted, filled);
-    let mut fill = lanes::Fill::default();
-    if !filled.is_empty() {
-        fill = lanes::compute(graph, weights, rounding, &texts[..1], on_step).fill;
-    }
+    let (mut texts, fill) = texts_and_fill(subject, [prompted, filled], rounding, on_step);
     /// Keys and values of a layer.
     type Appended = [Vec<f64>; 2];
     // Of each wanted position: logits, and what it appended.
     let mut found: Vec<(Vec<f32>, Vec<Appended>)> = vec![];
     for text in texts.iter_mut().filter(|text| !text.wanted.is_empty()) {
         let Text { first, ids, wanted, chosen, .. } = text;
-        if *first > 0 {
-            let filler = Filler::new(graph, weights, rounding.precision.cache, &fill, *first);
-            device.fill(&CacheContents::OfText(filler))?;
-        }
+        fill_before(*first, subject, device, &fill)?;
         let all = check_ids(graph.vocab, *first + ids.len() as u32);
         for (&position, logits) in wanted.iter().zip(device.decode(judge.figures, &all, *first, wanted)?) {
-            let appended = caches.values(graph.layers.len(), &device.codes(&caches, position)?);
+            let appended = caches.values(graph.layers.len(), &device.codes(caches, position)?);
             found.push((logits, appended));
         }
-        *chosen = take_choices(subject, device, rounding, &fill, &all, *first)?;
+        *chosen = take_choices(subject, device, &fill, &all, *first)?;
     }
     let pass = lanes::compute(graph, weights, rounding, &texts, on_step);
     judge_choices(judge, &pass, Tolerance::least(rounding.staged))?;

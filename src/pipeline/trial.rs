@@ -266,8 +266,10 @@ impl<'a> Child<'a> {
         let empty: Pack = std::sync::Arc::new([0u8; 0]);
         let pack = match &seat.on {
             On::Cpu(pack) => pack.clone(),
-            // The interpreter takes what this very candidate stored.
-            On::Device(_) if by_device => self.host_weights.pack(&seat.chain)?,
+            // The interpreter takes the codes of this very candidate.
+            On::Device(_) if check::stores_codes(self.context.manifest.precision) => {
+                self.host_weights.pack(&seat.chain)?
+            }
             // A comparison with what is expected reads no weights on the host.
             On::Device(_) => empty,
         };
