@@ -55,7 +55,7 @@ pub fn check_rows(
     let more = if shape.rows == 1 { ONE_ROW_PAGES * u64::from(shape.page_rows) } else { 0 };
     let in_pool = u64::from(shape.pages / count) * u64::from(shape.page_rows);
     let positions = affordable.clamp(2, POSITIONS_MAX + more).min(u64::from(shape.context_max)).min(in_pool) as u32;
-    let of_interp = Shape::of(&schedule.program).expect("validate: a kernel for rows has tables");
+    let of_interp = Shape::of(&schedule.program).expect("validate: a batch kernel has tables");
     let guards = [of_interp, shape].map(Guard::new);
     let lane = lane.map(|mut interp| {
         interp.round_at_random(LANE_SEED, true);
@@ -152,7 +152,7 @@ impl Again<'_> {
         let schedule = self.validated.schedule();
         let mut interp = Interp::new(schedule, self.pack.clone(), Options::fast())?;
         interp.round_at_random(seed, true);
-        let shape = Shape::of(&schedule.program).expect("validate: a kernel for rows has tables");
+        let shape = Shape::of(&schedule.program).expect("validate: a batch kernel has tables");
         let mut lane = Lane { interp, guard: Guard::new(shape), recent: VecDeque::new() };
         let mut logits = vec![];
         for (at, Launched { request, tokens, codes }) in self.launches.iter().enumerate() {

@@ -380,7 +380,7 @@ fn renamed(member: &str) -> String {
 /// Members of the machine.
 fn machine_members(proven: &Proven<'_>, trace: Trace) -> Vec<String> {
     let (plan, program) = (proven.plan(), &proven.validated().schedule().program);
-    let shape = Shape::of(program).expect("validate: a kernel for rows has tables");
+    let shape = Shape::of(program).expect("validate: a batch kernel has tables");
     let m = &plan.machine;
     vec![
         format!("int SMS = {}", m.sms),

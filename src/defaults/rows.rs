@@ -194,7 +194,7 @@ fn page_rows(graph: &ModelGraph, precision: Precision, sizes: &[u32]) -> Option<
     some.try_fold(1u32, whole)
 }
 
-/// `positions` of one sequence in whole pages of the kernels for rows: sequences share no page.
+/// `positions` of one sequence in whole pages of the batch kernels: sequences share no page.
 pub fn whole_pages(
     graph: &ModelGraph,
     precision: Precision,

@@ -170,7 +170,7 @@ impl Prepared {
     }
 }
 
-/// Whether a build makes kernels of several rows, too.
+/// Whether a build makes batch kernels, too.
 pub(super) fn is_several(manifest: &Manifest) -> bool {
     manifest.decode.sequences_max.is_some_and(|sequences| sequences > 1)
 }

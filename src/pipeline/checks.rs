@@ -121,7 +121,7 @@ impl Part {
 
     /// The comparisons of a set in the order in which they are made.
     fn all(kernels: &[Does], is_alike: bool) -> Vec<Part> {
-        // The first kernel for several rows comes first: others are compared with it.
+        // The first batch kernel comes first: others are compared with it.
         let order = |does: &Does| match *does {
             Does::Steps { rows: 1, .. } => (1, 1, false),
             Does::Steps { rows, by } => (0, rows, by == By::Splits),
