@@ -16,7 +16,7 @@ use crate::ir::program::{
 };
 use crate::ir::table::{Holds, Table, TableHome};
 use crate::ir::variant::{LANES, granule_pairs, sum_width_max};
-use crate::ir::{BufferId, LayerId};
+use crate::ir::{BufferId, LayerId, TableId};
 use crate::model::graph::{
     self, FeedForward, Layer, Linear, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, RopeId, RowView, TensorId,
 };
@@ -392,27 +392,50 @@ impl Builder<'_> {
         second: Second,
         mut outputs: Vec<Operand>,
     ) {
+        let mut operands = vec![self.read(Role::X, x, Cols::all(linears[0].cols))];
+        let (mut op, held) = self.product(name, norm, linears, epilogue, None);
+        op.own_input = self.program.buffers[x.index()].space == Space::Private;
+        operands.extend(held);
+        if op.unit_rows != UNIT_ROWS {
+            let (stride, len) = (op.unit_rows, op.unit_rows);
+            outputs.iter_mut().for_each(|out| out.cols = Cols { stride, len, ..out.cols });
+        }
+        operands.extend(outputs);
+        let units = op.units();
+        self.grid(name, site, Op::MatVec(op), units, second, operands);
+    }
+
+    /// A product, and what it has in memory: operands of the norm of its input, weights and biases. `linears` are the rows of one matrix, one
+    /// after another, or of as many as a table chooses from (`chosen`), one matrix after another.
+    fn product(
+        &mut self,
+        name: &str,
+        norm: Option<&Norm>,
+        linears: &[&Linear],
+        epilogue: Epilogue,
+        chosen: Option<(TableId, u32)>,
+    ) -> (MatVec, Vec<Operand>) {
+        let matrices = chosen.map_or(1, |(_, matrices)| matrices);
         let k = linears[0].cols;
-        let rows: u32 = linears.iter().map(|l| l.rows).sum();
-        let own_input = self.program.buffers[x.index()].space == Space::Private;
+        let all: u32 = linears.iter().map(|l| l.rows).sum();
         let norm_of_input = norm.map(norm_attr);
-        let mut op = MatVec { rows, k, norm: norm_of_input, own_input, epilogue, unit_rows: UNIT_ROWS };
+        let mut op =
+            MatVec { rows: all / matrices, k, norm: norm_of_input, own_input: false, epilogue, unit_rows: UNIT_ROWS };
         let format = format_of(self.graph, linears, self.program.precision);
         op.unit_rows = unit_rows(&op, format, self.program.precision, self.candidate.unit_rows);
         let units = op.units();
         let interleave = if epilogue.is_gated() { UNIT_ROWS / 2 } else { 1 };
-        let mut operands = vec![self.read(Role::X, x, Cols::all(k))];
-        operands.extend(self.norm_operands(name, norm, k));
+        let mut operands = self.norm_operands(name, norm, k);
         let parts = linears.iter().map(|l| Part { view: l.weight.clone(), rows: l.rows }).collect();
         let weights = self.program.precision.weights;
         let content = Content::Rows { parts, interleave };
-        let weight = self.buffer(&format!("{name}.weight"), Space::Weight, weights, rows, k, 1, Some(content));
+        let weight = self.buffer(&format!("{name}.weight"), Space::Weight, weights, all, k, 1, Some(content));
         self.program.buffers[weight.index()].coded = Some(format).filter(|format| *format != Format::plain(weights));
         operands.push(Operand {
             role: Role::Weight,
             access: Access::Stream,
             buffer: weight,
-            rows: Rows::Units,
+            rows: chosen.map_or(Rows::Units, |(table, _)| Rows::Lookup(table)),
             cols: Cols::blocks(1, units),
         });
         if linears.iter().any(|l| l.bias.is_some()) {
@@ -420,15 +443,12 @@ impl Builder<'_> {
             let content = Content::Vectors { parts, offset: 0.0, interleave };
             // Indexed as the units are: entry u n + r belongs to row r of unit u of n rows, zeros where a unit has no row.
             let len = units * op.unit_rows;
-            let bias = self.buffer(&format!("{name}.bias"), Space::Constant, DType::F32, 1, len, 1, Some(content));
-            operands.push(constant(Role::Bias, bias, Cols::blocks(op.unit_rows, len)));
+            let cols = matrices * len;
+            let bias = self.buffer(&format!("{name}.bias"), Space::Constant, DType::F32, 1, cols, 1, Some(content));
+            let whole = constant(Role::Bias, bias, Cols::blocks(op.unit_rows, len));
+            operands.push(Operand { rows: chosen.map_or(whole.rows, |(table, _)| Rows::Lookup(table)), ..whole });
         }
-        if op.unit_rows != UNIT_ROWS {
-            let (stride, len) = (op.unit_rows, op.unit_rows);
-            outputs.iter_mut().for_each(|out| out.cols = Cols { stride, len, ..out.cols });
-        }
-        operands.extend(outputs);
-        self.grid(name, site, Op::MatVec(op), units, second, operands);
+        (op, operands)
     }
 
     /// Lowers one layer; returns the buffer that holds its output.
@@ -480,8 +500,7 @@ impl Builder<'_> {
         let one = Second::Axis(1);
         let (epilogue, halves) = experts::epilogue_of(mlp);
         let out = vec![self.write(Role::Out, act, Cols::blocks(UNIT_ROWS / halves, mlp.up.rows))];
-        let linears: Vec<&Linear> = mlp.gate.iter().chain([&mlp.up]).collect();
-        self.matvec(name, site, x, norm, &linears, epilogue, one, out);
+        self.matvec(name, site, x, norm, &experts::up_linears(mlp), epilogue, one, out);
         act
     }
 

@@ -457,9 +457,7 @@ pub fn scores(op: &Router, logits: &[f64]) -> Vec<f64> {
 
 /// The experts of a row by slot: those that [`Router`] chooses, largest first.
 pub fn choose(weights: &Weights, op: &Router, scores: &[f64]) -> Vec<u32> {
-    let correction = op.correction.map(|id| weights.vector_f32(id));
-    let corrected = |(e, &score): (usize, &f64)| score + correction.as_ref().map_or(0.0, |c| f64::from(c[e]));
-    let choice: Vec<f64> = scores.iter().enumerate().map(corrected).collect();
+    let choice = corrected(weights, op, scores);
     let all: Vec<u32> = (0..choice.len() as u32).collect();
     let Some(ExpertGroups { count, kept, score }) = op.groups else { return largest(&choice, all, op.top_k) };
     let per_group = choice.len() / count as usize;
@@ -478,9 +476,7 @@ pub fn missed(weights: &Weights, op: &Router, scores: &[f64], chosen: &[u32]) ->
     if ids.len() != op.top_k as usize || ids.last().is_some_and(|&id| id as usize >= scores.len()) {
         return f64::INFINITY;
     }
-    let correction = op.correction.map(|id| weights.vector_f32(id));
-    let corrected = |(e, &score): (usize, &f64)| score + correction.as_ref().map_or(0.0, |c| f64::from(c[e]));
-    let choice: Vec<f64> = scores.iter().enumerate().map(corrected).collect();
+    let choice = corrected(weights, op, scores);
     // By how much the best value left out is above the worst value taken.
     let above = |values: &[f64], taken: &[u32], may: &dyn Fn(u32) -> bool| {
         let worst = taken.iter().map(|&at| values[at as usize]).fold(f64::INFINITY, f64::min);
@@ -501,6 +497,13 @@ pub fn missed(weights: &Weights, op: &Router, scores: &[f64], chosen: &[u32]) ->
     taken.extend(largest(&group_scores, rest, kept - used.len() as u32));
     let of_groups = above(&group_scores, &taken, &|_| true);
     of_groups.max(above(&choice, &ids, &|id| taken.contains(&(id / per_group as u32))))
+}
+
+/// What experts are chosen by: their scores, corrected.
+fn corrected(weights: &Weights, op: &Router, scores: &[f64]) -> Vec<f64> {
+    let correction = op.correction.map(|id| weights.vector_f32(id));
+    let corrected = |(e, &score): (usize, &f64)| score + correction.as_ref().map_or(0.0, |c| f64::from(c[e]));
+    scores.iter().enumerate().map(corrected).collect()
 }
 
 /// The score of a group of experts.

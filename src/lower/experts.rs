@@ -1,12 +1,11 @@
 //! Layers with experts: scores, the choice, the products of the chosen experts, and their sum.
 
-use super::{Builder, Sum, constant, norm_attr, unit_rows};
+use super::{Builder, Sum, constant};
 use crate::candidate::Infeasible;
 use crate::dtype::DType;
-use crate::format::Format;
 use crate::ir::layout::SPAN_BYTES;
-use crate::ir::op::{Access, Combine, Epilogue, MatVec, Op, Role, Route, UNIT_ROWS};
-use crate::ir::program::{Cols, Content, LayerOp, Operand, Part, Rows, Second, Site, Space, VectorPart};
+use crate::ir::op::{Access, Combine, Epilogue, Op, Role, Route, UNIT_ROWS};
+use crate::ir::program::{Cols, LayerOp, Operand, Second, Site, Space};
 use crate::ir::table::{Holds, Table, TableHome};
 use crate::ir::{BufferId, TableId};
 use crate::model::graph::{Experts, Layer, Linear, Mlp, Norm, Router, SharedExpert};
@@ -73,10 +72,8 @@ impl Builder<'_> {
             return Err(refused(what));
         }
         let act = self.exchange(&format!("act.{l}"), slots * pitch);
-        let up_of =
-            |mlp| -> Vec<&Linear> { Mlp::linears(mlp).filter(|linear| !std::ptr::eq(*linear, &mlp.down)).collect() };
         let up = OfExperts {
-            linears: of.iter().map(up_of).collect(),
+            linears: of.iter().map(up_linears).collect(),
             norm,
             epilogue,
             x,
@@ -109,7 +106,7 @@ impl Builder<'_> {
             let act = self.exchange(&format!("shared_act.{l}"), mlp.up.rows);
             let out = vec![self.write(Role::Out, act, Cols::blocks(rows, mlp.up.rows))];
             let (one, site) = (Second::Axis(1), Some(Site::of_layer(LayerOp::Up, l)));
-            self.matvec(&format!("shared_up.{l}"), site, x, norm, &up_of(mlp), epilogue, one, out);
+            self.matvec(&format!("shared_up.{l}"), site, x, norm, &up_linears(mlp), epilogue, one, out);
             let cols = Cols { base: slots * hidden, ..Cols::blocks(UNIT_ROWS, inputs * hidden) };
             let out = vec![self.write(Role::Out, y, cols)];
             let (one, site) = (Second::Axis(1), Some(Site::of_layer(LayerOp::Down, l)));
@@ -169,40 +166,17 @@ impl Builder<'_> {
     fn matvec_of_experts(&mut self, name: &str, site: Site, of: OfExperts<'_>, choice: &Choice) {
         let Choice { table, choices, slots, .. } = *choice;
         let experts = of.linears.len() as u32;
-        let first = &of.linears[0];
-        let (k, rows) = (first[0].cols, first.iter().map(|linear| linear.rows).sum::<u32>());
         let all: Vec<&Linear> = of.linears.iter().flatten().copied().collect();
-        let format = super::format_of(self.graph, &all, self.program.precision);
-        let norm = of.norm.map(norm_attr);
-        let mut op = MatVec { rows, k, norm, own_input: false, epilogue: of.epilogue, unit_rows: UNIT_ROWS };
-        op.unit_rows = unit_rows(&op, format, self.program.precision, self.candidate.unit_rows);
-        let (units, interleave) = (op.units(), if op.epilogue.is_gated() { UNIT_ROWS / 2 } else { 1 });
         let mut operands = vec![self.own(self.read(Role::X, of.x, of.input))];
-        operands.extend(self.norm_operands(name, of.norm, k));
-        let weights = self.program.precision.weights;
-        let part = |linear: &&Linear| Part { view: linear.weight.clone(), rows: linear.rows };
-        let content = Content::Rows { parts: all.iter().map(part).collect(), interleave };
-        let weight =
-            self.buffer(&format!("{name}.weight"), Space::Weight, weights, experts * rows, k, 1, Some(content));
-        self.program.buffers[weight.index()].coded = Some(format).filter(|format| *format != Format::plain(weights));
-        let lookup = Rows::Lookup(table);
-        let (role, access) = (Role::Weight, Access::Stream);
-        operands.push(Operand { role, access, buffer: weight, rows: lookup, cols: Cols::blocks(1, units) });
-        if all.iter().any(|linear| linear.bias.is_some()) {
-            let part = |linear: &&Linear| VectorPart { view: linear.bias.clone(), len: linear.rows };
-            let content = Content::Vectors { parts: all.iter().map(part).collect(), offset: 0.0, interleave };
-            let len = units * op.unit_rows;
-            let cols = experts * len;
-            let bias = self.buffer(&format!("{name}.bias"), Space::Constant, DType::F32, 1, cols, 1, Some(content));
-            let cols = Cols::blocks(op.unit_rows, len);
-            operands.push(Operand { rows: lookup, ..constant(Role::Bias, bias, cols) });
-        }
+        let (op, held) = self.product(name, of.norm, &all, of.epilogue, Some((table, experts)));
+        operands.extend(held);
         let entry = Cols { stride_j: 1, limit: slots, ..Cols::all(1) };
         operands.push(self.own(self.read(Role::Choices, choices, entry)));
         let len = if op.epilogue.is_gated() { UNIT_ROWS / 2 } else { op.unit_rows };
         let limit = self.program.buffers[of.out.index()].cols.min(slots * of.columns);
         let cols = Cols { stride: len, stride_j: of.columns, limit, ..Cols::all(len) };
         operands.push(self.own(self.write(Role::Out, of.out, cols)));
+        let units = op.units();
         self.grid(name, Some(site), Op::MatVec(op), units, Second::Axis(slots), operands);
     }
 
@@ -248,6 +222,11 @@ impl Builder<'_> {
             }
         }
     }
+}
+
+/// The matrices that an MLP multiplies its input with.
+pub(super) fn up_linears(mlp: &Mlp) -> Vec<&Linear> {
+    mlp.gate.iter().chain([&mlp.up]).collect()
 }
 
 /// How an MLP activates, and how many matrices its units hold rows of.
