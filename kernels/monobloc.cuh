@@ -21,4 +21,5 @@
 #include "ops/norm_add.cuh"
 #include "ops/route.cuh"
 #include "ops/combine.cuh"
+#include "ops/mix.cuh"
 #include "runtime/kernel.cuh"

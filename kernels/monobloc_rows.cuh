@@ -9,4 +9,5 @@
 #include "rows/matvec.cuh"
 #include "rows/attention.cuh"
 #include "rows/experts.cuh"
+#include "rows/mix.cuh"
 #include "rows/kernel.cuh"

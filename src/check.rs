@@ -41,7 +41,10 @@ use crate::cuda::session::{Session, SessionError};
 use crate::dtype::{DType, Precision};
 use crate::error::Fault;
 use crate::interp::{Arithmetic, StepResult};
-use crate::interp::{CacheKind, Input, Interp, InterpError, Options, Pack, cache_buffers, cache_code, cache_value};
+use crate::interp::{
+    CacheKind, Input, Interp, InterpError, Options, Pack, cache_buffers, cache_code, cache_value, state_value,
+};
+use crate::ir::layout::placed_bytes;
 use crate::ir::op::Role;
 use crate::ir::schedule::Schedule;
 use crate::ir::variant::{AttentionVariant, swizzled_piece};
@@ -406,7 +409,7 @@ impl Expected {
         self.rows.iter().filter(|row| row.filled)
     }
 
-    /// The bytes for the cache, all in words of 32 bits, little-endian: layers and tokens of the fill and values of a token, then the values;
+    /// The bytes for the cache, all in words of 32 bits, little-endian: layers and tokens of the fill and values of a token, then the values, and of each layer count and values of its state;
     /// of each row its position, whether it is filled, whether noise was measured, that noise, count and values of its logits, the number of layers, and of
     /// each the noise, count and values of keys and of values.
     pub(crate) fn to_entry(&self) -> Vec<u8> {
@@ -415,7 +418,7 @@ impl Expected {
         let tokens = layers.first().map_or(0, Vec::len);
         let head = [layers.len(), tokens].map(|count| count as u32);
         bytes.extend(head.into_iter().flat_map(u32::to_le_bytes));
-        for values in layers.iter().flatten().flatten() {
+        for values in layers.iter().flatten().flatten().chain(&self.fill.states) {
             bytes.extend((values.len() as u32).to_le_bytes());
             bytes.extend(values.iter().flat_map(|value| value.to_le_bytes()));
         }
@@ -454,6 +457,9 @@ impl Expected {
         for _ in 0..layers {
             let of_token = |_| Some([values(&mut word)?, values(&mut word)?]);
             fill.layers.push((0..tokens).map(of_token).collect::<Option<_>>()?);
+        }
+        for _ in 0..layers {
+            fill.states.push(values(&mut word)?);
         }
         let mut rows = vec![];
         while let Some(position) = word() {
@@ -666,8 +672,10 @@ pub fn compare_cuda(
     for row in expected.filled() {
         let (position, rows) = (row.position, filled_rows(row.position));
         expected.cache(subject, subject.weights, row).put_on_device(session, schedule, subject.graph)?;
+        let states = KeptStates::before(rows, session, schedule)?;
         let ids = check_ids(vocab, position + 1);
         let found = twice(judge.figures, &[position], || {
+            states.put_back(session)?;
             let mut row = device_logits(session, &ids, rows, steps_max, vocab, &[position])?.concat();
             for output in outputs {
                 row.extend(session.exchanged(*output)?);
@@ -866,11 +874,67 @@ pub(crate) fn fill_device_cache(
     seed: u64,
     rows: u32,
 ) -> Result<(), SessionError> {
+    fill_device_states(session, schedule, seed, rows)?;
     let value = |layer, kind, row, column| cache_value(seed, layer, kind, row, column);
     write_device_cache(session, schedule, rows, &|layer, kind, row, columns, is_coded| {
         let values = columns.map(|column| value(layer, kind, row, column));
         values.map(|value| if is_coded { Stored::Code(cache_code(value)) } else { Stored::Value(value) }).collect()
     })
+}
+
+/// The recurrent states of a device before a position, for a second run from there: it finds its cache as the first one did, but not its states.
+struct KeptStates {
+    position: u32,
+    /// Place in the arena, and 16-bit words.
+    words: Vec<(u64, Vec<u16>)>,
+}
+
+impl KeptStates {
+    /// Those that are there; none are needed before position 0.
+    fn before(position: u32, session: &Session, schedule: &Schedule) -> Result<KeptStates, SessionError> {
+        let mut words = vec![];
+        for (_, buffer, _) in schedule.program.states().filter(|_| position > 0) {
+            let Some(at) = schedule.placement.get(buffer.index()).copied().flatten() else { continue };
+            let bytes = placed_bytes(&schedule.program.buffers[buffer.index()]) as usize;
+            words.push((at, session.read_cache(at, bytes)?));
+        }
+        Ok(KeptStates { position, words })
+    }
+
+    fn put_back(&self, session: &mut Session) -> Result<(), SessionError> {
+        for (at, words) in &self.words {
+            session.upload_cache(*at, bytemuck::cast_slice(words))?;
+        }
+        session.state_is_before(self.position);
+        Ok(())
+    }
+}
+
+/// Makes the recurrent states of the device those that `Interp::fill_cache` makes.
+pub(crate) fn fill_device_states(
+    session: &mut Session,
+    schedule: &Schedule,
+    seed: u64,
+    position: u32,
+) -> Result<(), SessionError> {
+    let state = |layer, count| (0..count).map(|column| state_value(seed, layer, column)).collect();
+    write_device_states(session, schedule, position, &state)
+}
+
+/// Puts recurrent states on the device, as those before `position`; `state_of`: the values of a layer, of which it is told the number.
+fn write_device_states(
+    session: &mut Session,
+    schedule: &Schedule,
+    position: u32,
+    state_of: &dyn Fn(u32, u32) -> Vec<f32>,
+) -> Result<(), SessionError> {
+    for (layer, buffer, _) in schedule.program.states() {
+        let Some(at) = schedule.placement.get(buffer.index()).copied().flatten() else { continue };
+        let values = state_of(layer.0, schedule.program.buffers[buffer.index()].cols);
+        session.upload_cache(at, bytemuck::cast_slice(&values))?;
+    }
+    session.state_is_before(position);
+    Ok(())
 }
 
 /// What a cache keeps of a value.
@@ -891,7 +955,7 @@ fn write_device_cache(
     rows: u32,
     values_of: &ValuesOf<'_>,
 ) -> Result<(), SessionError> {
-    for (layer, (keys, values)) in (0u32..).zip(cache_buffers(&schedule.program)) {
+    for (layer, (keys, values)) in cache_buffers(&schedule.program) {
         for (kind, id) in [(CacheKind::Key, keys), (CacheKind::Value, values)] {
             let Some(buffer) = schedule.program.buffers.get(id.index()) else { continue };
             let Some(at) = schedule.placement.get(id.index()).copied().flatten() else { continue };
@@ -967,7 +1031,9 @@ impl Judge {
         self.tolerance = fixed;
         compared?;
         for ((layer, expected), found) in (0u32..).zip(&row.appended).zip(appended()?) {
-            let dim = lanes::attention_of(graph, layer as usize).head_dim as usize;
+            // A layer with a recurrent state appends nothing.
+            let Some(attention) = graph.layers[layer as usize].attention() else { continue };
+            let dim = attention.head_dim as usize;
             for (kind, what) in ["keys", "values"].into_iter().enumerate() {
                 let wide: Vec<f64> = expected.rows[kind].iter().map(|&value| f64::from(value)).collect();
                 let distance = lanes::head_distance(&wide, &found[kind], dim);
@@ -1191,7 +1257,8 @@ mod tests {
             ExpectedRow { position, filled: position > 0, noise, logits, appended: vec![appended.clone(); 2] }
         };
         let noise = Noise { error_scaled: 0.5, error_rel_l2: 0.125, kl: 0.0625 };
-        let fill = Fill { layers: vec![vec![[vec![1.0], vec![2.0]], [vec![3.0], vec![4.0]]]; 2] };
+        let layers = vec![vec![[vec![1.0], vec![2.0]], [vec![3.0], vec![4.0]]]; 2];
+        let fill = Fill { layers, states: vec![vec![], vec![5.0, 6.0, 7.0]] };
         let expected = Expected { rows: vec![row(0, Some(noise)), row(7, None)], fill };
         let bytes = expected.to_entry();
         assert_eq!(Expected::from_entry(&bytes), Some(expected));

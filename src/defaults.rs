@@ -387,6 +387,7 @@ pub fn fixed_smem_bytes(
         residual_units: if whole { units } else { units.div_ceil(sms) },
         records: attention.iter().map(records).max().unwrap_or(0),
         choice: routers.map(choice).max().unwrap_or(0),
+        mix: 0,
         precision,
         tensor_cores: mma,
         consumer_warps,

@@ -2,6 +2,7 @@
 
 mod alone;
 mod experts;
+mod mix;
 
 pub use crate::ir::program::LayerOp;
 pub use alone::{graph_of, lower_alone, outputs};
@@ -14,11 +15,12 @@ use crate::ir::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, PARTIAL_H
 use crate::ir::program::{
     Buffer, Cols, Content, Grid, Home, Operand, Paging, Part, Program, Rows, Second, Site, Space, VectorPart,
 };
-use crate::ir::table::{Holds, Table, TableHome};
+use crate::ir::table::{Fact, Holds, Table, TableHome};
 use crate::ir::variant::{LANES, granule_pairs, sum_width_max};
 use crate::ir::{BufferId, LayerId, TableId};
 use crate::model::graph::{
-    self, FeedForward, Layer, Linear, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, RopeId, RowView, TensorId,
+    self, FeedForward, Layer, Linear, Mixer, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, RopeId, RowView,
+    TensorId,
 };
 
 /// Lowers `graph` to grids of tasks. The candidate decides what the program has (split attention, the number of arg-max
@@ -114,8 +116,8 @@ fn constant(role: Role, buffer: BufferId, cols: Cols) -> Operand {
     Operand { role, access: Access::Read, buffer, rows: Rows::One, cols }
 }
 
-/// The tables of a batch: the rows of a launch, and the pages of their sequences.
-fn tables(batch: &Batch, context_max: u32) -> Vec<Table> {
+/// The tables of a batch: the rows of a launch, and the pages of their sequences. A recurrent state needs one fact more.
+fn tables(batch: &Batch, context_max: u32, has_state: bool) -> Vec<Table> {
     let &Batch { rows, sequences, pages, page_rows, words: _ } = batch;
     let blocks = context_max.div_ceil(page_rows.max(1));
     let table = |name: &str, holds: Holds, rows, cols, bound| Table {
@@ -125,7 +127,7 @@ fn tables(batch: &Batch, context_max: u32) -> Vec<Table> {
         rows,
         cols,
         bound,
-        facts: holds.facts().to_vec(),
+        facts: holds.facts().iter().copied().filter(|fact| has_state || *fact != Fact::At).collect(),
     };
     vec![
         table("row.sequence", Holds::Sequences, rows, 1, sequences),
@@ -159,7 +161,7 @@ impl<'a> Builder<'a> {
             return Err(Infeasible::Knob { knob: "sums_everywhere", value, expected });
         }
         let rows = batch.map_or(1, |batch| batch.rows);
-        let tables = batch.map_or(vec![], |batch| tables(batch, context_max));
+        let tables = batch.map_or(vec![], |batch| tables(batch, context_max, graph.has_state()));
         let program =
             Program { name: name.to_string(), precision, context_max, rows, tables, buffers: vec![], grids: vec![] };
         let mut b = Builder {
@@ -454,14 +456,18 @@ impl Builder<'_> {
     /// Lowers one layer; returns the buffer that holds its output.
     fn layer(&mut self, l: usize, layer: &Layer, x: BufferId, start: &Start) -> Result<BufferId, Infeasible> {
         let (hidden, residual) = (self.graph.hidden, start.residual);
-        let a = attention(l, layer)?;
-        let qkv = self.qkv(&format!("qkv.{l}"), Some(Site::of_layer(LayerOp::Qkv, l)), layer, a, x);
-        let attn = self.attention(l, a, qkv, &start.ropes)?;
+        let (mixed, o) = match &layer.mixer {
+            Mixer::Attention(a) => {
+                let qkv = self.qkv(&format!("qkv.{l}"), Some(Site::of_layer(LayerOp::Qkv, l)), layer, a, x);
+                (self.attention(l, a, qkv, &start.ropes)?, &a.o)
+            }
+            Mixer::GatedDelta(net) => (self.mix(l, layer, net, x)?, &net.o),
+        };
         // The sum after attention is exchanged only if the MLP reads it and not every SM makes it.
         let x2 = (!layer.parallel && !start.everywhere).then(|| self.exchange(&format!("x2.{l}"), hidden));
         let sum = Sum { residual, out: x2, scale: layer.residual_scale, hidden };
         let site = Site::of_layer(LayerOp::O, l);
-        self.project_and_add(&format!("o.{l}"), site, attn, &a.o, layer.attn_post_norm.as_ref(), sum);
+        self.project_and_add(&format!("o.{l}"), site, mixed, o, layer.attn_post_norm.as_ref(), sum);
 
         match &layer.feed {
             FeedForward::Dense(mlp) => {

@@ -225,11 +225,16 @@ impl<'a> Timer<'a> {
                 let mut inputs = vec![Input::Selected; steps.max(1) as usize];
                 inputs[0] = Input::Token(first);
                 interp.seek(position)?;
+                interp.state_is_before(position);
                 let started = Instant::now();
                 interp.launch(&inputs, |_| ControlFlow::Continue(()))?;
                 started.elapsed().as_secs_f64() * 1e6
             }
-            On::Device { session, .. } => session.run(position, steps, false)?.device_us,
+            On::Device { session, .. } => {
+                // The time of a step does not depend on the values of its states.
+                session.state_is_before(position);
+                session.run(position, steps, false)?.device_us
+            }
         };
         Ok(launch_us / f64::from(steps))
     }

@@ -284,7 +284,8 @@ mod tests {
     use crate::random::Random;
     use crate::rows::{Guard, Request, Row};
 
-    const SHAPE: Shape = Shape { rows: 1, sequences: 3, context_max: 32, page_rows: 4, pages: 10, window: None };
+    const SHAPE: Shape =
+        Shape { rows: 1, sequences: 3, context_max: 32, page_rows: 4, pages: 10, window: None, has_state: false };
 
     #[test]
     fn sequences_take_and_give_back_pages() {

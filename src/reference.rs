@@ -19,7 +19,7 @@ use crate::model::graph::{
 };
 use crate::model::weights::Weights;
 
-pub use crate::reference::delta::{DeltaState, delta_rule, softplus, step_delta};
+pub use crate::reference::delta::{DeltaState, delta_rule, mix_delta, softplus, step_delta};
 
 /// Logits of every position of `ids`, `[ids.len()][vocab]`.
 ///

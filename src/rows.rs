@@ -37,6 +37,8 @@ pub struct Shape {
     pub pages: u32,
     /// Most positions that a row sees, its own included; `None`: all.
     pub window: Option<u32>,
+    /// Whether sequences have recurrent states: then positions follow one another.
+    pub has_state: bool,
 }
 
 impl Shape {
@@ -50,8 +52,9 @@ impl Shape {
             _ => None,
         });
         let window = windows.reduce(|a, b| Some(a?.max(b?))).flatten();
+        let has_state = program.has_state();
         let Program { rows, context_max, .. } = *program;
-        Some(Shape { rows, sequences: sequences.bound, context_max, page_rows, pages: pages.bound, window })
+        Some(Shape { rows, sequences: sequences.bound, context_max, page_rows, pages: pages.bound, window, has_state })
     }
 
     /// Entries of the page table of one sequence.
@@ -138,6 +141,11 @@ pub enum Refused {
     Steps { sequence: SequenceId, rows: u32, steps: u32 },
     #[error("`filled`: row {row} is at position {position} of {sequence}, which is written from {from} to {to}")]
     Filled { row: usize, sequence: SequenceId, position: u32, from: u32, to: u32 },
+    #[error(
+        "`at`: row {row} is at position {position} of {sequence}, whose recurrent state is {}; expected position 0, or the one after",
+        state_of(.kept)
+    )]
+    At { row: usize, sequence: SequenceId, position: u32, kept: Option<u32> },
     #[error("`distinct`: row {row} writes {page}, which the launch already writes")]
     Distinct { row: usize, page: PageId },
     #[error("`unshared`: row {row} writes {page}, which {holders} blocks hold")]
@@ -150,11 +158,16 @@ impl Refused {
         match self {
             Refused::Consecutive { .. } | Refused::Steps { .. } => Some(Fact::Consecutive),
             Refused::Filled { .. } => Some(Fact::Filled),
+            Refused::At { .. } => Some(Fact::At),
             Refused::Distinct { .. } => Some(Fact::Distinct),
             Refused::Unshared { .. } => Some(Fact::Unshared),
             _ => None,
         }
     }
+}
+
+fn state_of(kept: &Option<u32>) -> String {
+    kept.map_or("not known".to_string(), |position| format!("that before position {position}"))
 }
 
 /// The guard's knowledge of a sequence.
@@ -175,6 +188,8 @@ pub struct Guard {
     /// The last launch before each of these entries was set.
     given: Vec<u64>,
     sequences: Vec<Held>,
+    /// For each sequence, the position before which its recurrent state is. `None`: it is not known, for a launch has not ended well.
+    at: Vec<Option<u32>>,
     /// For each page, the number of blocks that hold it.
     holders: Vec<u32>,
     /// For each page, how many of its rows are written, from the first on.
@@ -209,6 +224,7 @@ impl Guard {
             given: vec![0; sequences * shape.blocks() as usize],
             ran: vec![0; sequences],
             sequences: vec![Held::default(); sequences],
+            at: vec![Some(0); sequences],
             holders: vec![0; pages],
             written: vec![0; pages],
             sequence_seen: vec![0; sequences],
@@ -223,6 +239,17 @@ impl Guard {
         &self.shape
     }
 
+    /// Whether a row at `position` finds the recurrent state that it needs.
+    pub fn goes_on_at(&self, sequence: SequenceId, position: u32) -> bool {
+        let kept = self.at.get(sequence.index()).copied().flatten();
+        !self.shape.has_state || position == 0 || kept == Some(position)
+    }
+
+    /// Tells that the recurrent state of a sequence is that before `position`. A timer may say so of any state.
+    pub fn state_is_before(&mut self, sequence: SequenceId, position: u32) {
+        self.at[sequence.index()] = Some(position);
+    }
+
     /// Applies the edits of `request` and judges its rows. A refused request changes nothing.
     ///
     /// # Errors
@@ -234,6 +261,7 @@ impl Guard {
             self.undo();
             return Err(refused);
         }
+        request.rows.iter().for_each(|row| self.at[row.sequence.index()] = None);
         Ok(Tables { rows: request.rows.clone(), steps: request.steps, guard: self })
     }
 
@@ -347,6 +375,14 @@ impl Guard {
                 return Err(Refused::Filled { row, sequence, position, from: dropped * page_rows, to: filled });
             }
         }
+        if self.shape.has_state {
+            for Run { first: row, sequence, position, .. } in runs(&request.rows) {
+                let kept = self.at[sequence.index()];
+                if !self.goes_on_at(sequence, position) {
+                    return Err(Refused::At { row, sequence, position, kept });
+                }
+            }
+        }
         // Checked before `unshared`, because two rows that write one page share it, too, and this error says more.
         for (row, page) in self.written_pages(request) {
             let page = page?;
@@ -420,6 +456,7 @@ impl Tables<'_> {
             guard.ran[sequence.index()] = guard.launch;
             let ran = steps.min(most);
             let end = position + if ran == 0 { 0 } else { rows - 1 + ran };
+            guard.at[sequence.index()] = Some(end);
             let held = &mut guard.sequences[sequence.index()];
             let before = std::mem::replace(&mut held.filled, end);
             for block in position / page_rows..before.max(end).div_ceil(page_rows) {
@@ -438,7 +475,7 @@ mod tests {
     use crate::random::Random;
 
     fn shape(rows: u32) -> Shape {
-        Shape { rows, sequences: 4, context_max: 32, page_rows: 4, pages: 16, window: None }
+        Shape { rows, sequences: 4, context_max: 32, page_rows: 4, pages: 16, window: None, has_state: false }
     }
 
     fn page(sequence: u32, block: u32, page: u32) -> Edit {

@@ -174,7 +174,7 @@ fn check_memory(schedule: &Schedule, target: &Target) -> Result<(), Infeasible> 
         schedule.program.buffers.iter().filter(|b| space(b.space)).map(placed_bytes).sum()
     };
     let weights = pack_bytes(schedule);
-    let cache = buffers(|space| space == Space::Cache);
+    let cache = buffers(|space| space.arena() == Space::Cache);
     let rest = buffers(|space| matches!(space, Space::Exchange | Space::Output));
     let (bytes, most) = (weights + cache + rest, target.spec.memory_bytes);
     if bytes > most {
@@ -292,6 +292,7 @@ fn machine(
         heads_per_task: 1,
         records: 0,
         choice: 0,
+        mix: 0,
         residual_units: 0,
         precision: program.precision,
         tensor_cores: spec.dot == DotMechanism::Mma,
@@ -341,6 +342,11 @@ fn machine(
             Op::Route(route) => {
                 let groups = route.groups.map_or(0, |groups| groups.count);
                 needs.choice = needs.choice.max(2 * route.experts + 2 * route.top_k + 2 * groups);
+            }
+            // q, k, v, the gate, beta and the decay; two sums of each part and column.
+            Op::Mix(mix) => {
+                needs.mix = needs.mix.max(mix.channels() + mix.value_dim + 2);
+                needs.choice = needs.choice.max(2 * mix.parts(c.consumer_warps * 32) * mix.value_dim);
             }
             Op::Select | Op::Report | Op::AttentionMerge { .. } => {}
         }
@@ -604,6 +610,12 @@ fn unit_shares(program: &Program, grid: &Grid, m: &MatVec, load: &[u64], cost: &
 fn even_shares(grid: &Grid, rows: u32, sms: usize, spread: &mut usize) -> Vec<Share> {
     let n = grid.n as usize;
     match &grid.op {
+        // A state stays where it is: in every regime, and so whatever other grids there are, an SM has the same heads. Layers begin elsewhere.
+        Op::Mix(_) => {
+            let start = grid.site.and_then(|site| site.layer).map_or(0, |layer| layer.index());
+            let sm = |i: usize| (start + if n <= sms { i * sms / n } else { i }) % sms;
+            (0..n).map(|i| Share { sm: sm(i), lo: i as u32, hi: i as u32 + 1, j: 0, row: 0 }).collect()
+        }
         op if op.everywhere() => {
             (0..n).map(|i| Share { sm: i, lo: i as u32, hi: i as u32 + 1, j: 0, row: 0 }).collect()
         }

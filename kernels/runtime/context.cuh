@@ -39,8 +39,10 @@ __device__ __forceinline__ bool filters(const Params& p) { return (p.top_k | p.t
 // Of a kernel whose cache is a pool of pages: M has PAGE_ROWS, PAGES and POOL_ROWS.
 struct PagedParams : Params {
   const u32* pages; // of each block of PAGE_ROWS positions, its page
+  u32 sequence; // row of the page table, and of recurrent states
+  u32 reserved_of_pages; // no meaning yet
 };
-static_assert(sizeof(PagedParams) == 192, "the host fills this struct");
+static_assert(sizeof(PagedParams) == 200, "the host fills this struct");
 
 template <class M>
 __device__ constexpr bool has_pages(decltype(M::PAGE_ROWS)*) {

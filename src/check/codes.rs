@@ -20,7 +20,8 @@ use super::{
     expected_rows, filled_rows, inputs, keep, reader_of, split,
 };
 use super::{
-    PROMPT_COST_MAX, REFERENCE_COST_MAX, check_selection, device_logits, fill_device_cache, twice, write_device_cache,
+    KeptStates, PROMPT_COST_MAX, REFERENCE_COST_MAX, check_selection, device_logits, fill_device_cache, twice,
+    write_device_cache, write_device_states,
 };
 use crate::cuda::session::{Session, SessionError};
 use crate::dtype::{DType, Precision};
@@ -144,7 +145,7 @@ impl DeviceCaches {
         let of_layer = |(layer, (keys, values)): (u32, (BufferId, BufferId))| {
             [shape(layer, CacheKind::Key, keys), shape(layer, CacheKind::Value, values)]
         };
-        DeviceCaches::of_shapes(schedule, (0..).zip(cache_buffers(&schedule.program)).flat_map(of_layer).collect())
+        DeviceCaches::of_shapes(schedule, cache_buffers(&schedule.program).into_iter().flat_map(of_layer).collect())
     }
 
     fn of_shapes(schedule: &Schedule, shapes: Vec<CacheShape>) -> DeviceCaches {
@@ -365,18 +366,23 @@ impl CacheContents<'_> {
     pub fn put(&self, interp: &mut Interp) -> Result<(), InterpError> {
         match self {
             CacheContents::AtRandom { rows } => interp.fill_cache(FILL_SEED, *rows),
-            CacheContents::OfText(filler) => interp.fill_cache_with(filler.rows(), |cache, row| {
-                let layer = cache.layer as usize;
-                let attn = lanes::attention_of(filler.graph(), layer);
-                let pitch = cache.cols / attn.kv_heads as usize;
-                // Columns that no head has stay 0.
-                let mut by_column = vec![0.0; cache.cols];
-                let row = filler.row(layer, cache.kind, row);
-                for (columns, head) in by_column.chunks_exact_mut(pitch).zip(row.chunks_exact(attn.head_dim as usize)) {
-                    columns[..head.len()].copy_from_slice(head);
-                }
-                by_column
-            }),
+            CacheContents::OfText(filler) => {
+                interp.fill_states(filler.rows(), |layer, _| filler.state(layer as usize).to_vec());
+                interp.fill_cache_with(filler.rows(), |cache, row| {
+                    let layer = cache.layer as usize;
+                    let attn = lanes::attention_of(filler.graph(), layer);
+                    let pitch = cache.cols / attn.kv_heads as usize;
+                    // Columns that no head has stay 0.
+                    let mut by_column = vec![0.0; cache.cols];
+                    let row = filler.row(layer, cache.kind, row);
+                    for (columns, head) in
+                        by_column.chunks_exact_mut(pitch).zip(row.chunks_exact(attn.head_dim as usize))
+                    {
+                        columns[..head.len()].copy_from_slice(head);
+                    }
+                    by_column
+                })
+            }
         }
     }
 
@@ -394,6 +400,7 @@ impl CacheContents<'_> {
             CacheContents::AtRandom { rows } => return fill_device_cache(session, schedule, FILL_SEED, *rows),
             CacheContents::OfText(filler) => filler,
         };
+        write_device_states(session, schedule, filler.rows(), &|layer, _| filler.state(layer as usize).to_vec())?;
         write_device_cache(session, schedule, filler.rows(), &|layer, kind, row, columns, is_coded| {
             let layer = layer as usize;
             let (dim, pitch) = (lanes::attention_of(graph, layer).head_dim as usize, columns.len());
@@ -457,7 +464,9 @@ impl OneRow for OnDevice<'_> {
         wanted: &[u32],
     ) -> Result<Vec<Vec<f32>>, CheckError> {
         let (session, vocab, steps_max) = (&mut *self.session, self.subject.graph.vocab, self.steps_max);
+        let states = KeptStates::before(first, session, self.subject.validated.schedule())?;
         twice(figures, wanted, || {
+            states.put_back(session)?;
             let mut rows = device_logits(session, ids, first, steps_max, vocab, wanted)?;
             if let Some(last) = rows.last_mut() {
                 for output in self.subject.outputs() {

@@ -19,12 +19,14 @@ use crate::dtype::{DType, Precision};
 use crate::format::{e4m3, to_e4m3};
 use crate::interp::CacheKind;
 use crate::model::cache_scales::cache_scales;
-use crate::model::graph::{Attention, Experts, FeedForward, Layer, Linear, Mlp, ModelGraph, Norm, Rope};
+use crate::model::graph::{
+    Attention, Experts, FeedForward, GatedDelta, Layer, Linear, Mixer, Mlp, ModelGraph, Norm, Rope,
+};
 use crate::model::weights::Weights;
 use crate::random::Random;
 use crate::reference::{
-    AttentionShape, act, add_scaled, attention, choose, gate_output, gated, missed, norm, norm_and_rotate, qk_norm,
-    qk_norm_values, query_factor, rope_factors, scores, sigmoid, slot_weights, softcap,
+    AttentionShape, DeltaState, act, add_scaled, attention, choose, gate_output, gated, missed, mix_delta, norm,
+    norm_and_rotate, qk_norm, qk_norm_values, query_factor, rope_factors, scores, sigmoid, slot_weights, softcap,
 };
 
 /// Lanes that round. The largest distance counts, because one of them may be right by chance. The lane that rounds to the nearest does in every layer the
@@ -108,10 +110,13 @@ pub struct Routed {
 }
 
 /// What caches of deep positions are made of: keys before rotation (and before the norm, if that follows), and values, by layer and token of the text.
+/// Layers with a recurrent state have none.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Fill {
     /// `[layer][token]`: the key, then the value, `[kv_heads * head_dim]` each.
     pub(super) layers: Vec<Vec<[Vec<f32>; 2]>>,
+    /// By layer, the recurrent state after the text, as [`DeltaState::by_head`] has it; empty in a layer with attention.
+    pub(super) states: Vec<Vec<f32>>,
 }
 
 /// What keys and values of a cache go through.
@@ -185,6 +190,11 @@ impl<'a> Filler<'a> {
         filled(self.graph, &self.tables, self.fill, layer, kind, row)
     }
 
+    /// The recurrent state of a layer; empty if it has none.
+    pub fn state(&self, layer: usize) -> &[f32] {
+        &self.fill.states[layer]
+    }
+
     /// What values of a KV head are multiples of.
     pub fn scale(&self, layer: usize, kind: CacheKind, head: usize) -> f32 {
         let of_kind = usize::from(kind == CacheKind::Value);
@@ -192,9 +202,12 @@ impl<'a> Filler<'a> {
     }
 }
 
-/// The attention of a layer: a kernel that is checked has it in every layer, for lowering refuses other mixers.
+/// The attention of a layer with a cache.
+///
+/// # Panics
+/// If the layer has another mixer.
 pub fn attention_of(graph: &ModelGraph, layer: usize) -> &Attention {
-    graph.layers[layer].attention().expect("lowering refuses a layer without attention")
+    graph.layers[layer].attention().expect("a layer with a cache has attention")
 }
 
 fn filled(graph: &ModelGraph, tables: &Tables, fill: &Fill, layer: usize, kind: CacheKind, row: u32) -> Vec<f32> {
@@ -328,10 +341,22 @@ pub fn compute(
     let tables = Tables::new(graph, weights, rounding.precision.cache, deepest);
     let mut pass = Pass { wanted: vec![], computed: vec![], routed: vec![], fill: Fill::default() };
     for layer in 0..graph.layers.len() {
-        let keys = model.project(layer, texts, &mut vectors, &mut pass, text_count);
-        let before = |text: &Text| history(graph, &tables, &pass.fill, layer, text.first);
-        let filled: Vec<[Vec<Vec<f64>>; 2]> = texts.iter().map(before).collect();
-        model.finish_layer(layer, texts, &filled, keys, &mut vectors, &mut pass);
+        let Layer { attn_norm, mlp_norm, parallel, mixer, .. } = &graph.layers[layer];
+        let inputs = model.normed(attn_norm.as_ref(), &mut vectors);
+        // The branch of an MLP that reads the input of the layer.
+        let parallel = parallel.then(|| model.normed(mlp_norm.as_ref(), &mut vectors));
+        let (mixed, o) = match mixer {
+            Mixer::Attention(attn) => {
+                let projected = model.project(layer, attn, &inputs, texts, &mut vectors, &mut pass, text_count);
+                let before = |text: &Text| history(graph, &tables, &pass.fill, layer, text.first);
+                let filled: Vec<[Vec<Vec<f64>>; 2]> = texts.iter().map(before).collect();
+                (model.attend(attn, &filled, projected, &vectors), &attn.o)
+            }
+            Mixer::GatedDelta(net) => {
+                (model.mix(layer, net, &inputs, texts, &mut vectors, &mut pass, text_count), &net.o)
+            }
+        };
+        model.finish_layer(layer, texts, (mixed, o), parallel, &mut vectors, &mut pass);
         on_layer();
     }
     model.head(texts, vectors, &mut pass);
@@ -354,31 +379,29 @@ struct Model<'a> {
     rounding: Rounding,
 }
 
-/// Queries of each vector, its gates of attention's output, and the branch of an MLP that reads the input of the layer.
+/// Queries of each vector, and its gates of attention's output.
 struct Projected {
     queries: Vec<Vec<f64>>,
     gates: Option<Vec<Vec<f64>>>,
-    parallel: Option<Vec<Vec<f64>>>,
 }
 
 impl Model<'_> {
     /// Queries, keys and values of a layer; the text's keys before rotation go into the fill.
+    #[allow(clippy::too_many_arguments)] // What every mixer gets.
     fn project(
         &self,
         layer: usize,
+        attn: &Attention,
+        inputs: &[Vec<f64>],
         texts: &[Text],
         vectors: &mut [Vector],
         pass: &mut Pass,
         text_count: usize,
     ) -> Projected {
-        let Layer { attn_norm, mlp_norm, parallel, .. } = &self.graph.layers[layer];
-        let attn = attention_of(self.graph, layer);
-        let inputs = self.normed(attn_norm.as_ref(), vectors);
-        let parallel = parallel.then(|| self.normed(mlp_norm.as_ref(), vectors));
-        let mut queries = self.linear(&attn.q, &inputs, vectors);
-        let keys = self.linear(&attn.k, &inputs, vectors);
-        let values = self.linear(&attn.v, &inputs, vectors);
-        let mut gates = attn.gate.as_ref().map(|gate| self.linear(gate, &inputs, vectors));
+        let mut queries = self.linear(&attn.q, inputs, vectors);
+        let keys = self.linear(&attn.k, inputs, vectors);
+        let values = self.linear(&attn.v, inputs, vectors);
+        let mut gates = attn.gate.as_ref().map(|gate| self.linear(gate, inputs, vectors));
         if let Some(gates) = &mut gates {
             let wire = self.rounding.precision.wire;
             self.each(vectors, gates, |vector, x| vector.round(wire, x));
@@ -417,8 +440,73 @@ impl Model<'_> {
             }
         }
         pass.fill.layers.push(of_text);
+        pass.fill.states.push(vec![]);
         self.take(layer, texts, vectors, pass);
-        Projected { queries, gates, parallel }
+        Projected { queries, gates }
+    }
+
+    /// A gated delta net, from the first position of each text on, or from the state that the first text left; that goes into the fill.
+    #[allow(clippy::too_many_arguments)] // What every mixer gets.
+    fn mix(
+        &self,
+        layer: usize,
+        net: &GatedDelta,
+        inputs: &[Vec<f64>],
+        texts: &[Text],
+        vectors: &mut [Vector],
+        pass: &mut Pass,
+        text_count: usize,
+    ) -> Vec<Vec<f64>> {
+        let wire = self.rounding.precision.wire;
+        let mut projected: Vec<[Vec<f64>; 6]> = vec![Default::default(); vectors.len()];
+        for (part, projection) in net.projections().into_iter().enumerate() {
+            let mut all = self.linear(projection, inputs, vectors);
+            self.each(vectors, &mut all, |vector, x| vector.round(wire, x));
+            projected.iter_mut().zip(all).for_each(|(of, x)| of[part] = x);
+        }
+        // The vectors of a text are one row after another, each with all of its lanes.
+        let mut mixed = vec![vec![]; vectors.len()];
+        let run = |from: usize, count: usize, first: u32, lane: usize, fill: &[f32], kept: usize| {
+            let mut state = if first == 0 { DeltaState::new(net) } else { DeltaState::from_heads(net, fill) };
+            let (mut out, mut after) = (vec![], None);
+            for row in 0..count {
+                let at = from + row * (texts[vectors[from].text].lanes + 1) + lane;
+                out.push((at, mix_delta(self.weights, net, &mut state, projected[at].clone())));
+                if row + 1 == kept {
+                    after = Some(state.by_head(net));
+                }
+            }
+            (out, after)
+        };
+        let mut from = 0;
+        let mut all = vec![];
+        for (t, text) in texts.iter().enumerate() {
+            all.extend((0..=text.lanes).map(|lane| (t, from, lane)));
+            from += text.ids.len() * (text.lanes + 1);
+        }
+        let mut put = |out: Vec<(usize, Vec<f64>)>| out.into_iter().for_each(|(at, y)| mixed[at] = y);
+        let mut fill = vec![];
+        if let Some(first) = texts.first() {
+            let (out, after) = run(0, first.ids.len(), first.first, 0, &[], text_count);
+            put(out);
+            fill = after.unwrap_or_default();
+        }
+        let rest: Vec<_> = all
+            .into_par_iter()
+            .skip(1)
+            .map(|(t, from, lane)| run(from, texts[t].ids.len(), texts[t].first, lane, &fill, 0).0)
+            .collect();
+        rest.into_iter().for_each(put);
+        pass.fill.layers.push(vec![[vec![], vec![]]; text_count]);
+        pass.fill.states.push(fill);
+        for vector in vectors.iter().filter(|vector| vector.noise.is_none()) {
+            let &Vector { text, position, .. } = vector;
+            if texts[text].taken.is_some() || texts[text].wanted.contains(&position) {
+                let rows = [vec![], vec![]];
+                pass.computed.push(Computed { text, position, layer, rows, noise: [0.0; 2] });
+            }
+        }
+        mixed
     }
 
     /// Keeps what was computed, and replaces keys and values by those that a text has taken.
@@ -445,25 +533,20 @@ impl Model<'_> {
         }
     }
 
-    /// Attention, its output, and what follows attention in a layer.
+    /// The output of a mixer, and what follows it in a layer.
     fn finish_layer(
         &self,
         layer: usize,
         texts: &[Text],
-        filled: &[[Vec<Vec<f64>>; 2]],
-        Projected { queries, gates, parallel }: Projected,
+        (mut mixed, o): (Vec<Vec<f64>>, &Linear),
+        parallel: Option<Vec<Vec<f64>>>,
         vectors: &mut [Vector],
         pass: &mut Pass,
     ) {
-        let attn = attention_of(self.graph, layer);
         let Layer { attn_post_norm, mlp_norm, feed, mlp_post_norm, residual_scale, .. } = &self.graph.layers[layer];
         let wire = self.rounding.precision.wire;
-        let mut mixed = self.attend(attn, filled, queries, vectors);
-        for (gate, mixed) in gates.iter().flatten().zip(&mut mixed) {
-            gate_output(gate, mixed);
-        }
         self.each(vectors, &mut mixed, |vector, x| vector.round(wire, x));
-        let mut out = self.linear(&attn.o, &mixed, vectors);
+        let mut out = self.linear(o, &mixed, vectors);
         self.add(attn_post_norm.as_ref(), *residual_scale, &mut out, vectors);
         let input = parallel.unwrap_or_else(|| self.normed(mlp_norm.as_ref(), vectors));
         let mut out = match feed {
@@ -562,12 +645,12 @@ impl Model<'_> {
         y
     }
 
-    /// Each vector over the rows of its own lane, and the rows before its text.
+    /// Each vector over the rows of its own lane, and the rows before its text; gated, if attention is.
     fn attend(
         &self,
         attn: &Attention,
         filled: &[[Vec<Vec<f64>>; 2]],
-        queries: Vec<Vec<f64>>,
+        Projected { queries, gates }: Projected,
         vectors: &[Vector],
     ) -> Vec<Vec<f64>> {
         let shape = AttentionShape {
@@ -598,7 +681,11 @@ impl Model<'_> {
             });
             attention(&shape, attn.scale, attn.softcap, sinks.as_deref(), &q, &keys, &values)
         };
-        queries.into_par_iter().enumerate().map(of).collect()
+        let mut mixed: Vec<Vec<f64>> = queries.into_par_iter().enumerate().map(of).collect();
+        for (gate, mixed) in gates.iter().flatten().zip(&mut mixed) {
+            gate_output(gate, mixed);
+        }
+        mixed
     }
 
     fn head(&self, texts: &[Text], vectors: Vec<Vector>, pass: &mut Pass) {

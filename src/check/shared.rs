@@ -7,7 +7,7 @@ use super::codes;
 use super::{
     CheckError, Checked, Figures, Judge, Noise, check_ids, check_selection, device_logits, inputs, noise_of, twice,
 };
-use crate::cuda::rows::{RowLauncher, given};
+use crate::cuda::rows::{FirstToken, RowLauncher, given};
 use crate::cuda::session::Session;
 use crate::dtype::{DType, Precision};
 use crate::interp::{Interp, Options, Pack};
@@ -281,7 +281,8 @@ pub fn check_shared(
     let blocks_of = |positions: u32| positions.div_ceil(shape.page_rows.max(1)).max(1);
     let short = texts.texts[0].ids.len() as u32;
     let steps = STEPS.min(on.session.steps_max()).min(shape.context_max.saturating_sub(short));
-    let in_pool = shape.pages / blocks_of(short + steps);
+    // A step more where none can be repeated.
+    let in_pool = shape.pages / blocks_of(short + steps + u32::from(shape.has_state));
     let count = shape.rows.max(2).min(shape.sequences).min(in_pool.max(1));
     let sequences: Vec<(SequenceId, usize)> = (0..count).map(|n| (on.open(), text_of(n))).collect();
     for position in 0..short {
@@ -295,7 +296,11 @@ pub fn check_shared(
     // The same tokens again, with the first of a launch given and the others decided: each is what the logits after it say.
     if steps > 1 {
         for part in sequences.chunks(shape.rows as usize) {
-            on.go_on(part, short - 1, steps)?;
+            if shape.has_state {
+                on.go_on(part, short, steps.min(shape.context_max.saturating_sub(short + 1)))?;
+            } else {
+                on.go_on(part, short - 1, steps)?;
+            }
         }
     }
     sequences.into_iter().for_each(|(sequence, _)| on.pool.close(sequence).expect("an open sequence"));
@@ -381,31 +386,43 @@ impl OnDevice<'_> {
         Ok(())
     }
 
-    /// A launch of several steps from the last position of each short text on: the first token that a row decides is the arg-max of the logits that
-    /// one step leaves there, and the last one that of the last logits.
+    /// A launch of several steps from `position` of each short text on, or from the one after the text: the first token that a row decides is the arg-max
+    /// of the logits that one step leaves there, and the last one that of the last logits. A step that moves recurrent states on is not repeated: the
+    /// launch goes on after it with what it decided.
     fn go_on(&mut self, sequences: &[(SequenceId, usize)], position: u32, steps: u32) -> Result<(), CheckError> {
         for &(sequence, _) in sequences {
-            self.pool.reserve(sequence, position + steps).expect("pages for every position of the check");
+            let more = u32::from(self.session.shape().has_state);
+            self.pool.reserve(sequence, position + steps + more).expect("pages for every position of the check");
         }
-        let tokens: Vec<u32> =
-            sequences.iter().map(|&(_, text)| self.texts.texts[text].ids[position as usize]).collect();
-        let mut launch = |steps: u32| {
-            let row = |&(sequence, _): &(SequenceId, usize)| Row { sequence, position, wants_logits: true };
+        let token = |&(_, text): &(SequenceId, usize)| {
+            let ids = &self.texts.texts[text].ids;
+            ids[position as usize % ids.len()]
+        };
+        let tokens: Vec<u32> = sequences.iter().map(token).collect();
+        let has_state = self.session.shape().has_state;
+        let mut launch = |from: u32, steps: u32| {
+            let row = |&(sequence, _): &(SequenceId, usize)| Row { sequence, position: from, wants_logits: true };
             let request = Request { rows: sequences.iter().map(row).collect(), steps, edits: self.pool.take_edits() };
             let admitted = self.guard.admit(&request).expect("pages of the pool keep all facts");
             let mut inputs = given(&tokens);
-            inputs.iter_mut().for_each(|input| input.steps = steps);
+            for (row, input) in (0..).zip(&mut inputs) {
+                input.steps = steps;
+                if from > position {
+                    input.first = FirstToken::Decided(row);
+                }
+            }
             let launched = self.session.run_whole(admitted, &inputs, true)?;
             let logits: Vec<Vec<f32>> =
                 (0..sequences.len() as u32).map(|row| self.session.logits(row)).collect::<Result<_, _>>()?;
             Ok::<_, CheckError>((launched.tokens, logits))
         };
-        let (_, first) = launch(1)?;
-        let (decided, last) = launch(steps)?;
+        let (decided_first, first) = launch(position, 1)?;
+        let from = if has_state { position + 1 } else { position };
+        let (decided, last) = launch(from, steps)?;
         for row in 0..sequences.len() {
-            let of = |step: u32| decided.get(step as usize).and_then(|tokens| tokens.get(row)).copied();
-            self.is_best(position, &first[row], of(1))?;
-            self.is_best(position + steps - 1, &last[row], of(steps))?;
+            let of = |of: &[Vec<u32>], step: u32| of.get(step as usize).and_then(|tokens| tokens.get(row)).copied();
+            self.is_best(position, &first[row], of(if has_state { &decided_first } else { &decided }, 1))?;
+            self.is_best(from + steps - 1, &last[row], of(&decided, steps))?;
         }
         Ok(())
     }

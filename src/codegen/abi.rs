@@ -33,22 +33,22 @@ kernel_struct! {
         x: u32,
         /// packets of the published operand
         out: u32,
-        /// packets of a second published operand (best of the head, shares of experts); of attention: scales of a cache in fp8, in OFFSET_BYTES
-        aux_or_scales: u32 as [aux, cache_scales],
+        /// packets of a second published operand (best of the head, shares of experts), or of the buffer with beta; of attention: scales of a cache in fp8, in OFFSET_BYTES
+        aux_or_scales: u32 as [aux, cache_scales, beta],
         /// of a matrix of codes: the scales of its rows, in OFFSET_BYTES; else the row of the step that the task takes
         row_scales_or_row: u32 as [row_scales, row],
         /// first residual value of this block that the task owns; of attention: sinks, in OFFSET_BYTES; of its merge: packets of the gate's buffer
         residual: u32 as [residual, sinks, gate],
         /// norm weight of the input, or of q
         norm_weight: u32 as [norm_weight, q_norm],
-        /// norm bias of the input, or norm weight of k
-        norm_bias: u32 as [norm_bias, k_norm],
+        /// norm bias of the input, or norm weight of k; of a mix its a_log
+        norm_bias: u32 as [norm_bias, k_norm, a_log],
         /// by op
-        table: u32 as [bias, rope, table],
-        /// where keys are appended; packets of the choice of a slot, or of the gate of a shared expert
-        k_cache: u32 as [k_cache, choice, shared_gate],
-        /// where values are appended; of a chosen part: the row of the step that it is chosen for
-        v_cache: u32 as [v_cache, slot_row],
+        table: u32 as [bias, rope, table, conv],
+        /// where keys are appended; packets of the choice of a slot, or of the gate of a shared expert; a state, in OFFSET_BYTES
+        k_cache: u32 as [k_cache, choice, shared_gate, state],
+        /// where values are appended; of a chosen part: the row of the step that it is chosen for; of a mix its dt_bias
+        v_cache: u32 as [v_cache, slot_row, dt_bias],
     }
 }
 
@@ -139,6 +139,10 @@ kernel_struct! {
         params: Params as [],
         /// of each block of PAGE_ROWS positions, its page
         pages: u64 = "const u32*",
+        /// row of the page table, and of recurrent states
+        sequence: u32,
+        /// no meaning yet
+        reserved_of_pages: u32,
     }
 }
 
@@ -299,6 +303,7 @@ impl<'a> GridEntry<'a> {
                 Op::Select => NONE,
                 Op::Attention(_) => constant(Role::CacheScales),
                 Op::Route(_) | Op::Combine(_) => packets(Role::Shares),
+                Op::Mix(_) => packets(Role::Beta),
                 _ => packets(Role::Best),
             },
             row_scales_or_row: row_scales.unwrap_or(0),
@@ -308,14 +313,18 @@ impl<'a> GridEntry<'a> {
                 _ => 0,
             },
             norm_weight: either(&[Role::NormWeight, Role::QNormWeight]),
-            norm_bias: either(&[Role::NormBias, Role::KNormWeight]),
-            table: either(&[Role::Bias, Role::Rope, Role::Table]),
+            norm_bias: either(&[Role::NormBias, Role::KNormWeight, Role::ALog]),
+            table: either(&[Role::Bias, Role::Rope, Role::Table, Role::Conv]),
             k_cache: match grid.op {
                 Op::MatVec(_) => packets(Role::Choices),
                 Op::Combine(_) => columns_of(schedule, grid, Role::Gate, 0),
+                Op::Mix(_) => place(schedule, grid, Role::State, Space::State, PLACE_ALIGN_BYTES),
                 _ => cache(Role::AppendK),
             },
-            v_cache: cache(Role::AppendV),
+            v_cache: match grid.op {
+                Op::Mix(_) => constant(Role::DtBias),
+                _ => cache(Role::AppendV),
+            },
         };
         GridEntry {
             grid,

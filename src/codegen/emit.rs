@@ -4,7 +4,7 @@ use super::{Float, HEADERS, KernelSource, ROWS_HEADERS};
 use crate::dtype::DType;
 use crate::format::{Code, Format, ScaleCode, TableRow};
 use crate::ir::layout::{WARP_ROWS, WORD_ROWS};
-use crate::ir::op::{Attention, Combine, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role, Route, UNIT_ROWS};
+use crate::ir::op::{Attention, Combine, Epilogue, MatVec, Mix, NormAttr, Op, QkNormAttr, Role, Route, UNIT_ROWS};
 use crate::ir::program::{Buffer, Grid, Operand, Program, Rows};
 use crate::ir::schedule::{Regime, Schedule, SmemKind, Source};
 use crate::ir::table::Holds;
@@ -325,6 +325,7 @@ fn class_of(schedule: &Schedule, id: GridId, grid: &Grid, rows: u32) -> (&'stati
         Op::Report => ("Report", String::new()),
         Op::Route(route) => ("Route", route_members(grid, route)),
         Op::Combine(combine) => ("Combine", combine_members(program, grid, combine)),
+        Op::Mix(mix) => ("Mix", mix_members(program, grid, mix)),
         Op::Embed { scale, everywhere } => {
             let table = grid.operand(Role::Table).map(|o| &program.buffers[o.buffer.index()]);
             let hidden = table.map_or(0, |table| table.cols);
@@ -382,6 +383,25 @@ fn combine_members(program: &Program, grid: &Grid, combine: &Combine) -> String 
         shared.is_some(),
         Float(shared.unwrap_or(0.0)),
         Float(scale),
+    )
+}
+
+fn mix_members(program: &Program, grid: &Grid, mix: &Mix) -> String {
+    // Destructured so that a new attribute does not compile until the kernel knows it.
+    let Mix { key_heads, value_heads, key_dim, value_dim, kernel, eps, doubles } = mix;
+    let at = |role| grid.operand(role).map_or(0, |operand| operand.cols.base);
+    let cols = |role| grid.operand(role).map_or(0, |operand| program.buffers[operand.buffer.index()].cols);
+    // Where words lie depends on how many columns there are.
+    let words = match program.rows {
+        1 => String::new(),
+        _ => format!("int COLS = {}\nint SCALAR_COLS = {}\n", cols(Role::Q), cols(Role::Beta)),
+    };
+    format!(
+        "int KEY_HEADS = {key_heads}\nint VALUE_HEADS = {value_heads}\nint KEY_DIM = {key_dim}\nint VALUE_DIM = {value_dim}\n\
+         int KERNEL = {kernel}\nfloat EPS = {}\nbool DOUBLES = {doubles}\nint BETA_AT = {}\nint DECAY_AT = {}\n{words}",
+        Float(*eps),
+        at(Role::Beta),
+        at(Role::Decay),
     )
 }
 

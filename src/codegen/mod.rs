@@ -21,7 +21,7 @@ pub struct KernelSource {
 }
 
 /// The kernel library, by the names that `#include` uses.
-pub const HEADERS: [(&str, &str); 23] = [
+pub const HEADERS: [(&str, &str); 24] = [
     ("monobloc.cuh", include_str!("../../kernels/monobloc.cuh")),
     ("core/types.cuh", include_str!("../../kernels/core/types.cuh")),
     ("core/math.cuh", include_str!("../../kernels/core/math.cuh")),
@@ -45,10 +45,11 @@ pub const HEADERS: [(&str, &str); 23] = [
     ("ops/norm_add.cuh", include_str!("../../kernels/ops/norm_add.cuh")),
     ("ops/route.cuh", include_str!("../../kernels/ops/route.cuh")),
     ("ops/combine.cuh", include_str!("../../kernels/ops/combine.cuh")),
+    ("ops/mix.cuh", include_str!("../../kernels/ops/mix.cuh")),
 ];
 
 /// The headers that only batch and wave kernels include.
-pub const ROWS_HEADERS: [(&str, &str); 10] = [
+pub const ROWS_HEADERS: [(&str, &str); 11] = [
     ("monobloc_rows.cuh", include_str!("../../kernels/monobloc_rows.cuh")),
     ("rows/context.cuh", include_str!("../../kernels/rows/context.cuh")),
     ("rows/words.cuh", include_str!("../../kernels/rows/words.cuh")),
@@ -58,6 +59,7 @@ pub const ROWS_HEADERS: [(&str, &str); 10] = [
     ("rows/matvec.cuh", include_str!("../../kernels/rows/matvec.cuh")),
     ("rows/attention.cuh", include_str!("../../kernels/rows/attention.cuh")),
     ("rows/experts.cuh", include_str!("../../kernels/rows/experts.cuh")),
+    ("rows/mix.cuh", include_str!("../../kernels/rows/mix.cuh")),
     ("rows/kernel.cuh", include_str!("../../kernels/rows/kernel.cuh")),
 ];
 

@@ -72,7 +72,7 @@ impl OneRowSession {
             return Err(SessionError::NotFinished);
         }
         let (_, pages) = encode_rows(tables, inputs, &[follows || self.decided.is_some()], self.session.vocab())?;
-        self.session.place(pages)?;
+        self.session.place(tables.rows()[0].sequence, pages)?;
         self.session.sample_row(inputs[0].inverse_temperature, inputs[0].seed);
         if follows {
             return Ok(position);

@@ -731,7 +731,8 @@ mod tests {
     use super::*;
     use crate::rows::{self, Edit, Guard, PageId, Request, SequenceId};
 
-    const SHAPE: Shape = Shape { rows: 4, sequences: 3, context_max: 12, page_rows: 4, pages: 6, window: None };
+    const SHAPE: Shape =
+        Shape { rows: 4, sequences: 3, context_max: 12, page_rows: 4, pages: 6, window: None, has_state: false };
 
     fn input(first: FirstToken, steps: u32) -> RowInput {
         RowInput { first, steps, inverse_temperature: 0.0, seed: 0 }

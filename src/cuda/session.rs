@@ -12,7 +12,7 @@ use crate::error::Fault;
 use crate::ir::layout::pack_bytes;
 use crate::ir::op::Role;
 use crate::ir::{BufferId, EventId, SmId, TaskId};
-use crate::rows::Shape;
+use crate::rows::{SequenceId, Shape};
 use crate::sample::Sampler;
 use std::fmt;
 use std::sync::Arc;
@@ -90,6 +90,10 @@ pub enum SessionError {
     NotContinuing { expected: u32, found: u32 },
     #[error("the cache is shared with another kernel, so no history can be put into it")]
     Shared,
+    #[error(
+        "position {position} does not follow the one whose recurrent state is kept, expected position 0 or the next one"
+    )]
+    State { position: u32 },
     #[error("{found} end-of-sequence ids, the kernel takes at most {EOS_MAX}")]
     EosCount { found: usize },
     #[error("token {token} is not below the vocabulary of {vocab}")]
@@ -125,6 +129,7 @@ impl From<SessionError> for Fault {
             SessionError::Driver(e) => e.into(),
             SessionError::Range { .. }
             | SessionError::NotContinuing { .. }
+            | SessionError::State { .. }
             | SessionError::EosCount { .. }
             | SessionError::Token { .. } => Fault::input(error.to_string()),
             SessionError::Hung { .. }
@@ -174,6 +179,19 @@ pub struct Session {
     vocab: u32,
     /// Set if the cache is a pool of pages.
     pages: Option<Pages>,
+    /// Of a cache without pages: where its recurrent states are. With pages, the guard of their tables knows it.
+    states: Option<StateAt>,
+    /// The first position of the last launch.
+    launched_from: u32,
+}
+
+/// Where the recurrent states of a session are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum StateAt {
+    /// Before this position.
+    Before(u32),
+    /// A launch that gave up may have left them anywhere.
+    Unknown,
 }
 
 /// The pages of a sequence on a device.
@@ -185,12 +203,20 @@ struct Pages {
     current: usize,
     /// What the current one holds.
     on_host: Vec<u32>,
+    /// Whose pages they are.
+    sequence: SequenceId,
 }
 
 impl Pages {
     fn new(device: &Device, shape: &Shape) -> Result<Pages, DriverError> {
         let slot = || device.alloc((u64::from(shape.blocks()) * 4).max(16));
-        Ok(Pages { copies: device.stream()?, slots: [slot()?, slot()?], current: 0, on_host: vec![] })
+        Ok(Pages {
+            copies: device.stream()?,
+            slots: [slot()?, slot()?],
+            current: 0,
+            on_host: vec![],
+            sequence: SequenceId(0),
+        })
     }
 }
 
@@ -311,6 +337,8 @@ impl Session {
                 Some(shape) => Some(Pages::new(device, &shape)?),
                 None => None,
             },
+            launched_from: 0,
+            states: (Shape::of(program).is_none() && program.has_state()).then_some(StateAt::Before(0)),
             cache,
             cache_bytes: tables.cache_bytes,
             exchange,
@@ -364,6 +392,33 @@ impl Session {
         Ok(())
     }
 
+    /// Decodes `text` from position 0 on, as a prompt: all that a cache and recurrent states have of it. What ends a text stays as it is.
+    ///
+    /// # Errors
+    /// What the device refuses; a launch that gave up.
+    pub fn decode_again(&mut self, text: &[u32]) -> Result<(), SessionError> {
+        let eos = std::mem::take(&mut self.eos);
+        self.start(text, &[])?;
+        let mut position = 0;
+        while (position as usize) < text.len() {
+            let steps = self.steps_max.min(text.len() as u32 - position);
+            self.run(position, steps, false)?;
+            position += steps;
+        }
+        self.eos = eos;
+        Ok(())
+    }
+
+    /// Whether a step at `position` finds the recurrent states that it needs: those before it. Position 0 needs none.
+    pub fn finds_state(&self, position: u32) -> bool {
+        position == 0 || self.states.is_none_or(|states| states == StateAt::Before(position))
+    }
+
+    /// Tells that the recurrent states are those before `position`: others wrote them. A timer may say so of any states.
+    pub fn state_is_before(&mut self, position: u32) {
+        self.states = self.states.map(|_| StateAt::Before(position));
+    }
+
     /// Sets how following launches choose tokens. Until this is called, greedily.
     pub fn sample(&mut self, sampler: Sampler) {
         self.choosing = Choosing::of(&sampler);
@@ -375,7 +430,8 @@ impl Session {
     }
 
     /// Says where the pool has the sequence that the next launches go on with; `pages` has the page of each block.
-    pub(super) fn place(&mut self, pages: Vec<u32>) -> Result<(), SessionError> {
+    pub(super) fn place(&mut self, sequence: SequenceId, pages: Vec<u32>) -> Result<(), SessionError> {
+        self.pages.iter_mut().for_each(|placed| placed.sequence = sequence);
         if let Some(placed) = self.pages.as_mut().filter(|placed| placed.on_host != pages) {
             placed.current = 1 - placed.current;
             placed.slots[placed.current].upload(&placed.copies, 0, &pages)?;
@@ -411,6 +467,9 @@ impl Session {
         if steps == 0 || steps > self.steps_max || u64::from(position) + u64::from(steps) > u64::from(context_max) {
             return Err(SessionError::Range { position, steps, context_max });
         }
+        if !self.finds_state(position) {
+            return Err(SessionError::State { position });
+        }
         if steps > TAG_LAST - self.tag {
             self.begin_tags_anew(position)?;
         }
@@ -432,6 +491,8 @@ impl Session {
         watched.end()?;
         self.tag += steps;
         self.next = Some(position + steps);
+        self.launched_from = position;
+        self.states = self.states.map(|_| StateAt::Unknown);
         Ok(timeout.as_millis() as u64)
     }
 
@@ -458,8 +519,9 @@ impl Session {
     fn queue(&self, params: Params) -> Result<(), SessionError> {
         let watched = &self.kernel.watched;
         match &self.pages {
-            Some(Pages { slots, current, .. }) => {
-                watched.queue(&PagedParams { params, pages: slots[*current].address() })
+            Some(Pages { slots, current, sequence, .. }) => {
+                let pages = slots[*current].address();
+                watched.queue(&PagedParams { params, pages, sequence: sequence.0, reserved_of_pages: 0 })
             }
             None => watched.queue(&params),
         }
@@ -523,7 +585,11 @@ impl Session {
         if let Err(SessionError::Hung { .. }) = finished {
             self.next = None;
         }
-        Ok(Launched { device_us: finished?, decided: self.decided()? })
+        let launched = Launched { device_us: finished?, decided: self.decided()? };
+        // A step decides the token of its position and runs; after the last one another token is decided.
+        let ran = launched.decided.saturating_sub(self.launched_from + 1);
+        self.states = self.states.map(|_| StateAt::Before(self.launched_from + ran));
+        Ok(launched)
     }
 
     /// Launches and waits.

@@ -545,7 +545,7 @@ impl<S: Stepper> Engine<S> {
     /// Whether another choice is still writing pages that this one would write, too.
     fn waits_for_prompt(&self, id: ChoiceId) -> bool {
         let first = ChoiceId { choice: 0, ..id };
-        if id.choice == 0 || self.bounds.shape.window.is_some() {
+        if id.choice == 0 || !self.bounds.shares_prefixes() {
             return false;
         }
         if self.waiting.contains_key(&first) {
@@ -793,7 +793,7 @@ impl<S: Stepper> Engine<S> {
     /// Offers the pages that became full to requests to come.
     fn offer(&mut self, id: ChoiceId) {
         let page_rows = self.bounds.shape.page_rows as usize;
-        let Some(running) = self.running.get_mut(&id).filter(|_| self.bounds.shape.window.is_none()) else { return };
+        let Some(running) = self.running.get_mut(&id).filter(|_| self.bounds.shares_prefixes()) else { return };
         while (running.offered + 1) * page_rows <= running.computed {
             let chain = running.choice.chain(running.offered, page_rows);
             if let Some(page) = self.pool.page(running.sequence, running.offered as u32) {
@@ -886,7 +886,7 @@ fn positions(ask: &Ask, context_max: u32) -> u32 {
 /// The kept pages with the first tokens of a choice.
 fn found_pages(choice: &mut Choice, prefixes: &Prefixes, bounds: &Bounds) -> Vec<PageId> {
     let page_rows = bounds.shape.page_rows as usize;
-    let blocks = if bounds.shape.window.is_some() { 0 } else { choice.reusable() / page_rows };
+    let blocks = if bounds.shares_prefixes() { choice.reusable() / page_rows } else { 0 };
     (0..blocks).map_while(|block| prefixes.find(choice.chain(block, page_rows))).collect()
 }
 

@@ -24,6 +24,14 @@ pub struct Bounds {
     pub choices: Option<u32>,
 }
 
+impl Bounds {
+    /// Whether the pages of a prompt serve another one that begins alike. Pages behind a window are given back, and a recurrent state that belongs to
+    /// them is not kept.
+    pub fn shares_prefixes(&self) -> bool {
+        self.shape.window.is_none() && !self.shape.has_state
+    }
+}
+
 /// What a row of a launch is for.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Want {

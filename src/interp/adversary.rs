@@ -96,6 +96,8 @@ struct Sm {
     id: SmId,
     private: Vec<u32>,
     private_tags: Vec<Option<u32>>,
+    /// Of recurrent states, the position of the row that left each value. Sequences are at different positions.
+    state_tags: Vec<Option<u32>>,
     /// Step of the launch, and task in its queue.
     step: usize,
     cursor: usize,
@@ -165,6 +167,7 @@ impl<R: Real> Adversary<R> {
                 id: SmId::from(sm),
                 private: vec![0; plan.private_words],
                 private_tags: vec![None; plan.private_words],
+                state_tags: vec![None; plan.private_words],
                 step: 0,
                 cursor: 0,
                 acquired: 0,
@@ -500,6 +503,7 @@ impl<R: Real> Adversary<R> {
         let mut memory = Checked {
             direct: Direct { memory: &self.memory, private: &mut state.private, rows: rows_of_step },
             private_tags: &mut state.private_tags,
+            state_tags: &mut state.state_tags,
             tags: &mut self.tags,
             pending: &mut state.pending,
             sm: state.id,
@@ -640,6 +644,7 @@ impl Plan {
 struct Checked<'a> {
     direct: Direct<'a>,
     private_tags: &'a mut [Option<u32>],
+    state_tags: &'a mut [Option<u32>],
     tags: &'a mut Tags,
     pending: &'a mut Vec<(CacheColumns, usize, Vec<f32>)>,
     sm: SmId,
@@ -716,6 +721,23 @@ impl Access for Checked<'_> {
         self.direct.load_previous_words(region, out);
     }
 
+    fn load_state(&mut self, region: &Region, position: u32, out: &mut [f32]) {
+        let (at, expected) = (region.at(0), position.wrapping_sub(1));
+        let tags = &self.state_tags[at..at + region.len];
+        if let Some(i) = tags.iter().position(|&tag| tag != Some(expected)) {
+            let (sm, task, buffer) = (self.sm, self.task, region.buffer);
+            let stale = Violation::Stale { sm, task, buffer, column: region.first + i, expected, found: tags[i] };
+            self.violation.get_or_insert(stale);
+        }
+        self.direct.load_state(region, position, out);
+    }
+
+    fn store_state(&mut self, region: &Region, position: u32, values: &[f32]) {
+        let at = region.at(0);
+        self.state_tags[at..at + region.len].fill(Some(position));
+        self.direct.store_state(region, position, values);
+    }
+
     fn append(&mut self, row: usize, columns: CacheColumns, values: &[f32]) {
         let row = &self.direct.rows.rows[row];
         let row = row.cache_row(row.position as usize);
@@ -782,6 +804,10 @@ impl<R: Real> Engine for Adversary<R> {
         Ok(())
     }
 
+    fn runs_ahead(&self) -> bool {
+        true
+    }
+
     fn selected(&mut self, position: u32, row: usize) -> Option<u32> {
         let parts = &self.plan.regimes[self.previous_regime].parts;
         let rows = &StepRows { position, rows: vec![], device: None, at_random: None };
@@ -797,6 +823,13 @@ impl<R: Real> Engine for Adversary<R> {
         let cols = self.memory.caches[cache].cols();
         self.memory.caches[cache].append(row, 0, values);
         self.tags.caches[cache][row * cols..(row + 1) * cols].fill(Written::Host);
+    }
+
+    fn write_state(&mut self, sm: usize, region: &Region, position: u32, values: &[f32]) {
+        let at = region.at(0);
+        let sm = &mut self.sms[sm];
+        sm.private[at..at + region.len].iter_mut().zip(values).for_each(|(word, value)| *word = value.to_bits());
+        sm.state_tags[at..at + region.len].fill(Some(position.wrapping_sub(1)));
     }
 
     fn read_cache(&self, cache: usize, row: usize) -> Vec<u8> {

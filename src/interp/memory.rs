@@ -81,6 +81,10 @@ pub trait Access {
     fn store_words(&mut self, region: &Region, words: &[u32]);
     /// Words that the previous step wrote (a carried event orders them).
     fn load_previous_words(&mut self, region: &Region, out: &mut [u32]);
+    /// A recurrent state before `position`, which the task of the position before left on this SM.
+    fn load_state(&mut self, region: &Region, position: u32, out: &mut [f32]);
+    /// The state after `position`.
+    fn store_state(&mut self, region: &Region, position: u32, values: &[f32]);
     /// The cache row of row `row` of the step; `values` already have the cache's precision.
     fn append(&mut self, row: usize, columns: CacheColumns, values: &[f32]);
 }
@@ -114,6 +118,14 @@ impl<M: Access> Access for OfRow<'_, M> {
 
     fn load_previous_words(&mut self, region: &Region, out: &mut [u32]) {
         self.memory.load_previous_words(&region.row(self.row), out);
+    }
+
+    fn load_state(&mut self, region: &Region, position: u32, out: &mut [f32]) {
+        self.memory.load_state(region, position, out);
+    }
+
+    fn store_state(&mut self, region: &Region, position: u32, values: &[f32]) {
+        self.memory.store_state(region, position, values);
     }
 
     fn append(&mut self, _: usize, columns: CacheColumns, values: &[f32]) {
@@ -162,6 +174,8 @@ pub struct StepRow {
     pub before: usize,
     /// Whether the head computes it.
     pub wants_logits: bool,
+    /// The row of a recurrent state that its sequence has.
+    pub sequence: usize,
     /// Where the positions of its sequence lie; `None`: position `p` is row `p` of the cache.
     pub pages: Option<Pages>,
 }

@@ -18,6 +18,7 @@ mod coded;
 mod device_codes;
 mod kernel;
 mod memory;
+mod mix;
 mod ops;
 mod plan;
 mod real;
@@ -31,7 +32,7 @@ pub use kernel::Isa;
 pub use ops::Input;
 pub use plan::{CacheShape, PlanError, cache_buffers};
 pub use real::read_value;
-pub use synthetic::{CacheKind, cache_code, cache_value};
+pub use synthetic::{CacheKind, cache_code, cache_value, state_value};
 
 use crate::error::Fault;
 use crate::format::e4m3;
@@ -108,6 +109,10 @@ pub enum InterpError {
     Refused(#[from] Refused),
     #[error("no token to start from")]
     NoToken,
+    #[error(
+        "position {position} does not follow the one whose recurrent state is kept, expected position 0 or the next one"
+    )]
+    State { position: u32 },
     #[error("{0}")]
     Violation(#[from] Violation),
     #[error("no task can run at position {position}:{}", list(blocked))]
@@ -181,7 +186,10 @@ impl From<InterpError> for Fault {
             InterpError::Pages(_) => {
                 return Fault::input(error.to_string()).with_remedy("raise `decode.cache_pages`, or leave it out");
             }
-            InterpError::Token { .. } | InterpError::NoToken | InterpError::Tables { .. } => {
+            InterpError::Token { .. }
+            | InterpError::NoToken
+            | InterpError::State { .. }
+            | InterpError::Tables { .. } => {
                 return Fault::input(error.to_string());
             }
             InterpError::Plan(PlanError::Size { .. }) => {
@@ -243,6 +251,9 @@ trait Engine: Send {
         on_step: &mut dyn FnMut(StepResult<'_>) -> ControlFlow<()>,
     ) -> Result<(), InterpError>;
 
+    /// Whether a launch that is stopped may have executed steps after the last one it told of.
+    fn runs_ahead(&self) -> bool;
+
     /// The token that `Input::Selected` would decode at `position`, right after the step before it, of which row `row` was at
     /// the position before.
     fn selected(&mut self, position: u32, row: usize) -> Option<u32>;
@@ -252,6 +263,8 @@ trait Engine: Send {
 
     /// A whole row of a cache, by index into the plan's caches.
     fn write_cache(&mut self, cache: usize, row: usize, values: &[f32]);
+    /// Puts a state where the SM finds it that has its task, as the one before `position`.
+    fn write_state(&mut self, sm: usize, region: &memory::Region, position: u32, values: &[f32]);
 
     /// The bytes of a whole row of a cache.
     fn read_cache(&self, cache: usize, row: usize) -> Vec<u8>;
@@ -273,6 +286,8 @@ pub struct Interp {
     /// What the next launch takes in place of its own keys and values.
     device: Option<Arc<DeviceCodes>>,
     at_random: Option<RoundAtRandom>,
+    /// The position before which the recurrent states are, if that is known. A launch that stops early may have gone on.
+    state_at: Option<u32>,
 }
 
 impl fmt::Debug for Interp {
@@ -305,6 +320,7 @@ impl Interp {
             text: None,
             device: None,
             at_random: None,
+            state_at: Some(0),
         })
     }
 
@@ -371,6 +387,21 @@ impl Interp {
         Ok(())
     }
 
+    /// Tells that the recurrent states are those before `position`. A timer may say so of any states.
+    pub fn state_is_before(&mut self, position: u32) {
+        self.state_at = Some(position);
+    }
+
+    /// Whether a step at `position` finds the recurrent states that it needs: those before it. Position 0 needs none.
+    pub fn goes_on_at(&self, position: u32) -> bool {
+        !self.plan.has_state
+            || position == 0
+            || match &self.text {
+                Some(text) => text.goes_on_at(position),
+                None => self.state_at == Some(position),
+            }
+    }
+
     /// Fills rows `0..rows` of every cache with [`cache_value`], or its [`cache_code`], and makes `rows` the next position, so that a deep position
     /// can be executed without a prompt of that length.
     pub fn fill_cache(&mut self, seed: u64, rows: u32) -> Result<(), InterpError> {
@@ -380,7 +411,29 @@ impl Interp {
         };
         let row_of =
             |cache: &CacheShape, row| (0..cache.cols as u32).map(|column| value_of(cache, row, column)).collect();
-        self.fill_cache_with(rows, row_of)
+        self.fill_cache_with(rows, row_of)?;
+        self.fill_states(rows, |layer, count| (0..count).map(|column| state_value(seed, layer, column)).collect());
+        Ok(())
+    }
+
+    /// Makes `state_of` a layer and its number of values (head by head, as [`crate::ir::op::Mix`] has them) the recurrent states before
+    /// `position`. Without such layers it does nothing.
+    ///
+    /// # Panics
+    /// If these are not as many values.
+    pub fn fill_states(&mut self, position: u32, state_of: impl Fn(u32, u32) -> Vec<f32>) {
+        let mut of_layer: Option<(u32, Vec<f32>)> = None;
+        let mut tasks: Vec<(usize, &plan::Mix)> = self.plan.states().collect();
+        tasks.sort_by_key(|(_, mix)| mix.layer);
+        for (sm, mix) in tasks {
+            if of_layer.as_ref().is_none_or(|(layer, _)| *layer != mix.layer) {
+                let count = mix.op.value_heads * mix.op.state_cols();
+                of_layer = Some((mix.layer, state_of(mix.layer, count)));
+            }
+            let values = of_layer.iter().flat_map(|(_, values)| &values[mix.head * mix.state.len..][..mix.state.len]);
+            self.engine.write_state(sm, &mix.state, position, &values.copied().collect::<Vec<f32>>());
+        }
+        self.state_at = Some(position);
     }
 
     /// Fills rows `0..rows` of every cache with `row_of` the cache and the row, by column, and makes `rows` the next position.
@@ -454,6 +507,10 @@ impl Interp {
             return Err(InterpError::NoToken);
         }
         self.check_position(u64::from(self.position) + inputs.len() as u64 - 1)?;
+        // At position 0 a state counts as zeros, whatever is kept.
+        if self.text.is_none() && !self.goes_on_at(self.position) {
+            return Err(InterpError::State { position: self.position });
+        }
         for input in inputs {
             if let Input::Token(token) = *input
                 && token as usize >= self.plan.vocab
@@ -468,17 +525,25 @@ impl Interp {
         }
         let position = &mut self.position;
         self.selectable = true;
-        let row = |position, input| StepRow { position, input, before: 0, wants_logits: true, pages: None };
+        let row =
+            |position, input| StepRow { position, input, before: 0, wants_logits: true, sequence: 0, pages: None };
         let rows = |(position, &input)| vec![row(position, input)];
         let (device, at_random) = (self.device.take(), self.at_random);
         let steps = (*position..)
             .zip(inputs)
             .map(|at| StepRows { position: at.0, rows: rows(at), device: device.clone(), at_random })
             .collect();
+        self.state_at = None;
+        let mut stopped = false;
         self.engine.launch(steps, &mut |step| {
             *position = step.position + 1;
-            on_step(&step)
-        })
+            let flow = on_step(&step);
+            stopped |= flow.is_break();
+            flow
+        })?;
+        let whole = !stopped || !self.engine.runs_ahead();
+        self.state_at = Some(*position).filter(|_| whole);
+        Ok(())
     }
 
     /// Decodes a launch of rows: `tokens` are those of its first step, later steps take what the step before chose. Calls
@@ -522,6 +587,7 @@ impl Interp {
                 input: Input::Selected,
                 before,
                 wants_logits: row.wants_logits,
+                sequence: row.sequence.index(),
                 pages: Some(pages.clone()),
             })
         });

@@ -3,6 +3,7 @@
 use super::coded;
 use super::kernel::{HistoryRows, Isa};
 use super::memory::{Access, OfRow, Region, StepRows, round_to_cache};
+use super::mix::mix;
 use super::plan::{self, Current, Norm, Plan, Table, TaskPlan, Work};
 use super::real::{self, Real, read_value};
 use crate::dtype::DType;
@@ -161,6 +162,7 @@ fn run_row<R: Real>(
             heads.iter().for_each(|head| merge(*head_dim, *splits, head, memory, s));
         }
         Work::NormAdd(n) => norm_add(step, n, memory, s),
+        Work::Mix(m) => mix::<R>(step, of_step, m, memory),
     }
 }
 

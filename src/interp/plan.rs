@@ -68,6 +68,8 @@ pub struct Plan {
     /// fp32 constants, all buffers.
     pub constants: Vec<f32>,
     pub ring: Ring,
+    /// Whether something of a text is kept that is no history: then positions follow one another.
+    pub has_state: bool,
     pub logits: Region,
     /// Arg-max pairs of all tasks of the head.
     pub best: Region,
@@ -188,6 +190,31 @@ pub enum Work {
     Attention(Box<Attention>),
     AttentionMerge { head_dim: usize, splits: usize, heads: Vec<MergeHead> },
     NormAdd(Box<NormAdd>),
+    Mix(Box<Mix>),
+}
+
+/// A gated delta net of one value head.
+pub struct Mix {
+    pub op: op::Mix,
+    /// The value head.
+    pub head: usize,
+    pub q: Region,
+    pub k: Region,
+    pub v: Region,
+    pub gate: Region,
+    /// Of all value heads, as the two constants after the taps.
+    pub beta: Region,
+    pub decay: Region,
+    /// Ranges of [`Plan::constants`]; the taps are those of all channels.
+    pub norm: Range<usize>,
+    pub conv: Range<usize>,
+    pub a_log: Range<usize>,
+    pub dt_bias: Range<usize>,
+    /// In the memory of the SM that has the task: no other one finds it.
+    pub state: Region,
+    /// Of the model.
+    pub layer: u32,
+    pub out: Region,
 }
 
 /// The embedding table, row by row in the pack.
@@ -304,13 +331,14 @@ pub struct NormAdd {
 }
 
 /// Keys and values of each layer, in the order of the attention grids: the layers that `cache_value` numbers.
-pub fn cache_buffers(program: &Program) -> Vec<(BufferId, BufferId)> {
-    let mut layers = vec![];
+pub fn cache_buffers(program: &Program) -> Vec<(u32, (BufferId, BufferId))> {
+    let mut layers: Vec<(u32, (BufferId, BufferId))> = vec![];
     for grid in &program.grids {
         if let (Some(k), Some(v)) = (grid.operand(Role::HistoryK), grid.operand(Role::HistoryV)) {
             let pair = (k.buffer, v.buffer);
-            if !layers.contains(&pair) {
-                layers.push(pair);
+            if !layers.iter().any(|(_, of)| *of == pair) {
+                let counted = layers.len() as u32;
+                layers.push((grid.site.and_then(|site| site.layer).map_or(counted, |layer| layer.0), pair));
             }
         }
     }
@@ -389,6 +417,7 @@ impl Plan {
             sms: schedule.machine.sms as usize,
             context_max: program.context_max,
             tables: Shape::of(program),
+            has_state: program.has_state(),
             vocab: logits.len,
             exchange_words: memory.words[0],
             output_words: memory.words[1],
@@ -400,6 +429,17 @@ impl Plan {
             logits,
             exchanges,
             regimes,
+        })
+    }
+
+    /// Each task with a recurrent state, and the SM that has it in every regime.
+    pub fn states(&self) -> impl Iterator<Item = (usize, &Mix)> {
+        let queues = self.regimes.first().into_iter().flat_map(|regime| regime.queues.iter().enumerate());
+        queues.flat_map(|(sm, queue)| {
+            queue.iter().filter_map(move |task| match &task.work {
+                Work::Mix(mix) => Some((sm, &**mix)),
+                _ => None,
+            })
         })
     }
 
@@ -471,7 +511,8 @@ impl MemoryMap {
             let arena = match buffer.space {
                 Space::Exchange => Some((Place::Exchange, 0)),
                 Space::Output => Some((Place::Output, 1)),
-                Space::Private => Some((Place::Private, 2)),
+                // A state has one owner. Where another SM updates it, it is not found.
+                Space::Private | Space::State => Some((Place::Private, 2)),
                 _ => None,
             };
             if let Some((place, arena)) = arena {
@@ -497,11 +538,10 @@ impl MemoryMap {
                 }
                 Space::Cache => {
                     // A cache that no attention reads has no layer; it is never executed either.
-                    let place = layers.iter().position(|&(k, v)| k == id || v == id);
-                    if let Some(layer) = place {
-                        let kind = if layers[layer].0 == id { CacheKind::Key } else { CacheKind::Value };
+                    let place = layers.iter().find(|&&(_, (k, v))| k == id || v == id);
+                    if let Some(&(layer, (keys, _))) = place {
+                        let kind = if keys == id { CacheKind::Key } else { CacheKind::Value };
                         let (rows, cols) = (buffer.rows as usize, buffer.cols as usize);
-                        let layer = layer as u32;
                         let (dtype, scales) = (buffer.dtype, vec![]);
                         map.caches.push(CacheShape { buffer: id, dtype, rows, cols, layer, kind, scales });
                     }
@@ -723,6 +763,7 @@ impl MemoryMap {
                 }))
             }
             Op::Combine(combine) => Work::Combine(Box::new(self.combine(at, combine)?)),
+            Op::Mix(mix) => Work::Mix(Box::new(self.mix(at, mix)?)),
             Op::Embed { scale, everywhere: _ } => {
                 let operand = at.operand(Role::Table)?;
                 let buffer = &program.buffers[operand.buffer.index()];
@@ -897,6 +938,39 @@ impl MemoryMap {
             return Err(PlanError::Pack { expected: end, found: self.pack_bytes });
         }
         Ok(start as usize..end as usize)
+    }
+
+    fn mix(&self, at: At<'_>, mix: &op::Mix) -> Result<Mix, PlanError> {
+        let id = at.id;
+        if at.hi != at.lo + 1 {
+            return Err(PlanError::Indices { task: id, found: at.hi.saturating_sub(at.lo) });
+        }
+        if mix.key_heads == 0 || mix.kernel == 0 {
+            return Err(PlanError::Empty { task: id, role: Role::Conv });
+        }
+        let [keys, values, heads] = [mix.key_dim, mix.value_dim, mix.value_heads].map(|n| n as usize);
+        let constant = |role, len| {
+            let range = self.constant(at, role)?.ok_or(PlanError::Empty { task: id, role })?;
+            width(id, role, len, range.len())?;
+            Ok::<_, PlanError>(range)
+        };
+        Ok(Mix {
+            op: *mix,
+            head: at.lo as usize,
+            q: self.sized(at, Role::Q, keys)?,
+            k: self.sized(at, Role::K, keys)?,
+            v: self.sized(at, Role::V, values)?,
+            gate: self.sized(at, Role::Gate, values)?,
+            beta: self.sized(at, Role::Beta, heads)?,
+            decay: self.sized(at, Role::Decay, heads)?,
+            norm: constant(Role::NormWeight, values)?,
+            conv: constant(Role::Conv, mix.qkv_cols() as usize * mix.kernel as usize)?,
+            a_log: constant(Role::ALog, heads)?,
+            dt_bias: constant(Role::DtBias, heads)?,
+            state: self.sized(at, Role::State, mix.state_cols() as usize)?,
+            layer: at.grid.site.and_then(|site| site.layer).map_or(0, |layer| layer.0),
+            out: self.sized(at, Role::Out, values)?,
+        })
     }
 
     fn attention(&self, at: At<'_>, a: &op::Attention) -> Result<Attention, PlanError> {

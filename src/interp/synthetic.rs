@@ -13,6 +13,9 @@ pub enum CacheKind {
 /// In a cache in fp8, a generated value is multiplied by this, in units of the scale: it is then about as large as a real key.
 const FP8_UNITS: f32 = 8.0;
 
+/// A generated value of a state is multiplied by this: sums over a state are then about as large as values.
+const STATE_UNITS: f32 = 1.0 / 16.0;
+
 /// The code of a generated value in a cache in fp8.
 pub fn cache_code(value: f32) -> u8 {
     to_e4m3(FP8_UNITS * value)
@@ -27,6 +30,11 @@ pub fn cache_value(seed: u64, layer: u32, kind: CacheKind, position: u32, column
     };
     let place = (u64::from(layer) << 1 | kind).wrapping_mul(0xd134_2543_de82_ef95);
     signed(mix(mix(seed.wrapping_add(place)).wrapping_add(u64::from(position) << 32 | u64::from(column))))
+}
+
+/// The value that `fill_cache` puts into a column of a layer's recurrent state.
+pub fn state_value(seed: u64, layer: u32, column: u32) -> f32 {
+    STATE_UNITS * cache_value(seed, layer, CacheKind::Key, u32::MAX, column)
 }
 
 /// The upper 24 bits as a multiple of 2^-23, less 1: exact in fp32.

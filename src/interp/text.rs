@@ -20,6 +20,11 @@ impl Text {
         Ok(Text { guard: Guard::new(shape), pool, sequence })
     }
 
+    /// Whether the recurrent states are those before `position`.
+    pub fn goes_on_at(&self, position: u32) -> bool {
+        self.guard.goes_on_at(self.sequence, position)
+    }
+
     /// Gives all pages back; positions begin at 0 again.
     pub fn reset(&mut self) {
         // The sequence is open, and after it is closed there is room for one.

@@ -538,6 +538,14 @@ impl Access for Direct<'_> {
         self.words(region, self.rows.position.wrapping_sub(1), |i, word| out[i] = word);
     }
 
+    fn load_state(&mut self, region: &Region, _: u32, out: &mut [f32]) {
+        self.words(region, 0, |i, word| out[i] = f32::from_bits(word));
+    }
+
+    fn store_state(&mut self, region: &Region, _: u32, values: &[f32]) {
+        self.put(region, values.iter().map(|value| value.to_bits()));
+    }
+
     fn append(&mut self, row: usize, columns: CacheColumns, values: &[f32]) {
         let row = &self.rows.rows[row];
         self.memory.caches[columns.cache].append(row.cache_row(row.position as usize), columns.first, values);
@@ -567,6 +575,10 @@ impl<R: Real> Engine for Threads<R> {
         Ok(())
     }
 
+    fn runs_ahead(&self) -> bool {
+        false
+    }
+
     fn selected(&mut self, position: u32, row: usize) -> Option<u32> {
         let parts = &self.shared.plan.regimes[self.previous_regime].parts;
         let rows = &StepRows { position, rows: vec![], device: None, at_random: None };
@@ -580,6 +592,12 @@ impl<R: Real> Engine for Threads<R> {
 
     fn write_cache(&mut self, cache: usize, row: usize, values: &[f32]) {
         self.shared.memory.caches[cache].append(row, 0, values);
+    }
+
+    fn write_state(&mut self, sm: usize, region: &Region, _: u32, values: &[f32]) {
+        let mut sm = lock(&self.shared.sms[sm]);
+        let words = &mut sm.private[region.at(0)..][..region.len];
+        words.iter_mut().zip(values).for_each(|(word, value)| *word = value.to_bits());
     }
 
     fn read_cache(&self, cache: usize, row: usize) -> Vec<u8> {
@@ -651,7 +669,7 @@ mod tests {
         let input = Input::Token(token);
         StepRows {
             position,
-            rows: vec![StepRow { position, input, before: 0, wants_logits: true, pages: None }],
+            rows: vec![StepRow { position, input, before: 0, wants_logits: true, sequence: 0, pages: None }],
             device: None,
             at_random: None,
         }

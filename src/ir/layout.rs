@@ -294,7 +294,7 @@ pub fn placement(program: &Program) -> Vec<Option<u64>> {
             Space::Weight => (&mut pack, matrix.map_or(0, |m| m.bytes())),
             Space::Constant => (&mut pack, placed_bytes(b)),
             Space::Exchange => (&mut exchange, placed_bytes(b)),
-            Space::Cache => (&mut cache, placed_bytes(b)),
+            Space::Cache | Space::State => (&mut cache, placed_bytes(b)),
             Space::Output => (&mut output, placed_bytes(b)),
             Space::Private => return None,
         };
@@ -323,6 +323,8 @@ pub struct SmemNeeds {
     pub records: u32,
     /// 32-bit values that a choice of experts is made with.
     pub choice: u32,
+    /// Values of heads that a `mix` has at hand.
+    pub mix: u32,
     /// Most units of 8 columns of the residual in one block, for all rows of the step. Scratch is sized for one row, because
     /// a task takes its rows one after another.
     pub residual_units: u32,
@@ -367,6 +369,7 @@ impl SmemNeeds {
         } else {
             (self.heads_per_task + 2 * n.rows) * self.head_dim * 4
         };
+        let heads = heads.max(self.mix * 4);
         // Which rows take part, their tokens, two statistics and the best logit of each warp.
         let state = RING_SLOTS_MAX * 16 + self.consumer_warps * 64 + 512;
         [stage, sums, heads, state + 16 + n.rows * 4 + self.consumer_warps * n.rows * 24]
@@ -392,6 +395,7 @@ pub fn smem_map(n: &SmemNeeds) -> Vec<SmemPart> {
     let scratch = attention.max(merge).max(sampling).max(n.choice * 4);
     // q of a task, k, v, in fp32, and q once more as the tensor cores take it.
     let heads = (n.heads_per_task + 2) * n.head_dim * 4 + n.heads_per_task * n.head_dim.next_multiple_of(32) * 2;
+    let heads = heads.max(n.mix * 4);
     // Ring barriers; what each warp carries from task to task, and its statistics; token, watchdog.
     let state = RING_SLOTS_MAX * 16 + n.consumer_warps * 64 + 512;
     let [stage_bytes, sums, heads, state] = n.rows.map_or([stage_bytes, sums, heads, state], |rows| n.of_rows(rows));

@@ -30,6 +30,8 @@ pub enum Op {
     NormAdd { norm: NormAttr, width: u32, scale: f32, everywhere: bool },
     /// Adds up what the experts of a row made of it. One launch index is 8 columns.
     Combine(Combine),
+    /// Brings a recurrent state to the position, and reads it there. One launch index is a value head.
+    Mix(Mix),
 }
 
 /// From scores to `top_k` experts and their weights, as [`crate::model::graph::Router`] says: `x` has the outputs of the router in
@@ -63,6 +65,64 @@ impl Combine {
     /// Its inputs: one for each slot, and that of the shared expert.
     pub fn inputs(&self) -> u32 {
         self.slots + u32::from(self.shared.is_some())
+    }
+}
+
+/// One position of a gated delta net (arXiv 2412.06464). Value head `h` has q and k of key head `h / (value_heads / key_heads)`.
+///
+/// ```text
+/// [q; k; v]  = silu(sum over taps t of conv[:, t] * input at position - (kernel - 1 - t))     channel by channel
+/// q          = q / sqrt(|q|^2 + L2_EPS) / sqrt(key_dim),  k = k / sqrt(|k|^2 + L2_EPS)
+/// beta       = sigmoid(beta) * (2 if doubles),  decay = exp(-exp(a_log) * softplus(decay + dt_bias))
+/// S          = decay * S;  S = S + k (beta * (v - S^T k))^T
+/// out        = rms_norm(S^T q) * silu(gate)
+/// ```
+///
+/// The state of a head is `S`, row by row, then the inputs of the convolution at the last `kernel - 1` positions, oldest first: q, k and v
+/// of each. At position 0 all of it counts as zeros, whatever memory holds.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Mix {
+    pub key_heads: u32,
+    /// A multiple of `key_heads`.
+    pub value_heads: u32,
+    /// Width of a head of q and k.
+    pub key_dim: u32,
+    /// Width of a head of v, the gate and the output.
+    pub value_dim: u32,
+    /// Taps of the convolution, that of the position itself included.
+    pub kernel: u32,
+    /// Of the norm of each head of the output.
+    pub eps: f32,
+    pub doubles: bool,
+}
+
+impl Mix {
+    /// Added to the square of a length of q and k.
+    pub const L2_EPS: f32 = 1e-6;
+
+    /// Value heads that share a key head.
+    pub fn group(&self) -> u32 {
+        self.value_heads / self.key_heads
+    }
+
+    /// Channels of the convolution that a value head has: those of its q, k and v.
+    pub fn channels(&self) -> u32 {
+        2 * self.key_dim + self.value_dim
+    }
+
+    /// Values of the state of a value head.
+    pub fn state_cols(&self) -> u32 {
+        self.key_dim * self.value_dim + (self.kernel - 1) * self.channels()
+    }
+
+    /// Parts of the rows of a state that `threads` threads share, if each has a column.
+    pub fn parts(&self, threads: u32) -> u32 {
+        (threads / self.value_dim.max(1)).clamp(1, self.key_dim.max(1))
+    }
+
+    /// Columns of q, k and v of all heads: the channels of the convolution.
+    pub fn qkv_cols(&self) -> u32 {
+        2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
     }
 }
 
@@ -187,6 +247,10 @@ impl Op {
             Op::Combine(Combine { width, slots, shared, scale, adds }) => {
                 key.extend([8, *width, *slots, scale.to_bits(), u32::from(*adds)]);
                 optional(&mut key, shared.map(f32::to_bits));
+            }
+            Op::Mix(Mix { key_heads, value_heads, key_dim, value_dim, kernel, eps, doubles }) => {
+                key.extend([9, *key_heads, *value_heads, *key_dim, *value_dim, *kernel, eps.to_bits()]);
+                flag(&mut key, *doubles);
             }
             Op::Embed { scale, everywhere } => key.extend([2, scale.to_bits(), u32::from(*everywhere)]),
             Op::MatVec(MatVec { rows, k, norm, own_input, epilogue, unit_rows }) => {
@@ -318,12 +382,21 @@ pub enum Role {
     Choices,
     /// How much each slot counts.
     Shares,
+    /// How strongly a state takes the position's value, before the sigmoid.
+    Beta,
+    /// How much of a state stays, before its bias and the softplus.
+    Decay,
+    /// Taps of a convolution, channel by channel, oldest first.
+    Conv,
+    ALog,
+    DtBias,
+    State,
     Logits,
     Out,
 }
 
 impl Role {
-    pub const ALL: [Role; 27] = [
+    pub const ALL: [Role; 33] = [
         Role::Token,
         Role::Best,
         Role::Table,
@@ -349,6 +422,12 @@ impl Role {
         Role::Partial,
         Role::Choices,
         Role::Shares,
+        Role::Beta,
+        Role::Decay,
+        Role::Conv,
+        Role::ALog,
+        Role::DtBias,
+        Role::State,
         Role::Logits,
         Role::Out,
     ];
@@ -381,6 +460,12 @@ impl Role {
             Role::Partial => "partial",
             Role::Choices => "choices",
             Role::Shares => "shares",
+            Role::Beta => "beta",
+            Role::Decay => "decay",
+            Role::Conv => "conv",
+            Role::ALog => "a_log",
+            Role::DtBias => "dt_bias",
+            Role::State => "state",
             Role::Logits => "logits",
             Role::Out => "out",
         }
@@ -439,6 +524,7 @@ impl Op {
             Op::Report => "report",
             Op::Route(_) => "route",
             Op::Combine(_) => "combine",
+            Op::Mix(_) => "mix",
             Op::Embed { .. } => "embed",
             Op::MatVec(_) => "matvec",
             Op::Attention(_) => "attention",
@@ -461,6 +547,24 @@ impl Op {
             Op::Report => const { &[need(Role::Token, Read), need(Role::Out, Write)] },
             Op::Route(_) => {
                 const { &[need(Role::X, Read), may(Role::Bias, Read), need(Role::Shares, Write), need(Role::Out, Write)] }
+            }
+            Op::Mix(_) => {
+                const {
+                    &[
+                        need(Role::Q, Read),
+                        need(Role::K, Read),
+                        need(Role::V, Read),
+                        need(Role::Gate, Read),
+                        need(Role::NormWeight, Read),
+                        need(Role::Beta, Read),
+                        need(Role::Decay, Read),
+                        need(Role::Conv, Read),
+                        need(Role::ALog, Read),
+                        need(Role::DtBias, Read),
+                        need(Role::State, Update),
+                        need(Role::Out, Write),
+                    ]
+                }
             }
             Op::Combine(combine) => {
                 // One `x` for each input, in order.

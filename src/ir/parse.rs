@@ -4,7 +4,7 @@
 //! may dangle. Memory is proportional to the text: nothing is reserved from a number that the text states.
 //! The grammar is what [`super::print`] writes; blanks between tokens, blank lines, comments and CRLF are free.
 
-use super::op::{Access, Attention, Combine, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role, Route, UNIT_ROWS};
+use super::op::{Access, Attention, Combine, Epilogue, MatVec, Mix, NormAttr, Op, QkNormAttr, Role, Route, UNIT_ROWS};
 use super::print::{VERSION, act_name, group_score_name, norm_name, score_name};
 use super::program::{
     Buffer, Cols, Content, Grid, Home, LayerOp, Operand, Paging, Part, Program, Rows, Second, Site, Space, VectorPart,
@@ -345,6 +345,7 @@ impl<'a> Parser<'a> {
             "attention_merge",
             "norm_add",
             "combine",
+            "mix",
         ])?;
         let name = self.string()?;
         let n = self.attr_u32("n")?;
@@ -362,6 +363,15 @@ impl<'a> Parser<'a> {
                 shared: self.optional_f32("shared")?,
                 scale: self.attr_f32("scale")?,
                 adds: self.eat("adds"),
+            }),
+            "mix" => Op::Mix(Mix {
+                key_heads: self.attr_u32("key_heads")?,
+                value_heads: self.attr_u32("value_heads")?,
+                key_dim: self.attr_u32("key_dim")?,
+                value_dim: self.attr_u32("value_dim")?,
+                kernel: self.attr_u32("kernel")?,
+                eps: self.attr_f32("eps")?,
+                doubles: self.eat("doubles"),
             }),
             "embed" => Op::Embed { scale: self.attr_f32("scale")?, everywhere: self.eat("everywhere") },
             "matvec" => Op::MatVec(self.matvec()?),
@@ -1508,6 +1518,11 @@ regime r1 from 32
             routes(),
             ([numbers(), numbers()], floats(), (prop::option::of(floats()), any::<bool>())).prop_map(
                 |([width, slots], scale, (shared, adds))| Op::Combine(Combine { width, slots, shared, scale, adds })
+            ),
+            ([numbers(), numbers(), numbers(), numbers(), numbers()], floats(), any::<bool>()).prop_map(
+                |([key_heads, value_heads, key_dim, value_dim, kernel], eps, doubles)| {
+                    Op::Mix(Mix { key_heads, value_heads, key_dim, value_dim, kernel, eps, doubles })
+                }
             ),
             (floats(), any::<bool>()).prop_map(|(scale, everywhere)| Op::Embed { scale, everywhere }),
             (numbers(), numbers(), prop::option::of(norms()), epilogues, ways).prop_map(

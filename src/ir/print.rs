@@ -37,7 +37,7 @@
 //! constants have places in the pack, parts of shared memory are of a closed set, and a grid says by `site` what of the model it does; its name is for
 //! readers. Clusters and groups of warps, always one in version 1, are gone. Version 1 is not read.
 
-use super::op::{Attention, Combine, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Route, UNIT_ROWS};
+use super::op::{Attention, Combine, Epilogue, MatVec, Mix, NormAttr, Op, QkNormAttr, Route, UNIT_ROWS};
 use super::program::{Buffer, Cols, Content, Grid, Home, Operand, Paging, Program, Rows, Second, Site};
 use super::schedule::{Event, Machine, Regime, Ring, Run, Schedule, Scope, SmemPart, Source, Task, Wait};
 use super::table::{Table, TableHome};
@@ -268,6 +268,11 @@ fn write_op(out: &mut String, op: &Op) -> fmt::Result {
             write_optional(out, "shared", shared)?;
             write!(out, " scale={scale}")?;
             write_flag(out, "adds", *adds)
+        }
+        Op::Mix(Mix { key_heads, value_heads, key_dim, value_dim, kernel, eps, doubles }) => {
+            write!(out, " key_heads={key_heads} value_heads={value_heads} key_dim={key_dim} value_dim={value_dim}")?;
+            write!(out, " kernel={kernel} eps={eps}")?;
+            write_flag(out, "doubles", *doubles)
         }
         Op::Embed { scale, everywhere } => {
             write!(out, " scale={scale}")?;

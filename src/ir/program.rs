@@ -81,13 +81,16 @@ pub enum Space {
     Private,
     /// Keys or values of one layer: a row per position, KV heads side by side.
     Cache,
+    /// The recurrent state of one layer: a row for each sequence, heads side by side. A task of each step updates its columns in place; the
+    /// next step finds them. It lies in the arena of caches.
+    State,
     /// Written by the kernel, read by the host after the launch or while it runs.
     Output,
 }
 
 impl Space {
-    pub const ALL: [Space; 6] =
-        [Space::Weight, Space::Constant, Space::Exchange, Space::Private, Space::Cache, Space::Output];
+    pub const ALL: [Space; 7] =
+        [Space::Weight, Space::Constant, Space::Exchange, Space::Private, Space::Cache, Space::State, Space::Output];
 
     pub fn name(self) -> &'static str {
         match self {
@@ -96,12 +99,18 @@ impl Space {
             Space::Exchange => "exchange",
             Space::Private => "private",
             Space::Cache => "cache",
+            Space::State => "state",
             Space::Output => "output",
         }
     }
 
     pub fn parse(name: &str) -> Option<Self> {
         Space::ALL.into_iter().find(|s| s.name() == name)
+    }
+
+    /// The space whose arena has it.
+    pub fn arena(self) -> Space {
+        if self == Space::State { Space::Cache } else { self }
     }
 
     /// Never written by a task.
@@ -259,14 +268,16 @@ pub enum Rows {
     Token,
     /// Weight rows of the launch range; `cols` are then units of the stream.
     Units,
+    /// The rows of the step's sequences: row `s` of the buffer belongs to sequence `s`.
+    Sequences,
     /// As [`Rows::Units`], of the part of the buffer that the table chooses in the step. The parts are equal, as many as its bound.
     Lookup(TableId),
 }
 
 impl Rows {
     /// All but [`Rows::Lookup`], which names a table.
-    pub const ALL: [Rows; 7] =
-        [Rows::One, Rows::All, Rows::Own, Rows::Current, Rows::History, Rows::Token, Rows::Units];
+    pub const ALL: [Rows; 8] =
+        [Rows::One, Rows::All, Rows::Own, Rows::Current, Rows::History, Rows::Token, Rows::Units, Rows::Sequences];
 
     pub fn name(self) -> &'static str {
         match self {
@@ -277,6 +288,7 @@ impl Rows {
             Rows::History => "history",
             Rows::Token => "token",
             Rows::Units => "units",
+            Rows::Sequences => "sequences",
             Rows::Lookup(_) => "lookup",
         }
     }
@@ -350,10 +362,22 @@ impl Buffer {
 }
 
 impl Program {
-    /// The last grid that appends rows to a cache. A launch that only fills the cache ends after it.
+    /// The last grid that appends rows to a cache, or updates a state. A launch that only fills the cache ends after it.
     pub fn last_append(&self) -> Option<GridId> {
-        let appends = |grid: &Grid| grid.operand(Role::AppendK).is_some();
-        self.grids.iter().rposition(appends).map(GridId::from)
+        self.grids.iter().rposition(Grid::leaves).map(GridId::from)
+    }
+
+    /// Whether sequences keep a recurrent state.
+    pub fn has_state(&self) -> bool {
+        self.buffers.iter().any(|buffer| buffer.space == Space::State)
+    }
+
+    /// Grids with a recurrent state: its layer and buffer, and the columns of a launch index.
+    pub fn states(&self) -> impl Iterator<Item = (LayerId, BufferId, u32)> {
+        self.grids.iter().filter_map(|grid| {
+            let state = grid.operand(Role::State)?;
+            Some((grid.site?.layer?, state.buffer, state.cols.len))
+        })
     }
 
     /// The format of the matrix that a grid streams; that of plain weights if it streams none.
@@ -369,6 +393,11 @@ impl Program {
 }
 
 impl Grid {
+    /// Whether a later step finds what it does: a row of a cache, or a state.
+    pub fn leaves(&self) -> bool {
+        self.operand(Role::AppendK).or(self.operand(Role::State)).is_some()
+    }
+
     pub fn operand(&self, role: Role) -> Option<&Operand> {
         self.operands.iter().find(|o| o.role == role)
     }

@@ -309,7 +309,7 @@ impl Schedule {
 
     /// Bytes of the arena that holds the buffers of `space`.
     pub fn arena_bytes(&self, space: Space) -> u64 {
-        let placed = self.program.buffers.iter().zip(&self.placement).filter(|(b, _)| b.space == space);
+        let placed = self.program.buffers.iter().zip(&self.placement).filter(|(b, _)| b.space.arena() == space);
         placed.filter_map(|(b, at)| at.map(|at| at.saturating_add(place_align(placed_bytes(b))))).max().unwrap_or(0)
     }
 }

@@ -61,7 +61,7 @@ impl Holds {
     pub fn facts(self) -> &'static [Fact] {
         match self {
             Holds::Sequences => &[Fact::Consecutive],
-            Holds::Positions => &[Fact::Filled],
+            Holds::Positions => &[Fact::Filled, Fact::At],
             Holds::Pages => &[Fact::Distinct, Fact::Unshared],
             Holds::Choices => &[],
         }
@@ -81,10 +81,13 @@ pub enum Fact {
     Distinct,
     /// A page that a launch writes is held by one sequence, so no row of another one reads it.
     Unshared,
+    /// The first row of a sequence in a launch is at position 0, or at the one after the last that the sequence ran. So its recurrent state
+    /// is that of the position before.
+    At,
 }
 
 impl Fact {
-    pub const ALL: [Fact; 4] = [Fact::Consecutive, Fact::Filled, Fact::Distinct, Fact::Unshared];
+    pub const ALL: [Fact; 5] = [Fact::Consecutive, Fact::Filled, Fact::Distinct, Fact::Unshared, Fact::At];
 
     pub fn name(self) -> &'static str {
         match self {
@@ -92,6 +95,7 @@ impl Fact {
             Fact::Filled => "filled",
             Fact::Distinct => "distinct",
             Fact::Unshared => "unshared",
+            Fact::At => "at",
         }
     }
 }

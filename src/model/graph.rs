@@ -552,6 +552,11 @@ pub struct Rope {
 }
 
 impl ModelGraph {
+    /// Whether some layer keeps a recurrent state in place of a history.
+    pub fn has_state(&self) -> bool {
+        self.layers.iter().any(|layer| layer.attention().is_none())
+    }
+
     pub fn tensor(&self, id: TensorId) -> &Tensor {
         &self.tensors[id.index()]
     }

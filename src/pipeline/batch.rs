@@ -454,7 +454,7 @@ fn cpu_batch(serving: &Serving, decode: &Decode) -> Batch {
     let asked = serving.cache_tokens.map(|tokens| tokens.div_ceil(PAGE_ROWS)).or(decode.cache_pages);
     let pages = asked.unwrap_or(context_max.div_ceil(PAGE_ROWS).saturating_mul(CPU_CONTEXTS)).max(1);
     let rows = serving.running_max + serving.chunk_rows;
-    let shape = Shape { rows, sequences: 0, context_max, page_rows: PAGE_ROWS, pages, window: None };
+    let shape = Shape { rows, sequences: 0, context_max, page_rows: PAGE_ROWS, pages, window: None, has_state: false };
     let sequences = serving.running_max + Pool::keepers(&shape);
     Batch { rows, sequences, pages: shape.pages, page_rows: PAGE_ROWS, words: false }
 }
@@ -581,8 +581,15 @@ mod tests {
                 let positions = u64::from(context_max * contexts) + 37;
                 let sequences = sequences(8, positions, u64::from(context_max));
                 let pages = positions.div_ceil(u64::from(page_rows)) as u32;
-                let shape =
-                    Shape { rows: 16, sequences, context_max, page_rows, pages: pages.max(sequences), window: None };
+                let shape = Shape {
+                    rows: 16,
+                    sequences,
+                    context_max,
+                    page_rows,
+                    pages: pages.max(sequences),
+                    window: None,
+                    has_state: false,
+                };
                 let open = Pool::keeping(shape).map(|pool| pool.open_max()).unwrap_or(0);
                 assert!(open >= 8, "context {context_max}, pages of {page_rows}, {contexts} contexts: {open}");
             }

@@ -400,16 +400,22 @@ impl<'a> Checks<'a> {
         let position = (2 * page_rows + BEYOND_PAGES).min(most.saturating_sub(3));
         let others = if two { (position / 3).min(page_rows.saturating_sub(3)) } else { position };
         let rows = if two { 2 } else { 1 };
-        let mut decoding = Decoding::with_others(base, rows, (position, others), 1)?;
         let ids = check_ids(base.vocab(), rows);
+        let mut decoding = Decoding::with_others(base, rows, (position, others), 1)?;
         decoding.give_tokens(|row| ids[row as usize]);
-        let mut logits = |session: &mut dyn RowLauncher| -> Result<Vec<Vec<f32>>, Fault> {
+        let logits = |decoding: &mut Decoding, session: &mut dyn RowLauncher| -> Result<Vec<Vec<f32>>, Fault> {
             let (tables, inputs) = decoding.launch(position, 1)?;
             session.poison_logits()?;
             session.run_whole(tables, inputs, true)?;
             (0..rows).map(|row| Ok(session.logits(row)?)).collect()
         };
-        let (expected, found) = (logits(base)?, logits(other)?);
+        let expected = logits(&mut decoding, base)?;
+        if shape.has_state {
+            // The step has moved the states on.
+            decoding = Decoding::with_others(base, rows, (position, others), 1)?;
+            decoding.give_tokens(|row| ids[row as usize]);
+        }
+        let found = logits(&mut decoding, other)?;
         let at = [position, others];
         let both = expected.into_iter().zip(found).zip(at);
         let both = both.map(|((expected, found), position)| BothLogits { position, expected, found });

@@ -252,12 +252,14 @@ fn runner(from: &FromExport) -> Result<Runner<'_>, Fault> {
     let none = || Fault::input(format!("the export has no kernel for one text on target `{}`", target.name));
     let Kernel { validated, cubin, file } = exported.kernel(target, Does::Text)?.ok_or_else(none)?;
     let (context_max, vocab) = (exported.index().context_max, exported.index().vocab);
+    let has_state = validated.schedule().program.has_state();
     let Some(cubin) = cubin else {
         from.ensure(of_cpu(), &[&file], None, &mut |_| Ok(()))?;
         let pack = exported.pack(target, &validated)?;
         let interp = Interp::of_text(validated.schedule(), pack, Options::fast())?;
         let place = execute::cpu_place();
-        return Ok(Runner { place, context_max, vocab, cached: vec![], on: On::Cpu(Box::new(interp)) });
+        let on = On::Cpu(Box::new(interp));
+        return Ok(Runner { place, context_max, vocab, cached: vec![], on, has_state });
     };
     let (device, identity) = device_of(target)?;
     let (pack, steps_max) = (exported.pack(target, &validated)?, exported.index().steps_per_launch);
@@ -301,7 +303,7 @@ fn runner(from: &FromExport) -> Result<Runner<'_>, Fault> {
     });
     let place = place_of(&identity);
     let on = On::Device { session: Box::new(session), prefill, verifier, steps_max };
-    Ok(Runner { place, context_max, vocab, cached: vec![], on })
+    Ok(Runner { place, context_max, vocab, cached: vec![], on, has_state })
 }
 
 /// Kernels that read the prompt of one text, and their files.
@@ -384,9 +386,10 @@ fn invariant_runner(from: &FromExport) -> Result<Runner<'_>, Fault> {
     from.ensure(execute::hardware_of(&identity), &files, Some(set.validated()), &mut |checks| {
         checks.ensure(&set, &mut || set.load(&device, target, checks::STEPS_MAX, &pack, None))
     })?;
+    let has_state = set.validated().schedule().program.has_state();
     let on = On::invariant(set.load(&device, target, steps_max, &pack, None)?, steps_max)?;
     let place = place_of(&identity);
-    Ok(Runner { place, context_max, vocab: exported.index().vocab, cached: vec![], on })
+    Ok(Runner { place, context_max, vocab: exported.index().vocab, cached: vec![], on, has_state })
 }
 
 fn batched(from: &FromExport, serving: &Serving) -> Result<Batched, Fault> {

@@ -50,6 +50,8 @@ pub struct Runner<'a> {
     /// Tokens whose keys and values the cache holds, from position 0 on.
     pub(super) cached: Vec<u32>,
     pub(super) on: On<'a>,
+    /// Whether the model keeps a recurrent state: no step can be taken back.
+    pub(super) has_state: bool,
 }
 
 /// What a prompt was continued with.
@@ -171,6 +173,7 @@ impl Prepared {
         let host = Host::new(workspace);
         let chain = self.chain(workspace, &host);
         let (context_max, vocab) = (schedule.program.context_max, self.imported.graph.vocab);
+        let has_state = schedule.program.has_state();
         let Some(found) = host.device(&self.target)? else {
             let rows = self.text_on_cpu(&chain)?;
             // The interpreter does the same for a row of any schedule.
@@ -179,7 +182,8 @@ impl Prepared {
             }
             let interp = Interp::of_text(rows.validated(&self.target)?.schedule(), chain.pack()?, Options::fast())?;
             let place = execute::cpu_place();
-            return Ok(Runner { place, context_max, vocab, cached: vec![], on: On::Cpu(Box::new(interp)) });
+            let on = On::Cpu(Box::new(interp));
+            return Ok(Runner { place, context_max, vocab, cached: vec![], on, has_state });
         };
         let steps_max = self.manifest.decode.steps_per_launch;
         let place = format!("{} (device {})", found.name, found.ordinal);
@@ -194,7 +198,7 @@ impl Prepared {
                 Checks::of(&chain, found, &of_host)?.ensure(&made, &mut load)?;
             }
             let on = On::invariant(made.load(&device, &self.target, steps_max, &pack, None)?, steps_max)?;
-            return Ok(Runner { place, context_max, vocab, cached: vec![], on });
+            return Ok(Runner { place, context_max, vocab, cached: vec![], on, has_state });
         }
         let cubin = chain.cubin()?.ok_or_else(|| Fault::internal("a target with a kernel has no cubin"))?;
         if self.checking == Checking::Required {
@@ -207,7 +211,7 @@ impl Prepared {
         let prefill =
             LazyPrefill::new(&workspace.report, device, |device, one| Prefill::load(workspace, self, device, one));
         let on = On::Device { session: Box::new(session), prefill, verifier, steps_max };
-        Ok(Runner { place, context_max, vocab, cached: vec![], on })
+        Ok(Runner { place, context_max, vocab, cached: vec![], on, has_state })
     }
 
     /// What decodes one text on the CPU: of several rows, so that a weight is read once for all tokens of a prompt chunk.
@@ -293,7 +297,7 @@ impl Runner<'_> {
     /// As [`Runner::speculate`], of the prompt and of the kernel that verifies.
     pub fn make_ready(&mut self, prompt: &[u32], proposed: usize) -> Result<(), Fault> {
         self.check_ids(prompt)?;
-        let reused = if proposed == 0 { self.reused(prompt) } else { 0 };
+        let reused = if proposed == 0 { self.found(prompt) } else { 0 };
         let On::Device { session, prefill, verifier, .. } = &mut self.on else { return Ok(()) };
         let (verifies, reads) = (proposed > 0, reads_in_chunks(prompt, reused));
         if verifies || reads {
@@ -313,6 +317,17 @@ impl Runner<'_> {
     fn reused(&self, prompt: &[u32]) -> usize {
         let shared = self.cached.iter().zip(prompt).take_while(|(a, b)| a == b).count();
         shared.min(prompt.len().saturating_sub(1))
+    }
+
+    /// As [`Runner::reused`]; none where a recurrent state is that of another position.
+    fn found(&self, prompt: &[u32]) -> usize {
+        let reused = self.reused(prompt);
+        let goes_on = match &self.on {
+            On::Cpu(interp) => interp.goes_on_at(reused as u32),
+            On::Device { session, .. } => session.finds_state(reused as u32),
+            On::Invariant(steps) => steps.goes_on_at(reused as u32),
+        };
+        if goes_on { reused } else { 0 }
     }
 
     /// Continues `prompt` with at most `max_tokens` tokens, and at most as many as the context has room for; stops after
@@ -352,7 +367,7 @@ impl Runner<'_> {
             return Ok(Answer { tokens: vec![], reused: 0 });
         }
         let mut tell = stop_at_end(request, on_token);
-        let reused = self.reused(prompt);
+        let reused = self.found(prompt);
         // A fault leaves nothing to be trusted.
         self.cached.clear();
         let tokens = match &mut self.on {
@@ -375,6 +390,7 @@ impl Runner<'_> {
                 if let Some(prefill) = prefill {
                     // Where it decides nothing, the kernel for one row reads the last token.
                     (from, first) = (prompt.len() as u32 - 1, prefill.decide(prompt, request.sampler())?);
+                    session.state_is_before(if first.is_some() { from + 1 } else { from });
                 }
                 let bounds = Bounds { from, steps_max: *steps_max, count, vocab: self.vocab };
                 go_on_device(session, (prompt, first), bounds, &kernel_ends(request), &mut |token| {
@@ -402,6 +418,9 @@ impl Runner<'_> {
         on_token: &mut dyn FnMut(&Decided) -> ControlFlow<()>,
     ) -> Result<Answer, Fault> {
         let count = self.tokens_max(prompt, max_tokens)?;
+        if self.has_state {
+            return Err(refuse_state("--lookup"));
+        }
         self.cached.clear();
         if count == 0 {
             return Ok(Answer { tokens: vec![], reused: 0 });
@@ -456,6 +475,12 @@ impl Runner<'_> {
             None => Ok(()),
         }
     }
+}
+
+/// A model with a recurrent state has no way back to an earlier position.
+pub(super) fn refuse_state(what: &str) -> Fault {
+    Fault::input(format!("`{what}` verifies tokens that may be taken back, and this model keeps a recurrent state"))
+        .with_remedy(format!("leave out `{what}`"))
 }
 
 /// Whether a device reads a prompt in chunks, of which the cache holds `reused` tokens.
@@ -646,6 +671,10 @@ fn decide_on_device(
             let text = [prompt, &tokens[..new + at]].concat();
             check_candidate(session, &text, vocab)?;
             if let Some(&last) = tokens.last().filter(|_| !stopped) {
+                if !session.finds_state(position + steps) {
+                    let text = [prompt, &tokens].concat();
+                    session.decode_again(&text[..(position + steps) as usize])?;
+                }
                 session.go_on(position + steps, last)?;
             }
         }
@@ -657,13 +686,19 @@ fn decide_on_device(
     Ok(tokens)
 }
 
-/// Decodes the last token of `text` once more, whose row the cache has, and looks at the logits.
+/// Decodes the last token of `text` once more, whose row the cache has, and looks at the logits. With a recurrent state, which is after it,
+/// all of the text.
 ///
 /// # Errors
 /// No logit is a number above -inf.
 fn check_candidate(session: &mut Session, text: &[u32], vocab: u32) -> Result<(), Fault> {
     let position = text.len() as u32 - 1;
-    session.go_on(position, text[text.len() - 1])?;
+    if session.finds_state(position) {
+        session.go_on(position, text[text.len() - 1])?;
+    } else {
+        session.decode_again(&text[..position as usize])?;
+        session.go_on(position, text[text.len() - 1])?;
+    }
     session.run(position, 1, true)?;
     if session.logits(1)?.iter().any(|logit| *logit > f32::NEG_INFINITY) {
         return Ok(());

@@ -61,6 +61,11 @@ impl TextSteps {
         Some(TextSteps { text: OneText::new(shape), sessions, steps_max })
     }
 
+    /// Whether a step at `position` finds the recurrent states that it needs.
+    pub fn goes_on_at(&self, position: u32) -> bool {
+        self.text.goes_on_at(position)
+    }
+
     fn rows_max(&self) -> usize {
         self.sessions.last().map_or(0, |session| session.shape().rows as usize)
     }

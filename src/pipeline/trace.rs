@@ -186,8 +186,10 @@ impl Prepared {
         fill_device_cache(&mut session, validated.schedule(), FILL_SEED, position)?;
         session.start(&check_ids(imported.graph.vocab, position + 1), &[])?;
         for _ in 0..WARM_UP {
+            session.state_is_before(position);
             session.run(position, steps, false)?;
         }
+        session.state_is_before(position);
         Ok(session.run_traced(position, steps)?)
     }
 }

@@ -2,6 +2,8 @@
 //!
 //! The formulas are those of [`GatedDelta`].
 
+use std::ops::Range;
+
 use crate::model::graph::{Act, GatedDelta};
 use crate::model::weights::Weights;
 use crate::reference::{act, linear, norm, sigmoid};
@@ -26,9 +28,57 @@ impl DeltaState {
     }
 }
 
+impl DeltaState {
+    /// The state as programs keep it ([`crate::ir::op::Mix`]): of each value head its matrix, then the inputs of its q, k and v.
+    pub fn by_head(&self, net: &GatedDelta) -> Vec<f32> {
+        let (key_dim, value_dim) = (net.key_dim as usize, net.value_dim as usize);
+        let matrices = self.matrices.chunks_exact(key_dim * value_dim);
+        let of_head = |(head, matrix): (usize, &[f64])| {
+            let mut values = matrix.to_vec();
+            for input in &self.inputs {
+                DeltaState::channels(net, head).into_iter().for_each(|range| values.extend(&input[range]));
+            }
+            values.into_iter().map(|value| value as f32).collect::<Vec<f32>>()
+        };
+        matrices.enumerate().flat_map(of_head).collect()
+    }
+
+    /// Reads what [`by_head`](Self::by_head) has made.
+    ///
+    /// # Panics
+    /// If these are not the values of a state of `net`.
+    pub fn from_heads(net: &GatedDelta, values: &[f32]) -> DeltaState {
+        let mut state = DeltaState::new(net);
+        let (count, of_head) = (net.value_heads as usize, net.key_dim as usize * net.value_dim as usize);
+        for (head, values) in values.chunks_exact(values.len() / count).enumerate() {
+            let mut values = values.iter().map(|&value| f64::from(value));
+            let mut fill = |to: &mut [f64]| to.iter_mut().for_each(|to| *to = values.next().expect("a value"));
+            fill(&mut state.matrices[head * of_head..(head + 1) * of_head]);
+            for input in &mut state.inputs {
+                DeltaState::channels(net, head).into_iter().for_each(|range| fill(&mut input[range]));
+            }
+        }
+        state
+    }
+
+    /// The channels of a value head: of its q, k and v.
+    fn channels(net: &GatedDelta, head: usize) -> [Range<usize>; 3] {
+        let (key_dim, value_dim, keys) = (net.key_dim as usize, net.value_dim as usize, net.q.rows as usize);
+        let key = head / (net.value_heads / net.key_heads) as usize * key_dim;
+        let value = 2 * keys + head * value_dim;
+        [key..key + key_dim, keys + key..keys + key + key_dim, value..value + value_dim]
+    }
+}
+
 /// The output of a layer at a position with input `x`, `[hidden]` each; brings `state` to it.
 pub fn step_delta(weights: &Weights, net: &GatedDelta, state: &mut DeltaState, x: &[f64]) -> Vec<f64> {
-    let [q, k, v, z, b, a] = net.projections().map(|projection| linear(weights, projection, x));
+    let projected = net.projections().map(|projection| linear(weights, projection, x));
+    linear(weights, &net.o, &mix_delta(weights, net, state, projected))
+}
+
+/// What the output projection reads, `[value_heads * value_dim]`, of the [projections](GatedDelta::projections) of a position; brings `state` to it.
+pub fn mix_delta(weights: &Weights, net: &GatedDelta, state: &mut DeltaState, projected: [Vec<f64>; 6]) -> Vec<f64> {
+    let [q, k, v, z, b, a] = projected;
     let taps: Vec<f32> = net.conv.iter().flat_map(|&id| weights.vector_f32(id)).collect();
     state.inputs.push([q, k, v].concat());
     let mixed = convolve(&taps, &state.inputs);
@@ -54,7 +104,7 @@ pub fn step_delta(weights: &Weights, net: &GatedDelta, state: &mut DeltaState, x
         let gated: Vec<f64> = norm(weights, &net.norm, y).into_iter().zip(gate).map(|(y, gate)| y * gate).collect();
         y.copy_from_slice(&gated);
     }
-    linear(weights, &net.o, &y)
+    y
 }
 
 /// `S = decay * S; S = S + k (beta * (v - S^T k))^T; y = S^T q`, with `S` of shape `[k.len(), v.len()]`.

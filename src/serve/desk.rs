@@ -539,7 +539,8 @@ mod tests {
     use crate::rows::Shape;
     use crate::sample::{RequestSettings, SampleSettings, TokenSet};
 
-    const SHAPE: Shape = Shape { rows: 2, sequences: 6, context_max: 32, page_rows: 4, pages: 32, window: None };
+    const SHAPE: Shape =
+        Shape { rows: 2, sequences: 6, context_max: 32, page_rows: 4, pages: 32, window: None, has_state: false };
     const LIMITS: Limits = Limits { running_max: 2, waiting_max: 4, chunk_rows: 2, steps_max: 1 };
 
     /// A stepper that always decides token 7; launches that are marked fail.

@@ -9,7 +9,7 @@ use super::memory::bytes;
 use super::{Entity, Found, Rule, Witness, note};
 use crate::dtype::DType;
 use crate::format::Format;
-use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, Op, QkNormAttr, Role, UNIT_ROWS};
+use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, Mix, Op, QkNormAttr, Role, UNIT_ROWS};
 use crate::ir::program::{Grid, Home, Operand, Program, Space};
 use crate::ir::schedule::{Mechanism, Schedule, Scope, SmemKind, Source};
 use crate::ir::table::Holds;
@@ -165,6 +165,7 @@ impl Rules<'_> {
                 Op::MatVec(m) => !m.own_input && grid.per_row == grid.operand(Role::Choices).is_some(),
                 Op::Route(_) => grid.per_row,
                 Op::Combine(_) => !grid.per_row,
+                Op::Mix(_) => !grid.per_row,
                 Op::AttentionMerge { .. } => false,
                 Op::Select | Op::Report => !grid.per_row,
                 Op::Embed { everywhere, .. } | Op::NormAdd { everywhere, .. } => !everywhere && !grid.per_row,
@@ -201,8 +202,8 @@ impl Rules<'_> {
     /// A launch that only fills the cache executes the beginning of each queue and stream, up to the last grid that appends. What it
     /// executes is ordered as in a whole step, if it waits for nothing of the rest.
     fn fills(&mut self, schedule: &Schedule) {
-        let appends = |grid: &Grid| grid.operand(Role::AppendK).is_some();
-        let last = schedule.program.grids.iter().rposition(appends).map(GridId::from);
+        let leaves = |grid: &Grid| grid.operand(Role::AppendK).is_some() || grid.operand(Role::State).is_some();
+        let last = schedule.program.grids.iter().rposition(leaves).map(GridId::from);
         for (r, regime) in (0..).zip(&schedule.regimes) {
             let fills = |id: TaskId| Some(regime.tasks[id.index()].grid) <= last;
             let queues = regime
@@ -322,6 +323,11 @@ impl Rules<'_> {
                     self.expect(route.top_k <= LANES, at, || {
                         format!("expected at most {LANES} slots of a row, found {}", route.top_k)
                     });
+                }
+                Op::Mix(mix) => {
+                    self.mix(at, grid, mix);
+                    self.made_by_matvec(at, grid.operand(Role::Q), "q, k, v and the gate", program);
+                    self.made_by_matvec(at, grid.operand(Role::Beta), "beta and the decay", program);
                 }
                 Op::Combine(combine) => {
                     // combine.cuh: a lane of a warp has the share of an input, and a thread one packet of each.
@@ -446,17 +452,17 @@ impl Rules<'_> {
     }
 
     /// A queue entry holds the place of a buffer and no column: operands begin at its column 0 and take all of it. Only
-    /// q, k, v and the gate share a buffer, one after another.
+    /// q, k, v and gates share a buffer, one after another; that of a net has beta and the decay, too.
     fn places(&mut self, at: Entity, grid: &Grid, program: &Program) {
         for operand in &grid.operands {
             let buffer = &program.buffers[operand.buffer.index()];
             let (base, limit) = (operand.cols.base, operand.cols.limit);
             let role = operand.role.name();
             match (buffer.space, operand.role) {
-                (Space::Exchange, Role::Q | Role::K | Role::V | Role::Gate) => {}
+                // Entries have the place of a slot (abi.rs).
+                (Space::Exchange, Role::Q | Role::K | Role::V | Role::Gate | Role::Beta | Role::Decay) => {}
                 // Inputs of a sum are judged with it.
                 (Space::Exchange, Role::X) if matches!(grid.op, Op::Combine(_)) => {}
-                // Entries have the place of a slot (abi.rs).
                 (Space::Exchange, Role::X | Role::Choices | Role::Out) if beside_others(grid, operand) => {}
                 (Space::Exchange, _) => {
                     self.expect_with(base == 0 && limit == buffer.cols, at, || {
@@ -480,6 +486,19 @@ impl Rules<'_> {
                 (message, vec![note(Entity::Buffer(operand.buffer), "has them")])
             });
         }
+    }
+
+    /// mix.cuh: q, k, v and the gate side by side in one buffer; beta and the decay in one buffer.
+    fn mix(&mut self, at: Entity, grid: &Grid, mix: &Mix) {
+        let place = |role| grid.operand(role).map(|o| (o.buffer, o.cols.base));
+        let x = place(Role::Q).map(|q| q.0);
+        let (keys, values) = (mix.key_heads * mix.key_dim, mix.value_heads * mix.value_dim);
+        let follows = [(Role::Q, 0), (Role::K, keys), (Role::V, 2 * keys), (Role::Gate, 2 * keys + values)];
+        self.expect(follows.into_iter().all(|(role, base)| place(role) == x.map(|x| (x, base))), at, || {
+            "expected q, k, v and the gate one after another from column 0 of one buffer".to_string()
+        });
+        let [beta, decay] = [Role::Beta, Role::Decay].map(|role| place(role).map(|place| place.0));
+        self.expect(beta == decay, at, || "expected `beta` and `decay` in one buffer".to_string());
     }
 
     /// What an op reads in part comes from a `matvec`.
@@ -629,7 +648,7 @@ impl Rules<'_> {
         for (b, (buffer, place)) in places {
             let (most, place) = match (buffer.space, *place) {
                 (Space::Exchange, Some(place)) => (EXCHANGE_BYTES_MAX, place),
-                (Space::Cache | Space::Constant, Some(place)) => (UNITS_BYTES_MAX, place),
+                (Space::Cache | Space::State | Space::Constant, Some(place)) => (UNITS_BYTES_MAX, place),
                 _ => continue,
             };
             let end = place.saturating_add(bytes(buffer));

@@ -158,6 +158,12 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
                 let rows = if for_rows { padded } else { 0 };
                 scratch = scratch.max(rows * u64::from(combine.inputs()) * 4);
             }
+            // q, k, v, the gate, beta and the decay; two sums of each part of the rows of a state and column.
+            Op::Mix(mix) => {
+                let (keys, values) = (u64::from(mix.key_dim), u64::from(mix.value_dim));
+                heads = heads.max((2 * keys + 2 * values + 2) * 4);
+                scratch = scratch.max((warps * 32 / values).clamp(1, keys) * values * 8);
+            }
             // An `everywhere` sum is held in registers.
             Op::Select | Op::Report | Op::Embed { .. } | Op::NormAdd { .. } => {}
         }
@@ -307,7 +313,9 @@ pub(super) fn device(schedule: &Schedule, target: &Target, found: &mut Found) {
         let (arena, bytes) = match buffer.space {
             Space::Weight => ("pack", matrices[b as usize]),
             Space::Constant => ("pack", bytes(buffer)),
-            Space::Exchange | Space::Cache | Space::Output => (buffer.space.name(), bytes(buffer)),
+            Space::Exchange | Space::Cache | Space::State | Space::Output => {
+                (buffer.space.arena().name(), bytes(buffer))
+            }
             Space::Private => {
                 if let Some(offset) = place {
                     found.add(Rule::Placement, Entity::Buffer(id), || {

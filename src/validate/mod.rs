@@ -93,7 +93,7 @@
 //!
 //! # Cross-regime invariants
 //!
-//! Four things outlive a step: cache rows, words, the columns of carried events, and what the host reads. Private data and all
+//! Five things outlive a step: cache rows, states, words, the columns of carried events, and what the host reads. Private data and all
 //! other exchange columns are written in the step that reads them, before they are read (`uncovered`, `private-order`,
 //! `carried`). Weights and constants never change.
 //!
@@ -108,6 +108,8 @@
 //!   Alternatives leave their heads in the same columns, directly or through the merges of their regime. All other grids
 //!   are launched in every regime. So all regimes compute one function of the token, the position and the caches; they
 //!   may round differently.
+//! - *States.* The columns of a state are updated in place by the task of one launch index, which is on the same SM in every regime
+//!   (`state-owner`, `states`). So program order lies between a step's update and the next one.
 //! - *Words.* A word is cleared in the step after the one that stored it, by its owner there. A launch may end in any regime and the
 //!   next one may begin in any, so any regime may follow any. All regimes write the same words (`regime-words`), so each step clears
 //!   all that the step before has stored.
@@ -176,6 +178,7 @@ mod races;
 mod regimes;
 mod same;
 mod shared;
+mod states;
 mod tables;
 mod variants;
 mod wellformed;
@@ -420,6 +423,8 @@ rules! {
     PrivateOrder "private-order" 1;
     /// Two regimes append different columns of a cache.
     RegimeAppends "regime-appends" 1;
+    /// A state that is not that of one grid alone, or in steps of several rows.
+    State "state" 1;
     /// Two regimes write different words, so that in one of them nothing clears those of the other.
     RegimeWords "regime-words" 1;
 
@@ -480,6 +485,8 @@ rules! {
     OverwriteUnordered "overwrite-unordered" 4;
     /// A cache row may be read before its append is visible.
     HistoryUnordered "history-unordered" 4;
+    /// Columns of a state are updated by different SMs in two regimes.
+    StateOwner "state-owner" 4;
     /// Words of a step may be read before an SM sees that they were cleared in the step before.
     WordsUnseen "words-unseen" 4;
 
@@ -562,6 +569,7 @@ fn judge(schedule: &Schedule, target: &Target, found: &mut Found) {
         return;
     }
     operands::check(schedule, found);
+    states::owned(&schedule.program, found);
     names::check(schedule, found);
     memory::machine(&schedule.machine, target, found);
     order::ring(schedule, found);
@@ -606,6 +614,8 @@ fn judge(schedule: &Schedule, target: &Target, found: &mut Found) {
     }
     let facts = races::Facts { grids: &grids, owners: &owners, writes: &writes, joins: &joins, orders: &orders };
     races::check(schedule, target, &facts, found);
+    // After the races, which begin with nothing found.
+    states::stay(schedule, &owners, found);
     if found.any() {
         return;
     }

@@ -4,11 +4,11 @@ use super::{Entity, Found, Rule, note};
 use crate::dtype::{DType, Precision};
 use crate::format::Format;
 use crate::ir::op::{
-    Attention, Combine, Epilogue, MatVec, NormAttr, Op, PARTIAL_HEADER, QkNormAttr, Role, Route, UNIT_ROWS,
+    Attention, Combine, Epilogue, MatVec, Mix, NormAttr, Op, PARTIAL_HEADER, QkNormAttr, Role, Route, UNIT_ROWS,
 };
 use crate::ir::program::{Buffer, Cols, Content, Grid, Operand, Program, Rows, Second, Space};
 use crate::ir::schedule::Schedule;
-use crate::ir::table::{Table, TableHome};
+use crate::ir::table::{Holds, Table, TableHome};
 use crate::ir::{BufferId, GridId};
 use crate::model::graph::{ClampedSwiglu, ExpertGroups, NormKind, QkNormSpan, RowView};
 use std::collections::BTreeMap;
@@ -177,6 +177,17 @@ fn attributes(id: GridId, op: &Op, n: u32, weights: Format, found: &mut Found) -
             expect(*width > 0 && fits(columns), "`width` and `slots` whose product is below 2^28", width);
             expect(scale.is_finite(), "a finite `scale`", scale);
         }
+        Op::Mix(Mix { key_heads, value_heads, key_dim, value_dim, kernel, eps, doubles: _ }) => {
+            let whole = *key_heads > 0 && *value_heads > 0 && value_heads % key_heads == 0;
+            expect(whole, "`value_heads` that `key_heads` divides", value_heads);
+            expect(*key_dim > 0 && key_dim % 2 == 0, "an even `key_dim` above 0", key_dim);
+            expect(*value_dim > 0 && value_dim % 2 == 0, "an even `value_dim` above 0", value_dim);
+            expect(*kernel > 0, "`kernel` of at least 1", kernel);
+            expect(eps.is_finite() && *eps > 0.0, "a finite `eps` above 0", eps);
+            let channels = 2 * wide(*key_dim) + wide(*value_dim);
+            let state = wide(*key_dim) * wide(*value_dim) + wide(*kernel) * channels;
+            expect(fits(wide(*value_heads).saturating_mul(state)), "a state of fewer than 2^28 values", &state);
+        }
         Op::Embed { scale, everywhere: _ } => expect(scale.is_finite(), "a finite `scale`", scale),
         Op::MatVec(m) => {
             expect(m.rows > 0 && fits(wide(m.rows)), "`rows` of at least 1, below 2^28", &m.rows);
@@ -266,6 +277,7 @@ fn launch_extents(id: GridId, grid: &Grid, program: &Program, sms: u32, found: &
         op if op.everywhere() => Some(sms),
         Op::Select | Op::Report | Op::Route(_) => Some(1),
         Op::Combine(combine) => Some(combine.width.div_ceil(UNIT_ROWS)),
+        Op::Mix(mix) => Some(mix.value_heads),
         Op::MatVec(m) => Some(m.units()),
         Op::Attention(a) => Some(a.head_groups()),
         Op::NormAdd { width, .. } => Some(width.div_ceil(UNIT_ROWS)),
@@ -472,9 +484,15 @@ fn contents(id: GridId, grid: &Grid, program: &Program, found: &mut Found) {
             Role::Table => ("a tensor", matches!(content, Content::Tensor(_))),
             Role::Rope => ("a rope table", matches!(content, Content::RopeTable(_))),
             Role::CacheScales => ("scales of a cache", matches!(content, Content::CacheScales(_))),
-            Role::NormWeight | Role::NormBias | Role::QNormWeight | Role::KNormWeight | Role::Bias | Role::Sinks => {
-                ("vectors", matches!(content, Content::Vectors { .. }))
-            }
+            Role::NormWeight
+            | Role::NormBias
+            | Role::QNormWeight
+            | Role::KNormWeight
+            | Role::Bias
+            | Role::Sinks
+            | Role::Conv
+            | Role::ALog
+            | Role::DtBias => ("vectors", matches!(content, Content::Vectors { .. })),
             // In the wrong space, which is judged elsewhere.
             _ => continue,
         };
@@ -690,6 +708,28 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
             Role::Out => Some(exchange(DType::I32, Cols::all(*top_k))),
             _ => None,
         },
+        Op::Mix(mix) => {
+            let key_cols = mix.key_heads * mix.key_dim;
+            let of_key = Cols { stride: mix.key_dim, div: mix.group(), limit: key_cols, ..Cols::all(mix.key_dim) };
+            let of_value = Cols::blocks(mix.value_dim, mix.value_heads * mix.value_dim);
+            let heads = Cols::all(mix.value_heads);
+            match role {
+                Role::Q | Role::K => Some(exchange(wire, of_key)),
+                Role::V | Role::Gate | Role::Out => Some(exchange(wire, of_value)),
+                Role::Beta | Role::Decay => Some(exchange(wire, heads)),
+                Role::NormWeight => Some(vector(Cols::all(mix.value_dim))),
+                Role::Conv => Some(vector(Cols::all(mix.qkv_cols().saturating_mul(mix.kernel)))),
+                Role::ALog | Role::DtBias => Some(vector(heads)),
+                Role::State => {
+                    let cols = mix.state_cols();
+                    let cols = Cols::blocks(cols, mix.value_heads * cols);
+                    let sequences = program.table(Holds::Sequences).map(|(_, table)| table.bound);
+                    let (rows, count) = sequences.map_or((Rows::One, 1), |bound| (Rows::Sequences, bound));
+                    Some(Want { space: Space::State, dtype: DType::F32, rows, cols, extent: Extent::Rows(count) })
+                }
+                _ => None,
+            }
+        }
         Op::Combine(Combine { width, slots, shared, scale: _, adds }) => match role {
             Role::X | Role::Out => Some(exchange(wire, Cols::blocks(UNIT_ROWS, *width))),
             Role::Shares => Some(exchange(DType::F32, Cols::all(*slots))),

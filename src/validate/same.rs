@@ -15,13 +15,13 @@
 use crate::dtype::DType;
 use crate::error::{Fault, Tier};
 use crate::format::Format;
-use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, OpKey, QkNormAttr, Role, Route};
+use crate::ir::op::{Attention, Epilogue, MatVec, Mix, NormAttr, Op, OpKey, QkNormAttr, Role, Route};
 use crate::ir::program::{Buffer, Content, Grid, Operand, Part, Program, Rows};
 use crate::ir::table::{Table, TableHome};
 use crate::ir::{BufferId, GridId, LayerId};
 use crate::model::graph::{
-    self, Act, ClampedSwiglu, Experts, FeedForward, Linear, Mlp, ModelGraph, NormKind, QkNorm, QkNormSpan, QueryScale,
-    RopeId, Router, RowView, SharedExpert, TensorId,
+    self, Act, ClampedSwiglu, Experts, FeedForward, GatedDelta, Linear, Mixer, Mlp, ModelGraph, NormKind, QkNorm,
+    QkNormSpan, QueryScale, RopeId, Router, RowView, SharedExpert, TensorId,
 };
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -50,11 +50,7 @@ impl From<NotSame> for Fault {
 /// The first grid that computes what the model does not have, or what the program leaves out.
 pub fn same(graph: &ModelGraph, program: &Program) -> Result<(), NotSame> {
     let mut terms = Terms::default();
-    let model = Model::of(graph, program, &mut terms).map_err(|layer| NotSame {
-        program: program.name.clone(),
-        place: format!("layer {layer}"),
-        what: "no program has another mixer than attention".to_string(),
-    })?;
+    let model = Model::of(graph, program, &mut terms);
     let mut reader =
         Reader { graph, program, terms: &mut terms, model: &model, holds: BTreeMap::new(), caches: vec![] };
     reader.program().map_err(|(place, what)| NotSame { program: program.name.clone(), place, what })
@@ -234,6 +230,16 @@ enum Term {
         x: TermId,
         by: TermId,
     },
+    /// What a gated delta net leaves of the inputs at this position and at all before it.
+    Mixed {
+        /// q, k, v, z, b and a.
+        inputs: [TermId; 6],
+        conv: Vector,
+        a_log: Vector,
+        dt_bias: Vector,
+        gains: Option<Vector>,
+        rule: OpKey,
+    },
     /// Records of split attention.
     Partial {
         of: TermId,
@@ -316,6 +322,11 @@ impl Terms {
             Term::Attended { q, keys, values, scores, .. } => {
                 format!("attention({}, {}, {}, {scores:?})", of(q), of(keys), of(values))
             }
+            Term::Mixed { inputs, conv, a_log, .. } => {
+                let inputs: Vec<String> = inputs.iter().map(of).collect();
+                let [conv, a_log] = [conv, a_log].map(|of| vector(&Some(of.clone())));
+                format!("mix({}, {conv}, {a_log})", inputs.join(", "))
+            }
             Term::OutputGated { x, by } => format!("{} * sigmoid({})", of(x), of(by)),
             Term::Partial { of: whole, splits, .. } => format!("{splits} splits of {}", of(whole)),
             Term::Logits { x, scale, .. } => format!("logits({} * {})", float(scale), of(x)),
@@ -337,29 +348,29 @@ fn norm_term(norm: &graph::Norm, width: u32) -> NormTerm {
 /// The terms of a model graph.
 struct Model {
     best: TermId,
-    /// Keys and values of each layer.
+    /// Keys and values of each layer with attention.
     cached: Vec<[TermId; 2]>,
     /// All terms of the model, and those that programs have in addition.
     known: HashSet<TermId>,
 }
 
 impl Model {
-    fn of(graph: &ModelGraph, program: &Program, terms: &mut Terms) -> Result<Model, usize> {
+    fn of(graph: &ModelGraph, program: &Program, terms: &mut Terms) -> Model {
         let is_fp8 = program.precision.cache == DType::E4m3;
         let mut maker = Maker { graph, terms, is_fp8, known: HashSet::new() };
         let mut x = maker.keep(Term::Embedded { table: graph.embed, scale: graph.embed_scale.to_bits() });
         let mut cached = vec![];
         for (l, layer) in graph.layers.iter().enumerate() {
             let rows;
-            (x, rows) = maker.layer(l, layer, x)?;
-            cached.push(rows);
+            (x, rows) = maker.layer(l, layer, x);
+            cached.extend(rows);
         }
         let last = maker.normed(Some(&graph.final_norm), x);
         let head = maker.linear(&graph.head, last);
         let (scale, softcap) = (graph.logits_scale.to_bits(), graph.logits_softcap.map(f32::to_bits));
         let logits = maker.keep(Term::Logits { x: head, scale, softcap });
         let best = maker.keep(Term::Best { logits });
-        Ok(Model { best, cached, known: maker.known })
+        Model { best, cached, known: maker.known }
     }
 }
 
@@ -393,12 +404,17 @@ impl Maker<'_> {
         self.terms.id(Term::Normed { x, norm: norm_term(norm, self.graph.hidden) })
     }
 
-    /// What a layer leaves of `x`, and its keys and values.
-    fn layer(&mut self, l: usize, layer: &graph::Layer, x: TermId) -> Result<(TermId, [TermId; 2]), usize> {
+    /// What a layer leaves of `x`, and its keys and values, if it has some.
+    fn layer(&mut self, l: usize, layer: &graph::Layer, x: TermId) -> (TermId, Option<[TermId; 2]>) {
         let input = self.normed(layer.attn_norm.as_ref(), x);
-        let attention = layer.attention().ok_or(l)?;
-        let (attended, rows) = self.attention(l, attention, input);
-        let branch = self.linear(&attention.o, attended);
+        let (mixed, o, rows) = match &layer.mixer {
+            Mixer::Attention(attention) => {
+                let (attended, rows) = self.attention(l, attention, input);
+                (attended, &attention.o, Some(rows))
+            }
+            Mixer::GatedDelta(net) => (self.delta(net, input), &net.o, None),
+        };
+        let branch = self.linear(o, mixed);
         let branch = self.normed(layer.attn_post_norm.as_ref(), branch);
         let scale = layer.residual_scale.to_bits();
         let summed = self.keep(Term::Sum { x, scale, branch });
@@ -408,7 +424,20 @@ impl Maker<'_> {
             FeedForward::Experts(experts) => self.experts(experts, input),
         };
         let branch = self.normed(layer.mlp_post_norm.as_ref(), branch);
-        Ok((self.keep(Term::Sum { x: summed, scale, branch }), rows))
+        (self.keep(Term::Sum { x: summed, scale, branch }), rows)
+    }
+
+    /// What a gated delta net leaves.
+    fn delta(&mut self, net: &GatedDelta, input: TermId) -> TermId {
+        let inputs = net.projections().map(|projection| self.linear(projection, input));
+        let of_tensor = |&tensor: &TensorId| Some(Slice::whole(tensor, self.graph.tensor(tensor).count() as u32));
+        let conv = Vector { parts: net.conv.iter().map(of_tensor).collect(), offset: 0f32.to_bits() };
+        let [a_log, dt_bias] = [net.a_log, net.dt_bias].map(|tensor| Vector::whole(&[tensor], net.value_heads, 0.0));
+        let gains = norm_term(&net.norm, net.value_dim).weight;
+        let GatedDelta { key_heads, value_heads, key_dim, value_dim, kernel, .. } = *net;
+        let (eps, doubles) = (net.norm.eps, net.negative_eigenvalues);
+        let rule = Op::Mix(Mix { key_heads, value_heads, key_dim, value_dim, kernel, eps, doubles }).key();
+        self.keep(Term::Mixed { inputs, conv, a_log, dt_bias, gains, rule })
     }
 
     /// What an MLP leaves, or the chosen ones of several like `mlp`; `linear` is what one of its matrices makes.
@@ -553,6 +582,7 @@ impl Reader<'_> {
                 self.write(grid, Role::Out, route.top_k, chosen)?;
                 self.write(grid, Role::Shares, route.top_k, shares)
             }
+            Op::Mix(mix) => self.mix(grid, mix),
             Op::Combine(combine) => {
                 // Other rules have proven that inputs lie one after another.
                 let first = need(grid, Role::X)?;
@@ -825,6 +855,25 @@ impl Reader<'_> {
         let partial = Term::Partial { of: attended, splits: a.splits, heads_per_task: a.heads_per_task };
         let term = self.terms.id(partial);
         self.write(grid, Role::Out, cols, term)
+    }
+
+    /// A state is that of one grid (`state`), so what it leaves follows from the inputs of this grid in all steps.
+    fn mix(&mut self, grid: &Grid, mix: &Mix) -> Result<(), String> {
+        let (keys, values) = (mix.key_heads * mix.key_dim, mix.value_heads * mix.value_dim);
+        let read = |role, cols| self.read(need(grid, role)?, cols);
+        let inputs = [
+            read(Role::Q, keys)?,
+            read(Role::K, keys)?,
+            read(Role::V, values)?,
+            read(Role::Gate, values)?,
+            read(Role::Beta, mix.value_heads)?,
+            read(Role::Decay, mix.value_heads)?,
+        ];
+        let vector = |role| self.vector(need(grid, role)?);
+        let (conv, a_log, dt_bias) = (vector(Role::Conv)?, vector(Role::ALog)?, vector(Role::DtBias)?);
+        let (gains, rule) = (Some(vector(Role::NormWeight)?), Op::Mix(*mix).key());
+        let term = self.known(Term::Mixed { inputs, conv, a_log, dt_bias, gains, rule })?;
+        self.write(grid, Role::Out, values, term)
     }
 
     /// Heads times the gates that a grid reads.

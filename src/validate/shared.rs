@@ -6,10 +6,10 @@
 
 use super::Validated;
 use crate::dtype::DType;
-use crate::ir::GridId;
-use crate::ir::op::{Attention, Op, Role};
+use crate::ir::op::{Attention, Op, OpKey, Role};
 use crate::ir::program::{Content, Grid, Operand};
 use crate::ir::schedule::Schedule;
+use crate::ir::{BufferId, GridId};
 use std::collections::BTreeMap;
 
 /// Two kernels cannot share a cache. Says which attention differs, and in what.
@@ -26,8 +26,24 @@ pub struct NotShared {
 /// where the other one reads it. A cache without pages has block `b` of a sequence in page `b`.
 ///
 /// # Errors
-/// The first attention that differs.
+/// The first attention that differs, or the first recurrent state.
 pub fn share_caches(a: &Validated, b: &Validated) -> Result<(), NotShared> {
+    let of_a = updated(a.schedule());
+    for (place, other) in updated(b.schedule()) {
+        let not_shared = |grid: String, what| Err(NotShared { grid, other: other.name.clone(), what });
+        match of_a.get(&place) {
+            Some(one) if one.op == other.op && one.content == other.content => {}
+            Some(one) => return not_shared(one.name.clone(), "states by other weights or attributes"),
+            None => return not_shared(other.name.clone(), "states at other places or of other sizes"),
+        }
+    }
+    if let (Some(grid), true) = (of_a.values().next(), of_a.len() != updated(b.schedule()).len()) {
+        return Err(NotShared {
+            grid: grid.name.clone(),
+            other: b.schedule().program.name.clone(),
+            what: "other states",
+        });
+    }
     let (a, b) = (extended(a.schedule()), extended(b.schedule()));
     // Each attention of either has its counterpart at the place of its keys, or the two have nothing there.
     for (of, others) in [(&a, &b), (&b, &a)] {
@@ -123,6 +139,29 @@ fn extended(schedule: &Schedule) -> BTreeMap<(Option<u64>, u32), Extends<'_>> {
         });
     }
     all
+}
+
+/// What a grid with a recurrent state leaves to a later step depends on this.
+struct Updates<'a> {
+    name: String,
+    op: OpKey,
+    /// The weights and biases of its inputs, and its constants.
+    content: Vec<&'a Content>,
+}
+
+/// The grid that updates each state, by its place, rows and columns.
+fn updated(schedule: &Schedule) -> BTreeMap<(Option<u64>, u32, u32), Updates<'_>> {
+    let grids = schedule.program.grids.iter().filter_map(|grid| Some((grid, grid.operand(Role::State)?.buffer)));
+    let of_grid = |(grid, buffer): (&'_ Grid, BufferId)| {
+        let state = &schedule.program.buffers[buffer.index()];
+        let inputs = [Role::Q, Role::K, Role::V, Role::Beta, Role::Decay];
+        let constants =
+            [Role::Conv, Role::ALog, Role::DtBias].into_iter().filter_map(|role| content(schedule, grid, role));
+        let content = inputs.into_iter().flat_map(|role| sources(schedule, grid, role)).chain(constants).collect();
+        let place = (schedule.placement[buffer.index()], state.rows, state.cols);
+        (place, Updates { name: grid.name.clone(), op: grid.op.key(), content })
+    };
+    grids.map(of_grid).collect()
 }
 
 /// What fills a constant operand.

@@ -198,7 +198,7 @@ fn several_rows(program: &Program, found: &mut Found) {
 }
 
 /// A fact that the proof of `at` uses.
-fn fact(program: &Program, holds: Holds, fact: Fact, otherwise: &str, at: Entity, found: &mut Found) {
+pub(super) fn fact(program: &Program, holds: Holds, fact: Fact, otherwise: &str, at: Entity, found: &mut Found) {
     let table = program.table(holds);
     if !table.is_some_and(|(_, table)| table.facts.contains(&fact)) {
         found.add_with(Rule::TableFact, at, || {

@@ -365,7 +365,7 @@ fn class_of(space: Space, access: Access, rows: Rows) -> Option<usize> {
         (Space::Private, _) => Some(2),
         (_, Rows::History) => Some(3),
         (Space::Exchange, _) if access == Access::Read => Some(0),
-        (Space::Exchange | Space::Cache | Space::Output, _) if access.writes() => Some(1),
+        (Space::Exchange | Space::Cache | Space::State | Space::Output, _) if access.writes() => Some(1),
         _ => None,
     }
 }
@@ -421,7 +421,8 @@ pub(super) fn launches(schedule: &Schedule, found: &mut Found) {
 
 /// Ops whose task is one launch index: their stream, record or token is one.
 fn one_index(op: &Op) -> bool {
-    op.everywhere() || matches!(op, Op::Report | Op::Route(_) | Op::Attention(_) | Op::AttentionMerge { .. })
+    op.everywhere()
+        || matches!(op, Op::Report | Op::Route(_) | Op::Attention(_) | Op::AttentionMerge { .. } | Op::Mix(_))
 }
 
 /// Every launch index of every grid has one task; only attention, which has alternatives, may be absent as a whole.

@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 use safetensors::SafeTensors;
 use serde_json::Value;
 
-use crate::cli_support::{Answer, Place, manifest_text};
+use crate::cli_support::{Answer, Place, comma_separated, manifest_text};
 use crate::skipped;
 use crate::support::{Goldens, fixture, max_difference};
 
@@ -30,10 +30,6 @@ fn goldens() -> Value {
 
 fn ids_of(value: &Value) -> Vec<u32> {
     value.as_array().unwrap().iter().map(|id| u32::try_from(id.as_u64().unwrap()).unwrap()).collect()
-}
-
-fn comma_separated(ids: &[u32]) -> String {
-    ids.iter().map(u32::to_string).collect::<Vec<_>>().join(",")
 }
 
 #[test]

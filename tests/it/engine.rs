@@ -263,7 +263,8 @@ impl Stepper for Toy {
     }
 }
 
-const SHAPE: Shape = Shape { rows: 6, sequences: 11, context_max: 64, page_rows: 4, pages: 40, window: None };
+const SHAPE: Shape =
+    Shape { rows: 6, sequences: 11, context_max: 64, page_rows: 4, pages: 40, window: None, has_state: false };
 const LIMITS: Limits = Limits { running_max: 6, waiting_max: 100, chunk_rows: 3, steps_max: 1 };
 
 fn greedy() -> RequestSettings {
@@ -491,7 +492,8 @@ fn long_prompts_are_read_alone() {
 /// takes a row of a step.
 #[test]
 fn short_prompts_take_rows_of_the_steps_of_others() {
-    let shape = Shape { rows: 64, sequences: 20, context_max: 1024, page_rows: 64, pages: 60, window: None };
+    let shape =
+        Shape { rows: 64, sequences: 20, context_max: 1024, page_rows: 64, pages: 60, window: None, has_state: false };
     let limits = Limits { chunk_rows: 512, steps_max: 1, ..LIMITS };
     for (decoding, prompt, decides, expected) in [
         (4, 128, false, vec![64, 64, 12, 5]),
@@ -632,7 +634,8 @@ fn launches_to_the_first_token(engine: &mut Engine<Toy>, prompt: usize) -> Vec<(
 /// As many launches as the prompt has parts, each of one step: what follows the first token does not delay it.
 #[test]
 fn the_first_token_waits_for_its_prompt_alone() {
-    let shape = Shape { rows: 64, sequences: 11, context_max: 1024, page_rows: 64, pages: 60, window: None };
+    let shape =
+        Shape { rows: 64, sequences: 11, context_max: 1024, page_rows: 64, pages: 60, window: None, has_state: false };
     for (rows, chunked) in [(64, vec![(64, 1)]), (32, vec![(32, 1), (32, 1)])] {
         let mut toy = Toy::new(Shape { rows, ..shape }, rows, false);
         toy.bounds.alone = Some(Alone { least: 64, most: 512, decides: false });

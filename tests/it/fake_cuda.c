@@ -539,8 +539,8 @@ static void hang(const Call *call) { (void)call; for (;;) pause(); }
 typedef struct { const char *name; void (*run)(const Call *); size_t parameters[8]; int smem; } Kernel;
 // A module with the kernel for one row, which has the name of that for rows and fewer parameters.
 static Kernel kernels_one_row[] = {{"monobloc_decode", one_row_kernel, {offsetof(RowsParams, rows)}, 0}, {0}};
-// The same, over a pool of pages.
-static Kernel kernels_paged[] = {{"monobloc_decode", paged_kernel, {offsetof(RowsParams, rows) + 8}, 0}, {0}};
+// The same, over a pool of pages: they and their sequence are parameters, too.
+static Kernel kernels_paged[] = {{"monobloc_decode", paged_kernel, {offsetof(RowsParams, rows) + 16}, 0}, {0}};
 static Kernel kernels[] = {
     {"self_test_empty", empty, {0}, 0},
     {"self_test_grid", grid_barrier, {8, 8, 8, 4, 8}, 0},

@@ -96,14 +96,14 @@ fn plans(group: u32) -> Vec<Plan> {
 
 #[test]
 fn every_checkpoint_agrees_with_transformers_through_lower_and_schedule() {
-    let names = ["families", "variants", "dense"].map(checkpoints).concat();
+    let names = ["families", "variants", "dense", "hybrids"].map(checkpoints).concat();
     let mut wrong = vec![];
     for name in &names {
         let imported = import(&fixture(name)).unwrap();
         let goldens = Goldens::open(name);
         let (ids, want, greedy_want) = (goldens.ids("input_ids"), goldens.floats("logits"), goldens.ids("greedy_ids"));
         let context_max = imported.graph.positions_max.min(64);
-        let attn = imported.graph.layers[0].attention().unwrap();
+        let attn = imported.graph.layers.iter().find_map(|layer| layer.attention()).unwrap();
         // A chunk of the history has sixteen rows at least.
         let row_bytes = attn.head_dim.next_multiple_of(4) * 4;
         for (p, plan) in plans(attn.heads / attn.kv_heads).into_iter().enumerate() {
@@ -119,7 +119,7 @@ fn every_checkpoint_agrees_with_transformers_through_lower_and_schedule() {
         }
     }
     assert!(wrong.is_empty(), "{wrong:#?}");
-    assert!(names.len() >= 69, "{}", names.len());
+    assert!(names.len() >= 73, "{}", names.len());
 }
 
 /// Each record's default candidate computes the same as transformers, for every number of SMs, size of shared memory and copy
@@ -127,7 +127,7 @@ fn every_checkpoint_agrees_with_transformers_through_lower_and_schedule() {
 #[test]
 fn every_checkpoint_agrees_on_the_default_candidate_of_every_record() {
     let mut wrong = vec![];
-    for name in ["families", "variants", "dense"].map(checkpoints).concat() {
+    for name in ["families", "variants", "dense", "hybrids"].map(checkpoints).concat() {
         let imported = import(&fixture(&name)).unwrap();
         let goldens = Goldens::open(&name);
         let ids = goldens.ids("input_ids");

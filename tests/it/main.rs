@@ -40,6 +40,7 @@ mod http_client;
 mod hub;
 mod interp;
 mod kernels;
+mod mix;
 mod nvrtc;
 mod ops;
 mod oracle_agrees;

@@ -40,6 +40,7 @@ static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCurso
 #include "ops/attention_tensor.cuh"
 #include "ops/attention.cuh"
 #include "ops/attention_merge.cuh"
+#include "ops/mix.cuh"
 #include "ops/norm_add.cuh"
 #include "ops/route.cuh"
 #include "ops/combine.cuh"
@@ -464,6 +465,83 @@ static void attention(const char* name) {
   }
 }
 
+// ---- mix ------------------------------------------------------------------------------------------------------------
+
+template <int KEY_HEADS_, int VALUE_HEADS_, int KEY_DIM_, int VALUE_DIM_, int KERNEL_, bool D>
+struct Net {
+  static constexpr int KEY_HEADS = KEY_HEADS_, VALUE_HEADS = VALUE_HEADS_, KEY_DIM = KEY_DIM_, VALUE_DIM = VALUE_DIM_, KERNEL = KERNEL_;
+  static constexpr int CHANNELS = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM; // columns of q, k and v
+  static constexpr int BETA_AT = CHANNELS + VALUE_HEADS * VALUE_DIM, DECAY_AT = BETA_AT + VALUE_HEADS;
+  static constexpr float EPS = 1e-6f;
+  static constexpr bool DOUBLES = D;
+};
+static double expected_silu(double x) { return x / (1 + std::exp(-x)); }
+// Seven positions of one text, the first with a state that is not a number.
+template <class M, class G>
+static void mix(const char* name) {
+  constexpr int KD = G::KEY_DIM, VD = G::VALUE_DIM, PAST = G::KERNEL - 1, OWN = 2 * KD + VD, STATE_COLS = KD * VD + PAST * OWN;
+  u64 seed = 77;
+  const std::vector<float> taps = numbers(seed, G::CHANNELS * G::KERNEL), a_log = numbers(seed, G::VALUE_HEADS);
+  const std::vector<float> bias = numbers(seed, G::VALUE_HEADS), gains = numbers(seed, VD);
+  std::vector<u8> kept(G::VALUE_HEADS * STATE_COLS * 4, 0xff);
+  std::vector<double> expected_state(G::VALUE_HEADS * KD * VD);
+  std::vector<std::vector<float>> inputs;
+  for (u32 position = 0; position < 7; position++) {
+    start();
+    inputs.push_back(numbers(seed, G::DECAY_AT + G::VALUE_HEADS));
+    const std::vector<float>& x = inputs.back();
+    params.position = position;
+    entry.x = entry.beta = packets<M>(x);
+    entry.conv = constant(taps), entry.a_log = constant(a_log), entry.dt_bias = constant(bias), entry.norm_weight = constant(gains);
+    entry.out = room(G::VALUE_HEADS * VD + 2);
+    cache = kept;
+    for (int h = 0; h < G::VALUE_HEADS; h++) {
+      entry.lo = h;
+      run<M, Mix<M, G>>();
+    }
+    kept = cache;
+    std::vector<double> expected, found;
+    for (int h = 0; h < G::VALUE_HEADS; h++) {
+      const float* state = reinterpret_cast<const float*>(kept.data()) + h * STATE_COLS;
+      const int key = h / (G::VALUE_HEADS / G::KEY_HEADS) * KD;
+      const auto convolved = [&](int channel) {
+        double sum = 0;
+        for (int t = 0; t < G::KERNEL; t++) {
+          const int at = int(position) + t - PAST;
+          if (at >= 0) sum += double(inputs[at][channel]) * taps[channel * G::KERNEL + t];
+        }
+        return expected_silu(sum);
+      };
+      const auto unit = [&](int from) {
+        std::vector<double> y(KD);
+        double squares = 0;
+        for (int d = 0; d < KD; d++) y[d] = convolved(from + d), squares += y[d] * y[d];
+        for (double& v : y) v /= std::sqrt(squares + 1e-6);
+        return y;
+      };
+      const std::vector<double> q = unit(key), k = unit(G::KEY_HEADS * KD + key);
+      const double beta = (G::DOUBLES ? 2 : 1) / (1 + std::exp(-double(x[G::BETA_AT + h])));
+      const double decay = std::exp(-std::exp(double(a_log[h])) * std::log1p(std::exp(double(x[G::DECAY_AT + h]) + bias[h])));
+      std::vector<double> y(VD);
+      double squares = 0;
+      for (int d = 0; d < VD; d++) {
+        double* column = &expected_state[h * KD * VD + d];
+        double remembered = 0;
+        for (int r = 0; r < KD; r++) column[r * VD] *= decay, remembered += column[r * VD] * k[r];
+        const double delta = beta * (convolved(2 * G::KEY_HEADS * KD + h * VD + d) - remembered);
+        for (int r = 0; r < KD; r++) column[r * VD] += k[r] * delta, y[d] += column[r * VD] * q[r] / std::sqrt(double(KD));
+        squares += y[d] * y[d] / VD;
+        for (int r = 0; r < KD; r++) expected.push_back(column[r * VD]), found.push_back(state[r * VD + d]);
+      }
+      for (int d = 0; d < VD; d++) {
+        expected.push_back(y[d] / std::sqrt(squares + G::EPS) * gains[d] * expected_silu(x[G::CHANNELS + h * VD + d]));
+        found.push_back(published<M>(entry.out, h * VD + d));
+      }
+    }
+    report(name, expected, found);
+  }
+}
+
 int main() {
   typedef Machine<Elem::F32> F;
   typedef Machine<Elem::BF16> B;
@@ -585,4 +663,9 @@ int main() {
   attention<B, Featured<Heads<4, 2, 2, 20, 10, true, HeadNorm::HEAD, 0, 1>>>("attention-featured-bf16");
   attention<Cached<Tensor, Elem::BF16>, Gated<Featured<Swizzled<Heads<4, 2, 2, 64, 64, false, HeadNorm::HEAD, 24, 1>, 1, true>>>>("attention-featured-tensor-bf16");
   attention<NarrowTensor, Gated<Featured<Swizzled<Heads<4, 4, 4, 128, 128, true, HeadNorm::HEAD, 0, 3>, 1, false>>>>("attention-featured-tensor-splits-bf16");
+  // Fewer columns than threads, in parts; more columns than threads; one input in the convolution.
+  mix<F, Net<2, 4, 6, 8, 4, false>>("mix-parts");
+  mix<F, Net<1, 2, 10, 300, 3, true>>("mix-wide");
+  mix<F, Net<2, 2, 128, 128, 1, false>>("mix-128");
+  mix<B, Net<1, 3, 16, 32, 4, false>>("mix-bf16");
 }

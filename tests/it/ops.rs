@@ -9,7 +9,7 @@ use crate::sampling::compiled;
 use crate::skipped;
 
 /// Each case, and how often it runs, with different numbers or at different positions.
-const CASES: [(&str, usize); 104] = [
+const CASES: [(&str, usize); 108] = [
     ("matvec-store-bias", 3),
     ("matvec-rms-ragged", 3),
     ("matvec-two-at-once", 3),
@@ -114,6 +114,10 @@ const CASES: [(&str, usize); 104] = [
     ("attention-featured-bf16", 5),
     ("attention-featured-tensor-bf16", 5),
     ("attention-featured-tensor-splits-bf16", 5),
+    ("mix-parts", 7),
+    ("mix-wide", 7),
+    ("mix-128", 7),
+    ("mix-bf16", 7),
 ];
 const CASES_OF_ROWS: [(&str, usize); 104] = [
     ("matvec-8-bf16", 2),

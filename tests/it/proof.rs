@@ -1,5 +1,6 @@
 //! Tests that each rule of the proof is broken by a mutation of a proven schedule that breaks no other rule, and that the message names the mutation.
 
+use crate::mix::{at, moved, shared, with_states};
 use crate::proof_support::*;
 use monobloc::codegen::abi::Queues;
 use monobloc::dtype::DType;
@@ -38,6 +39,11 @@ fn on_two_rows(entity: Entity, mutate: fn(&mut Schedule, &mut Target)) -> Case {
 fn on_words(entity: Entity, mutate: fn(&mut Schedule, &mut Target)) -> Case {
     let (schedule, target) = words();
     Case { schedule, target, entity, mutate }
+}
+
+fn on_states(entity: fn(&Schedule) -> Entity, mutate: fn(&mut Schedule, &mut Target)) -> Case {
+    let (schedule, target) = with_states();
+    Case { entity: entity(&schedule), schedule, target, mutate }
 }
 
 /// One regime, counters, 3 SMs.
@@ -252,6 +258,15 @@ fn case(rule: Rule) -> Case {
             s.regimes[0].queues[0].swap(1, 2);
         }),
         // Packets, although a batch kernel has words.
+        Rule::State => on_states(|s| Entity::Grid(GridId::from(at(&s.program, "mix.2"))), |s, _| shared(s)),
+        Rule::StateOwner => on_states(
+            |s| {
+                let grid = at(&s.program, "mix.0");
+                let task = s.regimes[1].tasks.iter().position(|task| task.grid.index() == grid && task.lo == 0);
+                Entity::Task(1, TaskId::from(task.unwrap()))
+            },
+            |s, _| moved(s),
+        ),
         Rule::KernelRows => on_two_rows(Entity::Buffer(BufferId(7)), |_, target| target.kind = TargetKind::Cuda),
         Rule::KernelScope => on_toy(Entity::Event(0, EventId(1)), |s, _| {
             let about = s.regimes[0].events[1].buffer;

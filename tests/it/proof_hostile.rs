@@ -2,7 +2,7 @@
 
 use crate::proof_support::*;
 use monobloc::dtype::DType;
-use monobloc::ir::op::{Access, Op, Role};
+use monobloc::ir::op::{Access, Mix, Op, Role};
 use monobloc::ir::program::{Rows, Second, Space};
 use monobloc::ir::schedule::{Mechanism, Schedule, Source};
 use monobloc::ir::{BufferId, EventId, GridId, TaskId};
@@ -133,6 +133,11 @@ fn scramble(s: &mut Schedule, random: &mut Random) -> Option<String> {
                 Op::Embed { scale, .. } => *scale = [f32::NAN, f32::INFINITY, 2.0][k % 3],
                 Op::Route(route) if k < 3 => route.experts = other(random, route.experts),
                 Op::Route(route) => route.top_k = other(random, route.top_k),
+                Op::Mix(mix) => {
+                    let Mix { key_heads, value_heads, key_dim, value_dim, kernel, .. } = mix;
+                    let field = [key_heads, value_heads, key_dim, value_dim, kernel].into_iter().nth(k % 5)?;
+                    *field = other(random, *field);
+                }
                 Op::Combine(combine) if k < 3 => combine.width = other(random, combine.width),
                 Op::Combine(combine) if k < 6 => combine.slots = other(random, combine.slots),
                 Op::Combine(combine) => combine.shared = combine.shared.is_none().then_some(1.0),

@@ -529,7 +529,18 @@ fn a_program_with_tables_runs_with_its_own_tables_only() {
     let options = Options { arithmetic: Arithmetic::Fast, order: Order::Threads(1) };
     let schedule = place(&imported, precision, Some(&BATCH));
     let shape = Shape::of(&schedule.program).unwrap();
-    assert_eq!(shape, Shape { rows: 2, sequences: 3, context_max: CONTEXT_MAX, page_rows: 4, pages: 10, window: None });
+    assert_eq!(
+        shape,
+        Shape {
+            rows: 2,
+            sequences: 3,
+            context_max: CONTEXT_MAX,
+            page_rows: 4,
+            pages: 10,
+            window: None,
+            has_state: false
+        }
+    );
     let pack = packed(&imported, &schedule);
     let mut interp = Interp::new(&schedule, pack, options).unwrap();
     let tables = |error: Result<(), InterpError>| matches!(error, Err(InterpError::Tables { .. }));

@@ -11,7 +11,7 @@
 use super::footprint::{columns_of, pitch, table_of};
 use super::machine::share;
 use super::{Fault, Kind};
-use monobloc::ir::op::{Attention, Combine, Epilogue, MatVec, Op, Role, Route};
+use monobloc::ir::op::{Attention, Combine, Epilogue, MatVec, Mix, Op, Role, Route};
 use monobloc::ir::program::{Grid, Space};
 use monobloc::ir::schedule::{Schedule, Task};
 use monobloc::ir::table::Holds;
@@ -70,7 +70,8 @@ fn positions(s: &Schedule) -> Vec<u32> {
     let most = s.program.context_max;
     let borders = s.regimes.iter().map(|r| r.from_position).chain([most]);
     let mut all: Vec<u32> = borders.flat_map(|b| b.saturating_sub(NEAR)..(b + NEAR).min(most)).collect();
-    if most <= WHOLE {
+    // A state has seen every position before.
+    if most <= WHOLE || s.program.buffers.iter().any(|buffer| buffer.space == Space::State) {
         all.extend(0..most);
     }
     all.sort_unstable();
@@ -121,7 +122,8 @@ impl<'a> Text<'a> {
     fn new(s: &'a Schedule, positions: &'a [u32]) -> Text<'a> {
         let copies = |space, phases: u32| match space {
             Space::Exchange => phases as usize,
-            Space::Private => s.machine.sms as usize,
+            // What an SM keeps, no other one finds: a state has one owner.
+            Space::Private | Space::State => s.machine.sms as usize,
             Space::Cache | Space::Weight | Space::Constant | Space::Output => 0,
         };
         let buffers = &s.program.buffers;
@@ -178,6 +180,7 @@ impl<'a> Text<'a> {
             Op::Select => self.select(step),
             Op::Route(route) => self.route(step, route),
             Op::Combine(combine) => self.combine(step, combine),
+            Op::Mix(mix) => self.mix(step, mix),
             Op::Report => {
                 let token = self.read(step, Role::Token, 0)?;
                 self.output(step, Role::Out, 0, token);
@@ -316,6 +319,44 @@ impl<'a> Text<'a> {
         Ok(())
     }
 
+    /// Every value of the state depends on all of the head's inputs, and on what the position before left of it.
+    fn mix(&mut self, step: &Step, op: &Mix) -> Result<(), Fault> {
+        let (head, keys, values) = (step.task.lo, op.key_dim, op.value_dim);
+        let key = head / (op.value_heads / op.key_heads);
+        let of_state = keys * values + (op.kernel - 1) * (2 * keys + values);
+        let constants = [Role::NormWeight, Role::Conv, Role::ALog, Role::DtBias].map(|role| self.content(step, role));
+        let inputs = [
+            self.digest(step, Role::Q, key * keys, keys)?,
+            self.digest(step, Role::K, key * keys, keys)?,
+            self.digest(step, Role::V, head * values, values)?,
+            self.digest(step, Role::Gate, head * values, values)?,
+            self.read(step, Role::Beta, head)?,
+            self.read(step, Role::Decay, head)?,
+            said(op),
+        ];
+        let x = fold(inputs.into_iter().chain(constants));
+        let mut all = x;
+        for c in head * of_state..(head + 1) * of_state {
+            let old = if step.position == 0 { 0 } else { self.kept(step, c)? };
+            let new = fold([old, x, c.into()]);
+            all = mix(all, new);
+            self.write(step, Role::State, c, new);
+        }
+        (head * values..(head + 1) * values).for_each(|c| self.write(step, Role::Out, c, fold([all, c.into()])));
+        Ok(())
+    }
+
+    /// Column `c` of a state, as the step before has left it on this SM.
+    fn kept(&self, step: &Step, c: u32) -> Result<u64, Fault> {
+        let Some((b, at)) = self.index(step, Role::State, c, 0) else { return Ok(0) };
+        let cell = self.cells[b][at];
+        if cell.at == step.position {
+            return Ok(cell.value);
+        }
+        let kind = if cell.at == 0 { Kind::Unwritten } else { Kind::Stale };
+        Err(step.fault(kind, format!("finds column {c} of its state as the step before has not left it")))
+    }
+
     fn attention(&mut self, step: &Step, a: &Attention) -> Result<(), Fault> {
         let (i, j, dim, each) = (step.task.lo, step.task.j, a.head_dim, a.heads_per_task);
         let kv = i * each / a.group;
@@ -423,7 +464,7 @@ impl<'a> Text<'a> {
         let buffer = &self.s.program.buffers[operand.buffer.index()];
         let copy = match buffer.space {
             Space::Exchange => ((step.position - back) % buffer.phases) as usize,
-            Space::Private => step.sm,
+            Space::Private | Space::State => step.sm,
             _ => 0,
         };
         Some((operand.buffer.index(), copy * buffer.cols as usize + (operand.cols.base + c) as usize))

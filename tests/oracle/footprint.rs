@@ -315,6 +315,18 @@ fn numbers(s: &Schedule) -> Result<(), Fault> {
                     && sums
                     && r.scale.is_finite()
             }
+            Op::Mix(m) => {
+                let sizes = [m.key_heads, m.value_heads, m.key_dim, m.value_dim, m.kernel];
+                let [keys, values] = [m.key_dim, m.value_dim].map(u64::from);
+                let state = (keys * values).saturating_add(u64::from(m.kernel).saturating_mul(2 * keys + values));
+                sizes.iter().all(|&n| n > 0)
+                    && m.value_heads % m.key_heads == 0
+                    && m.key_dim % 2 == 0
+                    && m.value_dim % 2 == 0
+                    && state.saturating_mul(u64::from(m.value_heads)) < 1 << 29
+                    && m.eps.is_finite()
+                    && m.eps > 0.0
+            }
             Op::Combine(c) => {
                 let columns = u64::from(c.width) * (u64::from(c.slots) + 1);
                 c.width > 0 && c.slots > 0 && columns < 1 << 29 && c.scale.is_finite()
@@ -372,6 +384,7 @@ fn numbers(s: &Schedule) -> Result<(), Fault> {
             }
             Op::Report | Op::Route(_) => Some(1),
             Op::Combine(c) => Some(c.width.div_ceil(8)),
+            Op::Mix(mix) => Some(mix.value_heads),
             Op::Embed { .. } => grid.operand(Role::Table).map(|o| p.buffers[o.buffer.index()].cols.div_ceil(8)),
             Op::MatVec(m) => Some(units(m)),
             Op::Attention(a) => Some(a.heads / a.heads_per_task),
@@ -445,6 +458,7 @@ fn launches(s: &Schedule) -> Result<(), Fault> {
                     | Op::Route(_)
                     | Op::Attention(_)
                     | Op::AttentionMerge { .. }
+                    | Op::Mix(_)
                     | Op::Embed { everywhere: true, .. }
                     | Op::NormAdd { everywhere: true, .. }
             );
@@ -506,7 +520,7 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
         must: Must::Inside,
     };
     use Access::{Read, Stream, Update, Write};
-    use Space::{Cache, Constant, Exchange, Output, Private, Weight};
+    use Space::{Cache, Constant, Exchange, Output, Private, State, Weight};
     let vector = |role, lo, hi| part(role, Read, Constant, DType::F32, lo, hi);
     match &grid.op {
         Op::Select => {
@@ -535,6 +549,27 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
             parts.extend(adds.then(|| sum(Role::Residual, Update, Private, DType::F32)));
             parts.push(sum(Role::Out, Write, Exchange, pr.wire));
             parts
+        }
+        Op::Mix(mix) => {
+            let [keys, values, heads] = [mix.key_dim, mix.value_dim, mix.value_heads].map(u64::from);
+            let (group, kernel) = (heads / u64::from(mix.key_heads), u64::from(mix.kernel));
+            let (key, state) = (lo / group, keys * values + (kernel - 1) * (2 * keys + values));
+            let channels = 2 * u64::from(mix.key_heads) * keys + heads * values;
+            let read = |role, lo, hi| part(role, Read, Exchange, pr.wire, lo, hi);
+            vec![
+                read(Role::Q, key * keys, (key + 1) * keys),
+                read(Role::K, key * keys, (key + 1) * keys),
+                read(Role::V, lo * values, (lo + 1) * values),
+                read(Role::Gate, lo * values, (lo + 1) * values),
+                vector(Role::NormWeight, 0, values),
+                read(Role::Beta, 0, heads),
+                read(Role::Decay, 0, heads),
+                vector(Role::Conv, 0, channels * kernel),
+                vector(Role::ALog, 0, heads),
+                vector(Role::DtBias, 0, heads),
+                part(Role::State, Update, State, DType::F32, lo * state, (lo + 1) * state),
+                part(Role::Out, Write, Exchange, pr.wire, lo * values, (lo + 1) * values),
+            ]
         }
         Op::Report => {
             vec![part(Role::Token, Read, Private, DType::I32, 0, 1), part(Role::Out, Write, Output, DType::I32, 0, 1)]
@@ -763,6 +798,14 @@ fn foot(s: &Schedule, grid: &Grid, task: &Task, vocab: u32) -> Result<Foot, Faul
             let of_all = !grid.per_row || matches!(part.role, Role::K | Role::V);
             part.rows = if of_all { Rows::All } else { Rows::Own };
         }
+        if part.space == Space::State {
+            // A row for each sequence.
+            let sequences = s.program.tables.iter().find(|table| table.holds == Holds::Sequences);
+            part.rows = if sequences.is_some() { Rows::Sequences } else { Rows::One };
+            if buffer.rows != sequences.map_or(1, |table| table.bound) {
+                return Err(Fault::new(Kind::OutOfBounds, format!("`state`: {} rows", buffer.rows)));
+            }
+        }
         compare(&part, operand, buffer, task, s.program.context_max, vocab)?;
         if part.lo >= part.hi {
             continue;
@@ -785,7 +828,8 @@ fn foot(s: &Schedule, grid: &Grid, task: &Task, vocab: u32) -> Result<Foot, Faul
             (Space::Cache, Access::Stream) => &mut foot.history,
             (Space::Cache, _) => &mut foot.appends,
             (Space::Output, _) => &mut foot.outputs,
-            (Space::Weight | Space::Constant, _) => continue,
+            // Of a state, an SM finds what it left itself: `contents` judges that.
+            (Space::Weight | Space::Constant | Space::State, _) => continue,
         };
         list.extend(touches);
     }
@@ -1173,7 +1217,7 @@ fn arenas(s: &Schedule, target: &Target) -> Result<(), Fault> {
             _ => elements.saturating_mul(buffer.dtype.bytes() as u64),
         };
         match buffer.space {
-            Space::Exchange | Space::Cache | Space::Output => {
+            Space::Exchange | Space::Cache | Space::State | Space::Output => {
                 let Some(place) = place else { return malformed(format!("b{b} has no place")) };
                 // A queue entry holds places in units, so a remainder would be lost.
                 if place % if buffer.space == Space::Exchange { 8 } else { 256 } != 0 {
@@ -1185,7 +1229,7 @@ fn arenas(s: &Schedule, target: &Target) -> Result<(), Fault> {
                 }
                 let Some(end) = place.checked_add(bytes) else { return malformed("a place beyond all memory") };
                 if buffer.space != Space::Exchange {
-                    extents.push((buffer.space as u8, *place, end));
+                    extents.push((buffer.space.arena() as u8, *place, end));
                 }
                 total = total.max(end);
             }
@@ -1328,6 +1372,12 @@ fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
             Op::Combine(combine) if for_rows => {
                 let inputs = u64::from(combine.slots) + u64::from(combine.shared.is_some());
                 scratch = scratch.max(4 * rows * inputs);
+            }
+            // What a head has at hand, and two sums of each column and part of its rows.
+            Op::Mix(m) => {
+                let (keys, values) = (u64::from(m.key_dim), u64::from(m.value_dim));
+                need("heads", (2 * (keys + values) + 2) * 4);
+                scratch = scratch.max((32 * warps / values).clamp(1, keys) * values * 2 * 4);
             }
             Op::Select | Op::Report | Op::Combine(_) | Op::Embed { .. } | Op::NormAdd { .. } => {}
         }

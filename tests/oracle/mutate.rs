@@ -541,7 +541,7 @@ fn other_buffer(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Ve
 fn space(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
     let b = a_buffer(s, random, |_| true)?;
     let was = s.program.buffers[b.index()].space;
-    let now = Space::ALL[random.below(6)];
+    let now = Space::ALL[random.below(Space::ALL.len())];
     s.program.buffers[b.index()].space = now;
     (was != now).then(|| vec![Entity::Buffer(b)])
 }
@@ -590,6 +590,13 @@ fn attribute(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<E
         Op::Combine(combine) if k < 2 => combine.scale = [f32::NAN, f32::INFINITY][k],
         Op::Combine(combine) if k == 2 => combine.width = 0,
         Op::Combine(combine) => combine.slots = 0,
+        Op::Mix(mix) => match k {
+            0 => mix.eps = f32::NAN,
+            1 => mix.kernel = 0,
+            2 => mix.key_heads = 0,
+            3 => mix.key_dim += 1,
+            _ => mix.value_dim = 0,
+        },
         Op::Select | Op::Report => return None,
     }
     Some(vec![Entity::Grid(GridId::from(g))])
