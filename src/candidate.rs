@@ -173,6 +173,10 @@ pub enum Infeasible {
     Mixer { layer: usize, what: &'static str },
     #[error("layer {layer} has a recurrent state, and {what}")]
     State { layer: usize, what: &'static str },
+    #[error(
+        "layer {layer} has {what}, which runs in the reference only: no kernel and no schedule of `cpu` computes it yet"
+    )]
+    Feed { layer: usize, what: &'static str },
     #[error("{what} takes {bytes} bytes, `{target}` has {most}")]
     DeviceMemory { what: &'static str, is_cache: bool, bytes: u64, most: u64, target: String },
 }

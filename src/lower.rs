@@ -111,6 +111,11 @@ fn attention(l: usize, layer: &Layer) -> Result<&graph::Attention, Infeasible> {
     layer.attention().ok_or_else(|| Infeasible::Mixer { layer: l, what: layer.mixer.name() })
 }
 
+/// What follows the mixer of layer `l`, if programs have it.
+fn feed(l: usize, layer: &Layer) -> Result<&FeedForward, Infeasible> {
+    layer.feed.foreign().map_or(Ok(&layer.feed), |what| Err(Infeasible::Feed { layer: l, what }))
+}
+
 /// All of a vector.
 fn constant(role: Role, buffer: BufferId, cols: Cols) -> Operand {
     Operand { role, access: Access::Read, buffer, rows: Rows::One, cols }
@@ -456,12 +461,16 @@ impl Builder<'_> {
     /// Lowers one layer; returns the buffer that holds its output.
     fn layer(&mut self, l: usize, layer: &Layer, x: BufferId, start: &Start) -> Result<BufferId, Infeasible> {
         let (hidden, residual) = (self.graph.hidden, start.residual);
+        let feed = feed(l, layer)?;
         let (mixed, o) = match &layer.mixer {
             Mixer::Attention(a) => {
                 let qkv = self.qkv(&format!("qkv.{l}"), Some(Site::of_layer(LayerOp::Qkv, l)), layer, a, x);
                 (self.attention(l, a, qkv, &start.ropes)?, &a.o)
             }
             Mixer::GatedDelta(net) => (self.mix(l, layer, net, x)?, &net.o),
+            mixer @ (Mixer::ShortConv(_) | Mixer::Mamba2(_) | Mixer::SideBySide(_)) => {
+                return Err(Infeasible::Mixer { layer: l, what: mixer.name() });
+            }
         };
         // The sum after attention is exchanged only if the MLP reads it and not every SM makes it.
         let x2 = (!layer.parallel && !start.everywhere).then(|| self.exchange(&format!("x2.{l}"), hidden));
@@ -469,7 +478,8 @@ impl Builder<'_> {
         let site = Site::of_layer(LayerOp::O, l);
         self.project_and_add(&format!("o.{l}"), site, mixed, o, layer.attn_post_norm.as_ref(), sum);
 
-        match &layer.feed {
+        match feed {
+            FeedForward::None | FeedForward::Scaled(_) => unreachable!("no program has them"),
             FeedForward::Dense(mlp) => {
                 let name = if mlp.gate.is_some() { "gate_up" } else { "up" };
                 let site = Some(Site::of_layer(LayerOp::Up, l));

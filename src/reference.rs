@@ -6,7 +6,9 @@
 //!
 //! It shares no code with `lower`, so a fault of lowering cannot hide in its own specification.
 
+mod conv;
 mod delta;
+mod mamba;
 
 use rayon::prelude::*;
 
@@ -15,11 +17,13 @@ use crate::format::{e4m3, to_e4m3};
 use crate::model::cache_scales::cache_scales;
 use crate::model::graph::{
     Act, Attention, ClampedSwiglu, ExpertGroups, Experts, FeedForward, GroupScore, Layer, Linear, Mixer, Mlp,
-    ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, QueryScale, Rope, Router, Score,
+    ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, QueryScale, Rope, Router, ScaledMlp, Score, SideBySide,
 };
 use crate::model::weights::Weights;
 
+pub use crate::reference::conv::{ConvState, convolve, step_short_conv};
 pub use crate::reference::delta::{DeltaState, delta_rule, mix_delta, softplus, step_delta};
+pub use crate::reference::mamba::{MambaState, scan, step_mamba};
 
 /// Logits of every position of `ids`, `[ids.len()][vocab]`.
 ///
@@ -47,6 +51,9 @@ enum Kept {
     /// Keys (after norm and rotation) and values by position, `[kv_heads * head_dim]` each.
     History(Cache),
     State(DeltaState),
+    Inputs(ConvState),
+    Mamba(MambaState),
+    Both(Cache, MambaState),
 }
 
 #[derive(Debug, Clone, Default)]
@@ -60,6 +67,9 @@ impl<'a> Session<'a> {
         let kept = graph.layers.iter().map(|layer| match &layer.mixer {
             Mixer::Attention(_) => Kept::History(Cache::default()),
             Mixer::GatedDelta(net) => Kept::State(DeltaState::new(net)),
+            Mixer::ShortConv(conv) => Kept::Inputs(ConvState::new(conv.h.rows, conv.kernel)),
+            Mixer::Mamba2(mamba) => Kept::Mamba(MambaState::new(mamba)),
+            Mixer::SideBySide(both) => Kept::Both(Cache::default(), MambaState::new(&both.mamba)),
         });
         Session { graph, weights, kept: kept.collect(), scales: None, position: 0 }
     }
@@ -80,16 +90,16 @@ impl<'a> Session<'a> {
     /// Keys (after norm and rotation) and values of a layer by position, `[kv_heads * head_dim]` each; none if the layer has no attention.
     pub fn cached(&self, layer: usize) -> [&[Vec<f64>]; 2] {
         match &self.kept[layer] {
-            Kept::History(Cache { keys, values }) => [keys, values],
-            Kept::State(_) => [&[], &[]],
+            Kept::History(Cache { keys, values }) | Kept::Both(Cache { keys, values }, _) => [keys, values],
+            Kept::State(_) | Kept::Inputs(_) | Kept::Mamba(_) => [&[], &[]],
         }
     }
 
-    /// The state of a layer after the last position; `None` if it has a history instead.
+    /// The state of a layer with a gated delta net after the last position; `None` for another mixer.
     pub fn state(&self, layer: usize) -> Option<&DeltaState> {
         match &self.kept[layer] {
-            Kept::History(_) => None,
             Kept::State(state) => Some(state),
+            Kept::History(_) | Kept::Inputs(_) | Kept::Mamba(_) | Kept::Both(..) => None,
         }
     }
 
@@ -150,6 +160,16 @@ fn step_layer(
             step_attention(graph, weights, op, cache, scales, position, &mixer_in)
         }
         (Mixer::GatedDelta(op), Kept::State(state)) => step_delta(weights, op, state, &mixer_in),
+        (Mixer::ShortConv(op), Kept::Inputs(state)) => step_short_conv(weights, op, state, &mixer_in),
+        (Mixer::Mamba2(op), Kept::Mamba(state)) => step_mamba(weights, op, state, &mixer_in),
+        (Mixer::SideBySide(op), Kept::Both(cache, state)) => {
+            let SideBySide { attention, attention_scales: [input_scale, output_scale], mamba } = &**op;
+            let scaled: Vec<f64> = mixer_in.iter().map(|x| f64::from(*input_scale) * x).collect();
+            let attended = step_attention(graph, weights, attention, cache, scales, position, &scaled);
+            let mut out = step_mamba(weights, mamba, state, &mixer_in);
+            add_scaled(&mut out, *output_scale, &attended);
+            out
+        }
         _ => unreachable!("a session keeps what its mixers need"),
     };
     let mixer_out = normed(&layer.attn_post_norm, &mixer_out);
@@ -158,7 +178,9 @@ fn step_layer(
     add_scaled(x, layer.residual_scale, &mixer_out);
     let feed_in = parallel_in.unwrap_or_else(|| normed(&layer.mlp_norm, x));
     let feed_out = match &layer.feed {
+        FeedForward::None => return,
         FeedForward::Dense(op) => mlp(weights, op, &feed_in),
+        FeedForward::Scaled(op) => scaled_mlp(weights, op, &feed_in),
         FeedForward::Experts(op) => experts(weights, op, &feed_in),
     };
     let feed_out = normed(&layer.mlp_post_norm, &feed_out);
@@ -413,12 +435,25 @@ pub fn softcap(cap: f64, x: f64) -> f64 {
 
 /// Gated: `down(act(gate(x)) * up(x))`, or what [`gated`] says; plain: `down(act(up(x)))`.
 pub fn mlp(weights: &Weights, op: &Mlp, x: &[f64]) -> Vec<f64> {
-    let up = linear(weights, &op.up, x);
+    mlp_with(weights, op, 1.0, x)
+}
+
+/// As [`mlp`], with a gate that is multiplied by `gate_scale`.
+fn mlp_with(weights: &Weights, op: &Mlp, gate_scale: f32, x: &[f64]) -> Vec<f64> {
+    let (up, gate_scale) = (linear(weights, &op.up, x), f64::from(gate_scale));
     let inner: Vec<f64> = match &op.gate {
-        Some(gate) => linear(weights, gate, x).into_iter().zip(up).map(|(g, u)| gated(op, g, u)).collect(),
+        Some(gate) => linear(weights, gate, x).into_iter().zip(up).map(|(g, u)| gated(op, gate_scale * g, u)).collect(),
         None => up.into_iter().map(|u| act(op.act, u)).collect(),
     };
     linear(weights, &op.down, &inner)
+}
+
+/// An MLP with factors; see [`ScaledMlp`].
+fn scaled_mlp(weights: &Weights, op: &ScaledMlp, x: &[f64]) -> Vec<f64> {
+    let ScaledMlp { mlp, gate_scale, down_scale } = op;
+    let mut out = mlp_with(weights, mlp, *gate_scale, x);
+    out.iter_mut().for_each(|out| *out *= f64::from(*down_scale));
+    out
 }
 
 /// What an MLP makes of a value of the gate and one of up: `act(g) * u`, or [`ClampedSwiglu`].
@@ -537,7 +572,7 @@ pub fn sigmoid(x: f64) -> f64 {
 }
 
 /// Silu `x / (1 + e^-x)`; GeluErf `x/2 (1 + erf(x / sqrt 2))`; GeluTanh
-/// `x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`; Relu `max(x, 0)`.
+/// `x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`; Relu `max(x, 0)`; SquaredRelu `max(x, 0)^2`.
 pub fn act(kind: Act, x: f64) -> f64 {
     match kind {
         Act::Silu => x / (1.0 + (-x).exp()),
@@ -547,6 +582,7 @@ pub fn act(kind: Act, x: f64) -> f64 {
             0.5 * x * (1.0 + inner.tanh())
         }
         Act::Relu => x.max(0.0),
+        Act::SquaredRelu => x.max(0.0) * x.max(0.0),
     }
 }
 
@@ -668,6 +704,7 @@ mod tests {
         assert!((act(Act::GeluErf, 1.0) - 0.841_344_746_068_543).abs() < 1e-15);
         assert!((act(Act::GeluTanh, 1.0) - 0.841_191_990_608_311).abs() < 1e-12);
         assert_eq!((act(Act::Relu, -2.0), act(Act::Relu, 2.0)), (0.0, 2.0));
+        assert_eq!((act(Act::SquaredRelu, -2.0), act(Act::SquaredRelu, 3.0)), (0.0, 9.0));
         assert_eq!(matvec(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], &[1.0, 1.0, 1.0]), [6.0, 15.0]);
     }
 

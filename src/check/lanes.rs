@@ -355,6 +355,9 @@ pub fn compute(
             Mixer::GatedDelta(net) => {
                 (model.mix(layer, net, &inputs, texts, &mut vectors, &mut pass, text_count), &net.o)
             }
+            Mixer::ShortConv(_) | Mixer::Mamba2(_) | Mixer::SideBySide(_) => {
+                unreachable!("no program has them, and only a program is checked")
+            }
         };
         model.finish_layer(layer, texts, (mixed, o), parallel, &mut vectors, &mut pass);
         on_layer();
@@ -552,6 +555,7 @@ impl Model<'_> {
         let mut out = match feed {
             FeedForward::Dense(mlp) => self.mlp(mlp, &input, vectors),
             FeedForward::Experts(experts) => self.experts(layer, experts, texts, &input, vectors, pass),
+            FeedForward::None | FeedForward::Scaled(_) => unreachable!("no program has them"),
         };
         self.add(mlp_post_norm.as_ref(), *residual_scale, &mut out, vectors);
     }

@@ -314,6 +314,7 @@ pub(super) fn act(act: Act) -> &'static str {
         Act::GeluErf => "Act::GELU_ERF",
         Act::GeluTanh => "Act::GELU_TANH",
         Act::Relu => "Act::RELU",
+        Act::SquaredRelu => unreachable!("lowering refuses it, and no text of a program names it"),
     }
 }
 

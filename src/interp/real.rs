@@ -330,6 +330,13 @@ pub fn act<R: Real>(act: Act, x: R) -> R {
                 R::of(0.0)
             }
         }
+        Act::SquaredRelu => {
+            if x > R::of(0.0) {
+                x * x
+            } else {
+                R::of(0.0)
+            }
+        }
     }
 }
 

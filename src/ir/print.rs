@@ -110,6 +110,7 @@ pub(super) fn act_name(act: Act) -> &'static str {
         Act::GeluErf => "gelu_erf",
         Act::GeluTanh => "gelu_tanh",
         Act::Relu => "relu",
+        Act::SquaredRelu => "relu2",
     }
 }
 

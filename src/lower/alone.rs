@@ -5,7 +5,7 @@
 //! many bytes as a step of the model does for this op, and never waits for what other SMs make of its output: the time is
 //! that of the op, without its exchange.
 
-use super::{Builder, Sum, attention};
+use super::{Builder, Sum, attention, feed};
 use crate::candidate::{Candidate, Infeasible};
 use crate::dtype::Precision;
 use crate::ir::BufferId;
@@ -91,7 +91,7 @@ pub fn lower_alone(
 /// The MLP of layer `l`. What experts compute depends on a choice that no input of an op alone makes.
 fn dense(l: usize, layer: &Layer) -> Result<&Mlp, Infeasible> {
     let what = || "experts, whose ops are not built alone".to_string();
-    layer.feed.dense().ok_or_else(|| Infeasible::Experts { layer: l, what: what() })
+    feed(l, layer)?.dense().ok_or_else(|| Infeasible::Experts { layer: l, what: what() })
 }
 
 /// The buffers that hold what an op makes, in the order of layers. None for the head, which makes the logits.

@@ -60,7 +60,13 @@ impl Builder<'_> {
         }
         // A slot begins with whole packets, or with whole spans of words.
         let pitch = width.next_multiple_of(UNIT_ROWS / halves);
-        let span = SPAN_BYTES / self.program.precision.wire.bytes() as u32;
+        let wire = self.program.precision.wire;
+        let (span, packet) = (SPAN_BYTES / wire.bytes() as u32, DType::F32.bytes() as u32 / wire.bytes() as u32);
+        if !width.is_multiple_of(packet) {
+            return Err(refused(format!(
+                "experts of {width} columns: a packet of activations has {packet} of them, so in {wire} they need a multiple"
+            )));
+        }
         if halves == 1 && pitch != width {
             return Err(refused(format!(
                 "experts of {width} columns without a gate, expected a multiple of {UNIT_ROWS}"

@@ -12,7 +12,7 @@
 use rayon::prelude::*;
 
 use crate::format::E4M3_MAX;
-use crate::model::graph::{Attention, Linear, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan};
+use crate::model::graph::{Attention, Linear, Mixer, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan};
 use crate::model::weights::Weights;
 
 /// Powers of two that a scale may be, by exponent: far beyond what weights lead to, and normal in fp32, as their inverses are.
@@ -25,16 +25,21 @@ const EXPONENTS: std::ops::RangeInclusive<i32> = -100..=100;
 /// If the graph has no such layer.
 pub fn cache_scales(graph: &ModelGraph, weights: &Weights, layer: usize) -> Vec<[f32; 2]> {
     let layer = &graph.layers[layer];
-    let Some(attn) = layer.attention() else { return vec![] };
+    let Some(attn) = layer.history() else { return vec![] };
     if let Some(stored) = attn.cache_scales {
         let [keys, values] = stored.map(|id| weights.vector_f32(id)[0]);
         return vec![[keys, values]; attn.kv_heads as usize];
     }
     let input = layer.attn_norm.as_ref().map(|norm| Input::of(weights, norm, graph.hidden));
+    // A factor of the input; the bound of a bias stays.
+    let factor = match &layer.mixer {
+        Mixer::SideBySide(both) => f64::from(both.attention_scales[0]).max(1.0),
+        _ => 1.0,
+    };
     let projected = |linear: &Linear| -> Vec<f64> {
         let dim = attn.head_dim as usize;
         match &input {
-            Some(input) => input.most(weights, linear).chunks_exact(dim).map(most).collect(),
+            Some(input) => input.most(weights, linear).chunks_exact(dim).map(|values| factor * most(values)).collect(),
             None => vec![f64::INFINITY; attn.kv_heads as usize],
         }
     };

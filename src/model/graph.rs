@@ -12,7 +12,9 @@
 //!   m = norm?(m);  x = x + residual_scale * m
 //! logits = softcap?(logits_scale * head(norm(x)))
 //!
+//! feed(x), none:     no m: the layer ends after its mixer
 //! feed(x), dense:    mlp(x)
+//! feed(x), scaled:   down_scale * down(act(gate_scale * gate(x)) * up(x))
 //! feed(x), experts:  sum over the chosen experts e, in the order of their choice, of weight_e * mlp_e(x)
 //!                    + sigmoid?(gate(x)) * scale * shared(x)
 //! ```
@@ -152,18 +154,37 @@ pub struct Layer {
 }
 
 impl Layer {
-    /// Its attention; `None` if positions meet in another way.
+    /// Its attention, if it is the whole mixer; `None` if positions meet in another way, or in others beside it.
     pub fn attention(&self) -> Option<&Attention> {
         match &self.mixer {
             Mixer::Attention(attention) => Some(attention),
-            Mixer::GatedDelta(_) => None,
+            Mixer::GatedDelta(_) | Mixer::ShortConv(_) | Mixer::Mamba2(_) | Mixer::SideBySide(_) => None,
         }
     }
 
+    /// The attention that keeps a history of keys and values, alone or beside another mixer.
+    pub fn history(&self) -> Option<&Attention> {
+        match &self.mixer {
+            Mixer::SideBySide(both) => Some(&both.attention),
+            _ => self.attention(),
+        }
+    }
+
+    /// As [`history`](Self::history).
     pub fn attention_mut(&mut self) -> Option<&mut Attention> {
         match &mut self.mixer {
             Mixer::Attention(attention) => Some(attention),
-            Mixer::GatedDelta(_) => None,
+            Mixer::SideBySide(both) => Some(&mut both.attention),
+            Mixer::GatedDelta(_) | Mixer::ShortConv(_) | Mixer::Mamba2(_) => None,
+        }
+    }
+
+    /// Its Mamba-2 part, alone or beside attention.
+    pub fn mamba(&self) -> Option<&Mamba2> {
+        match &self.mixer {
+            Mixer::Mamba2(mamba) => Some(mamba),
+            Mixer::SideBySide(both) => Some(&both.mamba),
+            Mixer::Attention(_) | Mixer::GatedDelta(_) | Mixer::ShortConv(_) => None,
         }
     }
 
@@ -179,16 +200,26 @@ impl Layer {
 pub enum Mixer {
     /// A history of keys and values.
     Attention(Attention),
-    /// A state of one size for every length of text.
+    /// A state of one size for every length of text, as all that follow have.
     GatedDelta(Box<GatedDelta>),
+    ShortConv(Box<ShortConv>),
+    Mamba2(Box<Mamba2>),
+    /// A history and a state.
+    SideBySide(Box<SideBySide>),
 }
 
 impl Mixer {
-    /// Its matrices: q, k, v, the gate and o of attention; q, k, v, z, b, a, o of a gated delta net.
+    /// Its matrices: those that read the layer's input, in the order of its doc, then o; attention before what is beside it.
     pub fn linears(&self) -> Vec<&Linear> {
         match self {
             Mixer::Attention(attention) => attention.projections().into_iter().chain([&attention.o]).collect(),
             Mixer::GatedDelta(net) => net.projections().into_iter().chain([&net.o]).collect(),
+            Mixer::ShortConv(conv) => conv.projections().into_iter().chain([&conv.o]).collect(),
+            Mixer::Mamba2(mamba) => mamba.linears(),
+            Mixer::SideBySide(both) => {
+                let attention = both.attention.projections().into_iter().chain([&both.attention.o]);
+                attention.chain(both.mamba.linears()).collect()
+            }
         }
     }
 
@@ -197,6 +228,9 @@ impl Mixer {
         match self {
             Mixer::Attention(_) => "attention",
             Mixer::GatedDelta(_) => "a gated delta net",
+            Mixer::ShortConv(_) => "a short convolution",
+            Mixer::Mamba2(_) => "Mamba-2",
+            Mixer::SideBySide(_) => "attention and Mamba-2 side by side",
         }
     }
 }
@@ -274,33 +308,190 @@ impl GatedDelta {
     }
 }
 
-/// What follows attention in a layer.
+/// A gated short convolution (LFM2), as `Lfm2ShortConv` of transformers.
+///
+/// The state of a sequence is `u` of the last `kernel - 1` positions; zeros before the first one.
+///
+/// ```text
+/// u       = b(x) * h(x)                                           channel by channel, as all but the linears
+/// v       = sum over taps i of conv[:, i] * u at position - (kernel - 1 - i), + conv_bias?
+/// output  = o(c(x) * v)
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+pub struct ShortConv {
+    /// Taps of the convolution, the current position's included.
+    pub kernel: u32,
+    /// `[hidden, hidden]`, as `c` and `h`.
+    pub b: Linear,
+    pub c: Linear,
+    pub h: Linear,
+    /// Taps `[hidden, kernel]`, oldest first.
+    pub conv: TensorId,
+    /// `[hidden]`
+    pub conv_bias: Option<TensorId>,
+    /// `[hidden, hidden]`
+    pub o: Linear,
+}
+
+impl ShortConv {
+    /// Its matrices that read the layer's input: b, c, h.
+    pub fn projections(&self) -> [&Linear; 3] {
+        [&self.b, &self.c, &self.h]
+    }
+
+    /// Values of the state of a sequence.
+    pub fn state_values(&self) -> u64 {
+        u64::from(self.h.rows) * u64::from(self.kernel - 1)
+    }
+}
+
+/// A Mamba-2 layer (Granite-4-H, Nemotron-H, Falcon-H1), after Dao and Gu 2024 (arXiv 2405.21060), as `BambaMixer` of transformers.
+///
+/// The state of a sequence is a matrix `S` `[head_dim, state]` for each head, and the last `kernel - 1` inputs of the convolution; zeros
+/// before the first position. Head `i` has the b and c of group `i / (heads / groups)`.
+///
+/// ```text
+/// [z; h; b; c; dt] = each of its scale * its linear (input_scale * x)
+/// u          = [h; b; c]                                           one channel after another
+/// [h; b; c]  = silu(sum over taps i of conv[:, i] * u at position - (kernel - 1 - i), + conv_bias?)
+/// dt         = softplus(dt + dt_bias)                              one for each head, as the decay
+/// decay      = exp(-exp(a_log) * dt)
+/// S          = decay * S + dt * h b^T                              head by head
+/// y          = S c + d * h
+/// output     = output_scale * o(gated(y, z))
+/// gated      = y * silu(z), or norm(y * silu(z)), or norm(y) * silu(z)
+/// ```
+///
+/// Steps `dt` have no limits: `time_step_limit` of checkpoints is `[0, infinity]`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Mamba2 {
+    pub heads: u32,
+    /// Width of a head of z, h and the output.
+    pub head_dim: u32,
+    /// Divides `heads`.
+    pub groups: u32,
+    /// Width of b and c of a group.
+    pub state: u32,
+    /// Taps of the convolution, the current position's included.
+    pub kernel: u32,
+    /// The gate of the output, `[heads * head_dim, hidden]`, as `h`.
+    pub z: Linear,
+    pub h: Linear,
+    /// `[groups * state, hidden]`, as `c`.
+    pub b: Linear,
+    pub c: Linear,
+    /// `[heads, hidden]`
+    pub dt: Linear,
+    /// Multiplies the input of these (Falcon-H1), else 1, as all scales.
+    pub input_scale: f32,
+    /// Multiply the outputs of z, h, b, c and dt, biases included.
+    pub scales: [f32; 5],
+    /// Taps `[channels, kernel]` of the channels of h, b and c in turn, oldest first.
+    pub conv: TensorId,
+    /// `[channels]`
+    pub conv_bias: Option<TensorId>,
+    /// `[heads]`, as `d` and `dt_bias`.
+    pub a_log: TensorId,
+    pub d: TensorId,
+    pub dt_bias: TensorId,
+    pub norm: Option<GatedNorm>,
+    /// `[hidden, heads * head_dim]`
+    pub o: Linear,
+    pub output_scale: f32,
+}
+
+/// A norm beside a gate.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GatedNorm {
+    /// Gains `[heads * head_dim]`.
+    pub norm: Norm,
+    /// Parts of the vector that are normed each alone, with gains of their own.
+    pub groups: u32,
+    /// Whether the gate multiplies what the norm leaves, in the place of what it reads (`mamba_norm_before_gate`).
+    pub before_gate: bool,
+}
+
+impl Mamba2 {
+    /// Its matrices that read the layer's input: z, h, b, c, dt.
+    pub fn projections(&self) -> [&Linear; 5] {
+        [&self.z, &self.h, &self.b, &self.c, &self.dt]
+    }
+
+    /// Its matrices: those of [`projections`](Self::projections), then o.
+    pub fn linears(&self) -> Vec<&Linear> {
+        self.projections().into_iter().chain([&self.o]).collect()
+    }
+
+    /// Channels of the convolution.
+    pub fn channels(&self) -> u32 {
+        self.h.rows + self.b.rows + self.c.rows
+    }
+
+    /// Values of the state of a sequence: `S` of all heads, then inputs of the convolution.
+    pub fn state_values(&self) -> u64 {
+        let matrices = u64::from(self.heads) * u64::from(self.head_dim) * u64::from(self.state);
+        matrices + u64::from(self.channels()) * u64::from(self.kernel - 1)
+    }
+}
+
+/// Attention and Mamba-2 that read the same input (Falcon-H1).
+///
+/// `output = attention_scales[1] * attention(attention_scales[0] * x) + mamba(x)`
+#[derive(Debug, Clone, PartialEq)]
+pub struct SideBySide {
+    pub attention: Attention,
+    /// Multiply the input and the output of attention. A factor of its keys alone is part of its `scale`.
+    pub attention_scales: [f32; 2],
+    pub mamba: Mamba2,
+}
+
+/// What follows the mixer in a layer.
 #[derive(Debug, Clone, PartialEq)]
 pub enum FeedForward {
+    /// Nothing: neither it nor the norms around it (Nemotron-H, where two mixers follow each other).
+    None,
     Dense(Mlp),
+    Scaled(Box<ScaledMlp>),
     Experts(Box<Experts>),
 }
 
+/// An MLP with factors (Falcon-H1): `down_scale * down(act(gate_scale * gate(x)) * up(x))`, biases included.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ScaledMlp {
+    /// Has a gate.
+    pub mlp: Mlp,
+    pub gate_scale: f32,
+    pub down_scale: f32,
+}
+
 impl FeedForward {
-    /// The MLP of a layer without experts.
+    /// The MLP of a layer without experts, if it has no factors.
     pub fn dense(&self) -> Option<&Mlp> {
         match self {
             FeedForward::Dense(mlp) => Some(mlp),
-            FeedForward::Experts(_) => None,
+            FeedForward::None | FeedForward::Scaled(_) | FeedForward::Experts(_) => None,
         }
     }
 
     pub fn dense_mut(&mut self) -> Option<&mut Mlp> {
         match self {
             FeedForward::Dense(mlp) => Some(mlp),
-            FeedForward::Experts(_) => None,
+            FeedForward::None | FeedForward::Scaled(_) | FeedForward::Experts(_) => None,
         }
     }
 
     pub fn experts(&self) -> Option<&Experts> {
         match self {
-            FeedForward::Dense(_) => None,
+            FeedForward::None | FeedForward::Dense(_) | FeedForward::Scaled(_) => None,
             FeedForward::Experts(experts) => Some(experts),
+        }
+    }
+
+    /// The MLP of a layer without experts, whether it has factors or not.
+    pub fn plain(&self) -> Option<&Mlp> {
+        match self {
+            FeedForward::Scaled(scaled) => Some(&scaled.mlp),
+            _ => self.dense(),
         }
     }
 
@@ -308,7 +499,18 @@ impl FeedForward {
     pub fn mlps(&self) -> impl Iterator<Item = &Mlp> {
         let shared = self.experts().and_then(|experts| experts.shared.as_ref()).map(|shared| &shared.mlp);
         let own = self.experts().map_or(&[][..], |experts| &experts.experts);
-        self.dense().into_iter().chain(own).chain(shared)
+        self.plain().into_iter().chain(own).chain(shared)
+    }
+
+    /// What no program computes of it, for messages; `None`: nothing.
+    pub fn foreign(&self) -> Option<&'static str> {
+        match self {
+            FeedForward::None => Some("nothing after its mixer"),
+            FeedForward::Scaled(_) => Some("an MLP with factors"),
+            FeedForward::Dense(_) | FeedForward::Experts(_) => {
+                self.mlps().any(|mlp| mlp.act == Act::SquaredRelu).then_some("a squared ReLU")
+            }
+        }
     }
 
     /// The matrices of its MLPs, before them the router and the gate of the shared expert.
@@ -536,6 +738,8 @@ pub enum Act {
     /// `0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`
     GeluTanh,
     Relu,
+    /// `max(x, 0)^2` (Nemotron-H)
+    SquaredRelu,
 }
 
 /// Rotary embedding of the first `2 * inv_freq.len()` dimensions of a head; the rest pass through.

@@ -53,10 +53,10 @@ pub fn round_matrices(graph: &mut ModelGraph, weights: &mut Weights, plan: &Form
         let Layer { mixer, feed, .. } = &graph.layers[layer];
         let own = feed.experts().map_or(&[][..], |experts| &experts.experts);
         let shared = feed.experts().and_then(|experts| experts.shared.as_ref()).map(|shared| &shared.mlp);
-        let others = feed.dense().into_iter().chain(shared).flat_map(Mlp::linears);
+        let others = feed.plain().into_iter().chain(shared).flat_map(Mlp::linears);
         let mixer = match mixer {
-            Mixer::Attention(_) => mixer.linears(),
             Mixer::GatedDelta(net) => vec![&net.q, &net.k, &net.v, &net.z, &net.o],
+            Mixer::Attention(_) | Mixer::ShortConv(_) | Mixer::Mamba2(_) | Mixer::SideBySide(_) => mixer.linears(),
         };
         let others = mixer.into_iter().chain(others);
         let ids = |linears: Vec<&Linear>| -> Vec<TensorId> { linears.iter().map(|l| l.weight.tensor).collect() };

@@ -850,18 +850,34 @@ impl Weights {
             norm.weight.iter().for_each(|&id| set(id, 1.0 - f64::from(norm.weight_offset), 0.25));
             norm.bias.iter().for_each(|&id| set(id, 0.0, 0.3));
         }
-        let attentions = graph.layers.iter().filter_map(Layer::attention);
+        let attentions = graph.layers.iter().filter_map(Layer::history);
         for norm in attentions.flat_map(|attention| [&attention.q_norm, &attention.k_norm]).flatten() {
             norm.weights.iter().for_each(|&id| set(id, 1.0 - f64::from(norm.weight_offset), 0.25));
         }
         for layer in &graph.layers {
+            layer.history().into_iter().flat_map(|attention| attention.sinks).for_each(|sinks| set(sinks, 0.0, 1.0));
+            let taps = |kernel: u32| 1.0 / f64::from(kernel).sqrt();
+            // Most decays are above 0.7: states reach far, and steps differ.
+            let (decay, step) = ((0.0, 0.5), (-2.0, 0.5));
             match &layer.mixer {
-                Mixer::Attention(attention) => attention.sinks.iter().for_each(|&sinks| set(sinks, 0.0, 1.0)),
+                Mixer::Attention(_) => {}
                 Mixer::GatedDelta(net) => {
-                    net.conv.iter().for_each(|&id| set(id, 0.0, 1.0 / f64::from(net.kernel).sqrt()));
-                    // Most decays are above 0.7: states reach far, and steps differ.
-                    set(net.a_log, 0.0, 0.5);
-                    set(net.dt_bias, -2.0, 0.5);
+                    net.conv.iter().for_each(|&id| set(id, 0.0, taps(net.kernel)));
+                    set(net.a_log, decay.0, decay.1);
+                    set(net.dt_bias, step.0, step.1);
+                }
+                Mixer::ShortConv(conv) => {
+                    set(conv.conv, 0.0, taps(conv.kernel));
+                    conv.conv_bias.iter().for_each(|&bias| set(bias, 0.0, 0.3));
+                }
+                Mixer::Mamba2(_) | Mixer::SideBySide(_) => {
+                    if let Some(mamba) = layer.mamba() {
+                        set(mamba.conv, 0.0, taps(mamba.kernel));
+                        mamba.conv_bias.iter().for_each(|&bias| set(bias, 0.0, 0.3));
+                        set(mamba.a_log, decay.0, decay.1);
+                        set(mamba.dt_bias, step.0, step.1);
+                        set(mamba.d, 1.0, 0.25);
+                    }
                 }
             }
         }
@@ -1115,8 +1131,8 @@ fn norms(graph: &ModelGraph) -> impl Iterator<Item = &Norm> {
         .flat_map(|layer| {
             let around = [&layer.attn_norm, &layer.attn_post_norm, &layer.mlp_norm, &layer.mlp_post_norm];
             let own = match &layer.mixer {
-                Mixer::Attention(_) => None,
                 Mixer::GatedDelta(net) => Some(&net.norm),
+                _ => layer.mamba().and_then(|mamba| Some(&mamba.norm.as_ref()?.norm)),
             };
             around.into_iter().flatten().chain(own)
         })

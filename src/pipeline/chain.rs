@@ -129,6 +129,7 @@ pub(super) fn remedy_of(reason: &Infeasible, context: &BuildContext<'_>) -> &'st
         }
         Infeasible::Experts { .. } => "take a model with other experts, or leave out `--op`",
         Infeasible::Mixer { .. } | Infeasible::State { .. } => "take a model whose layers all have attention",
+        Infeasible::Feed { .. } => "take a model whose layers all have a plain MLP or experts",
         Infeasible::HeadDim { .. } => "take a model whose heads have an even width: no target computes this one",
         Infeasible::NormAfterRope => "take a model that norms single heads: no target computes this one",
         _ if knobs.is_some() => "change the manifest's `candidate`, or leave it out",

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use crate::model::graph::{Act, GatedDelta};
 use crate::model::weights::Weights;
-use crate::reference::{act, linear, norm, sigmoid};
+use crate::reference::{act, convolve, linear, norm, sigmoid};
 
 /// What a layer keeps of a sequence.
 #[derive(Debug, Clone, PartialEq)]
@@ -81,7 +81,7 @@ pub fn mix_delta(weights: &Weights, net: &GatedDelta, state: &mut DeltaState, pr
     let [q, k, v, z, b, a] = projected;
     let taps: Vec<f32> = net.conv.iter().flat_map(|&id| weights.vector_f32(id)).collect();
     state.inputs.push([q, k, v].concat());
-    let mixed = convolve(&taps, &state.inputs);
+    let mixed: Vec<f64> = convolve(&taps, None, &state.inputs).into_iter().map(|x| act(Act::Silu, x)).collect();
     state.inputs.remove(0);
     let (key_dim, value_dim) = (net.key_dim as usize, net.value_dim as usize);
     let keys = net.q.rows as usize;
@@ -123,15 +123,6 @@ pub fn delta_rule(s: &mut [f64], q: &[f64], k: &[f64], v: &[f64], decay: f64, be
     }
 }
 
-/// For each channel `silu(sum over taps of tap * input)`: `taps` `[channels, inputs.len()]`, oldest first as `inputs`.
-fn convolve(taps: &[f32], inputs: &[Vec<f64>]) -> Vec<f64> {
-    let of_channel = |(c, taps): (usize, &[f32])| {
-        let sum = taps.iter().zip(inputs).map(|(tap, input)| f64::from(*tap) * input[c]).sum();
-        act(Act::Silu, sum)
-    };
-    taps.chunks_exact(inputs.len()).enumerate().map(of_channel).collect()
-}
-
 /// `x / sqrt(|x|^2 + 1e-6)`
 fn unit_length(x: &[f64]) -> Vec<f64> {
     let square: f64 = x.iter().map(|x| x * x).sum();
@@ -162,14 +153,6 @@ mod tests {
         // Beta 2 turns the sign of what a key held.
         delta_rule(&mut s, &[1.0, 0.0], &[1.0, 0.0], &[0.0, 0.0], 1.0, 2.0, &mut y);
         assert_eq!(y, [-2.5, -3.0]);
-    }
-
-    #[test]
-    fn convolutions_read_the_oldest_tap_first() {
-        let inputs = [vec![1.0, 10.0], vec![2.0, 20.0], vec![3.0, 30.0]];
-        let silu = |x: f64| x / (1.0 + (-x).exp());
-        let found = convolve(&[1.0, 0.0, 0.0, 0.0, 0.5, 1.0], &inputs);
-        assert_eq!(found, [silu(1.0), silu(40.0)]);
     }
 
     #[test]

@@ -50,7 +50,11 @@ impl From<NotSame> for Fault {
 /// The first grid that computes what the model does not have, or what the program leaves out.
 pub fn same(graph: &ModelGraph, program: &Program) -> Result<(), NotSame> {
     let mut terms = Terms::default();
-    let model = Model::of(graph, program, &mut terms);
+    let model = Model::of(graph, program, &mut terms).map_err(|layer| NotSame {
+        program: program.name.clone(),
+        place: format!("layer {layer}"),
+        what: "no program has such a mixer, or what follows it".to_string(),
+    })?;
     let mut reader =
         Reader { graph, program, terms: &mut terms, model: &model, holds: BTreeMap::new(), caches: vec![] };
     reader.program().map_err(|(place, what)| NotSame { program: program.name.clone(), place, what })
@@ -355,14 +359,16 @@ struct Model {
 }
 
 impl Model {
-    fn of(graph: &ModelGraph, program: &Program, terms: &mut Terms) -> Model {
+    /// # Errors
+    /// The layer that no program has.
+    fn of(graph: &ModelGraph, program: &Program, terms: &mut Terms) -> Result<Model, usize> {
         let is_fp8 = program.precision.cache == DType::E4m3;
         let mut maker = Maker { graph, terms, is_fp8, known: HashSet::new() };
         let mut x = maker.keep(Term::Embedded { table: graph.embed, scale: graph.embed_scale.to_bits() });
         let mut cached = vec![];
         for (l, layer) in graph.layers.iter().enumerate() {
             let rows;
-            (x, rows) = maker.layer(l, layer, x);
+            (x, rows) = maker.layer(l, layer, x)?;
             cached.extend(rows);
         }
         let last = maker.normed(Some(&graph.final_norm), x);
@@ -370,7 +376,7 @@ impl Model {
         let (scale, softcap) = (graph.logits_scale.to_bits(), graph.logits_softcap.map(f32::to_bits));
         let logits = maker.keep(Term::Logits { x: head, scale, softcap });
         let best = maker.keep(Term::Best { logits });
-        Model { best, cached, known: maker.known }
+        Ok(Model { best, cached, known: maker.known })
     }
 }
 
@@ -405,7 +411,7 @@ impl Maker<'_> {
     }
 
     /// What a layer leaves of `x`, and its keys and values, if it has some.
-    fn layer(&mut self, l: usize, layer: &graph::Layer, x: TermId) -> (TermId, Option<[TermId; 2]>) {
+    fn layer(&mut self, l: usize, layer: &graph::Layer, x: TermId) -> Result<(TermId, Option<[TermId; 2]>), usize> {
         let input = self.normed(layer.attn_norm.as_ref(), x);
         let (mixed, o, rows) = match &layer.mixer {
             Mixer::Attention(attention) => {
@@ -413,6 +419,7 @@ impl Maker<'_> {
                 (attended, &attention.o, Some(rows))
             }
             Mixer::GatedDelta(net) => (self.delta(net, input), &net.o, None),
+            Mixer::ShortConv(_) | Mixer::Mamba2(_) | Mixer::SideBySide(_) => return Err(l),
         };
         let branch = self.linear(o, mixed);
         let branch = self.normed(layer.attn_post_norm.as_ref(), branch);
@@ -422,9 +429,10 @@ impl Maker<'_> {
         let branch = match &layer.feed {
             FeedForward::Dense(mlp) => self.mlp(mlp, input, &mut |maker, linear, x| maker.linear(linear(mlp), x)),
             FeedForward::Experts(experts) => self.experts(experts, input),
+            FeedForward::None | FeedForward::Scaled(_) => return Err(l),
         };
         let branch = self.normed(layer.mlp_post_norm.as_ref(), branch);
-        (self.keep(Term::Sum { x: summed, scale, branch }), rows)
+        Ok((self.keep(Term::Sum { x: summed, scale, branch }), rows))
     }
 
     /// What a gated delta net leaves.

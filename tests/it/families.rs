@@ -2,11 +2,16 @@
 
 use std::collections::BTreeMap;
 
+use monobloc::candidate::Candidate;
+use monobloc::dtype::{DType, Precision};
+use monobloc::lower::lower;
 use monobloc::model::config::{Imported, import};
 use monobloc::model::graph::{
-    Act, Attention, Experts, FeedForward, GatedDelta, Layer, Mixer, ModelGraph, NormKind, QkNorm, Score,
+    Act, Attention, Experts, FeedForward, GatedDelta, Layer, Mamba2, Mixer, ModelGraph, NormKind, QkNorm, ScaledMlp,
+    Score, ShortConv, SideBySide,
 };
 use monobloc::reference::{Session, argmax, forward};
+use monobloc::target::Target;
 
 use crate::support::{Goldens, checkpoints, fixture, max_difference};
 
@@ -79,7 +84,42 @@ fn dense_families_agree_with_transformers() {
 /// Layers with a recurrent state, one of them in its wrapper.
 #[test]
 fn hybrids_agree_with_transformers() {
-    assert_eq!(agree_with_transformers("hybrids"), 4);
+    assert_eq!(agree_with_transformers("hybrids"), 15);
+}
+
+/// No program leaves out what it does not compute; a model of these classes whose layers have nothing but attention is lowered.
+#[test]
+fn mixers_without_kernels_are_refused_by_name() {
+    let target = Target::builtin("cpu").unwrap();
+    let precision = Precision { weights: DType::F32, cache: DType::F32, wire: DType::F32 };
+    let lowered = |graph: &ModelGraph| {
+        let candidate = Candidate::default_for(graph, &target, precision);
+        lower(graph, "hybrid", precision, 64, &candidate).map(|_| ()).map_err(|error| error.to_string())
+    };
+    let only = "which runs in the reference only: no kernel and no schedule of `cpu` computes it yet";
+    let graph_of = |name: &str| import(&fixture(&format!("hybrids/{name}"))).unwrap().graph;
+    for (name, what) in [
+        ("lfm2", "layer 0 is a short convolution"),
+        ("nemotron-h-pattern", "layer 0 is Mamba-2"),
+        ("falcon-h1", "layer 0 is attention and Mamba-2 side by side"),
+    ] {
+        assert_eq!(lowered(&graph_of(name)), Err(format!("{what}, {only}")));
+    }
+    let attention = graph_of("granite4-attention");
+    assert_eq!(lowered(&attention), Ok(()));
+    let with = |change: fn(&mut Layer)| {
+        let mut graph = attention.clone();
+        change(&mut graph.layers[1]);
+        lowered(&graph).unwrap_err()
+    };
+    let squared = with(|layer| layer.feed.dense_mut().unwrap().act = Act::SquaredRelu);
+    assert_eq!(squared, format!("layer 1 has a squared ReLU, {only}"));
+    assert_eq!(with(|layer| layer.feed = FeedForward::None), format!("layer 1 has nothing after its mixer, {only}"));
+    let scaled = with(|layer| {
+        let mlp = layer.feed.dense().unwrap().clone();
+        layer.feed = FeedForward::Scaled(Box::new(ScaledMlp { mlp, gate_scale: 0.5, down_scale: 2.0 }));
+    });
+    assert_eq!(scaled, format!("layer 1 has an MLP with factors, {only}"));
 }
 
 /// A feature's name, and how to ignore it.
@@ -116,8 +156,42 @@ const ATTENTION_FEATURES: [Feature<Attention>; 15] = [
 const DELTA_FEATURES: [Feature<GatedDelta>; 2] =
     [("doubled beta", |d| d.negative_eigenvalues = false), ("gains of the gated norm", |d| d.norm.weight = None)];
 
+/// Features of a short convolution, and how it computes without them.
+const CONV_FEATURES: [Feature<ShortConv>; 3] = [
+    ("bias of a short convolution", |c| c.conv_bias = None),
+    ("bias into a short convolution", |c| c.h.bias = None),
+    ("which part of a short convolution is which", |c| std::mem::swap(&mut c.c, &mut c.h)),
+];
+
+/// Features of Mamba-2, and how it computes without them.
+const MAMBA_FEATURES: [Feature<Mamba2>; 10] = [
+    ("bias of the convolution", |m| m.conv_bias = None),
+    ("bias into Mamba-2", |m| m.dt.bias = None),
+    ("bias out of Mamba-2", |m| m.o.bias = None),
+    ("gains of the gated norm of Mamba-2", |m| m.norm.iter_mut().for_each(|norm| norm.norm.weight = None)),
+    ("groups of the gated norm", |m| m.norm.iter_mut().for_each(|norm| norm.groups = 1)),
+    ("order of norm and gate", |m| m.norm.iter_mut().for_each(|norm| norm.before_gate ^= true)),
+    ("scale into Mamba-2", |m| m.input_scale = 1.0),
+    ("scales of the parts of Mamba-2", |m| m.scales = [1.0; 5]),
+    ("scale out of Mamba-2", |m| m.output_scale = 1.0),
+    ("which part of Mamba-2 is which", |m| std::mem::swap(&mut m.b, &mut m.c)),
+];
+
+/// Features of attention beside Mamba-2, and how it computes without them.
+const BESIDE_FEATURES: [Feature<SideBySide>; 2] = [
+    ("scale into attention", |s| s.attention_scales[0] = 1.0),
+    ("scale out of attention", |s| s.attention_scales[1] = 1.0),
+];
+
+/// Features of an MLP with factors, and how it computes without them.
+const SCALED_FEATURES: [Feature<ScaledMlp>; 2] =
+    [("scale of the gate", |s| s.gate_scale = 1.0), ("scale out of the MLP", |s| s.down_scale = 1.0)];
+
 /// Features of a layer outside of attention, and how it computes without them.
-const LAYER_FEATURES: [Feature<Layer>; 5] = [
+const LAYER_FEATURES: [Feature<Layer>; 6] = [
+    ("squared ReLU", |l| {
+        l.feed.dense_mut().into_iter().filter(|mlp| mlp.act == Act::SquaredRelu).for_each(|mlp| mlp.act = Act::Relu)
+    }),
     ("up bias", |l| l.feed.dense_mut().into_iter().for_each(|mlp| mlp.up.bias = None)),
     ("down bias", |l| l.feed.dense_mut().into_iter().for_each(|mlp| mlp.down.bias = None)),
     ("norm after attention", |l| l.attn_post_norm = None),
@@ -135,7 +209,7 @@ const MODEL_FEATURES: [Feature<ModelGraph>; 9] = [
     ("norm bias", |g| g.final_norm.bias = None),
     ("rotary scale", |g| g.ropes.iter_mut().for_each(|r| r.scale = 1.0)),
     ("neighbouring pairs", |g| g.ropes.iter_mut().for_each(|r| r.interleaved = false)),
-    ("second rotary table", |g| g.ropes = vec![g.ropes[0].clone(); g.ropes.len()]),
+    ("second rotary table", |g| g.ropes.first().cloned().into_iter().for_each(|first| g.ropes.fill(first))),
 ];
 
 /// Features of a mixture of experts, and how it computes without them.
@@ -187,9 +261,46 @@ fn ignoring_any_feature_moves_the_logits() {
             let mut without = imported.graph.clone();
             let nets = without.layers.iter_mut().filter_map(|layer| match &mut layer.mixer {
                 Mixer::GatedDelta(net) => Some(&mut **net),
-                Mixer::Attention(_) => None,
+                _ => None,
             });
             nets.for_each(change);
+            try_without(feature, without);
+        }
+        for (feature, change) in CONV_FEATURES {
+            let mut without = imported.graph.clone();
+            let convs = without.layers.iter_mut().filter_map(|layer| match &mut layer.mixer {
+                Mixer::ShortConv(conv) => Some(&mut **conv),
+                _ => None,
+            });
+            convs.for_each(change);
+            try_without(feature, without);
+        }
+        for (feature, change) in MAMBA_FEATURES {
+            let mut without = imported.graph.clone();
+            let mambas = without.layers.iter_mut().filter_map(|layer| match &mut layer.mixer {
+                Mixer::Mamba2(mamba) => Some(&mut **mamba),
+                Mixer::SideBySide(both) => Some(&mut both.mamba),
+                _ => None,
+            });
+            mambas.for_each(change);
+            try_without(feature, without);
+        }
+        for (feature, change) in BESIDE_FEATURES {
+            let mut without = imported.graph.clone();
+            for layer in &mut without.layers {
+                if let Mixer::SideBySide(both) = &mut layer.mixer {
+                    change(both);
+                }
+            }
+            try_without(feature, without);
+        }
+        for (feature, change) in SCALED_FEATURES {
+            let mut without = imported.graph.clone();
+            for layer in &mut without.layers {
+                if let FeedForward::Scaled(scaled) = &mut layer.feed {
+                    change(scaled);
+                }
+            }
             try_without(feature, without);
         }
         for (feature, change) in LAYER_FEATURES {
@@ -201,7 +312,7 @@ fn ignoring_any_feature_moves_the_logits() {
             let mut without = imported.graph.clone();
             let experts = without.layers.iter_mut().filter_map(|layer| match &mut layer.feed {
                 FeedForward::Experts(experts) => Some(&mut **experts),
-                FeedForward::Dense(_) => None,
+                _ => None,
             });
             experts.for_each(change);
             try_without(feature, without);
@@ -217,6 +328,10 @@ fn ignoring_any_feature_moves_the_logits() {
     let features = ATTENTION_FEATURES.map(|(feature, _)| feature).into_iter();
     let features = features.chain(LAYER_FEATURES.map(|(feature, _)| feature));
     let features = features.chain(DELTA_FEATURES.map(|(feature, _)| feature));
+    let features = features.chain(CONV_FEATURES.map(|(feature, _)| feature));
+    let features = features.chain(MAMBA_FEATURES.map(|(feature, _)| feature));
+    let features = features.chain(BESIDE_FEATURES.map(|(feature, _)| feature));
+    let features = features.chain(SCALED_FEATURES.map(|(feature, _)| feature));
     let features = features.chain(EXPERTS_FEATURES.map(|(feature, _)| feature));
     for feature in features.chain(MODEL_FEATURES.map(|(feature, _)| feature)) {
         assert!(most.keys().any(|(_, seen)| *seen == feature), "no checkpoint has a {feature}");

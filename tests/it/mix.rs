@@ -31,7 +31,7 @@ use crate::nvrtc::{compiles, nvrtc, quick};
 use crate::oracle::Kind;
 use crate::oracle::explore::{Effort, Verdict, judge};
 use crate::proof_support::{BF16, FP32, restream};
-use crate::support::{Goldens, checkpoints, fixture, max_difference};
+use crate::support::{Goldens, fixture, max_difference};
 
 const CONTEXT_MAX: u32 = 32;
 const VOCAB: u32 = 64;
@@ -514,7 +514,7 @@ fn a_state_of_the_reference_goes_on_elsewhere() {
     let states: Vec<Vec<f32>> = (0..3)
         .map(|layer| match &imported.graph.layers[layer].mixer {
             Mixer::GatedDelta(net) => session.state(layer).unwrap().by_head(net),
-            Mixer::Attention(_) => vec![],
+            _ => vec![],
         })
         .collect();
     let cached = session.clone();
@@ -537,9 +537,8 @@ fn a_state_of_the_reference_goes_on_elsewhere() {
 /// A prompt in chunks, then one token at a time, after the check of the build.
 #[test]
 fn hybrids_generate_what_transformers_does() {
-    let names = checkpoints("hybrids");
-    assert_eq!(names.len(), 4);
-    for name in names {
+    for name in ["olmo-hybrid", "qwen3-next", "qwen35", "qwen35-moe"] {
+        let name = format!("hybrids/{name}");
         let (place, goldens) = (Place::new(), Goldens::open(&name));
         place.manifest(&fixture(&name), 64);
         let [ids, expected] = ["input_ids", "greedy_ids"].map(|of| goldens.ids(of));

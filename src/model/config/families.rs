@@ -3,8 +3,10 @@
 //! Defaults for absent keys are those of the configuration classes of transformers 5, which differ from family to
 //! family. The effect of each key was read from the model code, not from the documentation.
 
+mod convs;
 mod dense;
 mod hybrids;
+mod mambas;
 mod mixtures;
 
 use crate::model::config::plan::{Ahead, LayerPlan, Names, NormPlan, Plan, Prefix, Projections};
@@ -210,6 +212,11 @@ pub static FAMILIES: &[Family] = &[
     hybrids::QWEN35,
     hybrids::QWEN35_MOE,
     hybrids::QWEN3_NEXT,
+    convs::LFM2,
+    convs::LFM2_MOE,
+    mambas::GRANITE_HYBRID,
+    mambas::NEMOTRON_H,
+    mambas::FALCON_H1,
     Family {
         class: "OlmoHybridForCausalLM",
         model_type: "olmo_hybrid",
@@ -403,10 +410,20 @@ fn shape(r: &mut Reader, d: ShapeDefaults) -> Option<Shape> {
 
 /// As [`shape`], for a family that has the width of its MLPs from `intermediate`.
 fn shape_with(r: &mut Reader, d: ShapeDefaults, intermediate: impl Fn(&mut Reader) -> u32) -> Option<Shape> {
+    shape_by(r, d, |r| r.count_required("num_hidden_layers", LAYERS_MAX), intermediate)
+}
+
+/// As [`shape_with`], for a family that has the number of its layers from `layers`.
+fn shape_by(
+    r: &mut Reader,
+    d: ShapeDefaults,
+    layers: impl Fn(&mut Reader) -> u32,
+    intermediate: impl Fn(&mut Reader) -> u32,
+) -> Option<Shape> {
     let reasons_before = r.reasons.len();
     let vocab = r.count_required("vocab_size", VOCAB_MAX);
     let hidden = r.count_required("hidden_size", EXTENT_MAX);
-    let layers = r.count_required("num_hidden_layers", LAYERS_MAX);
+    let layers = layers(r);
     let heads = r.count_required("num_attention_heads", EXTENT_MAX);
     let intermediate = intermediate(r);
     let positions_max = r.count("max_position_embeddings", d.positions, POSITIONS_MAX);
@@ -595,6 +612,10 @@ fn plan(s: &Shape, names: &'static Names, scalars: Scalars, rope: ResolvedRope) 
         experts: None,
         ahead: Ahead::default(),
         delta: None,
+        conv: None,
+        mamba: None,
+        blocks: None,
+        mlp_scales: None,
         aliases: &[],
         norm_after_rope: false,
         query_scale: None,

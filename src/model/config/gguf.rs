@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use serde_json::{Map, Value as Json, json};
 
 use crate::gguf::{Header, Texts, Value};
-use crate::model::config::plan::{ExpertNames, GateUp, Names, Projections, Stacked};
+use crate::model::config::plan::{ExpertNames, GateUp, Names, Projections, SharedNames, Stacked};
 use crate::model::config::reader::EXTENT_MAX;
 use crate::model::config::reason::Reason;
 
@@ -110,7 +110,7 @@ pub static EXPERTS: ExpertNames = ExpertNames {
         bias: ".bias",
         transposed: false,
     }],
-    shared: &[["ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"]],
+    shared: &[SharedNames { gate: Some("ffn_gate_shexp"), up: "ffn_up_shexp", down: "ffn_down_shexp" }],
     shared_gate: "ffn_gate_inp_shexp",
 };
 

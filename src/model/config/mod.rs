@@ -6,6 +6,7 @@
 
 mod families;
 mod gguf;
+mod json;
 mod plan;
 mod print;
 mod quantised;
@@ -27,7 +28,7 @@ use crate::files::{FileError, read_text};
 use crate::gguf::{files_of, read_parts};
 use crate::model::blocks::Blocks;
 use crate::model::config::families::{FAMILIES, Family};
-use crate::model::config::plan::{Ahead, Assembled, Ignored, Plan, assemble};
+use crate::model::config::plan::{Ahead, Assembled, Ignored, Plan, Prefix, assemble};
 use crate::model::config::reader::Reader;
 use crate::model::config::wrapper::{Unwrapped, unwrap};
 use crate::model::graph::{ModelGraph, TensorId};
@@ -341,7 +342,7 @@ pub fn import_config_only(config_text: &str, seed: u64) -> Result<Imported, Impo
 
 fn parse_object(path: &Path, text: &str) -> Result<Map<String, Value>, ImportError> {
     let syntax = |detail: String| ImportError::Syntax { path: path.to_path_buf(), detail };
-    match serde_json::from_str(text) {
+    match json::parse(text) {
         Ok(Value::Object(map)) => Ok(map),
         Ok(_) => Err(syntax("expected an object at the top".to_string())),
         Err(error) => Err(syntax(error.to_string())),
@@ -378,7 +379,15 @@ fn open<'a>(config: &'a Map<String, Value>, files: Option<&BTreeMap<String, Head
         return Opened { family: None, plan: None, text, reasons };
     }
     let (family, mut plan, own) = resolve(&text);
-    let Some(wrapper) = wrapper else { return Opened { family, plan, text, reasons: own } };
+    let Some(wrapper) = wrapper else {
+        if let (Some(plan), Some(files)) = (&mut plan, files)
+            && files.contains_key(&Prefix::NONE.of(plan.names.embed))
+        {
+            // As transformers 5 names modules inside.
+            plan.prefix = Prefix::NONE;
+        }
+        return Opened { family, plan, text, reasons: own };
+    };
     reasons.extend(own.into_iter().map(|reason| reason.within("text_config")));
     if let Some(plan) = &mut plan {
         plan.prefix = wrapper::layout(files, plan.names.embed);
@@ -483,8 +492,8 @@ const LACKING: &[(&[&str], &str)] = &[
     (&["gemma3n"], "(several streams, embeddings per layer and shared keys) is not supported yet"),
     (&["llama4"], "(chunked attention) is not supported yet"),
     (&["mimov2"], "(heads that differ by layer, values narrower than keys) is not supported yet"),
-    (&["lfm2", "lfm3"], "(layers of short convolutions) is not supported yet"),
-    (&["nemotronh", "falconh1", "granitemoehybrid", "bamba", "zamba2"], "(Mamba-2 layers) is not supported yet"),
+    (&["lfm3"], "(a gate for each head, and two rotary tables beside short convolutions) is not supported yet"),
+    (&["bamba", "zamba2", "mamba2"], "(Mamba-2 layers of another kind) is not supported yet"),
 ];
 
 fn why_unsupported(class: &str) -> &'static str {

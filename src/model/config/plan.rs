@@ -1,6 +1,7 @@
 //! Owns `Plan`, a config resolved to numbers, and the one function that turns it into a graph over named tensors.
 
 mod experts;
+mod mixers;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -13,11 +14,12 @@ use crate::model::config::quantised::{Parts, Quantisation};
 use crate::model::config::reason::Reason;
 use crate::model::graph::{
     Act, Attention, FeedForward, GatedDelta, Layer, Linear, Mixer, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan,
-    QueryScale, Rope, RopeId, RowView, Tensor, TensorId,
+    QueryScale, Rope, RopeId, RowView, ScaledMlp, Tensor, TensorId,
 };
 use crate::model::weights::HeaderTensor;
 
-pub use experts::{Each, ExpertNames, ExpertsPlan, GateUp, SharedPlan, Stacked};
+pub use experts::{Each, ExpertNames, ExpertsPlan, GateUp, SharedNames, SharedPlan, Stacked};
+pub use mixers::{Block, ConvPlan, MambaPlan};
 
 /// A decoder as numbers: a config with its family's defaults and layouts applied.
 #[derive(Debug, Clone)]
@@ -66,6 +68,14 @@ pub struct Plan {
     pub ahead: Ahead,
     /// The layers that have a gated delta net in the place of attention.
     pub delta: Option<DeltaPlan>,
+    /// The layers that have a short convolution in the place of attention.
+    pub conv: Option<ConvPlan>,
+    /// The layers that have Mamba-2, in the place of attention or beside it.
+    pub mamba: Option<MambaPlan>,
+    /// Where the parts of each layer are, if not under its own index.
+    pub blocks: Option<Vec<Block>>,
+    /// Factors of the gate and of the output of every MLP, if they are not 1.
+    pub mlp_scales: Option<[f32; 2]>,
     /// Other names that norms of a layer may have in a checkpoint: the usual one, the other.
     pub aliases: &'static [(&'static str, &'static str)],
     /// Whether the norms of q and k follow the rotation.
@@ -484,14 +494,11 @@ fn as_one_matrix(graph: &ModelGraph, blocks: &mut BTreeMap<TensorId, Blocks>) {
     }
 }
 
-/// A layer that has a gated delta net; what is beside it is as in the other layers.
-fn assemble_delta_layer(c: &mut Collector, plan: &Plan, delta: &DeltaPlan, layer: usize) -> Layer {
+/// The gated delta net of a layer, whose tensors have their names by `path`.
+fn assemble_delta(c: &mut Collector, plan: &Plan, delta: &DeltaPlan, path: &dyn Fn(&str) -> String) -> GatedDelta {
     let DeltaPlan { key_heads, value_heads, key_dim, value_dim, kernel, norm_eps, negative_eigenvalues, names, .. } =
         *delta;
     let (keys, values, hidden) = (key_heads * key_dim, value_heads * value_dim, plan.hidden);
-    let layers = plan.prefix.of(plan.names.layers);
-    let path = |name: &str| format!("{layers}.{layer}.{name}");
-    let attn_norm = layer_norm(c, plan, layer, names.attn_norm);
     let [q, k, v, z, b, a] = match names.projections {
         DeltaProjections::Each { q, k, v, z, b, a } => {
             let sizes = [(q, keys), (k, keys), (v, values), (z, values), (b, value_heads), (a, value_heads)];
@@ -530,11 +537,7 @@ fn assemble_delta_layer(c: &mut Collector, plan: &Plan, delta: &DeltaPlan, layer
     let gated = NormPlan { kind: NormKind::Rms, eps: norm_eps, weight_offset: 0.0, bias: false };
     let norm = c.norm(&path(names.norm), gated, value_dim);
     let o = c.whole(&path(names.o), hidden, values, false);
-    let attn_post_norm = layer_norm(c, plan, layer, names.attn_post_norm);
-    let mlp_norm = layer_norm(c, plan, layer, names.mlp_norm);
-    let feed = assemble_feed(c, plan, layer);
-    let mlp_post_norm = layer_norm(c, plan, layer, names.mlp_post_norm);
-    let net = GatedDelta {
+    GatedDelta {
         key_heads,
         value_heads,
         key_dim,
@@ -552,10 +555,59 @@ fn assemble_delta_layer(c: &mut Collector, plan: &Plan, delta: &DeltaPlan, layer
         norm,
         negative_eigenvalues,
         o,
+    }
+}
+
+/// A norm of a layer, under its name or the other one that the plan knows for it.
+fn layer_norm(c: &mut Collector, plan: &Plan, path: &dyn Fn(&str) -> String, name: Option<&str>) -> Option<Norm> {
+    let there = |name: &&str| c.files.is_some_and(|files| files.contains_key(&format!("{}.weight", path(name))));
+    let name = name?;
+    let other = plan.aliases.iter().find(|(usual, _)| *usual == name).map(|(_, other)| *other);
+    let name = other.filter(there).unwrap_or(name);
+    Some(c.norm(&path(name), plan.norm, plan.hidden))
+}
+
+/// What follows the mixer of a layer.
+fn assemble_feed(c: &mut Collector, plan: &Plan, layer: usize, path: &dyn Fn(&str) -> String) -> FeedForward {
+    match (&plan.experts, plan.mlp_scales) {
+        (Some(experts), _) if experts.layers[layer] => {
+            FeedForward::Experts(Box::new(experts::assemble(c, plan, experts, path)))
+        }
+        (_, None) => FeedForward::Dense(assemble_mlp(c, plan, path)),
+        (_, Some([gate_scale, down_scale])) => {
+            FeedForward::Scaled(Box::new(ScaledMlp { mlp: assemble_mlp(c, plan, path), gate_scale, down_scale }))
+        }
+    }
+}
+
+fn assemble_layer(c: &mut Collector, plan: &Plan, layer: usize) -> Layer {
+    let (names, layers) = (plan.names, plan.prefix.of(plan.names.layers));
+    let delta = plan.delta.as_ref().filter(|delta| delta.layers[layer]);
+    let [attn_norm, attn_post_norm, mlp_norm, mlp_post_norm] = match delta.map(|delta| delta.names) {
+        Some(names) => [names.attn_norm, names.attn_post_norm, names.mlp_norm, names.mlp_post_norm],
+        None => [names.attn_norm, names.attn_post_norm, names.mlp_norm, names.mlp_post_norm],
+    };
+    let own = Block { mixer: layer as u32, feed: Some(layer as u32) };
+    let block = plan.blocks.as_ref().map_or(own, |blocks| blocks[layer]);
+    let path = |name: &str| format!("{layers}.{}.{name}", block.mixer);
+    let attn_norm = layer_norm(c, plan, &path, attn_norm);
+    let mixer = match delta {
+        Some(delta) => Mixer::GatedDelta(Box::new(assemble_delta(c, plan, delta, &path))),
+        None => mixers::assemble(c, plan, layer, &path),
+    };
+    let attn_post_norm = layer_norm(c, plan, &path, attn_post_norm);
+    let (mlp_norm, feed, mlp_post_norm) = match block.feed {
+        None => (None, FeedForward::None, None),
+        Some(feed) => {
+            let path = |name: &str| format!("{layers}.{feed}.{name}");
+            let mlp_norm = layer_norm(c, plan, &path, mlp_norm);
+            let feed = assemble_feed(c, plan, layer, &path);
+            (mlp_norm, feed, layer_norm(c, plan, &path, mlp_post_norm))
+        }
     };
     Layer {
         attn_norm,
-        mixer: Mixer::GatedDelta(Box::new(net)),
+        mixer,
         attn_post_norm,
         mlp_norm,
         feed,
@@ -565,41 +617,11 @@ fn assemble_delta_layer(c: &mut Collector, plan: &Plan, delta: &DeltaPlan, layer
     }
 }
 
-/// A norm of a layer, under its name or the other one that the plan knows for it.
-fn layer_norm(c: &mut Collector, plan: &Plan, layer: usize, name: Option<&str>) -> Option<Norm> {
-    let layers = plan.prefix.of(plan.names.layers);
-    let path = |name: &str| format!("{layers}.{layer}.{name}");
-    let there = |name: &&str| c.files.is_some_and(|files| files.contains_key(&format!("{}.weight", path(name))));
-    let name = name?;
-    let other = plan.aliases.iter().find(|(usual, _)| *usual == name).map(|(_, other)| *other);
-    let name = other.filter(there).unwrap_or(name);
-    Some(c.norm(&path(name), plan.norm, plan.hidden))
-}
-
-/// What follows the mixer of a layer.
-fn assemble_feed(c: &mut Collector, plan: &Plan, layer: usize) -> FeedForward {
-    let layers = plan.prefix.of(plan.names.layers);
-    let path = |name: &str| format!("{layers}.{layer}.{name}");
-    match &plan.experts {
-        Some(experts) if experts.layers[layer] => {
-            FeedForward::Experts(Box::new(experts::assemble(c, plan, experts, &path)))
-        }
-        _ => FeedForward::Dense(assemble_mlp(c, plan, &path)),
-    }
-}
-
-fn assemble_layer(c: &mut Collector, plan: &Plan, layer: usize) -> Layer {
-    if let Some(delta) = plan.delta.as_ref().filter(|delta| delta.layers[layer]) {
-        return assemble_delta_layer(c, plan, delta, layer);
-    }
+/// The attention of a layer, whose tensors have their names by `path`.
+fn assemble_attention(c: &mut Collector, plan: &Plan, layer: usize, path: &dyn Fn(&str) -> String) -> Attention {
     let (names, LayerPlan { rope, window }) = (plan.names, plan.layers[layer]);
     let (hidden, head_dim) = (plan.hidden, plan.head_dim);
     let (q_rows, kv_rows) = (plan.heads * head_dim, plan.kv_heads * head_dim);
-    let layers = plan.prefix.of(names.layers);
-    let path = |name: &str| format!("{layers}.{layer}.{name}");
-    let norm = |c: &mut Collector, name: Option<&str>| layer_norm(c, plan, layer, name);
-
-    let attn_norm = norm(c, names.attn_norm);
     let mut gate = None;
     let (q, k, v) = match names.projections {
         Projections::Separate { q, k, v } => (
@@ -667,38 +689,25 @@ fn assemble_layer(c: &mut Collector, plan: &Plan, layer: usize) -> Layer {
             c.single(if is_below { below } else { path(&format!("{attention}.{name}")) })
         })
     });
-    let attn_post_norm = norm(c, names.attn_post_norm);
-    let mlp_norm = norm(c, names.mlp_norm);
-    let feed = assemble_feed(c, plan, layer);
-    let mlp_post_norm = norm(c, names.mlp_post_norm);
-    Layer {
-        attn_norm,
-        mixer: Mixer::Attention(Attention {
-            heads: plan.heads,
-            kv_heads: plan.kv_heads,
-            head_dim,
-            q,
-            k,
-            v,
-            o,
-            q_norm,
-            k_norm,
-            rope,
-            scale: plan.attn_scale,
-            softcap: plan.attn_softcap,
-            window,
-            cache_scales,
-            sinks,
-            gate: gate.or(attn_gate),
-            query_scale: plan.query_scale,
-            norm_after_rope: plan.norm_after_rope,
-        }),
-        attn_post_norm,
-        mlp_norm,
-        feed,
-        mlp_post_norm,
-        parallel: plan.parallel,
-        residual_scale: plan.residual_scale,
+    Attention {
+        heads: plan.heads,
+        kv_heads: plan.kv_heads,
+        head_dim,
+        q,
+        k,
+        v,
+        o,
+        q_norm,
+        k_norm,
+        rope,
+        scale: plan.attn_scale,
+        softcap: plan.attn_softcap,
+        window,
+        cache_scales,
+        sinks,
+        gate: gate.or(attn_gate),
+        query_scale: plan.query_scale,
+        norm_after_rope: plan.norm_after_rope,
     }
 }
 

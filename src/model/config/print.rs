@@ -4,9 +4,9 @@ use std::fmt::Write;
 
 use crate::dtype::{DType, Precision};
 use crate::model::graph::{
-    Act, Attention, ClampedSwiglu, ExpertGroups, Experts, FeedForward, GatedDelta, GroupScore, Layer, Linear, Mixer,
-    Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, QueryScale, Rope, Router, RowView, Score, SharedExpert,
-    Tensor, TensorId,
+    Act, Attention, ClampedSwiglu, ExpertGroups, Experts, FeedForward, GatedDelta, GatedNorm, GroupScore, Layer,
+    Linear, Mamba2, Mixer, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, QueryScale, Rope, Router, RowView,
+    ScaledMlp, Score, SharedExpert, ShortConv, SideBySide, Tensor, TensorId,
 };
 
 /// Every field of the graph as text: deterministic, complete, one fact per word. The text that is shown is the text that is hashed.
@@ -81,11 +81,25 @@ fn layer_text(out: &mut String, layer: &Layer) {
     match mixer {
         Mixer::Attention(attention) => attention_text(out, attention),
         Mixer::GatedDelta(net) => delta_text(out, net),
+        Mixer::ShortConv(conv) => short_conv_text(out, conv),
+        Mixer::Mamba2(mamba) => mamba_text(out, mamba),
+        Mixer::SideBySide(both) => {
+            let SideBySide { attention, attention_scales: [input, output], mamba } = &**both;
+            line(out, format_args!("  side_by_side attention input_scale {input:?} output_scale {output:?}"));
+            attention_text(out, attention);
+            mamba_text(out, mamba);
+        }
     }
     line(out, format_args!("  attn_post_norm {}", norm(attn_post_norm)));
     line(out, format_args!("  mlp_norm {}", norm(mlp_norm)));
     match feed {
+        FeedForward::None => line(out, format_args!("  no mlp")),
         FeedForward::Dense(mlp) => mlp_text(out, "mlp", mlp),
+        FeedForward::Scaled(scaled) => {
+            let ScaledMlp { mlp, gate_scale, down_scale } = &**scaled;
+            mlp_text(out, "mlp", mlp);
+            line(out, format_args!("    gate_scale {gate_scale:?} down_scale {down_scale:?}"));
+        }
         FeedForward::Experts(experts) => experts_text(out, experts),
     }
     line(out, format_args!("  mlp_post_norm {}", norm(mlp_post_norm)));
@@ -245,6 +259,54 @@ fn delta_text(out: &mut String, net: &GatedDelta) {
     line(out, format_args!("    norm {}", norm_text(norm)));
 }
 
+fn short_conv_text(out: &mut String, conv: &ShortConv) {
+    let ShortConv { kernel, b, c, h, conv, conv_bias, o } = conv;
+    line(out, format_args!("  short_conv taps {kernel}"));
+    for (name, linear) in [("b", b), ("c", c), ("h", h), ("o", o)] {
+        line(out, format_args!("    {name} {}", linear_text(linear)));
+    }
+    line(out, format_args!("    conv {conv} bias {}", option(conv_bias)));
+}
+
+fn mamba_text(out: &mut String, mamba: &Mamba2) {
+    let Mamba2 {
+        heads,
+        head_dim,
+        groups,
+        state,
+        kernel,
+        z,
+        h,
+        b,
+        c,
+        dt,
+        input_scale,
+        scales,
+        conv,
+        conv_bias,
+        a_log,
+        d,
+        dt_bias,
+        norm,
+        o,
+        output_scale,
+    } = mamba;
+    line(out, format_args!("  mamba2 heads {heads} head_dim {head_dim} groups {groups} state {state} taps {kernel}"));
+    for (name, linear) in [("z", z), ("h", h), ("b", b), ("c", c), ("dt", dt), ("o", o)] {
+        line(out, format_args!("    {name} {}", linear_text(linear)));
+    }
+    let scales = scales.map(|scale| format!("{scale:?}")).join(" ");
+    line(out, format_args!("    scales input {input_scale:?} parts [{scales}] output {output_scale:?}"));
+    line(out, format_args!("    conv {conv} bias {} a_log {a_log} d {d} dt_bias {dt_bias}", option(conv_bias)));
+    match norm {
+        None => line(out, format_args!("    gate without a norm")),
+        Some(GatedNorm { norm, groups, before_gate }) => {
+            let order = if *before_gate { "before" } else { "after" };
+            line(out, format_args!("    norm {order} the gate groups {groups} {}", norm_text(norm)));
+        }
+    }
+}
+
 fn norm_text(norm: &Norm) -> String {
     let Norm { kind, eps, weight, weight_offset, bias } = norm;
     let kind = norm_kind(*kind);
@@ -274,6 +336,7 @@ fn act_name(act: Act) -> &'static str {
         Act::GeluErf => "gelu_erf",
         Act::GeluTanh => "gelu_tanh",
         Act::Relu => "relu",
+        Act::SquaredRelu => "relu2",
     }
 }
 
@@ -288,7 +351,7 @@ pub fn step_cache_bytes(graph: &ModelGraph, precision: Precision, positions: u32
         .layers
         .iter()
         .map(|layer| {
-            let Some(attn) = layer.attention() else { return 0 };
+            let Some(attn) = layer.history() else { return 0 };
             let seen = attn.window.map_or(positions, |window| positions.min(window));
             2 * u64::from(attn.kv_heads) * u64::from(attn.head_dim) * u64::from(seen)
         })
@@ -376,10 +439,23 @@ fn describe_layer(layer: &Layer) -> String {
     let mixer = match &layer.mixer {
         Mixer::Attention(attention) => describe_attention(attention),
         Mixer::GatedDelta(net) => describe_delta(net),
+        Mixer::ShortConv(conv) => describe_short_conv(conv),
+        Mixer::Mamba2(mamba) => describe_mamba(mamba),
+        Mixer::SideBySide(both) => {
+            let SideBySide { attention, attention_scales: [input, output], mamba } = &**both;
+            let scales = scale_text("its input scaled by", *input) + &scale_text("its output scaled by", *output);
+            format!("{}{scales}; beside it {}", describe_attention(attention), describe_mamba(mamba))
+        }
     };
     line(&mut out, format_args!("  {}{mixer}{}", norm(&layer.attn_norm), post(&layer.attn_post_norm)));
     let feed = match &layer.feed {
+        FeedForward::None => "nothing after it".to_string(),
         FeedForward::Dense(mlp) => describe_mlp(mlp),
+        FeedForward::Scaled(scaled) => {
+            let ScaledMlp { mlp, gate_scale, down_scale } = &**scaled;
+            let gate = scale_text("its gate scaled by", *gate_scale);
+            describe_mlp(mlp) + &gate + &scale_text("its output scaled by", *down_scale)
+        }
         FeedForward::Experts(experts) => describe_experts(experts),
     };
     line(&mut out, format_args!("  {}{feed}{}", norm(&layer.mlp_norm), post(&layer.mlp_post_norm)));
@@ -436,6 +512,29 @@ fn describe_delta(net: &GatedDelta) -> String {
     format!(
         "gated delta net of {key_heads} key heads, {key_dim} wide, and {value_heads} value heads, {value_dim} wide ({kernel} taps{doubled}, \
          {state} of state in fp32)"
+    )
+}
+
+fn describe_short_conv(conv: &ShortConv) -> String {
+    let bias = if conv.conv_bias.is_some() { ", bias" } else { "" };
+    let state = bytes_text(4 * conv.state_values());
+    format!("gated short convolution of {} taps ({state} of state in fp32{bias})", conv.kernel)
+}
+
+fn describe_mamba(mamba: &Mamba2) -> String {
+    let Mamba2 { heads, head_dim, groups, state, kernel, norm, .. } = mamba;
+    let plural = if *groups == 1 { "group" } else { "groups" };
+    let gate = match norm {
+        None => ", gate without a norm".to_string(),
+        Some(GatedNorm { before_gate: true, .. }) => ", norm before the gate".to_string(),
+        Some(_) => String::new(),
+    };
+    let scaled = mamba.scales != [1.0; 5] || mamba.input_scale != 1.0 || mamba.output_scale != 1.0;
+    let scaled = if scaled { ", with factors" } else { "" };
+    let bytes = bytes_text(4 * mamba.state_values());
+    format!(
+        "Mamba-2 of {heads} heads, {head_dim} wide, and {groups} {plural} of {state} states ({kernel} taps{gate}{scaled}, {bytes} of \
+         state in fp32)"
     )
 }
 

@@ -126,6 +126,19 @@ impl<'a> Reader<'a> {
         self.answer(key, "null or a number above 0", positive_of)
     }
 
+    /// A list of `N` finite numbers above zero; all 1 where it is absent or null.
+    pub fn factors<const N: usize>(&mut self, key: &'static str) -> [f32; N] {
+        let expected = format!("null or a list of {N} numbers above 0");
+        let read = |value: &Value| -> Option<[f32; N]> {
+            let list: Option<Vec<f32>> = value.as_array()?.iter().map(|x| Some(positive_of(x)? as f32)).collect();
+            list?.try_into().ok()
+        };
+        match self.answer(key, &expected, read) {
+            Answer::Is(factors) => factors,
+            Answer::Absent | Answer::Null => [1.0; N],
+        }
+    }
+
     pub fn flag(&mut self, key: &'static str, default: bool) -> bool {
         self.with_default(key, "true or false", default, Value::as_bool)
     }

@@ -424,9 +424,9 @@ fn a_refused_class_is_told_what_it_needs() {
         ("GlmMoeDsaForCausalLM", "(latent attention with a sparse index)"),
         ("KimiLinearForCausalLM", "(Kimi's delta attention and latent attention)"),
         ("Gemma4ForConditionalGeneration", "(heads that differ by layer, and keys that are values or shared)"),
-        ("Lfm2MoeForCausalLM", "(layers of short convolutions)"),
-        ("NemotronHForCausalLM", "(Mamba-2 layers)"),
-        ("falcon_h1", "(Mamba-2 layers)"),
+        ("Lfm3ForCausalLM", "(a gate for each head, and two rotary tables beside short convolutions)"),
+        ("Zamba2ForCausalLM", "(Mamba-2 layers of another kind)"),
+        ("bamba", "(Mamba-2 layers of another kind)"),
     ] {
         let key = if class.contains('_') { "model_type" } else { "architectures" };
         let value = if class.contains('_') { json!(class) } else { json!([class]) };
@@ -496,6 +496,97 @@ fn layers_that_predict_further_tokens_are_left_out() {
     assert_eq!(found, ["tensor `model.layers.5.eh_proj.weight` [32] is not used by `Glm4MoeForCausalLM`"]);
 }
 
+#[test]
+fn unsupported_values_of_hybrids_are_refused_by_name() {
+    let limits = "expected [0.0, Infinity]: limits of steps are not supported";
+    let infinity = json!({"__float__": "Infinity"});
+    refused([
+        ("hybrids/granite4-hybrid", "time_step_limit", json!([0.0, 0.1]), limits),
+        ("hybrids/falcon-h1", "time_step_limit", json!([0.001, infinity]), limits),
+        ("hybrids/nemotron-h", "time_step_limit", json!(null), limits),
+        ("hybrids/granite4-hybrid", "mamba_n_groups", json!(3), "expected a divisor of 8 heads, found 3"),
+        ("hybrids/granite4-hybrid", "mamba_d_head", json!(4), "heads that make a width of 64 together, found 8 of 4"),
+        ("hybrids/granite4-hybrid", "mamba_d_conv", json!(1), "key `mamba_d_conv`: expected at least 2, found 1"),
+        ("hybrids/granite4-hybrid", "hidden_act", json!("gelu"), "silu, as the convolution of Mamba-2"),
+        ("hybrids/granite4-hybrid", "position_embedding_type", json!("alibi"), "expected `rope`, `nope` or null"),
+        ("hybrids/nemotron-h", "tie_word_embeddings", json!(true), "key `tie_word_embeddings`: expected false"),
+        ("hybrids/nemotron-h", "moe_latent_size", json!(8), "experts in a latent space are not supported"),
+        ("hybrids/nemotron-h", "mlp_hidden_act", json!("silu"), "MLPs and experts have a squared ReLU"),
+        ("hybrids/nemotron-h", "time_step_min", json!("small"), "key `time_step_min`: expected a number"),
+        ("hybrids/nemotron-h", "num_hidden_layers", json!(7), "`layers_block_type` disagree: 7 and 6 blocks"),
+        ("hybrids/nemotron-h", "hybrid_override_pattern", json!("MEM-ME"), "they list other blocks"),
+        ("hybrids/nemotron-h-pattern", "hybrid_override_pattern", json!("-M*M-"), "found none before block 0"),
+        ("hybrids/nemotron-h-pattern", "hybrid_override_pattern", json!("M*--M"), "found none before block 3"),
+        ("hybrids/nemotron-h-pattern", "hybrid_override_pattern", json!("M*-MX"), "blocks of M, *, - and E"),
+        (
+            "hybrids/nemotron-h",
+            "attention_head_dim",
+            json!(8),
+            "`attention_head_dim` and `head_dim` disagree: 8 and 16",
+        ),
+        ("hybrids/lfm2", "conv_L_cache", json!(1), "key `conv_L_cache`: expected at least 2, found 1"),
+        ("hybrids/lfm2", "theta", json!(5.0), "key `theta`: expected the value of `rope_theta`, found 5.0"),
+        ("hybrids/lfm2", "block_ffn_dim_multiplier", json!(1e9), "expected a width from 1 to 1048576"),
+        ("hybrids/lfm2-moe", "layer_types", json!(null), "key `layer_types` is missing"),
+        ("hybrids/falcon-h1", "ssm_multipliers", json!([1.0, 1.0]), "expected null or a list of 5 numbers above 0"),
+        ("hybrids/falcon-h1", "mlp_multipliers", json!([1.0, 0.0]), "expected null or a list of 2 numbers above 0"),
+        ("hybrids/falcon-h1", "attn_layer_indices", json!([1]), "key `attn_layer_indices`: expected null"),
+    ]);
+    let imported = import(&fixture("hybrids/nemotron-h")).unwrap();
+    assert!(imported.notes.iter().any(|note| note.contains("`time_step_min`")), "{:?}", imported.notes);
+}
+
+/// Matrices in blocks of FP8, and the same values in bf16: projections that are rows of one matrix are read from codes as from values.
+#[test]
+fn projections_of_mamba_are_read_from_codes() {
+    use crate::format::{e4m3, to_e4m3};
+    use safetensors::Dtype;
+    let folder = fixture("hybrids/granite4-dense");
+    let bytes = std::fs::read(folder.join("model.safetensors")).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let scale = 1.0f32 / 64.0;
+    let mut codes: Vec<(String, Dtype, Vec<usize>, Vec<u8>)> = vec![];
+    let mut values = vec![];
+    for (name, tensor) in file.tensors() {
+        let is_matrix = tensor.shape().len() == 2 && name.starts_with("model.layers.");
+        let (shape, data) = (tensor.shape().to_vec(), tensor.data().to_vec());
+        if !is_matrix {
+            codes.push((name.clone(), tensor.dtype(), shape.clone(), data.clone()));
+            values.push((name, tensor.dtype(), shape, data));
+            continue;
+        }
+        let wide = data.as_chunks::<2>().0.iter().map(|value| half::bf16::from_le_bytes(*value).to_f32());
+        let own: Vec<u8> = wide.map(|value| to_e4m3(value / scale)).collect();
+        let rounded = own.iter().flat_map(|code| half::bf16::from_f32(e4m3(*code) * scale).to_le_bytes()).collect();
+        let blocks = [shape[0].div_ceil(128), shape[1].div_ceil(128)];
+        let scales = scale.to_le_bytes().repeat(blocks[0] * blocks[1]);
+        codes.push((format!("{name}_scale_inv"), Dtype::F32, blocks.to_vec(), scales));
+        codes.push((name.clone(), Dtype::F8_E4M3, shape.clone(), own));
+        values.push((name, Dtype::BF16, shape, rounded));
+    }
+    let logits = |tensors: &[(String, Dtype, Vec<usize>, Vec<u8>)], quantised: bool| {
+        let dir = tempfile::tempdir().unwrap();
+        let mut config = config_of(&folder);
+        if quantised {
+            let scheme =
+                json!({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]});
+            config.insert("quantization_config".to_string(), scheme);
+        }
+        std::fs::write(dir.path().join("config.json"), Value::Object(config).to_string()).unwrap();
+        let views = tensors.iter().map(|(name, dtype, shape, data)| {
+            (name.as_str(), safetensors::tensor::TensorView::new(*dtype, shape.clone(), data).unwrap())
+        });
+        safetensors::serialize_to_file(views, None, &dir.path().join("model.safetensors")).unwrap();
+        let imported = import(dir.path()).unwrap();
+        let formats = imported.graph.formats.len();
+        (crate::reference::forward(&imported.graph, &imported.weights, &[5, 80, 3, 41]), formats)
+    };
+    let ((found, coded), (expected, plain)) = (logits(&codes, true), logits(&values, false));
+    // Two layers of Mamba-2 and one of attention.
+    assert_eq!((coded, plain), (2 * 4 + 6, 0));
+    assert_eq!(found, expected);
+}
+
 /// The tables and the code are written side by side: each key the code reads is in the table as modelled, or it would
 /// be refused as unknown, and each modelled key is read, or it would be accepted and ignored.
 #[test]
@@ -554,6 +645,12 @@ fn absent_keys_have_the_defaults_of_the_class() {
             }
             if model_type == "dots1" {
                 given.extend(["n_routed_experts", "n_shared_experts", "num_experts_per_tok"]);
+            }
+            // The class fills in four blocks, whatever the number of layers; the other computes nothing without.
+            match model_type.as_str() {
+                "nemotron_h" => given.push("layers_block_type"),
+                "lfm2_moe" => given.push("layer_types"),
+                _ => {}
             }
             let given = |key: &str| given.contains(&key);
             let minimal: Map<String, Value> =

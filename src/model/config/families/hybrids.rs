@@ -22,8 +22,8 @@ use crate::model::config::schema::{
 };
 use crate::model::graph::{Act, QkNormSpan, RopeId};
 
-/// Taps of a convolution: known ones have 4.
-const KERNEL_MAX: u32 = 64;
+/// Taps of a convolution: known ones have 3 or 4.
+pub const KERNEL_MAX: u32 = 64;
 
 /// Keys of gated delta nets.
 pub const DELTA_KEYS: &[Entry] = &[

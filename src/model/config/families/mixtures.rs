@@ -8,7 +8,7 @@ use super::{
     window_or_default, window_or_none, windowed,
 };
 use crate::model::config::plan::{
-    Ahead, Each, ExpertNames, ExpertsPlan, GateUp, LayerPlan, Names, NormPlan, Plan, SharedPlan, Stacked,
+    Ahead, Each, ExpertNames, ExpertsPlan, GateUp, LayerPlan, Names, NormPlan, Plan, SharedNames, SharedPlan, Stacked,
 };
 use crate::model::config::reader::{Answer, EXTENT_MAX, LAYERS_MAX, Reader};
 use crate::model::config::reason::Reason;
@@ -225,7 +225,7 @@ pub const GPT_OSS: Family = Family {
     plan: gpt_oss,
 };
 
-const ONE: When = When::Only(&[Literal::Number(1.0)]);
+pub const ONE: When = When::Only(&[Literal::Number(1.0)]);
 const SIGMOID: When = When::Only(&[Literal::Text("sigmoid")]);
 const TRAINING: &str = "used in training only";
 
@@ -386,7 +386,7 @@ const GPT_OSS_KEYS: &[Entry] = &[
 ];
 
 /// Experts as transformers 5 has them inside, and writes them if it is asked to.
-const STACKED: Stacked = Stacked {
+pub const STACKED: Stacked = Stacked {
     gate_up: GateUp::Halves("mlp.experts.gate_up_proj"),
     down: "mlp.experts.down_proj",
     weight: "",
@@ -399,17 +399,24 @@ pub static QWEN_EXPERTS: ExpertNames = ExpertNames {
     correction: &["mlp.gate.e_score_correction_bias"],
     correction_row: false,
     each: Some(Each {
-        gate: "mlp.experts.{expert}.gate_proj",
+        gate: Some("mlp.experts.{expert}.gate_proj"),
         up: "mlp.experts.{expert}.up_proj",
         down: "mlp.experts.{expert}.down_proj",
     }),
     stacked: &[STACKED],
-    shared: &[["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj"]],
+    shared: &[SharedNames {
+        gate: Some("mlp.shared_expert.gate_proj"),
+        up: "mlp.shared_expert.up_proj",
+        down: "mlp.shared_expert.down_proj",
+    }],
     shared_gate: "mlp.shared_expert_gate",
 };
 
-const SHARED_EXPERTS: [&str; 3] =
-    ["mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"];
+const SHARED_EXPERTS: SharedNames = SharedNames {
+    gate: Some("mlp.shared_experts.gate_proj"),
+    up: "mlp.shared_experts.up_proj",
+    down: "mlp.shared_experts.down_proj",
+};
 
 static GLM_EXPERTS: ExpertNames = ExpertNames { shared: &[SHARED_EXPERTS], ..QWEN_EXPERTS };
 
@@ -417,14 +424,14 @@ static MIXTRAL_EXPERTS: ExpertNames = ExpertNames {
     router: &["block_sparse_moe.gate", "mlp.gate"],
     correction: &["block_sparse_moe.e_score_correction_bias", "mlp.e_score_correction_bias"],
     each: Some(Each {
-        gate: "block_sparse_moe.experts.{expert}.w1",
+        gate: Some("block_sparse_moe.experts.{expert}.w1"),
         up: "block_sparse_moe.experts.{expert}.w3",
         down: "block_sparse_moe.experts.{expert}.w2",
     }),
     ..QWEN_EXPERTS
 };
 
-static GRANITE_EXPERTS: ExpertNames = ExpertNames {
+pub static GRANITE_EXPERTS: ExpertNames = ExpertNames {
     router: &["block_sparse_moe.router.layer", "block_sparse_moe.router"],
     each: None,
     stacked: &[
@@ -446,7 +453,14 @@ static GRANITE_EXPERTS: ExpertNames = ExpertNames {
 static HY_EXPERTS: ExpertNames = ExpertNames {
     router: &["mlp.router.gate", "mlp.gate"],
     correction: &["mlp.expert_bias", "mlp.e_score_correction_bias"],
-    shared: &[["mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj", "mlp.shared_mlp.down_proj"], SHARED_EXPERTS],
+    shared: &[
+        SharedNames {
+            gate: Some("mlp.shared_mlp.gate_proj"),
+            up: "mlp.shared_mlp.up_proj",
+            down: "mlp.shared_mlp.down_proj",
+        },
+        SHARED_EXPERTS,
+    ],
     ..QWEN_EXPERTS
 };
 
@@ -518,6 +532,7 @@ impl Mixture {
             scale: 1.0,
             router_bias: false,
             bias: false,
+            gated: true,
             swiglu: None,
             shared,
         })
@@ -679,7 +694,7 @@ fn granite_moe(r: &mut Reader) -> Option<Plan> {
 }
 
 /// Sigmoid routers with a correction and groups: GLM-4.5 and dots.llm1, as DeepSeek-V3.
-struct GroupedRouter {
+pub struct GroupedRouter {
     count: u32,
     top_k: u32,
     width: u32,
@@ -708,6 +723,20 @@ impl GroupedRouter {
                 r.count_required("n_shared_experts", EXPERTS_MAX),
             ),
         };
+        let dense = r.index("first_k_dense_replace", dense);
+        GroupedRouter { shared, dense, ..Self::chosen(r, count, top_k, (width, normalised)) }
+    }
+
+    /// A router of a family that says elsewhere which layers have experts, and what is beside them. `defaults`: experts, experts of a
+    /// token, width of an expert, and whether weights are divided by their sum.
+    pub fn read_alone(r: &mut Reader, defaults: (u32, u32, u32, bool)) -> Self {
+        let (count, top_k, width, normalised) = defaults;
+        let (count, top_k) = counts(r, ["n_routed_experts", "num_local_experts"], Some(count), top_k);
+        Self::chosen(r, count, top_k, (width, normalised))
+    }
+
+    /// Everything but shared experts and dense layers, of which there are none.
+    fn chosen(r: &mut Reader, count: u32, top_k: u32, (width, normalised): (u32, bool)) -> Self {
         // Null, which checkpoints of dots.llm1 have, is one group of all experts.
         let mut group = |key: &'static str| match r.count_or_null(key) {
             Answer::Is(n) => n,
@@ -718,8 +747,8 @@ impl GroupedRouter {
             count,
             top_k,
             width: r.count("moe_intermediate_size", width, EXTENT_MAX),
-            shared,
-            dense: r.index("first_k_dense_replace", dense),
+            shared: 0,
+            dense: 0,
             normalised: r.flag("norm_topk_prob", normalised),
             scale: r.positive("routed_scaling_factor", 1.0),
             groups,
@@ -727,9 +756,14 @@ impl GroupedRouter {
     }
 
     fn plan(self, r: &mut Reader, s: &Shape) -> Option<ExpertsPlan> {
-        let GroupedRouter { count, top_k, width, shared, dense, normalised, scale, groups: [groups, kept] } = self;
-        let layers = (0..s.layers).map(|layer| u64::from(layer) >= dense).collect();
-        let experts = Mixture { layers, count, top_k, width, shared }.plan(r, &GLM_EXPERTS)?;
+        let layers = (0..s.layers).map(|layer| u64::from(layer) >= self.dense).collect();
+        self.plan_in(r, layers, &GLM_EXPERTS)
+    }
+
+    /// The experts of `layers`, whatever the number of dense ones.
+    pub fn plan_in(self, r: &mut Reader, layers: Vec<bool>, names: &'static ExpertNames) -> Option<ExpertsPlan> {
+        let GroupedRouter { count, top_k, width, shared, normalised, scale, groups: [groups, kept], .. } = self;
+        let experts = Mixture { layers, count, top_k, width, shared }.plan(r, names)?;
         let of_group = count / groups.max(1);
         let bad = |key: &str, expected: String, found: u32| {
             Some(Reason::BadValue { key: key.to_string(), expected, found: found.to_string() })

@@ -2,7 +2,7 @@
 
 use safetensors::Dtype;
 
-use super::{Collector, Plan};
+use super::{Collector, Placed, Plan};
 use crate::dtype::DType;
 use crate::model::config::quantised::Parts;
 use crate::model::graph::{
@@ -28,6 +28,8 @@ pub struct ExpertsPlan {
     pub router_bias: bool,
     /// Whether every projection of an expert has a bias.
     pub bias: bool,
+    /// Whether the shared expert has a gate, as the experts of its names have.
+    pub gated: bool,
     pub swiglu: Option<ClampedSwiglu>,
     pub shared: Option<SharedPlan>,
 }
@@ -53,16 +55,25 @@ pub struct ExpertNames {
     /// Each expert with modules of its own.
     pub each: Option<Each>,
     pub stacked: &'static [Stacked],
-    /// Modules of gate, up and down of the shared expert.
-    pub shared: &'static [[&'static str; 3]],
+    pub shared: &'static [SharedNames],
     /// Module.
     pub shared_gate: &'static str,
+}
+
+/// Modules of the shared expert.
+#[derive(Debug, Clone, Copy)]
+pub struct SharedNames {
+    /// `None`: there is none, or `up` holds the rows of gate, then those of up.
+    pub gate: Option<&'static str>,
+    pub up: &'static str,
+    pub down: &'static str,
 }
 
 /// Modules of an expert, with [`EXPERT`] in them.
 #[derive(Debug, Clone, Copy)]
 pub struct Each {
-    pub gate: &'static str,
+    /// `None`: experts have no gate.
+    pub gate: Option<&'static str>,
     pub up: &'static str,
     pub down: &'static str,
 }
@@ -93,12 +104,17 @@ pub enum GateUp {
     Halves(&'static str),
     /// Of each expert a row of gate, then one of up, and so on (gpt-oss).
     Alternating(&'static str),
+    /// Experts have no gate (Nemotron-H).
+    Up(&'static str),
 }
 
 impl GateUp {
     fn first(&self) -> &'static str {
         match self {
-            GateUp::Separate { gate: name, .. } | GateUp::Halves(name) | GateUp::Alternating(name) => name,
+            GateUp::Separate { gate: name, .. }
+            | GateUp::Halves(name)
+            | GateUp::Alternating(name)
+            | GateUp::Up(name) => name,
         }
     }
 }
@@ -122,15 +138,17 @@ pub fn assemble(c: &mut Collector, plan: &Plan, e: &ExpertsPlan, path: &dyn Fn(&
         (None, None) => vec![],
     };
     let shared = e.shared.map(|SharedPlan { width, gated, scale }| {
-        let at = names.shared.iter().position(|[gate, ..]| there(c, &format!("{}.weight", path(gate)))).unwrap_or(0);
-        let [gate, up, down] = names.shared[at].map(path);
-        let mlp = Mlp {
-            act: plan.act,
-            gate: Some(c.whole(&gate, width, hidden, false)),
-            up: c.whole(&up, width, hidden, false),
-            down: c.whole(&down, hidden, width, false),
-            swiglu: None,
+        let at = names.shared.iter().position(|names| there(c, &format!("{}.weight", path(names.up)))).unwrap_or(0);
+        let SharedNames { gate, up, down } = names.shared[at];
+        let (gate, up) = match gate.filter(|_| e.gated) {
+            Some(gate) => (Some(c.whole(&path(gate), width, hidden, false)), c.whole(&path(up), width, hidden, false)),
+            None if e.gated => {
+                let mut part = |first| c.linear(&path(up), Placed::range(2 * width, first), width, hidden, false);
+                (Some(part(0)), part(width))
+            }
+            None => (None, c.whole(&path(up), width, hidden, false)),
         };
+        let mlp = Mlp { act: plan.act, gate, up, down: c.whole(&path(down), hidden, width, false), swiglu: None };
         SharedExpert { mlp, gate: gated.then(|| c.choosing(&path(names.shared_gate), 1, hidden, false)), scale }
     });
     let &ExpertsPlan { top_k, score, groups, normalise, scale, .. } = e;
@@ -143,7 +161,7 @@ fn of_own(c: &mut Collector, plan: &Plan, e: &ExpertsPlan, each: &Each, id: u32,
     let (hidden, width) = (plan.hidden, e.width);
     Mlp {
         act: plan.act,
-        gate: Some(c.whole(&named(each.gate), width, hidden, e.bias)),
+        gate: each.gate.map(|gate| c.whole(&named(gate), width, hidden, e.bias)),
         up: c.whole(&named(each.up), width, hidden, e.bias),
         down: c.whole(&named(each.down), hidden, width, e.bias),
         swiglu: e.swiglu,
@@ -172,20 +190,21 @@ fn of_stack(
     };
     let up_shape = [width, hidden];
     let (gate, up, each, second, stride) = match stacked.gate_up {
-        GateUp::Separate { gate, up } => (both(gate, width, hidden), both(up, width, hidden), width, 0, 1),
+        GateUp::Separate { gate, up } => (Some(both(gate, width, hidden)), both(up, width, hidden), width, 0, 1),
         GateUp::Halves(name) => {
             let both = both(name, 2 * width, hidden);
-            (both, both, 2 * width, width, 1)
+            (Some(both), both, 2 * width, width, 1)
         }
         GateUp::Alternating(name) => {
             let both = both(name, 2 * width, hidden);
-            (both, both, 2 * width, 1, 2)
+            (Some(both), both, 2 * width, 1, 2)
         }
+        GateUp::Up(name) => (None, both(name, width, hidden), width, 0, 1),
     };
     let down = both(stacked.down, hidden, width);
     let expert = |id: u32| Mlp {
         act: plan.act,
-        gate: Some(of(gate, id * each, stride, up_shape)),
+        gate: gate.map(|gate| of(gate, id * each, stride, up_shape)),
         up: of(up, id * each + second, stride, up_shape),
         down: of(down, id * hidden, 1, [hidden, width]),
         swiglu: e.swiglu,
