@@ -12,7 +12,9 @@
 //! tolerance is fixed.
 
 mod alike;
+mod beside;
 mod codes;
+mod decode;
 mod lanes;
 mod ragged;
 mod rows;
@@ -21,8 +23,10 @@ mod waves;
 
 pub use alike::{Alike, POSITIONS as ALIKE_POSITIONS, SEQUENCES as ALIKE_SEQUENCES, check_alike};
 pub use codes::{
-    CacheContents, DeviceCaches, OneRow, compare_codes, compare_cpu_codes, stores_codes, takes_from_device,
+    CacheContents, DeviceCaches, OneRow, chooses_experts, compare_codes, compare_cpu_codes, stores_codes,
+    takes_from_device,
 };
+pub use decode::{check_decode, compare_decode};
 pub use ragged::{BothLogits, check_ragged};
 pub use rows::check_rows;
 pub use shared::{
@@ -244,10 +248,11 @@ pub enum CheckError {
     )]
     Cached { position: u32, layer: u32, what: &'static str, expected: f64, found: f64, figures: Figures },
     #[error(
-        "position {position}: layer {layer}: experts were chosen whose scores are {found:e} below those of others, expected at most \
-         {expected:e}"
+        "position {position}{}: layer {layer}: experts were chosen whose scores are {found:e} below those of others, expected at most \
+         {expected:e}",
+        of_row(*.row)
     )]
-    Routed { position: u32, layer: u32, expected: f64, found: f64, figures: Figures },
+    Routed { position: u32, row: Option<u32>, layer: u32, expected: f64, found: f64, figures: Figures },
     #[error("position {position}: expected token {expected} as the most likely one, found {found}")]
     Argmax { position: u32, expected: u32, found: u32, figures: Figures },
     #[error("position {position}: logit {index} is {value}")]
@@ -276,6 +281,11 @@ pub enum CheckError {
     Interp(#[from] InterpError),
     #[error(transparent)]
     Session(#[from] SessionError),
+}
+
+/// Names the row of a step.
+fn of_row(row: Option<u32>) -> String {
+    row.map_or(String::new(), |row| format!(", row {row} of the step"))
 }
 
 impl CheckError {
@@ -671,14 +681,14 @@ pub fn compare_cuda(
     let outputs = subject.outputs();
     for row in expected.filled() {
         let (position, rows) = (row.position, filled_rows(row.position));
-        expected.cache(subject, subject.weights, row).put_on_device(session, schedule, subject.graph)?;
+        expected.cache(subject, subject.weights, row).put_on_device(session, schedule)?;
         let states = KeptStates::before(rows, session, schedule)?;
         let ids = check_ids(vocab, position + 1);
         let found = twice(judge.figures, &[position], || {
             states.put_back(session)?;
             let mut row = device_logits(session, &ids, rows, steps_max, vocab, &[position])?.concat();
             for output in outputs {
-                row.extend(session.exchanged(*output)?);
+                row.extend(session.exchanged(*output, 0)?);
             }
             Ok(vec![row])
         })?
@@ -740,7 +750,7 @@ fn filled_row(
         step.logits.copy_to(&mut logits);
         ControlFlow::Continue(())
     })?;
-    outputs.iter().for_each(|output| logits.extend(interp.exchanged(*output)));
+    outputs.iter().for_each(|output| logits.extend(interp.exchanged(*output, 0)));
     Ok(logits)
 }
 

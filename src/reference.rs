@@ -502,23 +502,31 @@ pub fn choose(weights: &Weights, op: &Router, scores: &[f64]) -> Vec<u32> {
     largest(&choice, all.into_iter().filter(may).collect(), op.top_k)
 }
 
-/// How far `chosen` is from what [`choose`] allows: by how much an expert that was left out beats one that was chosen, and a group that was
-/// left out one that was kept. 0: it is right. Infinite: these are no `top_k` experts, or experts of too many groups.
+/// How far `chosen` is from what [`choose`] allows. See [`missed_by`].
 pub fn missed(weights: &Weights, op: &Router, scores: &[f64], chosen: &[u32]) -> f64 {
+    missed_by(&corrected(weights, op, scores), op.top_k, op.groups, chosen)
+}
+
+/// How far `chosen` is from the `top_k` experts with the largest values of `choice`: by how much an expert that was left out beats one that
+/// was chosen, and a group that was left out one that was kept. 0: it is right. Infinite: these are no `top_k` experts, or experts of too many
+/// groups.
+pub fn missed_by(choice: &[f64], top_k: u32, groups: Option<ExpertGroups>, chosen: &[u32]) -> f64 {
     let mut ids = chosen.to_vec();
     ids.sort_unstable();
     ids.dedup();
-    if ids.len() != op.top_k as usize || ids.last().is_some_and(|&id| id as usize >= scores.len()) {
+    if ids.len() != chosen.len() || ids.len() != top_k as usize {
         return f64::INFINITY;
     }
-    let choice = corrected(weights, op, scores);
+    if ids.last().is_some_and(|&id| id as usize >= choice.len()) {
+        return f64::INFINITY;
+    }
     // By how much the best value left out is above the worst value taken.
     let above = |values: &[f64], taken: &[u32], may: &dyn Fn(u32) -> bool| {
         let worst = taken.iter().map(|&at| values[at as usize]).fold(f64::INFINITY, f64::min);
         let out = (0..values.len() as u32).filter(|at| !taken.contains(at) && may(*at));
         (out.map(|at| values[at as usize]).fold(f64::NEG_INFINITY, f64::max) - worst).max(0.0)
     };
-    let Some(ExpertGroups { count, kept, score }) = op.groups else { return above(&choice, &ids, &|_| true) };
+    let Some(ExpertGroups { count, kept, score }) = groups else { return above(choice, &ids, &|_| true) };
     let per_group = choice.len() / count as usize;
     let group_scores: Vec<f64> = choice.chunks_exact(per_group).map(|group| group_score(score, group)).collect();
     let mut used: Vec<u32> = ids.iter().map(|id| id / per_group as u32).collect();
@@ -531,7 +539,7 @@ pub fn missed(weights: &Weights, op: &Router, scores: &[f64], chosen: &[u32]) ->
     let mut taken = used.clone();
     taken.extend(largest(&group_scores, rest, kept - used.len() as u32));
     let of_groups = above(&group_scores, &taken, &|_| true);
-    of_groups.max(above(&choice, &ids, &|id| taken.contains(&(id / per_group as u32))))
+    of_groups.max(above(choice, &ids, &|id| taken.contains(&(id / per_group as u32))))
 }
 
 /// What experts are chosen by: their scores, corrected.

@@ -10,7 +10,8 @@
 //!    value with this code than from `y`. How far `y` may be from `x` is measured, as it is for logits.
 //! 2. *Logits* then differ by the arithmetic alone, as with a cache in bf16, and are held to that tolerance.
 //!
-//! The same holds on `cpu`, where the interpreter's fast path is the device. Of kernels for rows and of an op alone, the reference is the interpreter.
+//! The same holds on `cpu`, where the interpreter's fast path is the device. Of kernels for rows, of exports and of an op alone, the reference is the
+//! interpreter.
 
 use std::ops::ControlFlow;
 
@@ -27,15 +28,15 @@ use crate::cuda::session::{Session, SessionError};
 use crate::dtype::{DType, Precision};
 use crate::format::{E4M3_MAX, e4m3, to_e4m3};
 use crate::interp::{
-    CacheKind, CacheShape, DeviceCodes, Input, Interp, InterpError, Options, cache_buffers, read_value,
+    CacheKind, CacheShape, FromDevice, Input, Interp, InterpError, Options, Taken, cache_buffers, choice_buffers,
+    read_value,
 };
+use crate::ir::BufferId;
 use crate::ir::op::{Op, Role};
-use crate::ir::program::{Buffer, Grid, Program};
+use crate::ir::program::{Buffer, Program};
 use crate::ir::schedule::Schedule;
 use crate::ir::variant::swizzled_piece;
-use crate::ir::{BufferId, LayerId};
 use crate::model::cache_scales::cache_scales;
-use crate::model::graph::ModelGraph;
 
 /// About how many vectors of a layer are rounded to bf16: these errors reach the layers after it.
 const ROUNDED_PER_LAYER: f64 = 10.0;
@@ -47,32 +48,21 @@ pub fn stores_codes(precision: Precision) -> bool {
     precision.cache == DType::E4m3
 }
 
+/// Whether rows choose experts.
+pub fn chooses_experts(program: &Program) -> bool {
+    !choice_buffers(program).is_empty()
+}
+
 /// Whether the reference takes something that the device stored in place of its own: codes of fp8, or the choice of experts. Both turn the
 /// last bit of a number into a step.
 pub fn takes_from_device(program: &Program) -> bool {
-    stores_codes(program.precision) || !routes(program).is_empty()
+    stores_codes(program.precision) || chooses_experts(program)
 }
 
-/// The layers with experts, and the buffers that hold what they choose.
-pub(super) fn routes(program: &Program) -> Vec<(LayerId, BufferId)> {
-    let of_grid = |grid: &Grid| {
-        let choices = grid.operand(Role::Out).filter(|_| matches!(grid.op, Op::Route(_)))?;
-        Some((grid.site?.layer?, choices.buffer))
-    };
-    program.grids.iter().filter_map(of_grid).collect()
-}
-
-/// Experts of one row by layer, none in a layer without experts, from what `exchanged` says of a buffer.
-fn choices_of<E>(
-    program: &Program,
-    layers: usize,
-    exchanged: impl Fn(BufferId) -> Result<Vec<f32>, E>,
-) -> Result<Vec<Vec<u32>>, E> {
-    let mut of_row = vec![vec![]; layers];
-    for (layer, buffer) in routes(program) {
-        of_row[layer.index()] = exchanged(buffer)?.into_iter().map(f32::to_bits).collect();
-    }
-    Ok(of_row)
+/// Experts of one row by router and slot, from what `exchanged` says of a buffer.
+fn choices_of<E>(program: &Program, exchanged: impl Fn(BufferId) -> Result<Vec<f32>, E>) -> Result<Vec<Vec<u32>>, E> {
+    let of_router = |(_, buffer)| Ok(exchanged(buffer)?.into_iter().map(f32::to_bits).collect());
+    choice_buffers(program).into_iter().map(of_router).collect()
 }
 
 /// The tolerance of a device's logits if both sides have the same codes.
@@ -200,6 +190,19 @@ impl DeviceCaches {
         self.places.iter().map(of_cache).collect()
     }
 
+    /// The values of a row of one cache by column, from its codes or the bytes of its values; 0 in columns that no head has.
+    pub(super) fn by_column(&self, cache: usize, bytes: &[u8]) -> Vec<f32> {
+        let (shape, size) = (&self.shapes[cache], self.shapes[cache].dtype.bytes());
+        let mut values = vec![0.0; shape.cols];
+        for column in self.places[cache].columns() {
+            values[column] = match shape.scale_of(column as u32) {
+                Some(scale) => e4m3(bytes[column]) * scale,
+                None => read_value(shape.dtype, &bytes[column * size..][..size]),
+            };
+        }
+        values
+    }
+
     /// Whether the codes of the rows of a step are right, given what the interpreter would have rounded. `positions` are those of its rows.
     ///
     /// # Errors
@@ -207,9 +210,9 @@ impl DeviceCaches {
     pub(super) fn compare(
         &self,
         judge: &mut Judge,
-        codes: &DeviceCodes,
+        codes: &FromDevice,
         positions: &[u32],
-        noise: Option<&DeviceCodes>,
+        noise: Option<&FromDevice>,
     ) -> Result<(), CheckError> {
         for (row, &position) in positions.iter().enumerate() {
             for cache in 0..self.shapes.len() {
@@ -390,12 +393,7 @@ impl CacheContents<'_> {
     ///
     /// # Errors
     /// What the device refuses.
-    pub(super) fn put_on_device(
-        &self,
-        session: &mut Session,
-        schedule: &Schedule,
-        graph: &ModelGraph,
-    ) -> Result<(), SessionError> {
+    pub(super) fn put_on_device(&self, session: &mut Session, schedule: &Schedule) -> Result<(), SessionError> {
         let filler = match self {
             CacheContents::AtRandom { rows } => return fill_device_cache(session, schedule, FILL_SEED, *rows),
             CacheContents::OfText(filler) => filler,
@@ -403,7 +401,7 @@ impl CacheContents<'_> {
         write_device_states(session, schedule, filler.rows(), &|layer, _| filler.state(layer as usize).to_vec())?;
         write_device_cache(session, schedule, filler.rows(), &|layer, kind, row, columns, is_coded| {
             let layer = layer as usize;
-            let (dim, pitch) = (lanes::attention_of(graph, layer).head_dim as usize, columns.len());
+            let (dim, pitch) = (lanes::attention_of(filler.graph(), layer).head_dim as usize, columns.len());
             let head = columns.start as usize / pitch;
             let values = filler.row(layer, kind, row);
             let values = values[head * dim..(head + 1) * dim].iter().copied();
@@ -436,7 +434,7 @@ pub trait OneRow {
     /// What the device refuses.
     fn fill(&mut self, cache: &CacheContents<'_>) -> Result<(), CheckError>;
 
-    /// Decodes `ids` from position `first` on once more: the experts that each row chose, by layer and slot.
+    /// Decodes `ids` from position `first` on once more: the experts that each row chose, by router and slot.
     ///
     /// # Errors
     /// What the device refuses.
@@ -449,10 +447,13 @@ pub trait OneRow {
     fn codes(&self, caches: &DeviceCaches, position: u32) -> Result<Vec<Vec<u8>>, SessionError>;
 }
 
-struct OnDevice<'a> {
-    subject: &'a Subject<'a>,
-    session: &'a mut Session,
-    steps_max: u32,
+/// The decode kernel over a cache of its own.
+pub(super) struct OnDevice<'a> {
+    pub schedule: &'a Schedule,
+    /// Of an op alone.
+    pub outputs: &'a [BufferId],
+    pub session: &'a mut Session,
+    pub steps_max: u32,
 }
 
 impl OneRow for OnDevice<'_> {
@@ -463,14 +464,15 @@ impl OneRow for OnDevice<'_> {
         first: u32,
         wanted: &[u32],
     ) -> Result<Vec<Vec<f32>>, CheckError> {
-        let (session, vocab, steps_max) = (&mut *self.session, self.subject.graph.vocab, self.steps_max);
-        let states = KeptStates::before(first, session, self.subject.validated.schedule())?;
+        let (vocab, steps_max) = (self.session.vocab(), self.steps_max);
+        let session = &mut *self.session;
+        let states = KeptStates::before(first, session, self.schedule)?;
         twice(figures, wanted, || {
             states.put_back(session)?;
             let mut rows = device_logits(session, ids, first, steps_max, vocab, wanted)?;
             if let Some(last) = rows.last_mut() {
-                for output in self.subject.outputs() {
-                    last.extend(session.exchanged(*output)?);
+                for output in self.outputs {
+                    last.extend(session.exchanged(*output, 0)?);
                 }
             }
             Ok(rows)
@@ -478,16 +480,15 @@ impl OneRow for OnDevice<'_> {
     }
 
     fn fill(&mut self, cache: &CacheContents<'_>) -> Result<(), CheckError> {
-        Ok(cache.put_on_device(self.session, self.subject.validated.schedule(), self.subject.graph)?)
+        Ok(cache.put_on_device(self.session, self.schedule)?)
     }
 
     fn choices(&mut self, ids: &[u32], first: u32) -> Result<Vec<Vec<Vec<u32>>>, CheckError> {
-        let (program, layers) = (&self.subject.validated.schedule().program, self.subject.graph.layers.len());
         self.session.start(ids, &[])?;
         let mut rows = vec![];
         for position in first..ids.len() as u32 {
             self.session.run(position, 1, true)?;
-            rows.push(choices_of(program, layers, |buffer| self.session.exchanged(buffer))?);
+            rows.push(choices_of(&self.schedule.program, |buffer| self.session.exchanged(buffer, 0))?);
         }
         Ok(rows)
     }
@@ -514,7 +515,7 @@ impl OneRow for OnCpu<'_> {
             ControlFlow::Continue(())
         })?;
         if let Some(last) = rows.last_mut() {
-            self.subject.outputs().iter().for_each(|output| last.extend(self.fast.exchanged(*output)));
+            self.subject.outputs().iter().for_each(|output| last.extend(self.fast.exchanged(*output, 0)));
         }
         Ok(rows)
     }
@@ -525,14 +526,14 @@ impl OneRow for OnCpu<'_> {
     }
 
     fn choices(&mut self, ids: &[u32], first: u32) -> Result<Vec<Vec<Vec<u32>>>, CheckError> {
-        let (program, layers) = (&self.subject.validated.schedule().program, self.subject.graph.layers.len());
+        let program = &self.subject.validated.schedule().program;
         if first == 0 {
             self.fast.reset();
         }
         let mut rows = vec![];
         for input in inputs(&ids[first as usize..]) {
             self.fast.launch(&[input], |_| ControlFlow::Continue(()))?;
-            rows.push(choices_of(program, layers, |buffer| Ok::<_, CheckError>(self.fast.exchanged(buffer)))?);
+            rows.push(choices_of(program, |buffer| Ok::<_, CheckError>(self.fast.exchanged(buffer, 0)))?);
         }
         Ok(rows)
     }
@@ -549,7 +550,8 @@ pub(super) fn check_codes(
     steps_max: u32,
     on_step: &dyn Fn(),
 ) -> Result<Checked, CheckError> {
-    let checked = compare_codes(subject, &mut OnDevice { subject, session, steps_max }, on_step)?;
+    let (schedule, outputs) = (subject.validated.schedule(), subject.outputs());
+    let checked = compare_codes(subject, &mut OnDevice { schedule, outputs, session, steps_max }, on_step)?;
     let (vocab, context_max) = (subject.graph.vocab, subject.validated.schedule().program.context_max);
     check_selection(session, vocab, steps_max, context_max, checked.figures)?;
     Ok(checked)
@@ -696,7 +698,7 @@ fn fill_before(
     device.fill(&CacheContents::OfText(Filler::new(subject.graph, subject.weights, cache, fill, first)))
 }
 
-/// What a device chose of the experts of the rows of a text; `None`: the model has none.
+/// What a device chose of the experts of the rows of a text, by row, layer and slot; `None`: the model has none.
 fn take_choices(
     subject: &Subject<'_>,
     device: &mut dyn OneRow,
@@ -704,30 +706,55 @@ fn take_choices(
     ids: &[u32],
     first: u32,
 ) -> Result<Option<Vec<Vec<Vec<u32>>>>, CheckError> {
-    if routes(&subject.validated.schedule().program).is_empty() {
+    let routers = choice_buffers(&subject.validated.schedule().program);
+    if routers.is_empty() {
         return Ok(None);
     }
     fill_before(first, subject, device, fill)?;
-    device.choices(ids, first).map(Some)
+    let by_layer = |row: Vec<Vec<u32>>| {
+        let mut layers = vec![vec![]; subject.graph.layers.len()];
+        routers.iter().zip(row).for_each(|((layer, _), ids)| layers[layer.index()] = ids);
+        layers
+    };
+    Ok(Some(device.choices(ids, first)?.into_iter().map(by_layer).collect()))
 }
 
-/// Whether each choice is right within what rounding costs the scores that it was made by. The group scores of a router add up two of them.
+/// The middle of some distances; 0 if there are none.
+pub(super) fn median(distances: &[f64]) -> f64 {
+    let mut sorted = distances.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied().unwrap_or(0.0)
+}
+
+/// Whether a choice is right within what rounding costs the scores that it was made by, or, if that is more, those of the `middle` choice. The
+/// group scores of a router add up two of them. `row`: that of the step, if it has several.
+///
+/// # Errors
+/// [`CheckError::Routed`].
+pub(super) fn judge_choice(
+    judge: &mut Judge,
+    of: &lanes::Routed,
+    row: Option<u32>,
+    middle: f64,
+    least: Tolerance,
+) -> Result<(), CheckError> {
+    let lanes::Routed { position, layer, missed, noise, most, .. } = *of;
+    let expected = 2.0 * FACTOR * noise.max(middle) + least.error_rel_l2 * most;
+    judge.figures.of_tolerance =
+        super::worst(judge.figures.of_tolerance, if missed == 0.0 { 0.0 } else { missed / expected });
+    if super::is_beyond(missed, expected) {
+        let (layer, found, figures) = (layer as u32, missed, judge.figures);
+        return Err(CheckError::Routed { position, row, layer, expected, found, figures });
+    }
+    Ok(())
+}
+
+/// Judges every choice of texts.
 fn judge_choices(judge: &mut Judge, pass: &lanes::Pass, least: Tolerance) -> Result<(), CheckError> {
     let mut routed: Vec<&lanes::Routed> = pass.routed.iter().collect();
     routed.sort_by_key(|of| (of.text, of.position, of.layer));
-    let mut noises: Vec<f64> = routed.iter().map(|of| of.noise).collect();
-    noises.sort_by(f64::total_cmp);
-    let middle = noises.get(noises.len() / 2).copied().unwrap_or(0.0);
-    for &lanes::Routed { position, layer, missed, noise, most, .. } in routed {
-        let expected = 2.0 * FACTOR * noise.max(middle) + least.error_rel_l2 * most;
-        judge.figures.of_tolerance =
-            super::worst(judge.figures.of_tolerance, if missed == 0.0 { 0.0 } else { missed / expected });
-        if super::is_beyond(missed, expected) {
-            let (layer, found, figures) = (layer as u32, missed, judge.figures);
-            return Err(CheckError::Routed { position, layer, expected, found, figures });
-        }
-    }
-    Ok(())
+    let middle = median(&routed.iter().map(|of| of.noise).collect::<Vec<f64>>());
+    routed.into_iter().try_for_each(|of| judge_choice(judge, of, None, middle, least))
 }
 
 /// Compares `device`, which stores no codes, with the reference, which takes its choices of experts.
@@ -785,11 +812,11 @@ fn compare_with_interp(
         cache.put(&mut interp)?;
         let found = device.decode(judge.figures, &ids, first, &[wanted])?.concat();
         for (position, &id) in (first..).zip(&ids[first as usize..]) {
-            let codes = interp.take_codes(1, device.codes(&caches, position)?);
+            let codes = interp.take(1, Taken { codes: device.codes(&caches, position)?, choices: vec![] });
             let mut expected = step(&mut interp, id)?;
             caches.compare(judge, &codes, &[position], None)?;
             if position == wanted {
-                subject.outputs().iter().for_each(|output| expected.extend(interp.exchanged(*output)));
+                subject.outputs().iter().for_each(|output| expected.extend(interp.exchanged(*output, 0)));
                 judge.compare_row(vocab, position, &expected, &found)?;
             }
         }

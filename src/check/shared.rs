@@ -61,7 +61,7 @@ impl TextSizes {
     }
 
     /// The ids of each text; the long one is the last.
-    fn ids(&self, vocab: u32) -> Vec<Vec<u32>> {
+    pub(super) fn ids(&self, vocab: u32) -> Vec<Vec<u32>> {
         let TextSizes { texts, short, long } = *self;
         let mut rest = check_ids(vocab, texts * short + long);
         let mut ids = vec![];

@@ -4,7 +4,7 @@
 use super::emit::classes;
 use super::kernel_struct::kernel_struct;
 use crate::digest::Digest;
-use crate::ir::layout::{Matrix, PACKET_BYTES, PLACE_ALIGN_BYTES, matrices};
+use crate::ir::layout::{Matrix, PACKET_BYTES, PLACE_ALIGN_BYTES, matrices, packet_row_bytes};
 use crate::ir::op::{Attention, Op, Role};
 use crate::ir::program::{Cols, Grid, Rows, Space};
 use crate::ir::schedule::{Run, Schedule, Source, Task};
@@ -424,7 +424,7 @@ fn columns_at(schedule: &Schedule, grid: &Grid, role: Role, task: &Task) -> u32 
     let at = columns_of(schedule, grid, role, task.j);
     let Some(operand) = grid.operand(role).filter(|operand| at != NONE && operand.rows == Rows::Own) else { return at };
     let buffer = &schedule.program.buffers[operand.buffer.index()];
-    let packets = buffer.cols.div_ceil(4 / buffer.dtype.bytes() as u32).next_multiple_of(2);
+    let packets = (packet_row_bytes(buffer) / PACKET_BYTES) as u32;
     if buffer.words { at } else { at + task.row * packets }
 }
 

@@ -13,6 +13,7 @@ use super::session::{SessionError, Stamped, Stuck, StuckOn};
 use super::stream::{Argument, Event, LaunchShape, Pace, Stream, Wait};
 use crate::codegen::abi::{EOS_MAX, Params, Queues, Tables};
 use crate::codegen::emit::{ENTRY_POINT, Trace, stamps_max};
+use crate::ir::layout::packet_row_bytes;
 use crate::ir::op::Role;
 use crate::ir::program::Program;
 use crate::ir::schedule::{Machine, Schedule};
@@ -284,6 +285,26 @@ impl Kernel {
         self.tables.fills.address()
     }
 
+    /// The values of row `row` of an exchange buffer of one phase whose packets have `tag`; NaN in place of others. Nothing of a buffer that
+    /// has no packets. `read` returns packets from a byte on.
+    pub fn exchanged(
+        &self,
+        buffer: BufferId,
+        row: u32,
+        tag: u32,
+        read: impl FnOnce(u64, usize) -> Result<Vec<u64>, SessionError>,
+    ) -> Result<Vec<f32>, SessionError> {
+        let Schedule { program, placement, .. } = &self.schedule;
+        let declared = program.buffers.get(buffer.index());
+        let declared = declared.filter(|declared| !declared.words && row < declared.rows);
+        let (Some(declared), Some(at)) = (declared, placement.get(buffer.index()).copied().flatten()) else {
+            return Ok(vec![]);
+        };
+        let (of_packet, cols) = (4 / declared.dtype.bytes(), declared.cols as usize);
+        let packets = read(at + u64::from(row) * packet_row_bytes(declared), cols.div_ceil(of_packet))?;
+        Ok(values_of(&packets, of_packet, tag).take(cols).collect())
+    }
+
     /// Forgets all stamps: one that a launch leaves out is 0, not that of an earlier launch.
     pub fn clear_stamps(&mut self) -> Result<(), SessionError> {
         Ok(self.stamps.zero(&self.watched.stream)?)
@@ -375,4 +396,29 @@ pub(super) fn first_buffer(program: &Program, role: Role) -> Option<BufferId> {
 /// Logits of one row.
 pub(super) fn vocab(program: &Program) -> u32 {
     first_buffer(program, Role::Logits).map_or(0, |buffer| program.buffers[buffer.index()].cols)
+}
+
+/// The values of packets, of which each has so many; NaN in place of those with another tag.
+fn values_of(packets: &[u64], of_packet: usize, tag: u32) -> impl Iterator<Item = f32> {
+    packets.iter().flat_map(move |&packet| {
+        let (payload, current) = (packet as u32, (packet >> 32) as u32 == tag);
+        let bits = if of_packet == 2 { [payload << 16, payload & 0xffff_0000] } else { [payload; 2] };
+        bits.into_iter().take(of_packet).map(move |bits| if current { f32::from_bits(bits) } else { f32::NAN })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packets_of_another_step_have_no_values() {
+        let packet = |tag: u64, payload: u32| tag << 32 | u64::from(payload);
+        let packets = [packet(7, 0x4000_3f80), packet(6, 0x4000_3f80)];
+        let two: Vec<f32> = values_of(&packets, 2, 7).collect();
+        assert!(two[..2] == [1.0, 2.0] && two[2].is_nan() && two[3].is_nan(), "{two:?}");
+        // The bits of the id of an expert.
+        let ids: Vec<u32> = values_of(&[packet(7, 127)], 1, 7).map(f32::to_bits).collect();
+        assert_eq!(ids, [127]);
+    }
 }

@@ -13,6 +13,7 @@ use super::sampler::{Asked, SamplerSession};
 use super::session::{Session, SessionError};
 use crate::codegen::abi::Queues;
 use crate::codegen::emit::Trace;
+use crate::ir::BufferId;
 use crate::rows::{Shape, Tables};
 
 /// Steps of one row over the pages of batch kernels.
@@ -193,6 +194,13 @@ impl RowLauncher for OneRowSession {
             return Err(SessionError::NotFinished);
         }
         self.session.logits_of_step(self.logits_step)
+    }
+
+    fn exchanged(&self, buffer: BufferId, row: u32) -> Result<Vec<f32>, SessionError> {
+        if !self.flying.is_empty() {
+            return Err(SessionError::NotFinished);
+        }
+        self.session.exchanged(buffer, row)
     }
 
     fn poison_logits(&mut self) -> Result<(), SessionError> {

@@ -11,6 +11,7 @@ use super::stream::Event;
 use super::tables::LaunchTables;
 use crate::codegen::abi::{Params, Queues, Row, RowsParams};
 use crate::codegen::emit::Trace;
+use crate::ir::BufferId;
 use crate::ir::layout::WORD_ROWS;
 use crate::rows::{Run, Shape, Tables, runs};
 use std::collections::VecDeque;
@@ -172,6 +173,20 @@ pub trait RowLauncher {
     /// # Errors
     /// What the driver refuses; a launch that was not finished.
     fn logits(&self, row: u32) -> Result<Vec<f32>, SessionError>;
+
+    /// The values that row `row` of the last launch published in its last step into an exchange buffer of packets; NaN where it published
+    /// nothing. Nothing at all of a kernel without such a buffer.
+    ///
+    /// # Errors
+    /// What the driver refuses; a launch that was not finished.
+    fn exchanged(&self, _buffer: BufferId, _row: u32) -> Result<Vec<f32>, SessionError> {
+        Ok(vec![])
+    }
+
+    /// Rows of a launch, from its first one on, of which [`RowLauncher::exchanged`] tells. A launch of more rows leaves others there.
+    fn rows_kept(&self) -> u32 {
+        self.shape().rows
+    }
 
     /// Fills the logits with a pattern that no kernel writes, so that an unwritten row shows.
     ///
@@ -535,6 +550,15 @@ impl RowLauncher for RowsSession {
         }
         let first = u64::from(row.min(self.padded - 1)) * u64::from(self.vocab);
         Ok(self.memory.read_logits(&self.kernel.watched.stream, first, self.vocab as usize)?)
+    }
+
+    fn exchanged(&self, buffer: BufferId, row: u32) -> Result<Vec<f32>, SessionError> {
+        if !self.flying.is_empty() {
+            return Err(SessionError::NotFinished);
+        }
+        let stream = &self.kernel.watched.stream;
+        let packets = |at, count| Ok(self.memory.read_packets(stream, at, count)?);
+        self.kernel.exchanged(buffer, row, self.tag.wrapping_sub(1), packets)
     }
 
     fn poison_logits(&mut self) -> Result<(), SessionError> {

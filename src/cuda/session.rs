@@ -618,19 +618,12 @@ impl Session {
         Ok(self.logits.download(&self.kernel.watched.stream, 0, steps as usize * self.vocab as usize)?)
     }
 
-    /// The values that the last step published into an exchange buffer of one phase; NaN where it published nothing.
-    pub fn exchanged(&self, buffer: BufferId) -> Result<Vec<f32>, SessionError> {
-        let Some(declared) = self.kernel.schedule.program.buffers.get(buffer.index()) else { return Ok(vec![]) };
-        let at = self.kernel.schedule.placement.get(buffer.index()).copied().flatten().unwrap_or(0);
-        let of_packet = 4 / declared.dtype.bytes();
-        let cols = declared.cols as usize;
-        let packets: Vec<u64> = self.exchange.download(&self.kernel.watched.stream, at, cols.div_ceil(of_packet))?;
-        let values = packets.iter().flat_map(|&packet| {
-            let (payload, current) = (packet as u32, (packet >> 32) as u32 == self.tag.wrapping_sub(1));
-            let bits = if of_packet == 2 { [payload << 16, payload & 0xffff_0000] } else { [payload; 2] };
-            bits.into_iter().take(of_packet).map(move |bits| if current { f32::from_bits(bits) } else { f32::NAN })
-        });
-        Ok(values.take(cols).collect())
+    /// The values that the last step published into row `row` of an exchange buffer of packets and of one phase; NaN where it published
+    /// nothing.
+    pub fn exchanged(&self, buffer: BufferId, row: u32) -> Result<Vec<f32>, SessionError> {
+        let stream = &self.kernel.watched.stream;
+        let packets = |at, count| Ok(self.exchange.download(stream, at, count)?);
+        self.kernel.exchanged(buffer, row, self.tag.wrapping_sub(1), packets)
     }
 
     /// Logits of one step of the last launch that asked for them, `[vocab]`.
@@ -645,7 +638,7 @@ impl Session {
     }
 
     /// Logits of one row.
-    pub(super) fn vocab(&self) -> u32 {
+    pub(crate) fn vocab(&self) -> u32 {
         self.vocab
     }
 

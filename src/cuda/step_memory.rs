@@ -69,6 +69,11 @@ impl StepMemory {
         self.buffer.poison_range(stream, self.logits_at..self.buffer.bytes())
     }
 
+    /// `count` packets of the exchange from byte `at` on.
+    pub fn read_packets(&self, stream: &Stream, at: u64, count: usize) -> Result<Vec<u64>, DriverError> {
+        self.buffer.download(stream, at, count)
+    }
+
     /// `count` logits from value `first` on.
     pub fn read_logits(&self, stream: &Stream, first: u64, count: usize) -> Result<Vec<f32>, DriverError> {
         self.buffer.download(stream, self.logits_at + first * 4, count)

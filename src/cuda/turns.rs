@@ -16,6 +16,7 @@ use super::session::SessionError;
 use super::step_memory::StepMemory;
 use crate::codegen::abi::{Params, Queues, Row, RowsParams};
 use crate::codegen::emit::Trace;
+use crate::ir::BufferId;
 use crate::ir::layout::WORD_ROWS;
 use crate::rows::{Shape, Tables};
 use bytemuck::Zeroable;
@@ -310,6 +311,19 @@ impl RowLauncher for TurnsSession {
         }
         let first = u64::from(row.min(self.shape.rows - 1)) * u64::from(self.vocab);
         Ok(self.memory.read_logits(&self.kernel.watched.stream, first, self.vocab as usize)?)
+    }
+
+    fn exchanged(&self, buffer: BufferId, row: u32) -> Result<Vec<f32>, SessionError> {
+        if self.flying.is_some() {
+            return Err(SessionError::NotFinished);
+        }
+        let stream = &self.kernel.watched.stream;
+        let packets = |at, count| Ok(self.memory.read_packets(stream, at, count)?);
+        self.kernel.exchanged(buffer, row, self.tag.wrapping_sub(1), packets)
+    }
+
+    fn rows_kept(&self) -> u32 {
+        self.kernel_rows
     }
 
     fn poison_logits(&mut self) -> Result<(), SessionError> {

@@ -1,6 +1,6 @@
 //! Owns the memory a schedule's tasks touch: arenas for exchange, output and cache buffers, and how ops reach them.
 
-use super::device_codes::DeviceCodes;
+use super::from_device::FromDevice;
 use super::kernel::HistoryRows;
 use super::ops::Input;
 use crate::dtype::DType;
@@ -139,8 +139,8 @@ pub struct StepRows {
     /// The largest of its rows.
     pub position: u32,
     pub rows: Vec<StepRow>,
-    /// Keys and values that it takes in place of its own.
-    pub device: Option<Arc<DeviceCodes>>,
+    /// What it takes in place of its own.
+    pub device: Option<Arc<FromDevice>>,
     /// Rounds at random in place of to the nearest.
     pub at_random: Option<RoundAtRandom>,
 }

@@ -15,7 +15,7 @@
 
 mod adversary;
 mod coded;
-mod device_codes;
+mod from_device;
 mod kernel;
 mod memory;
 mod mix;
@@ -27,10 +27,10 @@ mod text;
 mod threads;
 
 pub use adversary::Violation;
-pub use device_codes::DeviceCodes;
+pub use from_device::{FromDevice, Taken};
 pub use kernel::Isa;
 pub use ops::Input;
-pub use plan::{CacheShape, PlanError, cache_buffers};
+pub use plan::{CacheShape, PlanError, RouterShape, cache_buffers, choice_buffers};
 pub use real::read_value;
 pub use synthetic::{CacheKind, cache_code, cache_value, state_value};
 
@@ -283,8 +283,8 @@ pub struct Interp {
     last_row: usize,
     /// Of a program with tables that decodes one text: its pages.
     text: Option<Text>,
-    /// What the next launch takes in place of its own keys and values.
-    device: Option<Arc<DeviceCodes>>,
+    /// What the next launch takes in place of its own.
+    device: Option<Arc<FromDevice>>,
     at_random: Option<RoundAtRandom>,
     /// The position before which the recurrent states are, if that is known. A launch that stops early may have gone on.
     state_at: Option<u32>,
@@ -337,13 +337,27 @@ impl Interp {
         self.engine.read_cache(cache, row)
     }
 
-    /// Lets the next launch, which is to be of one step, take the codes that a device stored for its rows in place of its own keys and
-    /// values. `codes` has those of each of [`Interp::caches`], (`rows`, cols). The result keeps what the step would have rounded.
+    /// The routers, in the order of their layers.
+    pub fn routers(&self) -> &[RouterShape] {
+        &self.plan.routers
+    }
+
+    /// Writes a row of a cache, by index into [`Interp::caches`], in place of the steps that would have: its values by column. Where the position of
+    /// a sequence lies is for the caller to know.
     ///
     /// # Panics
-    /// If these are not the codes of `rows` rows of every cache.
-    pub fn take_codes(&mut self, rows: usize, codes: Vec<Vec<u8>>) -> Arc<DeviceCodes> {
-        let device = Arc::new(DeviceCodes::new(&self.plan.caches, rows, codes));
+    /// If there is no such row, or it has other columns.
+    pub fn write_cache(&mut self, cache: usize, row: usize, values: &[f32]) {
+        self.engine.write_cache(cache, row, values);
+    }
+
+    /// Lets the next launch, which is to be of one step of `rows` rows, take what a device stored for them in place of its own. The result
+    /// keeps what the step would have rounded, and the scores that it would have chosen by.
+    ///
+    /// # Panics
+    /// If `taken` is not of `rows` rows of [`Interp::caches`] and [`Interp::routers`].
+    pub fn take(&mut self, rows: usize, taken: Taken) -> Arc<FromDevice> {
+        let device = Arc::new(FromDevice::new(&self.plan.caches, &self.plan.routers, rows, taken));
         self.device = Some(device.clone());
         device
     }
@@ -618,10 +632,10 @@ impl Interp {
         if self.selectable { self.engine.selected(self.position, self.last_row) } else { None }
     }
 
-    /// What the last step left in an exchange buffer of one phase; nothing of any other buffer.
-    pub fn exchanged(&self, buffer: BufferId) -> Vec<f32> {
+    /// What row `row` of the last step left in an exchange buffer of one phase; nothing of any other buffer.
+    pub fn exchanged(&self, buffer: BufferId, row: usize) -> Vec<f32> {
         let region = self.plan.exchanges.get(buffer.index()).and_then(Option::as_ref);
-        region.map_or(vec![], |region| self.engine.exchanged(region.offset, region.len))
+        region.map_or(vec![], |region| self.engine.exchanged(region.row(row).offset, region.len))
     }
 
     /// Logits after each of `ids`, from position 0, whatever the model would have chosen.

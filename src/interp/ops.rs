@@ -152,7 +152,7 @@ fn run_row<R: Real>(
             memory.store(residual, &s.load);
             out.iter().for_each(|out| memory.store(out, &s.load));
         }
-        Work::Route(route) => choose(step, route, memory, s),
+        Work::Route(route) => choose(step, row, route, memory, s),
         Work::Combine(combine) => add_up(combine, memory, s),
         // `run` does it for all rows at once.
         Work::MatVec(_) => {}
@@ -379,8 +379,8 @@ fn epilogue<R: Real>(
     }
 }
 
-/// Chooses the experts of a row.
-fn choose<R: Real>(step: &Step<'_>, route: &plan::Route, memory: &mut impl Access, s: &mut Scratch<R>) {
+/// Chooses the experts of row `row`.
+fn choose<R: Real>(step: &Step<'_>, row: usize, route: &plan::Route, memory: &mut impl Access, s: &mut Scratch<R>) {
     let op = &route.op;
     load(memory, &route.scores, &mut s.load, &mut s.x);
     let correction = route.correction.as_ref().map(|range| &step.plan.constants[range.clone()]);
@@ -422,6 +422,9 @@ fn choose<R: Real>(step: &Step<'_>, route: &plan::Route, memory: &mut impl Acces
     let mut chosen = vec![];
     for _ in 0..op.top_k {
         chosen.push(first(&s.x, &chosen));
+    }
+    if let Some(device) = &step.rows.device {
+        device.choose(route.router, row, &s.y, &mut chosen);
     }
     let sum = chosen.iter().fold(zero, |sum, &expert| sum + s.y[expert]);
     let divisor = op.normalise.map(|added| sum + R::of(added));
@@ -576,7 +579,7 @@ fn key_and_value<R: Real>(
     load(memory, &current.v.row(row), &mut s.load, &mut s.v);
     let caches = a.cache_scales.into_iter().zip([a.keys, a.values]);
     for (values, (scale, columns)) in [&mut s.k, &mut s.v].into_iter().zip(caches) {
-        if let Some(device) = &step.rows.device {
+        if let Some(device) = step.rows.device.as_ref().filter(|device| device.has_codes()) {
             device.take(row, columns, scale, values);
         } else {
             values.iter_mut().for_each(|v| *v = R::of(round_to_cache(a.cache_dtype, scale, v.to_f32())));

@@ -10,7 +10,7 @@ use crate::ir::op::{self, Epilogue, NormAttr, Op, PARTIAL_HEADER, Role};
 use crate::ir::program::{Buffer, Grid, Operand, Program, Rows, Space};
 use crate::ir::schedule::{Event, Ring, Schedule, Source, Task};
 use crate::ir::variant::MatVecVariant;
-use crate::ir::{BufferId, EventId, GridId, SmId, TaskId};
+use crate::ir::{BufferId, EventId, GridId, LayerId, SmId, TaskId};
 use crate::model::graph::QkNormSpan;
 use crate::rows::Shape;
 use std::collections::BTreeMap;
@@ -65,6 +65,7 @@ pub struct Plan {
     /// Words of private memory of one SM.
     pub private_words: usize,
     pub caches: Vec<CacheShape>,
+    pub routers: Vec<RouterShape>,
     /// fp32 constants, all buffers.
     pub constants: Vec<f32>,
     pub ring: Ring,
@@ -101,6 +102,19 @@ impl CacheShape {
     pub fn empty(&self) -> Cache {
         Cache::new(self.dtype, self.rows, self.cols, self.scales.clone())
     }
+}
+
+/// Where a layer chooses experts.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RouterShape {
+    pub layer: LayerId,
+    /// Holds what rows choose.
+    pub buffer: BufferId,
+    pub op: op::Route,
+    /// Added to the score of each expert for the choice; empty if nothing is.
+    pub correction: Vec<f32>,
+    /// Whether a launch that only fills the cache chooses, too: a cache is filled after it.
+    pub fills: bool,
 }
 
 pub struct RegimePlan {
@@ -261,6 +275,8 @@ pub struct MatVec {
 }
 
 pub struct Route {
+    /// Index into [`Plan::routers`].
+    pub router: usize,
     pub op: op::Route,
     pub scores: Region,
     /// Range of [`Plan::constants`].
@@ -345,6 +361,24 @@ pub fn cache_buffers(program: &Program) -> Vec<(u32, (BufferId, BufferId))> {
     layers
 }
 
+/// The layers with experts, and the buffers that hold what they choose.
+pub fn choice_buffers(program: &Program) -> Vec<(LayerId, BufferId)> {
+    routes(program).into_iter().map(|(layer, buffer, _)| (layer, buffer)).collect()
+}
+
+/// Layers that choose, where the choices lie, and the grids that choose.
+fn routes(program: &Program) -> Vec<(LayerId, BufferId, GridId)> {
+    let mut routes: Vec<(LayerId, BufferId, GridId)> = vec![];
+    for (id, grid) in (0..).map(GridId).zip(&program.grids) {
+        let choices = grid.operand(Role::Out).filter(|_| matches!(grid.op, Op::Route(_)));
+        if let Some(choices) = choices.filter(|choices| routes.iter().all(|(_, of, _)| *of != choices.buffer)) {
+            let layer = grid.site.and_then(|site| site.layer).unwrap_or(LayerId::from(routes.len()));
+            routes.push((layer, choices.buffer, id));
+        }
+    }
+    routes
+}
+
 impl Plan {
     pub fn new(schedule: &Schedule, pack: &[u8]) -> Result<Plan, PlanError> {
         let program = &schedule.program;
@@ -423,6 +457,7 @@ impl Plan {
             output_words: memory.words[1],
             private_words: memory.words[2],
             caches: memory.caches,
+            routers: memory.routers,
             constants: memory.constants,
             ring: schedule.machine.ring,
             best,
@@ -479,6 +514,7 @@ struct MemoryMap {
     packed: Vec<Option<Range<usize>>>,
     constants: Vec<f32>,
     caches: Vec<CacheShape>,
+    routers: Vec<RouterShape>,
     /// Words of the exchange, output and private arenas.
     words: [usize; 3],
     pack_bytes: u64,
@@ -497,6 +533,7 @@ impl MemoryMap {
             packed: vec![None; program.buffers.len()],
             constants: vec![],
             caches: vec![],
+            routers: vec![],
             words: [0; 3],
             pack_bytes: pack.len() as u64,
             matrices: matrices(program).into_iter().enumerate().map(|(b, m)| Some((place(b)?, m?))).collect(),
@@ -550,7 +587,20 @@ impl MemoryMap {
             }
         }
         map.scale_caches(program);
+        map.routers = map.routers_of(program);
         Ok(map)
+    }
+
+    fn routers_of(&self, program: &Program) -> Vec<RouterShape> {
+        let last_append = program.grids.iter().rposition(|grid| grid.operand(Role::AppendK).is_some());
+        let router = |(layer, buffer, id): (LayerId, BufferId, GridId)| {
+            let grid = &program.grids[id.index()];
+            let Op::Route(op) = grid.op else { return None };
+            let correction = grid.operand(Role::Bias).and_then(|bias| self.values[bias.buffer.index()].clone());
+            let correction = correction.map_or(vec![], |range| self.constants[range].to_vec());
+            Some(RouterShape { layer, buffer, op, correction, fills: Some(id.index()) < last_append })
+        };
+        routes(program).into_iter().filter_map(router).collect()
     }
 
     /// Hands each cache the scales that the attention over it reads.
@@ -754,12 +804,15 @@ impl MemoryMap {
                 let slots = route.top_k as usize;
                 let correction = self.constant(at, Role::Bias)?;
                 correction.iter().try_for_each(|c| width(id, Role::Bias, route.experts as usize, c.len()))?;
+                let out = self.sized(at, Role::Out, slots)?;
+                let router = self.routers.iter().position(|router| router.buffer == out.buffer);
                 Work::Route(Box::new(Route {
+                    router: router.ok_or_else(|| reference(id, out.buffer))?,
                     op: *route,
                     scores: self.sized(at, Role::X, route.experts as usize)?,
                     correction,
                     shares: self.sized(at, Role::Shares, slots)?,
-                    out: self.sized(at, Role::Out, slots)?,
+                    out,
                 }))
             }
             Op::Combine(combine) => Work::Combine(Box::new(self.combine(at, combine)?)),

@@ -261,15 +261,17 @@ pub fn words_bytes(rows: u32, cols: u32, dtype: DType) -> u64 {
     u64::from(rows.next_multiple_of(WORD_ROWS)) * spans * u64::from(SPAN_BYTES)
 }
 
+/// Bytes of a row of packets: pairs of them, since packets are read in pairs.
+pub fn packet_row_bytes(b: &Buffer) -> u64 {
+    u64::from(b.cols).div_ceil(4 / b.dtype.bytes() as u64).next_multiple_of(2) * PACKET_BYTES
+}
+
 /// Bytes a buffer takes where it lies, all phases. Packets are read in pairs, and every row begins with one.
 pub fn placed_bytes(b: &Buffer) -> u64 {
-    let (rows, cols) = (u64::from(b.rows), u64::from(b.cols));
+    let rows = u64::from(b.rows);
     match b.space {
         Space::Exchange if b.words => words_bytes(b.rows, b.cols, b.dtype).saturating_mul(u64::from(b.phases)),
-        Space::Exchange => {
-            let packets = cols.div_ceil(4 / b.dtype.bytes() as u64).next_multiple_of(2);
-            packets.saturating_mul(PACKET_BYTES).saturating_mul(rows).saturating_mul(u64::from(b.phases))
-        }
+        Space::Exchange => packet_row_bytes(b).saturating_mul(rows).saturating_mul(u64::from(b.phases)),
         _ => rows.saturating_mul(constant_row_bytes(b)),
     }
 }

@@ -16,10 +16,11 @@ use monobloc::defaults::rows::{Room, place_one_row, place_rows};
 use monobloc::dtype::{DType, Precision};
 use monobloc::format::{e4m3, to_e4m3};
 use monobloc::interp::{CacheShape, Input, Interp, Options, Pack};
-use monobloc::ir::GridId;
 use monobloc::ir::op::{Op, Role};
+use monobloc::ir::program::{Buffer, Grid};
 use monobloc::ir::schedule::Schedule;
 use monobloc::ir::variant::swizzled_piece;
+use monobloc::ir::{BufferId, GridId};
 use monobloc::lower::lower;
 use monobloc::model::config::{Imported, import, import_config_only};
 use monobloc::pack::pack;
@@ -45,7 +46,13 @@ fn model() -> (Imported, Target) {
 }
 
 /// Places a kernel for one row over its own cache if `rows` is 0. Otherwise places one for `rows` over pages that hold `positions`.
-fn place(imported: &Imported, target: &Target, precision: Precision, rows: u32, positions: u64) -> Validated {
+pub(crate) fn place(
+    imported: &Imported,
+    target: &Target,
+    precision: Precision,
+    rows: u32,
+    positions: u64,
+) -> Validated {
     let candidate = Candidate::default_for(&imported.graph, target, precision).for_context(CONTEXT_MAX);
     let placed = if rows == 0 {
         let program = lower(&imported.graph, "test", precision, CONTEXT_MAX, &candidate).unwrap();
@@ -76,16 +83,25 @@ fn change_scales(schedule: &Schedule, bytes: &mut [u8], change: impl Fn(&mut [[f
 }
 
 /// The bytes that a device stores for a row, from the bytes that it computed for its columns.
-type Store = fn(&CacheShape, &[u8]) -> Vec<u8>;
+pub(crate) type Store = fn(&CacheShape, &[u8]) -> Vec<u8>;
 
-fn as_computed(_: &CacheShape, bytes: &[u8]) -> Vec<u8> {
+pub(crate) fn as_computed(_: &CacheShape, bytes: &[u8]) -> Vec<u8> {
     bytes.to_vec()
 }
 
+/// What a device says of the experts that a row has chosen.
+pub(crate) type Says = fn(usize, &mut [u32]);
+
 /// A device: its cache arena, and an interpreter that computes what the device would.
-struct Fake {
+pub(crate) struct Fake {
     schedule: Schedule,
     interp: Interp,
+    /// Changes what rows have chosen before it is told.
+    pub says: Says,
+    /// Rows of a turn: the exchange has those of the last one.
+    pub turn: usize,
+    /// Of the last launch: its rows, and whether it only filled the cache.
+    launched: (usize, bool),
     /// Shapes as the check has them, because an interpreter with a cache in fp32 has no scales.
     shapes: Vec<CacheShape>,
     arena: Vec<u8>,
@@ -96,7 +112,7 @@ struct Fake {
 
 impl Fake {
     /// `schedule` is checked; `computes` is what the device executes.
-    fn new(
+    pub fn new(
         schedule: &Schedule,
         computes: &Schedule,
         pack: Pack,
@@ -104,49 +120,52 @@ impl Fake {
         options: Options,
         store: Store,
     ) -> Fake {
-        let bytes = schedule
-            .program
-            .buffers
-            .iter()
-            .zip(&schedule.placement)
-            .filter_map(|(buffer, place)| Some((*place)? + u64::from(buffer.rows) * u64::from(buffer.cols)));
+        let of_buffer = |(buffer, place): (&Buffer, &Option<u64>)| {
+            Some((*place)? + u64::from(buffer.rows) * u64::from(buffer.cols) * buffer.dtype.bytes() as u64)
+        };
+        let bytes = schedule.program.buffers.iter().zip(&schedule.placement).filter_map(of_buffer);
         Fake {
             arena: vec![0xff; bytes.max().unwrap() as usize],
             interp: Interp::new(computes, pack, options).unwrap(),
             shapes: shapes.caches().to_vec(),
             logits: vec![],
+            says: |_, _| (),
+            turn: usize::MAX,
+            launched: (1, false),
             shape: Shape::of(&schedule.program),
             schedule: schedule.clone(),
             store,
         }
     }
 
-    /// Copies a row of the cache to its place in a kernel's cache, which a check reads only if it has codes.
+    /// Copies a row of the cache to its place in a kernel's cache.
     fn keep(&mut self, row: usize, position: u32) {
-        if self.schedule.program.precision.cache != DType::E4m3 {
-            return;
-        }
         for (cache, shape) in self.shapes.iter().enumerate() {
             let codes = (self.store)(shape, &self.interp.read_cache(cache, row));
             let grids = (0..).map(GridId).zip(&self.schedule.program.grids);
-            let reads =
-                |role, grid: &monobloc::ir::program::Grid| grid.operand(role).is_some_and(|o| o.buffer == shape.buffer);
+            let reads = |role, grid: &Grid| grid.operand(role).is_some_and(|o| o.buffer == shape.buffer);
             let (id, _) = grids
                 .into_iter()
                 .find(|(_, grid)| reads(Role::HistoryK, grid) || reads(Role::HistoryV, grid))
                 .expect("an attention over each cache");
             let variant = self.schedule.attention_variant(id).unwrap();
-            let pitch = variant.pitch as usize;
+            let row_bytes = variant.pitch as usize * shape.dtype.bytes();
             let at = self.schedule.placement[shape.buffer.index()].unwrap() as usize;
-            for (head, codes) in codes.chunks(pitch).enumerate() {
-                let row = at + (head * shape.rows + row) * pitch;
+            for (head, codes) in codes.chunks(row_bytes).enumerate() {
+                let row = at + (head * shape.rows + row) * row_bytes;
                 for (piece, codes) in codes.chunks(16).enumerate() {
-                    let swizzled = swizzled_piece(position, piece as u32, pitch as u32) as usize;
+                    let swizzled = swizzled_piece(position, piece as u32, row_bytes as u32) as usize;
                     let piece = if variant.swizzled { swizzled } else { piece };
                     self.arena[row + piece * 16..][..16].copy_from_slice(codes);
                 }
             }
         }
+    }
+
+    fn chosen(&self, buffer: BufferId, row: usize) -> Vec<u32> {
+        let mut ids: Vec<u32> = self.interp.exchanged(buffer, row).into_iter().map(f32::to_bits).collect();
+        (self.says)(row, &mut ids);
+        ids
     }
 
     fn words(&self, at: u64, bytes: usize) -> Vec<u16> {
@@ -175,8 +194,13 @@ impl OneRow for Fake {
         Ok(cache.put(&mut self.interp)?)
     }
 
-    fn choices(&mut self, _: &[u32], _: u32) -> Result<Vec<Vec<Vec<u32>>>, CheckError> {
-        unreachable!("the models of these tests have no experts")
+    fn choices(&mut self, ids: &[u32], first: u32) -> Result<Vec<Vec<Vec<u32>>>, CheckError> {
+        self.interp.seek(first).unwrap();
+        let of_position = |&id: &u32| {
+            self.interp.launch(&[Input::Token(id)], |_| ControlFlow::Continue(())).unwrap();
+            self.interp.routers().iter().map(|router| self.chosen(router.buffer, 0)).collect()
+        };
+        Ok(ids[first as usize..].iter().map(of_position).collect())
     }
 
     fn codes(&self, caches: &DeviceCaches, position: u32) -> Result<Vec<Vec<u8>>, SessionError> {
@@ -194,7 +218,12 @@ impl RowLauncher for Fake {
     fn steps_max(&self) -> u32 {
         1
     }
-    fn run_whole(&mut self, tables: Tables<'_>, inputs: &[RowInput], _: bool) -> Result<RowsLaunched, SessionError> {
+    fn run_whole(
+        &mut self,
+        tables: Tables<'_>,
+        inputs: &[RowInput],
+        with_logits: bool,
+    ) -> Result<RowsLaunched, SessionError> {
         let page_rows = tables.shape().page_rows;
         let of_row = |(row, of): (usize, &monobloc::rows::Row)| {
             let page = tables.pages(row).nth((of.position / page_rows) as usize).unwrap();
@@ -210,10 +239,22 @@ impl RowLauncher for Fake {
         rows.iter().for_each(|&(row, position)| self.keep(row, position));
         let decided = logits.iter().map(|logits| argmax(logits).unwrap_or(0)).collect();
         self.logits = logits;
+        self.launched = (rows.len(), !with_logits);
         Ok(RowsLaunched { device_us: 1.0, steps: 1, tokens: vec![tokens, decided] })
     }
     fn logits(&self, row: u32) -> Result<Vec<f32>, SessionError> {
         Ok(self.logits[row as usize].clone())
+    }
+    fn exchanged(&self, buffer: BufferId, row: u32) -> Result<Vec<f32>, SessionError> {
+        let ((rows, only_filled), row) = (self.launched, row as usize);
+        let last_turn = (rows - 1) / self.turn * self.turn;
+        let router = self.interp.routers().iter().find(|router| router.buffer == buffer).unwrap();
+        let is_there = last_turn + row < rows && (router.fills || !only_filled);
+        let ids = self.chosen(buffer, last_turn + row);
+        Ok(ids.into_iter().map(|id| if is_there { f32::from_bits(id) } else { f32::NAN }).collect())
+    }
+    fn rows_kept(&self) -> u32 {
+        self.shape().rows.min(self.turn as u32)
     }
     fn poison_logits(&mut self) -> Result<(), SessionError> {
         self.logits.clear();

@@ -20,7 +20,7 @@ use serde_json::Value;
 use crate::cli_support::{Place, manifest_text};
 use crate::formats::{all, named, rounded};
 use crate::proof_support::{BF16, FP32, listed};
-use crate::support::{dense_configs, fixture};
+use crate::support::{self, fixture};
 
 const CONTEXT_MAX: u32 = 4096;
 
@@ -41,7 +41,7 @@ fn configs() -> BTreeMap<String, String> {
     let published: BTreeMap<String, Value> = serde_json::from_str(&published).unwrap();
     let mut configs: BTreeMap<String, String> =
         published.into_iter().map(|(name, config)| (name, config.to_string())).collect();
-    for path in dense_configs() {
+    for path in support::configs() {
         let name = path.file_stem().unwrap().to_string_lossy().into_owned();
         configs.insert(name, fs::read_to_string(&path).unwrap());
     }
@@ -129,7 +129,7 @@ fn without_room(case: &Case, target: &Target) -> Vec<String> {
     vec![]
 }
 
-/// The kernels that commands make by default, of 8 shapes of ours and 33 others. The exceptions are in a file: inputs of wide models and
+/// The kernels that commands make by default, of 14 shapes of ours and 33 others. The exceptions are in a file: inputs of wide models and
 /// queues of deep ones are more than the shared memory of the target holds, and steps on `cpu` then have fewer rows.
 #[test]
 fn default_kernels_of_real_models_fit_every_record() {

@@ -7,6 +7,7 @@ mod bench;
 mod build;
 mod cache_fp8;
 mod chat;
+mod check_choices;
 mod check_codes;
 mod check_mutants;
 mod checked;

@@ -119,7 +119,7 @@ const CASES: [(&str, usize); 108] = [
     ("mix-128", 7),
     ("mix-bf16", 7),
 ];
-const CASES_OF_ROWS: [(&str, usize); 104] = [
+const CASES_OF_ROWS: [(&str, usize); 124] = [
     ("matvec-8-bf16", 2),
     ("matvec-8-long-bf16", 2),
     ("matvec-8-even-bf16", 2),
@@ -203,6 +203,26 @@ const CASES_OF_ROWS: [(&str, usize); 104] = [
     ("embed-mxfp4-bf16", 1),
     ("select", 1),
     ("select-64", 1),
+    ("scores-bf16", 1),
+    ("scores-odd-bf16", 1),
+    ("scores-lanes", 1),
+    ("route", 4),
+    ("route-odd", 4),
+    ("route-corrected", 4),
+    ("route-groups", 4),
+    ("combine", 2),
+    ("combine-shared-bf16", 2),
+    ("combine-gated-stored-bf16", 2),
+    ("combine-unpublished-bf16", 2),
+    ("chosen-8-gated-bf16", 1),
+    ("chosen-8-slots-bf16", 1),
+    ("chosen-16-clamped-bf16", 1),
+    ("chosen-16-slots-bf16", 1),
+    ("chosen-16-act-bf16", 1),
+    ("chosen-lanes-slots", 1),
+    ("chosen-lanes-gated", 1),
+    ("chosen-8-e4m3-rows-bf16", 1),
+    ("chosen-16-int4-32-bf16", 1),
     ("attention-halves-bf16", 5),
     ("attention-window-bf16", 5),
     ("attention-pairs-bf16", 5),
@@ -674,6 +694,20 @@ fn an_op_of_rows_that_computes_something_else_is_found() {
             "attention-window-bf16",
         ),
         ("rows/select.cuh", "step < r.steps &&", "", "select"),
+        // Experts: scores of a row beside those of the one before, the share of another row, the factor of a gated shared expert, the output and the
+        // input of the first slot, the bias of the first part, a choice that is not clamped.
+        ("rows/matvec.cuh", "e.out + u32(row) * round_up(E::ROWS, 2)", "e.out + u32(row) * E::ROWS", "scores-odd-bf16"),
+        ("rows/experts.cuh", "shares[row * INPUTS + s]", "shares[s]", "combine-shared-bf16"),
+        ("rows/experts.cuh", "__fdividef(G::SHARED_SCALE, 1.f", "__fdividef(1.f, 1.f", "combine-gated-stored-bf16"),
+        (
+            "rows/matvec.cuh",
+            "S::Slots::OUT_AT + int(e.j) * S::Slots::OUT_STEP",
+            "S::Slots::OUT_AT",
+            "chosen-8-slots-bf16",
+        ),
+        ("rows/matvec.cuh", "u64(e.j) * (At::X_STEP * W::ELEM / 64 * W::SPAN_BYTES)", "0", "chosen-16-slots-bf16"),
+        ("rows/matvec.cuh", "(e.bias) + (int(part) + unit)", "(e.bias) + unit", "chosen-16-clamped-bf16"),
+        ("rows/matvec.cuh", "min(part[0], u32(parts_of<G>(nullptr)) - 1u)", "part[0]", "chosen-8-e4m3-rows-bf16"),
         // The gate of the next two columns.
         ("rows/attention.cuh", "W::at(row, col + n * W::WORD_COLS)", "W::at(row, col + 2)", "attention-gate-bf16"),
         // Keys of the step where a row of codes has others.

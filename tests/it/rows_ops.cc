@@ -66,6 +66,8 @@ static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCurso
 #include "rows/matvec_codes.cuh"
 #include "rows/matvec.cuh"
 #include "rows/attention.cuh"
+#include "ops/route.cuh"
+#include "rows/experts.cuh"
 #include "op_formulas.h"
 #include "op_caches.h"
 #include "op_codes.h"
@@ -189,7 +191,7 @@ struct Product {
 // The row of the matrix for a row of a unit, or -1. In gated units, the first half is from the first half of the matrix.
 template <class G>
 static int row_of_matrix(int unit, int row) {
-  if (G::EPILOGUE == Epilogue::GATED) {
+  if (G::EPILOGUE == Epilogue::GATED || G::EPILOGUE == Epilogue::CLAMPED) {
     const int half = unit * 4 + row % 4;
     return half >= G::ROWS / 2 ? -1 : row < 4 ? half : G::ROWS / 2 + half;
   }
@@ -323,6 +325,8 @@ static void matvec(const char* name, u64 active) {
   }
 }
 
+#include "rows_experts.h"
+
 // ---- norm_add, embed, select ------------------------------------------------------------------------------------------
 
 template <int WIDTH_>
@@ -450,13 +454,13 @@ static void embed(const char* name, u64 active) {
   report(name, expected, found);
 }
 
-struct Choice {
+struct Selecting {
   static constexpr int PARTS = 40, VOCAB = 1000;
 };
 // A row that ends with its best logit, one that no longer took part, one whose steps are over, and the others.
 template <class M>
 static void select(const char* name, u64 active) {
-  constexpr int STRIDE = 2 * Choice::PARTS;
+  constexpr int STRIDE = 2 * Selecting::PARTS;
   u64 state = 99;
   start<M>(1, active);
   params.tag = tag - 1; // the second step of a launch
@@ -466,7 +470,7 @@ static void select(const char* name, u64 active) {
   for (int row = 0; row < M::ROWS; row++) {
     rows[row].steps = row == 1 ? 1 : 5;
     float top = -2;
-    for (int i = 0; i < Choice::PARTS; i++) {
+    for (int i = 0; i < Selecting::PARTS; i++) {
       // Two parts tie: the lower id wins.
       const float value = i == 9 || i == 33 ? 1.5f : number(state);
       const int id = row == 0 ? (i == 9 ? 17 : 20 + i) : i == 33 ? 25 : 40 + i;
@@ -475,7 +479,7 @@ static void select(const char* name, u64 active) {
       if (takes(active, row)) publish(to, __float_as_uint(value), tag - 1), publish(to + 1, id, tag - 1);
     }
   }
-  run<M, RowsSelect<M, Choice>>();
+  run<M, RowsSelect<M, Selecting>>();
   std::vector<double> expected, found;
   u64 left = 0, stays = 0;
   for (int row = 0; row < M::ROWS; row++) {
@@ -719,6 +723,29 @@ int main() {
   embed<B64, TableAs<72, Code::E2M1, 32, ScaleCode::E8M0, false, false>>("embed-mxfp4-bf16", many);
   select<B16>("select", 0xfff7);
   select<B64>("select-64", 0xfffffff7fffffff7);
+  // Scores of an even and an odd number of experts; choices by scores of a softmax and of a sigmoid, by groups, and corrected.
+  scores<B8, Product<12, 104, Norm::RMS, Epilogue::SCORES, 2, 2>>("scores-bf16", some & 0xff);
+  scores<B16, Product<21, 128, Norm::NONE, Epilogue::SCORES, 4, 3>>("scores-odd-bf16", some);
+  scores<F8, Product<13, 70, Norm::RMS, Epilogue::SCORES, 2, 1>>("scores-lanes", some & 0xff);
+  route<B8, Choice<8, 2, false>>("route", some & 0xff);
+  route<F8, Choice<7, 3, false, false, 0, 0, false, false>>("route-odd", some & 0xff);
+  route<B16, Choice<40, 4, true, true>>("route-corrected", some);
+  route<B16, Choice<24, 3, true, true, 4, 2, true>>("route-groups", 0xffff);
+  // The sum over slots, with a shared expert, a gated one, and without the residual.
+  combine<F8, Mixed<64, 2, false, false, true>>("combine", some & 0xff);
+  combine<B8, Mixed<72, 3, true, false, true>>("combine-shared-bf16", some & 0xff);
+  combine<B16, Mixed<40, 4, true, true, false>>("combine-gated-stored-bf16", some);
+  combine<B16, Mixed<88, 8, false, false, true, false>>("combine-unpublished-bf16", 0xffff);
+  // The part that a row and slot chose: on tensor cores and lanes, with each activation, values and codes.
+  chosen<B8, BySlots<Product<40, 200, Norm::RMS, Epilogue::GATED, 2, 3>, false>>("chosen-8-gated-bf16", 0x95);
+  chosen<B8, BySlots<Product<24, 96, Norm::NONE, Epilogue::STORE, 2, 2, 8, true>, true>>("chosen-8-slots-bf16", 0x95);
+  chosen<B16, BySlots<Clamped<Product<48, 128, Norm::NONE, Epilogue::CLAMPED, 2, 4, 8, true>>, false>>("chosen-16-clamped-bf16", 0x8421);
+  chosen<Moved, BySlots<Product<24, 160, Norm::NONE, Epilogue::STORE, 4, 2>, true>>("chosen-16-slots-bf16", 0x8421);
+  chosen<B16, BySlots<Product<32, 64, Norm::RMS, Epilogue::ACT, 4, 2>, false>>("chosen-16-act-bf16", 0x8421);
+  chosen<F8, BySlots<Product<24, 48, Norm::NONE, Epilogue::STORE, 2, 2, 8, true>, true>>("chosen-lanes-slots", 0x95);
+  chosen<F8, BySlots<Product<32, 64, Norm::RMS, Epilogue::GATED, 2, 2>, false>>("chosen-lanes-gated", 0x95);
+  chosen<B8, CodedAs<BySlots<Product<32, 64, Norm::RMS, Epilogue::GATED, 4, 2>, false>, Code::E4M3, 0, ScaleCode::NONE, false, true>>("chosen-8-e4m3-rows-bf16", 0x95);
+  chosen<B16, CodedAs<BySlots<Product<24, 128, Norm::NONE, Epilogue::STORE, 4, 2, 8, true>, true>, Code::INT4, 32, ScaleCode::F16, false, false>>("chosen-16-int4-32-bf16", 0x8421);
   typedef Heads<4, 2, 2, 64, 64, false, HeadNorm::NONE, 0, 1> Halves;
   attention<B8, Swizzled<Halves, 1, true>>("attention-halves-bf16");
   attention<B8, Capped<Swizzled<Heads<4, 4, 4, 64, 0, false, HeadNorm::HEAD, 24, 1>, 1, false>>>("attention-window-bf16");

@@ -18,13 +18,17 @@ pub fn checkpoints(folder: &str) -> Vec<String> {
     names.iter().map(|name| format!("{folder}/{name}")).collect()
 }
 
-/// The configs of this repository without experts, whose kernels are not all there yet.
-pub fn dense_configs() -> Vec<PathBuf> {
+/// The configs of this repository.
+pub fn configs() -> Vec<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("manifests/configs");
-    let paths = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
-    let mut paths: Vec<PathBuf> = paths.filter(|path| !fs::read_to_string(path).unwrap().contains("experts")).collect();
+    let mut paths: Vec<PathBuf> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
     paths.sort();
     paths
+}
+
+/// Those without experts, which have wave kernels.
+pub fn dense_configs() -> Vec<PathBuf> {
+    configs().into_iter().filter(|path| !fs::read_to_string(path).unwrap().contains("experts")).collect()
 }
 
 pub struct Goldens(Vec<u8>);

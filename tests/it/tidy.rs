@@ -63,7 +63,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("cuda/session", &["codegen", "error", "ir", "pack", "rows", "sample", "target"]),
     // Launches rows only with tables that the guard gave out.
     ("cuda/rows", &["codegen", "error", "ir", "rows", "target"]),
-    ("cuda/one_row", &["codegen", "rows"]),
+    ("cuda/one_row", &["codegen", "ir", "rows"]),
     ("cuda/turns", &["codegen", "ir", "rows"]),
     ("cuda/waves", &["codegen", "ir", "rows", "trace", "waves"]),
     // Encodes requests for the kernel that chooses tokens.
