@@ -167,7 +167,7 @@ fn up_format(graph: &ModelGraph, precision: Precision) -> Format {
 /// Bytes of a unit of the model's width, in the format of up.
 fn width_unit_bytes(graph: &ModelGraph, precision: Precision) -> u32 {
     let format = up_format(graph, precision);
-    graph.hidden.div_ceil(format.granule_k()).max(1) * format.granule_bytes(graph.hidden)
+    graph.hidden.div_ceil(format.granule_k()).max(1) * format.granule_bytes()
 }
 
 /// Rows of up, with those of the gate.
@@ -281,7 +281,7 @@ fn least_slot_bytes(graph: &ModelGraph, precision: Precision, warps: u32) -> u32
 /// Values and bytes of a granule of each matrix that kernels stream.
 fn granules(graph: &ModelGraph, precision: Precision) -> impl Iterator<Item = (u32, u32)> {
     let formats = graph.layers.iter().flat_map(move |layer| {
-        let of = move |linears: &[&Linear]| (format_of(graph, linears, precision), linears[0].cols);
+        let of = move |linears: &[&Linear]| format_of(graph, linears, precision);
         let of_mlp = of_each_kind(layer).flat_map(move |mlp| {
             let up: Vec<_> = mlp.gate.iter().chain([&mlp.up]).collect();
             [of(&up), of(&[&mlp.down])]
@@ -291,8 +291,8 @@ fn granules(graph: &ModelGraph, precision: Precision) -> impl Iterator<Item = (u
         let attn = layer.attention().map(|a| [of(&a.projections()), of(&[&a.o])]);
         attn.into_iter().flatten().chain(router).chain(of_mlp)
     });
-    let head = (format_of(graph, &[&graph.head], precision), graph.head.cols);
-    formats.chain([head]).map(|(format, k)| (format.granule_k(), format.granule_bytes(k)))
+    let head = format_of(graph, &[&graph.head], precision);
+    formats.chain([head]).map(|format| (format.granule_k(), format.granule_bytes()))
 }
 
 /// The MLPs of a layer that differ in shape: one expert, and the shared one.

@@ -21,9 +21,7 @@ pub const CODE_BYTES: u32 = 512;
 pub const CODE_ROW_BYTES: u32 = 64;
 /// Rows of a granule of codes.
 const ROWS: u32 = 8;
-/// Units begin at multiples of this, the unit of places in the pack; bytes.
-const UNIT_ALIGN: u32 = 256;
-/// Granules, and the scales after their codes, begin at multiples of this; bytes: a lane loads 16 bytes.
+/// Granules, and the scales after their codes, begin at multiples of this; bytes: a lane loads 16 bytes, and copies take as many.
 const SCALES_ALIGN: u32 = 16;
 
 /// How a matrix stores its weights.
@@ -75,6 +73,26 @@ pub enum ScaleCode {
 }
 
 impl Code {
+    /// The bits of a code in its byte of a granule; `shift` is that of [`Format::place`]. Two codes of e2m1 have their signs in the two
+    /// highest bits, sizes below them: one mask of a word takes the signs of two pairs.
+    pub fn stored(self, code: u8, shift: u32) -> u8 {
+        match (self, shift) {
+            (Code::E2m1, 0) => code & 7 | (code & 8) << 4,
+            (Code::E2m1, _) => code << 3,
+            _ => code << shift,
+        }
+    }
+
+    /// The code that a byte of a granule has at `shift`.
+    pub fn loaded(self, byte: u8, shift: u32) -> u8 {
+        match (self, shift) {
+            (Code::E2m1, 0) => byte & 7 | byte >> 4 & 8,
+            (Code::E2m1, _) => byte >> 3 & 15,
+            (Code::Int4, _) => byte >> shift & 15,
+            _ => byte,
+        }
+    }
+
     pub const ALL: [Code; 6] = [Code::F32, Code::Bf16, Code::Int8, Code::Int4, Code::E4m3, Code::E2m1];
 
     pub fn name(self) -> &'static str {
@@ -242,15 +260,11 @@ impl Format {
         self.groups.map_or(0, |groups| self.granule_k().div_ceil(groups.k.max(1)))
     }
 
-    /// Bytes of a granule of a matrix of `k` columns: its codes, the scales and zero points of its groups, and padding, so that each
-    /// unit begins at a multiple of 256 bytes.
-    pub fn granule_bytes(self, k: u32) -> u32 {
+    /// Bytes of a granule: its codes, the scales and zero points of its groups, and padding, so that each granule begins at a multiple of
+    /// 16 bytes. Units need no more: a run of a stream says where in 256 bytes it begins.
+    pub fn granule_bytes(self) -> u32 {
         let Some(groups) = self.groups else { return CODE_BYTES };
-        let bytes = ROWS * self.granule_groups() * groups.bytes();
-        let granules = k.div_ceil(self.granule_k()).max(1);
-        // In a unit of 2, 4, 8 or 16 granules, all of them share the padding.
-        let shared = 1 << granules.trailing_zeros().min((UNIT_ALIGN / SCALES_ALIGN).trailing_zeros());
-        CODE_BYTES + bytes.next_multiple_of(UNIT_ALIGN / shared)
+        CODE_BYTES + (ROWS * self.granule_groups() * groups.bytes()).next_multiple_of(SCALES_ALIGN)
     }
 
     /// Where the code of column `k` of a granule lies in the 64 bytes of its row: byte, and bits from its lowest one.
@@ -564,31 +578,37 @@ mod tests {
     }
 
     #[test]
-    fn units_begin_where_places_can() {
-        for k in [32u32, 64, 100, 192, 256, 896, 1000, 2048, 4096, 14336] {
-            for (code, group, scale, zeros) in [
-                (Code::Int4, 128, ScaleCode::F16, false),
-                (Code::Int4, 128, ScaleCode::F16, true),
-                (Code::Int4, 32, ScaleCode::Bf16, true),
-                (Code::Int8, 64, ScaleCode::F32, true),
-                (Code::E4m3, 128, ScaleCode::F32, false),
-                (Code::E2m1, 16, ScaleCode::E4m3, false),
-                (Code::E2m1, 32, ScaleCode::E8m0, false),
-            ] {
-                let format = Format::by_group(code, group, scale, zeros);
-                let granules = k.div_ceil(format.granule_k());
-                let bytes = format.granule_bytes(k);
-                assert_eq!(format.refuses(), None);
-                assert_eq!((granules * bytes % 256, bytes % 16), (0, 0), "{format} {k}");
-                let last = format.granule_groups() as usize - 1;
-                let end =
-                    if zeros { format.zero_at(7, last) + 1 } else { format.scale_at(7, last) + scale.bytes() as usize };
-                assert!(end <= bytes as usize && bytes < 512 + end as u32 - 512 + 256, "{format} {k}");
+    fn codes_that_share_a_byte_are_read_back() {
+        for (a, b) in (0..16u8).flat_map(|a| (0..16u8).map(move |b| (a, b))) {
+            for code in [Code::Int4, Code::E2m1] {
+                let byte = code.stored(a, 0) | code.stored(b, 4);
+                assert_eq!((code.loaded(byte, 0), code.loaded(byte, 4)), (a, b), "{code:?}");
             }
         }
+    }
+
+    #[test]
+    fn granules_have_codes_scales_and_little_padding() {
+        for (code, group, scale, zeros) in [
+            (Code::Int4, 128, ScaleCode::F16, false),
+            (Code::Int4, 128, ScaleCode::F16, true),
+            (Code::Int4, 32, ScaleCode::Bf16, true),
+            (Code::Int8, 64, ScaleCode::F32, true),
+            (Code::E4m3, 128, ScaleCode::F32, false),
+            (Code::E2m1, 16, ScaleCode::E4m3, false),
+            (Code::E2m1, 32, ScaleCode::E8m0, false),
+        ] {
+            let format = Format::by_group(code, group, scale, zeros);
+            let bytes = format.granule_bytes() as usize;
+            assert_eq!((format.refuses(), bytes % 16), (None, 0), "{format}");
+            let last = format.granule_groups() as usize - 1;
+            let end =
+                if zeros { format.zero_at(7, last) + 1 } else { format.scale_at(7, last) + scale.bytes() as usize };
+            assert!(end <= bytes && bytes < end + 16, "{format}");
+        }
         // The size that was measured: 528 bytes for 128 of k with a group of 128.
-        assert_eq!(Format::by_group(Code::Int4, 128, ScaleCode::F16, false).granule_bytes(2048), 528);
-        assert_eq!(Format::by_row(Code::Int8).granule_bytes(100), 512);
+        assert_eq!(Format::by_group(Code::Int4, 128, ScaleCode::F16, false).granule_bytes(), 528);
+        assert_eq!(Format::by_row(Code::Int8).granule_bytes(), 512);
     }
 
     #[test]

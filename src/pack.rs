@@ -335,7 +335,7 @@ fn pack_units(
                 if let Some(format) = coded {
                     weights.read_row_coded(tensor, row, codes);
                     numbers(id, buffer, graph, tensor, row, format, codes)?;
-                    put_codes(format, buffer.cols, codes, r as usize, out);
+                    put_codes(format, codes, r as usize, out);
                 } else if matrix.format.code == Code::Bf16 {
                     weights.read_row_bf16(tensor, row, narrow);
                     scatter(bytemuck::cast_slice(narrow), r, matrix.unit_rows, out);
@@ -427,16 +427,16 @@ fn numbers(
 
 /// Spreads the codes, scales and zero points of row `r` over the granules of its unit. Codes past the end of the row are zero
 /// points, so that they add nothing, whatever the input is.
-fn put_codes(format: Format, cols: u32, row: &CodedRow, r: usize, unit: &mut [u8]) {
+fn put_codes(format: Format, row: &CodedRow, r: usize, unit: &mut [u8]) {
     let (granule_k, row_bytes) = (format.granule_k() as usize, GRANULE_ROW_BYTES as usize);
     let places: Vec<(usize, u32)> = (0..granule_k).map(|k| format.place(k)).collect();
     let group_k = format.groups.map_or(granule_k, |groups| groups.k as usize);
-    let granules = unit.chunks_exact_mut(format.granule_bytes(cols) as usize).zip(row.codes.chunks(granule_k));
+    let granules = unit.chunks_exact_mut(format.granule_bytes() as usize).zip(row.codes.chunks(granule_k));
     for (granule, codes) in granules.enumerate().map(|(g, (granule, codes))| ((g, granule), codes)) {
         let (g, granule) = granule;
         let own = &mut granule[r * row_bytes..(r + 1) * row_bytes];
         for (code, (byte, shift)) in codes.iter().zip(&places) {
-            own[*byte] |= code << shift;
+            own[*byte] |= format.code.stored(*code, *shift);
         }
         if let Some(groups) = format.groups {
             for i in 0..format.granule_groups() as usize {

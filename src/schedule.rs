@@ -73,8 +73,10 @@ fn check_slots(program: &Program, c: &Candidate) -> Result<(), Infeasible> {
         return Ok(());
     }
     for grid in &program.grids {
-        let Op::MatVec(m) = &grid.op else { continue };
-        let granule = program.format_of(grid).granule_bytes(m.k);
+        if !matches!(grid.op, Op::MatVec(_)) {
+            continue;
+        }
+        let granule = program.format_of(grid).granule_bytes();
         if c.slot_bytes / granule < c.consumer_warps {
             let expected = format!(
                 "{} granules of {granule} bytes of `{}` at least, one for each warp",
@@ -114,7 +116,7 @@ fn resolve_matvecs(schedule: &mut Schedule, target: &Target, c: &Candidate) -> R
     for (g, (grid, units)) in program.grids.iter().zip(units).enumerate() {
         let Op::MatVec(m) = &grid.op else { continue };
         let format = program.format_of(grid);
-        let (unit, granule) = (m.granules(format), format.granule_bytes(m.k));
+        let (unit, granule) = (m.granules(format), format.granule_bytes());
         if for_rows(program) {
             let lanes = lanes_of_rows(program.precision, tensor_cores);
             let (slot_bytes, warps) = (machine.ring.slot_bytes, machine.ring.arrivals);

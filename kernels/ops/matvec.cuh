@@ -103,9 +103,11 @@ struct MatVec {
   struct CodeSums {
     float products[2][4]; // of codes without groups, on tensor cores
     float lane;           // otherwise: of row lane / 4, over the k of this lane
-    __device__ __forceinline__ CodeSums() : products{}, lane(0.f) {}
+    float other;          // BOTH: the same of the other half, with the scales of this one: never read where it counts
+    __device__ __forceinline__ CodeSums() : products{}, lane(0.f), other(0.f) {}
   };
   typedef typename Either<Weights::CODED, CodeSums, PlainSums>::type Sums;
+  static constexpr bool BOTH = Weights::BOTH;
 
   // This lane's part of granule j of the staged x, as an operand. All rows of A are the same token, so rows of the same part are
   // equal: loading them again costs nothing, and their sums are not read.
@@ -198,6 +200,11 @@ struct MatVec {
             float d[4] = {};
 #pragma unroll
             for (int h = 0; h < BLOCKS; h++) product(d, d, b[u][i], g * BLOCKS + h, x[g * BLOCKS + h]);
+            if constexpr (BOTH) {
+              const float scale = Weights::scale(b[u][i], g);
+              s[u].lane += scale * d[0], s[u].other += scale * d[2];
+              continue;
+            }
             float y = half_of(c, d);
             if constexpr (Weights::SUMS_X) y -= Weights::offset(b[u][i], g) * sums[g];
             s[u].lane += Weights::scale(b[u][i], g) * y;
@@ -286,7 +293,7 @@ struct MatVec {
   // Stores a warp's partial sums of the 8 rows of a unit, or of the rows of each part.
   static __device__ __forceinline__ void put_partial(const Context<M>& c, float* to, const Sums& s, const Input& input) {
     if constexpr (Weights::CODED) {
-      float v = s.lane;
+      float v = BOTH && c.lane() % 4 >= 2 ? s.other : s.lane;
       if constexpr (Weights::TENSOR) {
         if constexpr (!Weights::GROUPED) v = half_of(c, s.products[0]) + half_of(c, s.products[1]) - input.taken;
         v *= input.factor;

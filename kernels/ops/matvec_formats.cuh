@@ -9,7 +9,7 @@
 //   int8   bf16: the byte, shifted up by 128; a bf16 below 2^-125 counts in steps of 2^-133
 //   int4   bf16: the bits, in the same steps. Pairs 1 and 3 of four lie four bits higher: they are 16 times as large, and meet x / 16
 //   e4m3   fp16: one conversion from sm_89 on; on older GPUs its bits, moved, are the value * 2^-8, subnormals included
-//   e2m1   bf16: its bits, moved, are the value * 2^-126
+//   e2m1   bf16: its bits, moved, are the value * 2^-126; two codes of a byte have their signs at its top (`Code::stored`)
 // All are exact. An offset of the operands is subtracted from the sum of a group (without groups: of all k) as `offset * sum(x)`, and
 // sum(x) is a product with ones. The sum of a unit is multiplied by the power of two. x of bf16 products is staged times 2^64 (2^100 for
 // e2m1), so it overflows from 2^64 (2^28) on. x of fp16 products is staged as fp16, times a power of two for each warp that brings its
@@ -73,7 +73,7 @@ __device__ __forceinline__ float f16_value(u32 bits) {
 
 __device__ __forceinline__ u32 word_of(const uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// How a lane's codes become numbers. `eight`: those in a block of 32 of k, as pairs of an operand; `value`: the i-th of them in fp32. Pairs
+// How a lane's codes become numbers. `eight`: those in a block of 32 of k, as pairs of an operand; `value`: the i-th of them in fp32; `of_code`: one that is alone. Pairs
 // 0 and 2 of k come first, then 1 and 3, as x is staged (`operand_byte`). An operand is (value + OFFSET) * 2^-OPERAND_SHIFT, and meets
 // x * 2^X_SHIFT; in pairs 1 and 3 the operand is 2^SECOND_SHIFT times as large, and x is divided by that. AHEAD_MAX: registers for operands
 // that are made before the input is there. More would spill (as compiled for sm_80 and sm_90a); operands of more steps spill earlier.
@@ -97,6 +97,7 @@ struct Decode<Code::INT8> {
   static __device__ __forceinline__ float value(const uint4 codes, int block, int i) {
     return float(int(word_of(codes, 2 * block + i / 4) << (24 - i % 4 * 8)) >> 24);
   }
+  static __device__ __forceinline__ float of_code(u32 code) { return value(make_uint4(code, 0, 0, 0), 0, 0); }
   static __device__ __forceinline__ float zero(u32 byte) { return float(int(byte << 24) >> 24); }
 };
 
@@ -129,6 +130,7 @@ struct Decode<Code::E4M3> {
     const u32 code = word_of(codes, 2 * block + i / 4) >> i % 4 * 8;
     return __uint_as_float((code & 0x80) << 24 | (code & 0x7f) << 20) * 0x1p120f;
   }
+  static __device__ __forceinline__ float of_code(u32 code) { return value(make_uint4(code, 0, 0, 0), 0, 0); }
   static __device__ __forceinline__ float zero(u32) { return 0.f; }
 };
 
@@ -144,8 +146,38 @@ struct Decode<Code::INT4> {
   static __device__ __forceinline__ float value(const uint4 codes, int block, int i) {
     return float(word_of(codes, block) >> (i / 2 * 4 + i % 2 * 16) & 15);
   }
+  static __device__ __forceinline__ float of_code(u32 code) { return value(make_uint4(code, 0, 0, 0), 0, 0); }
   static __device__ __forceinline__ float zero(u32 byte) { return float(byte); }
 };
+
+// Returns `v`. The compiler does not know what it is made of.
+__device__ __forceinline__ u32 hidden(u32 v) {
+#ifdef __CUDA_ARCH__
+  asm("" : "+r"(v));
+#endif
+  return v;
+}
+// The bits of `b` that MASK has, and the others of `a`. A compiler takes two instructions for it.
+template <u32 MASK>
+__device__ __forceinline__ u32 joined(u32 a, u32 b) {
+#ifdef __CUDA_ARCH__
+  u32 r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xd8;" : "=r"(r) : "r"(a), "r"(b), "n"(MASK));
+  return r;
+#else
+  return (a & ~MASK) | (b & MASK); // tests of ops on a CPU
+#endif
+}
+// The larger number. A compiler that knows that one of both is a constant of one bit would take a test and a selection.
+__device__ __forceinline__ u32 larger(u32 a, u32 b) {
+#ifdef __CUDA_ARCH__
+  u32 r;
+  asm("max.u32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+#else
+  return a > b ? a : b; // tests of ops on a CPU
+#endif
+}
 
 template <>
 struct Decode<Code::E2M1> {
@@ -154,22 +186,24 @@ struct Decode<Code::E2M1> {
   static constexpr float OFFSET = 0.f, ZERO = 0.f;
   // `eight` in the order of k.
   static __device__ __forceinline__ uint4 in_order(const uint4 codes, int block) {
-    const u32 w = word_of(codes, block);
-    // The sign goes to the top, two bits to the low end of the bf16's exponent, and one to the top of its mantissa.
-    const auto pair = [w](int p) {
-      const u32 sign = p == 3 ? w : w << (12 - 4 * p), rest = p == 0 ? w << 6 : p == 1 ? w << 2 : w >> (4 * p - 6);
-      return (sign & 0x80008000u) | (rest & 0x01c001c0u);
-    };
-    return make_uint4(pair(0), pair(1), pair(2), pair(3));
+    // A byte has signs at the top, of its first code and of its second, and sizes below, of its second code and of its first.
+    const u32 w = word_of(codes, block), first = hidden(w & 0x80808080u), second = hidden(w & 0x40404040u), down = hidden(w >> 5);
+    // The sign goes to the top of a bf16, two bits to the low end of its exponent, and one to the top of its mantissa: a size is at SIZE,
+    // where the other sign of a mask lies, too. Shifts to the left are multiplications, which have a pipe of their own; one to the right
+    // takes turns with the logic, which decides how long this takes.
+    constexpr u32 SIZE = 0x01c001c0u;
+    return make_uint4(joined<SIZE>(first << 8, w << 6), joined<SIZE>(second << 9, w << 3), joined<SIZE>(first, down << 3),
+                      joined<SIZE>(second << 1, down));
   }
   static __device__ __forceinline__ uint4 eight(const uint4 codes, int block) {
     const uint4 pairs = in_order(codes, block);
     return make_uint4(pairs.x, pairs.z, pairs.y, pairs.w);
   }
   static __device__ __forceinline__ float value(const uint4 codes, int block, int i) {
-    const u32 code = word_of(codes, block) >> (i / 2 * 4 + i % 2 * 16);
-    return __uint_as_float((code & 8) << 28 | (code & 7) << 22) * 0x1p126f;
+    const u32 byte = word_of(codes, block) >> (i / 4 * 8 + i % 2 * 16);
+    return i / 2 % 2 == 0 ? of_code((byte >> 4 & 8) | (byte & 7)) : of_code(byte >> 3 & 15);
   }
+  static __device__ __forceinline__ float of_code(u32 code) { return __uint_as_float((code & 8) << 28 | (code & 7) << 22) * 0x1p126f; }
   static __device__ __forceinline__ float zero(u32) { return 0.f; }
 };
 
@@ -213,7 +247,7 @@ struct Either<false, A, B> {
 // How a matvec of configuration G reads its weights. This one: plain weights.
 template <class M, class G, class = int>
 struct Coding {
-  static constexpr bool CODED = false, GROUPED = false, ROW_SCALES = false;
+  static constexpr bool CODED = false, GROUPED = false, ROW_SCALES = false, BOTH = false;
   static constexpr int BITS = ElemOf<M::WEIGHT>::BYTES * 8, BYTES = GRANULE_BYTES, PAD = 32, X_SHIFT = 0, SECOND_SHIFT = 0;
   static constexpr int OPERAND_WORDS = 0, AHEAD_MAX = 0;
   template <bool>
@@ -232,7 +266,7 @@ __device__ __forceinline__ float scale_value(u32 bits) {
   if constexpr (C == ScaleCode::BF16) return __uint_as_float(bits << 16);
   const u32 code = bits & 0xff;
   // Code 0 is 2^-127, half of the smallest normal number of fp32.
-  if constexpr (C == ScaleCode::E8M0) return __uint_as_float(code == 0 ? 1u << 22 : code << 23);
+  if constexpr (C == ScaleCode::E8M0) return __uint_as_float(larger(code << 23, 1u << 22));
   return __uint_as_float((code & 0x80) << 24 | (code & 0x7f) << 20) * 0x1p120f;
 }
 
@@ -259,6 +293,8 @@ struct Coding<M, G, decltype(int(G::CODE))> {
   static constexpr float OFFSET = TENSOR ? Codes::OFFSET : 0.f;
   // Whether offsets or zero points are subtracted from sums, which takes sums of x.
   static constexpr bool SUMS_X = G::ZEROS || MINIMA || (TENSOR ? OFFSET + ZERO != 0.f : GROUPED && ZERO != 0.f);
+  // Scaled sums of both halves of k are added up, and one is taken at the end: a multiplication more takes less than to choose each time.
+  static constexpr bool BOTH = TENSOR && GROUPED && !SUMS_X;
   static constexpr bool F16 = TENSOR && Codes::F16;
   static constexpr int X_SHIFT = TENSOR ? Codes::X_SHIFT : 0, SECOND_SHIFT = TENSOR ? Codes::SECOND_SHIFT : 0;
   // What is subtracted from the values of all groups, if no zero points are stored.

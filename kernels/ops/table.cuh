@@ -24,8 +24,7 @@ struct TableRow<M, G, decltype(int(G::CODE))> {
   }
   __device__ __forceinline__ float operator[](int col) const {
     const u32 code = Codes::BITS == 4 ? u32(row[col / 2]) >> col % 2 * 4 & 15 : u32(row[col]);
-    // The first of a block of codes is its lowest bits.
-    const float value = Codes::value(make_uint4(code, 0, 0, 0), 0, 0);
+    const float value = Codes::of_code(code);
     if constexpr (G::GROUP_K == 0) {
       return row_scale * (value - Codes::ZERO);
     } else {

@@ -79,11 +79,11 @@ struct RowsLoader : Loader<M> {
       for (u32 r = first; r < last && !gone(); r++) {
         const StreamRun run = next;
         if (r + 1 < last) next = p.runs[r + 1];
-        if (next.bytes && tid == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.pack + u64(next.source) * OFFSET_BYTES));
+        if (next.bytes && tid == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(weights_of(p, next)));
         if (run.bytes) {
-          // `splits` units at a time: the first block of k of each, then the second, and so on.
-          const u32 unit = run.block_bytes, units = run.bytes / unit;
-          const u8* weights = p.pack + u64(run.source) * OFFSET_BYTES;
+          // Some units at a time: the first block of k of each, then the second, and so on.
+          const u32 unit = run.block_bytes, units = run.bytes / unit, together = run.splits & 0xffff;
+          const u8* weights = weights_of(p, run);
           if constexpr (chooses<M>(nullptr))
             if (run.choice != 0) {
               // Whether the row of the run takes part is known when the block has acquired the step.
@@ -92,8 +92,8 @@ struct RowsLoader : Loader<M> {
               if (!takes_part<M>(run.parts >> 16)) continue;
               if (!this->await_choice(run, tag, weights)) return;
             }
-          for (u32 u0 = 0; u0 < units; u0 += run.splits) {
-            const u32 end = min(u0 + run.splits, units);
+          for (u32 u0 = 0; u0 < units; u0 += together) {
+            const u32 end = min(u0 + together, units);
             for (u32 k = 0; k < unit; k += run.chunk_bytes) {
               const u32 bytes = min(run.chunk_bytes, unit - k);
               for (u32 u = u0; u < end; u++) {

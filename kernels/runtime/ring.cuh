@@ -61,6 +61,11 @@ __device__ constexpr bool chooses(...) {
 
 // ---- loader side ------------------------------------------------------------------------------------------------
 
+// Where the weights of a run begin, or those of the first part that it may be of.
+__device__ __forceinline__ const u8* weights_of(const Params& p, const StreamRun& run) {
+  return p.pack + (u64(run.source) * OFFSET_BYTES + (run.splits >> 16));
+}
+
 template <class M>
 struct Loader {
   static constexpr u32 THREADS = M::LOADER_WARPS * 32;
@@ -123,7 +128,7 @@ struct Loader {
         return false;
       }
     }
-    weights += u64(min(u32(packet), (run.parts & 0xffff) - 1)) * run.part * OFFSET_BYTES;
+    weights += u64(min(u32(packet), (run.parts & 0xffff) - 1)) * run.part * COPY_ALIGN_BYTES;
     return true;
   }
 
@@ -222,9 +227,9 @@ struct Loader {
         if (r + 1 < last) next = p.runs[r + 1];
         // All SMs reach a matrix at about the same time, and the first access to a page walks the page tables: begin the walk of
         // the next run while this one streams.
-        if (next.bytes && tid == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.pack + u64(next.source) * OFFSET_BYTES));
+        if (next.bytes && tid == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(weights_of(p, next)));
         if (run.bytes) {
-          const u8* weights = p.pack + u64(run.source) * OFFSET_BYTES;
+          const u8* weights = weights_of(p, run);
           if constexpr (chooses<M>(nullptr))
             if (!await_choice(run, tag, weights)) return drain();
           for (u32 end = 0, done = 0; done < run.bytes;) {

@@ -4,7 +4,7 @@
 use super::emit::classes;
 use super::kernel_struct::kernel_struct;
 use crate::digest::Digest;
-use crate::ir::layout::{Matrix, PACKET_BYTES, PLACE_ALIGN_BYTES, matrices, packet_row_bytes};
+use crate::ir::layout::{COPY_ALIGN_BYTES, Matrix, PACKET_BYTES, PLACE_ALIGN_BYTES, matrices, packet_row_bytes};
 use crate::ir::op::{Attention, Op, Role};
 use crate::ir::program::{Cols, Grid, Rows, Space};
 use crate::ir::schedule::{Run, Schedule, Source, Task};
@@ -62,13 +62,13 @@ kernel_struct! {
         k_cache: u32 as [block_bytes, k_cache],
         /// weights: bytes of a chunk, the last of a block may be shorter; history: values of this layer
         v_cache: u32 as [chunk_bytes, v_cache],
-        /// weights: first byte in the pack, in units of 256 bytes; history: KV head << 16 | share
+        /// weights: first byte in the pack, in units of 256 bytes, rounded down; history: KV head << 16 | share
         head_j: u32 as [source, head_j],
-        /// history: shares; of rows: the row. Weights of rows: units that are streamed together
+        /// history: shares; of rows: the row. Weights: above 16 bits the bytes from `source` on; of rows: units that are streamed together
         splits: u32,
         /// history: visible positions, 0: all. Weights: one more than the packet of the choice of their part, 0: there are no parts
         window: u32 as [window, choice],
-        /// history: bytes of one cache row of one KV head. Weights: from part to part, in units of 256 bytes
+        /// history: bytes of one cache row of one KV head. Weights: from part to part, in units of 16 bytes
         row_bytes: u32 as [row_bytes, part],
         /// history: rows of one chunk. Weights: parts, and above 16 bits the row of the step that chooses
         rows: u32 as [rows, parts],
@@ -378,7 +378,7 @@ impl<'a> GridEntry<'a> {
         let bytes = u64::from(self.grid.n) * matrix.unit_bytes;
         StreamRun {
             window: columns_at(self.schedule, self.grid, Role::Choices, task) + 1,
-            row_bytes: (bytes / PLACE_ALIGN_BYTES) as u32,
+            row_bytes: (bytes / u64::from(COPY_ALIGN_BYTES)) as u32,
             rows: self.schedule.program.tables[table.index()].bound | task.row << 16,
             ..StreamRun::zeroed()
         }
@@ -404,12 +404,13 @@ impl<'a> GridEntry<'a> {
                 let matrix = matrices[buffer.index()].expect("validate: a matvec streams its matrix");
                 let bytes = u64::from(hi - lo) * matrix.unit_bytes;
                 let place = schedule.placement[buffer.index()].expect("validate: every matrix has a place");
+                let begin = place + u64::from(lo) * matrix.unit_bytes;
                 StreamRun {
                     bytes: bytes as u32,
                     k_cache: bytes.min(u64::from(*block) * u64::from(*granule)) as u32,
                     v_cache: chunk * granule,
-                    head_j: ((place + u64::from(lo) * matrix.unit_bytes) / PLACE_ALIGN_BYTES) as u32,
-                    splits: *pass,
+                    head_j: (begin / PLACE_ALIGN_BYTES) as u32,
+                    splits: *pass | ((begin % PLACE_ALIGN_BYTES) as u32) << 16,
                     ..self.parts(matrix, task)
                 }
             }

@@ -435,7 +435,7 @@ fn matvec_members(schedule: &Schedule, id: GridId, grid: &Grid, m: &MatVec) -> S
     } else {
         format!("int UNITS_PER_WARP = {units_per_warp}\nint POLL_BATCH = {poll_batch}\nbool OWN_INPUT = {own_input}\n")
     };
-    s += &coding_members(program.format_of(grid), k);
+    s += &coding_members(program.format_of(grid));
     s += &norm_members(norm);
     s += &epilogue_members(epilogue);
     let (cap, parts) = match epilogue {
@@ -495,10 +495,10 @@ pub(super) fn epilogue_members(epilogue: Epilogue) -> String {
 }
 
 /// Members that say how a matrix of codes is read; none for plain weights.
-pub(super) fn coding_members(format: Format, k: u32) -> String {
+pub(super) fn coding_members(format: Format) -> String {
     match code_members(format) {
         members if members.is_empty() => members,
-        members => members + &format!("int GRANULE_BYTES = {}\n", format.granule_bytes(k)),
+        members => members + &format!("int GRANULE_BYTES = {}\n", format.granule_bytes()),
     }
 }
 

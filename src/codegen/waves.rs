@@ -273,7 +273,7 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
                 to.is_some_and(|to| is_tiles(plan, to)),
                 Float(norm_eps),
             );
-            ("WaveMatMul", members + &coding_members(schedule.program.format_of(grid), m.k))
+            ("WaveMatMul", members + &coding_members(schedule.program.format_of(grid)))
         }
         (Action::Append { .. }, Op::Attention(a)) => {
             let members = attention_members(schedule, wave.grid, a, 0) + &gate_member(grid);
@@ -559,7 +559,7 @@ fn boxes_of(proven: &Proven<'_>, wave: &PlanWave) -> Option<[WeightBox; 3]> {
     let (Action::MatMul { pass, chunk, .. }, Op::MatVec(m)) = (&wave.action, &grid.op) else { return None };
     let place = schedule.placement[grid.operand(Role::Weight)?.buffer.index()]?;
     let format = schedule.program.format_of(grid);
-    let (unit_bytes, piece_bytes) = (m.unit_bytes(format), chunk * format.granule_bytes(m.k));
+    let (unit_bytes, piece_bytes) = (m.unit_bytes(format), chunk * format.granule_bytes());
     let of = |box_units: u32| WeightBox { place, units: m.units().into(), unit_bytes, box_units, piece_bytes };
     (piece_bytes <= PIECE_BYTES_MAX).then(|| [of(*pass), of(pass.saturating_sub(1).max(1)), of(BOX_UNITS)])
 }

@@ -104,7 +104,7 @@ impl Slots {
     fn of(graph: &ModelGraph, precision: Precision, target: &Target, rows: u32, warps: u32) -> Slots {
         let coded: Vec<_> = formats(graph, precision).filter(|(format, _)| !format.is_plain()).collect();
         let granules = |format: Format, k: u32, rows: u32| k.min(BLOCK_VALUES / rows).div_ceil(format.granule_k());
-        let Some(granule) = coded.iter().map(|&(format, k)| format.granule_bytes(k)).max() else {
+        let Some(granule) = coded.iter().map(|(format, _)| format.granule_bytes()).max() else {
             let [large, middle, small] = SLOT_BYTES;
             let bytes = match rows.div_ceil(WARP_ROWS) {
                 0 | 1 => wide_slot(graph, precision, target).into_iter().chain([large, middle, small]).collect(),

@@ -91,7 +91,7 @@ struct Values<R> {
     values: Vec<R>,
     /// Byte and shift of each column.
     places: Vec<(usize, u32)>,
-    mask: u8,
+    code: Code,
 }
 
 impl<R: Real> Values<R> {
@@ -99,12 +99,12 @@ impl<R: Real> Values<R> {
         let Format { code, .. } = format;
         let values = (0..=255).map(|c| R::of(code.value(c))).collect();
         let places = (0..format.granule_k() as usize).map(|k| format.place(k)).collect();
-        Values { values, places, mask: if matches!(code, Code::Int4 | Code::E2m1) { 15 } else { 255 } }
+        Values { values, places, code }
     }
 
     /// Adds the values of a row of a granule in the order of k.
     fn read(&self, codes: &[u8], out: &mut Vec<R>) {
-        let value = |&(byte, shift): &(usize, u32)| self.values[usize::from(codes[byte] >> shift & self.mask)];
+        let value = |&(byte, shift): &(usize, u32)| self.values[usize::from(self.code.loaded(codes[byte], shift))];
         out.extend(self.places.iter().map(value));
     }
 }

@@ -307,7 +307,7 @@ fn mat_vec<R: Real>(
     match plain(m.format) {
         Some(dtype) => R::units(step.isa, dtype, m.unit_rows, weights, count, &s.input, &mut s.y),
         None => {
-            let granule_bytes = m.format.granule_bytes(m.k as u32) as usize;
+            let granule_bytes = m.format.granule_bytes() as usize;
             coded::units(step.isa, m.format, granule_bytes, weights, count, &s.input, &mut s.row, &mut s.y);
             let first = part.map_or(0, |(chosen, part)| part * chosen.scale_bytes);
             let scales =

@@ -51,7 +51,7 @@ impl MatVec {
 
     /// Bytes of one unit.
     pub fn unit_bytes(&self, format: Format) -> u64 {
-        u64::from(self.granules(format)) * u64::from(format.granule_bytes(self.k))
+        u64::from(self.granules(format)) * u64::from(format.granule_bytes())
     }
 }
 
@@ -183,7 +183,7 @@ impl MatVec {
             // As much of k as a slot would hold of plain weights.
             Some(bytes) => slot_bytes / (UNIT_ROWS * bytes) / format.granule_k(),
         };
-        let slot = (slot_bytes / format.granule_bytes(self.k)).min(held).max(1);
+        let slot = (slot_bytes / format.granule_bytes()).min(held).max(1);
         if unit <= slot {
             return unit;
         }
@@ -226,7 +226,7 @@ pub fn chunk_bytes(unit: u32, slot_bytes: u32) -> u32 {
 }
 
 /// Bulk and 16-byte asynchronous copies take addresses and lengths in multiples of this.
-const COPY_ALIGN_BYTES: u32 = 16;
+pub const COPY_ALIGN_BYTES: u32 = 16;
 
 /// Columns from one KV head to the next in a cache row: `head_dim`, rounded up to what a bulk copy can start at.
 pub fn cache_pitch(head_dim: u32, dtype: DType) -> u32 {

@@ -253,12 +253,16 @@ fn round_group_to<R: Rounds>(scale_code: ScaleCode, values: &[f32], codes: &mut 
         return 0.0;
     }
     let mut best = (f64::INFINITY, 0.0);
-    // The scale with the least squared error for the codes of `scale`; `None`: it is no scale.
+    // Scales that were considered: of powers of two, most candidates are the same few.
+    let (mut seen, mut count) = ([0.0f32; 2 * SCALES_MAX], 0);
+    // The scale with the least squared error for the codes of `scale`; `None`: it is no scale, or was considered before.
     let mut consider = |scale: f32| {
         // Below the normal numbers a scale may have no inverse.
-        if scale == 0.0 || !scale.is_finite() || !(1.0 / scale).is_finite() {
+        if scale == 0.0 || !scale.is_finite() || !(1.0 / scale).is_finite() || seen[..count].contains(&scale) {
             return None;
         }
+        seen[count] = scale;
+        count += 1;
         let (error, refined) = error_of::<R>(scale, values);
         if error < best.0 {
             best = (error, scale);
@@ -276,6 +280,9 @@ fn round_group_to<R: Rounds>(scale_code: ScaleCode, values: &[f32], codes: &mut 
     codes.extend(values.iter().map(|value| R::code(if scale == 0.0 { 0.0 } else { R::nearest(value / scale) })));
     scale
 }
+
+/// Most scales that [`candidates`] gives.
+const SCALES_MAX: usize = 2 * FRACTIONS.len();
 
 /// Scales to try for values from `least` to `most`.
 fn candidates(code: Code, least: f32, most: f32) -> impl Iterator<Item = f32> {
@@ -305,10 +312,12 @@ fn error_of<R: Rounds>(scale: f32, values: &[f32]) -> (f64, f32) {
     let mut sums = [[0.0; LANES]; 3];
     let (whole, rest) = values.as_chunks::<LANES>();
     whole.iter().for_each(|values| add_errors::<R>(&mut sums, values, scale, inverse));
-    // A value of 0 has no error, and adds nothing.
-    let mut last = [0.0; LANES];
-    last[..rest.len()].copy_from_slice(rest);
-    add_errors::<R>(&mut sums, &last, scale, inverse);
+    if !rest.is_empty() {
+        // A value of 0 has no error, and adds nothing.
+        let mut last = [0.0; LANES];
+        last[..rest.len()].copy_from_slice(rest);
+        add_errors::<R>(&mut sums, &last, scale, inverse);
+    }
     let [error, both, square] = sums.map(|lanes| lanes.iter().sum::<f64>());
     (error, if square > 0.0 { (both / square) as f32 } else { scale })
 }

@@ -134,9 +134,20 @@ impl BaselineProgram {
         BaselineError::Unclear { name: self.name.clone(), asked: asked.to_string(), found, expected }
     }
 
-    /// Tells it the model: the folder's `config.json`, the type of weights, and the largest context.
-    pub fn open(&mut self, config: &Path, dtype: &str, context_max: u32) -> Result<Opened, BaselineError> {
-        let answer = self.ask(json!({ "do": "open", "config": config, "dtype": dtype, "context_max": context_max }))?;
+    /// Tells it the model: the folder's `config.json`, the type of weights, the format of experts if they have one of their own, and the
+    /// largest context.
+    pub fn open(
+        &mut self,
+        config: &Path,
+        dtype: &str,
+        experts: Option<&str>,
+        context_max: u32,
+    ) -> Result<Opened, BaselineError> {
+        let mut question = json!({ "do": "open", "config": config, "dtype": dtype, "context_max": context_max });
+        if let Some(experts) = experts {
+            question["experts"] = experts.into();
+        }
+        let answer = self.ask(question)?;
         let name = answer["name"].as_str().map(str::to_string);
         let variants = answer["variants"].as_array().map(|variants| {
             variants.iter().filter_map(|variant| variant.as_str().map(str::to_string)).collect::<Vec<_>>()

@@ -14,6 +14,7 @@ use crate::cuda::session::Session;
 use crate::dtype::DType;
 use crate::error::Fault;
 use crate::files::read_text;
+use crate::format::name_of;
 use crate::interp::Pack;
 use crate::ir::parse::parse_with_lines;
 use crate::manifest::Manifest;
@@ -202,6 +203,7 @@ impl<'a> Programs<'a> {
         let BuildContext { workspace, manifest, imported, .. } = chain.context;
         let config = config_file(&imported.config_text)?;
         let dtype = if manifest.precision.weights == DType::Bf16 { "bf16" } else { "fp32" };
+        let experts = manifest.formats.experts.map(name_of);
         let (uuid, timeout) = (Some(uuid).filter(|uuid| !uuid.is_empty()), request.baseline_timeout);
         let mut all = vec![];
         for baseline in &request.baselines {
@@ -211,7 +213,7 @@ impl<'a> Programs<'a> {
                 Baseline::Schedule(_) => continue,
             };
             let name = baseline.to_string();
-            let opened = process.open(config.path(), dtype, manifest.decode.context_max)?;
+            let opened = process.open(config.path(), dtype, experts.as_deref(), manifest.decode.context_max)?;
             workspace.report.note(&format!("baseline {name}: {}", opened.name));
             all.push(Program { name, process, opened });
         }

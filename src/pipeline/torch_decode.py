@@ -15,8 +15,20 @@ rows is one token of as many sequences, all at one position. A pass over a promp
 (flash attention where the layer has neither a window nor a softcap), keys and values stored in the cache, and the head for the
 last token alone.
 
+Mixtures of experts have the same step, with a router, the chosen experts and a shared one. Experts are computed in one of two ways:
+
+    gathered  for up to as many pairs of a row and an expert as there are experts: each pair reads its expert where it lies. Compiled,
+              that is one fused kernel for each matrix, which reads every byte once and writes only its results
+    grouped   for more pairs: rows are ordered by expert, then torch's grouped product
+
+`compile` compiles one layer and runs it for each, because a graph of 48 layers takes minutes, and tunes with at most `CONFIGS_MAX`
+configurations a product and without a descent over coordinates: a comparison takes less than two minutes. Experts in mxfp4 are decoded
+in the fused kernel; grouped, they are bf16. Not modelled: groups of experts, scales of weights, partial rotation, norms over whole
+projections of q and k (they are norms of heads), multipliers of Granite. A sink is one more row of the cache, a key of zeros, and a
+prompt leaves it out. Which experts are chosen follows from random weights, so it is nearly uniform.
+
 For a look without monobloc:  python3 torch_decode.py CONFIG.json WORK[,WORK] [VARIANT,...] [dtype]
-where WORK is a position, ROWSxPOSITION, or a prompt's length as p512.
+where WORK is a position, ROWSxPOSITION, or a prompt's length as p512. EXPERTS=mxfp4 sets the format of experts.
 """
 
 import json
@@ -25,6 +37,8 @@ import sys
 import time
 
 STEPS_WARM = 3
+# Configurations of a matrix product that are tried for a mixture: four products of a layer and the head.
+CONFIGS_MAX = 8
 
 
 class Refusal(Exception):
@@ -42,6 +56,48 @@ PLAIN = {
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
 }
+# Mixtures whose layers are the step below.
+MIXTURES = {
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "MixtralForCausalLM",
+    "OlmoeForCausalLM",
+    "GraniteMoeForCausalLM",
+    "GptOssForCausalLM",
+    "Glm4MoeForCausalLM",
+    "Dots1ForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
+}
+
+
+class Experts:
+    """The mixture of a config.json, under the names that its families use."""
+
+    def __init__(self, config, architecture, layers):
+        def first(*keys, default=None):
+            return next((config[key] for key in keys if config.get(key) is not None), default)
+
+        self.count = first("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+        self.top_k = first("num_experts_per_tok", "experts_per_token", "moe_k")
+        if self.count is None or self.top_k is None:
+            raise Refusal(f"the number of experts of `{architecture}`, or of those that a token takes, is not in the config")
+        self.width = first("moe_intermediate_size", default=config["intermediate_size"])
+        # Width of the shared expert; 0: there is none.
+        shared = first("n_shared_experts", "moe_num_shared_experts", default=0) * self.width
+        self.shared = first("shared_expert_intermediate_size", default=shared)
+        self.shared_gate = architecture == "Qwen2MoeForCausalLM"
+        ernie = architecture == "Ernie4_5_MoeForCausalLM"
+        sigmoid = architecture in ("Glm4MoeForCausalLM", "Dots1ForCausalLM", "MiniMaxM2ForCausalLM")
+        self.sigmoid = first("scoring_func", default="sigmoid" if sigmoid else "softmax") == "sigmoid"
+        self.correction = sigmoid or ernie
+        # gpt-oss: biases everywhere, sinks, gate and up clamped.
+        self.oss = architecture == "GptOssForCausalLM"
+        self.limit, self.alpha = first("swiglu_limit", default=7.0), first("swiglu_alpha", default=1.702)
+        dense = set(first("mlp_only_layers", default=[]))
+        begin = first("first_k_dense_replace", "moe_layer_start_index", default=1 if ernie else 0)
+        every = first("decoder_sparse_step", "moe_layer_interval", default=1)
+        self.of_layer = [layer >= begin and layer not in dense and (layer + 1) % every == 0 for layer in range(layers)]
 
 
 class Shape:
@@ -61,8 +117,11 @@ class Shape:
         self.eps = get("rms_norm_eps", 1e-6)
         rope = get("rope_parameters") or {}
         self.theta = get("rope_theta") or rope.get("rope_theta") or 10000.0
+        self.experts = Experts(config, self.architecture, self.layers) if self.architecture in MIXTURES else None
         self.qkv_bias = self.architecture.startswith("Qwen2") or bool(get("attention_bias"))
-        self.qk_norm = self.architecture in ("Qwen3ForCausalLM", "Gemma3ForCausalLM")
+        normed = ("Qwen3ForCausalLM", "Gemma3ForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM", "Dots1ForCausalLM", "MiniMaxM2ForCausalLM")
+        self.qk_norm = self.architecture in normed or bool(get("use_qk_norm"))
+        self.sinks = self.experts is not None and self.experts.oss
         self.post_norms = gemma
         self.gelu = gemma
         self.embed_scale = self.hidden**0.5 if gemma else None
@@ -70,7 +129,8 @@ class Shape:
         self.attn_softcap = get("attn_logit_softcapping") if gemma else None
         self.final_softcap = get("final_logit_softcapping") if gemma else None
         self.tied = get("tie_word_embeddings", gemma)
-        window = get("sliding_window") if (gemma or self.architecture.startswith("Mistral")) else None
+        slides = gemma or self.sinks or self.architecture.startswith("Mistral") or (self.experts is not None and bool(get("layer_types")))
+        window = get("sliding_window") if slides else None
         types = get("layer_types")
         pattern = get("sliding_window_pattern") or (6 if self.architecture == "Gemma3ForCausalLM" else 2)
 
@@ -87,9 +147,15 @@ class Shape:
 class Model:
     """Weights, the cache and the layers that a step and a pass over a prompt share."""
 
-    def __init__(self, torch, shape, batch, history, device, dtype):
-        """A cache of `history` positions for each of `batch` sequences, or of as many as the layer's window has."""
+    def __init__(self, torch, shape, batch, history, device, dtype, tokens, coded=False):
+        """A cache of `history` positions for each of `batch` sequences, or of as many as the layer's window has, for steps of `tokens`
+        tokens. `coded`: experts are mxfp4 where they are gathered."""
         self.torch, self.shape, self.batch, self.dtype = torch, shape, batch, dtype
+        experts = shape.experts
+        self.gathers = experts is not None and tokens * experts.top_k <= experts.count
+        # Fused sums only where a compiler fuses them.
+        self.fuses = False
+        self.coded = coded and self.gathers
         hidden, dim = shape.hidden, shape.head_dim
         heads, kv_heads = shape.heads, shape.kv_heads
 
@@ -99,29 +165,67 @@ class Model:
         def ones(size):
             return torch.ones(size, device=device, dtype=dtype)
 
+        def bias(rows):
+            return torch.zeros(rows, device=device, dtype=dtype)
+
+        def of_experts(rows, columns):
+            if self.coded:
+                codes = torch.randint(0, 256, (experts.count, rows, columns // 32, 16), device=device, dtype=torch.uint8)
+                scales = torch.full((experts.count, rows, columns // 32, 1), 127 - 4, device=device, dtype=torch.uint8)
+                return codes, scales
+            held = torch.empty(experts.count, rows, columns, device=device, dtype=dtype)
+            return held.normal_(0, columns**-0.5), None
+
+        def mlp(width):
+            return {"gate_up": matrix(2 * width, hidden), "down": matrix(hidden, width)}
+
+        def feed(layer):
+            if experts is None or not experts.of_layer[layer]:
+                return mlp(shape.intermediate)
+            feed = {
+                "router": matrix(experts.count, hidden),
+                "up_of": of_experts(2 * experts.width, hidden),
+                "down_of": of_experts(hidden, experts.width),
+            }
+            if experts.correction:
+                feed["correction"] = torch.zeros(experts.count, device=device)
+            if experts.oss:
+                feed["router_bias"], feed["o_bias"] = bias(experts.count), bias(hidden)
+                feed["up_bias"] = torch.zeros(experts.count, 2 * experts.width, device=device, dtype=dtype)
+                feed["down_bias"] = torch.zeros(experts.count, hidden, device=device, dtype=dtype)
+            if experts.shared:
+                feed.update(mlp(experts.shared))
+                if experts.shared_gate:
+                    feed["shared_gate"] = matrix(1, hidden)
+            return feed
+
         self.embedding = matrix(shape.vocab, hidden)
         self.head = self.embedding if shape.tied else matrix(shape.vocab, hidden)
         self.final_norm = ones(hidden)
         self.layers = []
-        for window in shape.windows:
+        for index, window in enumerate(shape.windows):
             rows = history if window is None else min(history, window)
+            # The row of a sink comes first, and no step writes it.
+            kept = rows + 1 if shape.sinks else rows
             self.layers.append(
                 {
                     "qkv": matrix((heads + 2 * kv_heads) * dim, hidden),
-                    "bias": torch.zeros((heads + 2 * kv_heads) * dim, device=device, dtype=dtype) if shape.qkv_bias else None,
+                    "bias": bias((heads + 2 * kv_heads) * dim) if shape.qkv_bias else None,
                     "o": matrix(hidden, heads * dim),
-                    "gate_up": matrix(2 * shape.intermediate, hidden),
-                    "down": matrix(hidden, shape.intermediate),
+                    **feed(index),
                     "norms": [ones(hidden) for _ in range(4)],
                     "q_norm": ones(dim),
                     "k_norm": ones(dim),
-                    "keys": torch.randn(batch, kv_heads, rows, dim, device=device, dtype=dtype),
-                    "values": torch.randn(batch, kv_heads, rows, dim, device=device, dtype=dtype),
+                    "keys": torch.randn(batch, kv_heads, kept, dim, device=device, dtype=dtype),
+                    "values": torch.randn(batch, kv_heads, kept, dim, device=device, dtype=dtype),
                     "window": window,
                     # The row that a step writes: the last one, also of a window, whose ring has come round to it.
-                    "row": torch.tensor([rows - 1], device=device),
+                    "row": torch.tensor([kept - 1], device=device),
                 }
             )
+            if shape.sinks:
+                self.layers[-1]["keys"][:, :, 0] = 0
+                self.layers[-1]["values"][:, :, 0] = 0
         self.frequencies = shape.theta ** (-torch.arange(0, dim, 2, device=device).float() / dim)
 
     def norm(self, x, weight):
@@ -131,36 +235,132 @@ class Model:
         """Arg-max after each of `tokens`, or after the `last` one. `positions` is one for all tokens, or one for each.
 
         `attend` gets the layer and its q, k, v as (tokens, heads, dim), and returns (tokens, heads * dim)."""
-        torch, shape, norm = self.torch, self.shape, self.norm
-        functional = torch.nn.functional
-        dim, heads, kv_heads = shape.head_dim, shape.heads, shape.kv_heads
+        x, cos, sin = self.begin(tokens, positions)
+        for layer in self.layers:
+            x = self.layer(layer, x, cos, sin, attend)
+        return self.end(x[-1:] if last else x)
+
+    def compile(self, **options):
+        """Compiles the parts of `run`, the layer once for all layers that are alike."""
+        compiled = lambda part: self.torch.compile(part, fullgraph=True, dynamic=False, options=options)
+        self.fuses = True
+        self.begin, self.layer, self.end = compiled(self.begin), compiled(self.layer), compiled(self.end)
+
+    def begin(self, tokens, positions):
+        torch, shape = self.torch, self.shape
         x = self.embedding[tokens]
         if shape.embed_scale is not None:
             x = x * shape.embed_scale
         angle = positions[:, None] * self.frequencies
         cos = torch.cat([angle.cos()] * 2, -1).to(self.dtype).unsqueeze(1)
         sin = torch.cat([angle.sin()] * 2, -1).to(self.dtype).unsqueeze(1)
+        return x, cos, sin
+
+    def layer(self, layer, x, cos, sin, attend):
+        torch, shape, norm = self.torch, self.shape, self.norm
+        linear = torch.nn.functional.linear
+        dim, heads, kv_heads = shape.head_dim, shape.heads, shape.kv_heads
 
         def rotate(t):
             return t * cos + torch.cat([-t[..., dim // 2 :], t[..., : dim // 2]], -1) * sin
 
-        for layer in self.layers:
-            norms = layer["norms"]
-            y = functional.linear(norm(x, norms[0]), layer["qkv"], layer["bias"]).view(-1, heads + 2 * kv_heads, dim)
-            q, k, v = y[:, :heads], y[:, heads : heads + kv_heads], y[:, heads + kv_heads :]
-            if shape.qk_norm:
-                q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
-            y = functional.linear(attend(layer, rotate(q), rotate(k), v), layer["o"])
-            x = x + (norm(y, norms[2]) if shape.post_norms else y)
-            gate, up = functional.linear(norm(x, norms[1]), layer["gate_up"]).chunk(2, -1)
-            act = functional.gelu(gate, approximate="tanh") if shape.gelu else functional.silu(gate)
-            y = functional.linear(act * up, layer["down"])
-            x = x + (norm(y, norms[3]) if shape.post_norms else y)
-        x = x[-1:] if last else x
-        logits = functional.linear(norm(x, self.final_norm), self.head)
+        norms = layer["norms"]
+        y = linear(norm(x, norms[0]), layer["qkv"], layer["bias"]).view(-1, heads + 2 * kv_heads, dim)
+        q, k, v = y[:, :heads], y[:, heads : heads + kv_heads], y[:, heads + kv_heads :]
+        if shape.qk_norm:
+            q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
+        y = linear(attend(layer, rotate(q), rotate(k), v), layer["o"], layer.get("o_bias"))
+        x = x + (norm(y, norms[2]) if shape.post_norms else y)
+        y = norm(x, norms[1])
+        y = self.mixture(layer, y) if "router" in layer else self.mlp(layer, y)
+        return x + (norm(y, norms[3]) if shape.post_norms else y)
+
+    def mlp(self, layer, x):
+        functional = self.torch.nn.functional
+        gate, up = functional.linear(x, layer["gate_up"]).chunk(2, -1)
+        act = functional.gelu(gate, approximate="tanh") if self.shape.gelu else functional.silu(gate)
+        return functional.linear(act * up, layer["down"])
+
+    def end(self, x):
+        torch, shape = self.torch, self.shape
+        logits = torch.nn.functional.linear(self.norm(x, self.final_norm), self.head)
         if shape.final_softcap is not None:
             logits = torch.tanh(logits / shape.final_softcap) * shape.final_softcap
         return logits.argmax(-1)
+
+    # ---- experts: rows are T, chosen experts of a row K, hidden H, width of an expert W --------------------------------
+
+    def mixture(self, layer, x):
+        """The weighted sum of the chosen experts of each row of x (T, H), and the shared expert."""
+        torch, experts = self.torch, self.shape.experts
+        scores = torch.nn.functional.linear(x, layer["router"], layer.get("router_bias")).float()
+        if experts.sigmoid:
+            scores = torch.sigmoid(scores)
+        ranked = scores + layer["correction"] if experts.correction else scores
+        chosen = torch.topk(ranked, experts.top_k, -1).indices
+        weights = scores.gather(1, chosen)
+        weights = weights / weights.sum(-1, keepdim=True) if experts.sigmoid else torch.softmax(weights, -1)
+        products = self.gathered if self.gathers else self.grouped
+        y = (products(layer, x, chosen) * weights.to(x.dtype).unsqueeze(-1)).sum(1)
+        if experts.shared:
+            shared = self.mlp(layer, x)
+            if experts.shared_gate:
+                shared = shared * torch.sigmoid(torch.nn.functional.linear(x, layer["shared_gate"]))
+            y = y + shared
+        return y
+
+    def activate(self, h):
+        """(.., 2W) to (.., W)"""
+        torch, experts = self.torch, self.shape.experts
+        gate, up = h.chunk(2, -1)
+        if experts.oss:
+            gate, up = gate.clamp(max=experts.limit), up.clamp(-experts.limit, experts.limit)
+            return (up + 1) * (gate * torch.sigmoid(gate * experts.alpha))
+        return torch.nn.functional.silu(gate) * up
+
+    def gathered(self, layer, x, chosen):
+        """(T, K, H): each pair of a row and an expert reads the matrix of the expert."""
+        h = self.chosen_product(layer["up_of"], chosen, x.unsqueeze(1))
+        if "up_bias" in layer:
+            h = h + layer["up_bias"][chosen]
+        y = self.chosen_product(layer["down_of"], chosen, self.activate(h))
+        return y + layer["down_bias"][chosen] if "down_bias" in layer else y
+
+    def chosen_product(self, held, chosen, x):
+        """The matrices `held` (E, N, C) of the experts `chosen` (T, K) times x (T, K or 1, C): (T, K, N)."""
+        codes, scales = held
+        if scales is None:
+            own = codes[chosen]
+            if self.fuses:
+                return (own * x.unsqueeze(2)).sum(-1)
+            return (own @ x.unsqueeze(-1)).squeeze(-1)
+        # (T, K, N, C / 32, 16): the pairs of a group of 32, and the scale of the group.
+        codes, scales = codes[chosen].to(self.torch.int16), scales[chosen].to(self.torch.int16)
+        even, odd = x.unflatten(-1, (-1, 16, 2)).unsqueeze(2).unbind(-1)
+        scale = (scales << 7).view(self.torch.bfloat16).to(x.dtype)
+        own = (self.decoded(codes & 15, x.dtype) * even + self.decoded(codes >> 4, x.dtype) * odd) * scale
+        return own.float().sum((-1, -2)).to(x.dtype)
+
+    def decoded(self, codes, dtype):
+        """Values of e2m1: its bits, moved, are those of a bf16, times 2^-126."""
+        bits = (codes & 8) << 12 | (codes & 7) << 6
+        return bits.view(self.torch.bfloat16).to(dtype) * 2.0**126
+
+    def grouped(self, layer, x, chosen):
+        """(T, K, H): rows ordered by expert, one product for each expert that has any."""
+        torch, experts = self.torch, self.shape.experts
+        flat = chosen.flatten()
+        order = torch.argsort(flat, stable=True)
+        ids = torch.arange(experts.count, device=x.device)
+        ends = (flat.unsqueeze(1) == ids).sum(0).cumsum(0).to(torch.int32)
+        product = lambda rows, held: torch._grouped_mm(rows, held[0].transpose(1, 2), offs=ends)
+        h = product(x.repeat_interleave(experts.top_k, 0)[order], layer["up_of"])
+        if "up_bias" in layer:
+            h = h + layer["up_bias"][flat[order]]
+        y = product(self.activate(h), layer["down_of"])
+        if "down_bias" in layer:
+            y = y + layer["down_bias"][flat[order]]
+        return torch.empty_like(y).index_copy_(0, order, y).unflatten(0, chosen.shape)
 
 
 def softcapped(torch, shape, q, keys, values, mask=None):
@@ -173,9 +373,9 @@ def softcapped(torch, shape, q, keys, values, mask=None):
     return (torch.softmax(scores.float(), -1).to(values.dtype) @ values).view(batch, heads, queries, dim)
 
 
-def plain_step(torch, shape, position, rows, device, dtype):
-    """One decode step of `rows` sequences at `position`, with a cache of exactly the rows that each layer may look at."""
-    model = Model(torch, shape, rows, position + 1, device, dtype)
+def plain_step(torch, shape, position, rows, device, dtype, coded=False):
+    """One decode step of `rows` sequences at `position`, with a cache of exactly the rows that each layer may look at; and its model."""
+    model = Model(torch, shape, rows, position + 1, device, dtype, rows, coded)
     tokens = torch.arange(17, 17 + rows, device=device) % shape.vocab
     at = torch.tensor([float(position)], device=device)
 
@@ -191,12 +391,12 @@ def plain_step(torch, shape, position, rows, device, dtype):
             o = softcapped(torch, shape, q, layer["keys"], layer["values"])
         return o.reshape(rows, -1)
 
-    return lambda: model.run(tokens, at, attend)
+    return model, lambda: model.run(tokens, at, attend)
 
 
 def plain_prompt(torch, shape, length, device, dtype):
-    """All `length` tokens of a prompt at once; the token after it."""
-    model = Model(torch, shape, 1, length, device, dtype)
+    """All `length` tokens of a prompt at once, the token after it; and the model."""
+    model = Model(torch, shape, 1, length, device, dtype, length)
     tokens = torch.arange(17, 17 + length, device=device) % shape.vocab
     at = torch.arange(length, device=device).float()
     ago = at[:, None] - at[None, :]
@@ -206,8 +406,13 @@ def plain_prompt(torch, shape, length, device, dtype):
     def attend(layer, q, k, v):
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
         kept = layer["keys"].shape[2]
-        layer["keys"].copy_(k[:, :, length - kept :])
-        layer["values"].copy_(v[:, :, length - kept :])
+        if shape.sinks:
+            # The row of the sink stays; attention over the prompt leaves it out.
+            layer["keys"][:, :, 1:].copy_(k[:, :, length + 1 - kept :])
+            layer["values"][:, :, 1:].copy_(v[:, :, length + 1 - kept :])
+        else:
+            layer["keys"].copy_(k[:, :, length - kept :])
+            layer["values"].copy_(v[:, :, length - kept :])
         mask = masks.get(layer["window"])
         if shape.attn_softcap is None:
             attention = torch.nn.functional.scaled_dot_product_attention
@@ -217,7 +422,7 @@ def plain_prompt(torch, shape, length, device, dtype):
             o = softcapped(torch, shape, q, k, v, causal if mask is None else mask)
         return o.squeeze(0).transpose(0, 1).reshape(length, -1)
 
-    return lambda: model.run(tokens, at, attend, last=True)
+    return model, lambda: model.run(tokens, at, attend, last=True)
 
 
 def transformers_model(torch, config_path, device, dtype):
@@ -260,7 +465,7 @@ class Bench:
         self.torch = torch
         self.run = None
 
-    def open(self, config, dtype, context_max=None, **_):
+    def open(self, config, dtype, context_max=None, experts=None, **_):
         torch = self.torch
         if not torch.cuda.is_available() and os.environ.get("MONOBLOC_TORCH_CPU") != "1":
             raise Refusal("torch sees no CUDA device; MONOBLOC_TORCH_CPU=1 times it on the CPU")
@@ -269,7 +474,8 @@ class Bench:
         with open(config) as file:
             self.shape = Shape(json.load(file))
         self.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-        plain = self.shape.architecture in PLAIN
+        self.coded = experts == "mxfp4"
+        plain = self.shape.architecture in PLAIN or self.shape.experts is not None
         where = torch.cuda.get_device_name() if self.device == "cuda" else "the CPU"
         variants = ["eager", "compile"] if plain else ["hf-eager", "hf-compile"]
         return {"name": f"torch {torch.__version__} on {where}", "variants": variants}
@@ -282,13 +488,17 @@ class Bench:
         if self.device == "cuda":
             torch.cuda.empty_cache()
         torch.manual_seed(0)
+        model = None
         if variant.startswith("hf-"):
             step = transformers_run(torch, self.config_path, position, rows, prompt, self.device, self.dtype)
         elif prompt:
-            step = plain_prompt(torch, self.shape, prompt, self.device, self.dtype)
+            model, step = plain_prompt(torch, self.shape, prompt, self.device, self.dtype)
         else:
-            step = plain_step(torch, self.shape, position, rows, self.device, self.dtype)
-        if variant.endswith("compile"):
+            model, step = plain_step(torch, self.shape, position, rows, self.device, self.dtype, self.coded)
+        if variant == "compile" and self.shape.experts is not None:
+            torch._inductor.config.test_configs.max_mm_configs = CONFIGS_MAX
+            model.compile(max_autotune=self.device == "cuda")
+        elif variant.endswith("compile"):
             step = torch.compile(step, mode="max-autotune-no-cudagraphs", fullgraph=not variant.startswith("hf-"))
         self.run = self.capture(step) if self.device == "cuda" else step
         for _ in range(STEPS_WARM):
@@ -360,7 +570,7 @@ def work(text):
 
 def look(config, works, variants=None, dtype="bf16"):
     bench = Bench()
-    opened = bench.open(config, dtype)
+    opened = bench.open(config, dtype, experts=os.environ.get("EXPERTS"))
     print(json.dumps(opened), flush=True)
     for what in works.split(","):
         for variant in variants.split(",") if variants else opened["variants"]:

@@ -122,7 +122,7 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
             }
             Op::NormAdd { .. } if for_rows => {}
             Op::MatVec(m) => {
-                let values = u64::from(m.k).next_multiple_of(granules(schedule, grid, m).0);
+                let values = u64::from(m.k).next_multiple_of(granules(schedule, grid).0);
                 stage = stage.max(values.next_multiple_of(STAGE_VALUES) * element);
             }
             Op::NormAdd { width, everywhere: false, .. } => {
@@ -264,7 +264,7 @@ fn matrices(schedule: &Schedule, found: &mut Found) -> Vec<u64> {
             Epilogue::Gated(_) | Epilogue::Clamped(_) => (u64::from(m.rows) / 2).div_ceil(u64::from(UNIT_ROWS) / 2),
             _ => u64::from(m.rows).div_ceil(unit_rows),
         };
-        let (of_row, granule) = granules(schedule, grid, m);
+        let (of_row, granule) = granules(schedule, grid);
         let granule_k = of_row * (u64::from(UNIT_ROWS) / unit_rows);
         let unit = u64::from(m.k).div_ceil(granule_k).saturating_mul(granule);
         let parts = match weight.rows {

@@ -64,8 +64,8 @@ fn kind(variant: Option<&Variant>) -> &'static str {
 }
 
 /// Weights of a row of a granule, and bytes of a granule: 8 rows of 64 bytes of codes, then the scales and zero points of its groups, in
-/// as many bytes as let units begin at multiples of 256.
-pub(super) fn granules(schedule: &Schedule, grid: &Grid, m: &MatVec) -> (u64, u64) {
+/// the least multiple of 16 bytes, which is what copies take.
+pub(super) fn granules(schedule: &Schedule, grid: &Grid) -> (u64, u64) {
     let weight = grid.operand(Role::Weight).map(|o| &schedule.program.buffers[o.buffer.index()]);
     let dtype_bits = schedule.program.precision.weights.bytes() as u64 * 8;
     let Some(Format { code, groups, .. }) = weight.and_then(|buffer| buffer.coded) else {
@@ -86,11 +86,7 @@ pub(super) fn granules(schedule: &Schedule, grid: &Grid, m: &MatVec) -> (u64, u6
     };
     let of_row = granule_k.div_ceil(u64::from(groups.k.max(1)))
         * (scale * (1 + u64::from(groups.minima)) + u64::from(groups.zeros));
-    let count = u64::from(m.k).div_ceil(granule_k).max(1);
-    // The least multiple of 16 bytes with which a unit is whole places.
-    let fits = |bytes: &u64| (count * bytes).is_multiple_of(256);
-    let bytes = (0..=16).map(|i| (GRANULE + UNIT_ROWS * of_row).next_multiple_of(16) + 16 * i).find(fits);
-    (granule_k, bytes.unwrap_or(GRANULE))
+    (granule_k, (GRANULE + UNIT_ROWS * of_row).div_ceil(16) * 16)
 }
 
 fn matvec(
@@ -104,7 +100,7 @@ fn matvec(
 ) {
     let MatVecVariant { units, chunk, block, granule, pass, .. } = *variant;
     let ring = &schedule.machine.ring;
-    let (granule_k, bytes) = granules(schedule, grid, m);
+    let (granule_k, bytes) = granules(schedule, grid);
     let parts = UNIT_ROWS / u64::from(m.unit_rows).clamp(1, UNIT_ROWS);
     let unit = u64::from(m.k).div_ceil(granule_k * parts).max(1);
     let (slot, warps) = (u64::from(ring.slot_bytes) / bytes, u64::from(ring.arrivals.max(1)));

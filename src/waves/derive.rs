@@ -301,7 +301,7 @@ fn products(program: &Program, target: &Target, form: Form) -> Products {
 /// Bytes of the largest chunk of weights of any wave.
 fn weight_bytes(program: &Program, plan: &Plan) -> u32 {
     let of_wave = |wave: &Wave| match (&wave.action, &program.grids[wave.grid.index()].op) {
-        (Action::MatMul { pass, chunk, warps, tiles, .. }, Op::MatVec(m)) => {
+        (Action::MatMul { pass, chunk, warps, tiles, .. }, Op::MatVec(_)) => {
             let format = program.format_of(&program.grids[wave.grid.index()]);
             // A tile also reads units that do not exist: of plain weights what lies there, of codes the last unit again.
             let units = match (tiles, format.is_plain()) {
@@ -309,7 +309,7 @@ fn weight_bytes(program: &Program, plan: &Plan) -> u32 {
                 (true, false) => *pass,
                 (false, _) => plan.machine.products.padded(*pass, *warps),
             };
-            units * chunk * format.granule_bytes(m.k)
+            units * chunk * format.granule_bytes()
         }
         _ => 0,
     };
@@ -341,7 +341,7 @@ impl Matrix {
         Matrix {
             granule_spans: granule_k / 32,
             granules: m.k.div_ceil(granule_k),
-            granule_bytes: format.granule_bytes(m.k),
+            granule_bytes: format.granule_bytes(),
             grouped: format.groups.is_some(),
         }
     }
@@ -739,7 +739,7 @@ impl Builder<'_> {
         }
         let parts = self.parts(m, &Matrix::of(m, format));
         let longest = self.longest(Over::Units { n: m.units(), parts }, 1).max(1);
-        let shapes = warps.iter().filter_map(|&warps| self.tile_shape(m, format, longest, warps));
+        let shapes = warps.iter().filter_map(|&warps| self.tile_shape(format, longest, warps));
         let shape = shapes.min_by_key(|shape| longest.next_multiple_of(WIDE_UNITS * shape.warps.units))?;
         let tile = WIDE_UNITS * shape.warps.units;
         let padded = longest.next_multiple_of(tile);
@@ -750,14 +750,14 @@ impl Builder<'_> {
     }
 
     /// How `warps` multiply up to `longest` units in tiles.
-    fn tile_shape(&self, m: &MatVec, format: Format, longest: u32, warps: Warps) -> Option<Shape> {
+    fn tile_shape(&self, format: Format, longest: u32, warps: Warps) -> Option<Shape> {
         let (tile, sums) = (WIDE_UNITS * warps.units, self.plan.rows / 2);
         let most = tile_sums_max(self.plan.rows) / sums;
         let tiles = longest.div_ceil(tile).min(most);
         // With several tiles, warps take the words of one granule at a time.
         let granules = if !format.is_plain() || tiles * sums > 64 { 1 } else { 64 / format.granule_k() };
         let chunk = warps.k * granules;
-        let room = STEP_WEIGHT_BYTES / (chunk * format.granule_bytes(m.k));
+        let room = STEP_WEIGHT_BYTES / (chunk * format.granule_bytes());
         // A slot holds whole tiles of plain weights.
         let room = if format.is_plain() { room / tile * tile } else { room };
         let most = (most * tile).min(room);

@@ -1024,7 +1024,7 @@ impl Judge<'_> {
         } else {
             (sums_max(grouped).into(), tiles / rows * (padded / units) * 4)
         };
-        let bytes = padded.saturating_mul(chunk).saturating_mul(u64::from(format.granule_bytes(m.k)));
+        let bytes = padded.saturating_mul(chunk).saturating_mul(u64::from(format.granule_bytes()));
         let part = u64::from(part_granules(m, format, product.parts));
         let whole = step >= 2
             && step.is_multiple_of(2)
@@ -1088,7 +1088,7 @@ impl Judge<'_> {
         let tile = u64::from(WIDE_UNITS.saturating_mul(warps.units)).max(1);
         // All units of a tile of plain weights are read.
         let read = if format.is_plain() { pass.next_multiple_of(tile) } else { pass };
-        let bytes = read.saturating_mul(chunk).saturating_mul(u64::from(format.granule_bytes(m.k)));
+        let bytes = read.saturating_mul(chunk).saturating_mul(u64::from(format.granule_bytes()));
         let sums = block / 2 * pass.div_ceil(tile);
         let sums_most = u64::from(tile_sums_max(plan.block_rows));
         let part = u64::from(part_granules(m, format, parts.max(1)));

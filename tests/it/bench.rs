@@ -138,3 +138,28 @@ fn histories_of_many_lengths_are_those_of_several_rows_on_a_gpu() {
     }
     bench(&place, &[], "--rows 8 --others 3 --position 5").refused(&["target `cpu` has no kernels for rows"]);
 }
+
+/// Needs torch in `python3`, and no GPU.
+#[test]
+fn torch_computes_the_experts_that_rows_choose() {
+    let test = "torch_computes_the_experts_that_rows_choose";
+    let python = |arguments: &[&str]| {
+        let output =
+            std::process::Command::new("python3").args(arguments).current_dir(env!("CARGO_MANIFEST_DIR")).output();
+        let output = output.map_err(|error| error.to_string())?;
+        let said = String::from_utf8_lossy(&output.stderr).trim().to_string();
+        if output.status.success() { Ok(String::from_utf8_lossy(&output.stdout).to_string()) } else { Err(said) }
+    };
+    if let Err(said) = python(&["-c", "import torch"]) {
+        let reason = said.lines().last().unwrap_or_default().to_string();
+        let required = std::env::var_os("MONOBLOC_REQUIRE_TORCH").is_some_and(|value| value == "1");
+        assert!(!required, "`MONOBLOC_REQUIRE_TORCH` is set, but {reason}");
+        return crate::skipped(test, "torch", &reason);
+    }
+    let said =
+        python(&["tests/it/torch_experts.py", "src/pipeline/torch_decode.py"]).unwrap_or_else(|said| panic!("{said}"));
+    let errors: Vec<f64> = said.lines().map(|line| line.rsplit(' ').next().unwrap().parse().unwrap()).collect();
+    // Four models, three numbers of rows, two formats, with and without a compiler that fuses.
+    assert_eq!(errors.len(), 48, "{said}");
+    assert!(errors.iter().all(|error| *error < 1e-5), "{said}");
+}

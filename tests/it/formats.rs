@@ -792,7 +792,7 @@ fn default_candidates_fit_every_format() {
             if let Err(refused) = schedule(program, &h200, &candidate) {
                 panic!("{name} {format_name}: {refused}");
             }
-            let unit = graph.hidden.div_ceil(format.granule_k()) * format.granule_bytes(graph.hidden);
+            let unit = graph.hidden.div_ceil(format.granule_k()) * format.granule_bytes();
             assert!(unit <= candidate.slot_bytes, "{name} {format_name}: {unit} in {}", candidate.slot_bytes);
         }
     }
@@ -819,7 +819,7 @@ fn a_slot_has_a_granule_of_codes_for_each_warp() {
         let program = lower(&imported.graph, "test", BF16, 64, &candidate).unwrap();
         schedule(program, &h200, &candidate)
     };
-    let granule = format.granule_bytes(imported.graph.hidden);
+    let granule = format.granule_bytes();
     assert!(granule > 512, "{granule}");
     let refused = place(16 * 512).unwrap_err().to_string();
     assert!(refused.contains(&format!("16 granules of {granule} bytes")), "{refused}");

@@ -33,6 +33,12 @@ static double value_of(Code code, u32 c) {
   const double size = e == 0 ? std::ldexp(double(m) / one, 1 - bias) : std::ldexp(1 + double(m) / one, e - bias);
   return sign ? -size : size;
 }
+// A code of 4 bits in the byte that it shares: of e2m1, signs are the two highest bits.
+static u8 in_byte(Code code, u32 c, bool second) {
+  if (code != Code::E2M1) return u8(c << (second ? 4 : 0));
+  const u32 sign = c >> 3, size = c & 7;
+  return u8(second ? sign << 6 | size << 3 : sign << 7 | size);
+}
 // A scale of a group, and its bytes.
 static double scale_of(ScaleCode code, u32 word, u8* bytes) {
   u32 bits = 0;
@@ -73,7 +79,7 @@ static std::vector<u8> random_granule(u64& state, int j, const int (&rows)[8], s
       if (BITS == 8)
         granule[row * 64 + lane * 16 + block * 8 + at] = u8(code);
       else // pairs of neighbours in the halves of a word
-        granule[row * 64 + lane * 16 + block * 4 + at % 2 * 2 + at / 4] |= u8(code << (at / 2 % 2 * 4));
+        granule[row * 64 + lane * 16 + block * 4 + at % 2 * 2 + at / 4] |= in_byte(G::CODE, code, at / 2 % 2 != 0);
       if (double* to = weight(i)) *to = value_of(G::CODE, code);
     }
     for (int g = 0; g < G::GROUPS; g++) {

@@ -340,7 +340,7 @@ fn boxes_hold_their_matrices(proven: &Proven<'_>, tables: &WaveTables) {
         let grid = &schedule.program.grids[wave.grid.index()];
         let (Action::MatMul { pass, chunk, .. }, Op::MatVec(m)) = (&wave.action, &grid.op) else { continue };
         let format = schedule.program.format_of(grid);
-        let piece_bytes = chunk * format.granule_bytes(m.k);
+        let piece_bytes = chunk * format.granule_bytes();
         if piece_bytes > 2048 {
             assert_eq!(entry.branch_bias, u32::MAX, "long pieces are copied one by one");
             continue;
@@ -351,7 +351,7 @@ fn boxes_hold_their_matrices(proven: &Proven<'_>, tables: &WaveTables) {
         let granules = m.k.div_ceil(format.granule_k() * m.parts());
         for of in boxes {
             assert_eq!((of.piece_bytes, of.units), (piece_bytes, m.units().into()));
-            assert_eq!(of.unit_bytes, u64::from(granules * format.granule_bytes(m.k)));
+            assert_eq!(of.unit_bytes, u64::from(granules * format.granule_bytes()));
             assert_eq!(of.place, u64::from(entry.weight) * 256);
             assert!(of.unit_bytes.is_multiple_of(16) && of.piece_bytes.is_multiple_of(16) && of.box_units <= 256);
         }
