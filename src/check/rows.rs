@@ -24,7 +24,7 @@ const BEYOND_PAGES: u32 = 20;
 /// row is a sequence of its own, decoded one position at a time with given tokens; in steps of one row two sequences take turns. Then a prompt is read in two chunks of all rows
 /// and one of half of them. A second interpreter rounds at random, and the worst of its distances from the first at neighbouring rows says how far a
 /// row may be off. Both take the experts that the kernel has chosen, and each choice is judged apart; for a
-/// mixture a step with a long history follows, since another kernel of it may choose other experts and tells nothing. Pages are taken from the pool as they come, so
+/// mixture without recurrent states a step with a long history follows, since another kernel of it may choose other experts and tells nothing. Pages are taken from the pool as they come, so
 /// those of a sequence are not neighbours. A schedule of fewer rows than the session has is executed several times for each of its steps: a row has the
 /// bits that it has alone. No more positions are compared than the session's pages hold.
 ///
@@ -70,7 +70,8 @@ pub fn check_rows(
         first += rows;
     }
     both.pool.close(sequence).expect("an open sequence");
-    if !both.beside.routers().is_empty() {
+    // Caches are copied for it, and no recurrent states.
+    if !both.beside.routers().is_empty() && !shape.has_state {
         both.long_history()?;
     }
     Ok(Checked { figures: both.beside.judge.figures })

@@ -354,7 +354,7 @@ fn class_of(schedule: &Schedule, id: GridId, grid: &Grid, rows: u32) -> (&'stati
     }
 }
 
-fn route_members(grid: &Grid, route: &Route) -> String {
+pub(super) fn route_members(grid: &Grid, route: &Route) -> String {
     // Destructured so that a new attribute does not compile until the kernel knows it.
     let Route { experts, top_k, score, groups, normalise, scale } = *route;
     let (count, kept, sum_of_two) =

@@ -2,20 +2,20 @@
 
 use super::abi::{NONE, row_scales};
 use super::emit::{
-    Trace, attention_members, coding_members, elem, epilogue_members, facts, gate_member, norm_members, table_members,
-    vocab,
+    Trace, attention_members, coding_members, elem, epilogue_members, facts, gate_member, norm_members, route_members,
+    table_members, vocab,
 };
 use super::kernel_struct::kernel_struct;
-use super::{Float, HEADERS, KernelSource, ROWS_HEADERS, WAVES_HEADERS};
+use super::{EXPERTS_HEADERS, Float, HEADERS, KernelSource, ROWS_HEADERS, WAVES_HEADERS};
 use crate::digest::Digest;
 use crate::ir::layout::{Matrix, PLACE_ALIGN_BYTES, matrices};
-use crate::ir::op::{Epilogue, Op, Role};
-use crate::ir::program::{Grid, Program};
+use crate::ir::op::{Combine, Epilogue, Op, Role};
+use crate::ir::program::{Grid, Program, Rows};
 use crate::ir::{BufferId, GridId};
 use crate::rows::Shape;
 use crate::target::Target;
 use crate::waves::{
-    Action, Form, Input, Layout, NormOf, Over, Plan, Products, Proven, Splits, Sum, Target as Written,
+    Action, Form, Input, Layout, NormOf, Over, Plan, Products, Proven, Splits, Sum, Target as Written, Tiling,
     Wave as PlanWave, WorkId,
 };
 use bytemuck::{Pod, Zeroable};
@@ -307,7 +307,65 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
             let members = format!("{members}int TILE = {tile}\nbool OUT_TILES = {out_tiles}\n{splits}");
             ("WaveMerge", members + &gate_members(plan, grid, gate))
         }
+        (Action::Scores { .. }, Op::MatVec(m)) => {
+            let biased = grid.operand(Role::Bias).is_some();
+            let (rows, k, unit_rows) = (m.rows, m.k, m.unit_rows);
+            let members =
+                format!("int ROWS = {rows}\nint K = {k}\nint UNIT_ROWS = {unit_rows}\nbool BIAS = {biased}\n");
+            ("WaveScores", members)
+        }
+        (Action::Route { scores, .. }, Op::Route(route)) => {
+            let cols = plan.work[scores.index()].cols;
+            ("WaveRoute", format!("{}int COLS = {cols}\n", route_members(grid, route)))
+        }
+        (Action::Gather { choices, out, .. }, Op::MatVec(m)) => {
+            let (experts, slots) = (experts_of(proven, grid), plan.work[choices.index()].cols);
+            let (k, tile) = (m.k, tiling_of(plan, *out).rows);
+            ("WaveGather", format!("int K = {k}\nint EXPERTS = {experts}\nint TOP_K = {slots}\nint TILE = {tile}\n"))
+        }
+        (Action::Experts { x, pass, chunk, .. }, Op::MatVec(m)) => {
+            let (tile, boxed) = (tiling_of(plan, *x).rows, boxes_of(proven, wave).is_some());
+            let biased = grid.operand(Role::Bias).is_some();
+            let (rows, k, unit_rows) = (m.rows, m.k, m.unit_rows);
+            let members = format!(
+                "int ROWS = {rows}\nint K = {k}\nint UNIT_ROWS = {unit_rows}\nint TILE = {tile}\nint PASS = {pass}\nint CHUNK = {chunk}\n\
+                 bool TILES = true\nbool BOXED = {boxed}\nbool BIAS = {biased}\n{}",
+                epilogue_members(m.epilogue)
+            );
+            ("WaveExperts", members + &coding_members(schedule.program.format_of(grid)))
+        }
+        (Action::Combine { gate, .. }, Op::Combine(combine)) => {
+            let Combine { width, slots, shared, scale, adds } = *combine;
+            let of_gate = grid.operand(Role::Gate).map_or(0, |gate| gate.cols.base);
+            let members = format!(
+                "int WIDTH = {width}\nint SLOTS = {slots}\nbool SHARED = {}\nfloat SHARED_SCALE = {}\nbool GATED = {}\nfloat SCALE = {}\n\
+                 bool ADDS = {adds}\nint COLS = {}\nint GATE = {of_gate}\n",
+                shared.is_some(),
+                Float(shared.unwrap_or(0.0)),
+                gate.is_some(),
+                Float(scale),
+                gate.map_or(0, |gate| plan.work[gate.index()].cols),
+            );
+            ("WaveCombine", members)
+        }
         _ => unreachable!("prove: waves are those of the ops of their grids"),
+    }
+}
+
+/// How a buffer by place has its tiles.
+fn tiling_of(plan: &Plan, id: WorkId) -> Tiling {
+    match plan.work[id.index()].layout {
+        Layout::Grouped(tiling) => tiling,
+        _ => unreachable!("prove: experts read what is by place"),
+    }
+}
+
+/// The number of matrices among which the matrix of a grid is chosen; 1 if it is not.
+fn experts_of(proven: &Proven<'_>, grid: &Grid) -> u32 {
+    let program = &proven.validated().schedule().program;
+    match grid.operand(Role::Weight).map(|weight| weight.rows) {
+        Some(Rows::Lookup(table)) => program.tables[table.index()].bound,
+        _ => 1,
     }
 }
 
@@ -453,6 +511,11 @@ pub fn emit(proven: &Proven<'_>, target: &Target, trace: Trace) -> KernelSource 
         classes.len()
     );
     line!("{}#include \"monobloc_waves.cuh\"", facts(target));
+    let experts = plan.waves.iter().any(|wave| matches!(wave.action, Action::Route { .. }));
+    let headers = if experts { &EXPERTS_HEADERS[..] } else { &[] };
+    for (name, _) in headers {
+        line!("#include \"{name}\"");
+    }
     line!();
     line!("struct Machine {{");
     for member in machine_members(proven, trace) {
@@ -503,6 +566,7 @@ pub fn emit(proven: &Proven<'_>, target: &Target, trace: Trace) -> KernelSource 
             .iter()
             .chain(&ROWS_HEADERS)
             .chain(&WAVES_HEADERS)
+            .chain(headers)
             .map(|(n, t)| (n.to_string(), t.to_string()))
             .collect(),
         arch: target.spec.arch.clone(),
@@ -556,11 +620,16 @@ pub fn encode(proven: &Proven<'_>) -> WaveTables {
 /// Boxes of a pass, of a pass of one unit less, and of few units. Pieces that are longer are as fast one by one.
 fn boxes_of(proven: &Proven<'_>, wave: &PlanWave) -> Option<[WeightBox; 3]> {
     let (schedule, grid) = (proven.validated().schedule(), grid_of(proven, wave.grid));
-    let (Action::MatMul { pass, chunk, .. }, Op::MatVec(m)) = (&wave.action, &grid.op) else { return None };
+    let (Action::MatMul { pass, chunk, .. } | Action::Experts { pass, chunk, .. }, Op::MatVec(m)) =
+        (&wave.action, &grid.op)
+    else {
+        return None;
+    };
     let place = schedule.placement[grid.operand(Role::Weight)?.buffer.index()]?;
     let format = schedule.program.format_of(grid);
     let (unit_bytes, piece_bytes) = (m.unit_bytes(format), chunk * format.granule_bytes());
-    let of = |box_units: u32| WeightBox { place, units: m.units().into(), unit_bytes, box_units, piece_bytes };
+    let units = u64::from(m.units()) * u64::from(experts_of(proven, grid));
+    let of = |box_units: u32| WeightBox { place, units, unit_bytes, box_units, piece_bytes };
     (piece_bytes <= PIECE_BYTES_MAX).then(|| [of(*pass), of(pass.saturating_sub(1).max(1)), of(BOX_UNITS)])
 }
 
@@ -666,6 +735,42 @@ fn entry(proven: &Proven<'_>, matrices: &[Option<Matrix>], wave: &PlanWave, clas
         },
         Action::Merge { out, splits, gate } => {
             Wave { x: gate.map_or(NONE, work), out: work(out), branch: work(splits.left), ..none }
+        }
+        Action::Scores { x, out } => {
+            Wave { x: work(x), out: work(out), weight: of(Role::Weight), table: of(Role::Bias), ..none }
+        }
+        // Choices, groups, places and shares: waves/experts.cuh.
+        Action::Route { scores, choices, shares } => {
+            Wave { x: work(scores), out: work(choices), table: of(Role::Bias), v_cache: work(shares), ..none }
+        }
+        Action::Gather { x, choices, groups, places, out } => Wave {
+            x: work(x),
+            out: work(out),
+            residual: work(choices),
+            branch: work(groups),
+            k_cache: work(places),
+            ..none
+        },
+        Action::Experts { x, groups, out, .. } => Wave {
+            x: work(x),
+            out: work(out),
+            branch: work(groups),
+            weight: of(Role::Weight),
+            row_scales: row_scales(schedule, matrices, grid).unwrap_or(NONE),
+            table: of(Role::Bias),
+            ..none
+        },
+        Action::Combine { x, places, shares, shared, gate, target } => {
+            let (Written::Out(out) | Written::Residual(out) | Written::Best(out)) = target;
+            Wave {
+                x: work(x),
+                out: work(out),
+                branch_weight: shared.map_or(NONE, work),
+                table: gate.map_or(NONE, work),
+                k_cache: work(places),
+                v_cache: work(shares),
+                ..none
+            }
         }
         Action::Attend { queries, out, gate, .. } => Wave {
             x: work(queries),

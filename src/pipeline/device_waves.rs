@@ -27,7 +27,7 @@ use crate::trace::{Span, WaveStamps, wave_spans};
 use crate::validate::Validated;
 use crate::waves::{
     Action, CHUNK_ROWS, Form, Plan, Proven, Refused, TAIL_ROWS, Violation, Wave, WithTail, derive, derive_ragged,
-    prove, prove_tail,
+    may_run, prove, prove_tail,
 };
 use std::sync::Arc;
 
@@ -123,6 +123,7 @@ pub(super) fn plan_prompts<'a>(target: &Target, rows: &'a Validated) -> Result<P
 
 /// Why a kernel of waves cannot read prompts, or its plan.
 pub(super) fn derive_chunks(schedule: &Schedule, target: &Target) -> Result<Plan, Refused> {
+    may_run(&schedule.program)?;
     derive(schedule, target, Form::Chunk, CHUNK_ROWS)
 }
 
@@ -132,7 +133,9 @@ pub(super) fn derive_chunks(schedule: &Schedule, target: &Target) -> Result<Plan
 /// # Errors
 /// As [`plan_waves`].
 pub(super) fn plan_steps<'a>(target: &Target, validated: &'a Validated, rows: u32) -> Result<Proven<'a>, Fault> {
-    proven(derive(validated.schedule(), target, Form::Steps, rows), validated, target)
+    let schedule = validated.schedule();
+    let plan = may_run(&schedule.program).and_then(|()| derive(schedule, target, Form::Steps, rows));
+    proven(plan, validated, target)
 }
 
 /// As [`plan_steps`], and long histories are cut into KV splits.
@@ -140,7 +143,9 @@ pub(super) fn plan_steps<'a>(target: &Target, validated: &'a Validated, rows: u3
 /// # Errors
 /// As [`plan_waves`]; no history is long enough.
 pub(super) fn plan_ragged<'a>(target: &Target, validated: &'a Validated, rows: u32) -> Result<Proven<'a>, Fault> {
-    proven(derive_ragged(validated.schedule(), target, rows), validated, target)
+    let schedule = validated.schedule();
+    let plan = may_run(&schedule.program).and_then(|()| derive_ragged(schedule, target, rows));
+    proven(plan, validated, target)
 }
 
 fn proven<'a>(plan: Result<Plan, Refused>, rows: &'a Validated, target: &Target) -> Result<Proven<'a>, Fault> {
@@ -286,7 +291,8 @@ fn bytes_to_read(proven: &Proven<'_>, history: u32) -> u64 {
     let of_wave = |wave: &Wave| {
         let grid = &program.grids[wave.grid.index()];
         match (&wave.action, &grid.op) {
-            (Action::MatMul { .. }, _) => {
+            // Of experts all: a chunk may choose each.
+            (Action::MatMul { .. } | Action::Scores { .. } | Action::Experts { .. }, _) => {
                 let weight = grid.operand(Role::Weight).and_then(|weight| matrices[weight.buffer.index()]);
                 weight.map_or(0, |matrix| matrix.units_bytes())
             }

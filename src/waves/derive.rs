@@ -1,15 +1,19 @@
 //! Derives a plan of waves from the schedule of a batch kernel.
 
+use super::experts::{
+    Chosen, SCORES_COLS, TILE_UNITS, gather_scratch, has_experts, is_combined, route_scratch, same_norm,
+    scores_scratch, unit_tiles_max,
+};
 use super::ragged::MERGE_SPLITS;
 use super::{
     Action, CHUNK_BLOCK_ROWS, Division, DivisionId, Form, HELD_AND_SUMS_MAX, Input, Layout, Machine, NormOf, Over,
-    Plan, Products, Ring, Share, Splits, Sum, Sums, TILE_WARPS, Target as Written, WIDE_UNITS, Warps, Wave, Work,
-    WorkId, sums_max, tile_sums_max, wide_tiles_max,
+    Plan, Products, Ring, Share, Splits, Sum, Sums, TILE_WARPS, Target as Written, Tiling, WIDE_UNITS, Warps, Wave,
+    Work, WorkId, sums_max, tile_sums_max, wide_tiles_max,
 };
 use crate::dtype::DType;
 use crate::format::{Code, Format};
 use crate::ir::layout::{PLACE_ALIGN_BYTES, cache_row_bytes, place_align};
-use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, Role};
+use crate::ir::op::{Attention, Combine, Epilogue, MatVec, NormAttr, Op, Role, Route};
 use crate::ir::program::{Grid, Program};
 use crate::ir::schedule::Schedule;
 use crate::ir::{BufferId, GridId};
@@ -30,6 +34,21 @@ pub enum Refused {
     Rows { rows: u32, most: u32 },
     #[error("no history of up to {context_max} positions is long enough to be cut")]
     Histories { context_max: u32 },
+    #[error(
+        "the choice of `{grid}`: expected a check of wave kernels that takes a device's choices; there is none yet"
+    )]
+    Unchecked { grid: String },
+}
+
+/// Refuses a program whose wave kernels no check compares: one with experts. Plans of it are derived and proven all the same.
+///
+/// # Errors
+/// The first grid that chooses.
+pub fn may_run(program: &Program) -> Result<(), Refused> {
+    match program.grids.iter().find(|grid| matches!(grid.op, Op::Route(_))) {
+        Some(grid) => Err(Refused::Unchecked { grid: grid.name.clone() }),
+        None => Ok(()),
+    }
 }
 
 /// Warps that multiply, and warps of the loader. The loader gives registers up, and the others take them.
@@ -43,8 +62,13 @@ const TILE_MAX: u32 = 64;
 const STEP_TILE_BYTES_MAX: u32 = 16 << 10;
 /// Bytes of the ring of inputs in a plan of chunks. A slot holds 64 columns of a block of rows, or 128 if a granule of codes is that long.
 const CHUNK_INPUT_BYTES: u32 = 96 << 10;
-/// A slot of weights of steps.
+/// The same with experts, whose waves take scratch: so the ring of weights keeps as many slots.
+const CHUNK_INPUT_BYTES_BESIDE_SCRATCH: u32 = 80 << 10;
+/// Least scratch of chunks with experts.
+const CHUNK_SCRATCH_BYTES: u32 = 16 << 10;
+/// A slot of weights of steps, and of experts in chunks.
 const STEP_WEIGHT_BYTES: u32 = 16 << 10;
+const CHUNK_EXPERT_BYTES: u32 = 32 << 10;
 /// Most bytes of heads that a step leaves in packets: more take longer to write and to poll than a meeting takes (docs/perf-log.md, entry 33).
 const PACKET_BYTES_MAX: u64 = 4 << 20;
 /// Chunks of weights that products hold while blocks meet.
@@ -147,13 +171,13 @@ fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, aske
     }
     let program = &schedule.program;
     let Memory { inputs, scratch_bytes, state_bytes } = match form {
-        Form::Chunk => Memory { inputs: chunk_inputs(program), scratch_bytes: 0, state_bytes: 2 << 10 },
+        Form::Chunk => Memory::of_chunk(program),
         Form::Steps | Form::Tail => {
             let most = super::STEP_ROWS_MAX;
             if !(16..=most).contains(&rows) || !rows.is_power_of_two() {
                 return Err(Refused::Rows { rows, most });
             }
-            Memory::of_step(rows)
+            Memory::of_step(program, rows)
         }
     };
     let block_rows = if form == Form::Chunk { CHUNK_BLOCK_ROWS } else { rows };
@@ -183,6 +207,9 @@ fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, aske
         inputs: BTreeMap::new(),
         residual: None,
         published: None,
+        normed: None,
+        choice: None,
+        shared: None,
         cluster_max: spec.cluster_max,
         warpgroup_mma: spec.warpgroup_mma,
     };
@@ -212,15 +239,26 @@ struct Memory {
 }
 
 impl Memory {
+    /// Of a chunk. Only waves of experts use scratch.
+    fn of_chunk(program: &Program) -> Memory {
+        let (input_bytes, scratch_bytes) = if has_experts(program) {
+            (CHUNK_INPUT_BYTES_BESIDE_SCRATCH, experts_scratch(program).max(CHUNK_SCRATCH_BYTES))
+        } else {
+            (CHUNK_INPUT_BYTES, 0)
+        };
+        Memory { inputs: chunk_inputs(program, input_bytes), scratch_bytes, state_bytes: 2 << 10 }
+    }
+
     /// Of a step, or a tail. The inputs of 64 rows are twice as long as those of 32, so there is a slot of weights less for one of inputs (docs/perf-log.md,
     /// entry 33). Of 128 rows a slot has 128 columns, one half for each of two warpgroups that share k; scratch has what pairs of blocks send.
-    fn of_step(rows: u32) -> Memory {
+    fn of_step(program: &Program, rows: u32) -> Memory {
         let (slots, slot_bytes) = match rows {
             ..=32 => (4, 16 << 10),
             33..=64 => (5, 16 << 10),
             _ => (3, 32 << 10),
         };
         let (scratch_bytes, state_bytes) = if rows <= 64 { (32 << 10, 2 << 10) } else { (36 << 10, 4 << 10) };
+        let scratch_bytes = experts_scratch(program).max(scratch_bytes);
         Memory { inputs: Ring { slots, slot_bytes }, scratch_bytes, state_bytes }
     }
 }
@@ -267,25 +305,39 @@ fn hold(program: &Program, plan: &mut Plan) {
     }
 }
 
-/// The ring of inputs of a chunk.
-fn chunk_inputs(program: &Program) -> Ring {
-    let matvecs = program.grids.iter().filter_map(|grid| match &grid.op {
-        Op::MatVec(m) => Some((m, program.format_of(grid))),
+/// A matrix that is multiplied with blocks of rows: no router, and none of an expert.
+fn of_blocks<'a>(program: &Program, grid: &'a Grid) -> Option<(&'a MatVec, Format)> {
+    match &grid.op {
+        Op::MatVec(m) if m.epilogue != Epilogue::Scores && Chosen::of(program, grid).is_none() => {
+            Some((m, program.format_of(grid)))
+        }
         _ => None,
-    });
+    }
+}
+
+/// The ring of inputs of a chunk, in `bytes` bytes.
+fn chunk_inputs(program: &Program, bytes: u32) -> Ring {
+    let matvecs = program.grids.iter().filter_map(|grid| of_blocks(program, grid));
     let granule_k = matvecs.map(|(m, format)| format.granule_k() * m.parts()).max().unwrap_or(0);
     let slot_bytes = granule_k.max(64) * 2 * CHUNK_BLOCK_ROWS;
-    Ring { slots: CHUNK_INPUT_BYTES / slot_bytes, slot_bytes }
+    Ring { slots: bytes / slot_bytes, slot_bytes }
+}
+
+/// Bytes of scratch that waves of experts need.
+fn experts_scratch(program: &Program) -> u32 {
+    let of_grid = |grid: &Grid| match &grid.op {
+        Op::Route(route) => route_scratch(route, WARPS).max(gather_scratch(route.experts)),
+        Op::MatVec(m) if m.epilogue == Epilogue::Scores => scores_scratch(WARPS),
+        _ => 0,
+    };
+    program.grids.iter().map(of_grid).max().unwrap_or(0).next_multiple_of(128)
 }
 
 /// How products of a plan multiply. Warpgroups multiply units of eight rows of one part of k. Their chunk is a whole slot of inputs, so the chunks of
 /// all matrices must have equally many columns.
 fn products(program: &Program, target: &Target, form: Form) -> Products {
     let of_chunk = program.last_append().map_or(0, |last| last.index());
-    let mut matrices = program.grids[..of_chunk].iter().filter_map(|grid| match &grid.op {
-        Op::MatVec(m) => Some((m, program.format_of(grid))),
-        _ => None,
-    });
+    let mut matrices = program.grids[..of_chunk].iter().filter_map(|grid| of_blocks(program, grid));
     let chunk_k = |format: Format| format.granule_k().max(64);
     let longest = matrices.clone().map(|(_, format)| chunk_k(format)).max().unwrap_or(0);
     let wide = |(m, format): (&MatVec, Format)| {
@@ -310,6 +362,10 @@ fn weight_bytes(program: &Program, plan: &Plan) -> u32 {
                 (false, _) => plan.machine.products.padded(*pass, *warps),
             };
             units * chunk * format.granule_bytes()
+        }
+        (Action::Experts { pass, chunk, .. }, Op::MatVec(_)) => {
+            let format = program.format_of(&program.grids[wave.grid.index()]);
+            pass.next_multiple_of(TILE_UNITS) * chunk * format.granule_bytes()
         }
         _ => 0,
     };
@@ -459,9 +515,35 @@ struct Builder<'a> {
     residual: Option<WorkId>,
     /// The exchange of the program that has the current value of the residual.
     published: Option<BufferId>,
+    /// What the last wave of rows that normalised left.
+    normed: Option<Normed>,
+    /// What the last router chose.
+    choice: Option<Choice>,
+    /// What the shared expert of the layer left.
+    shared: Option<WorkId>,
     /// Most blocks of a cluster on the target.
     cluster_max: u32,
     warpgroup_mma: bool,
+}
+
+/// A residual, normalised or as it is, whole.
+#[derive(Clone, Copy)]
+struct Normed {
+    to: WorkId,
+    /// The exchange of the program that has the residual.
+    of: BufferId,
+    norm: Option<NormOf>,
+}
+
+/// Buffers of a choice, and of what follows from it.
+#[derive(Clone, Copy)]
+struct Choice {
+    scores: WorkId,
+    choices: WorkId,
+    shares: WorkId,
+    groups: WorkId,
+    places: WorkId,
+    tiling: Tiling,
 }
 
 fn refused<T>(grid: &Grid, what: &'static str, expected: &'static str) -> Result<T, Refused> {
@@ -473,7 +555,11 @@ impl Builder<'_> {
         match &grid.op {
             Op::Select | Op::Report => Ok(()),
             Op::Embed { scale, everywhere: false } => self.embed(id, grid, *scale),
+            Op::MatVec(m) if m.epilogue == Epilogue::Scores => self.scores(id, grid, m),
+            Op::MatVec(m) if Chosen::of(self.program, grid).is_some() => self.experts(id, grid, m),
             Op::MatVec(m) => self.matvec(id, grid, m),
+            Op::Route(route) => self.route(id, grid, route),
+            Op::Combine(combine) => self.combine(id, grid, combine),
             Op::Attention(a) => self.attention(id, grid, a, is_last),
             Op::NormAdd { norm, scale, everywhere: false, .. } => self.norm_add(id, grid, *norm, *scale),
             _ => refused(grid, "the op", "one that every row of a step has for itself"),
@@ -532,6 +618,19 @@ impl Builder<'_> {
                 Sums::History { tile, heads: a.heads_per_task, scratch_bytes, split }
             }
             (Action::Merge { splits, .. }, ..) => Sums::Splits { positions: splits.positions },
+            (Action::Scores { .. }, _, Op::MatVec(m)) => {
+                let granules = Matrix::of(m, self.program.format_of(grid)).part(1);
+                Sums::Product { parts: 1, granules, groups: WARPS, paired: false, squares: 0, tiles: false }
+            }
+            (Action::Route { .. }, ..) => Sums::Choice,
+            (Action::Gather { .. }, ..) => Sums::Nothing,
+            (Action::Experts { x, .. }, _, Op::MatVec(m)) => {
+                let granules = Matrix::of(m, self.program.format_of(grid)).granules;
+                Sums::of_experts(granules, &self.plan.work[x.index()]).unwrap_or(Sums::Nothing)
+            }
+            (Action::Combine { shared, .. }, _, Op::Combine(combine)) => {
+                Sums::Slots { slots: combine.slots, shared: shared.is_some() }
+            }
             _ => Sums::Heads,
         }
     }
@@ -583,6 +682,7 @@ impl Builder<'_> {
         let sums = |grid: &Grid| match &grid.op {
             Op::Embed { .. } | Op::NormAdd { .. } => true,
             Op::MatVec(m) => matches!(m.epilogue, Epilogue::Residual { .. }),
+            Op::Combine(combine) => combine.adds,
             _ => false,
         };
         let first = before.iter().rposition(sums).map_or(0, |sum| sum + 1);
@@ -632,12 +732,20 @@ impl Builder<'_> {
         };
         let to = self.work("normed", Layout::of_input(tiles), m.k);
         let norm = m.norm.map(|norm| self.norm_of(grid, norm));
-        let factor = norm.is_some_and(|of| of.norm.is_factor() && of.bias.is_none());
+        // In a layer with experts several products read one norm.
+        let same = |of: Normed| (of.to, of.of) == (to, x) && same_norm(self.program, of.norm, norm);
+        if self.normed.is_some_and(same) {
+            return Ok((to, None));
+        }
+        // Scores and experts take no factor.
+        let whole = m.epilogue == Epilogue::Scores || Chosen::of(self.program, grid).is_some();
+        let factor = norm.is_some_and(|of| of.norm.is_factor() && of.bias.is_none()) && !whole;
         if factor && self.ends_in_pairs() {
             let squares = Some(self.work("squares", Layout::Parts(self.plan.machine.sms / 2), 1));
             if let Some(Action::MatMul { then, .. }) = self.plan.waves.last_mut().map(|wave| &mut wave.action) {
                 *then = Some(Input { to, norm, squares });
             }
+            self.normed = None;
             return Ok((to, squares));
         }
         if !matches!(self.plan.waves.last(), Some(Wave { action: Action::Rows { out: None, .. }, .. })) {
@@ -647,7 +755,10 @@ impl Builder<'_> {
             |wave: &Wave| matches!(wave.action, Action::Rows { sum: Some(Sum::Branch { norm: Some(_), .. }), .. });
         let parts = match norm {
             Some(NormOf { norm, bias: None, .. })
-                if norm.is_factor() && self.plan.form.decides() && !self.plan.waves.last().is_some_and(sums_whole) =>
+                if norm.is_factor()
+                    && !whole
+                    && self.plan.form.decides()
+                    && !self.plan.waves.last().is_some_and(sums_whole) =>
             {
                 self.row_parts(m.k)
             }
@@ -658,6 +769,7 @@ impl Builder<'_> {
         if let (Some(Action::Rows { out, .. }), Some(over)) = (last, self.overs.last_mut()) {
             (*out, *over) = (Some(Input { to, norm, squares }), Over::Rows { parts });
         }
+        self.normed = squares.is_none().then_some(Normed { to, of: x, norm });
         Ok((to, squares))
     }
 
@@ -690,7 +802,7 @@ impl Builder<'_> {
             return refused(grid, "the input", "an exchange");
         }
         let matrix = Matrix::of(m, format);
-        let parts = self.parts(m, &matrix);
+        let parts = self.parts(grid, m, &matrix);
         // After a norm, the input has the layout of this product.
         let left = self.constant(grid, Role::X).filter(|_| m.norm.is_none()).and_then(|x| self.inputs.get(&x));
         let as_tiles = left.is_none_or(|x| self.plan.work[x.index()].layout == Layout::Tiles);
@@ -737,7 +849,7 @@ impl Builder<'_> {
         if form != Form::Steps || !self.asked.tiles || !self.warpgroup_mma || m.parts() != 1 {
             return None;
         }
-        let parts = self.parts(m, &Matrix::of(m, format));
+        let parts = self.parts(grid, m, &Matrix::of(m, format));
         let longest = self.longest(Over::Units { n: m.units(), parts }, 1).max(1);
         let shapes = warps.iter().filter_map(|&warps| self.tile_shape(format, longest, warps));
         let shape = shapes.min_by_key(|shape| longest.next_multiple_of(WIDE_UNITS * shape.warps.units))?;
@@ -786,8 +898,8 @@ impl Builder<'_> {
     }
 
     /// Number of parts of k of a product. With more parts each SM reads less of the input, but SMs exchange more sums.
-    fn parts(&self, m: &MatVec, matrix: &Matrix) -> u32 {
-        let divisible = matches!(m.epilogue, Epilogue::Store | Epilogue::Residual { .. });
+    fn parts(&self, grid: &Grid, m: &MatVec, matrix: &Matrix) -> u32 {
+        let divisible = matches!(m.epilogue, Epilogue::Store | Epilogue::Residual { .. }) && !self.is_shared(grid);
         if self.plan.form == Form::Chunk || !divisible {
             return 1;
         }
@@ -829,7 +941,17 @@ impl Builder<'_> {
         }
     }
 
+    /// Whether a grid is the output of a shared expert, which is added up beside the slots of the others.
+    fn is_shared(&self, grid: &Grid) -> bool {
+        self.constant(grid, Role::Out).is_some_and(|out| is_combined(self.program, out))
+    }
+
     fn target(&mut self, id: GridId, grid: &Grid, m: &MatVec, parts: u32, paired: bool) -> Result<Written, Refused> {
+        if m.epilogue == Epilogue::Store && self.is_shared(grid) {
+            let to = self.work("shared", Layout::Rows(DType::Bf16), m.rows);
+            self.shared = Some(to);
+            return Ok(Written::Out(to));
+        }
         let Some((out, cols)) = self.cols(grid, Role::Out).or_else(|| self.cols(grid, Role::Logits)) else {
             return refused(grid, "the output", "one that is published");
         };
@@ -878,6 +1000,118 @@ impl Builder<'_> {
         let cols = self.program.buffers[exchange.index()].cols;
         let bytes = u64::from(self.plan.rows) * u64::from(cols) * u64::from(parts) * 8;
         self.plan.form.decides() && bytes <= PACKET_BYTES_MAX && next.is_some_and(attends)
+    }
+
+    /// Scores of all experts, from a norm that the products of experts read, too.
+    fn scores(&mut self, id: GridId, grid: &Grid, m: &MatVec) -> Result<(), Refused> {
+        if self.program.format_of(grid) != Format::plain(DType::Bf16) {
+            return refused(grid, "weights of a router", "bf16");
+        }
+        let Some(out) = self.constant(grid, Role::Out) else {
+            return refused(grid, "the operands", "an output");
+        };
+        let (x, _) = self.input(id, grid, m, false)?;
+        let to = self.work("scores", Layout::Rows(DType::F32), m.rows);
+        self.inputs.insert(out, to);
+        let n = m.rows.div_ceil(SCORES_COLS);
+        self.push(id, Action::Scores { x, out: to }, Over::Heads { n, rows: 16 });
+        Ok(())
+    }
+
+    fn route(&mut self, id: GridId, grid: &Grid, route: &Route) -> Result<(), Refused> {
+        let scores = self.constant(grid, Role::X).and_then(|x| self.inputs.get(&x).copied());
+        let Some(scores) = scores else {
+            return refused(grid, "the operands", "scores");
+        };
+        let Route { experts, top_k: slots, .. } = *route;
+        let tiling = Tiling::of(self.plan.rows, slots, experts, Tiling::rows_of(self.plan.form));
+        let [choices, places] = ["choices", "places"].map(|name| self.work(name, Layout::Rows(DType::I32), slots));
+        let shares = self.work("shares", Layout::Rows(DType::F32), slots);
+        let groups = self.work("groups", Layout::Groups(tiling), 4);
+        self.choice = Some(Choice { scores, choices, shares, groups, places, tiling });
+        self.push(id, Action::Route { scores, choices, shares }, WHOLE_ROWS);
+        Ok(())
+    }
+
+    /// A product of each place with the matrix of its expert. The first one of a layer finds the places.
+    fn experts(&mut self, id: GridId, grid: &Grid, m: &MatVec) -> Result<(), Refused> {
+        let format = self.program.format_of(grid);
+        if !self.warpgroup_mma {
+            return refused(grid, "experts", "a target with products by warpgroups");
+        }
+        if format.is_plain() && format != Format::plain(DType::Bf16) || format.has_minima() {
+            return refused(grid, "weights of experts", "bf16, or codes without minima");
+        }
+        if m.parts() != 1 || m.own_input || !m.rows.is_multiple_of(2) {
+            return refused(grid, "experts", "units of eight rows, an exchange, and an even number of rows");
+        }
+        let (Some(Choice { choices, groups, places, tiling, .. }), Some(from), Some(out)) =
+            (self.choice, self.constant(grid, Role::X), self.constant(grid, Role::Out))
+        else {
+            return refused(grid, "the operands", "a choice, an input and an output");
+        };
+        let left = self.inputs.get(&from).copied().filter(|_| m.norm.is_none());
+        let x = match left {
+            Some(x) => x,
+            None => {
+                let (x, _) = self.input(id, grid, m, false)?;
+                let gathered = self.work("gathered", Layout::Grouped(tiling), m.k);
+                self.push(id, Action::Gather { x, choices, groups, places, out: gathered }, WHOLE_ROWS);
+                gathered
+            }
+        };
+        let (layout, cols) = match m.epilogue {
+            Epilogue::Store => (Layout::Placed(tiling), m.rows),
+            Epilogue::Gated(_) | Epilogue::Clamped(_) => (Layout::Grouped(tiling), m.rows / 2),
+            Epilogue::Act(_) => (Layout::Grouped(tiling), m.rows),
+            _ => return refused(grid, "the output of experts", "activations, or columns as they are"),
+        };
+        let name = if m.epilogue == Epilogue::Store { "made" } else { "acts" };
+        let out_to = self.work(name, layout, cols);
+        self.inputs.insert(out, out_to);
+        let chunk = if format.is_plain() { 2 } else { 1 };
+        let slot_bytes = if self.plan.form == Form::Chunk { CHUNK_EXPERT_BYTES } else { STEP_WEIGHT_BYTES };
+        let tiles = (slot_bytes / (chunk * format.granule_bytes()) / TILE_UNITS)
+            .min(unit_tiles_max(tiling.rows, format.groups.is_some()));
+        let spans = chunk * format.granule_k() / 32;
+        if tiles == 0 || spans * tiling.rows * 64 > self.plan.machine.inputs.slot_bytes {
+            return refused(grid, "experts", "chunks that slots hold");
+        }
+        let parts = m.units().div_ceil(tiles * TILE_UNITS);
+        let pass = m.units().div_ceil(parts);
+        self.push(id, Action::Experts { x, groups, out: out_to, pass, chunk }, Over::Items { parts, tiling });
+        Ok(())
+    }
+
+    /// The sum over slots: to the residual, or a branch whose norm is added.
+    fn combine(&mut self, id: GridId, grid: &Grid, combine: &Combine) -> Result<(), Refused> {
+        let x = self.constant(grid, Role::X).and_then(|x| self.inputs.get(&x).copied());
+        let shared = combine.shared.and(self.shared.take());
+        let (Some(x), Some(choice), Some(out)) = (x, self.choice, self.constant(grid, Role::Out)) else {
+            return refused(grid, "the operands", "what experts made, and a sum that is published");
+        };
+        if combine.shared.is_some() != shared.is_some() {
+            return refused(grid, "the shared expert", "one that was computed");
+        }
+        if !combine.width.is_multiple_of(8) {
+            return refused(grid, "the width", "whole pieces of 8 values");
+        }
+        let target = match (combine.adds, self.residual) {
+            (true, Some(residual)) => {
+                self.published = Some(out);
+                Written::Residual(residual)
+            }
+            (false, _) => {
+                let branch = self.work("branch", Layout::Parts(1), combine.width);
+                self.inputs.insert(out, branch);
+                Written::Out(branch)
+            }
+            (true, None) => return refused(grid, "the sum", "one of the embedding"),
+        };
+        let gate = grid.operand(Role::Gate).map(|_| choice.scores);
+        let Choice { places, shares, .. } = choice;
+        self.push(id, Action::Combine { x, places, shares, shared, gate, target }, WHOLE_ROWS);
+        Ok(())
     }
 
     fn attention(&mut self, id: GridId, grid: &Grid, a: &Attention, is_last: bool) -> Result<(), Refused> {
@@ -1004,6 +1238,7 @@ fn shares(over: Over, blocks: u32, block_rows: u32, sms: u32) -> Vec<Vec<Share>>
                 }
             }
         }
+        Over::Items { .. } => {}
         // Single rows go to the SMs in turn. So the work is even for fewer rows, too.
         Over::Heads { n, rows: 1 } => {
             for i in 0..rows * n {

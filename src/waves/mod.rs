@@ -39,6 +39,13 @@
 //! step with short histories (docs/perf-log.md, entry 29), so there is also a kernel without splits. The host chooses one of them for each
 //! launch by the positions in its table ([`Ragged::gains`]).
 //!
+//! # Mixtures of experts
+//!
+//! Rows of a launch that chose one expert are multiplied together: what a block does then depends on the choice. Each slot of a row has a *place*, in the order of
+//! experts; a *tile* is some places of one expert. Every block counts the choices itself and finds the same places. Items (a tile, and a part of the
+//! units of its expert) are numbered, and SM `n mod sms` has item `n` ([`Over::Items`]): a partition for every choice. Buffers have room for the worst
+//! choice ([`Tiling::most`]). `experts.rs` has the bounds.
+//!
 //! # In which order numbers are added up
 //!
 //! Sums of floating-point numbers depend on their order. Each wave of a plan declares its order ([`Sums`]), and [`prove`] compares that with
@@ -48,11 +55,13 @@
 //! to the same machine instructions in two kernels. `bench --rows` compares bits on the device.
 
 mod derive;
+mod experts;
 mod print;
 mod prove;
 mod ragged;
 
-pub use derive::{Refused, derive, derive_alike, derive_ragged, derive_split};
+pub use derive::{Refused, derive, derive_alike, derive_ragged, derive_split, may_run};
+pub use experts::Tiling;
 pub use prove::{Alike, Proven, Violation, WithTail, prove, prove_alike, prove_tail};
 pub use ragged::Ragged;
 
@@ -227,6 +236,12 @@ pub enum Layout {
     Best,
     /// The results of up to this many KV splits of each row, fp32: row by row, split by split.
     Splits(u32),
+    /// The number of tiles, then a record of 16 bytes for each: its expert, and the first tile, the tiles and the slots of that expert.
+    Groups(Tiling),
+    /// bf16 by place, as warpgroups read it: tile by tile.
+    Grouped(Tiling),
+    /// bf16, place by place.
+    Placed(Tiling),
 }
 
 impl Layout {
@@ -253,6 +268,9 @@ impl Work {
             }
             Layout::Packets(count) => (rows * cols).saturating_mul(8).saturating_mul(u64::from(count)),
             Layout::Best => (rows * cols).saturating_mul(8),
+            Layout::Groups(tiling) => (1 + u64::from(tiling.most)) * 16,
+            Layout::Grouped(tiling) => tiling.places().saturating_mul(cols.next_multiple_of(128) * 2),
+            Layout::Placed(tiling) => tiling.places().saturating_mul(cols * 2),
         }
     }
 }
@@ -285,6 +303,14 @@ pub enum Sums {
     History { tile: u32, heads: u32, scratch_bytes: u32, split: Option<u32> },
     /// KV splits of this many positions, the earliest first.
     Splits { positions: u32 },
+    /// Shares of experts, within a row.
+    Choice,
+    /// Nothing is added up.
+    Nothing,
+    /// k in `granules` granules, by warpgroups, for tiles of `tile` places.
+    Experts { granules: u32, tile: u32 },
+    /// Slots of a row in their order, then the shared expert.
+    Slots { slots: u32, shared: bool },
 }
 
 /// How histories are cut into KV splits.
@@ -341,6 +367,17 @@ pub enum Action {
     AttendRow { x: WorkId, out: WorkId, tile: u32, splits: Option<Splits> },
     /// Of a step: adds up the results of the splits of each row that has several. `gate` is as of [`Action::Attend`].
     Merge { out: WorkId, splits: Splits, gate: Option<WorkId> },
+    /// The scores of a router, in fp32: a product without rings, because a router is small.
+    Scores { x: WorkId, out: WorkId },
+    /// The experts of each row by slot, and how much each counts.
+    Route { scores: WorkId, choices: WorkId, shares: WorkId },
+    /// Finds the place of each slot, and copies its row there.
+    Gather { x: WorkId, choices: WorkId, groups: WorkId, places: WorkId, out: WorkId },
+    /// A product of the places of each tile with the matrix of its expert. `pass` and `chunk` are as of [`Action::MatMul`].
+    Experts { x: WorkId, groups: WorkId, out: WorkId, pass: u32, chunk: u32 },
+    /// Adds up what the experts of a row made, and the shared one. `gate`: the scores, of which one is the gate of the shared expert. `target` is the
+    /// residual, or an output in fp32.
+    Combine { x: WorkId, places: WorkId, shares: WorkId, shared: Option<WorkId>, gate: Option<WorkId>, target: Target },
 }
 
 /// What a matrix product writes.
@@ -404,8 +441,10 @@ pub enum Over {
     Rows { parts: u32 },
     /// Units of a matrix, for blocks of rows, of each of `parts` parts of k: index `part * n + unit`.
     Units { n: u32, parts: u32 },
-    /// Groups of heads, for tiles of `rows` rows.
+    /// Groups of heads, or of columns of scores, for tiles of `rows` rows.
     Heads { n: u32, rows: u32 },
+    /// Tiles of experts, of which there are at most `tiling.most`, in `parts` parts of their units. Devices deal them out by number, so there are no shares.
+    Items { parts: u32, tiling: Tiling },
 }
 
 /// Launch indices `lo..hi` for rows `row..row + rows`.
@@ -488,6 +527,11 @@ impl Action {
             Action::Attend { .. } => "attend",
             Action::AttendRow { .. } => "attend-row",
             Action::Merge { .. } => "merge",
+            Action::Scores { .. } => "scores",
+            Action::Route { .. } => "route",
+            Action::Gather { .. } => "gather",
+            Action::Experts { .. } => "experts",
+            Action::Combine { .. } => "combine",
         }
     }
 
@@ -525,6 +569,18 @@ impl Action {
                 (vec![x], [out].into_iter().chain(splits.map(|splits| splits.left)).collect())
             }
             Action::Merge { out, splits, gate } => ([splits.left].into_iter().chain(gate).collect(), vec![out]),
+            Action::Scores { x, out } => (vec![x], vec![out]),
+            Action::Route { scores, choices, shares } => (vec![scores], vec![choices, shares]),
+            Action::Gather { x, choices, groups, places, out } => (vec![x, choices], vec![groups, places, out]),
+            Action::Experts { x, groups, out, .. } => (vec![x, groups], vec![out]),
+            Action::Combine { x, places, shares, shared, gate, target } => {
+                let mut reads: Vec<WorkId> = [x, places, shares].into_iter().chain(shared).chain(gate).collect();
+                let (Target::Out(to) | Target::Best(to) | Target::Residual(to)) = target;
+                if matches!(target, Target::Residual(_)) {
+                    reads.push(to);
+                }
+                (reads, vec![to])
+            }
         }
     }
 }

@@ -1,10 +1,19 @@
 //! The text of a plan, for people.
 
-use super::{Action, Form, Input, Over, Plan, Products, Splits, Sum, Sums, Target, Warps, WorkId};
+use super::{Action, Form, Input, Over, Plan, Products, Splits, Sum, Sums, Target, Tiling, Warps, WorkId};
 use std::fmt;
 
 fn write_gate(f: &mut fmt::Formatter<'_>, gate: Option<WorkId>) -> fmt::Result {
     gate.map_or(Ok(()), |gate| write!(f, " gate={gate}"))
+}
+
+fn write_target(f: &mut fmt::Formatter<'_>, target: Target) -> fmt::Result {
+    let (role, to) = match target {
+        Target::Out(to) => ("out", to),
+        Target::Residual(to) => ("residual", to),
+        Target::Best(to) => ("best", to),
+    };
+    write!(f, " {role}={to}")
 }
 
 impl fmt::Display for Plan {
@@ -75,12 +84,7 @@ impl fmt::Display for Plan {
                     if let Some(squares) = squares {
                         write!(f, " squares={squares}")?;
                     }
-                    let (role, to) = match target {
-                        Target::Out(to) => ("out", to),
-                        Target::Residual(to) => ("residual", to),
-                        Target::Best(to) => ("best", to),
-                    };
-                    write!(f, " {role}={to}")?;
+                    write_target(f, *target)?;
                     if let Some(Input { to, squares, .. }) = then {
                         write!(f, " then={to}")?;
                         if let Some(squares) = squares {
@@ -108,6 +112,22 @@ impl fmt::Display for Plan {
                     write!(f, "merge left={left} out={out} split={positions} splits={most}")?;
                     write_gate(f, *gate)?;
                 }
+                Action::Scores { x, out } => write!(f, "scores x={x} out={out}")?,
+                Action::Route { scores, choices, shares } => {
+                    write!(f, "route scores={scores} choices={choices} shares={shares}")?;
+                }
+                Action::Gather { x, choices, groups, places, out } => {
+                    write!(f, "gather x={x} choices={choices} groups={groups} places={places} out={out}")?;
+                }
+                Action::Experts { x, groups, out, pass, chunk } => {
+                    write!(f, "experts x={x} groups={groups} out={out} pass={pass} chunk={chunk}")?;
+                }
+                Action::Combine { x, places, shares, shared, gate, target } => {
+                    write!(f, "combine x={x} places={places} shares={shares}")?;
+                    shared.map_or(Ok(()), |shared| write!(f, " shared={shared}"))?;
+                    write_gate(f, *gate)?;
+                    write_target(f, *target)?;
+                }
             }
             f.write_str(if wave.meets { "" } else { " no-meeting" })?;
             writeln!(f, " order({})", wave.sums)?;
@@ -132,6 +152,13 @@ impl fmt::Display for Sums {
                 split.map_or(Ok(()), |positions| write!(f, " split={positions}"))
             }
             Sums::Splits { positions } => write!(f, "splits={positions}"),
+            Sums::Choice => write!(f, "choice"),
+            Sums::Nothing => write!(f, "nothing"),
+            Sums::Experts { granules, tile } => write!(f, "granules={granules} tile={tile}"),
+            Sums::Slots { slots, shared } => {
+                write!(f, "slots={slots}")?;
+                f.write_str(if *shared { " shared" } else { "" })
+            }
         }
     }
 }
@@ -142,6 +169,9 @@ impl fmt::Display for Over {
             Over::Rows { parts } => write!(f, "rows parts={parts}"),
             Over::Units { n, parts } => write!(f, "units n={n} parts={parts}"),
             Over::Heads { n, rows } => write!(f, "heads n={n} rows={rows}"),
+            Over::Items { parts, tiling: Tiling { rows, most } } => {
+                write!(f, "items parts={parts} rows={rows} most={most}")
+            }
         }
     }
 }

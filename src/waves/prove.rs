@@ -4,14 +4,18 @@
 //! counts of earlier meetings, or for packets of the wave before, which each SM has executed before it waits. Within an SM the loader fills chunks in the order in which consumers take them, because both walk the same shares
 //! or the same KV splits. The rules below check everything else. They trust nothing that [`super::derive`] computed.
 
+use super::experts::{
+    Chosen, SCORES_COLS, TILE_ROWS, TILE_UNITS, gather_scratch, is_combined, route_scratch, same_norm, scores_scratch,
+    unit_tiles_max,
+};
 use super::{
     Action, CHUNK_BLOCK_ROWS, Division, Form, HELD_AND_SUMS_MAX, Input, Layout, NormOf, Over, Plan, Products, Ragged,
-    Ring, STEP_ROWS_MAX, Share, Splits, Sum, Sums, TILE_WARPS, Target as Written, WIDE_UNITS, Warps, Wave, Work,
-    WorkId, sums_max, tile_sums_max, wide_tiles_max,
+    Ring, STEP_ROWS_MAX, Share, Splits, Sum, Sums, TILE_WARPS, Target as Written, Tiling, WIDE_UNITS, Warps, Wave,
+    Work, WorkId, sums_max, tile_sums_max, wide_tiles_max,
 };
 use crate::dtype::DType;
 use crate::format::Format;
-use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, Role};
+use crate::ir::op::{Attention, Combine, Epilogue, MatVec, NormAttr, Op, Role, Route};
 use crate::ir::program::{Grid, Space};
 use crate::ir::{BufferId, GridId};
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
@@ -238,6 +242,22 @@ enum Value {
     Squares(BufferId),
     /// The rotated queries of a grid of attention.
     Queries(GridId),
+    /// Where the slots of this choice have their places, as records of tiles and by row and slot.
+    Groups(BufferId),
+    Places(BufferId),
+    /// At each place of this choice, the row that has it: a residual, normalised or as it is.
+    Gathered {
+        of: BufferId,
+        norm: Option<NormOf>,
+        choices: BufferId,
+    },
+    /// At each place of this choice, what this exchange of the program has of the slot.
+    Slots {
+        of: BufferId,
+        choices: BufferId,
+    },
+    /// What the shared expert left in this exchange.
+    Shared(BufferId),
     /// The output of a product. The residual plus this output is the value of this exchange of the program.
     Addend(BufferId),
 }
@@ -284,7 +304,8 @@ impl Judge<'_> {
         };
         let cuts = self.plan.waves.iter().any(|wave| matches!(wave.action, Action::AttendRow { splits: Some(_), .. }));
         let split_bytes = if cuts { 48 } else { 0 };
-        let tiles = self.plan.waves.iter().any(|wave| wave.action.is_tiles());
+        let by_warpgroups = |wave: &Wave| wave.action.is_tiles() || matches!(wave.action, Action::Experts { .. });
+        let tiles = self.plan.waves.iter().any(by_warpgroups);
         let ring = |ring: Ring| u64::from(ring.slots) * u64::from(ring.slot_bytes);
         let rest = u64::from(m.scratch_bytes) + u64::from(m.state_bytes);
         let smem = ring(m.weights).saturating_add(ring(m.inputs)).saturating_add(rest);
@@ -349,7 +370,8 @@ impl Judge<'_> {
             self.violate("arena", None, "places that a wave cannot name");
         }
         // So has a byte in the input of a product.
-        let wide = |work: &&Work| work.layout.is_input() && work.bytes(self.plan.rows) > u64::from(u32::MAX);
+        let named = |work: &Work| work.layout.is_input() || matches!(work.layout, Layout::Grouped(_));
+        let wide = |work: &&Work| named(work) && work.bytes(self.plan.rows) > u64::from(u32::MAX);
         if let Some(work) = self.plan.work.iter().find(wide) {
             self.violate("arena", None, format!("`{}` has 4 GiB or more, expected places of 32 bits", work.name));
         }
@@ -454,9 +476,9 @@ impl Judge<'_> {
             return self.violate("bounds", Some(w), "a buffer or a division that does not exist");
         }
         let residual = match wave.action {
-            Action::Rows { residual, .. } | Action::MatMul { target: Written::Residual(residual), .. } => {
-                Some(residual)
-            }
+            Action::Rows { residual, .. }
+            | Action::MatMul { target: Written::Residual(residual), .. }
+            | Action::Combine { target: Written::Residual(residual), .. } => Some(residual),
             _ => None,
         };
         let both = |id: &&WorkId| writes.contains(id) && Some(**id) != residual;
@@ -523,6 +545,19 @@ impl Judge<'_> {
                 Some(Sums::History { tile, heads: a.heads_per_task, scratch_bytes, split })
             }
             (Action::Merge { splits, .. }, ..) => Some(Sums::Splits { positions: splits.positions }),
+            (Action::Scores { .. }, _, Op::MatVec(m)) => {
+                let (granules, groups) = (part_granules(m, program.format_of(grid), 1), self.plan.machine.warps);
+                Some(Sums::Product { parts: 1, granules, groups, paired: false, squares: 0, tiles: false })
+            }
+            (Action::Route { .. }, ..) => Some(Sums::Choice),
+            (Action::Gather { .. }, ..) => Some(Sums::Nothing),
+            (Action::Experts { x, .. }, _, Op::MatVec(m)) => {
+                let granules = u64::from(m.k).div_ceil(32 * granule_spans(m, program.format_of(grid)));
+                Sums::of_experts(granules as u32, &self.plan.work[x.index()])
+            }
+            (Action::Combine { shared, .. }, _, Op::Combine(combine)) => {
+                Some(Sums::Slots { slots: combine.slots, shared: shared.is_some() })
+            }
             // Another rule reports what is wrong with this wave.
             _ => None,
         };
@@ -581,24 +616,260 @@ impl Judge<'_> {
                 self.sums(residual, buffer(Role::Out)?, *width)?;
                 self.rows_end(wave, out)
             }
-            (Op::MatVec(m), waves) => self.matvec(grid, m, waves, first),
+            (Op::MatVec(m), waves) if m.epilogue == Epilogue::Scores => self.scores(grid, m, waves),
+            (Op::MatVec(m), waves) => match Chosen::of(&self.validated.schedule().program, grid) {
+                Some(chosen) => self.experts(grid, m, chosen, waves, first),
+                None => self.matvec(grid, m, waves, first),
+            },
+            (Op::Route(route), [wave]) => self.route(grid, route, wave),
+            (Op::Combine(combine), [wave]) => self.combine(grid, combine, wave),
             (Op::Attention(a), waves) => self.attention(id, grid, a, waves, is_last),
             _ => no("expected other waves of this op"),
+        }
+    }
+
+    /// Takes a wave of rows that norms, if it is the first one.
+    fn normed<'w>(&mut self, waves: &'w [Wave]) -> Result<&'w [Wave], String> {
+        let [rows, rest @ ..] = waves else { return Ok(waves) };
+        let Action::Rows { residual, sum: None, out: Some(out) } = rows.action else { return Ok(waves) };
+        if self.residual.map(|(id, _)| id) != Some(residual) {
+            return Err("another residual".to_string());
+        }
+        self.rows_end(rows, Some(out))?;
+        Ok(rest)
+    }
+
+    /// Expects optional rows that norm, then scores: 16 rows and some columns of each task, whose sums meet in scratch.
+    fn scores(&mut self, grid: &Grid, m: &MatVec, waves: &[Wave]) -> Result<(), String> {
+        let [wave] = self.normed(waves)? else { return Err("expected scores".to_string()) };
+        let Action::Scores { x, out } = wave.action else { return Err("expected scores".to_string()) };
+        self.input(grid, m, (x, Layout::Operand), None)?;
+        if self.validated.schedule().program.format_of(grid) != Format::plain(DType::Bf16) {
+            return Err("weights of a router that are not bf16".to_string());
+        }
+        self.layout(out, Layout::Rows(DType::F32), m.rows)?;
+        self.over(wave, Over::Heads { n: m.rows.div_ceil(SCORES_COLS), rows: 16 })?;
+        self.scratch(scores_scratch(self.plan.machine.warps), "sums of scores")?;
+        let to = grid.operand(Role::Out).ok_or("an operand is missing")?.buffer;
+        self.holds.insert(out, Value::Exchange(to));
+        Ok(())
+    }
+
+    fn scratch(&self, bytes: u32, what: &str) -> Result<(), String> {
+        if bytes <= self.plan.machine.scratch_bytes { Ok(()) } else { Err(format!("{what} that no scratch holds")) }
+    }
+
+    /// A choice: each row by itself. The op says that ids are below the number of experts, and distinct in a row.
+    fn route(&mut self, grid: &Grid, route: &Route, wave: &Wave) -> Result<(), String> {
+        let buffer = |role: Role| grid.operand(role).map(|operand| operand.buffer).ok_or("an operand is missing");
+        let Action::Route { scores, choices, shares } = wave.action else {
+            return Err("expected a choice".to_string());
+        };
+        let x = buffer(Role::X)?;
+        self.holds(scores, Value::Exchange(x))?;
+        self.layout(scores, Layout::Rows(DType::F32), self.cols(x))?;
+        self.layout(choices, Layout::Rows(DType::I32), route.top_k)?;
+        self.layout(shares, Layout::Rows(DType::F32), route.top_k)?;
+        self.over(wave, Over::Rows { parts: 1 })?;
+        if route.top_k > 32 || route.top_k > route.experts {
+            return Err("more slots than lanes or experts".to_string());
+        }
+        self.scratch(route_scratch(route, self.plan.machine.warps), "keys of experts")?;
+        self.holds.insert(choices, Value::Exchange(buffer(Role::Out)?));
+        self.holds.insert(shares, Value::Exchange(buffer(Role::Shares)?));
+        Ok(())
+    }
+
+    /// Expects a product of the places of each tile. Before the first one of a layer also optional rows that norm, and a wave that finds the places.
+    ///
+    /// For every choice each slot of each row has exactly one place: the places of an expert begin with a tile of its own, and within them a slot has as
+    /// many before it as there are earlier slots with that expert. The number of a tile is below `Tiling::most`, so its places are in bounds. The
+    /// device numbers items by the same records, and gives each to one SM. All SMs meet between the choice and its use.
+    fn experts(&mut self, grid: &Grid, m: &MatVec, chosen: Chosen, waves: &[Wave], first: usize) -> Result<(), String> {
+        let no = |what: &str| Err(what.to_string());
+        let buffer = |role: Role| grid.operand(role).map(|operand| operand.buffer).ok_or("an operand is missing");
+        let rest = self.normed(waves)?;
+        let rest = match rest {
+            [gather, rest @ ..] if matches!(gather.action, Action::Gather { .. }) => {
+                self.gather(grid, m, chosen, gather)?;
+                rest
+            }
+            _ if rest.len() < waves.len() => return no("rows that no wave gathers"),
+            _ => rest,
+        };
+        let [wave] = rest else { return no("expected a product of experts") };
+        let Action::Experts { x, groups, out, pass, chunk } = wave.action else {
+            return no("expected a product of experts");
+        };
+        let Layout::Grouped(tiling) = self.plan.work[x.index()].layout else {
+            return no("an input that is not by place");
+        };
+        let (of, choices, expected) = (buffer(Role::X)?, chosen.choices, m.norm.map(|norm| norm_of(grid, norm)));
+        match self.holds.get(&x) {
+            Some(Value::Slots { of: slots, choices: by }) if (*slots, *by) == (of, choices) && expected.is_none() => {}
+            Some(Value::Gathered { of: rows, norm, choices: by })
+                if (*rows, *by) == (of, choices) && *norm == expected => {}
+            found => return Err(format!("{x} holds {found:?}, expected the input of the product")),
+        }
+        if m.own_input || buffer(Role::Choices)? != choices {
+            return no("another choice, or an input that is no exchange");
+        }
+        self.layout(x, Layout::Grouped(tiling), m.k)?;
+        self.holds(groups, Value::Groups(choices))?;
+        self.layout(groups, Layout::Groups(tiling), 4)?;
+        let (layout, cols) = match m.epilogue {
+            Epilogue::Store => (Layout::Placed(tiling), m.rows),
+            Epilogue::Gated(_) | Epilogue::Clamped(_) => (Layout::Grouped(tiling), m.rows / 2),
+            Epilogue::Act(_) => (Layout::Grouped(tiling), m.rows),
+            _ => return no("an epilogue that experts do not have"),
+        };
+        if !m.rows.is_multiple_of(4) && layout != Layout::Placed(tiling) || !cols.is_multiple_of(2) {
+            return no("an odd number of columns");
+        }
+        self.layout(out, layout, cols)?;
+        let format = self.validated.schedule().program.format_of(grid);
+        if format.is_plain() && format != Format::plain(DType::Bf16) || format.has_minima() {
+            return no("weights that are neither bf16 nor codes without minima");
+        }
+        let parts = m.units().div_ceil(pass.max(1));
+        self.over(wave, Over::Items { parts, tiling })?;
+        for what in self.ring_of_experts(m, format, chosen, (tiling, pass, chunk)) {
+            self.violate("ring", Some(first + waves.len() - 1), what);
+        }
+        self.holds.insert(out, Value::Slots { of: buffer(Role::Out)?, choices });
+        Ok(())
+    }
+
+    /// A wave that finds places: room for every choice, and counts of all experts in scratch.
+    fn gather(&mut self, grid: &Grid, m: &MatVec, chosen: Chosen, wave: &Wave) -> Result<(), String> {
+        let Action::Gather { x, choices: ids, groups, places, out } = wave.action else {
+            return Err("expected rows that are gathered".to_string());
+        };
+        let Chosen { experts, slots, choices } = chosen;
+        self.input(grid, m, (x, Layout::Operand), None)?;
+        self.holds(ids, Value::Exchange(choices))?;
+        self.layout(ids, Layout::Rows(DType::I32), slots)?;
+        let Layout::Grouped(tiling) = self.plan.work[out.index()].layout else {
+            return Err("an output that is not by place".to_string());
+        };
+        let least = Tiling::of(self.plan.rows, slots, experts, tiling.rows);
+        if !TILE_ROWS.contains(&tiling.rows) || tiling.most < least.most || tiling.places() > u64::from(u32::MAX) {
+            return Err(format!("{} tiles of {} places, expected {} at least", tiling.most, tiling.rows, least.most));
+        }
+        self.layout(out, Layout::Grouped(tiling), m.k)?;
+        self.layout(groups, Layout::Groups(tiling), 4)?;
+        self.layout(places, Layout::Rows(DType::I32), slots)?;
+        self.over(wave, Over::Rows { parts: 1 })?;
+        self.scratch(gather_scratch(experts), "counts of experts")?;
+        let of = grid.operand(Role::X).ok_or("an operand is missing")?.buffer;
+        self.holds.insert(groups, Value::Groups(choices));
+        self.holds.insert(places, Value::Places(choices));
+        let norm = m.norm.map(|norm| norm_of(grid, norm));
+        self.holds.insert(out, Value::Gathered { of, norm, choices });
+        Ok(())
+    }
+
+    /// The faults in how a block multiplies experts. Both warpgroups have two units of each 16 for each warp; parts of the units of an expert are nearly
+    /// equal, and none is longer than a pass.
+    fn ring_of_experts(
+        &self,
+        m: &MatVec,
+        format: Format,
+        chosen: Chosen,
+        (tiling, pass, chunk): (Tiling, u32, u32),
+    ) -> Vec<String> {
+        let machine = &self.plan.machine;
+        let padded = u64::from(pass).next_multiple_of(u64::from(TILE_UNITS));
+        let bytes = padded.saturating_mul(u64::from(chunk)).saturating_mul(u64::from(format.granule_bytes()));
+        let of_input = u64::from(chunk).saturating_mul(granule_spans(m, format)) * u64::from(tiling.rows) * 64;
+        let tiles = unit_tiles_max(tiling.rows, format.groups.is_some());
+        let rows = u64::from(chosen.experts) * u64::from(m.units()) * 8;
+        let parts = u64::from(m.units().div_ceil(pass.max(1)));
+        let wrong = [
+            (m.parts() != 1, "of units of fewer than eight rows".to_string()),
+            (
+                if format.is_plain() { chunk != 2 } else { chunk != 1 },
+                "expected chunks of 64 of k, or of a granule of codes".to_string(),
+            ),
+            (
+                pass == 0 || padded / u64::from(TILE_UNITS) > tiles.into(),
+                format!("a pass of {pass} units, whose sums no lane has"),
+            ),
+            (pass > 96, "more units of a pass than lanes copy".to_string()),
+            (
+                bytes > u64::from(machine.weights.slot_bytes),
+                format!("{bytes} bytes of a pass of {pass} units, which no slot holds"),
+            ),
+            (of_input > u64::from(machine.inputs.slot_bytes), "a chunk of a tile, which no slot holds".to_string()),
+            (
+                rows > u64::from(u32::MAX) || (u64::from(tiling.most) + 1) * parts.max(1) > u64::from(u32::MAX),
+                "more rows of all experts, or items, than 32 bits count".to_string(),
+            ),
+            (
+                u64::from(m.units()).saturating_mul(parts) > u64::from(u32::MAX),
+                "more units than 32 bits divide".to_string(),
+            ),
+        ];
+        wrong.into_iter().filter(|(wrong, _)| *wrong).map(|(_, what)| format!("experts: {what}")).collect()
+    }
+
+    /// The sum over slots, each at its place, and of the shared expert.
+    fn combine(&mut self, grid: &Grid, combine: &Combine, wave: &Wave) -> Result<(), String> {
+        let no = |what: &str| Err(what.to_string());
+        let buffer = |role: Role| grid.operand(role).map(|operand| operand.buffer).ok_or("an operand is missing");
+        let Action::Combine { x, places, shares, shared, gate, target } = wave.action else {
+            return no("expected a sum over slots");
+        };
+        let Combine { width, slots, shared: scale, scale: _, adds } = *combine;
+        let made = buffer(Role::X)?;
+        let Some(&Value::Slots { of, choices }) = self.holds.get(&x) else {
+            return Err(format!("{x} holds {:?}, expected what experts made", self.holds.get(&x)));
+        };
+        let Layout::Placed(tiling) = self.plan.work[x.index()].layout else {
+            return no("slots that are not by place");
+        };
+        if of != made || !width.is_multiple_of(8) {
+            return no("the slots of other experts, or rows that are no whole pieces of 8");
+        }
+        self.layout(x, Layout::Placed(tiling), width)?;
+        self.holds(places, Value::Places(choices))?;
+        self.layout(places, Layout::Rows(DType::I32), slots)?;
+        self.holds(shares, Value::Exchange(buffer(Role::Shares)?))?;
+        self.layout(shares, Layout::Rows(DType::F32), slots)?;
+        match (scale, shared) {
+            (None, None) => {}
+            (Some(_), Some(shared)) => {
+                self.holds(shared, Value::Shared(made))?;
+                self.layout(shared, Layout::Rows(DType::Bf16), width)?;
+            }
+            _ => return no("a shared expert, or none"),
+        }
+        match (grid.operand(Role::Gate), gate) {
+            (None, None) => {}
+            (Some(of), Some(gate)) => {
+                self.holds(gate, Value::Exchange(of.buffer))?;
+                self.layout(gate, Layout::Rows(DType::F32), self.cols(of.buffer))?;
+            }
+            _ => return no("the gate of a shared expert, or none"),
+        }
+        self.over(wave, Over::Rows { parts: 1 })?;
+        match target {
+            Written::Residual(residual) if adds => self.sums(residual, buffer(Role::Out)?, width),
+            Written::Out(out) if !adds => {
+                self.layout(out, Layout::Parts(1), width)?;
+                self.holds.insert(out, Value::Exchange(buffer(Role::Out)?));
+                Ok(())
+            }
+            _ => no("a sum that goes elsewhere than in the program"),
         }
     }
 
     /// Expects optional rows that norm, then a product. If the product leaves an addend in parts, expects rows that add it.
     fn matvec(&mut self, grid: &Grid, m: &MatVec, mut waves: &[Wave], mut first: usize) -> Result<(), String> {
         let no = |what: &str| Err(what.to_string());
-        if let [rows, rest @ ..] = waves
-            && let Action::Rows { residual, sum: None, out: Some(out) } = rows.action
-        {
-            if self.residual.map(|(id, _)| id) != Some(residual) {
-                return no("another residual");
-            }
-            self.rows_end(rows, Some(out))?;
-            (waves, first) = (rest, first + 1);
-        }
+        let rest = self.normed(waves)?;
+        first += waves.len() - rest.len();
+        waves = rest;
         let [product, rest @ ..] = waves else { return no("expected a product") };
         self.product(grid, m, product, first)?;
         let (Epilogue::Residual { scale }, Action::MatMul { target: Written::Out(parts), .. }) =
@@ -909,11 +1180,12 @@ impl Judge<'_> {
     ) -> Result<(), String> {
         let input = grid.operand(Role::X).ok_or("an operand is missing")?.buffer;
         self.layout(x, layout, m.k)?;
+        let program = &self.validated.schedule().program;
         let found = self.holds.get(&x).copied();
         let expected = m.norm.map(|norm| norm_of(grid, norm));
         let same = match (found, squares) {
             (Some(Value::Exchange(of)), None) => of == input && m.norm.is_none(),
-            (Some(Value::Normed(of, norm)), None) => of == input && norm == expected,
+            (Some(Value::Normed(of, norm)), None) => of == input && same_norm(program, norm, expected),
             (Some(Value::Weighted(of, norm)), Some(squares)) => {
                 self.holds(squares, Value::Squares(of))?;
                 if !matches!(self.plan.work[squares.index()].layout, Layout::Parts(_)) {
@@ -959,10 +1231,21 @@ impl Judge<'_> {
         if then.is_some() && !target.is_paired(parts) {
             return Err("the input of the next product, of a product that has no whole residual in pairs".to_string());
         }
+        self.written(grid, m, (wave, product), w)
+    }
+
+    /// What a product leaves, by its epilogue.
+    fn written(&mut self, grid: &Grid, m: &MatVec, (wave, product): (&Wave, Product), w: usize) -> Result<(), String> {
+        let program = &self.validated.schedule().program;
+        let Action::MatMul { target, then, .. } = wave.action else {
+            return Err("expected a product".to_string());
+        };
+        let buffer = |role: Role| grid.operand(role).map(|operand| operand.buffer).ok_or("an operand is missing");
+        let parts = product.parts;
         match (m.epilogue, target) {
             (Epilogue::Residual { .. }, Written::Residual(residual)) => {
                 if parts > 1 {
-                    self.paired(wave, m, Product { pass, chunk, warps, parts })?;
+                    self.paired(wave, m, product)?;
                 }
                 self.sums(residual, buffer(Role::Out)?, m.rows)?;
                 self.then(then)
@@ -972,7 +1255,7 @@ impl Judge<'_> {
                 self.holds.insert(out, Value::Addend(buffer(Role::Out)?));
                 Ok(())
             }
-            (Epilogue::Store, Written::Out(out)) if parts > 1 => {
+            (Epilogue::Store, Written::Out(out)) if parts > 1 && !is_combined(program, buffer(Role::Out)?) => {
                 let to = buffer(Role::Out)?;
                 let packets = self.plan.form.decides() && self.plan.holds_packets(out);
                 let layout = if packets { Layout::Packets(parts) } else { Layout::Parts(parts) };
@@ -981,6 +1264,12 @@ impl Judge<'_> {
                     return Err("an odd number of columns".to_string());
                 }
                 self.holds.insert(out, Value::Exchange(to));
+                Ok(())
+            }
+            // A shared expert leaves its output beside the slots of the others.
+            (Epilogue::Store, Written::Out(out)) if is_combined(program, buffer(Role::Out)?) && parts == 1 => {
+                self.layout(out, Layout::Rows(DType::Bf16), m.rows)?;
+                self.holds.insert(out, Value::Shared(buffer(Role::Out)?));
                 Ok(())
             }
             (Epilogue::Store | Epilogue::Act(_) | Epilogue::Gated(_), Written::Out(out)) if parts == 1 => {
@@ -1249,6 +1538,11 @@ fn lo_hi(shares: &[Vec<Share>]) -> Vec<Vec<(u32, u32)>> {
 /// Checks that the shares cover each launch index of each of `rows` rows exactly once.
 fn partitions(over: Over, rows: u32, block_rows: u32, of_sms: &[Vec<Share>]) -> Result<(), String> {
     let (n, aligned) = match over {
+        // Devices deal items out.
+        Over::Items { .. } => {
+            let shares = of_sms.iter().map(Vec::len).sum::<usize>();
+            return if shares == 0 { Ok(()) } else { Err(format!("{shares} shares of items that devices deal out")) };
+        }
         Over::Rows { parts } => (parts, 1),
         Over::Units { n, parts } => (n.saturating_mul(parts), block_rows),
         Over::Heads { n, rows } => (n, rows),

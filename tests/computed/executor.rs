@@ -8,14 +8,18 @@ use std::collections::BTreeMap;
 use std::ops::{Range, RangeInclusive};
 
 use monobloc::dtype::DType;
-use monobloc::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role};
+use monobloc::ir::op::{Attention, Combine, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role};
 use monobloc::ir::program::{Content, Grid, Part, Program};
 use monobloc::ir::{BufferId, GridId};
 use monobloc::model::config::Imported;
 use monobloc::model::graph::ModelGraph;
 use monobloc::random::Random;
-use monobloc::reference::{Session, act, norm_values, query_factor, rope_apply, softcap, softmax};
-use monobloc::waves::{Action, Form, Input, Layout, NormOf, Over, Plan, Share, Splits, Sum, Target, Wave, WorkId};
+use monobloc::reference::{
+    Session, act, choose, norm_values, query_factor, rope_apply, scores, sigmoid, slot_weights, softcap, softmax,
+};
+use monobloc::waves::{
+    Action, Form, Input, Layout, NormOf, Over, Plan, Share, Splits, Sum, Target, Tiling, Wave, WorkId,
+};
 
 /// Keys or values of a layer: for each position, all KV heads.
 pub type Rows = Vec<Vec<f64>>;
@@ -365,7 +369,11 @@ impl Step<'_> {
         assert!(col < cols, "column {col} of {}", work.name);
         first
             + match work.layout {
-                Layout::Rows(DType::F32) => (row * cols + col) * 2,
+                Layout::Rows(DType::F32 | DType::I32) => (row * cols + col) * 2,
+                Layout::Groups(_) => (row * cols + col) * 2,
+                // Each place by itself: in which order warpgroups read it says the kernel.
+                Layout::Grouped(_) => row * cols.next_multiple_of(128) + col,
+                Layout::Placed(_) => row * cols + col,
                 Layout::Rows(_) => row * cols + col,
                 Layout::Parts(_) | Layout::Packets(_) => self.part_cell(id, 0, row, col),
                 Layout::Splits(most) => (row * most as usize * cols + col) * 2,
@@ -409,9 +417,14 @@ impl Step<'_> {
                 let value = |part, col| self.arena.get(of(part, col)).copied().unwrap_or(f64::NAN);
                 cols.map(|col| (0..parts as usize).map(|part| value(part, col)).sum()).collect()
             }
-            Layout::Rows(_) | Layout::Operand | Layout::Tiles | Layout::Best | Layout::Splits(_) => {
-                cols.map(|col| self.get(id, row, col)).collect()
-            }
+            Layout::Rows(_)
+            | Layout::Operand
+            | Layout::Tiles
+            | Layout::Best
+            | Layout::Splits(_)
+            | Layout::Groups(_)
+            | Layout::Grouped(_)
+            | Layout::Placed(_) => cols.map(|col| self.get(id, row, col)).collect(),
         }
     }
 
@@ -420,7 +433,8 @@ impl Step<'_> {
     }
 
     fn set(&mut self, id: WorkId, row: usize, col: usize, value: f64) {
-        let wide = self.plan.work[id.index()].layout == Layout::Rows(DType::F32);
+        let layout = self.plan.work[id.index()].layout;
+        let wide = matches!(layout, Layout::Rows(DType::F32 | DType::I32) | Layout::Groups(_));
         self.put(self.cell(id, row, col), value, if wide { 2 } else { 1 });
     }
 
@@ -476,6 +490,9 @@ impl Step<'_> {
         {
             return self.pairs(wave, &grid, m, shares);
         }
+        if let (&Action::Experts { x, groups, out, pass, .. }, Op::MatVec(m)) = (&wave.action, &grid.op) {
+            return self.experts(&grid, m, (x, groups, out), m.units().div_ceil(pass));
+        }
         let mut best = vec![vec![(f64::NEG_INFINITY, f64::from(i32::MAX)); self.plan.rows as usize]; sms];
         for (sm, share) in shares {
             match (&wave.action, &grid.op) {
@@ -501,6 +518,14 @@ impl Step<'_> {
                     self.attend_row(&grid, a, (x, out, tile, splits), share, caches);
                 }
                 (&Action::Merge { out, splits, gate }, Op::Attention(a)) => self.merge(a, (out, gate), splits, share),
+                (&Action::Scores { x, out }, Op::MatVec(m)) => self.scores(&grid, m, (x, out), share),
+                (&Action::Route { scores, choices, shares }, _) => {
+                    self.route(wave.grid, (scores, choices, shares), share);
+                }
+                (&Action::Gather { x, choices, groups, places, out }, _) => {
+                    self.gather((x, choices), (groups, places, out), share);
+                }
+                (&Action::Combine { .. }, Op::Combine(combine)) => self.combine(&grid, combine, &wave.action, share),
                 _ => panic!("a wave of another op than its grid has"),
             }
         }
@@ -510,6 +535,143 @@ impl Step<'_> {
                     let at = self.cell(id, row, sm);
                     self.put(at, score, 2);
                     self.put(at + 2, token, 2);
+                }
+            }
+        }
+    }
+
+    /// Columns of scores, 32 for each launch index.
+    fn scores(&mut self, grid: &Grid, m: &MatVec, (x, out): (WorkId, WorkId), share: &Share) {
+        let bias = grid.operand(Role::Bias).map(|bias| self.vector(bias.buffer));
+        let mut multiplied = self.multiplied(grid, m, (x, None), (u32::MAX, 1), share);
+        for col in share.lo * 32..(share.hi * 32).min(m.rows) {
+            let bias = bias.as_ref().map_or(0.0, |bias| f64::from(bias[col as usize]));
+            let y = multiplied.with_row(self, col);
+            self.rows(share).zip(y).for_each(|(row, y)| self.set(out, row, col as usize, y + bias));
+        }
+    }
+
+    /// What the router of the layer says, which has as many routers before it as the grid.
+    fn route(&mut self, grid: GridId, (from, choices, shares): (WorkId, WorkId, WorkId), share: &Share) {
+        let before = self.program.grids[..grid.index()].iter().filter(|grid| matches!(grid.op, Op::Route(_))).count();
+        let experts = self.imported.graph.layers.iter().filter_map(|layer| layer.feed.experts()).nth(before);
+        let (router, weights) = (&experts.expect("a router").router, &self.imported.weights);
+        for row in self.rows(share) {
+            let logits = self.read_of(from, row, 0..router.linear.rows as usize);
+            let by = scores(router, &logits);
+            let chosen = choose(weights, router, &by);
+            self.write(choices, row, &chosen.iter().map(|id| f64::from(*id)).collect::<Vec<_>>());
+            self.write(shares, row, &slot_weights(router, &by, &chosen));
+        }
+    }
+
+    /// Finds the places of all slots in the order of experts, rows and slots; stores those of its rows, and copies these there.
+    fn gather(
+        &mut self,
+        (x, choices): (WorkId, WorkId),
+        (groups, places, out): (WorkId, WorkId, WorkId),
+        share: &Share,
+    ) {
+        let Layout::Grouped(Tiling { rows: tile, most }) = self.plan.work[out.index()].layout else {
+            panic!("rows that are gathered elsewhere")
+        };
+        let mut of: BTreeMap<usize, Vec<(usize, usize)>> = BTreeMap::new();
+        for row in 0..self.rows.len() {
+            for (slot, id) in self.read(choices, row).into_iter().enumerate() {
+                of.entry(id as usize).or_default().push((row, slot));
+            }
+        }
+        let own = self.rows(share);
+        let mut first = 0;
+        for (expert, pairs) in of {
+            let tiles = pairs.len().div_ceil(tile as usize);
+            for (n, (row, slot)) in pairs.iter().copied().enumerate().filter(|(_, (row, _))| own.contains(row)) {
+                let place = first * tile as usize + n;
+                self.set(places, row, slot, place as f64);
+                let x = self.read(x, row);
+                self.write(out, place, &x);
+            }
+            if share.row == 0 {
+                let record = [expert, first, tiles, pairs.len()].map(|value| value as f64);
+                (first..first + tiles).for_each(|tile| self.write(groups, 1 + tile, &record));
+            }
+            first += tiles;
+        }
+        assert!(first <= most as usize, "{first} tiles, room for {most}");
+        if share.row == 0 {
+            self.set(groups, 0, 0, first as f64);
+        }
+    }
+
+    /// Every item, whichever SM has it. Units are in `parts` nearly equal parts.
+    fn experts(&mut self, grid: &Grid, m: &MatVec, (x, groups, out): (WorkId, WorkId, WorkId), parts: u32) {
+        let Content::Rows { parts: tensors, .. } = self.content(operand(grid, Role::Weight)).clone() else {
+            panic!("rows")
+        };
+        let Layout::Grouped(Tiling { rows: tile, .. }) = self.plan.work[x.index()].layout else {
+            panic!("rows by place")
+        };
+        let bias = grid.operand(Role::Bias).map(|bias| self.vector(bias.buffer));
+        let mut weights = vec![0.0; m.k as usize];
+        let items = self.get(groups, 0, 0) as u32 * parts;
+        let (cols, per_unit) = if m.epilogue.is_gated() { (m.rows / 2, 4) } else { (m.rows, m.unit_rows) };
+        for n in 0..items {
+            let record: Vec<u32> = self.read(groups, 1 + (n / parts) as usize).into_iter().map(|v| v as u32).collect();
+            let [expert, first, tiles, slots] = record[..] else { panic!("a record") };
+            let within = n - first * parts;
+            let (part, at) = (within / tiles, within % tiles);
+            let places = (first + at) * tile..(first + at) * tile + (slots - at * tile).min(tile);
+            let inputs: Vec<Vec<f64>> = places.clone().map(|place| self.read(x, place as usize)).collect();
+            let mut product = |step: &Self, r: u32| -> Vec<f64> {
+                let row = expert * m.rows + r;
+                step.matrix_row(&tensors, row, &mut weights);
+                let weights: Vec<f64> = weights.iter().map(|w| f64::from(*w)).collect();
+                let bias = bias.as_ref().map_or(0.0, |bias| f64::from(bias[row as usize]));
+                inputs.iter().map(|x| dot(x, &weights) + bias).collect()
+            };
+            let [lo, hi] = [part, part + 1].map(|part| m.units() * part / parts * per_unit);
+            for col in lo..hi.min(cols) {
+                let mut y = product(self, col);
+                match m.epilogue {
+                    Epilogue::Gated(kind) => {
+                        let up = product(self, cols + col);
+                        y.iter_mut().zip(up).for_each(|(y, up)| *y = act(kind, *y) * up);
+                    }
+                    Epilogue::Clamped(swiglu) => {
+                        let (alpha, limit) = (f64::from(swiglu.alpha), f64::from(swiglu.limit));
+                        let up = product(self, cols + col);
+                        y.iter_mut().zip(up).for_each(|(y, up)| {
+                            let gate = y.min(limit);
+                            *y = (up.clamp(-limit, limit) + 1.0) * gate * sigmoid(alpha * gate);
+                        });
+                    }
+                    Epilogue::Act(kind) => y.iter_mut().for_each(|y| *y = act(kind, *y)),
+                    _ => {}
+                }
+                places.clone().zip(y).for_each(|(place, y)| self.set(out, place as usize, col as usize, y));
+            }
+        }
+    }
+
+    /// The slots of a row in their order, each at its place, then the shared expert.
+    fn combine(&mut self, grid: &Grid, combine: &Combine, action: &Action, share: &Share) {
+        let &Action::Combine { x, places, shares, shared, gate, target } = action else { unreachable!() };
+        for row in self.rows(share) {
+            let mut sum = vec![0.0; combine.width as usize];
+            let mut add = |by: f64, y: Vec<f64>| sum.iter_mut().zip(y).for_each(|(sum, y)| *sum += by * y);
+            for (place, by) in self.read(places, row).into_iter().zip(self.read(shares, row)) {
+                add(by, self.read(x, place as usize));
+            }
+            if let Some((of, scale)) = shared.zip(combine.shared) {
+                let column = grid.operand(Role::Gate).map_or(0, |gate| gate.cols.base as usize);
+                let by = gate.map_or(1.0, |gate| sigmoid(self.get(gate, row, column)));
+                add(f64::from(scale) * by, self.read(of, row));
+            }
+            for (col, y) in sum.into_iter().enumerate() {
+                let y = f64::from(combine.scale) * y;
+                match target {
+                    Target::Out(out) => self.put_part(out, 0, row, col, y),
+                    Target::Residual(id) | Target::Best(id) => self.set(id, row, col, self.get(id, row, col) + y),
                 }
             }
         }

@@ -76,6 +76,7 @@ mod tokens;
 mod tune;
 mod unwritten;
 mod waves;
+mod waves_experts;
 mod waves_pairs;
 mod wrappers;
 

@@ -138,7 +138,7 @@ pub fn stored(imported: &Imported) -> (tempfile::TempDir, Imported) {
 }
 
 /// The values to which its weights are rounded, in a file: a session reads all weights for each token, and would round them each time.
-fn values_of(imported: &Imported) -> (tempfile::TempDir, Weights) {
+pub fn values_of(imported: &Imported) -> (tempfile::TempDir, Weights) {
     let folder = tempfile::tempdir().unwrap();
     // A rounded copy has the name of its tensor.
     let name_of = |id: TensorId, tensor: &Tensor| format!("{id} {}", tensor.name);
@@ -919,6 +919,12 @@ impl Mutants<'_> {
                     let action = Action::AttendRow { x, out: x, tile: 16, splits };
                     self.add(format!("w{w} in place"), Some("in-place"), |p| p.waves[w].action = action);
                 }
+                // `waves_experts` has the attributes of the last two.
+                Action::Scores { .. }
+                | Action::Route { .. }
+                | Action::Gather { .. }
+                | Action::Experts { .. }
+                | Action::Combine { .. } => {}
             }
         }
     }
@@ -1410,6 +1416,12 @@ impl Mutants<'_> {
                     let some = [(0, rows), (n - 1, rows), (n + 1, rows), (n, 0), (n, rows / 2), (n, 3), (n, u32::MAX)];
                     some.into_iter().chain([(n, rows * 2)]).map(|(n, rows)| Over::Heads { n, rows }).collect()
                 }
+                Over::Items { .. } => {
+                    let share = Share { row: 0, rows: 1, lo: 0, hi: 1 };
+                    self.add(format!("d{d} with a share"), wrong, |p| p.divisions[d].shares[0][0].push(share));
+                    self.add(format!("d{d} as rows"), wrong, |p| p.divisions[d].over = Over::Rows { parts: 1 });
+                    continue;
+                }
             };
             for other in others {
                 self.add(format!("d{d} over {other:?}"), wrong, |p| p.divisions[d].over = other);
@@ -1579,6 +1591,18 @@ fn works(action: &mut Action) -> Vec<&mut WorkId> {
             [x, out].into_iter().chain(splits.as_mut().map(|splits| &mut splits.left)).collect()
         }
         Action::Merge { out, splits, gate } => [out, &mut splits.left].into_iter().chain(gate).collect(),
+        Action::Scores { x, out } => vec![x, out],
+        Action::Route { scores, choices, shares } => vec![scores, choices, shares],
+        Action::Gather { x, choices, groups, places, out } => vec![x, choices, groups, places, out],
+        Action::Experts { x, groups, out, .. } => vec![x, groups, out],
+        Action::Combine {
+            x,
+            places,
+            shares,
+            shared,
+            gate,
+            target: Written::Out(id) | Written::Residual(id) | Written::Best(id),
+        } => [x, places, shares, id].into_iter().chain(shared).chain(gate).collect(),
     }
 }
 
@@ -1721,6 +1745,14 @@ fn other_orders(sums: Sums) -> Vec<Sums> {
             all(&[tile, heads, scratch_bytes]).into_iter().map(of).chain(splits).collect()
         }
         Sums::Splits { positions } => all(&[positions]).into_iter().map(|n| Sums::Splits { positions: n[0] }).collect(),
+        Sums::Choice | Sums::Nothing => vec![],
+        Sums::Experts { granules, tile } => {
+            all(&[granules, tile]).into_iter().map(|n| Sums::Experts { granules: n[0], tile: n[1] }).collect()
+        }
+        Sums::Slots { slots, shared } => {
+            let others = all(&[slots]).into_iter().map(|n| Sums::Slots { slots: n[0], shared });
+            others.chain([Sums::Slots { slots, shared: !shared }]).collect()
+        }
     }
 }
 
@@ -2267,7 +2299,7 @@ fn decoded(imported: &Imported, text: &[u32], count: usize) -> (Vec<u32>, Vec<[R
 }
 
 /// Three sequences of different lengths are read, one of them while the others decode; then all decode together for some steps.
-fn run_steps(imported: &Imported, validated: &Validated, plan: &Plan, seed: u64) {
+pub fn run_steps(imported: &Imported, validated: &Validated, plan: &Plan, seed: u64) {
     let program = &validated.schedule().program;
     let texts: Vec<Vec<u32>> = [(11, 3), (2, 40), (6, 7)]
         .map(|(count, from)| tokens(imported, from + count)[from as usize..].to_vec())
@@ -2539,7 +2571,7 @@ fn a_wrong_plan_computes_something_else() {
 type Launch = (Vec<abi::Row>, u32);
 
 /// Rows of a sequence with these tokens, from a position on. `Err(from)`: the token that row `from` decided.
-fn rows_of(sequence: u32, position: u32, tokens: &[Result<u32, u32>]) -> Vec<abi::Row> {
+pub fn rows_of(sequence: u32, position: u32, tokens: &[Result<u32, u32>]) -> Vec<abi::Row> {
     let row = |(position, token): (u32, &Result<u32, u32>)| {
         let (token, from) = token.map_or_else(|from| (-1, from), |token| (token as i32, 0));
         abi::Row { sequence, position, token, from, ..bytemuck::Zeroable::zeroed() }
@@ -2547,23 +2579,23 @@ fn rows_of(sequence: u32, position: u32, tokens: &[Result<u32, u32>]) -> Vec<abi
     (position..).zip(tokens).map(row).collect()
 }
 
-fn given(tokens: &[u32]) -> Vec<Result<u32, u32>> {
+pub fn given(tokens: &[u32]) -> Vec<Result<u32, u32>> {
     tokens.iter().map(|token| Ok(*token)).collect()
 }
 
 /// The memory after a run of a generated kernel.
-struct Ran {
-    cache: Vec<u8>,
+pub struct Ran {
+    pub cache: Vec<u8>,
     /// The arena.
     work: Vec<u8>,
     /// For steps, the tokens of each row: those with which each step began, and those that the last one decided.
-    tokens: Vec<i32>,
+    pub tokens: Vec<i32>,
     /// The logits of each row in the last step of each launch, as bits.
-    logits: Vec<u32>,
+    pub logits: Vec<u32>,
 }
 
 /// Runs the generated kernel for this CPU. `None` without a compiler. `pages` has the page of each block of positions of each sequence.
-fn run_kernel(imported: &Imported, proven: &Proven<'_>, launches: &[Launch], pages: &[u32]) -> Option<Ran> {
+pub fn run_kernel(imported: &Imported, proven: &Proven<'_>, launches: &[Launch], pages: &[u32]) -> Option<Ran> {
     run_kernel_after(imported, proven, launches, pages, None)
 }
 
@@ -2613,7 +2645,7 @@ fn run_kernel_after(
 }
 
 /// Keys and values of each layer and position, from the bytes of the cache.
-fn cached(schedule: &Schedule, bytes: &[u8], page_of: &[u32], positions: usize) -> Vec<[Rows; 2]> {
+pub fn cached(schedule: &Schedule, bytes: &[u8], page_of: &[u32], positions: usize) -> Vec<[Rows; 2]> {
     let shape = Shape::of(&schedule.program).unwrap();
     let (page_rows, pool_rows) = (shape.page_rows as usize, (shape.page_rows * shape.pages) as usize);
     let of = |grid: &Grid, a: &Attention, role: Role| -> Rows {
@@ -2653,7 +2685,7 @@ fn spoil_last_layer(schedule: &Schedule, bytes: &mut [u8], page_of: &[u32], posi
 }
 
 /// The largest difference of keys or values of a position by their norm, as a device is judged.
-fn worst_position(expected: &[[Rows; 2]], found: &[[Rows; 2]]) -> f64 {
+pub fn worst_position(expected: &[[Rows; 2]], found: &[[Rows; 2]]) -> f64 {
     let mut most = 0.0f64;
     for (expected, found) in expected.iter().flatten().flatten().zip(found.iter().flatten().flatten()) {
         let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>().sqrt();

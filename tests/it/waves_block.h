@@ -27,10 +27,12 @@ static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCurso
 #include "ops/matvec.cuh"
 #include "ops/attention_records.cuh"
 #include "ops/attention_tensor.cuh"
+#include "ops/route.cuh"
 #include "rows/context.cuh"
 #include "rows/words.cuh"
 #include "rows/matvec_codes.cuh"
 static int __popc(unsigned v) { return __builtin_popcount(v); }
+static void add_to(u32* sum, u32 value) { *sum += value; }
 static int __ffs(unsigned v) { return __builtin_ffs(int(v)); }
 template <int>
 static void await_waves(const u32*, u32, Waiter) { std::abort(); }

@@ -14,7 +14,9 @@ use monobloc::candidate::Candidate;
 use monobloc::codegen::abi::Queues;
 use monobloc::codegen::emit::{Trace, emit};
 use monobloc::codegen::waves::{self, encode};
-use monobloc::codegen::{HEADERS, KernelSource, ROWS_HEADERS, SAMPLER_HEADERS, WAVES_HEADERS, sampler};
+use monobloc::codegen::{
+    EXPERTS_HEADERS, HEADERS, KernelSource, ROWS_HEADERS, SAMPLER_HEADERS, WAVES_HEADERS, sampler,
+};
 use monobloc::defaults::rows::{Room, kernel_rows, place_one_row, place_rows};
 use monobloc::dtype::{DType, Precision};
 use monobloc::format::{FormatPlan, NAMED};
@@ -215,9 +217,13 @@ fn packed(config: &Value, format: &str) -> String {
 
 fn found() -> String {
     let mut lines: Vec<String> = vec![];
-    for (group, headers) in
-        [("all", &HEADERS[..]), ("batch", &ROWS_HEADERS), ("wave", &WAVES_HEADERS), ("sampler", &SAMPLER_HEADERS)]
-    {
+    for (group, headers) in [
+        ("all", &HEADERS[..]),
+        ("batch", &ROWS_HEADERS),
+        ("wave", &WAVES_HEADERS),
+        ("experts", &EXPERTS_HEADERS),
+        ("sampler", &SAMPLER_HEADERS),
+    ] {
         lines.extend(headers.iter().map(|(name, text)| format!("header {group} {name} {}", short(text.as_bytes()))));
     }
     let targets: Vec<Target> = Target::builtin_names().map(|name| Target::builtin(name).unwrap()).collect();

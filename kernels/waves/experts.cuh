@@ -1,0 +1,651 @@
+// Owns mixtures of experts in waves: scores, the choice, the rows of each expert side by side, products with them, and the sum over slots.
+//
+// Rows that chose one expert are multiplied together, so each weight is read once for up to TILE of them. A *place* is where a slot of a row lies
+// in the order of experts: expert by expert, within one by row and slot. The places of an expert begin with a whole *tile* of TILE places. A tile has
+// rows of one expert alone; places after its last row are not used. Every block counts the choices itself, so all blocks find the same places.
+// Counts do not depend on the order in which they are counted, and no block adds to what another one adds to: so the bits of a row depend on no other row.
+//
+// Only generated kernels with experts include this. Words of a `Wave` that have other names here:
+//   residual     choices (rows, TOP_K)       ids below EXPERTS; the wave that chooses has them in `out`
+//   branch       groups (1 + tiles) of 16 bytes: the number of tiles; then for each tile its expert, the first tile of that expert, its tiles, and its slots
+//   squares      places (rows, TOP_K)
+//   squares_out  shares (rows, TOP_K)        fp32
+#pragma once
+
+__device__ __forceinline__ u32 choices_of(const Wave& e) { return e.residual; }
+__device__ __forceinline__ u32 groups_of(const Wave& e) { return e.branch; }
+__device__ __forceinline__ u32 places_of(const Wave& e) { return e.squares; }
+__device__ __forceinline__ u32 shares_of(const Wave& e) { return e.squares_out; }
+
+// scores: y = x W^T + bias in fp32, of 16 rows by COLUMNS columns at once.
+//
+// x (rows, K)       bf16, in the layout of operands
+// W                 units as in ops/matvec.cuh, read from L2: a router is small
+// out (rows, ROWS)  fp32
+//
+// owner    of 16 rows and COLUMNS columns: one block. Its warps take granules in turn, and add up their sums in their order
+template <class M, class G>
+struct WaveScores {
+  static constexpr int K_PARTS = OPERAND_ROWS / G::UNIT_ROWS, GRANULE_K = K_PARTS * 32, GRANULES = ceil_div(G::K, GRANULE_K);
+  static constexpr int UNITS = ceil_div(G::ROWS, G::UNIT_ROWS), COLUMNS = 32, AT_ONCE = COLUMNS / G::UNIT_ROWS;
+  static constexpr u32 UNIT_BYTES = GRANULES * GRANULE_BYTES;
+  typedef OperandPlace<G::K, M::BLOCK_ROWS, M::WARPGROUPS> X;
+  static_assert(M::WARPS * 16 * COLUMNS * sizeof(float) <= M::SCRATCH_BYTES, "the sums of all warps meet");
+
+  template <class R>
+  static __device__ __forceinline__ void load(WaveLoader<M, R>&, const Wave&) {}
+  static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
+    const HeldShares<M> shares(c);
+    for (u32 s = 0; s < shares.count; s++) {
+      const Share share = shares[s];
+      if (share.row >= c.p.row_count) continue;
+      if (s > 0) c.barrier(); // slow warps still add up there
+      one(c, e, share.row, int(share.lo) * AT_ONCE);
+    }
+  }
+  // Eight columns of a row, from 8 * (lane % 4) of a span on: the words of an operand.
+  static __device__ __forceinline__ uint4 words(const u8* x, u32 row, u32 col) {
+    const auto word = [&](u32 q) { return *reinterpret_cast<const u32*>(x + X::at(row, col + 2 * q)); };
+    return make_uint4(word(0), word(1), word(2), word(3));
+  }
+  static __device__ __forceinline__ void one(WaveContext<M>& c, const Wave& e, u32 row, int first) {
+    const int lane = c.lane(), g = lane / 4, t = lane % 4;
+    const u8* const x = c.template work<u8>(e.x);
+    const u8* const weights = c.template constant<u8>(e.weight) + lane * LANE_BYTES;
+    float d[AT_ONCE][4] = {};
+#pragma unroll 2
+    for (int granule = c.warp(); granule < GRANULES; granule += M::WARPS) {
+      uint4 w[AT_ONCE];
+#pragma unroll
+      for (int n = 0; n < AT_ONCE; n++) {
+        const int unit = min(first + n, UNITS - 1);
+        w[n] = __ldg(reinterpret_cast<const uint4*>(weights + unit * UNIT_BYTES + granule * GRANULE_BYTES));
+      }
+#pragma unroll
+      for (int p = 0; p < K_PARTS; p++) {
+        const u32 col = u32(granule * K_PARTS + p) * 32 + t * 8;
+        const uint4 a = words(x, row + g, col), b = words(x, row + g + 8, col);
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++) {
+          // Rows of a granule that belong to other parts of k are multiplied as zeros.
+          const uint4 v = K_PARTS > 1 && g / G::UNIT_ROWS != p ? make_uint4(0, 0, 0, 0) : w[n];
+          tensor_product(d[n][0], d[n][1], d[n][2], d[n][3], a.x, b.x, a.y, b.y, v.x, v.y);
+          tensor_product(d[n][0], d[n][1], d[n][2], d[n][3], a.z, b.z, a.w, b.w, v.z, v.w);
+        }
+      }
+    }
+    float* const met = c.scratch(); // [warp][row][column]
+#pragma unroll
+    for (int n = 0; n < AT_ONCE; n++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        float2 y = make_float2(d[n][2 * h], d[n][2 * h + 1]);
+        // Lanes side by side have the parts of k of a row.
+        if constexpr (K_PARTS == 4) y.x += __shfl_xor_sync(~0u, y.x, 1), y.y += __shfl_xor_sync(~0u, y.y, 1);
+        if constexpr (K_PARTS >= 2) y.x += __shfl_xor_sync(~0u, y.x, 2), y.y += __shfl_xor_sync(~0u, y.y, 2);
+        if (t < G::UNIT_ROWS / 2) *reinterpret_cast<float2*>(met + (c.warp() * 16 + g + h * 8) * COLUMNS + n * G::UNIT_ROWS + t * 2) = y;
+      }
+    c.barrier();
+    float* const out = c.template work<float>(e.out);
+    for (int i = c.tid(); i < 16 * COLUMNS; i += M::WARPS * 32) {
+      const int r = i / COLUMNS, col = first * G::UNIT_ROWS + i % COLUMNS;
+      if (col >= G::ROWS || row + r >= c.p.row_count) continue;
+      float sum = 0.f;
+#pragma unroll
+      for (int w = 0; w < M::WARPS; w++) sum += met[(w * 16 + r) * COLUMNS + i % COLUMNS];
+      if constexpr (G::BIAS) sum += __ldg(c.template constant<float>(e.bias) + col);
+      out[u64(row + r) * G::ROWS + col] = sum;
+    }
+  }
+};
+
+// route: the experts of each row, and how much each of them counts; the rule is that of ops/route.cuh.
+//
+// x (rows, COLS)  fp32 scores, those of experts first
+// bias (EXPERTS)  added to the scores for the choice, if CORRECTED
+//
+// owner    of a row: one warp. A lane has every 32nd expert
+template <class M, class G>
+struct WaveRoute {
+  typedef Route<M, G> Rule;
+  static constexpr int EACH = ceil_div(G::EXPERTS, 32);
+  static constexpr int KEYS = G::EXPERTS > 2 * G::TOP_K ? G::EXPERTS : 2 * G::TOP_K, WORDS = KEYS + G::GROUPS; // of a warp
+  static_assert(M::WARPS * WORDS * sizeof(u32) <= M::SCRATCH_BYTES, "the keys of all warps");
+  static_assert(G::TOP_K <= 32, "a lane of a warp has a slot");
+
+  template <class R>
+  static __device__ __forceinline__ void load(WaveLoader<M, R>&, const Wave&) {}
+  static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
+    const HeldShares<M> shares(c);
+    for (u32 s = 0; s < shares.count; s++) {
+      const Share share = shares[s];
+      const u32 end = min(share.row + share.rows, c.p.row_count);
+#pragma unroll 1
+      for (u32 row = share.row + c.warp(); row < end; row += M::WARPS) one(c, e, row);
+    }
+  }
+  template <class F>
+  static __device__ __forceinline__ void each(int lane, const F& f) {
+#pragma unroll
+    for (int k = 0; k < EACH; k++)
+      if (G::EXPERTS % 32 == 0 || k * 32 + lane < G::EXPERTS) f(k, k * 32 + lane);
+  }
+  static __device__ __forceinline__ void one(WaveContext<M>& c, const Wave& e, u32 row) {
+    const int lane = c.lane();
+    u32* const keys = reinterpret_cast<u32*>(c.scratch()) + c.warp() * WORDS;
+    const float* const from = c.template work<float>(e.x) + u64(row) * G::COLS;
+    float score[EACH];
+    int slot[EACH];
+    each(lane, [&](int k, int i) { score[k] = from[i]; });
+    float most = NEGATIVE_INFINITY, sum = 0.f;
+    if constexpr (!G::SIGMOID) {
+      each(lane, [&](int k, int) { most = fmaxf(most, score[k]); });
+      most = warp_max(most);
+      each(lane, [&](int k, int) { sum += exp_fast(score[k] - most); });
+      sum = warp_sum(sum);
+    }
+    each(lane, [&](int k, int i) {
+      const float x = score[k];
+      score[k] = G::SIGMOID ? __fdividef(1.f, 1.f + exp_fast(-x)) : exp_fast(x - most) / sum;
+      float key = Rule::BY_SCORE ? score[k] : x;
+      if constexpr (G::CORRECTED) key += __ldg(c.template constant<float>(e.bias) + i);
+      keys[i] = Rule::ordered(key);
+    });
+    __syncwarp();
+    if constexpr (G::GROUPS > 0) keep_groups(lane, keys, keys + KEYS);
+    each(lane, [&](int k, int i) { slot[k] = Rule::template place<G::EXPERTS>(keys, i); });
+    __syncwarp(); // every lane has read the keys, whose place slots take now
+    float* const weights = reinterpret_cast<float*>(keys + G::TOP_K);
+    each(lane, [&](int k, int i) {
+      if (slot[k] < G::TOP_K) keys[slot[k]] = u32(i), weights[slot[k]] = score[k];
+    });
+    __syncwarp();
+    const bool mine = lane < G::TOP_K;
+    float weight = mine ? weights[lane] : 0.f;
+    if constexpr (G::NORMALISED) weight /= warp_sum(weight) + G::ADDED;
+    if (mine) {
+      c.template work<u32>(e.out)[u64(row) * G::TOP_K + lane] = keys[lane];
+      c.template work<float>(shares_of(e))[u64(row) * G::TOP_K + lane] = weight * G::SCALE;
+    }
+    __syncwarp(); // the next row's keys lie there
+  }
+  // Experts of groups that are not kept come last.
+  static __device__ __forceinline__ void keep_groups(int lane, u32* keys, u32* groups) {
+    constexpr int OWN = G::GROUPS > 0 ? G::EXPERTS / (G::GROUPS > 0 ? G::GROUPS : 1) : 1;
+    for (int g = lane; g < G::GROUPS; g += 32) {
+      u32 best = 0, second = 0;
+      for (int i = 0; i < OWN; i++) {
+        const u32 key = keys[g * OWN + i];
+        second = max(second, min(best, key));
+        best = max(best, key);
+      }
+      groups[g] = G::SUM_OF_TWO && OWN > 1 ? Rule::ordered(Rule::value(best) + Rule::value(second)) : best;
+    }
+    __syncwarp();
+    each(lane, [&](int, int i) {
+      if (Rule::template place<G::GROUPS>(groups, i / OWN) >= G::KEPT) keys[i] = 0;
+    });
+    __syncwarp();
+  }
+};
+
+// gather: finds the place of each slot of each row, and copies the row there.
+//
+// x (rows, K)    bf16, in the layout of operands
+// out (tiles)    TILE places of K columns, in the layout that warpgroups read
+//
+// owner    of the places of a row: the block that has the row. The block with row 0 stores the groups
+template <class M, class G>
+struct WaveGather {
+  static constexpr int THREADS = M::WARPS * 32;
+  typedef OperandPlace<G::K, M::BLOCK_ROWS, M::WARPGROUPS> X;
+  typedef OperandPlace<G::K, G::TILE, true> Out;
+  static constexpr int PIECES = int(X::BLOCKS) * 8; // of 16 bytes, of a row: those that pad its last 128 columns, too
+  static_assert(3 * G::EXPERTS * sizeof(u32) <= M::SCRATCH_BYTES, "counts of all experts");
+
+  template <class R>
+  static __device__ __forceinline__ void load(WaveLoader<M, R>&, const Wave&) {}
+  static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
+    const HeldShares<M> shares(c);
+    for (u32 s = 0; s < shares.count; s++) {
+      const Share share = shares[s];
+      const u32 end = min(share.row + share.rows, c.p.row_count);
+      if (share.row >= end) continue;
+      u32* const all = reinterpret_cast<u32*>(c.scratch()); // slots of each expert
+      u32* const before = all + G::EXPERTS;                 // those of earlier rows
+      u32* const first = before + G::EXPERTS;               // its first tile
+      c.barrier();
+      for (int i = c.tid(); i < 2 * G::EXPERTS; i += THREADS) all[i] = 0;
+      c.barrier();
+      count(c, e, share.row, all, before);
+      c.barrier();
+      if (c.warp() == 0) {
+        number(c, e, all, first, share.row == 0);
+        settle(c, e, share.row, end, before, first);
+      }
+      c.barrier();
+      if (share.row == 0) tell(c, e, all, first);
+      copy(c, e, share.row, end);
+    }
+  }
+  static __device__ __forceinline__ u32 choice(const WaveContext<M>& c, const Wave& e, u32 pair) {
+    return min(c.template work<u32>(choices_of(e))[pair], u32(G::EXPERTS - 1));
+  }
+  static __device__ __forceinline__ void count(const WaveContext<M>& c, const Wave& e, u32 row, u32* all, u32* before) {
+    const u32 pairs = c.p.row_count * G::TOP_K;
+    constexpr int AHEAD = 8; // choices that a thread asks for at once
+#pragma unroll 1
+    for (u32 base = c.tid(); base < pairs; base += AHEAD * THREADS) {
+      u32 expert[AHEAD];
+#pragma unroll
+      for (int k = 0; k < AHEAD; k++) expert[k] = choice(c, e, min(base + k * THREADS, pairs - 1));
+#pragma unroll
+      for (int k = 0; k < AHEAD; k++) {
+        const u32 pair = base + k * THREADS;
+        if (pair < pairs) add_to(all + expert[k], 1u);
+        if (pair < row * G::TOP_K) add_to(before + expert[k], 1u);
+      }
+    }
+  }
+  // By a warp: the first tile of each expert. A lane has a range of experts.
+  static __device__ __forceinline__ void number(const WaveContext<M>& c, const Wave& e, const u32* all, u32* first, bool tells) {
+    constexpr int OWN = ceil_div(G::EXPERTS, 32);
+    const int lane = c.lane(), from = min(lane * OWN, G::EXPERTS), to = min(from + OWN, G::EXPERTS);
+    u32 own = 0;
+    for (int i = from; i < to; i++) own += tiles_of(all[i]);
+    u32 end = own;
+#pragma unroll
+    for (int o = 1; o < 32; o <<= 1) {
+      const u32 other = __shfl_up_sync(~0u, end, o);
+      if (lane >= o) end += other;
+    }
+    u32 at = end - own;
+    for (int i = from; i < to; i++) first[i] = at, at += tiles_of(all[i]);
+    if (tells && lane == 31) c.template work<uint4>(groups_of(e))[0] = make_uint4(end, 0, 0, 0);
+    __syncwarp();
+  }
+  static __device__ __forceinline__ u32 tiles_of(u32 slots) { return (slots + G::TILE - 1) / G::TILE; }
+  // By the same warp: the places of the block's rows, in the order of rows and slots.
+  static __device__ __forceinline__ void settle(const WaveContext<M>& c, const Wave& e, u32 row, u32 end, u32* before, const u32* first) {
+    u32* const places = c.template work<u32>(places_of(e));
+#pragma unroll 1
+    for (u32 base = row * G::TOP_K; base < end * G::TOP_K; base += 32) {
+      const u32 pair = base + c.lane();
+      const bool exists = pair < end * G::TOP_K;
+      const u32 expert = exists ? choice(c, e, pair) : u32(G::EXPERTS);
+      u32 earlier = 0, same = 0; // lanes with the same expert
+#pragma unroll
+      for (int i = 0; i < 32; i++) {
+        const bool equal = __shfl_sync(~0u, expert, i) == expert;
+        same += equal;
+        earlier += equal && i < c.lane();
+      }
+      if (exists) places[pair] = first[expert] * G::TILE + before[expert] + earlier;
+      __syncwarp();
+      if (exists && earlier == 0) before[expert] += same;
+      __syncwarp();
+    }
+  }
+  static __device__ __forceinline__ void tell(const WaveContext<M>& c, const Wave& e, const u32* all, const u32* first) {
+    uint4* const groups = c.template work<uint4>(groups_of(e)) + 1;
+    for (int i = c.tid(); i < G::EXPERTS; i += THREADS)
+      for (u32 tile = 0; tile < tiles_of(all[i]); tile++) groups[first[i] + tile] = make_uint4(u32(i), first[i], tiles_of(all[i]), all[i]);
+  }
+  // Piece `i` of a row: of 32 columns those that warpgroups read at once.
+  static __device__ __forceinline__ u32 column(int i) { return u32(i / 4 * 32 + i % 4 * 2); }
+  static __device__ __forceinline__ uint4 piece(const u8* x, u32 row, int i) {
+    const u32 col = column(i);
+    if constexpr (M::WARPGROUPS) return *reinterpret_cast<const uint4*>(x + X::at(row, col));
+    const auto word = [&](u32 t) { return *reinterpret_cast<const u32*>(x + X::at(row, col + 8 * t)); };
+    return make_uint4(word(0), word(1), word(2), word(3));
+  }
+  static __device__ __forceinline__ void copy(const WaveContext<M>& c, const Wave& e, u32 row, u32 end) {
+    const u8* const x = c.template work<u8>(e.x);
+    u8* const out = c.template work<u8>(e.out);
+    const u32* const places = c.template work<u32>(places_of(e));
+#pragma unroll 1
+    for (; row < end; row++) {
+      // Known before the first store, because what follows a store is not loaded before it.
+      u32 to[G::TOP_K];
+#pragma unroll
+      for (int slot = 0; slot < G::TOP_K; slot++) to[slot] = places[row * G::TOP_K + slot];
+#pragma unroll 1
+      for (int i = c.tid(); i < PIECES; i += THREADS) {
+        const uint4 v = piece(x, row, i);
+#pragma unroll
+        for (int slot = 0; slot < G::TOP_K; slot++) *reinterpret_cast<uint4*>(out + Out::at(to[slot], column(i))) = v;
+      }
+    }
+  }
+};
+
+// experts: y = x W^T + bias by the matrix of the expert that a tile of places has, then the epilogue.
+//
+// x (tiles)    TILE places of K columns, in the layout that warpgroups read, through the ring of inputs
+// W            EXPERTS matrices of UNITS units, one after another, through the ring of weights
+// out          GATED, CLAMPED: 4 columns for each unit; ACT: one for each row of W; like x. STORE: (places, ROWS) bf16
+//
+// owner    of a tile and a part of the units: block n modulo SMS has item n. The tiles of an expert follow one another within a part, so blocks read the same
+//          weights at the same time
+// assumes  the first warp of each loader has met before it reads the groups
+//
+// A warp has two units of each 16, as by warpgroups in matmul.cuh. Places without a row are multiplied, too, and not stored.
+template <class M, class G>
+struct WaveExperts {
+  typedef WaveCodes<M, G> Codes;
+  static constexpr int GRANULE_K = PART_BYTES * 8 / Coding<M, G>::BITS, GRANULE = Coding<M, G>::BYTES, GRANULE_SPANS = GRANULE_K / 32;
+  static constexpr int UNIT_GRANULES = ceil_div(G::K, GRANULE_K), UNITS = ceil_div(G::ROWS, G::UNIT_ROWS);
+  static constexpr u32 UNIT_BYTES = UNIT_GRANULES * GRANULE;
+  typedef OperandPlace<G::K, G::TILE, true> X;
+  // Granules and spans of a chunk.
+  static constexpr int CHUNK = G::CHUNK, SPANS = CHUNK * GRANULE_SPANS;
+  static constexpr u32 INPUT_BYTES = SPANS * G::TILE * 64;
+  static constexpr int PASS = G::PASS, PARTS = ceil_div(UNITS, PASS), TILE_UNITS = 16, TILES = ceil_div(PASS, TILE_UNITS), UNIT_PITCH = CHUNK * GRANULE;
+  static constexpr int SUMS = G::TILE / 2; // of a lane, of 16 units
+  static constexpr bool GATED = G::EPILOGUE == Epilogue::GATED || G::EPILOGUE == Epilogue::CLAMPED;
+  static_assert(G::UNIT_ROWS == OPERAND_ROWS && M::WARPS == 8, "two warpgroups, and units of eight rows");
+  static_assert(Codes::CODED ? CHUNK == 1 : SPANS == 2, "a chunk is a granule of codes, or 64 of k");
+  static_assert(int(INPUT_BYTES) <= M::INPUT_BYTES, "a slot holds a chunk of a tile");
+  static_assert(TILES * TILE_UNITS * UNIT_PITCH <= M::WEIGHT_BYTES, "a slot holds a chunk of whole tiles of units");
+
+  // A tile, and units of its expert. `unit` is counted over all experts.
+  struct Item {
+    u32 tile, unit, own, units, rows;
+    __device__ __forceinline__ Item(u32 n, const uint4 of) {
+      const u32 within = n - of.y * PARTS, part = within / of.z, end = UNITS * (part + 1) / PARTS;
+      tile = of.y + within % of.z;
+      own = UNITS * part / PARTS;
+      units = end - own;
+      unit = of.x * UNITS + own;
+      rows = min(u32(G::TILE), of.w - (tile - of.y) * G::TILE);
+    }
+  };
+  static __device__ __forceinline__ const uint4* groups(const WaveParams& p, const Wave& e) { return reinterpret_cast<const uint4*>(p.work + u64(groups_of(e)) * OFFSET_BYTES); }
+  static __device__ __forceinline__ uint4 group(const uint4* all, u32 tile) {
+    const uint4 v = all[1 + tile];
+    return make_uint4(uniform(v.x), uniform(v.y), uniform(v.z), uniform(v.w));
+  }
+
+  // ---- the loader ----------------------------------------------------------------------------------------------------
+  // Which weights they are is known once all blocks have met.
+  template <class R>
+  static __device__ __forceinline__ void load(WaveLoader<M, R>& l, const Wave& e) {
+    l.meet();
+    const uint4* const all = groups(l.p, e);
+    const u32 count = uniform(all[0].x) * PARTS;
+    if (R::FIRST != 0 && G::BOXED && l.part == 0 && l.lane == 0 && l.step == 0) l.see_box(e.boxes), l.see_box(e.boxes + 1);
+#pragma unroll 1
+    for (u32 n = blockIdx.x; n < count; n += M::SMS) {
+      const Item item(n, group(all, n / PARTS));
+      if constexpr (R::FIRST == 0)
+        load_input(l, e, item);
+      else
+        load_weights(l, e, item);
+    }
+  }
+  template <class L>
+  static __device__ __forceinline__ void load_input(L& l, const Wave& e, const Item& item) {
+    const u8* x = l.p.work + u64(e.x) * OFFSET_BYTES + X::block(item.tile, 0);
+#pragma unroll 1
+    for (int at = 0; at < UNIT_GRANULES; at += CHUNK, l.at.next(), x += INPUT_BYTES) {
+      u8* slot = l.free_slot();
+      if (l.lane == 0) l.copy(slot, x, INPUT_BYTES);
+      l.arrive(INPUT_BYTES);
+    }
+  }
+  template <class L>
+  static __device__ __forceinline__ void load_weights(L& l, const Wave& e, const Item& item) {
+    constexpr int FILLERS = WeightRing<M>::FILLERS;
+    const u32 here = item.units, box = e.boxes + (here == PASS ? 0 : 1), unit = l.part + l.lane * FILLERS; // that this lane copies
+    const u8* from = l.p.pack + u64(e.weight) * OFFSET_BYTES + u64(item.unit + unit) * UNIT_BYTES;
+#pragma unroll 1
+    for (int at = 0; at < UNIT_GRANULES; at += CHUNK, l.at.next()) {
+      const u32 bytes = u32(min(CHUNK, UNIT_GRANULES - at)) * GRANULE;
+      u8* slot = l.free_slot();
+      if constexpr (G::BOXED) {
+        // Every piece of a box has its full length. Beyond the end of a unit it is zeros.
+        if (l.part == 0 && l.lane == 0) l.copy_box(slot, box, u32(at) * (GRANULE / 8), item.unit);
+        l.arrive(here * UNIT_PITCH);
+      } else {
+        if (unit < here) l.copy(slot + unit * UNIT_PITCH, from + u32(at) * GRANULE, bytes);
+        l.arrive(here * bytes);
+      }
+    }
+  }
+
+  // ---- consumers -----------------------------------------------------------------------------------------------------
+  static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
+    const uint4* const all = groups(c.p, e);
+    const u32 count = uniform(all[0].x) * PARTS;
+    if (blockIdx.x >= count) return;
+    uint4 next = group(all, blockIdx.x / PARTS);
+#pragma unroll 1
+    for (u32 n = blockIdx.x; n < count; n += M::SMS) {
+      const Item item(n, next);
+      if (n + M::SMS < count) next = group(all, (n + M::SMS) / PARTS);
+      if constexpr (Codes::CODED)
+        pass_codes(c, e, item);
+      else
+        pass(c, e, item);
+    }
+  }
+  static __device__ __forceinline__ void load_tile(const u8* w, int span, int tile, bool exists, const WaveContext<M>& c, uint4 (&a)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      a[i] = *reinterpret_cast<const uint4*>(w + (tile * TILE_UNITS + c.warp() * 2 + i) * UNIT_PITCH + span * GRANULE + c.lane() * 16);
+      // Memory that no chunk has filled may hold NaN.
+      if (!exists) a[i] = make_uint4(0, 0, 0, 0);
+    }
+  }
+  template <bool FIRST = false>
+  static __device__ __forceinline__ void multiply(const u8* x, const uint4 (&a)[2], float (&d)[SUMS]) {
+    const u64 first = WarpgroupOperand::at(x), second = WarpgroupOperand::next(first, 2 * WarpgroupOperand::CORE_BYTES);
+    warpgroup_begin();
+    warpgroup_product<G::TILE, FIRST>(d, a[0].x, a[1].x, a[0].y, a[1].y, first);
+    warpgroup_product<G::TILE>(d, a[0].z, a[1].z, a[0].w, a[1].w, second);
+    warpgroup_commit();
+  }
+  // Words are loaded two products ahead, so that one product always waits while another runs. A chunk is left when the products of the next one have begun.
+  static __device__ __forceinline__ void pass(WaveContext<M>& c, const Wave& e, const Item& item) {
+    float d[TILES][SUMS] = {};
+    constexpr int AHEAD = 2, PRODUCTS = 2 * TILES, BUFFERS = PRODUCTS % 3 ? 4 : 3, CHUNKS = PRODUCTS % BUFFERS ? 2 : 1;
+    uint4 a[BUFFERS][2];
+    int left = UNIT_GRANULES;
+    bool begun = false;
+    RingCursor<InputRing<M>> inputs = c.inputs;
+    RingCursor<WeightRing<M>> weights = c.weights;
+    const u8 *x = nullptr, *w = nullptr;
+    wave_take_pair(c, inputs, weights, x, w);
+    const u8* next_x = x;
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) load_tile(w, i / TILES, i % TILES, i < TILES || left > 1, c, a[i]);
+    do {
+#pragma unroll
+      for (int i = 0; i < CHUNKS * PRODUCTS; i++) {
+        constexpr int LAST = PRODUCTS - 1;
+        const int at_chunk = i % PRODUCTS, ahead = (at_chunk + AHEAD) % PRODUCTS;
+        multiply(x + at_chunk / TILES * X::SPAN_BYTES, a[i % BUFFERS], d[at_chunk % TILES]);
+        warpgroup_await<1>();
+        if (at_chunk == 0) {
+          if (begun) wave_release_pair(c, c.inputs, c.weights);
+          begun = true;
+        }
+        const bool of_next = at_chunk + AHEAD >= PRODUCTS;
+        const int there = of_next ? left - CHUNK : left;
+        if (there > 0) {
+          if (of_next && ahead == 0) {
+            inputs.next();
+            weights.next();
+            wave_take_pair(c, inputs, weights, next_x, w);
+          }
+          load_tile(w, ahead / TILES, ahead % TILES, ahead < TILES || there > 1, c, a[(i + AHEAD) % BUFFERS]);
+        }
+        if (at_chunk == LAST) {
+          left -= CHUNK;
+          x = next_x;
+          if (left <= 0) break;
+        }
+      }
+    } while (left > 0);
+    warpgroup_await<0>();
+    wave_release_pair(c, c.inputs, c.weights);
+    finish(c, e, item, d);
+  }
+  // The same for codes, as `pass_wide_codes` of matmul.cuh.
+  static __device__ __forceinline__ void pass_codes(WaveContext<M>& c, const Wave& e, const Item& item) {
+    constexpr bool GROUPED = Codes::GROUPED;
+    constexpr int RUNS = GROUPED ? Codes::GROUPS : 1, RUN_SPANS = GRANULE_SPANS / RUNS;
+    const int lane = c.lane();
+    float d[TILES][SUMS] = {}, own[GROUPED ? SUMS : 1] = {};
+    uint4 a[2][2];
+#pragma unroll 1
+    for (int left = UNIT_GRANULES; left > 0; left--) {
+      const u8 *x = nullptr, *w = nullptr;
+      wave_take_pair(c, c.inputs, c.weights, x, w);
+#pragma unroll
+      for (int n = 0; n < TILES; n++) {
+        typename Codes::WideHeld held[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) held[i].read(w + (n * TILE_UNITS + c.warp() * 2 + i) * UNIT_PITCH, lane, lane / 4);
+#pragma unroll
+        for (int run = 0; run < RUNS; run++) {
+          u32 zeros[2];
+#pragma unroll
+          for (int i = 0; i < 2; i++) zeros[i] = Codes::Wide::zero(G::ZEROS ? held[i].zero(0, run) : Codes::Weights::Codes::ZERO);
+#pragma unroll
+          for (int s = 0; s < RUN_SPANS; s++) {
+            const int span = run * RUN_SPANS + s;
+            uint4(&now)[2] = a[span % 2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) now[i] = Codes::Wide::template eight<G::ZEROS>(held[i].codes, span, zeros[i]);
+            if constexpr (!GROUPED)
+              multiply(x + span * X::SPAN_BYTES, now, d[n]);
+            else if (s == 0)
+              multiply<true>(x + span * X::SPAN_BYTES, now, own);
+            else
+              multiply(x + span * X::SPAN_BYTES, now, own);
+            warpgroup_await<1>();
+          }
+          if constexpr (GROUPED) {
+            warpgroup_await<0>();
+            if (n == TILES - 1 && run == RUNS - 1) wave_release_pair(c, c.inputs, c.weights);
+#pragma unroll
+            for (int k = 0; k < SUMS; k++) d[n][k] += held[k / 2 % 2].scale(0, run) * own[k];
+          }
+        }
+      }
+      if constexpr (!GROUPED) {
+        warpgroup_await<0>();
+        wave_release_pair(c, c.inputs, c.weights);
+      }
+    }
+    finish(c, e, item, d);
+  }
+  static __device__ __forceinline__ void finish(const WaveContext<M>& c, const Wave& e, const Item& item, const float (&d)[TILES][SUMS]) {
+    constexpr int COLS = GATED ? G::ROWS / 2 : G::ROWS;
+    static_assert(COLS % 2 == 0, "columns are stored in pairs");
+    typedef OperandPlace<COLS, G::TILE, true> Out;
+    // Computed again here, so that the loop above has no registers for it.
+    const int lane = made_here(c.lane()), t = lane % 4;
+    u8* const out = c.template work<u8>(e.out);
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const u32 unit = u32(n * TILE_UNITS + c.warp() * 2 + i);
+        if (unit >= item.units) continue;
+        float2 scale = make_float2(1.f, 1.f), bias = make_float2(0.f, 0.f);
+        const u32 of_matrix = (item.unit + unit) * G::UNIT_ROWS + u32(t * 2);
+        if constexpr (Codes::ROW_SCALES) scale = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.row_scales) + of_matrix));
+        if constexpr (G::BIAS) bias = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.bias) + of_matrix));
+        const u32 col = (item.own + unit) * (GATED ? 4 : G::UNIT_ROWS) + u32(t * 2);
+        const bool stores = col < u32(COLS) && (!GATED || t < 2);
+#pragma unroll
+        for (int j = 0; j < G::TILE / 8; j++) {
+          const u32 row = u32(j * 8 + lane / 4);
+          float2 y = transposed(d[n][4 * j + 2 * i], d[n][4 * j + 2 * i + 1]);
+          if constexpr (Codes::ROW_SCALES) y.x *= scale.x, y.y *= scale.y;
+          if constexpr (G::BIAS) y.x += bias.x, y.y += bias.y;
+          if constexpr (GATED) {
+            const float2 up = make_float2(__shfl_xor_sync(~0u, y.x, 2), __shfl_xor_sync(~0u, y.y, 2));
+            y = made(y, up);
+          }
+          if constexpr (G::EPILOGUE == Epilogue::ACT) y = make_float2(activate<G::ACT>(y.x), activate<G::ACT>(y.y));
+          if (!stores || row >= item.rows) continue;
+          const u32 place = item.tile * G::TILE + row;
+          if constexpr (G::EPILOGUE == Epilogue::STORE)
+            *reinterpret_cast<u32*>(out + (u64(place) * COLS + col) * 2) = bf16_pair(y.x, y.y);
+          else
+            *reinterpret_cast<u32*>(out + Out::at(place, col)) = bf16_pair(y.x, y.y);
+        }
+      }
+  }
+  static __device__ __forceinline__ float2 made(float2 gate, float2 up) {
+    if constexpr (G::EPILOGUE == Epilogue::CLAMPED)
+      return make_float2(clamped<G>(gate.x, up.x), clamped<G>(gate.y, up.y));
+    else
+      return make_float2(activate<G::ACT>(gate.x) * up.x, activate<G::ACT>(gate.y) * up.y);
+  }
+};
+
+// combine: y = sum over slots of share * x, in the order of slots, then the shared expert; residual += SCALE * y, or out = SCALE * y.
+//
+// x (places, WIDTH)     bf16: what the expert of each slot made
+// branch_weight (rows, WIDTH)  bf16: what the shared expert made
+// bias (rows, COLS)     scores; the sigmoid of score GATE times SHARED_SCALE is the share of the shared expert, if GATED; else that is SHARED_SCALE
+// out (rows, WIDTH)     fp32: the residual, if ADDS
+//
+// owner    of a row: one block
+template <class M, class G>
+struct WaveCombine {
+  static constexpr int THREADS = M::WARPS * 32, INPUTS = G::SLOTS + (G::SHARED ? 1 : 0), PIECES = G::WIDTH / 8;
+  static_assert(G::WIDTH % 8 == 0, "a lane has 8 columns at a time");
+
+  template <class R>
+  static __device__ __forceinline__ void load(WaveLoader<M, R>&, const Wave&) {}
+  static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
+    const HeldShares<M> shares(c);
+    for (u32 s = 0; s < shares.count; s++) {
+      const Share share = shares[s];
+      const u32 end = min(share.row + share.rows, c.p.row_count);
+      if (share.row >= end) continue;
+#pragma unroll 1
+      for (u32 i = c.tid(); i < (end - share.row) * PIECES; i += THREADS) one(c, e, share.row + i / PIECES, int(i % PIECES) * 8);
+    }
+  }
+  static __device__ __forceinline__ void one(const WaveContext<M>& c, const Wave& e, u32 row, int col) {
+    const bf16* const x = c.template work<bf16>(e.x);
+    const u32* const places = c.template work<u32>(places_of(e)) + row * G::SLOTS;
+    const float* const counts = c.template work<float>(shares_of(e)) + row * G::SLOTS;
+    uint4 from[INPUTS];
+    float share[INPUTS];
+#pragma unroll
+    for (int s = 0; s < G::SLOTS; s++) {
+      from[s] = *reinterpret_cast<const uint4*>(x + u64(places[s]) * G::WIDTH + col);
+      share[s] = counts[s];
+    }
+    if constexpr (G::SHARED) {
+      from[INPUTS - 1] = *reinterpret_cast<const uint4*>(c.template work<bf16>(e.branch_weight) + u64(row) * G::WIDTH + col);
+      share[INPUTS - 1] = G::SHARED_SCALE;
+      if constexpr (G::GATED) share[INPUTS - 1] = __fdividef(G::SHARED_SCALE, 1.f + exp_fast(-c.template work<float>(e.bias)[u64(row) * G::COLS + G::GATE]));
+    }
+    float* const to = c.template work<float>(e.out) + u64(row) * G::WIDTH + col;
+    float sum[8] = {};
+    if constexpr (G::ADDS) {
+      const float4 a = *reinterpret_cast<const float4*>(to), b = *reinterpret_cast<const float4*>(to + 4);
+      sum[0] = a.x, sum[1] = a.y, sum[2] = a.z, sum[3] = a.w, sum[4] = b.x, sum[5] = b.y, sum[6] = b.z, sum[7] = b.w;
+    }
+    float y[8] = {};
+#pragma unroll
+    for (int s = 0; s < INPUTS; s++) {
+      float v[8];
+      unpack8(from[s], v);
+#pragma unroll
+      for (int k = 0; k < 8; k++) y[k] += share[s] * v[k];
+    }
+#pragma unroll
+    for (int k = 0; k < 8; k++) sum[k] += G::SCALE * y[k];
+    *reinterpret_cast<float4*>(to) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    *reinterpret_cast<float4*>(to + 4) = make_float4(sum[4], sum[5], sum[6], sum[7]);
+  }
+};

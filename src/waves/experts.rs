@@ -1,0 +1,119 @@
+//! Owns what waves of mixtures of experts have in common: tiles, their bounds, and what a program says of a chosen matrix.
+
+use super::{Form, Layout, NormOf, Sums, Vector, Work};
+use crate::ir::BufferId;
+use crate::ir::op::{Op, Role, Route};
+use crate::ir::program::{Grid, Program, Rows};
+use crate::ir::table::TableHome;
+
+/// Columns of scores that a block computes at once, of 16 rows.
+pub(super) const SCORES_COLS: u32 = 32;
+/// Units that the two warpgroups of a block have side by side.
+pub(super) const TILE_UNITS: u32 = 16;
+/// Places of a tile for which there is an instruction, and a plan.
+pub(super) const TILE_ROWS: [u32; 2] = [32, 64];
+/// Most sums of a lane of a product of experts.
+const SUMS_MAX: u32 = 128;
+
+/// Tiles of the rows of experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tiling {
+    /// Places of a tile.
+    pub rows: u32,
+    /// Most tiles, whatever is chosen.
+    pub most: u32,
+}
+
+impl Tiling {
+    /// Of `rows` rows with `slots` slots each, tiles of `tile` places. If expert `e` has `n_e` slots, it has `ceil(n_e / tile)` tiles, at most
+    /// `(n_e + tile - 1) / tile`. Only experts with a slot have tiles.
+    pub(super) fn of(rows: u32, slots: u32, experts: u32, tile: u32) -> Tiling {
+        let slots = u64::from(rows) * u64::from(slots);
+        let most = (slots + slots.min(experts.into()) * u64::from(tile.max(1) - 1)) / u64::from(tile.max(1));
+        Tiling { rows: tile, most: u32::try_from(most).unwrap_or(u32::MAX) }
+    }
+
+    /// Places of all tiles.
+    pub fn places(&self) -> u64 {
+        u64::from(self.rows) * u64::from(self.most)
+    }
+
+    /// Places of the tiles of a plan: prompts have more rows for each expert than steps.
+    pub(super) fn rows_of(form: Form) -> u32 {
+        let [few, many] = TILE_ROWS;
+        if form == Form::Chunk { many } else { few }
+    }
+}
+
+/// Most tiles of units whose sums a lane has. Sums of a group of codes take the place of one.
+pub(super) fn unit_tiles_max(tile: u32, grouped: bool) -> u32 {
+    (SUMS_MAX / (tile / 2).max(1)).saturating_sub(grouped.into())
+}
+
+/// What a program says of the matrix of a grid that is chosen among those of experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Chosen {
+    pub experts: u32,
+    pub slots: u32,
+    /// The exchange with the choices.
+    pub choices: BufferId,
+}
+
+impl Chosen {
+    /// `None`: there is one matrix.
+    pub fn of(program: &Program, grid: &Grid) -> Option<Chosen> {
+        let Rows::Lookup(table) = grid.operand(Role::Weight)?.rows else { return None };
+        let table = program.tables.get(table.index())?;
+        let TableHome::Device(choices) = table.home else { return None };
+        Some(Chosen { experts: table.bound, slots: table.cols, choices })
+    }
+}
+
+/// Whether two norms are the same: grids have vectors of their own, with the same content.
+pub(super) fn same_norm(program: &Program, a: Option<NormOf>, b: Option<NormOf>) -> bool {
+    let content = |id: Vector| id.map(|id| program.buffers.get(id.index()).map(|buffer| &buffer.content));
+    let same = |a: NormOf, b: NormOf| {
+        let [of_a, of_b] = [a, b].map(|of| [of.weight, of.bias].map(content));
+        a.norm == b.norm && of_a == of_b
+    };
+    a == b || a.zip(b).is_some_and(|(a, b)| same(a, b))
+}
+
+/// Whether a grid adds up the slots of experts in `buffer`.
+pub(super) fn is_combined(program: &Program, buffer: BufferId) -> bool {
+    let reads = |grid: &Grid| {
+        matches!(grid.op, Op::Combine(_)) && grid.operand(Role::X).is_some_and(|operand| operand.buffer == buffer)
+    };
+    program.grids.iter().any(reads)
+}
+
+/// Whether a program has experts.
+pub(super) fn has_experts(program: &Program) -> bool {
+    program.grids.iter().any(|grid| matches!(grid.op, Op::Route(_)))
+}
+
+/// Bytes of scratch of a wave that chooses: keys of the experts of a row for each warp, in whose place its slots lie later.
+pub(super) fn route_scratch(route: &Route, warps: u32) -> u32 {
+    let keys = route.experts.max(2 * route.top_k) + route.groups.map_or(0, |groups| groups.count);
+    warps * keys * 4
+}
+
+/// Bytes of scratch of a wave of scores: sums of 16 rows and [`SCORES_COLS`] columns for each warp.
+pub(super) fn scores_scratch(warps: u32) -> u32 {
+    warps * 16 * SCORES_COLS * 4
+}
+
+/// Bytes of scratch of a wave that finds places: three counts for each expert.
+pub(super) fn gather_scratch(experts: u32) -> u32 {
+    3 * experts * 4
+}
+
+impl Sums {
+    /// Of a wave of [`super::Action::Experts`] that reads `x`.
+    pub(super) fn of_experts(granules: u32, x: &Work) -> Option<Sums> {
+        match x.layout {
+            Layout::Grouped(Tiling { rows, .. }) => Some(Sums::Experts { granules, tile: rows }),
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,291 @@
+//! Tests waves of mixtures of experts: which models have a plan, that a wrong one has no proof, and that a proven one computes its model.
+
+use std::fs;
+
+use computed::executor::{Rows, TOLERANCE, difference, execute, expected};
+use monobloc::candidate::Candidate;
+use monobloc::defaults::rows::{Room, place_rows};
+use monobloc::format::FormatPlan;
+use monobloc::model::config::{Imported, import_config_only};
+use monobloc::model::graph::ModelGraph;
+use monobloc::rows::Shape;
+use monobloc::target::Target;
+use monobloc::validate::{Validated, validate};
+use monobloc::waves::{Action, Form, Layout, Plan, Target as Written, Tiling, prove};
+
+use crate::formats::{all, named, rounded};
+use crate::nvrtc::{compiles, nvrtc, quick};
+use crate::proof_support::BF16;
+use crate::skipped;
+use crate::support::{checkpoints, fixture};
+use crate::waves::{
+    Ran, cached, given, judge_mutants_of, proven, rows_of, run_kernel, run_steps, small, stored, tokens, worst_position,
+};
+
+/// The config of a fixture with heads that tensor cores take, experts whose columns end inside 64 of k, and random weights.
+fn mixture(name: &str) -> Imported {
+    let text = fs::read_to_string(fixture(name).join("config.json")).unwrap();
+    let mut config: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let own = config["head_dim"].is_u64();
+    let (heads, kv) = if own { (6, 2) } else { (2, 1) };
+    let entries = config.as_object_mut().unwrap();
+    for (key, value) in entries.iter_mut().filter(|(_, value)| value.as_u64().is_some_and(|value| value > 0)) {
+        match key.as_str() {
+            "hidden_size" => *value = 128.into(),
+            "num_attention_heads" => *value = heads.into(),
+            "num_key_value_heads" => *value = kv.into(),
+            "head_dim" => *value = 64.into(),
+            "max_position_embeddings" => *value = 512.into(),
+            key if key.contains("intermediate_size") => *value = 96.into(),
+            _ => {}
+        }
+    }
+    import_config_only(&config.to_string(), 7).unwrap_or_else(|error| panic!("{name}: {error}"))
+}
+
+/// The batch kernel for 8 rows, if there is one.
+fn batch(graph: &ModelGraph, target: &Target) -> Result<Validated, String> {
+    let base = Candidate::default_for(graph, target, BF16);
+    let room = Room { rows: 8, sequences: 8, positions: 4096 };
+    let placed = place_rows(graph, "waves", BF16, graph.positions_max.min(512), target, &base, room);
+    let placed = placed.map_err(|reason| reason.to_string())?;
+    Ok(validate(placed, target).unwrap_or_else(|rejected| panic!("{rejected}")))
+}
+
+/// Every fixture has a plan of each form, or none for a reason that has nothing to do with experts.
+#[test]
+fn a_proven_plan_of_experts_computes_its_model() {
+    let mut refused = vec![];
+    for (seed, name) in (0u64..).zip(checkpoints("experts")) {
+        let (imported, target) = (mixture(&name), small());
+        let validated = batch(&imported.graph, &target).unwrap_or_else(|reason| panic!("{name}: {reason}"));
+        let proven = match proven(&validated, &target, Form::Chunk, 512) {
+            Ok(proven) => proven,
+            Err(reason) => {
+                refused.push(format!("{name}: {reason}"));
+                continue;
+            }
+        };
+        // Weights of all experts in one tensor have another shape in a file.
+        let kept = (!name.contains("gpt-oss")).then(|| stored(&imported));
+        let imported = kept.as_ref().map_or(&imported, |(_, stored)| stored);
+        // Of some models two blocks of rows, and experts with several tiles.
+        let long = ["experts/qwen2-moe-shared", "experts/hy-v3"].contains(&name.as_str());
+        let text = tokens(imported, if long { 170 } else { 40 });
+        let (one, rest) = text.split_at(1);
+        let (some, rest) = rest.split_at(text.len() * 7 / 8);
+        let found = execute(&validated.schedule().program, imported, proven.plan(), &[one, some, rest], seed);
+        let difference = difference(&expected(imported, &text), &found);
+        assert!(difference < TOLERANCE, "{name}: {difference:e}");
+    }
+    let of_other_ops = |reason: &String| reason.contains("attention of") || reason.contains("the output of `o.0`");
+    assert!(refused.len() == 7 && refused.iter().all(of_other_ops), "{refused:#?}");
+}
+
+#[test]
+fn a_proven_plan_of_steps_of_experts_decides_what_its_model_does() {
+    for (seed, name) in (0u64..).zip(["experts/qwen2-moe-shared", "experts/hy-v3"]) {
+        let ((_folder, imported), target) = (stored(&mixture(name)), small());
+        let validated = batch(&imported.graph, &target).unwrap();
+        let proven = proven(&validated, &target, Form::Steps, 32).unwrap();
+        run_steps(&imported, &validated, proven.plan(), seed);
+    }
+}
+
+/// A tail begins with the sum over slots that its chunk leaves.
+#[test]
+fn chunks_of_experts_have_tails() {
+    for name in ["experts/qwen3-moe", "experts/qwen2-moe-shared", "experts/afmoe"] {
+        let (imported, target) = (mixture(name), small());
+        let validated = batch(&imported.graph, &target).unwrap();
+        proven(&validated, &target, Form::Tail, 16).unwrap_or_else(|refused| panic!("{name}: {refused}"));
+    }
+}
+
+/// Every wrong plan of experts has no proof, or computes the same.
+#[test]
+fn a_wrong_plan_of_experts_has_no_proof() {
+    let name = "experts/qwen2-moe-shared";
+    let (_folder, imported) = stored(&mixture(name));
+    let mutants = judge_mutants_of(name, &imported, &small(), Form::Chunk, 256, None);
+    assert!(mutants > 1000, "{mutants} mutants");
+}
+
+#[test]
+fn buffers_and_rings_of_experts_have_room_for_every_choice() {
+    let (imported, target) = (mixture("experts/qwen2-moe-shared"), small());
+    let validated = batch(&imported.graph, &target).unwrap();
+    let of = proven(&validated, &target, Form::Chunk, 256).unwrap().plan().clone();
+    let wrong = |name: &str, rule: &str, change: &dyn Fn(&mut Plan)| {
+        let mut plan = of.clone();
+        change(&mut plan);
+        assert!(plan != of, "{name}");
+        let violations = prove(plan, &validated, &target).err().unwrap_or_else(|| panic!("{name}: proven"));
+        assert!(violations.iter().any(|violation| violation.rule == rule), "{name}: {violations:?}");
+    };
+    // In every buffer and division alike, so that the bound alone is wrong.
+    let tilings = |plan: &mut Plan, change: &dyn Fn(&mut Tiling)| {
+        for work in &mut plan.work {
+            if let Layout::Groups(tiling) | Layout::Grouped(tiling) | Layout::Placed(tiling) = &mut work.layout {
+                change(tiling);
+            }
+        }
+        for division in &mut plan.divisions {
+            if let monobloc::waves::Over::Items { tiling, .. } = &mut division.over {
+                change(tiling);
+            }
+        }
+    };
+    wrong("a tile less", "order", &|plan| tilings(plan, &|tiling| tiling.most -= 1));
+    for rows in [0, 16, 48] {
+        wrong("tiles for which there is no instruction", "order", &|plan| tilings(plan, &|tiling| tiling.rows = rows));
+    }
+    let tiles = |id: usize, plan: &mut Plan| match &mut plan.work[id].layout {
+        Layout::Groups(tiling) | Layout::Grouped(tiling) | Layout::Placed(tiling) => tiling.most -= 1,
+        _ => panic!("tiles"),
+    };
+    for (id, work) in of.work.iter().enumerate() {
+        if matches!(work.layout, Layout::Groups(_) | Layout::Grouped(_) | Layout::Placed(_)) {
+            wrong("a tile less in one buffer", "order", &|plan| tiles(id, plan));
+        }
+    }
+    let mut seen = 0;
+    for w in 0..of.waves.len() {
+        let set = |change: fn(&mut u32, &mut u32)| {
+            move |plan: &mut Plan| {
+                let Action::Experts { pass, chunk, .. } = &mut plan.waves[w].action else { panic!("experts") };
+                change(pass, chunk);
+            }
+        };
+        match of.waves[w].action {
+            Action::Experts { .. } => {
+                seen += 1;
+                wrong("no units of a pass", "order", &set(|pass, _| *pass = 0));
+                wrong(
+                    "a unit more of a pass, of parts that are as many",
+                    "ring",
+                    &set(|pass, _| *pass = u32::MAX - 15),
+                );
+                wrong("no chunk", "ring", &set(|_, chunk| *chunk = 0));
+                wrong("chunks of 32 of k", "ring", &set(|_, chunk| *chunk = 1));
+                wrong("longer chunks", "ring", &set(|_, chunk| *chunk = 4));
+            }
+            Action::Combine { shared, target, .. } => {
+                seen += 1;
+                assert!(shared.is_some());
+                let without = |plan: &mut Plan| {
+                    let Action::Combine { shared, .. } = &mut plan.waves[w].action else { panic!("a sum") };
+                    *shared = None;
+                };
+                wrong("no shared expert", "order", &without);
+                let without = |plan: &mut Plan| {
+                    let Action::Combine { gate, .. } = &mut plan.waves[w].action else { panic!("a sum") };
+                    *gate = None;
+                };
+                wrong("no gate", "order", &without);
+                let Written::Residual(to) = target else { panic!("a sum that adds") };
+                let elsewhere = |plan: &mut Plan| {
+                    let Action::Combine { target, .. } = &mut plan.waves[w].action else { panic!("a sum") };
+                    *target = Written::Out(to);
+                };
+                wrong("a sum that overwrites", "order", &elsewhere);
+            }
+            _ => {}
+        }
+        wrong("no meeting", "meeting", &|plan| plan.waves[w].meets = false);
+    }
+    assert_eq!(seen, 3);
+    wrong("too little scratch", "order", &|plan| plan.machine.scratch_bytes = 8 << 10);
+}
+
+/// Positions of a text that may be off: where two experts have scores that are as good as equal, rounding to bf16 chooses another one.
+const FLIPPED_ONE_IN: usize = 16;
+
+/// The largest difference of keys or values of each position by their norm.
+fn errors_of(expected: &[[Rows; 2]], found: &[[Rows; 2]]) -> Vec<f64> {
+    let of = |all: &[[Rows; 2]], at: usize| -> Vec<[Rows; 2]> {
+        all.iter().map(|layer| layer.each_ref().map(|rows| vec![rows[at].clone()])).collect()
+    };
+    (0..expected[0][0].len()).map(|at| worst_position(&of(expected, at), &of(found, at))).collect()
+}
+
+#[track_caller]
+fn few_are_off(name: &str, errors: &[f64]) {
+    let off = errors.iter().filter(|error| **error > 0.03).count();
+    assert!(off <= errors.len() / FLIPPED_ONE_IN, "{name}: {off} positions are off: {errors:?}");
+}
+
+/// The generated text, its tables and the pack, run block by block: choices by softmax and by sigmoid with a correction, shared experts with a gate, biases,
+/// clamped activations, and experts in codes.
+#[test]
+fn a_generated_kernel_of_experts_computes_its_model() {
+    let plain = FormatPlan::default;
+    for (name, plan, count) in [
+        ("experts/qwen2-moe-shared", plain(), 150),
+        ("experts/hy-v3", plain(), 70),
+        ("experts/gpt-oss-values", plain(), 70),
+        ("experts/qwen3-moe", all(named("int4:32")), 70),
+        ("experts/qwen3-moe", all(named("fp8")), 70),
+        ("experts/mixtral-8", all(named("mxfp4")), 70),
+    ] {
+        let (imported, target) = (rounded(mixture(name), &plan), small());
+        let validated = batch(&imported.graph, &target).unwrap_or_else(|reason| panic!("{name}: {reason}"));
+        let proven =
+            proven(&validated, &target, Form::Chunk, 256).unwrap_or_else(|refused| panic!("{name}: {refused}"));
+        let shape = Shape::of(&validated.schedule().program).unwrap();
+        let page_of: Vec<u32> = (0..shape.blocks()).map(|block| (block * 7 + 5) % shape.pages).collect();
+        let text = tokens(&imported, count);
+        let (some, rest) = text.split_at(11);
+        let launches = [(rows_of(0, 0, &given(some)), 1), (rows_of(0, 11, &given(rest)), 1)];
+        let Some(Ran { cache, .. }) = run_kernel(&imported, &proven, &launches, &page_of) else {
+            return skipped("a_generated_kernel_of_experts_computes_its_model", "C++ compiler", "`c++`");
+        };
+        let found = cached(validated.schedule(), &cache, &page_of, text.len());
+        few_are_off(name, &errors_of(&expected(&imported, &text), &found));
+    }
+}
+
+/// Steps of rows of two texts. A text has the bits that it has alone, whatever the experts of the other one are.
+#[test]
+fn a_row_of_experts_has_the_bits_that_it_has_alone() {
+    let name = "experts/qwen2-moe-shared";
+    let (imported, target) = (mixture(name), small());
+    let validated = batch(&imported.graph, &target).unwrap();
+    let proven = proven(&validated, &target, Form::Steps, 32).unwrap();
+    let schedule = validated.schedule();
+    let shape = Shape::of(&schedule.program).unwrap();
+    let blocks = shape.blocks();
+    let pages: Vec<u32> = (0..2 * blocks).map(|block| (block * 7 + 5) % shape.pages).collect();
+    let texts = [tokens(&imported, 20), tokens(&imported, 33)[21..].to_vec()];
+    let [first, second] = [0, 1].map(|at| rows_of(at as u32, 0, &given(&texts[at])));
+    let together = [(second.iter().chain(&first).copied().collect(), 1)];
+    let Some(both) = run_kernel(&imported, &proven, &together, &pages) else {
+        return skipped("a_row_of_experts_has_the_bits_that_it_has_alone", "C++ compiler", "`c++`");
+    };
+    let alone: Vec<_> = first.chunks(7).map(|rows| (rows.to_vec(), 1)).collect();
+    let alone = run_kernel(&imported, &proven, &alone, &pages).expect("a compiler, as before");
+    let of = |ran: &Ran, sequence: usize| {
+        cached(schedule, &ran.cache, &pages[sequence * blocks as usize..][..blocks as usize], texts[sequence].len())
+    };
+    assert!(of(&both, 0) == of(&alone, 0), "other bits beside the rows of another text");
+    for (sequence, text) in texts.iter().enumerate() {
+        few_are_off(name, &errors_of(&expected(&imported, text), &of(&both, sequence)));
+    }
+}
+
+/// Chunks and steps of experts, in bf16 and in codes.
+#[test]
+fn wave_kernels_of_experts_compile() {
+    let Some(nvrtc) = nvrtc("wave_kernels_of_experts_compile") else { return };
+    for (name, plan, form, rows) in [
+        ("experts/qwen2-moe-shared", FormatPlan::default(), Form::Chunk, 512),
+        ("experts/hy-v3", all(named("int4:32")), Form::Chunk, 512),
+        ("experts/gpt-oss-values", FormatPlan::default(), Form::Steps, 32),
+    ] {
+        let (imported, target) = (rounded(mixture(name), &plan), small());
+        let validated = batch(&imported.graph, &target).unwrap();
+        let proven = proven(&validated, &target, form, rows).unwrap();
+        let source = monobloc::codegen::waves::emit(&proven, &target, monobloc::codegen::emit::Trace::Off);
+        compiles(quick(nvrtc), &source, &format!("{name}, {form:?} of {rows}"));
+    }
+}
