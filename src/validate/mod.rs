@@ -57,9 +57,14 @@
 //! of the step from the exchange. So what is proven of the columns of a one-row step is proven here of the columns of each
 //! row: a buffer of which some task touches single rows is taken as `rows x cols` columns side by side, any other as `cols`
 //! columns that are always touched in all rows. That no two rows meet in memory is what the facts of the tables say, and
-//! nothing else (`tables`): `consecutive`, `filled`, `distinct` and `unshared`. The host establishes them before a launch
+//! nothing else (`tables`): `consecutive`, `filled`, `distinct`, `unshared`, and of states `at`. The host establishes them before a launch
 //! ([`crate::rows::Guard`]). A launch of fewer rows than the program has leaves out reads and writes, and the order of the
 //! rest stays as it is.
+//!
+//! # States
+//!
+//! A recurrent state is updated in place, by one grid, and the columns of a launch index on one SM in every regime (`states`). So program order
+//! lies between steps, and no event.
 //!
 //! # Choices
 //!
