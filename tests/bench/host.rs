@@ -250,8 +250,15 @@ fn rows() {
 
     const ROWS: u32 = 64;
     const POSITIONS: u32 = 8192;
-    let shape =
-        Shape { rows: ROWS, sequences: ROWS, context_max: 1 << 17, page_rows: 64, pages: 1 << 15, window: None };
+    let shape = Shape {
+        rows: ROWS,
+        sequences: ROWS,
+        context_max: 1 << 17,
+        page_rows: 64,
+        pages: 1 << 15,
+        window: None,
+        has_state: false,
+    };
     let (mut pool, mut guard) = (Pool::new(shape), Guard::new(shape));
     let sequences: Vec<SequenceId> = (0..ROWS).map(|_| pool.open().unwrap()).collect();
     let launch = |pool: &mut Pool, position: u32, steps: u32| {
