@@ -461,7 +461,6 @@ impl Builder<'_> {
     /// Lowers one layer; returns the buffer that holds its output.
     fn layer(&mut self, l: usize, layer: &Layer, x: BufferId, start: &Start) -> Result<BufferId, Infeasible> {
         let (hidden, residual) = (self.graph.hidden, start.residual);
-        let feed = feed(l, layer)?;
         let (mixed, o) = match &layer.mixer {
             Mixer::Attention(a) => {
                 let qkv = self.qkv(&format!("qkv.{l}"), Some(Site::of_layer(LayerOp::Qkv, l)), layer, a, x);
@@ -472,6 +471,7 @@ impl Builder<'_> {
                 return Err(Infeasible::Mixer { layer: l, what: mixer.name() });
             }
         };
+        let feed = feed(l, layer)?;
         // The sum after attention is exchanged only if the MLP reads it and not every SM makes it.
         let x2 = (!layer.parallel && !start.everywhere).then(|| self.exchange(&format!("x2.{l}"), hidden));
         let sum = Sum { residual, out: x2, scale: layer.residual_scale, hidden };

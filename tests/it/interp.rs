@@ -9,6 +9,7 @@ use monobloc::interp::{Arithmetic, Input, Interp, InterpError, Options, Order, P
 use monobloc::ir::schedule::{Mechanism, Schedule};
 use monobloc::lower::lower;
 use monobloc::model::config::{Imported, import, import_config_only};
+use monobloc::model::graph::{Layer, Mixer, ModelGraph};
 use monobloc::pack::pack;
 use monobloc::reference;
 use monobloc::schedule::schedule;
@@ -94,12 +95,23 @@ fn plans(group: u32) -> Vec<Plan> {
     ]
 }
 
+/// Whether programs have all of a model; what they lack is refused by name (`families::mixers_without_kernels_are_refused_by_name`).
+fn has_kernels(graph: &ModelGraph) -> bool {
+    let has_mixer = |layer: &Layer| matches!(layer.mixer, Mixer::Attention(_) | Mixer::GatedDelta(_));
+    graph.layers.iter().all(|layer| has_mixer(layer) && layer.feed.foreign().is_none())
+}
+
 #[test]
 fn every_checkpoint_agrees_with_transformers_through_lower_and_schedule() {
     let names = ["families", "variants", "dense", "hybrids"].map(checkpoints).concat();
     let mut wrong = vec![];
+    let mut compared = 0;
     for name in &names {
         let imported = import(&fixture(name)).unwrap();
+        if !has_kernels(&imported.graph) {
+            continue;
+        }
+        compared += 1;
         let goldens = Goldens::open(name);
         let (ids, want, greedy_want) = (goldens.ids("input_ids"), goldens.floats("logits"), goldens.ids("greedy_ids"));
         let context_max = imported.graph.positions_max.min(64);
@@ -119,7 +131,7 @@ fn every_checkpoint_agrees_with_transformers_through_lower_and_schedule() {
         }
     }
     assert!(wrong.is_empty(), "{wrong:#?}");
-    assert!(names.len() >= 73, "{}", names.len());
+    assert!(compared >= 73, "{compared}");
 }
 
 /// Each record's default candidate computes the same as transformers, for every number of SMs, size of shared memory and copy
@@ -129,6 +141,9 @@ fn every_checkpoint_agrees_on_the_default_candidate_of_every_record() {
     let mut wrong = vec![];
     for name in ["families", "variants", "dense", "hybrids"].map(checkpoints).concat() {
         let imported = import(&fixture(&name)).unwrap();
+        if !has_kernels(&imported.graph) {
+            continue;
+        }
         let goldens = Goldens::open(&name);
         let ids = goldens.ids("input_ids");
         let ids = &ids[..ids.len().min(9)];

@@ -2084,7 +2084,7 @@ fn products_are_no_other_tiles() {
     let chunks = "expected chunks of 64 of k, or of a granule of codes or of several tiles, for each group of k";
     let changes: [(_, u32, ChangeOf, _); 5] = [
         (&plain, 64, |m| m.warps = Warps { rows: 2, units: 8, k: 1 }, "expected two units of a tile for each warp"),
-        (&coded, 32, |m| m.pass = 22, "16896 bytes of a pass of 22 units, which no slot holds"),
+        (&coded, 32, |m| m.pass = 22, "12672 bytes of a pass of 22 units, which no slot holds"),
         (&plain, 64, |m| m.pass = 0, "expected 1 to 32 sums of a lane, found 0"),
         (&plain, 64, |m| m.chunk = 1, chunks),
         (&coded, 32, |m| (m.pass, m.chunk) = (8, 2), chunks),

@@ -229,7 +229,10 @@ impl Reader<'_> {
                 let Some(weight) = grid.operand(Role::Weight) else { return Err("has no matrix".to_string()) };
                 let unit = unit_bytes(self.buffer(weight), m);
                 let bytes = unit * u64::from(task.hi - task.lo);
-                units(said.head_j, Some(self.place(weight) + u64::from(task.lo) * unit))?;
+                let (begin, rest) = (self.place(weight) + u64::from(task.lo) * unit, u64::from(said.splits >> 16));
+                expect(u64::from(said.head_j) * 256 + rest == begin && rest < 256, || {
+                    format!("begins at {} * 256 + {rest}, not at byte {begin}", said.head_j)
+                })?;
                 expect(u64::from(said.bytes) == bytes, || format!("brings {} of {bytes} bytes", said.bytes))?;
                 let (block, chunk) = (u64::from(said.k_cache), u64::from(said.v_cache));
                 let slot = u64::from(self.schedule.machine.ring.slot_bytes);
@@ -242,7 +245,10 @@ impl Reader<'_> {
                 let Some(choice) = grid.operand(Role::Choices) else { return Err("has no choice".to_string()) };
                 let packet = self.packet(choice, task, grid);
                 expect(u64::from(said.window) == packet + 1, || format!("polls packet {}, not {packet}", said.window))?;
-                units(said.row_bytes, Some(u64::from(grid.n) * unit))?;
+                let part = u64::from(grid.n) * unit;
+                expect(u64::from(said.row_bytes) * 16 == part, || {
+                    format!("has parts of {} * 16 bytes, not of {part}", said.row_bytes)
+                })?;
                 let bound = self.schedule.program.tables[table.index()].bound;
                 let parts = (said.rows & 0xffff, said.rows >> 16);
                 expect(parts == (bound, task.row), || format!("has parts and row {parts:?}, not {bound}, {}", task.row))

@@ -1151,8 +1151,8 @@ pub fn row_bytes(buffer: &Buffer) -> u64 {
 /// Key of the arena that weights and constants share.
 const PACK: u8 = u8::MAX;
 
-/// Bytes of a unit of a matrix: whole granules along k, each 64 bytes of 8 rows, and the scales and zero points of their groups. Units
-/// of codes begin at multiples of 256 bytes, and granules, all of one size, at multiples of 16.
+/// Bytes of a unit of a matrix: whole granules along k, each 64 bytes of 8 rows, and the scales and zero points of their groups. Granules
+/// of codes, all of one size, begin at multiples of 16 bytes, and so do units.
 pub fn unit_bytes(buffer: &Buffer, m: &MatVec) -> u64 {
     let k = u64::from(m.k);
     let Some(Format { code, groups, .. }) = buffer.coded else {
@@ -1169,9 +1169,7 @@ pub fn unit_bytes(buffer: &Buffer, m: &MatVec) -> u64 {
         };
         8 * granule_k.div_ceil(u64::from(g.k).max(1)) * (each + u64::from(g.zeros))
     };
-    let needed = GRANULE + groups.map_or(0, of_groups);
-    let sizes = (needed.next_multiple_of(16)..).step_by(16);
-    sizes.map(|bytes| bytes * granules).find(|unit| unit % 256 == 0).unwrap_or(u64::MAX)
+    granules * (GRANULE + groups.map_or(0, of_groups)).next_multiple_of(16)
 }
 
 /// Bytes of the units of a matrix that some op streams, and of the scales of their rows.
