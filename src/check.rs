@@ -903,7 +903,7 @@ impl KeptStates {
     /// Those that are there; none are needed before position 0.
     fn before(position: u32, session: &Session, schedule: &Schedule) -> Result<KeptStates, SessionError> {
         let mut words = vec![];
-        for (_, buffer, _) in schedule.program.states().filter(|_| position > 0) {
+        for (_, buffer) in schedule.program.states().filter(|_| position > 0) {
             let Some(at) = schedule.placement.get(buffer.index()).copied().flatten() else { continue };
             let bytes = placed_bytes(&schedule.program.buffers[buffer.index()]) as usize;
             words.push((at, session.read_cache(at, bytes)?));
@@ -931,14 +931,14 @@ pub(crate) fn fill_device_states(
     write_device_states(session, schedule, position, &state)
 }
 
-/// Puts recurrent states on the device, as those before `position`; `state_of`: the values of a layer, of which it is told the number.
+/// Puts recurrent states on the device, as those before `position`. `state_of` makes the values of a layer from its number and how many they are.
 fn write_device_states(
     session: &mut Session,
     schedule: &Schedule,
     position: u32,
     state_of: &dyn Fn(u32, u32) -> Vec<f32>,
 ) -> Result<(), SessionError> {
-    for (layer, buffer, _) in schedule.program.states() {
+    for (layer, buffer) in schedule.program.states() {
         let Some(at) = schedule.placement.get(buffer.index()).copied().flatten() else { continue };
         let values = state_of(layer.0, schedule.program.buffers[buffer.index()].cols);
         session.upload_cache(at, bytemuck::cast_slice(&values))?;

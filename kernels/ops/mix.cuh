@@ -86,7 +86,7 @@ struct Mix {
         f(in, MATRIX + t * CHANNELS + pair(c, n) + 1, held.past[n][t][1]);
       }
   }
-  // `begins`: at position 0 a state counts as zeros. All loads are under way at once: none is behind a branch.
+  // `begins`: at position 0 a state counts as zeros. All loads are under way at once, without branches.
   static __device__ __forceinline__ void load(const Context<M>& c, const float* state, bool begins, Held& held) {
     each(c, held, [&](bool in, int at, float& value) {
       const float x = state[in ? at : 0];

@@ -10,7 +10,7 @@
 //!    value with this code than from `y`. How far `y` may be from `x` is measured, as it is for logits.
 //! 2. *Logits* then differ by the arithmetic alone, as with a cache in bf16, and are held to that tolerance.
 //!
-//! The same holds on `cpu`, where the interpreter's fast path is the device. Of kernels for rows, of exports and of an op alone, the reference is the
+//! The same holds on `cpu`, where the interpreter's fast path is the device. Of batch kernels, of exports and of an op alone, the reference is the
 //! interpreter.
 
 use std::ops::ControlFlow;

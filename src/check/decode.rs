@@ -26,7 +26,7 @@ pub fn check_decode(
     Ok(checked)
 }
 
-/// Compares what a kernel for one row computes after each token of the texts of `sizes`, what it stores, and what it chooses.
+/// Compares what a decode kernel computes after each token of the texts of `sizes`, what it stores, and what it chooses.
 ///
 /// # Errors
 /// As [`check_decode`].

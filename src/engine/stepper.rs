@@ -25,7 +25,7 @@ pub struct Bounds {
 }
 
 impl Bounds {
-    /// Whether the pages of a prompt serve another one that begins alike. Pages behind a window are given back, and a recurrent state that belongs to
+    /// Whether the pages of a prompt serve another one that begins alike. Pages that a window has left are given back, and a recurrent state that belongs to
     /// them is not kept.
     pub fn shares_prefixes(&self) -> bool {
         self.shape.window.is_none() && !self.shape.has_state

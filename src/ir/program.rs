@@ -372,12 +372,9 @@ impl Program {
         self.buffers.iter().any(|buffer| buffer.space == Space::State)
     }
 
-    /// Grids with a recurrent state: its layer and buffer, and the columns of a launch index.
-    pub fn states(&self) -> impl Iterator<Item = (LayerId, BufferId, u32)> {
-        self.grids.iter().filter_map(|grid| {
-            let state = grid.operand(Role::State)?;
-            Some((grid.site?.layer?, state.buffer, state.cols.len))
-        })
+    /// Grids with a recurrent state: its layer and buffer.
+    pub fn states(&self) -> impl Iterator<Item = (LayerId, BufferId)> {
+        self.grids.iter().filter_map(|grid| Some((grid.site?.layer?, grid.operand(Role::State)?.buffer)))
     }
 
     /// The format of the matrix that a grid streams; that of plain weights if it streams none.

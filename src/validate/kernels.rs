@@ -199,11 +199,10 @@ impl Rules<'_> {
         }
     }
 
-    /// A launch that only fills the cache executes the beginning of each queue and stream, up to the last grid that appends. What it
+    /// A launch that only fills the cache executes the beginning of each queue and stream, up to the last grid that appends or updates a state. What it
     /// executes is ordered as in a whole step, if it waits for nothing of the rest.
     fn fills(&mut self, schedule: &Schedule) {
-        let leaves = |grid: &Grid| grid.operand(Role::AppendK).is_some() || grid.operand(Role::State).is_some();
-        let last = schedule.program.grids.iter().rposition(leaves).map(GridId::from);
+        let last = schedule.program.last_append();
         for (r, regime) in (0..).zip(&schedule.regimes) {
             let fills = |id: TaskId| Some(regime.tasks[id.index()].grid) <= last;
             let queues = regime

@@ -28,16 +28,16 @@ pub struct NotShared {
 /// # Errors
 /// The first attention that differs, or the first recurrent state.
 pub fn share_caches(a: &Validated, b: &Validated) -> Result<(), NotShared> {
-    let of_a = updated(a.schedule());
-    for (place, other) in updated(b.schedule()) {
+    let (of_a, of_b) = (updated(a.schedule()), updated(b.schedule()));
+    for (place, other) in &of_b {
         let not_shared = |grid: String, what| Err(NotShared { grid, other: other.name.clone(), what });
-        match of_a.get(&place) {
+        match of_a.get(place) {
             Some(one) if one.op == other.op && one.content == other.content => {}
             Some(one) => return not_shared(one.name.clone(), "states by other weights or attributes"),
             None => return not_shared(other.name.clone(), "states at other places or of other sizes"),
         }
     }
-    if let (Some(grid), true) = (of_a.values().next(), of_a.len() != updated(b.schedule()).len()) {
+    if let (Some(grid), true) = (of_a.values().next(), of_a.len() != of_b.len()) {
         return Err(NotShared {
             grid: grid.name.clone(),
             other: b.schedule().program.name.clone(),

@@ -1,4 +1,4 @@
-// Mixtures of experts by kernels of one row: the choice, the sum over slots, and the packets of a choice.
+// Mixtures of experts by decode kernels: the choice, the sum over slots, and the packets of a choice.
 #pragma once
 
 #include "op_choices.h"

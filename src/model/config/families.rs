@@ -888,11 +888,40 @@ fn olmo2(r: &mut Reader) -> Option<Plan> {
     Some(Plan { qkv_bias: bias, o_bias: bias, qk_norm, ..plan(&s, &OLMO2_NAMES, scalars, rope) })
 }
 
+/// What models of Granite multiply by.
+struct GraniteFactors {
+    embed: f64,
+    attention: f64,
+    residual: f64,
+    /// Divides logits.
+    logits: f64,
+}
+
+fn granite_factors(r: &mut Reader) -> GraniteFactors {
+    GraniteFactors {
+        embed: r.positive("embedding_multiplier", 1.0),
+        attention: r.positive("attention_multiplier", 1.0),
+        residual: r.positive("residual_multiplier", 1.0),
+        logits: r.positive("logits_scaling", 1.0),
+    }
+}
+
+impl GraniteFactors {
+    fn on(self, plan: Plan) -> Plan {
+        Plan {
+            embed_scale: self.embed as f32,
+            attn_scale: self.attention as f32,
+            residual_scale: self.residual as f32,
+            logits_scale: (1.0 / self.logits) as f32,
+            ..plan
+        }
+    }
+}
+
 fn granite(r: &mut Reader) -> Option<Plan> {
     let scalars = scalars(r, false, SILU, ("rms_norm_eps", 1e-6));
     let (bias, mlp_bias) = (r.flag("attention_bias", false), r.flag("mlp_bias", false));
-    let (embed, attn) = (r.positive("embedding_multiplier", 1.0), r.positive("attention_multiplier", 1.0));
-    let (residual, logits) = (r.positive("residual_multiplier", 1.0), r.positive("logits_scaling", 1.0));
+    let factors = granite_factors(r);
     let defaults = ShapeDefaults {
         class: "GraniteForCausalLM",
         positions: 2048,
@@ -901,16 +930,7 @@ fn granite(r: &mut Reader) -> Option<Plan> {
     };
     let s = shape(r, defaults)?;
     let rope = rope::flat(r, &rope_rules(&s))?;
-    Some(Plan {
-        qkv_bias: bias,
-        o_bias: bias,
-        mlp_bias,
-        embed_scale: embed as f32,
-        attn_scale: attn as f32,
-        residual_scale: residual as f32,
-        logits_scale: (1.0 / logits) as f32,
-        ..plan(&s, &LLAMA_NAMES, scalars, rope)
-    })
+    Some(factors.on(Plan { qkv_bias: bias, o_bias: bias, mlp_bias, ..plan(&s, &LLAMA_NAMES, scalars, rope) }))
 }
 
 fn smollm3(r: &mut Reader) -> Option<Plan> {

@@ -10,8 +10,8 @@ use super::mixtures::{
     BY_SUM, EXPERT_WIDTH, EXPERTS_MAX, GRANITE_EXPERTS, GroupedRouter, Mixture, NORM_TOPK, ONE, ROUTING, STACKED,
 };
 use super::{
-    ATTENTION_BIAS, Family, GRANITE_KEYS, HeadDim, KvHeads, LLAMA_NAMES, MLP_BIAS, SILU, Scalars, ShapeDefaults, plan,
-    rope_rules, scalars, shape, shape_by, shape_with, uniform,
+    ATTENTION_BIAS, Family, GRANITE_KEYS, HeadDim, KvHeads, LLAMA_NAMES, MLP_BIAS, SILU, Scalars, ShapeDefaults,
+    granite_factors, plan, rope_rules, scalars, shape, shape_by, shape_with, uniform,
 };
 use crate::model::config::plan::{
     Ahead, Block, Each, ExpertNames, ExpertsPlan, GateUp, MambaPlan, Names, Plan, Prefix, Projections, SharedNames,
@@ -74,7 +74,7 @@ const GRANITE_HYBRID_KEYS: &[Entry] = &[
 ];
 const FALCON_KEYS: &[Entry] = &[
     modelled("mamba_d_ssm", "width of Mamba-2; 1024 where absent, by `mamba_expand` where null"),
-    modelled("mamba_rms_norm", "whether a norm is beside the gate of Mamba-2"),
+    modelled("mamba_rms_norm", "whether Mamba-2 has a norm with its gate"),
     modelled("mamba_norm_before_gate", "whether this norm is before the gate; true where absent"),
     modelled("projectors_bias", "bias of the projection out of Mamba-2"),
     modelled("embedding_multiplier", "scale of the embedding"),
@@ -262,8 +262,7 @@ const GRANITE_MIXERS: [&str; 4] = ["mamba", "linear_attention", "attention", "fu
 fn granite_hybrid(r: &mut Reader) -> Option<Plan> {
     let scalars = scalars(r, false, SILU, ("rms_norm_eps", 1e-6));
     let bias = r.flag("attention_bias", false);
-    let (embed, attn) = (r.positive("embedding_multiplier", 1.0), r.positive("attention_multiplier", 1.0));
-    let (residual, logits) = (r.positive("residual_multiplier", 1.0), r.positive("logits_scaling", 1.0));
+    let factors = granite_factors(r);
     let defaults = ShapeDefaults {
         class: "GraniteMoeHybridForCausalLM",
         positions: 2048,
@@ -307,19 +306,15 @@ fn granite_hybrid(r: &mut Reader) -> Option<Plan> {
     let (norm, out_bias) = (Some((scalars.eps as f32, false)), mamba.in_bias);
     let plan = plan(&s, &GRANITE_NAMES, scalars, rope);
     let ropes = if rotated { plan.ropes.clone() } else { vec![] };
-    Some(Plan {
+    Some(factors.on(Plan {
         qkv_bias: bias,
         o_bias: bias,
-        embed_scale: embed as f32,
-        attn_scale: attn as f32,
-        residual_scale: residual as f32,
-        logits_scale: (1.0 / logits) as f32,
         ropes,
         layers: uniform(s.layers, rotated.then_some(RopeId(0)), None),
         experts,
         mamba: Some(MambaPlan { norm, out_bias, ..mamba }),
         ..plan
-    })
+    }))
 }
 
 static FALCON_NAMES: Names = Names {

@@ -4,8 +4,8 @@ use serde_json::Value;
 
 use super::{
     ATTENTION_BIAS, COHERE_SHARED, Family, GRANITE_KEYS, HeadDim, KvHeads, LAYER_TYPES_KEY, LLAMA_NAMES,
-    SHARED_NORM_NAMES, SILU, Scalars, Shape, ShapeDefaults, plan, rope_rules, scalars, shape, sliding_layers, uniform,
-    window_or_default, window_or_none, windowed,
+    SHARED_NORM_NAMES, SILU, Scalars, Shape, ShapeDefaults, granite_factors, plan, rope_rules, scalars, shape,
+    sliding_layers, uniform, window_or_default, window_or_none, windowed,
 };
 use crate::model::config::plan::{
     Ahead, Each, ExpertNames, ExpertsPlan, GateUp, LayerPlan, Names, NormPlan, Plan, SharedNames, SharedPlan, Stacked,
@@ -668,8 +668,7 @@ fn olmoe(r: &mut Reader) -> Option<Plan> {
 fn granite_moe(r: &mut Reader) -> Option<Plan> {
     let scalars = scalars(r, false, SILU, ("rms_norm_eps", 1e-6));
     let bias = r.flag("attention_bias", false);
-    let (embed, attn) = (r.positive("embedding_multiplier", 1.0), r.positive("attention_multiplier", 1.0));
-    let (residual, logits) = (r.positive("residual_multiplier", 1.0), r.positive("logits_scaling", 1.0));
+    let factors = granite_factors(r);
     let defaults = ShapeDefaults {
         class: "GraniteMoeForCausalLM",
         positions: 2048,
@@ -680,17 +679,13 @@ fn granite_moe(r: &mut Reader) -> Option<Plan> {
     let s = shape(r, defaults)?;
     let experts = everywhere(&s, count, top_k).plan(r, &GRANITE_EXPERTS)?;
     let rope = rope::flat(r, &rope_rules(&s))?;
-    Some(Plan {
+    Some(factors.on(Plan {
         qkv_bias: bias,
         o_bias: bias,
-        embed_scale: embed as f32,
-        attn_scale: attn as f32,
-        residual_scale: residual as f32,
-        logits_scale: (1.0 / logits) as f32,
         // A softmax over the chosen experts.
         experts: Some(ExpertsPlan { normalise: BY_SUM, ..experts }),
         ..plan(&s, &LLAMA_NAMES, scalars, rope)
-    })
+    }))
 }
 
 /// Sigmoid routers with a correction and groups: GLM-4.5 and dots.llm1, as DeepSeek-V3.
