@@ -13,6 +13,7 @@
 
 mod alike;
 mod beside;
+mod chunks;
 mod codes;
 mod decode;
 mod lanes;
@@ -22,6 +23,7 @@ mod shared;
 mod waves;
 
 pub use alike::{Alike, POSITIONS as ALIKE_POSITIONS, SEQUENCES as ALIKE_SEQUENCES, check_alike};
+pub use chunks::{ReadsChunks, check_chunks};
 pub use codes::{
     CacheContents, DeviceCaches, OneRow, chooses_experts, compare_codes, compare_cpu_codes, stores_codes,
     takes_from_device,
@@ -1048,19 +1050,24 @@ impl Judge {
                 let wide: Vec<f64> = expected.rows[kind].iter().map(|&value| f64::from(value)).collect();
                 let distance = lanes::head_distance(&wide, &found[kind], dim);
                 let allowed = worst(least.error_rel_l2, FACTOR * expected.noise[kind]);
-                self.figures.of_tolerance = worst(self.figures.of_tolerance, distance / allowed);
-                if is_beyond(distance, allowed) {
-                    let (position, figures) = (row.position, self.figures);
-                    return Err(CheckError::Cached {
-                        position,
-                        layer,
-                        what,
-                        expected: allowed,
-                        found: distance,
-                        figures,
-                    });
-                }
+                self.cached(row.position, (layer, what), allowed, distance)?;
             }
+        }
+        Ok(())
+    }
+
+    /// The distance of keys or values of a layer against its tolerance.
+    fn cached(
+        &mut self,
+        position: u32,
+        (layer, what): (u32, &'static str),
+        expected: f64,
+        found: f64,
+    ) -> Result<(), CheckError> {
+        self.figures.of_tolerance = worst(self.figures.of_tolerance, if found == 0.0 { 0.0 } else { found / expected });
+        if is_beyond(found, expected) {
+            let figures = self.figures;
+            return Err(CheckError::Cached { position, layer, what, expected, found, figures });
         }
         Ok(())
     }

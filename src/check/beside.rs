@@ -10,11 +10,11 @@ use std::sync::Arc;
 
 use super::codes::{self, DeviceCaches, judge_choice, stores_codes};
 use super::lanes::Routed;
-use super::{CheckError, Judge, Noise, Tolerance, inputs, noise_of, worst};
+use super::{CheckError, FACTOR, Judge, Noise, Tolerance, inputs, noise_of, worst};
 use crate::dtype::DType;
 use crate::interp::{FromDevice, Interp, Options, Pack, RouterShape, Taken};
 use crate::reference::missed_by;
-use crate::rows::{Guard, Request, Shape};
+use crate::rows::{Edit, Guard, Request, Shape};
 use crate::validate::Validated;
 
 /// Rows whose cost of rounding counts for each other. Rows of one step differ in their tokens, and a single lane may be right by chance.
@@ -37,6 +37,8 @@ pub(super) struct Launch {
 #[derive(Clone)]
 pub(super) enum Decodes {
     Rows(Request),
+    /// The same of some rows of a chunk, which are named by their positions.
+    Chunk(Request),
     /// Rows that nothing executes, since they take what the device has written: of each, the values of every cache by column.
     Written {
         request: Request,
@@ -48,10 +50,19 @@ pub(super) enum Decodes {
     },
 }
 
+impl Decodes {
+    fn into_edits(self) -> Vec<Edit> {
+        match self {
+            Decodes::Rows(request) | Decodes::Chunk(request) | Decodes::Written { request, .. } => request.edits,
+            Decodes::Text { .. } => vec![],
+        }
+    }
+}
+
 impl Launch {
     fn positions(&self) -> Vec<u32> {
         match &self.decodes {
-            Decodes::Rows(request) | Decodes::Written { request, .. } => {
+            Decodes::Rows(request) | Decodes::Chunk(request) | Decodes::Written { request, .. } => {
                 request.rows.iter().map(|row| row.position).collect()
             }
             Decodes::Text { position } => vec![*position],
@@ -60,7 +71,7 @@ impl Launch {
 
     fn wants_logits(&self) -> bool {
         match &self.decodes {
-            Decodes::Rows(request) => request.rows.iter().any(|row| row.wants_logits),
+            Decodes::Rows(request) | Decodes::Chunk(request) => request.rows.iter().any(|row| row.wants_logits),
             Decodes::Written { .. } => false,
             Decodes::Text { .. } => true,
         }
@@ -93,7 +104,7 @@ impl Executor {
         let own = (!taken.is_empty()).then(|| self.interp.take(tokens.len(), taken.clone()));
         let mut logits = vec![vec![]; tokens.len()];
         match (decodes, &mut self.guard) {
-            (Decodes::Rows(request), Some(guard)) => {
+            (Decodes::Rows(request) | Decodes::Chunk(request), Some(guard)) => {
                 let admitted = guard.admit(request).expect("pages of the pool keep all facts");
                 self.interp.launch_rows(admitted, tokens, |step| logits[step.row] = step.logits.to_vec())?;
             }
@@ -135,6 +146,8 @@ pub(super) struct Beside<'a> {
     recent: VecDeque<Noise>,
     /// What rounding cost the scores of every choice.
     of_scores: Vec<f64>,
+    /// What rounding cost the keys or the values of a layer at the rows that were compared last, by cache.
+    of_caches: Vec<VecDeque<f64>>,
     /// What lanes executed, to let other ones execute it, too; and the first launch of the current step.
     launches: Vec<Launch>,
     step: usize,
@@ -169,6 +182,7 @@ impl<'a> Beside<'a> {
             lane,
             recent: VecDeque::new(),
             of_scores: vec![],
+            of_caches: vec![],
             launches: vec![],
             step: 0,
         })
@@ -260,9 +274,87 @@ impl<'a> Beside<'a> {
             }
             self.judge.figures = before;
             lanes += 1;
-            let logits: Vec<Vec<f32>> = self.again(LANE_SEED + lanes)?.into_iter().flat_map(|(of, _)| of).collect();
+            let (of_step, _) = self.again(LANE_SEED + lanes)?;
+            let logits: Vec<Vec<f32>> = of_step.into_iter().flat_map(|(of, _)| of).collect();
             noise = noise.or_worse(Noise::of(expected, [&logits[row]]));
         }
+    }
+
+    /// Compares the keys and values of rows of the current step with those that the device has written, by row and cache. `rows` are their
+    /// positions, and where they lie in a cache. If one is out of tolerance, more lanes say what rounding costs it.
+    ///
+    /// # Errors
+    /// Keys or values that are out of tolerance; what the interpreter refuses.
+    pub fn compare_written(&mut self, rows: &[(u32, usize)], written: &[Vec<Vec<u8>>]) -> Result<(), CheckError> {
+        let count = self.caches.count();
+        let of_interp = |caches: &DeviceCaches, of: &Executor| -> Vec<Vec<f32>> {
+            let of_row = |&(_, row): &(u32, usize)| {
+                (0..count).map(move |cache| caches.by_column(cache, &of.interp.read_cache(cache, row)))
+            };
+            rows.iter().flat_map(of_row).collect()
+        };
+        // By row, then by cache.
+        let expected = of_interp(&self.caches, &self.exact);
+        let away = |caches: &DeviceCaches, found: &[Vec<f32>]| -> Vec<f64> {
+            let all = expected.iter().zip(found).enumerate();
+            all.map(|(at, (expected, found))| caches.distance(at % count, expected, found)).collect()
+        };
+        let caches = &self.caches;
+        let found: Vec<Vec<f32>> = written
+            .iter()
+            .flat_map(|of_row| of_row.iter().enumerate().map(|(cache, bytes)| caches.by_column(cache, bytes)))
+            .collect();
+        let found = away(caches, &found);
+        let figures = &mut self.judge.figures;
+        figures.error_rel_l2 = found.iter().copied().fold(figures.error_rel_l2, worst);
+        let mut noise = self.lane.as_ref().map(|lane| away(caches, &of_interp(caches, lane)));
+        let mut lanes = 1;
+        loop {
+            self.of_caches.resize(count, VecDeque::new());
+            let recent = self.of_caches.clone();
+            for (at, &noise) in noise.iter().flatten().enumerate() {
+                let of_cache = &mut self.of_caches[at % count];
+                of_cache.push_back(noise);
+                if of_cache.len() > NEIGHBOURS.max(rows.len()) {
+                    of_cache.pop_front();
+                }
+            }
+            let before = self.judge.figures;
+            let judged = found.iter().enumerate().try_for_each(|(at, &found)| {
+                let allowed = match self.of_caches[at % count].iter().copied().reduce(worst) {
+                    Some(noise) => worst(Tolerance::least(true).error_rel_l2, FACTOR * noise),
+                    None => self.judge.tolerance.error_rel_l2,
+                };
+                let (layer, what) = self.caches.of(at % count);
+                self.judge.cached(rows[at / count].0, (layer, what), allowed, found)
+            });
+            let Some(noise) = noise.as_mut().filter(|_| judged.is_err() && lanes < LANES_MAX) else {
+                return judged;
+            };
+            (self.judge.figures, self.of_caches) = (before, recent);
+            lanes += 1;
+            let (_, lane) = self.again(LANE_SEED + lanes)?;
+            let more = away(&self.caches, &of_interp(&self.caches, &lane));
+            noise.iter_mut().zip(more).for_each(|(noise, more)| *noise = worst(*noise, more));
+        }
+    }
+
+    /// Lets the interpreters take what the device has written in place of the rows of the current step, or in place of rows that nothing executed.
+    ///
+    /// # Errors
+    /// What the interpreter refuses.
+    pub fn settle(&mut self, written: Launch) -> Result<(), CheckError> {
+        let replaced: Vec<Launch> = self.launches.drain(self.step..).collect();
+        self.step(vec![written]).map(drop)?;
+        // Other lanes see all changes of the page table, too.
+        let mut edits: Vec<Edit> = replaced.into_iter().flat_map(|launch| launch.decodes.into_edits()).collect();
+        if let Some(Launch { decodes: Decodes::Written { request, .. }, .. }) = self.launches.last_mut() {
+            edits.append(&mut request.edits);
+            request.edits = edits;
+        }
+        // What follows is a step of its own.
+        self.step = self.launches.len();
+        Ok(())
     }
 
     /// Judges each choice of a launch by the scores of the interpreter. If one is out of tolerance, more lanes say what rounding costs its scores.
@@ -297,7 +389,7 @@ impl<'a> Beside<'a> {
             }
             self.judge.figures = before;
             lanes += 1;
-            if let Some((_, Some(lane))) = self.again(LANE_SEED + lanes)?.last() {
+            if let Some((_, Some(lane))) = self.again(LANE_SEED + lanes)?.0.last() {
                 widen(&mut routed, lane);
             }
         }
@@ -320,8 +412,8 @@ impl<'a> Beside<'a> {
         (0..positions.len()).flat_map(of_row).collect()
     }
 
-    /// What a lane with other random numbers makes of the launches of the current step.
-    fn again(&self, seed: u64) -> Result<Vec<Executed>, CheckError> {
+    /// What a lane with other random numbers makes of the launches of the current step, and that lane.
+    fn again(&self, seed: u64) -> Result<(Vec<Executed>, Executor), CheckError> {
         let mut lane = Executor::new(self.validated, self.pack.clone(), Some(seed))?;
         let mut of_step = vec![];
         for (at, launch) in self.launches.iter().enumerate() {
@@ -330,6 +422,6 @@ impl<'a> Beside<'a> {
                 of_step.push(executed);
             }
         }
-        Ok(of_step)
+        Ok((of_step, lane))
     }
 }

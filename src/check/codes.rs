@@ -13,7 +13,7 @@
 //! The same holds on `cpu`, where the interpreter's fast path is the device. Of batch kernels, of exports and of an op alone, the reference is the
 //! interpreter.
 
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 
 use super::lanes::{self, Computed, Filler, Rounding, Text};
 use super::{
@@ -173,21 +173,52 @@ impl DeviceCaches {
         position: u32,
         read: &dyn Fn(u64, usize) -> Result<Vec<u16>, SessionError>,
     ) -> Result<Vec<Vec<u8>>, SessionError> {
-        let of_cache = |place: &OfDevice| {
-            let mut codes = vec![];
+        Ok(self.read_run(row, position..position + 1, read)?.remove(0))
+    }
+
+    /// The same of rows side by side, from `row` on, which hold `positions`: of each row what every cache has.
+    pub(super) fn read_run(
+        &self,
+        row: u64,
+        positions: Range<u32>,
+        read: &dyn Fn(u64, usize) -> Result<Vec<u16>, SessionError>,
+    ) -> Result<Vec<Vec<Vec<u8>>>, SessionError> {
+        let mut rows = vec![vec![]; positions.len()];
+        for place in &self.places {
+            let row_bytes = place.row_bytes as usize;
+            let mut codes = vec![vec![]; positions.len()];
             for head in 0..place.heads {
                 let first = place.at + (u64::from(head) * place.rows + row) * u64::from(place.row_bytes);
-                let bytes: Vec<u8> =
-                    read(first, place.row_bytes as usize)?.into_iter().flat_map(u16::to_le_bytes).collect();
-                let pieces = (0..place.row_bytes / 16).map(|piece| {
-                    let lies = if place.swizzled { swizzled_piece(position, piece, place.row_bytes) } else { piece };
-                    &bytes[lies as usize * 16..][..16]
-                });
-                codes.extend(pieces.flatten());
+                let words = read(first, positions.len() * row_bytes)?;
+                let bytes: Vec<u8> = words.into_iter().flat_map(u16::to_le_bytes).collect();
+                for ((position, codes), bytes) in positions.clone().zip(&mut codes).zip(bytes.chunks_exact(row_bytes)) {
+                    let pieces = (0..place.row_bytes / 16).map(|piece| {
+                        let swizzled = swizzled_piece(position, piece, place.row_bytes);
+                        let lies = if place.swizzled { swizzled } else { piece };
+                        &bytes[lies as usize * 16..][..16]
+                    });
+                    codes.extend(pieces.flatten());
+                }
             }
-            Ok(codes)
-        };
-        self.places.iter().map(of_cache).collect()
+            rows.iter_mut().zip(codes).for_each(|(row, codes)| row.push(codes));
+        }
+        Ok(rows)
+    }
+
+    /// Number of caches: of each layer that attends keys, and values.
+    pub(super) fn count(&self) -> usize {
+        self.shapes.len()
+    }
+
+    /// The layer of a cache, and what it has.
+    pub(super) fn of(&self, cache: usize) -> (u32, &'static str) {
+        let CacheShape { layer, kind, .. } = self.shapes[cache];
+        (layer, if kind == CacheKind::Key { "keys" } else { "values" })
+    }
+
+    /// The largest distance of a head of two rows of a cache by column, norm by norm.
+    pub(super) fn distance(&self, cache: usize, computed: &[f32], other: &[f32]) -> f64 {
+        self.places[cache].distance(computed, other)
     }
 
     /// The values of a row of one cache by column, from its codes or the bytes of its values; 0 in columns that no head has.
@@ -238,16 +269,9 @@ impl DeviceCaches {
         codes: &[u8],
         allowed: f64,
     ) -> Result<(), CheckError> {
-        let CacheShape { layer, kind, .. } = self.shapes[cache];
+        let (layer, what) = self.of(cache);
         let found = self.places[cache].most_away(&self.shapes[cache], computed, codes);
-        judge.figures.of_tolerance =
-            super::worst(judge.figures.of_tolerance, if found == 0.0 { 0.0 } else { found / allowed });
-        if super::is_beyond(found, allowed) {
-            let what = if kind == CacheKind::Key { "keys" } else { "values" };
-            let figures = judge.figures;
-            return Err(CheckError::Cached { position, layer, what, expected: allowed, found, figures });
-        }
-        Ok(())
+        judge.cached(position, (layer, what), allowed, found)
     }
 
     /// The same caches with the scales of the reference, which reads no pack.

@@ -12,12 +12,12 @@ use crate::validate::Validated;
 use std::sync::Arc;
 
 /// Multiplications that each of two interpreters may take: some seconds on a server.
-const COST_MAX: u64 = 200_000_000_000;
+pub(super) const COST_MAX: u64 = 200_000_000_000;
 /// Most positions that are compared of each sequence: beyond one tile of attention ...
 const POSITIONS_MAX: u64 = 20;
 /// ... and in steps of one row as many beyond this many pages: there a chunk of the history may lie in several.
 const ONE_ROW_PAGES: u64 = 2;
-/// Of a mixture, a row whose history is longer than two pages by this much.
+/// Of a mixture, a row whose history is longer than two pages, and two KV splits, by this much.
 const BEYOND_PAGES: u32 = 20;
 
 /// Compares the logits of every row of every step, and each token that the kernel decides with the arg-max of its logits. First each
@@ -116,14 +116,15 @@ impl Both<'_> {
         Ok(())
     }
 
-    /// A step of a row with a history of several pages, beside one with a shorter one if there is room. The interpreters take the histories as the
-    /// device has written them.
+    /// A step of a row with a history of several pages and, if the device cuts histories, KV splits, beside one with a shorter one if there is
+    /// room. The interpreters take the histories as the device has written them.
     fn long_history(&mut self) -> Result<(), CheckError> {
         let shape = *self.session.shape();
         let two = shape.rows > 1 && shape.sequences > 1 && shape.pages > 1;
         let pages = if two { shape.pages - 1 } else { shape.pages };
         let most = pages.saturating_mul(shape.page_rows).min(shape.context_max);
-        let long = (2 * shape.page_rows + BEYOND_PAGES).min(most.saturating_sub(1));
+        let several = 2 * shape.page_rows.max(self.session.split_max());
+        let long = (several + BEYOND_PAGES).min(most.saturating_sub(1));
         let short = (long / 3).min(shape.page_rows.saturating_sub(1));
         let ids = check_ids(self.beside.vocab(), long + 1);
         let mut rows = vec![];

@@ -53,6 +53,11 @@ pub trait RowLauncher {
         false
     }
 
+    /// Positions of the longest KV split; 0 if no history is cut.
+    fn split_max(&self) -> u32 {
+        0
+    }
+
     /// The cache arena, to share with a kernel for other numbers of rows whose caches lie at the same places.
     fn cache(&self) -> Arc<DeviceBuffer>;
 
@@ -175,7 +180,7 @@ pub trait RowLauncher {
     fn logits(&self, row: u32) -> Result<Vec<f32>, SessionError>;
 
     /// The values that row `row` of the last launch published in its last step into an exchange buffer of packets; NaN where it published
-    /// nothing. Nothing at all of a kernel without such a buffer.
+    /// nothing. Nothing at all of a kernel without such a buffer. Of a wave kernel, what it chose.
     ///
     /// # Errors
     /// What the driver refuses; a launch that was not finished.
@@ -188,7 +193,7 @@ pub trait RowLauncher {
         self.shape().rows
     }
 
-    /// Fills the logits with a pattern that no kernel writes, so that an unwritten row shows.
+    /// Fills the logits with a pattern that no kernel writes, so that an unwritten row shows; of a wave kernel what rows chose, too.
     ///
     /// # Errors
     /// What the driver refuses.

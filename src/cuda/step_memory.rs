@@ -64,6 +64,11 @@ impl StepMemory {
         self.buffer.poison_range(stream, 0..self.logits_at)
     }
 
+    /// Sets the bytes in `range` of the exchange to what no kernel writes: words of ones.
+    pub fn poison_words(&mut self, stream: &Stream, range: Range<u64>) -> Result<(), DriverError> {
+        self.buffer.poison_range(stream, range)
+    }
+
     /// Sets every logit to a value that no kernel writes.
     pub fn poison_logits(&mut self, stream: &Stream) -> Result<(), DriverError> {
         self.buffer.poison_range(stream, self.logits_at..self.buffer.bytes())
@@ -71,6 +76,11 @@ impl StepMemory {
 
     /// `count` packets of the exchange from byte `at` on.
     pub fn read_packets(&self, stream: &Stream, at: u64, count: usize) -> Result<Vec<u64>, DriverError> {
+        self.buffer.download(stream, at, count)
+    }
+
+    /// `count` words of the exchange from byte `at` on.
+    pub fn read_words(&self, stream: &Stream, at: u64, count: usize) -> Result<Vec<u32>, DriverError> {
         self.buffer.download(stream, at, count)
     }
 

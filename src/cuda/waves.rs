@@ -17,11 +17,12 @@ use super::tensor_map::tensor_maps;
 use crate::codegen::abi::Row;
 use crate::codegen::emit::Trace;
 use crate::codegen::waves::{ENTRY_POINT, WaveParams, encode};
+use crate::ir::BufferId;
 use crate::ir::program::Space;
 use crate::rows::{Shape, Tables, runs};
 use crate::trace::STAMP_WORDS;
-use crate::waves::{Form, Proven, Ragged, WithTail};
-use std::collections::VecDeque;
+use crate::waves::{Form, Proven, Ragged, WithTail, WorkId};
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -42,6 +43,8 @@ struct Loaded {
     /// Waves of a launch that decides nothing.
     fills: u32,
     ragged: Option<Ragged>,
+    /// Where the ids that rows chose lie, by the exchange of the program that has them.
+    choices: BTreeMap<BufferId, Chosen>,
     pack: Arc<DeviceBuffer>,
     cache: Arc<DeviceBuffer>,
     waves: DeviceBuffer,
@@ -60,6 +63,14 @@ struct Loaded {
     stamps: DeviceBuffer,
     /// Words of the stamps of a step; 0 without them.
     stamp_words: usize,
+}
+
+/// Ids that rows chose: the first byte, ids of a row, and bytes of all.
+#[derive(Clone, Copy)]
+struct Chosen {
+    at: u64,
+    slots: usize,
+    bytes: u64,
 }
 
 /// What a launch is given in addition to its rows.
@@ -120,6 +131,10 @@ impl Loaded {
             Form::Chunk => 1,
             Form::Steps | Form::Tail => u64::from(plan.rows),
         };
+        let chosen = |at: WorkId| {
+            let work = &plan.work[at.index()];
+            Chosen { at: work.place, slots: work.cols as usize, bytes: work.bytes(plan.rows) }
+        };
         let loaded = Loaded {
             shape,
             stamps: device.alloc((stamp_words as u64 * u64::from(steps_max) * 8).max(16))?,
@@ -128,6 +143,7 @@ impl Loaded {
             grids: plan.waves.iter().map(|wave| program.grids[wave.grid.index()].name.clone()).collect(),
             fills: plan.fills() as u32,
             ragged: proven.ragged(),
+            choices: proven.choices().iter().map(|(&buffer, &at)| (buffer, chosen(at))).collect(),
             pack,
             cache,
             waves: uploaded(device, stream, bytemuck::cast_slice(&tables.waves))?,
@@ -210,6 +226,24 @@ impl Loaded {
     fn finish(&self, steps: u32) -> Result<f64, SessionError> {
         let grid = |stuck: &Stuck| self.grids.get(stuck.step as usize).cloned();
         self.watched.finish(Loaded::timeout(steps), grid)
+    }
+
+    /// The ids that row `row` of the last launch chose in its last step, by slot; none of a choice that the kernel does not make. Where nothing was
+    /// chosen since [`Loaded::poison_choices`], no expert has the id.
+    fn chosen(&self, buffer: BufferId, row: u32) -> Result<Vec<u32>, SessionError> {
+        let Some(&Chosen { at, slots, .. }) = self.choices.get(&buffer).filter(|_| row < self.shape.rows) else {
+            return Ok(vec![]);
+        };
+        let first = at + u64::from(row) * slots as u64 * 4;
+        Ok(self.memory.read_words(&self.watched.stream, first, slots)?)
+    }
+
+    /// Forgets what rows chose.
+    fn poison_choices(&mut self) -> Result<(), SessionError> {
+        for Chosen { at, bytes, .. } in self.choices.values() {
+            self.memory.poison_words(&self.watched.stream, *at..at + bytes)?;
+        }
+        Ok(())
     }
 
     /// Stamps of a launch of `steps` steps, `[sms][steps][waves][STAMP_WORDS]`; none if the kernel was compiled without.
@@ -402,7 +436,31 @@ impl WavesSession {
     /// # Errors
     /// What the driver refuses.
     pub fn poison_logits(&mut self) -> Result<(), SessionError> {
+        self.loaded.poison_choices()?;
         self.tail.as_mut().map_or(Ok(()), RowLauncher::poison_logits)
+    }
+
+    /// The ids of experts that row `row` of the last chunk chose, by slot, for the choice that the program has in `buffer`. None of a choice that
+    /// only a tail makes, unless `is_last`: the chunk has a tail, and it is its last row.
+    ///
+    /// # Errors
+    /// A chunk that was not waited for; what the driver refuses.
+    pub fn chosen(&self, buffer: BufferId, row: u32, is_last: bool) -> Result<Vec<u32>, SessionError> {
+        if !self.flying.is_empty() {
+            return Err(SessionError::NotFinished);
+        }
+        match &self.tail {
+            Some(tail) if is_last && !self.loaded.choices.contains_key(&buffer) => tail.loaded.chosen(buffer, 0),
+            _ => self.loaded.chosen(buffer, row),
+        }
+    }
+
+    /// As [`RowLauncher::read_cache`].
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError> {
+        Ok(self.loaded.cache.download(&self.loaded.watched.stream, at, bytes / 2)?)
     }
 
     /// Stamps of the last chunk, `[sms][waves][STAMP_WORDS]`; none if the kernel was compiled without.
@@ -582,6 +640,10 @@ impl RowLauncher for StepsSession {
         self.loaded.ragged.as_ref().is_some_and(|ragged| ragged.gains(positions, others))
     }
 
+    fn split_max(&self) -> u32 {
+        self.loaded.ragged.as_ref().map_or(0, Ragged::split_max)
+    }
+
     fn cache(&self) -> Arc<DeviceBuffer> {
         self.loaded.cache.clone()
     }
@@ -684,7 +746,15 @@ impl RowLauncher for StepsSession {
         Ok(self.loaded.memory.read_logits(&self.loaded.watched.stream, first, self.loaded.vocab as usize)?)
     }
 
+    fn exchanged(&self, buffer: BufferId, row: u32) -> Result<Vec<f32>, SessionError> {
+        if !self.flying.is_empty() {
+            return Err(SessionError::NotFinished);
+        }
+        Ok(self.loaded.chosen(buffer, row)?.into_iter().map(f32::from_bits).collect())
+    }
+
     fn poison_logits(&mut self) -> Result<(), SessionError> {
+        self.loaded.poison_choices()?;
         Ok(self.loaded.memory.poison_logits(&self.loaded.watched.stream)?)
     }
 

@@ -10,8 +10,8 @@ use std::time::Instant;
 
 use crate::check::{
     BothLogits, CheckError, Checked, SharedTexts, TextSizes, check_alike, check_decode, check_ids, check_ragged,
-    check_rows, check_shared, check_texts, check_waves, chooses_experts, compared_choices, expect_texts,
-    read_at_random, takes_from_device,
+    check_rows, check_shared, check_texts, chooses_experts, compared_choices, expect_texts, read_at_random,
+    takes_from_device,
 };
 use crate::cuda::rows::RowLauncher;
 use crate::cuda::session::Session;
@@ -31,6 +31,7 @@ use super::chain::Chain;
 use super::device_rows::Decoding;
 use super::device_sampler::check_choices;
 use super::device_steps::{By, StepsKernel};
+use super::device_waves::check_prompts;
 use super::execute::hardware_of;
 use super::kernels::{Does, Kernel, KernelSet, LoadedSet};
 use super::keys::{self, Hardware, KernelCheckKey, Keyed, TextsKey, WeightsId};
@@ -62,7 +63,7 @@ impl Checking {
 
 /// Most steps of a launch of a check.
 pub(super) const STEPS_MAX: u32 = 4;
-/// Positions of a history beyond two pages, for comparisons of kernels with each other.
+/// Positions of a history beyond two pages and two KV splits, for comparisons of kernels with each other.
 const BEYOND_PAGES: u32 = 20;
 /// Rows that the sampler chooses for.
 const SAMPLER_ROWS: u32 = 8;
@@ -160,6 +161,8 @@ struct Begun<'a> {
     load: &'a mut dyn FnMut() -> Result<LoadedSet, Fault>,
     loaded: Option<LoadedSet>,
     texts: Option<SharedTexts>,
+    /// What the chunks of prompts, with their tail, were compared.
+    prompts: Option<Checked>,
 }
 
 impl Begun<'_> {
@@ -257,7 +260,7 @@ impl<'a> Checks<'a> {
                 keyed.len()
             ));
         }
-        let mut begun = Begun { load, loaded: None, texts: None };
+        let mut begun = Begun { load, loaded: None, texts: None, prompts: None };
         // Of the kernel that others are compared with.
         let mut judged = None;
         for (part, keyed) in &keyed {
@@ -334,12 +337,17 @@ impl<'a> Checks<'a> {
                 checked
             }
             Part::Kernel(Does::Chunk | Does::Tail) => {
+                // One comparison runs both.
+                if let Some(checked) = &begun.prompts {
+                    return Ok(checked.clone());
+                }
                 let LoadedSet { steps, waves, .. } = begun.loaded()?;
                 let first = set.first_of_several().ok_or_else(lacks)?;
                 let judged = judged.ok_or_else(lacks)?;
                 let rows = several(steps).ok_or_else(lacks)?;
                 let waves = waves.as_mut().ok_or_else(lacks)?;
-                Ok(check_waves(first.validated.schedule(), judged, rows, waves)?)
+                let checked = check_prompts(&first.validated, self.pack, self.parameters, judged, rows, waves)?;
+                Ok(begun.prompts.insert(checked).clone())
             }
             Part::Kernel(Does::Sampler) => {
                 let LoadedSet { steps, sampler, .. } = begun.loaded()?;
@@ -399,7 +407,8 @@ impl<'a> Checks<'a> {
         let two = other.shape().rows > 1 && shape.sequences > 1 && shape.pages > 1;
         let pages = if two { shape.pages - 1 } else { shape.pages };
         let most = pages.saturating_mul(page_rows).min(shape.context_max);
-        let position = (2 * page_rows + BEYOND_PAGES).min(most.saturating_sub(3));
+        let several = 2 * page_rows.max(other.split_max());
+        let position = (several + BEYOND_PAGES).min(most.saturating_sub(3));
         let others = if two { (position / 3).min(page_rows.saturating_sub(3)) } else { position };
         let rows = if two { 2 } else { 1 };
         let ids = check_ids(base.vocab(), rows);

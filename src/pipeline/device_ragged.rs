@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::check::{BothLogits, Checked, check_ids, check_ragged, check_rows};
+use crate::check::{BothLogits, Checked, Figures, check_ids, check_ragged, check_rows, chooses_experts};
 use crate::cuda::driver::Device;
 use crate::cuda::rows::RowLauncher;
 use crate::defaults::rows::Room;
@@ -64,7 +64,10 @@ struct Both<'a> {
     chain: &'a Chain<'a>,
     whole: Box<dyn RowLauncher>,
     ragged: Box<dyn RowLauncher>,
-    judged: Checked,
+    /// What each was compared with the interpreter.
+    judged: [Checked; 2],
+    /// Whether rows choose experts.
+    chooses: bool,
 }
 
 impl<'a> Both<'a> {
@@ -75,9 +78,41 @@ impl<'a> Both<'a> {
         let shared = upload_pack(device, &of_whole.validated, &pack)?;
         let mut whole = load_launcher(chain, device, &of_whole, STEPS, Arc::clone(&shared), None)?;
         let mut ragged = load_launcher(chain, device, &of_ragged, STEPS, shared, Some(whole.cache()))?;
-        let judged = check_rows(&of_whole.validated, pack.clone(), parameters, whole.as_mut())?;
-        check_rows(&of_ragged.validated, pack, parameters, ragged.as_mut())?;
-        Ok(Both { chain, whole, ragged, judged })
+        let judged = [
+            check_rows(&of_whole.validated, pack.clone(), parameters, whole.as_mut())?,
+            check_rows(&of_ragged.validated, pack, parameters, ragged.as_mut())?,
+        ];
+        let chooses = chooses_experts(&of_whole.validated.schedule().program);
+        Ok(Both { chain, whole, ragged, judged, chooses })
+    }
+
+    /// Compares the logits of both kernels in a step of `decoding`, whose first sequence has the long history. Of a mixture of experts two right kernels
+    /// may choose different experts: both were compared with the interpreter over a history that is cut. The figures of each kernel.
+    fn compare(
+        &mut self,
+        decoding: &mut Decoding,
+        rows: u32,
+        (position, others): (u32, u32),
+    ) -> Result<[Figures; 2], Fault> {
+        if self.chooses {
+            return Ok(self.judged.each_ref().map(Checked::figures));
+        }
+        let mut logits = |session: &mut dyn RowLauncher| -> Result<Vec<Vec<f32>>, Fault> {
+            let (tables, inputs) = decoding.launch(position, 1)?;
+            session.poison_logits()?;
+            session.run_whole(tables, inputs, true)?;
+            (0..rows).map(|row| Ok(session.logits(row)?)).collect()
+        };
+        let (expected, found) = (logits(self.whole.as_mut())?, logits(self.ragged.as_mut())?);
+        let both = expected.into_iter().zip(found).enumerate().map(|(row, (expected, found))| BothLogits {
+            position: if row == 0 { position } else { others },
+            expected,
+            found,
+        });
+        let precision = self.chain.context.manifest.precision;
+        let [judged, _] = &self.judged;
+        let checked = check_ragged(precision, judged, &both.collect::<Vec<_>>())?.figures();
+        Ok([checked; 2])
     }
 
     fn bench(
@@ -91,22 +126,11 @@ impl<'a> Both<'a> {
             let mut decoding = Decoding::with_others(self.ragged.as_mut(), rows, (position, others), STEPS)?;
             let ids = check_ids(vocab, rows);
             decoding.give_tokens(|row| ids[row as usize]);
-            let mut logits = |session: &mut dyn RowLauncher| -> Result<Vec<Vec<f32>>, Fault> {
-                let (tables, inputs) = decoding.launch(position, 1)?;
-                session.poison_logits()?;
-                session.run_whole(tables, inputs, true)?;
-                (0..rows).map(|row| Ok(session.logits(row)?)).collect()
-            };
-            let (expected, found) = (logits(self.whole.as_mut())?, logits(self.ragged.as_mut())?);
-            // The first sequence has the long history.
-            let at = |row: usize| if row == 0 { position } else { others };
-            let both = expected.into_iter().zip(found).enumerate();
-            let both = both.map(|(row, (expected, found))| BothLogits { position: at(row), expected, found });
-            let precision = self.chain.context.manifest.precision;
-            let checked = check_ragged(precision, &self.judged, &both.collect::<Vec<_>>())?.figures();
-            let positions: Vec<u32> = (0..rows as usize).map(at).collect();
+            let of_kernels = self.compare(&mut decoding, rows, (position, others))?;
+            let positions: Vec<u32> = (0..rows).map(|row| if row == 0 { position } else { others }).collect();
             let gains = self.ragged.gains(&positions, self.whole.shape().rows);
-            for (splits, session) in [(false, &mut self.whole), (true, &mut self.ragged)] {
+            let kernels = [(false, &mut self.whole), (true, &mut self.ragged)];
+            for ((splits, session), checked) in kernels.into_iter().zip(of_kernels) {
                 let step_us = time_rows(session.as_mut(), &mut decoding, position)?;
                 let took = Took::Ragged { others, splits, is_served: splits == gains, step_us };
                 let kernel = session.shape().rows;

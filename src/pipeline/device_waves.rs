@@ -6,7 +6,7 @@ use super::execute::upload_pack;
 use super::kernels::Does;
 use super::stages::{BuildContext, Generated};
 use super::stored::source_bytes;
-use crate::check::{Checked, check_ids, check_waves};
+use crate::check::{Checked, check_chunks, check_ids, check_waves, chooses_experts};
 use crate::codegen::emit::Trace;
 use crate::codegen::waves::{emit, encode};
 use crate::cuda::driver::Device;
@@ -16,6 +16,7 @@ use crate::cuda::waves::{ChunkRead, Last, WavesSession};
 use crate::defaults::rows::Room;
 use crate::digest::Digest;
 use crate::error::Fault;
+use crate::interp::Pack;
 use crate::ir::layout::matrices;
 use crate::ir::op::{Op, Role};
 use crate::ir::program::Space;
@@ -27,7 +28,7 @@ use crate::trace::{Span, WaveStamps, wave_spans};
 use crate::validate::Validated;
 use crate::waves::{
     Action, CHUNK_ROWS, Form, Plan, Proven, Refused, TAIL_ROWS, Violation, Wave, WithTail, derive, derive_ragged,
-    may_run, prove, prove_tail,
+    prove, prove_tail,
 };
 use std::sync::Arc;
 
@@ -123,7 +124,6 @@ pub(super) fn plan_prompts<'a>(target: &Target, rows: &'a Validated) -> Result<P
 
 /// Why a kernel of waves cannot read prompts, or its plan.
 pub(super) fn derive_chunks(schedule: &Schedule, target: &Target) -> Result<Plan, Refused> {
-    may_run(&schedule.program)?;
     derive(schedule, target, Form::Chunk, CHUNK_ROWS)
 }
 
@@ -133,9 +133,7 @@ pub(super) fn derive_chunks(schedule: &Schedule, target: &Target) -> Result<Plan
 /// # Errors
 /// As [`plan_waves`].
 pub(super) fn plan_steps<'a>(target: &Target, validated: &'a Validated, rows: u32) -> Result<Proven<'a>, Fault> {
-    let schedule = validated.schedule();
-    let plan = may_run(&schedule.program).and_then(|()| derive(schedule, target, Form::Steps, rows));
-    proven(plan, validated, target)
+    proven(derive(validated.schedule(), target, Form::Steps, rows), validated, target)
 }
 
 /// As [`plan_steps`], and long histories are cut into KV splits.
@@ -143,9 +141,7 @@ pub(super) fn plan_steps<'a>(target: &Target, validated: &'a Validated, rows: u3
 /// # Errors
 /// As [`plan_waves`]; no history is long enough.
 pub(super) fn plan_ragged<'a>(target: &Target, validated: &'a Validated, rows: u32) -> Result<Proven<'a>, Fault> {
-    let schedule = validated.schedule();
-    let plan = may_run(&schedule.program).and_then(|()| derive_ragged(schedule, target, rows));
-    proven(plan, validated, target)
+    proven(derive_ragged(validated.schedule(), target, rows), validated, target)
 }
 
 fn proven<'a>(plan: Result<Plan, Refused>, rows: &'a Validated, target: &Target) -> Result<Proven<'a>, Fault> {
@@ -192,8 +188,28 @@ pub(super) fn waves_beside(
 ) -> Result<(WavesSession, Checked), Fault> {
     let plan = plan_prompts(chain.context.target, validated)?;
     let mut waves = plan.compile(chain, device, Trace::Off, (rows.pack(), rows.cache()))?;
-    let checked = check_waves(validated.schedule(), judged, rows, &mut waves)?;
+    let parameters = chain.context.imported.graph.parameter_count();
+    let checked = check_prompts(validated, &|| Ok(chain.pack()?), parameters, judged, rows, &mut waves)?;
     Ok((waves, checked))
+}
+
+/// Compares kernels of waves that read prompts with the kernel for rows beside them, which was checked (`judged`); those of a mixture of experts,
+/// of which two right kernels may choose different experts, with the interpreter.
+///
+/// # Errors
+/// As [`check_waves`] and [`check_chunks`]; a pack that cannot be read.
+pub(super) fn check_prompts(
+    validated: &Validated,
+    pack: &dyn Fn() -> Result<Pack, Fault>,
+    parameters: u64,
+    judged: &Checked,
+    rows: &mut dyn RowLauncher,
+    waves: &mut WavesSession,
+) -> Result<Checked, Fault> {
+    if chooses_experts(&validated.schedule().program) {
+        return Ok(check_chunks(validated, pack()?, parameters, waves)?);
+    }
+    Ok(check_waves(validated.schedule(), judged, rows, waves)?)
 }
 
 /// A launch of waves with time stamps.

@@ -15,7 +15,7 @@ use crate::error::Fault;
 use crate::manifest::Manifest;
 use crate::target::{Target, TargetKind};
 use crate::validate::Validated;
-use crate::waves::{ALIKE_ROWS_MAX, Alike, Proven, STEP_ROWS_MIN, derive_alike, may_run, prove_alike};
+use crate::waves::{ALIKE_ROWS_MAX, Alike, Proven, STEP_ROWS_MIN, derive_alike, prove_alike};
 
 use super::bench::Programs;
 use super::chain::Chain;
@@ -75,7 +75,7 @@ pub(super) fn schedule(context: &BuildContext<'_>, candidate: &Candidate, room: 
 /// Why there are none. Plans that are not proven are a fault of this program.
 pub(super) fn plan<'a>(target: &Target, validated: &'a Validated) -> Result<Alike<'a>, Fault> {
     let schedule = validated.schedule();
-    let plans = may_run(&schedule.program).and_then(|()| derive_alike(schedule, target, &KERNEL_ROWS));
+    let plans = derive_alike(schedule, target, &KERNEL_ROWS);
     let plans = plans.map_err(|refused| {
         Fault::input(format!("`decode.batch_invariant` needs steps that run wave by wave: {refused}"))
             .with_remedy("leave `batch_invariant` out, or name another target")

@@ -34,21 +34,6 @@ pub enum Refused {
     Rows { rows: u32, most: u32 },
     #[error("no history of up to {context_max} positions is long enough to be cut")]
     Histories { context_max: u32 },
-    #[error(
-        "the choice of `{grid}`: expected a check of wave kernels that takes a device's choices; there is none yet"
-    )]
-    Unchecked { grid: String },
-}
-
-/// Refuses a program whose wave kernels no check compares: one with experts. Plans of it are derived and proven all the same.
-///
-/// # Errors
-/// The first grid that chooses.
-pub fn may_run(program: &Program) -> Result<(), Refused> {
-    match program.grids.iter().find(|grid| matches!(grid.op, Op::Route(_))) {
-        Some(grid) => Err(Refused::Unchecked { grid: grid.name.clone() }),
-        None => Ok(()),
-    }
 }
 
 /// Warps that multiply, and warps of the loader. The loader gives registers up, and the others take them.
@@ -569,12 +554,15 @@ impl Builder<'_> {
     /// The buffer of activations of this name, made at its first use. All layers use the same buffers.
     fn work(&mut self, name: &str, layout: Layout, cols: u32) -> WorkId {
         let found = self.plan.work.iter().position(|w| w.name == name && w.layout == layout && w.cols == cols);
-        WorkId::from(found.unwrap_or_else(|| {
-            let place = place_align(self.plan.work_bytes());
-            debug_assert!(place.is_multiple_of(PLACE_ALIGN_BYTES));
-            self.plan.work.push(Work { name: name.to_string(), layout, cols, place });
-            self.plan.work.len() - 1
-        }))
+        found.map(WorkId::from).unwrap_or_else(|| self.own_work(name, layout, cols))
+    }
+
+    /// A buffer of one layer alone, which is still there when the launch has ended.
+    fn own_work(&mut self, name: &str, layout: Layout, cols: u32) -> WorkId {
+        let place = place_align(self.plan.work_bytes());
+        debug_assert!(place.is_multiple_of(PLACE_ALIGN_BYTES));
+        self.plan.work.push(Work { name: name.to_string(), layout, cols, place });
+        WorkId::from(self.plan.work.len() - 1)
     }
 
     fn push(&mut self, grid: GridId, action: Action, over: Over) {
@@ -1025,7 +1013,9 @@ impl Builder<'_> {
         };
         let Route { experts, top_k: slots, .. } = *route;
         let tiling = Tiling::of(self.plan.rows, slots, experts, Tiling::rows_of(self.plan.form));
-        let [choices, places] = ["choices", "places"].map(|name| self.work(name, Layout::Rows(DType::I32), slots));
+        // The check reads the choices of all layers after the launch.
+        let choices = self.own_work("choices", Layout::Rows(DType::I32), slots);
+        let places = self.work("places", Layout::Rows(DType::I32), slots);
         let shares = self.work("shares", Layout::Rows(DType::F32), slots);
         let groups = self.work("groups", Layout::Groups(tiling), 4);
         self.choice = Some(Choice { scores, choices, shares, groups, places, tiling });

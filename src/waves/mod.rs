@@ -44,7 +44,8 @@
 //! Rows of a launch that chose one expert are multiplied together: what a block does then depends on the choice. Each slot of a row has a *place*, in the order of
 //! experts; a *tile* is some places of one expert. Every block counts the choices itself and finds the same places. Items (a tile, and a part of the
 //! units of its expert) are numbered, and SM `n mod sms` has item `n` ([`Over::Items`]): a partition for every choice. Buffers have room for the worst
-//! choice ([`Tiling::most`]). `experts.rs` has the bounds.
+//! choice ([`Tiling::most`]). `experts.rs` has the bounds. Choices of each layer have a buffer of their own, and the proof says that they are still there
+//! when a launch has ended ([`Proven::choices`]): the check reads them.
 //!
 //! # In which order numbers are added up
 //!
@@ -60,7 +61,7 @@ mod print;
 mod prove;
 mod ragged;
 
-pub use derive::{Refused, derive, derive_alike, derive_ragged, derive_split, may_run};
+pub use derive::{Refused, derive, derive_alike, derive_ragged, derive_split};
 pub use experts::Tiling;
 pub use prove::{Alike, Proven, Violation, WithTail, prove, prove_alike, prove_tail};
 pub use ragged::Ragged;

@@ -48,6 +48,7 @@ pub struct Proven<'a> {
     plan: Plan,
     validated: &'a Validated,
     left: Option<Left>,
+    choices: BTreeMap<BufferId, WorkId>,
 }
 
 /// The residual of each row when a plan has ended.
@@ -71,6 +72,11 @@ impl<'a> Proven<'a> {
     /// The launches for which a plan that splits histories is faster than other plans. `None` if the plan splits none.
     pub fn ragged(&self) -> Option<Ragged> {
         Ragged::of(&self.plan, &self.validated.schedule().program)
+    }
+
+    /// Where the ids that rows chose lie when a launch has ended, by slot: for each choice of the plan, by the exchange of the program that has it.
+    pub fn choices(&self) -> &BTreeMap<BufferId, WorkId> {
+        &self.choices
     }
 }
 
@@ -142,6 +148,7 @@ fn prove_after<'a>(
         left: None,
         best: None,
         decides: false,
+        choices: BTreeMap::new(),
     };
     judge.machine(target);
     judge.arena();
@@ -150,8 +157,8 @@ fn prove_after<'a>(
     if judge.found.is_empty() {
         judge.waves();
     }
-    let (found, left) = (judge.found, judge.left);
-    if found.is_empty() { Ok(Proven { plan, validated, left }) } else { Err(found) }
+    let Judge { found, left, choices, .. } = judge;
+    if found.is_empty() { Ok(Proven { plan, validated, left, choices }) } else { Err(found) }
 }
 
 /// Proven plans of steps of one schedule that add up in the same order. A row has the same bits in all of them, whatever other rows are in its
@@ -278,6 +285,8 @@ struct Judge<'a> {
     best: Option<WorkId>,
     /// Whether a product has written that buffer.
     decides: bool,
+    /// As [`Proven::choices`].
+    choices: BTreeMap<BufferId, WorkId>,
 }
 
 impl Judge<'_> {
@@ -397,7 +406,7 @@ impl Judge<'_> {
     }
 
     /// `order`: the waves are those of the grids of the program, in order. A chunk ends with the last append. A tail begins with the grid after
-    /// the last sum of its chunk.
+    /// the last sum of its chunk. `kept`: no later wave writes where rows have left their choice.
     fn waves(&mut self) {
         let (plan, validated) = (self.plan, self.validated);
         let program = &validated.schedule().program;
@@ -443,6 +452,10 @@ impl Judge<'_> {
         // The first wave of a step reads the tokens that the previous step decided. Only the last wave of a step writes them, and writes them all.
         if plan.form.decides() && !self.decides {
             self.violate("order", None, "steps without logits");
+        }
+        let is_gone = |(choice, at): (&BufferId, &WorkId)| self.holds.get(at) != Some(&Value::Exchange(*choice));
+        if self.choices.iter().any(is_gone) {
+            self.violate("kept", None, "choices that are not there when the launch has ended");
         }
     }
 
@@ -676,6 +689,7 @@ impl Judge<'_> {
         }
         self.scratch(route_scratch(route, self.plan.machine.warps), "keys of experts")?;
         self.holds.insert(choices, Value::Exchange(buffer(Role::Out)?));
+        self.choices.insert(buffer(Role::Out)?, choices);
         self.holds.insert(shares, Value::Exchange(buffer(Role::Shares)?));
         Ok(())
     }

@@ -60,6 +60,11 @@ impl Ragged {
         (!cuts.is_empty()).then_some(Ragged { cuts, attends, sms: plan.machine.sms, rows: plan.rows })
     }
 
+    /// Positions of the longest KV split.
+    pub fn split_max(&self) -> u32 {
+        self.cuts.iter().map(|(cut, _)| cut.split).max().unwrap_or(0)
+    }
+
     /// Whether a launch of rows at `positions` is faster on this kernel than on one for `others` rows. Without splits, the wave ends
     /// when the SM with the longest history is done. With splits, it ends after the mean work per SM.
     pub fn gains(&self, positions: &[u32], others: u32) -> bool {

@@ -9,6 +9,7 @@ use monobloc::check::{CheckError, Checked, Subject, TextSizes, check_rows, compa
 use monobloc::dtype::{DType, Precision};
 use monobloc::interp::{Interp, Options, Pack};
 use monobloc::ir::program::Buffer;
+use monobloc::ir::schedule::Schedule;
 use monobloc::model::config::{Imported, import, import_config_only};
 use monobloc::model::graph::TensorId;
 use monobloc::pack::pack;
@@ -37,10 +38,10 @@ enum Kernel {
 }
 
 /// Changes the rows of a router, one for each expert.
-type Router = fn(&mut [Vec<f32>]);
+pub(crate) type Router = fn(&mut [Vec<f32>]);
 
 /// The model with another router. Rows of the router that belong to experts 0 and 1, and to 2 and 3, are the same before the change.
-fn model(change: Router) -> Imported {
+pub(crate) fn model(change: Router) -> Imported {
     let Imported { graph, weights, .. } = import_config_only(CONFIG, 3).unwrap();
     let tensor = |(id, tensor): (usize, &monobloc::model::graph::Tensor)| {
         let id = TensorId(id as u32);
@@ -70,11 +71,11 @@ fn model(change: Router) -> Imported {
 }
 
 /// The last bit of some weights: the second expert of a pair is ahead where the first is behind.
-fn one_ahead(rows: &mut [Vec<f32>]) {
+pub(crate) fn one_ahead(rows: &mut [Vec<f32>]) {
     rows.iter_mut().skip(1).step_by(2).for_each(|row| nudge(row, 1));
 }
 
-fn other_ahead(rows: &mut [Vec<f32>]) {
+pub(crate) fn other_ahead(rows: &mut [Vec<f32>]) {
     rows.iter_mut().skip(1).step_by(2).for_each(|row| nudge(row, -1));
 }
 
@@ -84,9 +85,17 @@ fn nudge(row: &mut [f32], by: i16) {
     }
 }
 
-fn other_pair(rows: &mut [Vec<f32>]) {
+pub(crate) fn other_pair(rows: &mut [Vec<f32>]) {
     one_ahead(rows);
     rows.rotate_left(2);
+}
+
+/// From position `from` on, the rotary angles of a pack become those of the next position.
+pub(crate) fn turn(schedule: &Schedule, bytes: &mut [u8], from: usize) {
+    let table = schedule.program.buffers.iter().position(|buffer| buffer.name == "rope.r0").expect("angles");
+    let Buffer { rows, cols, dtype, .. } = schedule.program.buffers[table];
+    let (at, row_bytes) = (schedule.placement[table].unwrap() as usize, cols as usize * dtype.bytes());
+    bytes.copy_within(at + (from + 1) * row_bytes..at + rows as usize * row_bytes, at + from * row_bytes);
 }
 
 /// A device with this router, which says what it chose.
@@ -108,10 +117,7 @@ fn checked(precision: Precision, kernel: Kernel, device: &Device) -> Result<Chec
     let schedule = validated.schedule();
     let [pack, mut of_device] = [&reference, &other].map(|of| pack(schedule, &of.graph, &of.weights).unwrap());
     if let Some(from) = device.turned_from {
-        let table = schedule.program.buffers.iter().position(|buffer| buffer.name == "rope.r0").expect("angles");
-        let Buffer { rows, cols, dtype, .. } = schedule.program.buffers[table];
-        let (at, row_bytes) = (schedule.placement[table].unwrap() as usize, cols as usize * dtype.bytes());
-        of_device.copy_within(at + (from + 1) * row_bytes..at + rows as usize * row_bytes, at + from * row_bytes);
+        turn(schedule, &mut of_device, from);
     }
     let pack: Pack = Arc::new(pack);
     let shapes = Interp::new(schedule, pack.clone(), Options::fast()).unwrap();

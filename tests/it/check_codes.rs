@@ -53,14 +53,26 @@ pub(crate) fn place(
     rows: u32,
     positions: u64,
 ) -> Validated {
-    let candidate = Candidate::default_for(&imported.graph, target, precision).for_context(CONTEXT_MAX);
+    place_for(imported, target, precision, rows, positions, CONTEXT_MAX)
+}
+
+/// The same with another context.
+pub(crate) fn place_for(
+    imported: &Imported,
+    target: &Target,
+    precision: Precision,
+    rows: u32,
+    positions: u64,
+    context_max: u32,
+) -> Validated {
+    let candidate = Candidate::default_for(&imported.graph, target, precision).for_context(context_max);
     let placed = if rows == 0 {
-        let program = lower(&imported.graph, "test", precision, CONTEXT_MAX, &candidate).unwrap();
+        let program = lower(&imported.graph, "test", precision, context_max, &candidate).unwrap();
         schedule(program, target, &candidate).unwrap()
     } else {
         let room = Room { rows, sequences: rows.max(2), positions };
         let place = if rows == 1 { place_one_row } else { place_rows };
-        place(&imported.graph, "test", precision, CONTEXT_MAX, target, &candidate, room).unwrap()
+        place(&imported.graph, "test", precision, context_max, target, &candidate, room).unwrap()
     };
     validate(placed, target).unwrap_or_else(|rejected| panic!("{rejected}"))
 }
@@ -160,6 +172,11 @@ impl Fake {
                 }
             }
         }
+    }
+
+    /// Where rows choose, by layer.
+    pub fn routers(&self) -> Vec<BufferId> {
+        self.interp.routers().iter().map(|router| router.buffer).collect()
     }
 
     fn chosen(&self, buffer: BufferId, row: usize) -> Vec<u32> {

@@ -33,6 +33,7 @@ use monobloc::engine::{Ask, Bounds, ChoiceId, DeviceStepper, End, Engine, Event,
 use monobloc::error::{Fault, Tier};
 use monobloc::grammar::{self, Grammar, Source, Vocabulary};
 use monobloc::interp::Pack;
+use monobloc::ir::BufferId;
 use monobloc::ir::op::Role;
 use monobloc::lower::lower;
 use monobloc::model::config::{import, import_config_only};
@@ -298,6 +299,16 @@ impl Model {
             "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 512,
             "max_position_embeddings": 1024, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
             "tie_word_embeddings": true}"#;
+        Model { graph: import_config_only(config, 0).unwrap().graph, precision: BF16 }
+    }
+
+    /// The same with experts, of which a row has three.
+    fn of_experts() -> Model {
+        let config = r#"{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 64,
+            "head_dim": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 512, "num_experts": 6,
+            "num_experts_per_tok": 3, "moe_intermediate_size": 128, "norm_topk_prob": true, "decoder_sparse_step": 1, "mlp_only_layers": [],
+            "max_position_embeddings": 1024, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "attention_bias": false,
+            "sliding_window": null, "use_sliding_window": false, "tie_word_embeddings": true}"#;
         Model { graph: import_config_only(config, 0).unwrap().graph, precision: BF16 }
     }
 
@@ -1363,6 +1374,75 @@ fn chunks_that_waves_cannot_read_are_refused() {
     let (first, second) = (waves.finish().unwrap(), waves.finish().unwrap());
     assert_eq!((first.token, second.token), (argmax(&waves.logits().unwrap()), None));
     assert!(first.token.is_some());
+}
+
+/// The check reads what every row chose in every layer, from the places that the proof names: of a chunk, its tail, and a step. What no launch
+/// wrote is no expert.
+#[test]
+fn wave_kernels_tell_what_rows_chose() {
+    const NAME: &str = "wave_kernels_tell_what_rows_chose";
+    if !is_child() {
+        with_fake_driver(NAME, "numbers");
+        return;
+    }
+    let device = Device::open(0).unwrap();
+    let (small, target) = (Model::of_experts().kernel(8), fake_target());
+    let session = session_of(&device, &small, None).unwrap();
+    let steps = prove(derive(small.schedule(), &target, Form::Steps, 32).unwrap(), &small, &target).unwrap();
+    let prompts = with_tail(&small, &target);
+    let (pack, cache, off) = (session.pack(), session.cache(), Trace::Off);
+    let mut waves =
+        WavesSession::load_with_tail(&device, &prompts, [IMAGE, IMAGE], off, pack.clone(), cache.clone()).unwrap();
+    let mut stepping = StepsSession::load(&device, &steps, IMAGE, off, 1, pack, Some(cache)).unwrap();
+    let buffers: Vec<BufferId> = steps.choices().keys().copied().collect();
+    let of_chunk = |buffer: &BufferId| prompts.chunk().choices().contains_key(buffer);
+    assert_eq!((buffers.len(), buffers.iter().filter(|buffer| of_chunk(buffer)).count()), (3, 2));
+    // Three ids a row.
+    let ids = |proven: &Proven<'_>, buffer: &BufferId, row: u32, more: u32| {
+        let place = proven.plan().work[proven.choices()[buffer].index()].place as u32;
+        (0..3).map(|slot| place + 4 * (3 * row + slot) + more).collect::<Vec<u32>>()
+    };
+    let bits = |found: Vec<f32>| found.into_iter().map(f32::to_bits).collect::<Vec<u32>>();
+
+    let (mut pool, mut guard) = (Pool::new(*waves.shape()), Guard::new(*waves.shape()));
+    let sequence = pool.open().unwrap();
+    pool.reserve(sequence, 100).unwrap();
+    let mut edits = pool.take_edits();
+    let mut request = |count: u32, wants: &dyn Fn(u32) -> bool| Request {
+        rows: (0..count).map(|position| Row { sequence, position, wants_logits: wants(position) }).collect(),
+        steps: 1,
+        edits: std::mem::take(&mut edits),
+    };
+    let tokens: Vec<u32> = (0..100).collect();
+    let [row] = given(&[0])[..] else { unreachable!() };
+    let last = Last::Token { row, with_logits: true };
+    waves.queue(guard.admit(&request(100, &|position| position == 99)).unwrap(), &tokens, last).unwrap();
+    assert!(matches!(waves.chosen(buffers[0], 0, false), Err(SessionError::NotFinished)));
+    waves.finish().unwrap();
+    for buffer in &buffers {
+        for (row, is_last) in [(0, false), (41, false), (99, true)] {
+            let expected = match (of_chunk(buffer), is_last) {
+                (true, _) => ids(prompts.chunk(), buffer, row, 0),
+                (false, true) => ids(prompts.tail(), buffer, 0, 1),
+                (false, false) => vec![],
+            };
+            assert_eq!(waves.chosen(*buffer, row, is_last).unwrap(), expected, "{buffer}, row {row}");
+        }
+    }
+    assert!(waves.chosen(BufferId(0), 0, true).unwrap().is_empty());
+    waves.poison_logits().unwrap();
+    assert!(
+        buffers.iter().filter(|buffer| of_chunk(buffer)).all(|b| waves.chosen(*b, 7, false).unwrap() == [u32::MAX; 3])
+    );
+    assert_eq!(waves.chosen(buffers[2], 99, true).unwrap(), [u32::MAX; 3]);
+
+    stepping.run_whole(guard.admit(&request(20, &|_| true)).unwrap(), &given(&tokens[..20]), true).unwrap();
+    for (buffer, row) in buffers.iter().flat_map(|buffer| [0, 19].map(|row| (buffer, row))) {
+        assert_eq!(bits(stepping.exchanged(*buffer, row).unwrap()), ids(&steps, buffer, row, 0), "{buffer}, row {row}");
+    }
+    stepping.poison_logits().unwrap();
+    assert!(buffers.iter().all(|buffer| bits(stepping.exchanged(*buffer, 31).unwrap()) == [u32::MAX; 3]));
+    assert!(stepping.exchanged(buffers[0], 32).unwrap().is_empty());
 }
 
 /// A chunk and its tail are two launches: each has stamps and a device time of its own.

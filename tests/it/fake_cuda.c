@@ -7,6 +7,7 @@
 // FAKE_CUDA=shows cuts | shows others: the logits of a row in waves depend on its chunks, or on other sequences.
 // FAKE_CUDA=keeps nothing: no part of L2 keeps memory, as on a device that is divided.
 // FAKE_CUDA=stamps: kernels of waves were compiled with time stamps.
+// FAKE_CUDA=numbers: a kernel of waves leaves in each word of its arena the bytes before it, and a tail one more.
 // An image that begins with \x7fELFK has three bytes more: the rows that its kernels were compiled for, what they do (enum Does), and a fault: 1
 // for a wrong number.
 // FAKE_CUDA=no-device | stub changes the result of `cuInit`; with FAKE_CUDA=slow the last step of a launch takes some milliseconds; -DOLD leaves out a call that old drivers do not have.
@@ -416,6 +417,11 @@ static void stamp(const WaveParams *p, unsigned grid) {
         for (unsigned block = 0; block < grid; block++)
             memcpy(words + 5 * (block * p->steps * p->wave_count + wave), (uint64_t[]){clock_ns, clock_ns + 2, 0, clock_ns + 10, 0}, 40);
 }
+static void number_words(const WaveParams *p) {
+    const char *mode = getenv("FAKE_CUDA");
+    if (!mode || strcmp(mode, "numbers")) return;
+    for (uint32_t at = 0; same_block(p->work, p->work + at + 3); at += 4) *(uint32_t *)inside(p->work + at, 4) = at + (p->taken != 0);
+}
 // The chunk that was read last, for its tail.
 static struct { Address work; uint32_t position, row_count, tokens[512]; } last_chunk;
 // The residual of a tail, for which the fake uses tokens, is in the arena of the chunk before it.
@@ -448,6 +454,7 @@ static void waves_kernel(const Call *call) {
     const WaveParams *p = call->argument[0];
     stamp(p, call->grid);
     use_tags(p);
+    number_words(p);
     // Another kernel of waves than the launch is for reads other tables, so its numbers are wrong.
     enum Does is_for = p->taken ? TAIL : p->mailbox ? ANYTHING : CHUNK;
     spoils = call->is_wrong || (call->rows && call->does != is_for && (call->does == CHUNK || call->does == TAIL));

@@ -2587,7 +2587,7 @@ pub fn given(tokens: &[u32]) -> Vec<Result<u32, u32>> {
 pub struct Ran {
     pub cache: Vec<u8>,
     /// The arena.
-    work: Vec<u8>,
+    pub work: Vec<u8>,
     /// For steps, the tokens of each row: those with which each step began, and those that the last one decided.
     pub tokens: Vec<i32>,
     /// The logits of each row in the last step of each launch, as bits.
@@ -2596,7 +2596,7 @@ pub struct Ran {
 
 /// Runs the generated kernel for this CPU. `None` without a compiler. `pages` has the page of each block of positions of each sequence.
 pub fn run_kernel(imported: &Imported, proven: &Proven<'_>, launches: &[Launch], pages: &[u32]) -> Option<Ran> {
-    run_kernel_after(imported, proven, launches, pages, None)
+    Some(Built::of(imported, proven, &[], &|_| ())?.run(launches, pages, None, None))
 }
 
 /// As [`run_kernel`], for a tail. `before`: the memory after its chunk, and the begin of its residual in that arena.
@@ -2605,43 +2605,80 @@ fn run_kernel_after(
     proven: &Proven<'_>,
     launches: &[Launch],
     pages: &[u32],
-    before: Option<(&Ran, u64)>,
+    (chunk, taken): (&Ran, u64),
 ) -> Option<Ran> {
-    let (schedule, tables) = (proven.validated().schedule(), encode(proven));
-    let folder = tempfile::tempdir().unwrap();
-    let put = |name: &str, bytes: &[u8]| fs::write(folder.path().join(name), bytes).unwrap();
-    let text = emit(proven, &small(), Trace::Off).text;
-    let (text, _) = text.split_once("extern \"C\"").expect("an entry point");
-    put("generated.cuh", text.replace("#include \"monobloc_waves.cuh\"", "").as_bytes());
-    put("waves", bytemuck::cast_slice(&tables.waves));
-    put("shares", bytemuck::cast_slice(&tables.shares));
-    put("records", bytemuck::cast_slice(&tables.records));
-    put("boxes", bytemuck::cast_slice(&tables.boxes));
-    put("pages", bytemuck::cast_slice(pages));
-    if let Some((chunk, taken)) = before {
-        put("before", &chunk.cache);
-        put("taken", &chunk.work[taken as usize..]);
+    let built = Built::of(imported, proven, &[], &|_| ())?;
+    Some(built.run(launches, pages, Some(&chunk.cache), Some(&chunk.work[taken as usize..])))
+}
+
+/// A generated kernel that was compiled for this CPU, with its tables and its pack.
+pub struct Built {
+    folder: tempfile::TempDir,
+    work_bytes: u64,
+    cache_bytes: u64,
+}
+
+impl Built {
+    /// `None` without a compiler. `wrong`: what is replaced in waves/experts.cuh; `change` changes its tables.
+    pub fn of(
+        imported: &Imported,
+        proven: &Proven<'_>,
+        wrong: &[(&str, &str)],
+        change: &dyn Fn(&mut WaveTables),
+    ) -> Option<Built> {
+        let (schedule, mut tables) = (proven.validated().schedule(), encode(proven));
+        change(&mut tables);
+        let folder = tempfile::tempdir().unwrap();
+        let put = |name: &str, bytes: &[u8]| fs::write(folder.path().join(name), bytes).unwrap();
+        let text = emit(proven, &small(), Trace::Off).text;
+        let (text, _) = text.split_once("extern \"C\"").expect("an entry point");
+        put("generated.cuh", text.replace("#include \"monobloc_waves.cuh\"", "").as_bytes());
+        put("waves", bytemuck::cast_slice(&tables.waves));
+        put("shares", bytemuck::cast_slice(&tables.shares));
+        put("records", bytemuck::cast_slice(&tables.records));
+        put("boxes", bytemuck::cast_slice(&tables.boxes));
+        put("pack", &pack(schedule, &imported.graph, &imported.weights).unwrap());
+        let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let mut compiler = Command::new("c++");
+        compiler.args(["-std=c++17", "-O1", "-ffp-contract=off", "-w", "-I"]);
+        if !wrong.is_empty() {
+            let mut header = fs::read_to_string(root.join("kernels/waves/experts.cuh")).unwrap();
+            for (right, wrong) in wrong {
+                assert_eq!(header.matches(right).count(), 1, "{right}");
+                header = header.replace(right, wrong);
+            }
+            fs::create_dir_all(folder.path().join("wrong/waves")).unwrap();
+            put("wrong/waves/experts.cuh", header.as_bytes());
+            compiler.arg(folder.path().join("wrong")).arg("-I");
+        }
+        compiler.arg(root.join("kernels")).arg("-I").arg(folder.path()).arg(root.join("tests/it/waves_kernel.cc"));
+        let output = compiler.arg("-o").arg(folder.path().join("program")).output().ok()?;
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let cache_bytes = schedule.arena_bytes(Space::Cache);
+        Some(Built { folder, work_bytes: proven.plan().work_bytes(), cache_bytes })
     }
-    let rows: Vec<abi::Row> = launches.iter().flat_map(|(rows, _)| rows.iter().copied()).collect();
-    put("rows", bytemuck::cast_slice(&rows));
-    put("pack", &pack(schedule, &imported.graph, &imported.weights).unwrap());
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let mut compiler = Command::new("c++");
-    compiler.args(["-std=c++17", "-O1", "-ffp-contract=off", "-w", "-I"]).arg(root.join("kernels"));
-    compiler.arg("-I").arg(folder.path()).arg(root.join("tests/it/waves_kernel.cc"));
-    let output = compiler.arg("-o").arg(folder.path().join("program")).output().ok()?;
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let mut program = Command::new(folder.path().join("program"));
-    program.arg(proven.plan().work_bytes().to_string()).arg(schedule.arena_bytes(Space::Cache).to_string());
-    program.args(launches.iter().flat_map(|(rows, steps)| [rows.len().to_string(), steps.to_string()]));
-    let output = program.current_dir(folder.path()).output().unwrap();
-    assert!(output.status.success(), "{:?}: {}", output.status, String::from_utf8_lossy(&output.stderr));
-    let read = |name: &str| fs::read(folder.path().join(name)).unwrap();
-    let words = |name: &str| -> Vec<u32> {
-        read(name).chunks_exact(4).map(|bytes| u32::from_le_bytes(bytes.try_into().unwrap())).collect()
-    };
-    let tokens = words("tokens").into_iter().map(|token| token as i32).collect();
-    Some(Ran { cache: read("cache"), work: read("work"), tokens, logits: words("logits") })
+
+    /// Runs launches. `before`: the cache before them; `taken`: for a tail, the residual of its chunk.
+    pub fn run(&self, launches: &[Launch], pages: &[u32], before: Option<&[u8]>, taken: Option<&[u8]>) -> Ran {
+        let at = |name: &str| self.folder.path().join(name);
+        let put = |name: &str, bytes: &[u8]| fs::write(at(name), bytes).unwrap();
+        put("pages", bytemuck::cast_slice(pages));
+        before.iter().for_each(|bytes| put("before", bytes));
+        taken.iter().for_each(|bytes| put("taken", bytes));
+        let rows: Vec<abi::Row> = launches.iter().flat_map(|(rows, _)| rows.iter().copied()).collect();
+        put("rows", bytemuck::cast_slice(&rows));
+        let mut program = Command::new(at("program"));
+        program.arg(self.work_bytes.to_string()).arg(self.cache_bytes.to_string());
+        program.args(launches.iter().flat_map(|(rows, steps)| [rows.len().to_string(), steps.to_string()]));
+        let output = program.current_dir(self.folder.path()).output().unwrap();
+        assert!(output.status.success(), "{:?}: {}", output.status, String::from_utf8_lossy(&output.stderr));
+        let read = |name: &str| fs::read(at(name)).unwrap();
+        let words = |name: &str| -> Vec<u32> {
+            read(name).chunks_exact(4).map(|bytes| u32::from_le_bytes(bytes.try_into().unwrap())).collect()
+        };
+        let tokens = words("tokens").into_iter().map(|token| token as i32).collect();
+        Ran { cache: read("cache"), work: read("work"), tokens, logits: words("logits") }
+    }
 }
 
 /// Keys and values of each layer and position, from the bytes of the cache.
@@ -2808,7 +2845,7 @@ fn a_generated_tail_decides_what_its_model_does() {
         let first = text.len() - count as usize;
         let mut before = Ran { cache: chunk.cache.clone(), ..chunk };
         spoil_last_layer(validated.schedule(), &mut before.cache, &page_of, first..text.len());
-        let before = Some((&before, both.taken()));
+        let before = (&before, both.taken());
         let tail = run_kernel_after(&imported, both.tail(), &rows, &page_of, before).expect("a compiler, as before");
         let (_values, weights) = values_of(&imported);
         let mut session = Session::new(&imported.graph, &weights);

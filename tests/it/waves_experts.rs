@@ -24,14 +24,21 @@ use crate::waves::{
 
 /// The config of a fixture with heads that tensor cores take, experts whose columns end inside 64 of k, and random weights.
 fn mixture(name: &str) -> Imported {
+    of_layers(name, None)
+}
+
+/// The same with another number of layers.
+pub fn of_layers(name: &str, layers: Option<u32>) -> Imported {
     let text = fs::read_to_string(fixture(name).join("config.json")).unwrap();
     let mut config: serde_json::Value = serde_json::from_str(&text).unwrap();
     let own = config["head_dim"].is_u64();
     let (heads, kv) = if own { (6, 2) } else { (2, 1) };
     let entries = config.as_object_mut().unwrap();
+    layers.iter().for_each(|_| drop(entries.remove("layer_types")));
     for (key, value) in entries.iter_mut().filter(|(_, value)| value.as_u64().is_some_and(|value| value > 0)) {
         match key.as_str() {
             "hidden_size" => *value = 128.into(),
+            "num_hidden_layers" => *value = layers.map_or_else(|| value.clone(), Into::into),
             "num_attention_heads" => *value = heads.into(),
             "num_key_value_heads" => *value = kv.into(),
             "head_dim" => *value = 64.into(),

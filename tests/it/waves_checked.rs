@@ -1,0 +1,330 @@
+//! Tests the check of wave kernels of mixtures of experts on their generated text: it runs on a CPU (waves_kernel.cc) in place of the device. A right
+//! kernel passes, with another rounding and another order of sums than the interpreter. One with a fault in its text or its tables is refused.
+
+use std::sync::Arc;
+
+use monobloc::candidate::Candidate;
+use monobloc::check::{CheckError, Checked, ReadsChunks, check_chunks, check_rows};
+use monobloc::codegen::abi;
+use monobloc::codegen::waves::WaveTables;
+use monobloc::cuda::memory::DeviceBuffer;
+use monobloc::cuda::rows::{FirstToken, RowInput, RowLauncher, RowsLaunched, Watched};
+use monobloc::cuda::sampler::{Asked, SamplerSession};
+use monobloc::cuda::session::SessionError;
+use monobloc::cuda::waves::{ChunkRead, Last};
+use monobloc::defaults::rows::{Room, place_rows};
+use monobloc::interp::Pack;
+use monobloc::ir::BufferId;
+use monobloc::model::config::Imported;
+use monobloc::pack::pack;
+use monobloc::rows::{Row, Shape, Tables, runs};
+use monobloc::validate::{Validated, validate};
+use monobloc::waves::{Action, Form, Plan, Proven, WithTail};
+
+use crate::proof_support::BF16;
+use crate::skipped;
+use crate::waves::{Built, Ran, proven, small, with_tail};
+use crate::waves_experts::of_layers;
+
+/// Rows of the schedule, of a chunk, of its tail, and of a step.
+const ROWS: u32 = 8;
+const CHUNK_ROWS: u32 = 256;
+const TAIL_ROWS: u32 = 16;
+const STEP_ROWS: u32 = 32;
+/// Layers of a model. A chunk has the experts of all but the last one.
+const LAYERS: u32 = 3;
+
+/// What is wrong of a kernel: text of waves/experts.cuh with what takes its place, and whether products of the first layer have the weights of the second.
+#[derive(Debug, Clone, Copy)]
+struct Fault {
+    text: &'static [(&'static str, &'static str)],
+    other_weights: bool,
+}
+
+const NONE: Fault = Fault { text: &[], other_weights: false };
+
+impl Fault {
+    fn build(self, imported: &Imported, proven: &Proven<'_>) -> Option<Built> {
+        let change = |tables: &mut WaveTables| {
+            if self.other_weights {
+                // Two products a layer.
+                let experts = of_experts(proven.plan());
+                for (&of, &other) in experts.iter().zip(&experts[2..]).take(2) {
+                    let other = tables.waves[other];
+                    let wave = &mut tables.waves[of];
+                    (wave.weight, wave.branch_bias, wave.row_scales) =
+                        (other.weight, other.branch_bias, other.row_scales);
+                }
+            }
+        };
+        Built::of(imported, proven, self.text, &change)
+    }
+}
+
+/// Products of experts, by their waves.
+fn of_experts(plan: &Plan) -> Vec<usize> {
+    let is_of = |w: &usize| matches!(plan.waves[*w].action, Action::Experts { .. });
+    (0..plan.waves.len()).filter(is_of).collect()
+}
+
+/// A wave kernel on this CPU, and what its last launch left.
+struct Loaded<'a> {
+    built: Built,
+    proven: Proven<'a>,
+    ran: Ran,
+}
+
+impl<'a> Loaded<'a> {
+    fn of(imported: &Imported, proven: &Proven<'a>, fault: Fault) -> Option<Loaded<'a>> {
+        let ran = Ran { cache: vec![], work: vec![], tokens: vec![], logits: vec![] };
+        Some(Loaded { built: fault.build(imported, proven)?, proven: proven.clone(), ran })
+    }
+
+    /// The ids that a row of the last launch chose; `None`: this kernel does not choose there.
+    fn chosen(&self, buffer: BufferId, row: u32) -> Option<Vec<u32>> {
+        let work = &self.proven.plan().work[self.proven.choices().get(&buffer)?.index()];
+        let row_bytes = work.cols as usize * 4;
+        let ids = &self.ran.work[work.place as usize + row as usize * row_bytes..][..row_bytes];
+        Some(ids.chunks_exact(4).map(|id| u32::from_le_bytes(id.try_into().unwrap())).collect())
+    }
+
+    fn logits(&self, row: u32, vocab: u32) -> Vec<f32> {
+        self.ran.logits[(row * vocab) as usize..][..vocab as usize].iter().map(|bits| f32::from_bits(*bits)).collect()
+    }
+}
+
+/// Wave kernels over one cache.
+struct Device<'a> {
+    kernel: Loaded<'a>,
+    /// Of chunks: the tail, and where it finds the residual of its chunk.
+    tail: Option<(Loaded<'a>, u64)>,
+    cache: Vec<u8>,
+    shape: Shape,
+    vocab: u32,
+}
+
+impl<'a> Device<'a> {
+    fn of(imported: &Imported, proven: &Proven<'a>, tail: Option<&WithTail<'a>>, fault: Fault) -> Option<Device<'a>> {
+        let tail = match tail {
+            Some(both) => Some((Loaded::of(imported, both.tail(), fault)?, both.taken())),
+            None => None,
+        };
+        let of_rows = Shape::of(&proven.validated().schedule().program).unwrap();
+        let shape = Shape { rows: proven.plan().rows, ..of_rows };
+        let kernel = Loaded::of(imported, proven, fault)?;
+        let cache = vec![0xff; proven.validated().schedule().arena_bytes(monobloc::ir::program::Space::Cache) as usize];
+        Some(Device { kernel, tail, cache, shape, vocab: imported.graph.vocab })
+    }
+
+    /// Runs one step.
+    fn launch(&mut self, rows: Vec<abi::Row>, pages: &[u32]) {
+        self.kernel.ran = self.kernel.built.run(&[(rows, 1)], pages, Some(&self.cache), None);
+        self.cache = self.kernel.ran.cache.clone();
+    }
+
+    fn words(&self, at: u64, bytes: usize) -> Vec<u16> {
+        let words = self.cache[at as usize..][..bytes].chunks_exact(2);
+        words.map(|word| u16::from_le_bytes([word[0], word[1]])).collect()
+    }
+}
+
+/// The rows of a step as a kernel reads them, and the pages of their sequences.
+fn encoded(tables: &Tables<'_>, tokens: &[u32]) -> (Vec<abi::Row>, Vec<u32>) {
+    let (mut rows, mut pages) = (vec![], vec![]);
+    for (sequence, run) in (0..).zip(runs(tables.rows())) {
+        pages.extend(tables.pages(run.first));
+        let of_run = tables.rows().iter().zip(tokens).skip(run.first).take(run.rows as usize);
+        let row = |(&Row { position, .. }, &token): (&Row, &u32)| {
+            let (token, first) = (token as i32, run.first as u32);
+            abi::Row { sequence, position, token, first, steps: 1, ..bytemuck::Zeroable::zeroed() }
+        };
+        rows.extend(of_run.map(row));
+    }
+    (rows, pages)
+}
+
+impl ReadsChunks for Device<'_> {
+    fn shape(&self) -> &Shape {
+        &self.shape
+    }
+    fn decides(&self) -> bool {
+        self.tail.is_some()
+    }
+    fn read(&mut self, tables: Tables<'_>, tokens: &[u32], _: Last<'_>) -> Result<ChunkRead, SessionError> {
+        let (rows, pages) = encoded(&tables, tokens);
+        let of_tail = abi::Row { token: -1, from: rows.len() as u32 - 1, first: 0, ..*rows.last().unwrap() };
+        self.launch(rows, &pages);
+        let mut token = None;
+        if let Some((tail, taken)) = &mut self.tail {
+            let taken = &self.kernel.ran.work[*taken as usize..];
+            tail.ran = tail.built.run(&[(vec![of_tail], 1)], &pages, Some(&self.cache), Some(taken));
+            self.cache = tail.ran.cache.clone();
+            token = Some(tail.ran.tokens[1] as u32);
+        }
+        tables.finish(1);
+        Ok(ChunkRead { chunk_us: 1.0, tail_us: 1.0, token })
+    }
+    fn logits(&self) -> Result<Vec<f32>, SessionError> {
+        let (tail, _) = self.tail.as_ref().unwrap();
+        Ok(tail.logits(0, self.vocab))
+    }
+    fn chosen(&self, buffer: BufferId, row: u32, is_last: bool) -> Result<Vec<u32>, SessionError> {
+        let of_tail = || self.tail.as_ref().filter(|_| is_last)?.0.chosen(buffer, 0);
+        Ok(self.kernel.chosen(buffer, row).or_else(of_tail).unwrap())
+    }
+    fn poison_logits(&mut self) -> Result<(), SessionError> {
+        Ok(())
+    }
+    fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError> {
+        Ok(self.words(at, bytes))
+    }
+}
+
+impl RowLauncher for Device<'_> {
+    fn shape(&self) -> &Shape {
+        &self.shape
+    }
+    fn vocab(&self) -> u32 {
+        self.vocab
+    }
+    fn steps_max(&self) -> u32 {
+        1
+    }
+    fn run_whole(&mut self, tables: Tables<'_>, inputs: &[RowInput], _: bool) -> Result<RowsLaunched, SessionError> {
+        let token = |input: &RowInput| if let FirstToken::Given(token) = input.first { token } else { panic!() };
+        let tokens: Vec<u32> = inputs.iter().map(token).collect();
+        let (rows, pages) = encoded(&tables, &tokens);
+        self.launch(rows, &pages);
+        tables.finish(1);
+        let decided = self.kernel.ran.tokens[tokens.len()..].iter().map(|&token| token as u32).collect();
+        Ok(RowsLaunched { device_us: 1.0, steps: 1, tokens: vec![tokens, decided] })
+    }
+    fn logits(&self, row: u32) -> Result<Vec<f32>, SessionError> {
+        Ok(self.kernel.logits(row, self.vocab))
+    }
+    fn exchanged(&self, buffer: BufferId, row: u32) -> Result<Vec<f32>, SessionError> {
+        Ok(self.kernel.chosen(buffer, row).unwrap().into_iter().map(f32::from_bits).collect())
+    }
+    fn poison_logits(&mut self) -> Result<(), SessionError> {
+        Ok(())
+    }
+    fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError> {
+        Ok(self.words(at, bytes))
+    }
+    fn cache(&self) -> Arc<DeviceBuffer> {
+        unreachable!()
+    }
+    fn pack(&self) -> Arc<DeviceBuffer> {
+        unreachable!()
+    }
+    fn queue(&mut self, _: Tables<'_>, _: &[RowInput], _: bool) -> Result<(), SessionError> {
+        unreachable!()
+    }
+    fn queue_steps(
+        &mut self,
+        _: Tables<'_>,
+        _: &[RowInput],
+        _: Option<(&mut SamplerSession, &[Asked<'_>])>,
+    ) -> Result<(), SessionError> {
+        unreachable!()
+    }
+    fn choose(&mut self, _: &mut SamplerSession, _: &[Asked<'_>]) -> Result<(), SessionError> {
+        unreachable!()
+    }
+    fn last_step(&mut self) -> Result<Option<Vec<Vec<u32>>>, SessionError> {
+        unreachable!()
+    }
+    fn watched(&self) -> &Watched {
+        unreachable!()
+    }
+    fn finish(&mut self) -> Result<RowsLaunched, SessionError> {
+        unreachable!()
+    }
+}
+
+/// A model of `context_max` positions, as its batch kernel has it.
+fn placed(imported: &Imported, context_max: u32) -> Validated {
+    let target = small();
+    let base = Candidate::default_for(&imported.graph, &target, BF16);
+    let room = Room { rows: ROWS, sequences: ROWS, positions: 4 * u64::from(context_max) };
+    let placed = place_rows(&imported.graph, "waves", BF16, context_max, &target, &base, room).unwrap();
+    validate(placed, &target).unwrap_or_else(|rejected| panic!("{rejected}"))
+}
+
+/// Checks chunks and their tail over `positions` positions. `None` without a compiler.
+fn check_prompt(imported: &Imported, positions: u32, fault: Fault) -> Option<Result<Checked, CheckError>> {
+    let validated = placed(imported, positions);
+    let right: Pack = Arc::new(pack(validated.schedule(), &imported.graph, &imported.weights).unwrap());
+    let both = with_tail(&validated, &small(), CHUNK_ROWS, TAIL_ROWS).unwrap();
+    let mut device = Device::of(imported, both.chunk(), Some(&both), fault)?;
+    Some(check_chunks(&validated, right, imported.graph.parameter_count(), &mut device))
+}
+
+/// Checks steps of sequences of `positions` positions.
+fn check_steps(imported: &Imported, positions: u32, fault: Fault) -> Option<Result<Checked, CheckError>> {
+    let validated = placed(imported, positions);
+    let right: Pack = Arc::new(pack(validated.schedule(), &imported.graph, &imported.weights).unwrap());
+    let proven = proven(&validated, &small(), Form::Steps, STEP_ROWS).unwrap();
+    let mut device = Device::of(imported, &proven, None, fault)?;
+    Some(check_rows(&validated, right, imported.graph.parameter_count(), &mut device))
+}
+
+#[test]
+fn a_generated_kernel_of_experts_passes_its_check() {
+    // Two blocks of rows, and experts with several tiles; then one.
+    for (name, positions) in [("experts/qwen2-moe-shared", 230), ("experts/qwen3-moe", 40)] {
+        let imported = of_layers(name, Some(LAYERS));
+        let Some(found) = check_prompt(&imported, positions, NONE) else {
+            return skipped("a_generated_kernel_of_experts_passes_its_check", "C++ compiler", "`c++`");
+        };
+        let figures = found.unwrap_or_else(|error| panic!("{name}: {error}")).figures();
+        // Far from the limit, and not by chance the same numbers.
+        assert!(figures.positions >= 1 && (0.01..0.5).contains(&figures.of_tolerance), "{name}: {figures:?}");
+        let found = check_steps(&imported, 4, NONE).unwrap();
+        let figures = found.unwrap_or_else(|error| panic!("{name}, steps: {error}")).figures();
+        assert!(figures.positions >= 38 && (0.01..0.5).contains(&figures.of_tolerance), "{name}: {figures:?}");
+    }
+}
+
+/// Every fourth row takes the best expert that is not for it in place of the last one that is.
+const NEXT: &str = "{
+      const int last = G::TOP_K - 1, of = slot[k], to = row % 4 != 1 ? of : of == last ? G::TOP_K : of == G::TOP_K ? last : of;
+      if (to < G::TOP_K) keys[to] = u32(i), weights[to] = score[k];
+    }";
+
+#[test]
+fn a_wrong_kernel_of_experts_does_not_pass_its_check() {
+    let imported = of_layers("experts/qwen3-moe", Some(LAYERS));
+    let faults: [(&str, Fault); 4] = [
+        (
+            "choice",
+            Fault {
+                text: &[("if (slot[k] < G::TOP_K) keys[slot[k]] = u32(i), weights[slot[k]] = score[k];", NEXT)],
+                ..NONE
+            },
+        ),
+        ("weights of another layer", Fault { other_weights: true, ..NONE }),
+        (
+            "the factor of a slot",
+            Fault { text: &[("share[s] = counts[s];", "share[s] = s == 1 ? 1.f : counts[s];")], ..NONE },
+        ),
+        (
+            "experts of a tile",
+            Fault { text: &[("unit = of.x * UNITS + own;", "unit = (of.x ^ 1) * UNITS + own;")], ..NONE },
+        ),
+    ];
+    for (what, fault) in faults {
+        let Some(found) = check_prompt(&imported, 20, fault) else {
+            return skipped("a_wrong_kernel_of_experts_does_not_pass_its_check", "C++ compiler", "`c++`");
+        };
+        for found in [found, check_steps(&imported, 3, fault).unwrap()] {
+            let error = found.expect_err(what);
+            let is_found = match error {
+                CheckError::Routed { position, row, .. } if what == "choice" => row.unwrap_or(position) % 4 == 1,
+                CheckError::Routed { layer, .. } | CheckError::Cached { layer, .. } => layer >= 1,
+                _ => matches!(error, CheckError::Wrong { .. } | CheckError::Argmax { .. }),
+            };
+            assert!(is_found, "{what}: {error}");
+        }
+    }
+}
