@@ -181,7 +181,8 @@ impl Pool {
         std::mem::take(&mut self.edits)
     }
 
-    /// Opens a sequence without pages.
+    /// Opens a sequence without pages: the lowest that is closed. Tasks that divide sequences by their numbers (`part_of`) then
+    /// have equally many, while no sequence stays open for long after its neighbours.
     ///
     /// # Errors
     /// All sequences are open.
@@ -302,6 +303,16 @@ mod tests {
         assert_eq!(pool.free_pages(), 2);
         assert_eq!(pool.close(a), Err(PoolError::Closed { sequence: a }));
         assert_eq!(pool.reserve(SequenceId(9), 1), Err(PoolError::Closed { sequence: SequenceId(9) }));
+    }
+
+    #[test]
+    fn the_lowest_closed_sequence_opens() {
+        let mut pool = Pool::new(SHAPE);
+        let open: Vec<SequenceId> = (0..3).map(|_| pool.open().unwrap()).collect();
+        assert_eq!(open, [0, 1, 2].map(SequenceId));
+        pool.close(open[2]).unwrap();
+        pool.close(open[0]).unwrap();
+        assert_eq!([pool.open(), pool.open()], [Ok(open[0]), Ok(open[2])]);
     }
 
     #[test]

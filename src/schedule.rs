@@ -612,11 +612,19 @@ fn unit_shares(program: &Program, grid: &Grid, m: &MatVec, load: &[u64], cost: &
 fn even_shares(grid: &Grid, rows: u32, sms: usize, spread: &mut usize) -> Vec<Share> {
     let n = grid.n as usize;
     match &grid.op {
-        // A state stays where it is: in every regime, and so whatever other grids there are, an SM has the same heads. Layers begin elsewhere.
+        // A state stays where it is: in every regime, and so whatever other grids there are, an SM has the same heads and parts of the
+        // sequences. Layers begin elsewhere.
         Op::Mix(_) => {
             let start = grid.site.and_then(|site| site.layer).map_or(0, |layer| layer.index());
-            let sm = |i: usize| (start + if n <= sms { i * sms / n } else { i }) % sms;
-            (0..n).map(|i| Share { sm: sm(i), lo: i as u32, hi: i as u32 + 1, j: 0, row: 0 }).collect()
+            let parts = grid.second.extent() as usize;
+            let total = n * parts;
+            (0..total)
+                .map(|index| {
+                    let sm = (start + if total <= sms { index * sms / total } else { index }) % sms;
+                    let (i, j) = ((index / parts) as u32, (index % parts) as u32);
+                    Share { sm, lo: i, hi: i + 1, j, row: 0 }
+                })
+                .collect()
         }
         op if op.everywhere() => {
             (0..n).map(|i| Share { sm: i, lo: i as u32, hi: i as u32 + 1, j: 0, row: 0 }).collect()

@@ -12,7 +12,8 @@ struct alignas(16) Row {
   u32 seed_low; // of sampling, the low half
   u32 seed_high; // of sampling, the high half
   float inverse_temperature; // 0: greedy
-  u32 reserved[3]; // no meaning yet
+  u32 slot; // which recurrent states are those of its sequence
+  u32 reserved[2]; // no meaning yet
 };
 static_assert(sizeof(Row) == 48, "the host fills this struct");
 
@@ -46,6 +47,21 @@ template <class M>
 __device__ __forceinline__ bool takes_part(int row) {
   return rows_state<M>().active[row / 32] >> row % 32 & 1;
 }
+// The rows in part `part` of `parts` of the sequences, a bit each; `part_of` of src/ir/program.rs says which. Called by whole warps.
+template <class M>
+__device__ __forceinline__ u64 rows_of_part(const Context<M>& c, u32 part, u32 parts) {
+  static_assert(M::ROWS <= 64, "a bit each");
+  const u32 count = rows_params(c).row_count;
+  u64 bits = 0;
+#pragma unroll
+  for (int first = 0; first < M::ROWS; first += 32) {
+    const u32 row = first + c.lane();
+    const u32 sequence = row < count && row < M::ROWS ? rows_params(c).rows[row].slot : row;
+    bits |= u64(__ballot_sync(~0u, row < M::ROWS && sequence % parts == part)) << first;
+  }
+  return bits;
+}
+__device__ __forceinline__ int lowest_bit(u64 bits) { return __ffsll(static_cast<long long>(bits)) - 1; }
 // The position of a row in the running step.
 template <class M>
 __device__ __forceinline__ u32 position_of(const Context<M>& c, int row) {

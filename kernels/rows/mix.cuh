@@ -1,10 +1,12 @@
-// mix of rows: see ops/mix.cuh. One task takes all rows of a value head, one after another.
+// mix of rows: see ops/mix.cuh. A task takes the rows of a value head whose sequences are in its part, one after another: of sequence `s`,
+// where `s % PARTS` is the task's `j`.
 //
 // q, k, v, gate   words of the rows, side by side in a buffer of COLS columns; beta, decay in one of SCALAR_COLS columns
 // out (ROWS, ..)  words
 //
 // Rows of one sequence are neighbours at ascending positions. Their state is loaded with the first of them, stays in registers, and is stored after
-// the last one. A row that takes no part has no effect on a state.
+// the last one. A row that takes no part in the step has no effect on a state; the task of its part clears its words. A row keeps its sequence
+// during a launch, so the same task has its words and its state in every step.
 #pragma once
 
 template <class M, class G>
@@ -41,25 +43,35 @@ struct RowsMix {
 
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
     const RowsParams& p = rows_params(c);
-    const int head = int(uniform(e.lo)), rows = min(int(uniform(p.row_count)), M::ROWS);
+    const int head = int(uniform(e.lo)), count = min(int(uniform(p.row_count)), M::ROWS);
     u8* const out = words_of<M, One::VALUE_COLS>(c, e.out);
+    const auto slot = [&](int row) { return uniform(p.rows[row].slot); };
+    u64 rest = 0;
+#pragma unroll 1
+    for (u64 own = rows_of_part(c, uniform(e.j), G::PARTS); own; own &= own - 1) {
+      const int row = lowest_bit(own);
+      if (row < count && takes_part<M>(row)) {
+        rest |= 1ull << row;
+        continue;
+      }
+      for (int d = c.tid() * 2; d < G::VALUE_DIM; d += One::THREADS * 2) clear_pair<One::VALUE_COLS>(c, out, row, head * G::VALUE_DIM + d);
+    }
+    if (!rest) return;
     typename One::Held held;
     typename One::Constants constants;
     One::load_constants(c, e, head, constants);
+    bool begins = true;
 #pragma unroll 1
-    for (int row = 0; row < M::ROWS; row++) {
-      if (row >= rows || !takes_part<M>(row)) {
-        for (int d = c.tid() * 2; d < G::VALUE_DIM; d += One::THREADS * 2) clear_pair<One::VALUE_COLS>(c, out, row, head * G::VALUE_DIM + d);
-        continue;
-      }
-      const u32 first = uniform(p.rows[row].first);
-      const bool ends = row + 1 >= rows || uniform(p.rows[min(row + 1, rows - 1)].first) != first;
-      float* const state = One::state_of(c, e, uniform(p.rows[row].sequence), head);
-      if (int(first) == row) One::load(c, state, uniform(position_of(c, row)) == 0, held);
+    for (; rest; rest &= rest - 1) {
+      const int row = lowest_bit(rest);
+      const u64 others = rest & (rest - 1);
+      float* const state = One::state_of(c, e, slot(row), head);
+      if (begins) One::load(c, state, uniform(position_of(c, row)) == 0, held);
       fetch(c, e, head, row, held, constants);
       c.barrier();
       One::advance(c, constants, head, held, [&](int col, float a, float b) { publish_pair<One::VALUE_COLS>(c, out, row, col, a, b); });
-      if (ends) One::store(c, state, held);
+      begins = !others || slot(lowest_bit(others)) != slot(row);
+      if (begins) One::store(c, state, held);
     }
   }
 };

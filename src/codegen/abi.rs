@@ -167,8 +167,10 @@ kernel_struct! {
         seed_high: u32,
         /// 0: greedy
         inverse_temperature: f32,
+        /// which recurrent states are those of its sequence
+        slot: u32,
         /// no meaning yet
-        reserved: [u32; 3],
+        reserved: [u32; 2],
     }
 }
 

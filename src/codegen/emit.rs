@@ -395,7 +395,10 @@ fn mix_members(program: &Program, grid: &Grid, mix: &Mix) -> String {
     // Where words lie depends on how many columns there are.
     let words = match program.rows {
         1 => String::new(),
-        _ => format!("int COLS = {}\nint SCALAR_COLS = {}\n", cols(Role::Q), cols(Role::Beta)),
+        _ => {
+            let parts = grid.parts();
+            format!("int COLS = {}\nint SCALAR_COLS = {}\nint PARTS = {parts}\n", cols(Role::Q), cols(Role::Beta))
+        }
     };
     format!(
         "int KEY_HEADS = {key_heads}\nint VALUE_HEADS = {value_heads}\nint KEY_DIM = {key_dim}\nint VALUE_DIM = {value_dim}\n\

@@ -728,7 +728,8 @@ pub(super) fn encode_rows(
                 seed_low: input.seed as u32,
                 seed_high: (input.seed >> 32) as u32,
                 inverse_temperature: input.inverse_temperature,
-                reserved: [0; 3],
+                slot: row.sequence.0,
+                reserved: [0; 2],
             });
         }
     }
@@ -784,6 +785,8 @@ mod tests {
         assert_eq!(pages, [5, 5, 5, 3, 1, 5]);
         let of = |row: &Row| (row.sequence, row.first, row.position, row.token);
         assert_eq!(rows.iter().map(of).collect::<Vec<_>>(), [(0, 0, 0, 0), (1, 1, 3, 1), (1, 1, 4, 2), (1, 1, 5, 3)]);
+        // Its states stay where they are, whichever row of a launch it has.
+        assert_eq!(rows.iter().map(|row| row.slot).collect::<Vec<_>>(), [2, 0, 0, 0]);
     }
 
     #[test]

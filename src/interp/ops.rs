@@ -104,8 +104,8 @@ impl<R: Real> Scratch<R> {
     }
 }
 
-/// Executes one task: one row of the step, or all of them one after another. For a row that the launch does not have, it does
-/// nothing.
+/// Executes one task: one row of the step, or all of them, or of its part of the sequences, one after another. For a row that the launch does
+/// not have, it does nothing.
 pub fn run<R: Real>(
     task: &TaskPlan,
     step: &Step<'_>,
@@ -121,7 +121,7 @@ pub fn run<R: Real>(
         Some(row) => row..row + 1,
         None => 0..step.rows.rows.len(),
     };
-    for row in rows.filter(|row| *row < step.rows.rows.len()) {
+    for row in rows.filter(|row| step.rows.rows.get(*row).is_some_and(|of| task.has(of.sequence))) {
         run_row(&task.work, step, row, stream, memory, s);
     }
 }

@@ -7,7 +7,7 @@ use crate::dtype::DType;
 use crate::format::Format;
 use crate::ir::layout::{Matrix, constant_row_bytes, matrices, pack_bytes, placed_bytes};
 use crate::ir::op::{self, Epilogue, NormAttr, Op, PARTIAL_HEADER, Role};
-use crate::ir::program::{Buffer, Grid, Operand, Program, Rows, Space};
+use crate::ir::program::{Buffer, Grid, Operand, Program, Rows, Space, part_of};
 use crate::ir::schedule::{Event, Ring, Schedule, Source, Task};
 use crate::ir::variant::MatVecVariant;
 use crate::ir::{BufferId, EventId, GridId, LayerId, SmId, TaskId};
@@ -142,6 +142,8 @@ pub struct TaskPlan {
     pub signals: Box<[EventId]>,
     /// The row of the step that it takes; `None`: all of them.
     pub row: Option<usize>,
+    /// The part of the sequences whose rows it takes, and how many parts there are.
+    pub part: (u32, u32),
     pub work: Work,
 }
 
@@ -431,7 +433,10 @@ impl Plan {
                         if task.row >= program.rows {
                             return Err(reference(id, format!("row {}", task.row)));
                         }
-                        tasks.push(TaskPlan { id, waits, signals: task.signals.as_slice().into(), row, work });
+                        let grid = &program.grids[task.grid.index()];
+                        let parts = grid.parts();
+                        let part = (if parts > 1 { task.j } else { 0 }, parts);
+                        tasks.push(TaskPlan { id, waits, signals: task.signals.as_slice().into(), row, part, work });
                     }
                     queues.push(tasks);
                 }
@@ -488,6 +493,12 @@ impl TaskPlan {
     /// Whether it is a task of a row that a launch of `rows` rows does not have: it signals and does nothing else.
     pub fn is_absent(&self, rows: usize) -> bool {
         self.row.is_some_and(|row| row >= rows)
+    }
+
+    /// Whether a sequence is in its part.
+    pub fn has(&self, sequence: usize) -> bool {
+        let (part, parts) = self.part;
+        parts == 1 || part_of(sequence as u32, parts) == part
     }
 }
 

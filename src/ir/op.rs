@@ -30,7 +30,7 @@ pub enum Op {
     NormAdd { norm: NormAttr, width: u32, scale: f32, everywhere: bool },
     /// Adds up what the experts of a row made of it. One launch index is 8 columns.
     Combine(Combine),
-    /// Brings a recurrent state to the position, and reads it there. One launch index is a value head.
+    /// Brings a recurrent state to the position, and reads it there. Launch index `i`: a value head; `j`: a part of the sequences.
     Mix(Mix),
 }
 

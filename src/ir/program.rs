@@ -270,14 +270,26 @@ pub enum Rows {
     Units,
     /// The rows of the step's sequences: row `s` of the buffer belongs to sequence `s`.
     Sequences,
+    /// Those of [`Rows::Sequences`] of a state, or of [`Rows::All`] elsewhere, that are in part `j` of the sequences. The second axis has
+    /// the parts; [`part_of`] divides sequences among them.
+    Part,
     /// As [`Rows::Units`], of the part of the buffer that the table chooses in the step. The parts are equal, as many as its bound.
     Lookup(TableId),
 }
 
 impl Rows {
     /// All but [`Rows::Lookup`], which names a table.
-    pub const ALL: [Rows; 8] =
-        [Rows::One, Rows::All, Rows::Own, Rows::Current, Rows::History, Rows::Token, Rows::Units, Rows::Sequences];
+    pub const ALL: [Rows; 9] = [
+        Rows::One,
+        Rows::All,
+        Rows::Own,
+        Rows::Current,
+        Rows::History,
+        Rows::Token,
+        Rows::Units,
+        Rows::Sequences,
+        Rows::Part,
+    ];
 
     pub fn name(self) -> &'static str {
         match self {
@@ -289,6 +301,7 @@ impl Rows {
             Rows::Token => "token",
             Rows::Units => "units",
             Rows::Sequences => "sequences",
+            Rows::Part => "part",
             Rows::Lookup(_) => "lookup",
         }
     }
@@ -296,6 +309,12 @@ impl Rows {
     pub fn parse(name: &str) -> Option<Self> {
         Rows::ALL.into_iter().find(|r| r.name() == name)
     }
+}
+
+/// The part of a sequence, and of its rows of a step, if `parts` tasks divide the sequences. A row that a launch does not have is in the
+/// part that its number in the step has in place of a sequence. No row of a launch changes its sequence, so none changes its part.
+pub fn part_of(sequence: u32, parts: u32) -> u32 {
+    sequence % parts.max(1)
 }
 
 /// Columns of launch index (i, j): `start..start + len` with `start = base + stride * (i / div) + stride_j * j`,
@@ -383,6 +402,11 @@ impl Program {
         weight.map_or(Format::plain(self.precision.weights), Buffer::format)
     }
 
+    /// The most parts that tasks may divide sequences into: each has a row of the step, and a sequence.
+    pub fn parts_max(&self) -> u32 {
+        self.table(Holds::Sequences).map_or(1, |(_, table)| table.bound.min(self.rows).max(1))
+    }
+
     /// The table of the host that holds `holds`.
     pub fn table(&self, holds: Holds) -> Option<(TableId, &Table)> {
         (0..).map(TableId).zip(&self.tables).find(|(_, table)| table.holds == holds)
@@ -390,6 +414,14 @@ impl Program {
 }
 
 impl Grid {
+    /// Parts of the sequences that its tasks divide among them: 1 unless it touches [`Rows::Part`].
+    pub fn parts(&self) -> u32 {
+        match self.second {
+            Second::Axis(parts) if self.operands.iter().any(|operand| operand.rows == Rows::Part) => parts,
+            _ => 1,
+        }
+    }
+
     /// Whether a later step finds what it does: a row of a cache, or a state.
     pub fn leaves(&self) -> bool {
         self.operand(Role::AppendK).or(self.operand(Role::State)).is_some()

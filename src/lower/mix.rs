@@ -22,6 +22,11 @@ fn mix_of(net: &GatedDelta) -> Mix {
     }
 }
 
+/// The operand, of the rows that are in a task's part.
+fn in_part(parts: u32, operand: Operand) -> Operand {
+    Operand { rows: if parts > 1 { Rows::Part } else { operand.rows }, ..operand }
+}
+
 impl Builder<'_> {
     /// The gated delta net of layer `l` over `x`: what its output projection reads.
     ///
@@ -73,6 +78,7 @@ impl Builder<'_> {
         let state =
             self.buffer(&format!("state.{l}"), Space::State, DType::F32, rows, heads * op.state_cols(), 1, None);
         let mixed = self.exchange(&format!("mix.{l}"), values);
+        let parts = self.parts(heads);
         let mut operands = vec![
             self.read(Role::Q, to, of_key(0)),
             self.read(Role::K, to, of_key(keys)),
@@ -86,18 +92,31 @@ impl Builder<'_> {
             constant(Role::Conv, conv, Cols::all(taps)),
             constant(Role::ALog, a_log, Cols::all(heads)),
             constant(Role::DtBias, dt_bias, Cols::all(heads)),
-            Operand {
-                role: Role::State,
-                access: Access::Update,
-                buffer: state,
-                rows: of_step,
-                cols: Cols::blocks(op.state_cols(), heads * op.state_cols()),
-            },
-            self.write(Role::Out, mixed, of_value(0)),
+            in_part(
+                parts,
+                Operand {
+                    role: Role::State,
+                    access: Access::Update,
+                    buffer: state,
+                    rows: of_step,
+                    cols: Cols::blocks(op.state_cols(), heads * op.state_cols()),
+                },
+            ),
+            in_part(parts, self.write(Role::Out, mixed, of_value(0))),
         ]);
         let site = Some(Site::of_layer(LayerOp::Attention, l));
-        self.grid(&format!("mix.{l}"), site, Op::Mix(op), heads, Second::Axis(1), operands);
+        self.grid(&format!("mix.{l}"), site, Op::Mix(op), heads, Second::Axis(parts), operands);
         Ok(mixed)
+    }
+
+    /// Parts of the sequences, each with a task of its own for every one of `heads` heads. A task takes its rows one after another, and an SM its
+    /// tasks: the fewest rows in a row, if sequences are spread evenly. Of as few, fewer parts, which load fewer constants.
+    fn parts(&self, heads: u32) -> u32 {
+        let rows_of_sm = |parts: u32| {
+            let tasks = u64::from(heads.saturating_mul(parts).div_ceil(self.candidate.sms.max(1)));
+            tasks * u64::from(self.program.rows.div_ceil(parts))
+        };
+        (1..=self.program.parts_max()).min_by_key(|&parts| rows_of_sm(parts)).unwrap_or(1)
     }
 
     /// Why programs do not have this net; `None`: they have it.

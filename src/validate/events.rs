@@ -172,7 +172,8 @@ fn check_regime(
             for row in grids.rows(flow.buffer).each(flow.row(task)) {
                 if let Some((from, to)) = unwaited(regime, task, flow.buffer, row, lo, hi) {
                     found.add(Rule::MissingWait, Entity::Task(r, TaskId(t)), || {
-                        let of_row = row.map_or(String::new(), |row| format!(" of row {row}"));
+                        let each = grids.rows(flow.buffer).each_name();
+                        let of_row = row.map_or(String::new(), |row| format!(" of {each} {row}"));
                         format!("reads columns {from}..{to}{of_row} of {} without a wait for them", flow.buffer)
                     });
                 }
@@ -249,7 +250,8 @@ fn region(at: Entity, event: &Event, program: &Program, grids: &Grids, found: &m
         });
         return false;
     }
-    let most = if grids.rows(event.buffer).apart() { program.rows } else { 0 };
+    // Which rows are in a part is not known here, so events are about single rows, or about all.
+    let most = if grids.rows(event.buffer).single() { program.rows } else { 0 };
     if let Some(row) = event.row.filter(|row| *row >= most) {
         found.add(Rule::EventRegion, at, || match most {
             0 => format!("expected all rows of {}, which no task touches one by one; found row {row}", event.buffer),

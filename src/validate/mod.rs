@@ -66,6 +66,10 @@
 //! A recurrent state is updated in place, by one grid, and the columns of a launch index on one SM in every regime (`states`). So program order
 //! lies between steps, and no event.
 //!
+//! Tasks may divide the sequences into parts. Every row of a launch is in one part, the same in all its steps, so what such a task touches is
+//! taken as columns of one of `parts` rows, as above: each part must be written once, a reader of all rows waits for all parts, and no event is
+//! about one row. A row that takes no part is in one, too: its words are cleared by one task.
+//!
 //! # Choices
 //!
 //! The weights of an expert are one of the equal parts of a buffer, and the step chooses which. Three facts make a task that takes a
@@ -113,8 +117,8 @@
 //!   Alternatives leave their heads in the same columns, directly or through the merges of their regime. All other grids
 //!   are launched in every regime. So all regimes compute one function of the token, the position and the caches; they
 //!   may round differently.
-//! - *States.* The columns of a state are updated in place by the task of one launch index, which is on the same SM in every regime
-//!   (`state-owner`, `states`). So program order lies between a step's update and the next one.
+//! - *States.* The columns of a state are updated in place by the task of one launch index, in the rows of its part of the sequences. It is
+//!   on the same SM in every regime (`state-owner`, `states`). So program order lies between a step's update and the next one.
 //! - *Words.* A word is cleared in the step after the one that stored it, by its owner there. A launch may end in any regime and the
 //!   next one may begin in any, so any regime may follow any. All regimes write the same words (`regime-words`), so each step clears
 //!   all that the step before has stored.

@@ -290,6 +290,8 @@ fn launch_extents(id: GridId, grid: &Grid, program: &Program, sms: u32, found: &
     }
     let expected = match (&grid.op, grid.second) {
         (Op::Attention(a), _) => Second::Axis(a.splits),
+        // A launch index for each part of the sequences. Each part has a row of a step, and a sequence.
+        (Op::Mix(_), Second::Axis(parts)) => Second::Axis(parts.clamp(1, program.parts_max())),
         (Op::MatVec(MatVec { epilogue: Epilogue::Logits { .. }, .. }), Second::Ordinal(most)) => {
             Second::Ordinal(most.clamp(1, grid.n.max(1)))
         }
@@ -713,9 +715,11 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
             let of_key = Cols { stride: mix.key_dim, div: mix.group(), limit: key_cols, ..Cols::all(mix.key_dim) };
             let of_value = Cols::blocks(mix.value_dim, mix.value_heads * mix.value_dim);
             let heads = Cols::all(mix.value_heads);
+            let of_part = |rows| if grid.second.extent() > 1 { Rows::Part } else { rows };
             match role {
                 Role::Q | Role::K => Some(exchange(wire, of_key)),
-                Role::V | Role::Gate | Role::Out => Some(exchange(wire, of_value)),
+                Role::V | Role::Gate => Some(exchange(wire, of_value)),
+                Role::Out => Some(Want { rows: of_part(rows), ..exchange(wire, of_value) }),
                 Role::Beta | Role::Decay => Some(exchange(wire, heads)),
                 Role::NormWeight => Some(vector(Cols::all(mix.value_dim))),
                 Role::Conv => Some(vector(Cols::all(mix.qkv_cols().saturating_mul(mix.kernel)))),
@@ -725,7 +729,8 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
                     let cols = Cols::blocks(cols, mix.value_heads * cols);
                     let sequences = program.table(Holds::Sequences).map(|(_, table)| table.bound);
                     let (rows, count) = sequences.map_or((Rows::One, 1), |bound| (Rows::Sequences, bound));
-                    Some(Want { space: Space::State, dtype: DType::F32, rows, cols, extent: Extent::Rows(count) })
+                    let (rows, extent) = (of_part(rows), Extent::Rows(count));
+                    Some(Want { space: Space::State, dtype: DType::F32, rows, cols, extent })
                 }
                 _ => None,
             }

@@ -5,7 +5,11 @@
 //! is on the same SM in every regime. So the SM that reads columns is the one that wrote them in the step before, program order lies
 //! between, and no event is needed. Between two launches the host waits for all of the first.
 //!
-//! The state has a row for each sequence, and the task takes the rows of a step one after another. So rows of one sequence, which are at
+//! The state has a row for each sequence. The second axis divides the sequences into parts: all tasks of one `i` have the same columns, each
+//! in the rows of its own part, and each part has one task (`launch-twice`, `launch-missing`). Each sequence is in one part, that of all its
+//! steps ([`crate::ir::program::part_of`]), so what holds of the columns of an index holds of those of an index and a part.
+//!
+//! The task takes its rows of a step one after another. So rows of one sequence, which are at
 //! ascending positions (`consecutive`), find what the row before left. At position 0 the op takes zeros for the state, so that a text depends on
 //! nothing that ran before. That each later position follows the one whose state is there is a fact of the launch (`at`): with one sequence
 //! the session establishes it, with several the guard of the tables.
@@ -46,20 +50,22 @@ pub(super) fn owned(program: &Program, found: &mut Found) {
     }
 }
 
-/// The tasks of a launch index are on one SM in all regimes.
+/// The tasks of a launch index and a part are on one SM in all regimes.
 pub(super) fn stay(schedule: &Schedule, all: &[Owners], found: &mut Found) {
-    let mut first: BTreeMap<(GridId, u32), (TaskId, u32)> = BTreeMap::new();
+    let mut first: BTreeMap<(GridId, u32, u32), (TaskId, u32)> = BTreeMap::new();
     for (r, (regime, owners)) in (0..).zip(schedule.regimes.iter().zip(all)) {
         for (t, task) in (0..).zip(&regime.tasks) {
             if schedule.program.grids[task.grid.index()].operand(Role::State).is_none() {
                 continue;
             }
             let sm = owners.sm[t as usize];
-            let &mut (other, expected) = first.entry((task.grid, task.lo)).or_insert((TaskId(t), sm));
+            let &mut (other, expected) = first.entry((task.grid, task.lo, task.j)).or_insert((TaskId(t), sm));
             if sm != expected {
                 found.add_with(Rule::StateOwner, Entity::Task(r, TaskId(t)), || {
+                    let parts = schedule.program.grids[task.grid.index()].parts();
+                    let part = if parts > 1 { format!(", part {},", task.j) } else { String::new() };
                     let message = format!(
-                        "expected {} to have the state of index {} of {}, as in r0, found {}",
+                        "expected {} to have the state of index {}{part} of {}, as in r0, found {}",
                         SmId(expected),
                         task.lo,
                         task.grid,

@@ -185,24 +185,37 @@ pub(super) struct Flow {
     pub buffer: BufferId,
     pub access: Access,
     pub cols: Cols,
-    /// It touches only the task's own row of the step.
-    own: bool,
+    /// Which of the rows that are told apart a task touches.
+    which: Which,
     rows: RowsOf,
 }
 
-/// How the rows of a buffer are told apart.
+/// Rows that a task touches of a buffer whose rows are told apart.
+#[derive(Clone, Copy)]
+enum Which {
+    All,
+    /// Its own row of the step.
+    Own,
+    /// Those of its part of the sequences.
+    Part,
+}
+
+/// How the rows of a buffer are told apart: one by one, or by the part of the sequences that they are in. Each row of a launch is in one
+/// part, so what holds of every part holds of every row; a part counts as a row here.
 #[derive(Clone, Copy)]
 pub(super) struct RowsOf {
     /// Rows that are told apart; 1: a task that touches a column touches it in all rows.
     rows: u32,
     /// Columns of a row.
     cols: u32,
+    /// These are parts.
+    parts: bool,
 }
 
 impl RowsOf {
     /// Columns `lo..hi` of one row or of all, among the columns of all rows side by side.
     pub(super) fn spans(self, row: Option<u32>, lo: u32, hi: u32) -> impl Iterator<Item = (u32, u32)> + Clone {
-        let RowsOf { rows, cols } = self;
+        let RowsOf { rows, cols, .. } = self;
         let whole = lo == 0 && hi == cols && row.is_none();
         let (first, count, hi) = match row {
             _ if rows == 1 => (0, 1, hi),
@@ -229,17 +242,28 @@ impl RowsOf {
         self.rows > 1
     }
 
+    /// Whether its rows are told apart one by one.
+    pub(super) fn single(self) -> bool {
+        self.rows > 1 && !self.parts
+    }
+
+    /// What is told apart, as a message names it.
+    pub(super) fn each_name(self) -> &'static str {
+        if self.parts { "part" } else { "row" }
+    }
+
     /// Columns as a message names them.
     pub(super) fn told(self, lo: u32, hi: u32) -> String {
-        let RowsOf { rows, cols } = self;
+        let RowsOf { rows, cols, .. } = self;
+        let each = self.each_name();
         if rows == 1 {
             return format!("columns {lo}..{hi}");
         }
         let (row, last) = (lo / cols, hi.saturating_sub(1) / cols);
         if row == last {
-            return format!("columns {}..{} of row {row}", lo - row * cols, hi - row * cols);
+            return format!("columns {}..{} of {each} {row}", lo - row * cols, hi - row * cols);
         }
-        format!("columns {}.. of row {row} to {} of row {last}", lo - row * cols, hi - last * cols)
+        format!("columns {}.. of {each} {row} to {} of {each} {last}", lo - row * cols, hi - last * cols)
     }
 }
 
@@ -256,9 +280,13 @@ impl Flow {
         self.span(task).into_iter().flat_map(move |(lo, hi)| rows.spans(row, lo, hi))
     }
 
-    /// The row that a task touches; `None`: all.
+    /// The row, or the part, that a task touches; `None`: all.
     pub(super) fn row(&self, task: &Task) -> Option<u32> {
-        self.own.then_some(task.row)
+        match self.which {
+            Which::All => None,
+            Which::Own => Some(task.row),
+            Which::Part => Some(task.j),
+        }
     }
 }
 
@@ -277,10 +305,21 @@ pub(super) struct Grids {
 impl Grids {
     pub(super) fn of(program: &Program) -> Grids {
         let own = |rows: Rows| matches!(rows, Rows::Own | Rows::Current | Rows::History);
-        let mut rows: Vec<RowsOf> = program.buffers.iter().map(|b| RowsOf { rows: 1, cols: b.cols }).collect();
+        let mut rows: Vec<RowsOf> =
+            program.buffers.iter().map(|b| RowsOf { rows: 1, cols: b.cols, parts: false }).collect();
+        // Where rows are told apart one by one, a task of a part counts as one that touches all of them: then two parts overlap.
+        for grid in &program.grids {
+            for operand in grid.operands.iter().filter(|o| o.rows == Rows::Part) {
+                let of = &mut rows[operand.buffer.index()];
+                (of.rows, of.parts) = (of.rows.max(grid.parts()), true);
+            }
+        }
         if program.rows > 1 {
             let operands = program.grids.iter().flat_map(|grid| &grid.operands);
-            operands.filter(|o| own(o.rows)).for_each(|o| rows[o.buffer.index()].rows = program.rows);
+            operands.filter(|o| own(o.rows)).for_each(|o| {
+                let of = &mut rows[o.buffer.index()];
+                (of.rows, of.parts) = (program.rows, false);
+            });
         }
         let mut grids = Grids {
             flows: Vec::with_capacity(4 * program.grids.len()),
@@ -301,7 +340,8 @@ impl Grids {
                         let rows = grids.rows[buffer.index()];
                         let limit = program.tables[table.index()].cols;
                         let cols = Cols { stride_j: 1, limit, ..Cols::all(1) };
-                        let flow = Flow { buffer, access: Access::Read, cols, own: rows.apart(), rows };
+                        let which = if rows.single() { Which::Own } else { Which::All };
+                        let flow = Flow { buffer, access: Access::Read, cols, which, rows };
                         grids.flows.push(flow);
                         continue;
                     }
@@ -309,7 +349,12 @@ impl Grids {
                     if class_of(space, operand.access, operand.rows) == Some(class) {
                         let Operand { buffer, access, cols, .. } = *operand;
                         let rows = grids.rows[buffer.index()];
-                        grids.flows.push(Flow { buffer, access, cols, own: rows.apart() && own(operand.rows), rows });
+                        let which = match operand.rows {
+                            Rows::Part if rows.parts => Which::Part,
+                            of if rows.single() && own(of) => Which::Own,
+                            _ => Which::All,
+                        };
+                        grids.flows.push(Flow { buffer, access, cols, which, rows });
                     }
                 }
                 *end = grids.flows.len() as u32;

@@ -54,6 +54,8 @@ static unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 static int max(int a, int b) { return a < b ? b : a; }
 static unsigned max(unsigned a, unsigned b) { return a < b ? b : a; }
 
+static int __ffsll(long long bits) { return __builtin_ffsll(bits); }
+
 struct alignas(8) float2 {
   float x, y;
 };

@@ -254,7 +254,7 @@ static void in_last_step(void) {
 // A kernel for rows whose model is a hash: the tokens that a row decides depend on every token that it sees through the page table.
 // The cache holds one token for each row of the pool. The pack has the sizes. The last id of the vocabulary is never decided, and
 // crashes the kernel.
-typedef struct { uint32_t sequence, position; int32_t token; uint32_t from, first, steps; uint64_t seed; float inverse_temperature; uint32_t reserved[3]; } Row;
+typedef struct { uint32_t sequence, position; int32_t token; uint32_t from, first, steps; uint64_t seed; float inverse_temperature; uint32_t slot, reserved[2]; } Row;
 typedef struct {
     Address pack, cache, exchange, logits, entries, entry_index, runs, run_index, prompt, mailbox, report, abort, stamps;
     uint64_t timeout_ns, seed;

@@ -43,6 +43,7 @@ mod hub;
 mod interp;
 mod kernels;
 mod mix;
+mod mix_parts;
 mod nvrtc;
 mod ops;
 mod oracle_agrees;

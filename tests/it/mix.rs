@@ -12,7 +12,7 @@ use monobloc::ir::op::{Mix, Op, Role};
 use monobloc::ir::parse::parse;
 use monobloc::ir::print::print;
 use monobloc::ir::program::{Content, Program};
-use monobloc::ir::schedule::Schedule;
+use monobloc::ir::schedule::{Schedule, Task};
 use monobloc::ir::table::Fact;
 use monobloc::lower::{Batch, lower, lower_batch};
 use monobloc::model::config::{Imported, import_config_only};
@@ -33,21 +33,21 @@ use crate::oracle::explore::{Effort, Verdict, judge};
 use crate::proof_support::{BF16, FP32, restream};
 use crate::support::{Goldens, fixture, max_difference};
 
-const CONTEXT_MAX: u32 = 32;
+pub const CONTEXT_MAX: u32 = 32;
 const VOCAB: u32 = 64;
-const EFFORT: Effort = Effort { steps: 2, states_max: 0, walks: 2, stores: 2, seed: 1 };
+pub const EFFORT: Effort = Effort { steps: 2, states_max: 0, walks: 2, stores: 2, seed: 1 };
 
-struct Net {
-    key_heads: u32,
-    value_heads: u32,
-    key_dim: u32,
-    value_dim: u32,
-    kernel: u32,
-    doubles: bool,
+pub struct Net {
+    pub key_heads: u32,
+    pub value_heads: u32,
+    pub key_dim: u32,
+    pub value_dim: u32,
+    pub kernel: u32,
+    pub doubles: bool,
 }
 
 /// More value heads than key heads, and other widths of both.
-const NET: Net = Net { key_heads: 2, value_heads: 4, key_dim: 6, value_dim: 8, kernel: 4, doubles: false };
+pub const NET: Net = Net { key_heads: 2, value_heads: 4, key_dim: 6, value_dim: 8, kernel: 4, doubles: false };
 
 fn tensor(graph: &mut ModelGraph, name: &str, shape: &[u32]) -> TensorId {
     let id = TensorId::from(graph.tensors.len());
@@ -94,7 +94,7 @@ fn net(graph: &mut ModelGraph, l: usize, of: &Net) -> GatedDelta {
 }
 
 /// Three layers, of which the first and the last are nets.
-fn model(of: &Net) -> Imported {
+pub fn model(of: &Net) -> Imported {
     let config = format!(
         r#"{{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": {VOCAB},
@@ -110,7 +110,7 @@ fn model(of: &Net) -> Imported {
     imported
 }
 
-fn candidate(graph: &ModelGraph, target: &Target, precision: Precision) -> Candidate {
+pub fn candidate(graph: &ModelGraph, target: &Target, precision: Precision) -> Candidate {
     Candidate {
         sms: 4,
         splits: 3,
@@ -213,10 +213,22 @@ fn a_position_that_does_not_follow_is_refused() {
 
 /// A schedule of several rows over pages, and its guard.
 fn of_rows(imported: &Imported, rows: u32, words: bool) -> Schedule {
+    of_rows_on(4, imported, rows, words)
+}
+
+/// A CPU with as many workers as some schedules have SMs.
+pub fn eight_workers() -> Target {
+    let mut target = Target::builtin("cpu").unwrap();
+    target.spec.sm_count = 8;
+    target
+}
+
+/// The same on other numbers of SMs: with more than there are heads, tasks divide the sequences.
+pub fn of_rows_on(sms: u32, imported: &Imported, rows: u32, words: bool) -> Schedule {
     // Pages of a batch kernel begin with chunks.
-    let (page_rows, target) = if words { (256, h200()) } else { (8, Target::builtin("cpu").unwrap()) };
+    let (page_rows, target) = if words { (256, h200()) } else { (8, eight_workers()) };
     let batch = Batch { rows, sequences: 3, pages: 40, page_rows, words };
-    let candidate = Candidate { splits: 1, ..candidate(&imported.graph, &target, FP32) };
+    let candidate = Candidate { splits: 1, sms, ..candidate(&imported.graph, &target, FP32) };
     let program = lower_batch(&imported.graph, "mix", FP32, CONTEXT_MAX, &batch, &candidate).unwrap();
     schedule(program, &target, &candidate).unwrap()
 }
@@ -245,8 +257,14 @@ fn rows_of_several_sequences_have_states_of_their_own() {
     let texts = [ids(20), ids(20).into_iter().rev().collect(), vec![9; 20]];
     let want: Vec<Vec<Vec<f32>>> =
         texts.iter().map(|ids| reference::forward(&imported.graph, &imported.weights, ids)).collect();
-    let placed = of_rows(&imported, 4, false);
-    for options in [threads(3), Options::adversarial(Arithmetic::Fast, 5)] {
+    for (sms, options) in [
+        (4, threads(3)),
+        (4, Options::adversarial(Arithmetic::Fast, 5)),
+        (8, threads(3)),
+        (8, Options::adversarial(Arithmetic::Fast, 5)),
+    ] {
+        let placed = of_rows_on(sms, &imported, 4, false);
+        assert_eq!(placed.program.grids[at(&placed.program, "mix.0")].parts(), sms / 4);
         let mut interp = interp(&imported, &placed, options);
         let shape = Shape::of(&placed.program).unwrap();
         let (mut guard, mut pool) = (Guard::new(shape), Pool::new(shape));
@@ -314,13 +332,13 @@ fn guards_refuse_a_row_beside_its_state() {
 
 #[test]
 fn steps_of_several_rows_with_states_are_proven() {
-    for words in [false, true] {
-        let placed = of_rows(&model(&NET), 8, words);
+    for (sms, words) in [(4, false), (4, true), (8, false), (8, true)] {
+        let placed = of_rows_on(sms, &model(&NET), 8, words);
         same(&model(&NET).graph, &placed.program).unwrap();
         assert_eq!(print(&parse(&print(&placed)).unwrap()), print(&placed));
-        let target = Target::builtin(if words { "h200" } else { "cpu" }).unwrap();
+        let target = if words { h200() } else { eight_workers() };
         assert_eq!(check(&placed, &target), [], "words: {words}");
-        assert_eq!(judge(&placed, &target, &EFFORT), Verdict::Safe { exhaustive: false });
+        assert_eq!(judge(&placed, &target, &EFFORT), Verdict::Safe { exhaustive: false }, "{sms} SMs, words: {words}");
         for fact in [Fact::At, Fact::Consecutive] {
             let mut mutant = placed.clone();
             mutant.program.tables.iter_mut().for_each(|table| table.facts.retain(|other| *other != fact));
@@ -400,9 +418,15 @@ fn programs_of_another_net_are_refused() {
 
 /// Moves the task of the first head of a net to another SM in one regime.
 pub fn moved(s: &mut Schedule) {
+    moved_part(s, 0);
+}
+
+/// The same of one part of the sequences.
+pub fn moved_part(s: &mut Schedule, part: u32) {
     let grid = at(&s.program, "mix.0");
     let regime = &mut s.regimes[1];
-    let task = regime.tasks.iter().position(|task| task.grid.index() == grid && task.lo == 0).unwrap();
+    let of_part = |task: &Task| (task.grid.index(), task.lo, task.j) == (grid, 0, part);
+    let task = regime.tasks.iter().position(of_part).unwrap();
     let from = regime.queues.iter().position(|queue| queue.iter().any(|id| id.index() == task)).unwrap();
     let place = regime.queues[from].iter().position(|id| id.index() == task).unwrap();
     let id = regime.queues[from].remove(place);
@@ -500,6 +524,8 @@ fn kernels_of_rows_with_states_compile() {
             let placed = schedule(program, &target, &candidate).unwrap();
             let source = emit(&validate(placed, &target).unwrap(), &target, Trace::Off);
             assert!(source.text.contains(if rows > 1 { "return RowsMix<Machine, " } else { "return Mix<Machine, " }));
+            // Four heads on eight SMs.
+            assert_eq!(source.text.contains("static constexpr int PARTS = 2;"), rows > 1);
             nvrtc.iter().for_each(|nvrtc| compiles(quick(nvrtc), &source, "h200"));
         }
     }

@@ -119,7 +119,7 @@ const CASES: [(&str, usize); 108] = [
     ("mix-128", 7),
     ("mix-bf16", 7),
 ];
-const CASES_OF_ROWS: [(&str, usize); 124] = [
+const CASES_OF_ROWS: [(&str, usize); 130] = [
     ("matvec-8-bf16", 2),
     ("matvec-8-long-bf16", 2),
     ("matvec-8-even-bf16", 2),
@@ -244,6 +244,12 @@ const CASES_OF_ROWS: [(&str, usize); 124] = [
     ("attention-featured-fp8-bf16", 5),
     ("attention-featured-lanes", 5),
     ("attention-featured-64-lanes-bf16", 5),
+    ("mix", 4),
+    ("mix-2-parts", 4),
+    ("mix-3-parts", 4),
+    ("mix-16-3-parts-bf16", 4),
+    ("mix-8-parts-bf16", 4),
+    ("mix-64-5-parts-bf16", 4),
 ];
 const CASES_OF_WAVES: [(&str, usize); 195] = [
     ("rows-embed", 1),
@@ -736,6 +742,10 @@ fn an_op_of_rows_that_computes_something_else_is_found() {
             "codes-8-int4-32-zeros",
         ),
         ("rows/matvec_codes.cuh", "held.scale(0, g) : 1.f;", "held.scale(0, 0) : 1.f;", "codes-lanes-int4-32-zeros"),
+        // A part of the rows of the launch, a state that is not kept after a row, words of rows that take no part.
+        ("rows/context.cuh", "sequence % parts == part", "row % parts == part", "mix-3-parts"),
+        ("rows/mix.cuh", "|| slot(lowest_bit(others)) != slot(row);", ";", "mix-2-parts"),
+        ("rows/mix.cuh", "clear_pair<One::VALUE_COLS>(c, out, row, head * G::VALUE_DIM + d);", ";", "mix-8-parts-bf16"),
     ];
     each_shows("an_op_of_rows_that_computes_something_else_is_found", "rows_ops.cc", &edits);
 }

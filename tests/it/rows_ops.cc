@@ -60,6 +60,7 @@ static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCurso
 #include "ops/attention_records.cuh"
 #include "ops/attention_tensor.cuh"
 #include "ops/attention.cuh"
+#include "ops/mix.cuh"
 #include "rows/context.cuh"
 #include "rows/words.cuh"
 #include "rows/select.cuh"
@@ -68,6 +69,7 @@ static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCurso
 #include "rows/attention.cuh"
 #include "ops/route.cuh"
 #include "rows/experts.cuh"
+#include "rows/mix.cuh"
 #include "op_formulas.h"
 #include "op_caches.h"
 #include "op_codes.h"
@@ -326,6 +328,7 @@ static void matvec(const char* name, u64 active) {
 }
 
 #include "rows_experts.h"
+#include "rows_mix.h"
 
 // ---- norm_add, embed, select ------------------------------------------------------------------------------------------
 
@@ -768,4 +771,11 @@ int main() {
   attention<Cached<B16, Elem::FP8>, Gated<Featured<Swizzled<Heads<4, 2, 1, 128, 128, true, HeadNorm::HEAD, 50, 1>, 1, true>>>>("attention-featured-fp8-bf16");
   attention<F8, Gated<Featured<Heads<4, 2, 2, 20, 10, true, HeadNorm::HEAD, 0, 1>>>>("attention-featured-lanes");
   attention<B64, Featured<Heads<2, 2, 2, 20, 20, false, HeadNorm::CENTRED, 24, 1>>>("attention-featured-64-lanes-bf16");
+  // Tasks with all rows, with several rows each, and with a row each or none.
+  mix<F8, DividedNet<2, 4, 6, 8, 4, 1>>("mix");
+  mix<F8, DividedNet<1, 2, 10, 6, 3, 2>>("mix-2-parts");
+  mix<F8, DividedNet<1, 2, 4, 12, 2, 3>>("mix-3-parts");
+  mix<B16, DividedNet<1, 2, 16, 32, 4, 3>>("mix-16-3-parts-bf16");
+  mix<B8, DividedNet<1, 2, 16, 32, 1, 8>>("mix-8-parts-bf16");
+  mix<B64, DividedNet<1, 2, 8, 8, 4, 5>>("mix-64-5-parts-bf16");
 }

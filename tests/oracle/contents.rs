@@ -30,14 +30,19 @@ pub fn judge(s: &Schedule) -> Result<(), Fault> {
         return Ok(());
     }
     let positions = positions(s);
-    let (mut text, mut reference) = (Text::new(s, &positions), Text::new(s, &positions));
-    for (at, &position) in positions.iter().enumerate() {
-        let regime = text.regime(position);
-        text.step(at, regime)?;
-        reference.step(at, 0)?;
-        if text.outputs != reference.outputs {
-            let what = format!("at position {position} r{regime} computes something else than r0 would");
-            return Err(Fault::new(Kind::Border, what));
+    // A text for each part of the sequences.
+    let nets = s.program.grids.iter().filter(|grid| matches!(grid.op, Op::Mix(_)));
+    for sequence in 0..nets.map(|grid| grid.second.extent()).max().unwrap_or(1) {
+        let of_sequence = || Text { sequence, ..Text::new(s, &positions) };
+        let (mut text, mut reference) = (of_sequence(), of_sequence());
+        for (at, &position) in positions.iter().enumerate() {
+            let regime = text.regime(position);
+            text.step(at, regime)?;
+            reference.step(at, 0)?;
+            if text.outputs != reference.outputs {
+                let what = format!("at position {position} r{regime} computes something else than r0 would");
+                return Err(Fault::new(Kind::Border, what));
+            }
         }
     }
     Ok(())
@@ -104,6 +109,8 @@ struct Cell {
 struct Text<'a> {
     s: &'a Schedule,
     positions: &'a [u32],
+    /// Of a text, where tasks divide the sequences among them.
+    sequence: u32,
     /// For each buffer, the number of its contents from the checkpoint.
     contents: Vec<u64>,
     /// By buffer: columns of all phases, of all SMs.
@@ -130,6 +137,7 @@ impl<'a> Text<'a> {
         Text {
             s,
             positions,
+            sequence: 0,
             contents: buffers.iter().map(|b| said(&b.content)).collect(),
             cells: buffers.iter().map(|b| vec![Cell::default(); copies(b.space, b.phases) * b.cols as usize]).collect(),
             outputs: buffers
@@ -167,6 +175,10 @@ impl<'a> Text<'a> {
             for t in tasks.into_iter().filter(|t| regime.tasks[*t].row == 0) {
                 let sm = owners[t].map_or(0, |sm| sm.index());
                 let grid = &self.s.program.grids[g];
+                let parts = grid.second.extent();
+                if matches!(grid.op, Op::Mix(_)) && regime.tasks[t].j != self.sequence % parts {
+                    continue;
+                }
                 let step = Step { at, position: self.positions[at], sm, grid, task: &regime.tasks[t] };
                 self.task(&step, &mut input)?;
             }

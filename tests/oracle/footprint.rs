@@ -39,13 +39,22 @@ pub struct Foot {
     pub outputs: Vec<Touch>,
     /// Entries of tables that choose what its loader brings in.
     pub choices: Vec<Touch>,
+    /// Which of how many parts of the sequences the task takes; `None`: all sequences. The touches above are of all rows.
+    pub part: Option<(u32, u32)>,
 }
 
 impl Foot {
-    /// The accesses that remain in a launch of `rows` rows.
-    pub fn of_rows(&self, rows: u32) -> Foot {
-        let of = |touches: &[Touch]| touches.iter().copied().filter(|touch| touch.row < rows).collect();
+    /// Whether the task takes row `row` of a launch with a row of each of `sequences`.
+    pub fn takes(&self, row: u32, sequences: &[u32]) -> bool {
+        let sequence = sequences.get(row as usize);
+        sequence.is_some_and(|sequence| self.part.is_none_or(|(part, parts)| sequence % parts == part))
+    }
+
+    /// The accesses that remain in a launch with a row of each of `sequences`.
+    pub fn of_rows(&self, sequences: &[u32]) -> Foot {
+        let of = |touches: &[Touch]| touches.iter().copied().filter(|touch| self.takes(touch.row, sequences)).collect();
         Foot {
+            part: self.part,
             reads: of(&self.reads),
             writes: of(&self.writes),
             private_reads: of(&self.private_reads),
@@ -393,6 +402,14 @@ fn numbers(s: &Schedule) -> Result<(), Fault> {
         };
         if n.is_some_and(|n| n != grid.n) {
             return malformed(format!("g{g} launches {} of {n:?} indices", grid.n));
+        }
+        if matches!(grid.op, Op::Mix(_)) {
+            let sequences =
+                p.tables.iter().find(|table| table.holds == Holds::Sequences).map_or(1, |table| table.bound);
+            match grid.second {
+                Second::Axis(parts) if (1..=sequences.min(p.rows).max(1)).contains(&parts) => {}
+                second => return malformed(format!("g{g} launches {second:?} for {sequences} sequences")),
+            }
         }
         if let Op::Attention(a) = &grid.op
             && grid.second != Second::Axis(a.splits)
@@ -806,6 +823,12 @@ fn foot(s: &Schedule, grid: &Grid, task: &Task, vocab: u32) -> Result<Foot, Faul
                 return Err(Fault::new(Kind::OutOfBounds, format!("`state`: {} rows", buffer.rows)));
             }
         }
+        // What a net leaves is of its part of the sequences; it reads no rows of another part.
+        let divides = matches!(grid.op, Op::Mix(_)) && grid.second.extent() > 1;
+        if divides && matches!(part.role, Role::State | Role::Out) {
+            part.rows = Rows::Part;
+        }
+        foot.part = divides.then(|| (task.j, grid.second.extent()));
         compare(&part, operand, buffer, task, s.program.context_max, vocab)?;
         if part.lo >= part.hi {
             continue;

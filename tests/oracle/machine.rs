@@ -361,8 +361,8 @@ impl Window {
         let positions: Vec<u32> = (from..s.program.context_max).take(steps.min(draw.steps) as usize).collect();
         // No task accesses rows that the launch does not have.
         let present = draw.positions.len() as u32;
-        let feet: Vec<Vec<Foot>> =
-            plan.feet.iter().map(|feet| feet.iter().map(|foot| foot.of_rows(present)).collect()).collect();
+        let of_rows = |foot: &Foot| foot.of_rows(&draw.sequences);
+        let feet: Vec<Vec<Foot>> = plan.feet.iter().map(|feet| feet.iter().map(of_rows).collect()).collect();
         let regime_of: Vec<usize> = positions
             .iter()
             .map(|&p| s.regimes.iter().rposition(|r| r.from_position <= p).expect("the first starts at 0"))
@@ -515,15 +515,17 @@ impl Window {
                     let tags = of.filter(|_| event.mechanism != Mechanism::Counter).map(|of| {
                         let buffer = &s.program.buffers[event.buffer.index()];
                         if words {
+                            // A task polls the words of its own part.
                             let at = phase(event.buffer, of);
-                            let all = about(s, event, present).flat_map(|touch| spans(plan, &touch, at).0);
+                            let polled = about(s, event, present).filter(|t| foot.takes(t.row, &draw.sequences));
+                            let all = polled.flat_map(|touch| spans(plan, &touch, at).0);
                             return (all.flat_map(|r| cuts.atoms(r.0, r.1)).collect(), of);
                         }
                         let per = u64::from(4 / buffer.dtype.bytes().min(4) as u32);
                         let base = s.placement[event.buffer.index()].unwrap_or(0)
                             + phase(event.buffer, of) * phase_bytes(buffer);
                         let mut atoms: Vec<u32> = vec![];
-                        for touch in about(s, event, present) {
+                        for touch in about(s, event, present).filter(|t| foot.takes(t.row, &draw.sequences)) {
                             let base = base + u64::from(touch.row) * row_bytes(buffer);
                             let packets = u64::from(event.lo) / per..u64::from(event.hi).div_ceil(per);
                             atoms.extend(packets.map(|p| cuts.atom(base + 8 * p + 4)));
