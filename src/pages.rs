@@ -87,6 +87,11 @@ impl Pool {
         shape.pages.div_ceil(shape.blocks().max(1))
     }
 
+    /// Sequences that never have a row: the keepers. Their states are free for snapshots.
+    pub fn slots(&self) -> impl Iterator<Item = SequenceId> + use<> {
+        (self.open_max()..self.shape.sequences).map(SequenceId)
+    }
+
     /// Sequences that can be open at a time.
     pub fn open_max(&self) -> u32 {
         self.sequences.len() as u32

@@ -105,6 +105,29 @@ pub struct Edit {
     pub page: Option<PageId>,
 }
 
+/// A copy of the recurrent state of one sequence to another. One of the two is a *slot*: a sequence that never has a row, and whose state is a
+/// snapshot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StateCopy {
+    pub from: SequenceId,
+    pub to: SequenceId,
+}
+
+/// Copies of recurrent states before a launch, in order.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct StateCopies {
+    /// To slots. They are done before the edits, which may give a sequence to another text.
+    pub saves: Vec<StateCopy>,
+    /// From slots. They are done after the edits and after the saves.
+    pub restores: Vec<StateCopy>,
+}
+
+impl StateCopies {
+    fn all(&self) -> impl Iterator<Item = &StateCopy> {
+        self.saves.iter().chain(&self.restores)
+    }
+}
+
 /// The tables that a caller asks for: one row or more, at most as many as the program has.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Request {
@@ -146,6 +169,15 @@ pub enum Refused {
         state_of(.kept)
     )]
     At { row: usize, sequence: SequenceId, position: u32, kept: Option<u32> },
+    #[error(
+        "`at`: the recurrent state of {from} is copied, and it is {}; expected one that a launch or a copy left",
+        state_of(.kept)
+    )]
+    Copy { from: SequenceId, kept: Option<u32> },
+    #[error("`at`: the state of {from} is copied to {to}, expected a slot for snapshots and a sequence with rows")]
+    Slot { from: SequenceId, to: SequenceId },
+    #[error("`at`: row {row} is of {sequence}, whose state is a snapshot; expected a sequence that is no slot")]
+    Snapshot { row: usize, sequence: SequenceId },
     #[error("`distinct`: row {row} writes {page}, which the launch already writes")]
     Distinct { row: usize, page: PageId },
     #[error("`unshared`: row {row} writes {page}, which {holders} blocks hold")]
@@ -158,7 +190,9 @@ impl Refused {
         match self {
             Refused::Consecutive { .. } | Refused::Steps { .. } => Some(Fact::Consecutive),
             Refused::Filled { .. } => Some(Fact::Filled),
-            Refused::At { .. } => Some(Fact::At),
+            Refused::At { .. } | Refused::Copy { .. } | Refused::Slot { .. } | Refused::Snapshot { .. } => {
+                Some(Fact::At)
+            }
             Refused::Distinct { .. } => Some(Fact::Distinct),
             Refused::Unshared { .. } => Some(Fact::Unshared),
             _ => None,
@@ -190,6 +224,8 @@ pub struct Guard {
     sequences: Vec<Held>,
     /// For each sequence, the position before which its recurrent state is. `None`: it is not known, for a launch has not ended well.
     at: Vec<Option<u32>>,
+    /// For each sequence, whether its state is a snapshot.
+    is_slot: Vec<bool>,
     /// For each page, the number of blocks that hold it.
     holders: Vec<u32>,
     /// For each page, how many of its rows are written, from the first on.
@@ -203,6 +239,8 @@ pub struct Guard {
     launch: u64,
     /// The entries that the edits of the current request replaced.
     journal: Vec<Replaced>,
+    /// What the current request changed in `at` and `is_slot`, by sequence.
+    states: Vec<(usize, Option<u32>, bool)>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -225,12 +263,14 @@ impl Guard {
             ran: vec![0; sequences],
             sequences: vec![Held::default(); sequences],
             at: vec![Some(0); sequences],
+            is_slot: vec![false; sequences],
             holders: vec![0; pages],
             written: vec![0; pages],
             sequence_seen: vec![0; sequences],
             page_seen: vec![0; pages],
             launch: 0,
             journal: vec![],
+            states: vec![],
             shape,
         }
     }
@@ -255,14 +295,65 @@ impl Guard {
     /// # Errors
     /// The first entry out of its bound, or the first fact that is broken.
     pub fn admit(&mut self, request: &Request) -> Result<Tables<'_>, Refused> {
+        self.admit_after(&StateCopies::default(), request)
+    }
+
+    /// As [`Guard::admit`], of a launch before which recurrent states are copied.
+    ///
+    /// # Errors
+    /// As [`Guard::admit`]; a copy of a state that is not known, or between sequences of which not one is a slot.
+    pub fn admit_after(&mut self, copies: &StateCopies, request: &Request) -> Result<Tables<'_>, Refused> {
         self.journal.clear();
-        let judged = request.edits.iter().try_for_each(|edit| self.edit(edit)).and_then(|()| self.judge(request));
+        self.states.clear();
+        let judged = copies
+            .saves
+            .iter()
+            .try_for_each(|copy| self.save(copy))
+            .and_then(|()| request.edits.iter().try_for_each(|edit| self.edit(edit)))
+            .and_then(|()| copies.restores.iter().try_for_each(|copy| self.restore(copy)))
+            .and_then(|()| self.judge(request));
         if let Err(refused) = judged {
             self.undo();
             return Err(refused);
         }
+        let copies: Vec<StateCopy> = copies.all().copied().collect();
+        let left = copies.iter().map(|copy| (copy.to, self.at[copy.to.index()])).collect();
+        // Not known before the copies and the launch are queued.
+        copies.iter().for_each(|copy| self.at[copy.to.index()] = None);
         request.rows.iter().for_each(|row| self.at[row.sequence.index()] = None);
-        Ok(Tables { rows: request.rows.clone(), steps: request.steps, guard: self })
+        Ok(Tables { rows: request.rows.clone(), steps: request.steps, copies, left, guard: self })
+    }
+
+    fn save(&mut self, &StateCopy { from, to }: &StateCopy) -> Result<(), Refused> {
+        self.in_bound(from)?;
+        self.in_bound(to)?;
+        if from == to || self.is_slot[from.index()] || self.ran[to.index()] > 0 {
+            return Err(Refused::Slot { from, to });
+        }
+        self.copy(from, to, true)
+    }
+
+    fn restore(&mut self, &StateCopy { from, to }: &StateCopy) -> Result<(), Refused> {
+        self.in_bound(from)?;
+        self.in_bound(to)?;
+        if !self.is_slot[from.index()] || self.is_slot[to.index()] {
+            return Err(Refused::Slot { from, to });
+        }
+        self.copy(from, to, false)
+    }
+
+    fn copy(&mut self, from: SequenceId, to: SequenceId, is_slot: bool) -> Result<(), Refused> {
+        let kept = self.at[from.index()];
+        if !self.shape.has_state || kept.is_none_or(|position| position == 0) {
+            return Err(Refused::Copy { from, kept });
+        }
+        self.set_state(to.index(), kept, is_slot);
+        Ok(())
+    }
+
+    fn set_state(&mut self, sequence: usize, at: Option<u32>, is_slot: bool) {
+        self.states.push((sequence, self.at[sequence], self.is_slot[sequence]));
+        (self.at[sequence], self.is_slot[sequence]) = (at, is_slot);
     }
 
     fn edit(&mut self, edit: &Edit) -> Result<(), Refused> {
@@ -291,6 +382,10 @@ impl Guard {
         self.table[entry] = page.map_or(NO_PAGE, |page| page.0);
         self.given[entry] = self.launch;
         let begin = block * page_rows;
+        // Positions that the state has seen are those of another text now. The entries of a slot are not those of its snapshot.
+        if page.is_some() && !self.is_slot[s] && self.at[s].is_some_and(|at| begin < at) {
+            self.set_state(s, None, false);
+        }
         let held = &mut self.sequences[s];
         match page {
             None if block == held.dropped && begin + page_rows <= held.filled => held.dropped += 1,
@@ -339,6 +434,9 @@ impl Guard {
             }
             self.sequences[sequence] = held;
         }
+        while let Some((sequence, at, is_slot)) = self.states.pop() {
+            (self.at[sequence], self.is_slot[sequence]) = (at, is_slot);
+        }
     }
 
     fn in_bound(&self, sequence: SequenceId) -> Result<(), Refused> {
@@ -378,6 +476,9 @@ impl Guard {
         if self.shape.has_state {
             for Run { first: row, sequence, position, .. } in runs(&request.rows) {
                 let kept = self.at[sequence.index()];
+                if self.is_slot[sequence.index()] {
+                    return Err(Refused::Snapshot { row, sequence });
+                }
                 if !self.goes_on_at(sequence, position) {
                     return Err(Refused::At { row, sequence, position, kept });
                 }
@@ -425,6 +526,9 @@ pub struct Tables<'a> {
     guard: &'a mut Guard,
     rows: Vec<Row>,
     steps: u32,
+    copies: Vec<StateCopy>,
+    /// The position before which each copied state is.
+    left: Vec<(SequenceId, Option<u32>)>,
 }
 
 impl Tables<'_> {
@@ -434,6 +538,11 @@ impl Tables<'_> {
 
     pub fn steps(&self) -> u32 {
         self.steps
+    }
+
+    /// Copies of recurrent states, to be done in this order before the launch.
+    pub fn copies(&self) -> &[StateCopy] {
+        &self.copies
     }
 
     pub fn shape(&self) -> &Shape {
@@ -448,10 +557,11 @@ impl Tables<'_> {
         self.guard.table[first..first + blocks].iter().map(move |&page| page.min(most))
     }
 
-    /// Records that `steps` steps of the launch ran, so that their positions are written now.
+    /// Records that the copies were done and `steps` steps of the launch ran, so that their positions are written now.
     pub fn finish(self, steps: u32) {
-        let Tables { guard, rows, steps: most } = self;
+        let Tables { guard, rows, steps: most, copies: _, left } = self;
         let (blocks, page_rows) = (guard.shape.blocks(), guard.shape.page_rows);
+        left.into_iter().for_each(|(sequence, at)| guard.at[sequence.index()] = at);
         for Run { rows, sequence, position, .. } in runs(&rows) {
             guard.ran[sequence.index()] = guard.launch;
             let ran = steps.min(most);
@@ -510,6 +620,7 @@ mod tests {
             guard.sequences.clone(),
             guard.holders.clone(),
             guard.written.clone(),
+            (guard.at.clone(), guard.is_slot.clone()),
         );
         let refused = guard.admit(request).map(|_| ()).unwrap_err();
         let after = (
@@ -518,6 +629,7 @@ mod tests {
             guard.sequences.clone(),
             guard.holders.clone(),
             guard.written.clone(),
+            (guard.at.clone(), guard.is_slot.clone()),
         );
         assert_eq!(before, after, "a refusal changes nothing");
         refused
@@ -550,6 +662,93 @@ mod tests {
             let refused = refused(&mut two(), &request);
             assert_eq!((refused.to_string().as_str(), refused.fact()), (expected, None));
         }
+    }
+
+    fn copies(saves: &[(u32, u32)], restores: &[(u32, u32)]) -> StateCopies {
+        let all = |of: &[(u32, u32)]| {
+            let copy = |&(from, to): &(u32, u32)| StateCopy { from: SequenceId(from), to: SequenceId(to) };
+            of.iter().map(copy).collect()
+        };
+        StateCopies { saves: all(saves), restores: all(restores) }
+    }
+
+    /// Sequence 0 at position 8, whose two pages sequence 3 keeps with the state of position 4.
+    fn with_snapshot() -> Guard {
+        let mut guard = Guard::new(Shape { has_state: true, ..shape(4) });
+        guard.admit(&request(&[(0, 0)], 4, &[page(0, 0, 9), page(0, 1, 2)])).unwrap().finish(4);
+        let save = copies(&[(0, 3)], &[]);
+        let tables = guard.admit_after(&save, &request(&[(0, 4)], 4, &[])).unwrap();
+        assert_eq!(tables.copies(), save.saves);
+        tables.finish(4);
+        guard.admit(&request(&[(1, 0)], 1, &[page(1, 0, 5), page(3, 0, 9), page(3, 1, 2)])).unwrap().finish(1);
+        guard
+    }
+
+    #[test]
+    fn a_sequence_goes_on_from_a_snapshot() {
+        let mut guard = with_snapshot();
+        let restore = copies(&[], &[(3, 2)]);
+        let go_on = request(&[(2, 4)], 2, &[page(2, 0, 9), page(2, 1, 6)]);
+        guard.admit_after(&restore, &go_on).unwrap().finish(2);
+        assert!(guard.goes_on_at(SequenceId(2), 6) && !guard.goes_on_at(SequenceId(2), 8));
+        // The same sequence for another text, which begins with the same page.
+        let again = request(&[(2, 4)], 1, &[none(2, 0), none(2, 1), page(2, 0, 9), page(2, 1, 7)]);
+        guard.admit_after(&restore, &again).unwrap().finish(1);
+        // A save beside the edits that give its sequence away is of the text before.
+        let both = StateCopies { saves: copies(&[(0, 3)], &[]).saves, restores: copies(&[], &[(3, 0)]).restores };
+        let given_away = request(&[(0, 8)], 1, &[none(0, 0), none(0, 1), page(0, 0, 9), page(0, 1, 2), page(0, 2, 8)]);
+        guard.admit_after(&both, &given_away).unwrap().finish(1);
+    }
+
+    /// Each is one way to lose which state a slot or a sequence has.
+    #[test]
+    fn a_state_of_another_text_or_position_is_refused() {
+        let go_on = |position| request(&[(2, position)], 1, &[page(2, 0, 9), page(2, 1, 6)]);
+        let given_away = [none(0, 0), none(0, 1), page(0, 0, 9), page(0, 1, 2), page(0, 2, 6)];
+        for (copies, request, expected) in [
+            // Pages that were found, and no state.
+            (
+                copies(&[], &[]),
+                go_on(4),
+                "`at`: row 0 is at position 4 of seq2, whose recurrent state is that before position 0",
+            ),
+            // The sequence has the state of the text before, at the very position.
+            (
+                copies(&[], &[]),
+                request(&[(0, 8)], 1, &given_away),
+                "`at`: row 0 is at position 8 of seq0, whose recurrent state is not known",
+            ),
+            (copies(&[], &[(3, 2)]), go_on(5), "`filled`: row 0 is at position 5 of seq2"),
+            (
+                copies(&[], &[(3, 2)]),
+                go_on(3),
+                "`at`: row 0 is at position 3 of seq2, whose recurrent state is that before position 4",
+            ),
+            // A slot that a sequence runs in, a snapshot that runs, a slot of a slot, and a sequence that is no slot.
+            (copies(&[(0, 1)], &[]), request(&[(1, 1)], 1, &[]), "`at`: the state of seq0 is copied to seq1"),
+            (copies(&[], &[]), request(&[(3, 0)], 1, &[]), "`at`: row 0 is of seq3, whose state is a snapshot"),
+            (copies(&[(3, 2)], &[]), request(&[(1, 1)], 1, &[]), "`at`: the state of seq3 is copied to seq2"),
+            (copies(&[(0, 0)], &[]), request(&[(1, 1)], 1, &[]), "`at`: the state of seq0 is copied to seq0"),
+            (copies(&[], &[(0, 2)]), go_on(4), "`at`: the state of seq0 is copied to seq2"),
+            (
+                copies(&[(2, 3)], &[]),
+                request(&[(1, 1)], 1, &[]),
+                "`at`: the recurrent state of seq2 is copied, and it is that before position 0",
+            ),
+            (copies(&[(0, 4)], &[]), request(&[(1, 1)], 1, &[]), "seq4 is not below 4"),
+        ] {
+            let mut guard = with_snapshot();
+            let before = (guard.at.clone(), guard.is_slot.clone(), guard.table.clone(), guard.sequences.clone());
+            let refused = guard.admit_after(&copies, &request).map(|_| ()).unwrap_err();
+            assert!(refused.to_string().starts_with(expected), "{refused}");
+            let after = (guard.at.clone(), guard.is_slot.clone(), guard.table.clone(), guard.sequences.clone());
+            assert_eq!(before, after, "a refusal changes nothing: {refused}");
+        }
+        // Of a launch that did not end, no copy is known.
+        let mut guard = with_snapshot();
+        let _ = guard.admit_after(&copies(&[(0, 3)], &[]), &request(&[(1, 1)], 1, &[])).unwrap();
+        let refused = guard.admit_after(&copies(&[], &[(3, 2)]), &go_on(4)).map(|_| ()).unwrap_err();
+        assert_eq!((refused, refused.fact()), (Refused::Copy { from: SequenceId(3), kept: None }, Some(Fact::At)));
     }
 
     #[test]

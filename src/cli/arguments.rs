@@ -494,8 +494,8 @@ pub struct Serve {
     /// one runs. A launch on the target `cpu` always has one step
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub max_steps: u32,
-    /// Tokens that the cache holds for all requests together [default: the manifest's `cache_pages`, else four contexts; on a GPU
-    /// what fits into free memory]
+    /// Tokens that the cache holds for all requests together. A model with a recurrent state also keeps a snapshot of it for each
+    /// context of these tokens [default: the manifest's `cache_pages`, else four contexts; on a GPU what fits into free memory]
     #[arg(long, value_name = "N")]
     pub cache_tokens: Option<u32>,
     /// Seconds after which a request ends, even if it is not complete

@@ -148,13 +148,32 @@ impl DeviceBuffer {
         from_bytes: u64,
         bytes: u64,
     ) -> Result<(), DriverError> {
+        self.copy_shared(stream, to_bytes, source, from_bytes, bytes)
+    }
+
+    /// As [`DeviceBuffer::copy_from`], of memory that kernels share. `source` may be this buffer; the ranges do not overlap.
+    ///
+    /// # Errors
+    /// A range outside of its buffer, or ranges that overlap; what the driver refuses.
+    pub(super) fn copy_shared(
+        &self,
+        stream: &Stream,
+        to_bytes: u64,
+        source: &DeviceBuffer,
+        from_bytes: u64,
+        bytes: u64,
+    ) -> Result<(), DriverError> {
         let length = usize::try_from(bytes).unwrap_or(usize::MAX);
         let (to, from) = (self.place(to_bytes, length)?, source.place(from_bytes, length)?);
         if length == 0 {
             return Ok(());
         }
+        if to.abs_diff(from) < bytes {
+            let (offset_bytes, range_bytes, buffer_bytes) = (to_bytes, bytes, self.bytes);
+            return Err(DriverError::OutOfBounds { offset_bytes, range_bytes, buffer_bytes });
+        }
         let api = self.context.bind()?;
-        // SAFETY: `place` checked both ranges, which lie in two buffers.
+        // SAFETY: `place` checked both ranges, and they do not overlap. The device alone reaches this memory.
         unsafe { call!(api, cuMemcpyDtoDAsync_v2(to, from, length, stream.handle())) }
     }
 

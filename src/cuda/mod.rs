@@ -4,7 +4,7 @@
 //! `nvrtc` and `cubin` run on any machine that has the compiler library. The rest needs a driver, loads it when it is
 //! first used, and says `NoDriverLib` if there is none. Only `kernel` and the files that launch kernels of schedules (`session` and
 //! `one_row` for one row, `rows` and `turns` for several, `waves`) know schedules: they upload the tables of a proven one. `sampler`
-//! chooses tokens from the logits that a launch leaves. The other files take source and bytes, and give bytes and numbers.
+//! chooses tokens from the logits that a launch leaves, `states` copies recurrent states between launches. The other files take source and bytes, and give bytes and numbers.
 //!
 //! No CUDA library is linked. Libraries are loaded at first use, and a missing one is an ordinary error.
 
@@ -23,6 +23,7 @@ pub mod rows;
 pub mod sampler;
 pub mod self_test;
 pub mod session;
+pub mod states;
 mod step_memory;
 pub mod stream;
 mod tables;

@@ -5,6 +5,7 @@ use super::kernel::{Kernel, Watched, cache_or_own, first_buffer, poisoned, vocab
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::rows::choose_now;
 use super::sampler::{Asked, Next, SamplerSession};
+use super::states::StateRows;
 use super::stream::Stream;
 use crate::codegen::abi::{EOS_MAX, PagedParams, Params, Queues};
 use crate::codegen::emit::Trace;
@@ -14,6 +15,7 @@ use crate::ir::op::Role;
 use crate::ir::{BufferId, EventId, SmId, TaskId};
 use crate::rows::{SequenceId, Shape};
 use crate::sample::Sampler;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -94,6 +96,8 @@ pub enum SessionError {
         "position {position} does not follow the one whose recurrent state is kept, expected position 0 or the next one"
     )]
     State { position: u32 },
+    #[error("no recurrent state was kept in slot {slot}")]
+    NoSnapshot { slot: usize },
     #[error("{found} end-of-sequence ids, the kernel takes at most {EOS_MAX}")]
     EosCount { found: usize },
     #[error("token {token} is not below the vocabulary of {vocab}")]
@@ -135,6 +139,7 @@ impl From<SessionError> for Fault {
             SessionError::Hung { .. }
             | SessionError::Lost
             | SessionError::Shared
+            | SessionError::NoSnapshot { .. }
             | SessionError::Undecided { .. }
             | SessionError::NoLogits
             | SessionError::Registers { .. }
@@ -181,6 +186,9 @@ pub struct Session {
     pages: Option<Pages>,
     /// Of a cache without pages: where its recurrent states are. With pages, the guard of their tables knows it.
     states: Option<StateAt>,
+    /// Of a cache without pages: what its snapshots need, and these once there is one.
+    device: Option<Device>,
+    snapshots: BTreeMap<usize, Snapshot>,
     /// The first position of the last launch.
     launched_from: u32,
 }
@@ -192,6 +200,13 @@ enum StateAt {
     Before(u32),
     /// A launch that gave up may have left them anywhere.
     Unknown,
+}
+
+/// A copy of recurrent states.
+struct Snapshot {
+    memory: DeviceBuffer,
+    /// They are those before this position.
+    before: u32,
 }
 
 /// The pages of a sequence on a device.
@@ -327,6 +342,7 @@ impl Session {
         let program = &schedule.program;
         let vocab = vocab(program);
         let logits = poisoned(device, stream, u64::from(steps_max) * u64::from(vocab) * 4)?;
+        let has_state = Shape::of(program).is_none() && program.has_state();
         let best = first_buffer(program, Role::Best).expect("validate: a program without arg-max pairs has no select");
         let session = Session {
             mailbox: device.alloc_mapped(program.context_max as usize + 2)?,
@@ -338,7 +354,9 @@ impl Session {
                 None => None,
             },
             launched_from: 0,
-            states: (Shape::of(program).is_none() && program.has_state()).then_some(StateAt::Before(0)),
+            states: has_state.then_some(StateAt::Before(0)),
+            device: has_state.then(|| device.clone()),
+            snapshots: BTreeMap::new(),
             cache,
             cache_bytes: tables.cache_bytes,
             exchange,
@@ -417,6 +435,44 @@ impl Session {
     /// Tells that the recurrent states are those before `position`: others wrote them. A timer may say so of any states.
     pub fn state_is_before(&mut self, position: u32) {
         self.states = self.states.map(|_| StateAt::Before(position));
+    }
+
+    /// Keeps the recurrent state, which is that before some position, in a slot. The first use of a slot takes memory. No launch runs. Without such
+    /// a state, or if it is not known, nothing is kept.
+    ///
+    /// # Errors
+    /// Too little memory; what the driver refuses.
+    pub fn keep_state(&mut self, slot: usize) -> Result<(), SessionError> {
+        let old = self.snapshots.remove(&slot);
+        let (Some(StateAt::Before(position)), Some(device)) = (self.states, &self.device) else { return Ok(()) };
+        let (rows, stream) = (StateRows::of(&self.kernel.schedule), &self.kernel.watched.stream);
+        let memory = old.map_or_else(|| device.alloc(rows.bytes()), |old| Ok(old.memory))?;
+        rows.save(stream, &self.cache, &memory)?;
+        // Another kernel over the same cache may be launched next, in a stream of its own.
+        stream.synchronize()?;
+        self.snapshots.insert(slot, Snapshot { memory, before: position });
+        Ok(())
+    }
+
+    /// The position before which the state in a slot is; `None`: nothing was kept there.
+    pub fn kept(&self, slot: usize) -> Option<u32> {
+        self.snapshots.get(&slot).map(|snapshot| snapshot.before)
+    }
+
+    /// Puts a snapshot back: the recurrent state is that before the position where it was kept, which is returned.
+    ///
+    /// # Errors
+    /// Nothing was kept there; what the driver refuses.
+    pub fn go_back(&mut self, slot: usize) -> Result<u32, SessionError> {
+        let Some(Snapshot { memory, before }) = self.snapshots.get(&slot) else {
+            return Err(SessionError::NoSnapshot { slot });
+        };
+        self.states = Some(StateAt::Unknown);
+        let (rows, stream) = (StateRows::of(&self.kernel.schedule), &self.kernel.watched.stream);
+        rows.restore(stream, &self.cache, memory)?;
+        stream.synchronize()?;
+        (self.states, self.next) = (Some(StateAt::Before(*before)), None);
+        Ok(*before)
     }
 
     /// Sets how following launches choose tokens. Until this is called, greedily.

@@ -336,6 +336,11 @@ impl WavesSession {
         self.tail.is_some()
     }
 
+    /// The stream of its launches.
+    pub fn stream(&self) -> &Stream {
+        &self.loaded.watched.stream
+    }
+
     /// Reads a chunk of one sequence and waits: keys and values of its tokens are in the cache when this returns. `tables` has a row for
     /// each token, at consecutive positions. The last one wants logits if it is for more than keys and values; no other does.
     ///

@@ -2,14 +2,18 @@
 //!
 //! Shared pages are always the first ones of a sequence, and it owns the page into which its next token goes. So no step writes a page
 //! that another sequence reads.
+//!
+//! With a recurrent state a sequence begins, and goes back, where a snapshot is: at the end of a page. Steps leave one wherever a sequence
+//! ends at the end of a page, in sequences that are never opened; the one that was used longest ago makes room. What follows is computed again, all
+//! of it where no snapshot is left.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::engine::{Bounds, Launch, LaunchRow, Said, Stepper, Want};
+use crate::engine::{Bounds, Chain, Launch, LaunchRow, Said, Snapshots, Stepper, Want};
 use crate::error::Fault;
 use crate::pages::{Pool, PoolError};
-use crate::rows::SequenceId;
+use crate::rows::{SequenceId, StateCopies, StateCopy};
 
 /// Names a sequence. No other sequence of this process ever has the same name, so a name that was freed is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -57,6 +61,9 @@ pub(super) struct Steps {
     bounds: Bounds,
     pool: Pool,
     open: BTreeMap<SequenceKey, Open>,
+    snapshots: Snapshots,
+    /// Copies of recurrent states before the next launch.
+    copies: StateCopies,
     rows_max: usize,
     sequences_max: usize,
     /// A launch failed, so the content of pages is unknown.
@@ -70,7 +77,20 @@ impl Steps {
         let rows_max = rows_max.min(bounds.shape.rows).min(bounds.chunk_max) as usize;
         let pool = Pool::new(bounds.shape);
         let sequences_max = sequences_max.min(bounds.shape.sequences) as usize;
-        Steps { stepper, bounds, pool, open: BTreeMap::new(), rows_max, sequences_max, lost: false }
+        // One more than can be open takes the place of a sequence that goes back.
+        let slots = (sequences_max as u32 + 1..bounds.shape.sequences).map(SequenceId);
+        let snapshots = Snapshots::over(slots.filter(|_| bounds.shape.has_state));
+        Steps {
+            stepper,
+            bounds,
+            pool,
+            open: BTreeMap::new(),
+            snapshots,
+            copies: StateCopies::default(),
+            rows_max,
+            sequences_max,
+            lost: false,
+        }
     }
 
     /// Whether a launch failed, so that every sequence is gone.
@@ -86,7 +106,8 @@ impl Steps {
         Ok(())
     }
 
-    /// Opens a sequence with the tokens of another one. Full pages are shared; tokens after the last full page are computed again.
+    /// Opens a sequence with the tokens of another one. Full pages are shared, with a recurrent state those up to a snapshot; tokens after them are
+    /// computed again.
     pub fn fork(&mut self, sequence: SequenceKey, key: SequenceKey) -> Result<(), Fault> {
         self.check_room()?;
         let tokens = self.find(sequence)?.tokens.clone();
@@ -102,14 +123,66 @@ impl Steps {
             return Err(Fault::input(format!("the sequence has {} tokens, found a length of {length}", tokens.len()))
                 .with_remedy("a sequence grows by the tokens of a step"));
         }
-        let (old, block) = (*id, length as u32 / self.bounds.shape.page_rows);
+        if length == tokens.len() {
+            return Ok(());
+        }
+        let (old, tokens) = (*id, tokens[..length].to_vec());
+        let kept = self.reused(&tokens);
+        let block = kept as u32 / self.bounds.shape.page_rows;
         let is_shared = self.pool.page(old, block).is_some_and(|page| self.pool.holders(page) > 1);
         if is_shared {
             let id = self.forked(sequence, length)?;
             self.pool.close(old).map_err(ours)?;
             self.find(sequence)?.id = id;
+        } else if self.bounds.shape.has_state {
+            self.compute_again(old, &tokens, kept)?;
         }
         self.find(sequence)?.tokens.truncate(length);
+        Ok(())
+    }
+
+    /// How many of the tokens of a sequence need not be computed again when it goes back to them. With a recurrent state these are whole pages, up to
+    /// a snapshot.
+    fn reused(&self, tokens: &[u32]) -> usize {
+        if !self.bounds.shape.has_state {
+            return tokens.len();
+        }
+        let page_rows = self.bounds.shape.page_rows as usize;
+        let chains = chains(tokens, page_rows);
+        let last = chains.iter().rposition(|chain| self.snapshots.find(*chain).is_some());
+        last.map_or(0, |block| (block + 1) * page_rows)
+    }
+
+    /// Computes tokens from position `from` on, after the snapshot there.
+    fn compute_again(&mut self, id: SequenceId, tokens: &[u32], from: usize) -> Result<(), Fault> {
+        let page_rows = self.bounds.shape.page_rows as usize;
+        let chain = chains(&tokens[..from], page_rows).pop();
+        let snapshot = chain.and_then(|chain| Some((chain, self.snapshots.find(chain)?)));
+        if let Some((chain, slot)) = snapshot {
+            self.snapshots.touch(chain);
+            self.copies.restores.push(StateCopy { from: slot, to: id });
+        }
+        for (chunk, rest) in tokens[from..].chunks(self.rows_max).enumerate() {
+            let first = (from + chunk * self.rows_max) as u32;
+            let row =
+                |(position, &token)| LaunchRow { sequence: id, position, token: Some(token), want: Want::Nothing };
+            self.launch((first..).zip(rest).map(row).collect())?;
+        }
+        Ok(())
+    }
+
+    /// Keeps the state of a sequence that ends at the end of a page.
+    fn keep_state(&mut self, sequence: SequenceKey) -> Result<(), Fault> {
+        let page_rows = self.bounds.shape.page_rows as usize;
+        if self.snapshots.most() == 0 {
+            return Ok(());
+        }
+        let Open { id, tokens } = self.find(sequence)?;
+        let (from, length) = (*id, tokens.len());
+        let last = if length.is_multiple_of(page_rows) { chains(tokens, page_rows).pop() } else { None };
+        if let Some(to) = last.and_then(|chain| self.snapshots.insert(chain)) {
+            self.copies.saves.push(StateCopy { from, to });
+        }
         Ok(())
     }
 
@@ -142,6 +215,7 @@ impl Steps {
         let said = self.launch(rows)?;
         for StepPart { sequence, tokens, .. } in parts {
             self.find(*sequence)?.tokens.extend(tokens);
+            self.keep_state(*sequence)?;
         }
         let logits = said.into_iter().filter_map(|said| if let Said::Logits(row) = said { Some(row) } else { None });
         Ok(logits.flatten().collect())
@@ -151,36 +225,42 @@ impl Steps {
     pub fn prefill(&mut self, sequence: SequenceKey, tokens: &[u32]) -> Result<Vec<f32>, Fault> {
         let all = StepPart { sequence, tokens: tokens.to_vec(), wants: Wants::Last };
         self.check_parts(std::slice::from_ref(&all))?;
-        let mut logits = vec![];
-        let chunks = tokens.chunks(self.rows_max);
-        let last = chunks.len() - 1;
-        for (at, chunk) in chunks.enumerate() {
-            let wants = if at == last { Wants::Last } else { Wants::Nothing };
+        let (mut logits, mut rest) = (vec![], tokens);
+        while !rest.is_empty() {
+            let count = rest.len().min(self.rows_max).min(self.until_kept(sequence, rest.len())?);
+            let (chunk, after) = rest.split_at(count);
+            let wants = if after.is_empty() { Wants::Last } else { Wants::Nothing };
             logits = self.step(&[StepPart { sequence, tokens: chunk.to_vec(), wants }])?;
+            rest = after;
         }
         Ok(logits)
     }
 
-    /// A new sequence of the pool with the first `length` tokens of `sequence`. It shares full pages, and owns the page after them.
+    /// Of `more` tokens of a sequence those before the end of the last page that they fill, where its state is kept; all without a state.
+    fn until_kept(&mut self, sequence: SequenceKey, more: usize) -> Result<usize, Fault> {
+        let page_rows = self.bounds.shape.page_rows as usize;
+        let (before, keeps) = (self.find(sequence)?.tokens.len(), self.snapshots.most() > 0);
+        let last = (before + more) / page_rows * page_rows;
+        Ok(if keeps && last > before { last - before } else { more })
+    }
+
+    /// A new sequence of the pool with the first `length` tokens of `sequence`. It shares full pages that need not be computed again, and owns the
+    /// page after them.
     fn forked(&mut self, sequence: SequenceKey, length: usize) -> Result<SequenceId, Fault> {
         let page_rows = self.bounds.shape.page_rows as usize;
-        let shared = length / page_rows * page_rows;
         let Open { id: from, tokens } = self.find(sequence)?;
-        let (from, rest) = (*from, tokens[shared..length].to_vec());
-        self.check_pages(u32::from(!rest.is_empty()))?;
+        let (from, tokens) = (*from, tokens[..length].to_vec());
+        let shared = self.reused(&tokens) / page_rows * page_rows;
+        self.check_pages((length - shared).div_ceil(page_rows) as u32)?;
         let id = self.pool.fork(from, shared as u32).map_err(ours)?;
         self.pool.reserve(id, length as u32).map_err(ours)?;
-        for (chunk, rest) in rest.chunks(self.rows_max).enumerate() {
-            let first = (shared + chunk * self.rows_max) as u32;
-            let row =
-                |(position, &token)| LaunchRow { sequence: id, position, token: Some(token), want: Want::Nothing };
-            self.launch((first..).zip(rest).map(row).collect())?;
-        }
+        self.compute_again(id, &tokens, shared)?;
         Ok(id)
     }
 
     fn launch(&mut self, rows: Vec<LaunchRow>) -> Result<Vec<Said>, Fault> {
-        let launch = Launch { rows, steps: 1, edits: self.pool.take_edits() };
+        let copies = std::mem::take(&mut self.copies);
+        let launch = Launch { rows, steps: 1, edits: self.pool.take_edits(), copies };
         let said = self.stepper.submit(launch).and_then(|()| self.stepper.collect());
         self.lost = said.is_err();
         said
@@ -248,6 +328,15 @@ impl Steps {
         }
         self.check_pages(pages)
     }
+}
+
+/// The names of the full pages of a text.
+fn chains(tokens: &[u32], page_rows: usize) -> Vec<Chain> {
+    let next = |before: &mut Option<Chain>, page: &[u32]| {
+        *before = Some(Chain::of(*before, page));
+        *before
+    };
+    tokens.chunks_exact(page_rows).scan(None, next).collect()
 }
 
 fn closed(sequence: SequenceKey) -> Fault {

@@ -7,11 +7,12 @@ use std::time::Duration;
 use thiserror::Error;
 
 use super::prefix::{Chain, Prefixes};
+use super::snapshots::Snapshots;
 use super::stepper::{Alone, Bounds, Chooser, Launch, LaunchRow, Said, Stepper, Want};
 use crate::error::Fault;
 use crate::grammar::{Grammar, GrammarError, Guide};
 use crate::pages::Pool;
-use crate::rows::{PageId, SequenceId, Shape};
+use crate::rows::{PageId, SequenceId, Shape, StateCopies, StateCopy};
 use crate::sample::{Decided, Logprobs, Request, SampleError, TokenCounts, TokenSet};
 
 /// While others decode, the rest of a prompt shares at most this many of their steps. A longer one is read alone, if the stepper can.
@@ -124,6 +125,9 @@ pub struct Figures {
     /// Prompt tokens that were looked for in pages, and those found.
     pub prefix_queries: u64,
     pub prefix_hits: u64,
+    /// Snapshots of recurrent states that are kept, and those that there is room for.
+    pub snapshots: usize,
+    pub snapshots_max: usize,
     pub preemptions: u64,
     pub launches: u64,
     /// Those that were queued while the launch before them ran.
@@ -189,6 +193,8 @@ struct Running {
     computed: usize,
     /// Full pages that have been offered to others.
     offered: usize,
+    /// Positions before which its recurrent state is to be kept, ascending: ends of pages.
+    to_keep: Vec<usize>,
     /// Tells this run of the choice from runs before a preemption.
     run: u64,
     /// Its rows want nothing but tokens that kernels choose.
@@ -199,6 +205,11 @@ impl Running {
     /// Tokens that are known and in no launch. A launch of several steps is ahead of what is known.
     fn left(&self) -> usize {
         self.choice.tokens.len().saturating_sub(self.submitted)
+    }
+
+    /// Rows of its prompt that a launch may have: it ends where the state is kept.
+    fn rows_max(&self) -> usize {
+        self.to_keep.first().map_or(usize::MAX, |at| at - self.submitted)
     }
 }
 
@@ -233,6 +244,9 @@ pub struct Engine<S> {
     limits: Limits,
     pool: Pool,
     prefixes: Prefixes,
+    snapshots: Snapshots,
+    /// Copies of states before the next launch.
+    copies: StateCopies,
     waiting: BTreeMap<ChoiceId, Choice>,
     running: BTreeMap<ChoiceId, Running>,
     flying: VecDeque<Flying>,
@@ -256,7 +270,10 @@ impl<S: Stepper> Engine<S> {
         }
         let steps_max = limits.steps_max.clamp(1, bounds.steps_max);
         let limits = Limits { running_max, chunk_rows: limits.chunk_rows.max(1), steps_max, ..limits };
+        let slots = pool.slots().filter(|_| bounds.shape.has_state && bounds.shares_prefixes());
         Ok(Engine {
+            snapshots: Snapshots::over(slots),
+            copies: StateCopies::default(),
             stepper,
             bounds,
             limits,
@@ -279,7 +296,8 @@ impl<S: Stepper> Engine<S> {
     pub fn figures(&self) -> Figures {
         let (running, waiting) = (self.running.len(), self.waiting.len());
         let pages_used = self.bounds.shape.pages - self.pool.free_pages() - self.pool.idle_pages();
-        Figures { running, waiting, pages_used, ..self.figures }
+        let (snapshots, snapshots_max) = (self.snapshots.kept(), self.snapshots.most());
+        Figures { running, waiting, pages_used, snapshots, snapshots_max, ..self.figures }
     }
 
     /// Nothing runs and nothing waits.
@@ -479,9 +497,40 @@ impl<S: Stepper> Engine<S> {
             rows.push(LaunchRow { sequence, position, token: None, want });
             running.submitted += steps as usize;
         }
-        let launch = Launch { rows, steps, edits: self.pool.take_edits() };
+        let launch = self.launch_of(rows, steps);
         let flying = Flying::of(&launch, of, self.bounds.alone);
         Some((launch, flying))
+    }
+
+    /// A launch with all changes since the one before it.
+    fn launch_of(&mut self, rows: Vec<LaunchRow>, steps: u32) -> Launch {
+        let (edits, copies) = (self.pool.take_edits(), std::mem::take(&mut self.copies));
+        self.keep_states(&rows);
+        Launch { rows, steps, edits, copies }
+    }
+
+    /// Keeps the states that rows of a launch bring to where they are wanted, by copies before the launch after it.
+    fn keep_states(&mut self, rows: &[LaunchRow]) {
+        if self.snapshots.most() == 0 {
+            return;
+        }
+        let page_rows = self.bounds.shape.page_rows as usize;
+        for running in self.running.values_mut().filter(|running| running.rows_max() == 0) {
+            if !rows.iter().any(|row| row.sequence == running.sequence) {
+                continue;
+            }
+            let position = running.to_keep.remove(0);
+            let chain = running.choice.chain(position / page_rows - 1, page_rows);
+            if let Some(to) = self.snapshots.insert(chain) {
+                self.copies.saves.push(StateCopy { from: running.sequence, to });
+            }
+        }
+    }
+
+    /// Frees a page that no running choice holds, with the snapshot at its end. False: there is none.
+    fn free_page(&mut self) -> bool {
+        let freed = self.prefixes.free_one(&mut self.pool);
+        freed.inspect(|chain| self.snapshots.forget(*chain)).is_some()
     }
 
     /// Positions for which a choice holds pages at a time: `positions`, or fewer if attention has a window.
@@ -507,8 +556,11 @@ impl<S: Stepper> Engine<S> {
                 events.extend([Event::Began { id, cached: 0 }, Event::Ended { id, end: End::Length }]);
                 continue;
             }
-            let found = found_pages(&mut choice, &self.prefixes, &self.bounds);
             let page_rows = self.bounds.shape.page_rows as usize;
+            let mut found = found_pages(&mut choice, &self.prefixes, &self.bounds);
+            // Where pages end that others have, too.
+            let common = found.len();
+            let state = self.found_state(&mut choice, &mut found);
             // Pages for the prompt and its first token; those that were found need no free page.
             let positions = positions(&choice.ask, self.bounds.shape.context_max).min(choice.tokens.len() as u32 + 1);
             let positions = self.held_at_once(positions);
@@ -525,8 +577,13 @@ impl<S: Stepper> Engine<S> {
                 let _ = self.pool.share(sequence, page);
                 self.prefixes.touch(page);
             }
-            while self.pool.reserve(sequence, positions).is_err() && self.prefixes.free_one(&mut self.pool) {}
+            while self.pool.reserve(sequence, positions).is_err() && self.free_page() {}
+            if let Some((chain, from)) = state {
+                self.snapshots.touch(chain);
+                self.copies.restores.push(StateCopy { from, to: sequence });
+            }
             let computed = found.len() * page_rows;
+            let to_keep = self.states_to_keep(&choice, common, found.len());
             if !std::mem::replace(&mut choice.began, true) {
                 self.figures.prefix_queries += choice.tokens.len() as u64;
                 self.figures.prefix_hits += computed as u64;
@@ -538,8 +595,34 @@ impl<S: Stepper> Engine<S> {
             let (submitted, offered, run) = (computed, found.len(), self.runs);
             let wants_token = matches!(want(&choice, choice.tokens.len() - 1, &self.bounds), Want::Token(_));
             let is_plain = wants_token && choice.scores_prompt.is_none();
-            self.running.insert(id, Running { choice, sequence, submitted, computed, offered, run, is_plain });
+            self.running.insert(id, Running { choice, sequence, submitted, computed, offered, to_keep, run, is_plain });
         }
+    }
+
+    /// Shortens the pages that were found to those at whose end there is a snapshot, and returns this. Without a recurrent state it does nothing.
+    fn found_state(&self, choice: &mut Choice, found: &mut Vec<PageId>) -> Option<(Chain, SequenceId)> {
+        let Shape { page_rows, has_state, .. } = self.bounds.shape;
+        let mut state = None;
+        while has_state && !found.is_empty() && state.is_none() {
+            let chain = choice.chain(found.len() - 1, page_rows as usize);
+            state = self.snapshots.find(chain).map(|slot| (chain, slot));
+            found.truncate(found.len() - usize::from(state.is_none()));
+        }
+        state
+    }
+
+    /// Where a choice that begins after `found` pages keeps its state: at the end of the `common` pages that other texts have, too, and at the end
+    /// of the last page that its tokens fill.
+    fn states_to_keep(&self, choice: &Choice, common: usize, found: usize) -> Vec<usize> {
+        if self.snapshots.most() == 0 {
+            return vec![];
+        }
+        let page_rows = self.bounds.shape.page_rows as usize;
+        let full = (choice.tokens.len() - 1) / page_rows;
+        let blocks = [common, full].into_iter().filter(|block| *block > found);
+        let mut to_keep: Vec<usize> = blocks.map(|block| block * page_rows).collect();
+        to_keep.dedup();
+        to_keep
     }
 
     /// Whether another choice is still writing pages that this one would write, too.
@@ -603,9 +686,10 @@ impl<S: Stepper> Engine<S> {
             return 0;
         }
         let most = if decoding == 0 { most } else { most.min(self.limits.chunk_rows) };
+        let most = running.rows_max().min(most as usize);
         let (choice, from) = (&running.choice, running.submitted);
         let others = usize::from(!decides || decoding > 0);
-        let count = running.left().saturating_sub(others).min(most as usize);
+        let count = running.left().saturating_sub(others).min(most);
         let wants_nothing = choice.scores_prompt.is_none() || choice.scored >= choice.prompt_count();
         if count >= least as usize && wants_nothing && want(choice, from, &self.bounds) == Want::Nothing {
             count
@@ -638,7 +722,7 @@ impl<S: Stepper> Engine<S> {
         let flying = (from..from + count).map(|position| (id, running.run, position)).collect();
         running.submitted += count;
         self.was_alone = true;
-        let launch = Launch { rows, steps: 1, edits: self.pool.take_edits() };
+        let launch = self.launch_of(rows, 1);
         let flying = Flying::of(&launch, flying, self.bounds.alone);
         Some((launch, flying))
     }
@@ -663,7 +747,7 @@ impl<S: Stepper> Engine<S> {
                 1 => 1,
                 // It is read alone.
                 _ if self.alone(running, decoding) > 0 => continue,
-                left => left.min(chunk_rows).min(chunk_max as usize),
+                left => left.min(chunk_rows).min(chunk_max as usize).min(running.rows_max()),
             };
             let from = running.submitted;
             if count == 0 || !self.make_room(id, (from + count - 1) as u32 + steps, events) {
@@ -684,7 +768,7 @@ impl<S: Stepper> Engine<S> {
         if rows.is_empty() {
             return None;
         }
-        let launch = Launch { rows, steps, edits: self.pool.take_edits() };
+        let launch = self.launch_of(rows, steps);
         let flying = Flying::of(&launch, flying, self.bounds.alone);
         Some((launch, flying))
     }
@@ -710,7 +794,7 @@ impl<S: Stepper> Engine<S> {
             if self.pool.reserve(sequence, positions).is_ok() {
                 return true;
             }
-            if self.prefixes.free_one(&mut self.pool) {
+            if self.free_page() {
                 continue;
             }
             let Some((&youngest, _)) = self.running.last_key_value() else { return false };

@@ -54,8 +54,8 @@ impl Stepper for CpuStepper {
     fn collect(&mut self) -> Result<Vec<Said>, Fault> {
         let Some((launch, allowed)) = self.queued.pop_front() else { return Ok(vec![]) };
         let tokens = launch.tokens()?;
-        let Launch { rows, steps, edits } = launch;
-        let tables = admit(&mut self.guard, &rows, steps, edits)?;
+        let Launch { rows, steps, edits, copies } = launch;
+        let tables = admit(&mut self.guard, &rows, steps, edits, &copies)?;
         let mut said = vec![Said::Nothing; rows.len()];
         let mut logits = vec![];
         self.interp.launch_rows(tables, &tokens, |result| match rows[result.row].want {

@@ -6,9 +6,11 @@ use std::ops::Range;
 use super::stepper::{Alone, Bounds, Launch, LaunchRow, Said, Stepper, Want, admit};
 use crate::cuda::rows::{FirstToken, RowInput, RowLauncher};
 use crate::cuda::sampler::{Asked, SamplerSession, decided};
+use crate::cuda::states::StateRows;
+use crate::cuda::stream::Stream;
 use crate::cuda::waves::{Last, WavesSession};
 use crate::error::Fault;
-use crate::rows::{Edit, Guard, Shape};
+use crate::rows::{Edit, Guard, Shape, StateCopies, Tables};
 use crate::sample::TokenSet;
 use crate::waves::CHUNK_MIN;
 
@@ -21,6 +23,8 @@ pub struct DeviceStepper {
     waves: Option<WavesSession>,
     sampler: Option<SamplerSession>,
     guard: Guard,
+    /// Where the sessions have recurrent states.
+    states: StateRows,
     /// Most rows of a launch. One of more rows than the last session has is queued in parts, one after another.
     rows_max: u32,
     /// Launches that were not collected, oldest first. A second one goes on from the first on the same kernel, or one of them reads a prompt.
@@ -58,13 +62,26 @@ impl DeviceStepper {
         let rows = waves.as_ref().map_or(0, |waves| waves.shape().rows).max(of_rows.rows);
         let guard = Guard::new(Shape { rows, ..of_rows });
         let rows_max = of_rows.rows;
-        Some(DeviceStepper { sessions, waves, sampler, guard, rows_max, flying: VecDeque::new() })
+        Some(DeviceStepper {
+            sessions,
+            waves,
+            sampler,
+            guard,
+            states: StateRows::default(),
+            rows_max,
+            flying: VecDeque::new(),
+        })
     }
 
     /// Takes launches of up to `rows_max` rows, if that is more than the last session has. For kernels whose rows have the bits that they have
     /// alone: a launch in parts may run on several of them.
     pub fn with_rows(self, rows_max: u32) -> DeviceStepper {
         DeviceStepper { rows_max: self.rows_max.max(rows_max), ..self }
+    }
+
+    /// Copies states of sequences that lie there in the cache. Without this call a launch with copies is refused.
+    pub fn with_states(self, states: StateRows) -> DeviceStepper {
+        DeviceStepper { states, ..self }
     }
 
     /// The session for rows at these positions: the smallest with as many rows, or one that gains by cutting their histories. The last one if
@@ -115,18 +132,19 @@ impl DeviceStepper {
     }
 
     /// Queues rows of a launch from `from` on, as many as the last session has.
-    fn queue(&mut self, flying: &mut Flying, from: usize, edits: Vec<Edit>) -> Result<(), Fault> {
+    fn queue(&mut self, flying: &mut Flying, from: usize, edits: Vec<Edit>, copies: &StateCopies) -> Result<(), Fault> {
         let last = self.sessions.len() - 1;
         let most = self.sessions[last].shape().rows as usize;
         flying.part = from..flying.rows.len().min(from + most);
         let Flying { kernel, steps, is_sampled, is_guided, .. } = *flying;
         let rows = &flying.rows[flying.part.clone()];
-        let tables = admit(&mut self.guard, rows, steps, edits)?;
+        let tables = admit(&mut self.guard, rows, steps, edits, copies)?;
         let with_logits = rows.iter().any(|row| row.want == Want::Logits);
         // Rows of prompts alone decide nothing.
         let decides = rows.iter().any(|row| row.want != Want::Nothing);
         let Kernel::Rows(session) = kernel else { return Err(no_waves()) };
         let session = &mut self.sessions[session];
+        copy_states(&self.states, &session.watched().stream, &**session, &tables)?;
         let inputs: Vec<RowInput> = (0..).zip(rows).map(|(at, row)| input(at, row, steps, is_sampled)).collect();
         match &mut self.sampler {
             Some(_) if is_guided && decides => Ok(session.queue_unchosen(tables, &inputs)?),
@@ -140,9 +158,16 @@ impl DeviceStepper {
     }
 
     /// Queues a chunk of a prompt, and what its last row wants.
-    fn queue_chunk(&mut self, flying: &Flying, tokens: &[u32], edits: Vec<Edit>) -> Result<(), Fault> {
+    fn queue_chunk(
+        &mut self,
+        flying: &Flying,
+        tokens: &[u32],
+        edits: Vec<Edit>,
+        copies: &StateCopies,
+    ) -> Result<(), Fault> {
         let (Some(waves), Some(row)) = (&mut self.waves, flying.rows.last()) else { return Err(no_waves()) };
-        let tables = admit(&mut self.guard, &flying.rows, 1, edits)?;
+        let tables = admit(&mut self.guard, &flying.rows, 1, edits, copies)?;
+        copy_states(&self.states, waves.stream(), &*self.sessions[0], &tables)?;
         let token = |with_logits| Last::Token { row: input(0, row, 1, false), with_logits };
         let asked: Vec<Asked<'_>> = asked(0, row, None).into_iter().collect();
         let last = match (&row.want, &mut self.sampler) {
@@ -238,13 +263,13 @@ impl Stepper for DeviceStepper {
         self.follow(kernel)?;
         let is_guided = launch.is_guided();
         let tokens = if matches!(kernel, Kernel::Waves) { launch.tokens()? } else { vec![] };
-        let Launch { rows, steps, edits } = launch;
+        let Launch { rows, steps, edits, copies } = launch;
         let is_sampled = rows.iter().any(|row| matches!(row.want, Want::Choice(_)));
         let part = 0..rows.len();
         let mut flying = Flying { kernel, rows, steps, is_sampled, is_guided, allowed: vec![], part };
         match kernel {
-            Kernel::Rows(_) => self.queue(&mut flying, 0, edits)?,
-            Kernel::Waves => self.queue_chunk(&flying, &tokens, edits)?,
+            Kernel::Rows(_) => self.queue(&mut flying, 0, edits, &copies)?,
+            Kernel::Waves => self.queue_chunk(&flying, &tokens, edits, &copies)?,
         }
         self.flying.push_back(flying);
         Ok(())
@@ -280,13 +305,27 @@ impl Stepper for DeviceStepper {
         while flying.part.end < flying.rows.len() {
             let from = flying.part.end;
             flying.kernel = Kernel::Rows(self.session_for(&positions(&flying.rows[from..], 0)));
-            self.queue(&mut flying, from, vec![])?;
+            self.queue(&mut flying, from, vec![], &StateCopies::default())?;
             if flying.is_guided {
                 self.choose(&flying)?;
             }
             said.extend(self.collect_part(&flying)?);
         }
         Ok(said)
+    }
+}
+
+/// Queues the copies before a launch in its stream.
+fn copy_states(
+    states: &StateRows,
+    stream: &Stream,
+    session: &dyn RowLauncher,
+    tables: &Tables<'_>,
+) -> Result<(), Fault> {
+    match tables.copies() {
+        [] => Ok(()),
+        _ if states.bytes() == 0 => Err(Fault::internal("states are copied, and it is not known where they lie")),
+        copies => Ok(states.copy(stream, &session.cache(), copies)?),
     }
 }
 

@@ -1,6 +1,6 @@
 //! Owns continuous batching: many requests, of which each launch takes the rows that are ready.
 //!
-//! `batch` decides, `stepper` is what executes ([`CpuStepper`] is the interpreter, [`DeviceStepper`] a GPU), `prefix` remembers which pages hold which tokens.
+//! `batch` decides, `stepper` is what executes ([`CpuStepper`] is the interpreter, [`DeviceStepper`] a GPU), `prefix` remembers which pages hold which tokens, `snapshots` which recurrent states are kept.
 //! Nothing here knows HTTP, text, threads or a clock: the time is an argument, and the same arrivals at the same times give the
 //! same launches.
 //!
@@ -34,6 +34,11 @@
 //!   tokens from the kernel, that none has ended since, and pages without any from another request.
 //! - **Prefixes.** A full page of tokens is found again by the hash of all tokens up to its end. The least recently used page that
 //!   no request holds makes room. Other choices of a request wait until the first one has written their common prompt.
+//! - **Snapshots.** A model with a recurrent state needs the state at the end of the pages that it finds, too. Snapshots are kept in the states
+//!   of the sequences that keep pages, which have no rows: one for each context that the cache holds. A request begins at the end of the longest
+//!   prefix whose pages are kept and of whose end there is a snapshot. It leaves a snapshot at the end of the last full page of its prompt, and one
+//!   where pages were found and no snapshot: there other prompts go on differently. A chunk of a prompt ends there. The snapshot that was used
+//!   longest ago makes room, and one whose page is gone is dropped.
 //! - **Preemption.** When no page is left, the youngest running request gives its pages back and waits. What it had decided stays
 //!   decided; its positions are computed again. The oldest request is never preempted, so something always advances.
 //!
@@ -44,9 +49,12 @@ mod batch;
 mod cpu;
 mod device;
 mod prefix;
+mod snapshots;
 mod stepper;
 
 pub use batch::{Ask, ChoiceId, End, Engine, Event, Figures, Limits, Refused, RequestId};
 pub use cpu::CpuStepper;
 pub use device::DeviceStepper;
+pub use prefix::Chain;
+pub use snapshots::Snapshots;
 pub use stepper::{Alone, Bounds, Chooser, Launch, LaunchRow, Said, Stepper, Want};

@@ -57,17 +57,16 @@ impl Prefixes {
         self.by_use.insert(self.clock, page);
     }
 
-    /// Frees the page that was used longest ago among those that no open sequence holds. False: there is none.
-    pub fn free_one(&mut self, pool: &mut Pool) -> bool {
+    /// Frees the page that was used longest ago among those that no open sequence holds; what it held. `None`: there is none.
+    pub fn free_one(&mut self, pool: &mut Pool) -> Option<Chain> {
         if pool.idle_pages() == 0 {
-            return false;
+            return None;
         }
-        let Some((&at, &page)) = self.by_use.iter().find(|(_, page)| pool.holders(**page) == 1) else { return false };
+        let (&at, &page) = self.by_use.iter().find(|(_, page)| pool.holders(**page) == 1)?;
         self.by_use.remove(&at);
-        if let Some((chain, _)) = self.uses.remove(&page) {
-            self.pages.remove(&chain);
-        }
+        let (chain, _) = self.uses.remove(&page)?;
+        self.pages.remove(&chain);
         pool.let_go(page);
-        true
+        Some(chain)
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::batch::Ask;
 use crate::error::Fault;
-use crate::rows::{Edit, Guard, Request, Row, SequenceId, Shape, Tables};
+use crate::rows::{Edit, Guard, Request, Row, SequenceId, Shape, StateCopies, Tables};
 use crate::sample::{self, Decided, SampleError, Sampler, TokenCounts, TokenSet};
 
 /// What a stepper can take.
@@ -25,10 +25,9 @@ pub struct Bounds {
 }
 
 impl Bounds {
-    /// Whether the pages of a prompt serve another one that begins alike. Pages that a window has left are given back, and a recurrent state that belongs to
-    /// them is not kept.
+    /// Whether the pages of a prompt serve another one that begins alike. Pages that a window has left are given back.
     pub fn shares_prefixes(&self) -> bool {
-        self.shape.window.is_none() && !self.shape.has_state
+        self.shape.window.is_none()
     }
 }
 
@@ -100,6 +99,8 @@ pub struct Launch {
     pub steps: u32,
     /// What changed in the page table since the launch before.
     pub edits: Vec<Edit>,
+    /// Copies of recurrent states, which are done before the launch and after those before it.
+    pub copies: StateCopies,
 }
 
 impl Launch {
@@ -151,6 +152,7 @@ pub(super) fn admit<'a>(
     rows: &[LaunchRow],
     steps: u32,
     edits: Vec<Edit>,
+    copies: &StateCopies,
 ) -> Result<Tables<'a>, Fault> {
     let row = |row: &LaunchRow| Row {
         sequence: row.sequence,
@@ -158,7 +160,9 @@ pub(super) fn admit<'a>(
         wants_logits: row.want != Want::Nothing,
     };
     let request = Request { rows: rows.iter().map(row).collect(), steps, edits };
-    guard.admit(&request).map_err(|refused| Fault::internal(format!("the tables of a launch are refused: {refused}")))
+    guard
+        .admit_after(copies, &request)
+        .map_err(|refused| Fault::internal(format!("the tables of a launch are refused: {refused}")))
 }
 
 /// What a row's [`Want`] got.

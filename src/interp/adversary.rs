@@ -832,6 +832,12 @@ impl<R: Real> Engine for Adversary<R> {
         sm.state_tags[at..at + region.len].fill(Some(position.wrapping_sub(1)));
     }
 
+    fn copy_state(&mut self, sm: usize, from: &Region, to: &Region) {
+        let (at, sm) = (from.at(0), &mut self.sms[sm]);
+        sm.private.copy_within(at..at + from.len, to.at(0));
+        sm.state_tags.copy_within(at..at + from.len, to.at(0));
+    }
+
     fn read_cache(&self, cache: usize, row: usize) -> Vec<u8> {
         let (cache, mut bytes) = (&self.memory.caches[cache], vec![]);
         // SAFETY: one thread, and nothing is appended while the row is read.

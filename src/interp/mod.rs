@@ -265,6 +265,8 @@ trait Engine: Send {
     fn write_cache(&mut self, cache: usize, row: usize, values: &[f32]);
     /// Puts a state where the SM finds it that has its task, as the one before `position`.
     fn write_state(&mut self, sm: usize, region: &memory::Region, position: u32, values: &[f32]);
+    /// Copies a state of that SM to where another sequence has its own.
+    fn copy_state(&mut self, sm: usize, from: &memory::Region, to: &memory::Region);
 
     /// The bytes of a whole row of a cache.
     fn read_cache(&self, cache: usize, row: usize) -> Vec<u8>;
@@ -591,6 +593,12 @@ impl Interp {
         }
         if let Some(&token) = tokens.iter().find(|token| **token as usize >= self.plan.vocab) {
             return Err(InterpError::Token { token, vocab: self.plan.vocab });
+        }
+        for copy in tables.copies() {
+            for (sm, mix) in self.plan.states() {
+                let [from, to] = [copy.from, copy.to].map(|sequence| mix.state.row(sequence.index()));
+                self.engine.copy_state(sm, &from, &to);
+            }
         }
         let page_rows = tables.shape().page_rows as usize;
         let first = runs(tables.rows()).flat_map(|run| {

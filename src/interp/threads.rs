@@ -600,6 +600,11 @@ impl<R: Real> Engine for Threads<R> {
         words.iter_mut().zip(values).for_each(|(word, value)| *word = value.to_bits());
     }
 
+    fn copy_state(&mut self, sm: usize, from: &Region, to: &Region) {
+        let (at, mut sm) = (from.at(0), lock(&self.shared.sms[sm]));
+        sm.private.copy_within(at..at + from.len, to.at(0));
+    }
+
     fn read_cache(&self, cache: usize, row: usize) -> Vec<u8> {
         let (cache, mut bytes) = (&self.shared.memory.caches[cache], vec![]);
         // SAFETY: no step runs while the engine is borrowed, and what steps appended happened before they ended.

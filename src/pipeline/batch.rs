@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
+use crate::cuda::states::StateRows;
 use crate::defaults::rows::{PROMPT_ROWS, Room, STEP_ROWS};
 use crate::engine::{CpuStepper, Stepper};
 use crate::error::{Fault, Tier};
@@ -166,7 +167,8 @@ impl Prepared {
     /// More requests than a step has rows; more cached tokens than `free_bytes` of memory beside the weights have room for.
     pub(super) fn refuse_sizes(&self, chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<(), Fault> {
         self.rows_max(serving)?;
-        serving.cache_tokens.map_or(Ok(()), |_| room(&chain.context, 1, serving, free_bytes).map(drop))
+        let memory = Memory::beside(chain, free_bytes)?;
+        serving.cache_tokens.map_or(Ok(()), |_| room(&chain.context, 1, serving, memory).map(drop))
     }
 }
 
@@ -232,29 +234,66 @@ pub(super) fn to_serve(chain: &Chain<'_>, serving: &Serving, free_bytes: u64) ->
     }
 }
 
+/// Memory of a device for caches.
+#[derive(Debug, Clone, Copy)]
+struct Memory {
+    /// Beside the weights.
+    free_bytes: u64,
+    /// Recurrent states of one sequence.
+    state_bytes: u64,
+}
+
+impl Memory {
+    fn beside(chain: &Chain<'_>, free_bytes: u64) -> Result<Memory, Fault> {
+        let state_bytes = StateRows::of(chain.validated()?.schedule()).bytes();
+        Ok(Memory { free_bytes, state_bytes })
+    }
+
+    /// Positions that caches have room for, each of `position_bytes`, with the states of all sequences of a server.
+    fn positions(&self, running_max: u32, position_bytes: u64, context_max: u64) -> u64 {
+        // A sequence for each request and for each context that the cache holds; two are for what is left over.
+        let states = self.state_bytes.saturating_mul(u64::from(running_max) + 2);
+        let bytes =
+            (self.free_bytes / 100 * MEMORY_PERCENT).saturating_sub(if self.state_bytes > 0 { states } else { 0 });
+        let context_bytes = position_bytes.saturating_mul(context_max).saturating_add(self.state_bytes);
+        bytes.saturating_mul(context_max) / context_bytes.max(1)
+    }
+
+    /// What a server tells of its states; nothing without any.
+    fn told(&self, shape: &Shape) -> String {
+        let (sequences, slots) = (shape.sequences, Pool::keepers(shape));
+        let Memory { state_bytes: 1.., .. } = self else { return String::new() };
+        let bytes = u64::from(sequences) * self.state_bytes;
+        let mib = bytes.div_ceil(1 << 20);
+        format!(", {mib} MiB of recurrent states for {sequences} sequences, of which {slots} are snapshots")
+    }
+}
+
 fn to_serve_fastest(chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<PlannedSet, Fault> {
+    let memory = Memory::beside(chain, free_bytes)?;
     let workspace = chain.context.workspace;
     let mut all = StepsKernels::new(&chain.context, &chain.candidate);
     let context = &chain.context;
-    let kernels = kernels(context, &mut all, serving, free_bytes)?;
+    let kernels = kernels(context, &mut all, serving, memory)?;
     let Some(largest) = kernels.last().map(|kernel| kernel.validated.clone()) else {
         return Err(Fault::internal("no kernel for several rows"));
     };
-    let ragged = ragged(context, &mut all, &kernels, serving, free_bytes)?;
+    let ragged = ragged(context, &mut all, &kernels, serving, memory)?;
     let shape = served_shape(context.target, &largest)?;
     if let Some(differs) = kernels.iter().find_map(|kernel| share_caches(&kernel.validated, &largest).err()) {
         return Err(Fault::internal(format!("kernels for different numbers of rows: {differs}")));
     }
-    let one_row = one_row_beside(chain, room(context, 1, serving, free_bytes)?, &largest)?;
+    let one_row = one_row_beside(chain, room(context, 1, serving, memory)?, &largest)?;
     let of_one = one_row.iter().map(|_| "1".to_string());
     let rows: Vec<String> = of_one.chain(kernels.iter().map(|kernel| kernel.rows.to_string())).collect();
     workspace.report.note(&format!(
-        "{}: steps of {} rows{}, cache of {} tokens in pages of {}",
+        "{}: steps of {} rows{}, cache of {} tokens in pages of {}{}",
         chain.context.target.name,
         rows.join(", "),
         ragged.as_ref().map_or(String::new(), |kernel| format!(" ({} also in KV splits)", kernel.rows)),
         u64::from(shape.pages) * u64::from(shape.page_rows),
-        shape.page_rows
+        shape.page_rows,
+        memory.told(&shape)
     ));
     let source = sampler_source(chain.context.target);
     let mut planned = vec![Planned { does: Does::Sampler, validated: None, source }];
@@ -285,7 +324,7 @@ fn to_serve_fastest(chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Re
 /// The same with kernels that add up in one order.
 fn to_serve_alike(chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<PlannedSet, Fault> {
     let (context, target) = (&chain.context, chain.context.target);
-    let room = room(context, 0, serving, free_bytes)?;
+    let room = room(context, 0, serving, Memory::beside(chain, free_bytes)?)?;
     let validated = Arc::new(invariant::schedule(&chain.context, &chain.candidate, room)?);
     let shape = served_shape(target, &validated)?;
     let alike = invariant::plan(target, &validated)?;
@@ -318,7 +357,7 @@ fn served_shape(target: &Target, validated: &Validated) -> Result<Shape, Fault> 
         .with_remedy(format!("raise `decode.context_max` above {page_rows} to serve on `{}`", target.name)))
 }
 
-/// What runs steps of several rows, ascending, on a device that has `free_bytes` left beside the weights.
+/// What runs steps of several rows, ascending, on a device that has this memory left.
 ///
 /// # Errors
 /// As [`Prepared::batched`].
@@ -326,11 +365,11 @@ fn kernels(
     context: &BuildContext<'_>,
     all: &mut StepsKernels<'_>,
     serving: &Serving,
-    free_bytes: u64,
+    memory: Memory,
 ) -> Result<Vec<StepsKernel>, Fault> {
     let mut kernels = vec![];
     for &rows in step_rows_of(serving)? {
-        let kernel = all.of(room(context, rows, serving, free_bytes)?)?;
+        let kernel = all.of(room(context, rows, serving, memory)?)?;
         add(&mut kernels, kernel, serving.running_max);
     }
     Ok(kernels)
@@ -346,14 +385,14 @@ fn ragged(
     all: &mut StepsKernels<'_>,
     others: &[StepsKernel],
     serving: &Serving,
-    free_bytes: u64,
+    memory: Memory,
 ) -> Result<Option<StepsKernel>, Fault> {
     let Some(rows) = ragged_rows(serving.running_max, others) else { return Ok(None) };
-    fitting(all.ragged(room(context, rows, serving, free_bytes)?))
+    fitting(all.ragged(room(context, rows, serving, memory)?))
 }
 
-/// Sequences and positions of a kernel on a device that has `free_bytes` left beside the weights.
-fn room(context: &BuildContext<'_>, rows: u32, serving: &Serving, free_bytes: u64) -> Result<Room, Fault> {
+/// Sequences and positions of a kernel on a device that has this memory left.
+fn room(context: &BuildContext<'_>, rows: u32, serving: &Serving, memory: Memory) -> Result<Room, Fault> {
     let BuildContext { manifest, imported, .. } = *context;
     let row_bytes = |dim| u64::from(cache_row_bytes(dim, manifest.precision.cache));
     let of_layer = imported
@@ -363,13 +402,16 @@ fn room(context: &BuildContext<'_>, rows: u32, serving: &Serving, free_bytes: u6
         .filter_map(Layer::attention)
         .map(|attention| 2 * u64::from(attention.kv_heads) * row_bytes(attention.head_dim));
     let position_bytes: u64 = of_layer.sum();
-    let fits = free_bytes / 100 * MEMORY_PERCENT / position_bytes.max(1);
     let context_max = u64::from(manifest.decode.context_max);
+    let fits = memory.positions(serving.running_max, position_bytes, context_max);
     let asked = serving.cache_tokens.map(u64::from);
     let positions = asked.unwrap_or(rounded(fits.min(DEVICE_TOKENS_MAX))).max(context_max);
     if positions > fits {
         let message = format!("a cache of {positions} tokens does not fit: the device has room for {fits}");
-        return Err(Fault::input(message).with_remedy("lower `--cache-tokens`, or `decode.context_max`"));
+        let states = if memory.state_bytes > 0 { ", or `--max-batch`: each request has a recurrent state" } else { "" };
+        return Err(
+            Fault::input(message).with_remedy(format!("lower `--cache-tokens`, or `decode.context_max`{states}"))
+        );
     }
     Ok(Room { rows, sequences: sequences(serving.running_max, positions, context_max), positions })
 }
@@ -571,6 +613,17 @@ mod tests {
     #[test]
     fn about_the_same_memory_gives_the_same_cache() {
         assert_eq!([0, 7, 8, 9, 1_000_000, 1_048_575].map(rounded), [0, 7, 8, 8, 917_504, 917_504]);
+    }
+
+    #[test]
+    fn states_of_all_sequences_take_room_of_the_cache() {
+        let memory = |state_bytes| Memory { free_bytes: 100_000, state_bytes };
+        // 90 % of the memory: without states all of it is positions.
+        assert_eq!(memory(0).positions(8, 7, 64), 90_000 / 7);
+        let positions = memory(1000).positions(8, 7, 64);
+        let bytes = |positions: u64| positions * 7 + u64::from(sequences(8, positions, 64)) * 1000;
+        assert!(bytes(positions) <= 90_000 && bytes(positions + 64) > 90_000 - 1000, "{}", bytes(positions));
+        assert_eq!(memory(10_000).positions(8, 7, 64), 0);
     }
 
     /// The pool keeps every page, and as many sequences can be open as requests may run.

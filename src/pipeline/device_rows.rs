@@ -389,6 +389,11 @@ impl OneText {
         self.guard.goes_on_at(OneText::SEQUENCE, position)
     }
 
+    /// Tells that the recurrent state is that before `position`: a snapshot was put back.
+    pub fn state_is_before(&mut self, position: u32) {
+        self.guard.state_is_before(OneText::SEQUENCE, position);
+    }
+
     /// The tables of a launch of `steps` steps that decides a token after each of `rows` rows from `position` on.
     ///
     /// # Errors

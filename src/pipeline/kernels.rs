@@ -10,6 +10,7 @@ use crate::cuda::memory::DeviceBuffer;
 use crate::cuda::one_row::OneRowSession;
 use crate::cuda::rows::RowLauncher;
 use crate::cuda::sampler::SamplerSession;
+use crate::cuda::states::StateRows;
 use crate::cuda::waves::{StepsSession, WavesSession};
 use crate::engine::{DeviceStepper, Stepper};
 use crate::error::Fault;
@@ -277,7 +278,8 @@ impl Served {
         let stepper = DeviceStepper::new(sessions, waves, sampler)
             .ok_or_else(|| Fault::internal("no kernel for several rows"))?;
         let rows = if self.set.is_alike { alike_rows(self.running_max) } else { 0 };
-        Ok(Box::new(stepper.with_rows(rows)))
+        let states = StateRows::of(self.set.validated().schedule());
+        Ok(Box::new(stepper.with_rows(rows).with_states(states)))
     }
 }
 

@@ -312,7 +312,7 @@ fn cpu_rows(context: &BuildContext<'_>, set: Set) -> (Vec<Batch>, Vec<&'static s
             (cpu_batches(&serving, &manifest.decode), serving.keys())
         }
         Set::Generate => {
-            let (batches, lowered) = one_text(&manifest.decode);
+            let (batches, lowered) = one_text(&manifest.decode, context.imported.graph.has_state());
             (batches, lowered.to_vec())
         }
     }

@@ -12,7 +12,7 @@ use super::exported::{Does, Exported, Kernel, cpu_kind};
 use super::invariant;
 use super::kernels::{self, KernelSet, Served};
 use super::keys::{Hardware, WeightsId};
-use super::runner::{LazyPrefill, LazyVerifier, On, Runner};
+use super::runner::{LazyPrefill, LazyVerifier, On, Runner, SNAPSHOTS};
 use super::{Prepared, Serving, Workspace, prepare};
 use crate::codegen::abi::Queues;
 use crate::codegen::emit::Trace;
@@ -259,7 +259,7 @@ fn runner(from: &FromExport) -> Result<Runner<'_>, Fault> {
         let interp = Interp::of_text(validated.schedule(), pack, Options::fast())?;
         let place = execute::cpu_place();
         let on = On::Cpu(Box::new(interp));
-        return Ok(Runner { place, context_max, vocab, cached: vec![], on, has_state });
+        return Ok(Runner { place, context_max, vocab, cached: vec![], on, has_state, snapshots: [None; SNAPSHOTS] });
     };
     let (device, identity) = device_of(target)?;
     let (pack, steps_max) = (exported.pack(target, &validated)?, exported.index().steps_per_launch);
@@ -303,7 +303,7 @@ fn runner(from: &FromExport) -> Result<Runner<'_>, Fault> {
     });
     let place = place_of(&identity);
     let on = On::Device { session: Box::new(session), prefill, verifier, steps_max };
-    Ok(Runner { place, context_max, vocab, cached: vec![], on, has_state })
+    Ok(Runner { place, context_max, vocab, cached: vec![], on, has_state, snapshots: [None; SNAPSHOTS] })
 }
 
 /// Kernels that read the prompt of one text, and their files.
@@ -389,7 +389,15 @@ fn invariant_runner(from: &FromExport) -> Result<Runner<'_>, Fault> {
     let has_state = set.validated().schedule().program.has_state();
     let on = On::invariant(set.load(&device, target, steps_max, &pack, None)?, steps_max)?;
     let place = place_of(&identity);
-    Ok(Runner { place, context_max, vocab: exported.index().vocab, cached: vec![], on, has_state })
+    Ok(Runner {
+        place,
+        context_max,
+        vocab: exported.index().vocab,
+        cached: vec![],
+        on,
+        has_state,
+        snapshots: [None; SNAPSHOTS],
+    })
 }
 
 fn batched(from: &FromExport, serving: &Serving) -> Result<Batched, Fault> {

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::codegen::emit::Trace;
-use crate::cuda::driver::Device;
+use crate::cuda::driver::{Device, DriverError};
 use crate::cuda::rows::RowLauncher;
 use crate::cuda::session::{Session, SessionError};
 use crate::defaults::rows::Room;
@@ -39,6 +39,14 @@ const CHUNK_ROWS: u32 = 16;
 /// Pause between two looks at the tokens of a running launch; a person does not notice such a delay.
 const POLL: Duration = Duration::from_micros(200);
 
+/// Snapshots of the recurrent state of a text: one of the step that verifies, and those of the last prompts.
+pub(super) const SNAPSHOTS: usize = 3;
+/// The slot of the step that verifies.
+pub(super) const OF_STEP: usize = 0;
+/// Tokens that a device decodes one at a time after a snapshot, for each 16 that it would read as a prompt: what is left of a prompt may be longer by
+/// [`Prefill::PROMPT_MIN`]. A step of a batch kernel reads 16 tokens in about the time of a step of the decode kernel.
+const READ_PER_STEP: usize = 16;
+
 /// End-of-sequence ids that a kernel takes.
 const EOS_MAX: usize = crate::codegen::abi::EOS_MAX;
 
@@ -50,8 +58,19 @@ pub struct Runner<'a> {
     /// Tokens whose keys and values the cache holds, from position 0 on.
     pub(super) cached: Vec<u32>,
     pub(super) on: On<'a>,
-    /// Whether the model keeps a recurrent state: no step can be taken back.
+    /// Whether the model keeps a recurrent state: then a text goes back to a snapshot alone.
     pub(super) has_state: bool,
+    /// For each slot, the position of a snapshot of `cached`.
+    pub(super) snapshots: [Option<u32>; SNAPSHOTS],
+}
+
+/// Where a text goes on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Found {
+    /// Positions below are in the cache.
+    reused: usize,
+    /// The snapshot of the recurrent state before this position; `None`: the state is there.
+    slot: Option<usize>,
 }
 
 /// What a prompt was continued with.
@@ -183,7 +202,15 @@ impl Prepared {
             let interp = Interp::of_text(rows.validated(&self.target)?.schedule(), chain.pack()?, Options::fast())?;
             let place = execute::cpu_place();
             let on = On::Cpu(Box::new(interp));
-            return Ok(Runner { place, context_max, vocab, cached: vec![], on, has_state });
+            return Ok(Runner {
+                place,
+                context_max,
+                vocab,
+                cached: vec![],
+                on,
+                has_state,
+                snapshots: [None; SNAPSHOTS],
+            });
         };
         let steps_max = self.manifest.decode.steps_per_launch;
         let place = format!("{} (device {})", found.name, found.ordinal);
@@ -198,7 +225,15 @@ impl Prepared {
                 Checks::of(&chain, found, &of_host)?.ensure(&made, &mut load)?;
             }
             let on = On::invariant(made.load(&device, &self.target, steps_max, &pack, None)?, steps_max)?;
-            return Ok(Runner { place, context_max, vocab, cached: vec![], on, has_state });
+            return Ok(Runner {
+                place,
+                context_max,
+                vocab,
+                cached: vec![],
+                on,
+                has_state,
+                snapshots: [None; SNAPSHOTS],
+            });
         }
         let cubin = chain.cubin()?.ok_or_else(|| Fault::internal("a target with a kernel has no cubin"))?;
         if self.checking == Checking::Required {
@@ -211,23 +246,24 @@ impl Prepared {
         let prefill =
             LazyPrefill::new(&workspace.report, device, |device, one| Prefill::load(workspace, self, device, one));
         let on = On::Device { session: Box::new(session), prefill, verifier, steps_max };
-        Ok(Runner { place, context_max, vocab, cached: vec![], on, has_state })
+        Ok(Runner { place, context_max, vocab, cached: vec![], on, has_state, snapshots: [None; SNAPSHOTS] })
     }
 
     /// What decodes one text on the CPU: of several rows, so that a weight is read once for all tokens of a prompt chunk.
     pub(super) fn text_on_cpu(&self, chain: &Chain<'_>) -> Result<StoredSchedule, Fault> {
-        let (batches, keys) = one_text(&self.manifest.decode);
+        let (batches, keys) = one_text(&self.manifest.decode, self.imported.graph.has_state());
         Ok(place_rows(&chain.context, &self.candidate, &batches, keys)?.1)
     }
 }
 
 /// Steps of one text on the CPU: a chunk of its prompt, or one token. The first that fits counts; a chunk that the manifest asks for is the
 /// only one. Also what the user lowers where it does not fit.
-pub(super) fn one_text(decode: &Decode) -> (Vec<Batch>, &'static [&'static str]) {
+pub(super) fn one_text(decode: &Decode, has_state: bool) -> (Vec<Batch>, &'static [&'static str]) {
     let rows = decode.chunk_max.unwrap_or(CHUNK_ROWS).min(decode.context_max);
     let pages = decode.cache_pages.unwrap_or(decode.context_max.div_ceil(PAGE_ROWS));
     let fewer = |rows: &u32| (*rows > 1 && decode.chunk_max.is_none()).then_some(rows / 2);
-    let batch = |rows| Batch { rows, sequences: 1, pages, page_rows: PAGE_ROWS, words: false };
+    let sequences = if has_state { 1 + SNAPSHOTS as u32 } else { 1 };
+    let batch = |rows| Batch { rows, sequences, pages, page_rows: PAGE_ROWS, words: false };
     let keys: &[&str] = if decode.chunk_max.is_some() { &["decode.chunk_max"] } else { &[] };
     (iter::successors(Some(rows), fewer).map(batch).collect(), keys)
 }
@@ -255,7 +291,7 @@ impl Runner<'_> {
     /// More ids than the context has positions; an id outside the vocabulary.
     pub fn logits(&mut self, ids: &[u32], on_row: &mut dyn FnMut(u32, &[f32])) -> Result<(), Fault> {
         self.check_ids(ids)?;
-        self.cached.clear();
+        self.forget();
         match &mut self.on {
             On::Cpu(interp) => {
                 interp.reset();
@@ -297,12 +333,13 @@ impl Runner<'_> {
     /// As [`Runner::speculate`], of the prompt and of the kernel that verifies.
     pub fn make_ready(&mut self, prompt: &[u32], proposed: usize) -> Result<(), Fault> {
         self.check_ids(prompt)?;
-        let reused = if proposed == 0 { self.found(prompt) } else { 0 };
+        let reused = if proposed == 0 { self.found(prompt).reused } else { 0 };
         let On::Device { session, prefill, verifier, .. } = &mut self.on else { return Ok(()) };
         let (verifies, reads) = (proposed > 0, reads_in_chunks(prompt, reused));
         if verifies || reads {
             // A check writes the cache.
             self.cached.clear();
+            self.snapshots = [None; SNAPSHOTS];
         }
         if verifies {
             verifier.get(session, rows_of(proposed))?;
@@ -319,15 +356,40 @@ impl Runner<'_> {
         shared.min(prompt.len().saturating_sub(1))
     }
 
-    /// As [`Runner::reused`]; none where a recurrent state is that of another position.
-    fn found(&self, prompt: &[u32]) -> usize {
+    /// Forgets the text before.
+    fn forget(&mut self) {
+        self.cached.clear();
+        self.snapshots = [None; SNAPSHOTS];
+    }
+
+    /// As [`Runner::reused`]; where the recurrent state is that of another position, as far as the last snapshot before.
+    fn found(&self, prompt: &[u32]) -> Found {
         let reused = self.reused(prompt);
         let goes_on = match &self.on {
             On::Cpu(interp) => interp.goes_on_at(reused as u32),
             On::Device { session, .. } => session.finds_state(reused as u32),
             On::Invariant(steps) => steps.goes_on_at(reused as u32),
         };
-        if goes_on { reused } else { 0 }
+        if goes_on {
+            return Found { reused, slot: None };
+        }
+        let is_worth = |position: usize| {
+            let (left, whole) = (prompt.len() - position, prompt.len());
+            matches!(self.on, On::Cpu(_)) || left <= whole / READ_PER_STEP + Prefill::PROMPT_MIN
+        };
+        let kept = (0..).zip(self.snapshots).filter_map(|(slot, position)| Some((position? as usize, slot)));
+        let best = kept.filter(|(position, _)| *position <= reused && is_worth(*position)).max();
+        best.map_or(Found { reused: 0, slot: None }, |(reused, slot)| Found { reused, slot: Some(slot) })
+    }
+
+    /// Forgets snapshots after the first `reused` tokens, which the next text does not have. Returns the slot for that of its prompt.
+    fn slot_of_prompt(&mut self, reused: usize) -> usize {
+        self.snapshots[OF_STEP] = None;
+        for position in &mut self.snapshots {
+            *position = position.filter(|position| *position as usize <= reused);
+        }
+        // That of the shorter text makes room.
+        (OF_STEP + 1..SNAPSHOTS).min_by_key(|slot| self.snapshots[*slot]).unwrap_or(OF_STEP)
     }
 
     /// Continues `prompt` with at most `max_tokens` tokens, and at most as many as the context has room for; stops after
@@ -344,7 +406,7 @@ impl Runner<'_> {
         on_token: &mut dyn FnMut(u32) -> ControlFlow<()>,
     ) -> Result<Vec<u32>, Fault> {
         let request = RequestSettings::plain(*sampling).resolve(self.vocab, eos)?;
-        self.cached.clear();
+        self.forget();
         let answer = self.answer(prompt, max_tokens, &request, &mut |decided| on_token(decided.token))?;
         Ok(answer.tokens)
     }
@@ -367,14 +429,21 @@ impl Runner<'_> {
             return Ok(Answer { tokens: vec![], reused: 0 });
         }
         let mut tell = stop_at_end(request, on_token);
-        let reused = self.found(prompt);
+        let Found { reused, slot } = self.found(prompt);
+        let of_prompt = self.slot_of_prompt(reused);
+        let mut snapshots = self.snapshots;
         // A fault leaves nothing to be trusted.
-        self.cached.clear();
+        self.forget();
         let tokens = match &mut self.on {
             On::Cpu(interp) => {
-                match reused {
-                    0 => interp.reset(),
+                match (reused, slot) {
+                    (0, _) => interp.reset(),
+                    (_, Some(slot)) => interp.go_back(slot)?,
                     _ => interp.seek(reused as u32)?,
+                }
+                if of_prompt < interp.snapshots_max() {
+                    interp.keep_state(prompt.len() as u32, of_prompt);
+                    snapshots[of_prompt] = Some(prompt.len() as u32);
                 }
                 if request.sampler().is_greedy() && request.beyond_kernels().is_empty() {
                     decide_by_schedule(interp, prompt, count, self.vocab, &mut tell)?
@@ -385,21 +454,29 @@ impl Runner<'_> {
             On::Device { session, prefill, steps_max, .. } => {
                 refuse_beyond_kernels(request)?;
                 session.sample(*request.sampler());
+                if let Some(slot) = slot {
+                    session.go_back(slot)?;
+                }
                 let prefill = if reads_in_chunks(prompt, reused) { prefill.get(session)? } else { None };
                 let (mut from, mut first) = (reused as u32, None);
                 if let Some(prefill) = prefill {
                     // Where it decides nothing, the kernel for one row reads the last token.
                     (from, first) = (prompt.len() as u32 - 1, prefill.decide(prompt, request.sampler())?);
                     session.state_is_before(if first.is_some() { from + 1 } else { from });
+                    keep_state(session, of_prompt)?;
                 }
-                let bounds = Bounds { from, steps_max: *steps_max, count, vocab: self.vocab };
-                go_on_device(session, (prompt, first), bounds, &kernel_ends(request), &mut |token| {
+                let keep = (self.has_state && first.is_none()).then_some(of_prompt);
+                let bounds = Bounds { from, steps_max: *steps_max, count, vocab: self.vocab, keep };
+                let tokens = go_on_device(session, (prompt, first), bounds, &kernel_ends(request), &mut |token| {
                     tell(&Decided { token, logprob: None, top: vec![] })
-                })?
+                })?;
+                snapshots[of_prompt] = session.kept(of_prompt);
+                tokens
             }
             On::Invariant(steps) => steps.decide(prompt, reused, count, request, None, &mut tell)?,
         };
         self.keep(prompt, &tokens);
+        self.snapshots = snapshots;
         Ok(Answer { tokens, reused })
     }
 
@@ -418,10 +495,7 @@ impl Runner<'_> {
         on_token: &mut dyn FnMut(&Decided) -> ControlFlow<()>,
     ) -> Result<Answer, Fault> {
         let count = self.tokens_max(prompt, max_tokens)?;
-        if self.has_state {
-            return Err(refuse_state("--lookup"));
-        }
-        self.cached.clear();
+        self.forget();
         if count == 0 {
             return Ok(Answer { tokens: vec![], reused: 0 });
         }
@@ -438,6 +512,7 @@ impl Runner<'_> {
                 let verifier = Verifier { rows: verifier, sampler: *request.sampler() };
                 speculative::decide_on_device(one, verifier, prefill, prompt, count, speculation, &mut tell)?
             }
+            On::Invariant(_) if self.has_state => return Err(refuse_state("--lookup")),
             On::Invariant(steps) => steps.decide(prompt, 0, count, request, Some(speculation), &mut tell)?,
         };
         self.keep(prompt, &tokens);
@@ -477,10 +552,11 @@ impl Runner<'_> {
     }
 }
 
-/// A model with a recurrent state has no way back to an earlier position.
-pub(super) fn refuse_state(what: &str) -> Fault {
-    Fault::input(format!("`{what}` verifies tokens that may be taken back, and this model keeps a recurrent state"))
-        .with_remedy(format!("leave out `{what}`"))
+/// Kernels that add up in one order keep no snapshot of a recurrent state.
+fn refuse_state(what: &str) -> Fault {
+    let message =
+        "verifies tokens that may be taken back, and with `batch_invariant` no snapshot of a recurrent state is kept";
+    Fault::input(format!("`{what}` {message}")).with_remedy(format!("leave out `{what}`, or `decode.batch_invariant`"))
 }
 
 /// Whether a device reads a prompt in chunks, of which the cache holds `reused` tokens.
@@ -602,6 +678,16 @@ struct Bounds {
     /// Tokens to decide, at most.
     count: usize,
     vocab: u32,
+    /// The slot for the recurrent state at the end of the prompt; `None`: it is not kept.
+    keep: Option<usize>,
+}
+
+/// Keeps the recurrent state for prompts to come, if there is memory for it: without it they take longer.
+fn keep_state(session: &mut Session, slot: usize) -> Result<(), SessionError> {
+    match session.keep_state(slot) {
+        Err(SessionError::Driver(DriverError::OutOfMemory { .. })) => Ok(()),
+        other => other,
+    }
 }
 
 /// As [`decide_on_device`]; `first`: what was chosen after the prompt, of which the cache has all then.
@@ -620,7 +706,7 @@ fn go_on_device(
     let mut tokens = vec![first];
     if tell(first).is_continue() && bounds.count > 1 {
         let text = [prompt, &[first]].concat();
-        let bounds = Bounds { from: prompt.len() as u32, count: bounds.count - 1, ..bounds };
+        let bounds = Bounds { from: prompt.len() as u32, count: bounds.count - 1, keep: None, ..bounds };
         tokens.extend(decide_on_device(session, &text, bounds, eos, tell)?);
     }
     Ok(tokens)
@@ -634,13 +720,15 @@ fn decide_on_device(
     eos: &[u32],
     tell: &mut dyn FnMut(u32) -> ControlFlow<()>,
 ) -> Result<Vec<u32>, Fault> {
-    let Bounds { from, steps_max, count, vocab } = bounds;
+    let Bounds { from, steps_max, count, vocab, keep } = bounds;
     session.start(prompt, eos)?;
     let last = (prompt.len() + count - 1) as u32;
     let mut tokens = vec![];
     let mut position = from;
     while position < last {
-        let steps = steps_max.min(last - position);
+        let to_end = prompt.len() as u32 - position.min(prompt.len() as u32);
+        let ends = keep.is_some() && to_end > 0;
+        let steps = steps_max.min(last - position).min(if ends { to_end } else { u32::MAX });
         // The kernel selects and reports the token after its last step as well.
         let timeout_ms = session.launch(position, steps, false)?;
         let mut stopped = false;
@@ -665,6 +753,9 @@ fn decide_on_device(
         }
         session.finish(timeout_ms)?;
         catch_up(session, &mut tokens)?;
+        if let Some(slot) = keep.filter(|_| ends && steps == to_end) {
+            keep_state(session, slot)?;
+        }
         // A kernel that finds no number among the logits chooses the last id.
         let new = (position as usize + 1).saturating_sub(prompt.len());
         if let Some(at) = tokens.iter().skip(new).position(|token| token + 1 == vocab) {

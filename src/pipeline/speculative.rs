@@ -1,7 +1,10 @@
 //! Owns decoding with proposed tokens: on a CPU by the schedule that reads prompts in chunks, on a device by a kernel for rows beside the
 //! kernel for one row.
+//!
+//! A recurrent state cannot take tokens back. So a step that verifies keeps a snapshot of the state before it. If not all proposed tokens are
+//! chosen, the snapshot is put back, and the rows of the next step begin with those that were chosen. They need no step of their own:
+//! a step of a few more rows takes about as long, because the weights are read once for all rows.
 
-use std::iter;
 use std::ops::ControlFlow;
 
 use crate::cuda::rows::{FirstToken, RowInput, RowLauncher};
@@ -13,7 +16,7 @@ use crate::sample::{Decided, Request, Sampler, TokenCounts};
 use crate::speculate::Speculation;
 
 use super::device_rows::{OneText, Prefill};
-use super::runner::logits_after;
+use super::runner::{OF_STEP, logits_after};
 
 /// Told each token; `Break` ends the text.
 type Tell<'a> = &'a mut dyn FnMut(&Decided) -> ControlFlow<()>;
@@ -33,6 +36,10 @@ pub(super) fn decide_on_cpu(
 ) -> Result<Vec<u32>, Fault> {
     let shape = *interp.text_shape().ok_or_else(|| Fault::internal("a text without tables"))?;
     refuse_rows(speculation, shape.rows, ", or raise `decode.chunk_max`")?;
+    if shape.has_state && interp.snapshots_max() == 0 {
+        let message = "`--lookup` needs a snapshot of the recurrent state, and the export has no room for one";
+        return Err(Fault::input(message).with_remedy("export the model again, or leave out `--lookup`"));
+    }
     // The pages may suffice for the text, but not for proposed tokens after it.
     let positions_max = (shape.pages as usize * shape.page_rows as usize).min(shape.context_max as usize);
     interp.reset();
@@ -44,13 +51,23 @@ pub(super) fn decide_on_cpu(
     counts.push(first.token);
     sequence.push(first.token);
     let mut stopped = tell(&first).is_break();
+    let mut begun = Begun::new(sequence.len() - 1, shape.has_state);
     while !stopped && sequence.len() < end {
-        let room = (end - sequence.len() - 1).min(positions_max.saturating_sub(sequence.len()));
+        let again = sequence.len() - 1 - begun.at;
+        let room = (end - sequence.len() - 1)
+            .min(positions_max.saturating_sub(sequence.len()))
+            .min(shape.rows as usize - 1 - again);
         let proposal = speculation.propose(&sequence, room);
         let tried = if proposal.is_tried { proposal.tokens.as_slice() } else { &[] };
-        let rows: Vec<Input> = sequence.last().into_iter().chain(tried).copied().map(Input::Token).collect();
+        if begun.wants_snapshot(tried) {
+            interp.keep_state(begun.at as u32, OF_STEP);
+        }
+        let rows: Vec<Input> = sequence[begun.at..].iter().chain(tried).copied().map(Input::Token).collect();
         let (mut chosen, mut failed) = (vec![], None);
         interp.launch(&rows, |step| {
+            if (step.position as usize) + 1 < sequence.len() {
+                return ControlFlow::Continue(());
+            }
             step.logits.copy_to(&mut logits);
             match request.choose(&logits, &counts, None) {
                 Ok(decided) => {
@@ -67,9 +84,42 @@ pub(super) fn decide_on_cpu(
             return Err(error.into());
         }
         speculation.learn(&proposal, &chosen);
-        sequence.extend(chosen);
+        sequence.extend(&chosen);
+        if begun.ends(sequence.len(), chosen.len(), tried.len()) && !stopped {
+            interp.go_back(OF_STEP)?;
+        }
     }
     Ok(sequence.split_off(prompt.len()))
+}
+
+/// Where the next step of a text begins.
+struct Begun {
+    /// The position of its first row: that of the last token, or an earlier one to which the recurrent state went back.
+    at: usize,
+    has_state: bool,
+    /// The position of the snapshot.
+    kept: Option<usize>,
+}
+
+impl Begun {
+    fn new(at: usize, has_state: bool) -> Begun {
+        Begun { at, has_state, kept: None }
+    }
+
+    /// Whether the state is to be kept before a step that verifies `tried`. After it went back, it is there already.
+    fn wants_snapshot(&mut self, tried: &[u32]) -> bool {
+        self.has_state && !tried.is_empty() && self.kept.replace(self.at) != Some(self.at)
+    }
+
+    /// Notes that a step chose `chosen` tokens, after which the text has `length`. Whether the state has to go back: it has seen tokens that were
+    /// not chosen.
+    fn ends(&mut self, length: usize, chosen: usize, tried: usize) -> bool {
+        let goes_back = self.has_state && chosen <= tried;
+        if !goes_back {
+            self.at = length - 1;
+        }
+        goes_back
+    }
 }
 
 /// Refuses proposals that no step has rows for.
@@ -108,26 +158,28 @@ pub struct Verifier<'a> {
 }
 
 impl Verifier<'_> {
-    /// Decodes `last` at `position` and `proposed` after it. The tokens that are chosen, up to the first one that was not proposed.
-    fn run(&mut self, text: &mut OneText, position: u32, last: u32, proposed: &[u32]) -> Result<Vec<u32>, Fault> {
+    /// Decodes tokens from `position` on, the last of which is that of the text, and `proposed` after them. The tokens that are chosen after the last
+    /// one, up to the first one that was not proposed.
+    fn run(&mut self, text: &mut OneText, position: u32, last: &[u32], proposed: &[u32]) -> Result<Vec<u32>, Fault> {
         let Verifier { rows, sampler } = self;
         let (inverse_temperature, seed) = sampler.temperature_of_rows();
         let first = |&token: &u32| FirstToken::Given(token);
         let input = |token| RowInput { first: first(token), steps: 1, inverse_temperature, seed };
-        let inputs: Vec<RowInput> = iter::once(&last).chain(proposed).map(input).collect();
+        let inputs: Vec<RowInput> = last.iter().chain(proposed).map(input).collect();
         // Kernels for rows have neither top-k nor top-p.
         let on_host = sampler.is_filtered();
         let tables = text.admit(position, inputs.len() as u32, 1)?;
         let launched = rows.run_whole(tables, &inputs, on_host)?;
         let decided = launched.tokens.get(1).ok_or_else(|| Fault::internal("a launch decided no token"))?;
         let mut chosen = vec![];
-        for (row, &decided) in (0..).zip(decided) {
+        let again = last.len() - 1;
+        for (row, &decided) in (0..).zip(decided).skip(again) {
             let token = match on_host {
                 true => sampler.choose(&rows.logits(row)?, position + row + 1)?,
                 false => decided,
             };
             chosen.push(token);
-            if proposed.get(row as usize) != Some(&token) {
+            if proposed.get(row as usize - again) != Some(&token) {
                 break;
             }
         }
@@ -162,13 +214,19 @@ pub fn decide_on_device(
         })
     };
     let mut stopped = take(&mut sequence, &[first]);
+    let mut begun = Begun::new(sequence.len() - 1, shape.has_state);
     while !stopped && sequence.len() < end {
         let (position, last) = (sequence.len() as u32 - 1, sequence[sequence.len() - 1]);
         let left = end - sequence.len();
-        let proposal = speculation.propose(&sequence, left - 1);
-        let chosen = if proposal.is_tried {
+        let again = sequence.len() - 1 - begun.at;
+        let proposal = speculation.propose(&sequence, (left - 1).min(shape.rows as usize - 1 - again));
+        let tried = if proposal.is_tried { proposal.tokens.as_slice() } else { &[] };
+        let chosen = if proposal.is_tried || again > 0 {
             moved = true;
-            verifier.run(&mut text, position, last, &proposal.tokens)?
+            if begun.wants_snapshot(tried) {
+                one.session.keep_state(OF_STEP)?;
+            }
+            verifier.run(&mut text, begun.at as u32, &sequence[begun.at..], tried)?
         } else {
             if std::mem::take(&mut moved) {
                 one.session.go_on(position, last)?;
@@ -179,7 +237,13 @@ pub fn decide_on_device(
             return Err(Fault::internal("a launch decided no token"));
         }
         speculation.learn(&proposal, &chosen);
+        let seen = sequence.len() + tried.len();
         stopped = take(&mut sequence, &chosen);
+        if begun.ends(sequence.len(), chosen.len(), tried.len()) {
+            text.state_is_before(one.session.go_back(OF_STEP)?);
+        } else if moved {
+            one.session.state_is_before(seen as u32);
+        }
     }
     Ok(sequence.split_off(prompt.len()))
 }
@@ -197,10 +261,12 @@ fn read_prompt(
     one.session.start(prompt, one.ends)?;
     let mut position = 0;
     if let Some(prefill) = prefill {
-        if let Some(first) = prefill.decide_text(&mut text, prompt, sampler)? {
+        let first = prefill.decide_text(&mut text, prompt, sampler)?;
+        position = prompt.len() - usize::from(first.is_none());
+        one.session.state_is_before(position as u32);
+        if let Some(first) = first {
             return Ok((text, first, true));
         }
-        position = prompt.len() - 1;
     }
     let mut decided = vec![];
     while position < prompt.len() {

@@ -145,6 +145,8 @@ impl Metrics {
             ("vllm:num_requests_running", "Choices that run now.", figures.running as f64),
             ("vllm:num_requests_waiting", "Choices that wait to run.", figures.waiting as f64),
             ("vllm:kv_cache_usage_perc", "Share of the cache's pages that running choices hold, 0 to 1.", usage),
+            ("monobloc:state_snapshots", "Snapshots of recurrent states that are kept.", figures.snapshots as f64),
+            ("monobloc:state_snapshots_max", "Snapshots that there is room for.", figures.snapshots_max as f64),
         ];
         for (name, help, value) in gauges {
             head(&mut out, name, help, "gauge");

@@ -23,6 +23,7 @@ use monobloc::cuda::rows::{FirstToken, RowInput, RowLauncher, RowsSession, given
 use monobloc::cuda::sampler::SamplerSession;
 use monobloc::cuda::self_test::self_test;
 use monobloc::cuda::session::{Session, SessionError};
+use monobloc::cuda::states::StateRows;
 use monobloc::cuda::stream::{Argument, LaunchShape, Wait};
 use monobloc::cuda::turns::TurnsSession;
 use monobloc::cuda::waves::{Last, StepsSession, WavesSession};
@@ -35,6 +36,7 @@ use monobloc::grammar::{self, Grammar, Source, Vocabulary};
 use monobloc::interp::Pack;
 use monobloc::ir::BufferId;
 use monobloc::ir::op::Role;
+use monobloc::ir::program::Space;
 use monobloc::lower::lower;
 use monobloc::model::config::{import, import_config_only};
 use monobloc::model::graph::ModelGraph;
@@ -49,7 +51,7 @@ use monobloc::pipeline::text_steps::TextSteps;
 use monobloc::pipeline::{Hardware, WeightsId, Workspace};
 use monobloc::random::Random;
 use monobloc::report::Report;
-use monobloc::rows::{Edit, Guard, PageId, Request, Row, SequenceId, Shape};
+use monobloc::rows::{Edit, Guard, PageId, Request, Row, SequenceId, Shape, StateCopy};
 use monobloc::sample::{self, Penalties, RequestSettings, SampleSettings, TokenCounts, TokenSet, argmax};
 use monobloc::schedule::schedule;
 use monobloc::speculate::{Draft, Speculated, Speculation};
@@ -293,6 +295,13 @@ impl Model {
         Model { graph: import(&fixture("tinystories-llama")).unwrap().graph, precision: FP32 }
     }
 
+    /// Layers with a recurrent state after one of attention, whose place in the cache has the tokens of the fake.
+    fn with_states() -> Model {
+        let mut graph = import(&fixture("hybrids/qwen35")).unwrap().graph;
+        graph.layers.rotate_right(1);
+        Model { graph, precision: FP32 }
+    }
+
     /// Heads of 64 in bf16, which kernels of waves take.
     fn of_wide_heads() -> Model {
         let config = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2560, "intermediate_size": 256, "head_dim": 64,
@@ -428,6 +437,115 @@ fn proposed_tokens_on_a_device_change_no_token() {
     let greedy = RequestSettings::plain(SampleSettings::greedy()).resolve(on.vocab, &[]).unwrap();
     let expected = next_of_fake(&prompt, &greedy, &TokenCounts::new(&prompt), None, on.vocab);
     assert_eq!(on.prefill.decide(&prompt, greedy.sampler()).unwrap(), Some(expected));
+}
+
+/// The same with recurrent states: sessions and guard know the position of each state, which goes back where a token is not chosen.
+#[test]
+fn proposed_tokens_on_a_device_leave_no_wrong_state() {
+    const NAME: &str = "proposed_tokens_on_a_device_leave_no_wrong_state";
+    if !is_child() {
+        let Some(text) = with_fake_driver(NAME, "") else { return };
+        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        return;
+    }
+    let device = Device::open(0).unwrap();
+    let mut on = texts_with_proposals(TextOnFake::new(&device, &Model::with_states(), &[]), 24, 60, 3);
+    // Memory of a snapshot is that of the text.
+    assert_eq!(on.one.kept(1), None);
+    assert_eq!(on.one.go_back(1).unwrap_err().to_string(), "no recurrent state was kept in slot 1");
+    on.one.decode_again(&[1, 2, 3]).unwrap();
+    on.one.keep_state(1).unwrap();
+    on.one.decode_again(&[1, 2, 3, 4, 5]).unwrap();
+    assert_eq!((on.one.kept(1), on.one.finds_state(5), on.one.finds_state(3)), (Some(3), true, false));
+    assert_eq!((on.one.go_back(1).unwrap(), on.one.finds_state(5), on.one.finds_state(3)), (3, false, true));
+}
+
+/// Requests that begin alike, on a kernel with recurrent states: the guard knows the position of each.
+#[test]
+fn requests_on_a_device_go_on_from_snapshots() {
+    const NAME: &str = "requests_on_a_device_go_on_from_snapshots";
+    if !is_child() {
+        let Some(text) = with_fake_driver(NAME, "") else { return };
+        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        return;
+    }
+    let device = Device::open(0).unwrap();
+    let validated = Model::with_states().kernel(8);
+    let states = StateRows::of(validated.schedule());
+    let with = |states: Option<StateRows>| {
+        let session = session_of(&device, &validated, None).unwrap();
+        let stepper = DeviceStepper::new(vec![Box::new(session)], None, None).unwrap();
+        match states {
+            Some(states) => stepper.with_states(states),
+            None => stepper,
+        }
+    };
+    let stepper = with(Some(states));
+    let figures = requests_alone_and_together(stepper, 5, 40);
+    assert!(figures.prefix_hits > 0 && figures.snapshots_max == 2, "{figures:?}");
+    // A stepper that does not know where states lie copies none, and says so.
+    let mut engine =
+        Engine::new(with(None), Limits { running_max: 1, waiting_max: 2, chunk_rows: 8, steps_max: 1 }).unwrap();
+    let request = RequestSettings::plain(SampleSettings::greedy()).resolve(engine.bounds().vocab, &[]).unwrap();
+    let page_rows = engine.bounds().shape.page_rows as usize;
+    let ask = Ask {
+        prompt: vec![1; page_rows + 1],
+        tokens_max: 2,
+        choices: vec![request],
+        scores_prompt: None,
+        grammar: None,
+        deadline: None,
+    };
+    engine.submit(ask).unwrap();
+    let mut events = vec![];
+    let fault = (0..100).find_map(|_| engine.turn(Duration::ZERO, &mut events).err()).unwrap();
+    assert_eq!(fault.message, "states are copied, and it is not known where they lie");
+}
+
+#[test]
+fn states_are_copied_between_the_rows_of_sequences() {
+    const NAME: &str = "states_are_copied_between_the_rows_of_sequences";
+    if !is_child() {
+        let Some(text) = with_fake_driver(NAME, "") else { return };
+        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        return;
+    }
+    let device = Device::open(0).unwrap();
+    let validated = Model::with_states().kernel(8);
+    let (schedule, stream) = (validated.schedule(), device.stream().unwrap());
+    let rows = StateRows::of(schedule);
+    let bytes = schedule.arena_bytes(Space::Cache);
+    let mut cache = device.alloc(bytes).unwrap();
+    // The arena with a value of its own for each sequence of each state, and none elsewhere.
+    let mut expected = vec![0u32; bytes as usize / 4];
+    let mut all = 0;
+    for (layer, buffer) in schedule.program.states() {
+        let (at, cols) = (schedule.placement[buffer.index()].unwrap(), schedule.program.buffers[buffer.index()].cols);
+        for sequence in 0..schedule.program.buffers[buffer.index()].rows {
+            let first = at as usize / 4 + (sequence * cols) as usize;
+            expected[first..first + cols as usize].fill(1 + layer.0 * 100 + sequence);
+        }
+        all += u64::from(cols) * 4;
+    }
+    assert_eq!(rows.bytes(), all);
+    cache.upload(&stream, 0, &expected).unwrap();
+    let kept = device.alloc(rows.bytes()).unwrap();
+    let copy = |from, to| StateCopy { from: SequenceId(from), to: SequenceId(to) };
+    rows.copy(&stream, &cache, &[copy(1, 4), copy(4, 2), copy(3, 1)]).unwrap();
+    rows.save(&stream, &cache, &kept).unwrap();
+    rows.copy(&stream, &cache, &[copy(5, 0)]).unwrap();
+    rows.restore(&stream, &cache, &kept).unwrap();
+    let of = |word: u32| match word % 100 {
+        5 | 3 => word - word % 100 + 2,
+        2 => word - word % 100 + 4,
+        _ => word,
+    };
+    // Sequence 4 has the state of 1, and so has 2; 1 has that of 3.
+    let want: Vec<u32> = expected.iter().map(|&word| if word == 0 { 0 } else { of(word) }).collect();
+    assert_eq!(cache.download::<u32>(&stream, 0, expected.len()).unwrap(), want);
+    assert!(
+        rows.copy(&stream, &cache, &[copy(1, 1)]).is_err() && rows.copy(&stream, &cache, &[copy(0, 1 << 30)]).is_err()
+    );
 }
 
 /// Decides `cases` texts with prompts of up to `longest` tokens, and compares each token.

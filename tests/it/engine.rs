@@ -1,5 +1,6 @@
 //! Owns the tests of the engine, over a stepper that is a hash: its logits depend on every token that a row can see through the
-//! page table, so a wrong page, an old one or a row out of order changes a token.
+//! page table, so a wrong page, an old one or a row out of order changes a token. With recurrent states it also keeps the tokens that each state
+//! has seen, which have to be the same.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
@@ -8,7 +9,7 @@ use monobloc::engine::*;
 use monobloc::error::Fault;
 use monobloc::grammar::{self, Grammar, Source, Vocabulary};
 use monobloc::random::Random;
-use monobloc::rows::{PageId, SequenceId, Shape};
+use monobloc::rows::{self, Guard, PageId, Row, SequenceId, Shape};
 use monobloc::sample::Decided;
 use monobloc::sample::{Request, RequestSettings, SampleError, SampleSettings, TokenCounts, TokenSet};
 
@@ -32,6 +33,10 @@ struct Toy {
     table: Table,
     /// The tokens of each page.
     pages: Vec<Vec<Option<u32>>>,
+    /// The tokens that the recurrent state of each sequence has seen.
+    states: BTreeMap<SequenceId, Vec<u32>>,
+    /// Judges the tables of every launch, as that of a real stepper does.
+    guard: Guard,
     queued: VecDeque<Queued>,
     /// What each row of the launch that was executed last decided; `None`: nothing.
     decided: Vec<Option<u32>>,
@@ -62,6 +67,8 @@ impl Toy {
             is_deep,
             table: BTreeMap::new(),
             pages,
+            states: BTreeMap::new(),
+            guard: Guard::new(Shape { rows: u32::MAX, ..shape }),
             queued: VecDeque::new(),
             decided: vec![],
             moods: Some(Random::new(3)),
@@ -77,12 +84,28 @@ impl Toy {
         &mut self.pages[page.index()][(position % page_rows) as usize]
     }
 
+    /// Writes a token of a sequence.
+    fn put(&mut self, table: &Table, sequence: SequenceId, position: u32, token: u32) {
+        *self.at(table, sequence, position) = Some(token);
+        if self.bounds.shape.has_state {
+            let state = self.states.entry(sequence).or_default();
+            if position == 0 {
+                state.clear();
+            }
+            assert_eq!(state.len(), position as usize, "a state of another position");
+            state.push(token);
+        }
+    }
+
     /// The logits after a position.
     fn seen(&mut self, table: &Table, sequence: SequenceId, position: u32) -> Vec<f32> {
         let window = self.bounds.shape.window.unwrap_or(u32::MAX);
         let from = (position + 1).saturating_sub(window);
-        let tokens = (from..=position).map(|p| self.at(table, sequence, p).expect("a written row"));
-        logits(&tokens.collect::<Vec<_>>())
+        let tokens: Vec<u32> = (from..=position).map(|p| self.at(table, sequence, p).expect("a written row")).collect();
+        if self.bounds.shape.has_state {
+            assert_eq!(self.states[&sequence][..=position as usize], tokens, "a state of another text");
+        }
+        logits(&tokens)
     }
 
     /// The pages that a launch writes, with the sequences that they are of.
@@ -151,11 +174,15 @@ impl Toy {
                 self.pages[page.index()].fill(None);
             }
         }
+        for copy in launch.copies.saves.iter().chain(&launch.copies.restores) {
+            let state = self.states[&copy.from].clone();
+            self.states.insert(copy.to, state);
+        }
         let before = std::mem::take(&mut self.decided);
         for (n, row) in launch.rows.iter().enumerate() {
             // A row that decided nothing goes on with any token.
             let token = row.token.unwrap_or_else(|| before[n].unwrap_or(0));
-            *self.at(&table, row.sequence, row.position) = Some(token);
+            self.put(&table, row.sequence, row.position, token);
         }
         let rows = launch.rows.iter().enumerate();
         let said: Vec<Said> = rows
@@ -178,7 +205,7 @@ impl Toy {
                 let mut tokens = vec![];
                 for position in positions {
                     if let Some(&token) = tokens.last() {
-                        *self.at(table, row.sequence, position) = Some(token);
+                        self.put(table, row.sequence, position, token);
                     }
                     if position >= self.mute_at {
                         break;
@@ -192,7 +219,7 @@ impl Toy {
                 let (mut counts, mut decided) = (chooser.counts().clone(), vec![]);
                 for position in positions {
                     if let Some(Ok(Decided { token, .. })) = decided.last() {
-                        *self.at(table, row.sequence, position) = Some(*token);
+                        self.put(table, row.sequence, position, *token);
                         counts.push(*token);
                     }
                     let mut logits = self.seen(table, row.sequence, position);
@@ -226,6 +253,17 @@ impl Stepper for Toy {
             };
         }
         self.judge(&launch);
+        let row = |row: &LaunchRow| Row {
+            sequence: row.sequence,
+            position: row.position,
+            wants_logits: row.want != Want::Nothing,
+        };
+        let (rows, steps) = (launch.rows.iter().map(row).collect(), launch.steps);
+        let tables = rows::Request { rows, steps, edits: launch.edits.clone() };
+        match self.guard.admit_after(&launch.copies, &tables) {
+            Ok(tables) => tables.finish(steps),
+            Err(refused) => panic!("{refused}: {:?}, {:?}", launch.edits, launch.copies),
+        }
         self.log.push(launch.clone());
         let table = self.table.clone();
         self.queued.push_back(Queued { launch, table, allowed: None, said: None, is_in_last_step: false });
@@ -749,13 +787,6 @@ fn a_stepper_that_finds_no_token_ends_the_request() {
 fn a_prompt_that_was_seen_is_computed_from_its_last_page_on() {
     let mut engine = Engine::new(Toy::new(SHAPE, 6, false), LIMITS).unwrap();
     let prompt: Vec<u32> = (0..18).collect();
-    let began = |events: &[Event]| {
-        let cached = |event: &Event| match event {
-            Event::Began { cached, .. } => Some(*cached),
-            _ => None,
-        };
-        events.iter().filter_map(cached).collect::<Vec<_>>()
-    };
     engine.submit(ask(&prompt, 3)).unwrap();
     assert_eq!(began(&until_idle(&mut engine)), [0]);
     engine.submit(ask(&prompt, 3)).unwrap();
@@ -770,6 +801,123 @@ fn a_prompt_that_was_seen_is_computed_from_its_last_page_on() {
     let one = ask(&[5; 13], 3);
     engine.submit(Ask { choices: vec![one.choices[0].clone(); 3], ..one }).unwrap();
     assert_eq!(began(&until_idle(&mut engine)), [0, 12, 12]);
+}
+
+const WITH_STATE: Shape = Shape { has_state: true, ..SHAPE };
+
+fn began(events: &[Event]) -> Vec<u32> {
+    let cached = |event: &Event| match event {
+        Event::Began { cached, .. } => Some(*cached),
+        _ => None,
+    };
+    events.iter().filter_map(cached).collect()
+}
+
+/// Snapshots in few slots: most are dropped before they are used, and so are pages of those that are kept.
+#[test]
+fn states_are_those_of_their_texts_whatever_runs_beside() {
+    for (pages, sequences, chunk_max, is_deep, steps_max, is_plain) in [
+        (40, 11, 4, false, 1, false),
+        (40, 11, 6, true, 5, false),
+        (40, 9, 6, true, 5, true),
+        (22, 8, 6, true, 3, true),
+        (22, 30, 4, false, 1, false),
+    ] {
+        let toy = Toy::new(Shape { pages, sequences, ..WITH_STATE }, chunk_max, is_deep);
+        let limits = Limits { steps_max, running_max: 6, ..LIMITS };
+        let (_, log, figures, _) = storm_over(toy, limits, 6, is_plain);
+        let copies = |of: fn(&Launch) -> usize| log.iter().map(of).sum::<usize>();
+        let saves = copies(|launch| launch.copies.saves.len());
+        let restores = copies(|launch| launch.copies.restores.len());
+        assert!(saves > 200 && restores > 100, "{saves} saves, {restores} restores");
+        assert!(figures.prefix_hits > 200 && figures.preemptions > 20, "{figures:?}");
+        assert!(figures.snapshots <= figures.snapshots_max && figures.snapshots_max >= 2, "{figures:?}");
+    }
+}
+
+/// Chunks that are read alone end where a state is kept, too.
+#[test]
+fn long_prompts_that_are_read_alone_keep_their_states() {
+    for decides in [false, true] {
+        let mut toy = Toy::new(WITH_STATE, 6, true);
+        toy.bounds.alone = Some(Alone { least: 3, most: 16, decides });
+        let (_, log, figures, _) = storm_over(toy, Limits { steps_max: 3, ..LIMITS }, 6, true);
+        let alone = Alone { least: 8, most: 16, decides };
+        assert!(log.iter().any(|launch| launch.is(alone)) && figures.prefix_hits > 200, "{figures:?}");
+    }
+}
+
+#[test]
+fn prompts_go_on_from_the_longest_snapshot() {
+    let shape = Shape { pages: 160, sequences: 20, ..WITH_STATE };
+    let mut engine = Engine::new(Toy::new(shape, 6, false), LIMITS).unwrap();
+    let mut cached = |prompt: &[u32]| {
+        engine.submit(ask(prompt, 3)).unwrap();
+        began(&until_idle(&mut engine))[0]
+    };
+    let system: Vec<u32> = (0..14).collect();
+    let with = |user: u32| [&system[..], &[user; 7]].concat();
+    assert_eq!(cached(&with(20)), 0);
+    // Pages of the common part are found, and no snapshot: the second text leaves one there.
+    assert_eq!(cached(&with(21)), 0);
+    assert_eq!(cached(&with(22)), 12);
+    assert_eq!([20, 21, 22].map(|user| cached(&with(user))), [20; 3]);
+    // The next turn of a conversation.
+    assert_eq!(cached(&[&with(20)[..], &[8; 9]].concat()), 20);
+    assert_eq!(cached(&[1, 2]), 0);
+}
+
+/// Snapshots and pages are dropped apart: a state without its pages is as good as none, and so are pages without a state.
+#[test]
+fn a_snapshot_or_a_page_alone_is_not_used() {
+    // Room for one snapshot.
+    let mut engine = Engine::new(
+        Toy::new(Shape { sequences: 2, pages: 16, ..WITH_STATE }, 6, false),
+        Limits { running_max: 1, ..LIMITS },
+    )
+    .unwrap();
+    let cached = |engine: &mut Engine<Toy>, prompt: &[u32]| {
+        engine.submit(ask(prompt, 1)).unwrap();
+        began(&until_idle(engine))[0]
+    };
+    assert_eq!([[1; 9], [1; 9], [2; 9], [1; 9]].map(|prompt| cached(&mut engine, &prompt)), [0, 8, 0, 0]);
+    assert_eq!(engine.figures().snapshots, 1);
+    // A text that takes all pages: the snapshot goes with its page.
+    assert_eq!(cached(&mut engine, &[3; 64]), 0);
+    assert_eq!([[1; 9], [1; 9]].map(|prompt| cached(&mut engine, &prompt)), [0, 8]);
+}
+
+#[test]
+fn choices_begin_with_copies_of_one_state() {
+    let mut engine = Engine::new(Toy::new(WITH_STATE, 6, false), LIMITS).unwrap();
+    let one = ask(&[5; 13], 9);
+    let id = engine.submit(Ask { choices: vec![one.choices[0].clone(); 3], ..one.clone() }).unwrap();
+    let events = until_idle(&mut engine);
+    assert_eq!(began(&events), [0, 12, 12]);
+    for choice in 0..3 {
+        assert_eq!(decided_of(&events, ChoiceId { request: id, choice }), expected(&one, 0, &SHAPE).0);
+    }
+}
+
+#[test]
+fn who_leaves_in_mid_prompt_leaves_no_wrong_state() {
+    for turns in 1..8 {
+        let mut engine = Engine::new(Toy::new(WITH_STATE, 6, false), LIMITS).unwrap();
+        let prompt: Vec<u32> = (0..30).collect();
+        let request = engine.submit(ask(&prompt, 3)).unwrap();
+        let mut events = vec![];
+        for _ in 0..turns {
+            engine.turn(Duration::ZERO, &mut events).unwrap();
+        }
+        engine.cancel(ChoiceId { request, choice: 0 }, &mut events);
+        // They take the sequence of the one that left.
+        for prompt in [&[7; 9][..], &prompt] {
+            let next = engine.submit(ask(prompt, 5)).unwrap();
+            let events = until_idle(&mut engine);
+            let found = decided_of(&events, ChoiceId { request: next, choice: 0 });
+            assert_eq!(found, expected(&ask(prompt, 5), 0, &SHAPE).0);
+        }
+    }
 }
 
 #[test]

@@ -71,6 +71,7 @@ mod scripted;
 mod search_drive;
 mod search_transfer;
 mod serve;
+mod snapshots;
 mod stale_weights;
 mod support;
 mod tidy;

@@ -96,7 +96,7 @@ impl Server {
         self.ok("/v1/completions", body)
     }
 
-    fn metric(&self, name: &str) -> f64 {
+    pub fn metric(&self, name: &str) -> f64 {
         let page = get(self.address, "/metrics").body;
         let line = page.lines().find(|line| line.starts_with(&format!("{name}{{model_name=\"tiny\""))).expect(name);
         line.rsplit(' ').next().unwrap().parse().unwrap()

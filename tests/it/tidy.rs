@@ -66,6 +66,8 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("cuda/one_row", &["codegen", "ir", "rows"]),
     ("cuda/turns", &["codegen", "ir", "rows"]),
     ("cuda/waves", &["codegen", "ir", "rows", "trace", "waves"]),
+    // Copies the states that the guard was told of.
+    ("cuda/states", &["ir", "rows"]),
     // Encodes requests for the kernel that chooses tokens.
     ("cuda/sampler", &["codegen", "sample"]),
     (
