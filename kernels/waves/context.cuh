@@ -125,6 +125,11 @@ struct WeightRing {
   static constexpr int SLOTS = M::WEIGHT_SLOTS, SLOT_BYTES = M::WEIGHT_BYTES, AT = 0, FIRST = M::INPUT_SLOTS, FILLERS = M::LOADER_WARPS - 1;
 };
 
+// Whether both blocks of a pair multiply the same weights by rows of their own, in this launch: each then copies half of a chunk of weights, to both.
+template <class M>
+__device__ __forceinline__ bool shares_weights(const WaveParams& p) {
+  return M::PAIRS && !M::STEPS && (p.row_count + M::BLOCK_ROWS - 1) / M::BLOCK_ROWS % 2 == 0;
+}
 // The position of a row in a step. Of a chunk, rows are at consecutive positions.
 template <class M>
 __device__ __forceinline__ u32 wave_position(const WaveParams& p, u32 step, u32 row) {
@@ -300,8 +305,9 @@ struct HeldShares {
 // (t = lane % 4, g = lane / 4), then the next four. A pair of columns of the one row, the same of the other, and so on: registers of an
 // operand as they stand. By warpgroups (WARPGROUPS): 32 columns of all rows lie side by side, and of 8 rows of those four core matrices of
 // WarpgroupOperand. Matrix q has the columns 8 t + 2 q and the next, in the order of t: a lane with 16 bytes of a row of a
-// matrix has the same columns of them in its words. Columns that pad the last block stay zero.
-template <int COLS, int BLOCK_ROWS, bool WARPGROUPS>
+// matrix has the same columns of them in its words. If weights stay in shared memory, too (SHARED), matrix q has columns 8 q to 8 q + 7. Columns that pad the
+// last block stay zero.
+template <int COLS, int BLOCK_ROWS, bool WARPGROUPS, bool SHARED = false>
 struct OperandPlace {
   static constexpr u32 BLOCK_BYTES = BLOCK_ROWS * 128, BLOCKS = u32(ceil_div(COLS, 128)) * 2;
   static constexpr u32 TILE_BYTES = 2048, SPAN_BYTES = WARPGROUPS ? BLOCK_BYTES / 2 : 1024, HALF_BYTES = 512; // of 16 rows: 64 columns, 32, and half of those
@@ -311,14 +317,15 @@ struct OperandPlace {
   // Of `col` and the next column; `col` is even.
   static __device__ __forceinline__ u32 at(u32 row, u32 col) {
     const u32 of_block = block(row / BLOCK_ROWS, col / 64);
-    const u32 g = row % 8, t = col % 32 / 8, q = col % 8 / 2, span = col % 64 / 32;
+    const u32 g = row % 8, span = col % 64 / 32;
+    const u32 t = SHARED ? col % 8 / 2 : col % 32 / 8, q = SHARED ? col % 32 / 8 : col % 8 / 2;
     if constexpr (WARPGROUPS) return of_block + span * SPAN_BYTES + row % BLOCK_ROWS / 8 * 512 + q * 128 + g * 16 + t * 4;
     return of_block + row % BLOCK_ROWS / 16 * TILE_BYTES + span * SPAN_BYTES + q / 2 * HALF_BYTES + (g * 4 + t) * 16 + q % 2 * 8 + row % 16 / 8 * 4;
   }
 };
 // Of the machine.
 template <class M, int COLS>
-using WaveOperand = OperandPlace<COLS, M::BLOCK_ROWS, M::WARPGROUPS>;
+using WaveOperand = OperandPlace<COLS, M::BLOCK_ROWS, M::WARPGROUPS, M::SHARED>;
 // Of what a wave of configuration G writes: the product that reads it may multiply tiles.
 template <class M, class G, int COLS>
-using OutPlace = OperandPlace<COLS, M::BLOCK_ROWS, M::WARPGROUPS || G::OUT_TILES>;
+using OutPlace = OperandPlace<COLS, M::BLOCK_ROWS, M::WARPGROUPS || G::OUT_TILES, M::SHARED>;

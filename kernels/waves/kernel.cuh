@@ -57,7 +57,7 @@ __device__ __forceinline__ void run_waves(const WaveParams& p) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < M::INPUT_SLOTS + M::WEIGHT_SLOTS; i++) {
       Slot<false>::init(&state.full[i], i < M::INPUT_SLOTS ? InputRing<M>::FILLERS : WeightRing<M>::FILLERS);
-      Slot<false>::init(&state.empty[i], M::WARPS);
+      Slot<false>::init(&state.empty[i], i >= M::INPUT_SLOTS && shares_weights<M>(p) ? 2 * M::WARPS : M::WARPS);
     }
     if (M::PAIRS) Slot<false>::init(&state.paired, 1);
     state.dog = Watchdog{p.report, p.abort, global_ns() + p.timeout_ns};

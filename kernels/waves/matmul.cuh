@@ -25,6 +25,8 @@
 // By warpgroups (M::WARPGROUPS): W is the left operand, in registers. x is the right one, in shared memory, so warps do not read it again for each unit.
 // Both share the same permutation of k. A warpgroup has all rows of the block, or half of them; each of its warps has two units of a tile, and a pass is a few
 // whole tiles. Sums are transposed, and then end like those of warps. Codes become operands as in warpgroup_codes.cuh, and the input stays as it is.
+// If all weights are plain (M::SHARED), tensor cores read both from shared memory: x is the left operand, and boxes bring weights as the right one wants
+// them. With PAIRS the two blocks of a cluster have the same units, and copy them once for both.
 // A step multiplies tiles in the same way (TILES); its warpgroups have units of their own, or share k. Lanes turn two sums at a time into places of warps, with
 // other lanes (`row_of`), and sums then end like those of warps.
 #pragma once
@@ -70,8 +72,8 @@ struct WaveMatMul {
   static constexpr int GRANULE_K = K_PARTS * (PART_BYTES * 8 / Coding<M, G>::BITS), GRANULE = Coding<M, G>::BYTES;
   static constexpr int UNIT_GRANULES = ceil_div(G::K, GRANULE_K), UNITS = ceil_div(G::ROWS, G::UNIT_ROWS);
   static constexpr u32 UNIT_BYTES = UNIT_GRANULES * GRANULE;
-  typedef OperandPlace<G::K, M::BLOCK_ROWS, M::WARPGROUPS || G::TILES> X;
-  static constexpr bool WIDE = M::WARPGROUPS;
+  typedef OperandPlace<G::K, M::BLOCK_ROWS, M::WARPGROUPS || G::TILES, M::SHARED> X;
+  static constexpr bool WIDE = M::WARPGROUPS, SHARED = M::SHARED;
   // Spans of 32 columns: of a granule, of a chunk of each ring, and of a step of the loop, which is the shorter of both chunks.
   static constexpr int GRANULE_SPANS = GRANULE_K / 32;
   static constexpr int X_SPANS = M::INPUT_BYTES / (M::BLOCK_ROWS * 64), W_SPANS = G::CHUNK * GRANULE_SPANS, STEP = X_SPANS < W_SPANS ? X_SPANS : W_SPANS;
@@ -90,7 +92,9 @@ struct WaveMatMul {
   static constexpr int GROUP_ROWS = M::BLOCK_ROWS / ROW_GROUPS, TILE_UNITS = 2 * UNIT_GROUPS, PASS_TILES = ceil_div(PASS, TILE_UNITS);
   static_assert(!WIDE || (K_PARTS == 1 && K_GROUPS == 1 && !M::STEPS && X_STEPS == 1 && W_STEPS == 1), "what warpgroups multiply");
   static_assert(!WIDE || (Codes::CODED ? STEP_GRANULES == 1 : STEP == 2), "a chunk is a granule of codes, or 64 of k");
-  static_assert(!WIDE || PASS_TILES * TILE_UNITS * UNIT_PITCH <= M::WEIGHT_BYTES, "a slot holds a chunk of whole tiles");
+  static_assert(!WIDE || SHARED || PASS_TILES * TILE_UNITS * UNIT_PITCH <= M::WEIGHT_BYTES, "a slot holds a chunk of whole tiles");
+  static_assert(!M::PAIRS || M::STEPS || SHARED, "chunks that a pair shares are left by warps of warpgroups alone");
+  static_assert(!SHARED || (WIDE && !Codes::CODED && UNIT_PITCH == int(SwizzledOperand::UNIT_BYTES) && PASS % int(BOX_UNITS) == 0 && PASS <= 32), "what tensor cores read from shared memory");
   static_assert(!G::BOXED || UNIT_PITCH <= 2048, "a box has at most 256 elements of 8 bytes side by side");
   static_assert(M::WARPS == ROW_GROUPS * UNIT_GROUPS * K_GROUPS, "each warp has a place");
   static_assert((G::TILES || STEP % 2 == 0) && X_SPANS % STEP == 0 && W_SPANS % STEP == 0 && STEP % GRANULE_SPANS == 0, "steps are whole blocks of 64 columns");
@@ -141,6 +145,7 @@ struct WaveMatMul {
   static __device__ __forceinline__ void load_weights(L& l, const Wave& e, const Passes& passes, u32 pass) {
     constexpr int FILLERS = WeightRing<M>::FILLERS;
     const u32 first = passes.first(pass), here = passes.first(pass + 1) - first;
+    if constexpr (SHARED) return load_boxes(l, e, passes, first, here);
     // A copy takes as long as 1 KiB takes to arrive, however short it is. So short pieces come in boxes: of all units of a pass, or of eight units and the rest
     // unit by unit. Every piece of a box has its full length. Beyond the end of a unit it is zeros; beyond the end of a part no warp reads it.
     const bool is_pass = G::BOXED && (here == PASS || here + 1 == PASS);
@@ -915,6 +920,65 @@ struct WaveMatMul {
     wave_release_pair(c, c.inputs, c.weights);
     finish_tiles<N>(c, e, share, passes, first, here, at, d);
   }
+  // ---- both operands in shared memory --------------------------------------------------------------------------------
+  // Boxes of eight units. The last may have units of the next pass, which no warp reads, or zeros. The blocks of a pair make them in turns.
+  template <class L>
+  static __device__ __forceinline__ void load_boxes(L& l, const Wave& e, const Passes& passes, u32 first, u32 here) {
+    const u32 boxes = ceil_div(here, BOX_UNITS);
+    const bool copies = l.part == 0 && u32(l.lane) < boxes && l.makes(l.lane);
+    if (copies && l.step == 0) l.see_box(e.boxes);
+#pragma unroll 1
+    for (u32 at = 0; at < passes.granules; at += G::CHUNK, l.at.next()) {
+      u8* slot = l.free_slot();
+      if (copies) l.copy_lines(slot + l.lane * (BOX_UNITS * UNIT_PITCH), e.boxes, at * 8, first + l.lane * BOX_UNITS);
+      l.arrive(boxes * (BOX_UNITS * UNIT_PITCH));
+    }
+  }
+  // Each warpgroup has half of the rows, and multiplies them by N / 8 units. A chunk is left when the products of the next one have begun.
+  template <int N>
+  static __device__ __forceinline__ void pass_shared(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here) {
+    constexpr int GROUP = M::BLOCK_ROWS / 2;
+    static_assert(GROUP == 64, "rows of the left operand");
+    float d[N / 2] = {};
+    const u32 rows_at = u32(c.warp()) / 4 * (GROUP / 8 * WarpgroupOperand::COLUMNS_BYTES);
+    RingCursor<InputRing<M>> inputs = c.inputs;
+    RingCursor<WeightRing<M>> weights = c.weights;
+    bool begun = false;
+#pragma unroll 1
+    for (int left = int(passes.granules); left > 0; left -= STEP_GRANULES, inputs.next(), weights.next()) {
+      const u8 *x = nullptr, *w = nullptr;
+      wave_take_pair(c, inputs, weights, x, w);
+      warpgroup_begin();
+#pragma unroll
+      for (u32 span = 0; span < 2; span++)
+#pragma unroll
+        for (u32 half = 0; half < 2; half++)
+          warpgroup_product<N>(d, WarpgroupOperand::at(x + rows_at + span * X::SPAN_BYTES + half * (2 * WarpgroupOperand::CORE_BYTES)),
+                               SwizzledOperand::at(w + span * SwizzledOperand::GRANULE_BYTES + half * 32));
+      warpgroup_commit();
+      warpgroup_await<1>();
+      if (begun) wave_release_pair(c, c.inputs, c.weights);
+      begun = true;
+    }
+    warpgroup_await<0>();
+    wave_release_pair(c, c.inputs, c.weights);
+    float none = 0.f;
+    int no_id = 0;
+    const int lane = c.lane(), row = int(share.row) + c.warp() * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < N / 8; i++) {
+      if (u32(i) >= here) continue;
+#pragma unroll
+      for (int h = 0; h < 2; h++) finish(c, e, passes.part, first + i, row + 8 * h, lane % 4, make_float2(d[4 * i + 2 * h], d[4 * i + 2 * h + 1]), none, no_id);
+    }
+  }
+  static __device__ __forceinline__ void run_shared(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here) {
+    constexpr int WHOLE_PASS = PASS * 8, HALF_PASS = round_up(PASS / 2, 8) * 8;
+    if (here * 8 > u32(HALF_PASS))
+      pass_shared<WHOLE_PASS>(c, e, share, passes, first, here);
+    else
+      pass_shared<HALF_PASS>(c, e, share, passes, first, here);
+  }
   // ---- tiles of a step ---------------------------------------------------------------------------------------------
   // As by warpgroups above, but a chunk of the input has X_STEPS chunks of weights, and weights leave the ring before they are multiplied. Of each chunk of
   // weights a group of k has TILE_GRANULES: 64 of k, or a granule if a pass has several tiles of many rows, or of codes.
@@ -1232,7 +1296,9 @@ struct WaveMatMul {
 #pragma unroll 1
       for (u32 i = 0; i < passes.count; i++) {
         const u32 first = passes.first(i), here = passes.first(i + 1) - first;
-        if constexpr (WIDE)
+        if constexpr (SHARED)
+          run_shared(c, e, share, passes, first, here);
+        else if constexpr (WIDE)
           run_wide(c, e, share, passes, first, here);
         else
           run_warps(c, e, share, passes, first, here, best, squares, s == 0 && i == 0);

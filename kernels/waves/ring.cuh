@@ -4,6 +4,89 @@
 // late by a phase could take one phase for another.
 #pragma once
 
+// A box of a tensor map of three dimensions: lines of 64 bytes from `line` on, of units from `unit` on. What does not exist arrives as zeros.
+__device__ __forceinline__ void copy_lines_in_bulk(u8* to, const u8* map, u32 line, u32 unit, u64* full, u64 policy) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(smem_address(to)),
+               "l"(map), "r"(0), "r"(line), "r"(unit), "r"(smem_address(full)), "l"(policy)
+               : "memory");
+#endif
+}
+// Slots of weights that both blocks of a pair fill and read (`shares_weights`). A warp that has read one says so to both blocks, and a block copies to both once
+// all warps of both have. So the barriers of such slots are used at the scope of the cluster, with the fences of runtime/sync.cuh: an arrival that released by
+// itself would wait for all earlier stores to global memory.
+struct PairSlot {
+  // By some lanes of a warp, after `fence_received` by all of them: an arrival at the slot of block `rank` of the pair.
+  static __device__ __forceinline__ void arrive_if(u64* word, u32 rank, bool arrives) {
+#if ONE_SIDED_FENCES
+    asm volatile(
+        "{.reg .u32 r; .reg .pred p; setp.ne.u32 p, %2, 0; mapa.shared::cluster.u32 r, %0, %1; @p mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [r];}" ::"r"(
+            smem_address(word)
+        ),
+        "r"(rank), "r"(u32(arrives))
+        : "memory"
+    );
+#elif __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{.reg .u32 r; .reg .pred p; setp.ne.u32 p, %2, 0; mapa.shared::cluster.u32 r, %0, %1; @p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [r];}" ::"r"(
+            smem_address(word)
+        ),
+        "r"(rank), "r"(u32(arrives))
+        : "memory"
+    );
+#endif
+  }
+  static __device__ __forceinline__ bool reached(u64* word, u32 use) { return peer_has_sent(word, use); }
+  // `reached` may suspend the thread for a while; this one only looks.
+  static __device__ __forceinline__ bool peek(u64* word, u32 use) {
+    u32 done = 0;
+#if ONE_SIDED_FENCES
+    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.relaxed.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0,1,0,p;}"
+                 : "=r"(done)
+                 : "r"(smem_address(word)), "r"(use & 1u)
+                 : "memory");
+#elif __CUDA_ARCH__ >= 900
+    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0,1,0,p;}"
+                 : "=r"(done)
+                 : "r"(smem_address(word)), "r"(use & 1u)
+                 : "memory");
+#endif
+    return done;
+  }
+  // Copies to the same place of both blocks, each of which waits for the bytes at its own barrier.
+  static __device__ __forceinline__ void copy_lines(u8* to, const u8* map, u32 line, u32 unit, u64* full, u64 policy) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6, %7;" ::"r"(smem_address(to)),
+        "l"(map), "r"(0), "r"(line), "r"(unit), "r"(smem_address(full)), "h"((unsigned short)3), "l"(policy)
+        : "memory"
+    );
+#endif
+  }
+};
+// Whether launches of the machine may share the chunks of a ring.
+template <class M, class R>
+constexpr bool MAY_SHARE = M::PAIRS && !M::STEPS && R::FIRST != 0;
+// Whether a chunk is there, of either kind. The second may suspend the thread for a while.
+template <class M, class R>
+__device__ __forceinline__ bool chunk_peek(u64* word, u32 use) {
+  if constexpr (MAY_SHARE<M, R>) return PairSlot::peek(word, use);
+  return Slot<false>::peek(word, use, R::FILLERS);
+}
+template <class M, class R>
+__device__ __forceinline__ void chunk_await(WaveContext<M>& c, u64* word, u32 use) {
+  if constexpr (MAY_SHARE<M, R>) {
+    u32 left = c.patience;
+    while (!__all_sync(~0u, PairSlot::reached(word, use)))
+      if (--left == 0) {
+        if (give_up(c.waiter(), false, WaitKind::RING_FULL, use, R::FILLERS)) break;
+        left = POLLS_BETWEEN_CHECKS;
+      }
+  } else {
+    await_slot_longer<false>(word, use, R::FILLERS, c.waiter(), WaitKind::RING_FULL);
+  }
+}
+
 // Waits for the next N chunks, gives each to `read`, and leaves them. Each lane looks for one. Before the block enters a wave; so no time counts as starved.
 template <int N, class M, class R, class Read>
 __device__ __forceinline__ void wave_take_many(WaveContext<M>& c, RingCursor<R>& at, const Read& read) {
@@ -23,8 +106,8 @@ template <class M, class A, class B>
 __device__ __forceinline__ bool wave_look(const WaveContext<M>& c, const RingCursor<A>& a, const RingCursor<B>& b, bool first, bool second) {
   u64* const full = c.state().full;
   bool there = true;
-  if (first) there &= Slot<false>::peek(&full[A::FIRST + a.slot], a.use, A::FILLERS);
-  if (second) there &= Slot<false>::peek(&full[B::FIRST + b.slot], b.use, B::FILLERS);
+  if (first) there &= chunk_peek<M, A>(&full[A::FIRST + a.slot], a.use);
+  if (second) there &= chunk_peek<M, B>(&full[B::FIRST + b.slot], b.use);
   return there;
 }
 template <class M, class A, class B>
@@ -32,8 +115,8 @@ __device__ __forceinline__ void wave_await(WaveContext<M>& c, const RingCursor<A
   if (!(first || second) || __all_sync(~0u, seen)) return;
   const u64 begun = M::TRACE && c.tid() == 0 ? global_ns() : 0;
   u64* const full = c.state().full;
-  if (first) await_slot_longer<false>(&full[A::FIRST + a.slot], a.use, A::FILLERS, c.waiter(), WaitKind::RING_FULL);
-  if (second) await_slot_longer<false>(&full[B::FIRST + b.slot], b.use, B::FILLERS, c.waiter(), WaitKind::RING_FULL);
+  if (first) chunk_await<M, A>(c, &full[A::FIRST + a.slot], a.use);
+  if (second) chunk_await<M, B>(c, &full[B::FIRST + b.slot], b.use);
   if constexpr (M::TRACE)
     if (c.tid() == 0) c.starved_ns += u32(global_ns() - begun);
 }
@@ -51,6 +134,7 @@ __device__ __forceinline__ const u8* wave_take(WaveContext<M>& c, const RingCurs
 template <class M, class A, class B>
 __device__ __forceinline__ void wave_take_pair(WaveContext<M>& c, const RingCursor<A>& a, const RingCursor<B>& b, const u8*& first, const u8*& second) {
   wave_await(c, a, b, wave_look(c, a, b, true, true), true, true);
+  if constexpr (MAY_SHARE<M, B>) fence_sent();
   first = c.memory() + A::AT + a.slot * A::SLOT_BYTES;
   second = c.memory() + B::AT + b.slot * B::SLOT_BYTES;
 }
@@ -87,6 +171,17 @@ __device__ __forceinline__ void wave_release(WaveContext<M>& c, RingCursor<R>& a
 
 template <class M, class A, class B>
 __device__ __forceinline__ void wave_release_pair(WaveContext<M>& c, RingCursor<A>& a, RingCursor<B>& b) {
+  if constexpr (MAY_SHARE<M, B>) {
+    const bool shares = shares_weights<M>(c.p);
+    fence_received();
+    __syncwarp();
+    Slot<false>::arrive_if(&c.state().empty[A::FIRST + a.slot], c.lane() == 0);
+    // One lane for each block that waits for this warp; without a shared chunk its own block alone.
+    PairSlot::arrive_if(&c.state().empty[B::FIRST + b.slot], u32(c.lane()), shares ? c.lane() < 2 : u32(c.lane()) == blockIdx.x % 2);
+    a.next();
+    b.next();
+    return;
+  }
   __syncwarp();
   if (c.lane() < 2) Slot<false>::arrive(&c.state().empty[c.lane() == 0 ? A::FIRST + a.slot : B::FIRST + b.slot]);
   a.next();
@@ -121,19 +216,30 @@ struct WaveLoader {
   __device__ __forceinline__ Waiter waiter() { return Waiter{patience, &state().dog, WaitSite{wave, nullptr}}; }
   // In a launch that is lost, waits return at once and nothing more is copied.
   __device__ __forceinline__ bool lost() const { return patience == POLLS_WHEN_LOST; }
+  __device__ __forceinline__ bool shares() const { return MAY_SHARE<M, R> && shares_weights<M>(p); }
+  // Whether this block makes copy `i` of a chunk: all of them, or every second one of a chunk that both blocks of the pair have.
+  __device__ __forceinline__ bool makes(u32 i) const { return !shares() || i % 2 == blockIdx.x % 2; }
+  __device__ __forceinline__ bool is_empty() const {
+    u64* const word = &state().empty[R::FIRST + at.slot];
+    if constexpr (MAY_SHARE<M, R>) return PairSlot::reached(word, at.use - 1);
+    return Slot<false>::reached(word, at.use - 1, M::WARPS);
+  }
   // Inlined: if consumers called the same function, ptxas would give them no more registers than the loader has.
   __device__ __forceinline__ void await_empty() {
     u32 left = patience;
-    while (!__all_sync(~0u, Slot<false>::reached(&state().empty[R::FIRST + at.slot], at.use - 1, M::WARPS)))
+    while (!__all_sync(~0u, is_empty()))
       if (--left == 0) {
-        if (give_up(waiter(), false, WaitKind::RING_EMPTY, at.use - 1, M::WARPS)) return;
+        if (give_up(waiter(), false, WaitKind::RING_EMPTY, at.use - 1, shares() ? 2 * M::WARPS : M::WARPS)) return;
         left = POLLS_BETWEEN_CHECKS;
       }
   }
   // The slot at the cursor, once all consumers have left it. By every warp that fills the ring, for every chunk.
   __device__ __forceinline__ u8* free_slot() {
     if (at.use != 0) await_empty();
-    fence_empty_slot();
+    if constexpr (MAY_SHARE<M, R>)
+      fence_before_sending();
+    else
+      fence_empty_slot();
     return held.memory() + R::AT + at.slot * R::SLOT_BYTES;
   }
   // This warp's arrival at the chunk. The first warp says how many bytes all warps copy; some may have landed already.
@@ -158,6 +264,17 @@ struct WaveLoader {
   __device__ __forceinline__ void copy_box(u8* to, u32 box, u32 x, u32 y) {
 #if __CUDA_ARCH__ >= 900
     if (!lost()) copy_box_in_bulk(to, p.boxes + box * 128, x, y, &state().full[R::FIRST + at.slot], hint);
+#endif
+  }
+  // The same of lines of 64 bytes, from line `line` of each unit on, swizzled (`SwizzledOperand`).
+  __device__ __forceinline__ void copy_lines(u8* to, u32 box, u32 line, u32 unit) {
+#if __CUDA_ARCH__ >= 900
+    if (lost()) return;
+    u64* const full = &state().full[R::FIRST + at.slot];
+    if (shares())
+      PairSlot::copy_lines(to, p.boxes + box * 128, line, unit, full, hint);
+    else
+      copy_lines_in_bulk(to, p.boxes + box * 128, line, unit, full, hint);
 #endif
   }
   // Before a copy of what waves wrote before the last meeting.

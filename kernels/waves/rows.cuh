@@ -242,8 +242,17 @@ struct WaveRows {
         } else {
           apply<G::NORM>(c, n, e.norm_weight, e.norm_bias, col, x[i]);
         }
+        u32 pairs[4];
 #pragma unroll
-        for (int k = 0; k < 8; k += 2) *reinterpret_cast<u32*>(out + OutPlace<M, G, H>::at(row, col + k)) = bf16_pair(x[i][k], x[i][k + 1]);
+        for (int k = 0; k < 4; k++) pairs[k] = bf16_pair(x[i][2 * k], x[i][2 * k + 1]);
+        typedef OutPlace<M, G, H> Place;
+        // Eight columns side by side, or pairs that lanes side by side complete.
+        if constexpr (M::SHARED) {
+          *reinterpret_cast<uint4*>(out + Place::at(row, col)) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        } else {
+#pragma unroll
+          for (int k = 0; k < 4; k++) *reinterpret_cast<u32*>(out + Place::at(row, col + 2 * k)) = pairs[k];
+        }
       });
     }
   }

@@ -29,6 +29,19 @@ struct WarpgroupOperand {
   }
 };
 
+// Two granules of plain weights of each unit, one unit after another, as a box of a tensor map brings them: of 8 rows of 64 bytes that begin at a multiple of 512,
+// piece p of 16 bytes of row r lies at p ^ r / 2 % 4. That is the swizzle of 64 bytes, for which the instruction takes them.
+struct SwizzledOperand {
+  static constexpr u32 UNIT_BYTES = 1024, GRANULE_BYTES = 512;
+  static __device__ __forceinline__ u64 at(const u8* from) {
+#ifndef __CUDA_ARCH__
+    return u64(from - smem); // tests of ops on a CPU
+#else
+    return u64(1) << 16 | u64(UNIT_BYTES >> 4) << 32 | u64(2) << 62 | (smem_address(from) & 0x3ffff) >> 4;
+#endif
+  }
+};
+
 // After the last write of operands and sums in registers.
 __device__ __forceinline__ void warpgroup_begin() {
 #if __CUDA_ARCH__ >= 900
@@ -77,6 +90,50 @@ __device__ __forceinline__ void warpgroup_product(float (&d)[N / 2], u32 a0, u32
         "%24,%25,%26,%27,%28,%29,%30,%31},{%32,%33,%34,%35},%36,%37,1,1,0;"
         : MONOBLOC_SUMS16(0), MONOBLOC_SUMS16(16)
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(FIRST ? 0 : 1));
+#endif
+}
+// D(64 x N) += A B with both operands in shared memory: A as B above, of 64 rows; B as granules of weights (`SwizzledOperand`).
+template <int N>
+__device__ __forceinline__ void warpgroup_product(float (&d)[N / 2], u64 a, u64 b) {
+  static_assert(N % 64 == 0 && N <= 256, "columns that there is an instruction for");
+#ifndef __CUDA_ARCH__
+  emulated_warpgroup_product<N>(d, smem + a, WarpgroupOperand::CORE_BYTES, WarpgroupOperand::COLUMNS_BYTES, b, SwizzledOperand::UNIT_BYTES); // tests of ops on a CPU
+#elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  if constexpr (N == 64)
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,"
+        "%24,%25,%26,%27,%28,%29,%30,%31},%32,%33,1,1,1,0,0;"
+        : MONOBLOC_SUMS16(0), MONOBLOC_SUMS16(16)
+        : "l"(a), "l"(b));
+  else if constexpr (N == 128)
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,"
+        "%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
+        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63},%64,%65,1,1,1,0,0;"
+        : MONOBLOC_SUMS16(0), MONOBLOC_SUMS16(16), MONOBLOC_SUMS16(32), MONOBLOC_SUMS16(48)
+        : "l"(a), "l"(b));
+  else if constexpr (N == 192)
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,"
+        "%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
+        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,"
+        "%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95},%96,%97,1,1,1,0,0;"
+        : MONOBLOC_SUMS16(0), MONOBLOC_SUMS16(16), MONOBLOC_SUMS16(32), MONOBLOC_SUMS16(48), MONOBLOC_SUMS16(64), MONOBLOC_SUMS16(80)
+        : "l"(a), "l"(b));
+  else if constexpr (N == 256)
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,"
+        "%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
+        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,"
+        "%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
+        "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,"
+        "%120,%121,%122,%123,%124,%125,%126,%127},%128,%129,1,1,1,0,0;"
+        : MONOBLOC_SUMS16(0), MONOBLOC_SUMS16(16), MONOBLOC_SUMS16(32), MONOBLOC_SUMS16(48), MONOBLOC_SUMS16(64), MONOBLOC_SUMS16(80), MONOBLOC_SUMS16(96), MONOBLOC_SUMS16(112)
+        : "l"(a), "l"(b));
 #endif
 }
 #undef MONOBLOC_SUMS16

@@ -12,7 +12,7 @@ use crate::sample::argmax;
 use std::ops::Range;
 
 /// Tokens of the chunks that the kernel of waves reads: some blocks of rows, whole and not, and one row.
-pub(super) const CHUNKS: [u32; 5] = [200, 1, 440, 300, 100];
+pub(super) const CHUNKS: [u32; 6] = [200, 1, 440, 300, 100, 1100];
 /// Most that keys and values of a position differ from those of the other kernel, norm of the difference by norm. Both kernels round sums of
 /// the same values to bf16, but add in different orders, and each layer builds on the differences of the one before.
 const CACHE_REL_L2_MAX: f64 = 0.08;

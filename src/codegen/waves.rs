@@ -164,7 +164,7 @@ pub struct WaveTables {
     pub shares: Vec<Share>,
     /// Of each number of blocks of rows, division and SM, in this order.
     pub records: Vec<ShareRecord>,
-    /// Of each matrix that is copied in boxes three, as `load_weights` of waves/matmul.cuh takes them.
+    /// Of each matrix that is copied in boxes three, as `load_weights` of waves/matmul.cuh takes them. If they are swizzled, one.
     pub boxes: Vec<WeightBox>,
 }
 
@@ -180,10 +180,15 @@ pub struct WeightBox {
     /// Units of a box, and bytes of each unit in it.
     pub box_units: u32,
     pub piece_bytes: u32,
+    /// Bytes of a line whose pieces of 16 bytes are swizzled, as `SwizzledOperand` of waves/warpgroup.cuh says; 0: as it lies in the pack.
+    pub line_bytes: u32,
+    pub reserved: u32,
 }
 
 /// Most bytes of a piece of a box: 256 elements of 8 bytes.
 const PIECE_BYTES_MAX: u32 = 2048;
+/// Bytes of a row of a granule of plain weights.
+const LINE_BYTES: u32 = 64;
 /// Units of the smallest box; what is left over is copied unit by unit.
 const BOX_UNITS: u32 = 8;
 
@@ -447,7 +452,8 @@ fn machine_members(proven: &Proven<'_>, trace: Trace) -> Vec<String> {
         format!("int REGISTERS = {}", m.registers),
         format!("int LOADER_REGISTERS = {}", m.loader_registers),
         format!("bool STEPS = {}", plan.form.decides()),
-        format!("bool WARPGROUPS = {}", m.products == Products::Warpgroups),
+        format!("bool WARPGROUPS = {}", m.products != Products::Warps),
+        format!("bool SHARED = {}", m.products == Products::Shared),
         format!("bool PAIRS = {}", m.pairs),
         format!("int SQUARE_PARTS = {}", square_parts(plan)),
         format!("int BLOCK_ROWS = {}", plan.block_rows),
@@ -618,7 +624,7 @@ pub fn encode(proven: &Proven<'_>) -> WaveTables {
 }
 
 /// Boxes of a pass, of a pass of one unit less, and of few units. Pieces that are longer are as fast one by one.
-fn boxes_of(proven: &Proven<'_>, wave: &PlanWave) -> Option<[WeightBox; 3]> {
+fn boxes_of(proven: &Proven<'_>, wave: &PlanWave) -> Option<Vec<WeightBox>> {
     let (schedule, grid) = (proven.validated().schedule(), grid_of(proven, wave.grid));
     let (Action::MatMul { pass, chunk, .. } | Action::Experts { pass, chunk, .. }, Op::MatVec(m)) =
         (&wave.action, &grid.op)
@@ -629,8 +635,11 @@ fn boxes_of(proven: &Proven<'_>, wave: &PlanWave) -> Option<[WeightBox; 3]> {
     let format = schedule.program.format_of(grid);
     let (unit_bytes, piece_bytes) = (m.unit_bytes(format), chunk * format.granule_bytes());
     let units = u64::from(m.units()) * u64::from(experts_of(proven, grid));
-    let of = |box_units: u32| WeightBox { place, units, unit_bytes, box_units, piece_bytes };
-    (piece_bytes <= PIECE_BYTES_MAX).then(|| [of(*pass), of(pass.saturating_sub(1).max(1)), of(BOX_UNITS)])
+    let line_bytes = if proven.plan().machine.products == Products::Shared { LINE_BYTES } else { 0 };
+    let of = |box_units: u32| WeightBox { place, units, unit_bytes, box_units, piece_bytes, line_bytes, reserved: 0 };
+    let box_units =
+        if line_bytes > 0 { vec![BOX_UNITS] } else { vec![*pass, pass.saturating_sub(1).max(1), BOX_UNITS] };
+    (piece_bytes <= PIECE_BYTES_MAX).then(|| box_units.into_iter().map(of).collect())
 }
 
 /// A wave without operands.

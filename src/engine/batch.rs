@@ -14,6 +14,7 @@ use crate::grammar::{Grammar, GrammarError, Guide};
 use crate::pages::Pool;
 use crate::rows::{PageId, SequenceId, Shape, StateCopies, StateCopy};
 use crate::sample::{Decided, Logprobs, Request, SampleError, TokenCounts, TokenSet};
+use crate::waves;
 
 /// While others decode, the rest of a prompt shares at most this many of their steps. A longer one is read alone, if the stepper can.
 const STEPS_BESIDE: usize = 3;
@@ -689,7 +690,7 @@ impl<S: Stepper> Engine<S> {
         let most = running.rows_max().min(most as usize);
         let (choice, from) = (&running.choice, running.submitted);
         let others = usize::from(!decides || decoding > 0);
-        let count = running.left().saturating_sub(others).min(most);
+        let count = waves::next_chunk(running.left().saturating_sub(others) as u32, most as u32) as usize;
         let wants_nothing = choice.scores_prompt.is_none() || choice.scored >= choice.prompt_count();
         if count >= least as usize && wants_nothing && want(choice, from, &self.bounds) == Want::Nothing {
             count

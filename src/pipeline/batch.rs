@@ -18,7 +18,6 @@ use crate::pages::Pool;
 use crate::rows::Shape;
 use crate::target::{Target, TargetKind};
 use crate::validate::{Validated, share_caches};
-use crate::waves;
 
 use super::chain::{Chain, Host, NotMade};
 use super::checks::Checking;
@@ -39,7 +38,7 @@ pub(super) const PAGE_ROWS: u32 = 16;
 /// device reads long chunks alone, which delays the others less than many short ones.
 const RUNNING_MAX: u32 = 8;
 const CHUNK_ROWS: u32 = 8;
-const CHUNK_ROWS_DEVICE: u32 = waves::CHUNK_ROWS;
+const CHUNK_ROWS_DEVICE: u32 = 512;
 /// Most rows of a step for the sake of prompts: in waves 64 rows take 1.3 to 1.5 times as long as 16 (docs/perf-log.md, entry 23).
 const MIXED_ROWS: u32 = 64;
 /// Default number of contexts in the interpreter's cache.

@@ -25,7 +25,7 @@ use crate::target::Target;
 use crate::text::one_of;
 use crate::trace::{Span, Stamps, spans};
 use crate::validate::{Validated, share_caches};
-use crate::waves::{CHUNK_MIN, CHUNK_ROWS, Proven};
+use crate::waves::{CHUNK_MIN, CHUNK_ROWS, Proven, next_chunk};
 
 use super::bench::{self, Programs, Versus, Work};
 use super::chain::{Chain, Host, remedy_of};
@@ -178,7 +178,10 @@ impl Reader<'_> {
             let waves =
                 self.waves.as_mut().filter(|_| left >= CHUNK_MIN as usize && !matches!(wanted, Wanted::Each(_)));
             let most = waves.as_ref().map_or(self.rows.shape(), |waves| waves.shape()).rows as usize;
-            let count = if waves.is_some() { left.min(most) } else { (ids.len() - position).min(most) };
+            let count = match waves {
+                Some(_) => next_chunk(left as u32, most as u32) as usize,
+                None => (ids.len() - position).min(most),
+            };
             let tokens = &ids[position..position + count];
             let is_last = position + count == ids.len();
             let deciding = match &wanted {

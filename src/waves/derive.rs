@@ -7,8 +7,8 @@ use super::experts::{
 use super::ragged::MERGE_SPLITS;
 use super::{
     Action, CHUNK_BLOCK_ROWS, Division, DivisionId, Form, HELD_AND_SUMS_MAX, Input, Layout, Machine, NormOf, Over,
-    Plan, Products, Ring, Share, Splits, Sum, Sums, TILE_WARPS, Target as Written, Tiling, WIDE_UNITS, Warps, Wave,
-    Work, WorkId, sums_max, tile_sums_max, wide_tiles_max,
+    Plan, Products, Ring, SHARED_PASS_MAX, SHARED_UNITS, SHARED_WARPS, Share, Splits, Sum, Sums, TILE_WARPS,
+    Target as Written, Tiling, WIDE_UNITS, Warps, Wave, Work, WorkId, sums_max, tile_sums_max, wide_tiles_max,
 };
 use crate::dtype::DType;
 use crate::format::{Code, Format};
@@ -171,7 +171,8 @@ fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, aske
         sms: spec.sm_count,
         warps: WARPS,
         products: products(program, target, form),
-        pairs: false,
+        // Steps have pairs where a product asks for them.
+        pairs: shares_weights(program, target, form),
         loader_warps: LOADER_WARPS,
         registers: REGISTERS,
         loader_registers: LOADER_REGISTERS,
@@ -328,11 +329,20 @@ fn products(program: &Program, target: &Target, form: Form) -> Products {
     let wide = |(m, format): (&MatVec, Format)| {
         (!format.is_plain() || format == Format::plain(DType::Bf16)) && m.parts() == 1 && chunk_k(format) == longest
     };
-    if form == Form::Chunk && target.spec.warpgroup_mma && matrices.all(wide) {
-        Products::Warpgroups
-    } else {
+    let plain = matrices.clone().all(|(_, format)| format.is_plain());
+    if form != Form::Chunk || !target.spec.warpgroup_mma || !matrices.all(wide) {
         Products::Warps
+    } else if plain && !has_experts(program) {
+        Products::Shared
+    } else {
+        Products::Warpgroups
     }
+}
+
+/// Whether the two blocks of a pair share the weights of a chunk (docs/perf/wave.md, entry 47).
+fn shares_weights(program: &Program, target: &Target, form: Form) -> bool {
+    let spec = &target.spec;
+    products(program, target, form) == Products::Shared && spec.cluster_max >= 2 && spec.sm_count.is_multiple_of(2)
 }
 
 /// Bytes of the largest chunk of weights of any wave.
@@ -421,6 +431,12 @@ impl Matrix {
         });
         let [all, halves] = shapes;
         if halves.0 < all.0 { halves.1 } else { all.1 }
+    }
+
+    /// The same with both operands in shared memory.
+    fn shared_shape(&self, longest: u32) -> Shape {
+        let pass = longest.max(1).next_multiple_of(SHARED_UNITS).min(SHARED_PASS_MAX);
+        Shape { pass, chunk: self.least_chunk(), warps: SHARED_WARPS }
     }
 
     /// How a block multiplies `rows` rows of a step by up to `longest` units: the shape for which warps read fewest bytes of shared memory. `groups` is the
@@ -625,10 +641,11 @@ impl Builder<'_> {
 
     fn division(&mut self, over: Over) -> DivisionId {
         let (rows, block_rows, sms) = (self.plan.rows, self.plan.block_rows, self.plan.machine.sms);
+        let paired = self.shares_weights();
         let divisions = &mut self.plan.divisions;
         let found = divisions.iter().position(|division| division.over == over);
         DivisionId::from(found.unwrap_or_else(|| {
-            let shares = (1..=rows / block_rows).map(|blocks| shares(over, blocks, block_rows, sms)).collect();
+            let shares = (1..=rows / block_rows).map(|blocks| shares(over, blocks, block_rows, sms, paired)).collect();
             divisions.push(Division { over, shares });
             divisions.len() - 1
         }))
@@ -901,9 +918,15 @@ impl Builder<'_> {
         PARTS.into_iter().filter(possible).min_by_key(|&parts| bytes(parts)).unwrap_or(1)
     }
 
+    /// Whether pairs of blocks share the weights of a chunk.
+    fn shares_weights(&self) -> bool {
+        self.plan.form == Form::Chunk && self.plan.machine.pairs
+    }
+
     /// The longest share of a division, of this many blocks of rows.
     fn longest(&self, over: Over, blocks: u32) -> u32 {
-        let shares = shares(over, blocks, self.plan.block_rows, self.plan.machine.sms);
+        let paired = self.shares_weights();
+        let shares = shares(over, blocks, self.plan.block_rows, self.plan.machine.sms, paired);
         shares.iter().flatten().map(|share| share.hi - share.lo).max().unwrap_or(0)
     }
 
@@ -917,6 +940,7 @@ impl Builder<'_> {
                 match machine.products {
                     Products::Warps => lengths.map(|units| matrix.chunk_shape(units)).max_by_key(|shape| shape.pass),
                     Products::Warpgroups => lengths.next_back().map(|units| matrix.wide_shape(units)),
+                    Products::Shared => lengths.next_back().map(|units| matrix.shared_shape(units)),
                 }
             }
             Form::Steps | Form::Tail => {
@@ -1187,7 +1211,7 @@ impl Builder<'_> {
 }
 
 /// The shares of each SM of a launch of `blocks` blocks of rows.
-fn shares(over: Over, blocks: u32, block_rows: u32, sms: u32) -> Vec<Vec<Share>> {
+fn shares(over: Over, blocks: u32, block_rows: u32, sms: u32, paired: bool) -> Vec<Vec<Share>> {
     let rows = blocks * block_rows;
     // Part `i` of `of` nearly equal parts of `n`.
     let part = |n: u32, i: u32, of: u32| {
@@ -1214,6 +1238,18 @@ fn shares(over: Over, blocks: u32, block_rows: u32, sms: u32) -> Vec<Vec<Share>>
                 let (lo, hi) = part(n, sm / parts, sms / parts);
                 let from = sm % parts * n;
                 out[sm as usize].push(Share { row: 0, rows: block_rows, lo: from + lo, hi: from + hi });
+            }
+        }
+        // The two blocks of a pair have the same units, and blocks of rows side by side.
+        Over::Units { n, parts: 1 } if paired && blocks.is_multiple_of(2) => {
+            for i in 0..blocks / 2 {
+                let (first, end) = part(sms / 2, i, blocks / 2);
+                let end = end.max(first + 1);
+                for (pair, of) in (first..end).flat_map(|pair| [(pair, 0), (pair, 1)]) {
+                    let (lo, hi) = part(n, pair - first, end - first);
+                    let row = (2 * i + of) * block_rows;
+                    out[(2 * pair + of) as usize].push(Share { row, rows: block_rows, lo, hi });
+                }
             }
         }
         Over::Units { n, parts } => {

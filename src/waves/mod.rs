@@ -82,11 +82,17 @@ define_id!(
 );
 
 /// Most rows of a chunk, unless asked for otherwise.
-pub const CHUNK_ROWS: u32 = 512;
+pub const CHUNK_ROWS: u32 = 2048;
 /// Least rows of a chunk. Below 64 rows the batch kernel is at least as fast.
 pub const CHUNK_MIN: u32 = 64;
 /// Rows that a product of a chunk multiplies at once.
 pub const CHUNK_BLOCK_ROWS: u32 = 128;
+/// Rows of the next chunk of a prompt of which `left` are left, if a chunk has at most `most`. All chunks are nearly as long, in whole blocks, so the last
+/// one is not short.
+pub fn next_chunk(left: u32, most: u32) -> u32 {
+    let each = left.div_ceil(left.div_ceil(most.max(1)).max(1));
+    each.next_multiple_of(CHUNK_BLOCK_ROWS).min(most).min(left)
+}
 /// Rows of a tail: a sequence has one row that decides.
 pub const TAIL_ROWS: u32 = 16;
 /// Most rows of a step.
@@ -121,6 +127,8 @@ pub enum Products {
     Warps,
     /// Four warps together (`wgmma`): weights are in registers, and the tensor cores read the input from shared memory.
     Warpgroups,
+    /// Four warps together, which read both operands from shared memory. All weights are plain.
+    Shared,
 }
 
 impl Products {
@@ -129,9 +137,16 @@ impl Products {
         match self {
             Products::Warps => pass.next_multiple_of(warps.units),
             Products::Warpgroups => pass.next_multiple_of(WIDE_UNITS * warps.units),
+            Products::Shared => pass.next_multiple_of(SHARED_UNITS),
         }
     }
 }
+
+/// With both operands in shared memory: units of a copy, and most units of a pass, of which an instruction takes 8 columns each.
+const SHARED_UNITS: u32 = 8;
+const SHARED_PASS_MAX: u32 = 32;
+/// The place of its warps: each of two warpgroups has half of the rows and all units.
+const SHARED_WARPS: Warps = Warps { rows: 2, units: 4, k: 1 };
 
 /// Units that a warp of a warpgroup has side by side: rows of a tile of 16.
 const WIDE_UNITS: u32 = 2;
@@ -181,7 +196,8 @@ pub struct Machine {
     pub sms: u32,
     pub warps: u32,
     pub products: Products,
-    /// Blocks 2 i and 2 i + 1 are a cluster, and write to each other's shared memory.
+    /// Blocks 2 i and 2 i + 1 are a cluster, and write to each other's shared memory: in steps sums of products, in a chunk copies of weights
+    /// ([`Plan::shares_weights`]).
     pub pairs: bool,
     pub loader_warps: u32,
     /// Of a consumer and of a loader thread, after registers moved.
@@ -458,6 +474,12 @@ pub struct Share {
 }
 
 impl Plan {
+    /// Whether the two blocks of a pair multiply the same weights in launches of this many blocks of rows. Each then has a block of rows of its own, and
+    /// copies half of every chunk of weights to both.
+    pub fn shares_weights(&self, blocks: u32) -> bool {
+        self.form == Form::Chunk && self.machine.pairs && blocks.is_multiple_of(2)
+    }
+
     /// Bytes of the arena of activations.
     pub fn work_bytes(&self) -> u64 {
         self.work.iter().map(|work| work.place.saturating_add(work.bytes(self.rows))).max().unwrap_or(0)

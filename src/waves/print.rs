@@ -35,6 +35,7 @@ impl fmt::Display for Plan {
             match m.products {
                 Products::Warps => "",
                 Products::Warpgroups => " products=warpgroups",
+                Products::Shared => " products=shared",
             },
             m.registers,
             m.loader_registers,

@@ -10,8 +10,8 @@ use super::experts::{
 };
 use super::{
     Action, CHUNK_BLOCK_ROWS, Division, Form, HELD_AND_SUMS_MAX, Input, Layout, NormOf, Over, Plan, Products, Ragged,
-    Ring, STEP_ROWS_MAX, Share, Splits, Sum, Sums, TILE_WARPS, Target as Written, Tiling, WIDE_UNITS, Warps, Wave,
-    Work, WorkId, sums_max, tile_sums_max, wide_tiles_max,
+    Ring, SHARED_PASS_MAX, SHARED_UNITS, SHARED_WARPS, STEP_ROWS_MAX, Share, Splits, Sum, Sums, TILE_WARPS,
+    Target as Written, Tiling, WIDE_UNITS, Warps, Wave, Work, WorkId, sums_max, tile_sums_max, wide_tiles_max,
 };
 use crate::dtype::DType;
 use crate::format::Format;
@@ -315,6 +315,7 @@ impl Judge<'_> {
         let split_bytes = if cuts { 48 } else { 0 };
         let by_warpgroups = |wave: &Wave| wave.action.is_tiles() || matches!(wave.action, Action::Experts { .. });
         let tiles = self.plan.waves.iter().any(by_warpgroups);
+        let experts = self.plan.waves.iter().any(|wave| matches!(wave.action, Action::Experts { .. }));
         let ring = |ring: Ring| u64::from(ring.slots) * u64::from(ring.slot_bytes);
         let rest = u64::from(m.scratch_bytes) + u64::from(m.state_bytes);
         let smem = ring(m.weights).saturating_add(ring(m.inputs)).saturating_add(rest);
@@ -327,12 +328,9 @@ impl Judge<'_> {
             (!capable, "a target without bulk copies, tensor cores or registers that move"),
             (m.sms == 0 || m.sms > spec.sm_count, "more blocks than SMs, which would wait for each other for ever"),
             (m.warps != 8 || m.loader_warps != 4, "expected 8 warps and a loader of 4"),
+            (m.products != Products::Warps && !spec.warpgroup_mma, "products by warpgroups, which the target lacks"),
             (
-                m.products == Products::Warpgroups && !spec.warpgroup_mma,
-                "products by warpgroups, which the target lacks",
-            ),
-            (
-                m.products == Products::Warpgroups && self.plan.form != Form::Chunk,
+                m.products != Products::Warps && self.plan.form != Form::Chunk,
                 "products of steps by warpgroups, which add up in another order than warps",
             ),
             (tiles && !spec.warpgroup_mma, "tiles, which warpgroups multiply and the target lacks"),
@@ -342,8 +340,17 @@ impl Judge<'_> {
             (smem > u64::from(spec.smem_bytes_per_block_max), "too much shared memory"),
             (!is_ring(m.weights) || !is_ring(m.inputs), "expected 2 slots at least, of whole cache lines"),
             (
-                m.pairs && (spec.cluster_max < 2 || !m.sms.is_multiple_of(2) || !self.plan.form.decides()),
-                "pairs of blocks of a chunk, of an odd number, or of a target without clusters",
+                m.pairs && (spec.cluster_max < 2 || !m.sms.is_multiple_of(2)),
+                "pairs of an odd number of blocks, or of a target without clusters",
+            ),
+            (
+                m.pairs && self.plan.form == Form::Chunk && m.products != Products::Shared,
+                "pairs of blocks of a chunk whose products have weights in registers",
+            ),
+            // The block of weights that the tensor cores read begins at a whole pattern of the swizzle.
+            (
+                m.products == Products::Shared && (experts || !m.weights.slot_bytes.is_multiple_of(1024)),
+                "both operands in shared memory, of experts or of slots that are no multiple of 1024 bytes",
             ),
             (!m.scratch_bytes.is_multiple_of(128), "expected scratch of whole cache lines"),
             // 24 bytes for a watchdog, two barriers for each slot, eight statistics for each warp, 80 bytes for a wave and 80 for its record, and the same
@@ -400,6 +407,12 @@ impl Judge<'_> {
                     self.violate("partition", None, format!("d{d}: expected shares of each SM"));
                 } else if let Err(what) = partitions(*over, blocks * plan.block_rows, plan.block_rows, of_sms) {
                     self.violate("partition", None, format!("d{d}, {blocks} blocks: {what}"));
+                } else if plan.shares_weights(blocks)
+                    && matches!(over, Over::Units { parts: 1, .. })
+                    && let Some(pair) = lo_hi(of_sms).chunks(2).position(|pair| pair.first() != pair.get(1))
+                {
+                    let what = "other units, of which each copies half to both";
+                    self.violate("pairs", None, format!("d{d}, {blocks} blocks: blocks of pair {pair} have {what}"));
                 }
             }
         }
@@ -1307,7 +1320,7 @@ impl Judge<'_> {
     fn ring_of(&self, m: &MatVec, format: Format, product: Product) -> Vec<String> {
         let Product { pass, chunk, warps: Warps { rows, units, k }, parts } = product;
         let (block, machine) = (u64::from(self.plan.block_rows), &self.plan.machine);
-        let wide = machine.products == Products::Warpgroups;
+        let (wide, shared) = (machine.products == Products::Warpgroups, machine.products == Products::Shared);
         let [pass, chunk, rows, units, k, parts] = [pass, chunk, rows, units, k, parts].map(u64::from);
         let spans = granule_spans(m, format);
         let granules = u64::from(m.k).div_ceil(32 * spans);
@@ -1319,11 +1332,18 @@ impl Judge<'_> {
         let (of_inputs, of_weights) = (u64::from(machine.inputs.slot_bytes) / (block * 64), chunk * spans);
         let step = of_inputs.min(of_weights);
         // In a warpgroup each warp has two units of each tile.
-        let (tile, grouped) = (if wide { 2 * units } else { units }, format.groups.is_some());
+        let tile = match machine.products {
+            Products::Warps => units,
+            Products::Warpgroups => 2 * units,
+            Products::Shared => SHARED_UNITS.into(),
+        };
+        let grouped = format.groups.is_some();
         let padded = pass.next_multiple_of(tile);
         let sums_of = |tiles: u64| block / rows / 2 * tiles;
         let (sums, of_lane) = if wide {
             (sums_of(wide_tiles_max((block / rows) as u32, grouped).into()), sums_of(padded / tile))
+        } else if shared {
+            (u64::from(SHARED_PASS_MAX) * 4, padded * 4)
         } else {
             (sums_max(grouped).into(), tiles / rows * (padded / units) * 4)
         };
@@ -1347,6 +1367,14 @@ impl Judge<'_> {
             ),
             (of_lane > sums, format!("more than {sums} sums of a lane")),
             (
+                shared && (!format.is_plain() || of_inputs != 2 || of_weights != 2 || m.parts() != 1),
+                "expected plain weights, in units of eight rows and chunks of 64 of k, in shared memory".to_string(),
+            ),
+            (
+                shared && (product.warps != SHARED_WARPS || block != 128),
+                "expected two warpgroups of 64 rows each".to_string(),
+            ),
+            (
                 wide && (of_inputs != of_weights || of_weights != spans.max(2) || m.parts() != 1),
                 "expected chunks of 64 of k, or of a granule that is longer, of units of eight rows, which warpgroups multiply"
                     .to_string(),
@@ -1356,7 +1384,7 @@ impl Judge<'_> {
                 "expected warpgroups that share rows or units".to_string(),
             ),
             // Every pass has whole tiles, except the last one of a share.
-            (wide && pass != padded, format!("a pass of {pass} units, which is no whole tiles of {tile}")),
+            ((wide || shared) && pass != padded, format!("a pass of {pass} units, which is no whole tiles of {tile}")),
             // Each lane of three loader warps copies one unit of a pass.
             (pass > 96, "more units of a pass than lanes copy".to_string()),
             // In steps, warps exchange sums through scratch, which must hold those of at least one unit.

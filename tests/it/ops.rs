@@ -251,7 +251,7 @@ const CASES_OF_ROWS: [(&str, usize); 130] = [
     ("mix-8-parts-bf16", 4),
     ("mix-64-5-parts-bf16", 4),
 ];
-const CASES_OF_WAVES: [(&str, usize); 195] = [
+const CASES_OF_WAVES: [(&str, usize); 203] = [
     ("rows-embed", 1),
     ("rows-embed-bf16", 1),
     ("rows-branch", 1),
@@ -278,6 +278,13 @@ const CASES_OF_WAVES: [(&str, usize); 195] = [
     ("matmul-units-of-2-long-bf16", 1),
     ("wide-rows", 1),
     ("wide-rows-bf16", 1),
+    ("shared-rows", 1),
+    ("shared-rows-bf16", 1),
+    ("shared-store-bf16", 1),
+    ("shared-store-operand-bf16", 1),
+    ("shared-act-bf16", 1),
+    ("shared-gated-bf16", 1),
+    ("shared-residual", 1),
     ("wide-store-bf16", 1),
     ("wide-store-operand-bf16", 1),
     ("wide-act-bf16", 1),
@@ -304,6 +311,7 @@ const CASES_OF_WAVES: [(&str, usize); 195] = [
     ("wide-mxfp4", 1),
     ("wide-e2m1-rows", 1),
     ("wide-attention-bf16", 1),
+    ("shared-attention-bf16", 1),
     ("attention-halves-bf16", 3),
     ("attention-window-cap-bf16", 1),
     ("attention-pairs-3-bf16", 1),
@@ -768,6 +776,32 @@ fn an_op_of_waves_that_computes_something_else_is_found() {
             "a[1].x, a[0].x, a[1].y, a[0].y, first",
             "wide-store-bf16",
         ),
+        // With both operands in shared memory: the other half of k, rows of the other warpgroup, units of the next box, columns in the order of registers.
+        (
+            "waves/matmul.cuh",
+            "half * (2 * WarpgroupOperand::CORE_BYTES)",
+            "half * WarpgroupOperand::CORE_BYTES",
+            "shared-store-bf16",
+        ),
+        (
+            "waves/matmul.cuh",
+            "SwizzledOperand::at(w + span *",
+            "SwizzledOperand::at(w + (1 - span) *",
+            "shared-residual",
+        ),
+        (
+            "waves/matmul.cuh",
+            "row = int(share.row) + c.warp() * 16",
+            "row = int(share.row) + c.warp() % 4 * 16",
+            "shared-act-bf16",
+        ),
+        (
+            "waves/matmul.cuh",
+            "e.boxes, at * 8, first + l.lane * BOX_UNITS",
+            "e.boxes, at * 8, first + l.lane",
+            "shared-gated-bf16",
+        ),
+        ("waves/context.cuh", "t = SHARED ? col % 8 / 2 :", "t = false ? col % 8 / 2 :", "shared-store-operand-bf16"),
         ("waves/matmul.cuh", "WarpgroupOperand::next(first, 2 *", "WarpgroupOperand::next(first, 1 *", "wide-act-bf16"),
         (
             "waves/matmul.cuh",

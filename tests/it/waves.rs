@@ -30,7 +30,7 @@ use monobloc::validate::{Validated, validate};
 use monobloc::waves::{
     Action, Division, DivisionId, Form, Input, Layout, NormOf, Over, Plan, Products, Proven, Refused, Ring, Share,
     Splits, Sum, Sums, Target as Written, Violation, Warps, Wave, WithTail, Work, WorkId, derive, derive_alike,
-    derive_ragged, derive_split, prove, prove_alike, prove_tail,
+    derive_ragged, derive_split, next_chunk, prove, prove_alike, prove_tail,
 };
 
 use rayon::prelude::*;
@@ -346,13 +346,16 @@ fn boxes_hold_their_matrices(proven: &Proven<'_>, tables: &WaveTables) {
             continue;
         }
         let first = entry.branch_bias as usize;
-        let boxes = &tables.boxes[first..first + 3];
-        assert_eq!(boxes.iter().map(|of| of.box_units).collect::<Vec<_>>(), [*pass, (pass - 1).max(1), 8]);
+        let shared = proven.plan().machine.products == Products::Shared;
+        let units = if shared { vec![8] } else { vec![*pass, (pass - 1).max(1), 8] };
+        let boxes = &tables.boxes[first..first + units.len()];
+        assert_eq!(boxes.iter().map(|of| of.box_units).collect::<Vec<_>>(), units);
         let granules = m.k.div_ceil(format.granule_k() * m.parts());
         for of in boxes {
             assert_eq!((of.piece_bytes, of.units), (piece_bytes, m.units().into()));
             assert_eq!(of.unit_bytes, u64::from(granules * format.granule_bytes()));
             assert_eq!(of.place, u64::from(entry.weight) * 256);
+            assert_eq!(of.line_bytes, if shared { 64 } else { 0 });
             assert!(of.unit_bytes.is_multiple_of(16) && of.piece_bytes.is_multiple_of(16) && of.box_units <= 256);
         }
         boxed += 1;
@@ -547,6 +550,22 @@ fn every_format_of_codes_has_a_plan_and_fp32_has_none() {
         let judged = prove(plan, &validated, &h200());
         assert_eq!(judged.is_err(), format.groups.is_some(), "{name}");
     }
+}
+
+/// A prompt has chunks of nearly the same length, of whole blocks of rows but for the last one.
+#[test]
+fn chunks_of_a_prompt_are_nearly_as_long() {
+    let chunks = |tokens: u32, most: u32| {
+        let mut left = tokens;
+        let all = std::iter::from_fn(|| (left > 0).then(|| next_chunk(left, most)).inspect(|count| left -= count));
+        all.collect::<Vec<_>>()
+    };
+    assert_eq!(chunks(2048, 2048), [2048]);
+    assert_eq!(chunks(2049, 2048), [1152, 897]);
+    assert_eq!(chunks(5000, 2048), [1792, 1664, 1544]);
+    assert_eq!(chunks(600, 512), [384, 216]);
+    assert_eq!(chunks(100, 64), [64, 36]);
+    assert_eq!(chunks(7, 512), [7]);
 }
 
 /// Warpgroups take a whole slot of inputs at once, so all matrices of a chunk have granules of the same length in k, or of 64.
@@ -1129,6 +1148,18 @@ impl Mutants<'_> {
             });
         let paired: Vec<_> = paired.collect();
         self.add("no pairs", (!paired.is_empty()).then_some("order"), |p| p.machine.pairs = false);
+        // Of a chunk: each block of a pair copies half of the units of both.
+        for (d, division) in self.of.divisions.iter().enumerate() {
+            let apart =
+                |blocks: &usize| self.of.shares_weights(*blocks as u32) && matches!(division.over, Over::Units { .. });
+            for blocks in (1..=division.shares.len()).filter(apart) {
+                let sms = &division.shares[blocks - 1];
+                if let Some(other) = (3..sms.len()).step_by(2).find(|sm| sms[*sm] != sms[1]) {
+                    let name = format!("d{d}, {blocks} blocks: blocks of a pair with other units");
+                    self.add(name, Some("pairs"), |p| p.divisions[d].shares[blocks - 1].swap(1, other));
+                }
+            }
+        }
         for (w, d, pass, n) in paired {
             for (what, change) in unpaired() {
                 self.add(format!("w{w}: {what}"), wrong, |p| change(&mut p.divisions[d].shares[0], n));

@@ -73,7 +73,7 @@ static bool within(const std::vector<u8>& all, const u8* from, u32 bytes) {
 // What a tensor map says: `WeightBox` of src/codegen/waves.rs.
 struct WeightBox {
   u64 place, units, unit_bytes;
-  u32 box_units, piece_bytes;
+  u32 box_units, piece_bytes, line_bytes, reserved;
 };
 static std::vector<WeightBox> weight_boxes;
 template <class R>
@@ -115,6 +115,9 @@ struct WaveLoader {
     std::memcpy(to, from, bytes);
     ring_of<R>().landed[chunk_of(at)] += bytes;
   }
+  // One block runs here: what the other block of its pair would copy to both, it copies.
+  bool shares() const { return R::FIRST != 0 && shares_weights<M>(p); }
+  bool makes(u32) const { return true; }
   void see_box(u32 box) { boxes.push_back(box); }
   // What lies beyond a unit is zeros, and counts.
   void copy_box(u8* to, u32 box, u32 x, u32 y) {
@@ -123,6 +126,7 @@ struct WaveLoader {
     const WeightBox& of = weight_boxes[box];
     const u8* slot = slot_of(at);
     require(u64(to) % 128 == 0 && to >= slot && to + of.box_units * of.piece_bytes <= slot + R::SLOT_BYTES, "a box beyond its slot");
+    require(of.line_bytes == 0, "a box of lines that is copied whole");
     require(of.unit_bytes % 16 == 0 && of.piece_bytes % 16 == 0 && of.piece_bytes <= 2048 && of.box_units <= 256, "a box that no tensor map has");
     for (u32 unit = 0; unit < of.box_units; unit++)
       for (u32 i = 0; i < of.piece_bytes; i++) {
@@ -130,6 +134,21 @@ struct WaveLoader {
         const bool exists = y + unit < of.units && byte < of.unit_bytes;
         to[unit * of.piece_bytes + i] = exists ? constants.at(of.place + (y + unit) * of.unit_bytes + byte) : 0;
       }
+    ring_of<R>().landed[chunk_of(at)] += of.box_units * of.piece_bytes;
+  }
+  // Lines of 64 bytes, of which pieces of 16 bytes lie where the bits of their place above the line say.
+  void copy_lines(u8* to, u32 box, u32 line, u32 unit) {
+    require(R::FIRST != 0 && box < weight_boxes.size(), "a box that there is not");
+    require(step > 0 || std::find(boxes.begin(), boxes.end(), box) != boxes.end(), "a box whose tensor map was not fenced in the launch");
+    const WeightBox& of = weight_boxes[box];
+    const u8* slot = slot_of(at);
+    require(to >= slot && to + of.box_units * of.piece_bytes <= slot + R::SLOT_BYTES, "a box beyond its slot");
+    require(of.line_bytes == 64 && of.unit_bytes % 64 == 0 && of.piece_bytes % 64 == 0 && of.piece_bytes / 64 <= 256 && of.box_units <= 256, "a box that no tensor map has");
+    require((to - smem) % 128 == 0, "a box that is not aligned");
+    for (u32 i = 0; i < of.box_units * of.piece_bytes; i++) {
+      const u64 byte = u64(line) * 64 + i % of.piece_bytes, row = unit + i / of.piece_bytes, place = u64(to - smem) + i;
+      smem[place ^ (place >> 7 & 3) << 4] = row < of.units && byte < of.unit_bytes ? constants.at(of.place + row * of.unit_bytes + byte) : 0;
+    }
     ring_of<R>().landed[chunk_of(at)] += of.box_units * of.piece_bytes;
   }
   void meet() { met = true; }

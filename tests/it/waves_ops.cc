@@ -7,10 +7,10 @@
 
 // ---- a block and its memory -------------------------------------------------------------------------------------------
 
-template <bool STEPS_, int ROWS_, int INPUT_KIB, int WEIGHT_KIB, u32 PAGE = 64, bool WIDE = false>
+template <bool STEPS_, int ROWS_, int INPUT_KIB, int WEIGHT_KIB, u32 PAGE = 64, bool WIDE = false, bool SHARED_ = false>
 struct Machine {
   static constexpr int SMS = 40, WARPS = 8, LOADER_WARPS = 4, INPUT_SLOTS = 3, WEIGHT_SLOTS = 2, INPUT_BYTES = INPUT_KIB << 10, WEIGHT_BYTES = WEIGHT_KIB << 10;
-  static constexpr bool STEPS = STEPS_, WARPGROUPS = WIDE, PAIRS = STEPS;
+  static constexpr bool STEPS = STEPS_, WARPGROUPS = WIDE, SHARED = SHARED_, PAIRS = STEPS || SHARED;
   // With more rows, more parts than lanes hold while they multiply.
   static constexpr int SQUARE_PARTS = !STEPS ? 0 : ROWS_ > 64 ? 66 : SMS / 2;
   static constexpr int BLOCK_ROWS = ROWS_, INPUT_AT = WEIGHT_SLOTS * WEIGHT_BYTES, SCRATCH_AT = 0, SCRATCH_BYTES = !STEPS ? 0 : (ROWS_ > 64 ? 36 : 32) << 10;
@@ -25,6 +25,8 @@ struct Machine {
 template <int INPUT_KIB, int WEIGHT_KIB, u32 PAGE = 64>
 using ChunkMachine = Machine<false, 128, INPUT_KIB, WEIGHT_KIB, PAGE>;
 using WideMachine = Machine<false, 128, 16, 32, 64, true>;
+// With both operands in shared memory.
+using SharedMachine = Machine<false, 128, 16, 32, 64, true, true>;
 // For codes of which a granule is 128 of k.
 using LongWideMachine = Machine<false, 128, 32, 32, 64, true>;
 template <int ROWS, u32 PAGE = 64>
@@ -68,7 +70,11 @@ static u32 operand(u32 rows) {
 template <class M, int COLS, bool TILES = false>
 static u8* operand_at(u32 at, u32 row, u32 col) {
   const u32 tiles = (COLS + 127) / 128 * 2, lane = row % 8 * 4 + col % 32 / 8, of = M::BLOCK_ROWS;
-  // Core matrices: 8 rows of 16 bytes, a pair of columns of each 8.
+  // Core matrices: 8 rows of 16 bytes, of consecutive columns, or of a pair of each 8.
+  if (M::SHARED) {
+    const size_t core = (size_t(row / of) * tiles + col / 64) * (of * 128) + col % 64 / 32 * (of * 64) + row % of / 8 * 512 + col % 32 / 8 * 128;
+    return work.data() + size_t(at) * OFFSET_BYTES + core + row % 8 * 16 + col % 8 * 2;
+  }
   if (M::WARPGROUPS || TILES) {
     const size_t core = (size_t(row / of) * tiles + col / 64) * (of * 128) + col % 64 / 32 * (of * 64) + row % of / 8 * 512 + col % 8 / 2 * 128;
     return work.data() + size_t(at) * OFFSET_BYTES + core + row % 8 * 16 + col % 32 / 8 * 4 + col % 2 * 2;
@@ -339,6 +345,10 @@ static void put_boxes() {
   typedef WaveMatMul<M, G> P;
   const auto of = [](u32 units) { return WeightBox{u64(wave.weight) * OFFSET_BYTES, P::UNITS, P::UNIT_BYTES, units, P::UNIT_PITCH}; };
   weight_boxes = {WeightBox{}, of(G::PASS), of(G::PASS > 1 ? G::PASS - 1 : 1), of(8)};
+  if (M::SHARED) {
+    weight_boxes = {WeightBox{}, of(8)};
+    weight_boxes[1].line_bytes = 64;
+  }
   wave.boxes = 1;
 }
 // The row of the matrix that a row of a unit is, or -1. Of gated units the first half is of the first half of the matrix.
@@ -974,6 +984,12 @@ int main() {
   matmul<Product<34, 640, Epilogue::STORE, 28, 2, false, true>>("matmul-units-of-2-long-bf16", 3);
   // By warpgroups: tiles of 16 units for all rows, or of 8 for half of them; passes of one to four tiles, the last ones shorter.
   rowwise<Rowwise<256, false, true, true, Norm::RMS>, WideMachine>("wide-rows", "wide-rows-bf16", 130);
+  rowwise<Rowwise<256, false, true, true, Norm::RMS>, SharedMachine>("shared-rows", "shared-rows-bf16", 130);
+  matmul<SharedMachine, By<Product<40, 200, Epilogue::STORE, 16, 8, true, true>, 2, 4, 1, 2>>("shared-store-bf16", 37);
+  matmul<SharedMachine, By<Product<264, 96, Epilogue::STORE, 32, 8, false, false>, 2, 4, 1, 2>>("shared-store-operand-bf16", 130);
+  matmul<SharedMachine, By<Product<1138, 160, Epilogue::ACT, 24, 8, true, false, Act::GELU_TANH>, 2, 4, 1, 2>>("shared-act-bf16", 128);
+  matmul<SharedMachine, By<Product<388, 64, Epilogue::GATED, 32>, 2, 4, 1, 2>>("shared-gated-bf16", 200);
+  matmul<SharedMachine, By<Product<541, 712, Epilogue::RESIDUAL, 16, 8, true>, 2, 4, 1, 2>>("shared-residual", 131);
   matmul<WideMachine, By<Product<40, 200, Epilogue::STORE, 16, 8, true, true>, 1, 8, 1, 2>>("wide-store-bf16", 37);
   matmul<WideMachine, By<Product<264, 96, Epilogue::STORE, 32, 8, false, false>, 1, 8, 1, 2>>("wide-store-operand-bf16", 130);
   matmul<WideMachine, By<Product<1138, 160, Epilogue::ACT, 32, 8, true, false, Act::GELU_TANH>, 2, 4, 1, 2>>("wide-act-bf16", 128);
@@ -1011,6 +1027,7 @@ int main() {
   const HeadNorm none = HeadNorm::NONE, head = HeadNorm::HEAD;
   // From the start, after a history that ends within a tile, and in rows of two blocks.
   attention<WideMachine, Tiled<Halves, 64, none, none>>("wide-attention-bf16", {{0, 0}, {0, 1}, {0, 2}});
+  attention<SharedMachine, Tiled<Halves, 64, none, none>>("shared-attention-bf16", {{0, 0}, {0, 1}, {0, 2}});
   for (const auto& at : {std::pair<u32, u32>{0, 37}, {61, 130}, {100, 1}}) attention<Tiled<Halves, 64, none, none>, 16, 64>("attention-halves-bf16", at.first, at.second);
   attention<Capped<Tiled<Heads<4, 4, 4, 64, 0, false, HeadNorm::HEAD, 24, 1>, 32, head, head>>, 8, 32>("attention-window-cap-bf16", 75, 70);
   attention<Tiled<Heads<3, 3, 3, 64, 64, true, HeadNorm::HEAD, 50, 1>, 16, head, none>, 4, 32>("attention-pairs-3-bf16", 40, 40);

@@ -41,7 +41,7 @@ fn steps(validated: &Validated, rows: u32) -> Plan {
     proven(validated, &small(), Form::Steps, rows).unwrap().plan().clone()
 }
 
-/// Products are in pairs where a target has clusters and an even number of SMs, in plans of steps and tails. After an RMS norm they leave the next
+/// Products are in pairs where a target has clusters and an even number of SMs, in plans of steps and tails. Pairs share the weights of a chunk there. After an RMS norm they leave the next
 /// product's input; after a norm that takes more than a factor they do not.
 #[test]
 fn products_are_in_pairs_where_they_can_be() {
@@ -60,10 +60,12 @@ fn products_are_in_pairs_where_they_can_be() {
             }
         }
         let chunk = derive(validated.schedule(), &even, Form::Chunk, 256).unwrap();
-        assert!(!chunk.machine.pairs && paired(&chunk).is_empty());
+        assert!(chunk.shares_weights(2) && !chunk.shares_weights(1) && paired(&chunk).is_empty(), "{name}");
         for target in [&odd, &alone] {
-            let plan = derive(kernel(&graph, target).schedule(), target, Form::Steps, 32).unwrap();
-            assert!(!plan.machine.pairs && paired(&plan).is_empty(), "{name}");
+            for (form, rows) in [(Form::Steps, 32), (Form::Chunk, 256)] {
+                let plan = derive(kernel(&graph, target).schedule(), target, form, rows).unwrap();
+                assert!(!plan.machine.pairs && paired(&plan).is_empty(), "{name}, {form:?}");
+            }
         }
     }
 }
@@ -122,7 +124,7 @@ fn pairs_that_are_none_have_no_proof() {
     };
     let mut alone = small();
     alone.spec.cluster_max = 1;
-    let no_pairs = "`machine`: pairs of blocks of a chunk, of an odd number, or of a target without clusters";
+    let no_pairs = "`machine`: pairs of an odd number of blocks, or of a target without clusters";
     let mut found = vec![
         (refused(of.clone(), &alone), no_pairs),
         (with(&|p| p.machine.sms = 11), no_pairs),
