@@ -1,5 +1,5 @@
-// attention on tensor cores, for a bf16 wire and a bf16 or fp8 cache, if RoPE rotates whole heads (or nothing) and a norm, if any, is
-// over single heads. See attention.cuh for operands, and for all other cases.
+// attention on tensor cores, for a bf16 wire and a bf16 or fp8 cache, if RoPE rotates whole heads, nothing, or in halves a part that lanes share
+// evenly, and a norm, if any, is over single heads. See attention.cuh for operands, and for all other cases.
 //
 // One warp brings a head from its packets to shared memory; each lane takes the packets that it rotates together. The current
 // position's key and value never travel through the cache: they are one more record of the merge.
@@ -39,13 +39,14 @@ struct AttentionTensor {
   typedef AttentionRecords<M, G, WARP_TEAMS> Records;
   // Whether queries stay in registers and values are loaded before the softmax: the sums must leave room for both.
   static constexpr bool PREFETCH_V = G::PREFETCH_V;
-  static constexpr bool HALVES = G::ROTARY > 0 && !G::INTERLEAVED; // a pair is dimension d and d + DIM / 2
+  static constexpr bool HALVES = G::ROTARY > 0 && !G::INTERLEAVED; // a pair is dimension d and d + ROTARY / 2
+  static constexpr bool EVENLY = HALVES && (G::ROTARY == 16 || G::ROTARY == 32 || G::ROTARY == 64 || G::ROTARY % 128 == 0);
   // No norm, or an RMS norm of single heads whose gains all heads share.
   static constexpr bool shared(HeadNorm norm) { return norm == HeadNorm::NONE || norm == HeadNorm::HEAD; }
   static constexpr bool CACHED = M::CACHE == Elem::BF16 ||
                                  (FP8 && (G::DIM == 64 ? WARPS_PER_HEAD == 1 : G::DIM % (128 * WARPS_PER_HEAD) == 0));
   static constexpr bool FITS = CACHED && M::WIRE == Elem::BF16 && M::DOT == Dot::MMA && G::DIM % 64 == 0 &&
-                               G::DIM <= 256 && M::WARPS % WARPS_PER_HEAD == 0 && (G::ROTARY == 0 || G::ROTARY == G::DIM) &&
+                               G::DIM <= 256 && M::WARPS % WARPS_PER_HEAD == 0 && (G::ROTARY == 0 || G::ROTARY == G::DIM || EVENLY) &&
                                VALUE_TILES % 8 == 0 && (!HALVES || G::DIM == 64 || G::DIM % 128 == 0) && shared(G::Q_NORM) && shared(G::K_NORM);
 
   static_assert(FITS == (M::DOT == Dot::MMA && G::SWIZZLED), "who else writes caches, as ir/variant.rs says, has to know");
@@ -178,9 +179,10 @@ struct AttentionTensor {
   }
 
   // What a lane needs of a head besides its packets; loaded before they arrive. Packet n of a lane is packet n * 32 + lane of
-  // the head. If halves are rotated, a packet's partner is PACKETS / 2 packets on: in the same lane, or in lane ^ 16.
-  static constexpr int PACKETS = G::DIM / 2, N = PACKETS / 32;
-  static constexpr int ANGLES = HALVES && N > 1 ? N / 2 : N;
+  // the head. If halves are rotated, the first TURNED packets are, and a packet's partner is TURNED / 2 packets on: in the same lane, or in
+  // lane ^ TURNED / 2.
+  static constexpr int PACKETS = G::DIM / 2, N = PACKETS / 32, TURNED = HALVES ? G::ROTARY / 2 : 2;
+  static constexpr int ANGLES = !HALVES ? N : TURNED <= 32 ? 1 : TURNED / 64;
   struct Constants {
     float2 cosine[ANGLES], sine[ANGLES], weight[N];
   };
@@ -190,17 +192,17 @@ struct AttentionTensor {
   }
   static __device__ __forceinline__ void load(const Context<M>& c, const Entry& e, int row, Constants& k) {
     if constexpr (G::ROTARY > 0) {
-      const float* angle = c.template constant<float>(e.rope) + u64(c.position) * G::DIM;
+      const float* angle = c.template constant<float>(e.rope) + u64(c.position) * G::ROTARY;
 #pragma unroll
       for (int n = 0; n < ANGLES; n++) {
         const int p = n * 32 + c.lane();
-        const int at = G::INTERLEAVED ? p : p % (PACKETS / 2) * 2;
+        const int at = G::INTERLEAVED ? p : p % (TURNED / 2) * 2;
         if constexpr (G::INTERLEAVED) {
           k.cosine[n].x = __ldg(angle + at);
-          k.sine[n].x = __ldg(angle + G::DIM / 2 + at);
+          k.sine[n].x = __ldg(angle + G::ROTARY / 2 + at);
         } else {
           k.cosine[n] = __ldg(reinterpret_cast<const float2*>(angle + at));
-          k.sine[n] = __ldg(reinterpret_cast<const float2*>(angle + G::DIM / 2 + at));
+          k.sine[n] = __ldg(reinterpret_cast<const float2*>(angle + G::ROTARY / 2 + at));
         }
       }
     }
@@ -243,16 +245,18 @@ struct AttentionTensor {
       if constexpr (G::INTERLEAVED) {
 #pragma unroll
         for (int n = 0; n < N; n++) rotate(x[n].x, x[n].y, k.cosine[n].x, k.sine[n].x);
-      } else if constexpr (N == 1) {
-        const float2 other = make_float2(__shfl_xor_sync(~0u, x[0].x, 16), __shfl_xor_sync(~0u, x[0].y, 16));
-        const float sign = c.lane() < 16 ? -1.f : 1.f;
-        x[0].x = x[0].x * k.cosine[0].x + sign * other.x * k.sine[0].x;
-        x[0].y = x[0].y * k.cosine[0].y + sign * other.y * k.sine[0].y;
+      } else if constexpr (TURNED <= 32) {
+        const float2 other = make_float2(__shfl_xor_sync(~0u, x[0].x, TURNED / 2), __shfl_xor_sync(~0u, x[0].y, TURNED / 2));
+        const float sign = c.lane() < TURNED / 2 ? -1.f : 1.f;
+        if (TURNED == 32 || c.lane() < TURNED) {
+          x[0].x = x[0].x * k.cosine[0].x + sign * other.x * k.sine[0].x;
+          x[0].y = x[0].y * k.cosine[0].y + sign * other.y * k.sine[0].y;
+        }
       } else {
 #pragma unroll
-        for (int n = 0; n < N / 2; n++) {
-          rotate(x[n].x, x[n + N / 2].x, k.cosine[n].x, k.sine[n].x);
-          rotate(x[n].y, x[n + N / 2].y, k.cosine[n].y, k.sine[n].y);
+        for (int n = 0; n < ANGLES; n++) {
+          rotate(x[n].x, x[n + ANGLES].x, k.cosine[n].x, k.sine[n].x);
+          rotate(x[n].y, x[n + ANGLES].y, k.cosine[n].y, k.sine[n].y);
         }
       }
     }

@@ -103,6 +103,7 @@ struct RowsAttentionTensor {
 
   // Brings heads from their words to shared memory: norm, RoPE, rounding. A lane takes 16 bytes, so a warp takes several heads.
   static constexpr int PIECES = G::DIM / 8, LANES = PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32, HEADS_AT_ONCE = 32 / LANES;
+  static constexpr int TURNED = HALVES ? G::ROTARY / 8 : 2; // pieces that are rotated in halves
   static __device__ __forceinline__ void heads(Context<M>& c, const Entry& e, const OwnRow<M>& own, const Scales& scales, int i) {
     const int lane = c.lane() % LANES, kv = i * QUERIES / G::GROUP, all = QUERIES + 2 * own.count;
     const u8* x = words_of<M, COLS>(c, e.x);
@@ -116,15 +117,16 @@ struct RowsAttentionTensor {
       const u8* from = x + W::at(live ? row : 0, live ? head * G::DIM + lane * 8 : 0);
       uint4 v[1] = {make_uint4(0, 0, 0, 0)};
       load_piece(from, live, v[0]);
-      // If halves are rotated, a lane has 8 dimensions of one half, and the lane PIECES / 2 on has their partners.
+      // If halves are rotated, a lane has 8 dimensions of one half, and the lane TURNED / 2 on has their partners.
+      const bool turns = kind < 2 && (!HALVES || lane < TURNED);
       float cosine[8], sine[8], weight[8];
-      const float* angle = c.template constant<float>(e.rope) + u64(own.before + of) * G::DIM;
+      const float* angle = c.template constant<float>(e.rope) + u64(own.before + of) * G::ROTARY;
       if constexpr (G::ROTARY > 0)
 #pragma unroll
         for (int k = 0; k < 8; k++) {
-          const int at = HALVES ? lane % (PIECES / 2) * 8 + k : lane * 4 + k / 2;
-          cosine[k] = live && kind < 2 ? __ldg(angle + at) : 1.f;
-          sine[k] = live && kind < 2 ? __ldg(angle + G::DIM / 2 + at) : 0.f;
+          const int at = HALVES ? lane % (TURNED / 2) * 8 + k : lane * 4 + k / 2;
+          cosine[k] = live && turns ? __ldg(angle + at) : 1.f;
+          sine[k] = live && turns ? __ldg(angle + G::ROTARY / 2 + at) : 0.f;
         }
       const bool norm = kind == 0 ? G::Q_NORM == HeadNorm::HEAD : kind == 1 && G::K_NORM == HeadNorm::HEAD;
       if constexpr (G::Q_NORM == HeadNorm::HEAD || G::K_NORM == HeadNorm::HEAD)
@@ -148,12 +150,12 @@ struct RowsAttentionTensor {
       };
       if constexpr (!NORM_AFTER_ROPE_OF<G>) normed();
       if constexpr (HALVES) {
-        const int partner = c.lane() - lane + (lane + PIECES / 2) % PIECES;
-        const float sign = lane < PIECES / 2 ? -1.f : 1.f;
+        const int partner = c.lane() - lane + (lane < TURNED ? (lane + TURNED / 2) % TURNED : lane);
+        const float sign = lane < TURNED / 2 ? -1.f : 1.f;
 #pragma unroll
         for (int k = 0; k < 8; k++) {
           const float other = __shfl_sync(~0u, y[k], partner);
-          if (kind < 2) y[k] = y[k] * cosine[k] + sign * other * sine[k];
+          if (turns) y[k] = y[k] * cosine[k] + sign * other * sine[k];
         }
       } else if constexpr (G::ROTARY > 0) {
 #pragma unroll

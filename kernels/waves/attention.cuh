@@ -59,6 +59,7 @@ struct WavePieces {
   static constexpr bool HALVES = G::ROTARY > 0 && !G::INTERLEAVED;
   // A lane has 16 bytes of a head, so a warp has several heads at once.
   static constexpr int PIECES = G::DIM / 8, LANES = PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32, HEADS_AT_ONCE = 32 / LANES;
+  static constexpr int TURNED = HALVES ? G::ROTARY / 8 : 2; // pieces that are rotated in halves
   static constexpr int HEADS = G::HEADS + 2 * H::KV_HEADS;
   static constexpr int ROUNDS = G::PARTS > 0 ? 2 : 4; // heads that a lane loads at once
 
@@ -120,19 +121,19 @@ struct WavePieces {
     float weight[NORMS ? 8 : 1], cosine[ANGLES], sine[ANGLES];
     bool norms, turns;
     __device__ __forceinline__ Turn(const WaveContext<M>& c, const Wave& e, const Place& at)
-        : norms(at.kind == 0 ? G::Q_NORM == HeadNorm::HEAD : at.kind == 1 && G::K_NORM == HeadNorm::HEAD), turns(at.live && at.kind < 2) {
+        : norms(at.kind == 0 ? G::Q_NORM == HeadNorm::HEAD : at.kind == 1 && G::K_NORM == HeadNorm::HEAD), turns(at.live && at.kind < 2 && (!HALVES || at.lane < TURNED)) {
       if constexpr (NORMS) {
         const float* from = c.template constant<float>(at.kind == 0 ? e.q_norm : e.k_norm) + at.lane * 8;
 #pragma unroll
         for (int k = 0; k < 8; k++) weight[k] = at.live && norms ? __ldg(from + k) : 1.f;
       }
-      const float* angle = c.template constant<float>(e.rope) + u64(at.position) * G::DIM + (HALVES ? at.lane % (PIECES / 2) * 8 : at.lane * 4);
+      const float* angle = c.template constant<float>(e.rope) + u64(at.position) * G::ROTARY + (HALVES ? at.lane % (TURNED / 2) * 8 : at.lane * 4);
 #pragma unroll
       for (int k = 0; k < ANGLES; k += 4) {
         float4 low = make_float4(1.f, 1.f, 1.f, 1.f), high = make_float4(0.f, 0.f, 0.f, 0.f);
         if (G::ROTARY > 0 && turns) {
           low = __ldg(reinterpret_cast<const float4*>(angle + k));
-          high = __ldg(reinterpret_cast<const float4*>(angle + G::DIM / 2 + k));
+          high = __ldg(reinterpret_cast<const float4*>(angle + G::ROTARY / 2 + k));
         }
         cosine[k] = low.x, cosine[k + 1] = low.y, cosine[k + 2] = low.z, cosine[k + 3] = low.w;
         sine[k] = high.x, sine[k + 1] = high.y, sine[k + 2] = high.z, sine[k + 3] = high.w;
@@ -157,10 +158,10 @@ struct WavePieces {
     float y[8];
     widen_piece(piece, y);
     if constexpr (!NORM_AFTER_ROPE_OF<G>) norm(kind, by, y);
-    // HALVES: a lane has 8 dimensions of one half, and rotates them with the 8 dimensions of the lane PIECES / 2 further.
+    // HALVES: a lane has 8 dimensions of one half, and rotates them with the 8 dimensions of the lane TURNED / 2 further.
     if constexpr (HALVES) {
-      const int partner = c.lane() - lane + (lane + PIECES / 2) % PIECES;
-      const float sign = lane < PIECES / 2 ? -1.f : 1.f;
+      const int partner = c.lane() - lane + (lane < TURNED ? (lane + TURNED / 2) % TURNED : lane);
+      const float sign = lane < TURNED / 2 ? -1.f : 1.f;
 #pragma unroll
       for (int k = 0; k < 8; k++) {
         const float other = __shfl_sync(~0u, y[k], partner);

@@ -2,6 +2,7 @@
 
 use super::{AFTER_FIRST, CheckError, Checked, FACTOR, Figures, Judge, Tolerance, check_ids, is_beyond, worst};
 use crate::cuda::rows::{RowLauncher, given};
+use crate::cuda::session::SessionError;
 use crate::cuda::waves::{Last, WavesSession};
 use crate::ir::op::{Op, Role};
 use crate::ir::program::{Operand, Program};
@@ -34,9 +35,9 @@ pub const POSITIONS: u32 = {
 };
 
 /// Reads one text with both kernels, one after the other into the same pages, and compares the keys and values of every position in every
-/// layer, and the logits of the token after them. If chunks have a tail, one is read again up to that token: its keys, values and logits are
-/// compared with the same ones, and the token that the tail decides with its logits. `rows` was checked before (`judged`), and both sessions
-/// share pack and cache. No more positions are compared than the session's pages hold.
+/// layer, the logits of the token after them, and the recurrent states after that. If chunks have a tail, one is read again up to that token: its keys,
+/// values and logits are compared with the same ones, and the token that the tail decides with its logits. `rows` was checked before (`judged`), and both
+/// sessions share pack and cache. No more positions are compared than the session's pages hold.
 ///
 /// # Errors
 /// The first position that is out of tolerance, or what a device refuses.
@@ -80,31 +81,48 @@ pub fn check_waves(
     }
     let expected = after(&mut pool, &mut guard, rows, by_rows)?;
     let kept = Kept::read(schedule, &shape, rows, &pool, by_rows, 0..position + 1)?;
+    let states = States::read(schedule, rows, by_rows)?;
     pool.close(by_rows).expect("an open sequence");
 
-    let by_waves = open(&mut pool);
-    let mut at = 0;
-    for chunk in CHUNKS {
-        let tokens: Vec<u32> = text.iter().copied().skip(at as usize).take(chunk as usize).collect();
-        if tokens.is_empty() {
-            break;
+    // The first `end` tokens of the text, in chunks.
+    let read = |pool: &mut Pool, guard: &mut Guard, waves: &mut WavesSession, sequence, end: usize| {
+        let mut rest = &text[..end];
+        for chunk in CHUNKS {
+            let (tokens, after) = rest.split_at(rest.len().min(chunk as usize));
+            if tokens.is_empty() {
+                break;
+            }
+            let request = request(pool, sequence, (end - rest.len()) as u32, tokens.len(), false);
+            let tables = guard.admit(&request).expect("pages of the pool keep all facts");
+            waves.read(tables, tokens, Last::Nothing)?;
+            rest = after;
         }
-        let request = request(&mut pool, by_waves, at, tokens.len(), false);
-        let tables = guard.admit(&request).expect("pages of the pool keep all facts");
-        waves.read(tables, &tokens, Last::Nothing)?;
-        at += tokens.len() as u32;
-    }
+        Ok::<(), CheckError>(())
+    };
+    let by_waves = open(&mut pool);
+    read(&mut pool, &mut guard, waves, by_waves, text.len())?;
     let noise = judged.figures.noise;
     let mut judge = Judge::new(Tolerance::of_device(program.precision).with_noise(noise[AFTER_FIRST]));
     let found = Kept::read(schedule, &shape, rows, &pool, by_waves, 0..position)?;
     judge.figures = Figures { error_rel_l2: kept.compare(&found)?, ..judged.figures };
     let found = after(&mut pool, &mut guard, rows, by_waves)?;
     judge.compare_row(vocab, position, &expected, &found)?;
+    states.compare(position, &States::read(schedule, rows, by_waves)?)?;
     if waves.decides() {
         let count = ids.len().min(CHUNKS[CHUNKS.len() - 1] as usize);
         let first = ids.len() - count;
+        // No state is that before the chunk any more: a text with states is read again from its beginning.
+        let by_waves = if shape.has_state {
+            pool.close(by_waves).expect("an open sequence");
+            let again = open(&mut pool);
+            read(&mut pool, &mut guard, waves, again, first)?;
+            again
+        } else {
+            by_waves
+        };
         let row = |at: usize| Row { sequence: by_waves, position: at as u32, wants_logits: at + 1 == ids.len() };
-        let request = Request { rows: (first..ids.len()).map(row).collect(), steps: 1, edits: vec![] };
+        let edits = pool.take_edits();
+        let request = Request { rows: (first..ids.len()).map(row).collect(), steps: 1, edits };
         let tables = guard.admit(&request).expect("pages of the pool keep all facts");
         waves.poison_logits()?;
         let [row] = given(next)[..] else { panic!("one token") };
@@ -116,6 +134,7 @@ pub fn check_waves(
             return Err(CheckError::Argmax { position, expected, found, figures: judge.figures });
         }
         kept.compare(&Kept::read(schedule, &shape, rows, &pool, by_waves, position..position + 1)?)?;
+        states.compare(position, &States::read(schedule, rows, by_waves)?)?;
     }
     Ok(Checked { figures: judge.figures })
 }
@@ -211,6 +230,53 @@ impl Kept {
     }
 }
 
+/// Recurrent states of a sequence, in every layer.
+struct States {
+    /// Of each layer the values of each head.
+    layers: Vec<Vec<Vec<f32>>>,
+}
+
+impl States {
+    fn read(schedule: &Schedule, session: &dyn RowLauncher, sequence: SequenceId) -> Result<States, SessionError> {
+        let program = &schedule.program;
+        let mut layers = vec![];
+        for grid in &program.grids {
+            let (Op::Mix(mix), Some(state)) = (&grid.op, grid.operand(Role::State)) else { continue };
+            let place = schedule.placement[state.buffer.index()].expect("validate: a state has a place");
+            let (head_bytes, heads) = (u64::from(mix.state_cols()) * 4, u64::from(mix.value_heads));
+            let head = |head: u64| {
+                let at = place + (u64::from(sequence.0) * heads + head) * head_bytes;
+                let words = session.read_cache(at, head_bytes as usize)?;
+                let value = |pair: &[u16]| f32::from_bits(u32::from(pair[0]) | u32::from(pair[1]) << 16);
+                Ok::<Vec<f32>, SessionError>(words.chunks_exact(2).map(value).collect())
+            };
+            layers.push((0..heads).map(head).collect::<Result<_, _>>()?);
+        }
+        Ok(States { layers })
+    }
+
+    /// Compares the states of `found` before the position after `position`, layer by layer. Of a head they may differ as keys and values of a position may, because they
+    /// are sums of such. A head whose norm is below the mean is measured by the mean.
+    fn compare(&self, position: u32, found: &States) -> Result<(), CheckError> {
+        for (layer, (expected, found)) in self.layers.iter().zip(&found.layers).enumerate() {
+            let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>();
+            let norms: Vec<f64> = expected.iter().map(|e| squares(&mut e.iter().map(|e| f64::from(*e)))).collect();
+            let mean = norms.iter().sum::<f64>() / norms.len().max(1) as f64;
+            let error = |((e, f), norm): ((&Vec<f32>, &Vec<f32>), &f64)| {
+                let differences = &mut e.iter().zip(f).map(|(e, f)| f64::from(*e) - f64::from(*f));
+                (squares(differences) / worst(*norm, mean)).sqrt()
+            };
+            let errors: Vec<f64> = expected.iter().zip(found).zip(&norms).map(error).collect();
+            if let Some((head, allowed)) = beyond(&errors, layer) {
+                let figures = Figures { error_rel_l2: errors[head], ..Figures::default() };
+                let what = "norm of the difference of the recurrent state of a head by that of the other kernel";
+                return Err(CheckError::Wrong { position, what, expected: allowed, found: errors[head], figures });
+            }
+        }
+        Ok(())
+    }
+}
+
 /// The first position of a layer whose difference says that a kernel is wrong, and what is allowed there.
 ///
 /// Rounding alone stays below 0.02 in the first layers of trained weights at every position, and every product and every attention of a kernel
@@ -242,6 +308,26 @@ fn bf16(bits: u16) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_state_of_another_head_or_position_is_found() {
+        let head = |by: f32| (0..64).map(|i| by * (i as f32 - 31.5)).collect::<Vec<f32>>();
+        let layer = || (1..9).map(|by| head(by as f32)).collect::<Vec<_>>();
+        let right = || States { layers: vec![layer(), layer()] };
+        let mut rounded = right();
+        rounded.layers.iter_mut().flatten().flatten().for_each(|v| *v *= 1.02);
+        right().compare(7, &rounded).unwrap();
+        // A position older in one head, two heads exchanged, and one that nothing wrote.
+        let changes: [&dyn Fn(&mut States); 3] =
+            [&|s| s.layers[1][6].iter_mut().for_each(|v| *v *= 0.9), &|s| s.layers[1].swap(3, 5), &|s| {
+                s.layers[0][7].fill(f32::NAN)
+            }];
+        for change in changes {
+            let mut wrong = right();
+            change(&mut wrong);
+            assert!(matches!(right().compare(7, &wrong), Err(CheckError::Wrong { position: 7, .. })));
+        }
+    }
 
     #[test]
     fn a_few_chaotic_positions_of_later_layers_pass() {

@@ -388,21 +388,27 @@ fn combine_members(program: &Program, grid: &Grid, combine: &Combine) -> String 
 }
 
 fn mix_members(program: &Program, grid: &Grid, mix: &Mix) -> String {
-    // Destructured so that a new attribute does not compile until the kernel knows it.
-    let Mix { key_heads, value_heads, key_dim, value_dim, kernel, eps, doubles } = mix;
-    let at = |role| grid.operand(role).map_or(0, |operand| operand.cols.base);
-    let cols = |role| grid.operand(role).map_or(0, |operand| program.buffers[operand.buffer.index()].cols);
     // Where words lie depends on how many columns there are.
     let words = match program.rows {
         1 => String::new(),
-        _ => {
-            let parts = grid.parts();
-            format!("int COLS = {}\nint SCALAR_COLS = {}\nint PARTS = {parts}\n", cols(Role::Q), cols(Role::Beta))
-        }
+        _ => format!("{}int PARTS = {}\n", net_cols(program, grid), grid.parts()),
     };
+    net_members(grid, mix) + &words
+}
+
+/// Columns of the buffers of q, and of beta.
+pub(super) fn net_cols(program: &Program, grid: &Grid) -> String {
+    let cols = |role| grid.operand(role).map_or(0, |operand| program.buffers[operand.buffer.index()].cols);
+    format!("int COLS = {}\nint SCALAR_COLS = {}\n", cols(Role::Q), cols(Role::Beta))
+}
+
+pub(super) fn net_members(grid: &Grid, mix: &Mix) -> String {
+    // Destructured so that a new attribute does not compile until the kernel knows it.
+    let Mix { key_heads, value_heads, key_dim, value_dim, kernel, eps, doubles } = mix;
+    let at = |role| grid.operand(role).map_or(0, |operand| operand.cols.base);
     format!(
         "int KEY_HEADS = {key_heads}\nint VALUE_HEADS = {value_heads}\nint KEY_DIM = {key_dim}\nint VALUE_DIM = {value_dim}\n\
-         int KERNEL = {kernel}\nfloat EPS = {}\nbool DOUBLES = {doubles}\nint BETA_AT = {}\nint DECAY_AT = {}\n{words}",
+         int KERNEL = {kernel}\nfloat EPS = {}\nbool DOUBLES = {doubles}\nint BETA_AT = {}\nint DECAY_AT = {}\n",
         Float(*eps),
         at(Role::Beta),
         at(Role::Decay),

@@ -79,6 +79,9 @@ pub const WAVES_HEADERS: [(&str, &str); 9] = [
 /// The header that only wave kernels with experts include, after the master header.
 pub const EXPERTS_HEADERS: [(&str, &str); 1] = [("waves/experts.cuh", include_str!("../../kernels/waves/experts.cuh"))];
 
+/// The header that only wave kernels with gated delta nets include, after the master header.
+pub const NET_HEADERS: [(&str, &str); 1] = [("waves/mix.cuh", include_str!("../../kernels/waves/mix.cuh"))];
+
 /// The headers that only the sampler includes.
 pub const SAMPLER_HEADERS: [(&str, &str); 4] = [
     ("monobloc_sampler.cuh", include_str!("../../kernels/monobloc_sampler.cuh")),

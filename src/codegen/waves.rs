@@ -2,14 +2,14 @@
 
 use super::abi::{NONE, row_scales};
 use super::emit::{
-    Trace, attention_members, coding_members, elem, epilogue_members, facts, gate_member, norm_members, route_members,
-    table_members, vocab,
+    Trace, attention_members, coding_members, elem, epilogue_members, facts, gate_member, net_cols, net_members,
+    norm_members, route_members, table_members, vocab,
 };
 use super::kernel_struct::kernel_struct;
-use super::{EXPERTS_HEADERS, Float, HEADERS, KernelSource, ROWS_HEADERS, WAVES_HEADERS};
+use super::{EXPERTS_HEADERS, Float, HEADERS, KernelSource, NET_HEADERS, ROWS_HEADERS, WAVES_HEADERS};
 use crate::digest::Digest;
 use crate::ir::layout::{Matrix, PLACE_ALIGN_BYTES, matrices};
-use crate::ir::op::{Combine, Epilogue, Op, Role};
+use crate::ir::op::{Combine, Epilogue, Mix, Op, Role};
 use crate::ir::program::{Grid, Program, Rows};
 use crate::ir::{BufferId, GridId};
 use crate::rows::Shape;
@@ -353,8 +353,34 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
             );
             ("WaveCombine", members)
         }
+        (&Action::Convolve { x, scalars, .. }, Op::Mix(mix)) => {
+            ("WaveConvolve", net_wave_members(proven, grid, mix, (x, Some(scalars))))
+        }
+        (&Action::Mix { x, .. }, Op::Mix(mix)) => {
+            let Over::States { n } = plan.divisions[wave.division.index()].over else {
+                unreachable!("prove: states are divided over their columns")
+            };
+            let members = net_wave_members(proven, grid, mix, (x, None));
+            ("WaveMix", format!("{members}int PARTS = {}\n", n / mix.value_heads))
+        }
+        (&Action::Gated { x, out, .. }, Op::Mix(mix)) => {
+            let members = net_wave_members(proven, grid, mix, (x, None));
+            ("WaveGated", format!("{members}bool OUT_TILES = {}\n", is_tiles(plan, out)))
+        }
+        (&Action::MixRow { x, scalars, out }, Op::Mix(mix)) => {
+            let members = net_wave_members(proven, grid, mix, (x, Some(scalars)));
+            ("WaveMixRow", format!("{members}bool OUT_TILES = {}\n", is_tiles(plan, out)))
+        }
         _ => unreachable!("prove: waves are those of the ops of their grids"),
     }
+}
+
+/// Members of a wave of a net that reads `x`, and maybe its scalars.
+fn net_wave_members(proven: &Proven<'_>, grid: &Grid, mix: &Mix, (x, scalars): (WorkId, Option<WorkId>)) -> String {
+    let (plan, program) = (proven.plan(), &proven.validated().schedule().program);
+    let of_scalars = scalars.map_or(0, |scalars| parts_of(plan, scalars));
+    let parts = format!("int X_PARTS = {}\nint SCALAR_PARTS = {of_scalars}\n", parts_of(plan, x));
+    net_members(grid, mix) + &net_cols(program, grid) + &parts
 }
 
 /// How a buffer by place has its tiles.
@@ -517,9 +543,12 @@ pub fn emit(proven: &Proven<'_>, target: &Target, trace: Trace) -> KernelSource 
         classes.len()
     );
     line!("{}#include \"monobloc_waves.cuh\"", facts(target));
-    let experts = plan.waves.iter().any(|wave| matches!(wave.action, Action::Route { .. }));
-    let headers = if experts { &EXPERTS_HEADERS[..] } else { &[] };
-    for (name, _) in headers {
+    let has = |which: fn(&Action) -> bool| plan.waves.iter().any(|wave| which(&wave.action));
+    let experts = has(|action| matches!(action, Action::Route { .. }));
+    let nets = has(|action| matches!(action, Action::Mix { .. } | Action::MixRow { .. }));
+    let experts = if experts { &EXPERTS_HEADERS[..] } else { &[] };
+    let nets = if nets { &NET_HEADERS[..] } else { &[] };
+    for (name, _) in experts.iter().chain(nets) {
         line!("#include \"{name}\"");
     }
     line!();
@@ -572,7 +601,8 @@ pub fn emit(proven: &Proven<'_>, target: &Target, trace: Trace) -> KernelSource 
             .iter()
             .chain(&ROWS_HEADERS)
             .chain(&WAVES_HEADERS)
-            .chain(headers)
+            .chain(experts)
+            .chain(nets)
             .map(|(n, t)| (n.to_string(), t.to_string()))
             .collect(),
         arch: target.spec.arch.clone(),
@@ -780,6 +810,27 @@ fn entry(proven: &Proven<'_>, matrices: &[Option<Matrix>], wave: &PlanWave, clas
                 v_cache: work(shares),
                 ..none
             }
+        }
+        // Scalars, taps, states and inputs: waves/mix.cuh.
+        Action::Convolve { x, scalars, out } | Action::MixRow { x, scalars, out } => Wave {
+            x: work(x),
+            out: work(out),
+            branch: work(scalars),
+            weight: of(Role::Conv),
+            norm_weight: match wave.action {
+                Action::MixRow { .. } => of(Role::NormWeight),
+                _ => NONE,
+            },
+            table: of(Role::ALog),
+            branch_weight: of(Role::DtBias),
+            k_cache: of(Role::State),
+            ..none
+        },
+        Action::Mix { turned, x, out } => {
+            Wave { x: work(turned), out: work(out), residual: work(x), k_cache: of(Role::State), ..none }
+        }
+        Action::Gated { mixed, x, out } => {
+            Wave { x: work(mixed), out: work(out), branch: work(x), norm_weight: of(Role::NormWeight), ..none }
         }
         Action::Attend { queries, out, gate, .. } => Wave {
             x: work(queries),

@@ -341,8 +341,8 @@ pub fn swizzled_piece(position: u32, piece: u32, row_bytes: u32) -> u32 {
 }
 
 impl Attention {
-    /// Whether `attention_tensor.cuh` takes it, where the target has tensor cores: heads rotated whole (or not at all),
-    /// normalised alone, in bf16 (with a cache in bf16 or fp8), and of dimensions that the warps of a head share evenly.
+    /// Whether `attention_tensor.cuh` takes it, where the target has tensor cores: heads rotated whole, not at all, or in halves of a part that lanes share
+    /// evenly; normalised alone, in bf16 (with a cache in bf16 or fp8), and of dimensions that the warps of a head share evenly.
     pub fn on_tensor_cores(&self, precision: Precision, warps: u32, warps_per_head: u32) -> bool {
         let Precision { weights: _, cache, wire } = precision;
         let (dim, team) = (self.head_dim, warps_per_head.max(1));
@@ -354,11 +354,16 @@ impl Attention {
         (cache == DType::Bf16 && shared || cache == DType::E4m3 && (shared || dim == 64 && team == 1))
             && wire == DType::Bf16
             && dim <= 256
-            && (self.rotary == 0 || self.rotary == dim)
+            && (self.rotary == 0 || self.rotary == dim || halves && self.rotates_evenly())
             && (!halves || dim == 64 || dim.is_multiple_of(128))
             && alone(&self.q_norm)
             && alone(&self.k_norm)
             && warps.is_multiple_of(team)
+    }
+
+    /// Whether lanes share a part of a head that is rotated in halves: pairs of dimensions in lanes, or in the same lane.
+    fn rotates_evenly(&self) -> bool {
+        matches!(self.rotary, 16 | 32 | 64) || self.rotary.is_multiple_of(128)
     }
 
     /// Why `warps` warps on such a machine cannot do attention with these two numbers; `None`: they can.

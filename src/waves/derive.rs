@@ -4,6 +4,7 @@ use super::experts::{
     Chosen, SCORES_COLS, TILE_UNITS, gather_scratch, has_experts, is_combined, route_scratch, same_norm,
     scores_scratch, unit_tiles_max,
 };
+use super::mix::{POSITIONS, chunk_bytes, parts, row_bytes};
 use super::ragged::MERGE_SPLITS;
 use super::{
     Action, CHUNK_BLOCK_ROWS, Division, DivisionId, Form, HELD_AND_SUMS_MAX, Input, Layout, Machine, NormOf, Over,
@@ -13,7 +14,7 @@ use super::{
 use crate::dtype::DType;
 use crate::format::{Code, Format};
 use crate::ir::layout::{PLACE_ALIGN_BYTES, cache_row_bytes, place_align};
-use crate::ir::op::{Attention, Combine, Epilogue, MatVec, NormAttr, Op, Role, Route};
+use crate::ir::op::{Attention, Combine, Epilogue, MatVec, Mix, NormAttr, Op, Role, Route};
 use crate::ir::program::{Grid, Program};
 use crate::ir::schedule::Schedule;
 use crate::ir::{BufferId, GridId};
@@ -156,7 +157,7 @@ fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, aske
     }
     let program = &schedule.program;
     let Memory { inputs, scratch_bytes, state_bytes } = match form {
-        Form::Chunk => Memory::of_chunk(program),
+        Form::Chunk => Memory::of_chunk(program, spec.sm_count),
         Form::Steps | Form::Tail => {
             let most = super::STEP_ROWS_MAX;
             if !(16..=most).contains(&rows) || !rows.is_power_of_two() {
@@ -225,14 +226,18 @@ struct Memory {
 }
 
 impl Memory {
-    /// Of a chunk. Only waves of experts use scratch.
-    fn of_chunk(program: &Program) -> Memory {
+    /// Of a chunk. Waves of experts use scratch, and those of nets what the ring of inputs has no room for.
+    fn of_chunk(program: &Program, sms: u32) -> Memory {
         let (input_bytes, scratch_bytes) = if has_experts(program) {
             (CHUNK_INPUT_BYTES_BESIDE_SCRATCH, experts_scratch(program).max(CHUNK_SCRATCH_BYTES))
         } else {
             (CHUNK_INPUT_BYTES, 0)
         };
-        Memory { inputs: chunk_inputs(program, input_bytes), scratch_bytes, state_bytes: 2 << 10 }
+        let inputs = chunk_inputs(program, input_bytes);
+        let of_net = |mix: &Mix| parts(mix, sms).map_or(0, |parts| chunk_bytes(mix, parts));
+        let of_nets = nets(program).map(of_net).max().unwrap_or(0).saturating_sub(inputs.bytes());
+        let scratch_bytes = scratch_bytes.max(of_nets.next_multiple_of(128));
+        Memory { inputs, scratch_bytes, state_bytes: 2 << 10 }
     }
 
     /// Of a step, or a tail. The inputs of 64 rows are twice as long as those of 32, so there is a slot of weights less for one of inputs (docs/perf-log.md,
@@ -244,7 +249,8 @@ impl Memory {
             _ => (3, 32 << 10),
         };
         let (scratch_bytes, state_bytes) = if rows <= 64 { (32 << 10, 2 << 10) } else { (36 << 10, 4 << 10) };
-        let scratch_bytes = experts_scratch(program).max(scratch_bytes);
+        let of_nets = nets(program).map(|mix| row_bytes(mix, WARPS)).max().unwrap_or(0).next_multiple_of(128);
+        let scratch_bytes = experts_scratch(program).max(scratch_bytes).max(of_nets);
         Memory { inputs: Ring { slots, slot_bytes }, scratch_bytes, state_bytes }
     }
 }
@@ -307,6 +313,14 @@ fn chunk_inputs(program: &Program, bytes: u32) -> Ring {
     let granule_k = matvecs.map(|(m, format)| format.granule_k() * m.parts()).max().unwrap_or(0);
     let slot_bytes = granule_k.max(64) * 2 * CHUNK_BLOCK_ROWS;
     Ring { slots: bytes / slot_bytes, slot_bytes }
+}
+
+/// The nets of a program.
+fn nets(program: &Program) -> impl Iterator<Item = &Mix> {
+    program.grids.iter().filter_map(|grid| match &grid.op {
+        Op::Mix(mix) => Some(mix),
+        _ => None,
+    })
 }
 
 /// Bytes of scratch that waves of experts need.
@@ -562,6 +576,7 @@ impl Builder<'_> {
             Op::Route(route) => self.route(id, grid, route),
             Op::Combine(combine) => self.combine(id, grid, combine),
             Op::Attention(a) => self.attention(id, grid, a, is_last),
+            Op::Mix(mix) => self.mix(id, grid, mix, is_last),
             Op::NormAdd { norm, scale, everywhere: false, .. } => self.norm_add(id, grid, *norm, *scale),
             _ => refused(grid, "the op", "one that every row of a step has for itself"),
         }
@@ -635,6 +650,8 @@ impl Builder<'_> {
             (Action::Combine { shared, .. }, _, Op::Combine(combine)) => {
                 Sums::Slots { slots: combine.slots, shared: shared.is_some() }
             }
+            (Action::Mix { .. }, ..) => Sums::State { positions: POSITIONS },
+            (Action::MixRow { .. }, ..) => Sums::State { positions: 1 },
             _ => Sums::Heads,
         }
     }
@@ -1128,6 +1145,46 @@ impl Builder<'_> {
         Ok(())
     }
 
+    /// A net of a chunk ends with its states if it is the last one: nothing reads what positions read of them.
+    fn mix(&mut self, id: GridId, grid: &Grid, mix: &Mix, is_last: bool) -> Result<(), Refused> {
+        let left = |role| self.constant(grid, role).and_then(|of| self.inputs.get(&of).copied());
+        let (Some(x), Some(scalars), Some((out, values))) =
+            (left(Role::Q), left(Role::Beta), self.cols(grid, Role::Out))
+        else {
+            return refused(grid, "the operands", "columns of products, and an output");
+        };
+        // A check with the choices of a device executes some rows of a chunk, and states need all of them.
+        if has_experts(self.program) {
+            return refused(grid, "the state", "no experts beside it; no check of wave kernels has both");
+        }
+        match self.plan.form {
+            Form::Tail => {
+                refused(grid, "the state", "one that the chunk has not brought on; a tail would do so a second time")
+            }
+            Form::Steps => {
+                let to = self.work("mixed", self.operand(out), values);
+                self.inputs.insert(out, to);
+                self.push(id, Action::MixRow { x, scalars, out: to }, Over::Heads { n: mix.value_heads, rows: 1 });
+                Ok(())
+            }
+            Form::Chunk => {
+                let Some(parts) = parts(mix, self.plan.machine.sms) else {
+                    return refused(grid, "heads", "keys of whole tiles of 16, and values of whole tiles of 8");
+                };
+                let turned = self.work("turned", Layout::Rows(DType::F32), mix.qkv_cols() + 2 * mix.value_heads);
+                self.push(id, Action::Convolve { x, scalars, out: turned }, WHOLE_ROWS);
+                let mixed = self.work("mixed", Layout::Rows(DType::F32), values);
+                self.push(id, Action::Mix { turned, x, out: mixed }, Over::States { n: mix.value_heads * parts });
+                if !is_last {
+                    let to = self.work("gated", self.operand(out), values);
+                    self.inputs.insert(out, to);
+                    self.push(id, Action::Gated { mixed, x, out: to }, WHOLE_ROWS);
+                }
+                Ok(())
+            }
+        }
+    }
+
     fn attention(&mut self, id: GridId, grid: &Grid, a: &Attention, is_last: bool) -> Result<(), Refused> {
         let swizzled = self.schedule.attention_variant(id).is_some_and(|variant| variant.swizzled);
         if !swizzled || a.splits != 1 {
@@ -1265,6 +1322,11 @@ fn shares(over: Over, blocks: u32, block_rows: u32, sms: u32, paired: bool) -> V
             }
         }
         Over::Items { .. } => {}
+        Over::States { n } => {
+            for i in 0..n {
+                out[(i % sms) as usize].push(Share { row: 0, rows, lo: i, hi: i + 1 });
+            }
+        }
         // Single rows go to the SMs in turn. So the work is even for fewer rows, too.
         Over::Heads { n, rows: 1 } => {
             for i in 0..rows * n {

@@ -47,6 +47,13 @@
 //! choice ([`Tiling::most`]). `experts.rs` has the bounds. Choices of each layer have a buffer of their own, and the proof says that they are still there
 //! when a launch has ended ([`Proven::choices`]): the check reads them.
 //!
+//! # Gated delta nets
+//!
+//! A state has one owner in a launch. In a chunk each SM has some columns of the state of a head ([`Over::States`]) for all rows, and takes them in the order of their
+//! positions: a column of a state depends on no other one. The wave before makes what the columns of a head have in common, because they would all read the past inputs of
+//! the convolution that one of them writes. A norm needs whole rows, so it is the wave after. In a step the SM with the first row of a sequence and a head has their
+//! state, and takes all rows of the sequence; shares of its later rows do nothing. A tail has no state: it would bring it on a second time. `mix.rs` has the sizes.
+//!
 //! # In which order numbers are added up
 //!
 //! Sums of floating-point numbers depend on their order. Each wave of a plan declares its order ([`Sums`]), and [`prove`] compares that with
@@ -57,6 +64,7 @@
 
 mod derive;
 mod experts;
+mod mix;
 mod print;
 mod prove;
 mod ragged;
@@ -328,6 +336,8 @@ pub enum Sums {
     Experts { granules: u32, tile: u32 },
     /// Slots of a row in their order, then the shared expert.
     Slots { slots: u32, shared: bool },
+    /// A state through this many positions at once, by products between them; one position by the parts of its rows that threads have.
+    State { positions: u32 },
 }
 
 /// How histories are cut into KV splits.
@@ -395,6 +405,14 @@ pub enum Action {
     /// Adds up what the experts of a row made, and the shared one. `gate`: the scores, of which one is the gate of the shared expert. `target` is the
     /// residual, or an output in fp32.
     Combine { x: WorkId, places: WorkId, shares: WorkId, shared: Option<WorkId>, gate: Option<WorkId>, target: Target },
+    /// Of a chunk: q, k and v of a net after its convolution, betas and decays. `x` has q, k, v and the gate of all heads; `scalars` beta and decay, beside them or apart.
+    Convolve { x: WorkId, scalars: WorkId, out: WorkId },
+    /// Of a chunk: brings states through all positions, and leaves what each position reads of them. `x` has the inputs that states keep.
+    Mix { turned: WorkId, x: WorkId, out: WorkId },
+    /// Of a chunk: norms what [`Action::Mix`] left, and gates it by `x`.
+    Gated { mixed: WorkId, x: WorkId, out: WorkId },
+    /// Of a step: all three, for one position of each row.
+    MixRow { x: WorkId, scalars: WorkId, out: WorkId },
 }
 
 /// What a matrix product writes.
@@ -462,6 +480,8 @@ pub enum Over {
     Heads { n: u32, rows: u32 },
     /// Tiles of experts, of which there are at most `tiling.most`, in `parts` parts of their units. Devices deal them out by number, so there are no shares.
     Items { parts: u32, tiling: Tiling },
+    /// Columns of the states of a sequence, in `n` groups, each for all rows of the launch.
+    States { n: u32 },
 }
 
 /// Launch indices `lo..hi` for rows `row..row + rows`.
@@ -490,9 +510,14 @@ impl Plan {
         m.weights.bytes() + m.inputs.bytes() + m.scratch_bytes + m.state_bytes
     }
 
-    /// Number of waves until keys and values of all rows are in the cache. A launch that decides nothing ends there.
+    /// Number of waves until keys and values of all rows are in the cache, and all states are those after them. A launch that decides nothing ends there.
     pub fn fills(&self) -> usize {
-        let appends = |wave: &Wave| matches!(wave.action, Action::Append { .. } | Action::AttendRow { .. });
+        let appends = |wave: &Wave| {
+            matches!(
+                wave.action,
+                Action::Append { .. } | Action::AttendRow { .. } | Action::Mix { .. } | Action::MixRow { .. }
+            )
+        };
         self.waves.iter().rposition(appends).map_or(0, |last| last + 1)
     }
 
@@ -555,6 +580,10 @@ impl Action {
             Action::Gather { .. } => "gather",
             Action::Experts { .. } => "experts",
             Action::Combine { .. } => "combine",
+            Action::Convolve { .. } => "convolve",
+            Action::Mix { .. } => "mix",
+            Action::Gated { .. } => "gated",
+            Action::MixRow { .. } => "mix-row",
         }
     }
 
@@ -596,6 +625,9 @@ impl Action {
             Action::Route { scores, choices, shares } => (vec![scores], vec![choices, shares]),
             Action::Gather { x, choices, groups, places, out } => (vec![x, choices], vec![groups, places, out]),
             Action::Experts { x, groups, out, .. } => (vec![x, groups], vec![out]),
+            Action::Convolve { x, scalars, out } | Action::MixRow { x, scalars, out } => (vec![x, scalars], vec![out]),
+            Action::Mix { turned, x, out } => (vec![turned, x], vec![out]),
+            Action::Gated { mixed, x, out } => (vec![mixed, x], vec![out]),
             Action::Combine { x, places, shares, shared, gate, target } => {
                 let mut reads: Vec<WorkId> = [x, places, shares].into_iter().chain(shared).chain(gate).collect();
                 let (Target::Out(to) | Target::Best(to) | Target::Residual(to)) = target;

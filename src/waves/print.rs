@@ -129,6 +129,10 @@ impl fmt::Display for Plan {
                     write_gate(f, *gate)?;
                     write_target(f, *target)?;
                 }
+                Action::Convolve { x, scalars, out } => write!(f, "convolve x={x} scalars={scalars} out={out}")?,
+                Action::Mix { turned, x, out } => write!(f, "mix turned={turned} x={x} out={out}")?,
+                Action::Gated { mixed, x, out } => write!(f, "gated mixed={mixed} x={x} out={out}")?,
+                Action::MixRow { x, scalars, out } => write!(f, "mix-row x={x} scalars={scalars} out={out}")?,
             }
             f.write_str(if wave.meets { "" } else { " no-meeting" })?;
             writeln!(f, " order({})", wave.sums)?;
@@ -160,6 +164,7 @@ impl fmt::Display for Sums {
                 write!(f, "slots={slots}")?;
                 f.write_str(if *shared { " shared" } else { "" })
             }
+            Sums::State { positions } => write!(f, "positions={positions}"),
         }
     }
 }
@@ -173,6 +178,7 @@ impl fmt::Display for Over {
             Over::Items { parts, tiling: Tiling { rows, most } } => {
                 write!(f, "items parts={parts} rows={rows} most={most}")
             }
+            Over::States { n } => write!(f, "states n={n}"),
         }
     }
 }

@@ -8,6 +8,7 @@ use super::experts::{
     Chosen, SCORES_COLS, TILE_ROWS, TILE_UNITS, gather_scratch, is_combined, route_scratch, same_norm, scores_scratch,
     unit_tiles_max,
 };
+use super::mix::{POSITIONS, chunk_bytes, has_tiles, row_bytes};
 use super::{
     Action, CHUNK_BLOCK_ROWS, Division, Form, HELD_AND_SUMS_MAX, Input, Layout, NormOf, Over, Plan, Products, Ragged,
     Ring, SHARED_PASS_MAX, SHARED_UNITS, SHARED_WARPS, STEP_ROWS_MAX, Share, Splits, Sum, Sums, TILE_WARPS,
@@ -15,7 +16,7 @@ use super::{
 };
 use crate::dtype::DType;
 use crate::format::Format;
-use crate::ir::op::{Attention, Combine, Epilogue, MatVec, NormAttr, Op, Role, Route};
+use crate::ir::op::{Attention, Combine, Epilogue, MatVec, Mix, NormAttr, Op, Role, Route};
 use crate::ir::program::{Grid, Space};
 use crate::ir::{BufferId, GridId};
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
@@ -265,6 +266,10 @@ enum Value {
     },
     /// What the shared expert left in this exchange.
     Shared(BufferId),
+    /// q, k and v of a net after its convolution, betas and decays.
+    Turned(GridId),
+    /// What positions read of the states of a net.
+    Mixed(GridId),
     /// The output of a product. The residual plus this output is the value of this exchange of the program.
     Addend(BufferId),
 }
@@ -584,6 +589,9 @@ impl Judge<'_> {
             (Action::Combine { shared, .. }, _, Op::Combine(combine)) => {
                 Some(Sums::Slots { slots: combine.slots, shared: shared.is_some() })
             }
+            (Action::Convolve { .. } | Action::Gated { .. }, ..) => Some(Sums::Heads),
+            (Action::Mix { .. }, ..) => Some(Sums::State { positions: POSITIONS }),
+            (Action::MixRow { .. }, ..) => Some(Sums::State { positions: 1 }),
             // Another rule reports what is wrong with this wave.
             _ => None,
         };
@@ -650,6 +658,7 @@ impl Judge<'_> {
             (Op::Route(route), [wave]) => self.route(grid, route, wave),
             (Op::Combine(combine), [wave]) => self.combine(grid, combine, wave),
             (Op::Attention(a), waves) => self.attention(id, grid, a, waves, is_last),
+            (Op::Mix(mix), waves) => self.mix(id, grid, mix, waves, is_last),
             _ => no("expected other waves of this op"),
         }
     }
@@ -1015,6 +1024,124 @@ impl Judge<'_> {
         }
         self.holds.insert(out, Value::Exchange(buffer(Role::Out)?));
         Ok(())
+    }
+
+    /// In a chunk, expects a convolution, then states through all rows, then the norm and the gate, except in the last layer. In a step, expects one wave that does
+    /// all of it.
+    ///
+    /// A state has one grid (`validate`), and this grid has one wave that writes it. In a chunk a share of that wave has all rows, so one block has a column of a state and
+    /// takes the positions in their order; the block with the first columns of a head writes its past inputs, which only the wave before reads. In a step the share of the first
+    /// row of a sequence has the state for all of its rows: rows of a sequence are neighbours (`consecutive`). The first row finds the state before it (`at`).
+    /// Meetings order waves that access a state, also those of two steps.
+    fn mix(&mut self, id: GridId, grid: &Grid, mix: &Mix, waves: &[Wave], is_last: bool) -> Result<(), String> {
+        let no = |what: &str| Err(what.to_string());
+        let out = match (self.plan.form, waves) {
+            (Form::Chunk, waves) => match self.mix_chunk(id, grid, mix, waves, is_last)? {
+                Some(out) => out,
+                None => return Ok(()),
+            },
+            (Form::Steps, [wave]) => {
+                let Action::MixRow { x, scalars, out } = wave.action else { return no("expected states of rows") };
+                self.net_inputs(grid, mix, (x, scalars))?;
+                self.over(wave, Over::Heads { n: mix.value_heads, rows: 1 })?;
+                self.scratch(row_bytes(mix, self.plan.machine.warps), "values of a head")?;
+                out
+            }
+            (Form::Tail, _) => return no("a state, which a tail would bring on a second time"),
+            _ => return no("expected other waves of a net"),
+        };
+        self.operand(out, mix.value_heads * mix.value_dim)?;
+        self.holds.insert(out, Value::Exchange(grid.operand(Role::Out).ok_or("an operand is missing")?.buffer));
+        Ok(())
+    }
+
+    /// The waves of a net in a chunk. Returns what the last one leaves for the product after it; `None`: nothing reads it.
+    fn mix_chunk(
+        &mut self,
+        id: GridId,
+        grid: &Grid,
+        mix: &Mix,
+        waves: &[Wave],
+        is_last: bool,
+    ) -> Result<Option<WorkId>, String> {
+        let no = |what: &str| Err(what.to_string());
+        let [convolve, carry, rest @ ..] = waves else { return no("expected a convolution and states") };
+        let Action::Convolve { x, scalars, out: turned } = convolve.action else {
+            return no("expected a convolution");
+        };
+        let [x_of, scalars_of] = self.net_inputs(grid, mix, (x, scalars))?;
+        // Products of chunks leave no parts.
+        self.layout(x, Layout::Rows(DType::Bf16), self.cols(x_of))?;
+        self.layout(scalars, Layout::Rows(DType::Bf16), self.cols(scalars_of))?;
+        self.layout(turned, Layout::Rows(DType::F32), mix.qkv_cols() + 2 * mix.value_heads)?;
+        self.over(convolve, Over::Rows { parts: 1 })?;
+        self.holds.insert(turned, Value::Turned(id));
+
+        let Action::Mix { out: mixed, .. } = carry.action else { return no("expected states") };
+        if carry.action != (Action::Mix { turned, x, out: mixed }) {
+            return no("expected states that take what the wave before made, and keep its inputs");
+        }
+        self.holds(x, Value::Exchange(x_of))?;
+        self.layout(mixed, Layout::Rows(DType::F32), mix.value_heads * mix.value_dim)?;
+        self.states(mix, carry)?;
+        self.holds.insert(mixed, Value::Mixed(id));
+
+        let [wave] = rest else {
+            let ends = is_last && rest.is_empty();
+            return if ends {
+                Ok(None)
+            } else {
+                no("expected a norm and a gate after the states, but in the last layer")
+            };
+        };
+        let Action::Gated { out, .. } = wave.action else { return no("expected a norm and a gate") };
+        if wave.action != (Action::Gated { mixed, x, out }) || is_last {
+            return no(
+                "expected the norm of what states gave, and the gate beside their inputs; none in the last layer",
+            );
+        }
+        self.holds(x, Value::Exchange(x_of))?;
+        self.over(wave, Over::Rows { parts: 1 })?;
+        Ok(Some(out))
+    }
+
+    /// Checks the columns that a net reads: q, k, v and the gate one after another in `x`, beta and the decay in `scalars`. Returns their exchanges.
+    fn net_inputs(&self, grid: &Grid, mix: &Mix, (x, scalars): (WorkId, WorkId)) -> Result<[BufferId; 2], String> {
+        let place = |role: Role| grid.operand(role).map(|o| (o.buffer, o.cols.base)).ok_or("an operand is missing");
+        let (keys, values) = (mix.key_heads * mix.key_dim, mix.value_heads * mix.value_dim);
+        let (x_of, scalars_of) = (place(Role::Q)?.0, place(Role::Beta)?.0);
+        for (role, base) in [(Role::Q, 0), (Role::K, keys), (Role::V, 2 * keys), (Role::Gate, 2 * keys + values)] {
+            if place(role)? != (x_of, base) {
+                return Err("expected q, k, v and the gate one after another".to_string());
+            }
+        }
+        if place(Role::Decay)?.0 != scalars_of {
+            return Err("expected beta and decay in one buffer".to_string());
+        }
+        // A lane reads two columns.
+        let even = [mix.key_dim, mix.value_dim, self.cols(x_of), self.cols(scalars_of)];
+        if even.iter().any(|cols| !cols.is_multiple_of(2)) {
+            return Err("an odd number of columns".to_string());
+        }
+        for (id, of) in [(x, x_of), (scalars, scalars_of)] {
+            self.holds(id, Value::Exchange(of))?;
+            self.rows_or_parts(id, self.cols(of))?;
+        }
+        Ok([x_of, scalars_of])
+    }
+
+    /// Columns of states: whole tiles for each block, and memory for them. Nothing is on its way to the ring of inputs then: a copy to it waits until
+    /// all blocks have met after this wave.
+    fn states(&self, mix: &Mix, wave: &Wave) -> Result<(), String> {
+        let Over::States { n } = self.plan.divisions[wave.division.index()].over else {
+            return Err("states that are not divided over their columns".to_string());
+        };
+        let (parts, machine) = (n / mix.value_heads.max(1), &self.plan.machine);
+        if n != mix.value_heads.saturating_mul(parts) || !has_tiles(mix, parts) {
+            return Err(format!("{n} groups of columns of {} heads, which are no whole tiles", mix.value_heads));
+        }
+        let room = machine.inputs.bytes().saturating_add(machine.scratch_bytes);
+        if chunk_bytes(mix, parts) <= room { Ok(()) } else { Err("states that no memory of a block holds".to_string()) }
     }
 
     /// Checks the KV splits of attention `(x, out, tile, splits)`, and the waves `rest` after it: one that merges, if there are splits.
@@ -1588,6 +1715,8 @@ fn partitions(over: Over, rows: u32, block_rows: u32, of_sms: &[Vec<Share>]) -> 
         Over::Rows { parts } => (parts, 1),
         Over::Units { n, parts } => (n.saturating_mul(parts), block_rows),
         Over::Heads { n, rows } => (n, rows),
+        // A share has all rows, so their order is that of one block.
+        Over::States { n } => (n, rows),
     };
     if aligned == 0 || !rows.is_multiple_of(aligned) {
         return Err(format!("{rows} rows are no whole tiles of {aligned}"));

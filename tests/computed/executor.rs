@@ -8,14 +8,15 @@ use std::collections::BTreeMap;
 use std::ops::{Range, RangeInclusive};
 
 use monobloc::dtype::DType;
-use monobloc::ir::op::{Attention, Combine, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role};
+use monobloc::ir::op::{Attention, Combine, Epilogue, MatVec, Mix, NormAttr, Op, QkNormAttr, Role};
 use monobloc::ir::program::{Content, Grid, Part, Program};
 use monobloc::ir::{BufferId, GridId};
 use monobloc::model::config::Imported;
-use monobloc::model::graph::ModelGraph;
+use monobloc::model::graph::{Act, Mixer, ModelGraph};
 use monobloc::random::Random;
 use monobloc::reference::{
-    Session, act, choose, norm_values, query_factor, rope_apply, scores, sigmoid, slot_weights, softcap, softmax,
+    Session, act, choose, delta_rule, norm_values, query_factor, rope_apply, scores, sigmoid, slot_weights, softcap,
+    softmax, softplus,
 };
 use monobloc::waves::{
     Action, Form, Input, Layout, NormOf, Over, Plan, Share, Splits, Sum, Target, Tiling, Wave, WorkId,
@@ -44,7 +45,7 @@ pub enum First {
     Decided(usize),
 }
 
-/// Keys or values of each sequence.
+/// Keys or values of each sequence; of a recurrent state, what each value head has.
 type Caches = BTreeMap<BufferId, Vec<Rows>>;
 
 pub struct Executor<'a> {
@@ -82,6 +83,10 @@ impl<'a> Executor<'a> {
     ) -> Executor<'a> {
         let mut caches = BTreeMap::new();
         for grid in &program.grids {
+            if let Op::Mix(mix) = &grid.op {
+                let empty = vec![vec![f64::NAN; mix.state_cols() as usize]; mix.value_heads as usize];
+                caches.insert(operand(grid, Role::State), vec![empty; positions.len()]);
+            }
             let Op::Attention(a) = &grid.op else { continue };
             let cols = (a.kv_heads() * a.head_dim) as usize;
             for role in [Role::AppendK, Role::AppendV] {
@@ -156,11 +161,16 @@ impl<'a> Executor<'a> {
         arena
     }
 
-    /// Keys and values of a sequence, of every layer.
+    /// Keys and values of a sequence, of every layer; then the states of all nets, by value head: the matrix, and the past inputs.
     pub fn cached(&self, sequence: usize) -> Vec<[Rows; 2]> {
+        let of = |grid: &Grid, role| self.caches[&operand(grid, role)][sequence].clone();
         let layers = self.program.grids.iter().filter(|grid| matches!(grid.op, Op::Attention(_)));
-        let of = |grid, role| self.caches[&operand(grid, role)][sequence].clone();
-        layers.map(|grid| [of(grid, Role::AppendK), of(grid, Role::AppendV)]).collect()
+        let layers = layers.map(|grid| [of(grid, Role::AppendK), of(grid, Role::AppendV)]);
+        let state = |grid: &Grid| match &grid.op {
+            Op::Mix(mix) => Some(split_states(of(grid, Role::State), (mix.key_dim * mix.value_dim) as usize)),
+            _ => None,
+        };
+        layers.chain(self.program.grids.iter().filter_map(state)).collect()
     }
 }
 
@@ -187,10 +197,34 @@ pub fn expected(imported: &Imported, tokens: &[u32]) -> Vec<[Rows; 2]> {
     cached_by(&session, &imported.graph)
 }
 
-/// Keys and values of each layer in a session of the reference.
+/// Keys and values of each layer in a session of the reference, then the states of all nets, as [`Executor::cached`].
 pub fn cached_by(session: &Session<'_>, graph: &ModelGraph) -> Vec<[Rows; 2]> {
+    let has_state = |layer: &usize| session.state(*layer).is_some();
+    let layers = (0..graph.layers.len()).filter(|layer| !has_state(layer));
     let of = |layer| session.cached(layer).map(<[Vec<f64>]>::to_vec);
-    (0..graph.layers.len()).map(of).collect()
+    let state = |layer: usize| {
+        let (Some(state), Mixer::GatedDelta(net)) = (session.state(layer), &graph.layers[layer].mixer) else {
+            panic!("a net with a state")
+        };
+        let (key_dim, value_dim, keys) = (net.key_dim as usize, net.value_dim as usize, net.q.rows as usize);
+        let matrices = state.matrices.chunks_exact(key_dim * value_dim).map(<[f64]>::to_vec).collect();
+        let inputs = |head: usize| {
+            let key = head / (net.value_heads / net.key_heads) as usize * key_dim;
+            let value = 2 * keys + head * value_dim;
+            let of = [key..key + key_dim, keys + key..keys + key + key_dim, value..value + value_dim];
+            let of_position = |input: &Vec<f64>| of.clone().into_iter().flat_map(|of| input[of].to_vec()).collect();
+            state.inputs.iter().flat_map(|input| -> Vec<f64> { of_position(input) }).collect()
+        };
+        [matrices, (0..net.value_heads as usize).map(inputs).collect()]
+    };
+    layers.map(of).chain((0..graph.layers.len()).filter(has_state).map(state)).collect()
+}
+
+/// The matrix of each head, and its past inputs.
+pub fn split_states(heads: Rows, matrix: usize) -> [Rows; 2] {
+    let halves = heads.iter().map(|values| values.split_at(matrix));
+    let (matrices, inputs) = halves.map(|(matrix, inputs)| (matrix.to_vec(), inputs.to_vec())).unzip();
+    [matrices, inputs]
 }
 
 /// The largest difference of a key or a value divided by the largest value of its kind and layer; infinite for NaN.
@@ -526,6 +560,24 @@ impl Step<'_> {
                     self.gather((x, choices), (groups, places, out), share);
                 }
                 (&Action::Combine { .. }, Op::Combine(combine)) => self.combine(&grid, combine, &wave.action, share),
+                (&Action::Convolve { x, scalars, out }, Op::Mix(mix)) => {
+                    self.convolve(&grid, mix, (x, scalars, out), share, caches);
+                }
+                (&Action::Mix { turned, x, out }, Op::Mix(mix)) => {
+                    let Over::States { n } = self.plan.divisions[wave.division.index()].over else {
+                        panic!("states that are not divided over their columns")
+                    };
+                    self.carry(&grid, mix, (turned, x, out), n, share, caches);
+                }
+                (&Action::Gated { mixed, x, out }, Op::Mix(mix)) => {
+                    for row in self.rows(share) {
+                        let y = self.read(mixed, row);
+                        self.gate_heads(&grid, mix, (x, out), row, 0..mix.value_heads as usize, &y);
+                    }
+                }
+                (&Action::MixRow { x, scalars, out }, Op::Mix(mix)) => {
+                    self.mix_row(&grid, mix, (x, scalars, out), share, caches);
+                }
                 _ => panic!("a wave of another op than its grid has"),
             }
         }
@@ -1070,6 +1122,200 @@ impl Step<'_> {
                 let all = sum(1);
                 let y: Vec<f64> = (0..dim).map(|col| sum(col + 2) / all).collect();
                 self.put_head(a, to, row, head, y);
+            }
+        }
+    }
+
+    /// The inputs that a value head has at a row of a run that begins at row `first`; before that row those that its state has.
+    fn net_inputs(&self, mix: &Mix, x: WorkId, (first, row): (usize, i64), head: usize, state: &[f64]) -> Vec<f64> {
+        let (dim, values, keys) =
+            (mix.key_dim as usize, mix.value_dim as usize, (mix.key_heads * mix.key_dim) as usize);
+        let before = row - first as i64;
+        if before < 0 {
+            if self.rows[first].2 == 0 {
+                return vec![0.0; mix.channels() as usize];
+            }
+            let (matrix, past) = (dim * values, i64::from(mix.kernel) - 1);
+            return state[matrix + (past + before) as usize * mix.channels() as usize..][..mix.channels() as usize]
+                .to_vec();
+        }
+        let (key, value) = (head / mix.group() as usize * dim, 2 * keys + head * values);
+        let of = [key..key + dim, keys + key..keys + key + dim, value..value + values];
+        of.into_iter().flat_map(|of| self.read_of(x, row as usize, of)).collect()
+    }
+
+    /// q, k and v of a value head at a row: convolved, q and k of unit length, q divided by the root of their number.
+    fn net_head(
+        &self,
+        grid: &Grid,
+        mix: &Mix,
+        x: WorkId,
+        at: (usize, i64),
+        head: usize,
+        state: &[f64],
+    ) -> [Vec<f64>; 3] {
+        let (dim, values, keys) =
+            (mix.key_dim as usize, mix.value_dim as usize, (mix.key_heads * mix.key_dim) as usize);
+        let taps = self.vector(operand(grid, Role::Conv));
+        let key = head / mix.group() as usize * dim;
+        let channels = (key..key + dim).chain(keys + key..keys + key + dim);
+        let channels = channels.chain(2 * keys + head * values..2 * keys + (head + 1) * values);
+        let kernel = mix.kernel as usize;
+        let inputs: Vec<Vec<f64>> = (0..kernel)
+            .map(|tap| self.net_inputs(mix, x, (at.0, at.1 - (kernel - 1 - tap) as i64), head, state))
+            .collect();
+        let of_channel = |(i, channel): (usize, usize)| {
+            let sum = (0..kernel).map(|tap| inputs[tap][i] * f64::from(taps[channel * kernel + tap])).sum();
+            act(Act::Silu, sum)
+        };
+        let all: Vec<f64> = channels.enumerate().map(of_channel).collect();
+        let unit = |x: &[f64], scale: f64| -> Vec<f64> {
+            let square: f64 = x.iter().map(|x| x * x).sum();
+            x.iter().map(|x| x * scale / (square + f64::from(Mix::L2_EPS)).sqrt()).collect()
+        };
+        let scale = 1.0 / (dim as f64).sqrt();
+        [unit(&all[..dim], scale), unit(&all[dim..2 * dim], 1.0), all[2 * dim..].to_vec()]
+    }
+
+    /// Beta and the decay of a head at a row.
+    fn net_scalars(&self, grid: &Grid, mix: &Mix, scalars: WorkId, row: usize, head: usize) -> (f64, f64) {
+        let column = |role| grid.operand(role).expect("a column").cols.base as usize + head;
+        let [b, a] =
+            [Role::Beta, Role::Decay].map(|role| self.read_of(scalars, row, column(role)..column(role) + 1)[0]);
+        let [a_log, bias] = [Role::ALog, Role::DtBias].map(|role| f64::from(self.vector(operand(grid, role))[head]));
+        let beta = sigmoid(b) * if mix.doubles { 2.0 } else { 1.0 };
+        (beta, (-a_log.exp() * softplus(a + bias)).exp())
+    }
+
+    fn convolve(
+        &mut self,
+        grid: &Grid,
+        mix: &Mix,
+        (x, scalars, out): (WorkId, WorkId, WorkId),
+        share: &Share,
+        caches: &Caches,
+    ) {
+        let (dim, values, keys) =
+            (mix.key_dim as usize, mix.value_dim as usize, (mix.key_heads * mix.key_dim) as usize);
+        for (row, head) in self.rows(share).flat_map(|row| (0..mix.value_heads as usize).map(move |head| (row, head))) {
+            let state = &caches[&operand(grid, Role::State)][self.rows[row].1][head];
+            let [q, k, v] = self.net_head(grid, mix, x, (0, row as i64), head, state);
+            let key = head / mix.group() as usize * dim;
+            let (beta, decay) = self.net_scalars(grid, mix, scalars, row, head);
+            let end = mix.qkv_cols() as usize + head;
+            let all = [(key, q), (keys + key, k), (2 * keys + head * values, v), (end, vec![beta])];
+            for (first, of) in all.into_iter().chain([(end + mix.value_heads as usize, vec![decay])]) {
+                (first..).zip(of).for_each(|(col, value)| self.set(out, row, col, value));
+            }
+        }
+    }
+
+    /// Columns of a state through the rows of a share. The first columns of a head keep its last inputs, too.
+    fn carry(
+        &mut self,
+        grid: &Grid,
+        mix: &Mix,
+        (turned, x, out): (WorkId, WorkId, WorkId),
+        n: u32,
+        share: &Share,
+        caches: &mut Caches,
+    ) {
+        let (dim, values, keys) =
+            (mix.key_dim as usize, mix.value_dim as usize, (mix.key_heads * mix.key_dim) as usize);
+        let (parts, rows) = ((n / mix.value_heads) as usize, self.rows(share));
+        let (Some(last), wide) = (rows.clone().last(), values / parts) else { return };
+        for index in share.lo as usize..share.hi as usize {
+            let (head, part) = (index / parts, index % parts);
+            let (_, sequence, position) = self.rows[rows.start];
+            let state = &mut caches.get_mut(&operand(grid, Role::State)).expect("a state")[sequence][head];
+            let of = |row: usize| row * values + part * wide;
+            let mut s: Vec<f64> = (0..dim).flat_map(|row| state[of(row)..of(row) + wide].to_vec()).collect();
+            if position == 0 {
+                s.fill(0.0);
+            }
+            for row in rows.clone() {
+                let read = |first: usize, count: usize| self.read_of(turned, row, first..first + count);
+                let key = head / mix.group() as usize * dim;
+                let scalar = |at: usize| read(mix.qkv_cols() as usize + at, 1)[0];
+                let (beta, decay) = (scalar(head), scalar(mix.value_heads as usize + head));
+                let (q, k, v) =
+                    (read(key, dim), read(keys + key, dim), read(2 * keys + head * values + part * wide, wide));
+                let mut y = vec![0.0; wide];
+                delta_rule(&mut s, &q, &k, &v, decay, beta, &mut y);
+                (head * values + part * wide..).zip(y).for_each(|(col, y)| self.set(out, row, col, y));
+            }
+            (0..dim).for_each(|row| state[of(row)..of(row) + wide].copy_from_slice(&s[row * wide..][..wide]));
+            if part == 0 {
+                let past = i64::from(mix.kernel) - 1;
+                let kept = (0..past)
+                    .flat_map(|t| self.net_inputs(mix, x, (rows.start, last as i64 + 1 - past + t), head, state));
+                let kept: Vec<f64> = kept.collect();
+                state[dim * values..].copy_from_slice(&kept);
+            }
+        }
+    }
+
+    /// Writes heads of a row, normed and gated; `y` has them.
+    fn gate_heads(
+        &mut self,
+        grid: &Grid,
+        mix: &Mix,
+        (x, out): (WorkId, WorkId),
+        row: usize,
+        heads: Range<usize>,
+        y: &[f64],
+    ) {
+        let (values, gains) = (mix.value_dim as usize, self.vector(operand(grid, Role::NormWeight)));
+        let first = mix.qkv_cols() as usize;
+        for (head, y) in heads.zip(y.chunks_exact(values)) {
+            let gate = self.read_of(x, row, first + head * values..first + (head + 1) * values);
+            let mean = y.iter().map(|y| y * y).sum::<f64>() / values as f64;
+            for (i, (y, gate)) in y.iter().zip(gate).enumerate() {
+                let y = y / (mean + f64::from(mix.eps)).sqrt() * f64::from(gains[i]) * act(Act::Silu, gate);
+                self.set(out, row, head * values + i, y);
+            }
+        }
+    }
+
+    /// The heads of a share for all rows of the sequence that begins at its row; nothing if an earlier row is of the same sequence.
+    fn mix_row(
+        &mut self,
+        grid: &Grid,
+        mix: &Mix,
+        (x, scalars, out): (WorkId, WorkId, WorkId),
+        share: &Share,
+        caches: &mut Caches,
+    ) {
+        let matrix = (mix.key_dim * mix.value_dim) as usize;
+        for first in self.rows(share) {
+            let (_, sequence, position) = self.rows[first];
+            if first > 0 && self.rows[first - 1].1 == sequence {
+                continue;
+            }
+            for head in share.lo as usize..share.hi as usize {
+                let at = (operand(grid, Role::State), sequence, head);
+                let mut state = caches[&at.0][at.1][at.2].clone();
+                let mut s = state[..matrix].to_vec();
+                if position == 0 {
+                    s.fill(0.0);
+                }
+                let run = (first..self.rows.len()).take_while(|row| self.rows[*row].1 == sequence);
+                let mut last = first;
+                for row in run.collect::<Vec<_>>() {
+                    let [q, k, v] = self.net_head(grid, mix, x, (first, row as i64), head, &state);
+                    let (beta, decay) = self.net_scalars(grid, mix, scalars, row, head);
+                    let mut y = vec![0.0; v.len()];
+                    delta_rule(&mut s, &q, &k, &v, decay, beta, &mut y);
+                    self.gate_heads(grid, mix, (x, out), row, head..head + 1, &y);
+                    last = row;
+                }
+                let past = i64::from(mix.kernel) - 1;
+                let kept =
+                    (0..past).flat_map(|t| self.net_inputs(mix, x, (first, last as i64 + 1 - past + t), head, &state));
+                let kept: Vec<f64> = kept.collect();
+                state[..matrix].copy_from_slice(&s);
+                state[matrix..].copy_from_slice(&kept);
+                caches.get_mut(&at.0).expect("a state")[at.1][at.2] = state;
             }
         }
     }

@@ -81,6 +81,7 @@ mod unwritten;
 mod waves;
 mod waves_checked;
 mod waves_experts;
+mod waves_nets;
 mod waves_pairs;
 mod wrappers;
 

@@ -654,6 +654,9 @@ int main() {
   attention<NarrowTensor, Capped<Swizzled<Heads<4, 2, 1, 64, 64, true, HeadNorm::HEAD, 24, 3>, 1, false>>>("attention-tensor-fp8-splits-bf16");
   attention<NarrowTensor, Swizzled<Heads<2, 2, 2, 128, 0, false, HeadNorm::HEAD, 0, 1>, 1, true>>("attention-tensor-fp8-128-bf16");
   attention<NarrowTensor, Swizzled<Heads<2, 1, 1, 256, 256, false, HeadNorm::NONE, 30, 1>, 2, false>>("attention-tensor-fp8-256-bf16");
+  attention<Cached<Tensor, Elem::BF16>, Swizzled<Heads<4, 2, 2, 64, 32, false, HeadNorm::HEAD, 0, 1>, 1, true>>("attention-tensor-part-bf16");
+  attention<Cached<Tensor, Elem::BF16>, Swizzled<Heads<2, 1, 1, 256, 64, false, HeadNorm::HEAD, 30, 1>, 2, false>>("attention-tensor-part-256-bf16");
+  attention<NarrowTensor, Swizzled<Heads<2, 1, 1, 256, 128, false, HeadNorm::NONE, 0, 1>, 2, false>>("attention-tensor-fp8-part-256-bf16");
   attention<F, Sunk<Heads<4, 2, 1, 16, 16, false, HeadNorm::NONE, 0, 3>>>("attention-sinks-splits");
   attention<F, Gated<Heads<2, 1, 1, 8, 0, false, HeadNorm::CENTRED, 0, 1>>>("attention-gate");
   attention<F, Scaled<Heads<2, 1, 1, 8, 0, false, HeadNorm::CENTRED, 0, 1>>>("attention-scaled");

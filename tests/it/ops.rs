@@ -9,7 +9,7 @@ use crate::sampling::compiled;
 use crate::skipped;
 
 /// Each case, and how often it runs, with different numbers or at different positions.
-const CASES: [(&str, usize); 108] = [
+const CASES: [(&str, usize); 111] = [
     ("matvec-store-bias", 3),
     ("matvec-rms-ragged", 3),
     ("matvec-two-at-once", 3),
@@ -105,6 +105,9 @@ const CASES: [(&str, usize); 108] = [
     ("attention-tensor-fp8-splits-bf16", 5),
     ("attention-tensor-fp8-128-bf16", 5),
     ("attention-tensor-fp8-256-bf16", 5),
+    ("attention-tensor-part-bf16", 5),
+    ("attention-tensor-part-256-bf16", 5),
+    ("attention-tensor-fp8-part-256-bf16", 5),
     ("attention-sinks-splits", 5),
     ("attention-gate", 5),
     ("attention-scaled", 5),
@@ -119,7 +122,7 @@ const CASES: [(&str, usize); 108] = [
     ("mix-128", 7),
     ("mix-bf16", 7),
 ];
-const CASES_OF_ROWS: [(&str, usize); 130] = [
+const CASES_OF_ROWS: [(&str, usize); 132] = [
     ("matvec-8-bf16", 2),
     ("matvec-8-long-bf16", 2),
     ("matvec-8-even-bf16", 2),
@@ -227,6 +230,8 @@ const CASES_OF_ROWS: [(&str, usize); 130] = [
     ("attention-window-bf16", 5),
     ("attention-pairs-bf16", 5),
     ("attention-128-bf16", 5),
+    ("attention-part-bf16", 5),
+    ("attention-part-256-bf16", 5),
     ("attention-64-bf16", 5),
     ("attention-32-window-bf16", 5),
     ("attention-fp8-halves-bf16", 5),
@@ -251,7 +256,7 @@ const CASES_OF_ROWS: [(&str, usize); 130] = [
     ("mix-8-parts-bf16", 4),
     ("mix-64-5-parts-bf16", 4),
 ];
-const CASES_OF_WAVES: [(&str, usize); 203] = [
+const CASES_OF_WAVES: [(&str, usize); 205] = [
     ("rows-embed", 1),
     ("rows-embed-bf16", 1),
     ("rows-branch", 1),
@@ -321,6 +326,7 @@ const CASES_OF_WAVES: [(&str, usize); 203] = [
     ("attention-128-bf16", 1),
     ("attention-192-bf16", 1),
     ("attention-256-bf16", 1),
+    ("attention-part-256-bf16", 1),
     ("attention-gate-bf16", 1),
     ("attention-featured-bf16", 1),
     ("steps-embed", 1),
@@ -441,6 +447,7 @@ const CASES_OF_WAVES: [(&str, usize); 203] = [
     ("steps-128-of-8-bf16", 1),
     ("steps-256-bf16", 1),
     ("steps-16-of-16-bf16", 1),
+    ("steps-part-bf16", 1),
     ("steps-sinks-bf16", 1),
     ("steps-gate-bf16", 1),
     ("steps-featured-bf16", 1),
@@ -853,6 +860,7 @@ fn an_op_of_waves_that_computes_something_else_is_found() {
             "attention-256-bf16",
         ),
         (attention, "+ sign * other *", "+ other *", "attention-128-bf16"),
+        (attention, "(!HALVES || at.lane < TURNED)", "true", "attention-part-256-bf16"),
         (attention, "by.x *= gate.x, by.y *= gate.y;", "", "attention-gate-bf16"),
         (attention, "One::rotate(y[k], y[k + 1],", "One::rotate(y[k + 1], y[k],", "attention-192-bf16"),
     ];

@@ -754,6 +754,8 @@ int main() {
   attention<B8, Capped<Swizzled<Heads<4, 4, 4, 64, 0, false, HeadNorm::HEAD, 24, 1>, 1, false>>>("attention-window-bf16");
   attention<B8, Swizzled<Heads<4, 2, 1, 64, 64, true, HeadNorm::HEAD, 0, 1>, 1, true>>("attention-pairs-bf16");
   attention<B16, Swizzled<Heads<2, 2, 2, 128, 128, false, HeadNorm::HEAD, 50, 1>, 2, false>>("attention-128-bf16");
+  attention<B8, Swizzled<Heads<4, 2, 2, 64, 16, false, HeadNorm::HEAD, 0, 1>, 1, true>>("attention-part-bf16");
+  attention<B16, Swizzled<Heads<2, 2, 2, 256, 64, false, HeadNorm::HEAD, 50, 1>, 2, false>>("attention-part-256-bf16");
   attention<B64, Swizzled<Halves, 1, true>>("attention-64-bf16");
   attention<B32, Swizzled<Heads<4, 4, 4, 64, 0, false, HeadNorm::HEAD, 24, 1>, 1, false>>("attention-32-window-bf16");
   attention<Cached<B8, Elem::FP8>, Swizzled<Halves, 1, true>>("attention-fp8-halves-bf16");

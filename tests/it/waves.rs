@@ -944,6 +944,25 @@ impl Mutants<'_> {
                 | Action::Gather { .. }
                 | Action::Experts { .. }
                 | Action::Combine { .. } => {}
+                // `waves_nets` has the others.
+                Action::Convolve { x, .. } => {
+                    let action = Action::Convolve { x, scalars: x, out: x };
+                    self.add(format!("w{w} in place"), Some("in-place"), |p| p.waves[w].action = action);
+                }
+                Action::Mix { turned, x, .. } => {
+                    let action = Action::Mix { turned, x, out: turned };
+                    self.add(format!("w{w} in place"), Some("in-place"), |p| p.waves[w].action = action);
+                }
+                Action::Gated { mixed, x, .. } => {
+                    let action = Action::Gated { mixed, x, out: mixed };
+                    self.add(format!("w{w} in place"), Some("in-place"), |p| p.waves[w].action = action);
+                }
+                Action::MixRow { x, scalars, .. } => {
+                    let action = Action::MixRow { x, scalars, out: x };
+                    self.add(format!("w{w} in place"), Some("in-place"), |p| p.waves[w].action = action);
+                    let apart = Action::Convolve { x, scalars, out: WorkId(0) };
+                    self.add(format!("w{w} as a convolution"), None, |p| p.waves[w].action = apart);
+                }
             }
         }
     }
@@ -1447,6 +1466,7 @@ impl Mutants<'_> {
                     let some = [(0, rows), (n - 1, rows), (n + 1, rows), (n, 0), (n, rows / 2), (n, 3), (n, u32::MAX)];
                     some.into_iter().chain([(n, rows * 2)]).map(|(n, rows)| Over::Heads { n, rows }).collect()
                 }
+                Over::States { n } => [0, n - 1, n + 1, 2 * n].map(|n| Over::States { n }).to_vec(),
                 Over::Items { .. } => {
                     let share = Share { row: 0, rows: 1, lo: 0, hi: 1 };
                     self.add(format!("d{d} with a share"), wrong, |p| p.divisions[d].shares[0][0].push(share));
@@ -1634,6 +1654,9 @@ fn works(action: &mut Action) -> Vec<&mut WorkId> {
             gate,
             target: Written::Out(id) | Written::Residual(id) | Written::Best(id),
         } => [x, places, shares, id].into_iter().chain(shared).chain(gate).collect(),
+        Action::Convolve { x, scalars, out } | Action::MixRow { x, scalars, out } => vec![x, scalars, out],
+        Action::Mix { turned, x, out } => vec![turned, x, out],
+        Action::Gated { mixed, x, out } => vec![mixed, x, out],
     }
 }
 
@@ -1784,6 +1807,7 @@ fn other_orders(sums: Sums) -> Vec<Sums> {
             let others = all(&[slots]).into_iter().map(|n| Sums::Slots { slots: n[0], shared });
             others.chain([Sums::Slots { slots, shared: !shared }]).collect()
         }
+        Sums::State { positions } => all(&[positions]).into_iter().map(|n| Sums::State { positions: n[0] }).collect(),
     }
 }
 
@@ -2368,7 +2392,8 @@ pub fn run_steps(imported: &Imported, validated: &Validated, plan: &Plan, seed: 
         assert_eq!(found, decided[1..], "sequence {sequence}");
         let known = texts[sequence].len() + found.len() - 1;
         let at = |of: Vec<[Rows; 2]>| -> Vec<[Rows; 2]> {
-            of.into_iter().map(|of| of.map(|rows| rows[..known].to_vec())).collect()
+            // States have a row for each head.
+            of.into_iter().map(|of| of.map(|rows| rows[..known.min(rows.len())].to_vec())).collect()
         };
         let difference = difference(&at(cached), &at(executor.cached(sequence)));
         assert!(difference < TOLERANCE, "sequence {sequence}: {difference:e}");
@@ -2605,9 +2630,14 @@ type Launch = (Vec<abi::Row>, u32);
 pub fn rows_of(sequence: u32, position: u32, tokens: &[Result<u32, u32>]) -> Vec<abi::Row> {
     let row = |(position, token): (u32, &Result<u32, u32>)| {
         let (token, from) = token.map_or_else(|from| (-1, from), |token| (token as i32, 0));
-        abi::Row { sequence, position, token, from, ..bytemuck::Zeroable::zeroed() }
+        abi::Row { sequence, position, token, from, slot: slot_of(sequence), ..bytemuck::Zeroable::zeroed() }
     };
     (position..).zip(tokens).map(row).collect()
+}
+
+/// Which states a sequence has: not those of its number in a launch.
+pub fn slot_of(sequence: u32) -> u32 {
+    7 - sequence
 }
 
 pub fn given(tokens: &[u32]) -> Vec<Result<u32, u32>> {

@@ -305,6 +305,34 @@ static void run_in_pairs(F all) {
   exchange = Exchange::NONE;
 }
 
+// ---- nets -----------------------------------------------------------------------------------------------------------
+
+static void fence_empty_slot() {}
+// To 10 bits after the point, ties away from 0.
+static float rounded_tf32(float x) { return x == x ? __uint_as_float((__float_as_uint(x) + 0x1000) & ~0x1fffu) : bits_to_float(0x7fc00000); }
+struct Tf32Product {
+  float a[16][8], b[8][8], d[16][8];
+  int stored;
+};
+static Tf32Product tf32_products[2][THREADS_MAX / 32];
+// mma.m16n8k8 of tf32, by a whole warp: PTX ISA, "Matrix Fragments for mma.m16n8k8". Operands have 10 bits after the point.
+static void emulated_product_tf32(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
+  Tf32Product& p = tf32_products[turns[current]++ & 1][current / 32];
+  const int lane = current % 32, group = lane / 4, t = lane % 4;
+  for (float v : {a0, a1, a2, a3, b0, b1}) require((__float_as_uint(v) & 0x1fff) == 0, "an operand that is not rounded");
+  p.a[group][t] = a0, p.a[group + 8][t] = a1, p.a[group][t + 4] = a2, p.a[group + 8][t + 4] = a3;
+  p.b[t][group] = b0, p.b[t + 4][group] = b1;
+  for (int i = 0; i < 4; i++) p.d[group + i / 2 * 8][t * 2 + i % 2] = d[i];
+  if (++p.stored == 32) {
+    p.stored = 0;
+    for (int row = 0; row < 16; row++)
+      for (int k = 0; k < 8; k++)
+        for (int col = 0; col < 8; col++) p.d[row][col] += p.a[row][k] * p.b[k][col];
+  }
+  __syncwarp();
+  for (int i = 0; i < 4; i++) d[i] = p.d[group + i / 2 * 8][t * 2 + i % 2];
+}
+
 #include "waves/rows.cuh"
 #include "waves/warpgroup.cuh"
 #include "waves/warpgroup_codes.cuh"

@@ -794,7 +794,7 @@ static void attention(const char* name, const std::vector<At>& places, u32 step 
 
   const int k_at = G::HEADS * G::DIM, v_at = k_at + KV * G::DIM;
   std::vector<double> expected, found;
-  const auto angles = [&](u32 of) { return std::vector<float>(table.begin() + of * G::DIM, table.end()); };
+  const auto angles = [&](u32 of) { return std::vector<float>(table.begin() + of * G::ROTARY, table.end()); };
   const auto row_of = [&](u32 of) { return std::vector<float>(qkv.begin() + size_t(of) * COLS, qkv.begin() + size_t(of + 1) * COLS); };
   std::vector<std::vector<double>> all_keys(8 * M::CONTEXT_MAX * KV), all_values(all_keys.size());
   for (u32 s = 0; s < 8; s++)
@@ -1037,6 +1037,7 @@ int main() {
   attention<Tiled<Heads<2, 1, 1, 128, 128, false, HeadNorm::HEAD, 0, 1>, 64, head, head>, 32, 64>("attention-128-bf16", 70, 140);
   attention<Tiled<Heads<2, 2, 2, 192, 192, true, HeadNorm::HEAD, 0, 1>, 16, none, none>, 12, 16>("attention-192-bf16", 33, 20);
   attention<Tiled<Heads<4, 2, 2, 256, 256, false, HeadNorm::HEAD, 40, 1>, 32, head, head>, 32, 32>("attention-256-bf16", 90, 35);
+  attention<Tiled<Heads<4, 2, 2, 256, 64, false, HeadNorm::HEAD, 40, 1>, 32, head, head>, 32, 32>("attention-part-256-bf16", 90, 35);
   attention<Gated<Tiled<Halves, 64, none, none>>, 16, 64>("attention-gate-bf16", 61, 37);
   attention<Gated<Featured<Tiled<Heads<6, 3, 3, 64, 64, true, HeadNorm::HEAD, 50, 1>, 16, head, head>>>, 4, 32>("attention-featured-bf16", 40, 40);
 
@@ -1158,6 +1159,7 @@ int main() {
   attention<S64, PacketsOf<Tiled<Heads<8, 8, 8, 128, 128, false, HeadNorm::HEAD, 300, 1>, 32, none, head>, 2>>("steps-128-of-8-bf16", two, 1);
   attention<S16, Tiled<Heads<4, 4, 4, 256, 256, false, HeadNorm::HEAD, 0, 1>, 16, head, head>>("steps-256-bf16", two);
   attention<S16, Tiled<Heads<16, 16, 16, 64, 64, false, HeadNorm::HEAD, 0, 1>, 64, none, none>>("steps-16-of-16-bf16", few);
+  attention<S16, Tiled<Heads<4, 2, 2, 64, 32, false, HeadNorm::HEAD, 0, 1>, 64, head, head>>("steps-part-bf16", lengths);
   attention<S16, Sunk<Tiled<Halves, 64, none, none>>>("steps-sinks-bf16", lengths);
   attention<S16, Gated<PacketsOf<Tiled<Halves, 64, none, none>, 2>>>("steps-gate-bf16", lengths);
   attention<S16, Gated<Featured<HeadsOf<Tiled<Heads<6, 3, 3, 64, 64, false, HeadNorm::HEAD, 24, 1>, 32, head, head>, 2>>>>("steps-featured-bf16", few, 2);
