@@ -5,7 +5,7 @@
 // out (ROWS, ..)  words
 //
 // Rows of one sequence are neighbours at ascending positions. Their state is loaded with the first of them, stays in registers, and is stored after
-// the last one. A row that takes no part in the step has no effect on a state; the task of its part clears its words. A row keeps its sequence
+// the last one; then that of the next sequence takes the registers, which has been brought into L2 meanwhile. A row that takes no part in the step has no effect on a state; the task of its part clears its words. A row keeps its sequence
 // during a launch, so the same task has its words and its state in every step.
 #pragma once
 
@@ -16,28 +16,87 @@ struct RowsMix {
   typedef Words<M, G::SCALAR_COLS> Scalars;
   static constexpr int EACH = 2 / In::WORD_COLS;
 
-  static __device__ __forceinline__ void fetch(
-      Context<M>& c, const Entry& e, int head, int row, typename One::Held& held, const typename One::Constants& constants
-  ) {
-    const u8* x = words_of<M, G::COLS>(c, e.x);
+  // What a thread brings of the inputs of a row: words of its pairs, and beta or the decay by lanes 0 and 1 of warp 0.
+  struct Inputs {
+    u32 word[One::IN_PAIRS][EACH];
+    u32 scalar;
+  };
+  static __device__ __forceinline__ u32 input_at(const Context<M>& c, int head, int row, int n, int h) {
+    return In::at(row, One::column(head, One::has_pair(c, n) ? One::pair(c, n) : 0) + h * In::WORD_COLS);
+  }
+  static __device__ __forceinline__ int scalar_col(const Context<M>& c, int head) { return (c.lane() == 0 ? G::BETA_AT : G::DECAY_AT) + head; }
+  static __device__ __forceinline__ u32 scalar_at(const Context<M>& c, int head, int row) {
+    return Scalars::at(row, scalar_col(c, head) / Scalars::WORD_COLS * Scalars::WORD_COLS);
+  }
+  static __device__ __forceinline__ bool has_scalar(const Context<M>& c) { return c.warp() == 0 && c.lane() < 2; }
+
+  // Waits until the inputs of `rows` are there, a few rows at a time. Here and not where they are used: what is in registers during a wait is
+  // spilled, and a thread has most of them full of state.
+  static __device__ __forceinline__ void wait(Context<M>& c, const Entry& e, int head, u64 rows) {
+    constexpr int AT_ONCE = 4;
+    const u8 *const x = words_of<M, G::COLS>(c, e.x), *const scalars = words_of<M, G::SCALAR_COLS>(c, e.beta);
+#pragma unroll 1
+    while (rows) {
+      int row[AT_ONCE];
+      bool there[AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) {
+        there[i] = rows != 0;
+        row[i] = there[i] ? lowest_bit(rows) : 0;
+        rows &= rows - 1;
+      }
+#pragma unroll
+      for (int n = 0; n < One::IN_PAIRS; n++) {
+        bool active[AT_ONCE * EACH];
+        u32 word[AT_ONCE * EACH];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE * EACH; i++) active[i] = there[i / EACH] && One::has_pair(c, n);
+        await_words<AT_ONCE * EACH>(x, [&](int i) { return input_at(c, head, row[i / EACH], n, i % EACH); }, active, word, c.waiter());
+      }
+      if (c.warp() != 0) continue;
+      bool active[AT_ONCE];
+      u32 word[AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) active[i] = there[i] && has_scalar(c);
+      await_words<AT_ONCE>(scalars, [&](int i) { return scalar_at(c, head, row[i]); }, active, word, c.waiter());
+    }
+  }
+  // Reads them again: a thread that has seen a word finds it, or in a launch that is given up any value.
+  static __device__ __forceinline__ void read(const Context<M>& c, const Entry& e, int head, int row, Inputs& in) {
+    const u8 *const x = words_of<M, G::COLS>(c, e.x), *const scalars = words_of<M, G::SCALAR_COLS>(c, e.beta);
+#pragma unroll
+    for (int n = 0; n < One::IN_PAIRS; n++)
+#pragma unroll
+      for (int h = 0; h < EACH; h++)
+        if (One::has_pair(c, n)) in.word[n][h] = load_word(reinterpret_cast<const u32*>(x + input_at(c, head, row, n, h)));
+    if (has_scalar(c)) in.scalar = load_word(reinterpret_cast<const u32*>(scalars + scalar_at(c, head, row)));
+  }
+  static __device__ __forceinline__ void take(const Context<M>& c, int head, const Inputs& in, typename One::Held& held, const typename One::Constants& constants) {
 #pragma unroll
     for (int n = 0; n < One::IN_PAIRS; n++) {
-      const bool in = One::has_pair(c, n);
-      const int col = One::column(head, in ? One::pair(c, n) : 0);
-      bool active[EACH];
-      u32 word[EACH];
-#pragma unroll
-      for (int h = 0; h < EACH; h++) active[h] = in;
-      await_words<EACH>(x, [&](int h) { return In::at(row, col + h * In::WORD_COLS); }, active, word, c.waiter());
-      if (in) One::take(c, held, constants, n, EACH == 1 ? bf16_lo(word[0]) : __uint_as_float(word[0]), EACH == 1 ? bf16_hi(word[0]) : __uint_as_float(word[EACH - 1]));
+      const u32 *const word = in.word[n], first = word[0], last = word[EACH - 1];
+      if (One::has_pair(c, n)) One::take(c, held, constants, n, EACH == 1 ? bf16_lo(first) : __uint_as_float(first), EACH == 1 ? bf16_hi(first) : __uint_as_float(last));
     }
-    if (c.warp() == 0) {
-      const int at = (c.lane() == 0 ? G::BETA_AT : G::DECAY_AT) + head;
-      const bool active[1] = {c.lane() < 2};
-      u32 word[1];
-      const u8* scalars = words_of<M, G::SCALAR_COLS>(c, e.beta);
-      await_words<1>(scalars, [&](int) { return Scalars::at(row, at / Scalars::WORD_COLS * Scalars::WORD_COLS); }, active, word, c.waiter());
-      if (active[0]) One::scalars(c)[c.lane()] = Scalars::WORD_COLS == 1 ? __uint_as_float(word[0]) : at % 2 == 1 ? bf16_hi(word[0]) : bf16_lo(word[0]);
+    if (has_scalar(c)) One::scalars(c)[c.lane()] = EACH == 2 ? __uint_as_float(in.scalar) : scalar_col(c, head) % 2 == 1 ? bf16_hi(in.scalar) : bf16_lo(in.scalar);
+  }
+
+  // Loads a state; at position 0 it counts as zeros. Values that a thread does not have are anything. No value is touched here, so nothing waits
+  // for a load.
+  static __device__ __forceinline__ void load(const Context<M>& c, const float* state, bool begins, typename One::Held& held) {
+    if (begins)
+      One::each(c, held, [](bool, int, float& value) { value = 0.f; });
+    else
+      One::each(c, held, [&](bool in, int at, float& value) { value = state[in ? at : 0]; });
+  }
+  // Brings a state into L2.
+  static __device__ __forceinline__ void bring(const Context<M>& c, const float* state) {
+    constexpr int LINE = 128 / sizeof(float);
+#pragma unroll 1
+    for (int at = c.tid() * LINE; at < One::STATE_COLS + LINE - 1; at += One::THREADS * LINE) {
+      const float* const from = state + min(at, One::STATE_COLS - 1);
+#ifdef __CUDA_ARCH__
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+#endif
     }
   }
 
@@ -45,7 +104,6 @@ struct RowsMix {
     const RowsParams& p = rows_params(c);
     const int head = int(uniform(e.lo)), count = min(int(uniform(p.row_count)), M::ROWS);
     u8* const out = words_of<M, One::VALUE_COLS>(c, e.out);
-    const auto slot = [&](int row) { return uniform(p.rows[row].slot); };
     u64 rest = 0;
 #pragma unroll 1
     for (u64 own = rows_of_part(c, uniform(e.j), G::PARTS); own; own &= own - 1) {
@@ -57,21 +115,35 @@ struct RowsMix {
       for (int d = c.tid() * 2; d < G::VALUE_DIM; d += One::THREADS * 2) clear_pair<One::VALUE_COLS>(c, out, row, head * G::VALUE_DIM + d);
     }
     if (!rest) return;
+    int row = lowest_bit(rest);
+    u32 sequence = uniform(p.rows[row].slot);
     typename One::Held held;
     typename One::Constants constants;
+    Inputs in;
+    float* state = One::state_of(c, e, sequence, head);
+    load(c, state, uniform(position_of(c, row)) == 0, held);
     One::load_constants(c, e, head, constants);
-    bool begins = true;
+    wait(c, e, head, rest);
+    read(c, e, head, row, in);
 #pragma unroll 1
-    for (; rest; rest &= rest - 1) {
-      const int row = lowest_bit(rest);
-      const u64 others = rest & (rest - 1);
-      float* const state = One::state_of(c, e, slot(row), head);
-      if (begins) One::load(c, state, uniform(position_of(c, row)) == 0, held);
-      fetch(c, e, head, row, held, constants);
+    for (;;) {
+      take(c, head, in, held, constants);
+      rest &= rest - 1;
+      const int after = rest ? lowest_bit(rest) : row;
+      const u32 then = uniform(p.rows[after].slot);
+      const bool ends = !rest || then != sequence;
+      float* const next = One::state_of(c, e, then, head);
+      // Under way while this row is computed.
+      if (rest) {
+        if (ends) bring(c, next);
+        read(c, e, head, after, in);
+      }
       c.barrier();
       One::advance(c, constants, head, held, [&](int col, float a, float b) { publish_pair<One::VALUE_COLS>(c, out, row, col, a, b); });
-      begins = !others || slot(lowest_bit(others)) != slot(row);
-      if (begins) One::store(c, state, held);
+      if (ends) One::store(c, state, held);
+      if (!rest) return;
+      row = after, sequence = then;
+      if (ends) state = next, load(c, state, uniform(position_of(c, row)) == 0, held);
     }
   }
 };

@@ -23,7 +23,7 @@ fn mix_of(net: &GatedDelta) -> Mix {
 }
 
 /// The operand, of the rows that are in a task's part.
-fn in_part(parts: u32, operand: Operand) -> Operand {
+pub(super) fn in_part(parts: u32, operand: Operand) -> Operand {
     Operand { rows: if parts > 1 { Rows::Part } else { operand.rows }, ..operand }
 }
 
@@ -111,7 +111,7 @@ impl Builder<'_> {
 
     /// Parts of the sequences, each with a task of its own for every one of `heads` heads. A task takes its rows one after another, and an SM its
     /// tasks: the fewest rows in a row, if sequences are spread evenly. Of as few, fewer parts, which load fewer constants.
-    fn parts(&self, heads: u32) -> u32 {
+    pub(super) fn parts(&self, heads: u32) -> u32 {
         let rows_of_sm = |parts: u32| {
             let tasks = u64::from(heads.saturating_mul(parts).div_ceil(self.candidate.sms.max(1)));
             tasks * u64::from(self.program.rows.div_ceil(parts))

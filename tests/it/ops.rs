@@ -757,9 +757,12 @@ fn an_op_of_rows_that_computes_something_else_is_found() {
             "codes-8-int4-32-zeros",
         ),
         ("rows/matvec_codes.cuh", "held.scale(0, g) : 1.f;", "held.scale(0, 0) : 1.f;", "codes-lanes-int4-32-zeros"),
-        // A part of the rows of the launch, a state that is not kept after a row, words of rows that take no part.
+        // A part of the rows of the launch, a state that other rows go on from, one that is there at position 0, inputs of the row before, words of
+        // rows that take no part.
         ("rows/context.cuh", "sequence % parts == part", "row % parts == part", "mix-3-parts"),
-        ("rows/mix.cuh", "|| slot(lowest_bit(others)) != slot(row);", ";", "mix-2-parts"),
+        ("rows/mix.cuh", "!rest || then != sequence;", "!rest;", "mix-2-parts"),
+        ("rows/mix.cuh", "if (begins)\n", "if (false)\n", "mix"),
+        ("rows/mix.cuh", "read(c, e, head, after, in);", "read(c, e, head, row, in);", "mix-16-3-parts-bf16"),
         ("rows/mix.cuh", "clear_pair<One::VALUE_COLS>(c, out, row, head * G::VALUE_DIM + d);", ";", "mix-8-parts-bf16"),
     ];
     each_shows("an_op_of_rows_that_computes_something_else_is_found", "rows_ops.cc", &edits);
