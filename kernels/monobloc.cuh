@@ -22,4 +22,7 @@
 #include "ops/route.cuh"
 #include "ops/combine.cuh"
 #include "ops/mix.cuh"
+#include "ops/convolve.cuh"
+#include "ops/scan.cuh"
+#include "ops/group_norm.cuh"
 #include "runtime/kernel.cuh"

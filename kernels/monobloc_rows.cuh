@@ -10,4 +10,7 @@
 #include "rows/attention.cuh"
 #include "rows/experts.cuh"
 #include "rows/mix.cuh"
+#include "rows/convolve.cuh"
+#include "rows/scan.cuh"
+#include "rows/group_norm.cuh"
 #include "rows/kernel.cuh"

@@ -167,15 +167,11 @@ pub enum Infeasible {
     Experts { layer: usize, what: String },
     #[error("a norm of whole projections follows the rotation; kernels have norms of heads there")]
     NormAfterRope,
-    #[error(
-        "layer {layer} is {what}, which runs in the reference only: no kernel and no schedule of `cpu` computes it yet"
-    )]
+    #[error("layer {layer} is {what}, whose ops are not built alone")]
     Mixer { layer: usize, what: &'static str },
     #[error("layer {layer} has a recurrent state, and {what}")]
     State { layer: usize, what: &'static str },
-    #[error(
-        "layer {layer} has {what}, which runs in the reference only: no kernel and no schedule of `cpu` computes it yet"
-    )]
+    #[error("layer {layer} has {what}")]
     Feed { layer: usize, what: &'static str },
     #[error("{what} takes {bytes} bytes, `{target}` has {most}")]
     DeviceMemory { what: &'static str, is_cache: bool, bytes: u64, most: u64, target: String },

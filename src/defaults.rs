@@ -274,7 +274,7 @@ fn default_hold_up(graph: &ModelGraph, precision: Precision, warps: u32, sms: u3
 fn least_slot_bytes(graph: &ModelGraph, precision: Precision, warps: u32) -> u32 {
     let granule = granules(graph, precision).map(|(_, bytes)| bytes).max().unwrap_or(0);
     let history = |a: &graph::Attention| HISTORY_ALIGN * cache_row_bytes(a.head_dim, precision.cache);
-    let history = graph.layers.iter().filter_map(Layer::attention).map(history).max().unwrap_or(0);
+    let history = graph.layers.iter().filter_map(Layer::history).map(history).max().unwrap_or(0);
     (granule * warps).max(history).max(GRANULE_BYTES).next_multiple_of(GRANULE_BYTES)
 }
 
@@ -288,7 +288,7 @@ fn granules(graph: &ModelGraph, precision: Precision) -> impl Iterator<Item = (u
         });
         let choosing: Vec<&Linear> = layer.feed.choosing().collect();
         let router = (!choosing.is_empty()).then(|| of(&choosing));
-        let attn = layer.attention().map(|a| [of(&a.projections()), of(&[&a.o])]);
+        let attn = layer.history().map(|a| [of(&a.projections()), of(&[&a.o])]);
         attn.into_iter().flatten().chain(router).chain(of_mlp)
     });
     let head = format_of(graph, &[&graph.head], precision);
@@ -347,12 +347,12 @@ pub fn fixed_smem_bytes(
         .iter()
         .flat_map(|l| {
             let mlp = of_each_kind(l).flat_map(|mlp| [mlp.up.cols, mlp.down.cols]);
-            l.attention().into_iter().flat_map(|a| [a.q.cols, a.o.cols]).chain(mlp)
+            l.history().into_iter().flat_map(|a| [a.q.cols, a.o.cols]).chain(mlp)
         })
         .chain([graph.head.cols])
         .max()
         .unwrap_or(0);
-    let attentions = || graph.layers.iter().filter_map(Layer::attention);
+    let attentions = || graph.layers.iter().filter_map(Layer::history);
     let dim = attentions().map(|a| a.head_dim).max().unwrap_or(0);
     let mma = target.spec.dot == DotMechanism::Mma;
     let attention: Vec<Attention> = attentions().map(|a| attention_of(graph, a)).collect();

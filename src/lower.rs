@@ -3,6 +3,7 @@
 mod alone;
 mod experts;
 mod mix;
+mod recurrent;
 
 pub use crate::ir::program::LayerOp;
 pub use alone::{graph_of, lower_alone, outputs};
@@ -20,7 +21,7 @@ use crate::ir::variant::{LANES, granule_pairs, sum_width_max};
 use crate::ir::{BufferId, LayerId, TableId};
 use crate::model::graph::{
     self, FeedForward, Layer, Linear, Mixer, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, RopeId, RowView,
-    TensorId,
+    ScaledMlp, TensorId,
 };
 
 /// Lowers `graph` to grids of tasks. The candidate decides what the program has (split attention, the number of arg-max
@@ -104,16 +105,6 @@ struct Start {
     x: BufferId,
     /// Every SM adds up a residual of its own.
     everywhere: bool,
-}
-
-/// The attention of layer `l`, if programs have what it has there.
-fn attention(l: usize, layer: &Layer) -> Result<&graph::Attention, Infeasible> {
-    layer.attention().ok_or_else(|| Infeasible::Mixer { layer: l, what: layer.mixer.name() })
-}
-
-/// What follows the mixer of layer `l`, if programs have it.
-fn feed(l: usize, layer: &Layer) -> Result<&FeedForward, Infeasible> {
-    layer.feed.foreign().map_or(Ok(&layer.feed), |what| Err(Infeasible::Feed { layer: l, what }))
 }
 
 /// All of a vector.
@@ -366,7 +357,7 @@ impl Builder<'_> {
     fn vectors(&mut self, name: &str, tensors: &[TensorId], len: u32, offset: f32) -> BufferId {
         let each = len / tensors.len().max(1) as u32;
         let part = |&tensor| VectorPart { view: Some(RowView::range(tensor, 0)), len: each };
-        let content = Content::Vectors { parts: tensors.iter().map(part).collect(), offset, interleave: 1 };
+        let content = Content::Vectors { parts: tensors.iter().map(part).collect(), offset, scale: 1.0, interleave: 1 };
         self.buffer(name, Space::Constant, DType::F32, 1, len, 1, Some(content))
     }
 
@@ -447,7 +438,7 @@ impl Builder<'_> {
         });
         if linears.iter().any(|l| l.bias.is_some()) {
             let parts = linears.iter().map(|l| VectorPart { view: l.bias.clone(), len: l.rows }).collect();
-            let content = Content::Vectors { parts, offset: 0.0, interleave };
+            let content = Content::Vectors { parts, offset: 0.0, scale: 1.0, interleave };
             // Indexed as the units are: entry u n + r belongs to row r of unit u of n rows, zeros where a unit has no row.
             let len = units * op.unit_rows;
             let cols = matrices * len;
@@ -461,34 +452,39 @@ impl Builder<'_> {
     /// Lowers one layer; returns the buffer that holds its output.
     fn layer(&mut self, l: usize, layer: &Layer, x: BufferId, start: &Start) -> Result<BufferId, Infeasible> {
         let (hidden, residual) = (self.graph.hidden, start.residual);
-        let (mixed, o) = match &layer.mixer {
+        let branches = match &layer.mixer {
             Mixer::Attention(a) => {
                 let qkv = self.qkv(&format!("qkv.{l}"), Some(Site::of_layer(LayerOp::Qkv, l)), layer, a, x);
-                (self.attention(l, a, qkv, &start.ropes)?, &a.o)
+                vec![Branch::of(self.attention(l, a, qkv, &start.ropes)?, &a.o)]
             }
-            Mixer::GatedDelta(net) => (self.mix(l, layer, net, x)?, &net.o),
-            mixer @ (Mixer::ShortConv(_) | Mixer::Mamba2(_) | Mixer::SideBySide(_)) => {
-                return Err(Infeasible::Mixer { layer: l, what: mixer.name() });
-            }
+            Mixer::GatedDelta(net) => vec![Branch::of(self.mix(l, layer, net, x)?, &net.o)],
+            Mixer::ShortConv(conv) => vec![Branch::of(self.short_conv(l, layer, conv, x)?, &conv.o)],
+            Mixer::Mamba2(mamba) => vec![self.mamba(l, layer, mamba, x)?],
+            Mixer::SideBySide(both) => self.side_by_side(l, layer, both, x, &start.ropes)?,
         };
-        let feed = feed(l, layer)?;
-        // The sum after attention is exchanged only if the MLP reads it and not every SM makes it.
-        let x2 = (!layer.parallel && !start.everywhere).then(|| self.exchange(&format!("x2.{l}"), hidden));
-        let sum = Sum { residual, out: x2, scale: layer.residual_scale, hidden };
+        // The sum after attention is exchanged only if the MLP reads it, or the next layer, and not every SM makes it.
+        let ends = matches!(layer.feed, FeedForward::None);
+        let name = if ends { format!("x.{}", l + 1) } else { format!("x2.{l}") };
+        let x2 = ((ends || !layer.parallel) && !start.everywhere).then(|| self.exchange(&name, hidden));
         let site = Site::of_layer(LayerOp::O, l);
-        self.project_and_add(&format!("o.{l}"), site, mixed, o, layer.attn_post_norm.as_ref(), sum);
+        let last = branches.len().saturating_sub(1);
+        for (n, branch) in branches.into_iter().enumerate() {
+            // Only the last of the sums is exchanged.
+            let (name, out) = if n == last { (format!("o.{l}"), x2) } else { (format!("o.{l}.{n}"), None) };
+            let sum = Sum { residual, out, scale: layer.residual_scale * branch.scale, hidden };
+            self.project_and_add(&name, site, branch, layer.attn_post_norm.as_ref(), sum);
+        }
 
-        match feed {
-            FeedForward::None | FeedForward::Scaled(_) => unreachable!("no program has them"),
+        match &layer.feed {
+            FeedForward::None => Ok(x2.unwrap_or(residual)),
             FeedForward::Dense(mlp) => {
-                let name = if mlp.gate.is_some() { "gate_up" } else { "up" };
-                let site = Some(Site::of_layer(LayerOp::Up, l));
-                let act = self.up(&format!("{name}.{l}"), site, &format!("act.{l}"), layer, mlp, x2.unwrap_or(x));
-                let out = (!start.everywhere).then(|| self.exchange(&format!("x.{}", l + 1), hidden));
-                let sum = Sum { residual, out, scale: layer.residual_scale, hidden };
-                let site = Site::of_layer(LayerOp::Down, l);
-                self.project_and_add(&format!("down.{l}"), site, act, &mlp.down, layer.mlp_post_norm.as_ref(), sum);
-                Ok(out.unwrap_or(residual))
+                let (epilogue, _) = experts::epilogue_of(mlp);
+                Ok(self.mlp(l, layer, (mlp, epilogue, 1.0), x2.unwrap_or(x), start))
+            }
+            FeedForward::Scaled(scaled) => {
+                let ScaledMlp { mlp, gate_scale, down_scale } = &**scaled;
+                let epilogue = recurrent::scaled_epilogue(l, layer, mlp, *gate_scale)?;
+                Ok(self.mlp(l, layer, (mlp, epilogue, *down_scale), x2.unwrap_or(x), start))
             }
             FeedForward::Experts(experts) => {
                 let out = self.exchange(&format!("x.{}", l + 1), hidden);
@@ -497,6 +493,26 @@ impl Builder<'_> {
                 Ok(out)
             }
         }
+    }
+
+    /// An MLP of a layer that reads `x`, and what multiplies its output; returns the buffer that holds the layer's output.
+    fn mlp(
+        &mut self,
+        l: usize,
+        layer: &Layer,
+        (mlp, epilogue, scale): (&Mlp, Epilogue, f32),
+        x: BufferId,
+        start: &Start,
+    ) -> BufferId {
+        let (hidden, residual) = (self.graph.hidden, start.residual);
+        let name = if mlp.gate.is_some() { "gate_up" } else { "up" };
+        let site = Some(Site::of_layer(LayerOp::Up, l));
+        let act = self.up(&format!("{name}.{l}"), site, &format!("act.{l}"), layer, (mlp, epilogue), x);
+        let out = (!start.everywhere).then(|| self.exchange(&format!("x.{}", l + 1), hidden));
+        let sum = Sum { residual, out, scale: layer.residual_scale * scale, hidden };
+        let (site, down) = (Site::of_layer(LayerOp::Down, l), Branch::of(act, &mlp.down));
+        self.project_and_add(&format!("down.{l}"), site, down, layer.mlp_post_norm.as_ref(), sum);
+        out.unwrap_or(residual)
     }
 
     /// q, k, v and the gate of a layer, one after another in one buffer.
@@ -510,18 +526,27 @@ impl Builder<'_> {
     }
 
     /// The activation of a layer's MLP: of gate and up, or of up alone.
-    fn up(&mut self, name: &str, site: Option<Site>, act: &str, layer: &Layer, mlp: &Mlp, x: BufferId) -> BufferId {
+    fn up(
+        &mut self,
+        name: &str,
+        site: Option<Site>,
+        act: &str,
+        layer: &Layer,
+        (mlp, epilogue): (&Mlp, Epilogue),
+        x: BufferId,
+    ) -> BufferId {
         let norm = layer.mlp_norm.as_ref();
         let act = self.exchange(act, mlp.up.rows);
         let one = Second::Axis(1);
-        let (epilogue, halves) = experts::epilogue_of(mlp);
+        let halves = if epilogue.is_gated() { 2 } else { 1 };
         let out = vec![self.write(Role::Out, act, Cols::blocks(UNIT_ROWS / halves, mlp.up.rows))];
         self.matvec(name, site, x, norm, &experts::up_linears(mlp), epilogue, one, out);
         act
     }
 
-    /// `residual += scale * norm?(W x)`: one matvec, or a matvec and a sum where the branch is normalised first.
-    fn project_and_add(&mut self, name: &str, site: Site, x: BufferId, linear: &Linear, post: Option<&Norm>, sum: Sum) {
+    /// `residual += scale * norm?(W norm?(x))`: one matvec, or a matvec and a sum where the branch is normalised before it is added.
+    fn project_and_add(&mut self, name: &str, site: Site, branch: Branch<'_>, post: Option<&Norm>, sum: Sum) {
+        let Branch { x, norm, linear, scale: _ } = branch;
         let Sum { residual, out, scale, hidden } = sum;
         let blocks = Cols::blocks(UNIT_ROWS, hidden);
         let update = Operand { access: Access::Update, ..self.read(Role::Residual, residual, blocks) };
@@ -533,18 +558,18 @@ impl Builder<'_> {
                     name,
                     Some(site),
                     x,
-                    None,
+                    norm,
                     &[linear],
                     Epilogue::Residual { scale },
                     Second::Axis(1),
                     outputs,
                 );
             }
-            Some(norm) => {
+            Some(post) => {
                 let y = self.exchange(&format!("{name}.y"), hidden);
                 let outputs = vec![self.write(Role::Out, y, blocks)];
-                self.matvec(name, Some(site), x, None, &[linear], Epilogue::Store, Second::Axis(1), outputs);
-                self.norm_and_add(name, site, y, norm, &sum);
+                self.matvec(name, Some(site), x, norm, &[linear], Epilogue::Store, Second::Axis(1), outputs);
+                self.norm_and_add(name, site, y, post, &sum);
             }
         }
     }
@@ -843,6 +868,21 @@ pub fn heads_of_task(group: u32, candidate: &Candidate) -> Result<u32, Infeasibl
         return Err(Infeasible::Knob { knob: "heads_per_task", value: candidate.heads_per_task, expected });
     }
     Ok(heads)
+}
+
+/// What a layer adds to its residual: `linear(norm?(x))`.
+struct Branch<'a> {
+    x: BufferId,
+    norm: Option<&'a Norm>,
+    linear: &'a Linear,
+    /// Multiplies it.
+    scale: f32,
+}
+
+impl<'a> Branch<'a> {
+    fn of(x: BufferId, linear: &'a Linear) -> Branch<'a> {
+        Branch { x, norm: None, linear, scale: 1.0 }
+    }
 }
 
 struct Sum {

@@ -210,8 +210,12 @@ impl ContentKey {
                 key.extend([1, *interleave]);
                 parts.iter().for_each(|part| view(&mut key, &part.view, part.rows));
             }
-            Some(Content::Vectors { parts, offset, interleave }) => {
+            Some(Content::Vectors { parts, offset, scale, interleave }) => {
                 key.extend([2, offset.to_bits(), *interleave]);
+                if *scale != 1.0 {
+                    // No tensor has this number.
+                    key.extend([u32::MAX - 1, scale.to_bits()]);
+                }
                 for part in parts {
                     match &part.view {
                         Some(of) => view(&mut key, of, part.len),
@@ -500,8 +504,9 @@ fn pack_constant(
     out: &mut [u8],
 ) -> Result<(), PackError> {
     match &buffer.content {
-        Some(Content::Vectors { parts, offset, interleave }) => {
-            let values = vectors(id, buffer, graph, weights, parts, *offset, *interleave)?;
+        Some(Content::Vectors { parts, offset, scale, interleave }) => {
+            let mut values = vectors(id, buffer, graph, weights, parts, *offset, *interleave)?;
+            values.iter_mut().for_each(|value| *value *= scale);
             write_values(buffer.dtype, &values, out);
         }
         Some(Content::Tensor(tensor)) => {

@@ -21,9 +21,9 @@ use crate::model::graph::{
 };
 use crate::model::weights::Weights;
 
-pub use crate::reference::conv::{ConvState, convolve, step_short_conv};
+pub use crate::reference::conv::{ConvState, convolve, mix_short_conv, step_short_conv};
 pub use crate::reference::delta::{DeltaState, delta_rule, mix_delta, softplus, step_delta};
-pub use crate::reference::mamba::{MambaState, scan, step_mamba};
+pub use crate::reference::mamba::{MambaState, gate_silu, mix_mamba, norm_groups, scan, step_mamba, times};
 
 /// Logits of every position of `ids`, `[ids.len()][vocab]`.
 ///

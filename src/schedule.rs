@@ -350,7 +350,12 @@ fn machine(
                 needs.mix = needs.mix.max(mix.channels() + mix.value_dim + 2);
                 needs.choice = needs.choice.max(2 * mix.parts(c.consumer_warps * 32) * mix.value_dim);
             }
-            Op::Select | Op::Report | Op::AttentionMerge { .. } => {}
+            // x, b, c, the gate and the step; a sum of each part and column.
+            Op::Scan(scan) => {
+                needs.mix = needs.mix.max(scan.head_channels() + scan.head_dim + 2);
+                needs.choice = needs.choice.max(scan.parts(c.consumer_warps * 32) * scan.head_dim);
+            }
+            Op::Select | Op::Report | Op::AttentionMerge { .. } | Op::Convolve(_) | Op::GroupNorm(_) => {}
         }
     }
     let smem = smem_map(&needs);
@@ -614,7 +619,7 @@ fn even_shares(grid: &Grid, rows: u32, sms: usize, spread: &mut usize) -> Vec<Sh
     match &grid.op {
         // A state stays where it is: in every regime, and so whatever other grids there are, an SM has the same heads and parts of the
         // sequences. Layers begin elsewhere.
-        Op::Mix(_) => {
+        Op::Mix(_) | Op::Scan(_) | Op::GroupNorm(_) => {
             let start = grid.site.and_then(|site| site.layer).map_or(0, |layer| layer.index());
             let parts = grid.second.extent() as usize;
             let total = n * parts;

@@ -154,7 +154,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
 // product x * log2(e) is rounded.
 __device__ __forceinline__ float exp_fast(float x) { return exp2_fast(x * 1.4426950408889634f); }
 
-enum class Act : u32 { SILU, GELU_ERF, GELU_TANH, RELU };
+enum class Act : u32 { SILU, GELU_ERF, GELU_TANH, RELU, SQUARED_RELU };
 
 // Formulas: see `Act` of the model graph.
 template <Act A>
@@ -163,7 +163,14 @@ __device__ __forceinline__ float activate(float x) {
   if constexpr (A == Act::GELU_ERF) return 0.5f * x * (1.f + erff(x * 0.70710678118654752f));
   if constexpr (A == Act::GELU_TANH)
     return 0.5f * x * (1.f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
+  if constexpr (A == Act::SQUARED_RELU) return fmaxf(x, 0.f) * fmaxf(x, 0.f);
   return fmaxf(x, 0.f);
+}
+// The same of SCALE * x.
+template <class G>
+__device__ __forceinline__ float activate_scaled(float x) {
+  if constexpr (G::SCALE == 1.f) return activate<G::ACT>(x);
+  return activate<G::ACT>(G::SCALE * x);
 }
 
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + exp_fast(-x)); }

@@ -552,7 +552,7 @@ struct MatVec {
         if constexpr (G::EPILOGUE == Epilogue::CLAMPED)
           publish_columns<G::ROWS / 2>(c, e.out, col, clamped<G>(gate.x, up.x), clamped<G>(gate.y, up.y));
         else
-          publish_columns<G::ROWS / 2>(c, e.out, col, activate<G::ACT>(gate.x) * up.x, activate<G::ACT>(gate.y) * up.y);
+          publish_columns<G::ROWS / 2>(c, e.out, col, activate_scaled<G>(gate.x) * up.x, activate_scaled<G>(gate.y) * up.y);
       }
     } else {
       if (K_PARTS > 1 && r >= G::UNIT_ROWS) return;

@@ -174,7 +174,7 @@ struct RowsEpilogue {
       if constexpr (E::EPILOGUE == Epilogue::CLAMPED)
         publish_pair<COLS>(c, out, row, first_of(col), clamped<E>(gate.x, up.x), clamped<E>(gate.y, up.y));
       else
-        publish_pair<COLS>(c, out, row, first_of(col), activate<E::ACT>(gate.x) * up.x, activate<E::ACT>(gate.y) * up.y);
+        publish_pair<COLS>(c, out, row, first_of(col), activate_scaled<E>(gate.x) * up.x, activate_scaled<E>(gate.y) * up.y);
     } else {
       const int col = unit * G::UNIT_ROWS + pair * 2;
       if (pair >= S::PAIRS || col >= E::ROWS) return;

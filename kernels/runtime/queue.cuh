@@ -21,12 +21,12 @@ struct alignas(16) Entry {
   u32 out; // packets of the published operand
   union { u32 aux, cache_scales, beta; }; // packets of a second published operand (best of the head, shares of experts), or of the buffer with beta; of attention: scales of a cache in fp8, in OFFSET_BYTES
   union { u32 row_scales, row; }; // of a matrix of codes: the scales of its rows, in OFFSET_BYTES; else the row of the step that the task takes
-  union { u32 residual, sinks, gate; }; // first residual value of this block that the task owns; of attention: sinks, in OFFSET_BYTES; of its merge: packets of the gate's buffer
-  union { u32 norm_weight, q_norm; }; // norm weight of the input, or of q
-  union { u32 norm_bias, k_norm, a_log; }; // norm bias of the input, or norm weight of k; of a mix its a_log
+  union { u32 residual, sinks, gate, conv_bias; }; // first residual value of this block that the task owns; of attention: sinks, of Mamba-2 and short convolutions the bias of the convolution, in OFFSET_BYTES; of a merge, or of a norm: packets of the gate's buffer
+  union { u32 norm_weight, q_norm, d; }; // norm weight of the input, or of q; of Mamba-2 its d
+  union { u32 norm_bias, k_norm, a_log; }; // norm bias of the input, or norm weight of k; of a mix and of Mamba-2 its a_log
   union { u32 bias, rope, table, conv; }; // by op
   union { u32 k_cache, choice, shared_gate, state; }; // where keys are appended; packets of the choice of a slot, or of the gate of a shared expert; a state, in OFFSET_BYTES
-  union { u32 v_cache, slot_row, dt_bias; }; // where values are appended; of a chosen part: the row of the step that it is chosen for; of a mix its dt_bias
+  union { u32 v_cache, slot_row, dt_bias; }; // where values are appended; of a chosen part: the row of the step that it is chosen for; of a mix and of Mamba-2 its dt_bias
 };
 static_assert(sizeof(Entry) == 64, "the host fills this struct");
 

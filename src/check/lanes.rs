@@ -9,6 +9,8 @@
 //! row `j` of the cache has the value of one of its tokens, and its key, turned to position `j`. Trained weights answer such a cache as they
 //! answer a text. They answer numbers at random chaotically, so that rounding decides the logits.
 
+mod states;
+
 use std::borrow::BorrowMut;
 use std::ops::Range;
 
@@ -20,14 +22,15 @@ use crate::format::{e4m3, to_e4m3};
 use crate::interp::CacheKind;
 use crate::model::cache_scales::cache_scales;
 use crate::model::graph::{
-    Attention, Experts, FeedForward, GatedDelta, Layer, Linear, Mixer, Mlp, ModelGraph, Norm, Rope,
+    Attention, Experts, FeedForward, Layer, Linear, Mamba2, Mixer, Mlp, ModelGraph, Norm, Rope, ScaledMlp, SideBySide,
 };
 use crate::model::weights::Weights;
 use crate::random::Random;
 use crate::reference::{
-    AttentionShape, DeltaState, act, add_scaled, attention, choose, gate_output, gated, missed, mix_delta, norm,
-    norm_and_rotate, qk_norm, qk_norm_values, query_factor, rope_factors, scores, sigmoid, slot_weights, softcap,
+    AttentionShape, act, add_scaled, attention, choose, gate_output, gate_silu, gated, missed, norm, norm_and_rotate,
+    norm_groups, qk_norm, qk_norm_values, query_factor, rope_factors, scores, sigmoid, slot_weights, softcap, times,
 };
+use states::{Mixed, Recurrent};
 
 /// Lanes that round. The largest distance counts, because one of them may be right by chance. The lane that rounds to the nearest does in every layer the
 /// same to a large activation that stays the same, as a kernel does: at the first position of SmolLM2-135M that costs four times as much as
@@ -115,7 +118,7 @@ pub struct Routed {
 pub struct Fill {
     /// `[layer][token]`: the key, then the value, `[kv_heads * head_dim]` each.
     pub(super) layers: Vec<Vec<[Vec<f32>; 2]>>,
-    /// By layer, the recurrent state after the text, as [`DeltaState::by_head`] has it; empty in a layer with attention.
+    /// By layer, the recurrent state after the text, as programs keep it; empty in a layer with attention alone.
     pub(super) states: Vec<Vec<f32>>,
 }
 
@@ -141,7 +144,7 @@ impl Tables {
             (0..rows).flat_map(of_row).collect()
         };
         let gains = |layer: &Layer| {
-            let norm = layer.attention().filter(|attention| attention.norm_after_rope)?.k_norm.as_ref()?;
+            let norm = layer.history().filter(|attention| attention.norm_after_rope)?.k_norm.as_ref()?;
             Some(norm.weights.iter().flat_map(|&id| weights.vector_f32(id)).collect())
         };
         let gains = graph.layers.iter().map(gains).collect();
@@ -207,7 +210,7 @@ impl<'a> Filler<'a> {
 /// # Panics
 /// If the layer has another mixer.
 pub fn attention_of(graph: &ModelGraph, layer: usize) -> &Attention {
-    graph.layers[layer].attention().expect("a layer with a cache has attention")
+    graph.layers[layer].history().expect("a layer with a cache has attention")
 }
 
 fn filled(graph: &ModelGraph, tables: &Tables, fill: &Fill, layer: usize, kind: CacheKind, row: u32) -> Vec<f32> {
@@ -341,30 +344,22 @@ pub fn compute(
     let tables = Tables::new(graph, weights, rounding.precision.cache, deepest);
     let mut pass = Pass { wanted: vec![], computed: vec![], routed: vec![], fill: Fill::default() };
     for layer in 0..graph.layers.len() {
-        let Layer { attn_norm, mlp_norm, parallel, mixer, .. } = &graph.layers[layer];
+        let Layer { attn_norm, mlp_norm, parallel, .. } = &graph.layers[layer];
         let inputs = model.normed(attn_norm.as_ref(), &mut vectors);
         // The branch of an MLP that reads the input of the layer.
         let parallel = parallel.then(|| model.normed(mlp_norm.as_ref(), &mut vectors));
-        let (mixed, o) = match mixer {
-            Mixer::Attention(attn) => {
-                let projected = model.project(layer, attn, &inputs, texts, &mut vectors, &mut pass, text_count);
-                let before = |text: &Text| history(graph, &tables, &pass.fill, layer, text.first);
-                let filled: Vec<[Vec<Vec<f64>>; 2]> = texts.iter().map(before).collect();
-                (model.attend(attn, &filled, projected, &vectors), &attn.o)
-            }
-            Mixer::GatedDelta(net) => {
-                (model.mix(layer, net, &inputs, texts, &mut vectors, &mut pass, text_count), &net.o)
-            }
-            Mixer::ShortConv(_) | Mixer::Mamba2(_) | Mixer::SideBySide(_) => {
-                unreachable!("no program has them, and only a program is checked")
-            }
-        };
-        model.finish_layer(layer, texts, (mixed, o), parallel, &mut vectors, &mut pass);
+        let branches = model.branches(layer, &inputs, texts, &tables, &mut vectors, &mut pass, text_count);
+        model.finish_layer(layer, texts, branches, parallel, &mut vectors, &mut pass);
         on_layer();
     }
     model.head(texts, vectors, &mut pass);
     on_layer();
     pass
+}
+
+/// `by * x` of every vector.
+fn multiplied(all: &[Vec<f64>], by: f32) -> Vec<Vec<f64>> {
+    all.iter().map(|x| times(by, x.clone())).collect()
 }
 
 /// The rows of the cache before position `first` that attention may see: keys, then values.
@@ -389,6 +384,63 @@ struct Projected {
 }
 
 impl Model<'_> {
+    /// What the mixers of a layer add to the residual: inputs of products, and factors.
+    #[allow(clippy::too_many_arguments)] // What every mixer gets.
+    fn branches(
+        &self,
+        layer: usize,
+        inputs: &[Vec<f64>],
+        texts: &[Text],
+        tables: &Tables,
+        vectors: &mut [Vector],
+        pass: &mut Pass,
+        text_count: usize,
+    ) -> Vec<(Vec<Vec<f64>>, &Linear, f32)> {
+        let attended = |inputs: &[Vec<f64>], attn: &Attention, vectors: &mut [Vector], pass: &mut Pass| {
+            let projected = self.project(layer, attn, inputs, texts, vectors, pass, text_count);
+            let before = |text: &Text| history(self.graph, tables, &pass.fill, layer, text.first);
+            let filled: Vec<[Vec<Vec<f64>>; 2]> = texts.iter().map(before).collect();
+            let attended = self.attend(attn, &filled, projected, vectors);
+            self.published(attended, vectors)
+        };
+        let mixed = |inputs: &[Vec<f64>], of: Recurrent<'_>, vectors: &mut [Vector], pass: &mut Pass| {
+            self.mix(layer, of, inputs, texts, vectors, pass, text_count)
+        };
+        let alone = |of: Recurrent<'_>, vectors: &mut [Vector], pass: &mut Pass| {
+            let mixed = mixed(inputs, of, vectors, pass).into_iter().map(|mixed| mixed.y).collect();
+            self.published(mixed, vectors)
+        };
+        let mut branches = vec![];
+        match &self.graph.layers[layer].mixer {
+            Mixer::Attention(attn) => branches.push((attended(inputs, attn, vectors, pass), &attn.o, 1.0)),
+            Mixer::GatedDelta(net) => {
+                branches.push((alone(Recurrent::Delta(net), vectors, pass), &net.o, 1.0));
+            }
+            Mixer::ShortConv(conv) => {
+                branches.push((alone(Recurrent::Conv(conv), vectors, pass), &conv.o, 1.0));
+            }
+            Mixer::Mamba2(mamba) => {
+                let out = mixed(&multiplied(inputs, mamba.input_scale), Recurrent::Mamba(mamba), vectors, pass);
+                branches.push((self.gate_mamba(mamba, out, vectors), &mamba.o, mamba.output_scale));
+            }
+            Mixer::SideBySide(both) => {
+                let SideBySide { attention, attention_scales: [input_scale, output_scale], mamba } = &**both;
+                let out = attended(&multiplied(inputs, *input_scale), attention, vectors, pass);
+                branches.push((out, &attention.o, *output_scale));
+                let out = mixed(&multiplied(inputs, mamba.input_scale), Recurrent::Mamba(mamba), vectors, pass);
+                branches.push((self.gate_mamba(mamba, out, vectors), &mamba.o, mamba.output_scale));
+            }
+        }
+        branches
+    }
+
+    /// What the vectors of an exchange hold, as it travels.
+    fn published(&self, mut all: Vec<Vec<f64>>, vectors: &mut [Vector]) -> Vec<Vec<f64>> {
+        let wire = self.rounding.precision.wire;
+        self.each(vectors, &mut all, |vector, x| vector.round(wire, x));
+        all
+    }
+
     /// Queries, keys and values of a layer; the text's keys before rotation go into the fill.
     #[allow(clippy::too_many_arguments)] // What every mixer gets.
     fn project(
@@ -448,35 +500,35 @@ impl Model<'_> {
         Projected { queries, gates }
     }
 
-    /// A gated delta net, from the first position of each text on, or from the state that the first text left; that goes into the fill.
+    /// A mixer with a recurrent state, from the first position of each text on, or from the state that the first text left; that goes into the fill.
     #[allow(clippy::too_many_arguments)] // What every mixer gets.
     fn mix(
         &self,
         layer: usize,
-        net: &GatedDelta,
+        of: Recurrent<'_>,
         inputs: &[Vec<f64>],
         texts: &[Text],
         vectors: &mut [Vector],
         pass: &mut Pass,
         text_count: usize,
-    ) -> Vec<Vec<f64>> {
+    ) -> Vec<Mixed> {
         let wire = self.rounding.precision.wire;
-        let mut projected: Vec<[Vec<f64>; 6]> = vec![Default::default(); vectors.len()];
-        for (part, projection) in net.projections().into_iter().enumerate() {
+        let mut projected: Vec<Vec<Vec<f64>>> = vec![vec![]; vectors.len()];
+        for projection in of.projections() {
             let mut all = self.linear(projection, inputs, vectors);
             self.each(vectors, &mut all, |vector, x| vector.round(wire, x));
-            projected.iter_mut().zip(all).for_each(|(of, x)| of[part] = x);
+            projected.iter_mut().zip(all).for_each(|(of, x)| of.push(x));
         }
         // The vectors of a text are one row after another, each with all of its lanes.
-        let mut mixed = vec![vec![]; vectors.len()];
+        let mut mixed: Vec<Mixed> = vectors.iter().map(|_| Mixed { y: vec![], gate: vec![] }).collect();
         let run = |from: usize, count: usize, first: u32, lane: usize, fill: &[f32], kept: usize| {
-            let mut state = if first == 0 { DeltaState::new(net) } else { DeltaState::from_heads(net, fill) };
+            let mut state = if first == 0 { of.start() } else { of.read(fill) };
             let (mut out, mut after) = (vec![], None);
             for row in 0..count {
                 let at = from + row * (texts[vectors[from].text].lanes + 1) + lane;
-                out.push((at, mix_delta(self.weights, net, &mut state, projected[at].clone())));
+                out.push((at, of.mix(self.weights, &mut state, &projected[at])));
                 if row + 1 == kept {
-                    after = Some(state.by_head(net));
+                    after = Some(of.values(&state));
                 }
             }
             (out, after)
@@ -487,7 +539,7 @@ impl Model<'_> {
             all.extend((0..=text.lanes).map(|lane| (t, from, lane)));
             from += text.ids.len() * (text.lanes + 1);
         }
-        let mut put = |out: Vec<(usize, Vec<f64>)>| out.into_iter().for_each(|(at, y)| mixed[at] = y);
+        let mut put = |out: Vec<(usize, Mixed)>| out.into_iter().for_each(|(at, y)| mixed[at] = y);
         let mut fill = vec![];
         if let Some(first) = texts.first() {
             let (out, after) = run(0, first.ids.len(), first.first, 0, &[], text_count);
@@ -500,6 +552,11 @@ impl Model<'_> {
             .map(|(t, from, lane)| run(from, texts[t].ids.len(), texts[t].first, lane, &fill, 0).0)
             .collect();
         rest.into_iter().for_each(put);
+        // Attention beside it has kept its keys and values.
+        if pass.fill.layers.len() > layer {
+            pass.fill.states[layer] = fill;
+            return mixed;
+        }
         pass.fill.layers.push(vec![[vec![], vec![]]; text_count]);
         pass.fill.states.push(fill);
         for vector in vectors.iter().filter(|vector| vector.noise.is_none()) {
@@ -510,6 +567,28 @@ impl Model<'_> {
             }
         }
         mixed
+    }
+
+    /// What the output projection of Mamba-2 reads. A norm of all columns is that of the projection, so its result does not travel.
+    fn gate_mamba(&self, mamba: &Mamba2, mixed: Vec<Mixed>, vectors: &mut [Vector]) -> Vec<Vec<f64>> {
+        let wire = self.rounding.precision.wire;
+        let of = |(vector, Mixed { mut y, gate }): (&mut Vector, Mixed)| {
+            let before_gate = mamba.norm.as_ref().is_some_and(|norm| norm.before_gate);
+            if !before_gate {
+                gate_silu(&gate, &mut y);
+            }
+            vector.round(wire, &mut y);
+            let Some(norm) = &mamba.norm else { return y };
+            y = norm_groups(self.weights, norm, &y);
+            if before_gate {
+                gate_silu(&gate, &mut y);
+            }
+            if before_gate || norm.groups > 1 {
+                vector.round(wire, &mut y);
+            }
+            y
+        };
+        vectors.par_iter_mut().zip(mixed).map(of).collect()
     }
 
     /// Keeps what was computed, and replaces keys and values by those that a text has taken.
@@ -536,37 +615,53 @@ impl Model<'_> {
         }
     }
 
-    /// The output of a mixer, and what follows it in a layer.
+    /// The outputs of mixers with their factors, and what follows them in a layer.
     fn finish_layer(
         &self,
         layer: usize,
         texts: &[Text],
-        (mut mixed, o): (Vec<Vec<f64>>, &Linear),
+        branches: Vec<(Vec<Vec<f64>>, &Linear, f32)>,
         parallel: Option<Vec<Vec<f64>>>,
         vectors: &mut [Vector],
         pass: &mut Pass,
     ) {
         let Layer { attn_post_norm, mlp_norm, feed, mlp_post_norm, residual_scale, .. } = &self.graph.layers[layer];
-        let wire = self.rounding.precision.wire;
-        self.each(vectors, &mut mixed, |vector, x| vector.round(wire, x));
-        let mut out = self.linear(o, &mixed, vectors);
-        self.add(attn_post_norm.as_ref(), *residual_scale, &mut out, vectors);
+        for (mixed, o, factor) in branches {
+            let mut out = self.linear(o, &mixed, vectors);
+            self.add(attn_post_norm.as_ref(), *residual_scale * factor, &mut out, vectors);
+        }
+        if *feed == FeedForward::None {
+            return;
+        }
         let input = parallel.unwrap_or_else(|| self.normed(mlp_norm.as_ref(), vectors));
-        let mut out = match feed {
-            FeedForward::Dense(mlp) => self.mlp(mlp, &input, vectors),
-            FeedForward::Experts(experts) => self.experts(layer, experts, texts, &input, vectors, pass),
-            FeedForward::None | FeedForward::Scaled(_) => unreachable!("no program has them"),
+        let (mut out, factor) = match feed {
+            FeedForward::None => return,
+            FeedForward::Dense(mlp) => (self.mlp(mlp, 1.0, &input, vectors), 1.0),
+            FeedForward::Scaled(scaled) => {
+                let ScaledMlp { mlp, gate_scale, down_scale } = &**scaled;
+                (self.mlp(mlp, *gate_scale, &input, vectors), *down_scale)
+            }
+            FeedForward::Experts(experts) => (self.experts(layer, experts, texts, &input, vectors, pass), 1.0),
         };
-        self.add(mlp_post_norm.as_ref(), *residual_scale, &mut out, vectors);
+        self.add(mlp_post_norm.as_ref(), *residual_scale * factor, &mut out, vectors);
     }
 
-    fn mlp<V: BorrowMut<Vector> + Send>(&self, mlp: &Mlp, input: &[Vec<f64>], vectors: &mut [V]) -> Vec<Vec<f64>> {
+    /// An MLP whose gate is multiplied by `scale`.
+    fn mlp<V: BorrowMut<Vector> + Send>(
+        &self,
+        mlp: &Mlp,
+        scale: f32,
+        input: &[Vec<f64>],
+        vectors: &mut [V],
+    ) -> Vec<Vec<f64>> {
+        let scale = f64::from(scale);
         let up = self.linear(&mlp.up, input, vectors);
         let mut inner: Vec<Vec<f64>> = match &mlp.gate {
             Some(gate) => {
                 let gate = self.linear(gate, input, vectors);
-                let of =
-                    |(gate, up): (Vec<f64>, Vec<f64>)| gate.iter().zip(up).map(|(&g, u)| gated(mlp, g, u)).collect();
+                let of = |(gate, up): (Vec<f64>, Vec<f64>)| {
+                    gate.iter().zip(up).map(|(&g, u)| gated(mlp, scale * g, u)).collect()
+                };
                 gate.into_par_iter().zip(up).map(of).collect()
             }
             None => up.into_par_iter().map(|up| up.into_iter().map(|u| act(mlp.act, u)).collect()).collect(),
@@ -627,7 +722,7 @@ impl Model<'_> {
             let inputs: Vec<Vec<f64>> = places.iter().map(|&(at, _)| input[at].clone()).collect();
             let mut own: Vec<&mut Vector> =
                 vectors.iter_mut().enumerate().filter(|(at, _)| slot_of(*at).is_some()).map(|(_, v)| v).collect();
-            let out = self.mlp(mlp, &inputs, &mut own);
+            let out = self.mlp(mlp, 1.0, &inputs, &mut own);
             places.into_iter().zip(out).for_each(|((at, slot), out)| by_slot[at][slot] = out);
         }
         let sum = |(outs, slots): (Vec<Vec<f64>>, &Vec<f64>)| {
@@ -640,7 +735,7 @@ impl Model<'_> {
         let mut y: Vec<Vec<f64>> = by_slot.into_iter().zip(&slots).map(sum).collect();
         if let Some(shared) = &op.shared {
             let gates = shared.gate.as_ref().map(|gate| self.linear(gate, input, vectors));
-            let out = self.mlp(&shared.mlp, input, vectors);
+            let out = self.mlp(&shared.mlp, 1.0, input, vectors);
             for (at, (y, out)) in y.iter_mut().zip(out).enumerate() {
                 let gate = gates.as_ref().map_or(1.0, |gates| sigmoid(gates[at][0])) * f64::from(shared.scale);
                 y.iter_mut().zip(out).for_each(|(y, out)| *y += gate * out);

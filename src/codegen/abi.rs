@@ -37,17 +37,17 @@ kernel_struct! {
         aux_or_scales: u32 as [aux, cache_scales, beta],
         /// of a matrix of codes: the scales of its rows, in OFFSET_BYTES; else the row of the step that the task takes
         row_scales_or_row: u32 as [row_scales, row],
-        /// first residual value of this block that the task owns; of attention: sinks, in OFFSET_BYTES; of its merge: packets of the gate's buffer
-        residual: u32 as [residual, sinks, gate],
-        /// norm weight of the input, or of q
-        norm_weight: u32 as [norm_weight, q_norm],
-        /// norm bias of the input, or norm weight of k; of a mix its a_log
+        /// first residual value of this block that the task owns; of attention: sinks, of Mamba-2 and short convolutions the bias of the convolution, in OFFSET_BYTES; of a merge, or of a norm: packets of the gate's buffer
+        residual: u32 as [residual, sinks, gate, conv_bias],
+        /// norm weight of the input, or of q; of Mamba-2 its d
+        norm_weight: u32 as [norm_weight, q_norm, d],
+        /// norm bias of the input, or norm weight of k; of a mix and of Mamba-2 its a_log
         norm_bias: u32 as [norm_bias, k_norm, a_log],
         /// by op
         table: u32 as [bias, rope, table, conv],
         /// where keys are appended; packets of the choice of a slot, or of the gate of a shared expert; a state, in OFFSET_BYTES
         k_cache: u32 as [k_cache, choice, shared_gate, state],
-        /// where values are appended; of a chosen part: the row of the step that it is chosen for; of a mix its dt_bias
+        /// where values are appended; of a chosen part: the row of the step that it is chosen for; of a mix and of Mamba-2 its dt_bias
         v_cache: u32 as [v_cache, slot_row, dt_bias],
     }
 }
@@ -312,19 +312,26 @@ impl<'a> GridEntry<'a> {
             residual: match grid.op {
                 Op::Attention(Attention { sinks: true, .. }) => constant(Role::Sinks),
                 Op::AttentionMerge { gate: true, .. } => packets(Role::Gate),
+                Op::GroupNorm(_) => packets(Role::Gate),
+                Op::Convolve(_) | Op::Scan(_) => constant(Role::Bias),
                 _ => 0,
             },
-            norm_weight: either(&[Role::NormWeight, Role::QNormWeight]),
+            norm_weight: either(&[Role::NormWeight, Role::QNormWeight, Role::D]),
             norm_bias: either(&[Role::NormBias, Role::KNormWeight, Role::ALog]),
-            table: either(&[Role::Bias, Role::Rope, Role::Table, Role::Conv]),
+            table: match grid.op {
+                Op::Convolve(_) | Op::Scan(_) => constant(Role::Conv),
+                _ => either(&[Role::Bias, Role::Rope, Role::Table, Role::Conv]),
+            },
             k_cache: match grid.op {
                 Op::MatVec(_) => packets(Role::Choices),
                 Op::Combine(_) => columns_of(schedule, grid, Role::Gate, 0),
-                Op::Mix(_) => place(schedule, grid, Role::State, Space::State, PLACE_ALIGN_BYTES),
+                Op::Mix(_) | Op::Convolve(_) | Op::Scan(_) => {
+                    place(schedule, grid, Role::State, Space::State, PLACE_ALIGN_BYTES)
+                }
                 _ => cache(Role::AppendK),
             },
             v_cache: match grid.op {
-                Op::Mix(_) => constant(Role::DtBias),
+                Op::Mix(_) | Op::Scan(_) => constant(Role::DtBias),
                 _ => cache(Role::AppendV),
             },
         };

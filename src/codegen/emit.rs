@@ -4,7 +4,10 @@ use super::{Float, HEADERS, KernelSource, ROWS_HEADERS};
 use crate::dtype::DType;
 use crate::format::{Code, Format, ScaleCode, TableRow};
 use crate::ir::layout::{WARP_ROWS, WORD_ROWS};
-use crate::ir::op::{Attention, Combine, Epilogue, MatVec, Mix, NormAttr, Op, QkNormAttr, Role, Route, UNIT_ROWS};
+use crate::ir::op::{
+    Attention, Combine, Convolve, Epilogue, GroupNorm, MatVec, Mix, NormAttr, Op, QkNormAttr, Role, Route, Scan,
+    UNIT_ROWS,
+};
 use crate::ir::program::{Buffer, Grid, Operand, Program, Rows};
 use crate::ir::schedule::{Regime, Schedule, SmemKind, Source};
 use crate::ir::table::Holds;
@@ -314,7 +317,7 @@ pub(super) fn act(act: Act) -> &'static str {
         Act::GeluErf => "Act::GELU_ERF",
         Act::GeluTanh => "Act::GELU_TANH",
         Act::Relu => "Act::RELU",
-        Act::SquaredRelu => unreachable!("lowering refuses it, and no text of a program names it"),
+        Act::SquaredRelu => "Act::SQUARED_RELU",
     }
 }
 
@@ -327,6 +330,12 @@ fn class_of(schedule: &Schedule, id: GridId, grid: &Grid, rows: u32) -> (&'stati
         Op::Route(route) => ("Route", route_members(grid, route)),
         Op::Combine(combine) => ("Combine", combine_members(program, grid, combine)),
         Op::Mix(mix) => ("Mix", mix_members(program, grid, mix)),
+        Op::Convolve(Convolve { channels, kernel }) => {
+            let biased = grid.operand(Role::Bias).is_some();
+            ("Convolve", format!("int CHANNELS = {channels}\nint KERNEL = {kernel}\nbool BIAS = {biased}\n"))
+        }
+        Op::Scan(scan) => ("Scan", scan_members(grid, scan)),
+        Op::GroupNorm(norm) => ("GroupNorm", group_norm_members(program, grid, norm)),
         Op::Embed { scale, everywhere } => {
             let table = grid.operand(Role::Table).map(|o| &program.buffers[o.buffer.index()]);
             let hidden = table.map_or(0, |table| table.cols);
@@ -415,6 +424,41 @@ pub(super) fn net_members(grid: &Grid, mix: &Mix) -> String {
     )
 }
 
+fn scan_members(grid: &Grid, scan: &Scan) -> String {
+    // Destructured so that a new attribute does not compile until the kernel knows it.
+    let Scan { heads, head_dim, groups, state, kernel, scales: [x, b, c, step], gate } = scan;
+    format!(
+        "int HEADS = {heads}\nint HEAD_DIM = {head_dim}\nint GROUPS = {groups}\nint STATE = {state}\nint KERNEL = {kernel}\n\
+         float X_SCALE = {}\nfloat B_SCALE = {}\nfloat C_SCALE = {}\nfloat STEP_SCALE = {}\nbool GATED = {}\n\
+         float GATE_SCALE = {}\nbool BIAS = {}\n",
+        Float(*x),
+        Float(*b),
+        Float(*c),
+        Float(*step),
+        gate.is_some(),
+        Float(gate.unwrap_or(1.0)),
+        grid.operand(Role::Bias).is_some(),
+    )
+}
+
+fn group_norm_members(program: &Program, grid: &Grid, norm: &GroupNorm) -> String {
+    let GroupNorm { width, groups, eps, gate } = norm;
+    let (at, cols) = grid
+        .operand(Role::Gate)
+        .map_or((0, 0), |operand| (operand.cols.base, program.buffers[operand.buffer.index()].cols));
+    // Where words lie depends on how many columns there are.
+    let words = match program.rows {
+        1 => String::new(),
+        _ => format!("int GATE_COLS = {}\n", cols.max(1)),
+    };
+    format!(
+        "int WIDTH = {width}\nint GROUPS = {groups}\nfloat EPS = {}\nbool GATED = {}\nfloat GATE_SCALE = {}\nint GATED_AT = {at}\n{words}",
+        Float(*eps),
+        gate.is_some(),
+        Float(gate.unwrap_or(1.0)),
+    )
+}
+
 /// Logits of one step.
 pub(super) fn vocab(program: &Program) -> u32 {
     let logits = program.grids.iter().find_map(|g| g.operand(Role::Logits));
@@ -493,6 +537,7 @@ pub(super) fn epilogue_members(epilogue: Epilogue) -> String {
         Epilogue::Clamped(_) => ("CLAMPED", None, 1.0),
         Epilogue::Act(a) => ("ACT", Some(a), 1.0),
         Epilogue::Gated(a) => ("GATED", Some(a), 1.0),
+        Epilogue::GatedBy { act, scale } => ("GATED", Some(act), scale),
         Epilogue::Residual { scale } => ("RESIDUAL", None, scale),
         Epilogue::Logits { scale, .. } => ("LOGITS", None, scale),
     };

@@ -21,7 +21,7 @@ pub struct KernelSource {
 }
 
 /// The kernel library, by the names that `#include` uses.
-pub const HEADERS: [(&str, &str); 24] = [
+pub const HEADERS: [(&str, &str); 27] = [
     ("monobloc.cuh", include_str!("../../kernels/monobloc.cuh")),
     ("core/types.cuh", include_str!("../../kernels/core/types.cuh")),
     ("core/math.cuh", include_str!("../../kernels/core/math.cuh")),
@@ -46,10 +46,13 @@ pub const HEADERS: [(&str, &str); 24] = [
     ("ops/route.cuh", include_str!("../../kernels/ops/route.cuh")),
     ("ops/combine.cuh", include_str!("../../kernels/ops/combine.cuh")),
     ("ops/mix.cuh", include_str!("../../kernels/ops/mix.cuh")),
+    ("ops/convolve.cuh", include_str!("../../kernels/ops/convolve.cuh")),
+    ("ops/scan.cuh", include_str!("../../kernels/ops/scan.cuh")),
+    ("ops/group_norm.cuh", include_str!("../../kernels/ops/group_norm.cuh")),
 ];
 
 /// The headers that only batch and wave kernels include.
-pub const ROWS_HEADERS: [(&str, &str); 11] = [
+pub const ROWS_HEADERS: [(&str, &str); 14] = [
     ("monobloc_rows.cuh", include_str!("../../kernels/monobloc_rows.cuh")),
     ("rows/context.cuh", include_str!("../../kernels/rows/context.cuh")),
     ("rows/words.cuh", include_str!("../../kernels/rows/words.cuh")),
@@ -60,6 +63,9 @@ pub const ROWS_HEADERS: [(&str, &str); 11] = [
     ("rows/attention.cuh", include_str!("../../kernels/rows/attention.cuh")),
     ("rows/experts.cuh", include_str!("../../kernels/rows/experts.cuh")),
     ("rows/mix.cuh", include_str!("../../kernels/rows/mix.cuh")),
+    ("rows/convolve.cuh", include_str!("../../kernels/rows/convolve.cuh")),
+    ("rows/scan.cuh", include_str!("../../kernels/rows/scan.cuh")),
+    ("rows/group_norm.cuh", include_str!("../../kernels/rows/group_norm.cuh")),
     ("rows/kernel.cuh", include_str!("../../kernels/rows/kernel.cuh")),
 ];
 

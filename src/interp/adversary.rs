@@ -832,10 +832,12 @@ impl<R: Real> Engine for Adversary<R> {
         sm.state_tags[at..at + region.len].fill(Some(position.wrapping_sub(1)));
     }
 
-    fn copy_state(&mut self, sm: usize, from: &Region, to: &Region) {
-        let (at, sm) = (from.at(0), &mut self.sms[sm]);
-        sm.private.copy_within(at..at + from.len, to.at(0));
-        sm.state_tags.copy_within(at..at + from.len, to.at(0));
+    fn copy_state(&mut self, (sm, from): (usize, &Region), (to_sm, to): (usize, &Region)) {
+        let of = |values: &[_]| values[from.at(0)..][..from.len].to_vec();
+        let (values, tags) = (of(&self.sms[sm].private), self.sms[sm].state_tags[from.at(0)..][..from.len].to_vec());
+        let target = &mut self.sms[to_sm];
+        target.private[to.at(0)..][..to.len].copy_from_slice(&values);
+        target.state_tags[to.at(0)..][..to.len].copy_from_slice(&tags);
     }
 
     fn read_cache(&self, cache: usize, row: usize) -> Vec<u8> {

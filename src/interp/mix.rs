@@ -11,9 +11,9 @@ use crate::model::graph::Act;
 pub fn mix<R: Real>(step: &Step<'_>, row: &StepRow, m: &plan::Mix, memory: &mut impl Access) {
     let Mix { key_dim, value_dim, kernel, eps, doubles, .. } = m.op;
     let (key_dim, value_dim, taps) = (key_dim as usize, value_dim as usize, kernel as usize);
-    let mut state = vec![0.0; m.state.len];
+    let mut state = vec![0.0; m.kept.region.len];
     // Before the first position there is none, whatever memory holds.
-    let kept = m.state.row(row.sequence);
+    let kept = m.kept.region.row(row.sequence);
     if row.position > 0 {
         memory.load_state(&kept, row.position, &mut state);
     }
@@ -79,7 +79,7 @@ pub fn mix<R: Real>(step: &Step<'_>, row: &StepRow, m: &plan::Mix, memory: &mut 
     memory.store(&m.out, &out);
 }
 
-fn loaded(memory: &mut impl Access, region: &Region) -> Vec<f32> {
+pub(super) fn loaded(memory: &mut impl Access, region: &Region) -> Vec<f32> {
     let mut values = vec![0.0; region.len];
     memory.load(region, &mut values);
     values
@@ -93,6 +93,6 @@ fn unit_length<R: Real>(x: Vec<R>, scale: R) -> Vec<R> {
 }
 
 /// `ln(1 + e^x)`
-fn softplus(x: f64) -> f64 {
+pub(super) fn softplus(x: f64) -> f64 {
     if x > 0.0 { x + (-x).exp().ln_1p() } else { x.exp().ln_1p() }
 }

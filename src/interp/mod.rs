@@ -22,6 +22,7 @@ mod mix;
 mod ops;
 mod plan;
 mod real;
+mod recurrent;
 mod synthetic;
 mod text;
 mod threads;
@@ -265,8 +266,8 @@ trait Engine: Send {
     fn write_cache(&mut self, cache: usize, row: usize, values: &[f32]);
     /// Puts a state where the SM finds it that has its task, as the one before `position`.
     fn write_state(&mut self, sm: usize, region: &memory::Region, position: u32, values: &[f32]);
-    /// Copies a state of that SM to where another sequence has its own.
-    fn copy_state(&mut self, sm: usize, from: &memory::Region, to: &memory::Region);
+    /// Copies a state to where another sequence has its own, each in the memory of an SM.
+    fn copy_state(&mut self, from: (usize, &memory::Region), to: (usize, &memory::Region));
 
     /// The bytes of a whole row of a cache.
     fn read_cache(&self, cache: usize, row: usize) -> Vec<u8>;
@@ -432,22 +433,21 @@ impl Interp {
         Ok(())
     }
 
-    /// Makes `state_of` a layer and its number of values (head by head, as [`crate::ir::op::Mix`] has them) the recurrent states before
+    /// Makes `state_of` a layer and its number of values (by launch index, as the op of the layer has them) the recurrent states before
     /// `position`. Without such layers it does nothing.
     ///
     /// # Panics
     /// If these are not as many values.
     pub fn fill_states(&mut self, position: u32, state_of: impl Fn(u32, u32) -> Vec<f32>) {
         let mut of_layer: Option<(u32, Vec<f32>)> = None;
-        let mut tasks: Vec<(usize, &plan::Mix)> = self.plan.states().collect();
-        tasks.sort_by_key(|(_, mix)| mix.layer);
-        for (sm, mix) in tasks {
-            if of_layer.as_ref().is_none_or(|(layer, _)| *layer != mix.layer) {
-                let count = mix.op.value_heads * mix.op.state_cols();
-                of_layer = Some((mix.layer, state_of(mix.layer, count)));
+        let mut tasks: Vec<plan::KeptBy<'_>> = self.plan.states().collect();
+        tasks.sort_by_key(|of| of.kept.layer);
+        for plan::KeptBy { sm, kept: plan::Kept { layer, cols, region }, .. } in tasks {
+            if of_layer.as_ref().is_none_or(|(of, _)| of != layer) {
+                of_layer = Some((*layer, state_of(*layer, *cols)));
             }
-            let values = of_layer.iter().flat_map(|(_, values)| &values[mix.head * mix.state.len..][..mix.state.len]);
-            self.engine.write_state(sm, &mix.state, position, &values.copied().collect::<Vec<f32>>());
+            let values = of_layer.iter().flat_map(|(_, values)| &values[region.first..][..region.len]);
+            self.engine.write_state(sm, region, position, &values.copied().collect::<Vec<f32>>());
         }
         self.state_at = Some(position);
     }
@@ -595,9 +595,11 @@ impl Interp {
             return Err(InterpError::Token { token, vocab: self.plan.vocab });
         }
         for copy in tables.copies() {
-            for (sm, mix) in self.plan.states() {
-                let [from, to] = [copy.from, copy.to].map(|sequence| mix.state.row(sequence.index()));
-                self.engine.copy_state(sm, &from, &to);
+            for from in self.plan.states().filter(|of| of.has(copy.from.0)) {
+                let mut of_other = self.plan.states().filter(|to| to.kept.is_beside(from.kept) && to.has(copy.to.0));
+                let to = of_other.next().expect("validate: each part of the sequences has a task");
+                let source = from.kept.region.row(copy.from.index());
+                self.engine.copy_state((from.sm, &source), (to.sm, &to.kept.region.row(copy.to.index())));
             }
         }
         let page_rows = tables.shape().page_rows as usize;

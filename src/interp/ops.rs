@@ -6,6 +6,7 @@ use super::memory::{Access, OfRow, Region, StepRows, round_to_cache};
 use super::mix::mix;
 use super::plan::{self, Current, Norm, Plan, Table, TaskPlan, Work};
 use super::real::{self, Real, read_value};
+use super::recurrent::{convolve, group_norm, scan};
 use crate::dtype::DType;
 use crate::format::{Code, Format};
 use crate::ir::GridId;
@@ -163,6 +164,9 @@ fn run_row<R: Real>(
         }
         Work::NormAdd(n) => norm_add(step, n, memory, s),
         Work::Mix(m) => mix::<R>(step, of_step, m, memory),
+        Work::Convolve(m) => convolve::<R>(step, of_step, m, memory),
+        Work::Scan(m) => scan::<R>(step, of_step, m, memory),
+        Work::GroupNorm(m) => group_norm::<R>(step, m, memory),
     }
 }
 
@@ -346,6 +350,12 @@ fn epilogue<R: Real>(
             for unit in y.chunks_exact(m.unit_rows) {
                 let (gate, up) = unit.split_at(m.unit_rows / 2);
                 values.extend(gate.iter().zip(up).map(|(&g, &u)| (real::act(act, g) * u).to_f32()));
+            }
+        }
+        Epilogue::GatedBy { act, scale } => {
+            for unit in y.chunks_exact(m.unit_rows) {
+                let (gate, up) = unit.split_at(m.unit_rows / 2);
+                values.extend(gate.iter().zip(up).map(|(&g, &u)| (real::act(act, R::of(scale) * g) * u).to_f32()));
             }
         }
         Epilogue::Clamped(swiglu) => {

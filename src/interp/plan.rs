@@ -207,6 +207,92 @@ pub enum Work {
     AttentionMerge { head_dim: usize, splits: usize, heads: Vec<MergeHead> },
     NormAdd(Box<NormAdd>),
     Mix(Box<Mix>),
+    Convolve(Box<Convolve>),
+    Scan(Box<Scan>),
+    GroupNorm(Box<GroupNorm>),
+}
+
+impl Work {
+    /// The recurrent state that it updates.
+    fn kept(&self) -> Option<&Kept> {
+        match self {
+            Work::Mix(mix) => Some(&mix.kept),
+            Work::Convolve(convolve) => Some(&convolve.kept),
+            Work::Scan(scan) => Some(&scan.kept),
+            _ => None,
+        }
+    }
+}
+
+/// The part of a recurrent state that a task updates.
+pub struct Kept {
+    /// Of the model.
+    pub layer: u32,
+    /// Columns of the whole state of a sequence.
+    pub cols: u32,
+    /// In the memory of the SM that has the task: no other one finds it.
+    pub region: Region,
+}
+
+impl Kept {
+    /// Whether it has the same columns of the state, perhaps of other sequences.
+    pub fn is_beside(&self, other: &Kept) -> bool {
+        (self.layer, self.region.first) == (other.layer, other.region.first)
+    }
+}
+
+/// A task that updates a recurrent state: its SM, the part of the sequences that it has and the number of parts, and what it keeps.
+pub struct KeptBy<'p> {
+    pub sm: usize,
+    pub part: (u32, u32),
+    pub kept: &'p Kept,
+}
+
+impl KeptBy<'_> {
+    /// Whether the task has the state of `sequence`.
+    pub fn has(&self, sequence: u32) -> bool {
+        part_of(sequence, self.part.1) == self.part.0
+    }
+}
+
+/// Channels of a short convolution. The constants are ranges of [`Plan::constants`], of these channels.
+pub struct Convolve {
+    pub op: op::Convolve,
+    pub x: Region,
+    pub b: Region,
+    pub c: Region,
+    pub conv: Range<usize>,
+    pub bias: Option<Range<usize>>,
+    pub kept: Kept,
+    pub out: Region,
+}
+
+/// Mamba-2 of one head. The constants are ranges of [`Plan::constants`], of all channels and heads.
+pub struct Scan {
+    pub op: op::Scan,
+    pub head: usize,
+    pub x: Region,
+    pub b: Region,
+    pub c: Region,
+    /// Of all heads.
+    pub step: Region,
+    pub gate: Option<Region>,
+    pub conv: Range<usize>,
+    pub bias: Option<Range<usize>>,
+    pub a_log: Range<usize>,
+    pub d: Range<usize>,
+    pub dt_bias: Range<usize>,
+    pub kept: Kept,
+    pub out: Region,
+}
+
+/// The norm of one group of columns, with its gains as a range of [`Plan::constants`].
+pub struct GroupNorm {
+    pub op: op::GroupNorm,
+    pub x: Region,
+    pub gate: Option<Region>,
+    pub norm: Range<usize>,
+    pub out: Region,
 }
 
 /// A gated delta net of one value head.
@@ -226,10 +312,7 @@ pub struct Mix {
     pub conv: Range<usize>,
     pub a_log: Range<usize>,
     pub dt_bias: Range<usize>,
-    /// In the memory of the SM that has the task: no other one finds it.
-    pub state: Region,
-    /// Of the model.
-    pub layer: u32,
+    pub kept: Kept,
     pub out: Region,
 }
 
@@ -473,13 +556,10 @@ impl Plan {
     }
 
     /// Each task with a recurrent state, and the SM that has it in every regime.
-    pub fn states(&self) -> impl Iterator<Item = (usize, &Mix)> {
+    pub fn states(&self) -> impl Iterator<Item = KeptBy<'_>> {
         let queues = self.regimes.first().into_iter().flat_map(|regime| regime.queues.iter().enumerate());
         queues.flat_map(|(sm, queue)| {
-            queue.iter().filter_map(move |task| match &task.work {
-                Work::Mix(mix) => Some((sm, &**mix)),
-                _ => None,
-            })
+            queue.iter().filter_map(move |task| Some(KeptBy { sm, part: task.part, kept: task.work.kept()? }))
         })
     }
 
@@ -828,6 +908,15 @@ impl MemoryMap {
             }
             Op::Combine(combine) => Work::Combine(Box::new(self.combine(at, combine)?)),
             Op::Mix(mix) => Work::Mix(Box::new(self.mix(at, mix)?)),
+            Op::Convolve(convolve) => Work::Convolve(Box::new(self.convolve(at, convolve)?)),
+            Op::Scan(scan) => Work::Scan(Box::new(self.scan(at, scan)?)),
+            Op::GroupNorm(norm) => {
+                let group = norm.width as usize / norm.groups.max(1) as usize;
+                let gate = norm.gate.map(|_| self.sized(at, Role::Gate, group)).transpose()?;
+                let gains = self.held(at, Role::NormWeight, group)?;
+                let (x, out) = (self.sized(at, Role::X, group)?, self.sized(at, Role::Out, group)?);
+                Work::GroupNorm(Box::new(GroupNorm { op: *norm, x, gate, norm: gains, out }))
+            }
             Op::Embed { scale, everywhere: _ } => {
                 let operand = at.operand(Role::Table)?;
                 let buffer = &program.buffers[operand.buffer.index()];
@@ -908,7 +997,9 @@ impl MemoryMap {
         };
         let (out, residual, best) = match m.epilogue {
             Epilogue::Store | Epilogue::Scores | Epilogue::Act(_) => (Some(partial(Role::Out, values)?), None, None),
-            Epilogue::Gated(_) | Epilogue::Clamped(_) => (Some(partial(Role::Out, values / 2)?), None, None),
+            Epilogue::Gated(_) | Epilogue::GatedBy { .. } | Epilogue::Clamped(_) => {
+                (Some(partial(Role::Out, values / 2)?), None, None)
+            }
             Epilogue::Residual { .. } => {
                 let residual = partial(Role::Residual, values)?;
                 let out = self.published(at, residual.len)?;
@@ -1013,11 +1104,7 @@ impl MemoryMap {
             return Err(PlanError::Empty { task: id, role: Role::Conv });
         }
         let [keys, values, heads] = [mix.key_dim, mix.value_dim, mix.value_heads].map(|n| n as usize);
-        let constant = |role, len| {
-            let range = self.constant(at, role)?.ok_or(PlanError::Empty { task: id, role })?;
-            width(id, role, len, range.len())?;
-            Ok::<_, PlanError>(range)
-        };
+        let constant = |role, len| self.held(at, role, len);
         Ok(Mix {
             op: *mix,
             head: at.lo as usize,
@@ -1031,9 +1118,70 @@ impl MemoryMap {
             conv: constant(Role::Conv, mix.qkv_cols() as usize * mix.kernel as usize)?,
             a_log: constant(Role::ALog, heads)?,
             dt_bias: constant(Role::DtBias, heads)?,
-            state: self.sized(at, Role::State, mix.state_cols() as usize)?,
-            layer: at.grid.site.and_then(|site| site.layer).map_or(0, |layer| layer.0),
+            kept: self.kept(at, mix.state_cols() as usize)?,
             out: self.sized(at, Role::Out, values)?,
+        })
+    }
+
+    /// A constant of exactly `len` values.
+    fn held(&self, at: At<'_>, role: Role, len: usize) -> Result<Range<usize>, PlanError> {
+        let range = self.constant(at, role)?.ok_or(PlanError::Empty { task: at.id, role })?;
+        width(at.id, role, len, range.len())?;
+        Ok(range)
+    }
+
+    /// The state of a task, of exactly `len` values.
+    fn kept(&self, at: At<'_>, len: usize) -> Result<Kept, PlanError> {
+        let cols = at.program.buffers[at.operand(Role::State)?.buffer.index()].cols;
+        let layer = at.grid.site.and_then(|site| site.layer).map_or(0, |layer| layer.0);
+        Ok(Kept { layer, cols, region: self.sized(at, Role::State, len)? })
+    }
+
+    fn convolve(&self, at: At<'_>, op: &op::Convolve) -> Result<Convolve, PlanError> {
+        if op.kernel < 2 {
+            return Err(PlanError::Empty { task: at.id, role: Role::State });
+        }
+        let x = self.region(at, Role::X)?;
+        let (channels, kernel) = (x.len, op.kernel as usize);
+        let bias = at.grid.operand(Role::Bias).map(|_| self.held(at, Role::Bias, channels)).transpose()?;
+        Ok(Convolve {
+            op: *op,
+            x,
+            b: self.sized(at, Role::B, channels)?,
+            c: self.sized(at, Role::C, channels)?,
+            conv: self.held(at, Role::Conv, channels * kernel)?,
+            bias,
+            kept: self.kept(at, channels * (kernel - 1))?,
+            out: self.sized(at, Role::Out, channels)?,
+        })
+    }
+
+    fn scan(&self, at: At<'_>, op: &op::Scan) -> Result<Scan, PlanError> {
+        let id = at.id;
+        if at.hi != at.lo + 1 {
+            return Err(PlanError::Indices { task: id, found: at.hi.saturating_sub(at.lo) });
+        }
+        if op.groups == 0 || op.heads % op.groups != 0 || op.kernel == 0 {
+            return Err(PlanError::Empty { task: id, role: Role::Conv });
+        }
+        let [dim, state, heads] = [op.head_dim, op.state, op.heads].map(|n| n as usize);
+        let channels = op.channels() as usize;
+        let bias = at.grid.operand(Role::Bias).map(|_| self.held(at, Role::Bias, channels)).transpose()?;
+        Ok(Scan {
+            op: *op,
+            head: at.lo as usize,
+            x: self.sized(at, Role::X, dim)?,
+            b: self.sized(at, Role::B, state)?,
+            c: self.sized(at, Role::C, state)?,
+            step: self.sized(at, Role::Step, heads)?,
+            gate: op.gate.map(|_| self.sized(at, Role::Gate, dim)).transpose()?,
+            conv: self.held(at, Role::Conv, channels * op.kernel as usize)?,
+            bias,
+            a_log: self.held(at, Role::ALog, heads)?,
+            d: self.held(at, Role::D, heads)?,
+            dt_bias: self.held(at, Role::DtBias, heads)?,
+            kept: self.kept(at, op.state_cols() as usize)?,
+            out: self.sized(at, Role::Out, dim)?,
         })
     }
 

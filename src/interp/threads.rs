@@ -600,9 +600,9 @@ impl<R: Real> Engine for Threads<R> {
         words.iter_mut().zip(values).for_each(|(word, value)| *word = value.to_bits());
     }
 
-    fn copy_state(&mut self, sm: usize, from: &Region, to: &Region) {
-        let (at, mut sm) = (from.at(0), lock(&self.shared.sms[sm]));
-        sm.private.copy_within(at..at + from.len, to.at(0));
+    fn copy_state(&mut self, (sm, from): (usize, &Region), (to_sm, to): (usize, &Region)) {
+        let values = lock(&self.shared.sms[sm]).private[from.at(0)..][..from.len].to_vec();
+        lock(&self.shared.sms[to_sm]).private[to.at(0)..][..to.len].copy_from_slice(&values);
     }
 
     fn read_cache(&self, cache: usize, row: usize) -> Vec<u8> {

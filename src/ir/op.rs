@@ -32,6 +32,12 @@ pub enum Op {
     Combine(Combine),
     /// Brings a recurrent state to the position, and reads it there. Launch index `i`: a value head; `j`: a part of the sequences.
     Mix(Mix),
+    /// A gated convolution over the last positions. One launch index is 8 channels.
+    Convolve(Convolve),
+    /// Mamba-2: brings a recurrent state to the position, and reads it there. One launch index is a head.
+    Scan(Scan),
+    /// A norm of groups of columns, and what multiplies it. One launch index is a group.
+    GroupNorm(GroupNorm),
 }
 
 /// From scores to `top_k` experts and their weights, as [`crate::model::graph::Router`] says: `x` has the outputs of the router in
@@ -126,6 +132,108 @@ impl Mix {
     }
 }
 
+/// One position of a gated short convolution, channel by channel.
+///
+/// ```text
+/// u    = b * x
+/// out  = c * (sum over taps t of conv[:, t] * u at position - (kernel - 1 - t), + bias?)
+/// ```
+///
+/// The state of a channel is `u` at the last `kernel - 1` positions, oldest first. At position 0 all of it counts as zeros, whatever memory
+/// holds.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Convolve {
+    pub channels: u32,
+    /// Taps of the convolution, that of the position itself included.
+    pub kernel: u32,
+}
+
+impl Convolve {
+    /// Values of the state of a channel.
+    pub fn past(&self) -> u32 {
+        self.kernel - 1
+    }
+}
+
+/// One position of Mamba-2 (arXiv 2405.21060). Head `h` has b and c of group `h / (heads / groups)`.
+///
+/// ```text
+/// [x; b; c]  = silu(sum over taps t of conv[:, t] * input at position - (kernel - 1 - t), + bias?)     channel by channel
+/// step       = softplus(scale * step + dt_bias),  decay = exp(-exp(a_log) * step)
+/// S          = decay * S + b (step * x)^T
+/// y          = S^T c + d * x
+/// out        = y, or y * silu(scale * gate)
+/// ```
+///
+/// Each input is multiplied by its scale first. The state of a head is `S` `[state, head_dim]`, row by row, then the inputs of the convolution at
+/// the last `kernel - 1` positions, oldest first: x, b and c of each. At position 0 all of it counts as zeros, whatever memory holds.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Scan {
+    pub heads: u32,
+    /// Width of a head of x, the gate and the output.
+    pub head_dim: u32,
+    /// Divides `heads`.
+    pub groups: u32,
+    /// Width of b and c of a group.
+    pub state: u32,
+    /// Taps of the convolution, that of the position itself included.
+    pub kernel: u32,
+    /// Multiply x, b, c and the step.
+    pub scales: [f32; 4],
+    /// Multiplies the gate, if the output is gated.
+    pub gate: Option<f32>,
+}
+
+impl Scan {
+    /// Heads with the same b and c.
+    pub fn group(&self) -> u32 {
+        self.heads / self.groups
+    }
+
+    /// Columns of x of all heads, as of the gate and the output.
+    pub fn inner(&self) -> u32 {
+        self.heads * self.head_dim
+    }
+
+    /// Channels of the convolution: those of x, b and c.
+    pub fn channels(&self) -> u32 {
+        self.inner() + 2 * self.groups * self.state
+    }
+
+    /// Channels of a head: those of its x, b and c.
+    pub fn head_channels(&self) -> u32 {
+        self.head_dim + 2 * self.state
+    }
+
+    /// Values of the state of a head.
+    pub fn state_cols(&self) -> u32 {
+        self.state * self.head_dim + (self.kernel - 1) * self.head_channels()
+    }
+
+    /// Parts of the rows of a state that `threads` threads share, if each has a column.
+    pub fn parts(&self, threads: u32) -> u32 {
+        (threads / self.head_dim.max(1)).clamp(1, self.state.max(1))
+    }
+}
+
+/// `out = x * rsqrt(mean(x^2) + eps) * w`, the mean over the columns of a group, times `silu(scale * gate)` if it is gated.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct GroupNorm {
+    pub width: u32,
+    /// Divides `width`.
+    pub groups: u32,
+    pub eps: f32,
+    /// Multiplies the gate, if there is one.
+    pub gate: Option<f32>,
+}
+
+impl GroupNorm {
+    /// Columns of a group.
+    pub fn group(&self) -> u32 {
+        self.width / self.groups
+    }
+}
+
 /// `W` is `[rows, k]`; rows and k are the model's, padding exists only in the pack.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MatVec {
@@ -163,6 +271,8 @@ pub enum Epilogue {
     Act(Act),
     /// Units hold 4 gate rows, then 4 up rows: `out = act(gate) * up`, 4 columns a unit.
     Gated(Act),
+    /// The same with `act(scale * gate)`.
+    GatedBy { act: Act, scale: f32 },
     /// The same with the formula of [`ClampedSwiglu`].
     Clamped(ClampedSwiglu),
     /// `residual += scale * y; out = residual`
@@ -174,7 +284,7 @@ pub enum Epilogue {
 impl Epilogue {
     /// Whether units hold gate rows, then up rows.
     pub fn is_gated(&self) -> bool {
-        matches!(self, Epilogue::Gated(_) | Epilogue::Clamped(_))
+        matches!(self, Epilogue::Gated(_) | Epilogue::GatedBy { .. } | Epilogue::Clamped(_))
     }
 }
 
@@ -252,6 +362,16 @@ impl Op {
                 key.extend([9, *key_heads, *value_heads, *key_dim, *value_dim, *kernel, eps.to_bits()]);
                 flag(&mut key, *doubles);
             }
+            Op::Convolve(Convolve { channels, kernel }) => key.extend([10, *channels, *kernel]),
+            Op::Scan(Scan { heads, head_dim, groups, state, kernel, scales, gate }) => {
+                key.extend([11, *heads, *head_dim, *groups, *state, *kernel]);
+                key.extend(scales.map(f32::to_bits));
+                optional(&mut key, gate.map(f32::to_bits));
+            }
+            Op::GroupNorm(GroupNorm { width, groups, eps, gate }) => {
+                key.extend([12, *width, *groups, eps.to_bits()]);
+                optional(&mut key, gate.map(f32::to_bits));
+            }
             Op::Embed { scale, everywhere } => key.extend([2, scale.to_bits(), u32::from(*everywhere)]),
             Op::MatVec(MatVec { rows, k, norm, own_input, epilogue, unit_rows }) => {
                 key.extend([3, *rows, *k, *unit_rows]);
@@ -263,6 +383,7 @@ impl Op {
                     Epilogue::Scores => key.push(5),
                     Epilogue::Act(act) => key.extend([1, act as u32]),
                     Epilogue::Gated(act) => key.extend([2, act as u32]),
+                    Epilogue::GatedBy { act, scale } => key.extend([7, act as u32, scale.to_bits()]),
                     Epilogue::Clamped(ClampedSwiglu { alpha, limit }) => {
                         key.extend([6, alpha.to_bits(), limit.to_bits()]);
                     }
@@ -386,9 +507,16 @@ pub enum Role {
     Beta,
     /// How much of a state stays, before its bias and the softplus.
     Decay,
+    /// What a state is written with, and what it is read with.
+    B,
+    C,
+    /// How far a state moves on, before its bias and the softplus.
+    Step,
     /// Taps of a convolution, channel by channel, oldest first.
     Conv,
     ALog,
+    /// How much of its input a head passes on beside its state.
+    D,
     DtBias,
     State,
     Logits,
@@ -396,7 +524,7 @@ pub enum Role {
 }
 
 impl Role {
-    pub const ALL: [Role; 33] = [
+    pub const ALL: [Role; 37] = [
         Role::Token,
         Role::Best,
         Role::Table,
@@ -424,8 +552,12 @@ impl Role {
         Role::Shares,
         Role::Beta,
         Role::Decay,
+        Role::B,
+        Role::C,
+        Role::Step,
         Role::Conv,
         Role::ALog,
+        Role::D,
         Role::DtBias,
         Role::State,
         Role::Logits,
@@ -462,8 +594,12 @@ impl Role {
             Role::Shares => "shares",
             Role::Beta => "beta",
             Role::Decay => "decay",
+            Role::B => "b",
+            Role::C => "c",
+            Role::Step => "step",
             Role::Conv => "conv",
             Role::ALog => "a_log",
+            Role::D => "d",
             Role::DtBias => "dt_bias",
             Role::State => "state",
             Role::Logits => "logits",
@@ -525,6 +661,9 @@ impl Op {
             Op::Route(_) => "route",
             Op::Combine(_) => "combine",
             Op::Mix(_) => "mix",
+            Op::Convolve(_) => "convolve",
+            Op::Scan(_) => "scan",
+            Op::GroupNorm(_) => "group_norm",
             Op::Embed { .. } => "embed",
             Op::MatVec(_) => "matvec",
             Op::Attention(_) => "attention",
@@ -565,6 +704,40 @@ impl Op {
                         need(Role::Out, Write),
                     ]
                 }
+            }
+            Op::Convolve(_) => {
+                const {
+                    &[
+                        need(Role::X, Read),
+                        need(Role::B, Read),
+                        need(Role::C, Read),
+                        need(Role::Conv, Read),
+                        may(Role::Bias, Read),
+                        need(Role::State, Update),
+                        need(Role::Out, Write),
+                    ]
+                }
+            }
+            Op::Scan(_) => {
+                const {
+                    &[
+                        need(Role::X, Read),
+                        need(Role::B, Read),
+                        need(Role::C, Read),
+                        need(Role::Step, Read),
+                        may(Role::Gate, Read),
+                        need(Role::Conv, Read),
+                        may(Role::Bias, Read),
+                        need(Role::ALog, Read),
+                        need(Role::D, Read),
+                        need(Role::DtBias, Read),
+                        need(Role::State, Update),
+                        need(Role::Out, Write),
+                    ]
+                }
+            }
+            Op::GroupNorm(_) => {
+                const { &[need(Role::X, Read), may(Role::Gate, Read), need(Role::NormWeight, Read), need(Role::Out, Write)] }
             }
             Op::Combine(combine) => {
                 // One `x` for each input, in order.
@@ -617,7 +790,12 @@ impl Op {
                         ]
                     }
                 }
-                Epilogue::Store | Epilogue::Scores | Epilogue::Act(_) | Epilogue::Gated(_) | Epilogue::Clamped(_) => {
+                Epilogue::Store
+                | Epilogue::Scores
+                | Epilogue::Act(_)
+                | Epilogue::Gated(_)
+                | Epilogue::GatedBy { .. }
+                | Epilogue::Clamped(_) => {
                     const {
                         &[
                             need(Role::X, Read),

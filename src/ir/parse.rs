@@ -4,7 +4,10 @@
 //! may dangle. Memory is proportional to the text: nothing is reserved from a number that the text states.
 //! The grammar is what [`super::print`] writes; blanks between tokens, blank lines, comments and CRLF are free.
 
-use super::op::{Access, Attention, Combine, Epilogue, MatVec, Mix, NormAttr, Op, QkNormAttr, Role, Route, UNIT_ROWS};
+use super::op::{
+    Access, Attention, Combine, Convolve, Epilogue, GroupNorm, MatVec, Mix, NormAttr, Op, QkNormAttr, Role, Route,
+    Scan, UNIT_ROWS,
+};
 use super::print::{VERSION, act_name, group_score_name, norm_name, score_name};
 use super::program::{
     Buffer, Cols, Content, Grid, Home, LayerOp, Operand, Paging, Part, Program, Rows, Second, Site, Space, VectorPart,
@@ -113,7 +116,7 @@ pub struct RegimeLines {
 
 const SCORES: [Score; 2] = [Score::Softmax, Score::Sigmoid];
 const GROUP_SCORES: [GroupScore; 2] = [GroupScore::Max, GroupScore::SumOfTwo];
-const ACTS: [Act; 4] = [Act::Silu, Act::GeluErf, Act::GeluTanh, Act::Relu];
+const ACTS: [Act; 5] = [Act::Silu, Act::GeluErf, Act::GeluTanh, Act::Relu, Act::SquaredRelu];
 const NORMS: [NormKind; 2] = [NormKind::Rms, NormKind::Layer];
 const DTYPES: [DType; 5] = [DType::F32, DType::Bf16, DType::F16, DType::I32, DType::E4m3];
 const ACCESSES: [Access; 4] = [Access::Read, Access::Write, Access::Update, Access::Stream];
@@ -291,6 +294,7 @@ impl<'a> Parser<'a> {
             Ok(Content::Rows { parts, interleave })
         } else if self.eat("vectors") {
             let offset = self.attr_f32("offset")?;
+            let scale = self.optional_f32("scale")?.unwrap_or(1.0);
             let interleave = self.attr_u32("interleave")?;
             let mut parts = vec![];
             loop {
@@ -304,7 +308,7 @@ impl<'a> Parser<'a> {
                     self.expect("]")?;
                     parts.push(VectorPart { view: None, len });
                 } else {
-                    return Ok(Content::Vectors { parts, offset, interleave });
+                    return Ok(Content::Vectors { parts, offset, scale, interleave });
                 }
             }
         } else if self.eat("tensor") {
@@ -346,6 +350,9 @@ impl<'a> Parser<'a> {
             "norm_add",
             "combine",
             "mix",
+            "convolve",
+            "scan",
+            "group_norm",
         ])?;
         let name = self.string()?;
         let n = self.attr_u32("n")?;
@@ -372,6 +379,29 @@ impl<'a> Parser<'a> {
                 kernel: self.attr_u32("kernel")?,
                 eps: self.attr_f32("eps")?,
                 doubles: self.eat("doubles"),
+            }),
+            "convolve" => {
+                Op::Convolve(Convolve { channels: self.attr_u32("channels")?, kernel: self.attr_u32("kernel")? })
+            }
+            "scan" => Op::Scan(Scan {
+                heads: self.attr_u32("heads")?,
+                head_dim: self.attr_u32("head_dim")?,
+                groups: self.attr_u32("groups")?,
+                state: self.attr_u32("state")?,
+                kernel: self.attr_u32("kernel")?,
+                scales: [
+                    self.attr_f32("x_scale")?,
+                    self.attr_f32("b_scale")?,
+                    self.attr_f32("c_scale")?,
+                    self.attr_f32("step_scale")?,
+                ],
+                gate: self.optional_f32("gate_scale")?,
+            }),
+            "group_norm" => Op::GroupNorm(GroupNorm {
+                width: self.attr_u32("width")?,
+                groups: self.attr_u32("groups")?,
+                eps: self.attr_f32("eps")?,
+                gate: self.optional_f32("gate_scale")?,
             }),
             "embed" => Op::Embed { scale: self.attr_f32("scale")?, everywhere: self.eat("everywhere") },
             "matvec" => Op::MatVec(self.matvec()?),
@@ -420,7 +450,8 @@ impl<'a> Parser<'a> {
         let own_input = self.eat("own_input");
         let unit_rows = self.optional_u32("unit_rows")?.unwrap_or(UNIT_ROWS);
         self.attr("epilogue")?;
-        let epilogue = match self.words(&["store", "scores", "act", "gated", "clamped", "residual", "logits"])? {
+        let words = ["store", "scores", "act", "gated", "gated_by", "clamped", "residual", "logits"];
+        let epilogue = match self.words(&words)? {
             "store" => Epilogue::Store,
             "scores" => Epilogue::Scores,
             "clamped" => {
@@ -428,6 +459,7 @@ impl<'a> Parser<'a> {
             }
             "act" => Epilogue::Act(self.act()?),
             "gated" => Epilogue::Gated(self.act()?),
+            "gated_by" => Epilogue::GatedBy { act: self.act()?, scale: self.attr_f32("scale")? },
             "residual" => Epilogue::Residual { scale: self.attr_f32("scale")? },
             _ => Epilogue::Logits { scale: self.attr_f32("scale")?, softcap: self.optional_f32("softcap")? },
         };
@@ -1411,9 +1443,10 @@ regime r1 from 32
             vec((prop::option::of(views()), numbers()).prop_map(|(view, len)| VectorPart { view, len }), 0..3);
         prop_oneof![
             (parts, numbers()).prop_map(|(parts, interleave)| Content::Rows { parts, interleave }),
-            (vectors, floats(), numbers()).prop_map(|(parts, offset, interleave)| Content::Vectors {
+            (vectors, floats(), floats(), numbers()).prop_map(|(parts, offset, scale, interleave)| Content::Vectors {
                 parts,
                 offset,
+                scale,
                 interleave
             }),
             numbers().prop_map(|t| Content::Tensor(TensorId(t))),
@@ -1475,6 +1508,7 @@ regime r1 from 32
             (floats(), floats()).prop_map(|(alpha, limit)| Epilogue::Clamped(ClampedSwiglu { alpha, limit })),
             acts().prop_map(Epilogue::Act),
             acts().prop_map(Epilogue::Gated),
+            (acts(), floats()).prop_map(|(act, scale)| Epilogue::GatedBy { act, scale }),
             floats().prop_map(|scale| Epilogue::Residual { scale }),
             (floats(), prop::option::of(floats())).prop_map(|(scale, softcap)| Epilogue::Logits { scale, softcap }),
         ];
@@ -1512,6 +1546,7 @@ regime r1 from 32
                 })
             });
         let ways = (numbers(), any::<bool>());
+        let gates = || prop::option::of(floats());
         prop_oneof![
             Just(Op::Select),
             Just(Op::Report),
@@ -1524,6 +1559,17 @@ regime r1 from 32
                     Op::Mix(Mix { key_heads, value_heads, key_dim, value_dim, kernel, eps, doubles })
                 }
             ),
+            [numbers(), numbers()].prop_map(|[channels, kernel]| Op::Convolve(Convolve { channels, kernel })),
+            (
+                [numbers(), numbers(), numbers(), numbers(), numbers()],
+                [floats(), floats(), floats(), floats()],
+                gates()
+            )
+                .prop_map(|([heads, head_dim, groups, state, kernel], scales, gate)| {
+                    Op::Scan(Scan { heads, head_dim, groups, state, kernel, scales, gate })
+                }),
+            ([numbers(), numbers()], floats(), gates())
+                .prop_map(|([width, groups], eps, gate)| Op::GroupNorm(GroupNorm { width, groups, eps, gate })),
             (floats(), any::<bool>()).prop_map(|(scale, everywhere)| Op::Embed { scale, everywhere }),
             (numbers(), numbers(), prop::option::of(norms()), epilogues, ways).prop_map(
                 |(rows, k, norm, epilogue, (unit_rows, own_input))| {

@@ -37,7 +37,9 @@
 //! constants have places in the pack, parts of shared memory are of a closed set, and a grid says by `site` what of the model it does; its name is for
 //! readers. Clusters and groups of warps, always one in version 1, are gone. Version 1 is not read.
 
-use super::op::{Attention, Combine, Epilogue, MatVec, Mix, NormAttr, Op, QkNormAttr, Route, UNIT_ROWS};
+use super::op::{
+    Attention, Combine, Convolve, Epilogue, GroupNorm, MatVec, Mix, NormAttr, Op, QkNormAttr, Route, Scan, UNIT_ROWS,
+};
 use super::program::{Buffer, Cols, Content, Grid, Home, Operand, Paging, Program, Rows, Second, Site};
 use super::schedule::{Event, Machine, Regime, Ring, Run, Schedule, Scope, SmemPart, Source, Task, Wait};
 use super::table::{Table, TableHome};
@@ -202,8 +204,10 @@ fn write_buffer(out: &mut String, id: BufferId, buffer: &Buffer) -> fmt::Result 
                 write_view(out, &part.view, part.rows)?;
             }
         }
-        Some(Content::Vectors { parts, offset, interleave }) => {
-            write!(out, " from vectors offset={offset} interleave={interleave}")?;
+        Some(Content::Vectors { parts, offset, scale, interleave }) => {
+            write!(out, " from vectors offset={offset}")?;
+            write_optional(out, "scale", &Some(scale).filter(|scale| **scale != 1.0))?;
+            write!(out, " interleave={interleave}")?;
             for part in parts {
                 match &part.view {
                     Some(view) => write_view(out, view, part.len)?,
@@ -253,6 +257,13 @@ fn write_grid(out: &mut String, program: &Program, id: GridId, grid: &Grid) -> f
     Ok(())
 }
 
+fn write_scan(out: &mut String, scan: &Scan) -> fmt::Result {
+    let Scan { heads, head_dim, groups, state, kernel, scales: [x, b, c, step], gate } = scan;
+    write!(out, " heads={heads} head_dim={head_dim} groups={groups} state={state} kernel={kernel}")?;
+    write!(out, " x_scale={x} b_scale={b} c_scale={c} step_scale={step}")?;
+    write_optional(out, "gate_scale", gate)
+}
+
 fn write_op(out: &mut String, op: &Op) -> fmt::Result {
     match op {
         Op::Select | Op::Report => Ok(()),
@@ -275,6 +286,12 @@ fn write_op(out: &mut String, op: &Op) -> fmt::Result {
             write!(out, " kernel={kernel} eps={eps}")?;
             write_flag(out, "doubles", *doubles)
         }
+        Op::Convolve(Convolve { channels, kernel }) => write!(out, " channels={channels} kernel={kernel}"),
+        Op::Scan(scan) => write_scan(out, scan),
+        Op::GroupNorm(GroupNorm { width, groups, eps, gate }) => {
+            write!(out, " width={width} groups={groups} eps={eps}")?;
+            write_optional(out, "gate_scale", gate)
+        }
         Op::Embed { scale, everywhere } => {
             write!(out, " scale={scale}")?;
             write_flag(out, "everywhere", *everywhere)
@@ -293,6 +310,7 @@ fn write_op(out: &mut String, op: &Op) -> fmt::Result {
                 Epilogue::Scores => write!(out, " epilogue=scores"),
                 Epilogue::Act(act) => write!(out, " epilogue=act:{}", act_name(*act)),
                 Epilogue::Gated(act) => write!(out, " epilogue=gated:{}", act_name(*act)),
+                Epilogue::GatedBy { act, scale } => write!(out, " epilogue=gated_by:{} scale={scale}", act_name(*act)),
                 Epilogue::Clamped(ClampedSwiglu { alpha, limit }) => {
                     write!(out, " epilogue=clamped alpha={alpha} limit={limit}")
                 }

@@ -125,8 +125,8 @@ pub enum Content {
     /// Rows of linears, one part after another; with `interleave` 4 parts are pairs, one pair after another, 4 rows of each of a pair in
     /// turn. Padded with zero rows.
     Rows { parts: Vec<Part>, interleave: u32 },
-    /// Vectors one after another, each value plus `offset`; `interleave` as for rows. `None` is zeros (a part without bias).
-    Vectors { parts: Vec<VectorPart>, offset: f32, interleave: u32 },
+    /// Vectors one after another, each value plus `offset`, times `scale`; `interleave` as for rows. `None` is zeros (a part without bias).
+    Vectors { parts: Vec<VectorPart>, offset: f32, scale: f32, interleave: u32 },
     /// A whole tensor, row-major.
     Tensor(TensorId),
     /// cos then sin of every position: row p is `[cos(p f_0) .. cos(p f_n-1), sin(p f_0) ..] * scale`.

@@ -5,13 +5,13 @@
 //! many bytes as a step of the model does for this op, and never waits for what other SMs make of its output: the time is
 //! that of the op, without its exchange.
 
-use super::{Builder, Sum, attention, feed};
+use super::{Branch, Builder, Sum, experts};
 use crate::candidate::{Candidate, Infeasible};
 use crate::dtype::Precision;
 use crate::ir::BufferId;
 use crate::ir::op::{Epilogue, Op, Role, UNIT_ROWS};
 use crate::ir::program::{Cols, LayerOp, Program, Second, Site, Space};
-use crate::model::graph::{Layer, Mlp, ModelGraph};
+use crate::model::graph::{Attention, FeedForward, Layer, Mlp, ModelGraph};
 
 /// Prepares the graph of a model for one op alone. Unless that op is the head, the head keeps only the rows that a step needs to end:
 /// 8 for each of `sms` SMs.
@@ -41,7 +41,10 @@ pub fn lower_alone(
     let first = graph.layers.first();
     let input = match (op, first) {
         (LayerOp::Attention, Some(layer)) => b.qkv("feed", None, layer, attention(0, layer)?, x),
-        (LayerOp::Down, Some(layer)) => b.up("feed", None, "feed", layer, dense(0, layer)?, x),
+        (LayerOp::Down, Some(layer)) => {
+            let mlp = dense(0, layer)?;
+            b.up("feed", None, "feed", layer, (mlp, experts::epilogue_of(mlp).0), x)
+        }
         (LayerOp::O, Some(layer)) => {
             let q = &attention(0, layer)?.q;
             let cols = q.rows;
@@ -66,17 +69,18 @@ pub fn lower_alone(
                 b.attention(l, attention(l, layer)?, input, &start.ropes)?;
             }
             LayerOp::O => {
-                let (sum, o) = (sum(&mut b, "x2"), &attention(l, layer)?.o);
-                b.project_and_add(&format!("o.{l}"), site, input, o, layer.attn_post_norm.as_ref(), sum);
+                let (sum, o) = (sum(&mut b, "x2"), Branch::of(input, &attention(l, layer)?.o));
+                b.project_and_add(&format!("o.{l}"), site, o, layer.attn_post_norm.as_ref(), sum);
             }
             LayerOp::Up => {
                 let mlp = dense(l, layer)?;
                 let name = if mlp.gate.is_some() { "gate_up" } else { "up" };
-                b.up(&format!("{name}.{l}"), Some(site), &format!("act.{l}"), layer, mlp, input);
+                let epilogue = experts::epilogue_of(mlp).0;
+                b.up(&format!("{name}.{l}"), Some(site), &format!("act.{l}"), layer, (mlp, epilogue), input);
             }
             LayerOp::Down => {
-                let (sum, down) = (sum(&mut b, "x"), &dense(l, layer)?.down);
-                b.project_and_add(&format!("down.{l}"), site, input, down, layer.mlp_post_norm.as_ref(), sum);
+                let (sum, down) = (sum(&mut b, "x"), Branch::of(input, &dense(l, layer)?.down));
+                b.project_and_add(&format!("down.{l}"), site, down, layer.mlp_post_norm.as_ref(), sum);
             }
             LayerOp::Router => {
                 let what = "a router, which is not built alone".to_string();
@@ -88,10 +92,20 @@ pub fn lower_alone(
     Ok(b.end(x, &start))
 }
 
+/// The attention of layer `l`. Ops of other mixers are not built alone.
+fn attention(l: usize, layer: &Layer) -> Result<&Attention, Infeasible> {
+    layer.attention().ok_or_else(|| Infeasible::Mixer { layer: l, what: layer.mixer.name() })
+}
+
 /// The MLP of layer `l`. What experts compute depends on a choice that no input of an op alone makes.
 fn dense(l: usize, layer: &Layer) -> Result<&Mlp, Infeasible> {
-    let what = || "experts, whose ops are not built alone".to_string();
-    feed(l, layer)?.dense().ok_or_else(|| Infeasible::Experts { layer: l, what: what() })
+    let what = match &layer.feed {
+        FeedForward::Dense(mlp) => return Ok(mlp),
+        FeedForward::Experts(_) => "experts, whose ops are not built alone",
+        FeedForward::Scaled(_) => "an MLP with factors, whose ops are not built alone",
+        FeedForward::None => "nothing after its mixer to build alone",
+    };
+    Err(Infeasible::Feed { layer: l, what })
 }
 
 /// The buffers that hold what an op makes, in the order of layers. None for the head, which makes the logits.

@@ -135,7 +135,8 @@ impl Builder<'_> {
             view: Some(RowView::range(tensor, 0)),
             len: self.graph.tensor(tensor).count().min(u64::from(u32::MAX)) as u32,
         };
-        let content = Content::Vectors { parts: tensors.iter().map(part).collect(), offset: 0.0, interleave: 1 };
+        let content =
+            Content::Vectors { parts: tensors.iter().map(part).collect(), offset: 0.0, scale: 1.0, interleave: 1 };
         self.buffer(name, Space::Constant, DType::F32, 1, count, 1, Some(content))
     }
 }

@@ -502,17 +502,6 @@ impl FeedForward {
         self.plain().into_iter().chain(own).chain(shared)
     }
 
-    /// What no program computes of it, for messages; `None`: nothing.
-    pub fn foreign(&self) -> Option<&'static str> {
-        match self {
-            FeedForward::None => Some("nothing after its mixer"),
-            FeedForward::Scaled(_) => Some("an MLP with factors"),
-            FeedForward::Dense(_) | FeedForward::Experts(_) => {
-                self.mlps().any(|mlp| mlp.act == Act::SquaredRelu).then_some("a squared ReLU")
-            }
-        }
-    }
-
     /// The matrices of its MLPs, before them the router and the gate of the shared expert.
     pub fn linears(&self) -> impl Iterator<Item = &Linear> {
         self.choosing().chain(self.mlps().flat_map(Mlp::linears))

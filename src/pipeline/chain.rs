@@ -128,8 +128,9 @@ pub(super) fn remedy_of(reason: &Infeasible, context: &BuildContext<'_>) -> &'st
             "round the weights, with `weights = \"int8\"` or `\"int4:128\"` in `[precision]`, or take a target with more memory"
         }
         Infeasible::Experts { .. } => "take a model with other experts, or leave out `--op`",
-        Infeasible::Mixer { .. } | Infeasible::State { .. } => "take a model whose layers all have attention",
-        Infeasible::Feed { .. } => "take a model whose layers all have a plain MLP or experts",
+        Infeasible::Mixer { .. } => "take a model whose layers all have attention, or leave out `--op`",
+        Infeasible::State { .. } => "take a model whose layers all have attention",
+        Infeasible::Feed { .. } => "take a model whose layers all have a plain MLP, or leave out `--op`",
         Infeasible::HeadDim { .. } => "take a model whose heads have an even width: no target computes this one",
         Infeasible::NormAfterRope => "take a model that norms single heads: no target computes this one",
         _ if knobs.is_some() => "change the manifest's `candidate`, or leave it out",

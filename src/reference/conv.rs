@@ -26,6 +26,24 @@ impl ConvState {
         self.inputs.remove(0);
         output
     }
+
+    /// The state as programs keep it ([`crate::ir::op::Convolve`]): the inputs of each channel, oldest first.
+    pub fn by_channel(&self) -> Vec<f32> {
+        let channels = self.inputs.first().map_or(0, Vec::len);
+        (0..channels).flat_map(|c| self.inputs.iter().map(move |input| input[c] as f32)).collect()
+    }
+
+    /// Reads what [`by_channel`](Self::by_channel) has made.
+    ///
+    /// # Panics
+    /// If these are not the values of a state of `channels`.
+    pub fn from_channels(channels: u32, kernel: u32, values: &[f32]) -> ConvState {
+        let mut state = ConvState::new(channels, kernel);
+        for (c, values) in values.chunks_exact(kernel as usize - 1).enumerate() {
+            state.inputs.iter_mut().zip(values).for_each(|(input, &value)| input[c] = f64::from(value));
+        }
+        state
+    }
 }
 
 /// For each channel `sum over taps of tap * input, + bias?`: `taps` `[channels, inputs.len()]`, oldest first as `inputs`.
@@ -39,11 +57,16 @@ pub fn convolve(taps: &[f32], bias: Option<&[f32]>, inputs: &[Vec<f64>]) -> Vec<
 
 /// The output of a layer at a position with input `x`, `[hidden]` each; brings `state` to it.
 pub fn step_short_conv(weights: &Weights, op: &ShortConv, state: &mut ConvState, x: &[f64]) -> Vec<f64> {
-    let [b, c, h] = op.projections().map(|projection| linear(weights, projection, x));
+    let projected = op.projections().map(|projection| linear(weights, projection, x));
+    linear(weights, &op.o, &mix_short_conv(weights, op, state, projected))
+}
+
+/// What the output projection reads, `[hidden]`, of the [projections](ShortConv::projections) of a position; brings `state` to it.
+pub fn mix_short_conv(weights: &Weights, op: &ShortConv, state: &mut ConvState, [b, c, h]: [Vec<f64>; 3]) -> Vec<f64> {
     let (taps, bias) = (weights.vector_f32(op.conv), op.conv_bias.map(|id| weights.vector_f32(id)));
     let product = |a: &[f64], b: &[f64]| -> Vec<f64> { a.iter().zip(b).map(|(a, b)| a * b).collect() };
     let mixed = state.step(&taps, bias.as_deref(), product(&b, &h));
-    linear(weights, &op.o, &product(&c, &mixed))
+    product(&c, &mixed)
 }
 
 #[cfg(test)]
@@ -56,6 +79,13 @@ mod tests {
         let taps = [1.0, 0.0, 0.0, 0.0, 0.5, 1.0];
         assert_eq!(convolve(&taps, None, &inputs), [1.0, 40.0]);
         assert_eq!(convolve(&taps, Some(&[0.5, -1.0]), &inputs), [1.5, 39.0]);
+    }
+
+    #[test]
+    fn states_are_kept_channel_by_channel() {
+        let state = ConvState { inputs: vec![vec![1.0, 2.0], vec![3.0, 4.0], vec![5.0, 6.0]] };
+        assert_eq!(state.by_channel(), [1.0, 3.0, 5.0, 2.0, 4.0, 6.0]);
+        assert_eq!(ConvState::from_channels(2, 4, &state.by_channel()), state);
     }
 
     #[test]

@@ -2,6 +2,8 @@
 //!
 //! The formulas are those of [`Mamba2`].
 
+use std::ops::Range;
+
 use crate::model::graph::{Act, GatedNorm, Mamba2};
 use crate::model::weights::Weights;
 use crate::reference::{ConvState, act, linear, norm_values, softplus};
@@ -20,15 +22,71 @@ impl MambaState {
         let of_head = op.head_dim as usize * op.state as usize;
         MambaState { conv: ConvState::new(op.channels(), op.kernel), matrices: vec![0.0; op.heads as usize * of_head] }
     }
+
+    /// The state as programs keep it ([`crate::ir::op::Scan`]): of each head its matrix, transposed, then the inputs of its x, b and c.
+    pub fn by_head(&self, op: &Mamba2) -> Vec<f32> {
+        let mut values = vec![];
+        for head in 0..op.heads as usize {
+            values.extend(MambaState::cells(op, head).map(|cell| self.matrices[cell] as f32));
+            for input in &self.conv.inputs {
+                let channels = MambaState::channels(op, head).into_iter().flatten();
+                values.extend(channels.map(|channel| input[channel] as f32));
+            }
+        }
+        values
+    }
+
+    /// Reads what [`by_head`](Self::by_head) has made.
+    ///
+    /// # Panics
+    /// If these are not the values of a state of `op`.
+    pub fn from_heads(op: &Mamba2, values: &[f32]) -> MambaState {
+        let mut state = MambaState::new(op);
+        let mut values = values.iter().map(|&value| f64::from(value));
+        let mut next = || values.next().expect("a value");
+        for head in 0..op.heads as usize {
+            MambaState::cells(op, head).for_each(|cell| state.matrices[cell] = next());
+            for input in &mut state.conv.inputs {
+                MambaState::channels(op, head).into_iter().flatten().for_each(|channel| input[channel] = next());
+            }
+        }
+        state
+    }
+
+    /// Where `matrices` has the values of a head, column by column.
+    fn cells(op: &Mamba2, head: usize) -> impl Iterator<Item = usize> {
+        let (dim, width) = (op.head_dim as usize, op.state as usize);
+        (0..width).flat_map(move |n| (0..dim).map(move |d| (head * dim + d) * width + n))
+    }
+
+    /// The channels of a head: of its h, b and c.
+    fn channels(op: &Mamba2, head: usize) -> [Range<usize>; 3] {
+        let (dim, width) = (op.head_dim as usize, op.state as usize);
+        let (inner, group) = (op.h.rows as usize, head / (op.heads / op.groups) as usize * width);
+        let [b, c] = [inner + group, inner + op.b.rows as usize + group];
+        [head * dim..(head + 1) * dim, b..b + width, c..c + width]
+    }
 }
 
 /// The output of a layer at a position with input `x`, `[hidden]` each; brings `state` to it.
 pub fn step_mamba(weights: &Weights, op: &Mamba2, state: &mut MambaState, x: &[f64]) -> Vec<f64> {
-    let vector = |id| weights.vector_f32(id);
     let x = times(op.input_scale, x.to_vec());
+    let projected = op.projections().map(|projection| linear(weights, projection, &x));
+    let (y, z) = mix_mamba(weights, op, state, projected);
+    times(op.output_scale, linear(weights, &op.o, &gated(weights, op.norm.as_ref(), y, &z)))
+}
+
+/// What the gate and the norm read, y and z, `[heads * head_dim]` each, of the [projections](Mamba2::projections) of a position, before their
+/// scales; brings `state` to it.
+pub fn mix_mamba(
+    weights: &Weights,
+    op: &Mamba2,
+    state: &mut MambaState,
+    projected: [Vec<f64>; 5],
+) -> (Vec<f64>, Vec<f64>) {
+    let vector = |id| weights.vector_f32(id);
     let mut scales = op.scales.into_iter();
-    let mut project = |projection| times(scales.next().unwrap_or(1.0), linear(weights, projection, &x));
-    let [z, h, b, c, dt] = op.projections().map(&mut project);
+    let [z, h, b, c, dt] = projected.map(|x| times(scales.next().unwrap_or(1.0), x));
     let (taps, bias) = (vector(op.conv), op.conv_bias.map(vector));
     let mixed = state.conv.step(&taps, bias.as_deref(), [h, b, c].concat());
     let mixed: Vec<f64> = mixed.into_iter().map(|x| act(Act::Silu, x)).collect();
@@ -48,7 +106,7 @@ pub fn step_mamba(weights: &Weights, op: &Mamba2, state: &mut MambaState, x: &[f
         scan(s, h, b, c, step, decay, y);
         y.iter_mut().zip(h).for_each(|(y, h)| *y += f64::from(d[i]) * h);
     }
-    times(op.output_scale, linear(weights, &op.o, &gated(weights, op.norm.as_ref(), y, &z)))
+    (y, z)
 }
 
 /// `S = decay * S + step * h b^T; y = S c`, with `S` of shape `[h.len(), b.len()]`.
@@ -64,29 +122,37 @@ pub fn scan(s: &mut [f64], h: &[f64], b: &[f64], c: &[f64], step: f64, decay: f6
 
 /// `y * silu(z)`, with the norm before or after it.
 fn gated(weights: &Weights, norm: Option<&GatedNorm>, mut y: Vec<f64>, z: &[f64]) -> Vec<f64> {
-    let gate = |y: &mut Vec<f64>| y.iter_mut().zip(z).for_each(|(y, z)| *y *= act(Act::Silu, *z));
-    let Some(op) = norm else {
-        gate(&mut y);
-        return y;
-    };
-    if !op.before_gate {
-        gate(&mut y);
+    let before_gate = norm.is_some_and(|norm| norm.before_gate);
+    if !before_gate {
+        gate_silu(z, &mut y);
     }
+    if let Some(norm) = norm {
+        y = norm_groups(weights, norm, &y);
+    }
+    if before_gate {
+        gate_silu(z, &mut y);
+    }
+    y
+}
+
+/// `y = y * silu(z)`
+pub fn gate_silu(z: &[f64], y: &mut [f64]) {
+    y.iter_mut().zip(z).for_each(|(y, z)| *y *= act(Act::Silu, *z));
+}
+
+/// The norm of each group of `y` alone.
+pub fn norm_groups(weights: &Weights, op: &GatedNorm, y: &[f64]) -> Vec<f64> {
     let gains = op.norm.weight.map(|id| weights.vector_f32(id));
     let width = y.len() / op.groups as usize;
     let of_group = |(group, values): (usize, &[f64])| {
         let gains = gains.as_ref().map(|gains| &gains[group * width..(group + 1) * width]);
         norm_values(op.norm.kind, op.norm.eps, op.norm.weight_offset, gains, None, values)
     };
-    y = y.chunks_exact(width).enumerate().flat_map(of_group).collect();
-    if op.before_gate {
-        gate(&mut y);
-    }
-    y
+    y.chunks_exact(width).enumerate().flat_map(of_group).collect()
 }
 
 /// `scale * x`
-fn times(scale: f32, mut x: Vec<f64>) -> Vec<f64> {
+pub fn times(scale: f32, mut x: Vec<f64>) -> Vec<f64> {
     x.iter_mut().for_each(|x| *x *= f64::from(scale));
     x
 }

@@ -9,7 +9,7 @@ use super::memory::bytes;
 use super::{Entity, Found, Rule, Witness, note};
 use crate::dtype::DType;
 use crate::format::Format;
-use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, Mix, Op, QkNormAttr, Role, UNIT_ROWS};
+use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, Mix, Op, QkNormAttr, Role, Scan, UNIT_ROWS};
 use crate::ir::program::{Grid, Home, Operand, Program, Space};
 use crate::ir::schedule::{Mechanism, Schedule, Scope, SmemKind, Source};
 use crate::ir::table::Holds;
@@ -165,7 +165,7 @@ impl Rules<'_> {
                 Op::MatVec(m) => !m.own_input && grid.per_row == grid.operand(Role::Choices).is_some(),
                 Op::Route(_) => grid.per_row,
                 Op::Combine(_) => !grid.per_row,
-                Op::Mix(_) => !grid.per_row,
+                Op::Mix(_) | Op::Convolve(_) | Op::Scan(_) | Op::GroupNorm(_) => !grid.per_row,
                 Op::AttentionMerge { .. } => false,
                 Op::Select | Op::Report => !grid.per_row,
                 Op::Embed { everywhere, .. } | Op::NormAdd { everywhere, .. } => !everywhere && !grid.per_row,
@@ -328,6 +328,21 @@ impl Rules<'_> {
                     self.made_by_matvec(at, grid.operand(Role::Q), "q, k, v and the gate", program);
                     self.made_by_matvec(at, grid.operand(Role::Beta), "beta and the decay", program);
                 }
+                Op::Convolve(convolve) => {
+                    // convolve.cuh: b, c and x side by side in one buffer.
+                    let n = convolve.channels;
+                    self.side_by_side(at, grid, &[(Role::B, 0), (Role::C, n), (Role::X, 2 * n)]);
+                    self.made_by_matvec(at, grid.operand(Role::X), "b, c and x", program);
+                }
+                Op::Scan(scan) => {
+                    self.scan(at, grid, scan);
+                    self.made_by_matvec(at, grid.operand(Role::X), "the inputs of Mamba-2", program);
+                }
+                // group_norm.cuh: a thread has the same columns of the input as of the output, so a group is read before it is published.
+                Op::GroupNorm(_) => {
+                    self.made_by_matvec(at, grid.operand(Role::X), "groups of columns", program);
+                    self.made_by_matvec(at, grid.operand(Role::Gate), "the gate", program);
+                }
                 Op::Combine(combine) => {
                     // combine.cuh: a lane of a warp has the share of an input, and a thread one packet of each.
                     self.expect(combine.width.is_multiple_of(UNIT_ROWS), at, || {
@@ -460,6 +475,8 @@ impl Rules<'_> {
             match (buffer.space, operand.role) {
                 // Entries have the place of a slot (abi.rs).
                 (Space::Exchange, Role::Q | Role::K | Role::V | Role::Gate | Role::Beta | Role::Decay) => {}
+                (Space::Exchange, Role::B | Role::C | Role::Step) => {}
+                (Space::Exchange, Role::X) if matches!(grid.op, Op::Convolve(_) | Op::Scan(_)) => {}
                 // Inputs of a sum are judged with it.
                 (Space::Exchange, Role::X) if matches!(grid.op, Op::Combine(_)) => {}
                 (Space::Exchange, Role::X | Role::Choices | Role::Out) if beside_others(grid, operand) => {}
@@ -498,6 +515,26 @@ impl Rules<'_> {
         });
         let [beta, decay] = [Role::Beta, Role::Decay].map(|role| place(role).map(|place| place.0));
         self.expect(beta == decay, at, || "expected `beta` and `decay` in one buffer".to_string());
+    }
+
+    /// scan.cuh: the gate, x, b, c and the steps side by side in one buffer, the gate also if another op reads it.
+    fn scan(&mut self, at: Entity, grid: &Grid, scan: &Scan) {
+        let (inner, grouped) = (scan.heads * scan.head_dim, scan.groups * scan.state);
+        let first = [(Role::X, inner), (Role::B, 2 * inner), (Role::C, 2 * inner + grouped)];
+        let mut all = vec![(Role::Step, 2 * inner + 2 * grouped)];
+        all.extend(scan.gate.map(|_| (Role::Gate, 0)));
+        all.extend(first);
+        self.side_by_side(at, grid, &all);
+    }
+
+    /// Operands begin at these columns of one buffer, of which an entry has the place.
+    fn side_by_side(&mut self, at: Entity, grid: &Grid, places: &[(Role, u32)]) {
+        let place = |role| grid.operand(role).map(|o| (o.buffer, o.cols.base));
+        let x = place(Role::X).map(|x| x.0);
+        let lies = |&(role, base): &(Role, u32)| place(role) == x.map(|x| (x, base));
+        if let Some((role, base)) = places.iter().find(|of| !lies(of)) {
+            self.expect(false, at, || format!("expected `{}` from column {base} of the buffer of `x`", role.name()));
+        }
     }
 
     /// What an op reads in part comes from a `matvec`.

@@ -164,8 +164,14 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
                 heads = heads.max((2 * keys + 2 * values + 2) * 4);
                 scratch = scratch.max((warps * 32 / values).clamp(1, keys) * values * 8);
             }
-            // An `everywhere` sum is held in registers.
-            Op::Select | Op::Report | Op::Embed { .. } | Op::NormAdd { .. } => {}
+            // x, b, c and the gate, and the step; a sum of each part of the rows of a state and column.
+            Op::Scan(scan) => {
+                let (dim, state) = (u64::from(scan.head_dim), u64::from(scan.state));
+                heads = heads.max((2 * dim + 2 * state + 2) * 4);
+                scratch = scratch.max((warps * 32 / dim).clamp(1, state) * dim * 4);
+            }
+            // An `everywhere` sum is held in registers, as are channels and groups of columns.
+            Op::Select | Op::Report | Op::Embed { .. } | Op::NormAdd { .. } | Op::Convolve(_) | Op::GroupNorm(_) => {}
         }
     }
     if for_rows {
@@ -261,7 +267,9 @@ fn matrices(schedule: &Schedule, found: &mut Found) -> Vec<u64> {
         let (Op::MatVec(m), Some(weight)) = (&grid.op, grid.operand(Role::Weight)) else { continue };
         let unit_rows = u64::from(m.unit_rows.clamp(1, UNIT_ROWS));
         let units = match m.epilogue {
-            Epilogue::Gated(_) | Epilogue::Clamped(_) => (u64::from(m.rows) / 2).div_ceil(u64::from(UNIT_ROWS) / 2),
+            Epilogue::Gated(_) | Epilogue::GatedBy { .. } | Epilogue::Clamped(_) => {
+                (u64::from(m.rows) / 2).div_ceil(u64::from(UNIT_ROWS) / 2)
+            }
             _ => u64::from(m.rows).div_ceil(unit_rows),
         };
         let (of_row, granule) = granules(schedule, grid);

@@ -4,7 +4,8 @@ use super::{Entity, Found, Rule, note};
 use crate::dtype::{DType, Precision};
 use crate::format::Format;
 use crate::ir::op::{
-    Attention, Combine, Epilogue, MatVec, Mix, NormAttr, Op, PARTIAL_HEADER, QkNormAttr, Role, Route, UNIT_ROWS,
+    Attention, Combine, Convolve, Epilogue, GroupNorm, MatVec, Mix, NormAttr, Op, PARTIAL_HEADER, QkNormAttr, Role,
+    Route, Scan, UNIT_ROWS,
 };
 use crate::ir::program::{Buffer, Cols, Content, Grid, Operand, Program, Rows, Second, Space};
 use crate::ir::schedule::Schedule;
@@ -120,13 +121,16 @@ fn check_buffer(id: BufferId, buffer: &Buffer, found: &mut Found) {
             interleaved(at, *interleave, pair, found);
             views(parts.iter().map(|part| &part.view).collect(), found);
         }
-        Content::Vectors { parts, interleave, offset } => {
+        Content::Vectors { parts, interleave, offset, scale } => {
             let len = total(&mut parts.iter().map(|p| p.len));
             if len > u64::from(cols) {
                 found.add(Rule::Content, at, || format!("expected at most {cols} values of content, found {len}"));
             }
             if !offset.is_finite() {
                 found.add(Rule::Content, at, || format!("expected a finite `offset`, found {offset}"));
+            }
+            if !scale.is_finite() {
+                found.add(Rule::Content, at, || format!("expected a finite `scale`, found {scale}"));
             }
             let pair = parts.len() % 2 == 0 && parts.iter().all(|part| part.len == parts[0].len);
             interleaved(at, *interleave, pair, found);
@@ -188,6 +192,37 @@ fn attributes(id: GridId, op: &Op, n: u32, weights: Format, found: &mut Found) -
             let state = wide(*key_dim) * wide(*value_dim) + wide(*kernel) * channels;
             expect(fits(wide(*value_heads).saturating_mul(state)), "a state of fewer than 2^28 values", &state);
         }
+        Op::Convolve(Convolve { channels, kernel }) => {
+            expect(*channels > 0 && channels % 2 == 0, "an even number of `channels` above 0", channels);
+            // Without a position before its own there is no state.
+            expect(*kernel > 1, "`kernel` of at least 2", kernel);
+            let columns = wide(*channels) * wide((*kernel).max(3));
+            expect(fits(columns), "`channels` and `kernel` whose product is below 2^28", channels);
+        }
+        Op::Scan(Scan { heads, head_dim, groups, state, kernel, scales, gate }) => {
+            expect(*heads > 0 && *groups > 0 && heads % groups == 0, "`heads` that `groups` divides", heads);
+            expect(*head_dim > 0 && head_dim % 2 == 0, "an even `head_dim` above 0", head_dim);
+            expect(*state > 0 && state % 2 == 0, "an even `state` above 0", state);
+            expect(*kernel > 0, "`kernel` of at least 1", kernel);
+            for scale in scales.iter().chain(gate) {
+                expect(scale.is_finite(), "finite scales", scale);
+            }
+            let channels = wide(*head_dim) + 2 * wide(*state);
+            let kept = wide(*state) * wide(*head_dim) + wide(*kernel) * channels;
+            expect(fits(wide(*heads).saturating_mul(kept)), "a state of fewer than 2^28 values", &kept);
+        }
+        Op::GroupNorm(GroupNorm { width, groups, eps, gate }) => {
+            let whole = *groups > 0 && *width > 0 && width % groups == 0 && (width / groups) % 2 == 0;
+            expect(
+                whole && fits(wide(*width)),
+                "`width` below 2^28 of whole `groups` of an even number of columns",
+                width,
+            );
+            expect(eps.is_finite() && *eps > 0.0, "a finite `eps` above 0", eps);
+            if let Some(scale) = gate {
+                expect(scale.is_finite(), "a finite `gate_scale`", scale);
+            }
+        }
         Op::Embed { scale, everywhere: _ } => expect(scale.is_finite(), "a finite `scale`", scale),
         Op::MatVec(m) => {
             expect(m.rows > 0 && fits(wide(m.rows)), "`rows` of at least 1, below 2^28", &m.rows);
@@ -208,6 +243,10 @@ fn attributes(id: GridId, op: &Op, n: u32, weights: Format, found: &mut Found) -
                     expect(m.rows % 2 == 0, "as many gate rows as up rows", &m.rows);
                 }
                 Epilogue::Gated(_) => expect(m.rows % 2 == 0, "as many gate rows as up rows", &m.rows),
+                Epilogue::GatedBy { act: _, scale } => {
+                    expect(scale.is_finite(), "a finite `scale`", &scale);
+                    expect(m.rows % 2 == 0, "as many gate rows as up rows", &m.rows);
+                }
                 Epilogue::Residual { scale } => expect(scale.is_finite(), "a finite `scale`", &scale),
                 Epilogue::Logits { scale, softcap } => {
                     expect(scale.is_finite(), "a finite `scale`", &scale);
@@ -278,6 +317,9 @@ fn launch_extents(id: GridId, grid: &Grid, program: &Program, sms: u32, found: &
         Op::Select | Op::Report | Op::Route(_) => Some(1),
         Op::Combine(combine) => Some(combine.width.div_ceil(UNIT_ROWS)),
         Op::Mix(mix) => Some(mix.value_heads),
+        Op::Convolve(convolve) => Some(convolve.channels.div_ceil(UNIT_ROWS)),
+        Op::Scan(scan) => Some(scan.heads),
+        Op::GroupNorm(norm) => Some(norm.groups),
         Op::MatVec(m) => Some(m.units()),
         Op::Attention(a) => Some(a.head_groups()),
         Op::NormAdd { width, .. } => Some(width.div_ceil(UNIT_ROWS)),
@@ -407,11 +449,13 @@ fn check_grid(id: GridId, grid: &Grid, program: &Program, found: &mut Found) {
     }
 }
 
-/// Whether an op multiplies heads by their gates: attention of one share, or the merge of several.
+/// Whether an op multiplies its output by gates: attention of one share, the merge of several, Mamba-2, or a norm before its gate.
 fn gates(op: &Op) -> bool {
     match op {
         Op::Attention(a) => a.gate && a.splits == 1,
         Op::AttentionMerge { gate, .. } => *gate,
+        Op::Scan(scan) => scan.gate.is_some(),
+        Op::GroupNorm(norm) => norm.gate.is_some(),
         _ => false,
     }
 }
@@ -494,6 +538,7 @@ fn contents(id: GridId, grid: &Grid, program: &Program, found: &mut Found) {
             | Role::Sinks
             | Role::Conv
             | Role::ALog
+            | Role::D
             | Role::DtBias => ("vectors", matches!(content, Content::Vectors { .. })),
             // In the wrong space, which is judged elsewhere.
             _ => continue,
@@ -679,6 +724,13 @@ fn columns_of_sum(width: u32, everywhere: bool) -> Cols {
     if everywhere { Cols::all(width) } else { Cols::blocks(UNIT_ROWS, width) }
 }
 
+/// A state has a row for each sequence.
+fn state_of(program: &Program, cols: Cols) -> Want {
+    let sequences = program.table(Holds::Sequences).map(|(_, table)| table.bound);
+    let (rows, count) = sequences.map_or((Rows::One, 1), |bound| (Rows::Sequences, bound));
+    Want { space: Space::State, dtype: DType::F32, rows, cols, extent: Extent::Rows(count) }
+}
+
 /// What `operand` of `grid` must be; `None`: the op's attributes exclude it.
 fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
     let Precision { weights, cache, wire } = program.precision;
@@ -726,12 +778,48 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
                 Role::ALog | Role::DtBias => Some(vector(heads)),
                 Role::State => {
                     let cols = mix.state_cols();
-                    let cols = Cols::blocks(cols, mix.value_heads * cols);
-                    let sequences = program.table(Holds::Sequences).map(|(_, table)| table.bound);
-                    let (rows, count) = sequences.map_or((Rows::One, 1), |bound| (Rows::Sequences, bound));
-                    let (rows, extent) = (of_part(rows), Extent::Rows(count));
-                    Some(Want { space: Space::State, dtype: DType::F32, rows, cols, extent })
+                    let of_state = state_of(program, Cols::blocks(cols, mix.value_heads * cols));
+                    Some(Want { rows: of_part(of_state.rows), ..of_state })
                 }
+                _ => None,
+            }
+        }
+        Op::Convolve(Convolve { channels, kernel }) => {
+            let units = |each: u32| Cols::blocks(UNIT_ROWS * each, channels * each);
+            match role {
+                Role::X | Role::B | Role::C | Role::Out => Some(exchange(wire, units(1))),
+                Role::Conv => Some(vector(units(*kernel))),
+                Role::Bias => Some(vector(units(1))),
+                Role::State => Some(state_of(program, units(kernel - 1))),
+                _ => None,
+            }
+        }
+        Op::Scan(scan) => {
+            let &Scan { heads, head_dim, groups, state, kernel, scales: _, gate } = scan;
+            let of_head = Cols::blocks(head_dim, heads * head_dim);
+            let of_group = Cols { div: heads / groups, ..Cols::blocks(state, groups * state) };
+            let channels = heads * head_dim + 2 * groups * state;
+            match role {
+                Role::X | Role::Out => Some(exchange(wire, of_head)),
+                Role::Gate => gate.map(|_| exchange(wire, of_head)),
+                Role::B | Role::C => Some(exchange(wire, of_group)),
+                Role::Step => Some(exchange(wire, Cols::all(heads))),
+                Role::Conv => Some(vector(Cols::all(channels.saturating_mul(kernel)))),
+                Role::Bias => Some(vector(Cols::all(channels))),
+                Role::ALog | Role::D | Role::DtBias => Some(vector(Cols::all(heads))),
+                Role::State => {
+                    let cols = state * head_dim + (kernel - 1) * (head_dim + 2 * state);
+                    Some(state_of(program, Cols::blocks(cols, heads * cols)))
+                }
+                _ => None,
+            }
+        }
+        Op::GroupNorm(GroupNorm { width, groups, eps: _, gate }) => {
+            let of_group = Cols::blocks(width / groups, *width);
+            match role {
+                Role::X | Role::Out => Some(exchange(wire, of_group)),
+                Role::Gate => gate.map(|_| exchange(wire, of_group)),
+                Role::NormWeight => Some(vector(of_group)),
                 _ => None,
             }
         }
@@ -803,7 +891,7 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
                 }
                 Role::Residual => Some(private(DType::F32, Cols::blocks(UNIT_ROWS, m.rows))),
                 Role::Out => match m.epilogue {
-                    Epilogue::Gated(_) | Epilogue::Clamped(_) => {
+                    Epilogue::Gated(_) | Epilogue::GatedBy { .. } | Epilogue::Clamped(_) => {
                         let cols = Cols::blocks(GATED_INTERLEAVE, m.rows / 2);
                         // Slots are whole units.
                         Some(exchange(wire, of_slots(cols, units.saturating_mul(GATED_INTERLEAVE))))

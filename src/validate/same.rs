@@ -15,13 +15,16 @@
 use crate::dtype::DType;
 use crate::error::{Fault, Tier};
 use crate::format::Format;
-use crate::ir::op::{Attention, Epilogue, MatVec, Mix, NormAttr, Op, OpKey, QkNormAttr, Role, Route};
+use crate::ir::op::{
+    Attention, Convolve, Epilogue, GroupNorm, MatVec, Mix, NormAttr, Op, OpKey, QkNormAttr, Role, Route, Scan,
+};
 use crate::ir::program::{Buffer, Content, Grid, Operand, Part, Program, Rows};
 use crate::ir::table::{Table, TableHome};
 use crate::ir::{BufferId, GridId, LayerId};
 use crate::model::graph::{
-    self, Act, ClampedSwiglu, Experts, FeedForward, GatedDelta, Linear, Mixer, Mlp, ModelGraph, NormKind, QkNorm,
-    QkNormSpan, QueryScale, RopeId, Router, RowView, SharedExpert, TensorId,
+    self, Act, ClampedSwiglu, Experts, FeedForward, GatedDelta, GatedNorm, Linear, Mamba2, Mixer, Mlp, ModelGraph,
+    NormKind, QkNorm, QkNormSpan, QueryScale, RopeId, Router, RowView, ScaledMlp, SharedExpert, ShortConv, SideBySide,
+    TensorId,
 };
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -85,23 +88,25 @@ impl Slice {
     }
 }
 
-/// The gains of a norm, or its biases: slices one after another, each value plus an offset.
+/// The gains of a norm, or its biases: slices one after another, each value plus an offset, times a scale.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Vector {
     parts: Vec<Option<Slice>>,
     offset: u32,
+    scale: u32,
 }
 
 impl Vector {
     fn of(content: &Content) -> Option<Vector> {
-        let Content::Vectors { parts, offset, interleave: 1 } = content else { return None };
+        let Content::Vectors { parts, offset, scale, interleave: 1 } = content else { return None };
         let part = |part: &crate::ir::program::VectorPart| part.view.as_ref().map(|view| Slice::of(view, part.len));
-        Some(Vector { parts: parts.iter().map(part).collect(), offset: offset.to_bits() })
+        Some(Vector { parts: parts.iter().map(part).collect(), offset: offset.to_bits(), scale: scale.to_bits() })
     }
 
     fn whole(tensors: &[TensorId], len: u32, offset: f32) -> Vector {
         let each = len / tensors.len().max(1) as u32;
-        Vector { parts: tensors.iter().map(|t| Some(Slice::whole(*t, each))).collect(), offset: offset.to_bits() }
+        let parts = tensors.iter().map(|t| Some(Slice::whole(*t, each))).collect();
+        Vector { parts, offset: offset.to_bits(), scale: 1f32.to_bits() }
     }
 }
 
@@ -172,11 +177,12 @@ enum Term {
         x: TermId,
         act: Act,
     },
-    /// `act(gate) * up`
+    /// `act(scale * gate) * up`
     Gated {
         gate: TermId,
         up: TermId,
         act: Act,
+        scale: u32,
     },
     /// The same with the formula of [`ClampedSwiglu`].
     Clamped {
@@ -244,6 +250,12 @@ enum Term {
         gains: Option<Vector>,
         rule: OpKey,
     },
+    /// What an op of a rule makes of its inputs, at this position and at all before it, and of its constants, both in the order of its operands.
+    Made {
+        inputs: Vec<TermId>,
+        constants: Vec<Vector>,
+        rule: OpKey,
+    },
     /// Records of split attention.
     Partial {
         of: TermId,
@@ -303,7 +315,9 @@ impl Terms {
                 format!("{} x ({}){bias}", slice(weight), of(x))
             }
             Term::Acted { x, act } => format!("{act:?}({})", of(x)),
-            Term::Gated { gate, up, act } => format!("{act:?}({}) * ({})", of(gate), of(up)),
+            Term::Gated { gate, up, act, scale } => {
+                format!("{act:?}({} * ({})) * ({})", float(scale), of(gate), of(up))
+            }
             Term::Clamped { gate, up, .. } => format!("clamped({}, {})", of(gate), of(up)),
             Term::Chosen { scores, .. } => format!("choice by ({})", of(scores)),
             Term::Shares { chosen } => format!("shares of {}", of(chosen)),
@@ -330,6 +344,11 @@ impl Terms {
                 let inputs: Vec<String> = inputs.iter().map(of).collect();
                 let [conv, a_log] = [conv, a_log].map(|of| vector(&Some(of.clone())));
                 format!("mix({}, {conv}, {a_log})", inputs.join(", "))
+            }
+            Term::Made { inputs, constants, .. } => {
+                let inputs: Vec<String> = inputs.iter().map(of).collect();
+                let constants: Vec<String> = constants.iter().map(|of| vector(&Some(of.clone()))).collect();
+                format!("made({}, {})", inputs.join(", "), constants.join(", "))
             }
             Term::OutputGated { x, by } => format!("{} * sigmoid({})", of(x), of(by)),
             Term::Partial { of: whole, splits, .. } => format!("{splits} splits of {}", of(whole)),
@@ -412,34 +431,123 @@ impl Maker<'_> {
 
     /// What a layer leaves of `x`, and its keys and values, if it has some.
     fn layer(&mut self, l: usize, layer: &graph::Layer, x: TermId) -> Result<(TermId, Option<[TermId; 2]>), usize> {
-        let input = self.normed(layer.attn_norm.as_ref(), x);
-        let (mixed, o, rows) = match &layer.mixer {
+        let norm = layer.attn_norm.as_ref();
+        // What is added to the residual, one after another, each with its factor.
+        let (branches, rows) = match &layer.mixer {
             Mixer::Attention(attention) => {
+                let input = self.normed(norm, x);
                 let (attended, rows) = self.attention(l, attention, input);
-                (attended, &attention.o, Some(rows))
+                (vec![(self.linear(&attention.o, attended), 1.0)], Some(rows))
             }
-            Mixer::GatedDelta(net) => (self.delta(net, input), &net.o, None),
-            Mixer::ShortConv(_) | Mixer::Mamba2(_) | Mixer::SideBySide(_) => return Err(l),
+            Mixer::GatedDelta(net) => {
+                let input = self.normed(norm, x);
+                let mixed = self.delta(net, input);
+                (vec![(self.linear(&net.o, mixed), 1.0)], None)
+            }
+            Mixer::ShortConv(conv) => {
+                let input = self.normed(norm, x);
+                let mixed = self.short_conv(conv, input);
+                (vec![(self.linear(&conv.o, mixed), 1.0)], None)
+            }
+            Mixer::Mamba2(mamba) => (vec![self.mamba(mamba, norm, x).ok_or(l)?], None),
+            Mixer::SideBySide(both) => {
+                let SideBySide { attention, attention_scales: [input_scale, output_scale], mamba } = &**both;
+                let input = self.scaled(norm, x, *input_scale).ok_or(l)?;
+                let (attended, rows) = self.attention(l, attention, input);
+                let attended = (self.linear(&attention.o, attended), *output_scale);
+                (vec![attended, self.mamba(mamba, norm, x).ok_or(l)?], Some(rows))
+            }
         };
-        let branch = self.linear(o, mixed);
-        let branch = self.normed(layer.attn_post_norm.as_ref(), branch);
-        let scale = layer.residual_scale.to_bits();
-        let summed = self.keep(Term::Sum { x, scale, branch });
+        let mut summed = x;
+        for (branch, factor) in branches {
+            // A factor is no factor of what a norm leaves.
+            if layer.attn_post_norm.is_some() && factor != 1.0 {
+                return Err(l);
+            }
+            let branch = self.normed(layer.attn_post_norm.as_ref(), branch);
+            let scale = (layer.residual_scale * factor).to_bits();
+            summed = self.keep(Term::Sum { x: summed, scale, branch });
+        }
         let input = self.normed(layer.mlp_norm.as_ref(), if layer.parallel { x } else { summed });
-        let branch = match &layer.feed {
-            FeedForward::Dense(mlp) => self.mlp(mlp, input, &mut |maker, linear, x| maker.linear(linear(mlp), x)),
-            FeedForward::Experts(experts) => self.experts(experts, input),
-            FeedForward::None | FeedForward::Scaled(_) => return Err(l),
+        let (branch, factor) = match &layer.feed {
+            FeedForward::None => return Ok((summed, rows)),
+            FeedForward::Dense(mlp) => {
+                (self.mlp(mlp, 1.0, input, &mut |maker, linear, x| maker.linear(linear(mlp), x)), 1.0)
+            }
+            FeedForward::Scaled(scaled) => {
+                let ScaledMlp { mlp, gate_scale, down_scale } = &**scaled;
+                if layer.mlp_post_norm.is_some() || mlp.swiglu.is_some() {
+                    return Err(l);
+                }
+                let scale = *gate_scale;
+                (self.mlp(mlp, scale, input, &mut |maker, linear, x| maker.linear(linear(mlp), x)), *down_scale)
+            }
+            FeedForward::Experts(experts) => (self.experts(experts, input), 1.0),
         };
         let branch = self.normed(layer.mlp_post_norm.as_ref(), branch);
+        let scale = (layer.residual_scale * factor).to_bits();
         Ok((self.keep(Term::Sum { x: summed, scale, branch }), rows))
+    }
+
+    /// The normed input of a layer times a factor: that of the gains. `None`: there are none.
+    fn scaled(&mut self, norm: Option<&graph::Norm>, x: TermId, by: f32) -> Option<TermId> {
+        if by == 1.0 {
+            return Some(self.normed(norm, x));
+        }
+        let mut norm = norm_term(norm?, self.graph.hidden);
+        if norm.kind != NormKind::Rms || norm.bias.is_some() {
+            return None;
+        }
+        norm.weight.as_mut()?.scale = by.to_bits();
+        Some(self.terms.id(Term::Normed { x, norm }))
+    }
+
+    fn vector_of(&self, tensor: TensorId) -> Vector {
+        Vector::whole(&[tensor], self.graph.tensor(tensor).count() as u32, 0.0)
+    }
+
+    /// What a short convolution leaves.
+    fn short_conv(&mut self, conv: &ShortConv, input: TermId) -> TermId {
+        let [b, c, x] = conv.projections().map(|projection| self.linear(projection, input));
+        let constants = [conv.conv].into_iter().chain(conv.conv_bias).map(|tensor| self.vector_of(tensor)).collect();
+        let rule = Op::Convolve(Convolve { channels: conv.h.rows, kernel: conv.kernel }).key();
+        self.keep(Term::Made { inputs: vec![x, b, c], constants, rule })
+    }
+
+    /// What Mamba-2 adds to the residual, and its factor. `None`: no program has it.
+    fn mamba(&mut self, mamba: &Mamba2, norm: Option<&graph::Norm>, x: TermId) -> Option<(TermId, f32)> {
+        let input = self.scaled(norm, x, mamba.input_scale)?;
+        let [z, x, b, c, step] = mamba.projections().map(|projection| self.linear(projection, input));
+        let &Mamba2 { heads, head_dim, groups, state, kernel, scales: [by_z, by_x, by_b, by_c, by_step], .. } = mamba;
+        let gated = mamba.norm.as_ref().is_none_or(|norm| !norm.before_gate);
+        let scales = [by_x, by_b, by_c, by_step];
+        let rule = Op::Scan(Scan { heads, head_dim, groups, state, kernel, scales, gate: gated.then_some(by_z) }).key();
+        let constants = [Some(mamba.conv), mamba.conv_bias, Some(mamba.a_log), Some(mamba.d), Some(mamba.dt_bias)];
+        let constants = constants.into_iter().flatten().map(|tensor| self.vector_of(tensor)).collect();
+        let inputs = [x, b, c, step].into_iter().chain(gated.then_some(z)).collect();
+        let mut mixed = self.keep(Term::Made { inputs, constants, rule });
+        if let Some(GatedNorm { norm, groups, before_gate }) = &mamba.norm {
+            let width = heads * head_dim;
+            let term = norm_term(norm, width);
+            mixed = if *groups == 1 && !before_gate {
+                self.terms.id(Term::Normed { x: mixed, norm: term })
+            } else {
+                let (groups, gate) = (*groups, before_gate.then_some(by_z));
+                let rule = Op::GroupNorm(GroupNorm { width, groups, eps: norm.eps, gate }).key();
+                let inputs = [mixed].into_iter().chain(before_gate.then_some(z)).collect();
+                let constants = vec![term.weight.filter(|_| norm.kind == NormKind::Rms && norm.bias.is_none())?];
+                self.keep(Term::Made { inputs, constants, rule })
+            };
+        }
+        Some((self.linear(&mamba.o, mixed), mamba.output_scale))
     }
 
     /// What a gated delta net leaves.
     fn delta(&mut self, net: &GatedDelta, input: TermId) -> TermId {
         let inputs = net.projections().map(|projection| self.linear(projection, input));
         let of_tensor = |&tensor: &TensorId| Some(Slice::whole(tensor, self.graph.tensor(tensor).count() as u32));
-        let conv = Vector { parts: net.conv.iter().map(of_tensor).collect(), offset: 0f32.to_bits() };
+        let parts = net.conv.iter().map(of_tensor).collect();
+        let conv = Vector { parts, offset: 0f32.to_bits(), scale: 1f32.to_bits() };
         let [a_log, dt_bias] = [net.a_log, net.dt_bias].map(|tensor| Vector::whole(&[tensor], net.value_heads, 0.0));
         let gains = norm_term(&net.norm, net.value_dim).weight;
         let GatedDelta { key_heads, value_heads, key_dim, value_dim, kernel, .. } = *net;
@@ -448,8 +556,9 @@ impl Maker<'_> {
         self.keep(Term::Mixed { inputs, conv, a_log, dt_bias, gains, rule })
     }
 
-    /// What an MLP leaves, or the chosen ones of several like `mlp`; `linear` is what one of its matrices makes.
-    fn mlp(&mut self, mlp: &Mlp, input: TermId, linear: &mut OfMatrix<'_, Self>) -> TermId {
+    /// What an MLP leaves, or the chosen ones of several like `mlp`; `linear` is what one of its matrices makes, and `scale` multiplies
+    /// the gate.
+    fn mlp(&mut self, mlp: &Mlp, scale: f32, input: TermId, linear: &mut OfMatrix<'_, Self>) -> TermId {
         let up = linear(self, |mlp| &mlp.up, input);
         let act = match mlp.gate {
             Some(_) => {
@@ -458,7 +567,7 @@ impl Maker<'_> {
                     Some(ClampedSwiglu { alpha, limit }) => {
                         Term::Clamped { gate, up, alpha: alpha.to_bits(), limit: limit.to_bits() }
                     }
-                    None => Term::Gated { gate, up, act: mlp.act },
+                    None => Term::Gated { gate, up, act: mlp.act, scale: scale.to_bits() },
                 })
             }
             None => self.keep(Term::Acted { x: up, act: mlp.act }),
@@ -484,12 +593,12 @@ impl Maker<'_> {
             maker.keep(Term::OfExperts { x, chosen, weights: weights.collect(), cols })
         };
         let slots = match experts.experts.first() {
-            Some(first) => self.mlp(first, input, &mut of_experts),
+            Some(first) => self.mlp(first, 1.0, input, &mut of_experts),
             None => input,
         };
         let shared = experts.shared.as_ref().map(|SharedExpert { mlp, gate, scale }| {
             let gate = gate.as_ref().map(|gate| self.linear(gate, input));
-            (self.mlp(mlp, input, &mut |maker, linear, x| maker.linear(linear(mlp), x)), gate, scale.to_bits())
+            (self.mlp(mlp, 1.0, input, &mut |maker, linear, x| maker.linear(linear(mlp), x)), gate, scale.to_bits())
         });
         self.keep(Term::Combined { slots, shares, shared })
     }
@@ -591,6 +700,26 @@ impl Reader<'_> {
                 self.write(grid, Role::Shares, route.top_k, shares)
             }
             Op::Mix(mix) => self.mix(grid, mix),
+            Op::Convolve(op) => {
+                let inputs = [Role::X, Role::B, Role::C].map(|role| (role, op.channels));
+                self.made(grid, &inputs, &[Role::Conv, Role::Bias], op.channels)
+            }
+            Op::Scan(op) => {
+                let (inner, grouped) = (op.inner(), op.groups * op.state);
+                let inputs = [
+                    (Role::X, inner),
+                    (Role::B, grouped),
+                    (Role::C, grouped),
+                    (Role::Step, op.heads),
+                    (Role::Gate, inner),
+                ];
+                let constants = [Role::Conv, Role::Bias, Role::ALog, Role::D, Role::DtBias];
+                self.made(grid, &inputs, &constants, inner)
+            }
+            Op::GroupNorm(op) => {
+                let inputs = [Role::X, Role::Gate].map(|role| (role, op.width));
+                self.made(grid, &inputs, &[Role::NormWeight], op.width)
+            }
             Op::Combine(combine) => {
                 // Other rules have proven that inputs lie one after another.
                 let first = need(grid, Role::X)?;
@@ -681,7 +810,7 @@ impl Reader<'_> {
         let biases = match grid.operand(Role::Bias) {
             None => vec![None; parts.len()],
             Some(operand) => match &self.program.buffers[operand.buffer.index()].content {
-                Some(Content::Vectors { parts, offset, .. }) if *offset == 0.0 => {
+                Some(Content::Vectors { parts, offset, scale, .. }) if (*offset, *scale) == (0.0, 1.0) => {
                     parts.iter().map(|part| part.view.as_ref().map(|view| (view, part.len))).collect()
                 }
                 _ => return Err("expected biases without an offset".to_string()),
@@ -705,7 +834,11 @@ impl Reader<'_> {
         }
         match (m.epilogue, linears.as_slice()) {
             (Epilogue::Gated(act), &[(gate, rows), (up, _)]) => {
-                let term = self.known(Term::Gated { gate, up, act })?;
+                let term = self.known(Term::Gated { gate, up, act, scale: 1f32.to_bits() })?;
+                self.write(grid, Role::Out, rows, term)
+            }
+            (Epilogue::GatedBy { act, scale }, &[(gate, rows), (up, _)]) => {
+                let term = self.known(Term::Gated { gate, up, act, scale: scale.to_bits() })?;
                 self.write(grid, Role::Out, rows, term)
             }
             (Epilogue::Clamped(ClampedSwiglu { alpha, limit }), &[(gate, rows), (up, _)]) => {
@@ -781,7 +914,7 @@ impl Reader<'_> {
             terms.push(self.known(Term::OfExperts { x, chosen, weights, cols: m.k })?);
         }
         let term = match (m.epilogue, terms.as_slice()) {
-            (Epilogue::Gated(act), &[gate, up]) => self.known(Term::Gated { gate, up, act })?,
+            (Epilogue::Gated(act), &[gate, up]) => self.known(Term::Gated { gate, up, act, scale: 1f32.to_bits() })?,
             (Epilogue::Clamped(ClampedSwiglu { alpha, limit }), &[gate, up]) => {
                 self.known(Term::Clamped { gate, up, alpha: alpha.to_bits(), limit: limit.to_bits() })?
             }
@@ -882,6 +1015,16 @@ impl Reader<'_> {
         let (gains, rule) = (Some(vector(Role::NormWeight)?), Op::Mix(*mix).key());
         let term = self.known(Term::Mixed { inputs, conv, a_log, dt_bias, gains, rule })?;
         self.write(grid, Role::Out, values, term)
+    }
+
+    /// What an op makes of its inputs and constants, of those that it has. A state is that of one grid, as above.
+    fn made(&mut self, grid: &Grid, inputs: &[(Role, u32)], constants: &[Role], cols: u32) -> Result<(), String> {
+        let inputs = inputs.iter().filter_map(|(role, cols)| Some(self.read(grid.operand(*role)?, *cols)));
+        let inputs = inputs.collect::<Result<_, _>>()?;
+        let constants = constants.iter().filter_map(|role| Some(self.vector(grid.operand(*role)?)));
+        let constants = constants.collect::<Result<_, _>>()?;
+        let term = self.known(Term::Made { inputs, constants, rule: grid.op.key() })?;
+        self.write(grid, Role::Out, cols, term)
     }
 
     /// Heads times the gates that a grid reads.

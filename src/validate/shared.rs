@@ -154,9 +154,9 @@ fn updated(schedule: &Schedule) -> BTreeMap<(Option<u64>, u32, u32), Updates<'_>
     let grids = schedule.program.grids.iter().filter_map(|grid| Some((grid, grid.operand(Role::State)?.buffer)));
     let of_grid = |(grid, buffer): (&'_ Grid, BufferId)| {
         let state = &schedule.program.buffers[buffer.index()];
-        let inputs = [Role::Q, Role::K, Role::V, Role::Beta, Role::Decay];
-        let constants =
-            [Role::Conv, Role::ALog, Role::DtBias].into_iter().filter_map(|role| content(schedule, grid, role));
+        let inputs = [Role::Q, Role::K, Role::V, Role::Beta, Role::Decay, Role::X, Role::B, Role::C, Role::Step];
+        let constants = [Role::Conv, Role::Bias, Role::ALog, Role::DtBias];
+        let constants = constants.into_iter().filter_map(|role| content(schedule, grid, role));
         let content = inputs.into_iter().flat_map(|role| sources(schedule, grid, role)).chain(constants).collect();
         let place = (schedule.placement[buffer.index()], state.rows, state.cols);
         (place, Updates { name: grid.name.clone(), op: grid.op.key(), content })

@@ -59,20 +59,20 @@ pub(super) fn stay(schedule: &Schedule, all: &[Owners], found: &mut Found) {
                 continue;
             }
             let sm = owners.sm[t as usize];
-            let &mut (other, expected) = first.entry((task.grid, task.lo, task.j)).or_insert((TaskId(t), sm));
-            if sm != expected {
-                found.add_with(Rule::StateOwner, Entity::Task(r, TaskId(t)), || {
-                    let parts = schedule.program.grids[task.grid.index()].parts();
-                    let part = if parts > 1 { format!(", part {},", task.j) } else { String::new() };
-                    let message = format!(
-                        "expected {} to have the state of index {}{part} of {}, as in r0, found {}",
-                        SmId(expected),
-                        task.lo,
-                        task.grid,
-                        SmId(sm)
-                    );
-                    (message, vec![note(Entity::Task(0, other), "leaves it on another SM")])
-                });
+            for index in task.lo..task.hi {
+                let &mut (other, expected) = first.entry((task.grid, index, task.j)).or_insert((TaskId(t), sm));
+                if sm != expected {
+                    found.add_with(Rule::StateOwner, Entity::Task(r, TaskId(t)), || {
+                        let parts = schedule.program.grids[task.grid.index()].parts();
+                        let part = if parts > 1 { format!(", part {},", task.j) } else { String::new() };
+                        let (expected, grid, sm) = (SmId(expected), task.grid, SmId(sm));
+                        let message = format!(
+                            "expected {expected} to have the state of index {index}{part} of {grid}, as in r0, found {sm}"
+                        );
+                        (message, vec![note(Entity::Task(0, other), "leaves it on another SM")])
+                    });
+                    break;
+                }
             }
         }
     }

@@ -467,7 +467,16 @@ pub(super) fn launches(schedule: &Schedule, found: &mut Found) {
 /// Ops whose task is one launch index: their stream, record or token is one.
 fn one_index(op: &Op) -> bool {
     op.everywhere()
-        || matches!(op, Op::Report | Op::Route(_) | Op::Attention(_) | Op::AttentionMerge { .. } | Op::Mix(_))
+        || matches!(
+            op,
+            Op::Report
+                | Op::Route(_)
+                | Op::Attention(_)
+                | Op::AttentionMerge { .. }
+                | Op::Mix(_)
+                | Op::Scan(_)
+                | Op::GroupNorm(_)
+        )
 }
 
 /// Every launch index of every grid has one task; only attention, which has alternatives, may be absent as a whole.

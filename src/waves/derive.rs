@@ -998,6 +998,7 @@ impl Builder<'_> {
             Epilogue::Logits { .. } if self.plan.form.decides() => Ok(Written::Best(self.best())),
             Epilogue::Logits { .. } => refused(grid, "the output", "no logits before the last append"),
             Epilogue::Scores | Epilogue::Clamped(_) => refused(grid, "the output", "activations without experts"),
+            Epilogue::GatedBy { .. } => refused(grid, "the output", "a gate without a factor"),
             Epilogue::Store | Epilogue::Act(_) | Epilogue::Gated(_) => {
                 if !cols.is_multiple_of(2) {
                     return refused(grid, "the output", "an even number of columns");

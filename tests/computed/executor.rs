@@ -489,11 +489,11 @@ impl Step<'_> {
 
     /// A vector of the pack. Interleaved parts are returned one after another.
     fn vector(&self, id: BufferId) -> Vec<f32> {
-        let Content::Vectors { parts, offset, .. } = self.content(id) else { panic!("{id} is no vector") };
+        let Content::Vectors { parts, offset, scale, .. } = self.content(id) else { panic!("{id} is no vector") };
         let of_part = |part: &monobloc::ir::program::VectorPart| -> Vec<f32> {
             let Some(view) = &part.view else { return vec![0.0; part.len as usize] };
             let all = self.imported.weights.vector_f32(view.tensor);
-            (0..part.len).map(|i| all[view.row(i) as usize] + offset).collect()
+            (0..part.len).map(|i| (all[view.row(i) as usize] + offset) * scale).collect()
         };
         parts.iter().flat_map(of_part).collect()
     }

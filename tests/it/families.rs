@@ -2,16 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use monobloc::candidate::Candidate;
-use monobloc::dtype::{DType, Precision};
-use monobloc::lower::lower;
 use monobloc::model::config::{Imported, import};
 use monobloc::model::graph::{
     Act, Attention, Experts, FeedForward, GatedDelta, Layer, Mamba2, Mixer, ModelGraph, NormKind, QkNorm, ScaledMlp,
     Score, ShortConv, SideBySide,
 };
 use monobloc::reference::{Session, argmax, forward};
-use monobloc::target::Target;
 
 use crate::support::{Goldens, checkpoints, fixture, max_difference};
 
@@ -85,41 +81,6 @@ fn dense_families_agree_with_transformers() {
 #[test]
 fn hybrids_agree_with_transformers() {
     assert_eq!(agree_with_transformers("hybrids"), 15);
-}
-
-/// No program leaves out what it does not compute; a model of these classes whose layers have nothing but attention is lowered.
-#[test]
-fn mixers_without_kernels_are_refused_by_name() {
-    let target = Target::builtin("cpu").unwrap();
-    let precision = Precision { weights: DType::F32, cache: DType::F32, wire: DType::F32 };
-    let lowered = |graph: &ModelGraph| {
-        let candidate = Candidate::default_for(graph, &target, precision);
-        lower(graph, "hybrid", precision, 64, &candidate).map(|_| ()).map_err(|error| error.to_string())
-    };
-    let only = "which runs in the reference only: no kernel and no schedule of `cpu` computes it yet";
-    let graph_of = |name: &str| import(&fixture(&format!("hybrids/{name}"))).unwrap().graph;
-    for (name, what) in [
-        ("lfm2", "layer 0 is a short convolution"),
-        ("nemotron-h-pattern", "layer 0 is Mamba-2"),
-        ("falcon-h1", "layer 0 is attention and Mamba-2 side by side"),
-    ] {
-        assert_eq!(lowered(&graph_of(name)), Err(format!("{what}, {only}")));
-    }
-    let attention = graph_of("granite4-attention");
-    assert_eq!(lowered(&attention), Ok(()));
-    let with = |change: fn(&mut Layer)| {
-        let mut graph = attention.clone();
-        change(&mut graph.layers[1]);
-        lowered(&graph).unwrap_err()
-    };
-    let squared = with(|layer| layer.feed.dense_mut().unwrap().act = Act::SquaredRelu);
-    assert_eq!(squared, format!("layer 1 has a squared ReLU, {only}"));
-    assert_eq!(with(|layer| layer.feed = FeedForward::None), format!("layer 1 has nothing after its mixer, {only}"));
-    let scaled = with(|layer| {
-        let mlp = layer.feed.dense().unwrap().clone();
-        layer.feed = FeedForward::Scaled(Box::new(ScaledMlp { mlp, gate_scale: 0.5, down_scale: 2.0 }));
-    });
-    assert_eq!(scaled, format!("layer 1 has an MLP with factors, {only}"));
 }
 
 /// A feature's name, and how to ignore it.

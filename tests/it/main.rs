@@ -57,6 +57,7 @@ mod ptx;
 #[path = "../../fuzz/src/readers.rs"]
 mod readers;
 mod real_model;
+mod recurrent;
 #[cfg(feature = "remote")]
 mod remote;
 #[cfg(feature = "remote")]

@@ -126,29 +126,29 @@ pub fn candidate(graph: &ModelGraph, target: &Target, precision: Precision) -> C
     }
 }
 
-fn program(graph: &ModelGraph, precision: Precision) -> Program {
+pub fn program(graph: &ModelGraph, precision: Precision) -> Program {
     let target = Target::builtin("h200").unwrap();
     lower(graph, "mix", precision, CONTEXT_MAX, &candidate(graph, &target, precision)).unwrap()
 }
 
-fn placed(graph: &ModelGraph, target: &Target, precision: Precision) -> Schedule {
+pub fn placed(graph: &ModelGraph, target: &Target, precision: Precision) -> Schedule {
     schedule(program(graph, precision), target, &candidate(graph, target, precision)).unwrap()
 }
 
-fn h200() -> Target {
+pub fn h200() -> Target {
     Target::builtin("h200").unwrap()
 }
 
-fn ids(count: u32) -> Vec<u32> {
+pub fn ids(count: u32) -> Vec<u32> {
     (0..count).map(|i| (i * 37 + 5) % VOCAB).collect()
 }
 
-fn interp(imported: &Imported, schedule: &Schedule, options: Options) -> Interp {
+pub fn interp(imported: &Imported, schedule: &Schedule, options: Options) -> Interp {
     let pack = Arc::new(pack(schedule, &imported.graph, &imported.weights).unwrap());
     Interp::new(schedule, pack, options).unwrap()
 }
 
-fn threads(n: usize) -> Options {
+pub fn threads(n: usize) -> Options {
     Options { arithmetic: Arithmetic::Fast, order: Order::Threads(n) }
 }
 
@@ -212,7 +212,7 @@ fn a_position_that_does_not_follow_is_refused() {
 }
 
 /// A schedule of several rows over pages, and its guard.
-fn of_rows(imported: &Imported, rows: u32, words: bool) -> Schedule {
+pub fn of_rows(imported: &Imported, rows: u32, words: bool) -> Schedule {
     of_rows_on(4, imported, rows, words)
 }
 
@@ -234,7 +234,7 @@ pub fn of_rows_on(sms: u32, imported: &Imported, rows: u32, words: bool) -> Sche
 }
 
 /// Launches of rows (sequence, position, token) of steps one after another; calls `row` with each row's sequence, position and logits.
-fn launched(
+pub fn launched(
     (interp, guard, pool): (&mut Interp, &mut Guard, &mut Pool),
     rows: &[(SequenceId, u32, u32)],
     mut each: impl FnMut(SequenceId, u32, Vec<f32>),

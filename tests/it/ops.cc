@@ -41,10 +41,14 @@ static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCurso
 #include "ops/attention.cuh"
 #include "ops/attention_merge.cuh"
 #include "ops/mix.cuh"
+#include "ops/convolve.cuh"
+#include "ops/scan.cuh"
+#include "ops/group_norm.cuh"
 #include "ops/norm_add.cuh"
 #include "ops/route.cuh"
 #include "ops/combine.cuh"
 #include "op_formulas.h"
+#include "op_recurrent.h"
 #include "op_caches.h"
 #include "op_codes.h"
 
@@ -138,7 +142,7 @@ struct Product {
   static constexpr Norm NORM = N;
   static constexpr Epilogue EPILOGUE = E;
   static constexpr Act ACT = Act::SILU;
-  static constexpr float EPS = 1e-5f, SCALE = 0.5f, SOFTCAP = E == Epilogue::LOGITS ? 3.f : 0.f;
+  static constexpr float EPS = 1e-5f, SCALE = E == Epilogue::GATED ? 1.f : 0.5f, SOFTCAP = E == Epilogue::LOGITS ? 3.f : 0.f;
   // Granules of a chunk: those of whole units; 0: half a unit or less.
   template <int GRANULES>
   static constexpr int chunk() { return CHUNK_UNITS ? CHUNK_UNITS * GRANULES : ::WARPS; }
@@ -147,6 +151,11 @@ struct Product {
 template <class P>
 struct Pairs : P {
   static constexpr int UNITS_PER_WARP = 2, POLL_BATCH = 2;
+};
+// The gate is multiplied first.
+template <class P>
+struct Factor : P {
+  static constexpr float SCALE = 0.75f;
 };
 template <class M, class P>
 struct Chunked : P {
@@ -174,7 +183,7 @@ static void outcome(const std::vector<double>& y, const std::vector<float>& befo
   for (int r = 0; r < (IS_GATED<G> ? G::ROWS / 2 : G::ROWS); r++) {
     double value = y[r];
     if (G::EPILOGUE == Epilogue::ACT) value = silu(y[r]);
-    if (G::EPILOGUE == Epilogue::GATED) value = silu(y[r]) * y[G::ROWS / 2 + r];
+    if (G::EPILOGUE == Epilogue::GATED) value = silu(G::SCALE * y[r]) * y[G::ROWS / 2 + r];
     if constexpr (G::EPILOGUE == Epilogue::CLAMPED) {
       const double gate = std::fmin(y[r], G::LIMIT), up = std::fmax(std::fmin(y[G::ROWS / 2 + r], G::LIMIT), -G::LIMIT);
       value = (up + 1) * gate / (1 + std::exp(-G::ALPHA * gate));
@@ -542,6 +551,56 @@ static void mix(const char* name) {
   }
 }
 
+// ---- convolve, scan, group_norm -------------------------------------------------------------------------------------
+
+// Seven positions of one text, the first with a state that is not a number. `each`: launch indices of a task.
+template <class M, class Op, class Text>
+static void recurrent(const char* name, int each = 1) {
+  u64 seed = 99;
+  Text text(seed);
+  std::vector<u8> kept(Text::STATE * 4, 0xff);
+  for (u32 position = 0; position < 7; position++) {
+    start();
+    const std::vector<float> x = numbers(seed, Text::COLS);
+    params.position = position;
+    entry.x = packets<M>(x);
+    text.constants_of(entry);
+    entry.out = room(Text::OUT + 2);
+    cache = kept;
+    for (int index = 0; index < Text::INDICES; index += each) {
+      entry.lo = index, entry.hi = min(index + each, Text::INDICES);
+      run<M, Op>();
+    }
+    kept = cache;
+    std::vector<double> expected = text.step(x), found;
+    for (int i = 0; i < Text::OUT; i++) found.push_back(published<M>(entry.out, i));
+    const std::vector<double> state = text.state();
+    expected.insert(expected.end(), state.begin(), state.end());
+    for (int i = 0; i < Text::STATE; i++) found.push_back(reinterpret_cast<const float*>(kept.data())[i]);
+    report(name, expected, found);
+  }
+}
+template <class M, class G>
+static void convolve(const char* name, int each) { recurrent<M, Convolve<M, G>, ConvolveText<G>>(name, each); }
+template <class M, class G>
+static void scan(const char* name) { recurrent<M, Scan<M, G>, ScanText<G>>(name); }
+template <class M, class G>
+static void group_norm(const char* name) {
+  for (u64 seed = 1; seed <= 2; seed++) {
+    u64 state = seed;
+    start();
+    const std::vector<float> x = numbers(state, G::WIDTH), gate = numbers(state, G::GATE_COLS), gains = numbers(state, G::WIDTH);
+    entry.x = packets<M>(x), entry.gate = packets<M>(gate), entry.norm_weight = constant(gains), entry.out = room(G::WIDTH + 2);
+    for (int group = 0; group < G::GROUPS; group++) {
+      entry.lo = group, entry.hi = group + 1;
+      run<M, GroupNorm<M, G>>();
+    }
+    std::vector<double> found;
+    for (int i = 0; i < G::WIDTH; i++) found.push_back(published<M>(entry.out, i));
+    report(name, expected_groups<G>(x, gate, gains), found);
+  }
+}
+
 int main() {
   typedef Machine<Elem::F32> F;
   typedef Machine<Elem::BF16> B;
@@ -550,6 +609,7 @@ int main() {
   matvec<F, Pairs<Product<40, 96, Norm::RMS, Epilogue::STORE, 8, 1>>>("matvec-two-at-once");
   matvec<F, Product<21, 128, Norm::LAYER, Epilogue::ACT, 8, 1>>("matvec-layer-act");
   matvec<F, Product<36, 64, Norm::RMS, Epilogue::GATED, 8, 1>>("matvec-gated");
+  matvec<F, Factor<Product<36, 64, Norm::RMS, Epilogue::GATED, 8, 1>>>("matvec-gated-by");
   matvec<F, Product<16, 200, Norm::NONE, Epilogue::RESIDUAL, 8, 0>>("matvec-residual-chunks");
   matvec<F, Product<37, 64, Norm::RMS, Epilogue::LOGITS, 8, 1>>("matvec-logits");
   matvec<F, Product<12, 128, Norm::NONE, Epilogue::STORE, 4, 1>>("matvec-units-of-4");
@@ -671,4 +731,16 @@ int main() {
   mix<F, Net<1, 2, 10, 300, 3, true>>("mix-wide");
   mix<F, Net<2, 2, 128, 128, 1, false>>("mix-128");
   mix<B, Net<1, 3, 16, 32, 4, false>>("mix-bf16");
+  // One and several units of a task, the last with two channels; more than the threads have.
+  convolve<F, Channels<34, 3, false>>("convolve", 1);
+  convolve<F, Channels<600, 4, true>>("convolve-bias", 75);
+  convolve<B, Channels<72, 2, true>>("convolve-two-bf16", 4);
+  // As for mix; b and c of one group, and of several.
+  scan<F, Steps<4, 6, 2, 10, 4, true, true>>("scan-parts");
+  scan<F, Steps<2, 300, 1, 6, 3, false, false>>("scan-wide");
+  scan<F, Steps<2, 64, 2, 128, 1, true, false>>("scan-64");
+  scan<B, Steps<3, 16, 1, 32, 4, true, true>>("scan-bf16");
+  group_norm<F, Groups<24, 3, false>>("group_norm");
+  group_norm<F, Groups<700, 1, true>>("group_norm-gated");
+  group_norm<B, Groups<80, 2, true>>("group_norm-gated-bf16");
 }

@@ -9,12 +9,13 @@ use crate::sampling::compiled;
 use crate::skipped;
 
 /// Each case, and how often it runs, with different numbers or at different positions.
-const CASES: [(&str, usize); 111] = [
+const CASES: [(&str, usize); 122] = [
     ("matvec-store-bias", 3),
     ("matvec-rms-ragged", 3),
     ("matvec-two-at-once", 3),
     ("matvec-layer-act", 3),
     ("matvec-gated", 3),
+    ("matvec-gated-by", 3),
     ("matvec-residual-chunks", 3),
     ("matvec-logits", 3),
     ("matvec-units-of-4", 3),
@@ -121,8 +122,18 @@ const CASES: [(&str, usize); 111] = [
     ("mix-wide", 7),
     ("mix-128", 7),
     ("mix-bf16", 7),
+    ("convolve", 7),
+    ("convolve-bias", 7),
+    ("convolve-two-bf16", 7),
+    ("scan-parts", 7),
+    ("scan-wide", 7),
+    ("scan-64", 7),
+    ("scan-bf16", 7),
+    ("group_norm", 2),
+    ("group_norm-gated", 2),
+    ("group_norm-gated-bf16", 2),
 ];
-const CASES_OF_ROWS: [(&str, usize); 132] = [
+const CASES_OF_ROWS: [(&str, usize); 142] = [
     ("matvec-8-bf16", 2),
     ("matvec-8-long-bf16", 2),
     ("matvec-8-even-bf16", 2),
@@ -155,6 +166,7 @@ const CASES_OF_ROWS: [(&str, usize); 132] = [
     ("matvec-lanes", 2),
     ("matvec-lanes-layer", 2),
     ("matvec-lanes-gated", 2),
+    ("matvec-lanes-gated-by", 2),
     ("matvec-lanes-residual", 2),
     ("codes-8-int8-rows", 2),
     ("codes-8-int8-32-zeros", 2),
@@ -226,6 +238,15 @@ const CASES_OF_ROWS: [(&str, usize); 132] = [
     ("chosen-lanes-gated", 1),
     ("chosen-8-e4m3-rows-bf16", 1),
     ("chosen-16-int4-32-bf16", 1),
+    ("convolve", 3),
+    ("convolve-bias-bf16", 3),
+    ("convolve-two-bf16", 3),
+    ("scan", 3),
+    ("scan-bf16", 3),
+    ("scan-64-bf16", 3),
+    ("group_norm", 1),
+    ("group_norm-gated-bf16", 1),
+    ("group_norm-16-bf16", 1),
     ("attention-halves-bf16", 5),
     ("attention-window-bf16", 5),
     ("attention-pairs-bf16", 5),

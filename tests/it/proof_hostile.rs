@@ -2,7 +2,7 @@
 
 use crate::proof_support::*;
 use monobloc::dtype::DType;
-use monobloc::ir::op::{Access, Mix, Op, Role};
+use monobloc::ir::op::{Access, GroupNorm, Mix, Op, Role, Scan};
 use monobloc::ir::program::{Rows, Second, Space};
 use monobloc::ir::schedule::{Mechanism, Schedule, Source};
 use monobloc::ir::{BufferId, EventId, GridId, TaskId};
@@ -136,6 +136,17 @@ fn scramble(s: &mut Schedule, random: &mut Random) -> Option<String> {
                 Op::Mix(mix) => {
                     let Mix { key_heads, value_heads, key_dim, value_dim, kernel, .. } = mix;
                     let field = [key_heads, value_heads, key_dim, value_dim, kernel].into_iter().nth(k % 5)?;
+                    *field = other(random, *field);
+                }
+                Op::Convolve(convolve) if k < 3 => convolve.channels = other(random, convolve.channels),
+                Op::Convolve(convolve) => convolve.kernel = other(random, convolve.kernel),
+                Op::Scan(scan) => {
+                    let Scan { heads, head_dim, groups, state, kernel, .. } = scan;
+                    let field = [heads, head_dim, groups, state, kernel].into_iter().nth(k % 5)?;
+                    *field = other(random, *field);
+                }
+                Op::GroupNorm(GroupNorm { width, groups, .. }) => {
+                    let field = [width, groups].into_iter().nth(k % 2)?;
                     *field = other(random, *field);
                 }
                 Op::Combine(combine) if k < 3 => combine.width = other(random, combine.width),

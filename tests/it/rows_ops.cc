@@ -70,7 +70,14 @@ static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCurso
 #include "ops/route.cuh"
 #include "rows/experts.cuh"
 #include "rows/mix.cuh"
+#include "ops/convolve.cuh"
+#include "ops/scan.cuh"
+#include "ops/group_norm.cuh"
+#include "rows/convolve.cuh"
+#include "rows/scan.cuh"
+#include "rows/group_norm.cuh"
 #include "op_formulas.h"
+#include "op_recurrent.h"
 #include "op_caches.h"
 #include "op_codes.h"
 
@@ -187,7 +194,13 @@ struct Product {
   static constexpr Norm NORM = N;
   static constexpr Epilogue EPILOGUE = E;
   static constexpr Act ACT = Act::SILU;
-  static constexpr float EPS = 1e-5f, SCALE = 0.5f, SOFTCAP = E == Epilogue::LOGITS ? 3.f : 0.f;
+  static constexpr float EPS = 1e-5f, SCALE = E == Epilogue::GATED ? 1.f : 0.5f, SOFTCAP = E == Epilogue::LOGITS ? 3.f : 0.f;
+};
+
+// The gate is multiplied first.
+template <class P>
+struct Factor : P {
+  static constexpr float SCALE = 0.75f;
 };
 
 // The row of the matrix for a row of a unit, or -1. In gated units, the first half is from the first half of the matrix.
@@ -301,7 +314,7 @@ static void matvec(const char* name, u64 active) {
         const double old = before[row * M::RESIDUAL_COLS + r];
         double value = y[r];
         if (G::EPILOGUE == Epilogue::ACT) value = silu(y[r]);
-        if (G::EPILOGUE == Epilogue::GATED) value = silu(y[r]) * y[G::ROWS / 2 + r];
+        if (G::EPILOGUE == Epilogue::GATED) value = silu(G::SCALE * y[r]) * y[G::ROWS / 2 + r];
         if (G::EPILOGUE == Epilogue::RESIDUAL) value = old + G::SCALE * y[r];
         if (G::EPILOGUE == Epilogue::LOGITS) value = G::SOFTCAP * std::tanh(G::SCALE * y[r] / G::SOFTCAP);
         const bool is_logit = G::EPILOGUE == Epilogue::LOGITS;
@@ -619,6 +632,95 @@ static void attention(const char* name) {
   }
 }
 
+// ---- convolve, scan, group_norm -------------------------------------------------------------------------------------
+
+// Three launches of texts in sequences of their own: of some rows and of one; a row that takes no part and one beyond the launch leave their
+// states alone. States are not numbers at first.
+template <class M, class Op, class Text>
+static void recurrent(const char* name, int each = 1) {
+  constexpr int SEQUENCES = 4;
+  // Rows of each sequence in each launch; below 0: one that takes no part.
+  constexpr int COUNTS[3][SEQUENCES] = {{3, 1, 1, 0}, {1, -1, 2, 1}, {0, 3, -1, 4}};
+  u64 seed = 99;
+  const Text first(seed);
+  std::vector<Text> texts(SEQUENCES, first);
+  std::vector<u8> kept(SEQUENCES * Text::STATE * 4, 0xff);
+  for (const auto& counts : COUNTS) {
+    u64 active = 0;
+    int count = 0;
+    for (int n : counts) {
+      for (int i = 0; i < n; i++) active |= u64(1) << (count + i);
+      count += std::abs(n);
+    }
+    start<M>(count, active);
+    params.row_count = count;
+    first.constants_of(entry);
+    const u32 in = words<M, Text::COLS>(), out = words<M, Text::OUT>();
+    entry.x = in, entry.out = out;
+    std::vector<double> expected, found;
+    std::vector<std::pair<int, std::vector<double>>> results;
+    for (int sequence = 0, row = 0; sequence < SEQUENCES; sequence++) {
+      const int begin = row, n = counts[sequence];
+      for (int i = 0; i < std::abs(n); i++, row++) {
+        rows[row].sequence = sequence, rows[row].first = begin;
+        rows[row].position = u32(texts[sequence].inputs.size());
+        if (n < 0) continue;
+        const std::vector<float> x = numbers(seed, Text::COLS);
+        put_words<M, Text::COLS>(in, row, x);
+        results.emplace_back(row, texts[sequence].step(x));
+      }
+    }
+    cache = kept;
+    for (int index = 0; index < Text::INDICES; index += each) {
+      entry.lo = index, entry.hi = min(index + each, Text::INDICES);
+      run<M, Op>();
+    }
+    kept = cache;
+    for (const auto& [row, y] : results)
+      for (int i = 0; i < Text::OUT; i++) expected.push_back(y[i]), found.push_back(published<M, Text::OUT>(out, row, i));
+    for (int row = 0; row < M::ROWS; row++)
+      if (!takes(active, row)) expected.push_back(1), found.push_back(left_alone<M, Text::OUT>(out, row));
+    for (int sequence = 0; sequence < SEQUENCES; sequence++) {
+      const float* state = reinterpret_cast<const float*>(kept.data()) + sequence * Text::STATE;
+      const std::vector<double> y = texts[sequence].state();
+      for (int i = 0; i < Text::STATE; i++) {
+        const bool none = texts[sequence].inputs.empty();
+        expected.push_back(none ? 1 : y[i]), found.push_back(none ? std::isnan(state[i]) : state[i]);
+      }
+    }
+    report(name, expected, found);
+  }
+}
+template <class M, class G>
+static void convolve(const char* name, int each) { recurrent<M, RowsConvolve<M, G>, ConvolveText<G>>(name, each); }
+template <class M, class G>
+static void scan(const char* name) { recurrent<M, RowsScan<M, G>, ScanText<G>>(name); }
+template <class M, class G>
+static void group_norm(const char* name, u64 active) {
+  u64 seed = 5;
+  start<M>(1, active);
+  const u32 in = words<M, G::WIDTH>(), gates = words<M, G::GATE_COLS>(), out = words<M, G::WIDTH>();
+  const std::vector<float> gains = numbers(seed, G::WIDTH);
+  entry.x = in, entry.gate = gates, entry.out = out, entry.norm_weight = constant(gains);
+  std::vector<double> expected, found;
+  std::vector<std::vector<double>> results(M::ROWS);
+  for (int row = 0; row < M::ROWS; row++)
+    if (takes(active, row)) {
+      const std::vector<float> x = numbers(seed, G::WIDTH), gate = numbers(seed, G::GATE_COLS);
+      put_words<M, G::WIDTH>(in, row, x), put_words<M, G::GATE_COLS>(gates, row, gate);
+      results[row] = expected_groups<G>(x, gate, gains);
+    }
+  for (int group = 0; group < G::GROUPS; group++) {
+    entry.lo = group, entry.hi = group + 1;
+    run<M, RowsGroupNorm<M, G>>();
+  }
+  for (int row = 0; row < M::ROWS; row++) {
+    if (!takes(active, row)) expected.push_back(1), found.push_back(left_alone<M, G::WIDTH>(out, row));
+    for (size_t i = 0; i < results[row].size(); i++) expected.push_back(results[row][i]), found.push_back(published<M, G::WIDTH>(out, row, i));
+  }
+  report(name, expected, found);
+}
+
 int main() {
   typedef Machine<Elem::BF16, 8> B8;
   typedef Machine<Elem::BF16, 16> B16;
@@ -667,6 +769,7 @@ int main() {
   matvec<F8, Product<40, 100, Norm::NONE, Epilogue::STORE, 4, 2, 8, true>>("matvec-lanes", some & 0xff);
   matvec<F8, Product<21, 70, Norm::LAYER, Epilogue::ACT, 2, 1>>("matvec-lanes-layer", some & 0xff);
   matvec<F8, Product<36, 64, Norm::RMS, Epilogue::GATED, 2, 2>>("matvec-lanes-gated", 0xff);
+  matvec<F8, Factor<Product<36, 64, Norm::RMS, Epilogue::GATED, 2, 2>>>("matvec-lanes-gated-by", 0xff);
   matvec<F8, Product<16, 200, Norm::RMS, Epilogue::RESIDUAL, 4, 2>>("matvec-lanes-residual", some & 0xff);
   // Codes; without a norm x is exact. Blocks with several granules of a warp and with one, the last one shorter; single units.
   typedef Product<44, 200, Norm::NONE, Epilogue::RESIDUAL, 4, 3> Short;
@@ -749,6 +852,16 @@ int main() {
   chosen<F8, BySlots<Product<32, 64, Norm::RMS, Epilogue::GATED, 2, 2>, false>>("chosen-lanes-gated", 0x95);
   chosen<B8, CodedAs<BySlots<Product<32, 64, Norm::RMS, Epilogue::GATED, 4, 2>, false>, Code::E4M3, 0, ScaleCode::NONE, false, true>>("chosen-8-e4m3-rows-bf16", 0x95);
   chosen<B16, CodedAs<BySlots<Product<24, 128, Norm::NONE, Epilogue::STORE, 4, 2, 8, true>, true>, Code::INT4, 32, ScaleCode::F16, false, false>>("chosen-16-int4-32-bf16", 0x8421);
+  // Rows of several sequences: more and fewer channels than a warp has, more than the threads have; heads in parts.
+  convolve<F8, Channels<34, 3, false>>("convolve", 1);
+  convolve<B8, Channels<150, 4, true>>("convolve-bias-bf16", 19);
+  convolve<B16, Channels<600, 2, true>>("convolve-two-bf16", 75);
+  scan<F8, Steps<4, 6, 2, 10, 4, true, true>>("scan");
+  scan<B8, Steps<3, 16, 1, 32, 3, false, false>>("scan-bf16");
+  scan<B16, Steps<2, 64, 2, 16, 4, true, true>>("scan-64-bf16");
+  group_norm<F8, Groups<24, 3, false>>("group_norm", some & 0xff);
+  group_norm<B8, Groups<700, 1, true>>("group_norm-gated-bf16", some & 0xff);
+  group_norm<B16, Groups<80, 2, true>>("group_norm-16-bf16", some);
   typedef Heads<4, 2, 2, 64, 64, false, HeadNorm::NONE, 0, 1> Halves;
   attention<B8, Swizzled<Halves, 1, true>>("attention-halves-bf16");
   attention<B8, Capped<Swizzled<Heads<4, 4, 4, 64, 0, false, HeadNorm::HEAD, 24, 1>, 1, false>>>("attention-window-bf16");

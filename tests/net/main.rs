@@ -63,7 +63,11 @@ fn cut(config: &mut Value) {
     }
 }
 
-/// The shapes of `manifests/configs`, cut, by name.
+/// Models whose kernels are not in the net, which would take minutes: tests of their ops have their programs at small shapes.
+const LEFT_OUT: [&str; 6] =
+    ["falcon-h1-1.5b", "granite-4.0-h-1b", "granite-4.0-h-tiny", "lfm2-1.2b", "nemotron-h-8b", "nemotron-nano-9b-v2"];
+
+/// The other shapes of `manifests/configs`, cut, by name.
 fn shapes() -> Vec<(String, Value)> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("manifests/configs");
     let mut paths: Vec<PathBuf> = fs::read_dir(root).unwrap().map(|file| file.unwrap().path()).collect();
@@ -73,7 +77,7 @@ fn shapes() -> Vec<(String, Value)> {
         cut(&mut config);
         (path.file_stem().unwrap().display().to_string(), config)
     };
-    paths.into_iter().map(shape).collect()
+    paths.into_iter().map(shape).filter(|(name, _)| !LEFT_OUT.contains(&name.as_str())).collect()
 }
 
 /// The model of a config with weights of a format.

@@ -414,7 +414,7 @@ impl Build<'_> {
         let gains = VectorPart { view: Some(RowView::range(TensorId(0), 0)), len: cols };
         buffer.rows = rows;
         buffer.content = Some(match rows {
-            1 => Content::Vectors { parts: vec![gains], offset: 0.0, interleave: 1 },
+            1 => Content::Vectors { parts: vec![gains], offset: 0.0, scale: 1.0, interleave: 1 },
             _ => Content::Tensor(TensorId(0)),
         });
         id

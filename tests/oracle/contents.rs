@@ -11,13 +11,14 @@
 use super::footprint::{columns_of, pitch, table_of};
 use super::machine::share;
 use super::{Fault, Kind};
-use monobloc::ir::op::{Attention, Combine, Epilogue, MatVec, Mix, Op, Role, Route};
+use monobloc::ir::op::{Attention, Combine, Convolve, Epilogue, GroupNorm, MatVec, Mix, Op, Role, Route, Scan};
 use monobloc::ir::program::{Grid, Space};
 use monobloc::ir::schedule::{Schedule, Task};
 use monobloc::ir::table::Holds;
 use monobloc::model::graph::QkNormSpan;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Debug;
+use std::ops::Range;
 
 /// Longest text that is run whole, in positions.
 const WHOLE: u32 = 10;
@@ -193,6 +194,9 @@ impl<'a> Text<'a> {
             Op::Route(route) => self.route(step, route),
             Op::Combine(combine) => self.combine(step, combine),
             Op::Mix(mix) => self.mix(step, mix),
+            Op::Convolve(convolve) => self.convolve(step, convolve),
+            Op::Scan(scan) => self.scan(step, scan),
+            Op::GroupNorm(norm) => self.group_norm(step, norm),
             Op::Report => {
                 let token = self.read(step, Role::Token, 0)?;
                 self.output(step, Role::Out, 0, token);
@@ -319,9 +323,12 @@ impl<'a> Text<'a> {
                     best = best.max(y);
                     self.output(step, Role::Logits, row, y);
                 }
-                Epilogue::Store | Epilogue::Scores | Epilogue::Act(_) | Epilogue::Gated(_) | Epilogue::Clamped(_) => {
-                    self.write(step, Role::Out, slot + row, y)
-                }
+                Epilogue::Store
+                | Epilogue::Scores
+                | Epilogue::Act(_)
+                | Epilogue::Gated(_)
+                | Epilogue::GatedBy { .. }
+                | Epilogue::Clamped(_) => self.write(step, Role::Out, slot + row, y),
             }
         }
         if matches!(m.epilogue, Epilogue::Logits { .. }) {
@@ -347,14 +354,60 @@ impl<'a> Text<'a> {
             said(op),
         ];
         let x = fold(inputs.into_iter().chain(constants));
+        self.update(step, x, head * of_state..(head + 1) * of_state, head * values..(head + 1) * values)
+    }
+
+    /// Brings columns of a state on by `x`, and leaves `out` of all of them.
+    fn update(&mut self, step: &Step, x: u64, columns: Range<u32>, out: Range<u32>) -> Result<(), Fault> {
         let mut all = x;
-        for c in head * of_state..(head + 1) * of_state {
+        for c in columns {
             let old = if step.position == 0 { 0 } else { self.kept(step, c)? };
             let new = fold([old, x, c.into()]);
             all = mix(all, new);
             self.write(step, Role::State, c, new);
         }
-        (head * values..(head + 1) * values).for_each(|c| self.write(step, Role::Out, c, fold([all, c.into()])));
+        out.for_each(|c| self.write(step, Role::Out, c, fold([all, c.into()])));
+        Ok(())
+    }
+
+    /// The same of each channel by itself.
+    fn convolve(&mut self, step: &Step, op: &Convolve) -> Result<(), Fault> {
+        for channel in 8 * step.task.lo..(8 * step.task.hi).min(op.channels) {
+            let [x, b, c] = [Role::X, Role::B, Role::C].map(|role| self.read(step, role, channel));
+            let constants = [Role::Conv, Role::Bias].map(|role| self.content(step, role));
+            let x = fold([x?, b?, c?, said(op), channel.into()].into_iter().chain(constants));
+            let past = op.kernel - 1;
+            self.update(step, x, channel * past..(channel + 1) * past, channel..channel + 1)?;
+        }
+        Ok(())
+    }
+
+    fn scan(&mut self, step: &Step, op: &Scan) -> Result<(), Fault> {
+        let (head, dim, width) = (step.task.lo, op.head_dim, op.state);
+        let group = head / (op.heads / op.groups) * width;
+        let of_state = dim * width + (op.kernel - 1) * (dim + 2 * width);
+        let constants =
+            [Role::Conv, Role::Bias, Role::ALog, Role::D, Role::DtBias].map(|role| self.content(step, role));
+        let gate = if op.gate.is_some() { self.digest(step, Role::Gate, head * dim, dim)? } else { 0 };
+        let inputs = [
+            self.digest(step, Role::X, head * dim, dim)?,
+            self.digest(step, Role::B, group, width)?,
+            self.digest(step, Role::C, group, width)?,
+            self.read(step, Role::Step, head)?,
+            gate,
+            said(op),
+        ];
+        let x = fold(inputs.into_iter().chain(constants));
+        self.update(step, x, head * of_state..(head + 1) * of_state, head * dim..(head + 1) * dim)
+    }
+
+    fn group_norm(&mut self, step: &Step, op: &GroupNorm) -> Result<(), Fault> {
+        let each = op.width / op.groups;
+        let columns = step.task.lo * each..(step.task.lo + 1) * each;
+        let gate = if op.gate.is_some() { self.digest(step, Role::Gate, columns.start, each)? } else { 0 };
+        let x = self.digest(step, Role::X, columns.start, each)?;
+        let x = fold([x, gate, said(op), self.content(step, Role::NormWeight)]);
+        columns.for_each(|c| self.write(step, Role::Out, c, fold([x, c.into()])));
         Ok(())
     }
 

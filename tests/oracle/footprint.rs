@@ -3,7 +3,9 @@
 use super::{Fault, Kind};
 use monobloc::dtype::DType;
 use monobloc::format::{Format, Groups, ScaleCode};
-use monobloc::ir::op::{Access, Attention, Combine, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role, Route};
+use monobloc::ir::op::{
+    Access, Attention, Combine, Convolve, Epilogue, GroupNorm, MatVec, NormAttr, Op, QkNormAttr, Role, Route, Scan,
+};
 use monobloc::ir::program::{Buffer, Cols, Content, Grid, Home, Operand, Rows, Second, Space};
 use monobloc::ir::schedule::{Mechanism, Schedule, Scope, Source, Task};
 use monobloc::ir::table::{Holds, Table, TableHome};
@@ -336,6 +338,29 @@ fn numbers(s: &Schedule) -> Result<(), Fault> {
                     && m.eps.is_finite()
                     && m.eps > 0.0
             }
+            Op::Convolve(Convolve { channels, kernel }) => {
+                let state = u64::from(*channels).saturating_mul(u64::from(*kernel));
+                *channels > 0 && channels % 2 == 0 && *kernel > 1 && state < 1 << 29
+            }
+            Op::Scan(Scan { heads, head_dim, groups, state, kernel, scales, gate }) => {
+                let [dim, width, taps] = [*head_dim, *state, *kernel].map(u64::from);
+                let kept = (dim * width).saturating_add(taps.saturating_mul(dim + 2 * width));
+                [*heads, *head_dim, *groups, *state, *kernel].iter().all(|&n| n > 0)
+                    && heads % groups == 0
+                    && head_dim % 2 == 0
+                    && state % 2 == 0
+                    && kept.saturating_mul(u64::from(*heads)) < 1 << 29
+                    && scales.iter().chain(gate).all(|scale| scale.is_finite())
+            }
+            Op::GroupNorm(GroupNorm { width, groups, eps, gate }) => {
+                *groups > 0
+                    && *width > 0
+                    && *width < 1 << 29
+                    && width % (2 * u64::from(*groups).min(1 << 29) as u32) == 0
+                    && eps.is_finite()
+                    && *eps > 0.0
+                    && gate.is_none_or(f32::is_finite)
+            }
             Op::Combine(c) => {
                 let columns = u64::from(c.width) * (u64::from(c.slots) + 1);
                 c.width > 0 && c.slots > 0 && columns < 1 << 29 && c.scale.is_finite()
@@ -345,6 +370,7 @@ fn numbers(s: &Schedule) -> Result<(), Fault> {
                 let tail = match m.epilogue {
                     Epilogue::Store | Epilogue::Scores | Epilogue::Act(_) => true,
                     Epilogue::Gated(_) => m.rows % 2 == 0,
+                    Epilogue::GatedBy { scale, .. } => m.rows % 2 == 0 && scale.is_finite(),
                     Epilogue::Clamped(c) => {
                         m.rows % 2 == 0 && c.alpha.is_finite() && c.limit.is_finite() && c.limit > 0.0
                     }
@@ -394,6 +420,9 @@ fn numbers(s: &Schedule) -> Result<(), Fault> {
             Op::Report | Op::Route(_) => Some(1),
             Op::Combine(c) => Some(c.width.div_ceil(8)),
             Op::Mix(mix) => Some(mix.value_heads),
+            Op::Convolve(convolve) => Some(convolve.channels.div_ceil(8)),
+            Op::Scan(scan) => Some(scan.heads),
+            Op::GroupNorm(norm) => Some(norm.groups),
             Op::Embed { .. } => grid.operand(Role::Table).map(|o| p.buffers[o.buffer.index()].cols.div_ceil(8)),
             Op::MatVec(m) => Some(units(m)),
             Op::Attention(a) => Some(a.heads / a.heads_per_task),
@@ -444,7 +473,7 @@ fn units(m: &MatVec) -> u32 {
 /// Columns of the output that a unit makes, and all of them.
 pub(super) fn columns_of(m: &MatVec) -> (u32, u32) {
     match m.epilogue {
-        Epilogue::Gated(_) | Epilogue::Clamped(_) => (4, m.rows / 2),
+        Epilogue::Gated(_) | Epilogue::GatedBy { .. } | Epilogue::Clamped(_) => (4, m.rows / 2),
         _ => (m.unit_rows.max(1), m.rows),
     }
 }
@@ -476,6 +505,8 @@ fn launches(s: &Schedule) -> Result<(), Fault> {
                     | Op::Attention(_)
                     | Op::AttentionMerge { .. }
                     | Op::Mix(_)
+                    | Op::Scan(_)
+                    | Op::GroupNorm(_)
                     | Op::Embed { everywhere: true, .. }
                     | Op::NormAdd { everywhere: true, .. }
             );
@@ -588,6 +619,55 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
                 part(Role::Out, Write, Exchange, pr.wire, lo * values, (lo + 1) * values),
             ]
         }
+        Op::Convolve(Convolve { channels, kernel }) => {
+            let (from, to) = (8 * lo, (8 * hi).min(u64::from(*channels)));
+            let read = |role| part(role, Read, Exchange, pr.wire, from, to);
+            let taps = u64::from(*kernel);
+            vec![
+                read(Role::X),
+                read(Role::B),
+                read(Role::C),
+                vector(Role::Conv, from * taps, to * taps),
+                vector(Role::Bias, from, to),
+                part(Role::State, Update, State, DType::F32, from * (taps - 1), to * (taps - 1)),
+                part(Role::Out, Write, Exchange, pr.wire, from, to),
+            ]
+        }
+        Op::Scan(scan) => {
+            let [dim, width, heads, taps] = [scan.head_dim, scan.state, scan.heads, scan.kernel].map(u64::from);
+            let groups = u64::from(scan.groups);
+            let (group, state) = (lo / (heads / groups), dim * width + (taps - 1) * (dim + 2 * width));
+            let channels = heads * dim + 2 * groups * width;
+            let read = |role, lo, hi| part(role, Read, Exchange, pr.wire, lo, hi);
+            let mut parts = vec![
+                read(Role::X, lo * dim, (lo + 1) * dim),
+                read(Role::B, group * width, (group + 1) * width),
+                read(Role::C, group * width, (group + 1) * width),
+                read(Role::Step, 0, heads),
+            ];
+            parts.extend(scan.gate.map(|_| read(Role::Gate, lo * dim, (lo + 1) * dim)));
+            parts.extend([
+                vector(Role::Conv, 0, channels * taps),
+                vector(Role::Bias, 0, channels),
+                vector(Role::ALog, 0, heads),
+                vector(Role::D, 0, heads),
+                vector(Role::DtBias, 0, heads),
+                part(Role::State, Update, State, DType::F32, lo * state, (lo + 1) * state),
+                part(Role::Out, Write, Exchange, pr.wire, lo * dim, (lo + 1) * dim),
+            ]);
+            parts
+        }
+        Op::GroupNorm(norm) => {
+            let each = u64::from(norm.width / norm.groups);
+            let (from, to) = (lo * each, (lo + 1) * each);
+            let read = |role| part(role, Read, Exchange, pr.wire, from, to);
+            let mut parts = vec![read(Role::X)];
+            parts.extend(norm.gate.map(|_| read(Role::Gate)));
+            // Unlike other norms, it has gains.
+            parts.push(vector(Role::NormWeight, from, to));
+            parts.push(part(Role::Out, Write, Exchange, pr.wire, from, to));
+            parts
+        }
         Op::Report => {
             vec![part(Role::Token, Read, Private, DType::I32, 0, 1), part(Role::Out, Write, Output, DType::I32, 0, 1)]
         }
@@ -627,7 +707,11 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
             parts.push(vector(Role::Bias, each * lo, each * hi));
             parts.extend(table_of(s, grid).map(|_| part(Role::Choices, Read, Exchange, DType::I32, j, j + 1)));
             match m.epilogue {
-                Epilogue::Store | Epilogue::Act(_) | Epilogue::Gated(_) | Epilogue::Clamped(_) => {
+                Epilogue::Store
+                | Epilogue::Act(_)
+                | Epilogue::Gated(_)
+                | Epilogue::GatedBy { .. }
+                | Epilogue::Clamped(_) => {
                     let (each, columns) = columns_of(m);
                     // A slot is whole units: packets are polled in pairs.
                     let columns = if table_of(s, grid).is_some() { columns.next_multiple_of(each) } else { columns };
@@ -771,7 +855,8 @@ fn optional(op: &Op, role: Role) -> bool {
         _ => false,
     };
     let gate = role == Role::Gate && matches!(op, Op::Combine(_));
-    role == Role::Bias || gate || norms.contains(&role) || adds && role == Role::Out
+    let normed = norms.contains(&role) && !matches!(op, Op::GroupNorm(_));
+    role == Role::Bias || gate || normed || adds && role == Role::Out
 }
 
 fn foot(s: &Schedule, grid: &Grid, task: &Task, vocab: u32) -> Result<Foot, Fault> {
@@ -1400,6 +1485,14 @@ fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
                 need("heads", (2 * (keys + values) + 2) * 4);
                 scratch = scratch.max((32 * warps / values).clamp(1, keys) * values * 2 * 4);
             }
+            Op::Scan(scan) => {
+                let (dim, width) = (u64::from(scan.head_dim), u64::from(scan.state));
+                let gates = if scan.gate.is_some() { dim } else { 0 };
+                need("heads", (dim + 2 * width + gates + 1) * 4);
+                scratch = scratch.max((32 * warps / dim).clamp(1, width) * dim * 4);
+            }
+            // Threads have channels and columns in registers.
+            Op::Convolve(_) | Op::GroupNorm(_) => {}
             Op::Select | Op::Report | Op::Combine(_) | Op::Embed { .. } | Op::NormAdd { .. } => {}
         }
     }

@@ -597,6 +597,18 @@ fn attribute(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<E
             3 => mix.key_dim += 1,
             _ => mix.value_dim = 0,
         },
+        Op::Convolve(convolve) if k < 2 => convolve.kernel = k as u32,
+        Op::Convolve(convolve) => convolve.channels += 1,
+        Op::Scan(scan) => match k {
+            0 => scan.scales[1] = f32::NAN,
+            1 => scan.kernel = 0,
+            2 => scan.groups = 0,
+            3 => scan.head_dim += 1,
+            _ => scan.state = 0,
+        },
+        Op::GroupNorm(norm) if k < 2 => norm.eps = [f32::NAN, 0.0][k],
+        Op::GroupNorm(norm) if k == 2 => norm.groups = 0,
+        Op::GroupNorm(norm) => norm.gate = Some(f32::INFINITY),
         Op::Select | Op::Report => return None,
     }
     Some(vec![Entity::Grid(GridId::from(g))])
@@ -1042,6 +1054,7 @@ fn content(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Ent
         1 => Some(Content::Tensor(TensorId(0))),
         2 => Some(Content::Vectors {
             parts: vec![VectorPart { view: None, len: buffer.cols }],
+            scale: 1.0,
             offset: 0.0,
             interleave: 1,
         }),
