@@ -61,7 +61,7 @@ impl Candidate {
         (sms, consumer_warps): (u32, u32),
         fixed: u64,
     ) -> Candidate {
-        let attention = graph.layers.iter().find_map(Layer::attention);
+        let attention = graph.layers.iter().find_map(Layer::history);
         let (heads, kv_heads, head_dim) = attention.map_or((1, 1, 0), |a| (a.heads, a.kv_heads, a.head_dim));
         let group_most = heads_per_task_most(heads / kv_heads);
         let cpu = target.kind == TargetKind::Cpu;

@@ -434,13 +434,19 @@ fn numbers(
 fn put_codes(format: Format, row: &CodedRow, r: usize, unit: &mut [u8]) {
     let (granule_k, row_bytes) = (format.granule_k() as usize, GRANULE_ROW_BYTES as usize);
     let places: Vec<(usize, u32)> = (0..granule_k).map(|k| format.place(k)).collect();
+    let pairs = (format.code.bits() == 4).then(|| pairs_of(&places, row_bytes));
     let group_k = format.groups.map_or(granule_k, |groups| groups.k as usize);
     let granules = unit.chunks_exact_mut(format.granule_bytes() as usize).zip(row.codes.chunks(granule_k));
     for (granule, codes) in granules.enumerate().map(|(g, (granule, codes))| ((g, granule), codes)) {
         let (g, granule) = granule;
         let own = &mut granule[r * row_bytes..(r + 1) * row_bytes];
-        for (code, (byte, shift)) in codes.iter().zip(&places) {
-            own[*byte] |= format.code.stored(*code, *shift);
+        match &pairs {
+            Some(pairs) if codes.len() == granule_k => put_pairs(format.code, codes, pairs, own),
+            _ => {
+                for (code, (byte, shift)) in codes.iter().zip(&places) {
+                    own[*byte] |= format.code.stored(*code, *shift);
+                }
+            }
         }
         if let Some(groups) = format.groups {
             for i in 0..format.granule_groups() as usize {
@@ -457,6 +463,22 @@ fn put_codes(format: Format, row: &CodedRow, r: usize, unit: &mut [u8]) {
                 }
             }
         }
+    }
+}
+
+/// For each byte of a row of a granule, the columns of its two codes of 4 bits.
+fn pairs_of(places: &[(usize, u32)], row_bytes: usize) -> Vec<[usize; 2]> {
+    let mut pairs = vec![[0; 2]; row_bytes];
+    for (k, &(byte, shift)) in places.iter().enumerate() {
+        pairs[byte][usize::from(shift > 0)] = k;
+    }
+    pairs
+}
+
+/// Writes a whole row of codes of 4 bits, a byte at a time.
+fn put_pairs(code: Code, codes: &[u8], pairs: &[[usize; 2]], out: &mut [u8]) {
+    for (byte, &[low, high]) in out.iter_mut().zip(pairs) {
+        *byte = code.stored(codes[low], 0) | code.stored(codes[high], 4);
     }
 }
 
@@ -755,6 +777,23 @@ mod tests {
             runs += 1;
         }
         assert!(runs > 20, "{runs} runs");
+    }
+
+    /// Whole granules of 4-bit codes are written a byte at a time; a row that ends inside one, code by code.
+    #[test]
+    fn codes_lie_where_their_format_says() {
+        for code in [Code::Int4, Code::E2m1] {
+            let format = Format { code, groups: None, row_scales: true };
+            let (granule_k, row_bytes) = (format.granule_k() as usize, GRANULE_ROW_BYTES as usize);
+            let codes: Vec<u8> = (0..2 * granule_k + 5).map(|at| (at * 7 % 16) as u8).collect();
+            let mut unit = vec![0; 3 * format.granule_bytes() as usize];
+            put_codes(format, &CodedRow { codes: codes.clone(), ..CodedRow::default() }, 3, &mut unit);
+            for (at, &expected) in codes.iter().enumerate() {
+                let (byte, shift) = format.place(at % granule_k);
+                let granule = at / granule_k * format.granule_bytes() as usize;
+                assert_eq!(code.loaded(unit[granule + 3 * row_bytes + byte], shift), expected, "{code:?}, column {at}");
+            }
+        }
     }
 
     #[test]

@@ -21,9 +21,9 @@ struct Mix {
   static constexpr int GROUP = G::VALUE_HEADS / G::KEY_HEADS, KEY_COLS = G::KEY_HEADS * G::KEY_DIM, VALUE_COLS = G::VALUE_HEADS * G::VALUE_DIM;
   static constexpr int MATRIX = G::KEY_DIM * G::VALUE_DIM, CHANNELS = 2 * G::KEY_DIM + G::VALUE_DIM, PAST = G::KERNEL - 1;
   static constexpr int STATE_COLS = MATRIX + PAST * CHANNELS;
-  // Parts of the rows of S, rows of a part, and columns of a thread.
-  static constexpr int MOST = THREADS / G::VALUE_DIM, PARTS = MOST < 1 ? 1 : MOST < G::KEY_DIM ? MOST : G::KEY_DIM;
-  static constexpr int ROWS = ceil_div(G::KEY_DIM, PARTS), COLS = ceil_div(G::VALUE_DIM, THREADS);
+  // Most parts of the rows of S, rows of a part, parts that have rows, and columns of a thread.
+  static constexpr int MOST = THREADS / G::VALUE_DIM < 1 ? 1 : THREADS / G::VALUE_DIM;
+  static constexpr int ROWS = ceil_div(G::KEY_DIM, MOST), PARTS = ceil_div(G::KEY_DIM, ROWS), COLS = ceil_div(G::VALUE_DIM, THREADS);
   // Pairs of q, k, v and the gate of a head; a thread has pairs tid, tid + THREADS, .. of them, and of the output.
   static constexpr int PAIRS = (CHANNELS + G::VALUE_DIM) / 2, IN_PAIRS = ceil_div(PAIRS, THREADS), OUT_PAIRS = ceil_div(G::VALUE_DIM / 2, THREADS);
 

@@ -524,6 +524,68 @@ __device__ __forceinline__ void copy_box_in_bulk(u8* to, const u8* map, u32 x, u
 #endif
 }
 
+// A box of a tensor map of three dimensions: lines of 64 bytes from `line` on, of units from `unit` on. What does not exist arrives as zeros.
+__device__ __forceinline__ void copy_lines_in_bulk(u8* to, const u8* map, u32 line, u32 unit, u64* full, u64 policy) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(smem_address(to)),
+               "l"(map), "r"(0), "r"(line), "r"(unit), "r"(smem_address(full)), "l"(policy)
+               : "memory");
+#endif
+}
+
+// Slots of weights that both blocks of a pair fill and read (`shares_weights`). A warp that has read one says so to both blocks, and a block copies to both once
+// all warps of both have. So the barriers of such slots are used at the scope of the cluster, with the fences above: an arrival that released by
+// itself would wait for all earlier stores to global memory.
+struct PairSlot {
+  // By some lanes of a warp, after `fence_received` by all of them: an arrival at the slot of block `rank` of the pair.
+  static __device__ __forceinline__ void arrive_if(u64* word, u32 rank, bool arrives) {
+#if ONE_SIDED_FENCES
+    asm volatile(
+        "{.reg .u32 r; .reg .pred p; setp.ne.u32 p, %2, 0; mapa.shared::cluster.u32 r, %0, %1; @p mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [r];}" ::"r"(
+            smem_address(word)
+        ),
+        "r"(rank), "r"(u32(arrives))
+        : "memory"
+    );
+#elif __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{.reg .u32 r; .reg .pred p; setp.ne.u32 p, %2, 0; mapa.shared::cluster.u32 r, %0, %1; @p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [r];}" ::"r"(
+            smem_address(word)
+        ),
+        "r"(rank), "r"(u32(arrives))
+        : "memory"
+    );
+#endif
+  }
+  static __device__ __forceinline__ bool reached(u64* word, u32 use) { return peer_has_sent(word, use); }
+  // `reached` may suspend the thread for a while; this one only looks.
+  static __device__ __forceinline__ bool peek(u64* word, u32 use) {
+    u32 done = 0;
+#if ONE_SIDED_FENCES
+    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.relaxed.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0,1,0,p;}"
+                 : "=r"(done)
+                 : "r"(smem_address(word)), "r"(use & 1u)
+                 : "memory");
+#elif __CUDA_ARCH__ >= 900
+    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0,1,0,p;}"
+                 : "=r"(done)
+                 : "r"(smem_address(word)), "r"(use & 1u)
+                 : "memory");
+#endif
+    return done;
+  }
+  // Copies to the same place of both blocks, each of which waits for the bytes at its own barrier.
+  static __device__ __forceinline__ void copy_lines(u8* to, const u8* map, u32 line, u32 unit, u64* full, u64 policy) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6, %7;" ::"r"(smem_address(to)),
+        "l"(map), "r"(0), "r"(line), "r"(unit), "r"(smem_address(full)), "h"((unsigned short)3), "l"(policy)
+        : "memory"
+    );
+#endif
+  }
+};
+
 // Whole warps wait for a slot after a first look in vain. Out of line, because ops wait for slots at many places. Returns the thread's
 // patience: a reference to it would force it into memory.
 template <bool COUNTERS>

@@ -21,7 +21,7 @@ use crate::ir::BufferId;
 use crate::ir::program::Space;
 use crate::rows::{Shape, Tables, runs};
 use crate::trace::STAMP_WORDS;
-use crate::waves::{Form, Proven, Ragged, WithTail, WorkId};
+use crate::waves::{Form, Plan, Proven, Ragged, WithTail, WorkId};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
@@ -71,6 +71,13 @@ struct Chosen {
     at: u64,
     slots: usize,
     bytes: u64,
+}
+
+impl Chosen {
+    fn of(plan: &Plan, at: WorkId) -> Chosen {
+        let work = &plan.work[at.index()];
+        Chosen { at: work.place, slots: work.cols as usize, bytes: work.bytes(plan.rows) }
+    }
 }
 
 /// What a launch is given in addition to its rows.
@@ -131,10 +138,6 @@ impl Loaded {
             Form::Chunk => 1,
             Form::Steps | Form::Tail => u64::from(plan.rows),
         };
-        let chosen = |at: WorkId| {
-            let work = &plan.work[at.index()];
-            Chosen { at: work.place, slots: work.cols as usize, bytes: work.bytes(plan.rows) }
-        };
         let loaded = Loaded {
             shape,
             stamps: device.alloc((stamp_words as u64 * u64::from(steps_max) * 8).max(16))?,
@@ -143,7 +146,7 @@ impl Loaded {
             grids: plan.waves.iter().map(|wave| program.grids[wave.grid.index()].name.clone()).collect(),
             fills: plan.fills() as u32,
             ragged: proven.ragged(),
-            choices: proven.choices().iter().map(|(&buffer, &at)| (buffer, chosen(at))).collect(),
+            choices: proven.choices().iter().map(|(&buffer, &at)| (buffer, Chosen::of(plan, at))).collect(),
             pack,
             cache,
             waves: uploaded(device, stream, bytemuck::cast_slice(&tables.waves))?,

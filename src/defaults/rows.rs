@@ -161,8 +161,7 @@ fn candidate(
     slot_bytes: u32,
     ring_slots: u32,
 ) -> Candidate {
-    let group =
-        graph.layers.iter().filter_map(Layer::attention).map(|a| a.heads / a.kv_heads.max(1)).min().unwrap_or(1);
+    let group = graph.layers.iter().filter_map(Layer::history).map(|a| a.heads / a.kv_heads.max(1)).min().unwrap_or(1);
     Candidate {
         splits: 1,
         sums_everywhere: 0,
@@ -178,7 +177,7 @@ fn candidate(
 
 /// Bytes of the longest row of a head in the cache; `None`: no layer has attention.
 fn row_bytes_max(graph: &ModelGraph, precision: Precision) -> Option<u32> {
-    let attentions = graph.layers.iter().filter_map(Layer::attention);
+    let attentions = graph.layers.iter().filter_map(Layer::history);
     attentions.map(|attention| cache_row_bytes(attention.head_dim, precision.cache)).max()
 }
 
@@ -186,7 +185,7 @@ fn row_bytes_max(graph: &ModelGraph, precision: Precision) -> Option<u32> {
 /// different numbers of rows share pages. Mostly one chunk of the largest. `None`: no slot holds a tile.
 fn page_rows(graph: &ModelGraph, precision: Precision, sizes: &[u32]) -> Option<u32> {
     let row_bytes = |attention: &Attention| cache_row_bytes(attention.head_dim, precision.cache);
-    let attentions = graph.layers.iter().filter_map(Layer::attention);
+    let attentions = graph.layers.iter().filter_map(Layer::history);
     let chunks = attentions.flat_map(|a| sizes.iter().map(move |slot| chunk_rows(*slot, row_bytes(a))));
     let whole = |a: u32, b: u32| (1..=b).map(|n| a.saturating_mul(n)).find(|n| n % b == 0);
     let mut some = chunks.filter(|rows| *rows > 0).peekable();

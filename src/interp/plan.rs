@@ -1161,7 +1161,7 @@ impl MemoryMap {
         if at.hi != at.lo + 1 {
             return Err(PlanError::Indices { task: id, found: at.hi.saturating_sub(at.lo) });
         }
-        if op.groups == 0 || op.heads % op.groups != 0 || op.kernel == 0 {
+        if op.groups == 0 || !op.heads.is_multiple_of(op.groups) || op.kernel == 0 {
             return Err(PlanError::Empty { task: id, role: Role::Conv });
         }
         let [dim, state, heads] = [op.head_dim, op.state, op.heads].map(|n| n as usize);

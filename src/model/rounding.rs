@@ -173,7 +173,7 @@ fn code_of_float<const BITS: u32>(value: f32, least: f32, sign: u8) -> u8 {
     let above = (size.to_bits() >> (23 - BITS)).wrapping_sub(least.to_bits() >> (23 - BITS)).wrapping_add(1 << BITS);
     let code = if size < least { steps } else { above };
     let sign = u32::from(sign);
-    (code & (sign - 1) | (value.to_bits() >> 31) * sign) as u8
+    (code & (sign - 1) | ((value.to_bits() >> 31) * sign)) as u8
 }
 
 impl Rounds for Int8 {
@@ -515,7 +515,7 @@ mod tests {
                 5 => 1.0 + 0.01 * normal(&mut random),
                 6 => (random.word() % 25) as f32 * 0.25 - 3.0,
                 7 => {
-                    if at % 5 == 0 {
+                    if at.is_multiple_of(5) {
                         normal(&mut random)
                     } else {
                         0.0

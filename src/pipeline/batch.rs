@@ -152,8 +152,7 @@ impl Prepared {
             return Ok(Batched::of_cpu(rows.validated(&self.target)?.clone(), chain.pack()?));
         };
         let device = Device::open(found.ordinal)?;
-        let free = device.memory_free_bytes()?.saturating_sub(pack_bytes(self.validated.schedule()));
-        let served = served(&chain, serving, free)?;
+        let served = served(&chain, serving, Memory::beside(&self.validated, device.memory_free_bytes()?))?;
         if self.checking == Checking::Required {
             served.ensure_checked(&chain, found, &device)?;
         }
@@ -163,10 +162,9 @@ impl Prepared {
     /// Refuses sizes that were asked for and that no kernel of a server can have.
     ///
     /// # Errors
-    /// More requests than a step has rows; more cached tokens than `free_bytes` of memory beside the weights have room for.
-    pub(super) fn refuse_sizes(&self, chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<(), Fault> {
+    /// More requests than a step has rows; more cached tokens than the memory beside the weights has room for.
+    pub(super) fn refuse_sizes(&self, chain: &Chain<'_>, serving: &Serving, memory: Memory) -> Result<(), Fault> {
         self.rows_max(serving)?;
-        let memory = Memory::beside(chain, free_bytes)?;
         serving.cache_tokens.map_or(Ok(()), |_| room(&chain.context, 1, serving, memory).map(drop))
     }
 }
@@ -180,7 +178,7 @@ pub(super) fn is_several(manifest: &Manifest) -> bool {
 ///
 /// # Errors
 /// What the device refuses.
-pub(super) fn free_bytes(chain: &Chain<'_>, one: &Validated) -> Result<u64, NotMade> {
+pub(super) fn memory(chain: &Chain<'_>, one: &Validated) -> Result<Memory, NotMade> {
     let target = chain.context.target;
     let memory_bytes = match chain.host.device(target) {
         Ok(Some(found)) => {
@@ -190,7 +188,7 @@ pub(super) fn free_bytes(chain: &Chain<'_>, one: &Validated) -> Result<u64, NotM
         Ok(None) | Err(NotMade::NoDevice { .. }) => target.spec.memory_bytes,
         Err(other) => return Err(other),
     };
-    Ok(memory_bytes.saturating_sub(pack_bytes(one.schedule())))
+    Ok(Memory::beside(one, memory_bytes))
 }
 
 /// Steps of several rows on the CPU.
@@ -208,12 +206,12 @@ pub(super) fn batch_on_cpu(chain: &Chain<'_>, serving: &Serving) -> Result<Store
     Ok(rows)
 }
 
-/// Proves and compiles the kernels of a server, for a device with `free_bytes` of memory beside the weights.
+/// Proves and compiles the kernels of a server, for a device with this memory.
 ///
 /// # Errors
 /// A batch or a cache that does not fit the target; no compiler and no cubin.
-pub(super) fn served(chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<Served, Fault> {
-    let planned = to_serve(chain, serving, free_bytes)?;
+pub(super) fn served(chain: &Chain<'_>, serving: &Serving, memory: Memory) -> Result<Served, Fault> {
+    let planned = to_serve(chain, serving, memory)?;
     // Queues that differ from those of the first proof are refused here.
     let of_words = planned.kernels.iter().filter(|planned| matches!(planned.does, Does::Steps { .. }));
     for validated in of_words.filter_map(|planned| planned.validated.as_ref()).filter(|_| !planned.is_alike) {
@@ -226,16 +224,16 @@ pub(super) fn served(chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> R
 ///
 /// # Errors
 /// A batch or a cache that does not fit the target.
-pub(super) fn to_serve(chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<PlannedSet, Fault> {
+pub(super) fn to_serve(chain: &Chain<'_>, serving: &Serving, memory: Memory) -> Result<PlannedSet, Fault> {
     match invariant::is_asked(chain.context.manifest, chain.context.target) {
-        true => to_serve_alike(chain, serving, free_bytes),
-        false => to_serve_fastest(chain, serving, free_bytes),
+        true => to_serve_alike(chain, serving, memory),
+        false => to_serve_fastest(chain, serving, memory),
     }
 }
 
 /// Memory of a device for caches.
 #[derive(Debug, Clone, Copy)]
-struct Memory {
+pub(super) struct Memory {
     /// Beside the weights.
     free_bytes: u64,
     /// Recurrent states of one sequence.
@@ -243,9 +241,10 @@ struct Memory {
 }
 
 impl Memory {
-    fn beside(chain: &Chain<'_>, free_bytes: u64) -> Result<Memory, Fault> {
-        let state_bytes = StateRows::of(chain.validated()?.schedule()).bytes();
-        Ok(Memory { free_bytes, state_bytes })
+    /// What `memory_bytes` have beside the weights of `one`.
+    pub(super) fn beside(one: &Validated, memory_bytes: u64) -> Memory {
+        let free_bytes = memory_bytes.saturating_sub(pack_bytes(one.schedule()));
+        Memory { free_bytes, state_bytes: StateRows::of(one.schedule()).bytes() }
     }
 
     /// Positions that caches have room for, each of `position_bytes`, with the states of all sequences of a server.
@@ -268,8 +267,7 @@ impl Memory {
     }
 }
 
-fn to_serve_fastest(chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<PlannedSet, Fault> {
-    let memory = Memory::beside(chain, free_bytes)?;
+fn to_serve_fastest(chain: &Chain<'_>, serving: &Serving, memory: Memory) -> Result<PlannedSet, Fault> {
     let workspace = chain.context.workspace;
     let mut all = StepsKernels::new(&chain.context, &chain.candidate);
     let context = &chain.context;
@@ -321,9 +319,9 @@ fn to_serve_fastest(chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Re
 }
 
 /// The same with kernels that add up in one order.
-fn to_serve_alike(chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<PlannedSet, Fault> {
+fn to_serve_alike(chain: &Chain<'_>, serving: &Serving, memory: Memory) -> Result<PlannedSet, Fault> {
     let (context, target) = (&chain.context, chain.context.target);
-    let room = room(context, 0, serving, Memory::beside(chain, free_bytes)?)?;
+    let room = room(context, 0, serving, memory)?;
     let validated = Arc::new(invariant::schedule(&chain.context, &chain.candidate, room)?);
     let shape = served_shape(target, &validated)?;
     let alike = invariant::plan(target, &validated)?;
@@ -398,7 +396,7 @@ fn room(context: &BuildContext<'_>, rows: u32, serving: &Serving, memory: Memory
         .graph
         .layers
         .iter()
-        .filter_map(Layer::attention)
+        .filter_map(Layer::history)
         .map(|attention| 2 * u64::from(attention.kv_heads) * row_bytes(attention.head_dim));
     let position_bytes: u64 = of_layer.sum();
     let context_max = u64::from(manifest.decode.context_max);

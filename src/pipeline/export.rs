@@ -6,7 +6,7 @@ use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::batch::served;
+use super::batch::{Memory, served};
 use super::chain::{Chain, Host, NotMade};
 use super::checks::{self, Checking, Checks};
 use super::device_rows::Prefill;
@@ -28,7 +28,6 @@ use crate::defaults::rows::Room;
 use crate::digest::Digest;
 use crate::error::{Fault, Tier};
 use crate::files::{self, folder_of};
-use crate::ir::layout::pack_bytes;
 use crate::ir::print::print;
 use crate::manifest::Manifest;
 use crate::model::source::{Resolved, Source, resolve};
@@ -355,9 +354,9 @@ fn write_served(
     folder: &mut Folder<'_>,
 ) -> Result<Option<ServedParts>, Fault> {
     let Prepared { target, validated, .. } = prepared;
-    let free = target.spec.memory_bytes.saturating_sub(pack_bytes(validated.schedule()));
-    prepared.refuse_sizes(on.chain, serving, free)?;
-    let Served { running_max, set } = match served(on.chain, &serving.on_device(), free) {
+    let memory = Memory::beside(validated, target.spec.memory_bytes);
+    prepared.refuse_sizes(on.chain, serving, memory)?;
+    let Served { running_max, set } = match served(on.chain, &serving.on_device(), memory) {
         Ok(served) => served,
         Err(fault) if fault.tier == Tier::Input => {
             workspace

@@ -284,8 +284,8 @@ fn make_several(chain: &Chain<'_>) -> Result<Option<Served>, NotMade> {
         batch::batch_on_cpu(chain, &serving)?;
         return Ok(None);
     }
-    let free_bytes = batch::free_bytes(chain, chain.validated()?)?;
-    match batch::served(chain, &serving, free_bytes) {
+    let memory = batch::memory(chain, chain.validated()?)?;
+    match batch::served(chain, &serving, memory) {
         Ok(served) => Ok(Some(served)),
         Err(fault) if fault.tier == Tier::Environment && chain.host.compiler.version().is_err() => {
             Err(NotMade::NoCompiler(fault))

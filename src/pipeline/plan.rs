@@ -293,7 +293,7 @@ fn to_compile(chain: &Chain<'_>, set: Set, one: &Validated) -> Result<Option<Pla
     match set {
         Set::Serve => {
             let serving = Serving::of_manifest(manifest, target.kind, 1);
-            batch::to_serve(chain, &serving, batch::free_bytes(chain, one)?).map(Some)
+            batch::to_serve(chain, &serving, batch::memory(chain, one)?).map(Some)
         }
         Set::Generate if invariant::is_asked(manifest, target) => {
             let positions = u64::from(manifest.decode.context_max);

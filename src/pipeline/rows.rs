@@ -145,7 +145,7 @@ pub(super) fn shape(context: &BuildContext<'_>, graph: &ModelGraph) -> ModelShap
     let layer = graph.layers.first();
     // Experts of a layer are alike.
     let mlp = layer.and_then(|layer| layer.feed.mlps().next());
-    let attention = graph.layers.iter().find_map(Layer::attention);
+    let attention = graph.layers.iter().find_map(Layer::history);
     ModelShape {
         model_graph: context.graph,
         family: graph.family.clone(),

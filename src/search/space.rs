@@ -290,7 +290,7 @@ impl Space {
         let group = graph
             .layers
             .iter()
-            .filter_map(Layer::attention)
+            .filter_map(Layer::history)
             .map(|a| a.heads / a.kv_heads.max(1))
             .max()
             .unwrap_or(1)

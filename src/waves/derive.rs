@@ -172,7 +172,6 @@ fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, aske
         sms: spec.sm_count,
         warps: WARPS,
         products: products(program, target, form),
-        // Steps have pairs where a product asks for them.
         pairs: shares_weights(program, target, form),
         loader_warps: LOADER_WARPS,
         registers: REGISTERS,
@@ -353,7 +352,7 @@ fn products(program: &Program, target: &Target, form: Form) -> Products {
     }
 }
 
-/// Whether the two blocks of a pair share the weights of a chunk (docs/perf/wave.md, entry 47).
+/// Whether the two blocks of a pair share the weights of a chunk (docs/perf/wave.md, entry 48).
 fn shares_weights(program: &Program, target: &Target, form: Form) -> bool {
     let spec = &target.spec;
     products(program, target, form) == Products::Shared && spec.cluster_max >= 2 && spec.sm_count.is_multiple_of(2)
@@ -1268,6 +1267,14 @@ impl Builder<'_> {
     }
 }
 
+/// The shares of a chunk in which the two blocks of a pair have the same `n` units, and blocks of rows side by side.
+fn paired_shares(n: u32, blocks: u32, block_rows: u32, sms: u32) -> Vec<Vec<Share>> {
+    let of_pairs = shares(Over::Units { n, parts: 1 }, blocks / 2, block_rows, sms / 2, false);
+    let of_block = |of: u32| move |share: &Share| Share { row: 2 * share.row + of * block_rows, ..*share };
+    let of_pair = |shares: Vec<Share>| [0, 1].map(|of| shares.iter().map(of_block(of)).collect());
+    of_pairs.into_iter().flat_map(of_pair).collect()
+}
+
 /// The shares of each SM of a launch of `blocks` blocks of rows.
 fn shares(over: Over, blocks: u32, block_rows: u32, sms: u32, paired: bool) -> Vec<Vec<Share>> {
     let rows = blocks * block_rows;
@@ -1298,17 +1305,8 @@ fn shares(over: Over, blocks: u32, block_rows: u32, sms: u32, paired: bool) -> V
                 out[sm as usize].push(Share { row: 0, rows: block_rows, lo: from + lo, hi: from + hi });
             }
         }
-        // The two blocks of a pair have the same units, and blocks of rows side by side.
         Over::Units { n, parts: 1 } if paired && blocks.is_multiple_of(2) => {
-            for i in 0..blocks / 2 {
-                let (first, end) = part(sms / 2, i, blocks / 2);
-                let end = end.max(first + 1);
-                for (pair, of) in (first..end).flat_map(|pair| [(pair, 0), (pair, 1)]) {
-                    let (lo, hi) = part(n, pair - first, end - first);
-                    let row = (2 * i + of) * block_rows;
-                    out[(2 * pair + of) as usize].push(Share { row, rows: block_rows, lo, hi });
-                }
-            }
+            return paired_shares(n, blocks, block_rows, sms);
         }
         Over::Units { n, parts } => {
             for i in 0..blocks * parts {

@@ -320,7 +320,6 @@ impl Judge<'_> {
         let split_bytes = if cuts { 48 } else { 0 };
         let by_warpgroups = |wave: &Wave| wave.action.is_tiles() || matches!(wave.action, Action::Experts { .. });
         let tiles = self.plan.waves.iter().any(by_warpgroups);
-        let experts = self.plan.waves.iter().any(|wave| matches!(wave.action, Action::Experts { .. }));
         let ring = |ring: Ring| u64::from(ring.slots) * u64::from(ring.slot_bytes);
         let rest = u64::from(m.scratch_bytes) + u64::from(m.state_bytes);
         let smem = ring(m.weights).saturating_add(ring(m.inputs)).saturating_add(rest);
@@ -348,15 +347,6 @@ impl Judge<'_> {
                 m.pairs && (spec.cluster_max < 2 || !m.sms.is_multiple_of(2)),
                 "pairs of an odd number of blocks, or of a target without clusters",
             ),
-            (
-                m.pairs && self.plan.form == Form::Chunk && m.products != Products::Shared,
-                "pairs of blocks of a chunk whose products have weights in registers",
-            ),
-            // The block of weights that the tensor cores read begins at a whole pattern of the swizzle.
-            (
-                m.products == Products::Shared && (experts || !m.weights.slot_bytes.is_multiple_of(1024)),
-                "both operands in shared memory, of experts or of slots that are no multiple of 1024 bytes",
-            ),
             (!m.scratch_bytes.is_multiple_of(128), "expected scratch of whole cache lines"),
             // 24 bytes for a watchdog, two barriers for each slot, eight statistics for each warp, 80 bytes for a wave and 80 for its record, and the same
             // for the next wave. Steps add four words for each row, a barrier for the pair, and three words for each of the four KV splits that a block holds at a time.
@@ -365,7 +355,7 @@ impl Judge<'_> {
                 "too little room for barriers",
             ),
         ];
-        for (_, what) in wrong.into_iter().filter(|(wrong, _)| *wrong) {
+        for (_, what) in wrong.into_iter().chain(self.shared_machine()).filter(|(wrong, _)| *wrong) {
             self.violate("machine", None, what);
         }
         let (rows, block) = (self.plan.rows, self.plan.block_rows);
@@ -376,6 +366,23 @@ impl Judge<'_> {
         if !whole {
             self.violate("machine", None, "expected whole blocks of rows, and of steps one");
         }
+    }
+
+    /// What a machine needs whose tensor cores read both operands from shared memory, and whose pairs of blocks share weights.
+    fn shared_machine(&self) -> [(bool, &'static str); 2] {
+        let m = &self.plan.machine;
+        let experts = self.plan.waves.iter().any(|wave| matches!(wave.action, Action::Experts { .. }));
+        [
+            (
+                m.pairs && self.plan.form == Form::Chunk && m.products != Products::Shared,
+                "pairs of blocks of a chunk whose products have weights in registers",
+            ),
+            // The block of weights that the tensor cores read begins at a whole pattern of the swizzle.
+            (
+                m.products == Products::Shared && (experts || !m.weights.slot_bytes.is_multiple_of(1024)),
+                "both operands in shared memory, of experts or of slots that are no multiple of 1024 bytes",
+            ),
+        ]
     }
 
     /// `arena`: buffers of activations do not overlap.
@@ -1494,14 +1501,6 @@ impl Judge<'_> {
             ),
             (of_lane > sums, format!("more than {sums} sums of a lane")),
             (
-                shared && (!format.is_plain() || of_inputs != 2 || of_weights != 2 || m.parts() != 1),
-                "expected plain weights, in units of eight rows and chunks of 64 of k, in shared memory".to_string(),
-            ),
-            (
-                shared && (product.warps != SHARED_WARPS || block != 128),
-                "expected two warpgroups of 64 rows each".to_string(),
-            ),
-            (
                 wide && (of_inputs != of_weights || of_weights != spans.max(2) || m.parts() != 1),
                 "expected chunks of 64 of k, or of a granule that is longer, of units of eight rows, which warpgroups multiply"
                     .to_string(),
@@ -1527,7 +1526,15 @@ impl Judge<'_> {
                 "parts of k of a chunk, which may have several blocks".to_string(),
             ),
         ];
-        wrong.into_iter().filter(|(wrong, _)| *wrong).map(|(_, what)| what).collect()
+        let of_shared = [
+            (
+                !format.is_plain() || of_inputs != 2 || of_weights != 2 || m.parts() != 1,
+                "expected plain weights, in units of eight rows and chunks of 64 of k, in shared memory".to_string(),
+            ),
+            (product.warps != SHARED_WARPS || block != 128, "expected two warpgroups of 64 rows each".to_string()),
+        ];
+        let of_shared = of_shared.into_iter().filter(|_| shared);
+        wrong.into_iter().chain(of_shared).filter(|(wrong, _)| *wrong).map(|(_, what)| what).collect()
     }
 
     /// `id` is an input of products, as either kind reads it.

@@ -71,8 +71,10 @@ impl Wide {
                     continue;
                 }
                 // Another sequence, which is closed, had it.
-                let held = self.pages.extract_if(.., |_, of| *of == page);
-                dropped.extend(held.map(|((sequence, block), _)| Edit { sequence, block, page: None }));
+                let held =
+                    self.pages.iter().filter(|(_, of)| **of == page).map(|(&(sequence, block), _)| (sequence, block));
+                dropped.extend(held.map(|(sequence, block)| Edit { sequence, block, page: None }));
+                self.pages.retain(|_, of| *of != page);
                 self.pages.insert(key, page);
                 edits.push(Edit { sequence: row.sequence, block, page: Some(PageId(page)) });
             }

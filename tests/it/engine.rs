@@ -540,7 +540,7 @@ fn short_prompts_take_rows_of_the_steps_of_others() {
         (4, 181, true, vec![180, 5, 5]),
         (0, 128, false, vec![127, 1]),
         (0, 128, true, vec![128, 1]),
-        (0, 600, true, vec![512, 88, 1]),
+        (0, 600, true, vec![384, 216, 1]),
     ] {
         let mut toy = Toy::new(shape, 64, false);
         toy.bounds.alone = Some(Alone { least: 64, most: 512, decides });

@@ -730,6 +730,7 @@ int main() {
   mix<F, Net<2, 4, 6, 8, 4, false>>("mix-parts");
   mix<F, Net<1, 2, 10, 300, 3, true>>("mix-wide");
   mix<F, Net<2, 2, 128, 128, 1, false>>("mix-128");
+  mix<F, Net<1, 2, 12, 24, 4, false>>("mix-12");
   mix<B, Net<1, 3, 16, 32, 4, false>>("mix-bf16");
   // One and several units of a task, the last with two channels; more than the threads have.
   convolve<F, Channels<34, 3, false>>("convolve", 1);

@@ -9,7 +9,7 @@ use crate::sampling::compiled;
 use crate::skipped;
 
 /// Each case, and how often it runs, with different numbers or at different positions.
-const CASES: [(&str, usize); 122] = [
+const CASES: [(&str, usize); 123] = [
     ("matvec-store-bias", 3),
     ("matvec-rms-ragged", 3),
     ("matvec-two-at-once", 3),
@@ -121,6 +121,7 @@ const CASES: [(&str, usize); 122] = [
     ("mix-parts", 7),
     ("mix-wide", 7),
     ("mix-128", 7),
+    ("mix-12", 7),
     ("mix-bf16", 7),
     ("convolve", 7),
     ("convolve-bias", 7),

@@ -8,8 +8,8 @@ use monobloc::codegen::waves::{ENTRY_POINT, emit};
 use monobloc::target::Target;
 use monobloc::validate::Validated;
 use monobloc::waves::{
-    Action, Division, DivisionId, Form, Input, Over, Plan, Share, Sums, Target as Written, Warps, Wave, Work, WorkId,
-    derive, derive_alike, prove, prove_alike,
+    Action, Division, DivisionId, Form, Input, Over, Plan, Products, Share, Sums, Target as Written, Warps, Wave, Work,
+    WorkId, derive, derive_alike, prove, prove_alike,
 };
 
 use rayon::prelude::*;
@@ -60,7 +60,9 @@ fn products_are_in_pairs_where_they_can_be() {
             }
         }
         let chunk = derive(validated.schedule(), &even, Form::Chunk, 256).unwrap();
-        assert!(chunk.shares_weights(2) && !chunk.shares_weights(1) && paired(&chunk).is_empty(), "{name}");
+        let shared = chunk.machine.products == Products::Shared;
+        assert!(shared || name != "families/qwen3");
+        assert!(chunk.shares_weights(2) == shared && !chunk.shares_weights(1) && paired(&chunk).is_empty(), "{name}");
         for target in [&odd, &alone] {
             for (form, rows) in [(Form::Steps, 32), (Form::Chunk, 256)] {
                 let plan = derive(kernel(&graph, target).schedule(), target, form, rows).unwrap();

@@ -377,15 +377,8 @@ pub fn describe(graph: &ModelGraph) -> String {
             graph.positions_max
         ),
     );
-    let kind = |(id, tensor): (TensorId, &Tensor)| match graph.formats.get(&id) {
-        Some(format) => format.to_string(),
-        None => tensor.dtype.to_string(),
-    };
-    let mut stored: Vec<String> = (0..).map(TensorId).zip(&graph.tensors).map(kind).collect();
-    stored.sort_unstable();
-    stored.dedup();
     let bytes = bytes_text(graph.stored_bytes());
-    line(&mut out, format_args!("weights stored as {}, {bytes}", stored.join(" and ")));
+    line(&mut out, format_args!("weights stored as {}, {bytes}", stored_formats(graph).join(" and ")));
     let scale = scale_text("scaled by", graph.embed_scale);
     let tied = if graph.head.weight.tensor == graph.embed { ", tied to the head" } else { "" };
     line(&mut out, format_args!("embedding{tied}{scale}"));
@@ -430,6 +423,18 @@ pub fn describe(graph: &ModelGraph) -> String {
         line(&mut out, format_args!("in bf16, with experts chosen uniformly: {several}"));
     }
     out
+}
+
+/// The formats of all tensors as they are stored, each once.
+fn stored_formats(graph: &ModelGraph) -> Vec<String> {
+    let kind = |(id, tensor): (TensorId, &Tensor)| match graph.formats.get(&id) {
+        Some(format) => format.to_string(),
+        None => tensor.dtype.to_string(),
+    };
+    let mut stored: Vec<String> = (0..).map(TensorId).zip(&graph.tensors).map(kind).collect();
+    stored.sort_unstable();
+    stored.dedup();
+    stored
 }
 
 fn describe_layer(layer: &Layer) -> String {
