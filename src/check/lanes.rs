@@ -552,7 +552,7 @@ impl Model<'_> {
             .map(|(t, from, lane)| run(from, texts[t].ids.len(), texts[t].first, lane, &fill, 0).0)
             .collect();
         rest.into_iter().for_each(put);
-        // Attention beside it has kept its keys and values.
+        // Attention in the same layer has kept its keys and values.
         if pass.fill.layers.len() > layer {
             pass.fill.states[layer] = fill;
             return mixed;

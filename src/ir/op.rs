@@ -515,7 +515,7 @@ pub enum Role {
     /// Taps of a convolution, channel by channel, oldest first.
     Conv,
     ALog,
-    /// How much of its input a head passes on beside its state.
+    /// How much of its input a head adds to what its state gives.
     D,
     DtBias,
     State,

@@ -306,7 +306,7 @@ fn range_of(values: &[f32]) -> (f32, f32) {
     (least.into_iter().fold(0.0, f32::min), most.into_iter().fold(0.0, f32::max))
 }
 
-/// Fractions of the largest value that are tried as scales of e2m1: the largest code, and the powers of two beside it.
+/// Fractions of the largest value that are tried as scales of e2m1: the largest code, and the powers of two next to it.
 const FRACTIONS_OF_POWERS: [f32; 3] = [1.0 / 6.0, 1.0 / 4.0, 1.0 / 8.0];
 /// Most values of a group that [`round_powers`] takes.
 const POWERS_MAX: usize = 32;

@@ -193,8 +193,8 @@ pub(super) fn waves_beside(
     Ok((waves, checked))
 }
 
-/// Compares kernels of waves that read prompts with the kernel for rows beside them, which was checked (`judged`); those of a mixture of experts,
-/// of which two right kernels may choose different experts, with the interpreter.
+/// Compares wave kernels that read prompts with the smallest batch kernel, which was checked (`judged`). Two right kernels of a mixture may choose
+/// different experts, so those of a mixture are compared with the interpreter.
 ///
 /// # Errors
 /// As [`check_waves`] and [`check_chunks`]; a pack that cannot be read.

@@ -6,9 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use monobloc::check::{CheckError, Checked, ReadsChunks, check_chunks, check_rows};
-use monobloc::cuda::memory::DeviceBuffer;
-use monobloc::cuda::rows::{FirstToken, RowInput, RowLauncher, RowsLaunched, Watched, given};
-use monobloc::cuda::sampler::{Asked, SamplerSession};
+use monobloc::cuda::rows::{FirstToken, RowInput, RowLauncher, RowsLaunched, given};
 use monobloc::cuda::session::SessionError;
 use monobloc::cuda::waves::{ChunkRead, Last};
 use monobloc::dtype::{DType, Precision};
@@ -26,6 +24,7 @@ use monobloc::validate::Validated;
 
 use crate::check_choices::{model, one_ahead, other_ahead, other_pair, turn};
 use crate::check_codes::{Fake, Says, as_computed, place_for};
+use crate::launcher::queues_nothing;
 
 const BF16: Precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
 /// Six experts, of which a row has two; a shared scale that a device may leave out.
@@ -167,35 +166,7 @@ impl RowLauncher for Wide {
     fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError> {
         RowLauncher::read_cache(&self.fake, at, bytes)
     }
-    fn cache(&self) -> Arc<DeviceBuffer> {
-        unreachable!()
-    }
-    fn pack(&self) -> Arc<DeviceBuffer> {
-        unreachable!()
-    }
-    fn queue(&mut self, _: Tables<'_>, _: &[RowInput], _: bool) -> Result<(), SessionError> {
-        unreachable!()
-    }
-    fn queue_steps(
-        &mut self,
-        _: Tables<'_>,
-        _: &[RowInput],
-        _: Option<(&mut SamplerSession, &[Asked<'_>])>,
-    ) -> Result<(), SessionError> {
-        unreachable!()
-    }
-    fn choose(&mut self, _: &mut SamplerSession, _: &[Asked<'_>]) -> Result<(), SessionError> {
-        unreachable!()
-    }
-    fn last_step(&mut self) -> Result<Option<Vec<Vec<u32>>>, SessionError> {
-        unreachable!()
-    }
-    fn watched(&self) -> &Watched {
-        unreachable!()
-    }
-    fn finish(&mut self) -> Result<RowsLaunched, SessionError> {
-        unreachable!()
-    }
+    queues_nothing!();
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]

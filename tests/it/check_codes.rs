@@ -8,9 +8,7 @@ use std::sync::Arc;
 use monobloc::candidate::Candidate;
 use monobloc::check::{CacheContents, CheckError, Checked, DeviceCaches, Figures, OneRow, Subject};
 use monobloc::check::{check_cpu, check_rows, compare_codes, expect_steps};
-use monobloc::cuda::memory::DeviceBuffer;
-use monobloc::cuda::rows::{FirstToken, RowInput, RowLauncher, RowsLaunched, Watched};
-use monobloc::cuda::sampler::{Asked, SamplerSession};
+use monobloc::cuda::rows::{FirstToken, RowInput, RowLauncher, RowsLaunched};
 use monobloc::cuda::session::SessionError;
 use monobloc::defaults::rows::{Room, place_one_row, place_rows};
 use monobloc::dtype::{DType, Precision};
@@ -31,6 +29,7 @@ use monobloc::target::Target;
 use monobloc::validate::{Validated, validate};
 
 use crate::formats::ODD;
+use crate::launcher::queues_nothing;
 use crate::support::{checkpoints, fixture};
 
 const BF16: Precision = Precision { weights: DType::Bf16, cache: DType::E4m3, wire: DType::Bf16 };
@@ -280,35 +279,7 @@ impl RowLauncher for Fake {
     fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError> {
         Ok(self.words(at, bytes))
     }
-    fn cache(&self) -> Arc<DeviceBuffer> {
-        unreachable!()
-    }
-    fn pack(&self) -> Arc<DeviceBuffer> {
-        unreachable!()
-    }
-    fn queue(&mut self, _: Tables<'_>, _: &[RowInput], _: bool) -> Result<(), SessionError> {
-        unreachable!()
-    }
-    fn queue_steps(
-        &mut self,
-        _: Tables<'_>,
-        _: &[RowInput],
-        _: Option<(&mut SamplerSession, &[Asked<'_>])>,
-    ) -> Result<(), SessionError> {
-        unreachable!()
-    }
-    fn choose(&mut self, _: &mut SamplerSession, _: &[Asked<'_>]) -> Result<(), SessionError> {
-        unreachable!()
-    }
-    fn last_step(&mut self) -> Result<Option<Vec<Vec<u32>>>, SessionError> {
-        unreachable!()
-    }
-    fn watched(&self) -> &Watched {
-        unreachable!()
-    }
-    fn finish(&mut self) -> Result<RowsLaunched, SessionError> {
-        unreachable!()
-    }
+    queues_nothing!();
 }
 
 /// Behaviour of a fake device: its arithmetic, its pack, and what it stores.

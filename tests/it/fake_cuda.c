@@ -7,7 +7,7 @@
 // FAKE_CUDA=shows cuts | shows others: the logits of a row in waves depend on its chunks, or on other sequences.
 // FAKE_CUDA=keeps nothing: no part of L2 keeps memory, as on a device that is divided.
 // FAKE_CUDA=stamps: kernels of waves were compiled with time stamps.
-// FAKE_CUDA=numbers: a kernel of waves leaves in each word of its arena the bytes before it, and a tail one more.
+// FAKE_CUDA=numbers: a wave kernel leaves in each word of its arena the bytes before it, and a tail one more.
 // An image that begins with \x7fELFK has three bytes more: the rows that its kernels were compiled for, what they do (enum Does), and a fault: 1
 // for a wrong number.
 // FAKE_CUDA=no-device | stub changes the result of `cuInit`; with FAKE_CUDA=slow the last step of a launch takes some milliseconds; -DOLD leaves out a call that old drivers do not have.

@@ -42,6 +42,7 @@ mod http_client;
 mod hub;
 mod interp;
 mod kernels;
+mod launcher;
 mod mix;
 mod mix_parts;
 mod nvrtc;

@@ -7,9 +7,7 @@ use monobloc::candidate::Candidate;
 use monobloc::check::{CheckError, Checked, ReadsChunks, check_chunks, check_rows};
 use monobloc::codegen::abi;
 use monobloc::codegen::waves::WaveTables;
-use monobloc::cuda::memory::DeviceBuffer;
-use monobloc::cuda::rows::{FirstToken, RowInput, RowLauncher, RowsLaunched, Watched};
-use monobloc::cuda::sampler::{Asked, SamplerSession};
+use monobloc::cuda::rows::{FirstToken, RowInput, RowLauncher, RowsLaunched};
 use monobloc::cuda::session::SessionError;
 use monobloc::cuda::waves::{ChunkRead, Last};
 use monobloc::defaults::rows::{Room, place_rows};
@@ -21,6 +19,7 @@ use monobloc::rows::{Row, Shape, Tables, runs};
 use monobloc::validate::{Validated, validate};
 use monobloc::waves::{Action, Form, Plan, Proven, WithTail};
 
+use crate::launcher::queues_nothing;
 use crate::proof_support::BF16;
 use crate::skipped;
 use crate::waves::{Built, Ran, proven, small, with_tail};
@@ -211,35 +210,7 @@ impl RowLauncher for Device<'_> {
     fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError> {
         Ok(self.words(at, bytes))
     }
-    fn cache(&self) -> Arc<DeviceBuffer> {
-        unreachable!()
-    }
-    fn pack(&self) -> Arc<DeviceBuffer> {
-        unreachable!()
-    }
-    fn queue(&mut self, _: Tables<'_>, _: &[RowInput], _: bool) -> Result<(), SessionError> {
-        unreachable!()
-    }
-    fn queue_steps(
-        &mut self,
-        _: Tables<'_>,
-        _: &[RowInput],
-        _: Option<(&mut SamplerSession, &[Asked<'_>])>,
-    ) -> Result<(), SessionError> {
-        unreachable!()
-    }
-    fn choose(&mut self, _: &mut SamplerSession, _: &[Asked<'_>]) -> Result<(), SessionError> {
-        unreachable!()
-    }
-    fn last_step(&mut self) -> Result<Option<Vec<Vec<u32>>>, SessionError> {
-        unreachable!()
-    }
-    fn watched(&self) -> &Watched {
-        unreachable!()
-    }
-    fn finish(&mut self) -> Result<RowsLaunched, SessionError> {
-        unreachable!()
-    }
+    queues_nothing!();
 }
 
 /// A model of `context_max` positions, as its batch kernel has it.
