@@ -20,6 +20,8 @@ mod lanes;
 mod ragged;
 mod rows;
 mod shared;
+mod spans;
+mod states;
 mod waves;
 
 pub use alike::{Alike, POSITIONS as ALIKE_POSITIONS, SEQUENCES as ALIKE_SEQUENCES, check_alike};
@@ -263,6 +265,8 @@ pub enum CheckError {
     OrderMatters { position: u32, seed: u64, figures: Figures },
     #[error("position {position}: two runs give different logits")]
     RunsDiffer { position: u32, figures: Figures },
+    #[error("position {position}: keys or values have other bits if the chunk of a prompt ends before position {end}")]
+    CutsDiffer { position: u32, end: u32, figures: Figures },
     #[error("position {position}: {what}: {differ} of {vocab} logits have other bits than those of the row alone")]
     NotAlike { position: u32, what: String, differ: usize, vocab: usize },
     #[error(
@@ -301,6 +305,7 @@ impl CheckError {
             | CheckError::NotFinite { figures, .. }
             | CheckError::OrderMatters { figures, .. }
             | CheckError::RunsDiffer { figures, .. }
+            | CheckError::CutsDiffer { figures, .. }
             | CheckError::Selected { figures, .. } => figures,
             CheckError::NotAlike { .. }
             | CheckError::Weight { .. }

@@ -103,6 +103,14 @@ impl<'a> Session<'a> {
         }
     }
 
+    /// What a layer with a short convolution keeps; `None` of others.
+    pub fn inputs(&self, layer: usize) -> Option<&ConvState> {
+        match &self.kept[layer] {
+            Kept::Inputs(state) => Some(state),
+            Kept::History(_) | Kept::State(_) | Kept::Mamba(_) | Kept::Both(..) => None,
+        }
+    }
+
     /// Computes `token` at the next position and returns its logits, `[vocab]`.
     ///
     /// # Panics

@@ -1,4 +1,5 @@
 // Attention over the cache up to each row's own position: softmax(scale * q K^T) V.
+//   If q and k have norms over all heads, `WaveNormHeads` comes first, and the others norm nothing.
 //   A prompt chunk has two waves. `WaveAppend` norms and rotates the heads, and appends keys and values to the cache. `WaveAttend` attends,
 //   for tiles of 16 rows of a head.
 //   A step has one wave. `WaveAttendRow` does both, for the heads of one row that share a KV head.
@@ -13,13 +14,15 @@
 //
 // owner    of a row of a head: one warp in `WaveAppend` and `WaveAttend`; in a step all warps of a block, which take tiles in turn
 // assumes  the cache has all positions before the step. Rows of one sequence are neighbours, at consecutive positions.
-//          All rows of a chunk belong to one sequence. Heads are as in ops/attention_tensor.cuh
+//          All rows of a chunk belong to one sequence. Heads are as in ops/attention_tensor.cuh; cache rows of other ones are not swizzled
 #pragma once
 
 template <class M, class G>
 struct WaveHeads {
   static constexpr int KV_HEADS = G::HEADS / G::GROUP, COLS = QKV_COLS<G>, QUERY_COLS = G::HEADS * G::DIM;
   static constexpr int ROW = G::PITCH * 2; // bytes of a cache row
+  // What pieces of the cache row of a position change places by.
+  static __device__ __forceinline__ constexpr u32 swizzled(u32 position) { return G::SWIZZLED ? swizzle(position) : 0; }
   // The pool of keys or of values of a KV head.
   static __device__ __forceinline__ u8* pool(const WaveParams& p, u32 cache, int kv) {
     return p.cache + u64(cache) * OFFSET_BYTES + u64(kv) * M::POOL_ROWS * ROW;
@@ -49,6 +52,86 @@ struct WaveHeads {
   static __device__ __forceinline__ float2 open(u32 pair) { return make_float2(sigmoid(bf16_lo(pair)), sigmoid(bf16_hi(pair))); }
   // The first position that the row at `position` sees.
   static __device__ __forceinline__ u32 seen_from(u32 position) { return G::WINDOW && position + 1 > G::WINDOW ? position + 1 - G::WINDOW : 0; }
+};
+
+// q and k over all their heads: out = x * rsqrt(mean(x^2) + eps) * w, in fp32. Later columns are copied.
+//
+// owner    of a row: one block, one row after another. A thread has 8 columns at a time
+template <class M, class G>
+struct WaveNormHeads {
+  typedef WaveHeads<M, G> H;
+  static constexpr int QUERIES = H::QUERY_COLS, KEYS = H::KV_HEADS * G::DIM, STRIDE = M::WARPS * 32 * 8, CHUNKS = ceil_div(H::COLS, STRIDE);
+  static constexpr bool NORMS_Q = G::Q_NORM == HeadNorm::PROJECTION, NORMS_K = G::K_NORM == HeadNorm::PROJECTION;
+  static_assert(G::DIM % 8 == 0, "8 columns are of one kind");
+
+  template <class R>
+  static __device__ __forceinline__ void load(WaveLoader<M, R>&, const Wave&) {}
+  static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
+    const HeldShares<M> shares(c);
+    u32 round = 0;
+    for (u32 s = 0; s < shares.count; s++) {
+      const Share share = shares[s];
+      const u32 end = min(share.row + share.rows, c.p.row_count);
+#pragma unroll 1
+      for (u32 row = share.row; row < end; row++, round++) one(c, e, row, round & 1);
+    }
+  }
+  template <class F>
+  static __device__ __forceinline__ void each(const WaveContext<M>& c, F f) {
+#pragma unroll
+    for (int i = 0; i < CHUNKS; i++) {
+      const int col = i * STRIDE + c.tid() * 8;
+      if (H::COLS % STRIDE == 0 || col < H::COLS) f(i, col);
+    }
+  }
+  static __device__ __forceinline__ void add8(const float* from, float (&to)[8]) {
+    const float4 a = *reinterpret_cast<const float4*>(from), b = *reinterpret_cast<const float4*>(from + 4);
+    to[0] += a.x, to[1] += a.y, to[2] += a.z, to[3] += a.w, to[4] += b.x, to[5] += b.y, to[6] += b.z, to[7] += b.w;
+  }
+  // Of the whole block.
+  static __device__ __forceinline__ float total(const float* of_warps) {
+    float sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < M::WARPS; w++) sum += of_warps[w];
+    return sum;
+  }
+  static __device__ __forceinline__ void one(WaveContext<M>& c, const Wave& e, u32 row, u32 round) {
+    float x[CHUNKS][8] = {}, squares[2] = {0.f, 0.f};
+    each(c, [&](int i, int col) {
+      const u64 from = u64(row) * H::COLS + u32(col);
+      if constexpr (G::PARTS > 0) {
+#pragma unroll
+        for (int part = 0; part < G::PARTS; part++) add8(c.template work<float>(e.x) + u64(part) * (M::BLOCK_ROWS * H::COLS) + from, x[i]);
+      } else {
+        unpack8(*reinterpret_cast<const uint4*>(c.template work<bf16>(e.x) + from), x[i]);
+      }
+      float own = 0.f;
+#pragma unroll
+      for (int k = 0; k < 8; k++) own += x[i][k] * x[i][k];
+      squares[0] += col < QUERIES ? own : 0.f;
+      squares[1] += col >= QUERIES && col < QUERIES + KEYS ? own : 0.f;
+    });
+    float(&stats)[4][M::WARPS] = c.state().stats[round];
+#pragma unroll
+    for (int kind = 0; kind < 2; kind++) {
+      const float sum = warp_sum(squares[kind]);
+      if (c.lane() == 0) stats[kind][c.warp()] = sum;
+    }
+    c.barrier();
+    const float q = NORMS_Q ? rsqrtf(total(stats[0]) * (1.f / QUERIES) + G::Q_EPS) : 1.f, k = NORMS_K ? rsqrtf(total(stats[1]) * (1.f / KEYS) + G::K_EPS) : 1.f;
+    each(c, [&](int i, int col) {
+      const bool is_query = col < QUERIES, is_key = !is_query && col < QUERIES + KEYS;
+      if (is_query ? NORMS_Q : is_key && NORMS_K) {
+        float gains[8] = {};
+        add8(c.template constant<float>(is_query ? e.q_norm : e.k_norm) + col - (is_query ? 0 : QUERIES), gains);
+#pragma unroll
+        for (int n = 0; n < 8; n++) x[i][n] *= (is_query ? q : k) * gains[n];
+      }
+      float* const out = c.template work<float>(e.out) + u64(row) * H::COLS + u32(col);
+      *reinterpret_cast<float4*>(out) = make_float4(x[i][0], x[i][1], x[i][2], x[i][3]);
+      *reinterpret_cast<float4*>(out + 4) = make_float4(x[i][4], x[i][5], x[i][6], x[i][7]);
+    });
+  }
 };
 
 // Norms and rotates heads of q, k and v for attention, 16 bytes a lane.
@@ -186,7 +269,7 @@ struct WavePieces {
   static __device__ __forceinline__ void append(const WaveContext<M>& c, const Wave& e, const Place& at, u32 row, const uint4& piece) {
     const int kv = at.head - G::HEADS - (at.kind - 1) * H::KV_HEADS;
     u8* to = H::pool(c.p, at.kind == 1 ? e.k_cache : e.v_cache, kv) + u64(row) * H::ROW;
-    *reinterpret_cast<uint4*>(to + (at.lane ^ swizzle(at.position)) * 16) = piece;
+    *reinterpret_cast<uint4*>(to + (at.lane ^ H::swizzled(at.position)) * 16) = piece;
   }
 };
 
@@ -297,8 +380,8 @@ struct WaveTiles {
   // Adds STEP positions at `keys` and `values`. Row h sees positions lo[h] to hi[h] - 1. Only the first `there` positions are valid.
   static __device__ __forceinline__ void tile(int lane, const Queries& queries, const u8* keys, const u8* values, const int (&lo)[2], const int (&hi)[2], int there, Running& r) {
     const int t = lane % 4;
-    const u32 key_at = lane / 4 * ROW + (lane % 4 ^ swizzle(lane / 4)) * 16;
-    const u32 value_at = lane % 16 * ROW + (lane / 16 ^ swizzle(lane % 16)) * 16;
+    const u32 key_at = lane / 4 * ROW + (lane % 4 ^ H::swizzled(lane / 4)) * 16;
+    const u32 value_at = lane % 16 * ROW + (lane / 16 ^ H::swizzled(lane % 16)) * 16;
     float s[STEP_TILES][4] = {};
 #pragma unroll
     for (int j = 0; j < HEAD_GRANULES; j++) {
@@ -654,7 +737,7 @@ struct WaveAttention {
       P::head_piece(c, e, at, v);
       uint4 w = P::turned(c, at, by, v);
       if (!exists || at.lane >= P::PIECES) continue;
-      const u32 piece = (at.lane ^ swizzle(position)) * 16;
+      const u32 piece = (at.lane ^ H::swizzled(position)) * 16;
       if (!is_new) {
         const u32 row = H::pool_row(c.p, wave_sequence<M>(task.row), position);
         w = *reinterpret_cast<const uint4*>(H::pool(c.p, n % 2 == 0 ? e.k_cache : e.v_cache, kv) + u64(row) * ROW + piece);

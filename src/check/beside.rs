@@ -10,11 +10,12 @@ use std::sync::Arc;
 
 use super::codes::{self, DeviceCaches, judge_choice, stores_codes};
 use super::lanes::Routed;
+use super::states::{DeviceStates, States};
 use super::{CheckError, FACTOR, Judge, Noise, Tolerance, inputs, noise_of, worst};
 use crate::dtype::DType;
 use crate::interp::{FromDevice, Interp, Options, Pack, RouterShape, Taken};
 use crate::reference::missed_by;
-use crate::rows::{Edit, Guard, Request, Shape};
+use crate::rows::{Edit, Guard, Request, SequenceId, Shape};
 use crate::validate::Validated;
 
 /// Rows whose cost of rounding counts for each other. Rows of one step differ in their tokens, and a single lane may be right by chance.
@@ -44,6 +45,12 @@ pub(super) enum Decodes {
         request: Request,
         rows: Arc<Vec<Vec<Vec<f32>>>>,
     },
+    /// No rows: the recurrent states of a sequence before a position, as the device has them.
+    States {
+        sequence: SequenceId,
+        position: u32,
+        states: Arc<States>,
+    },
     /// The next position of a text; position 0 begins another one.
     Text {
         position: u32,
@@ -54,17 +61,24 @@ impl Decodes {
     fn into_edits(self) -> Vec<Edit> {
         match self {
             Decodes::Rows(request) | Decodes::Chunk(request) | Decodes::Written { request, .. } => request.edits,
-            Decodes::Text { .. } => vec![],
+            Decodes::States { .. } | Decodes::Text { .. } => vec![],
         }
     }
 }
 
 impl Launch {
+    /// See [`Decodes::States`].
+    pub fn of_states(sequence: SequenceId, position: u32, states: Arc<States>) -> Launch {
+        let decodes = Decodes::States { sequence, position, states };
+        Launch { decodes, tokens: vec![], taken: Taken::default() }
+    }
+
     fn positions(&self) -> Vec<u32> {
         match &self.decodes {
             Decodes::Rows(request) | Decodes::Chunk(request) | Decodes::Written { request, .. } => {
                 request.rows.iter().map(|row| row.position).collect()
             }
+            Decodes::States { .. } => vec![],
             Decodes::Text { position } => vec![*position],
         }
     }
@@ -72,7 +86,7 @@ impl Launch {
     fn wants_logits(&self) -> bool {
         match &self.decodes {
             Decodes::Rows(request) | Decodes::Chunk(request) => request.rows.iter().any(|row| row.wants_logits),
-            Decodes::Written { .. } => false,
+            Decodes::Written { .. } | Decodes::States { .. } => false,
             Decodes::Text { .. } => true,
         }
     }
@@ -108,7 +122,13 @@ impl Executor {
                 let admitted = guard.admit(request).expect("pages of the pool keep all facts");
                 self.interp.launch_rows(admitted, tokens, |step| logits[step.row] = step.logits.to_vec())?;
             }
+            (Decodes::States { sequence, position, states }, Some(guard)) => {
+                guard.state_is_before(*sequence, *position);
+                self.interp.set_states_of(*sequence, *position, states);
+            }
             (Decodes::Written { request, rows }, Some(guard)) => {
+                // Nothing is executed that needs the states before these rows.
+                request.rows.iter().rev().for_each(|row| guard.state_is_before(row.sequence, row.position));
                 let admitted = guard.admit(request).expect("pages of the pool keep all facts");
                 let page_rows = admitted.shape().page_rows;
                 for (at, (row, caches)) in request.rows.iter().zip(rows.iter()).enumerate() {
@@ -139,6 +159,7 @@ pub(super) struct Beside<'a> {
     /// `None` where everything is fp32.
     lane: Option<Executor>,
     caches: DeviceCaches,
+    states: DeviceStates,
     /// Whether they have codes, which steps take.
     stores_codes: bool,
     routers: Vec<RouterShape>,
@@ -148,9 +169,10 @@ pub(super) struct Beside<'a> {
     of_scores: Vec<f64>,
     /// What rounding cost the keys or the values of a layer at the rows that were compared last, by cache.
     of_caches: Vec<VecDeque<f64>>,
-    /// What lanes executed, to let other ones execute it, too; and the first launch of the current step.
+    /// What lanes executed, to let other ones execute it, too; the first launch of the current step; and the first one that nothing has settled.
     launches: Vec<Launch>,
     step: usize,
+    unsettled: usize,
 }
 
 /// What the rows of a step are to compute.
@@ -174,6 +196,7 @@ impl<'a> Beside<'a> {
         Ok(Beside {
             judge: Judge::new(codes::tolerance(precision)),
             caches: DeviceCaches::new(schedule, &exact.interp),
+            states: DeviceStates::of(schedule),
             stores_codes: stores_codes(precision),
             routers: exact.interp.routers().to_vec(),
             validated,
@@ -185,6 +208,7 @@ impl<'a> Beside<'a> {
             of_caches: vec![],
             launches: vec![],
             step: 0,
+            unsettled: 0,
         })
     }
 
@@ -194,6 +218,10 @@ impl<'a> Beside<'a> {
 
     pub fn caches(&self) -> &DeviceCaches {
         &self.caches
+    }
+
+    pub fn states(&self) -> &DeviceStates {
+        &self.states
     }
 
     /// The caches of a device that stores codes.
@@ -339,12 +367,49 @@ impl<'a> Beside<'a> {
         }
     }
 
-    /// Lets the interpreters take what the device has written in place of the rows of the current step, or in place of rows that nothing executed.
+    /// Compares the recurrent states of a sequence with those that a device has after `position`, the last one of the current step. If they are out of
+    /// tolerance, more lanes say what rounding costs them.
+    ///
+    /// # Errors
+    /// States that are out of tolerance; what the interpreter refuses.
+    pub fn compare_states(
+        &mut self,
+        (sequence, position): (SequenceId, u32),
+        found: &States,
+    ) -> Result<(), CheckError> {
+        let expected = self.exact.interp.states_of(sequence);
+        let away = |of: &DeviceStates, other: &States| of.distances(&expected, other);
+        let found = away(&self.states, found);
+        let figures = &mut self.judge.figures;
+        figures.error_rel_l2 = found.iter().map(|(_, away)| *away).fold(figures.error_rel_l2, worst);
+        let mut noise = self.lane.as_ref().map(|lane| away(&self.states, &lane.interp.states_of(sequence)));
+        let mut lanes = 1;
+        loop {
+            let before = self.judge.figures;
+            let judged = found.iter().enumerate().try_for_each(|(at, &(layer, found))| {
+                let allowed = match &noise {
+                    Some(noise) => worst(Tolerance::least(true).error_rel_l2, FACTOR * noise[at].1),
+                    None => self.judge.tolerance.error_rel_l2,
+                };
+                self.judge.cached(position, (layer, "recurrent states"), allowed, found)
+            });
+            let Some(noise) = noise.as_mut().filter(|_| judged.is_err() && lanes < LANES_MAX) else {
+                return judged;
+            };
+            self.judge.figures = before;
+            lanes += 1;
+            let (_, lane) = self.again(LANE_SEED + lanes)?;
+            let more = away(&self.states, &lane.interp.states_of(sequence));
+            noise.iter_mut().zip(more).for_each(|((_, noise), (_, more))| *noise = worst(*noise, more));
+        }
+    }
+
+    /// Lets the interpreters take what the device has written in place of the rows of all steps since they took some, or in place of rows that nothing executed.
     ///
     /// # Errors
     /// What the interpreter refuses.
     pub fn settle(&mut self, written: Launch) -> Result<(), CheckError> {
-        let replaced: Vec<Launch> = self.launches.drain(self.step..).collect();
+        let replaced: Vec<Launch> = self.launches.drain(self.unsettled..).collect();
         self.step(vec![written]).map(drop)?;
         // Other lanes see all changes of the page table, too.
         let mut edits: Vec<Edit> = replaced.into_iter().flat_map(|launch| launch.decodes.into_edits()).collect();
@@ -354,6 +419,7 @@ impl<'a> Beside<'a> {
         }
         // What follows is a step of its own.
         self.step = self.launches.len();
+        self.unsettled = self.step;
         Ok(())
     }
 

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use super::beside::{Beside, Decodes, Launch};
 use super::rows::COST_MAX;
+use super::spans::check_spans;
 use super::waves::{CHUNKS, POSITIONS};
 use super::{CheckError, Checked, check_ids};
 use crate::cuda::rows::given;
@@ -96,7 +97,8 @@ impl ReadsChunks for WavesSession {
 /// Reads one text in chunks, each with a tail if there is one. Of some rows of each chunk it judges the choices, and compares the keys and values of every layer
 /// with those of an interpreter that takes the choices; after a tail also its logits, and the token that it decides with their arg-max. The first and the
 /// last row of a chunk are among them, and others at equal distances: all, if they cost no more than some seconds. A second interpreter rounds
-/// at random, and says how far a row may be off. No more positions are read than the pages hold. `parameters` are those of the model.
+/// at random, and says how far a row may be off. Of a mixture with recurrent states some neighbouring rows are executed from states that the device has left, and the states
+/// after each chunk are compared, too (`spans`). No more positions are read than the pages hold. `parameters` are those of the model.
 ///
 /// # Errors
 /// The first row that is out of tolerance, or what interpreter or device refuse.
@@ -107,6 +109,9 @@ pub fn check_chunks(
     device: &mut dyn ReadsChunks,
 ) -> Result<Checked, CheckError> {
     let shape = *device.shape();
+    if shape.has_state {
+        return check_spans(validated, pack, parameters, device);
+    }
     let of_interp = Shape::of(&validated.schedule().program).expect("validate: a batch kernel has tables");
     let beside = Beside::new(validated, pack)?;
     let positions = (POSITIONS - 1).min(shape.context_max).min(shape.pages.saturating_mul(shape.page_rows));
@@ -115,13 +120,13 @@ pub fn check_chunks(
     // Odd, so that rows have every place of a tile.
     let stride = positions.div_ceil(affordable) | 1;
     let (mut pool, guard) = (Pool::new(shape), Guard::new(shape));
-    let sequence = open(&mut pool, &shape, positions);
+    let [sequence, _] = open(&mut pool, &shape, positions);
     let edits = pool.take_edits();
     let mut chunks = Chunks {
         shape,
         pool,
         guard,
-        sequence,
+        sequence: sequence.expect("a sequence for the check"),
         rows_max: of_interp.rows,
         edits: [edits.clone(), edits],
         beside,
@@ -141,8 +146,8 @@ pub fn check_chunks(
     Ok(Checked { figures: chunks.beside.judge.figures })
 }
 
-/// A sequence with pages for `positions`, which are no neighbours if there is room for as many others.
-fn open(pool: &mut Pool, shape: &Shape, positions: u32) -> SequenceId {
+/// A sequence with pages for `positions`, and, if there is room for as many others, another one whose pages lie between.
+pub(super) fn open(pool: &mut Pool, shape: &Shape, positions: u32) -> [Option<SequenceId>; 2] {
     let sequence = pool.open().expect("a sequence for the check");
     let other = (shape.pages / 2 >= positions.div_ceil(shape.page_rows)).then(|| pool.open().ok()).flatten();
     let mut reserved = 0;
@@ -152,7 +157,7 @@ fn open(pool: &mut Pool, shape: &Shape, positions: u32) -> SequenceId {
             pool.reserve(sequence, reserved).expect("pages for the check");
         }
     }
-    sequence
+    [Some(sequence), other]
 }
 
 struct Chunks<'a> {

@@ -24,7 +24,7 @@ const BEYOND_PAGES: u32 = 20;
 /// row is a sequence of its own, decoded one position at a time with given tokens; in steps of one row two sequences take turns. Then a prompt is read in two chunks of all rows
 /// and one of half of them. A second interpreter rounds at random, and the worst of its distances from the first at neighbouring rows says how far a
 /// row may be off. Both take the experts that the kernel has chosen, and each choice is judged apart; for a
-/// mixture without recurrent states a step with a long history follows, since another kernel of it may choose other experts and tells nothing. Pages are taken from the pool as they come, so
+/// mixture a step with a long history follows, since another kernel of it may choose other experts and tells nothing. Pages are taken from the pool as they come, so
 /// those of a sequence are not neighbours. A schedule of fewer rows than the session has is executed several times for each of its steps: a row has the
 /// bits that it has alone. No more positions are compared than the session's pages hold.
 ///
@@ -70,8 +70,7 @@ pub fn check_rows(
         first += rows;
     }
     both.pool.close(sequence).expect("an open sequence");
-    // Caches are copied for it, and no recurrent states.
-    if !both.beside.routers().is_empty() && !shape.has_state {
+    if !both.beside.routers().is_empty() {
         both.long_history()?;
     }
     Ok(Checked { figures: both.beside.judge.figures })
@@ -117,7 +116,7 @@ impl Both<'_> {
     }
 
     /// A step of a row with a history of several pages and, if the device cuts histories, KV splits, beside one with a shorter one if there is
-    /// room. The interpreters take the histories as the device has written them.
+    /// room. The interpreters take the histories, and the recurrent states after them, as the device has written them.
     fn long_history(&mut self) -> Result<(), CheckError> {
         let shape = *self.session.shape();
         let two = shape.rows > 1 && shape.sequences > 1 && shape.pages > 1;
@@ -137,6 +136,15 @@ impl Both<'_> {
                 self.write(positions.iter().map(row).collect(), &tokens)?;
             }
             rows.push(Row { sequence, position, wants_logits: true });
+        }
+        if shape.has_state {
+            let states = rows.iter().map(|row| {
+                let read = |at, bytes| self.session.read_cache(at, bytes);
+                let states = self.beside.states().read(row.sequence, &read)?;
+                Ok(Launch::of_states(row.sequence, row.position, Arc::new(states)))
+            });
+            let states = states.collect::<Result<Vec<_>, CheckError>>()?;
+            self.beside.step(states)?;
         }
         let tokens: Vec<u32> = rows.iter().map(|row| ids[row.position as usize]).collect();
         self.step(rows, &tokens)

@@ -24,6 +24,9 @@ const STRICT_LAYERS: usize = 3;
 /// In later layers one position in so many may.
 const CHAOTIC_ONE_IN: usize = 16;
 
+/// Most parts of the channels of a short convolution whose states are compared apart.
+const CHANNEL_PARTS: u32 = 16;
+
 /// Positions that the check writes with each kernel, at most; and what follows them.
 pub const POSITIONS: u32 = {
     let (mut tokens, mut i) = (0, 0);
@@ -242,9 +245,18 @@ impl States {
         let program = &schedule.program;
         let mut layers = vec![];
         for grid in &program.grids {
-            let (Op::Mix(mix), Some(state)) = (&grid.op, grid.operand(Role::State)) else { continue };
+            let Some(state) = grid.operand(Role::State) else { continue };
+            let heads = match &grid.op {
+                Op::Mix(mix) => mix.value_heads,
+                // Channels have no heads; some at a time are compared as one.
+                Op::Convolve(convolve) => {
+                    (1..=CHANNEL_PARTS).rev().find(|n| convolve.channels.is_multiple_of(*n)).unwrap_or(1)
+                }
+                _ => continue,
+            };
             let place = schedule.placement[state.buffer.index()].expect("validate: a state has a place");
-            let (head_bytes, heads) = (u64::from(mix.state_cols()) * 4, u64::from(mix.value_heads));
+            let cols = program.buffers[state.buffer.index()].cols;
+            let (head_bytes, heads) = (u64::from(cols / heads) * 4, u64::from(heads));
             let head = |head: u64| {
                 let at = place + (u64::from(sequence.0) * heads + head) * head_bytes;
                 let words = session.read_cache(at, head_bytes as usize)?;

@@ -88,6 +88,10 @@ pub const EXPERTS_HEADERS: [(&str, &str); 1] = [("waves/experts.cuh", include_st
 /// The header that only wave kernels with gated delta nets include, after the master header.
 pub const NET_HEADERS: [(&str, &str); 1] = [("waves/mix.cuh", include_str!("../../kernels/waves/mix.cuh"))];
 
+/// The header that only wave kernels with short convolutions include, after the master header.
+pub const CONVOLVE_HEADERS: [(&str, &str); 1] =
+    [("waves/convolve.cuh", include_str!("../../kernels/waves/convolve.cuh"))];
+
 /// The headers that only the sampler includes.
 pub const SAMPLER_HEADERS: [(&str, &str); 4] = [
     ("monobloc_sampler.cuh", include_str!("../../kernels/monobloc_sampler.cuh")),

@@ -6,17 +6,19 @@ use super::emit::{
     norm_members, route_members, table_members, vocab,
 };
 use super::kernel_struct::kernel_struct;
-use super::{EXPERTS_HEADERS, Float, HEADERS, KernelSource, NET_HEADERS, ROWS_HEADERS, WAVES_HEADERS};
+use super::{
+    CONVOLVE_HEADERS, EXPERTS_HEADERS, Float, HEADERS, KernelSource, NET_HEADERS, ROWS_HEADERS, WAVES_HEADERS,
+};
 use crate::digest::Digest;
 use crate::ir::layout::{Matrix, PLACE_ALIGN_BYTES, matrices};
-use crate::ir::op::{Combine, Epilogue, Mix, Op, Role};
+use crate::ir::op::{Combine, Convolve, Epilogue, Mix, Op, Role};
 use crate::ir::program::{Grid, Program, Rows};
 use crate::ir::{BufferId, GridId};
 use crate::rows::Shape;
 use crate::target::Target;
 use crate::waves::{
     Action, Form, Input, Layout, NormOf, Over, Plan, Products, Proven, Splits, Sum, Target as Written, Tiling,
-    Wave as PlanWave, WorkId,
+    Wave as PlanWave, WorkId, group_channels,
 };
 use bytemuck::{Pod, Zeroable};
 use std::collections::BTreeSet;
@@ -280,9 +282,13 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
             );
             ("WaveMatMul", members + &coding_members(schedule.program.format_of(grid)))
         }
-        (Action::Append { .. }, Op::Attention(a)) => {
+        (Action::NormHeads { x, .. }, Op::Attention(a)) => {
             let members = attention_members(schedule, wave.grid, a, 0) + &gate_member(grid);
-            ("WaveAppend", format!("{members}int PARTS = 0\nbool PACKETS = false\n"))
+            ("WaveNormHeads", format!("{members}int PARTS = {}\n", parts_of(plan, *x)))
+        }
+        (Action::Append { x, .. }, Op::Attention(a)) => {
+            let members = attention_members(schedule, wave.grid, a, 0) + &gate_member(grid);
+            ("WaveAppend", format!("{members}int PARTS = {}\nbool PACKETS = false\n", parts_of(plan, *x)))
         }
         (Action::Attend { tile, gate, .. }, Op::Attention(a)) => {
             let members = format!("{}int TILE = {tile}\n", attention_members(schedule, wave.grid, a, 0));
@@ -355,6 +361,14 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
         }
         (&Action::Convolve { x, scalars, .. }, Op::Mix(mix)) => {
             ("WaveConvolve", net_wave_members(proven, grid, mix, (x, Some(scalars))))
+        }
+        (&Action::ShortConv { x, out }, Op::Convolve(Convolve { channels, kernel })) => {
+            let (group, biased) = (group_channels(plan.form), grid.operand(Role::Bias).is_some());
+            let (parts, out_tiles) = (parts_of(plan, x), is_tiles(plan, out));
+            let members = format!(
+                "int CHANNELS = {channels}\nint KERNEL = {kernel}\nint GROUP = {group}\nbool BIAS = {biased}\nint PARTS = {parts}\nbool OUT_TILES = {out_tiles}\n"
+            );
+            ("WaveShortConv", members)
         }
         (&Action::Mix { x, .. }, Op::Mix(mix)) => {
             let Over::States { n } = plan.divisions[wave.division.index()].over else {
@@ -548,7 +562,9 @@ pub fn emit(proven: &Proven<'_>, target: &Target, trace: Trace) -> KernelSource 
     let nets = has(|action| matches!(action, Action::Mix { .. } | Action::MixRow { .. }));
     let experts = if experts { &EXPERTS_HEADERS[..] } else { &[] };
     let nets = if nets { &NET_HEADERS[..] } else { &[] };
-    for (name, _) in experts.iter().chain(nets) {
+    let convolves = has(|action| matches!(action, Action::ShortConv { .. }));
+    let convolves = if convolves { &CONVOLVE_HEADERS[..] } else { &[] };
+    for (name, _) in experts.iter().chain(nets).chain(convolves) {
         line!("#include \"{name}\"");
     }
     line!();
@@ -603,6 +619,7 @@ pub fn emit(proven: &Proven<'_>, target: &Target, trace: Trace) -> KernelSource 
             .chain(&WAVES_HEADERS)
             .chain(experts)
             .chain(nets)
+            .chain(convolves)
             .map(|(n, t)| (n.to_string(), t.to_string()))
             .collect(),
         arch: target.spec.arch.clone(),
@@ -754,6 +771,13 @@ fn entry(proven: &Proven<'_>, matrices: &[Option<Matrix>], wave: &PlanWave, clas
                 ..none
             }
         }
+        Action::NormHeads { x, out } => Wave {
+            x: work(x),
+            out: work(out),
+            norm_weight: of(Role::QNormWeight),
+            norm_bias: of(Role::KNormWeight),
+            ..none
+        },
         Action::Append { x, queries: out } | Action::AttendRow { x, out, .. } => Wave {
             x: work(x),
             out: work(out),
@@ -823,6 +847,15 @@ fn entry(proven: &Proven<'_>, matrices: &[Option<Matrix>], wave: &PlanWave, clas
             },
             table: of(Role::ALog),
             branch_weight: of(Role::DtBias),
+            k_cache: of(Role::State),
+            ..none
+        },
+        // Taps, bias and states: waves/convolve.cuh.
+        Action::ShortConv { x, out } => Wave {
+            x: work(x),
+            out: work(out),
+            weight: of(Role::Conv),
+            table: of(Role::Bias),
             k_cache: of(Role::State),
             ..none
         },

@@ -832,6 +832,10 @@ impl<R: Real> Engine for Adversary<R> {
         sm.state_tags[at..at + region.len].fill(Some(position.wrapping_sub(1)));
     }
 
+    fn read_state(&self, sm: usize, region: &Region) -> Vec<f32> {
+        self.sms[sm].private[region.at(0)..][..region.len].iter().map(|word| f32::from_bits(*word)).collect()
+    }
+
     fn copy_state(&mut self, (sm, from): (usize, &Region), (to_sm, to): (usize, &Region)) {
         let of = |values: &[_]| values[from.at(0)..][..from.len].to_vec();
         let (values, tags) = (of(&self.sms[sm].private), self.sms[sm].state_tags[from.at(0)..][..from.len].to_vec());

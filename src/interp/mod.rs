@@ -41,8 +41,9 @@ use crate::ir::BufferId;
 use crate::ir::schedule::Schedule;
 use crate::ir::{EventId, SmId, TaskId};
 use crate::pages::PoolError;
-use crate::rows::{Refused, Tables, runs};
+use crate::rows::{Refused, SequenceId, Tables, runs};
 use memory::{Pages, RoundAtRandom, StepRow, StepRows};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -266,6 +267,8 @@ trait Engine: Send {
     fn write_cache(&mut self, cache: usize, row: usize, values: &[f32]);
     /// Puts a state where the SM finds it that has its task, as the one before `position`.
     fn write_state(&mut self, sm: usize, region: &memory::Region, position: u32, values: &[f32]);
+    /// What [`Engine::write_state`] writes.
+    fn read_state(&self, sm: usize, region: &memory::Region) -> Vec<f32>;
     /// Copies a state to where another sequence has its own, each in the memory of an SM.
     fn copy_state(&mut self, from: (usize, &memory::Region), to: (usize, &memory::Region));
 
@@ -450,6 +453,28 @@ impl Interp {
             self.engine.write_state(sm, region, position, &values.copied().collect::<Vec<f32>>());
         }
         self.state_at = Some(position);
+    }
+
+    /// The recurrent states of a sequence as steps left them: of each layer that has one its values, as [`Interp::fill_states`] takes them.
+    pub fn states_of(&self, sequence: SequenceId) -> BTreeMap<u32, Vec<f32>> {
+        let mut states: BTreeMap<u32, Vec<f32>> = BTreeMap::new();
+        for plan::KeptBy { sm, kept, .. } in self.plan.states().filter(|of| of.has(sequence.0)) {
+            let values = states.entry(kept.layer).or_insert_with(|| vec![0.0; kept.cols as usize]);
+            let found = self.engine.read_state(sm, &kept.region.row(sequence.index()));
+            values[kept.region.first..][..kept.region.len].copy_from_slice(&found);
+        }
+        states
+    }
+
+    /// Makes `states` those of a sequence before `position`. The guard of its tables is for the caller to tell.
+    ///
+    /// # Panics
+    /// If a layer is missing, or has other columns.
+    pub fn set_states_of(&mut self, sequence: SequenceId, position: u32, states: &BTreeMap<u32, Vec<f32>>) {
+        for plan::KeptBy { sm, kept, .. } in self.plan.states().filter(|of| of.has(sequence.0)) {
+            let values = &states[&kept.layer][kept.region.first..][..kept.region.len];
+            self.engine.write_state(sm, &kept.region.row(sequence.index()), position, values);
+        }
     }
 
     /// Fills rows `0..rows` of every cache with `row_of` the cache and the row, by column, and makes `rows` the next position.

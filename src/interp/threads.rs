@@ -600,6 +600,13 @@ impl<R: Real> Engine for Threads<R> {
         words.iter_mut().zip(values).for_each(|(word, value)| *word = value.to_bits());
     }
 
+    fn read_state(&self, sm: usize, region: &Region) -> Vec<f32> {
+        lock(&self.shared.sms[sm]).private[region.at(0)..][..region.len]
+            .iter()
+            .map(|word| f32::from_bits(*word))
+            .collect()
+    }
+
     fn copy_state(&mut self, (sm, from): (usize, &Region), (to_sm, to): (usize, &Region)) {
         let values = lock(&self.shared.sms[sm]).private[from.at(0)..][..from.len].to_vec();
         lock(&self.shared.sms[to_sm]).private[to.at(0)..][..to.len].copy_from_slice(&values);

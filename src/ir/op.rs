@@ -323,6 +323,13 @@ pub struct QkNormAttr {
     pub span: QkNormSpan,
 }
 
+impl QkNormAttr {
+    /// Whether one factor of a row multiplies all of its heads.
+    pub fn is_over_all_heads(&self) -> bool {
+        self.span == QkNormSpan::Projection
+    }
+}
+
 /// An op as a key of a map: equal for ops that are the same attribute by attribute, floats bit by bit.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct OpKey(Vec<u32>);

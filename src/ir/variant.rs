@@ -2,7 +2,7 @@
 //! interpreter knows none of them, and results differ by rounding at most.
 
 use super::layout::{WARP_ROWS, WORD_ROWS, cache_pitch};
-use super::op::{Attention, MatVec};
+use super::op::{Attention, MatVec, QkNormAttr};
 use super::schedule::Machine;
 use crate::dtype::{DType, Precision};
 use crate::format::{Code, Format, Groups};
@@ -346,7 +346,7 @@ impl Attention {
     pub fn on_tensor_cores(&self, precision: Precision, warps: u32, warps_per_head: u32) -> bool {
         let Precision { weights: _, cache, wire } = precision;
         let (dim, team) = (self.head_dim, warps_per_head.max(1));
-        let alone = |norm: &Option<super::op::QkNormAttr>| norm.is_none_or(|n| n.span == QkNormSpan::Head);
+        let alone = |norm: &Option<QkNormAttr>| norm.is_none_or(|n| n.span == QkNormSpan::Head);
         let halves = self.rotary > 0 && !self.interleaved;
         // Pieces change places only inside the part of a row that one warp reads; rows of 64 bytes are a case of their own.
         let row_bytes = dim.saturating_mul(cache.bytes() as u32);
@@ -359,6 +359,16 @@ impl Attention {
             && alone(&self.q_norm)
             && alone(&self.k_norm)
             && warps.is_multiple_of(team)
+    }
+
+    /// Whether q or k have a norm over all heads: then a head is not normalised alone.
+    pub fn norms_all_heads(&self) -> bool {
+        [&self.q_norm, &self.k_norm].into_iter().flatten().any(QkNormAttr::is_over_all_heads)
+    }
+
+    /// The same attention of heads that were normalised before.
+    pub fn without_norms(&self) -> Attention {
+        Attention { q_norm: None, k_norm: None, ..self.clone() }
     }
 
     /// Whether lanes share a part of a head that is rotated in halves: pairs of dimensions in lanes, or in the same lane.

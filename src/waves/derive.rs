@@ -4,7 +4,7 @@ use super::experts::{
     Chosen, SCORES_COLS, TILE_UNITS, gather_scratch, has_experts, is_combined, route_scratch, same_norm,
     scores_scratch, unit_tiles_max,
 };
-use super::mix::{POSITIONS, chunk_bytes, parts, row_bytes};
+use super::mix::{POSITIONS, chunk_bytes, group_channels, parts, row_bytes};
 use super::ragged::MERGE_SPLITS;
 use super::{
     Action, CHUNK_BLOCK_ROWS, Division, DivisionId, Form, HELD_AND_SUMS_MAX, Input, Layout, Machine, NormOf, Over,
@@ -14,7 +14,7 @@ use super::{
 use crate::dtype::DType;
 use crate::format::{Code, Format};
 use crate::ir::layout::{PLACE_ALIGN_BYTES, cache_row_bytes, place_align};
-use crate::ir::op::{Attention, Combine, Epilogue, MatVec, Mix, NormAttr, Op, Role, Route};
+use crate::ir::op::{Attention, Combine, Convolve, Epilogue, MatVec, Mix, NormAttr, Op, QkNormAttr, Role, Route};
 use crate::ir::program::{Grid, Program};
 use crate::ir::schedule::Schedule;
 use crate::ir::{BufferId, GridId};
@@ -576,6 +576,7 @@ impl Builder<'_> {
             Op::Combine(combine) => self.combine(id, grid, combine),
             Op::Attention(a) => self.attention(id, grid, a, is_last),
             Op::Mix(mix) => self.mix(id, grid, mix, is_last),
+            Op::Convolve(convolve) => self.short_conv(id, grid, convolve),
             Op::NormAdd { norm, scale, everywhere: false, .. } => self.norm_add(id, grid, *norm, *scale),
             _ => refused(grid, "the op", "one that every row of a step has for itself"),
         }
@@ -1024,7 +1025,8 @@ impl Builder<'_> {
         let next = self.program.grids.get(id.index() + 1);
         let cuts = !matches!(self.asked.cuts, Cuts::None);
         let attends = |grid: &Grid| {
-            matches!(&grid.op, Op::Attention(a) if !(a.gate && cuts)) && self.constant(grid, Role::Q) == Some(exchange)
+            matches!(&grid.op, Op::Attention(a) if !(a.gate && cuts || a.norms_all_heads()))
+                && self.constant(grid, Role::Q) == Some(exchange)
         };
         let cols = self.program.buffers[exchange.index()].cols;
         let bytes = u64::from(self.plan.rows) * u64::from(cols) * u64::from(parts) * 8;
@@ -1153,10 +1155,6 @@ impl Builder<'_> {
         else {
             return refused(grid, "the operands", "columns of products, and an output");
         };
-        // A check with the choices of a device executes some rows of a chunk, and states need all of them.
-        if has_experts(self.program) {
-            return refused(grid, "the state", "no experts beside it; no check of wave kernels has both");
-        }
         match self.plan.form {
             Form::Tail => {
                 refused(grid, "the state", "one that the chunk has not brought on; a tail would do so a second time")
@@ -1185,10 +1183,47 @@ impl Builder<'_> {
         }
     }
 
+    /// A short convolution. If it is the last state of a chunk, nothing reads what positions make of it.
+    fn short_conv(&mut self, id: GridId, grid: &Grid, convolve: &Convolve) -> Result<(), Refused> {
+        let x = self.constant(grid, Role::X).and_then(|of| self.inputs.get(&of).copied());
+        let (Some(x), Some((out, cols))) = (x, self.cols(grid, Role::Out)) else {
+            return refused(grid, "the operands", "columns of a product, and an output");
+        };
+        if !cols.is_multiple_of(2) {
+            return refused(grid, "the channels", "an even number");
+        }
+        let n = convolve.channels.div_ceil(group_channels(self.plan.form));
+        let over = match self.plan.form {
+            Form::Tail => {
+                return refused(
+                    grid,
+                    "the state",
+                    "one that the chunk has not brought on; a tail would do so a second time",
+                );
+            }
+            Form::Steps => Over::Heads { n, rows: 1 },
+            Form::Chunk => Over::States { n },
+        };
+        let to = self.work("convolved", self.operand(out), cols);
+        self.inputs.insert(out, to);
+        self.push(id, Action::ShortConv { x, out: to }, over);
+        Ok(())
+    }
+
     fn attention(&mut self, id: GridId, grid: &Grid, a: &Attention, is_last: bool) -> Result<(), Refused> {
-        let swizzled = self.schedule.attention_variant(id).is_some_and(|variant| variant.swizzled);
-        if !swizzled || a.splits != 1 {
+        let whole = self.schedule.attention_variant(id).is_some_and(|variant| {
+            let heads = if a.norms_all_heads() { a.without_norms() } else { a.clone() };
+            heads.on_tensor_cores(self.program.precision, WARPS, variant.warps_per_head)
+        });
+        if !whole || a.splits != 1 {
             return refused(grid, "attention", "heads that tensor cores take whole");
+        }
+        if a.norms_all_heads() && !over_all_heads(a) {
+            return refused(
+                grid,
+                "attention",
+                "norms of q and k that are both over all heads, or both over single ones",
+            );
         }
         if self.program.precision.cache != DType::Bf16 {
             return refused(grid, "the cache", "keys and values in bf16");
@@ -1197,6 +1232,7 @@ impl Builder<'_> {
         let (Some(x), Some((out, _))) = (x, self.cols(grid, Role::Out)) else {
             return refused(grid, "the operands", "heads, and an output");
         };
+        let x = if a.norms_all_heads() { self.norm_heads(id, x) } else { x };
         // The gate lies after q, k and v.
         let gate = a.gate.then_some(x);
         let cols = a.heads * a.head_dim;
@@ -1239,6 +1275,13 @@ impl Builder<'_> {
         Ok(())
     }
 
+    /// A wave that norms q and k over all heads; what it leaves.
+    fn norm_heads(&mut self, id: GridId, x: WorkId) -> WorkId {
+        let out = self.work("heads_normed", Layout::Parts(1), self.plan.work[x.index()].cols);
+        self.push(id, Action::NormHeads { x, out }, WHOLE_ROWS);
+        out
+    }
+
     /// How the histories of this attention are cut. `None` if the plan cuts none, or they are too short.
     fn splits(&mut self, a: &Attention, tile: u32) -> Option<Splits> {
         // The first tile of a window is read whole.
@@ -1265,6 +1308,11 @@ impl Builder<'_> {
             left: self.work("left", Layout::Splits(most), cols),
         })
     }
+}
+
+/// Whether norms of q and k, as far as there are some, are over all heads.
+fn over_all_heads(a: &Attention) -> bool {
+    [&a.q_norm, &a.k_norm].into_iter().flatten().all(QkNormAttr::is_over_all_heads)
 }
 
 /// The shares of a chunk in which the two blocks of a pair have the same `n` units, and blocks of rows side by side.

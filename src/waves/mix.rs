@@ -1,6 +1,13 @@
-//! Owns what waves of gated delta nets have in common: how blocks share the columns of a state, and the memory that a block needs for its columns.
+//! Owns what waves of gated delta nets have in common: how blocks share the columns of a state, and the memory that a block needs for its columns; and of
+//! short convolutions the channels of a share.
 
+use super::Form;
 use crate::ir::op::Mix;
+
+/// Channels of a short convolution that a share has: in a chunk so few that most SMs have some, in a step two for each lane of a warp.
+pub fn group_channels(form: Form) -> u32 {
+    if form == Form::Chunk { 16 } else { 64 }
+}
 
 /// Positions through which a chunk carries a state at once: a lane of a warp has one.
 pub(super) const POSITIONS: u32 = 32;

@@ -39,6 +39,11 @@
 //! step with short histories (docs/perf-log.md, entry 29), so there is also a kernel without splits. The host chooses one of them for each
 //! launch by the positions in its table ([`Ragged::gains`]).
 //!
+//! # Norms over all heads
+//!
+//! An attention task has some heads of a row. If q and k have norms over all heads, a wave of whole rows comes first ([`Action::NormHeads`]). Batch kernels take the heads of such a
+//! layer without tensor cores, so rows of its caches are not swizzled, and wave kernels read them as they lie.
+//!
 //! # Mixtures of experts
 //!
 //! Rows of a launch that chose one expert are multiplied together: what a block does then depends on the choice. Each slot of a row has a *place*, in the order of
@@ -53,6 +58,8 @@
 //! positions: a column of a state depends on no other one. The wave before makes what the columns of a head have in common, because they would all read the past inputs of
 //! the convolution that one of them writes. A norm needs whole rows, so it is the wave after. In a step the SM with the first row of a sequence and a head has their
 //! state, and takes all rows of the sequence; shares of its later rows do nothing. A tail has no state: it would bring it on a second time. `mix.rs` has the sizes.
+//!
+//! A short convolution keeps inputs alone. One wave has all rows of some channels ([`group_channels`]), in a chunk on one SM and in a step in one warp.
 //!
 //! # In which order numbers are added up
 //!
@@ -71,6 +78,7 @@ mod ragged;
 
 pub use derive::{Refused, derive, derive_alike, derive_ragged, derive_split};
 pub use experts::Tiling;
+pub use mix::group_channels;
 pub use prove::{Alike, Proven, Violation, WithTail, prove, prove_alike, prove_tail};
 pub use ragged::Ragged;
 
@@ -385,6 +393,8 @@ pub enum Action {
         /// Chunks of weights that warps take into registers before the block enters the wave. So the loader continues while blocks meet.
         held: u32,
     },
+    /// Norms q and k of a row over all their heads, and leaves them in fp32, with the other columns of `x` as they are. Attention of the same grid reads that.
+    NormHeads { x: WorkId, out: WorkId },
     /// Of a chunk: norms and rotates heads, and appends keys and values to the cache.
     Append { x: WorkId, queries: WorkId },
     /// Of a chunk: attention over the cache, in tiles of `tile` positions. `gate`: the heads with the gates of the output, if it is gated.
@@ -413,6 +423,8 @@ pub enum Action {
     Gated { mixed: WorkId, x: WorkId, out: WorkId },
     /// Of a step: all three, for one position of each row.
     MixRow { x: WorkId, scalars: WorkId, out: WorkId },
+    /// A short convolution: brings states through all positions, and leaves what each position makes of them.
+    ShortConv { x: WorkId, out: WorkId },
 }
 
 /// What a matrix product writes.
@@ -515,7 +527,11 @@ impl Plan {
         let appends = |wave: &Wave| {
             matches!(
                 wave.action,
-                Action::Append { .. } | Action::AttendRow { .. } | Action::Mix { .. } | Action::MixRow { .. }
+                Action::Append { .. }
+                    | Action::AttendRow { .. }
+                    | Action::Mix { .. }
+                    | Action::MixRow { .. }
+                    | Action::ShortConv { .. }
             )
         };
         self.waves.iter().rposition(appends).map_or(0, |last| last + 1)
@@ -571,6 +587,7 @@ impl Action {
         match self {
             Action::Rows { .. } => "rows",
             Action::MatMul { .. } => "matmul",
+            Action::NormHeads { .. } => "norm-heads",
             Action::Append { .. } => "append",
             Action::Attend { .. } => "attend",
             Action::AttendRow { .. } => "attend-row",
@@ -584,6 +601,7 @@ impl Action {
             Action::Mix { .. } => "mix",
             Action::Gated { .. } => "gated",
             Action::MixRow { .. } => "mix-row",
+            Action::ShortConv { .. } => "short-conv",
         }
     }
 
@@ -615,6 +633,7 @@ impl Action {
                 writes.extend(then.and_then(|then| then.squares));
                 (reads, writes)
             }
+            Action::NormHeads { x, out } | Action::ShortConv { x, out } => (vec![x], vec![out]),
             Action::Append { x, queries } => (vec![x], vec![queries]),
             Action::Attend { queries, out, gate, .. } => ([queries].into_iter().chain(gate).collect(), vec![out]),
             Action::AttendRow { x, out, splits, .. } => {

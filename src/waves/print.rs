@@ -98,6 +98,7 @@ impl fmt::Display for Plan {
                         write!(f, " held={held}")?;
                     }
                 }
+                Action::NormHeads { x, out } => write!(f, "norm-heads x={x} out={out}")?,
                 Action::Append { x, queries } => write!(f, "append x={x} queries={queries}")?,
                 Action::Attend { queries, out, tile, gate } => {
                     write!(f, "attend queries={queries} out={out} tile={tile}")?;
@@ -132,6 +133,7 @@ impl fmt::Display for Plan {
                 Action::Convolve { x, scalars, out } => write!(f, "convolve x={x} scalars={scalars} out={out}")?,
                 Action::Mix { turned, x, out } => write!(f, "mix turned={turned} x={x} out={out}")?,
                 Action::Gated { mixed, x, out } => write!(f, "gated mixed={mixed} x={x} out={out}")?,
+                Action::ShortConv { x, out } => write!(f, "short-conv x={x} out={out}")?,
                 Action::MixRow { x, scalars, out } => write!(f, "mix-row x={x} scalars={scalars} out={out}")?,
             }
             f.write_str(if wave.meets { "" } else { " no-meeting" })?;

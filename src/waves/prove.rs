@@ -8,7 +8,7 @@ use super::experts::{
     Chosen, SCORES_COLS, TILE_ROWS, TILE_UNITS, gather_scratch, is_combined, route_scratch, same_norm, scores_scratch,
     unit_tiles_max,
 };
-use super::mix::{POSITIONS, chunk_bytes, has_tiles, row_bytes};
+use super::mix::{POSITIONS, chunk_bytes, group_channels, has_tiles, row_bytes};
 use super::{
     Action, CHUNK_BLOCK_ROWS, Division, Form, HELD_AND_SUMS_MAX, Input, Layout, NormOf, Over, Plan, Products, Ragged,
     Ring, SHARED_PASS_MAX, SHARED_UNITS, SHARED_WARPS, STEP_ROWS_MAX, Share, Splits, Sum, Sums, TILE_WARPS,
@@ -16,7 +16,7 @@ use super::{
 };
 use crate::dtype::DType;
 use crate::format::Format;
-use crate::ir::op::{Attention, Combine, Epilogue, MatVec, Mix, NormAttr, Op, Role, Route};
+use crate::ir::op::{Attention, Combine, Convolve, Epilogue, MatVec, Mix, NormAttr, Op, QkNormAttr, Role, Route};
 use crate::ir::program::{Grid, Space};
 use crate::ir::{BufferId, GridId};
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
@@ -248,6 +248,8 @@ enum Value {
     Weighted(BufferId, NormOf),
     /// The sums of squares of parts of that residual.
     Squares(BufferId),
+    /// The heads of a grid of attention: q and k after their norms over all heads.
+    NormedHeads(GridId),
     /// The rotated queries of a grid of attention.
     Queries(GridId),
     /// Where the slots of this choice have their places, as records of tiles and by row and slot.
@@ -573,7 +575,7 @@ impl Judge<'_> {
                 let squares = if then.is_some() { self.plan.machine.sms / 2 } else { 0 };
                 granules.map(|granules| Sums::Product { parts, granules, groups: warps.k, paired, squares, tiles })
             }
-            (Action::Append { .. }, ..) => Some(Sums::Heads),
+            (Action::NormHeads { .. } | Action::Append { .. } | Action::ShortConv { .. }, ..) => Some(Sums::Heads),
             (&Action::Attend { tile, .. }, _, Op::Attention(a)) => {
                 let scratch_bytes = self.plan.machine.scratch_bytes;
                 Some(Sums::History { tile, heads: a.heads_per_task, scratch_bytes, split: None })
@@ -666,6 +668,7 @@ impl Judge<'_> {
             (Op::Combine(combine), [wave]) => self.combine(grid, combine, wave),
             (Op::Attention(a), waves) => self.attention(id, grid, a, waves, is_last),
             (Op::Mix(mix), waves) => self.mix(id, grid, mix, waves, is_last),
+            (Op::Convolve(convolve), [wave]) => self.short_conv(grid, convolve, wave),
             _ => no("expected other waves of this op"),
         }
     }
@@ -955,8 +958,10 @@ impl Judge<'_> {
         let buffer = |role: Role| grid.operand(role).map(|operand| operand.buffer).ok_or("an operand is missing");
         let no = |what: &str| Err(what.to_string());
 
-        let attends = self.validated.schedule().attention_variant(id).is_some_and(|variant| variant.swizzled);
-        if !attends || a.splits != 1 {
+        let (precision, warps) = (self.validated.schedule().program.precision, self.plan.machine.warps);
+        let variant = self.validated.schedule().attention_variant(id).ok_or("attention without a variant")?;
+        let heads = if a.norms_all_heads() { a.without_norms() } else { a.clone() };
+        if !heads.on_tensor_cores(precision, warps, variant.warps_per_head) || a.splits != 1 {
             return no("expected attention of whole heads on tensor cores");
         }
         if self.validated.schedule().program.precision.cache != DType::Bf16 {
@@ -970,9 +975,16 @@ impl Judge<'_> {
             return no("expected the gate after q, k and v, where there is one");
         }
         let all = if a.gate { qkv + cols } else { qkv };
+        let (waves, of_heads) = match waves {
+            [norms, rest @ ..] if a.norms_all_heads() => {
+                self.norm_heads(id, a, norms, (x_of, all))?;
+                (rest, Value::NormedHeads(id))
+            }
+            _ => (waves, Value::Exchange(x_of)),
+        };
         // The input of the wave that appends. Only a step has it in packets.
         let heads = |judge: &Self, x: WorkId| {
-            judge.holds(x, Value::Exchange(x_of))?;
+            judge.holds(x, of_heads)?;
             match judge.plan.work[x.index()].layout {
                 packets @ Layout::Packets(1..) if judge.plan.form.decides() => judge.layout(x, packets, all),
                 _ => judge.rows_or_parts(x, all),
@@ -1001,7 +1013,7 @@ impl Judge<'_> {
                         if gate != a.gate.then_some(x) {
                             return no("expected the gate among the heads, where there is one");
                         }
-                        gate.map_or(Ok(()), |gate| self.holds(gate, Value::Exchange(x_of)))?;
+                        gate.map_or(Ok(()), |gate| self.holds(gate, of_heads))?;
                         (wave, out, tile, 8 / a.heads_per_task * 16)
                     }
                     _ => return no("expected attention after the append, but in the last layer"),
@@ -1033,6 +1045,30 @@ impl Judge<'_> {
         Ok(())
     }
 
+    /// A wave that norms q and k of the exchange `x_of` of `all` columns: whole rows, each with norms over all heads alone, whose sums of squares one block adds up.
+    fn norm_heads(
+        &mut self,
+        id: GridId,
+        a: &Attention,
+        wave: &Wave,
+        (x_of, all): (BufferId, u32),
+    ) -> Result<(), String> {
+        let Action::NormHeads { x, out } = wave.action else {
+            return Err("expected rows that norm all heads".to_string());
+        };
+        let whole = |norm: &QkNormAttr| norm.is_over_all_heads() && norm.norm.is_factor();
+        // The kernel has 8 columns of one kind at a time.
+        if ![&a.q_norm, &a.k_norm].into_iter().flatten().all(whole) || !a.head_dim.is_multiple_of(8) {
+            return Err("norms that are not over all heads alone".to_string());
+        }
+        self.holds(x, Value::Exchange(x_of))?;
+        self.rows_or_parts(x, all)?;
+        self.layout(out, Layout::Parts(1), all)?;
+        self.over(wave, Over::Rows { parts: 1 })?;
+        self.holds.insert(out, Value::NormedHeads(id));
+        Ok(())
+    }
+
     /// In a chunk, expects a convolution, then states through all rows, then the norm and the gate, except in the last layer. In a step, expects one wave that does
     /// all of it.
     ///
@@ -1059,6 +1095,38 @@ impl Judge<'_> {
         };
         self.operand(out, mix.value_heads * mix.value_dim)?;
         self.holds.insert(out, Value::Exchange(grid.operand(Role::Out).ok_or("an operand is missing")?.buffer));
+        Ok(())
+    }
+
+    /// Expects a wave that brings the state of a short convolution on, and reads b, c and x one after another. As of a net, a share has all rows of a sequence for its
+    /// channels, and channels have states of their own.
+    fn short_conv(&mut self, grid: &Grid, convolve: &Convolve, wave: &Wave) -> Result<(), String> {
+        let place = |role: Role| grid.operand(role).map(|o| (o.buffer, o.cols.base)).ok_or("an operand is missing");
+        let Action::ShortConv { x, out } = wave.action else { return Err("expected a short convolution".to_string()) };
+        let Convolve { channels, kernel } = *convolve;
+        let x_of = place(Role::X)?.0;
+        for (role, base) in [(Role::B, 0), (Role::C, channels), (Role::X, 2 * channels)] {
+            if place(role)? != (x_of, base) {
+                return Err("expected b, c and x one after another".to_string());
+            }
+        }
+        // A lane has two channels, which keep an input at least.
+        if !channels.is_multiple_of(2) || kernel < 2 || self.cols(x_of) != 3 * channels {
+            return Err("channels that are no pairs, or keep nothing".to_string());
+        }
+        self.holds(x, Value::Exchange(x_of))?;
+        self.rows_or_parts(x, 3 * channels)?;
+        let n = channels.div_ceil(group_channels(self.plan.form));
+        match self.plan.form {
+            Form::Chunk => {
+                self.layout(x, Layout::Rows(DType::Bf16), 3 * channels)?;
+                self.over(wave, Over::States { n })?;
+            }
+            Form::Steps => self.over(wave, Over::Heads { n, rows: 1 })?,
+            Form::Tail => return Err("a state, which a tail would bring on a second time".to_string()),
+        }
+        self.operand(out, channels)?;
+        self.holds.insert(out, Value::Exchange(place(Role::Out)?.0));
         Ok(())
     }
 

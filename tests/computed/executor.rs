@@ -8,18 +8,18 @@ use std::collections::BTreeMap;
 use std::ops::{Range, RangeInclusive};
 
 use monobloc::dtype::DType;
-use monobloc::ir::op::{Attention, Combine, Epilogue, MatVec, Mix, NormAttr, Op, QkNormAttr, Role};
+use monobloc::ir::op::{Attention, Combine, Convolve, Epilogue, MatVec, Mix, NormAttr, Op, QkNormAttr, Role};
 use monobloc::ir::program::{Content, Grid, Part, Program};
 use monobloc::ir::{BufferId, GridId};
 use monobloc::model::config::Imported;
-use monobloc::model::graph::{Act, Mixer, ModelGraph};
+use monobloc::model::graph::{Act, Mixer, ModelGraph, QkNormSpan};
 use monobloc::random::Random;
 use monobloc::reference::{
     Session, act, choose, delta_rule, norm_values, query_factor, rope_apply, scores, sigmoid, slot_weights, softcap,
     softmax, softplus,
 };
 use monobloc::waves::{
-    Action, Form, Input, Layout, NormOf, Over, Plan, Share, Splits, Sum, Target, Tiling, Wave, WorkId,
+    Action, Form, Input, Layout, NormOf, Over, Plan, Share, Splits, Sum, Target, Tiling, Wave, WorkId, group_channels,
 };
 
 /// Keys or values of a layer: for each position, all KV heads.
@@ -85,6 +85,10 @@ impl<'a> Executor<'a> {
         for grid in &program.grids {
             if let Op::Mix(mix) = &grid.op {
                 let empty = vec![vec![f64::NAN; mix.state_cols() as usize]; mix.value_heads as usize];
+                caches.insert(operand(grid, Role::State), vec![empty; positions.len()]);
+            }
+            if let Op::Convolve(convolve) = &grid.op {
+                let empty = vec![vec![f64::NAN; (convolve.channels * convolve.past()) as usize]];
                 caches.insert(operand(grid, Role::State), vec![empty; positions.len()]);
             }
             let Op::Attention(a) = &grid.op else { continue };
@@ -161,13 +165,15 @@ impl<'a> Executor<'a> {
         arena
     }
 
-    /// Keys and values of a sequence, of every layer; then the states of all nets, by value head: the matrix, and the past inputs.
+    /// Keys and values of a sequence, of every layer; then the states of all nets, by value head: the matrix, and the past inputs. A short convolution
+    /// has the latter alone, by channel.
     pub fn cached(&self, sequence: usize) -> Vec<[Rows; 2]> {
         let of = |grid: &Grid, role| self.caches[&operand(grid, role)][sequence].clone();
         let layers = self.program.grids.iter().filter(|grid| matches!(grid.op, Op::Attention(_)));
         let layers = layers.map(|grid| [of(grid, Role::AppendK), of(grid, Role::AppendV)]);
         let state = |grid: &Grid| match &grid.op {
             Op::Mix(mix) => Some(split_states(of(grid, Role::State), (mix.key_dim * mix.value_dim) as usize)),
+            Op::Convolve(_) => Some([of(grid, Role::State), of(grid, Role::State)]),
             _ => None,
         };
         layers.chain(self.program.grids.iter().filter_map(state)).collect()
@@ -199,10 +205,16 @@ pub fn expected(imported: &Imported, tokens: &[u32]) -> Vec<[Rows; 2]> {
 
 /// Keys and values of each layer in a session of the reference, then the states of all nets, as [`Executor::cached`].
 pub fn cached_by(session: &Session<'_>, graph: &ModelGraph) -> Vec<[Rows; 2]> {
-    let has_state = |layer: &usize| session.state(*layer).is_some();
+    let has_state = |layer: &usize| session.state(*layer).is_some() || session.inputs(*layer).is_some();
     let layers = (0..graph.layers.len()).filter(|layer| !has_state(layer));
     let of = |layer| session.cached(layer).map(<[Vec<f64>]>::to_vec);
     let state = |layer: usize| {
+        if let Some(inputs) = session.inputs(layer) {
+            let channels = inputs.inputs.first().map_or(0, Vec::len);
+            let of_channel = |channel: usize| inputs.inputs.iter().map(move |input| input[channel]);
+            let inputs: Rows = vec![(0..channels).flat_map(of_channel).collect()];
+            return [inputs.clone(), inputs];
+        }
         let (Some(state), Mixer::GatedDelta(net)) = (session.state(layer), &graph.layers[layer].mixer) else {
             panic!("a net with a state")
         };
@@ -542,6 +554,7 @@ impl Step<'_> {
                     };
                     self.matmul(&grid, m, (x, squares, target), (n, parts), share, &mut best[*sm]);
                 }
+                (&Action::NormHeads { x, out }, Op::Attention(a)) => self.norm_heads(&grid, a, (x, out), share),
                 (&Action::Append { x, queries }, Op::Attention(a)) => {
                     self.append(&grid, a, x, queries, share, caches);
                 }
@@ -574,6 +587,9 @@ impl Step<'_> {
                         let y = self.read(mixed, row);
                         self.gate_heads(&grid, mix, (x, out), row, 0..mix.value_heads as usize, &y);
                     }
+                }
+                (&Action::ShortConv { x, out }, Op::Convolve(convolve)) => {
+                    self.short_conv(&grid, convolve, (x, out), share, caches);
                 }
                 (&Action::MixRow { x, scalars, out }, Op::Mix(mix)) => {
                     self.mix_row(&grid, mix, (x, scalars, out), share, caches);
@@ -950,6 +966,8 @@ impl Step<'_> {
     fn head(&self, grid: &Grid, a: &Attention, key: bool, head: &[f64], position: usize) -> Vec<f64> {
         let (norm, role) = if key { (&a.k_norm, Role::KNormWeight) } else { (&a.q_norm, Role::QNormWeight) };
         let normed = |head: Vec<f64>| match norm {
+            // A wave before has normalised all heads.
+            Some(QkNormAttr { span: QkNormSpan::Projection, .. }) => head,
             Some(QkNormAttr { norm, .. }) => {
                 let weight = self.vector(operand(grid, role));
                 norm_values(norm.kind, norm.eps, 0.0, Some(&weight), None, &head)
@@ -985,6 +1003,20 @@ impl Step<'_> {
         for (i, y) in y.into_iter().enumerate() {
             let by = gates.as_ref().map_or(1.0, |gates| 1.0 / (1.0 + (-gates[i]).exp()));
             self.set(out, row, head * dim + i, y * by);
+        }
+    }
+
+    fn norm_heads(&mut self, grid: &Grid, a: &Attention, (x, out): (WorkId, WorkId), share: &Share) {
+        let (q, k) = ((a.heads * a.head_dim) as usize, (a.kv_heads() * a.head_dim) as usize);
+        for row in self.rows(share) {
+            let mut all = self.read(x, row);
+            for (norm, role, cols) in [(&a.q_norm, Role::QNormWeight, 0..q), (&a.k_norm, Role::KNormWeight, q..q + k)] {
+                let Some(QkNormAttr { norm, span: QkNormSpan::Projection }) = norm else { continue };
+                let weight = self.vector(operand(grid, role));
+                let normed = norm_values(norm.kind, norm.eps, 0.0, Some(&weight), None, &all[cols.clone()]);
+                all[cols].copy_from_slice(&normed);
+            }
+            self.write(out, row, &all);
         }
     }
 
@@ -1316,6 +1348,43 @@ impl Step<'_> {
                 state[..matrix].copy_from_slice(&s);
                 state[matrix..].copy_from_slice(&kept);
                 caches.get_mut(&at.0).expect("a state")[at.1][at.2] = state;
+            }
+        }
+    }
+
+    /// The channels of a share for all rows of the sequence that begins at its row; nothing if an earlier row is of the same sequence.
+    fn short_conv(
+        &mut self,
+        grid: &Grid,
+        convolve: &Convolve,
+        (x, out): (WorkId, WorkId),
+        share: &Share,
+        caches: &mut Caches,
+    ) {
+        let (channels, past) = (convolve.channels as usize, convolve.past() as usize);
+        let (group, taps) = (group_channels(self.plan.form), self.vector(operand(grid, Role::Conv)));
+        let bias = grid.operand(Role::Bias).map(|bias| self.vector(bias.buffer));
+        let of_share = (share.lo * group) as usize..((share.hi * group) as usize).min(channels);
+        for first in self.rows(share) {
+            let (_, sequence, position) = self.rows[first];
+            if first > 0 && self.rows[first - 1].1 == sequence {
+                continue;
+            }
+            let run = (first..self.rows.len()).take_while(|row| self.rows[*row].1 == sequence).count();
+            let all: Vec<Vec<f64>> = (first..first + run).map(|row| self.read(x, row)).collect();
+            for channel in of_share.clone() {
+                let state = &mut caches.get_mut(&operand(grid, Role::State)).expect("a state")[sequence][0]
+                    [channel * past..][..past];
+                let before = state.iter().map(|kept| if position == 0 { 0.0 } else { *kept });
+                let own = all.iter().map(|row| row[channel] * row[2 * channels + channel]);
+                let inputs: Vec<f64> = before.chain(own).collect();
+                state.copy_from_slice(&inputs[run..]);
+                for (row, seen) in inputs.windows(past + 1).enumerate() {
+                    let of_channel = &taps[channel * (past + 1)..][..past + 1];
+                    let sum: f64 = seen.iter().zip(of_channel).map(|(u, tap)| u * f64::from(*tap)).sum();
+                    let sum = sum + bias.as_ref().map_or(0.0, |bias| f64::from(bias[channel]));
+                    self.set(out, first + row, channel, all[row][channels + channel] * sum);
+                }
             }
         }
     }

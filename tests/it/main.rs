@@ -82,8 +82,10 @@ mod tune;
 mod unwritten;
 mod waves;
 mod waves_checked;
+mod waves_convolve;
 mod waves_experts;
 mod waves_nets;
+mod waves_norms;
 mod waves_pairs;
 mod wrappers;
 

@@ -6,7 +6,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use monobloc::codegen::{EXPERTS_HEADERS, HEADERS, NET_HEADERS, ROWS_HEADERS, SAMPLER_HEADERS, WAVES_HEADERS};
+use monobloc::codegen::{
+    CONVOLVE_HEADERS, EXPERTS_HEADERS, HEADERS, NET_HEADERS, ROWS_HEADERS, SAMPLER_HEADERS, WAVES_HEADERS,
+};
 use monobloc::manifest::Manifest;
 use monobloc::model::config::schema_table;
 use monobloc::target::Target;
@@ -658,6 +660,7 @@ fn the_compiler_gets_every_header_and_the_master_header_includes_them() {
         .chain(&ROWS_HEADERS)
         .chain(&WAVES_HEADERS)
         .chain(&NET_HEADERS)
+        .chain(&CONVOLVE_HEADERS)
         .chain(&EXPERTS_HEADERS)
         .chain(&SAMPLER_HEADERS)
         .map(|(name, _)| *name)
@@ -670,7 +673,7 @@ fn the_compiler_gets_every_header_and_the_master_header_includes_them() {
     // The header for waves includes that for rows, which includes that for one row; so does that of the sampler.
     included.extend(["monobloc_waves.cuh", "monobloc_sampler.cuh"]);
     // Kernels with experts or nets include theirs themselves.
-    included.extend(EXPERTS_HEADERS.iter().chain(&NET_HEADERS).map(|(name, _)| *name));
+    included.extend(EXPERTS_HEADERS.iter().chain(&NET_HEADERS).chain(&CONVOLVE_HEADERS).map(|(name, _)| *name));
     included.sort();
     included.dedup();
     assert_eq!(included, listed, "the headers of each kind of kernel include every header");

@@ -23,7 +23,9 @@ use crate::launcher::queues_nothing;
 use crate::proof_support::BF16;
 use crate::skipped;
 use crate::waves::{Built, Ran, proven, small, with_tail};
+use crate::waves_convolve::convolving;
 use crate::waves_experts::of_layers;
+use crate::waves_nets::{MIXTURES, SHARED, hybrid};
 
 /// Rows of the schedule, of a chunk, of its tail, and of a step.
 const ROWS: u32 = 8;
@@ -134,8 +136,8 @@ fn encoded(tables: &Tables<'_>, tokens: &[u32]) -> (Vec<abi::Row>, Vec<u32>) {
         pages.extend(tables.pages(run.first));
         let of_run = tables.rows().iter().zip(tokens).skip(run.first).take(run.rows as usize);
         let row = |(&Row { position, .. }, &token): (&Row, &u32)| {
-            let (token, first) = (token as i32, run.first as u32);
-            abi::Row { sequence, position, token, first, steps: 1, ..bytemuck::Zeroable::zeroed() }
+            let (token, first, slot) = (token as i32, run.first as u32, run.sequence.0);
+            abi::Row { sequence, position, token, first, slot, steps: 1, ..bytemuck::Zeroable::zeroed() }
         };
         rows.extend(of_run.map(row));
     }
@@ -243,7 +245,7 @@ fn check_steps(imported: &Imported, positions: u32, fault: Fault) -> Option<Resu
 #[test]
 fn a_generated_kernel_of_experts_passes_its_check() {
     // Two blocks of rows, and experts with several tiles; then one.
-    for (name, positions) in [("experts/qwen2-moe-shared", 230), ("experts/qwen3-moe", 40)] {
+    for (name, positions) in [("experts/qwen2-moe-shared", 230), ("experts/qwen3-moe", 40), ("experts/olmoe", 40)] {
         let imported = of_layers(name, Some(LAYERS));
         let Some(found) = check_prompt(&imported, positions, NONE) else {
             return skipped("a_generated_kernel_of_experts_passes_its_check", "C++ compiler", "`c++`");
@@ -297,5 +299,76 @@ fn a_wrong_kernel_of_experts_does_not_pass_its_check() {
             };
             assert!(is_found, "{what}: {error}");
         }
+    }
+}
+
+/// A net, attention, and both again. A chunk ends with the second attention.
+fn mixture_with_nets(name: &str) -> Imported {
+    hybrid(name, SHARED, &[true, false, true, false])
+}
+
+#[test]
+fn a_generated_kernel_of_states_beside_experts_passes_its_check() {
+    // Two blocks of rows, one row, and some; then a part of one.
+    let nets = MIXTURES.map(|name| (name, mixture_with_nets(name)));
+    let models = nets.into_iter().chain([("hybrids/lfm2-moe", convolving("hybrids/lfm2-moe"))]);
+    for ((name, imported), positions) in models.zip([230, 40, 40]) {
+        let Some(found) = check_prompt(&imported, positions, NONE) else {
+            let test = "a_generated_kernel_of_states_beside_experts_passes_its_check";
+            return skipped(test, "C++ compiler", "`c++`");
+        };
+        let figures = found.unwrap_or_else(|error| panic!("{name}: {error}")).figures();
+        assert!(figures.positions >= 1 && (0.01..0.6).contains(&figures.of_tolerance), "{name}: {figures:?}");
+        let found = check_steps(&imported, 4, NONE).unwrap();
+        let figures = found.unwrap_or_else(|error| panic!("{name}, steps: {error}")).figures();
+        assert!(figures.positions >= 38 && (0.01..0.6).contains(&figures.of_tolerance), "{name}: {figures:?}");
+    }
+}
+
+/// Faults of waves/mix.cuh in prompts: what is wrong, and its text with what takes its place.
+const FAULTS_OF_NETS: [(&str, &[(&str, &str)]); 6] = [
+    (
+        "a state that does not decay from 32 positions to the next",
+        &[("const float decay = line(c, 2)[ROWS - 1];", "const float decay = 1.f;")],
+    ),
+    ("a chunk that forgets the one before", &[("const bool begins = c.p.position == 0;", "const bool begins = true;")]),
+    (
+        "the last state of a head, which no row reads",
+        &[("*there = *here; });", "if (task.head != 3 || c.p.position < 201) *there = *here; });")],
+    ),
+    (
+        "past inputs of one position before",
+        &[("const int row = rows - N::PAST + t;", "const int row = rows - 1 - N::PAST + t;")],
+    ),
+    ("beta of the second block of rows", &[("to[0] = N::beta(", "to[0] = (row < 128 ? 1.f : 0.5f) * N::beta(")]),
+    (
+        "a factor that depends on the rows of the chunk",
+        &[("to[0] = N::beta(", "to[0] = (c.p.row_count > 100 ? 0.99f : 1.f) * N::beta(")],
+    ),
+];
+
+#[test]
+fn a_wrong_net_beside_experts_does_not_pass_its_check() {
+    let imported = mixture_with_nets("hybrids/qwen35-moe");
+    for (what, text) in FAULTS_OF_NETS {
+        let Some(found) = check_prompt(&imported, 208, Fault { text, ..NONE }) else {
+            return skipped("a_wrong_net_beside_experts_does_not_pass_its_check", "C++ compiler", "`c++`");
+        };
+        let error = found.expect_err(what);
+        let is_found = match error {
+            _ if what.starts_with("the last state") => {
+                matches!(error, CheckError::Cached { position: 207, layer: 0, what: "recurrent states", .. })
+            }
+            CheckError::Cached { layer, .. } | CheckError::Routed { layer, .. } => layer <= 3,
+            CheckError::CutsDiffer { position: 0, end: 93, .. } => what.starts_with("a factor that depends"),
+            _ => matches!(error, CheckError::Wrong { .. } | CheckError::Argmax { .. }),
+        };
+        assert!(is_found, "{what}: {error}");
+    }
+    // The faults of experts are found, too.
+    let factor = Fault { text: &[("share[s] = counts[s];", "share[s] = s == 1 ? 1.f : counts[s];")], ..NONE };
+    for fault in [factor, Fault { other_weights: true, ..NONE }] {
+        let error = check_prompt(&imported, 20, fault).unwrap().expect_err("experts");
+        assert!(!matches!(error, CheckError::CutsDiffer { .. } | CheckError::Interp(_)), "{error}");
     }
 }

@@ -11,7 +11,7 @@ use monobloc::reference::{Session, argmax};
 use monobloc::rows::Shape;
 use monobloc::target::Target;
 use monobloc::validate::Validated;
-use monobloc::waves::{Action, Form, Over, Plan, Share, derive, prove};
+use monobloc::waves::{Action, Form, Over, Plan, Share, prove};
 
 use crate::nvrtc::{compiles, nvrtc, quick};
 use crate::skipped;
@@ -23,7 +23,7 @@ use crate::waves::{
 
 /// Heads of keys and of values of a net, and their widths.
 #[derive(Clone, Copy)]
-struct Heads {
+pub struct Heads {
     keys: u32,
     values: u32,
     key_dim: u32,
@@ -31,13 +31,13 @@ struct Heads {
 }
 
 /// On the small target two blocks share the columns of a head.
-const SHARED: Heads = Heads { keys: 2, values: 4, key_dim: 16, value_dim: 32 };
+pub const SHARED: Heads = Heads { keys: 2, values: 4, key_dim: 16, value_dim: 32 };
 /// There a block has all 64 columns, in two groups of tiles; or 48, in two of three.
 const WHOLE: Heads = Heads { keys: 4, values: 8, key_dim: 32, value_dim: 64 };
 const ODD: Heads = Heads { keys: 8, values: 8, key_dim: 48, value_dim: 48 };
 
 /// The config of a fixture with attention that tensor cores take, these heads and random weights. `layers`: which have nets.
-fn hybrid(name: &str, heads: Heads, layers: &[bool]) -> Imported {
+pub fn hybrid(name: &str, heads: Heads, layers: &[bool]) -> Imported {
     let text = fs::read_to_string(fixture(name).join("config.json")).unwrap();
     let mut config: serde_json::Value = serde_json::from_str(&text).unwrap();
     let of = if config["text_config"].is_object() { &mut config["text_config"] } else { &mut config };
@@ -57,7 +57,13 @@ fn hybrid(name: &str, heads: Heads, layers: &[bool]) -> Imported {
     ] {
         of[key] = value.into();
     }
-    of["rope_parameters"]["mrope_section"] = vec![6, 5, 5].into();
+    if of["rope_parameters"].is_object() {
+        of["rope_parameters"]["mrope_section"] = vec![6, 5, 5].into();
+    }
+    // Of experts, columns that end inside 64 of k.
+    for key in ["moe_intermediate_size", "shared_expert_intermediate_size"] {
+        of.get_mut(key).iter_mut().for_each(|size| **size = 96.into());
+    }
     import_config_only(&config.to_string(), 7).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
 
@@ -104,6 +110,43 @@ fn a_tail_after_nets_decides_what_its_model_does() {
     run_tail(&imported, &both, &tokens(&imported, 150), &[1, 134, 150], 3);
 }
 
+/// Mixtures of experts with nets.
+pub const MIXTURES: [&str; 2] = ["hybrids/qwen35-moe", "hybrids/qwen3-next"];
+
+#[test]
+fn a_proven_plan_of_nets_beside_experts_computes_its_model() {
+    for (seed, name) in (0u64..).zip(MIXTURES) {
+        let imported = hybrid(name, SHARED, &[true, false]);
+        // Of one model two blocks of rows.
+        let text = tokens(&imported, if seed == 0 { 150 } else { 40 });
+        let (one, rest) = text.split_at(2);
+        let (some, rest) = rest.split_at(text.len() * 7 / 8);
+        let target = small();
+        let validated = kernel(&imported.graph, &target);
+        let of_chunk = proven(&validated, &target, Form::Chunk, 512).unwrap_or_else(|refused| panic!("{refused}"));
+        let found = execute(&validated.schedule().program, &imported, of_chunk.plan(), &[one, some, rest], seed);
+        let difference = difference(&expected(&imported, &text), &found);
+        assert!(difference < TOLERANCE, "{name}: {difference:e}");
+        let of_steps = proven(&validated, &target, Form::Steps, 32).unwrap();
+        run_steps(&imported, &validated, of_steps.plan(), seed);
+        let both = with_tail(&validated, &target, 256, 16).unwrap();
+        run_tail(&imported, &both, &text[..40], &[1, 34, 40], seed);
+    }
+}
+
+/// Every form of a launch of the flagship on its target: shared memory has room for experts and nets.
+#[test]
+fn qwen36_35b_has_every_wave_kernel() {
+    let text = fs::read_to_string("manifests/configs/qwen3.6-35b-a3b.json").unwrap();
+    let (graph, target) = (import_config_only(&text, 7).unwrap().graph, Target::builtin("h200").unwrap());
+    let validated = kernel(&graph, &target);
+    for (form, rows) in [(Form::Chunk, 2048), (Form::Steps, 32), (Form::Steps, 64), (Form::Steps, 128)] {
+        let proven = proven(&validated, &target, form, rows).unwrap_or_else(|refused| panic!("{form:?}: {refused}"));
+        assert!(proven.plan().machine.weights.slots >= 3, "{form:?}: {:?}", proven.plan().machine);
+    }
+    with_tail(&validated, &target, 2048, 16).unwrap();
+}
+
 #[test]
 fn nets_that_waves_do_not_have_are_refused_by_name() {
     let target = small();
@@ -124,15 +167,6 @@ fn nets_that_waves_do_not_have_are_refused_by_name() {
     );
     let validated = kernel(&narrow.graph, &target);
     proven(&validated, &target, Form::Steps, 32).unwrap();
-    // Its wave kernels could not be checked.
-    let text = fs::read_to_string("manifests/configs/qwen3.6-35b-a3b.json").unwrap();
-    let graph = import_config_only(&text, 7).unwrap().graph;
-    let validated = kernel(&graph, &Target::builtin("h200").unwrap());
-    for (form, rows) in [(Form::Chunk, 512), (Form::Steps, 32)] {
-        let refused = derive(validated.schedule(), &Target::builtin("h200").unwrap(), form, rows).unwrap_err();
-        let expected = "the state of `mix.0`: expected no experts beside it; no check of wave kernels has both";
-        assert_eq!(refused.to_string(), expected);
-    }
 }
 
 /// Every wrong plan of nets has no proof, or computes the same.
@@ -143,6 +177,9 @@ fn a_wrong_plan_of_nets_has_no_proof() {
         let mutants = judge_mutants_of("nets", &imported, &small(), form, rows, None);
         assert!(mutants > least, "{mutants} mutants");
     }
+    let mixture = hybrid("hybrids/qwen35-moe", SHARED, &[true, false]);
+    let mutants = judge_mutants_of("nets and experts", &mixture, &small(), Form::Chunk, 256, None);
+    assert!(mutants > 1000, "{mutants} mutants");
 }
 
 /// The one division of states of a plan.
@@ -336,5 +373,12 @@ fn wave_kernels_of_nets_compile() {
         let source = emit(&proven, &target, Trace::Off);
         assert!(source.text.contains(if form == Form::Chunk { "WaveMix<" } else { "WaveMixRow<" }), "{}", source.text);
         nvrtc.iter().for_each(|nvrtc| compiles(quick(nvrtc), &source, &format!("{form:?} of {rows}")));
+    }
+    // Beside experts.
+    let validated = kernel(&hybrid("hybrids/qwen35-moe", qwen35, &[true, false]).graph, &target);
+    for (form, rows) in [(Form::Chunk, 512), (Form::Steps, 64)] {
+        let source = emit(&proven(&validated, &target, form, rows).unwrap(), &target, Trace::Off);
+        assert!(source.text.contains("WaveMix") && source.text.contains("WaveExperts"), "{}", source.text);
+        nvrtc.iter().for_each(|nvrtc| compiles(quick(nvrtc), &source, &format!("experts, {form:?} of {rows}")));
     }
 }
