@@ -2,6 +2,7 @@
 
 mod alone;
 mod experts;
+mod join;
 mod mix;
 mod recurrent;
 
@@ -204,19 +205,28 @@ impl<'a> Builder<'a> {
             Second::Axis(1),
             vec![b.read(Role::Token, token, Cols::all(1)), b.write(Role::Out, report, Cols::all(1))],
         );
-        let (n, cols) = b.sum_shape(everywhere);
+        let x = match &graph.joined {
+            None => b.embed(token, table, residual, everywhere),
+            Some(joined) => b.join(joined, token, table, residual),
+        };
+        Ok((b, Start { parts, best, residual, logits, ropes, x, everywhere }))
+    }
+
+    /// Embeds the token; returns the buffer that holds it.
+    fn embed(&mut self, token: BufferId, table: BufferId, residual: BufferId, everywhere: bool) -> BufferId {
+        let (n, cols) = self.sum_shape(everywhere);
         let mut operands = vec![
-            b.read(Role::Token, token, Cols::all(1)),
+            self.read(Role::Token, token, Cols::all(1)),
             Operand { rows: Rows::Token, ..constant(Role::Table, table, cols) },
-            b.write(Role::Residual, residual, cols),
+            self.write(Role::Residual, residual, cols),
         ];
         let mut x = residual;
         if !everywhere {
-            x = b.exchange("x.0", hidden);
-            operands.push(b.write(Role::Out, x, cols));
+            x = self.exchange("x.0", self.graph.hidden);
+            operands.push(self.write(Role::Out, x, cols));
         }
-        b.grid("embed", None, Op::Embed { scale: graph.embed_scale, everywhere }, n, Second::Axis(1), operands);
-        Ok((b, Start { parts, best, residual, logits, ropes, x, everywhere }))
+        self.grid("embed", None, Op::Embed { scale: self.graph.embed_scale, everywhere }, n, Second::Axis(1), operands);
+        x
     }
 
     /// Logits and arg-max pairs of what the layers left in `x`.
@@ -279,6 +289,11 @@ impl Builder<'_> {
     /// Writes columns of all rows of the step.
     fn write(&self, role: Role, buffer: BufferId, cols: Cols) -> Operand {
         Operand { access: Access::Write, ..self.read(role, buffer, cols) }
+    }
+
+    /// Updates columns of the residual of all rows of the step.
+    fn update(&self, residual: BufferId, cols: Cols) -> Operand {
+        Operand { access: Access::Update, ..self.read(Role::Residual, residual, cols) }
     }
 
     /// The operand, of the row that a task takes alone.
@@ -549,7 +564,7 @@ impl Builder<'_> {
         let Branch { x, norm, linear, scale: _ } = branch;
         let Sum { residual, out, scale, hidden } = sum;
         let blocks = Cols::blocks(UNIT_ROWS, hidden);
-        let update = Operand { access: Access::Update, ..self.read(Role::Residual, residual, blocks) };
+        let update = self.update(residual, blocks);
         match post {
             None => {
                 let mut outputs = vec![update];
@@ -584,8 +599,7 @@ impl Builder<'_> {
         let name = format!("{name}.add");
         let mut operands = vec![self.read(Role::X, y, Cols::all(hidden))];
         operands.extend(self.norm_operands(&name, Some(norm), hidden));
-        let update = Operand { access: Access::Update, ..self.read(Role::Residual, residual, cols) };
-        operands.push(update);
+        operands.push(self.update(residual, cols));
         operands.extend(out.map(|out| self.write(Role::Out, out, cols)));
         let op = Op::NormAdd { norm: norm_attr(norm), width: hidden, scale, everywhere };
         self.grid(&name, Some(site), op, n, Second::Axis(1), operands);
@@ -842,7 +856,7 @@ pub fn refuses_everywhere(graph: &ModelGraph, precision: Precision, consumer_war
         let posts = [&l.attn_post_norm, &l.mlp_post_norm].into_iter().all(|norm| norm.as_ref().is_some_and(rms));
         posts && !l.parallel && l.feed.dense().is_some() && [&l.attn_norm, &l.mlp_norm].into_iter().flatten().all(rms)
     };
-    if graph.layers.is_empty() || !graph.layers.iter().all(fits) || !rms(&graph.final_norm) {
+    if graph.joined.is_some() || graph.layers.is_empty() || !graph.layers.iter().all(fits) || !rms(&graph.final_norm) {
         return Some("0, where not every branch has an RMS norm before it is added".to_string());
     }
     let most = sum_width_max(precision, consumer_warps);

@@ -8,6 +8,7 @@
 
 mod conv;
 mod delta;
+mod joined;
 mod mamba;
 
 use rayon::prelude::*;
@@ -19,10 +20,12 @@ use crate::model::graph::{
     Act, Attention, ClampedSwiglu, ExpertGroups, Experts, FeedForward, GroupScore, Layer, Linear, Mixer, Mlp,
     ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, QueryScale, Rope, Router, ScaledMlp, Score, SideBySide,
 };
+use crate::model::synthetic::given_value;
 use crate::model::weights::Weights;
 
 pub use crate::reference::conv::{ConvState, convolve, mix_short_conv, step_short_conv};
 pub use crate::reference::delta::{DeltaState, delta_rule, mix_delta, softplus, step_delta};
+pub use crate::reference::joined::join;
 pub use crate::reference::mamba::{MambaState, gate_silu, mix_mamba, norm_groups, scan, step_mamba, times};
 
 /// Logits of every position of `ids`, `[ids.len()][vocab]`.
@@ -43,6 +46,8 @@ pub struct Session<'a> {
     /// For a cache in fp8, by layer and KV head: the scale of its keys, and that of its values.
     scales: Option<Vec<Vec<[f32; 2]>>>,
     position: u32,
+    /// Of a draft: what the next step reads beside its token.
+    given: Option<Vec<f64>>,
 }
 
 /// What a layer keeps of a sequence.
@@ -71,7 +76,7 @@ impl<'a> Session<'a> {
             Mixer::Mamba2(mamba) => Kept::Mamba(MambaState::new(mamba)),
             Mixer::SideBySide(both) => Kept::Both(Cache::default(), MambaState::new(&both.mamba)),
         });
-        Session { graph, weights, kept: kept.collect(), scales: None, position: 0 }
+        Session { graph, weights, kept: kept.collect(), scales: None, position: 0, given: None }
     }
 
     /// As [`new`](Self::new), with keys and values that pass through a cache of type `cache` in fp8. Those of other types are not
@@ -80,6 +85,11 @@ impl<'a> Session<'a> {
         let of_layer = |layer| cache_scales(graph, weights, layer);
         let scales = (cache == DType::E4m3).then(|| (0..graph.layers.len()).map(of_layer).collect());
         Session { scales, ..Session::new(graph, weights) }
+    }
+
+    /// Gives the next step of a draft what it reads beside its token, `[hidden]`. Without it, as in checks, that is [`given_value`] by column.
+    pub fn give(&mut self, given: Vec<f64>) {
+        self.given = Some(given);
     }
 
     /// The position that the next step computes.
@@ -142,6 +152,11 @@ impl<'a> Session<'a> {
         let mut row = vec![0.0; graph.hidden as usize];
         self.weights.read_row_f32(graph.embed, token, &mut row);
         let mut x: Vec<f64> = row.iter().map(|&e| f64::from(e) * f64::from(graph.embed_scale)).collect();
+        if let Some(joined) = &graph.joined {
+            let value = |column| f64::from(given_value(self.position, column));
+            let given = self.given.take().unwrap_or_else(|| (0..graph.hidden).map(value).collect());
+            x = join(self.weights, joined, &x, &given);
+        }
         for (l, (layer, kept)) in graph.layers.iter().zip(&mut self.kept).enumerate() {
             let scales = self.scales.as_ref().map(|scales| &*scales[l]);
             step_layer(graph, self.weights, layer, kept, scales, self.position, &mut x);

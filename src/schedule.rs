@@ -321,7 +321,7 @@ fn machine(
                     needs.records = needs.records.max(variant.records(c.consumer_warps));
                 }
             }
-            Op::NormAdd { .. } | Op::Embed { .. } => {
+            Op::NormAdd { .. } | Op::Embed { .. } | Op::Join { .. } => {
                 let owned = grid.operand(Role::Residual).map_or(0, |o| {
                     let units = if grid.op.everywhere() { 1 } else { grid.n.div_ceil(c.sms) };
                     u64::from(rows) * u64::from(units) * u64::from(o.cols.len)

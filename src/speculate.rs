@@ -21,6 +21,17 @@ pub trait Draft {
     /// At most `most` tokens that may follow `sequence`, which is the prompt and all chosen tokens; none if there is no good guess.
     /// From call to call the sequence of a text only grows. A wrong guess costs time and changes no token.
     fn propose(&mut self, sequence: &[u32], most: usize) -> Vec<u32>;
+
+    /// Whether it proposes by what the model leaves of the tokens before, which it is then shown.
+    fn sees(&self) -> bool {
+        false
+    }
+
+    /// Shows what the last layer of the model left of the tokens from position `first` on, a row for each: all are tokens of the text. A position
+    /// that was computed again is shown again.
+    fn see(&mut self, first: usize, rows: Vec<Vec<f32>>) {
+        let _ = (first, rows);
+    }
 }
 
 /// Shortest n-gram that is looked up. One token alone recurs nearly everywhere in a text, and rarely with the same continuation.
@@ -96,6 +107,15 @@ impl Draft for NgramLookup {
 pub struct Speculated {
     pub proposed: usize,
     pub accepted: usize,
+    /// Steps that verified them.
+    pub steps: usize,
+}
+
+impl Speculated {
+    /// Tokens that a step decided which verified proposals: those that were accepted, and one more. `None`: there was no such step.
+    pub fn tokens_per_step(&self) -> Option<f64> {
+        (self.steps > 0).then(|| (self.accepted + self.steps) as f64 / self.steps as f64)
+    }
 }
 
 /// The tokens that may come next in a text.
@@ -145,6 +165,16 @@ impl Speculation<'_> {
         self.counts
     }
 
+    /// As [`Draft::sees`].
+    pub fn sees(&self) -> bool {
+        self.draft.sees()
+    }
+
+    /// As [`Draft::see`].
+    pub fn see(&mut self, first: usize, rows: Vec<Vec<f32>>) {
+        self.draft.see(first, rows);
+    }
+
     /// Proposes at most `room` tokens that may follow `sequence`.
     pub fn propose(&mut self, sequence: &[u32], room: usize) -> Proposal {
         let most = self.most.min(room);
@@ -167,6 +197,7 @@ impl Speculation<'_> {
             self.pause = if right > 0 { 0 } else { self.pause.saturating_sub(chosen.len()) };
             return;
         }
+        self.counts.steps += 1;
         self.counts.proposed += proposal.tokens.len();
         self.counts.accepted += right;
         if right > 0 {
@@ -257,7 +288,7 @@ mod tests {
         assert!((30..40).contains(&tried), "{tried}");
         assert_eq!(
             (speculation.counts(), speculation.steps()),
-            (Speculated { proposed: 2 * tried as usize, accepted: 0 }, 8)
+            (Speculated { proposed: 2 * tried as usize, accepted: 0, steps: tried as usize }, 8)
         );
         let mut proposal = speculation.propose(&[0], 2);
         while proposal.is_tried {
@@ -270,7 +301,8 @@ mod tests {
         assert!(proposal.is_tried);
         let before = speculation.counts();
         speculation.learn(&proposal, &[1, 3]);
-        let after = Speculated { proposed: before.proposed + 2, accepted: before.accepted + 1 };
+        let after =
+            Speculated { proposed: before.proposed + 2, accepted: before.accepted + 1, steps: before.steps + 1 };
         assert_eq!(speculation.counts(), after);
     }
 

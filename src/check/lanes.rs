@@ -24,11 +24,13 @@ use crate::model::cache_scales::cache_scales;
 use crate::model::graph::{
     Attention, Experts, FeedForward, Layer, Linear, Mamba2, Mixer, Mlp, ModelGraph, Norm, Rope, ScaledMlp, SideBySide,
 };
+use crate::model::synthetic::given_value;
 use crate::model::weights::Weights;
 use crate::random::Random;
 use crate::reference::{
-    AttentionShape, act, add_scaled, attention, choose, gate_output, gate_silu, gated, missed, norm, norm_and_rotate,
-    norm_groups, qk_norm, qk_norm_values, query_factor, rope_factors, scores, sigmoid, slot_weights, softcap, times,
+    AttentionShape, act, add_scaled, attention, choose, gate_output, gate_silu, gated, join, missed, norm,
+    norm_and_rotate, norm_groups, qk_norm, qk_norm_values, query_factor, rope_factors, scores, sigmoid, slot_weights,
+    softcap, times,
 };
 use states::{Mixed, Recurrent};
 
@@ -325,8 +327,13 @@ pub fn compute(
         for (row, &id) in text.ids.iter().enumerate() {
             let mut embedded = vec![0.0; graph.hidden as usize];
             weights.read_row_f32(graph.embed, id, &mut embedded);
-            let x: Vec<f64> = embedded.iter().map(|&e| f64::from(e) * f64::from(graph.embed_scale)).collect();
+            let mut x: Vec<f64> = embedded.iter().map(|&e| f64::from(e) * f64::from(graph.embed_scale)).collect();
             let position = text.first + row as u32;
+            if let Some(joined) = &graph.joined {
+                // As in all checks. Values and weights are exact in bf16, so that only sums round.
+                let given: Vec<f64> = (0..graph.hidden).map(|column| given_value(position, column).into()).collect();
+                x = join(weights, joined, &x, &given);
+            }
             for lane in 0..=text.lanes {
                 let seed =
                     || Random::stream(SEED, "lane", (lane as u64) << 40 | (t as u64) << 32 | u64::from(position));

@@ -494,6 +494,10 @@ pub struct Serve {
     /// one runs. A launch on the target `cpu` always has one step
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub max_steps: u32,
+    /// Speculative decoding with the layer of the checkpoint that predicts further tokens (MTP): propose up to N tokens of each request and
+    /// verify them in one step; `mtp` is `mtp:2`. On targets of kind `cpu`
+    #[arg(long, value_name = "mtp[:N]", value_parser = parse_draft)]
+    pub draft: Option<DraftOf>,
     /// Tokens that the cache holds for all requests together. A model with a recurrent state also keeps a snapshot of it for each
     /// context of these tokens [default: the manifest's `cache_pages`, else four contexts; on a GPU what fits into free memory]
     #[arg(long, value_name = "N")]
@@ -582,6 +586,10 @@ pub struct Generate {
     /// text, and verify them in one step
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub lookup: Option<u32>,
+    /// Speculative decoding with the layer of the checkpoint that predicts further tokens (MTP): propose up to N tokens and verify them in
+    /// one step; `mtp` is `mtp:2`. On targets of kind `cpu`
+    #[arg(long, value_name = "mtp[:N]", value_parser = parse_draft, conflicts_with = "lookup")]
+    pub draft: Option<DraftOf>,
     /// Target to run on [default: the manifest's first that this machine can run]
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
@@ -596,6 +604,28 @@ pub struct Generate {
     pub jsonl: bool,
     #[command(flatten)]
     pub checks: Checks,
+}
+
+/// A draft of the checkpoint itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DraftOf {
+    /// Tokens of a proposal, at most.
+    pub most: u32,
+}
+
+/// Tokens of a proposal where the user names no number.
+const DRAFT_MOST: u32 = 2;
+/// The most tokens of a proposal that a user may name: no step has more rows.
+const DRAFT_MOST_MAX: u32 = 127;
+
+/// `mtp`, or `mtp:N`.
+fn parse_draft(text: &str) -> Result<DraftOf, String> {
+    let expected = || format!("expected `mtp` or `mtp:N` with N from 1 to {DRAFT_MOST_MAX}");
+    let most = match text.strip_prefix("mtp").ok_or_else(expected)? {
+        "" => DRAFT_MOST,
+        rest => rest.strip_prefix(':').and_then(|most| most.parse().ok()).ok_or_else(expected)?,
+    };
+    if (1..=DRAFT_MOST_MAX).contains(&most) { Ok(DraftOf { most }) } else { Err(expected()) }
 }
 
 /// How the tokens of a text are chosen.

@@ -10,14 +10,15 @@ use super::Outcome;
 use super::arguments::Generate;
 use super::choosing;
 use super::printer::{Form, Printed, Printer};
+use super::proposes::Proposes;
 use super::session::{Session, Talk, choose_target, tokenizer};
 use super::terminal::interrupt;
 use crate::error::Fault;
 use crate::files::read_text;
 use crate::manifest::Manifest;
-use crate::pipeline::{Answer, Runner, Tokens};
-use crate::sample::{Decided, End, Request, RequestSettings};
-use crate::speculate::{NgramLookup, Speculated, Speculation};
+use crate::pipeline::Tokens;
+use crate::sample::{Decided, End, RequestSettings};
+use crate::speculate::Speculated;
 use crate::text::counted;
 use crate::tokenizer::{Chat, Message, check_ids, without_thinking};
 
@@ -99,9 +100,10 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
             .report()
             .note(&format!("at most {room} of {}: `context_max` is {context_max}", counted(max as u64, "token")));
     }
+    let proposes = Proposes::of(asked, &ready, prompt.len(), &request)?;
     let mut runner = ready.runner()?;
     // Loading kernels does not count as time of the prompt.
-    runner.make_ready(&prompt, asked.lookup.map_or(0, |most| most as usize))?;
+    runner.make_ready(&prompt, proposes.most())?;
 
     let has_text = tokenizer.is_some();
     // Special tokens are printed only with `--ignore-eos`, where they show what the model says after its end.
@@ -134,13 +136,7 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
         ControlFlow::Break(())
     };
     let tokens_max = asked.max_tokens.min(room);
-    let (answer, speculated) = match asked.lookup {
-        None => (runner.answer(&prompt, tokens_max, &request, &mut on_token)?, None),
-        Some(most) => {
-            let (answer, counts) = look_up(&mut runner, most as usize, &prompt, tokens_max, &request, &mut on_token)?;
-            (answer, Some(counts))
-        }
-    };
+    let (answer, speculated) = proposes.answer(&mut runner, &prompt, tokens_max, &request, &mut on_token)?;
     drop(deferred);
     if let Some(fault) = failed {
         return Err(fault);
@@ -154,21 +150,6 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
         Generated { prompt: &prompt, ids, has_text, printed, stop, prompt_s, decode_s, place, speculated, unchecked };
     generated.tell(session, form)?;
     Ok(if stop == Stop::Interrupted { Outcome::Interrupted } else { Outcome::Done })
-}
-
-/// Continues a prompt by speculative decoding: a step verifies up to `most` tokens that followed the last tokens earlier in the text.
-fn look_up(
-    runner: &mut Runner<'_>,
-    most: usize,
-    prompt: &[u32],
-    tokens_max: usize,
-    request: &Request,
-    on_token: &mut dyn FnMut(&Decided) -> ControlFlow<()>,
-) -> Result<(Answer, Speculated), Fault> {
-    let mut lookup = NgramLookup::new();
-    let mut speculation = Speculation::new(&mut lookup, most);
-    let answer = runner.speculate(prompt, tokens_max, request, &mut speculation, on_token)?;
-    Ok((answer, speculation.counts()))
 }
 
 /// The settings for the choice of tokens, checked as far as possible without a model.
@@ -219,8 +200,11 @@ impl Generated<'_> {
         let tokens_per_s = (ids.len() > 1 && *decode_s > 0.0).then(|| (ids.len() - 1) as f64 / decode_s);
         if form == Form::Text {
             let rate = tokens_per_s.map(|rate| format!(" at {rate:.0} tokens/s")).unwrap_or_default();
-            let accepted = speculated.map(|Speculated { proposed, accepted }| {
-                format!("; {accepted} of {} accepted", counted(proposed as u64, "proposed token"))
+            let accepted = speculated.map(|speculated| {
+                let Speculated { proposed, accepted, .. } = speculated;
+                let each = speculated.tokens_per_step();
+                let each = each.map(|each| format!("{each:.2} tokens a step that verifies, ")).unwrap_or_default();
+                format!("; {each}{accepted} of {} accepted", counted(proposed as u64, "proposed token"))
             });
             session.tell(&format!(
                 "prompt of {} in {:.0} ms, then {}{rate} ({place}){}; stopped: {}",
@@ -248,8 +232,9 @@ impl Generated<'_> {
         if *unchecked {
             end["unchecked"] = json!(true);
         }
-        if let Some(Speculated { proposed, accepted }) = speculated {
+        if let Some(Speculated { proposed, accepted, steps }) = speculated {
             (end["proposed"], end["accepted"]) = (json!(proposed), json!(accepted));
+            end["verifying_steps"] = json!(steps);
         }
         if !is_whole {
             return session.terminal.print_json_line(&end);

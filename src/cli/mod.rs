@@ -20,6 +20,7 @@ mod init;
 pub(crate) mod places;
 mod plan;
 mod printer;
+mod proposes;
 mod score;
 mod serve;
 pub(crate) mod session;

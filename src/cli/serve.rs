@@ -8,13 +8,13 @@ use std::time::{Duration, UNIX_EPOCH};
 use serde_json::{Value, json};
 
 use super::Outcome;
-use super::arguments::{LogForm, Serve};
+use super::arguments::{DraftOf, LogForm, Serve};
 use super::session::{Session, Talk, choose_target, has_tokenizer, tokenizer};
 use super::terminal::{self, interrupt};
 use crate::engine::Engine;
 use crate::error::Fault;
 use crate::files::read_text;
-use crate::pipeline::{AskedSizes, Given, Ready, Serving};
+use crate::pipeline::{AskedSizes, Batched, Given, Ready, Serving};
 use crate::serve::{Ended, Entry, Model, Settings, StartTokens, State, Summary, Told};
 use crate::text::{Style, counted};
 
@@ -40,7 +40,7 @@ pub fn serve(session: &Session, asked: &Serve) -> Result<Outcome, Fault> {
         chunk_rows: asked.max_chunk.map(|_| "--max-chunk").or(sizes.asked.chunk_rows),
     };
     let serving = Serving { asked: named, running_max, chunk_rows, cache_tokens: asked.cache_tokens, ..sizes };
-    let batched = ready.batched(&serving)?;
+    let batched = batched(&ready, serving, asked.draft)?;
     let settings = Settings {
         address: SocketAddr::new(asked.host, asked.port),
         hosts: asked.allow_host.clone(),
@@ -84,6 +84,13 @@ pub fn serve(session: &Session, asked: &Serve) -> Result<Outcome, Fault> {
         Ended::Terminated => Ok(Outcome::Done),
         Ended::Stopped => Ok(Outcome::Interrupted),
     }
+}
+
+/// The steps of the server, with those that verify what a draft proposes, if there is one.
+fn batched(ready: &Ready, serving: Serving, draft: Option<DraftOf>) -> Result<Batched, Fault> {
+    let Some(DraftOf { most }) = draft else { return ready.batched(&serving) };
+    let mtp = ready.mtp()?;
+    Ok(ready.batched(&Serving { proposed: most, ..serving })?.with_draft(mtp, most))
 }
 
 /// Prints an entry for each request.

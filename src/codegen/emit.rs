@@ -336,6 +336,7 @@ fn class_of(schedule: &Schedule, id: GridId, grid: &Grid, rows: u32) -> (&'stati
         }
         Op::Scan(scan) => ("Scan", scan_members(grid, scan)),
         Op::GroupNorm(norm) => ("GroupNorm", group_norm_members(program, grid, norm)),
+        Op::Join { .. } => unreachable!("validate: no kernel of a device begins a draft"),
         Op::Embed { scale, everywhere } => {
             let table = grid.operand(Role::Table).map(|o| &program.buffers[o.buffer.index()]);
             let hidden = table.map_or(0, |table| table.cols);

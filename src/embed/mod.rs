@@ -365,6 +365,7 @@ fn serving(
         running_max: sequences_max.unwrap_or(sizes.running_max),
         chunk_rows: chunk_max.unwrap_or(sizes.chunk_rows),
         steps_max: 1,
+        proposed: 0,
         cache_tokens: cache_tokens.or_else(|| (target.kind != TargetKind::Cpu).then(contexts)),
     })
 }

@@ -8,7 +8,7 @@ use thiserror::Error;
 
 use super::prefix::{Chain, Prefixes};
 use super::snapshots::Snapshots;
-use super::stepper::{Alone, Bounds, Chooser, Launch, LaunchRow, Said, Stepper, Want};
+use super::stepper::{Alone, Bounds, Chooser, Launch, LaunchRow, Proposals, Said, Stepper, Want};
 use crate::error::Fault;
 use crate::grammar::{Grammar, GrammarError, Guide};
 use crate::pages::Pool;
@@ -137,6 +137,7 @@ pub struct Figures {
     pub steps: u64,
     /// Rows of all steps.
     pub rows: u64,
+    pub proposals: Proposals,
 }
 
 /// A choice that did not end.
@@ -298,7 +299,8 @@ impl<S: Stepper> Engine<S> {
         let (running, waiting) = (self.running.len(), self.waiting.len());
         let pages_used = self.bounds.shape.pages - self.pool.free_pages() - self.pool.idle_pages();
         let (snapshots, snapshots_max) = (self.snapshots.kept(), self.snapshots.most());
-        Figures { running, waiting, pages_used, snapshots, snapshots_max, ..self.figures }
+        let proposals = self.stepper.proposals();
+        Figures { running, waiting, pages_used, snapshots, snapshots_max, proposals, ..self.figures }
     }
 
     /// Nothing runs and nothing waits.

@@ -57,4 +57,4 @@ pub use cpu::CpuStepper;
 pub use device::DeviceStepper;
 pub use prefix::Chain;
 pub use snapshots::Snapshots;
-pub use stepper::{Alone, Bounds, Chooser, Launch, LaunchRow, Said, Stepper, Want};
+pub use stepper::{Alone, Bounds, Chooser, Launch, LaunchRow, Proposals, Said, Stepper, Want};

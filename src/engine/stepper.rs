@@ -176,6 +176,15 @@ pub enum Said {
     Choices(Vec<Result<Decided, SampleError>>),
 }
 
+/// What became of tokens that a stepper proposed to itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Proposals {
+    pub proposed: u64,
+    pub accepted: u64,
+    /// Steps of a sequence that verified them.
+    pub steps: u64,
+}
+
 /// Executes launches in the order of their submission. A launch sees the pages that all launches before it wrote.
 pub trait Stepper {
     fn bounds(&self) -> Bounds;
@@ -208,6 +217,11 @@ pub trait Stepper {
     /// # Errors
     /// What ends the engine.
     fn collect(&mut self) -> Result<Vec<Said>, Fault>;
+
+    /// The tokens that it proposed to itself; none, if it has no draft.
+    fn proposals(&self) -> Proposals {
+        Proposals::default()
+    }
 }
 
 impl<S: Stepper + ?Sized> Stepper for Box<S> {
@@ -229,5 +243,9 @@ impl<S: Stepper + ?Sized> Stepper for Box<S> {
 
     fn collect(&mut self) -> Result<Vec<Said>, Fault> {
         (**self).collect()
+    }
+
+    fn proposals(&self) -> Proposals {
+        (**self).proposals()
     }
 }

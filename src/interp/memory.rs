@@ -6,6 +6,7 @@ use super::ops::Input;
 use crate::dtype::DType;
 use crate::format::{e4m3, to_e4m3};
 use crate::ir::BufferId;
+use crate::model::synthetic::given_value;
 use crate::random::mix;
 use half::bf16;
 use std::cell::UnsafeCell;
@@ -178,6 +179,8 @@ pub struct StepRow {
     pub sequence: usize,
     /// Where the positions of its sequence lie; `None`: position `p` is row `p` of the cache.
     pub pages: Option<Pages>,
+    /// What a draft reads beside the token; `None`: [`given_value`].
+    pub given: Option<Arc<[f32]>>,
 }
 
 /// The pages of a sequence, by block of positions.
@@ -189,6 +192,14 @@ pub struct Pages {
 }
 
 impl StepRow {
+    /// The value of a column that a draft reads beside the token.
+    pub fn given(&self, column: usize) -> f32 {
+        match &self.given {
+            Some(given) => given.get(column).copied().unwrap_or(0.0),
+            None => given_value(self.position, column as u32),
+        }
+    }
+
     /// Where its history ends: the position of the first row of its sequence in the step.
     pub fn past(&self) -> u32 {
         self.position - self.before as u32

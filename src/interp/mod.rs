@@ -16,6 +16,7 @@
 mod adversary;
 mod coded;
 mod from_device;
+mod given;
 mod kernel;
 mod memory;
 mod mix;
@@ -42,6 +43,7 @@ use crate::ir::schedule::Schedule;
 use crate::ir::{EventId, SmId, TaskId};
 use crate::pages::PoolError;
 use crate::rows::{Refused, SequenceId, Tables, runs};
+use given::Given;
 use memory::{Pages, RoundAtRandom, StepRow, StepRows};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -291,6 +293,8 @@ pub struct Interp {
     text: Option<Text>,
     /// What the next launch takes in place of its own.
     device: Option<Arc<FromDevice>>,
+    /// Of a draft: what the next step reads beside its token.
+    given: Option<Given>,
     at_random: Option<RoundAtRandom>,
     /// The position before which the recurrent states are, if that is known. A launch that stops early may have gone on.
     state_at: Option<u32>,
@@ -325,6 +329,7 @@ impl Interp {
             last_row: 0,
             text: None,
             device: None,
+            given: None,
             at_random: None,
             state_at: Some(0),
         })
@@ -564,10 +569,18 @@ impl Interp {
             self.text = Some(text);
             return decoded;
         }
+        let (given, wants_logits) = Given::taken(&mut self.given);
         let position = &mut self.position;
-        self.selectable = true;
-        let row =
-            |position, input| StepRow { position, input, before: 0, wants_logits: true, sequence: 0, pages: None };
+        self.selectable = wants_logits;
+        let row = |position, input| StepRow {
+            position,
+            input,
+            before: 0,
+            wants_logits,
+            sequence: 0,
+            pages: None,
+            given: given.clone(),
+        };
         let rows = |(position, &input)| vec![row(position, input)];
         let (device, at_random) = (self.device.take(), self.at_random);
         let steps = (*position..)
@@ -638,6 +651,7 @@ impl Interp {
                 wants_logits: row.wants_logits,
                 sequence: row.sequence.index(),
                 pages: Some(pages.clone()),
+                given: None,
             })
         });
         let mut rows: Vec<StepRow> = first.collect();

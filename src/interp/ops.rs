@@ -153,6 +153,17 @@ fn run_row<R: Real>(
             memory.store(residual, &s.load);
             out.iter().for_each(|out| memory.store(out, &s.load));
         }
+        Work::Join { token, table, residual, given, out, scale } => {
+            let mut word = [0];
+            memory.load_words(token, &mut word);
+            s.load.clear();
+            table_values(step.pack, table, word[0], residual.first, residual.len, &mut s.load);
+            s.load.iter_mut().for_each(|v| *v *= scale);
+            memory.store(out, &s.load);
+            let columns = residual.first..residual.first + residual.len;
+            memory.store(given, &columns.map(|column| of_step.given(column)).collect::<Vec<f32>>());
+            memory.store(residual, &vec![0.0; residual.len]);
+        }
         Work::Route(route) => choose(step, row, route, memory, s),
         Work::Combine(combine) => add_up(combine, memory, s),
         // `run` does it for all rows at once.

@@ -1,5 +1,6 @@
 //! Owns `Plan`: a schedule with every operand resolved to elements and bytes, so that executing a task looks up nothing.
 
+use super::given::head_input;
 use super::memory::{Access, Cache, CacheColumns, Place, Region};
 use super::real::read_value;
 use super::synthetic::CacheKind;
@@ -76,6 +77,8 @@ pub struct Plan {
     pub best: Region,
     /// By buffer: all of it, if it is an exchange buffer.
     pub exchanges: Vec<Option<Region>>,
+    /// What the head reads.
+    pub head_input: Option<BufferId>,
     pub regimes: Vec<RegimePlan>,
 }
 
@@ -200,6 +203,7 @@ pub enum Work {
     Select { best: Region, token: Region },
     Report { token: Region, out: Region },
     Embed { token: Region, table: Table, residual: Region, out: Option<Region>, scale: f32 },
+    Join { token: Region, table: Table, residual: Region, given: Region, out: Region, scale: f32 },
     Route(Box<Route>),
     Combine(Box<Combine>),
     MatVec(Box<MatVec>),
@@ -551,6 +555,7 @@ impl Plan {
             best,
             logits,
             exchanges,
+            head_input: head_input(schedule),
             regimes,
         })
     }
@@ -918,21 +923,16 @@ impl MemoryMap {
                 Work::GroupNorm(Box::new(GroupNorm { op: *norm, x, gate, norm: gains, out }))
             }
             Op::Embed { scale, everywhere: _ } => {
-                let operand = at.operand(Role::Table)?;
-                let buffer = &program.buffers[operand.buffer.index()];
-                let found = buffer.space.name();
-                let bytes = self.packed[operand.buffer.index()].clone().ok_or(PlanError::Space {
-                    task: id,
-                    role: Role::Table,
-                    found,
-                })?;
+                let table = self.table(at)?;
                 let residual = self.region(at, Role::Residual)?;
                 let out = self.published(at, residual.len)?;
-                self.columns(at, operand)?;
-                let Buffer { dtype, coded, rows, cols, .. } = *buffer;
-                let row_bytes = constant_row_bytes(buffer) as usize;
-                let table = Table { bytes, dtype, coded, rows, cols, row_bytes };
                 Work::Embed { token: self.sized(at, Role::Token, 1)?, table, residual, out, scale: *scale }
+            }
+            Op::Join { scale } => {
+                let (table, residual) = (self.table(at)?, self.region(at, Role::Residual)?);
+                let [given, out] = [Role::Given, Role::Out].map(|role| self.sized(at, role, residual.len));
+                let token = self.sized(at, Role::Token, 1)?;
+                Work::Join { token, table, residual, given: given?, out: out?, scale: *scale }
             }
             Op::MatVec(m) => Work::MatVec(Box::new(self.mat_vec(at, m, streamed)?)),
             Op::Attention(a) => Work::Attention(Box::new(self.attention(at, a)?)),
@@ -968,6 +968,18 @@ impl MemoryMap {
                 }))
             }
         })
+    }
+
+    /// The table that a token has a row of.
+    fn table(&self, at: At<'_>) -> Result<Table, PlanError> {
+        let operand = at.operand(Role::Table)?;
+        let buffer = &at.program.buffers[operand.buffer.index()];
+        let found = buffer.space.name();
+        let none = PlanError::Space { task: at.id, role: Role::Table, found };
+        let bytes = self.packed[operand.buffer.index()].clone().ok_or(none)?;
+        self.columns(at, operand)?;
+        let Buffer { dtype, coded, rows, cols, .. } = *buffer;
+        Ok(Table { bytes, dtype, coded, rows, cols, row_bytes: constant_row_bytes(buffer) as usize })
     }
 
     fn mat_vec(&self, at: At<'_>, m: &op::MatVec, streamed: Option<Range<usize>>) -> Result<MatVec, PlanError> {

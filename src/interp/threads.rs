@@ -681,7 +681,15 @@ mod tests {
         let input = Input::Token(token);
         StepRows {
             position,
-            rows: vec![StepRow { position, input, before: 0, wants_logits: true, sequence: 0, pages: None }],
+            rows: vec![StepRow {
+                position,
+                input,
+                before: 0,
+                wants_logits: true,
+                sequence: 0,
+                pages: None,
+                given: None,
+            }],
             device: None,
             at_random: None,
         }

@@ -15,6 +15,9 @@ pub enum Op {
     /// `residual[i] = x[i] = scale * table[token][i]`. One launch index is 8 columns. If `everywhere`, it is a whole row, each SM
     /// has one, and nothing is published.
     Embed { scale: f32, everywhere: bool },
+    /// How a draft begins: `out[i] = scale * table[token][i]`, `given[i]` = what the host gives for the position, as it gives the tokens of a prompt,
+    /// and `residual[i] = 0`. One launch index is 8 columns.
+    Join { scale: f32 },
     /// `y = W norm(x)`, then the epilogue. One launch index is a unit of W: 8 rows, or 4 or 2.
     MatVec(MatVec),
     /// RoPE, cache append and attention over the history and the rows of the sequence in this step, up to the task's own.
@@ -380,6 +383,7 @@ impl Op {
                 optional(&mut key, gate.map(f32::to_bits));
             }
             Op::Embed { scale, everywhere } => key.extend([2, scale.to_bits(), u32::from(*everywhere)]),
+            Op::Join { scale } => key.extend([13, scale.to_bits()]),
             Op::MatVec(MatVec { rows, k, norm, own_input, epilogue, unit_rows }) => {
                 key.extend([3, *rows, *k, *unit_rows]);
                 flag(&mut key, *own_input);
@@ -526,12 +530,14 @@ pub enum Role {
     D,
     DtBias,
     State,
+    /// What a draft reads beside its token.
+    Given,
     Logits,
     Out,
 }
 
 impl Role {
-    pub const ALL: [Role; 37] = [
+    pub const ALL: [Role; 38] = [
         Role::Token,
         Role::Best,
         Role::Table,
@@ -567,6 +573,7 @@ impl Role {
         Role::D,
         Role::DtBias,
         Role::State,
+        Role::Given,
         Role::Logits,
         Role::Out,
     ];
@@ -609,6 +616,7 @@ impl Role {
             Role::D => "d",
             Role::DtBias => "dt_bias",
             Role::State => "state",
+            Role::Given => "given",
             Role::Logits => "logits",
             Role::Out => "out",
         }
@@ -672,6 +680,7 @@ impl Op {
             Op::Scan(_) => "scan",
             Op::GroupNorm(_) => "group_norm",
             Op::Embed { .. } => "embed",
+            Op::Join { .. } => "join",
             Op::MatVec(_) => "matvec",
             Op::Attention(_) => "attention",
             Op::AttentionMerge { .. } => "attention_merge",
@@ -768,6 +777,17 @@ impl Op {
                     need(Role::Out, Write),
                 ];
                 if *everywhere { WHOLE } else { OWNED }
+            }
+            Op::Join { .. } => {
+                const {
+                    &[
+                        need(Role::Token, Read),
+                        need(Role::Table, Read),
+                        need(Role::Residual, Write),
+                        need(Role::Given, Write),
+                        need(Role::Out, Write),
+                    ]
+                }
             }
             Op::MatVec(m) => match m.epilogue {
                 Epilogue::Residual { .. } => {

@@ -344,6 +344,7 @@ impl<'a> Parser<'a> {
             "report",
             "route",
             "embed",
+            "join",
             "matvec",
             "attention",
             "attention_merge",
@@ -403,6 +404,7 @@ impl<'a> Parser<'a> {
                 eps: self.attr_f32("eps")?,
                 gate: self.optional_f32("gate_scale")?,
             }),
+            "join" => Op::Join { scale: self.attr_f32("scale")? },
             "embed" => Op::Embed { scale: self.attr_f32("scale")?, everywhere: self.eat("everywhere") },
             "matvec" => Op::MatVec(self.matvec()?),
             "attention" => Op::Attention(self.attention()?),
@@ -1570,6 +1572,7 @@ regime r1 from 32
                 }),
             ([numbers(), numbers()], floats(), gates())
                 .prop_map(|([width, groups], eps, gate)| Op::GroupNorm(GroupNorm { width, groups, eps, gate })),
+            floats().prop_map(|scale| Op::Join { scale }),
             (floats(), any::<bool>()).prop_map(|(scale, everywhere)| Op::Embed { scale, everywhere }),
             (numbers(), numbers(), prop::option::of(norms()), epilogues, ways).prop_map(
                 |(rows, k, norm, epilogue, (unit_rows, own_input))| {

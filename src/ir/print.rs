@@ -292,6 +292,7 @@ fn write_op(out: &mut String, op: &Op) -> fmt::Result {
             write!(out, " width={width} groups={groups} eps={eps}")?;
             write_optional(out, "gate_scale", gate)
         }
+        Op::Join { scale } => write!(out, " scale={scale}"),
         Op::Embed { scale, everywhere } => {
             write!(out, " scale={scale}")?;
             write_flag(out, "everywhere", *everywhere)

@@ -4,7 +4,7 @@
 //! an importer that fills these fields, never a lowering of its own:
 //!
 //! ```text
-//! x  = embed[token] * embed_scale
+//! x  = embed[token] * embed_scale, of a draft what `Joined` makes of it
 //! per layer:
 //!   a  = mixer(norm?(x));      a = norm?(a)
 //!   sequential:  x = x + residual_scale * a ;  m = feed(norm?(x))
@@ -50,6 +50,8 @@ pub struct ModelGraph {
     pub embed: TensorId,
     /// Multiplies the embedding row (Gemma: sqrt(hidden), rounded as transformers rounds it; Granite).
     pub embed_scale: f32,
+    /// Of a draft: what it makes of the embedding row and of another model's output, in the place of the first layer's input.
+    pub joined: Option<Box<Joined>>,
     pub ropes: Vec<Rope>,
     pub layers: Vec<Layer>,
     pub final_norm: Norm,
@@ -63,6 +65,22 @@ pub struct ModelGraph {
     pub eos: Vec<u32>,
     /// Id that starts a text, where the checkpoint names one.
     pub bos: Option<u32>,
+}
+
+/// How a draft begins that predicts the token after the next one (MTP of Qwen3-Next and Qwen3.5), at a position `i`:
+///
+/// `x = of_embedding(embedding_norm(embed[token i + 1] * embed_scale)) + of_given(given_norm(given))`
+///
+/// `given` is what the final norm of the model leaves at position `i`. For a token further on it is what the final norm of the draft leaves at the
+/// position before. The formula is that of `Qwen3NextMultiTokenPredictor` in vLLM.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Joined {
+    pub embedding_norm: Norm,
+    pub given_norm: Norm,
+    /// `[hidden, hidden]`, as `of_given`: the two halves of one matrix, the left one and the right one. The rows of the tensor are halves of the
+    /// checkpoint's rows, so each has every second row.
+    pub of_embedding: Linear,
+    pub of_given: Linear,
 }
 
 /// A checkpoint tensor as its header declares it.

@@ -25,10 +25,12 @@ use super::device_rows::{one_row_kernel, rows_source};
 use super::device_sampler::sampler_source;
 use super::device_steps::{By, StepsKernel, StepsKernels, fitting};
 use super::device_waves::plan_prompts;
+use super::drafted::Drafted;
 use super::evaluate::ensure_checked;
 use super::execute::{Devices, upload_pack};
 use super::invariant;
 use super::kernels::{Does, Planned, PlannedSet, Served, alike_rows};
+use super::mtp::Mtp;
 use super::stages::{BuildContext, StoredSchedule, place_rows};
 use super::{Prepared, Workspace};
 
@@ -67,6 +69,8 @@ pub struct Serving {
     pub chunk_rows: u32,
     /// Steps of a launch, at most.
     pub steps_max: u32,
+    /// Tokens of a proposal of a draft that steps verify on a CPU; 0: there is no draft.
+    pub proposed: u32,
     /// Tokens that the cache holds, at least; `None`: on a CPU `cache_pages` of the manifest or four contexts, on a device what is free.
     pub cache_tokens: Option<u32>,
 }
@@ -81,14 +85,15 @@ impl Serving {
             running_max: manifest.decode.sequences_max.map(|_| "decode.sequences_max"),
             chunk_rows: manifest.decode.chunk_max.map(|_| "decode.chunk_max"),
         };
-        Serving { asked, running_max, chunk_rows, steps_max, cache_tokens: None }
+        Serving { asked, running_max, chunk_rows, steps_max, proposed: 0, cache_tokens: None }
     }
 }
 
 impl Serving {
     /// What the user lowers where a size does not fit.
     pub(super) fn keys(&self) -> Vec<&'static str> {
-        self.asked.running_max.into_iter().chain(self.asked.chunk_rows).collect()
+        let draft = (self.proposed > 0).then_some("--draft");
+        self.asked.running_max.into_iter().chain(self.asked.chunk_rows).chain(draft).collect()
     }
 
     /// The same requests on a device, for kernels that are made now and loaded by servers with any number of steps: they read prompts in
@@ -105,6 +110,8 @@ pub struct Batched {
     validated: Arc<Validated>,
     pack: Pack,
     on_device: Option<Arc<OnDevice>>,
+    /// On a CPU: the draft, and the most tokens of a proposal.
+    draft: Option<(Mtp, usize)>,
 }
 
 /// What a device needs in addition to the weights.
@@ -492,23 +499,30 @@ fn cpu_batch(serving: &Serving, decode: &Decode) -> Batch {
     let context_max = decode.context_max;
     let asked = serving.cache_tokens.map(|tokens| tokens.div_ceil(PAGE_ROWS)).or(decode.cache_pages);
     let pages = asked.unwrap_or(context_max.div_ceil(PAGE_ROWS).saturating_mul(CPU_CONTEXTS)).max(1);
-    let rows = serving.running_max + serving.chunk_rows;
+    let rows = serving.running_max * (1 + serving.proposed) + serving.chunk_rows;
     let shape = Shape { rows, sequences: 0, context_max, page_rows: PAGE_ROWS, pages, window: None, has_state: false };
-    let sequences = serving.running_max + Pool::keepers(&shape);
+    // A sequence that verifies has a second one for its state.
+    let running = serving.running_max * if serving.proposed > 0 { 2 } else { 1 };
+    let sequences = running + Pool::keepers(&shape);
     Batch { rows, sequences, pages: shape.pages, page_rows: PAGE_ROWS, words: false }
 }
 
 impl Batched {
     /// Steps of the interpreter.
     pub(super) fn of_cpu(validated: Arc<Validated>, pack: Pack) -> Batched {
-        Batched { validated, pack, on_device: None }
+        Batched { validated, pack, on_device: None, draft: None }
+    }
+
+    /// With steps that verify what a draft proposes. They were made for proposals of this many tokens.
+    pub fn with_draft(self, draft: Mtp, most: u32) -> Batched {
+        Batched { draft: Some((draft, most as usize)), ..self }
     }
 
     /// Steps of a device.
     pub(super) fn of_device(served: Served, pack: Pack, device: Device, target: &Target, steps_max: u32) -> Batched {
         let validated = Arc::clone(served.set.validated());
         let on_device = OnDevice { device, target: target.clone(), served, steps_max };
-        Batched { validated, pack, on_device: Some(Arc::new(on_device)) }
+        Batched { validated, pack, on_device: Some(Arc::new(on_device)), draft: None }
     }
 
     /// The proven schedule.
@@ -522,6 +536,10 @@ impl Batched {
     /// A cache that is larger than this machine's memory; what the device refuses.
     pub fn stepper(&self) -> Result<Box<dyn Stepper>, Fault> {
         let Some(on_device) = &self.on_device else {
+            if let Some((draft, most)) = &self.draft {
+                let (schedule, pack) = (self.validated.schedule(), self.pack.clone());
+                return Ok(Box::new(Drafted::new(schedule, pack, Options::fast(), draft.clone(), *most)?));
+            }
             return Ok(Box::new(CpuStepper::new(self.validated.schedule(), self.pack.clone(), Options::fast())?));
         };
         let OnDevice { device, target, served, steps_max } = on_device.as_ref();
@@ -538,7 +556,7 @@ mod tests {
     use crate::validate::validate;
 
     fn serving(running_max: u32, chunk_rows: u32) -> Serving {
-        Serving { asked: AskedSizes::default(), running_max, chunk_rows, steps_max: 8, cache_tokens: None }
+        Serving { asked: AskedSizes::default(), running_max, chunk_rows, steps_max: 8, proposed: 0, cache_tokens: None }
     }
 
     #[test]

@@ -7,7 +7,7 @@
 //!
 //! `chain` is the order: a command asks it for the artefact that it needs. `keys` says what each stage depends on, `stages` and
 //! `compile` make what needs no execution, `stored` says how they keep it, `evaluate` checks and measures the decode kernel, `rows`
-//! appends to the corpus. `kernels` is a set of kernels over one pool of pages, `checks` makes sure that each was compared on a device of this kind. `runner` decodes for commands (`speculative` with proposed tokens), `batch` makes steps of several rows for a server,
+//! appends to the corpus. `kernels` is a set of kernels over one pool of pages, `checks` makes sure that each was compared on a device of this kind. `runner` decodes for commands (`speculative` with proposed tokens, `mtp` with those of the checkpoint's own draft), `batch` makes steps of several rows for a server,
 //! `invariant` has the kernels whose rows have the bits that they have alone, and `text_steps` decodes one text by them.
 //! `campaign` searches (`search_start` says from where, `arena` makes and times, `ahead` makes candidates early, `proposer` is a
 //! program that proposes), `status` says how searches went, `bench` times beside baselines (`baseline` is one in another process).
@@ -33,6 +33,7 @@ pub mod device_rows;
 mod device_sampler;
 pub mod device_steps;
 pub mod device_waves;
+mod drafted;
 mod evaluate;
 mod execute;
 mod explain;
@@ -42,6 +43,7 @@ mod invariant;
 pub mod kernels;
 mod keys;
 mod line_child;
+mod mtp;
 mod plan;
 mod proposer;
 mod ready;
@@ -67,6 +69,7 @@ pub use export::{Written, export, temporary_prefix};
 pub use exported::Exported;
 pub use keys::{Hardware, WeightsId};
 pub(crate) use line_child::end_children;
+pub use mtp::{Mtp, MtpDraft};
 pub use plan::{Needs, Planned, Purpose, plan, run_stage};
 pub use ready::{Given, Ready};
 pub use runner::{Answer, Runner};

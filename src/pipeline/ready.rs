@@ -12,6 +12,7 @@ use super::exported::{Does, Exported, Kernel, cpu_kind};
 use super::invariant;
 use super::kernels::{self, KernelSet, Served};
 use super::keys::{Hardware, WeightsId};
+use super::mtp::{Mtp, OPTION};
 use super::runner::{LazyPrefill, LazyVerifier, On, Runner, SNAPSHOTS};
 use super::{Prepared, Serving, Workspace, prepare};
 use crate::codegen::abi::Queues;
@@ -165,6 +166,20 @@ impl Ready {
         match &self.from {
             From::Built { workspace, prepared } => prepared.runner(workspace),
             From::Exported(from) => runner(from),
+        }
+    }
+
+    /// Makes the draft of the checkpoint's own layer that predicts further tokens.
+    ///
+    /// # Errors
+    /// An export, which has none; as [`Prepared::mtp`].
+    pub fn mtp(&self) -> Result<Mtp, Fault> {
+        match &self.from {
+            From::Built { workspace, prepared } => prepared.mtp(workspace),
+            From::Exported(_) => Err(Fault::input(format!(
+                "`{OPTION}` needs a manifest or a checkpoint, found an export, which has no draft"
+            ))
+            .with_remedy("run the manifest that was exported, or propose with `--lookup`")),
         }
     }
 

@@ -42,8 +42,7 @@ pub(super) fn decide_on_cpu(
     }
     // The pages may suffice for the text, but not for proposed tokens after it.
     let positions_max = (shape.pages as usize * shape.page_rows as usize).min(shape.context_max as usize);
-    interp.reset();
-    let mut logits = logits_after(interp, prompt)?;
+    let mut logits = read_on_cpu(interp, prompt, shape.rows as usize, speculation)?;
     let mut counts = TokenCounts::new(prompt);
     let mut sequence = prompt.to_vec();
     let end = prompt.len() + count;
@@ -84,12 +83,44 @@ pub(super) fn decide_on_cpu(
             return Err(error.into());
         }
         speculation.learn(&proposal, &chosen);
+        // Rows of tokens that were not chosen come last.
+        show(interp, begun.at, again + chosen.len(), speculation)?;
         sequence.extend(&chosen);
         if begun.ends(sequence.len(), chosen.len(), tried.len()) && !stopped {
             interp.go_back(OF_STEP)?;
         }
     }
     Ok(sequence.split_off(prompt.len()))
+}
+
+/// Decodes a prompt from position 0 on: the logits after its last token. A draft that sees what the model leaves is shown each step of it.
+fn read_on_cpu(
+    interp: &mut Interp,
+    prompt: &[u32],
+    rows: usize,
+    speculation: &mut Speculation<'_>,
+) -> Result<Vec<f32>, Fault> {
+    interp.reset();
+    if !speculation.sees() {
+        return logits_after(interp, prompt);
+    }
+    let (mut first, mut logits) = (0, vec![]);
+    for chunk in prompt.chunks(rows.max(1)) {
+        logits = logits_after(interp, &prompt[..first + chunk.len()])?;
+        show(interp, first, chunk.len(), speculation)?;
+        first += chunk.len();
+    }
+    Ok(logits)
+}
+
+/// Shows a draft what the first `count` rows of the last step left, the first of which is at position `first`.
+fn show(interp: &Interp, first: usize, count: usize, speculation: &mut Speculation<'_>) -> Result<(), Fault> {
+    if !speculation.sees() {
+        return Ok(());
+    }
+    let row = |row| interp.left(row).ok_or_else(|| Fault::internal("a schedule that publishes no last sum"));
+    speculation.see(first, (0..count).map(row).collect::<Result<_, _>>()?);
+    Ok(())
 }
 
 /// Where the next step of a text begins.
@@ -129,8 +160,13 @@ pub(super) fn refuse_rows(speculation: &Speculation<'_>, rows_max: u32, or: &str
         return Ok(());
     }
     let rows = most + 1;
-    let message = format!("`--lookup {most}` needs steps of {rows} rows, found steps of at most {rows_max}");
-    Err(Fault::input(message).with_remedy(format!("lower `--lookup` below {rows_max}{or}")))
+    let (option, asked) = if speculation.sees() {
+        ("--draft mtp", format!("--draft mtp:{most}"))
+    } else {
+        ("--lookup", format!("--lookup {most}"))
+    };
+    let message = format!("`{asked}` needs steps of {rows} rows, found steps of at most {rows_max}");
+    Err(Fault::input(message).with_remedy(format!("lower `{option}` below {rows_max}{or}")))
 }
 
 /// The kernel for one row, which decodes where nothing is proposed.

@@ -2,7 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use memmap2::Mmap;
@@ -185,6 +185,15 @@ pub(super) fn load_model(workspace: &Workspace, manifest: &Manifest) -> Result<M
     Ok(Model { imported, commit, keyed, graph: Digest::of(graph_text.as_bytes()), graph_text, op: None })
 }
 
+/// The folder of the manifest's checkpoint; `None`: its weights are synthetic.
+pub(super) fn checkpoint_folder(workspace: &Workspace, manifest: &Manifest) -> Result<Option<PathBuf>, Fault> {
+    let source = Source::parse(&manifest.source, &manifest.revision, manifest.seed)?;
+    Ok(match download(workspace, &source, manifest)? {
+        Resolved::Checkpoint { dir, .. } => Some(dir),
+        Resolved::Synthetic { .. } => None,
+    })
+}
+
 /// Makes the source local; a download shows its progress.
 fn download(workspace: &Workspace, source: &Source, manifest: &Manifest) -> Result<Resolved, Fault> {
     let mut progress = None;
@@ -248,6 +257,8 @@ pub(super) struct BuildContext<'a> {
     pub graph: Digest,
     /// As [`Model`] has it.
     pub op: Option<LayerOp>,
+    /// Whether it is the draft of the manifest's model.
+    pub is_draft: bool,
     /// The manifest's candidate for the target. It was validated when the manifest was read.
     pub knobs: Option<&'a str>,
 }
@@ -279,17 +290,31 @@ impl<'a> BuildContext<'a> {
         graph: Digest,
     ) -> Self {
         let knobs = manifest.candidates.get(&target.name).map(String::as_str);
-        BuildContext { workspace, manifest, target, imported, graph, op: None, knobs }
+        BuildContext { workspace, manifest, target, imported, graph, op: None, is_draft: false, knobs }
+    }
+
+    /// The draft of the manifest's model, whose knobs are not its own.
+    pub fn of_draft(
+        workspace: &'a Workspace,
+        manifest: &'a Manifest,
+        target: &'a Target,
+        draft: &'a Imported,
+        graph: Digest,
+    ) -> Self {
+        let own = BuildContext::of(workspace, manifest, target, draft, graph);
+        BuildContext { is_draft: true, knobs: None, ..own }
     }
 
     /// What the user calls this: the manifest by its folder and name, and the target.
     pub fn subject(&self) -> String {
         let subject = subject(self.manifest, &self.target.name);
-        self.op.map_or(subject.clone(), |op| format!("{subject} {}", op.name()))
+        let part = if self.is_draft { Some("draft") } else { self.op.map(LayerOp::name) };
+        part.map_or(subject.clone(), |part| format!("{subject} {part}"))
     }
 
     pub fn title(&self, stage: &str) -> String {
-        format!("{stage} {}", self.target.name)
+        let part = if self.is_draft { " draft" } else { "" };
+        format!("{stage} {}{part}", self.target.name)
     }
 
     /// The candidate to build: the best one of a search, else that of the manifest, else the default.

@@ -165,6 +165,9 @@ impl Metrics {
             ("monobloc:launches_total", "Launches of the engine.", figures.launches),
             ("monobloc:steps_total", "Steps of all launches.", figures.steps),
             ("monobloc:rows_total", "Rows of all steps.", figures.rows),
+            ("vllm:spec_decode_num_drafts_total", "Proposals of a draft that were verified.", figures.proposals.steps),
+            ("vllm:spec_decode_num_draft_tokens_total", "Tokens of these proposals.", figures.proposals.proposed),
+            ("vllm:spec_decode_num_accepted_tokens_total", "Those that were accepted.", figures.proposals.accepted),
         ];
         for (name, help, value) in counters {
             head(&mut out, name, help, "counter");

@@ -166,7 +166,8 @@ impl Rules<'_> {
                 Op::Route(_) => grid.per_row,
                 Op::Combine(_) => !grid.per_row,
                 Op::Mix(_) | Op::Convolve(_) | Op::Scan(_) | Op::GroupNorm(_) => !grid.per_row,
-                Op::AttentionMerge { .. } => false,
+                // No step of several rows is one of a draft.
+                Op::AttentionMerge { .. } | Op::Join { .. } => false,
                 Op::Select | Op::Report => !grid.per_row,
                 Op::Embed { everywhere, .. } | Op::NormAdd { everywhere, .. } => !everywhere && !grid.per_row,
             };
@@ -360,6 +361,9 @@ impl Rules<'_> {
                     });
                 }
                 Op::AttentionMerge { .. } => self.made_by_matvec(at, grid.operand(Role::Gate), "the gate", program),
+                Op::Join { .. } => self.expect(false, at, || {
+                    "no kernel of a device begins a draft: expected a target of kind `cpu`".to_string()
+                }),
                 Op::Select | Op::Report | Op::Embed { .. } => {}
             }
         }

@@ -171,7 +171,13 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
                 scratch = scratch.max((warps * 32 / dim).clamp(1, state) * dim * 4);
             }
             // An `everywhere` sum is held in registers, as are channels and groups of columns.
-            Op::Select | Op::Report | Op::Embed { .. } | Op::NormAdd { .. } | Op::Convolve(_) | Op::GroupNorm(_) => {}
+            Op::Select
+            | Op::Report
+            | Op::Embed { .. }
+            | Op::Join { .. }
+            | Op::NormAdd { .. }
+            | Op::Convolve(_)
+            | Op::GroupNorm(_) => {}
         }
     }
     if for_rows {

@@ -223,7 +223,7 @@ fn attributes(id: GridId, op: &Op, n: u32, weights: Format, found: &mut Found) -
                 expect(scale.is_finite(), "a finite `gate_scale`", scale);
             }
         }
-        Op::Embed { scale, everywhere: _ } => expect(scale.is_finite(), "a finite `scale`", scale),
+        Op::Embed { scale, everywhere: _ } | Op::Join { scale } => expect(scale.is_finite(), "a finite `scale`", scale),
         Op::MatVec(m) => {
             expect(m.rows > 0 && fits(wide(m.rows)), "`rows` of at least 1, below 2^28", &m.rows);
             expect(m.k > 0 && fits(wide(m.k)), "`k` of at least 1, below 2^28", &m.k);
@@ -323,7 +323,7 @@ fn launch_extents(id: GridId, grid: &Grid, program: &Program, sms: u32, found: &
         Op::MatVec(m) => Some(m.units()),
         Op::Attention(a) => Some(a.head_groups()),
         Op::NormAdd { width, .. } => Some(width.div_ceil(UNIT_ROWS)),
-        Op::Embed { .. } => Some(table_width(grid, program).div_ceil(UNIT_ROWS)),
+        Op::Embed { .. } | Op::Join { .. } => Some(table_width(grid, program).div_ceil(UNIT_ROWS)),
         // The number of its heads is judged by the records that it reads, and by what else writes its output.
         Op::AttentionMerge { .. } => None,
     };
@@ -835,8 +835,9 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
             Role::Out => Some(output(DType::I32, Cols::all(1))),
             _ => None,
         },
-        Op::Embed { everywhere, .. } => {
-            let blocks = columns_of_sum(table_width(grid, program), *everywhere);
+        Op::Embed { .. } | Op::Join { .. } => {
+            let everywhere = matches!(grid.op, Op::Embed { everywhere: true, .. });
+            let blocks = columns_of_sum(table_width(grid, program), everywhere);
             match role {
                 Role::Token => Some(token),
                 Role::Table => Some(Want {
@@ -847,7 +848,7 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
                     extent: Extent::Table,
                 }),
                 Role::Residual => Some(private(DType::F32, blocks)),
-                Role::Out => Some(exchange(wire, blocks)),
+                Role::Out | Role::Given => Some(exchange(wire, blocks)),
                 _ => None,
             }
         }

@@ -22,9 +22,9 @@ use crate::ir::program::{Buffer, Content, Grid, Operand, Part, Program, Rows};
 use crate::ir::table::{Table, TableHome};
 use crate::ir::{BufferId, GridId, LayerId};
 use crate::model::graph::{
-    self, Act, ClampedSwiglu, Experts, FeedForward, GatedDelta, GatedNorm, Linear, Mamba2, Mixer, Mlp, ModelGraph,
-    NormKind, QkNorm, QkNormSpan, QueryScale, RopeId, Router, RowView, ScaledMlp, SharedExpert, ShortConv, SideBySide,
-    TensorId,
+    self, Act, ClampedSwiglu, Experts, FeedForward, GatedDelta, GatedNorm, Joined, Linear, Mamba2, Mixer, Mlp,
+    ModelGraph, NormKind, QkNorm, QkNormSpan, QueryScale, RopeId, Router, RowView, ScaledMlp, SharedExpert, ShortConv,
+    SideBySide, TensorId,
 };
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -162,6 +162,9 @@ enum Term {
         table: TensorId,
         scale: u32,
     },
+    /// What the host gives a draft.
+    Given,
+    Zeros,
     Normed {
         x: TermId,
         norm: NormTerm,
@@ -354,6 +357,8 @@ impl Terms {
             Term::Partial { of: whole, splits, .. } => format!("{splits} splits of {}", of(whole)),
             Term::Logits { x, scale, .. } => format!("logits({} * {})", float(scale), of(x)),
             Term::Best { logits } => format!("best({})", of(logits)),
+            Term::Given => "what a draft is given".to_string(),
+            Term::Zeros => "zeros".to_string(),
             Term::Token => "token".to_string(),
         }
     }
@@ -384,6 +389,9 @@ impl Model {
         let is_fp8 = program.precision.cache == DType::E4m3;
         let mut maker = Maker { graph, terms, is_fp8, known: HashSet::new() };
         let mut x = maker.keep(Term::Embedded { table: graph.embed, scale: graph.embed_scale.to_bits() });
+        if let Some(joined) = &graph.joined {
+            x = maker.joined(joined, x);
+        }
         let mut cached = vec![];
         for (l, layer) in graph.layers.iter().enumerate() {
             let rows;
@@ -427,6 +435,18 @@ impl Maker<'_> {
     fn normed(&mut self, norm: Option<&graph::Norm>, x: TermId) -> TermId {
         let Some(norm) = norm else { return x };
         self.terms.id(Term::Normed { x, norm: norm_term(norm, self.graph.hidden) })
+    }
+
+    /// What a draft makes of an embedding and of what it is given.
+    fn joined(&mut self, joined: &Joined, embedded: TermId) -> TermId {
+        let Joined { embedding_norm, given_norm, of_embedding, of_given } = joined;
+        let (given, zeros) = (self.keep(Term::Given), self.keep(Term::Zeros));
+        let branches = [(embedding_norm, of_embedding, embedded), (given_norm, of_given, given)];
+        branches.into_iter().fold(zeros, |x, (norm, linear, input)| {
+            let input = self.normed(Some(norm), input);
+            let branch = self.linear(linear, input);
+            self.keep(Term::Sum { x, scale: 1f32.to_bits(), branch })
+        })
     }
 
     /// What a layer leaves of `x`, and its keys and values, if it has some.
@@ -739,17 +759,11 @@ impl Reader<'_> {
                 }
             }
             Op::Embed { scale, .. } => {
-                self.is_token(grid)?;
-                let table = need(grid, Role::Table)?;
-                let buffer = &self.program.buffers[table.buffer.index()];
-                let Some(Content::Tensor(tensor)) = buffer.content else {
-                    return Err("expected a table of the checkpoint".to_string());
-                };
-                self.is_stored(buffer.format(), tensor)?;
-                let term = self.known(Term::Embedded { table: tensor, scale: scale.to_bits() })?;
+                let term = self.embedded(grid, *scale)?;
                 self.write(grid, Role::Residual, self.graph.hidden, term)?;
                 self.write_if(grid, Role::Out, self.graph.hidden, term)
             }
+            Op::Join { scale } => self.join(grid, *scale),
             Op::MatVec(m) => self.product(grid, m),
             Op::Attention(a) => self.attention(grid, a),
             Op::AttentionMerge { head_dim, splits, heads_per_task, gate } => {
@@ -776,6 +790,27 @@ impl Reader<'_> {
                 self.add(grid, *width, *scale, branch)
             }
         }
+    }
+
+    /// The row of the token in a table, times a scale.
+    fn embedded(&mut self, grid: &Grid, scale: f32) -> Result<TermId, String> {
+        self.is_token(grid)?;
+        let table = need(grid, Role::Table)?;
+        let buffer = &self.program.buffers[table.buffer.index()];
+        let Some(Content::Tensor(tensor)) = buffer.content else {
+            return Err("expected a table of the checkpoint".to_string());
+        };
+        self.is_stored(buffer.format(), tensor)?;
+        self.known(Term::Embedded { table: tensor, scale: scale.to_bits() })
+    }
+
+    fn join(&mut self, grid: &Grid, scale: f32) -> Result<(), String> {
+        let embedded = self.embedded(grid, scale)?;
+        let (given, zeros) = (self.known(Term::Given)?, self.known(Term::Zeros)?);
+        let hidden = self.graph.hidden;
+        self.write(grid, Role::Residual, hidden, zeros)?;
+        self.write(grid, Role::Given, hidden, given)?;
+        self.write(grid, Role::Out, hidden, embedded)
     }
 
     fn is_token(&mut self, grid: &Grid) -> Result<(), String> {

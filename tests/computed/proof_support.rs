@@ -175,6 +175,7 @@ impl Toy {
             formats,
             embed,
             embed_scale: 1.0,
+            joined: None,
             ropes: if self.rope { vec![Rope { inv_freq, scale: 1.0, interleaved: false }] } else { vec![] },
             layers,
             final_norm,

@@ -586,7 +586,7 @@ fn texts_with_proposals(mut on: TextOnFake, cases: u64, longest: usize, seed: u6
         });
         assert_eq!(tokens.unwrap_or_else(|fault| panic!("{case}: {fault}")), expected, "{case}");
         assert_eq!(told, expected, "{case}");
-        let Speculated { proposed, accepted } = speculation.counts();
+        let Speculated { proposed, accepted, .. } = speculation.counts();
         (all.proposed, all.accepted) = (all.proposed + proposed, all.accepted + accepted);
     }
     assert!(all.accepted > 100 && all.proposed > all.accepted && ended > 2, "{all:?}, {ended} ended");
@@ -1175,7 +1175,7 @@ fn a_text_by_kernels_in_one_order_has_the_tokens_that_its_request_chooses() {
         });
         let tokens = tokens.unwrap_or_else(|fault| panic!("{case}: {fault}"));
         assert_eq!((&tokens[..], &told[..]), (&text[prompt.len()..], &text[prompt.len()..]), "{case}");
-        let Speculated { proposed, accepted } = speculation.counts();
+        let Speculated { proposed, accepted, .. } = speculation.counts();
         (all.proposed, all.accepted) = (all.proposed + proposed, all.accepted + accepted);
         text.pop();
         before = if text.len() < context_max / 2 { text } else { vec![] };

@@ -22,7 +22,7 @@ use crate::support::fixture;
 
 const NOT_ASKED: AskedSizes = AskedSizes { running_max: None, chunk_rows: None };
 const SERVING: Serving =
-    Serving { asked: NOT_ASKED, running_max: 2, chunk_rows: 2, steps_max: 1, cache_tokens: Some(512) };
+    Serving { asked: NOT_ASKED, running_max: 2, chunk_rows: 2, steps_max: 1, proposed: 0, cache_tokens: Some(512) };
 
 const MANIFEST: &str = "[model]
 source = \"path:MODEL\"
@@ -307,7 +307,7 @@ fn on_device(test: &str) -> Option<Export> {
 
 /// Nine requests need steps of 16 rows, and together with prompts steps of 64.
 const ON_DEVICE: Serving =
-    Serving { asked: NOT_ASKED, running_max: 9, chunk_rows: 2, steps_max: 1, cache_tokens: Some(20_000) };
+    Serving { asked: NOT_ASKED, running_max: 9, chunk_rows: 2, steps_max: 1, proposed: 0, cache_tokens: Some(20_000) };
 
 /// Asserts that loading a part fails only for the device, which this machine does not have.
 #[track_caller]

@@ -257,6 +257,7 @@ fn graph(family: &str, tensors: Tensors, embed: TensorId, layers: Vec<Layer>, fi
         formats: Default::default(),
         embed,
         embed_scale: 1.0,
+        joined: None,
         ropes: vec![rope(HEAD_DIM / 2, 10_000.0)],
         layers,
         final_norm,

@@ -45,6 +45,7 @@ mod kernels;
 mod launcher;
 mod mix;
 mod mix_parts;
+mod mtp;
 mod nvrtc;
 mod ops;
 mod oracle_agrees;

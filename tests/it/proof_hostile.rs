@@ -130,7 +130,7 @@ fn scramble(s: &mut Schedule, random: &mut Random) -> Option<String> {
                 }
                 Op::Embed { everywhere, .. } | Op::NormAdd { everywhere, .. } if k > 3 => *everywhere = !*everywhere,
                 Op::NormAdd { width, .. } => *width = other(random, *width),
-                Op::Embed { scale, .. } => *scale = [f32::NAN, f32::INFINITY, 2.0][k % 3],
+                Op::Embed { scale, .. } | Op::Join { scale } => *scale = [f32::NAN, f32::INFINITY, 2.0][k % 3],
                 Op::Route(route) if k < 3 => route.experts = other(random, route.experts),
                 Op::Route(route) => route.top_k = other(random, route.top_k),
                 Op::Mix(mix) => {

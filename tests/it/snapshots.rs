@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -213,7 +214,7 @@ fn proposed_tokens_change_no_token_with_states() {
                 };
                 let found = runner.speculate(&prompt, count, &request, &mut speculation, &mut tell).unwrap();
                 assert_eq!((&found.tokens[..], &told[..]), (&plain.tokens[..stops_after], &found.tokens[..]), "{case}");
-                let Speculated { proposed, accepted } = speculation.counts();
+                let Speculated { proposed, accepted, .. } = speculation.counts();
                 (all.proposed, all.accepted) = (all.proposed + proposed, all.accepted + accepted);
                 // A text that goes on after it finds no state of a token that was not chosen.
                 let next = [&prompt[..], &found.tokens, &[5]].concat();
@@ -280,16 +281,14 @@ fn sequences_fork_and_go_back_with_their_states() {
     }
 }
 
-/// A server whose requests are ids, with a word for each of them.
-#[test]
-fn a_server_finds_prefixes_of_a_model_with_states() {
-    let (place, name) = (Place::new(), "hybrids/qwen35");
+/// A copy of a fixture whose requests are ids, with a word for each of them.
+pub fn with_words(place: &Place, name: &str, vocab: u32) -> PathBuf {
     let checkpoint = place.path("hybrid");
     std::fs::create_dir_all(&checkpoint).unwrap();
     for file in ["config.json", "model.safetensors"] {
         std::fs::copy(fixture(name).join(file), checkpoint.join(file)).unwrap();
     }
-    let words: serde_json::Map<String, Value> = (0..VOCAB).map(|id| (format!("w{id}"), json!(id))).collect();
+    let words: serde_json::Map<String, Value> = (0..vocab).map(|id| (format!("w{id}"), json!(id))).collect();
     let tokenizer = json!({
         "version": "1.0",
         "model": { "type": "WordLevel", "vocab": words, "unk_token": "w0" },
@@ -297,6 +296,13 @@ fn a_server_finds_prefixes_of_a_model_with_states() {
         "added_tokens": [],
     });
     std::fs::write(checkpoint.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    checkpoint
+}
+
+#[test]
+fn a_server_finds_prefixes_of_a_model_with_states() {
+    let (place, name) = (Place::new(), "hybrids/qwen35");
+    let checkpoint = with_words(&place, name, VOCAB);
     let imported = import(&fixture(name)).unwrap();
     let server = Server::start_of(place, &checkpoint, 64, "--max-batch 3 --max-chunk 5", |_| {});
     let system: Vec<u32> = (0..21).map(|i| (i * 37 + 5) % VOCAB).collect();

@@ -202,6 +202,17 @@ impl<'a> Text<'a> {
                 self.output(step, Role::Out, 0, token);
                 Ok(())
             }
+            Op::Join { scale } => {
+                let token = self.read(step, Role::Token, 0)?;
+                let width = self.cols(step, Role::Table);
+                for c in columns(task, width, false) {
+                    let x = fold([token, said(scale), self.content(step, Role::Table), c.into()]);
+                    self.write(step, Role::Residual, c, fold([u64::MAX, 0]));
+                    self.write(step, Role::Given, c, fold([u64::MAX, 1, c.into()]));
+                    self.write(step, Role::Out, c, x);
+                }
+                Ok(())
+            }
             Op::Embed { scale, everywhere } => {
                 let token = self.read(step, Role::Token, 0)?;
                 let width = self.cols(step, Role::Table);

@@ -365,7 +365,7 @@ fn numbers(s: &Schedule) -> Result<(), Fault> {
                 let columns = u64::from(c.width) * (u64::from(c.slots) + 1);
                 c.width > 0 && c.slots > 0 && columns < 1 << 29 && c.scale.is_finite()
             }
-            Op::Embed { scale, .. } => scale.is_finite(),
+            Op::Embed { scale, .. } | Op::Join { scale } => scale.is_finite(),
             Op::MatVec(m) => {
                 let tail = match m.epilogue {
                     Epilogue::Store | Epilogue::Scores | Epilogue::Act(_) => true,
@@ -423,7 +423,9 @@ fn numbers(s: &Schedule) -> Result<(), Fault> {
             Op::Convolve(convolve) => Some(convolve.channels.div_ceil(8)),
             Op::Scan(scan) => Some(scan.heads),
             Op::GroupNorm(norm) => Some(norm.groups),
-            Op::Embed { .. } => grid.operand(Role::Table).map(|o| p.buffers[o.buffer.index()].cols.div_ceil(8)),
+            Op::Embed { .. } | Op::Join { .. } => {
+                grid.operand(Role::Table).map(|o| p.buffers[o.buffer.index()].cols.div_ceil(8))
+            }
             Op::MatVec(m) => Some(units(m)),
             Op::Attention(a) => Some(a.heads / a.heads_per_task),
             Op::AttentionMerge { .. } => None,
@@ -671,7 +673,8 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
         Op::Report => {
             vec![part(Role::Token, Read, Private, DType::I32, 0, 1), part(Role::Out, Write, Output, DType::I32, 0, 1)]
         }
-        Op::Embed { everywhere, .. } => {
+        Op::Embed { .. } | Op::Join { .. } => {
+            let everywhere = &matches!(grid.op, Op::Embed { everywhere: true, .. });
             let width = grid.operand(Role::Table).map_or(0, |o| u64::from(s.program.buffers[o.buffer.index()].cols));
             let (lo, hi) = if *everywhere { (0, width) } else { (8 * lo, (8 * hi).min(width)) };
             let mut parts = vec![
@@ -681,6 +684,8 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
             ];
             // If every SM makes all of it, none publishes it.
             parts.extend((!everywhere).then(|| part(Role::Out, Write, Exchange, pr.wire, lo, hi)));
+            let given = matches!(grid.op, Op::Join { .. });
+            parts.extend(given.then(|| part(Role::Given, Write, Exchange, pr.wire, lo, hi)));
             parts
         }
         Op::MatVec(m) => {
@@ -1493,7 +1498,7 @@ fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
             }
             // Threads have channels and columns in registers.
             Op::Convolve(_) | Op::GroupNorm(_) => {}
-            Op::Select | Op::Report | Op::Combine(_) | Op::Embed { .. } | Op::NormAdd { .. } => {}
+            Op::Select | Op::Report | Op::Combine(_) | Op::Embed { .. } | Op::Join { .. } | Op::NormAdd { .. } => {}
         }
     }
     let room = match (parts.get("stage"), parts.get("reduce")) {

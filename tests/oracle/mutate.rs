@@ -579,7 +579,7 @@ fn attribute(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<E
         },
         Op::AttentionMerge { splits, .. } => *splits = 0,
         Op::NormAdd { norm, .. } => norm.eps = -1.0,
-        Op::Embed { scale, .. } => *scale = f32::INFINITY,
+        Op::Embed { scale, .. } | Op::Join { scale } => *scale = f32::INFINITY,
         Op::Route(route) => match k {
             0 => route.experts = 0,
             1 => route.top_k = route.experts + 1,

@@ -28,11 +28,11 @@ use crate::files::{FileError, read_text};
 use crate::gguf::{files_of, read_parts};
 use crate::model::blocks::Blocks;
 use crate::model::config::families::{FAMILIES, Family};
-use crate::model::config::plan::{Ahead, Assembled, Ignored, Plan, Prefix, assemble};
+use crate::model::config::plan::{Ahead, Assembled, Ignored, Plan, Prefix, assemble, assemble_draft};
 use crate::model::config::reader::Reader;
 use crate::model::config::wrapper::{Unwrapped, unwrap};
 use crate::model::graph::{ModelGraph, TensorId};
-use crate::model::weights::{Checkpoint, HeaderTensor, Weights};
+use crate::model::weights::{Checkpoint, HeaderTensor, Weights, WeightsError};
 
 pub use crate::model::config::print::{describe, graph_text, step_cache_bytes, step_weight_bytes};
 pub use crate::model::config::reason::Reason;
@@ -60,6 +60,8 @@ pub enum ImportError {
     Syntax { path: PathBuf, detail: String },
     #[error("{}", Refusal(place, reasons))]
     Refused { place: String, reasons: Vec<Reason> },
+    #[error("`{place}` has no layer that predicts further tokens (MTP) which can be a draft: {why}")]
+    NoDraft { place: String, why: String },
 }
 
 /// Reasons shown; a mixture of experts read as a dense model yields thousands.
@@ -87,11 +89,15 @@ impl From<ImportError> for Fault {
         match error {
             ImportError::File(error) => Fault::from(error),
             ImportError::Syntax { .. } => Fault::input(message),
+            ImportError::NoDraft { .. } => Fault::input(message).with_remedy(NO_DRAFT),
             ImportError::Refused { .. } => Fault::input(message)
                 .with_remedy("what is not modelled is refused, because it might change the result; see docs/models.md"),
         }
     }
 }
+
+/// What to do without a draft.
+const NO_DRAFT: &str = "leave out `--draft`, or propose tokens of the text itself with `--lookup`; docs/models.md names the families that have one";
 
 /// Largest `config.json` accepted. Published ones have a few kilobytes, label maps included some hundred.
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
@@ -108,25 +114,7 @@ pub fn import(place: &Path) -> Result<Imported, ImportError> {
         Err(error) => return Err(refusal(place, vec![Reason::Weights(error.into())])),
     }
     let dir = place;
-    let config_path = dir.join("config.json");
-    let mut config_text = read_text(&config_path, CONFIG_BYTES_MAX)?;
-    let mut config = parse_object(&config_path, &config_text)?;
-    let modelopt_path = dir.join(quantised::MODELOPT_FILE);
-    if modelopt_path.exists() && config.get(quantised::KEY).is_none_or(Value::is_null) {
-        let file = parse_object(&modelopt_path, &read_text(&modelopt_path, CONFIG_BYTES_MAX)?)?;
-        config.insert(quantised::KEY.to_string(), quantised::of_modelopt_file(&file));
-        config_text = Value::Object(config.clone()).to_string();
-    }
-    let quantised = take_quantisation(&mut config);
-    let generation_path = dir.join("generation_config.json");
-    let generation = match generation_path.exists() {
-        true => parse_object(&generation_path, &read_text(&generation_path, CONFIG_BYTES_MAX)?)?,
-        false => Map::new(),
-    };
-    let (checkpoint, faults) = match Checkpoint::open(dir) {
-        Ok(checkpoint) => (Some(checkpoint), vec![]),
-        Err(faults) => (None, faults),
-    };
+    let Folder { config, config_text, quantised, generation, checkpoint, faults } = Folder::read(dir)?;
     let opened = open(&config, checkpoint.as_ref().map(Checkpoint::tensors));
     let Opened { family, plan, text, mut reasons } = opened;
     let special = plan.as_ref().and_then(|plan| special_tokens(plan.vocab, &text, &generation, &mut reasons));
@@ -160,6 +148,79 @@ pub fn import(place: &Path) -> Result<Imported, ImportError> {
         Ok(weights) => Ok(Imported { graph, weights, header_bytes_read, config_text, notes }),
         Err(fault) => refused(vec![Reason::Weights(fault)]),
     }
+}
+
+/// What a checkpoint folder has, as far as an import reads it.
+struct Folder {
+    /// Without `quantization_config`.
+    config: Map<String, Value>,
+    config_text: String,
+    quantised: Option<Value>,
+    generation: Map<String, Value>,
+    checkpoint: Option<Checkpoint>,
+    faults: Vec<WeightsError>,
+}
+
+impl Folder {
+    fn read(dir: &Path) -> Result<Folder, ImportError> {
+        let config_path = dir.join("config.json");
+        let mut config_text = read_text(&config_path, CONFIG_BYTES_MAX)?;
+        let mut config = parse_object(&config_path, &config_text)?;
+        let modelopt_path = dir.join(quantised::MODELOPT_FILE);
+        if modelopt_path.exists() && config.get(quantised::KEY).is_none_or(Value::is_null) {
+            let file = parse_object(&modelopt_path, &read_text(&modelopt_path, CONFIG_BYTES_MAX)?)?;
+            config.insert(quantised::KEY.to_string(), quantised::of_modelopt_file(&file));
+            config_text = Value::Object(config.clone()).to_string();
+        }
+        let quantised = take_quantisation(&mut config);
+        let generation_path = dir.join("generation_config.json");
+        let generation = match generation_path.exists() {
+            true => parse_object(&generation_path, &read_text(&generation_path, CONFIG_BYTES_MAX)?)?,
+            false => Map::new(),
+        };
+        let (checkpoint, faults) = match Checkpoint::open(dir) {
+            Ok(checkpoint) => (Some(checkpoint), vec![]),
+            Err(faults) => (None, faults),
+        };
+        Ok(Folder { config, config_text, quantised, generation, checkpoint, faults })
+    }
+}
+
+/// Imports the layer of a checkpoint folder that predicts further tokens, with the embedding and the head of the model, as a model of its own: a
+/// draft. The model itself was imported before, and nothing was wrong with it.
+///
+/// # Errors
+/// [`ImportError::NoDraft`]: there is no such layer, or not in a form that is known.
+pub fn import_draft(dir: &Path) -> Result<Imported, ImportError> {
+    let none = |why: String| ImportError::NoDraft { place: dir.display().to_string(), why };
+    if matches!(files_of(dir), Ok(Some(_))) {
+        return Err(none("it is a GGUF file".to_string()));
+    }
+    let Folder { config, config_text, quantised, checkpoint, .. } = Folder::read(dir)?;
+    let Opened { plan, mut reasons, .. } = open(&config, checkpoint.as_ref().map(Checkpoint::tensors));
+    let quantisation = quantised.as_ref().and_then(|value| quantised::read(value, &mut reasons));
+    let (Some(plan), Some(checkpoint), true) = (plan, checkpoint, reasons.is_empty()) else {
+        return Err(refusal(dir, reasons));
+    };
+    let class = plan.class;
+    let assembled = match assemble_draft(&plan, checkpoint.tensors(), quantisation.as_ref()) {
+        None => {
+            return Err(none(format!(
+                "its files have no such layer, or not in the one form of `{class}` that is known"
+            )));
+        }
+        Some(Err(reasons)) => {
+            return Err(none(reasons.iter().map(Reason::shown).collect::<Vec<_>>().join("; ")));
+        }
+        Some(Ok(assembled)) => assembled,
+    };
+    let Assembled { mut graph, recipes, blocks, transposed, .. } = assembled;
+    // Named as a model of its own, so that its trials and keys are not those of the whole model.
+    graph.family = format!("{class}:mtp");
+    let header_bytes_read = checkpoint.header_bytes_read();
+    let weights = checkpoint.bind(&graph.tensors, recipes, blocks, &transposed);
+    let weights = weights.map_err(|fault| none(fault.to_string()))?;
+    Ok(Imported { graph, weights, header_bytes_read, config_text, notes: vec![] })
 }
 
 fn refusal(place: &Path, reasons: Vec<Reason>) -> ImportError {
@@ -220,7 +281,7 @@ fn import_gguf(place: &Path, parts: &[PathBuf]) -> Result<Imported, ImportError>
     let Some(special) = special.filter(|_| reasons.is_empty()) else { return refused(reasons) };
     notes.extend(special.apply(&mut graph, plan.notes));
     notes.extend(note_of_values(&blocks));
-    notes.extend(note_of_ahead(ahead));
+    notes.extend(note_of_ahead(ahead, false));
     let header_bytes_read = checkpoint.header_bytes_read();
     let config_text = serde_json::to_string_pretty(&config).unwrap_or_default();
     match checkpoint.bind(&graph.tensors, recipes, blocks, &transposed) {
@@ -310,7 +371,7 @@ fn judge_extras(
             prefixes.join(", ")
         ));
     }
-    notes.extend(note_of_ahead(ahead));
+    notes.extend(note_of_ahead(ahead, plan.ahead.is_joined));
     if zero_biases > 0 {
         notes.push(format!("{zero_biases} biases that a `{class}` does not have are all zero, and left out"));
     }
@@ -565,17 +626,20 @@ fn extra_tensor(name: &str, plan: &Plan, quantised: bool, graph: &ModelGraph) ->
     }
 }
 
-/// What is said of the tensors of what predicts further tokens.
-fn note_of_ahead(count: usize) -> Option<String> {
+/// What is said of the tensors of what predicts further tokens; `is_draft`: they can be one.
+fn note_of_ahead(count: usize, is_draft: bool) -> Option<String> {
+    let draft = if is_draft { "; `--draft mtp` proposes tokens with them" } else { "" };
     let note = || {
-        format!("{count} tensors of layers that predict further tokens (MTP) are left out: no logit depends on them")
+        format!(
+            "{count} tensors of layers that predict further tokens (MTP) are left out: no logit depends on them{draft}"
+        )
     };
     (count > 0).then(note)
 }
 
 /// Whether a tensor is one of what predicts further tokens: of a layer after the last one, or by its name.
 fn is_ahead(name: &str, plan: &Plan) -> bool {
-    let Ahead { layers, prefix } = plan.ahead;
+    let Ahead { layers, prefix, is_joined: _ } = plan.ahead;
     let first = plan.layers.len() as u32;
     let of_layer = |rest: &str| {
         let index = rest.split_once('.').and_then(|(index, _)| index.parse::<u32>().ok());

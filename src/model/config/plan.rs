@@ -1,5 +1,6 @@
 //! Owns `Plan`, a config resolved to numbers, and the one function that turns it into a graph over named tensors.
 
+mod ahead;
 mod experts;
 mod mixers;
 
@@ -13,11 +14,12 @@ use crate::model::coded::Recipe;
 use crate::model::config::quantised::{Parts, Quantisation};
 use crate::model::config::reason::Reason;
 use crate::model::graph::{
-    Act, Attention, FeedForward, GatedDelta, Layer, Linear, Mixer, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan,
-    QueryScale, Rope, RopeId, RowView, ScaledMlp, Tensor, TensorId,
+    Act, Attention, FeedForward, GatedDelta, Joined, Layer, Linear, Mixer, Mlp, ModelGraph, Norm, NormKind, QkNorm,
+    QkNormSpan, QueryScale, Rope, RopeId, RowView, ScaledMlp, Tensor, TensorId,
 };
 use crate::model::weights::HeaderTensor;
 
+pub use ahead::assemble_draft;
 pub use experts::{Each, ExpertNames, ExpertsPlan, GateUp, SharedNames, SharedPlan, Stacked};
 pub use mixers::{Block, ConvPlan, MambaPlan};
 
@@ -90,6 +92,8 @@ pub struct Ahead {
     pub layers: u32,
     /// Begins the names of other tensors.
     pub prefix: Option<&'static str>,
+    /// Whether what has these names is one layer in the form of [`Joined`](crate::model::graph::Joined).
+    pub is_joined: bool,
 }
 
 /// The gated delta nets of a model; see [`GatedDelta`].
@@ -425,56 +429,85 @@ pub fn assemble(
     files: Option<&BTreeMap<String, HeaderTensor>>,
     quantisation: Option<&Quantisation>,
 ) -> Assembled {
-    let names = plan.names;
-    let mut c = Collector {
-        files,
-        quantisation,
-        recipes: BTreeMap::new(),
-        transposed: BTreeSet::new(),
-        blocks: BTreeMap::new(),
-        paired: plan.paired.then_some(plan.head_dim),
-        parts: BTreeSet::new(),
-        tensors: Vec::new(),
-        ids: HashMap::new(),
-        reasons: Vec::new(),
-    };
-    let embed = c.want(plan.prefix.of(names.embed), &[plan.vocab, plan.hidden]);
+    let mut c = Collector::new(plan, files, quantisation);
+    let embed = c.want(plan.prefix.of(plan.names.embed), &[plan.vocab, plan.hidden]);
     let layers = (0..plan.layers.len()).map(|layer| assemble_layer(&mut c, plan, layer)).collect();
-    let final_norm = c.norm(&plan.prefix.of(names.final_norm), plan.norm, plan.hidden);
-    let head = if plan.tied {
-        embed
-    } else {
-        let heads: Vec<String> = names.heads.iter().map(|name| plan.prefix.of(name)).collect();
-        let there = |name: &&String| files.is_some_and(|files| files.contains_key(*name));
+    let final_norm = c.norm(&plan.prefix.of(plan.names.final_norm), plan.norm, plan.hidden);
+    let head = c.head(plan, embed);
+    c.finish(plan, Assembly { embed, joined: None, layers, final_norm, head })
+}
+
+/// What a graph is assembled of.
+struct Assembly {
+    embed: TensorId,
+    joined: Option<Box<Joined>>,
+    layers: Vec<Layer>,
+    final_norm: Norm,
+    head: TensorId,
+}
+
+impl<'a> Collector<'a> {
+    fn new(
+        plan: &Plan,
+        files: Option<&'a BTreeMap<String, HeaderTensor>>,
+        quantisation: Option<&'a Quantisation>,
+    ) -> Collector<'a> {
+        Collector {
+            files,
+            quantisation,
+            recipes: BTreeMap::new(),
+            transposed: BTreeSet::new(),
+            blocks: BTreeMap::new(),
+            paired: plan.paired.then_some(plan.head_dim),
+            parts: BTreeSet::new(),
+            tensors: Vec::new(),
+            ids: HashMap::new(),
+            reasons: Vec::new(),
+        }
+    }
+
+    /// The matrix of the head: the embedding, where it is tied.
+    fn head(&mut self, plan: &Plan, embed: TensorId) -> TensorId {
+        if plan.tied {
+            return embed;
+        }
+        let heads: Vec<String> = plan.names.heads.iter().map(|name| plan.prefix.of(name)).collect();
+        let there = |name: &&String| self.files.is_some_and(|files| files.contains_key(*name));
         let name = heads.iter().find(there).unwrap_or(&heads[0]);
         let module = name.strip_suffix(".weight").unwrap_or(name);
-        c.matrix(module, true, plan.vocab, plan.hidden)
-    };
-    let mut graph = ModelGraph {
-        family: plan.class.to_string(),
-        hidden: plan.hidden,
-        vocab: plan.vocab,
-        positions_max: plan.positions_max,
-        embed,
-        embed_scale: plan.embed_scale,
-        ropes: plan.ropes.clone(),
-        layers,
-        final_norm,
-        head: Linear { weight: RowView::range(head, 0), bias: None, rows: plan.vocab, cols: plan.hidden },
-        logits_scale: plan.logits_scale,
-        logits_softcap: plan.logits_softcap,
-        eos: Vec::new(),
-        bos: None,
-        tensors: c.tensors,
-        formats: c.recipes.iter().map(|(&id, recipe)| (id, recipe.format)).collect(),
-    };
-    // The name of a matrix may be that of one of its parts, or of no tensor.
-    let whole = c.ids.into_iter().filter(|(_, id)| !c.recipes.contains_key(id)).map(|(name, _)| name);
-    let consumed = whole.chain(c.parts).collect();
-    let mut blocks = c.blocks;
-    as_one_matrix(&graph, &mut blocks);
-    graph.formats.extend(blocks.iter().filter_map(|(&id, blocks)| Some((id, blocks.format()?))));
-    Assembled { graph, consumed, recipes: c.recipes, blocks, transposed: c.transposed, reasons: c.reasons }
+        self.matrix(module, true, plan.vocab, plan.hidden)
+    }
+
+    fn finish(self, plan: &Plan, assembly: Assembly) -> Assembled {
+        let c = self;
+        let Assembly { embed, joined, layers, final_norm, head } = assembly;
+        let mut graph = ModelGraph {
+            family: plan.class.to_string(),
+            hidden: plan.hidden,
+            vocab: plan.vocab,
+            positions_max: plan.positions_max,
+            embed,
+            embed_scale: plan.embed_scale,
+            joined,
+            ropes: plan.ropes.clone(),
+            layers,
+            final_norm,
+            head: Linear { weight: RowView::range(head, 0), bias: None, rows: plan.vocab, cols: plan.hidden },
+            logits_scale: plan.logits_scale,
+            logits_softcap: plan.logits_softcap,
+            eos: Vec::new(),
+            bos: None,
+            tensors: c.tensors,
+            formats: c.recipes.iter().map(|(&id, recipe)| (id, recipe.format)).collect(),
+        };
+        // The name of a matrix may be that of one of its parts, or of no tensor.
+        let whole = c.ids.into_iter().filter(|(_, id)| !c.recipes.contains_key(id)).map(|(name, _)| name);
+        let consumed = whole.chain(c.parts).collect();
+        let mut blocks = c.blocks;
+        as_one_matrix(&graph, &mut blocks);
+        graph.formats.extend(blocks.iter().filter_map(|(&id, blocks)| Some((id, blocks.format()?))));
+        Assembled { graph, consumed, recipes: c.recipes, blocks, transposed: c.transposed, reasons: c.reasons }
+    }
 }
 
 /// Parts of a matrix that is streamed as one (q, k, v and the gate of attention; gate and up) are packed as values where a file stores them in different types.

@@ -4,9 +4,9 @@ use std::fmt::Write;
 
 use crate::dtype::{DType, Precision};
 use crate::model::graph::{
-    Act, Attention, ClampedSwiglu, ExpertGroups, Experts, FeedForward, GatedDelta, GatedNorm, GroupScore, Layer,
-    Linear, Mamba2, Mixer, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, QueryScale, Rope, Router, RowView,
-    ScaledMlp, Score, SharedExpert, ShortConv, SideBySide, Tensor, TensorId,
+    Act, Attention, ClampedSwiglu, ExpertGroups, Experts, FeedForward, GatedDelta, GatedNorm, GroupScore, Joined,
+    Layer, Linear, Mamba2, Mixer, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, QueryScale, Rope, Router,
+    RowView, ScaledMlp, Score, SharedExpert, ShortConv, SideBySide, Tensor, TensorId,
 };
 
 /// Every field of the graph as text: deterministic, complete, one fact per word. The text that is shown is the text that is hashed.
@@ -22,6 +22,7 @@ pub fn graph_text(graph: &ModelGraph) -> String {
         formats,
         embed,
         embed_scale,
+        joined,
         ropes,
         layers,
         final_norm,
@@ -37,6 +38,12 @@ pub fn graph_text(graph: &ModelGraph) -> String {
     let eos: Vec<String> = eos.iter().map(u32::to_string).collect();
     line(&mut out, format_args!("bos {} eos [{}]", option(bos), eos.join(" ")));
     line(&mut out, format_args!("embed {embed} scale {embed_scale:?}"));
+    if let Some(joined) = joined {
+        let Joined { embedding_norm, given_norm, of_embedding, of_given } = &**joined;
+        let (embedding, given) = (norm_text(embedding_norm), norm_text(given_norm));
+        line(&mut out, format_args!("joined embedding {embedding} by {}", linear_text(of_embedding)));
+        line(&mut out, format_args!("joined given {given} by {}", linear_text(of_given)));
+    }
     for (i, Rope { inv_freq, scale, interleaved }) in ropes.iter().enumerate() {
         let pairs = if *interleaved { "neighbours" } else { "halves" };
         let freqs: Vec<String> = inv_freq.iter().map(|f| format!("{f:?}")).collect();

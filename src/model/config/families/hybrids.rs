@@ -258,8 +258,16 @@ const QWEN35_KEYS: &[Entry] = &[
         "the gate of a gated delta net has this activation",
     ),
     neutral("mamba_ssm_dtype", When::Only(&[Literal::Text("float32")]), "states are kept in fp32"),
-    neutral("mtp_num_hidden_layers", When::Any, "layers that predict further tokens are left out"),
-    neutral("mtp_use_dedicated_embeddings", When::Any, "layers that predict further tokens are left out"),
+    neutral(
+        "mtp_num_hidden_layers",
+        When::Any,
+        "no logit depends on layers that predict further tokens; a draft is what the files have",
+    ),
+    neutral(
+        "mtp_use_dedicated_embeddings",
+        When::Any,
+        "no logit depends on layers that predict further tokens; a draft is what the files have",
+    ),
 ];
 const QWEN_MOE_KEYS: &[Entry] = &[
     modelled("num_experts", "number of experts"),
@@ -298,7 +306,7 @@ static QWEN3_NEXT_DELTA: DeltaNames = DeltaNames {
 };
 
 /// What predicts further tokens in checkpoints of Qwen.
-const MTP: Ahead = Ahead { layers: 0, prefix: Some("mtp.") };
+const MTP: Ahead = Ahead { layers: 0, prefix: Some("mtp."), is_joined: true };
 
 /// All of Qwen3-Next and Qwen3.5 but what follows the mixers.
 fn qwen(r: &mut Reader, s: &Shape, names: &'static DeltaNames) -> Option<Plan> {

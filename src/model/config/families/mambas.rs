@@ -392,7 +392,7 @@ static NEMOTRON_EXPERTS: ExpertNames = ExpertNames {
 
 const BACKBONE: Prefix = Prefix { model: "backbone.", head: "" };
 /// What predicts further tokens.
-const MTP: Ahead = Ahead { layers: 0, prefix: Some("mtp.") };
+const MTP: Ahead = Ahead { layers: 0, prefix: Some("mtp."), is_joined: false };
 
 /// A block of Nemotron-H: a mixer, or what follows one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -795,7 +795,7 @@ fn ahead(r: &mut Reader, key: &'static str, default: u64) -> Ahead {
         let expected = format!("at most {LAYERS_MAX}");
         r.reasons.push(Reason::BadValue { key: key.to_string(), expected, found: layers.to_string() });
     }
-    Ahead { layers: layers.min(u64::from(LAYERS_MAX)) as u32, prefix: None }
+    Ahead { layers: layers.min(u64::from(LAYERS_MAX)) as u32, prefix: None, is_joined: false }
 }
 
 fn glm4_moe(r: &mut Reader) -> Option<Plan> {
