@@ -151,8 +151,8 @@ pub enum Infeasible {
     Sms { sms: u32, most: u32, target: String },
     #[error("`{knob}` is {value}, expected {expected}")]
     Knob { knob: &'static str, value: u32, expected: String },
-    #[error("`mechanism` is {mechanism}, expected packets: the kernel of a CUDA target has no other")]
-    Mechanism { mechanism: &'static str },
+    #[error("`mechanism` is {mechanism}, expected {expected}")]
+    Mechanism { mechanism: &'static str, expected: String },
     #[error("shared memory: the plan takes {bytes} bytes, `{target}` has {most} for one block")]
     SharedMemory { bytes: u64, most: u32, target: String },
     #[error("a ring slot of {slot_bytes} bytes holds fewer than {rows} cache rows of {row_bytes} bytes")]
@@ -173,6 +173,8 @@ pub enum Infeasible {
     State { layer: usize, what: &'static str },
     #[error("layer {layer} has {what}")]
     Feed { layer: usize, what: &'static str },
+    #[error("{what} cannot be divided among the {devices} devices of `{target}`")]
+    Devices { what: String, devices: u32, target: String },
     #[error("{what} takes {bytes} bytes, `{target}` has {most}")]
     DeviceMemory { what: &'static str, is_cache: bool, bytes: u64, most: u64, target: String },
 }

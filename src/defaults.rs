@@ -33,8 +33,10 @@ impl Candidate {
     pub fn default_for(graph: &ModelGraph, target: &Target, precision: Precision) -> Candidate {
         let cpu = target.kind == TargetKind::Cpu;
         // A block without a unit of the head would release nothing at the end of a step.
-        let sms = target.spec.sm_count.min(graph.vocab.div_ceil(UNIT_ROWS)).max(1);
+        let sms = target.sms().min(graph.vocab.div_ceil(UNIT_ROWS)).max(1);
         let sms = if cpu { sms } else { even_sms(graph, sms, &[UNIT_ROWS]) };
+        // Devices have equal numbers of SMs.
+        let sms = (sms / target.devices * target.devices).max(target.devices);
         let sized = |warps: u32, fixed: u64| Candidate::beside(graph, target, precision, (sms, warps), fixed);
         // Eight warps have 168 registers each and half the barrier and instruction traffic of sixteen, and still take chunks
         // faster than memory brings them (docs/perf-log.md).
@@ -84,7 +86,7 @@ impl Candidate {
             heads_per_task: if cpu { group_most } else { 1 },
             splits: if cpu { 1 } else { default_splits(heads / group_most, sms, head_dim) },
             split_from: 384,
-            mechanism: if target.spec.copy == CopyMechanism::Plain && cpu {
+            mechanism: if target.spec.copy == CopyMechanism::Plain && cpu && target.devices == 1 {
                 Mechanism::Counter
             } else {
                 Mechanism::Packets

@@ -39,6 +39,7 @@
 //!
 //! [[target]]                   # one or more
 //! record = "cpu"               # a builtin name, or the path of a record
+//! devices = 1                  # 1, 2, 4 or 8 of one host, which run the model together; default 1
 //! candidate = "splits=12"      # knobs that differ from the default, as trials print them; optional
 //! ```
 //!
@@ -55,7 +56,7 @@ use crate::error::Fault;
 use crate::fields::{FILE_NAME_IN_WORDS, Fields, is_file_name, read_document};
 use crate::files::{self, FileError, PATH_RULE};
 use crate::format::{Code, Format, FormatPlan, NAMED};
-use crate::target::{Measured, Target, TargetError, TargetKind, TargetRecord};
+use crate::target::{DEVICES, Measured, Target, TargetError, TargetKind, TargetRecord};
 use crate::text::{Diagnostic, Rejection, Style, nearest, one_of};
 
 /// Largest manifest that is read; a manifest is a screenful.
@@ -113,6 +114,7 @@ pub struct CacheFile {
 #[derive(Debug, Clone)]
 pub struct TargetFile {
     pub record: Spanned<String>,
+    pub devices: Option<Spanned<u32>>,
     pub candidate: Option<String>,
 }
 
@@ -278,8 +280,10 @@ fn read_manifest(fields: &mut Fields<'_>) -> Option<ManifestFile> {
     });
     let targets = fields.required("target", |f, key| {
         f.tables(key, TARGETS_COUNT_MAX, |target| {
-            let (record, candidate) = (target.required("record", Fields::text), target.text("candidate"));
-            Some(TargetFile { record: record?, candidate: candidate.map(Spanned::into_inner) })
+            let record = target.required("record", Fields::text);
+            let devices = target.integer_u32("devices", 1..=DEVICES[DEVICES.len() - 1]);
+            let candidate = target.text("candidate").map(Spanned::into_inner);
+            Some(TargetFile { record: record?, devices, candidate })
         })
     });
     Some(ManifestFile {
@@ -465,6 +469,7 @@ fn resolve(file: &ManifestFile, path: &Path, faults: &mut Vec<Diagnostic>) -> Re
     let SearchFile { trials, minutes, seed, margin } = *search;
     let Targets { targets, candidates, measured } = resolve_targets(targets, &base_dir, faults)?;
     check_rows(decode, &targets, faults);
+    check_devices(decode, &targets, faults);
     Ok(Manifest {
         name: match name {
             Some(name) => name.get_ref().clone(),
@@ -618,6 +623,21 @@ fn check_rows(decode: &DecodeFile, targets: &[Target], faults: &mut Vec<Diagnost
     }
 }
 
+/// Refuses what several GPUs do not have: they run the decode kernel alone.
+fn check_devices(decode: &DecodeFile, targets: &[Target], faults: &mut Vec<Diagnostic>) {
+    let together = |target: &&Target| target.kind == TargetKind::Cuda && target.devices > 1;
+    let Some(target) = targets.iter().find(together) else { return };
+    let DecodeFile { sequences_max, batch_invariant, .. } = decode;
+    let several = sequences_max.as_ref().filter(|rows| *rows.get_ref() > 1).map(Spanned::span);
+    let invariant = batch_invariant.as_ref().filter(|flag| *flag.get_ref()).map(Spanned::span);
+    for (key, span) in [("sequences_max", several), ("batch_invariant", invariant)] {
+        let Some(span) = span else { continue };
+        let label = format!("expected it with one GPU a target, found `{}`, which has {}", target.name, target.devices);
+        let fault = Diagnostic::new(format!("`decode.{key}` has no meaning here"), span, label);
+        faults.push(fault.with_help("leave it out: several GPUs run the decode kernel, of one row, alone"));
+    }
+}
+
 /// Positions that a person wrote: those above `last` are faults.
 fn written_positions(
     field: &str,
@@ -663,7 +683,7 @@ fn resolve_targets(
 ) -> Result<Targets, ManifestError> {
     let Targets { mut targets, mut candidates, mut measured } = Targets::default();
     let mut first_record: BTreeMap<String, &str> = BTreeMap::new();
-    for TargetFile { record, candidate } in files {
+    for TargetFile { record, devices, candidate } in files {
         let written = record.get_ref();
         let TargetRecord { target, measured: figures } = match TargetRecord::load(written, base_dir) {
             Ok(record) => record,
@@ -683,6 +703,15 @@ fn resolve_targets(
             }
             Err(error) => return Err(ManifestError::Target(error)),
         };
+        let target = match devices {
+            Some(devices) if !DEVICES.contains(devices.get_ref()) => {
+                let label = format!("expected 1, 2, 4 or 8 devices, found {}", devices.get_ref());
+                faults.push(Diagnostic::new("`target.devices` is out of range", devices.span(), label));
+                continue;
+            }
+            Some(devices) => target.on_devices(*devices.get_ref()),
+            None => target,
+        };
         match first_record.get(&target.name) {
             Some(first) => {
                 let title = format!("duplicate target `{}`", target.name);
@@ -692,7 +721,7 @@ fn resolve_targets(
             None => {
                 first_record.insert(target.name.clone(), written);
                 candidates.extend(candidate.clone().map(|knobs| (target.name.clone(), knobs)));
-                measured.insert(target.name.clone(), figures);
+                measured.insert(target.name.clone(), figures.of_devices(target.devices));
                 targets.push(target);
             }
         }

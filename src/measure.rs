@@ -312,8 +312,9 @@ fn timed(
     let bytes_per_step = step_bytes(subject.validated, subject.graph, 1, position + steps / 2);
     let floor = |bytes: u64| subject.read_bytes_per_s.map(|per_s| bytes as f64 / per_s * 1e6);
     let median = percentile(&samples_us, 0.5);
+    let l2_bytes = subject.target.spec.l2_bytes * u64::from(subject.target.devices);
     // Bytes that fit the L2 cache may stay there from one step to the next, and are then not read again.
-    let least = floor(bytes_per_step.saturating_sub(subject.target.spec.l2_bytes)).unwrap_or(0.0);
+    let least = floor(bytes_per_step.saturating_sub(l2_bytes)).unwrap_or(0.0);
     if median < least || median <= 0.0 {
         let reason = format!("{median:.2} µs per step at position {position} is below the floor of {least:.2} µs");
         return Err(Withheld { position, reason });

@@ -1,6 +1,10 @@
 //! Places a program on a machine: shares of every grid, queues, events derived from regions, streams, memory map.
 //!
-//! Events are derived from overlapping regions; no event is written by hand.
+//! Events are derived from overlapping regions; no event is written by hand. SMs of several devices are one machine (`shards`).
+
+mod shards;
+
+pub use shards::shards;
 
 use crate::candidate::{Candidate, FormatCause, Infeasible};
 use crate::ir::layout::{
@@ -24,11 +28,13 @@ type Variants = BTreeMap<GridId, Variant>;
 /// Places `program` on `target` as `candidate` says, or names what does not fit.
 pub fn schedule(program: Program, target: &Target, candidate: &Candidate) -> Result<Schedule, Infeasible> {
     check_formats(&program, target)?;
+    check_devices(&program, target, candidate)?;
+    let program = shards(program, target.devices);
     let head_units = program.grids.iter().filter(|g| g.site == Some(Site::HEAD)).map(|g| g.n).sum();
     check_knobs(head_units, target, candidate)?;
     check_slots(&program, candidate)?;
     let split = program.grids.iter().any(|g| matches!(g.op, Op::AttentionMerge { .. }));
-    let weights = divide(&program, candidate, split && candidate.split_from == 0);
+    let weights = divide(&program, target, candidate, split && candidate.split_from == 0);
     let mut regimes = vec![];
     if !split || candidate.split_from > 0 {
         regimes.push(regime(&program, target, candidate, &weights, 0, false)?);
@@ -62,6 +68,26 @@ fn check_formats(program: &Program, target: &Target) -> Result<(), Infeasible> {
             };
             return Err(Infeasible::Format { matrix, format: format.to_string(), expected, cause, target });
         }
+    }
+    Ok(())
+}
+
+/// Programs, SMs and mechanisms of several devices. What crosses must be its own flag: a counter orders memory of one device.
+fn check_devices(program: &Program, target: &Target, c: &Candidate) -> Result<(), Infeasible> {
+    let devices = target.devices;
+    if devices == 1 {
+        return Ok(());
+    }
+    if let Some(what) = shards::refuses(program, target) {
+        return Err(Infeasible::Devices { what, devices, target: target.name.clone() });
+    }
+    if !c.sms.is_multiple_of(devices) {
+        let expected = format!("a multiple of {devices}, for devices have equal numbers of SMs");
+        return Err(Infeasible::Knob { knob: "sms", value: c.sms, expected });
+    }
+    if c.mechanism != Mechanism::Packets {
+        let expected = format!("packets on `{}`, which has {devices} devices", target.name);
+        return Err(Infeasible::Mechanism { mechanism: c.mechanism.name(), expected });
     }
     Ok(())
 }
@@ -192,7 +218,7 @@ fn check_memory(schedule: &Schedule, target: &Target) -> Result<(), Infeasible> 
 /// # Errors
 /// The first knob that is out of its range, or does not fit another one.
 pub fn check_knobs(head_units: u32, target: &Target, c: &Candidate) -> Result<(), Infeasible> {
-    let most = target.spec.sm_count;
+    let most = target.sms();
     if c.sms == 0 || c.sms > most {
         return Err(Infeasible::Sms { sms: c.sms, most, target: target.name.clone() });
     }
@@ -251,7 +277,8 @@ pub fn check_knobs(head_units: u32, target: &Target, c: &Candidate) -> Result<()
         return knob("splits", c.splits, "at least 1");
     }
     if (target.kind == TargetKind::Cuda && c.mechanism != Mechanism::Packets) || c.mechanism == Mechanism::Words {
-        return Err(Infeasible::Mechanism { mechanism: c.mechanism.name() });
+        let expected = "packets: the kernel of a CUDA target has no other".to_string();
+        return Err(Infeasible::Mechanism { mechanism: c.mechanism.name(), expected });
     }
     Ok(())
 }
@@ -378,7 +405,7 @@ fn machine(
     Ok(Machine {
         target: target.name.clone(),
         sms: c.sms,
-        devices: 1,
+        devices: target.devices,
         consumer_warps: c.consumer_warps,
         loader_warps,
         registers_per_thread: registers,
@@ -436,7 +463,7 @@ fn takes_part(program: &Program, c: &Candidate, grid: &Grid, split: bool) -> boo
 
 /// Which SM computes which units of each matvec; the same in every regime. Streams are balanced for the first regime. If attention is not
 /// split in it, some SMs stream a history and others do not.
-fn divide(program: &Program, c: &Candidate, split: bool) -> Vec<Vec<Share>> {
+fn divide(program: &Program, target: &Target, c: &Candidate, split: bool) -> Vec<Vec<Share>> {
     // Streamed bytes so far on each SM, times what a byte costs there.
     let mut load = vec![0u64; c.sms as usize];
     let cost = byte_costs(c);
@@ -447,7 +474,7 @@ fn divide(program: &Program, c: &Candidate, split: bool) -> Vec<Vec<Share>> {
         let shares = match &grid.op {
             _ if !takes_part(program, c, grid, split) => vec![],
             Op::MatVec(m) if grid.operand(Role::Residual).is_none() => unit_shares(program, grid, m, &load, &cost),
-            _ => even_shares(grid, program.rows, load.len(), &mut spread),
+            _ => even_shares(grid, program.rows, load.len(), target.devices, &mut spread),
         };
         for share in &shares {
             load[share.sm] += cost[share.sm]
@@ -519,7 +546,7 @@ fn regime(
         let grid_id = GridId::from(g);
         let shares = match &grid.op {
             Op::MatVec(_) => weights[g].clone(),
-            _ => even_shares(grid, program.rows, sms, &mut spread),
+            _ => even_shares(grid, program.rows, sms, target.devices, &mut spread),
         };
         for share in shares {
             let id = TaskId::from(r.tasks.len());
@@ -614,7 +641,7 @@ fn unit_shares(program: &Program, grid: &Grid, m: &MatVec, load: &[u64], cost: &
 ///
 /// Grids that touch the residual are divided the same way everywhere, because the residual stays where it is owned:
 /// SM s owns units `s n / k .. (s + 1) n / k`.
-fn even_shares(grid: &Grid, rows: u32, sms: usize, spread: &mut usize) -> Vec<Share> {
+fn even_shares(grid: &Grid, rows: u32, sms: usize, devices: u32, spread: &mut usize) -> Vec<Share> {
     let n = grid.n as usize;
     match &grid.op {
         // A state stays where it is: in every regime, and so whatever other grids there are, an SM has the same heads and parts of the
@@ -633,6 +660,11 @@ fn even_shares(grid: &Grid, rows: u32, sms: usize, spread: &mut usize) -> Vec<Sh
         }
         op if op.everywhere() => {
             (0..n).map(|i| Share { sm: i, lo: i as u32, hi: i as u32 + 1, j: 0, row: 0 }).collect()
+        }
+        Op::Attention(a) if devices > 1 => {
+            let start = *spread;
+            *spread = (start + 1) % sms;
+            shards::attention_shares(a, grid, rows, sms, devices, start)
         }
         Op::Attention(_) | Op::AttentionMerge { .. } | Op::Route(_) => {
             // One launch index a task, spread evenly over the SMs; each grid starts where the last one ended, so that no SM
@@ -706,6 +738,8 @@ fn derive_events(program: &Program, r: &mut Regime, mechanism: Mechanism, target
         list.sort_unstable();
     }
     let bulk = target.spec.copy == CopyMechanism::Bulk;
+    // Kernels access all packets at one scope.
+    let scope = if target.devices > 1 { Scope::System } else { Scope::Device };
     let mut known: BTreeMap<(BufferId, Option<u32>, u32, u32), EventId> = BTreeMap::new();
     for t in 0..r.tasks.len() {
         let grid = &program.grids[r.tasks[t].grid.index()];
@@ -743,7 +777,7 @@ fn derive_events(program: &Program, r: &mut Regime, mechanism: Mechanism, target
                         Mechanism::Packets if carried => Mechanism::Fenced,
                         other => other,
                     },
-                    scope: Scope::Device,
+                    scope,
                     carried,
                     proxy: carried && bulk,
                 });

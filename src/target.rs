@@ -34,11 +34,17 @@ const DEVICE_NAMES_MAX: usize = 32;
 /// The device that a kernel is made for: the part of a record that passes are given.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Target {
-    /// Name of the record: `h200`, `cpu`.
+    /// Name of the record: `h200`, `cpu`; with several devices also their number: `h200-x2`.
     pub name: String,
     pub kind: TargetKind,
+    /// Devices of one host that run a model together, one of [`DEVICES`]. A manifest says it; the record is of one device.
+    pub devices: u32,
+    /// Of one device.
     pub spec: Spec,
 }
+
+/// Numbers of devices that run a model together.
+pub const DEVICES: [u32; 4] = [1, 2, 4, 8];
 
 /// A target record, `manifests/targets/NAME.toml`. Vendor figures and measured figures never share a field.
 #[derive(Debug, Clone, PartialEq)]
@@ -93,6 +99,11 @@ pub struct Spec {
 }
 
 impl Measured {
+    /// The figures of `devices` that run a model together: each reads from its own memory.
+    pub fn of_devices(self, devices: u32) -> Measured {
+        Measured { read_bytes_per_s: self.read_bytes_per_s.map(|each| each * f64::from(devices)), ..self }
+    }
+
     /// The figures as text for hashing, as [`Target::key_text`]; `provenance` says where they come from, and is left out.
     pub fn key_text(&self) -> String {
         let Measured { provenance: _, read_bytes_per_s, hop_idle_us, hop_loaded_us, sm_bandwidth_min_ratio } = self;
@@ -132,7 +143,7 @@ pub enum DotMechanism {
 pub struct Measured {
     /// How it was measured: device name, driver, compiler.
     pub provenance: Option<String>,
-    /// Read bandwidth through the copy mechanism of the record, all SMs.
+    /// Read bandwidth through the copy mechanism of the record, all SMs; of several devices, all of them.
     pub read_bytes_per_s: Option<f64>,
     /// One all-to-all exchange of 1024 tagged packets, nothing else in flight.
     pub hop_idle_us: Option<f64>,
@@ -237,6 +248,30 @@ impl Target {
         TargetRecord::builtin(name).map(|record| record.target)
     }
 
+    /// The target of a name: that of a record inside the binary, or of several devices of one (`h200-x2`).
+    pub fn named(name: &str) -> Option<Target> {
+        let of_one = Target::builtin(name);
+        let several = || {
+            let (record, devices) = name.rsplit_once("-x")?;
+            let devices = devices.parse().ok().filter(|devices| *devices > 1 && DEVICES.contains(devices))?;
+            Some(Target::builtin(record)?.on_devices(devices))
+        };
+        of_one.or_else(several)
+    }
+
+    /// The same device, of which a host has `devices` that run a model together.
+    pub fn on_devices(self, devices: u32) -> Target {
+        if devices == 1 {
+            return self;
+        }
+        Target { name: format!("{}-x{devices}", self.name), devices, ..self }
+    }
+
+    /// SMs of all devices.
+    pub fn sms(&self) -> u32 {
+        self.spec.sm_count.saturating_mul(self.devices.max(1))
+    }
+
     /// Whether this record describes the device that the driver calls `device_name`.
     ///
     /// Names are compared whole: by substring, `NVIDIA L4` would describe an L40S, and a record for the whole GPU would
@@ -250,7 +285,7 @@ impl Target {
     /// Left out are `spec.source` and `spec.device_names`: they say where figures come from and which device may run the
     /// result, not what the result is.
     pub fn key_text(&self) -> String {
-        let Target { name, kind, spec } = self;
+        let Target { name, kind, devices, spec } = self;
         let Spec {
             source: _,
             arch,
@@ -272,6 +307,7 @@ impl Target {
         let fields = [
             ("name", name.clone()),
             ("kind", kind.to_string()),
+            ("devices", devices.to_string()),
             ("spec.arch", arch.clone()),
             ("spec.sm_count", sm_count.to_string()),
             ("spec.smem_bytes_per_block_max", smem_bytes_per_block_max.to_string()),
@@ -329,7 +365,7 @@ impl TargetRecord {
     /// Writes the record, so that [`TargetRecord::parse`] reads the same record. The records of this repository have exactly
     /// this form, so that `calibrate` changes only the lines that it measured.
     pub fn to_toml(&self) -> String {
-        let TargetRecord { target: Target { name, kind, spec }, measured } = self;
+        let TargetRecord { target: Target { name, kind, devices: _, spec }, measured } = self;
         let Spec {
             source,
             arch,
@@ -394,7 +430,7 @@ fn read_record(fields: &mut Fields<'_>) -> Option<TargetRecord> {
     let kind_read = kind.as_ref().map(|kind| *kind.get_ref());
     let spec = fields.required("spec", |f, key| f.table(key, |spec| read_spec(spec, kind_read)));
     let measured = fields.table("measured", read_measured);
-    let target = Target { name: name?.into_inner(), kind: kind?.into_inner(), spec: spec? };
+    let target = Target { name: name?.into_inner(), kind: kind?.into_inner(), devices: 1, spec: spec? };
     Some(TargetRecord { target, measured: measured.unwrap_or_default() })
 }
 
@@ -709,6 +745,21 @@ mod tests {
     }
 
     #[test]
+    fn several_devices_have_a_name_of_their_own() {
+        let two = Target::named("h200-x2").expect("two of a record");
+        assert_eq!((two.name.as_str(), two.devices, two.sms()), ("h200-x2", 2, 264));
+        let one = TargetRecord::builtin("h200").expect("a record").measured.read_bytes_per_s.expect("measured");
+        assert_eq!(
+            Measured { read_bytes_per_s: Some(one), ..Measured::default() }.of_devices(2).read_bytes_per_s,
+            Some(2.0 * one)
+        );
+        assert_eq!(Target::named("h200").map(|t| t.devices), Some(1));
+        for none in ["h200-x1", "h200-x3", "h200-x", "gpu-x2", "h200-x2-x2"] {
+            assert_eq!(Target::named(none), None, "{none}");
+        }
+    }
+
+    #[test]
     fn a_path_loads_a_record_of_ones_own() {
         let folder = tempfile::tempdir().expect("temporary folder");
         let text = h200_with("\"h200\"", "\"mine\"");
@@ -740,9 +791,10 @@ mod tests {
             change(&mut other);
             other.key_text() != key
         };
-        let matters: [fn(&mut Target); 15] = [
+        let matters: [fn(&mut Target); 16] = [
             |t| t.name.push('x'),
             |t| t.kind = TargetKind::Cpu,
+            |t| t.devices = 2,
             |t| t.spec.arch.push('x'),
             |t| t.spec.sm_count += 1,
             |t| t.spec.smem_bytes_per_block_max += 1,

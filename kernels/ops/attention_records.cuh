@@ -168,11 +168,11 @@ struct AttentionRecords {
       } else {
         u64* record = c.p.exchange + e.out + u64((i * G::SPLITS + j) * QUERIES + h) * RECORD;
         if (d == 0) {
-          publish(record, __float_as_uint(top), c.tag);
-          publish(record + 1, __float_as_uint(sum), c.tag);
+          send(c, record, __float_as_uint(top));
+          send(c, record + 1, __float_as_uint(sum));
         }
-        publish(record + HEADER + d, __float_as_uint(a), c.tag);
-        publish(record + HEADER + d + 1, __float_as_uint(b), c.tag);
+        send(c, record + HEADER + d, __float_as_uint(a));
+        send(c, record + HEADER + d + 1, __float_as_uint(b));
       }
     });
   }

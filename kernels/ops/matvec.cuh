@@ -567,7 +567,7 @@ struct MatVec {
           if (c.p.inverse_temperature > 0.f && !filters(c.p))
             score = mul_add(v, c.p.inverse_temperature, noise(c.p.seed, c.position + 1, u32(row + i)));
           if (row + i < G::ROWS) {
-            if (c.p.logits && (Weights::CODED || c.lane() < 4)) c.p.logits[u64(c.tag - c.p.tag) * G::ROWS + row + i] = v;
+            if (c.p.logits && (Weights::CODED || c.lane() < 4)) hand_out(c, u64(c.tag - c.p.tag) * G::ROWS + row + i, v);
             argmax_take(best, best_row, score, row + i);
           }
         }
@@ -601,8 +601,8 @@ struct MatVec {
       if (c.lane() == 0) {
         u64* to = c.p.exchange + e.aux + (c.tag & 1) * round_up(2 * G::PARTS, 2) + 2 * e.j;
         release_step();
-        publish(to, __float_as_uint(best), c.tag);
-        publish(to + 1, u32(best_row), c.tag);
+        send(c, to, __float_as_uint(best));
+        send(c, to + 1, u32(best_row));
       }
     }
   }

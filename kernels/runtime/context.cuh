@@ -44,6 +44,34 @@ struct PagedParams : Params {
 };
 static_assert(sizeof(PagedParams) == 200, "the host fills this struct");
 
+enum { PEERS_MAX = 7 }; // no constant of the module, which every kernel would have
+
+// Of a kernel of several devices: M has PEERS, how many others there are. Each device has its own copy of all that the host fills.
+struct DevicesParams : Params {
+  u64 peers[PEERS_MAX]; // from `exchange` of this device to that of each other one, in bytes modulo 2^64
+  u64 peer_logits[PEERS_MAX]; // the same of `logits`
+};
+static_assert(sizeof(DevicesParams) == 296, "the host fills this struct");
+
+template <class M>
+__device__ constexpr int peers_of(decltype(M::PEERS)*) {
+  return M::PEERS;
+}
+template <class M>
+__device__ constexpr int peers_of(...) {
+  return 0;
+}
+// Devices that run a step together with this one.
+template <class M>
+__device__ constexpr int peers() {
+  return peers_of<M>(nullptr);
+}
+// What another device has in place of `at`.
+template <class T>
+__device__ __forceinline__ T* of_peer(T* at, u64 bytes) {
+  return reinterpret_cast<T*>(reinterpret_cast<u64>(at) + bytes);
+}
+
 template <class M>
 __device__ constexpr bool has_pages(decltype(M::PAGE_ROWS)*) {
   return true;
@@ -176,6 +204,26 @@ struct Wire {
   static __device__ __forceinline__ float hi(u32 payload) { return bf16_hi(payload); }
 };
 
+// Stores a packet where every SM polls it: on each device.
+template <class M>
+__device__ __forceinline__ void send(const Context<M>& c, u64* to, u32 payload) {
+  if constexpr (peers<M>() > 0) {
+#pragma unroll
+    for (int i = 0; i < peers<M>(); i++) publish(of_peer(to, static_cast<const DevicesParams&>(c.p).peers[i]), payload, c.tag);
+  }
+  publish(to, payload, c.tag);
+}
+
+// Hands out a logit, to each device: what chooses among all logits reads them where it runs.
+template <class M>
+__device__ __forceinline__ void hand_out(const Context<M>& c, u64 at, float logit) {
+  if constexpr (peers<M>() > 0) {
+#pragma unroll
+    for (int i = 0; i < peers<M>(); i++) *of_peer(c.p.logits + at, static_cast<const DevicesParams&>(c.p).peer_logits[i]) = logit;
+  }
+  c.p.logits[at] = logit;
+}
+
 // Publishes values of columns `col` (even) and `col + 1` of a buffer of COLS columns that starts at packet `base`. Readers
 // poll two packets at once, so the last packet of an odd count is followed by one of padding.
 template <int COLS, class M>
@@ -183,13 +231,13 @@ __device__ __forceinline__ void publish_columns(const Context<M>& c, u32 base, u
   if constexpr (M::WIRE == Elem::BF16) {
     constexpr int PACKETS = ceil_div(COLS, 2);
     u64* at = c.p.exchange + (base + col / 2);
-    publish(at, bf16_pair(a, COLS % 2 == 0 || col + 1 < COLS ? b : 0.f), c.tag);
+    send(c, at, bf16_pair(a, COLS % 2 == 0 || col + 1 < COLS ? b : 0.f));
     if constexpr ((PACKETS & 1) != 0)
-      if (col / 2 == PACKETS - 1) publish(at + 1, 0, c.tag);
+      if (col / 2 == PACKETS - 1) send(c, at + 1, 0);
   } else {
     u64* at = c.p.exchange + (base + col);
-    publish(at, __float_as_uint(a), c.tag);
-    publish(at + 1, COLS % 2 == 0 || col + 1 < COLS ? __float_as_uint(b) : 0u, c.tag);
+    send(c, at, __float_as_uint(a));
+    send(c, at + 1, COLS % 2 == 0 || col + 1 < COLS ? __float_as_uint(b) : 0u);
   }
 }
 
@@ -197,6 +245,6 @@ __device__ __forceinline__ void publish_columns(const Context<M>& c, u32 base, u
 template <int COLS, class M>
 __device__ __forceinline__ void publish_scores(const Context<M>& c, u32 base, u32 col, float a, float b) {
   u64* at = c.p.exchange + (base + col);
-  publish(at, __float_as_uint(a), c.tag);
-  publish(at + 1, COLS % 2 == 0 || col + 1 < COLS ? __float_as_uint(b) : 0u, c.tag);
+  send(c, at, __float_as_uint(a));
+  send(c, at + 1, COLS % 2 == 0 || col + 1 < COLS ? __float_as_uint(b) : 0u);
 }

@@ -75,25 +75,33 @@ __device__ __forceinline__ u32 smem_address(const void* p) { return u32(__cvta_g
 
 // ---- packets ----------------------------------------------------------------------------------------------------
 
+// Of several devices, each SM stores packets into the memory of all and polls that of its own. All accesses to them have one scope, or 8 bytes
+// may tear; and the step's fences reach as far as its packets.
+#ifdef SEVERAL_DEVICES
+#define REACH "sys"
+#else
+#define REACH "gpu"
+#endif
+
 __device__ __forceinline__ void publish(u64* to, u32 payload, u32 tag) {
   u64 word = (u64(tag) << 32) | payload;
-  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
+  asm volatile("st.relaxed." REACH ".global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
 }
 // Two adjacent packets; each is atomic on its own.
 __device__ __forceinline__ void publish2(u64* to, u32 first, u32 second, u32 tag) {
   const u64 high = u64(tag) << 32;
-  asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(high | first), "l"(high | second) : "memory");
+  asm volatile("st.relaxed." REACH ".global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(high | first), "l"(high | second) : "memory");
 }
 // Two adjacent packets, unless a lane is not `active`; each is atomic on its own, which is all that is needed. One
 // predicated instruction: a branch around it would cost more than the load.
 __device__ __forceinline__ void peek2(const u64* from, bool active, u64& a, u64& b) {
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.relaxed.gpu.global.v2.u64 {%0,%1}, [%2];}"
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.relaxed." REACH ".global.v2.u64 {%0,%1}, [%2];}"
                : "+l"(a), "+l"(b)
                : "l"(from), "r"(u32(active))
                : "memory");
 }
 __device__ __forceinline__ void peek(const u64* from, bool active, u64& a) {
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p ld.relaxed.gpu.global.u64 %0, [%1];}"
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p ld.relaxed." REACH ".global.u64 %0, [%1];}"
                : "+l"(a)
                : "l"(from), "r"(u32(active))
                : "memory");
@@ -102,7 +110,7 @@ __device__ __forceinline__ void peek(const u64* from, bool active, u64& a) {
 // would take the program out of the memory model, and a weak load may be narrowed to the payload.
 __device__ __forceinline__ u32 reread(const u64* from) {
   u64 packet;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(packet) : "l"(from) : "memory");
+  asm volatile("ld.relaxed." REACH ".global.u64 %0, [%1];" : "=l"(packet) : "l"(from) : "memory");
   return u32(packet);
 }
 __device__ __forceinline__ bool fresh(u64 packet, u32 tag) { return u32(packet >> 32) == tag; }
@@ -249,18 +257,18 @@ __device__ __forceinline__ void await_words(const u8* base, Offset offset, const
 // becomes visible with them. The thread has passed a block barrier since the last write of other warps.
 __device__ __forceinline__ void release_step() {
 #if ONE_SIDED_FENCES
-  asm volatile("fence.release.gpu;" ::: "memory");
+  asm volatile("fence.release." REACH ";" ::: "memory");
 #else
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  asm volatile("fence.acq_rel." REACH ";" ::: "memory");
 #endif
 }
 // Called by each thread that polled arg-max pairs, after its last poll and before a block barrier. That thread has to fence:
 // a fence of another thread after the barrier is no acquire. On sm_90 an acquire waits for nothing.
 __device__ __forceinline__ void acquire_step() {
 #if ONE_SIDED_FENCES
-  asm volatile("fence.acquire.gpu;" ::: "memory");
+  asm volatile("fence.acquire." REACH ";" ::: "memory");
 #else
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  asm volatile("fence.acq_rel." REACH ";" ::: "memory");
 #endif
 }
 // Hands the acquired step to the loader. One thread calls it, after the block barrier that follows `acquire_step`. It is a word that

@@ -9,6 +9,7 @@ use super::units::bytes_text;
 use crate::address::RemotePlace;
 use crate::cache::{Key, Places};
 use crate::cuda::driver::{Device, DeviceIdentity};
+use crate::cuda::links::Link;
 use crate::cuda::nvrtc::Nvrtc;
 use crate::cuda::self_test::{SelfTest, self_test};
 use crate::error::Fault;
@@ -30,6 +31,9 @@ pub fn doctor(session: &Session, asked: &Doctor) -> Result<Outcome, Fault> {
     let mut findings = vec![version(), cache(session), trials(session), targets(), compiler(&nvrtc), driver(&devices)];
     if let Ok(devices) = &devices {
         findings.push(device_list(devices));
+        if devices.len() > 1 {
+            findings.push(links(devices)?);
+        }
     }
     if asked.device {
         let (devices, nvrtc) = (devices?, nvrtc?);
@@ -200,6 +204,20 @@ fn device_list(devices: &[DeviceIdentity]) -> Finding {
         listed.push(json!({ "identity": device, "targets": matching }));
     }
     Finding { name: "devices", text, json: json!(listed), sound: true }
+}
+
+/// Which devices can run one model together.
+fn links(devices: &[DeviceIdentity]) -> Result<Finding, Fault> {
+    let ordinals: Vec<u32> = devices.iter().map(|device| device.ordinal).collect();
+    let links = Link::among(&ordinals)?;
+    let mut text = String::new();
+    for link in links.iter().filter(|link| link.from < link.to) {
+        let back = links.iter().find(|back| (back.from, back.to) == (link.to, link.from));
+        let lacks =
+            link.lacks().or(back.and_then(Link::lacks)).unwrap_or("they can run one model together (`devices`)");
+        text.push_str(&format!("{} and {}: {lacks}\n", link.from, link.to));
+    }
+    Ok(Finding { name: "links", text, json: json!(links), sound: true })
 }
 
 fn self_tests(tested: &[SelfTest]) -> Finding {

@@ -30,7 +30,7 @@ pub fn targets(session: &Session, asked: &Targets) -> Result<Outcome, Fault> {
         "{:<8} {:<5} {:<8} {:>4} {:>10} {:>10} {:>10}\n",
         "name", "kind", "arch", "SMs", "memory", "GB/s", "measured"
     );
-    for TargetRecord { target: Target { name, kind, spec }, measured } in &all {
+    for TargetRecord { target: Target { name, kind, devices: _, spec }, measured } in &all {
         let gigabytes = |bytes_per_s: f64| format!("{:.0}", bytes_per_s / 1e9);
         let measured = measured.read_bytes_per_s.map_or("-".to_string(), gigabytes);
         let (arch, memory) = (if spec.arch.is_empty() { "-" } else { &spec.arch }, spec.memory_bytes / 1_000_000_000);

@@ -27,10 +27,13 @@ pub fn validate(session: &Session, asked: &Validate) -> Result<Outcome, Fault> {
     let text = read_text(&asked.file, SCHEDULE_BYTES_MAX)?;
     let (schedule, lines) = parse_with_lines(&text).map_err(|error| error.into_fault(&name, &text, terminal.style))?;
     let target = match &asked.target {
-        Some(target) => {
-            let record = TargetRecord::load(target, Path::new("."));
-            record.map_err(|error| error.into_fault(terminal.style))?.target
-        }
+        Some(name) => match Target::named(name) {
+            Some(target) => target,
+            None => {
+                let record = TargetRecord::load(name, Path::new("."));
+                record.map_err(|error| error.into_fault(terminal.style))?.target
+            }
+        },
         None => own_target(&schedule, &lines, &name, &text, terminal.style)?,
     };
     let violations = check(&schedule, &target);
@@ -81,7 +84,7 @@ fn event_count(schedule: &Schedule) -> usize {
 /// The builtin record that a schedule was placed for.
 fn own_target(schedule: &Schedule, lines: &Lines, name: &str, text: &str, style: Style) -> Result<Target, Fault> {
     let target = &schedule.machine.target;
-    Target::builtin(target).ok_or_else(|| {
+    Target::named(target).ok_or_else(|| {
         let title = format!("the schedule is for target `{target}`, which is no builtin record");
         let fault = Diagnostic::new(title, lines.machine.clone(), "named here");
         Fault::input(fault.render(name, text, style)).with_remedy("name the record's file with `--target`")

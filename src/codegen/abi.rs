@@ -7,7 +7,7 @@ use crate::digest::Digest;
 use crate::ir::layout::{COPY_ALIGN_BYTES, Matrix, PACKET_BYTES, PLACE_ALIGN_BYTES, matrices, packet_row_bytes};
 use crate::ir::op::{Attention, Op, Role};
 use crate::ir::program::{Cols, Grid, Rows, Space};
-use crate::ir::schedule::{Run, Schedule, Source, Task};
+use crate::ir::schedule::{Machine, Run, Schedule, Source, Task};
 use crate::ir::variant::{AttentionVariant, MatVecVariant, Variant};
 use crate::ir::{GridId, TaskId};
 use crate::validate::Validated;
@@ -133,6 +133,21 @@ kernel_struct! {
 }
 
 kernel_struct! {
+    /// The one parameter of a decode kernel of several devices.
+    DevicesParams = "struct DevicesParams : Params" {
+        /// what every kernel gets
+        params: Params as [],
+        /// from `exchange` of this device to that of each other one, in bytes modulo 2^64
+        peers: [u64; PEERS_MAX],
+        /// the same of `logits`
+        peer_logits: [u64; PEERS_MAX],
+    }
+}
+
+/// Devices that run a model together with one of them, at most.
+pub const PEERS_MAX: usize = 7;
+
+kernel_struct! {
     /// The one parameter of a decode kernel over a pool of pages.
     PagedParams = "struct PagedParams : Params" {
         /// what every kernel gets
@@ -251,6 +266,29 @@ pub fn encode(validated: &Validated) -> Tables {
         }
     }
     tables
+}
+
+impl Tables {
+    /// The queues and streams of the SMs of one device of `machine`.
+    pub fn of_device(&self, machine: &Machine, device: u32) -> Tables {
+        let (sms, each) = (machine.sms as usize, (machine.sms / machine.devices.max(1)) as usize);
+        let first = device as usize * each;
+        let queues = (0..self.fills.len()).filter(|queue| (first..first + each).contains(&(queue % sms)));
+        let mut tables = Tables {
+            entry_index: vec![0],
+            run_index: vec![0],
+            ..Tables { entries: vec![], runs: vec![], fills: vec![], ..self.clone() }
+        };
+        for queue in queues {
+            let of = |index: &[u32]| index[queue] as usize..index[queue + 1] as usize;
+            tables.entries.extend_from_slice(&self.entries[of(&self.entry_index)]);
+            tables.entry_index.push(tables.entries.len() as u32);
+            tables.runs.extend_from_slice(&self.runs[of(&self.run_index)]);
+            tables.run_index.push(tables.runs.len() as u32);
+            tables.fills.push(self.fills[queue]);
+        }
+        tables
+    }
 }
 
 /// The place of an operand in `space`, in units of `unit` bytes; [`NONE`] if the grid has none there.
@@ -504,6 +542,7 @@ mod tests {
             ("runtime/queue.cuh", Entry::declaration()),
             ("runtime/queue.cuh", StreamRun::declaration()),
             ("runtime/context.cuh", Params::declaration()),
+            ("runtime/context.cuh", DevicesParams::declaration()),
             ("runtime/context.cuh", PagedParams::declaration()),
             ("rows/context.cuh", Row::declaration()),
             ("rows/context.cuh", RowsParams::declaration()),

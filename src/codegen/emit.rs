@@ -85,19 +85,25 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
     macro_rules! line {
         ($($arg:tt)*) => { writeln!(w, $($arg)*).expect("writing to a string") };
     }
+    let sms = m.sms / m.devices;
     line!("// Decode kernel of `{}` for `{}`: whole steps in one launch.", program.name, target.name);
     line!(
-        "// {} blocks of {} consumer warps, {} grids in {} classes.",
-        m.sms,
+        "// {sms} blocks of {} consumer warps, {} grids in {} classes.",
         m.consumer_warps,
         program.grids.len(),
         classes.len()
     );
     let rows = program.rows > 1;
+    if m.devices > 1 {
+        line!("#define SEVERAL_DEVICES");
+    }
     line!("{}#include \"{}\"", facts(target), if rows { "monobloc_rows.cuh" } else { "monobloc.cuh" });
     line!();
     line!("struct Machine {{");
-    line!("  static constexpr int SMS = {};", m.sms);
+    line!("  static constexpr int SMS = {sms};");
+    if m.devices > 1 {
+        line!("  static constexpr int PEERS = {};  // devices that run a step with this one", m.devices - 1);
+    }
     line!("  static constexpr int WARPS = {};", m.consumer_warps);
     line!("  static constexpr int LOADER_WARPS = {};", m.loader_warps);
     line!("  static constexpr int SLOTS = {};", m.ring.slots);
@@ -191,6 +197,7 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
     let params = match (rows, Shape::of(program)) {
         (true, _) => "RowsParams",
         (false, Some(_)) => "PagedParams",
+        (false, None) if m.devices > 1 => "DevicesParams",
         (false, None) => "Params",
     };
     line!(

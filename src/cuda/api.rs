@@ -9,9 +9,9 @@ use std::ptr;
 use std::sync::OnceLock;
 
 use cudarc::driver::sys::{
-    self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute,
-    CUlaunchConfig, CUlimit, CUmodule, CUresult, CUstream, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill,
-    CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle, CUuuid,
+    self, CUcontext, CUdevice, CUdevice_P2PAttribute, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction,
+    CUfunction_attribute, CUlaunchConfig, CUlimit, CUmodule, CUresult, CUstream, CUtensorMap, CUtensorMapDataType,
+    CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle, CUuuid,
 };
 
 use super::driver::DriverError;
@@ -26,6 +26,7 @@ pub(super) const ERROR_STUB_LIBRARY: Status = 34;
 pub(super) const ERROR_NO_DEVICE: Status = 100;
 pub(super) const ERROR_NOT_FOUND: Status = 500;
 pub(super) const ERROR_NOT_READY: Status = 600;
+pub(super) const ERROR_PEER_ACCESS_ALREADY_ENABLED: Status = 704;
 
 macro_rules! driver_calls {
     ($($symbol:ident($($argument:ty),* $(,)?);)*) => {
@@ -61,6 +62,9 @@ driver_calls! {
     cuDeviceGetUuid_v2(*mut CUuuid, CUdevice);
     cuDeviceTotalMem_v2(*mut usize, CUdevice);
     cuDeviceGetAttribute(*mut c_int, CUdevice_attribute, CUdevice);
+    cuDeviceCanAccessPeer(*mut c_int, CUdevice, CUdevice);
+    cuDeviceGetP2PAttribute(*mut c_int, CUdevice_P2PAttribute, CUdevice, CUdevice);
+    cuCtxEnablePeerAccess(CUcontext, c_uint);
     cuDevicePrimaryCtxRetain(*mut CUcontext, CUdevice);
     cuDevicePrimaryCtxRelease_v2(CUdevice);
     cuCtxSetCurrent(CUcontext);

@@ -32,6 +32,8 @@ pub enum DriverError {
     OutOfMemory { asked_bytes: u64, free_bytes: u64 },
     #[error("expected a range inside {buffer_bytes} bytes, found {range_bytes} bytes at {offset_bytes}")]
     OutOfBounds { offset_bytes: u64, range_bytes: u64, buffer_bytes: u64 },
+    #[error("device {from} cannot exchange packets with device {to}: {lacks}")]
+    NoLink { from: u32, to: u32, lacks: &'static str },
     #[error("the module has no kernel `{kernel}`")]
     NoSuchKernel { kernel: String },
     #[error("kernel `{kernel}` expects parameters of {expected:?} bytes, found {found:?}")]
@@ -60,6 +62,7 @@ impl DriverError {
             | DriverError::TooOld { .. }
             | DriverError::StubLibrary
             | DriverError::NoDevice
+            | DriverError::NoLink { .. }
             | DriverError::OutOfMemory { .. } => Tier::Environment,
             DriverError::NoSuchDevice { .. } => Tier::Input,
             // A refused value, image, handle or launch size is one that we made.
@@ -84,6 +87,9 @@ impl DriverError {
             DriverError::TooOld { .. } => Some("install driver 550 or later"),
             DriverError::StubLibrary => Some("remove the `stubs` folder of the toolkit from `LD_LIBRARY_PATH`"),
             DriverError::NoDevice => Some("compare `nvidia-smi` and `CUDA_VISIBLE_DEVICES`"),
+            DriverError::NoLink { .. } => {
+                Some("take devices that NVLink connects (`nvidia-smi topo -m`), or leave out the target's `devices`")
+            }
             DriverError::OutOfMemory { .. } => Some("see what else uses the device with `nvidia-smi`"),
             _ => None,
         }
@@ -112,7 +118,7 @@ fn set_aside_for(range_bytes: u64, l2_bytes: u64) -> u64 {
 pub(super) struct Context {
     pub(super) api: &'static Api,
     device: CUdevice,
-    handle: CUcontext,
+    pub(super) handle: CUcontext,
     l2_bytes: u64,
     /// Bytes of L2 that [`Context::keep`] has set aside so far.
     set_aside_bytes: Mutex<u64>,
@@ -352,7 +358,7 @@ fn device_count(api: &'static Api) -> Result<u32, DriverError> {
     u32::try_from(count).ok().filter(|count| *count > 0).ok_or(DriverError::NoDevice)
 }
 
-fn device_handle(api: &'static Api, ordinal: u32) -> Result<CUdevice, DriverError> {
+pub(super) fn device_handle(api: &'static Api, ordinal: u32) -> Result<CUdevice, DriverError> {
     let count = device_count(api)?;
     let checked = c_int::try_from(ordinal).ok().filter(|_| ordinal < count);
     let ordinal = checked.ok_or(DriverError::NoSuchDevice { ordinal, count })?;
@@ -456,6 +462,7 @@ mod tests {
         Target {
             name: "h200".into(),
             kind: TargetKind::Cuda,
+            devices: 1,
             spec: Spec {
                 source: "data sheet".into(),
                 arch: "sm_90a".into(),

@@ -33,7 +33,10 @@ pub struct Watched {
     function: Function,
     _module: Module,
     report: MappedBuffer,
-    abort: MappedBuffer,
+    /// Devices that run a step together share it.
+    abort: Arc<MappedBuffer>,
+    /// The device of a session with several, and how many SMs those before it have.
+    place: Option<(u32, u32)>,
     /// Around each launch, in turns.
     started: [Event; TIMED as usize],
     ended: [Event; TIMED as usize],
@@ -75,7 +78,8 @@ impl Watched {
         Ok(Watched {
             stream,
             report: device.alloc_mapped(shape.grid as usize * 8)?,
-            abort: device.alloc_mapped(1)?,
+            abort: Arc::new(device.alloc_mapped(1)?),
+            place: None,
             started: [device.event()?, device.event()?, device.event()?],
             ended: [device.event()?, device.event()?, device.event()?],
             queued: AtomicU64::new(0),
@@ -85,6 +89,16 @@ impl Watched {
             function,
             _module: module,
         })
+    }
+
+    /// The word that ends the launches of this kernel, for those that run with it.
+    pub fn abort_word(&self) -> Arc<MappedBuffer> {
+        Arc::clone(&self.abort)
+    }
+
+    /// Ends what runs.
+    pub fn give_up(&self) -> Result<(), SessionError> {
+        Ok(self.abort.store(0, 1)?)
     }
 
     /// Where a kernel reports what it waited for, and the word that tells it to leave.
@@ -188,7 +202,8 @@ impl Watched {
     fn stuck(&self) -> Vec<Stuck> {
         let words = self.report.snapshot();
         let stuck = |(sm, r): (usize, &[u32])| Stuck {
-            sm: SmId::from(sm),
+            sm: SmId::from(sm + self.place.map_or(0, |(_, before)| before as usize)),
+            device: self.place.map(|(device, _)| device),
             step: r[1],
             task: (r[2] != u32::MAX).then_some(TaskId(r[2])),
             event: (r[3] != u32::MAX).then_some(EventId(r[3])),
@@ -208,6 +223,12 @@ impl Watched {
         let reported = words.chunks_exact(8).enumerate().filter(|(_, r)| r[0] != 0);
         reported.map(stuck).collect()
     }
+}
+
+/// The device of a machine that a kernel is loaded for, and the word that ends the launches of all; `None`: one of its own.
+pub(super) struct Part {
+    pub index: u32,
+    pub abort: Option<Arc<MappedBuffer>>,
 }
 
 /// A kernel on a device, and its queues.
@@ -232,19 +253,39 @@ impl Kernel {
         steps_max: u32,
         pack: Arc<DeviceBuffer>,
     ) -> Result<Kernel, SessionError> {
+        Kernel::load_part(device, queues, cubin, trace, steps_max, pack, Part { index: 0, abort: None })
+    }
+
+    /// As [`Kernel::load`], of one device of several.
+    pub fn load_part(
+        device: &Device,
+        queues: &Queues<'_>,
+        cubin: &[u8],
+        trace: Trace,
+        steps_max: u32,
+        pack: Arc<DeviceBuffer>,
+        part: Part,
+    ) -> Result<Kernel, SessionError> {
         let schedule = queues.validated().schedule();
         let machine = &schedule.machine;
+        let sms = machine.sms / machine.devices;
         let smem = machine.smem.iter().map(|part| part.offset + part.bytes).max().unwrap_or(0);
         let block = (machine.consumer_warps + machine.loader_warps) * 32;
-        let shape = LaunchShape { grid: machine.sms, block, smem_dynamic_bytes: smem, cluster: 1, kept: None };
-        let watched = Watched::load(device, cubin, ENTRY_POINT, shape, registers_needed(machine))?;
+        let shape = LaunchShape { grid: sms, block, smem_dynamic_bytes: smem, cluster: 1, kept: None };
+        let mut watched = Watched::load(device, cubin, ENTRY_POINT, shape, registers_needed(machine))?;
+        let several = machine.devices > 1;
+        watched.place = several.then_some((part.index, part.index * sms));
+        if let Some(abort) = part.abort {
+            watched.abort = abort;
+        }
+        let of_part = several.then(|| queues.tables().of_device(machine, part.index));
         let stamps_max = if trace == Trace::On { stamps_max(schedule) } else { 0 };
         // The token after the last step is selected once more, in a step of its own.
-        let stamp_words = (u64::from(steps_max) + 1) * u64::from(machine.sms) * (stamps_max * STAMP_WORDS) as u64;
+        let stamp_words = (u64::from(steps_max) + 1) * u64::from(sms) * (stamps_max * STAMP_WORDS) as u64;
         Ok(Kernel {
             stamps: device.alloc((stamp_words * 8).max(16))?,
             stamps_max,
-            tables: DeviceTables::upload(device, &watched.stream, queues.tables())?,
+            tables: DeviceTables::upload(device, &watched.stream, of_part.as_ref().unwrap_or(queues.tables()))?,
             schedule: schedule.clone(),
             watched,
             pack,

@@ -3,6 +3,7 @@
 use super::driver::{Device, DriverError};
 use super::kernel::{Kernel, Watched, cache_or_own, first_buffer, poisoned, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
+use super::peers::{CacheMap, Peer, together, with_peers};
 use super::rows::choose_now;
 use super::sampler::{Asked, Next, SamplerSession};
 use super::states::StateRows;
@@ -17,6 +18,7 @@ use crate::rows::{SequenceId, Shape};
 use crate::sample::Sampler;
 use std::collections::BTreeMap;
 use std::fmt;
+use std::iter;
 use std::sync::Arc;
 use std::time::Duration;
 use thiserror::Error;
@@ -25,6 +27,8 @@ use thiserror::Error;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stuck {
     pub sm: SmId,
+    /// Of several devices that ran a step together, its own.
+    pub device: Option<u32>,
     /// The step, or the wave of a wave kernel.
     pub step: u32,
     /// `None`: the loader, or a wave kernel, which has no tasks.
@@ -52,6 +56,9 @@ pub enum StuckOn {
 
 impl fmt::Display for Stuck {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(device) = self.device {
+            write!(f, "device {device}, ")?;
+        }
         write!(f, "{}: step {}: ", self.sm, self.step)?;
         match (self.task, self.kind) {
             (Some(task), _) => write!(f, "{task}")?,
@@ -90,6 +97,8 @@ pub enum SessionError {
     Range { position: u32, steps: u32, context_max: u32 },
     #[error("a launch continues at position {expected}, found {found}")]
     NotContinuing { expected: u32, found: u32 },
+    #[error("the kernel is for {expected} devices, found {found}")]
+    Devices { expected: u32, found: u32 },
     #[error("the cache is shared with another kernel, so no history can be put into it")]
     Shared,
     #[error(
@@ -139,6 +148,7 @@ impl From<SessionError> for Fault {
             SessionError::Hung { .. }
             | SessionError::Lost
             | SessionError::Shared
+            | SessionError::Devices { .. }
             | SessionError::NoSnapshot { .. }
             | SessionError::Undecided { .. }
             | SessionError::NoLogits
@@ -191,6 +201,9 @@ pub struct Session {
     snapshots: BTreeMap<usize, Snapshot>,
     /// The first position of the last launch.
     launched_from: u32,
+    /// The other devices, and which has which part of the cache.
+    peers: Vec<Peer>,
+    cache_map: CacheMap,
 }
 
 /// Where the recurrent states of a session are.
@@ -323,8 +336,56 @@ impl Session {
         Session::load_over(device, queues, cubin, trace, steps_max, pack, None)
     }
 
+    /// As [`Session::load_sharing`], on all devices of a machine. Each has its pack.
+    ///
+    /// # Errors
+    /// Another number of devices than the kernel is for; devices that cannot exchange packets.
+    pub fn load_together(
+        devices: &[Device],
+        queues: &Queues<'_>,
+        cubin: &[u8],
+        steps_max: u32,
+        packs: &[Arc<DeviceBuffer>],
+    ) -> Result<Session, SessionError> {
+        let expected = queues.validated().schedule().machine.devices;
+        let (Some((first, others)), Some((pack, packs))) = (devices.split_first(), packs.split_first()) else {
+            return Err(SessionError::Devices { expected, found: 0 });
+        };
+        if devices.len() as u32 != expected || packs.len() != others.len() {
+            return Err(SessionError::Devices { expected, found: devices.len() as u32 });
+        }
+        for (from, to) in devices.iter().flat_map(|from| devices.iter().map(move |to| (from, to))) {
+            if from.identity().ordinal != to.identity().ordinal {
+                from.reach(to)?;
+            }
+        }
+        let mut session = Session::load_first(first, queues, cubin, Trace::Off, steps_max, Arc::clone(pack), None)?;
+        for ((index, device), pack) in (1..).zip(others).zip(packs) {
+            let (abort, bytes) = (session.kernel.watched.abort_word(), session.logits.bytes());
+            session.peers.push(Peer::load(device, index, queues, cubin, bytes, Arc::clone(pack), abort)?);
+        }
+        session.cache_map = CacheMap::of(queues.validated().schedule());
+        Ok(session)
+    }
+
     /// As [`Session::load_sharing`], over `cache` if it is given.
     pub(super) fn load_over(
+        device: &Device,
+        queues: &Queues<'_>,
+        cubin: &[u8],
+        trace: Trace,
+        steps_max: u32,
+        pack: Arc<DeviceBuffer>,
+        cache: Option<Arc<DeviceBuffer>>,
+    ) -> Result<Session, SessionError> {
+        let expected = queues.validated().schedule().machine.devices;
+        if expected != 1 {
+            return Err(SessionError::Devices { expected, found: 1 });
+        }
+        Session::load_first(device, queues, cubin, trace, steps_max, pack, cache)
+    }
+
+    fn load_first(
         device: &Device,
         queues: &Queues<'_>,
         cubin: &[u8],
@@ -354,6 +415,8 @@ impl Session {
                 None => None,
             },
             launched_from: 0,
+            peers: vec![],
+            cache_map: CacheMap::default(),
             states: has_state.then_some(StateAt::Before(0)),
             device: has_state.then(|| device.clone()),
             snapshots: BTreeMap::new(),
@@ -387,11 +450,21 @@ impl Session {
         if let Some(&token) = prompt.iter().find(|&&token| token >= self.vocab) {
             return Err(SessionError::Token { token, vocab: self.vocab });
         }
-        self.prompt.upload(&self.kernel.watched.stream, 0, prompt)?;
+        self.set_prompt(0, prompt)?;
         self.prompt_len = prompt.len() as u32;
         self.eos = eos.to_vec();
         self.mailbox.store(0, 0)?;
         self.next = None;
+        Ok(())
+    }
+
+    /// Tells every device the tokens from `position` on.
+    fn set_prompt(&mut self, position: u32, tokens: &[u32]) -> Result<(), SessionError> {
+        let at = u64::from(position) * 4;
+        self.prompt.upload(&self.kernel.watched.stream, at, tokens)?;
+        for peer in &mut self.peers {
+            peer.prompt.upload(&peer.kernel.watched.stream, at, tokens)?;
+        }
         Ok(())
     }
 
@@ -404,7 +477,7 @@ impl Session {
         if token >= self.vocab {
             return Err(SessionError::Token { token, vocab: self.vocab });
         }
-        self.prompt.upload(&self.kernel.watched.stream, u64::from(position) * 4, &[token])?;
+        self.set_prompt(position, &[token])?;
         self.mailbox.store(0, 0)?;
         (self.prompt_len, self.next) = (position + 1, None);
         Ok(())
@@ -537,19 +610,41 @@ impl Session {
             self.arm_best()?;
         } else if is_filtered && position >= self.prompt_len {
             // The logits that decided this position's token were those of the launch before, which has reported it.
-            self.prompt.upload(&self.kernel.watched.stream, u64::from(position) * 4, &[self.token(position)?])?;
+            self.set_prompt(position, &[self.token(position)?])?;
             self.prompt_len = position + 1;
         }
         let timeout = timeout(steps);
-        let watched = &self.kernel.watched;
-        watched.begin()?;
-        self.queue(Params { position, steps, ..self.params(timeout, with_logits)? })?;
-        watched.end()?;
+        let params = Params { position, steps, ..self.params(timeout, with_logits)? };
+        if self.peers.is_empty() {
+            let watched = &self.kernel.watched;
+            watched.begin()?;
+            self.queue(params)?;
+            watched.end()?;
+        } else {
+            self.launch_together(params, timeout)?;
+        }
         self.tag += steps;
         self.next = Some(position + steps);
         self.launched_from = position;
         self.states = self.states.map(|_| StateAt::Unknown);
         Ok(timeout.as_millis() as u64)
+    }
+
+    /// Launches the kernel of every device. Each one waits for the others, so a device that cannot be launched ends those that were.
+    fn launch_together(&self, params: Params, timeout: Duration) -> Result<(), SessionError> {
+        let mut each = vec![params];
+        for peer in &self.peers {
+            each.push(peer.params(&params, timeout, &self.eos)?);
+        }
+        let watched = || iter::once(&self.kernel.watched).chain(self.peers.iter().map(|peer| &peer.kernel.watched));
+        // The words of all devices are ready before any kernel starts.
+        watched().try_for_each(Watched::begin)?;
+        let launched = watched().zip(with_peers(&each)).try_for_each(|(watched, params)| watched.queue(&params));
+        if launched.is_err() {
+            self.kernel.watched.give_up()?;
+        }
+        launched?;
+        watched().try_for_each(Watched::end)
     }
 
     /// Parameters of a launch that begins with the next tag; the caller fills in position and steps.
@@ -637,7 +732,9 @@ impl Session {
 
     /// Waits for the running launch.
     pub fn finish(&mut self, timeout_ms: u64) -> Result<Launched, SessionError> {
-        let finished = self.kernel.finish(Duration::from_millis(timeout_ms));
+        let timeout = Duration::from_millis(timeout_ms);
+        let first = iter::once(self.kernel.finish(timeout));
+        let finished = together(first.chain(self.peers.iter().map(|peer| peer.kernel.finish(timeout))));
         if let Err(SessionError::Hung { .. }) = finished {
             self.next = None;
         }
@@ -690,7 +787,18 @@ impl Session {
 
     /// 16-bit values of the cache arena, from byte `at` on.
     pub(crate) fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError> {
-        Ok(self.cache.download(&self.kernel.watched.stream, at, bytes / 2)?)
+        let (mut values, end) = (vec![], at + bytes as u64 / 2 * 2);
+        let mut at = at;
+        while at < end {
+            let (device, more) = self.cache_map.find(at);
+            let count = (end - at).min(more) as usize / 2;
+            values.extend(match device.checked_sub(1).and_then(|peer| self.peers.get(peer)) {
+                Some(peer) => peer.cache.download::<u16>(&peer.kernel.watched.stream, at, count)?,
+                None => self.cache.download(&self.kernel.watched.stream, at, count)?,
+            });
+            at += 2 * count as u64;
+        }
+        Ok(values)
     }
 
     /// Logits of one row.
@@ -718,17 +826,29 @@ impl Session {
     /// Writes bytes of the cache arena: a synthetic history for deep positions.
     pub fn upload_cache(&mut self, offset: u64, bytes: &[u8]) -> Result<(), SessionError> {
         let cache = Arc::get_mut(&mut self.cache).ok_or(SessionError::Shared)?;
-        Ok(cache.upload(&self.kernel.watched.stream, offset, bytes)?)
+        cache.upload(&self.kernel.watched.stream, offset, bytes)?;
+        for peer in &mut self.peers {
+            peer.cache.upload(&peer.kernel.watched.stream, offset, bytes)?;
+        }
+        Ok(())
     }
 
     /// Clears all packets before tags wrap around: a packet published 2^32 steps ago would pass for a current one. The token of
     /// `position`, which the launch before decided, is passed like a prompt.
     fn begin_tags_anew(&mut self, position: u32) -> Result<(), SessionError> {
         if self.next == Some(position) && position >= self.prompt_len {
-            self.prompt.upload(&self.kernel.watched.stream, u64::from(position) * 4, &[self.token(position)?])?;
+            self.set_prompt(position, &[self.token(position)?])?;
             self.prompt_len = position + 1;
         }
         self.exchange.zero(&self.kernel.watched.stream)?;
+        for peer in &mut self.peers {
+            peer.exchange.zero(&peer.kernel.watched.stream)?;
+            peer.kernel.watched.stream.synchronize()?;
+        }
+        if !self.peers.is_empty() {
+            // The kernel of another device does not follow in this stream.
+            self.kernel.watched.stream.synchronize()?;
+        }
         (self.tag, self.next) = (1, None);
         Ok(())
     }
@@ -749,6 +869,11 @@ impl Session {
         }
         let words = vec![u64::from(tag) << 32; self.best_cols as usize];
         let phase = u64::from(tag & 1) * u64::from(self.best_cols.next_multiple_of(2));
-        Ok(self.exchange.upload(&self.kernel.watched.stream, (self.best_packet + phase) * 8, &words)?)
+        let at = (self.best_packet + phase) * 8;
+        self.exchange.upload(&self.kernel.watched.stream, at, &words)?;
+        for peer in &mut self.peers {
+            peer.exchange.upload(&peer.kernel.watched.stream, at, &words)?;
+        }
+        Ok(())
     }
 }

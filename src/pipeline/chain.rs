@@ -19,7 +19,7 @@ use crate::validate::Validated;
 
 use super::Workspace;
 use super::compile::{Compiler, Cubin, Found, compile, compile_each, find_cubin, stored_cubin};
-use super::execute::{Devices, hardware_of, host};
+use super::execute::{Devices, hardware_of_all, host};
 use super::keys::{self, CheckKey, Hardware, Keyed, MeasureKey, SubjectKey, WeightsId};
 use super::rows::TrialRow;
 use super::stages::{
@@ -131,6 +131,9 @@ pub(super) fn remedy_of(reason: &Infeasible, context: &BuildContext<'_>) -> &'st
         Infeasible::Mixer { .. } => "take a model whose layers all have attention, or leave out `--op`",
         Infeasible::State { .. } => "take a model whose layers all have attention",
         Infeasible::Feed { .. } => "take a model whose layers all have a plain MLP, or leave out `--op`",
+        Infeasible::Devices { .. } => {
+            "leave out the target's `devices`, or take a dense model whose layers have attention"
+        }
         Infeasible::HeadDim { .. } => "take a model whose heads have an even width: no target computes this one",
         Infeasible::NormAfterRope => "take a model that norms single heads: no target computes this one",
         _ if knobs.is_some() => "change the manifest's `candidate`, or leave it out",
@@ -171,7 +174,12 @@ impl<'a> Host<'a> {
 
     /// The hardware of a target, as it is named in keys.
     pub fn hardware(&self, target: &Target) -> Result<Hardware, NotMade> {
-        Ok(self.device(target)?.map_or_else(host, hardware_of))
+        if self.device(target)?.is_none() {
+            return Ok(host());
+        }
+        let found = self.devices.get_or_init(Devices::list).find_all(target);
+        let found = found.map_err(|reason| NotMade::NoDevice { target: target.name.clone(), reason })?;
+        Ok(hardware_of_all(&found).unwrap_or_else(host))
     }
 }
 

@@ -15,7 +15,7 @@ use crate::text::counted;
 
 use super::chain::{Chain, NotMade};
 use super::compile::Cubin;
-use super::execute::{hardware_of, host, load_session};
+use super::execute::load_session;
 use super::keys::{self, Hardware, Keyed};
 use super::rows::{Failure, TrialRow, verdicts};
 use super::stages::BuildContext;
@@ -115,7 +115,7 @@ impl<'a> Executor<'a> {
     pub fn new(chain: &'a Chain<'a>) -> Result<Executor<'a>, NotMade> {
         let cubin = chain.cubin()?;
         let on = cubin.zip(chain.host.device(chain.context.target)?);
-        let hardware = on.map_or_else(host, |(_, device)| hardware_of(device));
+        let hardware = chain.host.hardware(chain.context.target)?;
         chain.stored_pack()?;
         Ok(Executor { chain, on, hardware, pack: OnceCell::new() })
     }

@@ -76,6 +76,7 @@ pub fn export(
         return Err(Fault::input(format!("`{shown}` exists"))
             .with_remedy("name a folder that is not there; nothing is overwritten"));
     }
+    refuse_devices(manifest)?;
     let prepared = manifest.targets.iter().map(|target| {
         let prepared = prepare(workspace, manifest, target)?;
         Ok::<Prepared, Fault>(Prepared { checking, ..prepared })
@@ -106,6 +107,13 @@ pub fn export(
     let unchecked = unchecked.map(|target| target.name.clone()).collect();
     let targets = index.targets.into_iter().map(|target| target.name).collect();
     Ok(Some(Written { digest, files, bytes, targets, unchecked }))
+}
+
+/// An export names records, and a record is of one device.
+fn refuse_devices(manifest: &Manifest) -> Result<(), Fault> {
+    let Some(target) = manifest.targets.iter().find(|target| target.devices > 1) else { return Ok(()) };
+    let message = format!("an export holds kernels of one device, target `{}` has {}", target.name, target.devices);
+    Err(Fault::input(message).with_remedy("leave this target out with `--target`, or run the manifest"))
 }
 
 /// Writes every file but the index.

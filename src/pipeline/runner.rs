@@ -213,7 +213,10 @@ impl Prepared {
             });
         };
         let steps_max = self.manifest.decode.steps_per_launch;
-        let place = format!("{} (device {})", found.name, found.ordinal);
+        let place = match self.target.devices {
+            1 => format!("{} (device {})", found.name, found.ordinal),
+            devices => format!("{devices} x {} (device {} and those after it)", found.name, found.ordinal),
+        };
         let device = Device::open(found.ordinal)?;
         if invariant::is_asked(&self.manifest, &self.target) {
             let positions = u64::from(context_max);
@@ -241,12 +244,26 @@ impl Prepared {
         }
         let pack = chain.pack()?;
         let session = load_session(workspace, &device, &self.validated, &cubin.bytes, &pack, Trace::Off, steps_max)?;
-        let verifier =
-            LazyVerifier::new(device.clone(), |device, one, rows| load_verifier(workspace, self, device, one, rows));
-        let prefill =
-            LazyPrefill::new(&workspace.report, device, |device, one| Prefill::load(workspace, self, device, one));
+        let verifier = LazyVerifier::new(device.clone(), |device, one, rows| {
+            self.one_device("verifies proposed tokens")?;
+            load_verifier(workspace, self, device, one, rows)
+        });
+        let prefill = LazyPrefill::new(&workspace.report, device, |device, one| {
+            self.one_device("reads prompts in chunks")?;
+            Prefill::load(workspace, self, device, one)
+        });
         let on = On::Device { session: Box::new(session), prefill, verifier, steps_max };
         Ok(Runner { place, context_max, vocab, cached: vec![], on, has_state, snapshots: [None; SNAPSHOTS] })
+    }
+
+    /// Refuses a kernel that several devices do not have.
+    fn one_device(&self, does: &str) -> Result<(), Fault> {
+        let devices = self.target.devices;
+        if devices == 1 {
+            return Ok(());
+        }
+        let message = format!("no kernel of {devices} devices {does}");
+        Err(Fault::input(message).with_remedy("name a target of one device with `--target`"))
     }
 
     /// What decodes one text on the CPU: of several rows, so that a weight is read once for all tokens of a prompt chunk.

@@ -85,6 +85,10 @@ impl Prepared {
         if target.kind == TargetKind::Cpu {
             return Err(no_kernel());
         }
+        if target.devices > 1 {
+            let message = format!("a trace is of one device, target `{}` has {}", target.name, target.devices);
+            return Err(Fault::input(message).with_remedy("name a target of one device with `--target`"));
+        }
         let context_max = manifest.decode.context_max;
         if u64::from(position) + u64::from(steps) > u64::from(context_max) {
             let message = format!("{steps} steps from position {position} do not fit a context of {context_max}");

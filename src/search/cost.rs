@@ -87,7 +87,7 @@ pub fn predict(
     let (idle, loaded) = (measured.hop_idle_us?, measured.hop_loaded_us?);
     let c = candidate;
     let (sms, slot) = (f64::from(c.sms.max(1)), f64::from(c.slot_bytes.max(1)));
-    let mean = bandwidth / f64::from(target.spec.sm_count.max(1));
+    let mean = bandwidth / f64::from(target.sms().max(1));
     let fair = (bandwidth / sms).min(mean * SM_BANDWIDTH_MOST) * measured.sm_bandwidth_min_ratio.unwrap_or(1.0);
     // A slot in flight is not free: from an empty ring, `flight_high` applies until fewer than `flight_free` slots are left.
     let high = c.flight_high.min((c.ring_slots + 1).saturating_sub(c.flight_free)).max(c.flight_low);

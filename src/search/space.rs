@@ -297,7 +297,7 @@ impl Space {
             .max(1);
         let head_units = graph.vocab.div_ceil(UNIT_ROWS);
         let unit = unit_bytes(graph.hidden, precision);
-        let sms_max = target.spec.sm_count.min(head_units).max(1);
+        let sms_max = target.sms().min(head_units).max(1);
         let own = default.values();
         // One layer shows which variants its ops have.
         let mut layer = graph.clone();

@@ -28,6 +28,8 @@ const RUN_BYTES_MAX: u64 = 1 << 31;
 /// warp has one tile of rows, there may be four.
 const TILE_ROWS: u32 = 16;
 const ROWS_MAX: u32 = 64;
+/// Devices that a kernel stores packets to (context.cuh).
+const DEVICES_MAX: u32 = 8;
 /// Bytes of a queue entry in the `queue` part of shared memory.
 const ENTRY_BYTES: u64 = 64;
 /// A span of words: bytes of one row (words.cuh).
@@ -71,31 +73,56 @@ impl Rules<'_> {
 
     /// Rows, sequences and devices.
     fn steps(&mut self, schedule: &Schedule, target: &Target) {
-        let Schedule { program, machine, .. } = schedule;
+        let program = &schedule.program;
         if program.rows > 1 {
             self.rows(schedule, target);
         } else {
             self.one_row(schedule);
             self.paged(program);
         }
-        self.expect_rule(Rule::KernelScope, machine.devices == 1, Entity::Machine, || {
-            format!("expected one device, found {}", machine.devices)
+        self.devices(schedule);
+    }
+
+    /// context.cuh and sync.cuh: a kernel accesses all packets at one scope. On several devices each has all buffers, and its own part of the SMs;
+    /// only decode kernels over the cache of one text know others.
+    fn devices(&mut self, schedule: &Schedule) {
+        let Schedule { program, machine, .. } = schedule;
+        let several = machine.devices > 1;
+        let alone = program.rows == 1 && program.tables.is_empty();
+        self.expect_rule(Rule::KernelScope, !several || alone, Entity::Machine, || {
+            format!("expected one device of steps with tables, found {}", machine.devices)
         });
-        if machine.devices != 1 {
-            return;
-        }
+        self.expect_rule(Rule::KernelScope, machine.devices <= DEVICES_MAX, Entity::Machine, || {
+            format!("expected at most {DEVICES_MAX} devices, found {}", machine.devices)
+        });
+        let home = |space| if several && space != Space::Private { Home::Everywhere } else { Home::of(space) };
         for (b, buffer) in (0..).zip(&program.buffers) {
-            self.expect_rule(
-                Rule::KernelScope,
-                buffer.home == Home::of(buffer.space),
-                Entity::Buffer(BufferId(b)),
-                || format!("expected the memory of the one device, found {:?}", buffer.home),
-            );
+            let expected = home(buffer.space);
+            self.expect_rule(Rule::KernelScope, buffer.home == expected, Entity::Buffer(BufferId(b)), || {
+                format!("expected {expected:?}, the memory that kernels access, found {:?}", buffer.home)
+            });
         }
+        for (g, grid) in (0..).zip(&program.grids).filter(|_| several) {
+            let sends = matches!(
+                grid.op,
+                Op::Select
+                    | Op::Report
+                    | Op::Embed { .. }
+                    | Op::MatVec(_)
+                    | Op::Attention(_)
+                    | Op::AttentionMerge { .. }
+                    | Op::NormAdd { .. }
+            );
+            self.expect_rule(Rule::KernelScope, sends, Entity::Grid(GridId(g)), || {
+                format!("expected one device, for `{}` stores packets to its own device alone", grid.op.name())
+            });
+        }
+        let expected = if several { Scope::System } else { Scope::Device };
         for (r, regime) in (0..).zip(&schedule.regimes) {
             for (e, event) in (0..).zip(&regime.events) {
-                self.expect_rule(Rule::KernelScope, event.scope == Scope::Device, Entity::Event(r, EventId(e)), || {
-                    format!("expected scope `device`, the scope of all accesses, found `{}`", event.scope.name())
+                self.expect_rule(Rule::KernelScope, event.scope == expected, Entity::Event(r, EventId(e)), || {
+                    let (expected, found) = (expected.name(), event.scope.name());
+                    format!("expected scope `{expected}`, the scope of all accesses, found `{found}`")
                 });
             }
         }

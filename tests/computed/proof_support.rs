@@ -226,6 +226,7 @@ pub fn cpu() -> Target {
     Target {
         name: "cpu".to_string(),
         kind: TargetKind::Cpu,
+        devices: 1,
         spec: Spec {
             source: "test".to_string(),
             arch: String::new(),
@@ -251,6 +252,7 @@ pub fn h200() -> Target {
     Target {
         name: "h200".to_string(),
         kind: TargetKind::Cuda,
+        devices: 1,
         spec: Spec {
             arch: "sm_90a".to_string(),
             sm_count: 132,

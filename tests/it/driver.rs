@@ -17,6 +17,7 @@ use monobloc::codegen::KernelSource;
 use monobloc::codegen::abi::Queues;
 use monobloc::codegen::emit::Trace;
 use monobloc::cuda::driver::{Device, DriverError};
+use monobloc::cuda::links::Link;
 use monobloc::cuda::memory::DeviceBuffer;
 use monobloc::cuda::one_row::OneRowSession;
 use monobloc::cuda::rows::{FirstToken, RowInput, RowLauncher, RowsSession, given};
@@ -75,6 +76,8 @@ const IMAGE: &[u8] = b"\x7fELF0";
 const IMAGE_ONE_ROW: &[u8] = b"\x7fELF1";
 /// The same for the kernel for one row over a pool of pages.
 const IMAGE_PAGED: &[u8] = b"\x7fELF2";
+/// The same for the kernel for one row of two devices.
+const IMAGE_DEVICES: &[u8] = b"\x7fELF3";
 const ONE: LaunchShape = LaunchShape { grid: 1, block: 32, smem_dynamic_bytes: 0, cluster: 1, kept: None };
 
 fn is_child() -> bool {
@@ -383,6 +386,94 @@ impl TextOnFake {
         let prefill = Prefill::of(device, &target, &queues, IMAGE, waves, &one).unwrap();
         TextOnFake { one, verifier, prefill, vocab, context_max }
     }
+}
+
+/// A text on two devices of the fake.
+fn on_two_devices(devices: &[Device]) -> Result<Session, SessionError> {
+    let (model, target) = (Model::tiny(), fake_target().on_devices(2));
+    let candidate = Candidate { sms: 8, ..Candidate::default_for(&model.graph, &target, model.precision) };
+    let candidate = candidate.for_context(64);
+    let program = lower(&model.graph, "fake", model.precision, 64, &candidate).unwrap();
+    let proven = validate(schedule(program, &target, &candidate).unwrap(), &target).unwrap();
+    let pack = |device: &Device| {
+        let mut sizes = device.alloc(20).unwrap();
+        sizes.upload(&device.stream().unwrap(), 0, &[4, 16, 4, 1, model.graph.vocab]).unwrap();
+        Arc::new(sizes)
+    };
+    let packs: Vec<_> = devices.iter().map(pack).collect();
+    Session::load_together(devices, &Queues::of(&proven), IMAGE_DEVICES, 8, &packs)
+}
+
+#[test]
+fn two_devices_decode_one_text() {
+    const NAME: &str = "two_devices_decode_one_text";
+    if !is_child() {
+        let Some(text) = with_fake_driver(NAME, "two devices") else { return };
+        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        return;
+    }
+    let devices = [0, 1].map(|ordinal| Device::open(ordinal).unwrap());
+    assert!(Link::among(&[0, 1]).unwrap().iter().all(|link| link.lacks().is_none()));
+    let refused = on_two_devices(&devices[..1]).err().unwrap().to_string();
+    assert_eq!(refused, "the kernel is for 2 devices, found 1");
+    let mut session = on_two_devices(&devices).unwrap();
+    let vocab = Model::tiny().graph.vocab;
+    let greedy = RequestSettings::plain(SampleSettings::greedy()).resolve(vocab, &[]).unwrap();
+    for aged in [false, true] {
+        let mut text = vec![1, 40, 7];
+        session.start(&text, &[]).unwrap();
+        if aged {
+            // Tags begin anew on both devices.
+            session.age(u32::MAX);
+        }
+        for position in [0, 8, 16] {
+            assert_eq!(session.run(position, 8, false).unwrap().decided, position + 9);
+            while text.len() < position as usize + 9 {
+                let next = next_of_fake(&text, &greedy, &TokenCounts::new(&text), None, vocab);
+                assert_eq!(session.token(text.len() as u32).unwrap(), next, "token {}", text.len());
+                text.push(next);
+            }
+        }
+        // A token that the host chooses reaches both devices.
+        session.go_on(24, 5).unwrap();
+        text.truncate(24);
+        text.push(5);
+        session.run(24, 1, true).unwrap();
+        let logits = session.logits(1).unwrap();
+        assert_eq!(argmax(&logits), Some(next_of_fake(&text, &greedy, &TokenCounts::new(&text), None, vocab)));
+    }
+    let bytes: Vec<u8> = (0..session.cache_bytes()).map(|at| at as u8).collect();
+    session.upload_cache(0, &bytes).unwrap();
+}
+
+#[test]
+fn devices_without_a_link_are_refused() {
+    const NAME: &str = "devices_without_a_link_are_refused";
+    if !is_child() {
+        with_fake_driver(NAME, "two without links");
+        return;
+    }
+    let devices = [0, 1].map(|ordinal| Device::open(ordinal).unwrap());
+    let fault = Fault::from(on_two_devices(&devices).err().unwrap());
+    assert_eq!(fault.message, "device 0 cannot exchange packets with device 1: no peer access");
+    assert!(fault.tier == Tier::Environment && fault.remedy.unwrap().contains("NVLink"));
+}
+
+#[test]
+fn a_device_that_stops_ends_the_other() {
+    const NAME: &str = "a_device_that_stops_ends_the_other";
+    if !is_child() {
+        let start = Instant::now();
+        with_fake_driver(NAME, "one of two hangs");
+        assert!(start.elapsed() < Duration::from_secs(20));
+        return;
+    }
+    let devices = [0, 1].map(|ordinal| Device::open(ordinal).unwrap());
+    let mut session = on_two_devices(&devices).unwrap();
+    session.start(&[1, 2, 3], &[]).unwrap();
+    let SessionError::Hung { stuck, .. } = session.run(0, 4, false).unwrap_err() else { panic!("it ran") };
+    let told: Vec<String> = stuck.iter().map(|stuck| stuck.to_string()).collect();
+    assert!(told.iter().any(|line| line.starts_with("device 0, sm0: step ")), "{told:?}");
 }
 
 /// Proposes the tokens that the fake will choose, some of them wrong, and sometimes none.

@@ -8,6 +8,7 @@
 // FAKE_CUDA=keeps nothing: no part of L2 keeps memory, as on a device that is divided.
 // FAKE_CUDA=stamps: kernels of waves were compiled with time stamps.
 // FAKE_CUDA=numbers: a wave kernel leaves in each word of its arena the bytes before it, and a tail one more.
+// FAKE_CUDA=two devices: two of them, linked; two without links: they are not; one of two hangs: the second one never meets the first.
 // An image that begins with \x7fELFK has three bytes more: the rows that its kernels were compiled for, what they do (enum Does), and a fault: 1
 // for a wrong number.
 // FAKE_CUDA=no-device | stub changes the result of `cuInit`; with FAKE_CUDA=slow the last step of a launch takes some milliseconds; -DOLD leaves out a call that old drivers do not have.
@@ -23,7 +24,7 @@
 #include <unistd.h>
 
 enum { SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, STUB = 34, NO_DEVICE = 100, INVALID_IMAGE = 200, NOT_FOUND = 500,
-       NOT_READY = 600, ILLEGAL_ADDRESS = 700, TOO_LARGE = 720, NOT_SUPPORTED = 801 };
+       NOT_READY = 600, ILLEGAL_ADDRESS = 700, PEER_ALREADY = 704, TOO_LARGE = 720, NOT_SUPPORTED = 801 };
 enum { SM_COUNT = 4, SMEM_MAX = 232448, MEMORY = 1 << 30, L2 = 62914560, KEPT_MAX = 39321600, KEPT_RANGE_MAX = 134217728 };
 
 typedef uint64_t Address;
@@ -43,11 +44,17 @@ static double now_ms(void) {
 
 // ---- context: bound per thread, and nothing works without it
 
-static _Thread_local void *bound;
-static char context;
+static _Thread_local char *bound;
+static char contexts[2];
 static atomic_int crashed;
 
-#define BOUND() require(bound == &context, "no context is bound"); if (crashed) return ILLEGAL_ADDRESS
+static int has_mode(const char *wanted) {
+    const char *mode = getenv("FAKE_CUDA");
+    return mode && !strcmp(mode, wanted);
+}
+static int device_count(void) { return has_mode("two devices") || has_mode("two without links") || has_mode("one of two hangs") ? 2 : 1; }
+static int is_device(int device) { return device >= 40 && device < 40 + device_count(); }
+#define BOUND() require(bound >= contexts && bound < contexts + 2, "no context is bound"); if (crashed) return ILLEGAL_ADDRESS
 
 int cuInit(unsigned flags) {
     const char *mode = getenv("FAKE_CUDA");
@@ -61,16 +68,31 @@ int cuGetErrorName(int code, const char **text) {
 }
 int cuGetErrorString(int code, const char **text) { return cuGetErrorName(code, text); }
 int cuDriverGetVersion(int *version) { *version = 13000; return SUCCESS; }
-int cuDeviceGetCount(int *count) { *count = 1; return SUCCESS; }
-int cuDeviceGet(int *device, int ordinal) { *device = 40 + ordinal; return ordinal ? INVALID_VALUE : SUCCESS; }
+int cuDeviceGetCount(int *count) { *count = device_count(); return SUCCESS; }
+int cuDeviceGet(int *device, int ordinal) { *device = 40 + ordinal; return is_device(*device) ? SUCCESS : INVALID_VALUE; }
+int cuDeviceCanAccessPeer(int *can, int from, int to) {
+    require(is_device(from) && is_device(to) && from != to, "cuDeviceCanAccessPeer");
+    *can = !has_mode("two without links");
+    return SUCCESS;
+}
+int cuDeviceGetP2PAttribute(int *value, int attribute, int from, int to) {
+    require(attribute == 3 && is_device(from) && is_device(to) && from != to, "cuDeviceGetP2PAttribute");
+    *value = !has_mode("two without links");
+    return SUCCESS;
+}
+static atomic_int reached[2]; // whether kernels of a device access the memory of the other one
+int cuCtxEnablePeerAccess(char *peer, unsigned flags) {
+    BOUND();
+    require(peer >= contexts && peer < contexts + 2 && peer != bound && !flags, "cuCtxEnablePeerAccess");
+    return reached[bound - contexts]++ ? PEER_ALREADY : SUCCESS;
+}
 int cuDeviceGetName(char *name, int size, int device) {
-    require(device == 40 && size > 8, "cuDeviceGetName");
+    require(is_device(device) && size > 8, "cuDeviceGetName");
     strcpy(name, "Fake GPU");
     return SUCCESS;
 }
 int cuDeviceGetUuid_v2(unsigned char *uuid, int device) {
-    (void)device;
-    for (int i = 0; i < 16; i++) uuid[i] = 0xa0 + i;
+    for (int i = 0; i < 16; i++) uuid[i] = 0xa0 + i + device - 40;
     return SUCCESS;
 }
 int cuDeviceTotalMem_v2(size_t *bytes, int device) { (void)device; *bytes = MEMORY; return SUCCESS; }
@@ -96,7 +118,7 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
     }
     return SUCCESS;
 }
-int cuDevicePrimaryCtxRetain(void **handle, int device) { *handle = &context; return device == 40 ? SUCCESS : INVALID_VALUE; }
+int cuDevicePrimaryCtxRetain(void **handle, int device) { *handle = &contexts[device - 40]; return is_device(device) ? SUCCESS : INVALID_VALUE; }
 static size_t kept_limit;
 static int has_steps; // whether a kernel was found whose memory is kept
 static int keeps_nothing(void) {
@@ -185,7 +207,7 @@ int cuMemFreeHost(void *start) { BOUND(); return release(start); }
 
 typedef struct { Address start; size_t bytes; float ratio; int hit, miss; } KeptRange;
 enum Does { ANYTHING, PAGED_ROW, ONE_ROW, CHUNK, TAIL };
-typedef struct { unsigned grid, smem, cluster; KeptRange kept; const void *argument[8]; unsigned rows, does, is_wrong; } Call;
+typedef struct { unsigned grid, smem, cluster; KeptRange kept; const void *argument[8]; unsigned rows, does, is_wrong, device; } Call;
 #define U32(i) (*(const uint32_t *)call->argument[i])
 #define U64(i) (*(const uint64_t *)call->argument[i])
 #define WORDS(i, n) ((uint32_t *)inside(U64(i), 4 * (size_t)(n)))
@@ -295,8 +317,10 @@ static uint32_t chosen(uint64_t h, uint64_t seed, uint32_t position, float inver
     }
     return bits == 0 ? best_id : choice_at_head(values, vocab, inverse_temperature, seed, position);
 }
+// What a kernel for one row leaves on its device for the next launch.
+typedef struct { uint32_t decided, next; } Left;
 // The kernel for one row of that model, over a pool of pages, or over pages in the order of their blocks.
-static void one_row(const Call *call, int paged) {
+static void one_row(const Call *call, int paged, Left *left) {
     spoils = call->is_wrong;
     const RowsParams *p = call->argument[0];
     const uint32_t *sizes = inside(p->pack, 20);
@@ -307,12 +331,11 @@ static void one_row(const Call *call, int paged) {
 #define PLACE(at) (table ? table[(at) / page_rows] * page_rows + (at) % page_rows : (at))
 #define CACHED(at) cache[PLACE(at)]
     const uint32_t *prompt = inside(p->prompt, 4ull * positions);
-    static uint32_t decided, next;
     require(p->timeout_ns > 0 && p->steps > 0 && end <= positions && p->top_k == 0 && p->top_p == 0, "the parameters of a launch");
-    require(p->position < p->prompt_len || p->position == next, "a launch that does not go on where the one before ended");
+    require(p->position < p->prompt_len || p->position == left->next, "a launch that does not go on where the one before ended");
     for (uint32_t at = p->position; at <= end; at++) {
         int is_given = at < p->prompt_len, ends = 0;
-        token = is_given ? prompt[at] : decided;
+        token = is_given ? prompt[at] : left->decided;
         mailbox[1 + at] = token;
         mailbox[0] = at + 1;
         for (uint32_t i = 0; i < p->eos_count; i++) ends = ends || (!is_given && token == (uint32_t)p->eos[i]);
@@ -323,13 +346,50 @@ static void one_row(const Call *call, int paged) {
         uint64_t h = NO_TOKENS;
         for (uint32_t before = 0; before <= at; before++) h = with_token(h, CACHED(before), vocab);
         float *logits = p->logits ? (float *)inside(p->logits + 4ull * (at - p->position) * vocab, 4ull * vocab) : NULL;
-        decided = chosen(h, p->seed, at + 1, p->inverse_temperature, vocab, logits);
-        next = at + 1;
+        left->decided = chosen(h, p->seed, at + 1, p->inverse_temperature, vocab, logits);
+        left->next = at + 1;
     }
     printf("%u steps of one row\n", p->steps);
 }
-static void one_row_kernel(const Call *call) { one_row(call, 0); }
-static void paged_kernel(const Call *call) { one_row(call, 1); }
+static Left left_behind[2][2]; // by device, and by pages
+static void one_row_kernel(const Call *call) { one_row(call, 0, &left_behind[0][0]); }
+static void paged_kernel(const Call *call) { one_row(call, 1, &left_behind[0][1]); }
+// The kernel for one row of two devices. Each waits until the other one runs, or gives up as a kernel does; then both compute the same, each from what
+// the host gave it. After the parameters of every kernel it has the distances to the exchange and to the logits of seven others.
+static pthread_mutex_t devices_lock = PTHREAD_MUTEX_INITIALIZER;
+static void devices_kernel(const Call *call) {
+    static atomic_uint came[2];
+    const RowsParams *p = call->argument[0];
+    const Address *peers = &p->rows, *peer_logits = peers + 7;
+    uint32_t *abort_word = inside(p->abort, 4), *report = inside(p->report, 32ull * call->grid);
+    unsigned own = call->device, other = 1 - own;
+    require(reached[own] && reached[other], "devices that do not reach each other");
+    require(!same_block(p->exchange, p->exchange + peers[0]) && peers[1] == 0, "the exchange of the other device");
+    inside(p->exchange + peers[0], 8);
+    if (p->logits) {
+        require(!same_block(p->logits, p->logits + peer_logits[0]), "the logits of the other device");
+        inside(p->logits + peer_logits[0], 4);
+    }
+    while (own == 1 && has_mode("one of two hangs")) {
+        if (*(volatile uint32_t *)abort_word) return;
+        usleep(100);
+    }
+    unsigned turn = ++came[own];
+    double start = now_ms();
+    while (came[other] < turn) {
+        if (*(volatile uint32_t *)abort_word) return;
+        if (now_ms() - start > p->timeout_ns * 1e-6) {
+            uint32_t words[] = {1, p->tag, 3, 2, p->tag - 1, p->tag, 1, 0};
+            memcpy(report, words, sizeof words);
+            *abort_word = 1;
+            return;
+        }
+        usleep(100);
+    }
+    pthread_mutex_lock(&devices_lock);
+    one_row(call, 0, &left_behind[own][0]);
+    pthread_mutex_unlock(&devices_lock);
+}
 static void rows_kernel(const Call *call) {
     const RowsParams *p = call->argument[0];
     const uint32_t *sizes = inside(p->pack, 20);
@@ -546,6 +606,8 @@ static void hang(const Call *call) { (void)call; for (;;) pause(); }
 typedef struct { const char *name; void (*run)(const Call *); size_t parameters[8]; int smem; } Kernel;
 // A module with the kernel for one row, which has the name of that for rows and fewer parameters.
 static Kernel kernels_one_row[] = {{"monobloc_decode", one_row_kernel, {offsetof(RowsParams, rows)}, 0}, {0}};
+// The same of two devices.
+static Kernel kernels_devices[] = {{"monobloc_decode", devices_kernel, {offsetof(RowsParams, rows) + 14 * 8}, 0}, {0}};
 // The same, over a pool of pages: they and their sequence are parameters, too.
 static Kernel kernels_paged[] = {{"monobloc_decode", paged_kernel, {offsetof(RowsParams, rows) + 16}, 0}, {0}};
 static Kernel kernels[] = {
@@ -574,7 +636,7 @@ int cuModuleLoadData(void **module, const char *image) {
     BOUND();
     if (memcmp(image, "\177ELF", 4)) return INVALID_IMAGE;
     unsigned char does = image[4] == 'K' ? image[6] : ANYTHING;
-    *module = image[4] == '1' || does == ONE_ROW ? kernels_one_row : image[4] == '2' || does == PAGED_ROW ? kernels_paged : kernels;
+    *module = image[4] == '3' ? kernels_devices : image[4] == '1' || does == ONE_ROW ? kernels_one_row : image[4] == '2' || does == PAGED_ROW ? kernels_paged : kernels;
     if (image[4] == 'K') {
         OwnImage *own = calloc(1, sizeof *own);
         *own = (OwnImage){.rows = (unsigned char)image[5], .does = does, .is_wrong = image[7], .next = own_images};
@@ -727,7 +789,7 @@ int cuLaunchKernelEx(const Config *config, Kernel *function, void **arguments, v
     int is_cooperative = cooperative && cooperative->value.number[0], cluster = cluster_of(config);
     if (config->smem > (unsigned)function->smem || config->grid[0] % cluster) return INVALID_VALUE;
     if (is_cooperative && config->grid[0] > 2 * SM_COUNT) return TOO_LARGE;
-    Call call = {.grid = config->grid[0], .smem = config->smem, .cluster = cluster, .kept = kept_by(config)};
+    Call call = {.grid = config->grid[0], .smem = config->smem, .cluster = cluster, .kept = kept_by(config), .device = bound - contexts};
     const OwnImage *own = image_of(function);
     if (own) call.rows = own->rows, call.does = own->does, call.is_wrong = own->is_wrong;
     Job *last = config->stream->last;
@@ -820,14 +882,14 @@ int cuDevicePrimaryCtxRelease_v2(int device) {
     printf("%d launches queued after one that ran\n", queued_after);
     printf("released with %d blocks, %d streams, %d events, %d modules left\n", count, streams, events, modules);
     fflush(stdout);
-    return device == 40 ? SUCCESS : INVALID_VALUE;
+    return is_device(device) ? SUCCESS : INVALID_VALUE;
 }
 
 // ---- NVML
 
 int nvmlInit_v2(void) { return 0; }
 int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
-    *handle = &context;
+    *handle = &contexts[0];
     return strcmp(uuid, "GPU-a0a1a2a3-a4a5-a6a7-a8a9-aaabacadaeaf") ? 6 : 0;
 }
 int nvmlSystemGetDriverVersion(char *text, unsigned size) { require(size > 12, "size"); strcpy(text, "580.00.01"); return 0; }

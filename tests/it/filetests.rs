@@ -178,6 +178,7 @@ fn cpu() -> Target {
     Target {
         name: "cpu".to_string(),
         kind: TargetKind::Cpu,
+        devices: 1,
         spec: Spec {
             source: "tests".to_string(),
             arch: String::new(),

@@ -20,6 +20,7 @@ mod code_keys;
 mod config_keys;
 mod corpus;
 mod default_fits;
+mod devices;
 mod distribution;
 mod driver;
 mod engine;

@@ -72,8 +72,14 @@ template <int UNITS>
 struct Batches : Tensor {
   static constexpr int REDUCE_BATCH = UNITS;
 };
+// One of three devices.
+template <class M>
+struct Third : M {
+  static constexpr int PEERS = 2;
+};
 constexpr u32 TAG = 7;
 static Params params;
+static DevicesParams with_peers;
 static Entry entry;
 static std::vector<u64> exchange;
 static std::vector<u8> cache;
@@ -116,7 +122,7 @@ static void start() {
 }
 template <class M, class Op>
 static void task(int thread) {
-  Context<M> c{params};
+  Context<M> c{peers<M>() > 0 ? with_peers : params};
   c.tag = TAG;
   c.position = params.position;
   c.thread = thread;
@@ -124,12 +130,37 @@ static void task(int thread) {
   c.patience = 2;
   Op::run(c, entry);
 }
+// Each other device must have what this one has, at the same places.
+template <class M>
+static void run_with_peers(void (*task)(int)) {
+  constexpr int LOGITS = 64;
+  std::vector<u64> exchanges[peers<M>()];
+  std::vector<float> own(LOGITS, std::nanf("")), logits[peers<M>()];
+  static_cast<Params&>(with_peers) = params;
+  if (params.logits) with_peers.logits = own.data();
+  for (int i = 0; i < peers<M>(); i++) {
+    exchanges[i] = exchange;
+    logits[i] = own;
+    with_peers.peers[i] = u64(exchanges[i].data()) - u64(exchange.data());
+    with_peers.peer_logits[i] = u64(logits[i].data()) - u64(own.data());
+  }
+  const std::vector<u64> before = exchange;
+  run_block(task);
+  bool same = before != exchange;
+  for (int i = 0; i < peers<M>(); i++) same = same && exchanges[i] == exchange && !std::memcmp(logits[i].data(), own.data(), LOGITS * sizeof(float));
+  if (!same) std::printf("another device has other packets or logits\n"), std::exit(1);
+  for (int i = 0; params.logits && i < LOGITS; i++)
+    if (!std::isnan(own[i])) params.logits[i] = own[i];
+}
 template <class M, class Op>
 static void run() {
   params.exchange = exchange.data();
   params.pack = constants.data();
   params.cache = cache.data();
-  run_block(task<M, Op>);
+  if constexpr (peers<M>() > 0)
+    run_with_peers<M>(task<M, Op>);
+  else
+    run_block(task<M, Op>);
 }
 
 // ---- matvec ---------------------------------------------------------------------------------------------------------
@@ -612,6 +643,9 @@ int main() {
   matvec<F, Factor<Product<36, 64, Norm::RMS, Epilogue::GATED, 8, 1>>>("matvec-gated-by");
   matvec<F, Product<16, 200, Norm::NONE, Epilogue::RESIDUAL, 8, 0>>("matvec-residual-chunks");
   matvec<F, Product<37, 64, Norm::RMS, Epilogue::LOGITS, 8, 1>>("matvec-logits");
+  matvec<Third<F>, Product<21, 96, Norm::RMS, Epilogue::STORE, 8, 1>>("matvec-three-devices");
+  matvec<Third<Tensor>, Product<36, 104, Norm::NONE, Epilogue::GATED, 8, 1>>("matvec-three-devices-gated-bf16");
+  matvec<Third<F>, Product<37, 64, Norm::RMS, Epilogue::LOGITS, 8, 1>>("matvec-three-devices-logits");
   matvec<F, Product<12, 128, Norm::NONE, Epilogue::STORE, 4, 1>>("matvec-units-of-4");
   matvec<F, Product<10, 128, Norm::RMS, Epilogue::STORE, 2, 2>>("matvec-units-of-2");
   matvec<B, Product<24, 160, Norm::RMS, Epilogue::STORE, 8, 1, true>>("matvec-bf16");
@@ -705,6 +739,7 @@ int main() {
   attention<F, Heads<3, 3, 3, 40, 40, false, HeadNorm::PROJECTION, 24, 1>>("attention-window");
   attention<F, Heads<2, 1, 1, 8, 0, false, HeadNorm::CENTRED, 0, 1>>("attention-centred");
   attention<F, Heads<4, 2, 1, 16, 16, false, HeadNorm::NONE, 0, 3>>("attention-splits");
+  attention<Third<F>, Heads<4, 2, 1, 16, 16, false, HeadNorm::NONE, 0, 3>>("attention-three-devices-splits");
   typedef Cached<F, Elem::FP8> Narrow;
   typedef Cached<Tensor, Elem::FP8> NarrowTensor;
   attention<Narrow, Heads<4, 2, 1, 16, 16, false, HeadNorm::NONE, 0, 3>>("attention-fp8-splits");

@@ -9,7 +9,7 @@ use crate::sampling::compiled;
 use crate::skipped;
 
 /// Each case, and how often it runs, with different numbers or at different positions.
-const CASES: [(&str, usize); 123] = [
+const CASES: [(&str, usize); 127] = [
     ("matvec-store-bias", 3),
     ("matvec-rms-ragged", 3),
     ("matvec-two-at-once", 3),
@@ -18,6 +18,9 @@ const CASES: [(&str, usize); 123] = [
     ("matvec-gated-by", 3),
     ("matvec-residual-chunks", 3),
     ("matvec-logits", 3),
+    ("matvec-three-devices", 3),
+    ("matvec-three-devices-gated-bf16", 3),
+    ("matvec-three-devices-logits", 3),
     ("matvec-units-of-4", 3),
     ("matvec-units-of-2", 3),
     ("matvec-bf16", 3),
@@ -99,6 +102,7 @@ const CASES: [(&str, usize); 123] = [
     ("attention-window", 5),
     ("attention-centred", 5),
     ("attention-splits", 5),
+    ("attention-three-devices-splits", 5),
     ("attention-fp8-splits", 5),
     ("attention-fp8-window", 5),
     ("attention-tensor-bf16", 5),

@@ -66,6 +66,8 @@ const IMPORTS: &[(&str, &[&str])] = &[
     // Launches rows only with tables that the guard gave out.
     ("cuda/rows", &["codegen", "error", "ir", "rows", "target"]),
     ("cuda/one_row", &["codegen", "ir", "rows"]),
+    // Knows which device has which head.
+    ("cuda/peers", &["codegen", "ir"]),
     ("cuda/turns", &["codegen", "ir", "rows"]),
     ("cuda/waves", &["codegen", "ir", "rows", "trace", "waves"]),
     // Copies the states that the guard was told of.

@@ -1,0 +1,312 @@
+//! Tests models on several devices: they compute the bits of one device, both judges accept their schedules and refuse broken ones, and what is
+//! not supported is refused by name.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::ops::ControlFlow;
+use std::sync::Arc;
+
+use monobloc::candidate::{Candidate, Infeasible};
+use monobloc::codegen::KernelSource;
+use monobloc::codegen::emit::{Trace, emit};
+use monobloc::interp::{Arithmetic, Interp, Options, Order};
+use monobloc::ir::TaskId;
+use monobloc::ir::op::Op;
+use monobloc::ir::program::{Home, Space};
+use monobloc::ir::schedule::{Mechanism, Schedule, Scope};
+use monobloc::lower::{Batch, lower, lower_batch};
+use monobloc::model::config::{Imported, import};
+use monobloc::pack::pack;
+use monobloc::schedule::{schedule, shards};
+use monobloc::target::{DEVICES, Target};
+use monobloc::validate::{Rule, validate};
+
+use crate::cli_support::Place;
+use crate::nvrtc::nvrtc;
+use crate::oracle::Kind;
+use crate::oracle::explore::Effort;
+use crate::proof_support::*;
+use crate::ptx::functions;
+use crate::rows::both_judges;
+use crate::support::{checkpoints, fixture};
+
+const EFFORT: Effort = Effort { steps: 3, states_max: 20_000, walks: 24, stores: usize::MAX, seed: 1 };
+
+/// The default schedule of a checkpoint on this number of devices of a CPU, proven.
+fn placed(imported: &Imported, devices: u32) -> Schedule {
+    let target = Target::builtin("cpu").expect("a record").on_devices(devices);
+    let candidate = Candidate::default_for(&imported.graph, &target, FP32);
+    let context_max = imported.graph.positions_max.min(64);
+    let program = lower(&imported.graph, "test", FP32, context_max, &candidate).expect("it lowers");
+    let placed = schedule(program, &target, &candidate).expect("it fits");
+    validate(placed, &target).unwrap_or_else(|refused| panic!("{devices} devices: {refused}")).schedule().clone()
+}
+
+/// The bits of the logits after each token, and the tokens that follow.
+fn computed(imported: &Imported, schedule: &Schedule, ids: &[u32]) -> (Vec<u32>, Vec<u32>) {
+    let options = Options { arithmetic: Arithmetic::Fast, order: Order::Threads(2) };
+    let pack = Arc::new(pack(schedule, &imported.graph, &imported.weights).expect("a pack"));
+    let mut interp = Interp::new(schedule, pack, options).expect("it runs");
+    let logits = interp.logits(ids).expect("logits").concat().into_iter().map(f32::to_bits).collect();
+    (logits, interp.greedy(ids, 8, |_| ControlFlow::Continue(())).expect("tokens"))
+}
+
+#[test]
+fn several_devices_compute_the_bits_of_one() {
+    let names = ["families", "dense"].map(checkpoints).concat();
+    for name in &names {
+        let imported = import(&fixture(name)).expect("a checkpoint");
+        let ids = [3, 17, 4, 30, 9];
+        let one = computed(&imported, &placed(&imported, 1), &ids);
+        for devices in DEVICES.into_iter().filter(|devices| *devices > 1) {
+            // A block without a unit of the head has no part in a step.
+            if imported.graph.vocab.div_ceil(8) < devices {
+                continue;
+            }
+            let several = placed(&imported, devices);
+            assert_eq!(several.machine.devices, devices, "{name}");
+            assert!(computed(&imported, &several, &ids) == one, "{name} on {devices} devices");
+        }
+    }
+    assert!(names.len() >= 25, "{}", names.len());
+}
+
+#[test]
+fn a_kv_head_is_on_one_device() {
+    let toy = Toy { heads: 6, kv_heads: 3, ..TOY };
+    let s = toy.schedule(&h200().on_devices(2), &Candidate { split_from: 3, ..on_h200(4) });
+    for regime in &s.regimes {
+        let owners = regime.owners();
+        let mut heads: Vec<Vec<u32>> = vec![vec![]; 3];
+        for (task, owner) in regime.tasks.iter().zip(&owners) {
+            let Op::Attention(a) = &s.program.grids[task.grid.index()].op else { continue };
+            let kv_head = task.lo * a.heads_per_task / a.group;
+            heads[kv_head as usize].push(s.machine.device_of(owner.expect("a queue").index()));
+        }
+        let all_on = |device: u32| move |on: &Vec<u32>| !on.is_empty() && on.iter().all(|at| *at == device);
+        // Three heads of two devices: the first has two.
+        assert!(heads[..2].iter().all(all_on(0)) && heads[2..].iter().all(all_on(1)), "{heads:?}");
+    }
+}
+
+#[test]
+fn each_device_streams_its_part_of_the_weights() {
+    let imported = import(&fixture("tinystories-llama")).expect("a checkpoint");
+    for devices in [2, 4] {
+        let s = placed(&imported, devices);
+        let bytes = monobloc::ir::layout::streamed_bytes(&s);
+        let each = bytes.len() / devices as usize;
+        let shares: Vec<u64> = bytes.chunks(each).map(|of_device| of_device.iter().sum()).collect();
+        let (least, most) = (shares.iter().min().expect("shares"), shares.iter().max().expect("shares"));
+        assert!(most - least <= most / 20, "{devices} devices stream {shares:?} bytes");
+    }
+}
+
+#[test]
+fn one_device_has_the_program_that_it_had() {
+    let (s, _) = toy();
+    assert_eq!(shards(s.program.clone(), 1), s.program);
+    let two = shards(s.program.clone(), 2);
+    assert!(two.buffers.iter().all(|b| (b.home == Home::Everywhere) == (b.space != Space::Private)));
+}
+
+/// A small layer on SMs of several devices, as `schedule` places it.
+fn on_devices(devices: u32) -> (Schedule, Target) {
+    let toy =
+        Toy { layers: 1, hidden: 32, heads: 2, kv_heads: 2, dim: 8, intermediate: 32, vocab: 32, context: 8, ..TOY };
+    let candidate = Candidate { splits: 1, heads_per_task: 1, ..on_h200(4) };
+    (toy.schedule(&h200().on_devices(devices), &candidate), beyond_kernels().on_devices(devices))
+}
+
+/// The tasks of a grid on a device of two.
+fn tasks_on(s: &Schedule, grid_name: &str, device: u32) -> Vec<TaskId> {
+    let (id, owners) = (grid(s, grid_name), s.regimes[0].owners());
+    let tasks = (0..s.regimes[0].tasks.len()).map(TaskId::from);
+    let here = |t: &TaskId| owners[t.index()].is_some_and(|sm| s.machine.device_of(sm.index()) == device);
+    tasks.filter(|t| s.regimes[0].tasks[t.index()].grid == id).filter(here).collect()
+}
+
+#[test]
+fn both_judges_know_a_model_on_two_devices() {
+    const UNSEEN: &[Kind] = &[Kind::Unwritten, Kind::Stale, Kind::Invisible];
+    both_judges(
+        on_devices(2),
+        &EFFORT,
+        &[
+            ("packets that one device lacks", Rule::Home, UNSEEN, |s| {
+                let act = buffer(s, "act.0");
+                s.program.buffers[act.index()].home = Home::Device(0);
+            }),
+            ("a vector without the part of a device", Rule::MissingSignal, UNSEEN, |s| {
+                let x2 = event(s, 0, "x2.0", 0, 32);
+                let silent = tasks_on(s, "o.0", 1);
+                let count = s.regimes[0].events[x2.index()].count - silent.len() as u32;
+                s.regimes[0].events[x2.index()].count = count;
+                for id in silent {
+                    s.regimes[0].tasks[id.index()].signals.retain(|event| *event != x2);
+                }
+                let waits = s.regimes[0].tasks.iter_mut().flat_map(|task| &mut task.waits);
+                waits.filter(|wait| wait.event == x2).for_each(|wait| wait.count = count);
+            }),
+            (
+                "a place that the other device still reads",
+                Rule::PlacementOverlap,
+                &[Kind::Clobbered, Kind::Stale],
+                |s| {
+                    let (x, act) = (buffer(s, "x.0").index(), buffer(s, "act.0").index());
+                    s.placement[act] = s.placement[x];
+                },
+            ),
+            ("a scope of one device", Rule::Scope, &[Kind::Invisible], |s| {
+                let events = s.regimes[0].events.iter_mut();
+                events.filter(|event| !event.carried).for_each(|event| event.scope = Scope::Device);
+            }),
+            ("a device one step ahead", Rule::MissingWait, UNSEEN, |s| {
+                for id in tasks_on(s, "select", 1) {
+                    s.regimes[0].tasks[id.index()].waits.clear();
+                }
+            }),
+            ("a head that another device appends", Rule::Home, UNSEEN, |s| {
+                let [a, b] = [0, 1].map(|device| tasks_on(s, "attn.0", device)[0]);
+                let mut other = s.clone();
+                other.regimes[0].from_position = 4;
+                swap_queued(&mut other, 0, a, b);
+                restream(&mut other);
+                s.regimes.push(other.regimes.remove(0));
+            }),
+        ],
+    );
+}
+
+#[test]
+fn both_judges_know_a_model_on_four_devices() {
+    both_judges(
+        on_devices(4),
+        &EFFORT,
+        &[("an event of one device", Rule::Scope, &[Kind::Invisible], |s| {
+            let x = buffer(s, "x.0");
+            s.regimes[0].events.iter_mut().filter(|e| e.buffer == x).for_each(|e| e.scope = Scope::Device);
+        })],
+    );
+}
+
+#[test]
+fn what_devices_do_not_have_is_refused() {
+    let target = cpu().on_devices(2);
+    let refused = |name: &str, candidate: &dyn Fn(Candidate) -> Candidate| {
+        let imported = import(&fixture(name)).expect("a checkpoint");
+        let candidate = candidate(Candidate::default_for(&imported.graph, &target, FP32));
+        let program = lower(&imported.graph, "test", FP32, 32, &candidate).expect("it lowers");
+        schedule(program, &target, &candidate).expect_err("refused").to_string()
+    };
+    let same = |c: Candidate| c;
+    let experts = refused("experts/olmoe", &same);
+    assert!(experts.ends_with("cannot be divided among the 2 devices of `cpu-x2`"), "{experts}");
+    assert!(experts.contains("experts"), "{experts}");
+    let states = refused("hybrids/qwen35", &same);
+    assert!(states.contains("recurrent states"), "{states}");
+    assert_eq!(
+        refused("tinystories-llama", &|c| Candidate { sms: 3, ..c }),
+        "`sms` is 3, expected a multiple of 2, for devices have equal numbers of SMs"
+    );
+    assert_eq!(
+        refused("tinystories-llama", &|c| Candidate { mechanism: Mechanism::Counter, ..c }),
+        "`mechanism` is counter, expected packets on `cpu-x2`, which has 2 devices"
+    );
+    let graph = TOY.graph();
+    let batch = Batch { rows: 8, sequences: 8, pages: 16, page_rows: 16, words: true };
+    let candidate = Candidate { splits: 1, ..on_h200(4) };
+    let program = lower_batch(&graph, "toy", TOY.precision, TOY.context, &batch, &candidate).expect("it lowers");
+    let words = schedule(program, &h200().on_devices(2), &candidate).expect_err("refused");
+    assert!(matches!(&words, Infeasible::Devices { what, .. } if what == "the batch kernel"), "{words}");
+}
+
+/// A manifest of the small trained Llama with these lines in its target.
+fn manifest(place: &Place, name: &str, target: &str) {
+    let checkpoint = fixture("tinystories-llama");
+    let text = format!(
+        "[model]\nsource = \"path:{}\"\n\n[precision]\nweights = \"fp32\"\n\n[decode]\ncontext_max = 96\n\n\
+         [[target]]\n{target}\n",
+        checkpoint.display()
+    );
+    place.write(name, text);
+}
+
+#[test]
+fn commands_on_two_devices_answer_as_on_one() {
+    let place = Place::new();
+    manifest(&place, "one.toml", "record = \"cpu\"");
+    manifest(&place, "two.toml", "record = \"cpu\"\ndevices = 2");
+    let of =
+        |command: &str, manifest: &str, rest: &str| place.run(&format!("{command} {manifest} {rest}")).code(0).stdout;
+    for (command, rest) in [
+        ("generate", "--ids 1,40,7,300 --max-tokens 24"),
+        ("generate", "--ids 1,40,7 --max-tokens 12 --temperature 0.8 --seed 7"),
+    ] {
+        assert_eq!(of(command, "one.toml", rest), of(command, "two.toml", rest), "{command} {rest}");
+    }
+    for (manifest, file) in [("one.toml", "one.logits"), ("two.toml", "two.logits")] {
+        place.run(&format!("logits {manifest} --ids 1,40,7,300,12 --out {file}")).code(0);
+    }
+    let [one, two] = ["one.logits", "two.logits"].map(|file| fs::read(place.path(file)).expect("logits"));
+    assert!(!one.is_empty() && one == two);
+    let built = place.run("build two.toml").code(0);
+    assert!(built.stderr.contains("cpu-x2") || built.stdout.contains("cpu-x2"), "{} {}", built.stdout, built.stderr);
+    let shown = of("show", "schedule two.toml", "");
+    assert!(shown.contains("machine \"cpu-x2\" sms=8 devices=2 "), "{}", &shown[..400]);
+    let file = place.write("two.mkir", shown);
+    let proven = place.run(&format!("validate {}", file.display())).code(0);
+    assert!(proven.stdout.contains("for target `cpu-x2`"), "{}", proven.stdout);
+}
+
+#[test]
+fn manifests_with_devices_are_refused_by_name() {
+    let place = Place::new();
+    manifest(&place, "three.toml", "record = \"cpu\"\ndevices = 3");
+    place
+        .run("build three.toml")
+        .fault(2, &["`target.devices` is out of range", "expected 1, 2, 4 or 8 devices, found 3"]);
+    manifest(&place, "twice.toml", "record = \"cpu\"\ndevices = 2\n\n[[target]]\nrecord = \"cpu\"\ndevices = 2");
+    place.run("build twice.toml").fault(2, &["duplicate target `cpu-x2`"]);
+    manifest(&place, "both.toml", "record = \"cpu\"\n\n[[target]]\nrecord = \"cpu\"\ndevices = 2");
+    place.run("export both.toml --out out").fault(2, &["an export holds kernels of one device", "`cpu-x2`"]);
+}
+
+/// The kernel of a toy on this number of devices of an H200.
+fn kernel(toy: &Toy, devices: u32, sms: u32) -> (KernelSource, monobloc::validate::Validated) {
+    let target = h200().on_devices(devices);
+    let placed = toy.schedule(&target, &Candidate { splits: 2, ..on_h200(sms) });
+    let proven = validate(placed, &target).unwrap_or_else(|refused| panic!("{refused}"));
+    (emit(&proven, &target, Trace::Off), proven)
+}
+
+#[test]
+fn a_kernel_of_several_devices_reaches_all_of_them() {
+    let Some(nvrtc) = nvrtc("a_kernel_of_several_devices_reaches_all_of_them") else { return };
+    let accesses = |source: &KernelSource| -> BTreeMap<String, usize> {
+        let mut found = BTreeMap::new();
+        let ptx = nvrtc.ptx(source).unwrap_or_else(|error| panic!("{error}"));
+        for function in functions(&ptx) {
+            let orders = |code: &&str| {
+                ["relaxed", "fence.acquire", "fence.release", "fence.acq_rel"].iter().any(|word| code.contains(word))
+            };
+            let of_memory = |code: &&str| code.contains(".global") || code.starts_with("fence");
+            let codes = function.statements.iter().map(|statement| statement.opcode.as_str());
+            for code in codes.filter(orders).filter(of_memory) {
+                *found.entry(code.to_string()).or_default() += 1;
+            }
+        }
+        found
+    };
+    let toy = Toy { precision: BF16, ..TOY };
+    let [one, two, four] = [(1, 4), (2, 4), (4, 8)].map(|(devices, sms)| accesses(&kernel(&toy, devices, sms).0));
+    for of_several in [&two, &four] {
+        assert!(of_several.keys().all(|code| code.contains(".sys") && !code.contains(".gpu")), "{of_several:?}");
+    }
+    assert!(one.keys().all(|code| !code.contains(".sys")), "{one:?}");
+    // Each packet is stored once for each device.
+    let stores = |of: &BTreeMap<String, usize>| {
+        of.iter().filter(|(code, _)| code.starts_with("st.")).map(|(_, n)| n).sum::<usize>()
+    };
+    assert_eq!((stores(&two), stores(&four)), (2 * stores(&one), 4 * stores(&one)), "{one:?} {two:?} {four:?}");
+}
