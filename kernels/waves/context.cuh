@@ -323,6 +323,17 @@ struct OperandPlace {
     return of_block + row % BLOCK_ROWS / 16 * TILE_BYTES + span * SPAN_BYTES + q / 2 * HALF_BYTES + (g * 4 + t) * 16 + q % 2 * 8 + row % 16 / 8 * 4;
   }
 };
+// Parts of k of a product in a launch of `rows` rows, if it has MOST of them in a launch of one block (`waves::parts_of`), and rows from a part of the sums to the next.
+template <class M, int MOST>
+struct PartsOfRows {
+  static __device__ __forceinline__ u32 blocks(u32 rows) {
+    u32 n = 1;
+    while (!M::STEPS && n * M::BLOCK_ROWS < rows) n *= 2;
+    return n;
+  }
+  static __device__ __forceinline__ u32 count(u32 rows) { return M::STEPS ? u32(MOST) : max(1u, u32(MOST) / blocks(rows)); }
+  static __device__ __forceinline__ u32 pitch(u32 rows) { return blocks(rows) * M::BLOCK_ROWS; }
+};
 // Of the machine.
 template <class M, int COLS>
 using WaveOperand = OperandPlace<COLS, M::BLOCK_ROWS, M::WARPGROUPS, M::SHARED>;

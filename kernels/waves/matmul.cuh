@@ -86,6 +86,9 @@ struct WaveMatMul {
   static constexpr int ALIGN = GRANULE_K >= 64 ? 1 : 64 / GRANULE_K, PART_GRANULES = round_up(ceil_div(UNIT_GRANULES, G::SPLITS), ALIGN);
   // EQUAL: all parts of k have the same length. WHOLE: no step lacks a granule, so the work of a step is known at compile time.
   static constexpr bool EQUAL = PART_GRANULES * G::SPLITS == UNIT_GRANULES, WHOLE = EQUAL && PART_GRANULES % STEP_GRANULES == 0;
+  // Whether launches of more blocks of rows have fewer parts.
+  static constexpr bool BY_ROWS = SHARED && G::SPLITS > 1;
+  typedef PartsOfRows<M, G::SPLITS> Parts;
   static constexpr int UNIT_PITCH = G::CHUNK * GRANULE; // of a unit in a slot
   static constexpr u32 BOX_UNITS = 8;
   // For warpgroups: rows of one, and units of a tile. Each warp has two units of a tile, side by side.
@@ -103,10 +106,14 @@ struct WaveMatMul {
 
   // Divides the units of a share into passes of nearly equal length, or of whole tiles. A share lies in one part of k.
   struct Passes {
-    u32 lo, hi, count, part, granules;
-    __device__ __forceinline__ explicit Passes(const Share& s)
-        : lo(s.lo % UNITS), hi(lo + (s.hi - s.lo)), count((s.hi - s.lo + PASS - 1) / PASS), part(s.lo / UNITS),
-          granules(EQUAL ? u32(PART_GRANULES) : min(u32(PART_GRANULES), UNIT_GRANULES - part * PART_GRANULES)) {}
+    u32 lo, hi, count, part, from, granules; // `from`: the first granule of the part
+    __device__ __forceinline__ Passes(const WaveParams& p, const Share& s)
+        : lo(s.lo % UNITS), hi(lo + (s.hi - s.lo)), count((s.hi - s.lo + PASS - 1) / PASS), part(s.lo / UNITS), from(part * part_granules(p)),
+          granules(EQUAL && !BY_ROWS ? u32(PART_GRANULES) : min(part_granules(p), UNIT_GRANULES - from)) {}
+    static __device__ __forceinline__ u32 part_granules(const WaveParams& p) {
+      if constexpr (BY_ROWS) return round_up(ceil_div(u32(UNIT_GRANULES), Parts::count(p.row_count)), u32(ALIGN));
+      return PART_GRANULES;
+    }
     __device__ __forceinline__ u32 first(u32 pass) const { return WIDE ? min(lo + PASS * pass, hi) : lo + (hi - lo) * pass / count; }
   };
 
@@ -118,7 +125,7 @@ struct WaveMatMul {
     for (u32 s = 0; s < shares.count; s++) {
       const Share share = shares[s];
       if (share.row >= l.p.row_count) continue;
-      const Passes passes(share);
+      const Passes passes(l.p, share);
 #pragma unroll 1
       for (u32 pass = 0; pass < passes.count; pass++) {
         if constexpr (R::FIRST == 0)
@@ -130,7 +137,7 @@ struct WaveMatMul {
   }
   template <class L>
   static __device__ __forceinline__ void load_input(L& l, const Wave& e, const Share& share, const Passes& passes) {
-    const u8* x = l.p.work + u64(e.x) * OFFSET_BYTES + X::block(share.row / M::BLOCK_ROWS, passes.part * (PART_GRANULES * GRANULE_SPANS / 2));
+    const u8* x = l.p.work + u64(e.x) * OFFSET_BYTES + X::block(share.row / M::BLOCK_ROWS, passes.from * GRANULE_SPANS / 2);
     const u32 spans = round_up(passes.granules * GRANULE_SPANS, 2u);
 #pragma unroll 1
     for (u32 at = 0; at < spans; at += X_SPANS, l.at.next()) {
@@ -154,13 +161,13 @@ struct WaveMatMul {
     const bool copies_box = G::BOXED && l.part == 0 && u32(l.lane) < boxes;
     if (copies_box && l.step == 0) l.see_box(box);
     const u32 unit = boxed + u32(l.part + l.lane * FILLERS); // that this lane copies
-    const u8* from = l.p.pack + u64(e.weight) * OFFSET_BYTES + u64(first + unit) * UNIT_BYTES + passes.part * (PART_GRANULES * GRANULE);
+    const u8* from = l.p.pack + u64(e.weight) * OFFSET_BYTES + u64(first + unit) * UNIT_BYTES + passes.from * GRANULE;
 #pragma unroll 1
     for (u32 at = 0; at < passes.granules; at += G::CHUNK, l.at.next()) {
       const u32 bytes = min(u32(G::CHUNK), passes.granules - at) * GRANULE;
       u8* slot = l.free_slot();
       if (copies_box)
-        l.copy_box(slot + l.lane * BOX_UNITS * UNIT_PITCH, box, (passes.part * PART_GRANULES + at) * (GRANULE / 8), first + l.lane * BOX_UNITS);
+        l.copy_box(slot + l.lane * BOX_UNITS * UNIT_PITCH, box, (passes.from + at) * (GRANULE / 8), first + l.lane * BOX_UNITS);
       if (unit < here) l.copy(slot + unit * UNIT_PITCH, from + at * GRANULE, bytes);
       l.arrive(boxed * UNIT_PITCH + (here - boxed) * bytes);
     }
@@ -418,6 +425,26 @@ struct WaveMatMul {
       }
     return y;
   }
+  // Whether the residual has pairs of columns, which are loaded and stored together.
+  static constexpr bool ADDS_PAIRS = G::EPILOGUE == Epilogue::RESIDUAL && G::ROWS % 2 == 0 && !G::PACKETS && G::SPLITS == 1;
+  // Adds N sums to the residual, at `residual + offset(i)` where `exists(i)`. All old values are loaded before the first is stored: the compiler keeps the order of
+  // loads and stores, so each load would wait for L2.
+  template <int N, class Exists, class Offset, class Sums>
+  static __device__ __forceinline__ void add_all(float* residual, const Exists& exists, const Offset& offset, const Sums& sum) {
+    float2 old[N];
+#pragma unroll
+    for (int i = 0; i < N; i++) old[i] = exists(i) ? *reinterpret_cast<const float2*>(residual + offset(i)) : make_float2(0.f, 0.f);
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const float2 y = sum(i);
+      if (exists(i)) *reinterpret_cast<float2*>(residual + offset(i)) = make_float2(old[i].x + G::SCALE * y.x, old[i].y + G::SCALE * y.y);
+    }
+  }
+  // Of columns 2 t and 2 t + 1 of a unit.
+  static __device__ __forceinline__ float* residual_at(const WaveContext<M>& c, const Wave& e, u32 unit, int row, int t) {
+    return c.template work<float>(e.residual) + u64(row) * G::ROWS + unit * G::UNIT_ROWS + t * 2;
+  }
+  static __device__ __forceinline__ bool is_column(u32 unit, int t) { return t < G::UNIT_ROWS / 2 && unit * G::UNIT_ROWS + t * 2 < u32(G::ROWS); }
   // Completes and stores columns 2 t and 2 t + 1 of a unit, of one row. By all lanes: the noise of a logit is computed in a function, which all lanes of a warp
   // must call together.
   static __device__ __forceinline__ void finish(const WaveContext<M>& c, const Wave& e, u32 part, u32 unit, int row, int t, float2 y, float& best, int& best_id) {
@@ -438,7 +465,7 @@ struct WaveMatMul {
         u64* at = c.template work<u64>(e.out) + (u64(part) * M::BLOCK_ROWS + row) * G::ROWS + col;
         publish2(at, __float_as_uint(y.x), __float_as_uint(y.y), c.tag_of(c.wave));
       } else if constexpr (G::SPLITS > 1) {
-        float* at = c.template work<float>(e.out) + (u64(part) * M::BLOCK_ROWS + row) * G::ROWS + col;
+        float* at = c.template work<float>(e.out) + (u64(part) * Parts::pitch(c.p.row_count) + row) * G::ROWS + col;
         *reinterpret_cast<float2*>(at) = y;
       } else if constexpr (G::EPILOGUE == Epilogue::RESIDUAL) {
         float* at = c.template work<float>(e.residual) + u64(row) * G::ROWS + col;
@@ -930,7 +957,7 @@ struct WaveMatMul {
 #pragma unroll 1
     for (u32 at = 0; at < passes.granules; at += G::CHUNK, l.at.next()) {
       u8* slot = l.free_slot();
-      if (copies) l.copy_lines(slot + l.lane * (BOX_UNITS * UNIT_PITCH), e.boxes, at * 8, first + l.lane * BOX_UNITS);
+      if (copies) l.copy_lines(slot + l.lane * (BOX_UNITS * UNIT_PITCH), e.boxes, (passes.from + at) * 8, first + l.lane * BOX_UNITS);
       l.arrive(boxes * (BOX_UNITS * UNIT_PITCH));
     }
   }
@@ -962,22 +989,63 @@ struct WaveMatMul {
     }
     warpgroup_await<0>();
     wave_release_pair(c, c.inputs, c.weights);
+    finish_shared<N>(c, e, passes.part, share, first, here, d);
+  }
+  // Completes and stores the sums of a pass. As far as the compiler knows, what a wave stores may be its parameters, so they are copied first.
+  template <int N>
+  static __device__ __forceinline__ void finish_shared(const WaveContext<M>& c, const Wave& held, u32 part, const Share& share, u32 first, u32 here, const float (&d)[N / 2]) {
+    const Wave e = held;
+    const int lane = made_here(c.lane()), t = lane % 4, row = int(share.row) + c.warp() * 16 + lane / 4;
     float none = 0.f;
     int no_id = 0;
-    const int lane = c.lane(), row = int(share.row) + c.warp() * 16 + lane / 4;
 #pragma unroll
-    for (int i = 0; i < N / 8; i++) {
-      if (u32(i) >= here) continue;
+    for (int from = 0; from < N / 8; from += int(BOX_UNITS)) {
+      if constexpr (ADDS_PAIRS)
+        add_units(c, e, part, first + from, here > u32(from) ? here - from : 0, row, t, d, from);
+      else if constexpr (G::EPILOGUE == Epilogue::GATED)
+        gate_units(c, e, part, first + from, here > u32(from) ? here - from : 0, row, t, d, from);
+      else
 #pragma unroll
-      for (int h = 0; h < 2; h++) finish(c, e, passes.part, first + i, row + 8 * h, lane % 4, make_float2(d[4 * i + 2 * h], d[4 * i + 2 * h + 1]), none, no_id);
+        for (int i = from; i < from + int(BOX_UNITS); i++)
+#pragma unroll
+          for (int h = 0; h < 2; h++)
+            if (u32(i) < here) finish(c, e, part, first + i, row + 8 * h, t, make_float2(d[4 * i + 2 * h], d[4 * i + 2 * h + 1]), none, no_id);
     }
   }
-  static __device__ __forceinline__ void run_shared(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here) {
-    constexpr int WHOLE_PASS = PASS * 8, HALF_PASS = round_up(PASS / 2, 8) * 8;
-    if (here * 8 > u32(HALF_PASS))
-      pass_shared<WHOLE_PASS>(c, e, share, passes, first, here);
-    else
-      pass_shared<HALF_PASS>(c, e, share, passes, first, here);
+  // Sums of columns 2 t and 2 t + 1 of unit `i` of a pass, of the row of a lane and of the one eight further on.
+  template <int SUMS>
+  static __device__ __forceinline__ float2 sums_of(const float (&d)[SUMS], int i, int h) { return make_float2(d[4 * i + 2 * h], d[4 * i + 2 * h + 1]); }
+  template <int SUMS>
+  static __device__ __forceinline__ void add_units(const WaveContext<M>& c, const Wave& e, u32 part, u32 unit, u32 here, int row, int t, const float (&d)[SUMS], int from) {
+    const bool rows[2] = {u32(row) < c.p.row_count, u32(row + 8) < c.p.row_count};
+    add_all<2 * int(BOX_UNITS)>(
+        residual_at(c, e, unit, row, t), [&](int i) { return rows[i % 2] && u32(i / 2) < here && is_column(unit + i / 2, t); },
+        [](int i) { return i % 2 * 8 * G::ROWS + i / 2 * G::UNIT_ROWS; },
+        [&](int i) { return settled(c, e, part, unit + i / 2, row + i % 2 * 8, t, sums_of(d, from + i / 2, i % 2)); }
+    );
+  }
+  // Of four lanes that have a row of a unit, two have columns of the gate and two those of `up`. The first two complete this row, the others the one eight further on.
+  template <int SUMS>
+  static __device__ __forceinline__ void gate_units(const WaveContext<M>& c, const Wave& e, u32 part, u32 unit, u32 here, int row, int t, const float (&d)[SUMS], int from) {
+    const bool ups = t >= 2;
+    const int mine = row + (ups ? 8 : 0);
+#pragma unroll
+    for (u32 i = 0; i < BOX_UNITS; i++) {
+      if (i >= here) continue;
+      const float2 low = settled(c, e, part, unit + i, row, t, sums_of(d, from + i, 0)), high = settled(c, e, part, unit + i, row + 8, t, sums_of(d, from + i, 1));
+      const float2 given = ups ? low : high, taken = make_float2(__shfl_xor_sync(~0u, given.x, 2), __shfl_xor_sync(~0u, given.y, 2));
+      const float2 gate = ups ? taken : low, up = ups ? high : taken;
+      const int col = int(unit + i) * 4 + t % 2 * 2;
+      if (col < G::ROWS / 2 && u32(mine) < c.p.row_count) put<G::ROWS / 2>(c, e, mine, col, activate<G::ACT>(gate.x) * up.x, activate<G::ACT>(gate.y) * up.y);
+    }
+  }
+  // With the instruction of fewest columns, in multiples of 64, that has those of the pass.
+  template <int N>
+  static __device__ __forceinline__ void pass_columns(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here) {
+    if constexpr (N < PASS * 8) {
+      if (here * 8 > u32(N)) return pass_columns<N + 64>(c, e, share, passes, first, here);
+    }
+    pass_shared<N>(c, e, share, passes, first, here);
   }
   // ---- tiles of a step ---------------------------------------------------------------------------------------------
   // As by warpgroups above, but a chunk of the input has X_STEPS chunks of weights, and weights leave the ring before they are multiplied. Of each chunk of
@@ -1148,9 +1216,16 @@ struct WaveMatMul {
       for (int i = 0; i < 2; i++) {
         const u32 unit = u32(n * TILE_UNITS + at.units_at * 2 + i);
         if (unit >= here) continue;
+        const auto row = [&](int j) { return int(share.row) + at.tiles_at * 16 + j * 8 + lane / 4; };
+        const auto sum = [&](int j) { return transposed(d[n][4 * j + 2 * i], d[n][4 * j + 2 * i + 1]); };
+        if constexpr (ADDS_PAIRS)
+          add_all<GROUP_ROWS / 8>(
+              residual_at(c, e, first + unit, row(0), lane % 4), [&](int j) { return u32(row(j)) < c.p.row_count && is_column(first + unit, lane % 4); },
+              [](int j) { return j * 8 * G::ROWS; }, [&](int j) { return settled(c, e, passes.part, first + unit, row(j), lane % 4, sum(j)); }
+          );
+        else
 #pragma unroll
-        for (int j = 0; j < GROUP_ROWS / 8; j++)
-          finish(c, e, passes.part, first + unit, int(share.row) + at.tiles_at * 16 + j * 8 + lane / 4, lane % 4, transposed(d[n][4 * j + 2 * i], d[n][4 * j + 2 * i + 1]), none, no_id);
+          for (int j = 0; j < GROUP_ROWS / 8; j++) finish(c, e, passes.part, first + unit, row(j), lane % 4, sum(j), none, no_id);
       }
   }
   // The same for codes. A chunk is a granule of each unit, and is left when its products have ended; otherwise ptxas serialises the products (C7513).
@@ -1259,7 +1334,7 @@ struct WaveMatMul {
     Squares squares;
     if constexpr (G::FACTOR) squares.ask(c, e);
     Share share = shares[0];
-    Passes passes(share);
+    Passes passes(c.p, share);
     const Warp at(c);
     PairEnds<MOST> no_pair;
     float d[ROW_TILES][MOST][4] = {};
@@ -1275,7 +1350,7 @@ struct WaveMatMul {
       if (++pass == passes.count) {
         if (++s == shares.count) return;
         share = shares[s];
-        passes = Passes(share);
+        passes = Passes(c.p, share);
         pass = 0;
       }
 #pragma unroll
@@ -1292,12 +1367,12 @@ struct WaveMatMul {
     for (u32 s = 0; s < shares.count; s++) {
       const Share share = shares[s];
       if (share.row >= c.p.row_count) continue;
-      const Passes passes(share);
+      const Passes passes(c.p, share);
 #pragma unroll 1
       for (u32 i = 0; i < passes.count; i++) {
         const u32 first = passes.first(i), here = passes.first(i + 1) - first;
         if constexpr (SHARED)
-          run_shared(c, e, share, passes, first, here);
+          pass_columns<64>(c, e, share, passes, first, here);
         else if constexpr (WIDE)
           run_wide(c, e, share, passes, first, here);
         else

@@ -71,13 +71,18 @@ struct WaveRows {
     const float4 a = *reinterpret_cast<const float4*>(from), b = *reinterpret_cast<const float4*>(from + 4);
     to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
   }
+  // The same of what no wave writes: the compiler may load it before an earlier store.
+  static __device__ __forceinline__ void load8_constant(const float* from, float (&to)[8]) {
+    const float4 a = __ldg(reinterpret_cast<const float4*>(from)), b = __ldg(reinterpret_cast<const float4*>(from + 4));
+    to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
+  }
   // Weight and bias of the columns that a lane has.
   template <Norm KIND>
   static __device__ __forceinline__ void load_gains(const WaveContext<M>& c, u32 weight, u32 bias, int col, float (&w)[8], float (&b)[8]) {
 #pragma unroll
     for (int k = 0; k < 8; k++) w[k] = 1.f, b[k] = 0.f;
-    if (weight != ~0u) load8(c.template constant<float>(weight) + col, w);
-    if (KIND == Norm::LAYER && bias != ~0u) load8(c.template constant<float>(bias) + col, b);
+    if (weight != ~0u) load8_constant(c.template constant<float>(weight) + col, w);
+    if (KIND == Norm::LAYER && bias != ~0u) load8_constant(c.template constant<float>(bias) + col, b);
   }
   // x = (x - mean) * factor * weight + bias
   template <Norm KIND>
@@ -190,12 +195,15 @@ struct WaveRows {
     if constexpr (G::BRANCH) {
       Held y = {};
       if constexpr (G::BRANCH_PARTS > 0) {
+        typedef PartsOfRows<M, G::BRANCH_PARTS> Parts;
         const float* parts = c.template work<float>(e.branch) + u64(row) * H;
+        const u32 count = Parts::count(c.p.row_count), pitch = Parts::pitch(c.p.row_count) * H;
         each([&](int i, int col) {
 #pragma unroll
           for (int s = 0; s < G::BRANCH_PARTS; s++) {
-            float part[8];
-            load8(parts + u64(s) * (M::BLOCK_ROWS * H) + col, part);
+            // Not left early: so loads of several parts are on their way at once.
+            float part[8] = {};
+            if (u32(s) < count) load8(parts + u64(s) * pitch + col, part);
 #pragma unroll
             for (int k = 0; k < 8; k++) y[i][k] += part[k];
           }

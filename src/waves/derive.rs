@@ -9,7 +9,8 @@ use super::ragged::MERGE_SPLITS;
 use super::{
     Action, CHUNK_BLOCK_ROWS, Division, DivisionId, Form, HELD_AND_SUMS_MAX, Input, Layout, Machine, NormOf, Over,
     Plan, Products, Ring, SHARED_PASS_MAX, SHARED_UNITS, SHARED_WARPS, Share, Splits, Sum, Sums, TILE_WARPS,
-    Target as Written, Tiling, WIDE_UNITS, Warps, Wave, Work, WorkId, sums_max, tile_sums_max, wide_tiles_max,
+    Target as Written, Tiling, WIDE_UNITS, Warps, Wave, Work, WorkId, parts_of, sums_max, tile_sums_max,
+    wide_tiles_max,
 };
 use crate::dtype::DType;
 use crate::format::{Code, Format};
@@ -48,6 +49,8 @@ const TILE_MAX: u32 = 64;
 const STEP_TILE_BYTES_MAX: u32 = 16 << 10;
 /// Bytes of the ring of inputs in a plan of chunks. A slot holds 64 columns of a block of rows, or 128 if a granule of codes is that long.
 const CHUNK_INPUT_BYTES: u32 = 96 << 10;
+/// The same with both operands in shared memory, which makes room for one more slot of weights.
+const CHUNK_INPUT_BYTES_SHARED: u32 = 64 << 10;
 /// The same with experts, whose waves take scratch: so the ring of weights keeps as many slots.
 const CHUNK_INPUT_BYTES_BESIDE_SCRATCH: u32 = 80 << 10;
 /// Least scratch of chunks with experts.
@@ -61,6 +64,9 @@ const PACKET_BYTES_MAX: u64 = 4 << 20;
 const HELD_CHUNKS: u32 = 4;
 /// How many parts of k a product of a step may have. Four are not faster (docs/perf-log.md, entry 23).
 const PARTS: [u32; 2] = [1, 2];
+/// How many a product of a chunk of one block may have (docs/perf/wave.md, entry 50), and least granules of a part: fewer do not fill the rings.
+const CHUNK_PARTS: [u32; 3] = [8, 4, 2];
+const CHUNK_PART_GRANULES: u32 = 8;
 /// Most parts of a row in a wave of rows. The next product adds up a sum of squares of each.
 const ROW_PARTS_MAX: u32 = 8;
 const WHOLE_ROWS: Over = Over::Rows { parts: 1 };
@@ -157,7 +163,7 @@ fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, aske
     }
     let program = &schedule.program;
     let Memory { inputs, scratch_bytes, state_bytes } = match form {
-        Form::Chunk => Memory::of_chunk(program, spec.sm_count),
+        Form::Chunk => Memory::of_chunk(program, spec.sm_count, products(program, target, form)),
         Form::Steps | Form::Tail => {
             let most = super::STEP_ROWS_MAX;
             if !(16..=most).contains(&rows) || !rows.is_power_of_two() {
@@ -226,9 +232,11 @@ struct Memory {
 
 impl Memory {
     /// Of a chunk. Waves of experts use scratch, and those of nets what the ring of inputs has no room for.
-    fn of_chunk(program: &Program, sms: u32) -> Memory {
+    fn of_chunk(program: &Program, sms: u32, products: Products) -> Memory {
         let (input_bytes, scratch_bytes) = if has_experts(program) {
             (CHUNK_INPUT_BYTES_BESIDE_SCRATCH, experts_scratch(program).max(CHUNK_SCRATCH_BYTES))
+        } else if products == Products::Shared && nets(program).next().is_none() {
+            (CHUNK_INPUT_BYTES_SHARED, 0)
         } else {
             (CHUNK_INPUT_BYTES, 0)
         };
@@ -922,7 +930,10 @@ impl Builder<'_> {
     /// Number of parts of k of a product. With more parts each SM reads less of the input, but SMs exchange more sums.
     fn parts(&self, grid: &Grid, m: &MatVec, matrix: &Matrix) -> u32 {
         let divisible = matches!(m.epilogue, Epilogue::Store | Epilogue::Residual { .. }) && !self.is_shared(grid);
-        if self.plan.form == Form::Chunk || !divisible {
+        if self.plan.form == Form::Chunk {
+            return self.chunk_parts(m, matrix);
+        }
+        if !divisible {
             return 1;
         }
         let sms = self.plan.machine.sms;
@@ -933,6 +944,18 @@ impl Builder<'_> {
         };
         let possible = |parts: &u32| matrix.divides(*parts) && *parts <= sms;
         PARTS.into_iter().filter(possible).min_by_key(|&parts| bytes(parts)).unwrap_or(1)
+    }
+
+    /// The same in a chunk of one block of rows. With both operands in shared memory a pass of 256 columns reads fewest bytes of them, so products of few
+    /// units are divided into parts as long as each SM has about that many columns.
+    fn chunk_parts(&self, m: &MatVec, matrix: &Matrix) -> u32 {
+        let Machine { products, sms, .. } = self.plan.machine;
+        if products != Products::Shared || !matches!(m.epilogue, Epilogue::Residual { .. }) {
+            return 1;
+        }
+        let fits = |parts: &u32| m.units().div_ceil(SHARED_PASS_MAX) * parts <= sms;
+        let long = |parts: &u32| matrix.divides(*parts) && matrix.part(*parts) >= CHUNK_PART_GRANULES;
+        CHUNK_PARTS.into_iter().find(|parts| fits(parts) && long(parts)).unwrap_or(1)
     }
 
     /// Whether pairs of blocks share the weights of a chunk.
@@ -957,7 +980,7 @@ impl Builder<'_> {
                 match machine.products {
                     Products::Warps => lengths.map(|units| matrix.chunk_shape(units)).max_by_key(|shape| shape.pass),
                     Products::Warpgroups => lengths.next_back().map(|units| matrix.wide_shape(units)),
-                    Products::Shared => lengths.next_back().map(|units| matrix.shared_shape(units)),
+                    Products::Shared => lengths.max().map(|units| matrix.shared_shape(units)),
                 }
             }
             Form::Steps | Form::Tail => {
@@ -1315,27 +1338,45 @@ fn over_all_heads(a: &Attention) -> bool {
     [&a.q_norm, &a.k_norm].into_iter().flatten().all(QkNormAttr::is_over_all_heads)
 }
 
-/// The shares of a chunk in which the two blocks of a pair have the same `n` units, and blocks of rows side by side.
-fn paired_shares(n: u32, blocks: u32, block_rows: u32, sms: u32) -> Vec<Vec<Share>> {
-    let of_pairs = shares(Over::Units { n, parts: 1 }, blocks / 2, block_rows, sms / 2, false);
+/// The shares of `n` units for blocks of rows, of each of `parts` parts of k. Some SMs work on each block of rows and part of k, and share all units of the
+/// matrix. So each weight is read once for each block of rows, from L2 after the first time, and an SM reads only its own rows and its own part of the input.
+fn unit_shares(n: u32, parts: u32, blocks: u32, block_rows: u32, sms: u32) -> Vec<Vec<Share>> {
+    let mut out = vec![vec![]; sms as usize];
+    for i in 0..blocks * parts {
+        let (first, end) = nearly_equal(sms, i, blocks * parts);
+        // If there are fewer SMs than blocks of rows, an SM has several.
+        let end = end.max(first + 1);
+        for sm in first..end {
+            let (lo, hi) = nearly_equal(n, sm - first, end - first);
+            let (row, from) = (i / parts * block_rows, i % parts * n);
+            out[sm as usize].push(Share { row, rows: block_rows, lo: from + lo, hi: from + hi });
+        }
+    }
+    out
+}
+
+/// The same where the two blocks of a pair have the same units, and blocks of rows side by side.
+fn paired_shares(n: u32, parts: u32, blocks: u32, block_rows: u32, sms: u32) -> Vec<Vec<Share>> {
+    let of_pairs = unit_shares(n, parts, blocks / 2, block_rows, sms / 2);
     let of_block = |of: u32| move |share: &Share| Share { row: 2 * share.row + of * block_rows, ..*share };
     let of_pair = |shares: Vec<Share>| [0, 1].map(|of| shares.iter().map(of_block(of)).collect());
     of_pairs.into_iter().flat_map(of_pair).collect()
 }
 
+/// Part `i` of `of` nearly equal parts of `n`.
+fn nearly_equal(n: u32, i: u32, of: u32) -> (u32, u32) {
+    let at = |i: u32| (u64::from(n) * u64::from(i) / u64::from(of.max(1))) as u32;
+    (at(i), at(i + 1))
+}
+
 /// The shares of each SM of a launch of `blocks` blocks of rows.
 fn shares(over: Over, blocks: u32, block_rows: u32, sms: u32, paired: bool) -> Vec<Vec<Share>> {
     let rows = blocks * block_rows;
-    // Part `i` of `of` nearly equal parts of `n`.
-    let part = |n: u32, i: u32, of: u32| {
-        let at = |i: u32| (u64::from(n) * u64::from(i) / u64::from(of.max(1))) as u32;
-        (at(i), at(i + 1))
-    };
     let mut out = vec![vec![]; sms as usize];
     match over {
         Over::Rows { parts: 1 } => {
             for (sm, shares) in (0..).zip(&mut out) {
-                let (lo, hi) = part(rows, sm, sms);
+                let (lo, hi) = nearly_equal(rows, sm, sms);
                 shares.push(Share { row: lo, rows: hi - lo, lo: 0, hi: 1 });
             }
         }
@@ -1344,30 +1385,18 @@ fn shares(over: Over, blocks: u32, block_rows: u32, sms: u32, paired: bool) -> V
                 out[(i % sms) as usize].push(Share { row: i / parts, rows: 1, lo: i % parts, hi: i % parts + 1 });
             }
         }
-        // Some SMs work on each block of rows and part of k, and share all units of the matrix. So each weight is read once for each block of rows, from L2
-        // after the first time, and an SM reads only its own rows and its own part of the input. In a step SMs side by side have the parts of the same units.
+        // In a step SMs side by side have the parts of the same units.
         Over::Units { n, parts } if blocks == 1 && parts > 1 && sms.is_multiple_of(parts) => {
             for sm in 0..sms {
-                let (lo, hi) = part(n, sm / parts, sms / parts);
+                let (lo, hi) = nearly_equal(n, sm / parts, sms / parts);
                 let from = sm % parts * n;
                 out[sm as usize].push(Share { row: 0, rows: block_rows, lo: from + lo, hi: from + hi });
             }
         }
-        Over::Units { n, parts: 1 } if paired && blocks.is_multiple_of(2) => {
-            return paired_shares(n, blocks, block_rows, sms);
+        Over::Units { n, parts } if paired && blocks.is_multiple_of(2) => {
+            out = paired_shares(n, parts_of(parts, blocks), blocks, block_rows, sms);
         }
-        Over::Units { n, parts } => {
-            for i in 0..blocks * parts {
-                let (first, end) = part(sms, i, blocks * parts);
-                // If there are fewer SMs than blocks of rows, an SM has several.
-                let end = end.max(first + 1);
-                for sm in first..end {
-                    let (lo, hi) = part(n, sm - first, end - first);
-                    let (row, from) = (i / parts * block_rows, i % parts * n);
-                    out[sm as usize].push(Share { row, rows: block_rows, lo: from + lo, hi: from + hi });
-                }
-            }
-        }
+        Over::Units { n, parts } => out = unit_shares(n, parts_of(parts, blocks), blocks, block_rows, sms),
         Over::Items { .. } => {}
         Over::States { n } => {
             for i in 0..n {

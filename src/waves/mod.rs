@@ -109,6 +109,10 @@ pub fn next_chunk(left: u32, most: u32) -> u32 {
     let each = left.div_ceil(left.div_ceil(most.max(1)).max(1));
     each.next_multiple_of(CHUNK_BLOCK_ROWS).min(most).min(left)
 }
+/// Parts of k in a launch of `blocks` blocks of rows, if one of a single block has `most`: sums of all parts then have as many rows, whatever the blocks.
+pub fn parts_of(most: u32, blocks: u32) -> u32 {
+    (most / blocks.max(1).next_power_of_two()).max(most.min(1))
+}
 /// Rows of a tail: a sequence has one row that decides.
 pub const TAIL_ROWS: u32 = 16;
 /// Most rows of a step.
@@ -261,7 +265,7 @@ pub enum Layout {
     Operand,
     /// The same of a step, as warpgroups read it.
     Tiles,
-    /// Sums of this many parts of k, fp32: part by part, row by row.
+    /// Sums of this many parts of k, fp32: part by part, row by row. In a launch of several blocks of rows there are fewer parts ([`parts_of`]).
     Parts(u32),
     /// The same, each sum in a packet: 8 bytes, which are written and read as one. The upper half is a tag, the number of the wave that wrote the packet.
     Packets(u32),
@@ -296,9 +300,11 @@ impl Work {
         match self.layout {
             Layout::Rows(dtype) => (rows * cols).saturating_mul(dtype.bytes() as u64),
             Layout::Operand | Layout::Tiles => rows.saturating_mul(cols.next_multiple_of(128) * 2),
-            Layout::Parts(count) | Layout::Splits(count) => {
-                (rows * cols).saturating_mul(4).saturating_mul(u64::from(count))
+            Layout::Parts(count) => {
+                let of_parts = rows.min(CHUNK_BLOCK_ROWS.into()).saturating_mul(count.into());
+                rows.max(of_parts).saturating_mul(cols).saturating_mul(4)
             }
+            Layout::Splits(count) => (rows * cols).saturating_mul(4).saturating_mul(u64::from(count)),
             Layout::Packets(count) => (rows * cols).saturating_mul(8).saturating_mul(u64::from(count)),
             Layout::Best => (rows * cols).saturating_mul(8),
             Layout::Groups(tiling) => (1 + u64::from(tiling.most)) * 16,
@@ -325,7 +331,7 @@ pub struct Wave {
 pub enum Sums {
     /// Columns of a row in `parts` parts. All warps of a block add up a part.
     Row { parts: u32 },
-    /// k in `parts` parts of `granules` granules each; of each part, groups of warps take granules in turn. Groups are added up first, then parts.
+    /// k in `parts` parts of `granules` granules each, fewer and longer ones in a launch of several blocks of rows ([`parts_of`]); of each part, groups of warps take granules in turn. Groups are added up first, then parts.
     /// `paired`: before bias and scales, by pairs of blocks. `squares`: sums of squares of the result that pairs leave of each row; 0 if none.
     /// `tiles`: by warpgroups, which add up 16 of k at once.
     Product { parts: u32, granules: u32, groups: u32, paired: bool, squares: u32, tiles: bool },
@@ -486,7 +492,7 @@ pub struct Division {
 pub enum Over {
     /// Single rows, in parts of their columns (multiples of 8, nearly equal): a launch index each.
     Rows { parts: u32 },
-    /// Units of a matrix, for blocks of rows, of each of `parts` parts of k: index `part * n + unit`.
+    /// Units of a matrix, for blocks of rows, of each part of k: index `part * n + unit`. A launch of one block has `parts` parts, one of several fewer ([`parts_of`]).
     Units { n: u32, parts: u32 },
     /// Groups of heads, or of columns of scores, for tiles of `rows` rows.
     Heads { n: u32, rows: u32 },

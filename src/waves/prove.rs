@@ -12,7 +12,8 @@ use super::mix::{POSITIONS, chunk_bytes, group_channels, has_tiles, row_bytes};
 use super::{
     Action, CHUNK_BLOCK_ROWS, Division, Form, HELD_AND_SUMS_MAX, Input, Layout, NormOf, Over, Plan, Products, Ragged,
     Ring, SHARED_PASS_MAX, SHARED_UNITS, SHARED_WARPS, STEP_ROWS_MAX, Share, Splits, Sum, Sums, TILE_WARPS,
-    Target as Written, Tiling, WIDE_UNITS, Warps, Wave, Work, WorkId, sums_max, tile_sums_max, wide_tiles_max,
+    Target as Written, Tiling, WIDE_UNITS, Warps, Wave, Work, WorkId, parts_of, sums_max, tile_sums_max,
+    wide_tiles_max,
 };
 use crate::dtype::DType;
 use crate::format::Format;
@@ -422,7 +423,7 @@ impl Judge<'_> {
                 } else if let Err(what) = partitions(*over, blocks * plan.block_rows, plan.block_rows, of_sms) {
                     self.violate("partition", None, format!("d{d}, {blocks} blocks: {what}"));
                 } else if plan.shares_weights(blocks)
-                    && matches!(over, Over::Units { parts: 1, .. })
+                    && matches!(over, Over::Units { .. })
                     && let Some(pair) = lo_hi(of_sms).chunks(2).position(|pair| pair.first() != pair.get(1))
                 {
                     let what = "other units, of which each copies half to both";
@@ -1525,7 +1526,6 @@ impl Judge<'_> {
         let (wide, shared) = (machine.products == Products::Warpgroups, machine.products == Products::Shared);
         let [pass, chunk, rows, units, k, parts] = [pass, chunk, rows, units, k, parts].map(u64::from);
         let spans = granule_spans(m, format);
-        let granules = u64::from(m.k).div_ceil(32 * spans);
         let places = rows.saturating_mul(units).saturating_mul(k);
         if [pass, chunk, rows, units, k, parts].contains(&0) || places != u64::from(machine.warps) {
             return vec![format!("expected a place for each of {} warps", machine.warps)];
@@ -1550,7 +1550,6 @@ impl Judge<'_> {
             (sums_max(grouped).into(), tiles / rows * (padded / units) * 4)
         };
         let bytes = padded.saturating_mul(chunk).saturating_mul(u64::from(format.granule_bytes()));
-        let part = u64::from(part_granules(m, format, product.parts));
         let whole = step >= 2
             && step.is_multiple_of(2)
             && of_inputs.is_multiple_of(step)
@@ -1587,10 +1586,12 @@ impl Judge<'_> {
                 "sums of warps that no scratch holds".to_string(),
             ),
             (self.plan.form == Form::Chunk && k > 1, "groups of k of a chunk, which has no scratch".to_string()),
-            (parts > 1 && part * (parts - 1) >= granules, "a part of k that is empty".to_string()),
-            // The distance between parts is one block of rows.
+            (self.empty_part(m, format, product.parts), "a part of k that is empty".to_string()),
+            // Other loops, and readers of other outputs, do not look how many parts a launch of several blocks has.
             (
-                self.plan.form == Form::Chunk && parts > 1,
+                self.plan.form == Form::Chunk
+                    && parts > 1
+                    && !(shared && matches!(m.epilogue, Epilogue::Residual { .. })),
                 "parts of k of a chunk, which may have several blocks".to_string(),
             ),
         ];
@@ -1603,6 +1604,15 @@ impl Judge<'_> {
         ];
         let of_shared = of_shared.into_iter().filter(|_| shared);
         wrong.into_iter().chain(of_shared).filter(|(wrong, _)| *wrong).map(|(_, what)| what).collect()
+    }
+
+    /// Whether a launch of some number of blocks has a part of k without granules.
+    fn empty_part(&self, m: &MatVec, format: Format, most: u32) -> bool {
+        let granules = u64::from(m.k).div_ceil(32 * granule_spans(m, format));
+        (1..=self.plan.rows / self.plan.block_rows.max(1)).any(|blocks| {
+            let parts = parts_of(most, blocks);
+            parts > 1 && u64::from(part_granules(m, format, parts)) * u64::from(parts - 1) >= granules
+        })
     }
 
     /// `id` is an input of products, as either kind reads it.
@@ -1788,7 +1798,7 @@ fn partitions(over: Over, rows: u32, block_rows: u32, of_sms: &[Vec<Share>]) -> 
             return if shares == 0 { Ok(()) } else { Err(format!("{shares} shares of items that devices deal out")) };
         }
         Over::Rows { parts } => (parts, 1),
-        Over::Units { n, parts } => (n.saturating_mul(parts), block_rows),
+        Over::Units { n, parts } => (n.saturating_mul(parts_of(parts, rows / block_rows.max(1))), block_rows),
         Over::Heads { n, rows } => (n, rows),
         // A share has all rows, so their order is that of one block.
         Over::States { n } => (n, rows),

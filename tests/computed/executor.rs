@@ -20,6 +20,7 @@ use monobloc::reference::{
 };
 use monobloc::waves::{
     Action, Form, Input, Layout, NormOf, Over, Plan, Share, Splits, Sum, Target, Tiling, Wave, WorkId, group_channels,
+    parts_of,
 };
 
 /// Keys or values of a layer: for each position, all KV heads.
@@ -338,11 +339,15 @@ impl Step<'_> {
         }
     }
 
+    /// Blocks of rows of the launch.
+    fn blocks(&self) -> u32 {
+        (self.rows.len() as u32).div_ceil(self.plan.block_rows)
+    }
+
     /// The shares of a wave and their SMs, in any order.
     fn shares(&self, wave: &Wave, random: &mut Random) -> Vec<(usize, Share)> {
         let division = &self.plan.divisions[wave.division.index()];
-        let blocks = self.rows.len().div_ceil(self.plan.block_rows as usize);
-        let of_sms = division.shares[blocks - 1].iter().enumerate();
+        let of_sms = division.shares[self.blocks() as usize - 1].iter().enumerate();
         let mut shares: Vec<_> = of_sms.flat_map(|(sm, shares)| shares.iter().map(move |share| (sm, *share))).collect();
         for i in (1..shares.len()).rev() {
             shares.swap(i, random.below(i + 1));
@@ -438,7 +443,8 @@ impl Step<'_> {
     fn part_cell(&self, id: WorkId, part: usize, row: usize, col: usize) -> usize {
         let work = &self.plan.work[id.index()];
         let cells = if self.plan.holds_packets(id) { 4 } else { 2 };
-        ((part * self.plan.rows as usize + row) * work.cols as usize + col) * cells
+        let pitch = (self.blocks().next_power_of_two() * self.plan.block_rows) as usize;
+        ((part * pitch + row) * work.cols as usize + col) * cells
     }
 
     /// Writes an element of one of several parts.
@@ -461,7 +467,8 @@ impl Step<'_> {
                 let first = self.cell(id, 0, 0);
                 let of = |part, col| first + self.part_cell(id, part, row, col);
                 let value = |part, col| self.arena.get(of(part, col)).copied().unwrap_or(f64::NAN);
-                cols.map(|col| (0..parts as usize).map(|part| value(part, col)).sum()).collect()
+                let parts = parts_of(parts, self.blocks()) as usize;
+                cols.map(|col| (0..parts).map(|part| value(part, col)).sum()).collect()
             }
             Layout::Rows(_)
             | Layout::Operand
@@ -552,6 +559,7 @@ impl Step<'_> {
                     let Over::Units { n, parts } = self.plan.divisions[wave.division.index()].over else {
                         panic!("a product that is not divided over units")
                     };
+                    let parts = parts_of(parts, self.blocks());
                     self.matmul(&grid, m, (x, squares, target), (n, parts), share, &mut best[*sm]);
                 }
                 (&Action::NormHeads { x, out }, Op::Attention(a)) => self.norm_heads(&grid, a, (x, out), share),

@@ -833,8 +833,8 @@ fn an_op_of_waves_that_computes_something_else_is_found() {
         ),
         (
             "waves/matmul.cuh",
-            "e.boxes, at * 8, first + l.lane * BOX_UNITS",
-            "e.boxes, at * 8, first + l.lane",
+            "e.boxes, (passes.from + at) * 8, first + l.lane * BOX_UNITS",
+            "e.boxes, (passes.from + at) * 8, first + l.lane",
             "shared-gated-bf16",
         ),
         ("waves/context.cuh", "t = SHARED ? col % 8 / 2 :", "t = false ? col % 8 / 2 :", "shared-store-operand-bf16"),
@@ -884,7 +884,7 @@ fn an_op_of_waves_that_computes_something_else_is_found() {
         (attention, "if (there < STEP) {", "if (false) {", "attention-8-bf16"),
         (
             attention,
-            "to + (at.lane ^ swizzle(at.position)) * 16) = piece;",
+            "to + (at.lane ^ H::swizzled(at.position)) * 16) = piece;",
             "to + at.lane * 16) = piece;",
             "attention-256-bf16",
         ),
@@ -903,7 +903,7 @@ fn a_step_of_waves_that_computes_something_else_is_found() {
         // Groups of k that are not added up, weights and a bias of another part of k, the first step of a chunk again and again, the noise
         // of another token, and the last of equal logits.
         (matmul, "v = met[(tile * K_GROUPS + k) * 32];", "v = make_float4(0.f, 0.f, 0.f, 0.f);", "steps-8-groups-bf16"),
-        (matmul, " + passes.part * (PART_GRANULES * GRANULE);", ";", "steps-units-of-4-parts"),
+        (matmul, " + passes.from * GRANULE;", ";", "steps-units-of-4-parts"),
         (matmul, "t < PAIRS && part == 0", "t < PAIRS", "steps-parts-32"),
         // A packet with the tag of another wave, and one of another part of k.
         (matmul, "c.tag_of(c.wave)", "c.tag_of(0)", "steps-packets-32"),
@@ -914,7 +914,7 @@ fn a_step_of_waves_that_computes_something_else_is_found() {
             "steps-packets-bf16",
         ),
         // Boxes of another part of k, and of the first units again and again.
-        (matmul, "(passes.part * PART_GRANULES + at) * (GRANULE / 8)", "at * (GRANULE / 8)", "steps-parts-32"),
+        (matmul, "(passes.from + at) * (GRANULE / 8)", "at * (GRANULE / 8)", "steps-parts-32"),
         (matmul, "(GRANULE / 8), first + l.lane * BOX_UNITS", "(GRANULE / 8), l.lane * BOX_UNITS", "steps-parts-32"),
         (matmul, "input = x.at + i % X_STEPS * (STEP / 2) * X::BLOCK_BYTES", "input = x.at", "steps-residual-odd"),
         (matmul, "i % W_STEPS * STEP_GRANULES * GRANULE", "0", "steps-int4-32-gated-bf16"),
@@ -930,7 +930,7 @@ fn a_step_of_waves_that_computes_something_else_is_found() {
         (matmul, "d[m][n][0] = d[m][n][1] = d[m][n][2] = d[m][n][3] = 0.f;", "d[m][n][0] = 0.f;", "steps-held-alike"),
         (matmul, "squares, done > 0, d, no_pair", "squares, false, d, no_pair", "steps-held-factor-bf16"),
         // The first part of a branch alone, a token that another row decided, and one that is told in the place of the first step.
-        (rows, "u64(s) * (M::BLOCK_ROWS * H) + col", "col", "steps-addend"),
+        (rows, "u64(s) * pitch + col", "col", "steps-addend"),
         (rows, "c.step > 0 ? u32(row) : __ldg(&r->from)", "u32(row)", "steps-embed"),
         (rows, "1 + c.step * M::BLOCK_ROWS + row] = token", "1 + row] = token", "steps-embed-later"),
         // Squares of one part, a factor of another row, and columns of the first part.

@@ -30,7 +30,7 @@ use monobloc::validate::{Validated, validate};
 use monobloc::waves::{
     Action, Division, DivisionId, Form, Input, Layout, NormOf, Over, Plan, Products, Proven, Refused, Ring, Share,
     Splits, Sum, Sums, Target as Written, Violation, Warps, Wave, WithTail, Work, WorkId, derive, derive_alike,
-    derive_ragged, derive_split, next_chunk, prove, prove_alike, prove_tail,
+    derive_ragged, derive_split, next_chunk, parts_of, prove, prove_alike, prove_tail,
 };
 
 use rayon::prelude::*;
@@ -1210,11 +1210,12 @@ impl Mutants<'_> {
         }
     }
 
-    /// A division of `n` units in `parts` parts that gives all of them to the first SM.
+    /// A division of `n` units in `parts` parts that gives all of them to the first SM, or to the first pair of SMs if pairs share weights.
     fn divided(&self, n: u32, parts: u32) -> Division {
         let Plan { rows, block_rows, machine, .. } = self.of;
         let shares = |blocks: u32| {
             let row = |block: u32| block * block_rows;
+            let parts = parts_of(parts, blocks);
             let of = |block| (0..parts).map(move |part| (block, part));
             let all = (0..blocks).flat_map(of).map(|(block, part)| Share {
                 row: row(block),
@@ -1223,7 +1224,8 @@ impl Mutants<'_> {
                 hi: part * n + n,
             });
             let mut of_sms = vec![vec![]; machine.sms as usize];
-            of_sms[0] = all.collect();
+            let sm = |share: &Share| if self.of.shares_weights(blocks) { share.row / block_rows % 2 } else { 0 };
+            all.for_each(|share| of_sms[sm(&share) as usize].push(share));
             of_sms
         };
         Division { over: Over::Units { n, parts }, shares: (1..=rows / block_rows).map(shares).collect() }
@@ -2356,6 +2358,30 @@ fn a_proven_plan_computes_keys_and_values_of_its_model() {
     assert!(models >= 21, "{models} models");
 }
 
+/// Columns within an MLP of which `down` has parts of k in a chunk: four in a launch of one block, two in one of two, one in one of three.
+const DIVIDED: u32 = 1152;
+
+/// Most parts of k of a product.
+fn parts_of_k(plan: &Plan) -> u32 {
+    let parts = |division: &Division| if let Over::Units { parts, .. } = division.over { parts } else { 1 };
+    plan.divisions.iter().map(parts).max().unwrap_or(1)
+}
+
+#[test]
+fn launches_of_more_blocks_have_fewer_parts_of_k() {
+    let (_folder, imported) = stored(&of_size("families/llama-gqa", 128, Some(DIVIDED)));
+    let validated = kernel(&imported.graph, &small());
+    let proven = proven(&validated, &small(), Form::Chunk, 512).unwrap();
+    assert_eq!(parts_of_k(proven.plan()), 4);
+    let text = tokens(&imported, 500);
+    let all = expected(&imported, &text);
+    let (one, rest) = text.split_at(100);
+    let (two, three) = rest.split_at(140);
+    let found = execute(&validated.schedule().program, &imported, proven.plan(), &[one, two, three], 5);
+    let difference = difference(&all, &found);
+    assert!(difference < TOLERANCE, "{difference:e}");
+}
+
 /// The tokens that the reference decides after `text`, one after another, and the keys and values of all tokens except the last.
 fn decoded(imported: &Imported, text: &[u32], count: usize) -> (Vec<u32>, Vec<[Rows; 2]>) {
     let mut session = Session::new(&imported.graph, &imported.weights);
@@ -2820,10 +2846,16 @@ pub fn worst_position(expected: &[[Rows; 2]], found: &[[Rows; 2]]) -> f64 {
 /// and plain activations. bf16 rounds each activation to 2^-9 of itself.
 #[test]
 fn a_generated_kernel_computes_keys_and_values_of_its_model() {
-    for (name, count) in [("families/gemma3", 140), ("families/starcoder2", 30)] {
-        let ((_folder, imported), target) = (stored(&wide(name)), small());
+    // With the parts of k that `down` has in a launch of one block.
+    for (name, within, count, parts) in [
+        ("families/gemma3", None, 140, 1),
+        ("families/starcoder2", None, 30, 1),
+        ("families/llama-gqa", Some(DIVIDED), 150, 4),
+    ] {
+        let ((_folder, imported), target) = (stored(&of_size(name, 128, within)), small());
         let validated = kernel(&imported.graph, &target);
         let proven = proven(&validated, &target, Form::Chunk, 256).unwrap();
+        assert_eq!(parts_of_k(proven.plan()), parts, "{name}");
         let shape = Shape::of(&validated.schedule().program).unwrap();
         // Pages in no order.
         let page_of: Vec<u32> = (0..shape.blocks()).map(|block| (block * 7 + 5) % shape.pages).collect();
