@@ -867,11 +867,12 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
                 Role::Choices => {
                     table.map(|table| exchange(DType::I32, Cols { stride_j: 1, limit: table.cols, ..Cols::all(1) }))
                 }
+                // Before the inputs of slots: what its SM has is one vector, so a slot has no input of its own there.
+                Role::X if m.own_input => Some(private(DType::F32, Cols::all(m.k))),
                 Role::X if table.is_some() && !shared_input => {
                     let pitch = table.map_or(m.k, |table| input_cols / table.cols.max(1)).max(m.k);
                     Some(exchange(wire, of_slots(Cols::all(m.k), pitch)))
                 }
-                Role::X if m.own_input => Some(private(DType::F32, Cols::all(m.k))),
                 Role::X => Some(exchange(wire, Cols::all(m.k))),
                 Role::NormWeight => m.norm.map(|_| vector(Cols::all(m.k))),
                 Role::NormBias => m.norm.filter(|n| n.kind == NormKind::Layer).map(|_| vector(Cols::all(m.k))),

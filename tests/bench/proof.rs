@@ -1,11 +1,12 @@
 //! Attacks the proof: prints figures and tables of `docs/proof-report.md`.
 //!
 //! `cargo bench --bench proof` runs all parts on all cores, `-- scale` those that are named: `population` (or a number of
-//! schedules in place of 120,000), `scale`, `load`. With `write` among the words each part also replaces its table in the report.
+//! schedules in place of 200,000), `scale`, `load`. A population goes on where the same program stopped; with `20m` no part of it begins
+//! after 20 minutes. With `write` among the words each part also replaces its table in the report.
 
 mod clock;
 use clock::core_seconds;
-use computed::oracle::population::{Outcome, Size, judge_population};
+use computed::oracle::population::{Count, Outcome, Size, judge_population};
 use computed::proof_support::BF16;
 use monobloc::candidate::Candidate;
 use monobloc::codegen::abi::Queues;
@@ -26,17 +27,22 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 /// Number of schedules in the report's population.
-const POPULATION: usize = 120_000;
+const POPULATION: usize = 200_000;
 
 fn main() {
     // Cargo passes `--bench`.
     let words: Vec<String> = std::env::args().skip(1).filter(|word| !word.starts_with('-')).collect();
     let count = words.iter().find_map(|word| word.parse().ok());
-    if let Some(unknown) = words
-        .iter()
-        .find(|w| !["population", "scale", "load", "write"].contains(&w.as_str()) && w.parse::<usize>().is_err())
-    {
-        eprintln!("no part `{unknown}`: expected population, scale, load, a number of schedules, or write");
+    let minutes_of = |word: &String| word.strip_suffix('m')?.parse::<f64>().ok();
+    let minutes = words.iter().find_map(minutes_of).unwrap_or(f64::INFINITY);
+    if let Some(unknown) = words.iter().find(|w| {
+        !["population", "scale", "load", "write"].contains(&w.as_str())
+            && w.parse::<usize>().is_err()
+            && minutes_of(w).is_none()
+    }) {
+        eprintln!(
+            "no part `{unknown}`: expected population, scale, load, a number of schedules, minutes as `20m`, or write"
+        );
         std::process::exit(2);
     }
     let asked = |part: &str| words.iter().any(|w| w == part);
@@ -54,7 +60,7 @@ fn main() {
         put("load", load());
     }
     if all || asked("population") || count.is_some() {
-        let (text, fine) = population(count.unwrap_or(POPULATION));
+        let (text, fine) = population(count.unwrap_or(POPULATION), minutes);
         put("population", text);
         if !fine {
             std::process::exit(1);
@@ -85,7 +91,7 @@ fn cpu_model() -> String {
 
 fn graphs() -> Vec<(String, ModelGraph)> {
     let mut graphs = vec![];
-    for folder in ["families", "variants"] {
+    for folder in ["families", "variants", "experts", "hybrids"] {
         for entry in fs::read_dir(root("tests/fixtures").join(folder)).expect("fixtures") {
             let path = entry.expect("an entry").path();
             if let Ok(imported) = import(&path) {
@@ -98,32 +104,86 @@ fn graphs() -> Vec<(String, ModelGraph)> {
     graphs
 }
 
-/// The table of both judges, and whether it has no forbidden result.
-fn population(total: usize) -> (String, bool) {
+/// Parts of a population. Each that is done is kept below `target`, so that the same program goes on where it stopped.
+const PARTS: usize = 128;
+
+/// A part that was judged before, with its time in seconds.
+fn stored(path: &Path) -> Option<(Outcome, f64)> {
+    let text = fs::read_to_string(path).ok()?;
+    let (seconds, rows) = text.split_once('\n')?;
+    let mut outcome = Outcome::default();
+    for row in rows.lines() {
+        let (class, numbers) = row.split_once('\t')?;
+        let numbers: Vec<usize> = numbers.split('\t').map(|n| n.parse().ok()).collect::<Option<_>>()?;
+        let [judged, unsafe_, rejected, false_accepts, kernels, stricter, unnamed, exhaustive] =
+            numbers.try_into().ok()?;
+        let count = Count { judged, unsafe_, rejected, false_accepts, kernels, stricter, unnamed, exhaustive };
+        outcome.classes.insert(class.to_string(), count);
+    }
+    Some((outcome, seconds.parse().ok()?))
+}
+
+/// Keeps a part without a forbidden result.
+fn store(path: &Path, outcome: &Outcome, seconds: f64) {
+    let mut text = format!("{seconds}\n");
+    for (class, count) in &outcome.classes {
+        let Count { judged, unsafe_, rejected, false_accepts, kernels, stricter, unnamed, exhaustive } = *count;
+        let numbers = [judged, unsafe_, rejected, false_accepts, kernels, stricter, unnamed, exhaustive];
+        let numbers: Vec<String> = numbers.iter().map(usize::to_string).collect();
+        let _ = writeln!(text, "{class}\t{}", numbers.join("\t"));
+    }
+    // Whole, or not at all.
+    let new = path.with_extension("new");
+    fs::write(&new, text).and_then(|()| fs::rename(&new, path)).expect("a part in `target`");
+}
+
+/// Judges one part of `each` schedules.
+fn judge_part(part: usize, each: usize, graphs: &[(String, ModelGraph)]) -> Outcome {
+    let (real, double, random, waves) = (each * 15 / 100, each * 25 / 100, each / 10, each / 10);
+    let single = each - real - double - random - waves;
+    judge_population(&Size { real, single, double, random, waves, seed: part as u64 + 1 }, graphs)
+}
+
+/// The table of both judges, and whether it has no forbidden result. No part begins after `minutes`.
+fn population(total: usize, minutes: f64) -> (String, bool) {
     let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
     let graphs = graphs();
     let begin = Instant::now();
-    let mut all = Outcome::default();
-    let parts = 8 * threads;
-    let each = total / parts;
+    // Another program has other judges.
+    let program = fs::read(std::env::current_exe().expect("this program")).expect("this program");
+    let folder = root("target/proof-parts").join(format!("{}-{total}", Digest::of(&program).short()));
+    fs::create_dir_all(&folder).expect("a folder in `target`");
     let next = AtomicUsize::new(0);
+    let (mut all, mut seconds, mut done) = (Outcome::default(), 0.0, 0);
     std::thread::scope(|scope| {
         let work = || {
-            let mut mine = Outcome::default();
+            let mut mine = vec![];
             loop {
                 let part = next.fetch_add(1, Ordering::Relaxed);
-                if part >= parts {
+                if part >= PARTS {
                     return mine;
                 }
-                let (real, double, random) = (each * 15 / 100, each * 25 / 100, each / 10);
-                let single = each - real - double - random;
-                let size = Size { real, single, double, random, seed: part as u64 + 1 };
-                mine.merge(judge_population(&size, &graphs));
+                let path = folder.join(part.to_string());
+                if let Some(known) = stored(&path) {
+                    mine.push(known);
+                    continue;
+                }
+                if begin.elapsed().as_secs_f64() > minutes * 60.0 {
+                    continue;
+                }
+                let begun = Instant::now();
+                let outcome = judge_part(part, total / PARTS, &graphs);
+                let took = begun.elapsed().as_secs_f64();
+                if outcome.faults.is_empty() {
+                    store(&path, &outcome, took);
+                }
+                mine.push((outcome, took));
             }
         };
         let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
-        for worker in workers {
-            all.merge(worker.join().expect("a worker"));
+        for (outcome, took) in workers.into_iter().flat_map(|worker| worker.join().expect("a worker")) {
+            all.merge(outcome);
+            (seconds, done) = (seconds + took, done + 1);
         }
     });
     for fault in all.faults.iter().take(10) {
@@ -133,10 +193,9 @@ fn population(total: usize) -> (String, bool) {
     let mut text = String::new();
     let _ = writeln!(
         text,
-        "{} schedules on {threads} threads of {}, in {:.0} s.\n\n{}",
+        "{} schedules, {done} of {PARTS} parts, in {seconds:.0} s of a thread of {}.\n\n{}",
         count.judged,
         cpu_model(),
-        begin.elapsed().as_secs_f64(),
         all.table()
     );
     (text, count.false_accepts + count.unnamed == 0 && all.faults.is_empty())

@@ -2,7 +2,7 @@
 //! with it, and what is added up.
 
 use monobloc::candidate::Candidate;
-use monobloc::ir::op::Role;
+use monobloc::ir::op::{Op, Role};
 use monobloc::ir::program::{Cols, Content, Operand, Rows};
 use monobloc::ir::schedule::{Event, Schedule, Source, Task};
 use monobloc::ir::table::TableHome;
@@ -212,6 +212,17 @@ fn every_unit_of_a_slot_is_computed_once() {
             }),
         ],
     );
+}
+
+/// What its SM has is one vector, so slots that have inputs of their own cannot read it.
+#[test]
+fn slots_with_own_inputs_do_not_read_the_residual() {
+    let (mut s, target) = two_layers();
+    let id = grid(&s, "down.0");
+    let Op::MatVec(m) = &mut s.program.grids[id.index()].op else { panic!("a product") };
+    m.own_input = true;
+    let found = rules(&s, &target);
+    assert!(found.contains(&Rule::Space), "{found:?}");
 }
 
 #[test]

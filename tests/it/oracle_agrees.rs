@@ -338,7 +338,7 @@ fn the_hooks_of_mutants_fit_the_kernels() {
 
 #[test]
 fn both_judges_agree_on_a_slice_of_the_population() {
-    let size = |seed| Size { real: 0, single: 450, double: 100, random: 100, seed };
+    let size = |seed| Size { real: 0, single: 450, double: 100, random: 100, waves: 60, seed };
     let mut outcome = judge_population(&size(11), &[]);
     outcome.merge(judge_population(&size(12), &[]));
     let total = outcome.total();

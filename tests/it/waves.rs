@@ -6,6 +6,7 @@ use std::path::Path;
 use std::process::Command;
 
 use computed::executor::{Executor, First, Row, Rows, TOLERANCE, cached_by, difference, execute, expected};
+use computed::oracle::waves::works;
 use monobloc::candidate::Candidate;
 use monobloc::codegen::abi;
 use monobloc::codegen::emit::Trace;
@@ -1630,53 +1631,6 @@ fn in_tiles(p: &mut Plan, program: &Program, w: usize) {
 
 /// A change of a share, with its name.
 type Change = (&'static str, fn(&mut Share));
-
-/// The buffers that an action names.
-fn works(action: &mut Action) -> Vec<&mut WorkId> {
-    match action {
-        Action::Rows { residual, sum, out } => {
-            let branch = match sum {
-                Some(Sum::Branch { branch, .. }) => Some(branch),
-                Some(Sum::Embed { best, .. }) => best.as_mut(),
-                Some(Sum::Taken) | None => None,
-            };
-            let written = out.iter_mut().flat_map(|out| [&mut out.to].into_iter().chain(&mut out.squares));
-            [residual].into_iter().chain(branch).chain(written).collect()
-        }
-        Action::MatMul {
-            x,
-            squares,
-            target: Written::Out(id) | Written::Residual(id) | Written::Best(id),
-            then,
-            ..
-        } => {
-            let written = then.iter_mut().flat_map(|then| [&mut then.to].into_iter().chain(&mut then.squares));
-            [x, id].into_iter().chain(squares).chain(written).collect()
-        }
-        Action::NormHeads { x, out } | Action::ShortConv { x, out } => vec![x, out],
-        Action::Append { x, queries } => vec![x, queries],
-        Action::Attend { queries, out, gate, .. } => [queries, out].into_iter().chain(gate).collect(),
-        Action::AttendRow { x, out, splits, .. } => {
-            [x, out].into_iter().chain(splits.as_mut().map(|splits| &mut splits.left)).collect()
-        }
-        Action::Merge { out, splits, gate } => [out, &mut splits.left].into_iter().chain(gate).collect(),
-        Action::Scores { x, out } => vec![x, out],
-        Action::Route { scores, choices, shares } => vec![scores, choices, shares],
-        Action::Gather { x, choices, groups, places, out } => vec![x, choices, groups, places, out],
-        Action::Experts { x, groups, out, .. } => vec![x, groups, out],
-        Action::Combine {
-            x,
-            places,
-            shares,
-            shared,
-            gate,
-            target: Written::Out(id) | Written::Residual(id) | Written::Best(id),
-        } => [x, places, shares, id].into_iter().chain(shared).chain(gate).collect(),
-        Action::Convolve { x, scalars, out } | Action::MixRow { x, scalars, out } => vec![x, scalars, out],
-        Action::Mix { turned, x, out } => vec![turned, x, out],
-        Action::Gated { mixed, x, out } => vec![mixed, x, out],
-    }
-}
 
 /// Splits of which one number is another one.
 fn other_splits(splits: Splits) -> Vec<Splits> {

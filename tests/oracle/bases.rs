@@ -1,9 +1,9 @@
 //! Owns schedules to judge: real lowerings of random shapes and candidates, and programs that no lowering would make.
 
 use super::explore::Rng;
+use super::hybrids::{fleet, with_states};
 use crate::proof_support::{
-    BF16, FP32, MIXTURE, Mixture, TOY, Toy, beyond_kernels, cpu, h200, on_cpu, on_h200, small_mixture, two_devices_on,
-    words_of,
+    BF16, FP32, MIXTURE, Mixture, TOY, Toy, beyond_kernels, cpu, h200, on_cpu, on_h200, small_mixture, words_of,
 };
 use monobloc::candidate::Candidate;
 use monobloc::dtype::{DType, Precision};
@@ -34,7 +34,8 @@ pub struct Base {
     pub target: Target,
 }
 
-fn of<T: Copy>(random: &mut Rng, list: &[T]) -> T {
+/// Any of a list.
+pub(super) fn of<T: Copy>(random: &mut Rng, list: &[T]) -> T {
     list[random.below(list.len())]
 }
 
@@ -136,7 +137,7 @@ pub fn several(random: &mut Rng) -> Base {
     let on = |sms| if on_gpu { on_h200(sms) } else { on_cpu(sms) };
     match random.below(8) {
         0 => mixed(random),
-        1 => Base { name: "two devices".into(), schedule: two_devices_on(&machine, &on(4)), target },
+        1 => fleet(random),
         2 | 3 => {
             let format = of(random, &[None, None, Some(INT8), Some(BLOCKS)]);
             Base { name: "words".into(), schedule: words_of(format).0, target: beyond_kernels() }
@@ -225,7 +226,11 @@ pub fn real(random: &mut Rng, graphs: &[(String, ModelGraph)]) -> Option<Base> {
             window: family.window.map(|w| of(random, &[1, 3, w, 50])),
             ..family
         };
-        (name.to_string(), toy.graph(), toy.context)
+        let mut graph = toy.graph();
+        if random.below(4) == 0 && !toy.parallel {
+            with_states(random, &mut graph);
+        }
+        (name.to_string(), graph, toy.context)
     };
     let precision = of(random, &[BF16, FP32, Precision { wire: DType::F32, ..BF16 }, FP8_CACHE]);
     let cpu = target.kind == TargetKind::Cpu;

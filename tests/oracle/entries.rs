@@ -8,7 +8,7 @@ use super::footprint::unit_bytes;
 use monobloc::codegen::abi::{Entry, NONE, StreamRun, Tables};
 use monobloc::dtype::DType;
 use monobloc::format::Format;
-use monobloc::ir::op::{MatVec, Op, Role};
+use monobloc::ir::op::{Attention, MatVec, Op, Role};
 use monobloc::ir::program::{Buffer, Grid, Operand, Rows, Space};
 use monobloc::ir::schedule::{Regime, Schedule, SmemKind, Source, Task};
 use std::collections::BTreeMap;
@@ -65,7 +65,7 @@ impl Reader<'_> {
                             let (lo, hi) = o.cols.range(task.lo, task.hi, task.j);
                             residuals.push((o.buffer, lo, hi, u64::from(entry.residual)));
                         }
-                        None => expect(entry.residual == 0, || here(id, "has a residual".to_string()))?,
+                        None => self.in_place_of_residual(grid, entry.residual).map_err(|what| here(id, what))?,
                     }
                     // The input is read from the first value of the residual on, four at a time, so it must be the whole buffer from its first column.
                     if let (Op::MatVec(MatVec { k, own_input: true, .. }), Some(o)) = (&grid.op, grid.operand(Role::X))
@@ -89,10 +89,11 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// Checks the queue of a launch that only fills the cache: everything up to the last append of the step, and no task that waits for later ones.
+    /// Checks the queue of a launch that only fills the cache: everything up to the last append of the step or the last state, and no task that waits for later ones.
     fn fill(&self, regime: &Regime, sm: usize, queue: usize) -> Said {
         let grids = &self.schedule.program.grids;
-        let last = grids.iter().rposition(|grid| matches!(grid.op, Op::Attention(_)));
+        let leaves = |grid: &Grid| matches!(grid.op, Op::Attention(_)) || grid.operand(Role::State).is_some();
+        let last = grids.iter().rposition(leaves);
         let fills = |grid: usize| last.is_some_and(|last| grid <= last);
         let entries = regime.queues[sm].iter().filter(|id| fills(regime.tasks[id.index()].grid.index())).count();
         let runs = regime.streams[sm].iter().filter(|run| fills(regime.tasks[run.task.index()].grid.index())).count();
@@ -108,6 +109,7 @@ impl Reader<'_> {
         let (x, aux) = match grid.op {
             Op::Select => (exchange(Role::Best), None),
             Op::Route(_) | Op::Combine(_) => (exchange(Role::X), exchange(Role::Shares)),
+            Op::Mix(_) => (exchange(Role::Q), exchange(Role::Beta)),
             _ => ([Role::X, Role::Q, Role::Partial].into_iter().find_map(exchange), exchange(Role::Best)),
         };
         for (name, said, operand) in
@@ -121,10 +123,11 @@ impl Reader<'_> {
             self.exchange(said, operand, task, grid).map_err(|what| format!("`{name}` {what}"))?;
         }
         let constant = |roles: &[Role]| roles.iter().find_map(|&role| grid.operand(role));
+        let of_table = [Role::Bias, Role::Rope, Role::Table];
         for (name, said, roles) in [
-            ("norm_weight", entry.norm_weight, &[Role::NormWeight, Role::QNormWeight][..]),
-            ("norm_bias", entry.norm_bias, &[Role::NormBias, Role::KNormWeight]),
-            ("table", entry.table, &[Role::Bias, Role::Rope, Role::Table]),
+            ("norm_weight", entry.norm_weight, &[Role::NormWeight, Role::QNormWeight, Role::D][..]),
+            ("norm_bias", entry.norm_bias, &[Role::NormBias, Role::KNormWeight, Role::ALog]),
+            ("table", entry.table, if grid.operand(Role::Conv).is_some() { &[Role::Conv] } else { &of_table }),
         ] {
             let place = constant(roles).map(|o| self.place(o));
             units(said, place).map_err(|what| format!("`{name}` {what}"))?;
@@ -147,11 +150,31 @@ impl Reader<'_> {
             }
             _ => {}
         }
-        for (name, said, role) in [("k_cache", entry.k_cache, Role::AppendK), ("v_cache", entry.v_cache, Role::AppendV)]
-        {
+        // An op with a state has it in the place of a cache.
+        let kept = match grid.operand(Role::State) {
+            Some(_) => [Role::State, Role::DtBias],
+            None => [Role::AppendK, Role::AppendV],
+        };
+        for (name, said, role) in [("k_cache", entry.k_cache, kept[0]), ("v_cache", entry.v_cache, kept[1])] {
             units(said, grid.operand(role).map(|o| self.place(o))).map_err(|what| format!("`{name}` {what}"))?;
         }
         Ok(())
+    }
+
+    /// What an entry of an op without a residual has in its place: the place of a constant, or packets of a gate.
+    fn in_place_of_residual(&self, grid: &Grid, said: u32) -> Said {
+        let role = match grid.op {
+            Op::Convolve(_) | Op::Scan(_) => Role::Bias,
+            Op::Attention(Attention { sinks: true, .. }) => Role::Sinks,
+            Op::GroupNorm(_) | Op::AttentionMerge { gate: true, .. } => Role::Gate,
+            _ => return expect(said == 0, || "has a residual".to_string()),
+        };
+        let place = grid.operand(role).map(|operand| self.place(operand));
+        if role != Role::Gate {
+            return units(said, place).map_err(|what| format!("`{}` {what}", role.name()));
+        }
+        let packet = place.map_or(u64::from(NONE), |place| place / 8);
+        expect(u64::from(said) == packet, || format!("names packet {said} of a gate at {packet}"))
     }
 
     fn buffer(&self, operand: &Operand) -> &Buffer {
@@ -216,8 +239,12 @@ impl Reader<'_> {
             };
             grid.operands.iter().map(of).collect()
         };
-        // From the gate of one row to that of the next.
-        let pitch = |grid: &Grid| grid.operand(Role::Gate).map(|gate| self.buffer(gate).cols);
+        // From the gate of one row to that of the next; and where gates begin, if an entry names their buffer alone.
+        let several = self.schedule.program.rows > 1;
+        let pitch = |grid: &Grid| {
+            let first = |gate: &Operand| if matches!(grid.op, Op::GroupNorm(_)) { gate.cols.base } else { 0 };
+            grid.operand(Role::Gate).map(|gate| (several.then(|| self.buffer(gate).cols), first(gate)))
+        };
         expect(a.op == b.op && a.n == b.n && shape(a) == shape(b) && pitch(a) == pitch(b), || {
             format!("shares the code of `{}`, which is another op", a.name)
         })

@@ -2,7 +2,7 @@
 
 use super::draws::draws;
 use super::machine::{Plan, Poll, State, Window};
-use super::{Fault, contents};
+use super::{Fault, contents, states};
 use monobloc::ir::schedule::Schedule;
 use monobloc::target::Target;
 use std::collections::HashSet;
@@ -49,6 +49,7 @@ pub fn judge(schedule: &Schedule, target: &Target, effort: &Effort) -> Verdict {
 fn walk_all(schedule: &Schedule, target: &Target, effort: &Effort) -> Result<bool, Fault> {
     let plan = Plan::new(schedule, target)?;
     contents::judge(schedule)?;
+    states::judge(schedule, plan.feet())?;
     let mut windows = vec![];
     for from in plan.windows(effort.steps) {
         for draw in draws(schedule, from)? {

@@ -41,6 +41,8 @@ pub struct Foot {
     pub outputs: Vec<Touch>,
     /// Entries of tables that choose what its loader brings in.
     pub choices: Vec<Touch>,
+    /// Columns of recurrent states that it brings on, for each of its rows.
+    pub states: Vec<Touch>,
     /// Which of how many parts of the sequences the task takes; `None`: all sequences. The touches above are of all rows.
     pub part: Option<(u32, u32)>,
 }
@@ -65,6 +67,7 @@ impl Foot {
             history: of(&self.history),
             outputs: of(&self.outputs),
             choices: of(&self.choices),
+            states: of(&self.states),
         }
     }
 }
@@ -941,8 +944,9 @@ fn foot(s: &Schedule, grid: &Grid, task: &Task, vocab: u32) -> Result<Foot, Faul
             (Space::Cache, Access::Stream) => &mut foot.history,
             (Space::Cache, _) => &mut foot.appends,
             (Space::Output, _) => &mut foot.outputs,
-            // Of a state, an SM finds what it left itself: `contents` judges that.
-            (Space::Weight | Space::Constant | Space::State, _) => continue,
+            // Of a state, an SM finds what it left itself: `contents` and `states` judge that.
+            (Space::State, _) => &mut foot.states,
+            (Space::Weight | Space::Constant, _) => continue,
         };
         list.extend(touches);
     }

@@ -45,6 +45,11 @@ impl<'a> Plan<'a> {
         Ok(Plan { schedule, feet, bulk: target.spec.copy == CopyMechanism::Bulk })
     }
 
+    /// The accesses of tasks, by regime.
+    pub fn feet(&self) -> &[Vec<Foot>] {
+        &self.feet
+    }
+
     /// First positions of the most useful windows of `steps` steps: at the start of a text, at each change of regime, and at the
     /// end of a text.
     pub fn windows(&self, steps: u32) -> Vec<u32> {

@@ -12,11 +12,13 @@
 //!   stale as the fences allow.
 //! - [`contents`] runs a text with contents, with the regimes of its positions and in the first regime alone: both must compute
 //!   the same. The same holds for a text that several kernels over one cache run in turn.
+//! - [`states`] runs the launches that a host may make, and looks in which version tasks find recurrent states.
 //! - [`words`] looks for words that a step of another regime did not clear.
 //! - [`draws`] makes the tables that the host may write.
 //! - [`explore`] walks: all interleavings of small schedules, adversarial random ones of large schedules.
 //! - [`entries`] reads back the queues of a proven schedule.
 //! - [`device`] prepares unproven schedules for a device, for `tests/bench/mutants.rs`.
+//! - [`waves`] breaks plans of wave kernels, which [`crate::executor`] executes.
 //! - [`mutate`] breaks schedules in named ways, [`population`] judges many of them with both judges.
 //!
 //! It is below `tests/` because it is no part of the product: if it shipped, the first judge could start to
@@ -29,9 +31,13 @@ pub mod draws;
 pub mod entries;
 pub mod explore;
 pub mod footprint;
+pub mod hybrids;
 pub mod machine;
 pub mod mutate;
+mod mutate_states;
 pub mod population;
+pub mod states;
+pub mod waves;
 pub mod words;
 
 use std::fmt;

@@ -1,6 +1,10 @@
 //! Breaks schedules in named ways. A mutation returns the entities that it touched: a rejection must name one of them.
 
 use super::explore::Rng;
+use super::mutate_states::{
+    any_position, chosen_twice, columns_of_state, inputs_of_state, other_device, other_state, part_of_sequences,
+    place_of_state, slots_of_state, state_elsewhere,
+};
 use crate::proof_support::as_words;
 use monobloc::dtype::DType;
 use monobloc::ir::op::{Access, MatVec, Op, Role};
@@ -90,14 +94,23 @@ pub const CLASSES: &[(&str, Mutate)] = &[
     ("shares of another layer", other_shares),
     ("bias of another part", other_bias),
     ("choices overwritten", choices_overwritten),
+    ("experts chosen twice", chosen_twice),
+    ("state on another SM", state_elsewhere),
+    ("slots of a state", slots_of_state),
+    (OTHER_NET, other_state),
+    ("place of a state", place_of_state),
+    (PARTS, part_of_sequences),
+    ("state of any position", any_position),
+    ("columns of a state", columns_of_state),
+    ("inputs of a state", inputs_of_state),
+    ("task on another device", other_device),
 ];
 
 /// Classes that need features that decoders of one row do not have.
-pub const SEVERAL: [&str; 5] =
-    ["pages of two sizes", "fact that is not declared", "row of a task", "row of an event", "scope or home"];
+pub const SEVERAL: [&str; 4] = ["pages of two sizes", "fact that is not declared", "row of a task", "row of an event"];
 
 /// Classes that need experts.
-pub const EXPERTS: [&str; 9] = [
+pub const EXPERTS: [&str; 10] = [
     "choice that a run does not wait for",
     "choice of another slot",
     "choice of another layer",
@@ -107,16 +120,40 @@ pub const EXPERTS: [&str; 9] = [
     "shares of another layer",
     "bias of another part",
     "choices overwritten",
+    "experts chosen twice",
 ];
+
+/// Classes that need recurrent states.
+pub const STATES: [&str; 8] = [
+    "state on another SM",
+    "slots of a state",
+    OTHER_NET,
+    "place of a state",
+    PARTS,
+    "state of any position",
+    "columns of a state",
+    "inputs of a state",
+];
+
+/// Classes that need several devices.
+pub const DEVICES: [&str; 2] = ["scope or home", "task on another device"];
+
+/// These need two nets, and one that divides the sequences.
+pub const OTHER_NET: &str = "state of another net";
+pub const PARTS: &str = "part of the sequences";
 
 pub const REUSED: &str = "packet buffer reused across steps";
 
-fn pick<T>(random: &mut Rng, list: &[T]) -> Option<usize> {
+pub(super) fn pick<T>(random: &mut Rng, list: &[T]) -> Option<usize> {
     (!list.is_empty()).then(|| random.below(list.len()))
 }
 
 /// A regime and one of its tasks that satisfies `wanted`.
-fn a_task(s: &Schedule, random: &mut Rng, wanted: impl Fn(usize, TaskId) -> bool) -> Option<(usize, TaskId)> {
+pub(super) fn a_task(
+    s: &Schedule,
+    random: &mut Rng,
+    wanted: impl Fn(usize, TaskId) -> bool,
+) -> Option<(usize, TaskId)> {
     let r = random.below(s.regimes.len());
     let all: Vec<TaskId> = (0..s.regimes[r].tasks.len()).map(TaskId::from).filter(|t| wanted(r, *t)).collect();
     Some((r, all[pick(random, &all)?]))
@@ -132,7 +169,7 @@ fn a_buffer(s: &Schedule, random: &mut Rng, wanted: impl Fn(Space) -> bool) -> O
     Some(BufferId::from(all[pick(random, &all)?]))
 }
 
-fn task_at(r: usize, id: TaskId) -> Entity {
+pub(super) fn task_at(r: usize, id: TaskId) -> Entity {
     Entity::Task(r as u32, id)
 }
 
@@ -274,7 +311,7 @@ fn mechanism(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<E
 }
 
 /// Lists the runs of a regime's queues again.
-fn restream(s: &mut Schedule, r: usize) {
+pub(super) fn restream(s: &mut Schedule, r: usize) {
     let regime = &mut s.regimes[r];
     let runs: Vec<Run> = regime.streams.iter().flatten().copied().collect();
     for (stream, queue) in regime.streams.iter_mut().zip(&regime.queues) {
@@ -1216,7 +1253,7 @@ fn choices_of(s: &Schedule, table: TableId) -> Option<BufferId> {
     }
 }
 
-fn operands_of(s: &mut Schedule, g: GridId, role: Role) -> impl Iterator<Item = &mut Operand> {
+pub(super) fn operands_of(s: &mut Schedule, g: GridId, role: Role) -> impl Iterator<Item = &mut Operand> {
     s.program.grids[g.index()].operands.iter_mut().filter(move |operand| operand.role == role)
 }
 
@@ -1471,6 +1508,11 @@ fn concerns(said: Entity, touched: Entity, s: &Schedule) -> bool {
         // A regime that was added as a whole.
         (Entity::Task(r, _) | Entity::Event(r, _) | Entity::Sm(r, _), Entity::Regime(q)) => r == q,
         (Entity::Event(r, e), Entity::Grid(g)) => event(r, e).is_some_and(|event| uses(g, event.buffer)),
+        // A table of choices lies in what a grid writes.
+        (Entity::Table(t), Entity::Grid(g)) => match s.program.tables.get(t.index()).map(|table| table.home) {
+            Some(TableHome::Device(b)) => uses(g, b),
+            _ => false,
+        },
         (Entity::Sm(r, sm), Entity::Task(q, t)) => {
             r == q && s.regimes[q as usize].queues.get(sm.index()).is_some_and(|queue| queue.contains(&t))
         }

@@ -3,7 +3,9 @@
 use super::bases::{Base, medium, mixed, random_program, real, several, small};
 use super::entries::disagreement;
 use super::explore::{Effort, Rng, Verdict, judge};
-use super::mutate::{CLASSES, EXPERTS, REUSED, SEVERAL, names};
+use super::hybrids::{divided, fleet, hybrid, of_two_nets};
+use super::mutate::{CLASSES, DEVICES, EXPERTS, OTHER_NET, PARTS, REUSED, SEVERAL, STATES, names};
+use super::waves::judge_waves;
 use monobloc::codegen::abi::encode;
 use monobloc::ir::print::print;
 use monobloc::model::graph::ModelGraph;
@@ -19,6 +21,8 @@ pub struct Size {
     pub single: usize,
     pub double: usize,
     pub random: usize,
+    /// Plans of wave kernels.
+    pub waves: usize,
     pub seed: u64,
 }
 
@@ -69,6 +73,18 @@ impl Outcome {
         let mut total = Count::default();
         self.classes.values().for_each(|c| total.add(c));
         total
+    }
+
+    /// Adds a result to its class.
+    pub fn count(&mut self, class: &str, found: &Count) {
+        self.classes.entry(class.to_string()).or_default().add(found);
+    }
+
+    /// Keeps the description of a forbidden result.
+    pub fn tell(&mut self, what: String) {
+        if self.faults.len() < FAULTS_KEPT {
+            self.faults.push(what);
+        }
     }
 
     pub fn merge(&mut self, other: Outcome) {
@@ -196,11 +212,18 @@ pub fn judge_population(size: &Size, graphs: &[(String, ModelGraph)]) -> Outcome
         let kind = nth + nth / CLASSES.len();
         let (class, mutate) = CLASSES[nth % CLASSES.len()];
         let has_experts = EXPERTS.contains(&class);
-        let has_several = SEVERAL.contains(&class) || kind.is_multiple_of(5) && !has_experts;
+        let (has_states, has_devices) = (STATES.contains(&class), DEVICES.contains(&class));
+        let is_any = !has_experts && !has_states && !has_devices && !SEVERAL.contains(&class);
+        let has_several = SEVERAL.contains(&class) || is_any && kind.is_multiple_of(5);
+        let has_states = has_states || is_any && !has_several && kind.is_multiple_of(7);
         // Tables have many draws, so schedules of several rows run in random orders.
-        let mut may_explore = !kind.is_multiple_of(3) && !has_several;
+        let mut may_explore = !kind.is_multiple_of(3) && !has_several && !has_devices;
         let mut base = match (has_several, may_explore) {
             _ if has_experts => mixed(&mut random),
+            _ if class == PARTS => divided(&mut random),
+            _ if class == OTHER_NET => of_two_nets(&mut random),
+            _ if has_states => hybrid(&mut random),
+            _ if has_devices => fleet(&mut random),
             (true, _) => several(&mut random),
             (false, true) => small(&mut random),
             (false, false) => medium(&mut random),
@@ -229,5 +252,6 @@ pub fn judge_population(size: &Size, graphs: &[(String, ModelGraph)]) -> Outcome
         let base = random_program(&mut random);
         one(&mut outcome, "random program", &base, None, true, nth as u64 + 1);
     }
+    judge_waves(&mut outcome, size.waves, &mut random);
     outcome
 }

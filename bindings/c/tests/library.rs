@@ -45,7 +45,7 @@ fn exported(folder: &Path) -> PathBuf {
         trials: folder.join("trials.csv"),
     };
     let asked = AskedSizes::default();
-    let serving = Serving { asked, running_max: 8, chunk_rows: 8, steps_max: 1, cache_tokens: None };
+    let serving = Serving { asked, running_max: 8, chunk_rows: 8, steps_max: 1, proposed: 0, cache_tokens: None };
     let out = folder.join("export");
     export(&workspace, &manifest, &out, &serving, Checking::Required, &|| false)
         .unwrap_or_else(|fault| panic!("{fault}"));
