@@ -6,7 +6,7 @@
 //!
 //! An interpreter takes these states, and the keys and values before the row, and executes a *span*: a few rows from there on. Its choices, keys and
 //! values are compared with those of the whole chunk, and after the last row of the chunk its states with those of the device. So every span is
-//! judged by the arithmetic of its own rows. A state that is brought on wrongly within a chunk is found by the rows after it in a span, at the end of a chunk by itself.
+//! judged by the arithmetic of its own rows. A state that is brought on wrongly within a chunk is found by the rows after it in a span. At the end of a chunk the state itself is compared.
 
 use std::ops::Range;
 use std::sync::Arc;

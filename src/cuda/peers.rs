@@ -17,7 +17,7 @@ use crate::ir::layout::cache_row_bytes;
 use crate::ir::op::{Op, Role};
 use crate::ir::schedule::Schedule;
 
-/// A device beside the first one, with a copy of everything that the first one has.
+/// Another device than the first one, with a copy of everything that the first one has.
 pub(super) struct Peer {
     pub kernel: Kernel,
     pub cache: DeviceBuffer,

@@ -1,8 +1,6 @@
 //! Owns the stepper of the `cpu` target: the interpreter, with the guard of its tables.
 
-use std::collections::VecDeque;
-
-use super::stepper::{Bounds, Launch, Said, Stepper, Want, admit};
+use super::stepper::{Bounds, Launch, Queue, Said, Stepper, Want, admit};
 use crate::error::Fault;
 use crate::interp::{Interp, Options, Pack};
 use crate::ir::schedule::Schedule;
@@ -15,8 +13,7 @@ pub struct CpuStepper {
     interp: Interp,
     guard: Guard,
     bounds: Bounds,
-    /// With the ids that may come next for each row; empty: all, for every row.
-    queued: VecDeque<(Launch, Vec<Option<TokenSet>>)>,
+    queued: Queue,
 }
 
 impl CpuStepper {
@@ -30,7 +27,7 @@ impl CpuStepper {
         let interp = Interp::new(schedule, pack, options)?;
         let (chunk_max, vocab) = (shape.rows, interp.vocab() as u32);
         let bounds = Bounds { shape, chunk_max, alone: None, vocab, steps_max: 1, choices: Some(u32::MAX) };
-        Ok(CpuStepper { interp, guard: Guard::new(shape), bounds, queued: VecDeque::new() })
+        Ok(CpuStepper { interp, guard: Guard::new(shape), bounds, queued: Queue::default() })
     }
 }
 
@@ -40,19 +37,17 @@ impl Stepper for CpuStepper {
     }
 
     fn submit(&mut self, launch: Launch) -> Result<(), Fault> {
-        self.queued.push_back((launch, vec![]));
+        self.queued.submit(launch);
         Ok(())
     }
 
     fn allow(&mut self, allowed: Vec<Option<TokenSet>>) -> Result<(), Fault> {
-        if let Some((_, of_launch)) = self.queued.back_mut() {
-            *of_launch = allowed;
-        }
+        self.queued.allow(allowed);
         Ok(())
     }
 
     fn collect(&mut self) -> Result<Vec<Said>, Fault> {
-        let Some((launch, allowed)) = self.queued.pop_front() else { return Ok(vec![]) };
+        let Some((launch, allowed)) = self.queued.take() else { return Ok(vec![]) };
         let tokens = launch.tokens()?;
         let Launch { rows, steps, edits, copies } = launch;
         let tables = admit(&mut self.guard, &rows, steps, edits, &copies)?;

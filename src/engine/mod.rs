@@ -57,4 +57,6 @@ pub use cpu::CpuStepper;
 pub use device::DeviceStepper;
 pub use prefix::Chain;
 pub use snapshots::Snapshots;
-pub use stepper::{Alone, Bounds, Chooser, Launch, LaunchRow, Proposals, Said, Stepper, Want};
+pub use stepper::{
+    Alone, Bounds, Chooser, Launch, LaunchRow, Proposals, Queue, Said, Stepper, Want, admit, admit_rows,
+};

@@ -1,5 +1,6 @@
 //! Owns `Stepper`: what an engine knows about the executor of its launches.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::batch::Ask;
@@ -147,7 +148,7 @@ impl Launch {
 ///
 /// # Errors
 /// Tables that the guard refuses: the batch asked for what it must not.
-pub(super) fn admit<'a>(
+pub fn admit<'a>(
     guard: &'a mut Guard,
     rows: &[LaunchRow],
     steps: u32,
@@ -159,10 +160,48 @@ pub(super) fn admit<'a>(
         position: row.position,
         wants_logits: row.want != Want::Nothing,
     };
-    let request = Request { rows: rows.iter().map(row).collect(), steps, edits };
+    admit_rows(guard, rows.iter().map(row).collect(), steps, edits, copies)
+}
+
+/// As [`admit`], of rows of which nothing but their place is known.
+///
+/// # Errors
+/// As [`admit`].
+pub fn admit_rows<'a>(
+    guard: &'a mut Guard,
+    rows: Vec<Row>,
+    steps: u32,
+    edits: Vec<Edit>,
+    copies: &StateCopies,
+) -> Result<Tables<'a>, Fault> {
     guard
-        .admit_after(copies, &request)
+        .admit_after(copies, &Request { rows, steps, edits })
         .map_err(|refused| Fault::internal(format!("the tables of a launch are refused: {refused}")))
+}
+
+/// Launches of a stepper that runs each when it is collected, the earliest first.
+#[derive(Debug, Default)]
+pub struct Queue {
+    /// With the ids that may come next for each row; empty: all, for every row.
+    launches: VecDeque<(Launch, Vec<Option<TokenSet>>)>,
+}
+
+impl Queue {
+    pub fn submit(&mut self, launch: Launch) {
+        self.launches.push_back((launch, vec![]));
+    }
+
+    /// What may come next after the launch that was submitted last.
+    pub fn allow(&mut self, allowed: Vec<Option<TokenSet>>) {
+        if let Some((_, of_launch)) = self.launches.back_mut() {
+            *of_launch = allowed;
+        }
+    }
+
+    /// Takes the launch that runs next, with what may come next for each of its rows.
+    pub fn take(&mut self) -> Option<(Launch, Vec<Option<TokenSet>>)> {
+        self.launches.pop_front()
+    }
 }
 
 /// What a row's [`Want`] got.

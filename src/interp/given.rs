@@ -1,4 +1,4 @@
-//! Owns what a draft reads beside its token, and what both a draft and its model leave for the next one: the output of the last layer.
+//! Owns what a draft reads in addition to its token, and what both a draft and its model leave for the next one: the output of the last layer.
 
 use super::{Input, Interp, InterpError};
 use crate::ir::op::Role;
@@ -22,7 +22,7 @@ impl Given {
 }
 
 impl Interp {
-    /// Decodes `token` with what the program of a draft reads beside it, `[hidden]`. Returns the logits, unless they are not wanted.
+    /// Decodes `token` with what the program of a draft reads in addition to it, `[hidden]`. Returns the logits, unless they are not wanted.
     ///
     /// # Errors
     /// As [`Interp::step`].

@@ -179,7 +179,7 @@ pub struct StepRow {
     pub sequence: usize,
     /// Where the positions of its sequence lie; `None`: position `p` is row `p` of the cache.
     pub pages: Option<Pages>,
-    /// What a draft reads beside the token; `None`: [`given_value`].
+    /// What a draft reads in addition to the token; `None`: [`given_value`].
     pub given: Option<Arc<[f32]>>,
 }
 

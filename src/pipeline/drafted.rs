@@ -9,15 +9,15 @@
 //! sequences that the engine knows. The last step of a launch has no refused token, because it has no more proposals than tokens are missing, so the
 //! engine finds the states of all sequences where it expects them.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 
 use super::mtp::{DraftRows, Mtp};
-use crate::engine::{Bounds, Launch, LaunchRow, Proposals, Said, Stepper, Want};
+use crate::engine::{Bounds, Launch, LaunchRow, Proposals, Queue, Said, Stepper, Want, admit, admit_rows};
 use crate::error::Fault;
 use crate::interp::{Interp, Options, Pack};
 use crate::ir::schedule::Schedule;
 use crate::pages::Pool;
-use crate::rows::{Edit, Guard, Request, Row, SequenceId, Shape, StateCopies, StateCopy, Tables};
+use crate::rows::{Edit, Guard, Row, SequenceId, Shape, StateCopies, StateCopy};
 use crate::sample::{Decided, SampleError, TokenCounts, TokenSet};
 
 /// Runs launches on threads of this process, each when it is collected.
@@ -29,8 +29,7 @@ pub struct Drafted {
     /// Tokens of a proposal, at most.
     most: usize,
     texts: BTreeMap<SequenceId, Text>,
-    /// With the ids that may come next for each row; empty: all, for every row.
-    queued: VecDeque<(Launch, Vec<Option<TokenSet>>)>,
+    queued: Queue,
     proposals: Proposals,
 }
 
@@ -130,7 +129,7 @@ impl Drafted {
             steps_max: most as u32 + 1,
             choices: Some(u32::MAX),
         };
-        let (guard, queued) = (Guard::new(shape), VecDeque::new());
+        let (guard, queued) = (Guard::new(shape), Queue::default());
         let (texts, proposals) = (BTreeMap::new(), Proposals::default());
         Ok(Drafted { interp, guard, bounds, mtp, most, texts, queued, proposals })
     }
@@ -186,8 +185,7 @@ impl Drafted {
         let Launch { rows, steps, edits, copies } = launch;
         let mut said = vec![Said::Nothing; rows.len()];
         let mut logits = vec![];
-        let asked = rows.iter().map(|row| (row.sequence, row.position, row.want != Want::Nothing)).collect();
-        let tables = admit(&mut self.guard, asked, steps, edits, &copies)?;
+        let tables = admit(&mut self.guard, &rows, steps, edits, &copies)?;
         self.interp.launch_rows(tables, &tokens, |result| {
             result.logits.copy_to(&mut logits);
             said[result.row] = match &rows[result.row].want {
@@ -264,10 +262,11 @@ impl Drafted {
         }
         let asked = |&(of, at): &(usize, usize)| {
             let going = &taken[of];
-            (going.row.sequence, going.at + at as u32, at + 1 >= going.tokens.len())
+            let (position, wants_logits) = (going.at + at as u32, at + 1 >= going.tokens.len());
+            Row { sequence: going.row.sequence, position, wants_logits }
         };
         let asked = rows.iter().map(asked).collect();
-        let tables = admit(&mut self.guard, asked, 1, edits, &copies)?;
+        let tables = admit_rows(&mut self.guard, asked, 1, edits, &copies)?;
         let (mut logits, mut counting) = (vec![], vec![true; taken.len()]);
         let before: Vec<usize> = taken.iter().map(|going| going.decided.len()).collect();
         self.interp.launch_rows(tables, &tokens, |result| {
@@ -314,40 +313,23 @@ impl Drafted {
     }
 }
 
-/// The tables of a launch, judged: for each row its sequence, its position, and whether it wants logits.
-fn admit<'g>(
-    guard: &'g mut Guard,
-    rows: Vec<(SequenceId, u32, bool)>,
-    steps: u32,
-    edits: Vec<Edit>,
-    copies: &StateCopies,
-) -> Result<Tables<'g>, Fault> {
-    let row = |(sequence, position, wants_logits)| Row { sequence, position, wants_logits };
-    let request = Request { rows: rows.into_iter().map(row).collect(), steps, edits };
-    guard
-        .admit_after(copies, &request)
-        .map_err(|refused| Fault::internal(format!("the tables of a launch are refused: {refused}")))
-}
-
 impl Stepper for Drafted {
     fn bounds(&self) -> Bounds {
         self.bounds
     }
 
     fn submit(&mut self, launch: Launch) -> Result<(), Fault> {
-        self.queued.push_back((launch, vec![]));
+        self.queued.submit(launch);
         Ok(())
     }
 
     fn allow(&mut self, allowed: Vec<Option<TokenSet>>) -> Result<(), Fault> {
-        if let Some((_, of_launch)) = self.queued.back_mut() {
-            *of_launch = allowed;
-        }
+        self.queued.allow(allowed);
         Ok(())
     }
 
     fn collect(&mut self) -> Result<Vec<Said>, Fault> {
-        let Some((launch, allowed)) = self.queued.pop_front() else { return Ok(vec![]) };
+        let Some((launch, allowed)) = self.queued.take() else { return Ok(vec![]) };
         self.forget(&launch.edits);
         if launch.steps == 1 { self.one_step(launch, &allowed) } else { self.several_steps(&launch) }
     }

@@ -76,7 +76,7 @@ const IMAGE: &[u8] = b"\x7fELF0";
 const IMAGE_ONE_ROW: &[u8] = b"\x7fELF1";
 /// The same for the kernel for one row over a pool of pages.
 const IMAGE_PAGED: &[u8] = b"\x7fELF2";
-/// The same for the kernel for one row of two devices.
+/// The same for the decode kernel of two devices.
 const IMAGE_DEVICES: &[u8] = b"\x7fELF3";
 const ONE: LaunchShape = LaunchShape { grid: 1, block: 32, smem_dynamic_bytes: 0, cluster: 1, kept: None };
 

@@ -317,7 +317,7 @@ static uint32_t chosen(uint64_t h, uint64_t seed, uint32_t position, float inver
     }
     return bits == 0 ? best_id : choice_at_head(values, vocab, inverse_temperature, seed, position);
 }
-// What a kernel for one row leaves on its device for the next launch.
+// What a decode kernel leaves on its device for the next launch.
 typedef struct { uint32_t decided, next; } Left;
 // The kernel for one row of that model, over a pool of pages, or over pages in the order of their blocks.
 static void one_row(const Call *call, int paged, Left *left) {
@@ -354,7 +354,7 @@ static void one_row(const Call *call, int paged, Left *left) {
 static Left left_behind[2][2]; // by device, and by pages
 static void one_row_kernel(const Call *call) { one_row(call, 0, &left_behind[0][0]); }
 static void paged_kernel(const Call *call) { one_row(call, 1, &left_behind[0][1]); }
-// The kernel for one row of two devices. Each waits until the other one runs, or gives up as a kernel does; then both compute the same, each from what
+// The decode kernel of two devices. Each waits until the other one runs, or gives up as a kernel does; then both compute the same, each from what
 // the host gave it. After the parameters of every kernel it has the distances to the exchange and to the logits of seven others.
 static pthread_mutex_t devices_lock = PTHREAD_MUTEX_INITIALIZER;
 static void devices_kernel(const Call *call) {
