@@ -5,107 +5,151 @@
 // out (TOP_K)       ids of experts as packets, below EXPERTS
 // aux (TOP_K)       their weights, fp32 packets
 //
-// owner    one block, for all; loaders wait for an id before they load what it names
+// owner    one warp of one block, for all; loaders wait for an id before they load what it names
 // moves    EXPERTS packets in, 2 * TOP_K packets out
 // assumes  a lane of one warp has a slot
-//
-// The place of an expert is the number of experts that come before it: larger ones, and of equal ones those with a lower id. Each thread
-// counts for its own experts, so nothing is serial in TOP_K. Places are those of a permutation, whatever the scores are.
 #pragma once
 
-template <class M, class G>
-struct Route {
-  static constexpr int THREADS = M::WARPS * 32;
+// How a warp chooses experts of a row: TOP_K times the largest key, of equal ones that of the lowest id. So ids are distinct, whatever the scores are.
+// A lane holds EACH scores, of the experts `id(0)`, `id(1)`, .. in ascending order. Lane s has slot s in the end.
+template <class G>
+struct ExpertChoice {
   // Scores keep the order of what they are made of, so that is compared, unless something is added to them.
   static constexpr bool BY_SCORE = G::CORRECTED || G::GROUPS > 0;
+  static constexpr int SCRATCH_WORDS = G::GROUPS > 0 ? G::EXPERTS + G::GROUPS : 0; // of shared memory
+  // Keys: none, or chosen already; what comes last.
+  static constexpr u32 NONE = 0, LAST = 1;
 
-  // A number with the order of x. What is no number comes last.
+  u32 expert = 0;
+  float score = 0.f; // BY_SCORE: what the weight is made of; else the router's own score
+
+  // A number with the order of x, above NONE. What is no number comes last.
   static __device__ __forceinline__ u32 ordered(float x) {
     const u32 bits = __float_as_uint(x + 0.f); // there is one zero
-    return x != x ? 0u : (bits >> 31 ? ~bits : bits | 0x80000000u);
+    return x != x ? LAST : (bits >> 31 ? ~bits : bits | 0x80000000u);
   }
   static __device__ __forceinline__ float value(u32 key) { return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key); }
-  // How many of N keys come before the one at `at`.
-  template <int N>
-  static __device__ __forceinline__ int place(const u32* keys, int at) {
-    const u32 own = keys[at];
-    int before = 0;
-#pragma unroll 8
-    for (int i = 0; i < N; i++) before += keys[i] > own || (keys[i] == own && i < at);
-    return before;
+
+  // The router's scores in `x`; they become those that weights are made of, if BY_SCORE.
+  template <int EACH, class Id>
+  __device__ __forceinline__ ExpertChoice(int lane, float (&x)[EACH], const float* correction, u32* scratch, Id id) {
+    u32 keys[EACH];
+    if constexpr (BY_SCORE) {
+      const Softmax all(lane, x, id);
+#pragma unroll
+      for (int k = 0; k < EACH; k++) x[k] = all.of(x[k]);
+    }
+#pragma unroll
+    for (int k = 0; k < EACH; k++) {
+      float key = x[k];
+      if constexpr (G::CORRECTED) key += id(k) < G::EXPERTS ? __ldg(correction + id(k)) : 0.f;
+      keys[k] = id(k) < G::EXPERTS ? ordered(key) : NONE;
+    }
+    if constexpr (G::GROUPS > 0) keep_groups(lane, keys, scratch, id);
+#pragma unroll 1
+    for (int s = 0; s < G::TOP_K; s++) {
+      u32 best = NONE, which = 0;
+      float own = 0.f;
+#pragma unroll
+      for (int k = 0; k < EACH; k++)
+        if (keys[k] > best) best = keys[k], which = k, own = x[k];
+      const u32 most = warp_max(best), mine = id(int(which));
+      const u32 first = ~warp_max(best == most ? ~mine : 0u);
+      const bool chosen = best == most && mine == first;
+      own = __shfl_sync(~0u, own, __ffs(__ballot_sync(~0u, chosen)) - 1);
+      if (lane == s) expert = first, score = own;
+#pragma unroll
+      for (int k = 0; k < EACH; k++)
+        if (chosen && which == u32(k)) keys[k] = NONE;
+    }
   }
 
-  static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
-    float* const scores = c.scratch();
-    u32* const keys = reinterpret_cast<u32*>(scores + G::EXPERTS);
-    u32* const experts = keys + G::EXPERTS;
-    float* const weights = reinterpret_cast<float*>(experts + G::TOP_K);
-    c.barrier(); // slow warps may still add up the previous task's partial sums there
-#pragma unroll 1
-    for (int first = 0; first < G::EXPERTS; first += 2 * THREADS) {
-      const int i = first + c.tid() * 2;
-      const bool active[1] = {i < G::EXPERTS};
-      u64 a[1], b[1];
-      await_pairs<1>(c.p.exchange + e.x + i, [](int) { return 0; }, active, c.tag, a, b, c.waiter());
-      if (i < G::EXPERTS) scores[i] = __uint_as_float(u32(a[0]));
-      if (i + 1 < G::EXPERTS) scores[i + 1] = __uint_as_float(u32(b[0]));
-    }
-    c.stamp(1);
-    c.barrier();
-    float most = NEGATIVE_INFINITY, sum = 0.f;
-    if constexpr (!G::SIGMOID) {
-      for (int i = c.lane(); i < G::EXPERTS; i += 32) most = fmaxf(most, scores[i]);
-      most = warp_max(most);
-      for (int i = c.lane(); i < G::EXPERTS; i += 32) sum += exp_fast(scores[i] - most);
-      sum = warp_sum(sum);
-    }
-    c.barrier(); // every warp has read what now becomes scores
-    for (int i = c.tid(); i < G::EXPERTS; i += THREADS) {
-      const float x = scores[i], score = G::SIGMOID ? __fdividef(1.f, 1.f + exp_fast(-x)) : exp_fast(x - most) / sum;
-      float key = BY_SCORE ? score : x;
-      if constexpr (G::CORRECTED) key += __ldg(c.template constant<float>(e.bias) + i);
-      scores[i] = score;
-      keys[i] = ordered(key);
-    }
-    c.barrier();
-    if constexpr (G::GROUPS > 0) keep_groups(c, keys, reinterpret_cast<u32*>(weights + G::TOP_K));
-    for (int i = c.tid(); i < G::EXPERTS; i += THREADS) {
-      const int slot = place<G::EXPERTS>(keys, i);
-      if (slot < G::TOP_K) experts[slot] = i, weights[slot] = scores[i];
-    }
-    c.barrier();
-    c.stamp(2);
-    if (c.warp() == 0) {
-      const bool mine = c.lane() < G::TOP_K;
-      float weight = mine ? weights[c.lane()] : 0.f;
-      if constexpr (G::NORMALISED) {
-        const float all = warp_sum(weight) + G::ADDED;
-        weight /= all;
-      }
-      // Readers poll two packets at once, so an odd number is followed by one of padding.
-      if (c.lane() < round_up(G::TOP_K, 2)) {
-        publish(c.p.exchange + e.out + c.lane(), mine ? experts[c.lane()] : 0u, c.tag);
-        publish(c.p.exchange + e.aux + c.lane(), __float_as_uint(mine ? weight * G::SCALE : 0.f), c.tag);
-      }
-    }
-    c.barrier(); // the next task may stage where these are
+  // How much the expert of this lane's slot counts. `x` as it was before.
+  template <int EACH, class Id>
+  __device__ __forceinline__ float weight(int lane, const float (&x)[EACH], Id id) const {
+    float weight = score;
+    if constexpr (!BY_SCORE) weight = Softmax(lane, x, id).of(score);
+    if (lane >= G::TOP_K) weight = 0.f;
+    if constexpr (G::NORMALISED) weight /= warp_sum(weight) + G::ADDED;
+    return weight * G::SCALE;
   }
+
+  // What scores are of all experts: a softmax, unless they are sigmoids.
+  struct Softmax {
+    float most = NEGATIVE_INFINITY, sum = 0.f;
+    template <int EACH, class Id>
+    __device__ __forceinline__ Softmax(int lane, const float (&x)[EACH], Id id) {
+      if constexpr (!G::SIGMOID) {
+#pragma unroll
+        for (int k = 0; k < EACH; k++)
+          if (id(k) < G::EXPERTS) most = fmaxf(most, x[k]);
+        most = warp_max(most);
+#pragma unroll
+        for (int k = 0; k < EACH; k++)
+          if (id(k) < G::EXPERTS) sum += exp_fast(x[k] - most);
+        sum = warp_sum(sum);
+      }
+    }
+    __device__ __forceinline__ float of(float x) const { return G::SIGMOID ? __fdividef(1.f, 1.f + exp_fast(-x)) : exp_fast(x - most) / sum; }
+  };
 
   // Experts of groups that are not kept come last.
-  static __device__ __forceinline__ void keep_groups(Context<M>& c, u32* keys, u32* groups) {
-    constexpr int EACH = G::EXPERTS / G::GROUPS;
-    for (int g = c.tid(); g < G::GROUPS; g += THREADS) {
-      u32 best = 0, second = 0;
-      for (int i = 0; i < EACH; i++) {
-        const u32 key = keys[g * EACH + i];
+  template <int EACH, class Id>
+  static __device__ __forceinline__ void keep_groups(int lane, u32 (&keys)[EACH], u32* scratch, Id id) {
+    constexpr int OWN = G::EXPERTS / (G::GROUPS > 0 ? G::GROUPS : 1);
+    u32* const groups = scratch + G::EXPERTS;
+    __syncwarp(); // slow lanes may still read what was there before
+#pragma unroll
+    for (int k = 0; k < EACH; k++)
+      if (id(k) < G::EXPERTS) scratch[id(k)] = keys[k];
+    __syncwarp();
+    for (int g = lane; g < G::GROUPS; g += 32) {
+      u32 best = LAST, second = LAST;
+      for (int i = 0; i < OWN; i++) {
+        const u32 key = scratch[g * OWN + i];
         second = max(second, min(best, key));
         best = max(best, key);
       }
-      groups[g] = G::SUM_OF_TWO && EACH > 1 ? ordered(value(best) + value(second)) : best;
+      groups[g] = G::SUM_OF_TWO && OWN > 1 ? ordered(value(best) + value(second)) : best;
     }
-    c.barrier();
-    for (int i = c.tid(); i < G::EXPERTS; i += THREADS)
-      if (place<G::GROUPS>(groups, i / EACH) >= G::KEPT) keys[i] = 0;
-    c.barrier();
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < EACH; k++) {
+      const int own = id(k) / OWN;
+      int before = 0;
+      for (int g = 0; g < G::GROUPS; g++) before += groups[g] > groups[min(own, G::GROUPS - 1)] || (groups[g] == groups[min(own, G::GROUPS - 1)] && g < own);
+      if (id(k) < G::EXPERTS && before >= G::KEPT) keys[k] = LAST;
+    }
+  }
+};
+
+template <class M, class G>
+struct Route {
+  static constexpr int PAIRS = ceil_div(G::EXPERTS, 64), EACH = 2 * PAIRS;
+
+  static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
+    c.barrier(); // slow warps may still add up the previous task's partial sums in scratch
+    if (c.warp() == 0) choose(c, e);
+    c.barrier(); // the next task may use scratch
+  }
+  static __device__ __forceinline__ void choose(Context<M>& c, const Entry& e) {
+    const int lane = c.lane();
+    const auto id = [&](int k) { return k / 2 * 64 + lane * 2 + k % 2; };
+    bool active[PAIRS];
+    u64 a[PAIRS], b[PAIRS];
+#pragma unroll
+    for (int j = 0; j < PAIRS; j++) active[j] = id(2 * j) < G::EXPERTS;
+    await_pairs<PAIRS>(c.p.exchange + e.x, [&](int j) { return id(2 * j); }, active, c.tag, a, b, c.waiter());
+    c.stamp(1);
+    float x[EACH];
+#pragma unroll
+    for (int j = 0; j < PAIRS; j++) x[2 * j] = __uint_as_float(u32(a[j])), x[2 * j + 1] = __uint_as_float(u32(b[j]));
+    const ExpertChoice<G> choice(lane, x, c.template constant<float>(e.bias), reinterpret_cast<u32*>(c.scratch()), id);
+    // Readers poll two packets at once, so an odd number is followed by one of padding. Loaders wait for ids, so those come first.
+    const bool mine = lane < G::TOP_K, sends = lane < round_up(G::TOP_K, 2);
+    if (sends) publish(c.p.exchange + e.out + lane, mine ? choice.expert : 0u, c.tag);
+    c.stamp(2);
+    const float weight = choice.weight(lane, x, id);
+    if (sends) publish(c.p.exchange + e.aux + lane, __float_as_uint(mine ? weight : 0.f), c.tag);
   }
 };

@@ -17,7 +17,7 @@ __device__ __forceinline__ u32 groups_of(const Wave& e) { return e.branch; }
 __device__ __forceinline__ u32 places_of(const Wave& e) { return e.squares; }
 __device__ __forceinline__ u32 shares_of(const Wave& e) { return e.squares_out; }
 
-// scores: y = x W^T + bias in fp32, of 16 rows by COLUMNS columns at once.
+// scores: y = x W^T + bias in fp32, of 16 rows by COLUMNS columns at once: few in a step, which has few rows.
 //
 // x (rows, K)       bf16, in the layout of operands
 // W                 units as in ops/matvec.cuh, read from L2: a router is small
@@ -27,7 +27,9 @@ __device__ __forceinline__ u32 shares_of(const Wave& e) { return e.squares_out; 
 template <class M, class G>
 struct WaveScores {
   static constexpr int K_PARTS = OPERAND_ROWS / G::UNIT_ROWS, GRANULE_K = K_PARTS * 32, GRANULES = ceil_div(G::K, GRANULE_K);
-  static constexpr int UNITS = ceil_div(G::ROWS, G::UNIT_ROWS), COLUMNS = 32, AT_ONCE = COLUMNS / G::UNIT_ROWS;
+  static constexpr int UNITS = ceil_div(G::ROWS, G::UNIT_ROWS), COLUMNS = G::COLUMNS, AT_ONCE = COLUMNS / G::UNIT_ROWS;
+  // Granules of a warp that are on their way at once.
+  static constexpr int AHEAD = AT_ONCE < 4 ? 8 / AT_ONCE : 2;
   static constexpr u32 UNIT_BYTES = GRANULES * GRANULE_BYTES;
   typedef OperandPlace<G::K, M::BLOCK_ROWS, M::WARPGROUPS> X;
   static_assert(M::WARPS * 16 * COLUMNS * sizeof(float) <= M::SCRATCH_BYTES, "the sums of all warps meet");
@@ -53,7 +55,7 @@ struct WaveScores {
     const u8* const x = c.template work<u8>(e.x);
     const u8* const weights = c.template constant<u8>(e.weight) + lane * LANE_BYTES;
     float d[AT_ONCE][4] = {};
-#pragma unroll 2
+#pragma unroll AHEAD
     for (int granule = c.warp(); granule < GRANULES; granule += M::WARPS) {
       uint4 w[AT_ONCE];
 #pragma unroll
@@ -107,9 +109,7 @@ struct WaveScores {
 // owner    of a row: one warp. A lane has every 32nd expert
 template <class M, class G>
 struct WaveRoute {
-  typedef Route<M, G> Rule;
-  static constexpr int EACH = ceil_div(G::EXPERTS, 32);
-  static constexpr int KEYS = G::EXPERTS > 2 * G::TOP_K ? G::EXPERTS : 2 * G::TOP_K, WORDS = KEYS + G::GROUPS; // of a warp
+  static constexpr int EACH = ceil_div(G::EXPERTS, 32), WORDS = ExpertChoice<G>::SCRATCH_WORDS; // of a warp
   static_assert(M::WARPS * WORDS * sizeof(u32) <= M::SCRATCH_BYTES, "the keys of all warps");
   static_assert(G::TOP_K <= 32, "a lane of a warp has a slot");
 
@@ -124,68 +124,19 @@ struct WaveRoute {
       for (u32 row = share.row + c.warp(); row < end; row += M::WARPS) one(c, e, row);
     }
   }
-  template <class F>
-  static __device__ __forceinline__ void each(int lane, const F& f) {
-#pragma unroll
-    for (int k = 0; k < EACH; k++)
-      if (G::EXPERTS % 32 == 0 || k * 32 + lane < G::EXPERTS) f(k, k * 32 + lane);
-  }
   static __device__ __forceinline__ void one(WaveContext<M>& c, const Wave& e, u32 row) {
     const int lane = c.lane();
-    u32* const keys = reinterpret_cast<u32*>(c.scratch()) + c.warp() * WORDS;
+    const auto id = [&](int k) { return k * 32 + lane; };
     const float* const from = c.template work<float>(e.x) + u64(row) * G::COLS;
-    float score[EACH];
-    int slot[EACH];
-    each(lane, [&](int k, int i) { score[k] = from[i]; });
-    float most = NEGATIVE_INFINITY, sum = 0.f;
-    if constexpr (!G::SIGMOID) {
-      each(lane, [&](int k, int) { most = fmaxf(most, score[k]); });
-      most = warp_max(most);
-      each(lane, [&](int k, int) { sum += exp_fast(score[k] - most); });
-      sum = warp_sum(sum);
+    float x[EACH];
+#pragma unroll
+    for (int k = 0; k < EACH; k++) x[k] = id(k) < G::EXPERTS ? from[id(k)] : 0.f;
+    const ExpertChoice<G> choice(lane, x, c.template constant<float>(e.bias), reinterpret_cast<u32*>(c.scratch()) + c.warp() * WORDS, id);
+    const float weight = choice.weight(lane, x, id);
+    if (lane < G::TOP_K) {
+      c.template work<u32>(e.out)[u64(row) * G::TOP_K + lane] = choice.expert;
+      c.template work<float>(shares_of(e))[u64(row) * G::TOP_K + lane] = weight;
     }
-    each(lane, [&](int k, int i) {
-      const float x = score[k];
-      score[k] = G::SIGMOID ? __fdividef(1.f, 1.f + exp_fast(-x)) : exp_fast(x - most) / sum;
-      float key = Rule::BY_SCORE ? score[k] : x;
-      if constexpr (G::CORRECTED) key += __ldg(c.template constant<float>(e.bias) + i);
-      keys[i] = Rule::ordered(key);
-    });
-    __syncwarp();
-    if constexpr (G::GROUPS > 0) keep_groups(lane, keys, keys + KEYS);
-    each(lane, [&](int k, int i) { slot[k] = Rule::template place<G::EXPERTS>(keys, i); });
-    __syncwarp(); // every lane has read the keys, whose place slots take now
-    float* const weights = reinterpret_cast<float*>(keys + G::TOP_K);
-    each(lane, [&](int k, int i) {
-      if (slot[k] < G::TOP_K) keys[slot[k]] = u32(i), weights[slot[k]] = score[k];
-    });
-    __syncwarp();
-    const bool mine = lane < G::TOP_K;
-    float weight = mine ? weights[lane] : 0.f;
-    if constexpr (G::NORMALISED) weight /= warp_sum(weight) + G::ADDED;
-    if (mine) {
-      c.template work<u32>(e.out)[u64(row) * G::TOP_K + lane] = keys[lane];
-      c.template work<float>(shares_of(e))[u64(row) * G::TOP_K + lane] = weight * G::SCALE;
-    }
-    __syncwarp(); // the next row's keys lie there
-  }
-  // Experts of groups that are not kept come last.
-  static __device__ __forceinline__ void keep_groups(int lane, u32* keys, u32* groups) {
-    constexpr int OWN = G::GROUPS > 0 ? G::EXPERTS / (G::GROUPS > 0 ? G::GROUPS : 1) : 1;
-    for (int g = lane; g < G::GROUPS; g += 32) {
-      u32 best = 0, second = 0;
-      for (int i = 0; i < OWN; i++) {
-        const u32 key = keys[g * OWN + i];
-        second = max(second, min(best, key));
-        best = max(best, key);
-      }
-      groups[g] = G::SUM_OF_TWO && OWN > 1 ? Rule::ordered(Rule::value(best) + Rule::value(second)) : best;
-    }
-    __syncwarp();
-    each(lane, [&](int, int i) {
-      if (Rule::template place<G::GROUPS>(groups, i / OWN) >= G::KEPT) keys[i] = 0;
-    });
-    __syncwarp();
   }
 };
 
@@ -194,57 +145,87 @@ struct WaveRoute {
 // x (rows, K)    bf16, in the layout of operands
 // out (tiles)    TILE places of K columns, in the layout that warpgroups read
 //
-// owner    of the places of a row: the block that has the row. The block with row 0 stores the groups
+// owner    of the places of a row: the block that has the row. The block with row 0 stores the groups. Blocks take neighbouring rows at a time: the pieces of
+//          neighbouring places lie in the same sectors, which L2 writes to memory once if they are stored soon after one another
 template <class M, class G>
 struct WaveGather {
   static constexpr int THREADS = M::WARPS * 32;
   typedef OperandPlace<G::K, M::BLOCK_ROWS, M::WARPGROUPS> X;
   typedef OperandPlace<G::K, G::TILE, true> Out;
   static constexpr int PIECES = int(X::BLOCKS) * 8; // of 16 bytes, of a row: those that pad its last 128 columns, too
-  static_assert(3 * G::EXPERTS * sizeof(u32) <= M::SCRATCH_BYTES, "counts of all experts");
+  static constexpr int EACH = ceil_div(PIECES, THREADS); // of a thread
+  static_assert((3 * G::EXPERTS + G::TOP_K) * sizeof(u32) <= M::SCRATCH_BYTES, "counts of all experts, and places of a row");
 
   template <class R>
   static __device__ __forceinline__ void load(WaveLoader<M, R>&, const Wave&) {}
   static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
     const HeldShares<M> shares(c);
+    if (shares.count == 0 || shares[0].row >= c.p.row_count) return;
+    u32* const all = reinterpret_cast<u32*>(c.scratch()); // slots of each expert
+    u32* const before = all + G::EXPERTS;                 // those of earlier rows
+    u32* const first = before + G::EXPERTS;               // its first tile
+    u32* const to = first + G::EXPERTS;                   // places of a row
+    u32 counted = 0;                                      // rows that `before` has
+#pragma unroll 1
     for (u32 s = 0; s < shares.count; s++) {
-      const Share share = shares[s];
-      const u32 end = min(share.row + share.rows, c.p.row_count);
-      if (share.row >= end) continue;
-      u32* const all = reinterpret_cast<u32*>(c.scratch()); // slots of each expert
-      u32* const before = all + G::EXPERTS;                 // those of earlier rows
-      u32* const first = before + G::EXPERTS;               // its first tile
-      c.barrier();
-      for (int i = c.tid(); i < 2 * G::EXPERTS; i += THREADS) all[i] = 0;
-      c.barrier();
-      count(c, e, share.row, all, before);
-      c.barrier();
-      if (c.warp() == 0) {
-        number(c, e, all, first, share.row == 0);
-        settle(c, e, share.row, end, before, first);
+      const u32 row = shares[s].row;
+      if (row >= c.p.row_count) return;
+      // What follows from no place is asked for before the choices are counted.
+      uint4 held[EACH];
+#pragma unroll
+      for (int k = 0; k < EACH; k++) held[k] = piece(c.template work<u8>(e.x), row, min(c.tid() + k * THREADS, PIECES - 1));
+      const u32 expert = choice(c, e, row * G::TOP_K + min(c.lane(), G::TOP_K - 1));
+      c.barrier(); // slow warps still read scratch
+      if (s == 0) {
+        for (int i = c.tid(); i < 2 * G::EXPERTS; i += THREADS) all[i] = 0;
+        c.barrier();
+        count(c, e, 0, c.p.row_count, [&](u32 pair, u32 expert) {
+          add_to(all + expert, 1u);
+          if (pair < row * G::TOP_K) add_to(before + expert, 1u);
+        });
+        c.barrier();
+        if (c.warp() == 0) number(c, e, all, first, row == 0);
+      } else {
+        count(c, e, counted, row, [&](u32, u32 expert) { add_to(before + expert, 1u); });
+        c.barrier();
+      }
+      counted = row;
+      // The experts of a row are distinct.
+      if (c.warp() == 0 && c.lane() < G::TOP_K) {
+        const u32 place = first[expert] * G::TILE + before[expert];
+        to[c.lane()] = place;
+        c.template work<u32>(places_of(e))[row * G::TOP_K + c.lane()] = place;
       }
       c.barrier();
-      if (share.row == 0) tell(c, e, all, first);
-      copy(c, e, share.row, end);
+      if (row == 0) tell(c, e, all, first);
+      u32 places[G::TOP_K];
+#pragma unroll
+      for (int slot = 0; slot < G::TOP_K; slot++) places[slot] = to[slot];
+      u8* const out = c.template work<u8>(e.out);
+#pragma unroll
+      for (int k = 0; k < EACH; k++) {
+        const int i = c.tid() + k * THREADS;
+        if (i >= PIECES) break;
+#pragma unroll
+        for (int slot = 0; slot < G::TOP_K; slot++) *reinterpret_cast<uint4*>(out + Out::at(places[slot], column(i))) = held[k];
+      }
     }
   }
   static __device__ __forceinline__ u32 choice(const WaveContext<M>& c, const Wave& e, u32 pair) {
     return min(c.template work<u32>(choices_of(e))[pair], u32(G::EXPERTS - 1));
   }
-  static __device__ __forceinline__ void count(const WaveContext<M>& c, const Wave& e, u32 row, u32* all, u32* before) {
-    const u32 pairs = c.p.row_count * G::TOP_K;
+  // Calls f(pair of a row and a slot, its expert) for the rows from `row` to before `end`, by all threads.
+  template <class F>
+  static __device__ __forceinline__ void count(const WaveContext<M>& c, const Wave& e, u32 row, u32 end, F f) {
     constexpr int AHEAD = 8; // choices that a thread asks for at once
 #pragma unroll 1
-    for (u32 base = c.tid(); base < pairs; base += AHEAD * THREADS) {
+    for (u32 base = row * G::TOP_K + c.tid(); base < end * G::TOP_K; base += AHEAD * THREADS) {
       u32 expert[AHEAD];
 #pragma unroll
-      for (int k = 0; k < AHEAD; k++) expert[k] = choice(c, e, min(base + k * THREADS, pairs - 1));
+      for (int k = 0; k < AHEAD; k++) expert[k] = choice(c, e, min(base + k * THREADS, end * G::TOP_K - 1));
 #pragma unroll
-      for (int k = 0; k < AHEAD; k++) {
-        const u32 pair = base + k * THREADS;
-        if (pair < pairs) add_to(all + expert[k], 1u);
-        if (pair < row * G::TOP_K) add_to(before + expert[k], 1u);
-      }
+      for (int k = 0; k < AHEAD; k++)
+        if (base + k * THREADS < end * G::TOP_K) f(base + k * THREADS, expert[k]);
     }
   }
   // By a warp: the first tile of each expert. A lane has a range of experts.
@@ -265,27 +246,6 @@ struct WaveGather {
     __syncwarp();
   }
   static __device__ __forceinline__ u32 tiles_of(u32 slots) { return (slots + G::TILE - 1) / G::TILE; }
-  // By the same warp: the places of the block's rows, in the order of rows and slots.
-  static __device__ __forceinline__ void settle(const WaveContext<M>& c, const Wave& e, u32 row, u32 end, u32* before, const u32* first) {
-    u32* const places = c.template work<u32>(places_of(e));
-#pragma unroll 1
-    for (u32 base = row * G::TOP_K; base < end * G::TOP_K; base += 32) {
-      const u32 pair = base + c.lane();
-      const bool exists = pair < end * G::TOP_K;
-      const u32 expert = exists ? choice(c, e, pair) : u32(G::EXPERTS);
-      u32 earlier = 0, same = 0; // lanes with the same expert
-#pragma unroll
-      for (int i = 0; i < 32; i++) {
-        const bool equal = __shfl_sync(~0u, expert, i) == expert;
-        same += equal;
-        earlier += equal && i < c.lane();
-      }
-      if (exists) places[pair] = first[expert] * G::TILE + before[expert] + earlier;
-      __syncwarp();
-      if (exists && earlier == 0) before[expert] += same;
-      __syncwarp();
-    }
-  }
   static __device__ __forceinline__ void tell(const WaveContext<M>& c, const Wave& e, const u32* all, const u32* first) {
     uint4* const groups = c.template work<uint4>(groups_of(e)) + 1;
     for (int i = c.tid(); i < G::EXPERTS; i += THREADS)
@@ -298,24 +258,6 @@ struct WaveGather {
     if constexpr (M::WARPGROUPS) return *reinterpret_cast<const uint4*>(x + X::at(row, col));
     const auto word = [&](u32 t) { return *reinterpret_cast<const u32*>(x + X::at(row, col + 8 * t)); };
     return make_uint4(word(0), word(1), word(2), word(3));
-  }
-  static __device__ __forceinline__ void copy(const WaveContext<M>& c, const Wave& e, u32 row, u32 end) {
-    const u8* const x = c.template work<u8>(e.x);
-    u8* const out = c.template work<u8>(e.out);
-    const u32* const places = c.template work<u32>(places_of(e));
-#pragma unroll 1
-    for (; row < end; row++) {
-      // Known before the first store, because what follows a store is not loaded before it.
-      u32 to[G::TOP_K];
-#pragma unroll
-      for (int slot = 0; slot < G::TOP_K; slot++) to[slot] = places[row * G::TOP_K + slot];
-#pragma unroll 1
-      for (int i = c.tid(); i < PIECES; i += THREADS) {
-        const uint4 v = piece(x, row, i);
-#pragma unroll
-        for (int slot = 0; slot < G::TOP_K; slot++) *reinterpret_cast<uint4*>(out + Out::at(to[slot], column(i))) = v;
-      }
-    }
   }
 };
 
@@ -346,7 +288,9 @@ struct WaveExperts {
   static_assert(G::UNIT_ROWS == OPERAND_ROWS && M::WARPS == 8, "two warpgroups, and units of eight rows");
   static_assert(Codes::CODED ? CHUNK == 1 : SPANS == 2, "a chunk is a granule of codes, or 64 of k");
   static_assert(int(INPUT_BYTES) <= M::INPUT_BYTES, "a slot holds a chunk of a tile");
-  static_assert(TILES * TILE_UNITS * UNIT_PITCH <= M::WEIGHT_BYTES, "a slot holds a chunk of whole tiles of units");
+  // A slot of inputs holds several chunks of a tile, so that there are as many of them on their way as of weights.
+  static constexpr int UNIT_CHUNKS = ceil_div(UNIT_GRANULES, CHUNK), WANTED = ceil_div(M::WEIGHT_SLOTS, M::INPUT_SLOTS);
+  static constexpr int FITTING = M::INPUT_BYTES / int(INPUT_BYTES), MOST = FITTING < UNIT_CHUNKS ? FITTING : UNIT_CHUNKS, TOGETHER = WANTED < MOST ? WANTED : MOST;
 
   // A tile, and units of its expert. `unit` is counted over all experts.
   struct Item {
@@ -387,10 +331,11 @@ struct WaveExperts {
   static __device__ __forceinline__ void load_input(L& l, const Wave& e, const Item& item) {
     const u8* x = l.p.work + u64(e.x) * OFFSET_BYTES + X::block(item.tile, 0);
 #pragma unroll 1
-    for (int at = 0; at < UNIT_GRANULES; at += CHUNK, l.at.next(), x += INPUT_BYTES) {
+    for (int at = 0; at < UNIT_CHUNKS; at += TOGETHER, l.at.next()) {
+      const u32 bytes = u32(min(TOGETHER, UNIT_CHUNKS - at)) * INPUT_BYTES;
       u8* slot = l.free_slot();
-      if (l.lane == 0) l.copy(slot, x, INPUT_BYTES);
-      l.arrive(INPUT_BYTES);
+      if (l.lane == 0) l.copy(slot, x + u32(at) * INPUT_BYTES, bytes);
+      l.arrive(bytes);
     }
   }
   template <class L>
@@ -445,17 +390,28 @@ struct WaveExperts {
     warpgroup_product<G::TILE>(d, a[0].z, a[1].z, a[0].w, a[1].w, second);
     warpgroup_commit();
   }
+  // Chunk `at` of an item is next: waits for it.
+  static __device__ __forceinline__ void take(WaveContext<M>& c, const RingCursor<InputRing<M>>& inputs, const RingCursor<WeightRing<M>>& weights, int at, const u8*& x, const u8*& w) {
+    wave_take_pair(c, inputs, weights, x, w, at % TOGETHER == 0);
+    x += at % TOGETHER * INPUT_BYTES;
+  }
+  // Once by each warp, after its last read of chunk `at`.
+  static __device__ __forceinline__ void leave(WaveContext<M>& c, int at) {
+    if (at % TOGETHER == TOGETHER - 1 || at == UNIT_CHUNKS - 1)
+      wave_release_pair(c, c.inputs, c.weights);
+    else
+      wave_release(c, c.weights);
+  }
   // Words are loaded two products ahead, so that one product always waits while another runs. A chunk is left when the products of the next one have begun.
   static __device__ __forceinline__ void pass(WaveContext<M>& c, const Wave& e, const Item& item) {
     float d[TILES][SUMS] = {};
     constexpr int AHEAD = 2, PRODUCTS = 2 * TILES, BUFFERS = PRODUCTS % 3 ? 4 : 3, CHUNKS = PRODUCTS % BUFFERS ? 2 : 1;
     uint4 a[BUFFERS][2];
-    int left = UNIT_GRANULES;
-    bool begun = false;
+    int left = UNIT_GRANULES, now = 0; // granules, and the chunk that is multiplied
     RingCursor<InputRing<M>> inputs = c.inputs;
     RingCursor<WeightRing<M>> weights = c.weights;
     const u8 *x = nullptr, *w = nullptr;
-    wave_take_pair(c, inputs, weights, x, w);
+    take(c, inputs, weights, 0, x, w);
     const u8* next_x = x;
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) load_tile(w, i / TILES, i % TILES, i < TILES || left > 1, c, a[i]);
@@ -466,17 +422,14 @@ struct WaveExperts {
         const int at_chunk = i % PRODUCTS, ahead = (at_chunk + AHEAD) % PRODUCTS;
         multiply(x + at_chunk / TILES * X::SPAN_BYTES, a[i % BUFFERS], d[at_chunk % TILES]);
         warpgroup_await<1>();
-        if (at_chunk == 0) {
-          if (begun) wave_release_pair(c, c.inputs, c.weights);
-          begun = true;
-        }
+        if (at_chunk == 0 && now > 0) leave(c, now - 1);
         const bool of_next = at_chunk + AHEAD >= PRODUCTS;
         const int there = of_next ? left - CHUNK : left;
         if (there > 0) {
           if (of_next && ahead == 0) {
-            inputs.next();
+            if ((now + 1) % TOGETHER == 0) inputs.next();
             weights.next();
-            wave_take_pair(c, inputs, weights, next_x, w);
+            take(c, inputs, weights, now + 1, next_x, w);
           }
           load_tile(w, ahead / TILES, ahead % TILES, ahead < TILES || there > 1, c, a[(i + AHEAD) % BUFFERS]);
         }
@@ -484,11 +437,12 @@ struct WaveExperts {
           left -= CHUNK;
           x = next_x;
           if (left <= 0) break;
+          now++;
         }
       }
     } while (left > 0);
     warpgroup_await<0>();
-    wave_release_pair(c, c.inputs, c.weights);
+    leave(c, UNIT_CHUNKS - 1);
     finish(c, e, item, d);
   }
   // The same for codes, as `pass_wide_codes` of matmul.cuh.
@@ -499,9 +453,9 @@ struct WaveExperts {
     float d[TILES][SUMS] = {}, own[GROUPED ? SUMS : 1] = {};
     uint4 a[2][2];
 #pragma unroll 1
-    for (int left = UNIT_GRANULES; left > 0; left--) {
+    for (int at = 0; at < UNIT_CHUNKS; at++) {
       const u8 *x = nullptr, *w = nullptr;
-      wave_take_pair(c, c.inputs, c.weights, x, w);
+      take(c, c.inputs, c.weights, at, x, w);
 #pragma unroll
       for (int n = 0; n < TILES; n++) {
         typename Codes::WideHeld held[2];
@@ -528,7 +482,7 @@ struct WaveExperts {
           }
           if constexpr (GROUPED) {
             warpgroup_await<0>();
-            if (n == TILES - 1 && run == RUNS - 1) wave_release_pair(c, c.inputs, c.weights);
+            if (n == TILES - 1 && run == RUNS - 1) leave(c, at);
 #pragma unroll
             for (int k = 0; k < SUMS; k++) d[n][k] += held[k / 2 % 2].scale(0, run) * own[k];
           }
@@ -536,7 +490,7 @@ struct WaveExperts {
       }
       if constexpr (!GROUPED) {
         warpgroup_await<0>();
-        wave_release_pair(c, c.inputs, c.weights);
+        leave(c, at);
       }
     }
     finish(c, e, item, d);

@@ -70,10 +70,10 @@ __device__ __forceinline__ const u8* wave_take(WaveContext<M>& c, const RingCurs
     await_slot<false>(&c.state().full[R::FIRST + at.slot], at.use, R::FILLERS, c.waiter(), WaitKind::RING_FULL);
   return c.memory() + R::AT + at.slot * R::SLOT_BYTES;
 }
-// Waits for two chunks; one look is enough if both are there.
+// Waits for two chunks; one look is enough if both are there. Without `both` the first one was taken before.
 template <class M, class A, class B>
-__device__ __forceinline__ void wave_take_pair(WaveContext<M>& c, const RingCursor<A>& a, const RingCursor<B>& b, const u8*& first, const u8*& second) {
-  wave_await(c, a, b, wave_look(c, a, b, true, true), true, true);
+__device__ __forceinline__ void wave_take_pair(WaveContext<M>& c, const RingCursor<A>& a, const RingCursor<B>& b, const u8*& first, const u8*& second, bool both = true) {
+  wave_await(c, a, b, wave_look(c, a, b, both, true), both, true);
   if constexpr (MAY_SHARE<M, B>) fence_sent();
   first = c.memory() + A::AT + a.slot * A::SLOT_BYTES;
   second = c.memory() + B::AT + b.slot * B::SLOT_BYTES;

@@ -18,7 +18,7 @@ use crate::rows::Shape;
 use crate::target::Target;
 use crate::waves::{
     Action, Form, Input, Layout, NormOf, Over, Plan, Products, Proven, Splits, Sum, Target as Written, Tiling,
-    Wave as PlanWave, WorkId, group_channels,
+    Wave as PlanWave, WorkId, group_channels, scores_cols,
 };
 use bytemuck::{Pod, Zeroable};
 use std::collections::BTreeSet;
@@ -321,8 +321,10 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
         (Action::Scores { .. }, Op::MatVec(m)) => {
             let biased = grid.operand(Role::Bias).is_some();
             let (rows, k, unit_rows) = (m.rows, m.k, m.unit_rows);
-            let members =
-                format!("int ROWS = {rows}\nint K = {k}\nint UNIT_ROWS = {unit_rows}\nbool BIAS = {biased}\n");
+            let columns = scores_cols(plan.form);
+            let members = format!(
+                "int ROWS = {rows}\nint K = {k}\nint UNIT_ROWS = {unit_rows}\nint COLUMNS = {columns}\nbool BIAS = {biased}\n"
+            );
             ("WaveScores", members)
         }
         (Action::Route { scores, .. }, Op::Route(route)) => {

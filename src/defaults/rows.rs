@@ -14,6 +14,7 @@ use crate::lower::{Batch, format_of, heads_per_task_most, lower_batch};
 use crate::model::graph::{Attention, Layer, Linear, ModelGraph};
 use crate::schedule::schedule;
 use crate::target::{DotMechanism, Target, TargetKind};
+use crate::waves::STEP_ROWS_MIN;
 
 /// Most rows of the kernel that reads prompts, and positions of a prompt chunk: 64 are not faster (docs/perf-log.md, entry 21).
 pub const PROMPT_ROWS: u32 = 32;
@@ -28,6 +29,18 @@ pub fn kernel_rows(graph: &ModelGraph, precision: Precision, target: &Target) ->
         true => &STEP_ROWS[..4],
         false => &STEP_ROWS[..2],
     }
+}
+
+/// Least rows of a step that runs wave by wave. A batch kernel reads the weights of an expert once for each row that chose it, waves once for all of them
+/// (docs/perf/wave.md, entry 52).
+pub fn wave_rows_min(graph: &ModelGraph) -> u32 {
+    if has_experts(graph) { EXPERT_WAVE_ROWS_MIN } else { STEP_ROWS_MIN }
+}
+/// That of mixtures of experts.
+const EXPERT_WAVE_ROWS_MIN: u32 = 16;
+
+fn has_experts(graph: &ModelGraph) -> bool {
+    graph.layers.iter().any(|layer| layer.feed.experts().is_some())
 }
 
 /// Bytes of a slot; the first that fits counts: a block of k of a unit of plain weights, or a part of one on GPUs with little shared memory.
@@ -48,6 +61,8 @@ const FLIGHT: Flight = Flight { high: 3, low: 2, free: 4 };
 /// Those of steps of up to 16 rows if an SM has at least [`LONG_LAYER_BYTES`] of a layer: it waits for inputs for a smaller part of the time
 /// (docs/perf-log.md, entry 38). With codes nothing was measured.
 const FLIGHT_OF_LONG_LAYERS: Flight = Flight { high: 5, low: 3, free: 4 };
+/// Those of mixtures: most chunks are of experts, and a unit of `down` is short (docs/perf/wave.md, entry 52).
+const FLIGHT_OF_EXPERTS: Flight = Flight { high: 8, low: 8, free: 4 };
 /// Between Llama-3.2-1B with 0.9 MiB, which loses 1 % with more copies in flight, and Qwen3-4B with 1.4 MiB, which gains as much.
 const LONG_LAYER_BYTES: u64 = 1200 << 10;
 
@@ -81,7 +96,11 @@ impl Flight {
             |linear: &Linear| u64::from(linear.rows) * u64::from(linear.cols) * precision.weights.bytes() as u64;
         let longest = graph.layers.iter().map(|layer| layer.linears().map(bytes).sum::<u64>()).max().unwrap_or(0);
         let is_long = longest / u64::from(sms.max(1)) >= LONG_LAYER_BYTES;
-        if rows <= WARP_ROWS && is_long && is_plain(graph, precision) { FLIGHT_OF_LONG_LAYERS } else { FLIGHT }
+        match rows <= WARP_ROWS && is_plain(graph, precision) {
+            true if has_experts(graph) => FLIGHT_OF_EXPERTS,
+            true if is_long => FLIGHT_OF_LONG_LAYERS,
+            _ => FLIGHT,
+        }
     }
 }
 

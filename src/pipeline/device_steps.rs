@@ -12,12 +12,12 @@ use crate::cuda::memory::DeviceBuffer;
 use crate::cuda::rows::{RowLauncher, RowsSession};
 use crate::cuda::turns::TurnsSession;
 use crate::cuda::waves::StepsSession;
-use crate::defaults::rows::{Room, STEP_ROWS, kernel_rows};
+use crate::defaults::rows::{Room, STEP_ROWS, kernel_rows, wave_rows_min};
 use crate::digest::Digest;
 use crate::error::{Fault, Tier};
 use crate::target::Target;
 use crate::validate::Validated;
-use crate::waves::{Proven, STEP_ROWS_MIN};
+use crate::waves::Proven;
 
 use super::device_rows::{place_kernel, prove_kernel, rows_source};
 use super::device_waves::{plan_ragged, plan_steps, waves_digests, waves_source};
@@ -130,7 +130,8 @@ impl<'a> StepsKernels<'a> {
     pub fn of(&mut self, room: Room) -> Result<StepsKernel, Fault> {
         let BuildContext { manifest, target, imported, .. } = *self.context;
         let kernels = kernel_rows(&imported.graph, manifest.precision, target);
-        steps_kernel(target, kernels, room, &mut |room| self.proven(room))
+        let waves = wave_rows_min(&imported.graph);
+        steps_kernel(target, kernels, waves, room, &mut |room| self.proven(room))
     }
 
     /// What runs steps of `room.rows` rows of which few have long histories.
@@ -158,18 +159,20 @@ impl<'a> StepsKernels<'a> {
     }
 }
 
-/// The kernel that runs steps of `room.rows` rows, among those with `kernels` rows (ascending) that `place` places and proves.
+/// The kernel that runs steps of `room.rows` rows, among those with `kernels` rows (ascending) that `place` places and proves. From `waves` rows on it is a
+/// plan of waves, if there is one.
 ///
 /// # Errors
 /// Why the smallest kernel does not fit; a plan of waves that is not proven.
 fn steps_kernel(
     target: &Target,
     kernels: &[u32],
+    waves: u32,
     room: Room,
     place: &mut dyn FnMut(Room) -> Result<Arc<Validated>, Fault>,
 ) -> Result<StepsKernel, Fault> {
     let rows = room.rows;
-    if let Some(&smallest) = kernels.first().filter(|_| rows >= STEP_ROWS_MIN)
+    if let Some(&smallest) = kernels.first().filter(|_| rows >= waves)
         && let Some(validated) = fitting(place(Room { rows: smallest, ..room }))?
         && fitting(plan_steps(target, &validated, rows).map(drop))?.is_some()
     {
@@ -239,7 +242,7 @@ mod tests {
             Err(reason) => Err(Fault::input(reason.to_string())),
         };
         let room = Room { rows, sequences: rows, positions: u64::from(rows) * 512 };
-        steps_kernel(target, kernel_rows(graph, precision, target), room, &mut place)
+        steps_kernel(target, kernel_rows(graph, precision, target), wave_rows_min(graph), room, &mut place)
     }
 
     /// No format is refused for a number of rows on a target that has room for a kernel of several rows.

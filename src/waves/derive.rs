@@ -1,7 +1,7 @@
 //! Derives a plan of waves from the schedule of a batch kernel.
 
 use super::experts::{
-    Chosen, SCORES_COLS, TILE_UNITS, gather_scratch, has_experts, is_combined, route_scratch, same_norm,
+    Chosen, TILE_UNITS, gather_scratch, has_experts, has_groups, is_combined, route_scratch, same_norm, scores_cols,
     scores_scratch, unit_tiles_max,
 };
 use super::mix::{POSITIONS, chunk_bytes, group_channels, parts, row_bytes};
@@ -70,6 +70,8 @@ const CHUNK_PART_GRANULES: u32 = 8;
 /// Most parts of a row in a wave of rows. The next product adds up a sum of squares of each.
 const ROW_PARTS_MAX: u32 = 8;
 const WHOLE_ROWS: Over = Over::Rows { parts: 1 };
+/// Single rows, of which neighbouring SMs have neighbouring ones.
+const ROWS_IN_TURN: Over = Over::Heads { n: 1, rows: 1 };
 /// Bytes of an operand of 16 rows and 32 columns.
 const SPAN_BYTES: u32 = 1024;
 /// What a step of the loop costs besides its products, as bytes of shared memory that could be read in that time.
@@ -234,7 +236,7 @@ impl Memory {
     /// Of a chunk. Waves of experts use scratch, and those of nets what the ring of inputs has no room for.
     fn of_chunk(program: &Program, sms: u32, products: Products) -> Memory {
         let (input_bytes, scratch_bytes) = if has_experts(program) {
-            (CHUNK_INPUT_BYTES_BESIDE_SCRATCH, experts_scratch(program).max(CHUNK_SCRATCH_BYTES))
+            (CHUNK_INPUT_BYTES_BESIDE_SCRATCH, experts_scratch(program, Form::Chunk).max(CHUNK_SCRATCH_BYTES))
         } else if products == Products::Shared && nets(program).next().is_none() {
             (CHUNK_INPUT_BYTES_SHARED, 0)
         } else {
@@ -257,7 +259,7 @@ impl Memory {
         };
         let (scratch_bytes, state_bytes) = if rows <= 64 { (32 << 10, 2 << 10) } else { (36 << 10, 4 << 10) };
         let of_nets = nets(program).map(|mix| row_bytes(mix, WARPS)).max().unwrap_or(0).next_multiple_of(128);
-        let scratch_bytes = experts_scratch(program).max(scratch_bytes).max(of_nets);
+        let scratch_bytes = experts_scratch(program, Form::Steps).max(scratch_bytes).max(of_nets);
         Memory { inputs: Ring { slots, slot_bytes }, scratch_bytes, state_bytes }
     }
 }
@@ -331,10 +333,10 @@ fn nets(program: &Program) -> impl Iterator<Item = &Mix> {
 }
 
 /// Bytes of scratch that waves of experts need.
-fn experts_scratch(program: &Program) -> u32 {
+fn experts_scratch(program: &Program, form: Form) -> u32 {
     let of_grid = |grid: &Grid| match &grid.op {
-        Op::Route(route) => route_scratch(route, WARPS).max(gather_scratch(route.experts)),
-        Op::MatVec(m) if m.epilogue == Epilogue::Scores => scores_scratch(WARPS),
+        Op::Route(route) => route_scratch(route, WARPS).max(gather_scratch(route.experts, route.top_k)),
+        Op::MatVec(m) if m.epilogue == Epilogue::Scores => scores_scratch(WARPS, form),
         _ => 0,
     };
     program.grids.iter().map(of_grid).max().unwrap_or(0).next_multiple_of(128)
@@ -1067,7 +1069,7 @@ impl Builder<'_> {
         let (x, _) = self.input(id, grid, m, false)?;
         let to = self.work("scores", Layout::Rows(DType::F32), m.rows);
         self.inputs.insert(out, to);
-        let n = m.rows.div_ceil(SCORES_COLS);
+        let n = m.rows.div_ceil(scores_cols(self.plan.form));
         self.push(id, Action::Scores { x, out: to }, Over::Heads { n, rows: 16 });
         Ok(())
     }
@@ -1078,7 +1080,8 @@ impl Builder<'_> {
             return refused(grid, "the operands", "scores");
         };
         let Route { experts, top_k: slots, .. } = *route;
-        let tiling = Tiling::of(self.plan.rows, slots, experts, Tiling::rows_of(self.plan.form));
+        let tile = Tiling::rows_of(self.plan.form, has_groups(self.program));
+        let tiling = Tiling::of(self.plan.rows, slots, experts, tile);
         // The check reads the choices of all layers after the launch.
         let choices = self.own_work("choices", Layout::Rows(DType::I32), slots);
         let places = self.work("places", Layout::Rows(DType::I32), slots);
@@ -1112,7 +1115,7 @@ impl Builder<'_> {
             None => {
                 let (x, _) = self.input(id, grid, m, false)?;
                 let gathered = self.work("gathered", Layout::Grouped(tiling), m.k);
-                self.push(id, Action::Gather { x, choices, groups, places, out: gathered }, WHOLE_ROWS);
+                self.push(id, Action::Gather { x, choices, groups, places, out: gathered }, ROWS_IN_TURN);
                 gathered
             }
         };

@@ -6,12 +6,14 @@ use crate::ir::op::{Op, Role, Route};
 use crate::ir::program::{Grid, Program, Rows};
 use crate::ir::table::TableHome;
 
-/// Columns of scores that a block computes at once, of 16 rows.
-pub(super) const SCORES_COLS: u32 = 32;
+/// Columns of scores that a block computes at once, of 16 rows. A step has few rows, so its columns are divided among more blocks.
+pub(crate) fn scores_cols(form: Form) -> u32 {
+    if form == Form::Chunk { 32 } else { 8 }
+}
 /// Units that the two warpgroups of a block have side by side.
 pub(super) const TILE_UNITS: u32 = 16;
 /// Places of a tile for which there is an instruction, and a plan.
-pub(super) const TILE_ROWS: [u32; 2] = [32, 64];
+pub(super) const TILE_ROWS: [u32; 3] = [32, 64, 128];
 /// Most sums of a lane of a product of experts.
 const SUMS_MAX: u32 = 128;
 
@@ -38,10 +40,15 @@ impl Tiling {
         u64::from(self.rows) * u64::from(self.most)
     }
 
-    /// Places of the tiles of a plan: prompts have more rows for each expert than steps.
-    pub(super) fn rows_of(form: Form) -> u32 {
-        let [few, many] = TILE_ROWS;
-        if form == Form::Chunk { many } else { few }
+    /// Places of the tiles of a plan. Prompts have more rows for each expert than steps, and each tile reads the weights of its expert again. `grouped`: codes
+    /// have a scale for each group of k, whose sums take the registers of half of the places.
+    pub(super) fn rows_of(form: Form, grouped: bool) -> u32 {
+        let [few, some, many] = TILE_ROWS;
+        match form {
+            Form::Chunk if grouped => some,
+            Form::Chunk => many,
+            Form::Steps | Form::Tail => few,
+        }
     }
 }
 
@@ -87,25 +94,31 @@ pub(super) fn is_combined(program: &Program, buffer: BufferId) -> bool {
     program.grids.iter().any(reads)
 }
 
+/// Whether experts have codes with a scale for each group of k.
+pub(super) fn has_groups(program: &Program) -> bool {
+    let grouped = |grid: &Grid| Chosen::of(program, grid).is_some() && program.format_of(grid).groups.is_some();
+    program.grids.iter().any(grouped)
+}
+
 /// Whether a program has experts.
 pub(super) fn has_experts(program: &Program) -> bool {
     program.grids.iter().any(|grid| matches!(grid.op, Op::Route(_)))
 }
 
-/// Bytes of scratch of a wave that chooses: keys of the experts of a row for each warp, in whose place its slots lie later.
+/// Bytes of scratch of a wave that chooses: for each warp keys of the experts of a row and of their groups, if there are groups.
 pub(super) fn route_scratch(route: &Route, warps: u32) -> u32 {
-    let keys = route.experts.max(2 * route.top_k) + route.groups.map_or(0, |groups| groups.count);
+    let keys = route.groups.map_or(0, |groups| route.experts + groups.count);
     warps * keys * 4
 }
 
-/// Bytes of scratch of a wave of scores: sums of 16 rows and [`SCORES_COLS`] columns for each warp.
-pub(super) fn scores_scratch(warps: u32) -> u32 {
-    warps * 16 * SCORES_COLS * 4
+/// Bytes of scratch of a wave of scores: sums of 16 rows and [`scores_cols`] columns for each warp.
+pub(super) fn scores_scratch(warps: u32, form: Form) -> u32 {
+    warps * 16 * scores_cols(form) * 4
 }
 
-/// Bytes of scratch of a wave that finds places: three counts for each expert.
-pub(super) fn gather_scratch(experts: u32) -> u32 {
-    3 * experts * 4
+/// Bytes of scratch of a wave that finds places: three counts for each expert, and the places of a row.
+pub(super) fn gather_scratch(experts: u32, slots: u32) -> u32 {
+    (3 * experts + slots) * 4
 }
 
 impl Sums {

@@ -78,6 +78,7 @@ mod ragged;
 
 pub use derive::{Refused, derive, derive_alike, derive_ragged, derive_split};
 pub use experts::Tiling;
+pub(crate) use experts::scores_cols;
 pub use mix::group_channels;
 pub use prove::{Alike, Proven, Violation, WithTail, prove, prove_alike, prove_tail};
 pub use ragged::Ragged;
@@ -119,7 +120,7 @@ pub const TAIL_ROWS: u32 = 16;
 pub const STEP_ROWS_MAX: u32 = 128;
 /// Most rows of a step of plans that add up in one order.
 pub const ALIKE_ROWS_MAX: u32 = 64;
-/// Least rows of a step for which waves pay: with fewer, tasks that wait for single words are faster.
+/// Least rows of a step for which waves pay, unless the model has experts: with fewer, tasks that wait for single words are faster.
 pub const STEP_ROWS_MIN: u32 = 32;
 
 /// What a launch computes.

@@ -5,7 +5,7 @@
 //! or the same KV splits. The rules below check everything else. They trust nothing that [`super::derive`] computed.
 
 use super::experts::{
-    Chosen, SCORES_COLS, TILE_ROWS, TILE_UNITS, gather_scratch, is_combined, route_scratch, same_norm, scores_scratch,
+    Chosen, TILE_ROWS, TILE_UNITS, gather_scratch, is_combined, route_scratch, same_norm, scores_cols, scores_scratch,
     unit_tiles_max,
 };
 use super::mix::{POSITIONS, chunk_bytes, group_channels, has_tiles, row_bytes};
@@ -694,8 +694,8 @@ impl Judge<'_> {
             return Err("weights of a router that are not bf16".to_string());
         }
         self.layout(out, Layout::Rows(DType::F32), m.rows)?;
-        self.over(wave, Over::Heads { n: m.rows.div_ceil(SCORES_COLS), rows: 16 })?;
-        self.scratch(scores_scratch(self.plan.machine.warps), "sums of scores")?;
+        self.over(wave, Over::Heads { n: m.rows.div_ceil(scores_cols(self.plan.form)), rows: 16 })?;
+        self.scratch(scores_scratch(self.plan.machine.warps, self.plan.form), "sums of scores")?;
         let to = grid.operand(Role::Out).ok_or("an operand is missing")?.buffer;
         self.holds.insert(out, Value::Exchange(to));
         Ok(())
@@ -806,8 +806,8 @@ impl Judge<'_> {
         self.layout(out, Layout::Grouped(tiling), m.k)?;
         self.layout(groups, Layout::Groups(tiling), 4)?;
         self.layout(places, Layout::Rows(DType::I32), slots)?;
-        self.over(wave, Over::Rows { parts: 1 })?;
-        self.scratch(gather_scratch(experts), "counts of experts")?;
+        self.over(wave, Over::Heads { n: 1, rows: 1 })?;
+        self.scratch(gather_scratch(experts, slots), "counts of experts")?;
         let of = grid.operand(Role::X).ok_or("an operand is missing")?.buffer;
         self.holds.insert(groups, Value::Groups(choices));
         self.holds.insert(places, Value::Places(choices));

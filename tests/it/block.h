@@ -55,6 +55,7 @@ static int max(int a, int b) { return a < b ? b : a; }
 static unsigned max(unsigned a, unsigned b) { return a < b ? b : a; }
 
 static int __ffsll(long long bits) { return __builtin_ffsll(bits); }
+static int __ffs(unsigned bits) { return __builtin_ffs(int(bits)); }
 
 struct alignas(8) float2 {
   float x, y;

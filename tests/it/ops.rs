@@ -636,7 +636,7 @@ fn an_op_that_computes_something_else_is_found() {
         // The later one of equal experts, a group by its best, a sum without what is added to it, the factor of a gated shared expert, the
         // bias and the scales of the first part.
         &[
-            (route, "(keys[i] == own && i < at)", "(keys[i] == own && i > at)", "route-128"),
+            (route, "if (keys[k] > best)", "if (keys[k] >= best)", "route-128"),
             (route, "warp_sum(weight) + G::ADDED;", "warp_sum(weight);", "route-one"),
             (combine, "__fdividef(G::SHARED_SCALE, 1.f", "__fdividef(1.f, 1.f", "combine-gated-stored-bf16"),
             (matvec, "(int(e.part) + unit) * G::UNIT_ROWS", "unit * G::UNIT_ROWS", "chosen"),

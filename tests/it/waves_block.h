@@ -33,7 +33,6 @@ static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCurso
 #include "rows/matvec_codes.cuh"
 static int __popc(unsigned v) { return __builtin_popcount(v); }
 static void add_to(u32* sum, u32 value) { *sum += value; }
-static int __ffs(unsigned v) { return __builtin_ffs(int(v)); }
 template <int>
 static void await_waves(const u32*, u32, Waiter) { std::abort(); }
 static void copy_ahead(void* to, const void* from) { std::memcpy(to, from, 16); }
@@ -168,8 +167,8 @@ static const u8* wave_take(WaveContext<M>&, const RingCursor<R>& at) {
   return slot_of(at);
 }
 template <class M, class A, class B>
-static void wave_take_pair(WaveContext<M>& c, const RingCursor<A>& a, const RingCursor<B>& b, const u8*& first, const u8*& second) {
-  first = wave_take(c, a), second = wave_take(c, b);
+static void wave_take_pair(WaveContext<M>& c, const RingCursor<A>& a, const RingCursor<B>& b, const u8*& first, const u8*& second, bool both = true) {
+  first = both ? wave_take(c, a) : slot_of(a), second = wave_take(c, b);
 }
 static void leave(Ring& ring, u32 chunk) { require(ring.left[current]++ == chunk, "a chunk is left twice, or out of turn"); }
 template <class M, class R>
