@@ -113,6 +113,14 @@ impl<'a> Session<'a> {
         }
     }
 
+    /// The state of a layer with Mamba-2, alone or beside attention; `None` for another mixer.
+    pub fn mamba(&self, layer: usize) -> Option<&MambaState> {
+        match &self.kept[layer] {
+            Kept::Mamba(state) | Kept::Both(_, state) => Some(state),
+            Kept::History(_) | Kept::State(_) | Kept::Inputs(_) => None,
+        }
+    }
+
     /// What a layer with a short convolution keeps; `None` of others.
     pub fn inputs(&self, layer: usize) -> Option<&ConvState> {
         match &self.kept[layer] {

@@ -27,23 +27,7 @@ struct WaveShortConv {
     const u32 slot = __ldg(&c.p.rows[row].slot);
     return reinterpret_cast<float*>(c.p.cache + u64(e.k_cache) * OFFSET_BYTES) + u64(slot) * (G::CHANNELS * PAST);
   }
-  // Two columns of what the product has left, rounded to bf16 as it stores them.
-  static __device__ __forceinline__ float2 two(const WaveContext<M>& c, const Wave& e, int row, int col) {
-    const u64 from = u64(row) * COLS + u32(col);
-    u32 pair;
-    if constexpr (G::PARTS > 0) {
-      float2 sum = make_float2(0.f, 0.f);
-#pragma unroll
-      for (int i = 0; i < G::PARTS; i++) {
-        const float2 part = *reinterpret_cast<const float2*>(c.template work<float>(e.x) + u64(i) * (M::BLOCK_ROWS * COLS) + from);
-        sum.x += part.x, sum.y += part.y;
-      }
-      pair = bf16_pair(sum.x, sum.y);
-    } else {
-      pair = *reinterpret_cast<const u32*>(c.template work<u8>(e.x) + from * 2);
-    }
-    return make_float2(bf16_lo(pair), bf16_hi(pair));
-  }
+  static __device__ __forceinline__ float2 two(const WaveContext<M>& c, const Wave& e, int row, int col) { return wave_columns<G::PARTS, COLS>(c, e.x, row, col); }
   // b * x of a row; before row `first` it is kept.
   static __device__ __forceinline__ float2 input(const WaveContext<M>& c, const Wave& e, const Held& held, int first, int row, int channel) {
     if (row >= first) {

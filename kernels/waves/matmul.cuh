@@ -454,7 +454,7 @@ struct WaveMatMul {
     if constexpr (G::EPILOGUE == Epilogue::GATED) {
       const float2 up = make_float2(__shfl_xor_sync(~0u, y.x, 2 * COLUMN_LANES), __shfl_xor_sync(~0u, y.y, 2 * COLUMN_LANES));
       const int col = int(unit) * 4 + t * 2;
-      if (t < 2 && col < G::ROWS / 2 && exists) put<G::ROWS / 2>(c, e, row, col, activate<G::ACT>(y.x) * up.x, activate<G::ACT>(y.y) * up.y);
+      if (t < 2 && col < G::ROWS / 2 && exists) put<G::ROWS / 2>(c, e, row, col, activate_scaled<G>(y.x) * up.x, activate_scaled<G>(y.y) * up.y);
     } else if constexpr (G::EPILOGUE == Epilogue::LOGITS) {
       const int id = int(unit) * G::UNIT_ROWS + t * 2;
       logits(c, t < PAIRS && exists, row, id, y, best, best_id);
@@ -489,7 +489,7 @@ struct WaveMatMul {
     const float2 given = has_gates ? z : y;
     const float2 got = make_float2(__shfl_xor_sync(~0u, given.x, 2 * COLUMN_LANES), __shfl_xor_sync(~0u, given.y, 2 * COLUMN_LANES));
     const float2 gate = has_gates ? y : got, up = has_gates ? got : z;
-    return bf16_pair(activate<G::ACT>(gate.x) * up.x, activate<G::ACT>(gate.y) * up.y);
+    return bf16_pair(activate_scaled<G>(gate.x) * up.x, activate_scaled<G>(gate.y) * up.y);
   }
   // Completes and stores two GATED units, of all rows of a warp. What has to be known for it is known before the first row is stored, and no branch is around what
   // is computed: so many rows overlap.
@@ -1036,7 +1036,7 @@ struct WaveMatMul {
       const float2 given = ups ? low : high, taken = make_float2(__shfl_xor_sync(~0u, given.x, 2), __shfl_xor_sync(~0u, given.y, 2));
       const float2 gate = ups ? taken : low, up = ups ? high : taken;
       const int col = int(unit + i) * 4 + t % 2 * 2;
-      if (col < G::ROWS / 2 && u32(mine) < c.p.row_count) put<G::ROWS / 2>(c, e, mine, col, activate<G::ACT>(gate.x) * up.x, activate<G::ACT>(gate.y) * up.y);
+      if (col < G::ROWS / 2 && u32(mine) < c.p.row_count) put<G::ROWS / 2>(c, e, mine, col, activate_scaled<G>(gate.x) * up.x, activate_scaled<G>(gate.y) * up.y);
     }
   }
   // With the instruction of fewest columns, in multiples of 64, that has those of the pass.

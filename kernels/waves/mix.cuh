@@ -31,28 +31,6 @@ __device__ __forceinline__ u32 dt_bias_of(const Wave& e) { return e.branch_weigh
 __device__ __forceinline__ u32 states_of(const Wave& e) { return e.k_cache; }
 __device__ __forceinline__ u32 inputs_of(const Wave& e) { return e.residual; }
 
-// The nearest number with 10 bits after the point: an operand of `product_tf32`.
-__device__ __forceinline__ float to_tf32(float x) {
-#ifndef __CUDA_ARCH__
-  return rounded_tf32(x); // tests of ops on a CPU
-#else
-  u32 bits;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
-  return __uint_as_float(bits);
-#endif
-}
-// D(16 x 8) += A(16 x 8) B(8 x 8), fp32 sums. Lane l has A of rows l / 4 and l / 4 + 8 at k = l % 4 (a0, a1) and l % 4 + 4 (a2, a3), B of
-// column l / 4 at the same k, and D as `tensor_product` has it.
-__device__ __forceinline__ void product_tf32(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
-#ifndef __CUDA_ARCH__
-  emulated_product_tf32(d, a0, a1, a2, a3, b0, b1); // tests of ops on a CPU
-#else
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(__float_as_uint(a0)), "r"(__float_as_uint(a1)), "r"(__float_as_uint(a2)), "r"(__float_as_uint(a3)), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
-#endif
-}
-
 template <class M, class G>
 struct WaveNet {
   static constexpr int THREADS = M::WARPS * 32, GROUP = G::VALUE_HEADS / G::KEY_HEADS;
@@ -62,27 +40,9 @@ struct WaveNet {
   static constexpr int STATE_COLS = MATRIX + PAST * CHANNELS;
   static constexpr int KEPT = PAST < 1 ? 1 : PAST; // of an array
 
-  // Two columns of what a product has left, rounded to bf16 as it stores them.
-  template <int PARTS, int COLS>
-  static __device__ __forceinline__ float2 two(const WaveContext<M>& c, u32 at, int row, int col) {
-    const u64 from = u64(row) * COLS + u32(col);
-    u32 pair;
-    if constexpr (PARTS > 0) {
-      float2 sum = make_float2(0.f, 0.f);
-#pragma unroll
-      for (int i = 0; i < PARTS; i++) {
-        const float2 part = *reinterpret_cast<const float2*>(c.template work<float>(at) + u64(i) * (M::BLOCK_ROWS * COLS) + from);
-        sum.x += part.x, sum.y += part.y;
-      }
-      pair = bf16_pair(sum.x, sum.y);
-    } else {
-      pair = *reinterpret_cast<const u32*>(c.template work<u8>(at) + from * 2);
-    }
-    return make_float2(bf16_lo(pair), bf16_hi(pair));
-  }
-  static __device__ __forceinline__ float2 input(const WaveContext<M>& c, u32 at, int row, int col) { return two<G::X_PARTS, G::COLS>(c, at, row, col); }
+  static __device__ __forceinline__ float2 input(const WaveContext<M>& c, u32 at, int row, int col) { return wave_columns<G::X_PARTS, G::COLS>(c, at, row, col); }
   static __device__ __forceinline__ float scalar(const WaveContext<M>& c, const Wave& e, int row, int col) {
-    const float2 pair = two<G::SCALAR_PARTS, G::SCALAR_COLS>(c, scalars_of(e), row, col / 2 * 2);
+    const float2 pair = wave_columns<G::SCALAR_PARTS, G::SCALAR_COLS>(c, scalars_of(e), row, col / 2 * 2);
     return col % 2 ? pair.y : pair.x;
   }
   // The column of x that has value `i` of q, k, v and the gate of a value head. Of q, k and v it is the channel, too.
@@ -95,32 +55,15 @@ struct WaveNet {
   }
   // The taps of a channel and the next one.
   static __device__ __forceinline__ void load_taps(const WaveContext<M>& c, const Wave& e, int channel, float2 (&taps)[G::KERNEL]) {
-    const float* from = c.template constant<float>(taps_of(e)) + channel * G::KERNEL;
-    if constexpr (G::KERNEL == 4) {
-      const float4 a = __ldg(reinterpret_cast<const float4*>(from)), b = __ldg(reinterpret_cast<const float4*>(from) + 1);
-      taps[0] = make_float2(a.x, b.x), taps[1] = make_float2(a.y, b.y), taps[2] = make_float2(a.z, b.z), taps[3] = make_float2(a.w, b.w);
-    } else {
-#pragma unroll
-      for (int t = 0; t < G::KERNEL; t++) taps[t] = make_float2(__ldg(from + t), __ldg(from + G::KERNEL + t));
-    }
+    ::load_taps(c.template constant<float>(taps_of(e)) + channel * G::KERNEL, taps);
   }
   // The convolution of two channels, whose past inputs move on.
   static __device__ __forceinline__ float2 convolve(float2 (&past)[KEPT], const float2 (&taps)[G::KERNEL], float2 own) {
-    float2 sum = make_float2(0.f, 0.f);
-#pragma unroll
-    for (int t = 0; t < PAST; t++) {
-      sum.x += past[t].x * taps[t].x, sum.y += past[t].y * taps[t].y;
-      past[t] = t + 1 < PAST ? past[t + 1 < PAST ? t + 1 : t] : own;
-    }
-    sum.x += own.x * taps[PAST].x, sum.y += own.y * taps[PAST].y;
+    const float2 sum = convolve_pair(past, taps, own);
     return make_float2(activate<Act::SILU>(sum.x), activate<Act::SILU>(sum.y));
   }
   static __device__ __forceinline__ float beta(float b) { return sigmoid(b) * (G::DOUBLES ? 2.f : 1.f); }
-  // The logarithm of a decay. e^-104 is 0, so a smaller one would only cost digits of sums. Precise functions: a decay is applied again at every position.
-  static __device__ __forceinline__ float log_decay(float rate, float x) {
-    const float softplus = x > 0.f ? x + log1pf(expf(-x)) : log1pf(expf(x)), y = rate * softplus;
-    return y < -104.f ? -104.f : y;
-  }
+  static __device__ __forceinline__ float log_decay(float rate, float x) { return bounded_log(rate * softplus(x)); }
   static __device__ __forceinline__ float rate(const WaveContext<M>& c, const Wave& e, int head) { return -expf(__ldg(c.template constant<float>(a_log_of(e)) + head)); }
   static __device__ __forceinline__ float dt_bias(const WaveContext<M>& c, const Wave& e, int head) { return __ldg(c.template constant<float>(dt_bias_of(e)) + head); }
   // The state of a head of the sequence of a row.
@@ -246,32 +189,15 @@ struct WaveConvolve {
 // rounded as an operand. Positions beyond the end of the chunk have zeros, which change nothing.
 //
 // owner    of WIDE columns of a head: one block. Warp 0 solves while warps 1 to 3 make R and warps 4 to 7 begin y
-// assumes  nothing is on its way to the ring of inputs: its memory, and the scratch after it, hold the operands. Copies to that ring wait for the next meeting
 template <class M, class G>
-struct WaveMix {
+struct WaveMix : WaveCarry<M, G::KEY_DIM, G::VALUE_DIM, G::VALUE_DIM / G::PARTS, tiles_at_once(G::VALUE_DIM / G::PARTS / 8), true> {
   typedef WaveNet<M, G> N;
-  static constexpr int ROWS = 32, KD = G::KEY_DIM, WIDE = G::VALUE_DIM / G::PARTS, THREADS = N::THREADS;
-  static_assert(M::WARPS == 8 && KD % 16 == 0 && WIDE % 8 == 0 && G::VALUE_DIM % G::PARTS == 0 && G::X_PARTS == 0, "whole tiles of all warps");
-  // Rows of four lanes, and columns of eight, lie in different banks.
-  static constexpr int KEY_PITCH = KD + (36 - KD % 32) % 32, PITCH = WIDE % 16 == 8 ? WIDE : WIDE + 8, SQUARE = ROWS + 4;
-  static constexpr int KEYS = 0, QUERIES = KEYS + ROWS * KEY_PITCH, SOLVED = QUERIES + ROWS * KEY_PITCH, SCORES = SOLVED + ROWS * SQUARE;
-  static constexpr int STATE = SCORES + ROWS * SQUARE, WANTED = STATE + KD * PITCH, DELTAS = WANTED + ROWS * PITCH, LINES = DELTAS + ROWS * PITCH;
-  static constexpr int BYTES = (LINES + 4 * ROWS) * 4;
-  static_assert(BYTES <= M::INPUT_SLOTS * M::INPUT_BYTES + M::SCRATCH_BYTES && M::SCRATCH_AT == M::INPUT_AT + M::INPUT_SLOTS * M::INPUT_BYTES, "the ring of inputs and the scratch hold it");
-  // Tiles of eight columns that a warp multiplies at once, and such groups.
-  static constexpr int TILES_ALL = WIDE / 8, TILES = TILES_ALL % 4 == 0 ? 4 : TILES_ALL % 3 == 0 ? 3 : TILES_ALL % 2 == 0 ? 2 : 1, GROUPS = TILES_ALL / TILES;
-  static constexpr int UNITS = 2 * GROUPS, Y_WARPS = 4, Y_EACH = ceil_div(UNITS, Y_WARPS); // of 16 positions by a group
-  static constexpr int KEY_EACH = ceil_div(ROWS * KD / 4, THREADS), VALUE_EACH = ceil_div(ROWS * WIDE / 4, THREADS);
+  typedef WaveCarry<M, G::KEY_DIM, G::VALUE_DIM, G::VALUE_DIM / G::PARTS, tiles_at_once(G::VALUE_DIM / G::PARTS / 8), true> C;
+  using typename C::Ahead;
+  using C::KD, C::ROWS, C::WIDE, C::TILES, C::UNITS, C::Y_WARPS, C::Y_EACH, C::KEYS, C::KEY_PITCH, C::QUERIES, C::SCORES, C::SOLVED, C::SQUARE, C::STATE, C::PITCH;
+  using C::WANTED, C::DELTAS, C::at, C::line, C::pair, C::each;
+  static_assert(G::VALUE_DIM % G::PARTS == 0 && G::X_PARTS == 0, "whole tiles of all warps");
 
-  static __device__ __forceinline__ float* at(const WaveContext<M>& c, int place) { return reinterpret_cast<float*>(c.memory() + M::INPUT_AT) + place; }
-  // Of each position: g, beta, e^g, and e^(g_last - g).
-  static __device__ __forceinline__ float* line(const WaveContext<M>& c, int which) { return at(c, LINES + which * ROWS); }
-
-  // What a thread brings of the next positions.
-  struct Ahead {
-    float4 queries[KEY_EACH], keys[KEY_EACH], values[VALUE_EACH];
-    float beta, decay;
-  };
   // A block's columns of a head.
   struct Task {
     int head, part;
@@ -293,87 +219,10 @@ struct WaveMix {
   }
 
   static __device__ __forceinline__ void fetch(const WaveContext<M>& c, const Wave& e, const Task& task, int first, Ahead& a) {
-    const float* const from = c.template work<float>(e.x);
-    const int end = int(c.p.row_count), key = task.head / N::GROUP * KD, value = 2 * N::KEY_COLS + task.value();
-    const float4 none = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-    for (int n = 0; n < KEY_EACH; n++) {
-      const int i = n * THREADS + c.tid(), row = first + i / (KD / 4);
-      const bool live = i < ROWS * KD / 4 && row < end;
-      const float* p = from + u64(live ? row : 0) * N::TURNED + key + i % (KD / 4) * 4;
-      a.queries[n] = live ? *reinterpret_cast<const float4*>(p) : none;
-      a.keys[n] = live ? *reinterpret_cast<const float4*>(p + N::KEY_COLS) : none;
-    }
-#pragma unroll
-    for (int n = 0; n < VALUE_EACH; n++) {
-      const int i = n * THREADS + c.tid(), row = first + i / (WIDE / 4);
-      const bool live = i < ROWS * WIDE / 4 && row < end;
-      a.values[n] = live ? *reinterpret_cast<const float4*>(from + u64(row) * N::TURNED + value + i % (WIDE / 4) * 4) : none;
-    }
-    a.beta = a.decay = 0.f;
-    if (c.warp() == 0 && first + c.lane() < end) {
-      const float* p = from + u64(first + c.lane()) * N::TURNED + N::QKV + task.head;
-      a.beta = p[0], a.decay = p[G::VALUE_HEADS];
-    }
+    const int key = task.head / N::GROUP * KD, beta = N::QKV + task.head;
+    const typename C::Columns of{N::KEY_COLS + key, key, 2 * N::KEY_COLS + task.value(), beta, beta + G::VALUE_HEADS};
+    C::template fetch<N::TURNED>(c, c.template work<float>(e.x), of, first, a);
   }
-  static __device__ __forceinline__ float4 rounded(const float4& v) { return make_float4(to_tf32(v.x), to_tf32(v.y), to_tf32(v.z), to_tf32(v.w)); }
-  static __device__ __forceinline__ void place(const WaveContext<M>& c, const Ahead& a) {
-#pragma unroll
-    for (int n = 0; n < KEY_EACH; n++) {
-      const int i = n * THREADS + c.tid(), to = i / (KD / 4) * KEY_PITCH + i % (KD / 4) * 4;
-      if (i >= ROWS * KD / 4) continue;
-      *reinterpret_cast<float4*>(at(c, QUERIES + to)) = rounded(a.queries[n]);
-      *reinterpret_cast<float4*>(at(c, KEYS + to)) = rounded(a.keys[n]);
-    }
-#pragma unroll
-    for (int n = 0; n < VALUE_EACH; n++) {
-      const int i = n * THREADS + c.tid();
-      if (i < ROWS * WIDE / 4) *reinterpret_cast<float4*>(at(c, WANTED + i / (WIDE / 4) * PITCH + i % (WIDE / 4) * 4)) = a.values[n];
-    }
-    if (c.warp() == 0) {
-      const int lane = c.lane();
-      float g = a.decay;
-#pragma unroll
-      for (int o = 1; o < 32; o <<= 1) {
-        const float before = __shfl_up_sync(~0u, g, o);
-        if (lane >= o) g += before;
-      }
-      line(c, 0)[lane] = g;
-      line(c, 1)[lane] = a.beta;
-      line(c, 2)[lane] = expf(g);
-      line(c, 3)[lane] = expf(__shfl_sync(~0u, g, 31) - g);
-    }
-  }
-
-  // D += A B of 16 rows and N tiles, over `steps` times eight of k. Element (row, k) of A lies at row * A_ROW + k * A_K, (k, column) of B at k * B_K + column * B_COL.
-  // ROUND: B is no operand yet. SCALED: it is multiplied by by[k] first.
-  template <int A_ROW, int A_K, int B_K, int B_COL, bool ROUND, bool SCALED, int COUNT>
-  static __device__ __forceinline__ void multiply(int lane, const float* a, const float* b, int steps, float (&d)[COUNT][4], const float* by = nullptr) {
-    const int g = lane / 4, t = lane % 4;
-    a += g * A_ROW + t * A_K, b += t * B_K + g * B_COL;
-#pragma unroll 4
-    for (int k = 0; k < steps; k++, a += 8 * A_K, b += 8 * B_K) {
-      const float a0 = a[0], a1 = a[8 * A_ROW], a2 = a[4 * A_K], a3 = a[8 * A_ROW + 4 * A_K];
-      float low = 1.f, high = 1.f;
-      if constexpr (SCALED) low = by[k * 8 + t], high = by[k * 8 + t + 4];
-#pragma unroll
-      for (int n = 0; n < COUNT; n++) {
-        float b0 = b[n * 8 * B_COL], b1 = b[n * 8 * B_COL + 4 * B_K];
-        if constexpr (SCALED) b0 *= low, b1 *= high;
-        if constexpr (ROUND) b0 = to_tf32(b0), b1 = to_tf32(b1);
-        product_tf32(d[n], a0, a1, a2, a3, b0, b1);
-      }
-    }
-  }
-  // Calls f(row, column, sums of this column and the next) for what a lane has of tiles.
-  template <int COUNT, class F>
-  static __device__ __forceinline__ void each(int lane, float (&d)[COUNT][4], F f) {
-#pragma unroll
-    for (int n = 0; n < COUNT; n++)
-#pragma unroll
-      for (int h = 0; h < 2; h++) f(lane / 4 + 8 * h, n * 8 + lane % 4 * 2, d[n][2 * h], d[n][2 * h + 1]);
-  }
-  static __device__ __forceinline__ float2& pair(float* matrix, int row, int col, int pitch) { return *reinterpret_cast<float2*>(matrix + row * pitch + col); }
 
   // A, transposed, and the weights of D in y: of 16 positions and 16 earlier ones each warp. The other 16 by 16 are above the diagonal.
   static __device__ __forceinline__ void weigh(const WaveContext<M>& c) {
@@ -382,7 +231,7 @@ struct WaveMix {
     const bool scores = unit >= 3;
     const int row0 = unit % 3 == 0 ? 0 : 16, col0 = unit % 3 == 2 ? 16 : 0;
     float d[2][4] = {};
-    multiply<KEY_PITCH, 1, 1, KEY_PITCH, false, false>(lane, at(c, (scores ? QUERIES : KEYS) + row0 * KEY_PITCH), at(c, KEYS + col0 * KEY_PITCH), KD / 8, d);
+    C::template multiply<KEY_PITCH, 1, 1, KEY_PITCH, false, false>(lane, at(c, (scores ? QUERIES : KEYS) + row0 * KEY_PITCH), at(c, KEYS + col0 * KEY_PITCH), KD / 8, d);
     const float *g = line(c, 0), *beta = line(c, 1);
     each(lane, d, [&](int r, int col, float x, float y) {
       const int i = row0 + r, j = col0 + col;
@@ -423,31 +272,12 @@ struct WaveMix {
     for (int unit = c.warp() - 1; unit < UNITS; unit += Y_WARPS - 1) {
       const int row0 = unit % 2 * 16, col0 = unit / 2 * (TILES * 8);
       float d[TILES][4] = {};
-      multiply<KEY_PITCH, 1, PITCH, 1, true, false>(lane, at(c, KEYS + row0 * KEY_PITCH), at(c, STATE + col0), KD / 8, d);
+      C::template multiply<KEY_PITCH, 1, PITCH, 1, true, false>(lane, at(c, KEYS + row0 * KEY_PITCH), at(c, STATE + col0), KD / 8, d);
       each(lane, d, [&](int r, int col, float x, float y) {
         const float beta = line(c, 1)[row0 + r], decay = line(c, 2)[row0 + r];
         float2& v = pair(at(c, WANTED), row0 + r, col0 + col, PITCH);
         v = make_float2(beta * (v.x - decay * x), beta * (v.y - decay * y));
       });
-    }
-  }
-  // What y has of the state before the positions.
-  static __device__ __forceinline__ void recall(const WaveContext<M>& c, float (&y)[Y_EACH][TILES][4]) {
-    const int lane = c.lane();
-#pragma unroll
-    for (int n = 0; n < Y_EACH; n++) {
-      const int unit = c.warp() - Y_WARPS + n * Y_WARPS, row0 = unit % 2 * 16, col0 = unit / 2 * (TILES * 8);
-#pragma unroll
-      for (int i = 0; i < TILES; i++) y[n][i][0] = y[n][i][1] = y[n][i][2] = y[n][i][3] = 0.f;
-      if (unit >= UNITS) continue;
-      multiply<KEY_PITCH, 1, PITCH, 1, true, false>(lane, at(c, QUERIES + row0 * KEY_PITCH), at(c, STATE + col0), KD / 8, y[n]);
-#pragma unroll
-      for (int i = 0; i < TILES; i++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const float decay = line(c, 2)[row0 + lane / 4 + 8 * h];
-          y[n][i][2 * h] *= decay, y[n][i][2 * h + 1] *= decay;
-        }
     }
   }
   // D = R + (T - I) R.
@@ -456,81 +286,23 @@ struct WaveMix {
     for (int unit = c.warp(); unit < UNITS; unit += M::WARPS) {
       const int row0 = unit % 2 * 16, col0 = unit / 2 * (TILES * 8);
       float d[TILES][4] = {};
-      multiply<SQUARE, 1, PITCH, 1, true, false>(lane, at(c, SOLVED + row0 * SQUARE), at(c, WANTED + col0), row0 / 8 + 2, d);
+      C::template multiply<SQUARE, 1, PITCH, 1, true, false>(lane, at(c, SOLVED + row0 * SQUARE), at(c, WANTED + col0), row0 / 8 + 2, d);
       each(lane, d, [&](int r, int col, float x, float y) {
         const float2 own = pair(at(c, WANTED), row0 + r, col0 + col, PITCH);
         pair(at(c, DELTAS), row0 + r, col0 + col, PITCH) = make_float2(own.x + x, own.y + y);
       });
     }
   }
-  static __device__ __forceinline__ void finish(const WaveContext<M>& c, const Wave& e, const Task& task, int first, float (&y)[Y_EACH][TILES][4]) {
-    const int lane = c.lane();
-#pragma unroll
-    for (int n = 0; n < Y_EACH; n++) {
-      const int unit = c.warp() - Y_WARPS + n * Y_WARPS, row0 = unit % 2 * 16, col0 = unit / 2 * (TILES * 8);
-      if (unit >= UNITS) continue;
-      multiply<SQUARE, 1, PITCH, 1, true, false>(lane, at(c, SCORES + row0 * SQUARE), at(c, DELTAS + col0), row0 / 8 + 2, y[n]);
-      float* const out = c.template work<float>(e.out) + task.value() + col0;
-      each(lane, y[n], [&](int r, int col, float x, float z) {
-        const int row = first + row0 + r;
-        if (row < int(c.p.row_count)) *reinterpret_cast<float2*>(out + u64(row) * N::VALUES + col) = make_float2(x, z);
-      });
-    }
-  }
-  static __device__ __forceinline__ void advance(const WaveContext<M>& c) {
-    const int lane = c.lane();
-    const float decay = line(c, 2)[ROWS - 1];
-    for (int unit = c.warp(); unit < KD / 16 * GROUPS; unit += M::WARPS) {
-      const int row0 = unit / GROUPS * 16, col0 = unit % GROUPS * (TILES * 8);
-      float d[TILES][4];
-#pragma unroll
-      for (int n = 0; n < TILES; n++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const float2 s = pair(at(c, STATE), row0 + lane / 4 + 8 * h, col0 + n * 8 + lane % 4 * 2, PITCH);
-          d[n][2 * h] = s.x * decay, d[n][2 * h + 1] = s.y * decay;
-        }
-      multiply<1, KEY_PITCH, PITCH, 1, true, true>(lane, at(c, KEYS + row0), at(c, DELTAS + col0), ROWS / 8, d, line(c, 3));
-      each(lane, d, [&](int r, int col, float x, float y) { pair(at(c, STATE), row0 + r, col0 + col, PITCH) = make_float2(x, y); });
-    }
-  }
-  // Calls f(piece in shared memory, piece in memory) for all 16 bytes of the columns of S.
-  template <class F>
-  static __device__ __forceinline__ void each_piece(const WaveContext<M>& c, const Task& task, float* state, F f) {
-    for (int i = c.tid(); i < KD * WIDE / 4; i += THREADS) {
-      const int row = i / (WIDE / 4), col = i % (WIDE / 4) * 4;
-      f(reinterpret_cast<float4*>(at(c, STATE + row * PITCH + col)), reinterpret_cast<float4*>(state + row * G::VALUE_DIM + task.part * WIDE + col));
-    }
-  }
-  // The inputs of the last positions become those of the past. A thread has the same channels of all of them.
-  static __device__ __forceinline__ void keep_inputs(const WaveContext<M>& c, const Wave& e, int head, float* state) {
-    const int rows = int(c.p.row_count);
-    for (int i = c.tid() * 2; i < N::CHANNELS; i += THREADS * 2) {
-      float2 kept[N::KEPT];
-#pragma unroll
-      for (int t = 0; t < N::PAST; t++) {
-        const int row = rows - N::PAST + t;
-        kept[t] = make_float2(0.f, 0.f);
-        if (row >= 0)
-          kept[t] = N::input(c, inputs_of(e), row, N::column(head, i));
-        else if (c.p.position > 0)
-          kept[t] = *reinterpret_cast<const float2*>(state + N::MATRIX + (N::PAST + row) * N::CHANNELS + i);
-      }
-#pragma unroll
-      for (int t = 0; t < N::PAST; t++) *reinterpret_cast<float2*>(state + N::MATRIX + t * N::CHANNELS + i) = kept[t];
-    }
-  }
-
   static __device__ __forceinline__ void one(WaveContext<M>& c, const Wave& e, const Task& task) {
     float* const state = N::state_of(c, e, 0, task.head);
     const bool begins = c.p.position == 0;
     Ahead ahead;
     fetch(c, e, task, 0, ahead);
-    each_piece(c, task, state, [&](float4* here, const float4* there) { *here = begins ? make_float4(0.f, 0.f, 0.f, 0.f) : *there; });
-    if (task.part == 0) keep_inputs(c, e, task.head, state);
+    C::each_piece(c, task.part * WIDE, state, [&](float4* here, const float4* there) { *here = begins ? make_float4(0.f, 0.f, 0.f, 0.f) : *there; });
+    if (task.part == 0) keep_inputs<N>(c, inputs_of(e), task.head, state);
 #pragma unroll 1
     for (int first = 0; first < int(c.p.row_count); first += ROWS) {
-      place(c, ahead);
+      C::place(c, ahead);
       fetch(c, e, task, first + ROWS, ahead);
       c.barrier();
       weigh(c);
@@ -541,15 +313,20 @@ struct WaveMix {
       else if (c.warp() < Y_WARPS)
         want(c);
       else
-        recall(c, y);
+        C::recall(c, y);
       c.barrier();
       correct(c);
       c.barrier();
-      if (c.warp() >= Y_WARPS) finish(c, e, task, first, y);
-      advance(c);
+      if (c.warp() >= Y_WARPS) {
+        float* const out = c.template work<float>(e.out) + task.value();
+        C::finish(c, y, [&](int r, int col, float x, float z) {
+          if (first + r < int(c.p.row_count)) *reinterpret_cast<float2*>(out + u64(first + r) * N::VALUES + col) = make_float2(x, z);
+        });
+      }
+      C::advance(c);
       c.barrier();
     }
-    each_piece(c, task, state, [&](const float4* here, float4* there) { *there = *here; });
+    C::each_piece(c, task.part * WIDE, state, [&](const float4* here, float4* there) { *there = *here; });
     c.barrier(); // the next task has its columns there
   }
 };
@@ -614,24 +391,20 @@ struct WaveGated {
   }
 };
 
-// Of a step: all of it for the rows of one sequence and a value head, one position after another. Threads share the columns of S, and parts of its rows
-// where there are more threads than columns, as in ops/mix.cuh. While a block computes, the next state that it needs is on its way to registers.
+// Of a step: all of it for the rows of one sequence and a value head, one position after another.
 //
 // owner    of a state: the block that has the first row of its sequence in the step. Blocks of later rows leave them to it
 template <class M, class G>
-struct WaveMixRow {
+struct WaveMixRow : WaveColumns<M, G::KEY_DIM, G::VALUE_DIM> {
   typedef WaveNet<M, G> N;
-  static constexpr int THREADS = N::THREADS, VD = G::VALUE_DIM, KD = G::KEY_DIM;
-  // Parts of the rows of S, rows of a part, and columns of a thread.
-  // No part is empty: each has a sum.
-  static constexpr int MOST = THREADS / VD, ROWS = ceil_div(KD, MOST < 1 ? 1 : MOST < KD ? MOST : KD), PARTS = ceil_div(KD, ROWS), COLUMNS = ceil_div(VD, THREADS);
+  typedef WaveColumns<M, G::KEY_DIM, G::VALUE_DIM> C;
+  using C::THREADS, C::VD, C::KD, C::PARTS, C::COLUMNS, C::part, C::column_of, C::has, C::total, C::each_row;
   // Pairs of q, k, v and the gate of a head; a thread has pairs tid, tid + THREADS, ..
   static constexpr int PAIRS = (N::CHANNELS + VD) / 2, EACH = ceil_div(PAIRS, THREADS);
-  static constexpr bool AHEAD = ROWS * COLUMNS <= 64; // registers have room for a second state
   static_assert((N::CHANNELS + VD + 2 + 2 * PARTS * VD) * sizeof(float) <= M::SCRATCH_BYTES, "scratch holds the values of a head");
 
   struct Held {
-    float s[COLUMNS][ROWS];
+    typename C::Part s;
     float2 past[EACH][N::KEPT], taps[EACH][G::KERNEL], own[EACH];
     float scalar, rate, dt_bias;
   };
@@ -641,48 +414,9 @@ struct WaveMixRow {
   static __device__ __forceinline__ float* sums(const WaveContext<M>& c, int which) { return scalars(c) + 2 + which * (PARTS * VD); }
   static __device__ __forceinline__ int first_of(const WaveContext<M>& c, int n) { return (n * THREADS + c.tid()) * 2; }
   static __device__ __forceinline__ bool has_pair(const WaveContext<M>& c, int n) { return PAIRS % THREADS == 0 || n * THREADS + c.tid() < PAIRS; }
-  static __device__ __forceinline__ int part(const WaveContext<M>& c) { return COLUMNS > 1 ? 0 : c.tid() / VD; }
-  static __device__ __forceinline__ int column_of(const WaveContext<M>& c, int n) { return COLUMNS > 1 ? n * THREADS + c.tid() : c.tid() % VD; }
-  static __device__ __forceinline__ bool has(const WaveContext<M>& c, int n, int r) {
-    // Without predicates where threads fill columns and parts evenly.
-    if constexpr (COLUMNS == 1 && PARTS * VD == THREADS && PARTS * ROWS == KD) return true;
-    return part(c) < PARTS && column_of(c, n) < VD && part(c) * ROWS + r < KD;
-  }
-  static __device__ __forceinline__ int place(const WaveContext<M>& c, int n, int r) { return (part(c) * ROWS + r) * VD + column_of(c, n); }
-
   template <class R>
   static __device__ __forceinline__ void load(WaveLoader<M, R>&, const Wave&) {}
-  // The first share from `s` on whose states are this block's.
-  static __device__ __forceinline__ u32 task_from(const WaveContext<M>& c, const HeldShares<M>& shares, u32 s) {
-    for (; s < shares.count; s++) {
-      const u32 row = shares[s].row;
-      if (row < c.p.row_count && uniform(c.state().leads[row]) == 0) break;
-    }
-    return s;
-  }
-  static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
-    const HeldShares<M> shares(c);
-    u32 s = task_from(c, shares, 0);
-    if (s >= shares.count) return;
-    Held held;
-    bring(c, e, shares[s], held);
-#pragma unroll 1
-    for (;;) {
-      const Share share = shares[s];
-      s = task_from(c, shares, s + 1);
-      if constexpr (AHEAD) {
-        Held next;
-        if (s < shares.count) bring(c, e, shares[s], next);
-        one(c, e, share, held);
-        if (s >= shares.count) break;
-        held = next;
-      } else {
-        one(c, e, share, held);
-        if (s >= shares.count) break;
-        bring(c, e, shares[s], held);
-      }
-    }
-  }
+  static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) { C::template each_task<WaveMixRow>(c, e); }
   static __device__ __forceinline__ void bring_inputs(const WaveContext<M>& c, const Wave& e, int row, int head, Held& held) {
 #pragma unroll
     for (int n = 0; n < EACH; n++) held.own[n] = has_pair(c, n) ? N::input(c, e.x, row, N::column(head, first_of(c, n))) : make_float2(0.f, 0.f);
@@ -693,14 +427,7 @@ struct WaveMixRow {
     const int head = int(share.lo);
     const float* const state = N::state_of(c, e, share.row, head);
     const bool begins = wave_position<M>(c.p, c.step, share.row) == 0;
-#pragma unroll
-    for (int n = 0; n < COLUMNS; n++)
-#pragma unroll
-      for (int r = 0; r < ROWS; r++) {
-        const bool in = has(c, n, r);
-        const float x = state[in ? place(c, n, r) : 0];
-        held.s[n][r] = in && !begins ? x : 0.f;
-      }
+    C::load_part(c, state, begins, held.s);
 #pragma unroll
     for (int n = 0; n < EACH; n++) {
       const bool in = has_pair(c, n) && first_of(c, n) < N::CHANNELS;
@@ -715,11 +442,7 @@ struct WaveMixRow {
     bring_inputs(c, e, int(share.row), head, held);
   }
   static __device__ __forceinline__ void store(const WaveContext<M>& c, float* state, const Held& held) {
-#pragma unroll
-    for (int n = 0; n < COLUMNS; n++)
-#pragma unroll
-      for (int r = 0; r < ROWS; r++)
-        if (has(c, n, r)) state[place(c, n, r)] = held.s[n][r];
+    C::store_part(c, state, held.s);
 #pragma unroll
     for (int n = 0; n < EACH; n++)
 #pragma unroll
@@ -731,28 +454,6 @@ struct WaveMixRow {
     float squares = 0.f;
     for (int d = c.lane(); d < KD; d += 32) squares += x[d] * x[d];
     return rsqrtf(warp_sum(squares) + 1e-6f);
-  }
-  static __device__ __forceinline__ float total(const float* sums, int col) {
-    float sum = 0.f;
-#pragma unroll
-    for (int p = 0; p < PARTS; p++) sum += sums[p * VD + col];
-    return sum;
-  }
-  // Calls f(r, x of row r of the part of a thread, y of it), four rows at a time where they lie so.
-  template <class F>
-  static __device__ __forceinline__ void each_row(const WaveContext<M>& c, const float* x, const float* y, F f) {
-    const int row0 = part(c) * ROWS;
-    if constexpr (ROWS % 4 == 0 && PARTS * ROWS == KD) {
-#pragma unroll
-      for (int r = 0; r < ROWS; r += 4) {
-        const float4 a = *reinterpret_cast<const float4*>(x + row0 + r), b = *reinterpret_cast<const float4*>(y + row0 + r);
-        f(r, a.x, b.x), f(r + 1, a.y, b.y), f(r + 2, a.z, b.z), f(r + 3, a.w, b.w);
-      }
-    } else {
-#pragma unroll
-      for (int r = 0; r < ROWS; r++)
-        if (row0 + r < KD) f(r, x[row0 + r], y[row0 + r]);
-    }
   }
   // All rows of the sequence that begins at the row of a share.
   static __device__ __forceinline__ void one(WaveContext<M>& c, const Wave& e, const Share& share, Held& held) {
@@ -771,7 +472,7 @@ struct WaveMixRow {
       c.barrier();
       position(c, e, row, head, held);
       row++;
-      if (row >= c.p.row_count || uniform(c.state().leads[row]) == 0) break;
+      if (!C::follows(c, row)) break;
       bring_inputs(c, e, int(row), head, held);
     }
     store(c, N::state_of(c, e, share.row, head), held);

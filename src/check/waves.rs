@@ -248,6 +248,7 @@ impl States {
             let Some(state) = grid.operand(Role::State) else { continue };
             let heads = match &grid.op {
                 Op::Mix(mix) => mix.value_heads,
+                Op::Scan(scan) => scan.heads,
                 // Channels have no heads; some at a time are compared as one.
                 Op::Convolve(convolve) => {
                     (1..=CHANNEL_PARTS).rev().find(|n| convolve.channels.is_multiple_of(*n)).unwrap_or(1)

@@ -432,7 +432,7 @@ pub(super) fn net_members(grid: &Grid, mix: &Mix) -> String {
     )
 }
 
-fn scan_members(grid: &Grid, scan: &Scan) -> String {
+pub(super) fn scan_members(grid: &Grid, scan: &Scan) -> String {
     // Destructured so that a new attribute does not compile until the kernel knows it.
     let Scan { heads, head_dim, groups, state, kernel, scales: [x, b, c, step], gate } = scan;
     format!(

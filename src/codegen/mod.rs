@@ -85,10 +85,16 @@ pub const WAVES_HEADERS: [(&str, &str); 9] = [
 /// The header that only wave kernels with experts include, after the master header.
 pub const EXPERTS_HEADERS: [(&str, &str); 1] = [("waves/experts.cuh", include_str!("../../kernels/waves/experts.cuh"))];
 
-/// The header that only wave kernels with gated delta nets include, after the master header.
+/// The header that only wave kernels with recurrent states include, after the master header.
+pub const STATE_HEADERS: [(&str, &str); 1] = [("waves/state.cuh", include_str!("../../kernels/waves/state.cuh"))];
+
+/// The header that only wave kernels with Mamba-2 include, after that of states.
+pub const SCAN_HEADERS: [(&str, &str); 1] = [("waves/scan.cuh", include_str!("../../kernels/waves/scan.cuh"))];
+
+/// The header that only wave kernels with gated delta nets include, after that of states.
 pub const NET_HEADERS: [(&str, &str); 1] = [("waves/mix.cuh", include_str!("../../kernels/waves/mix.cuh"))];
 
-/// The header that only wave kernels with short convolutions include, after the master header.
+/// The header that only wave kernels with short convolutions include, after that of states.
 pub const CONVOLVE_HEADERS: [(&str, &str); 1] =
     [("waves/convolve.cuh", include_str!("../../kernels/waves/convolve.cuh"))];
 

@@ -3,22 +3,23 @@
 use super::abi::{NONE, row_scales};
 use super::emit::{
     Trace, attention_members, coding_members, elem, epilogue_members, facts, gate_member, net_cols, net_members,
-    norm_members, route_members, table_members, vocab,
+    norm_members, route_members, scan_members, table_members, vocab,
 };
 use super::kernel_struct::kernel_struct;
 use super::{
-    CONVOLVE_HEADERS, EXPERTS_HEADERS, Float, HEADERS, KernelSource, NET_HEADERS, ROWS_HEADERS, WAVES_HEADERS,
+    CONVOLVE_HEADERS, EXPERTS_HEADERS, Float, HEADERS, KernelSource, NET_HEADERS, ROWS_HEADERS, SCAN_HEADERS,
+    STATE_HEADERS, WAVES_HEADERS,
 };
 use crate::digest::Digest;
 use crate::ir::layout::{Matrix, PLACE_ALIGN_BYTES, matrices};
-use crate::ir::op::{Combine, Convolve, Epilogue, Mix, Op, Role};
+use crate::ir::op::{Combine, Convolve, Epilogue, Mix, Op, Role, Scan};
 use crate::ir::program::{Grid, Program, Rows};
 use crate::ir::{BufferId, GridId};
 use crate::rows::Shape;
 use crate::target::Target;
 use crate::waves::{
-    Action, Form, Input, Layout, NormOf, Over, Plan, Products, Proven, Splits, Sum, Target as Written, Tiling,
-    Wave as PlanWave, WorkId, group_channels, scores_cols,
+    Action, Form, GateNorm, Input, Layout, NormOf, Over, Plan, Products, Proven, Splits, Sum, Target as Written,
+    Tiling, Wave as PlanWave, WorkId, group_channels, scores_cols,
 };
 use bytemuck::{Pod, Zeroable};
 use std::collections::BTreeSet;
@@ -387,6 +388,32 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
             let members = net_wave_members(proven, grid, mix, (x, Some(scalars)));
             ("WaveMixRow", format!("{members}bool OUT_TILES = {}\n", is_tiles(plan, out)))
         }
+        (&Action::Convolve { x, out, .. }, Op::Scan(scan)) => {
+            ("WaveScanInputs", scan_wave_members(proven, grid, scan, (x, out)))
+        }
+        (&Action::Mix { x, out, .. }, Op::Scan(scan)) => {
+            let Over::States { n } = plan.divisions[wave.division.index()].over else {
+                unreachable!("prove: states are divided over their columns")
+            };
+            let members = scan_wave_members(proven, grid, scan, (x, out));
+            ("WaveScan", format!("{members}int PARTS = {}\n", n / scan.heads))
+        }
+        (&Action::MixRow { x, out, .. }, Op::Scan(scan)) => {
+            ("WaveScanRow", scan_wave_members(proven, grid, scan, (x, out)))
+        }
+        (&Action::Gated { x, out, .. }, Op::GroupNorm(_) | Op::MatVec(_)) => {
+            let norm = GateNorm::of(&schedule.program, grid).expect("prove: a norm of Mamba-2");
+            let GateNorm { scan: _, width, groups, eps, scale, first } = norm;
+            let members = format!(
+                "int WIDTH = {width}\nint GROUPS = {groups}\nfloat EPS = {}\nfloat GATE_SCALE = {}\nbool FIRST = {first}\nint COLS = {}\nint X_PARTS = {}\nbool OUT_TILES = {}\n",
+                Float(eps),
+                Float(scale),
+                plan.work[x.index()].cols,
+                parts_of(plan, x),
+                is_tiles(plan, out),
+            );
+            ("WaveGateNorm", members)
+        }
         _ => unreachable!("prove: waves are those of the ops of their grids"),
     }
 }
@@ -397,6 +424,14 @@ fn net_wave_members(proven: &Proven<'_>, grid: &Grid, mix: &Mix, (x, scalars): (
     let of_scalars = scalars.map_or(0, |scalars| parts_of(plan, scalars));
     let parts = format!("int X_PARTS = {}\nint SCALAR_PARTS = {of_scalars}\n", parts_of(plan, x));
     net_members(grid, mix) + &net_cols(program, grid) + &parts
+}
+
+/// Members of a wave of Mamba-2 that reads `x` and writes `out`. It gates what it leaves for a product, and nothing that a norm reads.
+fn scan_wave_members(proven: &Proven<'_>, grid: &Grid, scan: &Scan, (x, out): (WorkId, WorkId)) -> String {
+    let plan = proven.plan();
+    let gate = scan.gate.filter(|_| plan.work[out.index()].layout.is_input());
+    let members = scan_members(grid, &Scan { gate, ..*scan });
+    format!("{members}int X_PARTS = {}\nbool OUT_TILES = {}\n", parts_of(plan, x), is_tiles(plan, out))
 }
 
 /// How a buffer by place has its tiles.
@@ -561,12 +596,18 @@ pub fn emit(proven: &Proven<'_>, target: &Target, trace: Trace) -> KernelSource 
     line!("{}#include \"monobloc_waves.cuh\"", facts(target));
     let has = |which: fn(&Action) -> bool| plan.waves.iter().any(|wave| which(&wave.action));
     let experts = has(|action| matches!(action, Action::Route { .. }));
-    let nets = has(|action| matches!(action, Action::Mix { .. } | Action::MixRow { .. }));
+    let of = |which: fn(&Op) -> bool| plan.waves.iter().any(|wave| which(&grid_of(proven, wave.grid).op));
+    let (nets, scans) = (of(|op| matches!(op, Op::Mix(_))), of(|op| matches!(op, Op::Scan(_))));
     let experts = if experts { &EXPERTS_HEADERS[..] } else { &[] };
-    let nets = if nets { &NET_HEADERS[..] } else { &[] };
     let convolves = has(|action| matches!(action, Action::ShortConv { .. }));
-    let convolves = if convolves { &CONVOLVE_HEADERS[..] } else { &[] };
-    for (name, _) in experts.iter().chain(nets).chain(convolves) {
+    let states = [
+        (nets || scans || convolves, &STATE_HEADERS[..]),
+        (nets, &NET_HEADERS[..]),
+        (scans, &SCAN_HEADERS[..]),
+        (convolves, &CONVOLVE_HEADERS[..]),
+    ];
+    let states = states.into_iter().filter(|(has, _)| *has).flat_map(|(_, headers)| headers);
+    for (name, _) in experts.iter().chain(states.clone()) {
         line!("#include \"{name}\"");
     }
     line!();
@@ -620,8 +661,7 @@ pub fn emit(proven: &Proven<'_>, target: &Target, trace: Trace) -> KernelSource 
             .chain(&ROWS_HEADERS)
             .chain(&WAVES_HEADERS)
             .chain(experts)
-            .chain(nets)
-            .chain(convolves)
+            .chain(states)
             .map(|(n, t)| (n.to_string(), t.to_string()))
             .collect(),
         arch: target.spec.arch.clone(),
@@ -837,6 +877,18 @@ fn entry(proven: &Proven<'_>, matrices: &[Option<Matrix>], wave: &PlanWave, clas
                 ..none
             }
         }
+        // Taps and their bias, d, rates and states: waves/scan.cuh.
+        Action::Convolve { x, out, .. } | Action::MixRow { x, out, .. } if matches!(grid.op, Op::Scan(_)) => Wave {
+            x: work(x),
+            out: work(out),
+            weight: of(Role::Conv),
+            table: of(Role::Bias),
+            branch_weight: of(Role::DtBias),
+            norm_bias: of(Role::D),
+            k_cache: of(Role::State),
+            v_cache: of(Role::ALog),
+            ..none
+        },
         // Scalars, taps, states and inputs: waves/mix.cuh.
         Action::Convolve { x, scalars, out } | Action::MixRow { x, scalars, out } => Wave {
             x: work(x),
@@ -862,7 +914,8 @@ fn entry(proven: &Proven<'_>, matrices: &[Option<Matrix>], wave: &PlanWave, clas
             ..none
         },
         Action::Mix { turned, x, out } => {
-            Wave { x: work(turned), out: work(out), residual: work(x), k_cache: of(Role::State), ..none }
+            let (norm_bias, k_cache) = (of(Role::D), of(Role::State));
+            Wave { x: work(turned), out: work(out), residual: work(x), norm_bias, k_cache, ..none }
         }
         Action::Gated { mixed, x, out } => {
             Wave { x: work(mixed), out: work(out), branch: work(x), norm_weight: of(Role::NormWeight), ..none }

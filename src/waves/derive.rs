@@ -4,7 +4,7 @@ use super::experts::{
     Chosen, TILE_UNITS, gather_scratch, has_experts, has_groups, is_combined, route_scratch, same_norm, scores_cols,
     scores_scratch, unit_tiles_max,
 };
-use super::mix::{POSITIONS, chunk_bytes, group_channels, parts, row_bytes};
+use super::mix::{Carried, GateNorm, POSITIONS, group_channels, row_bytes, scan_cols};
 use super::ragged::MERGE_SPLITS;
 use super::{
     Action, CHUNK_BLOCK_ROWS, Division, DivisionId, Form, HELD_AND_SUMS_MAX, Input, Layout, Machine, NormOf, Over,
@@ -15,7 +15,9 @@ use super::{
 use crate::dtype::DType;
 use crate::format::{Code, Format};
 use crate::ir::layout::{PLACE_ALIGN_BYTES, cache_row_bytes, place_align};
-use crate::ir::op::{Attention, Combine, Convolve, Epilogue, MatVec, Mix, NormAttr, Op, QkNormAttr, Role, Route};
+use crate::ir::op::{
+    Attention, Combine, Convolve, Epilogue, GroupNorm, MatVec, Mix, NormAttr, Op, QkNormAttr, Role, Route, Scan,
+};
 use crate::ir::program::{Grid, Program};
 use crate::ir::schedule::Schedule;
 use crate::ir::{BufferId, GridId};
@@ -204,6 +206,7 @@ fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, aske
         normed: None,
         choice: None,
         shared: None,
+        gates: BTreeMap::new(),
         cluster_max: spec.cluster_max,
         warpgroup_mma: spec.warpgroup_mma,
     };
@@ -233,19 +236,19 @@ struct Memory {
 }
 
 impl Memory {
-    /// Of a chunk. Waves of experts use scratch, and those of nets what the ring of inputs has no room for.
+    /// Of a chunk. Waves of experts use scratch, and those of states what the ring of inputs has no room for.
     fn of_chunk(program: &Program, sms: u32, products: Products) -> Memory {
         let (input_bytes, scratch_bytes) = if has_experts(program) {
             (CHUNK_INPUT_BYTES_BESIDE_SCRATCH, experts_scratch(program, Form::Chunk).max(CHUNK_SCRATCH_BYTES))
-        } else if products == Products::Shared && nets(program).next().is_none() {
+        } else if products == Products::Shared && carried(program).all(|states| !states.solves) {
             (CHUNK_INPUT_BYTES_SHARED, 0)
         } else {
             (CHUNK_INPUT_BYTES, 0)
         };
         let inputs = chunk_inputs(program, input_bytes);
-        let of_net = |mix: &Mix| parts(mix, sms).map_or(0, |parts| chunk_bytes(mix, parts));
-        let of_nets = nets(program).map(of_net).max().unwrap_or(0).saturating_sub(inputs.bytes());
-        let scratch_bytes = scratch_bytes.max(of_nets.next_multiple_of(128));
+        let bytes = |states: Carried| states.parts(sms).map_or(0, |parts| states.chunk_bytes(parts));
+        let of_states = carried(program).map(bytes).max().unwrap_or(0).saturating_sub(inputs.bytes());
+        let scratch_bytes = scratch_bytes.max(of_states.next_multiple_of(128));
         Memory { inputs, scratch_bytes, state_bytes: 2 << 10 }
     }
 
@@ -258,8 +261,9 @@ impl Memory {
             _ => (3, 32 << 10),
         };
         let (scratch_bytes, state_bytes) = if rows <= 64 { (32 << 10, 2 << 10) } else { (36 << 10, 4 << 10) };
-        let of_nets = nets(program).map(|mix| row_bytes(mix, WARPS)).max().unwrap_or(0).next_multiple_of(128);
-        let scratch_bytes = experts_scratch(program, Form::Steps).max(scratch_bytes).max(of_nets);
+        let of_grid = |grid: &Grid| row_bytes(&grid.op, WARPS);
+        let of_states = program.grids.iter().map(of_grid).max().unwrap_or(0).next_multiple_of(128);
+        let scratch_bytes = experts_scratch(program, Form::Steps).max(scratch_bytes).max(of_states);
         Memory { inputs: Ring { slots, slot_bytes }, scratch_bytes, state_bytes }
     }
 }
@@ -324,12 +328,9 @@ fn chunk_inputs(program: &Program, bytes: u32) -> Ring {
     Ring { slots: bytes / slot_bytes, slot_bytes }
 }
 
-/// The nets of a program.
-fn nets(program: &Program) -> impl Iterator<Item = &Mix> {
-    program.grids.iter().filter_map(|grid| match &grid.op {
-        Op::Mix(mix) => Some(mix),
-        _ => None,
-    })
+/// The states with matrices of a program.
+fn carried(program: &Program) -> impl Iterator<Item = Carried> {
+    program.grids.iter().filter_map(|grid| Carried::of(&grid.op))
 }
 
 /// Bytes of scratch that waves of experts need.
@@ -545,6 +546,8 @@ struct Builder<'a> {
     choice: Option<Choice>,
     /// What the shared expert of the layer left.
     shared: Option<WorkId>,
+    /// Of what Mamba-2 leaves for a norm with its gate: the columns that have the gate.
+    gates: BTreeMap<BufferId, WorkId>,
     /// Most blocks of a cluster on the target.
     cluster_max: u32,
     warpgroup_mma: bool,
@@ -587,6 +590,8 @@ impl Builder<'_> {
             Op::Attention(a) => self.attention(id, grid, a, is_last),
             Op::Mix(mix) => self.mix(id, grid, mix, is_last),
             Op::Convolve(convolve) => self.short_conv(id, grid, convolve),
+            Op::Scan(scan) => self.scan(id, grid, scan),
+            Op::GroupNorm(norm) => self.group_norm(id, grid, norm),
             Op::NormAdd { norm, scale, everywhere: false, .. } => self.norm_add(id, grid, *norm, *scale),
             _ => refused(grid, "the op", "one that every row of a step has for itself"),
         }
@@ -662,6 +667,7 @@ impl Builder<'_> {
             }
             (Action::Mix { .. }, ..) => Sums::State { positions: POSITIONS },
             (Action::MixRow { .. }, ..) => Sums::State { positions: 1 },
+            (Action::Gated { .. }, _, Op::GroupNorm(_) | Op::MatVec(_)) => Sums::Row { parts: 1 },
             _ => Sums::Heads,
         }
     }
@@ -757,6 +763,9 @@ impl Builder<'_> {
         };
         if let (Some(&at), None) = (self.inputs.get(&x), m.norm) {
             return Ok((at, None));
+        }
+        if self.gates.contains_key(&x) {
+            return Ok((self.gate_norm(id, grid, x, Layout::of_input(tiles))?, None));
         }
         let (Some(residual), true) = (self.residual, self.published == Some(x)) else {
             // In a parallel layer both branches read the sum before either adds to it. One residual cannot hold both values.
@@ -873,8 +882,8 @@ impl Builder<'_> {
         let [all, halves] = TILE_WARPS;
         let warps: &[Warps] = match m.epilogue {
             _ if plain && rows == 128 => &TILE_WARPS,
-            Epilogue::Gated(_) if plain && rows == 64 => &[all],
-            Epilogue::Gated(_) | Epilogue::Act(_) if coded && rows == 32 => &[all],
+            Epilogue::Gated(_) | Epilogue::GatedBy { .. } if plain && rows == 64 => &[all],
+            Epilogue::Gated(_) | Epilogue::GatedBy { .. } | Epilogue::Act(_) if coded && rows == 32 => &[all],
             Epilogue::Residual { .. } if coded && rows == 32 => &[halves],
             _ => return None,
         };
@@ -1006,35 +1015,38 @@ impl Builder<'_> {
             self.shared = Some(to);
             return Ok(Written::Out(to));
         }
+        if let Epilogue::Residual { .. } = m.epilogue {
+            let Some(residual) = self.residual else {
+                return refused(grid, "the sum", "one of the embedding");
+            };
+            // Nothing reads a sum that is not published: one between two branches of a layer.
+            self.published = self.constant(grid, Role::Out);
+            if parts == 1 || paired {
+                return Ok(Written::Residual(residual));
+            }
+            return Ok(Written::Out(self.work("branch", Layout::Parts(parts), m.rows)));
+        }
         let Some((out, cols)) = self.cols(grid, Role::Out).or_else(|| self.cols(grid, Role::Logits)) else {
             return refused(grid, "the output", "one that is published");
         };
         match m.epilogue {
-            Epilogue::Residual { .. } => {
-                let Some(residual) = self.residual else {
-                    return refused(grid, "the sum", "one of the embedding");
-                };
-                self.published = Some(out);
-                if parts == 1 || paired {
-                    return Ok(Written::Residual(residual));
-                }
-                Ok(Written::Out(self.work("branch", Layout::Parts(parts), m.rows)))
-            }
             Epilogue::Logits { .. } if self.plan.form.decides() => Ok(Written::Best(self.best())),
             Epilogue::Logits { .. } => refused(grid, "the output", "no logits before the last append"),
-            Epilogue::Scores | Epilogue::Clamped(_) => refused(grid, "the output", "activations without experts"),
-            Epilogue::GatedBy { .. } => refused(grid, "the output", "a gate without a factor"),
-            Epilogue::Store | Epilogue::Act(_) | Epilogue::Gated(_) => {
+            Epilogue::Scores | Epilogue::Clamped(_) | Epilogue::Residual { .. } => {
+                refused(grid, "the output", "activations without experts")
+            }
+            Epilogue::Store | Epilogue::Act(_) | Epilogue::Gated(_) | Epilogue::GatedBy { .. } => {
                 if !cols.is_multiple_of(2) {
                     return refused(grid, "the output", "an even number of columns");
                 }
                 // The input of a product has the layout of operands. Heads and branches are stored row by row. In a step, attention follows heads at once.
+                let stored = if self.feeds_scan(out) { "inputs" } else { "branch" };
                 let (name, layout) = match m.epilogue {
                     Epilogue::Store if parts > 1 && self.in_packets(id, out, parts) => {
                         ("heads", Layout::Packets(parts))
                     }
-                    Epilogue::Store if parts > 1 => ("branch", Layout::Parts(parts)),
-                    Epilogue::Store => ("branch", Layout::Rows(DType::Bf16)),
+                    Epilogue::Store if parts > 1 => (stored, Layout::Parts(parts)),
+                    Epilogue::Store => (stored, Layout::Rows(DType::Bf16)),
                     _ => ("act", self.operand(out)),
                 };
                 let to = self.work(name, layout, cols);
@@ -1192,7 +1204,7 @@ impl Builder<'_> {
                 Ok(())
             }
             Form::Chunk => {
-                let Some(parts) = parts(mix, self.plan.machine.sms) else {
+                let Some(parts) = Carried::of(&grid.op).and_then(|states| states.parts(self.plan.machine.sms)) else {
                     return refused(grid, "heads", "keys of whole tiles of 16, and values of whole tiles of 8");
                 };
                 let turned = self.work("turned", Layout::Rows(DType::F32), mix.qkv_cols() + 2 * mix.value_heads);
@@ -1207,6 +1219,81 @@ impl Builder<'_> {
                 Ok(())
             }
         }
+    }
+
+    /// Mamba-2. Where a norm follows, it leaves its output before the gate in fp32.
+    fn scan(&mut self, id: GridId, grid: &Grid, scan: &Scan) -> Result<(), Refused> {
+        let x = self.constant(grid, Role::X).and_then(|of| self.inputs.get(&of).copied());
+        let (Some(x), Some((out, inner))) = (x, self.cols(grid, Role::Out)) else {
+            return refused(grid, "the operands", "columns of a product, and an output");
+        };
+        let normed = GateNorm::follows(self.program, out);
+        if scan.gate.is_none() && !normed {
+            return refused(grid, "the output", "a gate, or a norm with a gate");
+        }
+        let to = |b: &mut Self| match normed {
+            true => b.work("mixed", Layout::Rows(DType::F32), inner),
+            false => b.work("gated", b.operand(out), inner),
+        };
+        let to = match self.plan.form {
+            Form::Tail => {
+                return refused(
+                    grid,
+                    "the state",
+                    "one that the chunk has not brought on; a tail would do so a second time",
+                );
+            }
+            Form::Steps => {
+                let to = to(self);
+                self.push(id, Action::MixRow { x, scalars: x, out: to }, Over::Heads { n: scan.heads, rows: 1 });
+                to
+            }
+            Form::Chunk => {
+                let Some(parts) = Carried::of(&grid.op).and_then(|states| states.parts(self.plan.machine.sms)) else {
+                    return refused(grid, "heads", "states of whole tiles of 16, and heads of whole tiles of 8");
+                };
+                let turned = self.work("turned", Layout::Rows(DType::F32), scan_cols(scan));
+                self.push(id, Action::Convolve { x, scalars: x, out: turned }, WHOLE_ROWS);
+                let to = to(self);
+                self.push(id, Action::Mix { turned, x, out: to }, Over::States { n: scan.heads * parts });
+                to
+            }
+        };
+        self.inputs.insert(out, to);
+        if normed {
+            self.gates.insert(out, x);
+        }
+        Ok(())
+    }
+
+    /// A norm of groups of what Mamba-2 gives.
+    fn group_norm(&mut self, id: GridId, grid: &Grid, norm: &GroupNorm) -> Result<(), Refused> {
+        let (Some(x), Some((out, _))) = (self.constant(grid, Role::X), self.cols(grid, Role::Out)) else {
+            return refused(grid, "the operands", "an input, and an output");
+        };
+        if norm.group() % 2 != 0 {
+            return refused(grid, "groups", "an even number of columns");
+        }
+        let to = self.gate_norm(id, grid, x, self.operand(out))?;
+        self.inputs.insert(out, to);
+        Ok(())
+    }
+
+    /// The norm of `grid` of what Mamba-2 has left in `x`, with the gate.
+    fn gate_norm(&mut self, id: GridId, grid: &Grid, x: BufferId, layout: Layout) -> Result<WorkId, Refused> {
+        let of = (GateNorm::of(self.program, grid), self.inputs.get(&x), self.gates.get(&x));
+        let (Some(norm), Some(&mixed), Some(&gate)) = of else {
+            return refused(grid, "the norm", "an RMS norm with gains, of Mamba-2 with one gate before or after it");
+        };
+        let to = self.work("gated", layout, norm.width);
+        self.push(id, Action::Gated { mixed, x: gate, out: to }, WHOLE_ROWS);
+        Ok(to)
+    }
+
+    /// Whether Mamba-2 reads this exchange: in a layer with attention beside it both inputs are needed at once.
+    fn feeds_scan(&self, exchange: BufferId) -> bool {
+        let reads = |grid: &Grid| matches!(grid.op, Op::Scan(_)) && self.constant(grid, Role::X) == Some(exchange);
+        self.program.grids.iter().any(reads)
     }
 
     /// A short convolution. If it is the last state of a chunk, nothing reads what positions make of it.

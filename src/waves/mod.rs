@@ -52,12 +52,15 @@
 //! choice ([`Tiling::most`]). `experts.rs` has the bounds. Choices of each layer have a buffer of their own, and the proof says that they are still there
 //! when a launch has ended ([`Proven::choices`]): the check reads them.
 //!
-//! # Gated delta nets
+//! # Recurrent states
 //!
 //! A state has one owner in a launch. In a chunk each SM has some columns of the state of a head ([`Over::States`]) for all rows, and takes them in the order of their
 //! positions: a column of a state depends on no other one. The wave before makes what the columns of a head have in common, because they would all read the past inputs of
 //! the convolution that one of them writes. A norm needs whole rows, so it is the wave after. In a step the SM with the first row of a sequence and a head has their
 //! state, and takes all rows of the sequence; shares of its later rows do nothing. A tail has no state: it would bring it on a second time. `mix.rs` has the sizes.
+//!
+//! Mamba-2 has the same waves. Its norm also gates it, and may have groups of columns of any heads, so in a step it is a wave of whole rows, too. Where no norm
+//! follows, the wave that brings states on gates its output.
 //!
 //! A short convolution keeps inputs alone. One wave has all rows of some channels ([`group_channels`]), in a chunk on one SM and in a step in one warp.
 //!
@@ -79,7 +82,7 @@ mod ragged;
 pub use derive::{Refused, derive, derive_alike, derive_ragged, derive_split};
 pub use experts::Tiling;
 pub(crate) use experts::scores_cols;
-pub use mix::group_channels;
+pub use mix::{GateNorm, group_channels};
 pub use prove::{Alike, Proven, Violation, WithTail, prove, prove_alike, prove_tail};
 pub use ragged::Ragged;
 
@@ -423,12 +426,13 @@ pub enum Action {
     /// residual, or an output in fp32.
     Combine { x: WorkId, places: WorkId, shares: WorkId, shared: Option<WorkId>, gate: Option<WorkId>, target: Target },
     /// Of a chunk: q, k and v of a net after its convolution, betas and decays. `x` has q, k, v and the gate of all heads; `scalars` beta and decay, beside them or apart.
+    /// Of Mamba-2 c, b, x, steps and decays, all of one `x`.
     Convolve { x: WorkId, scalars: WorkId, out: WorkId },
     /// Of a chunk: brings states through all positions, and leaves what each position reads of them. `x` has the inputs that states keep.
     Mix { turned: WorkId, x: WorkId, out: WorkId },
-    /// Of a chunk: norms what [`Action::Mix`] left, and gates it by `x`.
+    /// Norms what [`Action::Mix`] left, and gates it by `x`; of Mamba-2 also what [`Action::MixRow`] left.
     Gated { mixed: WorkId, x: WorkId, out: WorkId },
-    /// Of a step: all three, for one position of each row.
+    /// Of a step: all three, for one position of each row; of Mamba-2 without a norm.
     MixRow { x: WorkId, scalars: WorkId, out: WorkId },
     /// A short convolution: brings states through all positions, and leaves what each position makes of them.
     ShortConv { x: WorkId, out: WorkId },

@@ -8,7 +8,7 @@ use super::experts::{
     Chosen, TILE_ROWS, TILE_UNITS, gather_scratch, is_combined, route_scratch, same_norm, scores_cols, scores_scratch,
     unit_tiles_max,
 };
-use super::mix::{POSITIONS, chunk_bytes, group_channels, has_tiles, row_bytes};
+use super::mix::{Carried, GateNorm, POSITIONS, group_channels, row_bytes, scan_cols};
 use super::{
     Action, CHUNK_BLOCK_ROWS, Division, Form, HELD_AND_SUMS_MAX, Input, Layout, NormOf, Over, Plan, Products, Ragged,
     Ring, SHARED_PASS_MAX, SHARED_UNITS, SHARED_WARPS, STEP_ROWS_MAX, Share, Splits, Sum, Sums, TILE_WARPS,
@@ -17,7 +17,7 @@ use super::{
 };
 use crate::dtype::DType;
 use crate::format::Format;
-use crate::ir::op::{Attention, Combine, Convolve, Epilogue, MatVec, Mix, NormAttr, Op, QkNormAttr, Role, Route};
+use crate::ir::op::{Attention, Combine, Convolve, Epilogue, MatVec, Mix, NormAttr, Op, QkNormAttr, Role, Route, Scan};
 use crate::ir::program::{Grid, Space};
 use crate::ir::{BufferId, GridId};
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
@@ -243,7 +243,7 @@ pub fn prove_alike<'a>(
 enum Value {
     /// The values of this exchange of the program.
     Exchange(BufferId),
-    /// The norm of the residual that the program has in this exchange.
+    /// The norm of the residual, or of what Mamba-2 gives, that the program has in this exchange.
     Normed(BufferId, Option<NormOf>),
     /// The same, not yet multiplied by the factor of the norm.
     Weighted(BufferId, NormOf),
@@ -269,12 +269,12 @@ enum Value {
     },
     /// What the shared expert left in this exchange.
     Shared(BufferId),
-    /// q, k and v of a net after its convolution, betas and decays.
+    /// q, k and v of a net after its convolution, betas and decays; of Mamba-2 x, b and c, steps and decays.
     Turned(GridId),
-    /// What positions read of the states of a net.
+    /// What positions read of the states of a net, or of Mamba-2, before the gate.
     Mixed(GridId),
-    /// The output of a product. The residual plus this output is the value of this exchange of the program.
-    Addend(BufferId),
+    /// The output of the product of this grid, which is added to the residual.
+    Addend(GridId),
 }
 
 struct Judge<'a> {
@@ -284,8 +284,8 @@ struct Judge<'a> {
     before: Option<Left>,
     found: Vec<Violation>,
     holds: BTreeMap<WorkId, Value>,
-    /// The buffer of the residual, and the exchange that holds the same values in the program.
-    residual: Option<(WorkId, BufferId)>,
+    /// The buffer of the residual, and the exchange that holds the same values in the program; none holds a sum between two branches.
+    residual: Option<(WorkId, Option<BufferId>)>,
     /// The current grid, and the residual after the last grid that changed it.
     grid: GridId,
     left: Option<Left>,
@@ -504,7 +504,7 @@ impl Judge<'_> {
             return Err(format!("expected the grid after {grid}, the last sum of the chunk"));
         }
         self.layout(residual, Layout::Rows(DType::F32), self.cols(exchange))?;
-        self.residual = Some((residual, exchange));
+        self.residual = Some((residual, Some(exchange)));
         self.rows_end(wave, out)?;
         Ok(first)
     }
@@ -599,6 +599,7 @@ impl Judge<'_> {
             (Action::Combine { shared, .. }, _, Op::Combine(combine)) => {
                 Some(Sums::Slots { slots: combine.slots, shared: shared.is_some() })
             }
+            (Action::Gated { .. }, _, Op::GroupNorm(_) | Op::MatVec(_)) => Some(Sums::Row { parts: 1 }),
             (Action::Convolve { .. } | Action::Gated { .. }, ..) => Some(Sums::Heads),
             (Action::Mix { .. }, ..) => Some(Sums::State { positions: POSITIONS }),
             (Action::MixRow { .. }, ..) => Some(Sums::State { positions: 1 }),
@@ -643,7 +644,7 @@ impl Judge<'_> {
                     return no("another table or scale");
                 }
                 self.layout(residual, Layout::Rows(DType::F32), cols)?;
-                self.becomes(residual, out_of);
+                self.becomes(residual, Some(out_of));
                 self.rows_end(wave, out)
             }
             (Op::NormAdd { norm, scale, everywhere: false, width }, [wave]) => {
@@ -657,7 +658,7 @@ impl Judge<'_> {
                 if of != Some(norm_of(grid, *norm)) || times.to_bits() != scale.to_bits() {
                     return no("another norm or scale");
                 }
-                self.sums(residual, buffer(Role::Out)?, *width)?;
+                self.sums(residual, Some(buffer(Role::Out)?), *width)?;
                 self.rows_end(wave, out)
             }
             (Op::MatVec(m), waves) if m.epilogue == Epilogue::Scores => self.scores(grid, m, waves),
@@ -670,6 +671,12 @@ impl Judge<'_> {
             (Op::Attention(a), waves) => self.attention(id, grid, a, waves, is_last),
             (Op::Mix(mix), waves) => self.mix(id, grid, mix, waves, is_last),
             (Op::Convolve(convolve), [wave]) => self.short_conv(grid, convolve, wave),
+            (Op::Scan(scan), waves) => self.scan(id, grid, scan, waves),
+            (Op::GroupNorm(_), [wave]) => {
+                let out = self.gate_norm(grid, wave)?;
+                self.holds.insert(out, Value::Exchange(buffer(Role::Out)?));
+                Ok(())
+            }
             _ => no("expected other waves of this op"),
         }
     }
@@ -901,7 +908,7 @@ impl Judge<'_> {
         }
         self.over(wave, Over::Rows { parts: 1 })?;
         match target {
-            Written::Residual(residual) if adds => self.sums(residual, buffer(Role::Out)?, width),
+            Written::Residual(residual) if adds => self.sums(residual, Some(buffer(Role::Out)?), width),
             Written::Out(out) if !adds => {
                 self.layout(out, Layout::Parts(1), width)?;
                 self.holds.insert(out, Value::Exchange(buffer(Role::Out)?));
@@ -915,6 +922,7 @@ impl Judge<'_> {
     fn matvec(&mut self, grid: &Grid, m: &MatVec, mut waves: &[Wave], mut first: usize) -> Result<(), String> {
         let no = |what: &str| Err(what.to_string());
         let rest = self.normed(waves)?;
+        let rest = self.normed_scan(grid, m, rest)?;
         first += waves.len() - rest.len();
         waves = rest;
         let [product, rest @ ..] = waves else { return no("expected a product") };
@@ -929,12 +937,11 @@ impl Judge<'_> {
         else {
             return no("expected rows that add a branch as it is");
         };
-        let exchange = grid.operand(Role::Out).ok_or("an operand is missing")?.buffer;
-        self.holds(branch, Value::Addend(exchange))?;
+        self.holds(branch, Value::Addend(self.grid))?;
         if branch != *parts || times.to_bits() != scale.to_bits() {
             return no("another branch or scale");
         }
-        self.sums(residual, exchange, m.rows)?;
+        self.sums(residual, grid.operand(Role::Out).map(|out| out.buffer), m.rows)?;
         self.rows_end(rows, out)
     }
 
@@ -1088,7 +1095,7 @@ impl Judge<'_> {
                 let Action::MixRow { x, scalars, out } = wave.action else { return no("expected states of rows") };
                 self.net_inputs(grid, mix, (x, scalars))?;
                 self.over(wave, Over::Heads { n: mix.value_heads, rows: 1 })?;
-                self.scratch(row_bytes(mix, self.plan.machine.warps), "values of a head")?;
+                self.scratch(row_bytes(&grid.op, self.plan.machine.warps), "values of a head")?;
                 out
             }
             (Form::Tail, _) => return no("a state, which a tail would bring on a second time"),
@@ -1159,7 +1166,7 @@ impl Judge<'_> {
         }
         self.holds(x, Value::Exchange(x_of))?;
         self.layout(mixed, Layout::Rows(DType::F32), mix.value_heads * mix.value_dim)?;
-        self.states(mix, carry)?;
+        self.states(grid, carry)?;
         self.holds.insert(mixed, Value::Mixed(id));
 
         let [wave] = rest else {
@@ -1179,6 +1186,120 @@ impl Judge<'_> {
         self.holds(x, Value::Exchange(x_of))?;
         self.over(wave, Over::Rows { parts: 1 })?;
         Ok(Some(out))
+    }
+
+    /// Expects what [`mix`](Self::mix) does of the waves of Mamba-2, with states in the same places. Where a norm follows, they leave the output before its gate.
+    fn scan(&mut self, id: GridId, grid: &Grid, scan: &Scan, waves: &[Wave]) -> Result<(), String> {
+        let no = |what: &str| Err(what.to_string());
+        let (x_of, out_of) =
+            (self.scan_inputs(grid, scan)?, grid.operand(Role::Out).ok_or("an operand is missing")?.buffer);
+        let of_x = |judge: &Self, x: WorkId, scalars: WorkId| {
+            if x != scalars {
+                return Err("expected all inputs in one buffer".to_string());
+            }
+            judge.holds(x, Value::Exchange(x_of))?;
+            judge.rows_or_parts(x, judge.cols(x_of))
+        };
+        let out = match (self.plan.form, waves) {
+            (Form::Chunk, [convolve, carry]) => {
+                let Action::Convolve { x, scalars, out: turned } = convolve.action else {
+                    return no("expected a convolution");
+                };
+                of_x(self, x, scalars)?;
+                // Products of chunks leave no parts.
+                self.layout(x, Layout::Rows(DType::Bf16), self.cols(x_of))?;
+                self.layout(turned, Layout::Rows(DType::F32), scan_cols(scan))?;
+                self.over(convolve, Over::Rows { parts: 1 })?;
+                self.holds.insert(turned, Value::Turned(id));
+                let Action::Mix { out, .. } = carry.action else { return no("expected states") };
+                if carry.action != (Action::Mix { turned, x, out }) {
+                    return no("expected states that take what the wave before made, and keep its inputs");
+                }
+                self.holds(x, Value::Exchange(x_of))?;
+                self.states(grid, carry)?;
+                out
+            }
+            (Form::Steps, [wave]) => {
+                let Action::MixRow { x, scalars, out } = wave.action else { return no("expected states of rows") };
+                of_x(self, x, scalars)?;
+                self.over(wave, Over::Heads { n: scan.heads, rows: 1 })?;
+                self.scratch(row_bytes(&grid.op, self.plan.machine.warps), "values of a head")?;
+                out
+            }
+            (Form::Tail, _) => return no("a state, which a tail would bring on a second time"),
+            _ => return no("expected other waves of Mamba-2"),
+        };
+        if GateNorm::follows(&self.validated.schedule().program, out_of) {
+            self.layout(out, Layout::Rows(DType::F32), scan.inner())?;
+            self.holds.insert(out, Value::Mixed(id));
+        } else if scan.gate.is_some() {
+            self.operand(out, scan.inner())?;
+            self.holds.insert(out, Value::Exchange(out_of));
+        } else {
+            return no("an output that is neither gated nor normed");
+        }
+        Ok(())
+    }
+
+    /// Checks the columns that Mamba-2 reads: the gate, x, b, c and steps one after another. Returns their exchange.
+    fn scan_inputs(&self, grid: &Grid, scan: &Scan) -> Result<BufferId, String> {
+        let place = |role: Role| grid.operand(role).map(|o| (o.buffer, o.cols.base));
+        let (inner, grouped) = (scan.inner(), scan.groups * scan.state);
+        let x_of = place(Role::X).ok_or("an operand is missing")?.0;
+        let steps = 2 * (inner + grouped);
+        for (role, base) in
+            [(Role::X, inner), (Role::B, 2 * inner), (Role::C, 2 * inner + grouped), (Role::Step, steps)]
+        {
+            if place(role) != Some((x_of, base)) {
+                return Err("expected x, b, c and steps one after another".to_string());
+            }
+        }
+        if scan.gate.is_some() && place(Role::Gate) != Some((x_of, 0)) || self.cols(x_of) != steps + scan.heads {
+            return Err("expected the gate before x, and no column after the steps".to_string());
+        }
+        // A lane reads two columns.
+        let even = [scan.head_dim, scan.state, self.cols(x_of)];
+        if even.iter().any(|cols| !cols.is_multiple_of(2)) || scan.kernel == 0 {
+            return Err("an odd number of columns, or no taps".to_string());
+        }
+        Ok(x_of)
+    }
+
+    /// Expects whole rows of what Mamba-2 gives, normed with its gate. Returns what the wave leaves.
+    fn gate_norm(&mut self, grid: &Grid, wave: &Wave) -> Result<WorkId, String> {
+        let program = &self.validated.schedule().program;
+        let Some(norm) = GateNorm::of(program, grid) else {
+            return Err("a norm of something else than Mamba-2 with one gate".to_string());
+        };
+        let Action::Gated { mixed, x, out } = wave.action else { return Err("expected a norm and a gate".to_string()) };
+        let scan = &program.grids[norm.scan.index()];
+        let x_of = scan.operand(Role::X).ok_or("an operand is missing")?.buffer;
+        let gate = scan.operand(Role::Gate).or(grid.operand(Role::Gate)).ok_or("an operand is missing")?;
+        if (gate.buffer, gate.cols.base) != (x_of, 0) {
+            return Err("expected the gate before the inputs of Mamba-2".to_string());
+        }
+        if norm.groups == 0 || !norm.width.is_multiple_of(2 * norm.groups) {
+            return Err("groups of an odd number of columns".to_string());
+        }
+        self.holds(mixed, Value::Mixed(norm.scan))?;
+        self.layout(mixed, Layout::Rows(DType::F32), norm.width)?;
+        self.holds(x, Value::Exchange(x_of))?;
+        self.rows_or_parts(x, self.cols(x_of))?;
+        self.over(wave, Over::Rows { parts: 1 })?;
+        self.operand(out, norm.width)?;
+        Ok(out)
+    }
+
+    /// Takes a wave that norms what Mamba-2 gives for a product, if it is the first one.
+    fn normed_scan<'w>(&mut self, grid: &Grid, m: &MatVec, waves: &'w [Wave]) -> Result<&'w [Wave], String> {
+        let ([wave, rest @ ..], Some(norm)) = (waves, m.norm) else { return Ok(waves) };
+        if !matches!(wave.action, Action::Gated { .. }) {
+            return Ok(waves);
+        }
+        let out = self.gate_norm(grid, wave)?;
+        let of = grid.operand(Role::X).ok_or("an operand is missing")?.buffer;
+        self.holds.insert(out, Value::Normed(of, Some(norm_of(grid, norm))));
+        Ok(rest)
     }
 
     /// Checks the columns that a net reads: q, k, v and the gate one after another in `x`, beta and the decay in `scalars`. Returns their exchanges.
@@ -1208,16 +1329,21 @@ impl Judge<'_> {
 
     /// Columns of states: whole tiles for each block, and memory for them. Nothing is on its way to the ring of inputs then: a copy to it waits until
     /// all blocks have met after this wave.
-    fn states(&self, mix: &Mix, wave: &Wave) -> Result<(), String> {
+    fn states(&self, grid: &Grid, wave: &Wave) -> Result<(), String> {
+        let states = Carried::of(&grid.op).ok_or("no states")?;
         let Over::States { n } = self.plan.divisions[wave.division.index()].over else {
             return Err("states that are not divided over their columns".to_string());
         };
-        let (parts, machine) = (n / mix.value_heads.max(1), &self.plan.machine);
-        if n != mix.value_heads.saturating_mul(parts) || !has_tiles(mix, parts) {
-            return Err(format!("{n} groups of columns of {} heads, which are no whole tiles", mix.value_heads));
+        let (parts, machine) = (n / states.heads.max(1), &self.plan.machine);
+        if n != states.heads.saturating_mul(parts) || !states.has_tiles(parts) {
+            return Err(format!("{n} groups of columns of {} heads, which are no whole tiles", states.heads));
         }
         let room = machine.inputs.bytes().saturating_add(machine.scratch_bytes);
-        if chunk_bytes(mix, parts) <= room { Ok(()) } else { Err("states that no memory of a block holds".to_string()) }
+        if states.chunk_bytes(parts) <= room {
+            Ok(())
+        } else {
+            Err("states that no memory of a block holds".to_string())
+        }
     }
 
     /// Checks the KV splits of attention `(x, out, tile, splits)`, and the waves `rest` after it: one that merges, if there are splits.
@@ -1309,7 +1435,9 @@ impl Judge<'_> {
 
     /// A wave leaves the residual as the input of a product of the program; with squares of `parts` parts of each row, if any.
     fn leaves(&mut self, Input { to, norm, squares }: Input, parts: u32) -> Result<(), String> {
-        let Some((residual, exchange)) = self.residual else { return Err("no residual".to_string()) };
+        let Some((residual, Some(exchange))) = self.residual else {
+            return Err("no residual that the program has in an exchange".to_string());
+        };
         self.operand(to, self.plan.work[residual.index()].cols)?;
         let takes = |grid: &Grid| match &grid.op {
             Op::MatVec(m) => {
@@ -1477,12 +1605,12 @@ impl Judge<'_> {
                 if parts > 1 {
                     self.paired(wave, m, product)?;
                 }
-                self.sums(residual, buffer(Role::Out)?, m.rows)?;
+                self.sums(residual, grid.operand(Role::Out).map(|out| out.buffer), m.rows)?;
                 self.then(then)
             }
             (Epilogue::Residual { .. }, Written::Out(out)) if parts > 1 => {
                 self.layout(out, Layout::Parts(parts), m.rows)?;
-                self.holds.insert(out, Value::Addend(buffer(Role::Out)?));
+                self.holds.insert(out, Value::Addend(self.grid));
                 Ok(())
             }
             (Epilogue::Store, Written::Out(out)) if parts > 1 && !is_combined(program, buffer(Role::Out)?) => {
@@ -1502,7 +1630,9 @@ impl Judge<'_> {
                 self.holds.insert(out, Value::Shared(buffer(Role::Out)?));
                 Ok(())
             }
-            (Epilogue::Store | Epilogue::Act(_) | Epilogue::Gated(_), Written::Out(out)) if parts == 1 => {
+            (Epilogue::Store | Epilogue::Act(_) | Epilogue::Gated(_) | Epilogue::GatedBy { .. }, Written::Out(out))
+                if parts == 1 =>
+            {
                 let to = buffer(Role::Out)?;
                 let work = &self.plan.work[out.index()];
                 let stored = work.layout.is_input() || work.layout == Layout::Rows(DType::Bf16);
@@ -1709,7 +1839,7 @@ impl Judge<'_> {
     }
 
     /// The residual changes as in the program: it now has the values of `exchange`.
-    fn sums(&mut self, residual: WorkId, exchange: BufferId, cols: u32) -> Result<(), String> {
+    fn sums(&mut self, residual: WorkId, exchange: Option<BufferId>, cols: u32) -> Result<(), String> {
         self.layout(residual, Layout::Rows(DType::F32), cols)?;
         if self.residual.map(|(id, _)| id) != Some(residual) {
             return Err("another residual".to_string());
@@ -1719,9 +1849,9 @@ impl Judge<'_> {
     }
 
     /// Records that the residual has the values that the current grid left in `exchange`.
-    fn becomes(&mut self, residual: WorkId, exchange: BufferId) {
+    fn becomes(&mut self, residual: WorkId, exchange: Option<BufferId>) {
         self.residual = Some((residual, exchange));
-        self.left = Some(Left { residual, exchange, grid: self.grid });
+        self.left = exchange.map(|exchange| Left { residual, exchange, grid: self.grid });
     }
 
     fn holds(&self, id: WorkId, expected: Value) -> Result<(), String> {

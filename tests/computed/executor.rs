@@ -4,6 +4,8 @@
 //! plan, as fp64 values without rounding; values that were not written are NaN. The same holds for keys and values. From one step to
 //! the next only the best logits stay. A tail has its own arena, and reads the arena that the chunk before it left.
 
+mod mamba;
+
 use std::collections::BTreeMap;
 use std::ops::{Range, RangeInclusive};
 
@@ -88,6 +90,10 @@ impl<'a> Executor<'a> {
                 let empty = vec![vec![f64::NAN; mix.state_cols() as usize]; mix.value_heads as usize];
                 caches.insert(operand(grid, Role::State), vec![empty; positions.len()]);
             }
+            if let Op::Scan(scan) = &grid.op {
+                let empty = vec![vec![f64::NAN; scan.state_cols() as usize]; scan.heads as usize];
+                caches.insert(operand(grid, Role::State), vec![empty; positions.len()]);
+            }
             if let Op::Convolve(convolve) = &grid.op {
                 let empty = vec![vec![f64::NAN; (convolve.channels * convolve.past()) as usize]];
                 caches.insert(operand(grid, Role::State), vec![empty; positions.len()]);
@@ -166,14 +172,15 @@ impl<'a> Executor<'a> {
         arena
     }
 
-    /// Keys and values of a sequence, of every layer; then the states of all nets, by value head: the matrix, and the past inputs. A short convolution
-    /// has the latter alone, by channel.
+    /// Keys and values of a sequence, of every layer; then the states of all nets and of Mamba-2, by head: the matrix, and the past inputs. A short
+    /// convolution has the latter alone, by channel.
     pub fn cached(&self, sequence: usize) -> Vec<[Rows; 2]> {
         let of = |grid: &Grid, role| self.caches[&operand(grid, role)][sequence].clone();
         let layers = self.program.grids.iter().filter(|grid| matches!(grid.op, Op::Attention(_)));
         let layers = layers.map(|grid| [of(grid, Role::AppendK), of(grid, Role::AppendV)]);
         let state = |grid: &Grid| match &grid.op {
             Op::Mix(mix) => Some(split_states(of(grid, Role::State), (mix.key_dim * mix.value_dim) as usize)),
+            Op::Scan(scan) => Some(split_states(of(grid, Role::State), (scan.state * scan.head_dim) as usize)),
             Op::Convolve(_) => Some([of(grid, Role::State), of(grid, Role::State)]),
             _ => None,
         };
@@ -206,8 +213,11 @@ pub fn expected(imported: &Imported, tokens: &[u32]) -> Vec<[Rows; 2]> {
 
 /// Keys and values of each layer in a session of the reference, then the states of all nets, as [`Executor::cached`].
 pub fn cached_by(session: &Session<'_>, graph: &ModelGraph) -> Vec<[Rows; 2]> {
-    let has_state = |layer: &usize| session.state(*layer).is_some() || session.inputs(*layer).is_some();
-    let layers = (0..graph.layers.len()).filter(|layer| !has_state(layer));
+    let has_state = |layer: &usize| {
+        session.state(*layer).is_some() || session.inputs(*layer).is_some() || session.mamba(*layer).is_some()
+    };
+    let attends = |layer: &usize| matches!(graph.layers[*layer].mixer, Mixer::Attention(_) | Mixer::SideBySide(_));
+    let layers = (0..graph.layers.len()).filter(attends);
     let of = |layer| session.cached(layer).map(<[Vec<f64>]>::to_vec);
     let state = |layer: usize| {
         if let Some(inputs) = session.inputs(layer) {
@@ -215,6 +225,12 @@ pub fn cached_by(session: &Session<'_>, graph: &ModelGraph) -> Vec<[Rows; 2]> {
             let of_channel = |channel: usize| inputs.inputs.iter().map(move |input| input[channel]);
             let inputs: Rows = vec![(0..channels).flat_map(of_channel).collect()];
             return [inputs.clone(), inputs];
+        }
+        if let (Some(state), Mixer::Mamba2(op)) = (session.mamba(layer), &graph.layers[layer].mixer) {
+            return mamba::state_by_head(op, state);
+        }
+        if let (Some(state), Mixer::SideBySide(both)) = (session.mamba(layer), &graph.layers[layer].mixer) {
+            return mamba::state_by_head(&both.mamba, state);
         }
         let (Some(state), Mixer::GatedDelta(net)) = (session.state(layer), &graph.layers[layer].mixer) else {
             panic!("a net with a state")
@@ -602,6 +618,8 @@ impl Step<'_> {
                 (&Action::MixRow { x, scalars, out }, Op::Mix(mix)) => {
                     self.mix_row(&grid, mix, (x, scalars, out), share, caches);
                 }
+                (action, Op::Scan(scan)) => self.scan_wave(&grid, scan, (action, wave.division), share, caches),
+                (Action::Gated { mixed, x, out }, _) => self.gate_norm(&grid, (*mixed, *x, *out), share),
                 _ => panic!("a wave of another op than its grid has"),
             }
         }
@@ -931,7 +949,7 @@ impl Step<'_> {
             multiplied.with_row(step, r).into_iter().map(|y| y + bias).collect()
         };
         let (cols, per_unit) = match m.epilogue {
-            Epilogue::Gated(_) => (m.rows / 2, 4),
+            Epilogue::Gated(_) | Epilogue::GatedBy { .. } => (m.rows / 2, 4),
             _ => (m.rows, m.unit_rows),
         };
         let (lo, hi) = (share.lo % n, share.lo % n + (share.hi - share.lo));
@@ -941,6 +959,10 @@ impl Step<'_> {
                 Epilogue::Gated(kind) => {
                     let up = product(self, cols + col);
                     y.iter_mut().zip(up).for_each(|(y, up)| *y = act(kind, *y) * up);
+                }
+                Epilogue::GatedBy { act: kind, scale } => {
+                    let up = product(self, cols + col);
+                    y.iter_mut().zip(up).for_each(|(y, up)| *y = act(kind, f64::from(scale) * *y) * up);
                 }
                 Epilogue::Act(kind) => y.iter_mut().for_each(|y| *y = act(kind, *y)),
                 Epilogue::Residual { scale } if matches!(target, Target::Residual(_)) => {

@@ -86,6 +86,7 @@ mod waves;
 mod waves_checked;
 mod waves_convolve;
 mod waves_experts;
+mod waves_mamba;
 mod waves_nets;
 mod waves_norms;
 mod waves_pairs;

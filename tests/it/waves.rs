@@ -2701,7 +2701,9 @@ impl Built {
         if !wrong.is_empty() {
             fs::create_dir_all(folder.path().join("wrong/waves")).unwrap();
             let mut found = 0;
-            for name in ["waves/experts.cuh", "waves/mix.cuh", "waves/convolve.cuh"] {
+            for name in
+                ["waves/experts.cuh", "waves/state.cuh", "waves/mix.cuh", "waves/scan.cuh", "waves/convolve.cuh"]
+            {
                 let mut header = fs::read_to_string(root.join("kernels").join(name)).unwrap();
                 for (right, wrong) in wrong {
                     found += header.matches(right).count();

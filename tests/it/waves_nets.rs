@@ -250,27 +250,29 @@ fn a_state_has_one_owner_and_one_order() {
     assert!(violations[0].what.ends_with("states that no memory of a block holds"), "{violations:?}");
 }
 
-/// States of the nets of a sequence, from the bytes of the cache.
-fn states(validated: &Validated, bytes: &[u8], sequence: u32) -> Vec<[Rows; 2]> {
+/// States of the nets, or of Mamba-2, of a sequence, from the bytes of the cache.
+pub fn states(validated: &Validated, bytes: &[u8], sequence: u32) -> Vec<[Rows; 2]> {
     let schedule = validated.schedule();
     let of = schedule.program.grids.iter().filter_map(|grid| match &grid.op {
-        Op::Mix(mix) => Some((mix, grid.operand(Role::State)?.buffer)),
+        Op::Mix(mix) => Some((mix.state_cols(), mix.value_heads, mix.key_dim * mix.value_dim, grid)),
+        Op::Scan(scan) => Some((scan.state_cols(), scan.heads, scan.state * scan.head_dim, grid)),
         _ => None,
     });
-    let state = |(mix, buffer): (&monobloc::ir::op::Mix, monobloc::ir::BufferId)| {
-        let (cols, heads) = (mix.state_cols() as usize, mix.value_heads as usize);
+    let state = |(cols, heads, matrix, grid): (u32, u32, u32, &monobloc::ir::program::Grid)| {
+        let buffer = grid.operand(Role::State).expect("a state").buffer;
+        let [cols, heads, matrix] = [cols, heads, matrix].map(|of| of as usize);
         let first =
             schedule.placement[buffer.index()].unwrap() as usize + slot_of(sequence) as usize * heads * cols * 4;
         let value =
             |i: usize| f64::from(f32::from_le_bytes(bytes[first + i * 4..][..4].try_into().expect("four bytes")));
         let head = |head: usize| (0..cols).map(|i| value(head * cols + i)).collect();
-        split_states((0..heads).map(head).collect(), (mix.key_dim * mix.value_dim) as usize)
+        split_states((0..heads).map(head).collect(), matrix)
     };
     of.map(state).collect()
 }
 
 /// The largest difference of the states of a layer by their norm.
-fn state_error(known: &[[Rows; 2]], found: &[[Rows; 2]]) -> f64 {
+pub fn state_error(known: &[[Rows; 2]], found: &[[Rows; 2]]) -> f64 {
     let known = &known[known.len() - found.len()..];
     let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>().sqrt();
     let error = |(known, found): (&Rows, &Rows)| {
