@@ -19,7 +19,7 @@ use crate::ir::variant::{
 use crate::lower::{
     HEADS_PER_TASK_MAX, attention_of, finest_unit_rows, format_of, heads_per_task_most, lower, refuses_everywhere,
 };
-use crate::model::graph::{self, Experts, Layer, Linear, Mlp, ModelGraph};
+use crate::model::graph::{self, Experts, Layer, Linear, Mixer, Mlp, ModelGraph};
 use crate::schedule::schedule;
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 
@@ -103,7 +103,7 @@ impl Candidate {
             hold_head: 0,
             attention_team: warps_per_head_rule(head_dim),
             attention_ahead: u32::from(prefetch_v_rule(head_dim)),
-            unit_rows: if cpu { UNIT_ROWS } else { finest_unit_rows(graph, precision, 4) },
+            unit_rows: if cpu { UNIT_ROWS } else { default_unit_rows(graph, precision) },
             // A hop less for each sum (docs/perf-log.md).
             sums_everywhere: u32::from(!cpu && refuses_everywhere(graph, precision, consumer_warps).is_none()),
         }
@@ -170,6 +170,14 @@ fn up_format(graph: &ModelGraph, precision: Precision) -> Format {
 fn width_unit_bytes(graph: &ModelGraph, precision: Precision) -> u32 {
     let format = up_format(graph, precision);
     graph.hidden.div_ceil(format.granule_k()).max(1) * format.granule_bytes()
+}
+
+/// Rows of the smallest units. Wave kernels multiply units of eight rows by warpgroups, and if a matrix of a prompt has others they multiply all by
+/// warps. With Mamba-2 all units have eight rows: of Granite-4.0-H-1B, SMs then share the inputs of a layer less evenly by a thirteenth, which
+/// is at most a fortieth of the bytes of a step.
+fn default_unit_rows(graph: &ModelGraph, precision: Precision) -> u32 {
+    let scans = |layer: &Layer| matches!(layer.mixer, Mixer::Mamba2(_) | Mixer::SideBySide(_));
+    if graph.layers.iter().any(scans) { UNIT_ROWS } else { finest_unit_rows(graph, precision, 4) }
 }
 
 /// Rows of up, with those of the gate.

@@ -41,7 +41,7 @@ struct Scan {
 
   // In shared memory: x, b, c after the convolution, and silu of the gate; the step; a sum of each part and column.
   static __device__ __forceinline__ float* values(const Context<M>& c) { return c.heads(); }
-  static __device__ __forceinline__ float* scalar(const Context<M>& c) { return c.heads() + CHANNELS + G::HEAD_DIM; }
+  static __device__ __forceinline__ float* scalars(const Context<M>& c) { return c.heads() + CHANNELS + G::HEAD_DIM; }
   static __device__ __forceinline__ float* sums(const Context<M>& c) { return c.scratch(); }
 
   // The column of the buffer that has value `i` of x, b, c and the gate of a head. Channels count from column INNER on.
@@ -169,7 +169,7 @@ struct Scan {
   template <class P>
   static __device__ __forceinline__ void advance(Context<M>& c, const Constants& constants, int head, Held& held, P publish) {
     const float *x = values(c), *b = x + G::HEAD_DIM, *by = b + G::STATE, *gate = by + G::STATE;
-    const float raw = G::STEP_SCALE * scalar(c)[0] + constants.dt_bias;
+    const float raw = G::STEP_SCALE * scalars(c)[0] + constants.dt_bias;
     const float step = raw > 0.f ? raw + log1pf(expf(-raw)) : log1pf(expf(raw));
     const float decay = expf(constants.rate * step);
 #pragma unroll
@@ -223,7 +223,7 @@ struct Scan {
       const u64* const from[1] = {c.p.exchange + (e.x + at / Wire<M>::PER_PACKET)};
       u32 payload[1];
       await_packets<1>(from, active, c.tag, payload, c.waiter());
-      if (active[0]) scalar(c)[0] = EACH == 1 && at % 2 == 1 ? Wire<M>::hi(payload[0]) : Wire<M>::lo(payload[0]);
+      if (active[0]) scalars(c)[0] = EACH == 1 && at % 2 == 1 ? Wire<M>::hi(payload[0]) : Wire<M>::lo(payload[0]);
     }
   }
 

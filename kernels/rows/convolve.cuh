@@ -40,7 +40,7 @@ struct RowsConvolve {
             continue;
           }
           const bool ends = row + 1 >= rows || uniform(p.rows[min(row + 1, rows - 1)].first) != begin;
-          float* const state = One::state_of(c, e, uniform(p.rows[row].sequence));
+          float* const state = One::state_of(c, e, uniform(p.rows[row].slot));
           if (int(begin) == row) One::load(state, col, uniform(position_of(c, row)) == 0, held);
           bool active[N];
           u32 word[N];

@@ -9,14 +9,15 @@
 // during a launch, so the same task has its words and its state in every step.
 #pragma once
 
-template <class M, class G>
-struct RowsMix {
-  typedef Mix<M, G> One;
-  typedef Words<M, G::COLS> In;
-  typedef Words<M, G::SCALAR_COLS> Scalars;
+// All rows of a task whose recurrence is OP: what a head reads, and where.
+template <class M, class OP>
+struct RowsStates {
+  typedef typename OP::One One;
+  typedef Words<M, OP::IN_COLS> In;
+  typedef Words<M, OP::SCALAR_COLS> Scalars;
   static constexpr int EACH = 2 / In::WORD_COLS;
 
-  // What a thread brings of the inputs of a row: words of its pairs, and beta or the decay by lanes 0 and 1 of warp 0.
+  // What a thread brings of the inputs of a row: words of its pairs, and a scalar by each of the first lanes of warp 0.
   struct Inputs {
     u32 word[One::IN_PAIRS][EACH];
     u32 scalar;
@@ -24,17 +25,16 @@ struct RowsMix {
   static __device__ __forceinline__ u32 input_at(const Context<M>& c, int head, int row, int n, int h) {
     return In::at(row, One::column(head, One::has_pair(c, n) ? One::pair(c, n) : 0) + h * In::WORD_COLS);
   }
-  static __device__ __forceinline__ int scalar_col(const Context<M>& c, int head) { return (c.lane() == 0 ? G::BETA_AT : G::DECAY_AT) + head; }
   static __device__ __forceinline__ u32 scalar_at(const Context<M>& c, int head, int row) {
-    return Scalars::at(row, scalar_col(c, head) / Scalars::WORD_COLS * Scalars::WORD_COLS);
+    return Scalars::at(row, OP::scalar_col(c, head) / Scalars::WORD_COLS * Scalars::WORD_COLS);
   }
-  static __device__ __forceinline__ bool has_scalar(const Context<M>& c) { return c.warp() == 0 && c.lane() < 2; }
+  static __device__ __forceinline__ bool has_scalar(const Context<M>& c) { return c.warp() == 0 && c.lane() < OP::SCALARS; }
 
   // Waits until the inputs of `rows` are there, a few rows at a time. Here and not where they are used: what is in registers during a wait is
   // spilled, and a thread has most of them full of state.
   static __device__ __forceinline__ void wait(Context<M>& c, const Entry& e, int head, u64 rows) {
     constexpr int AT_ONCE = 4;
-    const u8 *const x = words_of<M, G::COLS>(c, e.x), *const scalars = words_of<M, G::SCALAR_COLS>(c, e.beta);
+    const u8 *const x = words_of<M, OP::IN_COLS>(c, e.x), *const scalars = words_of<M, OP::SCALAR_COLS>(c, OP::scalars(e));
 #pragma unroll 1
     while (rows) {
       int row[AT_ONCE];
@@ -63,7 +63,7 @@ struct RowsMix {
   }
   // Reads them again: a thread that has seen a word finds it, or in a launch that is given up any value.
   static __device__ __forceinline__ void read(const Context<M>& c, const Entry& e, int head, int row, Inputs& in) {
-    const u8 *const x = words_of<M, G::COLS>(c, e.x), *const scalars = words_of<M, G::SCALAR_COLS>(c, e.beta);
+    const u8 *const x = words_of<M, OP::IN_COLS>(c, e.x), *const scalars = words_of<M, OP::SCALAR_COLS>(c, OP::scalars(e));
 #pragma unroll
     for (int n = 0; n < One::IN_PAIRS; n++)
 #pragma unroll
@@ -77,7 +77,7 @@ struct RowsMix {
       const u32 *const word = in.word[n], first = word[0], last = word[EACH - 1];
       if (One::has_pair(c, n)) One::take(c, held, constants, n, EACH == 1 ? bf16_lo(first) : __uint_as_float(first), EACH == 1 ? bf16_hi(first) : __uint_as_float(last));
     }
-    if (has_scalar(c)) One::scalars(c)[c.lane()] = EACH == 2 ? __uint_as_float(in.scalar) : scalar_col(c, head) % 2 == 1 ? bf16_hi(in.scalar) : bf16_lo(in.scalar);
+    if (has_scalar(c)) One::scalars(c)[c.lane()] = EACH == 2 ? __uint_as_float(in.scalar) : OP::scalar_col(c, head) % 2 == 1 ? bf16_hi(in.scalar) : bf16_lo(in.scalar);
   }
 
   // Loads a state; at position 0 it counts as zeros. Values that a thread does not have are anything. No value is touched here, so nothing waits
@@ -103,16 +103,16 @@ struct RowsMix {
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
     const RowsParams& p = rows_params(c);
     const int head = int(uniform(e.lo)), count = min(int(uniform(p.row_count)), M::ROWS);
-    u8* const out = words_of<M, One::VALUE_COLS>(c, e.out);
+    u8* const out = words_of<M, OP::OUT_COLS>(c, e.out);
     u64 rest = 0;
 #pragma unroll 1
-    for (u64 own = rows_of_part(c, uniform(e.j), G::PARTS); own; own &= own - 1) {
+    for (u64 own = rows_of_part(c, uniform(e.j), OP::PARTS); own; own &= own - 1) {
       const int row = lowest_bit(own);
       if (row < count && takes_part<M>(row)) {
         rest |= 1ull << row;
         continue;
       }
-      for (int d = c.tid() * 2; d < G::VALUE_DIM; d += One::THREADS * 2) clear_pair<One::VALUE_COLS>(c, out, row, head * G::VALUE_DIM + d);
+      for (int d = c.tid() * 2; d < OP::HEAD_COLS; d += One::THREADS * 2) clear_pair<OP::OUT_COLS>(c, out, row, head * OP::HEAD_COLS + d);
     }
     if (!rest) return;
     int row = lowest_bit(rest);
@@ -139,7 +139,7 @@ struct RowsMix {
         read(c, e, head, after, in);
       }
       c.barrier();
-      One::advance(c, constants, head, held, [&](int col, float a, float b) { publish_pair<One::VALUE_COLS>(c, out, row, col, a, b); });
+      One::advance(c, constants, head, held, [&](int col, float a, float b) { publish_pair<OP::OUT_COLS>(c, out, row, col, a, b); });
       if (ends) One::store(c, state, held);
       if (!rest) return;
       row = after, sequence = then;
@@ -147,3 +147,15 @@ struct RowsMix {
     }
   }
 };
+
+// Of gated delta nets.
+template <class M, class G>
+struct MixOfRows {
+  typedef Mix<M, G> One;
+  static constexpr int IN_COLS = G::COLS, SCALAR_COLS = G::SCALAR_COLS, SCALARS = 2, PARTS = G::PARTS, OUT_COLS = One::VALUE_COLS, HEAD_COLS = G::VALUE_DIM;
+  static __device__ __forceinline__ u32 scalars(const Entry& e) { return e.beta; }
+  // Lane 0 has beta, and lane 1 the decay.
+  static __device__ __forceinline__ int scalar_col(const Context<M>& c, int head) { return (c.lane() == 0 ? G::BETA_AT : G::DECAY_AT) + head; }
+};
+template <class M, class G>
+struct RowsMix : RowsStates<M, MixOfRows<M, G>> {};

@@ -140,79 +140,31 @@ struct WaveRoute {
   }
 };
 
-// gather: finds the place of each slot of each row, and copies the row there.
-//
-// x (rows, K)    bf16, in the layout of operands
-// out (tiles)    TILE places of K columns, in the layout that warpgroups read
-//
-// owner    of the places of a row: the block that has the row. The block with row 0 stores the groups. Blocks take neighbouring rows at a time: the pieces of
-//          neighbouring places lie in the same sectors, which L2 writes to memory once if they are stored soon after one another
+// Which place each slot of each row has. All blocks count the choices of all rows, and find the same places.
 template <class M, class G>
-struct WaveGather {
+struct WaveOrder {
   static constexpr int THREADS = M::WARPS * 32;
-  typedef OperandPlace<G::K, M::BLOCK_ROWS, M::WARPGROUPS> X;
-  typedef OperandPlace<G::K, G::TILE, true> Out;
-  static constexpr int PIECES = int(X::BLOCKS) * 8; // of 16 bytes, of a row: those that pad its last 128 columns, too
-  static constexpr int EACH = ceil_div(PIECES, THREADS); // of a thread
   static_assert((3 * G::EXPERTS + G::TOP_K) * sizeof(u32) <= M::SCRATCH_BYTES, "counts of all experts, and places of a row");
+  // In scratch: slots of each expert, those of earlier rows, its first tile, and places of a row.
+  static __device__ __forceinline__ u32* all(const WaveContext<M>& c) { return reinterpret_cast<u32*>(c.scratch()); }
+  static __device__ __forceinline__ u32* before(const WaveContext<M>& c) { return all(c) + G::EXPERTS; }
+  static __device__ __forceinline__ u32* first(const WaveContext<M>& c) { return all(c) + 2 * G::EXPERTS; }
+  static __device__ __forceinline__ u32* to(const WaveContext<M>& c) { return all(c) + 3 * G::EXPERTS; }
 
-  template <class R>
-  static __device__ __forceinline__ void load(WaveLoader<M, R>&, const Wave&) {}
-  static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
-    const HeldShares<M> shares(c);
-    if (shares.count == 0 || shares[0].row >= c.p.row_count) return;
-    u32* const all = reinterpret_cast<u32*>(c.scratch()); // slots of each expert
-    u32* const before = all + G::EXPERTS;                 // those of earlier rows
-    u32* const first = before + G::EXPERTS;               // its first tile
-    u32* const to = first + G::EXPERTS;                   // places of a row
-    u32 counted = 0;                                      // rows that `before` has
-#pragma unroll 1
-    for (u32 s = 0; s < shares.count; s++) {
-      const u32 row = shares[s].row;
-      if (row >= c.p.row_count) return;
-      // What follows from no place is asked for before the choices are counted.
-      uint4 held[EACH];
-#pragma unroll
-      for (int k = 0; k < EACH; k++) held[k] = piece(c.template work<u8>(e.x), row, min(c.tid() + k * THREADS, PIECES - 1));
-      const u32 expert = choice(c, e, row * G::TOP_K + min(c.lane(), G::TOP_K - 1));
-      c.barrier(); // slow warps still read scratch
-      if (s == 0) {
-        for (int i = c.tid(); i < 2 * G::EXPERTS; i += THREADS) all[i] = 0;
-        c.barrier();
-        count(c, e, 0, c.p.row_count, [&](u32 pair, u32 expert) {
-          add_to(all + expert, 1u);
-          if (pair < row * G::TOP_K) add_to(before + expert, 1u);
-        });
-        c.barrier();
-        if (c.warp() == 0) number(c, e, all, first, row == 0);
-      } else {
-        count(c, e, counted, row, [&](u32, u32 expert) { add_to(before + expert, 1u); });
-        c.barrier();
-      }
-      counted = row;
-      // The experts of a row are distinct.
-      if (c.warp() == 0 && c.lane() < G::TOP_K) {
-        const u32 place = first[expert] * G::TILE + before[expert];
-        to[c.lane()] = place;
-        c.template work<u32>(places_of(e))[row * G::TOP_K + c.lane()] = place;
-      }
-      c.barrier();
-      if (row == 0) tell(c, e, all, first);
-      u32 places[G::TOP_K];
-#pragma unroll
-      for (int slot = 0; slot < G::TOP_K; slot++) places[slot] = to[slot];
-      u8* const out = c.template work<u8>(e.out);
-#pragma unroll
-      for (int k = 0; k < EACH; k++) {
-        const int i = c.tid() + k * THREADS;
-        if (i >= PIECES) break;
-#pragma unroll
-        for (int slot = 0; slot < G::TOP_K; slot++) *reinterpret_cast<uint4*>(out + Out::at(places[slot], column(i))) = held[k];
-      }
-    }
-  }
   static __device__ __forceinline__ u32 choice(const WaveContext<M>& c, const Wave& e, u32 pair) {
     return min(c.template work<u32>(choices_of(e))[pair], u32(G::EXPERTS - 1));
+  }
+  // Counts all choices, and apart those before `row`; begins and ends with a barrier. The block with row 0 stores the groups.
+  static __device__ __forceinline__ void begin(WaveContext<M>& c, const Wave& e, u32 row) {
+    c.barrier();
+    for (int i = c.tid(); i < 2 * G::EXPERTS; i += THREADS) all(c)[i] = 0;
+    c.barrier();
+    count(c, e, 0, c.p.row_count, [&](u32 pair, u32 expert) {
+      add_to(all(c) + expert, 1u);
+      if (pair < row * G::TOP_K) add_to(before(c) + expert, 1u);
+    });
+    c.barrier();
+    if (c.warp() == 0) number(c, e, row == 0);
   }
   // Calls f(pair of a row and a slot, its expert) for the rows from `row` to before `end`, by all threads.
   template <class F>
@@ -229,11 +181,11 @@ struct WaveGather {
     }
   }
   // By a warp: the first tile of each expert. A lane has a range of experts.
-  static __device__ __forceinline__ void number(const WaveContext<M>& c, const Wave& e, const u32* all, u32* first, bool tells) {
+  static __device__ __forceinline__ void number(const WaveContext<M>& c, const Wave& e, bool tells) {
     constexpr int OWN = ceil_div(G::EXPERTS, 32);
-    const int lane = c.lane(), from = min(lane * OWN, G::EXPERTS), to = min(from + OWN, G::EXPERTS);
+    const int lane = c.lane(), from = min(lane * OWN, G::EXPERTS), until = min(from + OWN, G::EXPERTS);
     u32 own = 0;
-    for (int i = from; i < to; i++) own += tiles_of(all[i]);
+    for (int i = from; i < until; i++) own += tiles_of(all(c)[i]);
     u32 end = own;
 #pragma unroll
     for (int o = 1; o < 32; o <<= 1) {
@@ -241,16 +193,28 @@ struct WaveGather {
       if (lane >= o) end += other;
     }
     u32 at = end - own;
-    for (int i = from; i < to; i++) first[i] = at, at += tiles_of(all[i]);
+    for (int i = from; i < until; i++) first(c)[i] = at, at += tiles_of(all(c)[i]);
     if (tells && lane == 31) c.template work<uint4>(groups_of(e))[0] = make_uint4(end, 0, 0, 0);
     __syncwarp();
   }
   static __device__ __forceinline__ u32 tiles_of(u32 slots) { return (slots + G::TILE - 1) / G::TILE; }
-  static __device__ __forceinline__ void tell(const WaveContext<M>& c, const Wave& e, const u32* all, const u32* first) {
+  static __device__ __forceinline__ void tell(const WaveContext<M>& c, const Wave& e) {
     uint4* const groups = c.template work<uint4>(groups_of(e)) + 1;
-    for (int i = c.tid(); i < G::EXPERTS; i += THREADS)
-      for (u32 tile = 0; tile < tiles_of(all[i]); tile++) groups[first[i] + tile] = make_uint4(u32(i), first[i], tiles_of(all[i]), all[i]);
+    for (int i = c.tid(); i < G::EXPERTS; i += THREADS) {
+      const u32 slots = all(c)[i], at = first(c)[i];
+      for (u32 tile = 0; tile < tiles_of(slots); tile++) groups[at + tile] = make_uint4(u32(i), at, tiles_of(slots), slots);
+    }
   }
+};
+
+// Rows and places in pieces of 16 bytes.
+template <class M, class G>
+struct WavePlacePieces {
+  static constexpr int THREADS = M::WARPS * 32;
+  typedef OperandPlace<G::K, M::BLOCK_ROWS, M::WARPGROUPS> X;
+  typedef OperandPlace<G::K, G::TILE, true> Out;
+  static constexpr int PIECES = int(X::BLOCKS) * 8; // of a row: those that pad its last 128 columns, too
+
   // Piece `i` of a row: of 32 columns those that warpgroups read at once.
   static __device__ __forceinline__ u32 column(int i) { return u32(i / 4 * 32 + i % 4 * 2); }
   static __device__ __forceinline__ uint4 piece(const u8* x, u32 row, int i) {
@@ -258,6 +222,157 @@ struct WaveGather {
     if constexpr (M::WARPGROUPS) return *reinterpret_cast<const uint4*>(x + X::at(row, col));
     const auto word = [&](u32 t) { return *reinterpret_cast<const u32*>(x + X::at(row, col + 8 * t)); };
     return make_uint4(word(0), word(1), word(2), word(3));
+  }
+};
+
+// gather: of a step, finds the place of each slot of each row, and copies the row there.
+//
+// x (rows, K)    bf16, in the layout of operands
+// out (tiles)    TILE places of K columns, in the layout that warpgroups read
+//
+// owner    of the places of a row: the block that has the row. The block with row 0 stores the groups
+template <class M, class G>
+struct WaveGather : WaveOrder<M, G>, WavePlacePieces<M, G> {
+  typedef WaveOrder<M, G> O;
+  typedef WavePlacePieces<M, G> P;
+  static constexpr int EACH = ceil_div(P::PIECES, P::THREADS); // of a thread
+
+  template <class R>
+  static __device__ __forceinline__ void load(WaveLoader<M, R>&, const Wave&) {}
+  static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
+    const HeldShares<M> shares(c);
+    u32 counted = 0; // rows before whose choices are counted
+#pragma unroll 1
+    for (u32 s = 0; s < shares.count; s++) {
+      const u32 row = shares[s].row;
+      if (row >= c.p.row_count) return;
+      // What follows from no place is asked for before the choices are counted.
+      uint4 held[EACH];
+#pragma unroll
+      for (int k = 0; k < EACH; k++) held[k] = P::piece(c.template work<u8>(e.x), row, min(c.tid() + k * P::THREADS, P::PIECES - 1));
+      const u32 expert = O::choice(c, e, row * G::TOP_K + min(c.lane(), G::TOP_K - 1));
+      if (s == 0) {
+        O::begin(c, e, row);
+      } else {
+        c.barrier(); // slow warps still read places
+        O::count(c, e, counted, row, [&](u32, u32 expert) { add_to(O::before(c) + expert, 1u); });
+        c.barrier();
+      }
+      counted = row;
+      // The experts of a row are distinct.
+      if (c.warp() == 0 && c.lane() < G::TOP_K) {
+        const u32 place = O::first(c)[expert] * G::TILE + O::before(c)[expert];
+        O::to(c)[c.lane()] = place;
+        c.template work<u32>(places_of(e))[row * G::TOP_K + c.lane()] = place;
+      }
+      c.barrier();
+      if (row == 0) O::tell(c, e);
+      u32 places[G::TOP_K];
+#pragma unroll
+      for (int slot = 0; slot < G::TOP_K; slot++) places[slot] = O::to(c)[slot];
+      u8* const out = c.template work<u8>(e.out);
+#pragma unroll
+      for (int k = 0; k < EACH; k++) {
+        const int i = c.tid() + k * P::THREADS;
+        if (i >= P::PIECES) break;
+#pragma unroll
+        for (int slot = 0; slot < G::TOP_K; slot++) *reinterpret_cast<uint4*>(out + P::Out::at(places[slot], P::column(i))) = held[k];
+      }
+    }
+  }
+};
+
+// places: of a chunk, finds the place of each slot of each row, and the row of each place.
+//
+// out (places)   rows. Places after the last row of a tile have none
+//
+// owner    of the places of a row: the block that has the row. The block with row 0 stores the groups
+template <class M, class G>
+struct WavePlaces : WaveOrder<M, G> {
+  typedef WaveOrder<M, G> O;
+
+  template <class R>
+  static __device__ __forceinline__ void load(WaveLoader<M, R>&, const Wave&) {}
+  static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
+    const HeldShares<M> shares(c);
+    for (u32 s = 0; s < shares.count; s++) {
+      const Share share = shares[s];
+      const u32 end = min(share.row + share.rows, c.p.row_count);
+      if (share.row >= end) continue;
+      O::begin(c, e, share.row);
+      if (c.warp() == 0) settle(c, e, share.row * G::TOP_K, end * G::TOP_K);
+      c.barrier();
+      if (share.row == 0) O::tell(c, e);
+    }
+  }
+  // By the warp that numbered tiles: pairs of a row and a slot in their order, 32 at a time.
+  static __device__ __forceinline__ void settle(const WaveContext<M>& c, const Wave& e, u32 from, u32 end) {
+    u32* const places = c.template work<u32>(places_of(e));
+    u32* const sources = c.template work<u32>(e.out);
+    u32* const before = O::before(c);
+#pragma unroll 1
+    for (u32 base = from; base < end; base += 32) {
+      const u32 pair = base + c.lane();
+      const bool exists = pair < end;
+      const u32 expert = exists ? O::choice(c, e, pair) : u32(G::EXPERTS);
+      u32 earlier = 0, same = 0; // lanes with the same expert
+#pragma unroll
+      for (int i = 0; i < 32; i++) {
+        const bool equal = __shfl_sync(~0u, expert, i) == expert;
+        same += equal;
+        earlier += equal && i < c.lane();
+      }
+      if (exists) {
+        const u32 place = O::first(c)[expert] * G::TILE + before[expert] + earlier;
+        places[pair] = place;
+        sources[place] = pair / G::TOP_K;
+      }
+      __syncwarp();
+      if (exists && earlier == 0) before[expert] += same;
+      __syncwarp();
+    }
+  }
+};
+
+// fill: of a chunk, copies the row of each place there.
+//
+// x (rows, K)      bf16, in the layout of operands
+// residual         sources (places): rows
+// out (tiles)      TILE places of K columns, in the layout that warpgroups read
+//
+// owner    of eight neighbouring places: block n modulo SMS has the n-th. Their pieces are whole lines; of a place alone they would be halves of sectors, which L2 takes many
+//          times as long to write
+template <class M, class G>
+struct WaveFill : WavePlacePieces<M, G> {
+  typedef WavePlacePieces<M, G> P;
+  static constexpr u32 PLACES = 8, OF_TILE = G::TILE / PLACES;
+  static constexpr int ACROSS = P::THREADS / int(PLACES), EACH = ceil_div(P::PIECES, ACROSS), AT_ONCE = EACH < 8 ? EACH : 8; // pieces of a thread
+
+  template <class R>
+  static __device__ __forceinline__ void load(WaveLoader<M, R>&, const Wave&) {}
+  static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
+    const uint4* const all = c.template work<uint4>(groups_of(e));
+    const u32* const sources = c.template work<u32>(e.residual);
+    const u8* const x = c.template work<u8>(e.x);
+    u8* const out = c.template work<u8>(e.out);
+    const u32 count = all[0].x * OF_TILE, own = u32(c.tid()) % PLACES;
+    const int first = c.tid() / int(PLACES);
+#pragma unroll 1
+    for (u32 n = blockIdx.x; n < count; n += M::SMS) {
+      const u32 tile = n / OF_TILE, place = n % OF_TILE * PLACES + own;
+      const uint4 group = all[1 + tile];
+      if (place >= group.w - (tile - group.y) * G::TILE) continue;
+      const u32 row = min(sources[tile * G::TILE + place], c.p.row_count - 1);
+#pragma unroll 1
+      for (int from = first; from < P::PIECES; from += AT_ONCE * ACROSS) {
+        uint4 held[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) held[k] = P::piece(x, row, min(from + k * ACROSS, P::PIECES - 1));
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++)
+          if (from + k * ACROSS < P::PIECES) *reinterpret_cast<uint4*>(out + P::Out::at(tile * G::TILE + place, P::column(from + k * ACROSS))) = held[k];
+      }
+    }
   }
 };
 

@@ -398,10 +398,11 @@ template <class M, class G>
 struct WaveMixRow : WaveColumns<M, G::KEY_DIM, G::VALUE_DIM> {
   typedef WaveNet<M, G> N;
   typedef WaveColumns<M, G::KEY_DIM, G::VALUE_DIM> C;
-  using C::THREADS, C::VD, C::KD, C::PARTS, C::COLUMNS, C::part, C::column_of, C::has, C::total, C::each_row;
+  using C::THREADS, C::VD, C::KD, C::PARTS, C::COLUMNS, C::column_of, C::total, C::each_row;
+  static constexpr int VALUES = N::CHANNELS + VD, SUMS_AT = round_up(VALUES + 2, 4);
   // Pairs of q, k, v and the gate of a head; a thread has pairs tid, tid + THREADS, ..
   static constexpr int PAIRS = (N::CHANNELS + VD) / 2, EACH = ceil_div(PAIRS, THREADS);
-  static_assert((N::CHANNELS + VD + 2 + 2 * PARTS * VD) * sizeof(float) <= M::SCRATCH_BYTES, "scratch holds the values of a head");
+  static_assert((SUMS_AT + 2 * PARTS * VD) * sizeof(float) <= M::SCRATCH_BYTES, "scratch holds the values of a head");
 
   struct Held {
     typename C::Part s;
@@ -410,8 +411,8 @@ struct WaveMixRow : WaveColumns<M, G::KEY_DIM, G::VALUE_DIM> {
   };
   // In scratch: q, k, v after the convolution, and the gate; beta and the decay; two sums of each part and column.
   static __device__ __forceinline__ float* values(const WaveContext<M>& c) { return c.scratch(); }
-  static __device__ __forceinline__ float* scalars(const WaveContext<M>& c) { return c.scratch() + N::CHANNELS + VD; }
-  static __device__ __forceinline__ float* sums(const WaveContext<M>& c, int which) { return scalars(c) + 2 + which * (PARTS * VD); }
+  static __device__ __forceinline__ float* scalars(const WaveContext<M>& c) { return c.scratch() + VALUES; }
+  static __device__ __forceinline__ float* sums(const WaveContext<M>& c, int which) { return c.scratch() + SUMS_AT + which * (PARTS * VD); }
   static __device__ __forceinline__ int first_of(const WaveContext<M>& c, int n) { return (n * THREADS + c.tid()) * 2; }
   static __device__ __forceinline__ bool has_pair(const WaveContext<M>& c, int n) { return PAIRS % THREADS == 0 || n * THREADS + c.tid() < PAIRS; }
   template <class R>
@@ -481,29 +482,30 @@ struct WaveMixRow : WaveColumns<M, G::KEY_DIM, G::VALUE_DIM> {
     const float *q = values(c), *k = q + KD, *v = k + KD, *gate = v + VD;
     const float q_scale = unit(c, q) * rsqrtf(float(KD)), k_scale = unit(c, k);
     const float beta = scalars(c)[0], decay = scalars(c)[1];
+    typename C::Sums sum = {}, all;
+    each_row(c, k, k, [&](int r, float k, float) {
 #pragma unroll
-    for (int n = 0; n < COLUMNS; n++) {
-      if (!has(c, n, 0)) continue;
-      float sum = 0.f;
-      each_row(c, k, k, [&](int r, float k, float) {
+      for (int n = 0; n < COLUMNS; n++) {
         held.s[n][r] *= decay;
-        sum += held.s[n][r] * k;
-      });
-      sums(c, 0)[part(c) * VD + column_of(c, n)] = sum * k_scale;
-    }
+        sum[n] += held.s[n][r] * k;
+      }
+    });
+    C::put_sums(c, sums(c, 0), sum, k_scale);
     c.barrier();
+    C::totals(c, sums(c, 0), all);
 #pragma unroll
     for (int n = 0; n < COLUMNS; n++) {
-      if (!has(c, n, 0)) continue;
-      const int col = column_of(c, n);
-      const float delta = beta * (v[col] - total(sums(c, 0), col)) * k_scale;
-      float sum = 0.f;
-      each_row(c, k, q, [&](int r, float k, float q) {
-        held.s[n][r] += k * delta;
-        sum += held.s[n][r] * q;
-      });
-      sums(c, 1)[part(c) * VD + col] = sum * q_scale;
+      all[n] = beta * (v[column_of(c, n) < VD ? column_of(c, n) : 0] - all[n]) * k_scale;
+      sum[n] = 0.f;
     }
+    each_row(c, k, q, [&](int r, float k, float q) {
+#pragma unroll
+      for (int n = 0; n < COLUMNS; n++) {
+        held.s[n][r] += k * all[n];
+        sum[n] += held.s[n][r] * q;
+      }
+    });
+    C::put_sums(c, sums(c, 1), sum, q_scale);
     c.barrier();
     float squares = 0.f;
     for (int d = c.lane(); d < VD; d += 32) {

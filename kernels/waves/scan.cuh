@@ -269,10 +269,11 @@ template <class M, class G>
 struct WaveScanRow : WaveColumns<M, G::STATE, G::HEAD_DIM> {
   typedef WaveMamba<M, G> N;
   typedef WaveColumns<M, G::STATE, G::HEAD_DIM> C;
-  using C::THREADS, C::VD, C::PARTS, C::COLUMNS, C::part, C::column_of, C::has;
+  using C::THREADS, C::VD, C::PARTS, C::COLUMNS, C::column_of;
+  static constexpr int SUMS_AT = round_up(N::CHANNELS + 2, 4);
   // Pairs of x, b and c of a head; a thread has pairs tid, tid + THREADS, ..
   static constexpr int PAIRS = N::CHANNELS / 2, EACH = ceil_div(PAIRS, THREADS);
-  static_assert((N::CHANNELS + 2 + PARTS * VD) * sizeof(float) <= M::SCRATCH_BYTES, "scratch holds the values of a head");
+  static_assert((SUMS_AT + PARTS * VD) * sizeof(float) <= M::SCRATCH_BYTES, "scratch holds the values of a head");
 
   struct Held {
     typename C::Part s;
@@ -282,7 +283,7 @@ struct WaveScanRow : WaveColumns<M, G::STATE, G::HEAD_DIM> {
   // In scratch: x, b and c after the convolution; the step and the decay; a sum of each part and column.
   static __device__ __forceinline__ float* values(const WaveContext<M>& c) { return c.scratch(); }
   static __device__ __forceinline__ float* scalars(const WaveContext<M>& c) { return c.scratch() + N::CHANNELS; }
-  static __device__ __forceinline__ float* sums(const WaveContext<M>& c) { return scalars(c) + 2; }
+  static __device__ __forceinline__ float* sums(const WaveContext<M>& c) { return c.scratch() + SUMS_AT; }
   static __device__ __forceinline__ int first_of(const WaveContext<M>& c, int n) { return (n * THREADS + c.tid()) * 2; }
   static __device__ __forceinline__ bool has_pair(const WaveContext<M>& c, int n) { return PAIRS % THREADS == 0 || n * THREADS + c.tid() < PAIRS; }
 
@@ -344,17 +345,17 @@ struct WaveScanRow : WaveColumns<M, G::STATE, G::HEAD_DIM> {
   static __device__ __forceinline__ void position(WaveContext<M>& c, const Wave& e, u32 row, int head, Held& held) {
     const float *x = values(c), *b = x + G::HEAD_DIM, *by = b + G::STATE;
     const float step = scalars(c)[0], decay = scalars(c)[1];
+    typename C::Sums own, sum = {};
 #pragma unroll
-    for (int n = 0; n < COLUMNS; n++) {
-      if (!has(c, n, 0)) continue;
-      const float own = step * x[column_of(c, n)];
-      float sum = 0.f;
-      C::each_row(c, b, by, [&](int r, float b, float by) {
-        held.s[n][r] = held.s[n][r] * decay + b * own;
-        sum += held.s[n][r] * by;
-      });
-      sums(c)[part(c) * VD + column_of(c, n)] = sum;
-    }
+    for (int n = 0; n < COLUMNS; n++) own[n] = step * x[column_of(c, n) < VD ? column_of(c, n) : 0];
+    C::each_row(c, b, by, [&](int r, float b, float by) {
+#pragma unroll
+      for (int n = 0; n < COLUMNS; n++) {
+        held.s[n][r] = held.s[n][r] * decay + b * own[n];
+        sum[n] += held.s[n][r] * by;
+      }
+    });
+    C::put_sums(c, sums(c), sum, 1.f);
     c.barrier();
     for (int d = c.tid() * 2; d < VD; d += THREADS * 2)
       N::put(c, e, e.x, row, head * VD + d, C::total(sums(c), d) + held.skip * x[d], C::total(sums(c), d + 1) + held.skip * x[d + 1]);

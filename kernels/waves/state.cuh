@@ -280,42 +280,91 @@ __device__ __forceinline__ void keep_inputs(const WaveContext<M>& c, u32 inputs,
   }
 }
 
-// Of a step: which part of a state S (KD, VD) a thread has. Threads share the columns of S, and parts of its rows where there are more threads than
-// columns, as in ops/mix.cuh.
+// Of a step: which part of a state S (KD, VD) a thread has: four columns side by side, or one where they are no multiple of that, and some rows. So a thread
+// moves 16 bytes at a time, and reads what multiplies a row once for four columns.
 template <class M, int KEY_DIM, int VALUE_DIM>
 struct WaveColumns {
   static constexpr int THREADS = M::WARPS * 32, VD = VALUE_DIM, KD = KEY_DIM;
+  static constexpr int WIDE = VD % 4 == 0 ? 4 : 1, ACROSS = VD / WIDE;
   // Parts of the rows of S, rows of a part, and columns of a thread.
   // No part is empty: each has a sum.
-  static constexpr int MOST = THREADS / VD, ROWS = ceil_div(KD, MOST < 1 ? 1 : MOST < KD ? MOST : KD), PARTS = ceil_div(KD, ROWS), COLUMNS = ceil_div(VD, THREADS);
+  static constexpr int MOST = THREADS / ACROSS, ROWS = ceil_div(KD, MOST < 1 ? 1 : MOST < KD ? MOST : KD), PARTS = ceil_div(KD, ROWS), COLUMNS = ceil_div(ACROSS, THREADS) * WIDE;
   static constexpr bool AHEAD = ROWS * COLUMNS <= 64; // registers have room for a second state
   typedef float Part[COLUMNS][ROWS];
+  typedef float Sums[COLUMNS];
 
-  static __device__ __forceinline__ int part(const WaveContext<M>& c) { return COLUMNS > 1 ? 0 : c.tid() / VD; }
-  static __device__ __forceinline__ int column_of(const WaveContext<M>& c, int n) { return COLUMNS > 1 ? n * THREADS + c.tid() : c.tid() % VD; }
+  static __device__ __forceinline__ int part(const WaveContext<M>& c) { return ACROSS > THREADS ? 0 : c.tid() / ACROSS; }
+  static __device__ __forceinline__ int column_of(const WaveContext<M>& c, int n) { return (ACROSS > THREADS ? n / WIDE * THREADS + c.tid() : c.tid() % ACROSS) * WIDE + n % WIDE; }
   static __device__ __forceinline__ bool has(const WaveContext<M>& c, int n, int r) {
     // Without predicates where threads fill columns and parts evenly.
-    if constexpr (COLUMNS == 1 && PARTS * VD == THREADS && PARTS * ROWS == KD) return true;
+    if constexpr (COLUMNS == WIDE && PARTS * ACROSS == THREADS && PARTS * ROWS == KD) return true;
     return part(c) < PARTS && column_of(c, n) < VD && part(c) * ROWS + r < KD;
   }
   static __device__ __forceinline__ int place(const WaveContext<M>& c, int n, int r) { return (part(c) * ROWS + r) * VD + column_of(c, n); }
+  // WIDE values side by side.
+  static __device__ __forceinline__ void load_wide(const float* from, float (&x)[WIDE]) {
+    if constexpr (WIDE == 4) {
+      const float4 v = *reinterpret_cast<const float4*>(from);
+      x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+    } else {
+      x[0] = *from;
+    }
+  }
+  static __device__ __forceinline__ void store_wide(float* to, const float (&x)[WIDE]) {
+    if constexpr (WIDE == 4)
+      *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+    else
+      *to = x[0];
+  }
   // `begins`: at position 0 a state counts as zeros.
   static __device__ __forceinline__ void load_part(const WaveContext<M>& c, const float* state, bool begins, Part& s) {
 #pragma unroll
-    for (int n = 0; n < COLUMNS; n++)
+    for (int n = 0; n < COLUMNS; n += WIDE)
 #pragma unroll
       for (int r = 0; r < ROWS; r++) {
         const bool in = has(c, n, r);
-        const float x = state[in ? place(c, n, r) : 0];
-        s[n][r] = in && !begins ? x : 0.f;
+        float x[WIDE];
+        load_wide(state + (in ? place(c, n, r) : 0), x);
+#pragma unroll
+        for (int i = 0; i < WIDE; i++) s[n + i][r] = in && !begins ? x[i] : 0.f;
       }
   }
   static __device__ __forceinline__ void store_part(const WaveContext<M>& c, float* state, const Part& s) {
 #pragma unroll
-    for (int n = 0; n < COLUMNS; n++)
+    for (int n = 0; n < COLUMNS; n += WIDE)
 #pragma unroll
-      for (int r = 0; r < ROWS; r++)
-        if (has(c, n, r)) state[place(c, n, r)] = s[n][r];
+      for (int r = 0; r < ROWS; r++) {
+        float x[WIDE];
+#pragma unroll
+        for (int i = 0; i < WIDE; i++) x[i] = s[n + i][r];
+        if (has(c, n, r)) store_wide(state + place(c, n, r), x);
+      }
+  }
+  // Stores the sums over the rows of a part, times a factor: `sums` (PARTS, VD).
+  static __device__ __forceinline__ void put_sums(const WaveContext<M>& c, float* sums, const Sums& own, float factor) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += WIDE) {
+      float x[WIDE];
+#pragma unroll
+      for (int i = 0; i < WIDE; i++) x[i] = own[n + i] * factor;
+      if (has(c, n, 0)) store_wide(sums + part(c) * VD + column_of(c, n), x);
+    }
+  }
+  // The sums over all parts, of the columns of a thread.
+  static __device__ __forceinline__ void totals(const WaveContext<M>& c, const float* sums, Sums& all) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += WIDE) {
+      const int col = has(c, n, 0) ? column_of(c, n) : 0;
+#pragma unroll
+      for (int i = 0; i < WIDE; i++) all[n + i] = 0.f;
+#pragma unroll
+      for (int p = 0; p < PARTS; p++) {
+        float x[WIDE];
+        load_wide(sums + p * VD + col, x);
+#pragma unroll
+        for (int i = 0; i < WIDE; i++) all[n + i] += x[i];
+      }
+    }
   }
   // A column's sum over all parts.
   static __device__ __forceinline__ float total(const float* sums, int col) {

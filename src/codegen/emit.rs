@@ -341,7 +341,7 @@ fn class_of(schedule: &Schedule, id: GridId, grid: &Grid, rows: u32) -> (&'stati
             let biased = grid.operand(Role::Bias).is_some();
             ("Convolve", format!("int CHANNELS = {channels}\nint KERNEL = {kernel}\nbool BIAS = {biased}\n"))
         }
-        Op::Scan(scan) => ("Scan", scan_members(grid, scan)),
+        Op::Scan(scan) => ("Scan", scan_members(grid, scan) + &parts_member(program, grid)),
         Op::GroupNorm(norm) => ("GroupNorm", group_norm_members(program, grid, norm)),
         Op::Join { .. } => unreachable!("validate: no kernel of a device begins a draft"),
         Op::Embed { scale, everywhere } => {
@@ -404,11 +404,16 @@ fn combine_members(program: &Program, grid: &Grid, combine: &Combine) -> String 
     )
 }
 
+/// Parts of the sequences, of steps of several rows.
+fn parts_member(program: &Program, grid: &Grid) -> String {
+    if program.rows == 1 { String::new() } else { format!("int PARTS = {}\n", grid.parts()) }
+}
+
 fn mix_members(program: &Program, grid: &Grid, mix: &Mix) -> String {
     // Where words lie depends on how many columns there are.
     let words = match program.rows {
         1 => String::new(),
-        _ => format!("{}int PARTS = {}\n", net_cols(program, grid), grid.parts()),
+        _ => net_cols(program, grid) + &parts_member(program, grid),
     };
     net_members(grid, mix) + &words
 }

@@ -337,6 +337,14 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
             let (k, tile) = (m.k, tiling_of(plan, *out).rows);
             ("WaveGather", format!("int K = {k}\nint EXPERTS = {experts}\nint TOP_K = {slots}\nint TILE = {tile}\n"))
         }
+        (Action::Places { choices, sources, .. }, Op::MatVec(_)) => {
+            let (experts, slots) = (experts_of(proven, grid), plan.work[choices.index()].cols);
+            let tile = tiling_of(plan, *sources).rows;
+            ("WavePlaces", format!("int EXPERTS = {experts}\nint TOP_K = {slots}\nint TILE = {tile}\n"))
+        }
+        (Action::Fill { out, .. }, Op::MatVec(m)) => {
+            ("WaveFill", format!("int K = {}\nint TILE = {}\n", m.k, tiling_of(plan, *out).rows))
+        }
         (Action::Experts { x, pass, chunk, .. }, Op::MatVec(m)) => {
             let (tile, boxed) = (tiling_of(plan, *x).rows, boxes_of(proven, wave).is_some());
             let biased = grid.operand(Role::Bias).is_some();
@@ -437,7 +445,7 @@ fn scan_wave_members(proven: &Proven<'_>, grid: &Grid, scan: &Scan, (x, out): (W
 /// How a buffer by place has its tiles.
 fn tiling_of(plan: &Plan, id: WorkId) -> Tiling {
     match plan.work[id.index()].layout {
-        Layout::Grouped(tiling) => tiling,
+        Layout::Grouped(tiling) | Layout::Sources(tiling) => tiling,
         _ => unreachable!("prove: experts read what is by place"),
     }
 }
@@ -856,6 +864,12 @@ fn entry(proven: &Proven<'_>, matrices: &[Option<Matrix>], wave: &PlanWave, clas
             k_cache: work(places),
             ..none
         },
+        Action::Places { choices, groups, places, sources } => {
+            Wave { out: work(sources), residual: work(choices), branch: work(groups), k_cache: work(places), ..none }
+        }
+        Action::Fill { x, groups, sources, out } => {
+            Wave { x: work(x), out: work(out), branch: work(groups), residual: work(sources), ..none }
+        }
         Action::Experts { x, groups, out, .. } => Wave {
             x: work(x),
             out: work(out),

@@ -37,7 +37,7 @@ pub enum Op {
     Mix(Mix),
     /// A gated convolution over the last positions. One launch index is 8 channels.
     Convolve(Convolve),
-    /// Mamba-2: brings a recurrent state to the position, and reads it there. One launch index is a head.
+    /// Mamba-2: brings a recurrent state to the position, and reads it there. Launch index `i`: a head; `j`: a part of the sequences.
     Scan(Scan),
     /// A norm of groups of columns, and what multiplies it. One launch index is a group.
     GroupNorm(GroupNorm),

@@ -1,5 +1,6 @@
 //! Layers with short convolutions and with Mamba-2, alone or beside attention, and the MLP with factors of Falcon-H1.
 
+use super::mix::in_part;
 use super::{Branch, Builder, constant};
 use crate::candidate::Infeasible;
 use crate::dtype::DType;
@@ -157,9 +158,10 @@ impl Builder<'_> {
         operands.extend(gated.then(|| self.read(Role::Gate, from, of_head(0))));
         operands.extend(constants);
         operands.extend(of_heads);
-        operands.extend([kept, self.write(Role::Out, mixed, of_head(0))]);
+        let parts = self.parts(heads);
+        operands.extend([kept, self.write(Role::Out, mixed, of_head(0))].map(|operand| in_part(parts, operand)));
         let site = Some(Site::of_layer(LayerOp::Attention, l));
-        self.grid(&name, site, Op::Scan(op), heads, Second::Axis(1), operands);
+        self.grid(&name, site, Op::Scan(op), heads, Second::Axis(parts), operands);
 
         let branch = Branch { scale: mamba.output_scale, ..Branch::of(mixed, &mamba.o) };
         match &mamba.norm {

@@ -333,7 +333,7 @@ fn launch_extents(id: GridId, grid: &Grid, program: &Program, sms: u32, found: &
     let expected = match (&grid.op, grid.second) {
         (Op::Attention(a), _) => Second::Axis(a.splits),
         // A launch index for each part of the sequences. Each part has a row of a step, and a sequence.
-        (Op::Mix(_), Second::Axis(parts)) => Second::Axis(parts.clamp(1, program.parts_max())),
+        (Op::Mix(_) | Op::Scan(_), Second::Axis(parts)) => Second::Axis(parts.clamp(1, program.parts_max())),
         (Op::MatVec(MatVec { epilogue: Epilogue::Logits { .. }, .. }), Second::Ordinal(most)) => {
             Second::Ordinal(most.clamp(1, grid.n.max(1)))
         }
@@ -748,6 +748,7 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
     let vector =
         |cols| Want { space: Space::Constant, dtype: DType::F32, rows: Rows::One, cols, extent: Extent::Rows(1) };
     let token = private(DType::I32, Cols::all(1));
+    let of_part = |rows| if grid.second.extent() > 1 { Rows::Part } else { rows };
     match &grid.op {
         Op::Select => match role {
             // All arg-max pairs; their number is judged with the head.
@@ -767,7 +768,6 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
             let of_key = Cols { stride: mix.key_dim, div: mix.group(), limit: key_cols, ..Cols::all(mix.key_dim) };
             let of_value = Cols::blocks(mix.value_dim, mix.value_heads * mix.value_dim);
             let heads = Cols::all(mix.value_heads);
-            let of_part = |rows| if grid.second.extent() > 1 { Rows::Part } else { rows };
             match role {
                 Role::Q | Role::K => Some(exchange(wire, of_key)),
                 Role::V | Role::Gate => Some(exchange(wire, of_value)),
@@ -800,7 +800,8 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
             let of_group = Cols { div: heads / groups, ..Cols::blocks(state, groups * state) };
             let channels = heads * head_dim + 2 * groups * state;
             match role {
-                Role::X | Role::Out => Some(exchange(wire, of_head)),
+                Role::X => Some(exchange(wire, of_head)),
+                Role::Out => Some(Want { rows: of_part(rows), ..exchange(wire, of_head) }),
                 Role::Gate => gate.map(|_| exchange(wire, of_head)),
                 Role::B | Role::C => Some(exchange(wire, of_group)),
                 Role::Step => Some(exchange(wire, Cols::all(heads))),
@@ -809,7 +810,8 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
                 Role::ALog | Role::D | Role::DtBias => Some(vector(Cols::all(heads))),
                 Role::State => {
                     let cols = state * head_dim + (kernel - 1) * (head_dim + 2 * state);
-                    Some(state_of(program, Cols::blocks(cols, heads * cols)))
+                    let of_state = state_of(program, Cols::blocks(cols, heads * cols));
+                    Some(Want { rows: of_part(of_state.rows), ..of_state })
                 }
                 _ => None,
             }

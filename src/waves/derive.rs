@@ -1,8 +1,8 @@
 //! Derives a plan of waves from the schedule of a batch kernel.
 
 use super::experts::{
-    Chosen, TILE_UNITS, gather_scratch, has_experts, has_groups, is_combined, route_scratch, same_norm, scores_cols,
-    scores_scratch, unit_tiles_max,
+    Chosen, FILLED_PLACES, TILE_UNITS, gather_scratch, has_experts, has_groups, is_combined, route_scratch, same_norm,
+    scores_cols, scores_scratch, unit_tiles_max,
 };
 use super::mix::{Carried, GateNorm, POSITIONS, group_channels, row_bytes, scan_cols};
 use super::ragged::MERGE_SPLITS;
@@ -657,7 +657,7 @@ impl Builder<'_> {
                 Sums::Product { parts: 1, granules, groups: WARPS, paired: false, squares: 0, tiles: false }
             }
             (Action::Route { .. }, ..) => Sums::Choice,
-            (Action::Gather { .. }, ..) => Sums::Nothing,
+            (Action::Gather { .. } | Action::Places { .. } | Action::Fill { .. }, ..) => Sums::Nothing,
             (Action::Experts { x, .. }, _, Op::MatVec(m)) => {
                 let granules = Matrix::of(m, self.program.format_of(grid)).granules;
                 Sums::of_experts(granules, &self.plan.work[x.index()]).unwrap_or(Sums::Nothing)
@@ -1127,7 +1127,7 @@ impl Builder<'_> {
             None => {
                 let (x, _) = self.input(id, grid, m, false)?;
                 let gathered = self.work("gathered", Layout::Grouped(tiling), m.k);
-                self.push(id, Action::Gather { x, choices, groups, places, out: gathered }, ROWS_IN_TURN);
+                self.gather(id, (x, gathered), (choices, groups, places), tiling);
                 gathered
             }
         };
@@ -1152,6 +1152,26 @@ impl Builder<'_> {
         let pass = m.units().div_ceil(parts);
         self.push(id, Action::Experts { x, groups, out: out_to, pass, chunk }, Over::Items { parts, tiling });
         Ok(())
+    }
+
+    /// Copies the rows of `x` to their places in `out`.
+    fn gather(
+        &mut self,
+        id: GridId,
+        (x, out): (WorkId, WorkId),
+        (choices, groups, places): (WorkId, WorkId, WorkId),
+        tiling: Tiling,
+    ) {
+        if self.plan.form != Form::Chunk {
+            return self.push(id, Action::Gather { x, choices, groups, places, out }, ROWS_IN_TURN);
+        }
+        let sources = self.work("sources", Layout::Sources(tiling), 1);
+        self.push(id, Action::Places { choices, groups, places, sources }, WHOLE_ROWS);
+        self.push(
+            id,
+            Action::Fill { x, groups, sources, out },
+            Over::Items { parts: tiling.rows / FILLED_PLACES, tiling },
+        );
     }
 
     /// The sum over slots: to the residual, or a branch whose norm is added.

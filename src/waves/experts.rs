@@ -12,6 +12,8 @@ pub(crate) fn scores_cols(form: Form) -> u32 {
 }
 /// Units that the two warpgroups of a block have side by side.
 pub(super) const TILE_UNITS: u32 = 16;
+/// Places that a block fills at once: their pieces of 16 bytes lie side by side.
+pub(super) const FILLED_PLACES: u32 = 8;
 /// Places of a tile for which there is an instruction, and a plan.
 pub(super) const TILE_ROWS: [u32; 3] = [32, 64, 128];
 /// Most sums of a lane of a product of experts.

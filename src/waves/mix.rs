@@ -74,14 +74,25 @@ impl Carried {
     }
 }
 
+/// Parts of the `rows` rows of a state of `columns` columns that a step's threads share: each has four columns side by side if they are a multiple of that, else
+/// one (`WaveColumns` of kernels/waves/state.cuh).
+fn row_parts(rows: u32, columns: u32, threads: u32) -> u32 {
+    let wide = if columns.is_multiple_of(4) { 4 } else { 1 };
+    let most = (threads / (columns / wide).max(1)).clamp(1, rows.max(1));
+    rows.div_ceil(rows.div_ceil(most).max(1))
+}
+
 /// Bytes of scratch of a block of `warps` warps that brings a state of `op` to the next position. Of a net: q, k, v and the gate, beta and the decay, and two sums of each
 /// column for each part of the rows. Of Mamba-2: x, b and c, the step and the decay, and one such sum.
 pub(super) fn row_bytes(op: &Op, warps: u32) -> u32 {
-    match op {
-        Op::Mix(mix) => 4 * (mix.channels() + mix.value_dim + 2 + 2 * mix.parts(warps * 32) * mix.value_dim),
-        Op::Scan(scan) => 4 * (scan.head_channels() + 2 + scan.parts(warps * 32) * scan.head_dim),
-        _ => 0,
-    }
+    let (values, sums) = match op {
+        Op::Mix(mix) => {
+            (mix.channels() + mix.value_dim, 2 * row_parts(mix.key_dim, mix.value_dim, warps * 32) * mix.value_dim)
+        }
+        Op::Scan(scan) => (scan.head_channels(), row_parts(scan.state, scan.head_dim, warps * 32) * scan.head_dim),
+        _ => return 0,
+    };
+    4 * ((values + 2).next_multiple_of(4) + sums)
 }
 
 /// Columns of what the first wave of Mamba-2 in a chunk leaves of a row: x, b and c, then the step of each head and the logarithm of its decay; whole pieces of 16 bytes.

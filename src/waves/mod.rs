@@ -47,7 +47,8 @@
 //! # Mixtures of experts
 //!
 //! Rows of a launch that chose one expert are multiplied together: what a block does then depends on the choice. Each slot of a row has a *place*, in the order of
-//! experts; a *tile* is some places of one expert. Every block counts the choices itself and finds the same places. Items (a tile, and a part of the
+//! experts; a *tile* is some places of one expert. Every block counts the choices itself and finds the same places. A step copies rows to their places in the
+//! same wave; a chunk in the next one, where a block copies neighbouring places, each from the row that the wave before wrote down for it. Items (a tile, and a part of the
 //! units of its expert) are numbered, and SM `n mod sms` has item `n` ([`Over::Items`]): a partition for every choice. Buffers have room for the worst
 //! choice ([`Tiling::most`]). `experts.rs` has the bounds. Choices of each layer have a buffer of their own, and the proof says that they are still there
 //! when a launch has ended ([`Proven::choices`]): the check reads them.
@@ -279,6 +280,8 @@ pub enum Layout {
     Splits(u32),
     /// The number of tiles, then a record of 16 bytes for each: its expert, and the first tile, the tiles and the slots of that expert.
     Groups(Tiling),
+    /// The row of each place, 4 bytes. Places after the last row of a tile have none.
+    Sources(Tiling),
     /// bf16 by place, as warpgroups read it: tile by tile.
     Grouped(Tiling),
     /// bf16, place by place.
@@ -312,6 +315,7 @@ impl Work {
             Layout::Packets(count) => (rows * cols).saturating_mul(8).saturating_mul(u64::from(count)),
             Layout::Best => (rows * cols).saturating_mul(8),
             Layout::Groups(tiling) => (1 + u64::from(tiling.most)) * 16,
+            Layout::Sources(tiling) => tiling.places().saturating_mul(4),
             Layout::Grouped(tiling) => tiling.places().saturating_mul(cols.next_multiple_of(128) * 2),
             Layout::Placed(tiling) => tiling.places().saturating_mul(cols * 2),
         }
@@ -418,8 +422,12 @@ pub enum Action {
     Scores { x: WorkId, out: WorkId },
     /// The experts of each row by slot, and how much each counts.
     Route { scores: WorkId, choices: WorkId, shares: WorkId },
-    /// Finds the place of each slot, and copies its row there.
+    /// Of a step: finds the place of each slot, and copies its row there.
     Gather { x: WorkId, choices: WorkId, groups: WorkId, places: WorkId, out: WorkId },
+    /// Of a chunk: finds the place of each slot, and the row of each place.
+    Places { choices: WorkId, groups: WorkId, places: WorkId, sources: WorkId },
+    /// Of a chunk: copies rows to their places, eight neighbouring places at a time, because those lie side by side in memory.
+    Fill { x: WorkId, groups: WorkId, sources: WorkId, out: WorkId },
     /// A product of the places of each tile with the matrix of its expert. `pass` and `chunk` are as of [`Action::MatMul`].
     Experts { x: WorkId, groups: WorkId, out: WorkId, pass: u32, chunk: u32 },
     /// Adds up what the experts of a row made, and the shared one. `gate`: the scores, of which one is the gate of the shared expert. `target` is the
@@ -606,6 +614,8 @@ impl Action {
             Action::Scores { .. } => "scores",
             Action::Route { .. } => "route",
             Action::Gather { .. } => "gather",
+            Action::Places { .. } => "places",
+            Action::Fill { .. } => "fill",
             Action::Experts { .. } => "experts",
             Action::Combine { .. } => "combine",
             Action::Convolve { .. } => "convolve",
@@ -654,6 +664,8 @@ impl Action {
             Action::Scores { x, out } => (vec![x], vec![out]),
             Action::Route { scores, choices, shares } => (vec![scores], vec![choices, shares]),
             Action::Gather { x, choices, groups, places, out } => (vec![x, choices], vec![groups, places, out]),
+            Action::Places { choices, groups, places, sources } => (vec![choices], vec![groups, places, sources]),
+            Action::Fill { x, groups, sources, out } => (vec![x, groups, sources], vec![out]),
             Action::Experts { x, groups, out, .. } => (vec![x, groups], vec![out]),
             Action::Convolve { x, scalars, out } | Action::MixRow { x, scalars, out } => (vec![x, scalars], vec![out]),
             Action::Mix { turned, x, out } => (vec![turned, x], vec![out]),

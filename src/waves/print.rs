@@ -121,6 +121,12 @@ impl fmt::Display for Plan {
                 Action::Gather { x, choices, groups, places, out } => {
                     write!(f, "gather x={x} choices={choices} groups={groups} places={places} out={out}")?;
                 }
+                Action::Places { choices, groups, places, sources } => {
+                    write!(f, "places choices={choices} groups={groups} places={places} sources={sources}")?;
+                }
+                Action::Fill { x, groups, sources, out } => {
+                    write!(f, "fill x={x} groups={groups} sources={sources} out={out}")?;
+                }
                 Action::Experts { x, groups, out, pass, chunk } => {
                     write!(f, "experts x={x} groups={groups} out={out} pass={pass} chunk={chunk}")?;
                 }

@@ -5,8 +5,8 @@
 //! or the same KV splits. The rules below check everything else. They trust nothing that [`super::derive`] computed.
 
 use super::experts::{
-    Chosen, TILE_ROWS, TILE_UNITS, gather_scratch, is_combined, route_scratch, same_norm, scores_cols, scores_scratch,
-    unit_tiles_max,
+    Chosen, FILLED_PLACES, TILE_ROWS, TILE_UNITS, gather_scratch, is_combined, route_scratch, same_norm, scores_cols,
+    scores_scratch, unit_tiles_max,
 };
 use super::mix::{Carried, GateNorm, POSITIONS, group_channels, row_bytes, scan_cols};
 use super::{
@@ -255,6 +255,8 @@ enum Value {
     Queries(GridId),
     /// Where the slots of this choice have their places, as records of tiles and by row and slot.
     Groups(BufferId),
+    /// The rows of places by this choice.
+    Sources(BufferId),
     Places(BufferId),
     /// At each place of this choice, the row that has it: a residual, normalised or as it is.
     Gathered {
@@ -591,7 +593,7 @@ impl Judge<'_> {
                 Some(Sums::Product { parts: 1, granules, groups, paired: false, squares: 0, tiles: false })
             }
             (Action::Route { .. }, ..) => Some(Sums::Choice),
-            (Action::Gather { .. }, ..) => Some(Sums::Nothing),
+            (Action::Gather { .. } | Action::Places { .. } | Action::Fill { .. }, ..) => Some(Sums::Nothing),
             (Action::Experts { x, .. }, _, Op::MatVec(m)) => {
                 let granules = u64::from(m.k).div_ceil(32 * granule_spans(m, program.format_of(grid)));
                 Sums::of_experts(granules as u32, &self.plan.work[x.index()])
@@ -748,6 +750,11 @@ impl Judge<'_> {
                 self.gather(grid, m, chosen, gather)?;
                 rest
             }
+            [places, fill, rest @ ..] if matches!(places.action, Action::Places { .. }) => {
+                self.places(chosen, places)?;
+                self.fill(grid, m, chosen, fill)?;
+                rest
+            }
             _ if rest.len() < waves.len() => return no("rows that no wave gathers"),
             _ => rest,
         };
@@ -794,32 +801,83 @@ impl Judge<'_> {
         Ok(())
     }
 
-    /// A wave that finds places: room for every choice, and counts of all experts in scratch.
+    /// A wave that finds places and copies rows there.
     fn gather(&mut self, grid: &Grid, m: &MatVec, chosen: Chosen, wave: &Wave) -> Result<(), String> {
         let Action::Gather { x, choices: ids, groups, places, out } = wave.action else {
             return Err("expected rows that are gathered".to_string());
         };
+        let tiling = self.find_places(chosen, (ids, groups, places), out)?;
+        self.over(wave, Over::Heads { n: 1, rows: 1 })?;
+        self.copied(grid, m, chosen, (x, out), tiling)
+    }
+
+    /// A wave that finds places, and the row of each: as many places as rows have slots, so no two rows have one.
+    fn places(&mut self, chosen: Chosen, wave: &Wave) -> Result<(), String> {
+        let Action::Places { choices: ids, groups, places, sources } = wave.action else {
+            return Err("expected places".to_string());
+        };
+        let tiling = self.find_places(chosen, (ids, groups, places), sources)?;
+        self.layout(sources, Layout::Sources(tiling), 1)?;
+        self.over(wave, Over::Rows { parts: 1 })?;
+        self.holds.insert(sources, Value::Sources(chosen.choices));
+        Ok(())
+    }
+
+    /// A wave that copies rows to places. The device numbers groups of neighbouring places by the records of tiles, and gives each to one SM.
+    fn fill(&mut self, grid: &Grid, m: &MatVec, chosen: Chosen, wave: &Wave) -> Result<(), String> {
+        let Action::Fill { x, groups, sources, out } = wave.action else {
+            return Err("expected rows that are copied to places".to_string());
+        };
+        let Layout::Grouped(tiling) = self.plan.work[out.index()].layout else {
+            return Err("an output that is not by place".to_string());
+        };
+        self.holds(groups, Value::Groups(chosen.choices))?;
+        self.layout(groups, Layout::Groups(tiling), 4)?;
+        self.holds(sources, Value::Sources(chosen.choices))?;
+        self.layout(sources, Layout::Sources(tiling), 1)?;
+        self.over(wave, Over::Items { parts: tiling.rows / FILLED_PLACES, tiling })?;
+        self.copied(grid, m, chosen, (x, out), tiling)
+    }
+
+    /// What a wave that finds places reads and writes: room for every choice, and counts of all experts in scratch. `by_place`: a buffer by place.
+    fn find_places(
+        &mut self,
+        chosen: Chosen,
+        (ids, groups, places): (WorkId, WorkId, WorkId),
+        by_place: WorkId,
+    ) -> Result<Tiling, String> {
         let Chosen { experts, slots, choices } = chosen;
-        self.input(grid, m, (x, Layout::Operand), None)?;
         self.holds(ids, Value::Exchange(choices))?;
         self.layout(ids, Layout::Rows(DType::I32), slots)?;
-        let Layout::Grouped(tiling) = self.plan.work[out.index()].layout else {
+        let (Layout::Grouped(tiling) | Layout::Sources(tiling)) = self.plan.work[by_place.index()].layout else {
             return Err("an output that is not by place".to_string());
         };
         let least = Tiling::of(self.plan.rows, slots, experts, tiling.rows);
         if !TILE_ROWS.contains(&tiling.rows) || tiling.most < least.most || tiling.places() > u64::from(u32::MAX) {
             return Err(format!("{} tiles of {} places, expected {} at least", tiling.most, tiling.rows, least.most));
         }
-        self.layout(out, Layout::Grouped(tiling), m.k)?;
         self.layout(groups, Layout::Groups(tiling), 4)?;
         self.layout(places, Layout::Rows(DType::I32), slots)?;
-        self.over(wave, Over::Heads { n: 1, rows: 1 })?;
         self.scratch(gather_scratch(experts, slots), "counts of experts")?;
-        let of = grid.operand(Role::X).ok_or("an operand is missing")?.buffer;
         self.holds.insert(groups, Value::Groups(choices));
         self.holds.insert(places, Value::Places(choices));
+        Ok(tiling)
+    }
+
+    /// Rows of the input of a product that are copied to their places.
+    fn copied(
+        &mut self,
+        grid: &Grid,
+        m: &MatVec,
+        chosen: Chosen,
+        (x, out): (WorkId, WorkId),
+        tiling: Tiling,
+    ) -> Result<(), String> {
+        self.input(grid, m, (x, Layout::Operand), None)?;
+        self.layout(out, Layout::Grouped(tiling), m.k)?;
+        let of = grid.operand(Role::X).ok_or("an operand is missing")?.buffer;
         let norm = m.norm.map(|norm| norm_of(grid, norm));
-        self.holds.insert(out, Value::Gathered { of, norm, choices });
+        self.holds.insert(out, Value::Gathered { of, norm, choices: chosen.choices });
         Ok(())
     }
 

@@ -437,7 +437,7 @@ impl Step<'_> {
         first
             + match work.layout {
                 Layout::Rows(DType::F32 | DType::I32) => (row * cols + col) * 2,
-                Layout::Groups(_) => (row * cols + col) * 2,
+                Layout::Groups(_) | Layout::Sources(_) => (row * cols + col) * 2,
                 // Each place by itself: in which order warpgroups read it says the kernel.
                 Layout::Grouped(_) => row * cols.next_multiple_of(128) + col,
                 Layout::Placed(_) => row * cols + col,
@@ -492,6 +492,7 @@ impl Step<'_> {
             | Layout::Best
             | Layout::Splits(_)
             | Layout::Groups(_)
+            | Layout::Sources(_)
             | Layout::Grouped(_)
             | Layout::Placed(_) => cols.map(|col| self.get(id, row, col)).collect(),
         }
@@ -503,7 +504,7 @@ impl Step<'_> {
 
     fn set(&mut self, id: WorkId, row: usize, col: usize, value: f64) {
         let layout = self.plan.work[id.index()].layout;
-        let wide = matches!(layout, Layout::Rows(DType::F32 | DType::I32) | Layout::Groups(_));
+        let wide = matches!(layout, Layout::Rows(DType::F32 | DType::I32) | Layout::Groups(_) | Layout::Sources(_));
         self.put(self.cell(id, row, col), value, if wide { 2 } else { 1 });
     }
 
@@ -562,6 +563,9 @@ impl Step<'_> {
         if let (&Action::Experts { x, groups, out, pass, .. }, Op::MatVec(m)) = (&wave.action, &grid.op) {
             return self.experts(&grid, m, (x, groups, out), m.units().div_ceil(pass));
         }
+        if let Action::Fill { x, groups, sources, out } = wave.action {
+            return self.fill((x, groups, sources, out));
+        }
         let mut best = vec![vec![(f64::NEG_INFINITY, f64::from(i32::MAX)); self.plan.rows as usize]; sms];
         for (sm, share) in shares {
             match (&wave.action, &grid.op) {
@@ -594,7 +598,10 @@ impl Step<'_> {
                     self.route(wave.grid, (scores, choices, shares), share);
                 }
                 (&Action::Gather { x, choices, groups, places, out }, _) => {
-                    self.gather((x, choices), (groups, places, out), share);
+                    self.gather(Some(x), choices, (groups, places, out), share);
+                }
+                (&Action::Places { choices, groups, places, sources }, _) => {
+                    self.gather(None, choices, (groups, places, sources), share);
                 }
                 (&Action::Combine { .. }, Op::Combine(combine)) => self.combine(&grid, combine, &wave.action, share),
                 (&Action::Convolve { x, scalars, out }, Op::Mix(mix)) => {
@@ -662,11 +669,14 @@ impl Step<'_> {
     /// Finds the places of all slots in the order of experts, rows and slots; stores those of its rows, and copies these there.
     fn gather(
         &mut self,
-        (x, choices): (WorkId, WorkId),
+        x: Option<WorkId>,
+        choices: WorkId,
         (groups, places, out): (WorkId, WorkId, WorkId),
         share: &Share,
     ) {
-        let Layout::Grouped(Tiling { rows: tile, most }) = self.plan.work[out.index()].layout else {
+        let (Layout::Grouped(Tiling { rows: tile, most }) | Layout::Sources(Tiling { rows: tile, most })) =
+            self.plan.work[out.index()].layout
+        else {
             panic!("rows that are gathered elsewhere")
         };
         let mut of: BTreeMap<usize, Vec<(usize, usize)>> = BTreeMap::new();
@@ -682,8 +692,13 @@ impl Step<'_> {
             for (n, (row, slot)) in pairs.iter().copied().enumerate().filter(|(_, (row, _))| own.contains(row)) {
                 let place = first * tile as usize + n;
                 self.set(places, row, slot, place as f64);
-                let x = self.read(x, row);
-                self.write(out, place, &x);
+                match x {
+                    Some(x) => {
+                        let x = self.read(x, row);
+                        self.write(out, place, &x);
+                    }
+                    None => self.set(out, place, 0, row as f64),
+                }
             }
             if share.row == 0 {
                 let record = [expert, first, tiles, pairs.len()].map(|value| value as f64);
@@ -694,6 +709,23 @@ impl Step<'_> {
         assert!(first <= most as usize, "{first} tiles, room for {most}");
         if share.row == 0 {
             self.set(groups, 0, 0, first as f64);
+        }
+    }
+
+    /// Every place that has a row, whichever SM fills it.
+    fn fill(&mut self, (x, groups, sources, out): (WorkId, WorkId, WorkId, WorkId)) {
+        let Layout::Grouped(Tiling { rows: of_tile, .. }) = self.plan.work[out.index()].layout else {
+            panic!("rows that are copied elsewhere")
+        };
+        for tile in 0..self.get(groups, 0, 0) as usize {
+            let record = self.read(groups, 1 + tile);
+            let before = (tile - record[1] as usize) * of_tile as usize;
+            for place in 0..(record[3] as usize - before).min(of_tile as usize) {
+                let place = tile * of_tile as usize + place;
+                let row = self.get(sources, place, 0) as usize;
+                let x = self.read(x, row);
+                self.write(out, place, &x);
+            }
         }
     }
 

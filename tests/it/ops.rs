@@ -636,7 +636,7 @@ fn an_op_that_computes_something_else_is_found() {
         // The later one of equal experts, a group by its best, a sum without what is added to it, the factor of a gated shared expert, the
         // bias and the scales of the first part.
         &[
-            (route, "if (keys[k] > best)", "if (keys[k] >= best)", "route-128"),
+            (route, "~warp_max(best == most ? ~mine : 0u)", "warp_max(best == most ? mine : 0u)", "route-128"),
             (route, "warp_sum(weight) + G::ADDED;", "warp_sum(weight);", "route-one"),
             (combine, "__fdividef(G::SHARED_SCALE, 1.f", "__fdividef(1.f, 1.f", "combine-gated-stored-bf16"),
             (matvec, "(int(e.part) + unit) * G::UNIT_ROWS", "unit * G::UNIT_ROWS", "chosen"),
@@ -787,9 +787,17 @@ fn an_op_of_rows_that_computes_something_else_is_found() {
         // rows that take no part.
         ("rows/context.cuh", "sequence % parts == part", "row % parts == part", "mix-3-parts"),
         ("rows/mix.cuh", "!rest || then != sequence;", "!rest;", "mix-2-parts"),
+        // States of the place in the launch.
+        ("rows/convolve.cuh", "p.rows[row].slot", "p.rows[row].sequence", "convolve"),
+        (
+            "rows/mix.cuh",
+            "u32 sequence = uniform(p.rows[row].slot);",
+            "u32 sequence = uniform(p.rows[row].sequence);",
+            "scan",
+        ),
         ("rows/mix.cuh", "if (begins)\n", "if (false)\n", "mix"),
         ("rows/mix.cuh", "read(c, e, head, after, in);", "read(c, e, head, row, in);", "mix-16-3-parts-bf16"),
-        ("rows/mix.cuh", "clear_pair<One::VALUE_COLS>(c, out, row, head * G::VALUE_DIM + d);", ";", "mix-8-parts-bf16"),
+        ("rows/mix.cuh", "clear_pair<OP::OUT_COLS>(c, out, row, head * OP::HEAD_COLS + d);", ";", "mix-8-parts-bf16"),
     ];
     each_shows("an_op_of_rows_that_computes_something_else_is_found", "rows_ops.cc", &edits);
 }
@@ -866,7 +874,7 @@ fn an_op_of_waves_that_computes_something_else_is_found() {
         ),
         ("waves/matmul.cuh", "y.x += b.x, y.y += b.y;", "y.x += b.x;", "matmul-store-bf16"),
         ("waves/matmul.cuh", "old.x + G::SCALE * y.x", "old.x + y.x", "matmul-residual"),
-        ("waves/matmul.cuh", "activate<G::ACT>(y.x) * up.x", "y.x * up.x", "matmul-gated-bf16"),
+        ("waves/matmul.cuh", "activate_scaled<G>(y.x) * up.x", "y.x * up.x", "matmul-gated-bf16"),
         ("waves/matmul.cuh", "u64(first + unit) * UNIT_BYTES", "u64(unit) * UNIT_BYTES", "matmul-act-bf16"),
         // A branch and a token that are not scaled, statistics of another row.
         ("waves/rows.cuh", "x[i][k] += G::BRANCH_SCALE * y[i][k];", "x[i][k] += y[i][k];", "rows-branch"),

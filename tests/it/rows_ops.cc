@@ -634,11 +634,12 @@ static void attention(const char* name) {
 
 // ---- convolve, scan, group_norm -------------------------------------------------------------------------------------
 
-// Three launches of texts in sequences of their own: of some rows and of one; a row that takes no part and one beyond the launch leave their
+// Three launches of texts in slots of their own: of some rows and of one; a row that takes no part and one beyond the launch leave their
 // states alone. States are not numbers at first.
 template <class M, class Op, class Text>
-static void recurrent(const char* name, int each = 1) {
+static void recurrent(const char* name, int each = 1, u32 parts = 1) {
   constexpr int SEQUENCES = 4;
+  const auto slot_of = [](int sequence) { return u32(sequence * 3 + 2) % SEQUENCES; };
   // Rows of each sequence in each launch; below 0: one that takes no part.
   constexpr int COUNTS[3][SEQUENCES] = {{3, 1, 1, 0}, {1, -1, 2, 1}, {0, 3, -1, 4}};
   u64 seed = 99;
@@ -659,10 +660,12 @@ static void recurrent(const char* name, int each = 1) {
     entry.x = in, entry.out = out;
     std::vector<double> expected, found;
     std::vector<std::pair<int, std::vector<double>>> results;
+    u32 place = 0;
     for (int sequence = 0, row = 0; sequence < SEQUENCES; sequence++) {
       const int begin = row, n = counts[sequence];
+      place += n != 0;
       for (int i = 0; i < std::abs(n); i++, row++) {
-        rows[row].sequence = sequence, rows[row].first = begin;
+        rows[row].sequence = place - 1, rows[row].slot = slot_of(sequence), rows[row].first = begin;
         rows[row].position = u32(texts[sequence].inputs.size());
         if (n < 0) continue;
         const std::vector<float> x = numbers(seed, Text::COLS);
@@ -671,17 +674,18 @@ static void recurrent(const char* name, int each = 1) {
       }
     }
     cache = kept;
-    for (int index = 0; index < Text::INDICES; index += each) {
-      entry.lo = index, entry.hi = min(index + each, Text::INDICES);
-      run<M, Op>();
-    }
+    for (entry.j = 0; entry.j < parts; entry.j++)
+      for (int index = 0; index < Text::INDICES; index += each) {
+        entry.lo = index, entry.hi = min(index + each, Text::INDICES);
+        run<M, Op>();
+      }
     kept = cache;
     for (const auto& [row, y] : results)
       for (int i = 0; i < Text::OUT; i++) expected.push_back(y[i]), found.push_back(published<M, Text::OUT>(out, row, i));
     for (int row = 0; row < M::ROWS; row++)
       if (!takes(active, row)) expected.push_back(1), found.push_back(left_alone<M, Text::OUT>(out, row));
     for (int sequence = 0; sequence < SEQUENCES; sequence++) {
-      const float* state = reinterpret_cast<const float*>(kept.data()) + sequence * Text::STATE;
+      const float* state = reinterpret_cast<const float*>(kept.data()) + slot_of(sequence) * Text::STATE;
       const std::vector<double> y = texts[sequence].state();
       for (int i = 0; i < Text::STATE; i++) {
         const bool none = texts[sequence].inputs.empty();
@@ -693,8 +697,12 @@ static void recurrent(const char* name, int each = 1) {
 }
 template <class M, class G>
 static void convolve(const char* name, int each) { recurrent<M, RowsConvolve<M, G>, ConvolveText<G>>(name, each); }
+template <class Of, int PARTS_>
+struct Parted : Of {
+  static constexpr int PARTS = PARTS_;
+};
 template <class M, class G>
-static void scan(const char* name) { recurrent<M, RowsScan<M, G>, ScanText<G>>(name); }
+static void scan(const char* name) { recurrent<M, RowsScan<M, G>, ScanText<G>>(name, 1, G::PARTS); }
 template <class M, class G>
 static void group_norm(const char* name, u64 active) {
   u64 seed = 5;
@@ -856,9 +864,9 @@ int main() {
   convolve<F8, Channels<34, 3, false>>("convolve", 1);
   convolve<B8, Channels<150, 4, true>>("convolve-bias-bf16", 19);
   convolve<B16, Channels<600, 2, true>>("convolve-two-bf16", 75);
-  scan<F8, Steps<4, 6, 2, 10, 4, true, true>>("scan");
-  scan<B8, Steps<3, 16, 1, 32, 3, false, false>>("scan-bf16");
-  scan<B16, Steps<2, 64, 2, 16, 4, true, true>>("scan-64-bf16");
+  scan<F8, Parted<Steps<4, 6, 2, 10, 4, true, true>, 1>>("scan");
+  scan<B8, Parted<Steps<3, 16, 1, 32, 3, false, false>, 3>>("scan-bf16");
+  scan<B16, Parted<Steps<2, 64, 2, 16, 4, true, true>, 2>>("scan-64-bf16");
   group_norm<F8, Groups<24, 3, false>>("group_norm", some & 0xff);
   group_norm<B8, Groups<700, 1, true>>("group_norm-gated-bf16", some & 0xff);
   group_norm<B16, Groups<80, 2, true>>("group_norm-16-bf16", some);

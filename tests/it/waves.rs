@@ -958,6 +958,8 @@ impl Mutants<'_> {
                 Action::Scores { .. }
                 | Action::Route { .. }
                 | Action::Gather { .. }
+                | Action::Places { .. }
+                | Action::Fill { .. }
                 | Action::Experts { .. }
                 | Action::Combine { .. } => {}
                 // `waves_nets` has the others.

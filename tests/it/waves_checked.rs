@@ -25,6 +25,7 @@ use crate::skipped;
 use crate::waves::{Built, Ran, proven, small, with_tail};
 use crate::waves_convolve::convolving;
 use crate::waves_experts::of_layers;
+use crate::waves_mamba as mamba;
 use crate::waves_nets::{MIXTURES, SHARED, hybrid};
 
 /// Rows of the schedule, of a chunk, of its tail, and of a step.
@@ -311,8 +312,9 @@ fn mixture_with_nets(name: &str) -> Imported {
 fn a_generated_kernel_of_states_beside_experts_passes_its_check() {
     // Two blocks of rows, one row, and some; then a part of one.
     let nets = MIXTURES.map(|name| (name, mixture_with_nets(name)));
-    let models = nets.into_iter().chain([("hybrids/lfm2-moe", convolving("hybrids/lfm2-moe"))]);
-    for ((name, imported), positions) in models.zip([230, 40, 40]) {
+    let [granite, nemotron] = mamba::MIXTURES.map(|name| (name, mamba::scanning(name, mamba::SHARED)));
+    let models = nets.into_iter().chain([("hybrids/lfm2-moe", convolving("hybrids/lfm2-moe")), granite, nemotron]);
+    for ((name, imported), positions) in models.zip([230, 40, 40, 100, 40]) {
         let Some(found) = check_prompt(&imported, positions, NONE) else {
             let test = "a_generated_kernel_of_states_beside_experts_passes_its_check";
             return skipped(test, "C++ compiler", "`c++`");
@@ -370,5 +372,46 @@ fn a_wrong_net_beside_experts_does_not_pass_its_check() {
     for fault in [factor, Fault { other_weights: true, ..NONE }] {
         let error = check_prompt(&imported, 20, fault).unwrap().expect_err("experts");
         assert!(!matches!(error, CheckError::CutsDiffer { .. } | CheckError::Interp(_)), "{error}");
+    }
+}
+
+/// Faults of waves/scan.cuh and of what it shares: what is wrong, and its text with what takes its place.
+const FAULTS_OF_MAMBA: [(&str, &[(&str, &str)]); 6] = [
+    (
+        "a state that does not decay from 32 positions to the next",
+        &[("const float decay = line(c, 2)[ROWS - 1];", "const float decay = 1.f;")],
+    ),
+    ("steps that the state does not have", &[("(SOLVES ? 1.f : a.factor)", "1.f")]),
+    ("a step of the second block of rows", &[("to[0] = step;", "to[0] = (row < 128 ? 1.f : 0.5f) * step;")]),
+    ("d", &[("x + skip * own.x, z + skip * own.y", "x, z")]),
+    (
+        "past inputs of one position before",
+        &[("const int row = rows - N::PAST + t;", "const int row = rows - 1 - N::PAST + t;")],
+    ),
+    (
+        "the gate of the row before",
+        &[(
+            "wave_columns<G::X_PARTS, G::COLS>(c, e.gate, row, col)",
+            "wave_columns<G::X_PARTS, G::COLS>(c, e.gate, max(row - 1, 0), col)",
+        )],
+    ),
+];
+
+#[test]
+fn wrong_mamba_beside_experts_does_not_pass_its_check() {
+    let imported = mamba::scanning(mamba::MIXTURES[0], mamba::SHARED);
+    for (what, text) in FAULTS_OF_MAMBA {
+        let Some(found) = check_prompt(&imported, 208, Fault { text, ..NONE }) else {
+            return skipped("wrong_mamba_beside_experts_does_not_pass_its_check", "C++ compiler", "`c++`");
+        };
+        let error = found.expect_err(what);
+        let is_found = matches!(
+            error,
+            CheckError::Cached { .. }
+                | CheckError::Routed { .. }
+                | CheckError::Wrong { .. }
+                | CheckError::Argmax { .. }
+        );
+        assert!(is_found, "{what}: {error}");
     }
 }

@@ -133,7 +133,9 @@ fn buffers_and_rings_of_experts_have_room_for_every_choice() {
     // In every buffer and division alike, so that the bound alone is wrong.
     let tilings = |plan: &mut Plan, change: &dyn Fn(&mut Tiling)| {
         for work in &mut plan.work {
-            if let Layout::Groups(tiling) | Layout::Grouped(tiling) | Layout::Placed(tiling) = &mut work.layout {
+            if let Layout::Groups(tiling) | Layout::Sources(tiling) | Layout::Grouped(tiling) | Layout::Placed(tiling) =
+                &mut work.layout
+            {
                 change(tiling);
             }
         }
@@ -148,11 +150,13 @@ fn buffers_and_rings_of_experts_have_room_for_every_choice() {
         wrong("tiles for which there is no instruction", "order", &|plan| tilings(plan, &|tiling| tiling.rows = rows));
     }
     let tiles = |id: usize, plan: &mut Plan| match &mut plan.work[id].layout {
-        Layout::Groups(tiling) | Layout::Grouped(tiling) | Layout::Placed(tiling) => tiling.most -= 1,
+        Layout::Groups(tiling) | Layout::Sources(tiling) | Layout::Grouped(tiling) | Layout::Placed(tiling) => {
+            tiling.most -= 1
+        }
         _ => panic!("tiles"),
     };
     for (id, work) in of.work.iter().enumerate() {
-        if matches!(work.layout, Layout::Groups(_) | Layout::Grouped(_) | Layout::Placed(_)) {
+        if matches!(work.layout, Layout::Groups(_) | Layout::Sources(_) | Layout::Grouped(_) | Layout::Placed(_)) {
             wrong("a tile less in one buffer", "order", &|plan| tiles(id, plan));
         }
     }

@@ -515,7 +515,7 @@ static void matmul(const char* name, u32 rows) {
       for (int r = 0; r < COLS; r++) {
         double value = y[r];
         if (G::EPILOGUE == Epilogue::ACT) value = activated(G::ACT, y[r]);
-        if (G::EPILOGUE == Epilogue::GATED) value = activated(G::ACT, y[r]) * y[G::ROWS / 2 + r];
+        if (G::EPILOGUE == Epilogue::GATED) value = activated(G::ACT, G::SCALE * y[r]) * y[G::ROWS / 2 + r];
         if (SUMS) value = before[size_t(row) * COLS + r] + G::SCALE * y[r];
         if (IS_LOGITS) value = G::SOFTCAP * std::tanh(G::SCALE * y[r] / G::SOFTCAP);
         expected.push_back(value);

@@ -32,7 +32,7 @@ pub fn judge(s: &Schedule) -> Result<(), Fault> {
     }
     let positions = positions(s);
     // A text for each part of the sequences.
-    let nets = s.program.grids.iter().filter(|grid| matches!(grid.op, Op::Mix(_)));
+    let nets = s.program.grids.iter().filter(|grid| matches!(grid.op, Op::Mix(_) | Op::Scan(_)));
     for sequence in 0..nets.map(|grid| grid.second.extent()).max().unwrap_or(1) {
         let of_sequence = || Text { sequence, ..Text::new(s, &positions) };
         let (mut text, mut reference) = (of_sequence(), of_sequence());
@@ -177,7 +177,7 @@ impl<'a> Text<'a> {
                 let sm = owners[t].map_or(0, |sm| sm.index());
                 let grid = &self.s.program.grids[g];
                 let parts = grid.second.extent();
-                if matches!(grid.op, Op::Mix(_)) && regime.tasks[t].j != self.sequence % parts {
+                if matches!(grid.op, Op::Mix(_) | Op::Scan(_)) && regime.tasks[t].j != self.sequence % parts {
                     continue;
                 }
                 let step = Step { at, position: self.positions[at], sm, grid, task: &regime.tasks[t] };

@@ -437,7 +437,7 @@ fn numbers(s: &Schedule) -> Result<(), Fault> {
         if n.is_some_and(|n| n != grid.n) {
             return malformed(format!("g{g} launches {} of {n:?} indices", grid.n));
         }
-        if matches!(grid.op, Op::Mix(_)) {
+        if matches!(grid.op, Op::Mix(_) | Op::Scan(_)) {
             let sequences =
                 p.tables.iter().find(|table| table.holds == Holds::Sequences).map_or(1, |table| table.bound);
             match grid.second {
@@ -916,8 +916,8 @@ fn foot(s: &Schedule, grid: &Grid, task: &Task, vocab: u32) -> Result<Foot, Faul
                 return Err(Fault::new(Kind::OutOfBounds, format!("`state`: {} rows", buffer.rows)));
             }
         }
-        // What a net leaves is of its part of the sequences; it reads no rows of another part.
-        let divides = matches!(grid.op, Op::Mix(_)) && grid.second.extent() > 1;
+        // What a net or Mamba-2 leaves is of its part of the sequences; it reads no rows of another part.
+        let divides = matches!(grid.op, Op::Mix(_) | Op::Scan(_)) && grid.second.extent() > 1;
         if divides && matches!(part.role, Role::State | Role::Out) {
             part.rows = Rows::Part;
         }

@@ -436,6 +436,8 @@ pub fn works(action: &mut Action) -> Vec<&mut WorkId> {
         Action::Scores { x, out } => vec![x, out],
         Action::Route { scores, choices, shares } => vec![scores, choices, shares],
         Action::Gather { x, choices, groups, places, out } => vec![x, choices, groups, places, out],
+        Action::Places { choices, groups, places, sources } => vec![choices, groups, places, sources],
+        Action::Fill { x, groups, sources, out } => vec![x, groups, sources, out],
         Action::Experts { x, groups, out, .. } => vec![x, groups, out],
         Action::Combine {
             x,
@@ -671,7 +673,15 @@ fn product(plan: &mut Plan, _: &Program, random: &mut Rng) -> Option<Vec<Touched
 /// Slots of experts that have no place or that of another one, a choice of another layer, and room for fewer tiles.
 fn experts(plan: &mut Plan, _: &Program, random: &mut Rng) -> Option<Vec<Touched>> {
     let of_experts = |action: &Action| {
-        matches!(action, Action::Route { .. } | Action::Gather { .. } | Action::Experts { .. } | Action::Combine { .. })
+        matches!(
+            action,
+            Action::Route { .. }
+                | Action::Gather { .. }
+                | Action::Places { .. }
+                | Action::Fill { .. }
+                | Action::Experts { .. }
+                | Action::Combine { .. }
+        )
     };
     let w = a_wave(plan, random, of_experts)?;
     let mut touched = vec![Touched::Wave(w)];
@@ -684,7 +694,9 @@ fn experts(plan: &mut Plan, _: &Program, random: &mut Rng) -> Option<Vec<Touched
         }
         1 => {
             let mut tilings = plan.work.iter_mut().enumerate().filter_map(|(n, work)| match &mut work.layout {
-                Layout::Groups(tiling) | Layout::Grouped(tiling) | Layout::Placed(tiling) => Some((n, tiling)),
+                Layout::Groups(tiling) | Layout::Sources(tiling) | Layout::Grouped(tiling) | Layout::Placed(tiling) => {
+                    Some((n, tiling))
+                }
                 _ => None,
             });
             let (n, tiling) = tilings.nth(random.below(3))?;
