@@ -177,7 +177,8 @@ impl Speculation<'_> {
 
     /// Proposes at most `room` tokens that may follow `sequence`.
     pub fn propose(&mut self, sequence: &[u32], room: usize) -> Proposal {
-        let most = self.most.min(room);
+        // What is only compared costs a draft model a step for each token, and one tells whether the pause ends.
+        let most = self.most.min(room).min(if self.pause > 0 && self.sees() { 1 } else { usize::MAX });
         let mut tokens = if most > 0 { self.draft.propose(sequence, most) } else { vec![] };
         tokens.truncate(most);
         Proposal { is_tried: !tokens.is_empty() && self.pause == 0, tokens }
@@ -304,6 +305,34 @@ mod tests {
         let after =
             Speculated { proposed: before.proposed + 2, accepted: before.accepted + 1, steps: before.steps + 1 };
         assert_eq!(speculation.counts(), after);
+    }
+
+    /// Proposes as many tokens as it is asked for, all wrong, and counts them.
+    struct Wrong(usize);
+
+    impl Draft for Wrong {
+        fn propose(&mut self, _: &[u32], most: usize) -> Vec<u32> {
+            self.0 += most;
+            vec![1; most]
+        }
+
+        fn sees(&self) -> bool {
+            true
+        }
+    }
+
+    #[test]
+    fn a_draft_model_makes_one_token_while_proposals_pause() {
+        let mut draft = Wrong(0);
+        let mut speculation = Speculation::new(&mut draft, 4);
+        let mut tried = 0;
+        for _ in 0..100 {
+            let proposal = speculation.propose(&[0], 9);
+            assert_eq!(proposal.tokens.len(), if proposal.is_tried { 4 } else { 1 });
+            tried += usize::from(proposal.is_tried);
+            speculation.learn(&proposal, &[3]);
+        }
+        assert_eq!(draft.0, 100 + 3 * tried);
     }
 
     const VOCAB: u32 = 8;

@@ -587,7 +587,7 @@ pub struct Generate {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub lookup: Option<u32>,
     /// Speculative decoding with the layer of the checkpoint that predicts further tokens (MTP): propose up to N tokens and verify them in
-    /// one step; `mtp` is `mtp:2`. On targets of kind `cpu`
+    /// one step; `mtp` is `mtp:2`
     #[arg(long, value_name = "mtp[:N]", value_parser = parse_draft, conflicts_with = "lookup")]
     pub draft: Option<DraftOf>,
     /// Target to run on [default: the manifest's first that this machine can run]

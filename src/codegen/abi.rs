@@ -162,6 +162,20 @@ kernel_struct! {
 }
 
 kernel_struct! {
+    /// The one parameter of a decode kernel of a draft.
+    GivenParams = "struct GivenParams : Params" {
+        /// what every kernel gets
+        params: Params as [],
+        /// [steps][HIDDEN] what a step reads in addition to its token
+        given: u64 = "const float*",
+        /// positions that the text is ahead of the cache
+        ahead: u32,
+        /// no meaning yet
+        reserved_of_given: u32,
+    }
+}
+
+kernel_struct! {
     /// One row of a launch, as the host's guard has judged it.
     Row = "struct alignas(16) Row" {
         /// row of the page table
@@ -344,6 +358,7 @@ impl<'a> GridEntry<'a> {
                 Op::Attention(_) => constant(Role::CacheScales),
                 Op::Route(_) | Op::Combine(_) => packets(Role::Shares),
                 Op::Mix(_) => packets(Role::Beta),
+                Op::Join { .. } => packets(Role::Given),
                 _ => packets(Role::Best),
             },
             row_scales_or_row: row_scales.unwrap_or(0),
@@ -544,6 +559,7 @@ mod tests {
             ("runtime/context.cuh", Params::declaration()),
             ("runtime/context.cuh", DevicesParams::declaration()),
             ("runtime/context.cuh", PagedParams::declaration()),
+            ("ops/join.cuh", GivenParams::declaration()),
             ("rows/context.cuh", Row::declaration()),
             ("rows/context.cuh", RowsParams::declaration()),
         ]);

@@ -1,6 +1,6 @@
 //! Prints the translation unit of one kernel: a machine, one configuration per distinct op, the dispatch, the entry point.
 
-use super::{Float, HEADERS, KernelSource, ROWS_HEADERS};
+use super::{Float, HEADERS, JOIN_HEADERS, KernelSource, ROWS_HEADERS};
 use crate::dtype::DType;
 use crate::format::{Code, Format, ScaleCode, TableRow};
 use crate::ir::layout::{WARP_ROWS, WORD_ROWS};
@@ -98,6 +98,10 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
         line!("#define SEVERAL_DEVICES");
     }
     line!("{}#include \"{}\"", facts(target), if rows { "monobloc_rows.cuh" } else { "monobloc.cuh" });
+    let of_draft = if program.joins() { &JOIN_HEADERS[..] } else { &[] };
+    for (name, _) in of_draft {
+        line!("#include \"{name}\"");
+    }
     line!();
     line!("struct Machine {{");
     line!("  static constexpr int SMS = {sms};");
@@ -172,14 +176,7 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
     line!("  static __device__ __forceinline__ void run(Context<Machine>& c, u32 op, const Entry& e) {{");
     line!("    switch (op) {{");
     for group in sharing(schedule, target, &classes) {
-        let first = group[0];
-        let cases: Vec<_> = group.iter().map(|i| format!("case {i}:")).collect();
-        let configurations: String = group.iter().map(|i| format!(", Class{i}")).collect();
-        let numbers = group.iter().enumerate().skip(1);
-        let which: String = numbers.map(|(number, i)| format!("op == {i} ? {number} : ")).collect();
-        let which = if which.is_empty() { which } else { format!(", {which}0") };
-        let template = classes[first].template;
-        line!("      {} return {prefix}{template}<Machine{configurations}>::run(c, e{which});", cases.join(" "));
+        line!("      {}", case_of(program, &classes, &group, prefix));
     }
     line!("    }}");
     line!("  }}");
@@ -197,6 +194,7 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
     let params = match (rows, Shape::of(program)) {
         (true, _) => "RowsParams",
         (false, Some(_)) => "PagedParams",
+        (false, None) if program.joins() => "GivenParams",
         (false, None) if m.devices > 1 => "DevicesParams",
         (false, None) => "Params",
     };
@@ -211,10 +209,30 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
         headers: HEADERS
             .iter()
             .chain(if rows { &ROWS_HEADERS[..] } else { &[] })
+            .chain(of_draft)
             .map(|(n, t)| (n.to_string(), t.to_string()))
             .collect(),
         arch: target.spec.arch.clone(),
     }
+}
+
+/// The case of the dispatch of classes that share code.
+fn case_of(program: &Program, classes: &[OpClass], group: &[usize], prefix: &str) -> String {
+    let first = &classes[group[0]];
+    let cases: Vec<_> = group.iter().map(|i| format!("case {i}:")).collect();
+    let configurations: String = group.iter().map(|i| format!(", Class{i}")).collect();
+    let numbers = group.iter().enumerate().skip(1);
+    let which: String = numbers.map(|(number, i)| format!("op == {i} ? {number} : ")).collect();
+    let which = if which.is_empty() { which } else { format!(", {which}0") };
+    let run = format!("{prefix}{}<Machine{configurations}>", first.template);
+    let run = if is_head_of_draft(program, first) { format!("InText<{run}>") } else { run };
+    format!("{} return {run}::run(c, e{which});", cases.join(" "))
+}
+
+/// Whether a class is the head of a draft, whose positions are not those of its text.
+fn is_head_of_draft(program: &Program, class: &OpClass) -> bool {
+    let grid = &program.grids[class.grids[0].index()];
+    program.joins() && matches!(&grid.op, Op::MatVec(m) if matches!(m.epilogue, Epilogue::Logits { .. }))
 }
 
 /// The classes of a kernel, those that share code together: matvecs of steps of 16 rows that multiply alike and have no norm, such as the
@@ -343,13 +361,15 @@ fn class_of(schedule: &Schedule, id: GridId, grid: &Grid, rows: u32) -> (&'stati
         }
         Op::Scan(scan) => ("Scan", scan_members(grid, scan) + &parts_member(program, grid)),
         Op::GroupNorm(norm) => ("GroupNorm", group_norm_members(program, grid, norm)),
-        Op::Join { .. } => unreachable!("validate: no kernel of a device begins a draft"),
+        Op::Join { scale } => {
+            let (hidden, table) = table_of(program, grid);
+            ("Join", format!("int HIDDEN = {hidden}\nfloat SCALE = {}\n{table}", Float(*scale)))
+        }
         Op::Embed { scale, everywhere } => {
-            let table = grid.operand(Role::Table).map(|o| &program.buffers[o.buffer.index()]);
-            let hidden = table.map_or(0, |table| table.cols);
+            let (hidden, table) = table_of(program, grid);
             let members =
                 format!("int HIDDEN = {hidden}\nfloat SCALE = {}\nbool REPLICATED = {everywhere}\n", Float(*scale));
-            ("Embed", members + &table.map_or(String::new(), table_members))
+            ("Embed", members + &table)
         }
         Op::MatVec(m) => ("MatVec", matvec_members(schedule, id, grid, m)),
         Op::Attention(a) => ("Attention", attention_members(schedule, id, a, rows) + &gate_member(grid)),
@@ -369,6 +389,12 @@ fn class_of(schedule: &Schedule, id: GridId, grid: &Grid, rows: u32) -> (&'stati
             ("NormAdd", members)
         }
     }
+}
+
+/// Columns of the table that a grid looks up, and how a row of it is stored.
+fn table_of(program: &Program, grid: &Grid) -> (u32, String) {
+    let table = grid.operand(Role::Table).map(|o| &program.buffers[o.buffer.index()]);
+    (table.map_or(0, |table| table.cols), table.map_or(String::new(), table_members))
 }
 
 pub(super) fn route_members(grid: &Grid, route: &Route) -> String {

@@ -98,6 +98,9 @@ pub const NET_HEADERS: [(&str, &str); 1] = [("waves/mix.cuh", include_str!("../.
 pub const CONVOLVE_HEADERS: [(&str, &str); 1] =
     [("waves/convolve.cuh", include_str!("../../kernels/waves/convolve.cuh"))];
 
+/// The header that only decode kernels of drafts include, after the master header.
+pub const JOIN_HEADERS: [(&str, &str); 1] = [("ops/join.cuh", include_str!("../../kernels/ops/join.cuh"))];
+
 /// The headers that only the sampler includes.
 pub const SAMPLER_HEADERS: [(&str, &str); 4] = [
     ("monobloc_sampler.cuh", include_str!("../../kernels/monobloc_sampler.cuh")),

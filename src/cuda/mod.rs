@@ -13,6 +13,7 @@ pub mod arch;
 pub mod calibrate;
 pub mod cubin;
 pub mod driver;
+mod given;
 mod kernel;
 pub mod links;
 pub mod memory;

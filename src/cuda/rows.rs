@@ -1,6 +1,7 @@
 //! Owns `RowsSession`: a batch kernel with its device memory, launched with tables that a guard has judged.
 
 use super::driver::Device;
+use super::given::{values_of_words, words_of};
 pub use super::kernel::Watched;
 use super::kernel::{Kernel, cache_or_own, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
@@ -186,6 +187,20 @@ pub trait RowLauncher {
     /// What the driver refuses; a launch that was not finished.
     fn exchanged(&self, _buffer: BufferId, _row: u32) -> Result<Vec<f32>, SessionError> {
         Ok(vec![])
+    }
+
+    /// Whether [`RowLauncher::left`] tells what rows left.
+    fn keeps_left(&self) -> bool {
+        false
+    }
+
+    /// What the last layer left of the first `rows` rows in the last step of the last launch, before the final norm, `[hidden]` each. All of these
+    /// rows took part in it, and in a whole step.
+    ///
+    /// # Errors
+    /// A kernel that does not keep it; what the driver refuses; a launch that was not finished.
+    fn left(&self, _rows: usize) -> Result<Vec<Vec<f32>>, SessionError> {
+        Err(SessionError::NothingLeft { row: 0 })
     }
 
     /// Rows of a launch, from its first one on, of which [`RowLauncher::exchanged`] tells. A launch of more rows leaves others there.
@@ -564,6 +579,25 @@ impl RowLauncher for RowsSession {
         let stream = &self.kernel.watched.stream;
         let packets = |at, count| Ok(self.memory.read_packets(stream, at, count)?);
         self.kernel.exchanged(buffer, row, self.tag.wrapping_sub(1), packets)
+    }
+
+    fn keeps_left(&self) -> bool {
+        let input = self.kernel.schedule.program.head_input();
+        input.is_some_and(|input| words_of(&self.kernel.schedule, input, 1, 0).is_some())
+    }
+
+    fn left(&self, rows: usize) -> Result<Vec<Vec<f32>>, SessionError> {
+        if !self.flying.is_empty() {
+            return Err(SessionError::NotFinished);
+        }
+        let program = &self.kernel.schedule.program;
+        let none = SessionError::NothingLeft { row: rows as u32 };
+        let Some(input) = program.head_input() else { return Err(none) };
+        let found = words_of(&self.kernel.schedule, input, rows, self.tag.wrapping_sub(1));
+        let Some((at, bytes)) = found else { return Err(none) };
+        let words = self.memory.read_words(&self.kernel.watched.stream, at, bytes as usize / 4)?;
+        let of = &program.buffers[input.index()];
+        values_of_words(&words, rows, of.cols as usize, of.dtype.bytes())
     }
 
     fn poison_logits(&mut self) -> Result<(), SessionError> {

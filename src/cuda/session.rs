@@ -1,6 +1,7 @@
 //! Owns `Session`: a kernel with all its device memory; loaded once, launched many times, always watched.
 
 use super::driver::{Device, DriverError};
+use super::given::GivenRows;
 use super::kernel::{Kernel, Watched, cache_or_own, first_buffer, poisoned, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::peers::{CacheMap, Peer, together, with_peers};
@@ -105,6 +106,10 @@ pub enum SessionError {
         "position {position} does not follow the one whose recurrent state is kept, expected position 0 or the next one"
     )]
     State { position: u32 },
+    #[error("a draft is given rows of {expected} values, found {found}")]
+    Given { expected: u32, found: usize },
+    #[error("the last step left nothing of row {row}")]
+    NothingLeft { row: u32 },
     #[error("no recurrent state was kept in slot {slot}")]
     NoSnapshot { slot: usize },
     #[error("{found} end-of-sequence ids, the kernel takes at most {EOS_MAX}")]
@@ -150,6 +155,8 @@ impl From<SessionError> for Fault {
             | SessionError::Shared
             | SessionError::Devices { .. }
             | SessionError::NoSnapshot { .. }
+            | SessionError::Given { .. }
+            | SessionError::NothingLeft { .. }
             | SessionError::Undecided { .. }
             | SessionError::NoLogits
             | SessionError::Registers { .. }
@@ -199,6 +206,8 @@ pub struct Session {
     /// Of a cache without pages: what its snapshots need, and these once there is one.
     device: Option<Device>,
     snapshots: BTreeMap<usize, Snapshot>,
+    /// Of a draft: what its steps are given.
+    given: Option<GivenRows>,
     /// The first position of the last launch.
     launched_from: u32,
     /// The other devices, and which has which part of the cache.
@@ -414,6 +423,7 @@ impl Session {
                 Some(shape) => Some(Pages::new(device, &shape)?),
                 None => None,
             },
+            given: GivenRows::of(device, program, steps_max)?,
             launched_from: 0,
             peers: vec![],
             cache_map: CacheMap::default(),
@@ -470,17 +480,44 @@ impl Session {
 
     /// Sets the token of `position`, where the next launch begins: another kernel over the same cache wrote the positions before it.
     pub fn go_on(&mut self, position: u32, token: u32) -> Result<(), SessionError> {
-        let context_max = self.kernel.schedule.program.context_max;
-        if position >= context_max {
-            return Err(SessionError::Range { position, steps: 1, context_max });
+        self.go_on_with(position, &[token])
+    }
+
+    /// As [`Session::go_on`], with several tokens.
+    fn go_on_with(&mut self, position: u32, tokens: &[u32]) -> Result<(), SessionError> {
+        let (context_max, steps) = (self.kernel.schedule.program.context_max, tokens.len() as u32);
+        if u64::from(position) + u64::from(steps) > u64::from(context_max) {
+            return Err(SessionError::Range { position, steps, context_max });
         }
-        if token >= self.vocab {
+        if let Some(&token) = tokens.iter().find(|token| **token >= self.vocab) {
             return Err(SessionError::Token { token, vocab: self.vocab });
         }
-        self.set_prompt(position, &[token])?;
+        self.set_prompt(position, tokens)?;
         self.mailbox.store(0, 0)?;
-        (self.prompt_len, self.next) = (position + 1, None);
+        (self.prompt_len, self.next) = (position + steps, None);
         Ok(())
+    }
+
+    /// Sets the tokens of a draft from `position` on, where the next launch begins, and what it is given with each. The text is `ahead` positions
+    /// ahead of the cache. A token that the launch before decided is known to the kernel.
+    ///
+    /// # Errors
+    /// A kernel that is not that of a draft; rows of another width; tokens that do not fit.
+    pub fn give(&mut self, position: u32, tokens: &[u32], rows: &[Arc<[f32]>], ahead: u32) -> Result<(), SessionError> {
+        let given = self.given.as_mut().ok_or(SessionError::Given { expected: 0, found: rows.len() })?;
+        given.give(position, rows, ahead)?;
+        if let ([token], Some(decided)) = (tokens, self.decided_at(position)?)
+            && *token == decided
+        {
+            return Ok(());
+        }
+        self.go_on_with(position, tokens)
+    }
+
+    /// What the last layer left in the last step, before the final norm, `[hidden]`. `None`: every SM has it for itself.
+    pub fn left(&self) -> Result<Option<Vec<f32>>, SessionError> {
+        let input = self.kernel.schedule.program.head_input();
+        input.map(|input| self.exchanged(input, 0)).transpose()
     }
 
     /// Decodes `text` from position 0 on, as a prompt: all that a cache and recurrent states have of it. What ends a text stays as it is.
@@ -614,6 +651,9 @@ impl Session {
             self.prompt_len = position + 1;
         }
         let timeout = timeout(steps);
+        if let Some(given) = &mut self.given {
+            given.upload(&self.kernel.watched.stream, position, steps)?;
+        }
         let params = Params { position, steps, ..self.params(timeout, with_logits)? };
         if self.peers.is_empty() {
             let watched = &self.kernel.watched;
@@ -674,7 +714,10 @@ impl Session {
                 let pages = slots[*current].address();
                 watched.queue(&PagedParams { params, pages, sequence: sequence.0, reserved_of_pages: 0 })
             }
-            None => watched.queue(&params),
+            None => match &self.given {
+                Some(given) => watched.queue(&given.params(params)),
+                None => watched.queue(&params),
+            },
         }
     }
 
@@ -780,7 +823,7 @@ impl Session {
     }
 
     /// Logits of one step of the last launch that asked for them, `[vocab]`.
-    pub(super) fn logits_of_step(&self, step: u32) -> Result<Vec<f32>, SessionError> {
+    pub fn logits_of_step(&self, step: u32) -> Result<Vec<f32>, SessionError> {
         let at = u64::from(step.min(self.steps_max - 1)) * u64::from(self.vocab) * 4;
         Ok(self.logits.download(&self.kernel.watched.stream, at, self.vocab as usize)?)
     }

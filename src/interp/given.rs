@@ -1,9 +1,6 @@
 //! Owns what a draft reads in addition to its token, and what both a draft and its model leave for the next one: the output of the last layer.
 
 use super::{Input, Interp, InterpError};
-use crate::ir::op::Role;
-use crate::ir::program::{Program, Site, Space};
-use crate::ir::{BufferId, schedule::Schedule};
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
@@ -47,12 +44,4 @@ impl Interp {
     pub fn left(&self, row: usize) -> Option<Vec<f32>> {
         Some(self.exchanged(self.plan.head_input?, row)).filter(|left| !left.is_empty())
     }
-}
-
-/// The exchange that the head of a schedule reads. `None`: every SM has that for itself.
-pub(super) fn head_input(schedule: &Schedule) -> Option<BufferId> {
-    let Program { grids, buffers, .. } = &schedule.program;
-    let head = grids.iter().rfind(|grid| grid.site == Some(Site::HEAD))?;
-    let input = head.operand(Role::X)?.buffer;
-    buffers.get(input.index()).filter(|buffer| buffer.space == Space::Exchange).map(|_| input)
 }

@@ -1,6 +1,5 @@
 //! Owns `Plan`: a schedule with every operand resolved to elements and bytes, so that executing a task looks up nothing.
 
-use super::given::head_input;
 use super::memory::{Access, Cache, CacheColumns, Place, Region};
 use super::real::read_value;
 use super::synthetic::CacheKind;
@@ -555,7 +554,7 @@ impl Plan {
             best,
             logits,
             exchanges,
-            head_input: head_input(schedule),
+            head_input: schedule.program.head_input(),
             regimes,
         })
     }

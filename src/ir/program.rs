@@ -386,6 +386,18 @@ impl Program {
         self.grids.iter().rposition(Grid::leaves).map(GridId::from)
     }
 
+    /// Whether it is the program of a draft, which is given a vector with each token.
+    pub fn joins(&self) -> bool {
+        self.grids.iter().any(|grid| matches!(grid.op, Op::Join { .. }))
+    }
+
+    /// The exchange that the head reads: what the last layer leaves, before the final norm. `None`: every SM has that for itself.
+    pub fn head_input(&self) -> Option<BufferId> {
+        let head = self.grids.iter().rfind(|grid| grid.site == Some(Site::HEAD))?;
+        let input = head.operand(Role::X)?.buffer;
+        self.buffers.get(input.index()).filter(|buffer| buffer.space == Space::Exchange).map(|_| input)
+    }
+
     /// Whether sequences keep a recurrent state.
     pub fn has_state(&self) -> bool {
         self.buffers.iter().any(|buffer| buffer.space == Space::State)

@@ -364,6 +364,19 @@ impl Prefill {
         decided.map(Some).ok_or_else(|| Fault::internal("a prompt decided no token"))
     }
 
+    /// As [`Prefill::decide_text`], and nothing is decided.
+    ///
+    /// # Errors
+    /// As [`Prefill::decide`].
+    pub(super) fn read_text(&mut self, text: &mut OneText, ids: &[u32]) -> Result<(), Fault> {
+        self.read_into(text, ids, Wanted::Nothing).map(|_| ())
+    }
+
+    /// The kernel for rows, which tells what it left of each.
+    pub(super) fn rows(&mut self) -> &mut dyn RowLauncher {
+        &mut self.rows
+    }
+
     fn read_into(&mut self, text: &mut OneText, ids: &[u32], wanted: Wanted<'_>) -> Result<Option<u32>, Fault> {
         let edits = std::mem::take(&mut text.edits);
         self.reader().read(&mut text.guard, OneText::SEQUENCE, edits, ids, wanted)

@@ -11,7 +11,7 @@
 
 use std::collections::BTreeMap;
 
-use super::mtp::{DraftRows, Mtp};
+use super::mtp::{After, DraftRows, Mtp};
 use crate::engine::{Bounds, Launch, LaunchRow, Proposals, Queue, Said, Stepper, Want, admit, admit_rows};
 use crate::error::Fault;
 use crate::interp::{Interp, Options, Pack};
@@ -295,13 +295,16 @@ impl Drafted {
         let Some(text) = self.texts.get_mut(&going.row.sequence).filter(|_| most > 0) else { return Ok(vec![]) };
         let mut counts = going.counts.clone();
         let mut position = going.at + going.tokens.len() as u32 - 1;
-        let mut choose = |logits: &[f32]| {
-            let token = going.choose(logits, position, counts.as_ref()).ok()?.token;
+        let mut choose = |after| {
+            let token = match after {
+                After::Logits(logits) => going.choose(&logits, position, counts.as_ref()).ok()?.token,
+                After::Token(token) => token,
+            };
             position += 1;
             counts.iter_mut().for_each(|counts| counts.push(token));
             Some(token)
         };
-        Ok(text.rows.chosen(&text.tokens, most, &mut choose)?)
+        text.rows.chosen(&text.tokens, most, &mut choose)
     }
 
     fn count(&mut self, proposed: usize, chosen: usize) {

@@ -9,22 +9,27 @@
 
 use std::sync::Arc;
 
+use crate::codegen::abi::Queues;
+use crate::codegen::emit::Trace;
+use crate::cuda::driver::Device;
+use crate::cuda::memory::DeviceBuffer;
+use crate::cuda::session::Session;
 use crate::digest::Digest;
 use crate::error::Fault;
-use crate::interp::{Interp, InterpError, Options, Pack};
-use crate::ir::schedule::Schedule;
+use crate::interp::{Interp, Options, Pack};
 use crate::model::config::{Imported, graph_text, import_draft};
 use crate::model::graph::NormKind;
 use crate::model::rounding::round_matrices;
 use crate::reference::norm_values;
-use crate::sample::{Request, TokenCounts};
+use crate::sample::{Request, Sampler, TokenCounts};
 use crate::speculate::Draft;
-use crate::target::TargetKind;
 use crate::validate::Validated;
 
 use super::chain::{Chain, Host};
 use super::checks::Checking;
 use super::evaluate::ensure_checked;
+use super::execute::upload_pack;
+use super::invariant;
 use super::stages::{BuildContext, checkpoint_folder};
 use super::{Prepared, Workspace};
 
@@ -61,9 +66,22 @@ impl FinalNorm {
 #[derive(Clone)]
 pub struct Mtp {
     validated: Arc<Validated>,
-    pack: Pack,
+    place: Place,
     /// Of the model, and of the draft.
     norms: [FinalNorm; 2],
+}
+
+/// Where a draft runs.
+#[derive(Clone)]
+enum Place {
+    Cpu(Pack),
+    /// The kernel with the weights. A launch has at most `steps_max` steps.
+    Device {
+        device: Device,
+        cubin: Arc<[u8]>,
+        pack: Arc<DeviceBuffer>,
+        steps_max: u32,
+    },
 }
 
 impl Prepared {
@@ -73,12 +91,12 @@ impl Prepared {
     /// A target that no draft runs on; a checkpoint without a draft; a draft that computes something else.
     pub fn mtp(&self, workspace: &Workspace) -> Result<Mtp, Fault> {
         let target = &self.target;
-        if target.kind != TargetKind::Cpu {
-            let message = format!(
-                "`{OPTION}` needs a target of kind `cpu`, found `{}`: no kernel of a device is a draft",
-                target.name
-            );
-            return Err(Fault::input(message).with_remedy("take a target of kind `cpu`, or propose with `--lookup`"));
+        self.one_device(&format!("is a draft for `{OPTION}`"))?;
+        if invariant::is_asked(&self.manifest, target) {
+            let message =
+                format!("`{OPTION}` reads what a batch kernel leaves, and with `batch_invariant` no batch kernel runs");
+            let remedy = "leave out `decode.batch_invariant`, or propose with `--lookup`";
+            return Err(Fault::input(message).with_remedy(remedy));
         }
         let Some(folder) = checkpoint_folder(workspace, &self.manifest)? else {
             let message = format!("`{OPTION}` needs a checkpoint, found a model with synthetic weights");
@@ -95,18 +113,37 @@ impl Prepared {
             ensure_checked(&chain)?;
         }
         let norms = [FinalNorm::of(&self.imported), FinalNorm::of(&draft)];
-        Ok(Mtp { validated: chain.validated()?.clone(), pack: chain.pack()?, norms })
+        Ok(Mtp { validated: chain.validated()?.clone(), place: Place::of(&chain)?, norms })
+    }
+}
+
+impl Place {
+    /// Uploads the weights, if the draft has a kernel.
+    fn of(chain: &Chain<'_>) -> Result<Place, Fault> {
+        let BuildContext { workspace, manifest, target, .. } = chain.context;
+        let (Some(cubin), Some(found)) = (chain.cubin()?, chain.host.device(target)?) else {
+            return Ok(Place::Cpu(chain.pack()?));
+        };
+        let (validated, device) = (chain.validated()?, Device::open(found.ordinal)?);
+        // Queues that differ from those of the first proof are refused here.
+        workspace.queues(validated)?;
+        let pack = upload_pack(&device, validated, &chain.pack()?)?;
+        let steps_max = manifest.decode.steps_per_launch;
+        Ok(Place::Device { device, cubin: cubin.bytes.as_slice().into(), pack, steps_max })
     }
 }
 
 impl Mtp {
-    /// The draft of one text: a prompt of `prompt` tokens, after which `request` chooses. Starts worker threads.
+    /// The draft of one text: a prompt of `prompt` tokens, after which `request` chooses. Starts worker threads on a CPU.
     ///
     /// # Errors
-    /// A cache that is larger than this machine's memory.
+    /// A cache that is larger than the memory; what the device refuses.
     pub fn of_text(&self, prompt: usize, request: &Request) -> Result<MtpDraft, Fault> {
-        let (request, rows) = (request.clone(), self.rows()?);
-        Ok(MtpDraft { rows, prompt, request, counts: None, failed: None })
+        let mut rows = self.rows()?;
+        if request.beyond_kernels().is_empty() {
+            rows.computes.choose_by(request.sampler());
+        }
+        Ok(MtpDraft { rows, prompt, request: request.clone(), counts: None, failed: None })
     }
 
     /// An empty cache of the draft, and what computes its rows.
@@ -114,15 +151,90 @@ impl Mtp {
     /// # Errors
     /// As [`Mtp::of_text`].
     pub(super) fn rows(&self) -> Result<DraftRows, Fault> {
-        let schedule: &Schedule = self.validated.schedule();
-        let interp = Interp::new(schedule, self.pack.clone(), Options::fast())?;
-        Ok(DraftRows { interp, norms: self.norms.clone(), first: None, seen: vec![], filled: 0 })
+        let Mtp { validated, place, norms } = self;
+        let context_max = validated.schedule().program.context_max as usize;
+        let computes = match place {
+            Place::Cpu(pack) => Computes::Cpu(Interp::new(validated.schedule(), pack.clone(), Options::fast())?),
+            Place::Device { device, cubin, pack, steps_max } => {
+                let (queues, pack) = (Queues::of(validated), Arc::clone(pack));
+                let session = Session::load_sharing(device, &queues, cubin, Trace::Off, *steps_max, pack)?;
+                Computes::Device { session: Box::new(session), steps_max: *steps_max, chooses: false }
+            }
+        };
+        Ok(DraftRows { computes, context_max, norms: norms.clone(), first: None, seen: vec![], filled: 0 })
+    }
+}
+
+/// What computes the rows of a draft.
+enum Computes {
+    Cpu(Interp),
+    Device {
+        session: Box<Session>,
+        steps_max: u32,
+        /// The kernel chooses the token after its last step.
+        chooses: bool,
+    },
+}
+
+/// What a draft left after its last row, as far as the token after it is concerned.
+pub(super) enum After {
+    Logits(Vec<f32>),
+    /// The kernel chose it.
+    Token(u32),
+}
+
+impl Computes {
+    /// Lets a kernel choose. With top-k or top-p the host chooses: a kernel takes noise there from positions of its cache.
+    fn choose_by(&mut self, sampler: &Sampler) {
+        if let Computes::Device { session, chooses, .. } = self
+            && !sampler.is_filtered()
+        {
+            session.sample(*sampler);
+            *chooses = true;
+        }
+    }
+
+    /// Decodes tokens from `position` on, each with what it is given: what is left after the last one. The text is `ahead` positions ahead.
+    fn read(&mut self, position: usize, tokens: &[u32], given: &[Arc<[f32]>], ahead: usize) -> Result<After, Fault> {
+        match self {
+            Computes::Cpu(interp) => {
+                interp.seek(position as u32)?;
+                let mut logits = None;
+                for (at, (token, given)) in (1..).zip(tokens.iter().zip(given)) {
+                    logits = interp.step_given(*token, Arc::clone(given), at == tokens.len())?;
+                }
+                logits.map(After::Logits).ok_or_else(|| Fault::internal("a draft read no token"))
+            }
+            Computes::Device { session, steps_max, chooses } => {
+                let (mut at, mut steps, end) = (position as u32, 0, (position + tokens.len()) as u32);
+                let most = (*steps_max).max(1) as usize;
+                for (tokens, given) in tokens.chunks(most).zip(given.chunks(most)) {
+                    steps = tokens.len() as u32;
+                    session.give(at, tokens, given, ahead as u32)?;
+                    session.run(at, steps, !*chooses && at + steps == end)?;
+                    at += steps;
+                }
+                Ok(match chooses {
+                    true => After::Token(session.token(end)?),
+                    false => After::Logits(session.logits_of_step(steps.saturating_sub(1))?),
+                })
+            }
+        }
+    }
+
+    /// What the last layer left of the last row.
+    fn left(&self) -> Result<Option<Vec<f32>>, Fault> {
+        match self {
+            Computes::Cpu(interp) => Ok(interp.left(0)),
+            Computes::Device { session, .. } => Ok(session.left()?),
+        }
     }
 }
 
 /// The cache of a draft for one text.
 pub(super) struct DraftRows {
-    interp: Interp,
+    computes: Computes,
+    context_max: usize,
     norms: [FinalNorm; 2],
     /// The position of the text that row 0 of its cache is of: the first one that it was shown. Rotary angles depend on distances alone.
     first: Option<usize>,
@@ -135,7 +247,6 @@ pub(super) struct DraftRows {
 impl DraftRows {
     /// Begins another text.
     pub fn reset(&mut self) {
-        self.interp.reset();
         (self.first, self.filled) = (None, 0);
         self.seen.clear();
     }
@@ -158,33 +269,33 @@ impl DraftRows {
         self.seen.extend(rows.skip(known.saturating_sub(first)).map(|row| norm.apply(row)));
     }
 
-    /// At most `most` tokens after `sequence`, each as `choose` takes it from the draft's logits, which ends them with `None`. Of the sequence it
+    /// At most `most` tokens after `sequence`, each as `choose` takes it from what the draft left, which ends them with `None`. Of the sequence it
     /// reads the tokens after the positions that it was shown.
     pub fn chosen(
         &mut self,
         sequence: &[u32],
         most: usize,
-        choose: &mut dyn FnMut(&[f32]) -> Option<u32>,
-    ) -> Result<Vec<u32>, InterpError> {
+        choose: &mut dyn FnMut(After) -> Option<u32>,
+    ) -> Result<Vec<u32>, Fault> {
         // The token after the last position that was shown has to be known.
         let Some(first) = self.first.filter(|first| first + self.filled + self.seen.len() + 1 == sequence.len()) else {
             return Ok(vec![]);
         };
-        let room = (self.interp.context_max() as usize).saturating_sub(self.filled + self.seen.len());
-        let (mut tokens, mut logits) = (vec![], None);
-        self.interp.seek(self.filled as u32)?;
         let rows = std::mem::take(&mut self.seen);
-        let last = rows.len().saturating_sub(1);
-        for (at, given) in rows.into_iter().enumerate() {
-            let token = sequence[first + self.filled + 1];
-            logits = self.interp.step_given(token, given, at == last)?;
-            self.filled += 1;
+        if rows.is_empty() {
+            return Ok(vec![]);
         }
-        while let Some(token) = logits.take().and_then(|of_row: Vec<f32>| choose(&of_row)) {
+        let room = self.context_max.saturating_sub(self.filled + rows.len());
+        let (mut tokens, ahead) = (vec![], first + 1);
+        let known = &sequence[first + self.filled + 1..];
+        let mut after = Some(self.computes.read(self.filled, known, &rows, ahead)?);
+        self.filled += rows.len();
+        while let Some(token) = after.take().and_then(&mut *choose) {
             tokens.push(token);
             if tokens.len() < most.min(room + 1) {
-                let Some(left) = self.interp.left(0) else { break };
-                logits = self.interp.step_given(token, self.norms[1].apply(&left), true)?;
+                let Some(left) = self.computes.left()? else { break };
+                let given = self.norms[1].apply(&left);
+                after = Some(self.computes.read(self.filled + tokens.len() - 1, &[token], &[given], ahead)?);
             }
         }
         Ok(tokens)
@@ -225,13 +336,16 @@ impl Draft for MtpDraft {
         }
         let mut counts = self.counted(sequence);
         let request = &self.request;
-        let mut choose = |logits: &[f32]| {
-            let token = request.choose(logits, &counts, None).ok()?.token;
+        let mut choose = |after| {
+            let token = match after {
+                After::Logits(logits) => request.choose(&logits, &counts, None).ok()?.token,
+                After::Token(token) => token,
+            };
             counts.push(token);
             Some(token)
         };
-        self.rows.chosen(sequence, most, &mut choose).unwrap_or_else(|error| {
-            self.failed = Some(error.into());
+        self.rows.chosen(sequence, most, &mut choose).unwrap_or_else(|fault| {
+            self.failed = Some(fault);
             vec![]
         })
     }

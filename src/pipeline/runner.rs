@@ -127,8 +127,7 @@ impl<'a> LazyVerifier<'a> {
         let LazyVerifier { load, device, loaded } = self;
         if loaded.as_ref().is_none_or(|loaded| loaded.shape().rows < rows) {
             let verifier = load(device, one, rows).map_err(|fault| {
-                let remedy =
-                    fault.remedy.unwrap_or_else(|| "propose fewer tokens, or leave out `--lookup`".to_string());
+                let remedy = fault.remedy.unwrap_or_else(|| "propose fewer tokens, or none".to_string());
                 let message = format!("no kernel can verify proposed tokens: {}", fault.message);
                 Fault { message, remedy: Some(remedy), ..fault }
             })?;
@@ -257,7 +256,7 @@ impl Prepared {
     }
 
     /// Refuses a kernel that several devices do not have.
-    fn one_device(&self, does: &str) -> Result<(), Fault> {
+    pub(super) fn one_device(&self, does: &str) -> Result<(), Fault> {
         let devices = self.target.devices;
         if devices == 1 {
             return Ok(());
@@ -528,6 +527,9 @@ impl Runner<'_> {
                 let one = OneRow { session, steps_max: *steps_max, ends: &ends };
                 let verifier = Verifier { rows: verifier, sampler: *request.sampler() };
                 speculative::decide_on_device(one, verifier, prefill, prompt, count, speculation, &mut tell)?
+            }
+            On::Invariant(_) if speculation.sees() => {
+                return Err(Fault::internal("kernels that add up in one order leave nothing for a draft"));
             }
             On::Invariant(_) if self.has_state => return Err(refuse_state("--lookup")),
             On::Invariant(steps) => steps.decide(prompt, 0, count, request, Some(speculation), &mut tell)?,

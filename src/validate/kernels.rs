@@ -388,9 +388,13 @@ impl Rules<'_> {
                     });
                 }
                 Op::AttentionMerge { .. } => self.made_by_matvec(at, grid.operand(Role::Gate), "the gate", program),
-                Op::Join { .. } => self.expect(false, at, || {
-                    "no kernel of a device begins a draft: expected a target of kind `cpu`".to_string()
-                }),
+                // join.cuh: a launch has a row of what is given for each step, and no page table.
+                Op::Join { .. } => {
+                    let alone = program.rows == 1 && program.tables.iter().all(|table| table.holds == Holds::Choices);
+                    self.expect(alone, at, || {
+                        "expected a draft of one text at a time, found tables of several sequences".to_string()
+                    });
+                }
                 Op::Select | Op::Report | Op::Embed { .. } => {}
             }
         }

@@ -3,6 +3,9 @@
 //! `cargo test --release --test device NAME -- --nocapture` runs one of them on the first device that a builtin record
 //! describes. Without a device, or without NVRTC, each says so and passes; with `MONOBLOC_REQUIRE_GPU=1` it fails.
 
+#[path = "../it/cycle.rs"]
+mod cycle;
+mod drafts;
 mod faults;
 mod manners;
 mod numbers;

@@ -4,7 +4,7 @@
 //! a process loads one driver. Tests of a real device say so when there is none; with `MONOBLOC_REQUIRE_GPU=1` they fail.
 
 use std::collections::BTreeMap;
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 use std::path::Path;
 use std::process::Command;
 use std::sync::{Arc, OnceLock};
@@ -36,11 +36,13 @@ use monobloc::error::{Fault, Tier};
 use monobloc::grammar::{self, Grammar, Source, Vocabulary};
 use monobloc::interp::Pack;
 use monobloc::ir::BufferId;
+use monobloc::ir::layout::words_bytes;
 use monobloc::ir::op::Role;
 use monobloc::ir::program::Space;
 use monobloc::lower::lower;
-use monobloc::model::config::{import, import_config_only};
+use monobloc::model::config::{import, import_config_only, import_draft};
 use monobloc::model::graph::ModelGraph;
+use monobloc::model::synthetic::given_value;
 use monobloc::pages::Pool;
 use monobloc::pipeline::checks::Checks;
 use monobloc::pipeline::device_rows::Prefill;
@@ -78,6 +80,9 @@ const IMAGE_ONE_ROW: &[u8] = b"\x7fELF1";
 const IMAGE_PAGED: &[u8] = b"\x7fELF2";
 /// The same for the decode kernel of two devices.
 const IMAGE_DEVICES: &[u8] = b"\x7fELF3";
+/// The same for a kernel for rows that leaves something for a draft, and for the decode kernel of a draft.
+const IMAGE_LEAVING: &[u8] = b"\x7fELF4";
+const IMAGE_DRAFT: &[u8] = b"\x7fELF5";
 const ONE: LaunchShape = LaunchShape { grid: 1, block: 32, smem_dynamic_bytes: 0, cluster: 1, kept: None };
 
 fn is_child() -> bool {
@@ -358,6 +363,11 @@ struct TextOnFake {
 
 impl TextOnFake {
     fn new(device: &Device, model: &Model, waves: &[&[u8]]) -> TextOnFake {
+        TextOnFake::with_rows(device, model, IMAGE, waves, if waves.is_empty() { 2 } else { 4 })
+    }
+
+    /// With the image of the kernels for rows, and contexts of this many pages.
+    fn with_rows(device: &Device, model: &Model, image: &[u8], waves: &[&[u8]], blocks: u32) -> TextOnFake {
         let target = fake_target();
         let (graph, precision) = (&model.graph, model.precision);
         let base = Candidate { sms: 4, ..Candidate::default_for(graph, &target, precision) };
@@ -365,7 +375,6 @@ impl TextOnFake {
             let room = Room { rows: 8, sequences: 1, positions: u64::from(context_max) };
             place_rows(graph, "fake", precision, context_max, &target, &base, room).unwrap()
         };
-        let blocks = if waves.is_empty() { 2 } else { 4 };
         let context_max = blocks * Shape::of(&placed(1024).program).unwrap().page_rows;
         let rows = validate(placed(context_max), &target).unwrap();
         let shape = Shape::of(&rows.schedule().program).unwrap();
@@ -374,16 +383,20 @@ impl TextOnFake {
         let program = lower(graph, "fake", precision, context_max, &candidate).unwrap();
         let one_row = validate(schedule(program, &target, &candidate).unwrap(), &target).unwrap();
         let vocab = graph.vocab;
-        let mut sizes = device.alloc(20).unwrap();
-        let words = [shape.blocks(), shape.page_rows, shape.pages, shape.rows, vocab];
+        let mut sizes = device.alloc(32).unwrap();
+        let program = &rows.schedule().program;
+        let left = program.head_input().unwrap();
+        let (at, of) = (rows.schedule().placement[left.index()].unwrap(), &program.buffers[left.index()]);
+        let phase = words_bytes(of.rows, of.cols, of.dtype) as u32;
+        let words = [shape.blocks(), shape.page_rows, shape.pages, shape.rows, vocab, at as u32, phase, of.cols];
         sizes.upload(&device.stream().unwrap(), 0, &words).unwrap();
         let (queues, pack) = (Queues::of(&one_row), Arc::new(sizes));
         let one = Session::load_sharing(device, &queues, IMAGE_ONE_ROW, Trace::Off, 16, pack).unwrap();
         let queues = Queues::of(&rows);
         let cache = Some(one.cache());
-        let verifier = RowsSession::load(device, &queues, IMAGE, Trace::Off, 1, one.pack(), cache).unwrap();
+        let verifier = RowsSession::load(device, &queues, image, Trace::Off, 1, one.pack(), cache).unwrap();
         let waves = waves.first().map(|chunk| PromptCubins { chunk, tail: waves.get(1).copied() });
-        let prefill = Prefill::of(device, &target, &queues, IMAGE, waves, &one).unwrap();
+        let prefill = Prefill::of(device, &target, &queues, image, waves, &one).unwrap();
         TextOnFake { one, verifier, prefill, vocab, context_max }
     }
 }
@@ -480,6 +493,8 @@ fn a_device_that_stops_ends_the_other() {
 struct Knowing {
     text: Vec<u32>,
     random: Random,
+    /// The positions whose rows it was shown, if it is shown any.
+    shown: Option<Range<usize>>,
 }
 
 impl Draft for Knowing {
@@ -490,7 +505,28 @@ impl Draft for Knowing {
         if let Some(token) = tokens.get_mut(self.random.below(2 * most)) {
             *token = (*token + 1) % 100;
         }
+        // Of all tokens but the last one it knows what the model left.
+        assert!(self.shown.as_ref().is_none_or(|shown| shown.end + 1 == sequence.len()), "{:?}", self.shown);
         tokens
+    }
+
+    fn sees(&self) -> bool {
+        self.shown.is_some()
+    }
+
+    fn see(&mut self, first: usize, rows: Vec<Vec<f32>>) {
+        let shown = self.shown.as_mut().unwrap();
+        if shown.end == 0 {
+            *shown = first..first;
+        }
+        assert!(shown.contains(&first) || first == shown.end, "{first} after {shown:?}");
+        shown.end = shown.end.max(first + rows.len());
+        for (row, end) in rows.iter().zip(first + 1..) {
+            let hash = hash_of_fake(&self.text[..end]);
+            let expected: Vec<f32> =
+                (0..row.len() as u64).map(|column| (mixed(hash.wrapping_add(column)) % 1000) as f32).collect();
+            assert_eq!(*row, expected, "position {}", end - 1);
+        }
     }
 }
 
@@ -510,7 +546,7 @@ fn proposed_tokens_on_a_device_change_no_token() {
     let device = Device::open(0).unwrap();
     let on = TextOnFake::new(&device, &Model::tiny(), &[]);
     let mut on = texts_with_proposals(on, 12, 60, 3);
-    let mut draft = Knowing { text: vec![1], random: Random::new(0) };
+    let mut draft = Knowing { text: vec![1], random: Random::new(0), shown: None };
     let mut speculation = Speculation::new(&mut draft, 8);
     let one = OneRow { session: &mut on.one, steps_max: 16, ends: &[] };
     let verifier = Verifier { rows: &mut on.verifier, sampler: sample::Sampler::greedy() };
@@ -549,6 +585,87 @@ fn proposed_tokens_on_a_device_leave_no_wrong_state() {
     on.one.decode_again(&[1, 2, 3, 4, 5]).unwrap();
     assert_eq!((on.one.kept(1), on.one.finds_state(5), on.one.finds_state(3)), (Some(3), true, false));
     assert_eq!((on.one.go_back(1).unwrap(), on.one.finds_state(5), on.one.finds_state(3)), (3, false, true));
+}
+
+/// A draft is shown what the model left of every token of the text, also where states go back, and of no other token.
+#[test]
+fn a_draft_on_a_device_sees_what_the_model_left() {
+    const NAME: &str = "a_draft_on_a_device_sees_what_the_model_left";
+    if !is_child() {
+        let Some(text) = with_fake_driver(NAME, "") else { return };
+        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        assert!(!text.contains("steps of one row"), "a step of which nothing is left");
+        return;
+    }
+    let device = Device::open(0).unwrap();
+    let leaving = |model: Model, blocks| TextOnFake::with_rows(&device, &model, IMAGE_LEAVING, &[], blocks);
+    texts_with_draft(leaving(Model::with_states(), 2), 24, 60, 3, Some(256));
+    let on = leaving(Model::tiny(), 8);
+    let longest = on.context_max as usize * 3 / 4;
+    assert!(longest > 300, "{longest}");
+    let mut on = texts_with_draft(on, 12, longest, 4, Some(256));
+    let mut draft = Knowing { text: vec![1], random: Random::new(0), shown: Some(0..0) };
+    let mut speculation = Speculation::new(&mut draft, 8);
+    let one = OneRow { session: &mut on.one, steps_max: 16, ends: &[] };
+    let verifier = Verifier { rows: &mut in_turns(&device, 9), sampler: sample::Sampler::greedy() };
+    let refused = decide_on_device(one, verifier, None, &[1], 4, &mut speculation, &mut |_| ControlFlow::Continue(()));
+    assert_eq!(
+        refused.unwrap_err().message,
+        "`--draft mtp:8` needs one batch kernel for steps of 9 rows, and the target has none"
+    );
+}
+
+/// A draft reads a vector with each token, which the host gives or which follows from the position.
+#[test]
+fn a_draft_on_a_device_is_given_a_vector_for_each_step() {
+    const NAME: &str = "a_draft_on_a_device_is_given_a_vector_for_each_step";
+    if !is_child() {
+        let Some(text) = with_fake_driver(NAME, "") else { return };
+        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        return;
+    }
+    let (device, target) = (Device::open(0).unwrap(), fake_target());
+    let graph = import_draft(&fixture("mtp/qwen35")).unwrap().graph;
+    let candidate = Candidate { sms: 4, ..Candidate::default_for(&graph, &target, FP32) }.for_context(64);
+    let program = lower(&graph, "fake", FP32, 64, &candidate).unwrap();
+    let proven = validate(schedule(program, &target, &candidate).unwrap(), &target).unwrap();
+    let left = proven.schedule().program.head_input().unwrap();
+    let (hidden, at) = (graph.hidden, proven.schedule().placement[left.index()].unwrap() as u32);
+    let mut sizes = device.alloc(16).unwrap();
+    sizes.upload(&device.stream().unwrap(), 0, &[64, hidden, graph.vocab, at]).unwrap();
+    let queues = Queues::of(&proven);
+    let mut session = Session::load_sharing(&device, &queues, IMAGE_DRAFT, Trace::Off, 4, Arc::new(sizes)).unwrap();
+    let decides = |token: u32, row: &[f32], ahead: u32| {
+        let begun = hash_of_fake(&[token]).wrapping_add(u64::from(ahead));
+        (row.iter().fold(begun, |h, value| mixed(h ^ u64::from(value.to_bits()))) % u64::from(graph.vocab)) as u32
+    };
+    let row = |of: u32| -> Arc<[f32]> { (0..hidden).map(|column| (of * 100 + column) as f32).collect() };
+    let rows: Vec<Arc<[f32]>> = (0..3).map(row).collect();
+    session.give(2, &[5, 6, 7], &rows, 9).unwrap();
+    session.run(2, 3, false).unwrap();
+    let mut token = session.token(5).unwrap();
+    assert_eq!((session.token(4).unwrap(), token), (7, decides(7, &rows[2], 9)));
+    assert_eq!(session.left().unwrap().unwrap(), *rows[2]);
+    // Goes on with the token that it chose, then with another one.
+    for (position, given) in [(5, token), (6, 3)] {
+        session.give(position, &[given], &rows[..1], 9).unwrap();
+        session.run(position, 1, false).unwrap();
+        token = session.token(position + 1).unwrap();
+        assert_eq!(token, decides(given, &rows[0], 9));
+    }
+    // As in a check.
+    session.start(&[1, 2, 3, 4], &[]).unwrap();
+    session.run(0, 4, false).unwrap();
+    let follows: Vec<f32> = (0..hidden).map(|column| given_value(3, column)).collect();
+    assert_eq!(session.token(4).unwrap(), decides(4, &follows, 0));
+    // What does not fit is refused.
+    let wrong = session.give(4, &[1], &[row(0)[1..].into()], 0).unwrap_err().to_string();
+    assert_eq!(wrong, format!("a draft is given rows of {hidden} values, found {}", hidden - 1));
+    session.give(4, &[1, 2], &rows[..2], 0).unwrap();
+    assert!(matches!(session.run(4, 1, false), Err(SessionError::Given { .. })));
+    assert!(matches!(session.give(63, &[1, 2], &rows[..2], 0), Err(SessionError::Range { .. })));
+    let mut model = TextOnFake::new(&device, &Model::tiny(), &[]).one;
+    assert!(matches!(model.give(0, &[1], &rows[..1], 0), Err(SessionError::Given { .. })));
 }
 
 /// Requests that begin alike, on a kernel with recurrent states: the guard knows the position of each.
@@ -640,7 +757,12 @@ fn states_are_copied_between_the_rows_of_sequences() {
 }
 
 /// Decides `cases` texts with prompts of up to `longest` tokens, and compares each token.
-fn texts_with_proposals(mut on: TextOnFake, cases: u64, longest: usize, seed: u64) -> TextOnFake {
+fn texts_with_proposals(on: TextOnFake, cases: u64, longest: usize, seed: u64) -> TextOnFake {
+    texts_with_draft(on, cases, longest, seed, None)
+}
+
+/// As [`texts_with_proposals`]; `seen`: a draft is shown what the model left, from a position on that is at most so far from the end of the prompt.
+fn texts_with_draft(mut on: TextOnFake, cases: u64, longest: usize, seed: u64, seen: Option<usize>) -> TextOnFake {
     let mut random = Random::new(seed);
     let (mut all, mut ended) = (Speculated::default(), 0);
     for case in 0..cases {
@@ -664,7 +786,7 @@ fn texts_with_proposals(mut on: TextOnFake, cases: u64, longest: usize, seed: u6
         let length = expected.iter().position(|token| host_ends.contains(token)).map_or(count, |at| at + 1);
         expected.truncate(length);
         ended += usize::from(length < count);
-        let mut draft = Knowing { text, random: Random::new(case) };
+        let mut draft = Knowing { text, random: Random::new(case), shown: seen.map(|_| 0..0) };
         let mut speculation = Speculation::new(&mut draft, 5);
         on.one.sample(*request.sampler());
         let one = OneRow { session: &mut on.one, steps_max: 16, ends: &ends };
@@ -679,6 +801,9 @@ fn texts_with_proposals(mut on: TextOnFake, cases: u64, longest: usize, seed: u6
         assert_eq!(told, expected, "{case}");
         let Speculated { proposed, accepted, .. } = speculation.counts();
         (all.proposed, all.accepted) = (all.proposed + proposed, all.accepted + accepted);
+        if let (Some(seen), Some(shown)) = (seen, &draft.shown) {
+            assert_eq!(shown.start, prompt.len().saturating_sub(seen), "{case}");
+        }
     }
     assert!(all.accepted > 100 && all.proposed > all.accepted && ended > 2, "{all:?}, {ended} ended");
     on
@@ -760,10 +885,14 @@ fn next_of_fake(
     request.choose(&logits_of_fake(tokens, vocab), counts, allowed).unwrap().token
 }
 
+fn hash_of_fake(tokens: &[u32]) -> u64 {
+    let step = |h: u64, &token: &u32| (h ^ u64::from(token + 1)).wrapping_mul(0x100_0000_01b3);
+    tokens.iter().fold(0xcbf2_9ce4_8422_2325, step)
+}
+
 /// The fake's logits after `tokens`.
 fn logits_of_fake(tokens: &[u32], vocab: u32) -> Vec<f32> {
-    let step = |h: u64, &token: &u32| (h ^ u64::from(token + 1)).wrapping_mul(0x100_0000_01b3);
-    let h = tokens.iter().fold(0xcbf2_9ce4_8422_2325, step);
+    let h = hash_of_fake(tokens);
     let logit = |id: u64| mixed(h ^ id.wrapping_mul(0x9e37_79b9_7f4a_7c15)) % 4000;
     let mut logits: Vec<f32> = (0..u64::from(vocab)).map(|id| logit(id) as f32 / 500.0).collect();
     logits[vocab as usize - 1] = -1000.0;
@@ -1256,7 +1385,7 @@ fn a_text_by_kernels_in_one_order_has_the_tokens_that_its_request_chooses() {
             text.push(next);
             counts.push(next);
         }
-        let mut draft = Knowing { text: text.clone(), random: Random::new(case) };
+        let mut draft = Knowing { text: text.clone(), random: Random::new(case), shown: None };
         let mut speculation = Speculation::new(&mut draft, 5);
         let proposes = (case % 2 == 0).then_some(&mut speculation);
         let mut told = vec![];
@@ -1272,7 +1401,7 @@ fn a_text_by_kernels_in_one_order_has_the_tokens_that_its_request_chooses() {
         before = if text.len() < context_max / 2 { text } else { vec![] };
     }
     assert!(all.accepted > 50 && all.proposed > all.accepted, "{all:?}");
-    let mut draft = Knowing { text: vec![1], random: Random::new(0) };
+    let mut draft = Knowing { text: vec![1], random: Random::new(0), shown: None };
     let mut speculation = Speculation::new(&mut draft, 32);
     let greedy = RequestSettings::plain(SampleSettings::greedy()).resolve(vocab, &[]).unwrap();
     let refused = steps.decide(&[1], 0, 4, &greedy, Some(&mut speculation), &mut |_| ControlFlow::Continue(()));

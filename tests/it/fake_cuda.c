@@ -446,6 +446,56 @@ static void rows_kernel(const Call *call) {
     last_tag = p->fills ? 0 : p->tag + p->steps;
     printf("%u steps of %u rows\n", p->steps, p->row_count);
 }
+// The same, whose last layer leaves words (rows/words.cuh) for the head: hashes of the tokens that a row sees. After its sizes the pack has where they
+// begin in the exchange, the bytes of a phase, and the values of a row.
+static uint32_t left_of(uint64_t h, uint32_t column) { return (uint32_t)(mixed(h + column) % 1000); }
+static void leaving_kernel(const Call *call) {
+    rows_kernel(call);
+    const RowsParams *p = call->argument[0];
+    if (p->fills) return;
+    const uint32_t *sizes = inside(p->pack, 32);
+    uint32_t blocks = sizes[0], page_rows = sizes[1], pages = sizes[2], padded = sizes[3], vocab = sizes[4], cols = sizes[7];
+    const Row *rows = inside(p->rows, p->row_count * sizeof(Row));
+    const uint32_t *cache = tokens_of(call, p->cache, (size_t)pages * page_rows);
+    uint32_t phase = (p->tag + p->steps - 1) % 2;
+    char *words = inside(p->exchange + sizes[5], 2ull * sizes[6]);
+    memset(words + (1 - phase) * sizes[6], 255, sizes[6]);
+    for (uint32_t r = 0; r < padded && r < p->row_count; r++) {
+        const uint32_t *table = inside(p->pages + 4ull * rows[r].sequence * blocks, 4ull * blocks);
+        uint64_t h = NO_TOKENS;
+        for (uint32_t at = 0; at < rows[r].position + p->steps; at++)
+            h = with_token(h, cache[table[at / page_rows] * page_rows + at % page_rows], vocab);
+        for (uint32_t column = 0; column < cols; column++) {
+            float value = left_of(h, column);
+            // A piece is 16 bytes; a span is 4 pieces of each of 8 rows.
+            uint32_t piece = column / 4, spans = (cols + 15) / 16;
+            uint32_t at = r / 8 * spans * 512 + piece / 4 * 512 + r % 8 * 64 + piece % 4 * 16 + column % 4 * 4;
+            memcpy(words + phase * sizes[6] + at, &value, 4);
+        }
+    }
+}
+// The decode kernel of a draft, which decides by its token and by what it is given. The pack has its positions, the values of a vector, the vocabulary,
+// and where the exchange has what it leaves: packets.
+static void draft_kernel(const Call *call) {
+    static uint32_t decided;
+    const RowsParams *p = call->argument[0];
+    const uint32_t *sizes = inside(p->pack, 16), *prompt = inside(p->prompt, 4ull * sizes[0]);
+    uint32_t hidden = sizes[1], end = p->position + p->steps, *mailbox = inside(p->mailbox, 4ull * (2 + sizes[0]));
+    const uint32_t *given = inside(p->rows, 4ull * hidden * p->steps);
+    uint64_t *packets = inside(p->exchange + sizes[3], 8ull * hidden);
+    for (uint32_t at = p->position; at <= end; at++) {
+        uint32_t token = at < p->prompt_len ? prompt[at] : decided;
+        mailbox[1 + at] = token, mailbox[0] = at + 1;
+        if (at == end) break;
+        uint64_t h = with_token(NO_TOKENS, token, sizes[2]) + (uint32_t)p->pages;
+        for (uint32_t i = 0; i < hidden; i++) {
+            uint32_t bits = given[(at - p->position) * hidden + i];
+            h = mixed(h ^ bits);
+            packets[i] = (uint64_t)(p->tag + at - p->position) << 32 | bits;
+        }
+        decided = h % sizes[2];
+    }
+}
 // Kernels of waves of that model. Without a mailbox one only fills the cache.
 typedef struct {
     Address pack, cache, work, waves, shares, records, rows, pages, arrived, report, abort, stamps, logits, mailbox;
@@ -608,6 +658,10 @@ typedef struct { const char *name; void (*run)(const Call *); size_t parameters[
 static Kernel kernels_one_row[] = {{"monobloc_decode", one_row_kernel, {offsetof(RowsParams, rows)}, 0}, {0}};
 // The same of two devices.
 static Kernel kernels_devices[] = {{"monobloc_decode", devices_kernel, {offsetof(RowsParams, rows) + 14 * 8}, 0}, {0}};
+// A draft: what it is given is a parameter, too.
+static Kernel kernels_draft[] = {{"monobloc_decode", draft_kernel, {offsetof(RowsParams, rows) + 16}, 0}, {0}};
+// A kernel for rows that leaves something for a draft.
+static Kernel kernels_leaving[] = {{"monobloc_decode", leaving_kernel, {sizeof(RowsParams)}, 0}, {0}};
 // The same, over a pool of pages: they and their sequence are parameters, too.
 static Kernel kernels_paged[] = {{"monobloc_decode", paged_kernel, {offsetof(RowsParams, rows) + 16}, 0}, {0}};
 static Kernel kernels[] = {
@@ -636,7 +690,7 @@ int cuModuleLoadData(void **module, const char *image) {
     BOUND();
     if (memcmp(image, "\177ELF", 4)) return INVALID_IMAGE;
     unsigned char does = image[4] == 'K' ? image[6] : ANYTHING;
-    *module = image[4] == '3' ? kernels_devices : image[4] == '1' || does == ONE_ROW ? kernels_one_row : image[4] == '2' || does == PAGED_ROW ? kernels_paged : kernels;
+    *module = image[4] == '4' ? kernels_leaving : image[4] == '5' ? kernels_draft : image[4] == '3' ? kernels_devices : image[4] == '1' || does == ONE_ROW ? kernels_one_row : image[4] == '2' || does == PAGED_ROW ? kernels_paged : kernels;
     if (image[4] == 'K') {
         OwnImage *own = calloc(1, sizeof *own);
         *own = (OwnImage){.rows = (unsigned char)image[5], .does = does, .is_wrong = image[7], .next = own_images};
@@ -652,7 +706,7 @@ int cuModuleGetFunction(Kernel **function, void *module, const char *name) {
     BOUND();
     for (Kernel *k = module; k->name; k++)
         if (!strcmp(k->name, name)) {
-            has_steps |= k->run == rows_kernel || k->run == waves_kernel;
+            has_steps |= k->run == rows_kernel || k->run == leaving_kernel || k->run == waves_kernel;
             *function = k;
             return SUCCESS;
         }

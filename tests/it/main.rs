@@ -19,6 +19,7 @@ mod clients;
 mod code_keys;
 mod config_keys;
 mod corpus;
+mod cycle;
 mod default_fits;
 mod devices;
 mod distribution;

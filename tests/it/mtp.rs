@@ -3,6 +3,10 @@
 use std::sync::Arc;
 
 use monobloc::candidate::Candidate;
+use monobloc::codegen::KernelSource;
+use monobloc::codegen::emit::{Trace, emit};
+use monobloc::defaults::rows::{Room, place_one_row, place_rows};
+use monobloc::dtype::Precision;
 use monobloc::interp::{Arithmetic, Interp, Options};
 use monobloc::ir::op::{Op, Role};
 use monobloc::ir::program::Program;
@@ -14,12 +18,14 @@ use monobloc::pack::pack;
 use monobloc::reference;
 use monobloc::schedule::schedule;
 use monobloc::target::Target;
-use monobloc::validate::{same, validate};
+use monobloc::validate::{same, share_caches, validate};
 use serde_json::{Value, json};
 
 use crate::cli_support::{Place, manifest_text};
+use crate::cycle::{self, Sizes};
 use crate::mix::candidate;
-use crate::proof_support::FP32;
+use crate::nvrtc::{compiles, nvrtc};
+use crate::proof_support::{BF16, FP32};
 use crate::serve::Server;
 use crate::snapshots::with_words;
 use crate::support::{Goldens, fixture, max_difference};
@@ -144,15 +150,71 @@ fn programs_of_another_draft_are_refused() {
     same(&graph, &program(&model)).expect_err("a model as a draft");
 }
 
+/// Proven for each kind of target, and refused where a launch has nothing to give it.
 #[test]
-fn a_draft_is_proven_for_cpu_alone() {
-    let graph = import_draft(&fixture(DRAFTS[1])).unwrap().graph;
-    validate(placed(&graph), &Target::builtin("cpu").unwrap()).unwrap_or_else(|faults| panic!("{faults}"));
+fn a_draft_is_proven_as_one_text_on_one_device() {
     let h200 = Target::builtin("h200").unwrap();
-    let candidate = Candidate::default_for(&graph, &h200, FP32);
-    let program = lower(&graph, "draft", FP32, 64, &candidate).unwrap();
-    let refused = validate(schedule(program, &h200, &candidate).unwrap(), &h200).unwrap_err().to_string();
-    assert!(refused.contains("`kernel` at g2"), "{refused}");
+    for name in DRAFTS {
+        let graph = import_draft(&fixture(name)).unwrap().graph;
+        validate(placed(&graph), &Target::builtin("cpu").unwrap()).unwrap_or_else(|faults| panic!("{faults}"));
+        kernel_of(&graph, FP32, &h200);
+    }
+    let graph = import_draft(&fixture(DRAFTS[0])).unwrap().graph;
+    let base = Candidate::default_for(&graph, &h200, BF16);
+    let room = |rows| Room { rows, sequences: 4, positions: 256 };
+    let paged = place_one_row(&graph, "draft", BF16, 64, &h200, &base, room(1)).unwrap();
+    let rows = place_rows(&graph, "draft", BF16, 64, &h200, &base, room(8)).unwrap();
+    for (placed, why) in [(paged, "`kernel` at g2"), (rows, "`kernel-rows` at g2")] {
+        let refused = validate(placed, &h200).unwrap_err().to_string();
+        assert!(refused.contains(why), "{refused}");
+    }
+}
+
+fn kernel_of(graph: &ModelGraph, precision: Precision, target: &Target) -> KernelSource {
+    let candidate = Candidate::default_for(graph, target, precision).for_context(64);
+    let program = lower(graph, "draft", precision, 64, &candidate).unwrap();
+    let placed = schedule(program, target, &candidate).unwrap();
+    emit(&validate(placed, target).unwrap_or_else(|faults| panic!("{faults}")), target, Trace::Off)
+}
+
+#[test]
+fn the_kernel_of_a_draft_compiles() {
+    let Some(nvrtc) = nvrtc("the_kernel_of_a_draft_compiles") else { return };
+    for (name, precision, target) in
+        [(DRAFTS[0], BF16, "h200"), (DRAFTS[1], BF16, "h200"), (DRAFTS[0], FP32, "a100"), (DRAFTS[1], BF16, "b200")]
+    {
+        let graph = import_draft(&fixture(name)).unwrap().graph;
+        let source = kernel_of(&graph, precision, &Target::builtin(target).unwrap());
+        assert!(
+            source.text.contains("InText<MatVec<") && source.text.contains("const __grid_constant__ GivenParams p")
+        );
+        compiles(nvrtc, &source, &format!("{name} for {target}"));
+    }
+}
+
+/// On a GPU the batch kernel verifies over the cache of the decode kernel, and keeps what the draft reads.
+#[test]
+fn what_verifies_lies_over_the_cache_of_one_row() {
+    let (place, h200) = (Place::new(), Target::builtin("h200").unwrap());
+    let folder = place.path("checkpoint");
+    let sizes = Sizes { hidden: 256, width: 512, layers: 4, vocab: 512, heads: 4, kv_heads: 2, net_heads: 2 };
+    cycle::write(&folder, &sizes, 1);
+    let (graph, draft) = (import(&folder).unwrap().graph, import_draft(&folder).unwrap().graph);
+    for precision in [FP32, BF16] {
+        kernel_of(&draft, precision, &h200);
+        let base = Candidate::default_for(&graph, &h200, precision);
+        let one = base.clone().for_context(2048);
+        let program = lower(&graph, "model", precision, 2048, &one).unwrap();
+        let one = validate(schedule(program, &h200, &one).unwrap(), &h200).unwrap();
+        for rows in [8, 16] {
+            let room = Room { rows, sequences: 1, positions: 2048 };
+            let placed = place_rows(&graph, "model", precision, 2048, &h200, &base, room).unwrap();
+            let rows = validate(placed, &h200).unwrap();
+            share_caches(&rows, &one).unwrap();
+            let program = &rows.schedule().program;
+            assert!(program.buffers[program.head_input().unwrap().index()].words);
+        }
+    }
 }
 
 /// Texts with proposals of the draft, greedy and sampled, with states that go back; what became of the proposals.
@@ -210,11 +272,16 @@ fn a_draft_that_cannot_run_is_refused_by_name() {
     let on_gpu = manifest_text(&format!("path:{}", with_words(&place, DRAFTS[0], VOCAB).display()), 64);
     let on_gpu = on_gpu.replace("\"cpu\"", "\"h200\"");
     place.write("g.toml", on_gpu.replace("\"fp32\"", "\"bf16\""));
-    for command in ["generate g.toml --ids 5,9", "serve g.toml --port 0"] {
-        place
-            .run(&format!("{command} --draft mtp"))
-            .refused(&["`--draft mtp` needs a target of kind `cpu`, found `h200`", "--lookup"]);
-    }
+    place
+        .run("serve g.toml --port 0 --draft mtp")
+        .refused(&["`serve --draft mtp` needs a target of kind `cpu`, found `h200`", "`generate --draft mtp`"]);
+    place.write(
+        "i.toml",
+        on_gpu.replace("\"fp32\"", "\"bf16\"").replace("[search]", "batch_invariant = true\n[search]"),
+    );
+    place
+        .run("generate i.toml --ids 5,9 --draft mtp")
+        .refused(&["with `batch_invariant` no batch kernel runs", "`decode.batch_invariant`"]);
     for (fixture_of, why) in [
         ("hybrids/qwen35", "`mtp.pre_fc_norm_hidden.weight`"),
         ("families/llama-gqa", "no layer that predicts further tokens"),

@@ -316,6 +316,8 @@ static void matvec(const char* name) {
   }
 }
 
+#include "op_drafts.h"
+
 // ---- matvec over codes ----------------------------------------------------------------------------------------------
 
 template <class P, Code C, int GROUP, ScaleCode S, bool Z, bool R>
@@ -643,6 +645,9 @@ int main() {
   matvec<F, Factor<Product<36, 64, Norm::RMS, Epilogue::GATED, 8, 1>>>("matvec-gated-by");
   matvec<F, Product<16, 200, Norm::NONE, Epilogue::RESIDUAL, 8, 0>>("matvec-residual-chunks");
   matvec<F, Product<37, 64, Norm::RMS, Epilogue::LOGITS, 8, 1>>("matvec-logits");
+  head_in_text<F, Product<37, 64, Norm::RMS, Epilogue::LOGITS, 8, 1>>("head-in-text");
+  join<F>("join");
+  join<B>("join-bf16");
   matvec<Third<F>, Product<21, 96, Norm::RMS, Epilogue::STORE, 8, 1>>("matvec-three-devices");
   matvec<Third<Tensor>, Product<36, 104, Norm::NONE, Epilogue::GATED, 8, 1>>("matvec-three-devices-gated-bf16");
   matvec<Third<F>, Product<37, 64, Norm::RMS, Epilogue::LOGITS, 8, 1>>("matvec-three-devices-logits");

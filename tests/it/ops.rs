@@ -9,7 +9,7 @@ use crate::sampling::compiled;
 use crate::skipped;
 
 /// Each case, and how often it runs, with different numbers or at different positions.
-const CASES: [(&str, usize); 127] = [
+const CASES: [(&str, usize); 130] = [
     ("matvec-store-bias", 3),
     ("matvec-rms-ragged", 3),
     ("matvec-two-at-once", 3),
@@ -18,6 +18,9 @@ const CASES: [(&str, usize); 127] = [
     ("matvec-gated-by", 3),
     ("matvec-residual-chunks", 3),
     ("matvec-logits", 3),
+    ("head-in-text", 1),
+    ("join", 2),
+    ("join-bf16", 2),
     ("matvec-three-devices", 3),
     ("matvec-three-devices-gated-bf16", 3),
     ("matvec-three-devices-logits", 3),
@@ -631,7 +634,7 @@ fn an_op_that_computes_something_else_is_found() {
     let [matvec, formats, stage] = ["ops/matvec.cuh", "ops/matvec_formats.cuh", "runtime/stage.cuh"];
     let records = "ops/attention_records.cuh";
     // Edits of one program concern different cases.
-    let [route, combine] = ["ops/route.cuh", "ops/combine.cuh"];
+    let [route, combine, join] = ["ops/route.cuh", "ops/combine.cuh", "ops/join.cuh"];
     let programs: [&[Edit]; 7] = [
         // The later one of equal experts, a group by its best, a sum without what is added to it, the factor of a gated shared expert, the
         // bias and the scales of the first part.
@@ -641,6 +644,10 @@ fn an_op_that_computes_something_else_is_found() {
             (combine, "__fdividef(G::SHARED_SCALE, 1.f", "__fdividef(1.f, 1.f", "combine-gated-stored-bf16"),
             (matvec, "(int(e.part) + unit) * G::UNIT_ROWS", "unit * G::UNIT_ROWS", "chosen"),
             (matvec, "(int(e.part + e.lo) + local)", "(int(e.lo) + local)", "chosen-tensor-e4m3-rows-bf16"),
+            // What is given in the first step, noise of a position of the cache, a residual that is not begun.
+            (join, "u64(c.tag - c.p.tag) * G::HIDDEN", "0 * G::HIDDEN", "join"),
+            (join, "c.position += ahead;", "", "head-in-text"),
+            (join, "mine[1] = 0.f;", "", "join-bf16"),
         ],
         // A group by one of its experts, a choice that is not clamped, a slot more than its share, a limit on one side.
         &[

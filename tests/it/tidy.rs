@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use monobloc::codegen::{
-    CONVOLVE_HEADERS, EXPERTS_HEADERS, HEADERS, NET_HEADERS, ROWS_HEADERS, SAMPLER_HEADERS, SCAN_HEADERS,
+    CONVOLVE_HEADERS, EXPERTS_HEADERS, HEADERS, JOIN_HEADERS, NET_HEADERS, ROWS_HEADERS, SAMPLER_HEADERS, SCAN_HEADERS,
     STATE_HEADERS, WAVES_HEADERS,
 };
 use monobloc::manifest::Manifest;
@@ -71,6 +71,8 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("cuda/peers", &["codegen", "ir"]),
     ("cuda/turns", &["codegen", "ir", "rows"]),
     ("cuda/waves", &["codegen", "ir", "rows", "trace", "waves"]),
+    // A vector that no host gives follows from the position.
+    ("cuda/given", &["codegen", "ir", "model"]),
     // Copies the states that the guard was told of.
     ("cuda/states", &["ir", "rows"]),
     // Encodes requests for the kernel that chooses tokens.
@@ -667,6 +669,7 @@ fn the_compiler_gets_every_header_and_the_master_header_includes_them() {
         .chain(&SCAN_HEADERS)
         .chain(&CONVOLVE_HEADERS)
         .chain(&EXPERTS_HEADERS)
+        .chain(&JOIN_HEADERS)
         .chain(&SAMPLER_HEADERS)
         .map(|(name, _)| *name)
         .collect();
@@ -677,8 +680,9 @@ fn the_compiler_gets_every_header_and_the_master_header_includes_them() {
         master.lines().filter_map(|line| line.strip_prefix("#include \"")?.strip_suffix('"')).collect();
     // The header for waves includes that for rows, which includes that for one row; so does that of the sampler.
     included.extend(["monobloc_waves.cuh", "monobloc_sampler.cuh"]);
-    // Kernels with experts or recurrent states include theirs themselves.
-    let states = STATE_HEADERS.iter().chain(&NET_HEADERS).chain(&SCAN_HEADERS).chain(&CONVOLVE_HEADERS);
+    // Kernels with experts or recurrent states include theirs themselves, and so do drafts.
+    let states =
+        STATE_HEADERS.iter().chain(&NET_HEADERS).chain(&SCAN_HEADERS).chain(&CONVOLVE_HEADERS).chain(&JOIN_HEADERS);
     included.extend(EXPERTS_HEADERS.iter().chain(states).map(|(name, _)| *name));
     included.sort();
     included.dedup();

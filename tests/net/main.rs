@@ -15,8 +15,8 @@ use monobloc::codegen::abi::Queues;
 use monobloc::codegen::emit::{Trace, emit};
 use monobloc::codegen::waves::{self, encode};
 use monobloc::codegen::{
-    CONVOLVE_HEADERS, EXPERTS_HEADERS, HEADERS, KernelSource, NET_HEADERS, ROWS_HEADERS, SAMPLER_HEADERS, SCAN_HEADERS,
-    STATE_HEADERS, WAVES_HEADERS, sampler,
+    CONVOLVE_HEADERS, EXPERTS_HEADERS, HEADERS, JOIN_HEADERS, KernelSource, NET_HEADERS, ROWS_HEADERS, SAMPLER_HEADERS,
+    SCAN_HEADERS, STATE_HEADERS, WAVES_HEADERS, sampler,
 };
 use monobloc::defaults::rows::{Room, kernel_rows, place_one_row, place_rows};
 use monobloc::dtype::{DType, Precision};
@@ -230,6 +230,7 @@ fn found() -> String {
         ("nets", &NET_HEADERS),
         ("mamba", &SCAN_HEADERS),
         ("convolutions", &CONVOLVE_HEADERS),
+        ("drafts", &JOIN_HEADERS),
         ("sampler", &SAMPLER_HEADERS),
     ] {
         lines.extend(headers.iter().map(|(name, text)| format!("header {group} {name} {}", short(text.as_bytes()))));

@@ -1,0 +1,89 @@
+//! Drafts of a checkpoint's own layer (MTP) on a device: the tokens of a text with their proposals, how many are accepted, and how long it takes.
+
+use std::ops::ControlFlow;
+use std::time::Instant;
+
+use monobloc::pipeline::{Mtp, Runner};
+use monobloc::sample::{RequestSettings, SampleSettings};
+use monobloc::speculate::{Speculated, Speculation};
+
+use crate::cycle::{self, Sizes};
+use crate::{Gpu, Place, prepared, runner, say};
+
+const SMALL: Sizes = Sizes { hidden: 256, width: 512, layers: 4, vocab: 512, heads: 4, kv_heads: 2, net_heads: 2 };
+/// 0.6 G parameters: 1.1 GB a step.
+const LARGE: Sizes =
+    Sizes { hidden: 2048, width: 6144, layers: 8, vocab: 32_768, heads: 16, kv_heads: 4, net_heads: 16 };
+const TOKENS: usize = 200;
+
+/// Tokens of a text with proposals of at most `most` tokens, what became of these, and milliseconds.
+fn with_draft(
+    device: &mut Runner<'_>,
+    mtp: &Mtp,
+    (prompt, sampling): (&[u32], SampleSettings),
+    most: usize,
+) -> (Vec<u32>, Speculated, f64) {
+    let request = RequestSettings::plain(sampling).resolve(device.vocab(), &[]).unwrap();
+    let mut draft = mtp.of_text(prompt.len(), &request).unwrap();
+    let mut speculation = Speculation::new(&mut draft, most);
+    device.make_ready(prompt, most).unwrap();
+    let begun = Instant::now();
+    let on_token = &mut |_: &_| ControlFlow::Continue(());
+    let tokens = device.speculate(prompt, TOKENS, &request, &mut speculation, on_token).unwrap().tokens;
+    let (counts, took_ms) = (speculation.counts(), begun.elapsed().as_secs_f64() * 1e3);
+    if let Some(fault) = draft.failed() {
+        panic!("{fault}");
+    }
+    (tokens, counts, took_ms)
+}
+
+/// In fp32 the tokens are those without a draft, greedy and sampled, after short prompts and after ones that are read in chunks; for bf16 the
+/// number of different tokens is printed.
+#[test]
+fn a_draft_changes_no_token() {
+    let Some(gpu) = Gpu::here("a_draft_changes_no_token") else { return };
+    for (weights, sizes) in [("fp32", SMALL), ("bf16", SMALL), ("bf16", LARGE)] {
+        let place = Place::new();
+        let (folder, workspace) = (place.path("checkpoint"), place.workspace(None));
+        cycle::write(&folder, &sizes, 1);
+        let (source, decode) = (format!("path:{}", folder.display()), "context_max = 2048\nsteps_per_launch = 16");
+        let manifest = place.manifest_of(&source, &gpu.record, gpu.record.spec.copy, weights, decode);
+        let prepared = prepared(&workspace, &manifest);
+        let mtp = prepared.mtp(&workspace).unwrap_or_else(|fault| panic!("{fault}"));
+        let mut device = runner(&workspace, &prepared);
+        let by_chance = SampleSettings { temperature: 0.8, seed: 7, ..SampleSettings::greedy() };
+        let filtered = SampleSettings { top_k: Some(40), top_p: Some(0.9), ..by_chance };
+        for (sampling, length) in [
+            (SampleSettings::greedy(), 12),
+            (SampleSettings::greedy(), 700),
+            (by_chance, 12),
+            (by_chance, 700),
+            (filtered, 40),
+        ] {
+            let prompt: Vec<u32> = (0..length).map(|at| (at * 37 + 5) % sizes.vocab as u32).collect();
+            let decide = |device: &mut Runner<'_>| {
+                let begun = Instant::now();
+                let go_on = &mut |_| ControlFlow::Continue(());
+                (device.generate(&prompt, TOKENS, &[], &sampling, go_on).unwrap(), begun.elapsed().as_secs_f64() * 1e3)
+            };
+            decide(&mut device);
+            let (plain, plain_ms) = decide(&mut device);
+            for most in [1, 3, 7] {
+                let (found, counts, took_ms) = with_draft(&mut device, &mtp, (&prompt, sampling), most);
+                let differ = found.iter().zip(&plain).filter(|(a, b)| a != b).count();
+                let case = format!(
+                    "{weights}, {} columns, {} of {length} tokens, mtp:{most}",
+                    sizes.hidden, sampling.temperature
+                );
+                let Speculated { proposed, accepted, steps } = counts;
+                let each = counts.tokens_per_step().unwrap_or(1.0);
+                say(&format!(
+                    "{case}: {differ} of {TOKENS} tokens differ, {accepted} of {proposed} accepted in {steps} steps ({each:.2} tokens a step), \
+                     {took_ms:.1} ms against {plain_ms:.1} ms"
+                ));
+                assert!(found.len() == plain.len() && accepted > 0, "{case}: {counts:?}");
+                assert!(weights == "bf16" || differ == 0, "{case}: {differ} tokens differ");
+            }
+        }
+    }
+}
