@@ -2,6 +2,10 @@
 //!
 //! Two different candidates give different artefacts, or a knob has a bug. `Infeasible` is feedback for the search, not a fault.
 
+pub mod wave;
+
+pub use wave::{WAVE_KNOB_COUNT, WAVE_KNOBS, WaveKnob, WaveKnobs};
+
 use crate::ir::op::UNIT_ROWS;
 use crate::ir::program::LayerOp;
 use crate::ir::schedule::Mechanism;
@@ -57,6 +61,8 @@ pub struct Candidate {
     pub unit_rows: u32,
     /// 1: every SM adds normalised branches up for itself; 0: the SM that owns the columns does, and publishes.
     pub sums_everywhere: u32,
+    /// Of a search of a wave kernel: its choices. The knobs above then decide the schedule from which its plan is derived. Everywhere else all are 0.
+    pub waves: WaveKnobs,
 }
 
 /// A knob's value as a number.
@@ -89,26 +95,30 @@ impl Number for Mechanism {
 /// compile until it is here.
 macro_rules! knobs {
     ($($variant:ident $knob:ident)*) => {
-        /// A knob of a candidate; as a number it is its index in [`Values`].
+        /// A knob of a candidate that decides a schedule; as a number it is its index in [`Values`].
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
         pub enum Knob {
             $($variant,)*
         }
 
-        /// Names of the knobs, in the order in which a candidate is printed.
-        pub const KNOB_NAMES: [&str; 24] = [$(stringify!($knob)),*];
+        /// Names of the knobs that decide a schedule.
+        const SCHEDULE_KNOBS: [&str; 24] = [$(stringify!($knob)),*];
 
         impl Candidate {
             /// The knobs as numbers.
             pub fn values(&self) -> Values {
-                let Candidate { $($knob),* } = *self;
-                [$($knob.number()),*]
+                let Candidate { $($knob,)* waves } = *self;
+                let mut values = [0; KNOB_NAMES.len()];
+                let (schedule, of_waves) = values.split_at_mut(SCHEDULE_KNOBS.len());
+                schedule.copy_from_slice(&[$($knob.number()),*]);
+                of_waves.copy_from_slice(&waves.values());
+                values
             }
 
             /// The candidate of these numbers.
             pub fn of_values(values: &Values) -> Candidate {
-                let [$($knob),*] = *values;
-                Candidate { $($knob: Number::of($knob)),* }
+                let [$($knob,)* waves @ ..] = values;
+                Candidate { $($knob: Number::of(*$knob),)* waves: WaveKnobs::of_values(waves) }
             }
         }
     };
@@ -140,6 +150,18 @@ knobs! {
     UnitRows unit_rows
     SumsEverywhere sums_everywhere
 }
+
+/// Names of the knobs, in the order in which a candidate is printed: those that decide a schedule, then those of wave kernels.
+pub const KNOB_NAMES: [&str; SCHEDULE_KNOBS.len() + WAVE_KNOB_COUNT] = {
+    let mut names = [""; SCHEDULE_KNOBS.len() + WAVE_KNOB_COUNT];
+    let mut at = 0;
+    while at < names.len() {
+        names[at] =
+            if at < SCHEDULE_KNOBS.len() { SCHEDULE_KNOBS[at] } else { WAVE_KNOBS[at - SCHEDULE_KNOBS.len()].name };
+        at += 1;
+    }
+    names
+};
 
 /// Values of a candidate by knob, in the order of [`KNOB_NAMES`]; `mechanism` by its index in [`Mechanism::ALL`].
 pub type Values = [u32; KNOB_NAMES.len()];
@@ -228,19 +250,20 @@ impl Candidate {
             attention_ahead: u32::from(prefetch_v_rule(head_dim)),
             unit_rows: UNIT_ROWS,
             sums_everywhere: 0,
+            waves: WaveKnobs::default(),
             ..Candidate::of_values(&[1; KNOB_NAMES.len()])
         }
     }
 }
 
-/// One line, `knob=value` in the order of [`KNOB_NAMES`], as trials store it and `show candidate` prints it.
+/// One line, `knob=value` in the order of [`KNOB_NAMES`], as trials store it and `show candidate` prints it. Knobs of wave kernels that are 0 are left
+/// out: the text of any other kernel has none.
 impl fmt::Display for Candidate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (at, (name, value)) in KNOB_NAMES.iter().zip(self.values()).enumerate() {
+        for at in 0..KNOB_NAMES.len() {
             let separator = if at > 0 { ";" } else { "" };
-            match *name {
-                "mechanism" => write!(f, "{separator}{name}={}", self.mechanism.name())?,
-                _ => write!(f, "{separator}{name}={value}")?,
+            if at < SCHEDULE_KNOBS.len() || self.values()[at] != 0 {
+                write!(f, "{separator}{}", self.knob_text(at))?;
             }
         }
         Ok(())
@@ -248,7 +271,21 @@ impl fmt::Display for Candidate {
 }
 
 impl Candidate {
-    /// Reads what `Display` writes; knobs may come in any order and absent ones keep the value of `base`.
+    /// `knob=value` of knob number `at` of [`KNOB_NAMES`].
+    pub fn knob_text(&self, at: usize) -> String {
+        match (KNOB_NAMES.get(at), self.values().get(at)) {
+            (Some(&"mechanism"), _) => format!("mechanism={}", self.mechanism.name()),
+            (Some(name), Some(value)) => format!("{name}={value}"),
+            _ => String::new(),
+        }
+    }
+
+    /// The candidate of the schedule from which the plan of a wave kernel is derived.
+    pub fn without_waves(&self) -> Candidate {
+        Candidate { waves: WaveKnobs::default(), ..self.clone() }
+    }
+
+    /// Reads what `Display` writes; knobs may come in any order and absent ones keep the value of `base`, whose knobs of wave kernels are 0.
     pub fn parse(text: &str, base: &Candidate) -> Result<Candidate, String> {
         let mut values = base.values();
         for pair in text.split(';').map(str::trim).filter(|p| !p.is_empty()) {
@@ -263,6 +300,9 @@ impl Candidate {
                     .ok_or_else(|| format!("expected `packets`, `fenced` or `counter`, found `{value}`"))?,
                 _ => value.parse().map_err(|_| format!("expected a number for `{knob}`, found `{value}`"))?,
             };
+            if let Some(wave) = WAVE_KNOBS.iter().find(|wave| wave.name == knob) {
+                wave.refuse(*place)?;
+            }
         }
         Ok(Candidate::of_values(&values))
     }

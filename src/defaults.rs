@@ -5,7 +5,7 @@
 
 pub mod rows;
 
-use crate::candidate::{Candidate, Infeasible};
+use crate::candidate::{Candidate, Infeasible, WaveKnobs};
 use crate::dtype::Precision;
 use crate::format::Format;
 use crate::ir::layout::{
@@ -106,6 +106,7 @@ impl Candidate {
             unit_rows: if cpu { UNIT_ROWS } else { default_unit_rows(graph, precision) },
             // A hop less for each sum (docs/perf-log.md).
             sums_everywhere: u32::from(!cpu && refuses_everywhere(graph, precision, consumer_warps).is_none()),
+            waves: WaveKnobs::default(),
         }
     }
 

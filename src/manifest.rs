@@ -32,6 +32,7 @@
 //! minutes = 10                 # default 10
 //! seed = 0                     # default 0
 //! margin = 0.01                # a candidate replaces the best one only if it is faster by this fraction; default 0.01
+//! kernel = "decode"            # whose knobs are searched: decode, wave:32, wave:64, wave:128 or chunk; default decode
 //!
 //! [cache]                      # optional; no part of any key
 //! remote = "s3://bucket/prefix?region=eu-central-1"   # without credentials (docs/cache.md)
@@ -46,6 +47,7 @@
 //! Relative paths follow [`crate::files::find`]: the manifest's own folder first, then the current directory.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::path::{Path, PathBuf};
 
 use toml::Spanned;
@@ -80,7 +82,7 @@ pub const ROWS_MAX: u32 = 256;
 /// Most pages of the cache: more than any memory holds.
 const CACHE_PAGES_MAX: u32 = 1 << 24;
 const REVISION_DEFAULT: &str = "main";
-const SEARCH_DEFAULT: Search = Search { trials: 0, minutes: 10.0, seed: 0, margin: 0.01 };
+const SEARCH_DEFAULT: Search = Search { trials: 0, minutes: 10.0, seed: 0, margin: 0.01, kernel: SearchKernel::Decode };
 
 /// Schemes of `model.source`; what follows the colon is read by the importer.
 const SCHEMES: [&str; 4] = ["hf:", "path:", "synthetic:", "builtin:"];
@@ -159,6 +161,45 @@ pub struct SearchFile {
     pub minutes: Option<f64>,
     pub seed: Option<u64>,
     pub margin: Option<f64>,
+    pub kernel: Option<SearchKernel>,
+}
+
+/// The kernel whose knobs a search turns.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum SearchKernel {
+    /// The decode kernel: steps of one row.
+    #[default]
+    Decode,
+    /// The wave kernel that runs steps of up to this many rows.
+    Wave { rows: u32 },
+    /// The wave kernel that reads prompt chunks.
+    Chunk,
+}
+
+impl SearchKernel {
+    /// All of them. Steps of fewer than 32 rows have no wave kernel.
+    pub const ALL: [SearchKernel; 5] = [
+        SearchKernel::Decode,
+        SearchKernel::Wave { rows: 32 },
+        SearchKernel::Wave { rows: 64 },
+        SearchKernel::Wave { rows: 128 },
+        SearchKernel::Chunk,
+    ];
+
+    /// Reads what `Display` writes.
+    pub fn parse(text: &str) -> Option<SearchKernel> {
+        SearchKernel::ALL.into_iter().find(|kernel| kernel.to_string() == text)
+    }
+}
+
+impl fmt::Display for SearchKernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            SearchKernel::Decode => f.write_str("decode"),
+            SearchKernel::Wave { rows } => write!(f, "wave:{rows}"),
+            SearchKernel::Chunk => f.write_str("chunk"),
+        }
+    }
 }
 
 /// The model to build, the targets, and the search budget.
@@ -221,6 +262,7 @@ pub struct Search {
     pub seed: u64,
     /// A candidate replaces the best so far only if its latency is lower by this fraction, 0 up to 1.
     pub margin: f64,
+    pub kernel: SearchKernel,
 }
 
 /// Why there is no manifest.
@@ -344,6 +386,18 @@ fn read_decode(fields: &mut Fields<'_>) -> Option<DecodeFile> {
     })
 }
 
+/// The kernel whose knobs are searched.
+fn read_kernel(fields: &mut Fields<'_>) -> Option<SearchKernel> {
+    let text = fields.text("kernel")?;
+    let kernel = SearchKernel::parse(text.get_ref());
+    if kernel.is_none() {
+        let all = SearchKernel::ALL.map(|kernel| kernel.to_string());
+        let label = format!("expected {}, found `{}`", one_of(all.iter().map(String::as_str)), text.get_ref());
+        fields.refuse(text.span(), "`search.kernel` names no kernel that can be searched", label);
+    }
+    kernel
+}
+
 fn read_search(fields: &mut Fields<'_>) -> Option<SearchFile> {
     Some(SearchFile {
         trials: fields.integer_u32("trials", 0..=TRIALS_MAX).map(Spanned::into_inner),
@@ -353,6 +407,7 @@ fn read_search(fields: &mut Fields<'_>) -> Option<SearchFile> {
         seed: fields.integer("seed", 0..=SEED_MAX).map(Spanned::into_inner),
         margin: fields
             .number("margin", "a fraction from 0 up to, but not including, 1", |margin| (0.0..1.0).contains(&margin)),
+        kernel: read_kernel(fields),
     })
 }
 
@@ -423,7 +478,7 @@ impl Manifest {
             cache_pages,
             batch_invariant,
         } = decode;
-        let Search { trials, minutes, seed: search_seed, margin } = search;
+        let Search { trials, minutes, seed: search_seed, margin, kernel } = search;
         let fields = [
             // Quoted, so that a line break in a source cannot pass for another line.
             ("model.source", format!("{source:?}")),
@@ -444,6 +499,7 @@ impl Manifest {
             ("search.minutes", format!("{minutes:?}")),
             ("search.seed", search_seed.to_string()),
             ("search.margin", format!("{margin:?}")),
+            ("search.kernel", kernel.to_string()),
         ];
         let own: String = fields.iter().map(|(field, value)| format!("{field} {value}\n")).collect();
         let candidates = candidates.iter().map(|(target, knobs)| format!("candidate {target} {knobs:?}\n"));
@@ -466,7 +522,7 @@ fn resolve(file: &ManifestFile, path: &Path, faults: &mut Vec<Diagnostic>) -> Re
     let weights_of_all = Some(*asked).filter(|f| !f.is_plain());
     let formats =
         FormatPlan { weights: weights_of_all, head: *head, experts: *experts, embed: *embed, layers: layers.clone() };
-    let SearchFile { trials, minutes, seed, margin } = *search;
+    let SearchFile { trials, minutes, seed, margin, kernel } = *search;
     let Targets { targets, candidates, measured } = resolve_targets(targets, &base_dir, faults)?;
     check_rows(decode, &targets, faults);
     check_devices(decode, &targets, faults);
@@ -486,6 +542,7 @@ fn resolve(file: &ManifestFile, path: &Path, faults: &mut Vec<Diagnostic>) -> Re
             minutes: minutes.unwrap_or(SEARCH_DEFAULT.minutes),
             seed: seed.unwrap_or(SEARCH_DEFAULT.seed),
             margin: margin.unwrap_or(SEARCH_DEFAULT.margin),
+            kernel: kernel.unwrap_or(SEARCH_DEFAULT.kernel),
         },
         targets,
         candidates,
@@ -794,7 +851,7 @@ record = \"cpu\"
                     cache_pages: None,
                     batch_invariant: false,
                 },
-                search: Search { trials: 0, minutes: 10.0, seed: 0, margin: 0.01 },
+                search: SEARCH_DEFAULT,
                 targets: vec![Target::builtin("cpu").expect("builtin")],
                 candidates: BTreeMap::new(),
                 measured: BTreeMap::from([("cpu".to_string(), Measured::default())]),
@@ -847,6 +904,7 @@ trials = 12
 minutes = 0.5
 seed = 3
 margin = 0
+kernel = \"wave:64\"
 [[target]]
 record = \"h200\"
 [[target]]
@@ -872,7 +930,8 @@ record = \"cpu\"
         let rows = decode(64, "sequences_max = 8\nchunk_max = 4\ncache_pages = 99\nbatch_invariant = true");
         let Decode { sequences_max, chunk_max, cache_pages, batch_invariant, .. } = accepted(&rows).decode;
         assert_eq!((sequences_max, chunk_max, cache_pages, batch_invariant), (Some(8), Some(4), Some(99), true));
-        assert_eq!(manifest.search, Search { trials: 12, minutes: 0.5, seed: 3, margin: 0.0 });
+        let kernel = SearchKernel::Wave { rows: 64 };
+        assert_eq!(manifest.search, Search { trials: 12, minutes: 0.5, seed: 3, margin: 0.0, kernel });
         assert_eq!(manifest.targets.iter().map(|t| t.name.as_str()).collect::<Vec<_>>(), ["h200", "cpu"]);
         let hub = accepted(&with("source = \"path:ckpt\"", "source = \"hf:a/b\"\nrevision = \"v2\""));
         assert_eq!((hub.source.as_str(), hub.revision.as_str()), ("hf:a/b", "v2"));
@@ -1084,7 +1143,18 @@ error: missing key `record` in `target`
             ("margin = -0.1", "`search.margin` is out of range", "found -0.1"),
             ("margin = nan", "`search.margin` is out of range", "found nan"),
             ("seed = -1", "`search.seed` is out of range", "expected 0 or more, found -1"),
-            ("budget = 3", "unknown key `budget` in `search`", "expected `margin`, `minutes`, `seed` or `trials`"),
+            (
+                "kernel = \"wave:16\"",
+                "`search.kernel` names no kernel that can be searched",
+                "expected `decode`, `wave:32`, `wave:64`, `wave:128` or `chunk`, found `wave:16`",
+            ),
+            ("kernel = \"batch:8\"", "`search.kernel` names no kernel that can be searched", "found `batch:8`"),
+            ("kernel = 8", "wrong type for `search.kernel`", "found 8"),
+            (
+                "budget = 3",
+                "unknown key `budget` in `search`",
+                "expected `kernel`, `margin`, `minutes`, `seed` or `trials`",
+            ),
         ] {
             let found = refusal(&format!("{MINIMAL}\n[search]\n{line}\n"));
             assert!(
@@ -1201,7 +1271,7 @@ error: missing key `record` in `target`
             change(&mut other);
             other.key_text() != key
         };
-        let matters: [fn(&mut Manifest); 23] = [
+        let matters: [fn(&mut Manifest); 24] = [
             |m| m.formats.experts = Some(NAMED[2].1),
             |m| m.formats.head = Some(NAMED[2].1),
             |m| m.formats.embed = Some(NAMED[2].1),
@@ -1223,6 +1293,7 @@ error: missing key `record` in `target`
             |m| m.search.minutes += 1.0,
             |m| m.search.seed += 1,
             |m| m.search.margin += 0.01,
+            |m| m.search.kernel = SearchKernel::Chunk,
             |m| m.targets.push(m.targets[0].clone()),
             |m| m.measured.get_mut("cpu").expect("a record").hop_idle_us = Some(1.0),
         ];

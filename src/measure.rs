@@ -12,6 +12,7 @@ use thiserror::Error;
 use crate::abba::percentile;
 use crate::check::{Checked, FILL_SEED, check_ids, fill_device_cache};
 use crate::cuda::driver::Device;
+use crate::cuda::nvml::Clocks;
 use crate::cuda::session::{Session, SessionError};
 use crate::error::Fault;
 use crate::interp::{Input, Interp, InterpError, Options, Pack};
@@ -253,7 +254,7 @@ impl<'a> Timer<'a> {
             On::Cpu(_) => None,
             On::Device { device, .. } => device.clocks(),
         };
-        timed(&self.subject, self.position, self.steps, samples_us, clocks)
+        timed_rows(&self.subject, 1, (self.position, self.steps), samples_us, clocks)
     }
 
     /// Times every position of the subject; `on_position` is called after each.
@@ -300,16 +301,19 @@ pub fn step_bytes(validated: &Validated, graph: &ModelGraph, rows: u32, history:
     streams + u64::from(rows) * (cache + row)
 }
 
-/// Statistics of samples of whole launches, in µs per step; a median below the floor is withheld.
-fn timed(
+/// Statistics of samples of whole launches of steps of `rows` rows, in µs per step. Each launch has `steps` steps from `position` on.
+///
+/// # Errors
+/// A median below the floor of the bytes, which cannot be true.
+pub fn timed_rows(
     subject: &Subject<'_>,
-    position: u32,
-    steps: u32,
+    rows: u32,
+    (position, steps): (u32, u32),
     mut samples_us: Vec<f64>,
-    clocks: Option<crate::cuda::nvml::Clocks>,
+    clocks: Option<Clocks>,
 ) -> Result<Timed, Withheld> {
     samples_us.sort_by(f64::total_cmp);
-    let bytes_per_step = step_bytes(subject.validated, subject.graph, 1, position + steps / 2);
+    let bytes_per_step = step_bytes(subject.validated, subject.graph, rows, position + steps / 2);
     let floor = |bytes: u64| subject.read_bytes_per_s.map(|per_s| bytes as f64 / per_s * 1e6);
     let median = percentile(&samples_us, 0.5);
     let l2_bytes = subject.target.spec.l2_bytes * u64::from(subject.target.devices);

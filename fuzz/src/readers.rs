@@ -272,7 +272,7 @@ fn artefact(data: &[u8]) {
         _ => {
             let Ok(text) = std::str::from_utf8(data) else { return };
             let base =
-                Candidate::of_values(&[1, 8, 4, 16_384, 4, 2, 2, 1, 1, 0, 0, 0, 5, 8, 8, 0, 0, 0, 0, 0, 1, 1, 8, 0]);
+                Candidate { sms: 1, consumer_warps: 8, ring_slots: 4, slot_bytes: 16_384, ..Candidate::of_first(64) };
             let Ok(candidate) = Candidate::parse(text, &base) else { return };
             assert_eq!(Candidate::parse(&candidate.to_string(), &base), Ok(candidate.clone()));
             // Any numbers give a schedule or a reason.

@@ -66,7 +66,7 @@ fn one(session: &Session, asked: &Build, path: &Path) -> Result<Built, Fault> {
     let (trials, minutes) = (manifest.search.trials, manifest.search.minutes);
     if trials > 0 && !asked.no_search {
         for target in &manifest.targets {
-            if pipeline::can_tune(&workspace, target).is_err()
+            if pipeline::can_tune(&workspace, &manifest, target).is_err()
                 || pipeline::is_tuned(&workspace, &manifest, target, (trials, minutes))?
             {
                 continue;

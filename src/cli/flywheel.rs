@@ -124,6 +124,7 @@ fn best_told(session: &Session, best: &[BestTrial<'_>], json: bool) -> Result<()
                 "trial_id": best.trial.trial_id().to_string(),
                 "manifest": facts.manifest,
                 "op": facts.model.op(),
+                "kernel": facts.model.kernel,
                 "weights_dtype": facts.model.weights_dtype,
                 "target": facts.machine.target,
                 "device_name": facts.machine.device_name,

@@ -16,7 +16,7 @@ use super::terminal::{end_at_once, interrupt};
 use crate::error::{Fault, Tier};
 use crate::flywheel::RatioInterval;
 use crate::lower::LayerOp;
-use crate::manifest::Manifest;
+use crate::manifest::{Manifest, SearchKernel};
 use crate::pipeline::{self, Tuned, Tuning, Workspace};
 use crate::target::Target;
 use crate::text::counted;
@@ -47,6 +47,9 @@ pub fn tune_op(session: &Session, asked: &TuneOp) -> Result<Outcome, Fault> {
 fn campaigns(session: &Session, asked: &Tune, op: Option<LayerOp>) -> Result<Outcome, Fault> {
     let mut manifest = session.manifest(&asked.manifest, asked.target.as_deref())?;
     manifest.search.seed = asked.seed.unwrap_or(manifest.search.seed);
+    if op.is_some() {
+        manifest.search.kernel = SearchKernel::Decode;
+    }
     let targets = match &asked.target {
         Some(name) => vec![pick_target(&manifest, Some(name))?],
         None => manifest.targets.clone(),
@@ -66,7 +69,7 @@ fn campaigns(session: &Session, asked: &Tune, op: Option<LayerOp>) -> Result<Out
     let mut interrupted = false;
     for target in &targets {
         if targets.len() > 1
-            && let Err(reason) = pipeline::can_tune(&workspace, target)
+            && let Err(reason) = pipeline::can_tune(&workspace, &manifest, target)
         {
             workspace.report.note(&format!("{}: the search waits for a device of its kind ({reason})", target.name));
             continue;

@@ -13,7 +13,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::{fmt, mem};
 
-use super::trial::{ADDED_IN_2, ADDED_IN_3, COLUMNS, Decision, SCHEMA, Timing, Trial};
+use super::trial::{ADDED_IN_2, ADDED_IN_3, ADDED_IN_4, COLUMNS, DECODE_KERNEL, Decision, SCHEMA, Timing, Trial};
 use crate::cache::lock::{LockError, Wait, lock_path};
 use crate::digest::Digest;
 use crate::error::Fault;
@@ -262,7 +262,13 @@ fn append_locked(
         Header::Unusable(reason) => return Err(CorpusError::Header { path: path.to_path_buf(), reason }),
     };
     end_torn_line(&file, columns.len()).map_err(fault)?;
+    let has_kernel = columns.iter().any(|name| ADDED_IN_4.contains(&name.as_str()));
     let mut append = |rows: &[Trial]| {
+        // It would pass for a row of the decode kernel.
+        if let Some(other) = rows.iter().find(|row| !has_kernel && row.facts().model.kernel != DECODE_KERNEL) {
+            let reason = format!("lacks `kernel`, and the row is of `{}`", other.facts().model.kernel);
+            return Err(CorpusError::Header { path: path.to_path_buf(), reason });
+        }
         rows.iter().try_for_each(|trial| write_line(&file, &row_line(&columns, trial)?)).map_err(fault)
     };
     let worked = work(&file, &mut append);
@@ -309,7 +315,7 @@ fn header_columns(names: &[String]) -> Result<Vec<String>, String> {
     if let Some(twice) = names.iter().find(|name| !seen.insert(name.as_str())) {
         return Err(format!("names the column `{twice}` twice"));
     }
-    let added = |name: &&str| ADDED_IN_2.contains(name) || ADDED_IN_3.contains(name);
+    let added = |name: &&str| [&ADDED_IN_2[..], &ADDED_IN_3, &ADDED_IN_4].concat().contains(name);
     let needed = COLUMNS.iter().map(|column| column.name).filter(|name| !added(name));
     let missing: Vec<&str> = needed.filter(|name| !seen.contains(name)).collect();
     match missing.as_slice() {
@@ -646,7 +652,7 @@ pub fn best(trials: &[Trial]) -> Vec<BestTrial<'_>> {
         let precision = (&model.weights_dtype, &model.cache_dtype, &model.wire_dtype);
         let kind = (
             &trial.facts().manifest,
-            model.model_graph,
+            (model.model_graph, &model.kernel),
             precision,
             &machine.target,
             &machine.device_name,
@@ -744,7 +750,7 @@ mod tests {
             let mut reader = csv::ReaderBuilder::new().flexible(true).from_path(&path).unwrap();
             let counts: Vec<usize> = reader.records().map(|record| record.unwrap().len()).collect();
             let torn = counts.get(1).is_some_and(|count| *count > COLUMNS.len());
-            assert!(counts == [70, 70] || (torn && counts.len() == 3 && counts[2] == 70), "cut at {cut}: {counts:?}");
+            assert!(counts == [71, 71] || (torn && counts.len() == 3 && counts[2] == 71), "cut at {cut}: {counts:?}");
         }
     }
 
@@ -785,7 +791,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let [old, new] = ["old.csv", "new.csv"].map(|name| folder.path().join(name));
         append(&new, &[row_of(1)]).unwrap();
-        let later = |at: &usize| [ADDED_IN_2, ADDED_IN_3].concat().contains(&COLUMNS[*at].name);
+        let later = |at: &usize| [&ADDED_IN_2[..], &ADDED_IN_3, &ADDED_IN_4].concat().contains(&COLUMNS[*at].name);
         let kept: Vec<usize> = (0..COLUMNS.len()).filter(|at| !later(at)).collect();
         let mut reader = csv::ReaderBuilder::new().has_headers(false).from_path(&new).unwrap();
         let mut writer = csv::Writer::from_path(&old).unwrap();
@@ -793,7 +799,7 @@ mod tests {
             let record = record.unwrap();
             let cells: Vec<&str> = kept
                 .iter()
-                .map(|at| if COLUMNS[*at].name == "schema" && record[*at] == *"3" { "1" } else { &record[*at] })
+                .map(|at| if COLUMNS[*at].name == "schema" && record[*at] == *"4" { "1" } else { &record[*at] })
                 .collect();
             writer.write_record(cells).unwrap();
         }
@@ -815,6 +821,46 @@ mod tests {
         assert_eq!(one(&new).trials, [read.trials[0].clone(), row_of(2)]);
     }
 
+    /// A file of schema 3 has no column `kernel`.
+    #[test]
+    fn rows_without_a_kernel_are_of_the_decode_kernel() {
+        let folder = tempfile::tempdir().unwrap();
+        let [old, new] = ["old.csv", "new.csv"].map(|name| folder.path().join(name));
+        append(&new, &[row_of(1)]).unwrap();
+        let at = COLUMNS.iter().position(|column| column.name == "kernel").unwrap();
+        let mut reader = csv::ReaderBuilder::new().has_headers(false).from_path(&new).unwrap();
+        let mut writer = csv::Writer::from_path(&old).unwrap();
+        for record in reader.records() {
+            let record = record.unwrap();
+            let cells = record.iter().enumerate().filter(|(column, _)| *column != at);
+            writer.write_record(cells.map(|(_, cell)| if cell == "4" { "3" } else { cell })).unwrap();
+        }
+        drop(writer);
+        append(&old, &[row_of(2)]).unwrap();
+        let kernels = |path: &Path| {
+            let trials = one(path).trials.into_iter();
+            trials.map(|trial| trial.facts().model.kernel.clone()).collect::<Vec<_>>()
+        };
+        assert_eq!(kernels(&old), [DECODE_KERNEL; 2]);
+
+        let mut facts = row_of(3).facts().clone();
+        facts.model.kernel = "chunk".to_string();
+        let chunk = Trial::new(facts, row_of(3).verdict().clone(), std::time::SystemTime::UNIX_EPOCH, 3).unwrap();
+        assert_eq!(chunk.facts().name(), format!("{} chunk", row_of(3).facts().name()));
+        let before = fs::read(&old).unwrap();
+        let fault = Fault::from(append(&old, std::slice::from_ref(&chunk)).unwrap_err());
+        assert!(fault.message.ends_with("lacks `kernel`, and the row is of `chunk`"), "{fault}");
+        assert!(fault.remedy.unwrap().contains("monobloc flywheel merge"));
+        assert_eq!(fs::read(&old).unwrap(), before);
+
+        let merged = folder.path().join("merged.csv");
+        merge(&[&old], &merged).unwrap();
+        append(&merged, &[chunk]).unwrap();
+        assert_eq!(kernels(&merged), ["decode", "decode", "chunk"]);
+        // The same model, target and position, and another kernel.
+        assert_eq!(best(&one(&merged).trials).len(), 2);
+    }
+
     #[test]
     fn rows_follow_the_columns_of_the_file() {
         let folder = tempfile::tempdir().unwrap();
@@ -822,19 +868,19 @@ mod tests {
         // As a newer monobloc might leave it: other order, a column more, its own rows.
         let mut names: Vec<&str> = COLUMNS.iter().map(|column| column.name).rev().collect();
         names.insert(5, "energy_uj");
-        let newer: Vec<&str> = names.iter().map(|name| if *name == "schema" { "4" } else { "1" }).collect();
+        let newer: Vec<&str> = names.iter().map(|name| if *name == "schema" { "5" } else { "1" }).collect();
         fs::write(&path, format!("\u{feff}{}\r\n{}\r\n", names.join(","), newer.join(","))).unwrap();
         append(&path, &[row_of(1)]).unwrap();
         let corpus = one(&path);
         assert_eq!(corpus.trials, [row_of(1)]);
-        assert_eq!(reasons(&corpus), [(2, "written by a newer monobloc: schema 4, this one reads 3")]);
+        assert_eq!(reasons(&corpus), [(2, "written by a newer monobloc: schema 5, this one reads 4")]);
 
         let text = fs::read_to_string(&path).unwrap();
         // The manifest of the row is quoted and has a comma; the added column stands before it.
         let mut cells: Vec<&str> = text.lines().last().unwrap().split(',').collect();
         cells[5] = "99";
         fs::write(&path, format!("{}\n{}\n", text.lines().next().unwrap(), cells.join(","))).unwrap();
-        assert_eq!(reasons(&one(&path)), [(2, "column `energy_uj` is not one of schema 3, and has a value")]);
+        assert_eq!(reasons(&one(&path)), [(2, "column `energy_uj` is not one of schema 4, and has a value")]);
     }
 
     #[test]
@@ -868,17 +914,17 @@ mod tests {
         assert_eq!(
             reasons(&corpus),
             [
-                (4, "expected 70 cells, found 3"),
-                (5, "expected 70 cells, found 1"),
+                (4, "expected 71 cells, found 3"),
+                (5, "expected 71 cells, found 1"),
                 (6, "is not UTF-8 text"),
-                (7, "written by a newer monobloc: schema 7, this one reads 3"),
+                (7, "written by a newer monobloc: schema 7, this one reads 4"),
                 (8, "column `layers`: expected a number, found `many`"),
                 (9, "column `position`: expected nothing for the verdict `fail`, found `32`"),
                 (10, "is longer than 1048576 bytes"),
                 (11, &format!("another row has the id {id}, with other values; the first one counts")),
             ]
         );
-        assert!(corpus.broken[0].to_string().ends_with("trials.csv:4: expected 70 cells, found 3"));
+        assert!(corpus.broken[0].to_string().ends_with("trials.csv:4: expected 71 cells, found 3"));
     }
 
     #[test]

@@ -14,12 +14,16 @@ use crate::digest::{Digest, KeyPart, KeySink, key};
 use crate::error::Fault;
 
 /// Version of the columns, in every row. A row with a larger one is refused, not guessed at; older ones are read.
-pub const SCHEMA: u32 = 3;
+pub const SCHEMA: u32 = 4;
 /// Columns of schema 2: the decisions of a search. In older rows they are empty or absent.
 pub const ADDED_IN_2: [&str; 3] = ["campaign", "trial", "decision"];
 /// Columns of schema 3, for people who group rows. Only the ratio cannot be derived from other columns, so they may be missing from
 /// the header of an older file to which newer rows are appended.
 pub const ADDED_IN_3: [&str; 3] = ["model", "op", "ratio_vs_default"];
+/// The column of schema 4. A row without it is of the decode kernel. No row of another kernel is appended to a file without it.
+pub const ADDED_IN_4: [&str; 1] = ["kernel"];
+/// What ran in rows of older schemas.
+pub const DECODE_KERNEL: &str = "decode";
 /// Longest text of a cell; a candidate of 60 knobs takes about 1000 bytes.
 const TEXT_BYTES_MAX: usize = 8192;
 /// Digits of a digest that was shortened: 64 bits.
@@ -41,7 +45,7 @@ const fn column(name: &'static str, unit: &'static str, meaning: &'static str) -
 }
 
 /// All columns in file order. Digests are 64 hex digits of blake3. Cells are empty where nothing was measured.
-pub const COLUMNS: [Column; 70] = [
+pub const COLUMNS: [Column; 71] = [
     column("schema", "count", "version of these columns"),
     column("trial_id", "digest", "names the row: digest of its other columns and a nonce"),
     column("utc", "time", "when the row was made, `2026-01-31T12:00:00Z`"),
@@ -49,7 +53,12 @@ pub const COLUMNS: [Column; 70] = [
     column("host_kind", "text", "what the host is, such as `x86_64-linux`"),
     column("manifest", "text", "name of the manifest"),
     column("model", "text", "what the weights or shapes are called: the last part of the manifest's source"),
-    column("op", "text", "the op that ran alone; empty for whole decode steps"),
+    column("op", "text", "the op that ran alone; empty for whole steps"),
+    column(
+        "kernel",
+        "text",
+        "the kernel that ran, as `[search]` names it: `decode`, `wave:32`, `chunk`; empty in rows of older schemas, which are of `decode`",
+    ),
     column("model_graph", "digest", "the imported model, without the values of the weights"),
     column(
         "family",
@@ -106,8 +115,8 @@ pub const COLUMNS: [Column; 70] = [
     ),
     column("kl_max", "nats", "largest divergence from the reference's distribution"),
     column("argmax_agree", "count", "positions whose most likely token agrees"),
-    column("position", "positions", "tokens in the cache at the first timed step"),
-    column("steps_per_launch", "count", "decode steps in one launch"),
+    column("position", "positions", "tokens in the cache at the first timed step; of `chunk` the tokens of the prompt"),
+    column("steps_per_launch", "count", "steps in one launch; of `chunk` 1, the whole prompt"),
     column("samples", "count", "timed launches"),
     column("latency_us_p10", "µs per step", "10th percentile over launches"),
     column("latency_us_p50", "µs per step", "median over launches"),
@@ -177,6 +186,8 @@ pub struct ModelShape {
     pub weights_dtype: String,
     pub cache_dtype: String,
     pub wire_dtype: String,
+    /// The kernel that ran, as `[search]` of a manifest names it.
+    pub kernel: String,
 }
 
 impl ModelShape {
@@ -187,9 +198,10 @@ impl ModelShape {
 }
 
 impl Facts {
-    /// Name of what ran, for people: the manifest's name, and after a colon the op that ran alone.
+    /// Name of what ran, for people: the manifest's name, after a colon the op that ran alone, and a kernel that is not the decode kernel.
     pub fn name(&self) -> String {
-        self.model.op().map_or(self.manifest.clone(), |op| format!("{}:{op}", self.manifest))
+        let name = self.model.op().map_or(self.manifest.clone(), |op| format!("{}:{op}", self.manifest));
+        if self.model.kernel == DECODE_KERNEL { name } else { format!("{name} {}", self.model.kernel) }
     }
 }
 
@@ -580,6 +592,7 @@ impl Trial {
             weights_dtype,
             cache_dtype,
             wire_dtype,
+            kernel,
         } = model;
         let Machine { target, target_kind, device_name, device_uuid, driver, nvrtc, sm_count } = machine;
         let Point {
@@ -612,6 +625,7 @@ impl Trial {
             ("manifest", line(manifest)),
             ("model", line(model_name)),
             ("op", line(model.op().unwrap_or_default())),
+            ("kernel", line(kernel)),
             ("model_graph", model_graph.to_string()),
             ("family", line(family)),
             ("layers", layers.to_string()),
@@ -699,6 +713,7 @@ impl Trial {
             weights_dtype: row.text("weights_dtype")?,
             cache_dtype: row.text("cache_dtype")?,
             wire_dtype: row.text("wire_dtype")?,
+            kernel: row.kernel()?,
         };
         let machine = Machine {
             target: row.text("target")?,
@@ -849,6 +864,10 @@ struct Row<'a> {
 }
 
 impl Row<'_> {
+    fn kernel(&self) -> Result<String, RowFault> {
+        Ok(self.text("kernel").map(|kernel| if kernel.is_empty() { DECODE_KERNEL.to_string() } else { kernel })?)
+    }
+
     fn cell(&self, column: &'static str) -> Result<&str, RowFault> {
         let found = |column: &str| self.columns.get(column).and_then(|at| self.cells.get(*at)).copied();
         match found(column) {
@@ -856,7 +875,7 @@ impl Row<'_> {
                 fault(column, format!("expected at most {TEXT_BYTES_MAX} bytes, found {}", cell.len()))
             }
             Some(cell) => Ok(cell),
-            None if ADDED_IN_3.contains(&column) => Ok(""),
+            None if ADDED_IN_3.contains(&column) || ADDED_IN_4.contains(&column) => Ok(""),
             None if ADDED_IN_2.contains(&column) && found("schema") == Some("1") => Ok(""),
             None => fault(column, "is missing"),
         }
@@ -1070,6 +1089,7 @@ pub(crate) mod tests {
                 weights_dtype: "bf16".into(),
                 cache_dtype: "bf16".into(),
                 wire_dtype: "f32".into(),
+                kernel: DECODE_KERNEL.into(),
             },
             machine: Machine {
                 target: "h200".into(),
@@ -1210,7 +1230,7 @@ pub(crate) mod tests {
             ("layers", "30.0", "expected a whole number in range, found `30.0`"),
             ("layers", "", "expected a number, found nothing"),
             ("vocab", "-1", "expected a whole number in range, found `-1`"),
-            ("schema", "0", "expected 1 to 3, found 0"),
+            ("schema", "0", "expected 1 to 4, found 0"),
             ("cubin", "abc", "expected 64 lower-case hex digits, found `abc`"),
             ("verdict", "great", "expected one of ok, fail, infeasible, rejected, timeout, crash, found `great`"),
             ("decision", "good", "expected one of first, faster, simpler, reverted or nothing, found `good`"),

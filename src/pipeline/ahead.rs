@@ -5,8 +5,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::candidate::Candidate;
 
-use super::chain::{Chain, Host};
-use super::stages::BuildContext;
+use super::made::{Made, Maker};
 
 /// Candidates that are made before the search asks for them.
 #[derive(Default)]
@@ -25,7 +24,7 @@ struct Queue<'a> {
 
 enum State<'a> {
     Making,
-    Made(Box<Chain<'a>>),
+    Made(Made<'a>),
     /// Handed out, dropped, or not to be made: the next request builds it, mostly from the cache, and gets its faults.
     Gone,
 }
@@ -34,12 +33,12 @@ enum State<'a> {
 struct Making<'m, 'a> {
     ahead: &'m Ahead<'a>,
     knobs: String,
-    made: Option<Chain<'a>>,
+    made: Option<Made<'a>>,
 }
 
 impl Drop for Making<'_, '_> {
     fn drop(&mut self) {
-        let state = self.made.take().map_or(State::Gone, |made| State::Made(Box::new(made)));
+        let state = self.made.take().map_or(State::Gone, State::Made);
         self.ahead.lock().states.insert(self.knobs.clone(), state);
         self.ahead.more.notify_all();
     }
@@ -48,7 +47,7 @@ impl Drop for Making<'_, '_> {
 impl<'a> Ahead<'a> {
     /// The candidate, if a thread made it or is making it. `candidates` will probably be asked for next: what was waiting is
     /// dropped, and so is what was made and is not among them.
-    pub fn take(&self, candidate: &Candidate, candidates: &[Candidate]) -> Option<Chain<'a>> {
+    pub fn take(&self, candidate: &Candidate, candidates: &[Candidate]) -> Option<Made<'a>> {
         let knobs = candidate.to_string();
         let mut queue = self.lock();
         let next: Vec<String> = candidates.iter().map(ToString::to_string).collect();
@@ -64,7 +63,7 @@ impl<'a> Ahead<'a> {
             queue = self.more.wait(queue).unwrap_or_else(PoisonError::into_inner);
         }
         match queue.states.insert(knobs, State::Gone) {
-            Some(State::Made(chain)) => Some(*chain),
+            Some(State::Made(made)) => Some(made),
             _ => None,
         }
     }
@@ -80,7 +79,7 @@ impl<'a> Ahead<'a> {
     }
 
     /// Makes what is waiting until the campaign ends.
-    pub fn work(&self, context: BuildContext<'a>, host: &'a Host<'a>) {
+    pub fn work(&self, maker: &Maker<'a>) {
         loop {
             let mut queue = self.lock();
             let candidate = loop {
@@ -96,8 +95,7 @@ impl<'a> Ahead<'a> {
             queue.states.insert(knobs.clone(), State::Making);
             drop(queue);
             let mut making = Making { ahead: self, knobs, made: None };
-            let chain = Chain::new(context, host, candidate);
-            making.made = chain.make_kernel().is_ok().then_some(chain);
+            making.made = maker.make(&candidate).ok();
         }
     }
 }

@@ -6,16 +6,18 @@ use std::time::{Duration, Instant};
 use crate::abba::Ratio;
 use crate::candidate::Candidate;
 use crate::digest::Digest;
-use crate::error::{Fault, Tier};
+use crate::error::Fault;
 use crate::flywheel::{Decision, Proposer, RatioInterval, Timing, Trial, Verdict};
+use crate::manifest::SearchKernel;
 use crate::report::{Progress, Report};
 use crate::search::space::changed;
 use crate::search::{Arena, BuildOutcome, RunOutcome, Stop, TrialRecord, TrialResult, floor_gap};
 
 use super::ahead::Ahead;
-use super::chain::{Chain, Host, NotMade};
+use super::chain::{Chain, Host};
 use super::keys::Hardware;
-use super::rows::{Asked, PositionVerdict, TrialRow, check_figures, timing};
+use super::made::{Made, Maker, Unmade};
+use super::rows::{Asked, PositionVerdict, TrialRow, WaveRow, check_figures, timing};
 use super::search_start::{Incumbent, predicted_us};
 use super::stages::BuildContext;
 use super::trial::{Answer, Job};
@@ -43,6 +45,7 @@ pub(super) struct Spent {
 pub(super) struct CampaignArena<'a> {
     pub context: BuildContext<'a>,
     pub host: &'a Host<'a>,
+    pub maker: &'a Maker<'a>,
     pub report: &'a Report,
     /// Trials of the campaign that are done, beyond the first.
     pub progress: Progress<'a>,
@@ -87,10 +90,35 @@ impl CampaignArena<'_> {
     }
 
     /// Appends the rows of a trial. `against` says whether it took turns with the incumbent.
-    fn append(&self, chain: &Chain<'_>, asked: Asked, evidence: &Evidence, against: bool) -> Result<Vec<Trial>, Fault> {
+    fn append(&self, made: &Made<'_>, asked: Asked, evidence: &Evidence, against: bool) -> Result<Vec<Trial>, Fault> {
+        match made {
+            Made::Decode(chain) => self.append_row((chain, None), asked, evidence, against),
+            Made::Wave(wave) => {
+                let row = WaveRow { candidate: &wave.candidate, made: Some(wave) };
+                self.append_row((&wave.chain, Some(row)), asked, evidence, against)
+            }
+        }
+    }
+
+    /// The same of a candidate that was not made.
+    fn append_unmade(&self, candidate: &Candidate, asked: Asked, verdict: Verdict) -> Result<(), Fault> {
+        let evidence = Evidence::failed(verdict);
+        let chain = Chain::new(self.context, self.host, candidate.without_waves());
+        let wave = (self.context.searched() != SearchKernel::Decode).then_some(WaveRow { candidate, made: None });
+        self.append_row((&chain, wave), asked, &evidence, false).map(drop)
+    }
+
+    fn append_row(
+        &self,
+        (chain, wave): (&Chain<'_>, Option<WaveRow<'_>>),
+        asked: Asked,
+        evidence: &Evidence,
+        against: bool,
+    ) -> Result<Vec<Trial>, Fault> {
+        let candidate = wave.map_or(&chain.candidate, |wave| wave.candidate);
         // A candidate that was never placed ran on no hardware.
-        let hardware = chain.made().0.map(|_| self.hardware);
-        let row = TrialRow { chain, hardware, asked: Some(asked) };
+        let ran = wave.map_or(chain.made().0.is_some(), |wave| wave.made.is_some());
+        let row = TrialRow { chain, wave, hardware: ran.then_some(self.hardware), asked: Some(asked) };
         let rows = evidence.verdicts.iter().map(|verdict| {
             let position = verdict.timing().map(|timing| timing.position);
             let incumbent = match position {
@@ -100,7 +128,7 @@ impl CampaignArena<'_> {
             };
             let mut verdict = verdict.clone();
             if let Verdict::Ok { timing, .. } = &mut verdict {
-                timing.ratio_vs_default = match (chain.candidate == self.default, timing.ratio, incumbent) {
+                timing.ratio_vs_default = match (*candidate == self.default, timing.ratio, incumbent) {
                     (true, ..) => Some(1.0),
                     (false, Some(ratio), Some(incumbent)) => Some(incumbent.ratio_vs_default * ratio.p50),
                     _ => None,
@@ -109,7 +137,7 @@ impl CampaignArena<'_> {
             PositionVerdict {
                 verdict,
                 incumbent: incumbent.map(|incumbent| incumbent.row).filter(|_| against),
-                predicted_us: position.and_then(|position| predicted_us(&self.context, &chain.candidate, position)),
+                predicted_us: position.and_then(|position| predicted_us(&self.context, candidate, position)),
             }
         });
         row.append_rows(evidence.check_ms, evidence.measure_ms, rows.collect())
@@ -117,41 +145,36 @@ impl CampaignArena<'_> {
 }
 
 impl<'a> Arena for CampaignArena<'a> {
-    type Built = Chain<'a>;
+    type Built = Made<'a>;
     type Evidence = Evidence;
     type Fault = Fault;
 
-    fn make(&mut self, candidate: &Candidate, ahead: &[Candidate]) -> Result<BuildOutcome<Chain<'a>>, Fault> {
+    fn make(&mut self, candidate: &Candidate, ahead: &[Candidate]) -> Result<BuildOutcome<Made<'a>>, Fault> {
         self.intro.drain(..).for_each(|line| self.report.note(&line));
         let started = Instant::now();
-        let chain = match self.ahead.take(candidate, ahead) {
-            Some(chain) => chain,
-            None => {
-                let chain = Chain::new(self.context, self.host, candidate.clone());
-                match chain.schedule() {
-                    Ok(_) => chain.make_kernel()?,
-                    Err(NotMade::Infeasible(reason)) => return Ok(BuildOutcome::Infeasible(reason.to_string())),
-                    Err(NotMade::Fault(fault)) if fault.tier == Tier::Internal => {
-                        // A schedule of our own that cannot be proven is our bug: it stops the search, and is a row, so
-                        // that the same command goes on without it.
-                        let detail = fault.message.clone();
-                        let asked = self.asked(None, Proposer::Local, None);
-                        self.append(&chain, asked, &Evidence::failed(Verdict::Rejected { detail }), false)?;
-                        return Err(fault);
-                    }
-                    Err(other) => return Err(other.into()),
+        let made = match self.ahead.take(candidate, ahead) {
+            Some(made) => made,
+            None => match self.maker.make(candidate) {
+                Ok(made) => made,
+                Err(Unmade::Infeasible(reason)) => return Ok(BuildOutcome::Infeasible(reason)),
+                Err(Unmade::Unproven(fault)) => {
+                    // A schedule or a plan of our own that cannot be proven is our bug: it stops the search, and is a row, so
+                    // that the same command goes on without it.
+                    let (detail, asked) = (fault.message.clone(), self.asked(None, Proposer::Local, None));
+                    self.append_unmade(candidate, asked, Verdict::Rejected { detail })?;
+                    return Err(fault);
                 }
-                chain
-            }
+                Err(Unmade::Fault(fault)) => return Err(fault),
+            },
         };
         self.spent.made += started.elapsed();
-        Ok(BuildOutcome::Ready { artefact: chain.schedule()?.content, made: chain })
+        Ok(BuildOutcome::Ready { artefact: made.artefact()?, made })
     }
 
     fn run(
         &mut self,
         candidate: &Candidate,
-        _made: &Chain<'a>,
+        _made: &Made<'a>,
         incumbent: Option<&Candidate>,
     ) -> Result<RunOutcome<Evidence>, Fault> {
         let job = Job {
@@ -193,7 +216,7 @@ impl<'a> Arena for CampaignArena<'a> {
         })
     }
 
-    fn record(&mut self, record: &TrialRecord<'_, Chain<'a>, Evidence>) -> Result<(), Fault> {
+    fn record(&mut self, record: &TrialRecord<'_, Made<'a>, Evidence>) -> Result<(), Fault> {
         let TrialRecord { number, candidate, proposer, result } = record;
         let what = changed(candidate, &self.default);
         let line = |of: String| match number {
@@ -203,9 +226,7 @@ impl<'a> Arena for CampaignArena<'a> {
         match result {
             TrialResult::Infeasible(reason) => {
                 let asked = self.asked(None, *proposer, None);
-                let evidence = Evidence::failed(Verdict::Infeasible { detail: reason.to_string() });
-                let chain = Chain::new(self.context, self.host, (*candidate).clone());
-                self.append(&chain, asked, &evidence, false)?;
+                self.append_unmade(candidate, asked, Verdict::Infeasible { detail: reason.to_string() })?;
                 self.report.note(&line(format!("infeasible: {reason}")));
             }
             TrialResult::Failed { made, evidence } => {

@@ -3,6 +3,7 @@
 use std::iter;
 use std::sync::Arc;
 
+use crate::candidate::WaveKnobs;
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
 use crate::cuda::states::StateRows;
@@ -12,7 +13,7 @@ use crate::error::{Fault, Tier};
 use crate::interp::{Options, Pack};
 use crate::ir::layout::{cache_row_bytes, pack_bytes};
 use crate::lower::Batch;
-use crate::manifest::{Decode, Manifest};
+use crate::manifest::{Decode, Manifest, SearchKernel};
 use crate::model::graph::Layer;
 use crate::pages::Pool;
 use crate::rows::Shape;
@@ -24,7 +25,7 @@ use super::checks::Checking;
 use super::device_rows::{one_row_kernel, rows_source};
 use super::device_sampler::sampler_source;
 use super::device_steps::{By, StepsKernel, StepsKernels, fitting};
-use super::device_waves::plan_prompts;
+use super::device_waves::{chosen_knobs, plan_prompts};
 use super::drafted::Drafted;
 use super::evaluate::ensure_checked;
 use super::execute::{Devices, upload_pack};
@@ -300,21 +301,24 @@ fn to_serve_fastest(chain: &Chain<'_>, serving: &Serving, memory: Memory) -> Res
         memory.told(&shape)
     ));
     let source = sampler_source(chain.context.target);
-    let mut planned = vec![Planned { does: Does::Sampler, validated: None, source }];
+    let none = WaveKnobs::default();
+    let mut planned = vec![Planned { does: Does::Sampler, validated: None, knobs: none, source }];
     planned.extend(one_row.into_iter().map(|one| Planned {
         does: Does::Steps { rows: 1, by: By::Words },
+        knobs: none,
         source: rows_source(&chain.context, &one, Trace::Off),
         validated: Some(one),
     }));
-    for StepsKernel { validated, rows, by } in kernels.iter().chain(&ragged).cloned() {
-        let kernel = StepsKernel { validated: validated.clone(), rows, by };
+    for kernel in kernels.iter().chain(&ragged) {
         let source = kernel.source(&chain.context, Trace::Off)?;
-        planned.push(Planned { does: Does::Steps { rows, by }, validated: Some(validated), source });
+        let &StepsKernel { ref validated, rows, by, knobs } = kernel;
+        planned.push(Planned { does: Does::Steps { rows, by }, validated: Some(validated.clone()), knobs, source });
     }
-    match plan_prompts(chain.context.target, &kernels[0].validated) {
+    let validated = &kernels[0].validated;
+    let knobs = chosen_knobs(context, SearchKernel::Chunk, validated.schedule());
+    match plan_prompts(chain.context.target, validated, &knobs) {
         Ok(plan) => {
-            let validated = &kernels[0].validated;
-            let of = |(does, source)| Planned { does, validated: Some(validated.clone()), source };
+            let of = |(does, source)| Planned { does, validated: Some(validated.clone()), knobs, source };
             planned.extend(plan.sources(&chain.context, Trace::Off).into_iter().map(of));
         }
         Err(fault) if fault.tier == Tier::Input => {
@@ -342,7 +346,7 @@ fn to_serve_alike(chain: &Chain<'_>, serving: &Serving, memory: Memory) -> Resul
         shape.page_rows
     ));
     let source = sampler_source(chain.context.target);
-    let mut planned = vec![Planned { does: Does::Sampler, validated: None, source }];
+    let mut planned = vec![Planned { does: Does::Sampler, validated: None, knobs: WaveKnobs::default(), source }];
     planned.extend(invariant::planned(chain, &validated)?);
     Ok(PlannedSet { is_alike: true, kernels: planned })
 }
@@ -589,7 +593,11 @@ mod tests {
         let chosen = |running_max: u32, of: &[(u32, &Arc<Validated>, By)]| {
             let mut kernels = vec![];
             for &(rows, validated, by) in of {
-                add(&mut kernels, StepsKernel { validated: validated.clone(), rows, by }, running_max);
+                add(
+                    &mut kernels,
+                    StepsKernel { validated: validated.clone(), rows, by, knobs: WaveKnobs::default() },
+                    running_max,
+                );
             }
             kernels.iter().map(|kernel| kernel.rows).collect::<Vec<_>>()
         };
@@ -601,7 +609,14 @@ mod tests {
         assert_eq!(chosen(16, &waves), [8, 16, 32, 64]);
         // Of those that cut long histories it has one, with a row for each request.
         let kernels = |of: &[(u32, &Arc<Validated>, By)]| -> Vec<StepsKernel> {
-            of.iter().map(|&(rows, validated, by)| StepsKernel { validated: validated.clone(), rows, by }).collect()
+            of.iter()
+                .map(|&(rows, validated, by)| StepsKernel {
+                    validated: validated.clone(),
+                    rows,
+                    by,
+                    knobs: WaveKnobs::default(),
+                })
+                .collect()
         };
         let ragged = |running_max| ragged_rows(running_max, &kernels(&waves));
         assert_eq!([1, 2, 32, 33, 64].map(ragged), [None, Some(32), Some(32), Some(64), Some(64)]);

@@ -12,7 +12,7 @@ use crate::digest::Digest;
 use crate::error::{Fault, Tier};
 use crate::flywheel::{Corpus, RatioInterval};
 use crate::lower::LayerOp;
-use crate::manifest::Manifest;
+use crate::manifest::{Manifest, SearchKernel};
 use crate::report::Report;
 use crate::search::space::changed;
 use crate::search::{
@@ -24,6 +24,8 @@ use super::ahead::Ahead;
 use super::arena::{CampaignArena, Spent};
 use super::chain::{Chain, Host, NotMade};
 use super::evaluate::Executor;
+use super::invariant;
+use super::made::{Maker, refuse_wave};
 use super::proposer::Proposer;
 use super::rows::shape;
 use super::search_start::{Known, guess, space_of};
@@ -97,6 +99,9 @@ pub fn tune(workspace: &Workspace, manifest: &Manifest, target: &Target, asked: 
     let host = Host::new(&quiet);
     let hardware = host.hardware(target)?;
     let context = BuildContext::new(&quiet, manifest, target, &model)?;
+    refuse_kernel(manifest, context.searched(), target)?;
+    let maker = Maker::new(context, &host);
+    refuse_wave(&maker, &context.search_default())?;
     let campaign = context.campaign(&hardware)?;
     let space = space_of(&context);
     let known = Known::read(&context, campaign)?;
@@ -107,7 +112,8 @@ pub fn tune(workspace: &Workspace, manifest: &Manifest, target: &Target, asked: 
         let mut known = guesses.lock().unwrap_or_else(PoisonError::into_inner);
         *known.entry(candidate.values()).or_insert_with(|| guess(&context, &default, candidate))
     };
-    let setting = Setting::new(&shape(&context, &model.imported.graph), &target.name, target.kind.name());
+    let setting =
+        Setting::new(&shape(&context, &model.imported.graph, context.searched()), &target.name, target.kind.name());
     let prior = Prior::new(&known.groups, setting, &space);
     let intro = intro(&context, &space, &known, &prior);
     let limits = Limits::of_budget(asked.trials, manifest.search.seed);
@@ -122,6 +128,7 @@ pub fn tune(workspace: &Workspace, manifest: &Manifest, target: &Target, asked: 
     let mut arena = CampaignArena {
         context,
         host: &host,
+        maker: &maker,
         report: &workspace.report,
         progress: workspace.report.bar("trials", u64::from(asked.trials)).resume(done.into()),
         hardware: &hardware,
@@ -142,7 +149,7 @@ pub fn tune(workspace: &Workspace, manifest: &Manifest, target: &Target, asked: 
     };
     let driven = thread::scope(|scope| {
         for _ in 0..count {
-            scope.spawn(|| ahead.work(context, &host));
+            scope.spawn(|| ahead.work(&maker));
         }
         let driven = search_for(&mut arena, &mut search, known.past, count, asked);
         ahead.end();
@@ -196,7 +203,9 @@ fn finish(
     };
     let checking = Instant::now();
     // There is no further comparison for an op alone: its trials made all of them.
-    let checked = if told.op.is_none() { fully_checked(told, &best, &default) } else { Ok(()) };
+    // Nor for a wave kernel: a trial compares it as a server does, and the set that a server makes of it is compared again.
+    let whole = told.op.is_none() && told.searched() == SearchKernel::Decode;
+    let checked = if whole { fully_checked(told, &best, &default) } else { Ok(()) };
     spent.checked = checking.elapsed();
     let best = match checked {
         Ok(()) => best,
@@ -238,7 +247,11 @@ fn own_history(context: &BuildContext<'_>, campaign: Digest) -> Result<Option<Hi
 
 fn intro(context: &BuildContext<'_>, space: &Space, known: &Known, prior: &Prior) -> Vec<String> {
     let knobs: Vec<&str> = space.knobs().map(|(knob, _)| knob.name).collect();
-    let mut lines = vec![format!("{}: {} points of {}", context.target.name, space.size(), knobs.join(", "))];
+    let of = match context.searched() {
+        SearchKernel::Decode => String::new(),
+        kernel => format!("{kernel}: "),
+    };
+    let mut lines = vec![format!("{}: {of}{} points of {}", context.target.name, space.size(), knobs.join(", "))];
     if known.stale > 0 {
         lines.push(format!("{} rows are of another space of knobs and teach nothing here", known.stale));
     }
@@ -251,6 +264,19 @@ fn intro(context: &BuildContext<'_>, space: &Space, known: &Known, prior: &Prior
     }
     lines.extend(known.broken.iter().take(3).map(|broken| format!("skipped {broken}")));
     lines
+}
+
+/// Refuses a search of a wave kernel on a target that has none of its own.
+fn refuse_kernel(manifest: &Manifest, kernel: SearchKernel, target: &Target) -> Result<(), Fault> {
+    if kernel == SearchKernel::Decode {
+        return Ok(());
+    }
+    let remedy = "set `kernel = \"decode\"` in `[search]`, or name another target";
+    if target.kind == TargetKind::Cpu {
+        let message = format!("target `{}` has no kernel `{kernel}`: the interpreter runs its schedules", target.name);
+        return Err(Fault::input(message).with_remedy(remedy));
+    }
+    invariant::refuse(manifest, target, &format!("search of `{kernel}`"), "leave `batch_invariant` out")
 }
 
 /// Checks what a search found as a build would, through the cache. Trials are compared with less: no hostile orders.
@@ -267,7 +293,8 @@ fn fully_checked(context: &BuildContext<'_>, best: &Candidate, default: &Candida
 ///
 /// # Errors
 /// One line that says what is missing.
-pub fn can_tune(workspace: &Workspace, target: &Target) -> Result<(), String> {
+pub fn can_tune(workspace: &Workspace, manifest: &Manifest, target: &Target) -> Result<(), String> {
+    refuse_kernel(manifest, manifest.search.kernel, target).map_err(first_line)?;
     if target.kind == TargetKind::Cpu {
         return Ok(());
     }
@@ -310,12 +337,13 @@ fn remember(
     trials: u32,
     asked: &Tuning<'_>,
 ) -> Result<(), Fault> {
-    let text = best.to_string();
+    let kernel = context.searched();
+    let text = if kernel == SearchKernel::Decode { best.to_string() } else { best.waves.to_string() };
     let why = format!("candidate = {text}\ntrials = {trials}\nstop = {stop}\n");
     let key = Digest::of(why.as_bytes());
     let cache = &context.workspace.cache;
     cache.put(keys::TUNED, &key, &why, text.as_bytes())?;
-    cache.set_latest(keys::TUNED, &context.tuned_subject(), &key)?;
+    cache.set_latest(keys::TUNED, &context.tuned_subject(kernel), &key)?;
     if *stop != Stop::Interrupted {
         cache.set_latest(keys::TUNED, &context.searched_subject((asked.trials, asked.minutes)), &key)?;
     }

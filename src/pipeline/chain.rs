@@ -226,7 +226,7 @@ impl<'a> Chain<'a> {
             Err(NotMade::Infeasible(reason)) => reason,
             Err(other) => return Err(other.into()),
         };
-        let row = TrialRow { chain: &chain, hardware: None, asked: None };
+        let row = TrialRow { chain: &chain, wave: None, hardware: None, asked: None };
         row.append(None, None, vec![Verdict::Infeasible { detail: reason.to_string() }])?;
         let message = format!("the candidate does not fit `{}`: {reason}", context.target.name);
         Err(Fault::input(message).with_remedy(remedy_of(&reason, &context)))

@@ -402,40 +402,13 @@ impl<'a> Checks<'a> {
         base: &mut dyn RowLauncher,
         other: &mut dyn RowLauncher,
     ) -> Result<(), Fault> {
-        let shape = *base.shape();
-        let page_rows = shape.page_rows;
-        let two = other.shape().rows > 1 && shape.sequences > 1 && shape.pages > 1;
-        let pages = if two { shape.pages - 1 } else { shape.pages };
-        let most = pages.saturating_mul(page_rows).min(shape.context_max);
-        let several = 2 * page_rows.max(other.split_max());
-        let position = (several + BEYOND_PAGES).min(most.saturating_sub(3));
-        let others = if two { (position / 3).min(page_rows.saturating_sub(3)) } else { position };
-        let rows = if two { 2 } else { 1 };
-        let ids = check_ids(base.vocab(), rows);
-        let mut decoding = Decoding::with_others(base, rows, (position, others), 1)?;
-        decoding.give_tokens(|row| ids[row as usize]);
-        let logits = |decoding: &mut Decoding, session: &mut dyn RowLauncher| -> Result<Vec<Vec<f32>>, Fault> {
-            let (tables, inputs) = decoding.launch(position, 1)?;
-            session.poison_logits()?;
-            session.run_whole(tables, inputs, true)?;
-            (0..rows).map(|row| Ok(session.logits(row)?)).collect()
-        };
-        let expected = logits(&mut decoding, base)?;
-        if shape.has_state {
-            // The step has moved the states on.
-            decoding = Decoding::with_others(base, rows, (position, others), 1)?;
-            decoding.give_tokens(|row| ids[row as usize]);
-        }
-        let found = logits(&mut decoding, other)?;
-        let at = [position, others];
-        let both = expected.into_iter().zip(found).zip(at);
-        let both = both.map(|((expected, found), position)| BothLogits { position, expected, found });
-        check_ragged(self.precision, judged, &both.collect::<Vec<_>>())?;
+        let both = long_histories(base, other)?;
+        check_ragged(self.precision, judged, &both)?;
         Ok(())
     }
 
     /// Reads a text once more with other roundings, where a row of a kernel is out of tolerance.
-    fn at_random(&self) -> impl FnMut(&[u32], u64) -> Result<Vec<Vec<f32>>, CheckError> + '_ {
+    pub(super) fn at_random(&self) -> impl FnMut(&[u32], u64) -> Result<Vec<Vec<f32>>, CheckError> + '_ {
         |ids, seed| {
             let pack = (self.pack)().map_err(CheckError::Pack)?;
             read_at_random(&self.reference, pack, ids, seed)
@@ -510,6 +483,44 @@ impl<'a> Checks<'a> {
         })?;
         Ok(())
     }
+}
+
+/// The logits of two kernels over one cache, after histories of which one is long, and beyond pages and KV splits.
+///
+/// # Errors
+/// What the device refuses; a launch that gave up.
+pub(super) fn long_histories(
+    base: &mut dyn RowLauncher,
+    other: &mut dyn RowLauncher,
+) -> Result<Vec<BothLogits>, Fault> {
+    let shape = *base.shape();
+    let page_rows = shape.page_rows;
+    let two = other.shape().rows > 1 && shape.sequences > 1 && shape.pages > 1;
+    let pages = if two { shape.pages - 1 } else { shape.pages };
+    let most = pages.saturating_mul(page_rows).min(shape.context_max);
+    let several = 2 * page_rows.max(other.split_max());
+    let position = (several + BEYOND_PAGES).min(most.saturating_sub(3));
+    let others = if two { (position / 3).min(page_rows.saturating_sub(3)) } else { position };
+    let rows = if two { 2 } else { 1 };
+    let ids = check_ids(base.vocab(), rows);
+    let mut decoding = Decoding::with_others(base, rows, (position, others), 1)?;
+    decoding.give_tokens(|row| ids[row as usize]);
+    let logits = |decoding: &mut Decoding, session: &mut dyn RowLauncher| -> Result<Vec<Vec<f32>>, Fault> {
+        let (tables, inputs) = decoding.launch(position, 1)?;
+        session.poison_logits()?;
+        session.run_whole(tables, inputs, true)?;
+        (0..rows).map(|row| Ok(session.logits(row)?)).collect()
+    };
+    let expected = logits(&mut decoding, base)?;
+    if shape.has_state {
+        // The step has moved the states on.
+        decoding = Decoding::with_others(base, rows, (position, others), 1)?;
+        decoding.give_tokens(|row| ids[row as usize]);
+    }
+    let found = logits(&mut decoding, other)?;
+    let at = [position, others];
+    let both = expected.into_iter().zip(found).zip(at);
+    Ok(both.map(|((expected, found), position)| BothLogits { position, expected, found }).collect())
 }
 
 /// What a cache may keep of the kernels of `subject`: stages, and how their results are called.

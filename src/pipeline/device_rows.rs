@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::candidate::Candidate;
+use crate::candidate::{Candidate, WaveKnobs};
 use crate::check::{self, WAVES_POSITIONS, check_rows};
 use crate::codegen::abi::Queues;
 use crate::codegen::emit::{Trace, emit};
@@ -17,7 +17,7 @@ use crate::cuda::waves::{Last, StepsSession, WavesSession};
 use crate::defaults::rows::{PROMPT_ROWS, Room, STEP_ROWS, kernel_rows, place_one_row, place_rows, whole_pages};
 use crate::error::{Fault, Tier};
 use crate::ir::schedule::Schedule;
-use crate::manifest::Manifest;
+use crate::manifest::{Manifest, SearchKernel};
 use crate::pages::Pool;
 use crate::rows::{Edit, Guard, PageId, Request, Row, SequenceId, Shape, Tables};
 use crate::sample::Sampler;
@@ -32,7 +32,9 @@ use super::chain::{Chain, Host, remedy_of};
 use super::checks::{self, Checking, Checks};
 use super::device_sampler::{sampler_source, time_sampled};
 use super::device_steps::{By, StepsKernel, StepsKernels, step_rows_for};
-use super::device_waves::{PromptCubins, derive_chunks, named_spans, plan_prompts, waves_beside, waves_source};
+use super::device_waves::{
+    PromptCubins, chosen_knobs, derive_chunks, named_spans, plan_prompts, waves_beside, waves_source,
+};
 use super::execute::upload_pack;
 use super::invariant;
 use super::kernels::{Does, KernelSet, Planned, PlannedSet};
@@ -253,11 +255,14 @@ impl Prefill {
         let placed = place_prompt_kernel(&chain.context, &chain.candidate, room)?;
         let validated = Arc::new(prove_kernel(&chain.context, placed)?);
         beside_one_row(chain, &validated, one)?;
-        let of = |(does, source)| Planned { does, validated: Some(Arc::clone(&validated)), source };
+        let of = |(does, source), knobs| Planned { does, validated: Some(Arc::clone(&validated)), knobs, source };
         let does = Does::Steps { rows: validated.schedule().program.rows, by: By::Words };
-        let mut planned = vec![of((does, rows_source(&chain.context, &validated, Trace::Off)))];
-        match plan_prompts(chain.context.target, &validated) {
-            Ok(plan) => planned.extend(plan.sources(&chain.context, Trace::Off).into_iter().map(of)),
+        let mut planned = vec![of((does, rows_source(&chain.context, &validated, Trace::Off)), WaveKnobs::default())];
+        let knobs = chosen_knobs(&chain.context, SearchKernel::Chunk, validated.schedule());
+        match plan_prompts(chain.context.target, &validated, &knobs) {
+            Ok(plan) => {
+                planned.extend(plan.sources(&chain.context, Trace::Off).into_iter().map(|named| of(named, knobs)));
+            }
             Err(fault) if fault.tier == Tier::Input => {
                 let note = format!("prompts are read in short chunks: {}", fault.message);
                 chain.context.workspace.report.note(&note);
@@ -282,7 +287,7 @@ impl Prefill {
     ) -> Result<Prefill, Fault> {
         let rows = RowsSession::load(device, queues, cubin, Trace::Off, 1, one.pack(), Some(one.cache()))?;
         let Some(waves) = waves else { return Ok(Prefill { waves: None, rows }) };
-        let plan = plan_prompts(target, queues.validated())?;
+        let plan = plan_prompts(target, queues.validated(), &waves.knobs)?;
         Ok(Prefill { waves: Some(plan.load(device, waves, Trace::Off, one.pack(), one.cache())?), rows })
     }
 
@@ -478,7 +483,7 @@ pub(super) fn load_verifier(
     if prepared.checking == Checking::Required {
         let does = Does::Steps { rows: kernel.rows, by: kernel.by };
         let (validated, source) = (Some(Arc::clone(&kernel.validated)), kernel.source(&chain.context, Trace::Off)?);
-        let set = KernelSet::compile(&chain, false, vec![Planned { does, validated, source }])?;
+        let set = KernelSet::compile(&chain, false, vec![Planned { does, validated, knobs: kernel.knobs, source }])?;
         ensure_beside(prepared, &chain, device, &set, one)?;
     }
     load_launcher(&chain, device, &kernel, 1, one.pack(), Some(one.cache()))
@@ -623,7 +628,7 @@ pub fn bench_rows(
         let of_steps = match kernel {
             1 => {
                 let one = one_row_kernel(&chain.context, &chain.candidate, room(kernel))?;
-                StepsKernel { validated: Arc::new(one), rows: 1, by: By::Words }
+                StepsKernel { validated: Arc::new(one), rows: 1, by: By::Words, knobs: WaveKnobs::default() }
             }
             _ => StepsKernels::new(&chain.context, &chain.candidate).of(room(kernel))?,
         };
@@ -709,7 +714,7 @@ pub(super) fn bench_prompts(
 }
 
 /// Reads a prompt in chunks: milliseconds until the logits after the last token are there, launches included.
-fn time_prompt(reader: &mut Reader<'_>, ids: &[u32]) -> Result<f64, Fault> {
+pub(super) fn time_prompt(reader: &mut Reader<'_>, ids: &[u32]) -> Result<f64, Fault> {
     let shape: Shape = reader.shape();
     let (mut pool, mut guard) = (Pool::new(shape), Guard::new(shape));
     let reserved = pool.open().and_then(|sequence| pool.reserve(sequence, ids.len() as u32).map(|()| sequence));
@@ -829,7 +834,7 @@ pub(super) fn time_rows(
 }
 
 /// Microseconds of a step of one launch from `position` on.
-fn time_launch(session: &mut dyn RowLauncher, decoding: &mut Decoding, position: u32) -> Result<f64, Fault> {
+pub(super) fn time_launch(session: &mut dyn RowLauncher, decoding: &mut Decoding, position: u32) -> Result<f64, Fault> {
     let (tables, inputs) = decoding.launch(position, STEPS)?;
     Ok(session.run_whole(tables, inputs, false)?.device_us / f64::from(STEPS))
 }

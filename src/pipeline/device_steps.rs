@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use crate::candidate::Candidate;
+use crate::candidate::{Candidate, WaveKnobs};
 use crate::codegen::abi::Queues;
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
@@ -15,12 +15,14 @@ use crate::cuda::waves::StepsSession;
 use crate::defaults::rows::{Room, STEP_ROWS, kernel_rows, wave_rows_min};
 use crate::digest::Digest;
 use crate::error::{Fault, Tier};
+use crate::ir::schedule::Schedule;
+use crate::manifest::SearchKernel;
 use crate::target::Target;
 use crate::validate::Validated;
 use crate::waves::Proven;
 
 use super::device_rows::{place_kernel, prove_kernel, rows_source};
-use super::device_waves::{plan_ragged, plan_steps, waves_digests, waves_source};
+use super::device_waves::{chosen_knobs, plan_ragged, plan_steps, waves_digests, waves_source};
 use super::stages::{BuildContext, Generated, kernel_digests};
 
 /// What runs steps of up to `rows` rows.
@@ -30,6 +32,8 @@ pub struct StepsKernel {
     pub validated: Arc<Validated>,
     pub rows: u32,
     pub by: By,
+    /// Of the plan of waves, if there is one that does not cut histories.
+    pub knobs: WaveKnobs,
 }
 
 /// What runs steps, of a schedule.
@@ -57,7 +61,7 @@ impl StepsKernel {
     pub fn plan(&self, target: &Target) -> Result<Option<Proven<'_>>, Fault> {
         match self.by {
             By::Words => Ok(None),
-            By::Waves => plan_steps(target, &self.validated, self.rows).map(Some),
+            By::Waves => plan_steps(target, &self.validated, self.rows, &self.knobs).map(Some),
             By::Splits => plan_ragged(target, &self.validated, self.rows).map(Some),
         }
     }
@@ -130,8 +134,10 @@ impl<'a> StepsKernels<'a> {
     pub fn of(&mut self, room: Room) -> Result<StepsKernel, Fault> {
         let BuildContext { manifest, target, imported, .. } = *self.context;
         let kernels = kernel_rows(&imported.graph, manifest.precision, target);
+        let context = self.context;
         let waves = wave_rows_min(&imported.graph);
-        steps_kernel(target, kernels, waves, room, &mut |room| self.proven(room))
+        let knobs = |schedule: &Schedule, rows| chosen_knobs(context, SearchKernel::Wave { rows }, schedule);
+        steps_kernel(target, kernels, waves, room, &mut |room| self.proven(room), &knobs)
     }
 
     /// What runs steps of `room.rows` rows of which few have long histories.
@@ -142,8 +148,8 @@ impl<'a> StepsKernels<'a> {
         let BuildContext { manifest, target, imported, .. } = *self.context;
         let none = || Fault::internal("a target without kernels for rows");
         let smallest = kernel_rows(&imported.graph, manifest.precision, target).first().ok_or_else(none)?;
-        let kernel =
-            StepsKernel { validated: self.proven(Room { rows: *smallest, ..room })?, rows: room.rows, by: By::Splits };
+        let (validated, knobs) = (self.proven(Room { rows: *smallest, ..room })?, WaveKnobs::default());
+        let kernel = StepsKernel { validated, rows: room.rows, by: By::Splits, knobs };
         kernel.plan(target)?;
         Ok(kernel)
     }
@@ -160,7 +166,7 @@ impl<'a> StepsKernels<'a> {
 }
 
 /// The kernel that runs steps of `room.rows` rows, among those with `kernels` rows (ascending) that `place` places and proves. From `waves` rows on it is a
-/// plan of waves, if there is one.
+/// plan of waves, if there is one. `knobs`: those of such a plan over a schedule.
 ///
 /// # Errors
 /// Why the smallest kernel does not fit; a plan of waves that is not proven.
@@ -170,18 +176,22 @@ fn steps_kernel(
     waves: u32,
     room: Room,
     place: &mut dyn FnMut(Room) -> Result<Arc<Validated>, Fault>,
+    knobs: &dyn Fn(&Schedule, u32) -> WaveKnobs,
 ) -> Result<StepsKernel, Fault> {
     let rows = room.rows;
     if let Some(&smallest) = kernels.first().filter(|_| rows >= waves)
         && let Some(validated) = fitting(place(Room { rows: smallest, ..room }))?
-        && fitting(plan_steps(target, &validated, rows).map(drop))?.is_some()
+        && let knobs = knobs(validated.schedule(), rows)
+        && fitting(plan_steps(target, &validated, rows, &knobs).map(drop))?.is_some()
     {
-        return Ok(StepsKernel { validated, rows, by: By::Waves });
+        return Ok(StepsKernel { validated, rows, by: By::Waves, knobs });
     }
     let mut refused = Fault::internal("a target without kernels for rows");
     for &of in kernels.iter().rev().filter(|of| **of <= rows) {
         match place(Room { rows: of, ..room }) {
-            Ok(validated) => return Ok(StepsKernel { validated, rows, by: By::Words }),
+            Ok(validated) => {
+                return Ok(StepsKernel { validated, rows, by: By::Words, knobs: WaveKnobs::default() });
+            }
             Err(fault) if fault.tier == Tier::Input => refused = fault,
             Err(fault) => return Err(fault),
         }
@@ -242,7 +252,8 @@ mod tests {
             Err(reason) => Err(Fault::input(reason.to_string())),
         };
         let room = Room { rows, sequences: rows, positions: u64::from(rows) * 512 };
-        steps_kernel(target, kernel_rows(graph, precision, target), wave_rows_min(graph), room, &mut place)
+        let knobs = |_: &Schedule, _| WaveKnobs::default();
+        steps_kernel(target, kernel_rows(graph, precision, target), wave_rows_min(graph), room, &mut place, &knobs)
     }
 
     /// No format is refused for a number of rows on a target that has room for a kernel of several rows.

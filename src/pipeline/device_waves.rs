@@ -6,7 +6,8 @@ use super::execute::upload_pack;
 use super::kernels::Does;
 use super::stages::{BuildContext, Generated};
 use super::stored::source_bytes;
-use crate::check::{Checked, check_chunks, check_ids, check_waves, chooses_experts};
+use crate::candidate::WaveKnobs;
+use crate::check::{CheckError, Checked, check_chunks, check_ids, check_waves, chooses_experts};
 use crate::codegen::emit::Trace;
 use crate::codegen::waves::{emit, encode};
 use crate::cuda::driver::Device;
@@ -21,23 +22,47 @@ use crate::ir::layout::matrices;
 use crate::ir::op::{Op, Role};
 use crate::ir::program::Space;
 use crate::ir::schedule::Schedule;
+use crate::manifest::SearchKernel;
 use crate::pages::Pool;
 use crate::rows::{Guard, Request, Row};
 use crate::target::Target;
 use crate::trace::{Span, WaveStamps, wave_spans};
 use crate::validate::Validated;
 use crate::waves::{
-    Action, CHUNK_ROWS, Form, Plan, Proven, Refused, TAIL_ROWS, Violation, Wave, WithTail, derive, derive_ragged,
-    prove, prove_tail,
+    Action, CHUNK_ROWS, Form, Plan, Proven, Refused, TAIL_ROWS, Violation, Wave, WithTail, derive, derive_chosen,
+    derive_ragged, prove, prove_tail,
 };
 use std::sync::Arc;
+
+/// The form and the rows of the plan of a wave kernel that can be searched; `None`: the decode kernel.
+pub(super) fn form_of(kernel: SearchKernel) -> Option<(Form, u32)> {
+    match kernel {
+        SearchKernel::Decode => None,
+        SearchKernel::Wave { rows } => Some((Form::Steps, rows)),
+        SearchKernel::Chunk => Some((Form::Chunk, CHUNK_ROWS)),
+    }
+}
+
+/// The knobs of a wave kernel over `schedule`: those that a search found, if the plan takes them. The user is told if it does not.
+pub(super) fn chosen_knobs(context: &BuildContext<'_>, kernel: SearchKernel, schedule: &Schedule) -> WaveKnobs {
+    let knobs = context.tuned_waves(kernel);
+    let Some((form, rows)) = form_of(kernel).filter(|_| !knobs.is_default()) else { return WaveKnobs::default() };
+    match derive_chosen(schedule, context.target, form, rows, &knobs) {
+        Ok(_) => knobs,
+        Err(refused) => {
+            let name = &context.target.name;
+            context.workspace.report.note(&format!("{name}: `{kernel}` is built without `{knobs}`: {refused}"));
+            WaveKnobs::default()
+        }
+    }
+}
 
 /// Plans and proves the kernel of waves over the pack and the pages of a kernel for rows.
 ///
 /// # Errors
 /// What kernels of waves cannot do of the model or on the target. A plan that is not proven is a fault of this program.
-pub(super) fn plan_waves<'a>(target: &Target, rows: &'a Validated) -> Result<Proven<'a>, Fault> {
-    proven(derive_chunks(rows.schedule(), target), rows, target)
+fn plan_waves<'a>(target: &Target, rows: &'a Validated, knobs: &WaveKnobs) -> Result<Proven<'a>, Fault> {
+    proven(derive_chosen(rows.schedule(), target, Form::Chunk, CHUNK_ROWS, knobs), rows, target)
 }
 
 /// How prompts are read in waves.
@@ -54,6 +79,8 @@ pub struct PromptCubins<'a> {
     pub chunk: &'a [u8],
     /// `None`: chunks have no tail.
     pub tail: Option<&'a [u8]>,
+    /// Knobs of the plan of chunks.
+    pub knobs: WaveKnobs,
 }
 
 impl<'a> PromptPlan<'a> {
@@ -84,7 +111,8 @@ impl<'a> PromptPlan<'a> {
         let compiled = chain.compile_named(self.sources(&chain.context, trace))?;
         let of = |does| compiled.iter().find(|(of, _)| *of == does).map(|(_, cubin)| cubin.bytes.as_slice());
         let chunk = of(Does::Chunk).ok_or_else(|| Fault::internal("chunks without a cubin"))?;
-        self.load(device, PromptCubins { chunk, tail: of(Does::Tail) }, trace, pack, cache)
+        let cubins = PromptCubins { chunk, tail: of(Does::Tail), knobs: WaveKnobs::default() };
+        self.load(device, cubins, trace, pack, cache)
     }
 
     /// Loads what [`PromptPlan::sources`] were compiled to, with the same `trace`. `pack` and `cache` are those of the kernel for rows.
@@ -94,7 +122,7 @@ impl<'a> PromptPlan<'a> {
     pub fn load(
         &self,
         device: &Device,
-        PromptCubins { chunk, tail }: PromptCubins<'_>,
+        PromptCubins { chunk, tail, knobs: _ }: PromptCubins<'_>,
         trace: Trace,
         pack: Arc<DeviceBuffer>,
         cache: Arc<DeviceBuffer>,
@@ -114,8 +142,12 @@ impl<'a> PromptPlan<'a> {
 ///
 /// # Errors
 /// As [`plan_waves`].
-pub(super) fn plan_prompts<'a>(target: &Target, rows: &'a Validated) -> Result<PromptPlan<'a>, Fault> {
-    let chunk = plan_waves(target, rows)?;
+pub(super) fn plan_prompts<'a>(
+    target: &Target,
+    rows: &'a Validated,
+    knobs: &WaveKnobs,
+) -> Result<PromptPlan<'a>, Fault> {
+    let chunk = plan_waves(target, rows, knobs)?;
     match derive(rows.schedule(), target, Form::Tail, TAIL_ROWS) {
         Ok(tail) => prove_tail(tail, chunk, target).map(PromptPlan::WithTail).map_err(unproven),
         Err(refused) => Ok(PromptPlan::Chunks(chunk, refused)),
@@ -132,8 +164,13 @@ pub(super) fn derive_chunks(schedule: &Schedule, target: &Target) -> Result<Plan
 ///
 /// # Errors
 /// As [`plan_waves`].
-pub(super) fn plan_steps<'a>(target: &Target, validated: &'a Validated, rows: u32) -> Result<Proven<'a>, Fault> {
-    proven(derive(validated.schedule(), target, Form::Steps, rows), validated, target)
+pub(super) fn plan_steps<'a>(
+    target: &Target,
+    validated: &'a Validated,
+    rows: u32,
+    knobs: &WaveKnobs,
+) -> Result<Proven<'a>, Fault> {
+    proven(derive_chosen(validated.schedule(), target, Form::Steps, rows, knobs), validated, target)
 }
 
 /// As [`plan_steps`], and long histories are cut into KV splits.
@@ -149,7 +186,7 @@ fn proven<'a>(plan: Result<Plan, Refused>, rows: &'a Validated, target: &Target)
     prove(plan, rows, target).map_err(unproven)
 }
 
-fn unproven(violations: Vec<Violation>) -> Fault {
+pub(super) fn unproven(violations: Vec<Violation>) -> Fault {
     let all: Vec<String> = violations.iter().map(ToString::to_string).collect();
     Fault::internal(format!("a plan of waves is not proven: {}", all.join("; ")))
 }
@@ -164,8 +201,12 @@ pub(super) fn waves_source(context: &BuildContext<'_>, proven: &Proven<'_>, trac
 ///
 /// # Errors
 /// As [`plan_waves`].
-pub(super) fn prompt_digests(target: &Target, rows: &Validated) -> Result<Vec<(Does, [Digest; 2])>, Fault> {
-    let plan = plan_prompts(target, rows)?;
+pub(super) fn prompt_digests(
+    target: &Target,
+    rows: &Validated,
+    knobs: &WaveKnobs,
+) -> Result<Vec<(Does, [Digest; 2])>, Fault> {
+    let plan = plan_prompts(target, rows, knobs)?;
     plan.all().into_iter().map(|(does, proven)| Ok((does, waves_digests(target, proven)?))).collect()
 }
 
@@ -186,7 +227,8 @@ pub(super) fn waves_beside(
     judged: &Checked,
     rows: &mut dyn RowLauncher,
 ) -> Result<(WavesSession, Checked), Fault> {
-    let plan = plan_prompts(chain.context.target, validated)?;
+    let knobs = chosen_knobs(&chain.context, SearchKernel::Chunk, validated.schedule());
+    let plan = plan_prompts(chain.context.target, validated, &knobs)?;
     let mut waves = plan.compile(chain, device, Trace::Off, (rows.pack(), rows.cache()))?;
     let parameters = chain.context.imported.graph.parameter_count();
     let checked = check_prompts(validated, &|| Ok(chain.pack()?), parameters, judged, rows, &mut waves)?;
@@ -205,11 +247,11 @@ pub(super) fn check_prompts(
     judged: &Checked,
     rows: &mut dyn RowLauncher,
     waves: &mut WavesSession,
-) -> Result<Checked, Fault> {
+) -> Result<Checked, CheckError> {
     if chooses_experts(&validated.schedule().program) {
-        return Ok(check_chunks(validated, pack()?, parameters, waves)?);
+        return check_chunks(validated, pack().map_err(CheckError::Pack)?, parameters, waves);
     }
-    Ok(check_waves(validated.schedule(), judged, rows, waves)?)
+    check_waves(validated.schedule(), judged, rows, waves)
 }
 
 /// A launch of waves with time stamps.
@@ -243,7 +285,8 @@ pub(super) fn trace_waves(
     let of_each = room_of_each(&chain.context, &chain.candidate, position + tokens);
     let room = Room { rows, sequences: rows, positions: u64::from(rows) * of_each };
     let validated = prove_kernel(&chain.context, place_kernel(&chain.context, &chain.candidate, room)?)?;
-    let plan = plan_prompts(chain.context.target, &validated)?;
+    let knobs = chosen_knobs(&chain.context, SearchKernel::Chunk, validated.schedule());
+    let plan = plan_prompts(chain.context.target, &validated, &knobs)?;
     let pack = upload_pack(device, &validated, &chain.pack()?)?;
     let cache = Arc::new(device.alloc(validated.schedule().arena_bytes(Space::Cache))?);
     let mut waves = plan.compile(chain, device, Trace::On, (pack, cache))?;

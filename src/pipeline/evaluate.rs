@@ -129,7 +129,7 @@ impl<'a> Executor<'a> {
     }
 
     fn row(&self) -> TrialRow<'_> {
-        TrialRow { chain: self.chain, hardware: Some(&self.hardware), asked: None }
+        TrialRow { chain: self.chain, wave: None, hardware: Some(&self.hardware), asked: None }
     }
 
     /// Checks the numbers, unless they were checked on this hardware before. Also the milliseconds that it took now.

@@ -11,7 +11,7 @@ use crate::defaults::rows::Room;
 use crate::error::Fault;
 use crate::ir::layout::{pack_bytes, streamed_bytes};
 use crate::ir::print::{print, print_program};
-use crate::manifest::Manifest;
+use crate::manifest::{Manifest, SearchKernel};
 use crate::model::config::describe;
 use crate::target::{Target, TargetKind};
 use crate::text::{nearest, one_of};
@@ -22,7 +22,7 @@ use super::Workspace;
 use super::chain::{Chain, Host, NotMade, Stage};
 use super::device_rows::{place_prompt_kernel, prove_kernel};
 use super::device_steps::{StepsKernel, StepsKernels};
-use super::device_waves::{PromptPlan, plan_prompts, plan_ragged, plan_steps};
+use super::device_waves::{PromptPlan, chosen_knobs, plan_prompts, plan_ragged, plan_steps};
 use super::import_stage;
 use super::invariant;
 use super::keys::{self, Keyed};
@@ -139,7 +139,7 @@ pub fn show(workspace: &Workspace, manifest: &Manifest, target: &Target, stage: 
     let chain = || Chain::chosen(context, &host);
     match stage {
         "model" => Ok(format!("{}\n{}", describe(&model.imported.graph), model.graph_text)),
-        "candidate" => Ok(format!("{}\n", context.candidate())),
+        "candidate" => Ok(candidates_text(&context)),
         "program" => {
             let program = context.lower(&context.candidate()).map_err(|reason| Fault::input(reason.to_string()))?;
             Ok(print_program(&program))
@@ -170,21 +170,21 @@ pub fn show(workspace: &Workspace, manifest: &Manifest, target: &Target, stage: 
             needs_kernel(target, stage)?;
             Ok(emit(&prompt_batch(&context)?, target, Trace::Off).text)
         }
-        "waves" => Ok(waves_text(&plan_prompts(target, &prompt_batch(&context)?)?)),
+        "waves" => Ok(waves_text(&chunk_plan(&context, &prompt_batch(&context)?)?)),
         "waves-source" => {
             needs_kernel(target, stage)?;
             let validated = prompt_batch(&context)?;
-            let plan = plan_prompts(target, &validated)?;
+            let plan = chunk_plan(&context, &validated)?;
             Ok(plan.all().into_iter().map(|(_, proven)| waves::emit(proven, target, Trace::Off).text).collect())
         }
         "steps" => {
-            let StepsKernel { validated, rows, .. } = steps_batch(&context)?;
-            Ok(plan_steps(target, &validated, rows)?.plan().to_string())
+            let StepsKernel { validated, rows, knobs, .. } = steps_batch(&context)?;
+            Ok(plan_steps(target, &validated, rows, &knobs)?.plan().to_string())
         }
         "steps-source" => {
             needs_kernel(target, stage)?;
-            let StepsKernel { validated, rows, .. } = steps_batch(&context)?;
-            Ok(waves::emit(&plan_steps(target, &validated, rows)?, target, Trace::Off).text)
+            let StepsKernel { validated, rows, knobs, .. } = steps_batch(&context)?;
+            Ok(waves::emit(&plan_steps(target, &validated, rows, &knobs)?, target, Trace::Off).text)
         }
         "splits" => {
             let StepsKernel { validated, rows, .. } = steps_batch(&context)?;
@@ -199,11 +199,25 @@ pub fn show(workspace: &Workspace, manifest: &Manifest, target: &Target, stage: 
     }
 }
 
+/// The candidate that is built, and a line for each wave kernel for which a search found knobs.
+fn candidates_text(context: &BuildContext<'_>) -> String {
+    let found = SearchKernel::ALL.into_iter().map(|kernel| (kernel, context.tuned_waves(kernel)));
+    let found = found.filter(|(_, knobs)| !knobs.is_default());
+    let waves: String = found.map(|(kernel, knobs)| format!("{kernel}: {knobs}\n")).collect();
+    format!("{}\n{waves}", context.candidate())
+}
+
 /// The kernel that reads prompts, with room for one context of each row.
 fn prompt_batch(context: &BuildContext<'_>) -> Result<Validated, Fault> {
     let context_max = u64::from(context.manifest.decode.context_max);
     let room = |rows| Room { rows, sequences: rows, positions: u64::from(rows) * context_max };
     prove_kernel(context, place_prompt_kernel(context, &context.candidate(), room)?)
+}
+
+/// How prompts are read in waves.
+fn chunk_plan<'a>(context: &BuildContext<'_>, validated: &'a Validated) -> Result<PromptPlan<'a>, Fault> {
+    let knobs = chosen_knobs(context, SearchKernel::Chunk, validated.schedule());
+    plan_prompts(context.target, validated, &knobs)
 }
 
 /// What runs steps of 32 rows, with room for one context of each.

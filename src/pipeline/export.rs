@@ -23,6 +23,7 @@ use super::invariant;
 use super::kernels::{self, KernelSet, Served};
 use super::stages::{BuildContext, kernel_digests, write_pack};
 use super::{Prepared, Serving, Workspace, prepare};
+use crate::candidate::WaveKnobs;
 use crate::cuda::driver::{Device, DeviceIdentity};
 use crate::defaults::rows::Room;
 use crate::digest::Digest;
@@ -331,7 +332,10 @@ fn text_kernels(
     };
     let prompt = set.validated();
     same_weights(validated, prompt)?;
-    let of_waves = if set.prompts().is_some() { prompt_digests(target, prompt)? } else { vec![] };
+    let of_waves = match set.prompts() {
+        Some(cubins) => prompt_digests(target, prompt, &cubins.knobs)?,
+        None => vec![],
+    };
     let mut written = vec![];
     for kernel in set.all() {
         let (does, digests) = match kernel.does {
@@ -340,7 +344,8 @@ fn text_kernels(
             kernels::Does::Sampler => return Err(Fault::internal("a sampler for one text")),
         };
         let compiled = compiled_of(digests, &kernel.code.nvrtc);
-        written.push(folder.kernel(name, does, prompt, Some((compiled, &kernel.code.bytes)))?);
+        let parts = folder.kernel(name, does, prompt, Some((compiled, &kernel.code.bytes)))?;
+        written.push(KernelParts { knobs: knobs_text(&kernel.knobs), ..parts });
     }
     on.ensure(&set, &written.iter().map(|kernel| kernel.code().to_string()).collect::<Vec<_>>())?;
     kernels.extend(written);
@@ -394,8 +399,10 @@ fn write_served(
         if of.by == By::Splits { ragged = Some(parts) } else { steps.push(parts) }
     }
     // Kernels of waves for prompts are those of the first kernel for several rows.
-    if let (Some(_), Some(first)) = (set.prompts(), set.first_of_several()) {
-        for (does, digests) in prompt_digests(target, &first.validated)? {
+    let mut prompt_knobs = String::new();
+    if let (Some(cubins), Some(first)) = (set.prompts(), set.first_of_several()) {
+        prompt_knobs = knobs_text(&cubins.knobs);
+        for (does, digests) in prompt_digests(target, &first.validated, &cubins.knobs)? {
             let kernel = set.get(does).ok_or_else(|| Fault::internal(format!("no kernel `{does}`")))?;
             let cubin = format!("{}/serve-{}.cubin", target.name, Does::of_prompts(does).name());
             folder.put(&cubin, &kernel.code.bytes)?;
@@ -404,7 +411,7 @@ fn write_served(
         }
     }
     on.ensure(&set, &files)?;
-    Ok(Some(ServedParts { running_max, sampler, steps, ragged, prompts }))
+    Ok(Some(ServedParts { running_max, sampler, steps, ragged, prompts, prompt_knobs }))
 }
 
 /// The kernels that add up in one order.
@@ -426,6 +433,11 @@ fn alike_kernels(
     }
     on.ensure(&made, &written.iter().map(|kernel| kernel.code().to_string()).collect::<Vec<_>>())?;
     Ok(written)
+}
+
+/// Knobs of a wave kernel as the index has them: nothing where every choice is left to the rules.
+fn knobs_text(knobs: &WaveKnobs) -> String {
+    if knobs.is_default() { String::new() } else { knobs.to_string() }
 }
 
 /// The parts of a kernel, from the digests of its source and of what it walks.
@@ -495,7 +507,7 @@ impl Folder<'_> {
                 Some(CompiledParts { cubin, ..parts })
             }
         };
-        Ok(KernelParts { does, schedule, compiled })
+        Ok(KernelParts { does, schedule, compiled, knobs: String::new() })
     }
 
     /// A kernel of a server. `schedules` are those that were written for it, and their paths: several kernels may have the same.
@@ -507,7 +519,7 @@ impl Folder<'_> {
         bytes: &[u8],
         schedules: &mut Vec<(Arc<Validated>, String)>,
     ) -> Result<StepsParts, Fault> {
-        let &StepsKernel { ref validated, rows, by } = kernel;
+        let &StepsKernel { ref validated, rows, by, knobs } = kernel;
         let name = if by == By::Splits { "-splits" } else { "" };
         let place = |ending: &str| format!("{target}/serve-{rows}{name}.{ending}");
         let schedule = match schedules.iter().find(|(of, _)| Arc::ptr_eq(of, validated)) {
@@ -521,7 +533,7 @@ impl Folder<'_> {
         };
         let cubin = place("cubin");
         self.put(&cubin, bytes)?;
-        Ok(StepsParts { rows, by, schedule, compiled: CompiledParts { cubin, ..compiled } })
+        Ok(StepsParts { rows, by, schedule, compiled: CompiledParts { cubin, ..compiled }, knobs: knobs_text(&knobs) })
     }
 
     /// Writes a file of `length` bytes, which `fill` gives one after another. False: the user asked to stop.

@@ -33,6 +33,7 @@ use super::device_waves::prompt_digests;
 use super::invariant;
 use super::kernels::{self, Code, KernelSet, Served, alike_rows};
 use super::stages::{kernel_digests, map_file};
+use crate::candidate::WaveKnobs;
 use crate::digest::Digest;
 use crate::error::{Fault, Tier};
 use crate::files::{self, read_bytes, read_text};
@@ -133,6 +134,9 @@ pub(super) struct ServedParts {
     pub ragged: Option<StepsParts>,
     /// Kernels of waves for prompts, over the schedule of the first of `steps` that has several rows: of chunks, then of their tail.
     pub prompts: Vec<CompiledParts>,
+    /// Knobs of the plan of chunks, as they print. Left out where every choice is left to the rules.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub prompt_knobs: String,
 }
 
 /// The kernel that chooses tokens. It depends on no schedule.
@@ -154,6 +158,9 @@ pub(super) struct StepsParts {
     pub by: By,
     pub schedule: String,
     pub compiled: CompiledParts,
+    /// As [`ServedParts::prompt_knobs`], of a plan of steps.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub knobs: String,
 }
 
 /// What a kernel is for.
@@ -220,6 +227,9 @@ pub(super) struct KernelParts {
     pub schedule: String,
     /// `None`: the interpreter executes the schedule.
     pub compiled: Option<CompiledParts>,
+    /// As [`ServedParts::prompt_knobs`], of a kernel that reads prompts in waves.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub knobs: String,
 }
 
 impl KernelParts {
@@ -272,6 +282,8 @@ pub(super) struct Kernel {
     pub cubin: Option<Code>,
     /// The file that is checked.
     pub file: String,
+    /// Of a kernel that reads prompts in waves.
+    pub knobs: WaveKnobs,
 }
 
 /// The kind of this CPU, for exports: their schedules run on any one.
@@ -343,16 +355,17 @@ impl Exported {
         let Some(kernel) = parts.kernels.iter().find(|kernel| kernel.does == does) else { return Ok(None) };
         let validated = self.proven(target, &kernel.schedule)?;
         let place = self.folder.dir.join(&kernel.schedule).display().to_string();
+        let knobs = self.folder.knobs(&kernel.knobs)?;
         let cubin = match (&kernel.compiled, target.kind) {
             (None, TargetKind::Cpu) => None,
             (Some(compiled), TargetKind::Cuda) => {
-                let made = self.folder.digests(&validated, target, does, &place)?;
+                let made = self.folder.digests(&validated, target, (does, &knobs), &place)?;
                 let bytes = self.folder.cubin(compiled, made, &place)?;
                 Some(Code { bytes, nvrtc: compiled.nvrtc.clone() })
             }
             _ => return Err(Fault::input(format!("`{place}` does not fit the kind of target `{}`", target.name))),
         };
-        Ok(Some(Kernel { validated: Arc::new(validated), cubin, file: kernel.code().to_string() }))
+        Ok(Some(Kernel { validated: Arc::new(validated), cubin, file: kernel.code().to_string(), knobs }))
     }
 
     /// The schedule at a path of the index, proven, for the model and the weights of the export.
@@ -410,9 +423,10 @@ impl Exported {
         }
         let mut set = vec![];
         let mut first = None;
-        for &StepsParts { rows, by, ref schedule, ref compiled } in parts.steps.iter().chain(&parts.ragged) {
+        for &StepsParts { rows, by, ref schedule, ref compiled, ref knobs } in parts.steps.iter().chain(&parts.ragged) {
             let (validated, place) = (Arc::clone(&proven[schedule.as_str()]), folder.dir.join(schedule));
-            let kernel = StepsKernel { validated, rows, by };
+            let knobs = folder.knobs(knobs)?;
+            let kernel = StepsKernel { validated, rows, by, knobs };
             let made =
                 if is_alike { invariant::digests(target, &kernel.validated, rows)? } else { kernel.digests(target)? };
             let bytes = folder.cubin(compiled, made, &place.display().to_string())?;
@@ -421,13 +435,14 @@ impl Exported {
                 first = Some(kernel.validated.clone());
             }
             let does = kernels::Does::Steps { rows, by };
-            set.push(kernels::Kernel { does, validated: Some(kernel.validated), code });
+            set.push(kernels::Kernel { does, validated: Some(kernel.validated), knobs, code });
         }
         let Some(first) = first else {
             return Err(folder.foreign("a server without kernels for several rows"));
         };
         if !parts.prompts.is_empty() {
-            let made = prompt_digests(target, &first)?;
+            let knobs = folder.knobs(&parts.prompt_knobs)?;
+            let made = prompt_digests(target, &first, &knobs)?;
             if made.len() != parts.prompts.len() {
                 return Err(folder.foreign(&format!("{} kernels for prompts of a server", parts.prompts.len())));
             }
@@ -437,7 +452,7 @@ impl Exported {
                 let compiled = compiled.ok_or_else(|| folder.foreign(&format!("a server without `{named}`")))?;
                 let bytes = folder.cubin(compiled, digests, &compiled.cubin)?;
                 let code = Code { bytes, nvrtc: compiled.nvrtc.clone() };
-                set.push(kernels::Kernel { does, validated: Some(first.clone()), code });
+                set.push(kernels::Kernel { does, validated: Some(first.clone()), knobs, code });
             }
         }
         let SamplerParts { cubin, source, nvrtc } = &parts.sampler;
@@ -445,7 +460,8 @@ impl Exported {
             return Err(folder.foreign("the sampler has another source here"));
         }
         let code = Code { bytes: folder.read(cubin)?, nvrtc: nvrtc.clone() };
-        set.push(kernels::Kernel { does: kernels::Does::Sampler, validated: None, code });
+        let (does, knobs) = (kernels::Does::Sampler, WaveKnobs::default());
+        set.push(kernels::Kernel { does, validated: None, knobs, code });
         Ok(Some(Served { running_max: parts.running_max, set: KernelSet::new(is_alike, set)? }))
     }
 
@@ -536,16 +552,27 @@ impl Exported {
 
 impl Folder {
     /// Digests of what this version would compile for a kernel, and of what that walks.
-    fn digests(&self, validated: &Validated, target: &Target, does: Does, place: &str) -> Result<[Digest; 2], Fault> {
+    fn digests(
+        &self,
+        validated: &Validated,
+        target: &Target,
+        (does, knobs): (Does, &WaveKnobs),
+        place: &str,
+    ) -> Result<[Digest; 2], Fault> {
         match (does.in_set(), does.alike_rows()) {
             (Some(of), _) => {
-                let digests = prompt_digests(target, validated)?;
+                let digests = prompt_digests(target, validated, knobs)?;
                 let foreign = || self.foreign(&format!("`{place}` has no kernel of `{}` here", does.name()));
                 digests.iter().find(|(does, _)| *does == of).map(|(_, digests)| *digests).ok_or_else(foreign)
             }
             (_, Some(rows)) => invariant::digests(target, validated, rows),
             _ => kernel_digests(validated, target),
         }
+    }
+
+    /// Knobs of a wave kernel, as the index has them.
+    fn knobs(&self, text: &str) -> Result<WaveKnobs, Fault> {
+        WaveKnobs::parse(text).map_err(|error| self.foreign(&format!("knobs of a wave kernel: {error}")))
     }
 
     /// A cubin, if it was compiled from what this version would compile.

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use crate::candidate::Candidate;
+use crate::candidate::{Candidate, WaveKnobs};
 use crate::check::{ALIKE_POSITIONS, ALIKE_SEQUENCES, Checked, check_alike, check_rows};
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
@@ -129,6 +129,7 @@ pub(super) fn planned(chain: &Chain<'_>, validated: &Arc<Validated>) -> Result<V
     let of = |proven: &Proven<'_>| Planned {
         does: Does::Steps { rows: proven.plan().rows, by: By::Waves },
         validated: Some(Arc::clone(validated)),
+        knobs: WaveKnobs::default(),
         source: waves_source(&chain.context, proven, Trace::Off),
     };
     Ok(plan(chain.context.target, validated)?.plans().iter().map(of).collect())

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
+use crate::candidate::WaveKnobs;
 use crate::codegen::abi::Queues;
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::{Device, DeviceIdentity};
@@ -72,6 +73,8 @@ pub struct Kernel {
     pub does: Does,
     /// The schedule whose pack, caches and pages it has. `None`: a sampler has none.
     pub validated: Option<Arc<Validated>>,
+    /// Of a wave kernel whose plan has some.
+    pub knobs: WaveKnobs,
     pub code: Code,
 }
 
@@ -89,6 +92,8 @@ pub struct KernelSet {
 pub(super) struct Planned {
     pub does: Does,
     pub validated: Option<Arc<Validated>>,
+    /// Of a wave kernel whose plan has some.
+    pub knobs: WaveKnobs,
     pub source: Generated,
 }
 
@@ -140,9 +145,10 @@ impl KernelSet {
     /// # Errors
     /// What the compiler refuses.
     pub(super) fn compile(chain: &Chain<'_>, is_alike: bool, planned: Vec<Planned>) -> Result<KernelSet, Fault> {
-        let named = planned.into_iter().map(|Planned { does, validated, source }| ((does, validated), source));
+        let named =
+            planned.into_iter().map(|Planned { does, validated, knobs, source }| ((does, validated, knobs), source));
         let compiled = chain.compile_named(named.collect())?;
-        let kernel = |((does, validated), cubin)| Kernel { does, validated, code: Code::of(cubin) };
+        let kernel = |((does, validated, knobs), cubin)| Kernel { does, validated, knobs, code: Code::of(cubin) };
         KernelSet::new(is_alike, compiled.into_iter().map(kernel).collect())
     }
 
@@ -173,7 +179,9 @@ impl KernelSet {
     /// unless another one gains.
     pub fn steps(&self) -> Vec<(StepsKernel, &Kernel)> {
         let steps = |kernel: &'_ Kernel| match (kernel.does, &kernel.validated) {
-            (Does::Steps { rows, by }, Some(validated)) => Some(StepsKernel { validated: validated.clone(), rows, by }),
+            (Does::Steps { rows, by }, Some(validated)) => {
+                Some(StepsKernel { validated: validated.clone(), rows, by, knobs: kernel.knobs })
+            }
             _ => None,
         };
         let mut all: Vec<_> = self.kernels.iter().filter_map(|kernel| Some((steps(kernel)?, kernel))).collect();
@@ -183,8 +191,9 @@ impl KernelSet {
 
     /// The kernels of waves that read prompts; `None`: there are none.
     pub fn prompts(&self) -> Option<PromptCubins<'_>> {
-        let chunk = &self.get(Does::Chunk)?.code.bytes;
-        Some(PromptCubins { chunk, tail: self.get(Does::Tail).map(|tail| tail.code.bytes.as_slice()) })
+        let &Kernel { ref code, knobs, .. } = self.get(Does::Chunk)?;
+        let tail = self.get(Does::Tail).map(|tail| tail.code.bytes.as_slice());
+        Some(PromptCubins { chunk: &code.bytes, tail, knobs })
     }
 
     /// The first kernel for several rows: kernels of waves for prompts are over its pages.
@@ -221,7 +230,7 @@ impl KernelSet {
         }
         let waves = match (self.prompts(), self.first_of_several(), &cache) {
             (Some(cubins), Some(first), Some(cache)) => {
-                let plan = plan_prompts(target, &first.validated)?;
+                let plan = plan_prompts(target, &first.validated, &cubins.knobs)?;
                 Some(plan.load(device, cubins, Trace::Off, Arc::clone(pack), Arc::clone(cache))?)
             }
             _ => None,

@@ -490,6 +490,8 @@ pub struct CampaignKey<'a> {
     pub hardware: &'a Hardware,
     pub space: Digest,
     pub seed: u64,
+    /// The kernel that is searched.
+    pub kernel: String,
     /// The candidate that all others are compared with.
     pub begun: &'a Candidate,
 }
@@ -514,6 +516,7 @@ impl KeyPart for CampaignKey<'_> {
             hardware,
             space,
             seed,
+            kernel,
             begun,
         } = self;
         key.value("code", code);
@@ -529,6 +532,7 @@ impl KeyPart for CampaignKey<'_> {
         key.value("threads", hardware.threads);
         key.value("space", space);
         key.value("seed", seed);
+        key.value("kernel", kernel);
         key.value("begun", begun);
     }
 }

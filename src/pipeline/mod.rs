@@ -9,8 +9,8 @@
 //! `compile` make what needs no execution, `stored` says how they keep it, `evaluate` checks and measures the decode kernel, `rows`
 //! appends to the corpus. `kernels` is a set of kernels over one pool of pages, `checks` makes sure that each was compared on a device of this kind. `runner` decodes for commands (`speculative` with proposed tokens, `mtp` with those of the checkpoint's own draft), `batch` makes steps of several rows for a server,
 //! `invariant` has the kernels whose rows have the bits that they have alone, and `text_steps` decodes one text by them.
-//! `campaign` searches (`search_start` says from where, `arena` makes and times, `ahead` makes candidates early, `proposer` is a
-//! program that proposes), `status` says how searches went, `bench` times beside baselines (`baseline` is one in another process).
+//! `campaign` searches (`search_start` says from where, `made` makes a candidate, `arena` has it timed, `ahead` makes candidates early, `trial` and
+//! `wave_trial` are the child process that checks and times, `proposer` is a program that proposes), `status` says how searches went, `bench` times beside baselines (`baseline` is one in another process).
 //! `tokens` runs a tokenizer where it can do no harm, `trace` says where a step's time goes, `explain` answers why something would
 //! run, `plan` lists the stages as jobs for other machines and runs one. `export` writes a folder that a model runs from, `exported` reads and checks one, `ready` is a model from a manifest or
 //! from an export. `worker`, `proposer` and `baseline` speak to their processes through `line_child`.
@@ -43,6 +43,7 @@ mod invariant;
 pub mod kernels;
 mod keys;
 mod line_child;
+mod made;
 mod mtp;
 mod plan;
 mod proposer;
@@ -59,6 +60,7 @@ pub mod text_steps;
 mod tokens;
 pub mod trace;
 mod trial;
+mod wave_trial;
 mod worker;
 
 pub use batch::{AskedSizes, Batched, Serving, runs_here};

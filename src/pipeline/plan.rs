@@ -263,7 +263,7 @@ fn stored_checks(
     for (kernel, found) in planned.kernels.iter().zip(cubins) {
         let Some(Found { entry: Some(entry), nvrtc, .. }) = found else { return Ok(vec![]) };
         let code = Code::of(stored_cubin(&entry, nvrtc, None)?);
-        compiled.push(Kernel { does: kernel.does, validated: kernel.validated.clone(), code });
+        compiled.push(Kernel { does: kernel.does, validated: kernel.validated.clone(), knobs: kernel.knobs, code });
     }
     let set = KernelSet::new(planned.is_alike, compiled)?;
     let stored = Checks::of(chain, device, &|| Ok(chain.pack()?))?.stored(&set)?;
@@ -320,7 +320,9 @@ fn cpu_rows(context: &BuildContext<'_>, set: Set) -> (Vec<Batch>, Vec<&'static s
 
 fn sizes_of(planned: &PlannedSet, parameters: u64, one: &Validated) -> TextSizes {
     let steps = |planned: &kernels::Planned| match (planned.does, &planned.validated) {
-        (Does::Steps { rows, by }, Some(validated)) => Some(StepsKernel { validated: Arc::clone(validated), rows, by }),
+        (Does::Steps { rows, by }, Some(validated)) => {
+            Some(StepsKernel { validated: Arc::clone(validated), rows, by, knobs: planned.knobs })
+        }
         _ => None,
     };
     let steps: Vec<StepsKernel> = planned.kernels.iter().filter_map(steps).collect();

@@ -265,7 +265,7 @@ fn runner(from: &FromExport) -> Result<Runner<'_>, Fault> {
         return invariant_runner(from);
     }
     let none = || Fault::input(format!("the export has no kernel for one text on target `{}`", target.name));
-    let Kernel { validated, cubin, file } = exported.kernel(target, Does::Text)?.ok_or_else(none)?;
+    let Kernel { validated, cubin, file, knobs: _ } = exported.kernel(target, Does::Text)?.ok_or_else(none)?;
     let (context_max, vocab) = (exported.index().context_max, exported.index().vocab);
     let has_state = validated.schedule().program.has_state();
     let Some(cubin) = cubin else {
@@ -333,10 +333,10 @@ fn prompt_set(from: &FromExport, one: &Validated) -> Result<Option<PromptSet>, F
     let (mut kernels, mut files) = (vec![], vec![]);
     for does in [Does::Prompt, Does::Waves, Does::Tail] {
         let Some(kernel) = from.exported.kernel_beside(&from.target, does, one)? else { continue };
-        let Kernel { validated, cubin: Some(code), file } = kernel else { continue };
+        let Kernel { validated, cubin: Some(code), file, knobs } = kernel else { continue };
         let rows = validated.schedule().program.rows;
         let does = does.in_set().unwrap_or(kernels::Does::Steps { rows, by: By::Words });
-        kernels.push(kernels::Kernel { does, validated: Some(validated), code });
+        kernels.push(kernels::Kernel { does, validated: Some(validated), knobs, code });
         files.push(file);
     }
     if kernels.is_empty() { Ok(None) } else { Ok(Some(PromptSet { set: KernelSet::new(false, kernels)?, files })) }
@@ -385,7 +385,7 @@ fn invariant_runner(from: &FromExport) -> Result<Runner<'_>, Fault> {
             && let Some(code) = kernel.cubin
         {
             let does = kernels::Does::Steps { rows, by: By::Waves };
-            kernels.push(kernels::Kernel { does, validated: Some(kernel.validated), code });
+            kernels.push(kernels::Kernel { does, validated: Some(kernel.validated), knobs: kernel.knobs, code });
             files.push(kernel.file);
         }
     }

@@ -4,8 +4,10 @@ use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 
+use crate::candidate::Candidate;
 use crate::check::{CheckError, Figures};
 use crate::codegen::emit::ENTRY_POINT;
+use crate::codegen::waves;
 use crate::cuda::session::SessionError;
 use crate::digest::Digest;
 use crate::error::Fault;
@@ -16,22 +18,35 @@ use crate::flywheel::{
 };
 use crate::format::name_of;
 use crate::lower::format_of;
+use crate::manifest::SearchKernel;
 use crate::measure::{Measurement, Timed};
 use crate::model::graph::{Layer, ModelGraph};
 use crate::search::Space;
 
 use super::chain::Chain;
+use super::compile::Cubin;
 use super::keys::{self, Hardware};
+use super::made::MadeWave;
 use super::stages::BuildContext;
 
 /// What the rows of a trial have in common.
 pub(super) struct TrialRow<'a> {
-    /// The candidate, and what it became so far.
+    /// The candidate, and what it became so far. Of a wave kernel: of the schedule from which its plan is derived.
     pub chain: &'a Chain<'a>,
+    /// The wave kernel that was tried.
+    pub wave: Option<WaveRow<'a>>,
     /// The device that ran it; `None` if it did not run.
     pub hardware: Option<&'a Hardware>,
     /// The search that tried it.
     pub asked: Option<Asked>,
+}
+
+/// A candidate of a wave kernel.
+#[derive(Clone, Copy)]
+pub(super) struct WaveRow<'a> {
+    pub candidate: &'a Candidate,
+    /// `None`: it does not fit, or is not proven.
+    pub made: Option<&'a MadeWave<'a>>,
 }
 
 /// What a search knows of a trial.
@@ -81,28 +96,24 @@ impl TrialRow<'_> {
     }
 
     fn facts(&self, check_ms: Option<f64>, measure_ms: Option<f64>) -> Result<Facts, Fault> {
-        let TrialRow { chain: Chain { context, candidate, .. }, hardware, asked } = self;
-        let (schedule, source, cubin) = self.chain.made();
+        let TrialRow { chain: Chain { context, candidate, .. }, wave, hardware, asked } = self;
+        let candidate = wave.map_or(candidate, |wave| wave.candidate);
+        let Artefacts { schedule, source, cubin, smem_dynamic } = self.artefacts()?;
+        let kernel = if asked.is_some() { context.searched() } else { SearchKernel::Decode };
         let text = candidate.to_string();
         let digest = Digest::of(text.as_bytes());
         // A device is named by its driver; the CPU that stands in for one is no device.
         let device = |of: fn(&Hardware) -> &String| {
             hardware.filter(|hardware| !hardware.uuid.is_empty()).map(of).cloned().unwrap_or_default()
         };
-        let kernel = cubin.and_then(|cubin| cubin.resources.kernels.get(ENTRY_POINT));
-        let smem_dynamic = match schedule {
-            Some(schedule) => {
-                let machine = &schedule.validated(context.target)?.schedule().machine;
-                machine.smem.iter().map(|part| part.offset + part.bytes).max().unwrap_or(0)
-            }
-            None => 0,
-        };
+        let entry_point = if wave.is_some() { waves::ENTRY_POINT } else { ENTRY_POINT };
+        let resources = cubin.and_then(|cubin| cubin.resources.kernels.get(entry_point));
         Ok(Facts {
             tool: keys::code_of_all(),
             host_kind: format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS),
             manifest: context.manifest.name.clone(),
             model_name: context.manifest.model_name(),
-            model: shape(context, &context.imported.graph),
+            model: shape(context, &context.imported.graph, kernel),
             machine: Machine {
                 target: context.target.name.clone(),
                 target_kind: context.target.kind.to_string(),
@@ -110,15 +121,15 @@ impl TrialRow<'_> {
                 device_uuid: device(|hardware| &hardware.uuid),
                 driver: device(|hardware| &hardware.driver),
                 nvrtc: cubin.map(|cubin| cubin.nvrtc.clone()).unwrap_or_default(),
-                sm_count: candidate.sms,
+                sm_count: if wave.is_some() { context.target.spec.sm_count } else { candidate.sms },
             },
             point: Point {
                 context_max: context.manifest.decode.context_max,
                 candidate: text,
                 candidate_digest: digest,
                 space: Space::digest(),
-                schedule: schedule.map(|schedule| schedule.content),
-                source: source.map(|source| source.content),
+                schedule,
+                source,
                 cubin: cubin.map(|cubin| cubin.digest),
                 campaign: asked.map(|asked| asked.campaign),
                 trial: asked.and_then(|asked| asked.trial),
@@ -132,15 +143,46 @@ impl TrialRow<'_> {
                 compile_ms: cubin.and_then(|cubin| cubin.compile_ms),
                 check_ms,
                 measure_ms,
-                registers: kernel.map(|kernel| kernel.registers),
-                spill_bytes: kernel.map(|kernel| kernel.spill_store_bytes),
-                smem_bytes: kernel.map(|kernel| kernel.smem_static_bytes + smem_dynamic),
+                registers: resources.map(|kernel| kernel.registers),
+                spill_bytes: resources.map(|kernel| kernel.spill_store_bytes),
+                smem_bytes: resources.map(|kernel| kernel.smem_static_bytes + smem_dynamic),
             },
         })
     }
+
+    fn artefacts(&self) -> Result<Artefacts<'_>, Fault> {
+        if let Some(WaveRow { made, .. }) = self.wave {
+            return Ok(Artefacts {
+                schedule: made.map(|made| made.plan),
+                source: made.map(|made| made.source),
+                cubin: made.map(|made| made.cubin.as_ref()),
+                smem_dynamic: made.map_or(0, |made| made.smem_bytes),
+            });
+        }
+        let (schedule, source, cubin) = self.chain.made();
+        let smem_dynamic = match schedule {
+            Some(schedule) => {
+                let machine = &schedule.validated(self.chain.context.target)?.schedule().machine;
+                machine.smem.iter().map(|part| part.offset + part.bytes).max().unwrap_or(0)
+            }
+            None => 0,
+        };
+        let (schedule, source) = (schedule.map(|schedule| schedule.content), source.map(|source| source.content));
+        Ok(Artefacts { schedule, source, cubin, smem_dynamic })
+    }
 }
 
-pub(super) fn shape(context: &BuildContext<'_>, graph: &ModelGraph) -> ModelShape {
+/// What became of a candidate.
+struct Artefacts<'a> {
+    schedule: Option<Digest>,
+    source: Option<Digest>,
+    cubin: Option<&'a Cubin>,
+    /// Bytes of shared memory of a block.
+    smem_dynamic: u32,
+}
+
+/// The columns of the model and of the kernel that ran.
+pub(super) fn shape(context: &BuildContext<'_>, graph: &ModelGraph, kernel: SearchKernel) -> ModelShape {
     let precision = context.manifest.precision;
     let layer = graph.layers.first();
     // Experts of a layer are alike.
@@ -160,6 +202,7 @@ pub(super) fn shape(context: &BuildContext<'_>, graph: &ModelGraph) -> ModelShap
         weights_dtype: mlp.map_or(String::new(), |mlp| name_of(format_of(graph, &[&mlp.up], precision))),
         cache_dtype: precision.cache.to_string(),
         wire_dtype: precision.wire.to_string(),
+        kernel: kernel.to_string(),
     }
 }
 

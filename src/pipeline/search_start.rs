@@ -8,7 +8,7 @@ use crate::digest::Digest;
 use crate::error::Fault;
 use crate::flywheel::{Corpus, Trial};
 use crate::lower::LayerOp;
-use crate::manifest::Manifest;
+use crate::manifest::{Manifest, SearchKernel};
 use crate::schedule::schedule;
 use crate::search::prior::Group;
 use crate::search::{History, KNOBS, PastTrial, Space, cost, histories, lessons, past_trials};
@@ -76,15 +76,16 @@ impl Known {
     }
 }
 
-/// Leaves out trials that teach nothing here: a search of one op learns nothing from whole steps, nor the other way round.
+/// Leaves out trials that teach nothing here: a search of one op learns nothing from whole steps, nor the other way round, and a search of one kernel
+/// nothing from another one.
 pub(super) fn keep_kin(context: &BuildContext<'_>, trials: &mut Vec<Trial>) {
-    let op = context.op.map(LayerOp::name);
-    trials.retain(|trial| trial.facts().model.op() == op);
+    let (op, kernel) = (context.op.map(LayerOp::name), context.searched().to_string());
+    trials.retain(|trial| trial.facts().model.op() == op && trial.facts().model.kernel == kernel);
 }
 
 /// The default with the knobs that searches of single ops of this model kept: one candidate for each op, and one with all of them.
 pub(super) fn seeds_of_ops(context: &BuildContext<'_>, trials: &[Trial]) -> Vec<Candidate> {
-    if context.op.is_some() {
+    if context.op.is_some() || context.searched() != SearchKernel::Decode {
         return vec![];
     }
     let default = context.default_candidate();
@@ -118,7 +119,7 @@ pub(super) fn seeds_of_ops(context: &BuildContext<'_>, trials: &[Trial]) -> Vec<
 pub(super) fn space_of(context: &BuildContext<'_>) -> Space {
     let Manifest { precision, decode, .. } = context.manifest;
     let graph = &context.imported.graph;
-    let default = context.default_candidate();
+    let default = context.search_default();
     let fixed = |consumer_warps: u32| {
         // The smallest ring that these warps can have, so that all else is what shared memory holds.
         let slot_bytes = consumer_warps * crate::ir::layout::GRANULE_BYTES * 4;
@@ -141,9 +142,11 @@ pub(super) fn space_of(context: &BuildContext<'_>) -> Space {
         })
     };
     let space = Space::new(graph, context.target, *precision, decode.context_max, default.clone(), fixed);
-    match context.op {
-        None => space,
-        Some(op) => space.of_op(op),
+    match (context.op, context.searched()) {
+        (Some(op), _) => space.of_op(op),
+        (None, SearchKernel::Decode) => space,
+        (None, SearchKernel::Wave { .. }) => space.of_waves(false),
+        (None, SearchKernel::Chunk) => space.of_waves(true),
     }
 }
 
@@ -158,8 +161,8 @@ pub(super) fn guess(context: &BuildContext<'_>, default: &Candidate, candidate: 
 
 /// What the cost model expects of a candidate, µs of a step at a position; `None` where it cannot tell.
 pub(super) fn predicted_us(context: &BuildContext<'_>, candidate: &Candidate, position: u32) -> Option<f64> {
-    // The cost model is one of whole steps.
-    if context.op.is_some() {
+    // The cost model is one of whole steps of the decode kernel.
+    if context.op.is_some() || context.searched() != SearchKernel::Decode {
         return None;
     }
     let BuildContext { manifest, target, imported, .. } = context;

@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 use memmap2::Mmap;
 
 use crate::cache::{CacheError, Entry, Outcome};
-use crate::candidate::{Candidate, Infeasible, KNOB_NAMES};
+use crate::candidate::{Candidate, Infeasible, KNOB_NAMES, WAVE_KNOBS, WaveKnobs};
 use crate::codegen::KernelSource;
 use crate::codegen::abi::Queues;
 use crate::codegen::emit::{Trace, emit};
@@ -24,7 +24,7 @@ use crate::ir::print::print;
 use crate::ir::program::Program;
 use crate::ir::schedule::Schedule;
 use crate::lower::{Batch, LayerOp, graph_of, lower, lower_alone, lower_batch};
-use crate::manifest::Manifest;
+use crate::manifest::{Manifest, SearchKernel};
 use crate::model::config::{Imported, graph_text, import, import_config_only};
 use crate::model::graph::ModelGraph;
 use crate::model::rounding::round_matrices;
@@ -274,9 +274,16 @@ impl<'a> BuildContext<'a> {
     ) -> Result<Self, Fault> {
         let Model { imported, graph, op, .. } = model;
         let context = BuildContext { op: *op, ..BuildContext::of(workspace, manifest, target, imported, *graph) };
+        let refused = |reason: &str, remedy: String| {
+            Err(Fault::input(format!("the `candidate` of target `{}`: {reason}", target.name)).with_remedy(remedy))
+        };
+        let own = KNOB_NAMES.into_iter().filter(|name| WAVE_KNOBS.iter().all(|knob| knob.name != *name));
         match context.knobs.map(|knobs| Candidate::parse(knobs, &context.default_candidate())) {
-            Some(Err(reason)) => Err(Fault::input(format!("the `candidate` of target `{}`: {reason}", target.name))
-                .with_remedy(format!("the knobs are {}", one_of(KNOB_NAMES)))),
+            Some(Err(reason)) => refused(&reason, format!("the knobs are {}", one_of(own.collect::<Vec<_>>()))),
+            Some(Ok(candidate)) if !candidate.waves.is_default() => refused(
+                &format!("`{}` is of wave kernels", candidate.waves),
+                "leave it out: a search with `kernel` in `[search]` finds knobs of wave kernels".to_string(),
+            ),
             _ => Ok(context),
         }
     }
@@ -320,11 +327,8 @@ impl<'a> BuildContext<'a> {
     /// The candidate to build: the best one of a search, else that of the manifest, else the default.
     pub fn candidate(&self) -> Candidate {
         let default = self.default_candidate();
-        let cache = &self.workspace.cache;
         let tuned = || {
-            let (key, _) = cache.latest_why(keys::TUNED, &self.tuned_subject())?;
-            let entry = cache.get(keys::TUNED, &key).ok()??;
-            let tuned = Candidate::parse(std::str::from_utf8(&entry.bytes().ok()?).ok()?, &default).ok()?;
+            let tuned = Candidate::parse(&self.tuned_text(SearchKernel::Decode)?, &default).ok()?;
             // Another version of the code may not take it any more.
             let fits = self.lower(&tuned).and_then(|program| schedule(program, self.target, &tuned)).is_ok();
             (tuned != default && fits).then_some(tuned)
@@ -337,6 +341,38 @@ impl<'a> BuildContext<'a> {
         let default = Candidate::default_for(&self.imported.graph, self.target, self.manifest.precision)
             .for_context(self.manifest.decode.context_max);
         self.knobs.and_then(|knobs| Candidate::parse(knobs, &default).ok()).unwrap_or(default)
+    }
+
+    /// The text that a search of a kernel left for builds.
+    fn tuned_text(&self, kernel: SearchKernel) -> Option<String> {
+        let cache = &self.workspace.cache;
+        let (key, _) = cache.latest_why(keys::TUNED, &self.tuned_subject(kernel))?;
+        String::from_utf8(cache.get(keys::TUNED, &key).ok()??.bytes().ok()?.to_vec()).ok()
+    }
+
+    /// Knobs of a wave kernel that a search found; without one, every choice is left to the rules. The plan may refuse them: `chosen_knobs` asks it.
+    pub fn tuned_waves(&self, kernel: SearchKernel) -> WaveKnobs {
+        let found = self.tuned_text(kernel).filter(|_| kernel != SearchKernel::Decode);
+        found.and_then(|text| WaveKnobs::parse(&text).ok()).unwrap_or_default()
+    }
+
+    /// The kernel that a search of the manifest turns. An op alone is one of the decode kernel.
+    pub fn searched(&self) -> SearchKernel {
+        if self.op.is_some() { SearchKernel::Decode } else { self.manifest.search.kernel }
+    }
+
+    /// Where that search begins. A wave kernel is derived from the schedule of the candidate that is built.
+    pub fn search_default(&self) -> Candidate {
+        match self.searched() {
+            SearchKernel::Decode => self.default_candidate(),
+            SearchKernel::Wave { .. } | SearchKernel::Chunk => self.candidate(),
+        }
+    }
+
+    /// What builds take of that kernel.
+    pub fn search_built(&self) -> Candidate {
+        let kernel = self.searched();
+        Candidate { waves: self.tuned_waves(kernel), ..self.candidate() }
     }
 
     pub fn schedule_key(&self, candidate: &Candidate) -> Keyed {
@@ -353,16 +389,21 @@ impl<'a> BuildContext<'a> {
     }
 
     /// The key of a search result. It has neither hardware nor code, because every candidate is proven and checked again.
-    pub fn tuned_subject(&self) -> String {
+    pub fn tuned_subject(&self, kernel: SearchKernel) -> String {
         let Manifest { precision, decode, .. } = self.manifest;
         let begun = self.knobs.map(|_| format!(" from {}", self.default_candidate())).unwrap_or_default();
-        format!("{} {precision:?} {} {}{begun}", self.graph, decode.context_max, self.target.name)
+        let of = match kernel {
+            SearchKernel::Decode => String::new(),
+            kernel => format!(" {kernel}"),
+        };
+        format!("{} {precision:?} {} {}{begun}{of}", self.graph, decode.context_max, self.target.name)
     }
 
     /// A search with this budget of trials and minutes that has ended.
     pub fn searched_subject(&self, (trials, minutes): (u32, f64)) -> String {
         let search = &self.manifest.search;
-        format!("{} searched {trials} {minutes} {} {}", self.tuned_subject(), search.seed, search.margin)
+        let subject = self.tuned_subject(self.searched());
+        format!("{subject} searched {trials} {minutes} {} {}", search.seed, search.margin)
     }
 
     /// Names a search of this model on this target and hardware.
@@ -383,7 +424,8 @@ impl<'a> BuildContext<'a> {
             hardware,
             space: Space::digest(),
             seed: search.seed,
-            begun: &self.default_candidate(),
+            kernel: self.searched().to_string(),
+            begun: &self.search_default(),
         };
         Ok(key.digest())
     }

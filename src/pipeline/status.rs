@@ -40,8 +40,9 @@ pub fn known(workspace: &Workspace, manifest: &Manifest, target: &Target) -> Res
     let model = import_stage(workspace, manifest)?;
     let context = BuildContext::new(workspace, manifest, target, &model)?;
     let corpus = Corpus::known(&workspace.trials)?;
-    let own = shape(&context, &model.imported.graph);
+    let own = shape(&context, &model.imported.graph, context.searched());
     let mut histories = histories(&corpus.trials);
+    histories.retain(|history| history.model.kernel == own.kernel);
     histories.retain(|history| history.model.model_graph == own.model_graph && history.machine.target == target.name);
     let all = histories.len();
     histories.retain(|history| history.model == own && history.context_max == manifest.decode.context_max);
@@ -50,8 +51,8 @@ pub fn known(workspace: &Workspace, manifest: &Manifest, target: &Target) -> Res
     histories.sort_by_key(last);
     Ok(Known {
         histories,
-        built: context.candidate(),
-        default: context.default_candidate(),
+        built: context.search_built(),
+        default: context.search_default(),
         elsewhere,
         broken: corpus.broken.iter().map(ToString::to_string).collect(),
         trials: corpus.trials,
@@ -65,7 +66,7 @@ pub fn known(workspace: &Workspace, manifest: &Manifest, target: &Target) -> Res
 pub fn ranked_now(workspace: &Workspace, manifest: &Manifest, target: &Target) -> Result<Vec<Ranked>, Fault> {
     let model = import_stage(workspace, manifest)?;
     let context = BuildContext::new(workspace, manifest, target, &model)?;
-    let own = shape(&context, &model.imported.graph);
+    let own = shape(&context, &model.imported.graph, context.searched());
     let mut histories = histories(&Corpus::known(&workspace.trials)?.trials);
     // Campaigns of any context, because a prediction is for one position.
     histories.retain(|history| history.model == own && history.machine.target == target.name);
@@ -118,7 +119,7 @@ pub fn next(workspace: &Workspace, manifest: &Manifest, target: &Target, trials:
     keep_kin(&context, &mut others);
     let groups = lessons(&others).groups;
     let guess = |candidate: &Candidate| guess(&context, &default, candidate);
-    let setting = Setting::new(&shape(&context, &imported.graph), &target.name, target.kind.name());
+    let setting = Setting::new(&shape(&context, &imported.graph, context.searched()), &target.name, target.kind.name());
     let prior = Prior::new(&groups, setting, &space);
     let limits = Limits::of_budget(trials, manifest.search.seed);
     let mut search = Search::new(&space, limits, &groups, prior, seeds, &guess);

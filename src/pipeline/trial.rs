@@ -18,7 +18,7 @@ use crate::cuda::session::Session;
 use crate::error::Fault;
 use crate::interp::{Interp, Options, Pack};
 use crate::lower::{LayerOp, outputs};
-use crate::manifest::Manifest;
+use crate::manifest::{Manifest, SearchKernel};
 use crate::measure::{self, MeasureError, Timed, Timer};
 use crate::search::judge::ROUNDS_MIN;
 use crate::search::{Rounds, is_no_win};
@@ -29,15 +29,16 @@ use super::keys::{self, ExpectKey};
 use super::resident::Resident;
 use super::rows::Failure;
 use super::stages::{BuildContext, Model, memory_pack};
+use super::wave_trial::WaveChild;
 use super::{Workspace, import_stage};
 
 /// Rounds at one position: more would narrow the interval by less than they cost.
-const ROUNDS_MAX: usize = 11;
+pub(super) const ROUNDS_MAX: usize = 11;
 /// Time for the rounds of all positions together, past the fewest.
 const TIME_MAX_CPU: Duration = Duration::from_millis(3000);
-const TIME_MAX_DEVICE: Duration = Duration::from_millis(1200);
+pub(super) const TIME_MAX_DEVICE: Duration = Duration::from_millis(1200);
 /// Launches of the first candidate, which has nothing to take turns with.
-const SAMPLES_ALONE: usize = 2 * ROUNDS_MAX;
+pub(super) const SAMPLES_ALONE: usize = 2 * ROUNDS_MAX;
 
 /// What the child is asked.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -107,16 +108,15 @@ pub fn serve(
     let host = Host::new(workspace);
     let campaign = context.campaign(&host.hardware(target)?)?.to_string();
     let positions = checked_positions(manifest);
-    let mut child = Child {
-        context,
-        host: &host,
-        positions: &positions,
-        found: host.device(target)?,
-        device: None,
-        expected: None,
-        weights: Resident::default(),
-        host_weights: Resident::default(),
-        seats: vec![],
+    let mut answer: Box<dyn FnMut(&Job) -> Result<Answer, Fault>> = match context.searched() {
+        SearchKernel::Decode => {
+            let mut child = Child::new(context, &host, &positions)?;
+            Box::new(move |job| child.answer(job))
+        }
+        SearchKernel::Wave { .. } | SearchKernel::Chunk => {
+            let mut child = WaveChild::new(context, &host);
+            Box::new(move |job| child.answer(job))
+        }
     };
     for line in jobs {
         let line = line.map_err(|error| Fault::environment(format!("cannot read a job: {error}")))?;
@@ -128,7 +128,7 @@ pub fn serve(
             let message = "the manifest or the program changed while the campaign ran";
             return Err(Fault::input(message).with_remedy("start the same command again"));
         }
-        let answer = child.answer(&job).unwrap_or_else(Answer::Fault);
+        let answer = answer(&job).unwrap_or_else(Answer::Fault);
         let text = serde_json::to_string(&answer)
             .map_err(|error| Fault::internal(format!("an answer cannot be written: {error}")))?;
         writeln!(output, "{text}")
@@ -195,6 +195,20 @@ fn failed(error: &CheckError, check_ms: Option<f64>) -> Answer {
 }
 
 impl<'a> Child<'a> {
+    fn new(context: BuildContext<'a>, host: &'a Host<'a>, positions: &'a [u32]) -> Result<Child<'a>, Fault> {
+        Ok(Child {
+            context,
+            host,
+            positions,
+            found: host.device(context.target)?,
+            device: None,
+            expected: None,
+            weights: Resident::default(),
+            host_weights: Resident::default(),
+            seats: vec![],
+        })
+    }
+
     fn answer(&mut self, job: &Job) -> Result<Answer, Fault> {
         match self.trial(job) {
             Ok(answer) => Ok(answer),

@@ -424,6 +424,7 @@ mod tests {
             weights_dtype: dtype.clone(),
             cache_dtype: dtype.clone(),
             wire_dtype: dtype,
+            kernel: "decode".to_string(),
         };
         Setting::new(&model, "h200", "cuda")
     }

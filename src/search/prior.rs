@@ -22,6 +22,8 @@ pub type Moves = [f64; KNOBS.len()];
 pub struct Setting {
     pub target: String,
     pub target_kind: String,
+    /// The kernel that ran.
+    kernel: String,
     /// log2 of layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, and bits of weights and cache.
     shape: [f64; 9],
 }
@@ -41,7 +43,8 @@ impl Setting {
             f64::log2(bits(&model.weights_dtype)),
             f64::log2(bits(&model.cache_dtype)),
         ];
-        Setting { target: target.to_string(), target_kind: target_kind.to_string(), shape }
+        let [target, target_kind] = [target, target_kind].map(str::to_string);
+        Setting { target, target_kind, kernel: model.kernel.clone(), shape }
     }
 
     /// log2 of the weights of a layer. Streaming them hides exchanges, and how long it does decides the effect of most knobs.
@@ -56,9 +59,9 @@ impl Setting {
         (-apart * apart / (2.0 * LAYER_WIDTH * LAYER_WIDTH)).exp()
     }
 
-    /// Squared distance in octaves; `None` between different kinds of target, where a knob has unrelated effects.
+    /// Squared distance in octaves; `None` between different kernels and kinds of target, where a knob has unrelated effects.
     pub(super) fn distance(&self, other: &Setting) -> Option<f64> {
-        if self.target_kind != other.target_kind {
+        if self.target_kind != other.target_kind || self.kernel != other.kernel {
             return None;
         }
         let shape: f64 = self.shape.iter().zip(&other.shape).map(|(a, b)| (a - b).powi(2)).sum();
@@ -223,7 +226,7 @@ impl Prior {
             let room = EXAMPLES_MAX.saturating_sub(examples.len());
             examples.extend(group.examples.iter().take(room).map(|example| (weight, example.clone())));
         }
-        let mut effects = Effects::default();
+        let mut effects = Effects { of_knobs: [(0.0, 0.0); KNOBS.len()] };
         for (distance, group) in nearest_settings(groups, &setting) {
             effects.learn_all((-distance / SETTING_WIDTH).exp(), &group.examples);
         }
@@ -357,7 +360,7 @@ fn nearness(a: &Moves, b: &Moves) -> f64 {
 }
 
 /// Effects of changing one knob alone, in either direction: a knob without an effect is not worth a trial for each of its values.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 struct Effects {
     /// Weight of the comparisons, and the sum of their effects by [`EFFECT`].
     of_knobs: [(f64, f64); KNOBS.len()],

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::sync::LazyLock;
 
-use crate::candidate::{Candidate, Infeasible, KNOB_NAMES, Values};
+use crate::candidate::{Candidate, Infeasible, KNOB_NAMES, Values, WAVE_KNOB_COUNT, WAVE_KNOBS};
 use crate::digest::Digest;
 use crate::dtype::Precision;
 use crate::ir::layout::{RING_SLOTS_MAX, chunk_bytes, unit_bytes};
@@ -40,16 +40,24 @@ pub struct Knob {
     pub on_cuda: bool,
     /// The ops whose kernel variant it chooses; empty: it belongs to the whole schedule.
     pub ops: &'static [&'static str],
+    /// Whether it is a choice of wave kernels that read prompt chunks, and of those that run steps. Neither: it decides a schedule.
+    pub of_chunks: bool,
+    pub of_steps: bool,
 }
 
 const fn knob(name: &'static str, grid: Grid, on_cpu: bool, on_cuda: bool, meaning: &'static str) -> Knob {
-    Knob { name, meaning, grid, on_cpu, on_cuda, ops: &[] }
+    Knob { name, meaning, grid, on_cpu, on_cuda, ops: &[], of_chunks: false, of_steps: false }
 }
 
 impl Knob {
     /// Whether a search of `op` alone changes it. On `cpu` it also changes `sms`, the number of shares of the work.
     pub fn reaches(&self, op: LayerOp, kind: TargetKind) -> bool {
         self.ops.contains(&op.name()) || (kind == TargetKind::Cpu && self.name == "sms")
+    }
+
+    /// Whether it is a choice of wave kernels.
+    pub fn is_wave(&self) -> bool {
+        self.of_chunks || self.of_steps
     }
 
     /// The same knob, for these ops alone.
@@ -63,7 +71,24 @@ const ATTENTION: &[&str] = &["attention"];
 const HOLD: Grid = Grid::Values(&[0, 1, 2, 3, 4, 6, 8]);
 
 /// All knobs, in the order in which a candidate prints them (a test holds that).
-pub const KNOBS: [Knob; KNOB_NAMES.len()] = [
+pub const KNOBS: [Knob; KNOB_NAMES.len()] = {
+    let mut knobs = [SCHEDULE_KNOBS[0]; KNOB_NAMES.len()];
+    let mut at = 0;
+    while at < SCHEDULE_KNOBS.len() {
+        knobs[at] = SCHEDULE_KNOBS[at];
+        at += 1;
+    }
+    while at < knobs.len() {
+        let wave = WAVE_KNOBS[at - SCHEDULE_KNOBS.len()];
+        let own = knob(wave.name, Grid::Values(wave.values), false, true, wave.meaning);
+        knobs[at] = Knob { of_chunks: wave.of_chunks, of_steps: wave.of_steps, ..own };
+        at += 1;
+    }
+    knobs
+};
+
+/// The knobs that decide a schedule.
+const SCHEDULE_KNOBS: [Knob; KNOB_NAMES.len() - WAVE_KNOB_COUNT] = [
     knob(
         "sms",
         Grid::EighthsLess(&[0, 1, 2, 3, 4, 5, 6]),
@@ -217,12 +242,15 @@ pub const KNOBS: [Knob; KNOB_NAMES.len()] = [
 /// The knobs as a table, as `docs/search.md` shows them.
 pub fn knob_table() -> String {
     let mut table = String::from("| knob | means | values | on |\n| --- | --- | --- | --- |\n");
-    for Knob { name, meaning, grid, on_cpu, on_cuda, ops: _ } in KNOBS {
+    for Knob { name, meaning, grid, on_cpu, on_cuda, ops: _, of_chunks, of_steps } in KNOBS {
         let values = match grid {
             Grid::Values(values) => values.iter().map(u32::to_string).collect::<Vec<_>>().join(", "),
             Grid::EighthsLess(_) => "all; one to six fewer; one to six eighths fewer".to_string(),
         };
         let on = match (on_cpu, on_cuda) {
+            _ if of_chunks && of_steps => "chunk, wave",
+            _ if of_chunks => "chunk",
+            _ if of_steps => "wave",
             (true, true) => "cpu, cuda",
             (true, false) => "cpu",
             (false, true) => "cuda",
@@ -235,9 +263,8 @@ pub fn knob_table() -> String {
 
 /// Knobs that differ from the default, in the syntax of a manifest's `candidate`; `default` where none does.
 pub fn changed(candidate: &Candidate, default: &Candidate) -> String {
-    let (texts, base) = (candidate.to_string(), default.values());
-    let pairs = texts.split(';').zip(candidate.values()).zip(base).filter(|((_, value), default)| value != default);
-    let pairs: Vec<&str> = pairs.map(|((text, _), _)| text).collect();
+    let values = candidate.values().into_iter().zip(default.values()).enumerate();
+    let pairs: Vec<String> = values.filter(|(_, (a, b))| a != b).map(|(at, _)| candidate.knob_text(at)).collect();
     if pairs.is_empty() { "default".to_string() } else { pairs.join(";") }
 }
 
@@ -248,6 +275,8 @@ pub struct Space {
     /// Index into [`KNOBS`] and legal values, ascending; a knob with one value is left out.
     knobs: Vec<(usize, Vec<u32>)>,
     rules: Rules,
+    /// Whether its points are those of a wave kernel: no knob depends on another one, and the plan says what does not fit.
+    is_wave: bool,
 }
 
 /// Facts of model and target that decide legality before anything is lowered. Lowering may still refuse.
@@ -323,7 +352,7 @@ impl Space {
         };
         let mut knobs = vec![];
         for (at, knob) in KNOBS.iter().enumerate() {
-            if !(if cpu { knob.on_cpu } else { knob.on_cuda }) {
+            if knob.is_wave() || !(if cpu { knob.on_cpu } else { knob.on_cuda }) {
                 continue;
             }
             let mut values: Vec<u32> = match knob.grid {
@@ -372,7 +401,19 @@ impl Space {
         let [o, down] = inputs.map(|cols| unit_bytes(cols, precision));
         let held = [("hold_qkv", unit), ("hold_o", o), ("hold_up", unit), ("hold_down", down), ("hold_head", unit)];
         let rules = Rules { target: target.clone(), head_units, context_max, fixed_smem, group, unit, held };
-        Space { default, knobs, rules }
+        Space { default, knobs, rules, is_wave: false }
+    }
+
+    /// The choices of the wave kernel that reads prompt chunks (`of_chunks`), or of one that runs steps, around the same default: that of the schedule
+    /// from which the plan is derived.
+    pub fn of_waves(self, of_chunks: bool) -> Space {
+        let reaches = |knob: &Knob| if of_chunks { knob.of_chunks } else { knob.of_steps };
+        let values = |knob: &Knob| match knob.grid {
+            Grid::Values(values) => values.to_vec(),
+            Grid::EighthsLess(_) => vec![],
+        };
+        let own = KNOBS.iter().enumerate().filter(|(_, knob)| reaches(knob));
+        Space { knobs: own.map(|(at, knob)| (at, values(knob))).collect(), is_wave: true, ..self }
     }
 
     /// The knobs that reach one op.
@@ -414,7 +455,7 @@ impl Space {
 
     fn digest_of(knobs: &[Knob]) -> Digest {
         let mut text = String::new();
-        for Knob { name, meaning: _, grid, on_cpu, on_cuda, ops: _ } in knobs {
+        for Knob { name, meaning: _, grid, on_cpu, on_cuda, ops: _, of_chunks: _, of_steps: _ } in knobs {
             text.push_str(&format!("{name} {grid:?} {on_cpu} {on_cuda}\n"));
         }
         Digest::of(text.as_bytes())
@@ -467,6 +508,9 @@ impl Space {
             *number = value;
         }
         let mut to = Candidate::of_values(&numbers);
+        if self.is_wave {
+            return to;
+        }
         let changed = KNOBS.get(at).map_or("", |knob| knob.name);
         if self.rules.target.kind == TargetKind::Cuda {
             // Several units can be held at once only if slots have whole units.
@@ -565,10 +609,12 @@ impl Space {
             *to = *choices.iter().min_by(|a, b| octaves(**a).total_cmp(&octaves(**b)))?;
         }
         let mut to = Candidate::of_values(&to);
-        if self.rules.target.kind == TargetKind::Cuda {
+        if self.rules.target.kind == TargetKind::Cuda && !self.is_wave {
             self.cut_ring(&mut to);
         }
-        self.one_name(&mut to);
+        if !self.is_wave {
+            self.one_name(&mut to);
+        }
         self.admits(&to).is_ok().then_some(to)
     }
 

@@ -12,6 +12,7 @@ use super::{
     Target as Written, Tiling, WIDE_UNITS, Warps, Wave, Work, WorkId, parts_of, sums_max, tile_sums_max,
     wide_tiles_max,
 };
+use crate::candidate::wave::{WAVE_KNOBS, WaveKnobs};
 use crate::dtype::DType;
 use crate::format::{Code, Format};
 use crate::ir::layout::{PLACE_ALIGN_BYTES, cache_row_bytes, place_align};
@@ -38,6 +39,8 @@ pub enum Refused {
     Rows { rows: u32, most: u32 },
     #[error("no history of up to {context_max} positions is long enough to be cut")]
     Histories { context_max: u32 },
+    #[error("`{knob}` is {value}, expected {expected}")]
+    Knob { knob: &'static str, value: u32, expected: String },
 }
 
 /// Warps that multiply, and warps of the loader. The loader gives registers up, and the others take them.
@@ -90,7 +93,45 @@ const SPLITS_LEFT_BYTES: u64 = 256 << 20;
 /// # Errors
 /// What wave kernels cannot do, of this program or on this target.
 pub fn derive(schedule: &Schedule, target: &Target, form: Form, rows: u32) -> Result<Plan, Refused> {
-    derive_like(schedule, target, form, rows, Asked { order: None, cuts: Cuts::None, tiles: true })
+    derive_chosen(schedule, target, form, rows, &WaveKnobs::default())
+}
+
+/// As [`derive`], with some choices made by `knobs` instead of the rules of this file.
+///
+/// # Errors
+/// As [`derive`]; a knob that the form lacks, or that does not fit the program or the target.
+pub fn derive_chosen(
+    schedule: &Schedule,
+    target: &Target,
+    form: Form,
+    rows: u32,
+    knobs: &WaveKnobs,
+) -> Result<Plan, Refused> {
+    refuse_knobs(form, knobs)?;
+    derive_like(schedule, target, form, rows, Asked { order: None, cuts: Cuts::None, tiles: true, knobs: *knobs })
+}
+
+/// Refuses values that knobs do not have, and knobs of another form.
+fn refuse_knobs(form: Form, knobs: &WaveKnobs) -> Result<(), Refused> {
+    for (knob, value) in WAVE_KNOBS.iter().zip(knobs.values()) {
+        let (has, what) = match form {
+            Form::Chunk => (knob.of_chunks, "a plan of chunks"),
+            Form::Steps => (knob.of_steps, "a plan of steps"),
+            Form::Tail => (false, "a tail"),
+        };
+        if knob.refuse(value).is_err() {
+            let all: Vec<String> = knob.values.iter().map(u32::to_string).collect();
+            return refused_knob(knob.name, value, format!("one of {}", all.join(", ")));
+        }
+        if value != 0 && !has {
+            return refused_knob(knob.name, value, format!("0, because {what} has no such choice"));
+        }
+    }
+    Ok(())
+}
+
+fn refused_knob<T>(knob: &'static str, value: u32, expected: impl Into<String>) -> Result<T, Refused> {
+    Err(Refused::Knob { knob, value, expected: expected.into() })
 }
 
 /// A plan of steps of up to `rows` rows that cuts into KV splits the histories for which [`super::Ragged::gains`] can be true.
@@ -110,7 +151,8 @@ pub fn derive_split(schedule: &Schedule, target: &Target, rows: u32, positions: 
 }
 
 fn derive_cut(schedule: &Schedule, target: &Target, rows: u32, cuts: Cuts) -> Result<Plan, Refused> {
-    let plan = derive_like(schedule, target, Form::Steps, rows, Asked { order: None, cuts, tiles: true })?;
+    let asked = Asked { order: None, cuts, tiles: true, knobs: WaveKnobs::default() };
+    let plan = derive_like(schedule, target, Form::Steps, rows, asked)?;
     match plan.waves.iter().any(|wave| matches!(wave.action, Action::Merge { .. })) {
         true => Ok(plan),
         false => Err(Refused::Histories { context_max: schedule.program.context_max }),
@@ -125,7 +167,7 @@ fn derive_cut(schedule: &Schedule, target: &Target, rows: u32, cuts: Cuts) -> Re
 pub fn derive_alike(schedule: &Schedule, target: &Target, rows: &[u32]) -> Result<Vec<Plan>, Refused> {
     let Some((&most, fewer)) = rows.split_last() else { return Ok(vec![]) };
     // Whether warpgroups add up tiles of 32 and of 64 rows alike is not known.
-    let free = Asked { order: None, cuts: Cuts::None, tiles: false };
+    let free = Asked { order: None, cuts: Cuts::None, tiles: false, knobs: WaveKnobs::default() };
     let largest = derive_like(schedule, target, Form::Steps, most, free)?;
     let order = largest.order();
     let asked = Asked { order: Some(&order), ..free };
@@ -143,6 +185,7 @@ struct Asked<'a> {
     cuts: Cuts,
     /// Whether products may be tiles.
     tiles: bool,
+    knobs: WaveKnobs,
 }
 
 /// Which histories are cut into KV splits.
@@ -157,23 +200,18 @@ enum Cuts {
 
 /// As [`derive`]. If an order is asked for, the plan takes its parts and groups.
 fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, asked: Asked<'_>) -> Result<Plan, Refused> {
+    refuse_target(target)?;
     let spec = &target.spec;
-    let lacks = |lacks| Err(Refused::Target { target: target.name.clone(), lacks });
-    if target.kind != TargetKind::Cuda || spec.copy != CopyMechanism::Bulk || spec.dot != DotMechanism::Mma {
-        return lacks("has no bulk copies or no tensor cores");
-    }
-    if !spec.register_reallocation {
-        return lacks("does not move registers between warps");
-    }
-    let program = &schedule.program;
+    let (program, knobs) = (&schedule.program, &asked.knobs);
+    let products = chosen_products(program, target, form, knobs)?;
     let Memory { inputs, scratch_bytes, state_bytes } = match form {
-        Form::Chunk => Memory::of_chunk(program, spec.sm_count, products(program, target, form)),
+        Form::Chunk => Memory::of_chunk(program, spec.sm_count, products, knobs),
         Form::Steps | Form::Tail => {
             let most = super::STEP_ROWS_MAX;
             if !(16..=most).contains(&rows) || !rows.is_power_of_two() {
                 return Err(Refused::Rows { rows, most });
             }
-            Memory::of_step(program, rows)
+            Memory::of_step(program, rows, knobs)
         }
     };
     let block_rows = if form == Form::Chunk { CHUNK_BLOCK_ROWS } else { rows };
@@ -181,8 +219,8 @@ fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, aske
         target: target.name.clone(),
         sms: spec.sm_count,
         warps: WARPS,
-        products: products(program, target, form),
-        pairs: shares_weights(program, target, form),
+        products,
+        pairs: shares_weights(products, target, knobs),
         loader_warps: LOADER_WARPS,
         registers: REGISTERS,
         loader_registers: LOADER_REGISTERS,
@@ -221,11 +259,23 @@ fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, aske
     }
     b.divide();
     let mut plan = b.plan;
-    plan.machine.weights = weight_ring(program, &plan, target)?;
+    plan.machine.weights = weight_ring(program, &plan, target, knobs)?;
     if form == Form::Steps {
-        hold(program, &mut plan);
+        hold(program, &mut plan, knobs.held);
     }
     Ok(plan)
+}
+
+fn refuse_target(target: &Target) -> Result<(), Refused> {
+    let spec = &target.spec;
+    let lacks = |lacks| Err(Refused::Target { target: target.name.clone(), lacks });
+    if target.kind != TargetKind::Cuda || spec.copy != CopyMechanism::Bulk || spec.dot != DotMechanism::Mma {
+        return lacks("has no bulk copies or no tensor cores");
+    }
+    if !spec.register_reallocation {
+        return lacks("does not move registers between warps");
+    }
+    Ok(())
 }
 
 /// Shared memory of a block without its ring of weights. That ring gets the rest: the longer it is, the more weights arrive while the SMs meet.
@@ -237,7 +287,7 @@ struct Memory {
 
 impl Memory {
     /// Of a chunk. Waves of experts use scratch, and those of states what the ring of inputs has no room for.
-    fn of_chunk(program: &Program, sms: u32, products: Products) -> Memory {
+    fn of_chunk(program: &Program, sms: u32, products: Products, knobs: &WaveKnobs) -> Memory {
         let (input_bytes, scratch_bytes) = if has_experts(program) {
             (CHUNK_INPUT_BYTES_BESIDE_SCRATCH, experts_scratch(program, Form::Chunk).max(CHUNK_SCRATCH_BYTES))
         } else if products == Products::Shared && carried(program).all(|states| !states.solves) {
@@ -245,7 +295,8 @@ impl Memory {
         } else {
             (CHUNK_INPUT_BYTES, 0)
         };
-        let inputs = chunk_inputs(program, input_bytes);
+        let Ring { slots, slot_bytes } = chunk_inputs(program, input_bytes);
+        let inputs = Ring { slots: chosen(knobs.input_slots).unwrap_or(slots), slot_bytes };
         let bytes = |states: Carried| states.parts(sms).map_or(0, |parts| states.chunk_bytes(parts));
         let of_states = carried(program).map(bytes).max().unwrap_or(0).saturating_sub(inputs.bytes());
         let scratch_bytes = scratch_bytes.max(of_states.next_multiple_of(128));
@@ -254,12 +305,13 @@ impl Memory {
 
     /// Of a step, or a tail. The inputs of 64 rows are twice as long as those of 32, so there is a slot of weights less for one of inputs (docs/perf-log.md,
     /// entry 33). Of 128 rows a slot has 128 columns, one half for each of two warpgroups that share k; scratch has what pairs of blocks send.
-    fn of_step(program: &Program, rows: u32) -> Memory {
+    fn of_step(program: &Program, rows: u32, knobs: &WaveKnobs) -> Memory {
         let (slots, slot_bytes) = match rows {
             ..=32 => (4, 16 << 10),
             33..=64 => (5, 16 << 10),
             _ => (3, 32 << 10),
         };
+        let slots = chosen(knobs.input_slots).unwrap_or(slots);
         let (scratch_bytes, state_bytes) = if rows <= 64 { (32 << 10, 2 << 10) } else { (36 << 10, 4 << 10) };
         let of_grid = |grid: &Grid| row_bytes(&grid.op, WARPS);
         let of_states = program.grids.iter().map(of_grid).max().unwrap_or(0).next_multiple_of(128);
@@ -268,21 +320,39 @@ impl Memory {
     }
 }
 
-/// The ring of weights of a plan: as many slots as its block has room for beside everything else.
-fn weight_ring(program: &Program, plan: &Plan, target: &Target) -> Result<Ring, Refused> {
+/// The value of a knob; `None`: the rule decides.
+fn chosen(value: u32) -> Option<u32> {
+    (value > 0).then_some(value)
+}
+
+/// The ring of weights of a plan: as many slots as its block has room for beside everything else, unless a knob says how many.
+fn weight_ring(program: &Program, plan: &Plan, target: &Target, knobs: &WaveKnobs) -> Result<Ring, Refused> {
     let m = &plan.machine;
     let slot_bytes = weight_bytes(program, plan).next_multiple_of(1024);
     let used = m.state_bytes + m.inputs.bytes() + m.scratch_bytes;
-    let slots = (target.spec.smem_bytes_per_block_max.saturating_sub(used) / slot_bytes.max(1)).min(SLOTS_MAX);
-    if slots < 2 {
-        return Err(Refused::SharedMemory { slots, slot_bytes, target: target.name.clone() });
+    let room = target.spec.smem_bytes_per_block_max.saturating_sub(used) / slot_bytes.max(1);
+    if room < 2 && knobs.input_slots > 0 {
+        return refused_knob("wave_input_slots", knobs.input_slots, "fewer, which leave room for two slots of weights");
     }
-    Ok(Ring { slots, slot_bytes })
+    if room < 2 {
+        return Err(Refused::SharedMemory { slots: room, slot_bytes, target: target.name.clone() });
+    }
+    match chosen(knobs.slots) {
+        Some(slots) if slots > room => {
+            refused_knob("wave_slots", slots, format!("at most {room}, as many as shared memory has room for"))
+        }
+        slots => Ok(Ring { slots: slots.unwrap_or(room.min(SLOTS_MAX)), slot_bytes }),
+    }
 }
 
 /// Decides which products hold their first chunks of weights: those of whole units, if registers have room. Products of parts of k are slower with it
 /// (docs/perf-log.md, entry 34).
-fn hold(program: &Program, plan: &mut Plan) {
+fn hold(program: &Program, plan: &mut Plan, knob: u32) {
+    let chunks = match knob {
+        0 => HELD_CHUNKS,
+        1 => 0,
+        chunks => chunks,
+    };
     let (slots, input_bytes) = (plan.machine.weights.slots, plan.machine.inputs.slot_bytes);
     for wave in &mut plan.waves {
         let grid = &program.grids[wave.grid.index()];
@@ -298,12 +368,12 @@ fn hold(program: &Program, plan: &mut Plan) {
         let input_chunks = input_bytes / (plan.block_rows * 64 * matrix.granule_spans) / chunk;
         let sums = plan.block_rows / 16 / warps.rows * of_warp * 4;
         *held = if format.is_plain()
-            && HELD_CHUNKS < slots
-            && HELD_CHUNKS.is_multiple_of(input_chunks.max(1))
-            && HELD_CHUNKS * chunk <= matrix.granules
-            && sums + HELD_CHUNKS * (chunk / warps.k) * of_warp * 4 <= HELD_AND_SUMS_MAX
+            && chunks < slots
+            && chunks.is_multiple_of(input_chunks.max(1))
+            && chunks * chunk <= matrix.granules
+            && sums + chunks * (chunk / warps.k) * of_warp * 4 <= HELD_AND_SUMS_MAX
         {
-            HELD_CHUNKS
+            chunks
         } else {
             0
         };
@@ -363,10 +433,24 @@ fn products(program: &Program, target: &Target, form: Form) -> Products {
     }
 }
 
+/// The same, unless a knob asks for others.
+fn chosen_products(program: &Program, target: &Target, form: Form, knobs: &WaveKnobs) -> Result<Products, Refused> {
+    match (knobs.products, products(program, target, form)) {
+        (1, _) => Ok(Products::Warps),
+        (2, Products::Warps) => refused_knob(
+            "wave_products",
+            2,
+            "1, because warpgroups do not multiply these matrices, or not on this target",
+        ),
+        (2, _) => Ok(Products::Warpgroups),
+        (_, best) => Ok(best),
+    }
+}
+
 /// Whether the two blocks of a pair share the weights of a chunk (docs/perf/wave.md, entry 48).
-fn shares_weights(program: &Program, target: &Target, form: Form) -> bool {
+fn shares_weights(products: Products, target: &Target, knobs: &WaveKnobs) -> bool {
     let spec = &target.spec;
-    products(program, target, form) == Products::Shared && spec.cluster_max >= 2 && spec.sm_count.is_multiple_of(2)
+    products == Products::Shared && knobs.pairs == 0 && spec.cluster_max >= 2 && spec.sm_count.is_multiple_of(2)
 }
 
 /// Bytes of the largest chunk of weights of any wave.
@@ -437,29 +521,33 @@ impl Matrix {
     }
 
     /// How warps multiply in a plan of chunks: 64 columns of the units of a pass at once, or a granule that is longer.
-    fn chunk_shape(&self, longest: u32) -> Shape {
+    fn chunk_shape(&self, longest: u32, knobs: &WaveKnobs) -> Shape {
         let warps = Warps { rows: 2, units: 4, k: 1 };
         let most = sums_max(self.grouped) / (CHUNK_BLOCK_ROWS / 16 / warps.rows * 4) * warps.units;
+        let most = chosen(knobs.pass).map_or(most, |pass| most.min(pass));
         let pass = longest.div_ceil(longest.div_ceil(most).max(1)).max(1);
         Shape { pass, chunk: self.least_chunk(), warps }
     }
 
     /// The same for warpgroups. Together they multiply a tile of 16 units by all rows, or of 8 units if each has half of the rows. In the second case every
     /// weight is read twice, which costs about an eighth.
-    fn wide_shape(&self, longest: u32) -> Shape {
+    fn wide_shape(&self, longest: u32, knobs: &WaveKnobs) -> Shape {
         let shapes = [Warps { rows: 1, units: 8, k: 1 }, Warps { rows: 2, units: 4, k: 1 }].map(|warps| {
             let tile = WIDE_UNITS * warps.units;
             let units = longest.max(1).next_multiple_of(tile);
             let most = wide_tiles_max(CHUNK_BLOCK_ROWS / warps.rows, self.grouped) * tile;
+            let most = chosen(knobs.pass).map_or(most, |pass| most.min((pass / tile).max(1) * tile));
             (units * (7 + warps.rows), Shape { pass: units.min(most), chunk: self.least_chunk(), warps })
         });
         let [all, halves] = shapes;
-        if halves.0 < all.0 { halves.1 } else { all.1 }
+        let by_halves = chosen(knobs.row_groups).map_or(halves.0 < all.0, |groups| groups == 2);
+        if by_halves { halves.1 } else { all.1 }
     }
 
     /// The same with both operands in shared memory.
-    fn shared_shape(&self, longest: u32) -> Shape {
-        let pass = longest.max(1).next_multiple_of(SHARED_UNITS).min(SHARED_PASS_MAX);
+    fn shared_shape(&self, longest: u32, knobs: &WaveKnobs) -> Shape {
+        let most = chosen(knobs.pass).map_or(SHARED_PASS_MAX, |pass| pass.min(SHARED_PASS_MAX));
+        let pass = longest.max(1).next_multiple_of(SHARED_UNITS).min(most);
         Shape { pass, chunk: self.least_chunk(), warps: SHARED_WARPS }
     }
 
@@ -471,15 +559,19 @@ impl Matrix {
         longest: u32,
         parts: u32,
         machine: &Machine,
-        groups: Option<u32>,
+        (groups, knobs): (Option<u32>, &WaveKnobs),
         paired: bool,
     ) -> Option<Shape> {
         let (tiles, input_spans) = (rows / 16, machine.inputs.slot_bytes / (rows * 64));
-        let part = self.part(parts);
+        let (part, weight_bytes) = (self.part(parts), step_weight_bytes(knobs));
+        let asked = |knob: u32, value: u32| chosen(knob).is_none_or(|asked| asked == value);
         let mut best: Option<(u64, Shape)> = None;
         let powers = || [1, 2, 4, 8].into_iter();
         for (by_rows, by_units) in powers().flat_map(|rows| powers().map(move |units| (rows, units))) {
             if by_rows * by_units > WARPS || !tiles.is_multiple_of(by_rows) {
+                continue;
+            }
+            if !asked(knobs.row_groups, by_rows) || !asked(knobs.unit_groups, by_units) {
                 continue;
             }
             let warps = Warps { rows: by_rows, units: by_units, k: WARPS / (by_rows * by_units) };
@@ -488,13 +580,14 @@ impl Matrix {
             }
             let by_sums = sums_max(self.grouped) / (tiles / by_rows * 4) * by_units;
             let least = self.least_chunk();
-            let most = by_sums.min(STEP_WEIGHT_BYTES / (least * self.granule_bytes) / by_units * by_units);
+            let most = by_sums.min(weight_bytes / (least * self.granule_bytes) / by_units * by_units);
+            let most = chosen(knobs.pass).map_or(most, |pass| most.min(pass));
             if most == 0 {
                 continue;
             }
             let pass = longest.div_ceil(longest.div_ceil(most)).max(1);
             let padded = pass.next_multiple_of(by_units);
-            let room = STEP_WEIGHT_BYTES / (padded * self.granule_bytes);
+            let room = weight_bytes / (padded * self.granule_bytes);
             let mut chunk = least;
             while 2 * chunk <= room && chunk < part {
                 chunk *= 2;
@@ -520,6 +613,11 @@ impl Matrix {
         }
         best.map(|(_, shape)| shape)
     }
+}
+
+/// Most bytes of a slot of weights of a step.
+fn step_weight_bytes(knobs: &WaveKnobs) -> u32 {
+    chosen(knobs.slot_kib).map_or(STEP_WEIGHT_BYTES, |kib| kib << 10)
 }
 
 /// Bytes of scratch that a block of a pair needs for `padded` units. It holds the sums that the other block sends for half of the rows, and the
@@ -828,6 +926,7 @@ impl Builder<'_> {
             return parts;
         }
         let most = (self.plan.machine.sms / self.plan.rows).clamp(1, ROW_PARTS_MAX);
+        let most = chosen(self.asked.knobs.row_parts).unwrap_or(most);
         (1..=most).rev().find(|parts| cols.is_multiple_of(8 * parts)).unwrap_or(1)
     }
 
@@ -853,7 +952,7 @@ impl Builder<'_> {
         let in_pairs = if self.pairs(m, parts) { in_tiles.or_else(|| self.shape(over, &matrix, true)) } else { None };
         let Some(Shape { pass, chunk, warps }) = in_pairs.or(in_tiles).or_else(|| self.shape(over, &matrix, false))
         else {
-            return refused(grid, "units", "as many as shared memory holds");
+            return self.no_shape(grid);
         };
         self.plan.machine.pairs |= in_pairs.is_some();
         let target = self.target(id, grid, m, parts, in_pairs.is_some())?;
@@ -871,6 +970,17 @@ impl Builder<'_> {
         Ok(())
     }
 
+    /// Why no warps multiply the units of a block.
+    fn no_shape<T>(&self, grid: &Grid) -> Result<T, Refused> {
+        let WaveKnobs { row_groups, unit_groups, .. } = self.asked.knobs;
+        let lacks = |what: &str| format!("0, because {what} of `{}` are not divided so", grid.name);
+        match (row_groups, unit_groups) {
+            (0, 0) => refused(grid, "units", "as many as shared memory holds"),
+            (0, units) => refused_knob("wave_unit_groups", units, lacks("units")),
+            (rows, _) => refused_knob("wave_row_groups", rows, lacks("rows")),
+        }
+    }
+
     /// How warpgroups multiply the units of a block in tiles, if they do. It pays for gated products of 64 rows, and for the MLP in codes of 4 bits of 32 rows: as
     /// operands of warpgroups these are made once for all rows. It does not pay for products that attention reads, or whose input attention writes, nor where more than
     /// a quarter of the units of tiles do not exist (docs/perf-log.md, entries 34 and 35).
@@ -880,14 +990,17 @@ impl Builder<'_> {
         let coded = format.code == Code::Int4;
         let plain = format.is_plain() && m.k.is_multiple_of(64);
         let [all, halves] = TILE_WARPS;
+        let everywhere = self.asked.knobs.tiles == 2;
         let warps: &[Warps] = match m.epilogue {
+            _ if everywhere && (plain || !format.is_plain() && rows <= 64) => &TILE_WARPS,
             _ if plain && rows == 128 => &TILE_WARPS,
             Epilogue::Gated(_) | Epilogue::GatedBy { .. } if plain && rows == 64 => &[all],
             Epilogue::Gated(_) | Epilogue::GatedBy { .. } | Epilogue::Act(_) if coded && rows == 32 => &[all],
             Epilogue::Residual { .. } if coded && rows == 32 => &[halves],
             _ => return None,
         };
-        if form != Form::Steps || !self.asked.tiles || !self.warpgroup_mma || m.parts() != 1 {
+        let never = !self.asked.tiles || self.asked.knobs.tiles == 1;
+        if form != Form::Steps || never || !self.warpgroup_mma || m.parts() != 1 {
             return None;
         }
         let parts = self.parts(grid, m, &Matrix::of(m, format));
@@ -905,16 +1018,28 @@ impl Builder<'_> {
     /// How `warps` multiply up to `longest` units in tiles.
     fn tile_shape(&self, format: Format, longest: u32, warps: Warps) -> Option<Shape> {
         let (tile, sums) = (WIDE_UNITS * warps.units, self.plan.rows / 2);
+        let knobs = &self.asked.knobs;
         let most = tile_sums_max(self.plan.rows) / sums;
+        let most = chosen(knobs.pass).map_or(most, |pass| most.min((pass / tile).max(1)));
+        let input_spans = self.plan.machine.inputs.slot_bytes / (self.plan.rows * 64);
+        let shape = |tiles: u32| {
+            // With several tiles, warps take the words of one granule at a time.
+            let granules = if !format.is_plain() || tiles * sums > 64 { 1 } else { 64 / format.granule_k() };
+            let chunk = warps.k * granules;
+            let room = step_weight_bytes(knobs) / (chunk * format.granule_bytes());
+            // A slot holds whole tiles of plain weights.
+            let room = if format.is_plain() { room / tile * tile } else { room };
+            let most = (most * tile).min(room);
+            // A slot of inputs is whole chunks.
+            let fits = most > 0 && input_spans.is_multiple_of(chunk * format.granule_k() / 32);
+            fits.then(|| Shape { pass: longest.div_ceil(longest.div_ceil(most)), chunk, warps })
+        };
         let tiles = longest.div_ceil(tile).min(most);
-        // With several tiles, warps take the words of one granule at a time.
-        let granules = if !format.is_plain() || tiles * sums > 64 { 1 } else { 64 / format.granule_k() };
-        let chunk = warps.k * granules;
-        let room = STEP_WEIGHT_BYTES / (chunk * format.granule_bytes());
-        // A slot holds whole tiles of plain weights.
-        let room = if format.is_plain() { room / tile * tile } else { room };
-        let most = (most * tile).min(room);
-        (most > 0).then(|| Shape { pass: longest.div_ceil(longest.div_ceil(most)), chunk, warps })
+        match shape(tiles) {
+            // Slots have room for one of them alone.
+            Some(Shape { pass, .. }) if tiles > 1 && pass <= tile => shape(1),
+            shape => shape,
+        }
     }
 
     /// The layout of the result of a product that other products read.
@@ -930,6 +1055,7 @@ impl Builder<'_> {
         let asked = self.order_of(self.plan.waves.len());
         let Plan { form, ref machine, .. } = self.plan;
         form.decides()
+            && self.asked.knobs.pairs == 0
             && self.cluster_max >= 2
             && machine.sms.is_multiple_of(2)
             && !matches!(asked, Some(Sums::Product { paired: false, .. }))
@@ -954,6 +1080,9 @@ impl Builder<'_> {
             m.k * 2 / parts + sums
         };
         let possible = |parts: &u32| matrix.divides(*parts) && *parts <= sms;
+        if let Some(most) = chosen(self.asked.knobs.parts) {
+            return CHUNK_PARTS.into_iter().filter(|parts| *parts <= most).find(possible).unwrap_or(1);
+        }
         PARTS.into_iter().filter(possible).min_by_key(|&parts| bytes(parts)).unwrap_or(1)
     }
 
@@ -966,7 +1095,8 @@ impl Builder<'_> {
         }
         let fits = |parts: &u32| m.units().div_ceil(SHARED_PASS_MAX) * parts <= sms;
         let long = |parts: &u32| matrix.divides(*parts) && matrix.part(*parts) >= CHUNK_PART_GRANULES;
-        CHUNK_PARTS.into_iter().find(|parts| fits(parts) && long(parts)).unwrap_or(1)
+        let most = chosen(self.asked.knobs.parts).unwrap_or(u32::MAX);
+        CHUNK_PARTS.into_iter().filter(|parts| *parts <= most).find(|parts| fits(parts) && long(parts)).unwrap_or(1)
     }
 
     /// Whether pairs of blocks share the weights of a chunk.
@@ -984,22 +1114,26 @@ impl Builder<'_> {
     /// How a block multiplies its units.
     fn shape(&self, over: Over, matrix: &Matrix, paired: bool) -> Option<Shape> {
         let Plan { form, rows, block_rows, ref machine, .. } = self.plan;
+        let knobs = &self.asked.knobs;
         let parts = if let Over::Units { parts, .. } = over { parts } else { 1 };
         match form {
             Form::Chunk => {
                 let mut lengths = (1..=rows / block_rows).map(|blocks| self.longest(over, blocks));
-                match machine.products {
-                    Products::Warps => lengths.map(|units| matrix.chunk_shape(units)).max_by_key(|shape| shape.pass),
-                    Products::Warpgroups => lengths.next_back().map(|units| matrix.wide_shape(units)),
-                    Products::Shared => lengths.max().map(|units| matrix.shared_shape(units)),
-                }
+                let shape = match machine.products {
+                    Products::Warps => {
+                        lengths.map(|units| matrix.chunk_shape(units, knobs)).max_by_key(|shape| shape.pass)
+                    }
+                    Products::Warpgroups => lengths.next_back().map(|units| matrix.wide_shape(units, knobs)),
+                    Products::Shared => lengths.max().map(|units| matrix.shared_shape(units, knobs)),
+                };
+                shape.filter(|shape| chosen(knobs.row_groups).is_none_or(|rows| rows == shape.warps.rows))
             }
             Form::Steps | Form::Tail => {
                 let groups = match self.order_of(self.plan.waves.len()) {
                     Some(Sums::Product { groups, .. }) => Some(groups),
                     _ => None,
                 };
-                matrix.step_shape(rows, self.longest(over, 1), parts, machine, groups, paired)
+                matrix.step_shape(rows, self.longest(over, 1), parts, machine, (groups, knobs), paired)
             }
         }
     }
@@ -1067,7 +1201,8 @@ impl Builder<'_> {
         };
         let cols = self.program.buffers[exchange.index()].cols;
         let bytes = u64::from(self.plan.rows) * u64::from(cols) * u64::from(parts) * 8;
-        self.plan.form.decides() && bytes <= PACKET_BYTES_MAX && next.is_some_and(attends)
+        let may = self.plan.form.decides() && self.asked.knobs.packets == 0;
+        may && bytes <= PACKET_BYTES_MAX && next.is_some_and(attends)
     }
 
     /// Scores of all experts, from a norm that the products of experts read, too.
@@ -1141,10 +1276,15 @@ impl Builder<'_> {
         let out_to = self.work(name, layout, cols);
         self.inputs.insert(out, out_to);
         let chunk = if format.is_plain() { 2 } else { 1 };
-        let slot_bytes = if self.plan.form == Form::Chunk { CHUNK_EXPERT_BYTES } else { STEP_WEIGHT_BYTES };
+        let of_steps = step_weight_bytes(&self.asked.knobs);
+        let slot_bytes = if self.plan.form == Form::Chunk { CHUNK_EXPERT_BYTES } else { of_steps };
         let tiles = (slot_bytes / (chunk * format.granule_bytes()) / TILE_UNITS)
             .min(unit_tiles_max(tiling.rows, format.groups.is_some()));
         let spans = chunk * format.granule_k() / 32;
+        if tiles == 0 && self.asked.knobs.slot_kib > 0 {
+            let expected = format!("more, for a chunk of `{}`", grid.name);
+            return refused_knob("wave_slot_kib", self.asked.knobs.slot_kib, expected);
+        }
         if tiles == 0 || spans * tiling.rows * 64 > self.plan.machine.inputs.slot_bytes {
             return refused(grid, "experts", "chunks that slots hold");
         }
@@ -1389,9 +1529,13 @@ impl Builder<'_> {
         let slot_bytes = self.plan.machine.inputs.slot_bytes;
         let slot_bytes = if self.plan.form.decides() { slot_bytes.min(STEP_TILE_BYTES_MAX) } else { slot_bytes };
         let fits = |tile: &u32| paging.rows.is_multiple_of(*tile) && 2 * tile * row_bytes <= slot_bytes;
-        let Some(tile) = tiles.into_iter().find(fits) else {
+        let Some(most) = tiles.into_iter().find(fits) else {
             return refused(grid, "pages", "a multiple of 16 positions");
         };
+        let tile = chosen(self.asked.knobs.tile).unwrap_or(most);
+        if !fits(&tile) {
+            return refused_knob("wave_tile", tile, format!("at most {most}, as slots of inputs and pages hold"));
+        }
         let to = self.work("attended", self.operand(out), cols);
         self.inputs.insert(out, to);
         let n = a.head_groups();

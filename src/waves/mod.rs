@@ -80,7 +80,7 @@ mod print;
 mod prove;
 mod ragged;
 
-pub use derive::{Refused, derive, derive_alike, derive_ragged, derive_split};
+pub use derive::{Refused, derive, derive_alike, derive_chosen, derive_ragged, derive_split};
 pub use experts::Tiling;
 pub(crate) use experts::scores_cols;
 pub use mix::{GateNorm, group_channels};

@@ -1,6 +1,6 @@
 //! Owns small model graphs, targets and candidates that the tests of the proof lower for real.
 
-use monobloc::candidate::Candidate;
+use monobloc::candidate::{Candidate, WaveKnobs};
 use monobloc::dtype::{DType, Precision};
 use monobloc::format::Format;
 use monobloc::ir::layout::{cache_row_bytes, chunk_rows};
@@ -303,6 +303,7 @@ pub fn on_cpu(sms: u32) -> Candidate {
         attention_ahead: 1,
         unit_rows: 8,
         sums_everywhere: 0,
+        waves: WaveKnobs::default(),
     }
 }
 

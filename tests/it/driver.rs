@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use monobloc::cache::Cache;
-use monobloc::candidate::Candidate;
+use monobloc::candidate::{Candidate, WaveKnobs};
 use monobloc::check::{ALIKE_SEQUENCES as SEQUENCES, SharedTexts, TextSizes, check_alike};
 use monobloc::codegen::KernelSource;
 use monobloc::codegen::abi::Queues;
@@ -395,7 +395,8 @@ impl TextOnFake {
         let queues = Queues::of(&rows);
         let cache = Some(one.cache());
         let verifier = RowsSession::load(device, &queues, image, Trace::Off, 1, one.pack(), cache).unwrap();
-        let waves = waves.first().map(|chunk| PromptCubins { chunk, tail: waves.get(1).copied() });
+        let waves =
+            waves.first().map(|chunk| PromptCubins { chunk, tail: waves.get(1).copied(), knobs: WaveKnobs::default() });
         let prefill = Prefill::of(device, &target, &queues, image, waves, &one).unwrap();
         TextOnFake { one, verifier, prefill, vocab, context_max }
     }
@@ -1434,7 +1435,11 @@ impl ServerOnFake {
         };
         let [one, small, large] = [1, 8, 16].map(|rows| Arc::new(model.kernel(rows)));
         let steps = |rows, by| Does::Steps { rows, by };
-        let kernel = |does, validated: &Arc<Validated>, code| Kernel { does, validated: Some(validated.clone()), code };
+        let knobs = WaveKnobs::default();
+        let kernel = |does, validated: &Arc<Validated>, code| {
+            let validated = Some(validated.clone());
+            Kernel { does, validated, knobs, code }
+        };
         let kernels = vec![
             kernel(steps(1, By::Words), &one, image(1, 1, false)),
             kernel(steps(8, By::Words), &small, image(8, 0, false)),
@@ -1442,7 +1447,7 @@ impl ServerOnFake {
             kernel(steps(32, By::Waves), &small, image(32, 0, false)),
             kernel(Does::Chunk, &small, image(1, 3, false)),
             kernel(Does::Tail, &small, image(1, 4, false)),
-            Kernel { does: Does::Sampler, validated: None, code: image(1, 0, false) },
+            Kernel { does: Does::Sampler, validated: None, knobs, code: image(1, 0, false) },
         ];
         let device = Device::open(0).unwrap();
         ServerOnFake { workspace, device, target: fake_target(), kernels, _folder: folder }

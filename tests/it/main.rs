@@ -87,6 +87,7 @@ mod waves;
 mod waves_checked;
 mod waves_convolve;
 mod waves_experts;
+mod waves_knobs;
 mod waves_mamba;
 mod waves_nets;
 mod waves_norms;

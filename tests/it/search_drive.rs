@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use monobloc::abba::Round;
-use monobloc::candidate::Candidate;
+use monobloc::candidate::{Candidate, KNOB_NAMES};
 use monobloc::digest::Digest;
 use monobloc::dtype::{DType, Precision};
 use monobloc::flywheel::{ModelShape, Proposer};
@@ -41,6 +41,7 @@ fn setting() -> Setting {
         weights_dtype: "bf16".to_string(),
         cache_dtype: "bf16".to_string(),
         wire_dtype: "bf16".to_string(),
+        kernel: "decode".to_string(),
     };
     Setting::new(&model, "h200", "cuda")
 }
@@ -219,9 +220,11 @@ fn a_trial_that_cannot_be_recorded_did_not_take_place() {
 fn knobs_are_those_that_a_candidate_prints_and_neighbours_are_legal() {
     let space = space();
     let default = space.default_candidate();
-    let printed: Vec<String> =
+    let names: Vec<String> =
         default.to_string().split(';').map(|pair| pair.split('=').next().unwrap_or_default().to_string()).collect();
-    assert_eq!(printed, KNOBS.map(|knob| knob.name));
+    let of_schedules: Vec<&str> = KNOBS.iter().filter(|knob| !knob.is_wave()).map(|knob| knob.name).collect();
+    assert_eq!(names, of_schedules, "a candidate without choices of wave kernels prints none");
+    assert_eq!(KNOB_NAMES, KNOBS.map(|knob| knob.name));
     let neighbours = space.neighbours(default);
     assert!(neighbours.len() > 10, "{}", neighbours.len());
     for neighbour in neighbours {

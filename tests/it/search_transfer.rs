@@ -129,6 +129,7 @@ fn setting(graph: &ModelGraph) -> Setting {
         weights_dtype: dtype.clone(),
         cache_dtype: dtype.clone(),
         wire_dtype: dtype,
+        kernel: "decode".to_string(),
     };
     Setting::new(&model, "h200", "cuda")
 }

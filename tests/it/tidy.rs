@@ -55,7 +55,9 @@ const IMPORTS: &[(&str, &[&str])] = &[
     // The judges import neither lowering nor scheduling, nor each other.
     ("validate", &["dtype", "error", "format", "ir", "model", "target", "text"]),
     // A plan over a proven schedule, and its proof.
-    ("waves", &["dtype", "format", "id", "ir", "target", "validate"]),
+    ("waves", &["candidate", "dtype", "format", "id", "ir", "target", "validate"]),
+    // The proof of a plan knows no knob.
+    ("waves/prove", &["dtype", "format", "ir", "target", "validate"]),
     // Runs rows only with tables that the guard gave out.
     ("interp", &["dtype", "error", "format", "ir", "model", "pack", "pages", "random", "rows", "sample"]),
     // Prints and encodes what was proven; decides nothing.

@@ -107,6 +107,21 @@ fn a_campaign_is_printed_resumed_and_reported() {
 }
 
 #[test]
+fn a_target_without_wave_kernels_refuses_their_search() {
+    let (place, checkpoint) = roomy("families/llama-gqa");
+    let text = manifest_text(&format!("path:{}", checkpoint.display()), CONTEXT);
+    for kernel in ["chunk", "wave:32"] {
+        place.write("m.toml", text.replace("trials = 0", &format!("trials = 2\nkernel = \"{kernel}\"")));
+        place.run("tune m.toml").refused(&[&format!("target `cpu` has no kernel `{kernel}`"), "kernel = \"decode\""]);
+    }
+    // A build has nothing to search then, and one op alone is one of the decode kernel.
+    place.run("build m.toml").code(0);
+    place.run("tune-op m.toml attention --max-trials 1").code(0);
+    place.write("m.toml", text.replace("[[target]]", "[[target]]\ncandidate = \"wave_pass=16\""));
+    place.run("build m.toml").refused(&["`wave_pass=16` is of wave kernels", "`kernel` in `[search]`"]);
+}
+
+#[test]
 fn a_build_spends_the_budget_of_its_manifest_once() {
     let (place, checkpoint) = roomy("families/llama-gqa");
     let text = manifest_text(&format!("path:{}", checkpoint.display()), CONTEXT);
