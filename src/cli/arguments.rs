@@ -2,6 +2,7 @@
 
 use std::any::TypeId;
 use std::ffi::{OsStr, OsString};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -13,7 +14,7 @@ use super::units::{parse_age, parse_bias, parse_bytes, parse_digest, parse_ids, 
 use crate::digest::Digest;
 use crate::flywheel::Verdict;
 use crate::lower::LayerOp;
-use crate::pipeline::SHOW_STAGES;
+use crate::pipeline::{Engine, SHOW_STAGES};
 use crate::target::Target;
 
 const EXIT_CODES: &str = "\
@@ -1367,8 +1368,17 @@ pub struct Tune {
     #[arg(long, value_name = "AGE", value_parser = parse_age)]
     pub trial_timeout: Option<Duration>,
     /// Program that proposes candidates in JSON lines; each is proven, checked and timed like any other
-    #[arg(long, value_name = "COMMAND")]
+    #[arg(long, value_name = "COMMAND", conflicts_with = "on")]
     pub proposer: Option<String>,
+    /// Run trials on other machines: `slurm`, `ray`, `ray://HOST:PORT`, or `hands` for workers that you start
+    #[arg(long, value_name = "ENGINE", value_parser = Engine::parse)]
+    pub on: Option<Engine>,
+    /// Workers of `--on`
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1024), requires = "on")]
+    pub workers: u32,
+    /// Address and port at which workers of `--on` join [default: a free port of this machine]
+    #[arg(long, value_name = "ADDRESS", requires = "on")]
+    pub listen: Option<SocketAddr>,
     /// Print the results as one JSON array
     #[arg(long)]
     pub json: bool,
@@ -1507,6 +1517,9 @@ pub struct Trials {
     /// Seed of the search [default: the manifest's]
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
+    /// Address of a search on many machines, whose candidates are tried; `MONOBLOC_FLEET_TOKEN` has its token
+    #[arg(long, value_name = "HOST:PORT")]
+    pub join: Option<String>,
 }
 
 fn parse_jobs(text: &str) -> Result<usize, String> {

@@ -1,7 +1,8 @@
 //! Owns `tune` and the child process that serves its trials.
 
 use std::io::BufRead;
-use std::path::Path;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::mpsc::channel;
 use std::thread;
@@ -17,7 +18,7 @@ use crate::error::{Fault, Tier};
 use crate::flywheel::RatioInterval;
 use crate::lower::LayerOp;
 use crate::manifest::{Manifest, SearchKernel};
-use crate::pipeline::{self, Tuned, Tuning, Workspace};
+use crate::pipeline::{self, Away, Engine, Tuned, Tuning, Workspace};
 use crate::target::Target;
 use crate::text::counted;
 
@@ -39,6 +40,9 @@ pub fn tune_op(session: &Session, asked: &TuneOp) -> Result<Outcome, Fault> {
         seed: *seed,
         trial_timeout: None,
         proposer: None,
+        on: None,
+        workers: 1,
+        listen: None,
         json: *json,
     };
     campaigns(session, &tune, Some(*op))
@@ -69,12 +73,14 @@ fn campaigns(session: &Session, asked: &Tune, op: Option<LayerOp>) -> Result<Out
     let mut interrupted = false;
     for target in &targets {
         if targets.len() > 1
+            && asked.on.is_none()
             && let Err(reason) = pipeline::can_tune(&workspace, &manifest, target)
         {
             workspace.report.note(&format!("{}: the search waits for a device of its kind ({reason})", target.name));
             continue;
         }
-        let what = Search { op, proposer: asked.proposer.as_deref() };
+        let elsewhere = asked.on.as_ref().map(|engine| (engine, asked.workers, asked.listen));
+        let what = Search { op, proposer: asked.proposer.as_deref(), elsewhere };
         let Some(tuned) = search(session, &workspace, &asked.manifest, &manifest, target, budget, what)? else {
             interrupted = true;
             break;
@@ -100,6 +106,8 @@ pub struct Search<'a> {
     /// The op that runs alone; `None`: whole steps.
     pub op: Option<LayerOp>,
     pub proposer: Option<&'a str>,
+    /// What starts workers on other machines, how many, and where they join.
+    pub elsewhere: Option<(&'a Engine, u32, Option<SocketAddr>)>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -120,22 +128,29 @@ pub fn search(
     budget: Budget,
     what: Search<'_>,
 ) -> Result<Option<Tuned>, Fault> {
-    let Search { op, proposer } = what;
+    let Search { op, proposer, elsewhere } = what;
     let _deferred = interrupt::defer();
     let program = std::env::current_exe()
         .map_err(|error| Fault::environment(format!("the path of the running program is not known: {error}")))?;
-    let child = |target: &Target| {
-        let mut command = Command::new(&program);
-        command.arg("trials").arg(path).args(["--target", &target.name, "--seed", &manifest.search.seed.to_string()]);
-        if let Some(op) = op {
-            command.args(["--op", op.name()]);
-        }
-        command.arg("--cache").arg(&session.places.root).arg("--trials").arg(&session.trials);
-        command
-    };
+    let child = |target: &Target| child(session, &program, path, target, manifest.search.seed, op);
     let Budget { trials, minutes, trial_timeout } = budget;
     let tuning = Tuning { op, trials, minutes, proposer, trial_timeout, child: &child, stop: &interrupt::asked };
-    match pipeline::tune(workspace, manifest, target, &tuning) {
+    let tuned = match elsewhere {
+        None => pipeline::tune(workspace, manifest, target, &tuning),
+        Some((engine, workers, listen)) => {
+            // A node may have another current folder.
+            let path = if path.exists() { absolute(path)? } else { path.to_path_buf() };
+            let command = |address: SocketAddr| {
+                let mut command = self::child(session, &program, &path, target, manifest.search.seed, op);
+                command.arg("--join").arg(address.to_string());
+                let words = [command.get_program()].into_iter().chain(command.get_args());
+                words.map(|word| word.to_string_lossy().into_owned()).collect()
+            };
+            let away = Away { engine: engine.clone(), workers, listen, command: &command };
+            pipeline::tune_away(workspace, manifest, target, &tuning, &away)
+        }
+    };
+    match tuned {
         Ok(tuned) => Ok(Some(tuned)),
         Err(fault) if fault.tier == Tier::Environment && interrupt::asked() => {
             session.terminal.say(&format!("{}: {}", target.name, fault.message));
@@ -145,12 +160,38 @@ pub fn search(
     }
 }
 
-/// Serves trials to the parent process. If the parent ends, the child ends at once, whatever it is doing.
+/// The command of a process that serves trials.
+fn child(session: &Session, program: &Path, path: &Path, target: &Target, seed: u64, op: Option<LayerOp>) -> Command {
+    let mut command = Command::new(program);
+    command.arg("trials").arg(path).args(["--target", &target.name, "--seed", &seed.to_string()]);
+    if let Some(op) = op {
+        command.args(["--op", op.name()]);
+    }
+    command.arg("--cache").arg(&session.places.root).arg("--trials").arg(&session.trials);
+    command
+}
+
+fn absolute(path: &Path) -> Result<PathBuf, Fault> {
+    std::path::absolute(path)
+        .map_err(|error| Fault::environment(format!("the path of `{}` is not known: {error}", path.display())))
+}
+
+/// Serves trials to the parent process, or to a search on another machine. If the parent ends, the child ends at once, whatever it is doing.
 pub fn trials(session: &Session, asked: &Trials) -> Result<Outcome, Fault> {
     let mut manifest = session.manifest(&asked.manifest, [asked.target.as_str()])?;
     manifest.search.seed = asked.seed.unwrap_or(manifest.search.seed);
     let target = pick_target(&manifest, Some(&asked.target))?;
     let workspace = session.workspace(Talk::Nothing)?;
+    if let Some(address) = &asked.join {
+        let program = std::env::current_exe()
+            .map_err(|error| Fault::environment(format!("the path of the running program is not known: {error}")))?;
+        let path = if asked.manifest.exists() { absolute(&asked.manifest)? } else { asked.manifest.clone() };
+        let child = || child(session, &program, &path, &target, manifest.search.seed, asked.op);
+        // The search has ended, so there is no reader of answers.
+        let gone = || end_at_once(Outcome::Done);
+        pipeline::join(&workspace, &target, address, &child, gone)?;
+        return Ok(Outcome::Done);
+    }
     let (sender, jobs) = channel();
     thread::spawn(move || {
         for line in std::io::stdin().lock().lines() {

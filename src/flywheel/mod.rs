@@ -11,6 +11,6 @@ pub use corpus::{
     BestTrial, BrokenRow, Corpus, CorpusError, CorpusStats, MergeReport, append, best, encoded, merge, stats,
 };
 pub use trial::{
-    COLUMNS, CheckFigures, Column, Cost, Decision, Facts, Machine, ModelShape, Point, Proposer, RatioInterval,
+    COLUMNS, CheckFigures, Column, Cost, Decision, Facts, Machine, ModelShape, Origin, Point, Proposer, RatioInterval,
     RowFault, SCHEMA, Timing, Trial, Verdict,
 };

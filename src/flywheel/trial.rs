@@ -20,8 +20,9 @@ pub const ADDED_IN_2: [&str; 3] = ["campaign", "trial", "decision"];
 /// Columns of schema 3, for people who group rows. Only the ratio cannot be derived from other columns, so they may be missing from
 /// the header of an older file to which newer rows are appended.
 pub const ADDED_IN_3: [&str; 3] = ["model", "op", "ratio_vs_default"];
-/// The column of schema 4. A row without it is of the decode kernel. No row of another kernel is appended to a file without it.
-pub const ADDED_IN_4: [&str; 1] = ["kernel"];
+/// Columns of schema 4: the kernel that ran, and where a search on many machines ran a trial. A row without them is of the decode kernel. No row of another
+/// kernel is appended to a file without the first.
+pub const ADDED_IN_4: [&str; 4] = ["kernel", "host", "engine", "job"];
 /// What ran in rows of older schemas.
 pub const DECODE_KERNEL: &str = "decode";
 /// Longest text of a cell; a candidate of 60 knobs takes about 1000 bytes.
@@ -45,12 +46,15 @@ const fn column(name: &'static str, unit: &'static str, meaning: &'static str) -
 }
 
 /// All columns in file order. Digests are 64 hex digits of blake3. Cells are empty where nothing was measured.
-pub const COLUMNS: [Column; 71] = [
+pub const COLUMNS: [Column; 74] = [
     column("schema", "count", "version of these columns"),
     column("trial_id", "digest", "names the row: digest of its other columns and a nonce"),
     column("utc", "time", "when the row was made, `2026-01-31T12:00:00Z`"),
     column("tool", "digest", "the code of the stages and the search"),
     column("host_kind", "text", "what the host is, such as `x86_64-linux`"),
+    column("host", "text", "name of the host, in a search on many machines"),
+    column("engine", "text", "what started its worker, such as `slurm` or `ray`"),
+    column("job", "text", "what that engine calls the worker"),
     column("manifest", "text", "name of the manifest"),
     column("model", "text", "what the weights or shapes are called: the last part of the manifest's source"),
     column("op", "text", "the op that ran alone; empty for whole steps"),
@@ -161,6 +165,7 @@ pub struct Facts {
     /// Digest of the code of the stages and the search.
     pub tool: Digest,
     pub host_kind: String,
+    pub origin: Origin,
     pub manifest: String,
     /// Name of the weights or the shapes; empty in rows of older schemas.
     pub model_name: String,
@@ -203,6 +208,14 @@ impl Facts {
         let name = self.model.op().map_or(self.manifest.clone(), |op| format!("{}:{op}", self.manifest));
         if self.model.kernel == DECODE_KERNEL { name } else { format!("{name} {}", self.model.kernel) }
     }
+}
+
+/// The worker that ran it in a search on many machines; empty for all else.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Origin {
+    pub host: String,
+    pub engine: String,
+    pub job: String,
 }
 
 /// Where it ran. Fields of a device are empty if none took part.
@@ -490,7 +503,7 @@ impl Trial {
         Ok(trial)
     }
 
-    /// The row for a corpus that is shared. The device has a number in place of its UUID, and the ratio to the default is filled in.
+    /// The row for a corpus that is shared. The device has a number in place of its UUID, the host has no name, and the ratio to the default is filled in.
     /// Figures that no search reads have six digits, digests that only identify have sixteen, and digests that are never read are
     /// left out.
     pub fn cells_to_share(
@@ -503,6 +516,7 @@ impl Trial {
         for (name, cell) in &mut cells {
             match *name {
                 "device_uuid" => *cell = device.to_string(),
+                "host" | "job" => cell.clear(),
                 "model" => *cell = model.to_string(),
                 "ratio_vs_default" => *cell = optional(ratio_vs_default.map(six_digits)),
                 "candidate_digest" | "source" | "cubin" => cell.clear(),
@@ -577,7 +591,8 @@ impl Trial {
     pub fn cells(&self) -> Vec<(&'static str, String)> {
         // Destructured, so that a new field does not compile until it has a column.
         let Trial { trial_id, utc, facts, verdict } = self;
-        let Facts { tool, host_kind, manifest, model_name, model, machine, point, cost } = facts;
+        let Facts { tool, host_kind, origin, manifest, model_name, model, machine, point, cost } = facts;
+        let Origin { host, engine, job } = origin;
         let ModelShape {
             model_graph,
             family,
@@ -622,6 +637,9 @@ impl Trial {
             ("utc", line(utc)),
             ("tool", tool.to_string()),
             ("host_kind", line(host_kind)),
+            ("host", line(host)),
+            ("engine", line(engine)),
+            ("job", line(job)),
             ("manifest", line(manifest)),
             ("model", line(model_name)),
             ("op", line(model.op().unwrap_or_default())),
@@ -769,6 +787,7 @@ impl Trial {
         let facts = Facts {
             tool: row.digest("tool")?,
             host_kind: row.text("host_kind")?,
+            origin: Origin { host: row.text("host")?, engine: row.text("engine")?, job: row.text("job")? },
             manifest: row.text("manifest")?,
             model_name: row.text("model")?,
             model,
@@ -1073,6 +1092,7 @@ pub(crate) mod tests {
         Facts {
             tool: digest("tool"),
             host_kind: "x86_64-linux".into(),
+            origin: Origin { host: "node7".into(), engine: "slurm".into(), job: "12_3".into() },
             manifest: "smollm, \"small\"".into(),
             model_name: "SmolLM2-135M".into(),
             model: ModelShape {

@@ -7,7 +7,7 @@ use crate::abba::Ratio;
 use crate::candidate::Candidate;
 use crate::digest::Digest;
 use crate::error::Fault;
-use crate::flywheel::{Decision, Proposer, RatioInterval, Timing, Trial, Verdict};
+use crate::flywheel::{Decision, Origin, Proposer, RatioInterval, Timing, Trial, Verdict};
 use crate::manifest::SearchKernel;
 use crate::report::{Progress, Report};
 use crate::search::space::changed;
@@ -76,12 +76,49 @@ pub(super) struct Evidence {
     verdicts: Vec<Verdict>,
     check_ms: Option<f64>,
     measure_ms: Option<f64>,
+    /// The worker of another machine that told it, and what that ran on.
+    pub elsewhere: Option<(Origin, Hardware)>,
 }
 
 impl Evidence {
-    fn failed(verdict: Verdict) -> Evidence {
-        Evidence { verdicts: vec![verdict], check_ms: None, measure_ms: None }
+    pub fn failed(verdict: Verdict) -> Evidence {
+        Evidence { verdicts: vec![verdict], check_ms: None, measure_ms: None, elsewhere: None }
     }
+}
+
+/// Time limit of a trial. `slowest`: the time of the slowest trial so far.
+pub(super) fn deadline(trial_timeout: Option<Duration>, is_warm: bool, slowest: Duration) -> Duration {
+    match (trial_timeout, is_warm) {
+        (Some(deadline), _) => deadline,
+        (None, true) => DEADLINE_WARM.max(slowest * DEADLINE_FACTOR),
+        (None, false) => DEADLINE_COLD,
+    }
+}
+
+/// What became of a candidate.
+///
+/// # Errors
+/// A fault of the child that is not about the candidate.
+pub(super) fn outcome_of(done: Done) -> Result<RunOutcome<Evidence>, Fault> {
+    Ok(match done {
+        Done::Interrupted => RunOutcome::Interrupted,
+        Done::Late(after) => {
+            let detail = format!("no answer within {after:?}; the child process was killed");
+            RunOutcome::Failed(Evidence::failed(Verdict::Timeout { detail, check: None }))
+        }
+        Done::Died(detail) => RunOutcome::Failed(Evidence::failed(Verdict::Crash { detail, check: None })),
+        Done::Answer(Answer::Fault(fault)) => return Err(fault),
+        Done::Answer(Answer::Failed { failure, detail, figures, check_ms }) => {
+            RunOutcome::Failed(Evidence { check_ms, ..Evidence::failed(failure.verdict(detail, figures)) })
+        }
+        Done::Answer(Answer::Timed { figures, timed, rounds, check_ms, measure_ms }) => {
+            let check = check_figures(figures);
+            let verdicts = timed.iter().map(|timed| Verdict::Ok { check, timing: timing(timed, None) }).collect();
+            let (check_ms, measure_ms) = (Some(check_ms), Some(measure_ms));
+            let evidence = Evidence { verdicts, check_ms, measure_ms, elsewhere: None };
+            RunOutcome::Timed { rounds: Answer::rounds(&rounds), evidence }
+        }
+    })
 }
 
 impl CampaignArena<'_> {
@@ -116,9 +153,13 @@ impl CampaignArena<'_> {
         against: bool,
     ) -> Result<Vec<Trial>, Fault> {
         let candidate = wave.map_or(&chain.candidate, |wave| wave.candidate);
+        let (origin, hardware) = match &evidence.elsewhere {
+            Some((origin, hardware)) => (origin.clone(), hardware),
+            None => (Origin::default(), self.hardware),
+        };
         // A candidate that was never placed ran on no hardware.
         let ran = wave.map_or(chain.made().0.is_some(), |wave| wave.made.is_some());
-        let row = TrialRow { chain, wave, hardware: ran.then_some(self.hardware), asked: Some(asked) };
+        let row = TrialRow { chain, wave, hardware: ran.then_some(hardware), origin, asked: Some(asked) };
         let rows = evidence.verdicts.iter().map(|verdict| {
             let position = verdict.timing().map(|timing| timing.position);
             let incumbent = match position {
@@ -182,38 +223,16 @@ impl<'a> Arena for CampaignArena<'a> {
             candidate: candidate.to_string(),
             incumbent: incumbent.map(ToString::to_string),
         };
-        let deadline = match (self.trial_timeout, self.worker.is_warm()) {
-            (Some(deadline), _) => deadline,
-            (None, true) => DEADLINE_WARM.max(self.slowest * DEADLINE_FACTOR),
-            (None, false) => DEADLINE_COLD,
-        };
+        let deadline = deadline(self.trial_timeout, self.worker.is_warm(), self.slowest);
         let started = Instant::now();
         let done = self.worker.run(&job, deadline, self.stop)?;
         let took = started.elapsed();
         self.spent.child += took;
-        Ok(match done {
-            Done::Interrupted => RunOutcome::Interrupted,
-            Done::Late(after) => {
-                let detail = format!("no answer within {after:?}; the child process was killed");
-                RunOutcome::Failed(Evidence::failed(Verdict::Timeout { detail, check: None }))
-            }
-            Done::Died(detail) => RunOutcome::Failed(Evidence::failed(Verdict::Crash { detail, check: None })),
-            Done::Answer(Answer::Fault(fault)) => return Err(fault),
-            Done::Answer(Answer::Failed { failure, detail, figures, check_ms }) => {
-                RunOutcome::Failed(Evidence { check_ms, ..Evidence::failed(failure.verdict(detail, figures)) })
-            }
-            Done::Answer(Answer::Timed { figures, timed, rounds, check_ms, measure_ms }) => {
-                self.slowest = self.slowest.max(took);
-                self.spent.measured += Duration::from_secs_f64((check_ms + measure_ms).max(0.0) / 1e3);
-                let check = check_figures(figures);
-                let verdicts = timed.iter().map(|timed| Verdict::Ok { check, timing: timing(timed, None) }).collect();
-                let (check_ms, measure_ms) = (Some(check_ms), Some(measure_ms));
-                RunOutcome::Timed {
-                    rounds: Answer::rounds(&rounds),
-                    evidence: Evidence { verdicts, check_ms, measure_ms },
-                }
-            }
-        })
+        if let Done::Answer(Answer::Timed { check_ms, measure_ms, .. }) = &done {
+            self.slowest = self.slowest.max(took);
+            self.spent.measured += Duration::from_secs_f64((check_ms + measure_ms).max(0.0) / 1e3);
+        }
+        outcome_of(done)
     }
 
     fn record(&mut self, record: &TrialRecord<'_, Made<'a>, Evidence>) -> Result<(), Fault> {
@@ -269,7 +288,9 @@ impl<'a> Arena for CampaignArena<'a> {
                     other => other.clone(),
                 };
                 let verdicts = evidence.verdicts.iter().map(with_ratio).collect();
-                let evidence = Evidence { verdicts, check_ms: evidence.check_ms, measure_ms: evidence.measure_ms };
+                let Evidence { check_ms, measure_ms, elsewhere, .. } = evidence;
+                let evidence =
+                    Evidence { verdicts, check_ms: *check_ms, measure_ms: *measure_ms, elsewhere: elsewhere.clone() };
                 let rows = self.append(made, asked, &evidence, true)?;
                 if judged.decision.is_kept() {
                     self.keep(&rows);

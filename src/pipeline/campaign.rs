@@ -16,7 +16,8 @@ use crate::manifest::{Manifest, SearchKernel};
 use crate::report::Report;
 use crate::search::space::changed;
 use crate::search::{
-    Driven, History, Limits, PastTrial, Prior, Proposes, Search, Setting, Space, Start, Stop, drive, histories,
+    Driven, History, Limits, PastTrial, Prior, Proposes, Search, Setting, Space, Start, Stop, drive, drive_fleet,
+    histories,
 };
 use crate::target::{Target, TargetKind};
 
@@ -24,7 +25,9 @@ use super::ahead::Ahead;
 use super::arena::{CampaignArena, Spent};
 use super::chain::{Chain, Host, NotMade};
 use super::evaluate::Executor;
+use super::fleet::{FleetArena, Workers};
 use super::invariant;
+use super::keys::Hardware;
 use super::made::{Maker, refuse_wave};
 use super::proposer::Proposer;
 use super::rows::shape;
@@ -70,7 +73,7 @@ pub struct Tuned {
     /// Latency of the best divided by the default's: exactly 1 for the default, `None` if the two were not timed in turns. As
     /// `status` and `report` read it from the rows.
     pub against_default: Option<RatioInterval>,
-    /// Time of each trial outside of building, checking and timing candidates; `None` if none ran.
+    /// Time of each trial outside of building, checking and timing candidates; `None` if none ran here.
     pub search_ms_per_trial: Option<f64>,
     /// Time of loading and packing in the child, for each trial; `None` if none ran.
     pub load_ms_per_trial: Option<f64>,
@@ -89,6 +92,19 @@ impl Workspace {
 /// # Errors
 /// A target without a device here; a default candidate that is wrong or does not fit; faults of the environment.
 pub fn tune(workspace: &Workspace, manifest: &Manifest, target: &Target, asked: &Tuning<'_>) -> Result<Tuned, Fault> {
+    let hardware = Host::new(workspace).hardware(target)?;
+    run_campaign(workspace, manifest, target, asked, hardware, None)
+}
+
+/// A campaign on this hardware: here, or by workers elsewhere.
+pub(super) fn run_campaign(
+    workspace: &Workspace,
+    manifest: &Manifest,
+    target: &Target,
+    asked: &Tuning<'_>,
+    hardware: Hardware,
+    workers: Option<Workers<'_>>,
+) -> Result<Tuned, Fault> {
     let model = import_stage(workspace, manifest)?;
     let model = match asked.op {
         None => model,
@@ -97,10 +113,9 @@ pub fn tune(workspace: &Workspace, manifest: &Manifest, target: &Target, asked: 
     let quiet = workspace.quiet()?;
     let told = BuildContext::new(workspace, manifest, target, &model)?;
     let host = Host::new(&quiet);
-    let hardware = host.hardware(target)?;
     let context = BuildContext::new(&quiet, manifest, target, &model)?;
     refuse_kernel(manifest, context.searched(), target)?;
-    let maker = Maker::new(context, &host);
+    let maker = Maker::new(context, &host, workers.is_none());
     refuse_wave(&maker, &context.search_default())?;
     let campaign = context.campaign(&hardware)?;
     let space = space_of(&context);
@@ -147,6 +162,13 @@ pub fn tune(workspace: &Workspace, manifest: &Manifest, target: &Target, asked: 
         slowest: Duration::ZERO,
         spent: Spent::default(),
     };
+    if let Some(workers) = workers {
+        let mut fleet = FleetArena::new(arena, workers);
+        let driven = drive_fleet(&mut fleet, &mut search, start(known.past, manifest, None))?;
+        // The workers end before the rest, which needs none.
+        let FleetArena { inner, .. } = fleet;
+        return finish(&told, inner, &search, driven, asked);
+    }
     let driven = thread::scope(|scope| {
         for _ in 0..count {
             scope.spawn(|| ahead.work(&maker));
@@ -156,6 +178,10 @@ pub fn tune(workspace: &Workspace, manifest: &Manifest, target: &Target, asked: 
         driven
     })?;
     finish(&told, arena, &search, driven, asked)
+}
+
+fn start<'p>(past: Vec<PastTrial>, manifest: &Manifest, external: Option<Proposes<'p, Fault>>) -> Start<'p, Fault> {
+    Start { past, margin: manifest.search.margin, external }
 }
 
 /// Drives the search to its end, with the program that proposes where there is one.
@@ -173,7 +199,7 @@ fn search_for(
         None => Ok(None),
     };
     let external = asked.proposer.is_some().then_some(&mut propose as Proposes<'_, Fault>);
-    let start = Start { past, margin: arena.context.manifest.search.margin, external };
+    let start = start(past, arena.context.manifest, external);
     let driven = drive(arena, search, start, count)?;
     for (candidate, other) in &driven.duplicates {
         let (candidate, other) = (changed(candidate, &arena.default), changed(other, &arena.default));
@@ -190,7 +216,8 @@ fn finish(
     driven: Driven,
     asked: &Tuning<'_>,
 ) -> Result<Tuned, Fault> {
-    let CampaignArena { default, mut spent, started, last_failure, campaign, .. } = arena;
+    let CampaignArena { default, mut spent, started, last_failure, campaign, maker, .. } = arena;
+    let is_here = maker.compiles;
     let target = told.target;
     let Some(best) = driven.best else {
         if driven.stop == Stop::Interrupted {
@@ -209,6 +236,8 @@ fn finish(
     spent.checked = checking.elapsed();
     let best = match checked {
         Ok(()) => best,
+        // The machine of a search elsewhere may have no device. Every build checks what it takes.
+        Err(fault) if fault.tier == Tier::Environment && !is_here => best,
         Err(fault) if fault.tier == Tier::Internal => {
             let report = &told.workspace.report;
             report.note(&format!("the best candidate fails the full check, the default is built: {}", fault.message));
@@ -222,7 +251,8 @@ fn finish(
         false => own_history(told, campaign)?.and_then(|history| history.headline()?.ratio),
     };
     let elapsed = started.elapsed();
-    let per_trial = |time: Duration| (driven.ran > 0).then(|| time.as_secs_f64() * 1e3 / f64::from(driven.ran));
+    let per_trial =
+        |time: Duration| (driven.ran > 0 && is_here).then(|| time.as_secs_f64() * 1e3 / f64::from(driven.ran));
     Ok(Tuned {
         target: target.name.clone(),
         is_default: best == default,

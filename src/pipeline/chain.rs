@@ -12,7 +12,7 @@ use crate::candidate::{Candidate, FormatCause, Infeasible};
 use crate::cuda::driver::DeviceIdentity;
 use crate::dtype::DType;
 use crate::error::Fault;
-use crate::flywheel::Verdict;
+use crate::flywheel::{Origin, Verdict};
 use crate::interp::Pack;
 use crate::target::{Target, TargetKind};
 use crate::validate::Validated;
@@ -226,7 +226,7 @@ impl<'a> Chain<'a> {
             Err(NotMade::Infeasible(reason)) => reason,
             Err(other) => return Err(other.into()),
         };
-        let row = TrialRow { chain: &chain, wave: None, hardware: None, asked: None };
+        let row = TrialRow { chain: &chain, wave: None, hardware: None, origin: Origin::default(), asked: None };
         row.append(None, None, vec![Verdict::Infeasible { detail: reason.to_string() }])?;
         let message = format!("the candidate does not fit `{}`: {reason}", context.target.name);
         Err(Fault::input(message).with_remedy(remedy_of(&reason, &context)))

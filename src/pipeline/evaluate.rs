@@ -9,6 +9,7 @@ use crate::codegen::emit::Trace;
 use crate::cuda::driver::{Device, DeviceIdentity};
 use crate::cuda::session::Session;
 use crate::error::{Fault, Tier};
+use crate::flywheel::Origin;
 use crate::interp::Pack;
 use crate::measure::{self, Measurement, Timer};
 use crate::text::counted;
@@ -129,7 +130,13 @@ impl<'a> Executor<'a> {
     }
 
     fn row(&self) -> TrialRow<'_> {
-        TrialRow { chain: self.chain, wave: None, hardware: Some(&self.hardware), asked: None }
+        TrialRow {
+            chain: self.chain,
+            wave: None,
+            hardware: Some(&self.hardware),
+            origin: Origin::default(),
+            asked: None,
+        }
     }
 
     /// Checks the numbers, unless they were checked on this hardware before. Also the milliseconds that it took now.

@@ -6,6 +6,8 @@
 
 use std::collections::BTreeSet;
 
+use serde::{Deserialize, Serialize};
+
 use crate::candidate::Candidate;
 use crate::codegen::KernelSource;
 use crate::digest::{Digest, KeyPart, KeySink, key};
@@ -275,7 +277,7 @@ impl KeyPart for PackKey<'_> {
 }
 
 /// The hardware that a check or a measurement speaks about.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hardware {
     /// `NVIDIA H200`, or the model of the CPU.
     pub name: String,

@@ -73,13 +73,15 @@ impl Made<'_> {
 pub(super) struct Maker<'a> {
     pub context: BuildContext<'a>,
     pub host: &'a Host<'a>,
+    /// Whether decode kernels are compiled here. Workers elsewhere compile their own.
+    pub compiles: bool,
     /// The schedule from which plans of waves are derived, made once.
     base: OnceLock<Result<Arc<Validated>, Fault>>,
 }
 
 impl<'a> Maker<'a> {
-    pub fn new(context: BuildContext<'a>, host: &'a Host<'a>) -> Maker<'a> {
-        Maker { context, host, base: OnceLock::new() }
+    pub fn new(context: BuildContext<'a>, host: &'a Host<'a>, compiles: bool) -> Maker<'a> {
+        Maker { context, host, compiles, base: OnceLock::new() }
     }
 
     /// Lowers or derives, proves and compiles a candidate.
@@ -96,7 +98,8 @@ impl<'a> Maker<'a> {
     fn decode(&self, candidate: &Candidate) -> Result<Chain<'a>, Unmade> {
         let chain = Chain::new(self.context, self.host, candidate.clone());
         match chain.schedule() {
-            Ok(_) => chain.make_kernel()?,
+            Ok(_) if self.compiles => chain.make_kernel()?,
+            Ok(_) => {}
             Err(NotMade::Infeasible(reason)) => return Err(Unmade::Infeasible(reason.to_string())),
             Err(NotMade::Fault(fault)) if fault.tier == Tier::Internal => return Err(Unmade::Unproven(fault)),
             Err(other) => return Err(other.into()),
@@ -259,7 +262,7 @@ mod tests {
         // What the plan refuses leaves the choice to the rules.
         found(SearchKernel::Chunk, "wave_slots=12");
         assert_eq!(shown("waves"), defaults[0]);
-        let base = Maker::new(context, &Host::new(&workspace)).base(&base).expect("a batch kernel");
+        let base = Maker::new(context, &Host::new(&workspace), true).base(&base).expect("a batch kernel");
         assert_eq!(chosen_knobs(&context, SearchKernel::Chunk, base.schedule()), WaveKnobs::default());
     }
 
@@ -273,7 +276,7 @@ mod tests {
             let target = &manifest.targets[0];
             let context = BuildContext::new(&workspace, &manifest, target, &model).expect("a context");
             let (host, default) = (Host::new(&workspace), context.search_default());
-            let maker = Maker::new(context, &host);
+            let maker = Maker::new(context, &host, true);
             refuse_wave(&maker, &default).expect("a wave kernel");
             let base = maker.base(&default).expect("a batch kernel");
             let with = |text: &str| Candidate::parse(text, &default).expect("knobs");

@@ -10,7 +10,7 @@
 //! appends to the corpus. `kernels` is a set of kernels over one pool of pages, `checks` makes sure that each was compared on a device of this kind. `runner` decodes for commands (`speculative` with proposed tokens, `mtp` with those of the checkpoint's own draft), `batch` makes steps of several rows for a server,
 //! `invariant` has the kernels whose rows have the bits that they have alone, and `text_steps` decodes one text by them.
 //! `campaign` searches (`search_start` says from where, `made` makes a candidate, `arena` has it timed, `ahead` makes candidates early, `trial` and
-//! `wave_trial` are the child process that checks and times, `proposer` is a program that proposes), `status` says how searches went, `bench` times beside baselines (`baseline` is one in another process).
+//! `wave_trial` are the child process that checks and times, `proposer` is a program that proposes), `fleet` searches with workers on other machines (`fleet_engines` starts them, `fleet_wire` speaks to them), `status` says how searches went, `bench` times beside baselines (`baseline` is one in another process).
 //! `tokens` runs a tokenizer where it can do no harm, `trace` says where a step's time goes, `explain` answers why something would
 //! run, `plan` lists the stages as jobs for other machines and runs one. `export` writes a folder that a model runs from, `exported` reads and checks one, `ready` is a model from a manifest or
 //! from an export. `worker`, `proposer` and `baseline` speak to their processes through `line_child`.
@@ -39,6 +39,9 @@ mod execute;
 mod explain;
 mod export;
 mod exported;
+mod fleet;
+mod fleet_engines;
+mod fleet_wire;
 mod invariant;
 pub mod kernels;
 mod keys;
@@ -69,6 +72,9 @@ pub use checks::{Checking, Checks};
 pub use explain::{Explained, SHOW_STAGES, explain, show};
 pub use export::{Written, export, temporary_prefix};
 pub use exported::Exported;
+pub use fleet::{Away, tune_away};
+pub use fleet_engines::Engine;
+pub use fleet_wire::{TOKEN, join};
 pub use keys::{Hardware, WeightsId};
 pub(crate) use line_child::end_children;
 pub use mtp::{Mtp, MtpDraft};

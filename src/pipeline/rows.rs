@@ -13,8 +13,8 @@ use crate::digest::Digest;
 use crate::error::Fault;
 use crate::flywheel::trial::fresh_nonce;
 use crate::flywheel::{
-    CheckFigures, Cost, Decision, Facts, Machine, ModelShape, Point, Proposer, RatioInterval, Timing, Trial, Verdict,
-    append,
+    CheckFigures, Cost, Decision, Facts, Machine, ModelShape, Origin, Point, Proposer, RatioInterval, Timing, Trial,
+    Verdict, append,
 };
 use crate::format::name_of;
 use crate::lower::format_of;
@@ -37,6 +37,8 @@ pub(super) struct TrialRow<'a> {
     pub wave: Option<WaveRow<'a>>,
     /// The device that ran it; `None` if it did not run.
     pub hardware: Option<&'a Hardware>,
+    /// The worker that ran it, in a search on many machines.
+    pub origin: Origin,
     /// The search that tried it.
     pub asked: Option<Asked>,
 }
@@ -96,7 +98,7 @@ impl TrialRow<'_> {
     }
 
     fn facts(&self, check_ms: Option<f64>, measure_ms: Option<f64>) -> Result<Facts, Fault> {
-        let TrialRow { chain: Chain { context, candidate, .. }, wave, hardware, asked } = self;
+        let TrialRow { chain: Chain { context, candidate, .. }, wave, hardware, origin, asked } = self;
         let candidate = wave.map_or(candidate, |wave| wave.candidate);
         let Artefacts { schedule, source, cubin, smem_dynamic } = self.artefacts()?;
         let kernel = if asked.is_some() { context.searched() } else { SearchKernel::Decode };
@@ -111,6 +113,7 @@ impl TrialRow<'_> {
         Ok(Facts {
             tool: keys::code_of_all(),
             host_kind: format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS),
+            origin: origin.clone(),
             manifest: context.manifest.name.clone(),
             model_name: context.manifest.model_name(),
             model: shape(context, &context.imported.graph, kernel),

@@ -102,7 +102,7 @@ fn crashed(fault: Fault) -> Ended {
 impl<'a> WaveChild<'a> {
     pub fn new(context: BuildContext<'a>, host: &'a Host<'a>) -> WaveChild<'a> {
         let chain = Chain::new(context, host, context.search_default());
-        WaveChild { maker: Maker::new(context, host), chain, bench: None }
+        WaveChild { maker: Maker::new(context, host, true), chain, bench: None }
     }
 
     /// Checks and times the candidate of a job.

@@ -3,13 +3,16 @@
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use super::line_child::{LineChild, NoAnswer, shell};
 use super::rows::Failure;
 use super::trial::{Answer, Job};
 use crate::error::Fault;
 
 /// What became of a job.
-#[derive(Debug, PartialEq)]
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Done {
     Answer(Answer),
     /// The child died or spoke nonsense; the text says how.

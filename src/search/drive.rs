@@ -14,6 +14,9 @@ use super::judge::{Judged, Rounds, judge, judge_default};
 use super::propose::{Ask, Outcome, Search, Stop};
 use super::space::Space;
 
+/// Log ratios of one trial by two ways differ by rounding alone, unless its incumbent was another one.
+const STALE: f64 = 1e-9;
+
 /// Builds and times candidates.
 pub trait Arena {
     /// A candidate that was built.
@@ -125,13 +128,27 @@ pub type Proposes<'p, F> = &'p mut dyn FnMut(&Search<'_>) -> Result<Option<Candi
 /// with.
 pub fn past_trials(history: &History) -> Vec<PastTrial> {
     let entries = history.entries.iter().filter(|e| e.number != Some(0) || e.outcome() != Outcome::Failed);
+    // Log ratio of the incumbent to the default, as its rows have it.
+    let mut incumbent = 0.0;
     entries
-        .map(|entry| PastTrial {
-            number: entry.number.unwrap_or(0),
-            candidate: entry.candidate.clone(),
-            artefact: entry.schedule,
-            proposer: entry.proposer,
-            outcome: entry.outcome(),
+        .map(|entry| {
+            let mut outcome = entry.outcome();
+            if let (Outcome::Timed { ratio, kept, deep }, Some(log)) = (&mut outcome, entry.log_ratio()) {
+                // A trial of many machines may have been timed against an earlier incumbent than the last one.
+                if !*kept && (log - incumbent - ratio.ln()).abs() > STALE {
+                    (*ratio, *deep) = ((log - incumbent).exp(), None);
+                }
+                if *kept {
+                    incumbent = log;
+                }
+            }
+            PastTrial {
+                number: entry.number.unwrap_or(0),
+                candidate: entry.candidate.clone(),
+                artefact: entry.schedule,
+                proposer: entry.proposer,
+                outcome,
+            }
         })
         .collect()
 }
@@ -241,7 +258,7 @@ pub fn drive<A: Arena>(
 }
 
 /// The next proposal: of the external proposer if it has a new one, else of the search.
-fn asked<F>(search: &Search<'_>, external: &mut Option<Proposes<'_, F>>) -> Result<Ask, F> {
+pub(super) fn asked<F>(search: &Search<'_>, external: &mut Option<Proposes<'_, F>>) -> Result<Ask, F> {
     let ask = search.ask();
     if let (Some(external), Ask::Try { proposer, .. }) = (external, &ask)
         && *proposer != Proposer::Default

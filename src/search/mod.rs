@@ -16,6 +16,7 @@
 mod additive;
 pub mod cost;
 mod drive;
+pub mod fleet;
 pub mod history;
 pub mod judge;
 pub mod prior;
@@ -27,6 +28,7 @@ pub use drive::{
     Arena, BuildOutcome, Driven, PastTrial, Proposes, Resumed, RunOutcome, Start, TrialRecord, TrialResult, drive,
     past_trials, replay,
 };
+pub use fleet::{Fleet, drive_fleet};
 pub use history::{History, floor_gap, histories};
 pub use judge::{Judged, Rounds, is_no_win, judge};
 pub use prior::{Prior, Setting, lessons};

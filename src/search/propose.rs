@@ -134,6 +134,8 @@ pub struct Search<'a> {
     first: Vec<Candidate>,
     warm_starts: Vec<WarmStart>,
     seen: BTreeSet<Values>,
+    /// Points that run somewhere and have no result yet.
+    reserved: BTreeSet<Values>,
     incumbent: Option<(Candidate, f64)>,
     /// The part of the incumbent's log ratio that grows with the position.
     incumbent_deep: f64,
@@ -167,6 +169,7 @@ impl<'a> Search<'a> {
             first,
             warm_starts,
             seen: BTreeSet::new(),
+            reserved: BTreeSet::new(),
             incumbent: None,
             incumbent_deep: 0.0,
             elite: vec![],
@@ -216,9 +219,15 @@ impl<'a> Search<'a> {
         self.floor_gap = gap;
     }
 
+    /// Takes a candidate out of what is asked, until it has a result. It counts as a trial of the budget.
+    pub fn reserve(&mut self, candidate: &Candidate) {
+        self.reserved.insert(candidate.values());
+    }
+
     /// Learns the result of a candidate, from any proposer.
     pub fn tell(&mut self, candidate: &Candidate, outcome: Outcome) {
         self.seen.insert(candidate.values());
+        self.reserved.remove(&candidate.values());
         match outcome {
             Outcome::Infeasible | Outcome::Duplicate => {
                 self.idle += 1;
@@ -269,7 +278,7 @@ impl<'a> Search<'a> {
                 false => Ask::Stop(Stop::Exhausted),
             };
         };
-        if self.trials >= self.limits.trials {
+        if self.begun() >= self.limits.trials {
             return Ask::Stop(Stop::Trials(self.limits.trials));
         }
         if let Some(gap) = self.floor_gap.filter(|gap| *gap <= self.limits.floor_gap) {
@@ -288,7 +297,7 @@ impl<'a> Search<'a> {
         if let Some(candidate) = self.together() {
             return Ask::Try { candidate, proposer: Proposer::Explore };
         }
-        let mut random = Random::stream(self.limits.seed, "ask", u64::from(self.trials));
+        let mut random = Random::stream(self.limits.seed, "ask", u64::from(self.begun()));
         let best = self.best().unwrap_or(incumbent);
         let base = self.base(best, &mut random);
         let found = self.promising(&base, best, random.unit() < BOLD_SHARE, &mut random);
@@ -298,9 +307,15 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Whether this point has no result yet.
+    /// Trials, and candidates that will be some.
+    fn begun(&self) -> u32 {
+        self.trials + self.reserved.len() as u32
+    }
+
+    /// Whether this point has no result yet, and none is awaited.
     pub fn is_new(&self, candidate: &Candidate) -> bool {
-        !self.seen.contains(&candidate.values())
+        let values = candidate.values();
+        !self.seen.contains(&values) && !self.reserved.contains(&values)
     }
 
     /// The prediction for a point.
@@ -310,7 +325,7 @@ impl<'a> Search<'a> {
 
     /// The warm start with the largest expected improvement. It depends on the results of the warm starts before.
     fn warm_start(&self, incumbent: &Candidate, log: f64) -> Option<&Candidate> {
-        if self.trials >= WARM_STARTS {
+        if self.begun() >= WARM_STARTS {
             return None;
         }
         let new = self.warm_starts.iter().filter(|start| self.is_new(&start.candidate));

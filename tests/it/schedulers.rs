@@ -204,6 +204,53 @@ impl Drop for Slurm {
     }
 }
 
+/// Kills one worker of a search that another machine coordinates; `false` if there is none.
+fn kill_worker(place: &Place) -> bool {
+    let cache = place.path("cache").display().to_string();
+    let found = fs::read_dir("/proc").unwrap().flatten().find(|entry| {
+        let line = fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        let line = String::from_utf8_lossy(&line).replace('\0', " ");
+        line.contains(" trials ") && line.contains("--join") && line.contains(&cache) && !line.contains("sh -c")
+    });
+    let Some(entry) = found else { return false };
+    Command::new("kill").args(["-9", entry.file_name().to_str().unwrap()]).output().is_ok()
+}
+
+/// One search whose workers an engine starts and whose workers are killed: each trial is a row, once.
+#[track_caller]
+fn one_search(place: &Place, mut tune: Command, engine: &str, trials: u32, mut kill: impl FnMut()) {
+    let said = place.path("said");
+    let mut child = tune.stderr(fs::File::create(&said).unwrap()).stdout(Stdio::null()).spawn().unwrap();
+    let file = place.path("trials/one.csv");
+    let text = || fs::read_to_string(&said).unwrap();
+    let mut killed = 0;
+    let mut status = None;
+    wait("the search", || {
+        // In the middle, when workers have candidates.
+        if killed < 2 && lines(&file) > 3 + killed {
+            kill();
+            killed += 1;
+        }
+        status = child.try_wait().unwrap();
+        status.is_some()
+    });
+    assert!(status.unwrap().success() && killed == 2, "{}", text());
+    let mut numbers: Vec<u32> = rows(&file).into_iter().map(|(_, trial, _)| trial.unwrap()).collect();
+    numbers.sort_unstable();
+    let last = numbers.len() as u32;
+    assert!(last == trials + 1 || last == trials + 2, "{numbers:?}: {}", text());
+    assert_eq!(numbers, (0..last).collect::<Vec<_>>(), "{}", text());
+    let mut reader = csv::Reader::from_path(&file).unwrap();
+    let header = reader.headers().unwrap().clone();
+    let at = ["engine", "host", "job"].map(|name| header.iter().position(|column| column == name).unwrap());
+    for row in reader.records() {
+        let [by, host, job] = at.map(|at| row.as_ref().unwrap()[at].to_string());
+        assert!(by == engine && !host.is_empty() && !job.is_empty(), "{by} {host} {job}");
+    }
+    // No job is left.
+    wait("workers", || !kill_worker(place));
+}
+
 /// Kills the process in the folder of `place` whose command line has `word`.
 fn kill_process(place: &Place, word: &str) {
     let folder = fs::canonicalize(place.path("")).unwrap();
@@ -243,6 +290,20 @@ fn slurm_searches_and_goes_on_after_kills() {
     each_trial_once(&place, 2, 8);
     let best = place.run("status m.toml --trials flywheel/trials.csv --json").code(0).json();
     assert_eq!(best[0]["campaigns"].as_array().unwrap().len(), 3, "{best}");
+}
+
+#[test]
+fn slurm_starts_the_workers_of_a_search() {
+    let Some(slurm) = Slurm::start("slurm_starts_the_workers_of_a_search") else { return };
+    let place = machine("tinystories-llama", 32);
+    let line =
+        "exec monobloc tune m.toml --on slurm --workers 2 --listen 127.0.0.1:0 --max-trials 8 --trials trials/one.csv";
+    let mut tune = shell(&place, line, &slurm.bin());
+    slurm.with_variables(&mut tune);
+    one_search(&place, tune, "slurm", 8, || {
+        kill_worker(&place);
+    });
+    slurm.drain(&place);
 }
 
 /// A cluster of three nodes.
@@ -321,4 +382,26 @@ fn ray_searches_and_goes_on_after_kills() {
     });
     assert!(status.unwrap().success(), "{}", fs::read_to_string(place.path("said")).unwrap());
     each_trial_once(&place, 2, 2);
+}
+
+#[test]
+fn ray_starts_the_workers_of_a_search() {
+    let place = machine("tinystories-llama", 32);
+    let Some(mut ray) = Ray::start("ray_starts_the_workers_of_a_search", &place) else { return };
+    let line = format!(
+        "exec monobloc tune m.toml --on ray://{} --workers 2 --listen 127.0.0.1:0 --max-trials 6 --trials trials/one.csv",
+        ray.address
+    );
+    let mut tune = shell(&place, &line, Path::new("/"));
+    with_ray(&mut tune);
+    let mut first = true;
+    one_search(&place, tune, "ray", 6, || {
+        // A node, then a worker.
+        if first {
+            ray.kill_node()
+        } else {
+            kill_worker(&place);
+        }
+        first = false;
+    });
 }

@@ -17,7 +17,7 @@ use monobloc::target::Target;
 
 const BF16: Precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
 
-fn space() -> Space {
+pub fn space() -> Space {
     let config = include_str!("../../manifests/configs/llama-3.2-1b.json");
     let graph = import_config_only(config, 0).expect("a config of the repository").graph;
     let target = Target::builtin("h200").expect("a record");
@@ -47,7 +47,7 @@ fn setting() -> Setting {
 }
 
 /// Latency divided by the default's: a valley whose bottom is some octaves away from the default in a few knobs.
-fn landscape(candidate: &Candidate, default: &Candidate) -> f64 {
+pub fn landscape(candidate: &Candidate, default: &Candidate) -> f64 {
     let moves = monobloc::search::prior::moves(&candidate.values(), &default.values());
     let (mut cost, mut least) = (0.0, 0.0);
     for (at, best) in [(2, -0.4), (3, 0.9), (6, -0.8), (9, 1.0)] {
@@ -134,7 +134,7 @@ fn made_up(space: &Space, seed: u64, one_in: usize) -> MadeUp {
     }
 }
 
-fn search<'s>(space: &'s Space, trials: u32, seed: u64) -> Search<'s> {
+pub fn search<'s>(space: &'s Space, trials: u32, seed: u64) -> Search<'s> {
     let prior = Prior::new(&[], setting(), space);
     Search::new(space, Limits { plateau: trials, ..Limits::of_budget(trials, seed) }, &[], prior, vec![], &|_| 0.0)
 }
