@@ -1292,6 +1292,9 @@ pub enum FlywheelAction {
         /// File to write instead of stdout; compressed if its name ends in `.csv.zst`
         #[arg(long, value_name = "FILE")]
         out: Option<PathBuf>,
+        /// Write Parquet files into a folder, one for each device and model
+        #[arg(long, value_name = "DIR", conflicts_with_all = ["out", "json"])]
+        parquet: Option<PathBuf>,
         /// Print a JSON array of rows instead of CSV
         #[arg(long)]
         json: bool,

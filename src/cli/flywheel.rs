@@ -10,6 +10,7 @@ use super::arguments::{Flywheel, FlywheelAction};
 use super::session::{Session, Talk};
 use crate::digest::Digest;
 use crate::error::Fault;
+use crate::flywheel::write_parquet;
 use crate::flywheel::{BestTrial, BrokenRow, COLUMNS, Corpus, CorpusStats, Trial, best, encoded, merge, stats};
 use crate::page::study_svg;
 use crate::pipeline::status;
@@ -72,7 +73,7 @@ pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
                 false => terminal.print(&rank_text(&ranked, &now, held.as_ref()))?,
             }
         }
-        FlywheelAction::Export { target, verdict, share, out, json } => {
+        FlywheelAction::Export { target, verdict, share, out, parquet, json } => {
             tell_broken(session, &corpus.broken);
             let wanted = |trial: &&Trial| {
                 target.as_ref().is_none_or(|target| trial.facts().machine.target == *target)
@@ -81,6 +82,12 @@ pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
             let wanted = corpus.trials.iter().filter(wanted);
             let rows: Vec<Cells> =
                 if *share { shared(&corpus.trials, wanted) } else { wanted.map(Trial::cells).collect() };
+            if let Some(folder) = parquet {
+                let (files, count) = (write_parquet(folder, &rows)?, rows.len() as u64);
+                let (rows, files) = (counted(count, "row"), counted(files.len() as u64, "file"));
+                terminal.say(&format!("{rows} in {files} below `{}`", folder.display()));
+                return Ok(Outcome::Done);
+            }
             let text = if *json { json_text(&rows) } else { csv_text(&rows)? };
             export_text(session, &text, rows.len(), out.as_deref())?;
         }

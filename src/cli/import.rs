@@ -18,7 +18,8 @@ pub fn import(session: &Session, asked: &Import) -> Result<Outcome, Fault> {
     let place = &asked.place;
     let text = place.to_string_lossy();
     let imported = if text.starts_with(init::HUB) && !place.exists() {
-        config::import(init::hub_outline(&text, &mut |_| {})?.dir())
+        let outline = init::hub_outline(&text, &mut |_| {})?;
+        config::import(outline.place().ok_or_else(|| init::not_here(&text))?)
     } else if let Some(gguf) = init::gguf(place) {
         init::is_named_gguf(&gguf)?;
         config::import(place)

@@ -144,12 +144,11 @@ impl Found {
     fn of_hub(source: &str, written: Written<'_>) -> Result<Found, Fault> {
         let found =
             |context_max, note| Found { source: source.to_string(), dtype: "bf16", context_max, has_text: true, note };
-        if let Source::Hub { file: Some(_), .. } = Source::parse(source, "main", 0)? {
-            // Its header has the vocabulary, which is most of what a look would fetch.
-            return Ok(found(CONTEXT, None));
-        }
         match hub_outline(source, &mut |_| {}) {
-            Ok(outline) => Ok(found(config::import(outline.dir())?.graph.positions_max.min(CONTEXT), None)),
+            Ok(outline) => match outline.place() {
+                Some(place) => Ok(found(config::import(place)?.graph.positions_max.min(CONTEXT), None)),
+                None => Ok(found(CONTEXT, None)),
+            },
             Err(fault) if fault.tier == Tier::Environment && matches!(written, Written::At(_)) => {
                 Ok(found(CONTEXT, Some(format!("`{source}` was not looked at: {}", fault.message))))
             }
@@ -179,13 +178,13 @@ pub fn hub_outline(source: &str, progress: &mut dyn FnMut(Event<'_>)) -> Result<
     let Source::Hub { repo, revision, file } = Source::parse(source, "main", 0)? else {
         return Err(Fault::internal(format!("`{source}` was taken for a model of the hub")));
     };
-    if file.is_some() {
-        return Err(Fault::input(format!(
-            "`{source}` is a GGUF file of the hub, which is not looked at before it is here"
-        ))
-        .with_remedy(format!("`monobloc build {source}` downloads it, and says why it is refused if it is")));
-    }
-    Ok(source::outline(&repo, &revision, &HubSettings::from_env(), progress)?)
+    Ok(source::outline(&repo, &revision, file.as_deref(), &HubSettings::from_env(), progress)?)
+}
+
+/// The fault for a look at a GGUF file that the hub has.
+pub fn not_here(source: &str) -> Fault {
+    Fault::input(format!("`{source}` is a GGUF file of the hub, which is not looked at before it is here"))
+        .with_remedy(format!("`monobloc build {source}` downloads it, and says why it is refused if it is"))
 }
 
 /// The fault for a word that names no model and no manifest.

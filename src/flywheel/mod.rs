@@ -5,11 +5,13 @@
 //! it, a search takes more trials, but no result is less correct.
 
 pub mod corpus;
+mod parquet;
 pub mod trial;
 
 pub use corpus::{
     BestTrial, BrokenRow, Corpus, CorpusError, CorpusStats, MergeReport, append, best, encoded, merge, stats,
 };
+pub use parquet::write_parquet;
 pub use trial::{
     COLUMNS, CheckFigures, Column, Cost, Decision, Facts, Machine, ModelShape, Origin, Point, Proposer, RatioInterval,
     RowFault, SCHEMA, Timing, Trial, Verdict,

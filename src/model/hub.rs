@@ -98,11 +98,9 @@ pub(super) fn download(
     let hub = Hub::new(repo, &named, settings)?;
     let info = hub.info(&named, progress)?;
     let listed = |name: &str| is_listed(&info, name);
-    let names: Vec<String> = info.siblings.iter().map(|sibling| sibling.rfilename.clone()).collect();
-    let safetensors = listed(SINGLE_FILE) || listed(INDEX_FILE);
-    if file.is_some() || !safetensors && names.iter().any(|name| gguf::is_named(Path::new(name))) {
+    if is_gguf(&info, file) {
         let mut first = None;
-        for part in choose_gguf(repo, &names, file)? {
+        for part in choose_gguf(repo, &names_of(&info), file)? {
             let path = hub.fetch(&info.sha, &part, u64::MAX, progress)?;
             first.get_or_insert(path);
         }
@@ -133,17 +131,22 @@ pub(super) fn download(
 }
 
 /// Fills `dir` with what an import reads of a revision: configs, the index, and weight files that have their header and a hole
-/// in the place of their weights.
+/// in the place of their weights. `false`: it is a model in GGUF, and one that is there.
 pub(super) fn outline(
     repo: &str,
     revision: &str,
+    file: Option<&str>,
     settings: &HubSettings,
     dir: &Path,
     progress: &mut dyn FnMut(Event),
-) -> Result<(), SourceError> {
+) -> Result<bool, SourceError> {
     let named = Repo::with_revision(repo.to_string(), RepoType::Model, revision.to_string());
     let hub = Hub::new(repo, &named, settings)?;
     let info = hub.info(&named, progress)?;
+    if is_gguf(&info, file) {
+        choose_gguf(repo, &names_of(&info), file)?;
+        return Ok(false);
+    }
     has_weights(repo, &info)?;
     let write = |name: &str, bytes: &[u8]| {
         let path = dir.join(name);
@@ -167,7 +170,17 @@ pub(super) fn outline(
         let file = File::options().write(true).open(&path).and_then(|file| file.set_len(bytes));
         file.map_err(|error| SourceError::Io { path, error })?;
     }
-    Ok(())
+    Ok(true)
+}
+
+/// Whether a model of a repository is one in GGUF: a file is named, or there are no safetensors.
+fn is_gguf(info: &RepoInfo, file: Option<&str>) -> bool {
+    let safetensors = is_listed(info, SINGLE_FILE) || is_listed(info, INDEX_FILE);
+    file.is_some() || !safetensors && names_of(info).iter().any(|name| gguf::is_named(Path::new(name)))
+}
+
+fn names_of(info: &RepoInfo) -> Vec<String> {
+    info.siblings.iter().map(|sibling| sibling.rfilename.clone()).collect()
 }
 
 fn is_listed(info: &RepoInfo, name: &str) -> bool {

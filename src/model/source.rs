@@ -370,32 +370,36 @@ fn resolve_hub(
 
 /// A folder that can be imported and not run, because weight files may have a hole in the place of their weights.
 pub struct Outline {
-    dir: PathBuf,
+    /// `None`: a GGUF file of the hub, of which only the name was looked at.
+    dir: Option<PathBuf>,
     /// Removes the folder at the end, if it was made for this.
     _made: Option<tempfile::TempDir>,
 }
 
 impl Outline {
-    pub fn dir(&self) -> &Path {
-        &self.dir
+    /// The folder, or a GGUF file that is here; `None` for one that the hub has. Its header has the vocabulary, which is most of what a look
+    /// would fetch.
+    pub fn place(&self) -> Option<&Path> {
+        self.dir.as_deref()
     }
 }
 
 /// What an import reads of a model of the hub: from the local cache if it is whole there, else by requests for configs and
-/// headers. Nothing is kept.
+/// headers. Nothing is kept. `file` names a GGUF file.
 ///
 /// # Errors
 /// See [`SourceError`].
 pub fn outline(
     repo: &str,
     revision: &str,
+    file: Option<&str>,
     settings: &HubSettings,
     progress: &mut dyn FnMut(Event),
 ) -> Result<Outline, SourceError> {
     if let Some(commit) = cached_commit(repo, revision, settings) {
         let dir = settings.repo_dir(repo).join("snapshots").join(&commit);
-        if let (Completeness::Whole | Completeness::Maybe, dir) = completeness(dir, None) {
-            return Ok(Outline { dir, _made: None });
+        if let (Completeness::Whole | Completeness::Maybe, dir) = completeness(dir, file) {
+            return Ok(Outline { dir: Some(dir), _made: None });
         }
     }
     let offline = |why| {
@@ -413,8 +417,8 @@ pub fn outline(
     #[cfg(feature = "hub")]
     {
         let made = tempfile::tempdir().map_err(|error| SourceError::Io { path: std::env::temp_dir(), error })?;
-        hub::outline(repo, revision, settings, made.path(), progress)?;
-        Ok(Outline { dir: made.path().to_path_buf(), _made: Some(made) })
+        let is_here = hub::outline(repo, revision, file, settings, made.path(), progress)?;
+        Ok(Outline { dir: is_here.then(|| made.path().to_path_buf()), _made: Some(made) })
     }
 }
 
@@ -922,8 +926,15 @@ mod tests {
             assert_eq!(fault.remedy.as_deref(), Some("name one of them, as `hf:org/m:m-Q4_0.gguf`"));
             let error = get("hf:org/m:Q6_K", &open).unwrap_err();
             assert!(matches!(&error, SourceError::NoGguf { files, .. } if files.len() == 2), "{error}");
-            hub.requests();
+            // A look at it asks which files there are.
+            let look = |file| outline("org/m", "main", file, &open, &mut |_| {});
+            assert!(look(Some("q8_0")).unwrap().place().is_none());
+            assert!(matches!(look(Some("Q6_K")).err(), Some(SourceError::NoGguf { .. })));
+            assert!(matches!(look(None).err(), Some(SourceError::SeveralGguf { .. })));
+            assert!(!hub.requests().iter().any(|r| r.contains(".gguf")));
             let Resolved::Checkpoint { dir, commit } = get("hf:org/m:q8_0", &open).unwrap() else { panic!() };
+            assert_eq!(look(Some("m-Q8_0-00001-of-00002.gguf")).unwrap().place(), Some(&*dir));
+            hub.requests();
             assert!(dir.ends_with("m-Q8_0-00001-of-00002.gguf") && commit.is_some());
             assert!(dir.with_file_name("m-Q8_0-00002-of-00002.gguf").is_file());
             assert!(!hub.requests().iter().any(|r| r.contains("Q4_0") || r.contains("mmproj")));

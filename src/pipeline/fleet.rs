@@ -14,6 +14,7 @@ use crate::error::Fault;
 use crate::flywheel::{Origin, Verdict};
 use crate::manifest::{Manifest, SearchKernel};
 use crate::report::Report;
+use crate::search::fleet::Answered;
 use crate::search::{Arena, BuildOutcome, Fleet, RunOutcome, Stop, TrialRecord, TrialResult};
 use crate::target::{Target, TargetKind};
 
@@ -335,7 +336,7 @@ impl<'a> Fleet for FleetArena<'a> {
         Ok(())
     }
 
-    fn next(&mut self) -> Result<Option<(u64, RunOutcome<Evidence>)>, Fault> {
+    fn next(&mut self) -> Result<Option<Answered<Evidence>>, Fault> {
         let Some(Heard { ticket, done }) = self.workers.hear()? else { return Ok(None) };
         let Some((knobs, begun)) = self.asked.remove(&ticket) else { return Ok(None) };
         let outcome = match done {

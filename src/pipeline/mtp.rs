@@ -154,7 +154,10 @@ impl Mtp {
         let Mtp { validated, place, norms } = self;
         let context_max = validated.schedule().program.context_max as usize;
         let computes = match place {
-            Place::Cpu(pack) => Computes::Cpu(Interp::new(validated.schedule(), pack.clone(), Options::fast())?),
+            Place::Cpu(pack) => {
+                let interp = Interp::new(validated.schedule(), pack.clone(), Options::fast())?;
+                Computes::Cpu(Box::new(interp))
+            }
             Place::Device { device, cubin, pack, steps_max } => {
                 let (queues, pack) = (Queues::of(validated), Arc::clone(pack));
                 let session = Session::load_sharing(device, &queues, cubin, Trace::Off, *steps_max, pack)?;
@@ -167,7 +170,7 @@ impl Mtp {
 
 /// What computes the rows of a draft.
 enum Computes {
-    Cpu(Interp),
+    Cpu(Box<Interp>),
     Device {
         session: Box<Session>,
         steps_max: u32,

@@ -16,6 +16,9 @@ use super::judge::{Judged, Rounds, judge, judge_default};
 use super::propose::{Ask, Outcome, Search, Stop};
 use super::space::Space;
 
+/// What became of a candidate, with the ticket under which it was sent.
+pub type Answered<E> = (u64, RunOutcome<E>);
+
 /// Builds candidates, and has workers that check and time them.
 pub trait Fleet {
     /// A candidate that was built.
@@ -48,7 +51,7 @@ pub trait Fleet {
     ///
     /// # Errors
     /// As [`Fleet::make`].
-    fn next(&mut self) -> Result<Option<(u64, RunOutcome<Self::Evidence>)>, Self::Fault>;
+    fn next(&mut self) -> Result<Option<Answered<Self::Evidence>>, Self::Fault>;
 
     /// The rows of the incumbent now.
     fn against(&self) -> Self::Against;

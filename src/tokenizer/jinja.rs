@@ -27,6 +27,8 @@ pub(super) fn render(
     env.set_fuel(Some(TEMPLATE_FUEL));
     env.set_unknown_method_callback(python::method);
     env.set_formatter(python::print);
+    // It breaks lines elsewhere than Python does.
+    env.remove_filter("pprint");
     env.add_filter("tojson", python::to_json);
     env.add_filter("string", python::text);
     env.add_filter("join", python::join);

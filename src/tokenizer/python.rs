@@ -1,7 +1,9 @@
 //! Owns Python's side of templates: how values print, `json.dumps`, and the methods of texts and lists, as Jinja2 has them in transformers.
 
 use std::fmt::Write as _;
+use std::sync::LazyLock;
 
+use fancy_regex::Regex;
 use minijinja::formatting::{self, FormatStyle};
 use minijinja::value::{Kwargs, Rest, Tuple, ValueKind, ValueOrKwargs, from_args};
 use minijinja::{Error, ErrorKind, Output, State, Value, escape_formatter};
@@ -75,11 +77,44 @@ fn repr(value: &Value, out: &mut String, depth: usize) -> Result<(), Error> {
             }
             out.push('}');
         }
+        ValueKind::String => match value.as_str() {
+            Some(text) => quoted(text, out),
+            None => return Err(failed("expected a text of characters")),
+        },
         _ => {
             let _ = write!(out, "{value:?}");
         }
     }
     Ok(())
+}
+
+/// `repr` of a text: characters that do not print are escaped.
+fn quoted(text: &str, out: &mut String) {
+    let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
+    out.push(quote);
+    for c in text.chars() {
+        let _ = match c {
+            '\\' => write!(out, "\\\\"),
+            '\n' => write!(out, "\\n"),
+            '\r' => write!(out, "\\r"),
+            '\t' => write!(out, "\\t"),
+            c if c == quote => write!(out, "\\{c}"),
+            ' '..='~' => write!(out, "{c}"),
+            c if prints(c) => write!(out, "{c}"),
+            c => match u32::from(c) {
+                code @ ..=0xff => write!(out, "\\x{code:02x}"),
+                code @ ..=0xffff => write!(out, "\\u{code:04x}"),
+                code => write!(out, "\\U{code:08x}"),
+            },
+        };
+    }
+    out.push(quote);
+}
+
+/// As `str.isprintable` has it: no other character, and no separator but the blank.
+fn prints(c: char) -> bool {
+    static OTHERS: LazyLock<Option<Regex>> = LazyLock::new(|| Regex::new(r"[\p{C}\p{Z}]").ok());
+    !OTHERS.as_ref().is_some_and(|others| others.is_match(c.encode_utf8(&mut [0; 4])).unwrap_or(false))
 }
 
 fn number(value: &Value) -> Result<f64, Error> {

@@ -127,22 +127,33 @@ fn duckdb_reads_the_corpus_as_the_page_says() {
 }
 
 #[test]
-fn duckdb_writes_parquet_as_the_page_says() {
-    let test = "duckdb_writes_parquet_as_the_page_says";
+fn duckdb_reads_exported_parquet_as_the_page_says() {
+    let place = Place::new();
+    fs::copy(file(), place.path("flywheel/corpus/h200.csv.zst")).unwrap();
+    let written = place.run("flywheel export --parquet trials").code(0);
+    assert!(place.path("trials/device=NVIDIA%20H200/model=smollm2-135m/trials.parquet").is_file(), "{written:#?}");
+    let test = "duckdb_reads_exported_parquet_as_the_page_says";
     let Some(mut python) = python_with(test, "duckdb") else { return };
     let page = fs::read_to_string(root().join("docs/trials.md")).unwrap();
-    let block = |word: &str| {
-        let mut blocks = page.split("```sql\n").skip(1).map(|rest| rest.split("```").next().unwrap());
-        blocks.find(|block| block.contains(word)).expect("the block is there").to_string()
-    };
-    let corpus = root().join("flywheel/corpus/h200.csv.zst").display().to_string();
-    let write = block("COPY").replace("flywheel/trials.csv", &corpus);
-    let script = "import duckdb, json, sys; duckdb.sql(sys.argv[1]); print(json.dumps(dict(duckdb.sql(sys.argv[2]).fetchall())))";
-    let folder = tempfile::tempdir().unwrap();
-    let output =
-        python.args(["-c", script, &write, &block("read_parquet")]).current_dir(folder.path()).output().unwrap();
+    let mut blocks = page.split("```sql\n").skip(1).map(|rest| rest.split("```").next().unwrap());
+    let query = blocks.find(|block| block.contains("read_parquet")).expect("the block is there").to_string();
+    // What the page asks; and each cell, as a number or a text, against those of the CSV.
+    let script = "import csv, duckdb, io, json, subprocess, sys\n\
+        print(json.dumps(dict(duckdb.sql(sys.argv[1]).fetchall())))\n\
+        rows = duckdb.sql(\"SELECT * FROM read_parquet('trials/**/*.parquet', hive_partitioning = true)\")\n\
+        names, found = rows.columns, {row[1]: row for row in rows.fetchall()}\n\
+        assert names[1] == 'trial_id', names\n\
+        expected = list(csv.DictReader(open(sys.argv[2])))\n\
+        assert len(found) == len(expected) > 1000, (len(found), len(expected))\n\
+        for row in expected:\n    \
+            own = dict(zip(names, found[row['trial_id']]))\n    \
+            for name, cell in row.items():\n        \
+                value = own[name]\n        \
+                same = value is None if cell == '' else str(value) == cell if isinstance(value, str) else float(cell) == float(value)\n        \
+                assert same, (name, cell, value)\n";
+    place.run("flywheel export --out all.csv").code(0);
+    let output = python.args(["-c", script, &query, "all.csv"]).current_dir(place.path("")).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    assert!(folder.path().join("trials/device_name=NVIDIA%20H200/model=smollm2-135m").is_dir());
     same(&String::from_utf8(output.stdout).unwrap(), "duckdb");
 }
 

@@ -8,6 +8,7 @@ use monobloc::candidate::Candidate;
 use monobloc::digest::Digest;
 use monobloc::flywheel::Corpus;
 use monobloc::random::Random;
+use monobloc::search::fleet::Answered;
 use monobloc::search::*;
 use rustix::time::{ClockId, clock_gettime};
 
@@ -88,7 +89,7 @@ impl Fleet for Simulated {
         Ok(())
     }
 
-    fn next(&mut self) -> Result<Option<(u64, RunOutcome<Option<Candidate>>)>, &'static str> {
+    fn next(&mut self) -> Result<Option<Answered<Option<Candidate>>>, &'static str> {
         let first = self.running.iter().enumerate().min_by(|a, b| a.1.end.total_cmp(&b.1.end));
         let Some((at, _)) = first else { return Ok(None) };
         let Running { ticket, end, candidate, incumbent } = self.running.swap_remove(at);
