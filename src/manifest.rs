@@ -177,7 +177,7 @@ pub enum SearchKernel {
 }
 
 impl SearchKernel {
-    /// All of them. Steps of fewer than 32 rows have no wave kernel.
+    /// All of them. Steps of 16 rows, which mixtures of experts run wave by wave, are not searched.
     pub const ALL: [SearchKernel; 5] = [
         SearchKernel::Decode,
         SearchKernel::Wave { rows: 32 },

@@ -14,7 +14,6 @@ use crate::lower::{Batch, format_of, heads_per_task_most, lower_batch};
 use crate::model::graph::{Attention, Layer, Linear, ModelGraph};
 use crate::schedule::schedule;
 use crate::target::{DotMechanism, Target, TargetKind};
-use crate::waves::STEP_ROWS_MIN;
 
 /// Most rows of the kernel that reads prompts, and positions of a prompt chunk: 64 are not faster (docs/perf-log.md, entry 21).
 pub const PROMPT_ROWS: u32 = 32;
@@ -29,18 +28,6 @@ pub fn kernel_rows(graph: &ModelGraph, precision: Precision, target: &Target) ->
         true => &STEP_ROWS[..4],
         false => &STEP_ROWS[..2],
     }
-}
-
-/// Least rows of a step that runs wave by wave. A batch kernel reads the weights of an expert once for each row that chose it, waves once for all of them
-/// (docs/perf/wave.md, entry 52).
-pub fn wave_rows_min(graph: &ModelGraph) -> u32 {
-    if has_experts(graph) { EXPERT_WAVE_ROWS_MIN } else { STEP_ROWS_MIN }
-}
-/// That of mixtures of experts.
-const EXPERT_WAVE_ROWS_MIN: u32 = 16;
-
-fn has_experts(graph: &ModelGraph) -> bool {
-    graph.layers.iter().any(|layer| layer.feed.experts().is_some())
 }
 
 /// Bytes of a slot; the first that fits counts: a block of k of a unit of plain weights, or a part of one on GPUs with little shared memory.
@@ -97,7 +84,7 @@ impl Flight {
         let longest = graph.layers.iter().map(|layer| layer.linears().map(bytes).sum::<u64>()).max().unwrap_or(0);
         let is_long = longest / u64::from(sms.max(1)) >= LONG_LAYER_BYTES;
         match rows <= WARP_ROWS && is_plain(graph, precision) {
-            true if has_experts(graph) => FLIGHT_OF_EXPERTS,
+            true if graph.has_experts() => FLIGHT_OF_EXPERTS,
             true if is_long => FLIGHT_OF_LONG_LAYERS,
             _ => FLIGHT,
         }

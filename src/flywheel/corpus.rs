@@ -262,7 +262,7 @@ fn append_locked(
         Header::Unusable(reason) => return Err(CorpusError::Header { path: path.to_path_buf(), reason }),
     };
     end_torn_line(&file, columns.len()).map_err(fault)?;
-    let has_kernel = columns.iter().any(|name| ADDED_IN_4.contains(&name.as_str()));
+    let has_kernel = columns.iter().any(|name| name == "kernel");
     let mut append = |rows: &[Trial]| {
         // It would pass for a row of the decode kernel.
         if let Some(other) = rows.iter().find(|row| !has_kernel && row.facts().model.kernel != DECODE_KERNEL) {
@@ -750,7 +750,7 @@ mod tests {
             let mut reader = csv::ReaderBuilder::new().flexible(true).from_path(&path).unwrap();
             let counts: Vec<usize> = reader.records().map(|record| record.unwrap().len()).collect();
             let torn = counts.get(1).is_some_and(|count| *count > COLUMNS.len());
-            assert!(counts == [71, 71] || (torn && counts.len() == 3 && counts[2] == 71), "cut at {cut}: {counts:?}");
+            assert!(counts == [74, 74] || (torn && counts.len() == 3 && counts[2] == 74), "cut at {cut}: {counts:?}");
         }
     }
 
@@ -914,8 +914,8 @@ mod tests {
         assert_eq!(
             reasons(&corpus),
             [
-                (4, "expected 71 cells, found 3"),
-                (5, "expected 71 cells, found 1"),
+                (4, "expected 74 cells, found 3"),
+                (5, "expected 74 cells, found 1"),
                 (6, "is not UTF-8 text"),
                 (7, "written by a newer monobloc: schema 7, this one reads 4"),
                 (8, "column `layers`: expected a number, found `many`"),
@@ -924,7 +924,7 @@ mod tests {
                 (11, &format!("another row has the id {id}, with other values; the first one counts")),
             ]
         );
-        assert!(corpus.broken[0].to_string().ends_with("trials.csv:4: expected 71 cells, found 3"));
+        assert!(corpus.broken[0].to_string().ends_with("trials.csv:4: expected 74 cells, found 3"));
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use parquet::basic::{Compression, LogicalType, Repetition, Type as Physical, ZstdLevel};
+use parquet::basic::{LogicalType, Repetition, Type as Physical};
 use parquet::data_type::{ByteArray, ByteArrayType, DoubleType, Int64Type};
 use parquet::errors::ParquetError;
 use parquet::file::properties::WriterProperties;
@@ -105,7 +105,7 @@ fn write_part(path: &Path, rows: &[&Row]) -> Result<(), ParquetError> {
     });
     let schema =
         Type::group_type_builder("trials").with_fields(fields.collect::<Result<_, ParquetError>>()?).build()?;
-    let settings = WriterProperties::builder().set_compression(Compression::ZSTD(ZstdLevel::default())).build();
+    let settings = WriterProperties::builder().build();
     let file = tempfile::NamedTempFile::new_in(folder)?;
     let mut writer = SerializedFileWriter::new(file.as_file(), Arc::new(schema), Arc::new(settings))?;
     for rows in rows.chunks(GROUP_ROWS) {

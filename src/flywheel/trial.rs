@@ -884,7 +884,7 @@ struct Row<'a> {
 
 impl Row<'_> {
     fn kernel(&self) -> Result<String, RowFault> {
-        Ok(self.text("kernel").map(|kernel| if kernel.is_empty() { DECODE_KERNEL.to_string() } else { kernel })?)
+        self.text("kernel").map(|kernel| if kernel.is_empty() { DECODE_KERNEL.to_string() } else { kernel })
     }
 
     fn cell(&self, column: &'static str) -> Result<&str, RowFault> {

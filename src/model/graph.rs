@@ -808,6 +808,11 @@ impl ModelGraph {
         all - if tied { 0 } else { u64::from(self.vocab) * row } + u64::from(rows) * row
     }
 
+    /// Whether a layer has experts.
+    pub fn has_experts(&self) -> bool {
+        self.layers.iter().any(|layer| layer.feed.experts().is_some())
+    }
+
     /// Parameters that one row is computed with: those of [`step_bytes`](Self::step_bytes), for one row.
     pub fn active_parameters(&self) -> u64 {
         let plain = ModelGraph { formats: BTreeMap::new(), ..self.clone() };

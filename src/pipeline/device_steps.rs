@@ -12,14 +12,15 @@ use crate::cuda::memory::DeviceBuffer;
 use crate::cuda::rows::{RowLauncher, RowsSession};
 use crate::cuda::turns::TurnsSession;
 use crate::cuda::waves::StepsSession;
-use crate::defaults::rows::{Room, STEP_ROWS, kernel_rows, wave_rows_min};
+use crate::defaults::rows::{Room, STEP_ROWS, kernel_rows};
 use crate::digest::Digest;
 use crate::error::{Fault, Tier};
 use crate::ir::schedule::Schedule;
 use crate::manifest::SearchKernel;
+use crate::model::graph::ModelGraph;
 use crate::target::Target;
 use crate::validate::Validated;
-use crate::waves::Proven;
+use crate::waves::{EXPERT_STEP_ROWS_MIN, Proven, STEP_ROWS_MIN};
 
 use super::device_rows::{place_kernel, prove_kernel, rows_source};
 use super::device_waves::{chosen_knobs, plan_ragged, plan_steps, waves_digests, waves_source};
@@ -163,6 +164,11 @@ impl<'a> StepsKernels<'a> {
         self.proven.push((room, proven.clone()));
         proven
     }
+}
+
+/// Least rows of a step that runs wave by wave.
+fn wave_rows_min(graph: &ModelGraph) -> u32 {
+    if graph.has_experts() { EXPERT_STEP_ROWS_MIN } else { STEP_ROWS_MIN }
 }
 
 /// The kernel that runs steps of `room.rows` rows, among those with `kernels` rows (ascending) that `place` places and proves. From `waves` rows on it is a

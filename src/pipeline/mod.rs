@@ -62,8 +62,8 @@ mod stored;
 pub mod text_steps;
 mod tokens;
 pub mod trace;
-mod trial;
-mod wave_trial;
+pub mod trial;
+pub mod wave_trial;
 mod worker;
 
 pub use batch::{AskedSizes, Batched, Serving, runs_here};

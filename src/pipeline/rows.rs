@@ -212,7 +212,7 @@ pub(super) fn shape(context: &BuildContext<'_>, graph: &ModelGraph, kernel: Sear
 /// How a candidate that ran went wrong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub(super) enum Failure {
+pub enum Failure {
     /// Wrong numbers, or a time that cannot be true.
     Fail,
     Timeout,

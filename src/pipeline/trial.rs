@@ -87,6 +87,9 @@ impl Answer {
     }
 }
 
+/// What a child does with a job.
+type Answers<'a> = dyn FnMut(&Job) -> Result<Answer, Fault> + 'a;
+
 /// Answers jobs, a line each, until there are no more; of the whole model, or of one op alone.
 ///
 /// # Errors
@@ -108,7 +111,7 @@ pub fn serve(
     let host = Host::new(workspace);
     let campaign = context.campaign(&host.hardware(target)?)?.to_string();
     let positions = checked_positions(manifest);
-    let mut answer: Box<dyn FnMut(&Job) -> Result<Answer, Fault>> = match context.searched() {
+    let mut answer: Box<Answers<'_>> = match context.searched() {
         SearchKernel::Decode => {
             let mut child = Child::new(context, &host, &positions)?;
             Box::new(move |job| child.answer(job))

@@ -3,17 +3,18 @@
 //!
 //! All candidates share the weights, the cache and the pages of one batch kernel, which is loaded once and compared with the interpreter once.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::abba::{self, Limits, Round};
-use crate::candidate::Candidate;
+use crate::candidate::{Candidate, WaveKnobs};
 use crate::check::{
     CheckError, Checked, Figures, SharedTexts, check_ids, check_ragged, check_rows, check_shared, chooses_experts,
     takes_from_device,
 };
 use crate::codegen::emit::Trace;
-use crate::cuda::driver::Device;
+use crate::cuda::driver::{Device, DeviceIdentity};
 use crate::cuda::memory::DeviceBuffer;
 use crate::cuda::rows::RowLauncher;
 use crate::cuda::waves::{StepsSession, WavesSession};
@@ -44,22 +45,28 @@ pub(super) struct WaveChild<'a> {
     maker: Maker<'a>,
     /// Of the candidate from whose schedule plans are derived.
     chain: Chain<'a>,
-    bench: Option<Bench>,
+    opened: Option<Opened>,
 }
 
-/// What all candidates share on the device.
-struct Bench {
+/// What was loaded with the first job.
+struct Opened {
     device: Device,
-    base: Arc<Validated>,
     pack: Pack,
     on_device: Arc<DeviceBuffer>,
+    bench: Bench,
+}
+
+/// What all candidates share on the device, and those that are loaded.
+pub struct Bench {
+    base: Arc<Validated>,
     /// The kernel of `base`, and what it was compared.
     rows: Box<dyn RowLauncher>,
     judged: Checked,
     /// `None`: what is expected depends on what a kernel stores or chooses.
     texts: Option<SharedTexts>,
-    /// Sequences as long as the deepest position that is timed.
-    decoding: Option<Decoding>,
+    /// Sequences that have decoded up to each position that is timed. A guard forgets what lies after the launch before, so each position has one of its
+    /// own. All use the same pages: another launch may have overwritten what they hold, which changes no time.
+    decodings: BTreeMap<u32, Decoding>,
     seats: Vec<Seat>,
 }
 
@@ -70,14 +77,17 @@ struct Seat {
     checked: Option<Figures>,
 }
 
-enum On {
-    Chunk(WavesSession),
+/// A wave kernel over the cache of the batch kernel.
+pub enum On {
+    Chunk(Box<WavesSession>),
     Steps(Box<dyn RowLauncher>),
 }
 
 /// Why a trial ended without times.
-enum Ended {
+#[derive(Debug)]
+pub enum Ended {
     Verdict(Box<Answer>),
+    /// A fault that is not about the candidate.
     Fault(Fault),
 }
 
@@ -100,16 +110,16 @@ fn crashed(fault: Fault) -> Ended {
 }
 
 impl<'a> WaveChild<'a> {
-    pub fn new(context: BuildContext<'a>, host: &'a Host<'a>) -> WaveChild<'a> {
+    pub(super) fn new(context: BuildContext<'a>, host: &'a Host<'a>) -> WaveChild<'a> {
         let chain = Chain::new(context, host, context.search_default());
-        WaveChild { maker: Maker::new(context, host, true), chain, bench: None }
+        WaveChild { maker: Maker::new(context, host, true), chain, opened: None }
     }
 
     /// Checks and times the candidate of a job.
     ///
     /// # Errors
     /// A fault that is not about the candidate.
-    pub fn answer(&mut self, job: &Job) -> Result<Answer, Fault> {
+    pub(super) fn answer(&mut self, job: &Job) -> Result<Answer, Fault> {
         match self.trial(job) {
             Ok(answer) => Ok(answer),
             Err(Ended::Verdict(answer)) => Ok(*answer),
@@ -118,157 +128,125 @@ impl<'a> WaveChild<'a> {
     }
 
     fn trial(&mut self, job: &Job) -> Result<Answer, Ended> {
-        if self.bench.is_none() {
-            self.bench = Some(self.open()?);
-        }
-        let wanted = |knobs: &str| knobs == job.candidate || job.incumbent.as_deref() == Some(knobs);
-        self.bench()?.seats.retain(|seat| wanted(&seat.knobs));
+        let mut opened = match self.opened.take() {
+            Some(opened) => opened,
+            None => self.open()?,
+        };
+        let answer = self.trial_on(&mut opened, job);
+        self.opened = Some(opened);
+        answer
+    }
+
+    fn trial_on(&self, opened: &mut Opened, job: &Job) -> Result<Answer, Ended> {
+        opened.bench.keep(job);
         for knobs in job.incumbent.iter().chain([&job.candidate]) {
-            self.load(knobs)?;
+            self.load(opened, knobs)?;
+        }
+        let Opened { device, pack, bench, .. } = opened;
+        let own = pack.clone();
+        let of_pack = move || Ok(own.clone());
+        let checks = Checks::of(&self.chain, self.found()?, &of_pack)?;
+        if let Some(incumbent) = &job.incumbent {
+            bench.check(&checks, incumbent)?;
         }
         let started = Instant::now();
-        if let Some(incumbent) = &job.incumbent {
-            self.check(incumbent)?;
-        }
-        let (figures, ran) = self.check(&job.candidate)?;
+        let (figures, ran) = bench.check(&checks, &job.candidate)?;
         // A check of an earlier trial does not count as time of this one.
         let check_ms = if ran { started.elapsed().as_secs_f64() * 1e3 } else { 0.0 };
         let started = Instant::now();
-        let (timed, rounds) = self.time(job)?;
+        let (timed, rounds) = self.time(device, bench, job)?;
         let measure_ms = started.elapsed().as_secs_f64() * 1e3;
         Ok(Answer::Timed { figures, timed, rounds, check_ms, measure_ms })
     }
 
-    fn bench(&mut self) -> Result<&mut Bench, Fault> {
-        self.bench.as_mut().ok_or_else(|| Fault::internal("kernels were loaded and are gone"))
+    fn found(&self) -> Result<&DeviceIdentity, Fault> {
+        let none = || Fault::internal("a device that runs trials is gone");
+        self.chain.host.device(self.chain.context.target)?.ok_or_else(none)
     }
 
     /// Loads weights and the batch kernel, and compares that.
-    fn open(&self) -> Result<Bench, Fault> {
-        let (chain, context) = (&self.chain, &self.chain.context);
-        let none = || Fault::internal("a device that runs trials is gone");
-        let found = chain.host.device(context.target)?.ok_or_else(none)?;
+    fn open(&self) -> Result<Opened, Fault> {
+        let (chain, found) = (&self.chain, self.found()?);
         let device = Device::open(found.ordinal)?;
         let base = self.maker.base(&chain.candidate)?;
         let pack = chain.pack()?;
         let on_device = upload_pack(&device, &base, &pack)?;
-        let (rows, knobs) = (base.schedule().program.rows, chain.candidate.waves);
+        let (rows, knobs) = (base.schedule().program.rows, WaveKnobs::default());
         let kernel = StepsKernel { validated: Arc::clone(&base), rows, by: By::Words, knobs };
-        let mut rows = load_launcher(chain, &device, &kernel, STEPS, Arc::clone(&on_device), None)?;
+        let rows = load_launcher(chain, &device, &kernel, STEPS, Arc::clone(&on_device), None)?;
         let own = pack.clone();
         let of_pack = move || Ok(own.clone());
-        let checks = Checks::of(chain, found, &of_pack)?;
-        let texts = match takes_from_device(&base.schedule().program) {
-            true => None,
-            false => {
-                let context_max = checks.reference.schedule().program.context_max;
-                Some(checks.texts(sizes_of(checks.parameters, context_max, &[kernel]))?)
-            }
-        };
-        let judged = check_steps(&checks, &base, &pack, texts.as_ref(), rows.as_mut())?;
-        Ok(Bench { device, base, pack, on_device, rows, judged, texts, decoding: None, seats: vec![] })
+        let bench = Bench::new(&Checks::of(chain, found, &of_pack)?, base, rows)?;
+        Ok(Opened { device, pack, on_device, bench })
     }
 
     /// Derives, compiles and loads a candidate, unless it is loaded.
-    fn load(&mut self, knobs: &str) -> Result<(), Fault> {
-        let WaveChild { maker, chain, bench: Some(bench) } = self else {
-            return Err(Fault::internal("kernels were loaded and are gone"));
-        };
-        if bench.seats.iter().any(|seat| seat.knobs == knobs) {
+    fn load(&self, opened: &mut Opened, knobs: &str) -> Result<(), Fault> {
+        let Opened { device, on_device, bench, .. } = opened;
+        if bench.has(knobs) {
             return Ok(());
         }
-        let context = &chain.context;
+        let (chain, context) = (&self.chain, &self.chain.context);
         let candidate = Candidate::parse(knobs, &chain.candidate)
             .map_err(|error| Fault::input(format!("`{knobs}` is no candidate: {error}")))?;
-        let (device, base) = (&bench.device, &bench.base);
-        let (pack, cache) = (Arc::clone(&bench.on_device), bench.rows.cache());
+        let (base, pack, cache) = (Arc::clone(&bench.base), Arc::clone(on_device), bench.rows.cache());
         let on = match context.searched() {
             SearchKernel::Chunk => {
-                let plan = plan_prompts(context.target, base, &candidate.waves)?;
+                let plan = plan_prompts(context.target, &base, &candidate.waves)?;
                 let cubins = chain.compile_named(plan.sources(context, Trace::Off))?;
                 let of = |at: usize| cubins.get(at).map(|(_, cubin)| cubin.bytes.as_slice());
                 let chunk = of(0).ok_or_else(|| Fault::internal("chunks without a cubin"))?;
                 let cubins = PromptCubins { chunk, tail: of(1), knobs: candidate.waves };
-                On::Chunk(plan.load(device, cubins, Trace::Off, pack, cache)?)
+                On::Chunk(Box::new(plan.load(device, cubins, Trace::Off, pack, cache)?))
             }
             _ => {
-                let proven = maker.proven(base, &candidate).map_err(|unmade| match unmade {
+                let proven = self.maker.proven(&base, &candidate).map_err(|unmade| match unmade {
                     Unmade::Infeasible(reason) => Fault::internal(format!("a candidate was made before: {reason}")),
                     Unmade::Unproven(fault) | Unmade::Fault(fault) => fault,
                 })?;
                 let cubin = chain.compile(&waves_source(context, &proven, Trace::Off))?;
-                let cache = Some(cache);
-                On::Steps(Box::new(StepsSession::load(device, &proven, &cubin.bytes, Trace::Off, STEPS, pack, cache)?))
+                let (off, cache) = (Trace::Off, Some(cache));
+                On::Steps(Box::new(StepsSession::load(device, &proven, &cubin.bytes, off, STEPS, pack, cache)?))
             }
         };
-        bench.seats.push(Seat { knobs: knobs.to_string(), on, checked: None });
+        bench.sit(knobs, on);
         Ok(())
-    }
-
-    /// Compares a loaded candidate, once. Also whether it was compared now.
-    fn check(&mut self, knobs: &str) -> Result<(Figures, bool), Ended> {
-        let gone = || Fault::internal("a candidate was loaded and is gone");
-        let WaveChild { chain, bench: Some(bench), .. } = self else { return Err(gone().into()) };
-        let at = bench.seats.iter().position(|seat| seat.knobs == knobs).ok_or_else(gone)?;
-        if let Some(figures) = bench.seats[at].checked {
-            return Ok((figures, false));
-        }
-        let started = Instant::now();
-        let checked = bench.compare(chain, at);
-        let check_ms = Some(started.elapsed().as_secs_f64() * 1e3);
-        match checked {
-            Ok(checked) => {
-                let figures = checked.figures();
-                bench.seats[at].checked = Some(figures);
-                Ok((figures, true))
-            }
-            Err(error) => {
-                // A wrong kernel is not needed again.
-                bench.seats.remove(at);
-                Err(match error {
-                    Wrong::Check(error) => failed(&error, check_ms),
-                    Wrong::Fault(fault) => crashed(fault),
-                })
-            }
-        }
     }
 
     /// Times the candidate at every position or length, in turns with the incumbent where there is one.
     #[allow(clippy::type_complexity)] // As an answer has it.
-    fn time(&mut self, job: &Job) -> Result<(Vec<measure::Timed>, Vec<(u32, Vec<[f64; 4]>)>), Ended> {
-        let gone = || Fault::internal("a candidate was loaded and is gone");
-        let WaveChild { chain, bench: Some(bench), .. } = self else { return Err(gone().into()) };
-        let context = chain.context;
+    fn time(
+        &self,
+        device: &Device,
+        bench: &mut Bench,
+        job: &Job,
+    ) -> Result<(Vec<measure::Timed>, Vec<(u32, Vec<[f64; 4]>)>), Ended> {
+        let context = self.chain.context;
         let (positions, rows) = match context.searched() {
             SearchKernel::Wave { rows } => (context.manifest.decode.time_positions.clone(), rows),
             _ => (prompt_lengths(&context)?, 1),
         };
         let time_max = TIME_MAX_DEVICE / positions.len().max(1) as u32;
-        let steps = if rows > 1 { STEPS } else { 1 };
+        let (steps, margin) = (if rows > 1 { STEPS } else { 1 }, context.manifest.search.margin);
+        let validated = Arc::clone(&bench.base);
+        let read = context.manifest.measured(context.target).read_bytes_per_s;
         let subject = measure::Subject {
-            validated: &bench.base.clone(),
+            validated: &validated,
             graph: &context.imported.graph,
             target: context.target,
             // Which experts a step reads is not known before.
-            read_bytes_per_s: context
-                .manifest
-                .measured(context.target)
-                .read_bytes_per_s
-                .filter(|_| !chooses_experts(&bench.base.schedule().program)),
+            read_bytes_per_s: read.filter(|_| !chooses_experts(&validated.schedule().program)),
             positions: &positions,
             steps_per_launch: steps,
         };
-        let margin = context.manifest.search.margin;
         let (mut all_timed, mut all_rounds) = (vec![], vec![]);
         for &position in &positions {
-            let mut pair =
-                bench.pair(job, (position, rows), positions.last().copied().unwrap_or(0), subject.graph.vocab)?;
-            let (samples, rounds) = pair.time(time_max, margin).map_err(crashed)?;
+            let (samples, rounds) = bench.time(job, (position, rows), (time_max, margin))?;
             if let Some(rounds) = rounds {
                 let abba = |round: &Round| [round.a[0], round.b[0], round.b[1], round.a[1]];
                 all_rounds.push((position, rounds.iter().map(abba).collect()));
             }
-            match timed_rows(&subject, rows, (position, steps), samples, bench.device.clocks()) {
+            match timed_rows(&subject, rows, (position, steps), samples, device.clocks()) {
                 Ok(timed) => all_timed.push(timed),
                 Err(withheld) => {
                     let (failure, detail) = (Failure::Fail, withheld.reason);
@@ -303,29 +281,91 @@ impl From<Fault> for Wrong {
 fn check_steps(
     checks: &Checks<'_>,
     base: &Validated,
-    pack: &Pack,
     texts: Option<&SharedTexts>,
     session: &mut dyn RowLauncher,
 ) -> Result<Checked, CheckError> {
     match texts {
         Some(texts) => check_shared(texts, checks.precision, session, &mut checks.at_random()),
-        None => check_rows(base, pack.clone(), checks.parameters, session),
+        None => check_rows(base, (checks.pack)().map_err(CheckError::Pack)?, checks.parameters, session),
     }
 }
 
 impl Bench {
+    /// Candidates will be over the cache and the pages of `rows`, the kernel of `base`, which is compared with the interpreter.
+    ///
+    /// # Errors
+    /// A kernel that computes something else; what the device refuses.
+    pub fn new(checks: &Checks<'_>, base: Arc<Validated>, mut rows: Box<dyn RowLauncher>) -> Result<Bench, Fault> {
+        let program = &checks.reference.schedule().program;
+        let kernel = StepsKernel {
+            validated: Arc::clone(&base),
+            rows: rows.shape().rows,
+            by: By::Words,
+            knobs: WaveKnobs::default(),
+        };
+        let texts = match takes_from_device(program) {
+            true => None,
+            false => Some(checks.texts(sizes_of(checks.parameters, program.context_max, &[kernel]))?),
+        };
+        let judged = check_steps(checks, &base, texts.as_ref(), rows.as_mut())?;
+        Ok(Bench { base, rows, judged, texts, decodings: BTreeMap::new(), seats: vec![] })
+    }
+
+    /// Whether a candidate is loaded.
+    pub fn has(&self, knobs: &str) -> bool {
+        self.seats.iter().any(|seat| seat.knobs == knobs)
+    }
+
+    /// Adds a candidate that was loaded.
+    pub fn sit(&mut self, knobs: &str, on: On) {
+        self.seats.push(Seat { knobs: knobs.to_string(), on, checked: None });
+    }
+
+    /// Drops the candidates that a job does not name.
+    pub fn keep(&mut self, job: &Job) {
+        let wanted = |knobs: &str| knobs == job.candidate || job.incumbent.as_deref() == Some(knobs);
+        self.seats.retain(|seat| wanted(&seat.knobs));
+    }
+
+    /// Compares a loaded candidate, once. Also whether it was compared now.
+    ///
+    /// # Errors
+    /// A verdict about a candidate that computes something else, or whose launch failed: it is no longer loaded.
+    pub fn check(&mut self, checks: &Checks<'_>, knobs: &str) -> Result<(Figures, bool), Ended> {
+        let gone = || Fault::internal("a candidate was loaded and is gone");
+        let at = self.seats.iter().position(|seat| seat.knobs == knobs).ok_or_else(gone)?;
+        if let Some(figures) = self.seats[at].checked {
+            return Ok((figures, false));
+        }
+        let started = Instant::now();
+        let checked = self.compare(checks, at);
+        let check_ms = Some(started.elapsed().as_secs_f64() * 1e3);
+        match checked {
+            Ok(checked) => {
+                let figures = checked.figures();
+                self.seats[at].checked = Some(figures);
+                Ok((figures, true))
+            }
+            Err(error) => {
+                // A wrong kernel is not needed again.
+                self.seats.remove(at);
+                Err(match error {
+                    Wrong::Check(error) => failed(&error, check_ms),
+                    Wrong::Fault(fault) => crashed(fault),
+                })
+            }
+        }
+    }
+
     /// Compares the candidate of a seat: steps with the interpreter, and over long histories with the batch kernel; chunks with the batch kernel.
-    fn compare(&mut self, chain: &Chain<'_>, at: usize) -> Result<Checked, Wrong> {
-        let Bench { base, pack, rows, judged, texts, seats, .. } = self;
-        let none = || Fault::internal("a device that runs trials is gone");
-        let found = chain.host.device(chain.context.target).map_err(Fault::from)?.ok_or_else(none)?;
-        let own = pack.clone();
-        let of_pack = move || Ok(own.clone());
-        let checks = Checks::of(chain, found, &of_pack)?;
+    fn compare(&mut self, checks: &Checks<'_>, at: usize) -> Result<Checked, Wrong> {
+        let Bench { base, rows, judged, texts, seats, .. } = self;
         match &mut seats[at].on {
-            On::Chunk(waves) => Ok(check_prompts(base, &of_pack, checks.parameters, judged, rows.as_mut(), waves)?),
+            On::Chunk(waves) => {
+                Ok(check_prompts(base, checks.pack, checks.parameters, judged, rows.as_mut(), waves.as_mut())?)
+            }
             On::Steps(session) => {
-                let checked = check_steps(&checks, base, pack, texts.as_ref(), session.as_mut())?;
+                let checked = check_steps(checks, base, texts.as_ref(), session.as_mut())?;
                 // Of a mixture, two right kernels may choose different experts: `check_rows` has a long history.
                 if !chooses_experts(&base.schedule().program) {
                     let both = long_histories(rows.as_mut(), session.as_mut())?;
@@ -336,26 +376,36 @@ impl Bench {
         }
     }
 
-    /// The candidate of a job and its incumbent, ready to be launched at a position, or to read a prompt of so many tokens. `deepest`: the last position
-    /// of all.
-    fn pair(&mut self, job: &Job, (position, rows): (u32, u32), deepest: u32, vocab: u32) -> Result<Pair<'_>, Ended> {
+    /// Times the candidate of a job, in turns with the incumbent where there is one: steps of `rows` rows from `position` on, or a prompt of so many
+    /// tokens. Samples of the candidate in microseconds, and the rounds.
+    ///
+    /// # Errors
+    /// A verdict about a candidate whose launch failed.
+    #[allow(clippy::type_complexity)] // Samples, and rounds if there are some.
+    pub fn time(
+        &mut self,
+        job: &Job,
+        (position, rows): (u32, u32),
+        (time_max, margin): (Duration, f64),
+    ) -> Result<(Vec<f64>, Option<Vec<Round>>), Ended> {
         let gone = || Fault::internal("a candidate was loaded and is gone");
-        let Bench { rows: batch, decoding, seats, .. } = self;
+        let Bench { rows: batch, decodings, seats, .. } = self;
         // The candidate last: B.
         seats.sort_by_key(|seat| seat.knobs == job.candidate);
         let (b, a) = seats.split_last_mut().ok_or_else(gone)?;
         let a = a.first_mut().map(|seat| &mut seat.on);
         if let On::Steps(session) = &mut b.on
-            && decoding.is_none()
+            && !decodings.contains_key(&position)
         {
-            *decoding = Some(Decoding::at(session.as_mut(), rows, deepest, STEPS).map_err(crashed)?);
-        }
-        if let Some(decoding) = decoding {
+            let mut decoding = Decoding::at(session.as_mut(), rows, position, STEPS).map_err(crashed)?;
             // Each launch begins with these, on whichever kernel it runs.
             decoding.give_tokens(|row| row + 1);
+            decodings.insert(position, decoding);
         }
-        let ids = check_ids(vocab, position.max(1));
-        Ok(Pair { a, b: &mut b.on, batch: batch.as_mut(), decoding: decoding.as_mut(), position, ids })
+        let ids = check_ids(batch.vocab(), position.max(1));
+        let mut pair =
+            Pair { a, b: &mut b.on, batch: batch.as_mut(), decoding: decodings.get_mut(&position), position, ids };
+        pair.time(time_max, margin).map_err(crashed)
     }
 }
 
@@ -411,7 +461,10 @@ fn launch(
     ids: &[u32],
 ) -> Result<f64, Fault> {
     match (on, decoding) {
-        (On::Chunk(waves), _) => Ok(time_prompt(&mut Reader { rows: batch, waves: Some(waves) }, ids)? * 1e3),
+        (On::Chunk(waves), _) => {
+            let mut reader = Reader { rows: batch, waves: Some(waves.as_mut()) };
+            Ok(time_prompt(&mut reader, ids)? * 1e3)
+        }
         (On::Steps(session), Some(decoding)) => time_launch(session.as_mut(), decoding, position),
         (On::Steps(_), None) => Err(Fault::internal("steps without sequences")),
     }

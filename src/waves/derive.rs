@@ -1431,7 +1431,7 @@ impl Builder<'_> {
         let (Some(x), Some((out, _))) = (self.constant(grid, Role::X), self.cols(grid, Role::Out)) else {
             return refused(grid, "the operands", "an input, and an output");
         };
-        if norm.group() % 2 != 0 {
+        if !norm.group().is_multiple_of(2) {
             return refused(grid, "groups", "an even number of columns");
         }
         let to = self.gate_norm(id, grid, x, self.operand(out))?;

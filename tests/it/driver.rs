@@ -51,6 +51,8 @@ use monobloc::pipeline::device_waves::PromptCubins;
 use monobloc::pipeline::kernels::{Code, Does, Kernel, KernelSet};
 use monobloc::pipeline::speculative::{OneRow, Verifier, decide_on_device};
 use monobloc::pipeline::text_steps::TextSteps;
+use monobloc::pipeline::trial::{Answer, Job};
+use monobloc::pipeline::wave_trial::{Bench, Ended, On};
 use monobloc::pipeline::{Hardware, WeightsId, Workspace};
 use monobloc::random::Random;
 use monobloc::report::Report;
@@ -1456,11 +1458,22 @@ impl ServerOnFake {
     /// Makes sure that the kernels were checked on a kind of device: how often they were loaded for that.
     fn ensure(&self, kernels: &[Kernel], kind: &str) -> Result<u32, Fault> {
         let set = KernelSet::new(false, kernels.to_vec())?;
+        let mut loads = 0;
+        self.with_checks(&set, kind, |checks, pack| {
+            checks.ensure(&set, &mut || {
+                loads += 1;
+                set.load(&self.device, &self.target, STEPS_MAX, pack, None)
+            })
+        })?;
+        Ok(loads)
+    }
+
+    /// Runs something with the checks of a set on a kind of device, and with its weights.
+    fn with_checks<T>(&self, set: &KernelSet, kind: &str, run: impl FnOnce(&Checks<'_>, &Arc<DeviceBuffer>) -> T) -> T {
         let reference = set.first_of_several().unwrap().validated;
         let pack = || Ok(Arc::new(vec![]) as Pack);
         let hardware = Hardware { name: kind.to_string(), uuid: "1".to_string(), driver: "2".to_string(), threads: 0 };
         let (pack_on_device, _) = sizes_of(&self.device, &reference);
-        let mut loads = 0;
         let checks = Checks {
             workspace: &self.workspace,
             subject: "fake".to_string(),
@@ -1474,11 +1487,7 @@ impl ServerOnFake {
             pack: &pack,
             expect: by_hash,
         };
-        checks.ensure(&set, &mut || {
-            loads += 1;
-            set.load(&self.device, &self.target, STEPS_MAX, &pack_on_device, None)
-        })?;
-        Ok(loads)
+        run(&checks, &pack_on_device)
     }
 
     /// The kernels with another image for one of them.
@@ -1523,6 +1532,79 @@ fn a_second_start_runs_no_check() {
     let other = Code { bytes: [image(8, 0, false).bytes, vec![0]].concat(), nvrtc: String::new() };
     assert_eq!(ensure(&server.with(Does::Steps { rows: 8, by: By::Words }, other), "Fake GPU"), 1);
     assert_eq!(server.workspace.report.ran_count(), ran + 8);
+}
+
+/// Loads the kernels of a set over `cache`: that of 8 rows, steps of 32 by waves, and chunks.
+fn loaded(
+    server: &ServerOnFake,
+    set: &KernelSet,
+    pack: &Arc<DeviceBuffer>,
+    cache: Option<Arc<DeviceBuffer>>,
+) -> (Box<dyn RowLauncher>, On, On) {
+    let mut loaded = set.load(&server.device, &server.target, TRIAL_STEPS, pack, cache).unwrap();
+    let mut of = |does| {
+        let at = loaded.steps.iter().position(|(of, _)| *of == does).unwrap();
+        loaded.steps.remove(at).1
+    };
+    let rows = of(Does::Steps { rows: 8, by: By::Words });
+    let steps = of(Does::Steps { rows: 32, by: By::Waves });
+    (rows, On::Steps(steps), On::Chunk(Box::new(loaded.waves.unwrap())))
+}
+
+/// Steps of a launch of a trial.
+const TRIAL_STEPS: u32 = 16;
+
+/// Candidates of a search over a wave kernel share a cache: each is compared once, a wrong one is a verdict, and two take turns.
+#[test]
+fn candidates_of_wave_kernels_take_turns() {
+    const NAME: &str = "candidates_of_wave_kernels_take_turns";
+    if !is_child() {
+        with_fake_driver(NAME, "");
+        return;
+    }
+    let server = ServerOnFake::new();
+    let right = KernelSet::new(false, server.kernels.clone()).unwrap();
+    let wrong = |does, rows, kind| KernelSet::new(false, server.with(does, image(rows, kind, true))).unwrap();
+    let wrong = [wrong(Does::Steps { rows: 32, by: By::Waves }, 32, 0), wrong(Does::Chunk, 1, 3)];
+    let job = |candidate: &str, incumbent: Option<&str>| Job {
+        campaign: String::new(),
+        candidate: candidate.to_string(),
+        incumbent: incumbent.map(str::to_string),
+    };
+    let limits = (Duration::from_millis(50), 0.01);
+    server.with_checks(&right, "Fake GPU", |checks, pack| {
+        for is_chunk in [false, true] {
+            let of = |(rows, steps, chunk)| (rows, if is_chunk { chunk } else { steps });
+            let (rows, a) = of(loaded(&server, &right, pack, None));
+            let cache = rows.cache();
+            let mut bench = Bench::new(checks, right.first_of_several().unwrap().validated, rows).unwrap();
+            let (_, b) = of(loaded(&server, &right, pack, Some(cache.clone())));
+            let (_, c) = of(loaded(&server, &wrong[usize::from(is_chunk)], pack, Some(cache)));
+            [("a", a), ("b", b), ("c", c)].into_iter().for_each(|(knobs, on)| bench.sit(knobs, on));
+            for (knobs, ran) in [("a", true), ("a", false), ("b", true)] {
+                let (figures, now) = bench.check(checks, knobs).unwrap();
+                assert!(figures.positions > 0 && now == ran, "{knobs}");
+            }
+            match bench.check(checks, "c") {
+                Err(Ended::Verdict(answer)) => assert!(matches!(*answer, Answer::Failed { .. }), "{answer:?}"),
+                other => panic!("{other:?}"),
+            }
+            assert!(!bench.has("c"), "a wrong kernel is not launched again");
+
+            // Positions of steps, or lengths of prompts.
+            let (at, rows) = if is_chunk { ([80, 100], 1) } else { ([3, 20], 4) };
+            for position in at {
+                bench.keep(&job("a", Some("b")));
+                let (samples, rounds) = bench.time(&job("b", Some("a")), (position, rows), limits).unwrap();
+                let rounds = rounds.expect("an incumbent");
+                assert!(rounds.len() >= 5 && samples.len() == 2 * rounds.len(), "{} rounds", rounds.len());
+                assert!(bench.has("a") && bench.has("b"));
+            }
+            bench.keep(&job("a", None));
+            let (samples, rounds) = bench.time(&job("a", None), (at[1], rows), limits).unwrap();
+            assert!(!bench.has("b") && rounds.is_none() && samples.len() > 10);
+        }
+    });
 }
 
 /// Each kernel of a server is compared, whatever it does.

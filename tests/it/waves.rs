@@ -658,7 +658,8 @@ fn every_plan_that_is_derived_is_proven() {
         "attention of `attn.0`: expected heads that tensor cores take whole",
         "the output of `up.0`: expected an even number of columns",
         "the output of `gate_up.0`: expected an even number of columns",
-        "the output of `o.0`: expected one that is published",
+        "the input of `gate_up.0`: expected a value that is not overwritten; parallel layers have no wave kernel",
+        "the input of `up.0`: expected a value that is not overwritten; parallel layers have no wave kernel",
         "the width of `embed`: expected whole pieces of 8 values",
         "the width of `qkv.0`: expected whole pieces of 8 values",
     ];
@@ -2703,9 +2704,9 @@ impl Built {
         if !wrong.is_empty() {
             fs::create_dir_all(folder.path().join("wrong/waves")).unwrap();
             let mut found = 0;
-            for name in
-                ["waves/experts.cuh", "waves/state.cuh", "waves/mix.cuh", "waves/scan.cuh", "waves/convolve.cuh"]
-            {
+            let names =
+                ["waves/experts.cuh", "waves/state.cuh", "waves/mix.cuh", "waves/scan.cuh", "waves/convolve.cuh"];
+            for name in names.into_iter().filter(|name| text.contains(name)) {
                 let mut header = fs::read_to_string(root.join("kernels").join(name)).unwrap();
                 for (right, wrong) in wrong {
                     found += header.matches(right).count();
@@ -2713,7 +2714,8 @@ impl Built {
                 }
                 put(&format!("wrong/{name}"), header.as_bytes());
             }
-            assert_eq!(found, wrong.len(), "{wrong:?}");
+            // A tail includes no header of states.
+            assert!(found == wrong.len() || found == 0, "{wrong:?}: found {found} times");
             compiler.arg(folder.path().join("wrong")).arg("-I");
         }
         compiler.arg(root.join("kernels")).arg("-I").arg(folder.path()).arg(root.join("tests/it/waves_kernel.cc"));

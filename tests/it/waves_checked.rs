@@ -260,23 +260,20 @@ fn a_generated_kernel_of_experts_passes_its_check() {
     }
 }
 
+/// How a row chooses.
+const CHOICE: &str = "const ExpertChoice<G> choice(lane, x, c.template constant<float>(e.bias), reinterpret_cast<u32*>(c.scratch()) + c.warp() * WORDS, id);";
 /// Every fourth row takes the best expert that is not for it in place of the last one that is.
-const NEXT: &str = "{
-      const int last = G::TOP_K - 1, of = slot[k], to = row % 4 != 1 ? of : of == last ? G::TOP_K : of == G::TOP_K ? last : of;
-      if (to < G::TOP_K) keys[to] = u32(i), weights[to] = score[k];
-    }";
+const NEXT: &str = "const ExpertChoice<G> right(lane, x, c.template constant<float>(e.bias), reinterpret_cast<u32*>(c.scratch()) + c.warp() * WORDS, id);
+    const u32 last = __shfl_sync(~0u, right.expert, G::TOP_K - 1);
+    float y[EACH];
+    for (int k = 0; k < EACH; k++) y[k] = row % 4 == 1 && u32(id(k)) == last ? NEGATIVE_INFINITY : x[k];
+    const ExpertChoice<G> choice(lane, y, c.template constant<float>(e.bias), reinterpret_cast<u32*>(c.scratch()) + c.warp() * WORDS, id);";
 
 #[test]
 fn a_wrong_kernel_of_experts_does_not_pass_its_check() {
     let imported = of_layers("experts/qwen3-moe", Some(LAYERS));
     let faults: [(&str, Fault); 4] = [
-        (
-            "choice",
-            Fault {
-                text: &[("if (slot[k] < G::TOP_K) keys[slot[k]] = u32(i), weights[slot[k]] = score[k];", NEXT)],
-                ..NONE
-            },
-        ),
+        ("choice", Fault { text: &[(CHOICE, NEXT)], ..NONE }),
         ("weights of another layer", Fault { other_weights: true, ..NONE }),
         (
             "the factor of a slot",
@@ -312,7 +309,7 @@ fn mixture_with_nets(name: &str) -> Imported {
 fn a_generated_kernel_of_states_beside_experts_passes_its_check() {
     // Two blocks of rows, one row, and some; then a part of one.
     let nets = MIXTURES.map(|name| (name, mixture_with_nets(name)));
-    let [granite, nemotron] = mamba::MIXTURES.map(|name| (name, mamba::scanning(name, mamba::SHARED)));
+    let [granite, nemotron] = mamba::MIXTURES.map(|name| (name, mamba::ending_in_attention(name)));
     let models = nets.into_iter().chain([("hybrids/lfm2-moe", convolving("hybrids/lfm2-moe")), granite, nemotron]);
     for ((name, imported), positions) in models.zip([230, 40, 40, 100, 40]) {
         let Some(found) = check_prompt(&imported, positions, NONE) else {
@@ -399,7 +396,7 @@ const FAULTS_OF_MAMBA: [(&str, &[(&str, &str)]); 6] = [
 
 #[test]
 fn wrong_mamba_beside_experts_does_not_pass_its_check() {
-    let imported = mamba::scanning(mamba::MIXTURES[0], mamba::SHARED);
+    let imported = mamba::ending_in_attention(mamba::MIXTURES[0]);
     for (what, text) in FAULTS_OF_MAMBA {
         let Some(found) = check_prompt(&imported, 208, Fault { text, ..NONE }) else {
             return skipped("wrong_mamba_beside_experts_does_not_pass_its_check", "C++ compiler", "`c++`");

@@ -67,6 +67,27 @@ fn cut(config: &mut Value) {
 /// Models whose kernels are not in the net, which would take minutes: tests of their ops have their programs at small shapes.
 const LEFT_OUT: [&str; 2] = ["granite-4.0-h-1b", "lfm2-1.2b"];
 
+/// Hybrids whose kernels of every kind are in the net, on one target: a layer with a state, and one with attention. Of the shapes above, the
+/// first layers have no attention, and so no kernels for several rows.
+fn hybrids() -> Vec<(&'static str, Value)> {
+    let shape = |(name, kinds): (&'static str, [&str; 2])| {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("manifests/configs/{name}.json"));
+        let mut config: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
+        config["num_hidden_layers"] = 2.into();
+        match config["full_attn_idxs"].is_array() {
+            true => config["full_attn_idxs"] = vec![1].into(),
+            false => config["layer_types"] = kinds.to_vec().into(),
+        }
+        (name, config)
+    };
+    let all = [
+        ("granite-4.0-h-1b", ["mamba", "attention"]),
+        ("lfm2-1.2b", ["conv", "full_attention"]),
+        ("qwen3.5-0.8b", ["linear_attention", "full_attention"]),
+    ];
+    all.map(shape).to_vec()
+}
+
 /// The other shapes of `manifests/configs`, cut, by name.
 fn shapes() -> Vec<(String, Value)> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("manifests/configs");
@@ -250,6 +271,10 @@ fn found() -> String {
         let line =
             move |target: &Target| format!("{name} {format} {}: {}", target.name, kernels(&graph, format, target));
         targets.par_iter().map(line).collect::<Vec<_>>()
+    }));
+    let h200 = Target::builtin("h200").unwrap();
+    lines.par_extend(hybrids().par_iter().map(|(name, config)| {
+        format!("hybrid {name} bf16 h200: {}", kernels(&model(config, "bf16").graph, "bf16", &h200))
     }));
     lines.join("\n") + "\n"
 }

@@ -369,7 +369,7 @@ pub fn step_cache_bytes(graph: &ModelGraph, precision: Precision, positions: u32
 /// What the model is, what each group of equal layers does, and what a decode step reads; for people.
 pub fn describe(graph: &ModelGraph) -> String {
     let mut out = String::new();
-    let has_experts = graph.layers.iter().any(|layer| layer.feed.experts().is_some());
+    let has_experts = graph.has_experts();
     let active =
         if has_experts { format!(", {} in a step", count_text(graph.active_parameters())) } else { String::new() };
     line(

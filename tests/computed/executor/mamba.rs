@@ -17,11 +17,10 @@ pub fn state_by_head(op: &Mamba2, state: &MambaState) -> [Rows; 2] {
     };
     let inputs = |head: usize| {
         let group = inner + head / (op.heads / op.groups) as usize * width;
-        let of = [head * dim..(head + 1) * dim, group..group + width];
         let c = group + op.b.rows as usize;
-        let of_position = |input: &Vec<f64>| -> Vec<f64> {
-            of.clone().into_iter().chain([c..c + width]).flat_map(|of| input[of].to_vec()).collect()
-        };
+        let of = [head * dim..(head + 1) * dim, group..group + width, c..c + width];
+        let of_position =
+            |input: &Vec<f64>| -> Vec<f64> { of.clone().into_iter().flat_map(|of| input[of].to_vec()).collect() };
         state.conv.inputs.iter().flat_map(of_position).collect()
     };
     let heads = 0..op.heads as usize;
@@ -75,8 +74,9 @@ impl Step<'_> {
         }
         let (inner, grouped) = (scan.inner() as usize, (scan.groups * scan.state) as usize);
         let group = 2 * inner + head / scan.group() as usize * width;
-        let of = [inner + head * dim..inner + (head + 1) * dim, group..group + width];
-        let of = of.into_iter().chain([group + grouped..group + grouped + width]).zip(scan.scales);
+        let c = group + grouped;
+        let of = [inner + head * dim..inner + (head + 1) * dim, group..group + width, c..c + width];
+        let of = of.into_iter().zip(scan.scales);
         of.flat_map(|(of, by)| self.read_of(x, row as usize, of).into_iter().map(move |x| f64::from(by) * x)).collect()
     }
 
@@ -190,7 +190,6 @@ impl Step<'_> {
     /// The heads of a share for all rows of the sequence that begins at its row; nothing if an earlier row is of the same sequence.
     fn scan_row(&mut self, grid: &Grid, scan: &Scan, (x, out): (WorkId, WorkId), share: &Share, caches: &mut Caches) {
         let (dim, matrix) = (scan.head_dim as usize, (scan.state * scan.head_dim) as usize);
-        let skips = self.vector(operand(grid, Role::D));
         for first in self.rows(share) {
             let (_, sequence, position) = self.rows[first];
             if first > 0 && self.rows[first - 1].1 == sequence {
@@ -199,6 +198,7 @@ impl Step<'_> {
             let run = (first..self.rows.len()).take_while(|row| self.rows[*row].1 == sequence).count();
             for head in share.lo as usize..share.hi as usize {
                 let at = (operand(grid, Role::State), sequence, head);
+                let skip = f64::from(self.vector(operand(grid, Role::D))[head]);
                 let mut state = caches[&at.0][at.1][at.2].clone();
                 let mut s = state[..matrix].to_vec();
                 if position == 0 {
@@ -208,7 +208,7 @@ impl Step<'_> {
                     let [of_x, b, c] = self.scan_head(grid, scan, x, (first, row as i64), head, &state);
                     let by = self.scan_step(grid, scan, x, row, head);
                     let mut y = advance(&mut s, [&of_x, &b, &c], by);
-                    y.iter_mut().zip(&of_x).for_each(|(y, x)| *y += f64::from(skips[head]) * x);
+                    y.iter_mut().zip(&of_x).for_each(|(y, x)| *y += skip * x);
                     self.put_scanned(scan, (x, out), row, head * dim, y);
                 }
                 let past = i64::from(scan.kernel) - 1;
