@@ -377,7 +377,7 @@ impl Prefill {
         self.read_into(text, ids, Wanted::Nothing).map(|_| ())
     }
 
-    /// The kernel for rows, which tells what it left of each.
+    /// The batch kernel, which says what it left of each row.
     pub(super) fn rows(&mut self) -> &mut dyn RowLauncher {
         &mut self.rows
     }

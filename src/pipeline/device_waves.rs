@@ -43,7 +43,7 @@ pub(super) fn form_of(kernel: SearchKernel) -> Option<(Form, u32)> {
     }
 }
 
-/// The knobs of a wave kernel over `schedule`: those that a search found, if the plan takes them. The user is told if it does not.
+/// The knobs of a wave kernel over `schedule`: those that a search found, if the plan takes them; else a note says that it does not.
 pub(super) fn chosen_knobs(context: &BuildContext<'_>, kernel: SearchKernel, schedule: &Schedule) -> WaveKnobs {
     let knobs = context.tuned_waves(kernel);
     let Some((form, rows)) = form_of(kernel).filter(|_| !knobs.is_default()) else { return WaveKnobs::default() };

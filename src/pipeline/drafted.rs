@@ -295,11 +295,8 @@ impl Drafted {
         let Some(text) = self.texts.get_mut(&going.row.sequence).filter(|_| most > 0) else { return Ok(vec![]) };
         let mut counts = going.counts.clone();
         let mut position = going.at + going.tokens.len() as u32 - 1;
-        let mut choose = |after| {
-            let token = match after {
-                After::Logits(logits) => going.choose(&logits, position, counts.as_ref()).ok()?.token,
-                After::Token(token) => token,
-            };
+        let mut choose = |after: After| {
+            let token = after.token(|logits| Some(going.choose(logits, position, counts.as_ref()).ok()?.token))?;
             position += 1;
             counts.iter_mut().for_each(|counts| counts.push(token));
             Some(token)

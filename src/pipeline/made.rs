@@ -145,7 +145,7 @@ impl<'a> Maker<'a> {
     /// pages, and are compared with its kernel.
     ///
     /// # Errors
-    /// A target or a model without kernels for several rows.
+    /// A target or a model without batch kernels.
     pub fn base(&self, candidate: &Candidate) -> Result<Arc<Validated>, Fault> {
         let make = || {
             let schedule = place_kernel(&self.context, candidate, self.room(candidate)?)?;

@@ -186,6 +186,16 @@ pub(super) enum After {
     Token(u32),
 }
 
+impl After {
+    /// The token after it: the kernel's, or what `choose` takes from the logits.
+    pub fn token(self, choose: impl FnOnce(&[f32]) -> Option<u32>) -> Option<u32> {
+        match self {
+            After::Logits(logits) => choose(&logits),
+            After::Token(token) => Some(token),
+        }
+    }
+}
+
 impl Computes {
     /// Lets a kernel choose. With top-k or top-p the host chooses: a kernel takes noise there from positions of its cache.
     fn choose_by(&mut self, sampler: &Sampler) {
@@ -339,11 +349,8 @@ impl Draft for MtpDraft {
         }
         let mut counts = self.counted(sequence);
         let request = &self.request;
-        let mut choose = |after| {
-            let token = match after {
-                After::Logits(logits) => request.choose(&logits, &counts, None).ok()?.token,
-                After::Token(token) => token,
-            };
+        let mut choose = |after: After| {
+            let token = after.token(|logits| Some(request.choose(logits, &counts, None).ok()?.token))?;
             counts.push(token);
             Some(token)
         };

@@ -263,7 +263,7 @@ pub fn decide_on_device(
         let again = sequence.len() - 1 - begun.at;
         let proposal = speculation.propose(&sequence, (left - 1).min(shape.rows as usize - 1 - again));
         let tried = if proposal.is_tried { proposal.tokens.as_slice() } else { &[] };
-        // The kernel for one row keeps nothing of the steps before its last one.
+        // The decode kernel keeps nothing of the steps before its last one.
         let chosen = if proposal.is_tried || again > 0 || sees {
             moved = true;
             if begun.wants_snapshot(tried) {

@@ -82,7 +82,7 @@ const IMAGE_ONE_ROW: &[u8] = b"\x7fELF1";
 const IMAGE_PAGED: &[u8] = b"\x7fELF2";
 /// The same for the decode kernel of two devices.
 const IMAGE_DEVICES: &[u8] = b"\x7fELF3";
-/// The same for a kernel for rows that leaves something for a draft, and for the decode kernel of a draft.
+/// The same for a batch kernel that leaves something for a draft, and for the decode kernel of a draft.
 const IMAGE_LEAVING: &[u8] = b"\x7fELF4";
 const IMAGE_DRAFT: &[u8] = b"\x7fELF5";
 const ONE: LaunchShape = LaunchShape { grid: 1, block: 32, smem_dynamic_bytes: 0, cluster: 1, kept: None };
@@ -368,7 +368,7 @@ impl TextOnFake {
         TextOnFake::with_rows(device, model, IMAGE, waves, if waves.is_empty() { 2 } else { 4 })
     }
 
-    /// With the image of the kernels for rows, and contexts of this many pages.
+    /// With the image of the batch kernels, and contexts of this many pages.
     fn with_rows(device: &Device, model: &Model, image: &[u8], waves: &[&[u8]], blocks: u32) -> TextOnFake {
         let target = fake_target();
         let (graph, precision) = (&model.graph, model.precision);

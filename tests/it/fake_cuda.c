@@ -660,7 +660,7 @@ static Kernel kernels_one_row[] = {{"monobloc_decode", one_row_kernel, {offsetof
 static Kernel kernels_devices[] = {{"monobloc_decode", devices_kernel, {offsetof(RowsParams, rows) + 14 * 8}, 0}, {0}};
 // A draft: what it is given is a parameter, too.
 static Kernel kernels_draft[] = {{"monobloc_decode", draft_kernel, {offsetof(RowsParams, rows) + 16}, 0}, {0}};
-// A kernel for rows that leaves something for a draft.
+// A batch kernel that leaves something for a draft.
 static Kernel kernels_leaving[] = {{"monobloc_decode", leaving_kernel, {sizeof(RowsParams)}, 0}, {0}};
 // The same, over a pool of pages: they and their sequence are parameters, too.
 static Kernel kernels_paged[] = {{"monobloc_decode", paged_kernel, {offsetof(RowsParams, rows) + 16}, 0}, {0}};

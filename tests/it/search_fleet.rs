@@ -1,4 +1,4 @@
-//! Searches on many simulated workers: what is kept, what is told, how soon the best is found, and what the coordinator costs.
+//! Searches on many simulated workers: what is kept and recorded, how soon the best is found, and what the coordinator costs.
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -2,23 +2,18 @@
 
 use std::fs;
 
-use computed::executor::{TOLERANCE, cached_by, difference, execute, expected};
+use computed::executor::{TOLERANCE, difference, execute, expected};
 use monobloc::codegen::emit::Trace;
 use monobloc::codegen::waves::emit;
 use monobloc::model::config::{Imported, import_config_only};
-use monobloc::reference::{Session, argmax};
-use monobloc::rows::Shape;
 use monobloc::target::Target;
 use monobloc::waves::{Action, Form, Plan, prove};
 
 use crate::nvrtc::{compiles, nvrtc, quick};
 use crate::skipped;
 use crate::support::fixture;
-use crate::waves::{
-    Ran, cached, given, judge_mutants_of, kernel, proven, rows_of, run_kernel, run_steps, run_tail, small, tokens,
-    with_tail, worst_position,
-};
-use crate::waves_nets::{state_error, states};
+use crate::waves::{judge_mutants_of, kernel, proven, run_steps, run_tail, small, tokens, with_tail};
+use crate::waves_nets::{chunks_compute, steps_decide};
 
 /// A norm of all columns after the gate, biases of products, and groups; the same of groups with plain MLPs, two to a layer apart; factors, and a norm of groups
 /// before its gate, with attention side by side; the same without a norm.
@@ -220,80 +215,25 @@ fn a_norm_of_mamba_has_its_own_states_and_gate() {
     wrong("a norm that does not meet the states", "meeting", &|plan| plan.waves[norm].meets = false);
 }
 
-/// The generated text, its tables and the pack, run block by block. Memory of states is not a number before the first launch. Chunks end within, at and
-/// after 32 positions.
+/// Chunks end within, at and after 32 positions.
 #[test]
 fn a_generated_kernel_of_mamba_computes_its_model() {
     let cuts = [vec![2, 64, 84], vec![32, 38], vec![1, 40], vec![3, 37]];
     for (at, (name, cuts)) in MODELS.into_iter().zip(cuts).enumerate() {
-        let (imported, target) = (scanning(name, if at % 2 == 0 { SHARED } else { WHOLE }), small());
-        let validated = kernel(&imported.graph, &target);
-        let proven = proven(&validated, &target, Form::Chunk, 256).unwrap_or_else(|refused| panic!("{refused}"));
-        let shape = Shape::of(&validated.schedule().program).unwrap();
-        let page_of: Vec<u32> = (0..shape.blocks()).map(|block| (block * 7 + 5) % shape.pages).collect();
-        let text = tokens(&imported, cuts.iter().sum());
-        let mut at = 0;
-        let mut launches = vec![];
-        for cut in cuts {
-            launches.push((rows_of(1, at, &given(&text[at as usize..(at + cut) as usize])), 1));
-            at += cut;
-        }
-        let Some(Ran { cache, .. }) = run_kernel(&imported, &proven, &launches, &page_of) else {
+        let heads = if at % 2 == 0 { SHARED } else { WHOLE };
+        if !chunks_compute(name, &scanning(name, heads), &cuts) {
             return skipped("a_generated_kernel_of_mamba_computes_its_model", "C++ compiler", "`c++`");
-        };
-        let known = expected(&imported, &text);
-        let error = worst_position(&known, &cached(validated.schedule(), &cache, &page_of, text.len()));
-        assert!(error < 0.03, "{name}: {error:e}");
-        let error = state_error(&known, &states(&validated, &cache, 1));
-        assert!(error < 0.02, "{name}: states: {error:e}");
+        }
     }
 }
 
-/// The same for steps: runs of rows of two texts, one of which takes the place of another one, then both for some steps.
 #[test]
 fn a_generated_kernel_of_steps_of_mamba_decides_what_its_model_does() {
     let narrow = Heads { dim: 32, state: 10, heads: 8 };
     for (name, heads, rows) in [(MODELS[0], narrow, 32), (MODELS[1], SHARED, 64), (MODELS[3], WHOLE, 32)] {
-        let (imported, target) = (scanning(name, heads), small());
-        let validated = kernel(&imported.graph, &target);
-        let proven = proven(&validated, &target, Form::Steps, rows).unwrap();
-        let shape = Shape::of(&validated.schedule().program).unwrap();
-        let blocks = shape.blocks();
-        let pages: Vec<u32> = (0..2 * blocks).map(|block| (block * 7 + 5) % shape.pages).collect();
-        let texts = [tokens(&imported, 9), tokens(&imported, 13)[9..].to_vec()];
-        let steps = 3;
-        let launches = [
-            // What another text leaves in the second one's states does not count.
-            (rows_of(1, 0, &given(&texts[0][..5])), 1),
-            ([rows_of(0, 0, &given(&texts[0][..6])), rows_of(1, 0, &given(&texts[1][..1]))].concat(), 1),
-            ([rows_of(1, 1, &given(&texts[1][1..])), rows_of(0, 6, &given(&texts[0][6..]))].concat(), 1),
-            ([rows_of(0, 9, &[Err(5)]), rows_of(1, 4, &[Err(2)])].concat(), steps),
-        ];
-        let Some(Ran { cache, tokens: told, .. }) = run_kernel(&imported, &proven, &launches, &pages) else {
+        if !steps_decide(name, &scanning(name, heads), rows) {
             let name = "a_generated_kernel_of_steps_of_mamba_decides_what_its_model_does";
             return skipped(name, "C++ compiler", "`c++`");
-        };
-        let then = &told[told.len() - 8..];
-        for (sequence, text) in texts.iter().enumerate() {
-            let decided = then.iter().skip(sequence).step_by(2).map(|token| *token as u32);
-            let all: Vec<u32> = text.iter().copied().chain(decided).collect();
-            let mut session = Session::new(&imported.graph, &imported.weights);
-            for (at, &token) in all.iter().enumerate().take(all.len() - 1) {
-                let logits = session.step(token);
-                if at + 1 >= text.len() {
-                    let most = logits[argmax(&logits) as usize];
-                    let least = logits.iter().copied().fold(f32::MAX, f32::min);
-                    let of = logits[all[at + 1] as usize];
-                    assert!(most - of < 0.03 * (most - least), "{name}: {of} of {least} to {most}");
-                }
-            }
-            let of_sequence = &pages[sequence * blocks as usize..][..blocks as usize];
-            let known = cached_by(&session, &imported.graph);
-            let found = cached(validated.schedule(), &cache, of_sequence, text.len() + steps as usize);
-            let error = worst_position(&known, &found);
-            assert!(error < 0.03, "{name}: {error:e}");
-            let error = state_error(&known, &states(&validated, &cache, sequence as u32));
-            assert!(error < 0.02, "{name}: states: {error:e}");
         }
     }
 }

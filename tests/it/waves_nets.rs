@@ -283,79 +283,94 @@ pub fn state_error(known: &[[Rows; 2]], found: &[[Rows; 2]]) -> f64 {
     known.iter().flatten().zip(found.iter().flatten()).map(error).fold(0.0, f64::max)
 }
 
-/// The generated text, its tables and the pack, run block by block. Memory of states is not a number before the first launch. Chunks end within, at and
-/// after 32 positions.
+/// Compares the generated text of a chunk kernel, its tables and the pack, run block by block, with the model: chunks of `cuts` rows one after another. Memory of states is not a
+/// number before the first launch. False: there is no compiler.
+pub fn chunks_compute(name: &str, imported: &Imported, cuts: &[u32]) -> bool {
+    let target = small();
+    let validated = kernel(&imported.graph, &target);
+    let proven = proven(&validated, &target, Form::Chunk, 256).unwrap_or_else(|refused| panic!("{refused}"));
+    let shape = Shape::of(&validated.schedule().program).unwrap();
+    let page_of: Vec<u32> = (0..shape.blocks()).map(|block| (block * 7 + 5) % shape.pages).collect();
+    let text = tokens(imported, cuts.iter().sum());
+    let mut at = 0;
+    let mut launches = vec![];
+    for &cut in cuts {
+        launches.push((rows_of(1, at, &given(&text[at as usize..(at + cut) as usize])), 1));
+        at += cut;
+    }
+    let Some(Ran { cache, .. }) = run_kernel(imported, &proven, &launches, &page_of) else {
+        return false;
+    };
+    let known = expected(imported, &text);
+    let error = worst_position(&known, &cached(validated.schedule(), &cache, &page_of, text.len()));
+    assert!(error < 0.03, "{name}: {error:e}");
+    let error = state_error(&known, &states(&validated, &cache, 1));
+    assert!(error < 0.02, "{name}: states: {error:e}");
+    true
+}
+
+/// The same for steps of a kernel for `rows` rows: runs of rows of two texts, one of which takes the place of another one, then both for some steps.
+pub fn steps_decide(name: &str, imported: &Imported, rows: u32) -> bool {
+    let target = small();
+    let validated = kernel(&imported.graph, &target);
+    let proven = proven(&validated, &target, Form::Steps, rows).unwrap();
+    let shape = Shape::of(&validated.schedule().program).unwrap();
+    let blocks = shape.blocks();
+    let pages: Vec<u32> = (0..2 * blocks).map(|block| (block * 7 + 5) % shape.pages).collect();
+    let texts = [tokens(imported, 9), tokens(imported, 13)[9..].to_vec()];
+    let steps = 3;
+    let launches = [
+        // What another text leaves in the second one's states does not count.
+        (rows_of(1, 0, &given(&texts[0][..5])), 1),
+        ([rows_of(0, 0, &given(&texts[0][..6])), rows_of(1, 0, &given(&texts[1][..1]))].concat(), 1),
+        ([rows_of(1, 1, &given(&texts[1][1..])), rows_of(0, 6, &given(&texts[0][6..]))].concat(), 1),
+        ([rows_of(0, 9, &[Err(5)]), rows_of(1, 4, &[Err(2)])].concat(), steps),
+    ];
+    let Some(Ran { cache, tokens: told, .. }) = run_kernel(imported, &proven, &launches, &pages) else {
+        return false;
+    };
+    let then = &told[told.len() - 8..];
+    for (sequence, text) in texts.iter().enumerate() {
+        let decided = then.iter().skip(sequence).step_by(2).map(|token| *token as u32);
+        let all: Vec<u32> = text.iter().copied().chain(decided).collect();
+        let mut session = Session::new(&imported.graph, &imported.weights);
+        for (at, &token) in all.iter().enumerate().take(all.len() - 1) {
+            let logits = session.step(token);
+            if at + 1 >= text.len() {
+                let most = logits[argmax(&logits) as usize];
+                let least = logits.iter().copied().fold(f32::MAX, f32::min);
+                let of = logits[all[at + 1] as usize];
+                assert!(most - of < 0.03 * (most - least), "{name}: {of} of {least} to {most}");
+            }
+        }
+        let of_sequence = &pages[sequence * blocks as usize..][..blocks as usize];
+        let known = cached_by(&session, &imported.graph);
+        let found = cached(validated.schedule(), &cache, of_sequence, text.len() + steps as usize);
+        let error = worst_position(&known, &found);
+        assert!(error < 0.03, "{name}: {error:e}");
+        let error = state_error(&known, &states(&validated, &cache, sequence as u32));
+        assert!(error < 0.02, "{name}: states: {error:e}");
+    }
+    true
+}
+
+/// Chunks end within, at and after 32 positions.
 #[test]
 fn a_generated_kernel_of_nets_computes_its_model() {
     for (heads, cuts) in [(SHARED, vec![2, 64, 84]), (WHOLE, vec![32, 38]), (ODD, vec![1, 40])] {
-        let (imported, target) = (qwen(heads), small());
-        let validated = kernel(&imported.graph, &target);
-        let proven = proven(&validated, &target, Form::Chunk, 256).unwrap_or_else(|refused| panic!("{refused}"));
-        let shape = Shape::of(&validated.schedule().program).unwrap();
-        let page_of: Vec<u32> = (0..shape.blocks()).map(|block| (block * 7 + 5) % shape.pages).collect();
-        let text = tokens(&imported, cuts.iter().sum());
-        let mut at = 0;
-        let mut launches = vec![];
-        for cut in cuts {
-            launches.push((rows_of(1, at, &given(&text[at as usize..(at + cut) as usize])), 1));
-            at += cut;
-        }
-        let Some(Ran { cache, .. }) = run_kernel(&imported, &proven, &launches, &page_of) else {
+        if !chunks_compute("hybrids/qwen35", &qwen(heads), &cuts) {
             return skipped("a_generated_kernel_of_nets_computes_its_model", "C++ compiler", "`c++`");
-        };
-        let known = expected(&imported, &text);
-        let error = worst_position(&known, &cached(validated.schedule(), &cache, &page_of, text.len()));
-        assert!(error < 0.03, "{error:e}");
-        let error = state_error(&known, &states(&validated, &cache, 1));
-        assert!(error < 0.02, "states: {error:e}");
+        }
     }
 }
 
-/// The same for steps: runs of rows of two texts, one of which takes the place of another one, then both for some steps.
 #[test]
 fn a_generated_kernel_of_steps_of_nets_decides_what_its_model_does() {
     let narrow = Heads { key_dim: 12, value_dim: 24, ..SHARED };
     for (heads, rows) in [(SHARED, 32), (narrow, 64)] {
-        let (imported, target) = (qwen(heads), small());
-        let validated = kernel(&imported.graph, &target);
-        let proven = proven(&validated, &target, Form::Steps, rows).unwrap();
-        let shape = Shape::of(&validated.schedule().program).unwrap();
-        let blocks = shape.blocks();
-        let pages: Vec<u32> = (0..2 * blocks).map(|block| (block * 7 + 5) % shape.pages).collect();
-        let texts = [tokens(&imported, 9), tokens(&imported, 13)[9..].to_vec()];
-        let steps = 3;
-        let launches = [
-            // What another text leaves in the second one's states does not count.
-            (rows_of(1, 0, &given(&texts[0][..5])), 1),
-            ([rows_of(0, 0, &given(&texts[0][..6])), rows_of(1, 0, &given(&texts[1][..1]))].concat(), 1),
-            ([rows_of(1, 1, &given(&texts[1][1..])), rows_of(0, 6, &given(&texts[0][6..]))].concat(), 1),
-            ([rows_of(0, 9, &[Err(5)]), rows_of(1, 4, &[Err(2)])].concat(), steps),
-        ];
-        let Some(Ran { cache, tokens: told, .. }) = run_kernel(&imported, &proven, &launches, &pages) else {
+        if !steps_decide("hybrids/qwen35", &qwen(heads), rows) {
             let name = "a_generated_kernel_of_steps_of_nets_decides_what_its_model_does";
             return skipped(name, "C++ compiler", "`c++`");
-        };
-        let then = &told[told.len() - 8..];
-        for (sequence, text) in texts.iter().enumerate() {
-            let decided = then.iter().skip(sequence).step_by(2).map(|token| *token as u32);
-            let all: Vec<u32> = text.iter().copied().chain(decided).collect();
-            let mut session = Session::new(&imported.graph, &imported.weights);
-            for (at, &token) in all.iter().enumerate().take(all.len() - 1) {
-                let logits = session.step(token);
-                if at + 1 >= text.len() {
-                    let most = logits[argmax(&logits) as usize];
-                    let least = logits.iter().copied().fold(f32::MAX, f32::min);
-                    let of = logits[all[at + 1] as usize];
-                    assert!(most - of < 0.03 * (most - least), "{of} of {least} to {most}");
-                }
-            }
-            let of_sequence = &pages[sequence * blocks as usize..][..blocks as usize];
-            let known = cached_by(&session, &imported.graph);
-            let found = cached(validated.schedule(), &cache, of_sequence, text.len() + steps as usize);
-            let error = worst_position(&known, &found);
-            assert!(error < 0.03, "{error:e}");
-            let error = state_error(&known, &states(&validated, &cache, sequence as u32));
-            assert!(error < 0.02, "states: {error:e}");
         }
     }
 }

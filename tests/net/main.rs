@@ -68,7 +68,7 @@ fn cut(config: &mut Value) {
 const LEFT_OUT: [&str; 2] = ["granite-4.0-h-1b", "lfm2-1.2b"];
 
 /// Hybrids whose kernels of every kind are in the net, on one target: a layer with a state, and one with attention. Of the shapes above, the
-/// first layers have no attention, and so no kernels for several rows.
+/// first layers have no attention, and so no batch kernels.
 fn hybrids() -> Vec<(&'static str, Value)> {
     let shape = |(name, kinds): (&'static str, [&str; 2])| {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("manifests/configs/{name}.json"));
