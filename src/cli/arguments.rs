@@ -496,7 +496,7 @@ pub struct Serve {
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub max_steps: u32,
     /// Speculative decoding with the layer of the checkpoint that predicts further tokens (MTP): propose up to N tokens of each request and
-    /// verify them in one step; `mtp` is `mtp:2`. On targets of kind `cpu`
+    /// verify them in one step; `mtp` is `mtp:2`
     #[arg(long, value_name = "mtp[:N]", value_parser = parse_draft)]
     pub draft: Option<DraftOf>,
     /// Tokens that the cache holds for all requests together. A model with a recurrent state also keeps a snapshot of it for each

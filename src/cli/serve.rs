@@ -16,7 +16,6 @@ use crate::error::Fault;
 use crate::files::read_text;
 use crate::pipeline::{AskedSizes, Batched, Given, Ready, Serving};
 use crate::serve::{Ended, Entry, Model, Settings, StartTokens, State, Summary, Told};
-use crate::target::{Target, TargetKind};
 use crate::text::{Style, counted};
 
 const KEY_BYTES_MAX: u64 = 4096;
@@ -41,7 +40,7 @@ pub fn serve(session: &Session, asked: &Serve) -> Result<Outcome, Fault> {
         chunk_rows: asked.max_chunk.map(|_| "--max-chunk").or(sizes.asked.chunk_rows),
     };
     let serving = Serving { asked: named, running_max, chunk_rows, cache_tokens: asked.cache_tokens, ..sizes };
-    let batched = batched(&ready, serving, asked.draft, &target)?;
+    let batched = batched(&ready, serving, asked.draft)?;
     let settings = Settings {
         address: SocketAddr::new(asked.host, asked.port),
         hosts: asked.allow_host.clone(),
@@ -88,16 +87,9 @@ pub fn serve(session: &Session, asked: &Serve) -> Result<Outcome, Fault> {
 }
 
 /// The steps of the server, with those that verify what a draft proposes, if there is one.
-fn batched(ready: &Ready, serving: Serving, draft: Option<DraftOf>, target: &Target) -> Result<Batched, Fault> {
+fn batched(ready: &Ready, serving: Serving, draft: Option<DraftOf>) -> Result<Batched, Fault> {
     let Some(DraftOf { most }) = draft else { return ready.batched(&serving) };
-    if target.kind != TargetKind::Cpu {
-        let message = format!(
-            "`serve --draft mtp` needs a target of kind `cpu`, found `{}`: it verifies no proposals",
-            target.name
-        );
-        let remedy = "leave out `--draft`, take a target of kind `cpu`, or run one text with `generate --draft mtp`";
-        return Err(Fault::input(message).with_remedy(remedy));
-    }
+    // Its weights lie on the device before the cache takes what is left.
     let mtp = ready.mtp()?;
     Ok(ready.batched(&Serving { proposed: most, ..serving })?.with_draft(mtp, most))
 }

@@ -684,14 +684,14 @@ impl<S: Stepper> Engine<S> {
     /// Rows of the prompt of a choice that a launch of their own may read. If others decode, the prompt's last token takes a row of a
     /// step of theirs, which costs them less.
     fn alone(&self, running: &Running, decoding: usize) -> usize {
-        let Some(Alone { least, most, decides }) = self.bounds.alone else { return 0 };
+        let Some(Alone { least, most, decides, leaves }) = self.bounds.alone else { return 0 };
         if decoding > 0 && running.left() <= STEPS_BESIDE * self.chunk_rows(decoding) {
             return 0;
         }
         let most = if decoding == 0 { most } else { most.min(self.limits.chunk_rows) };
         let most = running.rows_max().min(most as usize);
         let (choice, from) = (&running.choice, running.submitted);
-        let others = usize::from(!decides || decoding > 0);
+        let others = usize::from(!decides || decoding > 0).max(leaves as usize);
         let count = waves::next_chunk(running.left().saturating_sub(others) as u32, most as u32) as usize;
         let wants_nothing = choice.scores_prompt.is_none() || choice.scored >= choice.prompt_count();
         if count >= least as usize && wants_nothing && want(choice, from, &self.bounds) == Want::Nothing {

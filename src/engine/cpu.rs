@@ -1,10 +1,11 @@
-//! Owns the stepper of the `cpu` target: the interpreter, with the guard of its tables.
+//! Owns the steppers of the `cpu` target: the interpreter, with the guard of its tables, and its steps for one that verifies proposals.
 
+use super::drafted::{After, Asks, Steps};
 use super::stepper::{Bounds, Launch, Queue, Said, Stepper, Want, admit};
 use crate::error::Fault;
 use crate::interp::{Interp, Options, Pack};
 use crate::ir::schedule::Schedule;
-use crate::rows::{Guard, Shape};
+use crate::rows::{Guard, Shape, Tables};
 use crate::sample::TokenSet;
 
 /// Runs launches on threads of this process, each when it is collected.
@@ -22,9 +23,7 @@ impl CpuStepper {
     /// # Errors
     /// A schedule without tables, or one whose cache is larger than this machine's memory.
     pub fn new(schedule: &Schedule, pack: Pack, options: Options) -> Result<CpuStepper, Fault> {
-        let shape =
-            Shape::of(&schedule.program).ok_or_else(|| Fault::internal("a schedule of one row cannot be batched"))?;
-        let interp = Interp::new(schedule, pack, options)?;
+        let CpuSteps { interp, shape } = CpuSteps::new(schedule, pack, options)?;
         let (chunk_max, vocab) = (shape.rows, interp.vocab() as u32);
         let bounds = Bounds { shape, chunk_max, alone: None, vocab, steps_max: 1, choices: Some(u32::MAX) };
         Ok(CpuStepper { interp, guard: Guard::new(shape), bounds, queued: Queue::default() })
@@ -69,5 +68,58 @@ impl Stepper for CpuStepper {
             }
         })?;
         Ok(said)
+    }
+}
+
+/// Steps of the interpreter.
+#[derive(Debug)]
+pub struct CpuSteps {
+    interp: Interp,
+    shape: Shape,
+}
+
+impl CpuSteps {
+    /// As [`CpuStepper::new`].
+    ///
+    /// # Errors
+    /// As [`CpuStepper::new`].
+    pub fn new(schedule: &Schedule, pack: Pack, options: Options) -> Result<CpuSteps, Fault> {
+        let shape =
+            Shape::of(&schedule.program).ok_or_else(|| Fault::internal("a schedule of one row cannot be batched"))?;
+        Ok(CpuSteps { interp: Interp::new(schedule, pack, options)?, shape })
+    }
+}
+
+impl Steps for CpuSteps {
+    fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    fn vocab(&self) -> u32 {
+        self.interp.vocab() as u32
+    }
+
+    fn leaves_with_token(&self) -> bool {
+        false
+    }
+
+    fn run(
+        &mut self,
+        tables: Tables<'_>,
+        rows: &[(u32, Asks)],
+        after: &mut dyn FnMut(usize, After),
+    ) -> Result<(), Fault> {
+        let tokens: Vec<u32> = rows.iter().map(|(token, _)| *token).collect();
+        self.interp.launch_rows(tables, &tokens, |result| {
+            if rows[result.row].1 != Asks::Nothing {
+                after(result.row, After::Logits(result.logits.to_vec()));
+            }
+        })?;
+        Ok(())
+    }
+
+    fn left(&self, rows: usize) -> Result<Vec<Vec<f32>>, Fault> {
+        let none = || Fault::internal("a schedule that publishes no last sum");
+        (0..rows).map(|row| self.interp.left(row).ok_or_else(none)).collect()
     }
 }

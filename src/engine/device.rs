@@ -1,8 +1,10 @@
-//! Owns the stepper of CUDA targets: the kernels of a server on a device, with the guard of their tables.
+//! Owns the stepper of CUDA targets: the kernels of a server on a device, with the guard of their tables. And its steps for one that verifies
+//! proposals.
 
 use std::collections::VecDeque;
 use std::ops::Range;
 
+use super::drafted::{After, Asks, SEEN_MAX, Steps};
 use super::stepper::{Alone, Bounds, Launch, LaunchRow, Said, Stepper, Want, admit};
 use crate::cuda::rows::{FirstToken, RowInput, RowLauncher};
 use crate::cuda::sampler::{Asked, SamplerSession, decided};
@@ -253,6 +255,7 @@ impl Stepper for DeviceStepper {
             least: CHUNK_MIN,
             most: waves.shape().rows,
             decides: waves.decides(),
+            leaves: 0,
         });
         let choices = self.sampler.as_ref().map(SamplerSession::logprobs_max);
         Bounds { shape, chunk_max: shape.rows, alone, vocab, steps_max, choices }
@@ -312,6 +315,83 @@ impl Stepper for DeviceStepper {
             said.extend(self.collect_part(&flying)?);
         }
         Ok(said)
+    }
+}
+
+/// Steps of a batch kernel that keeps what a draft reads. Long prompts are read by waves, but for their last tokens.
+pub struct DeviceSteps {
+    rows: Box<dyn RowLauncher>,
+    waves: Option<WavesSession>,
+    states: StateRows,
+}
+
+impl DeviceSteps {
+    /// `rows` and `waves` have one cache, in which the states of sequences lie as `states` says. `None`: `rows` keeps nothing for a draft.
+    pub fn new(rows: Box<dyn RowLauncher>, waves: Option<WavesSession>, states: StateRows) -> Option<DeviceSteps> {
+        rows.keeps_left().then_some(DeviceSteps { rows, waves, states })
+    }
+}
+
+impl Steps for DeviceSteps {
+    fn shape(&self) -> Shape {
+        *self.rows.shape()
+    }
+
+    fn vocab(&self) -> u32 {
+        self.rows.vocab()
+    }
+
+    /// A launch without such a row ends when the cache has its rows.
+    fn leaves_with_token(&self) -> bool {
+        true
+    }
+
+    fn run(
+        &mut self,
+        tables: Tables<'_>,
+        rows: &[(u32, Asks)],
+        after: &mut dyn FnMut(usize, After),
+    ) -> Result<(), Fault> {
+        copy_states(&self.states, &self.rows.watched().stream, &*self.rows, &tables)?;
+        let input = |&(token, asks): &(u32, Asks)| {
+            let (inverse_temperature, seed) = match asks {
+                Asks::Token(sampler) => sampler.temperature_of_rows(),
+                Asks::Nothing | Asks::Logits => (0.0, 0),
+            };
+            RowInput { first: FirstToken::Given(token), steps: 1, inverse_temperature, seed }
+        };
+        let inputs: Vec<RowInput> = rows.iter().map(input).collect();
+        let with_logits = rows.iter().any(|(_, asks)| *asks == Asks::Logits);
+        let launched = self.rows.run_whole(tables, &inputs, with_logits)?;
+        let decided = launched.tokens.get(1).map_or(&[][..], Vec::as_slice);
+        for (at, (_, asks)) in rows.iter().enumerate() {
+            match asks {
+                Asks::Nothing => {}
+                Asks::Logits => after(at, After::Logits(self.rows.logits(at as u32)?)),
+                Asks::Token(_) => {
+                    let token = decided.get(at).ok_or_else(|| Fault::internal("a launch decided no token"))?;
+                    after(at, After::Token(*token));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn left(&self, rows: usize) -> Result<Vec<Vec<f32>>, Fault> {
+        Ok(self.rows.left(rows)?)
+    }
+
+    fn alone(&self) -> Option<Alone> {
+        let most = self.waves.as_ref()?.shape().rows;
+        Some(Alone { least: CHUNK_MIN, most, decides: false, leaves: SEEN_MAX })
+    }
+
+    fn read(&mut self, tables: Tables<'_>, tokens: &[u32]) -> Result<(), Fault> {
+        let waves = self.waves.as_mut().ok_or_else(no_waves)?;
+        copy_states(&self.states, waves.stream(), &*self.rows, &tables)?;
+        waves.queue(tables, tokens, Last::Nothing)?;
+        waves.finish()?;
+        Ok(())
     }
 }
 

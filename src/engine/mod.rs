@@ -48,13 +48,15 @@
 mod batch;
 mod cpu;
 mod device;
+mod drafted;
 mod prefix;
 mod snapshots;
 mod stepper;
 
 pub use batch::{Ask, ChoiceId, End, Engine, Event, Figures, Limits, Refused, RequestId};
-pub use cpu::CpuStepper;
-pub use device::DeviceStepper;
+pub use cpu::{CpuStepper, CpuSteps};
+pub use device::{DeviceStepper, DeviceSteps};
+pub use drafted::{After, Drafted, Drafts, SEEN_MAX, Steps, TextDraft};
 pub use prefix::Chain;
 pub use snapshots::Snapshots;
 pub use stepper::{

@@ -129,6 +129,8 @@ pub struct Alone {
     pub most: u32,
     /// The last row may want whatever a row of another launch may want.
     pub decides: bool,
+    /// So many tokens at the end of a prompt are read in ordinary launches.
+    pub leaves: u32,
 }
 
 impl Launch {

@@ -8,7 +8,7 @@ use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
 use crate::cuda::states::StateRows;
 use crate::defaults::rows::{PROMPT_ROWS, Room, STEP_ROWS};
-use crate::engine::{CpuStepper, Stepper};
+use crate::engine::{CpuStepper, CpuSteps, Drafted, Stepper};
 use crate::error::{Fault, Tier};
 use crate::interp::{Options, Pack};
 use crate::ir::layout::{cache_row_bytes, pack_bytes};
@@ -26,7 +26,6 @@ use super::device_rows::{one_row_kernel, rows_source};
 use super::device_sampler::sampler_source;
 use super::device_steps::{By, StepsKernel, StepsKernels, fitting};
 use super::device_waves::{chosen_knobs, plan_prompts};
-use super::drafted::Drafted;
 use super::evaluate::ensure_checked;
 use super::execute::{Devices, upload_pack};
 use super::invariant;
@@ -70,7 +69,7 @@ pub struct Serving {
     pub chunk_rows: u32,
     /// Steps of a launch, at most.
     pub steps_max: u32,
-    /// Tokens of a proposal of a draft that steps verify on a CPU; 0: there is no draft.
+    /// Tokens of a proposal of a draft that steps verify; 0: there is no draft.
     pub proposed: u32,
     /// Tokens that the cache holds, at least; `None`: on a CPU `cache_pages` of the manifest or four contexts, on a device what is free.
     pub cache_tokens: Option<u32>,
@@ -91,6 +90,11 @@ impl Serving {
 }
 
 impl Serving {
+    /// Sequences with a state of their own: one that verifies has a second one for its state.
+    fn sequences(&self) -> u32 {
+        self.running_max * if self.proposed > 0 { 2 } else { 1 }
+    }
+
     /// What the user lowers where a size does not fit.
     pub(super) fn keys(&self) -> Vec<&'static str> {
         let draft = (self.proposed > 0).then_some("--draft");
@@ -111,7 +115,7 @@ pub struct Batched {
     validated: Arc<Validated>,
     pack: Pack,
     on_device: Option<Arc<OnDevice>>,
-    /// On a CPU: the draft, and the most tokens of a proposal.
+    /// The draft, and the most tokens of a proposal.
     draft: Option<(Mtp, usize)>,
 }
 
@@ -161,6 +165,7 @@ impl Prepared {
         };
         let device = Device::open(found.ordinal)?;
         let served = served(&chain, serving, Memory::beside(&self.validated, device.memory_free_bytes()?))?;
+        served.refuse_proposals(serving.proposed)?;
         if self.checking == Checking::Required {
             served.ensure_checked(&chain, found, &device)?;
         }
@@ -411,7 +416,7 @@ fn room(context: &BuildContext<'_>, rows: u32, serving: &Serving, memory: Memory
         .map(|attention| 2 * u64::from(attention.kv_heads) * row_bytes(attention.head_dim));
     let position_bytes: u64 = of_layer.sum();
     let context_max = u64::from(manifest.decode.context_max);
-    let fits = memory.positions(serving.running_max, position_bytes, context_max);
+    let fits = memory.positions(serving.sequences(), position_bytes, context_max);
     let asked = serving.cache_tokens.map(u64::from);
     let positions = asked.unwrap_or(rounded(fits.min(DEVICE_TOKENS_MAX))).max(context_max);
     if positions > fits {
@@ -421,7 +426,7 @@ fn room(context: &BuildContext<'_>, rows: u32, serving: &Serving, memory: Memory
             Fault::input(message).with_remedy(format!("lower `--cache-tokens`, or `decode.context_max`{states}"))
         );
     }
-    Ok(Room { rows, sequences: sequences(serving.running_max, positions, context_max), positions })
+    Ok(Room { rows, sequences: sequences(serving.sequences(), positions, context_max), positions })
 }
 
 /// The kernel for one row over the pages of `others`. The user is told why there is none.
@@ -505,9 +510,7 @@ fn cpu_batch(serving: &Serving, decode: &Decode) -> Batch {
     let pages = asked.unwrap_or(context_max.div_ceil(PAGE_ROWS).saturating_mul(CPU_CONTEXTS)).max(1);
     let rows = serving.running_max * (1 + serving.proposed) + serving.chunk_rows;
     let shape = Shape { rows, sequences: 0, context_max, page_rows: PAGE_ROWS, pages, window: None, has_state: false };
-    // A sequence that verifies has a second one for its state.
-    let running = serving.running_max * if serving.proposed > 0 { 2 } else { 1 };
-    let sequences = running + Pool::keepers(&shape);
+    let sequences = serving.sequences() + Pool::keepers(&shape);
     Batch { rows, sequences, pages: shape.pages, page_rows: PAGE_ROWS, words: false }
 }
 
@@ -540,14 +543,18 @@ impl Batched {
     /// A cache that is larger than this machine's memory; what the device refuses.
     pub fn stepper(&self) -> Result<Box<dyn Stepper>, Fault> {
         let Some(on_device) = &self.on_device else {
-            if let Some((draft, most)) = &self.draft {
-                let (schedule, pack) = (self.validated.schedule(), self.pack.clone());
-                return Ok(Box::new(Drafted::new(schedule, pack, Options::fast(), draft.clone(), *most)?));
-            }
-            return Ok(Box::new(CpuStepper::new(self.validated.schedule(), self.pack.clone(), Options::fast())?));
+            let (schedule, pack) = (self.validated.schedule(), self.pack.clone());
+            let Some((draft, most)) = &self.draft else {
+                return Ok(Box::new(CpuStepper::new(schedule, pack, Options::fast())?));
+            };
+            let steps = CpuSteps::new(schedule, pack, Options::fast())?;
+            return Ok(Box::new(Drafted::new(Box::new(steps), Box::new(draft.clone()), *most)?));
         };
         let OnDevice { device, target, served, steps_max } = on_device.as_ref();
-        served.stepper(device, target, *steps_max, &upload_pack(device, &self.validated, &self.pack)?)
+        let pack = upload_pack(device, &self.validated, &self.pack)?;
+        let Some((draft, most)) = &self.draft else { return served.stepper(device, target, *steps_max, &pack) };
+        let steps = served.verifying(device, target, &pack, *most)?;
+        Ok(Box::new(Drafted::new(Box::new(steps), Box::new(draft.clone()), *most)?))
     }
 }
 

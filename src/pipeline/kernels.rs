@@ -13,7 +13,7 @@ use crate::cuda::rows::RowLauncher;
 use crate::cuda::sampler::SamplerSession;
 use crate::cuda::states::StateRows;
 use crate::cuda::waves::{StepsSession, WavesSession};
-use crate::engine::{DeviceStepper, Stepper};
+use crate::engine::{DeviceStepper, DeviceSteps, Stepper};
 use crate::error::Fault;
 use crate::target::Target;
 use crate::validate::Validated;
@@ -287,8 +287,56 @@ impl Served {
         let stepper = DeviceStepper::new(sessions, waves, sampler)
             .ok_or_else(|| Fault::internal("no kernel for several rows"))?;
         let rows = if self.set.is_alike { alike_rows(self.running_max) } else { 0 };
-        let states = StateRows::of(self.set.validated().schedule());
-        Ok(Box::new(stepper.with_rows(rows).with_states(states)))
+        Ok(Box::new(stepper.with_rows(rows).with_states(self.states())))
+    }
+
+    fn states(&self) -> StateRows {
+        StateRows::of(self.set.validated().schedule())
+    }
+
+    /// Rows of the kernel that verifies proposals of `most` tokens: a row and those of a proposal for each running request, or as many as there are.
+    fn verifying_rows(&self, most: usize) -> u32 {
+        let wanted = self.running_max as usize * (1 + most);
+        let is_batch = |of: &StepsKernel| of.by == By::Words && of.rows > 1 && of.launch_rows() == of.rows;
+        let rows = self.set.steps().into_iter().filter(|(of, _)| is_batch(of)).map(|(of, _)| of.rows);
+        let rows: Vec<u32> = rows.collect();
+        rows.iter().find(|rows| **rows as usize >= wanted).or(rows.last()).copied().unwrap_or(0)
+    }
+
+    /// Refuses proposals of more tokens than a batch kernel has rows beside one.
+    ///
+    /// # Errors
+    /// Proposals of `most` tokens, if no batch kernel has a row more.
+    pub fn refuse_proposals(&self, most: u32) -> Result<(), Fault> {
+        let rows = self.verifying_rows(most as usize);
+        if most == 0 || most < rows {
+            return Ok(());
+        }
+        let message = format!(
+            "`--draft mtp:{most}` needs a batch kernel for steps of {} rows, found steps of at most {rows}",
+            most + 1
+        );
+        Err(Fault::input(message).with_remedy("lower `--draft mtp:N`, or leave it out"))
+    }
+
+    /// What runs steps that verify proposals of `most` tokens, with a cache of its own.
+    ///
+    /// # Errors
+    /// What the device refuses; no batch kernel with as many rows.
+    pub fn verifying(
+        &self,
+        device: &Device,
+        target: &Target,
+        pack: &Arc<DeviceBuffer>,
+        most: usize,
+    ) -> Result<DeviceSteps, Fault> {
+        let rows = self.verifying_rows(most);
+        let LoadedSet { steps, waves, .. } = self.set.load(device, target, 1, pack, None)?;
+        let mut sessions = steps.into_iter().map(|(_, session)| session);
+        let verifies = sessions.find(|session| session.shape().rows == rows && session.keeps_left());
+        verifies
+            .and_then(|session| DeviceSteps::new(session, waves, self.states()))
+            .ok_or_else(|| Fault::internal(format!("no batch kernel of {rows} rows keeps what a draft reads")))
     }
 }
 

@@ -33,7 +33,6 @@ pub mod device_rows;
 mod device_sampler;
 pub mod device_steps;
 pub mod device_waves;
-mod drafted;
 mod evaluate;
 mod execute;
 mod explain;

@@ -15,6 +15,7 @@ use crate::cuda::driver::Device;
 use crate::cuda::memory::DeviceBuffer;
 use crate::cuda::session::Session;
 use crate::digest::Digest;
+use crate::engine::{After, Drafts, TextDraft};
 use crate::error::Fault;
 use crate::interp::{Interp, Options, Pack};
 use crate::model::config::{Imported, graph_text, import_draft};
@@ -140,9 +141,7 @@ impl Mtp {
     /// A cache that is larger than the memory; what the device refuses.
     pub fn of_text(&self, prompt: usize, request: &Request) -> Result<MtpDraft, Fault> {
         let mut rows = self.rows()?;
-        if request.beyond_kernels().is_empty() {
-            rows.computes.choose_by(request.sampler());
-        }
+        rows.choose_by(request.beyond_kernels().is_empty().then(|| request.sampler()));
         Ok(MtpDraft { rows, prompt, request: request.clone(), counts: None, failed: None })
     }
 
@@ -150,7 +149,7 @@ impl Mtp {
     ///
     /// # Errors
     /// As [`Mtp::of_text`].
-    pub(super) fn rows(&self) -> Result<DraftRows, Fault> {
+    fn rows(&self) -> Result<DraftRows, Fault> {
         let Mtp { validated, place, norms } = self;
         let context_max = validated.schedule().program.context_max as usize;
         let computes = match place {
@@ -179,31 +178,13 @@ enum Computes {
     },
 }
 
-/// What a draft left after its last row, as far as the token after it is concerned.
-pub(super) enum After {
-    Logits(Vec<f32>),
-    /// The kernel chose it.
-    Token(u32),
-}
-
-impl After {
-    /// The token after it: the kernel's, or what `choose` takes from the logits.
-    pub fn token(self, choose: impl FnOnce(&[f32]) -> Option<u32>) -> Option<u32> {
-        match self {
-            After::Logits(logits) => choose(&logits),
-            After::Token(token) => Some(token),
-        }
-    }
-}
-
 impl Computes {
-    /// Lets a kernel choose. With top-k or top-p the host chooses: a kernel takes noise there from positions of its cache.
-    fn choose_by(&mut self, sampler: &Sampler) {
-        if let Computes::Device { session, chooses, .. } = self
-            && !sampler.is_filtered()
-        {
-            session.sample(*sampler);
-            *chooses = true;
+    /// Lets a kernel choose, or the host. With top-k or top-p the host chooses: a kernel takes noise there from positions of its cache.
+    fn choose_by(&mut self, sampler: Option<&Sampler>) {
+        if let Computes::Device { session, chooses, .. } = self {
+            let sampler = sampler.filter(|sampler| !sampler.is_filtered());
+            sampler.iter().for_each(|sampler| session.sample(**sampler));
+            *chooses = sampler.is_some();
         }
     }
 
@@ -245,7 +226,7 @@ impl Computes {
 }
 
 /// The cache of a draft for one text.
-pub(super) struct DraftRows {
+struct DraftRows {
     computes: Computes,
     context_max: usize,
     norms: [FinalNorm; 2],
@@ -257,15 +238,13 @@ pub(super) struct DraftRows {
     filled: usize,
 }
 
-impl DraftRows {
-    /// Begins another text.
-    pub fn reset(&mut self) {
+impl TextDraft for DraftRows {
+    fn reset(&mut self) {
         (self.first, self.filled) = (None, 0);
         self.seen.clear();
     }
 
-    /// Forgets what it was shown of positions from `position` on: the text goes on differently there.
-    pub fn go_back(&mut self, position: usize) {
+    fn go_back(&mut self, position: usize) {
         let known = position.saturating_sub(self.first.unwrap_or(position));
         if known == 0 {
             self.reset();
@@ -274,24 +253,28 @@ impl DraftRows {
         self.filled = self.filled.min(known);
     }
 
-    /// As [`Draft::see`], of rows that follow each other.
-    pub fn see<'r>(&mut self, first: usize, rows: impl Iterator<Item = &'r [f32]>) {
-        let base = *self.first.get_or_insert(first);
-        let known = base + self.filled + self.seen.len();
+    fn see(&mut self, first: usize, rows: &[Vec<f32>]) {
+        if self.known().is_some_and(|known| first > known) {
+            self.reset();
+        }
+        self.first.get_or_insert(first);
+        let again = self.known().unwrap_or(first).saturating_sub(first);
         let norm = &self.norms[0];
-        self.seen.extend(rows.skip(known.saturating_sub(first)).map(|row| norm.apply(row)));
+        self.seen.extend(rows.iter().skip(again).map(|row| norm.apply(row)));
     }
 
-    /// At most `most` tokens after `sequence`, each as `choose` takes it from what the draft left, which ends them with `None`. Of the sequence it
-    /// reads the tokens after the positions that it was shown.
-    pub fn chosen(
+    fn choose_by(&mut self, sampler: Option<&Sampler>) {
+        self.computes.choose_by(sampler);
+    }
+
+    fn chosen(
         &mut self,
         sequence: &[u32],
         most: usize,
         choose: &mut dyn FnMut(After) -> Option<u32>,
     ) -> Result<Vec<u32>, Fault> {
         // The token after the last position that was shown has to be known.
-        let Some(first) = self.first.filter(|first| first + self.filled + self.seen.len() + 1 == sequence.len()) else {
+        let Some(first) = self.first.filter(|_| self.known().is_some_and(|known| known + 1 == sequence.len())) else {
             return Ok(vec![]);
         };
         let rows = std::mem::take(&mut self.seen);
@@ -312,6 +295,19 @@ impl DraftRows {
             }
         }
         Ok(tokens)
+    }
+}
+
+impl DraftRows {
+    /// The first position after those that it was shown.
+    fn known(&self) -> Option<usize> {
+        Some(self.first? + self.filled + self.seen.len())
+    }
+}
+
+impl Drafts for Mtp {
+    fn begin(&self) -> Result<Box<dyn TextDraft>, Fault> {
+        Ok(Box::new(self.rows()?))
     }
 }
 
@@ -365,6 +361,6 @@ impl Draft for MtpDraft {
     }
 
     fn see(&mut self, first: usize, rows: Vec<Vec<f32>>) {
-        self.rows.see(first, rows.iter().map(Vec::as_slice));
+        self.rows.see(first, &rows);
     }
 }

@@ -9,6 +9,7 @@ use std::ops::ControlFlow;
 
 use crate::cuda::rows::{FirstToken, RowInput, RowLauncher};
 use crate::cuda::session::Session;
+use crate::engine::SEEN_MAX;
 use crate::error::Fault;
 use crate::interp::{Input, Interp};
 use crate::rows::Shape;
@@ -292,11 +293,6 @@ pub fn decide_on_device(
     Ok(sequence.split_off(prompt.len()))
 }
 
-/// Tokens of a prompt, its last ones, that a draft on a device is shown. Their rows are whole steps of a batch kernel, which reads 16 tokens at a
-/// time, and then steps of the draft, one token at a time. For Qwen3.5-27B on an H200, where a step reads 54 GB, 256 tokens are 16 steps of about
-/// 15 ms; a draft that reads 3.4 GB a step takes about as long for its 256.
-const SEEN_MAX: usize = 256;
-
 /// Refuses a kernel that does not keep what a draft reads.
 fn refuse_unseen(speculation: &Speculation<'_>, rows: &dyn RowLauncher) -> Result<(), Fault> {
     if rows.keeps_left() {
@@ -335,7 +331,7 @@ fn read_seen(
     one.session.start(prompt, one.ends)?;
     if let Some(prefill) = prefill {
         text = OneText::new(Shape { rows: shape.rows.max(prefill.shape().rows), ..shape });
-        position = prompt.len().saturating_sub(SEEN_MAX);
+        position = prompt.len().saturating_sub(SEEN_MAX as usize);
         if position > 0 {
             prefill.read_text(&mut text, &prompt[..position])?;
         }

@@ -1,11 +1,13 @@
 //! Drafts of a checkpoint's own layer (MTP) on a device: the tokens of a text with their proposals, how many are accepted, and how long it takes.
 
 use std::ops::ControlFlow;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use monobloc::pipeline::{Mtp, Runner};
+use monobloc::engine::{Ask, Engine, Event, Figures, Limits, RequestId};
+use monobloc::pipeline::{Batched, Mtp, Runner, Serving};
 use monobloc::sample::{RequestSettings, SampleSettings};
 use monobloc::speculate::{Speculated, Speculation};
+use monobloc::target::TargetKind;
 
 use crate::cycle::{self, Sizes};
 use crate::{Gpu, Place, prepared, runner, say};
@@ -82,6 +84,75 @@ fn a_draft_changes_no_token() {
                      {took_ms:.1} ms against {plain_ms:.1} ms"
                 ));
                 assert!(found.len() == plain.len() && accepted > 0, "{case}: {counts:?}");
+                assert!(weights == "bf16" || differ == 0, "{case}: {differ} tokens differ");
+            }
+        }
+    }
+}
+
+const RUNNING: u32 = 3;
+
+/// The tokens of requests to a server that come together, what became of proposals, and milliseconds.
+fn asked(batched: &Batched, prompts: &[Vec<u32>], sampling: SampleSettings) -> (Vec<Vec<u32>>, Figures, f64) {
+    let limits = Limits { running_max: RUNNING, waiting_max: 64, chunk_rows: 512, steps_max: 8 };
+    let mut engine = Engine::new(batched.stepper().unwrap(), limits).unwrap();
+    let settings = RequestSettings { ignore_eos: true, ..RequestSettings::plain(sampling) };
+    let choices = vec![settings.resolve(engine.bounds().vocab, &[]).unwrap()];
+    let begun = Instant::now();
+    let submit = |prompt: &Vec<u32>| {
+        let (prompt, choices) = (prompt.clone(), choices.clone());
+        let ask = Ask { prompt, tokens_max: 60, choices, scores_prompt: None, grammar: None, deadline: None };
+        engine.submit(ask).unwrap()
+    };
+    let ids: Vec<RequestId> = prompts.iter().map(submit).collect();
+    let mut events = vec![];
+    while !engine.is_idle() {
+        engine.turn(Duration::ZERO, &mut events).unwrap_or_else(|fault| panic!("{fault}"));
+    }
+    let took_ms = begun.elapsed().as_secs_f64() * 1e3;
+    let tokens = |request: &RequestId| {
+        let decided = events.iter().filter_map(|event| match event {
+            Event::Token { id, decided } if id.request == *request => Some(decided.token),
+            _ => None,
+        });
+        decided.collect()
+    };
+    (ids.iter().map(tokens).collect(), engine.figures(), took_ms)
+}
+
+/// Requests that come together, one with a prompt that waves read, get the tokens of a server without a draft.
+#[test]
+fn a_draft_of_a_server_changes_no_token() {
+    let Some(gpu) = Gpu::here("a_draft_of_a_server_changes_no_token") else { return };
+    for (weights, sizes) in [("fp32", SMALL), ("bf16", LARGE)] {
+        let place = Place::new();
+        let (folder, workspace) = (place.path("checkpoint"), place.workspace(None));
+        cycle::write(&folder, &sizes, 1);
+        let (source, decode) = (format!("path:{}", folder.display()), "context_max = 2048\nsteps_per_launch = 16");
+        let manifest = place.manifest_of(&source, &gpu.record, gpu.record.spec.copy, weights, decode);
+        let prepared = prepared(&workspace, &manifest);
+        let serving = Serving { running_max: RUNNING, ..Serving::of_manifest(&manifest, TargetKind::Cuda, 8) };
+        let prompts: Vec<Vec<u32>> = [12, 700, 40, 300]
+            .map(|length| (0..length).map(|at| (at * 37 + length) % sizes.vocab as u32).collect())
+            .into();
+        let by_chance = SampleSettings { temperature: 0.8, seed: 7, ..SampleSettings::greedy() };
+        for sampling in [SampleSettings::greedy(), by_chance] {
+            let plain = prepared.batched(&workspace, &serving).unwrap_or_else(|fault| panic!("{fault}"));
+            let (plain, _, plain_ms) = asked(&plain, &prompts, sampling);
+            for most in [1, 3] {
+                let mtp = prepared.mtp(&workspace).unwrap_or_else(|fault| panic!("{fault}"));
+                let drafted = prepared.batched(&workspace, &Serving { proposed: most, ..serving });
+                let drafted = drafted.unwrap_or_else(|fault| panic!("{fault}")).with_draft(mtp, most);
+                let (found, figures, took_ms) = asked(&drafted, &prompts, sampling);
+                let differ: usize =
+                    found.iter().zip(&plain).map(|(a, b)| a.iter().zip(b).filter(|(a, b)| a != b).count()).sum();
+                let case = format!("{weights}, temperature {}, mtp:{most}", sampling.temperature);
+                let (proposals, all) = (figures.proposals, 60 * prompts.len());
+                say(&format!(
+                    "{case}: {differ} of {all} tokens differ, {} of {} accepted in {} steps, {took_ms:.1} ms against {plain_ms:.1} ms",
+                    proposals.accepted, proposals.proposed, proposals.steps
+                ));
+                assert!(found.iter().all(|tokens| tokens.len() == 60) && proposals.accepted > 0, "{case}");
                 assert!(weights == "bf16" || differ == 0, "{case}: {differ} tokens differ");
             }
         }

@@ -3,10 +3,12 @@
 //! The fake (`fake_cuda.c`) is built with the C compiler and loaded by a child process that runs the same test, because
 //! a process loads one driver. Tests of a real device say so when there is none; with `MONOBLOC_REQUIRE_GPU=1` they fail.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ops::{ControlFlow, Range};
 use std::path::Path;
 use std::process::Command;
+use std::rc::Rc;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -31,7 +33,10 @@ use monobloc::cuda::waves::{Last, StepsSession, WavesSession};
 use monobloc::defaults::rows::{Room, place_one_row, place_rows};
 use monobloc::digest::Digest;
 use monobloc::dtype::Precision;
-use monobloc::engine::{Ask, Bounds, ChoiceId, DeviceStepper, End, Engine, Event, Figures, Limits, RequestId, Stepper};
+use monobloc::engine::{
+    After, Ask, Bounds, ChoiceId, DeviceStepper, DeviceSteps, Drafted, Drafts, End, Engine, Event, Figures, Limits,
+    Proposals, RequestId, Stepper, TextDraft,
+};
 use monobloc::error::{Fault, Tier};
 use monobloc::grammar::{self, Grammar, Source, Vocabulary};
 use monobloc::interp::Pack;
@@ -333,13 +338,20 @@ impl Model {
 
     /// The kernel for `rows`: contexts of four pages, six pages, four sequences beside those that keep pages.
     fn kernel(&self, rows: u32) -> Validated {
+        self.kernel_of(rows, 4)
+    }
+
+    /// The same with contexts of `blocks` pages, and half as many pages more.
+    fn kernel_of(&self, rows: u32, blocks: u32) -> Validated {
         let (target, graph) = (fake_target(), &self.graph);
         let base = Candidate { sms: 4, ..Candidate::default_for(graph, &target, self.precision) };
         let place =
             |context_max, room| place_rows(graph, "fake", self.precision, context_max, &target, &base, room).unwrap();
         let page_rows =
             Shape::of(&place(1024, Room { rows: 8, sequences: 8, positions: 1024 }).program).unwrap().page_rows;
-        let (context_max, room) = (4 * page_rows, Room { rows, sequences: 4 + 2, positions: u64::from(6 * page_rows) });
+        let pages = blocks + blocks / 2;
+        let (context_max, room) =
+            (blocks * page_rows, Room { rows, sequences: 4 + 2, positions: u64::from(pages * page_rows) });
         let placed = match rows {
             1 => {
                 let one = base.for_context(context_max);
@@ -349,7 +361,7 @@ impl Model {
         };
         let validated = validate(placed, &target).unwrap();
         let shape = Shape::of(&validated.schedule().program).unwrap();
-        assert_eq!((shape.blocks(), shape.pages, Pool::keepers(&shape)), (4, 6, 2));
+        assert_eq!((shape.blocks(), shape.pages, Pool::keepers(&shape)), (blocks, pages, 2));
         validated
     }
 }
@@ -526,8 +538,7 @@ impl Draft for Knowing {
         shown.end = shown.end.max(first + rows.len());
         for (row, end) in rows.iter().zip(first + 1..) {
             let hash = hash_of_fake(&self.text[..end]);
-            let expected: Vec<f32> =
-                (0..row.len() as u64).map(|column| (mixed(hash.wrapping_add(column)) % 1000) as f32).collect();
+            let expected: Vec<f32> = (0..row.len() as u64).map(|column| left_of_fake(hash, column)).collect();
             assert_eq!(*row, expected, "position {}", end - 1);
         }
     }
@@ -618,6 +629,181 @@ fn a_draft_on_a_device_sees_what_the_model_left() {
     );
 }
 
+/// Drafts that know the logits of the fake, and take wrong ones at times.
+struct Guessing {
+    vocab: u32,
+    /// Rows that were what the model leaves.
+    seen: Rc<Cell<usize>>,
+}
+
+struct Guess {
+    vocab: u32,
+    counted: Rc<Cell<usize>>,
+    random: Random,
+    first: usize,
+    rows: Vec<Vec<f32>>,
+    /// Of these it was seen that the model left them.
+    judged: usize,
+}
+
+impl Drafts for Guessing {
+    fn begin(&self) -> Result<Box<dyn TextDraft>, Fault> {
+        let (vocab, counted) = (self.vocab, Rc::clone(&self.seen));
+        Ok(Box::new(Guess { vocab, counted, random: Random::new(1), first: 0, rows: vec![], judged: 0 }))
+    }
+}
+
+impl TextDraft for Guess {
+    fn reset(&mut self) {
+        self.go_back(0);
+    }
+
+    fn go_back(&mut self, position: usize) {
+        self.rows.truncate(position.saturating_sub(self.first));
+        self.judged = self.judged.min(self.rows.len());
+    }
+
+    fn see(&mut self, first: usize, rows: &[Vec<f32>]) {
+        let known = self.first + self.rows.len();
+        if self.rows.is_empty() || first > known {
+            self.reset();
+            self.first = first;
+        }
+        let again = (self.first + self.rows.len()).saturating_sub(first);
+        self.rows.extend(rows.iter().skip(again).cloned());
+    }
+
+    fn choose_by(&mut self, _: Option<&sample::Sampler>) {}
+
+    fn chosen(
+        &mut self,
+        sequence: &[u32],
+        most: usize,
+        choose: &mut dyn FnMut(After) -> Option<u32>,
+    ) -> Result<Vec<u32>, Fault> {
+        if self.rows.is_empty() {
+            return Ok(vec![]);
+        }
+        assert_eq!(self.first + self.rows.len() + 1, sequence.len(), "shown from {} on", self.first);
+        // Of a text whose beginning was found in pages, its tokens are unknown.
+        if self.first == 0 || sequence[..self.first].iter().any(|token| *token > 0) {
+            for (row, end) in self.rows.iter().zip(self.first + 1..).skip(self.judged) {
+                let hash = hash_of_fake(&sequence[..end]);
+                let expected: Vec<f32> = (0..row.len() as u64).map(|column| left_of_fake(hash, column)).collect();
+                assert_eq!(*row, expected, "position {}", end - 1);
+                self.counted.set(self.counted.get() + 1);
+            }
+            self.judged = self.rows.len();
+        }
+        let (mut text, mut tokens) = (sequence.to_vec(), vec![]);
+        while tokens.len() < most {
+            let of = if self.random.below(4) == 0 { &text[1..] } else { &text[..] };
+            let Some(token) = choose(After::Logits(logits_of_fake(of, self.vocab))) else { break };
+            text.push(token);
+            tokens.push(token);
+        }
+        Ok(tokens)
+    }
+}
+
+/// A stepper that verifies proposals by a batch kernel of the fake, and what counts the rows that its drafts were shown.
+fn drafted(device: &Device, model: &Model, blocks: u32, most: usize, waves: bool) -> (Drafted, Rc<Cell<usize>>) {
+    let validated = model.kernel_of(8, blocks);
+    let schedule = validated.schedule();
+    let left = schedule.program.head_input().unwrap();
+    let (at, of) = (schedule.placement[left.index()].unwrap(), &schedule.program.buffers[left.index()]);
+    let (shape, vocab) = (Shape::of(&schedule.program).unwrap(), model.graph.vocab);
+    let phase = words_bytes(of.rows, of.cols, of.dtype) as u32;
+    let words = [shape.blocks(), shape.page_rows, shape.pages, shape.rows, vocab, at as u32, phase, of.cols];
+    let mut sizes = device.alloc(32).unwrap();
+    sizes.upload(&device.stream().unwrap(), 0, &words).unwrap();
+    let (queues, pack) = (Queues::of(&validated), Arc::new(sizes));
+    let session = RowsSession::load(device, &queues, IMAGE_LEAVING, Trace::Off, 1, pack, None).unwrap();
+    let target = fake_target();
+    let waves = waves.then(|| {
+        let proven = with_tail(&validated, &target);
+        let cubins = [IMAGE, IMAGE];
+        WavesSession::load_with_tail(device, &proven, cubins, Trace::Off, session.pack(), session.cache()).unwrap()
+    });
+    let steps = DeviceSteps::new(Box::new(session), waves, StateRows::of(schedule)).unwrap();
+    let seen = Rc::new(Cell::new(0));
+    let drafts = Guessing { vocab, seen: Rc::clone(&seen) };
+    (Drafted::new(Box::new(steps), Box::new(drafts), most).unwrap(), seen)
+}
+
+/// Requests of all kinds whose steps verify what drafts propose get the tokens that they have alone; drafts are shown what the model left, also where
+/// states go back.
+#[test]
+fn a_server_on_a_device_verifies_proposals() {
+    const NAME: &str = "a_server_on_a_device_verifies_proposals";
+    if !is_child() {
+        let Some(text) = with_fake_driver(NAME, "") else { return };
+        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        return;
+    }
+    let device = Device::open(0).unwrap();
+    for (model, most) in [(Model::tiny(), 3), (Model::with_states(), 2), (Model::with_states(), 7)] {
+        let (stepper, seen) = drafted(&device, &model, 4, most, false);
+        let steps_max = stepper.bounds().steps_max;
+        assert_eq!(steps_max, most as u32 + 1);
+        let figures = requests_alone_and_together(stepper, 5, 60);
+        let Proposals { proposed, accepted, steps } = figures.proposals;
+        assert!(accepted > 60 && proposed > accepted && steps > 30, "{figures:?}");
+        assert!(figures.prefix_hits > 0 && seen.get() > 100, "{figures:?}, {} rows seen", seen.get());
+    }
+}
+
+/// Long prompts are read by waves, and drafts are shown what follows.
+#[test]
+fn a_draft_begins_after_what_waves_read() {
+    const NAME: &str = "a_draft_begins_after_what_waves_read";
+    if !is_child() {
+        let Some(text) = with_fake_driver(NAME, "") else { return };
+        assert!(text.contains("a chunk of "), "{text}");
+        return;
+    }
+    let device = Device::open(0).unwrap();
+    let (stepper, seen) = drafted(&device, &Model::of_wide_heads(), 16, 3, true);
+    let Bounds { vocab, shape, .. } = stepper.bounds();
+    assert!(shape.context_max > 800, "{}", shape.context_max);
+    let limits = Limits { running_max: 4, waiting_max: 9, chunk_rows: 512, steps_max: STEPS_MAX };
+    let mut engine = Engine::new(stepper, limits).unwrap();
+    let greedy = RequestSettings::plain(SampleSettings::greedy()).resolve(vocab, &[]).unwrap();
+    let prompts: Vec<Vec<u32>> =
+        [600, 20, 700].map(|length| (0..length).map(|at| 1 + (at * 7 + length) % 97).collect()).into();
+    let mut asked = vec![];
+    for prompt in &prompts {
+        let choices = vec![RequestSettings { ignore_eos: true, ..RequestSettings::plain(SampleSettings::greedy()) }];
+        let choices = choices.iter().map(|settings| settings.resolve(vocab, &[]).unwrap()).collect();
+        let ask = Ask {
+            prompt: prompt.clone(),
+            tokens_max: 120,
+            choices,
+            scores_prompt: None,
+            grammar: None,
+            deadline: None,
+        };
+        asked.push(engine.submit(ask).unwrap());
+    }
+    let mut events = vec![];
+    while !engine.is_idle() {
+        engine.turn(Duration::ZERO, &mut events).unwrap();
+    }
+    for (request, prompt) in asked.into_iter().zip(prompts) {
+        let mut text = prompt.clone();
+        for _ in 0..120 {
+            text.push(next_of_fake(&text, &greedy, &TokenCounts::new(&text), None, vocab));
+        }
+        let decided = events.iter().filter_map(|event| match event {
+            Event::Token { id, decided } if id.request == request => Some(decided.token),
+            _ => None,
+        });
+        assert_eq!(decided.collect::<Vec<_>>(), text[prompt.len()..], "{} tokens", prompt.len());
+    }
+    let accepted = engine.figures().proposals.accepted;
+    assert!(accepted > 50 && (600..900).contains(&seen.get()), "{accepted}, {} rows seen", seen.get());
+}
+
 /// A draft reads a vector with each token, which the host gives or which follows from the position.
 #[test]
 fn a_draft_on_a_device_is_given_a_vector_for_each_step() {
@@ -692,7 +878,7 @@ fn requests_on_a_device_go_on_from_snapshots() {
         }
     };
     let stepper = with(Some(states));
-    let figures = requests_alone_and_together(stepper, 5, 40);
+    let figures = requests_alone_and_together(stepper, 5, 60);
     assert!(figures.prefix_hits > 0 && figures.snapshots_max == 2, "{figures:?}");
     // A stepper that does not know where states lie copies none, and says so.
     let mut engine =
@@ -891,6 +1077,11 @@ fn next_of_fake(
 fn hash_of_fake(tokens: &[u32]) -> u64 {
     let step = |h: u64, &token: &u32| (h ^ u64::from(token + 1)).wrapping_mul(0x100_0000_01b3);
     tokens.iter().fold(0xcbf2_9ce4_8422_2325, step)
+}
+
+/// What the last layer of the fake leaves in a column.
+fn left_of_fake(hash: u64, column: u64) -> f32 {
+    (mixed(hash.wrapping_add(column)) % 200) as f32
 }
 
 /// The fake's logits after `tokens`.
@@ -1920,7 +2111,7 @@ fn lists(vocab: u32) -> Grammar {
 }
 
 /// Random requests, with at most `more` prompt tokens beside those that decode. Each gets the tokens that the fake decides for it alone.
-fn requests_alone_and_together(stepper: DeviceStepper, more: usize, decided_max: usize) -> Figures {
+fn requests_alone_and_together(stepper: impl Stepper, more: usize, decided_max: usize) -> Figures {
     let Bounds { vocab, shape, .. } = stepper.bounds();
     let page_rows = shape.page_rows as usize;
     let limits = Limits { running_max: 4, waiting_max: 100, chunk_rows: more as u32, steps_max: STEPS_MAX };

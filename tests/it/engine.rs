@@ -512,7 +512,7 @@ fn long_prompts_are_read_alone() {
     for (decides, (window, is_deep, chunk_rows, is_plain)) in
         [false, true].into_iter().flat_map(|decides| storms.map(|storm| (decides, storm)))
     {
-        let alone = Alone { least: 8, most: 20, decides };
+        let alone = Alone { least: 8, most: 20, decides, leaves: 0 };
         let mut toy = Toy::new(Shape { window, ..SHAPE }, 4, is_deep);
         toy.bounds.alone = Some(alone);
         let (_, log, figures, _) = storm_over(toy, Limits { chunk_rows, steps_max: 4, ..LIMITS }, 6, is_plain);
@@ -533,17 +533,20 @@ fn short_prompts_take_rows_of_the_steps_of_others() {
     let shape =
         Shape { rows: 64, sequences: 20, context_max: 1024, page_rows: 64, pages: 60, window: None, has_state: false };
     let limits = Limits { chunk_rows: 512, steps_max: 1, ..LIMITS };
-    for (decoding, prompt, decides, expected) in [
-        (4, 128, false, vec![64, 64, 12, 5]),
-        (4, 180, false, vec![64, 64, 64, 5]),
-        (4, 181, false, vec![180, 5, 5]),
-        (4, 181, true, vec![180, 5, 5]),
-        (0, 128, false, vec![127, 1]),
-        (0, 128, true, vec![128, 1]),
-        (0, 600, true, vec![384, 216, 1]),
+    for (decoding, prompt, (decides, leaves), expected) in [
+        (4, 128, (false, 0), vec![64, 64, 12, 5]),
+        (4, 180, (false, 0), vec![64, 64, 64, 5]),
+        (4, 181, (false, 0), vec![180, 5, 5]),
+        (4, 181, (true, 0), vec![180, 5, 5]),
+        (0, 128, (false, 0), vec![127, 1]),
+        (0, 128, (true, 0), vec![128, 1]),
+        (0, 600, (true, 0), vec![384, 216, 1]),
+        // The last ones are not read alone.
+        (0, 600, (false, 130), vec![470, 64, 64, 2]),
+        (0, 190, (false, 130), vec![64, 64, 62]),
     ] {
         let mut toy = Toy::new(shape, 64, false);
-        toy.bounds.alone = Some(Alone { least: 64, most: 512, decides });
+        toy.bounds.alone = Some(Alone { least: 64, most: 512, decides, leaves });
         let mut engine = Engine::new(toy, limits).unwrap();
         let mut events = vec![];
         for at in 0..decoding {
@@ -567,7 +570,7 @@ fn short_prompts_take_rows_of_the_steps_of_others() {
 #[test]
 fn who_decodes_has_every_second_launch_beside_long_prompts() {
     let mut toy = Toy::new(Shape { pages: 80, ..SHAPE }, 4, false);
-    let alone = Alone { least: 8, most: 10, decides: false };
+    let alone = Alone { least: 8, most: 10, decides: false, leaves: 0 };
     toy.bounds.alone = Some(alone);
     let mut engine = Engine::new(toy, Limits { chunk_rows: 10, ..LIMITS }).unwrap();
     let mut events = vec![];
@@ -676,7 +679,7 @@ fn the_first_token_waits_for_its_prompt_alone() {
         Shape { rows: 64, sequences: 11, context_max: 1024, page_rows: 64, pages: 60, window: None, has_state: false };
     for (rows, chunked) in [(64, vec![(64, 1)]), (32, vec![(32, 1), (32, 1)])] {
         let mut toy = Toy::new(Shape { rows, ..shape }, rows, false);
-        toy.bounds.alone = Some(Alone { least: 64, most: 512, decides: false });
+        toy.bounds.alone = Some(Alone { least: 64, most: 512, decides: false, leaves: 0 });
         let mut engine = Engine::new(toy, Limits { chunk_rows: 512, steps_max: 5, ..LIMITS }).unwrap();
         let found = [16, 64, 100, 512, 513, 1000].map(|prompt| launches_to_the_first_token(&mut engine, prompt));
         let expected = [
@@ -840,9 +843,9 @@ fn states_are_those_of_their_texts_whatever_runs_beside() {
 fn long_prompts_that_are_read_alone_keep_their_states() {
     for decides in [false, true] {
         let mut toy = Toy::new(WITH_STATE, 6, true);
-        toy.bounds.alone = Some(Alone { least: 3, most: 16, decides });
+        toy.bounds.alone = Some(Alone { least: 3, most: 16, decides, leaves: 0 });
         let (_, log, figures, _) = storm_over(toy, Limits { steps_max: 3, ..LIMITS }, 6, true);
-        let alone = Alone { least: 8, most: 16, decides };
+        let alone = Alone { least: 8, most: 16, decides, leaves: 0 };
         assert!(log.iter().any(|launch| launch.is(alone)) && figures.prefix_hits > 200, "{figures:?}");
     }
 }

@@ -448,7 +448,8 @@ static void rows_kernel(const Call *call) {
 }
 // The same, whose last layer leaves words (rows/words.cuh) for the head: hashes of the tokens that a row sees. After its sizes the pack has where they
 // begin in the exchange, the bytes of a phase, and the values of a row.
-static uint32_t left_of(uint64_t h, uint32_t column) { return (uint32_t)(mixed(h + column) % 1000); }
+// bf16 has these numbers, too.
+static uint32_t left_of(uint64_t h, uint32_t column) { return (uint32_t)(mixed(h + column) % 200); }
 static void leaving_kernel(const Call *call) {
     rows_kernel(call);
     const RowsParams *p = call->argument[0];
@@ -467,10 +468,11 @@ static void leaving_kernel(const Call *call) {
             h = with_token(h, cache[table[at / page_rows] * page_rows + at % page_rows], vocab);
         for (uint32_t column = 0; column < cols; column++) {
             float value = left_of(h, column);
-            // A piece is 16 bytes; a span is 4 pieces of each of 8 rows.
-            uint32_t piece = column / 4, spans = (cols + 15) / 16;
-            uint32_t at = r / 8 * spans * 512 + piece / 4 * 512 + r % 8 * 64 + piece % 4 * 16 + column % 4 * 4;
-            memcpy(words + phase * sizes[6] + at, &value, 4);
+            // A piece is 16 bytes; a span is 4 pieces of each of 8 rows. Half as long words are bf16.
+            uint32_t width = sizes[6] == (padded + 7) / 8 * ((cols + 15) / 16) * 512 ? 4 : 2;
+            uint32_t values = 16 / width, piece = column / values, spans = (cols * width + 63) / 64;
+            uint32_t at = r / 8 * spans * 512 + piece / 4 * 512 + r % 8 * 64 + piece % 4 * 16 + column % values * width;
+            memcpy(words + phase * sizes[6] + at, (char *)&value + 4 - width, width);
         }
     }
 }

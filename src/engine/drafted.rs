@@ -1,0 +1,496 @@
+//! Owns steps for a server that verifies what a draft proposes. The engine knows nothing of it.
+//!
+//! The engine asks for a launch of several steps, in which every row goes on from what it decides. Here these are steps of several rows: each
+//! sequence has the row of its last token and those of proposed tokens, and what is chosen after them counts up to the first difference. Steps follow
+//! until every sequence has as many tokens as the engine asked for. A choice depends on its logits, the seed and the position, so the tokens are
+//! those of steps of one row.
+//!
+//! A recurrent state that has seen a refused token goes back, as in `pipeline::speculative`: every sequence that may run has a slot of its own, beyond
+//! the sequences that the engine knows. The last step of a launch has no refused token, because it has no more proposals than tokens are missing, so
+//! the engine finds the states of all sequences where it expects them.
+//!
+//! [`Steps`] runs the steps: an interpreter, or a batch kernel of a device. [`Drafts`] begins the draft of each text.
+
+use std::collections::BTreeMap;
+
+use super::stepper::{Alone, Bounds, Launch, LaunchRow, Proposals, Queue, Said, Stepper, Want, admit, admit_rows};
+use crate::error::Fault;
+use crate::pages::Pool;
+use crate::rows::{Edit, Guard, Row, SequenceId, Shape, StateCopies, StateCopy, Tables};
+use crate::sample::{Decided, SampleError, Sampler, TokenCounts, TokenSet};
+
+/// Tokens of a prompt, its last ones, that a draft on a device is shown. Their rows are whole steps of a batch kernel, which reads 16 tokens at a
+/// time, and then steps of the draft, one token at a time. For Qwen3.5-27B on an H200, where a step reads 54 GB, 256 tokens are 16 steps of about
+/// 15 ms; a draft that reads 3.4 GB a step takes about as long for its 256.
+pub const SEEN_MAX: u32 = 256;
+
+/// What is known of the token after a row.
+pub enum After {
+    Logits(Vec<f32>),
+    /// A kernel chose it.
+    Token(u32),
+}
+
+impl After {
+    /// The token after it: the kernel's, or what `choose` takes from the logits.
+    pub fn token(self, choose: impl FnOnce(&[f32]) -> Option<u32>) -> Option<u32> {
+        match self {
+            After::Logits(logits) => choose(&logits),
+            After::Token(token) => Some(token),
+        }
+    }
+}
+
+/// What a row of a step is for.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Asks {
+    /// Its keys and values.
+    Nothing,
+    /// Its logits.
+    Logits,
+    /// The token that this sampler chooses after it, or the logits. The sampler has neither top-k nor top-p.
+    Token(Sampler),
+}
+
+impl Asks {
+    fn of(want: &Want) -> Asks {
+        match want {
+            Want::Nothing => Asks::Nothing,
+            Want::Logits | Want::Choice(_) => Asks::Logits,
+            Want::Token(sampler) => Asks::Token(*sampler),
+        }
+    }
+}
+
+/// What runs steps of several rows, one at a time.
+pub trait Steps {
+    /// What bounds the tables of a step.
+    fn shape(&self) -> Shape;
+
+    /// Logits of a row; every token is below.
+    fn vocab(&self) -> u32;
+
+    /// Whether rows leave something only in a step in which one of them has a token after it.
+    fn leaves_with_token(&self) -> bool;
+
+    /// Runs a step of rows with these tokens, each for what it asks, and passes what is known after the rows that ask for it, in their order.
+    ///
+    /// # Errors
+    /// What ends the server: a device that is lost.
+    fn run(
+        &mut self,
+        tables: Tables<'_>,
+        rows: &[(u32, Asks)],
+        after: &mut dyn FnMut(usize, After),
+    ) -> Result<(), Fault>;
+
+    /// What the last layer left of the first `rows` rows of the last step, before the final norm, `[hidden]` each.
+    ///
+    /// # Errors
+    /// Steps that keep nothing of it.
+    fn left(&self, rows: usize) -> Result<Vec<Vec<f32>>, Fault>;
+
+    /// Parts of a prompt that [`Steps::read`] reads faster. It leaves nothing for a draft.
+    fn alone(&self) -> Option<Alone> {
+        None
+    }
+
+    /// Reads such a part.
+    ///
+    /// # Errors
+    /// As [`Steps::run`]; steps without such parts.
+    fn read(&mut self, _tables: Tables<'_>, _tokens: &[u32]) -> Result<(), Fault> {
+        Err(Fault::internal("a part of a prompt is read alone, and nothing reads it"))
+    }
+}
+
+/// The drafts of texts.
+pub trait Drafts {
+    /// The draft of a text of which it knows nothing yet.
+    ///
+    /// # Errors
+    /// A cache that is larger than the memory; what a device refuses.
+    fn begin(&self) -> Result<Box<dyn TextDraft>, Fault>;
+}
+
+/// The draft of a text, which is shown what a model left of the tokens.
+pub trait TextDraft {
+    /// Begins another text.
+    fn reset(&mut self);
+
+    /// Forgets what it was shown of positions from `position` on: the text goes on differently there.
+    fn go_back(&mut self, position: usize);
+
+    /// Takes what the model left of positions from `first` on, `[hidden]` each, before its final norm. It forgets what lies before a gap.
+    fn see(&mut self, first: usize, rows: &[Vec<f32>]);
+
+    /// How the tokens that follow are chosen. `None`: from logits.
+    fn choose_by(&mut self, sampler: Option<&Sampler>);
+
+    /// At most `most` tokens after `sequence`, each as `choose` takes it from what the draft left, which ends them with `None`. None at all, if it was
+    /// not shown every position but the last one of its part of the sequence.
+    ///
+    /// # Errors
+    /// What ends the server.
+    fn chosen(
+        &mut self,
+        sequence: &[u32],
+        most: usize,
+        choose: &mut dyn FnMut(After) -> Option<u32>,
+    ) -> Result<Vec<u32>, Fault>;
+}
+
+/// Runs launches with proposals of drafts, each when it is collected.
+pub struct Drafted {
+    steps: Box<dyn Steps>,
+    drafts: Box<dyn Drafts>,
+    guard: Guard,
+    bounds: Bounds,
+    /// Tokens of a proposal, at most.
+    most: usize,
+    texts: BTreeMap<SequenceId, Text>,
+    queued: Queue,
+    proposals: Proposals,
+}
+
+/// The draft of the text of a sequence, and its tokens by position, as far as launches had them. Of positions that were found in pages they are unknown.
+struct Text {
+    draft: Box<dyn TextDraft>,
+    tokens: Vec<u32>,
+}
+
+/// A sequence in a launch of several steps.
+struct Going<'l> {
+    row: &'l LaunchRow,
+    /// The position of `tokens[0]`: of the first row of its next step.
+    at: u32,
+    /// Known tokens from there on: one, or more after its state went back.
+    tokens: Vec<u32>,
+    proposed: Vec<u32>,
+    /// The position that its snapshot is of.
+    kept: Option<u32>,
+    goes_back: bool,
+    counts: Option<TokenCounts>,
+    decided: Vec<Result<Decided, SampleError>>,
+}
+
+impl Going<'_> {
+    fn new(row: &LaunchRow) -> Result<Going<'_>, Fault> {
+        let token = row.token.ok_or_else(|| Fault::internal("a launch without its tokens"))?;
+        let counts = match &row.want {
+            Want::Choice(chooser) => Some(chooser.counts().clone()),
+            _ => None,
+        };
+        let (at, tokens) = (row.position, vec![token]);
+        Ok(Going { row, at, tokens, proposed: vec![], kept: None, goes_back: false, counts, decided: vec![] })
+    }
+
+    /// Tokens that it still has to decide. A sequence without a choice ends.
+    fn missing(&self, steps: u32) -> usize {
+        let failed = self.decided.last().is_some_and(Result::is_err);
+        if failed { 0 } else { steps as usize - self.decided.len() }
+    }
+
+    /// What the request chooses after the token at `position`.
+    fn choose(&self, after: After, position: u32, counts: Option<&TokenCounts>) -> Result<Decided, SampleError> {
+        let plain = |token| Decided { token, logprob: None, top: vec![] };
+        let logits = match after {
+            After::Token(token) => return Ok(plain(token)),
+            After::Logits(logits) => logits,
+        };
+        match (&self.row.want, counts) {
+            (Want::Choice(chooser), Some(counts)) => chooser.request().choose(&logits, counts, None),
+            (Want::Token(sampler), _) => sampler.choose(&logits, position + 1).map(plain),
+            _ => Err(SampleError::NoCandidate { position: position + 1, vocab: logits.len() }),
+        }
+    }
+
+    /// Takes what is known after row `row` of its step. Whether the next row counts, too.
+    fn take(&mut self, row: usize, after: After) -> bool {
+        let decided = self.choose(after, self.at + row as u32, self.counts.as_ref());
+        let token = decided.as_ref().ok().map(|decided| decided.token);
+        self.decided.push(decided);
+        if let (Some(counts), Some(token)) = (&mut self.counts, token) {
+            counts.push(token);
+        }
+        token.is_some() && self.proposed.get(row + 1 - self.tokens.len()).copied() == token
+    }
+
+    /// Ends a step after which it chose `chosen` tokens.
+    fn finish(&mut self, chosen: &[u32], has_state: bool) {
+        self.goes_back = has_state && chosen.len() <= self.proposed.len();
+        self.tokens.extend(chosen);
+        self.proposed.clear();
+        if !self.goes_back {
+            let last = self.tokens.len() - 1;
+            self.at += last as u32;
+            self.tokens.drain(..last);
+        }
+    }
+}
+
+impl Drafted {
+    /// A stepper over steps that nothing ran on yet. If they have recurrent states, it takes half of the sequences that may be open for itself.
+    ///
+    /// # Errors
+    /// Steps with too few rows for a proposal of `most` tokens.
+    pub fn new(steps: Box<dyn Steps>, drafts: Box<dyn Drafts>, most: usize) -> Result<Drafted, Fault> {
+        let shape = steps.shape();
+        if most >= shape.rows as usize {
+            return Err(Fault::internal(format!("a proposal of {most} tokens in steps of {} rows", shape.rows)));
+        }
+        let open = shape.sequences.saturating_sub(Pool::keepers(&shape));
+        let own = if shape.has_state { open.div_ceil(2) } else { 0 };
+        let bounds = Bounds {
+            shape: Shape { sequences: shape.sequences - own, ..shape },
+            chunk_max: shape.rows,
+            alone: steps.alone(),
+            vocab: steps.vocab(),
+            // A launch that verifies one proposal and is right has as many.
+            steps_max: most as u32 + 1,
+            choices: Some(u32::MAX),
+        };
+        // A part of a prompt that is read alone has more rows than a step.
+        let rows = bounds.alone.map_or(0, |alone| alone.most).max(shape.rows);
+        let guard = Guard::new(Shape { rows, ..shape });
+        let (texts, queued, proposals) = (BTreeMap::new(), Queue::default(), Proposals::default());
+        Ok(Drafted { steps, drafts, guard, bounds, most, texts, queued, proposals })
+    }
+
+    /// The slot of a sequence that may run.
+    fn slot(&self, sequence: SequenceId) -> SequenceId {
+        SequenceId(self.bounds.shape.sequences + sequence.0)
+    }
+
+    /// Forgets texts whose pages were given to others.
+    fn forget(&mut self, edits: &[Edit]) {
+        let page_rows = self.bounds.shape.page_rows as usize;
+        for edit in edits {
+            if let Some(text) = self.texts.get_mut(&edit.sequence)
+                && edit.block as usize * page_rows < text.tokens.len()
+            {
+                text.draft.reset();
+                text.tokens.clear();
+            }
+        }
+    }
+
+    /// Notes a token of a text. Rows before those of a launch may be in pages alone.
+    fn note(&mut self, sequence: SequenceId, position: u32, token: u32) -> Result<(), Fault> {
+        let text = match self.texts.entry(sequence) {
+            std::collections::btree_map::Entry::Occupied(known) => known.into_mut(),
+            std::collections::btree_map::Entry::Vacant(none) => {
+                none.insert(Text { draft: self.drafts.begin()?, tokens: vec![] })
+            }
+        };
+        let position = position as usize;
+        if text.tokens.get(position) != Some(&token) {
+            text.draft.go_back(position);
+            text.tokens.resize(position, 0);
+            text.tokens.push(token);
+        }
+        Ok(())
+    }
+
+    /// Shows a draft what rows of the last step left, the first of which is at `position`.
+    fn show(&mut self, sequence: SequenceId, position: u32, rows: &[Vec<f32>]) {
+        if let Some(text) = self.texts.get_mut(&sequence) {
+            text.draft.see(position as usize, rows);
+        }
+    }
+
+    /// A launch that reads a part of a prompt alone.
+    fn read(&mut self, launch: Launch) -> Result<Vec<Said>, Fault> {
+        let tokens = launch.tokens()?;
+        let Launch { rows, steps, edits, copies } = launch;
+        let tables = admit(&mut self.guard, &rows, steps, edits, &copies)?;
+        self.steps.read(tables, &tokens)?;
+        for (row, token) in rows.iter().zip(tokens) {
+            self.note(row.sequence, row.position, token)?;
+        }
+        Ok(vec![Said::Nothing; rows.len()])
+    }
+
+    /// A launch of one step.
+    fn one_step(&mut self, launch: Launch, allowed: &[Option<TokenSet>]) -> Result<Vec<Said>, Fault> {
+        let tokens = launch.tokens()?;
+        let Launch { rows, edits, copies, .. } = launch;
+        let mut said = vec![Said::Nothing; rows.len()];
+        let mut asked: Vec<(u32, Asks)> =
+            tokens.iter().zip(&rows).map(|(token, row)| (*token, Asks::of(&row.want))).collect();
+        if let Some((_, asks)) = asked.last_mut().filter(|_| self.steps.leaves_with_token())
+            && *asks == Asks::Nothing
+        {
+            *asks = Asks::Token(Sampler::greedy());
+        }
+        let admitted = rows.iter().zip(&asked).map(|(row, (_, asks))| Row {
+            sequence: row.sequence,
+            position: row.position,
+            wants_logits: *asks != Asks::Nothing,
+        });
+        let tables = admit_rows(&mut self.guard, admitted.collect(), 1, edits, &copies)?;
+        self.steps.run(tables, &asked, &mut |at, after| {
+            let row = &rows[at];
+            said[at] = match (&row.want, after) {
+                (Want::Nothing, _) => Said::Nothing,
+                (Want::Token(_), After::Token(token)) => Said::Tokens(vec![token]),
+                (Want::Token(sampler), After::Logits(logits)) => {
+                    Said::Tokens(sampler.choose(&logits, row.position + 1).into_iter().collect())
+                }
+                (Want::Logits, After::Logits(logits)) => Said::Logits(logits),
+                (Want::Choice(chooser), After::Logits(logits)) => {
+                    let allowed = allowed.get(at).and_then(Option::as_ref);
+                    Said::Choices(vec![chooser.request().choose(&logits, chooser.counts(), allowed)])
+                }
+                (Want::Logits | Want::Choice(_), After::Token(_)) => Said::Nothing,
+            };
+        })?;
+        let left = self.steps.left(rows.len())?;
+        for ((row, token), left) in rows.iter().zip(tokens).zip(left.chunks(1)) {
+            self.note(row.sequence, row.position, token)?;
+            self.show(row.sequence, row.position, left);
+        }
+        Ok(said)
+    }
+
+    /// A launch of several steps.
+    fn several_steps(&mut self, launch: &Launch) -> Result<Vec<Said>, Fault> {
+        let mut all = launch.rows.iter().map(Going::new).collect::<Result<Vec<_>, _>>()?;
+        let (mut edits, mut copies) = (launch.edits.clone(), launch.copies.clone());
+        for going in &all {
+            self.note(going.row.sequence, going.at, going.tokens[0])?;
+        }
+        while all.iter().any(|going| going.missing(launch.steps) > 0) {
+            self.step(&mut all, launch.steps, std::mem::take(&mut edits), std::mem::take(&mut copies))?;
+        }
+        let said = |going: Going<'_>| match going.row.want {
+            Want::Choice(_) => Said::Choices(going.decided),
+            _ => Said::Tokens(going.decided.into_iter().map_while(Result::ok).map(|decided| decided.token).collect()),
+        };
+        Ok(all.into_iter().map(said).collect())
+    }
+
+    /// One step of those that have tokens to decide and for which there are rows.
+    fn step(
+        &mut self,
+        all: &mut [Going<'_>],
+        steps: u32,
+        edits: Vec<Edit>,
+        mut copies: StateCopies,
+    ) -> Result<(), Fault> {
+        let mut room = self.bounds.shape.rows as usize;
+        let mut taken: Vec<&mut Going<'_>> = vec![];
+        for going in all.iter_mut().filter(|going| going.missing(steps) > 0) {
+            if going.tokens.len() <= room {
+                room -= going.tokens.len();
+                taken.push(going);
+            }
+        }
+        for going in &mut taken {
+            going.proposed = self.propose(going, self.most.min(going.missing(steps) - 1).min(room))?;
+            room -= going.proposed.len();
+            let (sequence, slot) = (going.row.sequence, self.slot(going.row.sequence));
+            if std::mem::take(&mut going.goes_back) {
+                copies.restores.push(StateCopy { from: slot, to: sequence });
+            }
+            let wants = self.bounds.shape.has_state && !going.proposed.is_empty();
+            if wants && going.kept.replace(going.at) != Some(going.at) {
+                copies.saves.push(StateCopy { from: sequence, to: slot });
+            }
+        }
+        let (mut rows, mut asked, mut begins) = (vec![], vec![], vec![]);
+        for (of, going) in taken.iter().enumerate() {
+            begins.push(rows.len());
+            for (at, token) in going.tokens.iter().chain(&going.proposed).enumerate() {
+                rows.push((of, at));
+                asked.push((
+                    *token,
+                    if at + 1 < going.tokens.len() { Asks::Nothing } else { Asks::of(&going.row.want) },
+                ));
+            }
+        }
+        let admitted = rows.iter().zip(&asked).map(|(&(of, at), (_, asks))| Row {
+            sequence: taken[of].row.sequence,
+            position: taken[of].at + at as u32,
+            wants_logits: *asks != Asks::Nothing,
+        });
+        let tables = admit_rows(&mut self.guard, admitted.collect(), 1, edits, &copies)?;
+        let mut counting = vec![true; taken.len()];
+        let before: Vec<usize> = taken.iter().map(|going| going.decided.len()).collect();
+        self.steps.run(tables, &asked, &mut |row, after| {
+            let (of, at) = rows[row];
+            if counting[of] {
+                counting[of] = taken[of].take(at, after);
+            }
+        })?;
+        let left = self.steps.left(rows.len())?;
+        for ((going, begin), before) in taken.into_iter().zip(begins).zip(before) {
+            let chosen: Vec<u32> = going.decided[before..].iter().flatten().map(|decided| decided.token).collect();
+            self.count(going.proposed.len(), chosen.len());
+            let (sequence, at, known) = (going.row.sequence, going.at, going.tokens.len());
+            for (position, token) in (at + known as u32..).zip(&chosen) {
+                self.note(sequence, position, *token)?;
+            }
+            // Rows of tokens that were not chosen come last.
+            self.show(sequence, at, &left[begin..begin + known + chosen.len().saturating_sub(1)]);
+            going.finish(&chosen, self.bounds.shape.has_state);
+        }
+        Ok(())
+    }
+
+    /// The tokens that the draft of a text chooses after those that are known.
+    fn propose(&mut self, going: &Going<'_>, most: usize) -> Result<Vec<u32>, Fault> {
+        let Some(text) = self.texts.get_mut(&going.row.sequence).filter(|_| most > 0) else { return Ok(vec![]) };
+        text.draft.choose_by(match &going.row.want {
+            Want::Token(sampler) => Some(sampler),
+            _ => None,
+        });
+        let mut counts = going.counts.clone();
+        let mut position = going.at + going.tokens.len() as u32 - 1;
+        let mut choose = |after: After| {
+            let token = going.choose(after, position, counts.as_ref()).ok()?.token;
+            position += 1;
+            counts.iter_mut().for_each(|counts| counts.push(token));
+            Some(token)
+        };
+        text.draft.chosen(&text.tokens, most, &mut choose)
+    }
+
+    fn count(&mut self, proposed: usize, chosen: usize) {
+        if proposed > 0 {
+            self.proposals.steps += 1;
+            self.proposals.proposed += proposed as u64;
+            self.proposals.accepted += chosen.saturating_sub(1) as u64;
+        }
+    }
+}
+
+impl Stepper for Drafted {
+    fn bounds(&self) -> Bounds {
+        self.bounds
+    }
+
+    fn submit(&mut self, launch: Launch) -> Result<(), Fault> {
+        self.queued.submit(launch);
+        Ok(())
+    }
+
+    fn allow(&mut self, allowed: Vec<Option<TokenSet>>) -> Result<(), Fault> {
+        self.queued.allow(allowed);
+        Ok(())
+    }
+
+    fn collect(&mut self) -> Result<Vec<Said>, Fault> {
+        let Some((launch, allowed)) = self.queued.take() else { return Ok(vec![]) };
+        self.forget(&launch.edits);
+        match (self.bounds.alone, launch.steps) {
+            (Some(alone), 1) if launch.is(alone) => self.read(launch),
+            (_, 1) => self.one_step(launch, &allowed),
+            _ => self.several_steps(&launch),
+        }
+    }
+
+    fn proposals(&self) -> Proposals {
+        self.proposals
+    }
+}
