@@ -204,6 +204,12 @@ impl Drop for Slurm {
     }
 }
 
+/// Sends a signal to a process.
+#[track_caller]
+fn signal(process: &str, name: &str) {
+    succeed(Command::new("kill").args([name, process]));
+}
+
 /// Kills one worker of a search that another machine coordinates; `false` if there is none.
 fn kill_worker(place: &Place) -> bool {
     let cache = place.path("cache").display().to_string();
@@ -216,52 +222,81 @@ fn kill_worker(place: &Place) -> bool {
     Command::new("kill").args(["-9", entry.file_name().to_str().unwrap()]).output().is_ok()
 }
 
-/// One search whose workers an engine starts and whose workers are killed: each trial is a row, once.
+/// One search whose workers an engine starts, and two of whose workers or nodes are killed: it is interrupted, goes on, and each trial is a row,
+/// once. `tune` makes the command for a budget of trials.
 #[track_caller]
-fn one_search(place: &Place, mut tune: Command, engine: &str, trials: u32, mut kill: impl FnMut()) {
+fn one_search(place: &Place, tune: impl Fn(u32) -> Command, engine: &str, mut kill: impl FnMut()) {
     let said = place.path("said");
-    let mut child = tune.stderr(fs::File::create(&said).unwrap()).stdout(Stdio::null()).spawn().unwrap();
     let file = place.path("trials/one.csv");
     let text = || fs::read_to_string(&said).unwrap();
-    let mut killed = 0;
+    let begin = |trials| tune(trials).stderr(fs::File::create(&said).unwrap()).stdout(Stdio::null()).spawn().unwrap();
+    // A budget that no machine spends before the kills.
+    let mut child = begin(100);
+    let coordinator = child.id().to_string();
+    let mut rows_after = |count: usize| {
+        wait("rows", || {
+            assert!(child.try_wait().unwrap().is_none(), "{}", text());
+            lines(&file) > count
+        });
+    };
+    for killed in 0..2 {
+        rows_after(3 + killed);
+        // The search stands still meanwhile: a node takes longer to die than a fast machine to try a candidate.
+        signal(&coordinator, "-STOP");
+        kill();
+        signal(&coordinator, "-CONT");
+    }
+    rows_after(lines(&file));
+    let status = place.run("status m.toml --trials trials/one.csv --json").code(0).json();
+    assert!(status[0]["campaigns"][0]["trials"].as_u64() >= Some(3), "{status}");
+    signal(&coordinator, "-INT");
+    assert_eq!(child.wait().unwrap().code(), Some(130), "{}", text());
+
+    let before = fs::read(&file).unwrap();
+    let trials = numbers(&file).len() as u32 + 1;
+    let mut child = begin(trials);
     let mut status = None;
     wait("the search", || {
-        // In the middle, when workers have candidates.
-        if killed < 2 && lines(&file) > 3 + killed {
-            kill();
-            killed += 1;
-        }
         status = child.try_wait().unwrap();
         status.is_some()
     });
-    assert!(status.unwrap().success() && killed == 2, "{}", text());
-    let mut numbers: Vec<u32> = rows(&file).into_iter().map(|(_, trial, _)| trial.unwrap()).collect();
-    numbers.sort_unstable();
+    assert!(status.unwrap().success() && fs::read(&file).unwrap().starts_with(&before), "{}", text());
+    let numbers = numbers(&file);
     let last = numbers.len() as u32;
     assert!(last == trials + 1 || last == trials + 2, "{numbers:?}: {}", text());
     assert_eq!(numbers, (0..last).collect::<Vec<_>>(), "{}", text());
     let mut reader = csv::Reader::from_path(&file).unwrap();
     let header = reader.headers().unwrap().clone();
-    let at = ["engine", "host", "job"].map(|name| header.iter().position(|column| column == name).unwrap());
+    let at = ["engine", "host", "job", "trial"].map(|name| header.iter().position(|column| column == name).unwrap());
     for row in reader.records() {
-        let [by, host, job] = at.map(|at| row.as_ref().unwrap()[at].to_string());
-        assert!(by == engine && !host.is_empty() && !job.is_empty(), "{by} {host} {job}");
+        let [by, host, job, trial] = at.map(|at| row.as_ref().unwrap()[at].to_string());
+        // A candidate that does not fit is no trial, and no worker had it.
+        assert!(trial.is_empty() || by == engine && !host.is_empty() && !job.is_empty(), "{by} {host} {job}");
     }
     // No job is left.
     wait("workers", || !kill_worker(place));
 }
 
-/// Kills the process in the folder of `place` whose command line has `word`.
-fn kill_process(place: &Place, word: &str) {
+/// Numbers of the trials of a file, in order.
+fn numbers(file: &Path) -> Vec<u32> {
+    let mut numbers: Vec<u32> = rows(file).into_iter().filter_map(|(_, trial, _)| trial).collect();
+    numbers.sort_unstable();
+    numbers
+}
+
+/// The search in the folder of `place` whose command line has `word`.
+fn search_of(place: &Place, word: &str) -> Option<String> {
+    let mut found = None;
     let folder = fs::canonicalize(place.path("")).unwrap();
     for entry in fs::read_dir("/proc").unwrap().flatten() {
         let is_here = fs::read_link(entry.path().join("cwd")).is_ok_and(|cwd| cwd == folder);
         let line = fs::read(entry.path().join("cmdline")).unwrap_or_default();
         let line = String::from_utf8_lossy(&line).replace('\0', " ");
         if is_here && line.starts_with("monobloc tune") && line.contains(word) {
-            succeed(Command::new("kill").args(["-9", entry.file_name().to_str().unwrap()]));
+            found = Some(entry.file_name().into_string().unwrap());
         }
     }
+    found
 }
 
 #[test]
@@ -276,10 +311,21 @@ fn slurm_searches_and_goes_on_after_kills() {
 
     let job = slurm.run(&place, "sbatch --parsable search.sh");
     let file = |seed: u32| place.path(&format!("trials/{seed}.csv"));
-    // One is started again by Slurm, one is killed.
-    wait("trials", || lines(&file(1)) > 2 && lines(&file(2)) > 2);
-    kill_process(&place, "trials/2.csv");
+    // One is started again by Slurm, one is killed. Each stands still until then, as soon as it has two rows.
+    let mut running = vec![1, 2];
+    wait("trials", || {
+        running.retain(|seed| {
+            let search = search_of(&place, &format!("trials/{seed}.csv")).filter(|_| lines(&file(*seed)) > 2);
+            search.iter().for_each(|search| signal(search, "-STOP"));
+            search.is_none()
+        });
+        running.is_empty()
+    });
+    signal(&search_of(&place, "trials/2.csv").unwrap(), "-9");
+    let first = search_of(&place, "trials/1.csv").unwrap();
     slurm.run(&place, &format!("scontrol requeue {job}_1"));
+    // Slurm asks it to end, which it hears only now; Slurm may have killed it already.
+    let _ = Command::new("kill").args(["-CONT", &first]).output();
     slurm.drain(&place);
     let said = fs::read_to_string(place.path(&format!("slurm-{job}_1.out"))).unwrap();
     assert!(said.contains("the budget of 8 trials is spent"), "{said}");
@@ -296,13 +342,16 @@ fn slurm_searches_and_goes_on_after_kills() {
 fn slurm_starts_the_workers_of_a_search() {
     let Some(slurm) = Slurm::start("slurm_starts_the_workers_of_a_search") else { return };
     let place = machine("tinystories-llama", 32);
-    let line =
-        "exec monobloc tune m.toml --on slurm --workers 2 --listen 127.0.0.1:0 --max-trials 8 --trials trials/one.csv";
-    let mut tune = shell(&place, line, &slurm.bin());
-    slurm.with_variables(&mut tune);
-    one_search(&place, tune, "slurm", 8, || {
-        kill_worker(&place);
-    });
+    let tune = |trials| {
+        let line = format!(
+            "exec monobloc tune m.toml --on slurm --workers 2 --listen 127.0.0.1:0 --max-trials {trials} \
+             --trials trials/one.csv"
+        );
+        let mut tune = shell(&place, &line, &slurm.bin());
+        slurm.with_variables(&mut tune);
+        tune
+    };
+    one_search(&place, tune, "slurm", || wait("a worker", || kill_worker(&place)));
     slurm.drain(&place);
 }
 
@@ -373,9 +422,13 @@ fn ray_searches_and_goes_on_after_kills() {
     search.wait().unwrap();
 
     let mut search = ray.search(&place, "2 2 1");
-    thread::sleep(Duration::from_secs(3));
-    ray.kill_node();
     let mut status = None;
+    // In the middle of a campaign, unless the machine is so fast that all have ended.
+    wait("a campaign", || {
+        status = search.try_wait().unwrap();
+        status.is_some() || search_of(&place, "--seed").is_some()
+    });
+    ray.kill_node();
     wait("the searches", || {
         status = search.try_wait().unwrap();
         status.is_some()
@@ -388,19 +441,22 @@ fn ray_searches_and_goes_on_after_kills() {
 fn ray_starts_the_workers_of_a_search() {
     let place = machine("tinystories-llama", 32);
     let Some(mut ray) = Ray::start("ray_starts_the_workers_of_a_search", &place) else { return };
-    let line = format!(
-        "exec monobloc tune m.toml --on ray://{} --workers 2 --listen 127.0.0.1:0 --max-trials 6 --trials trials/one.csv",
-        ray.address
-    );
-    let mut tune = shell(&place, &line, Path::new("/"));
-    with_ray(&mut tune);
+    let address = ray.address.clone();
+    let tune = |trials| {
+        let line = format!(
+            "exec monobloc tune m.toml --on ray://{address} --workers 2 --listen 127.0.0.1:0 --max-trials {trials} \
+             --trials trials/one.csv"
+        );
+        let mut tune = shell(&place, &line, Path::new("/"));
+        with_ray(&mut tune);
+        tune
+    };
     let mut first = true;
-    one_search(&place, tune, "ray", 6, || {
+    one_search(&place, tune, "ray", || {
         // A node, then a worker.
-        if first {
-            ray.kill_node()
-        } else {
-            kill_worker(&place);
+        match first {
+            true => ray.kill_node(),
+            false => wait("a worker", || kill_worker(&place)),
         }
         first = false;
     });
