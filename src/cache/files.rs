@@ -99,14 +99,6 @@ pub(super) fn hasher_of_prefix(file: &File, bytes: u64, progress: &mut dyn FnMut
     Ok(hasher)
 }
 
-/// Maps an entry that is sent in one request, so that it is never in memory as a whole.
-#[cfg(feature = "remote")]
-pub(super) fn map(file: &File) -> io::Result<memmap2::Mmap> {
-    // SAFETY: a mapping is unsound only if the file changes under it. Entries are written under another name and never again after
-    // their rename; a collector removes the name, which leaves a mapping whole.
-    unsafe { memmap2::Mmap::map(file) }
-}
-
 /// What the file system says about a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Identity {

@@ -128,6 +128,19 @@ impl LockFile {
         let file = lock_path(&path, open_lock_file, Wait::Telling(on_wait))?;
         Ok(LockFile { path, _file: file })
     }
+
+    /// The lock, unless another process holds it.
+    ///
+    /// # Errors
+    /// A place that cannot be written, a file system without locks.
+    pub fn take(path: &Path) -> io::Result<Option<LockFile>> {
+        match try_lock(open_lock_file(path)?) {
+            Ok(file) if is_at(&file, path) => Ok(Some(LockFile { path: path.to_path_buf(), _file: file })),
+            // Its holder removes it at this moment.
+            Ok(_) | Err(TryLockError::WouldBlock) => Ok(None),
+            Err(TryLockError::Error(error)) => Err(error),
+        }
+    }
 }
 
 impl Drop for LockFile {

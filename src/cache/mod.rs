@@ -307,10 +307,23 @@ impl Cache {
 
     /// The checked entry under `key`, or `None` when there is none that can be trusted.
     pub fn get(&self, stage: &str, key: &Digest) -> Result<Option<Entry>, CacheError> {
+        self.look_up(stage, key, None)
+    }
+
+    /// As [`Cache::get`], by a caller who knows the key text: a remote is not asked for it, and it is written again if it was lost.
+    pub fn get_known(&self, stage: &str, key: &Digest, why: &str) -> Result<Option<Entry>, CacheError> {
+        let found = self.look_up(stage, key, Some(why))?;
+        if found.is_some() {
+            self.explain(stage, key, why);
+        }
+        Ok(found)
+    }
+
+    fn look_up(&self, stage: &str, key: &Digest, why: Option<&str>) -> Result<Option<Entry>, CacheError> {
         if let Some(entry) = self.get_own(stage, key)? {
             return Ok(Some(entry));
         }
-        let found = self.get_shared(stage, key).or_else(|| self.get_remote(stage, key));
+        let found = self.get_shared(stage, key).or_else(|| self.get_remote(stage, key, why));
         if found.is_none() {
             self.tell_unsigned(stage, key);
         }
@@ -328,7 +341,7 @@ impl Cache {
 
     /// Writes the key text of an entry again if it was lost: an entry without one can be used but not explained. A folder that
     /// cannot be written stays as it is.
-    pub fn explain(&self, stage: &str, key: &Digest, why: &str) {
+    fn explain(&self, stage: &str, key: &Digest, why: &str) {
         let _ = self.store.mend_why(stage, key, why);
     }
 
@@ -379,7 +392,7 @@ impl Cache {
         why: &str,
         build: impl FnOnce() -> Result<Vec<u8>, E>,
     ) -> Result<(Entry, Outcome), E> {
-        self.get_or(stage, key, || {
+        self.get_or(stage, key, why, || {
             let bytes = build()?;
             let content = self.put(stage, key, why, &bytes)?;
             if content == Digest::of(&bytes) {
@@ -397,7 +410,7 @@ impl Cache {
         why: &str,
         build: impl FnOnce(&mut File) -> Result<(), E>,
     ) -> Result<(Entry, Outcome), E> {
-        self.get_or(stage, key, || {
+        self.get_or(stage, key, why, || {
             self.put_file(stage, key, why, build)?;
             Ok(self.get_own(stage, key)?)
         })
@@ -407,9 +420,10 @@ impl Cache {
         &self,
         stage: &str,
         key: &Digest,
+        why: &str,
         build: impl FnOnce() -> Result<Option<Entry>, E>,
     ) -> Result<(Entry, Outcome), E> {
-        if let Some(entry) = self.get(stage, key)? {
+        if let Some(entry) = self.get_known(stage, key, why)? {
             return Ok((entry, Outcome::Cached));
         }
         let mut waiting = |waited| (self.note)(&Note::Waiting { stage: stage.to_string(), key: *key, waited });
@@ -487,8 +501,8 @@ impl Cache {
     }
 
     /// A hit in the remote cache, copied here and to the shared folder. Any failure is a note and a miss.
-    fn get_remote(&self, stage: &str, key: &Digest) -> Option<Entry> {
-        let entry = self.remote.as_ref()?.fetch(&self.store, stage, key)?;
+    fn get_remote(&self, stage: &str, key: &Digest, why: Option<&str>) -> Option<Entry> {
+        let entry = self.remote.as_ref()?.fetch(&self.store, stage, key, why)?;
         let why = self.store.why(stage, key).unwrap_or_default();
         self.write_shared(stage, key, &why);
         Some(entry)

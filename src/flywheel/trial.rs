@@ -397,6 +397,21 @@ impl Verdict {
             _ => None,
         }
     }
+
+    /// Whether its figures can be those of a row.
+    ///
+    /// # Errors
+    /// The first that cannot.
+    pub fn is_sound(&self) -> Result<(), RowFault> {
+        if let Some(check) = self.check() {
+            check.check()?;
+        }
+        match self {
+            Verdict::Ok { timing, .. } => timing.check(),
+            _ if self.detail().trim().is_empty() => fault("verdict_detail", "expected a reason, found nothing"),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// Numerics against the reference. A kernel that fails may produce infinities and NaN, and they are kept.
@@ -569,22 +584,14 @@ impl Trial {
                 return fault(name, format!("expected a number from 0 on, found `{}`", optional(*value)));
             }
         }
-        if let Some(check) = self.verdict.check() {
-            check.check()?;
-        }
+        self.verdict.is_sound()?;
         if self.facts.point.decision.is_some_and(Decision::is_kept) && self.verdict.timing().is_none() {
             return fault("decision", format!("a candidate with the verdict `{}` is never kept", self.verdict.name()));
         }
-        match &self.verdict {
-            Verdict::Ok { timing, .. } => {
-                if self.facts.point.schedule.is_none() {
-                    return fault("schedule", "expected the digest of what was timed, found nothing");
-                }
-                timing.check()
-            }
-            _ if self.verdict.detail().trim().is_empty() => fault("verdict_detail", "expected a reason, found nothing"),
-            _ => Ok(()),
+        if self.verdict.timing().is_some() && self.facts.point.schedule.is_none() {
+            return fault("schedule", "expected the digest of what was timed, found nothing");
         }
+        Ok(())
     }
 
     /// The row as text, in the order of [`COLUMNS`]. No cell has a line break or another control character.

@@ -84,9 +84,8 @@ impl Workspace {
     /// # Errors
     /// An entry that is another than the one that was built: it is refused, and left for people to look at.
     pub(super) fn trusted(&self, keyed: &Keyed) -> Result<Option<Entry>, Fault> {
-        let Some(entry) = self.cache.get(keyed.stage, &keyed.key)? else { return Ok(None) };
+        let Some(entry) = self.cache.get_known(keyed.stage, &keyed.key, &keyed.why)? else { return Ok(None) };
         if self.linked(keyed, &entry)? {
-            self.cache.explain(keyed.stage, &keyed.key, &keyed.why);
             return Ok(Some(entry));
         }
         self.cache.remove(keyed.stage, &keyed.key)?;
@@ -140,8 +139,8 @@ impl Workspace {
     }
 
     fn attested(&self, stage: &str, key: &Digest) -> Result<Option<(Digest, String)>, Fault> {
-        let Some(entry) = self.cache.get(keys::LINK, &link_key(stage, key))? else { return Ok(None) };
-        self.cache.explain(keys::LINK, &link_key(stage, key), &link_why(stage, key));
+        let why = link_why(stage, key);
+        let Some(entry) = self.cache.get_known(keys::LINK, &link_key(stage, key), &why)? else { return Ok(None) };
         let place = entry.path().display().to_string();
         let bytes = entry.bytes()?;
         match linked_content(&bytes) {

@@ -1,12 +1,15 @@
 //! Owns a campaign: a search over one target of a manifest, with devices, clocks, a child process and a corpus.
 
 use std::collections::BTreeMap;
+use std::fs;
+use std::path::PathBuf;
 use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::cache::Cache;
+use crate::cache::lock::LockFile;
 use crate::candidate::{Candidate, Values};
 use crate::digest::Digest;
 use crate::error::{Fault, Tier};
@@ -38,6 +41,8 @@ use super::{Workspace, import_stage, keys};
 
 /// Candidates that are compiled before they are asked for, at most; more are stale before their turn comes.
 const AHEAD_MAX: usize = 12;
+/// Pause between two looks whether another search of the same campaign has ended.
+const LOCKED: Duration = Duration::from_millis(200);
 
 /// How hard to search, and how a child is started.
 pub struct Tuning<'a> {
@@ -118,6 +123,7 @@ pub(super) fn run_campaign(
     let maker = Maker::new(context, &host, workers.is_none());
     refuse_wave(&maker, &context.search_default())?;
     let campaign = context.campaign(&hardware)?;
+    let _alone = alone(workspace, campaign, asked.stop)?;
     let space = space_of(&context);
     let known = Known::read(&context, campaign)?;
     let default = space.default_candidate().clone();
@@ -135,10 +141,7 @@ pub(super) fn run_campaign(
     let mut search = Search::new(&space, limits, &known.groups, prior, known.seeds.clone(), &guess);
 
     let ahead = Ahead::default();
-    let count = match target.kind {
-        TargetKind::Cpu => 0,
-        TargetKind::Cuda => thread::available_parallelism().map_or(1, |n| n.get()).min(AHEAD_MAX),
-    };
+    let count = ahead_count(target.kind);
     let done = known.past.iter().map(|past| past.number).max().unwrap_or(0);
     let mut arena = CampaignArena {
         context,
@@ -178,6 +181,44 @@ pub(super) fn run_campaign(
         driven
     })?;
     finish(&told, arena, &search, driven, asked)
+}
+
+/// Threads that compile candidates before they are asked for.
+fn ahead_count(kind: TargetKind) -> usize {
+    match kind {
+        TargetKind::Cpu => 0,
+        TargetKind::Cuda => thread::available_parallelism().map_or(1, |n| n.get()).min(AHEAD_MAX),
+    }
+}
+
+/// Waits until no other process searches the same campaign in the same file of trials: both would give one number to two trials. Where the
+/// file of trials cannot be locked, its first row says so.
+fn alone(workspace: &Workspace, campaign: Digest, stop: &dyn Fn() -> bool) -> Result<Option<LockFile>, Fault> {
+    let mut name = workspace.trials.clone().into_os_string();
+    name.push(format!(".{}.lock", campaign.short()));
+    let path = PathBuf::from(name);
+    if let Some(folder) = path.parent() {
+        let _ = fs::create_dir_all(folder);
+    }
+    let mut told = false;
+    loop {
+        match LockFile::take(&path) {
+            Ok(Some(lock)) => return Ok(Some(lock)),
+            Err(_) => return Ok(None),
+            Ok(None) => {}
+        }
+        if stop() {
+            return Err(Fault::environment("interrupted while another process searched the same campaign")
+                .with_remedy("start the same command again"));
+        }
+        if !std::mem::replace(&mut told, true) {
+            let trials = workspace.trials.display();
+            workspace
+                .report
+                .note(&format!("another process searches this campaign with `{trials}`: waiting for its end"));
+        }
+        thread::sleep(LOCKED);
+    }
 }
 
 fn start<'p>(past: Vec<PastTrial>, manifest: &Manifest, external: Option<Proposes<'p, Fault>>) -> Start<'p, Fault> {

@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::mem;
 use std::net::SocketAddr;
+use std::ops::Range;
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 
@@ -26,6 +27,7 @@ use super::fleet_engines::{Engine, Started, Wanted};
 use super::fleet_wire::{Event, Hello, Hub};
 use super::keys::Hardware;
 use super::made::Made;
+use super::rows::{check_figures, timing};
 use super::search_start::Incumbent;
 use super::trial::{Answer, Job};
 use super::worker::Done;
@@ -40,6 +42,8 @@ const GRACE: Duration = Duration::from_secs(120);
 const LOSSES: u32 = 3;
 /// Faults of machines in a row that end a campaign.
 const FAULTS: u32 = 5;
+/// Times that a step can take: from a thousandth of a microsecond to a day.
+const TIMES_US: Range<f64> = 1e-3..86_400e6;
 
 /// Where the candidates of a campaign run.
 pub struct Away<'a> {
@@ -67,7 +71,8 @@ pub fn tune_away(
         return Err(Fault::input(format!("`--on` searches the decode kernel, found `[search] kernel = \"{kernel}\"`"))
             .with_remedy("search a wave kernel on the machine that has the device, without `--on`"));
     }
-    let mut workers = Workers::start(&workspace.report, target.kind, away)?;
+    let positions = manifest.decode.time_positions.clone();
+    let mut workers = Workers::start(&workspace.report, target.kind, away, positions)?;
     let hardware = workers.first(asked.stop)?;
     run_campaign(workspace, manifest, target, asked, hardware, Some(workers))
 }
@@ -78,6 +83,8 @@ pub(super) struct Workers<'a> {
     engine: Engine,
     count: u32,
     target: TargetKind,
+    /// Where candidates are timed.
+    positions: Vec<u32>,
     command: Vec<String>,
     started: Started,
     hub: Hub,
@@ -116,7 +123,12 @@ struct Heard {
 }
 
 impl<'a> Workers<'a> {
-    fn start(report: &'a Report, target: TargetKind, away: &Away<'_>) -> Result<Workers<'a>, Fault> {
+    fn start(
+        report: &'a Report,
+        target: TargetKind,
+        away: &Away<'_>,
+        positions: Vec<u32>,
+    ) -> Result<Workers<'a>, Fault> {
         let hub = Hub::open(away.listen)?;
         let command = (away.command)(hub.address);
         let wanted = Wanted { workers: away.workers, target, command: &command, token: &hub.token };
@@ -130,6 +142,7 @@ impl<'a> Workers<'a> {
             engine: away.engine.clone(),
             count: away.workers,
             target,
+            positions,
             command,
             started,
             hub,
@@ -207,6 +220,11 @@ impl<'a> Workers<'a> {
             }
             Event::Reply { from, ticket, done } => {
                 let worker = self.connected.get_mut(&from)?;
+                if let Some(reason) = nonsense(&done, &self.positions) {
+                    self.report.note(&format!("worker {} is given up: {reason}", worker.name()));
+                    self.hub.close(from);
+                    return None;
+                }
                 match worker.busy.take() {
                     Some((asked, ..)) if asked == ticket => {
                         worker.is_warm = true;
@@ -279,6 +297,41 @@ impl<'a> Workers<'a> {
         self.report.note(&format!("{}: all workers have ended, {} are started again", self.engine.name(), self.count));
         Ok(())
     }
+}
+
+/// Why an answer is none that a worker measures: a machine that fails may say anything, and a campaign does not end of it.
+fn nonsense(done: &Done, positions: &[u32]) -> Option<String> {
+    let verdicts = match done {
+        Done::Interrupted => return Some("it did not try its candidate".to_string()),
+        Done::Late(_) | Done::Answer(Answer::Fault(_)) => return None,
+        Done::Died(detail) => vec![Verdict::Crash { detail: detail.clone(), check: None }],
+        Done::Answer(Answer::Failed { failure, detail, figures, .. }) => {
+            vec![failure.verdict(detail.clone(), figures.clone())]
+        }
+        Done::Answer(Answer::Timed { figures, timed, rounds, .. }) => {
+            let check = check_figures(figures.clone());
+            let mut found: Vec<u32> = timed.iter().map(|timed| timed.position).collect();
+            found.sort_unstable();
+            found.dedup();
+            if found.is_empty() || found.len() != timed.len() || !found.iter().all(|at| positions.contains(at)) {
+                return Some(format!("it timed the positions {found:?}, and was asked for {positions:?}"));
+            }
+            let mut times = rounds.iter().flat_map(|(_, rounds)| rounds.iter().flatten());
+            if !times.all(|us| TIMES_US.contains(us)) || !timed.iter().all(|at| TIMES_US.contains(&at.latency_us_p50)) {
+                return Some("it has a time that no step takes".to_string());
+            }
+            timed.iter().map(|timed| Verdict::Ok { check, timing: timing(timed, None) }).collect()
+        }
+    };
+    let spent = match done {
+        Done::Answer(Answer::Timed { check_ms, measure_ms, .. }) => [Some(*check_ms), Some(*measure_ms)],
+        Done::Answer(Answer::Failed { check_ms, .. }) => [*check_ms, None],
+        _ => [None; 2],
+    };
+    if spent.into_iter().flatten().any(|ms| !ms.is_finite() || ms < 0.0) {
+        return Some("it has a time below zero".to_string());
+    }
+    verdicts.iter().find_map(|verdict| verdict.is_sound().err()).map(|fault| fault.to_string())
 }
 
 /// The arena of a campaign with workers.

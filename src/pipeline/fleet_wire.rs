@@ -35,6 +35,8 @@ const JOB: &str = "MONOBLOC_FLEET_JOB";
 const LINE_BYTES_MAX: u64 = 4 << 20;
 /// Longest first line.
 const HELLO_BYTES_MAX: u64 = 64 << 10;
+/// Longest name of a host or of a job.
+const NAME_CHARS_MAX: usize = 255;
 /// Time for the first line.
 const HELLO: Duration = Duration::from_secs(20);
 /// Connections at a time.
@@ -192,6 +194,8 @@ impl Door {
             return None;
         }
         let mut hello = *hello;
+        hello.host = name(&hello.host);
+        hello.job = name(&hello.job);
         if hello.code != keys::code_of_all().to_string() {
             hello.hardware = Err(Fault::input("its monobloc is of another version"));
         }
@@ -257,6 +261,12 @@ pub fn join(
         say(&stream, &Said::Reply { ticket, done }).map_err(unreachable)?;
     }
     Ok(())
+}
+
+/// What a row can have of the name of a worker.
+fn name(text: &str) -> String {
+    let plain = text.chars().map(|c| if c.is_control() { '?' } else { c });
+    plain.take(NAME_CHARS_MAX).collect()
 }
 
 /// What the engine calls this worker.

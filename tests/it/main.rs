@@ -94,6 +94,7 @@ mod waves_mamba;
 mod waves_nets;
 mod waves_norms;
 mod waves_pairs;
+mod workflows;
 mod wrappers;
 
 use std::io::Write;

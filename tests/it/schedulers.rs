@@ -355,6 +355,20 @@ fn slurm_starts_the_workers_of_a_search() {
     slurm.drain(&place);
 }
 
+#[test]
+fn slurm_runs_a_plan_as_an_array() {
+    let Some(slurm) = Slurm::start("slurm_runs_a_plan_as_an_array") else { return };
+    let place = machine("variants/llama-defaults", 8);
+    fs::create_dir_all(place.path("manifests")).unwrap();
+    fs::rename(place.path("m.toml"), place.path("manifests/m.toml")).unwrap();
+    // Nodes of this cluster have no GPUs.
+    let lines = example("sh", "sbatch --array").replace("--needs gpu", "--needs host").replace(" --gres=gpu:1", "");
+    slurm.run(&place, &lines);
+    slurm.drain(&place);
+    let left = place.run("plan manifests/m.toml --json").code(0).json();
+    assert_eq!(left["include"], serde_json::json!([]), "{left}");
+}
+
 /// A cluster of three nodes.
 struct Ray {
     child: Child,

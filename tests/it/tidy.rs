@@ -147,7 +147,6 @@ const UNSAFE: &[(&str, &str)] = &[
     ("src/interp/kernel.rs", "vector loads"),
     ("src/interp/memory.rs", "the cache arena: rows read as plain slices while others are written"),
     ("src/interp/threads.rs", "reads rows of the cache arena"),
-    ("src/cache/files.rs", "maps an entry that is sent in one request"),
     ("src/model/weights.rs", "maps weight files"),
     ("src/pipeline/stages.rs", "maps packs of the cache"),
     ("src/cli/terminal.rs", "ends a process without its destructors"),

@@ -2,14 +2,19 @@
 //!
 //! No text of a server and no URL reaches a message: a server could repeat credentials in its answer, and some URLs are signed.
 
+use std::collections::BTreeMap;
 use std::env;
 use std::error::Error as _;
-use std::fs;
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, Read};
 use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use hyper::{Request, Response};
+use bytes::Bytes;
+use futures_util::stream;
+use hyper::header::CONTENT_LENGTH;
+use hyper::{Method, Request, Response};
 use opendal::layers::{HttpClientLayer, RetryLayer};
 use opendal::raw::{HttpBody, HttpClient, HttpFetch};
 use opendal::{Buffer, Error, ErrorKind, Operator};
@@ -25,10 +30,38 @@ const RETRY_DELAY_MAX: Duration = Duration::from_secs(4);
 /// Longest `Retry-After` that is waited for; a longer one costs tries instead.
 const RETRY_AFTER_MAX: Duration = Duration::from_secs(4);
 const S3_REGION_DEFAULT: &str = "us-east-1";
+/// Bytes of a file that are read and sent at a time.
+const PIECE_BYTES: usize = 256 << 10;
 
+/// Files that are bodies of requests, by the names of their objects. A request that writes such an object is sent the bytes of its file in
+/// place of its own body: a file that is larger than the memory is written in one request.
+#[derive(Clone, Default)]
+pub struct Bodies(Arc<Mutex<BTreeMap<String, PathBuf>>>);
+
+impl Bodies {
+    /// Until it is taken away again, by [`Bodies::remove`].
+    pub fn insert(&self, name: &str, file: PathBuf) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(name.to_string(), file);
+    }
+
+    pub fn remove(&self, name: &str) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(name);
+    }
+
+    fn of<B>(&self, request: &Request<B>) -> Option<PathBuf> {
+        let files = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        // Names of objects are letters, digits, `-` and `/`, which URLs have as they are.
+        let is_of = |name: &str| request.uri().path().strip_suffix(name).is_some_and(|rest| rest.ends_with('/'));
+        let found = files.iter().find(|(name, _)| request.method() == Method::PUT && is_of(name));
+        found.map(|(_, file)| file.clone())
+    }
+}
+
+/// The store of an address, whose bodies of large files are those in `bodies`.
+///
 /// # Errors
 /// What the store lacks, in words without credentials.
-pub fn operator(address: &RemoteAddress) -> Result<Operator, String> {
+pub fn operator(address: &RemoteAddress, bodies: Bodies) -> Result<Operator, String> {
     // The process has one; another part may have set the same before.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let client = reqwest::Client::builder()
@@ -43,7 +76,7 @@ pub fn operator(address: &RemoteAddress) -> Result<Operator, String> {
         .with_max_delay(RETRY_DELAY_MAX)
         .with_jitter();
     let store = store(address)?;
-    Ok(store.layer(HttpClientLayer::new(HttpClient::with(Http(client)))).layer(retries))
+    Ok(store.layer(HttpClientLayer::new(HttpClient::with(Http { client, bodies }))).layer(retries))
 }
 
 fn store(address: &RemoteAddress) -> Result<Operator, String> {
@@ -135,11 +168,47 @@ fn netrc_entry(text: &str, host: &str) -> Option<(String, String)> {
 }
 
 /// Sends requests, and answers alike for all stores if a server wants fewer of them or is out of order.
-struct Http(reqwest::Client);
+struct Http {
+    client: reqwest::Client,
+    bodies: Bodies,
+}
+
+impl Http {
+    /// Sends a request whose body is a file, of which a piece at a time is in memory.
+    async fn send_file(&self, request: Request<Buffer>, file: File) -> Result<Response<HttpBody>, Error> {
+        let failed = |what: &'static str| {
+            move |error: reqwest::Error| {
+                Error::new(ErrorKind::Unexpected, what).set_temporary().set_source(error.without_url())
+            }
+        };
+        let bytes =
+            file.metadata().map_err(|error| Error::new(ErrorKind::Unexpected, "a file").set_source(error))?.len();
+        let (mut parts, _) = request.into_parts();
+        parts.headers.insert(CONTENT_LENGTH, bytes.into());
+        let pieces = stream::try_unfold(file.take(bytes), |mut file| async move {
+            let mut piece = vec![0; PIECE_BYTES];
+            let read = tokio::task::block_in_place(|| file.read(&mut piece))?;
+            piece.truncate(read);
+            Ok::<_, io::Error>((read > 0).then(|| (Bytes::from(piece), file)))
+        });
+        let sent = self.client.request(parts.method, parts.uri.to_string()).headers(parts.headers);
+        let sent = sent.body(reqwest::Body::wrap_stream(pieces)).send().await.map_err(failed("send a file"))?;
+        let mut response = Response::builder().status(sent.status());
+        response.headers_mut().into_iter().for_each(|headers| headers.clone_from(sent.headers()));
+        let answer = sent.bytes().await.map_err(failed("read an answer"))?;
+        let length = u64::try_from(answer.len()).ok();
+        let body = HttpBody::new(stream::iter([Ok(Buffer::from(answer))]), length);
+        response.body(body).map_err(|_| Error::new(ErrorKind::Unexpected, "an answer"))
+    }
+}
 
 impl HttpFetch for Http {
     async fn fetch(&self, request: Request<Buffer>) -> Result<Response<HttpBody>, Error> {
-        let response = self.0.fetch(request).await?;
+        let response = match self.bodies.of(&request).map(File::open) {
+            None => self.client.fetch(request).await?,
+            Some(Ok(file)) => self.send_file(request, file).await?,
+            Some(Err(error)) => return Err(Error::new(ErrorKind::Unexpected, "a file").set_source(error)),
+        };
         let status = response.status().as_u16();
         if !matches!(status, 429 | 500 | 502 | 503 | 504) {
             return Ok(response);

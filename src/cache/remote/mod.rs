@@ -7,24 +7,24 @@
 //! ends reading for this process, the first of writing ends writing, and each is told once.
 
 mod client;
+mod upload;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{self, File};
 use std::future::Future;
-use std::io::{Read, Seek, SeekFrom, Write};
+use std::io::Write;
 use std::ops::Range;
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
-use bytes::Bytes;
 use futures_util::{StreamExt, TryStreamExt, future, stream};
 use opendal::{Buffer, EntryMode, ErrorKind, Metadata, Operator};
 use tokio::runtime::Runtime;
 use tokio::sync::Semaphore;
 
+use self::client::Bodies;
+use self::upload::Upload;
 use super::error::CacheError;
 use super::frame::{self, Damage, SEAL_BYTES};
 use super::store::{Entry, Found, Store};
@@ -36,10 +36,6 @@ use crate::digest::Digest;
 const PART_BYTES: u64 = 8 << 20;
 /// Parts of a download on their way or waiting for their turn: 64 MiB, and 16 MiB more that are being hashed and written.
 const PARTS_READ: usize = 8;
-/// Parts of an upload on their way: 32 MiB.
-const PARTS_WRITTEN: usize = 4;
-/// Stores allow at most 10,000 parts.
-const PARTS_MAX: u64 = 9_000;
 /// Small entries that are sent, or listed ones that are looked at, at the same time.
 const SMALL_AT_ONCE: usize = 8;
 /// A transfer that is slower than this on average is given up: a build is faster.
@@ -102,6 +98,7 @@ pub(super) struct Remote {
 
 struct Connection {
     operator: Operator,
+    bodies: Bodies,
     /// `None` only while it is dropped.
     runtime: Option<Runtime>,
     slots: Arc<Semaphore>,
@@ -125,9 +122,14 @@ impl Connection {
             .enable_all()
             .build()
             .map_err(|error| format!("no threads for it: {error}"))?;
-        let operator = client::operator(&place.address)?;
+        let bodies = Bodies::default();
+        let operator = client::operator(&place.address, bodies.clone())?;
         let (slots, large) = (Arc::new(Semaphore::new(SMALL_AT_ONCE)), Arc::new(Semaphore::new(1)));
-        Ok(Connection { operator, runtime: Some(runtime), slots, large })
+        Ok(Connection { operator, bodies, runtime: Some(runtime), slots, large })
+    }
+
+    fn upload(&self) -> Upload {
+        Upload { operator: self.operator.clone(), bodies: self.bodies.clone(), large: self.large.clone() }
     }
 
     fn spawn<T: Send + 'static>(&self, work: impl Future<Output = T> + Send + 'static) -> Receiver<T> {
@@ -227,14 +229,14 @@ impl Remote {
         self.place.mode == RemoteMode::ReadWrite && !self.writing_ended.load(Ordering::Relaxed)
     }
 
-    /// Brings an entry here. Any failure is a note and a miss.
-    pub fn fetch(&self, to: &Store, stage: &str, key: &Digest) -> Option<Entry> {
+    /// Brings an entry here, and its key text unless the caller knows that. Any failure is a note and a miss.
+    pub fn fetch(&self, to: &Store, stage: &str, key: &Digest, why: Option<&str>) -> Option<Entry> {
         let name = to.entry_name(stage, key);
         let missed = locked(&self.missing).get(&name).is_some_and(|since| since.elapsed() < MISSING_FOR);
         if !self.reads() || missed || locked(&self.damaged).contains(&name) {
             return None;
         }
-        match self.fetched(to, stage, key, &name) {
+        match self.fetched(to, stage, key, &name, why) {
             Ok(entry) => return Some(entry),
             Err(Failure::Missing) => {
                 locked(&self.missing).insert(name, Instant::now());
@@ -252,28 +254,38 @@ impl Remote {
         None
     }
 
-    fn fetched(&self, to: &Store, stage: &str, key: &Digest, name: &str) -> Result<Entry, Failure> {
+    fn fetched(
+        &self,
+        to: &Store,
+        stage: &str,
+        key: &Digest,
+        name: &str,
+        known: Option<&str>,
+    ) -> Result<Entry, Failure> {
         let connection = self.connection()?;
         // A second time for bytes that were damaged on their way.
         let mut tries = 2;
         loop {
             tries -= 1;
-            let (operator, entry, why) = (connection.operator.clone(), name.to_string(), format!("{name}.why"));
+            let (operator, entry) = (connection.operator.clone(), name.to_string());
+            let why = known.is_none().then(|| format!("{name}.why"));
             let both = async move {
-                let (entry, why) = future::join(first(&operator, &entry), first(&operator, &why)).await;
+                let why = async { Some(first(&operator, why.as_deref()?).await) };
+                let (entry, why) = future::join(first(&operator, &entry), why).await;
                 Ok((entry?, why))
             };
             let (entry, why) = connection.wait(self.limit(PART_BYTES), both)?;
             let why = match why {
-                Ok(First::Whole(framed)) => frame::unwrap(to.key(), "why", &format!("{name}.why"), framed).ok(),
+                Some(Ok(First::Whole(framed))) => frame::unwrap(to.key(), "why", &format!("{name}.why"), framed).ok(),
                 _ => None,
             };
-            let why = why.and_then(|(text, _)| String::from_utf8(text).ok()).unwrap_or_default();
+            let why = why.and_then(|(text, _)| String::from_utf8(text).ok());
+            let why = why.as_deref().or(known).unwrap_or_default();
             let damage = match entry {
-                First::Large(bytes) => return self.fetch_large(to, stage, key, &why, bytes),
+                First::Large(bytes) => return self.fetch_large(to, stage, key, why, bytes),
                 First::Whole(framed) => match frame::unwrap(to.key(), "entry", name, framed) {
                     Ok((bytes, content)) => {
-                        if let Err(error) = to.put(stage, key, &why, &bytes) {
+                        if let Err(error) = to.put(stage, key, why, &bytes) {
                             // The entry is sound, so a full or read-only disk does not force a build.
                             self.tell("store an entry here", error.to_string());
                         }
@@ -403,15 +415,14 @@ impl Remote {
         };
         let replaced = locked(&self.damaged).contains(&name);
         let (told, note, ended) = (self.told.clone(), self.note.clone(), self.writing_ended.clone());
-        let (slots, large, operator) =
-            (connection.slots.clone(), connection.large.clone(), connection.operator.clone());
+        let (slots, upload) = (connection.slots.clone(), connection.upload());
         let (path, timeout) = (from.root().join(&name), self.place.address.timeout());
         let done = connection.spawn(async move {
             let _slot = slots.acquire_owned().await;
             if ended.load(Ordering::Relaxed) {
                 return;
             }
-            if let Err(Failure::Remote(reason)) = upload(&operator, &large, &path, &name, replaced, timeout).await
+            if let Err(Failure::Remote(reason)) = upload.send(&path, &name, replaced, timeout).await
                 && !ended.swap(true, Ordering::Relaxed)
             {
                 tell(&told, &note, "write", reason);
@@ -539,9 +550,8 @@ impl Remote {
             if running.len() >= SMALL_AT_ONCE {
                 finish(running.remove(0), &mut moved)?;
             }
-            let (operator, large, path) =
-                (connection.operator.clone(), connection.large.clone(), from.root().join(&name));
-            let sent = connection.spawn(async move { upload(&operator, &large, &path, &name, false, timeout).await });
+            let (upload, path) = (connection.upload(), from.root().join(&name));
+            let sent = connection.spawn(async move { upload.send(&path, &name, false, timeout).await });
             running.push((bytes, sent));
         }
         running.into_iter().try_for_each(|one| finish(one, &mut moved))?;
@@ -565,7 +575,7 @@ impl Remote {
         let all: u64 = wanted.iter().map(|(.., object)| object.bytes).sum();
         let mut done = 0;
         for (stage, key, Object { name, bytes, .. }) in wanted {
-            match self.fetched(to, &stage, &key, &name) {
+            match self.fetched(to, &stage, &key, &name, None) {
                 Ok(_) => {
                     moved.entries += 1;
                     moved.bytes += bytes;
@@ -668,84 +678,5 @@ fn tell(
 ) {
     if locked(told).insert(action) {
         note(&Note::Remote { action, reason });
-    }
-}
-
-/// Sends the files of an entry, the key text first. With `replaced`, an object of that name is written over.
-async fn upload(
-    operator: &Operator,
-    large: &Semaphore,
-    path: &PathBuf,
-    name: &str,
-    replaced: bool,
-    timeout: Duration,
-) -> Result<(), Failure> {
-    let fault = |source| Failure::Local(CacheError::io("read", path, source));
-    let file = File::open(path).map_err(fault)?;
-    let bytes = file.metadata().map_err(fault)?.len();
-    let limit = timeout + Duration::from_secs(bytes / BYTES_PER_S_MIN);
-    let work = async {
-        if !replaced {
-            match operator.stat(name).await.map_err(Failure::from) {
-                Ok(_) => return Ok(()),
-                Err(Failure::Missing) => {}
-                Err(failure) => return Err(failure),
-            }
-        }
-        if let Ok(why) = fs::read(format!("{}.why", path.display())) {
-            operator.write(&format!("{name}.why"), why).await?;
-        }
-        if bytes <= PART_BYTES {
-            let content = fs::read(path).map_err(fault)?;
-            operator.write(name, content).await?;
-            return Ok(());
-        }
-        let _alone = large.acquire().await;
-        match operator.info().native_capability().write_can_multi {
-            true => upload_parts(operator, file, bytes, name).await.map_err(|failure| match failure {
-                Failure::Local(CacheError::Io { source, .. }) => fault(source),
-                failure => failure,
-            }),
-            false => {
-                // One request. The bytes are read from the file as they are sent.
-                let map = super::files::map(&file).map_err(fault)?;
-                operator.write(name, Bytes::from_owner(map)).await?;
-                Ok(())
-            }
-        }
-    };
-    tokio::time::timeout(limit, work).await.unwrap_or_else(|_| Err(too_slow(limit)))
-}
-
-async fn upload_parts(operator: &Operator, mut file: File, bytes: u64, name: &str) -> Result<(), Failure> {
-    let path = PathBuf::from(name);
-    let fault = |source| Failure::Local(CacheError::io("read", &path, source));
-    let part = PART_BYTES.max(bytes.div_ceil(PARTS_MAX).next_multiple_of(1 << 20));
-    let part = usize::try_from(part).map_err(|_| Failure::Remote("it is too large".to_string()))?;
-    let mut writer = operator.writer_with(name).chunk(part).concurrent(PARTS_WRITTEN).await?;
-    file.seek(SeekFrom::Start(0)).map_err(fault)?;
-    let sent = async {
-        let mut left = bytes;
-        while left > 0 {
-            let mut piece = Vec::new();
-            let read = (&file).take(part as u64).read_to_end(&mut piece).map_err(fault)?;
-            if read == 0 {
-                return Err(Failure::Remote("the entry became shorter while it was sent".to_string()));
-            }
-            left = left.saturating_sub(read as u64);
-            writer.write(piece).await?;
-        }
-        Ok::<(), Failure>(())
-    };
-    match sent.await {
-        Ok(()) => {
-            writer.close().await?;
-            Ok(())
-        }
-        Err(failure) => {
-            // Parts of an upload that is not completed cost their owner storage.
-            let _ = writer.abort().await;
-            Err(failure)
-        }
     }
 }
