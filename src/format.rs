@@ -70,6 +70,26 @@ pub enum ScaleCode {
     E4m3,
     /// A power of two: `2^(code - 127)`.
     E8m0,
+    /// Six bits, times an fp16 number that the groups of a row of a granule share. Minima are made in the same way, of another number,
+    /// and negated (`Q4_K`).
+    F16x6,
+}
+
+/// What the scale and the minimum of a group are made of, where they have six bits each ([`ScaleCode::F16x6`]): a scale is
+/// `f16(whole[0]) * part[0]`, a minimum `-(f16(whole[1]) * part[1])`. Both products are exact in fp32.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SixBits {
+    /// Bits of fp16.
+    pub whole: [u16; 2],
+    pub part: [u8; 2],
+}
+
+impl SixBits {
+    /// Scale and minimum.
+    pub fn values(self) -> (f32, f32) {
+        let [scale, least] = [0, 1].map(|i| f16::from_bits(self.whole[i]).to_f32() * f32::from(self.part[i]));
+        (scale, -least)
+    }
 }
 
 impl Code {
@@ -159,7 +179,8 @@ pub struct TableRow {
 const TABLE_ROW_ALIGN: u64 = 16;
 
 impl ScaleCode {
-    pub const ALL: [ScaleCode; 5] = [ScaleCode::F32, ScaleCode::F16, ScaleCode::Bf16, ScaleCode::E4m3, ScaleCode::E8m0];
+    pub const ALL: [ScaleCode; 6] =
+        [ScaleCode::F32, ScaleCode::F16, ScaleCode::Bf16, ScaleCode::E4m3, ScaleCode::E8m0, ScaleCode::F16x6];
 
     pub fn name(self) -> &'static str {
         match self {
@@ -168,14 +189,17 @@ impl ScaleCode {
             ScaleCode::Bf16 => "bf16",
             ScaleCode::E4m3 => "e4m3",
             ScaleCode::E8m0 => "e8m0",
+            ScaleCode::F16x6 => "fp16x6",
         }
     }
 
+    /// Bytes of a scale. Six bits have none of their own ([`Groups::row_bytes`]).
     pub fn bytes(self) -> u32 {
         match self {
             ScaleCode::F32 => 4,
             ScaleCode::F16 | ScaleCode::Bf16 => 2,
             ScaleCode::E4m3 | ScaleCode::E8m0 => 1,
+            ScaleCode::F16x6 => 0,
         }
     }
 
@@ -199,6 +223,7 @@ impl ScaleCode {
             ScaleCode::Bf16 => out.copy_from_slice(&bf16::from_f32(scale).to_le_bytes()),
             ScaleCode::E4m3 => out[0] = to_e4m3(scale),
             ScaleCode::E8m0 => out[0] = to_e8m0(scale),
+            ScaleCode::F16x6 => {}
         }
     }
 
@@ -212,10 +237,14 @@ impl ScaleCode {
 }
 
 impl Groups {
-    /// Bytes of what a group has beside its codes.
-    pub fn bytes(self) -> u32 {
+    /// Bytes of what `count` groups of a row have beside their codes. With six bits these are two fp16 numbers, and 24 bits for each two
+    /// groups.
+    pub fn row_bytes(self, count: u32) -> u32 {
         let Groups { k: _, scale, zeros, minima } = self;
-        scale.bytes() + u32::from(zeros) + if minima { scale.bytes() } else { 0 }
+        if scale == ScaleCode::F16x6 {
+            return 4 + 3 * count.div_ceil(2);
+        }
+        count * (scale.bytes() + u32::from(zeros) + if minima { scale.bytes() } else { 0 })
     }
 }
 
@@ -264,7 +293,7 @@ impl Format {
     /// 16 bytes. Units need no more: a run of a stream says where in 256 bytes it begins.
     pub fn granule_bytes(self) -> u32 {
         let Some(groups) = self.groups else { return CODE_BYTES };
-        CODE_BYTES + (ROWS * self.granule_groups() * groups.bytes()).next_multiple_of(SCALES_ALIGN)
+        CODE_BYTES + (ROWS * groups.row_bytes(self.granule_groups())).next_multiple_of(SCALES_ALIGN)
     }
 
     /// Where the code of column `k` of a granule lies in the 64 bytes of its row: byte, and bits from its lowest one.
@@ -294,12 +323,53 @@ impl Format {
         self.scale_at(ROWS as usize + row, group)
     }
 
+    /// Where a row of a granule has what its scales and minima of six bits are made of: two fp16 numbers; then, for `group` and its
+    /// neighbour, the low 16 and the high 8 of 24 bits.
+    fn six_bits_at(self, row: usize, group: usize) -> [usize; 3] {
+        let (rows, pairs) = (ROWS as usize, self.granule_groups() as usize / 2);
+        let (shared, pair) = (CODE_BYTES as usize, row * pairs + group / 2);
+        let low = shared + 4 * rows;
+        [shared + 4 * row, low + 2 * pair, low + 2 * rows * pairs + pair]
+    }
+
+    /// Writes them for one group. The 24 bits of a pair are its two scales, then its two minima.
+    pub fn put_six_bits(self, granule: &mut [u8], row: usize, group: usize, of: SixBits) {
+        let [shared, low, high] = self.six_bits_at(row, group);
+        for (whole, out) in of.whole.iter().zip(granule[shared..shared + 4].chunks_exact_mut(2)) {
+            out.copy_from_slice(&whole.to_le_bytes());
+        }
+        let shift = 6 * (group % 2);
+        let bits = u32::from(of.part[0]) << shift | u32::from(of.part[1]) << (12 + shift);
+        for (byte, at) in bits.to_le_bytes().iter().zip([low, low + 1, high]) {
+            granule[at] |= byte;
+        }
+    }
+
+    /// Reads them.
+    pub fn six_bits(self, granule: &[u8], row: usize, group: usize) -> SixBits {
+        let [shared, low, high] = self.six_bits_at(row, group);
+        let half = |at: usize| u16::from_le_bytes([granule[at], granule[at + 1]]);
+        let bits = (u32::from(half(low)) | u32::from(granule[high]) << 16) >> (6 * (group % 2));
+        SixBits { whole: [half(shared), half(shared + 2)], part: [(bits & 63) as u8, (bits >> 12 & 63) as u8] }
+    }
+
+    /// The format of a table of such rows: in one, each group has its scale and its minimum by itself.
+    pub fn of_table(self) -> Format {
+        match self.groups {
+            Some(groups) if groups.scale == ScaleCode::F16x6 => {
+                Format { groups: Some(Groups { scale: ScaleCode::F32, ..groups }), ..self }
+            }
+            _ => self,
+        }
+    }
+
     /// Where a row of a table of `cols` columns has its parts.
     pub fn table_row(self, cols: u32) -> TableRow {
         let groups = self.groups.map_or(0, |groups| u64::from(cols.div_ceil(groups.k.max(1))));
         let scales = (u64::from(cols) * u64::from(self.code.bits())).div_ceil(8).next_multiple_of(4);
         let zeros = scales + groups * self.groups.map_or(0, |groups| u64::from(groups.scale.bytes()));
-        let beside = self.groups.map_or(0, |groups| u64::from(groups.bytes() - groups.scale.bytes()));
+        let beside =
+            self.groups.map_or(0, |groups| u64::from(groups.row_bytes(1).saturating_sub(groups.scale.bytes())));
         let row_scale = (zeros + groups * beside).next_multiple_of(4);
         let bytes = (row_scale + if self.row_scales { 4 } else { 0 }).next_multiple_of(TABLE_ROW_ALIGN);
         TableRow { scales, zeros, row_scale, bytes }
@@ -338,6 +408,9 @@ impl Format {
         if groups.minima && (groups.zeros || row_scales) {
             return Some("nothing beside minima but scales of groups".to_string());
         }
+        if groups.scale == ScaleCode::F16x6 && (!groups.minima || groups.k != 32) {
+            return Some(format!("`{}` with minima, in groups of 32", groups.scale.name()));
+        }
         let shifted = (groups.zeros || groups.minima) && !matches!(code, Code::Int8 | Code::Int4);
         let what = if groups.minima { "minima" } else { "zero points" };
         shifted.then(|| format!("no {what} with `{}`", code.name()))
@@ -345,7 +418,11 @@ impl Format {
 
     /// Bytes of one weight and its share of scales, for estimates.
     pub fn bytes_per_weight(self) -> f64 {
-        let groups = self.groups.map_or(0.0, |g| f64::from(g.bytes()) / f64::from(g.k));
+        let groups = self.groups.map_or(0.0, |groups| {
+            // As many groups as share something.
+            let count = self.granule_groups().max(1);
+            f64::from(groups.row_bytes(count)) / f64::from(count * groups.k)
+        });
         f64::from(self.code.bits()) / 8.0 + groups
     }
 }
@@ -611,6 +688,34 @@ mod tests {
         assert_eq!(Format::by_row(Code::Int8).granule_bytes(), 512);
     }
 
+    /// Nothing of a group lies where another group, or a code, has its bits.
+    #[test]
+    fn six_bits_of_every_group_read_back() {
+        for (code, bytes, weight) in [(Code::Int4, 592, 0.578125), (Code::Int8, 576, 1.109375)] {
+            let format = Format::with_minima(code, 32, ScaleCode::F16x6);
+            assert_eq!((format.refuses(), format.granule_bytes()), (None, bytes));
+            assert_eq!(format.bytes_per_weight(), weight);
+            let mut random = crate::random::Random::new(7);
+            let mut granule = vec![0; bytes as usize];
+            let mut written = vec![];
+            for row in 0..8 {
+                let whole = [random.word() as u16 & 0x7bff, random.word() as u16 & 0x7bff];
+                for group in 0..format.granule_groups() as usize {
+                    let part = [random.word() as u8 & 63, random.word() as u8 & 63];
+                    let of = SixBits { whole, part };
+                    format.put_six_bits(&mut granule, row, group, of);
+                    written.push((row, group, of));
+                }
+            }
+            for (row, group, of) in written {
+                assert_eq!(format.six_bits(&granule, row, group), of, "{format} {row} {group}");
+            }
+            assert!(granule[..CODE_BYTES as usize].iter().all(|&byte| byte == 0));
+        }
+        let of = SixBits { whole: [0x3c01, 0x4200], part: [63, 5] };
+        assert_eq!(of.values(), (63.0 * (1.0 + 1.0 / 1024.0), -15.0));
+    }
+
     #[test]
     fn formats_that_mean_nothing_are_refused() {
         let by = |code, k, zeros| Format::by_group(code, k, ScaleCode::F16, zeros).refuses();
@@ -625,6 +730,11 @@ mod tests {
                 Format { row_scales: true, ..Format::with_minima(Code::Int4, 32, ScaleCode::F16) }.refuses(),
                 "nothing beside minima but scales of groups",
             ),
+            (
+                Format::by_group(Code::Int4, 32, ScaleCode::F16x6, false).refuses(),
+                "`fp16x6` with minima, in groups of 32",
+            ),
+            (Format::with_minima(Code::Int8, 64, ScaleCode::F16x6).refuses(), "`fp16x6` with minima, in groups of 32"),
         ] {
             assert_eq!(refused.as_deref(), Some(why));
         }

@@ -186,7 +186,8 @@ impl<'a> Builder<'a> {
             1,
             Some(Content::Tensor(graph.embed)),
         );
-        b.program.buffers[table.index()].coded = graph.formats.get(&graph.embed).copied().filter(|f| !f.is_plain());
+        let of_table = graph.formats.get(&graph.embed).filter(|format| !format.is_plain());
+        b.program.buffers[table.index()].coded = of_table.map(|format| format.of_table());
         let ropes = b.ropes();
 
         b.grid(

@@ -292,7 +292,7 @@ pub fn step_bytes(validated: &Validated, graph: &ModelGraph, rows: u32, history:
     let precision = schedule.program.precision;
     let streams: u64 = streamed_bytes(schedule).iter().sum();
     let row = match graph.formats.get(&graph.embed).filter(|format| !format.is_plain()) {
-        Some(format) => format.table_row(graph.hidden).bytes,
+        Some(format) => format.of_table().table_row(graph.hidden).bytes,
         None => u64::from(graph.hidden) * precision.weights.bytes() as u64,
     };
     // An op alone may be one that reads no history.

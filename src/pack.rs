@@ -374,12 +374,19 @@ fn stored_as(
     expected: Format,
 ) -> Result<(), PackError> {
     let found = weights.format(tensor);
-    if found != Some(expected) {
-        let (name, tensor) = (buffer.name.clone(), graph.tensor(tensor).name.clone());
-        let found = found.map_or("values".to_string(), |format| format.to_string());
-        return Err(PackError::Format { buffer: id, name, expected, tensor, found });
-    }
-    Ok(())
+    if found == Some(expected) { Ok(()) } else { Err(other_format(buffer, (id, expected), graph, tensor, found)) }
+}
+
+fn other_format(
+    buffer: &Buffer,
+    (id, expected): (BufferId, Format),
+    graph: &ModelGraph,
+    tensor: TensorId,
+    found: Option<Format>,
+) -> PackError {
+    let (name, tensor) = (buffer.name.clone(), graph.tensor(tensor).name.clone());
+    let found = found.map_or("values".to_string(), |format| format.to_string());
+    PackError::Format { buffer: id, name, expected, tensor, found }
 }
 
 /// Refuses a matrix whose parts have values that contradict the config, or lead nowhere.
@@ -452,6 +459,10 @@ fn put_codes(format: Format, row: &CodedRow, r: usize, unit: &mut [u8]) {
             for i in 0..format.granule_groups() as usize {
                 let group = (g * granule_k + i * group_k) / group_k;
                 let Some(&scale) = row.scales.get(group) else { break };
+                if let Some(&of) = row.six_bits.get(group) {
+                    format.put_six_bits(granule, r, i, of);
+                    continue;
+                }
                 let at = format.scale_at(r, i);
                 groups.scale.write(scale, &mut granule[at..at + groups.scale.bytes() as usize]);
                 if groups.zeros {
@@ -593,7 +604,10 @@ fn pack_table(
     (tensor, format): (TensorId, Format),
     out: &mut [u8],
 ) -> Result<(), PackError> {
-    stored_as(id, buffer, graph, weights, tensor, format)?;
+    let found = weights.format(tensor);
+    if found.map(Format::of_table) != Some(format) {
+        return Err(other_format(buffer, (id, format), graph, tensor, found));
+    }
     whole_parts(graph, weights, tensor)?;
     let at = format.table_row(buffer.cols);
     let rows = out.par_chunks_exact_mut((at.bytes as usize).max(1)).zip(0..buffer.rows);

@@ -190,6 +190,18 @@ struct MatVec {
         for (int u = 0; u < UNITS_PER_WARP; u++)
 #pragma unroll
           for (int h = 0; h < Weights::HALF_BLOCKS; h++) product(s[u].products[0], s[u].products[1], b[u][i], h, x[h]);
+      } else if constexpr (Weights::OWN_GROUP) {
+        float d[4] = {};
+        add_up(c, d, j, mine);
+        const float own = sum_of(d);
+#pragma unroll
+        for (int u = 0; u < UNITS_PER_WARP; u++) {
+          float even[4] = {}, odd[4] = {};
+          product(even, even, b[u][i], 0, x[0]), product(odd, odd, b[u][i], 1, x[1]);
+          const float y = c.lane() % 2 == 0 ? half_of(c, even) : half_of(c, odd);
+          s[u].lane += Weights::scale(b[u][i], 0) * y;
+          s[u].lane += Weights::minimum(b[u][i], 0) * own;
+        }
       } else {
         float sums[LANE_GROUPS];
         if constexpr (Weights::SUMS_X) group_sums(c, j, mine, sums);
@@ -297,9 +309,8 @@ struct MatVec {
       if constexpr (Weights::TENSOR) {
         if constexpr (!Weights::GROUPED) v = half_of(c, s.products[0]) + half_of(c, s.products[1]) - input.taken;
         v *= input.factor;
-      } else {
-        v += __shfl_xor_sync(~0u, v, 1);
       }
+      if constexpr (!Weights::TENSOR || Weights::OWN_GROUP) v += __shfl_xor_sync(~0u, v, 1);
       v += __shfl_xor_sync(~0u, v, 2);
       if (c.lane() % 4 == 0) to[c.lane() / 4] = v;
     } else if constexpr (STAGE_BF16<M>) {

@@ -23,7 +23,7 @@
 constexpr int OPERAND_ROWS = 8, PART_BYTES = 64, LANE_BYTES = 16, GRANULE_BYTES = OPERAND_ROWS * PART_BYTES;
 
 enum class Code : u32 { INT8, INT4, E4M3, E2M1 };
-enum class ScaleCode : u32 { NONE, F32, F16, BF16, E4M3, E8M0 };
+enum class ScaleCode : u32 { NONE, F32, F16, BF16, E4M3, E8M0, F16X6 };
 
 // Byte i of the result is byte (selector >> 4i) & 7 of b:a; with bit 3 set, its sign eight times.
 __device__ __forceinline__ u32 permute(u32 a, u32 b, u32 selector) {
@@ -235,6 +235,47 @@ struct MinimaWords {
 template <>
 struct MinimaWords<0> {};
 
+// An unsigned integer below 64, from BIT on in `bits`, as fp32: the lowest bits of the mantissa of a power of two.
+template <int BIT>
+__device__ __forceinline__ float six_bits(u32 bits) {
+  // Bit 23 is no part of a mantissa.
+  constexpr int SHIFT = BIT + 6 > 23 ? BIT : 0, AT = BIT - SHIFT;
+  constexpr u32 POWER = u32(127 + 23 - AT) << 23;
+  return __uint_as_float((bits >> SHIFT & 63u << AT) | POWER) - __uint_as_float(POWER);
+}
+// ScaleCode::F16X6: what a row of a granule has for PAIRS of its groups, two groups each. The granule has after its codes, for each row, a scale and a minimum (fp16); then 24 bits for each pair, the low 16 of all, then the high 8 of all: two scales, two minima.
+// Scale and minimum of a group are products with those of the row, exact in fp32; a minimum is negated.
+template <int PAIRS>
+struct SixBits {
+  u32 row, pairs[PAIRS];
+  // `after`: past the codes. ROW_PAIRS: pairs of a row. `first`: the first pair here.
+  template <int ROW_PAIRS>
+  __device__ __forceinline__ void read(const u8* after, int of_row, int first) {
+    const u8 *low = after + 4 * OPERAND_ROWS, *high = low + 2 * OPERAND_ROWS * ROW_PAIRS;
+    row = *reinterpret_cast<const u32*>(after + 4 * of_row);
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+      const int at = of_row * ROW_PAIRS + first + i;
+      pairs[i] = u32(*reinterpret_cast<const u16*>(low + 2 * at)) | u32(high[at]) << 16;
+    }
+  }
+  __device__ __forceinline__ float scale(int group) const {
+    const u32 bits = pairs[group / 2];
+    return f16_value(row & 0xffff) * (group % 2 == 0 ? six_bits<0>(bits) : six_bits<6>(bits));
+  }
+  __device__ __forceinline__ float minimum(int group) const {
+    const u32 bits = pairs[group / 2];
+    return -f16_value(row >> 16) * (group % 2 == 0 ? six_bits<12>(bits) : six_bits<18>(bits));
+  }
+};
+// What a lane holds of scales of six bits; nothing where scales have other forms.
+template <bool SIX, int PAIRS>
+struct HeldSixBits {};
+template <int PAIRS>
+struct HeldSixBits<true, PAIRS> {
+  SixBits<PAIRS> six = {};
+};
+
 template <bool, class A, class B>
 struct Either {
   typedef A type;
@@ -258,7 +299,7 @@ struct Coding {
 
 // Bytes of a scale, and the value of the scale in the lowest bits of a word.
 template <ScaleCode C>
-constexpr int SCALE_BYTES_OF = C == ScaleCode::F32 ? 4 : C == ScaleCode::F16 || C == ScaleCode::BF16 ? 2 : 1;
+constexpr int SCALE_BYTES_OF = C == ScaleCode::F32 ? 4 : C == ScaleCode::F16 || C == ScaleCode::BF16 ? 2 : 1; // not of F16X6
 template <ScaleCode C>
 __device__ __forceinline__ float scale_value(u32 bits) {
   if constexpr (C == ScaleCode::F32) return __uint_as_float(bits);
@@ -285,11 +326,17 @@ struct Coding<M, G, decltype(int(G::CODE))> {
   // With tensor cores a lane has the sums of half of a granule, without them those of all of it.
   static constexpr bool TENSOR = STAGE_BF16<M>, MINIMA = MINIMA_OF<G>;
   static_assert(!MINIMA || (GROUPED && !G::ZEROS), "minima are of groups, in the place of zero points");
+  // Whether scales and minima have six bits each.
+  static constexpr bool SIX = G::SCALE_CODE == ScaleCode::F16X6;
+  static_assert(!SIX || (MINIMA && GROUPS % 2 == 0), "groups of six bits are pairs, with minima");
   // The zero point of codes for which none is stored.
   static constexpr float ZERO = MINIMA ? 0.f : Codes::ZERO;
   static constexpr int HALF_BLOCKS = BLOCKS / 2;
+  // Whether each of the four lanes of a row takes one group: a product on tensor cores gives the sums of a half to two lanes, and to unpack six
+  // bits takes as long as to make an operand.
+  static constexpr bool OWN_GROUP = TENSOR && SIX && GROUPS == 4;
   // Groups of a row that a lane has sums of.
-  static constexpr int LANE_GROUPS = TENSOR && GROUPS > 1 ? GROUPS / 2 : GROUPS;
+  static constexpr int LANE_GROUPS = OWN_GROUP ? 1 : TENSOR && GROUPS > 1 ? GROUPS / 2 : GROUPS;
   static constexpr float OFFSET = TENSOR ? Codes::OFFSET : 0.f;
   // Whether offsets or zero points are subtracted from sums, which takes sums of x.
   static constexpr bool SUMS_X = G::ZEROS || MINIMA || (TENSOR ? OFFSET + ZERO != 0.f : GROUPED && ZERO != 0.f);
@@ -305,9 +352,9 @@ struct Coding<M, G, decltype(int(G::CODE))> {
   // What a lane holds of a granule: its codes, or operands, if they are made AHEAD of the input; scales and zero points of its groups,
   // in the words that they were loaded in.
   template <bool AHEAD>
-  struct Held : MinimaWords<MINIMA ? ceil_div(LANE_GROUPS * SCALE_BYTES, 4) : 0> {
+  struct Held : MinimaWords<MINIMA && !SIX ? ceil_div(LANE_GROUPS * SCALE_BYTES, 4) : 0>, HeldSixBits<SIX, ceil_div(LANE_GROUPS, 2)> {
     uint4 codes[AHEAD ? BLOCKS : 1] = {};
-    u32 scales[GROUPED ? ceil_div(LANE_GROUPS * SCALE_BYTES, 4) : 1] = {};
+    u32 scales[GROUPED && !SIX ? ceil_div(LANE_GROUPS * SCALE_BYTES, 4) : 1] = {};
     u32 zeros = 0;
     __device__ __forceinline__ uint4 operand(int block) const { return AHEAD ? codes[AHEAD ? block : 0] : Codes::eight(codes[0], block); }
   };
@@ -343,10 +390,17 @@ struct Coding<M, G, decltype(int(G::CODE))> {
     }
     if constexpr (GROUPED) {
       const u8* after = lane_at - lane * LANE_BYTES + GRANULE_BYTES;
-      const int first = lane / 4 * GROUPS + (LANE_GROUPS < GROUPS ? lane % 4 / 2 * LANE_GROUPS : 0);
-      copy<LANE_GROUPS * SCALE_BYTES>(held.scales, after + first * SCALE_BYTES);
-      if constexpr (G::ZEROS) copy<LANE_GROUPS>(&held.zeros, after + OPERAND_ROWS * GROUPS * SCALE_BYTES + first);
-      if constexpr (MINIMA) copy<LANE_GROUPS * SCALE_BYTES>(held.minima, after + (OPERAND_ROWS * GROUPS + first) * SCALE_BYTES);
+      const int begin = LANE_GROUPS < GROUPS ? lane % 4 / 2 * LANE_GROUPS : 0, first = lane / 4 * GROUPS + begin;
+      if constexpr (SIX) {
+        const int group = OWN_GROUP ? lane % 4 : begin;
+        held.six.template read<GROUPS / 2>(after, lane / 4, group / 2);
+        // A lane's only group is the first of its pair then.
+        if constexpr (LANE_GROUPS == 1) held.six.pairs[0] >>= group % 2 * 6;
+      } else {
+        copy<LANE_GROUPS * SCALE_BYTES>(held.scales, after + first * SCALE_BYTES);
+        if constexpr (G::ZEROS) copy<LANE_GROUPS>(&held.zeros, after + OPERAND_ROWS * GROUPS * SCALE_BYTES + first);
+        if constexpr (MINIMA) copy<LANE_GROUPS * SCALE_BYTES>(held.minima, after + (OPERAND_ROWS * GROUPS + first) * SCALE_BYTES);
+      }
     }
     return held;
   }
@@ -355,11 +409,13 @@ struct Coding<M, G, decltype(int(G::CODE))> {
   // Scale of the lane's g-th group, and what is subtracted from its values.
   template <bool AHEAD>
   static __device__ __forceinline__ float scale(const Held<AHEAD>& held, int g) {
-    return scale_of(held.scales[g * SCALE_BYTES / 4] >> g * SCALE_BYTES % 4 * 8);
+    if constexpr (SIX) return held.six.scale(g);
+    else return scale_of(held.scales[g * SCALE_BYTES / 4] >> g * SCALE_BYTES % 4 * 8);
   }
   template <bool AHEAD>
   static __device__ __forceinline__ float minimum(const Held<AHEAD>& held, int g) {
-    return scale_of(held.minima[g * SCALE_BYTES / 4] >> g * SCALE_BYTES % 4 * 8);
+    if constexpr (SIX) return held.six.minimum(g);
+    else return scale_of(held.minima[g * SCALE_BYTES / 4] >> g * SCALE_BYTES % 4 * 8);
   }
   template <bool AHEAD>
   static __device__ __forceinline__ float offset(const Held<AHEAD>& held, int g) {

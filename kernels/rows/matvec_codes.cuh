@@ -81,19 +81,47 @@ struct RowsOperand<Code::E2M1> {
   static __device__ __forceinline__ uint2 constant(u32) { return make_uint2(0, 0); }
 };
 
+// Scales and minima of six bits (ScaleCode::F16X6) of COLS rows of W with GROUPS groups each. Several lanes need the same ones, so each lane
+// unpacks one, and gives it to the others as a pair of bf16, which has six bits exactly.
+template <bool SIX, int COLS, int GROUPS>
+struct SharedSixBits {};
+template <int COLS, int GROUPS>
+struct SharedSixBits<true, COLS, GROUPS> {
+  u32 rows[COLS] = {}, own = 0;
+  __device__ __forceinline__ void read_six(const u8* after, int lane, int row) {
+    // A row of W belongs to four neighbouring lanes, or two rows to every fourth lane.
+    const int at = COLS == 1 ? lane % GROUPS : lane / 4 % (COLS * GROUPS), group = at % GROUPS;
+    SixBits<1> six;
+    six.template read<GROUPS / 2>(after, row + at / GROUPS, group / 2);
+    const u32 bits = six.pairs[0] >> group % 2 * 6;
+    own = permute(__float_as_uint(six_bits<0>(bits)), __float_as_uint(six_bits<12>(bits)), 0x7632);
+#pragma unroll
+    for (int i = 0; i < COLS; i++) rows[i] = *reinterpret_cast<const u32*>(after + 4 * (row + i));
+  }
+  // Scale and minimum of a group, without the factors of its row; by all lanes of a warp.
+  __device__ __forceinline__ float2 six(int lane, int col, int group) const {
+    const u32 pair = COLS == 1 ? __shfl_sync(~0u, own, lane / GROUPS * GROUPS + group) : __shfl_sync(~0u, own, (col * GROUPS + group) * 4 + lane % 4);
+    return make_float2(bf16_lo(pair), bf16_hi(pair));
+  }
+  __device__ __forceinline__ float2 factors(int col) const { return make_float2(f16_value(rows[col] & 0xffff), -f16_value(rows[col] >> 16)); }
+};
+
 // What a lane has of a granule: its codes; scales and zero points of COLS rows of W, in the words that they were loaded in.
 template <class M, class G, int COLS>
-struct RowsHeld : MinimaWords<MINIMA_OF<G> ? ceil_div(COLS * Coding<M, G>::GROUPS * Coding<M, G>::SCALE_BYTES, 4) : 0> {
+struct RowsHeld : MinimaWords<MINIMA_OF<G> && !Coding<M, G>::SIX ? ceil_div(COLS * Coding<M, G>::GROUPS * Coding<M, G>::SCALE_BYTES, 4) : 0>,
+                  SharedSixBits<Coding<M, G>::SIX, COLS, Coding<M, G>::GROUPS> {
   typedef Coding<M, G> Weights;
   static constexpr int GROUPS = Weights::GROUPS, SCALE_BYTES = COLS * GROUPS * Weights::SCALE_BYTES, ZERO_BYTES = COLS * GROUPS;
   uint4 codes = {};
-  u32 scales[Weights::GROUPED ? ceil_div(SCALE_BYTES, 4) : 1] = {};
+  u32 scales[Weights::GROUPED && !Weights::SIX ? ceil_div(SCALE_BYTES, 4) : 1] = {};
   u32 zeros[G::ZEROS ? ceil_div(ZERO_BYTES, 4) : 1] = {};
 
   // `granule`: its first byte; `row`: the first row of W whose scales the lane needs.
   __device__ __forceinline__ void read(const u8* granule, int lane, int row) {
     codes = *reinterpret_cast<const uint4*>(granule + lane * LANE_BYTES);
-    if constexpr (Weights::GROUPED) {
+    if constexpr (Weights::SIX) {
+      this->read_six(granule + GRANULE_BYTES, lane, row);
+    } else if constexpr (Weights::GROUPED) {
       const u8* from = granule + GRANULE_BYTES + row * (GROUPS * Weights::SCALE_BYTES);
       constexpr int ONCE = SCALE_BYTES < 16 ? SCALE_BYTES : 16;
 #pragma unroll
@@ -228,6 +256,8 @@ struct RowsCodes<M, G, S, PIECES, AT_ONCE, decltype(int(G::CODE))> {
       for (int u = 0; u < AT_ONCE; u++)
         if (S::exists(c, block, j)) w[u][j].read(chunks.slot[u] + S::in_block(c, j) * Weights::BYTES, c.lane(), row);
     chunks.release(c);
+    // Of six bits: sums of a granule without the factors of its rows.
+    float2 parts[AT_ONCE][LANE_SUMS] = {};
 #pragma unroll
     for (int r = 0; r < RUNS; r++) {
       const int granule = r / Weights::GROUPS, group = r % Weights::GROUPS;
@@ -238,7 +268,7 @@ struct RowsCodes<M, G, S, PIECES, AT_ONCE, decltype(int(G::CODE))> {
         for (int k = 0; k < LANE_SUMS; k++) {
           if constexpr (!Weights::GROUPED) y[0][u][k] = d[u][0][k];
           if constexpr (Weights::MINIMA)
-            y[0][u][k] = -float(OFFSET) * input.taken[r][row_of(k)];
+            y[0][u][k] = OFFSET == 0 ? 0.f : -float(OFFSET) * input.taken[r][row_of(k)];
           else if constexpr (G::ZEROS)
             y[0][u][k] = -(float(OFFSET - int(Weights::Codes::ZERO)) + w[u][granule].zero(col_of(k), group)) * input.taken[r][row_of(k)];
           else if constexpr (SUMS_X)
@@ -264,11 +294,21 @@ struct RowsCodes<M, G, S, PIECES, AT_ONCE, decltype(int(G::CODE))> {
 #pragma unroll
         for (int k = 0; k < LANE_SUMS; k++) {
           const float sum = SETS == 2 ? y[0][u][k] + y[1][u][k] : y[0][u][k];
-          if constexpr (Weights::GROUPED)
+          if constexpr (Weights::SIX) {
+            const float2 of = w[u][granule].six(c.lane(), col_of(k), group);
+            float2& part = parts[u][k];
+            part.x += of.x * sum, part.y += of.y * input.taken[r][row_of(k)];
+            if (group == Weights::GROUPS - 1) {
+              const float2 factors = w[u][granule].factors(col_of(k));
+              d[u][0][k] += factors.x * part.x, d[u][0][k] += factors.y * part.y;
+              part = make_float2(0.f, 0.f);
+            }
+          } else if constexpr (Weights::GROUPED) {
             d[u][0][k] += w[u][granule].scale(col_of(k), group) * sum;
-          else
+          } else {
             d[u][0][k] = sum;
-          if constexpr (Weights::MINIMA) d[u][0][k] += w[u][granule].minimum(col_of(k), group) * input.taken[r][row_of(k)];
+          }
+          if constexpr (Weights::MINIMA && !Weights::SIX) d[u][0][k] += w[u][granule].minimum(col_of(k), group) * input.taken[r][row_of(k)];
         }
     }
   }
@@ -288,7 +328,14 @@ struct RowsCodesLanes {
 #pragma unroll
     for (int g = 0; g < RUNS; g++) {
       const float zero = G::ZEROS ? held.zero(0, g) : Weights::ZERO;
-      const float scale = Weights::GROUPED ? held.scale(0, g) : 1.f;
+      float scale = 1.f, least = 0.f;
+      if constexpr (Weights::SIX) {
+        const float2 own = held.six(c.lane(), 0, g), factors = held.factors(0);
+        scale = factors.x * own.x, least = factors.y * own.y;
+      } else if constexpr (Weights::GROUPED) {
+        scale = held.scale(0, g);
+        if constexpr (Weights::MINIMA) least = held.minimum(0, g);
+      }
       float w[RUN_BLOCKS][8];
 #pragma unroll
       for (int b = 0; b < RUN_BLOCKS; b++)
@@ -306,7 +353,7 @@ struct RowsCodesLanes {
             if constexpr (Weights::MINIMA) sum_x += value;
           }
         d[row] += scale * sum;
-        if constexpr (Weights::MINIMA) d[row] += held.minimum(0, g) * sum_x;
+        if constexpr (Weights::MINIMA) d[row] += least * sum_x;
       }
     }
   }

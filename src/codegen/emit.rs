@@ -614,6 +614,7 @@ fn code_members(format: Format) -> String {
             ScaleCode::Bf16 => "BF16",
             ScaleCode::E4m3 => "E4M3",
             ScaleCode::E8m0 => "E8M0",
+            ScaleCode::F16x6 => "F16X6",
         };
         (groups.k, scale, groups.zeros)
     });

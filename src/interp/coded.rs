@@ -6,7 +6,7 @@
 
 use super::kernel::Isa;
 use super::real::Real;
-use crate::format::{CODE_ROW_BYTES, Code, Format};
+use crate::format::{CODE_ROW_BYTES, Code, Format, ScaleCode};
 use crate::ir::op::UNIT_ROWS;
 
 const ROWS: usize = UNIT_ROWS as usize;
@@ -68,6 +68,10 @@ fn scale(format: Format, granule: &[u8], r: usize, group: usize) -> (f32, f32, f
     let code = format.code;
     match format.groups {
         None => (1.0, code.implied_zero(), 0.0),
+        Some(groups) if groups.scale == ScaleCode::F16x6 => {
+            let (scale, least) = format.six_bits(granule, r, group).values();
+            (scale, 0.0, least)
+        }
         Some(groups) if groups.minima => {
             let read = |at: usize| groups.scale.read(&granule[at..]);
             (read(format.scale_at(r, group)), 0.0, read(format.minimum_at(r, group)))

@@ -5,7 +5,7 @@ use super::layout::{WARP_ROWS, WORD_ROWS, cache_pitch};
 use super::op::{Attention, MatVec, QkNormAttr};
 use super::schedule::Machine;
 use crate::dtype::{DType, Precision};
-use crate::format::{Code, Format, Groups};
+use crate::format::{Code, Format, Groups, ScaleCode};
 use crate::model::graph::QkNormSpan;
 use std::ops::Range;
 
@@ -211,7 +211,11 @@ impl RegisterTiling {
 fn granule_registers(format: Format) -> u32 {
     let groups = format.granule_groups().div_ceil(2);
     let of_scales = |g: Groups| (groups * g.scale.bytes()).div_ceil(4);
-    let of_groups = |g: Groups| of_scales(g) * (1 + u32::from(g.minima)) + u32::from(g.zeros);
+    let of_groups = |g: Groups| match g.scale {
+        // Two numbers of fp16, and a word for each two groups.
+        ScaleCode::F16x6 => 1 + groups.div_ceil(2),
+        _ => of_scales(g) * (1 + u32::from(g.minima)) + u32::from(g.zeros),
+    };
     4 + format.groups.map_or(0, of_groups)
 }
 

@@ -7,7 +7,7 @@ use half::{bf16, f16};
 
 use crate::digest::{KeyPart, KeySink};
 use crate::dtype::DType;
-use crate::format::{Code, Format, ScaleCode, e2m1};
+use crate::format::{Code, Format, ScaleCode, SixBits, e2m1};
 use crate::gguf::Kind;
 use crate::model::coded::{CodedRow, Component, Files};
 
@@ -32,6 +32,8 @@ pub struct Blocks {
 struct Decoded {
     codes: [u8; BLOCK_MAX],
     groups: [(f32, f32); 16],
+    /// What those of a type with scales of six bits are made of.
+    six_bits: [SixBits; 8],
 }
 
 /// The codes of a type of blocks, and the values of a group.
@@ -65,9 +67,8 @@ pub fn format_of(kind: Kind) -> Option<Format> {
         Kind::Mxfp4 => Some(Format::by_group(Code::E2m1, 32, ScaleCode::E8m0, false)),
         Kind::Q4_1 => Some(Format::with_minima(Code::Int4, 32, ScaleCode::F16)),
         Kind::Q5_1 => Some(Format::with_minima(Code::Int8, 32, ScaleCode::F16)),
-        // A scale is the product of an fp16 number and six bits.
-        Kind::Q4K => Some(Format::with_minima(Code::Int4, 32, ScaleCode::F32)),
-        Kind::Q5K => Some(Format::with_minima(Code::Int8, 32, ScaleCode::F32)),
+        Kind::Q4K => Some(Format::with_minima(Code::Int4, 32, ScaleCode::F16x6)),
+        Kind::Q5K => Some(Format::with_minima(Code::Int8, 32, ScaleCode::F16x6)),
         _ => None,
     }
 }
@@ -85,22 +86,23 @@ fn halves(bytes: &[u8], out: &mut [u8]) {
 }
 
 /// Scale and minimum of group `group` of a super-block, 6 bits each (`get_scale_min_k4`).
-fn six_bits(scales: &[u8], group: usize) -> (u8, u8) {
+fn parts_of(scales: &[u8], group: usize) -> [u8; 2] {
     if group < 4 {
-        return (scales[group] & 63, scales[group + 4] & 63);
+        return [scales[group] & 63, scales[group + 4] & 63];
     }
     let (both, low, high) = (scales[group + 4], scales[group - 4] >> 6, scales[group] >> 6);
-    (both & 15 | low << 4, both >> 4 | high << 4)
+    [both & 15 | low << 4, both >> 4 | high << 4]
 }
 
 impl Decoded {
     fn new() -> Decoded {
-        Decoded { codes: [0; BLOCK_MAX], groups: [(0.0, 0.0); 16] }
+        let none = SixBits { whole: [0; 2], part: [0; 2] };
+        Decoded { codes: [0; BLOCK_MAX], groups: [(0.0, 0.0); 16], six_bits: [none; 8] }
     }
 
     /// Reads a block of a type that has codes.
     fn read(&mut self, kind: Kind, block: &[u8]) {
-        let Decoded { codes, groups } = self;
+        let Decoded { codes, groups, six_bits } = self;
         match kind {
             Kind::Q4_0 => {
                 groups[0] = (f16_at(block, 0), 0.0);
@@ -124,10 +126,10 @@ impl Decoded {
                 codes[..32].copy_from_slice(&block[2..34]);
             }
             Kind::Q4K | Kind::Q5K => {
-                let (scale, least) = (f16_at(block, 0), f16_at(block, 2));
-                for (group, out) in groups[..8].iter_mut().enumerate() {
-                    let (s, m) = six_bits(&block[4..16], group);
-                    *out = (scale * f32::from(s), -(least * f32::from(m)));
+                let whole = [0, 2].map(|at| u16::from_le_bytes([block[at], block[at + 1]]));
+                for (group, (own, out)) in six_bits.iter_mut().zip(groups).enumerate() {
+                    *own = SixBits { whole, part: parts_of(&block[4..16], group) };
+                    *out = own.values();
                 }
                 let low = if kind == Kind::Q4K { 16 } else { 48 };
                 for (bytes, out) in block[low..low + 128].chunks(32).zip(codes.chunks_mut(64)) {
@@ -267,7 +269,9 @@ impl Blocks {
         out.scales.clear();
         out.zeros.clear();
         out.minima.clear();
+        out.six_bits.clear();
         out.row_scale = 1.0;
+        let shares = format_of(self.kind).and_then(|of| of.groups).is_some_and(|of| of.scale == ScaleCode::F16x6);
         let mut decoded = Decoded::new();
         let block = self.kind.block() as usize;
         for bytes in self.row(files, row).chunks_exact(self.kind.block_bytes() as usize) {
@@ -276,6 +280,9 @@ impl Blocks {
             let groups = &decoded.groups[..block / group];
             out.scales.extend(groups.iter().map(|(scale, _)| scale));
             out.minima.extend(groups.iter().map(|(_, least)| least).filter(|_| minima));
+            if shares {
+                out.six_bits.extend(decoded.six_bits);
+            }
         }
     }
 }

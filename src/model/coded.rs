@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::OnceLock;
 
 use crate::digest::{KeyPart, KeySink};
-use crate::format::{Code, Format, ScaleCode};
+use crate::format::{Code, Format, ScaleCode, SixBits};
 
 /// One row of a matrix as its [`Format`] wants it.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -18,6 +18,8 @@ pub struct CodedRow {
     pub zeros: Vec<u8>,
     /// As many, where the format has minima.
     pub minima: Vec<f32>,
+    /// As many, where the format has scales of six bits: what `scales` and `minima` are products of.
+    pub six_bits: Vec<SixBits>,
     /// 1 where the format has no scales of rows.
     pub row_scale: f32,
 }
@@ -409,6 +411,7 @@ impl Stored {
         out.scales.clear();
         out.zeros.clear();
         out.minima.clear();
+        out.six_bits.clear();
         let Some(groups) = format.groups else { return };
         for group in 0..cols.div_ceil(groups.k) {
             let stored = (group * groups.k / group_k) as usize;

@@ -112,6 +112,7 @@ pub fn round_row(format: Format, values: &[f32], out: &mut CodedRow) {
     out.scales.clear();
     out.zeros.clear();
     out.minima.clear();
+    out.six_bits.clear();
     out.row_scale = 1.0;
     match groups {
         None => out.row_scale = round_group(code, ScaleCode::F32, values, &mut out.codes),

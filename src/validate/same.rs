@@ -14,7 +14,7 @@
 
 use crate::dtype::DType;
 use crate::error::{Fault, Tier};
-use crate::format::Format;
+use crate::format::{Format, ScaleCode};
 use crate::ir::op::{
     Attention, Convolve, Epilogue, GroupNorm, MatVec, Mix, NormAttr, Op, OpKey, QkNormAttr, Role, Route, Scan,
 };
@@ -800,7 +800,7 @@ impl Reader<'_> {
         let Some(Content::Tensor(tensor)) = buffer.content else {
             return Err("expected a table of the checkpoint".to_string());
         };
-        self.is_stored(buffer.format(), tensor)?;
+        self.is_stored(buffer.format(), tensor, true)?;
         self.known(Term::Embedded { table: tensor, scale: scale.to_bits() })
     }
 
@@ -859,7 +859,7 @@ impl Reader<'_> {
         }
         let mut linears = vec![];
         for (part, bias) in parts.iter().zip(biases) {
-            self.is_stored(buffer.format(), part.view.tensor)?;
+            self.is_stored(buffer.format(), part.view.tensor, false)?;
             if bias.is_some_and(|(_, len)| len != part.rows) {
                 return Err(format!("expected {} biases of a linear", part.rows));
             }
@@ -939,7 +939,7 @@ impl Reader<'_> {
         for half in 0..halves {
             let mut weights = vec![];
             for (part, bias) in parts.iter().zip(biases).skip(half).step_by(halves) {
-                self.is_stored(buffer.format(), part.view.tensor)?;
+                self.is_stored(buffer.format(), part.view.tensor, false)?;
                 let rows = m.rows / halves as u32;
                 if part.rows != rows || bias.is_some_and(|(_, len)| len != rows) {
                     return Err(format!("expected {rows} rows, and as many biases, of each expert"));
@@ -1096,10 +1096,14 @@ impl Reader<'_> {
         }
     }
 
-    /// Weights of `tensor` are stored as the checkpoint, or the precision, has them, or in fp32, which holds all values.
-    fn is_stored(&self, format: Format, tensor: TensorId) -> Result<(), String> {
+    /// Weights of `tensor` are stored as the checkpoint, or the precision, has them, or in fp32, which holds all values. A row of a table
+    /// has its scales by themselves.
+    fn is_stored(&self, format: Format, tensor: TensorId, is_table: bool) -> Result<(), String> {
         let stored = self.graph.formats.get(&tensor).copied();
-        let expected = stored.unwrap_or(Format::plain(self.program.precision.weights));
+        let mut expected = stored.unwrap_or(Format::plain(self.program.precision.weights));
+        if let Some(groups) = expected.groups.as_mut().filter(|of| is_table && of.scale == ScaleCode::F16x6) {
+            groups.scale = ScaleCode::F32;
+        }
         if [expected, Format::plain(DType::F32)].contains(&format) {
             return Ok(());
         }

@@ -79,13 +79,15 @@ pub(super) fn granules(schedule: &Schedule, grid: &Grid) -> (u64, u64) {
     };
     let granule_k = GRANULE_ROW * 8 / bits;
     let Some(groups) = groups else { return (granule_k, GRANULE) };
-    let scale = match groups.scale {
-        ScaleCode::F32 => 4,
-        ScaleCode::F16 | ScaleCode::Bf16 => 2,
-        ScaleCode::E4m3 | ScaleCode::E8m0 => 1,
+    let count = granule_k.div_ceil(u64::from(groups.k.max(1)));
+    let each = |scale: u64| count * (scale * (1 + u64::from(groups.minima)) + u64::from(groups.zeros));
+    let of_row = match groups.scale {
+        ScaleCode::F32 => each(4),
+        ScaleCode::F16 | ScaleCode::Bf16 => each(2),
+        ScaleCode::E4m3 | ScaleCode::E8m0 => each(1),
+        // Two fp16 numbers; each two groups have two scales and two minima of six bits.
+        ScaleCode::F16x6 => 4 + count.div_ceil(2) * 3,
     };
-    let of_row = granule_k.div_ceil(u64::from(groups.k.max(1)))
-        * (scale * (1 + u64::from(groups.minima)) + u64::from(groups.zeros));
     (granule_k, (GRANULE + UNIT_ROWS * of_row).div_ceil(16) * 16)
 }
 

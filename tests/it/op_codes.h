@@ -20,7 +20,9 @@ template <class P, Code C, int GROUP, ScaleCode S>
 struct LeastAs : CodedAs<P, C, GROUP, S, false, false> {
   typedef CodedAs<P, C, GROUP, S, false, false> Base;
   static constexpr bool MINIMA = true;
-  static constexpr int GRANULE_BYTES = 512 + (8 * Base::GROUPS * 2 * Base::SCALE_BYTES + 15) / 16 * 16;
+  // Of six bits: 4 bytes for a row, and 3 for each two groups.
+  static constexpr int OF_ROW = S == ScaleCode::F16X6 ? 4 + 3 * Base::GROUPS / 2 : Base::GROUPS * 2 * Base::SCALE_BYTES;
+  static constexpr int GRANULE_BYTES = 512 + (8 * OF_ROW + 15) / 16 * 16;
 };
 
 // The value of a code, by its definition.
@@ -60,6 +62,24 @@ static double least_of(ScaleCode code, u32 word, u8* bytes) {
   return -size;
 }
 
+// Scale and minimum of six bits, times a scale and a minimum (fp16) of the row, which come with its first group.
+template <class G>
+static void six_bits_of(u64& state, std::vector<u8>& granule, int row, int g, double& scale, double& least) {
+  u8 *of_row = granule.data() + 512 + row * 4, *of_pairs = granule.data() + 512 + 32;
+  double whole[2];
+  for (int i = 0; i < 2; i++) {
+    u32 bits = 0x2000 + word_of(state) % 4096;
+    if (g == 0) std::memcpy(of_row + 2 * i, &bits, 2);
+    bits = of_row[2 * i] | u32(of_row[2 * i + 1]) << 8;
+    whole[i] = std::ldexp(1 + (bits & 1023) / 1024., int(bits >> 10) - 15);
+  }
+  const u32 s = word_of(state) >> 26, m = word_of(state) >> 26;
+  const int pairs = G::GROUPS / 2, at = row * pairs + g / 2, shift = g % 2 * 6;
+  const u32 bits = s << shift | m << (12 + shift);
+  of_pairs[2 * at] |= u8(bits), of_pairs[2 * at + 1] |= u8(bits >> 8), of_pairs[16 * pairs + at] |= u8(bits >> 16);
+  scale = whole[0] * s, least = -whole[1] * m;
+}
+
 // Granule `j` of a unit, and its weights in `w` (ROWS, K). `rows`: the row of the matrix that each row of the unit is, or -1.
 template <class G>
 static std::vector<u8> random_granule(u64& state, int j, const int (&rows)[8], std::vector<double>& w) {
@@ -84,10 +104,15 @@ static std::vector<u8> random_granule(u64& state, int j, const int (&rows)[8], s
     }
     for (int g = 0; g < G::GROUPS; g++) {
       u8 bytes[4];
-      const double scale = scale_of(G::SCALE_CODE, word_of(state), bytes);
-      std::memcpy(granule.data() + 512 + (row * G::GROUPS + g) * G::SCALE_BYTES, bytes, G::SCALE_BYTES);
-      double zero = G::CODE == Code::INT4 && !MINIMA_OF<G> ? 8 : 0, least = 0;
-      if (MINIMA_OF<G>) {
+      double scale, zero = G::CODE == Code::INT4 && !MINIMA_OF<G> ? 8 : 0, least = 0;
+      constexpr bool SIX = G::SCALE_CODE == ScaleCode::F16X6;
+      if (SIX) {
+        six_bits_of<G>(state, granule, row, g, scale, least);
+      } else {
+        scale = scale_of(G::SCALE_CODE, word_of(state), bytes);
+        std::memcpy(granule.data() + 512 + (row * G::GROUPS + g) * G::SCALE_BYTES, bytes, G::SCALE_BYTES);
+      }
+      if (MINIMA_OF<G> && !SIX) {
         least = least_of(G::SCALE_CODE, word_of(state), bytes);
         std::memcpy(granule.data() + 512 + ((8 + row) * G::GROUPS + g) * G::SCALE_BYTES, bytes, G::SCALE_BYTES);
       }

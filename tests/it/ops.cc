@@ -669,6 +669,8 @@ int main() {
   matvec_codes<B, Coded<Long, Code::INT4, 32, ScaleCode::F16, true, false>>("codes-int4-32-zeros");
   matvec_codes<B, Least<Ragged, Code::INT4, 32, ScaleCode::F16>>("codes-int4-32-minima");
   matvec_codes<F, Least<Long, Code::INT8, 32, ScaleCode::F32>>("codes-int8-32-minima");
+  matvec_codes<B, Least<Ragged, Code::INT4, 32, ScaleCode::F16X6>>("codes-int4-32-six-bits");
+  matvec_codes<F, Least<Long, Code::INT8, 32, ScaleCode::F16X6>>("codes-int8-32-six-bits");
   matvec_codes<B, Coded<Ragged, Code::E2M1, 32, ScaleCode::E8M0, false, false>>("codes-mxfp4");
   matvec_codes<B, Coded<Ragged, Code::E2M1, 32, ScaleCode::E4M3, false, true>>("codes-e2m1-both");
   // On tensor cores x is staged as bf16, so it is exact without a norm.
@@ -688,6 +690,9 @@ int main() {
   matvec_codes<T, Least<Pairs<Exact>, Code::INT4, 32, ScaleCode::F16>>("tensor-int4-32-minima");
   matvec_codes<T, Least<Long, Code::INT4, 32, ScaleCode::F32>>("tensor-int4-32-wide-minima");
   matvec_codes<T, Least<Exact, Code::INT8, 32, ScaleCode::F32>>("tensor-int8-32-minima");
+  matvec_codes<T, Least<Pairs<Exact>, Code::INT4, 32, ScaleCode::F16X6>>("tensor-int4-32-six-bits");
+  matvec_codes<T, Least<Long, Code::INT4, 32, ScaleCode::F16X6>>("tensor-int4-32-long-six-bits");
+  matvec_codes<T, Least<Exact, Code::INT8, 32, ScaleCode::F16X6>>("tensor-int8-32-six-bits");
   matvec_codes<T, Coded<Pairs<Exact>, Code::E2M1, 32, ScaleCode::E8M0, false, false>>("tensor-mxfp4");
   matvec_codes<T, Coded<Exact, Code::E2M1, 64, ScaleCode::E4M3, false, true>>("tensor-e2m1-both");
   // Tasks of a single pass, whose operands are made before the input arrives.
@@ -695,6 +700,7 @@ int main() {
   matvec_codes<T, Coded<Single, Code::INT8, 0, ScaleCode::NONE, false, true>>("tensor-int8-ahead");
   matvec_codes<T, Coded<Single, Code::INT4, 32, ScaleCode::F16, true, false>>("tensor-int4-ahead");
   matvec_codes<T, Least<Single, Code::INT4, 32, ScaleCode::F32>>("tensor-int4-ahead-minima");
+  matvec_codes<T, Least<Single, Code::INT4, 32, ScaleCode::F16X6>>("tensor-int4-ahead-six-bits");
   // The other epilogues and inputs of a task.
   matvec_codes<T, Coded<Product<36, 200, Norm::NONE, Epilogue::GATED, 8, 1>, Code::INT8, 0, ScaleCode::NONE, false, true>>("tensor-int8-gated-bf16");
   matvec_codes<T, Coded<Product<21, 200, Norm::LAYER, Epilogue::RESIDUAL, 8, 1>, Code::INT4, 64, ScaleCode::F16, true, false>>("tensor-int4-layer-bf16");

@@ -9,7 +9,7 @@ use crate::sampling::compiled;
 use crate::skipped;
 
 /// Each case, and how often it runs, with different numbers or at different positions.
-const CASES: [(&str, usize); 130] = [
+const CASES: [(&str, usize); 136] = [
     ("matvec-store-bias", 3),
     ("matvec-rms-ragged", 3),
     ("matvec-two-at-once", 3),
@@ -40,6 +40,8 @@ const CASES: [(&str, usize); 130] = [
     ("codes-int4-32-zeros", 3),
     ("codes-int4-32-minima", 3),
     ("codes-int8-32-minima", 3),
+    ("codes-int4-32-six-bits", 3),
+    ("codes-int8-32-six-bits", 3),
     ("codes-mxfp4", 3),
     ("codes-e2m1-both", 3),
     ("tensor-int8-rms-bf16", 3),
@@ -56,11 +58,15 @@ const CASES: [(&str, usize); 130] = [
     ("tensor-int4-32-minima", 3),
     ("tensor-int4-32-wide-minima", 3),
     ("tensor-int8-32-minima", 3),
+    ("tensor-int4-32-six-bits", 3),
+    ("tensor-int4-32-long-six-bits", 3),
+    ("tensor-int8-32-six-bits", 3),
     ("tensor-mxfp4", 3),
     ("tensor-e2m1-both", 3),
     ("tensor-int8-ahead", 3),
     ("tensor-int4-ahead", 3),
     ("tensor-int4-ahead-minima", 3),
+    ("tensor-int4-ahead-six-bits", 3),
     ("tensor-int8-gated-bf16", 3),
     ("tensor-int4-layer-bf16", 3),
     ("tensor-int8-logits", 3),
@@ -141,7 +147,7 @@ const CASES: [(&str, usize); 130] = [
     ("group_norm-gated", 2),
     ("group_norm-gated-bf16", 2),
 ];
-const CASES_OF_ROWS: [(&str, usize); 142] = [
+const CASES_OF_ROWS: [(&str, usize); 149] = [
     ("matvec-8-bf16", 2),
     ("matvec-8-long-bf16", 2),
     ("matvec-8-even-bf16", 2),
@@ -186,6 +192,8 @@ const CASES_OF_ROWS: [(&str, usize); 142] = [
     ("codes-8-int4-32-zeros", 2),
     ("codes-8-int4-32-minima", 2),
     ("codes-8-int8-32-minima", 2),
+    ("codes-8-int4-32-six-bits", 2),
+    ("codes-8-int8-32-six-bits", 2),
     ("codes-8-mxfp4", 2),
     ("codes-8-e2m1-both", 2),
     ("codes-16-int8-rows", 2),
@@ -195,12 +203,15 @@ const CASES_OF_ROWS: [(&str, usize); 142] = [
     ("codes-16-int4-32", 2),
     ("codes-16-int4-32-minima", 2),
     ("codes-16-int8-32-minima", 2),
+    ("codes-16-int4-32-six-bits", 2),
+    ("codes-16-int8-32-six-bits", 2),
     ("codes-16-mxfp4", 2),
     ("codes-16-moved-int8-rows", 2),
     ("codes-16-moved-e4m3-rows", 2),
     ("codes-16-moved-int4-128", 2),
     ("codes-16-moved-int4-32-zeros", 2),
     ("codes-16-moved-int4-32-minima", 2),
+    ("codes-16-moved-int4-32-six-bits", 2),
     ("codes-16-moved-e2m1-both", 2),
     ("codes-8-gated-bf16", 2),
     ("codes-16-layer-bf16", 2),
@@ -211,6 +222,8 @@ const CASES_OF_ROWS: [(&str, usize); 142] = [
     ("codes-lanes-int4-128", 2),
     ("codes-lanes-int4-32-zeros", 2),
     ("codes-lanes-int4-32-minima", 2),
+    ("codes-lanes-int4-32-six-bits", 2),
+    ("codes-lanes-int8-32-six-bits", 2),
     ("codes-lanes-mxfp4", 2),
     ("norm_add", 1),
     ("norm_add-bf16", 1),

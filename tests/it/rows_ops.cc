@@ -793,6 +793,8 @@ int main() {
   matvec<B8, CodedAs<Long, Code::INT4, 32, ScaleCode::F32, true, false>>("codes-8-int4-32-zeros", some & 0xff);
   matvec<B8, LeastAs<Long, Code::INT4, 32, ScaleCode::F16>>("codes-8-int4-32-minima", some & 0xff);
   matvec<B8, LeastAs<Short, Code::INT8, 32, ScaleCode::F32>>("codes-8-int8-32-minima", 0xff);
+  matvec<B8, LeastAs<Long, Code::INT4, 32, ScaleCode::F16X6>>("codes-8-int4-32-six-bits", some & 0xff);
+  matvec<B8, LeastAs<Short, Code::INT8, 32, ScaleCode::F16X6>>("codes-8-int8-32-six-bits", 0xff);
   matvec<B8, CodedAs<Short, Code::E2M1, 32, ScaleCode::E8M0, false, false>>("codes-8-mxfp4", some & 0xff);
   matvec<B8, CodedAs<Long, Code::E2M1, 64, ScaleCode::E4M3, false, true>>("codes-8-e2m1-both", 0xff);
   matvec<B16, CodedAs<Long, Code::INT8, 0, ScaleCode::NONE, false, true>>("codes-16-int8-rows", some);
@@ -802,12 +804,15 @@ int main() {
   matvec<B16, CodedAs<Single, Code::INT4, 32, ScaleCode::F16, false, false>>("codes-16-int4-32", 0xffff);
   matvec<B16, LeastAs<Single, Code::INT4, 32, ScaleCode::F32>>("codes-16-int4-32-minima", 0xffff);
   matvec<B16, LeastAs<Long, Code::INT8, 32, ScaleCode::F16>>("codes-16-int8-32-minima", some);
+  matvec<B16, LeastAs<Single, Code::INT4, 32, ScaleCode::F16X6>>("codes-16-int4-32-six-bits", 0xffff);
+  matvec<B16, LeastAs<Long, Code::INT8, 32, ScaleCode::F16X6>>("codes-16-int8-32-six-bits", some);
   matvec<B16, CodedAs<Short, Code::E2M1, 32, ScaleCode::E8M0, false, false>>("codes-16-mxfp4", some);
   matvec<Moved, CodedAs<Long, Code::INT8, 0, ScaleCode::NONE, false, true>>("codes-16-moved-int8-rows", some);
   matvec<Moved, CodedAs<Short, Code::E4M3, 0, ScaleCode::NONE, false, true>>("codes-16-moved-e4m3-rows", 0xffff);
   matvec<Moved, CodedAs<Single, Code::INT4, 128, ScaleCode::F16, false, false>>("codes-16-moved-int4-128", some);
   matvec<Moved, CodedAs<Long, Code::INT4, 32, ScaleCode::F32, true, false>>("codes-16-moved-int4-32-zeros", some);
   matvec<Moved, LeastAs<Long, Code::INT4, 32, ScaleCode::F32>>("codes-16-moved-int4-32-minima", some);
+  matvec<Moved, LeastAs<Long, Code::INT4, 32, ScaleCode::F16X6>>("codes-16-moved-int4-32-six-bits", some);
   matvec<Moved, CodedAs<Long, Code::E2M1, 64, ScaleCode::E4M3, false, true>>("codes-16-moved-e2m1-both", 0xffff);
   // With norms and every other epilogue of a task.
   matvec<B8, CodedAs<Product<36, 200, Norm::RMS, Epilogue::GATED, 4, 3>, Code::INT8, 0, ScaleCode::NONE, false, true>>("codes-8-gated-bf16", 0xff);
@@ -822,6 +827,8 @@ int main() {
   matvec<N8, CodedAs<Single, Code::INT4, 128, ScaleCode::F16, false, false>>("codes-lanes-int4-128", some & 0xff);
   matvec<N16, CodedAs<Short, Code::INT4, 32, ScaleCode::F16, true, false>>("codes-lanes-int4-32-zeros", some);
   matvec<N16, LeastAs<Short, Code::INT4, 32, ScaleCode::F16>>("codes-lanes-int4-32-minima", some);
+  matvec<N16, LeastAs<Short, Code::INT4, 32, ScaleCode::F16X6>>("codes-lanes-int4-32-six-bits", some);
+  matvec<F8, LeastAs<Long, Code::INT8, 32, ScaleCode::F16X6>>("codes-lanes-int8-32-six-bits", 0xff);
   matvec<N16, CodedAs<Short, Code::E2M1, 32, ScaleCode::E8M0, false, false>>("codes-lanes-mxfp4", some);
   norm_add<F8, Sum<100>>("norm_add", some & 0xff);
   norm_add<B16, Sum<203>>("norm_add-bf16", some);

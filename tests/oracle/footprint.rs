@@ -1279,12 +1279,15 @@ pub fn unit_bytes(buffer: &Buffer, m: &MatVec) -> u64 {
     let granule_k = GRANULE_ROW * 8 / u64::from(code.bits());
     let granules = k.div_ceil(granule_k);
     let of_groups = |g: Groups| {
+        let count = granule_k.div_ceil(u64::from(g.k).max(1));
         let each = match g.scale {
             ScaleCode::F32 => 4,
             ScaleCode::F16 | ScaleCode::Bf16 => 2,
             ScaleCode::E4m3 | ScaleCode::E8m0 => 1,
+            // Numbers of fp16 for a scale and a minimum, and 12 bits for each group.
+            ScaleCode::F16x6 => return 8 * (2 * 2 + count * 12 / 8),
         };
-        8 * granule_k.div_ceil(u64::from(g.k).max(1)) * (each + u64::from(g.zeros))
+        8 * count * (each * (1 + u64::from(g.minima)) + u64::from(g.zeros))
     };
     granules * (GRANULE + groups.map_or(0, of_groups)).next_multiple_of(16)
 }
@@ -1313,8 +1316,10 @@ fn table_row(buffer: &Buffer) -> u64 {
     let Format { code, groups, row_scales } = buffer.format();
     let cols = u64::from(buffer.cols);
     let words = |bytes: u64| 4 * bytes.div_ceil(4);
-    let of_groups =
-        groups.map_or(0, |g| cols.div_ceil(u64::from(g.k.max(1))) * u64::from(g.scale.bytes() + u32::from(g.zeros)));
+    let of_groups = groups.map_or(0, |g| {
+        cols.div_ceil(u64::from(g.k.max(1)))
+            * u64::from(g.scale.bytes() * (1 + u32::from(g.minima)) + u32::from(g.zeros))
+    });
     let bytes = words((cols * u64::from(code.bits())).div_ceil(8)) + words(of_groups) + if row_scales { 4 } else { 0 };
     16 * bytes.div_ceil(16)
 }
