@@ -35,6 +35,9 @@ pub(super) fn render(
     env.add_filter("trim", python::trim);
     env.add_filter("percent", python::percent);
     env.add_filter("truncate", python::truncate);
+    env.add_filter("int", python::int);
+    env.add_filter("float", python::float_of);
+    env.add_filter("wordcount", python::word_count);
     env.add_test("sequence", python::is_sequence);
     env.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
         Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))

@@ -6,7 +6,7 @@ use std::sync::LazyLock;
 use fancy_regex::Regex;
 use minijinja::formatting::{self, FormatStyle};
 use minijinja::value::{Kwargs, Rest, Tuple, ValueKind, ValueOrKwargs, from_args};
-use minijinja::{Error, ErrorKind, Output, State, Value, escape_formatter};
+use minijinja::{Error, ErrorKind, Output, State, Value, escape_formatter, filters};
 use minijinja_contrib::pycompat;
 
 /// Deepest nesting that prints: each level takes stack.
@@ -201,6 +201,44 @@ pub fn percent(text: &Value, values: &Value) -> Result<String, Error> {
 /// The filter `trim`.
 pub fn trim(value: &Value, characters: Option<String>) -> Result<String, Error> {
     Ok(strip(&str_of(value)?, characters.as_deref(), true, true).to_string())
+}
+
+/// Filter `int`: what is no number is the default, which is 0.
+pub fn int(
+    state: &State<'_, '_>,
+    value: &Value,
+    default: Option<Value>,
+    base: Option<u32>,
+    arguments: Kwargs,
+) -> Result<Value, Error> {
+    let default = default.or(arguments.get("default")?).unwrap_or(Value::from(0));
+    filters::int(state, &digits(value), Some(default), base, arguments)
+}
+
+/// Filter `float`, in the same way.
+pub fn float_of(
+    state: &State<'_, '_>,
+    value: &Value,
+    default: Option<Value>,
+    arguments: Kwargs,
+) -> Result<Value, Error> {
+    let default = default.or(arguments.get("default")?).unwrap_or(Value::from(0.0));
+    filters::float(state, &digits(value), Some(default), arguments)
+}
+
+/// A text as Python reads numbers in it: spaces around it do not count, nor does a `_` between two digits.
+fn digits(value: &Value) -> Value {
+    let Some(text) = value.as_str() else { return value.clone() };
+    let chars: Vec<char> = text.trim_matches(is_space).chars().collect();
+    let is_digit = |at: usize| chars.get(at).is_some_and(char::is_ascii_alphanumeric);
+    let between = |at: usize| chars[at] == '_' && at > 0 && is_digit(at - 1) && is_digit(at + 1);
+    Value::from((0..chars.len()).filter(|&at| !between(at)).map(|at| chars[at]).collect::<String>())
+}
+
+/// Filter `wordcount`: runs of letters, digits and `_`.
+pub fn word_count(value: &Value) -> Result<usize, Error> {
+    let text = str_of(value)?;
+    Ok(text.split(|c: char| !(c.is_alphanumeric() || c == '_')).filter(|word| !word.is_empty()).count())
 }
 
 /// The filter `truncate` of Jinja2.
@@ -720,6 +758,10 @@ mod tests {
             ("'%05.2f|' % 3.14159 ~ 'b'", "03.14|b"),
             ("'%(a)s-%(b)s' % {'a': 1, 'b': 2}", "1-2"),
             ("'ab'.center(5, '*')", "**ab*"),
+            ("'12abc' | int ~ 'x' | int(7) ~ '3.9' | int ~ ' 4 ' | int ~ none | int", "07340"),
+            ("'z' | float ~ 'z' | float(default=1.5) ~ ' 2.5 ' | float", "0.01.52.5"),
+            ("'1_000' | int ~ '0x1f' | int(base=16) ~ '1e3' | float", "1000311000.0"),
+            ("'one, two  th-ree' | wordcount", "4"),
         ] {
             let rendered = render(&format!("{{{{ {expression} }}}}"), BTreeMap::new(), UNIX_EPOCH);
             assert_eq!(rendered.expect(expression), expected, "{expression}");

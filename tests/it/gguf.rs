@@ -28,14 +28,14 @@ const BF16: u32 = 30;
 const F32: u32 = 0;
 
 /// A checkpoint as values: name, extents, fp32.
-struct Checkpoint {
-    config: Value,
-    tensors: Vec<(String, Vec<u64>, Vec<f32>)>,
+pub struct Checkpoint {
+    pub config: Value,
+    pub tensors: Vec<(String, Vec<u64>, Vec<f32>)>,
 }
 
 impl Checkpoint {
     /// A checkpoint in one file, with changes of its config.
-    fn read(name: &str, changes: Value) -> Checkpoint {
+    pub fn read(name: &str, changes: Value) -> Checkpoint {
         let folder = fixture(name);
         let mut config: Value = serde_json::from_slice(&fs::read(folder.join("config.json")).unwrap()).unwrap();
         for (key, value) in changes.as_object().unwrap() {
@@ -84,6 +84,7 @@ fn renamed(name: &str) -> String {
         ("gpt_neox.final_layer_norm", "output_norm"),
         ("lm_head", "output"),
         ("embed_out", "output"),
+        ("model.embedding_norm", "token_embd_norm"),
     ];
     let parts = [
         ("self_attn.q_proj", "attn_q"),
@@ -114,7 +115,9 @@ fn renamed(name: &str) -> String {
     }
     let rest = module.strip_prefix("model.layers.").or(module.strip_prefix("gpt_neox.layers.")).unwrap();
     let (layer, part) = rest.split_once('.').unwrap();
-    let same = part.starts_with("ffn_") || matches!(part, "exp_probs_b" | "post_attention_norm");
+    let same = part.starts_with("ffn_")
+        || part.starts_with("shortconv")
+        || matches!(part, "exp_probs_b" | "post_attention_norm" | "attn_sinks");
     let to = parts.iter().find(|(from, _)| *from == part).map(|(_, to)| *to).or(same.then_some(part));
     format!("blk.{layer}.{}.{end}", to.unwrap_or_else(|| panic!("{name}")))
 }
@@ -197,7 +200,7 @@ fn bytes_of(values: &[f32], kind: u32) -> Vec<u8> {
 }
 
 /// A checkpoint as `convert_hf_to_gguf.py` writes it.
-fn converted(checkpoint: &Checkpoint, arch: &str) -> Writer {
+pub fn converted(checkpoint: &Checkpoint, arch: &str) -> Writer {
     let mut out = Writer::new();
     out.text("general.architecture", arch);
     out.text("general.name", "a test");
@@ -395,7 +398,7 @@ fn vocabulary(out: &mut Writer, count: usize) {
 }
 
 /// The model in a folder of its own, by the name of the file.
-fn imported(writer: &Writer) -> Result<Imported, String> {
+pub fn imported(writer: &Writer) -> Result<Imported, String> {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("model.gguf");
     fs::write(&path, writer.bytes()).unwrap();
@@ -403,7 +406,7 @@ fn imported(writer: &Writer) -> Result<Imported, String> {
 }
 
 /// The same config as safetensors.
-fn as_safetensors(name: &str, config: &Value) -> Imported {
+pub fn as_safetensors(name: &str, config: &Value) -> Imported {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
     fs::copy(fixture(name).join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
@@ -516,7 +519,7 @@ fn in_blocks(kind: u32, block: usize, bytes: usize, halves: &[usize]) -> Writer 
 }
 
 /// Logits of the interpreter for a proven schedule in fp32, and those of the reference.
-fn computed(model: &Imported) -> (Vec<f32>, Vec<f32>) {
+pub fn computed(model: &Imported) -> (Vec<f32>, Vec<f32>) {
     let precision = Precision { weights: DType::F32, cache: DType::F32, wire: DType::F32 };
     let target = Target::builtin("cpu").unwrap();
     let candidate = Candidate::default_for(&model.graph, &target, precision).for_context(16);

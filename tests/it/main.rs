@@ -36,6 +36,7 @@ mod fleet;
 mod formats;
 mod fuzz_replay;
 mod gguf;
+mod gguf_mixers;
 mod gguf_writer;
 mod hostile_cache;
 mod hostile_files;

@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use serde_json::{Map, Value as Json, json};
 
 use crate::gguf::{Header, Texts, Value};
-use crate::model::config::plan::{ExpertNames, GateUp, Names, Projections, SharedNames, Stacked};
+use crate::model::config::plan::{ExpertNames, GateUp, Names, Plan, Projections, SharedNames, Stacked};
 use crate::model::config::reader::EXTENT_MAX;
 use crate::model::config::reason::Reason;
 
@@ -47,6 +47,9 @@ pub static ARCHITECTURES: &[Architecture] = &[
     plain("olmoe", "OlmoeForCausalLM", &NAMES, olmoe),
     Architecture { paired: true, ..plain("granitemoe", "GraniteMoeForCausalLM", &NAMES, granite_moe) },
     plain("glm4moe", "Glm4MoeForCausalLM", &GLM4_MOE_NAMES, glm4_moe),
+    plain("gpt-oss", "GptOssForCausalLM", &GLM4_MOE_NAMES, gpt_oss),
+    plain("lfm2", "Lfm2ForCausalLM", &LFM2_NAMES, lfm2),
+    plain("lfm2moe", "Lfm2MoeForCausalLM", &LFM2_NAMES, lfm2_moe),
 ];
 
 const fn plain(
@@ -97,8 +100,23 @@ static SHARED_NORM_NAMES: Names = Names { mlp_norm: Some("attn_norm"), ..NAMES }
 
 static GLM4_MOE_NAMES: Names = Names { mlp_norm: Some("post_attention_norm"), ..NAMES };
 
+/// The converter takes the last norm for one of the embedding.
+static LFM2_NAMES: Names = Names { final_norm: "token_embd_norm", ..NAMES };
+
+/// Puts the names of an architecture in the place of those of its family.
+pub fn rename(plan: &mut Plan, architecture: &Architecture) {
+    plan.names = if architecture.name == "stablelm" && plan.parallel { &SHARED_NORM_NAMES } else { architecture.names };
+    if let Some(experts) = &mut plan.experts {
+        experts.names = &EXPERTS;
+    }
+    plan.sinks = plan.sinks.map(|_| "attn_sinks.weight");
+    if let Some(conv) = &mut plan.conv {
+        (conv.in_proj, conv.conv, conv.out_proj) = ("shortconv.in_proj", "shortconv.conv", "shortconv.out_proj");
+    }
+}
+
 /// Experts of every architecture.
-pub static EXPERTS: ExpertNames = ExpertNames {
+static EXPERTS: ExpertNames = ExpertNames {
     router: &["ffn_gate_inp"],
     correction: &["exp_probs_b.bias"],
     correction_row: false,
@@ -113,11 +131,6 @@ pub static EXPERTS: ExpertNames = ExpertNames {
     shared: &[SharedNames { gate: Some("ffn_gate_shexp"), up: "ffn_up_shexp", down: "ffn_down_shexp" }],
     shared_gate: "ffn_gate_inp_shexp",
 };
-
-/// The names of tensors of an architecture whose branches are parallel or not.
-pub fn names_of(architecture: &Architecture, parallel: bool) -> &'static Names {
-    if architecture.name == "stablelm" && parallel { &SHARED_NORM_NAMES } else { architecture.names }
-}
 
 /// Keys of an architecture that change nothing at these values.
 const NEUTRAL: [(&str, &[Neutral], &str); 14] = [
@@ -367,6 +380,25 @@ impl Metadata<'_> {
         derived
     }
 
+    /// Heads of keys and values where layers without attention have none: their number, and which layers have attention.
+    fn heads_by_layer(&mut self) -> (u64, Vec<bool>) {
+        const KEY: &str = "attention.head_count_kv";
+        self.require(KEY);
+        let layers = self.count("block_count").unwrap_or(1);
+        let read = |value: &Value| {
+            let list = match value {
+                Value::Integers(list) if list.len() as u64 == layers => list.clone(),
+                // The same for every layer. A count that is no size is refused elsewhere.
+                other => vec![other.integer()?; usize::try_from(layers.min(1 << 16)).ok()?],
+            };
+            let most = list.iter().copied().max()?;
+            let same = list.iter().all(|&n| n == 0 || n == most);
+            Some((u64::try_from(most).ok().filter(|_| same)?, list.iter().map(|&n| n > 0).collect()))
+        };
+        self.typed(KEY, "one number for each layer: 0, or the same as in every other layer with attention", read)
+            .unwrap_or_default()
+    }
+
     fn key_value_heads(&mut self, config: &mut Map<String, Json>) {
         let heads = self.count("attention.head_count").unwrap_or(1);
         let own = self.count("attention.head_count_kv").unwrap_or(heads);
@@ -441,6 +473,15 @@ impl Metadata<'_> {
         config.insert(attention.to_string(), json!(has));
         if let Some(mlp) = mlp {
             config.insert(mlp.to_string(), json!(self.has("blk.0.ffn_up.bias")));
+        }
+    }
+
+    /// Refuses a choice of experts by anything else than a sigmoid.
+    fn by_sigmoid(&mut self) {
+        const SIGMOID: u64 = 2;
+        if let Some(found) = self.count("expert_gating_func").filter(|found| *found != SIGMOID) {
+            let full = self.full("expert_gating_func");
+            self.bad(full, "2, a sigmoid", found.to_string());
         }
     }
 
@@ -598,14 +639,10 @@ fn granite_moe(m: &mut Metadata<'_>, config: &mut Map<String, Json>) {
 }
 
 fn glm4_moe(m: &mut Metadata<'_>, config: &mut Map<String, Json>) {
-    const SIGMOID: u64 = 2;
     biased(m, config);
     let head_dim = m.head_dim();
     m.rotated("partial_rotary_factor", head_dim, true, config);
-    if let Some(found) = m.count("expert_gating_func").filter(|found| *found != SIGMOID) {
-        let full = m.full("expert_gating_func");
-        m.bad(full, "2, a sigmoid", found.to_string());
-    }
+    m.by_sigmoid();
     // Blocks count those that predict further tokens.
     let (blocks, ahead) = (m.count_required("block_count"), m.count("nextn_predict_layers").unwrap_or(0));
     let counts = [
@@ -624,6 +661,71 @@ fn glm4_moe(m: &mut Metadata<'_>, config: &mut Map<String, Json>) {
     config.insert("routed_scaling_factor".to_string(), json!(scale));
     config.insert("norm_topk_prob".to_string(), json!(m.truth("expert_weights_norm").unwrap_or(false)));
     config.insert("use_qk_norm".to_string(), json!(m.has("blk.0.attn_q_norm.weight")));
+}
+
+fn gpt_oss(m: &mut Metadata<'_>, config: &mut Map<String, Json>) {
+    biased(m, config);
+    // A softmax over the chosen experts, in whatever order a file says it.
+    const SOFTMAX_OF_CHOSEN: u64 = 3;
+    if let Some(found) = m.count("expert_gating_func").filter(|found| *found != SOFTMAX_OF_CHOSEN) {
+        let full = m.full("expert_gating_func");
+        m.bad(full, "3, a softmax over the chosen experts", found.to_string());
+    }
+    config.insert("num_local_experts".to_string(), json!(m.count_required("expert_count")));
+    config.insert("num_experts_per_tok".to_string(), json!(m.count_required("expert_used_count")));
+    config.insert("intermediate_size".to_string(), json!(m.count_required("expert_feed_forward_length")));
+    config.insert("sliding_window".to_string(), json!(m.count_required("attention.sliding_window")));
+    if m.count("attention.sliding_window_pattern").is_some_and(|every| every != 2) {
+        let full = m.full("attention.sliding_window_pattern");
+        m.bad(full, "2: every other layer slides", "another pattern".to_string());
+    }
+    // The published models do not round the range of pairs that YaRN blends. A file cannot say so.
+    match config.get_mut("rope_scaling") {
+        Some(scaling) if scaling["rope_type"] == "yarn" => scaling["truncate"] = json!(false),
+        _ => {
+            let full = m.full("rope.scaling.type");
+            m.bad(full, "yarn, as in the published models", "another".to_string());
+        }
+    }
+}
+
+/// What both kinds of LFM2 share.
+fn lfm2_shared(m: &mut Metadata<'_>, config: &mut Map<String, Json>) {
+    let head_dim = m.derived_head_dim();
+    let (kv_heads, attends) = m.heads_by_layer();
+    config.insert("num_key_value_heads".to_string(), json!(kv_heads));
+    let word = |attends: &bool| if *attends { "full_attention" } else { "conv" };
+    config.insert("layer_types".to_string(), json!(attends.iter().map(word).collect::<Vec<_>>()));
+    config.insert("norm_eps".to_string(), json!(m.number_required("attention.layer_norm_rms_epsilon")));
+    config.insert("conv_L_cache".to_string(), json!(m.count_required("shortconv.l_cache")));
+    let first = attends.iter().position(|attends| !attends).unwrap_or(0);
+    config.insert("conv_bias".to_string(), json!(m.has(&format!("blk.{first}.shortconv.conv.bias"))));
+    m.theta("rope_theta", config);
+    m.rotated("partial_rotary_factor", head_dim, false, config);
+    m.rope_scaling(config);
+}
+
+fn lfm2(m: &mut Metadata<'_>, config: &mut Map<String, Json>) {
+    lfm2_shared(m, config);
+    // The file has the width itself.
+    config.insert("block_auto_adjust_ff_dim".to_string(), json!(false));
+}
+
+fn lfm2_moe(m: &mut Metadata<'_>, config: &mut Map<String, Json>) {
+    lfm2_shared(m, config);
+    m.by_sigmoid();
+    let dense = m.count("leading_dense_block_count").unwrap_or(0);
+    let counts = [
+        ("num_dense_layers", dense),
+        ("num_experts", m.count_required("expert_count")),
+        ("num_experts_per_tok", m.count_required("expert_used_count")),
+        ("moe_intermediate_size", m.count_required("expert_feed_forward_length")),
+    ];
+    config.extend(counts.map(|(name, count)| (name.to_string(), json!(count))));
+    let scale = m.number("expert_weights_scale").filter(|scale| *scale != 0.0).unwrap_or(1.0);
+    config.insert("routed_scaling_factor".to_string(), json!(scale));
+    config.insert("norm_topk_prob".to_string(), json!(m.truth("expert_weights_norm").unwrap_or(true)));
+    config.insert("use_expert_bias".to_string(), json!(m.has(&format!("blk.{dense}.exp_probs_b.bias"))));
 }
 
 /// The width of heads, keys and values, RMS norms and rotary parameters.

@@ -254,10 +254,7 @@ fn import_gguf(place: &Path, parts: &[PathBuf]) -> Result<Imported, ImportError>
     reasons.extend(own);
     let special = plan.as_ref().and_then(|plan| special_tokens(plan.vocab, &config, &Map::new(), &mut reasons));
     let (Some(mut plan), Some(family)) = (plan, family) else { return refused(reasons) };
-    plan.names = gguf::names_of(architecture, plan.parallel);
-    if let Some(experts) = &mut plan.experts {
-        experts.names = &gguf::EXPERTS;
-    }
+    gguf::rename(&mut plan, architecture);
     plan.paired = architecture.paired;
     if architecture.norms_plus_one {
         plan.norm.weight_offset = 0.0;

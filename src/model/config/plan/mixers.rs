@@ -128,6 +128,10 @@ fn convolution(
     kernel: u32,
     bias: bool,
 ) -> (TensorId, Option<TensorId>) {
-    let taps = c.want_as(format!("{module}.weight"), &[channels, kernel], &[channels, 1, kernel]);
+    let name = format!("{module}.weight");
+    // A GGUF file leaves the extent of 1 out.
+    let is_flat = c.files.and_then(|files| files.get(&name)).is_some_and(|found| found.shape.len() == 2);
+    let shape = [channels, kernel];
+    let taps = if is_flat { c.want(name, &shape) } else { c.want_as(name, &shape, &[channels, 1, kernel]) };
     (taps, bias.then(|| c.want(format!("{module}.bias"), &[channels])))
 }
