@@ -330,6 +330,11 @@ impl Cache {
         Ok(found)
     }
 
+    /// Whether an entry under `key` may come from a remote, because this machine's folder has none.
+    pub fn may_bring(&self, stage: &str, key: &Digest) -> bool {
+        self.remote.as_ref().is_some_and(Remote::reads) && !self.store.entry_path(stage, key).exists()
+    }
+
     /// Reports once for each entry that it exists without the seal of our key.
     fn tell_unsigned(&self, stage: &str, key: &Digest) {
         let stores = [Some(&self.store), self.shared.as_ref()];

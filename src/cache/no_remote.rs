@@ -25,7 +25,11 @@ impl Remote {
         match *self {}
     }
 
-    pub fn fetch(&self, _: &Store, _: &str, _: &Digest) -> Option<Entry> {
+    pub fn reads(&self) -> bool {
+        match *self {}
+    }
+
+    pub fn fetch(&self, _: &Store, _: &str, _: &Digest, _: Option<&str>) -> Option<Entry> {
         match *self {}
     }
 

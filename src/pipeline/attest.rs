@@ -138,7 +138,7 @@ impl Workspace {
         Ok(queues)
     }
 
-    fn attested(&self, stage: &str, key: &Digest) -> Result<Option<(Digest, String)>, Fault> {
+    pub(super) fn attested(&self, stage: &str, key: &Digest) -> Result<Option<(Digest, String)>, Fault> {
         let why = link_why(stage, key);
         let Some(entry) = self.cache.get_known(keys::LINK, &link_key(stage, key), &why)? else { return Ok(None) };
         let place = entry.path().display().to_string();

@@ -98,7 +98,7 @@ use crate::validate::Validated;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use chain::{Chain, Host, NotMade, compile_all};
+use chain::{Chain, Host, NotMade, bring_all, compile_all};
 use evaluate::evaluate;
 use kernels::Served;
 use stages::{BuildContext, Model, StoredSchedule, load_model};
@@ -223,6 +223,7 @@ pub fn build_each(workspace: &Workspace, manifest: &Manifest) -> Result<BuildRep
     let (mut waiting, mut failed, mut built) = (vec![], vec![], vec![]);
 
     let host = Host::new(workspace);
+    bring_all(workspace, manifest, &model, &host);
     let mut chains = vec![];
     for target in &manifest.targets {
         let made = || -> Result<Chain<'_>, Fault> {

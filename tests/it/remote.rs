@@ -1,10 +1,12 @@
 //! Tests remote caches as users have them: with servers of S3, WebDAV and HTTP, and with everything that can go wrong on the way.
 
 use std::fs;
-use std::io::Write;
-use std::net::SocketAddr;
+use std::io::{BufRead, BufReader, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use monobloc::cache::{Cache, Note, Places, RemoteText};
@@ -415,6 +417,124 @@ fn large_entries_travel_in_parts_and_are_resumed() {
     let (third, notes) = cache_at(&folder.path().join("third"), &format!("dav://{}/team", flipping.address));
     assert!(third.get("pack", &key).unwrap().is_none());
     assert!(notes.lock().unwrap()[0].contains("is damaged: expected content"), "{notes:?}");
+}
+
+/// What a server does that does not keep to its protocol.
+#[derive(Debug, Clone, Copy)]
+enum Lie {
+    /// All of the object in place of the range.
+    NoRanges,
+    /// Another range than the one that was asked for.
+    OtherRange,
+    /// An answer without an end.
+    Endless,
+    /// A length that is more than what follows.
+    TooLong,
+    /// A length that is less than what follows.
+    TooShort,
+    /// Bytes of another object under each ETag.
+    Changing,
+}
+
+/// A server of plain HTTP with one object below each name, and the bytes that it has sent.
+fn liar(object: Vec<u8>, lie: Lie) -> (SocketAddr, Arc<AtomicU64>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let (address, sent) = (listener.local_addr().unwrap(), Arc::<AtomicU64>::default());
+    let (object, count) = (Arc::new(object), sent.clone());
+    thread::spawn(move || {
+        for client in listener.incoming() {
+            let (object, count) = (object.clone(), count.clone());
+            // A client that has heard enough closes the connection.
+            thread::spawn(move || client.map(|client| answer_wrongly(client, &object, lie, &count)));
+        }
+    });
+    (address, sent)
+}
+
+fn answer_wrongly(client: TcpStream, object: &[u8], lie: Lie, count: &AtomicU64) -> std::io::Result<()> {
+    let mut reader = BufReader::new(client.try_clone()?);
+    let mut range = 0..object.len();
+    let mut is_head = false;
+    for at in 0.. {
+        let mut line = String::new();
+        reader.read_line(&mut line)?;
+        is_head |= at == 0 && line.starts_with("HEAD");
+        if let Some((first, last)) =
+            line.to_ascii_lowercase().strip_prefix("range: bytes=").and_then(|r| r.split_once('-'))
+        {
+            range = first.parse().unwrap()..last.trim().parse::<usize>().map_or(object.len(), |last| last + 1);
+        }
+        if line.trim().is_empty() {
+            break;
+        }
+    }
+    let is_part = range != (0..object.len());
+    let part = match lie {
+        Lie::NoRanges => object,
+        Lie::OtherRange if is_part => &object[range.start - 1..range.end - 1],
+        _ => &object[range.clone()],
+    };
+    let mut part = part.to_vec();
+    if matches!(lie, Lie::Changing) {
+        part[0] = count.load(Ordering::Relaxed) as u8;
+    }
+    let length = match lie {
+        Lie::TooLong => part.len() + 1,
+        Lie::TooShort => part.len() - 1,
+        _ => part.len(),
+    };
+    let status = if is_part && !matches!(lie, Lie::NoRanges) { "206 Partial Content" } else { "200 OK" };
+    let head = format!(
+        "HTTP/1.1 {status}\r\nContent-Range: bytes {}-{}/{}\r\nETag: \"{}\"\r\nConnection: close\r\n",
+        range.start,
+        range.end - 1,
+        object.len(),
+        count.load(Ordering::Relaxed)
+    );
+    let mut client = &client;
+    if matches!(lie, Lie::Endless) && is_part {
+        client.write_all(format!("{head}Transfer-Encoding: chunked\r\n\r\n").as_bytes())?;
+        let block = [b"100000\r\n".to_vec(), vec![7; 1 << 20], b"\r\n".to_vec()].concat();
+        loop {
+            client.write_all(&block)?;
+            count.fetch_add(block.len() as u64, Ordering::Relaxed);
+        }
+    }
+    client.write_all(format!("{head}Content-Length: {length}\r\n\r\n").as_bytes())?;
+    if !is_head {
+        for block in part.chunks(1 << 16) {
+            client.write_all(block)?;
+            count.fetch_add(block.len() as u64, Ordering::Relaxed);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_server_that_lies_is_neither_believed_nor_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let place = folder.path().join("first");
+    let (first, _) = cache_at(&place, "http://127.0.0.1:9/none?timeout=1");
+    let (key, content) = large_entry(&first, 6 * PART + 777);
+    let object = fs::read(files(&place, |path| path.ends_with(&key.to_string())).remove(0)).unwrap();
+    let object_bytes = object.len() as u64;
+    for lie in [Lie::NoRanges, Lie::OtherRange, Lie::Endless, Lie::TooLong, Lie::TooShort, Lie::Changing] {
+        let (address, sent) = liar(object.clone(), lie);
+        let (cache, notes) =
+            cache_at(&folder.path().join(format!("{lie:?}")), &format!("http://{address}/team?timeout=20"));
+        let begun = Instant::now();
+        let found = cache.get("pack", &key).unwrap();
+        // What is sound is used, whatever the head of an answer says.
+        assert!(found.is_none_or(|entry| entry.content() == content), "{lie:?}");
+        let notes = notes.lock().unwrap();
+        assert!(notes.len() <= 1 && begun.elapsed() < Duration::from_secs(120), "{lie:?}: {notes:?}");
+        // Parts that are too long are not read to their ends: of the object, or of nothing.
+        let sent = sent.load(Ordering::Relaxed);
+        assert!(sent < 12 * object_bytes, "{lie:?}: {sent} bytes");
+        if matches!(lie, Lie::NoRanges | Lie::Endless) {
+            assert!(notes[0].contains("the server sent another part than it was asked for"), "{lie:?}: {notes:?}");
+        }
+    }
 }
 
 #[test]

@@ -12,8 +12,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::stream;
-use hyper::header::CONTENT_LENGTH;
+use futures_util::{StreamExt, stream};
+use hyper::header::{CONTENT_LENGTH, RANGE};
 use hyper::{Method, Request, Response};
 use opendal::layers::{HttpClientLayer, RetryLayer};
 use opendal::raw::{HttpBody, HttpClient, HttpFetch};
@@ -30,6 +30,10 @@ const RETRY_DELAY_MAX: Duration = Duration::from_secs(4);
 /// Longest `Retry-After` that is waited for; a longer one costs tries instead.
 const RETRY_AFTER_MAX: Duration = Duration::from_secs(4);
 const S3_REGION_DEFAULT: &str = "us-east-1";
+/// Longest answer to a request that names no range: servers list at most some thousand objects at once. Larger objects are asked for in parts.
+const ANSWER_BYTES_MAX: u64 = 256 << 20;
+/// Longest answer that says what went wrong.
+const ERROR_BYTES_MAX: u64 = 1 << 20;
 /// Bytes of a file that are read and sent at a time.
 const PIECE_BYTES: usize = 256 << 10;
 
@@ -204,6 +208,7 @@ impl Http {
 
 impl HttpFetch for Http {
     async fn fetch(&self, request: Request<Buffer>) -> Result<Response<HttpBody>, Error> {
+        let asked = range_bytes(&request).unwrap_or(ANSWER_BYTES_MAX);
         let response = match self.bodies.of(&request).map(File::open) {
             None => self.client.fetch(request).await?,
             Some(Ok(file)) => self.send_file(request, file).await?,
@@ -211,7 +216,8 @@ impl HttpFetch for Http {
         };
         let status = response.status().as_u16();
         if !matches!(status, 429 | 500 | 502 | 503 | 504) {
-            return Ok(response);
+            let bytes_max = if status < 400 { asked } else { ERROR_BYTES_MAX };
+            return Ok(response.map(|body| bounded(body, bytes_max)));
         }
         let after = response.headers().get("retry-after").and_then(|value| value.to_str().ok()?.parse().ok());
         if let Some(after) = after.map(Duration::from_secs).filter(|after| *after <= RETRY_AFTER_MAX) {
@@ -220,6 +226,28 @@ impl HttpFetch for Http {
         let kind = if matches!(status, 429 | 503) { ErrorKind::RateLimited } else { ErrorKind::Unexpected };
         Err(Error::new(kind, format!("status: {status}")).set_temporary())
     }
+}
+
+/// Bytes of the range that a request asks for, if it has an end.
+fn range_bytes<B>(request: &Request<B>) -> Option<u64> {
+    let (first, last) = request.headers().get(RANGE)?.to_str().ok()?.strip_prefix("bytes=")?.split_once('-')?;
+    last.parse::<u64>().ok()?.checked_sub(first.parse().ok()?)?.checked_add(1)
+}
+
+/// A body that ends with an error where it gets longer than what was asked for: a server that knows no ranges sends all of an object for each
+/// part of it, and the parts are in memory.
+fn bounded(body: HttpBody, bytes_max: u64) -> HttpBody {
+    let mut bytes = 0;
+    body.map_inner(move |pieces| {
+        Box::new(pieces.map(move |piece| {
+            let piece = piece?;
+            bytes += piece.len() as u64;
+            match bytes <= bytes_max {
+                true => Ok(piece),
+                false => Err(Error::new(ErrorKind::RangeNotSatisfied, "the answer is longer than what was asked for")),
+            }
+        }))
+    })
 }
 
 /// What went wrong, in our own words and those of the operating system.
@@ -249,6 +277,7 @@ pub fn reason(error: &Error) -> String {
         (ErrorKind::ConfigInvalid, _) => "no such bucket, or its address lacks something",
         (ErrorKind::NotFound, _) => "not found",
         (ErrorKind::Unsupported, _) => "the server cannot do this",
+        (ErrorKind::RangeNotSatisfied, _) => "the server sent another part than it was asked for",
         (_, Some(_)) => "the server failed",
         (_, None) if text.contains("credential") => "no credentials were found",
         (_, None) => "the connection failed, or the answer cannot be read",

@@ -221,7 +221,7 @@ impl Remote {
         tell(&self.told, &self.note, action, reason);
     }
 
-    fn reads(&self) -> bool {
+    pub fn reads(&self) -> bool {
         self.place.mode != RemoteMode::Off && !self.reading_ended.load(Ordering::Relaxed)
     }
 
