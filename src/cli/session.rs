@@ -260,11 +260,15 @@ fn read_manifest(path: &Path) -> Result<Result<Manifest, ManifestError>, Fault> 
         let text = path.display().to_string();
         let named =
             Source::parse(&format!("{}{text}", init::HUB), "main", 0).is_ok().then(|| format!("{}{text}", init::HUB));
-        let is_file = path.extension().is_some_and(|suffix| suffix == "toml" || suffix == "gguf");
-        let remedy = match source::hub_page(&text).or(named.filter(|_| !is_file)) {
+        let suffix = path.extension().and_then(|suffix| suffix.to_str()).unwrap_or_default().to_lowercase();
+        if suffix == "gguf" {
+            return Err(Fault::input(format!("no such file: `{shown}`"))
+                .with_remedy("name a `.gguf` file that is there, or one of the hub: `hf:OWNER/NAME:FILE`"));
+        }
+        let remedy = match source::hub_page(&text).or(named.filter(|_| suffix != "toml")) {
             Some(meant) => format!("a model of the hub is named as `{meant}`"),
             None => format!(
-                "`monobloc init` writes one; `hf:OWNER/NAME`, the folder of a checkpoint and {}, which is built in, need none",
+                "`monobloc init` writes one; `hf:OWNER/NAME`, a `.gguf` file, the folder of a checkpoint and {}, which is built in, need none",
                 one_of(builtin::NAMES)
             ),
         };

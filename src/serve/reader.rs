@@ -116,7 +116,7 @@ impl Reader {
         }
         // A stop may have removed the end of a call, and white space between calls is left out.
         let inner = match self.sought.calls.as_ref().map(|calls| calls.form) {
-            Some(CallForm::Hermes) => rest.strip_prefix(CALL_BEGIN),
+            Some(CallForm::Hermes) => rest.trim_start().strip_prefix(CALL_BEGIN),
             Some(CallForm::Llama3) => Some(rest.as_str()),
             None => None,
         };
@@ -218,21 +218,19 @@ impl Reader {
     }
 
     fn tagged(&mut self, pieces: &mut Vec<Piece>) -> bool {
-        if let Some(rest) = self.pending.strip_prefix(CALL_BEGIN) {
+        // White space before a call is left out, but not before a tag that begins none.
+        let begun = self.pending.trim_start();
+        let white = self.pending.len() - begun.len();
+        if let Some(rest) = begun.strip_prefix(CALL_BEGIN) {
             let Some((inner, after)) = ends(rest) else { return false };
             let inner = rest[..inner].to_string();
-            let raw: String = self.pending.drain(..CALL_BEGIN.len() + after).collect();
+            let raw: String = self.pending.drain(..white + CALL_BEGIN.len() + after).collect();
             pieces.push(self.call(&inner).map_or(Piece::Text(raw), Piece::Call));
             return !self.is_over();
         }
-        let (text, found) = match self.pending.find(CALL_BEGIN) {
-            Some(at) => (self.pending[..at].trim_end().len(), Some(at)),
-            None => (self.pending[..self.pending.len() - held(&self.pending, CALL_BEGIN)].trim_end().len(), None),
-        };
-        self.say(pieces, text);
-        if let Some(at) = found {
-            self.pending.drain(..at - text);
-        }
+        let found = self.pending.find(CALL_BEGIN);
+        let end = found.unwrap_or_else(|| self.pending.len() - held(&self.pending, CALL_BEGIN));
+        self.say(pieces, self.pending[..end].trim_end().len());
         found.is_some()
     }
 
@@ -332,6 +330,12 @@ mod tests {
             // Other keys beside those of a call.
             (call.replace("{\"name\"", "{\"type\": \"function\", \"id\": 1, \"name\""), vec![found]),
             (call.replace("}}", "}, \"x\": [\"</tool_call>\"]}"), vec![found]),
+            // White space before a tag that begins no call is a part of the text.
+            (
+                "a  <tool_call>x</tool_call>\n<tool_call> y".to_string(),
+                vec!["a  <tool_call>x</tool_call>\n<tool_call> y"],
+            ),
+            (format!("a \n{call}\n<tool_call>"), vec!["a", found, "\n<tool_call>"]),
             // Something between the object and its tag.
             (call.replace("}}\n", "}} or "), vec![&*call.replace("}}\n", "}} or ").leak()]),
             (call.replace("{\"at\": \"<tool_\"}", "[]"), vec![&*call.replace("{\"at\": \"<tool_\"}", "[]").leak()]),

@@ -601,6 +601,9 @@ struct SentCall {
     #[serde(rename = "type")]
     kind: String,
     function: Sent<SentCalled>,
+    /// Where the call was in a stream. Clients that put a stream together send it back; the order of the list counts.
+    #[serde(rename = "index")]
+    _index: Option<u32>,
 }
 
 #[derive(Deserialize)]
@@ -694,7 +697,7 @@ fn messages(fields: &mut Fields<'_>) -> Result<Vec<Message>, ApiError> {
         }
         let tool_calls = tool_calls.unwrap_or_default().into_iter().enumerate();
         let tool_calls = tool_calls.map(|(call, Sent(sent))| {
-            let SentCall { id, kind, function: Sent(SentCalled { name, arguments }) } = sent;
+            let SentCall { id, kind, function: Sent(SentCalled { name, arguments }), _index: _ } = sent;
             let place = |rest: &str| format!("messages[{at}].tool_calls[{call}].{rest}");
             if kind != "function" {
                 return Err(unsupported(&place("type")));

@@ -183,7 +183,7 @@ fn earlier_messages_may_be_as_clients_keep_them() {
     let server = answers(&["ok"], TOOLS);
     let call = |arguments: Value| {
         json!({ "role": "assistant", "content": null, "refusal": null, "annotations": [], "audio": null, "function_call": null,
-                "tool_calls": [{ "id": "c1", "type": "function", "index": null, "function": { "name": "now", "arguments": arguments } }] })
+                "tool_calls": [{ "id": "c1", "type": "function", "index": 0, "function": { "name": "now", "arguments": arguments } }] })
     };
     let history = |call: Value| {
         let result = json!({ "role": "tool", "tool_call_id": "c1", "content": [{ "type": "text", "text": "9:00", "cache_control": null }] });

@@ -717,6 +717,7 @@ fn commands_take_a_gguf_file() {
     fs::remove_file(place.path("model.gguf")).unwrap();
     assert_eq!(place.run(&text.replace("WHAT", "moved")).code(0).stdout, named.stdout);
     assert!(place.path("moved/model/tokenizer.json").is_file());
+    place.run("generate model.gguf --prompt ab").refused(&["no such file: `model.gguf`"]);
     fs::create_dir(place.path("folder")).unwrap();
     place.write("folder/m.gguf", llama().bytes());
     let told = place.run("import folder").code(0);
