@@ -13,8 +13,7 @@ use monobloc::dtype::{DType, Precision};
 use monobloc::error::Fault;
 use monobloc::flywheel::{Corpus, best, stats};
 use monobloc::gguf::Header;
-use monobloc::ir::parse::{parse_program, parse_with_lines};
-use monobloc::ir::print::print;
+use monobloc::ir::parse::{Lines, parse_program};
 use monobloc::lower::lower;
 use monobloc::manifest::Manifest;
 use monobloc::model::config::{Imported, graph_text, import, import_config_only};
@@ -24,7 +23,9 @@ use monobloc::schedule::schedule;
 use monobloc::target::{Target, TargetRecord};
 use monobloc::text::Style;
 use monobloc::tokenizer::{Message, Tokenizer};
-use monobloc::validate::{check, line_of};
+use monobloc::validate::{Violation, check, line_of, validate};
+use monobloc::waves;
+use monobloc::waves::parse::{Text, parse};
 
 /// Reads bytes and drops the result.
 pub type Reader = fn(&[u8]);
@@ -193,25 +194,34 @@ fn gguf_tokens(data: &[u8]) {
     });
 }
 
-/// A schedule's text. If it parses, its printed form must parse to the same schedule, and it must get a verdict.
+/// A schedule's text, and plans after it. If it parses, its printed form must parse to the same, and it must get a verdict.
 fn mkir(data: &[u8]) {
     let Ok(text) = std::str::from_utf8(data) else { return };
-    match parse_with_lines(text) {
+    match parse(text) {
         Err(error) => {
             assert!(!error.render("fuzz.mkir", text, Style::Plain).is_empty());
             let _ = parse_program(text);
         }
-        Ok((schedule, lines)) => {
-            let printed = print(&schedule);
-            let again =
-                parse_with_lines(&printed).unwrap_or_else(|e| panic!("{}", e.render("", &printed, Style::Plain)));
+        Ok(Text { schedule, lines, plans }) => {
+            let printed = waves::print(&schedule, plans.iter().map(|(plan, _)| plan));
+            let again = parse(&printed).unwrap_or_else(|e| panic!("{}", e.render("", &printed, Style::Plain)));
             // NaN differs from itself; its text does not.
-            assert!(print(&again.0) == printed, "printing is not stable");
+            let stable = waves::print(&again.schedule, again.plans.iter().map(|(plan, _)| plan)) == printed;
+            assert!(stable, "printing is not stable");
+            let told = |violations: Vec<Violation>, lines: &Lines| {
+                for violation in violations {
+                    let span = line_of(violation.entity, violation.rule, lines);
+                    assert!(text.get(span.start..span.end).is_some() && !violation.to_string().is_empty());
+                }
+            };
             for name in ["cpu", "h200"] {
                 let target = Target::builtin(name).expect("a record");
-                for violation in check(&schedule, &target) {
-                    let span = line_of(violation.entity, violation.rule, &lines);
-                    assert!(text.get(span.start..span.end).is_some() && !violation.to_string().is_empty());
+                match validate(schedule.clone(), &target) {
+                    Err(rejected) => told(rejected.violations, &lines),
+                    Ok(validated) => {
+                        let of_plans = waves::check(plans.iter().map(|(plan, _)| plan.clone()), &validated, &target);
+                        of_plans.into_iter().zip(&plans).for_each(|(found, (_, lines))| told(found, lines));
+                    }
                 }
             }
         }

@@ -1002,6 +1002,8 @@ pub struct Calibrate {
 
 /// Prove that a schedule has no deadlock and no race, or show what is wrong with it
 ///
+/// Plans of wave kernels that follow the schedule are proven, too: each computes the program of the schedule.
+///
 /// Exit code 0: proven. 1: rejected, with every violation on the line that it concerns. 2: not a schedule.
 #[derive(Debug, Args)]
 #[command(
@@ -1010,6 +1012,7 @@ pub struct Calibrate {
 Examples:
   monobloc show schedule tinystories > mine.mkir
   monobloc validate mine.mkir
+  monobloc show waves monobloc.toml --target h200 > waves.mkir
   monobloc validate mine.mkir --target h200 --json | jq '.violations[].rule'"
 )]
 pub struct Validate {

@@ -1,4 +1,4 @@
-//! Owns `validate`: prints the verdict about a user's schedule, with each violation on its line.
+//! Owns `validate`: prints the verdict about a user's schedule and the plans of waves after it, with each violation on its line.
 
 use std::path::Path;
 
@@ -9,12 +9,14 @@ use super::arguments::Validate;
 use super::session::Session;
 use crate::error::Fault;
 use crate::files::read_text;
-use crate::ir::parse::{Lines, parse_with_lines};
+use crate::ir::parse::Lines;
 use crate::ir::schedule::Schedule;
 use crate::target::{Target, TargetRecord};
 use crate::text::counted;
 use crate::text::{Diagnostic, Style};
-use crate::validate::{Entity, Rule, Violation, check, line_of};
+use crate::validate::{Entity, Rule, Violation, line_of, validate as validate_schedule};
+use crate::waves::parse::{Text, parse};
+use crate::waves::{Plan, check};
 
 /// Largest schedule that is read; a schedule of a million tasks has 200 MB.
 const SCHEDULE_BYTES_MAX: u64 = 1 << 30;
@@ -25,7 +27,8 @@ const SHOWN_MAX: usize = 20;
 pub fn validate(session: &Session, asked: &Validate) -> Result<Outcome, Fault> {
     let (terminal, name) = (&session.terminal, asked.file.display().to_string());
     let text = read_text(&asked.file, SCHEDULE_BYTES_MAX)?;
-    let (schedule, lines) = parse_with_lines(&text).map_err(|error| error.into_fault(&name, &text, terminal.style))?;
+    let Text { schedule, lines, plans } =
+        parse(&text).map_err(|error| error.into_fault(&name, &text, terminal.style))?;
     let target = match &asked.target {
         Some(name) => match Target::named(name) {
             Some(target) => target,
@@ -36,31 +39,40 @@ pub fn validate(session: &Session, asked: &Validate) -> Result<Outcome, Fault> {
         },
         None => own_target(&schedule, &lines, &name, &text, terminal.style)?,
     };
-    let violations = check(&schedule, &target);
-    let place = Place { text: &text, lines: &lines };
+    let (tasks, events) = (schedule.task_count(), event_count(&schedule));
+    let (sms, regimes) = (schedule.machine.sms, schedule.regimes.len());
+    let violations = judged(schedule, &lines, &plans, &target);
+    let places: Vec<_> =
+        violations.iter().map(|(lines, violation)| (Place { text: &text, lines }, violation)).collect();
     if asked.json {
-        let listed: Vec<_> = violations.iter().map(|violation| place.json(violation)).collect();
+        let listed: Vec<_> = places.iter().map(|(place, violation)| place.json(violation)).collect();
         terminal.print_json(&json!({
             "proven": violations.is_empty(),
             "target": target.name,
-            "tasks": schedule.task_count(),
-            "events": event_count(&schedule),
-            "sms": schedule.machine.sms,
-            "regimes": schedule.regimes.len(),
+            "tasks": tasks,
+            "events": events,
+            "sms": sms,
+            "regimes": regimes,
+            "plans": plans.len(),
             "violations": listed,
         }))?;
     } else if violations.is_empty() {
+        let waves: usize = plans.iter().map(|(plan, _)| plan.waves.len()).sum();
+        let waves = match plans.as_slice() {
+            [] => String::new(),
+            plans => format!("; {} of {}", counted(plans.len() as u64, "plan"), counted(waves as u64, "wave")),
+        };
         terminal.print(&format!(
-            "{}: {}, {}, {} in {}, for target `{}`\n",
+            "{}: {}, {}, {} in {}{waves}, for target `{}`\n",
             terminal.good("proven"),
-            counted(schedule.task_count() as u64, "task"),
-            counted(event_count(&schedule) as u64, "event"),
-            counted(u64::from(schedule.machine.sms), "SM"),
-            counted(schedule.regimes.len() as u64, "regime"),
+            counted(tasks as u64, "task"),
+            counted(events as u64, "event"),
+            counted(u64::from(sms), "SM"),
+            counted(regimes as u64, "regime"),
             target.name
         ))?;
     } else {
-        for violation in violations.iter().take(SHOWN_MAX) {
+        for (place, violation) in places.iter().take(SHOWN_MAX) {
             let rendered = place.render(violation, &name, terminal.stdout_style);
             terminal.print(&format!("{}: {rendered}\n\n", terminal.bad("violation")))?;
         }
@@ -75,6 +87,22 @@ pub fn validate(session: &Session, asked: &Validate) -> Result<Outcome, Fault> {
         ))?;
     }
     Ok(if violations.is_empty() { Outcome::Done } else { Outcome::No })
+}
+
+/// What keeps a schedule from a proof; else what keeps plans of its program from theirs. Each with the lines of what it is about.
+fn judged<'a>(
+    schedule: Schedule,
+    lines: &'a Lines,
+    plans: &'a [(Plan, Lines)],
+    target: &Target,
+) -> Vec<(&'a Lines, Violation)> {
+    let validated = match validate_schedule(schedule, target) {
+        Ok(validated) => validated,
+        Err(rejected) => return rejected.violations.into_iter().map(|violation| (lines, violation)).collect(),
+    };
+    let of_plans = check(plans.iter().map(|(plan, _)| plan.clone()), &validated, target);
+    let of_plan = |(lines, violations): (&'a Lines, Vec<Violation>)| violations.into_iter().map(move |of| (lines, of));
+    plans.iter().map(|(_, lines)| lines).zip(of_plans).flat_map(of_plan).collect()
 }
 
 fn event_count(schedule: &Schedule) -> usize {

@@ -188,12 +188,8 @@ pub struct WeightBox {
     pub reserved: u32,
 }
 
-/// Most bytes of a piece of a box: 256 elements of 8 bytes.
-const PIECE_BYTES_MAX: u32 = 2048;
 /// Bytes of a row of a granule of plain weights.
 const LINE_BYTES: u32 = 64;
-/// Units of the smallest box; what is left over is copied unit by unit.
-const BOX_UNITS: u32 = 8;
 
 impl WaveTables {
     /// Of every byte that is uploaded.
@@ -259,7 +255,7 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
                 Over::Units { parts, .. } => parts,
                 _ => unreachable!("prove: products are divided over units"),
             };
-            let (boxed, paired) = (boxes_of(proven, wave).is_some(), target.is_paired(splits));
+            let (boxed, paired) = (!wave.boxes.is_empty(), target.is_paired(splits));
             let packets = matches!(target, Written::Out(out) if plan.holds_packets(*out));
             let softcap = match m.epilogue {
                 Epilogue::Logits { softcap, .. } => softcap.unwrap_or(0.0),
@@ -346,7 +342,7 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
             ("WaveFill", format!("int K = {}\nint TILE = {}\n", m.k, tiling_of(plan, *out).rows))
         }
         (Action::Experts { x, pass, chunk, .. }, Op::MatVec(m)) => {
-            let (tile, boxed) = (tiling_of(plan, *x).rows, boxes_of(proven, wave).is_some());
+            let (tile, boxed) = (tiling_of(plan, *x).rows, !wave.boxes.is_empty());
             let biased = grid.operand(Role::Bias).is_some();
             let (rows, k, unit_rows) = (m.rows, m.k, m.unit_rows);
             let members = format!(
@@ -720,12 +716,10 @@ pub fn encode(proven: &Proven<'_>) -> WaveTables {
     tables
 }
 
-/// Boxes of a pass, of a pass of one unit less, and of few units. Pieces that are longer are as fast one by one.
+/// The boxes of a wave over the matrix of its grid.
 fn boxes_of(proven: &Proven<'_>, wave: &PlanWave) -> Option<Vec<WeightBox>> {
     let (schedule, grid) = (proven.validated().schedule(), grid_of(proven, wave.grid));
-    let (Action::MatMul { pass, chunk, .. } | Action::Experts { pass, chunk, .. }, Op::MatVec(m)) =
-        (&wave.action, &grid.op)
-    else {
+    let (Action::MatMul { chunk, .. } | Action::Experts { chunk, .. }, Op::MatVec(m)) = (&wave.action, &grid.op) else {
         return None;
     };
     let place = schedule.placement[grid.operand(Role::Weight)?.buffer.index()]?;
@@ -733,10 +727,8 @@ fn boxes_of(proven: &Proven<'_>, wave: &PlanWave) -> Option<Vec<WeightBox>> {
     let (unit_bytes, piece_bytes) = (m.unit_bytes(format), chunk * format.granule_bytes());
     let units = u64::from(m.units()) * u64::from(experts_of(proven, grid));
     let line_bytes = if proven.plan().machine.products == Products::Shared { LINE_BYTES } else { 0 };
-    let of = |box_units: u32| WeightBox { place, units, unit_bytes, box_units, piece_bytes, line_bytes, reserved: 0 };
-    let box_units =
-        if line_bytes > 0 { vec![BOX_UNITS] } else { vec![*pass, pass.saturating_sub(1).max(1), BOX_UNITS] };
-    (piece_bytes <= PIECE_BYTES_MAX).then(|| box_units.into_iter().map(of).collect())
+    let of = |&box_units: &u32| WeightBox { place, units, unit_bytes, box_units, piece_bytes, line_bytes, reserved: 0 };
+    (!wave.boxes.is_empty()).then(|| wave.boxes.iter().map(of).collect())
 }
 
 /// A wave without operands.

@@ -102,6 +102,8 @@ pub struct Lines {
     pub ring: Span,
     pub smem: Vec<Span>,
     pub regimes: Vec<RegimeLines>,
+    /// Of a plan of waves, whose first line is in `program`.
+    pub waves: Vec<Span>,
 }
 
 /// The lines of one regime.
@@ -118,7 +120,7 @@ const SCORES: [Score; 2] = [Score::Softmax, Score::Sigmoid];
 const GROUP_SCORES: [GroupScore; 2] = [GroupScore::Max, GroupScore::SumOfTwo];
 const ACTS: [Act; 5] = [Act::Silu, Act::GeluErf, Act::GeluTanh, Act::Relu, Act::SquaredRelu];
 const NORMS: [NormKind; 2] = [NormKind::Rms, NormKind::Layer];
-const DTYPES: [DType; 5] = [DType::F32, DType::Bf16, DType::F16, DType::I32, DType::E4m3];
+pub(crate) const DTYPES: [DType; 5] = [DType::F32, DType::Bf16, DType::F16, DType::I32, DType::E4m3];
 const ACCESSES: [Access; 4] = [Access::Read, Access::Write, Access::Update, Access::Stream];
 
 /// Characters of a token that an error quotes.
@@ -136,30 +138,30 @@ enum Expected {
 /// Picks the list that a line of a regime belongs to.
 type LineList = fn(&mut RegimeLines) -> &mut Vec<Span>;
 
-type Parsed<T> = Result<T, ParseError>;
+pub(crate) type Parsed<T> = Result<T, ParseError>;
 
 /// A cursor over the text. `eat_` functions move only when they find what they look for; `expect` functions fail.
-struct Parser<'a> {
+pub(crate) struct Parser<'a> {
     text: &'a str,
-    at: usize,
-    lines: Lines,
+    pub(crate) at: usize,
+    pub(crate) lines: Lines,
     /// First byte of the line being read.
     line_start: usize,
     /// The kind of line being read, for the title of an error; empty while that is not known.
-    line_kind: &'static str,
+    pub(crate) line_kind: &'static str,
     /// What was looked for in vain at `tried_at`: the alternatives an error there offers.
     tried: Vec<Expected>,
     tried_at: usize,
 }
 
 impl<'a> Parser<'a> {
-    fn new(text: &'a str) -> Self {
+    pub(crate) fn new(text: &'a str) -> Self {
         Parser { text, at: 0, lines: Lines::default(), line_start: 0, line_kind: "", tried: vec![], tried_at: 0 }
     }
 
     // ---- lines
 
-    fn program(&mut self) -> Parsed<Program> {
+    pub(crate) fn program(&mut self) -> Parsed<Program> {
         self.version()?;
         self.next_line();
         self.line_kind = "program";
@@ -473,7 +475,7 @@ impl<'a> Parser<'a> {
         self.one_of(&ACTS, act_name)
     }
 
-    fn norm(&mut self) -> Parsed<NormAttr> {
+    pub(crate) fn norm(&mut self) -> Parsed<NormAttr> {
         let kind = self.one_of(&NORMS, norm_name)?;
         self.expect(":")?;
         Ok(NormAttr { kind, eps: self.f32()? })
@@ -600,7 +602,7 @@ impl<'a> Parser<'a> {
         Ok(cols)
     }
 
-    fn schedule(&mut self, program: Program) -> Parsed<Schedule> {
+    pub(crate) fn schedule(&mut self, program: Program) -> Parsed<Schedule> {
         // The line that ended the program is at the cursor.
         self.expect("machine")?;
         self.line_kind = "machine";
@@ -810,7 +812,7 @@ impl<'a> Parser<'a> {
     }
 
     /// `[lo..hi]`
-    fn range(&mut self) -> Parsed<(u32, u32)> {
+    pub(crate) fn range(&mut self) -> Parsed<(u32, u32)> {
         self.expect("[")?;
         let lo = self.u32()?;
         self.expect("..")?;
@@ -822,7 +824,7 @@ impl<'a> Parser<'a> {
     // ---- definitions
 
     /// `b3 =` at the start of a line, where 3 is the number of buffers so far.
-    fn eat_definition(&mut self, prefix: &'static str, kind: &'static str, index: usize) -> Parsed<bool> {
+    pub(crate) fn eat_definition(&mut self, prefix: &'static str, kind: &'static str, index: usize) -> Parsed<bool> {
         let start = self.at;
         let Some(id) = self.eat_id(prefix)? else { return Ok(false) };
         self.line_kind = kind;
@@ -850,7 +852,7 @@ impl<'a> Parser<'a> {
     // ---- tokens
 
     /// Moves to the first token of the next line that has one.
-    fn next_line(&mut self) {
+    pub(crate) fn next_line(&mut self) {
         let bytes = self.text.as_bytes();
         loop {
             self.skip_blanks();
@@ -875,7 +877,7 @@ impl<'a> Parser<'a> {
     }
 
     /// Ends the line and says where its tokens are.
-    fn end_of_line(&mut self) -> Parsed<Span> {
+    pub(crate) fn end_of_line(&mut self) -> Parsed<Span> {
         let tokens = self.text[self.line_start..self.at].trim_end();
         let line = self.line_start..self.line_start + tokens.len();
         match self.text.as_bytes().get(self.at) {
@@ -889,7 +891,7 @@ impl<'a> Parser<'a> {
         Ok(line)
     }
 
-    fn end_of_text(&mut self) -> Parsed<()> {
+    pub(crate) fn end_of_text(&mut self) -> Parsed<()> {
         if self.at == self.text.len() {
             return Ok(());
         }
@@ -898,7 +900,7 @@ impl<'a> Parser<'a> {
     }
 
     /// Moves over `token` and the blanks after it. A word matches whole words only.
-    fn eat(&mut self, token: &'static str) -> bool {
+    pub(crate) fn eat(&mut self, token: &'static str) -> bool {
         let rest = &self.text.as_bytes()[self.at..];
         let whole = |next: Option<&u8>| !next.is_some_and(|b| is_word_byte(*b));
         let is_word = token.bytes().next_back().is_some_and(is_word_byte);
@@ -912,12 +914,12 @@ impl<'a> Parser<'a> {
         false
     }
 
-    fn expect(&mut self, token: &'static str) -> Parsed<()> {
+    pub(crate) fn expect(&mut self, token: &'static str) -> Parsed<()> {
         if self.eat(token) { Ok(()) } else { Err(self.unexpected()) }
     }
 
     /// `key=`
-    fn eat_attr(&mut self, key: &'static str) -> Parsed<bool> {
+    pub(crate) fn eat_attr(&mut self, key: &'static str) -> Parsed<bool> {
         if !self.eat(key) {
             return Ok(false);
         }
@@ -925,21 +927,21 @@ impl<'a> Parser<'a> {
         Ok(true)
     }
 
-    fn attr(&mut self, key: &'static str) -> Parsed<()> {
+    pub(crate) fn attr(&mut self, key: &'static str) -> Parsed<()> {
         if self.eat_attr(key)? { Ok(()) } else { Err(self.unexpected()) }
     }
 
-    fn attr_u32(&mut self, key: &'static str) -> Parsed<u32> {
+    pub(crate) fn attr_u32(&mut self, key: &'static str) -> Parsed<u32> {
         self.attr(key)?;
         self.u32()
     }
 
-    fn attr_f32(&mut self, key: &'static str) -> Parsed<f32> {
+    pub(crate) fn attr_f32(&mut self, key: &'static str) -> Parsed<f32> {
         self.attr(key)?;
         self.f32()
     }
 
-    fn optional_u32(&mut self, key: &'static str) -> Parsed<Option<u32>> {
+    pub(crate) fn optional_u32(&mut self, key: &'static str) -> Parsed<Option<u32>> {
         if self.eat_attr(key)? { self.u32().map(Some) } else { Ok(None) }
     }
 
@@ -951,19 +953,19 @@ impl<'a> Parser<'a> {
         all.iter().copied().find(|&value| self.eat(name(value)))
     }
 
-    fn one_of<T: Copy>(&mut self, all: &[T], name: fn(T) -> &'static str) -> Parsed<T> {
+    pub(crate) fn one_of<T: Copy>(&mut self, all: &[T], name: fn(T) -> &'static str) -> Parsed<T> {
         match self.eat_one_of(all, name) {
             Some(value) => Ok(value),
             None => Err(self.unexpected()),
         }
     }
 
-    fn words(&mut self, all: &[&'static str]) -> Parsed<&'static str> {
+    pub(crate) fn words(&mut self, all: &[&'static str]) -> Parsed<&'static str> {
         self.one_of(all, |word| word)
     }
 
     /// `t12`: the prefix and a number, as one word.
-    fn eat_id(&mut self, prefix: &'static str) -> Parsed<Option<u32>> {
+    pub(crate) fn eat_id(&mut self, prefix: &'static str) -> Parsed<Option<u32>> {
         let rest = &self.text.as_bytes()[self.at..];
         let digits = rest.strip_prefix(prefix.as_bytes()).map_or(0, digit_count);
         let len = prefix.len() + digits;
@@ -976,19 +978,25 @@ impl<'a> Parser<'a> {
         Ok(Some(number as u32))
     }
 
-    fn id(&mut self, prefix: &'static str) -> Parsed<u32> {
+    pub(crate) fn id(&mut self, prefix: &'static str) -> Parsed<u32> {
         match self.eat_id(prefix)? {
             Some(id) => Ok(id),
             None => Err(self.unexpected()),
         }
     }
 
-    fn u32(&mut self) -> Parsed<u32> {
+    pub(crate) fn u32(&mut self) -> Parsed<u32> {
         // At most `u32::MAX`, so the cast keeps the value.
         self.integer(u32::MAX.into()).map(|n| n as u32)
     }
 
-    fn u64(&mut self) -> Parsed<u64> {
+    /// A number, if there is one.
+    pub(crate) fn optional_number(&mut self) -> Parsed<Option<u32>> {
+        let digits = self.text.as_bytes().get(self.at).is_some_and(u8::is_ascii_digit);
+        if digits { self.u32().map(Some) } else { Ok(None) }
+    }
+
+    pub(crate) fn u64(&mut self) -> Parsed<u64> {
         self.integer(u64::MAX)
     }
 
@@ -1044,7 +1052,7 @@ impl<'a> Parser<'a> {
     }
 
     /// A name in double quotes, with `\"`, `\\` and `\u{hex}`.
-    fn string(&mut self) -> Parsed<String> {
+    pub(crate) fn string(&mut self) -> Parsed<String> {
         let start = self.at;
         let Some(body) = self.text[start..].strip_prefix('"') else {
             self.miss(Expected::Kind("a name in double quotes"));
@@ -1108,7 +1116,7 @@ impl<'a> Parser<'a> {
     }
 
     /// The token at the cursor is none of those that were tried there.
-    fn unexpected(&mut self) -> ParseError {
+    pub(crate) fn unexpected(&mut self) -> ParseError {
         let span = self.at..self.token_end(self.at);
         let token = &self.text[span.clone()];
         let found = match token {
@@ -1149,7 +1157,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    fn error(&self, span: Span, title: String, label: String, help: Option<String>) -> ParseError {
+    pub(crate) fn error(&self, span: Span, title: String, label: String, help: Option<String>) -> ParseError {
         let before = &self.text[..span.start];
         let line_start = before.rfind('\n').map_or(0, |newline| newline + 1);
         let line = before.bytes().filter(|b| *b == b'\n').count() + 1;
@@ -1168,6 +1176,8 @@ fn id_name(prefix: &str) -> &'static str {
         "sm" => "an SM like `sm4`",
         "l" => "a layer like `l2`",
         "w" => "a tensor like `w5`",
+        "a" => "activations like `a0`",
+        "d" => "a division like `d0`",
         _ => "an id like `r0`",
     }
 }

@@ -599,7 +599,7 @@ impl fmt::Display for Cols {
     }
 }
 
-struct NormText<'a>(&'a NormAttr);
+pub(crate) struct NormText<'a>(pub(crate) &'a NormAttr);
 
 impl fmt::Display for NormText<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -608,7 +608,7 @@ impl fmt::Display for NormText<'_> {
     }
 }
 
-struct Quoted<'a>(&'a str);
+pub(crate) struct Quoted<'a>(pub(crate) &'a str);
 
 impl fmt::Display for Quoted<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

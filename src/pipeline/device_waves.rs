@@ -27,10 +27,10 @@ use crate::pages::Pool;
 use crate::rows::{Guard, Request, Row};
 use crate::target::Target;
 use crate::trace::{Span, WaveStamps, wave_spans};
-use crate::validate::Validated;
+use crate::validate::{Validated, Violation};
 use crate::waves::{
-    Action, CHUNK_ROWS, Form, Plan, Proven, Refused, TAIL_ROWS, Violation, Wave, WithTail, derive, derive_chosen,
-    derive_ragged, prove, prove_tail,
+    Action, CHUNK_ROWS, Form, Plan, Proven, Refused, TAIL_ROWS, Wave, WithTail, derive, derive_chosen, derive_ragged,
+    prove, prove_tail,
 };
 use std::sync::Arc;
 

@@ -16,7 +16,7 @@ use crate::model::config::describe;
 use crate::target::{Target, TargetKind};
 use crate::text::{nearest, one_of};
 use crate::validate::Validated;
-use crate::waves::STEP_ROWS_MIN;
+use crate::waves::{Proven, STEP_ROWS_MIN, print as print_plans};
 
 use super::Workspace;
 use super::chain::{Chain, Host, NotMade, Stage};
@@ -157,7 +157,7 @@ pub fn show(workspace: &Workspace, manifest: &Manifest, target: &Target, stage: 
         "steps" if invariant::is_asked(manifest, target) => {
             let validated = alike_schedule(&context)?;
             let alike = invariant::plan(target, &validated)?;
-            Ok(alike.plans().iter().map(|proven| proven.plan().to_string()).collect())
+            Ok(print_plans(validated.schedule(), alike.plans().iter().map(Proven::plan)))
         }
         "steps-source" if invariant::is_asked(manifest, target) => {
             let validated = alike_schedule(&context)?;
@@ -170,7 +170,10 @@ pub fn show(workspace: &Workspace, manifest: &Manifest, target: &Target, stage: 
             needs_kernel(target, stage)?;
             Ok(emit(&prompt_batch(&context)?, target, Trace::Off).text)
         }
-        "waves" => Ok(waves_text(&chunk_plan(&context, &prompt_batch(&context)?)?)),
+        "waves" => {
+            let validated = prompt_batch(&context)?;
+            Ok(waves_text(&validated, &chunk_plan(&context, &validated)?))
+        }
         "waves-source" => {
             needs_kernel(target, stage)?;
             let validated = prompt_batch(&context)?;
@@ -179,7 +182,7 @@ pub fn show(workspace: &Workspace, manifest: &Manifest, target: &Target, stage: 
         }
         "steps" => {
             let StepsKernel { validated, rows, knobs, .. } = steps_batch(&context)?;
-            Ok(plan_steps(target, &validated, rows, &knobs)?.plan().to_string())
+            Ok(print_plans(validated.schedule(), [plan_steps(target, &validated, rows, &knobs)?.plan()]))
         }
         "steps-source" => {
             needs_kernel(target, stage)?;
@@ -188,7 +191,7 @@ pub fn show(workspace: &Workspace, manifest: &Manifest, target: &Target, stage: 
         }
         "splits" => {
             let StepsKernel { validated, rows, .. } = steps_batch(&context)?;
-            Ok(plan_ragged(target, &validated, rows)?.plan().to_string())
+            Ok(print_plans(validated.schedule(), [plan_ragged(target, &validated, rows)?.plan()]))
         }
         "splits-source" => {
             needs_kernel(target, stage)?;
@@ -234,10 +237,10 @@ fn alike_schedule(context: &BuildContext<'_>) -> Result<Validated, Fault> {
 }
 
 /// The plan of chunks, and that of the tail or why there is none.
-fn waves_text(plan: &PromptPlan<'_>) -> String {
-    let mut out: String = plan.all().into_iter().map(|(_, proven)| proven.plan().to_string()).collect();
+fn waves_text(validated: &Validated, plan: &PromptPlan<'_>) -> String {
+    let mut out = print_plans(validated.schedule(), plan.all().into_iter().map(|(_, proven)| proven.plan()));
     if let PromptPlan::Chunks(_, refused) = plan {
-        let _ = writeln!(out, "no tail: {refused}");
+        let _ = writeln!(out, "; no tail: {refused}");
     }
     out
 }

@@ -302,6 +302,8 @@ pub enum Entity {
     Task(u32, TaskId),
     Event(u32, EventId),
     Sm(u32, SmId),
+    /// Of a plan of waves.
+    Wave(u32),
 }
 
 impl fmt::Display for Entity {
@@ -317,6 +319,7 @@ impl fmt::Display for Entity {
             Entity::Task(regime, task) => write!(f, "{task} of r{regime}"),
             Entity::Event(regime, event) => write!(f, "{event} of r{regime}"),
             Entity::Sm(regime, sm) => write!(f, "{sm} of r{regime}"),
+            Entity::Wave(w) => write!(f, "w{w}"),
         }
     }
 }
@@ -337,6 +340,7 @@ pub fn line_of(entity: Entity, rule: Rule, lines: &Lines) -> Span {
         Entity::Event(r, event) => regime(r).and_then(|regime| regime.events.get(event.index())),
         Entity::Sm(r, sm) if rule == Rule::StreamOrder => regime(r).and_then(|regime| regime.streams.get(sm.index())),
         Entity::Sm(r, sm) => regime(r).and_then(|regime| regime.queues.get(sm.index())),
+        Entity::Wave(w) => lines.waves.get(w as usize),
     };
     span.unwrap_or(&lines.program).clone()
 }
@@ -360,7 +364,7 @@ macro_rules! rules {
                 }
             }
 
-            /// 1 well-formed, 2 events, 3 deadlock, 4 races, 5 memory, 6 proxies, 7 kernels.
+            /// 1 well-formed, 2 events, 3 deadlock, 4 races, 5 memory, 6 proxies, 7 kernels, 8 plans of waves.
             pub fn group(self) -> u8 {
                 match self {
                     $(Rule::$variant => $group,)*
@@ -533,6 +537,35 @@ rules! {
     KernelRows "kernel-rows" 7;
     /// More than one device: the kernels of a CUDA target synchronise within one.
     KernelScope "kernel-scope" 7;
+
+    /// A plan of waves does not fit the target, or the form of its launches.
+    Machine "machine" 8;
+    /// Activations overlap, or lie where no wave can name them.
+    Arena "arena" 8;
+    /// For some number of blocks of rows a launch index of a row is in no share, or in two.
+    Partition "partition" 8;
+    /// Two blocks that share weights have other units.
+    Pairs "pairs" 8;
+    /// A buffer or a division that does not exist.
+    Bounds "bounds" 8;
+    /// A buffer that is no residual is read and written by one wave, or written twice.
+    InPlace "in-place" 8;
+    /// The waves are not those of the grids of the program, in order; or one reads, writes or computes something else than its grid.
+    Order "order" 8;
+    /// What a wave needs of rings and scratch is not there.
+    Ring "ring" 8;
+    /// Weights are copied in boxes that no tensor map has, or that do not make up a pass.
+    Boxes "boxes" 8;
+    /// A wave adds up in another order than it declares.
+    Sums "sums" 8;
+    /// SMs do not meet where a wave reads, or overwrites, what the wave before it accesses.
+    Meeting "meeting" 8;
+    /// What rows chose is overwritten before the launch ends.
+    Kept "kept" 8;
+    /// A tail without the plan of chunks before it.
+    Tail "tail" 8;
+    /// Plans of one order of sums that add up, or read, otherwise.
+    Alike "alike" 8;
 }
 
 impl Rule {

@@ -7,10 +7,10 @@ use super::experts::{
 use super::mix::{Carried, GateNorm, POSITIONS, group_channels, row_bytes, scan_cols};
 use super::ragged::MERGE_SPLITS;
 use super::{
-    Action, CHUNK_BLOCK_ROWS, Division, DivisionId, Form, HELD_AND_SUMS_MAX, Input, Layout, Machine, NormOf, Over,
-    Plan, Products, Ring, SHARED_PASS_MAX, SHARED_UNITS, SHARED_WARPS, Share, Splits, Sum, Sums, TILE_WARPS,
-    Target as Written, Tiling, WIDE_UNITS, Warps, Wave, Work, WorkId, parts_of, sums_max, tile_sums_max,
-    wide_tiles_max,
+    Action, BOX_PIECE_BYTES_MAX, BOX_UNITS, CHUNK_BLOCK_ROWS, Division, DivisionId, Form, HELD_AND_SUMS_MAX, Input,
+    Layout, Machine, NormOf, Over, Plan, Products, Ring, SHARED_PASS_MAX, SHARED_UNITS, SHARED_WARPS, Share, Splits,
+    Sum, Sums, TILE_WARPS, Target as Written, Tiling, WIDE_UNITS, Warps, Wave, Work, WorkId, parts_of, sums_max,
+    tile_sums_max, wide_tiles_max,
 };
 use crate::candidate::wave::{WAVE_KNOBS, WaveKnobs};
 use crate::dtype::DType;
@@ -260,6 +260,7 @@ fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, aske
     b.divide();
     let mut plan = b.plan;
     plan.machine.weights = weight_ring(program, &plan, target, knobs)?;
+    box_weights(program, &mut plan);
     if form == Form::Steps {
         hold(program, &mut plan, knobs.held);
     }
@@ -473,6 +474,19 @@ fn weight_bytes(program: &Program, plan: &Plan) -> u32 {
         _ => 0,
     };
     plan.waves.iter().map(of_wave).max().unwrap_or(0)
+}
+
+/// Short pieces of weights are copied in boxes: one copy for many units.
+fn box_weights(program: &Program, plan: &mut Plan) {
+    let swizzled = plan.machine.products == Products::Shared;
+    for wave in &mut plan.waves {
+        let (Action::MatMul { pass, chunk, .. } | Action::Experts { pass, chunk, .. }) = wave.action else { continue };
+        let format = program.format_of(&program.grids[wave.grid.index()]);
+        if chunk * format.granule_bytes() <= BOX_PIECE_BYTES_MAX {
+            let all = [pass, pass.saturating_sub(1).max(1), BOX_UNITS];
+            wave.boxes = if swizzled { vec![BOX_UNITS] } else { all.to_vec() };
+        }
+    }
 }
 
 /// How a block multiplies units of a matrix.
@@ -713,7 +727,7 @@ impl Builder<'_> {
         self.overs.push(over);
         // `divide` sets both: a later wave can still change how this one is divided.
         let meets = !matches!(action, Action::AttendRow { x, .. } if self.plan.holds_packets(x));
-        self.plan.waves.push(Wave { grid, action, division: DivisionId(0), sums: Sums::Heads, meets });
+        self.plan.waves.push(Wave { grid, action, division: DivisionId(0), sums: Sums::Heads, boxes: vec![], meets });
     }
 
     /// The order that wave number `wave` must have, if it is not free.
@@ -1621,6 +1635,35 @@ fn paired_shares(n: u32, parts: u32, blocks: u32, block_rows: u32, sms: u32) -> 
 fn nearly_equal(n: u32, i: u32, of: u32) -> (u32, u32) {
     let at = |i: u32| (u64::from(n) * u64::from(i) / u64::from(of.max(1))) as u32;
     (at(i), at(i + 1))
+}
+
+/// Most shares and SMs of a plan that its text leaves out, as [`usual`] counts them.
+pub(super) const UNWRITTEN_MAX: u64 = 1 << 22;
+
+/// The shares that a derived plan has in launches of `blocks` blocks of rows, and a bound of the time and memory that it takes to list them. `None`: no plan with such
+/// numbers is derived.
+pub(super) fn usual(plan: &Plan, over: Over, blocks: u32) -> Option<(u64, impl FnOnce() -> Vec<Vec<Share>>)> {
+    let (block_rows, sms) = (plan.block_rows, plan.machine.sms);
+    let paired = plan.form == Form::Chunk && plan.machine.pairs;
+    let rows = blocks.checked_mul(block_rows).filter(|rows| *rows > 0)?;
+    let product = |of: &[u32]| of.iter().fold(1u64, |product, n| product.saturating_mul(u64::from(*n)));
+    let shares_most = match over {
+        Over::Rows { parts: 1 } | Over::Items { .. } => 0,
+        Over::Rows { parts } => product(&[rows, parts]),
+        Over::Units { n, parts } if u32::try_from(product(&[n, parts])).is_ok() => product(&[blocks, parts]),
+        Over::Units { .. } => return None,
+        Over::Heads { n, rows: 1 } => product(&[rows, n]),
+        Over::Heads { n, rows: tile } => product(&[rows.checked_div(tile)?, n, sms]),
+        Over::States { n } => u64::from(n),
+    };
+    let parted = match over {
+        Over::Rows { parts } | Over::Units { parts, .. } => parts > 0,
+        _ => true,
+    };
+    let listed = sms >= 2 || sms == 1 && !paired;
+    // Far from numbers that would overflow.
+    let cost = shares_most.saturating_add(u64::from(sms)).saturating_add(1);
+    (parted && listed && cost <= UNWRITTEN_MAX).then(|| (cost, move || shares(over, blocks, block_rows, sms, paired)))
 }
 
 /// The shares of each SM of a launch of `blocks` blocks of rows.

@@ -76,6 +76,7 @@
 mod derive;
 mod experts;
 mod mix;
+pub mod parse;
 mod print;
 mod prove;
 mod ragged;
@@ -84,7 +85,8 @@ pub use derive::{Refused, derive, derive_alike, derive_chosen, derive_ragged, de
 pub use experts::Tiling;
 pub(crate) use experts::scores_cols;
 pub use mix::{GateNorm, group_channels};
-pub use prove::{Alike, Proven, Violation, WithTail, prove, prove_alike, prove_tail};
+pub use print::print;
+pub use prove::{Alike, Proven, WithTail, check, prove, prove_alike, prove_tail};
 pub use ragged::Ragged;
 
 use crate::define_id;
@@ -175,6 +177,10 @@ const SHARED_UNITS: u32 = 8;
 const SHARED_PASS_MAX: u32 = 32;
 /// The place of its warps: each of two warpgroups has half of the rows and all units.
 const SHARED_WARPS: Warps = Warps { rows: 2, units: 4, k: 1 };
+
+/// Units of the box that copies what is left over of a pass, and most bytes of a unit in a box: 256 elements of 8 bytes, the largest that a map has.
+const BOX_UNITS: u32 = 8;
+const BOX_PIECE_BYTES_MAX: u32 = 2048;
 
 /// Units that a warp of a warpgroup has side by side: rows of a tile of 16.
 const WIDE_UNITS: u32 = 2;
@@ -333,6 +339,8 @@ pub struct Wave {
     pub action: Action,
     pub division: DivisionId,
     pub sums: Sums,
+    /// Units of each box in which a pass of weights is copied: all of them, one less, and those of what is left over; in swizzled lines one box alone. Empty: unit by unit.
+    pub boxes: Vec<u32>,
     /// Whether all SMs meet before it. If not, it waits for packets of the wave before it.
     pub meets: bool,
 }

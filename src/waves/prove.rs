@@ -10,10 +10,10 @@ use super::experts::{
 };
 use super::mix::{Carried, GateNorm, POSITIONS, group_channels, row_bytes, scan_cols};
 use super::{
-    Action, CHUNK_BLOCK_ROWS, Division, Form, HELD_AND_SUMS_MAX, Input, Layout, NormOf, Over, Plan, Products, Ragged,
-    Ring, SHARED_PASS_MAX, SHARED_UNITS, SHARED_WARPS, STEP_ROWS_MAX, Share, Splits, Sum, Sums, TILE_WARPS,
-    Target as Written, Tiling, WIDE_UNITS, Warps, Wave, Work, WorkId, parts_of, sums_max, tile_sums_max,
-    wide_tiles_max,
+    Action, BOX_PIECE_BYTES_MAX, BOX_UNITS, CHUNK_BLOCK_ROWS, Division, Form, HELD_AND_SUMS_MAX, Input, Layout, NormOf,
+    Over, Plan, Products, Ragged, Ring, SHARED_PASS_MAX, SHARED_UNITS, SHARED_WARPS, STEP_ROWS_MAX, Share, Splits, Sum,
+    Sums, TILE_WARPS, Target as Written, Tiling, WIDE_UNITS, Warps, Wave, Work, WorkId, parts_of, sums_max,
+    tile_sums_max, wide_tiles_max,
 };
 use crate::dtype::DType;
 use crate::format::Format;
@@ -21,27 +21,15 @@ use crate::ir::op::{Attention, Combine, Convolve, Epilogue, MatVec, Mix, NormAtt
 use crate::ir::program::{Grid, Space};
 use crate::ir::{BufferId, GridId};
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
-use crate::validate::Validated;
+use crate::validate::{Entity, Rule, Validated, Violation};
 use std::collections::BTreeMap;
-use std::fmt;
 
-/// A rule that a plan breaks, and where.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Violation {
-    pub rule: &'static str,
-    /// The wave, counted from 0.
-    pub wave: Option<usize>,
-    pub what: String,
-}
+const NO_CHUNK: &str = "expected a plan of chunks before it";
 
-impl fmt::Display for Violation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "`{}`: ", self.rule)?;
-        if let Some(wave) = self.wave {
-            write!(f, "wave {wave}: ")?;
-        }
-        f.write_str(&self.what)
-    }
+/// At a wave, counted from 0, or about the plan as a whole.
+fn violation(rule: Rule, wave: Option<usize>, what: impl Into<String>) -> Violation {
+    let entity = wave.map_or(Entity::Schedule, |w| Entity::Wave(w as u32));
+    Violation { rule, entity, message: what.into(), witness: vec![] }
 }
 
 /// A proven plan, and the schedule that it was proven against. Only [`prove`] makes one.
@@ -119,9 +107,9 @@ impl<'a> WithTail<'a> {
 /// # Errors
 /// The rules that the tail breaks, by itself or as a successor of that plan.
 pub fn prove_tail<'a>(tail: Plan, chunk: Proven<'a>, target: &Target) -> Result<WithTail<'a>, Vec<Violation>> {
-    let violation = |what: &str| Err(vec![Violation { rule: "tail", wave: None, what: what.to_string() }]);
+    let violation = |what: &str| Err(vec![violation(Rule::Tail, None, what)]);
     let (Form::Chunk, Some(left)) = (chunk.plan.form, chunk.left) else {
-        return violation("expected a plan of chunks before it");
+        return violation(NO_CHUNK);
     };
     if tail.form != Form::Tail {
         return violation("expected a plan of a tail");
@@ -130,6 +118,21 @@ pub fn prove_tail<'a>(tail: Plan, chunk: Proven<'a>, target: &Target) -> Result<
     // Only sums write the residual, in place. So waves of the chunk after its last sum leave it unchanged.
     let taken = chunk.plan.work[left.residual.index()].place;
     Ok(WithTail { chunk, tail, taken })
+}
+
+/// What keeps each plan from a proof. A tail follows the last plan of chunks before it.
+pub fn check(plans: impl IntoIterator<Item = Plan>, validated: &Validated, target: &Target) -> Vec<Vec<Violation>> {
+    let mut chunk: Option<Proven<'_>> = None;
+    let mut one = |plan: Plan| {
+        let judged = match (plan.form, chunk.clone()) {
+            (Form::Tail, Some(chunk)) => prove_tail(plan, chunk, target).map(drop),
+            (Form::Tail, None) => Err(vec![violation(Rule::Tail, None, NO_CHUNK)]),
+            (Form::Chunk, _) => prove(plan, validated, target).map(|proven| chunk = Some(proven)),
+            (Form::Steps, _) => prove(plan, validated, target).map(drop),
+        };
+        judged.err().unwrap_or_default()
+    };
+    plans.into_iter().map(&mut one).collect()
 }
 
 /// `before`: for a tail, the residual that its chunk left.
@@ -187,7 +190,7 @@ pub fn prove_alike<'a>(
     validated: &'a Validated,
     target: &Target,
 ) -> Result<Alike<'a>, Vec<Violation>> {
-    let violation = |wave, what: String| Err(vec![Violation { rule: "alike", wave, what }]);
+    let violation = |wave, what: String| Err(vec![violation(Rule::Alike, wave, what)]);
     let plans: Vec<Proven<'a>> =
         plans.into_iter().map(|plan| prove(plan, validated, target)).collect::<Result<_, _>>()?;
     let Some(first) = plans.first().map(Proven::plan) else {
@@ -300,8 +303,8 @@ struct Judge<'a> {
 }
 
 impl Judge<'_> {
-    fn violate(&mut self, rule: &'static str, wave: Option<usize>, what: impl Into<String>) {
-        self.found.push(Violation { rule, wave, what: what.into() });
+    fn violate(&mut self, rule: Rule, wave: Option<usize>, what: impl Into<String>) {
+        self.found.push(violation(rule, wave, what));
     }
 
     /// `machine`: the target has enough SMs, registers and shared memory, and the features that wave kernels need.
@@ -361,7 +364,7 @@ impl Judge<'_> {
             ),
         ];
         for (_, what) in wrong.into_iter().chain(self.shared_machine()).filter(|(wrong, _)| *wrong) {
-            self.violate("machine", None, what);
+            self.violate(Rule::Machine, None, what);
         }
         let (rows, block) = (self.plan.rows, self.plan.block_rows);
         let whole = match self.plan.form {
@@ -369,7 +372,7 @@ impl Judge<'_> {
             Form::Steps | Form::Tail => block == rows && (16..=STEP_ROWS_MAX).contains(&rows) && rows.is_power_of_two(),
         };
         if !whole {
-            self.violate("machine", None, "expected whole blocks of rows, and of steps one");
+            self.violate(Rule::Machine, None, "expected whole blocks of rows, and of steps one");
         }
     }
 
@@ -396,17 +399,17 @@ impl Judge<'_> {
         places.sort_unstable();
         let apart = places.windows(2).all(|pair| pair[0].0.saturating_add(pair[0].1) <= pair[1].0);
         if !apart || places.iter().any(|(place, _)| !place.is_multiple_of(256)) {
-            self.violate("arena", None, "buffers of activations overlap, or begin within 256 bytes");
+            self.violate(Rule::Arena, None, "buffers of activations overlap, or begin within 256 bytes");
         }
         // A wave has 32 bits for a place, in units of 256 bytes.
         if self.plan.work_bytes() >= 1 << 40 {
-            self.violate("arena", None, "places that a wave cannot name");
+            self.violate(Rule::Arena, None, "places that a wave cannot name");
         }
         // So has a byte in the input of a product.
         let named = |work: &Work| work.layout.is_input() || matches!(work.layout, Layout::Grouped(_));
         let wide = |work: &&Work| named(work) && work.bytes(self.plan.rows) > u64::from(u32::MAX);
         if let Some(work) = self.plan.work.iter().find(wide) {
-            self.violate("arena", None, format!("`{}` has 4 GiB or more, expected places of 32 bits", work.name));
+            self.violate(Rule::Arena, None, format!("`{}` has 4 GiB or more, expected places of 32 bits", work.name));
         }
     }
 
@@ -416,20 +419,24 @@ impl Judge<'_> {
         for (d, division) in plan.divisions.iter().enumerate() {
             let Division { over, shares } = division;
             if shares.len() as u32 != plan.rows / plan.block_rows.max(1) {
-                self.violate("partition", None, format!("d{d}: expected shares of each number of blocks"));
+                self.violate(Rule::Partition, None, format!("d{d}: expected shares of each number of blocks"));
                 continue;
             }
             for (blocks, of_sms) in (1..).zip(shares) {
                 if of_sms.len() as u32 != plan.machine.sms {
-                    self.violate("partition", None, format!("d{d}: expected shares of each SM"));
+                    self.violate(Rule::Partition, None, format!("d{d}: expected shares of each SM"));
                 } else if let Err(what) = partitions(*over, blocks * plan.block_rows, plan.block_rows, of_sms) {
-                    self.violate("partition", None, format!("d{d}, {blocks} blocks: {what}"));
+                    self.violate(Rule::Partition, None, format!("d{d}, {blocks} blocks: {what}"));
                 } else if plan.shares_weights(blocks)
                     && matches!(over, Over::Units { .. })
                     && let Some(pair) = lo_hi(of_sms).chunks(2).position(|pair| pair.first() != pair.get(1))
                 {
                     let what = "other units, of which each copies half to both";
-                    self.violate("pairs", None, format!("d{d}, {blocks} blocks: blocks of pair {pair} have {what}"));
+                    self.violate(
+                        Rule::Pairs,
+                        None,
+                        format!("d{d}, {blocks} blocks: blocks of pair {pair} have {what}"),
+                    );
                 }
             }
         }
@@ -441,13 +448,13 @@ impl Judge<'_> {
         let (plan, validated) = (self.plan, self.validated);
         let program = &validated.schedule().program;
         let Some(last) = program.last_append() else {
-            return self.violate("order", None, "the program appends nothing");
+            return self.violate(Rule::Order, None, "the program appends nothing");
         };
         let (mut next, mut begins) = (0, 0);
         if plan.form == Form::Tail {
             match self.take() {
                 Ok(first) => (next, begins) = (1, first),
-                Err(what) => return self.violate("order", Some(0), what),
+                Err(what) => return self.violate(Rule::Order, Some(0), what),
             }
         }
         let ends = (plan.form == Form::Chunk).then_some(last);
@@ -467,25 +474,28 @@ impl Judge<'_> {
                 return;
             }
             if let Err(what) = self.grid(id, grid, first, waves, Some(id) == ends) {
-                return self.violate("order", Some(first), format!("{id} {}: {what}", grid.name));
+                return self.violate(Rule::Order, Some(first), format!("{id} {}: {what}", grid.name));
             }
         }
         if next != plan.waves.len() {
-            return self.violate("order", Some(next), "a wave of no grid, or of one that has passed");
+            return self.violate(Rule::Order, Some(next), "a wave of no grid, or of one that has passed");
         }
         for (w, wave) in plan.waves.iter().enumerate() {
             self.order_of_sums(w, wave);
+            if let Err(what) = self.boxes(wave) {
+                self.violate(Rule::Boxes, Some(w), what);
+            }
             if let Err(what) = self.meeting(w, wave) {
-                self.violate("meeting", Some(w), what);
+                self.violate(Rule::Meeting, Some(w), what);
             }
         }
         // The first wave of a step reads the tokens that the previous step decided. Only the last wave of a step writes them, and writes them all.
         if plan.form.decides() && !self.decides {
-            self.violate("order", None, "steps without logits");
+            self.violate(Rule::Order, None, "steps without logits");
         }
         let is_gone = |(choice, at): (&BufferId, &WorkId)| self.holds.get(at) != Some(&Value::Exchange(*choice));
         if self.choices.iter().any(is_gone) {
-            self.violate("kept", None, "choices that are not there when the launch has ended");
+            self.violate(Rule::Kept, None, "choices that are not there when the launch has ended");
         }
     }
 
@@ -516,7 +526,7 @@ impl Judge<'_> {
         let (reads, writes) = wave.action.accesses();
         let exists = |id: &WorkId| id.index() < self.plan.work.len();
         if !reads.iter().chain(&writes).all(exists) || wave.division.index() >= self.plan.divisions.len() {
-            return self.violate("bounds", Some(w), "a buffer or a division that does not exist");
+            return self.violate(Rule::Bounds, Some(w), "a buffer or a division that does not exist");
         }
         let residual = match wave.action {
             Action::Rows { residual, .. }
@@ -527,7 +537,7 @@ impl Judge<'_> {
         let both = |id: &&WorkId| writes.contains(id) && Some(**id) != residual;
         let twice = writes.iter().enumerate().any(|(i, id)| writes[..i].contains(id));
         if reads.iter().any(|id| both(&id)) || twice {
-            self.violate("in-place", Some(w), "a buffer is read and written, or written twice");
+            self.violate(Rule::InPlace, Some(w), "a buffer is read and written, or written twice");
         }
     }
 
@@ -562,6 +572,31 @@ impl Judge<'_> {
             Some(id) => Err(format!("{id} is accessed by the wave before, too")),
             None => Ok(()),
         }
+    }
+
+    /// `boxes`: weights are copied in boxes that a tensor map can have, and that together make up every pass. The kernel copies the first for a whole pass, the second for one
+    /// unit less, and as many of the third as fit what is left over; swizzled lines by the third alone, and in no other way.
+    fn boxes(&self, wave: &Wave) -> Result<(), String> {
+        let swizzled = self.plan.machine.products == Products::Shared;
+        let (Action::MatMul { pass, chunk, .. } | Action::Experts { pass, chunk, .. }) = wave.action else {
+            return if wave.boxes.is_empty() { Ok(()) } else { Err("boxes of no weights".to_string()) };
+        };
+        if wave.boxes.is_empty() && !swizzled {
+            return Ok(());
+        }
+        let program = &self.validated.schedule().program;
+        let granule_bytes = program.format_of(&program.grids[wave.grid.index()]).granule_bytes();
+        let piece_bytes = u64::from(chunk) * u64::from(granule_bytes);
+        let all = [pass, pass.saturating_sub(1).max(1), BOX_UNITS];
+        let expected = if swizzled { &all[2..] } else { &all };
+        if wave.boxes != expected {
+            return Err(format!("expected boxes of {expected:?} units, found {:?}", wave.boxes));
+        }
+        let has_map = all.iter().all(|units| (1..=256).contains(units)) && granule_bytes.is_multiple_of(16);
+        if !has_map || piece_bytes > u64::from(BOX_PIECE_BYTES_MAX) {
+            return Err(format!("no map has boxes of {pass} units of {piece_bytes} bytes"));
+        }
+        Ok(())
     }
 
     /// `sums`: a wave adds up in the order that it declares.
@@ -609,14 +644,14 @@ impl Judge<'_> {
             _ => None,
         };
         if let Some(found) = found.filter(|found| *found != wave.sums) {
-            self.violate("sums", Some(w), format!("order({}), expected order({found})", wave.sums));
+            self.violate(Rule::Sums, Some(w), format!("order({}), expected order({found})", wave.sums));
         }
     }
 
     fn layout(&self, id: WorkId, layout: Layout, cols: u32) -> Result<(), String> {
         let work = &self.plan.work[id.index()];
         let right = work.layout == layout && work.cols == cols;
-        if right { Ok(()) } else { Err(format!("{id} is {:?} of {} columns", work.layout, work.cols)) }
+        if right { Ok(()) } else { Err(format!("{id} is {} of {} columns", work.layout, work.cols)) }
     }
 
     /// Checks the waves of one grid. `first` is the number of the first one.
@@ -795,7 +830,7 @@ impl Judge<'_> {
         let parts = m.units().div_ceil(pass.max(1));
         self.over(wave, Over::Items { parts, tiling })?;
         for what in self.ring_of_experts(m, format, chosen, (tiling, pass, chunk)) {
-            self.violate("ring", Some(first + waves.len() - 1), what);
+            self.violate(Rule::Ring, Some(first + waves.len() - 1), what);
         }
         self.holds.insert(out, Value::Slots { of: buffer(Role::Out)?, choices });
         Ok(())
@@ -1636,7 +1671,7 @@ impl Judge<'_> {
         let product = Product { pass, chunk, warps, parts };
         let ring = if tiles { self.tiles_of(m, format, product) } else { self.ring_of(m, format, product) };
         for what in ring.into_iter().chain(self.held_of(m, format, product, (tiles, held))) {
-            self.violate("ring", Some(w), what);
+            self.violate(Rule::Ring, Some(w), what);
         }
         // A pass begins at the units of the share, times its number, divided by the number of passes.
         let shares = self.plan.divisions[wave.division.index()].shares.iter().flatten().flatten();
@@ -1695,7 +1730,7 @@ impl Judge<'_> {
                 let work = &self.plan.work[out.index()];
                 let stored = work.layout.is_input() || work.layout == Layout::Rows(DType::Bf16);
                 if work.cols != self.cols(to) || !work.cols.is_multiple_of(2) || !stored {
-                    return Err(format!("{out} is {:?} of {} columns", work.layout, work.cols));
+                    return Err(format!("{out} is {} of {} columns", work.layout, work.cols));
                 }
                 self.holds.insert(out, Value::Exchange(to));
                 Ok(())

@@ -8,6 +8,9 @@
 //! - `validate`: the schedule is judged. A violation reads `rule: message` on the line of its entity; that of an SM on
 //!   the line of its queue, or of its stream if the rule is about the stream's order. Each rule has a file of its name that
 //!   violates it; files called `proven-` have no violation.
+//! - `waves`: files called `proven-` are plans that are derived for a toy, after the schedule that they are plans of. Any other file is a plan of the
+//!   schedule of the one that its first line names. A violation is on the line of its wave, or on the first one. Each rule of plans has a file of its
+//!   name, but for `alike`, which is about several plans.
 //! - `lower`: the file is the result of lowering the model below with the file's name, for two workers of a CPU. It is
 //!   proven, too.
 //! - `codegen`: the file is the kernel for the record, the model and the type that its first line names.
@@ -19,6 +22,7 @@ use std::path::{Path, PathBuf};
 
 use monobloc::candidate::Candidate;
 use monobloc::codegen::emit::{Trace, emit};
+use monobloc::defaults::rows::{Room, place_rows};
 use monobloc::dtype::{DType, Precision};
 use monobloc::ir::parse::{parse, parse_with_lines};
 use monobloc::ir::print::{FAULT, mark, print};
@@ -31,6 +35,10 @@ use monobloc::schedule::schedule;
 use monobloc::target::{CopyMechanism, DotMechanism, Spec, Target, TargetKind};
 use monobloc::text::Diagnostic;
 use monobloc::validate::{Rule, check, line_of, validate};
+use monobloc::waves::parse::parse as parse_plans;
+use monobloc::waves::{self, Form, Plan, derive};
+
+use crate::proof_support::{MIXTURE, TOY, Toy};
 
 #[test]
 fn parse_files() {
@@ -64,8 +72,74 @@ fn validate_files() {
             .collect();
         mark(text, &faults)
     });
-    let missing: Vec<&Rule> = Rule::ALL.iter().filter(|rule| !tripped.contains(rule)).collect();
+    let missing: Vec<&Rule> = Rule::ALL.iter().filter(|rule| rule.group() <= 7 && !tripped.contains(rule)).collect();
     assert!(missing.is_empty(), "no file of their name trips {missing:?}");
+}
+
+#[test]
+fn waves_files() {
+    let h200 = Target::builtin("h200").unwrap();
+    let mut tripped = BTreeSet::new();
+    check_directory("waves", |name, text| {
+        if name.starts_with("proven") {
+            return format!("{}\n{}", first_line(text), derived(name));
+        }
+        let base = first_line(text)
+            .split([' ', ';'])
+            .filter(|word| !word.is_empty())
+            .nth(3)
+            .expect("the file with its schedule");
+        let base = fs::read_to_string(root().join(format!("waves/{base}.mkir"))).unwrap();
+        let schedule = &base[..=base.find("\nwaves ").expect("a plan")];
+        // The first line of a file is a comment, and takes the place of nothing.
+        let both = format!("{schedule}{text}");
+        let read = parse_plans(&both).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let validated = validate(read.schedule, &h200).unwrap_or_else(|rejected| panic!("{name}: {rejected}"));
+        let found = waves::check(read.plans.iter().map(|(plan, _)| plan.clone()), &validated, &h200);
+        assert!(found.iter().any(|violations| !violations.is_empty()), "{name}: proven");
+        let faults = found.into_iter().zip(&read.plans).flat_map(|(violations, (_, lines))| {
+            violations.into_iter().map(move |of| {
+                let at = line_of(of.entity, of.rule, lines).start;
+                (of.rule, (at - schedule.len(), format!("{}: {}", of.rule, of.message)))
+            })
+        });
+        let (rules, faults): (Vec<_>, Vec<_>) = faults.unzip();
+        tripped.extend(rules.into_iter().filter(|rule| rule.name() == name));
+        mark(text, &faults)
+    });
+    let of_plans = Rule::ALL.iter().filter(|rule| rule.group() == 8 && **rule != Rule::Alike);
+    let missing: Vec<&Rule> = of_plans.filter(|rule| !tripped.contains(rule)).collect();
+    assert!(missing.is_empty(), "no file of their name trips {missing:?}");
+}
+
+/// Plans of a toy on four SMs of an H200: steps, or a chunk and its tail; of experts, or with pairs of blocks.
+fn derived(name: &str) -> String {
+    let mut target = Target::builtin("h200").unwrap();
+    target.spec.sm_count = 4;
+    let small = Toy { layers: 1, heads: 2, kv_heads: 1, dim: 64, intermediate: 64, vocab: 64, ..TOY };
+    let toy = match name {
+        "proven-experts" => Toy { layers: 2, mixture: Some(MIXTURE), ..small },
+        _ => small,
+    };
+    let graph = toy.graph();
+    let base = Candidate { unit_rows: 8, ..Candidate::default_for(&graph, &target, toy.precision) };
+    let room = Room { rows: 4, sequences: 4, positions: 256 };
+    let placed = place_rows(&graph, "toy", toy.precision, toy.context, &target, &base, room);
+    let placed = placed.unwrap_or_else(|reason| panic!("{name}: {reason}"));
+    let forms = match name {
+        "proven-chunk" => vec![(Form::Chunk, 256), (Form::Tail, 16)],
+        _ => vec![(Form::Steps, 16)],
+    };
+    let plan = |(form, rows)| derive(&placed, &target, form, rows).unwrap_or_else(|reason| panic!("{name}: {reason}"));
+    let plans: Vec<Plan> = forms.into_iter().map(plan).collect();
+    let printed = waves::print(&placed, &plans);
+    let read = parse_plans(&printed).unwrap_or_else(|error| panic!("{name}: {error}"));
+    assert_eq!(read.schedule, placed);
+    assert!(read.plans.into_iter().map(|(plan, _)| plan).eq(plans.iter().cloned()), "{name}");
+    let validated = validate(placed, &Target::builtin("h200").unwrap()).unwrap_or_else(|rejected| panic!("{rejected}"));
+    let found = waves::check(plans, &validated, &Target::builtin("h200").unwrap());
+    assert!(found.iter().all(Vec::is_empty), "{name}: {found:?}");
+    printed
 }
 
 #[test]
@@ -112,7 +186,7 @@ fn every_directory_has_a_test() {
     let mut names: Vec<String> =
         fs::read_dir(root()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.sort();
-    assert_eq!(names, ["codegen", "lower", "parse", "validate"]);
+    assert_eq!(names, ["codegen", "lower", "parse", "validate", "waves"]);
 }
 
 fn root() -> PathBuf {

@@ -96,6 +96,7 @@ mod waves_nets;
 mod waves_norms;
 mod waves_pairs;
 mod workflows;
+mod waves_text;
 mod wrappers;
 
 use std::io::Write;

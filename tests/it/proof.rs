@@ -273,12 +273,14 @@ fn case(rule: Rule) -> Case {
             let events = s.regimes.iter_mut().flat_map(|regime| &mut regime.events);
             events.filter(|e| e.buffer == about).for_each(|e| e.scope = Scope::System);
         }),
+        _ => panic!("`{rule}` is about plans of waves"),
     }
 }
 
 #[test]
 fn every_rule_is_broken_by_a_mutation_that_breaks_no_other() {
-    for &rule in Rule::ALL {
+    // Those of plans of waves have `waves`.
+    for &rule in Rule::ALL.iter().filter(|rule| rule.group() <= 7) {
         let Case { mut schedule, mut target, entity, mutate } = case(rule);
         let before = check(&schedule, &target);
         assert!(before.is_empty(), "{rule}: before the mutation\n{}", listed(&before));

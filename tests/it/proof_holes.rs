@@ -458,7 +458,7 @@ fn names_of_rules_are_unique_and_kebab_case() {
         assert_eq!(Rule::parse(rule.name()), Some(*rule));
         assert!(rule.name().bytes().all(|b| b.is_ascii_lowercase() || b == b'-'), "{rule}");
         assert!(Rule::ALL[..i].iter().all(|other| other.name() != rule.name()), "{rule}");
-        assert!((1..=7).contains(&rule.group()));
+        assert!((1..=8).contains(&rule.group()));
     }
     assert_eq!(Rule::parse("no-such-rule"), None);
 }

@@ -27,11 +27,12 @@ use monobloc::random::Random;
 use monobloc::reference::{Session, argmax};
 use monobloc::rows::Shape;
 use monobloc::target::Target;
-use monobloc::validate::{Validated, validate};
+use monobloc::validate::{Entity, Rule, Validated, Violation, validate};
+use monobloc::waves::parse::parse;
 use monobloc::waves::{
     Action, Division, DivisionId, Form, Input, Layout, NormOf, Over, Plan, Products, Proven, Refused, Ring, Share,
-    Splits, Sum, Sums, Target as Written, Violation, Warps, Wave, WithTail, Work, WorkId, derive, derive_alike,
-    derive_ragged, derive_split, next_chunk, parts_of, prove, prove_alike, prove_tail,
+    Splits, Sum, Sums, Target as Written, Warps, Wave, WithTail, Work, WorkId, derive, derive_alike, derive_ragged,
+    derive_split, next_chunk, parts_of, prove, prove_alike, prove_tail,
 };
 
 use rayon::prelude::*;
@@ -501,7 +502,7 @@ fn targets_that_cannot_are_refused_by_name() {
         let capable = can.last() == Some(&name);
         let renamed = Target { name: plan.machine.target.clone(), ..target };
         let rules = prove(plan.clone(), &validated, &renamed).err().unwrap_or_default();
-        assert!(capable || rules.iter().any(|violation| violation.rule == "machine"), "{name}: {rules:?}");
+        assert!(capable || rules.iter().any(|violation| violation.rule == Rule::Machine), "{name}: {rules:?}");
     }
     assert_eq!(can, ["h100", "h200", "b200"]);
     for name in ["a100", "t4", "l4", "cpu"] {
@@ -553,6 +554,7 @@ fn every_format_of_codes_has_a_plan_and_fp32_has_none() {
         for wave in &mut plan.waves {
             if let Action::MatMul { pass, warps, .. } = &mut wave.action {
                 (*pass, *warps) = (32, Warps { rows: 1, units: 8, k: 1 });
+                wave.boxes.clear();
             }
         }
         plan.machine.weights = Ring { slots: 2, slot_bytes: 64 << 10 };
@@ -825,7 +827,7 @@ impl Mutants<'_> {
         ) = (last.action.clone(), attend.cloned())
         {
             let action = Action::Attend { queries, out, tile, gate };
-            self.add("attention of the last layer", wrong, |p| p.waves.push(Wave { action, division, ..last }));
+            self.add("attention of the last layer", wrong, |p| p.waves.push(Wave { action, division, ..last.clone() }));
         }
         self.add("a wave after the last one, of a buffer that does not exist", wrong, |p| {
             let mut wave = Wave { grid: GridId(last.grid.0 + 1), ..last.clone() };
@@ -983,6 +985,28 @@ impl Mutants<'_> {
                     self.add(format!("w{w} as a convolution"), None, |p| p.waves[w].action = apart);
                 }
             }
+        }
+    }
+
+    /// Boxes that do not make up a pass, and those of what has no weights.
+    fn boxes(&mut self) {
+        let swizzled = self.of.machine.products == Products::Shared;
+        for w in 0..self.of.waves.len() {
+            let now = self.of.waves[w].boxes.clone();
+            let none = swizzled && !now.is_empty();
+            self.add(format!("w{w} without boxes"), none.then_some("boxes"), |p| p.waves[w].boxes.clear());
+            for at in 0..now.len() {
+                for units in [0, now[at] + 1, 257, u32::MAX] {
+                    self.add(format!("w{w} with a box of {units} units"), Some("boxes"), |p| {
+                        p.waves[w].boxes[at] = units;
+                    });
+                }
+                let less = Some("boxes").filter(|_| now.len() > 1 || swizzled);
+                self.add(format!("w{w} with a box less"), less, |p| {
+                    p.waves[w].boxes.remove(at);
+                });
+            }
+            self.add(format!("w{w} with a box more"), Some("boxes"), |p| p.waves[w].boxes.push(8));
         }
     }
 
@@ -1598,7 +1622,12 @@ fn change_product(p: &mut Plan, w: usize, change: impl FnOnce(&mut Product)) {
     };
     let mut product = Product { target, then, pass, chunk, warps, tiles, held };
     change(&mut product);
+    let was = (pass, chunk);
     let Product { target, then, pass, chunk, warps, tiles, held } = product;
+    // Weights may be copied unit by unit, too.
+    if was != (pass, chunk) && p.machine.products != Products::Shared {
+        p.waves[w].boxes.clear();
+    }
     p.waves[w].action = Action::MatMul { x, squares, target, then, pass, chunk, warps, tiles, held };
 }
 
@@ -1692,6 +1721,7 @@ pub fn judge_mutants_of(
     mutants.operands();
     mutants.attributes();
     mutants.sums();
+    mutants.boxes();
     mutants.splits();
     mutants.divisions();
     mutants.parts();
@@ -1701,6 +1731,13 @@ pub fn judge_mutants_of(
     let text = tokens(imported, if form == Form::Steps && split.is_none() { rows + 3 } else { 140 });
     judge(name, imported, &validated, target, mutants, &text)
 }
+
+/// What a plan stands after, where nobody asks for its schedule.
+const NO_SCHEDULE: &str = "mkir 2
+program \"none\" context_max=1 weights=bf16 cache=bf16 wire=fp32
+machine \"none\" sms=1 consumer_warps=1 loader_warps=1 registers_per_thread=1 reduce_batch=1
+ring slots=1 slot_bytes=1 arrivals=1 flight_high=1 flight_low=1 flight_free=1
+";
 
 /// The same of mutants of one plan. Those with a proof compute `text`.
 fn judge(
@@ -1716,13 +1753,17 @@ fn judge(
     let count = made.len();
     let chunk = proven(validated, target, Form::Chunk, 256).unwrap();
     for Mutant { name: what, rule, plan } in made {
+        // Numbers of any size are printed and read.
+        let text_of = plan.to_string();
+        let read = parse(&format!("{NO_SCHEDULE}{text_of}")).unwrap_or_else(|error| panic!("{name}, {what}: {error}"));
+        assert_eq!(read.plans[0].0.to_string(), text_of, "{name}, {what}");
         let judged = match form {
             Form::Tail => prove_tail(plan.clone(), chunk.clone(), target).map(Some),
             Form::Chunk | Form::Steps => prove(plan.clone(), validated, target).map(|_| None),
         };
         match judged {
             Err(violations) => {
-                let named = rule.is_none_or(|rule| violations.iter().any(|violation| violation.rule == rule));
+                let named = rule.is_none_or(|rule| violations.iter().any(|violation| violation.rule.name() == rule));
                 assert!(named, "{name}, {what}: expected `{}`, found\n{}", rule.unwrap(), listed(&violations));
             }
             Ok(Some(both)) => {
@@ -1731,8 +1772,7 @@ fn judge(
             }
             Ok(None) => {
                 assert_eq!(rule, None, "{name}, {form:?} of {rows}, {what}: proven");
-                let most = if form == Form::Chunk { text.len() } else { rows as usize };
-                let chunks: Vec<&[u32]> = text.chunks(most).collect();
+                let chunks: Vec<&[u32]> = text.chunks(rows as usize).collect();
                 let found = execute(program, imported, &plan, &chunks, 1);
                 let difference = difference(&keys_and_values, &found);
                 assert!(difference < TOLERANCE, "{name}, {what}: proven, and differs by {difference:e}");
@@ -1814,7 +1854,11 @@ fn steps_of_32_and_64_rows_can_add_up_in_one_order() {
         let proven = prove_alike(vec![free, largest], &validated, &target);
         assert_eq!(proven.is_ok(), same, "{family}");
         if let Err(rules) = proven {
-            assert!(rules.len() == 1 && rules[0].rule == "alike" && rules[0].wave.is_some(), "{}", listed(&rules));
+            assert!(
+                rules.len() == 1 && rules[0].rule == Rule::Alike && rules[0].entity != Entity::Schedule,
+                "{}",
+                listed(&rules)
+            );
             differ += 1;
         }
     }
@@ -1844,7 +1888,7 @@ fn plans_whose_numbers_32_bits_do_not_hold_have_no_proof() {
     let validated = kernel(&toy.graph(), &two);
     let of = |rows| rules(derive(validated.schedule(), &two, Form::Chunk, rows).unwrap(), &validated, &two);
     assert_eq!(of(32_640), "");
-    assert_eq!(of(32_768), "`arena`: `act` has 4 GiB or more, expected places of 32 bits\n");
+    assert_eq!(of(32_768), "arena: schedule: `act` has 4 GiB or more, expected places of 32 bits\n");
     // 75,000 units.
     let validated = kernel(&toy.graph(), &one);
     let mut plan = derive(validated.schedule(), &one, Form::Steps, 16).unwrap();
@@ -1901,12 +1945,12 @@ fn plans_in_other_orders_are_not_proven_together() {
     let mut lies = other.clone();
     lies.waves[wave].sums = most.waves[wave].sums;
     for (plans, expected) in [
-        (vec![], "`alike`: no plan"),
-        (vec![chunk], "`alike`: a plan of chunks"),
-        (vec![most.clone(), some.clone()], "`alike`: plans that do not ascend by rows"),
-        (vec![some.clone(), some.clone()], "`alike`: plans that do not ascend by rows"),
-        (vec![other, most.clone()], "`alike`: wave "),
-        (vec![lies, most.clone()], "`sums`: wave "),
+        (vec![], "alike: schedule: no plan"),
+        (vec![chunk], "alike: schedule: a plan of chunks"),
+        (vec![most.clone(), some.clone()], "alike: schedule: plans that do not ascend by rows"),
+        (vec![some.clone(), some.clone()], "alike: schedule: plans that do not ascend by rows"),
+        (vec![other, most.clone()], "alike: w"),
+        (vec![lies, most.clone()], "sums: w"),
     ] {
         let rules = prove_alike(plans, &validated, &target).unwrap_err();
         assert!(rules[0].to_string().starts_with(expected), "{expected}: {}", listed(&rules));
@@ -1976,7 +2020,7 @@ fn products_hold_no_other_weights() {
         *now = held;
         let violations = prove(plan, &validated, &target).expect_err(what);
         let text = format!("{held} chunks held {what}");
-        assert!(violations.len() == 1 && violations[0].what == text, "{what}: {}", listed(&violations));
+        assert!(violations.len() == 1 && violations[0].message == text, "{what}: {}", listed(&violations));
     }
 }
 
@@ -2070,7 +2114,8 @@ fn breaks_rule_of_tiles(
     let w = plan.waves.iter().position(|wave| is_of(program, wave)).expect("a product");
     change(&mut plan, program, w);
     let violations = prove(plan, validated, target).expect_err(what);
-    let named = |of: &Violation| (of.wave, of.rule, of.what.as_str()) == (Some(w), "ring", what);
+    let named =
+        |of: &Violation| (of.entity, of.rule, of.message.as_str()) == (Entity::Wave(w as u32), Rule::Ring, what);
     assert!(violations.iter().any(named), "{what}: {}", listed(&violations));
     assert!(violations.len() == 1 || !alone, "{what}: {}", listed(&violations));
 }
@@ -2213,7 +2258,7 @@ fn tiles_are_for_their_target_and_their_number_of_rows() {
     let mut without = target.clone();
     without.spec.warpgroup_mma = false;
     let violations = prove(most, &validated, &without).unwrap_err();
-    let expected = "`machine`: tiles, which warpgroups multiply and the target lacks
+    let expected = "machine: schedule: tiles, which warpgroups multiply and the target lacks
 ";
     assert_eq!(listed(&violations), expected);
     // In one order, apart from what is not known of tiles.
@@ -2225,7 +2270,7 @@ fn tiles_are_for_their_target_and_their_number_of_rows() {
         prove(plan.clone(), &validated, &target).unwrap_or_else(|rules| panic!("{}", listed(&rules)));
     }
     let violations = prove_alike(alike, &validated, &target).map(drop).unwrap_err();
-    let expected = "`alike`: wave 5: tiles of 32 and of 64 rows, which may add up in other orders
+    let expected = "alike: w5: tiles of 32 and of 64 rows, which may add up in other orders
 ";
     assert_eq!(listed(&violations), expected);
 }
@@ -2265,7 +2310,7 @@ fn a_tail_in_splits_has_no_proof() {
     let chunk = proven(&validated, &target, Form::Chunk, 256).unwrap();
     let violations = prove_tail(tail, chunk, &target).expect_err("a tail in splits");
     assert!(
-        violations.len() == 1 && violations[0].what.ends_with("splits of what is no step"),
+        violations.len() == 1 && violations[0].message.ends_with("splits of what is no step"),
         "{}",
         listed(&violations)
     );
@@ -2565,12 +2610,12 @@ fn a_tail_is_proven_after_its_chunk_alone() {
     early.waves.iter_mut().for_each(|wave| wave.grid.0 -= per_layer as u32);
     let violations = |tail: &Plan, before: Proven<'_>| prove_tail(tail.clone(), before, &target).unwrap_err();
     for (violations, expected) in [
-        (prove(tail.clone(), &validated, &target).unwrap_err(), "`order`: wave 0: a tail without its chunk"),
-        (violations(&tail, of(Form::Steps, 32)), "`tail`: expected a plan of chunks before it"),
-        (violations(&tail, of(Form::Tail, 16)), "`tail`: expected a plan of chunks before it"),
-        (violations(chunk.plan(), chunk.clone()), "`tail`: expected a plan of a tail"),
-        (violations(&early, chunk.clone()), "`order`: wave 0: expected the grid after g"),
-        (violations(&tail, proven(&other, &target, Form::Chunk, 256).unwrap()), "`order`: wave 0: expected the grid"),
+        (prove(tail.clone(), &validated, &target).unwrap_err(), "order: w0: a tail without its chunk"),
+        (violations(&tail, of(Form::Steps, 32)), "tail: schedule: expected a plan of chunks before it"),
+        (violations(&tail, of(Form::Tail, 16)), "tail: schedule: expected a plan of chunks before it"),
+        (violations(chunk.plan(), chunk.clone()), "tail: schedule: expected a plan of a tail"),
+        (violations(&early, chunk.clone()), "order: w0: expected the grid after g"),
+        (violations(&tail, proven(&other, &target, Form::Chunk, 256).unwrap()), "order: w0: expected the grid"),
     ] {
         assert!(violations[0].to_string().starts_with(expected), "{expected}: {}", listed(&violations));
     }

@@ -128,7 +128,7 @@ fn buffers_and_rings_of_experts_have_room_for_every_choice() {
         change(&mut plan);
         assert!(plan != of, "{name}");
         let violations = prove(plan, &validated, &target).err().unwrap_or_else(|| panic!("{name}: proven"));
-        assert!(violations.iter().any(|violation| violation.rule == rule), "{name}: {violations:?}");
+        assert!(violations.iter().any(|violation| violation.rule.name() == rule), "{name}: {violations:?}");
     };
     // In every buffer and division alike, so that the bound alone is wrong.
     let tilings = |plan: &mut Plan, change: &dyn Fn(&mut Tiling)| {

@@ -203,7 +203,7 @@ fn a_norm_of_mamba_has_its_own_states_and_gate() {
         let mut plan = of.clone();
         change(&mut plan);
         let violations = prove(plan, &validated, &target).err().unwrap_or_else(|| panic!("{name}: proven"));
-        assert!(violations.iter().any(|violation| violation.rule == rule), "{name}: {violations:?}");
+        assert!(violations.iter().any(|violation| violation.rule.name() == rule), "{name}: {violations:?}");
     };
     wrong("states brought on twice", "order", &|plan| {
         let again = plan.waves[states].clone();

@@ -197,7 +197,7 @@ fn a_state_has_one_owner_and_one_order() {
         change(&mut plan);
         assert!(plan != of, "{name}");
         let violations = prove(plan, &validated, &target).err().unwrap_or_else(|| panic!("{name}: proven"));
-        assert!(violations.iter().any(|violation| violation.rule == rule), "{name}: {violations:?}");
+        assert!(violations.iter().any(|violation| violation.rule.name() == rule), "{name}: {violations:?}");
     };
     let each_mix = |plan: &mut Plan, change: &dyn Fn(&mut Vec<monobloc::waves::Wave>, usize)| {
         let at = plan.waves.iter().position(|wave| matches!(wave.action, Action::Mix { .. })).expect("states");
@@ -247,7 +247,7 @@ fn a_state_has_one_owner_and_one_order() {
     let mut plan = proven(&validated, &target, Form::Chunk, 256).unwrap().plan().clone();
     plan.machine.inputs.slots = 2;
     let violations = prove(plan, &validated, &target).unwrap_err();
-    assert!(violations[0].what.ends_with("states that no memory of a block holds"), "{violations:?}");
+    assert!(violations[0].message.ends_with("states that no memory of a block holds"), "{violations:?}");
 }
 
 /// States of the nets, or of Mamba-2, of a sequence, from the bytes of the cache.

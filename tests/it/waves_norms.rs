@@ -58,7 +58,7 @@ fn a_wrong_plan_with_norms_of_all_heads_has_no_proof() {
     let Action::AttendRow { x: heads, .. } = &mut plan.waves[at].action else { panic!("attention") };
     *heads = x;
     let violations = prove(plan, &validated, &target).unwrap_err();
-    assert!(violations.iter().any(|violation| violation.what.contains("norm all heads")), "{violations:?}");
+    assert!(violations.iter().any(|violation| violation.message.contains("norm all heads")), "{violations:?}");
 }
 
 /// The generated text, its tables and the pack, run block by block: a chunk after another one, and steps.

@@ -90,6 +90,7 @@ fn a_pair_has_scratch_for_whole_tiles() {
         {
             (*pass, *chunk, *warps, *groups) = (8, 1, Warps { rows: 1, units: 8, k: 1 }, 1);
         }
+        plan.waves[w].boxes.clear();
         plan.machine.scratch_bytes = bytes;
         for wave in &mut plan.waves {
             if let Sums::History { scratch_bytes, .. } = &mut wave.sums {
@@ -126,7 +127,7 @@ fn pairs_that_are_none_have_no_proof() {
     };
     let mut alone = small();
     alone.spec.cluster_max = 1;
-    let no_pairs = "`machine`: pairs of an odd number of blocks, or of a target without clusters";
+    let no_pairs = "machine: schedule: pairs of an odd number of blocks, or of a target without clusters";
     let mut found = vec![
         (refused(of.clone(), &alone), no_pairs),
         (with(&|p| p.machine.sms = 11), no_pairs),
@@ -136,6 +137,7 @@ fn pairs_that_are_none_have_no_proof() {
             with(&|p| {
                 let Action::MatMul { pass, .. } = &mut p.waves[w].action else { unreachable!() };
                 *pass = 64;
+                p.waves[w].boxes.clear();
             }),
             "sums of a pair that no scratch holds",
         ),
@@ -146,7 +148,7 @@ fn pairs_that_are_none_have_no_proof() {
                 p.work[squares.index()].place = p.work_bytes().next_multiple_of(256);
                 p.work[squares.index()].cols = 2;
             }),
-            " is Parts(6) of 2 columns",
+            " is parts:6 of 2 columns",
         ),
         (
             with(&|p| then(p, w).as_mut().unwrap().norm.as_mut().unwrap().norm.eps *= 2.0),
@@ -177,7 +179,7 @@ fn plans_with_other_pairs_are_not_proven_together() {
     shares.swap(1, 3);
     prove(other.clone(), &validated, &target).unwrap_or_else(|rules| panic!("{}", listed(&rules)));
     let rules = prove_alike(vec![few.clone(), other], &validated, &target).unwrap_err();
-    let expected = format!("`alike`: wave {w}: plans for 32 and 64 rows divide units otherwise");
+    let expected = format!("alike: w{w}: plans for 32 and 64 rows divide units otherwise");
     assert_eq!((rules.len(), rules[0].to_string()), (1, expected));
     prove_alike(vec![few, most], &validated, &target).unwrap_or_else(|rules| panic!("{}", listed(&rules)));
 
@@ -190,7 +192,7 @@ fn plans_with_other_pairs_are_not_proven_together() {
     let in_pairs = |sums: &Sums| matches!(sums, Sums::Product { paired: true, squares: 0, .. });
     assert!(most.order().iter().any(in_pairs) && !few.order().iter().any(in_pairs));
     let rules = prove_alike(vec![few, most], &validated, &target).unwrap_err();
-    assert!(rules[0].to_string().starts_with("`alike`: "), "{}", listed(&rules));
+    assert!(rules[0].to_string().starts_with("alike: "), "{}", listed(&rules));
 }
 
 /// Two plans in one order of sums, with a norm after a product in pairs that one of them does not read: its next product takes a factor.
@@ -210,7 +212,8 @@ fn plans_whose_products_read_other_waves_are_not_proven_together() {
         shares[0].push(Share { row: 0, rows: plan.rows, lo: 0, hi: 1 });
         plan.divisions.push(Division { over: Over::Rows { parts: 1 }, shares: vec![shares] });
         let action = Action::Rows { residual, sum: None, out: Some(Input { to, squares: None, ..of }) };
-        plan.waves.insert(w + 1, Wave { grid, action, division, sums: Sums::Row { parts: 1 }, meets: true });
+        plan.waves
+            .insert(w + 1, Wave { grid, action, division, sums: Sums::Row { parts: 1 }, boxes: vec![], meets: true });
         let Action::MatMul { x, squares, .. } = &mut plan.waves[w + 2].action else { unreachable!() };
         if is_read {
             (*x, *squares) = (to, None);
@@ -218,7 +221,7 @@ fn plans_whose_products_read_other_waves_are_not_proven_together() {
         plan
     };
     let rules = prove_alike(vec![with_norm(few.clone(), true), with_norm(most.clone(), false)], &validated, &target);
-    let expected = format!("`alike`: wave {}: reads what other waves left for 32 rows than for 64", w + 2);
+    let expected = format!("alike: w{}: reads what other waves left for 32 rows than for 64", w + 2);
     assert_eq!(rules.unwrap_err()[0].to_string(), expected);
     for is_read in [true, false] {
         let plans = vec![with_norm(few.clone(), is_read), with_norm(most.clone(), is_read)];

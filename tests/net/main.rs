@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use monobloc::candidate::Candidate;
 use monobloc::codegen::abi::Queues;
 use monobloc::codegen::emit::{Trace, emit};
-use monobloc::codegen::waves::{self, encode};
+use monobloc::codegen::waves::{emit as emit_waves, encode};
 use monobloc::codegen::{
     CONVOLVE_HEADERS, EXPERTS_HEADERS, HEADERS, JOIN_HEADERS, KernelSource, NET_HEADERS, ROWS_HEADERS, SAMPLER_HEADERS,
     SCAN_HEADERS, STATE_HEADERS, WAVES_HEADERS, sampler,
@@ -31,8 +31,9 @@ use monobloc::pack::{identity, pack};
 use monobloc::schedule::schedule;
 use monobloc::target::{Target, TargetKind};
 use monobloc::validate::{Validated, validate};
+use monobloc::waves::parse::parse;
 use monobloc::waves::{
-    Form, Plan, Proven, Refused, derive, derive_alike, derive_ragged, prove, prove_alike, prove_tail,
+    self, Form, Plan, Proven, Refused, derive, derive_alike, derive_ragged, prove, prove_alike, prove_tail,
 };
 use rayon::prelude::*;
 use serde_json::Value;
@@ -142,10 +143,13 @@ fn of_queues(schedule: Schedule, target: &Target) -> (String, Validated) {
     (digests, validated)
 }
 
-/// Of a kernel that runs wave by wave.
+/// Of a kernel that runs wave by wave. Its text is read as what was printed.
 fn of_waves(proven: &Proven<'_>, target: &Target) -> String {
+    let schedule = proven.validated().schedule();
+    let read = parse(&waves::print(schedule, [proven.plan()])).unwrap_or_else(|error| panic!("{error}"));
+    assert!(read.schedule == *schedule && matches!(&read.plans[..], [(plan, _)] if plan == proven.plan()));
     let tables = encode(proven).digest().to_string();
-    format!("{}/{}", text(&waves::emit(proven, target, Trace::Off)), &tables[..8])
+    format!("{}/{}", text(&emit_waves(proven, target, Trace::Off)), &tables[..8])
 }
 
 fn proven<'a>(plan: Plan, validated: &'a Validated, target: &Target) -> Proven<'a> {

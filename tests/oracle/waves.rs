@@ -21,10 +21,10 @@ use monobloc::model::graph::QkNormSpan;
 use monobloc::model::weights::Weights;
 use monobloc::reference::{Session, argmax};
 use monobloc::target::Target;
-use monobloc::validate::{Validated, validate};
+use monobloc::validate::{Entity, Rule, Validated, Violation, validate};
 use monobloc::waves::{
-    Action, Form, Input, Layout, NormOf, Over, Plan, Share, Splits, Sum, Sums, Target as Written, Violation, WorkId,
-    derive, derive_split, prove, prove_tail,
+    Action, Form, Input, Layout, NormOf, Over, Plan, Share, Splits, Sum, Sums, Target as Written, WorkId, derive,
+    derive_split, prove, prove_tail,
 };
 use std::cell::Cell;
 use std::panic::{self, AssertUnwindSafe, catch_unwind};
@@ -321,7 +321,7 @@ fn one(outcome: &mut Outcome, class: &str, base: &Base, plan: &Plan, touched: Op
     let violations = base.judged(plan);
     let wrong = base.runs(plan, seed).err();
     let accepted = violations.is_empty();
-    let only_machine = !accepted && violations.iter().all(|violation| violation.rule == "machine");
+    let only_machine = !accepted && violations.iter().all(|violation| violation.rule == Rule::Machine);
     let found = Count {
         judged: 1,
         unsafe_: usize::from(wrong.is_some()),
@@ -345,7 +345,8 @@ fn one(outcome: &mut Outcome, class: &str, base: &Base, plan: &Plan, touched: Op
 /// Whether a violation is about what was touched. It names a grid by the first of its waves: a wave of this grid, or next to it, was touched, or
 /// activations or a division that one of its waves has. A violation without a wave is about the machine, the activations or the divisions.
 fn names(violation: &Violation, touched: &[Touched], plan: &Plan, was: &Plan) -> bool {
-    let Some((w, wave)) = violation.wave.and_then(|w| Some((w, plan.waves.get(w)?))) else { return true };
+    let Entity::Wave(w) = violation.entity else { return true };
+    let (w, Some(wave)) = (w as usize, plan.waves.get(w as usize)) else { return true };
     let of_grid = || plan.waves.iter().filter(|other| other.grid == wave.grid);
     let accesses = |id: WorkId| {
         of_grid().any(|wave| {
