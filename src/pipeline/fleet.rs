@@ -306,10 +306,10 @@ fn nonsense(done: &Done, positions: &[u32]) -> Option<String> {
         Done::Late(_) | Done::Answer(Answer::Fault(_)) => return None,
         Done::Died(detail) => vec![Verdict::Crash { detail: detail.clone(), check: None }],
         Done::Answer(Answer::Failed { failure, detail, figures, .. }) => {
-            vec![failure.verdict(detail.clone(), figures.clone())]
+            vec![failure.verdict(detail.clone(), *figures)]
         }
         Done::Answer(Answer::Timed { figures, timed, rounds, .. }) => {
-            let check = check_figures(figures.clone());
+            let check = check_figures(*figures);
             let mut found: Vec<u32> = timed.iter().map(|timed| timed.position).collect();
             found.sort_unstable();
             found.dedup();
