@@ -8,15 +8,15 @@ pub use shards::shards;
 
 use crate::candidate::{Candidate, FormatCause, Infeasible};
 use crate::ir::layout::{
-    BlockLimits, GRANULE_BYTES, RING_SLOTS_MAX, RowNeeds, SmemNeeds, WORD_ROWS, block_granules, cache_row_bytes,
-    chunk_granules, chunk_rows, chunk_rows_of_page, pack_bytes, placed_bytes, placement, smem_map,
+    BlockLimits, GRANULE_BYTES, RING_SLOTS_MAX, RowNeeds, SmemNeeds, WARP_ROWS, WORD_ROWS, block_granules,
+    cache_row_bytes, chunk_granules, chunk_rows, chunk_rows_of_page, pack_bytes, placed_bytes, placement, smem_map,
 };
 use crate::ir::op::{Access, Attention, Epilogue, HISTORY_ALIGN, MatVec, Op, Role, UNIT_ROWS};
 use crate::ir::program::{Grid, LayerOp, Operand, Program, Rows, Second, Site, Space};
 use crate::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, Schedule, Scope, Source, Task, Wait};
 use crate::ir::variant::{
     AttentionVariant, LANES, MatVecVariant, POLL_BATCH, PassLimits, REDUCE_BATCH_MAX, RegisterTiling, Variant,
-    granule_pairs, kernel_refuses, lanes_of_rows, rows_pass_max, warps_per_head_rule,
+    granule_pairs, kernel_refuses, lanes_of_rows, rows_on_tensor_cores, rows_pass_max, warps_per_head_rule,
 };
 use crate::ir::{BufferId, EventId, GridId, TaskId};
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
@@ -152,7 +152,17 @@ fn resolve_matvecs(schedule: &mut Schedule, target: &Target, c: &Candidate) -> R
             let limits = PassLimits { tensor_cores, parts, rows, units, block: chunk, moved };
             let most = rows_pass_max(format, program.precision, limits);
             let pass = units.div_ceil(units.div_ceil(most));
-            let variant = MatVecVariant { units, chunk, block: unit, units_per_warp: 1, poll_batch: 1, granule, pass };
+            let mut variant = MatVecVariant {
+                units,
+                chunk,
+                block: unit,
+                units_per_warp: 1,
+                poll_batch: 1,
+                granule,
+                pass,
+                shared: false,
+            };
+            variant.shared = shares_code(program, grid, m, &variant, tensor_cores);
             variants.insert(GridId::from(g), Variant::MatVec(variant));
             continue;
         }
@@ -171,7 +181,8 @@ fn resolve_matvecs(schedule: &mut Schedule, target: &Target, c: &Candidate) -> R
         // A short input may have fewer pairs than the candidate asks for.
         let poll_batch = c.poll_pairs.min(tiling.pairs());
         turned.extend((poll_batch != tiling.poll_batch_rule()).then_some("poll_pairs"));
-        let variant = MatVecVariant { units, chunk, block, units_per_warp, poll_batch, granule, pass: 0 };
+        let variant =
+            MatVecVariant { units, chunk, block, units_per_warp, poll_batch, granule, pass: 0, shared: false };
         variants.insert(GridId::from(g), Variant::MatVec(variant));
     }
     if for_rows(program) {
@@ -186,6 +197,21 @@ fn resolve_matvecs(schedule: &mut Schedule, target: &Target, c: &Candidate) -> R
         }
     }
     Ok(())
+}
+
+/// Whether the code of a matvec is that of others: in steps of 16 rows, without a norm. With 8 rows the same costs more than it saves (docs/perf-log.md, entry 42).
+fn shares_code(program: &Program, grid: &Grid, m: &MatVec, variant: &MatVecVariant, tensor_cores: bool) -> bool {
+    let format = program.format_of(grid);
+    let block_k = variant.chunk.min(m.granules(format)) * format.granule_k() * m.parts();
+    rows_on_tensor_cores(program.precision, tensor_cores)
+        && program.rows.next_multiple_of(WORD_ROWS) == WARP_ROWS
+        && m.norm.is_none()
+        && !grid.per_row
+        && grid.operand(Role::Out).is_none_or(|out| out.cols.base == 0)
+        // One with several passes may keep its whole input between them, with code of its own.
+        && variant.units <= variant.pass
+        && m.k.is_multiple_of(block_k)
+        && format.is_plain()
 }
 
 /// Whether a program is for a kernel that takes rows.

@@ -3,7 +3,7 @@
 use super::{Float, HEADERS, JOIN_HEADERS, KernelSource, ROWS_HEADERS};
 use crate::dtype::DType;
 use crate::format::{Code, Format, ScaleCode, TableRow};
-use crate::ir::layout::{WARP_ROWS, WORD_ROWS};
+use crate::ir::layout::WORD_ROWS;
 use crate::ir::op::{
     Attention, Combine, Convolve, Epilogue, GroupNorm, MatVec, Mix, NormAttr, Op, QkNormAttr, Role, Route, Scan,
     UNIT_ROWS,
@@ -11,7 +11,7 @@ use crate::ir::op::{
 use crate::ir::program::{Buffer, Grid, Operand, Program, Rows};
 use crate::ir::schedule::{Regime, Schedule, SmemKind, Source};
 use crate::ir::table::Holds;
-use crate::ir::variant::{AttentionVariant, MatVecVariant, rows_on_tensor_cores};
+use crate::ir::variant::{AttentionVariant, MatVecVariant};
 use crate::ir::{GridId, TaskId};
 use crate::model::graph::{Act, ClampedSwiglu, GroupScore, NormKind, QkNormSpan, QueryScale, Score};
 use crate::rows::Shape;
@@ -175,7 +175,7 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
     line!("struct Dispatch {{");
     line!("  static __device__ __forceinline__ void run(Context<Machine>& c, u32 op, const Entry& e) {{");
     line!("    switch (op) {{");
-    for group in sharing(schedule, target, &classes) {
+    for group in sharing(schedule, &classes) {
         line!("      {}", case_of(program, &classes, &group, prefix));
     }
     line!("    }}");
@@ -235,29 +235,16 @@ fn is_head_of_draft(program: &Program, class: &OpClass) -> bool {
     program.joins() && matches!(&grid.op, Op::MatVec(m) if matches!(m.epilogue, Epilogue::Logits { .. }))
 }
 
-/// The classes of a kernel, those that share code together: matvecs of steps of 16 rows that multiply alike and have no norm, such as the
-/// projection after attention and that of the MLP. The code of a layer and of what runs between layers competes for 128 KiB of an SM. Steps of
-/// 16 rows have most of it and gain by less; with 8 rows the same costs more than it saves (docs/perf-log.md, entry 42).
-fn sharing(schedule: &Schedule, target: &Target, classes: &[OpClass]) -> Vec<Vec<usize>> {
+/// The classes of a kernel, those that share code together: what of a matvec is the same for all of them is the key.
+fn sharing(schedule: &Schedule, classes: &[OpClass]) -> Vec<Vec<usize>> {
     let program = &schedule.program;
-    let tensor_cores = rows_on_tensor_cores(program.precision, target.spec.dot == DotMechanism::Mma);
-    let shares = tensor_cores && program.rows.next_multiple_of(WORD_ROWS) == WARP_ROWS;
-    // What of a matvec is the same for all that share its code.
-    let alike = |class: &OpClass| {
-        let grid = &program.grids[class.grids[0].index()];
-        let Op::MatVec(m @ MatVec { k, norm: None, unit_rows, .. }) = &grid.op else { return None };
-        if grid.per_row || grid.operand(Role::Out).is_some_and(|out| out.cols.base > 0) {
-            return None;
-        }
-        let format = program.format_of(grid);
-        let variant = schedule.matvec_variant(class.grids[0])?;
-        let block = variant.chunk.min(m.granules(format));
-        let is_whole = k.is_multiple_of(block * format.granule_k() * m.parts());
-        // One with several passes may keep its whole input between them, with code of its own.
-        let passes_once = variant.units <= variant.pass;
-        (shares && passes_once && is_whole && format.is_plain()).then_some((*unit_rows, block))
+    let key = |class: &OpClass| {
+        let Op::MatVec(m) = &program.grids[class.grids[0].index()].op else { return None };
+        let variants = || class.grids.iter().filter_map(|grid| schedule.matvec_variant(*grid));
+        let block = variants().next()?.chunk.min(m.granules(program.format_of(&program.grids[class.grids[0].index()])));
+        variants().all(|variant| variant.shared).then_some((m.unit_rows, block))
     };
-    let keys: Vec<_> = classes.iter().map(alike).collect();
+    let keys: Vec<_> = classes.iter().map(key).collect();
     let mut groups: Vec<Vec<usize>> = vec![];
     for (i, key) in keys.iter().enumerate() {
         match groups.iter_mut().find(|group| key.is_some() && keys[group[0]] == *key) {
@@ -518,7 +505,7 @@ fn matvec_members(schedule: &Schedule, id: GridId, grid: &Grid, m: &MatVec) -> S
     // Destructured so that a new attribute does not compile until the kernel knows it.
     let MatVec { rows, k, norm, own_input, epilogue, unit_rows } = *m;
     let variant = schedule.matvec_variant(id).expect("validate: every matvec has a variant");
-    let MatVecVariant { units, chunk, block: _, units_per_warp, poll_batch, granule: _, pass } = variant;
+    let MatVecVariant { units, chunk, block: _, units_per_warp, poll_batch, granule: _, pass, shared: _ } = variant;
     let mut s = format!(
         "int ROWS = {rows}\nint K = {k}\nint UNIT_ROWS = {unit_rows}\nint CHUNK = {chunk}\nint UNITS = {units}\n"
     );

@@ -705,6 +705,7 @@ impl<'a> Parser<'a> {
                 poll_batch: self.attr_u32("poll_batch")?,
                 granule: if self.eat_attr("granule")? { self.u32()? } else { CODE_BYTES },
                 pass: if self.eat_attr("pass")? { self.u32()? } else { 0 },
+                shared: self.eat("shared"),
             })
         } else {
             self.attr("warps_per_head")?;
@@ -1742,9 +1743,11 @@ regime r1 from 32
     }
 
     fn variants() -> impl Strategy<Value = Variant> {
-        let matvec = [numbers(), numbers(), numbers(), numbers(), numbers(), numbers(), numbers()].prop_map(
-            |[units, chunk, block, units_per_warp, poll_batch, granule, pass]| {
-                Variant::MatVec(MatVecVariant { units, chunk, block, units_per_warp, poll_batch, granule, pass })
+        let of = [numbers(), numbers(), numbers(), numbers(), numbers(), numbers(), numbers()];
+        let matvec = (of, any::<bool>()).prop_map(
+            |([units, chunk, block, units_per_warp, poll_batch, granule, pass], shared)| {
+                let of = MatVecVariant { units, chunk, block, units_per_warp, poll_batch, granule, pass, shared };
+                Variant::MatVec(of)
             },
         );
         let attention =

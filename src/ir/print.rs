@@ -375,11 +375,12 @@ fn write_attention(out: &mut String, attention: &Attention) -> fmt::Result {
 fn write_variant(out: &mut String, program: &Program, grid: GridId, variant: &Variant) -> fmt::Result {
     write!(out, "variant {grid}")?;
     match variant {
-        Variant::MatVec(MatVecVariant { units, chunk, block, units_per_warp, poll_batch, granule, pass }) => {
+        Variant::MatVec(MatVecVariant { units, chunk, block, units_per_warp, poll_batch, granule, pass, shared }) => {
             write!(out, " units={units} chunk={chunk} block={block}")?;
             write!(out, " units_per_warp={units_per_warp} poll_batch={poll_batch}")?;
             write_optional(out, "granule", &Some(granule).filter(|bytes| **bytes != CODE_BYTES))?;
             write_optional(out, "pass", &Some(pass).filter(|pass| **pass != 0))?;
+            write_flag(out, "shared", *shared)?;
         }
         Variant::Attention(AttentionVariant { warps_per_head, prefetch_v, swizzled, pitch }) => {
             let [prefetch_v, swizzled] = [prefetch_v, swizzled].map(|set| u32::from(*set));

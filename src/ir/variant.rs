@@ -49,6 +49,9 @@ pub struct MatVecVariant {
     /// 0: units lie in the stream one after another, each whole. Otherwise units that are streamed together, a chunk of each in
     /// turn: a batch kernel multiplies a block of its input with all of them.
     pub pass: u32,
+    /// Whether its code is that of all such matvecs with blocks and units of the same size: the projection after attention and that of the MLP, for instance. The code of a
+    /// layer and of what runs between layers competes for 128 KiB of an SM.
+    pub shared: bool,
 }
 
 /// How the tasks of an attention are done.

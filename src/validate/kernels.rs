@@ -459,8 +459,7 @@ impl Rules<'_> {
             let at = Entity::Grid(GridId(g));
             match (&grid.op, schedule.variants.get(&GridId(g))) {
                 (Op::MatVec(m), Some(Variant::MatVec(variant))) => {
-                    let MatVecVariant { units, chunk, block: _, units_per_warp, poll_batch, granule: _, pass } =
-                        *variant;
+                    let MatVecVariant { units, chunk, units_per_warp, poll_batch, pass, .. } = *variant;
                     if program.rows > 1 {
                         let limits = PassLimits {
                             tensor_cores: target.spec.dot == DotMechanism::Mma,

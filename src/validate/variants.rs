@@ -55,6 +55,22 @@ pub(super) fn check(schedule: &Schedule, target: &Target, found: &mut Found) {
     }
 }
 
+/// Whether the code that several matvecs share does what this one needs: it multiplies 16 rows on tensor cores, with plain weights, in one pass of whole blocks of k, all rows at
+/// once. It does no norm, and begins at the first column of its output.
+fn may_share(schedule: &Schedule, target: &Target, grid: &Grid, m: &MatVec, variant: &MatVecVariant) -> bool {
+    let parts = UNIT_ROWS / u64::from(m.unit_rows).clamp(1, UNIT_ROWS);
+    let (granule_k, _) = granules(schedule, grid);
+    let unit = u64::from(m.k).div_ceil(granule_k * parts).max(1);
+    let block_k = u64::from(variant.chunk).clamp(1, unit) * granule_k * parts;
+    let begins = grid.operand(Role::Out).is_none_or(|out| out.cols.base == 0);
+    (9..=16).contains(&schedule.program.rows)
+        && on_tensor_cores(schedule, target)
+        && has_plain_weights(schedule, grid)
+        && (variant.pass > 0 && variant.units <= variant.pass)
+        && u64::from(m.k).is_multiple_of(block_k)
+        && (m.norm.is_none() && !grid.per_row && begins)
+}
+
 fn kind(variant: Option<&Variant>) -> &'static str {
     match variant {
         None => "none",
@@ -123,6 +139,12 @@ fn matvec(
     if units < longest {
         found.add(Rule::Variant, Entity::Grid(at), || {
             format!("expected `units` of {longest} or more, as its longest task has, found {units}")
+        });
+    }
+    if variant.shared && !may_share(schedule, target, grid, m, variant) {
+        found.add(Rule::Variant, Entity::Grid(at), || {
+            "expected code of its own: shared code has steps of 16 rows in one pass of whole blocks, and no norm"
+                .to_string()
         });
     }
     if pass > 0 {

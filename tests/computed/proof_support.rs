@@ -423,7 +423,16 @@ pub fn add_extra(schedule: &mut Schedule, after: &str, sms: [usize; 2]) {
     let extra = GridId::from(program.grids.len());
     // One unit of 16 of k: a granule, by itself or in a slot of many.
     let chunk = schedule.machine.ring.slot_bytes / 512;
-    let alone = MatVecVariant { units: 1, chunk, block: 1, units_per_warp: 1, poll_batch: 1, granule: 512, pass: 0 };
+    let alone = MatVecVariant {
+        units: 1,
+        chunk,
+        block: 1,
+        units_per_warp: 1,
+        poll_batch: 1,
+        granule: 512,
+        pass: 0,
+        shared: false,
+    };
     schedule.variants.insert(extra, Variant::MatVec(alone));
     program.grids.push(Grid {
         name: "extra".to_string(),

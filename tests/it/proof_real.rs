@@ -10,14 +10,16 @@ use monobloc::candidate::{Candidate, Infeasible};
 use monobloc::defaults::rows::{Room, kernel_rows, place_one_row, place_rows};
 use monobloc::dtype::{DType, Precision};
 use monobloc::format::NAMED;
+use monobloc::ir::GridId;
 use monobloc::ir::schedule::{Mechanism, Schedule};
+use monobloc::ir::variant::Variant;
 use monobloc::lower::lower;
 use monobloc::model::config::{import, import_config_only};
 use monobloc::model::graph::{ModelGraph, QkNormSpan};
 use monobloc::rows::Shape;
 use monobloc::schedule::schedule;
 use monobloc::target::{Target, TargetKind};
-use monobloc::validate::{Rule, check, share_caches, validate};
+use monobloc::validate::{Entity, Rule, Violation, check, share_caches, validate};
 
 #[track_caller]
 fn proven(toy: Toy, target: &Target, candidate: &Candidate) {
@@ -227,6 +229,43 @@ fn one_row_over_pages_on_every_record() {
         }
     }
     assert!(count > 10, "{count}");
+}
+
+/// In steps of 16 rows some matvecs share code. Any other one would compute something else with it.
+#[test]
+fn only_alike_products_share_code() {
+    let target = h200();
+    let toy = Toy { hidden: 256, intermediate: 512, heads: 4, kv_heads: 2, dim: 64, vocab: 512, ..TOY };
+    let candidate = Candidate::default_for(&toy.graph(), &target, toy.precision);
+    let placed = |rows| {
+        let room = Room { rows, sequences: rows, positions: 1024 };
+        place_rows(&toy.graph(), "toy", toy.precision, toy.context, &target, &candidate, room).expect("a schedule")
+    };
+    let shared = |schedule: &Schedule| {
+        let grids = (0..schedule.program.grids.len()).map(GridId::from);
+        let variants = grids.filter_map(|grid| Some((grid, schedule.matvec_variant(grid)?.shared)));
+        let (yes, no): (Vec<_>, Vec<_>) = variants.partition(|(_, shared)| *shared);
+        (yes.len(), no.into_iter().map(|(grid, _)| grid).collect::<Vec<GridId>>())
+    };
+    assert_eq!(shared(&placed(8)).0, 0);
+    for rows in [8, 16] {
+        let schedule = placed(rows);
+        assert_eq!(check(&schedule, &target), [], "{rows} rows");
+        let (count, alone) = shared(&schedule);
+        assert!(!alone.is_empty() && (rows == 8 || count > 1), "{rows} rows: {count} share, {alone:?} do not");
+        for grid in alone {
+            let mut mutant = schedule.clone();
+            let Some(Variant::MatVec(variant)) = mutant.variants.get_mut(&grid) else { panic!("a matvec") };
+            variant.shared = true;
+            let violations = check(&mutant, &target);
+            let named = |v: &Violation| (v.rule, v.entity) == (Rule::Variant, Entity::Grid(grid));
+            assert!(
+                violations.len() == 1 && violations.iter().all(named),
+                "{rows} rows, {grid}: {}",
+                listed(&violations)
+            );
+        }
+    }
 }
 
 /// The kernel for one row supports one size of pages, all tables or none, packets only, and a limit of registers of a thread.

@@ -627,10 +627,20 @@ fn place_randomly(random: &mut Rng, p: Program, sms: usize) -> Base {
                     poll_batch: 1,
                     granule: 512,
                     pass: 0,
+                    shared: false,
                 }
             } else {
                 let chunk = unit.div_ceil(unit.div_ceil(8));
-                MatVecVariant { units, chunk, block: unit, units_per_warp: 1, poll_batch: 1, granule: 512, pass: 0 }
+                MatVecVariant {
+                    units,
+                    chunk,
+                    block: unit,
+                    units_per_warp: 1,
+                    poll_batch: 1,
+                    granule: 512,
+                    pass: 0,
+                    shared: false,
+                }
             };
             variants.insert(id, Variant::MatVec(variant));
         }
