@@ -680,19 +680,14 @@ fn check_rows(decode: &DecodeFile, targets: &[Target], faults: &mut Vec<Diagnost
     }
 }
 
-/// Refuses what several GPUs do not have: they run the decode kernel alone.
+/// Refuses what several GPUs do not have: kernels that add up in one order are wave kernels.
 fn check_devices(decode: &DecodeFile, targets: &[Target], faults: &mut Vec<Diagnostic>) {
     let together = |target: &&Target| target.kind == TargetKind::Cuda && target.devices > 1;
     let Some(target) = targets.iter().find(together) else { return };
-    let DecodeFile { sequences_max, batch_invariant, .. } = decode;
-    let several = sequences_max.as_ref().filter(|rows| *rows.get_ref() > 1).map(Spanned::span);
-    let invariant = batch_invariant.as_ref().filter(|flag| *flag.get_ref()).map(Spanned::span);
-    for (key, span) in [("sequences_max", several), ("batch_invariant", invariant)] {
-        let Some(span) = span else { continue };
-        let label = format!("expected it with one GPU a target, found `{}`, which has {}", target.name, target.devices);
-        let fault = Diagnostic::new(format!("`decode.{key}` has no meaning here"), span, label);
-        faults.push(fault.with_help("leave it out: several GPUs run the decode kernel, of one row, alone"));
-    }
+    let Some(flag) = decode.batch_invariant.as_ref().filter(|flag| *flag.get_ref()) else { return };
+    let label = format!("expected it with one GPU a target, found `{}`, which has {}", target.name, target.devices);
+    let fault = Diagnostic::new("`decode.batch_invariant` has no meaning here", flag.span(), label);
+    faults.push(fault.with_help("leave it out: several GPUs have no wave kernels, which add up in one order"));
 }
 
 /// Positions that a person wrote: those above `last` are faults.

@@ -9,7 +9,7 @@ pub use shards::shards;
 use crate::candidate::{Candidate, FormatCause, Infeasible};
 use crate::ir::layout::{
     BlockLimits, GRANULE_BYTES, RING_SLOTS_MAX, RowNeeds, SmemNeeds, WARP_ROWS, WORD_ROWS, block_granules,
-    cache_row_bytes, chunk_granules, chunk_rows, chunk_rows_of_page, pack_bytes, placed_bytes, placement, smem_map,
+    cache_row_bytes, chunk_granules, chunk_rows, chunk_rows_of_page, held, placed_bytes, placement, share_of, smem_map,
 };
 use crate::ir::op::{Access, Attention, Epilogue, HISTORY_ALIGN, MatVec, Op, Role, UNIT_ROWS};
 use crate::ir::program::{Grid, LayerOp, Operand, Program, Rows, Second, Site, Space};
@@ -22,6 +22,7 @@ use crate::ir::{BufferId, EventId, GridId, TaskId};
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
+use std::ops::Range;
 
 type Variants = BTreeMap<GridId, Variant>;
 
@@ -219,7 +220,7 @@ fn for_rows(program: &Program) -> bool {
     program.buffers.iter().any(|buffer| buffer.words)
 }
 
-/// Weights, cache and exchange buffers against the memory of a device. The record of a CPU says nothing of its host.
+/// Weights, cache and exchange buffers against the memory of a device: of several, its part of the weights. The record of a CPU says nothing of its host.
 fn check_memory(schedule: &Schedule, target: &Target) -> Result<(), Infeasible> {
     if target.kind == TargetKind::Cpu {
         return Ok(());
@@ -227,7 +228,7 @@ fn check_memory(schedule: &Schedule, target: &Target) -> Result<(), Infeasible> 
     let buffers = |space: fn(Space) -> bool| -> u64 {
         schedule.program.buffers.iter().filter(|b| space(b.space)).map(placed_bytes).sum()
     };
-    let weights = pack_bytes(schedule);
+    let weights = (0..target.devices).map(|device| held(schedule, device).bytes).max().unwrap_or(0);
     let cache = buffers(|space| space.arena() == Space::Cache);
     let rest = buffers(|space| matches!(space, Space::Exchange | Space::Output));
     let (bytes, most) = (weights + cache + rest, target.spec.memory_bytes);
@@ -499,7 +500,9 @@ fn divide(program: &Program, target: &Target, c: &Candidate, split: bool) -> Vec
         let grid = &program.grids[g];
         let shares = match &grid.op {
             _ if !takes_part(program, c, grid, split) => vec![],
-            Op::MatVec(m) if grid.operand(Role::Residual).is_none() => unit_shares(program, grid, m, &load, &cost),
+            Op::MatVec(m) if grid.operand(Role::Residual).is_none() => {
+                unit_shares(program, grid, m, &load, &cost, target.devices)
+            }
             _ => even_shares(grid, program.rows, load.len(), target.devices, &mut spread),
         };
         for share in &shares {
@@ -618,14 +621,42 @@ struct Share {
     row: u32,
 }
 
-/// Divides the units of a matvec that owns no residual. Every SM first gets as many as the longest share has; the surplus is then
+/// Divides the units of a matvec that owns no residual: on each device those that it holds.
+fn unit_shares(program: &Program, grid: &Grid, m: &MatVec, load: &[u64], cost: &[u64], devices: u32) -> Vec<Share> {
+    let each = load.len() / devices as usize;
+    let mut shares = vec![];
+    for device in 0..devices {
+        let sms = device as usize * each..(device as usize + 1) * each;
+        let (units, of) = (share_of(grid.n, device, devices), Loads { load: &load[sms.clone()], cost: &cost[sms] });
+        // One task of each SM before has an ordinal.
+        let ordinal = if matches!(grid.second, Second::Ordinal(_)) { shares.len() } else { 0 };
+        let own = units_on(program, grid, m, units, &of, ordinal);
+        shares.extend(own.into_iter().map(|share| Share { sm: share.sm + device as usize * each, ..share }));
+    }
+    shares
+}
+
+/// What SMs of a device stream so far, and what a byte costs on each.
+struct Loads<'a> {
+    load: &'a [u64],
+    cost: &'a [u64],
+}
+
+/// Divides the units of a device among its SMs. Every SM first gets as many as the longest share has; the surplus is then
 /// taken back from the SMs that stream most. So an SM that reads history, has one more unit of a wide k, or is spared, gets fewer.
-fn unit_shares(program: &Program, grid: &Grid, m: &MatVec, load: &[u64], cost: &[u64]) -> Vec<Share> {
+fn units_on(
+    program: &Program,
+    grid: &Grid,
+    m: &MatVec,
+    own: Range<u32>,
+    Loads { load, cost }: &Loads<'_>,
+    ordinals: usize,
+) -> Vec<Share> {
     // Units of all slots, and of all rows where each takes its own experts.
     let rows = if grid.per_row { program.rows } else { 1 };
-    let each = (grid.n as usize).max(1);
+    let each = own.len().max(1);
     let slots = if let Second::Axis(slots) = grid.second { slots } else { 1 };
-    let n = each * slots as usize * rows as usize;
+    let n = own.len() * slots as usize * rows as usize;
     let (sms, unit) = (load.len(), m.unit_bytes(program.format_of(grid)));
     // Every SM must run a head task: its arg-max store is the release of what it wrote to the cache.
     let least = usize::from(matches!(m.epilogue, Epilogue::Logits { .. }));
@@ -633,7 +664,7 @@ fn unit_shares(program: &Program, grid: &Grid, m: &MatVec, load: &[u64], cost: &
     let speed: u64 = cost.iter().map(|cost| 1_000_000 / cost).sum();
     let most = (n as u64 * 1000).div_ceil(speed) as usize;
     let mut count = vec![most; sms];
-    let all = load.iter().zip(cost).enumerate();
+    let all = load.iter().zip(*cost).enumerate();
     let mut fullest: BinaryHeap<(u64, Reverse<usize>)> =
         all.map(|(sm, (load, cost))| (load + most as u64 * unit * cost, Reverse(sm))).collect();
     for _ in n..most * sms {
@@ -654,8 +685,8 @@ fn unit_shares(program: &Program, grid: &Grid, m: &MatVec, load: &[u64], cost: &
             let (turn, first) = (lo / each, lo % each);
             let count = (end - lo).min(each - first);
             let (row, slot) = (turn / slots as usize, turn % slots as usize);
-            let j = if matches!(grid.second, Second::Ordinal(_)) { ordinal } else { slot };
-            let (first, last) = (first as u32, (first + count) as u32);
+            let j = if matches!(grid.second, Second::Ordinal(_)) { ordinals + ordinal } else { slot };
+            let (first, last) = (own.start + first as u32, own.start + (first + count) as u32);
             shares.push(Share { sm, lo: first, hi: last, j: j as u32, row: row as u32 });
             lo += count;
         }
@@ -672,18 +703,7 @@ fn even_shares(grid: &Grid, rows: u32, sms: usize, devices: u32, spread: &mut us
     match &grid.op {
         // A state stays where it is: in every regime, and so whatever other grids there are, an SM has the same heads and parts of the
         // sequences. Layers begin elsewhere.
-        Op::Mix(_) | Op::Scan(_) | Op::GroupNorm(_) => {
-            let start = grid.site.and_then(|site| site.layer).map_or(0, |layer| layer.index());
-            let parts = grid.second.extent() as usize;
-            let total = n * parts;
-            (0..total)
-                .map(|index| {
-                    let sm = (start + if total <= sms { index * sms / total } else { index }) % sms;
-                    let (i, j) = ((index / parts) as u32, (index % parts) as u32);
-                    Share { sm, lo: i, hi: i + 1, j, row: 0 }
-                })
-                .collect()
-        }
+        Op::Mix(_) | Op::Scan(_) | Op::GroupNorm(_) => shards::state_shares(grid, sms, devices),
         op if op.everywhere() => {
             (0..n).map(|i| Share { sm: i, lo: i as u32, hi: i as u32 + 1, j: 0, row: 0 }).collect()
         }

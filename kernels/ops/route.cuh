@@ -147,9 +147,9 @@ struct Route {
     const ExpertChoice<G> choice(lane, x, c.template constant<float>(e.bias), reinterpret_cast<u32*>(c.scratch()), id);
     // Readers poll two packets at once, so an odd number is followed by one of padding. Loaders wait for ids, so those come first.
     const bool mine = lane < G::TOP_K, sends = lane < round_up(G::TOP_K, 2);
-    if (sends) publish(c.p.exchange + e.out + lane, mine ? choice.expert : 0u, c.tag);
+    if (sends) send(c, c.p.exchange + e.out + lane, mine ? choice.expert : 0u);
     c.stamp(2);
     const float weight = choice.weight(lane, x, id);
-    if (sends) publish(c.p.exchange + e.aux + lane, __float_as_uint(mine ? weight : 0.f), c.tag);
+    if (sends) send(c, c.p.exchange + e.aux + lane, __float_as_uint(mine ? weight : 0.f));
   }
 };

@@ -25,6 +25,12 @@ struct RowsParams : Params {
   u32 logits_from; // first step whose logits are written
 };
 static_assert(sizeof(RowsParams) == 216, "the host fills this struct");
+// Of several devices: see DevicesParams.
+struct RowsDevicesParams : RowsParams {
+  u64 peers[PEERS_MAX]; // from `exchange` of this device to that of each other one, in bytes modulo 2^64
+  u64 peer_logits[PEERS_MAX]; // the same of `logits`
+};
+static_assert(sizeof(RowsDevicesParams) == 328, "the host fills this struct");
 
 template <class M>
 struct RowsState {

@@ -210,7 +210,7 @@ struct RowsEpilogue {
     for (int i = 0; i < 2; i++) {
       if (id + i >= E::ROWS) break;
       const float v = softcap((i == 0 ? y.x : y.y) * E::SCALE, E::SOFTCAP);
-      if (p.logits && step >= p.logits_from) p.logits[(u64(step - p.logits_from) * M::ROWS + row) * E::ROWS + id + i] = v;
+      if (p.logits && step >= p.logits_from) hand_out(c, (u64(step - p.logits_from) * M::ROWS + row) * E::ROWS + id + i, v);
       float score = v;
       // The noise belongs to the token that this step decides.
       if (r.inverse_temperature > 0.f)
@@ -247,8 +247,8 @@ struct RowsEpilogue {
           argmax_take(best, best_id, state.best[from][row], state.best_index[from][row]);
         }
         u64* to = c.p.exchange + e.aux + ((c.tag & 1) * M::ROWS + row) * round_up(2 * E::PARTS, 2) + 2 * e.j;
-        publish(to, __float_as_uint(best), c.tag);
-        publish(to + 1, u32(best_id), c.tag);
+        send(c, to, __float_as_uint(best));
+        send(c, to + 1, u32(best_id));
       }
     }
   }

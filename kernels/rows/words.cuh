@@ -10,6 +10,7 @@
 // - reads of the step before are over: the SM has seen all arg-max pairs of that step, and each SM publishes its own after its last read;
 // - the clear is visible before the next step reads: it lies before this step's release, the read after the next step's acquire.
 //   So a reader finds all ones or the value of its own step, never one of two steps before.
+// Of several devices, the owner does both in the memory of each, and a reader loads from that of its own. Both facts are about all SMs of all devices.
 //
 // Layout: 8 rows by 64 bytes at a time, row by row, as the lanes of a warp read them: 16 bytes each, 8 lanes a cache line. Reads
 // matter more than stores: every SM reads what one SM stores.
@@ -46,8 +47,15 @@ __device__ __forceinline__ u8* words_of(const Context<M>& c, u32 at) {
 template <class M, int COLS>
 __device__ __forceinline__ void publish_word(const Context<M>& c, u8* to, u32 at, u32 payload, bool takes_part) {
   if (M::WIRE == Elem::F32 && payload == NO_WORD) payload = 0x7fffffffu;
-  if (takes_part) store_word(reinterpret_cast<u32*>(to + at), payload);
   u8* other = (c.tag & 1) ? to - Words<M, COLS>::PHASE_BYTES : to + Words<M, COLS>::PHASE_BYTES;
+  if constexpr (peers<M>() > 0) {
+#pragma unroll
+    for (int i = 0; i < peers<M>(); i++) {
+      if (takes_part) store_word(reinterpret_cast<u32*>(in_exchange_of(c, i, to + at)), payload);
+      store_word(reinterpret_cast<u32*>(in_exchange_of(c, i, other + at)), NO_WORD);
+    }
+  }
+  if (takes_part) store_word(reinterpret_cast<u32*>(to + at), payload);
   store_word(reinterpret_cast<u32*>(other + at), NO_WORD);
 }
 

@@ -46,12 +46,19 @@ static_assert(sizeof(PagedParams) == 200, "the host fills this struct");
 
 enum { PEERS_MAX = 7 }; // no constant of the module, which every kernel would have
 
-// Of a kernel of several devices: M has PEERS, how many others there are. Each device has its own copy of all that the host fills.
+// Of a kernel of several devices: M has PEERS, how many others there are, and Launch, what a launch gets. Each device has its own copy of all
+// that the host fills.
 struct DevicesParams : Params {
   u64 peers[PEERS_MAX]; // from `exchange` of this device to that of each other one, in bytes modulo 2^64
   u64 peer_logits[PEERS_MAX]; // the same of `logits`
 };
 static_assert(sizeof(DevicesParams) == 296, "the host fills this struct");
+// The same over a pool of pages.
+struct PagedDevicesParams : PagedParams {
+  u64 peers[PEERS_MAX]; // from `exchange` of this device to that of each other one, in bytes modulo 2^64
+  u64 peer_logits[PEERS_MAX]; // the same of `logits`
+};
+static_assert(sizeof(PagedDevicesParams) == 312, "the host fills this struct");
 
 template <class M>
 __device__ constexpr int peers_of(decltype(M::PEERS)*) {
@@ -204,12 +211,18 @@ struct Wire {
   static __device__ __forceinline__ float hi(u32 payload) { return bf16_hi(payload); }
 };
 
+// What another device has in place of `at` in the exchange.
+template <class M, class T>
+__device__ __forceinline__ T* in_exchange_of(const Context<M>& c, int peer, T* at) {
+  return of_peer(at, static_cast<const typename M::Launch&>(c.p).peers[peer]);
+}
+
 // Stores a packet where every SM polls it: on each device.
 template <class M>
 __device__ __forceinline__ void send(const Context<M>& c, u64* to, u32 payload) {
   if constexpr (peers<M>() > 0) {
 #pragma unroll
-    for (int i = 0; i < peers<M>(); i++) publish(of_peer(to, static_cast<const DevicesParams&>(c.p).peers[i]), payload, c.tag);
+    for (int i = 0; i < peers<M>(); i++) publish(in_exchange_of(c, i, to), payload, c.tag);
   }
   publish(to, payload, c.tag);
 }
@@ -219,7 +232,7 @@ template <class M>
 __device__ __forceinline__ void hand_out(const Context<M>& c, u64 at, float logit) {
   if constexpr (peers<M>() > 0) {
 #pragma unroll
-    for (int i = 0; i < peers<M>(); i++) *of_peer(c.p.logits + at, static_cast<const DevicesParams&>(c.p).peer_logits[i]) = logit;
+    for (int i = 0; i < peers<M>(); i++) *of_peer(c.p.logits + at, static_cast<const typename M::Launch&>(c.p).peer_logits[i]) = logit;
   }
   c.p.logits[at] = logit;
 }

@@ -75,8 +75,8 @@ __device__ __forceinline__ u32 smem_address(const void* p) { return u32(__cvta_g
 
 // ---- packets ----------------------------------------------------------------------------------------------------
 
-// Of several devices, each SM stores packets into the memory of all and polls that of its own. All accesses to them have one scope, or 8 bytes
-// may tear; and the step's fences reach as far as its packets.
+// Of several devices, each SM stores packets and words into the memory of all and polls that of its own. All accesses to them have one scope, or
+// 8 bytes may tear; and the step's fences reach as far as its packets.
 #ifdef SEVERAL_DEVICES
 #define REACH "sys"
 #else
@@ -179,15 +179,15 @@ __device__ __forceinline__ void await_packets(const u64* const (&from)[N], const
 // See rows/words.cuh. An access to a vector of words is one access to each of them, in no order; each is single-copy atomic.
 
 __device__ __forceinline__ void store_word(u32* to, u32 word) {
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
+  asm volatile("st.relaxed." REACH ".global.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
 }
 __device__ __forceinline__ u32 load_word(const u32* from) {
   u32 word;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
+  asm volatile("ld.relaxed." REACH ".global.u32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
   return word;
 }
 __device__ __forceinline__ void load_piece(const u8* from, bool active, uint4& v) {
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.relaxed." REACH ".global.v4.u32 {%0,%1,%2,%3}, [%4];}"
                : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
                : "l"(from), "r"(u32(active))
                : "memory");

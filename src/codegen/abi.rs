@@ -4,7 +4,9 @@
 use super::emit::classes;
 use super::kernel_struct::kernel_struct;
 use crate::digest::Digest;
-use crate::ir::layout::{COPY_ALIGN_BYTES, Matrix, PACKET_BYTES, PLACE_ALIGN_BYTES, matrices, packet_row_bytes};
+use crate::ir::layout::{
+    COPY_ALIGN_BYTES, Held, Matrix, PACKET_BYTES, PLACE_ALIGN_BYTES, held, matrices, packet_row_bytes,
+};
 use crate::ir::op::{Attention, Op, Role};
 use crate::ir::program::{Cols, Grid, Rows, Space};
 use crate::ir::schedule::{Machine, Run, Schedule, Source, Task};
@@ -162,6 +164,18 @@ kernel_struct! {
 }
 
 kernel_struct! {
+    /// The same of several devices.
+    PagedDevicesParams = "struct PagedDevicesParams : PagedParams" {
+        /// what a kernel over a pool of pages gets
+        params: PagedParams as [],
+        /// from `exchange` of this device to that of each other one, in bytes modulo 2^64
+        peers: [u64; PEERS_MAX],
+        /// the same of `logits`
+        peer_logits: [u64; PEERS_MAX],
+    }
+}
+
+kernel_struct! {
     /// The one parameter of a decode kernel of a draft.
     GivenParams = "struct GivenParams : Params" {
         /// what every kernel gets
@@ -221,6 +235,18 @@ kernel_struct! {
     }
 }
 
+kernel_struct! {
+    /// The one parameter of a batch kernel of several devices.
+    RowsDevicesParams = "struct RowsDevicesParams : RowsParams" {
+        /// what a batch kernel gets
+        params: RowsParams as [],
+        /// from `exchange` of this device to that of each other one, in bytes modulo 2^64
+        peers: [u64; PEERS_MAX],
+        /// the same of `logits`
+        peer_logits: [u64; PEERS_MAX],
+    }
+}
+
 /// Absent operand.
 pub const NONE: u32 = u32::MAX;
 
@@ -245,12 +271,13 @@ pub fn encode(validated: &Validated) -> Tables {
     let program = &schedule.program;
     let (_, class_of_grid) = classes(schedule);
     let matrices = matrices(program);
-    let grids: Vec<GridEntry<'_>> = (0..)
-        .map(GridId)
-        .zip(&program.grids)
-        .zip(&class_of_grid)
-        .map(|((id, grid), class)| GridEntry::of(schedule, &matrices, id, grid, *class as u32))
-        .collect();
+    // A device finds constants and its part of each matrix at places of its own.
+    let held: Vec<Held> = (0..schedule.machine.devices).map(|device| held(schedule, device)).collect();
+    let of_device = |held| -> Vec<GridEntry<'_>> {
+        let grids = (0..).map(GridId).zip(&program.grids).zip(&class_of_grid);
+        grids.map(|((id, grid), class)| GridEntry::of(schedule, held, &matrices, id, grid, *class as u32)).collect()
+    };
+    let devices: Vec<Vec<GridEntry<'_>>> = held.iter().map(of_device).collect();
     let last_append = program.last_append();
     let mut tables = Tables {
         entries: vec![],
@@ -262,7 +289,8 @@ pub fn encode(validated: &Validated) -> Tables {
         cache_bytes: schedule.arena_bytes(Space::Cache),
     };
     for regime in &schedule.regimes {
-        for (queue, stream) in regime.queues.iter().zip(&regime.streams) {
+        for (sm, (queue, stream)) in regime.queues.iter().zip(&regime.streams).enumerate() {
+            let grids = &devices[schedule.machine.device_of(sm) as usize];
             let tasks = || queue.iter().map(|id| (id, &regime.tasks[id.index()]));
             let of = |task: &Task| &grids[task.grid.index()];
             let residual_base = tasks().filter_map(|(_, task)| of(task).residual(task)).min().unwrap_or(0);
@@ -270,7 +298,7 @@ pub fn encode(validated: &Validated) -> Tables {
             tables.entry_index.push(tables.entries.len() as u32);
             tables.runs.extend(stream.iter().map(|run| {
                 let task = &regime.tasks[run.task.index()];
-                of(task).run(schedule, &matrices, task, run)
+                of(task).run(&matrices, task, run)
             }));
             tables.run_index.push(tables.runs.len() as u32);
             let fills = |task: &Task| Some(task.grid) <= last_append;
@@ -313,6 +341,19 @@ fn place(schedule: &Schedule, grid: &Grid, role: Role, space: Space, unit: u64) 
         .map_or(NONE, |at| (at / unit) as u32)
 }
 
+/// Where a device has a constant of a grid; [`NONE`] if the grid has none.
+fn constant_at(schedule: &Schedule, held: &Held, grid: &Grid, role: Role) -> u32 {
+    let constants = |buffer: &usize| schedule.program.buffers[*buffer].space == Space::Constant;
+    let buffer = grid.operand(role).map(|operand| operand.buffer.index()).filter(constants);
+    buffer.and_then(|buffer| held.placement[buffer]).map_or(NONE, |at| (at / PLACE_ALIGN_BYTES) as u32)
+}
+
+/// Where a device has the scales of the rows of a grid's matrix, if it has them.
+fn row_scales_at(held: &Held, matrices: &[Option<Matrix>], grid: &Grid) -> Option<u32> {
+    let buffer = grid.operand(Role::Weight)?.buffer.index();
+    matrices[buffer]?.format.row_scales.then(|| (held.row_scales[buffer] / PLACE_ALIGN_BYTES) as u32)
+}
+
 /// What the entries and the runs of a grid's tasks have in common. A grid has hundreds of tasks, so its operands are looked up once.
 struct GridEntry<'a> {
     grid: &'a Grid,
@@ -322,6 +363,8 @@ struct GridEntry<'a> {
     /// Whether operands begin elsewhere than at the first column of their buffer.
     has_slots: bool,
     schedule: &'a Schedule,
+    /// What the device has of the pack.
+    held: &'a Held,
     residual: Option<&'a Cols>,
     variant: Option<&'a Variant>,
     history_k: u32,
@@ -331,19 +374,20 @@ struct GridEntry<'a> {
 impl<'a> GridEntry<'a> {
     fn of(
         schedule: &'a Schedule,
+        held: &'a Held,
         matrices: &[Option<Matrix>],
         id: GridId,
         grid: &'a Grid,
         class: u32,
     ) -> GridEntry<'a> {
         let packets = |role: Role| place(schedule, grid, role, Space::Exchange, PACKET_BYTES);
-        let constant = |role: Role| place(schedule, grid, role, Space::Constant, PLACE_ALIGN_BYTES);
+        let constant = |role: Role| constant_at(schedule, held, grid, role);
         let cache = |role: Role| place(schedule, grid, role, Space::Cache, PLACE_ALIGN_BYTES);
         let first_read = [Role::X, Role::Q, Role::Partial].into_iter().map(packets).find(|&p| p != NONE);
         // An op has at most one of the operands that share a field.
         let either = |roles: &[Role]| roles.iter().map(|&r| constant(r)).find(|&at| at != NONE).unwrap_or(NONE);
         let reads_best = matches!(grid.op, Op::Select);
-        let row_scales = row_scales(schedule, matrices, grid);
+        let row_scales = row_scales_at(held, matrices, grid);
         let entry = Entry {
             op: class,
             task: NONE,
@@ -394,6 +438,7 @@ impl<'a> GridEntry<'a> {
             has_row_scales: row_scales.is_some(),
             has_slots: grid.operands.iter().any(|o| o.role == Role::Choices || o.role == Role::Out && o.cols.base > 0),
             schedule,
+            held,
             residual: grid.operand(Role::Residual).map(|operand| &operand.cols),
             variant: schedule.variants.get(&id),
             history_k: cache(Role::HistoryK),
@@ -433,11 +478,10 @@ impl<'a> GridEntry<'a> {
         }
     }
 
-    /// What a run says of the parts of its matrix.
-    fn parts(&self, matrix: Matrix, task: &Task) -> StreamRun {
+    /// What a run says of the parts of its matrix, which have `bytes` each.
+    fn parts(&self, bytes: u64, task: &Task) -> StreamRun {
         let Some(weight) = self.grid.operand(Role::Weight) else { return StreamRun::zeroed() };
         let Rows::Lookup(table) = weight.rows else { return StreamRun::zeroed() };
-        let bytes = u64::from(self.grid.n) * matrix.unit_bytes;
         StreamRun {
             window: columns_at(self.schedule, self.grid, Role::Choices, task) + 1,
             row_bytes: (bytes / u64::from(COPY_ALIGN_BYTES)) as u32,
@@ -446,7 +490,8 @@ impl<'a> GridEntry<'a> {
         }
     }
 
-    fn run(&self, schedule: &Schedule, matrices: &[Option<Matrix>], task: &Task, run: &Run) -> StreamRun {
+    fn run(&self, matrices: &[Option<Matrix>], task: &Task, run: &Run) -> StreamRun {
+        let schedule = self.schedule;
         match (run.source, &self.grid.op, self.variant) {
             (Source::History { rows }, Op::Attention(a), Some(Variant::Attention(AttentionVariant { pitch, .. }))) => {
                 StreamRun {
@@ -465,15 +510,17 @@ impl<'a> GridEntry<'a> {
                 let MatVecVariant { chunk, block, granule, pass, .. } = variant;
                 let matrix = matrices[buffer.index()].expect("validate: a matvec streams its matrix");
                 let bytes = u64::from(hi - lo) * matrix.unit_bytes;
-                let place = schedule.placement[buffer.index()].expect("validate: every matrix has a place");
-                let begin = place + u64::from(lo) * matrix.unit_bytes;
+                let place = self.held.placement[buffer.index()].expect("validate: every matrix has a place");
+                let own = &self.held.units[buffer.index()];
+                let begin = place + u64::from(lo - own.start) * matrix.unit_bytes;
+                let part = own.len() as u64 * matrix.unit_bytes;
                 StreamRun {
                     bytes: bytes as u32,
                     k_cache: bytes.min(u64::from(*block) * u64::from(*granule)) as u32,
                     v_cache: chunk * granule,
                     head_j: (begin / PLACE_ALIGN_BYTES) as u32,
                     splits: *pass | ((begin % PLACE_ALIGN_BYTES) as u32) << 16,
-                    ..self.parts(matrix, task)
+                    ..self.parts(part, task)
                 }
             }
             _ => unreachable!("validate: matvecs stream weights, attention streams history, and both have variants"),
@@ -559,9 +606,11 @@ mod tests {
             ("runtime/context.cuh", Params::declaration()),
             ("runtime/context.cuh", DevicesParams::declaration()),
             ("runtime/context.cuh", PagedParams::declaration()),
+            ("runtime/context.cuh", PagedDevicesParams::declaration()),
             ("ops/join.cuh", GivenParams::declaration()),
             ("rows/context.cuh", Row::declaration()),
             ("rows/context.cuh", RowsParams::declaration()),
+            ("rows/context.cuh", RowsDevicesParams::declaration()),
         ]);
     }
 }

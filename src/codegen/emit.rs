@@ -105,8 +105,10 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
     line!();
     line!("struct Machine {{");
     line!("  static constexpr int SMS = {sms};");
+    let params = params_of(program, m.devices);
     if m.devices > 1 {
         line!("  static constexpr int PEERS = {};  // devices that run a step with this one", m.devices - 1);
+        line!("  typedef {params} Launch;");
     }
     line!("  static constexpr int WARPS = {};", m.consumer_warps);
     line!("  static constexpr int LOADER_WARPS = {};", m.loader_warps);
@@ -191,13 +193,6 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
     line!("}};");
     line!();
     let threads = (m.consumer_warps + m.loader_warps) * 32;
-    let params = match (rows, Shape::of(program)) {
-        (true, _) => "RowsParams",
-        (false, Some(_)) => "PagedParams",
-        (false, None) if program.joins() => "GivenParams",
-        (false, None) if m.devices > 1 => "DevicesParams",
-        (false, None) => "Params",
-    };
     line!(
         "extern \"C\" __global__ void __launch_bounds__({threads}, 1) {ENTRY_POINT}(const __grid_constant__ {params} p) {{"
     );
@@ -213,6 +208,19 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
             .map(|(n, t)| (n.to_string(), t.to_string()))
             .collect(),
         arch: target.spec.arch.clone(),
+    }
+}
+
+/// What a launch of a program gets on a machine of this many devices.
+fn params_of(program: &Program, devices: u32) -> &'static str {
+    match (program.rows > 1, Shape::of(program), devices > 1) {
+        (true, _, false) => "RowsParams",
+        (true, _, true) => "RowsDevicesParams",
+        (false, Some(_), false) => "PagedParams",
+        (false, Some(_), true) => "PagedDevicesParams",
+        (false, None, _) if program.joins() => "GivenParams",
+        (false, None, true) => "DevicesParams",
+        (false, None, false) => "Params",
     }
 }
 

@@ -3,7 +3,7 @@
 use std::ffi::{c_char, c_int};
 use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUlimit, CUuuid};
 use serde::Serialize;
@@ -124,6 +124,8 @@ pub(super) struct Context {
     set_aside_bytes: Mutex<u64>,
     /// Streams whose last wait timed out. While there is one, nothing is freed: freeing waits for the device.
     pub(super) streams_stuck: AtomicU32,
+    /// Contexts whose kernels access memory of this one.
+    reached_by: Mutex<Vec<Weak<Context>>>,
 }
 
 // SAFETY: the driver's calls are thread-safe, and each one binds the context to its thread first.
@@ -161,15 +163,31 @@ impl Context {
         Ok(self.api)
     }
 
-    /// Binds for a destructor, after the device finished; `None` when that would fail or wait without end.
+    /// Binds for a destructor, after the device finished and those that access its memory; `None` when that would fail or wait without end.
     pub(super) fn bind_to_free(&self) -> Option<&'static Api> {
-        if self.streams_stuck.load(Ordering::Acquire) > 0 {
+        let reached_by: Vec<Arc<Context>> = self.reached_by().iter().filter_map(Weak::upgrade).collect();
+        let contexts = || reached_by.iter().map(Arc::as_ref).chain([self]);
+        if contexts().any(|context| context.streams_stuck.load(Ordering::Acquire) > 0) {
             return None;
         }
-        let api = self.bind().ok()?;
-        // SAFETY: a context is bound. Memory may not be freed while a kernel that knows its address runs.
-        unsafe { call!(api, cuCtxSynchronize()) }.ok()?;
-        Some(api)
+        for context in contexts() {
+            let api = context.bind().ok()?;
+            // SAFETY: a context is bound. Memory may not be freed while a kernel that knows its address runs.
+            unsafe { call!(api, cuCtxSynchronize()) }.ok()?;
+        }
+        Some(self.api)
+    }
+
+    /// Notes that kernels of `other` access memory of this context.
+    pub(super) fn is_reached_by(&self, other: &Arc<Context>) {
+        let mut known = self.reached_by();
+        if !known.iter().any(|known| known.as_ptr() == Arc::as_ptr(other)) {
+            known.push(Arc::downgrade(other));
+        }
+    }
+
+    fn reached_by(&self) -> std::sync::MutexGuard<'_, Vec<Weak<Context>>> {
+        self.reached_by.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn memory_free_bytes(&self) -> Result<u64, DriverError> {
@@ -303,6 +321,8 @@ impl DeviceIdentity {
 pub struct Device {
     pub(super) context: Arc<Context>,
     identity: Arc<DeviceIdentity>,
+    /// Those that run models together with it, which is the first of them.
+    others: Arc<[Device]>,
 }
 
 impl Device {
@@ -315,9 +335,25 @@ impl Device {
         // SAFETY: the call writes one handle for a device that exists.
         unsafe { call!(api, cuDevicePrimaryCtxRetain(&mut handle, device)) }?;
         let (l2_bytes, set_aside_bytes) = (identity.l2_bytes, Mutex::new(0));
-        let context = Context { api, device, handle, l2_bytes, set_aside_bytes, streams_stuck: AtomicU32::new(0) };
+        let (streams_stuck, reached_by) = (AtomicU32::new(0), Mutex::new(vec![]));
+        let context = Context { api, device, handle, l2_bytes, set_aside_bytes, streams_stuck, reached_by };
         context.bind()?;
-        Ok(Device { context: Arc::new(context), identity })
+        Ok(Device { context: Arc::new(context), identity, others: Arc::new([]) })
+    }
+
+    /// The same device, with others that run models together with it.
+    pub(super) fn with(self, others: Vec<Device>) -> Device {
+        Device { others: others.into(), ..self }
+    }
+
+    /// The devices that run models together with this one, which is the first of them.
+    pub fn others(&self) -> &[Device] {
+        &self.others
+    }
+
+    /// Devices that run a model together: this one and the others.
+    pub fn count(&self) -> u32 {
+        1 + self.others.len() as u32
     }
 
     /// Every visible device. An empty list is the error `NoDevice`.
@@ -340,8 +376,10 @@ impl Device {
         nvml::clocks(&self.identity.uuid)
     }
 
+    /// Free memory; of several devices, that of the one with the least.
     pub fn memory_free_bytes(&self) -> Result<u64, DriverError> {
-        self.context.memory_free_bytes()
+        let own = self.context.memory_free_bytes()?;
+        self.others.iter().try_fold(own, |least, other| Ok(least.min(other.memory_free_bytes()?)))
     }
 }
 

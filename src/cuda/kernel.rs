@@ -96,9 +96,12 @@ impl Watched {
         Arc::clone(&self.abort)
     }
 
-    /// Ends what runs.
-    pub fn give_up(&self) -> Result<(), SessionError> {
-        Ok(self.abort.store(0, 1)?)
+    /// Ends what runs after [`Watched::begin`] of a launch that will have no [`Watched::end`], and waits until it has left. What does not leave
+    /// keeps its memory.
+    pub fn abandon(&self) {
+        let left = self.abort.store(0, 1).and_then(|()| self.stream.wait_timeout(LEAVE_MARGIN));
+        // The caller has an error to tell, which explains this one.
+        drop(left);
     }
 
     /// Where a kernel reports what it waited for, and the word that tells it to leave.
@@ -236,6 +239,8 @@ pub(super) struct Kernel {
     pub watched: Watched,
     pub schedule: Schedule,
     pub pack: Arc<DeviceBuffer>,
+    /// Its device, of those that run a step together.
+    pub index: u32,
     tables: DeviceTables,
     stamps: DeviceBuffer,
     /// Tasks of one SM and step that stamps have room for; 0 without them.
@@ -268,6 +273,9 @@ impl Kernel {
     ) -> Result<Kernel, SessionError> {
         let schedule = queues.validated().schedule();
         let machine = &schedule.machine;
+        if pack.devices() != machine.devices {
+            return Err(SessionError::Devices { expected: machine.devices, found: pack.devices() });
+        }
         let sms = machine.sms / machine.devices;
         let smem = machine.smem.iter().map(|part| part.offset + part.bytes).max().unwrap_or(0);
         let block = (machine.consumer_warps + machine.loader_warps) * 32;
@@ -289,6 +297,7 @@ impl Kernel {
             schedule: schedule.clone(),
             watched,
             pack,
+            index: part.index,
         })
     }
 
@@ -306,7 +315,7 @@ impl Kernel {
         }
         let (report, abort) = self.watched.watch_words();
         Ok(Params {
-            pack: self.pack.address(),
+            pack: self.pack.on(self.index).address(),
             entries: self.tables.entries.address(),
             entry_index: self.tables.entry_index.address(),
             runs: self.tables.runs.address(),
@@ -319,6 +328,16 @@ impl Kernel {
             eos: ids,
             ..Params::zeroed()
         })
+    }
+
+    /// What a launch of the first device passes, with what is this device's own; the caller fills in cache, exchange, logits and prompt.
+    ///
+    /// # Errors
+    /// As [`Kernel::params`].
+    pub fn params_like(&self, first: &Params, timeout: Duration, eos: &[u32]) -> Result<Params, SessionError> {
+        let Params { pack, entries, entry_index, runs, run_index, report, abort, stamps, .. } =
+            self.params(timeout, eos)?;
+        Ok(Params { pack, entries, entry_index, runs, run_index, report, abort, stamps, ..*first })
     }
 
     /// Device address of each SM's numbers of entries and runs in a launch that only fills the cache.
@@ -419,14 +438,24 @@ pub(super) fn poisoned(device: &Device, stream: &Stream, bytes: u64) -> Result<D
     Ok(buffer)
 }
 
-/// The cache arena that a kernel is given, or one of its own.
+/// The cache arena that a kernel is given, or one of its own; of several devices, one on each.
 pub(super) fn cache_or_own(
     cache: Option<Arc<DeviceBuffer>>,
     device: &Device,
     stream: &Stream,
     bytes: u64,
 ) -> Result<Arc<DeviceBuffer>, DriverError> {
-    cache.map_or_else(|| poisoned(device, stream, bytes).map(Arc::new), Ok)
+    if let Some(cache) = cache {
+        return Ok(cache);
+    }
+    let of_other = |other: &Device| {
+        let stream = other.stream()?;
+        let cache = poisoned(other, &stream, bytes)?;
+        stream.synchronize()?;
+        Ok(cache)
+    };
+    let others = device.others().iter().map(of_other).collect::<Result<_, DriverError>>()?;
+    Ok(Arc::new(poisoned(device, stream, bytes)?.with_others(others)))
 }
 
 /// The buffer of the first operand with a role.

@@ -49,15 +49,31 @@ impl Link {
 }
 
 impl Device {
+    /// These devices as one, the first, with the others. Kernels of each access the memory of all.
+    ///
+    /// # Errors
+    /// No device; a pair that cannot exchange packets.
+    pub fn together(devices: Vec<Device>) -> Result<Device, DriverError> {
+        for (from, to) in devices.iter().flat_map(|from| devices.iter().map(move |to| (from, to))) {
+            if from.identity().ordinal != to.identity().ordinal {
+                from.reach(to)?;
+            }
+        }
+        let mut devices = devices.into_iter();
+        let first = devices.next().ok_or(DriverError::NoDevice)?;
+        Ok(first.with(devices.collect()))
+    }
+
     /// Lets kernels of this device access the memory of `other`.
     ///
     /// # Errors
     /// A link over which kernels cannot exchange packets.
-    pub fn reach(&self, other: &Device) -> Result<(), DriverError> {
+    fn reach(&self, other: &Device) -> Result<(), DriverError> {
         let (from, to) = (self.identity().ordinal, other.identity().ordinal);
         if let Some(lacks) = Link::between(from, to)?.lacks() {
             return Err(DriverError::NoLink { from, to, lacks });
         }
+        other.context.is_reached_by(&self.context);
         let api = self.context.bind()?;
         // SAFETY: both contexts are retained by their devices. Access ends with the contexts.
         match unsafe { call!(api, cuCtxEnablePeerAccess(other.context.handle, 0)) } {

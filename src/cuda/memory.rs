@@ -21,6 +21,8 @@ pub struct DeviceBuffer {
     context: Arc<Context>,
     address: CUdeviceptr,
     bytes: u64,
+    /// What the other devices have in its place, in their order, if several run a model.
+    others: Vec<DeviceBuffer>,
 }
 
 impl Device {
@@ -33,7 +35,7 @@ impl Device {
         // SAFETY: the call writes one address.
         let result = unsafe { call!(api, cuMemAlloc_v2(&mut address, size)) };
         result.map_err(|error| self.context.explain(error, bytes))?;
-        Ok(DeviceBuffer { context: self.context.clone(), address, bytes })
+        Ok(DeviceBuffer { context: self.context.clone(), address, bytes, others: vec![] })
     }
 
     /// Host memory of `words` 32-bit words, zero, that kernels read and write while they run.
@@ -64,6 +66,27 @@ impl DeviceBuffer {
 
     pub(super) fn address_ref(&self) -> &u64 {
         &self.address
+    }
+
+    /// The same memory, with what the other devices have in its place.
+    pub fn with_others(mut self, others: Vec<DeviceBuffer>) -> DeviceBuffer {
+        self.others = others;
+        self
+    }
+
+    /// Devices that have such memory.
+    pub fn devices(&self) -> u32 {
+        1 + self.others.len() as u32
+    }
+
+    /// Those of the other devices.
+    pub(super) fn others_mut(&mut self) -> impl Iterator<Item = &mut DeviceBuffer> {
+        self.others.iter_mut()
+    }
+
+    /// That of a device; 0 is this one.
+    pub fn on(&self, device: u32) -> &DeviceBuffer {
+        device.checked_sub(1).and_then(|other| self.others.get(other as usize)).unwrap_or(self)
     }
 
     pub fn bytes(&self) -> u64 {
@@ -175,6 +198,24 @@ impl DeviceBuffer {
         let api = self.context.bind()?;
         // SAFETY: `place` checked both ranges, and they do not overlap. The device alone reaches this memory.
         unsafe { call!(api, cuMemcpyDtoDAsync_v2(to, from, length, stream.handle())) }
+    }
+
+    /// Copies memory of another device, in the order of a stream of this one; returns at once.
+    ///
+    /// # Errors
+    /// A range outside of its buffer; what the driver refuses.
+    pub(super) fn copy_from_device(
+        &self,
+        stream: &Stream,
+        source: &DeviceBuffer,
+        at_bytes: u64,
+        bytes: usize,
+    ) -> Result<(), DriverError> {
+        let (to, from) = (self.place(at_bytes, bytes)?, source.place(at_bytes, bytes)?);
+        let api = self.context.bind()?;
+        let (own, other, stream) = (self.context.handle, source.context.handle, stream.handle());
+        // SAFETY: `place` checked both ranges, each in memory of its context, which is live. The devices alone reach this memory.
+        unsafe { call!(api, cuMemcpyPeerAsync(to, own, from, other, bytes, stream)) }
     }
 
     /// Address of a range that lies inside the buffer.

@@ -23,6 +23,7 @@ pub mod nvrtc;
 pub mod one_row;
 mod peers;
 pub mod rows;
+mod rows_peers;
 pub mod sampler;
 pub mod self_test;
 pub mod session;

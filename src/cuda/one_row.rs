@@ -11,6 +11,7 @@ use super::rows::{
 };
 use super::sampler::{Asked, SamplerSession};
 use super::session::{Session, SessionError};
+use super::stream::Stream;
 use crate::codegen::abi::Queues;
 use crate::codegen::emit::Trace;
 use crate::ir::BufferId;
@@ -187,6 +188,10 @@ impl RowLauncher for OneRowSession {
 
     fn watched(&self) -> &Watched {
         self.session.watched()
+    }
+
+    fn streams(&self) -> Vec<&Stream> {
+        self.session.streams()
     }
 
     fn logits(&self, _row: u32) -> Result<Vec<f32>, SessionError> {

@@ -1,29 +1,36 @@
-//! Owns `Peer`: another device of a session, whose kernel runs each step together with that of the first one.
+//! Owns `Peer`: another device of a session, whose kernel runs each step together with that of the first one; and when their streams wait for
+//! each other.
 //!
-//! All memory that the host fills exists once for each device. Kernels store packets and logits to every device at the same places, so a
+//! All memory that the host fills exists once for each device. Kernels store what crosses to every device at the same places, so a
 //! kernel is told how far away the exchange and the logits of each other device are. One abort word ends the kernels of all devices.
+//!
+//! Kernels of one launch wait for each other, so they are queued on all devices before the host waits for any. A kernel that does not go on from the
+//! one before may clear words that another device still reads. So no kernel starts on any device before the one before has ended on all
+//! ([`Meeting`]).
 
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::driver::Device;
-use super::kernel::{Kernel, Part, poisoned};
+use super::driver::{Device, DriverError};
+use super::kernel::{Kernel, Part, Watched};
 use super::memory::{DeviceBuffer, MappedBuffer};
-use super::session::SessionError;
-use crate::codegen::abi::{DevicesParams, PEERS_MAX, Params, Queues};
+use super::session::{Pages, SessionError};
+use super::stream::{Event, Stream};
+use crate::codegen::abi::{PEERS_MAX, Params, Queues};
 use crate::codegen::emit::Trace;
 use crate::ir::layout::cache_row_bytes;
 use crate::ir::op::{Op, Role};
 use crate::ir::schedule::Schedule;
+use crate::rows::Shape;
 
-/// Another device than the first one, with a copy of everything that the first one has.
+/// Another device of a decode kernel.
 pub(super) struct Peer {
     pub kernel: Kernel,
-    pub cache: DeviceBuffer,
     pub exchange: DeviceBuffer,
     pub logits: DeviceBuffer,
     pub prompt: DeviceBuffer,
+    pub pages: Option<Pages>,
 }
 
 impl Peer {
@@ -39,44 +46,42 @@ impl Peer {
     ) -> Result<Peer, SessionError> {
         let part = Part { index, abort: Some(abort) };
         let kernel = Kernel::load_part(device, queues, cubin, Trace::Off, 1, pack, part)?;
-        let (stream, tables) = (&kernel.watched.stream, queues.tables());
-        let mut exchange = device.alloc(tables.exchange_bytes.max(16))?;
+        let (stream, program) = (&kernel.watched.stream, &kernel.schedule.program);
+        let mut exchange = device.alloc(queues.tables().exchange_bytes.max(16))?;
         exchange.zero(stream)?;
-        let context_max = kernel.schedule.program.context_max;
-        let peer = Peer {
-            cache: poisoned(device, stream, tables.cache_bytes)?,
-            logits: poisoned(device, stream, logits_bytes)?,
-            prompt: device.alloc(u64::from(context_max) * 4)?,
-            exchange,
-            kernel,
-        };
+        let mut logits = device.alloc(logits_bytes)?;
+        logits.poison(stream)?;
+        let pages = Shape::of(program).map(|shape| Pages::new(device, &shape)).transpose()?;
+        let prompt = device.alloc(u64::from(program.context_max) * 4)?;
+        let peer = Peer { logits, prompt, pages, exchange, kernel };
         peer.kernel.watched.stream.synchronize()?;
         Ok(peer)
     }
 
-    /// What a launch of the first device passes, for this one.
-    pub fn params(&self, first: &Params, timeout: Duration, eos: &[u32]) -> Result<Params, SessionError> {
-        let own = self.kernel.params(timeout, eos)?;
-        Ok(Params {
-            pack: own.pack,
-            cache: self.cache.address(),
-            exchange: self.exchange.address(),
-            logits: if first.logits == 0 { 0 } else { self.logits.address() },
-            entries: own.entries,
-            entry_index: own.entry_index,
-            runs: own.runs,
-            run_index: own.run_index,
-            prompt: self.prompt.address(),
-            report: own.report,
-            abort: own.abort,
-            stamps: own.stamps,
-            ..*first
-        })
+    /// What a launch of the first device passes, for this one. `cache` is that of all devices.
+    pub fn params(
+        &self,
+        first: &Params,
+        cache: &DeviceBuffer,
+        timeout: Duration,
+        eos: &[u32],
+    ) -> Result<Params, SessionError> {
+        let logits = if first.logits == 0 { 0 } else { self.logits.address() };
+        let own = self.kernel.params_like(first, timeout, eos)?;
+        let (cache, exchange) = (cache.on(self.kernel.index).address(), self.exchange.address());
+        Ok(Params { cache, exchange, logits, prompt: self.prompt.address(), ..own })
     }
 }
 
-/// The parameters of each device: those of every kernel, and where the others are.
-pub(super) fn with_peers(each: &[Params]) -> Vec<DevicesParams> {
+/// Where the exchange and the logits of the other devices are, from those of a device, in bytes modulo 2^64.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Distances {
+    pub peers: [u64; PEERS_MAX],
+    pub peer_logits: [u64; PEERS_MAX],
+}
+
+/// Those of each device, of the parameters of all.
+pub(super) fn distances(each: &[Params]) -> Vec<Distances> {
     let others = |own: usize, at: fn(&Params) -> u64| {
         let mut offsets = [0; PEERS_MAX];
         let others = each.iter().enumerate().filter(|(device, _)| *device != own);
@@ -85,12 +90,57 @@ pub(super) fn with_peers(each: &[Params]) -> Vec<DevicesParams> {
         }
         offsets
     };
-    let of = |(own, params): (usize, &Params)| DevicesParams {
-        params: *params,
+    let of = |own| Distances {
         peers: others(own, |params| params.exchange),
         peer_logits: others(own, |params| params.logits),
     };
-    each.iter().enumerate().map(of).collect()
+    (0..each.len()).map(of).collect()
+}
+
+/// Events by which streams of several devices wait for each other, never the host.
+pub(super) struct Meeting {
+    /// On the stream of the first device.
+    first: Event,
+    /// On those of the others.
+    others: Vec<Event>,
+}
+
+impl Meeting {
+    /// Of a device and the others that run models together with it.
+    pub fn new(device: &Device) -> Result<Meeting, DriverError> {
+        let others = device.others().iter().map(Device::event).collect::<Result<_, _>>()?;
+        Ok(Meeting { first: device.event()?, others })
+    }
+
+    /// What is queued from now on on any stream waits for all that was queued on each.
+    pub fn meet<'a>(
+        &self,
+        first: &Stream,
+        others: impl Iterator<Item = &'a Stream> + Clone,
+    ) -> Result<(), DriverError> {
+        for (event, other) in self.others.iter().zip(others.clone()) {
+            event.record(other)?;
+            first.follow(event)?;
+        }
+        self.tell(first, others)
+    }
+
+    /// What is queued from now on on the other streams waits for what was queued on the first one.
+    pub fn tell<'a>(&self, first: &Stream, mut others: impl Iterator<Item = &'a Stream>) -> Result<(), DriverError> {
+        self.first.record(first)?;
+        others.try_for_each(|other| other.follow(&self.first))
+    }
+}
+
+/// Queues the kernels of one launch on all devices. Each waits for the others, so one that cannot be queued ends those that were.
+///
+/// # Errors
+/// What the driver refuses. Nothing of the launch runs then.
+pub(super) fn all_or_none(
+    all: &[&Watched],
+    queue: impl FnOnce() -> Result<(), SessionError>,
+) -> Result<(), SessionError> {
+    queue().inspect_err(|_| all.iter().for_each(|watched| watched.abandon()))
 }
 
 /// One result of a launch on several devices: the longest time, or the fault that says most. A device that hangs takes the others with it,
@@ -140,9 +190,31 @@ impl CacheMap {
     }
 
     /// The device that has the byte `at`, and how many bytes from there on it has with it; of bytes that no head has, the first device.
-    pub fn find(&self, at: u64) -> (usize, u64) {
+    fn find(&self, at: u64) -> (usize, u64) {
         let found = self.0.iter().find(|(range, _)| range.contains(&at));
-        found.map_or((0, u64::MAX), |(range, device)| (*device, range.end - at))
+        let next = self.0.iter().map(|(range, _)| range.start).find(|start| *start > at).unwrap_or(u64::MAX);
+        found.map_or((0, next - at), |(range, device)| (*device, range.end - at))
+    }
+
+    /// 16-bit values of the cache of all devices, from byte `at` on, each from the device that has it. `streams` has one of each device.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn read(
+        &self,
+        cache: &DeviceBuffer,
+        streams: &[&Stream],
+        at: u64,
+        bytes: usize,
+    ) -> Result<Vec<u16>, DriverError> {
+        let (mut values, mut at, end) = (vec![], at, at + bytes as u64 / 2 * 2);
+        while at < end {
+            let (device, more) = self.find(at);
+            let count = (end - at).min(more) as usize / 2;
+            values.extend(cache.on(device as u32).download::<u16>(streams[device], at, count)?);
+            at += 2 * count as u64;
+        }
+        Ok(values)
     }
 }
 
@@ -155,16 +227,15 @@ mod tests {
     #[test]
     fn each_device_is_told_where_the_others_are() {
         let at = |exchange, logits| Params { exchange, logits, ..Params::zeroed() };
-        let each = with_peers(&[at(0x1000, 0x50), at(0x9000, 0x10), at(0x4000, 0x90)]);
-        for own in &each {
-            let of =
-                |offsets: &[u64]| offsets[..2].iter().map(|n| own.params.exchange.wrapping_add(*n)).collect::<Vec<_>>();
-            let others: Vec<u64> =
-                each.iter().map(|p| p.params.exchange).filter(|p| *p != own.params.exchange).collect();
-            assert_eq!(of(&own.peers), others);
-            assert_eq!(own.peers[2..], [0; 5]);
+        let each = [at(0x1000, 0x50), at(0x9000, 0x10), at(0x4000, 0x90)];
+        let far = distances(&each);
+        for (own, far) in each.iter().zip(&far) {
+            let found: Vec<u64> = far.peers[..2].iter().map(|n| own.exchange.wrapping_add(*n)).collect();
+            let others: Vec<u64> = each.iter().map(|p| p.exchange).filter(|p| *p != own.exchange).collect();
+            assert_eq!(found, others);
+            assert_eq!(far.peers[2..], [0; 5]);
         }
-        assert_eq!(each[1].params.logits.wrapping_add(each[1].peer_logits[1]), 0x90);
+        assert_eq!(each[1].logits.wrapping_add(far[1].peer_logits[1]), 0x90);
     }
 
     #[test]

@@ -5,17 +5,20 @@ use super::given::{values_of_words, words_of};
 pub use super::kernel::Watched;
 use super::kernel::{Kernel, cache_or_own, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
+use super::peers::{CacheMap, Meeting, all_or_none, distances, together};
+use super::rows_peers::RowsPeer;
 use super::sampler::{Asked, Next, SamplerSession};
 use super::session::{SessionError, Stamped};
 use super::step_memory::StepMemory;
-use super::stream::Event;
-use super::tables::LaunchTables;
-use crate::codegen::abi::{Params, Queues, Row, RowsParams};
+use super::stream::{Event, Stream};
+use super::tables::{LaunchTables, Placed};
+use crate::codegen::abi::{Params, Queues, Row, RowsDevicesParams, RowsParams};
 use crate::codegen::emit::Trace;
 use crate::ir::BufferId;
 use crate::ir::layout::WORD_ROWS;
 use crate::rows::{Run, Shape, Tables, runs};
 use std::collections::VecDeque;
+use std::iter;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -133,6 +136,11 @@ pub trait RowLauncher {
     /// The stream of its launches, and how long they took.
     fn watched(&self) -> &Watched;
 
+    /// The streams of its launches, one of each device.
+    fn streams(&self) -> Vec<&Stream> {
+        vec![&self.watched().stream]
+    }
+
     /// The end of the launch that was queued last.
     fn last_end(&self) -> Option<&Event> {
         self.watched().last_end()
@@ -143,7 +151,7 @@ pub trait RowLauncher {
     /// # Errors
     /// What the driver refuses.
     fn follow(&mut self, end: &Event) -> Result<(), SessionError> {
-        Ok(self.watched().stream.follow(end)?)
+        Ok(self.streams().into_iter().try_for_each(|stream| stream.follow(end))?)
     }
 
     /// Waits for the oldest queued launch.
@@ -257,7 +265,15 @@ impl Flying {
     }
 }
 
-/// A batch kernel on a device.
+/// What the parameters of a launch say of its rows.
+struct OfLaunch {
+    only_fills: bool,
+    row_count: u32,
+    logits_from: u32,
+    timeout: Duration,
+}
+
+/// A batch kernel on a device, and on those that run steps together with it.
 pub struct RowsSession {
     kernel: Kernel,
     shape: Shape,
@@ -279,6 +295,10 @@ pub struct RowsSession {
     flying: VecDeque<Flying>,
     steps_max: u32,
     vocab: u32,
+    /// The other devices, and which has which part of the cache.
+    peers: Vec<RowsPeer>,
+    cache_map: CacheMap,
+    meeting: Meeting,
 }
 
 impl RowsSession {
@@ -296,6 +316,10 @@ impl RowsSession {
         pack: Arc<DeviceBuffer>,
         cache: Option<Arc<DeviceBuffer>>,
     ) -> Result<RowsSession, SessionError> {
+        let expected = queues.validated().schedule().machine.devices;
+        if device.count() != expected || cache.as_ref().is_some_and(|cache| cache.devices() != expected) {
+            return Err(SessionError::Devices { expected, found: device.count() });
+        }
         let mut kernel = Kernel::load(device, queues, cubin, trace, steps_max, pack)?;
         let (stream, program, tables) = (&kernel.watched.stream, &kernel.schedule.program, queues.tables());
         let shape = Shape::of(program).expect("validate: a batch kernel has tables");
@@ -308,10 +332,19 @@ impl RowsSession {
         let mailbox = || device.alloc_mapped((steps_max as usize + 1) * padded as usize + 1);
         // A table for each step that is a kernel of its own.
         let rows = u64::from(steps_max.max(1)) * u64::from(padded);
+        let of_tables = (rows, u64::from(padded) * u64::from(shape.blocks()));
+        let mut peers = vec![];
+        for (index, other) in (1..).zip(device.others()) {
+            let (abort, pack) = (kernel.watched.abort_word(), kernel.pack.clone());
+            peers.push(RowsPeer::load(other, index, queues, cubin, pack, abort, logits, of_tables)?);
+        }
         let mut session = RowsSession {
             mailboxes: [mailbox()?, mailbox()?],
             next_mailbox: 0,
-            tables: LaunchTables::new(device, 0, rows, u64::from(padded) * u64::from(shape.blocks()))?,
+            tables: LaunchTables::new(device, 0, of_tables.0, of_tables.1)?,
+            cache_map: if peers.is_empty() { CacheMap::default() } else { CacheMap::of(&kernel.schedule) },
+            meeting: Meeting::new(device)?,
+            peers,
             kernel,
             shape,
             cache,
@@ -332,6 +365,13 @@ impl RowsSession {
     /// Makes every word of the exchange one that is not there yet. Packets of a tag that was never used are not there either.
     fn begin_words(&mut self) -> Result<(), SessionError> {
         self.memory.poison_exchange(&self.kernel.watched.stream)?;
+        for peer in &mut self.peers {
+            peer.memory.poison_exchange(&peer.kernel.watched.stream)?;
+        }
+        if !self.peers.is_empty() {
+            // A kernel of another device does not follow in this stream.
+            self.streams().into_iter().try_for_each(Stream::synchronize)?;
+        }
         self.tag = 2;
         self.decided.clear();
         self.filled = false;
@@ -377,21 +417,86 @@ impl RowsSession {
         let only_fills = self.begin_launch(tables, inputs, with_logits)?;
         let (rows, pages) = encode_rows(tables, inputs, &self.decided, self.vocab)?;
         let timeout = timeout(steps);
-        let placed = self.tables.upload(&rows, &pages)?;
+        let placed = self.upload(&rows, &pages)?;
         let mailbox = self.begin_mailbox()?;
         let address = self.mailboxes[mailbox].address();
-        let params = RowsParams {
-            params: Params { steps, tag: self.tag, mailbox: address, ..self.params(timeout, eos, with_logits)? },
-            rows: placed.rows,
-            pages: placed.pages,
-            fills: if only_fills { self.kernel.fills() } else { 0 },
-            row_count: inputs.len() as u32,
-            logits_from: steps - 1,
-        };
-        self.kernel.watched.launch(&params)?;
+        let params = Params { steps, tag: self.tag, mailbox: address, ..self.params(timeout, eos, with_logits)? };
+        let of = OfLaunch { only_fills, row_count: inputs.len() as u32, logits_from: steps - 1, timeout };
+        let all = self.all_watched();
+        let launched = all_or_none(&all, || {
+            // The words of all devices are ready before any kernel starts.
+            all.iter().try_for_each(|watched| watched.begin())?;
+            self.queue_kernels(params, &placed, &of, eos)?;
+            all.iter().try_for_each(|watched| watched.end())
+        });
+        self.begin_anew_after(launched)?;
         let (inputs, eos) = (inputs.to_vec(), eos.to_vec());
         let mailbox = Some(mailbox);
         self.flies(Flying { inputs, eos, steps, only_fills, is_unchosen: false, mailbox, timeout });
+        Ok(())
+    }
+
+    /// Uploads the tables of a launch to each device.
+    fn upload(&mut self, rows: &[Row], pages: &[u32]) -> Result<Vec<Placed>, SessionError> {
+        let mut placed = vec![self.tables.upload(rows, pages)?];
+        for peer in &mut self.peers {
+            placed.push(peer.tables.upload(rows, pages)?);
+        }
+        Ok(placed)
+    }
+
+    /// After a launch that was abandoned, words of some of its rows may be there.
+    fn begin_anew_after(&mut self, launched: Result<(), SessionError>) -> Result<(), SessionError> {
+        if launched.is_err() && self.flying.is_empty() {
+            // The launch has an error to tell, which explains that of the driver here.
+            drop(self.begin_words());
+        }
+        launched
+    }
+
+    /// What watches the kernel of each device.
+    fn all_watched(&self) -> Vec<&Watched> {
+        iter::once(&self.kernel.watched).chain(self.peers.iter().map(|peer| &peer.kernel.watched)).collect()
+    }
+
+    fn peer_streams(&self) -> impl Iterator<Item = &Stream> + Clone {
+        self.peers.iter().map(|peer| peer.kernel.watched.stream.as_ref())
+    }
+
+    /// Queues the kernel of each device, and lets no later one start before all have ended.
+    fn queue_kernels(&self, params: Params, placed: &[Placed], of: &OfLaunch, eos: &[u32]) -> Result<(), SessionError> {
+        let with_rows = |kernel: &Kernel, params: Params, placed: &Placed| RowsParams {
+            params,
+            rows: placed.rows,
+            pages: placed.pages,
+            fills: if of.only_fills { kernel.fills() } else { 0 },
+            row_count: of.row_count,
+            logits_from: of.logits_from,
+        };
+        if self.peers.is_empty() {
+            return self.kernel.watched.queue(&with_rows(&self.kernel, params, &placed[0]));
+        }
+        let mut each = vec![params];
+        for peer in &self.peers {
+            each.push(peer.params(&params, &self.cache, of.timeout, eos)?);
+        }
+        let kernels = iter::once(&self.kernel).chain(self.peers.iter().map(|peer| &peer.kernel));
+        for (((kernel, params), placed), far) in kernels.zip(&each).zip(placed).zip(distances(&each)) {
+            let params = with_rows(kernel, *params, placed);
+            kernel.watched.queue(&RowsDevicesParams { params, peers: far.peers, peer_logits: far.peer_logits })?;
+        }
+        Ok(self.meeting.meet(&self.kernel.watched.stream, self.peer_streams())?)
+    }
+
+    /// Gives the other devices rows of the tables, which the sampler has changed on the first one when its stream comes there.
+    fn tell_rows(&self, first: usize, count: usize) -> Result<(), SessionError> {
+        if self.peers.is_empty() {
+            return Ok(());
+        }
+        self.meeting.tell(&self.kernel.watched.stream, self.peer_streams())?;
+        for peer in &self.peers {
+            peer.tables.copy_rows(&peer.kernel.watched.stream, &self.tables, first, count)?;
+        }
         Ok(())
     }
 
@@ -494,17 +599,27 @@ impl RowLauncher for RowsSession {
         let steps = tables.steps();
         self.begin_launch(&tables, inputs, true)?;
         let (rows, pages) = encode_rows(&tables, inputs, &[], self.vocab)?;
-        let placed = self.tables.upload(&rows_of_steps(&rows, steps), &pages)?;
+        let placed = self.upload(&rows_of_steps(&rows, steps), &pages)?;
         let timeout = timeout(steps);
-        let (watched, logits) = (&self.kernel.watched, self.memory.logits());
-        let all = Steps { rows: placed.rows, row_count: rows.len(), steps };
+        let (all, logits) = (self.all_watched(), self.memory.logits());
+        let of_steps = Steps { rows: placed[0].rows, row_count: rows.len(), steps };
         let is_unchosen = choosing.is_none();
-        queue_each(watched, all, logits, choosing, |step, rows| {
-            // Without a mailbox: the sampler has the tokens.
-            let params = Params { steps: 1, tag: self.tag + step, ..self.params(timeout, &[], true)? };
-            let (pages, row_count) = (placed.pages, inputs.len() as u32);
-            watched.queue(&RowsParams { params, rows, pages, fills: 0, row_count, logits_from: 0 })
-        })?;
+        let of = OfLaunch { only_fills: false, row_count: inputs.len() as u32, logits_from: 0, timeout };
+        let launched = all_or_none(&all, || {
+            all[1..].iter().try_for_each(|watched| watched.begin())?;
+            queue_each(all[0], of_steps, logits, choosing, |step, _| {
+                let first = step as usize * rows.len();
+                if step > 0 {
+                    self.tell_rows(first, rows.len())?;
+                }
+                // Without a mailbox: the sampler has the tokens.
+                let params = Params { steps: 1, tag: self.tag + step, ..self.params(timeout, &[], true)? };
+                let placed: Vec<Placed> = placed.iter().map(|placed| placed.after_rows(first)).collect();
+                self.queue_kernels(params, &placed, &of, &[])
+            })?;
+            all[1..].iter().try_for_each(|watched| watched.end())
+        });
+        self.begin_anew_after(launched)?;
         let (inputs, eos) = (inputs.to_vec(), vec![]);
         self.flies(Flying { inputs, eos, steps, only_fills: false, is_unchosen, mailbox: None, timeout });
         tables.finish(steps);
@@ -535,7 +650,8 @@ impl RowLauncher for RowsSession {
         if is_unchosen {
             return Err(SessionError::NotChosen);
         }
-        let finished = self.kernel.finish(timeout);
+        let first = iter::once(self.kernel.finish(timeout));
+        let finished = together(first.chain(self.peers.iter().map(|peer| peer.kernel.finish(timeout))));
         if let Err(SessionError::Hung { .. }) = finished {
             self.begin_words()?;
         }
@@ -605,7 +721,11 @@ impl RowLauncher for RowsSession {
     }
 
     fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError> {
-        Ok(self.cache.download(&self.kernel.watched.stream, at, bytes / 2)?)
+        Ok(self.cache_map.read(&self.cache, &self.streams(), at, bytes)?)
+    }
+
+    fn streams(&self) -> Vec<&Stream> {
+        self.all_watched().into_iter().map(|watched| watched.stream.as_ref()).collect()
     }
 }
 

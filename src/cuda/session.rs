@@ -4,12 +4,12 @@ use super::driver::{Device, DriverError};
 use super::given::GivenRows;
 use super::kernel::{Kernel, Watched, cache_or_own, first_buffer, poisoned, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
-use super::peers::{CacheMap, Peer, together, with_peers};
+use super::peers::{CacheMap, Meeting, Peer, all_or_none, distances, together};
 use super::rows::choose_now;
 use super::sampler::{Asked, Next, SamplerSession};
 use super::states::StateRows;
 use super::stream::Stream;
-use crate::codegen::abi::{EOS_MAX, PagedParams, Params, Queues};
+use crate::codegen::abi::{DevicesParams, EOS_MAX, PagedDevicesParams, PagedParams, Params, Queues};
 use crate::codegen::emit::Trace;
 use crate::error::Fault;
 use crate::ir::layout::pack_bytes;
@@ -213,6 +213,7 @@ pub struct Session {
     /// The other devices, and which has which part of the cache.
     peers: Vec<Peer>,
     cache_map: CacheMap,
+    meeting: Meeting,
 }
 
 /// Where the recurrent states of a session are.
@@ -226,13 +227,14 @@ enum StateAt {
 
 /// A copy of recurrent states.
 struct Snapshot {
-    memory: DeviceBuffer,
+    /// Of each device.
+    memory: Vec<DeviceBuffer>,
     /// They are those before this position.
     before: u32,
 }
 
 /// The pages of a sequence on a device.
-struct Pages {
+pub(super) struct Pages {
     /// Copies while a launch runs.
     copies: Stream,
     /// One may be read by a launch that runs while the other is written.
@@ -245,7 +247,7 @@ struct Pages {
 }
 
 impl Pages {
-    fn new(device: &Device, shape: &Shape) -> Result<Pages, DriverError> {
+    pub fn new(device: &Device, shape: &Shape) -> Result<Pages, DriverError> {
         let slot = || device.alloc((u64::from(shape.blocks()) * 4).max(16));
         Ok(Pages {
             copies: device.stream()?,
@@ -254,6 +256,23 @@ impl Pages {
             on_host: vec![],
             sequence: SequenceId(0),
         })
+    }
+
+    /// Sets the pages of the sequence that the next launches go on with.
+    fn place(&mut self, sequence: SequenceId, pages: &[u32]) -> Result<(), DriverError> {
+        self.sequence = sequence;
+        if self.on_host != pages {
+            self.current = 1 - self.current;
+            self.slots[self.current].upload(&self.copies, 0, pages)?;
+            self.on_host = pages.to_vec();
+        }
+        Ok(())
+    }
+
+    /// What a launch passes.
+    fn params(&self, params: Params) -> PagedParams {
+        let pages = self.slots[self.current].address();
+        PagedParams { params, pages, sequence: self.sequence.0, reserved_of_pages: 0 }
     }
 }
 
@@ -345,39 +364,10 @@ impl Session {
         Session::load_over(device, queues, cubin, trace, steps_max, pack, None)
     }
 
-    /// As [`Session::load_sharing`], on all devices of a machine. Each has its pack.
+    /// As [`Session::load_sharing`], over `cache` if it is given; on the device and those that run models together with it.
     ///
     /// # Errors
-    /// Another number of devices than the kernel is for; devices that cannot exchange packets.
-    pub fn load_together(
-        devices: &[Device],
-        queues: &Queues<'_>,
-        cubin: &[u8],
-        steps_max: u32,
-        packs: &[Arc<DeviceBuffer>],
-    ) -> Result<Session, SessionError> {
-        let expected = queues.validated().schedule().machine.devices;
-        let (Some((first, others)), Some((pack, packs))) = (devices.split_first(), packs.split_first()) else {
-            return Err(SessionError::Devices { expected, found: 0 });
-        };
-        if devices.len() as u32 != expected || packs.len() != others.len() {
-            return Err(SessionError::Devices { expected, found: devices.len() as u32 });
-        }
-        for (from, to) in devices.iter().flat_map(|from| devices.iter().map(move |to| (from, to))) {
-            if from.identity().ordinal != to.identity().ordinal {
-                from.reach(to)?;
-            }
-        }
-        let mut session = Session::load_first(first, queues, cubin, Trace::Off, steps_max, Arc::clone(pack), None)?;
-        for ((index, device), pack) in (1..).zip(others).zip(packs) {
-            let (abort, bytes) = (session.kernel.watched.abort_word(), session.logits.bytes());
-            session.peers.push(Peer::load(device, index, queues, cubin, bytes, Arc::clone(pack), abort)?);
-        }
-        session.cache_map = CacheMap::of(queues.validated().schedule());
-        Ok(session)
-    }
-
-    /// As [`Session::load_sharing`], over `cache` if it is given.
+    /// Another number of devices than the kernel is for.
     pub(super) fn load_over(
         device: &Device,
         queues: &Queues<'_>,
@@ -388,10 +378,18 @@ impl Session {
         cache: Option<Arc<DeviceBuffer>>,
     ) -> Result<Session, SessionError> {
         let expected = queues.validated().schedule().machine.devices;
-        if expected != 1 {
-            return Err(SessionError::Devices { expected, found: 1 });
+        if device.count() != expected || cache.as_ref().is_some_and(|cache| cache.devices() != expected) {
+            return Err(SessionError::Devices { expected, found: device.count() });
         }
-        Session::load_first(device, queues, cubin, trace, steps_max, pack, cache)
+        let mut session = Session::load_first(device, queues, cubin, trace, steps_max, Arc::clone(&pack), cache)?;
+        for (index, other) in (1..).zip(device.others()) {
+            let (abort, bytes) = (session.kernel.watched.abort_word(), session.logits.bytes());
+            session.peers.push(Peer::load(other, index, queues, cubin, bytes, Arc::clone(&pack), abort)?);
+        }
+        if expected > 1 {
+            session.cache_map = CacheMap::of(queues.validated().schedule());
+        }
+        Ok(session)
     }
 
     fn load_first(
@@ -427,6 +425,7 @@ impl Session {
             launched_from: 0,
             peers: vec![],
             cache_map: CacheMap::default(),
+            meeting: Meeting::new(device)?,
             states: has_state.then_some(StateAt::Before(0)),
             device: has_state.then(|| device.clone()),
             snapshots: BTreeMap::new(),
@@ -555,11 +554,15 @@ impl Session {
     pub fn keep_state(&mut self, slot: usize) -> Result<(), SessionError> {
         let old = self.snapshots.remove(&slot);
         let (Some(StateAt::Before(position)), Some(device)) = (self.states, &self.device) else { return Ok(()) };
-        let (rows, stream) = (StateRows::of(&self.kernel.schedule), &self.kernel.watched.stream);
-        let memory = old.map_or_else(|| device.alloc(rows.bytes()), |old| Ok(old.memory))?;
-        rows.save(stream, &self.cache, &memory)?;
+        let rows = StateRows::of(&self.kernel.schedule);
+        let devices = iter::once(device).chain(device.others());
+        let alloc = || devices.map(|device| device.alloc(rows.bytes())).collect::<Result<Vec<_>, _>>();
+        let memory = old.map_or_else(alloc, |old| Ok(old.memory))?;
         // Another kernel over the same cache may be launched next, in a stream of its own.
-        stream.synchronize()?;
+        for ((device, stream), memory) in (0..).zip(self.streams()).zip(&memory) {
+            rows.save(stream, self.cache.on(device), memory)?;
+            stream.synchronize()?;
+        }
         self.snapshots.insert(slot, Snapshot { memory, before: position });
         Ok(())
     }
@@ -578,9 +581,11 @@ impl Session {
             return Err(SessionError::NoSnapshot { slot });
         };
         self.states = Some(StateAt::Unknown);
-        let (rows, stream) = (StateRows::of(&self.kernel.schedule), &self.kernel.watched.stream);
-        rows.restore(stream, &self.cache, memory)?;
-        stream.synchronize()?;
+        let rows = StateRows::of(&self.kernel.schedule);
+        for ((device, stream), memory) in (0..).zip(self.streams()).zip(memory) {
+            rows.restore(stream, self.cache.on(device), memory)?;
+            stream.synchronize()?;
+        }
         (self.states, self.next) = (Some(StateAt::Before(*before)), None);
         Ok(*before)
     }
@@ -597,12 +602,8 @@ impl Session {
 
     /// Says where the pool has the sequence that the next launches go on with; `pages` has the page of each block.
     pub(super) fn place(&mut self, sequence: SequenceId, pages: Vec<u32>) -> Result<(), SessionError> {
-        self.pages.iter_mut().for_each(|placed| placed.sequence = sequence);
-        if let Some(placed) = self.pages.as_mut().filter(|placed| placed.on_host != pages) {
-            placed.current = 1 - placed.current;
-            placed.slots[placed.current].upload(&placed.copies, 0, &pages)?;
-            placed.on_host = pages;
-        }
+        let others = self.peers.iter_mut().filter_map(|peer| peer.pages.as_mut());
+        self.pages.iter_mut().chain(others).try_for_each(|placed| placed.place(sequence, &pages))?;
         Ok(())
     }
 
@@ -655,36 +656,43 @@ impl Session {
             given.upload(&self.kernel.watched.stream, position, steps)?;
         }
         let params = Params { position, steps, ..self.params(timeout, with_logits)? };
-        if self.peers.is_empty() {
-            let watched = &self.kernel.watched;
-            watched.begin()?;
-            self.queue(params)?;
-            watched.end()?;
-        } else {
-            self.launch_together(params, timeout)?;
-        }
+        let all = self.all_watched();
+        let launched = all_or_none(&all, || {
+            // The words of all devices are ready before any kernel starts.
+            all.iter().try_for_each(|watched| watched.begin())?;
+            self.queue(params, timeout)?;
+            self.meet()?;
+            all.iter().try_for_each(|watched| watched.end())
+        });
+        // Devices of a launch that was abandoned may have stored packets of its tags.
         self.tag += steps;
-        self.next = Some(position + steps);
-        self.launched_from = position;
+        (self.next, self.launched_from) = (None, position);
         self.states = self.states.map(|_| StateAt::Unknown);
+        launched?;
+        self.next = Some(position + steps);
         Ok(timeout.as_millis() as u64)
     }
 
-    /// Launches the kernel of every device. Each one waits for the others, so a device that cannot be launched ends those that were.
-    fn launch_together(&self, params: Params, timeout: Duration) -> Result<(), SessionError> {
-        let mut each = vec![params];
-        for peer in &self.peers {
-            each.push(peer.params(&params, timeout, &self.eos)?);
+    /// What watches the kernel of each device.
+    fn all_watched(&self) -> Vec<&Watched> {
+        iter::once(&self.kernel.watched).chain(self.peers.iter().map(|peer| &peer.kernel.watched)).collect()
+    }
+
+    /// The stream of each device.
+    pub(super) fn streams(&self) -> Vec<&Stream> {
+        self.all_watched().into_iter().map(|watched| watched.stream.as_ref()).collect()
+    }
+
+    /// No kernel that is queued from now on starts on any device before those that were queued have ended on all.
+    fn meet(&self) -> Result<(), SessionError> {
+        if !self.peers.is_empty() {
+            self.meeting.meet(&self.kernel.watched.stream, self.peer_streams())?;
         }
-        let watched = || iter::once(&self.kernel.watched).chain(self.peers.iter().map(|peer| &peer.kernel.watched));
-        // The words of all devices are ready before any kernel starts.
-        watched().try_for_each(Watched::begin)?;
-        let launched = watched().zip(with_peers(&each)).try_for_each(|(watched, params)| watched.queue(&params));
-        if launched.is_err() {
-            self.kernel.watched.give_up()?;
-        }
-        launched?;
-        watched().try_for_each(Watched::end)
+        Ok(())
+    }
+
+    fn peer_streams(&self) -> impl Iterator<Item = &Stream> + Clone {
+        self.peers.iter().map(|peer| peer.kernel.watched.stream.as_ref())
     }
 
     /// Parameters of a launch that begins with the next tag; the caller fills in position and steps.
@@ -706,19 +714,30 @@ impl Session {
         })
     }
 
-    /// Queues the kernel between the `begin` and the `end` of its [`Watched`](super::kernel::Watched).
-    fn queue(&self, params: Params) -> Result<(), SessionError> {
+    /// Queues the kernel of each device between the `begin` and the `end` of its [`Watched`](super::kernel::Watched).
+    fn queue(&self, params: Params, timeout: Duration) -> Result<(), SessionError> {
         let watched = &self.kernel.watched;
-        match &self.pages {
-            Some(Pages { slots, current, sequence, .. }) => {
-                let pages = slots[*current].address();
-                watched.queue(&PagedParams { params, pages, sequence: sequence.0, reserved_of_pages: 0 })
-            }
-            None => match &self.given {
-                Some(given) => watched.queue(&given.params(params)),
-                None => watched.queue(&params),
-            },
+        if self.peers.is_empty() {
+            return match (&self.pages, &self.given) {
+                (Some(pages), _) => watched.queue(&pages.params(params)),
+                (None, Some(given)) => watched.queue(&given.params(params)),
+                (None, None) => watched.queue(&params),
+            };
         }
+        let mut each = vec![params];
+        for peer in &self.peers {
+            each.push(peer.params(&params, &self.cache, timeout, &self.eos)?);
+        }
+        let pages = iter::once(&self.pages).chain(self.peers.iter().map(|peer| &peer.pages));
+        let all = self.all_watched().into_iter().zip(pages).zip(&each).zip(distances(&each));
+        for (((watched, pages), params), far) in all {
+            let (peers, peer_logits) = (far.peers, far.peer_logits);
+            match pages {
+                Some(pages) => watched.queue(&PagedDevicesParams { params: pages.params(*params), peers, peer_logits }),
+                None => watched.queue(&DevicesParams { params: *params, peers, peer_logits }),
+            }?;
+        }
+        Ok(())
     }
 
     /// Queues `steps` steps from `position` on, whose token was [given](Session::go_on), as kernels of their own. Each leaves its logits, from
@@ -738,29 +757,47 @@ impl Session {
             self.begin_tags_anew(position)?;
         }
         self.arm_best()?;
-        let (timeout, watched) = (timeout(steps), &self.kernel.watched);
+        let (timeout, all) = (timeout(steps), self.all_watched());
         let token_at = |position: u32| self.prompt.address() + u64::from(position) * 4;
-        watched.begin()?;
-        for step in 0..steps {
-            let (position, tag) = (position + step, self.tag + step);
-            let params = self.params(timeout, true)?;
-            // The token of each step is given: by the host, then by the sampler.
-            self.queue(Params { position, steps: 1, tag, prompt_len: position + 1, ..params })?;
-            let Some((sampler, asked)) = &mut choosing else { continue };
-            if step == 0 {
-                // While the kernel runs.
-                sampler.upload(asked, steps)?;
+        let launched = all_or_none(&all, || {
+            all.iter().try_for_each(|watched| watched.begin())?;
+            for step in 0..steps {
+                let (position, tag) = (position + step, self.tag + step);
+                let params = self.params(timeout, true)?;
+                // The token of each step is given: by the host, then by the sampler.
+                self.queue(Params { position, steps: 1, tag, prompt_len: position + 1, ..params }, timeout)?;
+                self.meet()?;
+                let Some((sampler, asked)) = &mut choosing else { continue };
+                if step == 0 {
+                    // While the kernel runs.
+                    sampler.upload(asked, steps)?;
+                }
+                let next = (step + 1 < steps).then(|| Next { token: token_at(position + 1), stride_bytes: 4 });
+                sampler.queue(&self.kernel.watched, self.logits.address(), step, next)?;
+                if step + 1 < steps {
+                    self.tell_token(position + 1)?;
+                }
             }
-            let next = (step + 1 < steps).then(|| Next { token: token_at(position + 1), stride_bytes: 4 });
-            sampler.queue(watched, self.logits.address(), step, next)?;
-        }
-        if choosing.is_some() {
-            watched.end()?;
-        }
+            all[1..].iter().try_for_each(|watched| watched.end())?;
+            if choosing.is_some() { self.kernel.watched.end() } else { Ok(()) }
+        });
         self.tag += steps;
         // What the head decided is not what the sampler chose.
         self.next = None;
+        launched?;
         Ok(timeout.as_millis() as u64)
+    }
+
+    /// Gives the other devices the token of `position`, which the sampler has chosen on the first one when its stream comes there.
+    fn tell_token(&self, position: u32) -> Result<(), SessionError> {
+        if self.peers.is_empty() {
+            return Ok(());
+        }
+        self.meeting.tell(&self.kernel.watched.stream, self.peer_streams())?;
+        for peer in &self.peers {
+            peer.prompt.copy_from_device(&peer.kernel.watched.stream, &self.prompt, u64::from(position) * 4, 4)?;
+        }
+        Ok(())
     }
 
     /// Queues the sampler after a launch of one step that waits for it.
@@ -830,18 +867,7 @@ impl Session {
 
     /// 16-bit values of the cache arena, from byte `at` on.
     pub(crate) fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError> {
-        let (mut values, end) = (vec![], at + bytes as u64 / 2 * 2);
-        let mut at = at;
-        while at < end {
-            let (device, more) = self.cache_map.find(at);
-            let count = (end - at).min(more) as usize / 2;
-            values.extend(match device.checked_sub(1).and_then(|peer| self.peers.get(peer)) {
-                Some(peer) => peer.cache.download::<u16>(&peer.kernel.watched.stream, at, count)?,
-                None => self.cache.download(&self.kernel.watched.stream, at, count)?,
-            });
-            at += 2 * count as u64;
-        }
-        Ok(values)
+        Ok(self.cache_map.read(&self.cache, &self.streams(), at, bytes)?)
     }
 
     /// Logits of one row.
@@ -868,11 +894,10 @@ impl Session {
 
     /// Writes bytes of the cache arena: a synthetic history for deep positions.
     pub fn upload_cache(&mut self, offset: u64, bytes: &[u8]) -> Result<(), SessionError> {
+        let peers = self.peers.iter().map(|peer| peer.kernel.watched.stream.as_ref());
         let cache = Arc::get_mut(&mut self.cache).ok_or(SessionError::Shared)?;
         cache.upload(&self.kernel.watched.stream, offset, bytes)?;
-        for peer in &mut self.peers {
-            peer.cache.upload(&peer.kernel.watched.stream, offset, bytes)?;
-        }
+        cache.others_mut().zip(peers).try_for_each(|(cache, stream)| cache.upload(stream, offset, bytes))?;
         Ok(())
     }
 

@@ -248,10 +248,10 @@ impl Stream {
         unsafe { call!(api, cuStreamSynchronize(self.handle)) }
     }
 
-    /// Lets the work that is queued from now on wait for `event`, which may be of another stream.
+    /// Lets the work that is queued from now on wait for `event`, which may be of another stream, and of another device.
     pub(super) fn follow(&self, event: &Event) -> Result<(), DriverError> {
         let api = self.context.bind()?;
-        // SAFETY: live handles of the bound context.
+        // SAFETY: live handles, the stream's of the bound context.
         unsafe { call!(api, cuStreamWaitEvent(self.handle, event.handle, 0)) }
     }
 

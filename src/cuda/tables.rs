@@ -34,6 +34,11 @@ impl Placed {
     pub fn count(&self, kernel: u32) -> u64 {
         self.counts + u64::from(kernel) * COUNT_BYTES
     }
+
+    /// The same tables from row `first` on.
+    pub fn after_rows(&self, first: usize) -> Placed {
+        Placed { rows: self.rows + (first * size_of::<Row>()) as u64, ..*self }
+    }
 }
 
 impl LaunchTables {
@@ -70,5 +75,21 @@ impl LaunchTables {
         slot.upload(&self.copies, 0, &self.bytes)?;
         let counts = slot.address();
         Ok(Placed { counts, rows: counts + self.counts as u64, pages: counts + at })
+    }
+
+    /// Copies rows of the tables that were uploaded last from those of another device, in the order of a stream of this one.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn copy_rows(
+        &self,
+        stream: &Stream,
+        from: &LaunchTables,
+        first: usize,
+        count: usize,
+    ) -> Result<(), DriverError> {
+        let (to, from) = (&self.slots[1 - self.next], &from.slots[1 - from.next]);
+        let at = (self.counts + first * size_of::<Row>()) as u64;
+        to.copy_from_device(stream, from, at, count * size_of::<Row>())
     }
 }

@@ -72,6 +72,10 @@ impl TurnsSession {
         pack: Arc<DeviceBuffer>,
         cache: Option<Arc<DeviceBuffer>>,
     ) -> Result<TurnsSession, SessionError> {
+        // Turns follow one another in one stream.
+        if device.count() != 1 {
+            return Err(SessionError::Devices { expected: 1, found: device.count() });
+        }
         let mut kernel = Kernel::load(device, queues, cubin, Trace::Off, steps_max, pack)?;
         let (stream, program, tables) = (&kernel.watched.stream, &kernel.schedule.program, queues.tables());
         let of_kernel = Shape::of(program).expect("validate: a batch kernel has tables");

@@ -146,7 +146,7 @@ impl DeviceStepper {
         let decides = rows.iter().any(|row| row.want != Want::Nothing);
         let Kernel::Rows(session) = kernel else { return Err(no_waves()) };
         let session = &mut self.sessions[session];
-        copy_states(&self.states, &session.watched().stream, &**session, &tables)?;
+        copy_states(&self.states, &session.streams(), &**session, &tables)?;
         let inputs: Vec<RowInput> = (0..).zip(rows).map(|(at, row)| input(at, row, steps, is_sampled)).collect();
         match &mut self.sampler {
             Some(_) if is_guided && decides => Ok(session.queue_unchosen(tables, &inputs)?),
@@ -169,7 +169,7 @@ impl DeviceStepper {
     ) -> Result<(), Fault> {
         let (Some(waves), Some(row)) = (&mut self.waves, flying.rows.last()) else { return Err(no_waves()) };
         let tables = admit(&mut self.guard, &flying.rows, 1, edits, copies)?;
-        copy_states(&self.states, waves.stream(), &*self.sessions[0], &tables)?;
+        copy_states(&self.states, &[waves.stream()], &*self.sessions[0], &tables)?;
         let token = |with_logits| Last::Token { row: input(0, row, 1, false), with_logits };
         let asked: Vec<Asked<'_>> = asked(0, row, None).into_iter().collect();
         let last = match (&row.want, &mut self.sampler) {
@@ -352,7 +352,7 @@ impl Steps for DeviceSteps {
         rows: &[(u32, Asks)],
         after: &mut dyn FnMut(usize, After),
     ) -> Result<(), Fault> {
-        copy_states(&self.states, &self.rows.watched().stream, &*self.rows, &tables)?;
+        copy_states(&self.states, &self.rows.streams(), &*self.rows, &tables)?;
         let input = |&(token, asks): &(u32, Asks)| {
             let (inverse_temperature, seed) = match asks {
                 Asks::Token(sampler) => sampler.temperature_of_rows(),
@@ -388,24 +388,30 @@ impl Steps for DeviceSteps {
 
     fn read(&mut self, tables: Tables<'_>, tokens: &[u32]) -> Result<(), Fault> {
         let waves = self.waves.as_mut().ok_or_else(no_waves)?;
-        copy_states(&self.states, waves.stream(), &*self.rows, &tables)?;
+        copy_states(&self.states, &[waves.stream()], &*self.rows, &tables)?;
         waves.queue(tables, tokens, Last::Nothing)?;
         waves.finish()?;
         Ok(())
     }
 }
 
-/// Queues the copies before a launch in its stream.
+/// Queues the copies before a launch in its stream; of several devices, on each.
 fn copy_states(
     states: &StateRows,
-    stream: &Stream,
+    streams: &[&Stream],
     session: &dyn RowLauncher,
     tables: &Tables<'_>,
 ) -> Result<(), Fault> {
     match tables.copies() {
         [] => Ok(()),
         _ if states.bytes() == 0 => Err(Fault::internal("states are copied, and it is not known where they lie")),
-        copies => Ok(states.copy(stream, &session.cache(), copies)?),
+        copies => {
+            let cache = session.cache();
+            for (device, stream) in (0..).zip(streams) {
+                states.copy(stream, cache.on(device), copies)?;
+            }
+            Ok(())
+        }
     }
 }
 

@@ -4,10 +4,11 @@
 //! of its own, because it judges what this module decides.
 
 use super::op::{Epilogue, HISTORY_ALIGN, MatVec, Op, PARTIAL_HEADER, Role, UNIT_ROWS};
-use super::program::{Buffer, Program, Rows, Space};
+use super::program::{Buffer, Home, Program, Rows, Space};
 use super::schedule::{Run, Schedule, SmemKind, SmemPart, Source};
 use crate::dtype::{DType, Precision};
 use crate::format::{CODE_BYTES, CODE_ROW_BYTES, Format};
+use std::ops::Range;
 
 /// Bytes of one granule without scales: 8 rows of 64 bytes, one 16-byte load for each lane of a warp. In a unit of `r` rows, row
 /// `p r + i` of a granule is part `p` of row `i`: the parts of 64 bytes follow each other.
@@ -113,6 +114,92 @@ pub fn pack_bytes(schedule: &Schedule) -> u64 {
         Some(place_align((*place)?.saturating_add(bytes)))
     });
     ends.max().unwrap_or(0)
+}
+
+/// The units of a matrix of `units` that a device of several has: as many as others, or one more.
+pub fn share_of(units: u32, device: u32, devices: u32) -> Range<u32> {
+    let begin = |device: u32| (u64::from(units) * u64::from(device) / u64::from(devices.max(1))) as u32;
+    begin(device)..begin(device + 1)
+}
+
+/// What of a pack a device holds. Of a matrix that is divided it has its units, without a gap between the parts that a table chooses among.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Held {
+    /// Where each weight and constant lies on the device; what the device has of a weight begins there.
+    pub placement: Vec<Option<u64>>,
+    /// Of each weight: its units on the device, of each part.
+    pub units: Vec<Range<u32>>,
+    /// Of each weight: where the scales of its rows lie on the device, those of all rows.
+    pub row_scales: Vec<u64>,
+    /// Bytes of the pack, each range with its place on the device.
+    pub ranges: Vec<(Range<u64>, u64)>,
+    pub bytes: u64,
+}
+
+/// What device `device` of a schedule's machine holds of its pack. The only device has the whole pack, byte for byte.
+pub fn held(schedule: &Schedule, device: u32) -> Held {
+    let Schedule { program, placement, machine, .. } = schedule;
+    let (matrices, parts, several) = (matrices(program), parts(program), machine.devices > 1);
+    let mut held = Held {
+        placement: vec![None; placement.len()],
+        units: vec![0..0; placement.len()],
+        row_scales: vec![0; placement.len()],
+        ranges: vec![],
+        bytes: 0,
+    };
+    let is_packed = |b: &usize| matches!(program.buffers[*b].space, Space::Weight | Space::Constant);
+    let mut order: Vec<usize> = (0..placement.len()).filter(|b| placement[*b].is_some()).filter(is_packed).collect();
+    order.sort_by_key(|b| placement[*b]);
+    for b in order {
+        let (buffer, place) = (&program.buffers[b], placement[b].unwrap_or(0));
+        let begin = if several { held.bytes } else { place };
+        held.placement[b] = Some(begin);
+        let Some(matrix) = matrices[b].filter(|_| buffer.space == Space::Weight) else {
+            held.keep(begin, place..place + placed_bytes(buffer));
+            continue;
+        };
+        let each = matrix.units / parts[b].max(1);
+        let own = if buffer.home == Home::Divided { share_of(each, device, machine.devices) } else { 0..each };
+        let unit = |count: u64| count * matrix.unit_bytes;
+        let bytes = unit(u64::from(own.len() as u32));
+        for part in 0..u64::from(parts[b].max(1)) {
+            let from = place + unit(part * u64::from(each) + u64::from(own.start));
+            held.keep(begin + part * bytes, from..from + bytes);
+        }
+        held.row_scales[b] = begin + place_align(u64::from(parts[b].max(1)) * bytes);
+        if matrix.format.row_scales {
+            held.keep(held.row_scales[b], place + matrix.row_scales_at()..place + matrix.bytes());
+        }
+        held.units[b] = own;
+        held.bytes = place_align(held.bytes);
+    }
+    held.bytes = place_align(held.bytes);
+    held
+}
+
+impl Held {
+    /// Notes that `range` of the pack lies at `at`.
+    fn keep(&mut self, at: u64, range: Range<u64>) {
+        self.bytes = self.bytes.max(place_align(at + (range.end - range.start)));
+        match self.ranges.last_mut() {
+            Some((last, place)) if last.end == range.start && *place + (last.end - last.start) == at => {
+                last.end = range.end
+            }
+            _ => self.ranges.push((range, at)),
+        }
+    }
+}
+
+/// For each buffer, how many parts of it a table chooses among.
+fn parts(program: &Program) -> Vec<u32> {
+    let mut parts = vec![1; program.buffers.len()];
+    let operands = program.grids.iter().filter_map(|grid| grid.operand(Role::Weight));
+    for (buffer, rows) in operands.map(|weight| (weight.buffer.index(), weight.rows)) {
+        if let Rows::Lookup(table) = rows {
+            parts[buffer] = program.tables.get(table.index()).map_or(1, |table| table.bound);
+        }
+    }
+    parts
 }
 
 /// Bytes of weights that each SM streams in a step of the first regime.

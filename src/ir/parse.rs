@@ -275,13 +275,14 @@ impl<'a> Parser<'a> {
     }
 
     fn home(&mut self) -> Parsed<Home> {
-        Ok(match self.words(&["sm", "device", "everywhere"])? {
+        Ok(match self.words(&["sm", "device", "everywhere", "divided"])? {
             "sm" => Home::Sm,
             "device" => {
                 self.expect(":")?;
                 Home::Device(self.u32()?)
             }
-            _ => Home::Everywhere,
+            "everywhere" => Home::Everywhere,
+            _ => Home::Divided,
         })
     }
 
@@ -1491,7 +1492,8 @@ regime r1 from 32
         let dtypes = prop::sample::select(&DTYPES[..]);
         let kind = (prop::sample::select(&Space::ALL[..]), dtypes, prop::option::of(formats()));
         let paging = (numbers(), numbers()).prop_map(|(table, rows)| Paging { table: TableId(table), rows });
-        let homes = prop_oneof![Just(Home::Sm), numbers().prop_map(Home::Device), Just(Home::Everywhere)];
+        let homes =
+            prop_oneof![Just(Home::Sm), numbers().prop_map(Home::Device), Just(Home::Everywhere), Just(Home::Divided)];
         let places = (prop::option::of(paging), homes);
         (names(), kind, ([numbers(), numbers(), numbers()], any::<bool>()), places, prop::option::of(contents()))
             .prop_map(|(name, (space, dtype, coded), ([rows, cols, phases], words), (paging, home), content)| Buffer {

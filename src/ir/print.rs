@@ -193,6 +193,7 @@ fn write_buffer(out: &mut String, id: BufferId, buffer: &Buffer) -> fmt::Result 
             Home::Sm => write!(out, "home=sm ")?,
             Home::Device(device) => write!(out, "home=device:{device} ")?,
             Home::Everywhere => write!(out, "home=everywhere ")?,
+            Home::Divided => write!(out, "home=divided ")?,
         }
     }
     write!(out, "{}", Quoted(name))?;

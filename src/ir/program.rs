@@ -60,6 +60,8 @@ pub enum Home {
     /// Each device has one of its own. What is published is published to all of them, and each device polls its own;
     /// plain memory is read where it was written.
     Everywhere,
+    /// Of a matrix each device has the units of [`share_of`](super::layout::share_of), in each part that a table chooses among.
+    Divided,
 }
 
 impl Home {

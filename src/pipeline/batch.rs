@@ -11,7 +11,7 @@ use crate::defaults::rows::{PROMPT_ROWS, Room, STEP_ROWS};
 use crate::engine::{CpuStepper, CpuSteps, Drafted, Stepper};
 use crate::error::{Fault, Tier};
 use crate::interp::{Options, Pack};
-use crate::ir::layout::{cache_row_bytes, pack_bytes};
+use crate::ir::layout::{cache_row_bytes, held};
 use crate::lower::Batch;
 use crate::manifest::{Decode, Manifest, SearchKernel};
 use crate::model::graph::Layer;
@@ -27,7 +27,7 @@ use super::device_sampler::sampler_source;
 use super::device_steps::{By, StepsKernel, StepsKernels, fitting};
 use super::device_waves::{chosen_knobs, plan_prompts};
 use super::evaluate::ensure_checked;
-use super::execute::{Devices, upload_pack};
+use super::execute::{self, Devices, upload_pack};
 use super::invariant;
 use super::kernels::{Does, Planned, PlannedSet, Served, alike_rows};
 use super::mtp::Mtp;
@@ -143,7 +143,7 @@ impl Prepared {
             TargetKind::Cuda if invariant::is_asked(&self.manifest, &self.target) => {
                 Ok(alike_rows(serving.running_max))
             }
-            TargetKind::Cuda => Ok(step_rows_of(serving)?.last().copied().unwrap_or(0)),
+            TargetKind::Cuda => Ok(step_rows_of(serving, &self.target)?.last().copied().unwrap_or(0)),
         }
     }
 
@@ -163,7 +163,7 @@ impl Prepared {
             }
             return Ok(Batched::of_cpu(rows.validated(&self.target)?.clone(), chain.pack()?));
         };
-        let device = Device::open(found.ordinal)?;
+        let device = execute::open(found, &self.target)?;
         let served = served(&chain, serving, Memory::beside(&self.validated, device.memory_free_bytes()?))?;
         served.refuse_proposals(serving.proposed)?;
         if self.checking == Checking::Required {
@@ -195,7 +195,7 @@ pub(super) fn memory(chain: &Chain<'_>, one: &Validated) -> Result<Memory, NotMa
     let target = chain.context.target;
     let memory_bytes = match chain.host.device(target) {
         Ok(Some(found)) => {
-            let device = Device::open(found.ordinal).map_err(Fault::from)?;
+            let device = execute::open(found, target).map_err(Fault::from)?;
             device.memory_free_bytes().map_err(Fault::from)?
         }
         Ok(None) | Err(NotMade::NoDevice { .. }) => target.spec.memory_bytes,
@@ -256,7 +256,8 @@ pub(super) struct Memory {
 impl Memory {
     /// What `memory_bytes` have beside the weights of `one`.
     pub(super) fn beside(one: &Validated, memory_bytes: u64) -> Memory {
-        let free_bytes = memory_bytes.saturating_sub(pack_bytes(one.schedule()));
+        let packs = (0..one.schedule().machine.devices).map(|device| held(one.schedule(), device).bytes);
+        let free_bytes = memory_bytes.saturating_sub(packs.max().unwrap_or(0));
         Memory { free_bytes, state_bytes: StateRows::of(one.schedule()).bytes() }
     }
 
@@ -381,8 +382,11 @@ fn kernels(
     memory: Memory,
 ) -> Result<Vec<StepsKernel>, Fault> {
     let mut kernels = vec![];
-    for &rows in step_rows_of(serving)? {
+    for &rows in step_rows_of(serving, context.target)? {
         let kernel = all.of(room(context, rows, serving, memory)?)?;
+        if context.target.devices > 1 && kernel.launch_rows() < kernel.rows {
+            continue;
+        }
         add(&mut kernels, kernel, serving.running_max);
     }
     Ok(kernels)
@@ -480,17 +484,22 @@ fn ragged_rows(running_max: u32, kernels: &[StepsKernel]) -> Option<u32> {
 
 /// The numbers of rows for which a server has something that runs them: those up to the first with a row for each running request and rows
 /// for prompts. A step runs on the smallest that has room for it. Prompts are no reason for more than [`MIXED_ROWS`].
-fn step_rows_of(serving: &Serving) -> Result<&'static [u32], Fault> {
-    let most = STEP_ROWS[STEP_ROWS.len() - 1];
+fn step_rows_of(serving: &Serving, target: &Target) -> Result<&'static [u32], Fault> {
+    // Several devices have batch kernels alone, each launch in one kernel.
+    let all = if target.devices > 1 { &STEP_ROWS[..ROWS_TOGETHER] } else { &STEP_ROWS[..] };
+    let most = all[all.len() - 1];
     if serving.running_max > most {
         let asked = serving.asked.running_max.unwrap_or("--max-batch");
         let message = format!("steps have at most {most} rows, `{asked}` is {}", serving.running_max);
         return Err(Fault::input(message).with_remedy(format!("lower `{asked}` to {most}")));
     }
     let wanted = serving.running_max.max(serving.running_max.saturating_add(serving.chunk_rows).min(MIXED_ROWS));
-    let smaller = STEP_ROWS.iter().take_while(|rows| **rows < wanted).count();
-    Ok(&STEP_ROWS[..(smaller + 1).min(STEP_ROWS.len())])
+    let smaller = all.iter().take_while(|rows| **rows < wanted).count();
+    Ok(&all[..(smaller + 1).min(all.len())])
 }
+
+/// How many of [`STEP_ROWS`] several devices have.
+const ROWS_TOGETHER: usize = 2;
 
 /// Steps of the interpreter: the first that fits is taken. The sizes that the user did not name are halved from one to the next.
 pub(super) fn cpu_batches(serving: &Serving, decode: &Decode) -> Vec<Batch> {
@@ -572,6 +581,7 @@ mod tests {
 
     #[test]
     fn a_server_has_the_kernels_up_to_the_first_with_room() {
+        let one = Target::builtin("h200").expect("a record");
         for (running, chunk, chosen) in [
             (1, 1, &[8][..]),
             (1, 7, &[8]),
@@ -583,10 +593,14 @@ mod tests {
             (64, 64, &[8, 16, 32, 64]),
             (65, 1, &[8, 16, 32, 64, 128]),
         ] {
-            assert_eq!(step_rows_of(&serving(running, chunk)), Ok(chosen), "{running} and {chunk}");
+            assert_eq!(step_rows_of(&serving(running, chunk), &one), Ok(chosen), "{running} and {chunk}");
         }
-        let refused = step_rows_of(&serving(129, 1)).unwrap_err();
+        let refused = step_rows_of(&serving(129, 1), &one).unwrap_err();
         assert_eq!(refused.message, "steps have at most 128 rows, `--max-batch` is 129");
+        let two = one.on_devices(2);
+        assert_eq!(step_rows_of(&serving(8, 40), &two), Ok(&[8, 16][..]));
+        let refused = step_rows_of(&serving(17, 1), &two).unwrap_err();
+        assert_eq!(refused.message, "steps have at most 16 rows, `--max-batch` is 17");
     }
 
     /// A kernel that runs more rows in several launches takes the place of the same kernel with fewer, and a server has none for more

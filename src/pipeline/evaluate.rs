@@ -16,7 +16,7 @@ use crate::text::counted;
 
 use super::chain::{Chain, NotMade};
 use super::compile::Cubin;
-use super::execute::load_session;
+use super::execute::{self, load_session};
 use super::keys::{self, Hardware, Keyed};
 use super::rows::{Failure, TrialRow, verdicts};
 use super::stages::BuildContext;
@@ -212,7 +212,7 @@ impl<'a> Executor<'a> {
         session: &'s mut Option<(Device, Session)>,
     ) -> Result<&'s mut (Device, Session), Fault> {
         if session.is_none() {
-            let device = Device::open(found.ordinal)?;
+            let device = execute::open(found, self.chain.context.target)?;
             let (workspace, steps_max) = (self.chain.context.workspace, self.steps_max());
             let (validated, pack) = (self.chain.validated()?, self.pack()?);
             let loaded = load_session(workspace, &device, validated, &cubin.bytes, &pack, Trace::Off, steps_max)?;

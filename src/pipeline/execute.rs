@@ -9,7 +9,7 @@ use crate::cuda::memory::DeviceBuffer;
 use crate::cuda::session::Session;
 use crate::error::Fault;
 use crate::interp::Pack;
-use crate::ir::layout::pack_bytes;
+use crate::ir::layout::{held, pack_bytes};
 use crate::target::Target;
 use crate::text::counted;
 use crate::validate::Validated;
@@ -90,27 +90,41 @@ fn alike<'a>(devices: &'a [DeviceIdentity], first: &'a DeviceIdentity) -> impl I
     std::iter::once(first).chain(after)
 }
 
-/// The devices that run a model together with `first`, which comes first.
-fn together(first: &Device, count: u32) -> Result<Vec<Device>, Fault> {
-    if count == 1 {
-        return Ok(vec![first.clone()]);
+/// Opens a device that [`Devices::find`] found for a target, with those that run the target's model together with it.
+///
+/// # Errors
+/// What the driver refuses; devices that cannot exchange packets.
+pub(super) fn open(found: &DeviceIdentity, target: &Target) -> Result<Device, DriverError> {
+    if target.devices == 1 {
+        return Device::open(found.ordinal);
     }
     let devices = Device::list()?;
-    let others = alike(&devices, first.identity()).skip(1).take(count as usize - 1);
-    let others = others.map(|device| Device::open(device.ordinal)).collect::<Result<Vec<_>, _>>()?;
-    Ok([vec![first.clone()], others].concat())
+    let together = alike(&devices, found).take(target.devices as usize);
+    Device::together(together.map(|device| Device::open(device.ordinal)).collect::<Result<_, _>>()?)
 }
 
-/// Uploads the weights of a schedule. Every kernel of the model reads the same bytes.
+/// Uploads the weights of a schedule: to each device those that it holds. Every kernel of the model reads the same bytes.
 pub(super) fn upload_pack(
     device: &Device,
     validated: &Validated,
     pack: &Pack,
 ) -> Result<Arc<DeviceBuffer>, DriverError> {
-    let stream = device.stream()?;
-    let mut buffer = device.alloc(pack_bytes(validated.schedule()).max(16))?;
-    device.staging(STAGING_BYTES)?.upload(&stream, &mut buffer, 0, (**pack).as_ref())?;
-    Ok(Arc::new(buffer))
+    let bytes: &[u8] = (**pack).as_ref();
+    let upload = |(index, device): (u32, &Device)| {
+        let (stream, held) = (device.stream()?, held(validated.schedule(), index));
+        let (mut buffer, mut staging) = (device.alloc(held.bytes.max(16))?, device.staging(STAGING_BYTES)?);
+        for (range, at) in held.ranges {
+            staging.upload(&stream, &mut buffer, at, &bytes[range.start as usize..range.end as usize])?;
+        }
+        Ok::<DeviceBuffer, DriverError>(buffer)
+    };
+    if device.others().is_empty() {
+        let (stream, mut buffer) = (device.stream()?, device.alloc(pack_bytes(validated.schedule()).max(16))?);
+        device.staging(STAGING_BYTES)?.upload(&stream, &mut buffer, 0, bytes)?;
+        return Ok(Arc::new(buffer));
+    }
+    let others = (1..).zip(device.others()).map(upload).collect::<Result<_, _>>()?;
+    Ok(Arc::new(upload((0, device))?.with_others(others)))
 }
 
 /// Loads a kernel with its weights, on `device` and those that run its schedule with it. `trace` is what the cubin was compiled with: of several
@@ -124,11 +138,6 @@ pub(super) fn load_session(
     trace: Trace,
     steps_max: u32,
 ) -> Result<Session, Fault> {
-    let queues = workspace.queues(validated)?;
-    let devices = together(device, validated.schedule().machine.devices)?;
-    let packs = devices.iter().map(|device| upload_pack(device, validated, pack)).collect::<Result<Vec<_>, _>>()?;
-    match packs.as_slice() {
-        [pack] => Ok(Session::load_sharing(device, &queues, cubin, trace, steps_max, Arc::clone(pack))?),
-        packs => Ok(Session::load_together(&devices, &queues, cubin, steps_max, packs)?),
-    }
+    let (queues, pack) = (workspace.queues(validated)?, upload_pack(device, validated, pack)?);
+    Ok(Session::load_sharing(device, &queues, cubin, trace, steps_max, pack)?)
 }

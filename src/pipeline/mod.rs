@@ -86,7 +86,6 @@ pub use trial::serve;
 
 use crate::cache::Cache;
 use crate::candidate::Candidate;
-use crate::cuda::driver::Device;
 use crate::digest::Digest;
 use crate::error::{Fault, Tier};
 use crate::manifest::Manifest;
@@ -308,7 +307,7 @@ fn make_several(chain: &Chain<'_>) -> Result<Option<Served>, NotMade> {
 /// Checks the kernels of [`make_several`].
 fn check_several(chain: &Chain<'_>, several: Option<Served>) -> Result<(), NotMade> {
     let (Some(served), Some(found)) = (several, chain.host.device(chain.context.target)?) else { return Ok(()) };
-    let device = Device::open(found.ordinal).map_err(Fault::from)?;
+    let device = execute::open(found, chain.context.target).map_err(Fault::from)?;
     Ok(served.ensure_checked(chain, found, &device)?)
 }
 

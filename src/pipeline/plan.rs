@@ -6,7 +6,6 @@
 use std::sync::Arc;
 
 use crate::check::{TextSizes, takes_from_device};
-use crate::cuda::driver::Device;
 use crate::defaults::rows::Room;
 use crate::digest::Digest;
 use crate::error::Fault;
@@ -24,7 +23,7 @@ use super::compile::{Found, find_cubin, stored_cubin};
 use super::device_rows::Prefill;
 use super::device_steps::{StepsKernel, fitting};
 use super::evaluate::{Executor, evaluate};
-use super::execute::{host, upload_pack};
+use super::execute::{self, host, upload_pack};
 use super::import_stage;
 use super::invariant;
 use super::kernels::{self, Code, Does, Kernel, KernelSet, PlannedSet};
@@ -419,7 +418,7 @@ fn run_beside(chain: &Chain<'_>, set: Set, stage: &str, name: &str) -> Result<()
         }
         _ => {
             let found = chain.host.device(target)?.ok_or_else(gone)?;
-            let device = Device::open(found.ordinal)?;
+            let device = execute::open(found, target)?;
             let set = planned.compile(chain)?;
             Checks::of(chain, found, &pack)?.ensure_one(&set, name, &mut || {
                 let pack = upload_pack(&device, set.validated(), &chain.pack()?)?;

@@ -216,7 +216,7 @@ impl Prepared {
             1 => format!("{} (device {})", found.name, found.ordinal),
             devices => format!("{devices} x {} (device {} and those after it)", found.name, found.ordinal),
         };
-        let device = Device::open(found.ordinal)?;
+        let device = execute::open(found, &self.target)?;
         if invariant::is_asked(&self.manifest, &self.target) {
             let positions = u64::from(context_max);
             let made = invariant::make(&chain, Room { rows: 0, sequences: 1, positions })?;

@@ -25,6 +25,7 @@ use crate::search::{Rounds, is_no_win};
 use crate::target::Target;
 
 use super::chain::{Chain, Host};
+use super::execute;
 use super::keys::{self, ExpectKey};
 use super::resident::Resident;
 use super::rows::Failure;
@@ -256,7 +257,7 @@ impl<'a> Child<'a> {
             Some(found) => {
                 let device = match &mut self.device {
                     Some(device) => device,
-                    empty => empty.insert(Device::open(found.ordinal)?),
+                    empty => empty.insert(execute::open(found, self.context.target)?),
                 };
                 On::Device(Box::new(self.weights.session(&chain, device)?))
             }

@@ -1,7 +1,7 @@
 //! Groups 1 and 2, several devices: buffers lie where the tasks that touch them look, and events reach that far.
 //!
 //! An SM stores packets into the memory of any device, and polls its own device's memory. Plain memory never crosses: what
-//! a task appends or hands out stays where the task runs.
+//! a task appends or hands out stays where the task runs. A matrix that is divided has only some of its units on a device.
 
 use super::wellformed::{Grids, Owners, Writes};
 use super::{Entity, Found, Rule, note};
@@ -24,6 +24,8 @@ pub(super) fn homes(schedule: &Schedule, found: &mut Found) {
             Home::Sm => *space == Space::Private,
             Home::Device(device) => *space != Space::Private && *device < devices,
             Home::Everywhere => *space != Space::Private,
+            // Of other buffers no device has a part that tasks would find.
+            Home::Divided => *space == Space::Weight,
         };
         if !fits {
             found.add(Rule::Home, Entity::Buffer(BufferId(b)), || {
@@ -45,6 +47,18 @@ pub(super) fn reach(schedule: &Schedule, grids: &Grids, all: &[Owners], writes: 
             let (id, grid) = (TaskId(t), &program.grids[task.grid.index()]);
             for operand in &grid.operands {
                 let buffer = &program.buffers[operand.buffer.index()];
+                // Of each part that a step chooses, as of the only one, a device has as many units as others, or one more.
+                let own = |at: u32| (u64::from(at) * u64::from(grid.n) / u64::from(schedule.machine.devices)) as u32;
+                let (begin, end) = (own(device(id)), own(device(id) + 1));
+                if buffer.home == Home::Divided && (task.lo < begin || task.hi > end) {
+                    found.add_with(Rule::Home, Entity::Task(r, id), || {
+                        let (lo, hi, at) = (task.lo, task.hi, device(id));
+                        let message = format!(
+                            "reads units {lo}..{hi}, expected units in {begin}..{end}, which device {at} holds"
+                        );
+                        (message, vec![note(Entity::Buffer(operand.buffer), "is divided")])
+                    });
+                }
                 // Packets are stored into any memory.
                 let stores = buffer.space == Space::Exchange && operand.access.writes();
                 if let Home::Device(home) = buffer.home

@@ -83,38 +83,30 @@ impl Rules<'_> {
         self.devices(schedule);
     }
 
-    /// context.cuh and sync.cuh: a kernel accesses all packets at one scope. On several devices each has all buffers, and its own part of the SMs;
-    /// only decode kernels over the cache of one text know others.
+    /// context.cuh and sync.cuh: a kernel accesses all packets and words at one scope. On several devices each has all buffers, or its part of a
+    /// matrix, and its own part of the SMs.
     fn devices(&mut self, schedule: &Schedule) {
         let Schedule { program, machine, .. } = schedule;
         let several = machine.devices > 1;
-        let alone = program.rows == 1 && program.tables.is_empty();
-        self.expect_rule(Rule::KernelScope, !several || alone, Entity::Machine, || {
-            format!("expected one device of steps with tables, found {}", machine.devices)
-        });
         self.expect_rule(Rule::KernelScope, machine.devices <= DEVICES_MAX, Entity::Machine, || {
             format!("expected at most {DEVICES_MAX} devices, found {}", machine.devices)
         });
-        let home = |space| if several && space != Space::Private { Home::Everywhere } else { Home::of(space) };
+        let home = |space| match space {
+            Space::Weight if several => Home::Divided,
+            space if several && space != Space::Private => Home::Everywhere,
+            space => Home::of(space),
+        };
         for (b, buffer) in (0..).zip(&program.buffers) {
             let expected = home(buffer.space);
-            self.expect_rule(Rule::KernelScope, buffer.home == expected, Entity::Buffer(BufferId(b)), || {
+            // A device may have a whole matrix.
+            let whole = several && buffer.space == Space::Weight && buffer.home == Home::Everywhere;
+            self.expect_rule(Rule::KernelScope, buffer.home == expected || whole, Entity::Buffer(BufferId(b)), || {
                 format!("expected {expected:?}, the memory that kernels access, found {:?}", buffer.home)
             });
         }
-        for (g, grid) in (0..).zip(&program.grids).filter(|_| several) {
-            let sends = matches!(
-                grid.op,
-                Op::Select
-                    | Op::Report
-                    | Op::Embed { .. }
-                    | Op::MatVec(_)
-                    | Op::Attention(_)
-                    | Op::AttentionMerge { .. }
-                    | Op::NormAdd { .. }
-            );
-            self.expect_rule(Rule::KernelScope, sends, Entity::Grid(GridId(g)), || {
-                format!("expected one device, for `{}` stores packets to its own device alone", grid.op.name())
+        for (g, _) in (0..).zip(&program.grids).filter(|(_, grid)| several && matches!(grid.op, Op::Join { .. })) {
+            self.expect_rule(Rule::KernelScope, false, Entity::Grid(GridId(g)), || {
+                "expected one device of a draft, whose parameters say nothing of others".to_string()
             });
         }
         let expected = if several { Scope::System } else { Scope::Device };

@@ -32,6 +32,9 @@ pub fn share_caches(a: &Validated, b: &Validated) -> Result<(), NotShared> {
     for (place, other) in &of_b {
         let not_shared = |grid: String, what| Err(NotShared { grid, other: other.name.clone(), what });
         match of_a.get(place) {
+            Some(one) if one.devices != other.devices => {
+                return not_shared(one.name.clone(), "states on other devices");
+            }
             Some(one) if one.op == other.op && one.content == other.content => {}
             Some(one) => return not_shared(one.name.clone(), "states by other weights or attributes"),
             None => return not_shared(other.name.clone(), "states at other places or of other sizes"),
@@ -101,6 +104,8 @@ struct Extends<'a> {
     sources: [Vec<&'a Content>; 2],
     /// Whether its rows are swizzled, and elements from one head to the next.
     layout: Option<(bool, u32)>,
+    /// The device that has which columns.
+    devices: Devices,
 }
 
 impl Extends<'_> {
@@ -114,6 +119,7 @@ impl Extends<'_> {
             (self.constants != other.constants, "other norms or another rope"),
             (self.sources != other.sources, "keys or values by other weights"),
             (self.layout != other.layout, "rows of another layout"),
+            (self.devices != other.devices, "heads on other devices"),
         ];
         differs.into_iter().find_map(|(differs, what)| differs.then_some(what))
     }
@@ -121,7 +127,7 @@ impl Extends<'_> {
 
 /// The attention that extends each cache, by the place of its keys and their first column. Alternatives of other regimes are the same.
 fn extended(schedule: &Schedule) -> BTreeMap<(Option<u64>, u32), Extends<'_>> {
-    let mut all = BTreeMap::new();
+    let (mut all, mut devices) = (BTreeMap::new(), devices(schedule));
     for (id, grid) in (0..).map(GridId).zip(&schedule.program.grids) {
         let Op::Attention(attention) = &grid.op else { continue };
         let cache = |role| grid.operand(role).map(|operand| Place::of(schedule, operand));
@@ -136,6 +142,7 @@ fn extended(schedule: &Schedule) -> BTreeMap<(Option<u64>, u32), Extends<'_>> {
             constants: [Role::QNormWeight, Role::KNormWeight, Role::Rope].map(content),
             sources: [Role::K, Role::V].map(sources),
             layout: schedule.attention_variant(id).map(|variant| (variant.swizzled, variant.pitch)),
+            devices: devices.remove(&(Role::AppendK, keys.at, keys.cols.0)).unwrap_or_default(),
         });
     }
     all
@@ -147,21 +154,65 @@ struct Updates<'a> {
     op: OpKey,
     /// The weights and biases of its inputs, and its constants.
     content: Vec<&'a Content>,
+    devices: Devices,
 }
 
 /// The grid that updates each state, by its place, rows and columns.
 fn updated(schedule: &Schedule) -> BTreeMap<(Option<u64>, u32, u32), Updates<'_>> {
+    let mut devices = devices(schedule);
     let grids = schedule.program.grids.iter().filter_map(|grid| Some((grid, grid.operand(Role::State)?.buffer)));
     let of_grid = |(grid, buffer): (&'_ Grid, BufferId)| {
+        let base = grid.operand(Role::State).map_or(0, |state| state.cols.base);
+        let devices = devices.remove(&(Role::State, schedule.placement[buffer.index()], base)).unwrap_or_default();
         let state = &schedule.program.buffers[buffer.index()];
         let inputs = [Role::Q, Role::K, Role::V, Role::Beta, Role::Decay, Role::X, Role::B, Role::C, Role::Step];
         let constants = [Role::Conv, Role::Bias, Role::ALog, Role::DtBias];
         let constants = constants.into_iter().filter_map(|role| content(schedule, grid, role));
         let content = inputs.into_iter().flat_map(|role| sources(schedule, grid, role)).chain(constants).collect();
         let place = (schedule.placement[buffer.index()], state.rows, state.cols);
-        (place, Updates { name: grid.name.clone(), op: grid.op.key(), content })
+        (place, Updates { name: grid.name.clone(), op: grid.op.key(), content, devices })
     };
     grids.map(of_grid).collect()
+}
+
+/// Columns with their device, ascending: what is plain memory of one device is found only there.
+type Devices = Vec<(u64, u64, u32)>;
+
+/// What is appended or kept there: a role, its place, and its first column. Alternatives of other regimes append to one cache.
+type Kept = (Role, Option<u64>, u32);
+
+/// The devices of all that tasks append or keep.
+fn devices(schedule: &Schedule) -> BTreeMap<Kept, Devices> {
+    let mut all: BTreeMap<Kept, Devices> = BTreeMap::new();
+    for regime in &schedule.regimes {
+        for (task, owner) in regime.tasks.iter().zip(regime.owners()) {
+            let grid = &schedule.program.grids[task.grid.index()];
+            let device = owner.map_or(0, |sm| schedule.machine.device_of(sm.index()));
+            for (role, operand) in [Role::AppendK, Role::State].into_iter().filter_map(|r| Some((r, grid.operand(r)?)))
+            {
+                let (lo, hi) = operand.cols.range(task.lo, task.hi, task.j);
+                let kept = (role, schedule.placement[operand.buffer.index()], operand.cols.base);
+                // One of the tasks of a head appends, and the others nothing.
+                if lo < hi {
+                    all.entry(kept).or_default().push((lo, hi, device));
+                }
+            }
+        }
+    }
+    for columns in all.values_mut() {
+        columns.sort_unstable();
+        columns.dedup();
+        // Heads may be divided among tasks in different ways.
+        let joined = columns.drain(..).fold(Devices::new(), |mut joined, (lo, hi, device)| {
+            match joined.last_mut() {
+                Some((_, end, of)) if *of == device && lo <= *end => *end = hi.max(*end),
+                _ => joined.push((lo, hi, device)),
+            }
+            joined
+        });
+        *columns = joined;
+    }
+    all
 }
 
 /// What fills a constant operand.

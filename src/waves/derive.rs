@@ -270,6 +270,9 @@ fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, aske
 fn refuse_target(target: &Target) -> Result<(), Refused> {
     let spec = &target.spec;
     let lacks = |lacks| Err(Refused::Target { target: target.name.clone(), lacks });
+    if target.devices > 1 {
+        return lacks("has several devices, and the SMs of one meet between waves");
+    }
     if target.kind != TargetKind::Cuda || spec.copy != CopyMechanism::Bulk || spec.dot != DotMechanism::Mma {
         return lacks("has no bulk copies or no tensor cores");
     }
@@ -1663,7 +1666,7 @@ pub(super) fn usual(plan: &Plan, over: Over, blocks: u32) -> Option<(u64, impl F
     let listed = sms >= 2 || sms == 1 && !paired;
     // Far from numbers that would overflow.
     let cost = shares_most.saturating_add(u64::from(sms)).saturating_add(1);
-    (parted && listed && cost <= UNWRITTEN_MAX).then(|| (cost, move || shares(over, blocks, block_rows, sms, paired)))
+    (parted && listed && cost <= UNWRITTEN_MAX).then_some((cost, move || shares(over, blocks, block_rows, sms, paired)))
 }
 
 /// The shares of each SM of a launch of `blocks` blocks of rows.

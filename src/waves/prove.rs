@@ -337,6 +337,7 @@ impl Judge<'_> {
             && spec.register_reallocation;
         let wrong = [
             (m.target != target.name, "another target"),
+            (self.validated.schedule().machine.devices != 1, "several devices, of which blocks of one meet"),
             (!capable, "a target without bulk copies, tensor cores or registers that move"),
             (m.sms == 0 || m.sms > spec.sm_count, "more blocks than SMs, which would wait for each other for ever"),
             (m.warps != 8 || m.loader_warps != 4, "expected 8 warps and a loader of 4"),

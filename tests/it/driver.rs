@@ -90,6 +90,9 @@ const IMAGE_DEVICES: &[u8] = b"\x7fELF3";
 /// The same for a batch kernel that leaves something for a draft, and for the decode kernel of a draft.
 const IMAGE_LEAVING: &[u8] = b"\x7fELF4";
 const IMAGE_DRAFT: &[u8] = b"\x7fELF5";
+/// The same for the decode kernel of two devices over a pool of pages, and for their batch kernels.
+const IMAGE_PAGED_DEVICES: &[u8] = b"\x7fELF6";
+const IMAGE_ROWS_DEVICES: &[u8] = b"\x7fELF7";
 const ONE: LaunchShape = LaunchShape { grid: 1, block: 32, smem_dynamic_bytes: 0, cluster: 1, kept: None };
 
 fn is_child() -> bool {
@@ -338,15 +341,20 @@ impl Model {
 
     /// The kernel for `rows`: contexts of four pages, six pages, four sequences beside those that keep pages.
     fn kernel(&self, rows: u32) -> Validated {
-        self.kernel_of(rows, 4)
+        self.kernel_of(rows, 4, &fake_target())
+    }
+
+    /// The same for a target of one device or of several.
+    fn kernel_on(&self, rows: u32, target: &Target) -> Validated {
+        self.kernel_of(rows, 4, target)
     }
 
     /// The same with contexts of `blocks` pages, and half as many pages more.
-    fn kernel_of(&self, rows: u32, blocks: u32) -> Validated {
-        let (target, graph) = (fake_target(), &self.graph);
-        let base = Candidate { sms: 4, ..Candidate::default_for(graph, &target, self.precision) };
+    fn kernel_of(&self, rows: u32, blocks: u32, target: &Target) -> Validated {
+        let graph = &self.graph;
+        let base = Candidate { sms: 4 * target.devices, ..Candidate::default_for(graph, target, self.precision) };
         let place =
-            |context_max, room| place_rows(graph, "fake", self.precision, context_max, &target, &base, room).unwrap();
+            |context_max, room| place_rows(graph, "fake", self.precision, context_max, target, &base, room).unwrap();
         let page_rows =
             Shape::of(&place(1024, Room { rows: 8, sequences: 8, positions: 1024 }).program).unwrap().page_rows;
         let pages = blocks + blocks / 2;
@@ -355,11 +363,11 @@ impl Model {
         let placed = match rows {
             1 => {
                 let one = base.for_context(context_max);
-                place_one_row(graph, "fake", self.precision, context_max, &target, &one, room).unwrap()
+                place_one_row(graph, "fake", self.precision, context_max, target, &one, room).unwrap()
             }
             _ => place(context_max, room),
         };
-        let validated = validate(placed, &target).unwrap();
+        let validated = validate(placed, target).unwrap();
         let shape = Shape::of(&validated.schedule().program).unwrap();
         assert_eq!((shape.blocks(), shape.pages, Pool::keepers(&shape)), (blocks, pages, 2));
         validated
@@ -416,20 +424,30 @@ impl TextOnFake {
     }
 }
 
+/// The first two devices of the fake, which run models together.
+fn two_devices() -> Result<Device, DriverError> {
+    Device::together(vec![Device::open(0)?, Device::open(1)?])
+}
+
+/// Words on a device and on those that run models together with it.
+fn on_each(device: &Device, words: &[u32]) -> Arc<DeviceBuffer> {
+    let upload = |device: &Device| {
+        let mut buffer = device.alloc(4 * words.len() as u64).unwrap();
+        buffer.upload(&device.stream().unwrap(), 0, words).unwrap();
+        buffer
+    };
+    Arc::new(upload(device).with_others(device.others().iter().map(upload).collect()))
+}
+
 /// A text on two devices of the fake.
-fn on_two_devices(devices: &[Device]) -> Result<Session, SessionError> {
+fn on_two_devices(device: &Device) -> Result<Session, SessionError> {
     let (model, target) = (Model::tiny(), fake_target().on_devices(2));
     let candidate = Candidate { sms: 8, ..Candidate::default_for(&model.graph, &target, model.precision) };
     let candidate = candidate.for_context(64);
     let program = lower(&model.graph, "fake", model.precision, 64, &candidate).unwrap();
     let proven = validate(schedule(program, &target, &candidate).unwrap(), &target).unwrap();
-    let pack = |device: &Device| {
-        let mut sizes = device.alloc(20).unwrap();
-        sizes.upload(&device.stream().unwrap(), 0, &[4, 16, 4, 1, model.graph.vocab]).unwrap();
-        Arc::new(sizes)
-    };
-    let packs: Vec<_> = devices.iter().map(pack).collect();
-    Session::load_together(devices, &Queues::of(&proven), IMAGE_DEVICES, 8, &packs)
+    let pack = on_each(device, &[4, 16, 4, 1, model.graph.vocab]);
+    Session::load_sharing(device, &Queues::of(&proven), IMAGE_DEVICES, Trace::Off, 8, pack)
 }
 
 #[test]
@@ -440,11 +458,10 @@ fn two_devices_decode_one_text() {
         assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
         return;
     }
-    let devices = [0, 1].map(|ordinal| Device::open(ordinal).unwrap());
     assert!(Link::among(&[0, 1]).unwrap().iter().all(|link| link.lacks().is_none()));
-    let refused = on_two_devices(&devices[..1]).err().unwrap().to_string();
+    let refused = on_two_devices(&Device::open(0).unwrap()).err().unwrap().to_string();
     assert_eq!(refused, "the kernel is for 2 devices, found 1");
-    let mut session = on_two_devices(&devices).unwrap();
+    let mut session = on_two_devices(&two_devices().unwrap()).unwrap();
     let vocab = Model::tiny().graph.vocab;
     let greedy = RequestSettings::plain(SampleSettings::greedy()).resolve(vocab, &[]).unwrap();
     for aged in [false, true] {
@@ -481,8 +498,7 @@ fn devices_without_a_link_are_refused() {
         with_fake_driver(NAME, "two without links");
         return;
     }
-    let devices = [0, 1].map(|ordinal| Device::open(ordinal).unwrap());
-    let fault = Fault::from(on_two_devices(&devices).err().unwrap());
+    let fault = Fault::from(two_devices().err().unwrap());
     assert_eq!(fault.message, "device 0 cannot exchange packets with device 1: no peer access");
     assert!(fault.tier == Tier::Environment && fault.remedy.unwrap().contains("NVLink"));
 }
@@ -496,8 +512,7 @@ fn a_device_that_stops_ends_the_other() {
         assert!(start.elapsed() < Duration::from_secs(20));
         return;
     }
-    let devices = [0, 1].map(|ordinal| Device::open(ordinal).unwrap());
-    let mut session = on_two_devices(&devices).unwrap();
+    let mut session = on_two_devices(&two_devices().unwrap()).unwrap();
     session.start(&[1, 2, 3], &[]).unwrap();
     let SessionError::Hung { stuck, .. } = session.run(0, 4, false).unwrap_err() else { panic!("it ran") };
     let told: Vec<String> = stuck.iter().map(|stuck| stuck.to_string()).collect();
@@ -708,7 +723,7 @@ impl TextDraft for Guess {
 
 /// A stepper that verifies proposals by a batch kernel of the fake, and what counts the rows that its drafts were shown.
 fn drafted(device: &Device, model: &Model, blocks: u32, most: usize, waves: bool) -> (Drafted, Rc<Cell<usize>>) {
-    let validated = model.kernel_of(8, blocks);
+    let validated = model.kernel_of(8, blocks, &fake_target());
     let schedule = validated.schedule();
     let left = schedule.program.head_input().unwrap();
     let (at, of) = (schedule.placement[left.index()].unwrap(), &schedule.program.buffers[left.index()]);
@@ -773,8 +788,8 @@ fn a_draft_begins_after_what_waves_read() {
         [600, 20, 700].map(|length| (0..length).map(|at| 1 + (at * 7 + length) % 97).collect()).into();
     let mut asked = vec![];
     for prompt in &prompts {
-        let choices = vec![RequestSettings { ignore_eos: true, ..RequestSettings::plain(SampleSettings::greedy()) }];
-        let choices = choices.iter().map(|settings| settings.resolve(vocab, &[]).unwrap()).collect();
+        let settings = RequestSettings { ignore_eos: true, ..RequestSettings::plain(SampleSettings::greedy()) };
+        let choices = vec![settings.resolve(vocab, &[]).unwrap()];
         let ask = Ask {
             prompt: prompt.clone(),
             tokens_max: 120,
@@ -1111,6 +1126,49 @@ fn requests_on_a_device_get_the_tokens_that_they_have_alone() {
     let decided_max = 2 * stepper.bounds().shape.page_rows;
     let figures = requests_alone_and_together(stepper, 5, decided_max as usize);
     assert!(figures.preemptions > 0 && figures.prefix_hits > 0 && figures.steps > figures.launches, "{figures:?}");
+}
+
+/// The same on two devices, with the kernel for one row, without and with the sampler. The fake refuses a kernel that starts on one device before the
+/// other one has ended the kernel before.
+#[test]
+fn two_devices_give_requests_the_tokens_of_one() {
+    const NAME: &str = "two_devices_give_requests_the_tokens_of_one";
+    if !is_child() {
+        let Some(text) = with_fake_driver(NAME, "two devices") else { return };
+        assert!(text.contains("steps of one row") && text.contains("step 3 of a sampler for 2 rows"), "{text}");
+        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        return;
+    }
+    let (device, target, model) = (two_devices().unwrap(), fake_target().on_devices(2), Model::tiny());
+    for is_sampled in [false, true] {
+        let [one, several, most] = [1, 8, 16].map(|rows| model.kernel_on(rows, &target));
+        let shape = Shape::of(&several.schedule().program).unwrap();
+        let words = [shape.blocks(), shape.page_rows, shape.pages, 8, model.graph.vocab];
+        let of = |validated, image, rows: u32, cache| {
+            let pack = on_each(&device, &[words[0], words[1], words[2], rows, words[4]]);
+            RowsSession::load(&device, &Queues::of(validated), image, Trace::Off, STEPS_MAX, pack, cache).unwrap()
+        };
+        let session = of(&several, IMAGE_ROWS_DEVICES, 8, None);
+        let larger = of(&most, IMAGE_ROWS_DEVICES, 16, Some(session.cache()));
+        let (queues, pack, cache) = (Queues::of(&one), session.pack(), Some(session.cache()));
+        let one = OneRowSession::load(&device, &queues, IMAGE_PAGED_DEVICES, STEPS_MAX, pack, cache).unwrap();
+        let sampler = SamplerSession::load(&device, IMAGE, session.vocab(), 16, STEPS_MAX).unwrap();
+        let sessions: Vec<Box<dyn RowLauncher>> = vec![Box::new(one), Box::new(session), Box::new(larger)];
+        let stepper = DeviceStepper::new(sessions, None, is_sampled.then_some(sampler)).unwrap();
+        let decided_max = 2 * stepper.bounds().shape.page_rows;
+        let figures = requests_alone_and_together(stepper, 5, decided_max as usize);
+        assert!(figures.steps > figures.launches, "{figures:?}");
+    }
+    let refused = of_one(&device, &model);
+    assert_eq!(refused, "the kernel is for 1 devices, found 2");
+}
+
+/// Why a kernel of one device is not loaded on several.
+fn of_one(device: &Device, model: &Model) -> String {
+    let validated = model.kernel(8);
+    let pack = on_each(device, &[0; 5]);
+    let refused = RowsSession::load(device, &Queues::of(&validated), IMAGE, Trace::Off, STEPS_MAX, pack, None);
+    refused.err().unwrap().to_string()
 }
 
 /// Steps with more rows than the kernel has are several launches of it. Later launches read the cache rows of earlier ones. Without and

@@ -354,13 +354,13 @@ static void one_row(const Call *call, int paged, Left *left) {
 static Left left_behind[2][2]; // by device, and by pages
 static void one_row_kernel(const Call *call) { one_row(call, 0, &left_behind[0][0]); }
 static void paged_kernel(const Call *call) { one_row(call, 1, &left_behind[0][1]); }
-// The decode kernel of two devices. Each waits until the other one runs, or gives up as a kernel does; then both compute the same, each from what
-// the host gave it. After the parameters of every kernel it has the distances to the exchange and to the logits of seven others.
+// Kernels of two devices. Each waits until the other one runs, or gives up as a kernel does; then both compute the same, each from what
+// the host gave it. `peers` are after the other parameters: the distances to the exchange and to the logits of seven others.
 static pthread_mutex_t devices_lock = PTHREAD_MUTEX_INITIALIZER;
-static void devices_kernel(const Call *call) {
-    static atomic_uint came[2];
+static atomic_uint came[2], went[2];
+static int comes_together(const Call *call, const Address *peers) {
     const RowsParams *p = call->argument[0];
-    const Address *peers = &p->rows, *peer_logits = peers + 7;
+    const Address *peer_logits = peers + 7;
     uint32_t *abort_word = inside(p->abort, 4), *report = inside(p->report, 32ull * call->grid);
     unsigned own = call->device, other = 1 - own;
     require(reached[own] && reached[other], "devices that do not reach each other");
@@ -371,24 +371,41 @@ static void devices_kernel(const Call *call) {
         inside(p->logits + peer_logits[0], 4);
     }
     while (own == 1 && has_mode("one of two hangs")) {
-        if (*(volatile uint32_t *)abort_word) return;
+        if (*(volatile uint32_t *)abort_word) return 0;
         usleep(100);
     }
     unsigned turn = ++came[own];
+    // The other device has not ended the kernel before: one that does not go on from it may change what is read there.
+    require(went[other] + 1 >= turn, "a kernel that starts before the other device has ended the one before");
     double start = now_ms();
     while (came[other] < turn) {
-        if (*(volatile uint32_t *)abort_word) return;
+        if (*(volatile uint32_t *)abort_word) return 0;
         if (now_ms() - start > p->timeout_ns * 1e-6) {
             uint32_t words[] = {1, p->tag, 3, 2, p->tag - 1, p->tag, 1, 0};
             memcpy(report, words, sizeof words);
             *abort_word = 1;
-            return;
+            return 0;
         }
         usleep(100);
     }
-    pthread_mutex_lock(&devices_lock);
-    one_row(call, 0, &left_behind[own][0]);
-    pthread_mutex_unlock(&devices_lock);
+    return 1;
+}
+static void devices_kernel(const Call *call) {
+    if (comes_together(call, &((const RowsParams *)call->argument[0])->rows)) {
+        pthread_mutex_lock(&devices_lock);
+        one_row(call, 0, &left_behind[call->device][0]);
+        pthread_mutex_unlock(&devices_lock);
+    }
+    went[call->device]++;
+}
+// Over a pool of pages: an address and two words come first.
+static void paged_devices_kernel(const Call *call) {
+    if (comes_together(call, (const Address *)((const char *)call->argument[0] + offsetof(RowsParams, rows) + 16))) {
+        pthread_mutex_lock(&devices_lock);
+        one_row(call, 1, &left_behind[call->device][1]);
+        pthread_mutex_unlock(&devices_lock);
+    }
+    went[call->device]++;
 }
 static void rows_kernel(const Call *call) {
     const RowsParams *p = call->argument[0];
@@ -399,7 +416,9 @@ static void rows_kernel(const Call *call) {
     uint32_t *cache = tokens_of(call, p->cache, (size_t)pages * page_rows);
     // Without a mailbox a sampler decides.
     uint32_t *mailbox = p->mailbox ? inside(p->mailbox, 4 * (1 + (p->steps + 1) * padded)) : NULL;
-    static uint32_t decided[64], last_tag;
+    // Of each device.
+    static uint32_t decided_of[2][64], last_tags[2];
+    uint32_t *decided = decided_of[call->device], *last_tag = &last_tags[call->device];
     require(mailbox || (p->steps == 1 && p->logits), "a launch without a mailbox that is not one step with logits");
     uint32_t active = ~0u, next[64];
     require(p->row_count >= 1 && p->row_count <= padded && p->timeout_ns > 0, "the parameters of a launch");
@@ -412,7 +431,7 @@ static void rows_kernel(const Call *call) {
     for (uint32_t step = 0; step <= p->steps; step++) {
         for (uint32_t r = 0; r < p->row_count; r++) {
             if (step == 0) {
-                require(rows[r].token >= 0 || p->tag == last_tag, "a token of a step that this launch does not follow");
+                require(rows[r].token >= 0 || p->tag == *last_tag, "a token of a step that this launch does not follow");
                 next[r] = rows[r].token >= 0 ? (uint32_t)rows[r].token : decided[rows[r].from];
                 require(rows[r].token >= 0 || !p->fills, "a launch that decides nothing, with a token that is not given");
             } else if (active >> r & 1) next[r] = decided[r];
@@ -443,10 +462,19 @@ static void rows_kernel(const Call *call) {
                 decided[r] = chosen(h, rows[r].seed, position + 1, rows[r].inverse_temperature, vocab, logits);
             }
     }
-    last_tag = p->fills ? 0 : p->tag + p->steps;
+    *last_tag = p->fills ? 0 : p->tag + p->steps;
     printf("%u steps of %u rows\n", p->steps, p->row_count);
 }
-// The same, whose last layer leaves words (rows/words.cuh) for the head: hashes of the tokens that a row sees. After its sizes the pack has where they
+// A batch kernel of two devices. Both decide the same, from tables and caches of their own.
+static void rows_devices_kernel(const Call *call) {
+    if (comes_together(call, (const Address *)((const RowsParams *)call->argument[0] + 1))) {
+        pthread_mutex_lock(&devices_lock);
+        rows_kernel(call);
+        pthread_mutex_unlock(&devices_lock);
+    }
+    went[call->device]++;
+}
+// The same as `rows_kernel`, whose last layer leaves words (rows/words.cuh) for the head: hashes of the tokens that a row sees. After its sizes the pack has where they
 // begin in the exchange, the bytes of a phase, and the values of a row.
 // bf16 has these numbers, too.
 static uint32_t left_of(uint64_t h, uint32_t column) { return (uint32_t)(mixed(h + column) % 200); }
@@ -660,6 +688,8 @@ typedef struct { const char *name; void (*run)(const Call *); size_t parameters[
 static Kernel kernels_one_row[] = {{"monobloc_decode", one_row_kernel, {offsetof(RowsParams, rows)}, 0}, {0}};
 // The same of two devices.
 static Kernel kernels_devices[] = {{"monobloc_decode", devices_kernel, {offsetof(RowsParams, rows) + 14 * 8}, 0}, {0}};
+static Kernel kernels_paged_devices[] = {{"monobloc_decode", paged_devices_kernel, {offsetof(RowsParams, rows) + 16 + 14 * 8}, 0}, {0}};
+static Kernel kernels_rows_devices[] = {{"monobloc_decode", rows_devices_kernel, {sizeof(RowsParams) + 14 * 8}, 0}, {0}};
 // A draft: what it is given is a parameter, too.
 static Kernel kernels_draft[] = {{"monobloc_decode", draft_kernel, {offsetof(RowsParams, rows) + 16}, 0}, {0}};
 // A batch kernel that leaves something for a draft.
@@ -692,7 +722,7 @@ int cuModuleLoadData(void **module, const char *image) {
     BOUND();
     if (memcmp(image, "\177ELF", 4)) return INVALID_IMAGE;
     unsigned char does = image[4] == 'K' ? image[6] : ANYTHING;
-    *module = image[4] == '4' ? kernels_leaving : image[4] == '5' ? kernels_draft : image[4] == '3' ? kernels_devices : image[4] == '1' || does == ONE_ROW ? kernels_one_row : image[4] == '2' || does == PAGED_ROW ? kernels_paged : kernels;
+    *module = image[4] == '4' ? kernels_leaving : image[4] == '5' ? kernels_draft : image[4] == '3' ? kernels_devices : image[4] == '6' ? kernels_paged_devices : image[4] == '7' ? kernels_rows_devices : image[4] == '1' || does == ONE_ROW ? kernels_one_row : image[4] == '2' || does == PAGED_ROW ? kernels_paged : kernels;
     if (image[4] == 'K') {
         OwnImage *own = calloc(1, sizeof *own);
         *own = (OwnImage){.rows = (unsigned char)image[5], .does = does, .is_wrong = image[7], .next = own_images};
@@ -708,7 +738,7 @@ int cuModuleGetFunction(Kernel **function, void *module, const char *name) {
     BOUND();
     for (Kernel *k = module; k->name; k++)
         if (!strcmp(k->name, name)) {
-            has_steps |= k->run == rows_kernel || k->run == leaving_kernel || k->run == waves_kernel;
+            has_steps |= k->run == rows_kernel || k->run == rows_devices_kernel || k->run == leaving_kernel || k->run == waves_kernel;
             *function = k;
             return SUCCESS;
         }
@@ -898,6 +928,11 @@ int cuMemcpyDtoHAsync_v2(void *to, Address from, size_t bytes, Stream *stream) {
 }
 int cuMemcpyDtoDAsync_v2(Address to, Address from, size_t bytes, Stream *stream) {
     BOUND();
+    return submit_three(stream, copy, (Address)inside(to, bytes), (Address)inside(from, bytes), bytes);
+}
+int cuMemcpyPeerAsync(Address to, char *to_context, Address from, char *from_context, size_t bytes, Stream *stream) {
+    BOUND();
+    require(to_context == bound && from_context != bound && from_context >= contexts && from_context < contexts + 2, "the contexts of a copy between devices");
     return submit_three(stream, copy, (Address)inside(to, bytes), (Address)inside(from, bytes), bytes);
 }
 int cuMemsetD8Async(Address to, unsigned char value, size_t bytes, Stream *stream) {

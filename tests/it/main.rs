@@ -95,8 +95,8 @@ mod waves_mamba;
 mod waves_nets;
 mod waves_norms;
 mod waves_pairs;
-mod workflows;
 mod waves_text;
+mod workflows;
 mod wrappers;
 
 use std::io::Write;

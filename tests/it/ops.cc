@@ -76,6 +76,7 @@ struct Batches : Tensor {
 template <class M>
 struct Third : M {
   static constexpr int PEERS = 2;
+  typedef DevicesParams Launch;
 };
 constexpr u32 TAG = 7;
 static Params params;

@@ -147,13 +147,16 @@ const CASES: [(&str, usize); 136] = [
     ("group_norm-gated", 2),
     ("group_norm-gated-bf16", 2),
 ];
-const CASES_OF_ROWS: [(&str, usize); 149] = [
+const CASES_OF_ROWS: [(&str, usize); 153] = [
     ("matvec-8-bf16", 2),
     ("matvec-8-long-bf16", 2),
     ("matvec-8-even-bf16", 2),
     ("matvec-8-gated-bf16", 2),
     ("matvec-8-layer-bf16", 2),
     ("matvec-8-logits-bf16", 2),
+    ("matvec-8-three-devices-bf16", 2),
+    ("matvec-16-three-devices-gated-bf16", 2),
+    ("matvec-three-devices-logits", 2),
     ("matvec-8-units-of-4-bf16", 2),
     ("matvec-8-units-of-2-bf16", 2),
     ("matvec-8-short-bf16", 2),
@@ -268,6 +271,7 @@ const CASES_OF_ROWS: [(&str, usize); 149] = [
     ("group_norm", 1),
     ("group_norm-gated-bf16", 1),
     ("group_norm-16-bf16", 1),
+    ("attention-three-devices-bf16", 5),
     ("attention-halves-bf16", 5),
     ("attention-window-bf16", 5),
     ("attention-pairs-bf16", 5),

@@ -95,7 +95,14 @@ struct Machine {
   static constexpr u32 CONTEXT_MAX = 128, PAGE_ROWS = 32, BLOCKS = CONTEXT_MAX / PAGE_ROWS, PAGES = 2 * BLOCKS;
   static constexpr u64 POOL_ROWS = PAGES * PAGE_ROWS;
 };
+// One of three devices.
+template <class M>
+struct Third : M {
+  static constexpr int PEERS = 2;
+  typedef RowsDevicesParams Launch;
+};
 static RowsParams params;
+static RowsDevicesParams with_peers;
 static Entry entry;
 static Row rows[64];
 static u32 tag;
@@ -166,19 +173,44 @@ static void start(u64 seed, u64 active) {
 }
 template <class M, class Op>
 static void task(int thread) {
-  Context<M> c{params};
+  Context<M> c{peers<M>() > 0 ? with_peers : params};
   c.tag = tag;
   c.thread = thread;
   c.warp_index = thread / 32;
   c.patience = 2;
   Op::run(c, entry);
 }
+// Each other device must have the words, packets and logits that this one has, at the same places.
+template <class M, class Op>
+static void run_with_peers() {
+  constexpr int LOGITS = 4096;
+  std::vector<u64> exchanges[peers<M>()];
+  std::vector<float> own(LOGITS, std::nanf("")), logits[peers<M>()];
+  static_cast<RowsParams&>(with_peers) = params;
+  if (params.logits) with_peers.logits = own.data();
+  for (int i = 0; i < peers<M>(); i++) {
+    exchanges[i] = exchange;
+    logits[i] = own;
+    with_peers.peers[i] = u64(exchanges[i].data()) - u64(exchange.data());
+    with_peers.peer_logits[i] = u64(logits[i].data()) - u64(own.data());
+  }
+  const std::vector<u64> before = exchange;
+  run_block(task<M, Op>, M::WARPS * 32);
+  bool same = before != exchange;
+  for (int i = 0; i < peers<M>(); i++) same = same && exchanges[i] == exchange && !std::memcmp(logits[i].data(), own.data(), LOGITS * sizeof(float));
+  if (!same) std::printf("another device has other words, packets or logits\n"), std::exit(1);
+  for (int i = 0; params.logits && i < LOGITS; i++)
+    if (!std::isnan(own[i])) params.logits[i] = own[i];
+}
 template <class M, class Op>
 static void run() {
   params.exchange = exchange.data();
   params.pack = constants.data();
   params.cache = cache.data();
-  run_block(task<M, Op>, M::WARPS * 32);
+  if constexpr (peers<M>() > 0)
+    run_with_peers<M, Op>();
+  else
+    run_block(task<M, Op>, M::WARPS * 32);
 }
 static bool takes(u64 active, int row) { return active >> row & 1; }
 template <class M>
@@ -747,6 +779,9 @@ int main() {
   matvec<B8, Product<36, 104, Norm::RMS, Epilogue::GATED, 2, 5>>("matvec-8-gated-bf16", some & 0xff);
   matvec<B8, Product<21, 128, Norm::LAYER, Epilogue::ACT, 4, 2>>("matvec-8-layer-bf16", some & 0xff);
   matvec<B8, Product<37, 96, Norm::RMS, Epilogue::LOGITS, 3, 4>>("matvec-8-logits-bf16", some & 0xff);
+  matvec<Third<B8>, Product<40, 160, Norm::NONE, Epilogue::STORE, 4, 3, 8, true>>("matvec-8-three-devices-bf16", some & 0xff);
+  matvec<Third<B16>, Product<36, 104, Norm::RMS, Epilogue::GATED, 2, 5>>("matvec-16-three-devices-gated-bf16", some);
+  matvec<Third<F8>, Product<37, 64, Norm::RMS, Epilogue::LOGITS, 2, 2>>("matvec-three-devices-logits", some & 0xff);
   matvec<B8, Product<12, 200, Norm::RMS, Epilogue::STORE, 2, 3, 4>>("matvec-8-units-of-4-bf16", 0x81);
   matvec<B8, Product<10, 256, Norm::NONE, Epilogue::STORE, 1, 2, 2>>("matvec-8-units-of-2-bf16", 0xff);
   matvec<B8, Product<12, 300, Norm::RMS, Epilogue::STORE, 16, 2>>("matvec-8-short-bf16", some & 0xff);
@@ -878,6 +913,7 @@ int main() {
   group_norm<B8, Groups<700, 1, true>>("group_norm-gated-bf16", some & 0xff);
   group_norm<B16, Groups<80, 2, true>>("group_norm-16-bf16", some);
   typedef Heads<4, 2, 2, 64, 64, false, HeadNorm::NONE, 0, 1> Halves;
+  attention<Third<B8>, Swizzled<Halves, 1, true>>("attention-three-devices-bf16");
   attention<B8, Swizzled<Halves, 1, true>>("attention-halves-bf16");
   attention<B8, Capped<Swizzled<Heads<4, 4, 4, 64, 0, false, HeadNorm::HEAD, 24, 1>, 1, false>>>("attention-window-bf16");
   attention<B8, Swizzled<Heads<4, 2, 1, 64, 64, true, HeadNorm::HEAD, 0, 1>, 1, true>>("attention-pairs-bf16");

@@ -70,7 +70,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("cuda/rows", &["codegen", "error", "ir", "rows", "target"]),
     ("cuda/one_row", &["codegen", "ir", "rows"]),
     // Knows which device has which head.
-    ("cuda/peers", &["codegen", "ir"]),
+    ("cuda/peers", &["codegen", "ir", "rows"]),
     ("cuda/turns", &["codegen", "ir", "rows"]),
     ("cuda/waves", &["codegen", "ir", "rows", "trace", "waves"]),
     // A vector that no host gives follows from the position.

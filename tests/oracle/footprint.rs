@@ -163,6 +163,20 @@ pub fn footprints(s: &Schedule, target: &Target) -> Result<Vec<Vec<Foot>>, Fault
     Ok(feet)
 }
 
+/// Of a divided matrix a task reads units that its device holds: unit by unit, the first device whose part ends after it.
+fn holds_units(s: &Schedule, (r, t): (usize, usize), task: &Task, here: u32) -> Result<(), Fault> {
+    let (grid, devices) = (&s.program.grids[task.grid.index()], u64::from(s.machine.devices));
+    let is_divided = |operand: &&Operand| s.program.buffers[operand.buffer.index()].home == Home::Divided;
+    let Some(part) = grid.operands.iter().find(is_divided) else { return Ok(()) };
+    let ends_after = |device: u64, unit: u32| (device + 1) * u64::from(grid.n) / devices > u64::from(unit);
+    let holder = |unit: u32| (0..devices).find(|device| ends_after(*device, unit));
+    if (task.lo..task.hi).all(|unit| holder(unit) == Some(u64::from(here))) {
+        return Ok(());
+    }
+    let what = format!("t{t} of r{r} reads units of {} that device {here} does not hold", part.buffer);
+    Err(Fault::new(Kind::Unwritten, what))
+}
+
 /// Each device has its own memory. Packets are stored into all memories that have the buffer, and polled in the local one;
 /// other data stay where they were written. A word that another device stores is atomic only if its scope is all devices.
 fn devices(s: &Schedule, feet: &[Vec<Foot>]) -> Result<(), Fault> {
@@ -174,7 +188,7 @@ fn devices(s: &Schedule, feet: &[Vec<Foot>]) -> Result<(), Fault> {
     let home = |id: BufferId| s.program.buffers[id.index()].home;
     let has = |id: BufferId, device: u32| match home(id) {
         Home::Device(of) => of == device,
-        Home::Everywhere => true,
+        Home::Everywhere | Home::Divided => true,
         Home::Sm => false,
     };
     // Which device appends which columns of a cache.
@@ -194,6 +208,7 @@ fn devices(s: &Schedule, feet: &[Vec<Foot>]) -> Result<(), Fault> {
             Home::Sm => buffer.space == Space::Private,
             Home::Device(of) => buffer.space != Space::Private && of < devices,
             Home::Everywhere => buffer.space != Space::Private,
+            Home::Divided => buffer.space == Space::Weight,
         };
         if !fits {
             return malformed(format!("b{b} lies nowhere"));
@@ -212,6 +227,7 @@ fn devices(s: &Schedule, feet: &[Vec<Foot>]) -> Result<(), Fault> {
                     return Err(Fault::new(Kind::Unwritten, what));
                 }
             }
+            holds_units(s, (r, t), task, here)?;
             for touch in &foot.history {
                 let meets =
                     |a: &Touch| (a.buffer, a.row) == (touch.buffer, touch.row) && a.lo < touch.hi && touch.lo < a.hi;
