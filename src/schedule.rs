@@ -50,6 +50,9 @@ pub fn schedule(program: Program, target: &Target, candidate: &Candidate) -> Res
     let mut schedule = Schedule { program, machine, variants, placement, regimes };
     check_memory(&schedule, target)?;
     resolve_matvecs(&mut schedule, target, candidate)?;
+    if for_rows(&schedule.program) {
+        schedule.machine.residual_cols = residual_cols(&schedule);
+    }
     Ok(schedule)
 }
 
@@ -198,6 +201,22 @@ fn resolve_matvecs(schedule: &mut Schedule, target: &Target, c: &Candidate) -> R
         }
     }
     Ok(())
+}
+
+/// Columns of the residual from the first to the last of a block, in the block with most: the distance from one row to the next.
+fn residual_cols(schedule: &Schedule) -> u32 {
+    let of_queue = |regime: &Regime, queue: &[TaskId]| {
+        let owned = queue.iter().filter_map(|id| {
+            let task = &regime.tasks[id.index()];
+            let residual = schedule.program.grids[task.grid.index()].operand(Role::Residual)?;
+            Some(residual.cols.range(task.lo, task.hi, task.j))
+        });
+        let all = owned.reduce(|a, b| (a.0.min(b.0), a.1.max(b.1)));
+        all.map_or(0, |(lo, hi)| (hi - lo).next_multiple_of(u64::from(UNIT_ROWS)))
+    };
+    let queues =
+        schedule.regimes.iter().flat_map(|regime| regime.queues.iter().map(move |queue| of_queue(regime, queue)));
+    queues.max().unwrap_or(0) as u32
 }
 
 /// Whether the code of a matvec is that of others: in steps of 16 rows, without a norm. With 8 rows the same costs more than it saves (docs/perf-log.md, entry 42).
@@ -438,6 +457,7 @@ fn machine(
         registers_per_thread: registers,
         loader_registers,
         reduce_batch: c.sum_units,
+        residual_cols: 0,
         ring: Ring {
             slots: c.ring_slots,
             slot_bytes: c.slot_bytes,

@@ -3,16 +3,15 @@
 use super::{Float, HEADERS, JOIN_HEADERS, KernelSource, ROWS_HEADERS};
 use crate::dtype::DType;
 use crate::format::{Code, Format, ScaleCode, TableRow};
+use crate::ir::GridId;
 use crate::ir::layout::WORD_ROWS;
 use crate::ir::op::{
     Attention, Combine, Convolve, Epilogue, GroupNorm, MatVec, Mix, NormAttr, Op, QkNormAttr, Role, Route, Scan,
-    UNIT_ROWS,
 };
 use crate::ir::program::{Buffer, Grid, Operand, Program, Rows};
-use crate::ir::schedule::{Regime, Schedule, SmemKind, Source};
+use crate::ir::schedule::{Schedule, SmemKind, Source};
 use crate::ir::table::Holds;
 use crate::ir::variant::{AttentionVariant, MatVecVariant};
-use crate::ir::{GridId, TaskId};
 use crate::model::graph::{Act, ClampedSwiglu, GroupScore, NormKind, QkNormSpan, QueryScale, Score};
 use crate::rows::Shape;
 use crate::target::{CopyMechanism, DotMechanism, Target};
@@ -283,7 +282,7 @@ fn rows_members(schedule: &Schedule) -> Vec<String> {
     let [page_rows, page_count, pool_rows] = pages;
     vec![
         format!("int ROWS = {}", program.rows.next_multiple_of(WORD_ROWS)),
-        format!("int RESIDUAL_COLS = {}", residual_cols(schedule)),
+        format!("int RESIDUAL_COLS = {}", schedule.machine.residual_cols),
         page_rows,
         page_count,
         pool_rows,
@@ -291,22 +290,6 @@ fn rows_members(schedule: &Schedule) -> Vec<String> {
         format!("int REGISTERS = {}", schedule.machine.registers_per_thread),
         format!("int LOADER_REGISTERS = {}", schedule.machine.loader_registers),
     ]
-}
-
-/// Columns of the residual from the first to the last of a block, in the block with most: the distance from one row to the next.
-fn residual_cols(schedule: &Schedule) -> u32 {
-    let of_queue = |regime: &Regime, queue: &[TaskId]| {
-        let owned = queue.iter().filter_map(|id| {
-            let task = &regime.tasks[id.index()];
-            let residual = schedule.program.grids[task.grid.index()].operand(Role::Residual)?;
-            Some(residual.cols.range(task.lo, task.hi, task.j))
-        });
-        let all = owned.reduce(|a, b| (a.0.min(b.0), a.1.max(b.1)));
-        all.map_or(0, |(lo, hi)| (hi - lo).next_multiple_of(u64::from(UNIT_ROWS)))
-    };
-    let queues =
-        schedule.regimes.iter().flat_map(|regime| regime.queues.iter().map(move |queue| of_queue(regime, queue)));
-    queues.max().unwrap_or(0) as u32
 }
 
 /// Tasks of the longest queue: stamps of one block and step.

@@ -615,6 +615,7 @@ impl<'a> Parser<'a> {
         let registers_per_thread = self.attr_u32("registers_per_thread")?;
         let loader_registers = self.optional_u32("loader_registers")?.unwrap_or(0);
         let reduce_batch = self.attr_u32("reduce_batch")?;
+        let residual_cols = self.optional_u32("residual_cols")?.unwrap_or(0);
         self.lines.machine = self.end_of_line()?;
         self.next_line();
         self.line_kind = "ring";
@@ -673,6 +674,7 @@ impl<'a> Parser<'a> {
             registers_per_thread,
             loader_registers,
             reduce_batch,
+            residual_cols,
             ring,
             smem,
         };
@@ -1690,26 +1692,27 @@ regime r1 from 32
         );
         let kinds = prop::sample::select(&SmemKind::ALL[..]);
         let smem = (kinds, numbers(), numbers()).prop_map(|(kind, offset, bytes)| SmemPart { kind, offset, bytes });
-        (names(), [numbers(), numbers(), numbers(), numbers(), numbers(), numbers(), numbers()], ring, vec(smem, 0..4))
-            .prop_map(
-                |(
-                    target,
-                    [sms, devices, consumer_warps, loader_warps, registers, loader_registers, reduce_batch],
-                    ring,
-                    smem,
-                )| Machine {
-                    target,
-                    sms,
-                    devices,
-                    consumer_warps,
-                    loader_warps,
-                    registers_per_thread: registers,
-                    loader_registers,
-                    reduce_batch,
-                    ring,
-                    smem,
-                },
-            )
+        let counts = [numbers(), numbers(), numbers(), numbers(), numbers(), numbers(), numbers(), numbers()];
+        (names(), counts, ring, vec(smem, 0..4)).prop_map(
+            |(
+                target,
+                [sms, devices, consumer_warps, loader_warps, registers, loader_registers, reduce_batch, residual_cols],
+                ring,
+                smem,
+            )| Machine {
+                target,
+                sms,
+                devices,
+                consumer_warps,
+                loader_warps,
+                registers_per_thread: registers,
+                loader_registers,
+                reduce_batch,
+                residual_cols,
+                ring,
+                smem,
+            },
+        )
     }
 
     fn regimes() -> impl Strategy<Value = Regime> {

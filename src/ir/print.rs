@@ -416,18 +416,21 @@ fn write_machine(out: &mut String, machine: &Machine) -> fmt::Result {
         registers_per_thread,
         loader_registers,
         reduce_batch,
+        residual_cols,
         ring,
         smem,
     } = machine;
     let Ring { slots, slot_bytes, arrivals, flight_high, flight_low, flight_free } = ring;
     let many = Some(devices).filter(|devices| **devices != 1).map_or(String::new(), |n| format!("devices={n} "));
     let moved = Some(loader_registers).filter(|n| **n != 0).map_or(String::new(), |n| format!("loader_registers={n} "));
-    writeln!(
+    write!(
         out,
         "machine {} sms={sms} {many}consumer_warps={consumer_warps} loader_warps={loader_warps} \
          registers_per_thread={registers_per_thread} {moved}reduce_batch={reduce_batch}",
         Quoted(target)
     )?;
+    write_optional(out, "residual_cols", &Some(residual_cols).filter(|n| **n != 0))?;
+    out.push('\n');
     writeln!(
         out,
         "ring slots={slots} slot_bytes={slot_bytes} arrivals={arrivals} flight_high={flight_high} \

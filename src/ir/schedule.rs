@@ -39,6 +39,8 @@ pub struct Machine {
     pub loader_registers: u32,
     /// Units of a matvec whose partial sums meet in one reduction across warps.
     pub reduce_batch: u32,
+    /// Of a batch kernel: columns of the residual that a block keeps of each row, from its lowest to its highest. 0: rows are not kept apart.
+    pub residual_cols: u32,
     pub ring: Ring,
     /// Shared-memory map in address order.
     pub smem: Vec<SmemPart>,

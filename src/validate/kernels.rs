@@ -76,11 +76,42 @@ impl Rules<'_> {
         let program = &schedule.program;
         if program.rows > 1 {
             self.rows(schedule, target);
+            self.residual(schedule);
         } else {
             self.one_row(schedule);
             self.paged(program);
         }
         self.devices(schedule);
+    }
+
+    /// context.cuh of rows: a block keeps as many columns of the residual of each row, from the lowest that it owns in any regime, and its memory has room for all rows.
+    fn residual(&mut self, schedule: &Schedule) {
+        let Schedule { program, machine, .. } = schedule;
+        let (mut least, mut most) = (0, None);
+        for (r, regime) in (0..).zip(&schedule.regimes) {
+            for (sm, queue) in (0..).zip(&regime.queues) {
+                let tasks = queue.iter().map(|id| &regime.tasks[id.index()]);
+                let owned = tasks.filter_map(|task| {
+                    let residual = program.grids[task.grid.index()].operand(Role::Residual)?;
+                    Some(residual.cols.range(task.lo, task.hi, task.j))
+                });
+                let (lo, hi) = owned.fold((u64::MAX, 0), |(lo, hi), of| (lo.min(of.0), hi.max(of.1)));
+                if hi.saturating_sub(lo) > least {
+                    (least, most) = (hi - lo, Some(note(Entity::Sm(r, SmId(sm)), "owns the most columns")));
+                }
+            }
+        }
+        let found = u64::from(machine.residual_cols);
+        let room = machine.smem.iter().find(|part| part.kind == SmemKind::Residual).map_or(0, |part| part.bytes);
+        let fits = found.saturating_mul(u64::from(program.rows) * 4) <= room.into();
+        if found < least || !fits {
+            let witness = most.into_iter().collect();
+            let message = format!(
+                "expected `residual_cols` of {least} or more, for which {room} bytes of `residual` have room in {} rows, found {found}",
+                program.rows
+            );
+            self.found.add_with(Rule::KernelRows, Entity::Machine, || (message, witness));
+        }
     }
 
     /// context.cuh and sync.cuh: a kernel accesses all packets and words at one scope. On several devices each has all buffers, or its part of a

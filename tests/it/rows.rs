@@ -703,6 +703,9 @@ fn rows_of_a_residual_do_not_overlap() {
         (part.offset, part.bytes) = (end, part.bytes + more);
         end += part.bytes.next_multiple_of(128);
     }
+    let rejected = validate(s.clone(), &target).expect_err("too few columns").violations;
+    assert!(rejected.iter().all(|violation| violation.rule == Rule::KernelRows), "{rejected:?}");
+    s.machine.residual_cols = 16;
     assert_eq!(cols(&s), "16");
 }
 

@@ -608,6 +608,7 @@ fn place_randomly(random: &mut Rng, p: Program, sms: usize) -> Base {
         registers_per_thread: 128,
         loader_registers: 0,
         reduce_batch: 8,
+        residual_cols: 0,
         ring: Ring { slots: 4, slot_bytes: 4096, arrivals: 1, flight_high: 4, flight_low: 2, flight_free: 2 },
         smem: smem.collect(),
     };
