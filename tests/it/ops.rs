@@ -806,7 +806,12 @@ fn an_op_of_rows_that_computes_something_else_is_found() {
             "const int at = col * GROUPS;",
             "codes-8-int4-32-zeros",
         ),
-        ("rows/matvec_codes.cuh", "held.scale(0, g) : 1.f;", "held.scale(0, 0) : 1.f;", "codes-lanes-int4-32-zeros"),
+        (
+            "rows/matvec_codes.cuh",
+            "scale = held.scale(0, g);",
+            "scale = held.scale(0, 0);",
+            "codes-lanes-int4-32-zeros",
+        ),
         // A part of the rows of the launch, a state that other rows go on from, one that is there at position 0, inputs of the row before, words of
         // rows that take no part.
         ("rows/context.cuh", "sequence % parts == part", "row % parts == part", "mix-3-parts"),

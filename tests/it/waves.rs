@@ -1732,7 +1732,7 @@ pub fn judge_mutants_of(
     judge(name, imported, &validated, target, mutants, &text)
 }
 
-/// What a plan stands after, where nobody asks for its schedule.
+/// A schedule for a plan to stand after, where any will do.
 const NO_SCHEDULE: &str = "mkir 2
 program \"none\" context_max=1 weights=bf16 cache=bf16 wire=fp32
 machine \"none\" sms=1 consumer_warps=1 loader_warps=1 registers_per_thread=1 reduce_batch=1

@@ -1,4 +1,4 @@
-//! Tests that the text of wave kernels goes from `show` to `validate`, and that a wrong plan is told on its line.
+//! Tests that the text of wave kernels goes from `show` to `validate`, and that a wrong plan is marked on its line.
 
 use std::fs;
 
