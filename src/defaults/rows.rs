@@ -21,12 +21,15 @@ pub const PROMPT_ROWS: u32 = 32;
 /// Rows of the steps that every model has on a CUDA target, ascending. [`kernel_rows`] does not say which kernels run them.
 pub const STEP_ROWS: [u32; 5] = [8, 16, 32, 64, 128];
 
+/// How many of [`STEP_ROWS`] several devices have.
+pub const ROWS_TOGETHER: usize = 2;
+
 /// Rows of the kernels whose tasks wait for words, of a model on a target; ascending. More than 16 need tensor cores, whose warps share the
-/// rows, and plain weights; some may not fit a target's shared memory. None has 128 rows.
+/// rows, and plain weights; some may not fit a target's shared memory. None has 128 rows. Several devices have those of [`ROWS_TOGETHER`].
 pub fn kernel_rows(graph: &ModelGraph, precision: Precision, target: &Target) -> &'static [u32] {
     match is_plain(graph, precision) && rows_on_tensor_cores(precision, target.spec.dot == DotMechanism::Mma) {
-        true => &STEP_ROWS[..4],
-        false => &STEP_ROWS[..2],
+        true if target.devices == 1 => &STEP_ROWS[..4],
+        _ => &STEP_ROWS[..ROWS_TOGETHER],
     }
 }
 

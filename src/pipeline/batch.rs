@@ -7,7 +7,7 @@ use crate::candidate::WaveKnobs;
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
 use crate::cuda::states::StateRows;
-use crate::defaults::rows::{PROMPT_ROWS, Room, STEP_ROWS};
+use crate::defaults::rows::{PROMPT_ROWS, ROWS_TOGETHER, Room, STEP_ROWS};
 use crate::engine::{CpuStepper, CpuSteps, Drafted, Stepper};
 use crate::error::{Fault, Tier};
 use crate::interp::{Options, Pack};
@@ -497,9 +497,6 @@ fn step_rows_of(serving: &Serving, target: &Target) -> Result<&'static [u32], Fa
     let smaller = all.iter().take_while(|rows| **rows < wanted).count();
     Ok(&all[..(smaller + 1).min(all.len())])
 }
-
-/// How many of [`STEP_ROWS`] several devices have.
-const ROWS_TOGETHER: usize = 2;
 
 /// Steps of the interpreter: the first that fits is taken. The sizes that the user did not name are halved from one to the next.
 pub(super) fn cpu_batches(serving: &Serving, decode: &Decode) -> Vec<Batch> {

@@ -14,7 +14,9 @@ use crate::cuda::rows::{FirstToken, RowInput, RowLauncher, RowsSession, given};
 use crate::cuda::sampler::SamplerSession;
 use crate::cuda::session::Session;
 use crate::cuda::waves::{Last, StepsSession, WavesSession};
-use crate::defaults::rows::{PROMPT_ROWS, Room, STEP_ROWS, kernel_rows, place_one_row, place_rows, whole_pages};
+use crate::defaults::rows::{
+    PROMPT_ROWS, ROWS_TOGETHER, Room, STEP_ROWS, kernel_rows, place_one_row, place_rows, whole_pages,
+};
 use crate::error::{Fault, Tier};
 use crate::ir::schedule::Schedule;
 use crate::manifest::{Manifest, SearchKernel};
@@ -35,7 +37,7 @@ use super::device_steps::{By, StepsKernel, StepsKernels, step_rows_for};
 use super::device_waves::{
     PromptCubins, chosen_knobs, derive_chunks, named_spans, plan_prompts, waves_beside, waves_source,
 };
-use super::execute::upload_pack;
+use super::execute::{self, upload_pack};
 use super::invariant;
 use super::kernels::{Does, KernelSet, Planned, PlannedSet};
 use super::stages::{BuildContext, Generated, prove};
@@ -589,10 +591,10 @@ pub fn bench_rows(
         let all = one_of(all.iter().map(String::as_str));
         return Err(Fault::input(format!("chunks of {wrong}: expected {all}, as many as a kernel has rows")));
     }
-    let found = host.device(target)?.ok_or_else(no_kernels)?;
-    let device = Device::open(found.ordinal)?;
+    refuse_waves(target, &rows, prompts)?;
+    let device = execute::open(host.device(target)?.ok_or_else(no_kernels)?, target)?;
     // A baseline that cannot start is known before anything is timed.
-    let mut programs = Programs::open(&chain, &found.uuid, request)?;
+    let mut programs = Programs::open(&chain, &device.identity().uuid, request)?;
     let pack = chain.pack()?;
     let mut shared = None;
     let position_last = manifest.decode.time_positions.iter().max().copied().unwrap_or(0) + STEPS + 1;
@@ -666,6 +668,16 @@ pub fn bench_rows(
         }
     }
     Ok(())
+}
+
+/// Refuses what several devices have no kernels for: prompts, and steps of more than [`ROWS_TOGETHER`] says. `rows` has the rows of each kernel, then those of its steps.
+fn refuse_waves(target: &Target, rows: &[(u32, u32)], prompts: &[u32]) -> Result<(), Fault> {
+    let (devices, most) = (target.devices, STEP_ROWS[ROWS_TOGETHER - 1]);
+    if devices == 1 || prompts.is_empty() && rows.iter().all(|(kernel, _)| *kernel <= most) {
+        return Ok(());
+    }
+    let message = format!("{devices} devices have kernels for steps of up to {most} rows, and none for prompts");
+    Err(Fault::input(message).with_remedy("ask for fewer rows, or name a target of one device with `--target`"))
 }
 
 /// Times steps alone, against baselines, between launches, and with the sampler. `of` has the rows of a step and of the kernel, the position,

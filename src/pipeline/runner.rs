@@ -247,10 +247,8 @@ impl Prepared {
             self.one_device("verifies proposed tokens")?;
             load_verifier(workspace, self, device, one, rows)
         });
-        let prefill = LazyPrefill::new(&workspace.report, device, |device, one| {
-            self.one_device("reads prompts in chunks")?;
-            Prefill::load(workspace, self, device, one)
-        });
+        let prefill =
+            LazyPrefill::new(&workspace.report, device, |device, one| Prefill::load(workspace, self, device, one));
         let on = On::Device { session: Box::new(session), prefill, verifier, steps_max };
         Ok(Runner { place, context_max, vocab, cached: vec![], on, has_state, snapshots: [None; SNAPSHOTS] })
     }

@@ -6,7 +6,7 @@ use super::{Entity, Found, Rule, note};
 use crate::dtype::DType;
 use crate::format::Format;
 use crate::ir::op::{Epilogue, Op, Role, UNIT_ROWS};
-use crate::ir::program::{Buffer, Rows, Space};
+use crate::ir::program::{Buffer, Home, Rows, Space};
 use crate::ir::schedule::{Machine, Schedule, SmemKind};
 use crate::ir::{BufferId, GridId, SmId};
 use crate::target::{DotMechanism, Target, TargetKind};
@@ -264,11 +264,19 @@ fn residual(schedule: &Schedule, grids: &Grids) -> (u64, Option<Entity>) {
     most
 }
 
-/// Bytes of the units of each matrix, by buffer, and the grid that streams it first: rows padded to whole units, k to whole
-/// granules of 8 rows of 64 bytes. A unit of fewer rows fills a granule with several parts of k.
-fn matrices(schedule: &Schedule, found: &mut Found) -> Vec<u64> {
-    let program = &schedule.program;
-    let mut matrices: Vec<Option<(u64, u64, GridId)>> = vec![None; program.buffers.len()];
+/// Bytes of a matrix in the pack, and those that one device of several has of it at most.
+#[derive(Debug, Clone, Copy, Default)]
+struct Matrix {
+    bytes: u64,
+    of_device: u64,
+}
+
+/// The matrix of each buffer: rows padded to whole units, k to whole granules of 8 rows of 64 bytes. A unit of fewer rows fills a granule with
+/// several parts of k.
+fn matrices(schedule: &Schedule, found: &mut Found) -> Vec<Matrix> {
+    let (program, devices) = (&schedule.program, u64::from(schedule.machine.devices.max(1)));
+    // Units, bytes of one, equal parts that they are, and the grid that streams them first.
+    let mut matrices: Vec<Option<(u64, u64, u64, GridId)>> = vec![None; program.buffers.len()];
     for (g, grid) in (0..).zip(&program.grids) {
         let (Op::MatVec(m), Some(weight)) = (&grid.op, grid.operand(Role::Weight)) else { continue };
         let unit_rows = u64::from(m.unit_rows.clamp(1, UNIT_ROWS));
@@ -287,7 +295,7 @@ fn matrices(schedule: &Schedule, found: &mut Found) -> Vec<u64> {
         };
         let here = (units.saturating_mul(parts), unit);
         match matrices[weight.buffer.index()] {
-            Some((units, unit, other)) if (units, unit) != here => {
+            Some((units, unit, _, other)) if (units, unit) != here => {
                 found.add_with(Rule::MixedUse, Entity::Grid(GridId(g)), || {
                     let message = format!(
                         "expected {units} units of {unit} bytes of {}, found {} of {}",
@@ -297,35 +305,45 @@ fn matrices(schedule: &Schedule, found: &mut Found) -> Vec<u64> {
                 });
             }
             Some(_) => {}
-            None => matrices[weight.buffer.index()] = Some((here.0, here.1, GridId(g))),
+            None => matrices[weight.buffer.index()] = Some((here.0, here.1, parts, GridId(g))),
         }
     }
     let rows =
         |buffer: &Buffer| if buffer.coded.is_some_and(|format| format.row_scales) { u64::from(UNIT_ROWS) } else { 0 };
-    let bytes = |(matrix, buffer): (Option<(u64, u64, GridId)>, &Buffer)| {
-        let (units, unit, _) = matrix?;
-        let units_bytes = units.saturating_mul(unit);
-        // A scale of 4 bytes for each row of each unit, from an aligned place on.
+    let aligned = |bytes: u64| bytes.div_ceil(PLACE_ALIGN).saturating_mul(PLACE_ALIGN);
+    let of = |(matrix, buffer): (Option<(u64, u64, u64, GridId)>, &Buffer)| {
+        let Some((units, unit, parts, _)) = matrix else { return Matrix::default() };
+        // A scale of 4 bytes for each row of each unit, from an aligned place on. Every device has those of all rows.
         let scales = units.saturating_mul(rows(buffer) * 4);
-        Some(if scales == 0 {
-            units_bytes
-        } else {
-            units_bytes.div_ceil(PLACE_ALIGN).saturating_mul(PLACE_ALIGN).saturating_add(scales)
-        })
+        let with_scales = |units: u64| {
+            let units_bytes = units.saturating_mul(unit);
+            if scales == 0 { units_bytes } else { aligned(units_bytes).saturating_add(scales) }
+        };
+        // Devices have as many units of each part as others, or one more.
+        let parts = parts.max(1);
+        let own =
+            if buffer.home == Home::Divided { (units / parts).div_ceil(devices).saturating_mul(parts) } else { units };
+        Matrix { bytes: with_scales(units), of_device: with_scales(own) }
     };
-    matrices.into_iter().zip(&program.buffers).map(|m| bytes(m).unwrap_or(0)).collect()
+    matrices.into_iter().zip(&program.buffers).map(of).collect()
 }
 
 /// Arenas of the pack, of exchange, cache and output buffers, and the sum of everything in device memory.
 pub(super) fn device(schedule: &Schedule, target: &Target, found: &mut Found) {
     let program = &schedule.program;
     let matrices = matrices(schedule, found);
-    let mut total = 0u64;
+    // Of several devices, each has a part of the pack.
+    let (mut total, mut elsewhere) = (0u64, 0u64);
     let mut placed: Vec<(&str, u64, u64, BufferId)> = vec![];
     for ((b, buffer), &place) in (0..).zip(&program.buffers).zip(&schedule.placement) {
         let id = BufferId(b);
         let (arena, bytes) = match buffer.space {
-            Space::Weight => ("pack", matrices[b as usize]),
+            Space::Weight => {
+                let Matrix { bytes, of_device } = matrices[b as usize];
+                // Rounded down, as much as its place may be rounded up.
+                elsewhere += (bytes - of_device) / PLACE_ALIGN * PLACE_ALIGN;
+                ("pack", bytes)
+            }
             Space::Constant => ("pack", bytes(buffer)),
             Space::Exchange | Space::Cache | Space::State | Space::Output => {
                 (buffer.space.arena().name(), bytes(buffer))
@@ -370,6 +388,7 @@ pub(super) fn device(schedule: &Schedule, target: &Target, found: &mut Found) {
         }
         total = total.saturating_add(last.0);
     }
+    total = total.saturating_sub(elsewhere);
     if total > target.spec.memory_bytes {
         found.add(Rule::DeviceMemory, Entity::Schedule, || {
             format!("expected at most {} bytes in device memory, found {total}", target.spec.memory_bytes)

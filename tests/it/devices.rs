@@ -116,6 +116,26 @@ fn each_device_streams_its_part_of_the_weights() {
 }
 
 #[test]
+fn a_model_may_be_larger_than_one_device() {
+    let place = |devices: u32, memory: u64| {
+        let mut target = h200().on_devices(devices);
+        target.spec.memory_bytes = memory;
+        let s = TOY.schedule(&h200().on_devices(devices), &on_h200(4));
+        let rules =
+            validate(s.clone(), &target).err().map(|refused| refused.violations.iter().map(|v| v.rule).collect());
+        (rules.unwrap_or_else(Vec::new), pack_bytes(&s) - held(&s, 0).bytes, s)
+    };
+    // What one device needs, to the byte.
+    let (fits, refuses) = (|of: &(Vec<Rule>, u64, Schedule)| of.0.is_empty(), vec![Rule::DeviceMemory]);
+    let needs = (1..).map(|n| n << 10).find(|memory| fits(&place(1, *memory))).expect("some memory is enough");
+    assert_eq!(place(1, needs - 1024).0, refuses);
+    let (rules, elsewhere, _) = place(2, needs - 1024);
+    assert!(rules.is_empty() && elsewhere > 4096, "{rules:?}, {elsewhere} bytes of the pack are elsewhere");
+    // But each has its part.
+    assert_eq!(place(2, needs - elsewhere - 2048).0, refuses);
+}
+
+#[test]
 fn one_device_has_the_program_that_it_had() {
     let (s, _) = toy();
     assert_eq!(shards(s.program.clone(), 1), s.program);

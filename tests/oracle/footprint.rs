@@ -1327,6 +1327,23 @@ fn matrix_bytes(s: &Schedule, b: usize) -> u64 {
     s.program.grids.iter().map(of_grid).max().unwrap_or(0)
 }
 
+/// Bytes of the units of a matrix that even the device with most of them does not have.
+fn bytes_elsewhere(s: &Schedule, b: usize) -> u64 {
+    let devices = u64::from(s.machine.devices.max(1));
+    let of_grid = |grid: &Grid| match (&grid.op, grid.operand(Role::Weight)) {
+        (Op::MatVec(m), Some(weight)) if weight.buffer.index() == b => {
+            let chosen = match weight.rows {
+                Rows::Lookup(id) => s.program.tables.get(id.index()).map_or(1, |table| u64::from(table.bound)),
+                _ => 1,
+            };
+            let units = u64::from(grid.n) - u64::from(grid.n).div_ceil(devices);
+            units.saturating_mul(chosen).saturating_mul(unit_bytes(&s.program.buffers[b], m))
+        }
+        _ => 0,
+    };
+    s.program.grids.iter().map(of_grid).max().unwrap_or(0)
+}
+
 /// Bytes of a row of a table of codes: codes, scales and zero points of groups, the scale of the row, each aligned to a word.
 fn table_row(buffer: &Buffer) -> u64 {
     let Format { code, groups, row_scales } = buffer.format();
@@ -1343,7 +1360,7 @@ fn table_row(buffer: &Buffer) -> u64 {
 /// Checks the places of buffers. Exchange memory is shadowed during a run. Caches and outputs are written at every position of a
 /// text, so two in one place are a fault without a run.
 fn arenas(s: &Schedule, target: &Target) -> Result<(), Fault> {
-    let mut total = 0u64;
+    let (mut total, mut elsewhere) = (0u64, 0u64);
     let mut extents: Vec<(u8, u64, u64)> = vec![];
     for (b, (buffer, place)) in s.program.buffers.iter().zip(&s.placement).enumerate() {
         let elements = u64::from(buffer.rows).saturating_mul(u64::from(buffer.cols));
@@ -1375,6 +1392,9 @@ fn arenas(s: &Schedule, target: &Target) -> Result<(), Fault> {
                     return Err(Fault::new(Kind::Stale, format!("b{b} is read elsewhere than at {place}")));
                 }
                 let bytes = if buffer.space == Space::Weight { matrix_bytes(s, b) } else { bytes };
+                if buffer.home == Home::Divided {
+                    elsewhere = elsewhere.saturating_add(bytes_elsewhere(s, b));
+                }
                 let Some(end) = place.checked_add(bytes) else { return malformed("a place beyond all memory") };
                 extents.push((PACK, *place, end));
                 total = total.max(end);
@@ -1382,7 +1402,7 @@ fn arenas(s: &Schedule, target: &Target) -> Result<(), Fault> {
             Space::Private => {}
         }
     }
-    if total > target.spec.memory_bytes {
+    if total.saturating_sub(elsewhere) > target.spec.memory_bytes {
         return Err(Fault::new(Kind::Occupancy, "device memory"));
     }
     extents.sort();
