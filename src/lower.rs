@@ -433,8 +433,15 @@ impl Builder<'_> {
         let k = linears[0].cols;
         let all: u32 = linears.iter().map(|l| l.rows).sum();
         let norm_of_input = norm.map(norm_attr);
-        let mut op =
-            MatVec { rows: all / matrices, k, norm: norm_of_input, own_input: false, epilogue, unit_rows: UNIT_ROWS };
+        let mut op = MatVec {
+            rows: all / matrices,
+            k,
+            slots: 1,
+            norm: norm_of_input,
+            own_input: false,
+            epilogue,
+            unit_rows: UNIT_ROWS,
+        };
         let format = format_of(self.graph, linears, self.program.precision);
         op.unit_rows = unit_rows(&op, format, self.program.precision, self.candidate.unit_rows);
         let units = op.units();
@@ -806,6 +813,12 @@ pub fn format_of(graph: &ModelGraph, linears: &[&Linear], precision: Precision) 
 /// SMs that units are sized for, whatever a candidate or a GPU has: the pack is the same for all of them.
 const BALANCED_SMS: u32 = 132;
 
+/// A product with the first of some matrices that is stored as it is.
+fn stored(linears: &[&Linear]) -> MatVec {
+    let (rows, k) = linears.first().map_or((0, 0), |linear| (linear.rows, linear.cols));
+    MatVec { rows, k, slots: 1, norm: None, own_input: false, epilogue: Epilogue::Store, unit_rows: UNIT_ROWS }
+}
+
 /// Rows of the units of a matvec: the largest number, from `least` on, that makes the longest share among [`BALANCED_SMS`] shortest.
 fn unit_rows(op: &MatVec, format: Format, precision: Precision, least: u32) -> u32 {
     let longest = |rows: u32| op.rows.div_ceil(rows).div_ceil(BALANCED_SMS).saturating_mul(rows);
@@ -821,14 +834,7 @@ pub fn finest_unit_rows(graph: &ModelGraph, precision: Precision, least: u32) ->
     }
     let of_layer = |l: &Layer| {
         let stored = |linears: &[&Linear], epilogue: Epilogue| {
-            let op = MatVec {
-                rows: linears.iter().map(|l| l.rows).sum(),
-                k: linears.first().map_or(0, |l| l.cols),
-                norm: None,
-                own_input: false,
-                epilogue,
-                unit_rows: UNIT_ROWS,
-            };
+            let op = MatVec { rows: linears.iter().map(|l| l.rows).sum(), epilogue, ..stored(linears) };
             (op, format_of(graph, linears, precision))
         };
         let attn = l.attention();

@@ -146,7 +146,7 @@ fn resolve_matvecs(schedule: &mut Schedule, target: &Target, c: &Candidate) -> R
     for (g, (grid, units)) in program.grids.iter().zip(units).enumerate() {
         let Op::MatVec(m) = &grid.op else { continue };
         let format = program.format_of(grid);
-        let (unit, granule) = (m.granules(format), format.granule_bytes());
+        let (unit, granule) = (m.streamed_granules(format), format.granule_bytes());
         if for_rows(program) {
             let lanes = lanes_of_rows(program.precision, tensor_cores);
             let (slot_bytes, warps) = (machine.ring.slot_bytes, machine.ring.arrivals);
@@ -382,7 +382,7 @@ fn machine(
         match &grid.op {
             Op::MatVec(m) => {
                 let granule_k = program.format_of(grid).granule_k();
-                needs.k_max = needs.k_max.max(m.k.next_multiple_of(granule_k));
+                needs.k_max = needs.k_max.max(m.inputs().next_multiple_of(granule_k));
                 if matches!(m.epilogue, Epilogue::Residual { .. }) {
                     needs.residual_units = needs.residual_units.max(rows * grid.n.div_ceil(c.sms));
                 }
@@ -528,7 +528,7 @@ fn divide(program: &Program, target: &Target, c: &Candidate, split: bool) -> Vec
         for share in &shares {
             load[share.sm] += cost[share.sm]
                 * match &grid.op {
-                    Op::MatVec(m) => u64::from(share.hi - share.lo) * m.unit_bytes(program.format_of(grid)),
+                    Op::MatVec(m) => u64::from(share.hi - share.lo) * m.streamed_bytes(program.format_of(grid)),
                     Op::Attention(a) => {
                         let row_bytes = cache_row_bytes(a.head_dim, program.precision.cache);
                         typical_rows(program, c, a) * u64::from(2 * row_bytes)
@@ -545,7 +545,7 @@ fn divide(program: &Program, target: &Target, c: &Candidate, split: bool) -> Vec
 /// layer an SM streams both, so an SM with one more large unit of the one should have fewer small units of the other.
 fn coarse_first(program: &Program) -> Vec<usize> {
     let unit = |g: usize| match &program.grids[g].op {
-        Op::MatVec(m) => Some(m.unit_bytes(program.format_of(&program.grids[g]))),
+        Op::MatVec(m) => Some(m.streamed_bytes(program.format_of(&program.grids[g]))),
         _ => None,
     };
     let mut order: Vec<usize> = (0..program.grids.len()).collect();

@@ -5,6 +5,7 @@
 //                units of 8 rows, streamed: per unit UNIT_GRANULES granules of 512 bytes, a granule is 8 rows x 64 bytes of k;
 //                units of 4 or 2 rows: a granule is 2 or 4 parts of k, each 64 bytes of every row, part by part
 // choice         of a chosen part: its number, a packet; where its scales and biases lie depends on it
+// aux            WEIGHED: the share of its slot, an fp32 packet, which multiplies the result
 // out            STORE, ACT: a column for each row; GATED, CLAMPED: 4 columns for each unit, from 4 gate and 4 up rows; SCORES: fp32
 //                RESIDUAL: the fp32 sum stays in the block, its rounded copy travels; LOGITS: best (value, row)
 //
@@ -47,6 +48,15 @@ struct Part<G, true> {
   static constexpr u32 UNITS = G::PART_UNITS;
   static constexpr bool INPUT_FIRST = G::INPUT_FIRST;
 };
+// Whether the result is multiplied with the share of a slot.
+template <class G>
+__device__ constexpr bool is_weighed(decltype(G::WEIGHED)*) {
+  return G::WEIGHED;
+}
+template <class G>
+__device__ constexpr bool is_weighed(...) {
+  return false;
+}
 // The formula of `ClampedSwiglu` of the model graph.
 template <class G>
 __device__ __forceinline__ float clamped(float gate, float up) {
@@ -64,6 +74,7 @@ struct MatVec {
   static constexpr bool GATED = G::EPILOGUE == Epilogue::GATED || G::EPILOGUE == Epilogue::CLAMPED;
   static constexpr bool CHOSEN = parts_of<G>(nullptr) > 0;
   static constexpr u32 PART_UNITS = Part<G>::UNITS;
+  static constexpr bool WEIGHED = is_weighed<G>(nullptr);
   // The first weights are loaded before the wait for x, unless x is there before it is known which weights they are.
   static constexpr bool INPUT_FIRST = Part<G>::INPUT_FIRST;
   static_assert(K_PARTS == 1 || ((G::EPILOGUE == Epilogue::STORE || G::EPILOGUE == Epilogue::ACT || G::EPILOGUE == Epilogue::SCORES) && G::K % (PART_BYTES * 8 / Weights::BITS * K_PARTS) == 0),
@@ -416,6 +427,7 @@ struct MatVec {
   struct Ends {
     u32 lo, out, residual, bias, row_scales;
     u32 part; // units before those of the chosen part
+    float share; // WEIGHED: of its slot
   };
   // The chosen part, when the step has chosen. Every warp waits for it, beside its loader.
   static __device__ __forceinline__ u32 chosen(Context<M>& c, const Entry& e) {
@@ -427,6 +439,17 @@ struct MatVec {
       return min(part[0], u32(parts_of<G>(nullptr)) - 1u) * PART_UNITS;
     }
     return 0;
+  }
+
+  // The share of the slot; `packet` is what was there when it was asked for.
+  static __device__ __forceinline__ float await_share(Context<M>& c, const Entry& e, u64 packet) {
+    u32 word[1] = {u32(packet)};
+    if (__ballot_sync(~0u, !fresh(packet, c.tag))) {
+      const u64* const from[1] = {c.p.exchange + e.aux};
+      const bool active[1] = {true};
+      await_packets<1>(from, active, c.tag, word, c.waiter());
+    }
+    return __uint_as_float(word[0]);
   }
 
   // Scales of the two rows of a unit that a lane completes; of gated units also those of the two up rows.
@@ -450,7 +473,7 @@ struct MatVec {
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
     constexpr int X_SHIFT = Weights::X_SHIFT, SECOND_SHIFT = Weights::SECOND_SHIFT;
     const int units = int(uniform(e.hi - e.lo));
-    Ends ends{e.lo, e.out, e.residual, e.bias, e.row_scales, INPUT_FIRST ? 0 : chosen(c, e)};
+    Ends ends{e.lo, e.out, e.residual, e.bias, e.row_scales, INPUT_FIRST ? 0 : chosen(c, e), 1.f};
     Stream stream{nullptr, 0, units};
     Held b[UNITS_PER_WARP][WARP_GRANULES] = {};
     RowScales scales;
@@ -480,6 +503,9 @@ struct MatVec {
       stream.read(c, 0, b);
       scales = row_scales(c, ends, 0, min(M::REDUCE_BATCH, units));
     }
+    // Asked for here, and waited for behind the products.
+    u64 share = 0;
+    if constexpr (WEIGHED) peek(c.p.exchange + e.aux, true, share);
     c.stamp(1);
     float best = NEGATIVE_INFINITY, factor = 1.f;
     int best_row = 0x7fffffff;
@@ -508,6 +534,8 @@ struct MatVec {
         for (int t = 0; t < UNITS_PER_WARP; t++)
           if (UNITS_PER_WARP == 1 || u + t < n) put_partial(c, partial + ((u + t) * M::WARPS + c.warp()) * OPERAND_ROWS, s[t], input);
       }
+      if constexpr (WEIGHED)
+        if (u0 == 0) ends.share = await_share(c, e, share);
       c.barrier();
       c.stamp(2);
       // Four lanes complete a unit. A warp takes eight units of codes at once, or one of plain weights.
@@ -550,6 +578,11 @@ struct MatVec {
     return y;
   }
 
+  static __device__ __forceinline__ float weighed(const Ends& e, float y) {
+    if constexpr (WEIGHED) return e.share * y;
+    return y;
+  }
+
   // Four lanes take two rows each; gated and smaller units need fewer lanes. For logits all lanes repeat what those four do: the
   // noise is a call, which some lanes of a warp must not make alone.
   static __device__ __forceinline__ void epilogue(Context<M>& c, const Ends& e, int local, int unit, const float* partial,
@@ -561,9 +594,9 @@ struct MatVec {
       if (r < 4 && col < G::ROWS / 2) {
         const float2 gate = rows(c, e, partial, unit, r, factor, scales.own), up = rows(c, e, partial, unit, r + 4, factor, scales.up);
         if constexpr (G::EPILOGUE == Epilogue::CLAMPED)
-          publish_columns<G::ROWS / 2>(c, e.out, col, clamped<G>(gate.x, up.x), clamped<G>(gate.y, up.y));
+          publish_columns<G::ROWS / 2>(c, e.out, col, weighed(e, clamped<G>(gate.x, up.x)), weighed(e, clamped<G>(gate.y, up.y)));
         else
-          publish_columns<G::ROWS / 2>(c, e.out, col, activate_scaled<G>(gate.x) * up.x, activate_scaled<G>(gate.y) * up.y);
+          publish_columns<G::ROWS / 2>(c, e.out, col, weighed(e, activate_scaled<G>(gate.x) * up.x), weighed(e, activate_scaled<G>(gate.y) * up.y));
       }
     } else {
       if (K_PARTS > 1 && r >= G::UNIT_ROWS) return;
@@ -583,7 +616,7 @@ struct MatVec {
           }
         }
       } else {
-        if constexpr (G::EPILOGUE == Epilogue::ACT) y = make_float2(activate<G::ACT>(y.x), activate<G::ACT>(y.y));
+        if constexpr (G::EPILOGUE == Epilogue::ACT) y = make_float2(weighed(e, activate<G::ACT>(y.x)), weighed(e, activate<G::ACT>(y.y)));
         if constexpr (G::EPILOGUE == Epilogue::RESIDUAL) {
           float2* own = reinterpret_cast<float2*>(c.residual() + e.residual + local * G::UNIT_ROWS + r);
           const float2 old = *own;

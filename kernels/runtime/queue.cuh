@@ -36,10 +36,10 @@ struct alignas(16) StreamRun {
   union { u32 block_bytes, k_cache; }; // weights: what chunks do not reach beyond, in bytes; history: keys of this layer, in OFFSET_BYTES
   union { u32 chunk_bytes, v_cache; }; // weights: bytes of a chunk, the last of a block may be shorter; history: values of this layer
   union { u32 source, head_j; }; // weights: first byte in the pack, in units of 256 bytes, rounded down; history: KV head << 16 | share
-  u32 splits; // history: shares; of rows: the row. Weights: above 16 bits the bytes from `source` on; of rows: units that are streamed together
+  u32 splits; // history: shares; of rows: the row. Weights: above 16 bits the bytes from `source` on; of rows: units that are streamed together; else slots whose parts are, if not one
   union { u32 window, choice; }; // history: visible positions, 0: all. Weights: one more than the packet of the choice of their part, 0: there are no parts
   union { u32 row_bytes, part; }; // history: bytes of one cache row of one KV head. Weights: from part to part, in units of 16 bytes
-  union { u32 rows, parts; }; // history: rows of one chunk. Weights: parts, and above 16 bits the row of the step that chooses
+  union { u32 rows, parts; }; // history: rows of one chunk. Weights: parts, and above 16 bits the row of the step that chooses; of several slots a unit of a part, in units of 16 bytes
 };
 static_assert(sizeof(StreamRun) == 32, "the host fills this struct");
 

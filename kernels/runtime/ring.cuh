@@ -59,6 +59,16 @@ __device__ constexpr bool chooses(...) {
   return false;
 }
 
+// Most slots whose parts a run streams together; 0: each run is of one part.
+template <class M>
+__device__ constexpr int slots_of(decltype(M::CHOSEN_SLOTS)*) {
+  return M::CHOSEN_SLOTS;
+}
+template <class M>
+__device__ constexpr int slots_of(...) {
+  return 0;
+}
+
 // ---- loader side ------------------------------------------------------------------------------------------------
 
 // Where the weights of a run begin, or those of the first part that it may be of.
@@ -129,6 +139,62 @@ struct Loader {
       }
     }
     weights += u64(min(u32(packet), (run.parts & 0xffff) - 1)) * run.part * COPY_ALIGN_BYTES;
+    return true;
+  }
+
+  // Waits for the choices of all slots of a run: its parts, by slot. False: leave.
+  template <int N>
+  __device__ __forceinline__ bool await_choices(const StreamRun& run, u32 slots, u32 tag, u32 (&part)[N]) {
+    for (u32 polls = 0;;) {
+      u64 packet[N] = {};
+      bool all = true;
+#pragma unroll
+      for (int s = 0; s < N; s++) peek(p.exchange + (run.choice - 1) + s, s < slots, packet[s]);
+#pragma unroll
+      for (int s = 0; s < N; s++) all = all && (s >= slots || fresh(packet[s], tag));
+      if (all) {
+#pragma unroll
+        for (int s = 0; s < N; s++) part[s] = min(u32(packet[s]), (run.parts & 0xffff) - 1);
+        return true;
+      }
+      if (state.stop) return false;
+      if (++polls % POLLS_BETWEEN_CHECKS == 0 &&
+          wait_expired(&state.dog, WaitSite{tag, nullptr}, WaitKind::PACKET, u32(packet[0] >> 32), tag, false)) {
+        lost = true;
+        return false;
+      }
+    }
+  }
+  // Copies a run of units of all slots, each with its piece of the part that its slot chose: those of the first unit, then the next unit.
+  // False: leave.
+  __device__ __forceinline__ bool copy_slots(RingCursor<M>& at, const StreamRun& run, u32 tag, const u8* weights) {
+    constexpr int N = slots_of<M>(nullptr);
+    const u32 slots = run.splits & 0xffff, piece = (run.parts >> 16) * COPY_ALIGN_BYTES;
+    u32 part[N];
+    if (!await_choices(run, slots, tag, part)) return false;
+    u32 slot = 0, left = piece; // of a piece
+    for (u32 end = 0, done = 0; done < run.bytes;) {
+      if (done == end) end = min(done + run.block_bytes, run.bytes);
+      const u32 bytes = min(end - done, run.chunk_bytes);
+      if (!await_free(at, tag)) return false;
+      announce(at, bytes);
+      for (u32 put = 0; put < bytes;) {
+        const u32 n = min(left, bytes - put);
+        u32 chosen = 0;
+#pragma unroll
+        for (int s = 0; s < N; s++) chosen = s == slot ? part[s] : chosen;
+        copy_piece(at, put, weights + (u64(chosen) * run.part * COPY_ALIGN_BYTES + (piece - left)), n);
+        put += n;
+        left -= n;
+        if (left == 0) {
+          left = piece;
+          if (++slot == slots) slot = 0, weights += piece;
+        }
+      }
+      issued(at);
+      at.next();
+      done += bytes;
+    }
     return true;
   }
 
@@ -230,6 +296,11 @@ struct Loader {
         if (next.bytes && tid == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(weights_of(p, next)));
         if (run.bytes) {
           const u8* weights = weights_of(p, run);
+          if constexpr (slots_of<M>(nullptr) > 0)
+            if ((run.splits & 0xffff) > 1) {
+              if (!copy_slots(at, run, tag, weights)) return drain();
+              continue;
+            }
           if constexpr (chooses<M>(nullptr))
             if (!await_choice(run, tag, weights)) return drain();
           for (u32 end = 0, done = 0; done < run.bytes;) {

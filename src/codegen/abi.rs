@@ -7,7 +7,7 @@ use crate::digest::Digest;
 use crate::ir::layout::{
     COPY_ALIGN_BYTES, Held, Matrix, PACKET_BYTES, PLACE_ALIGN_BYTES, held, matrices, packet_row_bytes,
 };
-use crate::ir::op::{Attention, Op, Role};
+use crate::ir::op::{Attention, MatVec, Op, Role};
 use crate::ir::program::{Cols, Grid, Rows, Space};
 use crate::ir::schedule::{Machine, Run, Schedule, Source, Task};
 use crate::ir::variant::{AttentionVariant, MatVecVariant, Variant};
@@ -66,13 +66,13 @@ kernel_struct! {
         v_cache: u32 as [chunk_bytes, v_cache],
         /// weights: first byte in the pack, in units of 256 bytes, rounded down; history: KV head << 16 | share
         head_j: u32 as [source, head_j],
-        /// history: shares; of rows: the row. Weights: above 16 bits the bytes from `source` on; of rows: units that are streamed together
+        /// history: shares; of rows: the row. Weights: above 16 bits the bytes from `source` on; of rows: units that are streamed together; else slots whose parts are, if not one
         splits: u32,
         /// history: visible positions, 0: all. Weights: one more than the packet of the choice of their part, 0: there are no parts
         window: u32 as [window, choice],
         /// history: bytes of one cache row of one KV head. Weights: from part to part, in units of 16 bytes
         row_bytes: u32 as [row_bytes, part],
-        /// history: rows of one chunk. Weights: parts, and above 16 bits the row of the step that chooses
+        /// history: rows of one chunk. Weights: parts, and above 16 bits the row of the step that chooses; of several slots a unit of a part, in units of 16 bytes
         rows: u32 as [rows, parts],
     }
 }
@@ -457,7 +457,10 @@ impl<'a> GridEntry<'a> {
         let at = |role| columns_at(self.schedule, self.grid, role, task);
         let Entry { x, out, aux_or_scales, k_cache, v_cache, .. } = self.entry;
         let (x, out, aux_or_scales, k_cache, v_cache) = match self.grid.op {
-            Op::MatVec(_) if self.has_slots => (at(Role::X), at(Role::Out), aux_or_scales, at(Role::Choices), task.row),
+            Op::MatVec(_) if self.has_slots => {
+                let share = Some(at(Role::Shares)).filter(|at| *at != NONE);
+                (at(Role::X), at(Role::Out), share.unwrap_or(aux_or_scales), at(Role::Choices), task.row)
+            }
             Op::Route(_) => (at(Role::X), at(Role::Out), at(Role::Shares), k_cache, v_cache),
             _ => (x, out, aux_or_scales, k_cache, v_cache),
         };
@@ -478,14 +481,17 @@ impl<'a> GridEntry<'a> {
         }
     }
 
-    /// What a run says of the parts of its matrix, which have `bytes` each.
-    fn parts(&self, bytes: u64, task: &Task) -> StreamRun {
+    /// What a run says of the parts of its matrix, which have `bytes` each, in units of `unit` bytes.
+    fn parts(&self, m: &MatVec, bytes: u64, unit: u64, task: &Task) -> StreamRun {
         let Some(weight) = self.grid.operand(Role::Weight) else { return StreamRun::zeroed() };
         let Rows::Lookup(table) = weight.rows else { return StreamRun::zeroed() };
+        let aligned = |bytes: u64| (bytes / u64::from(COPY_ALIGN_BYTES)) as u32;
+        // Only a step of one row has runs of all slots.
+        let above = if m.slots > 1 { aligned(unit) } else { task.row };
         StreamRun {
             window: columns_at(self.schedule, self.grid, Role::Choices, task) + 1,
-            row_bytes: (bytes / u64::from(COPY_ALIGN_BYTES)) as u32,
-            rows: self.schedule.program.tables[table.index()].bound | task.row << 16,
+            row_bytes: aligned(bytes),
+            rows: self.schedule.program.tables[table.index()].bound | above << 16,
             ..StreamRun::zeroed()
         }
     }
@@ -506,10 +512,10 @@ impl<'a> GridEntry<'a> {
                     rows,
                 }
             }
-            (Source::Units { buffer, lo, hi }, Op::MatVec(_), Some(Variant::MatVec(variant))) => {
+            (Source::Units { buffer, lo, hi }, Op::MatVec(m), Some(Variant::MatVec(variant))) => {
                 let MatVecVariant { chunk, block, granule, pass, .. } = variant;
                 let matrix = matrices[buffer.index()].expect("validate: a matvec streams its matrix");
-                let bytes = u64::from(hi - lo) * matrix.unit_bytes;
+                let bytes = u64::from(hi - lo) * matrix.unit_bytes * u64::from(m.slots);
                 let place = self.held.placement[buffer.index()].expect("validate: every matrix has a place");
                 let own = &self.held.units[buffer.index()];
                 let begin = place + u64::from(lo - own.start) * matrix.unit_bytes;
@@ -519,8 +525,8 @@ impl<'a> GridEntry<'a> {
                     k_cache: bytes.min(u64::from(*block) * u64::from(*granule)) as u32,
                     v_cache: chunk * granule,
                     head_j: (begin / PLACE_ALIGN_BYTES) as u32,
-                    splits: *pass | ((begin % PLACE_ALIGN_BYTES) as u32) << 16,
-                    ..self.parts(part, task)
+                    splits: (if m.slots > 1 { m.slots } else { *pass }) | ((begin % PLACE_ALIGN_BYTES) as u32) << 16,
+                    ..self.parts(m, part, matrix.unit_bytes, task)
                 }
             }
             _ => unreachable!("validate: matvecs stream weights, attention streams history, and both have variants"),

@@ -152,6 +152,10 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
     if program.tables.iter().any(|table| table.holds == Holds::Choices) {
         line!("  static constexpr bool CHOOSES = true;");
     }
+    let slots = |grid: &Grid| if let Op::MatVec(m) = &grid.op { m.slots } else { 1 };
+    if let Some(slots) = program.grids.iter().map(slots).max().filter(|slots| *slots > 1) {
+        line!("  static constexpr int CHOSEN_SLOTS = {slots};");
+    }
     for member in rows_members(schedule) {
         line!("  static constexpr {member};");
     }
@@ -494,7 +498,8 @@ fn parts(program: &Program) -> u32 {
 fn matvec_members(schedule: &Schedule, id: GridId, grid: &Grid, m: &MatVec) -> String {
     let program = &schedule.program;
     // Destructured so that a new attribute does not compile until the kernel knows it.
-    let MatVec { rows, k, norm, own_input, epilogue, unit_rows } = *m;
+    let MatVec { rows, k: _, slots, norm, own_input, epilogue, unit_rows } = *m;
+    let k = m.inputs();
     let variant = schedule.matvec_variant(id).expect("validate: every matvec has a variant");
     let MatVecVariant { units, chunk, block: _, units_per_warp, poll_batch, granule: _, pass, shared: _ } = variant;
     let mut s = format!(
@@ -530,12 +535,16 @@ fn matvec_members(schedule: &Schedule, id: GridId, grid: &Grid, m: &MatVec) -> S
         let _ = write!(s, "int X_COLS = {x_cols}\nint X_STEP = {}\nint OUT_COLS = {out_cols}\n", x.cols.stride_j);
         let _ = write!(s, "int OUT_AT = {}\nint OUT_STEP = {}\n", out.cols.base, out.cols.stride_j);
     }
-    if let Some(Rows::Lookup(table)) = grid.operand(Role::Weight).map(|weight| weight.rows) {
+    // A task of all slots does not depend on what they chose: its loader does.
+    if let (Some(Rows::Lookup(table)), 1) = (grid.operand(Role::Weight).map(|weight| weight.rows), slots) {
         // What all slots read was there before the choice.
         let input = grid.operand(Role::X).map(|x| &x.cols);
         let first = input.is_some_and(|cols| cols.stride_j == 0);
         let experts = program.tables[table.index()].bound;
         let _ = write!(s, "int EXPERTS = {experts}\nint PART_UNITS = {}\nbool INPUT_FIRST = {first}\n", grid.n);
+        if grid.operand(Role::Shares).is_some() {
+            s += "bool WEIGHED = true\n";
+        }
     }
     s
 }

@@ -346,15 +346,16 @@ impl<R: Real> Adversary<R> {
             let buffer = plan.caches[columns.cache].buffer;
             return Err(Violation::Unordered { sm: loader.id, task: run.task, buffer, row, position }.into());
         }
-        let mut part = None;
+        let mut parts = vec![];
         if let StreamBytes::Fixed { chosen: Some(chosen), .. } = &run.bytes {
-            let at = chosen.entry.row(chosen.row).at(position);
-            if self.tags.exchange[at] != Some(position) {
-                let (sm, task, buffer, found) = (loader.id, run.task, chosen.entry.buffer, self.tags.exchange[at]);
-                let column = chosen.entry.first;
+            let first = chosen.entry.row(chosen.row).at(position);
+            let tags = &self.tags.exchange[first..first + chosen.entry.len];
+            if let Some(slot) = tags.iter().position(|tag| *tag != Some(position)) {
+                let (sm, task, buffer, found) = (loader.id, run.task, chosen.entry.buffer, tags[slot]);
+                let column = chosen.entry.first + slot;
                 return Err(Violation::Stale { sm, task, buffer, column, expected: position, found }.into());
             }
-            part = Some(chosen.part(&mut Direct { memory: &self.memory, private: &mut [], rows: step }));
+            parts = chosen.parts(&mut Direct { memory: &self.memory, private: &mut [], rows: step });
         }
         let sm = &mut self.sms[sm];
         let slot_bytes = plan.ring.slot_bytes as usize;
@@ -363,14 +364,19 @@ impl<R: Real> Adversary<R> {
         words.clear();
         let mut at = 0;
         let bytes = match &run.bytes {
-            StreamBytes::Fixed { range, variant, chosen } => {
-                let chunk = variant.chunk_at(sm.loader.done as u64, range.len() as u64);
-                let chunk = range.start + chunk.start as usize..range.start + chunk.end as usize;
-                let part = part.map_or(0, |part| part * chosen.as_ref().map_or(0, |chosen| chosen.unit_bytes));
-                words.extend(pack[chunk.start + part..chunk.end + part].chunks(4).map(word));
+            StreamBytes::Fixed { begin, bytes, variant, chosen } => {
+                let chunk = variant.chunk_at(sm.loader.done as u64, *bytes as u64);
+                let chunk = chunk.start as usize..chunk.end as usize;
+                at = begin + chunk.start;
                 sm.loader.done += chunk.len();
-                at = chunk.start;
-                chunk.len()
+                let loaded = chunk.len();
+                match chosen {
+                    Some(chosen) => chosen
+                        .pieces(*begin, chunk, &parts)
+                        .for_each(|piece| words.extend(pack[piece].chunks(4).map(word))),
+                    None => words.extend(pack[at..at + loaded].chunks(4).map(word)),
+                }
+                loaded
             }
             StreamBytes::History { .. } => {
                 let Some((cache_rows, columns)) = history else { return Ok(()) };
@@ -445,7 +451,7 @@ impl<R: Real> Adversary<R> {
         match &task.work {
             Work::MatVec(m) => {
                 // Nothing is loaded for a row that the launch does not have.
-                let length = if task.is_absent(rows_of_step.rows.len()) { 0 } else { m.weight.len() };
+                let length = if task.is_absent(rows_of_step.rows.len()) { 0 } else { m.streamed_bytes() };
                 let mut bytes = 0;
                 while bytes < length {
                     let chunk = self.next_chunk(launch, sm, task.id)?;
@@ -482,7 +488,7 @@ impl<R: Real> Adversary<R> {
         }
         let streamed = match &task.work {
             Work::MatVec(_) if task.is_absent(rows_of_step.rows.len()) => Streamed::Nothing,
-            Work::MatVec(m) => Streamed::Weights(&bytemuck::cast_slice(&words[0])[..m.weight.len()]),
+            Work::MatVec(m) => Streamed::Weights(&bytemuck::cast_slice(&words[0])[..m.streamed_bytes()]),
             Work::Attention(a) => Streamed::History(History {
                 keys: ops::history_rows(a.cache_dtype, &words[0], a.keys.len, a.cache_scales[0]),
                 values: ops::history_rows(a.cache_dtype, &words[1], a.values.len, a.cache_scales[1]),
@@ -621,9 +627,9 @@ impl Plan {
                 continue;
             };
             let size = match &run.bytes {
-                StreamBytes::Fixed { range, chosen, .. } => {
+                StreamBytes::Fixed { bytes, chosen, .. } => {
                     let rows = launch.steps[loader.step].rows.len();
-                    if chosen.as_ref().is_some_and(|chosen| chosen.row >= rows) { 0 } else { range.len() }
+                    if chosen.as_ref().is_some_and(|chosen| chosen.row >= rows) { 0 } else { *bytes }
                 }
                 StreamBytes::History { rows, op, j, row, .. } => {
                     launch.steps[loader.step].rows.get(*row).map_or(0, |row| {

@@ -64,6 +64,8 @@ pub struct Scratch<R> {
     /// Keys and values of prompt chunks of this step, and which grid of which step they are of: all rows of a chunk see them.
     step_keys: Vec<StepKeys>,
     step_keys_of: Option<(u64, GridId)>,
+    /// Weights of several chosen parts, one after another.
+    pub gathered: Vec<u8>,
     x: Vec<R>,
     y: Vec<R>,
     /// Values of the codes of a row.
@@ -93,6 +95,7 @@ impl<R: Real> Scratch<R> {
             input_of: None,
             step_keys: vec![],
             step_keys_of: None,
+            gathered: vec![],
             x: vec![],
             y: vec![],
             row: vec![],
@@ -291,6 +294,7 @@ fn mat_vec<R: Real>(
     if count == 0 {
         return;
     }
+    // Of several parts neither scales nor biases lie elsewhere.
     let part = m.chosen.as_ref().map(|chosen| (chosen, chosen.part(memory)));
     let input_of = Some((step.serial, m.grid, m.x.first, only));
     if s.input_of != input_of || !memory.trusted() {
@@ -336,15 +340,22 @@ fn mat_vec<R: Real>(
             y.iter_mut().for_each(|y| *y = *y * s.input_scales[at]);
         }
         let biases = part.map_or(0, |(chosen, part)| part * chosen.biases);
-        epilogue(step, m, biases, y, &mut OfRow { memory, row }, &mut s.load);
+        let share = m.share.as_ref().map(|share| {
+            let mut loaded = [0.0];
+            OfRow { memory: &mut *memory, row }.load(share, &mut loaded);
+            R::of(loaded[0])
+        });
+        epilogue(step, m, biases, share, y, &mut OfRow { memory, row }, &mut s.load);
     }
 }
 
-/// The epilogue of a matvec, for the products of one row. The biases of the chosen part begin `biases` after those of the first.
+/// The epilogue of a matvec, for the products of one row. The biases of the chosen part begin `biases` after those of the first; `share`
+/// multiplies the result.
 fn epilogue<R: Real>(
     step: &Step<'_>,
     m: &plan::MatVec,
     biases: usize,
+    share: Option<R>,
     y: &mut [R],
     memory: &mut impl Access,
     values: &mut Vec<f32>,
@@ -388,6 +399,9 @@ fn epilogue<R: Real>(
             let scale = R::of(scale);
             values.extend(y.iter().map(|&y| real::softcap(softcap, scale * y).to_f32()));
         }
+    }
+    if let Some(share) = share {
+        values.iter_mut().for_each(|value| *value = (R::of(*value) * share).to_f32());
     }
     if let Some(out) = &m.out {
         values.truncate(out.len);

@@ -160,8 +160,8 @@ pub struct StreamRun {
 
 #[derive(Debug, Clone, PartialEq)]
 pub enum StreamBytes {
-    /// Bytes of the pack, in the chunks of the variant; of the chosen part, if there are parts.
-    Fixed { range: Range<usize>, variant: MatVecVariant, chosen: Option<Chosen> },
+    /// So many bytes of the pack, in the chunks of the variant, from `begin` on; of the chosen parts, if there are parts.
+    Fixed { begin: usize, bytes: usize, variant: MatVecVariant, chosen: Option<Chosen> },
     History {
         rows: usize,
         keys: CacheColumns,
@@ -176,7 +176,7 @@ pub enum StreamBytes {
 /// Which of the equal parts of a matrix a task computes with: what its ranges say is of the first.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Chosen {
-    /// The entry that says so.
+    /// The entries that say so, one for each slot of the task.
     pub entry: Region,
     /// The row of the step that it is read for.
     pub row: usize,
@@ -184,17 +184,37 @@ pub struct Chosen {
     /// Bytes of the pack from part to part: of units, and of the scales of rows.
     pub unit_bytes: usize,
     pub scale_bytes: usize,
+    /// Bytes of a unit of a part.
+    pub piece_bytes: usize,
     /// Biases of a part.
     pub biases: usize,
 }
 
 impl Chosen {
-    /// The part that the step chose.
+    /// The parts that the step chose, by slot.
+    pub fn parts(&self, memory: &mut impl Access) -> Vec<usize> {
+        let mut words = vec![0; self.entry.len];
+        memory.load_words(&self.entry.row(self.row), &mut words);
+        // The proof keeps them below the bound; kernels clamp them, too.
+        words.into_iter().map(|word| word.min(self.parts.saturating_sub(1)) as usize).collect()
+    }
+
+    /// What a task with one slot streams.
     pub fn part(&self, memory: &mut impl Access) -> usize {
-        let mut word = [0];
-        memory.load_words(&self.entry.row(self.row), &mut word);
-        // The proof keeps it below the bound; kernels clamp it, too.
-        word[0].min(self.parts.saturating_sub(1)) as usize
+        self.parts(memory).first().copied().unwrap_or(0)
+    }
+
+    /// Where bytes `range` of what a task streams lie in the pack, piece by piece, if its units begin at `begin` in the first part. The units of
+    /// `parts` follow one another: that of each slot, then the next unit of each.
+    pub fn pieces(&self, begin: usize, range: Range<usize>, parts: &[usize]) -> impl Iterator<Item = Range<usize>> {
+        let (piece, slots, mut at) = (self.piece_bytes.max(1), parts.len().max(1), range.start);
+        std::iter::from_fn(move || {
+            let (n, within) = (at / piece, at % piece);
+            let len = (piece - within).min(range.end.checked_sub(at).filter(|left| *left > 0)?);
+            at += len;
+            let from = begin + n / slots * piece + within + parts.get(n % slots)? * self.unit_bytes;
+            Some(from..from + len)
+        })
     }
 }
 
@@ -354,12 +374,21 @@ pub struct MatVec {
     pub row_scales: Range<usize>,
     pub bias: Option<Range<usize>>,
     pub chosen: Option<Chosen>,
+    /// What multiplies the result, where a slot counts so much.
+    pub share: Option<Region>,
     pub epilogue: Epilogue,
     /// `Out`, or `Logits`.
     pub out: Option<Region>,
     pub residual: Option<Region>,
     /// The arg-max pair of the logits in `out`.
     pub best: Option<Region>,
+}
+
+impl MatVec {
+    /// Bytes that a task streams: units of as many parts as there are slots.
+    pub fn streamed_bytes(&self) -> usize {
+        self.weight.len() * self.chosen.as_ref().map_or(1, |chosen| chosen.entry.len)
+    }
 }
 
 pub struct Route {
@@ -856,7 +885,8 @@ impl MemoryMap {
                 let variant = schedule.matvec_variant(task.grid).copied();
                 let variant = variant.ok_or(PlanError::Variant { grid: task.grid })?;
                 let chosen = self.chosen(At::new(&schedule.program, run.task, task)?, &matrix)?;
-                StreamBytes::Fixed { range, variant, chosen }
+                let bytes = range.len() * chosen.as_ref().map_or(1, |chosen| chosen.entry.len);
+                StreamBytes::Fixed { begin: range.start, bytes, variant, chosen }
             }
             Source::History { rows } => {
                 let at = At::new(&schedule.program, run.task, task)?;
@@ -987,9 +1017,12 @@ impl MemoryMap {
         let (place, matrix) = found.ok_or_else(|| reference(id, Role::Weight.name()))?;
         let format = matrix.format;
         let units = (at.hi - at.lo.min(at.hi)) as usize;
-        let k = m.k as usize;
+        let k = m.inputs() as usize;
         let expected = units as u64 * m.unit_bytes(format);
         let chosen = self.chosen(at, &matrix)?;
+        // Each slot has whole granules, so the units of all slots are one unit of all columns.
+        let slots = chosen.as_ref().map_or(1, |chosen| chosen.entry.len);
+        width(id, Role::Choices, m.slots as usize, slots)?;
         let weight = streamed.unwrap_or(0..0);
         if weight.len() as u64 != expected {
             return Err(PlanError::Stream { task: id, expected, found: weight.len() as u64 });
@@ -1022,6 +1055,10 @@ impl MemoryMap {
         };
         let norm = self.norm(at, m.norm, Role::NormWeight, Some(Role::NormBias), k)?;
         let x = self.sized(at, Role::X, k)?;
+        let share = self.optional(at, Role::Shares)?;
+        if let Some(share) = &share {
+            width(id, Role::Shares, 1, share.len)?;
+        }
         let epilogue = m.epilogue;
         let grid = at.grid_id;
         Ok(MatVec {
@@ -1036,6 +1073,7 @@ impl MemoryMap {
             row_scales,
             bias,
             chosen,
+            share,
             epilogue,
             out,
             residual,
@@ -1057,9 +1095,10 @@ impl MemoryMap {
             return Err(PlanError::Parts { grid: at.grid_id, parts: table.bound });
         }
         Ok(Some(Chosen {
-            entry: self.sized(at, Role::Choices, 1)?,
+            entry: self.region(at, Role::Choices)?,
             row: at.row as usize,
             parts: table.bound,
+            piece_bytes: usize::try_from(matrix.unit_bytes).unwrap_or(usize::MAX),
             unit_bytes: bytes(matrix.unit_bytes),
             scale_bytes: bytes(4 * u64::from(matrix.unit_rows)),
             biases,

@@ -347,8 +347,10 @@ impl StepRun<'_> {
         let rows = &self.order.rows;
         let mut memory = Direct { memory: &shared.memory, private: &mut state.private, rows };
         let paged = paged(shared, task, rows);
-        let stream = streamed(shared, task, rows, self.step.pack, paged.as_ref());
+        let mut gathered = std::mem::take(&mut scratch.gathered);
+        let stream = streamed(shared, task, rows, self.step.pack, paged.as_ref(), &mut gathered);
         ops::run(task, &self.step, stream, &mut memory, scratch);
+        scratch.gathered = gathered;
         for event in &task.signals {
             self.counters[event.index()].0.fetch_add(1, Ordering::Release);
         }
@@ -445,13 +447,20 @@ fn streamed<'a>(
     rows: &StepRows,
     pack: &'a [u8],
     paged: Option<&'a [PagedRows<'a>; 2]>,
+    gathered: &'a mut Vec<u8>,
 ) -> Streamed<'a> {
     match &task.work {
         Work::MatVec(m) => {
-            let part = m.chosen.as_ref().map_or(0, |chosen| {
-                chosen.unit_bytes * chosen.part(&mut Direct { memory: &shared.memory, private: &mut [], rows })
-            });
-            Streamed::Weights(&pack[m.weight.start + part..m.weight.end + part])
+            let Some(chosen) = &m.chosen else { return Streamed::Weights(&pack[m.weight.clone()]) };
+            let parts = chosen.parts(&mut Direct { memory: &shared.memory, private: &mut [], rows });
+            if let [part] = parts.as_slice() {
+                let part = part * chosen.unit_bytes;
+                return Streamed::Weights(&pack[m.weight.start + part..m.weight.end + part]);
+            }
+            gathered.clear();
+            let pieces = chosen.pieces(m.weight.start, 0..m.streamed_bytes(), &parts);
+            pieces.for_each(|piece| gathered.extend_from_slice(&pack[piece]));
+            Streamed::Weights(gathered)
         }
         Work::Attention(a) => {
             let Some(row) = rows.rows.get(task.row.unwrap_or(0)) else { return Streamed::Nothing };

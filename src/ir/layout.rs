@@ -54,6 +54,21 @@ impl MatVec {
     pub fn unit_bytes(&self, format: Format) -> u64 {
         u64::from(self.granules(format)) * u64::from(format.granule_bytes())
     }
+
+    /// Columns of the input: those of all slots.
+    pub fn inputs(&self) -> u32 {
+        self.k.saturating_mul(self.slots)
+    }
+
+    /// Granules that a task streams for a unit: its unit of the matrix of each slot, one after another.
+    pub fn streamed_granules(&self, format: Format) -> u32 {
+        self.granules(format).saturating_mul(self.slots)
+    }
+
+    /// The same in bytes.
+    pub fn streamed_bytes(&self, format: Format) -> u64 {
+        self.unit_bytes(format).saturating_mul(self.slots.into())
+    }
 }
 
 /// A matrix as it lies in the pack: its units one after another, in the order of its rows, each whole along k; then, if its
@@ -204,15 +219,17 @@ fn parts(program: &Program) -> Vec<u32> {
 
 /// Bytes of weights that each SM streams in a step of the first regime.
 pub fn streamed_bytes(schedule: &Schedule) -> Vec<u64> {
-    let matrices = matrices(&schedule.program);
-    let bytes = |run: &Run| match run.source {
-        Source::Units { buffer, lo, hi } => {
-            let matrix = matrices.get(buffer.index()).copied().flatten();
-            u64::from(hi.saturating_sub(lo)) * matrix.map_or(0, |m| m.unit_bytes)
+    let (program, first) = (&schedule.program, schedule.regimes.first());
+    let bytes = |run: &Run| {
+        let grid = first.and_then(|regime| program.grids.get(regime.tasks.get(run.task.index())?.grid.index()));
+        match (run.source, grid.map(|grid| (&grid.op, grid))) {
+            (Source::Units { buffer: _, lo, hi }, Some((Op::MatVec(m), grid))) => {
+                u64::from(hi.saturating_sub(lo)) * m.streamed_bytes(program.format_of(grid))
+            }
+            _ => 0,
         }
-        Source::History { .. } => 0,
     };
-    let streams = schedule.regimes.first().map(|regime| regime.streams.as_slice()).unwrap_or_default();
+    let streams = first.map(|regime| regime.streams.as_slice()).unwrap_or_default();
     streams.iter().map(|stream| stream.iter().map(bytes).sum()).collect()
 }
 

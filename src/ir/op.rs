@@ -241,7 +241,11 @@ impl GroupNorm {
 #[derive(Debug, Clone, PartialEq)]
 pub struct MatVec {
     pub rows: u32,
+    /// Columns of a matrix.
     pub k: u32,
+    /// Inputs of `k` columns, side by side. With more than one each is multiplied with the matrix that its slot chose, and `y` is the sum over
+    /// slots, in their order.
+    pub slots: u32,
     /// Applied to the input by every task: its statistics come from the packets the task reads anyway.
     pub norm: Option<NormAttr>,
     /// The input is not an exchange, but the residual, of which the SM has all columns (`everywhere`).
@@ -384,8 +388,8 @@ impl Op {
             }
             Op::Embed { scale, everywhere } => key.extend([2, scale.to_bits(), u32::from(*everywhere)]),
             Op::Join { scale } => key.extend([13, scale.to_bits()]),
-            Op::MatVec(MatVec { rows, k, norm, own_input, epilogue, unit_rows }) => {
-                key.extend([3, *rows, *k, *unit_rows]);
+            Op::MatVec(MatVec { rows, k, slots, norm, own_input, epilogue, unit_rows }) => {
+                key.extend([3, *rows, *k, *slots, *unit_rows]);
                 flag(&mut key, *own_input);
                 flag(&mut key, norm.is_some());
                 norm.iter().for_each(|norm| key.extend(norm.key()));
@@ -479,6 +483,8 @@ impl Attention {
 pub const HISTORY_ALIGN: u32 = 16;
 /// Output rows of one unit of a `MatVec`: the n extent of `mma.m16n8k16`. Units of 4 or 2 rows fill it with 2 or 4 parts of k.
 pub const UNIT_ROWS: u32 = 8;
+/// Most slots of a product over all slots: a loader keeps the choices of a run (`runtime/ring.cuh`).
+pub const SLOTS_MAX: u32 = 16;
 /// Floats of one partial attention record beside the head: running maximum and sum.
 pub const PARTIAL_HEADER: u32 = 2;
 
@@ -798,6 +804,7 @@ impl Op {
                             may(Role::NormBias, Read),
                             need(Role::Weight, Stream),
                             may(Role::Bias, Read),
+                            may(Role::Choices, Read),
                             need(Role::Residual, Update),
                             // A parallel block does not publish this sum: only the MLP's sum, added to it, is read.
                             may(Role::Out, Write),
@@ -831,6 +838,8 @@ impl Op {
                             need(Role::Weight, Stream),
                             may(Role::Bias, Read),
                             may(Role::Choices, Read),
+                            // The result is multiplied with the share of its slot.
+                            may(Role::Shares, Read),
                             need(Role::Out, Write),
                         ]
                     }

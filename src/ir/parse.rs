@@ -451,6 +451,7 @@ impl<'a> Parser<'a> {
 
     fn matvec(&mut self) -> Parsed<MatVec> {
         let (rows, k) = (self.attr_u32("rows")?, self.attr_u32("k")?);
+        let slots = self.optional_u32("slots")?.unwrap_or(1);
         let norm = if self.eat_attr("norm")? { Some(self.norm()?) } else { None };
         let own_input = self.eat("own_input");
         let unit_rows = self.optional_u32("unit_rows")?.unwrap_or(UNIT_ROWS);
@@ -468,7 +469,7 @@ impl<'a> Parser<'a> {
             "residual" => Epilogue::Residual { scale: self.attr_f32("scale")? },
             _ => Epilogue::Logits { scale: self.attr_f32("scale")?, softcap: self.optional_f32("softcap")? },
         };
-        Ok(MatVec { rows, k, norm, own_input, epilogue, unit_rows })
+        Ok(MatVec { rows, k, slots, norm, own_input, epilogue, unit_rows })
     }
 
     fn act(&mut self) -> Parsed<Act> {
@@ -1589,9 +1590,9 @@ regime r1 from 32
                 .prop_map(|([width, groups], eps, gate)| Op::GroupNorm(GroupNorm { width, groups, eps, gate })),
             floats().prop_map(|scale| Op::Join { scale }),
             (floats(), any::<bool>()).prop_map(|(scale, everywhere)| Op::Embed { scale, everywhere }),
-            (numbers(), numbers(), prop::option::of(norms()), epilogues, ways).prop_map(
-                |(rows, k, norm, epilogue, (unit_rows, own_input))| {
-                    Op::MatVec(MatVec { rows, k, norm, own_input, epilogue, unit_rows })
+            ([numbers(), numbers(), numbers()], prop::option::of(norms()), epilogues, ways).prop_map(
+                |([rows, k, slots], norm, epilogue, (unit_rows, own_input))| {
+                    Op::MatVec(MatVec { rows, k, slots, norm, own_input, epilogue, unit_rows })
                 }
             ),
             attention,

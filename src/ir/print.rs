@@ -298,8 +298,9 @@ fn write_op(out: &mut String, op: &Op) -> fmt::Result {
             write!(out, " scale={scale}")?;
             write_flag(out, "everywhere", *everywhere)
         }
-        Op::MatVec(MatVec { rows, k, norm, own_input, epilogue, unit_rows }) => {
+        Op::MatVec(MatVec { rows, k, slots, norm, own_input, epilogue, unit_rows }) => {
             write!(out, " rows={rows} k={k}")?;
+            write_optional(out, "slots", &Some(*slots).filter(|slots| *slots != 1))?;
             if let Some(norm) = norm {
                 write!(out, " norm={}", NormText(norm))?;
             }

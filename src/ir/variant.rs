@@ -143,7 +143,7 @@ impl RegisterTiling {
         units: u32,
         chunk: u32,
     ) -> RegisterTiling {
-        let (unit, warps) = (m.granules(format).max(1), machine.consumer_warps.max(1));
+        let (unit, warps) = (m.streamed_granules(format).max(1), machine.consumer_warps.max(1));
         let warp_pairs = warp_pairs(unit, warps, m.parts(), format, precision);
         RegisterTiling {
             granules: unit.min(chunk).div_ceil(warps).max(1),

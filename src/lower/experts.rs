@@ -1,14 +1,17 @@
 //! Layers with experts: scores, the choice, the products of the chosen experts, and their sum.
 
-use super::{Builder, Sum, constant};
+use super::{Builder, Sum, constant, format_of, stored, unit_rows};
 use crate::candidate::Infeasible;
 use crate::dtype::DType;
 use crate::ir::layout::SPAN_BYTES;
-use crate::ir::op::{Access, Combine, Epilogue, Op, Role, Route, UNIT_ROWS};
+use crate::ir::op::{Access, Combine, Epilogue, MatVec, Op, Role, Route, SLOTS_MAX, UNIT_ROWS};
 use crate::ir::program::{Cols, LayerOp, Operand, Second, Site, Space};
 use crate::ir::table::{Holds, Table, TableHome};
 use crate::ir::{BufferId, TableId};
 use crate::model::graph::{Experts, Layer, Linear, Mlp, Norm, Router, SharedExpert};
+
+/// Most columns of its input: those of all slots are in shared memory at once. With 8192 no kernel of OLMoE-1B-7B would fit a T4.
+const INPUTS_MAX: u32 = 6144;
 
 /// What the step chose in a layer.
 struct Choice {
@@ -32,6 +35,8 @@ struct OfExperts<'a> {
     out: BufferId,
     /// Columns of `out` of a slot.
     columns: u32,
+    /// Whether the result is multiplied with the share of its slot.
+    weighed: bool,
 }
 
 impl Builder<'_> {
@@ -78,6 +83,8 @@ impl Builder<'_> {
             return Err(refused(what));
         }
         let act = self.exchange(&format!("act.{l}"), slots * pitch);
+        let downs: Vec<&Linear> = of.iter().map(|mlp| &mlp.down).collect();
+        let at_once = shared.is_none() && pitch == width && self.sums_slots(&downs, slots);
         let up = OfExperts {
             linears: of.iter().map(up_linears).collect(),
             norm,
@@ -86,21 +93,27 @@ impl Builder<'_> {
             input: Cols::all(hidden),
             out: act,
             columns: pitch,
+            weighed: at_once,
         };
         let site = Site::of_layer(LayerOp::Up, l);
         let name = if halves == 2 { "gate_up" } else { "up" };
         self.matvec_of_experts(&format!("{name}.{l}"), site, up, &choice);
 
+        if at_once {
+            self.down_of_slots(l, layer, &downs, act, &choice, sum);
+            return Ok(());
+        }
         let inputs = slots + u32::from(shared.is_some());
         let y = self.exchange(&format!("down.{l}.y"), inputs * hidden);
         let down = OfExperts {
-            linears: of.iter().map(|mlp| vec![&mlp.down]).collect(),
+            linears: downs.iter().map(|down| vec![*down]).collect(),
             norm: None,
             epilogue: Epilogue::Store,
             x: act,
             input: Cols { stride_j: pitch, limit: slots * pitch, ..Cols::all(width) },
             out: y,
             columns: hidden,
+            weighed: false,
         };
         let site = Site::of_layer(LayerOp::Down, l);
         self.matvec_of_experts(&format!("down.{l}"), site, down, &choice);
@@ -168,9 +181,55 @@ impl Builder<'_> {
         self.buffer(name, Space::Exchange, dtype, self.program.rows, cols, 1, None)
     }
 
+    /// Whether one product adds up what all slots make of their inputs, which spares the hop to a sum. Steps of several rows have no such product. What a
+    /// slot's matrix has beside its units would have to be added slot by slot, and the pack has the units of kernels without this product.
+    fn sums_slots(&self, downs: &[&Linear], slots: u32) -> bool {
+        let Some(down) = downs.first() else { return false };
+        let format = format_of(self.graph, downs, self.program.precision);
+        let op = MatVec { slots, ..stored(downs) };
+        let unit = unit_rows(&MatVec { slots: 1, ..op }, format, self.program.precision, self.candidate.unit_rows);
+        // On a CPU, whose SMs are one warp, a hop costs nothing, and a row has the bits that it has in a step of several.
+        self.program.rows == 1
+            && self.candidate.consumer_warps > 1
+            && (2..=SLOTS_MAX).contains(&slots)
+            && op.inputs() <= INPUTS_MAX
+            && down.cols.is_multiple_of(format.granule_k())
+            && unit == UNIT_ROWS
+            && !format.row_scales
+            && downs.iter().all(|down| down.bias.is_none())
+    }
+
+    /// The products of all slots with the matrices of their experts, added up, for inputs that their shares have multiplied.
+    fn down_of_slots(&mut self, l: usize, layer: &Layer, downs: &[&Linear], act: BufferId, choice: &Choice, sum: &Sum) {
+        let Sum { residual, out, scale, hidden } = *sum;
+        let Choice { table, choices, slots, .. } = *choice;
+        let (name, site) = (format!("down.{l}"), Site::of_layer(LayerOp::Down, l));
+        let post = layer.mlp_post_norm.as_ref();
+        let epilogue = if post.is_some() { Epilogue::Store } else { Epilogue::Residual { scale } };
+        let (mut op, held) = self.product(&name, None, downs, epilogue, Some((table, downs.len() as u32)));
+        op.slots = slots;
+        let blocks = Cols::blocks(UNIT_ROWS, hidden);
+        let mut operands = vec![self.read(Role::X, act, Cols::all(op.inputs()))];
+        operands.extend(held);
+        operands.push(self.read(Role::Choices, choices, Cols::all(slots)));
+        let branch = post.map(|norm| (norm, self.exchange(&format!("{name}.y"), hidden)));
+        match branch {
+            None => {
+                operands.push(self.update(residual, blocks));
+                operands.extend(out.map(|out| self.write(Role::Out, out, blocks)));
+            }
+            Some((_, y)) => operands.push(self.write(Role::Out, y, blocks)),
+        }
+        let units = op.units();
+        self.grid(&name, Some(site), Op::MatVec(op), units, Second::Axis(1), operands);
+        if let Some((norm, y)) = branch {
+            self.norm_and_add(&name, site, y, norm, sum);
+        }
+    }
+
     /// A product for each slot, with the matrix of the expert that it chose.
     fn matvec_of_experts(&mut self, name: &str, site: Site, of: OfExperts<'_>, choice: &Choice) {
-        let Choice { table, choices, slots, .. } = *choice;
+        let Choice { table, choices, shares, slots } = *choice;
         let experts = of.linears.len() as u32;
         let all: Vec<&Linear> = of.linears.iter().flatten().copied().collect();
         let mut operands = vec![self.own(self.read(Role::X, of.x, of.input))];
@@ -178,6 +237,7 @@ impl Builder<'_> {
         operands.extend(held);
         let entry = Cols { stride_j: 1, limit: slots, ..Cols::all(1) };
         operands.push(self.own(self.read(Role::Choices, choices, entry)));
+        operands.extend(of.weighed.then(|| self.own(self.read(Role::Shares, shares, entry))));
         let len = if op.epilogue.is_gated() { UNIT_ROWS / 2 } else { op.unit_rows };
         let limit = self.program.buffers[of.out.index()].cols.min(slots * of.columns);
         let cols = Cols { stride: len, stride_j: of.columns, limit, ..Cols::all(len) };

@@ -212,7 +212,12 @@ impl Rules<'_> {
         for (g, grid) in (0..).zip(&program.grids) {
             let taken = match &grid.op {
                 Op::Attention(a) => a.splits == 1 && grid.per_row,
-                Op::MatVec(m) => !m.own_input && grid.per_row == grid.operand(Role::Choices).is_some(),
+                Op::MatVec(m) => {
+                    !m.own_input
+                        && grid.per_row == grid.operand(Role::Choices).is_some()
+                        && m.slots == 1
+                        && grid.operand(Role::Shares).is_none()
+                }
                 Op::Route(_) => grid.per_row,
                 Op::Combine(_) => !grid.per_row,
                 Op::Mix(_) | Op::Convolve(_) | Op::Scan(_) | Op::GroupNorm(_) => !grid.per_row,
@@ -666,7 +671,7 @@ impl Rules<'_> {
                 let grid = &program.grids[regime.tasks[run.task.index()].grid.index()];
                 match (run.source, &grid.op) {
                     (Source::Units { lo, hi, .. }, Op::MatVec(m)) => {
-                        let bytes = u64::from(hi - lo).saturating_mul(m.unit_bytes(program.format_of(grid)));
+                        let bytes = u64::from(hi - lo).saturating_mul(m.streamed_bytes(program.format_of(grid)));
                         self.expect(bytes < RUN_BYTES_MAX, at, || {
                             format!("expected fewer than {RUN_BYTES_MAX} bytes of weights a task, found {bytes}")
                         });
@@ -763,7 +768,7 @@ fn of_choice(b: u32, program: &Program) -> bool {
 fn beside_others(grid: &Grid, operand: &Operand) -> bool {
     let whole = [operand.cols.base, operand.cols.stride_j].iter().all(|at| at.is_multiple_of(UNIT_ROWS / 2));
     match &grid.op {
-        Op::MatVec(_) if operand.role == Role::Choices => true,
+        Op::MatVec(_) if matches!(operand.role, Role::Choices | Role::Shares) => true,
         Op::MatVec(_) => whole && (operand.role == Role::Out || grid.operand(Role::Choices).is_some()),
         // The gate of a shared expert follows the scores, which are polled in pairs.
         Op::Route(_) => whole && operand.role == Role::X,

@@ -122,7 +122,7 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
             }
             Op::NormAdd { .. } if for_rows => {}
             Op::MatVec(m) => {
-                let values = u64::from(m.k).next_multiple_of(granules(schedule, grid).0);
+                let values = u64::from(m.inputs()).next_multiple_of(granules(schedule, grid).0);
                 stage = stage.max(values.next_multiple_of(STAGE_VALUES) * element);
             }
             Op::NormAdd { width, everywhere: false, .. } => {

@@ -5,7 +5,7 @@ use crate::dtype::{DType, Precision};
 use crate::format::Format;
 use crate::ir::op::{
     Attention, Combine, Convolve, Epilogue, GroupNorm, MatVec, Mix, NormAttr, Op, PARTIAL_HEADER, QkNormAttr, Role,
-    Route, Scan, UNIT_ROWS,
+    Route, SLOTS_MAX, Scan, UNIT_ROWS,
 };
 use crate::ir::program::{Buffer, Cols, Content, Grid, Operand, Program, Rows, Second, Space};
 use crate::ir::schedule::Schedule;
@@ -227,6 +227,15 @@ fn attributes(id: GridId, op: &Op, n: u32, weights: Format, found: &mut Found) -
         Op::MatVec(m) => {
             expect(m.rows > 0 && fits(wide(m.rows)), "`rows` of at least 1, below 2^28", &m.rows);
             expect(m.k > 0 && fits(wide(m.k)), "`k` of at least 1, below 2^28", &m.k);
+            // Each slot has whole granules of whole units, and nothing beside them.
+            let whole = m.k.is_multiple_of(weights.granule_k()) && m.unit_rows == UNIT_ROWS && !weights.row_scales;
+            let sums = matches!(m.epilogue, Epilogue::Store | Epilogue::Residual { .. });
+            let plain = m.norm.is_none() && !m.own_input && sums;
+            expect(
+                m.slots == 1 || (1..=SLOTS_MAX).contains(&m.slots) && fits(wide(m.inputs())) && whole && plain,
+                "`slots` of 1, or up to 16 without a norm, of whole granules and units of 8 rows",
+                &m.slots,
+            );
             if let Some(norm) = &m.norm {
                 expect(eps_ok(norm), "a finite `eps` above 0", &norm.eps);
             }
@@ -338,7 +347,8 @@ fn launch_extents(id: GridId, grid: &Grid, program: &Program, sms: u32, found: &
             Second::Ordinal(most.clamp(1, grid.n.max(1)))
         }
         (Op::MatVec(MatVec { epilogue: Epilogue::Logits { .. }, .. }), Second::Axis(_)) => Second::Ordinal(grid.n),
-        // A launch index for each slot of the table that is looked up.
+        // A launch index for each slot of the table that is looked up, unless each has all slots.
+        (Op::MatVec(m), _) if m.slots > 1 => Second::Axis(1),
         (Op::MatVec(_), _) => Second::Axis(looked_up(grid, program).map_or(1, |table| table.cols)),
         _ => Second::Axis(1),
     };
@@ -478,7 +488,17 @@ fn inputs_of_sum(id: GridId, grid: &Grid, found: &mut Found) {
 
 /// A task that computes with a chosen part reads the choice itself: where the part's scales and biases lie depends on it.
 fn choices(id: GridId, grid: &Grid, program: &Program, found: &mut Found) {
-    let Some(table) = looked_up(grid, program) else { return };
+    let table = looked_up(grid, program);
+    if let Op::MatVec(m) = &grid.op
+        && m.slots > 1
+        && (table.map(|table| table.cols) != Some(m.slots) || grid.operand(Role::Bias).is_some())
+    {
+        found.add(Rule::Operand, Entity::Grid(id), || {
+            let slots = m.slots;
+            format!("expected a table of {slots} slots to look up, and no biases, for a product over {slots} slots")
+        });
+    }
+    let Some(table) = table else { return };
     // Its loader takes entry `j` of the table: column `j` of this buffer.
     let choices = grid.operand(Role::Choices).filter(|choices| choices.cols.base == 0);
     if choices.map(|choices| TableHome::Device(choices.buffer)) != Some(table.home) {
@@ -714,6 +734,11 @@ fn parts(operand: &Operand, program: &Program) -> u32 {
     }
 }
 
+/// The entry of a table of choices, or what else each slot has one of, of slot `j`.
+fn entry_of_slot(table: &Table) -> Cols {
+    Cols { stride_j: 1, limit: table.cols, ..Cols::all(1) }
+}
+
 /// Columns of the table that an `embed` reads.
 fn table_width(grid: &Grid, program: &Program) -> u32 {
     grid.operand(Role::Table).map_or(0, |o| program.buffers[o.buffer.index()].cols)
@@ -857,8 +882,10 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
         Op::MatVec(m) => {
             let units = m.units();
             let table = looked_up(grid, program);
+            // A task takes all slots, or one.
+            let (all_slots, table_of_slot) = (m.slots > 1, table.filter(|_| m.slots == 1));
             // Columns of one slot where each has its own, side by side.
-            let of_slots = |cols: Cols, width: u32| match table {
+            let of_slots = |cols: Cols, width: u32| match table_of_slot {
                 Some(table) => Cols { stride_j: width, limit: width.saturating_mul(table.cols), ..cols },
                 None => cols,
             };
@@ -866,16 +893,18 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
             let input_cols = program.buffers[operand.buffer.index()].cols;
             let shared_input = input_cols == m.k;
             match role {
-                Role::Choices => {
-                    table.map(|table| exchange(DType::I32, Cols { stride_j: 1, limit: table.cols, ..Cols::all(1) }))
-                }
+                Role::Choices if all_slots => Some(exchange(DType::I32, Cols::all(m.slots))),
+                // Slots that add to one residual one after another would have no order.
+                Role::Choices if matches!(m.epilogue, Epilogue::Residual { .. }) => None,
+                Role::Choices => table.map(|table| exchange(DType::I32, entry_of_slot(table))),
+                Role::Shares => table_of_slot.map(|table| exchange(DType::F32, entry_of_slot(table))),
                 // Before the inputs of slots: what its SM has is one vector, so a slot has no input of its own there.
                 Role::X if m.own_input => Some(private(DType::F32, Cols::all(m.k))),
-                Role::X if table.is_some() && !shared_input => {
+                Role::X if table_of_slot.is_some() && !shared_input => {
                     let pitch = table.map_or(m.k, |table| input_cols / table.cols.max(1)).max(m.k);
                     Some(exchange(wire, of_slots(Cols::all(m.k), pitch)))
                 }
-                Role::X => Some(exchange(wire, Cols::all(m.k))),
+                Role::X => Some(exchange(wire, Cols::all(m.inputs()))),
                 Role::NormWeight => m.norm.map(|_| vector(Cols::all(m.k))),
                 Role::NormBias => m.norm.filter(|n| n.kind == NormKind::Layer).map(|_| vector(Cols::all(m.k))),
                 Role::Weight => Some(Want {

@@ -211,6 +211,11 @@ enum Term {
         weights: Vec<(Slice, Option<Slice>)>,
         cols: u32,
     },
+    /// What each slot has, times its share: one vector for each slot.
+    Weighed {
+        x: TermId,
+        chosen: TermId,
+    },
     /// The sum over slots, and the shared expert with its gate.
     Combined {
         slots: TermId,
@@ -328,6 +333,7 @@ impl Terms {
                 let first = weights.first().map_or(String::new(), |(weight, _)| slice(weight));
                 format!("{} experts from {first} on, by {}, x ({})", weights.len(), of(chosen), of(x))
             }
+            Term::Weighed { x, chosen } => format!("({}) times shares of {}", of(x), of(chosen)),
             Term::Combined { slots, shared, .. } => {
                 let shared = shared
                     .as_ref()
@@ -916,7 +922,7 @@ impl Reader<'_> {
         grid: &Grid,
         m: &MatVec,
         table: &Table,
-        x: TermId,
+        mut x: TermId,
         buffer: &Buffer,
         parts: &[Part],
         biases: &[Option<(&RowView, u32)>],
@@ -935,20 +941,29 @@ impl Reader<'_> {
         if each != table.bound as usize || !parts.len().is_multiple_of(halves) {
             return Err(format!("expected {halves} linears of each of {} experts, found {}", table.bound, parts.len()));
         }
+        if m.slots > 1 {
+            x = match self.terms.all[x.0 as usize] {
+                Term::Weighed { x, chosen: by } if by == chosen => x,
+                _ => return Err("expected inputs that their shares have multiplied".to_string()),
+            };
+        }
         let mut terms = vec![];
         for half in 0..halves {
             let mut weights = vec![];
             for (part, bias) in parts.iter().zip(biases).skip(half).step_by(halves) {
                 self.is_stored(buffer.format(), part.view.tensor, false)?;
                 let rows = m.rows / halves as u32;
-                if part.rows != rows || bias.is_some_and(|(_, len)| len != rows) {
+                if part.rows != rows || bias.is_some_and(|(_, len)| len != rows || m.slots > 1) {
                     return Err(format!("expected {rows} rows, and as many biases, of each expert"));
                 }
                 weights.push((Slice::of(&part.view, rows), bias.map(|(view, len)| Slice::of(view, len))));
             }
             terms.push(self.known(Term::OfExperts { x, chosen, weights, cols: m.k })?);
         }
-        let term = match (m.epilogue, terms.as_slice()) {
+        if let (&[slots], true) = (terms.as_slice(), m.slots > 1) {
+            return self.sum_over_slots(grid, m, slots, chosen);
+        }
+        let mut term = match (m.epilogue, terms.as_slice()) {
             (Epilogue::Gated(act), &[gate, up]) => self.known(Term::Gated { gate, up, act, scale: 1f32.to_bits() })?,
             (Epilogue::Clamped(ClampedSwiglu { alpha, limit }), &[gate, up]) => {
                 self.known(Term::Clamped { gate, up, alpha: alpha.to_bits(), limit: limit.to_bits() })?
@@ -957,9 +972,27 @@ impl Reader<'_> {
             (Epilogue::Store, &[x]) => x,
             _ => return Err("expected a product of experts that is stored or activated".to_string()),
         };
+        if let Some(shares) = grid.operand(Role::Shares) {
+            let (of_slots, expected) = (self.read(shares, table.cols)?, self.known(Term::Shares { chosen })?);
+            if of_slots != expected {
+                return Err("expected the shares of the slots that the product is of".to_string());
+            }
+            term = self.terms.id(Term::Weighed { x: term, chosen });
+        }
         // Slots are padded to whole units.
         let out = need(grid, Role::Out)?.cols;
         self.write(grid, Role::Out, out.limit.saturating_sub(out.base), term)
+    }
+
+    /// A product that adds up what the experts of all slots made, for inputs that their shares have multiplied.
+    fn sum_over_slots(&mut self, grid: &Grid, m: &MatVec, slots: TermId, chosen: TermId) -> Result<(), String> {
+        let shares = self.known(Term::Shares { chosen })?;
+        let branch = self.known(Term::Combined { slots, shares, shared: None })?;
+        match m.epilogue {
+            Epilogue::Residual { scale } => self.add(grid, m.rows, scale, branch),
+            Epilogue::Store => self.write(grid, Role::Out, m.rows, branch),
+            _ => Err("expected a sum over slots that is stored or added".to_string()),
+        }
     }
 
     /// `residual += scale * branch`, published where the grid has an output.

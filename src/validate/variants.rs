@@ -121,6 +121,8 @@ fn matvec(
     let (granule_k, bytes) = granules(schedule, grid);
     let parts = UNIT_ROWS / u64::from(m.unit_rows).clamp(1, UNIT_ROWS);
     let unit = u64::from(m.k).div_ceil(granule_k * parts).max(1);
+    // What a task streams for a unit: one of each slot.
+    let unit = unit.saturating_mul(u64::from(m.slots.max(1)));
     let (slot, warps) = (u64::from(ring.slot_bytes) / bytes, u64::from(ring.arrivals.max(1)));
     if u64::from(granule) != bytes {
         found.add(Rule::Variant, Entity::Grid(at), || format!("expected granules of {bytes} bytes, found {granule}"));

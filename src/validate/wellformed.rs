@@ -336,10 +336,11 @@ impl Grids {
                         && let TableHome::Device(buffer) = program.tables[table.index()].home
                         && class == CLASSES - 1
                     {
-                        // Slot `j` of the task takes entry `j` of its row.
+                        // Slot `j` of the task takes entry `j` of its row, or it takes those of all slots.
                         let rows = grids.rows[buffer.index()];
                         let limit = program.tables[table.index()].cols;
-                        let cols = Cols { stride_j: 1, limit, ..Cols::all(1) };
+                        let all = matches!(&grid.op, Op::MatVec(m) if m.slots > 1);
+                        let cols = if all { Cols::all(limit) } else { Cols { stride_j: 1, limit, ..Cols::all(1) } };
                         let which = if rows.single() { Which::Own } else { Which::All };
                         let flow = Flow { buffer, access: Access::Read, cols, which, rows };
                         grids.flows.push(flow);

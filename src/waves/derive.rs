@@ -697,6 +697,9 @@ impl Builder<'_> {
         match &grid.op {
             Op::Select | Op::Report => Ok(()),
             Op::Embed { scale, everywhere: false } => self.embed(id, grid, *scale),
+            Op::MatVec(m) if m.slots > 1 || grid.operand(Role::Shares).is_some() => {
+                refused(grid, "the product", "one of a single slot, which no share multiplies")
+            }
             Op::MatVec(m) if m.epilogue == Epilogue::Scores => self.scores(id, grid, m),
             Op::MatVec(m) if Chosen::of(self.program, grid).is_some() => self.experts(id, grid, m),
             Op::MatVec(m) => self.matvec(id, grid, m),

@@ -440,6 +440,7 @@ pub fn add_extra(schedule: &mut Schedule, after: &str, sms: [usize; 2]) {
         op: Op::MatVec(MatVec {
             rows: 8,
             k: 16,
+            slots: 1,
             norm: None,
             own_input: false,
             epilogue: Epilogue::Store,

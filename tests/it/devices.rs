@@ -121,9 +121,9 @@ fn a_model_may_be_larger_than_one_device() {
         let mut target = h200().on_devices(devices);
         target.spec.memory_bytes = memory;
         let s = TOY.schedule(&h200().on_devices(devices), &on_h200(4));
-        let rules =
-            validate(s.clone(), &target).err().map(|refused| refused.violations.iter().map(|v| v.rule).collect());
-        (rules.unwrap_or_else(Vec::new), pack_bytes(&s) - held(&s, 0).bytes, s)
+        let refused = validate(s.clone(), &target).err();
+        let rules: Vec<Rule> = refused.iter().flat_map(|refused| &refused.violations).map(|v| v.rule).collect();
+        (rules, pack_bytes(&s) - held(&s, 0).bytes, s)
     };
     // What one device needs, to the byte.
     let (fits, refuses) = (|of: &(Vec<Rule>, u64, Schedule)| of.0.is_empty(), vec![Rule::DeviceMemory]);

@@ -7,8 +7,10 @@ use monobloc::codegen::emit::{Trace, emit};
 use monobloc::defaults::rows::{Room, place_rows};
 use monobloc::dtype::{DType, Precision};
 use monobloc::interp::{Arithmetic, Interp, Options, Order, Pack};
+use monobloc::ir::op::Op;
 use monobloc::ir::parse::parse;
 use monobloc::ir::print::print;
+use monobloc::ir::program::Grid;
 use monobloc::ir::schedule::Schedule;
 use monobloc::lower::{Batch, lower, lower_batch};
 use monobloc::model::config::{Imported, import};
@@ -23,7 +25,7 @@ use monobloc::target::{Target, TargetKind};
 use monobloc::validate::{same, validate};
 
 use crate::nvrtc::{compiles, nvrtc, quick};
-use crate::rows::{alone, served};
+use crate::rows::served;
 use crate::support::{fixture, max_difference};
 
 /// fp32 against fp64 (tests/fixtures/README.md).
@@ -248,6 +250,33 @@ fn batch_kernels_with_experts_compile() {
     }
 }
 
+/// Where one product adds up all slots, as in decode kernels of GPUs: the interpreter executes their schedule.
+#[test]
+fn a_sum_over_slots_agrees_with_the_reference() {
+    let target = Target::builtin("h200").unwrap();
+    let mut sums = 0;
+    for (name, imported) in kinds() {
+        let want = forward(&imported.graph, &imported.weights, &IDS);
+        let default = Candidate::default_for(&imported.graph, &target, FP32);
+        // These models are so small that their units would have fewer rows.
+        let candidate = Candidate { sms: 4, unit_rows: 8, ..default };
+        let program = lower(&imported.graph, "experts", FP32, 64, &candidate).unwrap();
+        same(&imported.graph, &program).unwrap();
+        let schedule = schedule(program, &target, &candidate).unwrap();
+        let of_slots = |grid: &Grid| matches!(&grid.op, Op::MatVec(m) if m.slots > 1);
+        sums += schedule.program.grids.iter().filter(|grid| of_slots(grid)).count();
+        let validated = validate(schedule, &target).unwrap_or_else(|rejected| panic!("{name}: {rejected}"));
+        for order in [Order::Threads(2), Order::Adversarial { seed: 5 }] {
+            let options = Options { arithmetic: Arithmetic::Fast, order };
+            let schedule = validated.schedule();
+            let logits = Interp::new(schedule, packed(&imported, schedule), options).unwrap().logits(&IDS).unwrap();
+            let difference = max_difference(&logits.concat(), &want.concat());
+            assert!(difference < LOGITS_TOLERANCE, "{name}, {order:?}: {difference}");
+        }
+    }
+    assert!(sums > 0, "no model has such a sum");
+}
+
 /// Rows of different sequences, a prompt chunk among them, and fewer rows than the program has.
 #[test]
 fn rows_of_a_step_choose_their_own_experts() {
@@ -263,8 +292,8 @@ fn rows_of_a_step_choose_their_own_experts() {
     }
 }
 
-/// Prompts in chunks beside other rows, in launches of fewer rows than the program has: a row has the bits that it has alone, whatever
-/// the experts of its neighbours are.
+/// Prompts in chunks beside other rows, in launches of fewer rows than the program has: a row has the bits that it has alone in such a
+/// step, whatever the experts of its neighbours are.
 #[test]
 fn a_row_has_the_bits_of_its_own_experts() {
     let prompts: [&[u32]; 3] = [&IDS, &IDS[3..7], &[140, 9, 77]];
@@ -272,7 +301,8 @@ fn a_row_has_the_bits_of_its_own_experts() {
         let want = forward(&imported.graph, &imported.weights, &IDS).concat();
         for (precision, order) in [(FP32, Order::Threads(2)), (BF16, Order::Adversarial { seed: 3 })] {
             let options = Options { arithmetic: Arithmetic::Fast, order };
-            let expected = prompts.map(|prompt| alone(&imported, precision, options, prompt));
+            let alone = prompts.map(|prompt| served(&imported, precision, options, &[prompt], 1));
+            let expected: Vec<_> = alone.into_iter().flatten().collect();
             for chunk in [1, 2, 7, 16] {
                 let found = served(&imported, precision, options, &prompts, chunk);
                 assert!(found == expected, "{name}, {order:?}, chunks of {chunk}");

@@ -2,7 +2,7 @@
 //! with it, and what is added up.
 
 use monobloc::candidate::Candidate;
-use monobloc::ir::op::{Op, Role};
+use monobloc::ir::op::{MatVec, Op, Role};
 use monobloc::ir::program::{Cols, Content, Operand, Rows};
 use monobloc::ir::schedule::{Event, Schedule, Source, Task};
 use monobloc::ir::table::TableHome;
@@ -209,6 +209,50 @@ fn every_unit_of_a_slot_is_computed_once() {
             }),
             ("the output of another slot", Rule::Shape, &[Kind::Undeclared, Kind::OutOfBounds], |s| {
                 operand(s, "down.0", Role::Out).cols.stride_j = 0;
+            }),
+        ],
+    );
+}
+
+/// One layer whose `down` adds up all slots.
+fn over_slots() -> (Schedule, Target) {
+    let toy = Toy { intermediate: 32, ..small_mixture(MIXTURE) };
+    (toy.schedule(&h200(), &Candidate { splits: 1, ..on_h200(2) }), h200())
+}
+
+fn product<'a>(s: &'a mut Schedule, name: &str) -> &'a mut MatVec {
+    let id = grid(s, name);
+    let Op::MatVec(m) = &mut s.program.grids[id.index()].op else { panic!("a product") };
+    m
+}
+
+#[test]
+fn a_product_over_slots_takes_all_of_them() {
+    both_judges(
+        over_slots(),
+        &EFFORT,
+        &[
+            ("no wait", Rule::StreamAfter, EARLY, |s| sets_after(s, "down.0", 0, None)),
+            ("shares that may not be there", Rule::MissingWait, EARLY, |s| {
+                let (id, shares) = (task(s, 0, "gate_up.0", 0), buffer(s, "shares.0"));
+                let of: Vec<bool> = s.regimes[0].events.iter().map(|event| event.buffer == shares).collect();
+                s.regimes[0].tasks[id.index()].waits.retain(|wait| !of[wait.event.index()]);
+            }),
+            ("a slot less", Rule::Operand, &[Kind::Malformed], |s| product(s, "down.0").slots = 1),
+            ("a slot more", Rule::Operand, &[Kind::Malformed], |s| product(s, "down.0").slots = 3),
+            ("no slot", Rule::Attribute, &[Kind::Malformed], |s| product(s, "down.0").slots = 0),
+            ("slots of half a granule", Rule::Attribute, &[Kind::Malformed], |s| product(s, "down.0").k = 16),
+            ("inputs of one slot", Rule::Shape, &[Kind::Undeclared, Kind::OutOfBounds], |s| {
+                operand(s, "down.0", Role::X).cols.len = 32;
+            }),
+            ("the choice of the first slot alone", Rule::Shape, &[Kind::Undeclared], |s| {
+                operand(s, "down.0", Role::Choices).cols = Cols::all(1);
+            }),
+            ("a share of another slot", Rule::Shape, &[Kind::Undeclared], |s| {
+                operand(s, "gate_up.0", Role::Shares).cols.stride_j = 0;
+            }),
+            ("units that two tasks add", Rule::LaunchTwice, &[Kind::Malformed], |s| {
+                changes_task(s, "down.0", 1, |task| (task.lo, task.hi) = (0, 1));
             }),
         ],
     );

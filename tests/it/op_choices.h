@@ -113,6 +113,11 @@ struct Chosen : P {
   static constexpr int EXPERTS = PARTS_MOST, PART_UNITS = P::UNITS;
   static constexpr bool INPUT_FIRST = FIRST;
 };
+// The same, for a slot whose share multiplies the result.
+template <class P>
+struct Weighed : P {
+  static constexpr bool WEIGHED = true;
+};
 template <class P>
 struct Clamped : P {
   static constexpr float ALPHA = 1.702f, LIMIT = 0.5f;

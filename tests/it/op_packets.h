@@ -27,6 +27,10 @@ static u64 awaited(const u64* from, bool active, u32 tag) {
   return active ? *from : u64(tag) << 32;
 }
 static u32 reread(const u64* from) { return u32(*from); }
+static void peek(const u64* from, bool active, u64& packet) {
+  if (active) packet = *from;
+}
+static bool fresh(u64 packet, u32 tag) { return u32(packet >> 32) == tag; }
 template <int N, bool FEW = false, class Offset>
 static void await_pairs(const u64* base, Offset offset, const bool (&active)[N], u32 tag, u64 (&a)[N], u64 (&b)[N], Waiter) {
   for (int i = 0; i < N; i++) {

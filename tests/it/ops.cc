@@ -301,6 +301,8 @@ static void matvec(const char* name) {
     const int part = choose<G>(seed);
     if (G::BIAS) entry.bias = of_rows<G>(state, bias, part);
     entry.out = room(G::ROWS + 2), entry.aux = room(8);
+    const float share = is_weighed<G>(nullptr) ? 0.375f : 1.f;
+    if (is_weighed<G>(nullptr)) exchange.at(entry.aux) = u64(TAG) << 32 | __float_as_uint(share);
     std::memcpy(residual<M>(), before.data(), before.size() * 4);
     std::vector<float> logits(G::ROWS);
     params.logits = logits.data();
@@ -313,6 +315,8 @@ static void matvec(const char* name) {
       for (int k = 0; k < G::K; k++) y[r] += double(w[size_t(r) * G::K + k]) * input[k];
     }
     outcome<M, G>(y, before, logits, expected, found);
+    if (is_weighed<G>(nullptr))
+      for (double& value : expected) value *= share;
     report(name, expected, found);
   }
 }
@@ -725,6 +729,9 @@ int main() {
   matvec<F, Chosen<Product<16, 128, Norm::RMS, Epilogue::ACT, 4, 1, true>>>("chosen-units-of-4");
   matvec<B, Chosen<Product<20, 64, Norm::RMS, Epilogue::GATED, 8, 1, true>, true>>("chosen-ragged-gated-bf16");
   matvec<T, Clamped<Chosen<Product<40, 104, Norm::NONE, Epilogue::CLAMPED, 8, 1, true>>>>("chosen-tensor-clamped-bf16");
+  matvec<T, Weighed<Chosen<Product<20, 64, Norm::NONE, Epilogue::GATED, 8, 1, true>, true>>>("weighed-tensor-gated-bf16");
+  matvec<B, Weighed<Clamped<Chosen<Product<40, 104, Norm::NONE, Epilogue::CLAMPED, 8, 1, true>>>>>("weighed-clamped-bf16");
+  matvec<F, Weighed<Chosen<Product<16, 128, Norm::RMS, Epilogue::ACT, 8, 1>>>>("weighed-act");
   matvec_codes<F, Coded<Chosen<Product<24, 200, Norm::RMS, Epilogue::STORE, 8, 1, true>>, Code::INT8, 0, ScaleCode::NONE, false, true>>("chosen-int8-rows");
   matvec_codes<T, Coded<Chosen<Product<24, 200, Norm::NONE, Epilogue::GATED, 8, 1, true>, true>, Code::E4M3, 0, ScaleCode::NONE, false, true>>("chosen-tensor-e4m3-rows-bf16");
   matvec_codes<T, Coded<Clamped<Chosen<Product<24, 200, Norm::NONE, Epilogue::CLAMPED, 8, 1, true>>>, Code::E2M1, 32, ScaleCode::E8M0, false, false>>("chosen-tensor-mxfp4-bf16");

@@ -9,7 +9,7 @@ use crate::sampling::compiled;
 use crate::skipped;
 
 /// Each case, and how often it runs, with different numbers or at different positions.
-const CASES: [(&str, usize); 136] = [
+const CASES: [(&str, usize); 139] = [
     ("matvec-store-bias", 3),
     ("matvec-rms-ragged", 3),
     ("matvec-two-at-once", 3),
@@ -85,6 +85,9 @@ const CASES: [(&str, usize); 136] = [
     ("chosen-units-of-4", 3),
     ("chosen-ragged-gated-bf16", 3),
     ("chosen-tensor-clamped-bf16", 3),
+    ("weighed-tensor-gated-bf16", 3),
+    ("weighed-clamped-bf16", 3),
+    ("weighed-act", 3),
     ("chosen-int8-rows", 3),
     ("chosen-tensor-e4m3-rows-bf16", 3),
     ("chosen-tensor-mxfp4-bf16", 3),
@@ -654,12 +657,13 @@ fn an_op_that_computes_something_else_is_found() {
     let [route, combine, join] = ["ops/route.cuh", "ops/combine.cuh", "ops/join.cuh"];
     let programs: [&[Edit]; 7] = [
         // The later one of equal experts, a group by its best, a sum without what is added to it, the factor of a gated shared expert, the
-        // bias and the scales of the first part.
+        // bias and the scales of the first part, a result that its share does not multiply.
         &[
             (route, "~warp_max(best == most ? ~mine : 0u)", "warp_max(best == most ? mine : 0u)", "route-128"),
             (route, "warp_sum(weight) + G::ADDED;", "warp_sum(weight);", "route-one"),
             (combine, "__fdividef(G::SHARED_SCALE, 1.f", "__fdividef(1.f, 1.f", "combine-gated-stored-bf16"),
             (matvec, "(int(e.part) + unit) * G::UNIT_ROWS", "unit * G::UNIT_ROWS", "chosen"),
+            (matvec, "if constexpr (WEIGHED) return e.share * y;", "", "weighed-tensor-gated-bf16"),
             (matvec, "(int(e.part + e.lo) + local)", "(int(e.lo) + local)", "chosen-tensor-e4m3-rows-bf16"),
             // What is given in the first step, noise of a position of the cache, a residual that is not begun.
             (join, "u64(c.tag - c.p.tag) * G::HIDDEN", "0 * G::HIDDEN", "join"),

@@ -260,7 +260,7 @@ fn combine(program: &mut Program) -> &mut Combine {
     combine
 }
 
-fn clamped<'a>(program: &'a mut Program, name: &str) -> &'a mut Epilogue {
+fn epilogue_of<'a>(program: &'a mut Program, name: &str) -> &'a mut Epilogue {
     let Op::MatVec(m) = &mut grid(program, name).op else { panic!("a product") };
     &mut m.epilogue
 }
@@ -320,14 +320,14 @@ const OF_EXPERTS: [OfExperts; 32] = [
     ("another factor of the sum", false, |p| combine(p).scale = 0.5),
     ("another factor of the shared expert", false, |p| combine(p).shared = Some(0.5)),
     ("another limit", false, |p| {
-        *clamped(p, "gate_up.1") = Epilogue::Clamped(ClampedSwiglu { alpha: 1.702, limit: 6.0 });
+        *epilogue_of(p, "gate_up.1") = Epilogue::Clamped(ClampedSwiglu { alpha: 1.702, limit: 6.0 });
     }),
     ("another alpha", false, |p| {
-        *clamped(p, "gate_up.1") = Epilogue::Clamped(ClampedSwiglu { alpha: 1.0, limit: 7.0 });
+        *epilogue_of(p, "gate_up.1") = Epilogue::Clamped(ClampedSwiglu { alpha: 1.0, limit: 7.0 });
     }),
-    ("no limit", false, |p| *clamped(p, "gate_up.1") = Epilogue::Gated(Act::Silu)),
+    ("no limit", false, |p| *epilogue_of(p, "gate_up.1") = Epilogue::Gated(Act::Silu)),
     ("a limit of the shared expert", false, |p| {
-        *clamped(p, "shared_up.1") = Epilogue::Clamped(ClampedSwiglu { alpha: 1.702, limit: 7.0 });
+        *epilogue_of(p, "shared_up.1") = Epilogue::Clamped(ClampedSwiglu { alpha: 1.702, limit: 7.0 });
     }),
     ("the norm of another layer in the router alone", false, |p| {
         reads_that_of(p, "router.1", "router.0", Role::NormWeight);
@@ -378,6 +378,49 @@ fn programs_of_other_experts_are_refused() {
         }
     }
     assert_eq!(seen_by_others, [], "whether other rules see it");
+}
+
+/// A change of a program that adds up slots in one product.
+type OfSum = (&'static str, fn(&mut Program));
+
+/// All are sound schedules of another function.
+const OF_SUMS: [OfSum; 9] = [
+    ("inputs that no share multiplies", |p| {
+        grid(p, "gate_up.1").operands.retain(|operand| operand.role != Role::Shares);
+    }),
+    ("shares of the layer before", |p| reads_that_of(p, "gate_up.1", "gate_up.0", Role::Shares)),
+    ("inputs of the layer before", |p| reads_that_of(p, "down.1", "down.0", Role::X)),
+    ("experts in another order", |p| {
+        let Content::Rows { parts, .. } = content(p, "down.1", Role::Weight) else { panic!() };
+        parts.swap(0, 1);
+    }),
+    ("experts of another layer", |p| takes_content_of(p, "down.1", "down.0", Role::Weight)),
+    ("the choice of the layer before", |p| {
+        reads_that_of(p, "down.1", "down.0", Role::Choices);
+        let before = grid(p, "down.0").operand(Role::Weight).unwrap().rows;
+        let operands = grid(p, "down.1").operands.iter_mut();
+        let chosen = operands.filter(|operand| matches!(operand.rows, Rows::Lookup(_)));
+        chosen.for_each(|operand| operand.rows = before);
+    }),
+    ("another factor of the sum", |p| *epilogue_of(p, "down.1") = Epilogue::Residual { scale: 0.5 }),
+    ("weights that are not divided", |p| route(p).normalise = Some(1.0)),
+    ("another activation", |p| *epilogue_of(p, "gate_up.1") = Epilogue::Gated(Act::GeluTanh)),
+];
+
+#[test]
+fn programs_of_other_sums_over_slots_are_refused() {
+    let (target, graph) = (Target::builtin("h200").unwrap(), Toy { mixture: Some(MIXTURE), ..TOY }.graph());
+    let candidate = Candidate { sums_everywhere: 0, splits: 1, ..on_h200(&graph, BF16) };
+    let one = lower(&graph, "same", BF16, graph.positions_max, &candidate).unwrap();
+    same(&graph, &one).unwrap();
+    for (what, change) in OF_SUMS {
+        let mut mutant = one.clone();
+        change(&mut mutant);
+        assert_ne!(mutant, one, "{what}");
+        same(&graph, &mutant).expect_err(what);
+        let placed = schedule(mutant, &target, &candidate).unwrap_or_else(|refused| panic!("{what}: {refused}"));
+        validate(placed, &target).unwrap_or_else(|refused| panic!("{what}: {refused}"));
+    }
 }
 
 #[test]

@@ -467,6 +467,7 @@ impl Build<'_> {
         let op = Op::MatVec(MatVec {
             rows,
             k,
+            slots: 1,
             norm: normed.then_some(norm),
             own_input: self.p.buffers[x.index()].space == Space::Private,
             epilogue,
@@ -616,7 +617,7 @@ fn place_randomly(random: &mut Rng, p: Program, sms: usize) -> Base {
     let mut variants = BTreeMap::new();
     for (g, grid) in p.grids.iter().enumerate() {
         if let Op::MatVec(m) = &grid.op {
-            let (id, unit) = (GridId::from(g), m.granules(Format::plain(DType::Bf16)).max(1));
+            let (id, unit) = (GridId::from(g), m.streamed_granules(Format::plain(DType::Bf16)).max(1));
             let tasks = regime.tasks.iter().filter(|task| task.grid == id);
             let units = tasks.map(|task| task.hi - task.lo).max().unwrap_or(1);
             let variant = if unit <= 8 {

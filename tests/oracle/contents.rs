@@ -8,7 +8,7 @@
 //! Steps are run in program order, one task after another. [`super::machine`] judges whether other orders give the same.
 //! Long texts are run near their beginning, their borders and their end; rows of other positions are left out in both runs.
 
-use super::footprint::{columns_of, pitch, table_of};
+use super::footprint::{columns_of, pitch, slots_of, table_of};
 use super::machine::share;
 use super::{Fault, Kind};
 use monobloc::ir::op::{Attention, Combine, Convolve, Epilogue, GroupNorm, MatVec, Mix, Op, Role, Route, Scan};
@@ -226,10 +226,11 @@ impl<'a> Text<'a> {
             Op::MatVec(m) => {
                 // Columns of the slot, if each has its own.
                 let pitch = grid.operand(Role::X).map_or(0, |x| x.cols.stride_j);
-                let first = if table_of(self.s, grid).is_some() { task.j * pitch } else { 0 };
+                let of_slot = table_of(self.s, grid).is_some() && m.slots == 1;
+                let first = if of_slot { task.j * pitch } else { 0 };
                 let x = match input.get(&first) {
                     Some(x) if !m.own_input => *x,
-                    _ => self.digest(step, Role::X, first, m.k)?,
+                    _ => self.digest(step, Role::X, first, m.k * m.slots)?,
                 };
                 input.insert(first, x);
                 self.matvec(step, m, x)
@@ -302,12 +303,19 @@ impl<'a> Text<'a> {
 
     fn matvec(&mut self, step: &Step, m: &MatVec, x: u64) -> Result<(), Fault> {
         let Task { lo, hi, j, .. } = *step.task;
+        let slots = slots_of(step.grid, step.task);
         let chosen = match table_of(self.s, step.grid) {
-            Some(_) => self.read(step, Role::Choices, j)?,
+            Some(_) if slots.len() == 1 => self.read(step, Role::Choices, j)?,
+            Some(_) => {
+                let all: Vec<u64> =
+                    slots.clone().map(|slot| self.read(step, Role::Choices, slot)).collect::<Result<_, _>>()?;
+                all.into_iter().fold(1, mix)
+            }
             None => 0,
         };
+        let share = step.grid.operand(Role::Shares).map(|_| self.read(step, Role::Shares, j)).transpose()?;
         let parts = [
-            chosen,
+            share.map_or(chosen, |share| mix(chosen, share)),
             x,
             said(&m.norm),
             said(&m.epilogue),
@@ -319,8 +327,9 @@ impl<'a> Text<'a> {
         let x = fold(parts);
         let (each, rows) = columns_of(m);
         // A slot is whole units.
-        let slot = if table_of(self.s, step.grid).is_some() { j * rows.next_multiple_of(each) } else { 0 };
-        let most = if table_of(self.s, step.grid).is_some() { rows.next_multiple_of(each) } else { rows };
+        let of_slot = table_of(self.s, step.grid).is_some() && slots.len() == 1;
+        let slot = if of_slot { j * rows.next_multiple_of(each) } else { 0 };
+        let most = if of_slot { rows.next_multiple_of(each) } else { rows };
         let mut best = 0;
         for row in each * lo..(each * hi).min(most) {
             let y = mix(x, row.into());

@@ -110,7 +110,11 @@ impl Reader<'_> {
             Op::Select => (exchange(Role::Best), None),
             Op::Route(_) | Op::Combine(_) => (exchange(Role::X), exchange(Role::Shares)),
             Op::Mix(_) => (exchange(Role::Q), exchange(Role::Beta)),
-            _ => ([Role::X, Role::Q, Role::Partial].into_iter().find_map(exchange), exchange(Role::Best)),
+            // A product has the best of its rows, or what its slot counts.
+            _ => (
+                [Role::X, Role::Q, Role::Partial].into_iter().find_map(exchange),
+                [Role::Best, Role::Shares].into_iter().find_map(exchange),
+            ),
         };
         for (name, said, operand) in
             [("x", entry.x, x), ("out", entry.out, exchange(Role::Out)), ("aux", entry.aux_or_scales, aux)]
@@ -255,7 +259,7 @@ impl Reader<'_> {
             (Source::Units { .. }, Op::MatVec(m)) => {
                 let Some(weight) = grid.operand(Role::Weight) else { return Err("has no matrix".to_string()) };
                 let unit = unit_bytes(self.buffer(weight), m);
-                let bytes = unit * u64::from(task.hi - task.lo);
+                let bytes = unit * u64::from(task.hi - task.lo) * u64::from(m.slots);
                 let (begin, rest) = (self.place(weight) + u64::from(task.lo) * unit, u64::from(said.splits >> 16));
                 expect(u64::from(said.head_j) * 256 + rest == begin && rest < 256, || {
                     format!("begins at {} * 256 + {rest}, not at byte {begin}", said.head_j)
@@ -278,6 +282,12 @@ impl Reader<'_> {
                 })?;
                 let bound = self.schedule.program.tables[table.index()].bound;
                 let parts = (said.rows & 0xffff, said.rows >> 16);
+                if m.slots > 1 {
+                    let (slots, piece) = (said.splits & 0xffff, u64::from(parts.1) * 16);
+                    return expect((slots, parts.0, piece) == (m.slots, bound, unit), || {
+                        format!("has {slots} slots of {} parts in pieces of {piece} bytes", parts.0)
+                    });
+                }
                 expect(parts == (bound, task.row), || format!("has parts and row {parts:?}, not {bound}, {}", task.row))
             }
             (Source::History { rows }, Op::Attention(a)) => {

@@ -398,7 +398,17 @@ fn numbers(s: &Schedule) -> Result<(), Fault> {
                         scale.is_finite() && softcap.is_none_or(|c| c.is_finite() && c > 0.0)
                     }
                 };
-                m.rows > 0 && m.rows < 1 << 29 && m.k > 0 && m.k < 1 << 29 && m.norm.as_ref().is_none_or(norm) && tail
+                let sums = match m.slots {
+                    0 => false,
+                    1 => true,
+                    2..=16 => {
+                        let stored = matches!(m.epilogue, Epilogue::Store | Epilogue::Residual { .. });
+                        stored && m.norm.is_none() && !m.own_input && m.unit_rows == 8 && m.k < 1 << 24
+                    }
+                    _ => false,
+                };
+                let norms = m.norm.as_ref().is_none_or(norm);
+                m.rows > 0 && m.rows < 1 << 29 && m.k > 0 && m.k < 1 << 29 && norms && tail && sums
             }
             Op::Attention(a) => {
                 let sizes = [a.heads_per_task, a.group, a.heads, a.head_dim, a.splits];
@@ -466,9 +476,13 @@ fn numbers(s: &Schedule) -> Result<(), Fault> {
         {
             return malformed(format!("g{g} launches other shares than it has"));
         }
-        if let Some((_, table)) = table_of(s, grid)
-            && grid.second != Second::Axis(table.cols)
-        {
+        // A task has one slot, or all.
+        let slots = if let Op::MatVec(m) = &grid.op { m.slots } else { 1 };
+        let table = table_of(s, grid).map(|(_, table)| table.cols);
+        if slots > 1 && (table != Some(slots) || grid.operand(Role::Bias).is_some() || !is_gathered(s, grid)) {
+            return malformed(format!("g{g} adds up {slots} slots of {table:?}"));
+        }
+        if table.is_some_and(|table| grid.second != Second::Axis(if slots > 1 { 1 } else { table })) {
             return malformed(format!("g{g} launches other slots than its table has"));
         }
     }
@@ -500,6 +514,29 @@ pub(super) fn columns_of(m: &MatVec) -> (u32, u32) {
 }
 
 /// The table that names the part of its matrix that a product takes.
+/// Whether the units of several slots follow one another without a gap in k, and have nothing beside them.
+fn is_gathered(s: &Schedule, grid: &Grid) -> bool {
+    let Some(buffer) = grid.operand(Role::Weight).and_then(|weight| s.program.buffers.get(weight.buffer.index()))
+    else {
+        return false;
+    };
+    let Op::MatVec(m) = &grid.op else { return false };
+    let values = match buffer.coded {
+        Some(format) if format.row_scales => return false,
+        Some(format) => GRANULE_ROW * 8 / u64::from(format.code.bits()),
+        None => GRANULE_ROW / buffer.dtype.bytes() as u64,
+    };
+    u64::from(m.k) % values == 0
+}
+
+/// Slots that a task of a grid chooses for: one, or all of a step.
+pub(super) fn slots_of(grid: &Grid, task: &Task) -> std::ops::Range<u32> {
+    match &grid.op {
+        Op::MatVec(m) if m.slots > 1 => 0..m.slots,
+        _ => task.j..task.j + 1,
+    }
+}
+
 pub(super) fn table_of<'a>(s: &'a Schedule, grid: &Grid) -> Option<(TableId, &'a Table)> {
     let Rows::Lookup(id) = grid.operand(Role::Weight)?.rows else { return None };
     Some((id, s.program.tables.get(id.index())?))
@@ -713,10 +750,12 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
             let (from, to) = (each * lo, (each * hi).min(rows));
             let x = if m.own_input { (Private, DType::F32) } else { (Exchange, pr.wire) };
             // Slots lie side by side in the output, and in the input, unless all have the same.
-            let slot = if table_of(s, grid).is_some() { j } else { 0 };
+            let slots = u64::from(m.slots);
+            let of_slot = table_of(s, grid).filter(|_| slots == 1);
+            let slot = if of_slot.is_some() { j } else { 0 };
             let pitch = grid.operand(Role::X).map_or(0, |x| u64::from(x.cols.stride_j));
             let first = slot * pitch;
-            let mut parts = vec![part(Role::X, Read, x.0, x.1, first, first + k)];
+            let mut parts = vec![part(Role::X, Read, x.0, x.1, first, first + k * slots)];
             if let Some(norm) = &m.norm {
                 parts.push(vector(Role::NormWeight, 0, k));
                 if norm.kind == NormKind::Layer {
@@ -729,7 +768,11 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
                 ..part(Role::Weight, Stream, Weight, pr.weights, lo, hi)
             });
             parts.push(vector(Role::Bias, each * lo, each * hi));
-            parts.extend(table_of(s, grid).map(|_| part(Role::Choices, Read, Exchange, DType::I32, j, j + 1)));
+            let chosen = slots_of(grid, task);
+            let chosen = (u64::from(chosen.start), u64::from(chosen.end));
+            let choices = part(Role::Choices, Read, Exchange, DType::I32, chosen.0, chosen.1);
+            parts.extend(table_of(s, grid).map(|_| choices));
+            parts.extend(of_slot.map(|_| part(Role::Shares, Read, Exchange, DType::F32, j, j + 1)));
             match m.epilogue {
                 Epilogue::Store
                 | Epilogue::Act(_)
@@ -738,7 +781,7 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
                 | Epilogue::Clamped(_) => {
                     let (each, columns) = columns_of(m);
                     // A slot is whole units: packets are polled in pairs.
-                    let columns = if table_of(s, grid).is_some() { columns.next_multiple_of(each) } else { columns };
+                    let columns = if of_slot.is_some() { columns.next_multiple_of(each) } else { columns };
                     let (each, columns) = (u64::from(each), u64::from(columns));
                     let (from, to) = (slot * columns + each * lo, slot * columns + (each * hi).min(columns));
                     parts.push(part(Role::Out, Write, Exchange, pr.wire, from, to));
@@ -880,7 +923,8 @@ fn optional(op: &Op, role: Role) -> bool {
     };
     let gate = role == Role::Gate && matches!(op, Op::Combine(_));
     let normed = norms.contains(&role) && !matches!(op, Op::GroupNorm(_));
-    role == Role::Bias || gate || normed || adds && role == Role::Out
+    let share = role == Role::Shares && matches!(op, Op::MatVec(_));
+    role == Role::Bias || gate || share || normed || adds && role == Role::Out
 }
 
 fn foot(s: &Schedule, grid: &Grid, task: &Task, vocab: u32) -> Result<Foot, Fault> {
@@ -997,7 +1041,7 @@ fn chosen(s: &Schedule, grid: &Grid, task: &Task, id: TableId, part: &mut Part, 
             _ => return Err(Fault::new(Kind::Undeclared, format!("{buffer} holds no choice"))),
         }
     }
-    // Its loader and the task itself, which looks for scales and biases, take one choice.
+    // Its loader and the task itself, which looks for scales and biases, take the same choices.
     if grid.operand(Role::Choices).is_some_and(|choices| choices.buffer != buffer || choices.cols.base != 0) {
         return Err(Fault::new(Kind::Undeclared, format!("takes a choice that is no entry of {id}")));
     }
@@ -1005,7 +1049,8 @@ fn chosen(s: &Schedule, grid: &Grid, task: &Task, id: TableId, part: &mut Part, 
         *rows = rows.saturating_mul(table.bound);
     }
     part.rows = Rows::Lookup(id);
-    foot.choices.push(Touch { buffer, row: task.row, lo: task.j, hi: task.j + 1 });
+    let slots = slots_of(grid, task);
+    foot.choices.push(Touch { buffer, row: task.row, lo: slots.start, hi: slots.end });
     Ok(())
 }
 
@@ -1491,7 +1536,10 @@ fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
             }
             Op::NormAdd { .. } if for_rows => {}
             // Whole granules of 32 values, padded with zeros.
-            Op::MatVec(MatVec { k: width, .. }) | Op::NormAdd { width, everywhere: false, .. } => {
+            Op::MatVec(MatVec { k: width, slots, .. }) => {
+                need("stage", (u64::from(*width) * u64::from(*slots)).next_multiple_of(32) * staged);
+            }
+            Op::NormAdd { width, everywhere: false, .. } => {
                 need("stage", u64::from(*width).next_multiple_of(32) * staged);
             }
             Op::Attention(a) => {

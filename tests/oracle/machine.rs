@@ -733,7 +733,7 @@ impl Window {
                         Op::MatVec(m) => match runs.next().map(|r| r.source).filter(|_| !absent) {
                             Some(Source::Units { lo, hi, .. }) => {
                                 let element = s.program.precision.weights.bytes() as u32;
-                                let unit = m.k.div_ceil(64 / element * 8 / m.unit_rows);
+                                let unit = m.k.div_ceil(64 / element * 8 / m.unit_rows) * m.slots;
                                 let (units, ring) = (hi - lo, &s.machine.ring);
                                 let granules = u64::from(unit) * u64::from(units);
                                 let chunks = chunks(granules, units, ring.slot_bytes / 512, ring.arrivals);
