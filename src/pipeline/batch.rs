@@ -18,7 +18,7 @@ use crate::model::graph::Layer;
 use crate::pages::Pool;
 use crate::rows::Shape;
 use crate::target::{Target, TargetKind};
-use crate::validate::{Validated, share_caches};
+use crate::validate::{Validated, all_share_caches, share_caches};
 
 use super::chain::{Chain, Host, NotMade};
 use super::checks::Checking;
@@ -291,9 +291,8 @@ fn to_serve_fastest(chain: &Chain<'_>, serving: &Serving, memory: Memory) -> Res
     };
     let ragged = ragged(context, &mut all, &kernels, serving, memory)?;
     let shape = served_shape(context.target, &largest)?;
-    if let Some(differs) = kernels.iter().find_map(|kernel| share_caches(&kernel.validated, &largest).err()) {
-        return Err(Fault::internal(format!("kernels for different numbers of rows: {differs}")));
-    }
+    all_share_caches(kernels.iter().map(|kernel| &*kernel.validated), &largest)
+        .map_err(|differs| Fault::internal(format!("kernels for different numbers of rows: {differs}")))?;
     let one_row = one_row_beside(chain, room(context, 1, serving, memory)?, &largest)?;
     let of_one = one_row.iter().map(|_| "1".to_string());
     let rows: Vec<String> = of_one.chain(kernels.iter().map(|kernel| kernel.rows.to_string())).collect();

@@ -44,7 +44,7 @@ use crate::ir::parse::parse;
 use crate::manifest::Manifest;
 use crate::pack::identity;
 use crate::target::{Target, TargetKind};
-use crate::validate::{Validated, share_caches, validate};
+use crate::validate::{Validated, all_share_caches, share_caches, validate};
 
 /// The file that lists the files of an export.
 pub const INDEX: &str = "export.json";
@@ -407,9 +407,8 @@ impl Exported {
         let Some(largest) = parts.steps.last().map(|steps| Arc::clone(&proven[steps.schedule.as_str()])) else {
             return Err(folder.foreign("a server without kernels"));
         };
-        for validated in proven.values() {
-            share_caches(validated, &largest).map_err(|differs| folder.foreign(&differs.to_string()))?;
-        }
+        all_share_caches(proven.values().map(|validated| &**validated), &largest)
+            .map_err(|differs| folder.foreign(&differs.to_string()))?;
         let of_one = |steps: &StepsParts| proven[steps.schedule.as_str()].schedule().program.rows == 1;
         let ascend = parts.steps.windows(2).all(|pair| pair[0].rows < pair[1].rows);
         if !ascend || parts.steps.iter().any(|steps| of_one(steps) != (steps.rows == 1)) {

@@ -193,7 +193,7 @@ mod variants;
 mod wellformed;
 
 pub use same::{NotSame, same};
-pub use shared::{NotShared, share_caches};
+pub use shared::{NotShared, all_share_caches, share_caches};
 
 use crate::error::{Fault, Tier};
 use crate::ir::parse::Lines;

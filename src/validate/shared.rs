@@ -28,39 +28,62 @@ pub struct NotShared {
 /// # Errors
 /// The first attention that differs, or the first recurrent state.
 pub fn share_caches(a: &Validated, b: &Validated) -> Result<(), NotShared> {
-    let (of_a, of_b) = (updated(a.schedule()), updated(b.schedule()));
-    for (place, other) in &of_b {
-        let not_shared = |grid: String, what| Err(NotShared { grid, other: other.name.clone(), what });
-        match of_a.get(place) {
-            Some(one) if one.devices != other.devices => {
-                return not_shared(one.name.clone(), "states on other devices");
-            }
-            Some(one) if one.op == other.op && one.content == other.content => {}
-            Some(one) => return not_shared(one.name.clone(), "states by other weights or attributes"),
-            None => return not_shared(other.name.clone(), "states at other places or of other sizes"),
+    Caches::of(a.schedule()).shared_with(&Caches::of(b.schedule()))
+}
+
+/// As [`share_caches`], of each of `kernels` and `with`.
+///
+/// # Errors
+/// As [`share_caches`].
+pub fn all_share_caches<'a>(kernels: impl Iterator<Item = &'a Validated>, with: &Validated) -> Result<(), NotShared> {
+    let with = Caches::of(with.schedule());
+    kernels.map(Validated::schedule).try_for_each(|schedule| Caches::of(schedule).shared_with(&with))
+}
+
+/// What a schedule does with the caches.
+struct Caches<'a> {
+    name: &'a str,
+    extended: BTreeMap<(Option<u64>, u32), Extends<'a>>,
+    updated: BTreeMap<(Option<u64>, u32, u32), Updates<'a>>,
+}
+
+impl Caches<'_> {
+    fn of(schedule: &Schedule) -> Caches<'_> {
+        let mut devices = devices(schedule);
+        Caches {
+            name: &schedule.program.name,
+            extended: extended(schedule, &mut devices),
+            updated: updated(schedule, &mut devices),
         }
     }
-    if let (Some(grid), true) = (of_a.values().next(), of_a.len() != of_b.len()) {
-        return Err(NotShared {
-            grid: grid.name.clone(),
-            other: b.schedule().program.name.clone(),
-            what: "other states",
-        });
-    }
-    let (a, b) = (extended(a.schedule()), extended(b.schedule()));
-    // Each attention of either has its counterpart at the place of its keys, or the two have nothing there.
-    for (of, others) in [(&a, &b), (&b, &a)] {
-        for (place, one) in of {
-            let Some(other) = others.get(place) else {
-                let near = others.values().next().map_or_else(String::new, |other| other.name.clone());
-                return Err(NotShared { grid: one.name.clone(), other: near, what: "keys at other places" });
-            };
-            if let Some(what) = one.differs(other) {
-                return Err(NotShared { grid: one.name.clone(), other: other.name.clone(), what });
+
+    fn shared_with(&self, with: &Caches<'_>) -> Result<(), NotShared> {
+        for (place, other) in &with.updated {
+            let not_shared = |grid: &str, what| Err(NotShared { grid: grid.into(), other: other.name.clone(), what });
+            match self.updated.get(place) {
+                Some(one) if one.devices != other.devices => return not_shared(&one.name, "states on other devices"),
+                Some(one) if one.op == other.op && one.content == other.content => {}
+                Some(one) => return not_shared(&one.name, "states by other weights or attributes"),
+                None => return not_shared(&other.name, "states at other places or of other sizes"),
             }
         }
+        if let (Some(grid), true) = (self.updated.values().next(), self.updated.len() != with.updated.len()) {
+            return Err(NotShared { grid: grid.name.clone(), other: with.name.into(), what: "other states" });
+        }
+        // Each attention of either has its counterpart at the place of its keys, or the two have nothing there.
+        for (of, others) in [(&self.extended, &with.extended), (&with.extended, &self.extended)] {
+            for (place, one) in of {
+                let Some(other) = others.get(place) else {
+                    let near = others.values().next().map_or_else(String::new, |other| other.name.clone());
+                    return Err(NotShared { grid: one.name.clone(), other: near, what: "keys at other places" });
+                };
+                if let Some(what) = one.differs(other) {
+                    return Err(NotShared { grid: one.name.clone(), other: other.name.clone(), what });
+                }
+            }
+        }
+        Ok(())
     }
-    Ok(())
 }
 
 /// Where the rows of a cache lie: place in the arena, rows from one KV head to the next, columns, and the rows of a page.
@@ -126,8 +149,11 @@ impl Extends<'_> {
 }
 
 /// The attention that extends each cache, by the place of its keys and their first column. Alternatives of other regimes are the same.
-fn extended(schedule: &Schedule) -> BTreeMap<(Option<u64>, u32), Extends<'_>> {
-    let (mut all, mut devices) = (BTreeMap::new(), devices(schedule));
+fn extended<'a>(
+    schedule: &'a Schedule,
+    devices: &mut BTreeMap<Kept, Devices>,
+) -> BTreeMap<(Option<u64>, u32), Extends<'a>> {
+    let mut all = BTreeMap::new();
     for (id, grid) in (0..).map(GridId).zip(&schedule.program.grids) {
         let Op::Attention(attention) = &grid.op else { continue };
         let cache = |role| grid.operand(role).map(|operand| Place::of(schedule, operand));
@@ -158,10 +184,12 @@ struct Updates<'a> {
 }
 
 /// The grid that updates each state, by its place, rows and columns.
-fn updated(schedule: &Schedule) -> BTreeMap<(Option<u64>, u32, u32), Updates<'_>> {
-    let mut devices = devices(schedule);
+fn updated<'a>(
+    schedule: &'a Schedule,
+    devices: &mut BTreeMap<Kept, Devices>,
+) -> BTreeMap<(Option<u64>, u32, u32), Updates<'a>> {
     let grids = schedule.program.grids.iter().filter_map(|grid| Some((grid, grid.operand(Role::State)?.buffer)));
-    let of_grid = |(grid, buffer): (&'_ Grid, BufferId)| {
+    let of_grid = |(grid, buffer): (&'a Grid, BufferId)| {
         let base = grid.operand(Role::State).map_or(0, |state| state.cols.base);
         let devices = devices.remove(&(Role::State, schedule.placement[buffer.index()], base)).unwrap_or_default();
         let state = &schedule.program.buffers[buffer.index()];
@@ -181,9 +209,12 @@ type Devices = Vec<(u64, u64, u32)>;
 /// What is appended or kept there: a role, its place, and its first column. Alternatives of other regimes append to one cache.
 type Kept = (Role, Option<u64>, u32);
 
-/// The devices of all that tasks append or keep.
+/// The devices of all that tasks append or keep; nothing, if there is one.
 fn devices(schedule: &Schedule) -> BTreeMap<Kept, Devices> {
     let mut all: BTreeMap<Kept, Devices> = BTreeMap::new();
+    if schedule.machine.devices == 1 {
+        return all;
+    }
     for regime in &schedule.regimes {
         for (task, owner) in regime.tasks.iter().zip(regime.owners()) {
             let grid = &schedule.program.grids[task.grid.index()];
