@@ -210,6 +210,42 @@ impl Speculation<'_> {
     }
 }
 
+/// Where the next step of a text begins.
+#[derive(Debug)]
+pub struct Begun {
+    at: usize,
+    has_state: bool,
+    /// The position of the snapshot.
+    kept: Option<usize>,
+}
+
+impl Begun {
+    /// At `at`, the position of the last token of the text.
+    pub fn new(at: usize, has_state: bool) -> Begun {
+        Begun { at, has_state, kept: None }
+    }
+
+    /// The position of its first row: that of the last token, or an earlier one to which the recurrent state went back.
+    pub fn at(&self) -> usize {
+        self.at
+    }
+
+    /// Whether the state is to be kept before a step that verifies `tried`. After it went back, it is there already.
+    pub fn wants_snapshot(&mut self, tried: &[u32]) -> bool {
+        self.has_state && !tried.is_empty() && self.kept.replace(self.at) != Some(self.at)
+    }
+
+    /// Notes that a step which verified `tried` tokens chose `chosen`, after which the text has `length`. Whether the state has to go back: it has
+    /// seen tokens that were not chosen.
+    pub fn ends(&mut self, length: usize, chosen: usize, tried: usize) -> bool {
+        let goes_back = self.has_state && chosen <= tried;
+        if !goes_back {
+            self.at = length - 1;
+        }
+        goes_back
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

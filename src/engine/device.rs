@@ -4,8 +4,8 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use super::drafted::{After, Asks, SEEN_MAX, Steps};
 use super::stepper::{Alone, Bounds, Launch, LaunchRow, Said, Stepper, Want, admit};
+use super::stepwise::{After, Asks, SEEN_MAX, Steps};
 use crate::cuda::rows::{FirstToken, RowInput, RowLauncher};
 use crate::cuda::sampler::{Asked, SamplerSession, decided};
 use crate::cuda::states::StateRows;

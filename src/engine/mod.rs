@@ -1,6 +1,6 @@
 //! Owns continuous batching: many requests, of which each launch takes the rows that are ready.
 //!
-//! `batch` decides, `stepper` is what executes ([`CpuStepper`] is the interpreter, [`DeviceStepper`] a GPU), `prefix` remembers which pages hold which tokens, `snapshots` which recurrent states are kept.
+//! `batch` decides, `stepper` is what executes ([`Stepwise`] over the interpreter or with a draft, [`DeviceStepper`] on a GPU), `prefix` remembers which pages hold which tokens, `snapshots` which recurrent states are kept.
 //! Nothing here knows HTTP, text, threads or a clock: the time is an argument, and the same arrivals at the same times give the
 //! same launches.
 //!
@@ -48,17 +48,15 @@
 mod batch;
 mod cpu;
 mod device;
-mod drafted;
 mod prefix;
 mod snapshots;
 mod stepper;
+mod stepwise;
 
 pub use batch::{Ask, ChoiceId, End, Engine, Event, Figures, Limits, Refused, RequestId};
-pub use cpu::{CpuStepper, CpuSteps};
+pub use cpu::CpuSteps;
 pub use device::{DeviceStepper, DeviceSteps};
-pub use drafted::{After, Drafted, Drafts, SEEN_MAX, Steps, TextDraft};
 pub use prefix::Chain;
 pub use snapshots::Snapshots;
-pub use stepper::{
-    Alone, Bounds, Chooser, Launch, LaunchRow, Proposals, Queue, Said, Stepper, Want, admit, admit_rows,
-};
+pub use stepper::{Alone, Bounds, Chooser, Launch, LaunchRow, Proposals, Said, Stepper, Want, admit, admit_rows};
+pub use stepwise::{After, Drafts, SEEN_MAX, Steps, Stepwise, TextDraft};

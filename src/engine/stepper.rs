@@ -1,6 +1,5 @@
 //! Owns `Stepper`: what an engine knows about the executor of its launches.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::batch::Ask;
@@ -179,31 +178,6 @@ pub fn admit_rows<'a>(
     guard
         .admit_after(copies, &Request { rows, steps, edits })
         .map_err(|refused| Fault::internal(format!("the tables of a launch are refused: {refused}")))
-}
-
-/// Launches of a stepper that runs each when it is collected, the earliest first.
-#[derive(Debug, Default)]
-pub struct Queue {
-    /// With the ids that may come next for each row; empty: all, for every row.
-    launches: VecDeque<(Launch, Vec<Option<TokenSet>>)>,
-}
-
-impl Queue {
-    pub fn submit(&mut self, launch: Launch) {
-        self.launches.push_back((launch, vec![]));
-    }
-
-    /// What may come next after the launch that was submitted last.
-    pub fn allow(&mut self, allowed: Vec<Option<TokenSet>>) {
-        if let Some((_, of_launch)) = self.launches.back_mut() {
-            *of_launch = allowed;
-        }
-    }
-
-    /// Takes the launch that runs next, with what may come next for each of its rows.
-    pub fn take(&mut self) -> Option<(Launch, Vec<Option<TokenSet>>)> {
-        self.launches.pop_front()
-    }
 }
 
 /// What a row's [`Want`] got.

@@ -8,7 +8,7 @@ use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
 use crate::cuda::states::StateRows;
 use crate::defaults::rows::{PROMPT_ROWS, ROWS_TOGETHER, Room, STEP_ROWS};
-use crate::engine::{CpuStepper, CpuSteps, Drafted, Stepper};
+use crate::engine::{CpuSteps, Stepper, Stepwise};
 use crate::error::{Fault, Tier};
 use crate::interp::{Options, Pack};
 use crate::ir::layout::{cache_row_bytes, held};
@@ -549,17 +549,17 @@ impl Batched {
     pub fn stepper(&self) -> Result<Box<dyn Stepper>, Fault> {
         let Some(on_device) = &self.on_device else {
             let (schedule, pack) = (self.validated.schedule(), self.pack.clone());
-            let Some((draft, most)) = &self.draft else {
-                return Ok(Box::new(CpuStepper::new(schedule, pack, Options::fast())?));
-            };
-            let steps = CpuSteps::new(schedule, pack, Options::fast())?;
-            return Ok(Box::new(Drafted::new(Box::new(steps), Box::new(draft.clone()), *most)?));
+            let steps = Box::new(CpuSteps::new(schedule, pack, Options::fast())?);
+            return Ok(Box::new(match &self.draft {
+                Some((draft, most)) => Stepwise::drafted(steps, Box::new(draft.clone()), *most)?,
+                None => Stepwise::new(steps),
+            }));
         };
         let OnDevice { device, target, served, steps_max } = on_device.as_ref();
         let pack = upload_pack(device, &self.validated, &self.pack)?;
         let Some((draft, most)) = &self.draft else { return served.stepper(device, target, *steps_max, &pack) };
         let steps = served.verifying(device, target, &pack, *most)?;
-        Ok(Box::new(Drafted::new(Box::new(steps), Box::new(draft.clone()), *most)?))
+        Ok(Box::new(Stepwise::drafted(Box::new(steps), Box::new(draft.clone()), *most)?))
     }
 }
 

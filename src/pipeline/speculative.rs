@@ -14,13 +14,140 @@ use crate::error::Fault;
 use crate::interp::{Input, Interp};
 use crate::rows::Shape;
 use crate::sample::{Decided, Request, Sampler, TokenCounts};
-use crate::speculate::Speculation;
+use crate::speculate::{Begun, Speculation};
 
 use super::device_rows::{OneText, Prefill};
 use super::runner::{OF_STEP, logits_after};
 
 /// Told each token; `Break` ends the text.
 type Tell<'a> = &'a mut dyn FnMut(&Decided) -> ControlFlow<()>;
+
+/// What decodes a text with proposals: the interpreter, or kernels of a device.
+trait Verifies {
+    /// Keeps the recurrent state before `position`, where the next step begins.
+    fn keep_state(&mut self, position: usize) -> Result<(), Fault>;
+
+    /// Puts it back.
+    fn go_back(&mut self) -> Result<(), Fault>;
+
+    /// Decodes `last` from position `at` on, which ends with the last token of the text, and `tried` after it. Returns what is chosen after the last
+    /// token, up to the first choice that was not tried. Where nothing is tried, it may choose up to `most` tokens, in as many steps.
+    fn step(&mut self, at: usize, last: &[u32], tried: &[u32], most: usize) -> Result<Vec<Decided>, Fault>;
+
+    /// What the model left of the first `rows` rows of the last step.
+    fn left(&self, rows: usize) -> Result<Vec<Vec<f32>>, Fault>;
+}
+
+/// Continues a prompt after which `first` was chosen, with steps of at most `shape.rows` rows.
+fn decide(
+    by: &mut dyn Verifies,
+    shape: &Shape,
+    (prompt, first): (&[u32], &Decided),
+    count: usize,
+    speculation: &mut Speculation<'_>,
+    tell: Tell<'_>,
+) -> Result<Vec<u32>, Fault> {
+    // The pages may suffice for the text, but not for proposed tokens after it.
+    let positions_max = (shape.pages as usize * shape.page_rows as usize).min(shape.context_max as usize);
+    let end = prompt.len() + count;
+    let mut sequence = [prompt, &[first.token]].concat();
+    let mut stopped = tell(first).is_break();
+    let mut begun = Begun::new(prompt.len(), shape.has_state);
+    while !stopped && sequence.len() < end {
+        let (at, left) = (begun.at(), end - sequence.len());
+        let again = sequence.len() - 1 - at;
+        let room = (left - 1).min(positions_max.saturating_sub(sequence.len())).min(shape.rows as usize - 1 - again);
+        let proposal = speculation.propose(&sequence, room);
+        let tried = if proposal.is_tried { proposal.tokens.as_slice() } else { &[] };
+        if begun.wants_snapshot(tried) {
+            by.keep_state(at)?;
+        }
+        let mut decided = by.step(at, &sequence[at..], tried, left.min(speculation.steps() as usize))?;
+        if let Some(last) = decided.iter().position(|decided| tell(decided).is_break()) {
+            decided.truncate(last + 1);
+            stopped = true;
+        }
+        let chosen: Vec<u32> = decided.iter().map(|decided| decided.token).collect();
+        if chosen.is_empty() {
+            return Err(Fault::internal("a step decided no token"));
+        }
+        speculation.learn(&proposal, &chosen);
+        if speculation.sees() {
+            // Rows of tokens that were not chosen come last.
+            speculation.see(at, by.left(again + chosen.len())?);
+        }
+        sequence.extend(&chosen);
+        if begun.ends(sequence.len(), chosen.len(), tried.len()) {
+            by.go_back()?;
+        }
+    }
+    Ok(sequence.split_off(prompt.len()))
+}
+
+/// The interpreter, and the request that chooses from the logits of each row.
+struct OnCpu<'a> {
+    interp: &'a mut Interp,
+    request: &'a Request,
+    counts: TokenCounts,
+}
+
+impl OnCpu<'_> {
+    /// Reads a prompt from position 0 on: the logits after its last token. A draft that sees what the model leaves is shown each step of it.
+    fn read(&mut self, prompt: &[u32], rows: usize, speculation: &mut Speculation<'_>) -> Result<Vec<f32>, Fault> {
+        self.interp.reset();
+        if !speculation.sees() {
+            return logits_after(self.interp, prompt);
+        }
+        let (mut first, mut logits) = (0, vec![]);
+        for chunk in prompt.chunks(rows.max(1)) {
+            logits = logits_after(self.interp, &prompt[..first + chunk.len()])?;
+            speculation.see(first, self.left(chunk.len())?);
+            first += chunk.len();
+        }
+        Ok(logits)
+    }
+}
+
+impl Verifies for OnCpu<'_> {
+    fn keep_state(&mut self, position: usize) -> Result<(), Fault> {
+        self.interp.keep_state(position as u32, OF_STEP);
+        Ok(())
+    }
+
+    fn go_back(&mut self) -> Result<(), Fault> {
+        Ok(self.interp.go_back(OF_STEP)?)
+    }
+
+    fn step(&mut self, at: usize, last: &[u32], tried: &[u32], _: usize) -> Result<Vec<Decided>, Fault> {
+        let rows: Vec<Input> = last.iter().chain(tried).copied().map(Input::Token).collect();
+        let (mut chosen, mut failed, mut logits) = (vec![], None, vec![]);
+        let OnCpu { interp, request, counts } = self;
+        interp.launch(&rows, |step| {
+            if (step.position as usize) + 1 < at + last.len() {
+                return ControlFlow::Continue(());
+            }
+            step.logits.copy_to(&mut logits);
+            match request.choose(&logits, counts, None) {
+                Ok(decided) => {
+                    counts.push(decided.token);
+                    let was_tried = tried.get(chosen.len()) == Some(&decided.token);
+                    chosen.push(decided);
+                    if was_tried { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+                }
+                Err(error) => {
+                    failed = Some(error);
+                    ControlFlow::Break(())
+                }
+            }
+        })?;
+        failed.map_or(Ok(chosen), |error| Err(error.into()))
+    }
+
+    fn left(&self, rows: usize) -> Result<Vec<Vec<f32>>, Fault> {
+        let none = || Fault::internal("a schedule that publishes no last sum");
+        (0..rows).map(|row| self.interp.left(row).ok_or_else(none)).collect()
+    }
+}
 
 /// Decodes the prompt, and takes the tokens that the request chooses from the logits of each row: those of [`Request::choose`] after
 /// steps of one row, because a row has the bits that it has alone.
@@ -41,117 +168,11 @@ pub(super) fn decide_on_cpu(
         let message = "`--lookup` needs a snapshot of the recurrent state, and the export has no room for one";
         return Err(Fault::input(message).with_remedy("export the model again, or leave out `--lookup`"));
     }
-    // The pages may suffice for the text, but not for proposed tokens after it.
-    let positions_max = (shape.pages as usize * shape.page_rows as usize).min(shape.context_max as usize);
-    let mut logits = read_on_cpu(interp, prompt, shape.rows as usize, speculation)?;
-    let mut counts = TokenCounts::new(prompt);
-    let mut sequence = prompt.to_vec();
-    let end = prompt.len() + count;
-    let first = request.choose(&logits, &counts, None)?;
-    counts.push(first.token);
-    sequence.push(first.token);
-    let mut stopped = tell(&first).is_break();
-    let mut begun = Begun::new(sequence.len() - 1, shape.has_state);
-    while !stopped && sequence.len() < end {
-        let again = sequence.len() - 1 - begun.at;
-        let room = (end - sequence.len() - 1)
-            .min(positions_max.saturating_sub(sequence.len()))
-            .min(shape.rows as usize - 1 - again);
-        let proposal = speculation.propose(&sequence, room);
-        let tried = if proposal.is_tried { proposal.tokens.as_slice() } else { &[] };
-        if begun.wants_snapshot(tried) {
-            interp.keep_state(begun.at as u32, OF_STEP);
-        }
-        let rows: Vec<Input> = sequence[begun.at..].iter().chain(tried).copied().map(Input::Token).collect();
-        let (mut chosen, mut failed) = (vec![], None);
-        interp.launch(&rows, |step| {
-            if (step.position as usize) + 1 < sequence.len() {
-                return ControlFlow::Continue(());
-            }
-            step.logits.copy_to(&mut logits);
-            match request.choose(&logits, &counts, None) {
-                Ok(decided) => {
-                    counts.push(decided.token);
-                    stopped = tell(&decided).is_break();
-                    chosen.push(decided.token);
-                }
-                Err(error) => failed = Some(error),
-            }
-            let goes_on = !stopped && failed.is_none() && tried.get(chosen.len() - 1) == chosen.last();
-            if goes_on { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
-        })?;
-        if let Some(error) = failed {
-            return Err(error.into());
-        }
-        speculation.learn(&proposal, &chosen);
-        // Rows of tokens that were not chosen come last.
-        show(interp, begun.at, again + chosen.len(), speculation)?;
-        sequence.extend(&chosen);
-        if begun.ends(sequence.len(), chosen.len(), tried.len()) && !stopped {
-            interp.go_back(OF_STEP)?;
-        }
-    }
-    Ok(sequence.split_off(prompt.len()))
-}
-
-/// Decodes a prompt from position 0 on: the logits after its last token. A draft that sees what the model leaves is shown each step of it.
-fn read_on_cpu(
-    interp: &mut Interp,
-    prompt: &[u32],
-    rows: usize,
-    speculation: &mut Speculation<'_>,
-) -> Result<Vec<f32>, Fault> {
-    interp.reset();
-    if !speculation.sees() {
-        return logits_after(interp, prompt);
-    }
-    let (mut first, mut logits) = (0, vec![]);
-    for chunk in prompt.chunks(rows.max(1)) {
-        logits = logits_after(interp, &prompt[..first + chunk.len()])?;
-        show(interp, first, chunk.len(), speculation)?;
-        first += chunk.len();
-    }
-    Ok(logits)
-}
-
-/// Shows a draft what the first `count` rows of the last step left, the first of which is at position `first`.
-fn show(interp: &Interp, first: usize, count: usize, speculation: &mut Speculation<'_>) -> Result<(), Fault> {
-    if !speculation.sees() {
-        return Ok(());
-    }
-    let row = |row| interp.left(row).ok_or_else(|| Fault::internal("a schedule that publishes no last sum"));
-    speculation.see(first, (0..count).map(row).collect::<Result<_, _>>()?);
-    Ok(())
-}
-
-/// Where the next step of a text begins.
-struct Begun {
-    /// The position of its first row: that of the last token, or an earlier one to which the recurrent state went back.
-    at: usize,
-    has_state: bool,
-    /// The position of the snapshot.
-    kept: Option<usize>,
-}
-
-impl Begun {
-    fn new(at: usize, has_state: bool) -> Begun {
-        Begun { at, has_state, kept: None }
-    }
-
-    /// Whether the state is to be kept before a step that verifies `tried`. After it went back, it is there already.
-    fn wants_snapshot(&mut self, tried: &[u32]) -> bool {
-        self.has_state && !tried.is_empty() && self.kept.replace(self.at) != Some(self.at)
-    }
-
-    /// Notes that a step chose `chosen` tokens, after which the text has `length`. Whether the state has to go back: it has seen tokens that were
-    /// not chosen.
-    fn ends(&mut self, length: usize, chosen: usize, tried: usize) -> bool {
-        let goes_back = self.has_state && chosen <= tried;
-        if !goes_back {
-            self.at = length - 1;
-        }
-        goes_back
-    }
+    let mut by = OnCpu { interp, request, counts: TokenCounts::new(prompt) };
+    let logits = by.read(prompt, shape.rows as usize, speculation)?;
+    let first = request.choose(&logits, &by.counts, None)?;
+    by.counts.push(first.token);
+    decide(&mut by, &shape, (prompt, &first), count, speculation, tell)
 }
 
 /// Refuses proposals that no step has rows for.
@@ -224,6 +245,57 @@ impl Verifier<'_> {
     }
 }
 
+/// Both kernels, over one text.
+struct OnDevice<'a, 'v> {
+    one: OneRow<'a>,
+    verifier: Verifier<'v>,
+    text: OneText,
+    /// The kernel for one row needs the new position.
+    moved: bool,
+    /// A draft reads what steps leave. The decode kernel keeps nothing of the steps before its last one.
+    sees: bool,
+}
+
+impl Verifies for OnDevice<'_, '_> {
+    fn keep_state(&mut self, _: usize) -> Result<(), Fault> {
+        Ok(self.one.session.keep_state(OF_STEP)?)
+    }
+
+    fn go_back(&mut self) -> Result<(), Fault> {
+        self.text.state_is_before(self.one.session.go_back(OF_STEP)?);
+        Ok(())
+    }
+
+    fn step(&mut self, at: usize, last: &[u32], tried: &[u32], most: usize) -> Result<Vec<Decided>, Fault> {
+        let OnDevice { one, verifier, text, moved, sees } = self;
+        let position = at as u32;
+        let tokens = match last {
+            &[last] if tried.is_empty() && !*sees => {
+                if std::mem::take(moved) {
+                    one.session.go_on(position, last)?;
+                }
+                one.run(text, position, one.steps_max.min(most as u32))?
+            }
+            _ => {
+                *moved = true;
+                let tokens = verifier.run(text, position, last, tried)?;
+                one.session.state_is_before(position + (last.len() + tried.len()) as u32);
+                tokens
+            }
+        };
+        Ok(tokens.into_iter().map(chosen_by_kernel).collect())
+    }
+
+    fn left(&self, rows: usize) -> Result<Vec<Vec<f32>>, Fault> {
+        Ok(self.verifier.rows.left(rows)?)
+    }
+}
+
+/// Of a kernel's choice the token is known.
+fn chosen_by_kernel(token: u32) -> Decided {
+    Decided { token, logprob: None, top: vec![] }
+}
+
 /// Reads the prompt from position 0 on, and takes the tokens that the kernels choose. Without a proposal a step is the one of the kernel for
 /// one row.
 ///
@@ -241,56 +313,14 @@ pub fn decide_on_device(
     let shape = *verifier.rows.shape();
     refuse_rows(speculation, shape.rows, "")?;
     let sees = speculation.sees();
-    // `moved`: whether the kernel for one row needs the new position.
-    let (mut text, first, mut moved) = if sees {
+    let (text, first, moved) = if sees {
         refuse_unseen(speculation, verifier.rows)?;
         read_seen(&mut one, &mut verifier, prefill, prompt, speculation)?
     } else {
         read_prompt(&mut one, (shape, &verifier.sampler), prefill, prompt)?
     };
-    let mut sequence = prompt.to_vec();
-    let end = prompt.len() + count;
-    let mut take = |sequence: &mut Vec<u32>, chosen: &[u32]| {
-        chosen.iter().any(|&token| {
-            sequence.push(token);
-            tell(&Decided { token, logprob: None, top: vec![] }).is_break()
-        })
-    };
-    let mut stopped = take(&mut sequence, &[first]);
-    let mut begun = Begun::new(sequence.len() - 1, shape.has_state);
-    while !stopped && sequence.len() < end {
-        let (position, last) = (sequence.len() as u32 - 1, sequence[sequence.len() - 1]);
-        let left = end - sequence.len();
-        let again = sequence.len() - 1 - begun.at;
-        let proposal = speculation.propose(&sequence, (left - 1).min(shape.rows as usize - 1 - again));
-        let tried = if proposal.is_tried { proposal.tokens.as_slice() } else { &[] };
-        // The decode kernel keeps nothing of the steps before its last one.
-        let chosen = if proposal.is_tried || again > 0 || sees {
-            moved = true;
-            if begun.wants_snapshot(tried) {
-                one.session.keep_state(OF_STEP)?;
-            }
-            verifier.run(&mut text, begun.at as u32, &sequence[begun.at..], tried)?
-        } else {
-            if std::mem::take(&mut moved) {
-                one.session.go_on(position, last)?;
-            }
-            one.run(&mut text, position, speculation.steps().min(one.steps_max).min(left as u32))?
-        };
-        if chosen.is_empty() {
-            return Err(Fault::internal("a launch decided no token"));
-        }
-        speculation.learn(&proposal, &chosen);
-        show_left(verifier.rows, begun.at, again + chosen.len(), speculation)?;
-        let seen = sequence.len() + tried.len();
-        stopped = take(&mut sequence, &chosen);
-        if begun.ends(sequence.len(), chosen.len(), tried.len()) {
-            text.state_is_before(one.session.go_back(OF_STEP)?);
-        } else if moved {
-            one.session.state_is_before(seen as u32);
-        }
-    }
-    Ok(sequence.split_off(prompt.len()))
+    let mut by = OnDevice { one, verifier, text, moved, sees };
+    decide(&mut by, &shape, (prompt, &chosen_by_kernel(first)), count, speculation, tell)
 }
 
 /// Refuses a kernel that does not keep what a draft reads.
@@ -302,19 +332,6 @@ fn refuse_unseen(speculation: &Speculation<'_>, rows: &dyn RowLauncher) -> Resul
     let message =
         format!("`--draft mtp:{most}` needs one batch kernel for steps of {step} rows, and the target has none");
     Err(Fault::input(message).with_remedy("lower `--draft mtp`, or propose with `--lookup`"))
-}
-
-/// Shows a draft what the first `count` rows of the last step left, the first of which is at position `first`.
-fn show_left(
-    rows: &dyn RowLauncher,
-    first: usize,
-    count: usize,
-    speculation: &mut Speculation<'_>,
-) -> Result<(), Fault> {
-    if speculation.sees() {
-        speculation.see(first, rows.left(count)?);
-    }
-    Ok(())
 }
 
 /// As [`read_prompt`], and shows a draft what the last tokens left.
@@ -340,7 +357,7 @@ fn read_seen(
     let mut first = None;
     for chunk in prompt[position..].chunks(by.rows.shape().rows as usize) {
         first = by.run(&mut text, position as u32, chunk, &[])?.pop();
-        show_left(by.rows, position, chunk.len(), speculation)?;
+        speculation.see(position, by.rows.left(chunk.len())?);
         position += chunk.len();
     }
     one.session.state_is_before(position as u32);

@@ -34,8 +34,8 @@ use monobloc::defaults::rows::{Room, place_one_row, place_rows};
 use monobloc::digest::Digest;
 use monobloc::dtype::Precision;
 use monobloc::engine::{
-    After, Ask, Bounds, ChoiceId, DeviceStepper, DeviceSteps, Drafted, Drafts, End, Engine, Event, Figures, Limits,
-    Proposals, RequestId, Stepper, TextDraft,
+    After, Ask, Bounds, ChoiceId, DeviceStepper, DeviceSteps, Drafts, End, Engine, Event, Figures, Limits, Proposals,
+    RequestId, Stepper, Stepwise, TextDraft,
 };
 use monobloc::error::{Fault, Tier};
 use monobloc::grammar::{self, Grammar, Source, Vocabulary};
@@ -722,7 +722,7 @@ impl TextDraft for Guess {
 }
 
 /// A stepper that verifies proposals by a batch kernel of the fake, and what counts the rows that its drafts were shown.
-fn drafted(device: &Device, model: &Model, blocks: u32, most: usize, waves: bool) -> (Drafted, Rc<Cell<usize>>) {
+fn drafted(device: &Device, model: &Model, blocks: u32, most: usize, waves: bool) -> (Stepwise, Rc<Cell<usize>>) {
     let validated = model.kernel_of(8, blocks, &fake_target());
     let schedule = validated.schedule();
     let left = schedule.program.head_input().unwrap();
@@ -743,7 +743,7 @@ fn drafted(device: &Device, model: &Model, blocks: u32, most: usize, waves: bool
     let steps = DeviceSteps::new(Box::new(session), waves, StateRows::of(schedule)).unwrap();
     let seen = Rc::new(Cell::new(0));
     let drafts = Guessing { vocab, seen: Rc::clone(&seen) };
-    (Drafted::new(Box::new(steps), Box::new(drafts), most).unwrap(), seen)
+    (Stepwise::drafted(Box::new(steps), Box::new(drafts), most).unwrap(), seen)
 }
 
 /// Requests of all kinds whose steps verify what drafts propose get the tokens that they have alone; drafts are shown what the model left, also where

@@ -10,7 +10,7 @@ use std::time::Duration;
 use monobloc::cache::Cache;
 use monobloc::candidate::Candidate;
 use monobloc::embed::{self, Model, SequenceKey};
-use monobloc::engine::{Ask, ChoiceId, CpuStepper, Engine, Event, Limits, RequestId};
+use monobloc::engine::{Ask, ChoiceId, CpuSteps, Engine, Event, Limits, RequestId, Stepwise};
 use monobloc::interp::{Arithmetic, Options, Order};
 use monobloc::lower::{Batch, lower_batch};
 use monobloc::manifest::Manifest;
@@ -55,13 +55,13 @@ fn alone(imported: &Imported, prompt: &[u32], count: usize) -> Vec<u32> {
     tokens
 }
 
-fn engine(imported: &Imported, batch: Batch, options: Options) -> Engine<CpuStepper> {
+fn engine(imported: &Imported, batch: Batch, options: Options) -> Engine<Stepwise> {
     let target = Target::builtin("cpu").unwrap();
     let candidate = Candidate { splits: 1, ..candidate(&imported.graph, &target, FP32) };
     let program = lower_batch(&imported.graph, "snapshots", FP32, 64, &batch, &candidate).unwrap();
     let schedule = schedule(program, &target, &candidate).unwrap();
     let pack = Arc::new(pack(&schedule, &imported.graph, &imported.weights).unwrap());
-    let stepper = CpuStepper::new(&schedule, pack, options).unwrap();
+    let stepper = Stepwise::new(Box::new(CpuSteps::new(&schedule, pack, options).unwrap()));
     let limits = Limits { running_max: 3, waiting_max: 100, chunk_rows: 3, steps_max: 1 };
     Engine::new(stepper, limits).unwrap()
 }

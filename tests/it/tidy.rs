@@ -105,7 +105,10 @@ const IMPORTS: &[(&str, &[&str])] = &[
         &["abba", "check", "codegen", "cuda", "dtype", "error", "interp", "ir", "model", "pack", "target", "validate"],
     ),
     // Decides which requests run together; knows no clock, no thread and no text.
-    ("engine", &["cuda", "digest", "error", "grammar", "interp", "ir", "pages", "rows", "sample", "waves"]),
+    (
+        "engine",
+        &["cuda", "digest", "error", "grammar", "interp", "ir", "pages", "rows", "sample", "speculate", "waves"],
+    ),
     ("goldens", &["dtype"]),
     ("abba", &["random"]),
     ("trace", &["ir"]),

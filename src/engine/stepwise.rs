@@ -1,23 +1,25 @@
-//! Owns steps for a server that verifies what a draft proposes. The engine knows nothing of it.
+//! Owns the stepper that runs its launches step by step, each when it is collected: that of the interpreter, and one that verifies what a draft
+//! proposes. The engine knows nothing of drafts.
 //!
-//! The engine asks for a launch of several steps, in which every row goes on from what it decides. Here these are steps of several rows: each
+//! With a draft, the engine asks for a launch of several steps, in which every row goes on from what it decides. Here these are steps of several rows: each
 //! sequence has the row of its last token and those of proposed tokens, and what is chosen after them counts up to the first difference. Steps follow
 //! until every sequence has as many tokens as the engine asked for. A choice depends on its logits, the seed and the position, so the tokens are
 //! those of steps of one row.
 //!
-//! A recurrent state that has seen a refused token goes back, as in `pipeline::speculative`: every sequence that may run has a slot of its own, beyond
+//! A recurrent state that has seen a refused token goes back ([`Begun`]): every sequence that may run has a slot of its own, beyond
 //! the sequences that the engine knows. The last step of a launch has no refused token, because it has no more proposals than tokens are missing, so
 //! the engine finds the states of all sequences where it expects them.
 //!
 //! [`Steps`] runs the steps: an interpreter, or a batch kernel of a device. [`Drafts`] begins the draft of each text.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
-use super::stepper::{Alone, Bounds, Launch, LaunchRow, Proposals, Queue, Said, Stepper, Want, admit, admit_rows};
+use super::stepper::{Alone, Bounds, Launch, LaunchRow, Proposals, Said, Stepper, Want, admit, admit_rows};
 use crate::error::Fault;
 use crate::pages::Pool;
 use crate::rows::{Edit, Guard, Row, SequenceId, Shape, StateCopies, StateCopy, Tables};
 use crate::sample::{Decided, SampleError, Sampler, TokenCounts, TokenSet};
+use crate::speculate::Begun;
 
 /// Tokens of a prompt, its last ones, that a draft on a device is shown. Their rows are whole steps of a batch kernel, which reads 16 tokens at a
 /// time, and then steps of the draft, one token at a time. For Qwen3.5-27B on an H200, where a step reads 54 GB, 256 tokens are 16 steps of about
@@ -140,16 +142,17 @@ pub trait TextDraft {
     ) -> Result<Vec<u32>, Fault>;
 }
 
-/// Runs launches with proposals of drafts, each when it is collected.
-pub struct Drafted {
+/// Runs launches step by step, each when it is collected.
+pub struct Stepwise {
     steps: Box<dyn Steps>,
-    drafts: Box<dyn Drafts>,
+    drafts: Option<Box<dyn Drafts>>,
     guard: Guard,
     bounds: Bounds,
     /// Tokens of a proposal, at most.
     most: usize,
     texts: BTreeMap<SequenceId, Text>,
-    queued: Queue,
+    /// The earliest first, with the ids that may come next for each row; empty: all, for every row.
+    queued: VecDeque<(Launch, Vec<Option<TokenSet>>)>,
     proposals: Proposals,
 }
 
@@ -159,30 +162,60 @@ struct Text {
     tokens: Vec<u32>,
 }
 
+/// What `want` chooses after the token at `position`; `counts`: the tokens before, if they are more than those of the request.
+fn choose(
+    want: &Want,
+    after: After,
+    position: u32,
+    counts: Option<&TokenCounts>,
+    allowed: Option<&TokenSet>,
+) -> Result<Decided, SampleError> {
+    let plain = |token| Decided { token, logprob: None, top: vec![] };
+    let logits = match after {
+        After::Token(token) => return Ok(plain(token)),
+        After::Logits(logits) => logits,
+    };
+    match want {
+        Want::Choice(chooser) => chooser.request().choose(&logits, counts.unwrap_or_else(|| chooser.counts()), allowed),
+        Want::Token(sampler) => sampler.choose(&logits, position + 1).map(plain),
+        Want::Nothing | Want::Logits => Err(SampleError::NoCandidate { position: position + 1, vocab: logits.len() }),
+    }
+}
+
+/// What `want` gets of the choice of each step.
+fn stepped(want: &Want, decided: Vec<Result<Decided, SampleError>>) -> Said {
+    match want {
+        Want::Choice(_) => Said::Choices(decided),
+        _ => Said::Tokens(decided.into_iter().map_while(Result::ok).map(|decided| decided.token).collect()),
+    }
+}
+
 /// A sequence in a launch of several steps.
 struct Going<'l> {
     row: &'l LaunchRow,
-    /// The position of `tokens[0]`: of the first row of its next step.
-    at: u32,
+    begun: Begun,
     /// Known tokens from there on: one, or more after its state went back.
     tokens: Vec<u32>,
     proposed: Vec<u32>,
-    /// The position that its snapshot is of.
-    kept: Option<u32>,
     goes_back: bool,
     counts: Option<TokenCounts>,
     decided: Vec<Result<Decided, SampleError>>,
 }
 
 impl Going<'_> {
-    fn new(row: &LaunchRow) -> Result<Going<'_>, Fault> {
+    fn new(row: &LaunchRow, has_state: bool) -> Result<Going<'_>, Fault> {
         let token = row.token.ok_or_else(|| Fault::internal("a launch without its tokens"))?;
         let counts = match &row.want {
             Want::Choice(chooser) => Some(chooser.counts().clone()),
             _ => None,
         };
-        let (at, tokens) = (row.position, vec![token]);
-        Ok(Going { row, at, tokens, proposed: vec![], kept: None, goes_back: false, counts, decided: vec![] })
+        let (begun, tokens) = (Begun::new(row.position as usize, has_state), vec![token]);
+        Ok(Going { row, begun, tokens, proposed: vec![], goes_back: false, counts, decided: vec![] })
+    }
+
+    /// The position of the first row of its next step.
+    fn at(&self) -> u32 {
+        self.begun.at() as u32
     }
 
     /// Tokens that it still has to decide. A sequence without a choice ends.
@@ -191,23 +224,9 @@ impl Going<'_> {
         if failed { 0 } else { steps as usize - self.decided.len() }
     }
 
-    /// What the request chooses after the token at `position`.
-    fn choose(&self, after: After, position: u32, counts: Option<&TokenCounts>) -> Result<Decided, SampleError> {
-        let plain = |token| Decided { token, logprob: None, top: vec![] };
-        let logits = match after {
-            After::Token(token) => return Ok(plain(token)),
-            After::Logits(logits) => logits,
-        };
-        match (&self.row.want, counts) {
-            (Want::Choice(chooser), Some(counts)) => chooser.request().choose(&logits, counts, None),
-            (Want::Token(sampler), _) => sampler.choose(&logits, position + 1).map(plain),
-            _ => Err(SampleError::NoCandidate { position: position + 1, vocab: logits.len() }),
-        }
-    }
-
     /// Takes what is known after row `row` of its step. Whether the next row counts, too.
     fn take(&mut self, row: usize, after: After) -> bool {
-        let decided = self.choose(after, self.at + row as u32, self.counts.as_ref());
+        let decided = choose(&self.row.want, after, self.at() + row as u32, self.counts.as_ref(), None);
         let token = decided.as_ref().ok().map(|decided| decided.token);
         self.decided.push(decided);
         if let (Some(counts), Some(token)) = (&mut self.counts, token) {
@@ -217,30 +236,39 @@ impl Going<'_> {
     }
 
     /// Ends a step after which it chose `chosen` tokens.
-    fn finish(&mut self, chosen: &[u32], has_state: bool) {
-        self.goes_back = has_state && chosen.len() <= self.proposed.len();
+    fn finish(&mut self, chosen: &[u32]) {
         self.tokens.extend(chosen);
+        let length = self.begun.at() + self.tokens.len();
+        self.goes_back = self.begun.ends(length, chosen.len(), self.proposed.len());
         self.proposed.clear();
         if !self.goes_back {
-            let last = self.tokens.len() - 1;
-            self.at += last as u32;
-            self.tokens.drain(..last);
+            self.tokens.drain(..self.tokens.len() - 1);
         }
     }
 }
 
-impl Drafted {
-    /// A stepper over steps that nothing ran on yet. If they have recurrent states, it takes half of the sequences that may be open for itself.
+impl Stepwise {
+    /// A stepper over steps that nothing ran on yet.
+    pub fn new(steps: Box<dyn Steps>) -> Stepwise {
+        Stepwise::over(steps, None, 0)
+    }
+
+    /// As [`Stepwise::new`], with proposals of `drafts`. If the steps have recurrent states, it takes half of the sequences that may be open for itself.
     ///
     /// # Errors
     /// Steps with too few rows for a proposal of `most` tokens.
-    pub fn new(steps: Box<dyn Steps>, drafts: Box<dyn Drafts>, most: usize) -> Result<Drafted, Fault> {
-        let shape = steps.shape();
-        if most >= shape.rows as usize {
-            return Err(Fault::internal(format!("a proposal of {most} tokens in steps of {} rows", shape.rows)));
+    pub fn drafted(steps: Box<dyn Steps>, drafts: Box<dyn Drafts>, most: usize) -> Result<Stepwise, Fault> {
+        let rows = steps.shape().rows;
+        if most >= rows as usize {
+            return Err(Fault::internal(format!("a proposal of {most} tokens in steps of {rows} rows")));
         }
+        Ok(Stepwise::over(steps, Some(drafts), most))
+    }
+
+    fn over(steps: Box<dyn Steps>, drafts: Option<Box<dyn Drafts>>, most: usize) -> Stepwise {
+        let shape = steps.shape();
         let open = shape.sequences.saturating_sub(Pool::keepers(&shape));
-        let own = if shape.has_state { open.div_ceil(2) } else { 0 };
+        let own = if drafts.is_some() && shape.has_state { open.div_ceil(2) } else { 0 };
         let bounds = Bounds {
             shape: Shape { sequences: shape.sequences - own, ..shape },
             chunk_max: shape.rows,
@@ -253,8 +281,8 @@ impl Drafted {
         // A part of a prompt that is read alone has more rows than a step.
         let rows = bounds.alone.map_or(0, |alone| alone.most).max(shape.rows);
         let guard = Guard::new(Shape { rows, ..shape });
-        let (texts, queued, proposals) = (BTreeMap::new(), Queue::default(), Proposals::default());
-        Ok(Drafted { steps, drafts, guard, bounds, most, texts, queued, proposals })
+        let (texts, queued, proposals) = (BTreeMap::new(), VecDeque::new(), Proposals::default());
+        Stepwise { steps, drafts, guard, bounds, most, texts, queued, proposals }
     }
 
     /// The slot of a sequence that may run.
@@ -277,10 +305,11 @@ impl Drafted {
 
     /// Notes a token of a text. Rows before those of a launch may be in pages alone.
     fn note(&mut self, sequence: SequenceId, position: u32, token: u32) -> Result<(), Fault> {
+        let Some(drafts) = &self.drafts else { return Ok(()) };
         let text = match self.texts.entry(sequence) {
             std::collections::btree_map::Entry::Occupied(known) => known.into_mut(),
             std::collections::btree_map::Entry::Vacant(none) => {
-                none.insert(Text { draft: self.drafts.begin()?, tokens: vec![] })
+                none.insert(Text { draft: drafts.begin()?, tokens: vec![] })
             }
         };
         let position = position as usize;
@@ -318,7 +347,7 @@ impl Drafted {
         let mut said = vec![Said::Nothing; rows.len()];
         let mut asked: Vec<(u32, Asks)> =
             tokens.iter().zip(&rows).map(|(token, row)| (*token, Asks::of(&row.want))).collect();
-        if let Some((_, asks)) = asked.last_mut().filter(|_| self.steps.leaves_with_token())
+        if let Some((_, asks)) = asked.last_mut().filter(|_| self.drafts.is_some() && self.steps.leaves_with_token())
             && *asks == Asks::Nothing
         {
             *asks = Asks::Token(Sampler::greedy());
@@ -333,18 +362,16 @@ impl Drafted {
             let row = &rows[at];
             said[at] = match (&row.want, after) {
                 (Want::Nothing, _) => Said::Nothing,
-                (Want::Token(_), After::Token(token)) => Said::Tokens(vec![token]),
-                (Want::Token(sampler), After::Logits(logits)) => {
-                    Said::Tokens(sampler.choose(&logits, row.position + 1).into_iter().collect())
-                }
                 (Want::Logits, After::Logits(logits)) => Said::Logits(logits),
-                (Want::Choice(chooser), After::Logits(logits)) => {
+                (want, after) => {
                     let allowed = allowed.get(at).and_then(Option::as_ref);
-                    Said::Choices(vec![chooser.request().choose(&logits, chooser.counts(), allowed)])
+                    stepped(want, vec![choose(want, after, row.position, None, allowed)])
                 }
-                (Want::Logits | Want::Choice(_), After::Token(_)) => Said::Nothing,
             };
         })?;
+        if self.drafts.is_none() {
+            return Ok(said);
+        }
         let left = self.steps.left(rows.len())?;
         for ((row, token), left) in rows.iter().zip(tokens).zip(left.chunks(1)) {
             self.note(row.sequence, row.position, token)?;
@@ -355,19 +382,16 @@ impl Drafted {
 
     /// A launch of several steps.
     fn several_steps(&mut self, launch: &Launch) -> Result<Vec<Said>, Fault> {
-        let mut all = launch.rows.iter().map(Going::new).collect::<Result<Vec<_>, _>>()?;
+        let has_state = self.bounds.shape.has_state;
+        let mut all = launch.rows.iter().map(|row| Going::new(row, has_state)).collect::<Result<Vec<_>, _>>()?;
         let (mut edits, mut copies) = (launch.edits.clone(), launch.copies.clone());
         for going in &all {
-            self.note(going.row.sequence, going.at, going.tokens[0])?;
+            self.note(going.row.sequence, going.at(), going.tokens[0])?;
         }
         while all.iter().any(|going| going.missing(launch.steps) > 0) {
             self.step(&mut all, launch.steps, std::mem::take(&mut edits), std::mem::take(&mut copies))?;
         }
-        let said = |going: Going<'_>| match going.row.want {
-            Want::Choice(_) => Said::Choices(going.decided),
-            _ => Said::Tokens(going.decided.into_iter().map_while(Result::ok).map(|decided| decided.token).collect()),
-        };
-        Ok(all.into_iter().map(said).collect())
+        Ok(all.into_iter().map(|going| stepped(&going.row.want, going.decided)).collect())
     }
 
     /// One step of those that have tokens to decide and for which there are rows.
@@ -393,8 +417,7 @@ impl Drafted {
             if std::mem::take(&mut going.goes_back) {
                 copies.restores.push(StateCopy { from: slot, to: sequence });
             }
-            let wants = self.bounds.shape.has_state && !going.proposed.is_empty();
-            if wants && going.kept.replace(going.at) != Some(going.at) {
+            if going.begun.wants_snapshot(&going.proposed) {
                 copies.saves.push(StateCopy { from: sequence, to: slot });
             }
         }
@@ -411,7 +434,7 @@ impl Drafted {
         }
         let admitted = rows.iter().zip(&asked).map(|(&(of, at), (_, asks))| Row {
             sequence: taken[of].row.sequence,
-            position: taken[of].at + at as u32,
+            position: taken[of].at() + at as u32,
             wants_logits: *asks != Asks::Nothing,
         });
         let tables = admit_rows(&mut self.guard, admitted.collect(), 1, edits, &copies)?;
@@ -427,13 +450,13 @@ impl Drafted {
         for ((going, begin), before) in taken.into_iter().zip(begins).zip(before) {
             let chosen: Vec<u32> = going.decided[before..].iter().flatten().map(|decided| decided.token).collect();
             self.count(going.proposed.len(), chosen.len());
-            let (sequence, at, known) = (going.row.sequence, going.at, going.tokens.len());
+            let (sequence, at, known) = (going.row.sequence, going.at(), going.tokens.len());
             for (position, token) in (at + known as u32..).zip(&chosen) {
                 self.note(sequence, position, *token)?;
             }
             // Rows of tokens that were not chosen come last.
             self.show(sequence, at, &left[begin..begin + known + chosen.len().saturating_sub(1)]);
-            going.finish(&chosen, self.bounds.shape.has_state);
+            going.finish(&chosen);
         }
         Ok(())
     }
@@ -446,9 +469,9 @@ impl Drafted {
             _ => None,
         });
         let mut counts = going.counts.clone();
-        let mut position = going.at + going.tokens.len() as u32 - 1;
+        let mut position = going.at() + going.tokens.len() as u32 - 1;
         let mut choose = |after: After| {
-            let token = going.choose(after, position, counts.as_ref()).ok()?.token;
+            let token = choose(&going.row.want, after, position, counts.as_ref(), None).ok()?.token;
             position += 1;
             counts.iter_mut().for_each(|counts| counts.push(token));
             Some(token)
@@ -465,23 +488,25 @@ impl Drafted {
     }
 }
 
-impl Stepper for Drafted {
+impl Stepper for Stepwise {
     fn bounds(&self) -> Bounds {
         self.bounds
     }
 
     fn submit(&mut self, launch: Launch) -> Result<(), Fault> {
-        self.queued.submit(launch);
+        self.queued.push_back((launch, vec![]));
         Ok(())
     }
 
     fn allow(&mut self, allowed: Vec<Option<TokenSet>>) -> Result<(), Fault> {
-        self.queued.allow(allowed);
+        if let Some((_, of_launch)) = self.queued.back_mut() {
+            *of_launch = allowed;
+        }
         Ok(())
     }
 
     fn collect(&mut self) -> Result<Vec<Said>, Fault> {
-        let Some((launch, allowed)) = self.queued.take() else { return Ok(vec![]) };
+        let Some((launch, allowed)) = self.queued.pop_front() else { return Ok(vec![]) };
         self.forget(&launch.edits);
         match (self.bounds.alone, launch.steps) {
             (Some(alone), 1) if launch.is(alone) => self.read(launch),
