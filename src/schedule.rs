@@ -38,10 +38,10 @@ pub fn schedule(program: Program, target: &Target, candidate: &Candidate) -> Res
     let weights = divide(&program, target, candidate, split && candidate.split_from == 0);
     let mut regimes = vec![];
     if !split || candidate.split_from > 0 {
-        regimes.push(regime(&program, target, candidate, &weights, 0, false)?);
+        regimes.push(tasks(&program, target, candidate, &weights, 0, false)?);
     }
     if split {
-        regimes.push(regime(&program, target, candidate, &weights, candidate.split_from, true)?);
+        regimes.push(tasks(&program, target, candidate, &weights, candidate.split_from, true)?);
     }
     let queue_max = regimes.iter().flat_map(|r| &r.queues).map(Vec::len).max().unwrap_or(0) as u32;
     let variants = attention_variants(&program, target, candidate)?;
@@ -49,6 +49,11 @@ pub fn schedule(program: Program, target: &Target, candidate: &Candidate) -> Res
     let placement = placement(&program);
     let mut schedule = Schedule { program, machine, variants, placement, regimes };
     check_memory(&schedule, target)?;
+    // Events take most of the time, and candidates are tried until one fits.
+    for regime in &mut schedule.regimes {
+        derive_events(&schedule.program, regime, candidate.mechanism, target);
+        await_choices(&schedule.program, regime);
+    }
     resolve_matvecs(&mut schedule, target, candidate)?;
     if for_rows(&schedule.program) {
         schedule.machine.residual_cols = residual_cols(&schedule);
@@ -576,7 +581,8 @@ fn typical_rows(program: &Program, c: &Candidate, a: &Attention) -> u64 {
     u64::from(a.window.map_or(position, |w| w.min(position)) / a.splits.max(1))
 }
 
-fn regime(
+/// The tasks of a regime, in queues, with what they stream; without events.
+fn tasks(
     program: &Program,
     target: &Target,
     c: &Candidate,
@@ -627,8 +633,6 @@ fn regime(
             r.tasks.push(task);
         }
     }
-    derive_events(program, &mut r, c.mechanism, target);
-    await_choices(program, &mut r);
     Ok(r)
 }
 
