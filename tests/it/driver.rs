@@ -119,6 +119,13 @@ fn fake_driver(flag: &'static str) -> Option<tempfile::TempDir> {
     Some(folder)
 }
 
+/// [`with_fake_driver`], of a test that gives back what it takes of a device.
+fn releasing(test: &str, mode: &str) -> Option<String> {
+    let text = with_fake_driver(test, mode)?;
+    assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+    Some(text)
+}
+
 /// Runs `test` again in a process that loads the fake; its output, which must be a success. `None` if it cannot be built.
 fn with_fake_driver(test: &str, mode: &str) -> Option<String> {
     static NEW: OnceLock<Option<tempfile::TempDir>> = OnceLock::new();
@@ -188,8 +195,7 @@ fn the_self_test_keeps_the_contract_of_the_driver() {
         assert_eq!((found.device.driver_cuda.as_str(), found.device.sm_count), ("13.0", 4));
         return;
     }
-    let Some(text) = with_fake_driver(NAME, "") else { return };
-    assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+    releasing(NAME, "");
 }
 
 #[test]
@@ -454,8 +460,7 @@ fn on_two_devices(device: &Device) -> Result<Session, SessionError> {
 fn two_devices_decode_one_text() {
     const NAME: &str = "two_devices_decode_one_text";
     if !is_child() {
-        let Some(text) = with_fake_driver(NAME, "two devices") else { return };
-        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        releasing(NAME, "two devices");
         return;
     }
     assert!(Link::among(&[0, 1]).unwrap().iter().all(|link| link.lacks().is_none()));
@@ -565,8 +570,7 @@ impl Draft for Knowing {
 fn proposed_tokens_on_a_device_change_no_token() {
     const NAME: &str = "proposed_tokens_on_a_device_change_no_token";
     if !is_child() {
-        let Some(text) = with_fake_driver(NAME, "") else { return };
-        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        let Some(text) = releasing(NAME, "") else { return };
         // Long prompts are decided after a chunk. Some have a rest of a few tokens, which a kernel for rows reads before it decides.
         let (chunks, tails) = (text.matches("a chunk of ").count(), text.matches("a tail").count());
         assert!(chunks > 8 && tails > 4 && tails <= chunks, "{chunks} chunks, {tails} tails");
@@ -600,8 +604,7 @@ fn proposed_tokens_on_a_device_change_no_token() {
 fn proposed_tokens_on_a_device_leave_no_wrong_state() {
     const NAME: &str = "proposed_tokens_on_a_device_leave_no_wrong_state";
     if !is_child() {
-        let Some(text) = with_fake_driver(NAME, "") else { return };
-        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        releasing(NAME, "");
         return;
     }
     let device = Device::open(0).unwrap();
@@ -621,8 +624,7 @@ fn proposed_tokens_on_a_device_leave_no_wrong_state() {
 fn a_draft_on_a_device_sees_what_the_model_left() {
     const NAME: &str = "a_draft_on_a_device_sees_what_the_model_left";
     if !is_child() {
-        let Some(text) = with_fake_driver(NAME, "") else { return };
-        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        let Some(text) = releasing(NAME, "") else { return };
         assert!(!text.contains("steps of one row"), "a step of which nothing is left");
         return;
     }
@@ -752,8 +754,7 @@ fn drafted(device: &Device, model: &Model, blocks: u32, most: usize, waves: bool
 fn a_server_on_a_device_verifies_proposals() {
     const NAME: &str = "a_server_on_a_device_verifies_proposals";
     if !is_child() {
-        let Some(text) = with_fake_driver(NAME, "") else { return };
-        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        releasing(NAME, "");
         return;
     }
     let device = Device::open(0).unwrap();
@@ -824,8 +825,7 @@ fn a_draft_begins_after_what_waves_read() {
 fn a_draft_on_a_device_is_given_a_vector_for_each_step() {
     const NAME: &str = "a_draft_on_a_device_is_given_a_vector_for_each_step";
     if !is_child() {
-        let Some(text) = with_fake_driver(NAME, "") else { return };
-        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        releasing(NAME, "");
         return;
     }
     let (device, target) = (Device::open(0).unwrap(), fake_target());
@@ -877,8 +877,7 @@ fn a_draft_on_a_device_is_given_a_vector_for_each_step() {
 fn requests_on_a_device_go_on_from_snapshots() {
     const NAME: &str = "requests_on_a_device_go_on_from_snapshots";
     if !is_child() {
-        let Some(text) = with_fake_driver(NAME, "") else { return };
-        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        releasing(NAME, "");
         return;
     }
     let device = Device::open(0).unwrap();
@@ -918,8 +917,7 @@ fn requests_on_a_device_go_on_from_snapshots() {
 fn states_are_copied_between_the_rows_of_sequences() {
     const NAME: &str = "states_are_copied_between_the_rows_of_sequences";
     if !is_child() {
-        let Some(text) = with_fake_driver(NAME, "") else { return };
-        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        releasing(NAME, "");
         return;
     }
     let device = Device::open(0).unwrap();
@@ -1113,8 +1111,7 @@ fn logits_of_fake(tokens: &[u32], vocab: u32) -> Vec<f32> {
 fn requests_on_a_device_get_the_tokens_that_they_have_alone() {
     const NAME: &str = "requests_on_a_device_get_the_tokens_that_they_have_alone";
     if !is_child() {
-        let Some(text) = with_fake_driver(NAME, "") else { return };
-        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        releasing(NAME, "");
         return;
     }
     let device = Device::open(0).unwrap();
@@ -1134,9 +1131,8 @@ fn requests_on_a_device_get_the_tokens_that_they_have_alone() {
 fn two_devices_give_requests_the_tokens_of_one() {
     const NAME: &str = "two_devices_give_requests_the_tokens_of_one";
     if !is_child() {
-        let Some(text) = with_fake_driver(NAME, "two devices") else { return };
+        let Some(text) = releasing(NAME, "two devices") else { return };
         assert!(text.contains("steps of one row") && text.contains("step 3 of a sampler for 2 rows"), "{text}");
-        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
         return;
     }
     let (device, target, model) = (two_devices().unwrap(), fake_target().on_devices(2), Model::tiny());
@@ -1177,12 +1173,11 @@ fn of_one(device: &Device, model: &Model) -> String {
 fn steps_of_more_rows_than_the_kernel_has_are_several_launches() {
     const NAME: &str = "steps_of_more_rows_than_the_kernel_has_are_several_launches";
     if !is_child() {
-        let Some(text) = with_fake_driver(NAME, "") else { return };
+        let Some(text) = releasing(NAME, "") else { return };
         for launch in ["4 steps of 2 rows", "1 steps of 2 rows", " of a sampler for 3 rows"] {
             assert!(text.matches(launch).count() > 3, "{launch}: {text}");
         }
         assert!(!text.contains("steps of 3 rows"), "{text}");
-        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
         return;
     }
     let device = Device::open(0).unwrap();
@@ -1202,13 +1197,12 @@ fn steps_of_more_rows_than_the_kernel_has_are_several_launches() {
 fn the_sampler_of_a_device_chooses_what_requests_choose() {
     const NAME: &str = "the_sampler_of_a_device_chooses_what_requests_choose";
     if !is_child() {
-        let Some(text) = with_fake_driver(NAME, "") else { return };
+        let Some(text) = releasing(NAME, "") else { return };
         // The last step of the longest launch, and launches of one row and of several.
         // Both kernels: one is for usual settings.
         for step in ["step 3 of a sampler for 2 rows", "step 0 of a sampler for 1 rows\n", " for 1 rows, by rivals\n"] {
             assert!(text.contains(step), "{text}");
         }
-        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
         return;
     }
     let device = Device::open(0).unwrap();
@@ -1227,12 +1221,11 @@ fn the_sampler_of_a_device_chooses_what_requests_choose() {
 fn long_prompts_on_a_device_are_read_alone() {
     const NAME: &str = "long_prompts_on_a_device_are_read_alone";
     if !is_child() {
-        let Some(text) = with_fake_driver(NAME, "") else { return };
+        let Some(text) = releasing(NAME, "") else { return };
         assert!(text.matches("a chunk of ").count() >= 24, "{text}");
         assert!(text.matches("a tail").count() > 12, "{text}");
         // After a tail alone: the sampler chooses its token.
         assert!(text.contains("a tail\nstep 0 of a sampler for 1 rows"), "{text}");
-        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
         return;
     }
     let device = Device::open(0).unwrap();
@@ -1318,14 +1311,13 @@ fn stepper_with_waves(device: &Device, has_tail: bool, is_sampled: bool) -> Devi
 fn one_row_on_a_device_has_its_own_kernel() {
     const NAME: &str = "one_row_on_a_device_has_its_own_kernel";
     if !is_child() {
-        let Some(text) = with_fake_driver(NAME, "") else { return };
+        let Some(text) = releasing(NAME, "") else { return };
         for (launch, least) in
             [(" steps of one row", 20), (" steps of 2 rows", 5), ("step 3 of a sampler for 1 rows", 2)]
         {
             assert!(text.matches(launch).count() > least, "{launch}: {text}");
         }
         assert!(!text.contains(" steps of 1 rows"), "{text}");
-        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
         return;
     }
     let device = Device::open(0).unwrap();
@@ -1457,12 +1449,11 @@ fn one_row_over_pages_judges_its_launches() {
 fn steps_in_waves_have_the_tokens_of_requests_alone() {
     const NAME: &str = "steps_in_waves_have_the_tokens_of_requests_alone";
     if !is_child() {
-        let Some(text) = with_fake_driver(NAME, "") else { return };
+        let Some(text) = releasing(NAME, "") else { return };
         // Lines of the fake and of the test are mixed.
         for launch in [" rows in waves", "a chunk of ", " of a sampler for "] {
             assert!(text.matches(launch).count() > 20, "{launch}: {text}");
         }
-        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
         return;
     }
     let device = Device::open(0).unwrap();
@@ -1495,13 +1486,12 @@ fn a_long_history_beside_a_short_one_is_cut() {
     let [whole, cut] = plans.map(|plan| prove(plan.unwrap(), &validated, &target).unwrap());
     if !is_child() {
         for (mode, cuts) in [("slow", true), ("", false)] {
-            let Some(text) = with_fake_driver(NAME, mode) else { return };
+            let Some(text) = releasing(NAME, mode) else { return };
             let launches = |proven: &Proven<'_>| {
                 text.matches(&format!("of 2 rows in waves ({} a step)", proven.plan().waves.len())).count()
             };
             assert!(launches(&whole) > 4 && (launches(&cut) > 4) == cuts, "{mode}: {text}");
             assert!(cuts || launches(&cut) == 0, "{mode}: {text}");
-            assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
         }
         return;
     }
@@ -1543,13 +1533,12 @@ fn a_long_history_beside_a_short_one_is_cut() {
 fn launches_in_parts_have_the_tokens_of_requests_alone() {
     const NAME: &str = "launches_in_parts_have_the_tokens_of_requests_alone";
     if !is_child() {
-        let Some(text) = with_fake_driver(NAME, "") else { return };
+        let Some(text) = releasing(NAME, "") else { return };
         for launch in [" rows in waves", " of a sampler for "] {
             assert!(text.matches(launch).count() > 20, "{launch}: {text}");
         }
         // Whole parts, and no launch of more rows than a kernel has.
         assert!(text.matches(" of 32 rows in waves").count() > 5, "{text}");
-        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
         return;
     }
     let device = Device::open(0).unwrap();
@@ -1599,11 +1588,10 @@ fn sessions_in_one_order(
 fn a_text_by_kernels_in_one_order_has_the_tokens_that_its_request_chooses() {
     const NAME: &str = "a_text_by_kernels_in_one_order_has_the_tokens_that_its_request_chooses";
     if !is_child() {
-        let Some(text) = with_fake_driver(NAME, "") else { return };
+        let Some(text) = releasing(NAME, "") else { return };
         for launch in ["a chunk of 32", "4 steps of 1 rows in waves", "1 steps of 6 rows in waves"] {
             assert!(text.contains(launch), "{launch}: {text}");
         }
-        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
         return;
     }
     let device = Device::open(0).unwrap();
@@ -2239,14 +2227,13 @@ fn requests_alone_and_together(stepper: impl Stepper, more: usize, decided_max: 
 fn launches_are_queued_while_others_run() {
     const NAME: &str = "launches_are_queued_while_others_run";
     if !is_child() {
-        let Some(text) = with_fake_driver(NAME, "slow") else { return };
+        let Some(text) = releasing(NAME, "slow") else { return };
         let of_line = |line: &str| line.strip_suffix(" launches queued after one that ran")?.parse::<u32>().ok();
         let queued = text.lines().find_map(of_line).expect("a count");
         assert!(queued > 30, "{queued}: {text}");
         for kernel in [" steps of one row", " steps of 3 rows\n", " steps of 3 rows in waves"] {
             assert!(text.contains(&format!("3{kernel}")), "{kernel}: {text}");
         }
-        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
         return;
     }
     let device = Device::open(0).unwrap();

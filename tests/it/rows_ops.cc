@@ -77,6 +77,7 @@ static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCurso
 #include "rows/scan.cuh"
 #include "rows/group_norm.cuh"
 #include "op_formulas.h"
+#include "op_peers.h"
 #include "op_recurrent.h"
 #include "op_caches.h"
 #include "op_codes.h"
@@ -180,35 +181,13 @@ static void task(int thread) {
   c.patience = 2;
   Op::run(c, entry);
 }
-// Each other device must have the words, packets and logits that this one has, at the same places.
-template <class M, class Op>
-static void run_with_peers() {
-  constexpr int LOGITS = 4096;
-  std::vector<u64> exchanges[peers<M>()];
-  std::vector<float> own(LOGITS, std::nanf("")), logits[peers<M>()];
-  static_cast<RowsParams&>(with_peers) = params;
-  if (params.logits) with_peers.logits = own.data();
-  for (int i = 0; i < peers<M>(); i++) {
-    exchanges[i] = exchange;
-    logits[i] = own;
-    with_peers.peers[i] = u64(exchanges[i].data()) - u64(exchange.data());
-    with_peers.peer_logits[i] = u64(logits[i].data()) - u64(own.data());
-  }
-  const std::vector<u64> before = exchange;
-  run_block(task<M, Op>, M::WARPS * 32);
-  bool same = before != exchange;
-  for (int i = 0; i < peers<M>(); i++) same = same && exchanges[i] == exchange && !std::memcmp(logits[i].data(), own.data(), LOGITS * sizeof(float));
-  if (!same) std::printf("another device has other words, packets or logits\n"), std::exit(1);
-  for (int i = 0; params.logits && i < LOGITS; i++)
-    if (!std::isnan(own[i])) params.logits[i] = own[i];
-}
 template <class M, class Op>
 static void run() {
   params.exchange = exchange.data();
   params.pack = constants.data();
   params.cache = cache.data();
   if constexpr (peers<M>() > 0)
-    run_with_peers<M, Op>();
+    run_with_peers<M>(params, with_peers, exchange, [] { run_block(task<M, Op>, M::WARPS * 32); });
   else
     run_block(task<M, Op>, M::WARPS * 32);
 }

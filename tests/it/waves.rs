@@ -11,6 +11,7 @@ use monobloc::candidate::Candidate;
 use monobloc::codegen::abi;
 use monobloc::codegen::emit::Trace;
 use monobloc::codegen::waves::{self, SHARES_HELD, WaveTables, emit, encode};
+use monobloc::cuda::nvrtc::Nvrtc;
 use monobloc::defaults::rows::{Room, place_rows};
 use monobloc::dtype::{DType, Precision};
 use monobloc::format::{Code, Format, FormatPlan, NAMED, ScaleCode};
@@ -190,6 +191,35 @@ pub fn with_tail<'a>(
 pub fn proven_in_splits<'a>(validated: &'a Validated, target: &Target, rows: u32, split: u32) -> Proven<'a> {
     let plan = derive_split(validated.schedule(), target, rows, split).unwrap();
     prove(plan, validated, target).unwrap_or_else(|violations| panic!("{}", listed(&violations)))
+}
+
+/// Why the batch kernel of a model has no such plan.
+pub fn refusal(imported: &Imported, target: &Target, form: Form, rows: u32) -> String {
+    proven(&kernel(&imported.graph, target), target, form, rows).unwrap_err().to_string()
+}
+
+/// A changed plan breaks this rule.
+#[track_caller]
+pub fn breaks(of: &Proven<'_>, target: &Target, name: &str, rule: &str, change: &dyn Fn(&mut Plan)) {
+    let mut plan = of.plan().clone();
+    change(&mut plan);
+    assert!(plan != *of.plan(), "{name}");
+    let violations = prove(plan, of.validated(), target).err().unwrap_or_else(|| panic!("{name}: proven"));
+    assert!(violations.iter().any(|violation| violation.rule.name() == rule), "{name}: {violations:?}");
+}
+
+/// NVRTC, if it is there, compiles the kernel of a form, whose text has `parts`.
+pub fn form_compiles(
+    nvrtc: Option<&'static Nvrtc>,
+    validated: &Validated,
+    target: &Target,
+    (form, rows): (Form, u32),
+    parts: &[&str],
+) {
+    let source = emit(&proven(validated, target, form, rows).unwrap(), target, Trace::Off);
+    assert!(parts.iter().all(|part| source.text.contains(part)), "{parts:?}: {}", source.text);
+    let name = &validated.schedule().program.name;
+    nvrtc.into_iter().for_each(|nvrtc| compiles(quick(nvrtc), &source, &format!("{name}: {form:?} of {rows}")));
 }
 
 /// Why there is no plan, with the first layer's name: a tail has only the last layer.
@@ -2330,6 +2360,29 @@ fn a_wrong_tail_has_no_proof() {
 
 pub fn tokens(imported: &Imported, count: u32) -> Vec<u32> {
     (0..count).map(|i| (i * i * 7 + i * 13 + 5) % imported.graph.vocab).collect()
+}
+
+/// A plan has the keys, values and states of its model, for a text in chunks that end at `ends`.
+#[track_caller]
+pub fn computes(name: &str, imported: &Imported, proven: &Proven<'_>, ends: &[usize], seed: u64) {
+    let text = tokens(imported, ends[ends.len() - 1] as u32);
+    let mut begin = 0;
+    let chunks: Vec<&[u32]> = ends.iter().map(|&end| &text[std::mem::replace(&mut begin, end)..end]).collect();
+    let found = execute(&proven.validated().schedule().program, imported, proven.plan(), &chunks, seed);
+    let difference = difference(&expected(imported, &text), &found);
+    assert!(difference < TOLERANCE, "{name}: {difference:e}");
+}
+
+/// [`computes`] of a plan of chunks, and the same of one of steps and of one with a tail.
+pub fn every_form_computes(name: &str, imported: &Imported, ends: &[usize], seed: u64) {
+    let target = small();
+    let validated = kernel(&imported.graph, &target);
+    let of_chunk = proven(&validated, &target, Form::Chunk, 512).unwrap_or_else(|why| panic!("{name}: {why}"));
+    computes(name, imported, &of_chunk, ends, seed);
+    let of_steps = proven(&validated, &target, Form::Steps, 32).unwrap();
+    run_steps(imported, &validated, of_steps.plan(), seed);
+    let both = with_tail(&validated, &target, 256, 16).unwrap();
+    run_tail(imported, &both, &tokens(imported, 40), &[1, 34, 40], seed);
 }
 
 #[test]

@@ -3,9 +3,7 @@
 
 use std::fs;
 
-use computed::executor::{TOLERANCE, cached_by, difference, execute, expected};
-use monobloc::codegen::emit::Trace;
-use monobloc::codegen::waves::emit;
+use computed::executor::cached_by;
 use monobloc::ir::op::{Op, Role};
 use monobloc::model::config::{Imported, import_config_only};
 use monobloc::reference::Session;
@@ -13,12 +11,12 @@ use monobloc::rows::Shape;
 use monobloc::validate::Validated;
 use monobloc::waves::Form;
 
-use crate::nvrtc::{compiles, nvrtc, quick};
+use crate::nvrtc::nvrtc;
 use crate::skipped;
 use crate::support::fixture;
 use crate::waves::{
-    Ran, cached, given, judge_mutants_of, kernel, proven, rows_of, run_kernel, run_steps, run_tail, slot_of, small,
-    tokens, with_tail, worst_position,
+    Ran, cached, every_form_computes, form_compiles, given, judge_mutants_of, kernel, proven, rows_of, run_kernel,
+    slot_of, small, tokens, worst_position,
 };
 
 /// The config of a fixture with heads that tensor cores take, two layers with convolutions before one with attention, and random weights.
@@ -59,20 +57,8 @@ pub fn convolving(name: &str) -> Imported {
 #[test]
 fn a_proven_plan_of_convolutions_computes_its_model() {
     for (seed, name) in (0u64..).zip(["hybrids/lfm2", "hybrids/lfm2-biases", "hybrids/lfm2-moe"]) {
-        let (imported, target) = (convolving(name), small());
-        let text = tokens(&imported, if seed == 0 { 150 } else { 40 });
         // A first chunk of fewer rows than inputs are kept.
-        let (one, rest) = text.split_at(1);
-        let (some, rest) = rest.split_at(text.len() * 7 / 8);
-        let validated = kernel(&imported.graph, &target);
-        let of_chunk = proven(&validated, &target, Form::Chunk, 256).unwrap_or_else(|refused| panic!("{refused}"));
-        let found = execute(&validated.schedule().program, &imported, of_chunk.plan(), &[one, some, rest], seed);
-        let difference = difference(&expected(&imported, &text), &found);
-        assert!(difference < TOLERANCE, "{name}: {difference:e}");
-        let of_steps = proven(&validated, &target, Form::Steps, 32).unwrap();
-        run_steps(&imported, &validated, of_steps.plan(), seed);
-        let both = with_tail(&validated, &target, 256, 16).unwrap();
-        run_tail(&imported, &both, &text[..40], &[1, 34, 40], seed);
+        every_form_computes(name, &convolving(name), if seed == 0 { &[1, 132, 150] } else { &[1, 36, 40] }, seed);
     }
 }
 
@@ -146,11 +132,10 @@ fn a_generated_kernel_of_convolutions_computes_its_model() {
 
 #[test]
 fn wave_kernels_of_convolutions_compile() {
-    let Some(nvrtc) = nvrtc("wave_kernels_of_convolutions_compile") else { return };
+    let nvrtc = nvrtc("wave_kernels_of_convolutions_compile");
     let (imported, target) = (convolving("hybrids/lfm2-biases"), small());
     let validated = kernel(&imported.graph, &target);
-    for (form, rows) in [(Form::Chunk, 256), (Form::Steps, 64)] {
-        let source = emit(&proven(&validated, &target, form, rows).unwrap(), &target, Trace::Off);
-        compiles(quick(nvrtc), &source, &format!("{form:?} of {rows}"));
+    for of in [(Form::Chunk, 256), (Form::Steps, 64)] {
+        form_compiles(nvrtc, &validated, &target, of, &["WaveShortConv"]);
     }
 }

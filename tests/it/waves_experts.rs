@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use computed::executor::{Rows, TOLERANCE, difference, execute, expected};
+use computed::executor::{Rows, expected};
 use monobloc::candidate::Candidate;
 use monobloc::defaults::rows::{Room, place_rows};
 use monobloc::format::FormatPlan;
@@ -11,15 +11,16 @@ use monobloc::model::graph::ModelGraph;
 use monobloc::rows::Shape;
 use monobloc::target::Target;
 use monobloc::validate::{Validated, validate};
-use monobloc::waves::{Action, Form, Layout, Plan, Proven, Target as Written, Tiling, prove};
+use monobloc::waves::{Action, Form, Layout, Plan, Proven, Target as Written, Tiling};
 
 use crate::formats::{all, named, rounded};
-use crate::nvrtc::{compiles, nvrtc, quick};
+use crate::nvrtc::nvrtc;
 use crate::proof_support::BF16;
 use crate::skipped;
 use crate::support::{checkpoints, fixture};
 use crate::waves::{
-    Ran, cached, given, judge_mutants_of, proven, rows_of, run_kernel, run_steps, small, stored, tokens, worst_position,
+    Ran, breaks, cached, computes, form_compiles, given, judge_mutants_of, proven, rows_of, run_kernel, run_steps,
+    small, stored, tokens, worst_position,
 };
 
 /// The config of a fixture with heads that tensor cores take, experts whose columns end inside 64 of k, and random weights.
@@ -78,12 +79,7 @@ fn a_proven_plan_of_experts_computes_its_model() {
         let imported = kept.as_ref().map_or(&imported, |(_, stored)| stored);
         // Of some models two blocks of rows, and experts with several tiles.
         let long = ["experts/qwen2-moe-shared", "experts/hy-v3"].contains(&name.as_str());
-        let text = tokens(imported, if long { 170 } else { 40 });
-        let (one, rest) = text.split_at(1);
-        let (some, rest) = rest.split_at(text.len() * 7 / 8);
-        let found = execute(&validated.schedule().program, imported, proven.plan(), &[one, some, rest], seed);
-        let difference = difference(&expected(imported, &text), &found);
-        assert!(difference < TOLERANCE, "{name}: {difference:e}");
+        computes(&name, imported, &proven, if long { &[1, 149, 170] } else { &[1, 36, 40] }, seed);
     }
     let of_other_ops = |reason: &String| reason.contains("attention of") || reason.contains("parallel layers");
     assert!(refused.len() == 3 && refused.iter().all(of_other_ops), "{refused:#?}");
@@ -122,14 +118,9 @@ fn a_wrong_plan_of_experts_has_no_proof() {
 fn buffers_and_rings_of_experts_have_room_for_every_choice() {
     let (imported, target) = (mixture("experts/qwen2-moe-shared"), small());
     let validated = batch(&imported.graph, &target).unwrap();
-    let of = proven(&validated, &target, Form::Chunk, 256).unwrap().plan().clone();
-    let wrong = |name: &str, rule: &str, change: &dyn Fn(&mut Plan)| {
-        let mut plan = of.clone();
-        change(&mut plan);
-        assert!(plan != of, "{name}");
-        let violations = prove(plan, &validated, &target).err().unwrap_or_else(|| panic!("{name}: proven"));
-        assert!(violations.iter().any(|violation| violation.rule.name() == rule), "{name}: {violations:?}");
-    };
+    let proven = proven(&validated, &target, Form::Chunk, 256).unwrap();
+    let of = proven.plan();
+    let wrong = |name: &str, rule: &str, change: &dyn Fn(&mut Plan)| breaks(&proven, &target, name, rule, change);
     // In every buffer and division alike, so that the bound alone is wrong.
     let tilings = |plan: &mut Plan, change: &dyn Fn(&mut Tiling)| {
         for work in &mut plan.work {
@@ -297,7 +288,7 @@ fn alone_as_together(imported: &Imported, proven: &Proven<'_>, of_first: u32) ->
 /// Chunks and steps of experts, in bf16 and in codes.
 #[test]
 fn wave_kernels_of_experts_compile() {
-    let Some(nvrtc) = nvrtc("wave_kernels_of_experts_compile") else { return };
+    let nvrtc = nvrtc("wave_kernels_of_experts_compile");
     for (name, plan, form, rows) in [
         ("experts/qwen2-moe-shared", FormatPlan::default(), Form::Chunk, 512),
         ("experts/hy-v3", all(named("int4:32")), Form::Chunk, 512),
@@ -305,8 +296,6 @@ fn wave_kernels_of_experts_compile() {
     ] {
         let (imported, target) = (rounded(mixture(name), &plan), small());
         let validated = batch(&imported.graph, &target).unwrap();
-        let proven = proven(&validated, &target, form, rows).unwrap();
-        let source = monobloc::codegen::waves::emit(&proven, &target, monobloc::codegen::emit::Trace::Off);
-        compiles(quick(nvrtc), &source, &format!("{name}, {form:?} of {rows}"));
+        form_compiles(nvrtc, &validated, &target, (form, rows), &["WaveExperts"]);
     }
 }

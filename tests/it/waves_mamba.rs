@@ -2,17 +2,17 @@
 
 use std::fs;
 
-use computed::executor::{TOLERANCE, difference, execute, expected};
-use monobloc::codegen::emit::Trace;
-use monobloc::codegen::waves::emit;
 use monobloc::model::config::{Imported, import_config_only};
 use monobloc::target::Target;
-use monobloc::waves::{Action, Form, Plan, prove};
+use monobloc::waves::{Action, Form, Plan};
 
-use crate::nvrtc::{compiles, nvrtc, quick};
+use crate::nvrtc::nvrtc;
 use crate::skipped;
 use crate::support::fixture;
-use crate::waves::{judge_mutants_of, kernel, proven, run_steps, run_tail, small, tokens, with_tail};
+use crate::waves::{
+    breaks, computes, form_compiles, judge_mutants_of, kernel, proven, refusal, run_steps, run_tail, small, tokens,
+    with_tail,
+};
 use crate::waves_nets::{chunks_compute, steps_decide};
 
 /// A norm of all columns after the gate, biases of products, and groups; the same of groups with plain MLPs, two to a layer apart; factors, and a norm of groups
@@ -102,16 +102,11 @@ fn set(name: &str, config: &mut serde_json::Value, of: Heads) {
 fn a_proven_plan_of_mamba_computes_its_model() {
     for (seed, name) in (0u64..).zip(MODELS) {
         let imported = scanning(name, if seed % 2 == 0 { SHARED } else { WHOLE });
-        let text = tokens(&imported, 150);
-        // A first chunk with fewer rows than a convolution has past inputs, and one of two blocks.
-        let (one, rest) = text.split_at(2);
-        let (some, rest) = rest.split_at(140);
         for target in [small(), Target::builtin("h200").unwrap()] {
             let validated = kernel(&imported.graph, &target);
             let proven = proven(&validated, &target, Form::Chunk, 512).unwrap_or_else(|refused| panic!("{refused}"));
-            let found = execute(&validated.schedule().program, &imported, proven.plan(), &[one, some, rest], seed);
-            let difference = difference(&expected(&imported, &text), &found);
-            assert!(difference < TOLERANCE, "{name}: {difference:e}");
+            // A first chunk with fewer rows than a convolution has past inputs, and one of two blocks.
+            computes(name, &imported, &proven, &[2, 142, 150], seed);
         }
         let target = small();
         let validated = kernel(&imported.graph, &target);
@@ -124,15 +119,10 @@ fn a_proven_plan_of_mamba_computes_its_model() {
 fn a_proven_plan_of_mamba_beside_experts_computes_its_model() {
     for (seed, name) in (0u64..).zip(MIXTURES) {
         let (imported, target) = (scanning(name, SHARED), small());
-        let text = tokens(&imported, if seed == 0 { 150 } else { 40 });
-        let (one, rest) = text.split_at(2);
-        let (some, rest) = rest.split_at(text.len() * 7 / 8);
         let validated = kernel(&imported.graph, &target);
         let of_chunk =
             proven(&validated, &target, Form::Chunk, 512).unwrap_or_else(|refused| panic!("{name}: {refused}"));
-        let found = execute(&validated.schedule().program, &imported, of_chunk.plan(), &[one, some, rest], seed);
-        let difference = difference(&expected(&imported, &text), &found);
-        assert!(difference < TOLERANCE, "{name}: {difference:e}");
+        computes(name, &imported, &of_chunk, if seed == 0 { &[2, 133, 150] } else { &[2, 37, 40] }, seed);
         let of_steps = proven(&validated, &target, Form::Steps, 32).unwrap();
         run_steps(&imported, &validated, of_steps.plan(), seed);
     }
@@ -162,17 +152,13 @@ pub fn ending_in_attention(name: &str) -> Imported {
 #[test]
 fn mamba_that_waves_do_not_have_is_refused_by_name() {
     let target = small();
-    let refused = |imported: &Imported, form, rows| {
-        let validated = kernel(&imported.graph, &target);
-        proven(&validated, &target, form, rows).unwrap_err().to_string()
-    };
     assert_eq!(
-        refused(&scanning(MODELS[0], SHARED), Form::Tail, 16),
+        refusal(&scanning(MODELS[0], SHARED), &target, Form::Tail, 16),
         "the state of `scan.2`: expected one that the chunk has not brought on; a tail would do so a second time"
     );
     let narrow = scanning(MODELS[0], Heads { state: 10, ..SHARED });
     assert_eq!(
-        refused(&narrow, Form::Chunk, 256),
+        refusal(&narrow, &target, Form::Chunk, 256),
         "heads of `scan.0`: expected states of whole tiles of 16, and heads of whole tiles of 8"
     );
     let validated = kernel(&narrow.graph, &target);
@@ -195,22 +181,18 @@ fn a_wrong_plan_of_mamba_has_no_proof() {
 fn a_norm_of_mamba_has_its_own_states_and_gate() {
     let (imported, target) = (scanning(MODELS[1], SHARED), small());
     let validated = kernel(&imported.graph, &target);
-    let of = proven(&validated, &target, Form::Chunk, 256).unwrap().plan().clone();
-    let at = |which: fn(&Action) -> bool| of.waves.iter().position(|wave| which(&wave.action)).expect("a wave");
+    let of = proven(&validated, &target, Form::Chunk, 256).unwrap();
+    let waves = &of.plan().waves;
+    let at = |which: fn(&Action) -> bool| waves.iter().position(|wave| which(&wave.action)).expect("a wave");
     let (states, norm) =
         (at(|action| matches!(action, Action::Mix { .. })), at(|action| matches!(action, Action::Gated { .. })));
-    let wrong = |name: &str, rule: &str, change: &dyn Fn(&mut Plan)| {
-        let mut plan = of.clone();
-        change(&mut plan);
-        let violations = prove(plan, &validated, &target).err().unwrap_or_else(|| panic!("{name}: proven"));
-        assert!(violations.iter().any(|violation| violation.rule.name() == rule), "{name}: {violations:?}");
-    };
+    let wrong = |name: &str, rule: &str, change: &dyn Fn(&mut Plan)| breaks(&of, &target, name, rule, change);
     wrong("states brought on twice", "order", &|plan| {
         let again = plan.waves[states].clone();
         plan.waves.insert(states, again);
     });
     wrong("a norm before the states", "order", &|plan| plan.waves.swap(states, norm));
-    wrong("no norm", "order", &|plan| plan.waves.retain(|wave| *wave != of.waves[norm]));
+    wrong("no norm", "order", &|plan| plan.waves.retain(|wave| *wave != waves[norm]));
     wrong("states that do not meet what makes their inputs", "meeting", &|plan| plan.waves[states].meets = false);
     wrong("a norm that does not meet the states", "meeting", &|plan| plan.waves[norm].meets = false);
 }
@@ -252,8 +234,6 @@ fn wave_kernels_of_mamba_compile() {
         (MODELS[3], Form::Steps, 64, "WaveScanRow<"),
     ] {
         let validated = kernel(&scanning(name, granite).graph, &target);
-        let source = emit(&proven(&validated, &target, form, rows).unwrap(), &target, Trace::Off);
-        assert!(source.text.contains(template), "{}", source.text);
-        nvrtc.iter().for_each(|nvrtc| compiles(quick(nvrtc), &source, &format!("{name}: {form:?} of {rows}")));
+        form_compiles(nvrtc, &validated, &target, (form, rows), &[template]);
     }
 }

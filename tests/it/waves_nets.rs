@@ -2,9 +2,7 @@
 
 use std::fs;
 
-use computed::executor::{Rows, TOLERANCE, cached_by, difference, execute, expected, split_states};
-use monobloc::codegen::emit::Trace;
-use monobloc::codegen::waves::emit;
+use computed::executor::{Rows, cached_by, expected, split_states};
 use monobloc::ir::op::{Op, Role};
 use monobloc::model::config::{Imported, import_config_only};
 use monobloc::reference::{Session, argmax};
@@ -13,12 +11,12 @@ use monobloc::target::Target;
 use monobloc::validate::Validated;
 use monobloc::waves::{Action, Form, Over, Plan, Share, prove};
 
-use crate::nvrtc::{compiles, nvrtc, quick};
+use crate::nvrtc::nvrtc;
 use crate::skipped;
 use crate::support::fixture;
 use crate::waves::{
-    Ran, cached, given, judge_mutants_of, kernel, proven, rows_of, run_kernel, run_steps, run_tail, slot_of, small,
-    tokens, with_tail, worst_position,
+    Ran, breaks, cached, computes, every_form_computes, form_compiles, given, judge_mutants_of, kernel, proven,
+    refusal, rows_of, run_kernel, run_steps, run_tail, slot_of, small, tokens, with_tail, worst_position,
 };
 
 /// Heads of keys and of values of a net, and their widths.
@@ -77,16 +75,11 @@ fn a_proven_plan_of_nets_computes_its_model() {
     let ends = hybrid("hybrids/qwen35", SHARED, &[false, true]);
     let whole = hybrid("hybrids/qwen35", WHOLE, &[true, false]);
     for (seed, imported) in [(1, qwen(SHARED)), (2, ends), (3, whole)] {
-        let text = tokens(&imported, 150);
-        // A first chunk with fewer rows than a convolution has past inputs, and one of two blocks.
-        let (one, rest) = text.split_at(2);
-        let (some, rest) = rest.split_at(140);
         for target in [small(), Target::builtin("h200").unwrap()] {
             let validated = kernel(&imported.graph, &target);
             let proven = proven(&validated, &target, Form::Chunk, 512).unwrap_or_else(|refused| panic!("{refused}"));
-            let found = execute(&validated.schedule().program, &imported, proven.plan(), &[one, some, rest], seed);
-            let difference = difference(&expected(&imported, &text), &found);
-            assert!(difference < TOLERANCE, "model {seed}: {difference:e}");
+            // A first chunk with fewer rows than a convolution has past inputs, and one of two blocks.
+            computes(&format!("model {seed}"), &imported, &proven, &[2, 142, 150], seed);
         }
     }
 }
@@ -118,19 +111,7 @@ fn a_proven_plan_of_nets_beside_experts_computes_its_model() {
     for (seed, name) in (0u64..).zip(MIXTURES) {
         let imported = hybrid(name, SHARED, &[true, false]);
         // Of one model two blocks of rows.
-        let text = tokens(&imported, if seed == 0 { 150 } else { 40 });
-        let (one, rest) = text.split_at(2);
-        let (some, rest) = rest.split_at(text.len() * 7 / 8);
-        let target = small();
-        let validated = kernel(&imported.graph, &target);
-        let of_chunk = proven(&validated, &target, Form::Chunk, 512).unwrap_or_else(|refused| panic!("{refused}"));
-        let found = execute(&validated.schedule().program, &imported, of_chunk.plan(), &[one, some, rest], seed);
-        let difference = difference(&expected(&imported, &text), &found);
-        assert!(difference < TOLERANCE, "{name}: {difference:e}");
-        let of_steps = proven(&validated, &target, Form::Steps, 32).unwrap();
-        run_steps(&imported, &validated, of_steps.plan(), seed);
-        let both = with_tail(&validated, &target, 256, 16).unwrap();
-        run_tail(&imported, &both, &text[..40], &[1, 34, 40], seed);
+        every_form_computes(name, &imported, if seed == 0 { &[2, 133, 150] } else { &[2, 37, 40] }, seed);
     }
 }
 
@@ -150,19 +131,15 @@ fn qwen36_35b_has_every_wave_kernel() {
 #[test]
 fn nets_that_waves_do_not_have_are_refused_by_name() {
     let target = small();
-    let refused = |imported: &Imported, form, rows| {
-        let validated = kernel(&imported.graph, &target);
-        proven(&validated, &target, form, rows).unwrap_err().to_string()
-    };
     // A state that the tail would bring on again.
     let ends = hybrid("hybrids/qwen35", SHARED, &[false, true]);
     assert_eq!(
-        refused(&ends, Form::Tail, 16),
+        refusal(&ends, &target, Form::Tail, 16),
         "the state of `mix.1`: expected one that the chunk has not brought on; a tail would do so a second time"
     );
     let narrow = qwen(Heads { key_dim: 12, ..SHARED });
     assert_eq!(
-        refused(&narrow, Form::Chunk, 256),
+        refusal(&narrow, &target, Form::Chunk, 256),
         "heads of `mix.0`: expected keys of whole tiles of 16, and values of whole tiles of 8"
     );
     let validated = kernel(&narrow.graph, &target);
@@ -191,14 +168,8 @@ fn of_states(plan: &mut Plan) -> &mut monobloc::waves::Division {
 fn a_state_has_one_owner_and_one_order() {
     let (imported, target) = (qwen(SHARED), small());
     let validated = kernel(&imported.graph, &target);
-    let of = proven(&validated, &target, Form::Chunk, 256).unwrap().plan().clone();
-    let wrong = |name: &str, rule: &str, change: &dyn Fn(&mut Plan)| {
-        let mut plan = of.clone();
-        change(&mut plan);
-        assert!(plan != of, "{name}");
-        let violations = prove(plan, &validated, &target).err().unwrap_or_else(|| panic!("{name}: proven"));
-        assert!(violations.iter().any(|violation| violation.rule.name() == rule), "{name}: {violations:?}");
-    };
+    let of = proven(&validated, &target, Form::Chunk, 256).unwrap();
+    let wrong = |name: &str, rule: &str, change: &dyn Fn(&mut Plan)| breaks(&of, &target, name, rule, change);
     let each_mix = |plan: &mut Plan, change: &dyn Fn(&mut Vec<monobloc::waves::Wave>, usize)| {
         let at = plan.waves.iter().position(|wave| matches!(wave.action, Action::Mix { .. })).expect("states");
         change(&mut plan.waves, at);
@@ -385,17 +356,12 @@ fn wave_kernels_of_nets_compile() {
     for (heads, form, rows) in
         [(qwen35, Form::Chunk, 512), (qwen35, Form::Steps, 32), (olmo, Form::Chunk, 512), (olmo, Form::Steps, 64)]
     {
-        let validated = kernel(&qwen(heads).graph, &target);
-        let proven = proven(&validated, &target, form, rows).unwrap();
-        let source = emit(&proven, &target, Trace::Off);
-        assert!(source.text.contains(if form == Form::Chunk { "WaveMix<" } else { "WaveMixRow<" }), "{}", source.text);
-        nvrtc.iter().for_each(|nvrtc| compiles(quick(nvrtc), &source, &format!("{form:?} of {rows}")));
+        let part = if form == Form::Chunk { "WaveMix<" } else { "WaveMixRow<" };
+        form_compiles(nvrtc, &kernel(&qwen(heads).graph, &target), &target, (form, rows), &[part]);
     }
     // Beside experts.
     let validated = kernel(&hybrid("hybrids/qwen35-moe", qwen35, &[true, false]).graph, &target);
-    for (form, rows) in [(Form::Chunk, 512), (Form::Steps, 64)] {
-        let source = emit(&proven(&validated, &target, form, rows).unwrap(), &target, Trace::Off);
-        assert!(source.text.contains("WaveMix") && source.text.contains("WaveExperts"), "{}", source.text);
-        nvrtc.iter().for_each(|nvrtc| compiles(quick(nvrtc), &source, &format!("experts, {form:?} of {rows}")));
+    for of in [(Form::Chunk, 512), (Form::Steps, 64)] {
+        form_compiles(nvrtc, &validated, &target, of, &["WaveMix", "WaveExperts"]);
     }
 }

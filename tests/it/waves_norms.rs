@@ -1,18 +1,16 @@
 //! Tests waves of attention whose norms of q and k are over all heads: that a proven plan computes its model, that a wrong one has no proof, and that
 //! the generated text does what the plan says.
 
-use computed::executor::{TOLERANCE, difference, execute, expected};
-use monobloc::codegen::emit::Trace;
-use monobloc::codegen::waves::emit;
+use computed::executor::expected;
 use monobloc::model::config::Imported;
 use monobloc::rows::Shape;
 use monobloc::waves::{Action, Form, Plan, prove};
 
-use crate::nvrtc::{compiles, nvrtc, quick};
+use crate::nvrtc::nvrtc;
 use crate::skipped;
 use crate::waves::{
-    Ran, cached, given, judge_mutants_of, kernel, proven, rows_of, run_kernel, run_steps, run_tail, small, tokens,
-    wide, with_tail, worst_position,
+    Ran, cached, every_form_computes, form_compiles, given, judge_mutants_of, kernel, proven, rows_of, run_kernel,
+    small, tokens, wide, worst_position,
 };
 use crate::waves_experts::of_layers;
 
@@ -26,18 +24,10 @@ fn a_proven_plan_with_norms_of_all_heads_computes_its_model() {
     // With experts; and with heads that are rotated in part.
     let models = [dense(), of_layers("experts/olmoe", Some(2)), of_layers("experts/minimax-m2", Some(2))];
     for (seed, imported) in (0u64..).zip(models) {
-        let (text, target) = (tokens(&imported, 40), small());
-        let validated = kernel(&imported.graph, &target);
+        let (validated, target) = (kernel(&imported.graph, &small()), small());
         let of_chunk = proven(&validated, &target, Form::Chunk, 256).unwrap_or_else(|refused| panic!("{refused}"));
         assert!(of_chunk.plan().waves.iter().any(|wave| matches!(wave.action, Action::NormHeads { .. })));
-        let (some, rest) = text.split_at(11);
-        let found = execute(&validated.schedule().program, &imported, of_chunk.plan(), &[some, rest], seed);
-        let difference = difference(&expected(&imported, &text), &found);
-        assert!(difference < TOLERANCE, "model {seed}: {difference:e}");
-        let of_steps = proven(&validated, &target, Form::Steps, 32).unwrap();
-        run_steps(&imported, &validated, of_steps.plan(), seed);
-        let both = with_tail(&validated, &target, 256, 16).unwrap();
-        run_tail(&imported, &both, &text, &[1, 34, 40], seed);
+        every_form_computes(&format!("model {seed}"), &imported, &[11, 40], seed);
     }
 }
 
@@ -84,11 +74,10 @@ fn a_generated_kernel_norms_all_heads() {
 
 #[test]
 fn wave_kernels_with_norms_of_all_heads_compile() {
-    let Some(nvrtc) = nvrtc("wave_kernels_with_norms_of_all_heads_compile") else { return };
+    let nvrtc = nvrtc("wave_kernels_with_norms_of_all_heads_compile");
     let (imported, target) = (dense(), small());
     let validated = kernel(&imported.graph, &target);
-    for (form, rows) in [(Form::Chunk, 256), (Form::Steps, 64)] {
-        let source = emit(&proven(&validated, &target, form, rows).unwrap(), &target, Trace::Off);
-        compiles(quick(nvrtc), &source, &format!("{form:?} of {rows}"));
+    for of in [(Form::Chunk, 256), (Form::Steps, 64)] {
+        form_compiles(nvrtc, &validated, &target, of, &[]);
     }
 }
