@@ -53,7 +53,7 @@ pub enum GgufError {
         "`{file}` has version {version} of GGUF, expected 2 or 3; convert the model again with a current llama.cpp"
     )]
     Version { file: String, version: u32 },
-    #[error("`{file}`: {what} takes {needed} bytes from byte {at} on, the file ends at byte {end}")]
+    #[error("`{file}`: {what} takes {needed} bytes from byte {at} on, the file ends at byte {end}; it may be cut off")]
     Truncated { file: String, what: &'static str, at: u64, needed: u64, end: u64 },
     #[error("`{file}`: expected a header of at most {HEADER_BYTES_MAX} bytes, found more")]
     HeaderTooLong { file: String },
@@ -654,7 +654,7 @@ impl<R: Read> Bytes<'_, R> {
     }
 
     fn list(&mut self, key: &str, element: u32, count: u64) -> Result<Value, GgufError> {
-        const WHAT: &str = "the elements of a list";
+        const WHAT: &str = "the list of a key";
         let element_bytes: u64 = match element {
             0 | 1 | 7 => 1,
             2 | 3 => 2,

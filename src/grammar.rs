@@ -395,6 +395,61 @@ mod tests {
         json_of(r#"{"properties": {"maximum": {"const": 1}}, "default": 1234567890123456789}"#).unwrap();
     }
 
+    /// Values of a schema, drawn again and again.
+    fn drawn(schema: Value, count: u64) -> Vec<Value> {
+        let grammar = json_of(&schema.to_string()).unwrap();
+        let one = |seed| {
+            let (text, ended) = draw(&mut grammar.begin(), &mut Random::new(seed), 4000);
+            assert!(ended, "{schema}");
+            serde_json::from_slice(&text).unwrap()
+        };
+        (0..count).map(one).collect()
+    }
+
+    #[test]
+    fn dates_are_those_of_the_calendar() {
+        // Two years, of which one has a 29th of February: the days of February are drawn often.
+        let texts = |schema: Value, count| {
+            let values = drawn(schema, count);
+            values.iter().map(|value| value.as_str().unwrap().to_string()).collect::<Vec<_>>()
+        };
+        let february = texts(json!({ "type": "string", "format": "date", "pattern": "^2(000|100)-02" }), 300);
+        assert!(february.contains(&"2000-02-29".to_string()) && !february.contains(&"2100-02-29".to_string()));
+        assert!(february.contains(&"2100-02-28".to_string()));
+        let exists = |date: &str| {
+            let parts: Vec<u32> = date.split('-').map(|part| part.parse().unwrap()).collect();
+            let leap = parts[0] % 4 == 0 && (parts[0] % 100 != 0 || parts[0] % 400 == 0);
+            let days = [31, 28 + u32::from(leap), 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
+            (1..=days[parts[1] as usize - 1]).contains(&parts[2])
+        };
+        let dates = texts(json!({ "type": "string", "format": "date" }), 100);
+        assert!(dates.iter().all(|date| exists(date)), "{dates:?}");
+        for time in texts(json!({ "type": "string", "format": "date-time", "pattern": "-02-2.*Z$" }), 100) {
+            assert!(exists(&time[..10]) && !time[17..].starts_with("60"), "{time}");
+        }
+        assert!(
+            texts(json!({ "type": "string", "format": "time" }), 200).iter().all(|time| !time[6..].starts_with("60"))
+        );
+    }
+
+    #[test]
+    fn names_of_properties_may_come_from_lists_and_patterns() {
+        let schema = json!({
+            "type": "object", "required": ["score"], "additionalProperties": false, "minProperties": 1,
+            "properties": { "score": { "type": "integer", "multipleOf": 5 } },
+            "patternProperties": { "^score$": { "minimum": 0, "maximum": 9 } },
+        });
+        let found = drawn(schema, 50);
+        assert!(found.iter().all(|value| [json!({ "score": 0 }), json!({ "score": 5 })].contains(value)), "{found:?}");
+        let schema = json!({
+            "type": "object", "propertyNames": { "type": "string", "enum": ["a", "b"] }, "required": ["b"],
+            "additionalProperties": { "type": "null" },
+        });
+        let found = drawn(schema, 50);
+        assert!(found.contains(&json!({ "a": null, "b": null })) && found.contains(&json!({ "b": null })), "{found:?}");
+        assert!(found.iter().all(|value| value.as_object().unwrap().keys().all(|key| key == "a" || key == "b")));
+    }
+
     #[test]
     fn references_are_read_as_pointers_in_fragments() {
         let grammar = json_of(

@@ -13,7 +13,7 @@
 
 mod gguf;
 mod jinja;
-mod percent;
+mod operators;
 mod python;
 mod stops;
 

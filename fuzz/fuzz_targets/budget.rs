@@ -9,11 +9,11 @@ use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Memory for one input. Less than monobloc allows, so that a machine can run many fuzzers at once.
 const BYTES_MAX: usize = 256 << 20;
-/// Time for one input, which is ample for any valid one.
+/// Processor time of the thread for one input, which is ample for any valid one. Time of the wall would end inputs that wait for other programs.
 const TIME_MAX: Duration = Duration::from_millis(500);
 /// Allocations between two checks of the clock, and the size from which an allocation is checked on its own.
 const LOOK_EVERY: u32 = 1024;
@@ -29,8 +29,16 @@ pub struct Budget {
 }
 
 thread_local! {
-    static DEADLINE: Cell<Option<Instant>> = const { Cell::new(None) };
+    static DEADLINE: Cell<Option<Duration>> = const { Cell::new(None) };
     static COUNT: Cell<u32> = const { Cell::new(0) };
+}
+
+/// Processor time of this thread.
+fn spent_time() -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the call writes one `timespec`, which lives here.
+    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec as u32)
 }
 
 impl Budget {
@@ -44,7 +52,7 @@ impl Budget {
     }
 
     pub fn spend(&self, work: impl FnOnce()) {
-        DEADLINE.set(Some(Instant::now() + TIME_MAX));
+        DEADLINE.set(Some(spent_time() + TIME_MAX));
         self.refused.store(false, Relaxed);
         self.before.store(self.live.load(Relaxed), Relaxed);
         self.armed.store(true, Relaxed);
@@ -68,7 +76,7 @@ impl Budget {
         let looks = bytes >= LOOK_BYTES || count % LOOK_EVERY == 0;
         let live = self.live.load(Relaxed).saturating_sub(self.before.load(Relaxed));
         let spent =
-            live.saturating_add(bytes) > BYTES_MAX || looks && DEADLINE.get().is_some_and(|end| Instant::now() > end);
+            live.saturating_add(bytes) > BYTES_MAX || looks && DEADLINE.get().is_some_and(|end| spent_time() > end);
         if spent {
             self.refused.store(true, Relaxed);
         }

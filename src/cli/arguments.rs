@@ -52,8 +52,8 @@ Places: a project is the nearest folder, from the current one upward, with a `ca
 (~/.cache/monobloc), the trials in $XDG_DATA_HOME/monobloc (~/.local/share/monobloc), and on macOS
 in ~/Library. Paths in a manifest are relative to the manifest.
 
-A command that takes a manifest also takes `hf:OWNER/NAME` or the folder of a checkpoint: it uses
-the manifest that `init` would write, with the same cache and trials, and writes none.
+A command that takes a manifest also takes `hf:OWNER/NAME`, the folder of a checkpoint or a `.gguf`
+file: it uses the manifest that `init` would write, with the same cache and trials, and writes none.
 
 Start with:
   monobloc generate tinystories --prompt \"Once upon a time\"
@@ -363,7 +363,7 @@ Examples:
   monobloc init ~/models/mine --target h200 --out mine.toml"
 )]
 pub struct Init {
-    /// `hf:OWNER/NAME`, a folder, a config.json, or a built-in model [default: `tinystories`]
+    /// `hf:OWNER/NAME`, a folder, a .gguf file, a config.json, or a built-in model [default: `tinystories`]
     #[arg(value_name = "SOURCE")]
     pub source: Option<String>,
     /// File to write
@@ -407,7 +407,7 @@ A manifest needs at least:
   record = \"cpu\"               # a name that `monobloc targets` lists, or the path of a record"
 )]
 pub struct Build {
-    /// Manifests to build, one after another, or models in their place (`hf:OWNER/NAME`, a checkpoint folder)
+    /// Manifests to build, one after another, or models in their place (`hf:OWNER/NAME`, a checkpoint folder, a .gguf file)
     #[arg(required = true)]
     pub manifest: Vec<PathBuf>,
     /// Build only this target of the manifest
@@ -460,7 +460,7 @@ Examples:
   monobloc serve tinystories --host 0.0.0.0 --api-key-file key.txt"
 )]
 pub struct Serve {
-    /// Manifest whose model is served, a model in its place (`hf:OWNER/NAME`, a checkpoint folder), or an export
+    /// Manifest whose model is served, a model in its place (`hf:OWNER/NAME`, a checkpoint folder, a .gguf file), or an export
     pub manifest: PathBuf,
     /// Address to listen on; 0.0.0.0 accepts connections from other machines
     #[arg(long, value_name = "IP", default_value = "127.0.0.1")]
@@ -546,7 +546,7 @@ Examples:
   monobloc generate tinystories --prompt-file story.txt --lookup 4
   monobloc generate tinystories --ids 0,364,839 --max-tokens 16 --ignore-eos")]
 pub struct Generate {
-    /// Manifest whose model is run, a model in its place (`hf:OWNER/NAME`, a checkpoint folder), or an export
+    /// Manifest whose model is run, a model in its place (`hf:OWNER/NAME`, a checkpoint folder, a .gguf file), or an export
     pub manifest: PathBuf,
     /// Text to continue, after the tokens that the tokenizer puts before a text; `-` reads stdin
     #[arg(long, value_name = "TEXT", group = "input", allow_hyphen_values = true)]
@@ -699,7 +699,7 @@ Examples:
   printf 'Tell me a story.\\nAnd another one.\\n' | monobloc chat tinystories"
 )]
 pub struct Chat {
-    /// Manifest whose model is run, a model in its place (`hf:OWNER/NAME`, a checkpoint folder), or an export
+    /// Manifest whose model is run, a model in its place (`hf:OWNER/NAME`, a checkpoint folder, a .gguf file), or an export
     pub manifest: PathBuf,
     /// System prompt before the conversation
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
@@ -737,7 +737,7 @@ Examples:
   monobloc perplexity tinystories story.txt --formats"
 )]
 pub struct Perplexity {
-    /// Manifest whose model is run, a model in its place (`hf:OWNER/NAME`, a checkpoint folder), or an export
+    /// Manifest whose model is run, a model in its place (`hf:OWNER/NAME`, a checkpoint folder, a .gguf file), or an export
     pub manifest: PathBuf,
     /// UTF-8 text
     pub file: PathBuf,
@@ -771,7 +771,7 @@ and to compare:
   print((load_file(\"logits.safetensors\")[\"logits\"] - model(torch.tensor([[0, 364, 839]])).logits[0]).abs().max())"
 )]
 pub struct Logits {
-    /// Manifest whose model is run, a model in its place (`hf:OWNER/NAME`, a checkpoint folder), or an export
+    /// Manifest whose model is run, a model in its place (`hf:OWNER/NAME`, a checkpoint folder, a .gguf file), or an export
     pub manifest: PathBuf,
     /// Token ids
     #[arg(long, value_name = "IDS", value_parser = parse_ids)]
@@ -1142,7 +1142,7 @@ Examples:
   monobloc import ~/models/mine --json | jq '.reasons[]'"
 )]
 pub struct Import {
-    /// Folder of a checkpoint, `hf:OWNER/NAME`, or a config.json alone
+    /// Folder of a checkpoint, `hf:OWNER/NAME`, a .gguf file, or a config.json alone
     #[arg(value_name = "SOURCE")]
     pub place: PathBuf,
     /// Has no effect, because an import changes nothing; accepted since scripts have it

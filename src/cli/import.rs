@@ -74,6 +74,7 @@ fn accepted(imported: &Imported) -> serde_json::Value {
     };
     json!({
         "accepted": true,
+        "reasons": [],
         "family": graph.family,
         "parameters": graph.parameter_count(),
         "stored_bytes": graph.stored_bytes(),

@@ -82,8 +82,8 @@ fn counts_and_lengths_beyond_the_file_are_refused() {
     let value = 24 + 8 + "general.architecture".len() + 4;
     refused(&with(value, 1 << 60), "the value of a key takes 1152921504606846976 bytes");
     let at = bytes.windows(5).position(|window| window == b"names").unwrap() + 5 + 8;
-    refused(&with(at, 1 << 60), "the elements of a list takes 9223372036854775808 bytes");
-    refused(&with(at, u64::MAX), "the elements of a list takes");
+    refused(&with(at, 1 << 60), "the list of a key takes 9223372036854775808 bytes");
+    refused(&with(at, u64::MAX), "the list of a key takes");
     refused(&with(at + 8, 1 << 60), "a string of a list takes");
     let length = |end: u64| Header::parse("m.gguf", &bytes[..], end).unwrap_err()[0].to_string();
     assert!(length(100).contains("the file ends at byte 100"));

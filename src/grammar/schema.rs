@@ -1,7 +1,11 @@
 //! Owns a client's JSON schema until llguidance compiles it: numbers that stay exact, and references in the one form that llguidance reads.
 //!
+//! [`plain`] writes keywords that llguidance lacks with those that it has, where that changes nothing.
+//!
 //! llguidance keeps numbers as fp64 and writes bounds of integers with 64 bits. A number that would be another one there is refused by
 //! name, because a text would fit another schema than the client sent.
+
+mod plain;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -83,6 +87,7 @@ fn read(text: &str) -> Result<Map<String, Value>, GrammarError> {
 fn finish(schema: &mut Map<String, Value>) -> Result<(), GrammarError> {
     let mut renamed = Renamed { taken: names(schema), names: BTreeMap::new() };
     let mut root = Value::Object(std::mem::take(schema));
+    plain::rewrite(&mut root, Place::Schema);
     rewrite(&mut root, Place::Schema, &mut renamed)?;
     if let Value::Object(map) = root {
         *schema = map;

@@ -203,7 +203,16 @@ impl Params {
         }
         fields.take::<bool>("store")?;
         fields.take::<BTreeMap<String, String>>("metadata")?;
-        fields.neutral("service_tier", &["\"auto\"", "\"default\""])?;
+        for (name, neutral) in [
+            ("service_tier", &["\"auto\"", "\"default\""][..]),
+            // Of other servers; their clients send the defaults.
+            ("bad_words", &["[]"]),
+            ("include_stop_str_in_output", &["false"]),
+            ("length_penalty", &["1", "1.0"]),
+            ("use_beam_search", &["false"]),
+        ] {
+            fields.neutral(name, neutral)?;
+        }
         let format = fields.take::<Sent<ResponseFormat>>("response_format")?;
         let format = format.map(|Sent(format)| format.source()).transpose()?.flatten();
         if format.is_some() {
@@ -369,6 +378,7 @@ mod tests {
             (r#"{"temprature": 1}"#, "temprature", Some("unknown_parameter")),
             (r#"{"store": "yes"}"#, "store", None),
             (r#"{"service_tier": "flex"}"#, "service_tier", Some("unsupported_parameter")),
+            (r#"{"include_stop_str_in_output": true}"#, "include_stop_str_in_output", Some("unsupported_parameter")),
             (r#"{"stop": 5}"#, "stop", None),
             (r#"{"response_format": 5}"#, "response_format", None),
             (
@@ -390,7 +400,7 @@ mod tests {
     #[test]
     fn hints_and_nulls_change_nothing() {
         let json = r#"{"store": true, "metadata": {"a": "b"}, "user": "u", "prompt_cache_key": "k", "safety_identifier": "s",
-            "prompt_cache_retention": "24h", "stop": null, "unknown": null, "stream": true,
+            "prompt_cache_retention": "24h", "stop": null, "bad_words": [], "length_penalty": 1.0, "use_beam_search": false, "unknown": null, "stream": true,
             "stream_options": {"include_usage": null, "include_obfuscation": false, "unknown": null},
             "response_format": {"type": "text", "json_schema": null}}"#;
         let mut fields = Fields::of(json.as_bytes()).unwrap();

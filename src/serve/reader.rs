@@ -1,6 +1,7 @@
 //! Owns the reading of a text: what the model thinks in it, the calls of tools, and the rest.
 
-use serde::Deserialize;
+use std::collections::BTreeMap;
+
 use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
@@ -66,6 +67,8 @@ pub struct SoughtCalls {
 enum Place {
     /// It may begin with a block of thoughts.
     Begin,
+    /// It begins inside of a block of thoughts. Some models repeat the tag that the prompt has already.
+    Begun,
     Thoughts,
     Rest,
 }
@@ -80,17 +83,9 @@ pub struct Reader {
     calls: u32,
 }
 
-/// A call as models write it. Keys beside these, such as `type`, say nothing that counts.
-#[derive(Deserialize)]
-struct Written<'a> {
-    name: String,
-    #[serde(borrow, alias = "parameters")]
-    arguments: &'a RawValue,
-}
-
 impl Reader {
     pub fn new(sought: Sought) -> Reader {
-        let place = if sought.thinks { Place::Thoughts } else { Place::Begin };
+        let place = if sought.thinks { Place::Begun } else { Place::Begin };
         Reader { sought, place, pending: String::new(), calls: 0 }
     }
 
@@ -111,7 +106,7 @@ impl Reader {
         if rest.is_empty() || self.is_over() {
             return vec![];
         }
-        if self.place == Place::Thoughts {
+        if matches!(self.place, Place::Begun | Place::Thoughts) {
             return vec![self.thought(rest)];
         }
         // A stop may have removed the end of a call, and white space between calls is left out.
@@ -151,7 +146,8 @@ impl Reader {
     /// Takes the next piece off the beginning. Returns false if that needs more text.
     fn next(&mut self, pieces: &mut Vec<Piece>) -> bool {
         match self.place {
-            Place::Begin => self.begin(pieces),
+            Place::Begin => self.begin(pieces, Place::Rest),
+            Place::Begun => self.begin(pieces, Place::Thoughts),
             Place::Thoughts => self.thoughts(pieces),
             Place::Rest => match self.sought.calls.as_ref().map(|calls| calls.form) {
                 None => {
@@ -179,13 +175,14 @@ impl Reader {
         }
     }
 
-    fn begin(&mut self, pieces: &mut Vec<Piece>) -> bool {
+    /// Takes the tag of a block of thoughts; without one, the text goes on at `place`.
+    fn begin(&mut self, pieces: &mut Vec<Piece>, place: Place) -> bool {
         let begun = self.pending.trim_start();
         if THINK_BEGIN.starts_with(begun) && begun.len() < THINK_BEGIN.len() {
             return false;
         }
         if !begun.starts_with(THINK_BEGIN) {
-            self.place = Place::Rest;
+            self.place = place;
             return true;
         }
         let length = self.pending.len() - begun.len() + THINK_BEGIN.len();
@@ -234,15 +231,26 @@ impl Reader {
         found.is_some()
     }
 
-    /// Reads a text as the call of an offered function.
+    /// Reads a text as the call of an offered function. Keys beside the name and the arguments, such as `type`, say nothing that counts.
     fn call(&mut self, text: &str) -> Option<Call> {
-        let Written { name, arguments } = serde_json::from_str(text).ok()?;
-        let offered = self.sought.calls.as_ref().is_some_and(|calls| calls.names.contains(&name));
-        if !offered || !arguments.get().starts_with('{') {
-            return None;
-        }
+        let written: BTreeMap<String, &RawValue> = serde_json::from_str(text).ok()?;
+        let name: String = serde_json::from_str(written.get("name")?.get()).ok()?;
+        let sought = self.sought.calls.as_ref().filter(|calls| calls.names.contains(&name))?;
+        let arguments = written.get("arguments").or(written.get("parameters")).map(|raw| raw.get());
+        let arguments = match (arguments, sought.form) {
+            (Some("null"), _) | (None, CallForm::Hermes) => "{}".to_string(),
+            // Without a tag, an object with a name alone may be an answer.
+            (None, CallForm::Llama3) => return None,
+            (Some(object), _) if object.starts_with('{') => object.to_string(),
+            // Some models write the object as a text.
+            (Some(text), _) => {
+                let object: String = serde_json::from_str(text).ok()?;
+                serde_json::from_str::<BTreeMap<String, IgnoredAny>>(&object).ok()?;
+                object
+            }
+        };
         self.calls += 1;
-        Some(Call { id: format!("call_{:016x}", fresh_seed()), name, arguments: arguments.get().to_string() })
+        Some(Call { id: format!("call_{:016x}", fresh_seed()), name, arguments })
     }
 }
 
@@ -330,6 +338,17 @@ mod tests {
             // Other keys beside those of a call.
             (call.replace("{\"name\"", "{\"type\": \"function\", \"id\": 1, \"name\""), vec![found]),
             (call.replace("}}", "}, \"x\": [\"</tool_call>\"]}"), vec![found]),
+            // The last of equal keys counts, and `arguments` before `parameters`.
+            (call.replace("{\"name\"", "{\"name\": \"wait\", \"name\""), vec![found]),
+            (call.replace("}}", "}, \"parameters\": {}}"), vec![found]),
+            // No arguments, and arguments as a text.
+            (call.replace("{\"at\": \"<tool_\"}", "null"), vec!["look({})"]),
+            (call.replace(", \"arguments\": {\"at\": \"<tool_\"}", ""), vec!["look({})"]),
+            (call.replace("{\"at\": \"<tool_\"}", r#""{\"at\": \"b\"}""#), vec!["look({\"at\": \"b\"})"]),
+            (
+                call.replace("{\"at\": \"<tool_\"}", "\"[1]\""),
+                vec![&*call.replace("{\"at\": \"<tool_\"}", "\"[1]\"").leak()],
+            ),
             // White space before a tag that begins no call is a part of the text.
             (
                 "a  <tool_call>x</tool_call>\n<tool_call> y".to_string(),
@@ -347,6 +366,7 @@ mod tests {
             (" {\"name\": \"look\", \"parameters\": {\"at\": \"a\"}}", vec!["look({\"at\": \"a\"})"]),
             ("{\"type\": \"function\", \"name\": \"wait\", \"parameters\": {}}", vec!["wait({})"]),
             ("{\"name\": \"wait\"}", vec!["{\"name\": \"wait\"}"]),
+            ("{\"name\": \"wait\", \"parameters\": null}", vec!["wait({})"]),
             ("Hello {\"name\"", vec!["Hello {\"name\""]),
         ] {
             assert_eq!(pieces(sought(CallForm::Llama3), text), expected, "{text}");
@@ -390,6 +410,15 @@ mod tests {
         ] {
             assert_eq!(pieces(split.clone(), text), expected, "{text}");
         }
-        assert_eq!(pieces(Sought { thinks: true, ..split }, "a </thin"), ["thinks: a </thin"]);
+        let open = Sought { thinks: true, ..split };
+        for (text, expected) in [
+            ("a </thin", vec!["thinks: a </thin"]),
+            // The prompt has the tag already.
+            ("\n<think>\na</think>b", vec!["thinks: \na", "b"]),
+            (" <thin", vec!["thinks:  <thin"]),
+            (" a</think>b", vec!["thinks:  a", "b"]),
+        ] {
+            assert_eq!(pieces(open.clone(), text), expected, "{text}");
+        }
     }
 }

@@ -45,6 +45,8 @@ const BODY_TIME: Duration = Duration::from_secs(30);
 /// Default `max_tokens` of a completion, as in the API.
 const COMPLETION_TOKENS: u32 = 16;
 const MESSAGES_MAX: usize = 4096;
+/// Settings of the chat template.
+const SETTINGS_FIELD: &str = "chat_template_kwargs";
 /// Most parts of a message.
 const PARTS_MAX: usize = 4096;
 /// Most bytes of text for each token of the context. Longer texts are refused before a tokenizer reads them, because it takes
@@ -592,6 +594,11 @@ struct SentMessage {
     name: Option<String>,
     /// What the model thought, as replies have it.
     reasoning_content: Option<String>,
+    /// The same, as newer servers name it.
+    reasoning: Option<String>,
+    /// A hint for caches of other servers.
+    #[serde(rename = "cache_control")]
+    _cache_control: Option<IgnoredAny>,
 }
 
 #[derive(Deserialize)]
@@ -666,6 +673,8 @@ impl<'de> Deserialize<'de> for Part {
                     match key.as_str() {
                         "type" => kind = map.next_value()?,
                         "text" => text = map.next_value()?,
+                        // A hint for caches of other servers.
+                        "cache_control" => drop(map.next_value::<IgnoredAny>()?),
                         _ => {
                             if map.next_value::<Option<IgnoredAny>>()?.is_some() {
                                 other.get_or_insert(key);
@@ -686,8 +695,19 @@ fn messages(fields: &mut Fields<'_>) -> Result<Vec<Message>, ApiError> {
         return Err(ApiError::field("messages", format!("expected 1 to {MESSAGES_MAX}, found 0")));
     }
     let message = |(at, Sent(sent)): (usize, Sent<SentMessage>)| {
-        let SentMessage { role, content, refusal, annotations, tool_calls, tool_call_id, name, reasoning_content } =
-            sent;
+        let SentMessage {
+            role,
+            content,
+            refusal,
+            annotations,
+            tool_calls,
+            tool_call_id,
+            name,
+            reasoning_content,
+            reasoning,
+            _cache_control: _,
+        } = sent;
+        let reasoning_content = reasoning_content.or(reasoning);
         for (name, sent) in
             [("refusal", refusal.is_some()), ("annotations", annotations.is_some_and(|list| !list.is_empty()))]
         {
@@ -745,6 +765,8 @@ struct Conversation {
     messages: Vec<Message>,
     tools: Option<Tools>,
     settings: Map<String, Value>,
+    /// The field that asks for a setting which the template may not read.
+    settings_field: &'static str,
 }
 
 impl Conversation {
@@ -755,14 +777,18 @@ impl Conversation {
         let messages = messages(fields)?;
         server.check_messages(&messages)?;
         let tools = Tools::take(fields)?;
-        let mut settings: Map<String, Value> = fields.take("chat_template_kwargs")?.unwrap_or_default();
+        let mut settings: Map<String, Value> = fields.take(SETTINGS_FIELD)?.unwrap_or_default();
+        let mut settings_field = SETTINGS_FIELD;
         if let Some(effort) = fields.take::<String>(EFFORT_SETTING)? {
             if !EFFORTS.contains(&effort.as_str()) {
                 return Err(ApiError::field(EFFORT_SETTING, format!("expected one of {}", EFFORTS.join(", "))));
             }
+            if settings.is_empty() {
+                settings_field = EFFORT_SETTING;
+            }
             settings.entry(EFFORT_SETTING).or_insert(Value::from(effort));
         }
-        Ok(Conversation { messages, tools, settings })
+        Ok(Conversation { messages, tools, settings, settings_field })
     }
 
     /// The form of calls; `None`: no tools are offered. Refuses tools, or earlier calls, that the template does not show.
@@ -783,14 +809,14 @@ impl Conversation {
     }
 
     async fn encode(self, server: &Server, reply: bool) -> Result<crate::tokenizer::Prompt, ApiError> {
-        let Conversation { messages, tools, settings } = self;
+        let Conversation { messages, tools, settings, settings_field } = self;
         let tools = tools.map_or(vec![], |tools| tools.for_template());
         server.check_text("tools", json_bytes(&tools))?;
         let chat = Chat { messages, tools, reply, settings };
         let encoded = server.encoders.ask(move |tokens| tokens.encode_chat(chat)).await;
         encoded.map_err(|error| {
             let of_settings = error.message.contains(" reads no `");
-            let field = if of_settings { "chat_template_kwargs" } else { "messages" };
+            let field = if of_settings { settings_field } else { "messages" };
             ApiError { param: Some(field.to_string()), ..error }
         })
     }
@@ -815,6 +841,9 @@ async fn chat(server: Arc<Server>, body: Bytes) -> Answered {
         ("prediction", &[]),
         ("verbosity", &["\"medium\""]),
         ("web_search_options", &[]),
+        ("documents", &["[]"]),
+        ("echo", &["false"]),
+        ("include_reasoning", &["true"]),
     ] {
         fields.neutral(name, neutral)?;
     }

@@ -6,7 +6,7 @@
 use std::fmt::Write as _;
 
 use serde::Deserialize;
-use serde::de::{Deserializer, Error, MapAccess, Visitor};
+use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
@@ -58,6 +58,9 @@ struct SentTool {
     #[serde(rename = "type")]
     kind: String,
     function: Option<Sent<SentFunction>>,
+    /// A hint for caches of other servers.
+    #[serde(rename = "cache_control")]
+    _cache_control: Option<IgnoredAny>,
 }
 
 #[derive(Deserialize)]
@@ -103,7 +106,7 @@ struct SentNamed {
     kind: String,
     function: Option<Sent<SentName>>,
     #[serde(rename = "allowed_tools")]
-    _allowed: Option<serde::de::IgnoredAny>,
+    _allowed: Option<IgnoredAny>,
 }
 
 #[derive(Deserialize)]
@@ -232,7 +235,7 @@ impl Tools {
 
 fn tool((at, Sent(sent)): (usize, Sent<SentTool>)) -> Result<Tool, ApiError> {
     let place = |rest: &str| format!("tools[{at}]{rest}");
-    let SentTool { kind, function } = sent;
+    let SentTool { kind, function, _cache_control: _ } = sent;
     if kind != "function" {
         return Err(unsupported(&place(&format!(".type={}", kind.chars().take(40).collect::<String>()))));
     }

@@ -50,8 +50,14 @@ const GPT4O: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\
 const TEKKEN: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 static RULES: &[Rule] = &[
-    Rule { ignore_merges: true, add_bos: true, ..rule(&["llama-bpe", "llama3", "llama-v3"], Words::Pattern(LLAMA3)) },
-    rule(&["dbrx"], Words::Pattern(LLAMA3)),
+    Rule {
+        ignore_merges: true,
+        add_bos: true,
+        ..rule(&["llama-bpe", "llama3", "llama-v3", "lfm2"], Words::Pattern(LLAMA3))
+    },
+    // SmolLM3, whose vocabulary is that of Llama 3.
+    Rule { ignore_merges: true, ..rule(&["smaug-bpe"], Words::Pattern(LLAMA3)) },
+    rule(&["dbrx", "glm4", "chatglm-bpe"], Words::Pattern(LLAMA3)),
     Rule { nfc: true, ..rule(&["qwen2", "deepseek-r1-qwen"], Words::Pattern(QWEN2)) },
     Rule { nfc: true, ..rule(&["stablelm2"], Words::Pattern(QWEN2)) },
     Rule { ignore_merges: true, ..rule(&["gpt-4o", "llama4"], Words::Pattern(GPT4O)) },
@@ -80,7 +86,8 @@ const SPACE: &str = "\u{2581}";
 const TOKEN_BYTES_MAX: usize = 4096;
 
 /// Keys that change nothing: ids that no text has by itself, and records.
-const NEUTRAL: [&str; 12] = [
+const NEUTRAL: [&str; 13] = [
+    "tokenizer.ggml.eos_token_ids",
     "tokenizer.ggml.fim_pre_token_id",
     "tokenizer.ggml.fim_suf_token_id",
     "tokenizer.ggml.fim_mid_token_id",
@@ -285,6 +292,8 @@ fn byte_level<'a>(keys: &mut Keys<'a>, tokens: &[Token<'a>]) -> Result<(Vec<u8>,
         }
     };
     words.push(whole(!matches!(rule.words, Words::Pattern(_))));
+    // Old converters wrote scores, which merges need not.
+    keys.get("tokenizer.ggml.scores");
     let merges = keys.texts("tokenizer.ggml.merges")?;
     let mut pairs = Vec::with_capacity(merges.len());
     for merge in merges.iter() {

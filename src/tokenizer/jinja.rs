@@ -7,7 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, ErrorKind, Value};
 
-use super::{percent, python};
+use super::{operators, python};
 
 /// Most instructions that a template may execute; a thousand messages take about 10^5.
 const TEMPLATE_FUEL: u64 = 20_000_000;
@@ -22,7 +22,7 @@ pub(super) fn render(
     context: BTreeMap<&str, Value>,
     now: SystemTime,
 ) -> Result<String, minijinja::Error> {
-    let template = percent::as_filters(&without_generation_tags(template));
+    let template = operators::rewritten(&without_generation_tags(template));
     let mut env = environment()?;
     env.set_fuel(Some(TEMPLATE_FUEL));
     env.set_unknown_method_callback(python::method);
@@ -38,6 +38,15 @@ pub(super) fn render(
     env.add_filter("int", python::int);
     env.add_filter("float", python::float_of);
     env.add_filter("wordcount", python::word_count);
+    env.add_filter("replace", python::replace);
+    env.add_filter("indent", python::indent);
+    env.add_filter("center", python::center);
+    for name in ["default", "d"] {
+        env.add_filter(name, python::or_default);
+    }
+    for name in ["escape", "e"] {
+        env.add_filter(name, python::escape);
+    }
     env.add_test("sequence", python::is_sequence);
     env.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
         Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
@@ -51,7 +60,7 @@ pub(super) fn render(
 
 /// Whether a template reads a variable that is given to it.
 pub(super) fn reads(template: &str, name: &str) -> bool {
-    let template = percent::as_filters(&without_generation_tags(template));
+    let template = operators::rewritten(&without_generation_tags(template));
     let env = environment();
     let parsed = env.as_ref().ok().and_then(|env| env.template_from_str(&template).ok());
     parsed.is_some_and(|template| template.undeclared_variables(false).contains(name))
@@ -136,6 +145,10 @@ fn strftime(format: &str, now: SystemTime) -> Result<String, minijinja::Error> {
     let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
     let month_name = MONTHS[month as usize - 1];
     let day_name = DAYS[((days + 4) % 7) as usize];
+    let unknown = |directive: &str| {
+        let message = format!("`strftime_now`: `{directive}` in `{format}` is not supported");
+        minijinja::Error::new(ErrorKind::InvalidOperation, message)
+    };
     let mut out = String::new();
     let mut chars = format.chars();
     while let Some(c) = chars.next() {
@@ -143,29 +156,50 @@ fn strftime(format: &str, now: SystemTime) -> Result<String, minijinja::Error> {
             out.push(c);
             continue;
         }
-        match chars.next() {
+        let mut directive = chars.next();
+        // glibc's flag for numbers without a zero or blank before them.
+        let short = directive == Some('-');
+        if short {
+            directive = chars.next();
+        }
+        let mut padded = |number: u64| match short {
+            true => out.push_str(&number.to_string()),
+            false => out.push_str(&format!("{number:02}")),
+        };
+        match directive {
+            Some('m') => padded(month),
+            Some('d') => padded(day),
+            Some('H') => padded(hour),
+            Some('I') => padded((hour + 11) % 12 + 1),
+            Some('M') => padded(minute),
+            Some('S') => padded(second),
+            Some('y') if !short => padded(year % 100),
+            other if short => {
+                let directive: String = "%-".chars().chain(other).collect();
+                return Err(unknown(&directive));
+            }
+            Some('e') => out.push_str(&format!("{day:2}")),
+            Some('j') => out.push_str(&format!("{:03}", days - first_day(year) + 1)),
             Some('Y') => out.push_str(&year.to_string()),
-            Some('y') => out.push_str(&format!("{:02}", year % 100)),
-            Some('m') => out.push_str(&format!("{month:02}")),
-            Some('d') => out.push_str(&format!("{day:02}")),
             Some('B') => out.push_str(month_name),
             Some('b') => out.push_str(&month_name[..3]),
             Some('A') => out.push_str(day_name),
             Some('a') => out.push_str(&day_name[..3]),
-            Some('H') => out.push_str(&format!("{hour:02}")),
-            Some('I') => out.push_str(&format!("{:02}", (hour + 11) % 12 + 1)),
             Some('p') => out.push_str(if hour < 12 { "AM" } else { "PM" }),
-            Some('M') => out.push_str(&format!("{minute:02}")),
-            Some('S') => out.push_str(&format!("{second:02}")),
             Some('%') => out.push('%'),
             other => {
                 let directive: String = std::iter::once('%').chain(other).collect();
-                let message = format!("`strftime_now`: `{directive}` in `{format}` is not supported");
-                return Err(minijinja::Error::new(ErrorKind::InvalidOperation, message));
+                return Err(unknown(&directive));
             }
         }
     }
     Ok(out)
+}
+
+/// The first day of a year since 1970, as a day count since 1970-01-01.
+fn first_day(year: u64) -> u64 {
+    let before = year - 1;
+    365 * (year - 1970) + (before / 4 - before / 100 + before / 400) - 477
 }
 
 /// Year, month 1-12 and day 1-31 of a day count since 1970-01-01 (H. Hinnant, "chrono-compatible low-level date
@@ -196,5 +230,10 @@ mod tests {
         assert_eq!(date(951_825_599), "Tue Tuesday 29 Feb February 00 2000-02-29 11:59:59 11AM %");
         assert_eq!(date(4_107_542_400), "Mon Monday 01 Mar March 00 2100-03-01 00:00:00 12AM %");
         assert_eq!(date(1_735_689_599), "Tue Tuesday 31 Dec December 24 2024-12-31 23:59:59 11PM %");
+        let short = |seconds| strftime("%-d.%-m. %-H:%-M:%-S %-I %e %j", at(seconds)).expect("it formats");
+        assert_eq!(short(0), "1.1. 0:0:0 12  1 001");
+        assert_eq!(short(951_825_599), "29.2. 11:59:59 11 29 060");
+        assert_eq!(short(1_735_689_599), "31.12. 23:59:59 11 31 366");
+        assert!(strftime("%-Q", at(0)).is_err());
     }
 }

@@ -198,6 +198,100 @@ pub fn percent(text: &Value, values: &Value) -> Result<String, Error> {
     formatting::format(FormatStyle::Printf, format, &values)
 }
 
+/// The filter `default`: for what is not defined, and with `boolean` for everything that is not true.
+pub fn or_default(value: &Value, arguments: Rest<ValueOrKwargs>) -> Result<Value, Error> {
+    let arguments = arguments.into_values();
+    let (default, boolean, named): (Option<Value>, Option<bool>, Kwargs) = from_args(&arguments)?;
+    let default = match default {
+        Some(default) => default,
+        None => named.get::<Option<Value>>("default_value")?.unwrap_or_else(|| Value::from("")),
+    };
+    let boolean = match boolean {
+        Some(boolean) => boolean,
+        None => named.get::<Option<bool>>("boolean")?.unwrap_or(false),
+    };
+    named.assert_all_used()?;
+    let absent = value.is_undefined() || (boolean && !value.is_true());
+    Ok(if absent { default } else { value.clone() })
+}
+
+/// The filter `escape`, with the entities of markupsafe. Text that was escaped stays.
+pub fn escape(value: &Value) -> Result<Value, Error> {
+    if value.is_safe() {
+        return Ok(value.clone());
+    }
+    let text = str_of(value)?.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
+    Ok(Value::from_safe_string(text.replace('"', "&#34;").replace('\'', "&#39;")))
+}
+
+/// The filter `replace`, for at most `count` places.
+pub fn replace(value: &Value, old: &Value, new: &Value, count: Option<i64>, named: Kwargs) -> Result<String, Error> {
+    let count = match count {
+        Some(count) => Some(count),
+        None => named.get::<Option<i64>>("count")?,
+    };
+    named.assert_all_used()?;
+    let (text, old, new) = (str_of(value)?, str_of(old)?, str_of(new)?);
+    Ok(match count.and_then(|count| usize::try_from(count).ok()) {
+        Some(count) => text.replacen(&old, &new, count),
+        None => text.replace(&old, &new),
+    })
+}
+
+/// The filter `indent`: a width or a text before each line but the first and empty ones.
+pub fn indent(value: &Value, arguments: Rest<ValueOrKwargs>) -> Result<String, Error> {
+    let arguments = arguments.into_values();
+    let (width, first, blank, named): (Option<Value>, Option<bool>, Option<bool>, Kwargs) = from_args(&arguments)?;
+    let flag = |given: Option<bool>, name: &str| match given {
+        Some(given) => Ok::<bool, Error>(given),
+        None => Ok(named.get::<Option<bool>>(name)?.unwrap_or(false)),
+    };
+    let width = match width {
+        Some(width) => Some(width),
+        None => named.get::<Option<Value>>("width")?,
+    };
+    let (first, blank) = (flag(first, "first")?, flag(blank, "blank")?);
+    named.assert_all_used()?;
+    let indent = match &width {
+        None => " ".repeat(4),
+        Some(width) => match width.as_str() {
+            Some(text) => text.to_string(),
+            None => " ".repeat(within(usize::try_from(width.clone()).unwrap_or(0), "indent")?),
+        },
+    };
+    // As Jinja2 does it: a text that ends in a line break keeps it.
+    let text = str_of(value)? + "\n";
+    let mut out = String::new();
+    for (at, line) in lines(&text, false).into_iter().enumerate() {
+        if at > 0 {
+            out.push('\n');
+        }
+        if if at == 0 { first } else { blank || !line.is_empty() } {
+            out.push_str(&indent);
+        }
+        out.push_str(line);
+    }
+    Ok(out)
+}
+
+/// The filter `center`.
+pub fn center(value: &Value, width: Option<i64>, named: Kwargs) -> Result<Value, Error> {
+    let width = match width {
+        Some(width) => width,
+        None => named.get::<Option<i64>>("width")?.unwrap_or(80),
+    };
+    named.assert_all_used()?;
+    pad(&str_of(value)?, "center", &[Value::from(width)])
+}
+
+/// A width that a text may be padded to.
+fn within(width: usize, name: &str) -> Result<usize, Error> {
+    if width > WIDTH_MAX {
+        return Err(failed(format!("`{name}`: expected a width of at most {WIDTH_MAX}, found {width}")));
+    }
+    Ok(width)
+}
+
 /// The filter `trim`.
 pub fn trim(value: &Value, characters: Option<String>) -> Result<String, Error> {
     Ok(strip(&str_of(value)?, characters.as_deref(), true, true).to_string())
@@ -447,10 +541,12 @@ impl Json {
 
 /// Methods of Python's texts and lists; the others are those of `pycompat`.
 pub fn method(state: &mut State<'_, '_>, value: &Value, name: &str, arguments: &[Value]) -> Result<Value, Error> {
-    let found = match value.as_str() {
-        Some(text) => text_method(text, name, arguments)?,
-        None if value.kind() == ValueKind::Seq && name == "index" => Some(index_of(value, arguments)?),
-        None => None,
+    let found = match (value.as_str(), value.kind(), name) {
+        (_, ValueKind::String | ValueKind::Seq | ValueKind::Iterable, "slice_by") => Some(slice_by(value, arguments)?),
+        (Some(text), _, _) => text_method(text, name, arguments)?,
+        (None, ValueKind::Seq, "index") => Some(index_of(value, arguments)?),
+        (None, ValueKind::Seq | ValueKind::Map, "copy") if arguments.is_empty() => Some(value.clone()),
+        _ => None,
     };
     found.map_or_else(|| pycompat::unknown_method_callback(state, value, name, arguments), Ok)
 }
@@ -462,6 +558,35 @@ fn index_of(list: &Value, arguments: &[Value]) -> Result<Value, Error> {
     let (start, end) = range(items.len(), start, end);
     let at = (start..end).find(|&at| items[at] == what);
     at.map(Value::from).ok_or_else(|| failed("the value is not in the list"))
+}
+
+/// `value[start:stop:step]`.
+fn slice_by(value: &Value, arguments: &[Value]) -> Result<Value, Error> {
+    let (start, stop, step): (Option<i64>, Option<i64>, i64) = from_args(arguments)?;
+    if step == 0 {
+        return Err(failed("slice step cannot be zero"));
+    }
+    let items: Vec<Value> = match value.as_str() {
+        Some(text) => text.chars().map(Value::from).collect(),
+        None => value.try_iter()?.collect(),
+    };
+    let length = items.len() as i64;
+    // Backwards, a slice begins at the last item and ends before the first.
+    let (low, high) = if step > 0 { (0, length) } else { (-1, length - 1) };
+    let clip = |at: i64| if at < 0 { at.saturating_add(length).max(low) } else { at.min(high) };
+    let (start, stop) =
+        (start.map_or(if step > 0 { low } else { high }, clip), stop.map_or(if step > 0 { high } else { low }, clip));
+    let mut taken = vec![];
+    let mut at = start;
+    while if step > 0 { at < stop } else { at > stop } {
+        taken.extend(items.get(at as usize).cloned());
+        at = at.saturating_add(step);
+    }
+    Ok(match value.as_str() {
+        Some(_) => Value::from(taken.iter().filter_map(Value::as_str).collect::<String>()),
+        None if value.downcast_object_ref::<Tuple>().is_some() => Value::from(Tuple::from(taken)),
+        None => Value::from(taken),
+    })
 }
 
 /// Bounds of a slice, as Python clips them.
@@ -588,10 +713,7 @@ fn pad(text: &str, name: &str, arguments: &[Value]) -> Result<Value, Error> {
     let (Some(fill), None) = (characters.next(), characters.next()) else {
         return Err(failed(format!("`{name}`: the fill character must be exactly one character long")));
     };
-    let width = usize::try_from(width).unwrap_or(0);
-    if width > WIDTH_MAX {
-        return Err(failed(format!("`{name}`: expected a width of at most {WIDTH_MAX}, found {width}")));
-    }
+    let width = within(usize::try_from(width).unwrap_or(0), name)?;
     let missing = width.saturating_sub(text.chars().count());
     let filled = |count: usize| fill.to_string().repeat(count);
     Ok(Value::from(match name {
@@ -762,6 +884,22 @@ mod tests {
             ("'z' | float ~ 'z' | float(default=1.5) ~ ' 2.5 ' | float", "0.01.52.5"),
             ("'1_000' | int ~ '0x1f' | int(base=16) ~ '1e3' | float", "1000311000.0"),
             ("'one, two  th-ree' | wordcount", "4"),
+            (
+                "[1, 2, 3][2:0:-1] ~ [1, 2, 3, 4][::-2] ~ 'hello'[-2::-2] ~ [1, 2, 3][5:-9:-1]",
+                "[3, 2][4, 2]le[3, 2, 1]",
+            ),
+            ("[][::-1] ~ ''[::-1] ~ [1, 2, 3][0:2:-1] ~ (1, 2)[::-1] ~ range(5)[1::2] | list", "[][](2, 1)[1, 3]"),
+            ("none | default('x') ~ none | default('y', boolean=true) ~ z | d ~ '' | d('w', true)", "Noneyw"),
+            (
+                "'aXbXc' | replace('X', '-', 1) ~ 'ab' | replace('', '.') ~ 'aa' | replace('a', 'b', count=1)",
+                "a-bXc.a.b.ba",
+            ),
+            ("'a\nb\n\nc' | indent('> ') ~ 'd' | indent(2, first=true)", "a\n> b\n\n> c  d"),
+            ("'a\n\nb\n' | indent(1, blank=true)", "a\n \n b\n "),
+            ("'x' | center(5) ~ '|'", "  x  |"),
+            ("'a&b<c>\"\\'' | e ~ '<' | e | e", "a&amp;b&lt;c&gt;&#34;&#39;&lt;"),
+            ("{'a': 1}.copy() ~ [1].copy()", "{'a': 1}[1]"),
+            (r"'\/\U0001F600\d' ~ '\a\v' | length", "\\/😀\\d2"),
         ] {
             let rendered = render(&format!("{{{{ {expression} }}}}"), BTreeMap::new(), UNIX_EPOCH);
             assert_eq!(rendered.expect(expression), expected, "{expression}");

@@ -612,6 +612,14 @@ fn metadata_that_is_not_modelled_is_refused() {
             "key `llama.rope.scaling.type`: expected none, linear or yarn, found \"ntk\"",
         ),
         (set("llama.rope.dimension_count", Meta::U32(8)), "the model code of this family rotates whole heads"),
+        (
+            set("llama.rope.freq_base", Meta::F32(f32::INFINITY)),
+            "key `llama.rope.freq_base`: expected a finite number, found inf",
+        ),
+        (
+            set("llama.attention.layer_norm_rms_epsilon", Meta::F32(f32::NAN)),
+            "key `llama.attention.layer_norm_rms_epsilon`: expected a finite number, found NaN",
+        ),
         (set("llama.attention.causal", Meta::Truth(false)), "key `llama.attention.causal`: expected true, found false"),
         (set("general.quantization_version", Meta::U32(1)), "key `general.quantization_version`: expected 2"),
         (
@@ -625,6 +633,12 @@ fn metadata_that_is_not_modelled_is_refused() {
     ] {
         assert!(found.contains(expected), "{found}\nexpected: {expected}");
     }
+    // Records of those who made a file change nothing, and a list of ends counts.
+    let mut model = llama();
+    model.text("mradermacher.quantize_version", "2");
+    model.text("quantize.imatrix.file", "imatrix.gguf");
+    model.set("tokenizer.ggml.eos_token_ids", Meta::I32s(vec![257, 40]));
+    assert!(imported(&model).unwrap().graph.eos.contains(&40));
     // A type that is not read says what to do.
     let found = with(&|model| {
         let tensor = model.tensors.iter_mut().find(|tensor| tensor.shape.len() == 2).unwrap();
@@ -652,6 +666,13 @@ fn a_vocabulary_of_the_metadata_is_a_tokenizer() {
     assert_eq!(tokenizer.encode("a", true).unwrap().len(), 1);
     let with_bos = load(&|model| model.set("tokenizer.ggml.add_bos_token", Meta::Truth(true))).unwrap();
     assert_eq!(with_bos.encode("a", true).unwrap()[0], 256);
+    for rule in ["lfm2", "smaug-bpe", "glm4"] {
+        let tokenizer = load(&|model| {
+            model.text("tokenizer.ggml.pre", rule);
+            model.set("tokenizer.ggml.scores", Meta::F32s(vec![0.0; 320]));
+        });
+        assert_eq!(tokenizer.unwrap().encode("a", true).unwrap().len(), 1 + usize::from(rule == "lfm2"), "{rule}");
+    }
     // Rows that only fill the table up are no tokens.
     assert_eq!(tokenizer.encode("[PAD300]", false).unwrap().len(), 8);
     assert_eq!(tokenizer.decode(&[300], false).unwrap(), "");

@@ -309,7 +309,7 @@ impl Metadata<'_> {
     }
 
     fn number(&mut self, key: &str) -> Option<f64> {
-        self.typed(key, "a number", number_of)
+        self.typed(key, "a finite number", |value| number_of(value).filter(|number| number.is_finite()))
     }
 
     fn number_required(&mut self, key: &str) -> f64 {
@@ -500,6 +500,10 @@ impl Metadata<'_> {
             ends.extend(ends_of(&tokens, &kinds).map(Some));
         }
         let mut ends: Vec<i64> = ends.into_iter().flatten().collect();
+        // Files of Ollama have all of them in a list.
+        if let Some(Value::Integers(more)) = self.any("tokenizer.ggml.eos_token_ids") {
+            ends.extend(more);
+        }
         ends.sort_unstable();
         ends.dedup();
         if !ends.is_empty() {
@@ -532,8 +536,9 @@ impl Metadata<'_> {
                 self.reasons.push(Reason::NotNeutral { key: full, allowed, found: value.to_string(), why });
             }
         }
-        // `general` names and describes; the tokenizer has a schema of its own; parts were compared with each other.
-        let elsewhere = ["general.", "tokenizer.", "split.", "quantize.imatrix."];
+        // `general` names and describes; the tokenizer has a schema of its own; parts were compared with each other. The others are records of
+        // who quantised a model, and how.
+        let elsewhere = ["general.", "tokenizer.", "split.", "quantize.imatrix.", "mradermacher."];
         for key in self.header.metadata.keys() {
             if !self.asked.contains(key) && !elsewhere.iter().any(|begin| key.starts_with(begin)) {
                 let class = class_of(self.architecture);

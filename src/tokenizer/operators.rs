@@ -1,9 +1,11 @@
-//! Owns `%` after a text in templates: minijinja has no such operator, so `'%s' % a` becomes `('%s' | percent(a))` before it is parsed.
+//! Owns what minijinja reads in another way than Jinja2, rewritten before it is parsed.
 //!
-//! A text in a variable keeps its operator, which then fails by name.
+//! - `%` after a text: `'%s' % a` becomes `('%s' | percent(a))`. A text in a variable keeps its operator, which then fails by name.
+//! - A slice with a step: `a[b:c:d]` becomes `a.slice_by(b, c, d)`. minijinja counts wrongly backwards.
+//! - Escapes in texts.
 
-/// The template with a filter in place of each `%` after a text.
-pub fn as_filters(template: &str) -> String {
+/// The template in the dialect of minijinja.
+pub fn rewritten(template: &str) -> String {
     let mut out = String::with_capacity(template.len());
     let mut rest = template;
     while let Some(at) = rest.find('{') {
@@ -76,8 +78,17 @@ fn expression(text: &str) -> String {
         let rest = &text[at..];
         if let ('\'' | '"', Some(length)) = (c, literal(rest)) {
             subject = (!matches!(before, '*' | '/' | '%')).then_some(out.len());
-            out.push_str(&rest[..length]);
+            out.push_str(&escapes(&rest[..length]));
             (at, before) = (at + length, c);
+            continue;
+        }
+        if let ('[', Some(length)) = (c, bracket(rest))
+            && let Some([start, stop, step]) = slice(&rest[1..length - 1])
+        {
+            let part = |part: &str| if part.trim().is_empty() { "none".to_string() } else { expression(part) };
+            out.truncate(out.trim_end().len());
+            out.push_str(&format!(".slice_by({}, {}, {})", part(start), part(stop), part(step)));
+            (at, subject, before) = (at + length, None, ')');
             continue;
         }
         if let ('%', Some(start), Some(length)) = (c, subject, operand(&rest[1..])) {
@@ -97,29 +108,79 @@ fn expression(text: &str) -> String {
     out
 }
 
+/// A text literal with the escapes of Python that minijinja has otherwise or lacks.
+fn escapes(literal: &str) -> String {
+    let mut out = String::with_capacity(literal.len());
+    let mut rest = literal;
+    while let Some(at) = rest.find('\\') {
+        out.push_str(&rest[..at]);
+        let Some(c) = rest[at + 1..].chars().next() else { break };
+        let mut length = 1 + c.len_utf8();
+        match c {
+            '/' => out.push_str("\\\\/"),
+            'a' => out.push_str("\\x07"),
+            'v' => out.push_str("\\x0b"),
+            '\n' => {}
+            'U' => {
+                let digits = rest.get(at + 2..at + 10).unwrap_or_default();
+                match u32::from_str_radix(digits, 16).ok().and_then(char::from_u32) {
+                    Some(c) => (out.push(c), length += digits.len()).0,
+                    None => out.push_str("\\U"),
+                }
+            }
+            _ => out.push_str(&rest[at..at + length]),
+        }
+        rest = &rest[at + length..];
+    }
+    out + rest
+}
+
+/// The three parts of a slice with a step: start, stop and step.
+fn slice(inside: &str) -> Option<[&str; 3]> {
+    let (mut at, mut from) = (0, 0);
+    let mut parts = vec![];
+    while let Some(c) = inside[at..].chars().next() {
+        match c {
+            '\'' | '"' => at += literal(&inside[at..])?,
+            '(' | '[' | '{' => at += bracket(&inside[at..])?,
+            _ => {
+                if c == ':' {
+                    parts.push(&inside[from..at]);
+                    from = at + 1;
+                }
+                at += c.len_utf8();
+            }
+        }
+    }
+    parts.push(&inside[from..]);
+    <[&str; 3]>::try_from(parts).ok().filter(|[_, _, step]| !step.trim().is_empty())
+}
+
+/// Length of the brackets at the beginning of a text, with what is inside.
+fn bracket(text: &str) -> Option<usize> {
+    let (mut at, mut depth) = (0, 0);
+    while let Some(c) = text[at..].chars().next() {
+        match c {
+            '\'' | '"' => {
+                at += literal(&text[at..])?;
+                continue;
+            }
+            '(' | '[' | '{' => depth += 1,
+            ')' | ']' | '}' => depth -= 1,
+            _ => {}
+        }
+        at += c.len_utf8();
+        if depth == 0 {
+            return Some(at);
+        }
+    }
+    None
+}
+
 /// Length of the operand at the beginning of a text: a value with its attributes, items, calls and filters.
 fn operand(text: &str) -> Option<usize> {
     let is_name = |c: char| c.is_alphanumeric() || c == '_';
     let blank = |text: &str| text.len() - text.trim_start().len();
-    let bracket = |text: &str| {
-        let (mut at, mut depth) = (0, 0);
-        while let Some(c) = text[at..].chars().next() {
-            match c {
-                '\'' | '"' => {
-                    at += literal(&text[at..])?;
-                    continue;
-                }
-                '(' | '[' | '{' => depth += 1,
-                ')' | ']' | '}' => depth -= 1,
-                _ => {}
-            }
-            at += c.len_utf8();
-            if depth == 0 {
-                return Some(at);
-            }
-        }
-        None
-    };
     let name = |text: &str| text.find(|c: char| !is_name(c)).unwrap_or(text.len());
     let mut at = blank(text);
     at += match text[at..].chars().next()? {
@@ -165,7 +226,23 @@ mod tests {
             ("{{ 2 * 'a' % b }} '%s' % a {", "{{ 2 * 'a' % b }} '%s' % a {"),
             ("{{ 'open", "{{ 'open"),
         ] {
-            assert_eq!(as_filters(template), expected, "{template}");
+            assert_eq!(rewritten(template), expected, "{template}");
+        }
+    }
+
+    #[test]
+    fn a_slice_with_a_step_becomes_a_method() {
+        for (template, expected) in [
+            ("{{ a[::-1] }}", "{{ a.slice_by(none, none, -1) }}"),
+            ("{{ a [b[0]:c(1, ':'):2] [1:] }}", "{{ a.slice_by(b[0], c(1, ':'), 2) [1:] }}"),
+            ("{% for m in a[:b[::2]:-1] %}", "{% for m in a.slice_by(none, b.slice_by(none, none, 2), -1) %}"),
+            (
+                "{{ a[1:2] }} {{ a[1:2:] }} {{ [1, {'a': 2}] }} a[1:2:3]",
+                "{{ a[1:2] }} {{ a[1:2:] }} {{ [1, {'a': 2}] }} a[1:2:3]",
+            ),
+            ("{{ '[::2]' % a[::2] }}", "{{ ('[::2]' | percent(a.slice_by(none, none, 2))) }}"),
+        ] {
+            assert_eq!(rewritten(template), expected, "{template}");
         }
     }
 }
