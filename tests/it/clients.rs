@@ -182,11 +182,11 @@ fn a_function_without_parameters_gets_an_empty_object() {
 fn earlier_messages_may_be_as_clients_keep_them() {
     let server = answers(&["ok"], TOOLS);
     let call = |arguments: Value| {
-        json!({ "role": "assistant", "content": null, "refusal": null, "annotations": [], "audio": null, "function_call": null,
+        json!({ "role": "assistant", "content": null, "refusal": null, "annotations": [], "audio": null, "function_call": null, "reasoning": "hm",
                 "tool_calls": [{ "id": "c1", "type": "function", "index": 0, "function": { "name": "now", "arguments": arguments } }] })
     };
     let history = |call: Value| {
-        let result = json!({ "role": "tool", "tool_call_id": "c1", "content": [{ "type": "text", "text": "9:00", "cache_control": null }] });
+        let result = json!({ "role": "tool", "tool_call_id": "c1", "content": [{ "type": "text", "text": "9:00", "cache_control": { "type": "ephemeral" } }] });
         json!({ "messages": [{ "role": "user", "content": "Time?" }, call, result] })
     };
     for arguments in [json!(""), json!("{}"), Value::Null] {

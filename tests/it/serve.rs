@@ -416,6 +416,8 @@ fn what_is_not_supported_is_refused_by_name() {
         (json!({ "messages": user, "web_search_options": {} }), "web_search_options"),
         (json!({ "messages": user, "service_tier": "flex" }), "service_tier"),
         (json!({ "messages": user, "reasoning_effort": "much" }), "reasoning_effort"),
+        (json!({ "messages": user, "reasoning_effort": "high" }), "reasoning_effort"),
+        (json!({ "messages": user, "echo": true }), "echo"),
         (json!({ "messages": user, "chat_template_kwargs": { "enable_thinking": true } }), "chat_template_kwargs"),
         (
             json!({ "messages": [{ "role": "user", "content": [{ "type": "image_url" }] }] }),
