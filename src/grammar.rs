@@ -418,7 +418,8 @@ mod tests {
         assert!(february.contains(&"2100-02-28".to_string()));
         let exists = |date: &str| {
             let parts: Vec<u32> = date.split('-').map(|part| part.parse().unwrap()).collect();
-            let leap = parts[0] % 4 == 0 && (parts[0] % 100 != 0 || parts[0] % 400 == 0);
+            let year = parts[0];
+            let leap = year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
             let days = [31, 28 + u32::from(leap), 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
             (1..=days[parts[1] as usize - 1]).contains(&parts[2])
         };
