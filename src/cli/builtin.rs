@@ -1,8 +1,9 @@
 //! Owns the built-in model: a small trained model with its manifest inside the executable, for a first run anywhere.
 
-use std::fs;
 use std::path::{Path, PathBuf};
+use std::{fs, io};
 
+use crate::digest::Digest;
 use crate::error::Fault;
 use crate::text::{nearest, one_of};
 
@@ -21,8 +22,12 @@ macro_rules! files {
     };
 }
 
-const FILES: [(&str, &[u8]); 5] =
-    files!["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"];
+const FILES: [(&str, &[u8]); 4] =
+    files!["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"];
+const WEIGHTS: &str = "model.safetensors";
+/// Compressed by the build script, which names the digest of what they were.
+const WEIGHTS_COMPRESSED: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/model.safetensors.zst"));
+const WEIGHTS_DIGEST: &str = env!("MONOBLOC_BUILTIN_WEIGHTS");
 
 /// The text of a built-in manifest.
 pub fn manifest(name: &Path) -> Option<String> {
@@ -43,20 +48,32 @@ pub fn checkpoint(name: &str, root: &Path) -> Result<PathBuf, Fault> {
     }
     let folder = root.join("builtin").join(name);
     for (file, bytes) in FILES {
-        let path = folder.join(file);
-        if fs::read(&path).is_ok_and(|found| found == bytes) {
-            continue;
-        }
-        write(&folder, &path, bytes).map_err(|error| {
-            Fault::environment(format!("cannot write the built-in model to `{}`: {error}", path.display()))
-                .with_remedy("name a folder that can be written with `--cache`")
-        })?;
+        keep(&folder, file, |found| found == bytes, || Ok(bytes.to_vec()))?;
     }
+    let is_whole = |found: &[u8]| Digest::of(found).to_string() == WEIGHTS_DIGEST;
+    keep(&folder, WEIGHTS, is_whole, || zstd::decode_all(WEIGHTS_COMPRESSED))?;
     Ok(folder)
 }
 
+/// Writes a file unless it is there and whole.
+fn keep(
+    folder: &Path,
+    file: &str,
+    is_whole: impl Fn(&[u8]) -> bool,
+    bytes: impl Fn() -> io::Result<Vec<u8>>,
+) -> Result<(), Fault> {
+    let path = folder.join(file);
+    if fs::read(&path).is_ok_and(|found| is_whole(&found)) {
+        return Ok(());
+    }
+    bytes().and_then(|bytes| write(folder, &path, &bytes)).map_err(|error| {
+        Fault::environment(format!("cannot write the built-in model to `{}`: {error}", path.display()))
+            .with_remedy("name a folder that can be written with `--cache`")
+    })
+}
+
 /// Writes a file that other processes see complete or not at all.
-fn write(folder: &Path, path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+fn write(folder: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
     fs::create_dir_all(folder)?;
     let file = tempfile::NamedTempFile::new_in(folder)?;
     fs::write(file.path(), bytes)?;
@@ -83,7 +100,13 @@ mod tests {
         let folder = checkpoint("tinystories", root.path()).expect("written");
         fs::write(folder.join("config.json"), "{}").expect("damaged");
         fs::remove_file(folder.join("tokenizer.json")).expect("removed");
+        let weights = folder.join(WEIGHTS);
+        let mut flipped = fs::read(&weights).expect("weights");
+        flipped[1 << 20] ^= 1;
+        fs::write(&weights, flipped).expect("damaged");
         assert_eq!(checkpoint("tinystories", root.path()).expect("mended"), folder);
+        let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tinystories-llama").join(WEIGHTS);
+        assert!(fs::read(weights).expect("weights") == fs::read(fixture).expect("fixture"));
         for (file, bytes) in FILES {
             assert!(fs::read(folder.join(file)).expect(file) == bytes, "{file}");
         }

@@ -13,7 +13,7 @@ use monobloc::cache::{Cache, Note, Places, RemoteText};
 use monobloc::digest::Digest;
 
 use crate::cli_support::{Answer, Place, manifest_text};
-use crate::remote_servers::{Fault, Nginx, Proxy, bucket, plain, s3};
+use crate::remote_servers::{Fault, Nginx, Proxy, Seen, bucket, plain, s3};
 use crate::support::{fixture, forge};
 
 const SECRET: &str = "hunter2hunter2";
@@ -417,6 +417,36 @@ fn large_entries_travel_in_parts_and_are_resumed() {
     let (third, notes) = cache_at(&folder.path().join("third"), &format!("dav://{}/team", flipping.address));
     assert!(third.get("pack", &key).unwrap().is_none());
     assert!(notes.lock().unwrap()[0].contains("is damaged: expected content"), "{notes:?}");
+}
+
+#[test]
+fn an_upload_may_take_longer_than_the_timeout() {
+    let Some(nginx) = Nginx::start("an_upload_may_take_longer_than_the_timeout") else { return };
+    let folder = tempfile::tempdir().unwrap();
+    // 8 s: longer than the timeout, and shorter than what the entry may take in all.
+    let slow = |seen: &Seen| if seen.method == "PUT" { Fault::Slow(5) } else { Fault::None };
+    let proxy = Proxy::start(nginx.address(), slow);
+    let (first, notes) = cache_at(&folder.path().join("first"), &format!("dav://{}/slow?timeout=6", proxy.address));
+    let (key, content) = large_entry(&first, 5 * PART + 1);
+    drop(first);
+    assert!(notes.lock().unwrap().is_empty(), "{notes:?}");
+    let name = format!("/{key}");
+    let sent = proxy.seen().into_iter().filter(|seen| seen.method == "PUT" && seen.path.ends_with(&name)).count();
+    assert_eq!(sent, 1, "{:?}", proxy.seen());
+    let (second, notes) = cache_at(&folder.path().join("second"), &format!("dav://{}/slow", nginx.address()));
+    assert_eq!(second.get("pack", &key).unwrap().map(|entry| entry.content()), Some(content), "{notes:?}");
+
+    // A server that takes all and never answers costs one note, and not a wait without an end.
+    let silent = Proxy::start(nginx.address(), |seen| match seen.method.as_str() {
+        "PUT" if !seen.path.ends_with(".why") => Fault::Silence,
+        _ => Fault::None,
+    });
+    let (third, notes) = cache_at(&folder.path().join("third"), &format!("dav://{}/silent?timeout=1", silent.address));
+    large_entry(&third, 5 * PART + 1);
+    drop(third);
+    let notes = notes.lock().unwrap();
+    let told = ["cannot write: the server did not answer in time", "cannot write: it took longer than"];
+    assert!(notes.len() == 1 && told.iter().any(|text| notes[0].contains(text)), "{notes:?}");
 }
 
 /// What a server does that does not keep to its protocol.

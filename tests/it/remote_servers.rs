@@ -174,6 +174,8 @@ pub enum Fault {
     None,
     /// Waits before it passes the request on.
     Delay(u64),
+    /// Takes so many MiB of the request a second.
+    Slow(u64),
     /// Answers with this status.
     Status(u16),
     /// Closes the connection after half of the answer.
@@ -281,10 +283,15 @@ fn pass(
 
     let length: usize = header("content-length").and_then(|value| value.parse().ok()).unwrap_or(0);
     let upto = if fault == Fault::CutRequest { length / 2 } else { length };
+    let begun = Instant::now();
     while request.len() < head_end + upto {
         match client.read(&mut buffer)? {
             0 => return Ok(()),
             n => request.extend_from_slice(&buffer[..n]),
+        }
+        if let Fault::Slow(mib_per_s) = fault {
+            let due = Duration::from_secs_f64(request.len() as f64 / (mib_per_s << 20) as f64);
+            thread::sleep(due.saturating_sub(begun.elapsed()));
         }
     }
     match fault {

@@ -8,7 +8,9 @@ use std::error::Error as _;
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::task::Poll;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -18,6 +20,7 @@ use hyper::{Method, Request, Response};
 use opendal::layers::{HttpClientLayer, RetryLayer};
 use opendal::raw::{HttpBody, HttpClient, HttpFetch};
 use opendal::{Buffer, Error, ErrorKind, Operator};
+use tokio::sync::mpsc;
 
 use crate::address::{RemoteAddress, Service};
 
@@ -27,6 +30,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const RETRIES: usize = 4;
 const RETRY_DELAY_MIN: Duration = Duration::from_millis(100);
 const RETRY_DELAY_MAX: Duration = Duration::from_secs(4);
+/// A server that has a whole file may copy it to its place before it answers: this many bytes a second at least.
+const COPIED_BYTES_PER_S_MIN: u64 = 64 << 20;
 /// Longest `Retry-After` that is waited for; a longer one costs tries instead.
 const RETRY_AFTER_MAX: Duration = Duration::from_secs(4);
 const S3_REGION_DEFAULT: &str = "us-east-1";
@@ -34,8 +39,10 @@ const S3_REGION_DEFAULT: &str = "us-east-1";
 const ANSWER_BYTES_MAX: u64 = 256 << 20;
 /// Longest answer that says what went wrong.
 const ERROR_BYTES_MAX: u64 = 1 << 20;
-/// Bytes of a file that are read and sent at a time.
-const PIECE_BYTES: usize = 256 << 10;
+/// Bytes of a file that are read at a time, and pieces that are read ahead of those that are sent: the disk and the network work at the same
+/// time, in 8 MiB of memory.
+const PIECE_BYTES: usize = 1 << 20;
+const PIECES_AHEAD: usize = 8;
 
 /// Files that are bodies of requests, by the names of their objects. A request that writes such an object is sent the bytes of its file in
 /// place of its own body: a file that is larger than the memory is written in one request.
@@ -68,19 +75,22 @@ impl Bodies {
 pub fn operator(address: &RemoteAddress, bodies: Bodies) -> Result<Operator, String> {
     // The process has one; another part may have set the same before.
     let _ = rustls::crypto::ring::default_provider().install_default();
-    let client = reqwest::Client::builder()
-        .connect_timeout(CONNECT_TIMEOUT.min(address.timeout()))
-        .read_timeout(address.timeout())
-        .user_agent(concat!("monobloc/", env!("CARGO_PKG_VERSION")))
-        .build()
-        .map_err(|error| format!("no HTTP client: {}", error.without_url()))?;
+    let timeout = address.timeout();
+    let client = || {
+        reqwest::Client::builder()
+            .connect_timeout(CONNECT_TIMEOUT.min(timeout))
+            .user_agent(concat!("monobloc/", env!("CARGO_PKG_VERSION")))
+    };
+    let no_client = |error: reqwest::Error| format!("no HTTP client: {}", error.without_url());
+    let files = client().build().map_err(no_client)?;
+    let client = client().read_timeout(timeout).build().map_err(no_client)?;
     let retries = RetryLayer::new()
         .with_max_times(RETRIES)
         .with_min_delay(RETRY_DELAY_MIN)
         .with_max_delay(RETRY_DELAY_MAX)
         .with_jitter();
     let store = store(address)?;
-    Ok(store.layer(HttpClientLayer::new(HttpClient::with(Http { client, bodies }))).layer(retries))
+    Ok(store.layer(HttpClientLayer::new(HttpClient::with(Http { client, files, timeout, bodies }))).layer(retries))
 }
 
 fn store(address: &RemoteAddress) -> Result<Operator, String> {
@@ -174,6 +184,10 @@ fn netrc_entry(text: &str, host: &str) -> Option<(String, String)> {
 /// Sends requests, and answers alike for all stores if a server wants fewer of them or is out of order.
 struct Http {
     client: reqwest::Client,
+    /// For requests whose body is a file: the timeout of the other one counts from the begin of a request, however long its body takes.
+    files: reqwest::Client,
+    /// Longest time in which nothing is read or taken.
+    timeout: Duration,
     bodies: Bodies,
 }
 
@@ -189,21 +203,70 @@ impl Http {
             file.metadata().map_err(|error| Error::new(ErrorKind::Unexpected, "a file").set_source(error))?.len();
         let (mut parts, _) = request.into_parts();
         parts.headers.insert(CONTENT_LENGTH, bytes.into());
-        let pieces = stream::try_unfold(file.take(bytes), |mut file| async move {
-            let mut piece = vec![0; PIECE_BYTES];
-            let read = tokio::task::block_in_place(|| file.read(&mut piece))?;
-            piece.truncate(read);
-            Ok::<_, io::Error>((read > 0).then(|| (Bytes::from(piece), file)))
+        let mut arriving = pieces(file.take(bytes));
+        let taken = Arc::new(AtomicU64::new(0));
+        let count = taken.clone();
+        let pieces = stream::poll_fn(move |context| {
+            let piece = arriving.poll_recv(context);
+            if let Poll::Ready(Some(Ok(piece))) = &piece {
+                count.fetch_add(piece.len() as u64, Ordering::Relaxed);
+            }
+            piece
         });
-        let sent = self.client.request(parts.method, parts.uri.to_string()).headers(parts.headers);
-        let sent = sent.body(reqwest::Body::wrap_stream(pieces)).send().await.map_err(failed("send a file"))?;
-        let mut response = Response::builder().status(sent.status());
-        response.headers_mut().into_iter().for_each(|headers| headers.clone_from(sent.headers()));
-        let answer = sent.bytes().await.map_err(failed("read an answer"))?;
+        let sent = self.files.request(parts.method, parts.uri.to_string()).headers(parts.headers);
+        let answered = async {
+            let sent = sent.body(reqwest::Body::wrap_stream(pieces)).send().await.map_err(failed("send a file"))?;
+            let (status, headers) = (sent.status(), sent.headers().clone());
+            let answer = sent.bytes().await.map_err(failed("read an answer"))?;
+            Ok::<_, Error>((status, headers, answer))
+        };
+        let (status, headers, answer) = tokio::select! {
+            answered = answered => answered?,
+            late = self.stalled(&taken, bytes) => {
+                return Err(Error::new(ErrorKind::Unexpected, "send a file").set_temporary().set_source(late));
+            }
+        };
+        let mut response = Response::builder().status(status);
+        response.headers_mut().into_iter().for_each(|of_response| of_response.clone_from(&headers));
         let length = u64::try_from(answer.len()).ok();
         let body = HttpBody::new(stream::iter([Ok(Buffer::from(answer))]), length);
         response.body(body).map_err(|_| Error::new(ErrorKind::Unexpected, "an answer"))
     }
+
+    /// Ends when nothing of a body was taken for the timeout, or when all of it was and no answer came.
+    async fn stalled(&self, taken: &AtomicU64, bytes: u64) -> Late {
+        let mut before = None;
+        loop {
+            let now = taken.load(Ordering::Relaxed);
+            if before == Some(now) {
+                return Late;
+            }
+            before = Some(now);
+            let copied = if now < bytes { 0 } else { bytes / COPIED_BYTES_PER_S_MIN };
+            tokio::time::sleep(self.timeout + Duration::from_secs(copied)).await;
+        }
+    }
+}
+
+/// A server that took too long.
+#[derive(Debug, thiserror::Error)]
+#[error("the server did not answer in time")]
+struct Late;
+
+/// The pieces of a file, read by a thread of its own. It ends with its file, or when no one wants more of it.
+fn pieces(mut file: io::Take<File>) -> mpsc::Receiver<io::Result<Bytes>> {
+    let (sender, receiver) = mpsc::channel(PIECES_AHEAD);
+    tokio::task::spawn_blocking(move || {
+        loop {
+            let mut piece = Vec::with_capacity(PIECE_BYTES);
+            let read = file.by_ref().take(PIECE_BYTES as u64).read_to_end(&mut piece);
+            let ends = !matches!(read, Ok(1..));
+            if !matches!(read, Ok(0)) && sender.blocking_send(read.map(|_| Bytes::from(piece))).is_err() || ends {
+                return;
+            }
+        }
+    });
+    receiver
 }
 
 impl HttpFetch for Http {
@@ -259,10 +322,8 @@ pub fn reason(error: &Error) -> String {
         {
             return system.to_string();
         }
-        if let Some(http) = inner.downcast_ref::<reqwest::Error>()
-            && http.is_timeout()
-        {
-            return "the server did not answer in time".to_string();
+        if inner.is::<Late>() || inner.downcast_ref::<reqwest::Error>().is_some_and(reqwest::Error::is_timeout) {
+            return Late.to_string();
         }
         cause = inner.source();
     }
