@@ -181,8 +181,8 @@ impl Builder<'_> {
         self.buffer(name, Space::Exchange, dtype, self.program.rows, cols, 1, None)
     }
 
-    /// Whether one product adds up what all slots make of their inputs, which spares the hop to a sum. Steps of several rows have no such product. What a
-    /// slot's matrix has beside its units would have to be added slot by slot, and the pack has the units of kernels without this product.
+    /// Whether one product adds up what all slots make of their inputs, which spares the hop to a sum. Steps of several rows have no such product. Biases and
+    /// scales of rows would have to be added slot by slot. Units have the rows that they have in kernels without this product: the pack is the same.
     fn sums_slots(&self, downs: &[&Linear], slots: u32) -> bool {
         let Some(down) = downs.first() else { return false };
         let format = format_of(self.graph, downs, self.program.precision);

@@ -250,7 +250,7 @@ struct OnDevice<'a, 'v> {
     one: OneRow<'a>,
     verifier: Verifier<'v>,
     text: OneText,
-    /// The kernel for one row needs the new position.
+    /// The decode kernel needs the new position.
     moved: bool,
     /// A draft reads what steps leave. The decode kernel keeps nothing of the steps before its last one.
     sees: bool,

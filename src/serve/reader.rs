@@ -231,7 +231,7 @@ impl Reader {
         found.is_some()
     }
 
-    /// Reads a text as the call of an offered function. Keys beside the name and the arguments, such as `type`, say nothing that counts.
+    /// Reads a text as the call of an offered function. Other keys than the name and the arguments, such as `type`, are ignored.
     fn call(&mut self, text: &str) -> Option<Call> {
         let written: BTreeMap<String, &RawValue> = serde_json::from_str(text).ok()?;
         let name: String = serde_json::from_str(written.get("name")?.get()).ok()?;

@@ -227,7 +227,7 @@ fn attributes(id: GridId, op: &Op, n: u32, weights: Format, found: &mut Found) -
         Op::MatVec(m) => {
             expect(m.rows > 0 && fits(wide(m.rows)), "`rows` of at least 1, below 2^28", &m.rows);
             expect(m.k > 0 && fits(wide(m.k)), "`k` of at least 1, below 2^28", &m.k);
-            // Each slot has whole granules of whole units, and nothing beside them.
+            // Each slot has whole granules of whole units, and no scales of rows.
             let whole = m.k.is_multiple_of(weights.granule_k()) && m.unit_rows == UNIT_ROWS && !weights.row_scales;
             let sums = matches!(m.epilogue, Epilogue::Store | Epilogue::Residual { .. });
             let plain = m.norm.is_none() && !m.own_input && sums;

@@ -1125,7 +1125,7 @@ fn requests_on_a_device_get_the_tokens_that_they_have_alone() {
     assert!(figures.preemptions > 0 && figures.prefix_hits > 0 && figures.steps > figures.launches, "{figures:?}");
 }
 
-/// The same on two devices, with the kernel for one row, without and with the sampler. The fake refuses a kernel that starts on one device before the
+/// The same on two devices, with the decode kernel, without and with the sampler. The fake refuses a kernel that starts on one device before the
 /// other one has ended the kernel before.
 #[test]
 fn two_devices_give_requests_the_tokens_of_one() {

@@ -514,7 +514,7 @@ pub(super) fn columns_of(m: &MatVec) -> (u32, u32) {
 }
 
 /// The table that names the part of its matrix that a product takes.
-/// Whether the units of several slots follow one another without a gap in k, and have nothing beside them.
+/// Whether the units of several slots follow one another without a gap in k, and have no scales of rows.
 fn is_gathered(s: &Schedule, grid: &Grid) -> bool {
     let Some(buffer) = grid.operand(Role::Weight).and_then(|weight| s.program.buffers.get(weight.buffer.index()))
     else {
