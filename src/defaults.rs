@@ -9,7 +9,7 @@ use crate::candidate::{Candidate, Infeasible, WaveKnobs};
 use crate::dtype::Precision;
 use crate::format::Format;
 use crate::ir::layout::{
-    GRANULE_BYTES, QUEUE_ENTRY_BYTES, SmemNeeds, cache_row_bytes, chunk_bytes, smem_map, unit_bytes,
+    GRANULE_BYTES, QUEUE_ENTRY_BYTES, QUEUE_WHOLE_MAX, SmemNeeds, cache_row_bytes, chunk_bytes, smem_map, unit_bytes,
 };
 use crate::ir::op::{Attention, HISTORY_ALIGN, PARTIAL_HEADER, UNIT_ROWS};
 use crate::ir::schedule::{Mechanism, Schedule};
@@ -41,7 +41,7 @@ impl Candidate {
         // Eight warps have 168 registers each and half the barrier and instruction traffic of sixteen, and still take chunks
         // faster than memory brings them (docs/perf-log.md).
         let warps = if cpu { 1 } else { 8 };
-        let wanted = sized(warps, fixed_smem_bytes(graph, target, precision, warps, sms));
+        let wanted = sized(warps, smem_bytes(&fixed_needs(graph, target, precision, warps, sms)));
         if surely_fits(graph, target, precision, &wanted) || fits(graph, target, precision, &wanted) {
             return wanted;
         }
@@ -353,6 +353,18 @@ pub fn fixed_smem_bytes(
     consumer_warps: u32,
     sms: u32,
 ) -> u64 {
+    let needs = fixed_needs(graph, target, precision, consumer_warps, sms);
+    // The true queue may be shorter, and whole where this one has a window, which takes less.
+    let queue_max = if needs.copies_ahead { needs.queue_max.min(QUEUE_WHOLE_MAX) } else { needs.queue_max };
+    smem_bytes(&SmemNeeds { queue_max, ..needs })
+}
+
+fn smem_bytes(needs: &SmemNeeds) -> u64 {
+    smem_map(needs).last().map_or(0, |p| u64::from(p.offset) + u64::from(p.bytes))
+}
+
+/// What decides it: of each part the most that the default candidate may need.
+fn fixed_needs(graph: &ModelGraph, target: &Target, precision: Precision, consumer_warps: u32, sms: u32) -> SmemNeeds {
     let k_max = graph
         .layers
         .iter()
@@ -390,7 +402,7 @@ pub fn fixed_smem_bytes(
     let units = graph.hidden.div_ceil(UNIT_ROWS);
     let whole = refuses_everywhere(graph, precision, consumer_warps).is_none();
     let records = |a: &Attention| AttentionVariant::by_rule(a, precision, mma, consumer_warps).records(consumer_warps);
-    let parts = smem_map(&SmemNeeds {
+    SmemNeeds {
         sms,
         k_max,
         head_dim: dim,
@@ -406,7 +418,7 @@ pub fn fixed_smem_bytes(
         ring_bytes: 0,
         // Select, report, embedding and head; a share may begin anywhere.
         queue_max: whole_tasks + shared_tasks.div_ceil(sms) + 1 + 4,
+        copies_ahead: target.spec.copy != CopyMechanism::Plain,
         rows: None,
-    });
-    parts.last().map_or(0, |p| u64::from(p.offset) + u64::from(p.bytes))
+    }
 }

@@ -324,12 +324,15 @@ impl Format {
     }
 
     /// Where a row of a granule has what its scales and minima of six bits are made of: two fp16 numbers; then, for `group` and its
-    /// neighbour, the low 16 and the high 8 of 24 bits.
+    /// neighbour, the low 16 and the high 8 of 24 bits. Of two pairs the numbers and the low bits are eight bytes, which a lane loads at once.
     fn six_bits_at(self, row: usize, group: usize) -> [usize; 3] {
-        let (rows, pairs) = (ROWS as usize, self.granule_groups() as usize / 2);
-        let (shared, pair) = (CODE_BYTES as usize, row * pairs + group / 2);
-        let low = shared + 4 * rows;
-        [shared + 4 * row, low + 2 * pair, low + 2 * rows * pairs + pair]
+        let (rows, pairs, pair) = (ROWS as usize, self.granule_groups() as usize / 2, group / 2);
+        let begin = CODE_BYTES as usize;
+        let (shared, low) = match pairs {
+            2 => (begin + 8 * row, begin + 8 * row + 4 + 2 * pair),
+            _ => (begin + 4 * row, begin + 4 * rows + 2 * (row * pairs + pair)),
+        };
+        [shared, low, begin + (4 + 2 * pairs) * rows + row * pairs + pair]
     }
 
     /// Writes them for one group. The 24 bits of a pair are its two scales, then its two minima.

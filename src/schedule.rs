@@ -380,6 +380,7 @@ fn machine(
         reduce_batch: c.sum_units,
         ring_bytes: c.ring_slots.saturating_mul(c.slot_bytes),
         queue_max,
+        copies_ahead: spec.copy != CopyMechanism::Plain,
         rows: row_needs(program, variants, target, c),
     };
     let rows = program.rows;

@@ -195,7 +195,11 @@ struct MatVec {
       constexpr int BLOCKS = Weights::HALF_BLOCKS / LANE_GROUPS;
       uint4 x[Weights::HALF_BLOCKS];
 #pragma unroll
-      for (int h = 0; h < Weights::HALF_BLOCKS; h++) x[h] = mine ? staged_half(c, j, h) : make_uint4(0, 0, 0, 0);
+      for (int h = 0; h < Weights::HALF_BLOCKS; h++) {
+        // A lane that takes one group finds the sums of that group alone in its column: other blocks meet zeros there.
+        const bool meets = mine && (!Weights::OWN_GROUP || c.lane() / 8 % 2 == h);
+        x[h] = meets ? staged_half(c, j, h) : make_uint4(0, 0, 0, 0);
+      }
       if constexpr (!Weights::GROUPED) {
 #pragma unroll
         for (int u = 0; u < UNITS_PER_WARP; u++)
@@ -207,10 +211,9 @@ struct MatVec {
         const float own = sum_of(d);
 #pragma unroll
         for (int u = 0; u < UNITS_PER_WARP; u++) {
-          float even[4] = {}, odd[4] = {};
-          product(even, even, b[u][i], 0, x[0]), product(odd, odd, b[u][i], 1, x[1]);
-          const float y = c.lane() % 2 == 0 ? half_of(c, even) : half_of(c, odd);
-          s[u].lane += Weights::scale(b[u][i], 0) * y;
+          float y[4] = {};
+          product(y, y, b[u][i], 0, x[0]), product(y, y, b[u][i], 1, x[1]);
+          s[u].lane += Weights::scale(b[u][i], 0) * half_of(c, y);
           s[u].lane += Weights::minimum(b[u][i], 0) * own;
         }
       } else {

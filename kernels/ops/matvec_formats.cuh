@@ -220,6 +220,18 @@ __device__ __forceinline__ int made_here(int v) {
 #endif
   return v;
 }
+__device__ __forceinline__ u32 made_here(u32 v) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+r"(v));
+#endif
+  return v;
+}
+__device__ __forceinline__ float made_here(float v) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+f"(v));
+#endif
+  return v;
+}
 
 // Whether groups have minima: a configuration has the member only then. `scale * value + minimum` is a weight: the minimum, too, comes in by
 // the sum of x of its group.
@@ -244,19 +256,28 @@ __device__ __forceinline__ float six_bits(u32 bits) {
   return __uint_as_float((bits >> SHIFT & 63u << AT) | POWER) - __uint_as_float(POWER);
 }
 // ScaleCode::F16X6: what a row of a granule has for PAIRS of its groups, two groups each. The granule has after its codes, for each row, a scale and a minimum (fp16); then 24 bits for each pair, the low 16 of all, then the high 8 of all: two scales, two minima.
-// Scale and minimum of a group are products with those of the row, exact in fp32; a minimum is negated.
+// Where a row has two pairs, its low bits follow its scale and minimum. Scale and minimum of a group are products with those of the row, exact in fp32; a minimum is negated.
 template <int PAIRS>
 struct SixBits {
   u32 row, pairs[PAIRS];
+  // Bytes from the scale of a row to that of the next one.
+  template <int ROW_PAIRS>
+  static __device__ __forceinline__ constexpr int row_bytes() { return ROW_PAIRS == 2 ? 8 : 4; }
   // `after`: past the codes. ROW_PAIRS: pairs of a row. `first`: the first pair here.
   template <int ROW_PAIRS>
   __device__ __forceinline__ void read(const u8* after, int of_row, int first) {
-    const u8 *low = after + 4 * OPERAND_ROWS, *high = low + 2 * OPERAND_ROWS * ROW_PAIRS;
-    row = *reinterpret_cast<const u32*>(after + 4 * of_row);
+    const u8* high = after + (4 + 2 * ROW_PAIRS) * OPERAND_ROWS + of_row * ROW_PAIRS + first;
+    if constexpr (ROW_PAIRS == 2) {
+      const uint2 v = *reinterpret_cast<const uint2*>(after + 8 * of_row);
+      row = v.x;
+      // Two bytes of the low bits, one of the high ones, and a byte of zeros.
 #pragma unroll
-    for (int i = 0; i < PAIRS; i++) {
-      const int at = of_row * ROW_PAIRS + first + i;
-      pairs[i] = u32(*reinterpret_cast<const u16*>(low + 2 * at)) | u32(high[at]) << 16;
+      for (int i = 0; i < PAIRS; i++) pairs[i] = permute(v.y, high[i], 0x5410u + (first + i) * 0x22u);
+    } else {
+      row = *reinterpret_cast<const u32*>(after + 4 * of_row);
+      const u8* low = after + 4 * OPERAND_ROWS + 2 * (of_row * ROW_PAIRS + first);
+#pragma unroll
+      for (int i = 0; i < PAIRS; i++) pairs[i] = u32(*reinterpret_cast<const u16*>(low + 2 * i)) | u32(high[i]) << 16;
     }
   }
   __device__ __forceinline__ float scale(int group) const {
@@ -268,12 +289,16 @@ struct SixBits {
     return -f16_value(row >> 16) * (group % 2 == 0 ? six_bits<12>(bits) : six_bits<18>(bits));
   }
 };
-// What a lane holds of scales of six bits; nothing where scales have other forms.
-template <bool SIX, int PAIRS>
+// What a lane holds of scales of six bits: those of its only group, or what they are made of. Nothing where scales have other forms.
+template <bool SIX, bool OWN, int PAIRS>
 struct HeldSixBits {};
 template <int PAIRS>
-struct HeldSixBits<true, PAIRS> {
+struct HeldSixBits<true, false, PAIRS> {
   SixBits<PAIRS> six = {};
+};
+template <int PAIRS>
+struct HeldSixBits<true, true, PAIRS> {
+  float own_scale = 0.f, own_minimum = 0.f;
 };
 
 template <bool, class A, class B>
@@ -352,7 +377,7 @@ struct Coding<M, G, decltype(int(G::CODE))> {
   // What a lane holds of a granule: its codes, or operands, if they are made AHEAD of the input; scales and zero points of its groups,
   // in the words that they were loaded in.
   template <bool AHEAD>
-  struct Held : MinimaWords<MINIMA && !SIX ? ceil_div(LANE_GROUPS * SCALE_BYTES, 4) : 0>, HeldSixBits<SIX, ceil_div(LANE_GROUPS, 2)> {
+  struct Held : MinimaWords<MINIMA && !SIX ? ceil_div(LANE_GROUPS * SCALE_BYTES, 4) : 0>, HeldSixBits<SIX, OWN_GROUP, ceil_div(LANE_GROUPS, 2)> {
     uint4 codes[AHEAD ? BLOCKS : 1] = {};
     u32 scales[GROUPED && !SIX ? ceil_div(LANE_GROUPS * SCALE_BYTES, 4) : 1] = {};
     u32 zeros = 0;
@@ -391,11 +416,18 @@ struct Coding<M, G, decltype(int(G::CODE))> {
     if constexpr (GROUPED) {
       const u8* after = lane_at - lane * LANE_BYTES + GRANULE_BYTES;
       const int begin = LANE_GROUPS < GROUPS ? lane % 4 / 2 * LANE_GROUPS : 0, first = lane / 4 * GROUPS + begin;
-      if constexpr (SIX) {
-        const int group = OWN_GROUP ? lane % 4 : begin;
-        held.six.template read<GROUPS / 2>(after, lane / 4, group / 2);
+      if constexpr (OWN_GROUP) {
+        const int group = lane % 4;
+        SixBits<1> six;
+        six.template read<GROUPS / 2>(after, lane / 4, group / 2);
+        six.pairs[0] >>= group % 2 * 6;
+        held.own_scale = six.scale(0), held.own_minimum = six.minimum(0);
+        // Ahead of the input nothing else is to be done.
+        if constexpr (AHEAD) held.own_scale = made_here(held.own_scale), held.own_minimum = made_here(held.own_minimum);
+      } else if constexpr (SIX) {
+        held.six.template read<GROUPS / 2>(after, lane / 4, begin / 2);
         // A lane's only group is the first of its pair then.
-        if constexpr (LANE_GROUPS == 1) held.six.pairs[0] >>= group % 2 * 6;
+        if constexpr (LANE_GROUPS == 1) held.six.pairs[0] >>= begin % 2 * 6;
       } else {
         copy<LANE_GROUPS * SCALE_BYTES>(held.scales, after + first * SCALE_BYTES);
         if constexpr (G::ZEROS) copy<LANE_GROUPS>(&held.zeros, after + OPERAND_ROWS * GROUPS * SCALE_BYTES + first);
@@ -409,12 +441,14 @@ struct Coding<M, G, decltype(int(G::CODE))> {
   // Scale of the lane's g-th group, and what is subtracted from its values.
   template <bool AHEAD>
   static __device__ __forceinline__ float scale(const Held<AHEAD>& held, int g) {
-    if constexpr (SIX) return held.six.scale(g);
+    if constexpr (OWN_GROUP) return held.own_scale;
+    else if constexpr (SIX) return held.six.scale(g);
     else return scale_of(held.scales[g * SCALE_BYTES / 4] >> g * SCALE_BYTES % 4 * 8);
   }
   template <bool AHEAD>
   static __device__ __forceinline__ float minimum(const Held<AHEAD>& held, int g) {
-    if constexpr (SIX) return held.six.minimum(g);
+    if constexpr (OWN_GROUP) return held.own_minimum;
+    else if constexpr (SIX) return held.six.minimum(g);
     else return scale_of(held.minima[g * SCALE_BYTES / 4] >> g * SCALE_BYTES % 4 * 8);
   }
   template <bool AHEAD>

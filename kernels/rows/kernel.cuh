@@ -12,37 +12,45 @@ __device__ __forceinline__ void consume_rows(const RowsParams& p) {
   c.in_step = 0;
   c.patience = POLLS_BETWEEN_CHECKS;
   c.begin_task();
-  u32 count = load_queue(c, 0);
-  if (p.fills) count = uniform(p.fills[blockIdx.x].x);
+  Queue<M> queue;
+  queue.load(c, p.fills);
   for (u32 s = 0; s < p.steps; s++) {
-    u32 op = uniform(c.queue()[0].op);
+    u32 op = queue.begin(c);
 #pragma unroll 1
-    for (u32 i = 0; i < count; i++) {
+    for (u32 i = 0; i < queue.count; i++) {
       c.in_step = int(i);
       c.stamp(0);
       c.begin_task();
+      queue.advance(c, i, op);
       const u32 now = op;
-      op = uniform(c.queue()[i + 1 < count ? i + 1 : i].op); // loaded early, so that the next task can jump at once
-      D::run(c, now, c.queue()[i]);
+      op = queue.op_after(c, i); // loaded early, so that the next task can jump at once
+      D::run(c, now, queue.entry(c, i));
       c.stamp(3);
       c.task++;
       if (i == 0 && uniform(c.state().stop)) {
         // Block 0 still reports the tokens that ended the rows: that is the next task of its queue.
         c.in_step = 1;
-        if (c.sm() == 0) D::select_and_report(c, c.queue()[1]);
+        if (c.sm() == 0) {
+          queue.advance(c, 1, op);
+          D::select_and_report(c, queue.entry(c, 1));
+        }
+        queue.end();
         return;
       }
     }
     c.tag++;
   }
-  if (p.fills || !p.mailbox) return;
+  if (p.fills || !p.mailbox) return queue.end();
   // Block 0 selects and reports once more, so that the host gets the tokens that follow the last step.
   if (c.sm() == 0)
     for (u32 i = 0; i < 2; i++) {
+      u32 op;
       c.in_step = int(i);
-      D::select_and_report(c, c.queue()[i]);
+      queue.advance(c, i, op);
+      D::select_and_report(c, queue.entry(c, i));
       c.task++;
     }
+  queue.end();
 }
 
 template <class M, class D>

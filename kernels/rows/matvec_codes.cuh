@@ -96,7 +96,7 @@ struct SharedSixBits<true, COLS, GROUPS> {
     const u32 bits = six.pairs[0] >> group % 2 * 6;
     own = permute(__float_as_uint(six_bits<0>(bits)), __float_as_uint(six_bits<12>(bits)), 0x7632);
 #pragma unroll
-    for (int i = 0; i < COLS; i++) rows[i] = *reinterpret_cast<const u32*>(after + 4 * (row + i));
+    for (int i = 0; i < COLS; i++) rows[i] = *reinterpret_cast<const u32*>(after + SixBits<1>::template row_bytes<GROUPS / 2>() * (row + i));
   }
   // Scale and minimum of a group, without the factors of its row; by all lanes of a warp.
   __device__ __forceinline__ float2 six(int lane, int col, int group) const {

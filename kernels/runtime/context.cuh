@@ -147,6 +147,20 @@ struct RingCursor {
   }
 };
 
+template <class M>
+__device__ constexpr u32 queue_window_of(decltype(M::QUEUE_WINDOW)*) {
+  return M::QUEUE_WINDOW;
+}
+template <class M>
+__device__ constexpr u32 queue_window_of(...) {
+  return 0;
+}
+// Entries of its queue that a block has in shared memory at a time; 0: all. Of a long queue two halves: while tasks of one run, the other is filled.
+template <class M>
+__device__ constexpr u32 queue_window() {
+  return queue_window_of<M>(nullptr);
+}
+
 // What a thread carries from task to task.
 template <class M>
 struct Context {
@@ -154,7 +168,7 @@ struct Context {
   u32 tag, position;
   RingCursor<M> ring; // next chunk to consume
   u32 batch;          // parity of the partial-sum buffer
-  u32 task;           // tasks executed since the launch began: parity of `stat`
+  u32 task;           // tasks executed since the launch began: parity of `stat`, and place in the window of the queue
   int in_step;        // place of the running task in the queue
   u32 patience;       // polls of a wait before it looks at the clock
   u32 starved_ns;     // traced builds: time that this task waited for chunks
@@ -180,7 +194,12 @@ struct Context {
   __device__ __forceinline__ const T* constant(u32 at) const {
     return reinterpret_cast<const T*>(p.pack + u64(at) * OFFSET_BYTES);
   }
-  __device__ __forceinline__ Waiter waiter() { return Waiter{patience, &block_state<M>().dog, WaitSite{tag, queue() + in_step}}; }
+  // The entry of the running task.
+  __device__ __forceinline__ Entry* entry() const {
+    if constexpr (queue_window<M>() > 0) return queue() + task % queue_window<M>();
+    else return queue() + in_step;
+  }
+  __device__ __forceinline__ Waiter waiter() { return Waiter{patience, &block_state<M>().dog, WaitSite{tag, entry()}}; }
   __device__ __forceinline__ bool lost() const { return patience == POLLS_WHEN_LOST; }
   __device__ __forceinline__ void barrier() const { consumer_barrier<M::WARPS * 32>(); }
   // Traced builds: 0 task begins, 1 inputs are there, 2 sums are done, 3 task ends. Costs nothing when off.

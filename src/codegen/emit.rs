@@ -156,11 +156,14 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
     if let Some(slots) = program.grids.iter().map(slots).max().filter(|slots| *slots > 1) {
         line!("  static constexpr int CHOSEN_SLOTS = {slots};");
     }
+    if let Some(entries) = schedule.queue_window() {
+        line!("  static constexpr u32 QUEUE_WINDOW = {entries};");
+    }
     for member in rows_members(schedule) {
         line!("  static constexpr {member};");
     }
     line!("  static constexpr bool TRACE = {};", trace == Trace::On);
-    line!("  static constexpr int STAMPS_MAX = {};", stamps_max(schedule));
+    line!("  static constexpr int STAMPS_MAX = {};", schedule.queue_max());
     line!("}};");
     for (i, class) in classes.iter().enumerate() {
         line!();
@@ -294,11 +297,6 @@ fn rows_members(schedule: &Schedule) -> Vec<String> {
         format!("int REGISTERS = {}", schedule.machine.registers_per_thread),
         format!("int LOADER_REGISTERS = {}", schedule.machine.loader_registers),
     ]
-}
-
-/// Tasks of the longest queue: stamps of one block and step.
-pub fn stamps_max(schedule: &Schedule) -> usize {
-    schedule.regimes.iter().flat_map(|r| &r.queues).map(Vec::len).max().unwrap_or(0)
 }
 
 pub(super) fn elem(dtype: DType) -> &'static str {

@@ -12,7 +12,7 @@ use super::module::{Function, Module};
 use super::session::{SessionError, Stamped, Stuck, StuckOn};
 use super::stream::{Argument, Event, LaunchShape, Pace, Stream, Wait};
 use crate::codegen::abi::{EOS_MAX, Params, Queues, Tables};
-use crate::codegen::emit::{ENTRY_POINT, Trace, stamps_max};
+use crate::codegen::emit::{ENTRY_POINT, Trace};
 use crate::ir::layout::packet_row_bytes;
 use crate::ir::op::Role;
 use crate::ir::program::Program;
@@ -287,7 +287,7 @@ impl Kernel {
             watched.abort = abort;
         }
         let of_part = several.then(|| queues.tables().of_device(machine, part.index));
-        let stamps_max = if trace == Trace::On { stamps_max(schedule) } else { 0 };
+        let stamps_max = if trace == Trace::On { schedule.queue_max() } else { 0 };
         // The token after the last step is selected once more, in a step of its own.
         let stamp_words = (u64::from(steps_max) + 1) * u64::from(sms) * (stamps_max * STAMP_WORDS) as u64;
         Ok(Kernel {

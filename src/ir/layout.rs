@@ -417,6 +417,13 @@ pub const RING_SLOTS_MAX: u32 = 64;
 /// Bytes of a queue entry in the kernel's tables.
 pub const QUEUE_ENTRY_BYTES: u32 = 64;
 
+/// Tasks of the longest queue that a block has whole in shared memory although it could copy while it works. The window of a longer one leaves
+/// room for a slot of the ring or more (docs/perf-log.md, entry 55).
+pub const QUEUE_WHOLE_MAX: u32 = 192;
+
+/// Entries of a longer queue that a block has there at a time: while the tasks of one half run, the other half is copied.
+pub const QUEUE_WINDOW: u32 = 64;
+
 /// What the parts of shared memory are sized by.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SmemNeeds {
@@ -443,6 +450,8 @@ pub struct SmemNeeds {
     pub ring_bytes: u32,
     /// Tasks of the longest queue.
     pub queue_max: u32,
+    /// Whether a block copies to shared memory while it works.
+    pub copies_ahead: bool,
     /// Of a batch kernel.
     pub rows: Option<RowNeeds>,
 }
@@ -505,14 +514,16 @@ pub fn smem_map(n: &SmemNeeds) -> Vec<SmemPart> {
     // Ring barriers; what each warp carries from task to task, and its statistics; token, watchdog.
     let state = RING_SLOTS_MAX * 16 + n.consumer_warps * 64 + 512;
     let [stage_bytes, sums, heads, state] = n.rows.map_or([stage_bytes, sums, heads, state], |rows| n.of_rows(rows));
+    let windowed = n.copies_ahead && n.queue_max > QUEUE_WHOLE_MAX;
+    let entries = if windowed { QUEUE_WINDOW } else { n.queue_max };
     let parts = [
         (SmemKind::Ring, n.ring_bytes),
         (SmemKind::Stage, stage_bytes),
         (SmemKind::Reduce, sums.max(scratch.saturating_sub(stage_bytes.next_multiple_of(128)))),
         (SmemKind::Heads, heads),
         (SmemKind::Residual, n.residual_units * UNIT_ROWS * 4),
-        // The queue of this SM, copied once for each launch, and where the regime changes.
-        (SmemKind::Queue, n.queue_max.saturating_mul(QUEUE_ENTRY_BYTES)),
+        // The queue of this SM, copied once for each launch, and where the regime changes; or a window of it.
+        (SmemKind::Queue, entries.saturating_mul(QUEUE_ENTRY_BYTES)),
         (SmemKind::State, state),
     ];
     let mut offset = 0u32;

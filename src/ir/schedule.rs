@@ -1,6 +1,6 @@
 //! Owns `Schedule`: a program placed on a machine as data: queues, events, chunk runs, memory map.
 
-use super::layout::{place_align, placed_bytes};
+use super::layout::{QUEUE_ENTRY_BYTES, place_align, placed_bytes};
 use super::op::OpKey;
 use super::program::{Program, Space};
 use super::variant::{AttentionVariant, MatVecVariant, Variant};
@@ -307,6 +307,17 @@ impl Schedule {
     /// The part of shared memory for `kind`.
     pub fn smem(&self, kind: SmemKind) -> Option<&SmemPart> {
         self.machine.smem.iter().find(|part| part.kind == kind)
+    }
+
+    /// Tasks of the longest queue.
+    pub fn queue_max(&self) -> usize {
+        self.regimes.iter().flat_map(|regime| &regime.queues).map(Vec::len).max().unwrap_or(0)
+    }
+
+    /// Entries of its queue that a block has in shared memory at a time; `None`: all.
+    pub fn queue_window(&self) -> Option<u32> {
+        let entries = self.smem(SmemKind::Queue)?.bytes / QUEUE_ENTRY_BYTES;
+        ((entries as usize) < self.queue_max()).then_some(entries)
     }
 
     /// Bytes of the arena that holds the buffers of `space`.

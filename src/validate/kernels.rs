@@ -30,8 +30,9 @@ const TILE_ROWS: u32 = 16;
 const ROWS_MAX: u32 = 64;
 /// Devices that a kernel stores packets to (context.cuh).
 const DEVICES_MAX: u32 = 8;
-/// Bytes of a queue entry in the `queue` part of shared memory.
+/// Bytes of a queue entry in the `queue` part of shared memory, and entries of a window of a queue there.
 const ENTRY_BYTES: u64 = 64;
+const WINDOW: u64 = 64;
 /// A span of words: bytes of one row (words.cuh).
 const SPAN_BYTES: u32 = 64;
 /// Bytes that 32 bits of 8-byte packets, and of 256-byte units, reach; the last unit is the word for none.
@@ -51,7 +52,7 @@ pub(super) fn check(schedule: &Schedule, target: &Target, found: &mut Found) {
     rules.program(&schedule.program, schedule.machine.consumer_warps);
     rules.variants(schedule, target);
     rules.regimes(schedule);
-    rules.memory(schedule);
+    rules.memory(schedule, target);
 }
 
 struct Rules<'a> {
@@ -703,8 +704,8 @@ impl Rules<'_> {
         }
     }
 
-    fn memory(&mut self, schedule: &Schedule) {
-        // kernel.cuh: a block keeps its queue in shared memory.
+    fn memory(&mut self, schedule: &Schedule, target: &Target) {
+        // kernel.cuh: a block keeps its queue in shared memory, or a window of it if it copies the rest while it works.
         let numbered = |(r, queues): (u32, &Vec<Vec<TaskId>>)| -> Vec<(u64, Entity)> {
             (0..).zip(queues).map(|(s, queue)| (queue.len() as u64, Entity::Sm(r, SmId(s)))).collect()
         };
@@ -712,7 +713,8 @@ impl Rules<'_> {
         let longest = queues.max_by_key(|(length, _)| *length);
         let queue = schedule.smem(SmemKind::Queue).map_or(0, |p| u64::from(p.bytes));
         let needs = longest.map_or(0, |(length, _)| length * ENTRY_BYTES);
-        self.expect_with(queue >= needs, Entity::Machine, || {
+        let windowed = target.spec.copy != CopyMechanism::Plain && queue == WINDOW * ENTRY_BYTES;
+        self.expect_with(queue >= needs || windowed, Entity::Machine, || {
             let tasks = longest.map_or(0, |(length, _)| length);
             let message = format!("expected a part `queue` of {needs} bytes, for {tasks} tasks, found {queue}");
             (message, longest.map(|(_, at)| note(at, "has the longest queue")).into_iter().collect())

@@ -36,17 +36,17 @@ const DROPPED_PUBLISH: &[Edit] = &[Edit {
 
 /// SM 3 sleeps before its third task of step 9, for 50 ms or for 2.5 s.
 const fn delay(to: &'static str) -> Edit {
-    Edit { header: "runtime/kernel.cuh", from: "      D::run(c, now, c.queue()[i]);", to }
+    Edit { header: "runtime/kernel.cuh", from: "      D::run(c, now, queue.entry(c, i));", to }
 }
 const SHORT_DELAY: &[Edit] = &[delay(
     "      if (c.sm() == 3 && c.tag == 9 && i == 2)
         for (u64 until = global_ns() + 50000000ull; global_ns() < until;) __nanosleep(1000);
-      D::run(c, now, c.queue()[i]);",
+      D::run(c, now, queue.entry(c, i));",
 )];
 const LONG_DELAY: &[Edit] = &[delay(
     "      if (c.sm() == 3 && c.tag == 9 && i == 2)
         for (u64 until = global_ns() + 2500000000ull; global_ns() < until;) __nanosleep(1000);
-      D::run(c, now, c.queue()[i]);",
+      D::run(c, now, queue.entry(c, i));",
 )];
 
 /// Corrupts the queue of SM 2 in shared memory.

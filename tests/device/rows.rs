@@ -61,6 +61,7 @@ fn rows_and_waves_of_every_format_compute_what_the_interpreter_does() {
         assert!(compared.iter().flatten().all(|ratio| *ratio > 100.0), "{weights}: {compared:?}");
         let waves = gpu.record.spec.register_reallocation && weights != "fp32";
         assert_eq!(chunks.len(), 2, "{weights}: {chunks:?}");
-        assert!(!waves || chunks.iter().all(|(_, rows)| *rows == 512), "{weights}: {chunks:?}");
+        // Waves read a prompt in one chunk here; the kernel for 16 rows in many.
+        assert!(!waves || chunks.iter().all(|(tokens, rows)| rows >= tokens), "{weights}: {chunks:?}");
     }
 }

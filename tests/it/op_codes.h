@@ -65,7 +65,11 @@ static double least_of(ScaleCode code, u32 word, u8* bytes) {
 // Scale and minimum of six bits, times a scale and a minimum (fp16) of the row, which come with its first group.
 template <class G>
 static void six_bits_of(u64& state, std::vector<u8>& granule, int row, int g, double& scale, double& least) {
-  u8 *of_row = granule.data() + 512 + row * 4, *of_pairs = granule.data() + 512 + 32;
+  // Of two pairs, a row's low bits follow its scale and minimum.
+  const int pairs = G::GROUPS / 2, at = row * pairs + g / 2, shift = g % 2 * 6;
+  u8* of_row = granule.data() + 512 + row * (pairs == 2 ? 8 : 4);
+  u8* low = pairs == 2 ? of_row + 4 + g / 2 * 2 : granule.data() + 512 + 32 + 2 * at;
+  u8* high = granule.data() + 512 + (4 + 2 * pairs) * 8 + at;
   double whole[2];
   for (int i = 0; i < 2; i++) {
     u32 bits = 0x2000 + word_of(state) % 4096;
@@ -74,9 +78,8 @@ static void six_bits_of(u64& state, std::vector<u8>& granule, int row, int g, do
     whole[i] = std::ldexp(1 + (bits & 1023) / 1024., int(bits >> 10) - 15);
   }
   const u32 s = word_of(state) >> 26, m = word_of(state) >> 26;
-  const int pairs = G::GROUPS / 2, at = row * pairs + g / 2, shift = g % 2 * 6;
   const u32 bits = s << shift | m << (12 + shift);
-  of_pairs[2 * at] |= u8(bits), of_pairs[2 * at + 1] |= u8(bits >> 8), of_pairs[16 * pairs + at] |= u8(bits >> 16);
+  low[0] |= u8(bits), low[1] |= u8(bits >> 8), *high |= u8(bits >> 16);
   scale = whole[0] * s, least = -whole[1] * m;
 }
 

@@ -14,7 +14,7 @@ use monobloc::ir::program::{Cols, Space};
 use monobloc::ir::schedule::{Event, Mechanism, Run, Schedule, SmemKind, Source, Wait};
 use monobloc::ir::variant::Variant;
 use monobloc::ir::{BufferId, EventId, GridId, SmId, TaskId};
-use monobloc::target::Target;
+use monobloc::target::{CopyMechanism, Spec, Target};
 use monobloc::validate::{Entity, KEPT_PER_RULE, Rule, check, validate};
 
 /// The rules that `mutate` breaks, in order of first appearance.
@@ -558,6 +558,27 @@ fn one_slot_is_enough_for_weights() {
     assert_eq!(with_one_slot(16), []);
 }
 
+/// A block that copies while it works has a window of a long queue in shared memory, and the whole of a short one.
+#[test]
+fn a_long_queue_has_a_window() {
+    let target = h200();
+    let schedule = Toy { layers: 48, ..TOY }.schedule(&target, &on_h200(4));
+    assert_eq!((schedule.queue_window(), toy().0.queue_window()), (Some(64), None));
+    assert_eq!(check(&schedule, &target), []);
+    let source = emit(unproven(&schedule), &target, Trace::Off);
+    assert!(source.text.contains("QUEUE_WINDOW = 64"), "{}", source.text);
+
+    let queue = schedule.machine.smem.iter().position(|part| part.kind == SmemKind::Queue).expect("a queue");
+    let mut shorter = schedule.clone();
+    shorter.machine.smem[queue].bytes /= 2;
+    assert_eq!(rules(&shorter, &target), [Rule::Kernel]);
+    let copy = CopyMechanism::Plain;
+    let waits = Target { spec: Spec { copy, ..target.spec.clone() }, ..target };
+    assert!(rules(&schedule, &waits).contains(&Rule::Kernel));
+    let whole = Toy { layers: 48, ..TOY }.schedule(&waits, &on_h200(4));
+    assert_eq!((whole.queue_window(), rules(&whole, &waits)), (None, vec![]));
+}
+
 #[test]
 fn every_sm_is_named_by_its_own_queue() {
     let (mut schedule, target) = toy();
@@ -596,7 +617,7 @@ fn no_place_ends_where_an_entry_cannot_point() {
     assert_eq!(placed((8 << 32) - 256), [Rule::Kernel]);
     // The number of the last unit of 256 bytes means "none".
     let cached = schedule.program.buffers.iter().position(|b| b.space == Space::Cache).expect("a cache");
-    let roomy = Target { spec: monobloc::target::Spec { memory_bytes: 4 << 40, ..target.spec.clone() }, ..target };
+    let roomy = Target { spec: Spec { memory_bytes: 4 << 40, ..target.spec.clone() }, ..target };
     let mut s = schedule.clone();
     s.placement[cached] = Some((256 << 32) - 256);
     assert_eq!(rules(&s, &roomy), [Rule::Kernel]);

@@ -59,8 +59,8 @@ const HOOKS: [(&str, &str, &str); 7] = [
     ),
     (
         "runtime/kernel.cuh",
-        "      D::run(c, now, c.queue()[i]);",
-        "      c.barrier();\n      if (c.tid() == 0) mutation() = c.queue()[i].event >> 24;\n      c.barrier();\n      D::run(c, now, c.queue()[i]);",
+        "      D::run(c, now, queue.entry(c, i));",
+        "      c.barrier();\n      if (c.tid() == 0) mutation() = queue.entry(c, i).event >> 24;\n      c.barrier();\n      D::run(c, now, queue.entry(c, i));",
     ),
     // A hang costs 60 ms: a step takes microseconds.
     ("runtime/kernel.cuh", "global_ns() + p.timeout_ns", "global_ns() + 60000000ull"),
