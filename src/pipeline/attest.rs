@@ -11,6 +11,7 @@
 //! not found at all.
 
 use std::fmt;
+use std::thread;
 
 use crate::cache::Entry;
 use crate::codegen::abi::Queues;
@@ -84,12 +85,28 @@ impl Workspace {
     /// # Errors
     /// An entry that is another than the one that was built: it is refused, and left for people to look at.
     pub(super) fn trusted(&self, keyed: &Keyed) -> Result<Option<Entry>, Fault> {
-        let Some(entry) = self.cache.get_known(keyed.stage, &keyed.key, &keyed.why)? else { return Ok(None) };
+        let Some(entry) = self.with_link(keyed)? else { return Ok(None) };
         if self.linked(keyed, &entry)? {
             return Ok(Some(entry));
         }
         self.cache.remove(keyed.stage, &keyed.key)?;
         Ok(None)
+    }
+
+    /// The entry under `keyed`. A remote cache is asked for its link at the same time, so that each part waits once for the server.
+    /// The link is not compared.
+    ///
+    /// # Errors
+    /// This machine's folder cannot be read.
+    pub(super) fn with_link(&self, keyed: &Keyed) -> Result<Option<Entry>, Fault> {
+        let Keyed { stage, key, why } = keyed;
+        thread::scope(|scope| {
+            if PARTS.contains(stage) && self.cache.may_bring(stage, key) {
+                // `linked` looks it up again, and reports what is wrong with it.
+                scope.spawn(|| self.attested(stage, key));
+            }
+            Ok(self.cache.get_known(stage, key, why)?)
+        })
     }
 
     /// Whether an entry has its link; an entry that is no part of a kernel needs none.
@@ -138,7 +155,7 @@ impl Workspace {
         Ok(queues)
     }
 
-    pub(super) fn attested(&self, stage: &str, key: &Digest) -> Result<Option<(Digest, String)>, Fault> {
+    fn attested(&self, stage: &str, key: &Digest) -> Result<Option<(Digest, String)>, Fault> {
         let why = link_why(stage, key);
         let Some(entry) = self.cache.get_known(keys::LINK, &link_key(stage, key), &why)? else { return Ok(None) };
         let place = entry.path().display().to_string();

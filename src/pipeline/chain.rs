@@ -210,11 +210,6 @@ fn bring(context: BuildContext<'_>, host: &Host<'_>) -> Result<(), NotMade> {
     let chain = Chain::looking(context, host, context.candidate());
     chain.schedule()?;
     chain.cubin()?;
-    for stage in [Stage::Schedule, Stage::Source, Stage::Compile] {
-        if stage == Stage::Schedule || context.target.kind == TargetKind::Cuda {
-            chain.key(stage)?.map(|keyed| context.workspace.attested(keyed.stage, &keyed.key)).transpose()?;
-        }
-    }
     Ok(())
 }
 
@@ -312,8 +307,7 @@ impl<'a> Chain<'a> {
     }
 
     fn stored(&self, stage: Stage, keyed: &Keyed) -> Result<Entry, NotMade> {
-        let Keyed { stage: name, key, why } = keyed;
-        self.context.workspace.cache.get_known(name, key, why)?.ok_or(NotMade::NotStored(stage))
+        self.context.workspace.with_link(keyed)?.ok_or(NotMade::NotStored(stage))
     }
 
     /// The proven schedule.

@@ -186,19 +186,25 @@ fn published_key(source: &Generated) -> Digest {
     Digest::of(format!("compiler of {}", source_subject(source)).as_bytes())
 }
 
+/// Key text of that entry.
+fn published_why(source: &Generated) -> String {
+    format!("source = {}\n", source.content)
+}
+
 /// Lets machines without a compiler, which share this cache, find the cubin of a source: the version is a part of its key. The
 /// first version stays, because any cubin of the same source will do.
 fn publish(workspace: &Workspace, source: &Generated, nvrtc: &str) -> Result<(), Fault> {
     let (cache, key) = (&workspace.cache, published_key(source));
     if cache.get(keys::COMPILER, &key)?.is_none() {
-        cache.put(keys::COMPILER, &key, &format!("source = {}\n", source.content), nvrtc.as_bytes())?;
+        cache.put(keys::COMPILER, &key, &published_why(source), nvrtc.as_bytes())?;
     }
     Ok(())
 }
 
 /// Key and key text of the cubin by the compiler that [`publish`] named. The key is computed here, so that it is one of this source.
 fn published(workspace: &Workspace, source: &Generated) -> Result<Option<(Digest, String)>, Fault> {
-    let Some(entry) = workspace.cache.get(keys::COMPILER, &published_key(source))? else { return Ok(None) };
+    let known = workspace.cache.get_known(keys::COMPILER, &published_key(source), &published_why(source))?;
+    let Some(entry) = known else { return Ok(None) };
     let bytes = entry.bytes()?;
     let Some(version) = std::str::from_utf8(&bytes).ok().and_then(NvrtcVersion::parse) else { return Ok(None) };
     let Keyed { key, why, .. } = cubin_key(&source.source, version)?;

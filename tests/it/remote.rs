@@ -18,6 +18,8 @@ use crate::support::{fixture, forge};
 
 const SECRET: &str = "hunter2hunter2";
 const KEY_ID: &str = "AKIAHUNTER";
+/// `me` and [`SECRET`] as a request to a WebDAV server has them.
+const BASIC: &str = "bWU6aHVudGVyMmh1bnRlcjI";
 /// A part of a large entry, as src/cache/remote/mod.rs has it.
 const PART: usize = 8 << 20;
 
@@ -65,16 +67,27 @@ impl Machine {
     #[track_caller]
     fn tells_no_secret(&self, answer: &Answer) {
         for text in [&answer.stdout, &answer.stderr] {
-            assert!(!text.contains(SECRET) && !text.contains(KEY_ID), "{answer:#?}");
+            assert!(!has_a_secret(text.as_bytes()), "{answer:#?}");
         }
-        for file in walkdir::WalkDir::new(self.0.path("")).into_iter().map(Result::unwrap) {
-            // The file that has it.
-            if file.file_type().is_file() && file.file_name() != ".netrc" {
-                let bytes = fs::read(file.path()).unwrap();
-                let found = bytes.windows(SECRET.len()).any(|window| window == SECRET.as_bytes());
-                assert!(!found, "{}", file.path().display());
-            }
-        }
+        no_file_has_a_secret(&self.0.path(""));
+    }
+
+    /// With the password of the WebDAV server.
+    fn with_password(self) -> Machine {
+        self.0.write(".netrc", format!("machine 127.0.0.1 login me password {SECRET}\n"));
+        self
+    }
+}
+
+fn has_a_secret(bytes: &[u8]) -> bool {
+    [SECRET, KEY_ID, BASIC].iter().any(|secret| bytes.windows(secret.len()).any(|window| window == secret.as_bytes()))
+}
+
+#[track_caller]
+fn no_file_has_a_secret(folder: &Path) {
+    // The file of passwords has it.
+    for file in files(folder, |path| !path.ends_with("/.netrc")) {
+        assert!(!has_a_secret(&fs::read(&file).unwrap()), "{}", file.display());
     }
 }
 
@@ -113,13 +126,9 @@ fn a_second_machine_builds_nothing_with_s3() {
 fn a_second_machine_builds_nothing_with_webdav() {
     let Some(nginx) = Nginx::start("a_second_machine_builds_nothing_with_webdav") else { return };
     let remote = format!("dav://{}/locked/team", nginx.address());
-    let machine = |place: Machine| {
-        place.0.write(".netrc", format!("machine 127.0.0.1 login me password {SECRET}\n"));
-        place
-    };
-    let said = machine(Machine::new()).build(&remote).stderr;
+    let said = Machine::new().with_password().build(&remote).stderr;
     assert!(said.contains("run schedule") && notes(&said).is_empty(), "{said}");
-    let said = machine(Machine::new()).build(&remote).stderr;
+    let said = Machine::new().with_password().build(&remote).stderr;
     assert!(said.contains("no work to do") && notes(&said).is_empty(), "{said}");
     // Without the password: one note for reading, one for writing, and a build.
     let said = Machine::new().build(&remote).stderr;
@@ -128,6 +137,26 @@ fn a_second_machine_builds_nothing_with_webdav() {
         "{said}"
     );
     assert_eq!(notes(&said).len(), 2, "{said}");
+}
+
+/// Each part of a kernel waits at the server for its link: one that is asked for later would find no part.
+#[test]
+fn links_are_asked_for_beside_their_parts() {
+    let Some(nginx) = Nginx::start("links_are_asked_for_beside_their_parts") else { return };
+    Machine::new().build(&format!("dav://{}/team", nginx.address()));
+    let mut parts = 0;
+    let proxy = Proxy::start(nginx.address(), move |seen| {
+        let is_part =
+            ["/schedule-v1/", "/source-v1/", "/compile-v1/", "/pack-v1/"].iter().any(|part| seen.path.contains(part));
+        if seen.method != "GET" || !is_part {
+            return Fault::None;
+        }
+        parts += 1;
+        Fault::Until("/link-v1/", parts)
+    });
+    let said = Machine::new().build(&format!("dav://{}/team?timeout=60", proxy.address)).stderr;
+    assert!(said.contains("no work to do") && notes(&said).is_empty(), "{said}");
+    assert!(proxy.faults().contains_key("Until"), "{:?}", proxy.seen());
 }
 
 #[test]
@@ -250,13 +279,15 @@ fn builds_are_right_with_random_faults() {
         let proxy = Proxy::random(upstream, seed, 2 + (seed % 9) as u32);
         let remote = match seed % 2 == 0 {
             true => s3_address(proxy.address, &bucket),
-            false => format!("dav://{}/team?timeout=60", proxy.address),
+            false => format!("dav://{}/locked/team?timeout=60", proxy.address),
         };
-        let (logits, said) = Machine::new().logits(&remote);
+        let (logits, said) = Machine::new().with_password().logits(&remote);
         assert!(logits == honest, "seed {seed}: {said}");
         let faults = proxy.faults();
         injected += faults.iter().filter(|(name, _)| *name != "None").map(|(_, count)| count).sum::<usize>();
     }
+    no_file_has_a_secret(&nginx.files());
+    Machine::new().run(&s3_address(server, &bucket), "cache pull").code(0);
     eprintln!("{builds} builds, {injected} faults");
     assert!(injected as u64 >= builds, "{injected}");
 }

@@ -176,6 +176,8 @@ pub enum Fault {
     Delay(u64),
     /// Takes so many MiB of the request a second.
     Slow(u64),
+    /// Waits until so many requests in all were for objects with this in their names; after 20 s the answer is that there is no such object.
+    Until(&'static str, usize),
     /// Answers with this status.
     Status(u16),
     /// Closes the connection after half of the answer.
@@ -253,6 +255,18 @@ impl Proxy {
     }
 }
 
+/// Whether so many requests come for objects with `within` in their names.
+fn comes(log: &Mutex<Vec<Seen>>, within: &str, count: usize) -> bool {
+    let begun = Instant::now();
+    while begun.elapsed() < Duration::from_secs(20) {
+        if log.lock().unwrap().iter().filter(|seen| seen.path.contains(within)).count() >= count {
+            return true;
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+    false
+}
+
 fn pass(
     mut client: TcpStream,
     upstream: SocketAddr,
@@ -294,15 +308,20 @@ fn pass(
             thread::sleep(due.saturating_sub(begun.elapsed()));
         }
     }
+    let status = match fault {
+        Fault::Status(status) => Some(status),
+        Fault::Until(within, count) if !comes(log, within, count) => Some(404),
+        _ => None,
+    };
+    if let Some(status) = status {
+        let answer = format!("HTTP/1.1 {status} Fault\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
+        return client.write_all(answer.as_bytes());
+    }
     match fault {
         Fault::Silence => {
             // Until the client gives up.
             while client.read(&mut buffer)? > 0 {}
             return Ok(());
-        }
-        Fault::Status(status) => {
-            let answer = format!("HTTP/1.1 {status} Fault\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
-            return client.write_all(answer.as_bytes());
         }
         Fault::Delay(ms) => thread::sleep(Duration::from_millis(ms)),
         _ => {}

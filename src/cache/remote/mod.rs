@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use futures_util::{StreamExt, TryStreamExt, future, stream};
-use opendal::{Buffer, EntryMode, ErrorKind, Metadata, Operator};
+use opendal::{EntryMode, ErrorKind, Metadata, Operator};
 use tokio::runtime::Runtime;
 use tokio::sync::Semaphore;
 
@@ -34,7 +34,7 @@ use crate::digest::Digest;
 
 /// Bytes of one request of a large entry, and the largest entry that is one request. S3 wants at least 5 MiB.
 const PART_BYTES: u64 = 8 << 20;
-/// Parts of a download on their way or waiting for their turn: 64 MiB, and 16 MiB more that are being hashed and written.
+/// Parts of a download on their way or waiting for their turn: 64 MiB, and 24 MiB more that are passed on, hashed and written.
 const PARTS_READ: usize = 8;
 /// Small entries that are sent, or listed ones that are looked at, at the same time.
 const SMALL_AT_ONCE: usize = 8;
@@ -185,6 +185,19 @@ async fn first(operator: &Operator, name: &str) -> Result<First, Failure> {
         }
     }
     Ok(First::Whole(bytes))
+}
+
+/// Reads a part of an object into `bytes`, which is empty. In one piece: the pieces of an answer keep the buffers that they were read
+/// into, which are up to twice as large.
+async fn part(operator: &Operator, name: &str, range: Range<u64>, mut bytes: Vec<u8>) -> Result<Vec<u8>, Failure> {
+    bytes.reserve_exact(usize::try_from(range.end - range.start).unwrap_or(0));
+    let mut arriving = operator.reader(name).await?.into_stream(range).await?;
+    while let Some(buffer) = arriving.try_next().await? {
+        for piece in buffer {
+            bytes.extend_from_slice(&piece);
+        }
+    }
+    Ok(bytes)
 }
 
 impl Remote {
@@ -365,15 +378,19 @@ impl Remote {
     ) -> Result<(), Failure> {
         let connection = self.connection()?;
         let limit = self.limit(range.end - range.start);
-        let (sender, receiver) = mpsc::sync_channel::<Result<Buffer, Failure>>(1);
-        let (operator, name, mut missing) = (connection.operator.clone(), name.to_string(), range.end - range.start);
+        let (sender, receiver) = mpsc::sync_channel::<Result<Vec<u8>, Failure>>(1);
+        // Used again: the memory of a part that one thread frees is not that of the next part of another thread.
+        let unused = Arc::new(Mutex::new(Vec::new()));
+        let (operator, buffers, name, mut missing) =
+            (connection.operator.clone(), unused.clone(), name.to_string(), range.end - range.start);
         let _running = connection.spawn(async move {
             let starts = (range.start..range.end).step_by(usize::try_from(PART_BYTES).unwrap_or(usize::MAX));
             let ranges = starts.map(|start| start..range.end.min(start + PART_BYTES));
             let all = async {
-                let requests = ranges.map(|part| {
-                    let (operator, name) = (operator.clone(), name.clone());
-                    async move { operator.read_with(&name).range(part).await.map_err(Failure::from) }
+                let (operator, name, buffers) = (&operator, &name, &buffers);
+                let requests = ranges.map(|range| async move {
+                    let buffer = locked(buffers).pop().unwrap_or_default();
+                    part(operator, name, range, buffer).await
                 });
                 let mut arriving = stream::iter(requests).buffered(PARTS_READ);
                 while let Some(part) = arriving.next().await {
@@ -388,10 +405,11 @@ impl Remote {
             }
         });
         for part in receiver {
-            for piece in part? {
-                missing = missing.saturating_sub(piece.len() as u64);
-                sink(&piece)?;
-            }
+            let mut part = part?;
+            missing = missing.saturating_sub(part.len() as u64);
+            sink(&part)?;
+            part.clear();
+            locked(&unused).push(part);
         }
         match missing {
             0 => Ok(()),
