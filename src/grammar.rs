@@ -25,7 +25,7 @@ use thiserror::Error;
 use crate::error::Fault;
 use crate::sample::TokenSet;
 
-pub use schema::{arguments, schema};
+pub use schema::{arguments, schema, target};
 
 /// Most bytes of a source: the largest schemas that people write by hand are half as long.
 pub const SOURCE_BYTES_MAX: usize = 64 << 10;

@@ -212,6 +212,8 @@ pub enum CallForm {
     Hermes,
     /// The whole text is `{"name": …, "parameters": …}`.
     Llama3,
+    /// `<tool_call>`, `<function=NAME>`, for each argument `<parameter=KEY>`, its value and `</parameter>`, then the end tags: Qwen3-Coder, Qwen3.5.
+    Xml,
 }
 
 impl Message {
@@ -507,10 +509,13 @@ impl Tokenizer {
         let chat = Chat { messages: vec![asked, called], reply: false, ..chat };
         let written = self.apply_chat_at(&chat, SystemTime::now()).unwrap_or_default();
         let tagged = "<tool_call>\n{\"name\": \"probe_call\", \"arguments\": {\"probe\": 1}}\n</tool_call>";
+        let lines = "<tool_call>\n<function=probe_call>\n<parameter=probe>\n1\n</parameter>\n</function>\n</tool_call>";
         // If the tag is a special token, it does not occur in generated text.
         let visible = !self.backend.token_to_id("<tool_call>").is_some_and(|id| self.special.contains(&id));
         if written.contains(tagged) && visible {
             Ok(CallForm::Hermes)
+        } else if written.contains(lines) && visible {
+            Ok(CallForm::Xml)
         } else if written.contains("{\"name\": \"probe_call\", \"parameters\": {\"probe\": 1}}") {
             Ok(CallForm::Llama3)
         } else {
@@ -1263,11 +1268,21 @@ mod tests {
 {{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}{{- tool_call.arguments | tojson }}{{- "}" }}
 {%- else %}{{- message.content }}{%- endif %}{%- endfor %}"#;
 
+    /// Parts of the template of Qwen3.5.
+    const QWEN3_5: &str = r#"{%- for tool in tools %}{{ tool | tojson }}{%- endfor %}{%- for message in messages %}
+{%- if message.tool_calls and message.tool_calls is iterable and message.tool_calls is not mapping %}
+{%- for tool_call in message.tool_calls %}{%- set tool_call = tool_call.function %}
+{{- '<tool_call>\n<function=' + tool_call.name + '>\n' }}{%- for args_name, args_value in tool_call.arguments|items %}
+{{- '<parameter=' + args_name + '>\n' }}
+{%- set args_value = args_value | tojson | safe if args_value is mapping or (args_value is sequence and args_value is not string) else args_value | string %}
+{{- args_value }}{{- '\n</parameter>\n' }}{%- endfor %}{{- '</function>\n</tool_call>' }}{%- endfor %}{%- endif %}{%- endfor %}"#;
+
     #[test]
     fn a_template_says_how_tools_are_called() {
         let form = |template: &str| with_config(json!({ "chat_template": template })).call_form();
         assert_eq!(form(QWEN).unwrap(), CallForm::Hermes);
         assert_eq!(form(LLAMA).unwrap(), CallForm::Llama3);
+        assert_eq!(form(QWEN3_5).unwrap(), CallForm::Xml);
         let none = Tokenizer::load(&fixture()).unwrap().call_form();
         assert!(matches!(none, Err(TokenizerError::NoTools { .. })));
         let other = QWEN.replace("<tool_call>", "[CALL]");

@@ -364,6 +364,11 @@ fn follow(schema: &Map<String, Value>, path: impl IntoIterator<Item = impl AsRef
     Some(value)
 }
 
+/// What a reference in `schema` leads to.
+pub fn target<'a>(schema: &'a Map<String, Value>, reference: &str) -> Option<&'a Value> {
+    follow(schema, path(reference).ok().filter(|_| reference.starts_with("#/"))?)
+}
+
 /// The target of a reference without escapes; `None` for the whole schema, and where there is nothing.
 fn located<'a>(schema: &'a Map<String, Value>, reference: &str) -> Option<&'a Value> {
     follow(schema, reference.strip_prefix("#/")?.split('/'))

@@ -16,6 +16,7 @@
 //! with a status that says so.
 
 mod access;
+mod calls;
 mod desk;
 mod encoders;
 mod error;

@@ -1,35 +1,12 @@
 //! Owns the reading of a text: what the model thinks in it, the calls of tools, and the rest.
 
-use std::collections::BTreeMap;
+use std::sync::Arc;
 
-use serde::de::IgnoredAny;
-use serde_json::value::RawValue;
-use serde_json::{Value, json};
-
-use super::params::fresh_seed;
+use super::calls::{self, Call, Ended, Function, Step};
 use crate::tokenizer::CallForm;
 
-pub const CALL_BEGIN: &str = "<tool_call>";
-pub const CALL_END: &str = "</tool_call>";
 const THINK_BEGIN: &str = "<think>";
 const THINK_END: &str = "</think>";
-
-/// A call of a function.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Call {
-    pub id: String,
-    pub name: String,
-    /// A JSON object, as the model wrote it.
-    pub arguments: String,
-}
-
-impl Call {
-    /// The call in the form of replies.
-    pub fn object(&self) -> Value {
-        let Call { id, name, arguments } = self;
-        json!({ "id": id, "type": "function", "function": { "name": name, "arguments": arguments } })
-    }
-}
 
 /// A part of a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -54,8 +31,8 @@ pub struct Sought {
 #[derive(Debug, Clone)]
 pub struct SoughtCalls {
     pub form: CallForm,
-    /// Functions that are offered.
-    pub names: Vec<String>,
+    /// Those that are offered.
+    pub functions: Arc<Vec<Function>>,
     /// `tool_choice` names the function.
     pub named: bool,
     /// A text has one call at most, and ends with it.
@@ -71,6 +48,8 @@ enum Place {
     Begun,
     Thoughts,
     Rest,
+    /// No call may follow.
+    Plain,
 }
 
 /// Reads one text, which arrives in parts.
@@ -81,12 +60,13 @@ pub struct Reader {
     /// Text that may be the beginning of a tag or of a call, or a call without an end yet.
     pending: String,
     calls: u32,
+    ended: Option<Ended>,
 }
 
 impl Reader {
     pub fn new(sought: Sought) -> Reader {
         let place = if sought.thinks { Place::Begun } else { Place::Begin };
-        Reader { sought, place, pending: String::new(), calls: 0 }
+        Reader { sought, place, pending: String::new(), calls: 0, ended: None }
     }
 
     /// Takes the next part of the text. Returns the pieces that are certain now.
@@ -100,26 +80,24 @@ impl Reader {
         pieces
     }
 
-    /// Returns the rest at the end of the text.
-    pub fn finish(&mut self) -> Vec<Piece> {
-        let rest = std::mem::take(&mut self.pending);
-        if rest.is_empty() || self.is_over() {
+    /// Returns the rest at the end of a text that ended for `reason`.
+    pub fn finish(&mut self, reason: &str) -> Vec<Piece> {
+        if self.is_over() {
             return vec![];
         }
+        self.ended = Some(if reason == "stop" { Ended::Complete } else { Ended::Cut });
+        let mut pieces = vec![];
+        while self.next(&mut pieces) {}
+        let rest = std::mem::take(&mut self.pending);
         if matches!(self.place, Place::Begun | Place::Thoughts) {
-            return vec![self.thought(rest)];
+            if !rest.is_empty() {
+                pieces.push(self.thought(rest));
+            }
+        } else if !rest.is_empty() && !self.is_over() && (self.calls == 0 || !rest.trim().is_empty()) {
+            // White space between calls is left out.
+            pieces.push(Piece::Text(rest));
         }
-        // A stop may have removed the end of a call, and white space between calls is left out.
-        let inner = match self.sought.calls.as_ref().map(|calls| calls.form) {
-            Some(CallForm::Hermes) => rest.trim_start().strip_prefix(CALL_BEGIN),
-            Some(CallForm::Llama3) => Some(rest.as_str()),
-            None => None,
-        };
-        match inner.and_then(|inner| self.call(inner)) {
-            Some(call) => vec![Piece::Call(call)],
-            None if self.calls > 0 && rest.trim().is_empty() => vec![],
-            None => vec![Piece::Text(rest)],
-        }
+        pieces
     }
 
     /// Whether a text may have one call alone.
@@ -149,21 +127,11 @@ impl Reader {
             Place::Begin => self.begin(pieces, Place::Rest),
             Place::Begun => self.begin(pieces, Place::Thoughts),
             Place::Thoughts => self.thoughts(pieces),
-            Place::Rest => match self.sought.calls.as_ref().map(|calls| calls.form) {
-                None => {
-                    self.say(pieces, self.pending.len());
-                    false
-                }
-                Some(CallForm::Hermes) => self.tagged(pieces),
-                // Either the whole text is a call, or it has none.
-                Some(CallForm::Llama3) => {
-                    let begun = self.pending.trim_start();
-                    if !begun.is_empty() && !begun.starts_with('{') {
-                        self.say(pieces, self.pending.len());
-                    }
-                    false
-                }
-            },
+            Place::Rest if self.sought.calls.is_some() => self.called(pieces),
+            Place::Rest | Place::Plain => {
+                self.say(pieces, self.pending.len());
+                false
+            }
         }
     }
 
@@ -214,65 +182,40 @@ impl Reader {
         true
     }
 
-    fn tagged(&mut self, pieces: &mut Vec<Piece>) -> bool {
+    /// Takes text up to a call, or a call.
+    fn called(&mut self, pieces: &mut Vec<Piece>) -> bool {
+        let Some(SoughtCalls { form, functions, single, .. }) = &self.sought.calls else { return false };
+        let tags = calls::tags(*form);
         // White space before a call is left out, but not before a tag that begins none.
         let begun = self.pending.trim_start();
         let white = self.pending.len() - begun.len();
-        if let Some(rest) = begun.strip_prefix(CALL_BEGIN) {
-            let Some((inner, after)) = ends(rest) else { return false };
-            let inner = rest[..inner].to_string();
-            let raw: String = self.pending.drain(..white + CALL_BEGIN.len() + after).collect();
-            pieces.push(self.call(&inner).map_or(Piece::Text(raw), Piece::Call));
-            return !self.is_over();
+        if tags.is_empty() || tags.iter().any(|tag| begun.starts_with(tag)) {
+            match calls::step(*form, begun, functions, self.ended) {
+                Step::Wait => return false,
+                Step::Text(length) => {
+                    self.say(pieces, white + length);
+                    if tags.is_empty() {
+                        self.place = Place::Plain;
+                    }
+                }
+                Step::Calls { length, calls } => {
+                    let count = if *single { 1 } else { calls.len() };
+                    self.pending.drain(..white + length);
+                    self.calls += count as u32;
+                    let calls = calls.into_iter().take(count);
+                    pieces.extend(calls.map(|(name, arguments)| Piece::Call(Call::new(name, arguments))));
+                }
+            }
+            return !self.pending.is_empty() && !self.is_over();
         }
-        let found = self.pending.find(CALL_BEGIN);
-        let end = found.unwrap_or_else(|| self.pending.len() - held(&self.pending, CALL_BEGIN));
+        let found = tags.iter().filter_map(|tag| self.pending.find(tag)).min();
+        if found.is_none() && self.ended.is_some() {
+            return false;
+        }
+        let held = || tags.iter().map(|tag| held(&self.pending, tag)).max().unwrap_or(0);
+        let end = found.unwrap_or_else(|| self.pending.len() - held());
         self.say(pieces, self.pending[..end].trim_end().len());
         found.is_some()
-    }
-
-    /// Reads a text as the call of an offered function. Other keys than the name and the arguments, such as `type`, are ignored.
-    fn call(&mut self, text: &str) -> Option<Call> {
-        let written: BTreeMap<String, &RawValue> = serde_json::from_str(text).ok()?;
-        let name: String = serde_json::from_str(written.get("name")?.get()).ok()?;
-        let sought = self.sought.calls.as_ref().filter(|calls| calls.names.contains(&name))?;
-        let arguments = written.get("arguments").or(written.get("parameters")).map(|raw| raw.get());
-        let arguments = match (arguments, sought.form) {
-            (Some("null"), _) | (None, CallForm::Hermes) => "{}".to_string(),
-            // Without a tag, an object with a name alone may be an answer.
-            (None, CallForm::Llama3) => return None,
-            (Some(object), _) if object.starts_with('{') => object.to_string(),
-            // Some models write the object as a text.
-            (Some(text), _) => {
-                let object: String = serde_json::from_str(text).ok()?;
-                serde_json::from_str::<BTreeMap<String, IgnoredAny>>(&object).ok()?;
-                object
-            }
-        };
-        self.calls += 1;
-        Some(Call { id: format!("call_{:016x}", fresh_seed()), name, arguments })
-    }
-}
-
-/// Where the object after [`CALL_BEGIN`] ends, and where its end tag does; `None`: that needs more text. An end tag in a string of the object is
-/// not its end. What is no JSON ends at the first tag.
-fn ends(rest: &str) -> Option<(usize, usize)> {
-    let first = rest.find(CALL_END)?;
-    let mut values = serde_json::Deserializer::from_str(rest).into_iter::<IgnoredAny>();
-    let end = match values.next() {
-        Some(Ok(_)) => values.byte_offset(),
-        Some(Err(error)) if error.is_eof() => return None,
-        _ => return Some((first, first + CALL_END.len())),
-    };
-    let after = rest[end..].trim_start();
-    let tag = rest.len() - after.len();
-    if after.starts_with(CALL_END) {
-        Some((end, tag + CALL_END.len()))
-    } else if CALL_END.starts_with(after) {
-        None
-    } else {
-        let first = end + rest[end..].find(CALL_END)?;
-        Some((first, first + CALL_END.len()))
     }
 }
 
@@ -286,8 +229,8 @@ mod tests {
     use super::*;
 
     fn sought(form: CallForm) -> Sought {
-        let names = ["look", "wait"].map(str::to_string).to_vec();
-        let calls = Some(SoughtCalls { form, names, named: false, single: false });
+        let functions = ["look", "wait"].map(|name| Function::new(name.to_string(), None)).to_vec();
+        let calls = Some(SoughtCalls { form, functions: Arc::new(functions), named: false, single: false });
         Sought { reasoning: false, thinks: false, calls }
     }
 
@@ -295,7 +238,7 @@ mod tests {
     fn pieces(sought: Sought, text: &str) -> Vec<String> {
         let mut reader = Reader::new(sought);
         let mut pieces: Vec<Piece> = text.chars().flat_map(|c| reader.push(&c.to_string())).collect();
-        pieces.extend(reader.finish());
+        pieces.extend(reader.finish("stop"));
         let mut all: Vec<String> = vec![];
         let mut before = None;
         for piece in &pieces {
@@ -328,11 +271,11 @@ mod tests {
             ("<tool_call>x</tool_call>".to_string(), vec!["<tool_call>x</tool_call>"]),
             (call[..30].to_string(), vec![&call[..30]]),
             // A stop removed its end.
-            (call.trim_end_matches(CALL_END).to_string(), vec![found]),
+            (call.trim_end_matches("</tool_call>").to_string(), vec![found]),
             // An end tag in a string, also one that is escaped elsewhere.
             (call.replace("\"<tool_\"", "\"a\\\" </tool_call> b\""), vec!["look({\"at\": \"a\\\" </tool_call> b\"})"]),
             (
-                format!("{}\n{call}", call.replace("\"<tool_\"", &format!("\"{CALL_END}\""))),
+                format!("{}\n{call}", call.replace("\"<tool_\"", "\"</tool_call>\"")),
                 vec!["look({\"at\": \"</tool_call>\"})", found],
             ),
             // Other keys beside those of a call.
@@ -368,6 +311,8 @@ mod tests {
             ("{\"name\": \"wait\"}", vec!["{\"name\": \"wait\"}"]),
             ("{\"name\": \"wait\", \"parameters\": null}", vec!["wait({})"]),
             ("Hello {\"name\"", vec!["Hello {\"name\""]),
+            // A text before it.
+            ("So: {\"name\": \"wait\", \"parameters\": {}}", vec!["So: {\"name\": \"wait\", \"parameters\": {}}"]),
         ] {
             assert_eq!(pieces(sought(CallForm::Llama3), text), expected, "{text}");
         }

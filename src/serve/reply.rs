@@ -13,10 +13,11 @@ use serde_json::{Value, json};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::sync::mpsc::UnboundedReceiver;
 
+use super::calls::Call;
 use super::desk::{Answer, Desk, Said, ScoredToken};
 use super::error::ApiError;
 use super::log::Spent;
-use super::reader::{Call, Piece, Reader};
+use super::reader::{Piece, Reader};
 use super::scores::Scores;
 use crate::engine::RequestId;
 
@@ -267,7 +268,7 @@ impl Reply {
                 Said::Ended(reason) => {
                     of.reason = reason?;
                     if let Some(reader) = &mut of.reader {
-                        let pieces = reader.finish();
+                        let pieces = reader.finish(of.reason);
                         of.reason = reader.reason(of.reason);
                         of.take(pieces);
                     }
@@ -518,7 +519,7 @@ impl Events {
                 if head.kind == Kind::Chat && !*line.begun {
                     line.say(&Delta::Role, Beside::default());
                 }
-                let rest = readers[at].as_mut().map_or(vec![], Reader::finish);
+                let rest = readers[at].as_mut().map_or(vec![], |reader| reader.finish(reason));
                 for piece in &rest {
                     line.say(&Delta::of(piece, &mut calls[at]), Beside::default());
                 }

@@ -3,17 +3,18 @@
 //! A checkpoint's chat template shows the model its tools, and says in which form it calls them ([`CallForm`]). A text that has to
 //! call one follows a grammar of that form. Any other text is free but for calls of functions that are strict, and its calls are found in it.
 
-use std::fmt::Write as _;
+use std::sync::Arc;
 
 use serde::Deserialize;
 use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
+use super::calls::{self, Allowed, Function};
 use super::error::ApiError;
 use super::fields::{Few, Fields, Sent, beyond_64_bits, unsupported};
-use super::reader::{CALL_BEGIN, CALL_END, SoughtCalls};
-use crate::grammar::{self, Source};
+use super::reader::SoughtCalls;
+use crate::grammar::Source;
 use crate::tokenizer::CallForm;
 
 const TOOLS_MAX: usize = 128;
@@ -191,45 +192,23 @@ impl Tools {
             Choice::Named(at) => (at..at + 1, false),
         };
         let free = self.choice == Choice::Auto;
-        let quoted = |text: &str| Value::from(text).to_string();
-        let (before, key, after) = match form {
-            // In a free text, the tag ends what is before the call.
-            CallForm::Hermes if free => ("\n".to_string(), "arguments", format!("\n{CALL_END}")),
-            CallForm::Hermes => (format!("{CALL_BEGIN}\n"), "arguments", format!("\n{CALL_END}")),
-            CallForm::Llama3 => (String::new(), "parameters", String::new()),
-        };
-        let names: Vec<String> = callable.clone().map(|at| format!("call{at}")).collect();
-        let start = match (form, free) {
-            (CallForm::Hermes, false) if many => "start: call (\"\\n\" call)*\n".to_string(),
-            (_, false) => "start: call\n".to_string(),
-            (CallForm::Hermes, true) => {
-                let (count, after) = if many { ("*", " TEXT") } else { ("?", "") };
-                let tag = quoted(CALL_BEGIN);
-                // Without more than one call, a text ends with its call or has none.
-                let start =
-                    if many { format!("(before call){count}{after}") } else { "TEXT | before call".to_string() };
-                format!("start: {start}\nbefore[lazy]: TEXT {tag}\nTEXT: /(.|\\n)*/\n")
-            }
-            (CallForm::Llama3, true) => "start: call | TEXT\nTEXT: /([ \\n]*[^{ \\n](.|\\n)*)?/\n".to_string(),
-        };
-        let mut lark = format!("{start}call: {}\n", names.join(" | "));
-        for (at, tool) in callable.clone().zip(&self.tools[callable]) {
+        let allowed = callable.clone().zip(&self.tools[callable]).map(|(at, tool)| {
             // Only the arguments of a strict function follow its schema in a text that is free otherwise.
-            let schema = if free && !tool.strict { "{\"type\": \"object\"}" } else { &tool.schema };
-            let schema = grammar::arguments(schema)
-                .map_err(|error| ApiError::field(format!("tools[{at}].function.parameters"), error))?;
-            let head = quoted(&format!("{before}{{\"name\": \"{}\", \"{key}\": ", tool.name));
-            let tail = quoted(&format!("}}{after}"));
-            let _ = write!(lark, "call{at}: {head} arguments{at} {tail}\narguments{at}: %json {schema}\n");
-        }
+            Allowed { at, name: &tool.name, schema: (!free || tool.strict).then_some(&tool.schema) }
+        });
+        let allowed: Vec<Allowed<'_>> = allowed.collect();
+        let lark = calls::lark(form, &allowed, free, many);
+        let lark = lark.map_err(|(at, error)| ApiError::field(format!("tools[{at}].function.parameters"), error))?;
         Ok(Some(Source::Lark(lark)))
     }
 
     /// The calls that count in a text.
     pub fn calls(&self, form: CallForm) -> SoughtCalls {
-        let names = self.tools.iter().map(|tool| tool.name.clone()).collect();
+        let function =
+            |tool: &Tool| Function::new(tool.name.clone(), tool.parameters.as_ref().and_then(Value::as_object));
+        let functions = Arc::new(self.tools.iter().map(function).collect());
         let named = matches!(self.choice, Choice::Named(_));
-        SoughtCalls { form, names, named, single: !self.parallel && form == CallForm::Hermes }
+        SoughtCalls { form, functions, named, single: !self.parallel && calls::has_several(form) }
     }
 }
 

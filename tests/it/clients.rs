@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use crate::cli_support::Place;
 use crate::http_client::{Reply, get, post, request, send};
-use crate::scripted::{self, CHATML, TOOLS};
+use crate::scripted::{self, CHATML, TOOLS, XML_TOOLS};
 use crate::serve::{Server, refused};
 
 const CHAT: &str = "/v1/chat/completions";
@@ -165,6 +165,100 @@ fn a_strict_function_gets_arguments_of_its_schema() {
     let strict = choice(&server, json!({ "tools": tools, "max_tokens": 300 }));
     assert_eq!(calls(&strict["message"]), [("w".to_string(), json!({ "x": 1 }))], "{strict}");
     assert_eq!(strict["message"]["content"], "Well:");
+}
+
+/// The parameters of the function `w` in tests of calls in tags.
+fn typed() -> Value {
+    json!({ "type": "object", "required": ["s"], "additionalProperties": false, "properties": {
+        "s": { "type": "string" }, "n": { "type": "integer" }, "b": { "type": "boolean" }, "o": { "type": "object" },
+        "z": { "anyOf": [{ "type": "string" }, { "type": "null" }] },
+    } })
+}
+
+#[test]
+fn calls_in_tags_have_values_of_their_schema() {
+    let server = answers(
+        &[
+            "I look.",
+            "\n\n<tool_call>\n<function=w>\n<parameter=s>\n5 </parameter> 6\n</para",
+            "meter>\n<parameter=n>\n7\n</parameter>\n<parameter=b>\nTrue\n</parameter>\n<parameter=z>\nNone\n</parameter>\n",
+            "<parameter=o>\n{\"a\": \"</parameter>\"}\n</parameter>\n</function>\n</tool_call>",
+            "\n<function=w>\n<parameter=s>\nnull\n</parameter>\n</function>\n</tool_call>\n",
+            "\n<tool_call>\n<function=other>\n</function>\n</tool_call>",
+        ],
+        XML_TOOLS,
+    );
+    let tools = json!([tool("w", typed())]);
+    let first = (
+        "w".to_string(),
+        json!({ "s": "5 </parameter> 6", "n": 7, "b": true, "z": null, "o": { "a": "</parameter>" } }),
+    );
+    let expected = [first.clone(), ("w".to_string(), json!({ "s": "null" }))];
+    let whole = choice(&server, json!({ "tools": tools }));
+    assert_eq!(calls(&whole["message"]), expected);
+    // A function that is not offered is a part of the text.
+    let unknown = "I look.\n\n<tool_call>\n<function=other>\n</function>\n</tool_call>";
+    assert_eq!((&whole["message"]["content"], &whole["finish_reason"]), (&json!(unknown), &json!("tool_calls")));
+    let stream = streamed(&post(server.address, CHAT, &ask(json!({ "tools": tools, "stream": true }))));
+    assert_eq!((calls(&stream), &stream["content"]), (expected.to_vec(), &json!(unknown)));
+    let one = choice(&server, json!({ "tools": tools, "parallel_tool_calls": false }));
+    assert_eq!(calls(&one["message"]), [first]);
+    // A call that the limit cuts is a text.
+    let cut = choice(&server, json!({ "tools": tools, "max_tokens": 3 }));
+    assert_eq!((calls(&cut["message"]).len(), &cut["finish_reason"]), (0, &json!("length")));
+    assert!(cut["message"]["content"].as_str().unwrap().ends_with("<parameter=z>\nNone\n</parameter>\n"), "{cut}");
+}
+
+#[test]
+fn calls_in_tags_go_back_into_the_prompt() {
+    let server = answers(&["ok"], XML_TOOLS);
+    let arguments = json!({ "s": "a", "b": true, "z": null, "n": 1, "o": { "k": [1, "x"] } }).to_string();
+    let call = json!({ "id": "c1", "type": "function", "function": { "name": "w", "arguments": arguments } });
+    let messages = json!([
+        { "role": "user", "content": "Hi" }, { "role": "assistant", "content": null, "tool_calls": [call] },
+        { "role": "tool", "tool_call_id": "c1", "content": "done" },
+    ]);
+    let asked = json!({ "messages": messages, "tools": [tool("w", json!({}))] });
+    assert_eq!(choice(&server, asked.clone())["message"]["content"], "ok");
+    let ids = server.ok("/tokenize", &asked)["tokens"].clone();
+    let prompt = server.ok("/detokenize", &json!({ "tokens": ids }))["prompt"].clone();
+    let written = "<tool_call>\n<function=w>\n<parameter=s>\na\n</parameter>\n<parameter=b>\nTrue\n</parameter>\n\
+                   <parameter=z>\nNone\n</parameter>\n<parameter=n>\n1\n</parameter>\n\
+                   <parameter=o>\n{\"k\": [1, \"x\"]}\n</parameter>\n</function>\n</tool_call><|im_end|>";
+    assert!(prompt.as_str().unwrap().contains(written), "{prompt}");
+}
+
+#[test]
+fn calls_in_tags_follow_a_schema_that_is_asked_for() {
+    // The model would write another value, and a call without its first tag.
+    let server = answers(
+        &[
+            "Well: ",
+            "<tool_call>\n",
+            "<function=w>\n<parameter=",
+            "s>\nno",
+            "\n</parameter>\n",
+            "</function>",
+            "\n</tool_call>",
+        ],
+        XML_TOOLS,
+    );
+    let schema = json!({ "type": "object", "properties": { "s": { "const": "yes" } }, "required": ["s"], "additionalProperties": false });
+    let mut tools = json!([tool("w", schema)]);
+    let free = choice(&server, json!({ "tools": tools }));
+    assert_eq!(calls(&free["message"]), [("w".to_string(), json!({ "s": "no" }))]);
+    let yes = [("w".to_string(), json!({ "s": "yes" }))];
+    for forced in [json!("required"), json!({ "type": "function", "function": { "name": "w" } })] {
+        let forced = json!({ "tools": tools, "tool_choice": forced, "parallel_tool_calls": false, "max_tokens": 300 });
+        assert_eq!(calls(&choice(&server, forced)["message"]), yes);
+    }
+    tools[0]["function"]["strict"] = json!(true);
+    let strict = choice(&server, json!({ "tools": tools, "max_tokens": 300 }));
+    assert_eq!((calls(&strict["message"]), &strict["message"]["content"]), (yes.to_vec(), &json!("Well:")), "{strict}");
+    tools[0]["function"]["parameters"]["properties"]["s"] = json!({ "type": "string", "format": "email" });
+    let refusal = post(server.address, CHAT, &ask(json!({ "tools": tools })));
+    let message = refused(&refusal, 400, "tools[0].function.parameters")["message"].clone();
+    assert!(message.as_str().unwrap().contains("`s`: `format` cannot be kept to"), "{message}");
 }
 
 #[test]

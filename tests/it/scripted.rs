@@ -17,6 +17,13 @@ pub const TOOLS: &str = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %
     {{ m.content }}{% for c in m.tool_calls or [] %}\n<tool_call>\n{\"name\": \"{{ c.function.name }}\", \"arguments\": \
     {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}\
     {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+/// Writes calls as Qwen3-Coder and Qwen3.5 do.
+pub const XML_TOOLS: &str = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n\
+    {{ m.content }}{% for c in m.tool_calls or [] %}\n<tool_call>\n<function={{ c.function.name }}>\n\
+    {% for name, value in c.function.arguments | items %}<parameter={{ name }}>\n\
+    {{ value | tojson if value is mapping or (value is sequence and value is not string) else value | string }}\n</parameter>\n\
+    {% endfor %}</function>\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}\
+    {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 const SPECIAL: [&str; 3] = ["<|end|>", "<|im_start|>", "<|im_end|>"];
 pub const END: u32 = 258;
 
