@@ -184,7 +184,51 @@ pub enum Thinking {
     Possible,
     /// The prompt has begun it.
     Open,
+    /// Texts have channels, of which one is for thoughts: gpt-oss.
+    Channels,
 }
+
+/// The tokens around the parts of a text of channels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Channels {
+    pub start: u32,
+    pub channel: u32,
+    pub constrain: u32,
+    pub message: u32,
+    pub end: u32,
+}
+
+/// Which special tokens a text shows.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Specials {
+    #[default]
+    Hidden,
+    Shown,
+    /// Those around calls of tools and channels, which the reader of a text looks for.
+    Marks,
+}
+
+impl Specials {
+    /// As a client asks for them.
+    pub fn of(skip: bool) -> Specials {
+        if skip { Specials::Hidden } else { Specials::Shown }
+    }
+}
+
+/// The tokens that [`Specials::Marks`] shows.
+const MARKS: [&str; 10] = [
+    "<|start|>",
+    "<|end|>",
+    "<|message|>",
+    "<|channel|>",
+    "<|constrain|>",
+    "<|call|>",
+    "<|return|>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "[CALL_ID]",
+];
 
 /// A setting of chat templates that turns thinking off; Qwen 3 has it.
 pub const THINKING_SETTING: &str = "enable_thinking";
@@ -214,6 +258,11 @@ pub enum CallForm {
     Llama3,
     /// `<tool_call>`, `<function=NAME>`, for each argument `<parameter=KEY>`, its value and `</parameter>`, then the end tags: Qwen3-Coder, Qwen3.5.
     Xml,
+    /// A message on the channel `commentary` to `functions.NAME`, which ends its text: gpt-oss.
+    Channels(Channels),
+    /// A token `calls`, then a list of objects with `name` and `arguments`; or for each call that token, its name, a token `arguments` and an
+    /// object: Mistral.
+    Mistral { calls: u32, arguments: Option<u32> },
 }
 
 impl Message {
@@ -230,6 +279,8 @@ pub struct Tokenizer {
     backend: tokenizers::Tokenizer,
     /// Ids that `decode` leaves out on request.
     special: BTreeSet<u32>,
+    /// Those of [`MARKS`].
+    marks: BTreeSet<u32>,
     /// If `tokenizer_config.json` names the tokens around a text, it overrules `tokenizer.json`.
     ends: Option<Ends>,
     /// Named special tokens (`bos_token` ...) that templates may print.
@@ -307,8 +358,9 @@ impl Tokenizer {
             .map(|(id, _)| id)
             .collect();
         let (templates, templates_path) = (config.templates, config_path);
+        let marks = MARKS.iter().filter_map(|mark| backend.token_to_id(mark)).collect();
         let named = config.named.into_iter().map(|(name, token)| (name, token.content)).collect();
-        Ok(Tokenizer { path, backend, special, ends, named, templates, templates_path, vocab: OnceLock::new() })
+        Ok(Tokenizer { path, backend, special, marks, ends, named, templates, templates_path, vocab: OnceLock::new() })
     }
 
     /// Compares with `vocab`, the rows of the model's embedding table; afterwards `encode` gives no id beyond it.
@@ -421,8 +473,8 @@ impl Tokenizer {
     }
 
     /// A decoder of ids that arrive one by one.
-    pub fn stream(&self, skip_special: bool) -> Stream<'_> {
-        Stream { tokenizer: self, skip_special, window: Vec::new(), settled: 0, printed: String::new() }
+    pub fn stream(&self, specials: Specials) -> Stream<'_> {
+        Stream { tokenizer: self, specials, window: Vec::new(), settled: 0, printed: String::new() }
     }
 
     /// The file of the chat templates.
@@ -462,11 +514,37 @@ impl Tokenizer {
         let chat = Chat { settings: settings(template, thinks, &chat.settings, &self.templates_path)?, ..chat.clone() };
         let text = self.apply_chat_at(&chat, SystemTime::now())?;
         let thinking = match thinks {
+            _ if template.contains("<|channel|>") && self.channels().is_some() => Thinking::Channels,
             false => Thinking::None,
             true if text.trim_end().ends_with(tags[0]) => Thinking::Open,
             true => Thinking::Possible,
         };
         Ok(Prompt { ids: self.encode(&text, false)?, thinking })
+    }
+
+    /// The form of Mistral's calls, if a call is written in it.
+    fn mistral_form(&self, written: &str) -> Option<CallForm> {
+        let calls = self.backend.token_to_id("[TOOL_CALLS]")?;
+        let call = written.split_once("[TOOL_CALLS]")?.1.trim_start();
+        if let Some(named) = call.strip_prefix("probe_call") {
+            let named = named.strip_prefix("[CALL_ID]probe0000").unwrap_or(named);
+            let arguments = Some(self.backend.token_to_id("[ARGS]")?);
+            return named.starts_with("[ARGS]{\"probe\": 1}").then_some(CallForm::Mistral { calls, arguments });
+        }
+        let is_list = call.starts_with("[{\"name\": \"probe_call\", \"arguments\": {\"probe\": 1}");
+        is_list.then_some(CallForm::Mistral { calls, arguments: None })
+    }
+
+    /// The tokens of channels, if the vocabulary has them.
+    fn channels(&self) -> Option<Channels> {
+        let id = |name: &str| self.backend.token_to_id(name);
+        Some(Channels {
+            start: id("<|start|>")?,
+            channel: id("<|channel|>")?,
+            constrain: id("<|constrain|>")?,
+            message: id("<|message|>")?,
+            end: id("<|end|>")?,
+        })
     }
 
     /// Whether the template shows calls and results of earlier turns where no tools are offered.
@@ -518,6 +596,13 @@ impl Tokenizer {
             Ok(CallForm::Xml)
         } else if written.contains("{\"name\": \"probe_call\", \"parameters\": {\"probe\": 1}}") {
             Ok(CallForm::Llama3)
+        } else if let Some(channels) = self.channels()
+            && written.contains(" to=functions.probe_call")
+            && written.contains("<|message|>{\"probe\": 1}<|call|>")
+        {
+            Ok(CallForm::Channels(channels))
+        } else if let Some(form) = self.mistral_form(&written) {
+            Ok(form)
         } else {
             Err(TokenizerError::CallForm { path: self.templates_path.clone() })
         }
@@ -538,7 +623,8 @@ impl Tokenizer {
         let template = self.template(!tools.is_empty())?;
         let mut context: BTreeMap<&str, Value> =
             self.named.iter().map(|(name, token)| (name.as_str(), Value::from(token.as_str()))).collect();
-        context.insert("messages", Value::from(Serde(messages)));
+        let messages: Vec<Value> = messages.iter().map(|message| shown(message, template)).collect();
+        context.insert("messages", Value::from(messages));
         context.insert("add_generation_prompt", Value::from(*reply));
         // transformers passes these always, so that templates test them with `is none`.
         let tools = if tools.is_empty() { Value::from(()) } else { Value::from(Serde(tools)) };
@@ -548,6 +634,33 @@ impl Tokenizer {
         guarded(|| jinja::render(template, context, now).map_err(|error| jinja::chain(&error).into()))
             .map_err(|reason| TokenizerError::ChatTemplate { path: self.templates_path.clone(), reason })
     }
+}
+
+/// A message as a template reads it.
+fn shown(message: &Message, template: &str) -> Value {
+    let Message { content, tool_calls, tool_call_id, reasoning_content, .. } = message;
+    let mut members = json!(message);
+    let thought = reasoning_content.as_ref().filter(|_| template.contains(".thinking"));
+    // The template of gpt-oss refuses a call with thoughts and a text.
+    if let Some(thought) = thought.filter(|_| tool_calls.is_empty() || content.is_empty()) {
+        members["thinking"] = json!(thought);
+    }
+    // Templates of Mistral refuse other ids than those of nine letters and digits, which other servers give.
+    if template.contains("length != 9") {
+        let short = |id: &str| {
+            let plain: Vec<char> = id.chars().filter(char::is_ascii_alphanumeric).collect();
+            plain[plain.len().saturating_sub(9)..].iter().collect::<String>()
+        };
+        if let Some(id) = tool_call_id {
+            members["tool_call_id"] = json!(short(id));
+        }
+        for (at, call) in tool_calls.iter().enumerate() {
+            if let Some(id) = call["id"].as_str() {
+                members["tool_calls"][at]["id"] = json!(short(id));
+            }
+        }
+    }
+    Value::from(Serde(members))
 }
 
 /// The tokenizer of the GGUF model at a place, as the files that it would have been; `None`: it is no GGUF model.
@@ -750,7 +863,7 @@ fn byte_level() -> BTreeMap<char, u8> {
 /// run that were printed stay, where `decode` would replace the whole run because a later byte is invalid.
 pub struct Stream<'a> {
     tokenizer: &'a Tokenizer,
-    skip_special: bool,
+    specials: Specials,
     /// The newest ids. The first `settled` ones are printed completely, and kept as context.
     window: Vec<u32>,
     settled: usize,
@@ -767,8 +880,14 @@ const INCOMPLETE_MAX: usize = 3;
 impl Stream<'_> {
     /// Takes the next id. Returns the text that became certain: often none, or more than the id's own.
     pub fn push(&mut self, id: u32) -> Result<String, TokenizerError> {
-        // `decode` drops these as well. As context, such an id would be taken for a first token that prints.
-        if self.skip_special && self.tokenizer.special.contains(&id) {
+        let Tokenizer { special, marks, .. } = self.tokenizer;
+        let is_hidden = match self.specials {
+            Specials::Shown => false,
+            Specials::Hidden => special.contains(&id),
+            Specials::Marks => special.contains(&id) && !marks.contains(&id),
+        };
+        // As context, such an id would be taken for a first token that prints.
+        if is_hidden {
             return Ok(String::new());
         }
         self.window.push(id);
@@ -811,7 +930,7 @@ impl Stream<'_> {
     }
 
     fn decode(&self, ids: &[u32]) -> Result<String, TokenizerError> {
-        self.tokenizer.decode(ids, self.skip_special)
+        self.tokenizer.decode(ids, self.specials == Specials::Hidden)
     }
 }
 
@@ -1053,7 +1172,7 @@ mod tests {
     }
 
     fn streamed(tokenizer: &Tokenizer, ids: &[u32], skip_special: bool) -> String {
-        let mut stream = tokenizer.stream(skip_special);
+        let mut stream = tokenizer.stream(Specials::of(skip_special));
         let mut text = String::new();
         for &id in ids {
             text.push_str(&stream.push(id).expect("it decodes"));
@@ -1115,7 +1234,7 @@ mod tests {
 
     #[test]
     fn a_stream_prints_whole_characters_as_soon_as_they_are_whole() {
-        let mut stream = STORIES.stream(false);
+        let mut stream = STORIES.stream(Specials::Shown);
         // 日本 takes six byte tokens here.
         let pieces: Vec<String> = STORIES
             .encode("日本 a", false)
@@ -1126,7 +1245,7 @@ mod tests {
         assert_eq!(pieces, ["", "", "日", "", "", "本", " a"]);
         assert_eq!(stream.finish().expect("it decodes"), "");
 
-        let mut stream = STORIES.stream(false);
+        let mut stream = STORIES.stream(Specials::Shown);
         let ids = STORIES.encode("🦊", false).expect("it encodes");
         for id in &ids[..ids.len() - 1] {
             assert_eq!(stream.push(*id).expect("it decodes"), "");

@@ -317,7 +317,7 @@ fn tokenizer(data: &[u8]) {
                 let _ = tokenizer.check_vocab(16);
                 let _ = tokenizer.encode("ab ba\u{1f600}", true);
                 let _ = tokenizer.decode(&[0, 1, 2, u32::MAX], false);
-                let mut stream = tokenizer.stream(true);
+                let mut stream = tokenizer.stream(monobloc::tokenizer::Specials::Hidden);
                 for id in 0..4 {
                     let _ = stream.push(id);
                 }

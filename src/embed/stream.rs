@@ -11,6 +11,7 @@ use super::{Model, TextJob, Words};
 use crate::error::Fault;
 use crate::pipeline::TextPart;
 use crate::sample::{Decided, End, RequestSettings};
+use crate::tokenizer::Specials;
 use crate::tokenizer::{Stopped, certain};
 
 /// A text to be continued.
@@ -246,7 +247,7 @@ impl Writer {
 
     /// Text that became certain with these ids.
     fn text(&mut self, words: &mut Words, ids: Vec<u32>, ends: bool) -> Result<String, Fault> {
-        let part = TextPart { text: self.number, ids, skip_special: self.hidden, ends };
+        let part = TextPart { text: self.number, ids, specials: Specials::of(self.hidden), ends };
         Ok(words.tokens()?.texts(vec![part])?.concat().concat())
     }
 

@@ -23,7 +23,7 @@ use super::worker::Worker;
 use crate::error::Fault;
 use crate::gguf;
 use crate::grammar::{Source, Vocabulary};
-use crate::tokenizer::{CallForm, Chat, Message, Piece, Prompt, Stream, Tokenizer};
+use crate::tokenizer::{CallForm, Chat, Message, Piece, Prompt, Specials, Stream, Tokenizer};
 
 /// Address space of the child, before it is asked anything. A tokenizer of the largest known size, 262144 tokens and twice as
 /// many merges, takes 0.6 GiB to load.
@@ -67,7 +67,7 @@ pub struct TextPart {
     /// Names the text. The first part with this number begins it.
     pub text: u64,
     pub ids: Vec<u32>,
-    pub skip_special: bool,
+    pub specials: Specials,
     /// The last part: what was held back comes with it, and the number is free again.
     pub ends: bool,
 }
@@ -482,7 +482,7 @@ pub fn serve_tokens(
             }
             Ask::Stream { skip_special } => {
                 say(Ok(Said::Done))?;
-                let mut stream = tokenizer.stream(skip_special);
+                let mut stream = tokenizer.stream(Specials::of(skip_special));
                 let text = loop {
                     match asks.next().transpose()? {
                         Some(Ask::Push { id }) => {
@@ -557,8 +557,8 @@ fn next_text<'a>(
     texts: &mut BTreeMap<u64, Stream<'a>>,
     part: TextPart,
 ) -> Result<Vec<String>, Fault> {
-    let TextPart { text, ids, skip_special, ends } = part;
-    let stream = texts.entry(text).or_insert_with(|| tokenizer.stream(skip_special));
+    let TextPart { text, ids, specials, ends } = part;
+    let stream = texts.entry(text).or_insert_with(|| tokenizer.stream(specials));
     let mut said = ids.into_iter().map(|id| stream.push(id)).collect::<Result<Vec<String>, _>>()?;
     if ends && let Some(stream) = texts.remove(&text) {
         said.push(stream.finish()?);

@@ -24,7 +24,7 @@ use crate::engine::{Ask, ChoiceId, Engine, Event, Figures, RequestId, Stepper};
 use crate::error::Fault;
 use crate::pipeline::{TextPart, Tokens};
 use crate::sample::Decided;
-use crate::tokenizer::{Piece, Stopped, certain};
+use crate::tokenizer::{Piece, Specials, Stopped, certain};
 
 /// Batches that wait for the text thread.
 const BATCHES_MAX: usize = 16;
@@ -54,7 +54,7 @@ pub struct TextSettings {
     pub stops: Vec<String>,
     /// Stops are ignored before this number of tokens.
     pub min_tokens: u32,
-    pub skip_special: bool,
+    pub specials: Specials,
     /// A choice ends with its first call of a tool.
     pub one_call: Option<Reader>,
 }
@@ -372,9 +372,9 @@ impl TextThread {
                 Event::Began { .. } => continue,
             };
             let (Some(text), Some(open)) = (self.texts.get(&id), self.open.get(&id.request)) else { continue };
-            let skip_special = open.order.text.skip_special;
+            let specials = open.order.text.specials;
             let part = *of.entry(id).or_insert_with(|| {
-                parts.push(TextPart { text: text.number, ids: vec![], skip_special, ends: false });
+                parts.push(TextPart { text: text.number, ids: vec![], specials, ends: false });
                 parts.len() - 1
             });
             parts[part].ids.extend(decided.map(|decided| decided.token));
@@ -503,7 +503,7 @@ impl TextThread {
 
     fn make(&mut self, mut parts: Vec<TextPart>) -> Result<Vec<Vec<String>>, Fault> {
         let closing = self.closing.drain(..);
-        parts.extend(closing.map(|text| TextPart { text, ids: vec![], skip_special: true, ends: true }));
+        parts.extend(closing.map(|text| TextPart { text, ids: vec![], specials: Specials::Hidden, ends: true }));
         if parts.is_empty() {
             return Ok(vec![]);
         }
@@ -614,7 +614,7 @@ mod tests {
         let stops = |min_tokens| TextSettings {
             stops: vec!["7 7".to_string()],
             min_tokens,
-            skip_special: true,
+            specials: Specials::Hidden,
             one_call: None,
         };
         assert_eq!(end(order(&desk, 9, stops(0))), (" ".to_string(), Ok("stop")));

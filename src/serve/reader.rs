@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::calls::{self, Call, Ended, Function, Step};
+use super::calls::{self, Call, Ended, Function, Step, harmony};
 use crate::tokenizer::CallForm;
 
 const THINK_BEGIN: &str = "<think>";
@@ -24,6 +24,8 @@ pub struct Sought {
     pub reasoning: bool,
     /// The prompt has begun to think.
     pub thinks: bool,
+    /// The text has channels.
+    pub channels: bool,
     pub calls: Option<SoughtCalls>,
 }
 
@@ -40,7 +42,7 @@ pub struct SoughtCalls {
 }
 
 /// Where a text is read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 enum Place {
     /// It may begin with a block of thoughts.
     Begin,
@@ -50,6 +52,7 @@ enum Place {
     Rest,
     /// No call may follow.
     Plain,
+    Channels(harmony::Place),
 }
 
 /// Reads one text, which arrives in parts.
@@ -65,7 +68,11 @@ pub struct Reader {
 
 impl Reader {
     pub fn new(sought: Sought) -> Reader {
-        let place = if sought.thinks { Place::Begun } else { Place::Begin };
+        let place = match sought.thinks {
+            _ if sought.channels => Place::Channels(harmony::Place::Header),
+            true => Place::Begun,
+            false => Place::Begin,
+        };
         Reader { sought, place, pending: String::new(), calls: 0, ended: None }
     }
 
@@ -100,6 +107,11 @@ impl Reader {
         pieces
     }
 
+    /// Whether it looks for special tokens.
+    pub fn needs_marks(&self) -> bool {
+        self.sought.channels || self.sought.calls.is_some()
+    }
+
     /// Whether a text may have one call alone.
     pub fn is_single(&self) -> bool {
         self.sought.calls.as_ref().is_some_and(|calls| calls.single)
@@ -127,6 +139,7 @@ impl Reader {
             Place::Begin => self.begin(pieces, Place::Rest),
             Place::Begun => self.begin(pieces, Place::Thoughts),
             Place::Thoughts => self.thoughts(pieces),
+            Place::Channels(_) => self.channel(pieces),
             Place::Rest if self.sought.calls.is_some() => self.called(pieces),
             Place::Rest | Place::Plain => {
                 self.say(pieces, self.pending.len());
@@ -182,6 +195,41 @@ impl Reader {
         true
     }
 
+    /// Takes a part of a message on a channel.
+    fn channel(&mut self, pieces: &mut Vec<Piece>) -> bool {
+        let Place::Channels(place) = &self.place else { return false };
+        let functions = self.sought.calls.as_ref().map_or(&[][..], |calls| &calls.functions);
+        if self.pending.is_empty() {
+            return false;
+        }
+        match harmony::step(&self.pending, place, functions, self.ended) {
+            harmony::Step::Wait => return false,
+            harmony::Step::Skip(length, next) => {
+                self.pending.drain(..length);
+                self.place = Place::Channels(next);
+            }
+            harmony::Step::Say(length) => {
+                let said: String = self.pending.drain(..length).collect();
+                match place {
+                    harmony::Place::Thoughts => pieces.push(self.thought(said)),
+                    _ => {
+                        pieces.push(Piece::Text(said));
+                        self.place = Place::Channels(harmony::Place::Answer);
+                    }
+                }
+            }
+            harmony::Step::Call { length, name, arguments } => {
+                self.pending.drain(..length);
+                self.calls += 1;
+                let form = self.sought.calls.as_ref().map(|calls| calls.form);
+                pieces.extend(form.map(|form| Piece::Call(Call::new(form, name, arguments))));
+                self.place = Place::Channels(harmony::Place::Header);
+                return !self.is_over();
+            }
+        }
+        true
+    }
+
     /// Takes text up to a call, or a call.
     fn called(&mut self, pieces: &mut Vec<Piece>) -> bool {
         let Some(SoughtCalls { form, functions, single, .. }) = &self.sought.calls else { return false };
@@ -203,7 +251,7 @@ impl Reader {
                     self.pending.drain(..white + length);
                     self.calls += count as u32;
                     let calls = calls.into_iter().take(count);
-                    pieces.extend(calls.map(|(name, arguments)| Piece::Call(Call::new(name, arguments))));
+                    pieces.extend(calls.map(|(name, arguments)| Piece::Call(Call::new(*form, name, arguments))));
                 }
             }
             return !self.pending.is_empty() && !self.is_over();
@@ -231,7 +279,7 @@ mod tests {
     fn sought(form: CallForm) -> Sought {
         let functions = ["look", "wait"].map(|name| Function::new(name.to_string(), None)).to_vec();
         let calls = Some(SoughtCalls { form, functions: Arc::new(functions), named: false, single: false });
-        Sought { reasoning: false, thinks: false, calls }
+        Sought { reasoning: false, thinks: false, channels: false, calls }
     }
 
     /// The pieces of a text that arrives character by character; ids are left out.
@@ -344,7 +392,7 @@ mod tests {
 
     #[test]
     fn thoughts_are_split_from_the_answer() {
-        let split = Sought { reasoning: true, thinks: false, calls: None };
+        let split = Sought { reasoning: true, thinks: false, channels: false, calls: None };
         for (text, expected) in [
             ("<think>\na < b\n</think>\n\nYes.", vec!["thinks: \na < b\n", "\n\nYes."]),
             (" <think>a", vec!["thinks: a"]),

@@ -32,7 +32,7 @@ use crate::error::Fault;
 use crate::grammar::{Grammar, Source, Vocabulary};
 use crate::pipeline::{TextPart, Tokens};
 use crate::sample::{RequestSettings, SampleSettings};
-use crate::tokenizer::{CallForm, Chat, EFFORT_SETTING, Message, Thinking};
+use crate::tokenizer::{CallForm, Chat, EFFORT_SETTING, Message, Specials, Thinking};
 
 /// Most bytes of a body: more than the ids of the largest context take.
 const BODY_BYTES_MAX: usize = 16 << 20;
@@ -277,7 +277,10 @@ impl Server {
             let text = TextSettings {
                 stops: params.stops.clone(),
                 min_tokens: settings.min_tokens,
-                skip_special: params.skip_special,
+                specials: match params.skip_special && reader.as_ref().is_some_and(Reader::needs_marks) {
+                    true => Specials::Marks,
+                    false => Specials::of(params.skip_special),
+                },
                 one_call: reader.clone().filter(Reader::is_single),
             };
             let order = Order { text, first_choice, choices: params.choices, answers: answers.clone(), arrived };
@@ -509,7 +512,7 @@ fn echoed(tokens: &mut Tokens, ids: &[u32], text: String, scored: bool) -> Resul
     if !scored {
         return Ok(Echo { text, first, widths: vec![] });
     }
-    let part = TextPart { text: fresh_seed(), ids: ids.to_vec(), skip_special: false, ends: true };
+    let part = TextPart { text: fresh_seed(), ids: ids.to_vec(), specials: Specials::Shown, ends: true };
     let mut parts = tokens.texts(vec![part])?.concat();
     // What is held back to the end belongs to the last token.
     let rest = parts.pop().unwrap_or_default();
@@ -871,6 +874,7 @@ async fn chat(server: Arc<Server>, body: Bytes) -> Answered {
     let sought = Sought {
         reasoning: free && prompt.thinking != Thinking::None,
         thinks: free && prompt.thinking == Thinking::Open,
+        channels: prompt.thinking == Thinking::Channels,
         calls: tools.map(|(tools, form)| tools.calls(form)),
     };
     let reader = (sought.reasoning || sought.calls.is_some()).then(|| Reader::new(sought));

@@ -208,7 +208,7 @@ impl Tools {
             |tool: &Tool| Function::new(tool.name.clone(), tool.parameters.as_ref().and_then(Value::as_object));
         let functions = Arc::new(self.tools.iter().map(function).collect());
         let named = matches!(self.choice, Choice::Named(_));
-        SoughtCalls { form, functions, named, single: !self.parallel && calls::has_several(form) }
+        SoughtCalls { form, functions, named, single: calls::is_single(form, self.parallel) }
     }
 }
 

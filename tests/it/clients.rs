@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use crate::cli_support::Place;
 use crate::http_client::{Reply, get, post, request, send};
-use crate::scripted::{self, CHATML, TOOLS, XML_TOOLS};
+use crate::scripted::{self, CHANNELS, CHATML, MISTRAL, TOOLS, XML_TOOLS};
 use crate::serve::{Server, refused};
 
 const CHAT: &str = "/v1/chat/completions";
@@ -253,12 +253,160 @@ fn calls_in_tags_follow_a_schema_that_is_asked_for() {
         assert_eq!(calls(&choice(&server, forced)["message"]), yes);
     }
     tools[0]["function"]["strict"] = json!(true);
-    let strict = choice(&server, json!({ "tools": tools, "max_tokens": 300 }));
+    let strict = choice(&server, json!({ "tools": tools, "max_tokens": 300, "parallel_tool_calls": false }));
     assert_eq!((calls(&strict["message"]), &strict["message"]["content"]), (yes.to_vec(), &json!("Well:")), "{strict}");
     tools[0]["function"]["parameters"]["properties"]["s"] = json!({ "type": "string", "format": "email" });
     let refusal = post(server.address, CHAT, &ask(json!({ "tools": tools })));
     let message = refused(&refusal, 400, "tools[0].function.parameters")["message"].clone();
     assert!(message.as_str().unwrap().contains("`s`: `format` cannot be kept to"), "{message}");
+}
+
+/// A server of a model that answers with `script`, and whose tokens of channels are special ones.
+fn answers_in_channels(script: &[&str]) -> Server {
+    let special = ["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>", "<|return|>"];
+    let others = special.iter().filter(|token| !script.contains(token));
+    let script: Vec<&[u8]> = script.iter().chain(others).map(|token| token.as_bytes()).collect();
+    answers_bytes(&script, CHANNELS, |_, tokenizer| tokenizer["additional_special_tokens"] = json!(special))
+}
+
+#[test]
+fn texts_of_channels_are_thoughts_answers_and_calls() {
+    let thought = ["<|channel|>", "analysis", "<|message|>", "Hm.", "<|end|>", "<|start|>"];
+    let server =
+        answers_in_channels(&[&thought[..], &["assistant<|channel|>final<|message|>Fo", "ur", "<|return|>"]].concat());
+    let message = choice(&server, json!({}))["message"].clone();
+    assert_eq!((&message["reasoning_content"], &message["content"]), (&json!("Hm."), &json!("Four")));
+    let stream = streamed(&post(server.address, CHAT, &ask(json!({ "stream": true }))));
+    assert_eq!((&stream["reasoning_content"], &stream["content"]), (&json!("Hm."), &json!("Four")));
+    // What follows a call is no part of the text: the call ends it.
+    let to = "assistant<|channel|>commentary to=functions.w ";
+    let call = ["<|constrain|>", "json<|message|>{\"x\": \"<|call|>\"}", "<|call|>", "more"];
+    let server = answers_in_channels(&[&thought[..], &[to], &call].concat());
+    let tools = json!([tool("w", json!({ "type": "object", "properties": { "x": { "type": "string" } } }))]);
+    let whole = server.ok(CHAT, &ask(json!({ "tools": tools })));
+    let (message, reason) = (&whole["choices"][0]["message"], &whole["choices"][0]["finish_reason"]);
+    let expected = [("w".to_string(), json!({ "x": "<|call|>" }))];
+    assert_eq!(
+        (calls(message), reason, &whole["usage"]["completion_tokens"]),
+        (expected.to_vec(), &json!("tool_calls"), &json!(10))
+    );
+    assert_eq!((&message["reasoning_content"], &message["content"]), (&json!("Hm."), &Value::Null));
+    let stream = streamed(&post(server.address, CHAT, &ask(json!({ "tools": tools, "stream": true }))));
+    assert_eq!((calls(&stream), &stream["reasoning_content"]), (expected.to_vec(), &json!("Hm.")));
+    // Cut, and a function that is not offered: text.
+    let cut = choice(&server, json!({ "tools": tools, "max_tokens": 8 }));
+    assert_eq!((calls(&cut["message"]).len(), &cut["finish_reason"]), (0, &json!("length")));
+    let other = choice(&server, json!({ "tools": [tool("v", json!({}))] }))["message"].clone();
+    let text =
+        "<|start|>assistant<|channel|>commentary to=functions.w <|constrain|>json<|message|>{\"x\": \"<|call|>\"}";
+    assert_eq!((calls(&other).len(), other["content"].as_str().unwrap().starts_with(text)), (0, true), "{other}");
+    // The message goes back into the prompt, with its thoughts.
+    let history = json!([{ "role": "user", "content": "Hi" }, message, { "role": "tool", "content": "9", "tool_call_id": message["tool_calls"][0]["id"] }]);
+    let asked = json!({ "messages": history, "tools": [tool("w", json!({}))] });
+    let ids = server.ok("/tokenize", &asked)["tokens"].clone();
+    let prompt = server.ok("/detokenize", &json!({ "tokens": ids }))["prompt"].clone();
+    let written = "<|start|>assistant<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.w<|channel|>commentary \
+                   json<|message|>{\"x\": \"<|call|>\"}<|call|>";
+    assert!(prompt.as_str().unwrap().contains(written), "{prompt}");
+}
+
+#[test]
+fn calls_on_channels_follow_a_schema_that_is_asked_for() {
+    // The model would write another value.
+    let server = answers_in_channels(&[
+        "<|channel|>",
+        "commentary",
+        " to=functions.w ",
+        "<|constrain|>",
+        "json",
+        "<|message|>",
+        "{\"y\"",
+        ": 2}",
+        "<|call|>",
+    ]);
+    let schema = json!({ "type": "object", "properties": { "x": { "const": 1 } }, "required": ["x"], "additionalProperties": false });
+    let mut tools = json!([tool("w", schema)]);
+    let expected = [("w".to_string(), json!({ "x": 1 }))];
+    assert_eq!(calls(&choice(&server, json!({ "tools": tools }))["message"]), [("w".to_string(), json!({ "y": 2 }))]);
+    let forced = choice(&server, json!({ "tools": tools, "tool_choice": "required", "max_tokens": 250 }));
+    assert_eq!(calls(&forced["message"]), expected, "{forced}");
+    tools[0]["function"]["strict"] = json!(true);
+    let strict = choice(&server, json!({ "tools": tools, "max_tokens": 250 }));
+    assert_eq!(
+        (calls(&strict["message"]), &strict["message"]["content"]),
+        (expected.to_vec(), &Value::Null),
+        "{strict}"
+    );
+}
+
+/// A server of a model that answers with `script` in a form of Mistral, whose tokens are special ones.
+fn answers_of_mistral(script: &[&str], template: &str) -> Server {
+    let script: Vec<&[u8]> = script.iter().map(|token| token.as_bytes()).collect();
+    answers_bytes(&script, template, |_, tokenizer| {
+        tokenizer["additional_special_tokens"] = json!(["[TOOL_CALLS]", "[ARGS]", "[THINK]"]);
+    })
+}
+
+#[test]
+fn calls_of_mistral_are_lists_or_names() {
+    let tools = json!([tool("w", json!({})), tool("v", json!({}))]);
+    let list = [
+        "I look.",
+        "[TOOL_CALLS]",
+        " [{\"name\": \"w\", ",
+        "\"arguments\": {\"x\": \"}]\"}}, ",
+        "{\"name\": \"v\", \"arguments\": {}}]",
+    ];
+    let names = ["I look.", "[TOOL_CALLS]", "w", "[ARGS]", "{\"x\": ", "\"}]\"}"];
+    let first = ("w".to_string(), json!({ "x": "}]" }));
+    for (script, template, expected) in [
+        (&list[..], MISTRAL[0], vec![first.clone(), ("v".to_string(), json!({}))]),
+        (&names[..], MISTRAL[1], vec![first.clone()]),
+    ] {
+        let server = answers_of_mistral(script, template);
+        let whole = choice(&server, json!({ "tools": tools }));
+        let message = &whole["message"];
+        assert_eq!((calls(message), &message["content"]), (expected.clone(), &json!("I look.")), "{whole}");
+        assert_eq!(whole["finish_reason"], "tool_calls");
+        let stream = streamed(&post(server.address, CHAT, &ask(json!({ "tools": tools, "stream": true }))));
+        assert_eq!((calls(&stream), &stream["content"]), (expected, &json!("I look.")));
+        let one = choice(&server, json!({ "tools": tools, "parallel_tool_calls": false }));
+        assert_eq!(calls(&one["message"]), std::slice::from_ref(&first));
+        let cut = choice(&server, json!({ "tools": tools, "max_tokens": 4 }));
+        assert_eq!((calls(&cut["message"]).len(), &cut["finish_reason"]), (0, &json!("length")));
+        // The message goes back as it came, and so do ids of other servers.
+        let id = message["tool_calls"][0]["id"].as_str().unwrap();
+        assert!(id.len() == 9 && id.bytes().all(|byte| byte.is_ascii_alphanumeric()), "{id}");
+        let call = json!({ "id": "call_0123456789abcdef", "type": "function", "function": { "name": "w", "arguments": "{}" } });
+        for called in [message.clone(), json!({ "role": "assistant", "content": "", "tool_calls": [call] })] {
+            let result = json!({ "role": "tool", "tool_call_id": called["tool_calls"][0]["id"], "content": "9" });
+            let history = json!([{ "role": "user", "content": "Hi" }, called, result]);
+            choice(&server, json!({ "messages": history, "tools": tools, "max_tokens": 1 }));
+        }
+    }
+}
+
+#[test]
+fn calls_of_mistral_follow_a_schema_that_is_asked_for() {
+    let schema = json!({ "type": "object", "properties": { "x": { "const": 1 } }, "required": ["x"], "additionalProperties": false });
+    let mut tools = json!([tool("w", schema)]);
+    let list = ["[TOOL_CALLS]", "[{\"name\": \"w\", ", "\"arguments\": ", "{\"y\"", ": 2}", "}]"];
+    let names = ["[TOOL_CALLS]", "w", "[ARGS]", "{\"y\"", ": 2}"];
+    let expected = [("w".to_string(), json!({ "x": 1 }))];
+    for (script, template) in [(&list[..], MISTRAL[0]), (&names[..], MISTRAL[1])] {
+        let server = answers_of_mistral(script, template);
+        tools[0]["function"]["strict"] = json!(false);
+        assert_eq!(
+            calls(&choice(&server, json!({ "tools": tools }))["message"]),
+            [("w".to_string(), json!({ "y": 2 }))]
+        );
+        let forced =
+            json!({ "tools": tools, "tool_choice": "required", "parallel_tool_calls": false, "max_tokens": 250 });
+        assert_eq!(calls(&choice(&server, forced)["message"]), expected);
+        tools[0]["function"]["strict"] = json!(true);
+        let strict = choice(&server, json!({ "tools": tools, "parallel_tool_calls": false, "max_tokens": 250 }));
+        assert_eq!(calls(&strict["message"]), expected, "{strict}");
+    }
 }
 
 #[test]

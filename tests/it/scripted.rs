@@ -24,6 +24,21 @@ pub const XML_TOOLS: &str = "{% for t in tools or [] %}{{ t | tojson }}\n{% endf
     {{ value | tojson if value is mapping or (value is sequence and value is not string) else value | string }}\n</parameter>\n\
     {% endfor %}</function>\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}\
     {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+/// Writes channels and calls as gpt-oss does.
+pub const CHANNELS: &str = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}{% for m in messages %}{% if m.tool_calls %}\
+    {% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}\
+    <|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary json<|message|>\
+    {{ m.tool_calls[0].function.arguments | tojson }}<|call|>\
+    {% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}\
+    {% if add_generation_prompt %}<|start|>assistant\n{% endif %}";
+/// Writes calls as templates of Mistral do, as a list or by their names.
+pub const MISTRAL: [&str; 2] = [
+    "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}{% for m in messages %}{{ m.content }}{% if m.tool_calls %}[TOOL_CALLS] [\
+     {% for c in m.tool_calls %}{% if c.id|length != 9 %}{{ raise_exception('length 9') }}{% endif %}{{ (c.function | tojson)[:-1] }}, \
+     \"id\": \"{{ c.id }}\"}{% if not loop.last %}, {% endif %}{% endfor %}]</s>{% endif %}{{ '\n' }}{% endfor %}",
+    "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}\
+     [TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}{{ '\n' }}{% endfor %}",
+];
 const SPECIAL: [&str; 3] = ["<|end|>", "<|im_start|>", "<|im_end|>"];
 pub const END: u32 = 258;
 

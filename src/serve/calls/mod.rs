@@ -1,8 +1,10 @@
 //! Owns the forms in which texts call functions: reading calls, and the grammar of a text that has to call one.
 //!
-//! A form is a file here: `object` (Hermes, Llama 3) and `xml` (Qwen3-Coder, Qwen3.5). [`step`] takes the next call off a text, and [`lark`] writes
+//! A form is a file here: `object` (Hermes, Llama 3), `xml` (Qwen3-Coder, Qwen3.5), `harmony` (gpt-oss) and `mistral`. [`step`] takes the next call off a text, and [`lark`] writes
 //! a grammar whose texts [`step`] reads back exactly.
 
+pub mod harmony;
+mod mistral;
 mod object;
 mod values;
 mod xml;
@@ -28,8 +30,13 @@ pub struct Call {
 }
 
 impl Call {
-    pub fn new(name: String, arguments: String) -> Call {
-        Call { id: format!("call_{:016x}", fresh_seed()), name, arguments }
+    pub fn new(form: CallForm, name: String, arguments: String) -> Call {
+        let id = match form {
+            // Mistral's templates refuse other ids than those of nine letters and digits.
+            CallForm::Mistral { .. } => format!("{:09x}", fresh_seed() >> 28),
+            _ => format!("call_{:016x}", fresh_seed()),
+        };
+        Call { id, name, arguments }
     }
 
     /// The call in the form of replies.
@@ -78,8 +85,9 @@ pub enum Step {
 pub fn tags(form: CallForm) -> &'static [&'static str] {
     match form {
         CallForm::Hermes => &[CALL_BEGIN],
-        CallForm::Llama3 => &[],
+        CallForm::Llama3 | CallForm::Channels(_) => &[],
         CallForm::Xml => &[CALL_BEGIN, xml::FUNCTION],
+        CallForm::Mistral { .. } => &[mistral::CALLS],
     }
 }
 
@@ -89,15 +97,23 @@ pub fn step(form: CallForm, text: &str, functions: &[Function], ended: Option<En
         CallForm::Hermes => object::tagged(text, functions, ended),
         CallForm::Llama3 => object::whole(text, functions, ended),
         CallForm::Xml => xml::step(text, functions, ended),
+        CallForm::Mistral { .. } => mistral::step(text, functions, ended),
+        // Its messages are read by `harmony::step`.
+        CallForm::Channels(_) => Step::Text(text.len()),
     }
 }
 
 /// Whether a text may have several calls.
 pub fn has_several(form: CallForm) -> bool {
     match form {
-        CallForm::Hermes | CallForm::Xml => true,
-        CallForm::Llama3 => false,
+        CallForm::Hermes | CallForm::Xml | CallForm::Mistral { .. } => true,
+        CallForm::Llama3 | CallForm::Channels(_) => false,
     }
+}
+
+/// Whether a text ends with its first call. A message of channels ends with its call, and its text does.
+pub fn is_single(form: CallForm, parallel: bool) -> bool {
+    matches!(form, CallForm::Channels(_)) || (has_several(form) && !parallel)
 }
 
 /// A function that a grammar allows.
@@ -127,6 +143,13 @@ pub fn lark(
             (in_tags("", free, many), rules)
         }
         CallForm::Xml => (in_tags(xml::FUNCTION, free, many), each(functions, |of| xml::rules(of, &begin))?),
+        CallForm::Channels(channels) => {
+            (harmony::start(channels, free), each(functions, |of| harmony::rules(channels, of, free))?)
+        }
+        CallForm::Mistral { calls, arguments } => {
+            let start = mistral::start(calls, arguments, free, many);
+            (start, each(functions, |of| mistral::rules(arguments, of))?)
+        }
         CallForm::Llama3 => {
             let start = if free { object::FREE } else { "start: call\n" };
             (start.to_string(), each(functions, |of| object::rules(of, "", "parameters", ""))?)
@@ -175,11 +198,20 @@ mod tests {
     use crate::grammar::{Grammar, Source, Vocabulary};
     use crate::random::Random;
 
+    use crate::serve::reader::{Piece, Reader, Sought, SoughtCalls};
+    use crate::tokenizer::Channels;
+
     const END: u32 = 256;
+    const LISTS: CallForm = CallForm::Mistral { calls: 262, arguments: None };
+    const NAMES: CallForm = CallForm::Mistral { calls: 262, arguments: Some(263) };
+    const CHANNELS: Channels = Channels { start: 257, channel: 258, constrain: 259, message: 260, end: 261 };
+    /// The special tokens after [`END`].
+    const MARKS: [&str; 7] =
+        ["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "[TOOL_CALLS]", "[ARGS]"];
 
     fn compiled(lark: String) -> Grammar {
         let mut tokens: Vec<Vec<u8>> = (0..=u8::MAX).map(|byte| vec![byte]).collect();
-        tokens.resize(END as usize + 1, vec![]);
+        tokens.resize(END as usize + 1 + MARKS.len(), vec![]);
         Vocabulary::new(&tokens, &[END]).unwrap().compile(&Source::Lark(lark)).unwrap()
     }
 
@@ -188,9 +220,13 @@ mod tests {
         let (mut guide, mut text) = (grammar.begin(), vec![]);
         for _ in 0..2000 {
             let allowed = guide.allowed().unwrap();
-            let ids: Vec<u32> = (0..=END).filter(|id| allowed.contains(*id)).collect();
+            let ids: Vec<u32> = (0..=END + MARKS.len() as u32).filter(|id| allowed.contains(*id)).collect();
             let id = ids[random.below(ids.len())];
-            text.extend(u8::try_from(id));
+            match u8::try_from(id) {
+                Ok(byte) => text.push(byte),
+                Err(_) if id > END => text.extend(MARKS[(id - END - 1) as usize].bytes()),
+                Err(_) => {}
+            }
             if guide.push(id).unwrap() {
                 return String::from_utf8(text).unwrap();
             }
@@ -209,18 +245,21 @@ mod tests {
                 "m": { "type": "number", "enum": [1.5, 2] },
             }, "$defs": { "c": { "type": "string", "const": "c" } } });
         let text = schema.to_string();
-        let functions = [Function::new("look".to_string(), schema.as_object())];
+        let functions = std::sync::Arc::new(vec![Function::new("look".to_string(), schema.as_object())]);
         let mut random = Random::new(5);
-        for form in [CallForm::Hermes, CallForm::Xml] {
+        for form in [CallForm::Hermes, CallForm::Xml, CallForm::Channels(CHANNELS), LISTS, NAMES] {
             let allowed = [Allowed { at: 0, name: "look", schema: Some(&text) }];
             let grammar = compiled(lark(form, &allowed, false, false).unwrap());
             for _ in 0..40 {
                 let text = drawn(&grammar, &mut random);
-                let Step::Calls { length, calls } = step(form, &text, &functions, Some(Ended::Complete)) else {
-                    panic!("{text}")
-                };
-                assert_eq!((length, calls.len(), &*calls[0].0), (text.len(), 1, "look"), "{text}");
-                let value: Value = serde_json::from_str(&calls[0].1).unwrap();
+                let calls = SoughtCalls { form, functions: functions.clone(), named: false, single: false };
+                let channels = matches!(form, CallForm::Channels(_));
+                let mut reader = Reader::new(Sought { reasoning: false, thinks: false, channels, calls: Some(calls) });
+                let mut pieces = reader.push(&text);
+                pieces.extend(reader.finish("stop"));
+                let [Piece::Call(Call { name, arguments, .. })] = &*pieces else { panic!("{text}: {pieces:?}") };
+                assert_eq!(name, "look");
+                let value: Value = serde_json::from_str(arguments).unwrap();
                 assert!(value["s"].as_str().unwrap().chars().count() <= 4, "{text}");
                 assert!(["red", "5", "</tool_call>"].contains(&value["e"].as_str().unwrap()), "{text}");
                 assert!(value["n"].is_string() || (3..=20).contains(&value["n"].as_i64().unwrap()), "{text}");
