@@ -570,31 +570,32 @@ impl Builder<'_> {
     /// `residual += scale * norm?(W norm?(x))`: one matvec, or a matvec and a sum where the branch is normalised before it is added.
     fn project_and_add(&mut self, name: &str, site: Site, branch: Branch<'_>, post: Option<&Norm>, sum: Sum) {
         let Branch { x, norm, linear, scale: _ } = branch;
-        let Sum { residual, out, scale, hidden } = sum;
-        let blocks = Cols::blocks(UNIT_ROWS, hidden);
-        let update = self.update(residual, blocks);
-        match post {
-            None => {
-                let mut outputs = vec![update];
-                outputs.extend(out.map(|out| self.write(Role::Out, out, blocks)));
-                self.matvec(
-                    name,
-                    Some(site),
-                    x,
-                    norm,
-                    &[linear],
-                    Epilogue::Residual { scale },
-                    Second::Axis(1),
-                    outputs,
-                );
-            }
-            Some(post) => {
-                let y = self.exchange(&format!("{name}.y"), hidden);
-                let outputs = vec![self.write(Role::Out, y, blocks)];
-                self.matvec(name, Some(site), x, norm, &[linear], Epilogue::Store, Second::Axis(1), outputs);
-                self.norm_and_add(name, site, y, post, &sum);
-            }
+        let (outputs, normed) = self.branch_end(name, post, &sum);
+        let one = Second::Axis(1);
+        self.matvec(name, Some(site), x, norm, &[linear], branch_epilogue(post, sum.scale), one, outputs);
+        if let Some((norm, y)) = normed {
+            self.norm_and_add(name, site, y, norm, &sum);
         }
+    }
+
+    /// What the last op `name` of a branch writes: it adds to the residual, or stores what `post` normalises, which is returned with it.
+    fn branch_end<'n>(
+        &mut self,
+        name: &str,
+        post: Option<&'n Norm>,
+        sum: &Sum,
+    ) -> (Vec<Operand>, Option<(&'n Norm, BufferId)>) {
+        let Sum { residual, out, scale: _, hidden } = *sum;
+        let blocks = Cols::blocks(UNIT_ROWS, hidden);
+        let normed = post.map(|norm| (norm, self.exchange(&format!("{name}.y"), hidden)));
+        let written = match normed {
+            Some((_, y)) => vec![self.write(Role::Out, y, blocks)],
+            None => {
+                let added = [self.update(residual, blocks)];
+                added.into_iter().chain(out.map(|out| self.write(Role::Out, out, blocks))).collect()
+            }
+        };
+        (written, normed)
     }
 
     /// `residual += scale * norm(y)`
@@ -817,6 +818,11 @@ const BALANCED_SMS: u32 = 132;
 fn stored(linears: &[&Linear]) -> MatVec {
     let (rows, k) = linears.first().map_or((0, 0), |linear| (linear.rows, linear.cols));
     MatVec { rows, k, slots: 1, norm: None, own_input: false, epilogue: Epilogue::Store, unit_rows: UNIT_ROWS }
+}
+
+/// The epilogue of the product that ends a branch.
+fn branch_epilogue(post: Option<&Norm>, scale: f32) -> Epilogue {
+    if post.is_some() { Epilogue::Store } else { Epilogue::Residual { scale } }
 }
 
 /// Rows of the units of a matvec: the largest number, from `least` on, that makes the longest share among [`BALANCED_SMS`] shortest.

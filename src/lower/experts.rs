@@ -1,10 +1,10 @@
 //! Layers with experts: scores, the choice, the products of the chosen experts, and their sum.
 
-use super::{Builder, Sum, constant, format_of, stored, unit_rows};
+use super::{Builder, Sum, branch_epilogue, constant, format_of, stored, unit_rows};
 use crate::candidate::Infeasible;
 use crate::dtype::DType;
 use crate::ir::layout::SPAN_BYTES;
-use crate::ir::op::{Access, Combine, Epilogue, MatVec, Op, Role, Route, SLOTS_MAX, UNIT_ROWS};
+use crate::ir::op::{Combine, Epilogue, Op, Role, Route, SLOTS_MAX, UNIT_ROWS};
 use crate::ir::program::{Cols, LayerOp, Operand, Second, Site, Space};
 use crate::ir::table::{Holds, Table, TableHome};
 use crate::ir::{BufferId, TableId};
@@ -186,13 +186,13 @@ impl Builder<'_> {
     fn sums_slots(&self, downs: &[&Linear], slots: u32) -> bool {
         let Some(down) = downs.first() else { return false };
         let format = format_of(self.graph, downs, self.program.precision);
-        let op = MatVec { slots, ..stored(downs) };
-        let unit = unit_rows(&MatVec { slots: 1, ..op }, format, self.program.precision, self.candidate.unit_rows);
+        let op = stored(downs);
+        let unit = unit_rows(&op, format, self.program.precision, self.candidate.unit_rows);
         // On a CPU, whose SMs are one warp, a hop costs nothing, and a row has the bits that it has in a step of several.
         self.program.rows == 1
             && self.candidate.consumer_warps > 1
             && (2..=SLOTS_MAX).contains(&slots)
-            && op.inputs() <= INPUTS_MAX
+            && slots * op.k <= INPUTS_MAX
             && down.cols.is_multiple_of(format.granule_k())
             && unit == UNIT_ROWS
             && !format.row_scales
@@ -201,28 +201,20 @@ impl Builder<'_> {
 
     /// The products of all slots with the matrices of their experts, added up, for inputs that their shares have multiplied.
     fn down_of_slots(&mut self, l: usize, layer: &Layer, downs: &[&Linear], act: BufferId, choice: &Choice, sum: &Sum) {
-        let Sum { residual, out, scale, hidden } = *sum;
         let Choice { table, choices, slots, .. } = *choice;
         let (name, site) = (format!("down.{l}"), Site::of_layer(LayerOp::Down, l));
         let post = layer.mlp_post_norm.as_ref();
-        let epilogue = if post.is_some() { Epilogue::Store } else { Epilogue::Residual { scale } };
+        let epilogue = branch_epilogue(post, sum.scale);
         let (mut op, held) = self.product(&name, None, downs, epilogue, Some((table, downs.len() as u32)));
         op.slots = slots;
-        let blocks = Cols::blocks(UNIT_ROWS, hidden);
         let mut operands = vec![self.read(Role::X, act, Cols::all(op.inputs()))];
         operands.extend(held);
         operands.push(self.read(Role::Choices, choices, Cols::all(slots)));
-        let branch = post.map(|norm| (norm, self.exchange(&format!("{name}.y"), hidden)));
-        match branch {
-            None => {
-                operands.push(self.update(residual, blocks));
-                operands.extend(out.map(|out| self.write(Role::Out, out, blocks)));
-            }
-            Some((_, y)) => operands.push(self.write(Role::Out, y, blocks)),
-        }
+        let (written, normed) = self.branch_end(&name, post, sum);
+        operands.extend(written);
         let units = op.units();
         self.grid(&name, Some(site), Op::MatVec(op), units, Second::Axis(1), operands);
-        if let Some((norm, y)) = branch {
+        if let Some((norm, y)) = normed {
             self.norm_and_add(&name, site, y, norm, sum);
         }
     }
@@ -258,7 +250,7 @@ impl Builder<'_> {
         y: BufferId,
         sum: &Sum,
     ) {
-        let Sum { residual, out, scale, hidden } = *sum;
+        let Sum { scale, hidden, .. } = *sum;
         let post = layer.mlp_post_norm.as_ref();
         let op = Combine {
             width: hidden,
@@ -271,21 +263,13 @@ impl Builder<'_> {
         let mut operands: Vec<Operand> = (0..op.inputs()).map(|slot| self.read(Role::X, y, of_slot(slot))).collect();
         operands.push(self.read(Role::Shares, choice.shares, Cols::all(choice.slots)));
         operands.extend(gate);
-        let blocks = Cols::blocks(UNIT_ROWS, hidden);
         let site = Site::of_layer(LayerOp::Down, l);
         let (name, n, one) = (format!("combine.{l}"), hidden.div_ceil(UNIT_ROWS), Second::Axis(1));
-        match post {
-            None => {
-                operands.push(Operand { access: Access::Update, ..self.read(Role::Residual, residual, blocks) });
-                operands.extend(out.map(|out| self.write(Role::Out, out, blocks)));
-                self.grid(&name, Some(site), Op::Combine(op), n, one, operands);
-            }
-            Some(norm) => {
-                let branch = self.exchange(&format!("combine.{l}.y"), hidden);
-                operands.push(self.write(Role::Out, branch, blocks));
-                self.grid(&name, Some(site), Op::Combine(op), n, one, operands);
-                self.norm_and_add(&name, site, branch, norm, sum);
-            }
+        let (written, normed) = self.branch_end(&name, post, sum);
+        operands.extend(written);
+        self.grid(&name, Some(site), Op::Combine(op), n, one, operands);
+        if let Some((norm, y)) = normed {
+            self.norm_and_add(&name, site, y, norm, sum);
         }
     }
 }
