@@ -13,7 +13,9 @@ use crate::ir::layout::{
 };
 use crate::ir::op::{Access, Attention, Epilogue, HISTORY_ALIGN, MatVec, Op, Role, UNIT_ROWS};
 use crate::ir::program::{Grid, LayerOp, Operand, Program, Rows, Second, Site, Space};
-use crate::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, Schedule, Scope, Source, Task, Wait};
+use crate::ir::schedule::{
+    Event, Machine, Mechanism, Regime, Ring, Run, Schedule, Scope, Source, Task, Wait, queue_max,
+};
 use crate::ir::variant::{
     AttentionVariant, LANES, MatVecVariant, POLL_BATCH, PassLimits, REDUCE_BATCH_MAX, RegisterTiling, Variant,
     granule_pairs, kernel_refuses, lanes_of_rows, rows_on_tensor_cores, rows_pass_max, warps_per_head_rule,
@@ -43,9 +45,8 @@ pub fn schedule(program: Program, target: &Target, candidate: &Candidate) -> Res
     if split {
         regimes.push(tasks(&program, target, candidate, &weights, candidate.split_from, true)?);
     }
-    let queue_max = regimes.iter().flat_map(|r| &r.queues).map(Vec::len).max().unwrap_or(0) as u32;
     let variants = attention_variants(&program, target, candidate)?;
-    let machine = machine(&program, &variants, target, candidate, queue_max)?;
+    let machine = machine(&program, &variants, target, candidate, queue_max(&regimes) as u32)?;
     let placement = placement(&program);
     let mut schedule = Schedule { program, machine, variants, placement, regimes };
     check_memory(&schedule, target)?;

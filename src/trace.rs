@@ -374,7 +374,7 @@ mod tests {
     /// Stamps of a launch in which the parts of every task take the times of `parts`, and a gap of 7 ns follows.
     fn stamped(schedule: &Schedule, position: u32, steps: u32, parts: [u64; 4]) -> (Vec<u64>, usize) {
         let sms = schedule.machine.sms as usize;
-        let tasks_max = schedule.regimes.iter().flat_map(|r| &r.queues).map(Vec::len).max().unwrap();
+        let tasks_max = schedule.queue_max();
         let mut words = vec![0; steps as usize * sms * tasks_max * STAMP_WORDS];
         for sm in 0..sms {
             let mut clock = 1_000_000;

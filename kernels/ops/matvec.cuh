@@ -506,7 +506,7 @@ struct MatVec {
       stream.read(c, 0, b);
       scales = row_scales(c, ends, 0, min(M::REDUCE_BATCH, units));
     }
-    // Asked for here, and waited for behind the products.
+    // Asked for here. The products come first, then the wait.
     u64 share = 0;
     if constexpr (WEIGHED) peek(c.p.exchange + e.aux, true, share);
     c.stamp(1);

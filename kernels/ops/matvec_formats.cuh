@@ -214,24 +214,14 @@ __device__ __forceinline__ uint4 made_here(uint4 v) {
 #endif
   return v;
 }
-__device__ __forceinline__ int made_here(int v) {
-#ifdef __CUDA_ARCH__
-  asm volatile("" : "+r"(v));
-#endif
-  return v;
-}
 __device__ __forceinline__ u32 made_here(u32 v) {
 #ifdef __CUDA_ARCH__
   asm volatile("" : "+r"(v));
 #endif
   return v;
 }
-__device__ __forceinline__ float made_here(float v) {
-#ifdef __CUDA_ARCH__
-  asm volatile("" : "+f"(v));
-#endif
-  return v;
-}
+__device__ __forceinline__ int made_here(int v) { return int(made_here(u32(v))); }
+__device__ __forceinline__ float made_here(float v) { return __uint_as_float(made_here(__float_as_uint(v))); }
 
 // Whether groups have minima: a configuration has the member only then. `scale * value + minimum` is a weight: the minimum, too, comes in by
 // the sum of x of its group.

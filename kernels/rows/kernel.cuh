@@ -29,11 +29,7 @@ __device__ __forceinline__ void consume_rows(const RowsParams& p) {
       c.task++;
       if (i == 0 && uniform(c.state().stop)) {
         // Block 0 still reports the tokens that ended the rows: that is the next task of its queue.
-        c.in_step = 1;
-        if (c.sm() == 0) {
-          queue.advance(c, 1, op);
-          D::select_and_report(c, queue.entry(c, 1));
-        }
+        if (c.sm() == 0) select_and_report<M, D>(c, queue, 1);
         queue.end();
         return;
       }
@@ -44,10 +40,7 @@ __device__ __forceinline__ void consume_rows(const RowsParams& p) {
   // Block 0 selects and reports once more, so that the host gets the tokens that follow the last step.
   if (c.sm() == 0)
     for (u32 i = 0; i < 2; i++) {
-      u32 op;
-      c.in_step = int(i);
-      queue.advance(c, i, op);
-      D::select_and_report(c, queue.entry(c, i));
+      select_and_report<M, D>(c, queue, i);
       c.task++;
     }
   queue.end();

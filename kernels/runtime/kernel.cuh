@@ -1,10 +1,10 @@
 // The persistent loop: warp roles, the queue of each step, the end of a launch. The dispatch over ops is generated.
 #pragma once
 
-// All consumers copy this block's queue, in the regime of `position`, to shared memory. Returns its number of tasks.
+// All consumers copy this block's queue, in the regime of the position, to shared memory. Returns its number of tasks.
 template <class M>
-__device__ __forceinline__ u32 load_queue(const Context<M>& c, u32 position) {
-  const u32 queue = (position >= M::SPLIT_FROM ? M::SMS : 0) + blockIdx.x;
+__device__ __forceinline__ u32 load_queue(const Context<M>& c) {
+  const u32 queue = (c.position >= M::SPLIT_FROM ? M::SMS : 0) + blockIdx.x;
   const u32 first = c.p.entry_index[queue], count = uniform(c.p.entry_index[queue + 1] - first);
   const uint4* from = reinterpret_cast<const uint4*>(c.p.entries + first);
   uint4* to = reinterpret_cast<uint4*>(c.queue());
@@ -20,7 +20,7 @@ struct Queue {
   u32 count = 0; // tasks of a step
   // In the regime of the position. `shorter`: of each block, how many entries a step has if not all; or null.
   __device__ __forceinline__ void load(const Context<M>& c, const uint2* shorter = nullptr) {
-    count = load_queue(c, c.position);
+    count = load_queue(c);
     if (shorter) count = uniform(shorter[blockIdx.x].x);
   }
   // That of the running task, number `i` of its step.
@@ -77,6 +77,15 @@ struct Queue<M, true> {
   __device__ __forceinline__ void end() const { await_copies(); }
 };
 
+// Runs task `i` of a step that the launch does not have, for what the host gets from it alone.
+template <class M, class D>
+__device__ __forceinline__ void select_and_report(Context<M>& c, const Queue<M>& queue, u32 i) {
+  u32 op = 0;
+  c.in_step = int(i);
+  queue.advance(c, i, op);
+  D::select_and_report(c, queue.entry(c, i));
+}
+
 // D::run(context, op, entry) executes one task.
 template <class M, class D>
 __device__ __forceinline__ void consume(const Params& p) {
@@ -106,11 +115,7 @@ __device__ __forceinline__ void consume(const Params& p) {
       c.task++;
       if (i == 0 && uniform(c.state().stop)) {
         // Block 0 still reports the token that ended the sequence: that is the next task of its queue.
-        c.in_step = 1;
-        if (c.sm() == 0) {
-          queue.advance(c, 1, op);
-          D::select_and_report(c, queue.entry(c, 1));
-        }
+        if (c.sm() == 0) select_and_report<M, D>(c, queue, 1);
         queue.end();
         return;
       }
@@ -121,10 +126,7 @@ __device__ __forceinline__ void consume(const Params& p) {
   // Block 0 selects and reports once more, so that the host gets the token that follows the last step.
   if (c.sm() == 0)
     for (u32 i = 0; i < 2; i++) {
-      u32 op;
-      c.in_step = int(i);
-      queue.advance(c, i, op);
-      D::select_and_report(c, queue.entry(c, i));
+      select_and_report<M, D>(c, queue, i);
       c.task++;
     }
   queue.end();

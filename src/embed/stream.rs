@@ -11,8 +11,7 @@ use super::{Model, TextJob, Words};
 use crate::error::Fault;
 use crate::pipeline::TextPart;
 use crate::sample::{Decided, End, RequestSettings};
-use crate::tokenizer::Specials;
-use crate::tokenizer::{Stopped, certain};
+use crate::tokenizer::{Specials, Stopped, certain};
 
 /// A text to be continued.
 #[derive(Debug, Clone, PartialEq)]

@@ -110,6 +110,11 @@ pub struct SmemPart {
     pub bytes: u32,
 }
 
+/// Tasks of the longest queue.
+pub fn queue_max(regimes: &[Regime]) -> usize {
+    regimes.iter().flat_map(|regime| &regime.queues).map(Vec::len).max().unwrap_or(0)
+}
+
 /// The queues of one range of positions.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Regime {
@@ -311,7 +316,7 @@ impl Schedule {
 
     /// Tasks of the longest queue.
     pub fn queue_max(&self) -> usize {
-        self.regimes.iter().flat_map(|regime| &regime.queues).map(Vec::len).max().unwrap_or(0)
+        queue_max(&self.regimes)
     }
 
     /// Entries of its queue that a block has in shared memory at a time; `None`: all.

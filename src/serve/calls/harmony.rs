@@ -221,7 +221,7 @@ mod tests {
             (format!("{thought}<|channel|>final<|message|>Yes <b>.<|return|>"), vec![hm, ("answer", "Yes <b>.")]),
             (format!("{thought}{call}<|call|>"), vec![hm, look]),
             (format!("{thought}{call}"), vec![hm, look]),
-            // The forms that models and templates write beside it.
+            // Other forms, which models and templates also write.
             (call.replace("<|constrain|>", ""), vec![look]),
             (call.replace("functions.", ""), vec![look]),
             (" to=functions.look<|channel|>commentary json<|message|>{} <|call|>".to_string(), vec![("look", "{}")]),

@@ -349,7 +349,7 @@ enum Texts {
     },
 }
 
-/// The texts that a schema allows, beside its other kinds.
+/// The texts that a schema allows. What it allows of other kinds is left out.
 fn collect_texts(schema: &Value, root: &Map<String, Value>, depth: usize, into: &mut Vec<Texts>) -> Result<(), String> {
     const KNOWN: [&str; 10] =
         ["type", "enum", "const", "minLength", "maxLength", "pattern", "$ref", "anyOf", "oneOf", "allOf"];
@@ -456,7 +456,7 @@ fn searched(pattern: &str) -> Option<String> {
     Some(format!("{}({plain}){}", any(begins), any(ends)))
 }
 
-/// A schema without the texts that it allows beside other kinds.
+/// A schema that allows texts and values of other kinds, without the texts.
 fn without_texts(schema: &Value, root: &Map<String, Value>) -> Result<Map<String, Value>, String> {
     let mut members = schema.as_object().cloned().unwrap_or_default();
     if !values::kinds(schema, root).contains(&Kind::Text) {
