@@ -38,6 +38,8 @@ options = {
     "runs": "2",
     "save-result": str(folder / "result.md"),
     "emit-progress": str(progress),
+    # It counts no token without a visible text. Drawn by chance, one request of 570 has a special token among its 32.
+    "extra-body": "temperature=0",
 }
 sys.argv = ["llama-benchy", *(word for name, value in options.items() for word in (f"--{name}", value))]
 # The small model does not know the capital of France, for which the test of coherence asks.
