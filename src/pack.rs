@@ -129,10 +129,10 @@ pub fn pack_pieces<E: From<PackError>>(
 fn zeros(bytes: u64) -> Result<Vec<u8>, PackError> {
     let too_large = || PackError::Size { bytes };
     let length = usize::try_from(bytes).map_err(|_| too_large())?;
-    let mut zeros = vec![];
-    zeros.try_reserve_exact(length).map_err(|_| too_large())?;
-    zeros.resize(length, 0);
-    Ok(zeros)
+    // Asked for first, because `vec!` ends the process where there is no memory.
+    Vec::<u8>::new().try_reserve_exact(length).map_err(|_| too_large())?;
+    // Pages come from the system when they are first written, which the threads that fill them do at once.
+    Ok(vec![0; length])
 }
 
 /// What of a buffer lies in one piece.
