@@ -17,6 +17,7 @@ mod chunks;
 mod codes;
 mod decode;
 mod lanes;
+mod left;
 mod ragged;
 mod rows;
 mod shared;
@@ -31,6 +32,7 @@ pub use codes::{
     takes_from_device,
 };
 pub use decode::{check_decode, compare_decode};
+pub use left::{HostNorm, check_left};
 pub use ragged::{BothLogits, check_ragged};
 pub use rows::check_rows;
 pub use shared::{

@@ -233,6 +233,9 @@ impl<'a> Builder<'a> {
     /// Logits and arg-max pairs of what the layers left in `x`.
     fn end(mut self, x: BufferId, start: &Start) -> Program {
         let (graph, parts) = (self.graph, start.parts);
+        if graph.joined.is_some() {
+            self.join_left(x);
+        }
         let logits = self.write(Role::Logits, start.logits, Cols::blocks(UNIT_ROWS, graph.vocab));
         let pair = Cols { stride_j: 2, limit: 2 * parts, ..Cols::all(2) };
         let best = self.write(Role::Best, start.best, pair);

@@ -812,7 +812,7 @@ fn derive_events(program: &Program, r: &mut Regime, mechanism: Mechanism, target
     let bulk = target.spec.copy == CopyMechanism::Bulk;
     // Kernels access all packets at one scope.
     let scope = if target.devices > 1 { Scope::System } else { Scope::Device };
-    let mut known: BTreeMap<(BufferId, Option<u32>, u32, u32), EventId> = BTreeMap::new();
+    let mut known: BTreeMap<(BufferId, Option<u32>, u32, u32, bool), EventId> = BTreeMap::new();
     for t in 0..r.tasks.len() {
         let grid = &program.grids[r.tasks[t].grid.index()];
         for operand in &grid.operands {
@@ -824,7 +824,11 @@ fn derive_events(program: &Program, r: &mut Regime, mechanism: Mechanism, target
                 continue;
             }
             let (lo, hi, row) = (lo as u32, hi as u32, row_of(operand, &r.tasks[t]));
-            let event = *known.entry((operand.buffer, row, lo, hi)).or_insert_with(|| {
+            // The arg-max pairs end a step: the next one reads them, and their event orders all plain memory of this step.
+            let ends_step = operand.role == Role::Best;
+            // A draft reads what the step before left.
+            let carried = ends_step || matches!(grid.op, Op::Join { .. });
+            let event = *known.entry((operand.buffer, row, lo, hi, carried)).or_insert_with(|| {
                 let id = EventId::from(r.events.len());
                 let mut producers: Vec<TaskId> = vec![];
                 for (of, list) in &writers[operand.buffer.index()] {
@@ -836,8 +840,6 @@ fn derive_events(program: &Program, r: &mut Regime, mechanism: Mechanism, target
                 for &task in &producers {
                     r.tasks[task.index()].signals.push(id);
                 }
-                // The arg-max pairs end a step: the next one reads them, and their event orders all plain memory of this step.
-                let carried = operand.role == Role::Best;
                 r.events.push(Event {
                     buffer: operand.buffer,
                     row,
@@ -846,12 +848,12 @@ fn derive_events(program: &Program, r: &mut Regime, mechanism: Mechanism, target
                     count: producers.len() as u32,
                     mechanism: match mechanism {
                         _ if program.buffers[operand.buffer.index()].words => Mechanism::Words,
-                        Mechanism::Packets if carried => Mechanism::Fenced,
+                        Mechanism::Packets if ends_step => Mechanism::Fenced,
                         other => other,
                     },
                     scope,
                     carried,
-                    proxy: carried && bulk,
+                    proxy: ends_step && bulk,
                 });
                 id
             });

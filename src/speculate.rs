@@ -16,6 +16,19 @@
 
 use std::collections::HashMap;
 
+/// Where a launch on a device left what its last layer made of rows, before the final norm. The next launch of its kernel overwrites it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Left {
+    /// Device address of row 0, in words.
+    pub address: u64,
+    /// Rows from this one on.
+    pub first: u32,
+    pub count: u32,
+    /// Values of a row.
+    pub cols: u32,
+    pub value_bytes: usize,
+}
+
 /// Proposes the tokens that may come next: a lookup in the text, or a draft model.
 pub trait Draft {
     /// At most `most` tokens that may follow `sequence`, which is the prompt and all chosen tokens; none if there is no good guess.
@@ -31,6 +44,13 @@ pub trait Draft {
     /// that was computed again is shown again.
     fn see(&mut self, first: usize, rows: Vec<Vec<f32>>) {
         let _ = (first, rows);
+    }
+
+    /// As [`Draft::see`], of rows that are still where a kernel left them. The next call proposes, before that kernel is launched again. False: the
+    /// draft does not read them there, and they have to be shown.
+    fn see_in_place(&mut self, first: usize, left: Left) -> bool {
+        let _ = (first, left);
+        false
     }
 }
 
@@ -173,6 +193,16 @@ impl Speculation<'_> {
     /// As [`Draft::see`].
     pub fn see(&mut self, first: usize, rows: Vec<Vec<f32>>) {
         self.draft.see(first, rows);
+    }
+
+    /// As [`Draft::see_in_place`].
+    pub fn see_in_place(&mut self, first: usize, left: Left) -> bool {
+        self.draft.see_in_place(first, left)
+    }
+
+    /// Whether [`Speculation::propose`] asks the draft for tokens.
+    pub fn asks(&self, room: usize) -> bool {
+        self.most.min(room) > 0
     }
 
     /// Proposes at most `room` tokens that may follow `sequence`.

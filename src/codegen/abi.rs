@@ -180,12 +180,26 @@ kernel_struct! {
     GivenParams = "struct GivenParams : Params" {
         /// what every kernel gets
         params: Params as [],
-        /// [steps][HIDDEN] what a step reads in addition to its token
+        /// [steps][HIDDEN] what the first steps read in addition to their tokens; null: what a model left, with its norm
         given: u64 = "const float*",
+        /// words of rows that a batch kernel of the model left
+        left: u64 = "const u8*",
+        /// [HIDDEN] of the final norm of the model
+        norm_of_model: u64 = "const float*",
+        /// [HIDDEN] of that of the draft
+        norm: u64 = "const float*",
+        /// of the norm of the model
+        eps_of_model: f32,
+        /// of that of the draft
+        eps: f32,
+        /// row of `left` that the first step reads; the next step reads the next row
+        left_row: u32,
+        /// steps that are given something; later ones go on with what the step before left
+        given_steps: u32,
         /// positions that the text is ahead of the cache
         ahead: u32,
-        /// no meaning yet
-        reserved_of_given: u32,
+        /// no step chooses a token: all are in `prompt`
+        only_reads: u32,
     }
 }
 

@@ -399,6 +399,25 @@ impl Staging {
         Ok(())
     }
 
+    /// Copies `values` to `offset_bytes` of `buffer` in the order of the stream, and returns at once. What is larger than a half is waited for.
+    ///
+    /// # Errors
+    /// A range outside of the buffer; what the driver refuses.
+    pub fn queue<T: NoUninit>(
+        &mut self,
+        stream: &Stream,
+        buffer: &mut DeviceBuffer,
+        offset_bytes: u64,
+        values: &[T],
+    ) -> Result<(), DriverError> {
+        let bytes: &[u8] = bytemuck::cast_slice(values);
+        if bytes.len() > self.halves[0].host.bytes {
+            return self.upload(stream, buffer, offset_bytes, bytes);
+        }
+        let to = buffer.place(offset_bytes, bytes.len())?;
+        if bytes.is_empty() { Ok(()) } else { self.send(stream, to, bytes) }
+    }
+
     /// Queues one piece, not larger than a half, to a checked address.
     fn send(&mut self, stream: &Stream, to: CUdeviceptr, piece: &[u8]) -> Result<(), DriverError> {
         let half = &mut self.halves[self.next];

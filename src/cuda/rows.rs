@@ -17,6 +17,7 @@ use crate::codegen::emit::Trace;
 use crate::ir::BufferId;
 use crate::ir::layout::WORD_ROWS;
 use crate::rows::{Run, Shape, Tables, runs};
+use crate::speculate::Left;
 use std::collections::VecDeque;
 use std::iter;
 use std::sync::Arc;
@@ -209,6 +210,14 @@ pub trait RowLauncher {
     /// A kernel that does not keep it; what the driver refuses; a launch that was not finished.
     fn left(&self, _rows: usize) -> Result<Vec<Vec<f32>>, SessionError> {
         Err(SessionError::NothingLeft { row: 0 })
+    }
+
+    /// Where [`RowLauncher::left`] is on the device; `None`: on several devices, or nowhere.
+    ///
+    /// # Errors
+    /// A launch that was not finished.
+    fn left_in_place(&self, _rows: usize) -> Result<Option<Left>, SessionError> {
+        Ok(None)
     }
 
     /// Rows of a launch, from its first one on, of which [`RowLauncher::exchanged`] tells. A launch of more rows leaves others there.
@@ -436,8 +445,11 @@ impl RowsSession {
         Ok(())
     }
 
-    /// Uploads the tables of a launch to each device.
+    /// Uploads the tables of a launch to each device. Where no other one runs, the host waits for nothing.
     fn upload(&mut self, rows: &[Row], pages: &[u32]) -> Result<Vec<Placed>, SessionError> {
+        if self.flying.is_empty() && self.peers.is_empty() {
+            return Ok(vec![self.tables.queue(&self.kernel.watched.stream, rows, pages)?]);
+        }
         let mut placed = vec![self.tables.upload(rows, pages)?];
         for peer in &mut self.peers {
             placed.push(peer.tables.upload(rows, pages)?);
@@ -714,6 +726,23 @@ impl RowLauncher for RowsSession {
         let words = self.memory.read_words(&self.kernel.watched.stream, at, bytes as usize / 4)?;
         let of = &program.buffers[input.index()];
         values_of_words(&words, rows, of.cols as usize, of.dtype.bytes())
+    }
+
+    fn left_in_place(&self, rows: usize) -> Result<Option<Left>, SessionError> {
+        if !self.flying.is_empty() {
+            return Err(SessionError::NotFinished);
+        }
+        let program = &self.kernel.schedule.program;
+        let Some(input) = program.head_input().filter(|_| self.peers.is_empty()) else { return Ok(None) };
+        let found = words_of(&self.kernel.schedule, input, rows, self.tag.wrapping_sub(1));
+        let of = &program.buffers[input.index()];
+        Ok(found.map(|(at, _)| Left {
+            address: self.memory.exchange() + at,
+            first: 0,
+            count: rows as u32,
+            cols: of.cols,
+            value_bytes: of.dtype.bytes(),
+        }))
     }
 
     fn poison_logits(&mut self) -> Result<(), SessionError> {

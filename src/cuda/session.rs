@@ -2,13 +2,14 @@
 
 use super::driver::{Device, DriverError};
 use super::given::GivenRows;
+pub use super::given::{GivenWith, LeftNorm, left_of};
 use super::kernel::{Kernel, Watched, cache_or_own, first_buffer, poisoned, vocab};
-use super::memory::{DeviceBuffer, MappedBuffer};
+use super::memory::{DeviceBuffer, MappedBuffer, Staging};
 use super::peers::{CacheMap, Meeting, Peer, all_or_none, distances, together};
 use super::rows::choose_now;
 use super::sampler::{Asked, Next, SamplerSession};
 use super::states::StateRows;
-use super::stream::Stream;
+use super::stream::{Event, Stream};
 use crate::codegen::abi::{DevicesParams, EOS_MAX, PagedDevicesParams, PagedParams, Params, Queues};
 use crate::codegen::emit::Trace;
 use crate::error::Fault;
@@ -17,6 +18,7 @@ use crate::ir::op::Role;
 use crate::ir::{BufferId, EventId, SmId, TaskId};
 use crate::rows::{SequenceId, Shape};
 use crate::sample::Sampler;
+use crate::speculate::Left;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::iter;
@@ -177,6 +179,9 @@ fn timeout(steps: u32) -> Duration {
     Duration::from_millis(1000 + 10 * u64::from(steps))
 }
 
+/// Tokens of more bytes are waited for on their way to the device.
+const TOKENS_BYTES: usize = 4096;
+
 /// The last tag of a step: packets of zeros have tag 0, and the step after the last one is reported with a tag, too.
 const TAG_LAST: u32 = u32::MAX - 1;
 
@@ -188,6 +193,8 @@ pub struct Session {
     exchange: DeviceBuffer,
     logits: DeviceBuffer,
     prompt: DeviceBuffer,
+    /// Through it tokens go to the device.
+    staging: Staging,
     mailbox: MappedBuffer,
     best_packet: u64,
     best_cols: u32,
@@ -197,6 +204,8 @@ pub struct Session {
     tag: u32,
     /// The position a launch may continue at without arming the arg-max pairs again.
     next: Option<u32>,
+    /// The last step published arg-max pairs, with the tag before the next one.
+    is_armed: bool,
     steps_max: u32,
     vocab: u32,
     /// Set if the cache is a pool of pages.
@@ -206,6 +215,8 @@ pub struct Session {
     /// Of a cache without pages: what its snapshots need, and these once there is one.
     device: Option<Device>,
     snapshots: BTreeMap<usize, Snapshot>,
+    /// The end of copies of states that were not waited for.
+    copied: Option<Event>,
     /// Of a draft: what its steps are given.
     given: Option<GivenRows>,
     /// The first position of the last launch.
@@ -415,13 +426,14 @@ impl Session {
         let session = Session {
             mailbox: device.alloc_mapped(program.context_max as usize + 2)?,
             prompt: device.alloc(u64::from(program.context_max) * 4)?,
+            staging: device.staging(TOKENS_BYTES)?,
             best_packet: schedule.placement[best.index()].unwrap_or(0) / 8,
             best_cols: program.buffers[best.index()].cols,
             pages: match Shape::of(program) {
                 Some(shape) => Some(Pages::new(device, &shape)?),
                 None => None,
             },
-            given: GivenRows::of(device, program, steps_max)?,
+            given: GivenRows::of(device, stream, queues, steps_max)?,
             launched_from: 0,
             peers: vec![],
             cache_map: CacheMap::default(),
@@ -429,6 +441,7 @@ impl Session {
             states: has_state.then_some(StateAt::Before(0)),
             device: has_state.then(|| device.clone()),
             snapshots: BTreeMap::new(),
+            copied: None,
             cache,
             cache_bytes: tables.cache_bytes,
             exchange,
@@ -438,6 +451,7 @@ impl Session {
             choosing: Choosing::of(&Sampler::greedy()),
             tag: 1,
             next: None,
+            is_armed: false,
             steps_max,
             vocab,
             kernel,
@@ -470,7 +484,7 @@ impl Session {
     /// Tells every device the tokens from `position` on.
     fn set_prompt(&mut self, position: u32, tokens: &[u32]) -> Result<(), SessionError> {
         let at = u64::from(position) * 4;
-        self.prompt.upload(&self.kernel.watched.stream, at, tokens)?;
+        self.staging.queue(&self.kernel.watched.stream, &mut self.prompt, at, tokens)?;
         for peer in &mut self.peers {
             peer.prompt.upload(&peer.kernel.watched.stream, at, tokens)?;
         }
@@ -513,6 +527,67 @@ impl Session {
         self.go_on_with(position, tokens)
     }
 
+    /// Reads the tokens of a draft from `position` on, each with what it is given, and goes on with those that the kernel chooses: the token after the
+    /// last one, and `further` ones. Where no token is chosen, no weights of the head are read. The logits are those of the launch that chooses.
+    ///
+    /// # Errors
+    /// As [`Session::give`]; a launch that gave up.
+    pub fn propose(
+        &mut self,
+        position: u32,
+        tokens: &[u32],
+        given: &GivenWith<'_>,
+        further: u32,
+        with_logits: bool,
+    ) -> Result<Vec<u32>, SessionError> {
+        let (count, end) = (tokens.len() as u32, position + tokens.len() as u32);
+        if tokens.is_empty() || given.count() != tokens.len() {
+            return Err(SessionError::Given { expected: count, found: given.count() });
+        }
+        self.go_on_with(position, tokens)?;
+        let of = self.given.as_mut().ok_or(SessionError::Given { expected: 0, found: given.count() })?;
+        let mut reading = None;
+        let mut begins = position;
+        if count > 1 && of.only_read() {
+            given.give(of, position, 0..count as usize - 1)?;
+            reading = Some(self.launch(position, count - 1, false)?);
+            begins = end - 1;
+        }
+        let of = self.given.as_mut().ok_or(SessionError::Given { expected: 0, found: given.count() })?;
+        given.give(of, begins, (begins - position) as usize..count as usize)?;
+        let launched = self.launch(begins, end - begins + further, with_logits);
+        // Both are waited for, also if one was refused or gave up.
+        let read = reading.map(|timeout_ms| self.finish(timeout_ms)).transpose();
+        let chosen = launched.and_then(|timeout_ms| self.finish(timeout_ms));
+        read?;
+        chosen?;
+        (end..=end + further).map(|position| self.token(position)).collect()
+    }
+
+    /// Whether launches of [`Session::propose`] read the tokens before the last one without choosing any.
+    pub fn only_reads(&self) -> bool {
+        self.given.as_ref().is_some_and(GivenRows::can_only_read)
+    }
+
+    /// Lets the kernel of a draft go on with what its steps leave, by its own final norm, and read what the model left, by that of the model.
+    ///
+    /// # Errors
+    /// A kernel that is not that of a draft; norms of another width; what the driver refuses.
+    pub fn set_norms(&mut self, device: &Device, norms: &[LeftNorm; 2]) -> Result<(), SessionError> {
+        let given = self.given.as_mut().ok_or(SessionError::Given { expected: 0, found: 0 })?;
+        given.set_norms(device, &self.kernel.watched.stream, norms)
+    }
+
+    /// Whether steps that the host gives nothing go on with what the step before left.
+    pub fn goes_on(&self) -> bool {
+        self.given.as_ref().is_some_and(GivenRows::goes_on)
+    }
+
+    /// Whether [`Session::propose`] takes such rows.
+    pub fn reads_left(&self, left: &Left) -> bool {
+        self.given.as_ref().is_some_and(|given| given.reads(left))
+    }
+
     /// What the last layer left in the last step, before the final norm, `[hidden]`. `None`: every SM has it for itself.
     pub fn left(&self) -> Result<Option<Vec<f32>>, SessionError> {
         let input = self.kernel.schedule.program.head_input();
@@ -552,19 +627,52 @@ impl Session {
     /// # Errors
     /// Too little memory; what the driver refuses.
     pub fn keep_state(&mut self, slot: usize) -> Result<(), SessionError> {
+        self.save_state(slot)?;
+        self.await_copies()
+    }
+
+    /// As [`Session::keep_state`], and waits for nothing. What other kernels launch over the cache has to follow the event, if there is one.
+    ///
+    /// # Errors
+    /// As [`Session::keep_state`].
+    pub fn keep_state_soon(&mut self, slot: usize) -> Result<Option<&Event>, SessionError> {
+        self.save_state(slot)?;
+        self.copied()
+    }
+
+    fn save_state(&mut self, slot: usize) -> Result<(), SessionError> {
         let old = self.snapshots.remove(&slot);
         let (Some(StateAt::Before(position)), Some(device)) = (self.states, &self.device) else { return Ok(()) };
         let rows = StateRows::of(&self.kernel.schedule);
         let devices = iter::once(device).chain(device.others());
-        let alloc = || devices.map(|device| device.alloc(rows.bytes())).collect::<Result<Vec<_>, _>>();
+        let alloc = || devices.map(|device| device.alloc(rows.kept_bytes())).collect::<Result<Vec<_>, _>>();
         let memory = old.map_or_else(alloc, |old| Ok(old.memory))?;
-        // Another kernel over the same cache may be launched next, in a stream of its own.
         for ((device, stream), memory) in (0..).zip(self.streams()).zip(&memory) {
             rows.save(stream, self.cache.on(device), memory)?;
-            stream.synchronize()?;
         }
         self.snapshots.insert(slot, Snapshot { memory, before: position });
         Ok(())
+    }
+
+    /// Another kernel over the same cache may be launched next, in a stream of its own.
+    fn await_copies(&self) -> Result<(), SessionError> {
+        Ok(self.streams().into_iter().try_for_each(Stream::synchronize)?)
+    }
+
+    /// The end of the copies that were queued. Those of several devices are waited for.
+    fn copied(&mut self) -> Result<Option<&Event>, SessionError> {
+        if !self.peers.is_empty() {
+            self.await_copies()?;
+            return Ok(None);
+        }
+        let Some(device) = &self.device else { return Ok(None) };
+        if self.copied.is_none() {
+            self.copied = Some(device.event()?);
+        }
+        if let Some(copied) = &self.copied {
+            copied.record(&self.kernel.watched.stream)?;
+        }
+        Ok(self.copied.as_ref())
     }
 
     /// The position before which the state in a slot is; `None`: nothing was kept there.
@@ -577,6 +685,21 @@ impl Session {
     /// # Errors
     /// Nothing was kept there; what the driver refuses.
     pub fn go_back(&mut self, slot: usize) -> Result<u32, SessionError> {
+        let before = self.restore_state(slot)?;
+        self.await_copies()?;
+        Ok(before)
+    }
+
+    /// As [`Session::go_back`], and waits for nothing. What other kernels launch over the cache has to follow the event, if there is one.
+    ///
+    /// # Errors
+    /// As [`Session::go_back`].
+    pub fn go_back_soon(&mut self, slot: usize) -> Result<(u32, Option<&Event>), SessionError> {
+        let before = self.restore_state(slot)?;
+        Ok((before, self.copied()?))
+    }
+
+    fn restore_state(&mut self, slot: usize) -> Result<u32, SessionError> {
         let Some(Snapshot { memory, before }) = self.snapshots.get(&slot) else {
             return Err(SessionError::NoSnapshot { slot });
         };
@@ -584,7 +707,6 @@ impl Session {
         let rows = StateRows::of(&self.kernel.schedule);
         for ((device, stream), memory) in (0..).zip(self.streams()).zip(memory) {
             rows.restore(stream, self.cache.on(device), memory)?;
-            stream.synchronize()?;
         }
         (self.states, self.next) = (Some(StateAt::Before(*before)), None);
         Ok(*before)
@@ -666,7 +788,7 @@ impl Session {
         });
         // Devices of a launch that was abandoned may have stored packets of its tags.
         self.tag += steps;
-        (self.next, self.launched_from) = (None, position);
+        (self.next, self.launched_from, self.is_armed) = (None, position, false);
         self.states = self.states.map(|_| StateAt::Unknown);
         launched?;
         self.next = Some(position + steps);
@@ -783,7 +905,7 @@ impl Session {
         });
         self.tag += steps;
         // What the head decided is not what the sampler chose.
-        self.next = None;
+        (self.next, self.is_armed) = (None, false);
         launched?;
         Ok(timeout.as_millis() as u64)
     }
@@ -821,6 +943,7 @@ impl Session {
         let launched = Launched { device_us: finished?, decided: self.decided()? };
         // A step decides the token of its position and runs; after the last one another token is decided.
         let ran = launched.decided.saturating_sub(self.launched_from + 1);
+        self.is_armed = self.next == Some(self.launched_from + ran);
         self.states = self.states.map(|_| StateAt::Before(self.launched_from + ran));
         Ok(launched)
     }
@@ -917,18 +1040,21 @@ impl Session {
             // The kernel of another device does not follow in this stream.
             self.kernel.watched.stream.synchronize()?;
         }
-        (self.tag, self.next) = (1, None);
+        (self.tag, self.next, self.is_armed) = (1, None, false);
         Ok(())
     }
 
     /// Acts as if `steps` more steps had run, so that a test can reach 2^32 steps without waiting for them.
     pub fn age(&mut self, steps: u32) {
         self.tag = self.tag.saturating_add(steps).min(TAG_LAST);
-        self.next = None;
+        (self.next, self.is_armed) = (None, false);
     }
 
     /// Publishes arg-max pairs in place of the step before a fresh start. They are not used, but readers wait for them all the same.
     fn arm_best(&mut self) -> Result<(), SessionError> {
+        if self.is_armed {
+            return Ok(());
+        }
         let tag = self.tag - 1;
         if tag == 0 {
             // Memory of zeros has tag 0.

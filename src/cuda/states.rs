@@ -6,7 +6,7 @@
 use super::driver::DriverError;
 use super::memory::DeviceBuffer;
 use super::stream::Stream;
-use crate::ir::layout::constant_row_bytes;
+use crate::ir::layout::{PLACE_ALIGN_BYTES, constant_row_bytes};
 use crate::ir::program::Space;
 use crate::ir::schedule::Schedule;
 use crate::rows::StateCopy;
@@ -44,12 +44,12 @@ impl StateRows {
         Ok(())
     }
 
-    /// Queues the copy of the states of sequence 0, from the arena `cache` to `kept`, which has [`StateRows::bytes`].
+    /// Queues the copy of the states of sequence 0, from the arena `cache` to `kept`, which has [`StateRows::kept_bytes`].
     ///
     /// # Errors
     /// What the driver refuses.
     pub fn save(&self, stream: &Stream, cache: &DeviceBuffer, kept: &DeviceBuffer) -> Result<(), DriverError> {
-        self.packed().try_for_each(|(place, at, bytes)| kept.copy_shared(stream, place, cache, at, bytes))
+        self.packed().into_iter().try_for_each(|(place, at, bytes)| kept.copy_shared(stream, place, cache, at, bytes))
     }
 
     /// Queues the copy back.
@@ -57,14 +57,28 @@ impl StateRows {
     /// # Errors
     /// What the driver refuses.
     pub fn restore(&self, stream: &Stream, cache: &DeviceBuffer, kept: &DeviceBuffer) -> Result<(), DriverError> {
-        self.packed().try_for_each(|(place, at, bytes)| cache.copy_shared(stream, at, kept, place, bytes))
+        self.packed().into_iter().try_for_each(|(place, at, bytes)| cache.copy_shared(stream, at, kept, place, bytes))
     }
 
-    /// The place of each layer's state outside of the arena, one after another; its place in the arena, and its bytes.
-    fn packed(&self) -> impl Iterator<Item = (u64, u64, u64)> {
-        self.layers.iter().scan(0, |end, &(at, bytes)| {
-            let place = std::mem::replace(end, *end + bytes);
-            Some((place, at, bytes))
-        })
+    /// Bytes outside of the arena for the states of sequence 0: what lies between two that are copied as one has a place, too.
+    pub fn kept_bytes(&self) -> u64 {
+        self.packed().last().map_or(0, |(place, _, bytes)| place + bytes)
+    }
+
+    /// The place of each layer's state outside of the arena, one after another; its place in the arena, and its bytes. States that lie side by
+    /// side are one, with the unused bytes between them: each copy takes the host some microseconds. So few bytes are no state of another sequence.
+    fn packed(&self) -> Vec<(u64, u64, u64)> {
+        let mut packed: Vec<(u64, u64, u64)> = vec![];
+        for &(at, bytes) in &self.layers {
+            let place = packed.last().map_or(0, |(place, _, bytes)| place + bytes);
+            let is_adjacent = |&(_, before, length): &(u64, u64, u64)| {
+                at.checked_sub(before + length).is_some_and(|unused| unused < PLACE_ALIGN_BYTES.min(bytes))
+            };
+            match packed.last_mut().filter(|last| is_adjacent(last)) {
+                Some((_, before, length)) => *length = at + bytes - *before,
+                None => packed.push((place, at, bytes)),
+            }
+        }
+        packed
     }
 }

@@ -1,12 +1,14 @@
 //! Owns `LaunchTables`: where launches find their rows and pages on a device, so that the next tables arrive while a launch runs.
 
 use super::driver::{Device, DriverError};
-use super::memory::DeviceBuffer;
+use super::memory::{DeviceBuffer, Staging};
 use super::stream::Stream;
 use crate::codegen::abi::Row;
 
 /// Each part of the tables begins at a multiple of these bytes.
 const ALIGN: usize = 256;
+/// Tables of more bytes are waited for.
+const STAGED_BYTES: u64 = 64 << 10;
 /// Bytes between the counts of two kernels of a launch.
 const COUNT_BYTES: u64 = 16;
 
@@ -14,6 +16,8 @@ const COUNT_BYTES: u64 = 16;
 pub(super) struct LaunchTables {
     /// Copies while a kernel runs on another stream.
     copies: Stream,
+    /// Copies in the order of the launches.
+    staging: Staging,
     slots: [DeviceBuffer; 2],
     next: usize,
     /// Kernels of a launch that each have a count, which begins at zero.
@@ -52,6 +56,7 @@ impl LaunchTables {
         let slot = || device.alloc(counts + rows + (pages * 4).max(16));
         Ok(LaunchTables {
             copies: device.stream()?,
+            staging: device.staging((counts + rows + (pages * 4).max(16)).min(STAGED_BYTES) as usize)?,
             slots: [slot()?, slot()?],
             next: 0,
             counts: counts as usize,
@@ -64,17 +69,33 @@ impl LaunchTables {
     /// # Errors
     /// What the driver refuses.
     pub fn upload(&mut self, rows: &[Row], pages: &[u32]) -> Result<Placed, DriverError> {
+        let (slot, placed) = self.lay_out(rows, pages);
+        self.slots[slot].upload(&self.copies, 0, &self.bytes)?;
+        Ok(placed)
+    }
+
+    /// As [`LaunchTables::upload`], in the order of the stream of the launch; waits for nothing. No other launch is queued.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn queue(&mut self, stream: &Stream, rows: &[Row], pages: &[u32]) -> Result<Placed, DriverError> {
+        let (slot, placed) = self.lay_out(rows, pages);
+        self.staging.queue(stream, &mut self.slots[slot], 0, &self.bytes)?;
+        Ok(placed)
+    }
+
+    /// The bytes of the tables, in `bytes`; their slot, and where its parts are.
+    fn lay_out(&mut self, rows: &[Row], pages: &[u32]) -> (usize, Placed) {
         self.bytes.clear();
         self.bytes.resize(self.counts, 0);
         self.bytes.extend_from_slice(bytemuck::cast_slice(rows));
         self.bytes.resize(self.bytes.len().next_multiple_of(ALIGN), 0);
         let at = self.bytes.len() as u64;
         self.bytes.extend_from_slice(bytemuck::cast_slice(pages));
-        let slot = &mut self.slots[self.next];
-        self.next = 1 - self.next;
-        slot.upload(&self.copies, 0, &self.bytes)?;
-        let counts = slot.address();
-        Ok(Placed { counts, rows: counts + self.counts as u64, pages: counts + at })
+        let slot = self.next;
+        self.next = 1 - slot;
+        let counts = self.slots[slot].address();
+        (slot, Placed { counts, rows: counts + self.counts as u64, pages: counts + at })
     }
 
     /// Copies rows of the tables that were uploaded last from those of another device, in the order of a stream of this one.

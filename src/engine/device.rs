@@ -14,6 +14,7 @@ use crate::cuda::waves::{Last, WavesSession};
 use crate::error::Fault;
 use crate::rows::{Edit, Guard, Shape, StateCopies, Tables};
 use crate::sample::TokenSet;
+use crate::speculate::Left;
 use crate::waves::CHUNK_MIN;
 
 /// Queues launches on a device. Greedy choice and temperature are the kernel's. Where a row wants another choice, the sampler chooses
@@ -379,6 +380,10 @@ impl Steps for DeviceSteps {
 
     fn left(&self, rows: usize) -> Result<Vec<Vec<f32>>, Fault> {
         Ok(self.rows.left(rows)?)
+    }
+
+    fn left_in_place(&self, rows: usize) -> Result<Option<Left>, Fault> {
+        Ok(self.rows.left_in_place(rows)?)
     }
 
     fn alone(&self) -> Option<Alone> {

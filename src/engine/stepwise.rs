@@ -19,7 +19,7 @@ use crate::error::Fault;
 use crate::pages::Pool;
 use crate::rows::{Edit, Guard, Row, SequenceId, Shape, StateCopies, StateCopy, Tables};
 use crate::sample::{Decided, SampleError, Sampler, TokenCounts, TokenSet};
-use crate::speculate::Begun;
+use crate::speculate::{Begun, Left};
 
 /// Tokens of a prompt, its last ones, that a draft on a device is shown. Their rows are whole steps of a batch kernel, which reads 16 tokens at a
 /// time, and then steps of the draft, one token at a time. For Qwen3.5-27B on an H200, where a step reads 54 GB, 256 tokens are 16 steps of about
@@ -92,6 +92,14 @@ pub trait Steps {
     /// Steps that keep nothing of it.
     fn left(&self, rows: usize) -> Result<Vec<Vec<f32>>, Fault>;
 
+    /// Where that is until the next step, if it is on a device.
+    ///
+    /// # Errors
+    /// As [`Steps::left`].
+    fn left_in_place(&self, _rows: usize) -> Result<Option<Left>, Fault> {
+        Ok(None)
+    }
+
     /// Parts of a prompt that [`Steps::read`] reads faster. It leaves nothing for a draft.
     fn alone(&self) -> Option<Alone> {
         None
@@ -126,6 +134,12 @@ pub trait TextDraft {
     /// Takes what the model left of positions from `first` on, `[hidden]` each, before its final norm. It forgets what lies before a gap.
     fn see(&mut self, first: usize, rows: &[Vec<f32>]);
 
+    /// As [`TextDraft::see`], of rows that are still where a kernel left them. [`TextDraft::chosen`] is called next, before that kernel is launched
+    /// again. False: the draft does not read them there, and they have to be shown.
+    fn see_in_place(&mut self, _first: usize, _left: Left) -> bool {
+        false
+    }
+
     /// How the tokens that follow are chosen. `None`: from logits.
     fn choose_by(&mut self, sampler: Option<&Sampler>);
 
@@ -151,9 +165,20 @@ pub struct Stepwise {
     /// Tokens of a proposal, at most.
     most: usize,
     texts: BTreeMap<SequenceId, Text>,
+    /// Rows of the last step that drafts were not shown yet.
+    unseen: Vec<Unseen>,
     /// The earliest first, with the ids that may come next for each row; empty: all, for every row.
     queued: VecDeque<(Launch, Vec<Option<TokenSet>>)>,
     proposals: Proposals,
+}
+
+/// Rows of a step that the draft of a sequence was not shown yet.
+struct Unseen {
+    sequence: SequenceId,
+    /// The position of the first row, and the row of the step.
+    position: usize,
+    row: usize,
+    count: usize,
 }
 
 /// The draft of the text of a sequence, and its tokens by position, as far as launches had them. Of positions that were found in pages they are unknown.
@@ -282,7 +307,7 @@ impl Stepwise {
         let rows = bounds.alone.map_or(0, |alone| alone.most).max(shape.rows);
         let guard = Guard::new(Shape { rows, ..shape });
         let (texts, queued, proposals) = (BTreeMap::new(), VecDeque::new(), Proposals::default());
-        Stepwise { steps, drafts, guard, bounds, most, texts, queued, proposals }
+        Stepwise { steps, drafts, guard, bounds, most, texts, unseen: vec![], queued, proposals }
     }
 
     /// The slot of a sequence that may run.
@@ -299,6 +324,7 @@ impl Stepwise {
             {
                 text.draft.reset();
                 text.tokens.clear();
+                self.unseen.retain(|unseen| unseen.sequence != edit.sequence);
             }
         }
     }
@@ -328,8 +354,33 @@ impl Stepwise {
         }
     }
 
+    /// Shows drafts what they were not shown of the last step, before the next one overwrites it.
+    fn show_unseen(&mut self) -> Result<(), Fault> {
+        let Some(rows) = self.unseen.iter().map(|unseen| unseen.row + unseen.count).max() else { return Ok(()) };
+        let left = self.steps.left(rows)?;
+        for Unseen { sequence, position, row, count } in std::mem::take(&mut self.unseen) {
+            self.show(sequence, position as u32, &left[row..row + count]);
+        }
+        Ok(())
+    }
+
+    /// Shows the draft of a sequence, of which tokens are asked next, what it was not shown yet: where it is, if the draft reads it there.
+    fn show_in_place(&mut self, sequence: SequenceId) -> Result<(), Fault> {
+        let Some(at) = self.unseen.iter().position(|unseen| unseen.sequence == sequence) else { return Ok(()) };
+        let Unseen { position, row, count, .. } = self.unseen[at];
+        let left = self.steps.left_in_place(row + count)?;
+        let left = left.map(|left| Left { first: left.first + row as u32, count: count as u32, ..left });
+        let text = self.texts.get_mut(&sequence);
+        if left.zip(text).is_some_and(|(left, text)| text.draft.see_in_place(position, left)) {
+            self.unseen.remove(at);
+            return Ok(());
+        }
+        self.show_unseen()
+    }
+
     /// A launch that reads a part of a prompt alone.
     fn read(&mut self, launch: Launch) -> Result<Vec<Said>, Fault> {
+        self.show_unseen()?;
         let tokens = launch.tokens()?;
         let Launch { rows, steps, edits, copies } = launch;
         let tables = admit(&mut self.guard, &rows, steps, edits, &copies)?;
@@ -342,6 +393,7 @@ impl Stepwise {
 
     /// A launch of one step.
     fn one_step(&mut self, launch: Launch, allowed: &[Option<TokenSet>]) -> Result<Vec<Said>, Fault> {
+        self.show_unseen()?;
         let tokens = launch.tokens()?;
         let Launch { rows, edits, copies, .. } = launch;
         let mut said = vec![Said::Nothing; rows.len()];
@@ -385,6 +437,13 @@ impl Stepwise {
         let has_state = self.bounds.shape.has_state;
         let mut all = launch.rows.iter().map(|row| Going::new(row, has_state)).collect::<Result<Vec<_>, _>>()?;
         let (mut edits, mut copies) = (launch.edits.clone(), launch.copies.clone());
+        let goes_on = |going: &Going<'_>| {
+            let text = self.texts.get(&going.row.sequence);
+            text.is_some_and(|text| text.tokens.get(going.begun.at()) == Some(&going.tokens[0]))
+        };
+        if !all.iter().all(goes_on) {
+            self.show_unseen()?;
+        }
         for going in &all {
             self.note(going.row.sequence, going.at(), going.tokens[0])?;
         }
@@ -421,6 +480,7 @@ impl Stepwise {
                 copies.saves.push(StateCopy { from: sequence, to: slot });
             }
         }
+        self.show_unseen()?;
         let (mut rows, mut asked, mut begins) = (vec![], vec![], vec![]);
         for (of, going) in taken.iter().enumerate() {
             begins.push(rows.len());
@@ -446,7 +506,6 @@ impl Stepwise {
                 counting[of] = taken[of].take(at, after);
             }
         })?;
-        let left = self.steps.left(rows.len())?;
         for ((going, begin), before) in taken.into_iter().zip(begins).zip(before) {
             let chosen: Vec<u32> = going.decided[before..].iter().flatten().map(|decided| decided.token).collect();
             self.count(going.proposed.len(), chosen.len());
@@ -455,7 +514,10 @@ impl Stepwise {
                 self.note(sequence, position, *token)?;
             }
             // Rows of tokens that were not chosen come last.
-            self.show(sequence, at, &left[begin..begin + known + chosen.len().saturating_sub(1)]);
+            let count = known + chosen.len().saturating_sub(1);
+            if self.drafts.is_some() {
+                self.unseen.push(Unseen { sequence, position: at as usize, row: begin, count });
+            }
             going.finish(&chosen);
         }
         Ok(())
@@ -463,11 +525,13 @@ impl Stepwise {
 
     /// The tokens that the draft of a text chooses after those that are known.
     fn propose(&mut self, going: &Going<'_>, most: usize) -> Result<Vec<u32>, Fault> {
-        let Some(text) = self.texts.get_mut(&going.row.sequence).filter(|_| most > 0) else { return Ok(vec![]) };
+        let sequence = going.row.sequence;
+        let Some(text) = self.texts.get_mut(&sequence).filter(|_| most > 0) else { return Ok(vec![]) };
         text.draft.choose_by(match &going.row.want {
             Want::Token(sampler) => Some(sampler),
             _ => None,
         });
+        self.show_in_place(sequence)?;
         let mut counts = going.counts.clone();
         let mut position = going.at() + going.tokens.len() as u32 - 1;
         let mut choose = |after: After| {
@@ -476,6 +540,7 @@ impl Stepwise {
             counts.iter_mut().for_each(|counts| counts.push(token));
             Some(token)
         };
+        let Some(text) = self.texts.get_mut(&sequence) else { return Ok(vec![]) };
         text.draft.chosen(&text.tokens, most, &mut choose)
     }
 

@@ -15,8 +15,8 @@ pub enum Op {
     /// `residual[i] = x[i] = scale * table[token][i]`. One launch index is 8 columns. If `everywhere`, it is a whole row, each SM
     /// has one, and nothing is published.
     Embed { scale: f32, everywhere: bool },
-    /// How a draft begins: `out[i] = scale * table[token][i]`, `given[i]` = what the host gives for the position, as it gives the tokens of a prompt,
-    /// and `residual[i] = 0`. One launch index is 8 columns.
+    /// How a draft begins: `out[i] = scale * table[token][i]`, `given[i]` = what is given for the position, as the tokens of a prompt are, or else what the
+    /// step before left in `x`, with the final norm; and `residual[i] = 0`. One launch index is 8 columns.
     Join { scale: f32 },
     /// `y = W norm(x)`, then the epilogue. One launch index is a unit of W: 8 rows, or 4 or 2.
     MatVec(MatVec),
@@ -787,6 +787,7 @@ impl Op {
             Op::Join { .. } => {
                 const {
                     &[
+                        need(Role::X, Read),
                         need(Role::Token, Read),
                         need(Role::Table, Read),
                         need(Role::Residual, Write),

@@ -7,7 +7,7 @@ use crate::ir::program::{Cols, Operand, Rows, Second};
 use crate::model::graph::Joined;
 
 impl Builder<'_> {
-    /// Joins the embedded token with what the host gives; returns the buffer that holds the input of the first layer.
+    /// Joins the embedded token with what is given; returns the buffer that holds the input of the first layer.
     ///
     /// The residual begins with zeros, and both products are added to it. Only the second sum is exchanged.
     pub(super) fn join(&mut self, joined: &Joined, token: BufferId, table: BufferId, residual: BufferId) -> BufferId {
@@ -21,6 +21,7 @@ impl Builder<'_> {
             self.write(Role::Given, given, blocks),
             self.write(Role::Out, embedded, blocks),
         ];
+        // What the step before left is named when the layer is lowered: see `join_left`.
         let scale = self.graph.embed_scale;
         self.grid("join", None, Op::Join { scale }, hidden.div_ceil(UNIT_ROWS), Second::Axis(1), operands);
         let x = self.exchange("x.0", hidden);
@@ -36,5 +37,12 @@ impl Builder<'_> {
             self.matvec(name, None, input, Some(norm), &[linear], epilogue, Second::Axis(1), outputs);
         }
         x
+    }
+
+    /// Says that the next step begins with what the layer left in `x`.
+    pub(super) fn join_left(&mut self, x: BufferId) {
+        let left = self.read(Role::X, x, Cols::all(self.graph.hidden));
+        let joins = self.program.grids.iter_mut().filter(|grid| matches!(grid.op, Op::Join { .. }));
+        joins.for_each(|grid| grid.operands.insert(0, left.clone()));
     }
 }

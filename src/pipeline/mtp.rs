@@ -4,16 +4,21 @@
 //! has token `i + 1` of the text and what the model left at position `i`. The token that it chooses, with what its own norm left, is its next
 //! input. Rows of such tokens are written again when the text has gone on.
 //!
+//! On a device one launch reads the tokens that the text has got and proposes all that follow: the kernel goes on with the tokens that it chooses
+//! and with what its own steps leave, and reads what the model left where the batch kernel left it. Where the host chooses, each proposed token is
+//! a launch, because the host norms what is given.
+//!
 //! Each proposed token is the one that the request chooses from the draft's logits: with the same seed at the same position the choice has the same
 //! noise as that of the model, so it is more often the same than the most probable token is.
 
 use std::sync::Arc;
 
+use crate::check::{HostNorm, check_left};
 use crate::codegen::abi::Queues;
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
 use crate::cuda::memory::DeviceBuffer;
-use crate::cuda::session::Session;
+use crate::cuda::session::{GivenWith, LeftNorm, Session};
 use crate::digest::Digest;
 use crate::engine::{After, Drafts, TextDraft};
 use crate::error::Fault;
@@ -23,7 +28,7 @@ use crate::model::graph::NormKind;
 use crate::model::rounding::round_matrices;
 use crate::reference::norm_values;
 use crate::sample::{Request, Sampler, TokenCounts};
-use crate::speculate::Draft;
+use crate::speculate::{Draft, Left};
 use crate::validate::Validated;
 
 use super::chain::{Chain, Host};
@@ -61,6 +66,16 @@ impl FinalNorm {
         let normed = norm_values(*kind, *eps, *weight_offset, weight.as_deref(), bias.as_deref(), &x);
         normed.into_iter().map(|value| value as f32).collect()
     }
+
+    /// As kernels take it. `None`: they do not have it.
+    fn on_device(&self, hidden: usize) -> Option<LeftNorm> {
+        let FinalNorm { kind, eps, weight_offset, weight, bias } = self;
+        if *kind != NormKind::Rms || bias.is_some() {
+            return None;
+        }
+        let gains = |weight: &Vec<f32>| weight.iter().map(|value| value + weight_offset).collect();
+        Some(LeftNorm { weight: weight.as_ref().map_or_else(|| vec![1.0; hidden], gains), eps: *eps })
+    }
 }
 
 /// A proven and checked draft with its weights, for any number of texts.
@@ -70,6 +85,7 @@ pub struct Mtp {
     place: Place,
     /// Of the model, and of the draft.
     norms: [FinalNorm; 2],
+    hidden: usize,
 }
 
 /// Where a draft runs.
@@ -113,8 +129,11 @@ impl Prepared {
         if self.checking == Checking::Required {
             ensure_checked(&chain)?;
         }
-        let norms = [FinalNorm::of(&self.imported), FinalNorm::of(&draft)];
-        Ok(Mtp { validated: chain.validated()?.clone(), place: Place::of(&chain)?, norms })
+        let mtp = Mtp::new(chain.validated()?.clone(), Place::of(&chain)?, [&self.imported, &draft]);
+        if self.checking == Checking::Required {
+            mtp.check_left()?;
+        }
+        Ok(mtp)
     }
 }
 
@@ -135,6 +154,39 @@ impl Place {
 }
 
 impl Mtp {
+    fn new(validated: Arc<Validated>, place: Place, [model, draft]: [&Imported; 2]) -> Mtp {
+        let (norms, hidden) = ([FinalNorm::of(model), FinalNorm::of(draft)], draft.graph.hidden as usize);
+        Mtp { validated, place, norms, hidden }
+    }
+
+    /// A draft of a model by its compiled kernel, over weights that are on the device. A launch has at most `steps_max` steps.
+    pub fn on_device(
+        validated: Arc<Validated>,
+        device: &Device,
+        cubin: &[u8],
+        pack: Arc<DeviceBuffer>,
+        steps_max: u32,
+        of: [&Imported; 2],
+    ) -> Mtp {
+        Mtp::new(validated, Place::Device { device: device.clone(), cubin: cubin.into(), pack, steps_max }, of)
+    }
+
+    /// Compares launches that go on by themselves with those of one step, on a device where there are such launches.
+    ///
+    /// # Errors
+    /// Other logits; what the device refuses.
+    pub fn check_left(&self) -> Result<(), Fault> {
+        let Place::Device { device, steps_max, .. } = &self.place else { return Ok(()) };
+        let Computes::Device { mut session, .. } = self.rows()?.computes else { return Ok(()) };
+        if !session.goes_on() {
+            return Ok(());
+        }
+        let precision = self.validated.schedule().program.precision;
+        let norms: [HostNorm<'_>; 2] = [&|row| self.norms[0].apply(row), &|row| self.norms[1].apply(row)];
+        check_left(device, &mut session, *steps_max, precision, self.hidden as u32, norms)?;
+        Ok(())
+    }
+
     /// The draft of one text: a prompt of `prompt` tokens, after which `request` chooses. Starts worker threads on a CPU.
     ///
     /// # Errors
@@ -150,7 +202,7 @@ impl Mtp {
     /// # Errors
     /// As [`Mtp::of_text`].
     fn rows(&self) -> Result<DraftRows, Fault> {
-        let Mtp { validated, place, norms } = self;
+        let Mtp { validated, place, norms, hidden } = self;
         let context_max = validated.schedule().program.context_max as usize;
         let computes = match place {
             Place::Cpu(pack) => {
@@ -159,11 +211,16 @@ impl Mtp {
             }
             Place::Device { device, cubin, pack, steps_max } => {
                 let (queues, pack) = (Queues::of(validated), Arc::clone(pack));
-                let session = Session::load_sharing(device, &queues, cubin, Trace::Off, *steps_max, pack)?;
+                let mut session = Session::load_sharing(device, &queues, cubin, Trace::Off, *steps_max, pack)?;
+                let [of_model, own] = [&norms[0], &norms[1]].map(|norm| norm.on_device(*hidden));
+                if let Some((of_model, own)) = of_model.zip(own) {
+                    session.set_norms(device, &[of_model, own])?;
+                }
                 Computes::Device { session: Box::new(session), steps_max: *steps_max, chooses: false }
             }
         };
-        Ok(DraftRows { computes, context_max, norms: norms.clone(), first: None, seen: vec![], filled: 0 })
+        let norms = norms.clone();
+        Ok(DraftRows { computes, context_max, norms, first: None, seen: vec![], in_place: None, filled: 0 })
     }
 }
 
@@ -216,11 +273,69 @@ impl Computes {
         }
     }
 
+    /// Whether a launch reads rows that a kernel left.
+    fn reads(&self, left: &Left) -> bool {
+        match self {
+            Computes::Cpu(_) => false,
+            Computes::Device { session, steps_max, chooses } => {
+                *chooses && left.count <= *steps_max && session.reads_left(left)
+            }
+        }
+    }
+
+    /// As [`Computes::read`], and goes on with the tokens that the kernel chooses: at most `most` of them. `None`: it does not go on by itself.
+    fn go_on(
+        &mut self,
+        position: usize,
+        tokens: &[u32],
+        given: &Given,
+        ahead: usize,
+        most: usize,
+    ) -> Result<Option<Vec<u32>>, Fault> {
+        let Computes::Device { session, steps_max, chooses: true } = self else { return Ok(None) };
+        if !session.goes_on() {
+            return Ok(None);
+        }
+        let (steps_max, ahead) = ((*steps_max).max(1) as usize, ahead as u32);
+        // Launches that have no more steps than they may, the last of which goes on.
+        let before = tokens.len().saturating_sub(1) / steps_max * steps_max;
+        let mut at = position as u32;
+        let (known, with) = match given {
+            Given::Rows(rows) => {
+                for (tokens, rows) in tokens[..before].chunks(steps_max).zip(rows.chunks(steps_max)) {
+                    session.propose(at, tokens, &GivenWith::Rows(rows, ahead), 0, false)?;
+                    at += tokens.len() as u32;
+                }
+                (&tokens[before..], GivenWith::Rows(&rows[before..], ahead))
+            }
+            Given::Left(left) => (tokens, GivenWith::Left(*left, ahead)),
+        };
+        let further = most.saturating_sub(1).min(steps_max.saturating_sub(known.len())) as u32;
+        Ok(Some(session.propose(at, known, &with, further, false)?))
+    }
+
     /// What the last layer left of the last row.
     fn left(&self) -> Result<Option<Vec<f32>>, Fault> {
         match self {
             Computes::Cpu(interp) => Ok(interp.left(0)),
             Computes::Device { session, .. } => Ok(session.left()?),
+        }
+    }
+}
+
+/// What a draft is given with the tokens that it reads.
+enum Given {
+    /// By the host, with the norm.
+    Rows(Vec<Arc<[f32]>>),
+    /// By a batch kernel, without it.
+    Left(Left),
+}
+
+impl Given {
+    fn count(&self) -> usize {
+        match self {
+            Given::Rows(rows) => rows.len(),
+            Given::Left(left) => left.count as usize,
         }
     }
 }
@@ -234,13 +349,15 @@ struct DraftRows {
     first: Option<usize>,
     /// What the model left, from row `filled` of the cache on.
     seen: Vec<Arc<[f32]>>,
+    /// The same, where a kernel left it; then `seen` has nothing.
+    in_place: Option<Left>,
     /// Rows of the cache that have tokens of the text.
     filled: usize,
 }
 
 impl TextDraft for DraftRows {
     fn reset(&mut self) {
-        (self.first, self.filled) = (None, 0);
+        (self.first, self.filled, self.in_place) = (None, 0, None);
         self.seen.clear();
     }
 
@@ -249,18 +366,25 @@ impl TextDraft for DraftRows {
         if known == 0 {
             self.reset();
         }
-        self.seen.truncate(known.saturating_sub(self.filled));
+        let rows = known.saturating_sub(self.filled);
+        self.seen.truncate(rows);
+        self.in_place = self.in_place.map(|left| Left { count: left.count.min(rows as u32), ..left });
         self.filled = self.filled.min(known);
     }
 
     fn see(&mut self, first: usize, rows: &[Vec<f32>]) {
-        if self.known().is_some_and(|known| first > known) {
-            self.reset();
-        }
-        self.first.get_or_insert(first);
-        let again = self.known().unwrap_or(first).saturating_sub(first);
+        let again = self.begin_at(first);
         let norm = &self.norms[0];
         self.seen.extend(rows.iter().skip(again).map(|row| norm.apply(row)));
+    }
+
+    fn see_in_place(&mut self, first: usize, left: Left) -> bool {
+        if !self.seen.is_empty() || !self.computes.reads(&left) {
+            return false;
+        }
+        let again = (self.begin_at(first) as u32).min(left.count);
+        self.in_place = Some(Left { first: left.first + again, count: left.count - again, ..left });
+        true
     }
 
     fn choose_by(&mut self, sampler: Option<&Sampler>) {
@@ -277,18 +401,26 @@ impl TextDraft for DraftRows {
         let Some(first) = self.first.filter(|_| self.known().is_some_and(|known| known + 1 == sequence.len())) else {
             return Ok(vec![]);
         };
-        let rows = std::mem::take(&mut self.seen);
-        if rows.is_empty() {
+        let given = match self.in_place.take() {
+            Some(left) => Given::Left(left),
+            None => Given::Rows(std::mem::take(&mut self.seen)),
+        };
+        let count = given.count();
+        if count == 0 {
             return Ok(vec![]);
         }
-        let room = self.context_max.saturating_sub(self.filled + rows.len());
-        let (mut tokens, ahead) = (vec![], first + 1);
-        let known = &sequence[first + self.filled + 1..];
-        let mut after = Some(self.computes.read(self.filled, known, &rows, ahead)?);
-        self.filled += rows.len();
+        let most = most.min(self.context_max.saturating_sub(self.filled + count) + 1).max(1);
+        let (position, ahead) = (self.filled, first + 1);
+        let known = &sequence[first + position + 1..];
+        self.filled += count;
+        if let Some(tokens) = self.computes.go_on(position, known, &given, ahead, most)? {
+            return Ok(tokens.into_iter().map_while(|token| choose(After::Token(token))).collect());
+        }
+        let Given::Rows(rows) = given else { return Ok(vec![]) };
+        let (mut tokens, mut after) = (vec![], Some(self.computes.read(position, known, &rows, ahead)?));
         while let Some(token) = after.take().and_then(&mut *choose) {
             tokens.push(token);
-            if tokens.len() < most.min(room + 1) {
+            if tokens.len() < most {
                 let Some(left) = self.computes.left()? else { break };
                 let given = self.norms[1].apply(&left);
                 after = Some(self.computes.read(self.filled + tokens.len() - 1, &[token], &[given], ahead)?);
@@ -301,7 +433,18 @@ impl TextDraft for DraftRows {
 impl DraftRows {
     /// The first position after those that it was shown.
     fn known(&self) -> Option<usize> {
-        Some(self.first? + self.filled + self.seen.len())
+        let seen = self.in_place.map_or(self.seen.len(), |left| left.count as usize);
+        Some(self.first? + self.filled + seen)
+    }
+
+    /// Prepares for rows from position `first` on. It forgets what lies before a gap. How many of the rows it was shown before.
+    fn begin_at(&mut self, first: usize) -> usize {
+        // Of rows that it was shown in place and did not read, nothing is left.
+        if self.in_place.is_some() || self.known().is_some_and(|known| first > known) {
+            self.reset();
+        }
+        self.first.get_or_insert(first);
+        self.known().unwrap_or(first).saturating_sub(first)
     }
 }
 
@@ -362,5 +505,9 @@ impl Draft for MtpDraft {
 
     fn see(&mut self, first: usize, rows: Vec<Vec<f32>>) {
         self.rows.see(first, &rows);
+    }
+
+    fn see_in_place(&mut self, first: usize, left: Left) -> bool {
+        self.rows.see_in_place(first, left)
     }
 }

@@ -14,7 +14,7 @@ use crate::error::Fault;
 use crate::interp::{Input, Interp};
 use crate::rows::Shape;
 use crate::sample::{Decided, Request, Sampler, TokenCounts};
-use crate::speculate::{Begun, Speculation};
+use crate::speculate::{Begun, Left, Speculation};
 
 use super::device_rows::{OneText, Prefill};
 use super::runner::{OF_STEP, logits_after};
@@ -36,6 +36,26 @@ trait Verifies {
 
     /// What the model left of the first `rows` rows of the last step.
     fn left(&self, rows: usize) -> Result<Vec<Vec<f32>>, Fault>;
+
+    /// Where that is until the next step, if it is on a device.
+    fn left_in_place(&self, _rows: usize) -> Result<Option<Left>, Fault> {
+        Ok(None)
+    }
+}
+
+/// Rows of the last step that a draft was not shown yet: the position of the first one, and their number.
+struct Unseen(Option<(usize, usize)>);
+
+impl Unseen {
+    /// Shows them, where they are if the draft reads them there. `asks`: it is asked for tokens next.
+    fn show(&mut self, by: &dyn Verifies, speculation: &mut Speculation<'_>, asks: bool) -> Result<(), Fault> {
+        let Some((first, rows)) = self.0.take() else { return Ok(()) };
+        let left = if asks { by.left_in_place(rows)? } else { None };
+        if !left.is_some_and(|left| speculation.see_in_place(first, left)) {
+            speculation.see(first, by.left(rows)?);
+        }
+        Ok(())
+    }
 }
 
 /// Continues a prompt after which `first` was chosen, with steps of at most `shape.rows` rows.
@@ -52,11 +72,12 @@ fn decide(
     let end = prompt.len() + count;
     let mut sequence = [prompt, &[first.token]].concat();
     let mut stopped = tell(first).is_break();
-    let mut begun = Begun::new(prompt.len(), shape.has_state);
+    let (mut begun, mut unseen) = (Begun::new(prompt.len(), shape.has_state), Unseen(None));
     while !stopped && sequence.len() < end {
         let (at, left) = (begun.at(), end - sequence.len());
         let again = sequence.len() - 1 - at;
         let room = (left - 1).min(positions_max.saturating_sub(sequence.len())).min(shape.rows as usize - 1 - again);
+        unseen.show(by, speculation, speculation.asks(room))?;
         let proposal = speculation.propose(&sequence, room);
         let tried = if proposal.is_tried { proposal.tokens.as_slice() } else { &[] };
         if begun.wants_snapshot(tried) {
@@ -74,7 +95,7 @@ fn decide(
         speculation.learn(&proposal, &chosen);
         if speculation.sees() {
             // Rows of tokens that were not chosen come last.
-            speculation.see(at, by.left(again + chosen.len())?);
+            unseen.0 = Some((at, again + chosen.len()));
         }
         sequence.extend(&chosen);
         if begun.ends(sequence.len(), chosen.len(), tried.len()) {
@@ -258,11 +279,14 @@ struct OnDevice<'a, 'v> {
 
 impl Verifies for OnDevice<'_, '_> {
     fn keep_state(&mut self, _: usize) -> Result<(), Fault> {
-        Ok(self.one.session.keep_state(OF_STEP)?)
+        let copied = self.one.session.keep_state_soon(OF_STEP)?;
+        Ok(copied.map_or(Ok(()), |copied| self.verifier.rows.follow(copied))?)
     }
 
     fn go_back(&mut self) -> Result<(), Fault> {
-        self.text.state_is_before(self.one.session.go_back(OF_STEP)?);
+        let (before, copied) = self.one.session.go_back_soon(OF_STEP)?;
+        copied.map_or(Ok(()), |copied| self.verifier.rows.follow(copied))?;
+        self.text.state_is_before(before);
         Ok(())
     }
 
@@ -288,6 +312,10 @@ impl Verifies for OnDevice<'_, '_> {
 
     fn left(&self, rows: usize) -> Result<Vec<Vec<f32>>, Fault> {
         Ok(self.verifier.rows.left(rows)?)
+    }
+
+    fn left_in_place(&self, rows: usize) -> Result<Option<Left>, Fault> {
+        Ok(self.verifier.rows.left_in_place(rows)?)
     }
 }
 

@@ -306,8 +306,10 @@ fn check_waits(
             None => Some("its producers lie on both sides of the reader in program order, expected one side"),
             Some(false) if event.carried => Some("expected the value of this step, it is carried from the step before"),
             Some(true) if !event.carried => Some("expected the value of the step before, it is not carried"),
-            // In the first step of a text there is no step before; only `select` has another source, the prompt.
-            Some(true) if !matches!(op, Op::Select) => Some("expected only `select` to read the step before"),
+            // In the first step of a text there is no step before; only these have another source: the prompt, and what is given.
+            Some(true) if !matches!(op, Op::Select | Op::Join { .. }) => {
+                Some("expected only `select` and `join` to read the step before")
+            }
             Some(_) => None,
         };
         if let Some(wrong) = wrong {

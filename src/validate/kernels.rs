@@ -644,15 +644,17 @@ impl Rules<'_> {
         let program = &schedule.program;
         // kernel.cuh and ring.cuh compare the position with one bound.
         let for_rows = program.buffers.iter().any(|buffer| buffer.words);
+        let best: Vec<BufferId> =
+            program.grids.iter().filter_map(|grid| Some(grid.operand(Role::Best)?.buffer)).collect();
         let regimes = schedule.regimes.len();
         self.expect(regimes <= 2, Entity::Schedule, || format!("expected at most 2 regimes, found {regimes}"));
         for (r, regime) in (0..).zip(&schedule.regimes) {
             for (e, event) in (0..).zip(&regime.events) {
-                // sync.cuh fences once a step, around the arg-max pairs.
+                // sync.cuh fences once a step, around the arg-max pairs. join.cuh polls what the step before left.
                 let mechanism = match event.carried {
-                    true => Mechanism::Fenced,
+                    true if best.contains(&event.buffer) => Mechanism::Fenced,
                     false if program.buffers[event.buffer.index()].words => Mechanism::Words,
-                    false => Mechanism::Packets,
+                    _ => Mechanism::Packets,
                 };
                 self.expect(event.mechanism == mechanism, Entity::Event(r, EventId(e)), || {
                     let (expected, found) = (mechanism.name(), event.mechanism.name());

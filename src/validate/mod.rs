@@ -23,8 +23,8 @@
 //! 2. **Events** (`events`). An event is signalled once by each task that writes any of its columns, by no other, and
 //!    its count says how many those are; each wait asks for exactly that count. Every exchange region read is covered
 //!    by the reader's own waits, and a task that waits by packets reads them: the poll is the wait. Events about one buffer
-//!    are all counters or all packets. An event is carried where program order reads before it writes (the arg-max pairs),
-//!    and only there; the first step of a regime finds the events it carries in the regime before.
+//!    are all counters or all packets. An event is carried where program order reads before it writes (the arg-max pairs, and
+//!    what a draft goes on with), and only there; the first step of a regime finds the events it carries in the regime before.
 //!    The scope of an event includes all tasks that signal it or wait for it; all events about words that cross devices are
 //!    of scope `system` (`devices`).
 //! 3. **Free of deadlock** (`order`, `variants`). Queues, loaders and the events of a step have no cycle; a witness is the

@@ -874,6 +874,8 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
                     cols: blocks,
                     extent: Extent::Table,
                 }),
+                // What the step before left, of which every task takes the norm.
+                Role::X => Some(exchange(wire, Cols::all(table_width(grid, program)))),
                 Role::Residual => Some(private(DType::F32, blocks)),
                 Role::Out | Role::Given => Some(exchange(wire, blocks)),
                 _ => None,

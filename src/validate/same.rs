@@ -58,8 +58,16 @@ pub fn same(graph: &ModelGraph, program: &Program) -> Result<(), NotSame> {
         place: format!("layer {layer}"),
         what: "no program has such a mixer, or what follows it".to_string(),
     })?;
-    let mut reader =
-        Reader { graph, program, terms: &mut terms, model: &model, holds: BTreeMap::new(), caches: vec![] };
+    let mut reader = Reader {
+        graph,
+        program,
+        terms: &mut terms,
+        model: &model,
+        holds: BTreeMap::new(),
+        caches: vec![],
+        left: None,
+        head_input: None,
+    };
     reader.program().map_err(|(place, what)| NotSame { program: program.name.clone(), place, what })
 }
 
@@ -684,6 +692,9 @@ struct Reader<'a> {
     holds: BTreeMap<BufferId, Vec<Segment>>,
     /// Keys and values in the order in which layers append them.
     caches: Vec<([BufferId; 2], [TermId; 2])>,
+    /// What a draft reads as the step before left it, and what its head reads.
+    left: Option<BufferId>,
+    head_input: Option<BufferId>,
 }
 
 impl Reader<'_> {
@@ -698,6 +709,9 @@ impl Reader<'_> {
         let best = self.holds.get(&selected).and_then(|segments| segments.first()).map(|segment| segment.term);
         if best != Some(self.model.best) {
             return end("expected arg-max pairs of the model's logits where `select` reads them");
+        }
+        if self.left.is_some() && self.left != self.head_input {
+            return end("expected that a draft goes on with what its head reads");
         }
         let appended: Vec<[TermId; 2]> = self.caches.iter().map(|(_, terms)| *terms).collect();
         if appended != self.model.cached {
@@ -811,6 +825,7 @@ impl Reader<'_> {
     }
 
     fn join(&mut self, grid: &Grid, scale: f32) -> Result<(), String> {
+        self.left = Some(need(grid, Role::X)?.buffer);
         let embedded = self.embedded(grid, scale)?;
         let (given, zeros) = (self.known(Term::Given)?, self.known(Term::Zeros)?);
         let hidden = self.graph.hidden;
@@ -906,6 +921,7 @@ impl Reader<'_> {
                 let logits = Term::Logits { x, scale: scale.to_bits(), softcap: softcap.map(f32::to_bits) };
                 let logits = self.known(logits)?;
                 self.write(grid, Role::Logits, rows, logits)?;
+                self.head_input = Some(input.buffer);
                 let best = self.terms.id(Term::Best { logits });
                 let to = need(grid, Role::Best)?.buffer;
                 let cols = self.program.buffers[to.index()].cols;

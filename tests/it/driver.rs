@@ -25,14 +25,14 @@ use monobloc::cuda::one_row::OneRowSession;
 use monobloc::cuda::rows::{FirstToken, RowInput, RowLauncher, RowsSession, given};
 use monobloc::cuda::sampler::SamplerSession;
 use monobloc::cuda::self_test::self_test;
-use monobloc::cuda::session::{Session, SessionError};
+use monobloc::cuda::session::{GivenWith, LeftNorm, Session, SessionError, left_of};
 use monobloc::cuda::states::StateRows;
 use monobloc::cuda::stream::{Argument, LaunchShape, Wait};
 use monobloc::cuda::turns::TurnsSession;
 use monobloc::cuda::waves::{Last, StepsSession, WavesSession};
 use monobloc::defaults::rows::{Room, place_one_row, place_rows};
 use monobloc::digest::Digest;
-use monobloc::dtype::Precision;
+use monobloc::dtype::{DType, Precision};
 use monobloc::engine::{
     After, Ask, Bounds, ChoiceId, DeviceStepper, DeviceSteps, Drafts, End, Engine, Event, Figures, Limits, Proposals,
     RequestId, Stepper, Stepwise, TextDraft,
@@ -58,13 +58,13 @@ use monobloc::pipeline::speculative::{OneRow, Verifier, decide_on_device};
 use monobloc::pipeline::text_steps::TextSteps;
 use monobloc::pipeline::trial::{Answer, Job};
 use monobloc::pipeline::wave_trial::{Bench, Ended, On};
-use monobloc::pipeline::{Hardware, WeightsId, Workspace};
+use monobloc::pipeline::{Hardware, Mtp, MtpDraft, WeightsId, Workspace};
 use monobloc::random::Random;
 use monobloc::report::Report;
 use monobloc::rows::{Edit, Guard, PageId, Request, Row, SequenceId, Shape, StateCopy};
 use monobloc::sample::{self, Penalties, RequestSettings, SampleSettings, TokenCounts, TokenSet, argmax};
 use monobloc::schedule::schedule;
-use monobloc::speculate::{Draft, Speculated, Speculation};
+use monobloc::speculate::{Draft, Left, Speculated, Speculation};
 use monobloc::target::Target;
 use monobloc::trace::STAMP_WORDS;
 use monobloc::validate::{Validated, validate};
@@ -112,7 +112,7 @@ fn fake_driver(flag: &'static str) -> Option<tempfile::TempDir> {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let mut compiler = Command::new("cc");
     compiler.args(["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-pthread", flag, "-o"]).arg(&library);
-    compiler.arg(root.join("tests/it/fake_cuda.c")).arg(&sampler).arg("-lstdc++");
+    compiler.arg(root.join("tests/it/fake_cuda.c")).arg(&sampler).args(["-lstdc++", "-lm"]);
     let output = compiler.output().ok()?;
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     std::fs::copy(&library, folder.path().join("libnvidia-ml.so.1")).unwrap();
@@ -862,6 +862,11 @@ fn a_draft_on_a_device_is_given_a_vector_for_each_step() {
     session.run(0, 4, false).unwrap();
     let follows: Vec<f32> = (0..hidden).map(|column| given_value(3, column)).collect();
     assert_eq!(session.token(4).unwrap(), decides(4, &follows, 0));
+    // Without norms every step is given a row.
+    session.give(4, &[1], &rows[..1], 9).unwrap();
+    assert!(matches!(session.run(4, 2, false), Err(SessionError::Given { .. })));
+    assert!(!session.goes_on());
+    goes_on_with_what_it_left(&device, &mut session, hidden, &decides);
     // What does not fit is refused.
     let wrong = session.give(4, &[1], &[row(0)[1..].into()], 0).unwrap_err().to_string();
     assert_eq!(wrong, format!("a draft is given rows of {hidden} values, found {}", hidden - 1));
@@ -870,6 +875,158 @@ fn a_draft_on_a_device_is_given_a_vector_for_each_step() {
     assert!(matches!(session.give(63, &[1, 2], &rows[..2], 0), Err(SessionError::Range { .. })));
     let mut model = TextOnFake::new(&device, &Model::tiny(), &[]).one;
     assert!(matches!(model.give(0, &[1], &rows[..1], 0), Err(SessionError::Given { .. })));
+}
+
+/// Steps that are given nothing go on with what the step before left, and the first ones read what a batch kernel left of rows, each with its norm.
+fn goes_on_with_what_it_left(
+    device: &Device,
+    session: &mut Session,
+    hidden: u32,
+    decides: &dyn Fn(u32, &[f32], u32) -> u32,
+) {
+    let norm = |of: u32| LeftNorm { weight: (0..hidden).map(|at| (at % 5 + of) as f32 / 4.0).collect(), eps: 0.25 };
+    let norms = [norm(1), norm(3)];
+    session.set_norms(device, &norms).unwrap();
+    let normed = |norm: &LeftNorm, row: &[f32]| -> Vec<f32> {
+        let squares: f64 = row.iter().map(|x| f64::from(*x) * f64::from(*x)).sum();
+        let mean = (squares / f64::from(hidden) + f64::from(norm.eps)).sqrt();
+        row.iter().zip(&norm.weight).map(|(x, w)| (f64::from(*x) / mean * f64::from(*w)) as f32).collect()
+    };
+    let rows: Vec<Vec<f32>> =
+        (0..11).map(|row| (0..hidden).map(|at| (row * 31 + at * 7) as f32 / 8.0).collect()).collect();
+    let (_words, left) = left_of(device, &rows, DType::F32).unwrap();
+    let of_host: Vec<Arc<[f32]>> = rows[..3].iter().map(|row| row.as_slice().into()).collect();
+    assert!(session.reads_left(&left) && !session.reads_left(&Left { cols: hidden + 1, ..left }));
+    assert!(session.only_reads());
+    for in_place in [false, true] {
+        // The last row of the first eight, and those after it.
+        let known = [9, 5, 11];
+        let (with, given): (_, Vec<Vec<f32>>) = match in_place {
+            true => {
+                let left = Left { first: 7, count: 3, ..left };
+                (GivenWith::Left(left, 6), rows[7..10].iter().map(|row| normed(&norms[0], row)).collect())
+            }
+            false => (GivenWith::Rows(&of_host, 6), rows[..3].to_vec()),
+        };
+        for (from, further) in [(0, 1), (2, 3), (1, 0)] {
+            let with = match &with {
+                GivenWith::Rows(rows, ahead) => GivenWith::Rows(&rows[from..], *ahead),
+                GivenWith::Left(left, ahead) => {
+                    let (first, count) = (left.first + from as u32, left.count - from as u32);
+                    GivenWith::Left(Left { first, count, ..*left }, *ahead)
+                }
+            };
+            let found = session.propose(4, &known[from..], &with, further, false).unwrap();
+            let mut row = given[2].clone();
+            let mut expected = vec![decides(known[2], &row, 6)];
+            for at in 0..further as usize {
+                row = normed(&norms[1], &row);
+                expected.push(decides(expected[at], &row, 6));
+            }
+            assert_eq!(found, expected, "{in_place}: {from}");
+        }
+    }
+    let wrong = session.propose(4, &[1], &GivenWith::Left(left, 0), 0, false).unwrap_err().to_string();
+    assert_eq!(wrong, "a draft is given rows of 1 values, found 11");
+    assert!(matches!(
+        session.propose(62, &[9, 5], &GivenWith::Rows(&of_host[..2], 0), 1, false),
+        Err(SessionError::Range { .. })
+    ));
+}
+
+/// A draft on the fake, whose proposals are replaced by tokens that are right, but for the last one of every third.
+struct Right {
+    inner: MtpDraft,
+    text: Vec<u32>,
+    rounds: usize,
+}
+
+impl Draft for Right {
+    fn propose(&mut self, sequence: &[u32], most: usize) -> Vec<u32> {
+        println!("a round begins");
+        assert_eq!(self.inner.propose(sequence, most).len(), most);
+        assert!(self.inner.failed().is_none());
+        println!("it proposed");
+        let mut tokens = self.text[sequence.len()..][..most].to_vec();
+        self.rounds += 1;
+        if self.rounds.is_multiple_of(3) {
+            tokens[most - 1] = (tokens[most - 1] + 1) % 60;
+        }
+        tokens
+    }
+
+    fn sees(&self) -> bool {
+        true
+    }
+
+    fn see(&mut self, first: usize, rows: Vec<Vec<f32>>) {
+        self.inner.see(first, rows);
+    }
+
+    fn see_in_place(&mut self, first: usize, left: Left) -> bool {
+        self.inner.see_in_place(first, left)
+    }
+}
+
+/// What a user pays for a round with a draft on a device: the draft reads all tokens but the last one, it reads that one and proposes, and the model
+/// verifies. Tokens and tables are a small copy each, nothing goes to the host, and no wait is one for a copy. Where a proposal was wrong, states
+/// go back by a copy on the device.
+#[test]
+fn a_round_with_a_draft_is_three_launches() {
+    const NAME: &str = "a_round_with_a_draft_is_three_launches";
+    if !is_child() {
+        let Some(text) = with_fake_driver(NAME, "calls") else { return };
+        let rounds: Vec<&str> = text.split("a round begins").collect();
+        // Before the first one the prompt is read, and the first proposal reads it, too; the last one may propose less.
+        let rounds = &rounds[2..rounds.len() - 1];
+        assert!(rounds.len() > 8, "{text}");
+        let mut back = 0;
+        for round in rounds {
+            let count = |call: &str| round.matches(&format!("driver: {call} of")).count();
+            let calls = ["launch", "wait", "copy to the device", "copy to the host"].map(count);
+            assert_eq!(calls, [3, 0, 2, 0], "{round}");
+            let (proposes, verifies) = round.split_once("it proposed").unwrap();
+            let launches = [proposes, verifies].map(|part| part.matches("driver: launch").count());
+            assert_eq!(launches, [2, 1], "{round}");
+            let copies = count("copy on the device");
+            assert!(copies <= 2, "{round}");
+            back += usize::from(copies == 2);
+        }
+        assert!(back > 2 && back < rounds.len() - 2, "{back} of {}", rounds.len());
+        return;
+    }
+    let device = Device::open(0).unwrap();
+    let [imported, of_draft] = [import(&fixture("mtp/qwen35")).unwrap(), import_draft(&fixture("mtp/qwen35")).unwrap()];
+    let mut graph = imported.graph.clone();
+    graph.layers.rotate_left(1);
+    let mut on = TextOnFake::with_rows(&device, &Model { graph, precision: FP32 }, IMAGE_LEAVING, &[], 4);
+    let (target, graph) = (fake_target(), &of_draft.graph);
+    let candidate = Candidate { sms: 4, ..Candidate::default_for(graph, &target, FP32) }.for_context(on.context_max);
+    let program = lower(graph, "fake", FP32, on.context_max, &candidate).unwrap();
+    let proven = validate(schedule(program, &target, &candidate).unwrap(), &target).unwrap();
+    let left = proven.schedule().program.head_input().unwrap();
+    let at = proven.schedule().placement[left.index()].unwrap() as u32;
+    let mut sizes = device.alloc(16).unwrap();
+    sizes.upload(&device.stream().unwrap(), 0, &[on.context_max, graph.hidden, graph.vocab, at]).unwrap();
+    let mtp = Mtp::on_device(Arc::new(proven), &device, IMAGE_DRAFT, Arc::new(sizes), 16, [&imported, &of_draft]);
+    let request = RequestSettings::plain(SampleSettings::greedy()).resolve(on.vocab, &[]).unwrap();
+    let prompt: Vec<u32> = (0..12).map(|at| 2 + at * 7 % 50).collect();
+    let mut text = prompt.clone();
+    let count = 60;
+    for _ in 0..count + 8 {
+        text.push(next_of_fake(&text, &request, &TokenCounts::new(&text), None, on.vocab));
+    }
+    let inner = mtp.of_text(prompt.len(), &request).unwrap();
+    let mut draft = Right { inner, text: text.clone(), rounds: 0 };
+    let mut speculation = Speculation::new(&mut draft, 3);
+    on.one.sample(*request.sampler());
+    let one = OneRow { session: &mut on.one, steps_max: 16, ends: &[] };
+    let verifier = Verifier { rows: &mut on.verifier, sampler: *request.sampler() };
+    let go_on = &mut |_: &_| ControlFlow::Continue(());
+    let tokens = decide_on_device(one, verifier, None, &prompt, count, &mut speculation, go_on).unwrap();
+    assert_eq!(tokens, text[prompt.len()..][..count]);
+    let Speculated { accepted, steps, .. } = speculation.counts();
+    assert!(accepted > 2 * steps, "{accepted} in {steps} steps");
 }
 
 /// Requests that begin alike, on a kernel with recurrent states: the guard knows the position of each.
@@ -939,7 +1096,7 @@ fn states_are_copied_between_the_rows_of_sequences() {
     }
     assert_eq!(rows.bytes(), all);
     cache.upload(&stream, 0, &expected).unwrap();
-    let kept = device.alloc(rows.bytes()).unwrap();
+    let kept = device.alloc(rows.kept_bytes()).unwrap();
     let copy = |from, to| StateCopy { from: SequenceId(from), to: SequenceId(to) };
     rows.copy(&stream, &cache, &[copy(1, 4), copy(4, 2), copy(3, 1)]).unwrap();
     rows.save(&stream, &cache, &kept).unwrap();

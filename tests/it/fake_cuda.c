@@ -13,6 +13,7 @@
 // for a wrong number.
 // FAKE_CUDA=no-device | stub changes the result of `cuInit`; with FAKE_CUDA=slow the last step of a launch takes some milliseconds; -DOLD leaves out a call that old drivers do not have.
 
+#include <math.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stddef.h>
@@ -54,6 +55,12 @@ static int has_mode(const char *wanted) {
 }
 static int device_count(void) { return has_mode("two devices") || has_mode("two without links") || has_mode("one of two hangs") ? 2 : 1; }
 static int is_device(int device) { return device >= 40 && device < 40 + device_count(); }
+// A line for a test that counts calls.
+static void log_call(const char *call, size_t bytes) {
+    if (!has_mode("calls")) return;
+    printf("driver: %s of %zu bytes\n", call, bytes);
+    fflush(stdout);
+}
 #define BOUND() require(bound >= contexts && bound < contexts + 2, "no context is bound"); if (crashed) return ILLEGAL_ADDRESS
 
 int cuInit(unsigned flags) {
@@ -505,25 +512,54 @@ static void leaving_kernel(const Call *call) {
     }
 }
 // The decode kernel of a draft, which decides by its token and by what it is given. The pack has its positions, the values of a vector, the vocabulary,
-// and where the exchange has what it leaves: packets.
+// and where the exchange has what it leaves: packets. Later steps are given what the step before left, with its norm.
+typedef struct {
+    Address given, left, norm_of_model, norm;
+    float eps_of_model, eps;
+    uint32_t left_row, given_steps, ahead, only_reads;
+} Given;
+static void normed(const float *x, uint32_t count, Address weights, float eps, float *to) {
+    const float *weight = inside(weights, 4ull * count);
+    double squares = 0;
+    for (uint32_t i = 0; i < count; i++) squares += (double)x[i] * x[i];
+    for (uint32_t i = 0; i < count; i++) to[i] = x[i] / sqrt(squares / count + eps) * weight[i];
+}
 static void draft_kernel(const Call *call) {
     static uint32_t decided;
+    static float left[4096], given[4096];
     const RowsParams *p = call->argument[0];
+    const Given *g = (const Given *)&p->rows;
     const uint32_t *sizes = inside(p->pack, 16), *prompt = inside(p->prompt, 4ull * sizes[0]);
     uint32_t hidden = sizes[1], end = p->position + p->steps, *mailbox = inside(p->mailbox, 4ull * (2 + sizes[0]));
-    const uint32_t *given = inside(p->rows, 4ull * hidden * p->steps);
+    require(g->given_steps > 0 && g->given_steps <= p->steps && hidden <= 4096, "the rows of a draft");
     uint64_t *packets = inside(p->exchange + sizes[3], 8ull * hidden);
     for (uint32_t at = p->position; at <= end; at++) {
-        uint32_t token = at < p->prompt_len ? prompt[at] : decided;
+        uint32_t token = at < p->prompt_len ? prompt[at] : decided, step = at - p->position;
         mailbox[1 + at] = token, mailbox[0] = at + 1;
         if (at == end) break;
-        uint64_t h = with_token(NO_TOKENS, token, sizes[2]) + (uint32_t)p->pages;
-        for (uint32_t i = 0; i < hidden; i++) {
-            uint32_t bits = given[(at - p->position) * hidden + i];
-            h = mixed(h ^ bits);
-            packets[i] = (uint64_t)(p->tag + at - p->position) << 32 | bits;
+        if (step >= g->given_steps) {
+            for (uint32_t i = 0; i < hidden; i++) {
+                require(packets[i] >> 32 == p->tag + step - 1, "a draft goes on with what no step left");
+                memcpy(&left[i], &packets[i], 4);
+            }
+            normed(left, hidden, g->norm, g->eps, given);
+        } else if (g->given) {
+            memcpy(given, (const float *)inside(g->given, 4ull * hidden * (step + 1)) + step * hidden, 4ull * hidden);
+        } else {
+            uint32_t row = g->left_row + step, spans = (hidden + 15) / 16;
+            for (uint32_t i = 0; i < hidden; i++)
+                left[i] = *(float *)inside(g->left + (uint64_t)(row / 8 * spans + i / 16) * 512 + row % 8 * 64 + i % 16 * 4, 4);
+            normed(left, hidden, g->norm_of_model, g->eps_of_model, given);
         }
-        decided = h % sizes[2];
+        uint64_t h = with_token(NO_TOKENS, token, sizes[2]) + g->ahead;
+        for (uint32_t i = 0; i < hidden; i++) {
+            uint32_t bits;
+            memcpy(&bits, &given[i], 4);
+            h = mixed(h ^ bits);
+            packets[i] = (uint64_t)(p->tag + step) << 32 | bits;
+        }
+        require(!g->only_reads || p->position + p->steps <= p->prompt_len, "a launch that only reads, without all of its tokens");
+        decided = g->only_reads ? sizes[2] - 1 : h % sizes[2];
     }
 }
 // Kernels of waves of that model. Without a mailbox one only fills the cache.
@@ -691,7 +727,7 @@ static Kernel kernels_devices[] = {{"monobloc_decode", devices_kernel, {offsetof
 static Kernel kernels_paged_devices[] = {{"monobloc_decode", paged_devices_kernel, {offsetof(RowsParams, rows) + 16 + 14 * 8}, 0}, {0}};
 static Kernel kernels_rows_devices[] = {{"monobloc_decode", rows_devices_kernel, {sizeof(RowsParams) + 14 * 8}, 0}, {0}};
 // A draft: what it is given is a parameter, too.
-static Kernel kernels_draft[] = {{"monobloc_decode", draft_kernel, {offsetof(RowsParams, rows) + 16}, 0}, {0}};
+static Kernel kernels_draft[] = {{"monobloc_decode", draft_kernel, {offsetof(RowsParams, rows) + sizeof(Given)}, 0}, {0}};
 // A batch kernel that leaves something for a draft.
 static Kernel kernels_leaving[] = {{"monobloc_decode", leaving_kernel, {sizeof(RowsParams)}, 0}, {0}};
 // The same, over a pool of pages: they and their sequence are parameters, too.
@@ -871,6 +907,7 @@ static KeptRange kept_by(const Config *config) {
 int cuLaunchKernelEx(const Config *config, Kernel *function, void **arguments, void **extra) {
     BOUND();
     require(extra == NULL, "extra");
+    log_call("launch", 0);
     const Attribute *cooperative = attribute_of(config, 2);
     int is_cooperative = cooperative && cooperative->value.number[0], cluster = cluster_of(config);
     if (config->smem > (unsigned)function->smem || config->grid[0] % cluster) return INVALID_VALUE;
@@ -899,7 +936,7 @@ int cuStreamCreate(Stream **stream, unsigned flags) {
 }
 int cuStreamDestroy_v2(Stream *stream) { BOUND(); wait_for(stream); streams--; return SUCCESS; }
 int cuStreamQuery(Stream *stream) { BOUND(); return !stream->last || stream->last->is_done ? SUCCESS : NOT_READY; }
-int cuStreamSynchronize(Stream *stream) { BOUND(); wait_for(stream); return SUCCESS; }
+int cuStreamSynchronize(Stream *stream) { BOUND(); log_call("wait", 0); wait_for(stream); return SUCCESS; }
 int cuCtxSynchronize(void) {
     BOUND();
     for (Stream *stream = all_streams; stream; stream = stream->next) wait_for(stream);
@@ -920,14 +957,17 @@ static int submit_three(Stream *stream, void (*run)(const Call *), uint64_t to, 
 }
 int cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t bytes, Stream *stream) {
     BOUND();
+    log_call("copy to the device", bytes);
     return submit_three(stream, copy, (Address)inside(to, bytes), (Address)from, bytes);
 }
 int cuMemcpyDtoHAsync_v2(void *to, Address from, size_t bytes, Stream *stream) {
     BOUND();
+    log_call("copy to the host", bytes);
     return submit_three(stream, copy, (Address)to, (Address)inside(from, bytes), bytes);
 }
 int cuMemcpyDtoDAsync_v2(Address to, Address from, size_t bytes, Stream *stream) {
     BOUND();
+    log_call("copy on the device", bytes);
     return submit_three(stream, copy, (Address)inside(to, bytes), (Address)inside(from, bytes), bytes);
 }
 int cuMemcpyPeerAsync(Address to, char *to_context, Address from, char *from_context, size_t bytes, Stream *stream) {

@@ -27,6 +27,7 @@ static u64 awaited(const u64* from, bool active, u32 tag) {
   return active ? *from : u64(tag) << 32;
 }
 static u32 reread(const u64* from) { return u32(*from); }
+static u32 load_word(const u32* from) { return *from; }
 static void peek(const u64* from, bool active, u64& packet) {
   if (active) packet = *from;
 }

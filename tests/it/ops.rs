@@ -19,8 +19,8 @@ const CASES: [(&str, usize); 139] = [
     ("matvec-residual-chunks", 3),
     ("matvec-logits", 3),
     ("head-in-text", 1),
-    ("join", 2),
-    ("join-bf16", 2),
+    ("join", 6),
+    ("join-bf16", 6),
     ("matvec-three-devices", 3),
     ("matvec-three-devices-gated-bf16", 3),
     ("matvec-three-devices-logits", 3),
@@ -666,18 +666,20 @@ fn an_op_that_computes_something_else_is_found() {
             (matvec, "if constexpr (WEIGHED) return e.share * y;", "", "weighed-tensor-gated-bf16"),
             (matvec, "(int(e.part + e.lo) + local)", "(int(e.lo) + local)", "chosen-tensor-e4m3-rows-bf16"),
             // What is given in the first step, noise of a position of the cache, a residual that is not begun.
-            (join, "u64(c.tag - c.p.tag) * G::HIDDEN", "0 * G::HIDDEN", "join"),
+            (join, "u64(step) * G::HIDDEN", "0 * G::HIDDEN", "join"),
             (join, "c.position += ahead;", "", "head-in-text"),
             (join, "mine[1] = 0.f;", "", "join-bf16"),
         ],
         // A group by one of its experts, a choice that is not clamped, a slot more than its share, a limit on one side.
         &[
+            (join, "goes_on ? p.eps : p.eps_of_model", "p.eps", "join"),
             (route, "second = max(second, min(best, key));", "second = best;", "route-groups-of-two"),
             (matvec, "min(part[0], u32(parts_of<G>(nullptr)) - 1u)", "part[0]", "chosen"),
             (combine, "const float own = __shfl_sync(~0u, share, s);", "const float own = share;", "combine-31-bf16"),
             (matvec, "gate = fminf(gate, G::LIMIT);", "", "matvec-clamped"),
         ],
         &[
+            (join, "goes_on ? p.norm : p.norm_of_model", "p.norm", "join"),
             (formats, "ZERO = 8.f", "ZERO = 7.f", "codes-int4-128"),
             (formats, "<< (24 - i % 4 * 8)) >> 24", "<< (24 - i % 4 * 8) >> 24)", "codes-int8-rows"),
             (formats, "OFFSET = 128.f", "OFFSET = 127.f", "tensor-int8-rows"),
@@ -710,14 +712,17 @@ fn an_op_that_computes_something_else_is_found() {
             ),
         ],
         &[
+            (join, "p.left_row + step, col);\n        squares", "step, col);\n        squares", "join"),
             (stage, "round_up(K, PAD)) {", "round_up(K, 32)) {", "codes-mxfp4"),
             (matvec, "? own < n :", "? own < n && c.lane() < 4 :", "tensor-e2m1-logits"),
         ],
         &[
+            (join, "u64(row / 8) * (SPANS * 512)", "0", "join-bf16"),
             (matvec, "u32 exponent = 266 -", "u32 exponent = 270 -", "tensor-e4m3-blocks"),
             (matvec, "sums[1] = c.lane() % 2 == 0 ? other : own;", "sums[1] = own;", "tensor-int4-32-zeros"),
         ],
         &[
+            (join, "v.y *= both ? factor * weight[col + 1] : 0.f;", "v.y *= factor;", "join"),
             (
                 stage,
                 "shifted<SHIFT - SECOND>(x[j]), shifted<SHIFT - SECOND>(x[j + 1])",

@@ -11,7 +11,6 @@
 
 static void hand_over_step(u32* to, u32 step) { *to = step; }
 static void store_word(u32* to, u32 word) { *to = word; }
-static u32 load_word(const u32* from) { return *from; }
 static void load_piece(const u8* from, bool active, uint4& v) {
   if (active) std::memcpy(&v, from, 16);
 }

@@ -65,16 +65,16 @@ const IMPORTS: &[(&str, &[&str])] = &[
     // Source in, cubin out, bytes to a device; only kernels and their sessions know what a schedule is.
     ("cuda", &["codegen", "error", "target"]),
     ("cuda/kernel", &["codegen", "ir", "trace"]),
-    ("cuda/session", &["codegen", "error", "ir", "pack", "rows", "sample", "target"]),
+    ("cuda/session", &["codegen", "error", "ir", "pack", "rows", "sample", "speculate", "target"]),
     // Launches rows only with tables that the guard gave out.
-    ("cuda/rows", &["codegen", "error", "ir", "rows", "target"]),
+    ("cuda/rows", &["codegen", "error", "ir", "rows", "speculate", "target"]),
     ("cuda/one_row", &["codegen", "ir", "rows"]),
     // Knows which device has which head.
     ("cuda/peers", &["codegen", "ir", "rows"]),
     ("cuda/turns", &["codegen", "ir", "rows"]),
     ("cuda/waves", &["codegen", "ir", "rows", "trace", "waves"]),
     // A vector that no host gives follows from the position.
-    ("cuda/given", &["codegen", "ir", "model"]),
+    ("cuda/given", &["codegen", "dtype", "ir", "model", "speculate"]),
     // Copies the states that the guard was told of.
     ("cuda/states", &["ir", "rows"]),
     // Encodes requests for the kernel that chooses tokens.
