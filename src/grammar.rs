@@ -9,6 +9,7 @@
 //!
 //! The bytes of every token are known exactly, or the tokenizer is refused.
 
+mod blame;
 mod schema;
 
 use std::fmt;
@@ -20,11 +21,13 @@ use llguidance::earley::SlicedBiasComputer;
 use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie};
 use llguidance::{Matcher, ParserFactory, panic_utils};
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 use thiserror::Error;
 
 use crate::error::Fault;
 use crate::sample::TokenSet;
 
+pub use blame::Path;
 pub use schema::{arguments, schema, target};
 
 /// Most bytes of a source: the largest schemas that people write by hand are half as long.
@@ -42,8 +45,10 @@ const GRAMMAR_SIZE_MAX: usize = 100_000;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Source {
-    /// JSON of this schema, as [`schema`] gives it.
+    /// JSON of this schema, as its client sent it.
     Json(String),
+    /// An object of this schema of a function's arguments, as its client sent it.
+    Arguments(String),
     /// A grammar in the language of llguidance.
     Lark(String),
 }
@@ -58,14 +63,19 @@ pub enum GrammarError {
     #[error("expected a schema of the type `object`")]
     NoArguments,
     #[error(
-        "`{key}`: the number {number} cannot be kept exactly; expected one of at most 2^53 and 17 digits, or a whole one that fp64 holds, above -2^63 \
+        "`{path}`: the number {number} cannot be kept exactly; expected one of at most 2^53 and 17 digits, or a whole one that fp64 holds, above -2^63 \
          and below 2^63"
     )]
-    Number { key: String, number: String },
-    #[error("`$ref`: `{reference}`: {why}")]
-    Reference { reference: String, why: &'static str },
-    #[error("`$ref`: `{reference}` leads back to itself, with no value in between")]
-    Circle { reference: String },
+    Number { path: Path, number: String },
+    #[error("`{path}`: `{reference}`: {why}")]
+    Reference { path: Path, reference: String, why: &'static str },
+    #[error(
+        "`{path}`: `{reference}` leads back to itself, with no value in between; put it into `properties` or `items`, or leave it out"
+    )]
+    Circle { path: Path, reference: String },
+    /// A part that llguidance refuses.
+    #[error("{}{reason}; {remedy}", place(.path))]
+    Schema { path: Path, reason: String, remedy: &'static str },
     /// llguidance reads its own settings in this keyword.
     #[error("`x-guidance` is no keyword of JSON schemas")]
     Setting,
@@ -77,6 +87,11 @@ pub enum GrammarError {
     Vocabulary { reason: String },
     #[error("the tokens that may come next cannot be found: {reason}")]
     Step { reason: String },
+}
+
+/// The beginning of a message about a part of a schema; the whole schema has no name.
+fn place(path: &Path) -> String {
+    if *path == Path::default() { String::new() } else { format!("`{path}`: ") }
 }
 
 impl From<GrammarError> for Fault {
@@ -121,28 +136,42 @@ impl Vocabulary {
     /// Compiles a source.
     ///
     /// # Errors
-    /// A source that is too long, that no text fits, or that llguidance would only approximate.
+    /// A source that is too long, that no text fits, or that llguidance would only approximate. Of a schema, the error names the part.
     pub fn compile(&self, source: &Source) -> Result<Grammar, GrammarError> {
-        let (Source::Json(text) | Source::Lark(text)) = source;
-        // Frames of tool calls come on top of the schemas that `schema` has bounded.
-        if text.len() > 2 * SOURCE_BYTES_MAX {
-            return Err(GrammarError::Size { found: text.len() });
-        }
-        let failed = |reason: String| GrammarError::Source { reason };
-        let made = panic_utils::catch_unwind(AssertUnwindSafe(|| {
-            let grammar = match source {
-                Source::Json(schema) => TopLevelGrammar::from_json_schema(serde_json::from_str(schema)?),
-                Source::Lark(lark) => TopLevelGrammar::from_lark(lark.clone()),
+        let schema = match source {
+            Source::Json(text) => schema::read(text)?,
+            Source::Arguments(text) => schema::read_arguments(text)?,
+            // Frames of tool calls come on top of the schemas that `schema` has bounded.
+            Source::Lark(lark) if lark.len() > 2 * SOURCE_BYTES_MAX => {
+                return Err(GrammarError::Size { found: lark.len() });
+            }
+            Source::Lark(lark) => {
+                let made = self.made(TopLevelGrammar::from_lark(lark.clone()));
+                return made.map_err(|reason| GrammarError::Source { reason });
+            }
+        };
+        let of_schema = |schema: Value| self.made(TopLevelGrammar::from_json_schema(schema));
+        of_schema(schema::finished(schema.clone())?).map_err(|reason| {
+            let refusal = |part: Map<String, Value>| match schema::finished(part) {
+                Ok(part) => of_schema(part).err(),
+                Err(error) => Some(error.to_string()),
             };
+            blame::find(&schema, reason, refusal).into()
+        })
+    }
+
+    /// The error is a line for people.
+    fn made(&self, grammar: TopLevelGrammar) -> Result<Grammar, String> {
+        let made = panic_utils::catch_unwind(AssertUnwindSafe(|| {
             Ok(Matcher::new(Ok(self.factory.create_parser(grammar)?)))
         }));
-        let mut matcher = made.map_err(|error| failed(reason(&error.to_string())))?;
+        let mut matcher = made.map_err(|error| reason(&error.to_string()))?;
         if let Some(error) = matcher.get_error() {
-            return Err(failed(reason(&error)));
+            return Err(reason(&error));
         }
         // llguidance warns if some texts that it allows would not fit the schema.
         match matcher.grammar_warnings().first() {
-            Some(warning) => Err(failed(reason(warning))),
+            Some(warning) => Err(reason(warning)),
             None => Ok(Grammar(Arc::new(matcher))),
         }
     }
@@ -223,7 +252,7 @@ impl fmt::Debug for Guide {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::{Value, json};
+    use serde_json::json;
 
     use super::*;
     use crate::random::Random;
@@ -249,7 +278,7 @@ mod tests {
     }
 
     fn json_of(text: &str) -> Result<Grammar, GrammarError> {
-        vocabulary().compile(&Source::Json(schema(text)?.to_string()))
+        vocabulary().compile(&Source::Json(text.to_string()))
     }
 
     /// A text of tokens drawn from those allowed, and whether it ended.
@@ -322,28 +351,80 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_kept_to_exactly_is_refused() {
-        for (text, expected) in [
-            (r#"{"type": "array", "uniqueItems": true}"#, "Unimplemented keys: [\"uniqueItems\"]"),
-            (r#"{"type": "string", "format": "poem"}"#, "Unknown format: poem"),
-            (r#"{"oneOf": [{"minimum": 1}, {"minimum": 2}]}"#, "oneOf constraints are not supported"),
-            (r#"{"type": "string", "pattern": "("}"#, "unclosed group"),
-            (r#"{"type": "integer", "minimum": 5, "maximum": 2}"#, ""),
-            (r##"{"$ref": "#/nowhere"}"##, ""),
-            (r##"{"$ref": "#/a~1b"}"##, "`$ref`: `#/a/b`: there is nothing"),
-            (r##"{"$ref": "#/a~2"}"##, "expected `~0` or `~1`"),
-            (r##"{"$ref": "#/a%2"}"##, "expected two hexadecimal digits"),
+    fn what_cannot_be_kept_to_exactly_is_refused_with_its_path_and_a_remedy() {
+        let check = "leave it out, and check the ";
+        for (text, expected, remedy) in [
+            (r#"{"type": "array", "uniqueItems": true}"#, "`uniqueItems`: this keyword is not supported", check),
+            (r#"{"items": {"not": {"const": 1}}}"#, "`items.not`: this keyword is not supported", check),
+            (
+                r#"{"type": "string", "format": "poem"}"#,
+                "`format`: expected `date-time`, ",
+                "found `poem`; leave it out",
+            ),
+            (
+                r#"{"properties": {"a.b": {"oneOf": [{"minimum": 1}, {"minimum": 2}]}}}"#,
+                "`properties[\"a.b\"].oneOf`: several of its schemas may fit the same text",
+                "use `anyOf`",
+            ),
+            (r#"{"type": "string", "pattern": "("}"#, "`pattern`: unclosed group", "write the pattern in another way"),
+            (
+                r#"{"properties": {"ok": {"pattern": "^a"}, "date": {"type": "string", "pattern": "^(?=2)[0-9]+$"}}}"#,
+                "`properties.date.pattern`: look-around, including look-ahead and look-behind, is not supported",
+                "write the pattern in another way, or leave it out",
+            ),
+            (
+                r#"{"items": [{"anyOf": [{"type": "null"}, {"pattern": "(a)\\1"}]}]}"#,
+                "`items[0].anyOf[1].pattern`: backreferences are not supported",
+                "write the pattern in another way",
+            ),
+            (
+                r#"{"patternProperties": {"^a": true, "\\bb": {"type": "null"}}, "additionalProperties": {"not": {}}}"#,
+                "`additionalProperties.not`: this keyword",
+                check,
+            ),
+            (
+                r#"{"patternProperties": {"^a": true, "\\bb": {"type": "null"}}}"#,
+                "`patternProperties[\"\\\\bb\"]`: `\\b`, `\\B`, and `^` or `$` inside a pattern are not supported",
+                "write the pattern in another way",
+            ),
+            // The place where a reference leads, also within the schema's own properties.
+            (
+                r##"{"properties": {"a": {"$ref": "#/$defs/d"}}, "$defs": {"unused": {"not": {}}, "d": {"format": "byte"}}}"##,
+                "`$defs.d.format`: expected `date-time`",
+                "found `byte`",
+            ),
+            (
+                r##"{"properties": {"a": {"items": {"$ref": "#/properties/b~1"}}, "b/": {"contains": {"$ref": "#"}}}}"##,
+                "`properties[\"b/\"].contains`: this keyword",
+                check,
+            ),
+            (r#"{"type": "integer", "minimum": 5, "maximum": 2}"#, "`minimum`: no text fits", "what contradicts it"),
+            (
+                r#"{"type": "object", "properties": {"no": false, "a": {"enum": []}, "k": {"const": "ab", "maxLength": 1}}, "required": ["k"]}"#,
+                "`properties.k.",
+                "no text fits; change it, or what contradicts it",
+            ),
+            (r#"{"properties": {"a": {"type": "String"}}}"#, "`properties.a.type`: ", "expected `object`, `array`"),
+            (r##"{"items": {"$ref": "#/nowhere"}}"##, "`items.$ref`: ", "define it in `$defs`"),
+            (r##"{"items": {"$ref": "#/a~1b"}}"##, "`items.$ref`: `#/a/b`: there is nothing", "define it in `$defs`"),
+            (r##"{"$ref": "#/a~2"}"##, "`$ref`: `#/a~2`: ", "expected `~0` or `~1`"),
+            (r##"{"$ref": "#/a%2"}"##, "`$ref`: `#/a%2`: ", "expected two hexadecimal digits"),
             (
                 r##"{"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"$ref": "#/$defs/a"}}}"##,
                 "`$ref`: `#/$defs/a` leads back to itself",
+                "put it into `properties`",
             ),
-            (r##"{"properties": {"a": {"$ref": "#/properties/a"}}}"##, "`$ref`: `#/properties/a` leads back to itself"),
-            (r##"{"$ref": "#"}"##, "`$ref`: `#` leads back to itself"),
-            (r#"{"x-guidance": {}}"#, "`x-guidance` is no keyword of JSON schemas"),
-            ("[]", "expected an object as the schema"),
+            (
+                r##"{"properties": {"a": {"$ref": "#/properties/a"}}}"##,
+                "`properties.a.$ref`: `#/properties/a` leads back to itself",
+                "leave it out",
+            ),
+            (r##"{"$ref": "#"}"##, "`$ref`: `#` leads back to itself", "leave it out"),
+            (r#"{"x-guidance": {}}"#, "`x-guidance` is no keyword of JSON schemas", ""),
+            ("[]", "expected an object as the schema", ""),
         ] {
             let error = json_of(text).map(|_| ()).expect_err(text).to_string();
-            assert!(error.contains(expected) && !error.is_empty() && !error.contains('\n'), "{text}: {error}");
+            assert!(error.starts_with(expected) && error.contains(remedy) && !error.contains('\n'), "{text}: {error}");
         }
         let long = json!({ "enum": ["x".repeat(SOURCE_BYTES_MAX)] });
         assert!(matches!(schema(&long.to_string()), Err(GrammarError::Size { .. })));
@@ -382,11 +463,17 @@ mod tests {
             (r#"{"type": "integer", "const": 1e20}"#, "`const`: the number 1e20 "),
             (r#"{"const": 0.30000000000000001}"#, "`const`: the number 0.30000000000000001 "),
             (r#"{"enum": [1, {"a": [9007199254740993]}]}"#, "`enum`: the number 9007199254740993 "),
-            (r#"{"properties": {"const": {"maximum": 9007199254740993}}}"#, "`maximum`: the number 9007199254740993 "),
+            (
+                r#"{"properties": {"const": {"maximum": 9007199254740993}}}"#,
+                "`properties.const.maximum`: the number 9007199254740993 ",
+            ),
             (r#"{"type": "integer", "minimum": -9223372036854775808}"#, "`minimum`: the number -9223372036854775808 "),
             (r#"{"exclusiveMaximum": 9007199254740992}"#, "`exclusiveMaximum`: the number 9007199254740992 "),
             (r#"{"maximum": 9007199254740992, "exclusiveMaximum": true}"#, "`maximum`: the number 9007199254740992 "),
-            (r#"{"items": [{"multipleOf": 0.10000000000000001}]}"#, "`multipleOf`: the number 0.10000000000000001 "),
+            (
+                r#"{"items": [{"multipleOf": 0.10000000000000001}]}"#,
+                "`items[0].multipleOf`: the number 0.10000000000000001 ",
+            ),
         ] {
             let error = json_of(text).map(|_| ()).expect_err(text).to_string();
             assert!(error.starts_with(named), "{text}: {error}");
@@ -472,7 +559,7 @@ mod tests {
             r#"{"type": ["object", "null"], "properties": {}}"#,
             r#"{"anyOf": [{"type": "object"}, {"type": "null"}]}"#,
         ] {
-            let grammar = vocabulary().compile(&Source::Json(arguments(text).unwrap().to_string())).unwrap();
+            let grammar = vocabulary().compile(&Source::Arguments(text.to_string())).unwrap();
             assert!(grammar.begin().allowed().unwrap().contains(u32::from(b'{')), "{text}");
             for other in *b"[\"0n-tf" {
                 assert!(!grammar.begin().allowed().unwrap().contains(u32::from(other)), "{text}");
@@ -493,10 +580,7 @@ mod tests {
             json!({ "anyOf": (0..6).map(|at| json!({ "properties": { format!("p{at}"): {} } })).collect::<Vec<_>>() });
         let product = json!({ "allOf": vec![sides; 4] });
         for source in [pattern, nest, product] {
-            let Ok(grammar) = vocabulary().compile(&Source::Json(schema(&source.to_string()).unwrap().to_string()))
-            else {
-                continue;
-            };
+            let Ok(grammar) = json_of(&source.to_string()) else { continue };
             let (mut guide, mut random) = (grammar.begin(), Random::new(3));
             for _ in 0..300 {
                 let Ok(allowed) = guide.allowed() else { break };

@@ -185,7 +185,7 @@ pub enum Thinking {
     /// The prompt has begun it.
     Open,
     /// Texts have channels, of which one is for thoughts: gpt-oss.
-    Channels,
+    Channels(Channels),
 }
 
 /// The tokens around the parts of a text of channels.
@@ -513,11 +513,12 @@ impl Tokenizer {
         let thinks = tags.iter().any(|tag| template.contains(tag)) && tags.iter().all(visible);
         let chat = Chat { settings: settings(template, thinks, &chat.settings, &self.templates_path)?, ..chat.clone() };
         let text = self.apply_chat_at(&chat, SystemTime::now())?;
-        let thinking = match thinks {
-            _ if template.contains("<|channel|>") && self.channels().is_some() => Thinking::Channels,
-            false => Thinking::None,
-            true if text.trim_end().ends_with(tags[0]) => Thinking::Open,
-            true => Thinking::Possible,
+        let channels = self.channels().filter(|_| template.contains("<|channel|>"));
+        let thinking = match (channels, thinks) {
+            (Some(channels), _) => Thinking::Channels(channels),
+            (None, false) => Thinking::None,
+            (None, true) if text.trim_end().ends_with(tags[0]) => Thinking::Open,
+            (None, true) => Thinking::Possible,
         };
         Ok(Prompt { ids: self.encode(&text, false)?, thinking })
     }

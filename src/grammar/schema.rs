@@ -14,12 +14,14 @@ use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 
+use super::blame::Path;
 use super::{GrammarError, SOURCE_BYTES_MAX, WHITE_SPACE};
 
 /// Deepest nesting that is read; serde_json has the same bound for values.
 const DEPTH_MAX: usize = 127;
 /// Up to here fp64 holds every whole number.
 const EXACT_MAX: f64 = 9_007_199_254_740_992.0;
+const NOTHING_THERE: &str = "there is nothing; define it in `$defs`, and refer to `#/$defs/NAME`";
 /// Keywords with values that are data, not schemas.
 const DATA: [&str; 5] = ["const", "enum", "default", "examples", "example"];
 /// Keywords with schemas by name.
@@ -31,9 +33,7 @@ const NAMED: [&str; 5] = ["properties", "patternProperties", "$defs", "definitio
 /// A schema that is no object, has a keyword of llguidance, is too long, has a number that llguidance would round, or a reference that leads
 /// nowhere or back to itself.
 pub fn schema(text: &str) -> Result<Value, GrammarError> {
-    let mut schema = read(text)?;
-    finish(&mut schema)?;
-    Ok(Value::Object(schema))
+    finished(read(text)?)
 }
 
 /// As [`schema`], for the arguments of a function: an object, whatever else the schema allows. An empty schema stands for a function without
@@ -42,6 +42,11 @@ pub fn schema(text: &str) -> Result<Value, GrammarError> {
 /// # Errors
 /// As [`schema`]; a schema that allows no object.
 pub fn arguments(text: &str) -> Result<Value, GrammarError> {
+    finished(read_arguments(text)?)
+}
+
+/// As [`read`], for the arguments of a function.
+pub(super) fn read_arguments(text: &str) -> Result<Map<String, Value>, GrammarError> {
     let mut schema = read(text)?;
     if schema.is_empty() {
         schema.insert("additionalProperties".to_string(), json!(false));
@@ -59,11 +64,11 @@ pub fn arguments(text: &str) -> Result<Value, GrammarError> {
             }
         }
     }
-    finish(&mut schema)?;
-    Ok(Value::Object(schema))
+    Ok(schema)
 }
 
-fn read(text: &str) -> Result<Map<String, Value>, GrammarError> {
+/// A client's schema as it was sent.
+pub(super) fn read(text: &str) -> Result<Map<String, Value>, GrammarError> {
     let syntax = |error: serde_json::Error| GrammarError::Source { reason: error.to_string() };
     if !text.trim_start().starts_with('{') {
         return Err(GrammarError::NoObject);
@@ -72,7 +77,7 @@ fn read(text: &str) -> Result<Map<String, Value>, GrammarError> {
         return Err(GrammarError::Size { found: text.len() });
     }
     let raw: &RawValue = serde_json::from_str(text).map_err(syntax)?;
-    check_numbers(&Exact::of(raw, 0)?, Place::Schema)?;
+    check_numbers(&Exact::of(raw, 0)?, Place::Schema, &Path::default())?;
     let schema: Map<String, Value> = serde_json::from_str(text).map_err(syntax)?;
     if schema.contains_key("x-guidance") {
         return Err(GrammarError::Setting);
@@ -84,20 +89,19 @@ fn read(text: &str) -> Result<Map<String, Value>, GrammarError> {
     Ok(schema)
 }
 
-fn finish(schema: &mut Map<String, Value>) -> Result<(), GrammarError> {
-    let mut renamed = Renamed { taken: names(schema), names: BTreeMap::new() };
-    let mut root = Value::Object(std::mem::take(schema));
+/// A schema as llguidance reads it.
+pub(super) fn finished(schema: Map<String, Value>) -> Result<Value, GrammarError> {
+    let mut renamed = Renamed { taken: names(&schema), names: BTreeMap::new() };
+    let mut root = Value::Object(schema);
     plain::rewrite(&mut root, Place::Schema);
-    rewrite(&mut root, Place::Schema, &mut renamed)?;
-    if let Value::Object(map) = root {
-        *schema = map;
-    }
-    define(schema, renamed)?;
-    if let Some(reference) = circle(schema) {
-        return Err(GrammarError::Circle { reference });
+    rewrite(&mut root, Place::Schema, &Path::default(), &mut renamed)?;
+    let Value::Object(mut schema) = root else { return Err(GrammarError::NoObject) };
+    define(&mut schema, renamed)?;
+    if let Some((path, reference)) = circle(&schema) {
+        return Err(GrammarError::Circle { path, reference });
     }
     schema.insert("x-guidance".to_string(), json!({ "whitespace_pattern": WHITE_SPACE }));
-    Ok(())
+    Ok(Value::Object(schema))
 }
 
 /// JSON whose numbers are still text.
@@ -160,7 +164,7 @@ impl<'a> Exact<'a> {
 
 /// What a value of a schema is.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Place {
+pub(super) enum Place {
     Schema,
     /// Schemas by name.
     Names,
@@ -168,7 +172,7 @@ enum Place {
 
 impl Place {
     /// The place of a member; `None`: it is data.
-    fn of(self, key: &str) -> Option<Place> {
+    pub(super) fn of(self, key: &str) -> Option<Place> {
         match self {
             Place::Names => Some(Place::Schema),
             Place::Schema if DATA.contains(&key) => None,
@@ -179,10 +183,12 @@ impl Place {
 }
 
 /// Refuses numbers that llguidance would round.
-fn check_numbers(value: &Exact<'_>, place: Place) -> Result<(), GrammarError> {
+fn check_numbers(value: &Exact<'_>, place: Place, path: &Path) -> Result<(), GrammarError> {
     let members = match value {
         Exact::Object(members) => members,
-        Exact::List(items) => return items.iter().try_for_each(|item| check_numbers(item, place)),
+        Exact::List(items) => {
+            return items.iter().enumerate().try_for_each(|(at, item)| check_numbers(item, place, &path.item(at)));
+        }
         Exact::Number(_) | Exact::Other(_) => return Ok(()),
     };
     let says = |key: &str, text: &str| {
@@ -190,23 +196,24 @@ fn check_numbers(value: &Exact<'_>, place: Place) -> Result<(), GrammarError> {
     };
     let whole = says("type", "\"integer\"");
     for (key, value) in members {
+        let path = path.key(key);
         match (place.of(key), key.as_str(), value) {
             (Some(Place::Schema), "minimum" | "maximum", Exact::Number(number)) if place == Place::Schema => {
                 let draft_4 = if key == "minimum" { "exclusiveMinimum" } else { "exclusiveMaximum" };
-                bound(key, number, whole, says(draft_4, "true"))?;
+                bound(path, number, whole, says(draft_4, "true"))?;
             }
             (Some(Place::Schema), "exclusiveMinimum" | "exclusiveMaximum", Exact::Number(number))
                 if place == Place::Schema =>
             {
-                bound(key, number, whole, true)?;
+                bound(path, number, whole, true)?;
             }
             (Some(Place::Schema), "multipleOf", Exact::Number(number)) if place == Place::Schema => {
                 if !is_small(number, false) {
-                    return Err(rounded(key, number));
+                    return Err(rounded(path, number));
                 }
             }
-            (Some(place), _, value) => check_numbers(value, place)?,
-            (None, "const" | "enum", value) => constants(key, value)?,
+            (Some(place), _, value) => check_numbers(value, place, &path)?,
+            (None, "const" | "enum", value) => constants(&path, value)?,
             (None, _, _) => {}
         }
     }
@@ -214,25 +221,24 @@ fn check_numbers(value: &Exact<'_>, place: Place) -> Result<(), GrammarError> {
 }
 
 /// Refuses numbers in `const` or `enum` that would be others.
-fn constants(key: &str, value: &Exact<'_>) -> Result<(), GrammarError> {
+fn constants(path: &Path, value: &Exact<'_>) -> Result<(), GrammarError> {
     match value {
-        Exact::Object(members) => members.iter().try_for_each(|(_, value)| constants(key, value)),
-        Exact::List(items) => items.iter().try_for_each(|item| constants(key, item)),
+        Exact::Object(members) => members.iter().try_for_each(|(_, value)| constants(path, value)),
+        Exact::List(items) => items.iter().try_for_each(|item| constants(path, item)),
         Exact::Number(number) if is_small(number, false) || is_integer(number) => Ok(()),
-        Exact::Number(number) => Err(rounded(key, number)),
+        Exact::Number(number) => Err(rounded(path.clone(), number)),
         Exact::Other(_) => Ok(()),
     }
 }
 
-fn bound(key: &str, number: &str, whole: bool, exclusive: bool) -> Result<(), GrammarError> {
+fn bound(path: Path, number: &str, whole: bool, exclusive: bool) -> Result<(), GrammarError> {
     // A bound of whole numbers is written with 64 bits, one of other numbers as fp64 is printed.
     let large = !exclusive && is_integer(number) && (whole || is_printed(number));
-    if is_small(number, exclusive) || large { Ok(()) } else { Err(rounded(key, number)) }
+    if is_small(number, exclusive) || large { Ok(()) } else { Err(rounded(path, number)) }
 }
 
-fn rounded(key: &str, number: &str) -> GrammarError {
-    let shown: String = number.chars().take(60).collect();
-    GrammarError::Number { key: key.to_string(), number: shown }
+fn rounded(path: Path, number: &str) -> GrammarError {
+    GrammarError::Number { path, number: number.chars().take(60).collect() }
 }
 
 /// Whether llguidance has exactly this number, as a whole one and as any other. An exclusive bound has to leave room for one more.
@@ -271,7 +277,8 @@ fn decimal(number: &str) -> (bool, String, i64) {
 /// References that llguidance does not read, by the path that they name, with the name that their target gets in `$defs`.
 struct Renamed {
     taken: BTreeSet<String>,
-    names: BTreeMap<Vec<String>, String>,
+    /// With the first place that has the reference.
+    names: BTreeMap<Vec<String>, (String, Path)>,
 }
 
 /// Names in the `$defs` of a schema.
@@ -279,28 +286,33 @@ fn names(schema: &Map<String, Value>) -> BTreeSet<String> {
     schema.get("$defs").and_then(Value::as_object).map_or(BTreeSet::new(), |defs| defs.keys().cloned().collect())
 }
 
-fn misread(reference: &str, why: &'static str) -> GrammarError {
-    GrammarError::Reference { reference: reference.chars().take(100).collect(), why }
+fn misread(path: &Path, reference: &str, why: &'static str) -> GrammarError {
+    GrammarError::Reference { path: path.clone(), reference: reference.chars().take(100).collect(), why }
 }
 
 /// Rewrites references that have escapes (RFC 6901, in a fragment as RFC 3986 has it): llguidance takes their parts as they are spelled.
-fn rewrite(value: &mut Value, place: Place, renamed: &mut Renamed) -> Result<(), GrammarError> {
+fn rewrite(value: &mut Value, place: Place, path: &Path, renamed: &mut Renamed) -> Result<(), GrammarError> {
     let members = match value {
         Value::Object(members) => members,
-        Value::Array(items) => return items.iter_mut().try_for_each(|item| rewrite(item, place, renamed)),
+        Value::Array(items) => {
+            let mut items = items.iter_mut().enumerate();
+            return items.try_for_each(|(at, item)| rewrite(item, place, &path.item(at), renamed));
+        }
         _ => return Ok(()),
     };
     for (key, value) in members {
+        let path = path.key(key);
         match (place, key.as_str(), &mut *value) {
             (Place::Schema, "$ref", Value::String(reference)) => {
                 if reference.starts_with("#/") && (reference.contains(['%', '~']) || reference == "#/") {
-                    let name = renamed.name(path(reference)?);
+                    let keys = keys(reference).map_err(|why| misread(&path, reference, why))?;
+                    let name = renamed.name(keys, path);
                     *reference = format!("#/$defs/{name}");
                 }
             }
             _ => {
                 if let Some(place) = place.of(key) {
-                    rewrite(value, place, renamed)?;
+                    rewrite(value, place, &path, renamed)?;
                 }
             }
         }
@@ -309,8 +321,8 @@ fn rewrite(value: &mut Value, place: Place, renamed: &mut Renamed) -> Result<(),
 }
 
 impl Renamed {
-    fn name(&mut self, path: Vec<String>) -> String {
-        if let Some(name) = self.names.get(&path) {
+    fn name(&mut self, keys: Vec<String>, path: Path) -> String {
+        if let Some((name, _)) = self.names.get(&keys) {
             return name.clone();
         }
         let mut at = self.names.len();
@@ -321,13 +333,13 @@ impl Renamed {
             }
             at += 1;
         };
-        self.names.insert(path, name.clone());
+        self.names.insert(keys, (name.clone(), path));
         name
     }
 }
 
 /// The keys that a reference names, without its escapes.
-fn path(reference: &str) -> Result<Vec<String>, GrammarError> {
+fn keys(reference: &str) -> Result<Vec<String>, &'static str> {
     let hex = |byte: Option<u8>| byte.and_then(|byte| char::from(byte).to_digit(16)).map(|digit| digit as u8);
     let mut bytes = reference.bytes();
     let mut plain = vec![];
@@ -338,14 +350,14 @@ fn path(reference: &str) -> Result<Vec<String>, GrammarError> {
         }
         match (hex(bytes.next()), hex(bytes.next())) {
             (Some(high), Some(low)) => plain.push(high << 4 | low),
-            _ => return Err(misread(reference, "expected two hexadecimal digits after `%`")),
+            _ => return Err("expected two hexadecimal digits after `%`"),
         }
     }
-    let plain = String::from_utf8(plain).map_err(|_| misread(reference, "expected UTF-8"))?;
+    let plain = String::from_utf8(plain).map_err(|_| "expected UTF-8")?;
     let parts = plain.strip_prefix("#/").unwrap_or_default().split('/').map(|part| {
         let unknown = part.match_indices('~').any(|(at, _)| !matches!(part.as_bytes().get(at + 1), Some(b'0' | b'1')));
         if unknown {
-            return Err(misread(reference, "expected `~0` or `~1` where there is a `~`"));
+            return Err("expected `~0` or `~1` where there is a `~`");
         }
         Ok(part.replace("~1", "/").replace("~0", "~"))
     });
@@ -366,7 +378,12 @@ fn follow(schema: &Map<String, Value>, path: impl IntoIterator<Item = impl AsRef
 
 /// What a reference in `schema` leads to.
 pub fn target<'a>(schema: &'a Map<String, Value>, reference: &str) -> Option<&'a Value> {
-    follow(schema, path(reference).ok().filter(|_| reference.starts_with("#/"))?)
+    follow(schema, pointer(reference)?)
+}
+
+/// The keys that a reference into its own schema names.
+pub(super) fn pointer(reference: &str) -> Option<Vec<String>> {
+    keys(reference).ok().filter(|_| reference.starts_with("#/"))
 }
 
 /// The target of a reference without escapes; `None` for the whole schema, and where there is nothing.
@@ -381,9 +398,9 @@ fn define(schema: &mut Map<String, Value>, renamed: Renamed) -> Result<(), Gramm
     }
     let mut targets = Map::new();
     let mut bytes = 0;
-    for (path, name) in &renamed.names {
-        let target = follow(schema, path);
-        let target = target.ok_or_else(|| misread(&format!("#/{}", path.join("/")), "there is nothing"))?;
+    for (keys, (name, path)) in &renamed.names {
+        let target = follow(schema, keys);
+        let target = target.ok_or_else(|| misread(path, &format!("#/{}", keys.join("/")), NOTHING_THERE))?;
         bytes += target.to_string().len();
         if bytes > SOURCE_BYTES_MAX {
             return Err(GrammarError::Size { found: bytes });
@@ -397,8 +414,8 @@ fn define(schema: &mut Map<String, Value>, renamed: Renamed) -> Result<(), Gramm
     Ok(())
 }
 
-/// A reference that leads back to itself, with no value in between that a text could begin with.
-fn circle(schema: &Map<String, Value>) -> Option<String> {
+/// A reference that leads back to itself, with no value in between that a text could begin with, and where the first one is.
+fn circle(schema: &Map<String, Value>) -> Option<(Path, String)> {
     /// References that every value of a schema has to obey.
     fn obeyed<'a>(members: &'a Map<String, Value>, into: &mut Vec<&'a str>) {
         into.extend(members.get("$ref").and_then(Value::as_str));
@@ -411,31 +428,26 @@ fn circle(schema: &Map<String, Value>) -> Option<String> {
             }
         }
     }
-    fn all<'a>(value: &'a Value, place: Place, into: &mut BTreeSet<&'a str>) {
+    fn all<'a>(value: &'a Value, place: Place, path: &Path, into: &mut BTreeMap<&'a str, Path>) {
         match value {
-            Value::Array(items) => items.iter().for_each(|item| all(item, place, into)),
-            Value::Object(members) => {
-                for (key, value) in members {
-                    match (place, key.as_str(), value) {
-                        (Place::Schema, "$ref", Value::String(reference)) => {
-                            into.insert(reference);
-                        }
-                        _ => place.of(key).into_iter().for_each(|place| all(value, place, into)),
-                    }
-                }
+            Value::Array(items) => {
+                items.iter().enumerate().for_each(|(at, item)| all(item, place, &path.item(at), into))
             }
+            Value::Object(members) => members.iter().for_each(|(key, value)| member(key, value, place, path, into)),
             _ => {}
         }
     }
-    let mut references = BTreeSet::from(["#"]);
-    for (key, value) in schema {
-        match (key.as_str(), value) {
-            ("$ref", Value::String(reference)) => {
-                references.insert(reference);
+    fn member<'a>(key: &str, value: &'a Value, place: Place, path: &Path, into: &mut BTreeMap<&'a str, Path>) {
+        let path = path.key(key);
+        match (place, key, value) {
+            (Place::Schema, "$ref", Value::String(reference)) => {
+                into.entry(reference).or_insert(path);
             }
-            _ => Place::Schema.of(key).into_iter().for_each(|place| all(value, place, &mut references)),
+            _ => place.of(key).into_iter().for_each(|place| all(value, place, &path, into)),
         }
     }
+    let mut references = BTreeMap::new();
+    schema.iter().for_each(|(key, value)| member(key, value, Place::Schema, &Path::default(), &mut references));
     let next = |reference: &str| {
         let mut obeys = vec![];
         let target =
@@ -445,7 +457,7 @@ fn circle(schema: &Map<String, Value>) -> Option<String> {
     };
     // References that lead to no circle.
     let mut fine: BTreeSet<&str> = BTreeSet::new();
-    for first in references {
+    for first in references.keys().copied().chain(["#"]) {
         let mut way = vec![(first, next(first))];
         while let Some((reference, left)) = way.last_mut() {
             let Some(then) = left.pop() else {
@@ -454,7 +466,8 @@ fn circle(schema: &Map<String, Value>) -> Option<String> {
                 continue;
             };
             if way.iter().any(|(before, _)| *before == then) {
-                return Some(then.to_string());
+                let path = references.get(then).cloned().unwrap_or_default();
+                return Some((path, then.to_string()));
             }
             if !fine.contains(then) {
                 way.push((then, next(then)));

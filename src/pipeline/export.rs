@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -39,8 +39,6 @@ use crate::validate::Validated;
 
 /// Bytes that are copied at a time.
 const PIECE_BYTES: usize = 8 << 20;
-
-const UNWRITTEN_REMEDY: &str = "free space on that disk, or name a folder on another one with `--out`";
 
 /// How the names of folders begin in which this process builds an export, beside the one that it will be.
 pub fn temporary_prefix() -> String {
@@ -84,9 +82,9 @@ pub fn export(
     });
     let prepared: Vec<Prepared> = prepared.collect::<Result<_, _>>()?;
     checking.warn(&workspace.report);
-    let failed = |error: std::io::Error| {
-        Fault::environment(format!("cannot write `{shown}`: {error}")).with_remedy(UNWRITTEN_REMEDY)
-    };
+    let failed = |error: std::io::Error| unwritten(out, &error);
+    // Asked for first, because the error of a temporary folder has a path that means nothing to the user.
+    fs::metadata(folder_of(out).join(".")).map_err(failed)?;
     let beside = tempfile::Builder::new().prefix(&temporary_prefix()).tempdir_in(folder_of(out)).map_err(failed)?;
     // Below the temporary folder, which only its owner may read.
     let root = beside.path().join("export");
@@ -572,5 +570,12 @@ impl Folder<'_> {
 }
 
 fn unwritten(path: &Path, error: &std::io::Error) -> Fault {
-    Fault::environment(format!("cannot write `{}`: {error}", path.display())).with_remedy(UNWRITTEN_REMEDY)
+    let remedy = match error.kind() {
+        ErrorKind::NotFound | ErrorKind::NotADirectory => "name a folder with `--out` whose parent is a folder",
+        ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem => {
+            "name a folder that you may write to with `--out`"
+        }
+        _ => "free space on that disk, or name a folder on another one with `--out`",
+    };
+    Fault::environment(format!("cannot write `{}`: {error}", path.display())).with_remedy(remedy)
 }

@@ -14,6 +14,8 @@ use super::worker::Worker;
 
 /// A program that proposes may think this long.
 const DEADLINE: Duration = Duration::from_secs(600);
+/// Most characters of an answer that an error quotes.
+const SHOWN_MAX: usize = 120;
 
 /// A program that proposes candidates: one JSON object a line in each direction.
 pub(super) struct Proposer<'a> {
@@ -64,12 +66,16 @@ impl<'a> Proposer<'a> {
             Err(NoAnswer::Died(how)) => return Err(failed(format!("gave no answer: {how}"))),
             Err(NoAnswer::Late(after)) => return Err(failed(format!("gave no answer within {} s", after.as_secs()))),
         };
+        let shown = match line.char_indices().nth(SHOWN_MAX) {
+            Some((end, _)) => format!("{}…", &line[..end]),
+            None => line.clone(),
+        };
         let answer: Value = serde_json::from_str(&line)
-            .map_err(|error| failed(format!("answered `{line}`, expected JSON: {error}")))?;
+            .map_err(|error| failed(format!("answered `{shown}`, expected JSON: {error}")))?;
         let text = match answer.get("candidate") {
             Some(Value::String(text)) => text,
             Some(Value::Null) => return Ok(None),
-            _ => return Err(failed(format!("answered `{line}`, expected the key `candidate` with a text or null"))),
+            _ => return Err(failed(format!("answered `{shown}`, expected the key `candidate` with a text or null"))),
         };
         let proposed = Candidate::parse(text, incumbent)
             .and_then(|c| search.space().admits(&c).map(|()| c).map_err(|reason| reason.to_string()));

@@ -101,8 +101,8 @@ impl ResponseFormat {
             ("text" | "json_object", Some(_)) => return Err(refused(&"`json_schema` is for the type `json_schema`")),
             _ => return Err(refused(&"expected the type `text`, `json_object` or `json_schema`")),
         };
-        let schema = grammar::schema(&schema).map_err(|error| refused(&error))?;
-        Ok(Some(Source::Json(schema.to_string())))
+        grammar::schema(&schema).map_err(|error| refused(&error))?;
+        Ok(Some(Source::Json(schema)))
     }
 }
 

@@ -17,6 +17,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::Model;
+use super::calls::harmony;
 use super::desk::{Answer, Desk, Order, Said, TextSettings, lock};
 use super::encoders::Encoders;
 use super::error::ApiError;
@@ -32,7 +33,7 @@ use crate::error::Fault;
 use crate::grammar::{Grammar, Source, Vocabulary};
 use crate::pipeline::{TextPart, Tokens};
 use crate::sample::{RequestSettings, SampleSettings};
-use crate::tokenizer::{CallForm, Chat, EFFORT_SETTING, Message, Specials, Thinking};
+use crate::tokenizer::{CallForm, Channels, Chat, EFFORT_SETTING, Message, Specials, Thinking};
 
 /// Most bytes of a body: more than the ids of the largest context take.
 const BODY_BYTES_MAX: usize = 16 << 20;
@@ -45,6 +46,7 @@ const BODY_TIME: Duration = Duration::from_secs(30);
 /// Default `max_tokens` of a completion, as in the API.
 const COMPLETION_TOKENS: u32 = 16;
 const MESSAGES_MAX: usize = 4096;
+const RESPONSE_FORMAT: &str = "response_format";
 /// Settings of the chat template.
 const SETTINGS_FIELD: &str = "chat_template_kwargs";
 /// Most parts of a message.
@@ -244,6 +246,19 @@ impl Server {
             StatusCode::BAD_REQUEST => ApiError::field(field, error.message),
             _ => error,
         })
+    }
+
+    /// Compiles the grammar of a text. If it is refused, the error names the schema and the part of it.
+    async fn wanted(&self, wanted: Wanted) -> Result<Grammar, ApiError> {
+        let Wanted { source, field, schemas } = wanted;
+        let refused = match self.grammar(source, field).await {
+            Err(error) if error.status == StatusCode::BAD_REQUEST => error,
+            made => return made,
+        };
+        for (field, schema) in schemas {
+            self.grammar(schema, &field).await?;
+        }
+        Err(refused)
     }
 
     /// Sends requests to the engine, and replies once it has taken all of them. `permit` is from [`Server::reserve`].
@@ -573,7 +588,7 @@ async fn completions(server: Arc<Server>, body: Bytes) -> Answered {
     }
     let prompts = all;
     let grammar = match params.format.clone() {
-        Some(source) => Some(server.grammar(source, "response_format").await?),
+        Some(source) => Some(server.grammar(source, RESPONSE_FORMAT).await?),
         None => None,
     };
     let settings = RequestSettings { logprobs, ..params.settings.clone() };
@@ -763,6 +778,32 @@ fn messages(fields: &mut Fields<'_>) -> Result<Vec<Message>, ApiError> {
     sent.into_iter().enumerate().map(message).collect()
 }
 
+/// The grammar that a chat asks for.
+struct Wanted {
+    source: Source,
+    /// The field that asks for it.
+    field: &'static str,
+    /// Schemas in the source, by their fields.
+    schemas: Vec<(String, Source)>,
+}
+
+impl Wanted {
+    /// That of `response_format`.
+    fn format(source: Source) -> Wanted {
+        Wanted { source, field: RESPONSE_FORMAT, schemas: vec![] }
+    }
+
+    /// Lets the answer be on its channel, after thoughts.
+    fn on_channels(&mut self, channels: Channels) -> Result<(), ApiError> {
+        if let Source::Json(schema) = &self.source {
+            let lark = harmony::answer(channels, schema).map_err(|error| ApiError::field(self.field, error))?;
+            let schema = std::mem::replace(&mut self.source, Source::Lark(lark));
+            self.schemas = vec![(self.field.to_string(), schema)];
+        }
+        Ok(())
+    }
+}
+
 /// What a chat template is given, and how its texts call tools.
 struct Conversation {
     messages: Vec<Message>,
@@ -855,31 +896,35 @@ async fn chat(server: Arc<Server>, body: Bytes) -> Answered {
     let permit = server.reserve(1, &params)?;
     let form = conversation.call_form(&server).await?;
     let tools = conversation.tools.clone().zip(form);
-    let mut wanted = params.format.clone().map(|source| (source, "response_format"));
+    let mut wanted = params.format.clone().map(Wanted::format);
     if let Some((tools, form)) = &tools {
         if wanted.is_some() {
-            return Err(ApiError::field("response_format", "expected only where no tool may be called"));
+            return Err(ApiError::field(RESPONSE_FORMAT, "expected only where no tool may be called"));
         }
         if !params.skip_special {
             return Err(ApiError::field("skip_special_tokens", "expected `true` beside `tools`"));
         }
-        wanted = tools.source(*form)?.map(|source| (source, "tools"));
+        wanted = tools.source(*form)?.map(|source| Wanted { source, field: "tools", schemas: tools.schemas() });
         if wanted.is_some() {
             within_grammar(&params.settings, if tools.must_call() { "tool_choice" } else { "strict" })?;
         }
     }
     let prompt = conversation.encode(&server, reply).await?;
-    // A text that has to be a call, or JSON, begins with that and not with thoughts.
-    let free = wanted.is_none() || tools.as_ref().is_some_and(|(tools, _)| !tools.must_call());
+    // A text that has to be a call, or JSON, begins with that and not with thoughts, but for an answer on a channel.
+    let mut free = wanted.is_none() || tools.as_ref().is_some_and(|(tools, _)| !tools.must_call());
+    if let (Thinking::Channels(channels), Some(wanted), None) = (prompt.thinking, &mut wanted, &tools) {
+        wanted.on_channels(channels)?;
+        free = true;
+    }
     let sought = Sought {
         reasoning: free && prompt.thinking != Thinking::None,
         thinks: free && prompt.thinking == Thinking::Open,
-        channels: prompt.thinking == Thinking::Channels,
+        channels: matches!(prompt.thinking, Thinking::Channels(_)),
         calls: tools.map(|(tools, form)| tools.calls(form)),
     };
     let reader = (sought.reasoning || sought.calls.is_some()).then(|| Reader::new(sought));
     let grammar = match wanted {
-        Some((source, field)) => Some(server.grammar(source, field).await?),
+        Some(wanted) => Some(server.wanted(wanted).await?),
         None => None,
     };
     let settings = RequestSettings { logprobs: wants.then_some(top.unwrap_or(0)), ..params.settings.clone() };

@@ -185,21 +185,33 @@ impl Tools {
     /// # Errors
     /// Parameters that are no schema.
     pub fn source(&self, form: CallForm) -> Result<Option<Source>, ApiError> {
-        let (callable, many) = match self.choice {
-            Choice::Auto if !self.tools.iter().any(|tool| tool.strict) => return Ok(None),
-            Choice::Auto => (0..self.tools.len(), self.parallel),
-            Choice::Required => (0..self.tools.len(), self.parallel),
-            Choice::Named(at) => (at..at + 1, false),
+        let free = !self.must_call();
+        if free && !self.tools.iter().any(|tool| tool.strict) {
+            return Ok(None);
+        }
+        let many = self.parallel && !matches!(self.choice, Choice::Named(_));
+        let lark = calls::lark(form, &self.allowed(), free, many);
+        let lark = lark.map_err(|(at, error)| ApiError::field(parameters_of(at), error))?;
+        Ok(Some(Source::Lark(lark)))
+    }
+
+    /// The functions that a grammar allows.
+    fn allowed(&self) -> Vec<Allowed<'_>> {
+        let callable = match self.choice {
+            Choice::Auto | Choice::Required => 0..self.tools.len(),
+            Choice::Named(at) => at..at + 1,
         };
-        let free = self.choice == Choice::Auto;
         let allowed = callable.clone().zip(&self.tools[callable]).map(|(at, tool)| {
             // Only the arguments of a strict function follow its schema in a text that is free otherwise.
-            Allowed { at, name: &tool.name, schema: (!free || tool.strict).then_some(&tool.schema) }
+            Allowed { at, name: &tool.name, schema: (self.must_call() || tool.strict).then_some(&tool.schema) }
         });
-        let allowed: Vec<Allowed<'_>> = allowed.collect();
-        let lark = calls::lark(form, &allowed, free, many);
-        let lark = lark.map_err(|(at, error)| ApiError::field(format!("tools[{at}].function.parameters"), error))?;
-        Ok(Some(Source::Lark(lark)))
+        allowed.collect()
+    }
+
+    /// The fields of the schemas that a grammar keeps to, and the schemas.
+    pub fn schemas(&self) -> Vec<(String, Source)> {
+        let allowed = self.allowed().into_iter();
+        allowed.filter_map(|of| Some((parameters_of(of.at), Source::Arguments(of.schema?.to_string())))).collect()
     }
 
     /// The calls that count in a text.
@@ -210,6 +222,11 @@ impl Tools {
         let named = matches!(self.choice, Choice::Named(_));
         SoughtCalls { form, functions, named, single: calls::is_single(form, self.parallel) }
     }
+}
+
+/// The field of the parameters of a function.
+fn parameters_of(at: usize) -> String {
+    format!("tools[{at}].function.parameters")
 }
 
 fn tool((at, Sent(sent)): (usize, Sent<SentTool>)) -> Result<Tool, ApiError> {
@@ -226,7 +243,7 @@ fn tool((at, Sent(sent)): (usize, Sent<SentTool>)) -> Result<Tool, ApiError> {
         let message = format!("expected 1 to {NAME_MAX} letters, digits, `_` or `-`");
         return Err(ApiError::field(place(".function.name"), message));
     }
-    let refused = |message: String| ApiError::field(place(".function.parameters"), message);
+    let refused = |message: String| ApiError::field(parameters_of(at), message);
     let shown = parameters.as_ref().map(|parameters| serde_json::from_str::<Value>(parameters.get())).transpose();
     let shown = shown.map_err(|error| refused(error.to_string()))?;
     if shown.as_ref().is_some_and(|parameters| !parameters.is_object()) {

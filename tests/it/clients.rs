@@ -258,7 +258,7 @@ fn calls_in_tags_follow_a_schema_that_is_asked_for() {
     tools[0]["function"]["parameters"]["properties"]["s"] = json!({ "type": "string", "format": "email" });
     let refusal = post(server.address, CHAT, &ask(json!({ "tools": tools })));
     let message = refused(&refusal, 400, "tools[0].function.parameters")["message"].clone();
-    assert!(message.as_str().unwrap().contains("`s`: `format` cannot be kept to"), "{message}");
+    assert!(message.as_str().unwrap().contains("`properties.s.format`: cannot be kept to"), "{message}");
 }
 
 /// A server of a model that answers with `script`, and whose tokens of channels are special ones.
@@ -653,6 +653,96 @@ fn what_is_no_plain_json_is_told_what_is_expected() {
     );
     assert!(
         error["message"].as_str().unwrap().contains("the number 1234567890123456789 cannot be kept exactly"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_schema_is_refused_with_the_path_of_its_part_and_a_remedy() {
+    let server = answers(&["ok"], TOOLS);
+    let schema = |part: Value| {
+        json!({ "type": "object", "additionalProperties": false, "required": ["date"],
+                "properties": { "name": { "type": "string" }, "date": part } })
+    };
+    let format =
+        |part| ask(json!({ "response_format": { "type": "json_schema", "json_schema": { "schema": schema(part) } } }));
+    for (part, expected) in [
+        (
+            json!({ "type": "string", "pattern": "^(?!0)[0-9]+$" }),
+            "`properties.date.pattern`: look-around, including look-ahead and look-behind, is not supported; write the pattern in another way, or \
+             leave it out and check the text yourself",
+        ),
+        (
+            json!({ "type": "array", "items": { "uniqueItems": true, "type": "array" } }),
+            "`properties.date.items.uniqueItems`: this keyword is not supported; leave it out, and check the JSON yourself",
+        ),
+        (
+            json!({ "anyOf": [{ "type": "null" }, { "minimum": 5, "maximum": 2, "type": "integer" }], "enum": [3] }),
+            "`properties.date.",
+        ),
+        (json!({ "multipleOf": 0.1 }), "`properties.date.multipleOf`: the number"),
+    ] {
+        // The number is written with all its digits.
+        let body = format(part.clone()).to_string().replace("\"multipleOf\":0.1", "\"multipleOf\":0.10000000000000001");
+        let head = "Content-Type: application/json\r\n";
+        let reply = send(server.address, &request("POST", CHAT, head, &body));
+        let error = refused(&reply, 400, "response_format");
+        let message = error["message"].as_str().unwrap();
+        assert!(message.starts_with(&format!("`response_format`: {expected}")), "{part}: {message}");
+    }
+    // The second function is the one that is wrong.
+    let tools = |part| json!([tool("v", json!({})), tool("w", schema(part))]);
+    let bad = tools(json!({ "type": "string", "pattern": "(a)\\1" }));
+    let body = ask(json!({ "tools": bad, "tool_choice": "required" }));
+    let error = refused(&post(server.address, CHAT, &body), 400, "tools[1].function.parameters");
+    let expected = "`tools[1].function.parameters`: `properties.date.pattern`: backreferences are not supported; write the pattern";
+    assert!(error["message"].as_str().unwrap().starts_with(expected), "{error}");
+    // Calls in tags hold texts to less.
+    let server = answers(&["ok"], XML_TOOLS);
+    let body = ask(json!({ "tools": tools(json!({ "type": "string", "format": "date" })), "tool_choice": "required" }));
+    let error = refused(&post(server.address, CHAT, &body), 400, "tools[1].function.parameters");
+    let expected =
+        "`tools[1].function.parameters`: `properties.date.format`: cannot be kept to in the form of this model's calls";
+    assert!(error["message"].as_str().unwrap().starts_with(expected), "{error}");
+}
+
+#[test]
+fn json_that_is_asked_for_is_the_answer_on_its_channel() {
+    let read = |text: &Value| serde_json::from_str::<Value>(text.as_str().unwrap()).unwrap();
+    let schema = json!({ "type": "object", "properties": { "x": { "const": 1 } }, "required": ["x"], "additionalProperties": false });
+    let format = json!({ "response_format": { "type": "json_schema", "json_schema": { "schema": schema } } });
+    let mut without_a = format.clone();
+    without_a["logit_bias"] = json!({ "97": -100 });
+    let both = |server: &Server, more: Value| {
+        let mut body = ask(more);
+        body["max_tokens"] = json!(400);
+        let whole = server.ok(CHAT, &body)["choices"][0].clone();
+        body["stream"] = json!(true);
+        let stream = streamed(&post(server.address, CHAT, &body));
+        let thoughts = whole["message"]["reasoning_content"].as_str().unwrap_or_default();
+        assert_eq!(
+            (&stream["content"], stream["reasoning_content"].as_str().unwrap()),
+            (&whole["message"]["content"], thoughts)
+        );
+        assert_eq!(whole["finish_reason"], "stop", "{whole}");
+        whole["message"].clone()
+    };
+    // The model would answer with another number.
+    let server = answers_in_channels(&["<|channel|>", "final", "<|message|>", "{\"x\": 2", "}", "<|return|>"]);
+    assert_eq!(read(&both(&server, format.clone())["content"]), json!({ "x": 1 }));
+    assert_eq!(
+        read(&both(&server, json!({ "response_format": { "type": "json_object" } }))["content"]),
+        json!({ "x": 2 })
+    );
+    // A model that would answer at once, without a channel. Without the letter `a` it cannot spell `analysis`.
+    let server = answers_in_channels(&["{\"x\"", ": 1", "}", "<|return|>"]);
+    assert_eq!(read(&both(&server, without_a)["content"]), json!({ "x": 1 }));
+    // What a grammar cannot keep to is named here, too.
+    let schema = json!({ "properties": { "a": { "type": "string", "pattern": "(?<=a)b" } } });
+    let body = ask(json!({ "response_format": { "type": "json_schema", "json_schema": { "schema": schema } } }));
+    let error = refused(&post(server.address, CHAT, &body), 400, "response_format");
+    assert!(
+        error["message"].as_str().unwrap().starts_with("`response_format`: `properties.a.pattern`: look-around"),
         "{error}"
     );
 }

@@ -177,8 +177,16 @@ fn an_export_is_complete_or_not_there() {
     };
     assert!(!write(folder.path(), "cpu", "tinystories-llama", &out, true).expect("it stops"));
     assert_eq!(names(), Vec::<String>::new(), "nothing is left of an export that was stopped");
-    let fault = write(folder.path(), "cpu", "tinystories-llama", &folder.path().join("no/export"), false);
-    assert_eq!(fault.expect_err("no such folder").tier, Tier::Environment);
+    fs::write(folder.path().join("file"), "").expect("a file");
+    for (parent, said) in [("no", "No such file or directory (os error 2)"), ("file", "Not a directory (os error 20)")]
+    {
+        let beside = folder.path().join(parent).join("export");
+        let fault = write(folder.path(), "cpu", "tinystories-llama", &beside, false).expect_err("no such folder");
+        assert_eq!(fault.tier, Tier::Environment);
+        assert!(fault.message.ends_with(&format!("/{parent}/export`: {said}")), "{fault}");
+        assert!(fault.to_string().contains("whose parent is a folder"), "{fault}");
+    }
+    fs::remove_file(folder.path().join("file")).expect("the file");
     fs::create_dir(&out).expect("a folder in its place");
     let fault = write(folder.path(), "cpu", "tinystories-llama", &out, false).expect_err("it would be overwritten");
     assert!(fault.message.ends_with("export` exists") && fault.tier == Tier::Input, "{fault}");

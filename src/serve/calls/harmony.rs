@@ -148,17 +148,35 @@ fn call(text: &str, header: usize, name: &str, ended: Option<Ended>) -> Step {
     }
 }
 
+/// The contents of a message.
+const TEXT: &str = "TEXT: /(.|\\n)*/ & ~/(.|\\n)*<\\|(start|end|message|channel|call|return)\\|>(.|\\n)*/\n";
+
+/// The rule `start` of a text whose `last` message is another rule, after any number of messages on other channels.
+fn after_others(channels: Channels, others: &str) -> String {
+    let Channels { start, channel, message, end, .. } = channels;
+    format!("start: (<[{channel}]> {others} <[{message}]> TEXT <[{end}]> <[{start}]> \"assistant\")* last\n{TEXT}")
+}
+
 /// The beginning of the grammar of a text with a call. A `free` text may also have none.
 pub fn start(channels: Channels, free: bool) -> String {
-    let Channels { start, channel, message, end, .. } = channels;
+    let Channels { channel, message, .. } = channels;
     if !free {
         return "start: call\n".to_string();
     }
-    format!(
-        "start: (<[{channel}]> (\"analysis\" | \"commentary\") <[{message}]> TEXT <[{end}]> <[{start}]> \"assistant\")* last\n\
-         last: <[{channel}]> (\"analysis\" | \"commentary\" | \"final\") <[{message}]> TEXT | call\n\
-         TEXT: /(.|\\n)*/ & ~/(.|\\n)*<\\|(start|end|message|channel|call|return)\\|>(.|\\n)*/\n"
-    )
+    let start = after_others(channels, "(\"analysis\" | \"commentary\")");
+    format!("{start}last: <[{channel}]> (\"analysis\" | \"commentary\" | \"final\") <[{message}]> TEXT | call\n")
+}
+
+/// The grammar of a text whose answer is JSON of a schema. The model may think before it.
+///
+/// # Errors
+/// A text that is no schema.
+pub fn answer(channels: Channels, schema: &str) -> Result<String, GrammarError> {
+    let Channels { channel, message, constrain, .. } = channels;
+    let (start, schema) = (after_others(channels, "\"analysis\""), grammar::schema(schema)?);
+    Ok(format!(
+        "{start}last: <[{channel}]> \"final\" (\" \" <[{constrain}]> \"json\")? <[{message}]> answer\nanswer: %json {schema}\n"
+    ))
 }
 
 /// The rules of a call. In a `free` text, its recipient may also be before its channel.

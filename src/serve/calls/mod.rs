@@ -275,11 +275,15 @@ mod tests {
     #[test]
     fn what_a_text_without_quotes_cannot_keep_to_is_refused_by_name() {
         for (schema, named) in [
-            (json!({ "properties": { "a": { "type": "string", "format": "email" } } }), "`a`: `format`"),
-            (json!({ "properties": { "a": { "type": "string", "pattern": "^a|b$" } } }), "`a`: `pattern`"),
-            (json!({ "properties": { "a": { "enum": ["</parameter>"] } } }), "`a`: `enum`"),
-            (json!({ "properties": { "a": {} }, "minProperties": 1 }), "`parameters`: `minProperties`"),
-            (json!({ "required": ["a"] }), "`a`: `required`"),
+            (json!({ "properties": { "a": { "type": "string", "format": "email" } } }), "`properties.a.format`: "),
+            (json!({ "properties": { "a": { "type": "string", "pattern": "^a|b$" } } }), "`properties.a.pattern`: "),
+            (json!({ "properties": { "a": { "enum": ["</parameter>"] } } }), "`properties.a.enum`: "),
+            (
+                json!({ "properties": { "a": { "anyOf": [{ "const": "a" }, { "type": "string", "format": "date" }] } } }),
+                "`properties.a.anyOf[1].format`: ",
+            ),
+            (json!({ "properties": { "a": {} }, "minProperties": 1 }), "`minProperties`: "),
+            (json!({ "required": ["a"] }), "`required[0]`: "),
         ] {
             let text = schema.to_string();
             let allowed = [Allowed { at: 3, name: "look", schema: Some(&text) }];

@@ -20,7 +20,7 @@ use serde_json::{Map, Value};
 
 use super::values::{self, Kind};
 use super::{Allowed, CALL_BEGIN, CALL_END, Ended, Function, Step, is_begun, quoted};
-use crate::grammar::{self, GrammarError};
+use crate::grammar::{self, GrammarError, Path};
 
 pub const FUNCTION: &str = "<function=";
 const FUNCTION_END: &str = "</function>";
@@ -243,32 +243,34 @@ pub fn rules(of: &Allowed<'_>, before: &str) -> Result<String, GrammarError> {
     let root = grammar::arguments(schema)?;
     let empty = Map::new();
     let root = root.as_object().unwrap_or(&empty);
-    let refused = |place: &str, key: &str| GrammarError::Source {
-        reason: format!(
-            "`{place}`: `{key}` cannot be kept to in the form of this model's calls, which writes texts without quotes"
-        ),
+    let refused = |path: Path| GrammarError::Schema {
+        path,
+        reason: "cannot be kept to in the form of this model's calls, which writes texts without quotes".to_string(),
+        remedy: "leave it out, and check the arguments yourself",
     };
+    let top = Path::default();
     const KNOWN: [&str; 6] = ["type", "properties", "required", "additionalProperties", "$defs", "definitions"];
     let beyond = |key: &&String| !KNOWN.contains(&key.as_str()) && !is_note(key);
     if let Some(key) = root.keys().find(beyond) {
-        return Err(refused("parameters", key));
+        return Err(refused(top.key(key)));
     }
     let properties = root.get("properties").and_then(Value::as_object).unwrap_or(&empty);
     let required: Vec<&str> =
         root.get("required").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str).collect();
-    if let Some(name) = required.iter().find(|name| !properties.contains_key(**name)) {
-        return Err(refused(name, "required"));
+    if let Some(at) = required.iter().position(|name| !properties.contains_key(*name)) {
+        return Err(refused(top.key("required").item(at)));
     }
     let (mut call, mut rules) = (format!("call{at}: {head}"), String::new());
     for (index, (key, schema)) in properties.iter().enumerate() {
         if schema == &Value::Bool(false) && !required.contains(&key.as_str()) {
             continue;
         }
+        let path = top.key("properties").key(key);
         if key.contains(['<', '>', '\n']) || key.trim() != key {
-            return Err(refused(key, "properties"));
+            return Err(refused(path));
         }
         let place = format!("{at}_{index}");
-        let value = value_rules(&place, schema, root).map_err(|keyword| refused(key, &keyword))?;
+        let value = value_rules(&place, schema, root, &path).map_err(refused)?;
         let tag = quoted(&format!("{PARAMETER}{key}>\n"));
         let _ = write!(call, " p{place}{}", if required.contains(&key.as_str()) { "" } else { "?" });
         let _ = write!(rules, "p{place}: {tag} v{place}\n{value}");
@@ -297,12 +299,12 @@ fn is_note(key: &str) -> bool {
     NOTES.contains(&key)
 }
 
-/// The rules of a value with its end tag. The error names a keyword.
-fn value_rules(place: &str, schema: &Value, root: &Map<String, Value>) -> Result<String, String> {
+/// The rules of a value with its end tag. The error is the path of a keyword.
+fn value_rules(place: &str, schema: &Value, root: &Map<String, Value>, path: &Path) -> Result<String, Path> {
     let kinds = values::kinds(schema, root);
     let end = quoted(&format!("\n{PARAMETER_END}\n"));
     if !values::is_text(&kinds) {
-        let mut schema = without_texts(schema, root)?;
+        let mut schema = without_texts(schema, root).ok_or_else(|| path.key("type"))?;
         for key in ["$defs", "definitions", "x-guidance"] {
             if let Some(shared) = root.get(key) {
                 schema.insert(key.to_string(), shared.clone());
@@ -312,7 +314,7 @@ fn value_rules(place: &str, schema: &Value, root: &Map<String, Value>) -> Result
     }
     let mut texts = vec![];
     if kinds != [Kind::Null] {
-        collect_texts(schema, root, 16, &mut texts)?;
+        collect_texts(schema, root, path, 16, &mut texts)?;
     }
     let mut ways = vec![];
     let mut rules = String::new();
@@ -349,8 +351,14 @@ enum Texts {
     },
 }
 
-/// The texts that a schema allows. What it allows of other kinds is left out.
-fn collect_texts(schema: &Value, root: &Map<String, Value>, depth: usize, into: &mut Vec<Texts>) -> Result<(), String> {
+/// The texts that a schema allows. What it allows of other kinds is left out. The error is the path of a keyword.
+fn collect_texts(
+    schema: &Value,
+    root: &Map<String, Value>,
+    path: &Path,
+    depth: usize,
+    into: &mut Vec<Texts>,
+) -> Result<(), Path> {
     const KNOWN: [&str; 10] =
         ["type", "enum", "const", "minLength", "maxLength", "pattern", "$ref", "anyOf", "oneOf", "allOf"];
     let Some(members) = schema.as_object() else {
@@ -359,42 +367,45 @@ fn collect_texts(schema: &Value, root: &Map<String, Value>, depth: usize, into: 
         }
         return Ok(());
     };
-    let depth = depth.checked_sub(1).ok_or("$ref")?;
+    let depth = depth.checked_sub(1).ok_or_else(|| path.clone())?;
     let kinds = values::kinds(schema, root);
     if !kinds.is_empty() && !kinds.contains(&Kind::Text) {
         return Ok(());
     }
     let has: Vec<&str> = members.keys().map(String::as_str).filter(|key| !is_note(key)).collect();
-    let ruled = |key: &str| has.iter().find(|other| **other != key && **other != "type").map(|other| other.to_string());
+    let ruled = |key: &str| has.iter().find(|other| **other != key && **other != "type").map(|other| path.key(other));
     if let Some(key) = has.iter().find(|key| !KNOWN.contains(key)) {
-        return Err(key.to_string());
+        return Err(path.key(key));
     }
     for key in ["$ref", "anyOf", "oneOf", "allOf"] {
         let Some(inner) = members.get(key) else { continue };
         if let Some(other) = ruled(key) {
             return Err(other);
         }
+        let path = path.key(key);
         match (key, inner) {
             ("$ref", Value::String(reference)) => {
-                let target = grammar::target(root, reference).ok_or(key)?;
-                return collect_texts(target, root, depth, into);
+                let target = grammar::target(root, reference).ok_or_else(|| path.clone())?;
+                return collect_texts(target, root, &path, depth, into);
             }
             (_, Value::Array(schemas)) => {
                 let before = into.len();
-                schemas.iter().try_for_each(|schema| collect_texts(schema, root, depth, into))?;
+                for (at, schema) in schemas.iter().enumerate() {
+                    collect_texts(schema, root, &path.item(at), depth, into)?;
+                }
                 let is_sum = key == "anyOf" || into.len() <= before + 1 && (key == "oneOf" || schemas.len() == 1);
-                return if is_sum { Ok(()) } else { Err(key.to_string()) };
+                return if is_sum { Ok(()) } else { Err(path) };
             }
-            _ => return Err(key.to_string()),
+            _ => return Err(path),
         }
     }
     let listed = match (members.get("enum"), members.get("const")) {
         (Some(Value::Array(values)), None) => ("enum", values.as_slice()),
         (None, Some(value)) => ("const", std::slice::from_ref(value)),
         _ => {
-            let number = |key: &str| members.get(key).map(|value| value.as_u64().ok_or(key.to_string())).transpose();
+            let number = |key| members.get(key).map(|value| value.as_u64().ok_or_else(|| path.key(key))).transpose();
             let pattern = members.get("pattern").map(|pattern| searched(pattern.as_str()?));
-            let pattern = pattern.map(|pattern| pattern.ok_or("pattern".to_string())).transpose()?;
+            let pattern = pattern.map(|pattern| pattern.ok_or_else(|| path.key("pattern"))).transpose()?;
             into.push(Texts::Of { pattern, least: number("minLength")?.unwrap_or(0), most: number("maxLength")? });
             return Ok(());
         }
@@ -402,7 +413,7 @@ fn collect_texts(schema: &Value, root: &Map<String, Value>, depth: usize, into: 
     let (key, values) = listed;
     for text in values.iter().filter_map(Value::as_str) {
         let has_tag = [PARAMETER_END, PARAMETER, FUNCTION_END].iter().any(|tag| text.contains(tag));
-        if let Some(other) = ruled(key).or(has_tag.then(|| key.to_string())) {
+        if let Some(other) = ruled(key).or(has_tag.then(|| path.key(key))) {
             return Err(other);
         }
         into.push(Texts::One(text.to_string()));
@@ -456,11 +467,11 @@ fn searched(pattern: &str) -> Option<String> {
     Some(format!("{}({plain}){}", any(begins), any(ends)))
 }
 
-/// A schema that allows texts and values of other kinds, without the texts.
-fn without_texts(schema: &Value, root: &Map<String, Value>) -> Result<Map<String, Value>, String> {
+/// A schema that allows texts and values of other kinds, without the texts; `None`: it cannot be written so.
+fn without_texts(schema: &Value, root: &Map<String, Value>) -> Option<Map<String, Value>> {
     let mut members = schema.as_object().cloned().unwrap_or_default();
     if !values::kinds(schema, root).contains(&Kind::Text) {
-        return Ok(members);
+        return Some(members);
     }
     let is_other = |schema: &Value| !values::kinds(schema, root).contains(&Kind::Text);
     for key in ["type", "enum", "anyOf", "oneOf"] {
@@ -472,10 +483,10 @@ fn without_texts(schema: &Value, root: &Map<String, Value>) -> Result<Map<String
             _ => items.retain(is_other),
         }
         if items.len() < had && !items.is_empty() {
-            return Ok(members);
+            return Some(members);
         }
     }
-    Err("type".to_string())
+    None
 }
 
 #[cfg(test)]
