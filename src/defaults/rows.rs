@@ -190,16 +190,13 @@ fn row_bytes_max(graph: &ModelGraph, precision: Precision) -> Option<u32> {
     attentions.map(|attention| cache_row_bytes(attention.head_dim, precision.cache)).max()
 }
 
-/// Positions of a page: the least that is whole chunks of the history in every layer, with slots of any of `sizes`, so that kernels for
-/// different numbers of rows share pages. Mostly one chunk of the largest. `None`: no slot holds a tile.
+/// Positions of a page: about one chunk of the history with the largest of `sizes` as a slot. A power of two, so that pages divide the usual
+/// contexts, and kernels with slots of any of `sizes` share them. `None`: no slot holds a tile.
 fn page_rows(graph: &ModelGraph, precision: Precision, sizes: &[u32]) -> Option<u32> {
     let row_bytes = |attention: &Attention| cache_row_bytes(attention.head_dim, precision.cache);
     let attentions = graph.layers.iter().filter_map(Layer::history);
     let chunks = attentions.flat_map(|a| sizes.iter().map(move |slot| chunk_rows(*slot, row_bytes(a))));
-    let whole = |a: u32, b: u32| (1..=b).map(|n| a.saturating_mul(n)).find(|n| n % b == 0);
-    let mut some = chunks.filter(|rows| *rows > 0).peekable();
-    some.peek()?;
-    some.try_fold(1u32, whole)
+    chunks.filter_map(u32::checked_ilog2).max().map(|log2| 1 << log2)
 }
 
 /// `positions` of one sequence in whole pages of the batch kernels: sequences share no page.
