@@ -85,7 +85,7 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
         ($($arg:tt)*) => { writeln!(w, $($arg)*).expect("writing to a string") };
     }
     let sms = m.sms / m.devices;
-    line!("// Decode kernel of `{}` for `{}`: whole steps in one launch.", program.name, target.name);
+    line!("// Decode kernel for `{}`: whole steps in one launch.", target.name);
     line!(
         "// {sms} blocks of {} consumer warps, {} grids in {} classes.",
         m.consumer_warps,

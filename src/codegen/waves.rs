@@ -575,7 +575,7 @@ fn square_parts(plan: &Plan) -> u32 {
 
 /// Prints the kernel of a proven plan.
 pub fn emit(proven: &Proven<'_>, target: &Target, trace: Trace) -> KernelSource {
-    let (plan, program) = (proven.plan(), &proven.validated().schedule().program);
+    let plan = proven.plan();
     let (classes, of_wave) = classes(proven);
     let m = &plan.machine;
     let mut out = String::new();
@@ -589,7 +589,7 @@ pub fn emit(proven: &Proven<'_>, target: &Target, trace: Trace) -> KernelSource 
         Form::Steps => format!("runs steps of up to {} rows", plan.rows),
         Form::Tail => format!("decides what follows up to {} rows of a prompt chunk", plan.rows),
     };
-    line!("// Kernel of `{}` for `{}` that {does}.", program.name, target.name);
+    line!("// Kernel for `{}` that {does}.", target.name);
     line!(
         "// {} blocks of {} consumer warps, {} waves in {} classes.",
         m.sms,

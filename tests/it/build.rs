@@ -337,6 +337,23 @@ fn every_stage_can_be_shown() {
 }
 
 #[test]
+fn kernels_do_not_depend_on_the_name_of_a_manifest() {
+    let source = |name: &str, stage: &str| {
+        // A cache of its own: what another name left there is not taken.
+        let bench = Bench::new();
+        let config = format!("synthetic:{}/manifests/configs/smollm2-135m.json", env!("CARGO_MANIFEST_DIR"));
+        let text = TINY.replace("[model]", &format!("name = {name:?}\n[model]")).replace("path:MODEL", &config);
+        let text = text.replace("\"fp32\"", "\"bf16\"").replace("context_max = 48", "context_max = 128");
+        let target = monobloc::target::Target::builtin("h200").expect("builtin");
+        show(&bench.workspace(), &bench.manifest(&text), &target, stage)
+            .unwrap_or_else(|fault| panic!("{stage}: {fault}"))
+    };
+    for stage in ["source", "rows-source", "waves-source", "steps-source"] {
+        assert_eq!(source("one", stage), source("other", stage), "{stage}");
+    }
+}
+
+#[test]
 fn a_gpu_that_is_absent_is_waited_for_and_everything_else_is_built() {
     const NAME: &str = "a_gpu_that_is_absent_is_waited_for_and_everything_else_is_built";
     if Device::list().is_ok() {

@@ -1,5 +1,5 @@
 // test codegen h200 llama bf16
-// Decode kernel of `llama` for `h200`: whole steps in one launch.
+// Decode kernel for `h200`: whole steps in one launch.
 // 8 blocks of 8 consumer warps, 14 grids in 9 classes.
 #define FP8_CVT
 #include "monobloc.cuh"

@@ -1,5 +1,5 @@
 // test codegen a100 neox bf16
-// Decode kernel of `neox` for `a100`: whole steps in one launch.
+// Decode kernel for `a100`: whole steps in one launch.
 // 8 blocks of 8 consumer warps, 9 grids in 9 classes.
 #include "monobloc.cuh"
 

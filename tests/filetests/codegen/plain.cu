@@ -1,5 +1,5 @@
 // test codegen t4 gemma fp32
-// Decode kernel of `gemma` for `t4`: whole steps in one launch.
+// Decode kernel for `t4`: whole steps in one launch.
 // 8 blocks of 8 consumer warps, 18 grids in 11 classes.
 #include "monobloc.cuh"
 
