@@ -187,12 +187,17 @@ fn up_rows(mlp: &Mlp) -> u32 {
 }
 
 /// `sms`; or a few less, if these then have equal shares of every matvec of a layer: no SM waits for one with more, and fewer SMs exchange
-/// (docs/perf-log.md, entries 12 and 13). A share is whole units. `unit_rows` has the rows of a unit to try, and the
-/// first that gives equal shares counts.
+/// (docs/perf-log.md, entries 12, 13 and 56). A share is whole units. `unit_rows` has the rows of a unit to try, and the
+/// first that gives equal shares counts. Of a mixture, the layer is the first one with attention and experts, and each slot has the rows of an
+/// expert.
 fn even_sms(graph: &ModelGraph, sms: u32, unit_rows: &[u32]) -> u32 {
-    let Some(layer) = graph.layers.first() else { return sms };
-    let (Some(attn), Some(mlp)) = (layer.attention(), layer.feed.dense()) else { return sms };
-    let rows = [attn.projections().iter().map(|part| part.rows).sum(), attn.o.rows, up_rows(mlp), mlp.down.rows];
+    let is_mixture = |layer: &&Layer| layer.attention().is_some() && layer.feed.experts().is_some();
+    let Some(layer) = graph.layers.iter().find(is_mixture).or(graph.layers.first()) else { return sms };
+    let mlp = layer.feed.dense().or(layer.feed.experts().and_then(|experts| experts.experts.first()));
+    let (Some(attn), Some(mlp)) = (layer.attention(), mlp) else { return sms };
+    let slots = layer.feed.experts().map_or(1, |experts| experts.router.top_k);
+    let rows =
+        [attn.projections().iter().map(|part| part.rows).sum(), attn.o.rows, slots * up_rows(mlp), mlp.down.rows];
     let even = |unit: &u32| {
         (sms - sms / 16..=sms).rev().find(|count| rows.iter().all(|rows| rows.is_multiple_of(count * unit)))
     };
@@ -244,8 +249,8 @@ struct Flight {
 impl Flight {
     /// Copies in flight, by how long a layer streams (docs/perf-log.md). For less time than its five hops take: 64 KiB while many slots
     /// are free, else one copy. For much longer, with slots of whole units: always 64 KiB. Otherwise four copies, and about 32 KiB in a
-    /// well filled ring: memory then still streams at its rate, and polls wait least. Codes of 4 bits: all slots; a prototype lost 7 % of
-    /// a step of Llama-3.2-1B with fewer.
+    /// well filled ring: memory then still streams at its rate, and polls wait least; with gated delta nets half as much again, because their
+    /// states come through the same memory (entry 56). Codes of 4 bits: all slots; a prototype lost 7 % of a step of Llama-3.2-1B with fewer.
     fn for_layer(graph: &ModelGraph, precision: Precision, sms: u32, slot_bytes: u32, slots: u32) -> Flight {
         const IN_FLIGHT: u32 = 32768;
         let bytes = layer_bytes(graph, precision, sms);
@@ -256,6 +261,9 @@ impl Flight {
             _ if up_format(graph, precision).code.bits() == 4 => (slots, slots),
             bytes if bytes < BALANCED.end => (copies(2 * IN_FLIGHT), 1),
             STREAM_BOUND.. if unit <= slot_bytes => (copies(2 * IN_FLIGHT), copies(2 * IN_FLIGHT)),
+            STREAM_BOUND.. if graph.layers.iter().any(|layer| matches!(layer.mixer, Mixer::GatedDelta(_))) => {
+                (6, copies(2 * IN_FLIGHT))
+            }
             _ => (4, copies(IN_FLIGHT)),
         };
         // Two thirds of the slots, rounded; a third where a layer streams for about as long as its hops take and slots are single units.

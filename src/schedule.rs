@@ -16,6 +16,7 @@ use crate::ir::program::{Grid, LayerOp, Operand, Program, Rows, Second, Site, Sp
 use crate::ir::schedule::{
     Event, Machine, Mechanism, Regime, Ring, Run, Schedule, Scope, Source, Task, Wait, queue_max,
 };
+use crate::ir::table::Holds;
 use crate::ir::variant::{
     AttentionVariant, LANES, MatVecVariant, POLL_BATCH, PassLimits, REDUCE_BATCH_MAX, RegisterTiling, Variant,
     granule_pairs, kernel_refuses, lanes_of_rows, rows_on_tensor_cores, rows_pass_max, warps_per_head_rule,
@@ -350,12 +351,20 @@ const LOADER_REGISTERS: u32 = 72;
 
 /// Whether the loader is a whole warpgroup and gives registers to the consumers. Batch kernels need more registers per consumer than
 /// decode kernels.
-fn registers_move(program: &Program, target: &Target, c: &Candidate) -> bool {
+fn registers_move(target: &Target, consumer_warps: u32) -> bool {
     let spec = &target.spec;
-    for_rows(program)
-        && spec.copy == CopyMechanism::Bulk
-        && spec.register_reallocation
-        && c.consumer_warps.is_multiple_of(WARPGROUP)
+    spec.copy == CopyMechanism::Bulk && spec.register_reallocation && consumer_warps.is_multiple_of(WARPGROUP)
+}
+
+/// Loader threads of a kernel for `rows` that copy chunks in turn, each in a warp of its own: more where chunks are short, because a thread takes
+/// 0.3 to 0.4 us for a chunk of any size (docs/perf/batch.md, entry 56). Chunks are short for more than 16 rows, and of codes; of experts those of
+/// `down` are, and slots are so large that each one counts.
+pub fn chunk_copiers(target: &Target, consumer_warps: u32, rows: u32, has_codes: bool, has_experts: bool) -> u32 {
+    match registers_move(target, consumer_warps) {
+        true if rows > WARP_ROWS || has_codes => WARPGROUP,
+        true if has_experts => 2,
+        _ => 1,
+    }
 }
 
 fn machine(
@@ -444,7 +453,7 @@ fn machine(
         let target = target.name.clone();
         return Err(Infeasible::SharedMemory { bytes, most: spec.smem_bytes_per_block_max, target });
     }
-    let moved = registers_move(program, target, c);
+    let moved = for_rows(program) && registers_move(target, c.consumer_warps);
     let loader_warps = if moved { WARPGROUP } else { loader_warps(target) };
     let threads = (c.consumer_warps + loader_warps) * 32;
     // Granted in steps of 8 a thread; 255 is the most an instruction can name.
@@ -472,9 +481,19 @@ fn machine(
             flight_high: c.flight_high,
             flight_low: c.flight_low,
             flight_free: c.flight_free,
+            copiers: if for_rows(program) { copiers(program, target, c) } else { 1 },
         },
         smem,
     })
+}
+
+/// As [`chunk_copiers`], of a program of rows; one where others would not have equally many slots.
+fn copiers(program: &Program, target: &Target, c: &Candidate) -> u32 {
+    let mut weights = program.buffers.iter().filter(|buffer| buffer.space == Space::Weight);
+    let has_codes = weights.any(|buffer| !buffer.format().is_plain());
+    let has_experts = program.tables.iter().any(|table| table.holds == Holds::Choices);
+    let several = chunk_copiers(target, c.consumer_warps, program.rows, has_codes, has_experts);
+    if c.ring_slots.is_multiple_of(several) { several } else { 1 }
 }
 
 /// What a batch kernel needs of shared memory; `None`: it is for one row.

@@ -57,9 +57,9 @@ __device__ __forceinline__ void persistent_rows(const RowsParams& p) {
     if constexpr (M::LOADER_REGISTERS > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(M::LOADER_REGISTERS));
 #endif
     const int tid = int(threadIdx.x) - M::WARPS * 32;
-    const u32 part = COPIERS<M> > 1 ? u32(tid) / 32 : 0;
+    const u32 part = M::COPIERS > 1 ? u32(tid) / 32 : 0;
     RowsLoader<M> loader(Loader<M>{p, block_state<M>(), tid, RingCursor<M>{0, 0}, 0, false}, part);
-    if (M::COPY != Copy::BULK || (tid % 32 == 0 && part < COPIERS<M> && (part > 0 || tid == 0))) loader.run_rows(p);
+    if (M::COPY != Copy::BULK || (tid % 32 == 0 && part < u32(M::COPIERS) && (part > 0 || tid == 0))) loader.run_rows(p);
   } else {
 #if __CUDA_ARCH__ >= 900
     if constexpr (M::LOADER_REGISTERS > 0) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(M::REGISTERS));

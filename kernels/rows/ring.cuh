@@ -1,13 +1,9 @@
 // Owns the stream of a kernel for rows: blocks of k of several units in turn, and pages of the cache.
 //
-// A thread that copies in bulk takes 0.4 us for a chunk of any size. With more than 16 rows chunks are small, so several threads, each in a
-// warp of its own, copy chunks in turn. Each slot belongs to one of them: a barrier tells only the parity of a phase, so a thread that
-// misses phases of a slot could take one for another.
+// A thread that copies in bulk takes 0.3 to 0.4 us for a chunk of any size. Where chunks are short, M::COPIERS threads, each in a warp of its
+// own, copy chunks in turn. Each slot belongs to one of them: a barrier tells only the parity of a phase, so a thread that misses phases of a
+// slot could take one for another.
 #pragma once
-
-// Threads that copy chunks in turn.
-template <class M>
-constexpr u32 COPIERS = M::COPY == Copy::BULK && M::ROWS > WARP_ROWS ? u32(M::LOADER_WARPS) : 1u;
 
 template <class M>
 struct RowsLoader : Loader<M> {
@@ -25,24 +21,24 @@ struct RowsLoader : Loader<M> {
   }
   // The next chunk: if it is this thread's turn, waits until its slot is free, and copies. False: leave.
   __device__ __forceinline__ bool chunk(RingCursor<M>& at, const u8* from, u32 bytes, u32 tag) {
-    if constexpr (COPIERS<M> == 1) {
+    if constexpr (M::COPIERS == 1) {
       if (!this->await_free(at, tag)) return false;
       this->copy(at, from, bytes);
     } else {
-      static_assert(M::SLOTS % COPIERS<M> == 0, "a slot belongs to one thread");
+      static_assert(M::SLOTS % M::COPIERS == 0, "a slot belongs to one thread");
       if (turn == part) {
         // This thread may have its part of all copies in flight; they are COPIERS chunks apart.
-        constexpr u32 CAP = ceil_div(M::FLIGHT_HIGH, int(COPIERS<M>));
+        constexpr u32 CAP = ceil_div(M::FLIGHT_HIGH, M::COPIERS);
         while (flying >= CAP) {
           if (!this->wait(&state.full[oldest.slot], oldest.use, 1, tag, WaitKind::RING_FULL)) return false;
-          for (u32 i = 0; i < COPIERS<M>; i++) oldest.next();
+          for (int i = 0; i < M::COPIERS; i++) oldest.next();
           flying--;
         }
         if (at.use != 0 && !this->wait(&state.empty[at.slot], at.use - 1, M::WARPS, tag, WaitKind::RING_EMPTY)) return false;
         fence_empty_slot();
         this->copy(at, from, bytes);
       }
-      turn = turn + 1 == COPIERS<M> ? 0 : turn + 1;
+      turn = turn + 1 == u32(M::COPIERS) ? 0 : turn + 1;
     }
     at.next();
     return true;
@@ -128,13 +124,13 @@ struct RowsLoader : Loader<M> {
 
   // No copy may land in shared memory that the block has given up.
   __device__ __forceinline__ void finish() {
-    if constexpr (COPIERS<M> == 1) {
+    if constexpr (M::COPIERS == 1) {
       drain();
     } else {
       for (u32 polls = 0; flying > 0; flying--) {
         while (!Slot<RING_COUNTERS<M>>::reached(&state.full[oldest.slot], oldest.use, 1))
           if (++polls % POLLS_BETWEEN_CHECKS == 0 && wait_expired(&state.dog, WaitSite{~0u, nullptr}, WaitKind::RING_FULL, oldest.use, 1, false)) return;
-        for (u32 i = 0; i < COPIERS<M>; i++) oldest.next();
+        for (int i = 0; i < M::COPIERS; i++) oldest.next();
       }
     }
   }

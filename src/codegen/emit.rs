@@ -116,6 +116,9 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
     line!("  static constexpr int FLIGHT_HIGH = {};", m.ring.flight_high);
     line!("  static constexpr int FLIGHT_LOW = {};", m.ring.flight_low);
     line!("  static constexpr int FLIGHT_FREE = {};", m.ring.flight_free);
+    if rows {
+        line!("  static constexpr int COPIERS = {};", m.ring.copiers);
+    }
     for part in &m.smem {
         line!(
             "  static constexpr int {}_AT = {};  // {} bytes",

@@ -9,10 +9,10 @@ use crate::ir::layout::{
 };
 use crate::ir::op::{HISTORY_ALIGN, UNIT_ROWS};
 use crate::ir::schedule::Schedule;
-use crate::ir::variant::{chunk_copiers, rows_on_tensor_cores};
+use crate::ir::variant::rows_on_tensor_cores;
 use crate::lower::{Batch, format_of, heads_per_task_most, lower_batch};
 use crate::model::graph::{Attention, Layer, Linear, ModelGraph};
-use crate::schedule::schedule;
+use crate::schedule::{chunk_copiers, schedule};
 use crate::target::{DotMechanism, Target, TargetKind};
 
 /// Most rows of the kernel that reads prompts, and positions of a prompt chunk: 64 are not faster (docs/perf-log.md, entry 21).
@@ -310,6 +310,7 @@ impl Model<'_> {
         let base = &Candidate { sms, ..base.clone() };
         let slots = Slots::of(graph, precision, target, room.rows, base.consumer_warps);
         let flight = Flight::of(graph, precision, room.rows, base.sms);
+        let has_codes = !is_plain(graph, precision);
         let mut refused = Infeasible::HistoryChunk { slot_bytes: slots.bytes[0], rows: HISTORY_ALIGN, row_bytes };
         let Some(page_rows) = page_rows(graph, precision, &slots.all) else { return Err(refused) };
         let batch = batch(room, page_rows, target);
@@ -320,7 +321,7 @@ impl Model<'_> {
                 most: slots.slots(RING_SLOTS).min(RING_SLOTS_MAX),
                 least: slots_min,
                 // Threads that copy chunks in turn own slots.
-                multiple: chunk_copiers(room.rows),
+                multiple: chunk_copiers(target, base.consumer_warps, room.rows, has_codes, graph.has_experts()),
             };
             let placed = ring.most_that_fit(|ring_slots| {
                 let candidate = candidate(base, graph, &slots, &flight, slot_bytes, ring_slots);

@@ -628,6 +628,7 @@ impl<'a> Parser<'a> {
             flight_high: self.attr_u32("flight_high")?,
             flight_low: self.attr_u32("flight_low")?,
             flight_free: self.attr_u32("flight_free")?,
+            copiers: self.optional_u32("copiers")?.unwrap_or(1),
         };
         self.lines.ring = self.end_of_line()?;
         let mut smem = vec![];
@@ -1681,14 +1682,15 @@ regime r1 from 32
     }
 
     fn machines() -> impl Strategy<Value = Machine> {
-        let ring = [numbers(), numbers(), numbers(), numbers(), numbers(), numbers()].prop_map(
-            |[slots, slot_bytes, arrivals, flight_high, flight_low, flight_free]| Ring {
+        let ring = [numbers(), numbers(), numbers(), numbers(), numbers(), numbers(), numbers()].prop_map(
+            |[slots, slot_bytes, arrivals, flight_high, flight_low, flight_free, copiers]| Ring {
                 slots,
                 slot_bytes,
                 arrivals,
                 flight_high,
                 flight_low,
                 flight_free,
+                copiers,
             },
         );
         let kinds = prop::sample::select(&SmemKind::ALL[..]);

@@ -421,7 +421,7 @@ fn write_machine(out: &mut String, machine: &Machine) -> fmt::Result {
         ring,
         smem,
     } = machine;
-    let Ring { slots, slot_bytes, arrivals, flight_high, flight_low, flight_free } = ring;
+    let Ring { slots, slot_bytes, arrivals, flight_high, flight_low, flight_free, copiers } = ring;
     let many = Some(devices).filter(|devices| **devices != 1).map_or(String::new(), |n| format!("devices={n} "));
     let moved = Some(loader_registers).filter(|n| **n != 0).map_or(String::new(), |n| format!("loader_registers={n} "));
     write!(
@@ -432,11 +432,13 @@ fn write_machine(out: &mut String, machine: &Machine) -> fmt::Result {
     )?;
     write_optional(out, "residual_cols", &Some(residual_cols).filter(|n| **n != 0))?;
     out.push('\n');
-    writeln!(
+    write!(
         out,
         "ring slots={slots} slot_bytes={slot_bytes} arrivals={arrivals} flight_high={flight_high} \
          flight_low={flight_low} flight_free={flight_free}"
     )?;
+    write_optional(out, "copiers", &Some(copiers).filter(|n| **n != 1))?;
+    out.push('\n');
     for SmemPart { kind, offset, bytes } in smem {
         writeln!(out, "smem {} {offset}..+{bytes}", kind.name())?;
     }

@@ -58,6 +58,8 @@ pub struct Ring {
     /// ... and otherwise. Fewer are better then, because a poll waits for every byte already requested.
     pub flight_low: u32,
     pub flight_free: u32,
+    /// Loader threads that copy chunks in turn, each into slots of its own: the thread `i` has those whose number is `i` modulo this.
+    pub copiers: u32,
 }
 
 /// What a part of shared memory is for.

@@ -239,15 +239,6 @@ pub fn kernel_refuses(format: Format, precision: Precision) -> Option<String> {
     }
 }
 
-/// Loader threads of a kernel for `rows` that copy chunks in turn, if chunks are copied in bulk: for more than 16 rows, one of each loader
-/// warp (`rows/ring.cuh`). Each has slots of its own.
-pub fn chunk_copiers(rows: u32) -> u32 {
-    if rows > WARP_ROWS { ROWS_LOADER_WARPS } else { 1 }
-}
-
-/// Warps of the loader of a batch kernel whose registers move.
-const ROWS_LOADER_WARPS: u32 = 4;
-
 /// Whether a batch kernel multiplies on tensor cores. Words and plain weights are their operands as they lie, so both must be bf16.
 pub fn rows_on_tensor_cores(precision: Precision, tensor_cores: bool) -> bool {
     tensor_cores && precision.weights == DType::Bf16 && precision.wire == DType::Bf16

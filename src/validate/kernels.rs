@@ -82,6 +82,7 @@ impl Rules<'_> {
             self.one_row(schedule);
             self.paged(program);
         }
+        self.copiers(schedule, target, program.rows > 1);
         self.devices(schedule);
     }
 
@@ -152,13 +153,16 @@ impl Rules<'_> {
         }
     }
 
-    /// rows/ring.cuh: with more than a tile of rows the warps of the loader copy in turn, each into slots of its own.
-    fn copiers(&mut self, schedule: &Schedule, target: &Target) {
-        let Schedule { program, machine, .. } = schedule;
-        let (slots, owners) = (machine.ring.slots, machine.loader_warps.max(1));
-        let own = target.spec.copy != CopyMechanism::Bulk || program.rows <= TILE_ROWS || slots % owners == 0;
+    /// rows/ring.cuh: a thread of each of some warps of the loader copies in turn, into slots of its own. Other kernels, and other ways to copy,
+    /// have no turns.
+    fn copiers(&mut self, schedule: &Schedule, target: &Target, for_rows: bool) {
+        let Schedule { machine, .. } = schedule;
+        let (slots, copiers) = (machine.ring.slots, machine.ring.copiers);
+        let turns = for_rows && target.spec.copy == CopyMechanism::Bulk;
+        let most = if turns { machine.loader_warps } else { 1 };
+        let own = (1..=most).contains(&copiers) && slots % copiers.max(1) == 0;
         self.expect_rule(Rule::KernelRows, own, Entity::Machine, || {
-            format!("expected a multiple of {owners} ring slots, as many for each warp that copies, found {slots}")
+            format!("expected at most {most} threads that copy in turn, with as many of {slots} ring slots each, found {copiers}")
         });
     }
 
@@ -209,7 +213,6 @@ impl Rules<'_> {
             });
         }
         self.fills(schedule);
-        self.copiers(schedule, target);
         for (g, grid) in (0..).zip(&program.grids) {
             let taken = match &grid.op {
                 Op::Attention(a) => a.splits == 1 && grid.per_row,

@@ -187,14 +187,22 @@ fn many_rows_on_every_record() {
     let half_a_tile = place(&plain, &h200, 24).unwrap();
     refused(&half_a_tile, "expected whole tiles of rows that 8 warps share evenly, found 24 rows");
     // Slots that change hands between the threads that copy.
-    let mut odd = place(&plain, &h200, 32).unwrap();
-    odd.machine.ring.slots -= 1;
-    let slots = odd.machine.ring.slots;
-    refused(&odd, &format!("expected a multiple of 4 ring slots, as many for each warp that copies, found {slots}"));
+    let sound = place(&plain, &h200, 32).unwrap();
+    assert_eq!((sound.machine.ring.copiers, place(&plain, &h200, 16).unwrap().machine.ring.copiers), (4, 1));
+    // Threads that no warp of the loader has, and none.
+    for (fewer, copiers) in [(1, 4), (0, 5), (0, 0)] {
+        let mut odd = sound.clone();
+        odd.machine.ring.slots -= fewer;
+        odd.machine.ring.copiers = copiers;
+        let slots = odd.machine.ring.slots;
+        let expected = format!("expected at most 4 threads that copy in turn, with as many of {slots} ring slots each");
+        refused(&odd, &format!("{expected}, found {copiers}"));
+    }
     let codes = NAMED.into_iter().find(|(_, format)| !format.is_plain()).unwrap().1;
     let mut coded = rounded(import_config_only(config, 0).unwrap(), &all(codes)).graph;
     coded.layers.truncate(2);
     assert_eq!(kernel_rows(&coded, BF16, &h200), [8, 16]);
+    assert_eq!(place(&coded, &h200, 8).unwrap().machine.ring.copiers, 4);
     refused(&place(&coded, &h200, 32).unwrap(), "expected weights that are no codes in steps of 32 rows, found codes");
 }
 

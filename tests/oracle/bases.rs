@@ -610,7 +610,15 @@ fn place_randomly(random: &mut Rng, p: Program, sms: usize) -> Base {
         loader_registers: 0,
         reduce_batch: 8,
         residual_cols: 0,
-        ring: Ring { slots: 4, slot_bytes: 4096, arrivals: 1, flight_high: 4, flight_low: 2, flight_free: 2 },
+        ring: Ring {
+            slots: 4,
+            slot_bytes: 4096,
+            arrivals: 1,
+            flight_high: 4,
+            flight_low: 2,
+            flight_free: 2,
+            copiers: 1,
+        },
         smem: smem.collect(),
     };
     // In slots of 8 granules, for one warp.
