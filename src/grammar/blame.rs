@@ -264,7 +264,7 @@ impl<'a, R: FnMut(Map<String, Value>) -> Option<String>> Search<'a, R> {
         (self.refusal)(members).filter(|reason| fits_nothing(reason) == fits_nothing(whole))
     }
 
-    /// A schema in a schema that is refused by itself.
+    /// A part that llguidance refuses when it is the whole schema.
     fn inner(&mut self, path: &Path, node: &'a Value, reason: &str) -> Option<(Path, &'a Value, String)> {
         let mut first = None;
         for (at, path, part) in parts(node, path) {
@@ -288,7 +288,7 @@ impl<'a, R: FnMut(Map<String, Value>) -> Option<String>> Search<'a, R> {
         self.refused(&without, reason).is_none()
     }
 
-    /// The keyword of a schema that is refused beside the type alone, or without which the schema is accepted.
+    /// The keyword that llguidance refuses together with the type, or without which it accepts the schema.
     fn keyword(&mut self, path: &Path, node: &Value, reason: &str) -> Option<(String, Path, String)> {
         let members = node.as_object()?;
         let of_type = |key: &str| members.get_key_value("type").filter(|_| key != "type");

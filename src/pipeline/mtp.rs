@@ -283,7 +283,7 @@ impl Computes {
         }
     }
 
-    /// As [`Computes::read`], and goes on with the tokens that the kernel chooses: at most `most` of them. `None`: it does not go on by itself.
+    /// As [`Computes::read`], and goes on with the tokens that the kernel chooses: at most `most` of them. `None`: the host has to choose.
     fn go_on(
         &mut self,
         position: usize,

@@ -122,7 +122,7 @@ fn without_room(case: &Case, target: &Target) -> Vec<String> {
         room_for(place_rows(graph, name, precision, context_max, target, &base, room), &at)
     };
     let Some(few) = place(smallest) else { return vec![format!("{at}: a kernel for rows")] };
-    // A prompt is read in chunks into the pages of the kernels for rows, which share the cache of the kernel for one row only if they divide it.
+    // Batch kernels read a prompt in chunks into pages. The decode kernel shares their cache only if pages divide its context.
     let pages = few.program.buffers.iter().filter_map(|buffer| buffer.paging);
     for rows in pages.map(|paging| paging.rows) {
         assert_eq!(context_max % rows, 0, "{at}: pages of {rows} positions");
