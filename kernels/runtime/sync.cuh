@@ -294,6 +294,10 @@ __device__ __forceinline__ void fence_history() {
 // ---- waves ------------------------------------------------------------------------------------------------------
 // See waves/context.cuh. Each block adds one to a count when it comes to a meeting, so n meetings are over when the count is n * SMS.
 
+// Counts a block in, after a fence.
+__device__ __forceinline__ void count_in(u32* arrived) {
+  asm volatile("red.relaxed." REACH ".global.add.u32 [%0], 1;" ::"l"(arrived) : "memory");
+}
 // Called by one thread, after the block barrier that follows the last write of the wave before the meeting.
 __device__ __forceinline__ void end_wave(u32* arrived) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrived) : "memory");
@@ -305,7 +309,7 @@ __device__ __forceinline__ void await_waves(const u32* arrived, u32 meetings, Wa
   u32 left = w.patience;
   for (;;) {
     u32 count;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(arrived) : "memory");
+    asm volatile("ld.acquire." REACH ".global.u32 %0, [%1];" : "=r"(count) : "l"(arrived) : "memory");
     const bool done = count >= meetings * SMS;
     if (__all_sync(~0u, done)) return;
     if (--left == 0) {

@@ -528,7 +528,8 @@ struct WaveAttend {
           const float2 gate = H::gates(c, e.gate, row, col);
           by.x *= gate.x, by.y *= gate.y;
         }
-        *reinterpret_cast<u32*>(out + WaveOperand<M, H::QUERY_COLS>::at(row, col)) = bf16_pair(r.o[n][2 * h] * by.x, r.o[n][2 * h + 1] * by.y);
+        u32* const to = reinterpret_cast<u32*>(out + WaveOperand<M, H::QUERY_COLS>::at(row, col));
+        c.template give<everywhere<M, G>()>(to, bf16_pair(r.o[n][2 * h] * by.x, r.o[n][2 * h + 1] * by.y));
       }
     }
   }
@@ -819,7 +820,8 @@ struct WaveAttention {
         const float2 gate = H::open(*reinterpret_cast<const u32*>(own + GATES_AT + query * (G::DIM * 2) + col * 2));
         a *= gate.x, b *= gate.y;
       }
-      *reinterpret_cast<u32*>(out + OutPlace<M, G, H::QUERY_COLS>::at(int(task.row), (task.head + query) * G::DIM + col)) = bf16_pair(a, b);
+      u32* const to = reinterpret_cast<u32*>(out + OutPlace<M, G, H::QUERY_COLS>::at(int(task.row), (task.head + query) * G::DIM + col));
+      c.template give<everywhere<M, G>()>(to, bf16_pair(a, b));
     };
     if (count == 1) {
       // One team has read the whole history, so nothing is merged.

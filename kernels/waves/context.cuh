@@ -26,7 +26,7 @@ struct alignas(16) Wave {
   u32 meetings; // of all blocks in the step, before it
   u32 meets; // 1 if all blocks meet after it, else 0
   u32 next_op; // op of the wave after it; of the last one, of the first
-  u32 reserved; // 0
+  u32 first_unit; // unit of the matrix where the device's part begins
 };
 static_assert(sizeof(Wave) == 80, "the host fills this struct");
 
@@ -79,6 +79,46 @@ struct WaveParams {
   u32 reserved; // 0
 };
 static_assert(sizeof(WaveParams) == 160, "the host fills this struct");
+// Of several devices: M has PEERS, how many others there are, and Launch, which is this. Each device has its own copy of all that the host fills.
+struct WaveDevicesParams : WaveParams {
+  u64 peers[PEERS_MAX]; // from `work` of this device to that of each other one, in bytes modulo 2^64
+  u64 peer_counts[PEERS_MAX]; // the same of `arrived`
+  u32 first_block; // blocks of the devices before this one
+  u32 spare; // 0
+};
+static_assert(sizeof(WaveDevicesParams) == 280, "the host fills this struct");
+
+// Blocks of all devices; M::SMS are those of one.
+template <class M>
+__device__ constexpr int all_blocks() {
+  return M::SMS * (1 + peers<M>());
+}
+template <class M>
+__device__ __forceinline__ const auto& devices_params(const WaveParams& p) {
+  return static_cast<const typename M::Launch&>(p);
+}
+// The number of this block among those of all devices.
+template <class M>
+__device__ __forceinline__ u32 block_number(const WaveParams& p) {
+  if constexpr (peers<M>() > 0) return devices_params<M>(p).first_block + blockIdx.x;
+  return blockIdx.x;
+}
+// Where a matrix has the units of this device: the number of the first of them.
+template <class M>
+__device__ __forceinline__ u32 first_unit(const Wave& e) {
+  return peers<M>() > 0 ? e.first_unit : 0;
+}
+// Whether a wave of configuration G leaves its output, and the residual to which it adds, on all devices.
+template <class M, class G>
+__device__ constexpr bool everywhere() {
+  if constexpr (peers<M>() > 0) return G::EVERYWHERE;
+  return false;
+}
+template <class M, class G>
+__device__ constexpr bool residual_everywhere() {
+  if constexpr (peers<M>() > 0) return G::RESIDUAL_EVERYWHERE;
+  return false;
+}
 
 // A wave and the shares of this block in it.
 struct HeldWave {
@@ -252,7 +292,7 @@ struct WaveContext {
     fetch_wave<M>(p, wave + 1 == p.wave_count ? 0 : wave + 1, current().next_division, u32(lane()));
   }
   __device__ __forceinline__ void await_meetings(u32 count) {
-    if (count > 0 && warp() == 0) await_waves<M::SMS>(p.arrived, count, waiter());
+    if (count > 0 && warp() == 0) await_waves<all_blocks<M>()>(p.arrived, count, waiter());
     barrier();
   }
   // The tag of the packets of a wave of this step.
@@ -275,6 +315,36 @@ struct WaveContext {
   template <class T>
   __device__ __forceinline__ T* work(u32 at) const {
     return reinterpret_cast<T*>(p.work + u64(at) * OFFSET_BYTES);
+  }
+  // Stores to the arena, of EVERYWHERE also to that of each other device.
+  template <bool EVERYWHERE, class T>
+  __device__ __forceinline__ void give(T* at, const T& value) const {
+    *at = value;
+    if constexpr (EVERYWHERE) {
+#pragma unroll
+      for (int i = 0; i < peers<M>(); i++) *of_peer(at, devices_params<M>(p).peers[i]) = value;
+    }
+  }
+  // The same of two packets of this wave.
+  template <bool EVERYWHERE>
+  __device__ __forceinline__ void give_packets(u64* at, float2 value) const {
+    const u32 first = __float_as_uint(value.x), second = __float_as_uint(value.y), tag = tag_of(wave);
+    publish2(at, first, second, tag);
+    if constexpr (EVERYWHERE) {
+#pragma unroll
+      for (int i = 0; i < peers<M>(); i++) publish2(of_peer(at, devices_params<M>(p).peers[i]), first, second, tag);
+    }
+  }
+  // By one thread, after the block barrier that follows the last write of the wave: the block comes to the meeting, on every device.
+  __device__ __forceinline__ void come_to_meeting() const {
+    if constexpr (peers<M>() > 0) {
+      release_step();
+      count_in(p.arrived);
+#pragma unroll
+      for (int i = 0; i < peers<M>(); i++) count_in(of_peer(p.arrived, devices_params<M>(p).peer_counts[i]));
+    } else {
+      end_wave(p.arrived);
+    }
   }
 };
 

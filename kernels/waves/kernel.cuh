@@ -36,7 +36,7 @@ __device__ __forceinline__ void consume_waves(const WaveParams& p) {
       if (M::PAIRS) fence_received();
       c.barrier();
       c.stamp(3);
-      if (c.meetings > 0 && c.tid() == 0) end_wave(p.arrived);
+      if (c.meetings > 0 && c.tid() == 0) c.come_to_meeting();
     }
   // What the last step decided, for the host.
   if constexpr (M::STEPS)

@@ -12,7 +12,7 @@
 //                pairs has left, and multiplies the result
 // PAIRED         residual += SCALE * y by the two blocks of a cluster, which have the two parts of k of the same units (end_pair)
 // out      (rows, ROWS)  if PAIRED and OUT: the residual times the weight of the next norm, in the layout of operands; and
-// squares_out (rows / 4, SMS / 2, 4)  fp32: each pair's sum of squares of a row; zero for a pair without units
+// squares_out (rows / 4, blocks / 2, 4)  fp32: each pair's sum of squares of a row; zero for a pair without units
 //
 // owner    of a unit, a part of k and a block of rows: one block
 // assumes  columns of x past K and rows of W past ROWS are zeros
@@ -151,7 +151,7 @@ struct WaveMatMul {
   template <class L>
   static __device__ __forceinline__ void load_weights(L& l, const Wave& e, const Passes& passes, u32 pass) {
     constexpr int FILLERS = WeightRing<M>::FILLERS;
-    const u32 first = passes.first(pass), here = passes.first(pass + 1) - first;
+    const u32 here = passes.first(pass + 1) - passes.first(pass), first = passes.first(pass) - first_unit<M>(e);
     if constexpr (SHARED) return load_boxes(l, e, passes, first, here);
     // A copy takes as long as 1 KiB takes to arrive, however short it is. So short pieces come in boxes: of all units of a pass, or of eight units and the rest
     // unit by unit. Every piece of a box has its full length. Beyond the end of a unit it is zeros; beyond the end of a part no warp reads it.
@@ -430,14 +430,14 @@ struct WaveMatMul {
   // Adds N sums to the residual, at `residual + offset(i)` where `exists(i)`. All old values are loaded before the first is stored: the compiler keeps the order of
   // loads and stores, so each load would wait for L2.
   template <int N, class Exists, class Offset, class Sums>
-  static __device__ __forceinline__ void add_all(float* residual, const Exists& exists, const Offset& offset, const Sums& sum) {
+  static __device__ __forceinline__ void add_all(const WaveContext<M>& c, float* residual, const Exists& exists, const Offset& offset, const Sums& sum) {
     float2 old[N];
 #pragma unroll
     for (int i = 0; i < N; i++) old[i] = exists(i) ? *reinterpret_cast<const float2*>(residual + offset(i)) : make_float2(0.f, 0.f);
 #pragma unroll
     for (int i = 0; i < N; i++) {
       const float2 y = sum(i);
-      if (exists(i)) *reinterpret_cast<float2*>(residual + offset(i)) = make_float2(old[i].x + G::SCALE * y.x, old[i].y + G::SCALE * y.y);
+      if (exists(i)) c.template give<residual_everywhere<M, G>()>(reinterpret_cast<float2*>(residual + offset(i)), make_float2(old[i].x + G::SCALE * y.x, old[i].y + G::SCALE * y.y));
     }
   }
   // Of columns 2 t and 2 t + 1 of a unit.
@@ -462,20 +462,19 @@ struct WaveMatMul {
       const int col = int(unit) * G::UNIT_ROWS + t * 2;
       if (t >= PAIRS || col >= G::ROWS || !exists) return;
       if constexpr (G::PACKETS) {
-        u64* at = c.template work<u64>(e.out) + (u64(part) * M::BLOCK_ROWS + row) * G::ROWS + col;
-        publish2(at, __float_as_uint(y.x), __float_as_uint(y.y), c.tag_of(c.wave));
+        c.template give_packets<everywhere<M, G>()>(c.template work<u64>(e.out) + (u64(part) * M::BLOCK_ROWS + row) * G::ROWS + col, y);
       } else if constexpr (G::SPLITS > 1) {
         float* at = c.template work<float>(e.out) + (u64(part) * Parts::pitch(c.p.row_count) + row) * G::ROWS + col;
-        *reinterpret_cast<float2*>(at) = y;
+        c.template give<everywhere<M, G>()>(reinterpret_cast<float2*>(at), y);
       } else if constexpr (G::EPILOGUE == Epilogue::RESIDUAL) {
         float* at = c.template work<float>(e.residual) + u64(row) * G::ROWS + col;
         if (G::ROWS % 2 == 0) {
           float2* pair = reinterpret_cast<float2*>(at);
           const float2 old = *pair;
-          *pair = make_float2(old.x + G::SCALE * y.x, old.y + G::SCALE * y.y);
+          c.template give<residual_everywhere<M, G>()>(pair, make_float2(old.x + G::SCALE * y.x, old.y + G::SCALE * y.y));
         } else {
-          at[0] += G::SCALE * y.x;
-          if (col + 1 < G::ROWS) at[1] += G::SCALE * y.y;
+          c.template give<residual_everywhere<M, G>()>(at, at[0] + G::SCALE * y.x);
+          if (col + 1 < G::ROWS) c.template give<residual_everywhere<M, G>()>(at + 1, at[1] + G::SCALE * y.y);
         }
       } else {
         if constexpr (G::EPILOGUE == Epilogue::ACT) y = make_float2(activate<G::ACT>(y.x), activate<G::ACT>(y.y));
@@ -510,7 +509,7 @@ struct WaveMatMul {
     }
 #pragma unroll
     for (int k = 0; k < ROW_TILES * 2; k++)
-      if (row + k * 8 < rows) *reinterpret_cast<u32*>(out + (G::PLAIN ? u32(k) * 16 * COLS : Place::eights(k))) = made[k];
+      if (row + k * 8 < rows) c.template give<everywhere<M, G>()>(reinterpret_cast<u32*>(out + (G::PLAIN ? u32(k) * 16 * COLS : Place::eights(k))), made[k]);
   }
   static __device__ __forceinline__ float2 half(const float (&of)[4], int h) { return make_float2(of[2 * h], of[2 * h + 1]); }
   // The same for a unit of a part of k, whose sums are stored as they are.
@@ -525,14 +524,15 @@ struct WaveMatMul {
 #pragma unroll
     for (int k = 0; k < ROW_TILES * 2; k++) {
       const float2 y = settled(c, e, part, unit, int(row) + k * 8, t, half(d[k / 2][i], k % 2));
-      if (row + k * 8 < rows) out[k * 4 * G::ROWS] = u64(__float_as_uint(y.y)) << 32 | __float_as_uint(y.x);
+      if (row + k * 8 < rows) c.template give<everywhere<M, G>()>(out + k * 4 * G::ROWS, u64(__float_as_uint(y.y)) << 32 | __float_as_uint(y.x));
     }
   }
   template <int COLS>
   static __device__ __forceinline__ void put(const WaveContext<M>& c, const Wave& e, int row, int col, float a, float b) {
     static_assert(COLS % 2 == 0, "columns are stored in pairs");
     u8* out = c.template work<u8>(e.out);
-    *reinterpret_cast<u32*>(out + (G::PLAIN ? (u64(row) * COLS + col) * 2 : u64(OutPlace<M, G, COLS>::at(u32(row), u32(col))))) = bf16_pair(a, b);
+    u32* const to = reinterpret_cast<u32*>(out + (G::PLAIN ? (u64(row) * COLS + col) * 2 : u64(OutPlace<M, G, COLS>::at(u32(row), u32(col)))));
+    c.template give<everywhere<M, G>()>(to, bf16_pair(a, b));
   }
   static __device__ __forceinline__ void logits(const WaveContext<M>& c, bool live, int row, int id, float2 y, float& best, int& best_id) {
     const WaveParams& p = c.p;
@@ -591,7 +591,7 @@ struct WaveMatMul {
       const BestLogit v = met[i * M::BLOCK_ROWS + c.tid()];
       argmax_take(most.score, most.id, v.score, v.id);
     }
-    c.template work<BestLogit>(e.out)[u64(c.tid()) * M::SMS + blockIdx.x] = most;
+    c.template give<everywhere<M, G>()>(c.template work<BestLogit>(e.out) + u64(c.tid()) * all_blocks<M>() + block_number<M>(c.p), most);
   }
 
   template <int N>
@@ -837,9 +837,9 @@ struct WaveMatMul {
         const float2 y = settled(c, e, 0, first + to.unit, to.row, t, make_float2(own[r][n].x + sent.x, own[r][n].y + sent.y));
         const float2 x = make_float2(ends.old[r][n].x + G::SCALE * y.x, ends.old[r][n].y + G::SCALE * y.y);
         if (to.exists) {
-          *reinterpret_cast<float2*>(residual + u64(to.row) * G::ROWS + to.col) = x;
+          c.template give<residual_everywhere<M, G>()>(reinterpret_cast<float2*>(residual + u64(to.row) * G::ROWS + to.col), x);
           if constexpr (G::OUT)
-            *reinterpret_cast<u32*>(out + OutPlace<M, G, G::ROWS>::at(u32(to.row), u32(to.col))) = bf16_pair(x.x * ends.gain[r][n].x, x.y * ends.gain[r][n].y);
+            c.template give<everywhere<M, G>()>(reinterpret_cast<u32*>(out + OutPlace<M, G, G::ROWS>::at(u32(to.row), u32(to.col))), bf16_pair(x.x * ends.gain[r][n].x, x.y * ends.gain[r][n].y));
         }
         if constexpr (G::OUT) {
           float square = to.exists ? x.x * x.x + x.y * x.y : 0.f;
@@ -862,7 +862,7 @@ struct WaveMatMul {
 #pragma unroll
         for (int unit = 0; unit < MOST * UNIT_GROUPS; unit++) sum += u32(unit) < units ? of[unit * PAIR_ROWS + c.tid()] : 0.f;
         const u32 row = c.tid() / 8 * 16 + blockIdx.x % 2 * 8 + c.tid() % 8;
-        c.template work<float>(e.squares_out)[square_at(M::SMS / 2, blockIdx.x / 2, row)] = sum;
+        c.template give<everywhere<M, G>()>(c.template work<float>(e.squares_out) + square_at(all_blocks<M>() / 2, block_number<M>(c.p) / 2, row), sum);
       }
   }
   static __device__ __forceinline__ void await_peer(WaveContext<M>& c) {
@@ -991,13 +991,13 @@ struct WaveMatMul {
     wave_release_pair(c, c.inputs, c.weights);
     finish_shared<N>(c, e, passes.part, share, first, here, d);
   }
+  // Whether results go to other devices row by row, in whole units of 16 bytes.
+  static constexpr bool GIVES_UNITS = everywhere<M, G>() && G::PLAIN && G::EPILOGUE == Epilogue::STORE && G::SPLITS == 1 && G::UNIT_ROWS == 8 && G::ROWS % 8 == 0;
   // Completes and stores the sums of a pass. As far as the compiler knows, what a wave stores may be its parameters, so they are copied first.
   template <int N>
   static __device__ __forceinline__ void finish_shared(const WaveContext<M>& c, const Wave& held, u32 part, const Share& share, u32 first, u32 here, const float (&d)[N / 2]) {
     const Wave e = held;
     const int lane = made_here(c.lane()), t = lane % 4, row = int(share.row) + c.warp() * 16 + lane / 4;
-    float none = 0.f;
-    int no_id = 0;
 #pragma unroll
     for (int from = 0; from < N / 8; from += int(BOX_UNITS)) {
       if constexpr (ADDS_PAIRS)
@@ -1005,12 +1005,25 @@ struct WaveMatMul {
       else if constexpr (G::EPILOGUE == Epilogue::GATED)
         gate_units(c, e, part, first + from, here > u32(from) ? here - from : 0, row, t, d, from);
       else
-#pragma unroll
-        for (int i = from; i < from + int(BOX_UNITS); i++)
-#pragma unroll
-          for (int h = 0; h < 2; h++)
-            if (u32(i) < here) finish(c, e, part, first + i, row + 8 * h, t, make_float2(d[4 * i + 2 * h], d[4 * i + 2 * h + 1]), none, no_id);
+        finish_units(c, e, part, first, here, row, t, d, from);
     }
+  }
+  template <int SUMS>
+  static __device__ __forceinline__ void finish_units(const WaveContext<M>& c, const Wave& e, u32 part, u32 first, u32 here, int row, int t, const float (&d)[SUMS], int from) {
+    if constexpr (GIVES_UNITS) {
+      if (here >= u32(from) + BOX_UNITS) {
+#pragma unroll
+        for (int i = from; i < from + int(BOX_UNITS); i += 2) give_two(c, e, part, first + i, row, t, d, i);
+        return;
+      }
+    }
+    float none = 0.f;
+    int no_id = 0;
+#pragma unroll
+    for (int i = from; i < from + int(BOX_UNITS); i++)
+#pragma unroll
+      for (int h = 0; h < 2; h++)
+        if (u32(i) < here) finish(c, e, part, first + i, row + 8 * h, t, sums_of(d, i, h), none, no_id);
   }
   // Sums of columns 2 t and 2 t + 1 of unit `i` of a pass, of the row of a lane and of the one eight further on.
   template <int SUMS>
@@ -1019,7 +1032,7 @@ struct WaveMatMul {
   static __device__ __forceinline__ void add_units(const WaveContext<M>& c, const Wave& e, u32 part, u32 unit, u32 here, int row, int t, const float (&d)[SUMS], int from) {
     const bool rows[2] = {u32(row) < c.p.row_count, u32(row + 8) < c.p.row_count};
     add_all<2 * int(BOX_UNITS)>(
-        residual_at(c, e, unit, row, t), [&](int i) { return rows[i % 2] && u32(i / 2) < here && is_column(unit + i / 2, t); },
+        c, residual_at(c, e, unit, row, t), [&](int i) { return rows[i % 2] && u32(i / 2) < here && is_column(unit + i / 2, t); },
         [](int i) { return i % 2 * 8 * G::ROWS + i / 2 * G::UNIT_ROWS; },
         [&](int i) { return settled(c, e, part, unit + i / 2, row + i % 2 * 8, t, sums_of(d, from + i / 2, i % 2)); }
     );
@@ -1029,6 +1042,9 @@ struct WaveMatMul {
   static __device__ __forceinline__ void gate_units(const WaveContext<M>& c, const Wave& e, u32 part, u32 unit, u32 here, int row, int t, const float (&d)[SUMS], int from) {
     const bool ups = t >= 2;
     const int mine = row + (ups ? 8 : 0);
+    if constexpr (everywhere<M, G>() && !G::PLAIN) {
+      if (here == BOX_UNITS && unit % 2 == 0) return give_units(c, e, part, unit, row, t, d, from);
+    }
 #pragma unroll
     for (u32 i = 0; i < BOX_UNITS; i++) {
       if (i >= here) continue;
@@ -1038,6 +1054,54 @@ struct WaveMatMul {
       const int col = int(unit + i) * 4 + t % 2 * 2;
       if (col < G::ROWS / 2 && u32(mine) < c.p.row_count) put<G::ROWS / 2>(c, e, mine, col, activate_scaled<G>(gate.x) * up.x, activate_scaled<G>(gate.y) * up.y);
     }
+  }
+  // The same of eight units, in pieces of 16 bytes: what goes to other devices goes in whole lines. Two lanes side by side have the halves of the columns of a row; of
+  // four units each takes two whole ones.
+  template <int SUMS>
+  static __device__ __forceinline__ void give_units(const WaveContext<M>& c, const Wave& e, u32 part, u32 unit, int row, int t, const float (&d)[SUMS], int from) {
+    const bool ups = t >= 2, odd = t % 2;
+    const int mine = row + (ups ? 8 : 0);
+    u8* const out = c.template work<u8>(e.out);
+#pragma unroll
+    for (u32 first = 0; first < BOX_UNITS; first += 4) {
+      u32 made[4];
+#pragma unroll
+      for (u32 i = 0; i < 4; i++) {
+        const u32 at = first + i;
+        const float2 low = settled(c, e, part, unit + at, row, t, sums_of(d, from + at, 0)), high = settled(c, e, part, unit + at, row + 8, t, sums_of(d, from + at, 1));
+        const float2 given = ups ? low : high, taken = make_float2(__shfl_xor_sync(~0u, given.x, 2), __shfl_xor_sync(~0u, given.y, 2));
+        const float2 gate = ups ? taken : low, up = ups ? high : taken;
+        made[i] = bf16_pair(activate_scaled<G>(gate.x) * up.x, activate_scaled<G>(gate.y) * up.y);
+      }
+      const u32 third = __shfl_xor_sync(~0u, odd ? made[0] : made[2], 1), fourth = __shfl_xor_sync(~0u, odd ? made[1] : made[3], 1);
+      const uint4 piece = odd ? make_uint4(third, made[2], fourth, made[3]) : make_uint4(made[0], third, made[1], fourth);
+      const int col = int(unit + first + (odd ? 2 : 0)) * 4;
+      if (col < G::ROWS / 2 && u32(mine) < c.p.row_count) c.template give<true>(reinterpret_cast<uint4*>(out + OutPlace<M, G, G::ROWS / 2>::at(u32(mine), u32(col))), piece);
+    }
+  }
+  // Results of two units side by side, as they are: a lane takes a whole unit of a row, of the four that four lanes have parts of.
+  template <int SUMS>
+  static __device__ __forceinline__ void give_two(const WaveContext<M>& c, const Wave& e, u32 part, u32 unit, int row, int t, const float (&d)[SUMS], int from) {
+    u32 made[4]; // unit by unit, of the row and of the one eight further on
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float2 y = settled(c, e, part, unit + i / 2, row + i % 2 * 8, t, sums_of(d, from + i / 2, i % 2));
+      made[i] = bf16_pair(y.x, y.y);
+    }
+    // Lane t takes result t: of lanes t ^ 1, t ^ 2 and t ^ 3 what they have of it.
+    u32 piece[4];
+#pragma unroll
+    for (int other = 0; other < 4; other++) {
+      const int wanted = t ^ other; // by that lane
+      const u32 given = wanted == 0 ? made[0] : wanted == 1 ? made[1] : wanted == 2 ? made[2] : made[3];
+      const u32 got = other ? __shfl_xor_sync(~0u, given, other) : given;
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if ((t ^ other) == i) piece[i] = got;
+    }
+    const u32 mine = u32(row + t % 2 * 8);
+    const u64 at = u64(mine) * G::ROWS + (unit + t / 2) * G::UNIT_ROWS;
+    if (mine < c.p.row_count) c.template give<true>(reinterpret_cast<uint4*>(c.template work<u8>(e.out) + at * 2), make_uint4(piece[0], piece[1], piece[2], piece[3]));
   }
   // With the instruction of fewest columns, in multiples of 64, that has those of the pass.
   template <int N>
@@ -1220,7 +1284,7 @@ struct WaveMatMul {
         const auto sum = [&](int j) { return transposed(d[n][4 * j + 2 * i], d[n][4 * j + 2 * i + 1]); };
         if constexpr (ADDS_PAIRS)
           add_all<GROUP_ROWS / 8>(
-              residual_at(c, e, first + unit, row(0), lane % 4), [&](int j) { return u32(row(j)) < c.p.row_count && is_column(first + unit, lane % 4); },
+              c, residual_at(c, e, first + unit, row(0), lane % 4), [&](int j) { return u32(row(j)) < c.p.row_count && is_column(first + unit, lane % 4); },
               [](int j) { return j * 8 * G::ROWS; }, [&](int j) { return settled(c, e, passes.part, first + unit, row(j), lane % 4, sum(j)); }
           );
         else

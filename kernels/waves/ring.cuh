@@ -223,7 +223,7 @@ struct WaveLoader {
   __device__ __forceinline__ void meet_last_step() { meet(step == 0 ? 0 : (step - 1) * M::MEETINGS + meetings + 1); }
   __device__ __forceinline__ void meet(u32 count) {
     if (met >= count) return;
-    await_waves<M::SMS>(p.arrived, count, waiter());
+    await_waves<all_blocks<M>()>(p.arrived, count, waiter());
     fence_history();
     met = count;
   }

@@ -21,7 +21,7 @@ __device__ __forceinline__ void unpack8(const uint4 v, float (&to)[8]) {
 // Place of the sum of squares of a part of a row: those of four rows lie side by side, so a warp loads them at once.
 __device__ __forceinline__ u32 square_at(u32 parts, u32 part, u32 row) { return (row / 4 * parts + part) * 4 + row % 4; }
 
-// One block's best score of a row, and its id: of each row SMS of them side by side.
+// One block's best score of a row, and its id: of each row those of all blocks side by side.
 struct BestLogit {
   float score;
   i32 id;
@@ -29,12 +29,13 @@ struct BestLogit {
 // By a warp: the token that a row decided in the previous step.
 template <class M>
 __device__ __forceinline__ int wave_decided(const WaveContext<M>& c, u32 row) {
-  const BestLogit* all = c.template work<BestLogit>(M::BEST) + u64(row) * M::SMS;
+  constexpr int BLOCKS = all_blocks<M>();
+  const BestLogit* all = c.template work<BestLogit>(M::BEST) + u64(row) * BLOCKS;
   float score = NEGATIVE_INFINITY;
   int id = 0x7fffffff;
 #pragma unroll
-  for (int i = 0; i < ceil_div(M::SMS, 32); i++)
-    if (i * 32 + c.lane() < M::SMS) {
+  for (int i = 0; i < ceil_div(BLOCKS, 32); i++)
+    if (i * 32 + c.lane() < BLOCKS) {
       const uint2 v = *reinterpret_cast<const uint2*>(all + i * 32 + c.lane());
       argmax_take(score, id, __uint_as_float(v.x), int(v.y));
     }

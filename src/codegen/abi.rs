@@ -363,7 +363,7 @@ fn constant_at(schedule: &Schedule, held: &Held, grid: &Grid, role: Role) -> u32
 }
 
 /// Where a device has the scales of the rows of a grid's matrix, if it has them.
-fn row_scales_at(held: &Held, matrices: &[Option<Matrix>], grid: &Grid) -> Option<u32> {
+pub(super) fn row_scales_at(held: &Held, matrices: &[Option<Matrix>], grid: &Grid) -> Option<u32> {
     let buffer = grid.operand(Role::Weight)?.buffer.index();
     matrices[buffer]?.format.row_scales.then(|| (held.row_scales[buffer] / PLACE_ALIGN_BYTES) as u32)
 }
@@ -565,13 +565,6 @@ fn columns_of(schedule: &Schedule, grid: &Grid, role: Role, j: u32) -> u32 {
     let column = if buffer.words { 0 } else { operand.cols.base + operand.cols.stride_j * j };
     let at = place(schedule, grid, role, Space::Exchange, PACKET_BYTES);
     if at == NONE { NONE } else { at + column / (4 / buffer.dtype.bytes() as u32) }
-}
-
-/// Where the scales of the rows of a grid's matrix lie in the pack, if it has them.
-pub(super) fn row_scales(schedule: &Schedule, matrices: &[Option<Matrix>], grid: &Grid) -> Option<u32> {
-    let buffer = grid.operand(Role::Weight)?.buffer.index();
-    let (matrix, place) = (matrices[buffer]?, schedule.placement[buffer]?);
-    matrix.format.row_scales.then(|| ((place + matrix.row_scales_at()) / PLACE_ALIGN_BYTES) as u32)
 }
 
 /// The queues of a proven schedule, and the digest of every byte of them that is uploaded. There is no other way to make

@@ -1,6 +1,6 @@
 //! Prints the kernel of a proven plan of waves, and encodes what it walks, as `kernels/waves/context.cuh` declares it.
 
-use super::abi::{NONE, row_scales};
+use super::abi::{NONE, PEERS_MAX, row_scales_at};
 use super::emit::{
     Trace, attention_members, coding_members, elem, epilogue_members, facts, gate_member, net_cols, net_members,
     norm_members, route_members, scan_members, table_members, vocab,
@@ -11,9 +11,9 @@ use super::{
     STATE_HEADERS, WAVES_HEADERS,
 };
 use crate::digest::Digest;
-use crate::ir::layout::{Matrix, PLACE_ALIGN_BYTES, matrices};
+use crate::ir::layout::{Held, Matrix, PLACE_ALIGN_BYTES, held, matrices};
 use crate::ir::op::{Combine, Convolve, Epilogue, Mix, Op, Role, Scan};
-use crate::ir::program::{Grid, Program, Rows};
+use crate::ir::program::{Grid, Program, Rows, Space};
 use crate::ir::{BufferId, GridId};
 use crate::rows::Shape;
 use crate::target::Target;
@@ -70,8 +70,8 @@ kernel_struct! {
         meets: u32,
         /// op of the wave after it; of the last one, of the first
         next_op: u32,
-        /// 0
-        reserved: u32,
+        /// unit of the matrix where the device's part begins
+        first_unit: u32,
     }
 }
 
@@ -157,6 +157,22 @@ kernel_struct! {
         tag: u32,
         /// 0
         reserved: u32,
+    }
+}
+
+kernel_struct! {
+    /// The kernel parameter on one of several devices.
+    WaveDevicesParams = "struct WaveDevicesParams : WaveParams" {
+        /// what a kernel of one device gets
+        params: WaveParams as [],
+        /// from `work` of this device to that of each other one, in bytes modulo 2^64
+        peers: [u64; PEERS_MAX],
+        /// the same of `arrived`
+        peer_counts: [u64; PEERS_MAX],
+        /// blocks of the devices before this one
+        first_block: u32,
+        /// 0
+        spare: u32,
     }
 }
 
@@ -277,7 +293,16 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
                 to.is_some_and(|to| is_tiles(plan, to)),
                 Float(norm_eps),
             );
-            ("WaveMatMul", members + &coding_members(schedule.program.format_of(grid)))
+            let left = match (then, target) {
+                (Some(then), _) => then.to,
+                (None, Written::Out(out) | Written::Best(out) | Written::Residual(out)) => *out,
+            };
+            let residual = match target {
+                Written::Residual(residual) => everywhere_member(plan, "RESIDUAL_EVERYWHERE", *residual),
+                Written::Out(_) | Written::Best(_) => everywhere_member(plan, "RESIDUAL_EVERYWHERE", left),
+            };
+            let homes = everywhere_member(plan, "EVERYWHERE", left) + &residual;
+            ("WaveMatMul", members + &homes + &coding_members(schedule.program.format_of(grid)))
         }
         (Action::NormHeads { x, .. }, Op::Attention(a)) => {
             let members = attention_members(schedule, wave.grid, a, 0) + &gate_member(grid);
@@ -287,9 +312,10 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
             let members = attention_members(schedule, wave.grid, a, 0) + &gate_member(grid);
             ("WaveAppend", format!("{members}int PARTS = {}\nbool PACKETS = false\n", parts_of(plan, *x)))
         }
-        (Action::Attend { tile, gate, .. }, Op::Attention(a)) => {
+        (Action::Attend { out, tile, gate, .. }, Op::Attention(a)) => {
             let members = format!("{}int TILE = {tile}\n", attention_members(schedule, wave.grid, a, 0));
-            ("WaveAttend", members + &gate_members(plan, grid, *gate))
+            let home = everywhere_member(plan, "EVERYWHERE", *out);
+            ("WaveAttend", members + &home + &gate_members(plan, grid, *gate))
         }
         (&Action::AttendRow { x, out, tile, splits }, Op::Attention(a)) => {
             let members = attention_members(schedule, wave.grid, a, 0) + &gate_member(grid);
@@ -297,7 +323,8 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
             let packets = plan.holds_packets(x);
             let out_tiles = is_tiles(plan, out);
             let members = format!(
-                "{members}int TILE = {tile}\nint PARTS = {parts}\nbool PACKETS = {packets}\nbool OUT_TILES = {out_tiles}\n"
+                "{members}int TILE = {tile}\nint PARTS = {parts}\nbool PACKETS = {packets}\nbool OUT_TILES = {out_tiles}\n{}",
+                everywhere_member(plan, "EVERYWHERE", out)
             );
             match splits {
                 None => ("WaveAttendRow", members),
@@ -503,6 +530,14 @@ fn rows_members(
     s
 }
 
+/// The member `name`: whether what a wave writes into a buffer goes to all devices. Of one device there is none.
+fn everywhere_member(plan: &Plan, name: &str, id: WorkId) -> String {
+    match plan.machine.devices {
+        1 => String::new(),
+        _ => format!("bool {name} = {}\n", plan.work[id.index()].everywhere),
+    }
+}
+
 /// Whether warpgroups of a step read a buffer of activations.
 fn is_tiles(plan: &Plan, id: WorkId) -> bool {
     plan.work[id.index()].layout == Layout::Tiles
@@ -527,7 +562,7 @@ fn machine_members(proven: &Proven<'_>, trace: Trace) -> Vec<String> {
     let shape = Shape::of(program).expect("validate: a batch kernel has tables");
     let m = &plan.machine;
     vec![
-        format!("int SMS = {}", m.sms),
+        format!("int SMS = {}", m.sms / m.devices),
         format!("int WARPS = {}", m.warps),
         format!("int LOADER_WARPS = {}", m.loader_warps),
         format!("int REGISTERS = {}", m.registers),
@@ -592,11 +627,14 @@ pub fn emit(proven: &Proven<'_>, target: &Target, trace: Trace) -> KernelSource 
     line!("// Kernel for `{}` that {does}.", target.name);
     line!(
         "// {} blocks of {} consumer warps, {} waves in {} classes.",
-        m.sms,
+        m.sms / m.devices,
         m.warps,
         plan.waves.len(),
         classes.len()
     );
+    if m.devices > 1 {
+        line!("#define SEVERAL_DEVICES");
+    }
     line!("{}#include \"monobloc_waves.cuh\"", facts(target));
     let has = |which: fn(&Action) -> bool| plan.waves.iter().any(|wave| which(&wave.action));
     let experts = has(|action| matches!(action, Action::Route { .. }));
@@ -616,6 +654,11 @@ pub fn emit(proven: &Proven<'_>, target: &Target, trace: Trace) -> KernelSource 
     }
     line!();
     line!("struct Machine {{");
+    let params = if m.devices > 1 { "WaveDevicesParams" } else { "WaveParams" };
+    if m.devices > 1 {
+        line!("  static constexpr int PEERS = {};  // devices that run a launch with this one", m.devices - 1);
+        line!("  typedef {params} Launch;");
+    }
     for member in machine_members(proven, trace) {
         line!("  static constexpr {member};");
     }
@@ -653,7 +696,7 @@ pub fn emit(proven: &Proven<'_>, target: &Target, trace: Trace) -> KernelSource 
     line!();
     let threads = (m.warps + m.loader_warps) * 32;
     line!(
-        "extern \"C\" __global__ void __launch_bounds__({threads}, 1) {ENTRY_POINT}(const __grid_constant__ WaveParams p) {{"
+        "extern \"C\" __global__ void __launch_bounds__({threads}, 1) {ENTRY_POINT}(const __grid_constant__ {params} p) {{"
     );
     line!("  run_waves<Machine, Dispatch>(p);");
     line!("}}");
@@ -672,9 +715,9 @@ pub fn emit(proven: &Proven<'_>, target: &Target, trace: Trace) -> KernelSource 
     }
 }
 
-/// Encodes the waves and shares of a proven plan.
-pub fn encode(proven: &Proven<'_>) -> WaveTables {
-    let plan = proven.plan();
+/// Encodes the waves of a proven plan, and the shares of one of its devices.
+pub fn encode(proven: &Proven<'_>, device: u32) -> WaveTables {
+    let (plan, held) = (proven.plan(), held(proven.validated().schedule(), device));
     let (_, of_wave) = classes(proven);
     let matrices = matrices(&proven.validated().schedule().program);
     let next = plan.waves.iter().cycle().skip(1);
@@ -682,7 +725,7 @@ pub fn encode(proven: &Proven<'_>) -> WaveTables {
     let next_class = of_wave.iter().cycle().skip(1);
     let entries =
         plan.waves.iter().zip(&of_wave).zip(next.zip(next_class)).map(|((wave, &class), (next, &next_class))| {
-            let entry = entry(proven, &matrices, wave, class);
+            let entry = entry(proven, (&held, &matrices), wave, class);
             let before = meetings;
             meetings += u32::from(next.meets);
             Wave {
@@ -696,14 +739,15 @@ pub fn encode(proven: &Proven<'_>) -> WaveTables {
     let waves = entries.collect();
     let mut tables = WaveTables { waves, shares: vec![], records: vec![], boxes: vec![] };
     for (entry, wave) in tables.waves.iter_mut().zip(&plan.waves) {
-        if let Some(boxes) = boxes_of(proven, wave) {
+        if let Some(boxes) = boxes_of(proven, &held, wave) {
             entry.branch_bias = tables.boxes.len() as u32;
             tables.boxes.extend(boxes);
         }
     }
+    let each = (plan.machine.sms / plan.machine.devices) as usize;
     for blocks in 0..(plan.rows / plan.block_rows) as usize {
         for division in &plan.divisions {
-            for shares in &division.shares[blocks] {
+            for shares in &division.shares[blocks][device as usize * each..][..each] {
                 let share = |s: &crate::waves::Share| Share { row: s.row, rows: s.rows, lo: s.lo, hi: s.hi };
                 let (first, count) = (tables.shares.len() as u32, shares.len() as u32);
                 tables.shares.extend(shares.iter().map(share));
@@ -716,16 +760,28 @@ pub fn encode(proven: &Proven<'_>) -> WaveTables {
     tables
 }
 
+/// The digest of what [`encode`] makes for all devices.
+pub fn tables_digest(proven: &Proven<'_>) -> Digest {
+    match proven.plan().machine.devices {
+        1 => encode(proven, 0).digest(),
+        devices => {
+            let each: Vec<Digest> = (0..devices).map(|device| encode(proven, device).digest()).collect();
+            Digest::of(format!("{each:?}").as_bytes())
+        }
+    }
+}
+
 /// The boxes of a wave over the matrix of its grid.
-fn boxes_of(proven: &Proven<'_>, wave: &PlanWave) -> Option<Vec<WeightBox>> {
+fn boxes_of(proven: &Proven<'_>, held: &Held, wave: &PlanWave) -> Option<Vec<WeightBox>> {
     let (schedule, grid) = (proven.validated().schedule(), grid_of(proven, wave.grid));
     let (Action::MatMul { chunk, .. } | Action::Experts { chunk, .. }, Op::MatVec(m)) = (&wave.action, &grid.op) else {
         return None;
     };
-    let place = schedule.placement[grid.operand(Role::Weight)?.buffer.index()]?;
+    let weight = grid.operand(Role::Weight)?.buffer.index();
+    let place = held.placement[weight]?;
     let format = schedule.program.format_of(grid);
     let (unit_bytes, piece_bytes) = (m.unit_bytes(format), chunk * format.granule_bytes());
-    let units = u64::from(m.units()) * u64::from(experts_of(proven, grid));
+    let units = held.units[weight].len() as u64 * u64::from(experts_of(proven, grid));
     let line_bytes = if proven.plan().machine.products == Products::Shared { LINE_BYTES } else { 0 };
     let of = |&box_units: &u32| WeightBox { place, units, unit_bytes, box_units, piece_bytes, line_bytes, reserved: 0 };
     (!wave.boxes.is_empty()).then(|| wave.boxes.iter().map(of).collect())
@@ -752,7 +808,7 @@ const NOTHING: Wave = Wave {
     meetings: 0,
     meets: 0,
     next_op: 0,
-    reserved: 0,
+    first_unit: 0,
 };
 
 /// Where a buffer of activations begins, as waves name it.
@@ -760,11 +816,16 @@ fn work_place(plan: &Plan, id: WorkId) -> u32 {
     (plan.work[id.index()].place / PLACE_ALIGN_BYTES) as u32
 }
 
-fn entry(proven: &Proven<'_>, matrices: &[Option<Matrix>], wave: &PlanWave, class: usize) -> Wave {
+/// `held`: what the device of the wave holds of the pack.
+fn entry(proven: &Proven<'_>, (held, matrices): (&Held, &[Option<Matrix>]), wave: &PlanWave, class: usize) -> Wave {
     let (plan, schedule) = (proven.plan(), proven.validated().schedule());
     let grid = grid_of(proven, wave.grid);
     let work = |id: WorkId| work_place(plan, id);
-    let place = |id: BufferId| schedule.placement[id.index()].map_or(NONE, |at| (at / PLACE_ALIGN_BYTES) as u32);
+    let place = |id: BufferId| {
+        let of_pack = matches!(schedule.program.buffers[id.index()].space, Space::Weight | Space::Constant);
+        let all = if of_pack { &held.placement } else { &schedule.placement };
+        all[id.index()].map_or(NONE, |at| (at / PLACE_ALIGN_BYTES) as u32)
+    };
     let vector = |id: Option<BufferId>| id.map_or(NONE, place);
     let of = |role: Role| grid.operand(role).map_or(NONE, |operand| place(operand.buffer));
     let none = Wave { op: class as u32, division: wave.division.0, ..NOTHING };
@@ -798,11 +859,13 @@ fn entry(proven: &Proven<'_>, matrices: &[Option<Matrix>], wave: &PlanWave, clas
                 Written::Out(out) | Written::Best(out) => (work(out), NONE),
                 Written::Residual(residual) => (then.map_or(NONE, |then| work(then.to)), work(residual)),
             };
-            let row_scales = row_scales(schedule, matrices, grid).unwrap_or(NONE);
+            let row_scales = row_scales_at(held, matrices, grid).unwrap_or(NONE);
+            let own = grid.operand(Role::Weight).map(|weight| held.units[weight.buffer.index()].start);
             Wave {
                 x: work(x),
                 out,
                 residual,
+                first_unit: own.unwrap_or(0),
                 weight: of(Role::Weight),
                 row_scales,
                 table: of(Role::Bias),
@@ -867,7 +930,7 @@ fn entry(proven: &Proven<'_>, matrices: &[Option<Matrix>], wave: &PlanWave, clas
             out: work(out),
             branch: work(groups),
             weight: of(Role::Weight),
-            row_scales: row_scales(schedule, matrices, grid).unwrap_or(NONE),
+            row_scales: row_scales_at(held, matrices, grid).unwrap_or(NONE),
             table: of(Role::Bias),
             ..none
         },
@@ -954,6 +1017,7 @@ mod tests {
             ("waves/context.cuh", Share::declaration()),
             ("waves/context.cuh", ShareRecord::declaration()),
             ("waves/context.cuh", WaveParams::declaration()),
+            ("waves/context.cuh", WaveDevicesParams::declaration()),
         ]);
     }
 }

@@ -91,6 +91,14 @@ impl Watched {
         })
     }
 
+    /// Makes this the kernel of device `index` of several, each with as many blocks. Of others than the first one, `abort` is the word of that one.
+    pub fn join(&mut self, index: u32, abort: Option<Arc<MappedBuffer>>) {
+        self.place = Some((index, index * self.shape.grid));
+        if let Some(abort) = abort {
+            self.abort = abort;
+        }
+    }
+
     /// The word that ends the launches of this kernel, for those that run with it.
     pub fn abort_word(&self) -> Arc<MappedBuffer> {
         Arc::clone(&self.abort)
@@ -282,9 +290,8 @@ impl Kernel {
         let shape = LaunchShape { grid: sms, block, smem_dynamic_bytes: smem, cluster: 1, kept: None };
         let mut watched = Watched::load(device, cubin, ENTRY_POINT, shape, registers_needed(machine))?;
         let several = machine.devices > 1;
-        watched.place = several.then_some((part.index, part.index * sms));
-        if let Some(abort) = part.abort {
-            watched.abort = abort;
+        if several {
+            watched.join(part.index, part.abort);
         }
         let of_part = several.then(|| queues.tables().of_device(machine, part.index));
         let stamps_max = if trace == Trace::On { schedule.queue_max() } else { 0 };

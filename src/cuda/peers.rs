@@ -82,19 +82,21 @@ pub(super) struct Distances {
 
 /// Those of each device, of the parameters of all.
 pub(super) fn distances(each: &[Params]) -> Vec<Distances> {
-    let others = |own: usize, at: fn(&Params) -> u64| {
-        let mut offsets = [0; PEERS_MAX];
-        let others = each.iter().enumerate().filter(|(device, _)| *device != own);
-        for (offset, (_, other)) in offsets.iter_mut().zip(others) {
-            *offset = at(other).wrapping_sub(at(&each[own]));
-        }
-        offsets
-    };
     let of = |own| Distances {
-        peers: others(own, |params| params.exchange),
-        peer_logits: others(own, |params| params.logits),
+        peers: far(each, own, |params| params.exchange),
+        peer_logits: far(each, own, |params| params.logits),
     };
     (0..each.len()).map(of).collect()
+}
+
+/// From an address of device `own` to the same of each other one, in bytes modulo 2^64. `each` has what all devices are given.
+pub(super) fn far<P>(each: &[P], own: usize, at: fn(&P) -> u64) -> [u64; PEERS_MAX] {
+    let mut offsets = [0; PEERS_MAX];
+    let others = each.iter().enumerate().filter(|(device, _)| *device != own);
+    for (offset, (_, other)) in offsets.iter_mut().zip(others) {
+        *offset = at(other).wrapping_sub(at(&each[own]));
+    }
+    offsets
 }
 
 /// Events by which streams of several devices wait for each other, never the host.

@@ -39,6 +39,11 @@ impl Placed {
         self.counts + u64::from(kernel) * COUNT_BYTES
     }
 
+    /// The tables of kernel `kernel`, whose rows begin at row `first`.
+    pub fn of_step(&self, kernel: u32, first: usize) -> Placed {
+        Placed { counts: self.count(kernel), ..self.after_rows(first) }
+    }
+
     /// The same tables from row `first` on.
     pub fn after_rows(&self, first: usize) -> Placed {
         Placed { rows: self.rows + (first * size_of::<Row>()) as u64, ..*self }

@@ -4,6 +4,7 @@
 use super::driver::{Device, DriverError};
 use super::kernel::{Watched, cache_or_own, uploaded, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
+use super::peers::{CacheMap, Meeting, all_or_none, far, together};
 use super::rows::{
     RowInput, RowLauncher, RowsLaunched, Steps, choose_now, encode_rows, fits, given, may_queue, only_fills,
     out_of_range, queue_each, rows_of_steps,
@@ -16,13 +17,14 @@ use super::tables::{LaunchTables, Placed};
 use super::tensor_map::tensor_maps;
 use crate::codegen::abi::Row;
 use crate::codegen::emit::Trace;
-use crate::codegen::waves::{ENTRY_POINT, WaveParams, encode};
+use crate::codegen::waves::{ENTRY_POINT, WaveDevicesParams, WaveParams, encode};
 use crate::ir::BufferId;
 use crate::ir::program::Space;
 use crate::rows::{Shape, Tables, runs};
 use crate::trace::STAMP_WORDS;
-use crate::waves::{Form, Plan, Proven, Ragged, WithTail, WorkId};
+use crate::waves::{Form, Machine, Plan, Proven, Ragged, WithTail, WorkId};
 use std::collections::{BTreeMap, VecDeque};
+use std::iter;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -33,9 +35,14 @@ const STEP_TIMEOUT: Duration = Duration::from_millis(20);
 /// In a mailbox: no token yet.
 const UNSAID: u32 = u32::MAX;
 
-/// A wave kernel on a device, of any form.
+/// A wave kernel of any form, on one device or on several that run it together.
 struct Loaded {
-    watched: Watched,
+    /// The first device, or the only one.
+    own: OnDevice,
+    peers: Vec<OnDevice>,
+    meeting: Meeting,
+    /// Which device has which part of the cache.
+    cache_map: CacheMap,
     shape: Shape,
     vocab: u32,
     /// The grid of each wave, for errors.
@@ -47,6 +54,17 @@ struct Loaded {
     choices: BTreeMap<BufferId, Chosen>,
     pack: Arc<DeviceBuffer>,
     cache: Arc<DeviceBuffer>,
+    /// The tag of the next wave's packets. Memory of zeros has tag 0.
+    tag: u32,
+    /// Bytes of the arena that hold packets.
+    packets: Vec<Range<u64>>,
+    /// Words of a device's stamps of a step; 0 without them.
+    stamp_words: usize,
+}
+
+/// What one device has of a wave kernel.
+struct OnDevice {
+    watched: Watched,
     waves: DeviceBuffer,
     shares: DeviceBuffer,
     records: DeviceBuffer,
@@ -56,13 +74,7 @@ struct Loaded {
     /// For a tail: device address of the residual of a chunk.
     taken: u64,
     tables: LaunchTables,
-    /// The tag of the next wave's packets. Memory of zeros has tag 0.
-    tag: u32,
-    /// Bytes of the arena that hold packets.
-    packets: Vec<Range<u64>>,
     stamps: DeviceBuffer,
-    /// Words of the stamps of a step; 0 without them.
-    stamp_words: usize,
 }
 
 /// Ids that rows chose: the first byte, ids of a row, and bytes of all.
@@ -95,7 +107,81 @@ struct Shared {
     pack: Arc<DeviceBuffer>,
     /// `None`: it has a cache of its own.
     cache: Option<Arc<DeviceBuffer>>,
-    stream: Arc<Stream>,
+    /// Of each device.
+    streams: Vec<Arc<Stream>>,
+}
+
+/// A stream of each device that runs a model together with `device`.
+fn streams_of(device: &Device) -> Result<Vec<Arc<Stream>>, DriverError> {
+    iter::once(device).chain(device.others()).map(|device| Ok(Arc::new(device.stream()?))).collect()
+}
+
+/// Words of a device's stamps of a step of a kernel that was compiled with `trace`.
+fn stamp_words(plan: &Plan, trace: Trace) -> usize {
+    let Machine { sms, devices, .. } = plan.machine;
+    if trace == Trace::On { (sms / devices) as usize * plan.waves.len() * STAMP_WORDS } else { 0 }
+}
+
+impl OnDevice {
+    /// Loads the part of device `index`. `abort`: the word of the first device. A launch has at most `steps_max` steps.
+    fn load(
+        device: &Device,
+        index: u32,
+        proven: &Proven<'_>,
+        cubin: &[u8],
+        (trace, steps_max): (Trace, u32),
+        Shared { pack, streams, .. }: &Shared,
+        abort: Option<Arc<MappedBuffer>>,
+    ) -> Result<OnDevice, SessionError> {
+        let (plan, program) = (proven.plan(), &proven.validated().schedule().program);
+        let m = &plan.machine;
+        let launch = LaunchShape {
+            grid: m.sms / m.devices,
+            block: (m.warps + m.loader_warps) * 32,
+            smem_dynamic_bytes: plan.smem_bytes(),
+            cluster: if plan.machine.pairs { 2 } else { 1 },
+            kept: None,
+        };
+        let registers = 32 * (m.warps * m.registers + m.loader_warps * m.loader_registers);
+        let stream = &streams[index as usize];
+        let mut watched = Watched::load_on(device, stream.clone(), cubin, ENTRY_POINT, launch, registers)?;
+        if m.devices > 1 {
+            watched.join(index, abort);
+        }
+        let tables = encode(proven, index);
+        let maps = tensor_maps(device, &tables.boxes, pack.on(index).address())?;
+        // Logits of all devices lie on the first one.
+        let logits = match plan.form {
+            Form::Steps | Form::Tail if index == 0 => u64::from(plan.rows) * u64::from(vocab(program)),
+            _ => 0,
+        };
+        let mut memory = StepMemory::alloc(device, stream, plan.work_bytes(), logits)?;
+        // Columns that pad the input of a product stay what they are here.
+        memory.zero_exchange(stream, 0..plan.work_bytes())?;
+        watched.shape.kept = memory.kept();
+        let sequences = match plan.form {
+            Form::Chunk => 1,
+            Form::Steps | Form::Tail => u64::from(plan.rows),
+        };
+        let blocks = Shape::of(program).map_or(0, |shape| shape.blocks());
+        Ok(OnDevice {
+            waves: uploaded(device, stream, bytemuck::cast_slice(&tables.waves))?,
+            shares: uploaded(device, stream, bytemuck::cast_slice(&tables.shares))?,
+            records: uploaded(device, stream, bytemuck::cast_slice(&tables.records))?,
+            boxes: uploaded(device, stream, &maps)?,
+            memory,
+            taken: 0,
+            stamps: device.alloc((stamp_words(plan, trace) as u64 * u64::from(steps_max) * 8).max(16))?,
+            // Rows and a count for each step that is a kernel of its own.
+            tables: LaunchTables::new(
+                device,
+                steps_max.max(1),
+                u64::from(steps_max.max(1)) * u64::from(plan.rows),
+                sequences * u64::from(blocks),
+            )?,
+            watched,
+        })
+    }
 }
 
 impl Loaded {
@@ -105,42 +191,28 @@ impl Loaded {
         cubin: &[u8],
         trace: Trace,
         steps_max: u32,
-        Shared { pack, cache, stream }: Shared,
+        shared: Shared,
     ) -> Result<Loaded, SessionError> {
         let (plan, schedule) = (proven.plan(), proven.validated().schedule());
         let program = &schedule.program;
+        let (expected, cache) = (plan.machine.devices, shared.cache.as_ref());
+        let found = [device.count(), shared.pack.devices(), cache.map_or(expected, |cache| cache.devices())];
+        if let Some(&found) = found.iter().find(|found| **found != expected) {
+            return Err(SessionError::Devices { expected, found });
+        }
         let of_rows = Shape::of(program).expect("validate: a batch kernel has tables");
         let shape = Shape { rows: plan.rows, ..of_rows };
-        let m = &plan.machine;
-        let launch = LaunchShape {
-            grid: m.sms,
-            block: (m.warps + m.loader_warps) * 32,
-            smem_dynamic_bytes: plan.smem_bytes(),
-            cluster: if plan.machine.pairs { 2 } else { 1 },
-            kept: None,
-        };
-        let registers = 32 * (m.warps * m.registers + m.loader_warps * m.loader_registers);
-        let mut watched = Watched::load_on(device, stream.clone(), cubin, ENTRY_POINT, launch, registers)?;
-        let tables = encode(proven);
-        let stream = &*stream;
-        let maps = tensor_maps(device, &tables.boxes, pack.address())?;
-        let logits = match plan.form {
-            Form::Chunk => 0,
-            Form::Steps | Form::Tail => u64::from(plan.rows) * u64::from(vocab(program)),
-        };
-        let mut memory = StepMemory::alloc(device, stream, plan.work_bytes(), logits)?;
-        // Columns that pad the input of a product stay what they are here.
-        memory.zero_exchange(stream, 0..plan.work_bytes())?;
-        watched.shape.kept = memory.kept();
-        let cache = cache_or_own(cache, device, stream, schedule.arena_bytes(Space::Cache))?;
-        let stamp_words = if trace == Trace::On { m.sms as usize * plan.waves.len() * STAMP_WORDS } else { 0 };
-        let sequences = match plan.form {
-            Form::Chunk => 1,
-            Form::Steps | Form::Tail => u64::from(plan.rows),
-        };
+        let own = OnDevice::load(device, 0, proven, cubin, (trace, steps_max), &shared, None)?;
+        let mut peers = vec![];
+        for (index, other) in (1..).zip(device.others()) {
+            let abort = Some(own.watched.abort_word());
+            peers.push(OnDevice::load(other, index, proven, cubin, (trace, steps_max), &shared, abort)?);
+        }
+        let Shared { pack, cache, streams } = shared;
+        let cache = cache_or_own(cache, device, &streams[0], schedule.arena_bytes(Space::Cache))?;
+        let stamp_words = stamp_words(plan, trace);
         let loaded = Loaded {
             shape,
-            stamps: device.alloc((stamp_words as u64 * u64::from(steps_max) * 8).max(16))?,
             stamp_words,
             vocab: vocab(program),
             grids: plan.waves.iter().map(|wave| program.grids[wave.grid.index()].name.clone()).collect(),
@@ -149,25 +221,28 @@ impl Loaded {
             choices: proven.choices().iter().map(|(&buffer, &at)| (buffer, Chosen::of(plan, at))).collect(),
             pack,
             cache,
-            waves: uploaded(device, stream, bytemuck::cast_slice(&tables.waves))?,
-            shares: uploaded(device, stream, bytemuck::cast_slice(&tables.shares))?,
-            records: uploaded(device, stream, bytemuck::cast_slice(&tables.records))?,
-            boxes: uploaded(device, stream, &maps)?,
-            memory,
-            taken: 0,
             tag: 1,
             packets: plan.packets(),
-            // Rows and a count for each step that is a kernel of its own.
-            tables: LaunchTables::new(
-                device,
-                steps_max.max(1),
-                u64::from(steps_max.max(1)) * u64::from(plan.rows),
-                sequences * u64::from(shape.blocks()),
-            )?,
-            watched,
+            meeting: Meeting::new(device)?,
+            cache_map: if peers.is_empty() { CacheMap::default() } else { CacheMap::of(schedule) },
+            own,
+            peers,
         };
-        loaded.watched.stream.synchronize()?;
+        streams.iter().try_for_each(|stream| stream.synchronize())?;
         Ok(loaded)
+    }
+
+    /// The devices, the first one first.
+    fn devices(&self) -> impl Iterator<Item = &OnDevice> + Clone {
+        iter::once(&self.own).chain(&self.peers)
+    }
+
+    fn streams(&self) -> Vec<&Stream> {
+        self.devices().map(|device| device.watched.stream.as_ref()).collect()
+    }
+
+    fn peer_streams(&self) -> impl Iterator<Item = &Stream> + Clone {
+        self.peers.iter().map(|peer| peer.watched.stream.as_ref())
     }
 
     fn timeout(steps: u32) -> Duration {
@@ -176,9 +251,52 @@ impl Loaded {
 
     /// Uploads tables and launches. The caller has found that they fit.
     fn launch(&mut self, (rows, pages): (Vec<Row>, Vec<u32>), wanted: Wanted) -> Result<(), SessionError> {
-        let placed = self.tables.upload(&rows, &pages)?;
+        let placed = self.upload(&rows, &pages)?;
         let tag = self.take_tags(wanted.steps)?;
-        self.watched.launch(&self.params(&rows, placed, tag, wanted))
+        let all: Vec<&Watched> = self.devices().map(|device| &device.watched).collect();
+        all_or_none(&all, || {
+            all.iter().try_for_each(|watched| watched.begin())?;
+            self.queue_kernels(&self.params(&rows, &placed, tag, wanted))?;
+            all.iter().try_for_each(|watched| watched.end())
+        })
+    }
+
+    /// Uploads the tables of a launch to each device, where the counts of meetings then begin at zero.
+    fn upload(&mut self, rows: &[Row], pages: &[u32]) -> Result<Vec<Placed>, SessionError> {
+        let devices = iter::once(&mut self.own).chain(&mut self.peers);
+        Ok(devices.map(|device| device.tables.upload(rows, pages)).collect::<Result<_, _>>()?)
+    }
+
+    /// Queues the kernel of each device, given the parameters of all, and lets no later one start before all have ended.
+    fn queue_kernels(&self, each: &[WaveParams]) -> Result<(), SessionError> {
+        if self.peers.is_empty() {
+            return self.own.watched.queue(&each[0]);
+        }
+        let mut first_block = 0;
+        for ((own, device), params) in self.devices().enumerate().zip(each) {
+            let far = |at: fn(&WaveParams) -> u64| far(each, own, at);
+            device.watched.queue(&WaveDevicesParams {
+                params: *params,
+                peers: far(|params| params.work),
+                peer_counts: far(|params| params.arrived),
+                first_block,
+                spare: 0,
+            })?;
+            first_block += device.watched.shape.grid;
+        }
+        Ok(self.meeting.meet(&self.own.watched.stream, self.peer_streams())?)
+    }
+
+    /// Gives the other devices rows of the tables, which the sampler has changed on the first one when its stream comes there.
+    fn tell_rows(&self, first: usize, count: usize) -> Result<(), SessionError> {
+        if self.peers.is_empty() {
+            return Ok(());
+        }
+        self.meeting.tell(&self.own.watched.stream, self.peer_streams())?;
+        for peer in &self.peers {
+            peer.tables.copy_rows(&peer.watched.stream, &self.own.tables, first, count)?;
+        }
+        Ok(())
     }
 
     /// The tag of the first wave of a launch of `steps` steps; each wave has the next one. Before tags begin anew, all packets are cleared: one of 2^32 waves
@@ -186,8 +304,14 @@ impl Loaded {
     fn take_tags(&mut self, steps: u32) -> Result<u32, SessionError> {
         let waves = steps * self.grids.len() as u32;
         if waves > u32::MAX - self.tag {
-            for range in &self.packets {
-                self.memory.zero_exchange(&self.watched.stream, range.clone())?;
+            for device in iter::once(&mut self.own).chain(&mut self.peers) {
+                for range in &self.packets {
+                    device.memory.zero_exchange(&device.watched.stream, range.clone())?;
+                }
+            }
+            // A kernel of another device does not follow in the stream of this one.
+            if !self.peers.is_empty() {
+                self.streams().into_iter().try_for_each(Stream::synchronize)?;
             }
             self.tag = 1;
         }
@@ -195,40 +319,43 @@ impl Loaded {
         Ok(self.tag - waves)
     }
 
-    /// The parameters of a launch of `rows`, whose tables are `placed`.
-    fn params(&self, rows: &[Row], placed: Placed, tag: u32, wanted: Wanted) -> WaveParams {
+    /// The parameters of a launch of `rows` on each device, whose tables are `placed`. The first one alone tells the host what rows decide.
+    fn params(&self, rows: &[Row], placed: &[Placed], tag: u32, wanted: Wanted) -> Vec<WaveParams> {
         let Wanted { steps, only_fills, logits, mailbox } = wanted;
-        let (report, abort) = self.watched.watch_words();
-        WaveParams {
-            pack: self.pack.address(),
-            cache: self.cache.address(),
-            work: self.memory.exchange(),
-            waves: self.waves.address(),
-            shares: self.shares.address(),
-            records: self.records.address(),
-            rows: placed.rows,
-            pages: placed.pages,
-            arrived: placed.count(0),
-            report,
-            abort,
-            stamps: self.stamps.address(),
-            logits,
-            mailbox,
-            timeout_ns: Loaded::timeout(steps).as_nanos() as u64,
-            wave_count: if only_fills { self.fills } else { self.grids.len() as u32 },
-            row_count: rows.len() as u32,
-            position: rows.first().map_or(0, |row| row.position),
-            steps,
-            taken: self.taken,
-            boxes: self.boxes.address(),
-            tag,
-            reserved: 0,
-        }
+        let of_device = |((index, device), placed): ((usize, &OnDevice), &Placed)| {
+            let (report, abort) = device.watched.watch_words();
+            WaveParams {
+                pack: self.pack.on(index as u32).address(),
+                cache: self.cache.on(index as u32).address(),
+                work: device.memory.exchange(),
+                waves: device.waves.address(),
+                shares: device.shares.address(),
+                records: device.records.address(),
+                rows: placed.rows,
+                pages: placed.pages,
+                arrived: placed.count(0),
+                report,
+                abort,
+                stamps: device.stamps.address(),
+                logits,
+                mailbox: if index == 0 { mailbox } else { 0 },
+                timeout_ns: Loaded::timeout(steps).as_nanos() as u64,
+                wave_count: if only_fills { self.fills } else { self.grids.len() as u32 },
+                row_count: rows.len() as u32,
+                position: rows.first().map_or(0, |row| row.position),
+                steps,
+                taken: device.taken,
+                boxes: device.boxes.address(),
+                tag,
+                reserved: 0,
+            }
+        };
+        self.devices().enumerate().zip(placed).map(of_device).collect()
     }
 
     fn finish(&self, steps: u32) -> Result<f64, SessionError> {
         let grid = |stuck: &Stuck| self.grids.get(stuck.step as usize).cloned();
-        self.watched.finish(Loaded::timeout(steps), grid)
+        together(self.devices().map(|device| device.watched.finish(Loaded::timeout(steps), grid)))
     }
 
     /// The ids that row `row` of the last launch chose in its last step, by slot; none of a choice that the kernel does not make. Where nothing was
@@ -238,20 +365,39 @@ impl Loaded {
             return Ok(vec![]);
         };
         let first = at + u64::from(row) * slots as u64 * 4;
-        Ok(self.memory.read_words(&self.watched.stream, first, slots)?)
+        Ok(self.own.memory.read_words(&self.own.watched.stream, first, slots)?)
+    }
+
+    fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError> {
+        Ok(self.cache_map.read(&self.cache, &self.streams(), at, bytes)?)
     }
 
     /// Forgets what rows chose.
     fn poison_choices(&mut self) -> Result<(), SessionError> {
         for Chosen { at, bytes, .. } in self.choices.values() {
-            self.memory.poison_words(&self.watched.stream, *at..at + bytes)?;
+            self.own.memory.poison_words(&self.own.watched.stream, *at..at + bytes)?;
         }
         Ok(())
     }
 
-    /// Stamps of a launch of `steps` steps, `[sms][steps][waves][STAMP_WORDS]`; none if the kernel was compiled without.
+    /// Stamps of a launch of `steps` steps, `[sms][steps][waves][STAMP_WORDS]`, by the clock of the first device; none if the kernel was compiled without.
     fn stamps(&self, steps: u32) -> Result<Vec<u64>, SessionError> {
-        Ok(self.stamps.download(&self.watched.stream, 0, self.stamp_words * steps as usize)?)
+        let mut all = vec![];
+        // Devices have clocks of their own. All blocks see the first meeting of a launch end at about the same time.
+        let (mut met_first, count) = (None, self.stamp_words * steps as usize);
+        let each = count / (self.own.watched.shape.grid as usize).max(1);
+        for device in self.devices() {
+            let stamps: Vec<u64> = device.stamps.download(&device.watched.stream, 0, count)?;
+            let of_block = |stamps: &[u64]| stamps.get(STAMP_WORDS + 1).copied().filter(|at| *at > 0);
+            let met = stamps.chunks_exact(each.max(1)).filter_map(of_block).min().unwrap_or(0);
+            let shift = met_first.get_or_insert(met).wrapping_sub(met);
+            let moved = |(i, at): (usize, u64)| match i % STAMP_WORDS {
+                0..=3 if at > 0 => at.wrapping_add(shift),
+                _ => at,
+            };
+            all.extend(stamps.into_iter().enumerate().map(moved));
+        }
+        Ok(all)
     }
 }
 
@@ -303,7 +449,7 @@ impl WavesSession {
         pack: Arc<DeviceBuffer>,
         cache: Arc<DeviceBuffer>,
     ) -> Result<WavesSession, SessionError> {
-        let shared = Shared { pack, cache: Some(cache), stream: Arc::new(device.stream()?) };
+        let shared = Shared { pack, cache: Some(cache), streams: streams_of(device)? };
         let loaded = Loaded::load(device, proven, cubin, trace, 1, shared)?;
         Ok(WavesSession { loaded, tail: None, flying: VecDeque::new(), ends_with_tail: false })
     }
@@ -322,10 +468,17 @@ impl WavesSession {
     ) -> Result<WavesSession, SessionError> {
         let [chunk, tail] = cubins;
         let session = WavesSession::load(device, proven.chunk(), chunk, trace, pack, cache)?;
-        let Loaded { pack, cache, watched, memory, .. } = &session.loaded;
-        let shared = Shared { pack: pack.clone(), cache: Some(cache.clone()), stream: watched.stream.clone() };
-        let taken = memory.exchange() + proven.taken();
-        let tail = StepsSession::load_on(device, proven.tail(), tail, trace, 1, shared, taken)?;
+        let loaded = &session.loaded;
+        let shared = Shared {
+            pack: loaded.pack.clone(),
+            cache: Some(loaded.cache.clone()),
+            streams: loaded.devices().map(|device| device.watched.stream.clone()).collect(),
+        };
+        let mut tail = StepsSession::load_on(device, proven.tail(), tail, trace, 1, shared)?;
+        let of_tail = iter::once(&mut tail.loaded.own).chain(&mut tail.loaded.peers);
+        for (tail, chunk) in of_tail.zip(loaded.devices()) {
+            tail.taken = chunk.memory.exchange() + proven.taken();
+        }
         Ok(WavesSession { tail: Some(tail), ..session })
     }
 
@@ -341,7 +494,7 @@ impl WavesSession {
 
     /// The stream of its launches.
     pub fn stream(&self) -> &Stream {
-        &self.loaded.watched.stream
+        &self.loaded.own.watched.stream
     }
 
     /// Reads a chunk of one sequence and waits: keys and values of its tokens are in the cache when this returns. `tables` has a row for
@@ -406,7 +559,7 @@ impl WavesSession {
     /// The end of the chunk that was queued last, with its tail.
     pub fn last_end(&self) -> Option<&Event> {
         let tail = self.tail.as_ref().filter(|_| self.ends_with_tail).map(|tail| &tail.loaded);
-        tail.unwrap_or(&self.loaded).watched.last_end()
+        tail.unwrap_or(&self.loaded).own.watched.last_end()
     }
 
     /// As [`RowLauncher::follow`].
@@ -414,7 +567,7 @@ impl WavesSession {
     /// # Errors
     /// What the driver refuses.
     pub fn follow(&mut self, end: &Event) -> Result<(), SessionError> {
-        Ok(self.loaded.watched.stream.follow(end)?)
+        Ok(self.loaded.streams().into_iter().try_for_each(|stream| stream.follow(end))?)
     }
 
     /// Waits for the oldest queued chunk and its tail.
@@ -468,7 +621,7 @@ impl WavesSession {
     /// # Errors
     /// What the driver refuses.
     pub fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError> {
-        Ok(self.loaded.cache.download(&self.loaded.watched.stream, at, bytes / 2)?)
+        self.loaded.read_cache(at, bytes)
     }
 
     /// Stamps of the last chunk, `[sms][waves][STAMP_WORDS]`; none if the kernel was compiled without.
@@ -528,11 +681,10 @@ impl StepsSession {
         pack: Arc<DeviceBuffer>,
         cache: Option<Arc<DeviceBuffer>>,
     ) -> Result<StepsSession, SessionError> {
-        let shared = Shared { pack, cache, stream: Arc::new(device.stream()?) };
-        StepsSession::load_on(device, proven, cubin, trace, steps_max, shared, 0)
+        let shared = Shared { pack, cache, streams: streams_of(device)? };
+        StepsSession::load_on(device, proven, cubin, trace, steps_max, shared)
     }
 
-    /// `taken`: for a tail, the address of the residual that it takes.
     fn load_on(
         device: &Device,
         proven: &Proven<'_>,
@@ -540,9 +692,8 @@ impl StepsSession {
         trace: Trace,
         steps_max: u32,
         shared: Shared,
-        taken: u64,
     ) -> Result<StepsSession, SessionError> {
-        let loaded = Loaded { taken, ..Loaded::load(device, proven, cubin, trace, steps_max, shared)? };
+        let loaded = Loaded::load(device, proven, cubin, trace, steps_max, shared)?;
         let rows = loaded.shape.rows;
         let mailbox = || device.alloc_mapped((steps_max as usize + 1) * rows as usize + 1);
         let (mailboxes, flying) = ([mailbox()?, mailbox()?], VecDeque::new());
@@ -577,7 +728,7 @@ impl StepsSession {
         with_logits: bool,
     ) -> Result<(), SessionError> {
         let rows = encoded.0.len();
-        let logits = if with_logits { self.loaded.memory.logits() } else { 0 };
+        let logits = if with_logits { self.loaded.own.memory.logits() } else { 0 };
         let mailbox = self.next_mailbox;
         self.mailboxes[mailbox].fill(UNSAID);
         let tokens = if only_fills { 0 } else { self.mailboxes[mailbox].address() };
@@ -594,17 +745,28 @@ impl StepsSession {
         choosing: Option<(&mut SamplerSession, &[Asked<'_>])>,
     ) -> Result<(), SessionError> {
         let loaded = &mut self.loaded;
-        let placed = loaded.tables.upload(&rows_of_steps(&rows, steps), &pages)?;
+        let placed = loaded.upload(&rows_of_steps(&rows, steps), &pages)?;
         let mailbox = self.next_mailbox;
-        let (logits, tokens) = (loaded.memory.logits(), self.mailboxes[mailbox].address());
+        let (logits, tokens) = (loaded.own.memory.logits(), self.mailboxes[mailbox].address());
         let tag = loaded.take_tags(steps)?;
-        let params = loaded.params(&rows, placed, tag, Wanted { steps: 1, only_fills: false, logits, mailbox: tokens });
-        let all = Steps { rows: placed.rows, row_count: rows.len(), steps };
+        let wanted = Wanted { steps: 1, only_fills: false, logits, mailbox: tokens };
+        let of_steps = Steps { rows: placed[0].rows, row_count: rows.len(), steps };
         let (is_unchosen, waves) = (choosing.is_none(), loaded.grids.len() as u32);
-        let watched = &loaded.watched;
-        queue_each(watched, all, logits, choosing, |step, rows| {
-            let (arrived, position, tag) = (placed.count(step), params.position + step, tag + step * waves);
-            watched.queue(&WaveParams { rows, arrived, position, tag, ..params })
+        let loaded = &self.loaded;
+        let all: Vec<&Watched> = loaded.devices().map(|device| &device.watched).collect();
+        all_or_none(&all, || {
+            all[1..].iter().try_for_each(|watched| watched.begin())?;
+            queue_each(all[0], of_steps, logits, choosing, |step, _| {
+                let first = step as usize * rows.len();
+                if step > 0 {
+                    loaded.tell_rows(first, rows.len())?;
+                }
+                let placed: Vec<Placed> = placed.iter().map(|placed| placed.of_step(step, first)).collect();
+                let mut each = loaded.params(&rows, &placed, tag + step * waves, wanted);
+                each.iter_mut().for_each(|params| params.position += step);
+                loaded.queue_kernels(&each)
+            })?;
+            all[1..].iter().try_for_each(|watched| watched.end())
         })?;
         self.flies(Flying { rows: rows.len(), steps, has_tokens: false, is_unchosen, mailbox });
         Ok(())
@@ -698,7 +860,7 @@ impl RowLauncher for StepsSession {
 
     fn choose(&mut self, sampler: &mut SamplerSession, asked: &[Asked<'_>]) -> Result<(), SessionError> {
         let is_unchosen = self.flying.front_mut().map(|flying| &mut flying.is_unchosen);
-        choose_now(is_unchosen, &self.loaded.watched, self.loaded.memory.logits(), sampler, asked)
+        choose_now(is_unchosen, &self.loaded.own.watched, self.loaded.own.memory.logits(), sampler, asked)
     }
 
     fn last_step(&mut self) -> Result<Option<Vec<Vec<u32>>>, SessionError> {
@@ -718,7 +880,7 @@ impl RowLauncher for StepsSession {
             }
             Ok(true)
         };
-        self.loaded.watched.await_last_step(Loaded::timeout(steps), is_told)?;
+        self.loaded.own.watched.await_last_step(Loaded::timeout(steps), is_told)?;
         let of_row = |row| (1..steps).map(|step| self.token(&flying, step, row)).collect::<Result<Vec<u32>, _>>();
         Ok(Some((0..rows).map(of_row).collect::<Result<_, _>>()?))
     }
@@ -743,7 +905,11 @@ impl RowLauncher for StepsSession {
     }
 
     fn watched(&self) -> &Watched {
-        &self.loaded.watched
+        &self.loaded.own.watched
+    }
+
+    fn streams(&self) -> Vec<&Stream> {
+        self.loaded.streams()
     }
 
     fn logits(&self, row: u32) -> Result<Vec<f32>, SessionError> {
@@ -751,7 +917,7 @@ impl RowLauncher for StepsSession {
             return Err(SessionError::NotFinished);
         }
         let first = u64::from(row.min(self.loaded.shape.rows - 1)) * u64::from(self.loaded.vocab);
-        Ok(self.loaded.memory.read_logits(&self.loaded.watched.stream, first, self.loaded.vocab as usize)?)
+        Ok(self.loaded.own.memory.read_logits(&self.loaded.own.watched.stream, first, self.loaded.vocab as usize)?)
     }
 
     fn exchanged(&self, buffer: BufferId, row: u32) -> Result<Vec<f32>, SessionError> {
@@ -763,10 +929,10 @@ impl RowLauncher for StepsSession {
 
     fn poison_logits(&mut self) -> Result<(), SessionError> {
         self.loaded.poison_choices()?;
-        Ok(self.loaded.memory.poison_logits(&self.loaded.watched.stream)?)
+        Ok(self.loaded.own.memory.poison_logits(&self.loaded.own.watched.stream)?)
     }
 
     fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError> {
-        Ok(self.loaded.cache.download(&self.loaded.watched.stream, at, bytes / 2)?)
+        self.loaded.read_cache(at, bytes)
     }
 }

@@ -21,11 +21,11 @@ pub const PROMPT_ROWS: u32 = 32;
 /// Rows of the steps that every model has on a CUDA target, ascending. [`kernel_rows`] does not say which kernels run them.
 pub const STEP_ROWS: [u32; 5] = [8, 16, 32, 64, 128];
 
-/// How many of [`STEP_ROWS`] several devices have.
+/// How many of [`STEP_ROWS`] are those of a batch kernel of several devices.
 pub const ROWS_TOGETHER: usize = 2;
 
 /// Rows of the kernels whose tasks wait for words, of a model on a target; ascending. More than 16 need tensor cores, whose warps share the
-/// rows, and plain weights; some may not fit a target's shared memory. None has 128 rows. Several devices have those of [`ROWS_TOGETHER`].
+/// rows, and plain weights; some may not fit a target's shared memory. None has 128 rows; of several devices as many as [`ROWS_TOGETHER`] says.
 pub fn kernel_rows(graph: &ModelGraph, precision: Precision, target: &Target) -> &'static [u32] {
     match is_plain(graph, precision) && rows_on_tensor_cores(precision, target.spec.dot == DotMechanism::Mma) {
         true if target.devices == 1 => &STEP_ROWS[..4],

@@ -7,7 +7,7 @@ use crate::candidate::WaveKnobs;
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
 use crate::cuda::states::StateRows;
-use crate::defaults::rows::{PROMPT_ROWS, ROWS_TOGETHER, Room, STEP_ROWS};
+use crate::defaults::rows::{PROMPT_ROWS, Room, STEP_ROWS};
 use crate::engine::{CpuSteps, Stepper, Stepwise};
 use crate::error::{Fault, Tier};
 use crate::interp::{Options, Pack};
@@ -143,7 +143,7 @@ impl Prepared {
             TargetKind::Cuda if invariant::is_asked(&self.manifest, &self.target) => {
                 Ok(alike_rows(serving.running_max))
             }
-            TargetKind::Cuda => Ok(step_rows_of(serving, &self.target)?.last().copied().unwrap_or(0)),
+            TargetKind::Cuda => Ok(step_rows_of(serving)?.last().copied().unwrap_or(0)),
         }
     }
 
@@ -381,12 +381,19 @@ fn kernels(
     memory: Memory,
 ) -> Result<Vec<StepsKernel>, Fault> {
     let mut kernels = vec![];
-    for &rows in step_rows_of(serving, context.target)? {
+    for &rows in step_rows_of(serving)? {
         let kernel = all.of(room(context, rows, serving, memory)?)?;
         if context.target.devices > 1 && kernel.launch_rows() < kernel.rows {
             continue;
         }
         add(&mut kernels, kernel, serving.running_max);
+    }
+    let most = kernels.iter().map(|kernel| kernel.rows).max().unwrap_or(0);
+    if serving.running_max > most {
+        let asked = serving.asked.running_max.unwrap_or("--max-batch");
+        let (target, running) = (&context.target.name, serving.running_max);
+        let message = format!("steps of this model have at most {most} rows on `{target}`, `{asked}` is {running}");
+        return Err(Fault::input(message).with_remedy(format!("lower `{asked}` to {most}")));
     }
     Ok(kernels)
 }
@@ -483,18 +490,16 @@ fn ragged_rows(running_max: u32, kernels: &[StepsKernel]) -> Option<u32> {
 
 /// The numbers of rows for which a server has something that runs them: those up to the first with a row for each running request and rows
 /// for prompts. A step runs on the smallest that has room for it. Prompts are no reason for more than [`MIXED_ROWS`].
-fn step_rows_of(serving: &Serving, target: &Target) -> Result<&'static [u32], Fault> {
-    // Several devices have batch kernels alone, each launch in one kernel.
-    let all = if target.devices > 1 { &STEP_ROWS[..ROWS_TOGETHER] } else { &STEP_ROWS[..] };
-    let most = all[all.len() - 1];
+fn step_rows_of(serving: &Serving) -> Result<&'static [u32], Fault> {
+    let [.., most] = STEP_ROWS;
     if serving.running_max > most {
         let asked = serving.asked.running_max.unwrap_or("--max-batch");
         let message = format!("steps have at most {most} rows, `{asked}` is {}", serving.running_max);
         return Err(Fault::input(message).with_remedy(format!("lower `{asked}` to {most}")));
     }
     let wanted = serving.running_max.max(serving.running_max.saturating_add(serving.chunk_rows).min(MIXED_ROWS));
-    let smaller = all.iter().take_while(|rows| **rows < wanted).count();
-    Ok(&all[..(smaller + 1).min(all.len())])
+    let smaller = STEP_ROWS.iter().take_while(|rows| **rows < wanted).count();
+    Ok(&STEP_ROWS[..(smaller + 1).min(STEP_ROWS.len())])
 }
 
 /// Steps of the interpreter: the first that fits is taken. The sizes that the user did not name are halved from one to the next.
@@ -577,7 +582,6 @@ mod tests {
 
     #[test]
     fn a_server_has_the_kernels_up_to_the_first_with_room() {
-        let one = Target::builtin("h200").expect("a record");
         for (running, chunk, chosen) in [
             (1, 1, &[8][..]),
             (1, 7, &[8]),
@@ -589,14 +593,10 @@ mod tests {
             (64, 64, &[8, 16, 32, 64]),
             (65, 1, &[8, 16, 32, 64, 128]),
         ] {
-            assert_eq!(step_rows_of(&serving(running, chunk), &one), Ok(chosen), "{running} and {chunk}");
+            assert_eq!(step_rows_of(&serving(running, chunk)), Ok(chosen), "{running} and {chunk}");
         }
-        let refused = step_rows_of(&serving(129, 1), &one).unwrap_err();
+        let refused = step_rows_of(&serving(129, 1)).unwrap_err();
         assert_eq!(refused.message, "steps have at most 128 rows, `--max-batch` is 129");
-        let two = one.on_devices(2);
-        assert_eq!(step_rows_of(&serving(8, 40), &two), Ok(&[8, 16][..]));
-        let refused = step_rows_of(&serving(17, 1), &two).unwrap_err();
-        assert_eq!(refused.message, "steps have at most 16 rows, `--max-batch` is 17");
     }
 
     /// A kernel that runs more rows in several launches takes the place of the same kernel with fewer, and a server has none for more

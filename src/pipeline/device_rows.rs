@@ -14,9 +14,7 @@ use crate::cuda::rows::{FirstToken, RowInput, RowLauncher, RowsSession, given};
 use crate::cuda::sampler::SamplerSession;
 use crate::cuda::session::Session;
 use crate::cuda::waves::{Last, StepsSession, WavesSession};
-use crate::defaults::rows::{
-    PROMPT_ROWS, ROWS_TOGETHER, Room, STEP_ROWS, kernel_rows, place_one_row, place_rows, whole_pages,
-};
+use crate::defaults::rows::{PROMPT_ROWS, Room, STEP_ROWS, kernel_rows, place_one_row, place_rows, whole_pages};
 use crate::error::{Fault, Tier};
 use crate::ir::schedule::Schedule;
 use crate::manifest::{Manifest, SearchKernel};
@@ -578,7 +576,7 @@ pub fn bench_rows(
         || Fault::input(format!("target `{}` has no kernels for rows, they need a CUDA target", target.name));
     if invariant::is_asked(manifest, target) {
         let found = host.device(target)?.ok_or_else(no_kernels)?;
-        let device = Device::open(found.ordinal)?;
+        let device = execute::open(found, target)?;
         let mut programs = Programs::open(&chain, &found.uuid, request)?;
         return invariant::bench(&chain, &device, Asked { rows, prompts, chunks }, &mut programs, on_found);
     }
@@ -591,7 +589,6 @@ pub fn bench_rows(
         let all = one_of(all.iter().map(String::as_str));
         return Err(Fault::input(format!("chunks of {wrong}: expected {all}, as many as a kernel has rows")));
     }
-    refuse_waves(target, &rows, prompts)?;
     let device = execute::open(host.device(target)?.ok_or_else(no_kernels)?, target)?;
     // A baseline that cannot start is known before anything is timed.
     let mut programs = Programs::open(&chain, &device.identity().uuid, request)?;
@@ -634,6 +631,12 @@ pub fn bench_rows(
             }
             _ => StepsKernels::new(&chain.context, &chain.candidate).of(room(kernel))?,
         };
+        if target.devices > 1 && of_steps.launch_rows() < of_steps.rows {
+            let (devices, most) = (target.devices, of_steps.launch_rows());
+            let message = format!("no kernel of {devices} devices runs {kernel} rows of this model, at most {most}");
+            let remedy = "ask for fewer rows, or name a target of one device with `--target`";
+            return Err(Fault::input(message).with_remedy(remedy));
+        }
         let validated = of_steps.validated.as_ref();
         workspace.report.note(&format!("{kernel} rows: proven in {:.0} ms", begun.elapsed().as_secs_f64() * 1e3));
         let device_pack = match &shared {
@@ -668,16 +671,6 @@ pub fn bench_rows(
         }
     }
     Ok(())
-}
-
-/// Refuses what several devices have no kernels for: prompts, and steps of more than [`ROWS_TOGETHER`] says. `rows` has the rows of each kernel, then those of its steps.
-fn refuse_waves(target: &Target, rows: &[(u32, u32)], prompts: &[u32]) -> Result<(), Fault> {
-    let (devices, most) = (target.devices, STEP_ROWS[ROWS_TOGETHER - 1]);
-    if devices == 1 || prompts.is_empty() && rows.iter().all(|(kernel, _)| *kernel <= most) {
-        return Ok(());
-    }
-    let message = format!("{devices} devices have kernels for steps of up to {most} rows, and none for prompts");
-    Err(Fault::input(message).with_remedy("ask for fewer rows, or name a target of one device with `--target`"))
 }
 
 /// Times steps alone, against baselines, between launches, and with the sampler. `of` has the rows of a step and of the kernel, the position,
@@ -910,6 +903,16 @@ pub(super) fn room_of_each(context: &BuildContext<'_>, candidate: &Candidate, la
     whole_pages(&imported.graph, manifest.precision, target, candidate, last.next_multiple_of(256))
 }
 
+/// Refuses a kernel whose blocks of other devices leave no stamps.
+pub(super) fn one_device(target: &Target, what: &str) -> Result<(), Fault> {
+    if target.devices == 1 {
+        return Ok(());
+    }
+    let message = format!("{what} is traced on one device, target `{}` has {}", target.name, target.devices);
+    Err(Fault::input(message)
+        .with_remedy("name a target of one device with `--target`, or trace a prompt or 32 rows and more"))
+}
+
 /// As [`bench_rows`]; more rows than a step has.
 pub(super) fn trace_rows(
     chain: &Chain<'_>,
@@ -946,6 +949,7 @@ pub(super) fn trace_rows(
         let (spans, device_us) = trace_waves(device, &proven, &cubin.bytes, pack, (rows, position, steps), warm_up)?;
         return Ok(Traced { validated: kernel.validated, rows, spans, device_us });
     }
+    one_device(target, &format!("the kernel for {rows} rows"))?;
     let queues = chain.context.workspace.queues(validated)?;
     let mut session = RowsSession::load(device, &queues, &cubin.bytes, Trace::On, steps, pack, None)?;
     let mut decoding = Decoding::at(&mut session, rows, position, steps)?;

@@ -9,7 +9,7 @@ use super::stored::source_bytes;
 use crate::candidate::WaveKnobs;
 use crate::check::{CheckError, Checked, check_chunks, check_ids, check_waves, chooses_experts};
 use crate::codegen::emit::Trace;
-use crate::codegen::waves::{emit, encode};
+use crate::codegen::waves::{emit, tables_digest};
 use crate::cuda::driver::Device;
 use crate::cuda::memory::DeviceBuffer;
 use crate::cuda::rows::{RowLauncher, given};
@@ -213,7 +213,7 @@ pub(super) fn prompt_digests(
 /// The same of one kernel of waves.
 pub(super) fn waves_digests(target: &Target, proven: &Proven<'_>) -> Result<[Digest; 2], Fault> {
     let source = source_bytes(emit(proven, target, Trace::Off))?;
-    Ok([Digest::of(&source), encode(proven).digest()])
+    Ok([Digest::of(&source), tables_digest(proven)])
 }
 
 /// Makes and loads the kernels of waves beside `rows`, the session of `validated` that was checked (`judged`), and checks them against that.
@@ -288,7 +288,9 @@ pub(super) fn trace_waves(
     let knobs = chosen_knobs(&chain.context, SearchKernel::Chunk, validated.schedule());
     let plan = plan_prompts(chain.context.target, &validated, &knobs)?;
     let pack = upload_pack(device, &validated, &chain.pack()?)?;
-    let cache = Arc::new(device.alloc(validated.schedule().arena_bytes(Space::Cache))?);
+    let cache_bytes = validated.schedule().arena_bytes(Space::Cache);
+    let others = device.others().iter().map(|other| other.alloc(cache_bytes)).collect::<Result<_, _>>()?;
+    let cache = Arc::new(device.alloc(cache_bytes)?.with_others(others));
     let mut waves = plan.compile(chain, device, Trace::On, (pack, cache))?;
     let ids = check_ids(chain.context.imported.graph.vocab, position + tokens);
     let mut read = read_text(&mut waves, &ids, position)?;

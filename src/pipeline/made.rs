@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 use crate::candidate::Candidate;
 use crate::check::WAVES_POSITIONS;
 use crate::codegen::emit::Trace;
-use crate::codegen::waves::encode;
+use crate::codegen::waves::tables_digest;
 use crate::defaults::rows::Room;
 use crate::digest::Digest;
 use crate::error::{Fault, Tier};
@@ -120,7 +120,7 @@ impl<'a> Maker<'a> {
         Ok(MadeWave {
             chain,
             candidate: candidate.clone(),
-            plan: encode(&proven).digest(),
+            plan: tables_digest(&proven),
             source: source.content,
             cubin,
             smem_bytes: proven.plan().smem_bytes(),

@@ -11,9 +11,9 @@ use crate::trace::{Span, Stamps, Table, spans, table};
 use crate::waves::Refused;
 
 use super::chain::{Chain, Host};
-use super::device_rows::trace_rows;
+use super::device_rows::{one_device, trace_rows};
 use super::device_waves::{TracedWaves, trace_waves};
-use super::execute::load_session;
+use super::execute::{self, load_session};
 use super::invariant;
 use super::stages::Generated;
 use super::{Prepared, Workspace};
@@ -85,9 +85,8 @@ impl Prepared {
         if target.kind == TargetKind::Cpu {
             return Err(no_kernel());
         }
-        if target.devices > 1 {
-            let message = format!("a trace is of one device, target `{}` has {}", target.name, target.devices);
-            return Err(Fault::input(message).with_remedy("name a target of one device with `--target`"));
+        if rows.is_none() {
+            one_device(target, "the kernel for one row")?;
         }
         let context_max = manifest.decode.context_max;
         if u64::from(position) + u64::from(steps) > u64::from(context_max) {
@@ -105,7 +104,7 @@ impl Prepared {
         let host = Host::new(workspace);
         let chain = self.chain(workspace, &host);
         let found = host.device(target)?.ok_or_else(no_kernel)?;
-        let device = Device::open(found.ordinal)?;
+        let device = execute::open(found, target)?;
         let (validated, rows, spans, device_us) = match rows {
             None => {
                 let stamped = self.run_traced(workspace, &chain, &device, position, steps)?;
@@ -157,7 +156,7 @@ impl Prepared {
             Fault::input(format!("target `{}` has no kernel to trace", target.name))
                 .with_remedy("name a CUDA target of the manifest with `--target`")
         })?;
-        let device = Device::open(found.ordinal)?;
+        let device = execute::open(found, target)?;
         let traced = trace_waves(&chain, &device, tokens, position, WARM_UP)?;
         let sms = traced.chunk.spans.iter().map(|span| span.sm.0 + 1).max().unwrap_or(0);
         let launch = |TracedWaves { spans, device_us, bytes }: TracedWaves| TracedLaunch {

@@ -23,7 +23,7 @@ use crate::ir::program::{Grid, Program};
 use crate::ir::schedule::Schedule;
 use crate::ir::{BufferId, GridId};
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use thiserror::Error;
 
 /// Why there is no plan. Batch kernels then read prompts and run steps.
@@ -76,7 +76,7 @@ const CHUNK_PART_GRANULES: u32 = 8;
 const ROW_PARTS_MAX: u32 = 8;
 const WHOLE_ROWS: Over = Over::Rows { parts: 1 };
 /// Single rows, of which neighbouring SMs have neighbouring ones.
-const ROWS_IN_TURN: Over = Over::Heads { n: 1, rows: 1 };
+const ROWS_IN_TURN: Over = Over::Heads { n: 1, rows: 1, kept: 1 };
 /// Bytes of an operand of 16 rows and 32 columns.
 const SPAN_BYTES: u32 = 1024;
 /// What a step of the loop costs besides its products, as bytes of shared memory that could be read in that time.
@@ -201,6 +201,9 @@ enum Cuts {
 /// As [`derive`]. If an order is asked for, the plan takes its parts and groups.
 fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, asked: Asked<'_>) -> Result<Plan, Refused> {
     refuse_target(target)?;
+    if target.devices > 1 {
+        refuse_on_devices(&schedule.program, asked.cuts, target)?;
+    }
     let spec = &target.spec;
     let (program, knobs) = (&schedule.program, &asked.knobs);
     let products = chosen_products(program, target, form, knobs)?;
@@ -217,7 +220,8 @@ fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, aske
     let block_rows = if form == Form::Chunk { CHUNK_BLOCK_ROWS } else { rows };
     let machine = Machine {
         target: target.name.clone(),
-        sms: spec.sm_count,
+        sms: target.sms(),
+        devices: target.devices,
         warps: WARPS,
         products,
         pairs: shares_weights(products, target, knobs),
@@ -259,6 +263,7 @@ fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, aske
     }
     b.divide();
     let mut plan = b.plan;
+    share_results(&mut plan);
     plan.machine.weights = weight_ring(program, &plan, target, knobs)?;
     box_weights(program, &mut plan);
     if form == Form::Steps {
@@ -267,12 +272,28 @@ fn derive_like(schedule: &Schedule, target: &Target, form: Form, rows: u32, aske
     Ok(plan)
 }
 
+/// Of several devices: what waves leave that each device has done in part goes to all, unless it is a residual that only the same units add to.
+fn share_results(plan: &mut Plan) {
+    if plan.machine.devices == 1 {
+        return;
+    }
+    let is_whole = |id: WorkId, wave: &Wave| match wave.action {
+        Action::MatMul { target: Written::Residual(residual), .. } if residual == id => false,
+        _ => wave.action.accesses().0.contains(&id),
+    };
+    let divided = plan.waves.iter().filter(|wave| wave.action.is_divided());
+    let written: BTreeSet<WorkId> = divided.flat_map(|wave| wave.action.accesses().1).collect();
+    for id in written {
+        let layout = plan.work[id.index()].layout;
+        // The host reads the best logits, and a tail the residual of its chunk.
+        let is_left = layout == Layout::Best || plan.form == Form::Chunk;
+        plan.work[id.index()].everywhere = is_left || plan.waves.iter().any(|wave| is_whole(id, wave));
+    }
+}
+
 fn refuse_target(target: &Target) -> Result<(), Refused> {
     let spec = &target.spec;
     let lacks = |lacks| Err(Refused::Target { target: target.name.clone(), lacks });
-    if target.devices > 1 {
-        return lacks("has several devices, and the SMs of one meet between waves");
-    }
     if target.kind != TargetKind::Cuda || spec.copy != CopyMechanism::Bulk || spec.dot != DotMechanism::Mma {
         return lacks("has no bulk copies or no tensor cores");
     }
@@ -280,6 +301,22 @@ fn refuse_target(target: &Target) -> Result<(), Refused> {
         return lacks("does not move registers between warps");
     }
     Ok(())
+}
+
+/// Refuses waves whose work is dealt out by number, or whose state another wave carries on: of several devices no one has its part of these.
+fn refuse_on_devices(program: &Program, cuts: Cuts, target: &Target) -> Result<(), Refused> {
+    let lacks = |lacks| Err(Refused::Target { target: target.name.clone(), lacks });
+    let has = |which: fn(&Op) -> bool| program.grids.iter().any(|grid| which(&grid.op));
+    match () {
+        () if has_experts(program) => lacks("has several devices, and wave kernels with experts run on one"),
+        () if has(|op| matches!(op, Op::Mix(_) | Op::Scan(_) | Op::Convolve(_))) => {
+            lacks("has several devices, and wave kernels with recurrent states run on one")
+        }
+        () if !matches!(cuts, Cuts::None) => {
+            lacks("has several devices, and KV splits are dealt out among the SMs of one")
+        }
+        () => Ok(()),
+    }
 }
 
 /// Shared memory of a block without its ring of weights. That ring gets the rest: the longer it is, the more weights arrive while the SMs meet.
@@ -725,7 +762,7 @@ impl Builder<'_> {
     fn own_work(&mut self, name: &str, layout: Layout, cols: u32) -> WorkId {
         let place = place_align(self.plan.work_bytes());
         debug_assert!(place.is_multiple_of(PLACE_ALIGN_BYTES));
-        self.plan.work.push(Work { name: name.to_string(), layout, cols, place });
+        self.plan.work.push(Work { name: name.to_string(), layout, cols, place, everywhere: false });
         WorkId::from(self.plan.work.len() - 1)
     }
 
@@ -791,12 +828,14 @@ impl Builder<'_> {
     }
 
     fn division(&mut self, over: Over) -> DivisionId {
-        let (rows, block_rows, sms) = (self.plan.rows, self.plan.block_rows, self.plan.machine.sms);
+        let (rows, block_rows) = (self.plan.rows, self.plan.block_rows);
+        let Machine { sms, devices, .. } = self.plan.machine;
         let paired = self.shares_weights();
         let divisions = &mut self.plan.divisions;
         let found = divisions.iter().position(|division| division.over == over);
         DivisionId::from(found.unwrap_or_else(|| {
-            let shares = (1..=rows / block_rows).map(|blocks| shares(over, blocks, block_rows, sms, paired)).collect();
+            let shares = |blocks| shares(over, blocks, block_rows, (sms, devices), paired);
+            let shares = (1..=rows / block_rows).map(shares).collect();
             divisions.push(Division { over, shares });
             divisions.len() - 1
         }))
@@ -1090,7 +1129,13 @@ impl Builder<'_> {
         if self.plan.form == Form::Chunk {
             return self.chunk_parts(m, matrix);
         }
-        if !divisible {
+        // Attention takes the sums of parts as they are, each twice as long as the result: too much to go to every device, unless it saves a meeting.
+        let attends = |of: &Grid| {
+            matches!(of.op, Op::Attention(_)) && self.constant(of, Role::Q) == self.constant(grid, Role::Out)
+        };
+        let is_long = u64::from(self.plan.rows) * u64::from(m.rows) * 2 * 8 > PACKET_BYTES_MAX;
+        let crosses = self.plan.machine.devices > 1 && is_long && self.program.grids.iter().any(attends);
+        if !divisible || crosses {
             return 1;
         }
         let sms = self.plan.machine.sms;
@@ -1127,7 +1172,8 @@ impl Builder<'_> {
     /// The longest share of a division, of this many blocks of rows.
     fn longest(&self, over: Over, blocks: u32) -> u32 {
         let paired = self.shares_weights();
-        let shares = shares(over, blocks, self.plan.block_rows, self.plan.machine.sms, paired);
+        let Machine { sms, devices, .. } = self.plan.machine;
+        let shares = shares(over, blocks, self.plan.block_rows, (sms, devices), paired);
         shares.iter().flatten().map(|share| share.hi - share.lo).max().unwrap_or(0)
     }
 
@@ -1237,7 +1283,7 @@ impl Builder<'_> {
         let to = self.work("scores", Layout::Rows(DType::F32), m.rows);
         self.inputs.insert(out, to);
         let n = m.rows.div_ceil(scores_cols(self.plan.form));
-        self.push(id, Action::Scores { x, out: to }, Over::Heads { n, rows: 16 });
+        self.push(id, Action::Scores { x, out: to }, Over::Heads { n, rows: 16, kept: 1 });
         Ok(())
     }
 
@@ -1380,7 +1426,11 @@ impl Builder<'_> {
             Form::Steps => {
                 let to = self.work("mixed", self.operand(out), values);
                 self.inputs.insert(out, to);
-                self.push(id, Action::MixRow { x, scalars, out: to }, Over::Heads { n: mix.value_heads, rows: 1 });
+                self.push(
+                    id,
+                    Action::MixRow { x, scalars, out: to },
+                    Over::Heads { n: mix.value_heads, rows: 1, kept: 1 },
+                );
                 Ok(())
             }
             Form::Chunk => {
@@ -1425,7 +1475,11 @@ impl Builder<'_> {
             }
             Form::Steps => {
                 let to = to(self);
-                self.push(id, Action::MixRow { x, scalars: x, out: to }, Over::Heads { n: scan.heads, rows: 1 });
+                self.push(
+                    id,
+                    Action::MixRow { x, scalars: x, out: to },
+                    Over::Heads { n: scan.heads, rows: 1, kept: 1 },
+                );
                 to
             }
             Form::Chunk => {
@@ -1494,7 +1548,7 @@ impl Builder<'_> {
                     "one that the chunk has not brought on; a tail would do so a second time",
                 );
             }
-            Form::Steps => Over::Heads { n, rows: 1 },
+            Form::Steps => Over::Heads { n, rows: 1, kept: 1 },
             Form::Chunk => Over::States { n },
         };
         let to = self.work("convolved", self.operand(out), cols);
@@ -1559,15 +1613,16 @@ impl Builder<'_> {
         let to = self.work("attended", self.operand(out), cols);
         self.inputs.insert(out, to);
         let n = a.head_groups();
+        let kept = if self.plan.machine.devices > 1 { a.group / a.heads_per_task } else { 1 };
         if let Some(queries) = appended {
             let rows = WARPS / a.heads_per_task * 16;
-            self.push(id, Action::Attend { queries, out: to, tile, gate }, Over::Heads { n, rows });
+            self.push(id, Action::Attend { queries, out: to, tile, gate }, Over::Heads { n, rows, kept });
             return Ok(());
         }
         let splits = self.splits(a, tile);
-        self.push(id, Action::AttendRow { x, out: to, tile, splits }, Over::Heads { n, rows: 1 });
+        self.push(id, Action::AttendRow { x, out: to, tile, splits }, Over::Heads { n, rows: 1, kept });
         if let Some(splits) = splits {
-            self.push(id, Action::Merge { out: to, splits, gate }, Over::Heads { n, rows: 1 });
+            self.push(id, Action::Merge { out: to, splits, gate }, Over::Heads { n, rows: 1, kept });
         }
         Ok(())
     }
@@ -1649,7 +1704,7 @@ pub(super) const UNWRITTEN_MAX: u64 = 1 << 22;
 /// The shares that a derived plan has in launches of `blocks` blocks of rows, and a bound of the time and memory that it takes to list them. `None`: no plan with such
 /// numbers is derived.
 pub(super) fn usual(plan: &Plan, over: Over, blocks: u32) -> Option<(u64, impl FnOnce() -> Vec<Vec<Share>>)> {
-    let (block_rows, sms) = (plan.block_rows, plan.machine.sms);
+    let (block_rows, sms, devices) = (plan.block_rows, plan.machine.sms, plan.machine.devices);
     let paired = plan.form == Form::Chunk && plan.machine.pairs;
     let rows = blocks.checked_mul(block_rows).filter(|rows| *rows > 0)?;
     let product = |of: &[u32]| of.iter().fold(1u64, |product, n| product.saturating_mul(u64::from(*n)));
@@ -1658,22 +1713,49 @@ pub(super) fn usual(plan: &Plan, over: Over, blocks: u32) -> Option<(u64, impl F
         Over::Rows { parts } => product(&[rows, parts]),
         Over::Units { n, parts } if u32::try_from(product(&[n, parts])).is_ok() => product(&[blocks, parts]),
         Over::Units { .. } => return None,
-        Over::Heads { n, rows: 1 } => product(&[rows, n]),
-        Over::Heads { n, rows: tile } => product(&[rows.checked_div(tile)?, n, sms]),
+        Over::Heads { n, rows: 1, .. } => product(&[rows, n]),
+        Over::Heads { n, rows: tile, .. } => product(&[rows.checked_div(tile)?, n, sms]),
         Over::States { n } => u64::from(n),
     };
     let parted = match over {
         Over::Rows { parts } | Over::Units { parts, .. } => parts > 0,
         _ => true,
     };
-    let listed = sms >= 2 || sms == 1 && !paired;
+    let even = devices > 0 && sms.is_multiple_of(devices) && !matches!(over, Over::Heads { kept: 0, .. });
+    let of_device = sms.checked_div(devices).unwrap_or(0);
+    let listed = even && (of_device >= 2 || of_device == 1 && !paired);
     // Far from numbers that would overflow.
     let cost = shares_most.saturating_add(u64::from(sms)).saturating_add(1);
-    (parted && listed && cost <= UNWRITTEN_MAX).then_some((cost, move || shares(over, blocks, block_rows, sms, paired)))
+    let list = move || shares(over, blocks, block_rows, (sms, devices), paired);
+    (parted && listed && cost <= UNWRITTEN_MAX).then_some((cost, list))
 }
 
-/// The shares of each SM of a launch of `blocks` blocks of rows.
-fn shares(over: Over, blocks: u32, block_rows: u32, sms: u32, paired: bool) -> Vec<Vec<Share>> {
+/// The shares of each SM of a launch of `blocks` blocks of rows. Each of several devices divides what it has of the launch indices; a wave of rows each does for
+/// itself.
+fn shares(over: Over, blocks: u32, block_rows: u32, (sms, devices): (u32, u32), paired: bool) -> Vec<Vec<Share>> {
+    let of_device = |device: u32| {
+        let own = over.of_device(device, devices);
+        let kept = match (over, &own) {
+            (Over::Units { parts, .. }, Some(own)) => Over::Units { n: own.len() as u32, parts },
+            (Over::Heads { rows, kept, .. }, Some(own)) => Over::Heads { n: own.len() as u32, rows, kept },
+            _ => over,
+        };
+        let mut shares = shares_of_device(kept, blocks, block_rows, sms / devices, paired);
+        if let Some(own) = own.filter(|_| devices > 1) {
+            for share in shares.iter_mut().flatten() {
+                // A share lies in one part of k.
+                let (part, first) = (share.lo / own.len() as u32, share.lo % own.len() as u32);
+                let lo = part * over.indices() + own.start + first;
+                (share.lo, share.hi) = (lo, lo + (share.hi - share.lo));
+            }
+        }
+        shares
+    };
+    (0..devices).flat_map(of_device).collect()
+}
+
+/// The same of one device.
+fn shares_of_device(over: Over, blocks: u32, block_rows: u32, sms: u32, paired: bool) -> Vec<Vec<Share>> {
     let rows = blocks * block_rows;
     let mut out = vec![vec![]; sms as usize];
     match over {
@@ -1707,13 +1789,13 @@ fn shares(over: Over, blocks: u32, block_rows: u32, sms: u32, paired: bool) -> V
             }
         }
         // Single rows go to the SMs in turn. So the work is even for fewer rows, too.
-        Over::Heads { n, rows: 1 } => {
+        Over::Heads { n, rows: 1, .. } => {
             for i in 0..rows * n {
                 out[(i % sms) as usize].push(Share { row: i / n, rows: 1, lo: i % n, hi: i % n + 1 });
             }
         }
         // Later rows see longer histories. The longest tiles are given out first, each to the SM with the least work so far.
-        Over::Heads { n, rows: tile } => {
+        Over::Heads { n, rows: tile, .. } => {
             let mut load = vec![0u64; sms as usize];
             for row in (0..rows / tile).rev().map(|t| t * tile) {
                 for i in 0..n {

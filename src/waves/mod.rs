@@ -65,6 +65,12 @@
 //!
 //! A short convolution keeps inputs alone. One wave has all rows of some channels ([`group_channels`]), in a chunk on one SM and in a step in one warp.
 //!
+//! # Several devices
+//!
+//! The blocks of all devices are one machine, as in the other kernels (decision 0069). A device has its part of the units of each matrix, and the groups of the KV heads that
+//! it keeps; each launch index still has one block ([`Action::is_divided`]). What such waves leave for others goes to every device ([`Work::everywhere`]), each of which
+//! has an arena of its own, and all blocks of all devices meet. Waves of single rows write whole rows: each device runs them for itself, and nothing of them crosses.
+//!
 //! # In which order numbers are added up
 //!
 //! Sums of floating-point numbers depend on their order. Each wave of a plan declares its order ([`Sums`]), and [`prove`] compares that with
@@ -91,6 +97,7 @@ pub use ragged::Ragged;
 
 use crate::define_id;
 use crate::dtype::DType;
+use crate::ir::layout::share_of;
 use crate::ir::op::NormAttr;
 use crate::ir::{BufferId, GridId};
 use std::ops::Range;
@@ -226,8 +233,10 @@ pub struct Plan {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Machine {
     pub target: String,
-    /// Blocks, one an SM.
+    /// Blocks, one an SM, of all devices.
     pub sms: u32,
+    /// Devices, each with as many of these blocks, side by side.
+    pub devices: u32,
     pub warps: u32,
     pub products: Products,
     /// Blocks 2 i and 2 i + 1 are a cluster, and write to each other's shared memory: in steps sums of products, in a chunk copies of weights
@@ -267,6 +276,8 @@ pub struct Work {
     pub cols: u32,
     /// Offset in the arena, bytes.
     pub place: u64,
+    /// Of several devices: whether what one of them writes goes to all. Otherwise each reads only what it has written itself.
+    pub everywhere: bool,
 }
 
 /// Where the elements of activations lie.
@@ -518,12 +529,36 @@ pub enum Over {
     Rows { parts: u32 },
     /// Units of a matrix, for blocks of rows, of each part of k: index `part * n + unit`. A launch of one block has `parts` parts, one of several fewer ([`parts_of`]).
     Units { n: u32, parts: u32 },
-    /// Groups of heads, or of columns of scores, for tiles of `rows` rows.
-    Heads { n: u32, rows: u32 },
+    /// Groups of heads, or of columns of scores, for tiles of `rows` rows. Of several devices one has `kept` groups in a row, those of a KV head.
+    Heads { n: u32, rows: u32, kept: u32 },
     /// Tiles of experts, of which there are at most `tiling.most`, in `parts` parts of their units. Devices deal them out by number, so there are no shares.
     Items { parts: u32, tiling: Tiling },
     /// Columns of the states of a sequence, in `n` groups, each for all rows of the launch.
     States { n: u32 },
+}
+
+impl Over {
+    /// Of units, those of a part of k, and of groups of heads all; 0 of others.
+    fn indices(self) -> u32 {
+        match self {
+            Over::Units { n, .. } | Over::Heads { n, .. } => n,
+            Over::Rows { .. } | Over::Items { .. } | Over::States { .. } => 0,
+        }
+    }
+
+    /// Which of the [`Over::indices`] one of several devices has: the units that it holds, and the groups of the KV heads that it keeps, as the other kernels
+    /// divide them. `None`: each device has all.
+    pub(crate) fn of_device(self, device: u32, devices: u32) -> Option<Range<u32>> {
+        match self {
+            Over::Units { n, .. } => Some(share_of(n, device, devices)),
+            Over::Heads { n, kept, .. } => {
+                let heads = u64::from(n / kept.max(1));
+                let first = |device: u32| (heads * u64::from(device)).div_ceil(u64::from(devices.max(1))) as u32 * kept;
+                Some(first(device)..first(device + 1))
+            }
+            Over::Rows { .. } | Over::Items { .. } | Over::States { .. } => None,
+        }
+    }
 }
 
 /// Launch indices `lo..hi` for rows `row..row + rows`.
@@ -599,6 +634,11 @@ impl Plan {
 }
 
 impl Action {
+    /// Whether each of several devices does a part of the wave. Otherwise each does all of it.
+    pub fn is_divided(&self) -> bool {
+        matches!(self, Action::MatMul { .. } | Action::Attend { .. } | Action::AttendRow { .. })
+    }
+
     /// Chunks of weights that warps hold before the block enters the wave.
     pub fn held(&self) -> u32 {
         match self {

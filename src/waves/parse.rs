@@ -86,6 +86,7 @@ impl Parser<'_> {
         self.attr("target")?;
         let target = self.string()?;
         let sms = self.attr_u32("sms")?;
+        let devices = self.optional_u32("devices")?.unwrap_or(1);
         let warps = self.attr_u32("warps")?;
         self.expect("+")?;
         let loader_warps = self.u32()?;
@@ -100,6 +101,7 @@ impl Parser<'_> {
         Ok(Machine {
             target,
             sms,
+            devices,
             warps,
             products,
             pairs,
@@ -143,7 +145,8 @@ impl Parser<'_> {
         };
         let cols = self.attr_u32("cols")?;
         self.attr("at")?;
-        Ok(Work { layout, cols, place: self.u64()?, name: self.string()? })
+        let place = self.u64()?;
+        Ok(Work { layout, cols, place, everywhere: self.eat("everywhere"), name: self.string()? })
     }
 
     /// `16*40`
@@ -158,7 +161,10 @@ impl Parser<'_> {
         let over = match self.words(&["rows", "units", "heads", "items", "states"])? {
             "rows" => Over::Rows { parts: self.attr_u32("parts")? },
             "units" => Over::Units { n: self.attr_u32("n")?, parts: self.attr_u32("parts")? },
-            "heads" => Over::Heads { n: self.attr_u32("n")?, rows: self.attr_u32("rows")? },
+            "heads" => {
+                let (n, rows) = (self.attr_u32("n")?, self.attr_u32("rows")?);
+                Over::Heads { n, rows, kept: self.optional_u32("kept")?.unwrap_or(1) }
+            }
             "items" => {
                 let parts = self.attr_u32("parts")?;
                 let (rows, most) = (self.attr_u32("rows")?, self.attr_u32("most")?);

@@ -93,6 +93,7 @@ impl fmt::Display for Plan {
         let super::Machine {
             target,
             sms,
+            devices,
             warps,
             products,
             pairs,
@@ -105,14 +106,18 @@ impl fmt::Display for Plan {
             state_bytes,
         } = machine;
         write!(f, "waves {} rows={rows} block_rows={block_rows} target={}", form.name(), Quoted(target))?;
-        write!(f, " sms={sms} warps={warps}+{loader_warps} registers={registers}/{loader_registers}")?;
+        write!(f, " sms={sms}")?;
+        optional(f, "devices", (*devices != 1).then_some(devices))?;
+        write!(f, " warps={warps}+{loader_warps} registers={registers}/{loader_registers}")?;
         optional(f, "products", (*products != Products::Warps).then(|| products.name()))?;
         flag(f, "pairs", *pairs)?;
         let ring = |ring: &Ring| format!("{}*{}", ring.slots, ring.slot_bytes);
         write!(f, " weights={} inputs={}", ring(weights), ring(inputs))?;
         writeln!(f, " scratch={scratch_bytes} state={state_bytes}")?;
-        for (id, Work { name, layout, cols, place }) in work.iter().enumerate() {
-            writeln!(f, "a{id} = {layout} cols={cols} at={place} {}", Quoted(name))?;
+        for (id, Work { name, layout, cols, place, everywhere }) in work.iter().enumerate() {
+            write!(f, "a{id} = {layout} cols={cols} at={place}")?;
+            flag(f, "everywhere", *everywhere)?;
+            writeln!(f, " {}", Quoted(name))?;
         }
         let mut unwritten = UNWRITTEN_MAX;
         for (id, division) in divisions.iter().enumerate() {
@@ -290,7 +295,10 @@ impl fmt::Display for Over {
         match self {
             Over::Rows { parts } => write!(f, "rows parts={parts}"),
             Over::Units { n, parts } => write!(f, "units n={n} parts={parts}"),
-            Over::Heads { n, rows } => write!(f, "heads n={n} rows={rows}"),
+            Over::Heads { n, rows, kept } => {
+                write!(f, "heads n={n} rows={rows}")?;
+                optional(f, "kept", (*kept != 1).then_some(kept))
+            }
             Over::Items { parts, tiling: Tiling { rows, most } } => {
                 write!(f, "items parts={parts} rows={rows} most={most}")
             }

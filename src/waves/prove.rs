@@ -337,9 +337,13 @@ impl Judge<'_> {
             && spec.register_reallocation;
         let wrong = [
             (m.target != target.name, "another target"),
-            (self.validated.schedule().machine.devices != 1, "several devices, of which blocks of one meet"),
+            (
+                (m.devices, m.devices) != (target.devices, self.validated.schedule().machine.devices),
+                "another number of devices than the target and the other kernels have",
+            ),
+            (!m.sms.is_multiple_of(m.devices.max(1)), "devices with unequal numbers of blocks"),
             (!capable, "a target without bulk copies, tensor cores or registers that move"),
-            (m.sms == 0 || m.sms > spec.sm_count, "more blocks than SMs, which would wait for each other for ever"),
+            (m.sms == 0 || m.sms > target.sms(), "more blocks than SMs, which would wait for each other for ever"),
             (m.warps != 8 || m.loader_warps != 4, "expected 8 warps and a loader of 4"),
             (m.products != Products::Warps && !spec.warpgroup_mma, "products by warpgroups, which the target lacks"),
             (
@@ -353,7 +357,7 @@ impl Judge<'_> {
             (smem > u64::from(spec.smem_bytes_per_block_max), "too much shared memory"),
             (!is_ring(m.weights) || !is_ring(m.inputs), "expected 2 slots at least, of whole cache lines"),
             (
-                m.pairs && (spec.cluster_max < 2 || !m.sms.is_multiple_of(2)),
+                m.pairs && (spec.cluster_max < 2 || !m.sms.is_multiple_of(2 * m.devices.max(1))),
                 "pairs of an odd number of blocks, or of a target without clusters",
             ),
             (!m.scratch_bytes.is_multiple_of(128), "expected scratch of whole cache lines"),
@@ -426,7 +430,7 @@ impl Judge<'_> {
             for (blocks, of_sms) in (1..).zip(shares) {
                 if of_sms.len() as u32 != plan.machine.sms {
                     self.violate(Rule::Partition, None, format!("d{d}: expected shares of each SM"));
-                } else if let Err(what) = partitions(*over, blocks * plan.block_rows, plan.block_rows, of_sms) {
+                } else if let Err(what) = self.partitions(*over, blocks * plan.block_rows, of_sms) {
                     self.violate(Rule::Partition, None, format!("d{d}, {blocks} blocks: {what}"));
                 } else if plan.shares_weights(blocks)
                     && matches!(over, Over::Units { .. })
@@ -439,6 +443,67 @@ impl Judge<'_> {
                         format!("d{d}, {blocks} blocks: blocks of pair {pair} have {what}"),
                     );
                 }
+            }
+        }
+    }
+
+    /// As [`partitions`]. Of several devices each has all rows of a wave that it does for itself, and of another one the launch indices that are its own.
+    fn partitions(&self, over: Over, rows: u32, of_sms: &[Vec<Share>]) -> Result<(), String> {
+        let (block_rows, devices) = (self.plan.block_rows, self.plan.machine.devices.max(1));
+        let each = (of_sms.len() / devices as usize).max(1);
+        if matches!(over, Over::Items { .. } | Over::States { .. }) && devices > 1 {
+            return Err("items or states, of which no device of several has its part".to_string());
+        }
+        if let Over::Rows { .. } = over {
+            let of_device = |(device, of_sms): (usize, &[Vec<Share>])| {
+                partitions(over, rows, block_rows, of_sms).map_err(|what| match devices {
+                    1 => what,
+                    _ => format!("device {device}: {what}"),
+                })
+            };
+            return of_sms.chunks(each).enumerate().try_for_each(of_device);
+        }
+        partitions(over, rows, block_rows, of_sms)?;
+        let n = match over {
+            Over::Units { n, .. } | Over::Heads { n, .. } => n.max(1),
+            _ => return Ok(()),
+        };
+        for (device, of_sms) in (0..).zip(of_sms.chunks(each)) {
+            let is_own = |index: u32| match over {
+                Over::Heads { kept, .. } => {
+                    let (head, heads) = (u64::from(index / kept.max(1)), u64::from(n / kept.max(1)).max(1));
+                    head * u64::from(devices) / heads == device
+                }
+                _ => {
+                    let begin = |device: u64| (u64::from(n) * device / u64::from(devices)) as u32;
+                    (begin(device)..begin(device + 1)).contains(&index)
+                }
+            };
+            let shares = of_sms.iter().flatten();
+            if let Some(share) = shares.into_iter().find(|s| !is_own(s.lo % n) || !is_own((s.hi - 1) % n)) {
+                return Err(format!("{share:?} is on device {device}, which does not hold it"));
+            }
+        }
+        Ok(())
+    }
+
+    /// `home`: of several devices, what one has done a part of lies on all, if any wave reads more of it than the part itself. A product that adds to a residual reads
+    /// where it writes. The best logits are also read for the host, and the residual of a chunk by its tail.
+    fn homes(&mut self) {
+        let plan = self.plan;
+        for (id, work) in (0..).map(WorkId).zip(&plan.work) {
+            let writes = |wave: &Wave| wave.action.is_divided() && wave.action.accesses().1.contains(&id);
+            let in_place =
+                |wave: &Wave| matches!(wave.action, Action::MatMul { target: Written::Residual(of), .. } if of == id);
+            let reads = |wave: &Wave| wave.action.accesses().0.contains(&id) && !in_place(wave);
+            let kept = work.layout == Layout::Best || plan.form == Form::Chunk;
+            let is_divided = plan.machine.devices > 1 && plan.waves.iter().any(writes);
+            let crosses = is_divided && (kept || plan.waves.iter().any(reads));
+            if crosses && !work.everywhere {
+                let what = format!("{id} has a part on each device, expected it everywhere");
+                self.violate(Rule::Home, None, what);
+            } else if work.everywhere && plan.machine.devices == 1 {
+                self.violate(Rule::Home, None, format!("{id} is everywhere, and there is one device"));
             }
         }
     }
@@ -490,6 +555,7 @@ impl Judge<'_> {
                 self.violate(Rule::Meeting, Some(w), what);
             }
         }
+        self.homes();
         // The first wave of a step reads the tokens that the previous step decided. Only the last wave of a step writes them, and writes them all.
         if plan.form.decides() && !self.decides {
             self.violate(Rule::Order, None, "steps without logits");
@@ -739,7 +805,7 @@ impl Judge<'_> {
             return Err("weights of a router that are not bf16".to_string());
         }
         self.layout(out, Layout::Rows(DType::F32), m.rows)?;
-        self.over(wave, Over::Heads { n: m.rows.div_ceil(scores_cols(self.plan.form)), rows: 16 })?;
+        self.over(wave, Over::Heads { n: m.rows.div_ceil(scores_cols(self.plan.form)), rows: 16, kept: 1 })?;
         self.scratch(scores_scratch(self.plan.machine.warps, self.plan.form), "sums of scores")?;
         let to = grid.operand(Role::Out).ok_or("an operand is missing")?.buffer;
         self.holds.insert(out, Value::Exchange(to));
@@ -843,7 +909,7 @@ impl Judge<'_> {
             return Err("expected rows that are gathered".to_string());
         };
         let tiling = self.find_places(chosen, (ids, groups, places), out)?;
-        self.over(wave, Over::Heads { n: 1, rows: 1 })?;
+        self.over(wave, Over::Heads { n: 1, rows: 1, kept: 1 })?;
         self.copied(grid, m, chosen, (x, out), tiling)
     }
 
@@ -1138,7 +1204,8 @@ impl Judge<'_> {
             _ => return no("expected other waves of attention"),
         };
         self.operand(out, cols)?;
-        self.over(wave, Over::Heads { n: a.heads / a.heads_per_task, rows })?;
+        let kept = if self.plan.machine.devices > 1 { a.group / a.heads_per_task } else { 1 };
+        self.over(wave, Over::Heads { n: a.heads / a.heads_per_task, rows, kept })?;
         let pages = tile > 0 && tile.is_multiple_of(16) && page > 0 && page.is_multiple_of(tile);
         if !pages || 2 * tile * row > self.plan.machine.inputs.slot_bytes {
             return no("expected tiles of whole 16 positions that divide pages, with keys and values in one slot");
@@ -1188,7 +1255,7 @@ impl Judge<'_> {
             (Form::Steps, [wave]) => {
                 let Action::MixRow { x, scalars, out } = wave.action else { return no("expected states of rows") };
                 self.net_inputs(grid, mix, (x, scalars))?;
-                self.over(wave, Over::Heads { n: mix.value_heads, rows: 1 })?;
+                self.over(wave, Over::Heads { n: mix.value_heads, rows: 1, kept: 1 })?;
                 self.scratch(row_bytes(&grid.op, self.plan.machine.warps), "values of a head")?;
                 out
             }
@@ -1224,7 +1291,7 @@ impl Judge<'_> {
                 self.layout(x, Layout::Rows(DType::Bf16), 3 * channels)?;
                 self.over(wave, Over::States { n })?;
             }
-            Form::Steps => self.over(wave, Over::Heads { n, rows: 1 })?,
+            Form::Steps => self.over(wave, Over::Heads { n, rows: 1, kept: 1 })?,
             Form::Tail => return Err("a state, which a tail would bring on a second time".to_string()),
         }
         self.operand(out, channels)?;
@@ -1316,7 +1383,7 @@ impl Judge<'_> {
             (Form::Steps, [wave]) => {
                 let Action::MixRow { x, scalars, out } = wave.action else { return no("expected states of rows") };
                 of_x(self, x, scalars)?;
-                self.over(wave, Over::Heads { n: scan.heads, rows: 1 })?;
+                self.over(wave, Over::Heads { n: scan.heads, rows: 1, kept: 1 })?;
                 self.scratch(row_bytes(&grid.op, self.plan.machine.warps), "values of a head")?;
                 out
             }
@@ -1462,6 +1529,9 @@ impl Judge<'_> {
         };
         if self.plan.form != Form::Steps {
             return no("splits of what is no step");
+        }
+        if self.plan.machine.devices > 1 {
+            return no("splits, which blocks of one device deal out");
         }
         // What the heads hold is checked where attention reads them, and neither wave writes them.
         let gate = a.gate.then_some(x);
@@ -2023,7 +2093,7 @@ fn partitions(over: Over, rows: u32, block_rows: u32, of_sms: &[Vec<Share>]) -> 
         }
         Over::Rows { parts } => (parts, 1),
         Over::Units { n, parts } => (n.saturating_mul(parts_of(parts, rows / block_rows.max(1))), block_rows),
-        Over::Heads { n, rows } => (n, rows),
+        Over::Heads { n, rows, .. } => (n, rows),
         // A share has all rows, so their order is that of one block.
         Over::States { n } => (n, rows),
     };

@@ -93,6 +93,8 @@ const IMAGE_DRAFT: &[u8] = b"\x7fELF5";
 /// The same for the decode kernel of two devices over a pool of pages, and for their batch kernels.
 const IMAGE_PAGED_DEVICES: &[u8] = b"\x7fELF6";
 const IMAGE_ROWS_DEVICES: &[u8] = b"\x7fELF7";
+/// The same for their wave kernels.
+const IMAGE_WAVES_DEVICES: &[u8] = b"\x7fELF8";
 const ONE: LaunchShape = LaunchShape { grid: 1, block: 32, smem_dynamic_bytes: 0, cluster: 1, kept: None };
 
 fn is_child() -> bool {
@@ -1314,6 +1316,47 @@ fn two_devices_give_requests_the_tokens_of_one() {
     }
     let refused = of_one(&device, &model);
     assert_eq!(refused, "the kernel is for 1 devices, found 2");
+}
+
+/// The same with kernels of waves: long chunks, tails and steps of 32 rows, without and with the sampler.
+#[test]
+fn two_devices_read_prompts_and_step_in_waves() {
+    const NAME: &str = "two_devices_read_prompts_and_step_in_waves";
+    if !is_child() {
+        let Some(text) = releasing(NAME, "two devices") else { return };
+        for (launch, least) in [("a chunk of ", 20), ("a tail", 2), (" rows in waves", 8)] {
+            assert!(text.matches(launch).count() > least, "{launch}: {text}");
+        }
+        return;
+    }
+    let (device, target, model) = (two_devices().unwrap(), fake_target().on_devices(2), Model::of_wide_heads());
+    for is_sampled in [false, true] {
+        let validated = model.kernel_on(8, &target);
+        let shape = Shape::of(&validated.schedule().program).unwrap();
+        let words = [shape.blocks(), shape.page_rows, shape.pages, 8, model.graph.vocab];
+        let (queues, off) = (Queues::of(&validated), Trace::Off);
+        let pack = on_each(&device, &words);
+        let session =
+            RowsSession::load(&device, &queues, IMAGE_ROWS_DEVICES, off, STEPS_MAX, pack.clone(), None).unwrap();
+        let cache = session.cache();
+        let prompts = with_tail(&validated, &target);
+        let images = [IMAGE_WAVES_DEVICES, IMAGE_WAVES_DEVICES];
+        let waves = WavesSession::load_with_tail(&device, &prompts, images, off, pack, cache.clone()).unwrap();
+        let steps = derive(validated.schedule(), &target, Form::Steps, 32).unwrap();
+        let steps = prove(steps, &validated, &target).unwrap();
+        let pack = on_each(&device, &[words[0], words[1], words[2], 32, words[4]]);
+        let stepping = || {
+            StepsSession::load(&device, &steps, IMAGE_WAVES_DEVICES, off, STEPS_MAX, pack.clone(), Some(cache.clone()))
+        };
+        let alone = Arc::new(device.alloc(64).unwrap());
+        let refused = WavesSession::load(&device, prompts.chunk(), IMAGE, off, alone, cache.clone()).err().unwrap();
+        assert_eq!(refused.to_string(), "the kernel is for 2 devices, found 1");
+        let sampler = SamplerSession::load(&device, IMAGE, session.vocab(), 32, STEPS_MAX).unwrap();
+        let sessions: Vec<Box<dyn RowLauncher>> = vec![Box::new(session), Box::new(stepping().unwrap())];
+        let stepper = DeviceStepper::new(sessions, Some(waves), is_sampled.then_some(sampler)).unwrap();
+        let figures = requests_alone_and_together(stepper, 100, 60);
+        assert!(figures.steps > 0, "{figures:?}");
+    }
 }
 
 /// Why a kernel of one device is not loaded on several.

@@ -365,18 +365,22 @@ static void paged_kernel(const Call *call) { one_row(call, 1, &left_behind[0][1]
 // the host gave it. `peers` are after the other parameters: the distances to the exchange and to the logits of seven others.
 static pthread_mutex_t devices_lock = PTHREAD_MUTEX_INITIALIZER;
 static atomic_uint came[2], went[2];
+static int waits_for_other(const Call *call, Address abort, Address to_report, uint64_t timeout_ns, uint32_t tag);
 static int comes_together(const Call *call, const Address *peers) {
     const RowsParams *p = call->argument[0];
     const Address *peer_logits = peers + 7;
-    uint32_t *abort_word = inside(p->abort, 4), *report = inside(p->report, 32ull * call->grid);
-    unsigned own = call->device, other = 1 - own;
-    require(reached[own] && reached[other], "devices that do not reach each other");
     require(!same_block(p->exchange, p->exchange + peers[0]) && peers[1] == 0, "the exchange of the other device");
     inside(p->exchange + peers[0], 8);
     if (p->logits) {
         require(!same_block(p->logits, p->logits + peer_logits[0]), "the logits of the other device");
         inside(p->logits + peer_logits[0], 4);
     }
+    return waits_for_other(call, p->abort, p->report, p->timeout_ns, p->tag);
+}
+static int waits_for_other(const Call *call, Address abort, Address to_report, uint64_t timeout_ns, uint32_t tag) {
+    uint32_t *abort_word = inside(abort, 4), *report = inside(to_report, 32ull * call->grid);
+    unsigned own = call->device, other = 1 - own;
+    require(reached[own] && reached[other], "devices that do not reach each other");
     while (own == 1 && has_mode("one of two hangs")) {
         if (*(volatile uint32_t *)abort_word) return 0;
         usleep(100);
@@ -387,8 +391,8 @@ static int comes_together(const Call *call, const Address *peers) {
     double start = now_ms();
     while (came[other] < turn) {
         if (*(volatile uint32_t *)abort_word) return 0;
-        if (now_ms() - start > p->timeout_ns * 1e-6) {
-            uint32_t words[] = {1, p->tag, 3, 2, p->tag - 1, p->tag, 1, 0};
+        if (now_ms() - start > timeout_ns * 1e-6) {
+            uint32_t words[] = {1, tag, 3, 2, tag - 1, tag, 1, 0};
             memcpy(report, words, sizeof words);
             *abort_word = 1;
             return 0;
@@ -599,11 +603,13 @@ static void number_words(const WaveParams *p) {
     for (uint32_t at = 0; same_block(p->work, p->work + at + 3); at += 4) *(uint32_t *)inside(p->work + at, 4) = at + (p->taken != 0);
 }
 // The chunk that was read last, for its tail.
-static struct { Address work; uint32_t position, row_count, tokens[512]; } last_chunk;
+static struct { Address work; uint32_t position, row_count, tokens[512]; } last_chunks[2]; // of each device
 // The residual of a tail, for which the fake uses tokens, is in the arena of the chunk before it.
 static void tail_kernel(const Call *call) {
     const WaveParams *p = call->argument[0];
-    const uint32_t *sizes = inside(p->pack, 20);
+    const uint32_t *sizes = inside(p->pack, 20), *tokens = last_chunks[call->device].tokens;
+    const Address work = last_chunks[call->device].work;
+    const uint32_t chunk_position = last_chunks[call->device].position, chunk_rows = last_chunks[call->device].row_count;
     uint32_t blocks = sizes[0], page_rows = sizes[1], pages = sizes[2], vocab = sizes[4];
     uint32_t *cache = tokens_of(call, p->cache, (size_t)pages * page_rows), *mailbox = inside(p->mailbox, 4 * (1 + 2 * 16));
     const Row *rows = inside(p->rows, p->row_count * sizeof(Row));
@@ -611,13 +617,13 @@ static void tail_kernel(const Call *call) {
     inside(p->taken, 4ull * p->row_count);
     require(*(uint32_t *)inside(p->arrived, 4) == 0, "the count of a tail does not begin at 0");
     require(p->steps == 1 && p->row_count == 1 && p->timeout_ns > 0 && p->position == rows[0].position, "the parameters of a tail");
-    require(p->taken >= last_chunk.work && p->work != last_chunk.work, "a tail takes the residual of another arena, or has that of its chunk");
+    require(p->taken >= work && p->work != work, "a tail takes the residual of another arena, or has that of its chunk");
     require(rows[0].token == -1 && rows[0].sequence == 0 && rows[0].first == 0 && rows[0].steps == 1, "the row of a tail");
-    require(rows[0].from + 1 == last_chunk.row_count && rows[0].position == last_chunk.position + rows[0].from, "a row that the chunk does not end with");
+    require(rows[0].from + 1 == chunk_rows && rows[0].position == chunk_position + rows[0].from, "a row that the chunk does not end with");
     uint32_t position = rows[0].position;
     const uint32_t *table = inside(p->pages, 4ull * blocks);
     require(position / page_rows < blocks && table[position / page_rows] < pages, "a row outside the tables");
-    keep_token(call, p->cache, (size_t)pages * page_rows, cache, table[position / page_rows] * page_rows + position % page_rows, last_chunk.tokens[rows[0].from]);
+    keep_token(call, p->cache, (size_t)pages * page_rows, cache, table[position / page_rows] * page_rows + position % page_rows, tokens[rows[0].from]);
     uint64_t h = NO_TOKENS;
     for (uint32_t at = 0; at <= position; at++)
         h = with_token(h, cache[table[at / page_rows] * page_rows + at % page_rows], vocab);
@@ -640,12 +646,13 @@ static void waves_kernel(const Call *call) {
     uint32_t *cache = tokens_of(call, p->cache, (size_t)pages * page_rows);
     const Row *rows = inside(p->rows, p->row_count * sizeof(Row));
     uint32_t *mailbox = p->mailbox ? inside(p->mailbox, 4 * (1 + (p->steps + 1) * padded)) : NULL, next[512];
-    static uint32_t decided[64];
+    static uint32_t decided_by[2][64];
+    uint32_t *decided = decided_by[call->device];
     inside(p->waves, 80ull * p->wave_count);
     require(*(uint32_t *)inside(p->arrived, 4) == 0, "the count of a launch does not begin at 0");
     require(p->wave_count > 0 && p->timeout_ns > 0 && p->row_count <= 512, "the parameters of a launch");
     require_kept(call, p->work);
-    if (p->logits) require_kept(call, p->logits);
+    if (p->logits && call->device == 0) require_kept(call, p->logits);
     require(p->position == rows[0].position && (mailbox || (p->steps == 1 && !p->logits)), "a launch that only fills the cache, and does more");
     for (uint32_t step = 0; step <= p->steps; step++) {
         for (uint32_t r = 0; r < p->row_count; r++) {
@@ -682,10 +689,37 @@ static void waves_kernel(const Call *call) {
     if (mailbox) {
         printf("%u steps of %u rows in waves (%u a step)\n", p->steps, p->row_count, p->wave_count);
     } else {
-        last_chunk.work = p->work, last_chunk.position = p->position, last_chunk.row_count = p->row_count;
-        memcpy(last_chunk.tokens, next, sizeof next);
+        last_chunks[call->device].work = p->work, last_chunks[call->device].position = p->position, last_chunks[call->device].row_count = p->row_count;
+        memcpy(last_chunks[call->device].tokens, next, sizeof next);
         printf("a chunk of %u\n", p->row_count);
     }
+}
+// The same of two devices. The first one alone tells the host what rows decide, and has the logits of both; the other one computes the same after it. The distances to
+// the arenas and to the counts of seven others come after the other parameters, then the blocks of the devices before.
+static void waves_devices_kernel(const Call *call) {
+    static atomic_uint ran[2];
+    static Address told;
+    const WaveParams *p = call->argument[0];
+    const Address *peers = (const Address *)(p + 1), *counts = peers + 7;
+    unsigned own = call->device;
+    require(*(const uint32_t *)(counts + 7) == own * call->grid, "the blocks of the devices before");
+    require(!same_block(p->work, p->work + peers[0]) && !same_block(p->arrived, p->arrived + counts[0]) && !peers[1] && !counts[1], "the arena or the count of the other device");
+    inside(p->work + peers[0], 256);
+    require(*(uint32_t *)inside(p->arrived + counts[0], 4) == 0, "the count of the other device does not begin at 0");
+    require(own == 0 || !p->mailbox, "another device than the first one tells the host");
+    if (waits_for_other(call, p->abort, p->report, p->timeout_ns, p->tag)) {
+        while (own == 1 && ran[0] <= ran[1]) usleep(100);
+        pthread_mutex_lock(&devices_lock);
+        WaveParams params = *p;
+        if (own == 0) told = p->mailbox;
+        params.mailbox = told;
+        Call same = *call;
+        same.argument[0] = &params;
+        waves_kernel(&same);
+        ran[own]++;
+        pthread_mutex_unlock(&devices_lock);
+    }
+    went[own]++;
 }
 // The sampler, on the tables that the host made.
 typedef struct {
@@ -726,6 +760,7 @@ static Kernel kernels_one_row[] = {{"monobloc_decode", one_row_kernel, {offsetof
 static Kernel kernels_devices[] = {{"monobloc_decode", devices_kernel, {offsetof(RowsParams, rows) + 14 * 8}, 0}, {0}};
 static Kernel kernels_paged_devices[] = {{"monobloc_decode", paged_devices_kernel, {offsetof(RowsParams, rows) + 16 + 14 * 8}, 0}, {0}};
 static Kernel kernels_rows_devices[] = {{"monobloc_decode", rows_devices_kernel, {sizeof(RowsParams) + 14 * 8}, 0}, {0}};
+static Kernel kernels_waves_devices[] = {{"monobloc_waves", waves_devices_kernel, {sizeof(WaveParams) + 15 * 8}, 0}, {0}};
 // A draft: what it is given is a parameter, too.
 static Kernel kernels_draft[] = {{"monobloc_decode", draft_kernel, {offsetof(RowsParams, rows) + sizeof(Given)}, 0}, {0}};
 // A batch kernel that leaves something for a draft.
@@ -758,7 +793,7 @@ int cuModuleLoadData(void **module, const char *image) {
     BOUND();
     if (memcmp(image, "\177ELF", 4)) return INVALID_IMAGE;
     unsigned char does = image[4] == 'K' ? image[6] : ANYTHING;
-    *module = image[4] == '4' ? kernels_leaving : image[4] == '5' ? kernels_draft : image[4] == '3' ? kernels_devices : image[4] == '6' ? kernels_paged_devices : image[4] == '7' ? kernels_rows_devices : image[4] == '1' || does == ONE_ROW ? kernels_one_row : image[4] == '2' || does == PAGED_ROW ? kernels_paged : kernels;
+    *module = image[4] == '4' ? kernels_leaving : image[4] == '5' ? kernels_draft : image[4] == '3' ? kernels_devices : image[4] == '6' ? kernels_paged_devices : image[4] == '7' ? kernels_rows_devices : image[4] == '8' ? kernels_waves_devices : image[4] == '1' || does == ONE_ROW ? kernels_one_row : image[4] == '2' || does == PAGED_ROW ? kernels_paged : kernels;
     if (image[4] == 'K') {
         OwnImage *own = calloc(1, sizeof *own);
         *own = (OwnImage){.rows = (unsigned char)image[5], .does = does, .is_wrong = image[7], .next = own_images};
@@ -774,7 +809,7 @@ int cuModuleGetFunction(Kernel **function, void *module, const char *name) {
     BOUND();
     for (Kernel *k = module; k->name; k++)
         if (!strcmp(k->name, name)) {
-            has_steps |= k->run == rows_kernel || k->run == rows_devices_kernel || k->run == leaving_kernel || k->run == waves_kernel;
+            has_steps |= k->run == rows_kernel || k->run == rows_devices_kernel || k->run == leaving_kernel || k->run == waves_kernel || k->run == waves_devices_kernel;
             *function = k;
             return SUCCESS;
         }

@@ -89,6 +89,7 @@ mod unwritten;
 mod waves;
 mod waves_checked;
 mod waves_convolve;
+mod waves_devices;
 mod waves_experts;
 mod waves_knobs;
 mod waves_mamba;

@@ -952,7 +952,7 @@ fn a_step_of_waves_that_computes_something_else_is_found() {
         (matmul, " + passes.from * GRANULE;", ";", "steps-units-of-4-parts"),
         (matmul, "t < PAIRS && part == 0", "t < PAIRS", "steps-parts-32"),
         // A packet with the tag of another wave, and one of another part of k.
-        (matmul, "c.tag_of(c.wave)", "c.tag_of(0)", "steps-packets-32"),
+        ("waves/context.cuh", "tag = tag_of(wave);", "tag = tag_of(0);", "steps-packets-32"),
         (
             attention,
             "u64(i / 4) * (M::BLOCK_ROWS * H::COLS) + from + i % 4 * 2",

@@ -15,6 +15,7 @@ use monobloc::cuda::nvrtc::Nvrtc;
 use monobloc::defaults::rows::{Room, place_rows};
 use monobloc::dtype::{DType, Precision};
 use monobloc::format::{Code, Format, FormatPlan, NAMED, ScaleCode};
+use monobloc::ir::layout::held;
 use monobloc::ir::op::{Attention, Epilogue, Op, Role};
 use monobloc::ir::program::{Grid, Program, Space};
 use monobloc::ir::schedule::Schedule;
@@ -72,7 +73,7 @@ fn kernel_up_to(context_max: u32, graph: &ModelGraph, target: &Target, precision
 const HOLDING_COLS: u32 = 640;
 
 /// Columns of rows that end inside a chunk of the input of tiles.
-const TILES_COLS: u32 = 704;
+pub const TILES_COLS: u32 = 704;
 
 /// The config of a fixture with heads that tensor cores take, and random weights.
 pub fn wide(name: &str) -> Imported {
@@ -90,7 +91,7 @@ pub fn filling(name: &str) -> Imported {
 }
 
 /// The same with rows of `hidden` columns, and `within` columns within an MLP.
-fn of_size(name: &str, hidden: u32, within: Option<u32>) -> Imported {
+pub fn of_size(name: &str, hidden: u32, within: Option<u32>) -> Imported {
     let text = fs::read_to_string(fixture(name).join("config.json")).unwrap();
     let mut config: serde_json::Value = serde_json::from_str(&text).unwrap();
     let own = config["head_dim"].is_u64();
@@ -404,7 +405,7 @@ fn boxes_hold_their_matrices(proven: &Proven<'_>, tables: &WaveTables) {
 }
 
 fn tables_hold_shares(proven: &Proven<'_>) {
-    let (plan, tables) = (proven.plan(), encode(proven));
+    let (plan, tables) = (proven.plan(), encode(proven, 0));
     let (divisions, sms) = (plan.divisions.len(), plan.machine.sms as usize);
     assert_eq!(tables.records.len(), (plan.rows / plan.block_rows) as usize * divisions * sms);
     let share = |s: &waves::Share| Share { row: s.row, rows: s.rows, lo: s.lo, hi: s.hi };
@@ -1317,7 +1318,7 @@ impl Mutants<'_> {
             }
             let reader = (w + 1..self.of.waves.len()).find(|&r| self.of.waves[r].action.accesses().0.contains(&out));
             let (id, place) = (WorkId(self.of.work.len() as u32), self.of.work_bytes().next_multiple_of(256));
-            let new = Work { name: "other".to_string(), layout: other, cols, place };
+            let new = Work { name: "other".to_string(), layout: other, cols, place, everywhere: false };
             self.add(format!("what w{w} writes is read as {other:?}"), wrong, |p| {
                 p.work.push(new.clone());
                 let read = works(&mut p.waves[reader.expect("a reader")].action).into_iter().find(|id| **id == out);
@@ -1429,7 +1430,13 @@ impl Mutants<'_> {
             return;
         };
         let (id, place) = (WorkId(self.of.work.len() as u32), self.of.work_bytes().next_multiple_of(256));
-        let new = Work { name: "other".to_string(), layout: Layout::Best, cols: self.of.machine.sms, place };
+        let new = Work {
+            name: "other".to_string(),
+            layout: Layout::Best,
+            cols: self.of.machine.sms,
+            place,
+            everywhere: false,
+        };
         let sum = |best| Some(Sum::Embed { table, scale, best });
         self.add("another buffer of best logits", wrong, |p| {
             p.work.push(new.clone());
@@ -1537,9 +1544,9 @@ impl Mutants<'_> {
             let others: Vec<Over> = match over {
                 Over::Rows { parts } => [0, parts + 1, parts * 2].map(|parts| Over::Rows { parts }).to_vec(),
                 Over::Units { n, parts } => [0, n - 1, n + 1, u32::MAX >> 8].map(|n| Over::Units { n, parts }).to_vec(),
-                Over::Heads { n, rows } => {
+                Over::Heads { n, rows, kept } => {
                     let some = [(0, rows), (n - 1, rows), (n + 1, rows), (n, 0), (n, rows / 2), (n, 3), (n, u32::MAX)];
-                    some.into_iter().chain([(n, rows * 2)]).map(|(n, rows)| Over::Heads { n, rows }).collect()
+                    some.into_iter().chain([(n, rows * 2)]).map(|(n, rows)| Over::Heads { n, rows, kept }).collect()
                 }
                 Over::States { n } => [0, n - 1, n + 1, 2 * n].map(|n| Over::States { n }).to_vec(),
                 Over::Items { .. } => {
@@ -2744,6 +2751,8 @@ pub fn given(tokens: &[u32]) -> Vec<Result<u32, u32>> {
 /// The memory after a run of a generated kernel.
 pub struct Ran {
     pub cache: Vec<u8>,
+    /// The caches of the other devices.
+    pub others: Vec<Vec<u8>>,
     /// The arena.
     pub work: Vec<u8>,
     /// For steps, the tokens of each row: those with which each step began, and those that the last one decided.
@@ -2758,7 +2767,7 @@ pub fn run_kernel(imported: &Imported, proven: &Proven<'_>, launches: &[Launch],
 }
 
 /// As [`run_kernel`], for a tail. `before`: the memory after its chunk, and the begin of its residual in that arena.
-fn run_kernel_after(
+pub fn run_kernel_after(
     imported: &Imported,
     proven: &Proven<'_>,
     launches: &[Launch],
@@ -2774,6 +2783,7 @@ pub struct Built {
     folder: tempfile::TempDir,
     work_bytes: u64,
     cache_bytes: u64,
+    devices: u32,
 }
 
 impl Built {
@@ -2784,18 +2794,28 @@ impl Built {
         wrong: &[(&str, &str)],
         change: &dyn Fn(&mut WaveTables),
     ) -> Option<Built> {
-        let (schedule, mut tables) = (proven.validated().schedule(), encode(proven));
-        change(&mut tables);
+        let schedule = proven.validated().schedule();
         let folder = tempfile::tempdir().unwrap();
         let put = |name: &str, bytes: &[u8]| fs::write(folder.path().join(name), bytes).unwrap();
-        let text = emit(proven, &small(), Trace::Off).text;
+        let text = emit(proven, &small().on_devices(schedule.machine.devices), Trace::Off).text;
         let (text, _) = text.split_once("extern \"C\"").expect("an entry point");
         put("generated.cuh", text.replace("#include \"monobloc_waves.cuh\"", "").as_bytes());
-        put("waves", bytemuck::cast_slice(&tables.waves));
-        put("shares", bytemuck::cast_slice(&tables.shares));
-        put("records", bytemuck::cast_slice(&tables.records));
-        put("boxes", bytemuck::cast_slice(&tables.boxes));
-        put("pack", &pack(schedule, &imported.graph, &imported.weights).unwrap());
+        let whole = pack(schedule, &imported.graph, &imported.weights).unwrap();
+        for device in 0..schedule.machine.devices {
+            let (mut tables, held) = (encode(proven, device), held(schedule, device));
+            change(&mut tables);
+            let mut own = vec![0u8; held.bytes as usize];
+            for (range, at) in &held.ranges {
+                let bytes = &whole[range.start as usize..range.end as usize];
+                own[*at as usize..][..bytes.len()].copy_from_slice(bytes);
+            }
+            let name = |of: &str| if device == 0 { of.to_string() } else { format!("{of}{device}") };
+            put(&name("waves"), bytemuck::cast_slice(&tables.waves));
+            put(&name("shares"), bytemuck::cast_slice(&tables.shares));
+            put(&name("records"), bytemuck::cast_slice(&tables.records));
+            put(&name("boxes"), bytemuck::cast_slice(&tables.boxes));
+            put(&name("pack"), if schedule.machine.devices == 1 { &whole } else { &own });
+        }
         let root = Path::new(env!("CARGO_MANIFEST_DIR"));
         let mut compiler = Command::new("c++");
         compiler.args(["-std=c++17", "-O1", "-ffp-contract=off", "-w", "-I"]);
@@ -2820,7 +2840,8 @@ impl Built {
         let output = compiler.arg("-o").arg(folder.path().join("program")).output().ok()?;
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let cache_bytes = schedule.arena_bytes(Space::Cache);
-        Some(Built { folder, work_bytes: proven.plan().work_bytes(), cache_bytes })
+        let devices = schedule.machine.devices;
+        Some(Built { folder, work_bytes: proven.plan().work_bytes(), cache_bytes, devices })
     }
 
     /// Runs launches. `before`: the cache before them; `taken`: for a tail, the residual of its chunk.
@@ -2842,7 +2863,8 @@ impl Built {
             read(name).chunks_exact(4).map(|bytes| u32::from_le_bytes(bytes.try_into().unwrap())).collect()
         };
         let tokens = words("tokens").into_iter().map(|token| token as i32).collect();
-        Ran { cache: read("cache"), work: read("work"), tokens, logits: words("logits") }
+        let others = (1..self.devices).map(|device| read(&format!("cache{device}"))).collect();
+        Ran { cache: read("cache"), others, work: read("work"), tokens, logits: words("logits") }
     }
 }
 

@@ -35,6 +35,8 @@ static int __popc(unsigned v) { return __builtin_popcount(v); }
 static void add_to(u32* sum, u32 value) { *sum += value; }
 template <int>
 static void await_waves(const u32*, u32, Waiter) { std::abort(); }
+static void count_in(u32*) { std::abort(); }
+static void end_wave(u32*) { std::abort(); }
 static void copy_ahead(void* to, const void* from) { std::memcpy(to, from, 16); }
 static void await_copies() {}
 static bool __any_sync(unsigned, bool v) {
@@ -348,7 +350,8 @@ struct Holds<WaveMatMul<M, G>> {
   static bool in(const Wave&) { return G::HELD > 0; }
 };
 
-static WaveParams params;
+static WaveDevicesParams devices_of_launch; // of one device only its parameters are looked at
+static WaveParams& params = devices_of_launch;
 static Wave wave;
 static std::vector<Wave> step_waves; // as a block fetches them: it is told this wave, whichever is next
 static u32 step_at_hand, wave_at_hand;

@@ -78,7 +78,7 @@ struct Loaded<'a> {
 
 impl<'a> Loaded<'a> {
     fn of(imported: &Imported, proven: &Proven<'a>, fault: Fault) -> Option<Loaded<'a>> {
-        let ran = Ran { cache: vec![], work: vec![], tokens: vec![], logits: vec![] };
+        let ran = Ran { cache: vec![], others: vec![], work: vec![], tokens: vec![], logits: vec![] };
         Some(Loaded { built: fault.build(imported, proven)?, proven: proven.clone(), ran })
     }
 

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use monobloc::candidate::Candidate;
 use monobloc::codegen::abi::Queues;
 use monobloc::codegen::emit::{Trace, emit};
-use monobloc::codegen::waves::{emit as emit_waves, encode};
+use monobloc::codegen::waves::{emit as emit_waves, tables_digest};
 use monobloc::codegen::{
     CONVOLVE_HEADERS, EXPERTS_HEADERS, HEADERS, JOIN_HEADERS, KernelSource, NET_HEADERS, ROWS_HEADERS, SAMPLER_HEADERS,
     SCAN_HEADERS, STATE_HEADERS, WAVES_HEADERS, sampler,
@@ -148,7 +148,7 @@ fn of_waves(proven: &Proven<'_>, target: &Target) -> String {
     let schedule = proven.validated().schedule();
     let read = parse(&waves::print(schedule, [proven.plan()])).unwrap_or_else(|error| panic!("{error}"));
     assert!(read.schedule == *schedule && matches!(&read.plans[..], [(plan, _)] if plan == proven.plan()));
-    let tables = encode(proven).digest().to_string();
+    let tables = tables_digest(proven).to_string();
     format!("{}/{}", text(&emit_waves(proven, target, Trace::Off)), &tables[..8])
 }
 

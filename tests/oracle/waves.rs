@@ -588,8 +588,8 @@ fn parts(plan: &mut Plan, _: &Program, random: &mut Rng) -> Option<Vec<Touched>>
         Over::Rows { parts } => Over::Rows { parts: other(parts) },
         Over::Units { n, parts } if random.below(2) == 0 => Over::Units { n: other(n), parts },
         Over::Units { n, parts } => Over::Units { n, parts: other(parts) },
-        Over::Heads { n, rows } if random.below(2) == 0 => Over::Heads { n: other(n), rows },
-        Over::Heads { n, rows } => Over::Heads { n, rows: other(rows) },
+        Over::Heads { n, rows, kept } if random.below(2) == 0 => Over::Heads { n: other(n), rows, kept },
+        Over::Heads { n, rows, kept } => Over::Heads { n, rows: other(rows), kept },
         Over::Items { parts, tiling } => Over::Items { parts: other(parts), tiling },
         Over::States { n } => Over::States { n: other(n) },
     };
