@@ -431,6 +431,28 @@ mod tests {
     }
 
     #[test]
+    fn classes_of_a_pattern_are_those_of_ecma_262() {
+        for (pattern, fits, others) in [
+            (r"^[[a]{2}$", ["[a", "a["], ["a", "b["]),
+            (r"^[a&&b]{2}$", ["a&", "&b"], ["c&", "a"]),
+            (r"^[+--]{2}$", ["+,", "--"], [".+", "*+"]),
+            (r"^[\\w-.]+@[\\w-\\.]+$", ["a-b.c@d-e.f", "-@."], ["a/b@c", "a@c/"]),
+            (r"^[[:alpha:]]$", ["a]", ":]"], ["b]", "a"]),
+        ] {
+            let schema = format!(r#"{{"type": "string", "pattern": "{pattern}"}}"#);
+            let grammar = json_of(&schema).expect(pattern);
+            let takes = |text: &str| {
+                let mut guide = grammar.begin();
+                let json = format!("\"{text}\"");
+                let ended = json.bytes().try_fold(false, |_, byte| guide.push(u32::from(byte)));
+                ended.is_ok_and(|ended| ended || guide.allowed().is_ok_and(|next| next.contains(EOS)))
+            };
+            assert!(fits.into_iter().all(takes), "{pattern}");
+            assert!(!others.into_iter().any(takes), "{pattern}");
+        }
+    }
+
+    #[test]
     fn numbers_stay_exact_or_are_refused_by_name() {
         let only = |text: &str| {
             let (found, ended) = draw(&mut json_of(text).expect(text).begin(), &mut Random::new(1), 100);

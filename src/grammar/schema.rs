@@ -5,6 +5,8 @@
 //! llguidance keeps numbers as fp64 and writes bounds of integers with 64 bits. A number that would be another one there is refused by
 //! name, because a text would fit another schema than the client sent.
 
+mod bounds;
+mod patterns;
 mod plain;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -100,6 +102,7 @@ pub(super) fn finished(schema: Map<String, Value>) -> Result<Value, GrammarError
     if let Some((path, reference)) = circle(&schema) {
         return Err(GrammarError::Circle { path, reference });
     }
+    bounds::check(&schema)?;
     schema.insert("x-guidance".to_string(), json!({ "whitespace_pattern": WHITE_SPACE }));
     Ok(Value::Object(schema))
 }

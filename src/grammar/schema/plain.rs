@@ -3,7 +3,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::Place;
+use super::{Place, patterns};
 
 /// Keywords whose schemas also say which members of an object, or items of a list, are evaluated.
 const APPLICATORS: [&str; 11] = [
@@ -39,6 +39,7 @@ pub fn rewrite(value: &mut Value, place: Place) {
                 literal_patterns(members);
                 unevaluated(members);
                 formats(members);
+                patterns::port(members);
             }
             for (key, value) in members.iter_mut() {
                 if let Some(place) = place.of(key) {

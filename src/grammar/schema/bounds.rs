@@ -1,0 +1,187 @@
+//! Owns bounds of numbers that llguidance would allow although they are excluded: a whole one, where the other bound has the same whole part.
+
+use std::collections::BTreeSet;
+
+use serde_json::{Map, Value};
+
+use super::super::blame::Path;
+use super::{GrammarError, Place, pointer, target};
+
+/// The bounds that a number has to keep to.
+#[derive(Clone, Default)]
+struct Bounds {
+    /// Whole numbers that are excluded: lower bounds, and upper ones.
+    above: Vec<(f64, Path)>,
+    below: Vec<(f64, Path)>,
+    least: Vec<f64>,
+    most: Vec<f64>,
+}
+
+/// Refuses an excluded whole number that llguidance would allow: between it and the other bound there is no whole number.
+///
+/// Bounds may come from `allOf`, from references and from one alternative. Those of two lists of alternatives are not put together.
+pub fn check(schema: &Map<String, Value>) -> Result<(), GrammarError> {
+    schemas(&Value::Object(schema.clone()), Place::Schema, &Path::default(), &mut |node, path| {
+        let mut search = Search { root: schema, seen: BTreeSet::new() };
+        search.check(node, path, &Bounds::default())
+    })
+}
+
+/// Does something with each schema in a schema.
+fn schemas(
+    value: &Value,
+    place: Place,
+    path: &Path,
+    each: &mut impl FnMut(&Map<String, Value>, &Path) -> Result<(), GrammarError>,
+) -> Result<(), GrammarError> {
+    match value {
+        Value::Array(items) => {
+            items.iter().enumerate().try_for_each(|(at, item)| schemas(item, place, &path.item(at), each))
+        }
+        Value::Object(members) => {
+            if place == Place::Schema {
+                each(members, path)?;
+            }
+            members.iter().try_for_each(|(key, value)| match place.of(key) {
+                Some(place) => schemas(value, place, &path.key(key), each),
+                None => Ok(()),
+            })
+        }
+        _ => Ok(()),
+    }
+}
+
+struct Search<'a> {
+    root: &'a Map<String, Value>,
+    /// References that were followed.
+    seen: BTreeSet<String>,
+}
+
+impl Search<'_> {
+    fn check(&mut self, node: &Map<String, Value>, path: &Path, given: &Bounds) -> Result<(), GrammarError> {
+        let mut bounds = given.clone();
+        let mut alternatives = vec![];
+        self.collect(node, path, &mut bounds, &mut alternatives);
+        bounds.check()?;
+        alternatives.iter().try_for_each(|(node, path)| self.check(node, path, &bounds))
+    }
+
+    /// Adds the bounds that every value of a schema keeps to.
+    fn collect(
+        &mut self,
+        node: &Map<String, Value>,
+        path: &Path,
+        bounds: &mut Bounds,
+        alternatives: &mut Vec<(Map<String, Value>, Path)>,
+    ) {
+        let is_number = match node.get("type") {
+            Some(Value::String(kind)) => kind == "number",
+            Some(Value::Array(kinds)) => kinds.iter().any(|kind| kind == "number"),
+            _ => true,
+        };
+        if !is_number {
+            return;
+        }
+        bounds.add(node, path);
+        for (key, into_all) in [("allOf", true), ("anyOf", false), ("oneOf", false)] {
+            for (at, item) in node.get(key).and_then(Value::as_array).into_iter().flatten().enumerate() {
+                let Some(item) = item.as_object() else { continue };
+                let path = path.key(key).item(at);
+                if into_all {
+                    self.collect(item, &path, bounds, alternatives);
+                } else {
+                    alternatives.push((item.clone(), path));
+                }
+            }
+        }
+        let Some(reference) = node.get("$ref").and_then(Value::as_str) else { return };
+        if self.seen.insert(reference.to_string())
+            && let Some(Value::Object(inner)) = target(self.root, reference)
+        {
+            let keys = pointer(reference).unwrap_or_default();
+            let path = keys.iter().fold(Path::default(), |path, key| path.key(key));
+            self.collect(inner, &path, bounds, alternatives);
+        }
+    }
+}
+
+impl Bounds {
+    fn add(&mut self, node: &Map<String, Value>, path: &Path) {
+        let number = |key: &str| node.get(key).and_then(Value::as_f64);
+        // Draft 4 has a flag beside the bound.
+        let excluded = |key: &str, bound: &str| match node.get(key) {
+            Some(Value::Bool(true)) => number(bound),
+            _ => number(key),
+        };
+        let (above, below) = (excluded("exclusiveMinimum", "minimum"), excluded("exclusiveMaximum", "maximum"));
+        self.least.extend(number("minimum").or(above));
+        self.most.extend(number("maximum").or(below));
+        let whole = |bound: &f64| bound.fract() == 0.0;
+        self.above.extend(above.filter(whole).map(|bound| (bound, path.key("exclusiveMinimum"))));
+        self.below.extend(below.filter(whole).map(|bound| (bound, path.key("exclusiveMaximum"))));
+    }
+
+    fn check(&self) -> Result<(), GrammarError> {
+        // Digits are those of the size, so a bound is the nearer one to 0: lower bounds of numbers above it, upper ones of numbers below.
+        let above = self.above.iter().filter(|(bound, _)| *bound >= 0.0);
+        let above = above.filter(|(bound, _)| self.most.iter().any(|most| most > bound && *most < bound + 1.0));
+        let below = self.below.iter().filter(|(bound, _)| *bound <= 0.0);
+        let below = below.filter(|(bound, _)| self.least.iter().any(|least| least < bound && *least > bound - 1.0));
+        match above.chain(below).next() {
+            None => Ok(()),
+            Some((bound, path)) => Err(GrammarError::Schema {
+                path: path.clone(),
+                reason: format!("{bound} itself cannot be excluded where the other bound is less than 1 away"),
+                remedy: "use `minimum` or `maximum` with the nearest number that you allow",
+            }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_whole_number_cannot_be_excluded_beside_a_bound_with_its_whole_part() {
+        for (schema, path) in [
+            (json!({ "exclusiveMinimum": 0, "maximum": 0.5 }), Some("exclusiveMinimum")),
+            (json!({ "type": "number", "exclusiveMinimum": 3.0, "exclusiveMaximum": 3.5 }), Some("exclusiveMinimum")),
+            (json!({ "exclusiveMaximum": 0, "minimum": -0.5 }), Some("exclusiveMaximum")),
+            (json!({ "exclusiveMinimum": -2.5, "exclusiveMaximum": -2 }), Some("exclusiveMaximum")),
+            (json!({ "exclusiveMinimum": true, "minimum": 0, "maximum": 0.5 }), Some("exclusiveMinimum")),
+            (
+                json!({ "items": { "allOf": [{ "exclusiveMinimum": 0 }, { "maximum": 0.5 }] } }),
+                Some("items.allOf[0].exclusiveMinimum"),
+            ),
+            (
+                json!({ "$defs": { "a": { "exclusiveMinimum": 0 } }, "properties": { "x": { "$ref": "#/$defs/a", "maximum": 0.1 } } }),
+                Some("$defs.a.exclusiveMinimum"),
+            ),
+            (
+                json!({ "maximum": 0.5, "anyOf": [{ "type": "string" }, { "type": ["number", "null"], "exclusiveMinimum": 0 }] }),
+                Some("anyOf[1].exclusiveMinimum"),
+            ),
+            // Whole numbers between the bounds, bounds that are allowed, other alternatives, other types, data.
+            (json!({ "exclusiveMinimum": 0, "maximum": 1 }), None),
+            (json!({ "exclusiveMinimum": 0 }), None),
+            (json!({ "minimum": 0, "exclusiveMaximum": 0.5 }), None),
+            (json!({ "exclusiveMinimum": 0.25, "maximum": 0.5 }), None),
+            (json!({ "exclusiveMinimum": -1, "maximum": -0.5 }), None),
+            (json!({ "exclusiveMinimum": -0.5, "maximum": 0.5 }), None),
+            (json!({ "anyOf": [{ "exclusiveMinimum": 0 }, { "maximum": 0.5 }] }), None),
+            (json!({ "type": "integer", "exclusiveMinimum": 0, "maximum": 0.5 }), None),
+            (json!({ "const": { "exclusiveMinimum": 0, "maximum": 0.5 } }), None),
+            (json!({ "$defs": { "a": { "$ref": "#/$defs/a" } }, "$ref": "#/$defs/a" }), None),
+        ] {
+            let found = check(schema.as_object().unwrap());
+            let found = found.err().map(|error| error.to_string());
+            assert_eq!(found.is_some(), path.is_some(), "{schema}: {found:?}");
+            if let (Some(found), Some(path)) = (found, path) {
+                assert!(found.starts_with(&format!("`{path}`: ")), "{schema}: {found}");
+            }
+        }
+    }
+}
