@@ -66,7 +66,14 @@ impl<'a> Fields<'a> {
             return Err(ApiError::field(name, format!("expected at most {bytes_max} bytes, found {found}")));
         }
         let read = serde_json::from_str::<Option<T>>(value.get());
-        read.map_err(|error| ApiError::field(name, plain(&error)))
+        read.map_err(|error| {
+            let message = plain(&error);
+            // An item of the field has a name, too.
+            match message.strip_prefix(ITEM).and_then(|rest| rest.split_once(": ")) {
+                Some((at, message)) => ApiError::field(format!("{name}[{at}]"), message),
+                None => ApiError::field(name, message),
+            }
+        })
     }
 
     /// Takes a field that the server accepts only with values that change nothing.
@@ -226,13 +233,22 @@ impl<'de, T: Deserialize<'de>, const MOST: usize> Deserialize<'de> for Few<T, MO
     }
 }
 
+/// The beginning of an error of an item, before its index.
+const ITEM: &str = "item ";
+
 /// The values of a list, of which there are at most `most`.
 ///
 /// # Errors
-/// A longer list, or the error of a value.
+/// A longer list, or the error of a value, with the index of that value.
 pub fn few<'de, T: Deserialize<'de>, A: SeqAccess<'de>>(mut list: A, most: usize) -> Result<Vec<T>, A::Error> {
     let mut values = vec![];
-    while let Some(value) = list.next_element()? {
+    loop {
+        let value = list.next_element().map_err(|error| {
+            let text = error.to_string();
+            let text = text.split(" at line ").next().unwrap_or_default();
+            serde::de::Error::custom(format!("{ITEM}{}: {text}", values.len()))
+        })?;
+        let Some(value) = value else { break };
         if values.len() == most {
             return Err(serde::de::Error::custom(format!("expected at most {most}, found more")));
         }

@@ -336,6 +336,16 @@ mod tests {
             (call.replace("{\"at\": \"<tool_\"}", "null"), vec!["look({})"]),
             (call.replace(", \"arguments\": {\"at\": \"<tool_\"}", ""), vec!["look({})"]),
             (call.replace("{\"at\": \"<tool_\"}", r#""{\"at\": \"b\"}""#), vec!["look({\"at\": \"b\"})"]),
+            (call.replace("{\"at\": \"<tool_\"}", "\" \""), vec!["look({})"]),
+            // A call as the API of OpenAI has it, and an unknown function in its place.
+            (
+                call.replace("{\"name\"", "{\"type\": \"function\", \"function\": {\"name\"").replace("}}", "}}}"),
+                vec![found],
+            ),
+            (
+                "<tool_call>{\"function\": {\"name\": \"x\"}}</tool_call>".to_string(),
+                vec!["<tool_call>{\"function\": {\"name\": \"x\"}}</tool_call>"],
+            ),
             (
                 call.replace("{\"at\": \"<tool_\"}", "\"[1]\""),
                 vec![&*call.replace("{\"at\": \"<tool_\"}", "\"[1]\"").leak()],

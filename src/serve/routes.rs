@@ -12,6 +12,7 @@ use axum::http::{HeaderMap, HeaderValue, Method, Response, StatusCode, header};
 use axum::routing::{get, post};
 use serde::Deserialize;
 use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -614,6 +615,9 @@ struct SentMessage {
     reasoning_content: Option<String>,
     /// The same, as newer servers name it.
     reasoning: Option<String>,
+    /// What a client of OpenAI made of the content; templates show the content.
+    #[serde(rename = "parsed")]
+    _parsed: Option<IgnoredAny>,
     /// A hint for caches of other servers.
     #[serde(rename = "cache_control")]
     _cache_control: Option<IgnoredAny>,
@@ -623,8 +627,9 @@ struct SentMessage {
 #[serde(deny_unknown_fields)]
 struct SentCall {
     id: Option<String>,
+    /// `function` where it is left out.
     #[serde(rename = "type")]
-    kind: String,
+    kind: Option<String>,
     function: Sent<SentCalled>,
     /// Where the call was in a stream. Clients that put a stream together send it back; the order of the list counts.
     #[serde(rename = "index")]
@@ -635,9 +640,11 @@ struct SentCall {
 #[serde(deny_unknown_fields)]
 struct SentCalled {
     name: String,
-    /// A JSON object, as text; an empty one for a call without arguments.
-    #[serde(default)]
-    arguments: String,
+    /// A JSON object as text, or itself; an empty text for a call without arguments.
+    arguments: Option<Box<RawValue>>,
+    /// What a client of OpenAI made of the arguments.
+    #[serde(rename = "parsed_arguments")]
+    _parsed: Option<IgnoredAny>,
 }
 
 enum Content {
@@ -707,6 +714,21 @@ impl<'de> Deserialize<'de> for Part {
     }
 }
 
+/// The arguments of a call as an object: templates print it as JSON themselves.
+fn object_of(sent: Option<&RawValue>) -> Result<Map<String, Value>, String> {
+    let no_object = || "expected a JSON object, as text or itself".to_string();
+    let sent = sent.map_or("{}", RawValue::get);
+    let text = match sent.starts_with('"') {
+        true => serde_json::from_str(sent).map_err(|_| no_object())?,
+        false => sent.to_string(),
+    };
+    let text = if text.trim().is_empty() { "{}" } else { &text };
+    if let Some(number) = beyond_64_bits(text) {
+        return Err(format!("the number {number} has more than 64 bits, and the chat template would show another one"));
+    }
+    serde_json::from_str(text).map_err(|_| no_object())
+}
+
 fn messages(fields: &mut Fields<'_>) -> Result<Vec<Message>, ApiError> {
     let Few(sent) = fields.need::<Few<Sent<SentMessage>, MESSAGES_MAX>>("messages")?;
     if sent.is_empty() {
@@ -723,6 +745,7 @@ fn messages(fields: &mut Fields<'_>) -> Result<Vec<Message>, ApiError> {
             name,
             reasoning_content,
             reasoning,
+            _parsed: _,
             _cache_control: _,
         } = sent;
         let reasoning_content = reasoning_content.or(reasoning);
@@ -735,21 +758,13 @@ fn messages(fields: &mut Fields<'_>) -> Result<Vec<Message>, ApiError> {
         }
         let tool_calls = tool_calls.unwrap_or_default().into_iter().enumerate();
         let tool_calls = tool_calls.map(|(call, Sent(sent))| {
-            let SentCall { id, kind, function: Sent(SentCalled { name, arguments }), _index: _ } = sent;
+            let SentCall { id, kind, function: Sent(SentCalled { name, arguments, _parsed: _ }), _index: _ } = sent;
             let place = |rest: &str| format!("messages[{at}].tool_calls[{call}].{rest}");
-            if kind != "function" {
+            if kind.is_some_and(|kind| kind != "function") {
                 return Err(unsupported(&place("type")));
             }
-            // Templates print arguments as JSON themselves.
-            let arguments = if arguments.trim().is_empty() { "{}" } else { &arguments };
             let refused = |message: String| ApiError::field(place("function.arguments"), message);
-            if let Some(number) = beyond_64_bits(arguments) {
-                return Err(refused(format!(
-                    "the number {number} has more than 64 bits, and the chat template would show another one"
-                )));
-            }
-            let arguments: serde_json::Map<String, Value> =
-                serde_json::from_str(arguments).map_err(|_| refused("expected a JSON object as text".to_string()))?;
+            let arguments = object_of(arguments.as_deref()).map_err(refused)?;
             Ok(json!({ "id": id, "type": "function", "function": { "name": name, "arguments": arguments } }))
         });
         let tool_calls = tool_calls.collect::<Result<Vec<_>, ApiError>>()?;

@@ -431,8 +431,45 @@ fn earlier_messages_may_be_as_clients_keep_them() {
         let result = json!({ "role": "tool", "tool_call_id": "c1", "content": [{ "type": "text", "text": "9:00", "cache_control": { "type": "ephemeral" } }] });
         json!({ "messages": [{ "role": "user", "content": "Time?" }, call, result] })
     };
-    for arguments in [json!(""), json!("{}"), Value::Null] {
+    for arguments in [json!(""), json!("{}"), Value::Null, json!({})] {
         assert_eq!(choice(&server, history(call(arguments)))["message"]["content"], "ok");
+    }
+    // Arguments show in the same way, however they were sent, also without a type and with what a client made of them.
+    let shown = |body: Value| {
+        let ids = server.ok("/tokenize", &body)["tokens"].clone();
+        server.ok("/detokenize", &json!({ "tokens": ids }))["prompt"].as_str().unwrap().to_string()
+    };
+    let expected = "<tool_call>\n{\"name\": \"now\", \"arguments\": {\"zone\": \"é\", \"at\": 1.0}}\n</tool_call>";
+    let mut parsed = call(json!({ "zone": "é", "at": 1.0 }));
+    parsed["parsed"] = json!({ "x": [1] });
+    parsed["tool_calls"][0]["function"]["parsed_arguments"] = json!({ "at": 1 });
+    parsed["tool_calls"][0].as_object_mut().unwrap().remove("type");
+    for call in [call(json!("{\"zone\": \"\\u00e9\", \"at\": 1.0}")), parsed] {
+        let shown = shown(history(call));
+        assert!(shown.contains(expected), "{shown}");
+    }
+    for (arguments, param) in [
+        (json!([1]), "messages[1].tool_calls[0].function.arguments"),
+        (json!("[1]"), "messages[1].tool_calls[0].function.arguments"),
+        (json!(5), "messages[1].tool_calls[0].function.arguments"),
+    ] {
+        refused(&post(server.address, CHAT, &ask(history(call(arguments)))), 400, param);
+    }
+    // A message that cannot be read is named.
+    for (message, expected) in [
+        (
+            json!({ "role": "user", "content": 5 }),
+            "`messages[1]`: invalid type: integer `5`, expected a text or a list of parts",
+        ),
+        (
+            json!({ "role": "user", "content": ["a"] }),
+            "`messages[1]`: item 0: invalid type: string \"a\", expected a part",
+        ),
+        (json!({ "role": "user", "content": "a", "x": 1 }), "`messages[1]`: unknown field `x`, expected one of `role`"),
+        (json!("a"), "`messages[1]`: invalid type: string \"a\", expected an object"),
+    ] {
+        let error = refused(&post(server.address, CHAT, &ask(history(message))), 400, "messages[1]");
+        assert!(error["message"].as_str().unwrap().starts_with(expected), "{error}");
     }
     let huge = post(server.address, CHAT, &ask(history(call(json!("{\"n\": 123456789012345678901234567890}")))));
     let error = refused(&huge, 400, "messages[1].tool_calls[0].function.arguments");
@@ -634,8 +671,8 @@ fn what_is_no_plain_json_is_told_what_is_expected() {
         (json!({ "tool_choice": {} }), "tool_choice", "missing field `type`"),
         (json!({ "response_format": 5 }), "response_format", "expected an object"),
         (json!({ "stream": true, "stream_options": 5 }), "stream_options", "expected an object"),
-        (json!({ "tools": [5] }), "tools", "expected an object"),
-        (json!({ "messages": [5] }), "messages", "expected an object"),
+        (json!({ "tools": [5] }), "tools[0]", "expected an object"),
+        (json!({ "messages": [5] }), "messages[0]", "expected an object"),
         (json!({ "chat_template_kwargs": 5 }), "chat_template_kwargs", "expected an object"),
         (json!({ "logit_bias": 5 }), "logit_bias", "expected an object"),
     ] {
@@ -681,6 +718,10 @@ fn a_schema_is_refused_with_the_path_of_its_part_and_a_remedy() {
             "`properties.date.",
         ),
         (json!({ "multipleOf": 0.1 }), "`properties.date.multipleOf`: the number"),
+        (
+            json!({ "type": "number", "exclusiveMinimum": 0, "maximum": 0.5 }),
+            "`properties.date.exclusiveMinimum`: 0 itself cannot be excluded where the other bound is less than 1 away; use `minimum`",
+        ),
     ] {
         // The number is written with all its digits.
         let body = format(part.clone()).to_string().replace("\"multipleOf\":0.1", "\"multipleOf\":0.10000000000000001");

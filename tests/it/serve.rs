@@ -431,10 +431,10 @@ fn what_is_not_supported_is_refused_by_name() {
             json!({ "messages": [{ "role": "user", "content": [{ "type": "text", "text": "a", "cache": 1 }] }] }),
             "messages[0].content[type=text].cache",
         ),
-        (json!({ "messages": [{ "role": "user", "content": 5 }] }), "messages"),
+        (json!({ "messages": [{ "role": "user", "content": 5 }] }), "messages[0]"),
         (json!({ "messages": [{ "role": "user" }] }), "messages[0].content"),
         (json!({ "messages": [{ "role": "user", "content": "a ".repeat(300) }] }), "messages"),
-        (json!({ "messages": [{ "role": "user", "content": "a", "audio": {} }] }), "messages"),
+        (json!({ "messages": [{ "role": "user", "content": "a", "audio": {} }] }), "messages[0]"),
     ] {
         refused(&chat(body), 400, param);
     }

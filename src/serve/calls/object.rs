@@ -39,9 +39,14 @@ pub fn whole(text: &str, functions: &[Function], ended: Option<Ended>) -> Step {
     }
 }
 
-/// Reads an object as the call of an offered function. Other keys than the name and the arguments, such as `type`, are ignored.
+/// Reads an object as the call of an offered function. Other keys than the name and the arguments, such as `type`, are ignored. The call may
+/// also be an object in `function`, as in the API of OpenAI.
 fn call(text: &str, functions: &[Function], in_tag: bool) -> Option<(String, String)> {
-    let written: BTreeMap<String, &RawValue> = serde_json::from_str(text).ok()?;
+    let members: BTreeMap<String, &RawValue> = serde_json::from_str(text).ok()?;
+    let written = match members.get("function").filter(|_| !members.contains_key("name")) {
+        Some(inner) => serde_json::from_str(inner.get()).ok()?,
+        None => members,
+    };
     let name: String = serde_json::from_str(written.get("name")?.get()).ok()?;
     functions.iter().find(|function| function.name == name)?;
     let sent = written.get("arguments").or(written.get("parameters")).map(|raw| raw.get());
@@ -50,7 +55,7 @@ fn call(text: &str, functions: &[Function], in_tag: bool) -> Option<(String, Str
     Some((name, arguments?))
 }
 
-/// The arguments of a call as an object: null is an empty one, and some models write the object as a text.
+/// The arguments of a call as an object: null and an empty text are an empty one, and some models write the object as a text.
 pub fn arguments(written: &str) -> Option<String> {
     if written == "null" {
         return Some("{}".to_string());
@@ -59,6 +64,9 @@ pub fn arguments(written: &str) -> Option<String> {
         return Some(written.to_string());
     }
     let object: String = serde_json::from_str(written).ok()?;
+    if object.trim().is_empty() {
+        return Some("{}".to_string());
+    }
     serde_json::from_str::<BTreeMap<String, IgnoredAny>>(&object).ok()?;
     Some(object)
 }
