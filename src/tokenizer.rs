@@ -735,7 +735,14 @@ fn settings(
                 read.entry(THINKING_SETTING).or_insert(json!(!is_off));
             }
             EFFORT_SETTING | THINKING_SETTING | "thinking" if is_off && !thinks => {}
-            name => return Err(TokenizerError::NoSetting { path: path.to_path_buf(), name: name.to_owned() }),
+            name => {
+                let path = path.to_path_buf();
+                // A template that cannot be read has no settings at all.
+                return Err(match jinja::fault(template) {
+                    Some(reason) => TokenizerError::ChatTemplate { path, reason },
+                    None => TokenizerError::NoSetting { path, name: name.to_owned() },
+                });
+            }
         }
     }
     Ok(read)
@@ -1473,6 +1480,9 @@ mod tests {
             let error = prompt(plain, settings.clone()).unwrap_err();
             assert!(error.contains("reads no `"), "{settings}: {error}");
         }
+        // What is wrong is the template, not the setting.
+        let error = prompt("{% if %}", json!({ "other": 1 })).unwrap_err();
+        assert!(error.contains("fails: syntax error") && !error.contains("reads no"), "{error}");
     }
 
     #[test]

@@ -22,7 +22,7 @@ pub(super) fn render(
     context: BTreeMap<&str, Value>,
     now: SystemTime,
 ) -> Result<String, minijinja::Error> {
-    let template = operators::rewritten(&without_generation_tags(template));
+    let template = source(template);
     let mut env = environment()?;
     env.set_fuel(Some(TEMPLATE_FUEL));
     env.set_unknown_method_callback(python::method);
@@ -41,6 +41,10 @@ pub(super) fn render(
     env.add_filter("replace", python::replace);
     env.add_filter("indent", python::indent);
     env.add_filter("center", python::center);
+    env.add_filter("first", python::first);
+    for name in ["length", "count"] {
+        env.add_filter(name, python::length);
+    }
     for name in ["default", "d"] {
         env.add_filter(name, python::or_default);
     }
@@ -60,10 +64,23 @@ pub(super) fn render(
 
 /// Whether a template reads a variable that is given to it.
 pub(super) fn reads(template: &str, name: &str) -> bool {
-    let template = operators::rewritten(&without_generation_tags(template));
+    let template = source(template);
     let env = environment();
     let parsed = env.as_ref().ok().and_then(|env| env.template_from_str(&template).ok());
     parsed.is_some_and(|template| template.undeclared_variables(false).contains(name))
+}
+
+/// What is wrong with the syntax of a template.
+pub(super) fn fault(template: &str) -> Option<String> {
+    let template = source(template);
+    let parsed = environment().and_then(|env| env.template_from_str(&template).map(drop));
+    parsed.err().map(|error| chain(&error))
+}
+
+/// A template in the dialect of minijinja. Jinja2 has one kind of line break.
+fn source(template: &str) -> String {
+    let template = template.replace("\r\n", "\n").replace('\r', "\n");
+    operators::rewritten(&without_generation_tags(&template))
 }
 
 fn environment<'a>() -> Result<Environment<'a>, minijinja::Error> {
@@ -178,11 +195,25 @@ fn strftime(format: &str, now: SystemTime) -> Result<String, minijinja::Error> {
                 let directive: String = "%-".chars().chain(other).collect();
                 return Err(unknown(&directive));
             }
+            Some('C') => padded(year / 100),
+            Some('u') => out.push_str(&((days + 3) % 7 + 1).to_string()),
+            Some('w') => out.push_str(&((days + 4) % 7).to_string()),
+            Some('F') => out.push_str(&format!("{year}-{month:02}-{day:02}")),
+            Some('D' | 'x') => out.push_str(&format!("{month:02}/{day:02}/{:02}", year % 100)),
+            Some('T' | 'X') => out.push_str(&format!("{hour:02}:{minute:02}:{second:02}")),
+            Some('R') => out.push_str(&format!("{hour:02}:{minute:02}")),
+            Some('c') => out.push_str(&format!(
+                "{} {} {day:2} {hour:02}:{minute:02}:{second:02} {year}",
+                &day_name[..3],
+                &month_name[..3]
+            )),
+            Some('n') => out.push('\n'),
+            Some('t') => out.push('\t'),
             Some('e') => out.push_str(&format!("{day:2}")),
             Some('j') => out.push_str(&format!("{:03}", days - first_day(year) + 1)),
             Some('Y') => out.push_str(&year.to_string()),
             Some('B') => out.push_str(month_name),
-            Some('b') => out.push_str(&month_name[..3]),
+            Some('b' | 'h') => out.push_str(&month_name[..3]),
             Some('A') => out.push_str(day_name),
             Some('a') => out.push_str(&day_name[..3]),
             Some('p') => out.push_str(if hour < 12 { "AM" } else { "PM" }),
@@ -223,6 +254,12 @@ mod tests {
     use super::*;
 
     #[test]
+    fn every_line_break_is_one_of_the_same_kind() {
+        let rendered = render("a\r\n{% if 1 %}\r\nb\r{% endif %}\r\n\rc{{ '\r\n' }}\r\n", BTreeMap::new(), UNIX_EPOCH);
+        assert_eq!(rendered.expect("it renders"), "a\nb\n\nc\n");
+    }
+
+    #[test]
     fn dates_are_right() {
         let at = |seconds| UNIX_EPOCH + Duration::from_secs(seconds);
         let date = |seconds| strftime("%a %A %d %b %B %y %Y-%m-%d %H:%M:%S %I%p %%", at(seconds)).expect("it formats");
@@ -234,6 +271,15 @@ mod tests {
         assert_eq!(short(0), "1.1. 0:0:0 12  1 001");
         assert_eq!(short(951_825_599), "29.2. 11:59:59 11 29 060");
         assert_eq!(short(1_735_689_599), "31.12. 23:59:59 11 31 366");
+        let whole = |seconds| strftime("%C %u %w %F %D %x %T %X %R %c %h", at(seconds)).expect("it formats");
+        assert_eq!(
+            whole(0),
+            "19 4 4 1970-01-01 01/01/70 01/01/70 00:00:00 00:00:00 00:00 Thu Jan  1 00:00:00 1970 Jan"
+        );
+        assert_eq!(
+            whole(951_652_799),
+            "20 7 0 2000-02-27 02/27/00 02/27/00 11:59:59 11:59:59 11:59 Sun Feb 27 11:59:59 2000 Feb"
+        );
         assert!(strftime("%-Q", at(0)).is_err());
     }
 }

@@ -284,6 +284,16 @@ pub fn center(value: &Value, width: Option<i64>, named: Kwargs) -> Result<Value,
     pad(&str_of(value)?, "center", &[Value::from(width)])
 }
 
+/// The filters `length` and `count`: what is not defined has no items.
+pub fn length(value: &Value) -> Result<usize, Error> {
+    if value.is_undefined() { Ok(0) } else { filters::length(value) }
+}
+
+/// The filter `first`: of no items, a value that is not defined.
+pub fn first(value: &Value) -> Result<Value, Error> {
+    if value.is_undefined() { Ok(Value::UNDEFINED) } else { filters::first(value) }
+}
+
 /// A width that a text may be padded to.
 fn within(width: usize, name: &str) -> Result<usize, Error> {
     if width > WIDTH_MAX {
@@ -638,6 +648,10 @@ fn text_method(text: &str, name: &str, arguments: &[Value]) -> Result<Option<Val
             let () = from_args(arguments)?;
             Value::from(!text.is_empty() && text.chars().all(is_space))
         }
+        "startswith" | "endswith" => {
+            let (what, start, end): (Value, Option<i64>, Option<i64>) = from_args(arguments)?;
+            Value::from(has_at_end(text, name, &what, start, end)?)
+        }
         "removeprefix" | "removesuffix" => {
             let (part,): (&str,) = from_args(arguments)?;
             let rest = if name == "removeprefix" { text.strip_prefix(part) } else { text.strip_suffix(part) };
@@ -675,6 +689,26 @@ fn text_method(text: &str, name: &str, arguments: &[Value]) -> Result<Option<Val
         }
         _ => return Ok(None),
     }))
+}
+
+/// `str.startswith` and `str.endswith`: one of several texts at the end of a part.
+fn has_at_end(text: &str, name: &str, what: &Value, start: Option<i64>, end: Option<i64>) -> Result<bool, Error> {
+    let length = text.chars().count();
+    let starts_beyond = start.is_some_and(|start| start > length as i64);
+    let (start, end) = range(length, start, end);
+    let part: String = text.chars().skip(start).take(end.saturating_sub(start)).collect();
+    let choices: Vec<Value> = match what.downcast_object_ref::<Tuple>() {
+        Some(_) => what.try_iter()?.collect(),
+        None => vec![what.clone()],
+    };
+    for choice in choices {
+        let choice = choice.as_str().ok_or_else(|| failed(format!("`{name}`: expected a text or a tuple of texts")))?;
+        let has = if name == "startswith" { part.starts_with(choice) } else { part.ends_with(choice) };
+        if has && start <= end && !starts_beyond {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// `str.partition`: before, separator and after.
@@ -899,6 +933,15 @@ mod tests {
             ("'x' | center(5) ~ '|'", "  x  |"),
             ("'a&b<c>\"\\'' | e ~ '<' | e | e", "a&amp;b&lt;c&gt;&#34;&#39;&lt;"),
             ("{'a': 1}.copy() ~ [1].copy()", "{'a': 1}[1]"),
+            ("(z | length) ~ (z | count) ~ ('ab' | length) ~ (z | first) ~ ([] | first) ~ ('ab' | first)", "002a"),
+            (
+                "['abc'.startswith('b', 1), 'abc'.startswith('b', 2), 'abc'.endswith('b', 0, 2), 'abc'.endswith(('x', 'c'))]",
+                "[True, False, True, True]",
+            ),
+            (
+                "['abc'.startswith('', 3), 'abc'.startswith('', 4), 'abc'.endswith('', 2, 1), 'äb'.startswith('b', -1)]",
+                "[True, False, False, True]",
+            ),
             (r"'\/\U0001F600\d' ~ '\a\v' | length", "\\/😀\\d2"),
         ] {
             let rendered = render(&format!("{{{{ {expression} }}}}"), BTreeMap::new(), UNIX_EPOCH);
@@ -914,6 +957,8 @@ mod tests {
             ("'a'.index('b')", "substring not found"),
             ("[1].index(2)", "not in the list"),
             ("'a'.partition('')", "empty separator"),
+            ("'a'.startswith(1)", "expected a text"),
+            ("'a'.endswith(['a'])", "expected a text"),
             ("'a'.split('')", "not empty"),
             ("','.join([1])", "expected texts"),
             ("'abc' | truncate(2)", "at least 3"),
