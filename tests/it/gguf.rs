@@ -611,6 +611,18 @@ fn metadata_that_is_not_modelled_is_refused() {
             set("llama.rope.scaling.type", text("ntk")),
             "key `llama.rope.scaling.type`: expected none, linear or yarn, found \"ntk\"",
         ),
+        (
+            with(&|model| {
+                model.set("llama.rope.scaling.type", text("none"));
+                model.set("llama.rope.scaling.factor", Meta::F32(4.0));
+            }),
+            "key `llama.rope.scaling.type`: expected linear or yarn beside `rope.scaling.factor`, found \"none\"",
+        ),
+        // Factors of longrope, which this architecture does not read.
+        (
+            with(&|model| model.tensor("rope_factors_long.weight", &[8], F32, vec![0; 32])),
+            "tensor `rope_factors_long.weight` [8] is not used",
+        ),
         (set("llama.rope.dimension_count", Meta::U32(8)), "the model code of this family rotates whole heads"),
         (
             set("llama.rope.freq_base", Meta::F32(f32::INFINITY)),
@@ -632,6 +644,14 @@ fn metadata_that_is_not_modelled_is_refused() {
         (with(&|model| model.tensor("rope_freqs.weight", &[3], F32, vec![0; 12])), "expected 8 numbers above 0"),
     ] {
         assert!(found.contains(expected), "{found}\nexpected: {expected}");
+    }
+    // Both lists of longrope are needed.
+    let checkpoint = Checkpoint::read("variants/phi3-longrope", json!({ "rms_norm_eps": 1e-5 }));
+    for gone in ["rope_factors_short.weight", "rope_factors_long.weight"] {
+        let mut model = converted(&stacked_experts(&checkpoint, "phi3"), "phi3");
+        model.tensors.retain(|tensor| tensor.name != gone);
+        let error = imported(&model).map(|_| ()).unwrap_err();
+        assert!(error.contains(&format!("tensor `{gone}` [")) && error.contains("is missing"), "{error}");
     }
     // Records of those who made a file change nothing, and a list of ends counts.
     let mut model = llama();

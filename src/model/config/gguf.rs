@@ -208,6 +208,8 @@ pub struct Metadata<'a> {
     factors: &'a dyn Fn(&str) -> Option<Vec<f32>>,
     architecture: &'static str,
     asked: BTreeSet<String>,
+    /// Those of [`ROPE_TENSORS`] that were asked for.
+    rope_tensors: BTreeSet<&'static str>,
     reasons: &'a mut Vec<Reason>,
 }
 
@@ -217,6 +219,8 @@ pub struct Read {
     pub config: Map<String, Json>,
     /// What the rotary frequencies are divided by.
     pub rope_divisors: Option<Vec<f32>>,
+    /// Those of [`ROPE_TENSORS`] that the architecture reads.
+    pub rope_tensors: BTreeSet<&'static str>,
 }
 
 /// Reads the metadata of a model; `None`: the reasons say why not.
@@ -241,7 +245,8 @@ pub fn read(
     };
     let before = reasons.len();
     let asked = BTreeSet::new();
-    let mut m = Metadata { header, shape, factors, architecture: architecture.name, asked, reasons };
+    let rope_tensors = BTreeSet::new();
+    let mut m = Metadata { header, shape, factors, architecture: architecture.name, asked, rope_tensors, reasons };
     let mut config = Map::new();
     config.insert("architectures".to_string(), json!([architecture.class]));
     m.common(&mut config);
@@ -249,8 +254,9 @@ pub fn read(
     let rope_divisors = m.factors(ROPE_FREQS);
     m.special_tokens(&mut config);
     m.quantisation();
+    let rope_tensors = std::mem::take(&mut m.rope_tensors);
     m.end();
-    (reasons.len() == before).then_some(Read { architecture, config, rope_divisors })
+    (reasons.len() == before).then_some(Read { architecture, config, rope_divisors, rope_tensors })
 }
 
 impl Metadata<'_> {
@@ -330,7 +336,8 @@ impl Metadata<'_> {
         (self.shape)(tensor).is_some()
     }
 
-    fn factors(&mut self, tensor: &str) -> Option<Vec<f32>> {
+    fn factors(&mut self, tensor: &'static str) -> Option<Vec<f32>> {
+        self.rope_tensors.insert(tensor);
         (self.factors)(tensor)
     }
 
@@ -461,7 +468,11 @@ impl Metadata<'_> {
             }
             Some(other) => {
                 let (full, found) = (self.full("rope.scaling.type"), format!("\"{other}\""));
-                return self.bad(full, "none, linear or yarn", found);
+                let expected = match other {
+                    "none" => "linear or yarn beside `rope.scaling.factor`",
+                    _ => "none, linear or yarn",
+                };
+                return self.bad(full, expected, found);
             }
         };
         config.insert("rope_scaling".to_string(), scaling);
@@ -802,11 +813,20 @@ fn phi3(m: &mut Metadata<'_>, config: &mut Map<String, Json>) {
     let attention = m.number("rope.scaling.attn_factor");
     let kind = m.text("rope.scaling.type");
     m.number("rope.scaling.factor");
-    if kind.as_deref().is_some_and(|kind| !matches!(kind, "longrope" | "none")) {
-        let (full, found) = (m.full("rope.scaling.type"), kind.unwrap_or_default());
-        m.bad(full, "longrope or none", found);
+    if let Some(other) = kind.as_deref().filter(|kind| !matches!(*kind, "longrope" | "none")) {
+        let full = m.full("rope.scaling.type");
+        m.bad(full, "longrope or none", other.to_string());
     }
-    if let (Some(short), Some(long)) = (m.factors(SHORT_FACTORS), m.factors(LONG_FACTORS)) {
+    let (short, long) = (m.factors(SHORT_FACTORS), m.factors(LONG_FACTORS));
+    let wanted = kind.as_deref() == Some("longrope") || short.is_some() || long.is_some();
+    for (name, found) in [(SHORT_FACTORS, &short), (LONG_FACTORS, &long)] {
+        if wanted && found.is_none() {
+            let pairs = m.count("rope.dimension_count").unwrap_or(head_dim) / 2;
+            let shape = vec![u32::try_from(pairs).unwrap_or(EXTENT_MAX)];
+            m.reasons.push(Reason::MissingTensor { name: name.to_string(), shape });
+        }
+    }
+    if let (Some(short), Some(long)) = (short, long) {
         let mut scaling = json!({ "type": "longrope", "short_factor": short, "long_factor": long });
         if let Some(attention) = attention {
             scaling["attention_factor"] = json!(attention);

@@ -249,7 +249,7 @@ fn import_gguf(place: &Path, parts: &[PathBuf]) -> Result<Imported, ImportError>
     }
     let shape = |name: &str| Some(checkpoint.tensors().get(name)?.shape.clone());
     let read = gguf::read(first, &shape, &|name| factors.get(name).cloned(), &mut reasons);
-    let Some(gguf::Read { architecture, config, rope_divisors }) = read else { return refused(reasons) };
+    let Some(gguf::Read { architecture, config, rope_divisors, rope_tensors }) = read else { return refused(reasons) };
     let (family, plan, own) = resolve(&config);
     reasons.extend(own);
     let special = plan.as_ref().and_then(|plan| special_tokens(plan.vocab, &config, &Map::new(), &mut reasons));
@@ -265,7 +265,7 @@ fn import_gguf(place: &Path, parts: &[PathBuf]) -> Result<Imported, ImportError>
     let assembled = assemble(&plan, Some(checkpoint.tensors()), None);
     let Assembled { mut graph, consumed, recipes, blocks, transposed, reasons: tensor_reasons } = assembled;
     reasons.extend(tensor_reasons);
-    let known = |name: &str| consumed.contains(name) || factors.contains_key(name);
+    let known = |name: &str| consumed.contains(name) || rope_tensors.contains(name);
     let mut ahead = 0;
     for (name, tensor) in checkpoint.tensors().iter().filter(|(name, _)| !known(name)) {
         if is_ahead(name, &plan) {
