@@ -13,6 +13,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::{fmt, mem};
 
+use super::known::{Known, KnownRows};
 use super::trial::{ADDED_IN_2, ADDED_IN_3, ADDED_IN_4, COLUMNS, DECODE_KERNEL, Decision, SCHEMA, Timing, Trial};
 use crate::cache::lock::{LockError, Wait, lock_path};
 use crate::digest::Digest;
@@ -116,7 +117,7 @@ pub struct Corpus {
 impl Corpus {
     /// Reads corpora as one. A file that does not exist is an empty corpus: the first trial creates it.
     pub fn read<P: AsRef<Path>>(paths: &[P]) -> Result<Corpus, CorpusError> {
-        let mut reader = Reader::default();
+        let mut reader = Reader::<Kept>::default();
         for path in paths {
             reader.read(path.as_ref())?;
         }
@@ -126,7 +127,7 @@ impl Corpus {
     /// Reads all rows for the owner of `trials`: first the corpora in the folder `corpus/` beside that file, or the built-in corpus if
     /// there is no such folder; then the file itself. Nothing is written to a corpus.
     pub fn known(trials: &Path) -> Result<Corpus, CorpusError> {
-        let mut reader = Reader::default();
+        let mut reader = Reader::<Kept>::default();
         match corpora(trials) {
             Some(paths) => paths.iter().try_for_each(|path| reader.read(path))?,
             None => reader.read_lines(Path::new(SHIPPED_NAME), decompressed(SHIPPED))?,
@@ -190,8 +191,8 @@ pub struct MergeReport {
     pub broken: Vec<BrokenRow>,
 }
 
-/// Appends to `output` every row of `inputs` that it does not have. Nothing in `output` is rewritten. One input is in memory at a
-/// time; of other rows their ids are.
+/// Appends to `output` every row of `inputs` that it does not have, in their order. Nothing in `output` is rewritten. One row is in
+/// memory at a time; the ids of all rows are on the disk of `output`. All rows before a failure are in the file, whole.
 pub fn merge<P: AsRef<Path>>(inputs: &[P], output: &Path) -> Result<MergeReport, CorpusError> {
     for input in inputs {
         let input = input.as_ref();
@@ -200,30 +201,32 @@ pub fn merge<P: AsRef<Path>>(inputs: &[P], output: &Path) -> Result<MergeReport,
     }
     let mut report = MergeReport { rows_added: 0, duplicates: 0, broken: Vec::new() };
     append_locked(output, |file, append| {
-        let mut reader = Reader { forgets: true, ..Reader::default() };
-        reader.read_open(output, file)?;
-        let (present, present_broken) = (reader.earlier.len() as u64, std::mem::take(&mut reader.broken));
+        let known = KnownRows::new_in(folder_of(output).unwrap_or(Path::new(".")));
+        let known = known.map_err(|source| CorpusError::io("list the ids of", output, source))?;
+        let mut present = Reader::of(Merged { output, known, append: None });
+        present.read_open(output, file)?;
+        let known = present.rows.known;
+        let rows_before = known.count();
+        let mut reader = Reader::of(Merged { output, known, append: Some(append) });
         for input in inputs {
             let input = input.as_ref();
             // It is locked, and its rows are known.
-            if is_same_file(file, input) {
-                report.duplicates += present;
-                continue;
+            match is_same_file(file, input) {
+                true => reader.duplicates += rows_before,
+                false => reader.read(input)?,
             }
-            let (earlier, duplicates) = (std::mem::take(&mut reader.earlier), 0);
-            reader = Reader { earlier, duplicates, ..Reader::default() };
-            reader.read(input)?;
-            let rows = std::mem::take(&mut reader.trials);
-            append(&rows)?;
-            reader.earlier.extend(rows.iter().map(|row| (row.trial_id(), content(row))));
-            report.rows_added += rows.len() as u64;
-            report.duplicates += reader.duplicates;
-            report.broken.append(&mut reader.broken);
         }
-        report.broken.extend(present_broken);
+        report.rows_added = reader.rows.known.count() - rows_before;
+        report.duplicates = reader.duplicates;
+        report.broken = [reader.broken, present.broken].concat();
         Ok(())
     })?;
     Ok(report)
+}
+
+/// The folder that a path names; `None` is the current one.
+fn folder_of(path: &Path) -> Option<&Path> {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty())
 }
 
 fn is_same_file(open: &File, path: &Path) -> bool {
@@ -238,13 +241,16 @@ fn content(trial: &Trial) -> Digest {
     Digest::of(cells.collect::<String>().as_bytes())
 }
 
+/// Appends rows to a locked corpus.
+type Append<'a> = dyn FnMut(&[Trial]) -> Result<(), CorpusError> + 'a;
+
 /// Locks the corpus and runs `work`, which appends rows with its second argument.
 fn append_locked(
     path: &Path,
-    work: impl FnOnce(&File, &mut dyn FnMut(&[Trial]) -> Result<(), CorpusError>) -> Result<(), CorpusError>,
+    work: impl FnOnce(&File, &mut Append<'_>) -> Result<(), CorpusError>,
 ) -> Result<(), CorpusError> {
     let fault = |source| CorpusError::io("append to", path, source);
-    if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+    if let Some(folder) = folder_of(path) {
         fs::create_dir_all(folder).map_err(|source| CorpusError::io("create", folder, source))?;
     }
     let open = |path: &Path| Ok(files::open_with(path, OpenOptions::new().create(true).append(true).read(true))?);
@@ -375,24 +381,69 @@ fn cells(line: &[u8]) -> Option<Vec<String>> {
     }
 }
 
-/// Collects rows over several files.
+/// Takes the rows of a [`Reader`].
+trait Rows {
+    fn take(&mut self, trial: Trial) -> Result<Known, CorpusError>;
+}
+
+/// Keeps rows in memory.
 #[derive(Default)]
-struct Reader {
+struct Kept {
     trials: Vec<Trial>,
-    broken: Vec<BrokenRow>,
     /// Index of an id in `trials`.
     known: HashMap<Digest, usize>,
-    /// Ids of rows that were read before and are not kept, with the digests of their cells.
-    earlier: HashMap<Digest, Digest>,
-    /// Rows are not kept.
-    forgets: bool,
+}
+
+impl Rows for Kept {
+    fn take(&mut self, trial: Trial) -> Result<Known, CorpusError> {
+        Ok(match self.known.get(&trial.trial_id()).and_then(|at| self.trials.get(*at)) {
+            None => {
+                self.known.insert(trial.trial_id(), self.trials.len());
+                self.trials.push(trial);
+                Known::New
+            }
+            Some(first) if *first == trial => Known::Same,
+            Some(_) => Known::Other,
+        })
+    }
+}
+
+/// Appends rows that are not known yet; without `append` they only become known.
+struct Merged<'a> {
+    output: &'a Path,
+    known: KnownRows,
+    append: Option<&'a mut Append<'a>>,
+}
+
+impl Rows for Merged<'_> {
+    fn take(&mut self, trial: Trial) -> Result<Known, CorpusError> {
+        let added = self.known.add(trial.trial_id(), content(&trial));
+        let known = added.map_err(|source| CorpusError::io("list the ids of", self.output, source))?;
+        if let (Some(append), Known::New) = (&mut self.append, known) {
+            append(&[trial])?;
+        }
+        Ok(known)
+    }
+}
+
+/// Reads the rows of several files.
+#[derive(Default)]
+struct Reader<R> {
+    rows: R,
+    broken: Vec<BrokenRow>,
     duplicates: u64,
     digests: Vec<u8>,
 }
 
-impl Reader {
+impl Reader<Kept> {
     fn finish(self) -> Corpus {
-        Corpus { trials: self.trials, broken: self.broken, digest: Digest::of(&self.digests) }
+        Corpus { trials: self.rows.trials, broken: self.broken, digest: Digest::of(&self.digests) }
+    }
+}
+
+impl<R: Rows> Reader<R> {
+    fn of(rows: R) -> Reader<R> {
+        Reader { rows, broken: vec![], duplicates: 0, digests: vec![] }
     }
 
     fn read(&mut self, path: &Path) -> Result<(), CorpusError> {
@@ -440,7 +491,7 @@ impl Reader {
                 }
                 Some(header) => match line.text().and_then(|text| row(header, text)) {
                     Ok(None) => {}
-                    Ok(Some(trial)) => self.add(trial, broken),
+                    Ok(Some(trial)) => self.add(trial, broken)?,
                     Err(reason) => self.broken.push(broken(reason)),
                 },
             }
@@ -449,29 +500,17 @@ impl Reader {
         Ok(())
     }
 
-    fn add(&mut self, trial: Trial, broken: impl FnOnce(String) -> BrokenRow) {
+    fn add(&mut self, trial: Trial, broken: impl FnOnce(String) -> BrokenRow) -> Result<(), CorpusError> {
         let id = trial.trial_id();
-        let told =
-            |id: Digest| format!("another row has the id {}, with other values; the first one counts", id.short());
-        if let Some(earlier) = self.earlier.get(&id) {
-            match *earlier == content(&trial) {
-                true => self.duplicates += 1,
-                false => self.broken.push(broken(told(id))),
-            }
-            return;
+        match self.rows.take(trial)? {
+            Known::New => {}
+            Known::Same => self.duplicates += 1,
+            Known::Other => self.broken.push(broken(format!(
+                "another row has the id {}, with other values; the first one counts",
+                id.short()
+            ))),
         }
-        if self.forgets {
-            self.earlier.insert(id, content(&trial));
-            return;
-        }
-        match self.known.get(&id).and_then(|at| self.trials.get(*at)) {
-            None => {
-                self.known.insert(trial.trial_id(), self.trials.len());
-                self.trials.push(trial);
-            }
-            Some(first) if *first == trial => self.duplicates += 1,
-            Some(_) => self.broken.push(broken(told(id))),
-        }
+        Ok(())
     }
 }
 

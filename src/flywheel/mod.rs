@@ -5,6 +5,7 @@
 //! it, a search takes more trials, but no result is less correct.
 
 pub mod corpus;
+mod known;
 mod parquet;
 pub mod trial;
 
