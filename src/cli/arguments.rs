@@ -12,6 +12,7 @@ use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum, 
 
 use super::units::{parse_age, parse_bias, parse_bytes, parse_digest, parse_ids, parse_minutes, parse_trials};
 use crate::digest::Digest;
+use crate::error::Fault;
 use crate::flywheel::Verdict;
 use crate::lower::LayerOp;
 use crate::pipeline::{Engine, SHOW_STAGES};
@@ -68,6 +69,9 @@ pub struct Arguments {
     pub global: Global,
     #[command(subcommand)]
     pub command: Command,
+    /// Whether the command has `--json` or `--jsonl`: its errors are JSON, too.
+    #[arg(skip)]
+    pub json: bool,
 }
 
 #[derive(Debug, Args)]
@@ -274,10 +278,9 @@ impl TypedValueParser for TargetName {
 ///
 /// # Errors
 /// As clap has them: `--help` and `--version` are such errors, too.
-pub fn parse(words: impl Iterator<Item = OsString>) -> Result<Arguments, clap::Error> {
-    let words: Vec<OsString> = words.collect();
+pub fn parse(words: &[OsString]) -> Result<Arguments, clap::Error> {
     if let Some(word) = words.iter().find(|word| word.to_str().is_none()) {
-        let message = format!("expected UTF-8 text, found `{}`: rename the file\n", word.display());
+        let message = format!("expected UTF-8 text, found `{}`: rename the file", word.display());
         return Err(command().error(ErrorKind::InvalidUtf8, message));
     }
     // Processes that monobloc starts: no part of what people are shown.
@@ -288,9 +291,40 @@ pub fn parse(words: impl Iterator<Item = OsString>) -> Result<Arguments, clap::E
             Internal::Trials(asked) => Command::Trials(asked),
             Internal::Tokens(asked) => Command::Tokens(asked),
         };
-        return Ok(Arguments { global, command });
+        return Ok(Arguments { global, command, json: false });
     }
-    Arguments::from_arg_matches(&command().try_get_matches_from(words)?)
+    let matches = command().try_get_matches_from(words)?;
+    let json = asks_for_json(&matches);
+    Ok(Arguments { json, ..Arguments::from_arg_matches(&matches)? })
+}
+
+/// Ids of the options that print JSON.
+const JSON_OPTIONS: [&str; 2] = ["json", "jsonl"];
+
+/// Whether the innermost command prints JSON.
+fn asks_for_json(matches: &clap::ArgMatches) -> bool {
+    match matches.subcommand() {
+        Some((_, inner)) => asks_for_json(inner),
+        None => JSON_OPTIONS.iter().any(|id| matches!(matches.try_get_one::<bool>(id), Ok(Some(true)))),
+    }
+}
+
+/// As [`Arguments::json`], for a command line that cannot be parsed.
+pub fn has_json_option(words: &[OsString]) -> bool {
+    let options = words.iter().take_while(|word| *word != "--").filter_map(|word| word.to_str()?.strip_prefix("--"));
+    options.into_iter().any(|option| JSON_OPTIONS.contains(&option))
+}
+
+/// What clap says of a command line that it refuses, without its layout.
+pub fn usage_fault(error: &clap::Error) -> Fault {
+    let text = error.render().to_string();
+    let mut parts = text.split("\n\n").map(str::trim);
+    let message = parts.next().unwrap_or_default();
+    let rest: Vec<&str> = parts.collect();
+    let remedy = rest.iter().find_map(|part| part.strip_prefix("tip: "));
+    let remedy = remedy.or_else(|| rest.iter().find(|part| part.starts_with("Usage: ")).copied());
+    Fault::input(message.strip_prefix("error: ").unwrap_or(message))
+        .with_remedy(remedy.unwrap_or("`--help` lists the options and their values"))
 }
 
 #[derive(Debug, Parser)]

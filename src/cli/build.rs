@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 use super::Outcome;
 use super::arguments::{Build, Clean, Explain, Require, Show};
 use super::session::{Session, Talk, pick_target};
+use super::terminal::fault_json;
 use super::tune::{Budget, Search, search, tuned_json, tuned_text};
 use crate::error::Fault;
 use crate::manifest::Manifest;
@@ -18,15 +19,25 @@ pub fn build(session: &Session, asked: &Build) -> Result<Outcome, Fault> {
     let mut built = vec![];
     let mut first: Option<Fault> = None;
     for path in &asked.manifest {
-        match one(session, asked, path) {
-            Ok(Built::Done(done)) => built.push(done),
+        let fault = match one(session, asked, path) {
+            Ok(Built::Done(done, fault)) => {
+                built.push(done);
+                fault
+            }
             Ok(Built::Interrupted) => return Ok(Outcome::Interrupted),
             Err(fault) if asked.keep_going => {
-                session.terminal.print_fault(&fault);
-                built.push(json!({ "manifest": path, "error": fault.message }));
-                first.get_or_insert(fault);
+                built.push(json!({ "manifest": path, "error": fault_json(&fault) }));
+                Some(fault)
             }
             Err(fault) => return Err(fault),
+        };
+        let Some(fault) = fault else { continue };
+        if asked.keep_going {
+            session.terminal.print_fault(&fault);
+        }
+        first.get_or_insert(fault);
+        if !asked.keep_going {
+            break;
         }
     }
     if asked.json {
@@ -37,13 +48,16 @@ pub fn build(session: &Session, asked: &Build) -> Result<Outcome, Fault> {
     }
     match first {
         None => Ok(Outcome::Done),
-        Some(fault) => Err(Fault { message: format!("not every manifest was built: {}", fault.message), ..fault }),
+        Some(fault) if asked.keep_going => {
+            Err(Fault { message: format!("not every manifest was built: {}", fault.message), ..fault })
+        }
+        Some(fault) => Err(fault),
     }
 }
 
 enum Built {
-    /// The manifest was built; what was done, as JSON.
-    Done(Value),
+    /// What was done, as JSON, and the fault of a target.
+    Done(Value, Option<Fault>),
     Interrupted,
 }
 
@@ -56,7 +70,7 @@ fn one(session: &Session, asked: &Build, path: &Path) -> Result<Built, Fault> {
         if !asked.json {
             print_explained(session, &explained)?;
         }
-        return Ok(Built::Done(explained_json(&explained)));
+        return Ok(Built::Done(explained_json(&explained), None));
     }
     let workspace = session.workspace(if asked.json { Talk::Nothing } else { Talk::Work })?;
     if asked.force {
@@ -92,14 +106,14 @@ fn one(session: &Session, asked: &Build, path: &Path) -> Result<Built, Fault> {
     if done.failed.is_empty() {
         workspace.report.finish(&if idle { stored_text(&done) } else { String::new() });
     }
-    failed(asked, &done, is_told)?;
+    let fault = failed(asked, &done, is_told);
     let targets: Vec<Value> = manifest
         .targets
         .iter()
         .filter_map(|target| done.targets.iter().find(|built| built.target == target.name))
         .map(target_json)
         .collect();
-    Ok(Built::Done(json!({
+    let built = json!({
         "manifest": manifest.name,
         "targets": targets,
         "tuned": tuned,
@@ -107,23 +121,23 @@ fn one(session: &Session, asked: &Build, path: &Path) -> Result<Built, Fault> {
         "cached": done.cached,
         "notes": done.notes,
         "waiting": done.waiting,
-    })))
+    });
+    Ok(Built::Done(built, fault))
 }
 
 /// The first fault of a build's targets; a stage that waits and is required is a fault too. `is_told`: the user knows what waits.
-fn failed(asked: &Build, done: &BuildReport, is_told: bool) -> Result<(), Fault> {
+fn failed(asked: &Build, done: &BuildReport, is_told: bool) -> Option<Fault> {
     if let Some(fault) = done.fault() {
-        return Err(fault);
+        return Some(fault);
     }
-    let required = if asked.require_complete { Some(Require::All) } else { asked.require };
-    let Some(required) = required else { return Ok(()) };
+    let required = if asked.require_complete { Require::All } else { asked.require? };
     let lacks = |built: &&BuiltTarget| match required {
         Require::Compile => missing(built).contains(&"compile"),
         Require::All => !missing(built).is_empty(),
     };
     let lacking: Vec<&str> = done.targets.iter().filter(lacks).map(|built| built.target.as_str()).collect();
     if lacking.is_empty() {
-        return Ok(());
+        return None;
     }
     let count = format!("{} of {}", lacking.len(), counted(done.targets.len() as u64, "target"));
     let what = match required {
@@ -142,7 +156,7 @@ fn failed(asked: &Build, done: &BuildReport, is_told: bool) -> Result<(), Fault>
         }
         Require::All => "run it where the devices are, with the same cache, or ask for less: `--require compile`",
     };
-    Err(Fault::environment(format!("{what}: {count} ({}){reasons}", lacking.join(", "))).with_remedy(remedy))
+    Some(Fault::environment(format!("{what}: {count} ({}){reasons}", lacking.join(", "))).with_remedy(remedy))
 }
 
 /// Stages that a target still waits for.

@@ -163,7 +163,7 @@ fn compiler(nvrtc: &Result<Nvrtc, Fault>) -> Finding {
 /// The finding for a missing part: what is missing, the consequence, and how to get it.
 fn absent(fault: &Fault, consequence: &str) -> (String, Value) {
     let remedy = fault.remedy.iter().map(|remedy| format!("\n{remedy}")).collect::<String>();
-    let json = json!({ "found": false, "error": fault.message, "help": fault.remedy });
+    let json = json!({ "found": false, "error": fault.message, "remedy": fault.remedy });
     (format!("{}\n{consequence}{remedy}", fault.message), json)
 }
 

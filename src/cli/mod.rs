@@ -65,13 +65,17 @@ impl Outcome {
 
 /// Runs one command line, prints its answer, and returns its exit code. For `main` only: it installs a panic hook and a
 /// handler of interrupts.
-pub fn run(arguments: impl Iterator<Item = OsString>) -> ExitCode {
+pub fn run(words: impl Iterator<Item = OsString>) -> ExitCode {
     terminal::catch_panics();
-    let arguments = match arguments::parse(arguments) {
+    let words: Vec<OsString> = words.collect();
+    let arguments = match arguments::parse(&words) {
         Ok(arguments) => arguments,
         // For clap, `--help` and `--version` are such errors, too. A closed stdout is no failure.
         Err(error) => {
-            terminal::print_usage(&error);
+            match error.use_stderr() && arguments::has_json_option(&words) {
+                true => terminal::print_fault_json(&arguments::usage_fault(&error)),
+                false => terminal::print_usage(&error),
+            }
             return ExitCode::from(if error.use_stderr() { Tier::Input.exit_code() } else { 0 });
         }
     };
@@ -79,7 +83,7 @@ pub fn run(arguments: impl Iterator<Item = OsString>) -> ExitCode {
         // This fails only if a thread pool exists already, and none does.
         let _ = rayon::ThreadPoolBuilder::new().num_threads(jobs).build_global();
     }
-    let session = Session::new(arguments.global);
+    let session = Session::new(arguments.global, arguments.json);
     if let Err(fault) = places::check_variables() {
         session.terminal.print_fault(&fault);
         return ExitCode::from(fault.tier.exit_code());

@@ -46,13 +46,14 @@ pub enum Talk {
 }
 
 impl Session {
-    pub fn new(global: Global) -> Session {
+    /// Errors are printed as JSON if the results are (`json`).
+    pub fn new(global: Global, json: bool) -> Session {
         let Global { cache, trials, verbose, quiet, jobs: _, color } = global;
         let mut places = Places::from_environment(&places::cache_root());
         places.root = cache.unwrap_or(places.root);
         let trials = trials.unwrap_or_else(places::trials_file);
         Session {
-            terminal: Terminal::new(color),
+            terminal: Terminal::new(color, json),
             places,
             trials,
             verbose,

@@ -17,6 +17,8 @@ const RED_BOLD: &str = "\x1b[1;31m";
 const GREEN_BOLD: &str = "\x1b[1;32m";
 const CYAN_BOLD: &str = "\x1b[1;36m";
 const RESET: &str = "\x1b[0m";
+/// What to do about a fault of monobloc itself.
+const REPORT: &str = "this is a fault of monobloc, not of the input: please report it with the command line";
 
 /// Where a command prints.
 pub struct Terminal {
@@ -24,18 +26,22 @@ pub struct Terminal {
     pub style: Style,
     /// Style of stdout.
     pub stdout_style: Style,
+    /// Whether errors are JSON.
+    faults_are_json: bool,
     /// Whether the reader of stdout has closed it.
     closed: AtomicBool,
 }
 
 impl Terminal {
-    pub fn new(color: Color) -> Terminal {
+    pub fn new(color: Color, faults_are_json: bool) -> Terminal {
         let (style, stdout_style) = match color {
             Color::Always => (Style::Colour, Style::Colour),
             Color::Never => (Style::Plain, Style::Plain),
             Color::Auto => (Style::for_stderr(), style_for_stdout()),
         };
-        Terminal { style, stdout_style, closed: AtomicBool::new(false) }
+        // No colours within a text of JSON.
+        let style = if faults_are_json { Style::Plain } else { style };
+        Terminal { style, stdout_style, faults_are_json, closed: AtomicBool::new(false) }
     }
 
     /// Prints to stdout at once. Control characters are escaped, because text from files that are not trusted may be in it. If the
@@ -89,8 +95,12 @@ impl Terminal {
         say(text, self.style);
     }
 
+    /// Prints an error to stderr; with `--json` as one line of JSON, so that a program finds it whatever stands before it.
     pub fn print_fault(&self, fault: &Fault) {
-        self.say(&fault_text(fault, self.style));
+        match self.faults_are_json {
+            true => print_fault_json(fault),
+            false => self.say(&fault_text(fault, self.style)),
+        }
     }
 
     /// `proven`, in green on a terminal.
@@ -108,6 +118,21 @@ impl Terminal {
 pub fn say(text: &str, style: Style) {
     // If stderr cannot be written, there is no other place to report it.
     let _ = writeln!(io::stderr().lock(), "{}", safe(text, style));
+}
+
+/// As [`Terminal::print_fault`] with `--json`.
+pub fn print_fault_json(fault: &Fault) {
+    let line = fault_json(fault).to_string();
+    let _ = writeln!(io::stderr().lock(), "{}", printable_json(&line));
+}
+
+/// An error for programs; `code` is the exit code that goes with it.
+pub fn fault_json(fault: &Fault) -> serde_json::Value {
+    let Fault { tier, message, remedy } = fault;
+    let report = (*tier == Tier::Internal).then_some(REPORT);
+    let remedies: Vec<&str> = remedy.as_deref().into_iter().chain(report).collect();
+    let remedy = (!remedies.is_empty()).then(|| remedies.join("; "));
+    serde_json::json!({ "code": tier.exit_code(), "message": message, "remedy": remedy })
 }
 
 /// Prints clap's text: help to stdout, errors to stderr. Escaped, because an error repeats what the user typed.
@@ -151,8 +176,7 @@ fn fault_text(fault: &Fault, style: Style) -> String {
         text.push_str(&format!("\n  {}: {remedy}", painted("help", CYAN_BOLD, style)));
     }
     if *tier == Tier::Internal {
-        let report = "this is a fault of monobloc, not of the input: please report it with the command line";
-        text.push_str(&format!("\n  {}: {report}", painted("help", CYAN_BOLD, style)));
+        text.push_str(&format!("\n  {}: {REPORT}", painted("help", CYAN_BOLD, style)));
     }
     text
 }
@@ -308,7 +332,7 @@ mod tests {
         if std::env::var_os(CHILD).is_some() {
             catch_panics();
             assert!(panic::catch_unwind(|| panic!("the sky fell")).is_err());
-            Terminal::new(Color::Never).print_fault(&panicked());
+            Terminal::new(Color::Never, false).print_fault(&panicked());
             return;
         }
         let name = "cli::terminal::tests::a_panic_is_told_as_our_fault";

@@ -181,6 +181,8 @@ fn several_manifests_are_built_and_the_exit_code_is_of_the_first_fault() {
     assert!(all.stderr.contains("ran 5 stages") && all.stderr.contains("not every manifest was built"), "{all:#?}");
     let json = place.run("build m.toml m.toml --json").code(0).json();
     assert_eq!(json.as_array().map(Vec::len), Some(2));
+    let kept = place.run("build bad.toml m.toml --keep-going --json").code(2).json();
+    assert_eq!((&kept[0]["error"]["code"], &kept[1]["manifest"]), (&2.into(), &"m".into()), "{kept}");
 }
 
 #[test]
@@ -193,6 +195,8 @@ fn a_fault_of_one_target_stops_no_other_and_is_reported_at_the_end() {
     let built = place.run("build two.toml --no-search").code(2);
     assert!(built.stderr.contains("run source h200"), "{built:#?}");
     assert!(built.stderr.contains("target `cpu`: "), "{built:#?}");
+    let json = place.run("build two.toml --no-search --json").code(2).json();
+    assert_eq!((&json["targets"][0]["target"], &json["ran"]), (&"h200".into(), &0.into()), "{json}");
 }
 
 /// Runs without a compiler and a device; a machine with them would complete the build.
@@ -217,6 +221,13 @@ fn what_waits_fails_only_if_completeness_is_asked_for() {
     assert!(quiet.stderr.starts_with("error: not compiled: 1 of 1 target (t4)\n  t4: compile, "), "{quiet:#?}");
     let json = without("build gpu.toml --json").code(0).json();
     assert_eq!(json["targets"][0]["missing"], serde_json::json!(["compile", "check", "measure"]));
+    let failed = without("build gpu.toml --json --require compile").code(3);
+    assert_eq!(failed.json(), json, "the result is printed although it is not enough");
+    let error: serde_json::Value = serde_json::from_str(failed.stderr.lines().last().unwrap()).unwrap();
+    assert!(
+        error["message"].as_str().is_some_and(|text| text.starts_with("not compiled: 1 of 1 target (t4)")),
+        "{error}"
+    );
     without("build m.toml --require compile").code(0);
 }
 

@@ -85,6 +85,103 @@ fn arguments_are_checked() {
     place.run("perplexity m.toml none.txt").refused(&["none.txt"]);
 }
 
+/// The error of a command with `--json`: the last line of stderr, and the only one that is an object.
+#[track_caller]
+fn error_json(answer: &Answer) -> serde_json::Value {
+    let objects: Vec<&str> = answer.stderr.lines().filter(|line| line.starts_with('{')).collect();
+    assert!(objects.len() == 1 && answer.stderr.ends_with(&format!("{}\n", objects[0])), "{answer:#?}");
+    assert!(answer.stderr.lines().all(|line| !line.starts_with("error: ")), "{answer:#?}");
+    let error: serde_json::Value = serde_json::from_str(objects[0]).unwrap();
+    assert_eq!(error.as_object().map(serde_json::Map::len), Some(3), "{error}");
+    assert_eq!(error["code"], answer.code, "{error}");
+    assert!(error["message"].as_str().is_some_and(|message| !message.is_empty()), "{error}");
+    error
+}
+
+/// Names of commands in a `--help`.
+fn commands_of(help: &str) -> Vec<&str> {
+    let lines = help.lines().filter_map(|line| line.strip_prefix("  ")).filter(|line| !line.starts_with([' ', '-']));
+    let named = lines.take_while(|line| !line.starts_with("0 ")).filter_map(|line| line.split_once("  "));
+    named.map(|(name, _)| name).filter(|name| *name != "help").collect()
+}
+
+#[test]
+fn with_json_an_error_is_json() {
+    let place = Place::new();
+    place.manifest(&fixture(SMALL), 32);
+    place.write("story.txt", "Once upon a time");
+    place.write("typo.toml", "[model]\nsorce = \"builtin:tinystories\"\n");
+    for line in [
+        "init nowhere",
+        "build nowhere.toml",
+        "clean nowhere.toml",
+        "generate nowhere.toml --ids 1",
+        "perplexity nowhere.toml story.txt",
+        "logits nowhere.toml --ids 1 --out logits.safetensors",
+        "compare nowhere.toml --goldens goldens.safetensors",
+        "export nowhere.toml --out nowhere.export",
+        "bench nowhere.toml",
+        "trace nowhere.toml",
+        "calibrate nowhere",
+        "validate nowhere.mkir",
+        "show model nowhere.toml",
+        "explain nowhere.toml",
+        "plan nowhere.toml",
+        "import nowhere",
+        "targets nowhere",
+        "tune nowhere.toml",
+        "tune-op nowhere.toml qkv",
+        "status nowhere.toml",
+        "next nowhere.toml",
+        "report nowhere.toml",
+    ] {
+        let error = error_json(&place.run(&format!("{line} --json")).code(2));
+        assert!(error["message"].as_str().is_some_and(|message| message.contains("nowhere")), "{line}: {error}");
+    }
+    for line in ["generate m.toml --ids 99999 --jsonl", "generate m.toml --ids 99999 --json --color always"] {
+        let error = error_json(&place.run(line).code(2));
+        assert!(error["message"].as_str().is_some_and(|message| message.contains("99999")), "{error}");
+    }
+    let error = error_json(&place.run("flywheel merge nowhere.csv --json").code(3));
+    assert!(error["remedy"].as_str().is_some_and(|remedy| remedy.contains("check that the path")), "{error}");
+    let typo = error_json(&place.run("build typo.toml --json --color always").code(2));
+    let message = typo["message"].as_str().unwrap();
+    assert!(message.contains("typo.toml:2:1") && message.contains("did you mean `source`?"), "{message}");
+    assert!(!message.contains('\u{1b}'), "{message:?}");
+    // Without the option it stays text.
+    place.run("build typo.toml").refused(&["did you mean `source`?"]);
+}
+
+#[test]
+fn with_json_an_unknown_option_is_json_too() {
+    let place = Place::new();
+    let all = place.run("--help").code(0).stdout;
+    let mut checked = vec![];
+    for name in commands_of(&all) {
+        let help = place.run(&format!("{name} --help")).code(0).stdout;
+        let inner: Vec<String> = match name {
+            "cache" | "flywheel" => commands_of(&help).iter().map(|inner| format!("{name} {inner}")).collect(),
+            _ => vec![name.to_string()],
+        };
+        for name in inner {
+            if !place.run(&format!("{name} --help")).code(0).stdout.contains("--json") {
+                continue;
+            }
+            let error = error_json(&place.run(&format!("{name} --json --nonsense")).code(2));
+            assert_eq!(error["message"], "unexpected argument '--nonsense' found", "{name}");
+            assert!(error["remedy"].is_string(), "{name}: {error}");
+            checked.push(name);
+        }
+    }
+    let has = |name: &str| checked.iter().any(|checked| checked == name);
+    assert!(checked.len() > 30 && has("init") && has("flywheel merge") && has("cache pull"), "{checked:?}");
+    assert_eq!(
+        error_json(&place.run("build --json").code(2))["remedy"].as_str().and_then(|usage| usage.split(' ').next()),
+        Some("Usage:")
+    );
+    place.run("build --nonsense").refused(&["unexpected argument"]);
+}
+
 /// Output of building and of importing a damaged copy of the small model; both must refuse it.
 fn damaged(expected: &[&str], damage: impl FnOnce(&Path)) {
     let place = Place::new();
