@@ -17,6 +17,7 @@ use super::kernel::{Kernel, Part, Watched};
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::session::{Pages, SessionError};
 use super::stream::{Event, Stream};
+use super::tables::LaunchTables;
 use crate::codegen::abi::{PEERS_MAX, Params, Queues};
 use crate::codegen::emit::Trace;
 use crate::ir::layout::cache_row_bytes;
@@ -131,6 +132,22 @@ impl Meeting {
     pub fn tell<'a>(&self, first: &Stream, mut others: impl Iterator<Item = &'a Stream>) -> Result<(), DriverError> {
         self.first.record(first)?;
         others.try_for_each(|other| other.follow(&self.first))
+    }
+
+    /// Gives the other devices `count` rows of the tables, from row `row` on, which the sampler has changed on the first one when its stream comes there. Each device
+    /// has a stream and its tables.
+    pub fn tell_rows<'a>(
+        &self,
+        first: (&Stream, &LaunchTables),
+        others: impl Iterator<Item = (&'a Stream, &'a LaunchTables)> + Clone,
+        row: usize,
+        count: usize,
+    ) -> Result<(), DriverError> {
+        if self.others.is_empty() {
+            return Ok(());
+        }
+        self.tell(first.0, others.clone().map(|(stream, _)| stream))?;
+        others.into_iter().try_for_each(|(stream, tables)| tables.copy_rows(stream, first.1, row, count))
     }
 }
 

@@ -500,18 +500,6 @@ impl RowsSession {
         Ok(self.meeting.meet(&self.kernel.watched.stream, self.peer_streams())?)
     }
 
-    /// Gives the other devices rows of the tables, which the sampler has changed on the first one when its stream comes there.
-    fn tell_rows(&self, first: usize, count: usize) -> Result<(), SessionError> {
-        if self.peers.is_empty() {
-            return Ok(());
-        }
-        self.meeting.tell(&self.kernel.watched.stream, self.peer_streams())?;
-        for peer in &self.peers {
-            peer.tables.copy_rows(&peer.kernel.watched.stream, &self.tables, first, count)?;
-        }
-        Ok(())
-    }
-
     /// The mailbox of the next launch, without tokens.
     fn begin_mailbox(&mut self) -> Result<usize, SessionError> {
         let mailbox = self.next_mailbox;
@@ -622,7 +610,9 @@ impl RowLauncher for RowsSession {
             queue_each(all[0], of_steps, logits, choosing, |step, _| {
                 let first = step as usize * rows.len();
                 if step > 0 {
-                    self.tell_rows(first, rows.len())?;
+                    let own: (&Stream, _) = (&self.kernel.watched.stream, &self.tables);
+                    let peers = self.peers.iter().map(RowsPeer::tables);
+                    self.meeting.tell_rows(own, peers, first, rows.len())?;
                 }
                 // Without a mailbox: the sampler has the tokens.
                 let params = Params { steps: 1, tag: self.tag + step, ..self.params(timeout, &[], true)? };

@@ -8,6 +8,7 @@ use super::kernel::{Kernel, Part};
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::session::SessionError;
 use super::step_memory::StepMemory;
+use super::stream::Stream;
 use super::tables::LaunchTables;
 use crate::codegen::abi::{Params, Queues};
 use crate::codegen::emit::Trace;
@@ -39,6 +40,11 @@ impl RowsPeer {
         let memory = StepMemory::alloc(device, stream, queues.tables().exchange_bytes, logits)?;
         kernel.watched.shape.kept = memory.kept();
         Ok(RowsPeer { memory, tables: LaunchTables::new(device, 0, rows, pages)?, kernel })
+    }
+
+    /// Its stream, and the tables of its launches.
+    pub fn tables(&self) -> (&Stream, &LaunchTables) {
+        (&self.kernel.watched.stream, &self.tables)
     }
 
     /// What a launch of the first device passes, for this one. `cache` is that of all devices.

@@ -123,6 +123,11 @@ fn stamp_words(plan: &Plan, trace: Trace) -> usize {
 }
 
 impl OnDevice {
+    /// Its stream, and the tables of its launches.
+    fn tables(&self) -> (&Stream, &LaunchTables) {
+        (&self.watched.stream, &self.tables)
+    }
+
     /// Loads the part of device `index`. `abort`: the word of the first device. A launch has at most `steps_max` steps.
     fn load(
         device: &Device,
@@ -285,18 +290,6 @@ impl Loaded {
             first_block += device.watched.shape.grid;
         }
         Ok(self.meeting.meet(&self.own.watched.stream, self.peer_streams())?)
-    }
-
-    /// Gives the other devices rows of the tables, which the sampler has changed on the first one when its stream comes there.
-    fn tell_rows(&self, first: usize, count: usize) -> Result<(), SessionError> {
-        if self.peers.is_empty() {
-            return Ok(());
-        }
-        self.meeting.tell(&self.own.watched.stream, self.peer_streams())?;
-        for peer in &self.peers {
-            peer.tables.copy_rows(&peer.watched.stream, &self.own.tables, first, count)?;
-        }
-        Ok(())
     }
 
     /// The tag of the first wave of a launch of `steps` steps; each wave has the next one. Before tags begin anew, all packets are cleared: one of 2^32 waves
@@ -474,7 +467,8 @@ impl WavesSession {
             cache: Some(loaded.cache.clone()),
             streams: loaded.devices().map(|device| device.watched.stream.clone()).collect(),
         };
-        let mut tail = StepsSession::load_on(device, proven.tail(), tail, trace, 1, shared)?;
+        let tail = Loaded::load(device, proven.tail(), tail, trace, 1, shared)?;
+        let mut tail = StepsSession::of(device, tail, 1)?;
         let of_tail = iter::once(&mut tail.loaded.own).chain(&mut tail.loaded.peers);
         for (tail, chunk) in of_tail.zip(loaded.devices()) {
             tail.taken = chunk.memory.exchange() + proven.taken();
@@ -682,18 +676,11 @@ impl StepsSession {
         cache: Option<Arc<DeviceBuffer>>,
     ) -> Result<StepsSession, SessionError> {
         let shared = Shared { pack, cache, streams: streams_of(device)? };
-        StepsSession::load_on(device, proven, cubin, trace, steps_max, shared)
+        StepsSession::of(device, Loaded::load(device, proven, cubin, trace, steps_max, shared)?, steps_max)
     }
 
-    fn load_on(
-        device: &Device,
-        proven: &Proven<'_>,
-        cubin: &[u8],
-        trace: Trace,
-        steps_max: u32,
-        shared: Shared,
-    ) -> Result<StepsSession, SessionError> {
-        let loaded = Loaded::load(device, proven, cubin, trace, steps_max, shared)?;
+    /// With the mailboxes that a loaded kernel of steps needs.
+    fn of(device: &Device, loaded: Loaded, steps_max: u32) -> Result<StepsSession, SessionError> {
         let rows = loaded.shape.rows;
         let mailbox = || device.alloc_mapped((steps_max as usize + 1) * rows as usize + 1);
         let (mailboxes, flying) = ([mailbox()?, mailbox()?], VecDeque::new());
@@ -759,7 +746,8 @@ impl StepsSession {
             queue_each(all[0], of_steps, logits, choosing, |step, _| {
                 let first = step as usize * rows.len();
                 if step > 0 {
-                    loaded.tell_rows(first, rows.len())?;
+                    let peers = loaded.peers.iter().map(OnDevice::tables);
+                    loaded.meeting.tell_rows(loaded.own.tables(), peers, first, rows.len())?;
                 }
                 let placed: Vec<Placed> = placed.iter().map(|placed| placed.of_step(step, first)).collect();
                 let mut each = loaded.params(&rows, &placed, tag + step * waves, wanted);

@@ -949,7 +949,7 @@ pub(super) fn trace_rows(
         let (spans, device_us) = trace_waves(device, &proven, &cubin.bytes, pack, (rows, position, steps), warm_up)?;
         return Ok(Traced { validated: kernel.validated, rows, spans, device_us });
     }
-    one_device(target, &format!("the kernel for {rows} rows"))?;
+    one_device(target, &format!("the batch kernel for {rows} rows"))?;
     let queues = chain.context.workspace.queues(validated)?;
     let mut session = RowsSession::load(device, &queues, &cubin.bytes, Trace::On, steps, pack, None)?;
     let mut decoding = Decoding::at(&mut session, rows, position, steps)?;

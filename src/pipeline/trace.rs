@@ -86,7 +86,7 @@ impl Prepared {
             return Err(no_kernel());
         }
         if rows.is_none() {
-            one_device(target, "the kernel for one row")?;
+            one_device(target, "the decode kernel")?;
         }
         let context_max = manifest.decode.context_max;
         if u64::from(position) + u64::from(steps) > u64::from(context_max) {

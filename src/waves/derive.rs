@@ -303,7 +303,7 @@ fn refuse_target(target: &Target) -> Result<(), Refused> {
     Ok(())
 }
 
-/// Refuses waves whose work is dealt out by number, or whose state another wave carries on: of several devices no one has its part of these.
+/// Refuses waves whose work is dealt out by number, or whose state another wave carries on: none of several devices has its part of these.
 fn refuse_on_devices(program: &Program, cuts: Cuts, target: &Target) -> Result<(), Refused> {
     let lacks = |lacks| Err(Refused::Target { target: target.name.clone(), lacks });
     let has = |which: fn(&Op) -> bool| program.grids.iter().any(|grid| which(&grid.op));

@@ -17,6 +17,7 @@ use super::{
 };
 use crate::dtype::DType;
 use crate::format::Format;
+use crate::ir::layout::share_of;
 use crate::ir::op::{Attention, Combine, Convolve, Epilogue, MatVec, Mix, NormAttr, Op, QkNormAttr, Role, Route, Scan};
 use crate::ir::program::{Grid, Space};
 use crate::ir::{BufferId, GridId};
@@ -472,12 +473,9 @@ impl Judge<'_> {
             let is_own = |index: u32| match over {
                 Over::Heads { kept, .. } => {
                     let (head, heads) = (u64::from(index / kept.max(1)), u64::from(n / kept.max(1)).max(1));
-                    head * u64::from(devices) / heads == device
+                    head * u64::from(devices) / heads == u64::from(device)
                 }
-                _ => {
-                    let begin = |device: u64| (u64::from(n) * device / u64::from(devices)) as u32;
-                    (begin(device)..begin(device + 1)).contains(&index)
-                }
+                _ => share_of(n, device, devices).contains(&index),
             };
             let shares = of_sms.iter().flatten();
             if let Some(share) = shares.into_iter().find(|s| !is_own(s.lo % n) || !is_own((s.hi - 1) % n)) {

@@ -1318,7 +1318,7 @@ fn two_devices_give_requests_the_tokens_of_one() {
     assert_eq!(refused, "the kernel is for 1 devices, found 2");
 }
 
-/// The same with kernels of waves: long chunks, tails and steps of 32 rows, without and with the sampler.
+/// The same with wave kernels: long chunks, tails and steps of 32 rows, without and with the sampler.
 #[test]
 fn two_devices_read_prompts_and_step_in_waves() {
     const NAME: &str = "two_devices_read_prompts_and_step_in_waves";

@@ -108,7 +108,7 @@ impl Search<'_> {
 impl Bounds {
     fn add(&mut self, node: &Map<String, Value>, path: &Path) {
         let number = |key: &str| node.get(key).and_then(Value::as_f64);
-        // Draft 4 has a flag beside the bound.
+        // In draft 4 it is a flag, and the bound another key.
         let excluded = |key: &str, bound: &str| match node.get(key) {
             Some(Value::Bool(true)) => number(bound),
             _ => number(key),
