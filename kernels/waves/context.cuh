@@ -12,12 +12,12 @@ struct alignas(16) Wave {
   u32 x; // work arena: what it reads
   u32 out; // work arena: what it writes
   u32 residual; // work arena
-  union { u32 branch, square_parts, gate; }; // work arena: what is added to the residual; of attention what KV splits leave, or heads with the gate; of a product parts of squares
+  union { u32 branch, square_parts, gate; }; // work arena: what is added to the residual, or sums of parts that a product leaves for that; of attention what KV splits leave, or heads with the gate; of a product with FACTOR parts of squares
   u32 weight; // matrix
   union { u32 norm_weight, q_norm; }; // norm weight of the output, or of q
-  union { u32 norm_bias, k_norm; }; // norm bias of the output, or norm weight of k
+  union { u32 norm_bias, k_norm, shown; }; // norm bias of the output, or norm weight of k; of a product 1 if the residual goes to all devices
   union { u32 bias, rope, table; }; // by op
-  union { u32 branch_weight, sinks; }; // norm of a branch before it is added; of attention sinks
+  union { u32 branch_weight, sinks, square_splits; }; // norm of a branch before it is added; of attention sinks; of a product in a chunk most parts of k of the one that left squares
   union { u32 branch_bias, boxes; }; // its bias; or boxes of a matrix: the first of three tensor maps
   union { u32 k_cache, squares; }; // cache; or work arena: sums of squares of parts of rows, for a norm
   union { u32 v_cache, squares_out; }; // cache; or work arena: sums of squares that a product leaves
@@ -136,7 +136,7 @@ struct WaveState {
   // Of a step: where each row is before the first step, and which row of the page table it has.
   u32 positions[M::STEPS ? M::BLOCK_ROWS : 1], sequences[M::STEPS ? M::BLOCK_ROWS : 1];
   u32 leads[M::STEPS ? M::BLOCK_ROWS : 1]; // rows before it of the same sequence
-  float factors[M::STEPS ? M::BLOCK_ROWS : 1]; // of the norm of a product's input
+  float factors[M::STEPS || M::SHARED ? M::BLOCK_ROWS : 1]; // of the norm of a product's input, by row of the block of rows
   u64 paired; // bytes of sums that the other block of the pair sends
 };
 template <class M>

@@ -9,10 +9,13 @@
 //                LOGITS: the block's best logit of each row, and all logits if the host asks for them
 //
 // squares (rows / 4, parts, 4)  fp32. With FACTOR the input lacks the factor of its norm. The factor follows from these sums, which WaveRows or a product in
-//                pairs has left, and multiplies the result
+//                pairs has left, and multiplies the result. In a chunk a product with SUMS has left them, and its wave says whether the input lacks it
 // PAIRED         residual += SCALE * y by the two blocks of a cluster, which have the two parts of k of the same units (end_pair)
 // out      (rows, ROWS)  if PAIRED and OUT: the residual times the weight of the next norm, in the layout of operands; and
 // squares_out (rows / 4, blocks / 2, 4)  fp32: each pair's sum of squares of a row; zero for a pair without units
+// SUMS           residual += SCALE * y in launches with one part of k, then `out` as of PAIRED, and
+// squares_out (rows / 4, GROUPS, 4)  fp32: of each group of 64 columns the sum of squares of a row. With several parts their sums go to
+// branch   (SPLITS, rows, ROWS)  fp32, and the wave after it adds them up
 //
 // owner    of a unit, a part of k and a block of rows: one block
 // assumes  columns of x past K and rows of W past ROWS are zeros
@@ -365,8 +368,9 @@ struct WaveMatMul {
     static constexpr bool HELD = ROUNDS * PARTS <= 8;
     float4 of[ROUNDS][PARTS];
     static __device__ __forceinline__ u32 first_row(const WaveContext<M>& c, int round) { return u32(round * M::WARPS + c.warp()) * 4; }
-    __device__ __forceinline__ void ask(const WaveContext<M>& c, const Wave& e) {
-      static_assert(M::STEPS && M::BLOCK_ROWS % 4 == 0, "warps have four rows at a time");
+    // `block_row`: where the block of rows begins.
+    __device__ __forceinline__ void ask(const WaveContext<M>& c, const Wave& e, u32 block_row = 0) {
+      static_assert((M::STEPS || SHARED) && M::BLOCK_ROWS % 4 == 0, "warps have four rows at a time");
       static_assert(!G::PAIRED, "no product in pairs has an input that lacks a factor");
       const u32 parts = e.square_parts;
       const float* from = c.template work<float>(e.squares);
@@ -376,7 +380,7 @@ struct WaveMatMul {
         for (int i = 0; i < PARTS; i++) {
           const u32 part = u32(i * 32 + c.lane()), row = first_row(c, r);
           of[r][i] = make_float4(0.f, 0.f, 0.f, 0.f);
-          if (part < parts && row < M::BLOCK_ROWS) of[r][i] = *reinterpret_cast<const float4*>(from + square_at(parts, part, row));
+          if (part < parts && row < M::BLOCK_ROWS) of[r][i] = *reinterpret_cast<const float4*>(from + square_at(parts, part, block_row + row));
         }
       if constexpr (!HELD) leave_factors(c);
     }
@@ -399,6 +403,19 @@ struct WaveMatMul {
       }
     }
   };
+  // Of a chunk: whether the input lacks the factor in this launch.
+  static __device__ __forceinline__ bool lacks_factor(const WaveContext<M>& c, const Wave& e) {
+    return e.square_parts > 0 && e.square_splits / PartsOfRows<M, 1>::blocks(c.p.row_count) <= 1;
+  }
+  // By the whole block: the factors of the rows of a share, before its products. Those of the share before may still be read.
+  static __device__ __forceinline__ void take_factors(WaveContext<M>& c, const Wave& e, u32 block_row) {
+    if (!lacks_factor(c, e)) return;
+    c.barrier();
+    Squares squares;
+    squares.ask(c, e, block_row);
+    if constexpr (Squares::HELD) squares.leave_factors(c);
+    c.barrier();
+  }
   // Completes the sums of columns 2 t and 2 t + 1 of a unit, of one row: parts of k of a granule, factors, scales and bias. By whole warps.
   static __device__ __forceinline__ float2 settled(const WaveContext<M>& c, const Wave& e, u32 part, u32 unit, int row, int t, float2 y) {
     // Lanes side by side have the parts of k of a row.
@@ -409,7 +426,7 @@ struct WaveMatMul {
       y.x += __shfl_xor_sync(~0u, y.x, 2), y.y += __shfl_xor_sync(~0u, y.y, 2);
     }
     constexpr int PAIRS = G::UNIT_ROWS / 2;
-    if constexpr (G::FACTOR) {
+    if constexpr (G::FACTOR && !SHARED) {
       const float factor = c.state().factors[row];
       y.x *= factor, y.y *= factor;
     }
@@ -464,7 +481,7 @@ struct WaveMatMul {
       if constexpr (G::PACKETS) {
         c.template give_packets<everywhere<M, G>()>(c.template work<u64>(e.out) + (u64(part) * M::BLOCK_ROWS + row) * G::ROWS + col, y);
       } else if constexpr (G::SPLITS > 1) {
-        float* at = c.template work<float>(e.out) + (u64(part) * Parts::pitch(c.p.row_count) + row) * G::ROWS + col;
+        float* at = c.template work<float>(G::SUMS ? e.branch : e.out) + (u64(part) * Parts::pitch(c.p.row_count) + row) * G::ROWS + col;
         c.template give<everywhere<M, G>()>(reinterpret_cast<float2*>(at), y);
       } else if constexpr (G::EPILOGUE == Epilogue::RESIDUAL) {
         float* at = c.template work<float>(e.residual) + u64(row) * G::ROWS + col;
@@ -995,17 +1012,31 @@ struct WaveMatMul {
   static constexpr bool GIVES_UNITS = everywhere<M, G>() && G::PLAIN && G::EPILOGUE == Epilogue::STORE && G::SPLITS == 1 && G::UNIT_ROWS == 8 && G::ROWS % 8 == 0;
   // Completes and stores the sums of a pass. As far as the compiler knows, what a wave stores may be its parameters, so they are copied first.
   template <int N>
-  static __device__ __forceinline__ void finish_shared(const WaveContext<M>& c, const Wave& held, u32 part, const Share& share, u32 first, u32 here, const float (&d)[N / 2]) {
+  static __device__ __forceinline__ void finish_shared(const WaveContext<M>& c, const Wave& held, u32 part, const Share& share, u32 first, u32 here, float (&d)[N / 2]) {
     const Wave e = held;
     const int lane = made_here(c.lane()), t = lane % 4, row = int(share.row) + c.warp() * 16 + lane / 4;
+    if constexpr (G::FACTOR) {
+      if (lacks_factor(c, e)) {
+        const float* of = c.state().factors + c.warp() * 16 + lane / 4;
+        const float factors[2] = {of[0], of[8]};
 #pragma unroll
-    for (int from = 0; from < N / 8; from += int(BOX_UNITS)) {
-      if constexpr (ADDS_PAIRS)
-        add_units(c, e, part, first + from, here > u32(from) ? here - from : 0, row, t, d, from);
-      else if constexpr (G::EPILOGUE == Epilogue::GATED)
-        gate_units(c, e, part, first + from, here > u32(from) ? here - from : 0, row, t, d, from);
-      else
-        finish_units(c, e, part, first, here, row, t, d, from);
+        for (int i = 0; i < N / 2; i++) d[i] *= factors[i % 4 / 2];
+      }
+    }
+    if constexpr (G::SUMS && G::SPLITS == 1) {
+      leave_sums(c, e, first, here, row, t, d);
+    } else {
+      if constexpr (G::SUMS)
+        if (Parts::count(c.p.row_count) == 1) return leave_sums(c, e, first, here, row, t, d);
+#pragma unroll
+      for (int from = 0; from < N / 8; from += int(BOX_UNITS)) {
+        if constexpr (ADDS_PAIRS)
+          add_units(c, e, part, first + from, here > u32(from) ? here - from : 0, row, t, d, from);
+        else if constexpr (G::EPILOGUE == Epilogue::GATED)
+          gate_units(c, e, part, first + from, here > u32(from) ? here - from : 0, row, t, d, from);
+        else
+          finish_units(c, e, part, first, here, row, t, d, from);
+      }
     }
   }
   template <int SUMS>
@@ -1036,6 +1067,70 @@ struct WaveMatMul {
         [](int i) { return i % 2 * 8 * G::ROWS + i / 2 * G::UNIT_ROWS; },
         [&](int i) { return settled(c, e, part, unit + i / 2, row + i % 2 * 8, t, sums_of(d, from + i / 2, i % 2)); }
     );
+  }
+  // A pass of a product with SUMS: the residual, the input of the next product, and of each row the sum of squares of each group of columns. A group is of one share.
+  static constexpr u32 GROUPS = ceil_div(UNITS, int(BOX_UNITS));
+  // Of a lane at once: units, of its row and of the one eight further on.
+  static constexpr int AT_ONCE = 4;
+  typedef float2 SomeUnits[2 * AT_ONCE];
+  static __device__ __forceinline__ void load_sums(const WaveContext<M>& c, const float* residual, int row, u32 units, SomeUnits& to) {
+#pragma unroll
+    for (int i = 0; i < 2 * AT_ONCE; i++) {
+      to[i] = make_float2(0.f, 0.f);
+      if (u32(row + i % 2 * 8) < c.p.row_count && u32(i / 2) < units) to[i] = *reinterpret_cast<const float2*>(residual + i % 2 * 8 * G::ROWS + i / 2 * 8);
+    }
+  }
+  template <int SUMS>
+  static __device__ __forceinline__ void leave_sums(const WaveContext<M>& c, const Wave& e, u32 first, u32 here, int row, int t, const float (&d)[SUMS]) {
+    static_assert(SHARED && G::UNIT_ROWS == 8 && G::ROWS % 8 == 0 && !G::FACTOR, "units are whole");
+    static_assert(AT_ONCE == 4, "the 32 columns of a span of the input");
+    typedef OutPlace<M, G, G::ROWS> Place;
+    const auto left = [&](int from) { return here > u32(from) ? here - from : 0; };
+    float squares[2] = {0.f, 0.f};
+    // Old values are loaded before the stores of the units before: a load waits for L2, and the compiler keeps the order of loads and stores.
+    SomeUnits old, next;
+    load_sums(c, residual_at(c, e, first, row, t), row, here, next);
+#pragma unroll
+    for (int from = 0; from < SUMS / 4; from += AT_ONCE) {
+      const u32 unit = first + from, units = left(from);
+      float* const residual = residual_at(c, e, unit, row, t);
+      float2 gains[AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < 2 * AT_ONCE; i++) old[i] = next[i];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) {
+        gains[i] = make_float2(1.f, 1.f);
+        if (e.norm_weight != ~0u && u32(i) < units) gains[i] = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.norm_weight) + (unit + i) * 8 + t * 2));
+      }
+      if (from + AT_ONCE < SUMS / 4) load_sums(c, residual + AT_ONCE * 8, row, left(from + AT_ONCE), next);
+#pragma unroll
+      for (int i = 0; i < 2 * AT_ONCE; i++) {
+        if (u32(i / 2) >= units) continue;
+        const float2 y = settled(c, e, 0, unit + i / 2, row + i % 2 * 8, t, sums_of(d, from + i / 2, i % 2));
+        old[i] = make_float2(old[i].x + G::SCALE * y.x, old[i].y + G::SCALE * y.y);
+        squares[i % 2] += old[i].x * old[i].x + old[i].y * old[i].y;
+      }
+      u8* const out = c.template work<u8>(e.out) + Place::at(u32(row), unit * 8 + t * 2);
+#pragma unroll
+      for (int i = 0; i < 2 * AT_ONCE; i++) {
+        if (u32(row + i % 2 * 8) >= c.p.row_count || u32(i / 2) >= units) continue;
+        float2* const to = reinterpret_cast<float2*>(residual + i % 2 * 8 * G::ROWS + i / 2 * 8);
+        *to = old[i];
+        if (peers<M>() > 0 && e.shown) c.template give<everywhere<M, G>()>(to, old[i]);
+        const u32 pair = bf16_pair(old[i].x * gains[i / 2].x, old[i].y * gains[i / 2].y);
+        c.template give<everywhere<M, G>()>(reinterpret_cast<u32*>(out + Place::eights(i % 2) + i / 2 * 128), pair);
+      }
+      if (from % BOX_UNITS == BOX_UNITS - AT_ONCE) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          float sum = squares[h] + __shfl_xor_sync(~0u, squares[h], 1);
+          sum += __shfl_xor_sync(~0u, sum, 2);
+          if (t == 0 && u32(row + h * 8) < c.p.row_count && left(from - AT_ONCE) > 0)
+            c.template give<everywhere<M, G>()>(c.template work<float>(e.squares_out) + square_at(GROUPS, unit / BOX_UNITS, u32(row + h * 8)), sum);
+          squares[h] = 0.f;
+        }
+      }
+    }
   }
   // Of four lanes that have a row of a unit, two have columns of the gate and two those of `up`. The first two complete this row, the others the one eight further on.
   template <int SUMS>
@@ -1426,12 +1521,13 @@ struct WaveMatMul {
   static __device__ __forceinline__ void run_shares(WaveContext<M>& c, const Wave& e, Best& best) {
     const HeldShares<M> shares(c);
     Squares squares;
-    if constexpr (G::FACTOR)
+    if constexpr (G::FACTOR && !SHARED)
       if (shares.count > 0) squares.ask(c, e);
     for (u32 s = 0; s < shares.count; s++) {
       const Share share = shares[s];
       if (share.row >= c.p.row_count) continue;
       const Passes passes(c.p, share);
+      if constexpr (G::FACTOR && SHARED) take_factors(c, e, share.row);
 #pragma unroll 1
       for (u32 i = 0; i < passes.count; i++) {
         const u32 first = passes.first(i), here = passes.first(i + 1) - first;

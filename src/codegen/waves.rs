@@ -12,14 +12,14 @@ use super::{
 };
 use crate::digest::Digest;
 use crate::ir::layout::{Held, Matrix, PLACE_ALIGN_BYTES, held, matrices};
-use crate::ir::op::{Combine, Convolve, Epilogue, Mix, Op, Role, Scan};
+use crate::ir::op::{Combine, Convolve, Epilogue, MatVec, Mix, NormAttr, Op, Role, Scan};
 use crate::ir::program::{Grid, Program, Rows, Space};
 use crate::ir::{BufferId, GridId};
 use crate::rows::Shape;
 use crate::target::Target;
 use crate::waves::{
     Action, Form, GateNorm, Input, Layout, NormOf, Over, Plan, Products, Proven, Splits, Sum, Target as Written,
-    Tiling, Wave as PlanWave, WorkId, group_channels, scores_cols,
+    Tiling, Wave as PlanWave, Work, WorkId, group_channels, scores_cols,
 };
 use bytemuck::{Pod, Zeroable};
 use std::collections::BTreeSet;
@@ -42,18 +42,19 @@ kernel_struct! {
         out: u32,
         /// work arena
         residual: u32,
-        /// work arena: what is added to the residual; of attention what KV splits leave, or heads with the gate; of a product parts of squares
+        /// work arena: what is added to the residual, or sums of parts that a product leaves for that; of attention what KV splits leave, or heads with the gate; of a product with
+        /// FACTOR parts of squares
         branch: u32 as [branch, square_parts, gate],
         /// matrix
         weight: u32,
         /// norm weight of the output, or of q
         norm_weight: u32 as [norm_weight, q_norm],
-        /// norm bias of the output, or norm weight of k
-        norm_bias: u32 as [norm_bias, k_norm],
+        /// norm bias of the output, or norm weight of k; of a product 1 if the residual goes to all devices
+        norm_bias: u32 as [norm_bias, k_norm, shown],
         /// by op
         table: u32 as [bias, rope, table],
-        /// norm of a branch before it is added; of attention sinks
-        branch_weight: u32 as [branch_weight, sinks],
+        /// norm of a branch before it is added; of attention sinks; of a product in a chunk most parts of k of the one that left squares
+        branch_weight: u32 as [branch_weight, sinks, square_splits],
         /// its bias; or boxes of a matrix: the first of three tensor maps
         branch_bias: u32 as [branch_bias, boxes],
         /// cache; or work arena: sums of squares of parts of rows, for a norm
@@ -255,11 +256,11 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
             ("WaveRows", rows_members(&schedule.program, plan, over, *residual, sum.as_ref(), out.as_ref()))
         }
         (Action::MatMul { squares, target, then, pass, chunk, warps, tiles, held, .. }, Op::MatVec(m)) => {
-            let factor = squares.is_some();
-            let norm_eps = m.norm.filter(|_| squares.is_some()).map_or(0.0, |norm| norm.eps);
+            let factor = squares.is_some() || may_lack_factor(proven, grid, m);
+            let norm_eps = m.norm.filter(|_| factor).map_or(0.0, |norm| norm.eps);
             let plain = match target {
                 Written::Out(out) => !plan.work[out.index()].layout.is_input(),
-                Written::Residual(_) => then.is_none(),
+                Written::Residual(_) | Written::Sums { .. } => then.is_none(),
                 Written::Best(_) => true,
             };
             let to = match (then, target) {
@@ -295,14 +296,13 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
             );
             let left = match (then, target) {
                 (Some(then), _) => then.to,
-                (None, Written::Out(out) | Written::Best(out) | Written::Residual(out)) => *out,
+                (None, Written::Out(out) | Written::Best(out)) => *out,
+                (None, Written::Residual(out) | Written::Sums { residual: out, .. }) => *out,
             };
-            let residual = match target {
-                Written::Residual(residual) => everywhere_member(plan, "RESIDUAL_EVERYWHERE", *residual),
-                Written::Out(_) | Written::Best(_) => everywhere_member(plan, "RESIDUAL_EVERYWHERE", left),
-            };
+            let residual = everywhere_member(plan, "RESIDUAL_EVERYWHERE", target.residual().unwrap_or(left));
             let homes = everywhere_member(plan, "EVERYWHERE", left) + &residual;
-            ("WaveMatMul", members + &homes + &coding_members(schedule.program.format_of(grid)))
+            let sums = format!("bool SUMS = {}\n", matches!(target, Written::Sums { .. }));
+            ("WaveMatMul", members + &sums + &homes + &coding_members(schedule.program.format_of(grid)))
         }
         (Action::NormHeads { x, .. }, Op::Attention(a)) => {
             let members = attention_members(schedule, wave.grid, a, 0) + &gate_member(grid);
@@ -465,6 +465,13 @@ fn scan_wave_members(proven: &Proven<'_>, grid: &Grid, scan: &Scan, (x, out): (W
     format!("{members}int X_PARTS = {}\nbool OUT_TILES = {}\n", parts_of(plan, x), is_tiles(plan, out))
 }
 
+/// Whether the input of a product may lack the factor of its norm: a wave says whether it does, so all products of a shape are of one class.
+fn may_lack_factor(proven: &Proven<'_>, grid: &Grid, m: &MatVec) -> bool {
+    let has_squares = |work: &Work| matches!(work.layout, Layout::Squares { .. });
+    let is_factor = m.norm.as_ref().is_some_and(NormAttr::is_factor) && grid.operand(Role::NormBias).is_none();
+    is_factor && proven.plan().work.iter().any(has_squares)
+}
+
 /// How a buffer by place has its tiles.
 fn tiling_of(plan: &Plan, id: WorkId) -> Tiling {
     match plan.work[id.index()].layout {
@@ -511,6 +518,7 @@ fn rows_members(
     };
     let row_parts = match over {
         Over::Rows { parts } => parts,
+        Over::Sums { .. } => 1,
         _ => unreachable!("prove: rows are divided over rows"),
     };
     let prefixed = |of: &str| of.lines().fold(String::new(), |s, line| s + &renamed(line) + "\n");
@@ -541,6 +549,14 @@ fn everywhere_member(plan: &Plan, name: &str, id: WorkId) -> String {
 /// Whether warpgroups of a step read a buffer of activations.
 fn is_tiles(plan: &Plan, id: WorkId) -> bool {
     plan.work[id.index()].layout == Layout::Tiles
+}
+
+/// Sums of squares of each row in a buffer of activations, and parts of k of the product that leaves them in some launches alone; `None`: in all.
+fn squares_of(plan: &Plan, id: WorkId) -> (u32, Option<u32>) {
+    match plan.work[id.index()].layout {
+        Layout::Squares { groups, parts } => (groups, Some(parts)),
+        _ => (parts_of(plan, id), None),
+    }
 }
 
 /// Parts of the sums in a buffer of activations; 0 if it holds no sums.
@@ -602,7 +618,7 @@ fn machine_members(proven: &Proven<'_>, trace: Trace) -> Vec<String> {
 /// Most sums of squares of a row that a product adds up.
 fn square_parts(plan: &Plan) -> u32 {
     let parts = |wave: &PlanWave| match wave.action {
-        Action::MatMul { squares: Some(squares), .. } => parts_of(plan, squares),
+        Action::MatMul { squares: Some(squares), .. } => squares_of(plan, squares).0,
         _ => 0,
     };
     plan.waves.iter().map(parts).max().unwrap_or(0)
@@ -855,9 +871,20 @@ fn entry(proven: &Proven<'_>, (held, matrices): (&Held, &[Option<Matrix>]), wave
             }
         }
         Action::MatMul { x, squares, target, then, .. } => {
+            let then_to = then.map_or(NONE, |then| work(then.to));
             let (out, residual) = match target {
                 Written::Out(out) | Written::Best(out) => (work(out), NONE),
-                Written::Residual(residual) => (then.map_or(NONE, |then| work(then.to)), work(residual)),
+                Written::Residual(residual) | Written::Sums { residual, .. } => (then_to, work(residual)),
+            };
+            let lacks = matches!(&grid.op, Op::MatVec(m) if may_lack_factor(proven, grid, m));
+            let (parts, splits) = match squares.map(|squares| squares_of(plan, squares)) {
+                Some((parts, splits)) => (parts, splits.unwrap_or(NONE)),
+                None if lacks => (0, 0),
+                None => (NONE, NONE),
+            };
+            let (branch, shown) = match target {
+                Written::Sums { branch, shown, .. } => (branch.map_or(NONE, work), shown.into()),
+                _ => (parts, NONE),
             };
             let row_scales = row_scales_at(held, matrices, grid).unwrap_or(NONE);
             let own = grid.operand(Role::Weight).map(|weight| held.units[weight.buffer.index()].start);
@@ -870,7 +897,9 @@ fn entry(proven: &Proven<'_>, (held, matrices): (&Held, &[Option<Matrix>]), wave
                 row_scales,
                 table: of(Role::Bias),
                 norm_weight: vector(then.and_then(|then| then.norm).and_then(|of| of.weight)),
-                branch: squares.map_or(NONE, |squares| parts_of(plan, squares)),
+                branch,
+                norm_bias: shown,
+                branch_weight: splits,
                 k_cache: squares.map_or(NONE, work),
                 v_cache: then.and_then(|then| then.squares).map_or(NONE, work),
                 ..none
@@ -935,7 +964,9 @@ fn entry(proven: &Proven<'_>, (held, matrices): (&Held, &[Option<Matrix>]), wave
             ..none
         },
         Action::Combine { x, places, shares, shared, gate, target } => {
-            let (Written::Out(out) | Written::Residual(out) | Written::Best(out)) = target;
+            let (Written::Out(out) | Written::Residual(out)) = target else {
+                unreachable!("prove: slots are added to the residual, or have an output")
+            };
             Wave {
                 x: work(x),
                 out: work(out),

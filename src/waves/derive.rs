@@ -15,7 +15,7 @@ use super::{
 use crate::candidate::wave::{WAVE_KNOBS, WaveKnobs};
 use crate::dtype::DType;
 use crate::format::{Code, Format};
-use crate::ir::layout::{PLACE_ALIGN_BYTES, cache_row_bytes, place_align};
+use crate::ir::layout::{PLACE_ALIGN_BYTES, cache_row_bytes, place_align, share_of};
 use crate::ir::op::{
     Attention, Combine, Convolve, Epilogue, GroupNorm, MatVec, Mix, NormAttr, Op, QkNormAttr, Role, Route, Scan,
 };
@@ -277,12 +277,25 @@ fn share_results(plan: &mut Plan) {
     if plan.machine.devices == 1 {
         return;
     }
+    let parted: Vec<usize> = (0..plan.waves.len()).filter(|w| plan.sums_of(*w).is_some()).collect();
+    for w in parted {
+        let all = !plan.keeps_columns(w);
+        if let Action::MatMul { target: Written::Sums { shown, .. }, .. } = &mut plan.waves[w].action {
+            *shown = all;
+        }
+    }
     let is_whole = |id: WorkId, wave: &Wave| match wave.action {
         Action::MatMul { target: Written::Residual(residual), .. } if residual == id => false,
         _ => wave.action.accesses().0.contains(&id),
     };
     let divided = plan.waves.iter().filter(|wave| wave.action.is_divided());
-    let written: BTreeSet<WorkId> = divided.flat_map(|wave| wave.action.accesses().1).collect();
+    // Of a residual to which sums are added, waves say themselves where it goes.
+    let kept = |wave: &Wave| match wave.action {
+        Action::MatMul { target: Written::Sums { residual, .. }, .. } => Some(residual),
+        _ => None,
+    };
+    let written = |wave: &Wave| wave.action.accesses().1.into_iter().filter(|id| kept(wave) != Some(*id)).collect();
+    let written: BTreeSet<WorkId> = divided.flat_map::<Vec<_>, _>(written).collect();
     for id in written {
         let layout = plan.work[id.index()].layout;
         // The host reads the best logits, and a tail the residual of its chunk.
@@ -712,6 +725,8 @@ struct Normed {
     /// The exchange of the program that has the residual.
     of: BufferId,
     norm: Option<NormOf>,
+    /// Of what lacks the factor of the norm.
+    squares: Option<WorkId>,
 }
 
 /// Buffers of a choice, and of what follows from it.
@@ -792,10 +807,15 @@ impl Builder<'_> {
         let grid = &self.program.grids[wave.grid.index()];
         match (&wave.action, over, &grid.op) {
             (Action::Rows { .. }, Over::Rows { parts }, _) => Sums::Row { parts },
+            (Action::Rows { .. }, Over::Sums { .. }, _) => Sums::Row { parts: 1 },
             (&Action::MatMul { warps, target, then, tiles, .. }, Over::Units { parts, .. }, Op::MatVec(m)) => {
                 let matrix = Matrix::of(m, self.program.format_of(grid));
                 let paired = target.is_paired(parts);
-                let squares = if then.is_some() { self.plan.machine.sms / 2 } else { 0 };
+                let squares = match (then, target) {
+                    (None, _) => 0,
+                    (_, Written::Sums { .. }) => m.units().div_ceil(SHARED_UNITS),
+                    _ => self.plan.machine.sms / 2,
+                };
                 Sums::Product { parts, granules: matrix.part(parts), groups: warps.k, paired, squares, tiles }
             }
             (&Action::Attend { tile, .. } | &Action::AttendRow { tile, .. }, _, Op::Attention(a)) => {
@@ -829,12 +849,11 @@ impl Builder<'_> {
 
     fn division(&mut self, over: Over) -> DivisionId {
         let (rows, block_rows) = (self.plan.rows, self.plan.block_rows);
-        let Machine { sms, devices, .. } = self.plan.machine;
-        let paired = self.shares_weights();
+        let blocks_of = Blocks::of(&self.plan);
         let divisions = &mut self.plan.divisions;
         let found = divisions.iter().position(|division| division.over == over);
         DivisionId::from(found.unwrap_or_else(|| {
-            let shares = |blocks| shares(over, blocks, block_rows, (sms, devices), paired);
+            let shares = |blocks| shares(over, blocks, block_rows, blocks_of);
             let shares = (1..=rows / block_rows).map(shares).collect();
             divisions.push(Division { over, shares });
             divisions.len() - 1
@@ -931,12 +950,15 @@ impl Builder<'_> {
         let to = self.work("normed", Layout::of_input(tiles), m.k);
         let norm = m.norm.map(|norm| self.norm_of(grid, norm));
         // In a layer with experts several products read one norm.
-        let same = |of: Normed| (of.to, of.of) == (to, x) && same_norm(self.program, of.norm, norm);
-        if self.normed.is_some_and(same) {
-            return Ok((to, None));
-        }
         // Scores and experts take no factor.
         let whole = m.epilogue == Epilogue::Scores || Chosen::of(self.program, grid).is_some();
+        let same = |of: &Normed| {
+            let taken = of.squares.is_none() || !whole && of.norm == norm;
+            taken && (of.to, of.of) == (to, x) && same_norm(self.program, of.norm, norm)
+        };
+        if let Some(Normed { squares, .. }) = self.normed.filter(same) {
+            return Ok((to, squares));
+        }
         let factor = norm.is_some_and(|of| of.norm.is_factor() && of.bias.is_none()) && !whole;
         if factor && self.ends_in_pairs() {
             let squares = Some(self.work("squares", Layout::Parts(self.plan.machine.sms / 2), 1));
@@ -945,6 +967,10 @@ impl Builder<'_> {
             }
             self.normed = None;
             return Ok((to, squares));
+        }
+        if factor && let Some(squares) = self.ends_in_sums(residual, Input { to, norm, squares: None }) {
+            self.normed = Some(Normed { to, of: x, norm, squares: Some(squares) });
+            return Ok((to, Some(squares)));
         }
         if !matches!(self.plan.waves.last(), Some(Wave { action: Action::Rows { out: None, .. }, .. })) {
             self.push(id, Action::Rows { residual, sum: None, out: None }, WHOLE_ROWS);
@@ -967,7 +993,7 @@ impl Builder<'_> {
         if let (Some(Action::Rows { out, .. }), Some(over)) = (last, self.overs.last_mut()) {
             (*out, *over) = (Some(Input { to, norm, squares }), Over::Rows { parts });
         }
-        self.normed = squares.is_none().then_some(Normed { to, of: x, norm });
+        self.normed = squares.is_none().then_some(Normed { to, of: x, norm, squares: None });
         Ok((to, squares))
     }
 
@@ -977,6 +1003,44 @@ impl Builder<'_> {
             (Some(Action::MatMul { target, .. }), Some(&Over::Units { parts, .. })) => target.is_paired(parts),
             _ => false,
         }
+    }
+
+    /// Lets the last product of a chunk leave the input of the next one itself ([`Written::Sums`]), if it adds to the residual and groups of columns are whole on a device. What
+    /// follows are the sums of squares.
+    fn ends_in_sums(&mut self, residual: WorkId, then: Input) -> Option<WorkId> {
+        let Plan { form, ref machine, ref waves, .. } = self.plan;
+        let last = waves.len().checked_sub(1)?;
+        let adds = |wave: &Wave| match wave.action {
+            Action::MatMul { squares: None, target, then: None, .. } => Some(target),
+            _ => None,
+        };
+        let (product, branch) = match waves[last].action {
+            Action::Rows { sum: Some(Sum::Branch { branch, norm: None, .. }), out: None, .. } if last > 0 => {
+                (last - 1, Some(branch))
+            }
+            _ => (last, None),
+        };
+        let ends = match (adds(&waves[product])?, branch) {
+            (Written::Out(out), Some(branch)) => out == branch,
+            (Written::Residual(_), None) => true,
+            _ => false,
+        };
+        let Over::Units { n, parts, .. } = self.overs[product] else { return None };
+        let begins = |device| share_of(n, device, machine.devices).start.is_multiple_of(SHARED_UNITS);
+        if form != Form::Chunk || machine.products != Products::Shared || !ends || !(0..machine.devices).all(begins) {
+            return None;
+        }
+        let squares = self.work("squares", Layout::Squares { groups: n.div_ceil(SHARED_UNITS), parts }, 1);
+        if let Action::MatMul { target, then: left, .. } = &mut self.plan.waves[product].action {
+            *target = Written::Sums { branch, residual, shown: false };
+            *left = Some(Input { squares: Some(squares), ..then });
+        }
+        self.overs[product] = Over::Units { n, parts, step: SHARED_UNITS };
+        if let (Some(_), Action::Rows { out, .. }) = (branch, &mut self.plan.waves[last].action) {
+            *out = Some(then);
+            self.overs[last] = Over::Sums { parts };
+        }
+        Some(squares)
     }
 
     /// Number of parts of equal length into which SMs divide each row.
@@ -1007,7 +1071,7 @@ impl Builder<'_> {
         let as_tiles = left.is_none_or(|x| self.plan.work[x.index()].layout == Layout::Tiles);
         let in_tiles = self.tiles(grid, m).filter(|_| as_tiles);
         let (x, squares) = self.input(id, grid, m, in_tiles.is_some())?;
-        let over = Over::Units { n: m.units(), parts };
+        let over = Over::Units { n: m.units(), parts, step: 1 };
         let in_pairs = if self.pairs(m, parts) { in_tiles.or_else(|| self.shape(over, &matrix, true)) } else { None };
         let Some(Shape { pass, chunk, warps }) = in_pairs.or(in_tiles).or_else(|| self.shape(over, &matrix, false))
         else {
@@ -1063,7 +1127,7 @@ impl Builder<'_> {
             return None;
         }
         let parts = self.parts(grid, m, &Matrix::of(m, format));
-        let longest = self.longest(Over::Units { n: m.units(), parts }, 1).max(1);
+        let longest = self.longest(Over::Units { n: m.units(), parts, step: 1 }, 1).max(1);
         let shapes = warps.iter().filter_map(|&warps| self.tile_shape(format, longest, warps));
         let shape = shapes.min_by_key(|shape| longest.next_multiple_of(WIDE_UNITS * shape.warps.units))?;
         let tile = WIDE_UNITS * shape.warps.units;
@@ -1164,16 +1228,9 @@ impl Builder<'_> {
         CHUNK_PARTS.into_iter().filter(|parts| *parts <= most).find(|parts| fits(parts) && long(parts)).unwrap_or(1)
     }
 
-    /// Whether pairs of blocks share the weights of a chunk.
-    fn shares_weights(&self) -> bool {
-        self.plan.form == Form::Chunk && self.plan.machine.pairs
-    }
-
     /// The longest share of a division, of this many blocks of rows.
     fn longest(&self, over: Over, blocks: u32) -> u32 {
-        let paired = self.shares_weights();
-        let Machine { sms, devices, .. } = self.plan.machine;
-        let shares = shares(over, blocks, self.plan.block_rows, (sms, devices), paired);
+        let shares = shares(over, blocks, self.plan.block_rows, Blocks::of(&self.plan));
         shares.iter().flatten().map(|share| share.hi - share.lo).max().unwrap_or(0)
     }
 
@@ -1667,16 +1724,17 @@ fn over_all_heads(a: &Attention) -> bool {
     [&a.q_norm, &a.k_norm].into_iter().flatten().all(QkNormAttr::is_over_all_heads)
 }
 
-/// The shares of `n` units for blocks of rows, of each of `parts` parts of k. Some SMs work on each block of rows and part of k, and share all units of the
+/// The shares of units for blocks of rows, of each part of k. Some SMs work on each block of rows and part of k, and share all units of the
 /// matrix. So each weight is read once for each block of rows, from L2 after the first time, and an SM reads only its own rows and its own part of the input.
-fn unit_shares(n: u32, parts: u32, blocks: u32, block_rows: u32, sms: u32) -> Vec<Vec<Share>> {
+fn unit_shares(units: Units, blocks: u32, block_rows: u32, sms: u32) -> Vec<Vec<Share>> {
+    let Units { n, parts, .. } = units;
     let mut out = vec![vec![]; sms as usize];
     for i in 0..blocks * parts {
         let (first, end) = nearly_equal(sms, i, blocks * parts);
         // If there are fewer SMs than blocks of rows, an SM has several.
         let end = end.max(first + 1);
         for sm in first..end {
-            let (lo, hi) = nearly_equal(n, sm - first, end - first);
+            let (lo, hi) = units.share(sm - first, end - first);
             let (row, from) = (i / parts * block_rows, i % parts * n);
             out[sm as usize].push(Share { row, rows: block_rows, lo: from + lo, hi: from + hi });
         }
@@ -1685,11 +1743,32 @@ fn unit_shares(n: u32, parts: u32, blocks: u32, block_rows: u32, sms: u32) -> Ve
 }
 
 /// The same where the two blocks of a pair have the same units, and blocks of rows side by side.
-fn paired_shares(n: u32, parts: u32, blocks: u32, block_rows: u32, sms: u32) -> Vec<Vec<Share>> {
-    let of_pairs = unit_shares(n, parts, blocks / 2, block_rows, sms / 2);
+fn paired_shares(units: Units, blocks: u32, block_rows: u32, sms: u32) -> Vec<Vec<Share>> {
+    let of_pairs = unit_shares(units, blocks / 2, block_rows, sms / 2);
     let of_block = |of: u32| move |share: &Share| Share { row: 2 * share.row + of * block_rows, ..*share };
     let of_pair = |shares: Vec<Share>| [0, 1].map(|of| shares.iter().map(of_block(of)).collect());
     of_pairs.into_iter().flat_map(of_pair).collect()
+}
+
+/// The units that are divided, of each of so many parts of k in a launch.
+#[derive(Debug, Clone, Copy)]
+struct Units {
+    n: u32,
+    parts: u32,
+    step: u32,
+}
+
+impl Units {
+    fn of(n: u32, parts: u32, step: u32) -> Units {
+        Units { n, parts, step: if parts == 1 { step.max(1) } else { 1 } }
+    }
+
+    /// Those of share `i` of `of` shares of a part.
+    fn share(self, i: u32, of: u32) -> (u32, u32) {
+        let (lo, hi) = nearly_equal(self.n.div_ceil(self.step), i, of);
+        let at = |step: u32| step.saturating_mul(self.step).min(self.n);
+        (at(lo), at(hi))
+    }
 }
 
 /// Part `i` of `of` nearly equal parts of `n`.
@@ -1704,21 +1783,21 @@ pub(super) const UNWRITTEN_MAX: u64 = 1 << 22;
 /// The shares that a derived plan has in launches of `blocks` blocks of rows, and a bound of the time and memory that it takes to list them. `None`: no plan with such
 /// numbers is derived.
 pub(super) fn usual(plan: &Plan, over: Over, blocks: u32) -> Option<(u64, impl FnOnce() -> Vec<Vec<Share>>)> {
-    let (block_rows, sms, devices) = (plan.block_rows, plan.machine.sms, plan.machine.devices);
-    let paired = plan.form == Form::Chunk && plan.machine.pairs;
+    let (block_rows, of) = (plan.block_rows, Blocks::of(plan));
+    let Blocks { sms, devices, paired, .. } = of;
     let rows = blocks.checked_mul(block_rows).filter(|rows| *rows > 0)?;
     let product = |of: &[u32]| of.iter().fold(1u64, |product, n| product.saturating_mul(u64::from(*n)));
     let shares_most = match over {
-        Over::Rows { parts: 1 } | Over::Items { .. } => 0,
+        Over::Rows { parts: 1 } | Over::Sums { .. } | Over::Items { .. } => 0,
         Over::Rows { parts } => product(&[rows, parts]),
-        Over::Units { n, parts } if u32::try_from(product(&[n, parts])).is_ok() => product(&[blocks, parts]),
+        Over::Units { n, parts, .. } if u32::try_from(product(&[n, parts])).is_ok() => product(&[blocks, parts]),
         Over::Units { .. } => return None,
         Over::Heads { n, rows: 1, .. } => product(&[rows, n]),
         Over::Heads { n, rows: tile, .. } => product(&[rows.checked_div(tile)?, n, sms]),
         Over::States { n } => u64::from(n),
     };
     let parted = match over {
-        Over::Rows { parts } | Over::Units { parts, .. } => parts > 0,
+        Over::Rows { parts } | Over::Sums { parts } | Over::Units { parts, .. } => parts > 0,
         _ => true,
     };
     let even = devices > 0 && sms.is_multiple_of(devices) && !matches!(over, Over::Heads { kept: 0, .. });
@@ -1726,21 +1805,39 @@ pub(super) fn usual(plan: &Plan, over: Over, blocks: u32) -> Option<(u64, impl F
     let listed = even && (of_device >= 2 || of_device == 1 && !paired);
     // Far from numbers that would overflow.
     let cost = shares_most.saturating_add(u64::from(sms)).saturating_add(1);
-    let list = move || shares(over, blocks, block_rows, (sms, devices), paired);
+    let list = move || shares(over, blocks, block_rows, of);
     (parted && listed && cost <= UNWRITTEN_MAX).then_some((cost, list))
+}
+
+/// The blocks that divide the work of a wave.
+#[derive(Debug, Clone, Copy)]
+struct Blocks {
+    /// Of all devices.
+    sms: u32,
+    devices: u32,
+    /// Whether pairs of blocks share the weights of a chunk.
+    paired: bool,
+}
+
+impl Blocks {
+    fn of(plan: &Plan) -> Blocks {
+        let Machine { sms, devices, pairs, .. } = plan.machine;
+        Blocks { sms, devices, paired: plan.form == Form::Chunk && pairs }
+    }
 }
 
 /// The shares of each SM of a launch of `blocks` blocks of rows. Each of several devices divides what it has of the launch indices; a wave of rows each does for
 /// itself.
-fn shares(over: Over, blocks: u32, block_rows: u32, (sms, devices): (u32, u32), paired: bool) -> Vec<Vec<Share>> {
+fn shares(over: Over, blocks: u32, block_rows: u32, of: Blocks) -> Vec<Vec<Share>> {
+    let devices = of.devices;
     let of_device = |device: u32| {
         let own = over.of_device(device, devices);
         let kept = match (over, &own) {
-            (Over::Units { parts, .. }, Some(own)) => Over::Units { n: own.len() as u32, parts },
+            (Over::Units { parts, step, .. }, Some(own)) => Over::Units { n: own.len() as u32, parts, step },
             (Over::Heads { rows, kept, .. }, Some(own)) => Over::Heads { n: own.len() as u32, rows, kept },
             _ => over,
         };
-        let mut shares = shares_of_device(kept, blocks, block_rows, sms / devices, paired);
+        let mut shares = shares_of_device(kept, blocks, block_rows, Blocks { sms: of.sms / devices, ..of });
         if let Some(own) = own.filter(|_| devices > 1) {
             for share in shares.iter_mut().flatten() {
                 // A share lies in one part of k.
@@ -1755,11 +1852,13 @@ fn shares(over: Over, blocks: u32, block_rows: u32, (sms, devices): (u32, u32), 
 }
 
 /// The same of one device.
-fn shares_of_device(over: Over, blocks: u32, block_rows: u32, sms: u32, paired: bool) -> Vec<Vec<Share>> {
+fn shares_of_device(over: Over, blocks: u32, block_rows: u32, of: Blocks) -> Vec<Vec<Share>> {
     let rows = blocks * block_rows;
+    let Blocks { sms, paired, .. } = of;
     let mut out = vec![vec![]; sms as usize];
     match over {
-        Over::Rows { parts: 1 } => {
+        Over::Sums { parts } if parts_of(parts, blocks) == 1 => {}
+        Over::Rows { parts: 1 } | Over::Sums { .. } => {
             for (sm, shares) in (0..).zip(&mut out) {
                 let (lo, hi) = nearly_equal(rows, sm, sms);
                 shares.push(Share { row: lo, rows: hi - lo, lo: 0, hi: 1 });
@@ -1771,17 +1870,19 @@ fn shares_of_device(over: Over, blocks: u32, block_rows: u32, sms: u32, paired: 
             }
         }
         // In a step SMs side by side have the parts of the same units.
-        Over::Units { n, parts } if blocks == 1 && parts > 1 && sms.is_multiple_of(parts) => {
+        Over::Units { n, parts, .. } if blocks == 1 && parts > 1 && sms.is_multiple_of(parts) => {
             for sm in 0..sms {
                 let (lo, hi) = nearly_equal(n, sm / parts, sms / parts);
                 let from = sm % parts * n;
                 out[sm as usize].push(Share { row: 0, rows: block_rows, lo: from + lo, hi: from + hi });
             }
         }
-        Over::Units { n, parts } if paired && blocks.is_multiple_of(2) => {
-            out = paired_shares(n, parts_of(parts, blocks), blocks, block_rows, sms);
+        Over::Units { n, parts, step } => {
+            let units = Units::of(n, parts_of(parts, blocks), step);
+            let of_pairs = paired && blocks.is_multiple_of(2);
+            let shares = if of_pairs { paired_shares } else { unit_shares };
+            out = shares(units, blocks, block_rows, sms);
         }
-        Over::Units { n, parts } => out = unit_shares(n, parts_of(parts, blocks), blocks, block_rows, sms),
         Over::Items { .. } => {}
         Over::States { n } => {
             for i in 0..n {

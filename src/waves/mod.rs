@@ -27,6 +27,12 @@
 //! that input in the order of warpgroups ([`Layout::Tiles`]). Tiles add up in another order than warps, so plans in one order ([`prove_alike`])
 //! have no tiles.
 //!
+//! # Sums of a chunk
+//!
+//! A product of a chunk whose operands are both in shared memory adds to the residual itself if its launch is long enough for one part of k ([`Target::Sums`]), and
+//! leaves the input of the next product: the residual times the weight of the norm. The factor of the norm follows from sums of squares by groups of columns
+//! ([`Layout::Squares`]), and multiplies what the next product makes of it. So no wave reads whole rows.
+//!
 //! # Histories of many lengths
 //!
 //! A wave of attention of a step has shares of rows and heads. If one row has a long history and others have short ones, few SMs read it
@@ -294,6 +300,9 @@ pub enum Layout {
     Parts(u32),
     /// The same, each sum in a packet: 8 bytes, which are written and read as one. The upper half is a tag, the number of the wave that wrote the packet.
     Packets(u32),
+    /// Sums of squares of each row, fp32: of as many groups of columns, each those of [`SHARED_UNITS`] units of the product that leaves them. Only launches in which
+    /// that product has one part of k have them; it has `parts` parts in a launch of one block.
+    Squares { groups: u32, parts: u32 },
     /// A score and an id of each row and block (a column), 8 bytes.
     Best,
     /// The results of up to this many KV splits of each row, fp32: row by row, split by split.
@@ -331,6 +340,7 @@ impl Work {
                 let of_parts = rows.min(CHUNK_BLOCK_ROWS.into()).saturating_mul(count.into());
                 rows.max(of_parts).saturating_mul(cols).saturating_mul(4)
             }
+            Layout::Squares { groups, .. } => (rows * cols).saturating_mul(4).saturating_mul(groups.into()),
             Layout::Splits(count) => (rows * cols).saturating_mul(4).saturating_mul(u64::from(count)),
             Layout::Packets(count) => (rows * cols).saturating_mul(8).saturating_mul(u64::from(count)),
             Layout::Best => (rows * cols).saturating_mul(8),
@@ -417,7 +427,7 @@ pub enum Action {
         /// If `x` lacks the factor of its norm: the sums of squares from which the factor follows.
         squares: Option<WorkId>,
         target: Target,
-        /// For a product in pairs, which has a whole residual: the input of the next product.
+        /// For a product that leaves a whole residual, in pairs or by [`Target::Sums`]: the input of the next product.
         then: Option<Input>,
         /// Most units that a block multiplies at once.
         pass: u32,
@@ -475,6 +485,10 @@ pub enum Target {
     Out(WorkId),
     /// In place: one share writes each element.
     Residual(WorkId),
+    /// Of a chunk. A launch with one part of k adds to the residual in place, and leaves the input of the next product without the factor of its norm. One with several
+    /// leaves sums of parts in `branch`, and the wave of rows after it does both. `shown`: of several devices, whether the residual goes to all, or each keeps the
+    /// columns to which it adds.
+    Sums { branch: Option<WorkId>, residual: WorkId, shown: bool },
     /// For each row, the best of the logits that a block computes.
     Best(WorkId),
 }
@@ -483,6 +497,22 @@ impl Target {
     /// Whether the two blocks of a pair exchange and add the sums of a product in `parts` parts of k.
     pub fn is_paired(self, parts: u32) -> bool {
         parts > 1 && matches!(self, Target::Residual(_))
+    }
+
+    /// The residual to which it adds in place.
+    pub fn residual(self) -> Option<WorkId> {
+        match self {
+            Target::Residual(residual) | Target::Sums { residual, .. } => Some(residual),
+            Target::Out(_) | Target::Best(_) => None,
+        }
+    }
+
+    /// All that it writes, in one launch or another.
+    pub fn written(self) -> Vec<WorkId> {
+        match self {
+            Target::Out(to) | Target::Residual(to) | Target::Best(to) => vec![to],
+            Target::Sums { branch, residual, .. } => branch.into_iter().chain([residual]).collect(),
+        }
     }
 }
 
@@ -510,7 +540,8 @@ pub enum Sum {
 pub struct Input {
     pub to: WorkId,
     pub norm: Option<NormOf>,
-    /// `to` is the residual times the norm's weight, and the product multiplies by the norm's factor. These are the sums of squares of parts of a row.
+    /// `to` is the residual times the norm's weight, and the product multiplies by the norm's factor. These are the sums of squares of parts of a row, from which it follows.
+    /// After [`Target::Sums`] both are so in launches with one part of k alone; in others `to` has its factor.
     pub squares: Option<WorkId>,
 }
 
@@ -527,8 +558,11 @@ pub struct Division {
 pub enum Over {
     /// Single rows, in parts of their columns (multiples of 8, nearly equal): a launch index each.
     Rows { parts: u32 },
+    /// Single whole rows, in launches in which a product of `parts` parts of k has several. In others no block has any.
+    Sums { parts: u32 },
     /// Units of a matrix, for blocks of rows, of each part of k: index `part * n + unit`. A launch of one block has `parts` parts, one of several fewer ([`parts_of`]).
-    Units { n: u32, parts: u32 },
+    /// Of launches with one part, shares begin at multiples of `step` units of a device.
+    Units { n: u32, parts: u32, step: u32 },
     /// Groups of heads, or of columns of scores, for tiles of `rows` rows. Of several devices one has `kept` groups in a row, those of a KV head.
     Heads { n: u32, rows: u32, kept: u32 },
     /// Tiles of experts, of which there are at most `tiling.most`, in `parts` parts of their units. Devices deal them out by number, so there are no shares.
@@ -542,7 +576,7 @@ impl Over {
     fn indices(self) -> u32 {
         match self {
             Over::Units { n, .. } | Over::Heads { n, .. } => n,
-            Over::Rows { .. } | Over::Items { .. } | Over::States { .. } => 0,
+            Over::Rows { .. } | Over::Sums { .. } | Over::Items { .. } | Over::States { .. } => 0,
         }
     }
 
@@ -556,7 +590,7 @@ impl Over {
                 let first = |device: u32| (heads * u64::from(device)).div_ceil(u64::from(devices.max(1))) as u32 * kept;
                 Some(first(device)..first(device + 1))
             }
-            Over::Rows { .. } | Over::Items { .. } | Over::States { .. } => None,
+            Over::Rows { .. } | Over::Sums { .. } | Over::Items { .. } | Over::States { .. } => None,
         }
     }
 }
@@ -575,6 +609,34 @@ impl Plan {
     /// copies half of every chunk of weights to both.
     pub fn shares_weights(&self, blocks: u32) -> bool {
         self.form == Form::Chunk && self.machine.pairs && blocks.is_multiple_of(2)
+    }
+
+    /// The residual, units and parts of k of wave `w`, if it is a product that leaves sums ([`Target::Sums`]).
+    fn sums_of(&self, w: usize) -> Option<(WorkId, u32, u32)> {
+        let wave = self.waves.get(w)?;
+        match (&wave.action, self.divisions.get(wave.division.index())?.over) {
+            (&Action::MatMul { target: Target::Sums { residual, .. }, .. }, Over::Units { n, parts, .. }) => {
+                Some((residual, n, parts))
+            }
+            _ => None,
+        }
+    }
+
+    /// Of several devices: whether nothing but a product that adds to the same columns of the residual, in the same launches, reads what wave `w` leaves of it, so each device
+    /// keeps its own columns.
+    fn keeps_columns(&self, w: usize) -> bool {
+        let Some(sums) = self.sums_of(w) else { return false };
+        let accesses = |wave: &Wave| {
+            let (reads, writes) = wave.action.accesses();
+            reads.contains(&sums.0) || writes.contains(&sums.0)
+        };
+        // The wave of rows of the same sum is one of other launches.
+        let rows = |wave: &Wave| {
+            wave.grid == self.waves[w].grid
+                && self.divisions.get(wave.division.index()).is_some_and(|d| d.over == Over::Sums { parts: sums.2 })
+        };
+        let next = (w + 1..self.waves.len()).find(|v| accesses(&self.waves[*v]) && !rows(&self.waves[*v]));
+        next.is_some_and(|v| self.sums_of(v) == Some(sums))
     }
 
     /// Bytes of the arena of activations.
@@ -696,11 +758,8 @@ impl Action {
             Action::MatMul { x, squares, target, then, .. } => {
                 let mut reads = vec![x];
                 reads.extend(squares);
-                let (Target::Out(to) | Target::Best(to) | Target::Residual(to)) = target;
-                if matches!(target, Target::Residual(_)) {
-                    reads.push(to);
-                }
-                let mut writes = vec![to];
+                reads.extend(target.residual());
+                let mut writes = target.written();
                 writes.extend(then.map(|then| then.to));
                 writes.extend(then.and_then(|then| then.squares));
                 (reads, writes)
@@ -723,11 +782,8 @@ impl Action {
             Action::Gated { mixed, x, out } => (vec![mixed, x], vec![out]),
             Action::Combine { x, places, shares, shared, gate, target } => {
                 let mut reads: Vec<WorkId> = [x, places, shares].into_iter().chain(shared).chain(gate).collect();
-                let (Target::Out(to) | Target::Best(to) | Target::Residual(to)) = target;
-                if matches!(target, Target::Residual(_)) {
-                    reads.push(to);
-                }
-                (reads, vec![to])
+                reads.extend(target.residual());
+                (reads, target.written())
             }
         }
     }

@@ -123,7 +123,8 @@ impl Parser<'_> {
 
     fn work(&mut self) -> Parsed<Work> {
         let names = [
-            "rows", "operand", "tiles", "parts", "packets", "best", "splits", "groups", "sources", "grouped", "placed",
+            "rows", "operand", "tiles", "parts", "packets", "squares", "best", "splits", "groups", "sources",
+            "grouped", "placed",
         ];
         let layout = match self.words(&names)? {
             "operand" => Layout::Operand,
@@ -135,6 +136,11 @@ impl Parser<'_> {
                     "rows" => Layout::Rows(self.one_of(&DTYPES, DType::name)?),
                     "parts" => Layout::Parts(self.u32()?),
                     "packets" => Layout::Packets(self.u32()?),
+                    "squares" => {
+                        let groups = self.u32()?;
+                        self.expect("*")?;
+                        Layout::Squares { groups, parts: self.u32()? }
+                    }
                     "splits" => Layout::Splits(self.u32()?),
                     "groups" => Layout::Groups(self.tiling()?),
                     "sources" => Layout::Sources(self.tiling()?),
@@ -158,9 +164,13 @@ impl Parser<'_> {
 
     /// With the lines of its shares. Shares without a line are those that derived plans have.
     fn division(&mut self, plan: &Plan, unwritten: &mut Unwritten) -> Parsed<Division> {
-        let over = match self.words(&["rows", "units", "heads", "items", "states"])? {
+        let over = match self.words(&["rows", "sums", "units", "heads", "items", "states"])? {
+            "sums" => Over::Sums { parts: self.attr_u32("parts")? },
             "rows" => Over::Rows { parts: self.attr_u32("parts")? },
-            "units" => Over::Units { n: self.attr_u32("n")?, parts: self.attr_u32("parts")? },
+            "units" => {
+                let (n, parts) = (self.attr_u32("n")?, self.attr_u32("parts")?);
+                Over::Units { n, parts, step: self.optional_u32("step")?.unwrap_or(1) }
+            }
             "heads" => {
                 let (n, rows) = (self.attr_u32("n")?, self.attr_u32("rows")?);
                 Over::Heads { n, rows, kept: self.optional_u32("kept")?.unwrap_or(1) }
@@ -301,12 +311,13 @@ impl Parser<'_> {
     }
 
     fn wave_target(&mut self) -> Parsed<Target> {
-        let role = self.words(&["out", "residual", "best"])?;
+        let role = self.words(&["out", "residual", "sums", "best"])?;
         self.expect("=")?;
         let to = WorkId(self.id("a")?);
         Ok(match role {
             "out" => Target::Out(to),
             "residual" => Target::Residual(to),
+            "sums" => Target::Sums { branch: self.optional_work("branch")?, residual: to, shown: self.eat("shown") },
             _ => Target::Best(to),
         })
     }

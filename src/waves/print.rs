@@ -73,12 +73,16 @@ fn write_input(f: &mut Formatter<'_>, names: [&str; 2], input: Option<Input>) ->
 }
 
 fn write_target(f: &mut Formatter<'_>, target: Target) -> fmt::Result {
-    let (role, to) = match target {
-        Target::Out(to) => ("out", to),
-        Target::Residual(to) => ("residual", to),
-        Target::Best(to) => ("best", to),
-    };
-    write!(f, " {role}={to}")
+    match target {
+        Target::Out(to) => write!(f, " out={to}"),
+        Target::Residual(to) => write!(f, " residual={to}"),
+        Target::Best(to) => write!(f, " best={to}"),
+        Target::Sums { branch, residual, shown } => {
+            write!(f, " sums={residual}")?;
+            optional(f, "branch", branch)?;
+            flag(f, "shown", shown)
+        }
+    }
 }
 
 fn write_splits(f: &mut Formatter<'_>, splits: Option<Splits>) -> fmt::Result {
@@ -256,6 +260,7 @@ impl fmt::Display for Layout {
             Layout::Tiles => f.write_str("tiles"),
             Layout::Parts(parts) => write!(f, "parts:{parts}"),
             Layout::Packets(parts) => write!(f, "packets:{parts}"),
+            Layout::Squares { groups, parts } => write!(f, "squares:{groups}*{parts}"),
             Layout::Best => f.write_str("best"),
             Layout::Splits(most) => write!(f, "splits:{most}"),
         }
@@ -294,7 +299,11 @@ impl fmt::Display for Over {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         match self {
             Over::Rows { parts } => write!(f, "rows parts={parts}"),
-            Over::Units { n, parts } => write!(f, "units n={n} parts={parts}"),
+            Over::Sums { parts } => write!(f, "sums parts={parts}"),
+            Over::Units { n, parts, step } => {
+                write!(f, "units n={n} parts={parts}")?;
+                optional(f, "step", (*step != 1).then_some(step))
+            }
             Over::Heads { n, rows, kept } => {
                 write!(f, "heads n={n} rows={rows}")?;
                 optional(f, "kept", (*kept != 1).then_some(kept))

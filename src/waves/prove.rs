@@ -455,7 +455,7 @@ impl Judge<'_> {
         if matches!(over, Over::Items { .. } | Over::States { .. }) && devices > 1 {
             return Err("items or states, of which no device of several has its part".to_string());
         }
-        if let Over::Rows { .. } = over {
+        if let Over::Rows { .. } | Over::Sums { .. } = over {
             let of_device = |(device, of_sms): (usize, &[Vec<Share>])| {
                 partitions(over, rows, block_rows, of_sms).map_err(|what| match devices {
                     1 => what,
@@ -490,9 +490,16 @@ impl Judge<'_> {
     fn homes(&mut self) {
         let plan = self.plan;
         for (id, work) in (0..).map(WorkId).zip(&plan.work) {
-            let writes = |wave: &Wave| wave.action.is_divided() && wave.action.accesses().1.contains(&id);
-            let in_place =
-                |wave: &Wave| matches!(wave.action, Action::MatMul { target: Written::Residual(of), .. } if of == id);
+            let in_place = |wave: &Wave| match wave.action {
+                Action::MatMul { target: Written::Residual(of) | Written::Sums { residual: of, .. }, .. } => of == id,
+                _ => false,
+            };
+            // Sums say themselves where the residual goes.
+            let says = |wave: &Wave| matches!(wave.action, Action::MatMul { target: Written::Sums { .. }, .. });
+            let writes = |wave: &Wave| {
+                let is_said = in_place(wave) && says(wave);
+                wave.action.is_divided() && wave.action.accesses().1.contains(&id) && !is_said
+            };
             let reads = |wave: &Wave| wave.action.accesses().0.contains(&id) && !in_place(wave);
             let kept = work.layout == Layout::Best || plan.form == Form::Chunk;
             let is_divided = plan.machine.devices > 1 && plan.waves.iter().any(writes);
@@ -502,6 +509,14 @@ impl Judge<'_> {
                 self.violate(Rule::Home, None, what);
             } else if work.everywhere && plan.machine.devices == 1 {
                 self.violate(Rule::Home, None, format!("{id} is everywhere, and there is one device"));
+            }
+        }
+        for (w, wave) in plan.waves.iter().enumerate() {
+            let Action::MatMul { target: Written::Sums { residual, shown, .. }, .. } = wave.action else { continue };
+            if shown != (plan.machine.devices > 1 && !plan.keeps_columns(w)) {
+                let what =
+                    if shown { "goes to all devices, and nothing reads it there" } else { "has a part on each device" };
+                self.violate(Rule::Home, Some(w), format!("{residual} {what}"));
             }
         }
     }
@@ -594,9 +609,8 @@ impl Judge<'_> {
             return self.violate(Rule::Bounds, Some(w), "a buffer or a division that does not exist");
         }
         let residual = match wave.action {
-            Action::Rows { residual, .. }
-            | Action::MatMul { target: Written::Residual(residual), .. }
-            | Action::Combine { target: Written::Residual(residual), .. } => Some(residual),
+            Action::Rows { residual, .. } => Some(residual),
+            Action::MatMul { target, .. } | Action::Combine { target, .. } => target.residual(),
             _ => None,
         };
         let both = |id: &&WorkId| writes.contains(id) && Some(**id) != residual;
@@ -671,11 +685,16 @@ impl Judge<'_> {
         let over = self.plan.divisions.get(wave.division.index()).map(|division| division.over);
         let found = match (&wave.action, over, &grid.op) {
             (Action::Rows { .. }, Some(Over::Rows { parts }), _) => Some(Sums::Row { parts }),
+            (Action::Rows { .. }, Some(Over::Sums { .. }), _) => Some(Sums::Row { parts: 1 }),
             (&Action::MatMul { warps, target, then, tiles, .. }, Some(Over::Units { parts, .. }), Op::MatVec(m)) => {
                 let format = grid.operand(Role::Weight).map(|weight| program.buffers[weight.buffer.index()].format());
                 let granules = format.map(|format| part_granules(m, format, parts));
                 let paired = target.is_paired(parts);
-                let squares = if then.is_some() { self.plan.machine.sms / 2 } else { 0 };
+                let squares = match (then, target) {
+                    (None, _) => 0,
+                    (_, Written::Sums { .. }) => m.units().div_ceil(SHARED_UNITS),
+                    _ => self.plan.machine.sms / 2,
+                };
                 granules.map(|granules| Sums::Product { parts, granules, groups: warps.k, paired, squares, tiles })
             }
             (Action::NormHeads { .. } | Action::Append { .. } | Action::ShortConv { .. }, ..) => Some(Sums::Heads),
@@ -1085,19 +1104,38 @@ impl Judge<'_> {
         waves = rest;
         let [product, rest @ ..] = waves else { return no("expected a product") };
         self.product(grid, m, product, first)?;
-        let (Epilogue::Residual { scale }, Action::MatMul { target: Written::Out(parts), .. }) =
-            (m.epilogue, &product.action)
-        else {
-            return if rest.is_empty() { Ok(()) } else { no("expected no wave after the product") };
+        let (parts, left) = match (m.epilogue, &product.action) {
+            (Epilogue::Residual { .. }, Action::MatMul { target: Written::Out(parts), .. }) => (*parts, None),
+            (Epilogue::Residual { .. }, &Action::MatMul { target: Written::Sums { branch, .. }, then, .. }) => {
+                match branch {
+                    Some(parts) => (parts, then),
+                    None if rest.is_empty() => return Ok(()),
+                    None => return no("expected no wave after the product"),
+                }
+            }
+            _ if rest.is_empty() => return Ok(()),
+            _ => return no("expected no wave after the product"),
         };
+        let Epilogue::Residual { scale } = m.epilogue else { return no("expected a sum") };
         let [rows] = rest else { return no("expected rows that add what the product left") };
         let Action::Rows { residual, sum: Some(Sum::Branch { branch, norm: None, scale: times }), out } = rows.action
         else {
             return no("expected rows that add a branch as it is");
         };
         self.holds(branch, Value::Addend(self.grid))?;
-        if branch != *parts || times.to_bits() != scale.to_bits() {
+        if branch != parts || times.to_bits() != scale.to_bits() {
             return no("another branch or scale");
+        }
+        if let Some(left) = left {
+            // In launches with several parts these rows leave what the product leaves in others, with the factor of its norm.
+            let of = match self.plan.divisions[product.division.index()].over {
+                Over::Units { parts, .. } => parts,
+                _ => 1,
+            };
+            self.over(rows, Over::Sums { parts: of })?;
+            let same =
+                self.residual.map(|(id, _)| id) == Some(residual) && out == Some(Input { squares: None, ..left });
+            return if same { Ok(()) } else { no("expected rows that leave what the product leaves") };
         }
         self.sums(residual, grid.operand(Role::Out).map(|out| out.buffer), m.rows)?;
         self.rows_end(rows, out)
@@ -1592,11 +1630,11 @@ impl Judge<'_> {
                 return Err(format!("{parts} parts of a row that is whole, or that they do not share evenly"));
             }
         }
-        self.leaves(out, parts)
+        self.leaves(out, Layout::Parts(parts))
     }
 
-    /// A wave leaves the residual as the input of a product of the program; with squares of `parts` parts of each row, if any.
-    fn leaves(&mut self, Input { to, norm, squares }: Input, parts: u32) -> Result<(), String> {
+    /// A wave leaves the residual as the input of a product of the program; with squares of parts of each row, which lie as `parts` says, if any.
+    fn leaves(&mut self, Input { to, norm, squares }: Input, parts: Layout) -> Result<(), String> {
         let Some((residual, Some(exchange))) = self.residual else {
             return Err("no residual that the program has in an exchange".to_string());
         };
@@ -1616,7 +1654,7 @@ impl Judge<'_> {
             return Ok(());
         };
         // Blocks that share a row cannot compute a norm that needs more than a factor: the product multiplies by the factor.
-        self.layout(squares, Layout::Parts(parts), 1)?;
+        self.layout(squares, parts, 1)?;
         let Some(norm) = norm.filter(|of| of.norm.is_factor() && of.bias.is_none()) else {
             return Err("squares of a norm that wants more than a factor".to_string());
         };
@@ -1663,6 +1701,25 @@ impl Judge<'_> {
         Ok(())
     }
 
+    /// A product that leaves sums ([`Written::Sums`]): with both operands in shared memory, in a chunk. In launches with one part of k a block has whole groups of columns, of each of
+    /// which it leaves a sum of squares. Launches with several parts leave these in `branch`.
+    fn sums_and_input(&self, wave: &Wave, m: &MatVec, product: Product, branch: Option<WorkId>) -> Result<(), String> {
+        let (plan, parts) = (self.plan, product.parts);
+        if plan.form != Form::Chunk || plan.machine.products != Products::Shared {
+            return Err("sums of a product that no chunk leaves with both operands in shared memory".to_string());
+        }
+        let Action::MatMul { squares: None, then: Some(Input { squares: Some(_), .. }), .. } = wave.action else {
+            return Err("sums of an input that lacks a factor, or without squares".to_string());
+        };
+        if !m.rows.is_multiple_of(8) || branch.is_some() != (parts > 1) {
+            return Err("sums of columns that are no whole pieces of 8, or of other parts".to_string());
+        }
+        if let Some(branch) = branch {
+            self.layout(branch, Layout::Parts(parts), m.rows)?;
+        }
+        self.over(wave, Over::Units { n: m.units(), parts, step: SHARED_UNITS })
+    }
+
     /// The last wave leaves the best logits of all rows in `best`.
     fn decided(&mut self, best: WorkId, w: usize) -> Result<(), String> {
         // A tail has one step, so none of its waves reads the token that its head decides.
@@ -1685,7 +1742,7 @@ impl Judge<'_> {
     fn then(&mut self, then: Option<Input>) -> Result<(), String> {
         match then {
             Some(Input { squares: None, .. }) => Err("expected a norm factor after the product of a pair".to_string()),
-            Some(then) => self.leaves(then, self.plan.machine.sms / 2),
+            Some(then) => self.leaves(then, Layout::Parts(self.plan.machine.sms / 2)),
             None => Ok(()),
         }
     }
@@ -1708,7 +1765,7 @@ impl Judge<'_> {
             (Some(Value::Normed(of, norm)), None) => of == input && same_norm(program, norm, expected),
             (Some(Value::Weighted(of, norm)), Some(squares)) => {
                 self.holds(squares, Value::Squares(of))?;
-                if !matches!(self.plan.work[squares.index()].layout, Layout::Parts(_)) {
+                if !matches!(self.plan.work[squares.index()].layout, Layout::Parts(_) | Layout::Squares { .. }) {
                     return Err(format!("{squares} has no sums of parts"));
                 }
                 of == input && Some(norm) == expected
@@ -1733,10 +1790,10 @@ impl Judge<'_> {
         if format.is_plain() && format != Format::plain(DType::Bf16) {
             return Err("weights that are neither bf16 nor codes".to_string());
         }
-        let Over::Units { parts, .. } = self.plan.divisions[wave.division.index()].over else {
+        let Over::Units { parts, step, .. } = self.plan.divisions[wave.division.index()].over else {
             return Err("a product that is not divided over units".to_string());
         };
-        self.over(wave, Over::Units { n: m.units(), parts })?;
+        self.over(wave, Over::Units { n: m.units(), parts, step })?;
         let product = Product { pass, chunk, warps, parts };
         let ring = if tiles { self.tiles_of(m, format, product) } else { self.ring_of(m, format, product) };
         for what in ring.into_iter().chain(self.held_of(m, format, product, (tiles, held))) {
@@ -1748,7 +1805,7 @@ impl Judge<'_> {
         if longest * longest.div_ceil(u64::from(pass.max(1))) > u64::from(u32::MAX) {
             return Err(format!("passes of {pass} of {longest} units, which 32 bits do not divide"));
         }
-        if then.is_some() && !target.is_paired(parts) {
+        if then.is_some() && !target.is_paired(parts) && !matches!(target, Written::Sums { .. }) {
             return Err("the input of the next product, of a product that has no whole residual in pairs".to_string());
         }
         self.written(grid, m, (wave, product), w)
@@ -1769,6 +1826,15 @@ impl Judge<'_> {
                 }
                 self.sums(residual, grid.operand(Role::Out).map(|out| out.buffer), m.rows)?;
                 self.then(then)
+            }
+            (Epilogue::Residual { .. }, Written::Sums { branch, residual, .. }) => {
+                self.sums_and_input(wave, m, product, branch)?;
+                self.sums(residual, grid.operand(Role::Out).map(|out| out.buffer), m.rows)?;
+                let then = then.ok_or("sums that leave no input of the next product")?;
+                if let Some(branch) = branch {
+                    self.holds.insert(branch, Value::Addend(self.grid));
+                }
+                self.leaves(then, Layout::Squares { groups: m.units().div_ceil(SHARED_UNITS), parts })
             }
             (Epilogue::Residual { .. }, Written::Out(out)) if parts > 1 => {
                 self.layout(out, Layout::Parts(parts), m.rows)?;
@@ -2089,8 +2155,13 @@ fn partitions(over: Over, rows: u32, block_rows: u32, of_sms: &[Vec<Share>]) -> 
             let shares = of_sms.iter().map(Vec::len).sum::<usize>();
             return if shares == 0 { Ok(()) } else { Err(format!("{shares} shares of items that devices deal out")) };
         }
+        Over::Sums { parts } if parts_of(parts, rows / block_rows.max(1)) <= 1 => {
+            let shares = of_sms.iter().map(Vec::len).sum::<usize>();
+            return if shares == 0 { Ok(()) } else { Err(format!("{shares} shares of rows of no sums")) };
+        }
+        Over::Sums { .. } => (1, 1),
         Over::Rows { parts } => (parts, 1),
-        Over::Units { n, parts } => (n.saturating_mul(parts_of(parts, rows / block_rows.max(1))), block_rows),
+        Over::Units { n, parts, .. } => (n.saturating_mul(parts_of(parts, rows / block_rows.max(1))), block_rows),
         Over::Heads { n, rows, .. } => (n, rows),
         // A share has all rows, so their order is that of one block.
         Over::States { n } => (n, rows),
@@ -2103,7 +2174,7 @@ fn partitions(over: Over, rows: u32, block_rows: u32, of_sms: &[Vec<Share>]) -> 
     for share in of_sms.iter().flatten() {
         let Share { row, rows: count, lo, hi } = *share;
         // A share has any number of single rows, or exactly one tile.
-        let whole = matches!(over, Over::Rows { .. }) || count == aligned;
+        let whole = matches!(over, Over::Rows { .. } | Over::Sums { .. }) || count == aligned;
         let inside = u64::from(row) + u64::from(count) <= u64::from(rows) && lo < hi && hi as usize <= n;
         if !whole || !inside || count == 0 || !row.is_multiple_of(aligned) {
             return Err(format!("{share:?} is out of its bounds"));
@@ -2111,10 +2182,13 @@ fn partitions(over: Over, rows: u32, block_rows: u32, of_sms: &[Vec<Share>]) -> 
         if matches!(over, Over::Heads { .. }) && hi != lo + 1 {
             return Err(format!("{share:?} has several groups of heads"));
         }
-        if let Over::Units { n, .. } = over
-            && lo / n != (hi - 1) / n
-        {
-            return Err(format!("{share:?} has units of several parts of k"));
+        if let Over::Units { n, parts, step } = over {
+            if lo / n != (hi - 1) / n {
+                return Err(format!("{share:?} has units of several parts of k"));
+            }
+            if step == 0 || parts_of(parts, rows / block_rows.max(1)) == 1 && !(lo % n).is_multiple_of(step) {
+                return Err(format!("{share:?} begins within {step} units"));
+            }
         }
         for tile in row / aligned..(row + count) / aligned {
             for index in lo..hi {

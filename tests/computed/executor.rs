@@ -433,7 +433,8 @@ impl Step<'_> {
     fn cell(&self, id: WorkId, row: usize, col: usize) -> usize {
         let work = &self.plan.work[id.index()];
         let (first, cols) = (work.place as usize / 2, work.cols as usize);
-        assert!(col < cols, "column {col} of {}", work.name);
+        let most = if let Layout::Squares { groups, .. } = work.layout { groups as usize } else { cols };
+        assert!(col < most, "column {col} of {}", work.name);
         first
             + match work.layout {
                 Layout::Rows(DType::F32 | DType::I32) => (row * cols + col) * 2,
@@ -443,6 +444,8 @@ impl Step<'_> {
                 Layout::Placed(_) => row * cols + col,
                 Layout::Rows(_) => row * cols + col,
                 Layout::Parts(_) | Layout::Packets(_) => self.part_cell(id, 0, row, col),
+                // Four rows side by side; `col` is a group of columns.
+                Layout::Squares { groups, .. } => ((row / 4 * groups as usize + col) * 4 + row % 4) * 2,
                 Layout::Splits(most) => (row * most as usize * cols + col) * 2,
                 Layout::Best => (row * cols + col) * 4,
                 Layout::Operand | Layout::Tiles => {
@@ -486,6 +489,7 @@ impl Step<'_> {
                 let parts = parts_of(parts, self.blocks()) as usize;
                 cols.map(|col| (0..parts).map(|part| value(part, col)).sum()).collect()
             }
+            Layout::Squares { groups, .. } => (0..groups as usize).map(|group| self.get(id, row, group)).collect(),
             Layout::Rows(_)
             | Layout::Operand
             | Layout::Tiles
@@ -504,7 +508,10 @@ impl Step<'_> {
 
     fn set(&mut self, id: WorkId, row: usize, col: usize, value: f64) {
         let layout = self.plan.work[id.index()].layout;
-        let wide = matches!(layout, Layout::Rows(DType::F32 | DType::I32) | Layout::Groups(_) | Layout::Sources(_));
+        let wide = matches!(
+            layout,
+            Layout::Rows(DType::F32 | DType::I32) | Layout::Squares { .. } | Layout::Groups(_) | Layout::Sources(_)
+        );
         self.put(self.cell(id, row, col), value, if wide { 2 } else { 1 });
     }
 
@@ -570,17 +577,22 @@ impl Step<'_> {
         for (sm, share) in shares {
             match (&wave.action, &grid.op) {
                 (Action::Rows { .. }, _) => {
-                    let Over::Rows { parts } = self.plan.divisions[wave.division.index()].over else {
-                        panic!("rows that are not divided over rows")
+                    let parts = match self.plan.divisions[wave.division.index()].over {
+                        Over::Rows { parts } => parts,
+                        Over::Sums { .. } => 1,
+                        _ => panic!("rows that are not divided over rows"),
                     };
                     self.rows_wave(&wave.action, share, parts);
                 }
-                (&Action::MatMul { x, squares, target, .. }, Op::MatVec(m)) => {
-                    let Over::Units { n, parts } = self.plan.divisions[wave.division.index()].over else {
+                (&Action::MatMul { x, squares, target, then, .. }, Op::MatVec(m)) => {
+                    let Over::Units { n, parts, .. } = self.plan.divisions[wave.division.index()].over else {
                         panic!("a product that is not divided over units")
                     };
                     let parts = parts_of(parts, self.blocks());
                     self.matmul(&grid, m, (x, squares, target), (n, parts), share, &mut best[*sm]);
+                    if let (Target::Sums { residual, .. }, Some(then), 1) = (target, then, parts) {
+                        self.leave_input(m, residual, then, n, share);
+                    }
                 }
                 (&Action::NormHeads { x, out }, Op::Attention(a)) => self.norm_heads(&grid, a, (x, out), share),
                 (&Action::Append { x, queries }, Op::Attention(a)) => {
@@ -798,6 +810,7 @@ impl Step<'_> {
                 match target {
                     Target::Out(out) => self.put_part(out, 0, row, col, y),
                     Target::Residual(id) | Target::Best(id) => self.set(id, row, col, self.get(id, row, col) + y),
+                    Target::Sums { .. } => panic!("slots that leave the input of a product"),
                 }
             }
         }
@@ -876,6 +889,10 @@ impl Step<'_> {
         // The factor that the norm of the input left out.
         let factor = |row: usize| {
             let (Some(squares), Some(norm)) = (squares, m.norm) else { return 1.0 };
+            if matches!(self.plan.work[squares.index()].layout, Layout::Squares { parts, .. } if parts_of(parts, self.blocks()) > 1)
+            {
+                return 1.0;
+            }
             (self.read(squares, row).iter().sum::<f64>() / f64::from(m.k) + f64::from(norm.eps)).sqrt().recip()
         };
         let input = |row: usize| {
@@ -892,7 +909,7 @@ impl Step<'_> {
         let Action::MatMul { x, squares, target: Target::Residual(residual), then, pass, .. } = wave.action else {
             panic!("a product that adds")
         };
-        let Over::Units { n, parts } = self.plan.divisions[wave.division.index()].over else {
+        let Over::Units { n, parts, .. } = self.plan.divisions[wave.division.index()].over else {
             panic!("a product that is not divided over units")
         };
         let mut order: Vec<usize> = vec![];
@@ -997,7 +1014,7 @@ impl Step<'_> {
                     y.iter_mut().zip(up).for_each(|(y, up)| *y = act(kind, f64::from(scale) * *y) * up);
                 }
                 Epilogue::Act(kind) => y.iter_mut().for_each(|y| *y = act(kind, *y)),
-                Epilogue::Residual { scale } if matches!(target, Target::Residual(_)) => {
+                Epilogue::Residual { scale } if target.residual().is_some() && parts == 1 => {
                     y.iter_mut().for_each(|y| *y *= f64::from(scale));
                 }
                 Epilogue::Logits { scale, softcap: cap } => y.iter_mut().for_each(|y| {
@@ -1013,13 +1030,40 @@ impl Step<'_> {
                         Layout::Parts(_) | Layout::Packets(_) => self.put_part(out, part, row, col, y),
                         _ => self.set(out, row, col, y),
                     },
-                    Target::Residual(id) => self.set(id, row, col, self.get(id, row, col) + y),
+                    Target::Sums { branch, .. } if parts > 1 => {
+                        self.put_part(branch.expect("sums of parts"), part, row, col, y);
+                    }
+                    Target::Residual(id) | Target::Sums { residual: id, .. } => {
+                        self.set(id, row, col, self.get(id, row, col) + y);
+                    }
                     Target::Best(_) => {
                         if y > best[row].0 {
                             best[row] = (y, col as f64);
                         }
                     }
                 }
+            }
+        }
+    }
+
+    /// What a product that leaves sums has of the input of the next one: its columns, and a sum of squares of each of its groups of columns.
+    fn leave_input(&mut self, m: &MatVec, residual: WorkId, then: Input, n: u32, share: &Share) {
+        let weight = then.norm.and_then(|norm| norm.weight).map(|weight| self.vector(weight));
+        let squares = then.squares.expect("sums of squares");
+        let (lo, hi) = (share.lo % n, share.lo % n + (share.hi - share.lo));
+        let units = (hi - lo).div_ceil(8);
+        for row in self.rows(share) {
+            for group in 0..units {
+                let first = (lo + group * 8) * m.unit_rows;
+                let end = ((lo + group * 8 + 8).min(hi) * m.unit_rows).min(m.rows);
+                let mut square = 0.0;
+                for col in first as usize..end as usize {
+                    let sum = self.get(residual, row, col);
+                    square += sum * sum;
+                    let weight = weight.as_ref().map_or(1.0, |weight| f64::from(weight[col]));
+                    self.set(then.to, row, col, sum * weight);
+                }
+                self.set(squares, row, ((lo + group * 8) / 8) as usize, square);
             }
         }
     }

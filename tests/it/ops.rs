@@ -305,7 +305,7 @@ const CASES_OF_ROWS: [(&str, usize); 153] = [
     ("mix-8-parts-bf16", 4),
     ("mix-64-5-parts-bf16", 4),
 ];
-const CASES_OF_WAVES: [(&str, usize); 205] = [
+const CASES_OF_WAVES: [(&str, usize); 211] = [
     ("rows-embed", 1),
     ("rows-embed-bf16", 1),
     ("rows-branch", 1),
@@ -339,6 +339,12 @@ const CASES_OF_WAVES: [(&str, usize); 205] = [
     ("shared-act-bf16", 1),
     ("shared-gated-bf16", 1),
     ("shared-residual", 1),
+    ("shared-sums", 1),
+    ("shared-sums-bf16", 1),
+    ("shared-sums-short", 1),
+    ("shared-sums-short-bf16", 1),
+    ("shared-factor-bf16", 1),
+    ("shared-factor-gated-bf16", 1),
     ("wide-store-bf16", 1),
     ("wide-store-operand-bf16", 1),
     ("wide-act-bf16", 1),
@@ -870,6 +876,19 @@ fn an_op_of_waves_that_computes_something_else_is_found() {
             "SwizzledOperand::at(w + span *",
             "SwizzledOperand::at(w + (1 - span) *",
             "shared-residual",
+        ),
+        (
+            "waves/matmul.cuh",
+            "old[i].x * gains[i / 2].x, old[i].y * gains[i / 2].y",
+            "old[i].x, old[i].y",
+            "shared-sums-bf16",
+        ),
+        ("waves/matmul.cuh", "part, block_row + row));", "part, row));", "shared-factor-bf16"),
+        (
+            "waves/matmul.cuh",
+            "e.square_splits / PartsOfRows<M, 1>::blocks(c.p.row_count) <= 1",
+            "e.square_splits < 1",
+            "shared-factor-gated-bf16",
         ),
         (
             "waves/matmul.cuh",

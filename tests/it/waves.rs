@@ -813,6 +813,7 @@ impl Mutants<'_> {
             let rows = [DType::F32, DType::Bf16, DType::F16, DType::I32].map(Layout::Rows);
             let more =
                 [Layout::Operand, Layout::Tiles, Layout::Best].into_iter().chain([0, 1, 2, 3, 9].map(Layout::Parts));
+            let more = more.chain([(0, 1), (9, 1), (9, 8)].map(|(groups, parts)| Layout::Squares { groups, parts }));
             let more = more.chain([0, 1, 2, 3].map(Layout::Packets));
             for layout in rows.into_iter().chain(more) {
                 self.add(format!("a{i} as {layout:?}"), None, |p| p.work[i].layout = layout);
@@ -840,7 +841,10 @@ impl Mutants<'_> {
             for d in 0..self.of.divisions.len() as u32 {
                 // A product that adds can be whole, too; that is another order.
                 let whole = match (&waves[w].action, self.of.divisions[d as usize].over) {
-                    (Action::MatMul { target: Written::Residual(_), then: None, .. }, Over::Units { n, parts: 1 }) => {
+                    (
+                        Action::MatMul { target: Written::Residual(_), then: None, .. },
+                        Over::Units { n, parts: 1, .. },
+                    ) => {
                         matches!(self.of.divisions[waves[w].division.index()].over, Over::Units { n: of, .. } if of == n)
                     }
                     _ => false,
@@ -923,9 +927,18 @@ impl Mutants<'_> {
                     self.product(w);
                     self.held(w);
                     self.tiles(w);
-                    let (Written::Out(id) | Written::Residual(id) | Written::Best(id)) = target;
-                    for other in [Written::Out(id), Written::Residual(id), Written::Best(id)] {
-                        self.matmul(w, "writes another way", wrong, |m| m.target = other);
+                    for id in target.written() {
+                        let sums = |branch| Written::Sums { branch, residual: id, shown: false };
+                        for other in [Written::Out(id), Written::Residual(id), Written::Best(id), sums(None)] {
+                            self.matmul(w, "writes another way", wrong, |m| m.target = other);
+                        }
+                        self.matmul(w, "writes twice", Some("in-place"), |m| m.target = sums(Some(id)));
+                    }
+                    if let Written::Sums { branch, residual, shown } = target {
+                        let shows = Written::Sums { branch, residual, shown: !shown };
+                        self.matmul(w, "shows its residual or not", Some("home"), |m| m.target = shows);
+                        let without = Written::Sums { branch: None, residual, shown };
+                        self.matmul(w, "leaves no sums of parts", wrong, |m| m.target = without);
                     }
                     self.then(w);
                     let Action::MatMul { x, .. } = self.of.waves[w].action else { unreachable!() };
@@ -1209,9 +1222,8 @@ impl Mutants<'_> {
             self.matmul(w, "a norm of no product", wrong, |m| m.then = Some(Input { norm, ..then }));
         }
         let Input { to, squares, .. } = then;
-        let Action::MatMul { target: Written::Residual(residual), .. } = self.of.waves[w].action else {
-            panic!("a residual in pairs")
-        };
+        let Action::MatMul { target, .. } = self.of.waves[w].action else { panic!("a product") };
+        let residual = target.residual().expect("a residual");
         self.matmul(w, "the input over the residual", Some("in-place"), |m| {
             m.then = Some(Input { to: residual, ..then });
         });
@@ -1223,8 +1235,11 @@ impl Mutants<'_> {
         let (id, place) = (WorkId::from(self.of.work.len()), self.of.work_bytes().next_multiple_of(256));
         self.add(format!("w{w}: the next product reads other squares"), wrong, |p| {
             p.work.push(Work { place, ..old });
-            let Action::MatMul { squares, .. } = &mut p.waves[w + 1].action else { panic!("the next product") };
-            *squares = Some(id);
+            let reader = p.waves[w + 1..].iter_mut().find_map(|wave| match &mut wave.action {
+                Action::MatMul { squares, .. } if squares.is_some() => Some(squares),
+                _ => None,
+            });
+            *reader.expect("the next product") = Some(id);
         });
     }
 
@@ -1234,7 +1249,7 @@ impl Mutants<'_> {
         let waves = self.of.waves.iter().enumerate();
         let paired =
             waves.filter_map(|(w, wave)| match (&wave.action, self.of.divisions[wave.division.index()].over) {
-                (&Action::MatMul { target: Written::Residual(_), pass, .. }, Over::Units { n, parts: 2 }) => {
+                (&Action::MatMul { target: Written::Residual(_), pass, .. }, Over::Units { n, parts: 2, .. }) => {
                     Some((w, wave.division.index(), pass, n))
                 }
                 _ => None,
@@ -1287,7 +1302,7 @@ impl Mutants<'_> {
             all.for_each(|share| of_sms[sm(&share) as usize].push(share));
             of_sms
         };
-        Division { over: Over::Units { n, parts }, shares: (1..=rows / block_rows).map(shares).collect() }
+        Division { over: Over::Units { n, parts, step: 1 }, shares: (1..=rows / block_rows).map(shares).collect() }
     }
 
     /// Products with another number of parts than their outputs and the readers of these.
@@ -1297,7 +1312,7 @@ impl Mutants<'_> {
             let Wave { action: Action::MatMul { target, then, .. }, division, .. } = self.of.waves[w].clone() else {
                 continue;
             };
-            let Over::Units { n, parts } = self.of.divisions[division.index()].over else { unreachable!() };
+            let Over::Units { n, parts, .. } = self.of.divisions[division.index()].over else { unreachable!() };
             let DivisionId(next) = DivisionId(self.of.divisions.len() as u32);
             for other in [1, 2, 3].into_iter().filter(|other| *other != parts) {
                 let division = self.divided(n, other);
@@ -1348,10 +1363,10 @@ impl Mutants<'_> {
             }
         }
         for d in 0..self.of.divisions.len() {
-            let Over::Units { n, parts } = self.of.divisions[d].over else { continue };
+            let Over::Units { n, parts, .. } = self.of.divisions[d].over else { continue };
             let partition = Some("partition");
             for other in [0, parts + 1, 3 - parts.min(2), 256] {
-                let over = Over::Units { n, parts: other };
+                let over = Over::Units { n, parts: other, step: 1 };
                 self.add(format!("d{d} over {over:?}"), partition, |p| p.divisions[d].over = over);
             }
             if parts == 1 {
@@ -1543,7 +1558,11 @@ impl Mutants<'_> {
             let over = self.of.divisions[d].over;
             let others: Vec<Over> = match over {
                 Over::Rows { parts } => [0, parts + 1, parts * 2].map(|parts| Over::Rows { parts }).to_vec(),
-                Over::Units { n, parts } => [0, n - 1, n + 1, u32::MAX >> 8].map(|n| Over::Units { n, parts }).to_vec(),
+                Over::Sums { parts } => [0, 1, 2 * parts].map(|parts| Over::Sums { parts }).to_vec(),
+                Over::Units { n, parts, step } => {
+                    let others = [0, n - 1, n + 1, u32::MAX >> 8].map(|n| Over::Units { n, parts, step });
+                    others.into_iter().chain([Over::Units { n, parts, step: 0 }]).collect()
+                }
                 Over::Heads { n, rows, kept } => {
                     let some = [(0, rows), (n - 1, rows), (n + 1, rows), (n, 0), (n, rows / 2), (n, 3), (n, u32::MAX)];
                     some.into_iter().chain([(n, rows * 2)]).map(|(n, rows)| Over::Heads { n, rows, kept }).collect()
@@ -2278,7 +2297,7 @@ fn products_of_empty_parts_are_no_tiles() {
         let of_part = |part| vec![Share { row: 0, rows: 64, lo: part * n, hi: (part + 1) * n }];
         let mut shares: Vec<Vec<Share>> = (0..3).map(of_part).collect();
         shares.resize(p.machine.sms as usize, vec![]);
-        p.divisions.push(Division { over: Over::Units { n, parts: 3 }, shares: vec![shares] });
+        p.divisions.push(Division { over: Over::Units { n, parts: 3, step: 1 }, shares: vec![shares] });
         let Action::MatMul { target: Written::Out(out), .. } = p.waves[w].action else { panic!("heads") };
         p.work[out.index()].place = p.work_bytes().next_multiple_of(256);
         p.work[out.index()].layout = Layout::Parts(3);

@@ -12,7 +12,7 @@ struct Machine {
   static constexpr int SMS = 40, WARPS = 8, LOADER_WARPS = 4, INPUT_SLOTS = 3, WEIGHT_SLOTS = 2, INPUT_BYTES = INPUT_KIB << 10, WEIGHT_BYTES = WEIGHT_KIB << 10;
   static constexpr bool STEPS = STEPS_, WARPGROUPS = WIDE, SHARED = SHARED_, PAIRS = STEPS || SHARED;
   // With more rows, more parts than lanes hold while they multiply.
-  static constexpr int SQUARE_PARTS = !STEPS ? 0 : ROWS_ > 64 ? 66 : SMS / 2;
+  static constexpr int SQUARE_PARTS = !STEPS && !SHARED ? 0 : ROWS_ > 64 ? 66 : SMS / 2;
   static constexpr int BLOCK_ROWS = ROWS_, INPUT_AT = WEIGHT_SLOTS * WEIGHT_BYTES, SCRATCH_AT = 0, SCRATCH_BYTES = !STEPS ? 0 : (ROWS_ > 64 ? 36 : 32) << 10;
   static constexpr int DIVISIONS = 1, STATE_AT = 64 << 10, STATE_BYTES = 1 << 14, STAGE_AT = 0, HEADS_AT = 0, REDUCE_AT = 0;
   static constexpr int REDUCE_BATCH = 1, ROWS = 8, REGISTERS = 216, LOADER_REGISTERS = 72, STAMPS_MAX = 0, VOCAB = 30;
@@ -295,7 +295,7 @@ struct Product {
   static constexpr float SCALE = 0.5f, SOFTCAP = E == Epilogue::LOGITS ? 3.f : 0.f;
   static constexpr bool BIAS = B, PLAIN = P;
   static constexpr int ROW_GROUPS = 2, UNIT_GROUPS = 4, K_GROUPS = 1, SPLITS = 1, CHUNK = UNIT_ROWS == 8 ? 2 : 1, HELD = 0, NORM_PARTS = 0;
-  static constexpr bool FACTOR = false, PAIRED = false, PACKETS = false, OUT = false, BOXED = true, TILES = false, OUT_TILES = false;
+  static constexpr bool FACTOR = false, PAIRED = false, SUMS = false, PACKETS = false, OUT = false, BOXED = true, TILES = false, OUT_TILES = false;
   static constexpr float NORM_EPS = 0.f;
 };
 template <class P>
@@ -482,8 +482,9 @@ static void matmul(const char* name, u32 rows) {
   std::vector<double> factors(rows, 1.);
   if (G::NORM_PARTS > 0) {
     const std::vector<float> squares = numbers(state, size_t(rows) * G::NORM_PARTS);
-    wave.squares = activations(size_t(M::BLOCK_ROWS) * G::NORM_PARTS * 4);
+    wave.squares = activations(size_t(whole) * G::NORM_PARTS * 4);
     wave.square_parts = G::NORM_PARTS;
+    wave.square_splits = u32(blocks<M>(rows));
     for (u32 row = 0; row < rows; row++) {
       double sum = 0;
       for (u32 i = 0; i < u32(G::NORM_PARTS); i++) {
@@ -626,6 +627,60 @@ static void in_pairs(const char* name, const char* out_name, u32 rows, bool weig
     report(out_name, out, found_out);
   else
     require(untouched(work.data() + size_t(wave.out) * OFFSET_BYTES, (WaveOperand<M, COLS>::BLOCK_BYTES)), "an output that the wave does not have");
+}
+// By blocks that have whole groups of columns: the residual, the next product's input, and of each group its sum of squares.
+template <class P>
+struct Summing : P {
+  static constexpr bool SUMS = true, OUT = true;
+};
+template <class M, class G>
+static void in_sums(const char* name, const char* out_name, u32 rows, bool weighted = true) {
+  constexpr int COLS = G::ROWS, GROUPS = (G::UNITS + 7) / 8;
+  start(rows);
+  u64 state = G::ROWS * 5 + G::K + rows;
+  const std::vector<float> plain = numbers(state, size_t(G::ROWS) * G::K), x = numbers(state, size_t(rows) * G::K), before = numbers(state, size_t(rows) * COLS);
+  std::vector<float> bias = numbers(state, G::UNITS * G::UNIT_ROWS), by_row(G::ROWS, 1.f);
+  const std::vector<float> weight = numbers(state, COLS);
+  if (G::BIAS) wave.bias = constant(bias);
+  wave.norm_weight = weighted ? constant(weight) : ~0u;
+  std::vector<double> w(plain.begin(), plain.end());
+  put_product<M, G>(state, rows, plain, x, w, by_row);
+  const u32 whole = blocks<M>(rows) * M::BLOCK_ROWS;
+  wave.residual = activations(size_t(whole) * COLS * 4);
+  for (u32 row = 0; row < rows; row++) std::memcpy(plain_at(wave.residual, row, 0, COLS, 4), before.data() + size_t(row) * COLS, COLS * 4);
+  wave.out = operand<M, COLS>(rows);
+  wave.squares_out = activations(size_t(whole) * GROUPS * 4);
+  // Of a share of several passes, and of one with the last, shorter group.
+  for (u32 block = blocks<M>(rows); block-- > 0;) {
+    const u32 row = block * M::BLOCK_ROWS, middle = G::UNITS / 16 * 8;
+    if (middle > 0) shares.push_back({row, u32(M::BLOCK_ROWS), 0, middle});
+    shares.push_back({row, u32(M::BLOCK_ROWS), middle, u32(G::UNITS)});
+  }
+  run<M, WaveMatMul<M, G>>();
+  std::vector<double> expected, found, out, found_out;
+  for (u32 row = 0; row < whole; row++) {
+    std::vector<double> squares(GROUPS);
+    for (int r = 0; r < COLS; r++) {
+      if (row >= rows) {
+        expected.push_back(1), found.push_back(untouched(plain_at(wave.residual, row, r, COLS, 4), 4));
+        continue;
+      }
+      double y = 0;
+      for (int k = 0; k < G::K; k++) y += w[size_t(r) * G::K + k] * x[size_t(row) * G::K + k];
+      if (G::BIAS) y += bias[r];
+      const double sum = before[size_t(row) * COLS + r] + G::SCALE * y;
+      expected.push_back(sum), found.push_back(float_at(plain_at(wave.residual, row, r, COLS, 4)));
+      squares[r / 64] += sum * sum;
+      out.push_back(weighted ? sum * weight[r] : sum), found_out.push_back(bf16_at(operand_at<M, COLS, G::OUT_TILES>(wave.out, row, r)));
+    }
+    for (int group = 0; group < GROUPS; group++) {
+      const u8* at = square_of(wave.squares_out, GROUPS, group, row);
+      expected.push_back(row < rows ? squares[group] / COLS : 1), found.push_back(row < rows ? float_at(at) / COLS : untouched(at, 4));
+    }
+    for (u32 col = row < rows ? COLS : 0; col < u32((COLS + 127) / 128 * 128); col += 2) out.push_back(1), found_out.push_back(untouched(operand_at<M, COLS, G::OUT_TILES>(wave.out, row, col), 4));
+  }
+  report(name, expected, found);
+  report(out_name, out, found_out);
 }
 // Factors alone.
 template <class M, class G>
@@ -990,6 +1045,11 @@ int main() {
   matmul<SharedMachine, By<Product<1138, 160, Epilogue::ACT, 24, 8, true, false, Act::GELU_TANH>, 2, 4, 1, 2>>("shared-act-bf16", 128);
   matmul<SharedMachine, By<Product<388, 64, Epilogue::GATED, 32>, 2, 4, 1, 2>>("shared-gated-bf16", 200);
   matmul<SharedMachine, By<Product<541, 712, Epilogue::RESIDUAL, 16, 8, true>, 2, 4, 1, 2>>("shared-residual", 131);
+  // A product that leaves the input of the next one, with whole groups of columns and a shorter one; and products whose input lacks the factor of its norm.
+  in_sums<SharedMachine, Summing<By<Product<512, 200, Epilogue::RESIDUAL, 16, 8, true>, 2, 4, 1, 2>>>("shared-sums", "shared-sums-bf16", 131);
+  in_sums<SharedMachine, Summing<By<Product<168, 64, Epilogue::RESIDUAL, 32>, 2, 4, 1, 2>>>("shared-sums-short", "shared-sums-short-bf16", 37, false);
+  matmul<SharedMachine, Weighted<By<Product<264, 96, Epilogue::STORE, 32, 8, true, true>, 2, 4, 1, 2>, 40>>("shared-factor-bf16", 200);
+  matmul<SharedMachine, Weighted<By<Product<388, 64, Epilogue::GATED, 32>, 2, 4, 1, 2>, 3>>("shared-factor-gated-bf16", 150);
   matmul<WideMachine, By<Product<40, 200, Epilogue::STORE, 16, 8, true, true>, 1, 8, 1, 2>>("wide-store-bf16", 37);
   matmul<WideMachine, By<Product<264, 96, Epilogue::STORE, 32, 8, false, false>, 1, 8, 1, 2>>("wide-store-operand-bf16", 130);
   matmul<WideMachine, By<Product<1138, 160, Epilogue::ACT, 32, 8, true, false, Act::GELU_TANH>, 2, 4, 1, 2>>("wide-act-bf16", 128);

@@ -417,15 +417,9 @@ pub fn works(action: &mut Action) -> Vec<&mut WorkId> {
             let written = out.iter_mut().flat_map(|out| [&mut out.to].into_iter().chain(&mut out.squares));
             [residual].into_iter().chain(branch).chain(written).collect()
         }
-        Action::MatMul {
-            x,
-            squares,
-            target: Written::Out(id) | Written::Residual(id) | Written::Best(id),
-            then,
-            ..
-        } => {
+        Action::MatMul { x, squares, target, then, .. } => {
             let written = then.iter_mut().flat_map(|then| [&mut then.to].into_iter().chain(&mut then.squares));
-            [x, id].into_iter().chain(squares).chain(written).collect()
+            [x].into_iter().chain(written_by(target)).chain(squares).chain(written).collect()
         }
         Action::NormHeads { x, out } | Action::ShortConv { x, out } => vec![x, out],
         Action::Append { x, queries } => vec![x, queries],
@@ -440,17 +434,19 @@ pub fn works(action: &mut Action) -> Vec<&mut WorkId> {
         Action::Places { choices, groups, places, sources } => vec![choices, groups, places, sources],
         Action::Fill { x, groups, sources, out } => vec![x, groups, sources, out],
         Action::Experts { x, groups, out, .. } => vec![x, groups, out],
-        Action::Combine {
-            x,
-            places,
-            shares,
-            shared,
-            gate,
-            target: Written::Out(id) | Written::Residual(id) | Written::Best(id),
-        } => [x, places, shares, id].into_iter().chain(shared).chain(gate).collect(),
+        Action::Combine { x, places, shares, shared, gate, target } => {
+            [x, places, shares].into_iter().chain(written_by(target)).chain(shared).chain(gate).collect()
+        }
         Action::Convolve { x, scalars, out } | Action::MixRow { x, scalars, out } => vec![x, scalars, out],
         Action::Mix { turned, x, out } => vec![turned, x, out],
         Action::Gated { mixed, x, out } => vec![mixed, x, out],
+    }
+}
+
+fn written_by(target: &mut Written) -> Vec<&mut WorkId> {
+    match target {
+        Written::Out(id) | Written::Residual(id) | Written::Best(id) => vec![id],
+        Written::Sums { branch, residual, .. } => branch.iter_mut().chain([residual]).collect(),
     }
 }
 
@@ -586,8 +582,12 @@ fn parts(plan: &mut Plan, _: &Program, random: &mut Rng) -> Option<Vec<Touched>>
     let other = |n: u32| [n + 1, n.saturating_sub(1), 2 * n][k];
     plan.divisions[d].over = match plan.divisions[d].over {
         Over::Rows { parts } => Over::Rows { parts: other(parts) },
-        Over::Units { n, parts } if random.below(2) == 0 => Over::Units { n: other(n), parts },
-        Over::Units { n, parts } => Over::Units { n, parts: other(parts) },
+        Over::Sums { parts } => Over::Sums { parts: other(parts) },
+        Over::Units { n, parts, step } => match random.below(3) {
+            0 => Over::Units { n: other(n), parts, step },
+            1 => Over::Units { n, parts: other(parts), step },
+            _ => Over::Units { n, parts, step: other(step) },
+        },
         Over::Heads { n, rows, kept } if random.below(2) == 0 => Over::Heads { n: other(n), rows, kept },
         Over::Heads { n, rows, kept } => Over::Heads { n, rows: other(rows), kept },
         Over::Items { parts, tiling } => Over::Items { parts: other(parts), tiling },
